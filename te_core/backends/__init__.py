@@ -1,0 +1,1 @@
+"""The operations on each kind of device: cuda, cpu (NumPy reference), meta (shapes only)."""

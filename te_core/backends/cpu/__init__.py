@@ -1,0 +1,71 @@
+"""The reference backend: NumPy on the CPU, bit-exact in FP8. Slow beside a GPU, but right.
+
+Each file holds the operations of the ops file of the same name; `codec.py` is how narrow types are read and
+written, `executor.py` the scratch memory. Threads may call at once: scratch belongs to the calling thread.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import numpy as np
+
+from te_core.backends.cpu.activation import (
+    activation_backward,
+    activation_forward,
+    plan_activation_backward,
+    plan_activation_forward,
+)
+from te_core.backends.cpu.elementwise import add, bias_dropout_add, bias_dropout_add_backward
+from te_core.backends.cpu.executor import Executor
+from te_core.backends.cpu.gemm import gemm, plan_gemm
+from te_core.backends.cpu.norm import norm_backward, norm_forward, plan_norm_backward, plan_norm_forward
+from te_core.backends.cpu.quantize import amax, dequantize, plan_quantize, quantize, transpose, update_scales
+from te_core.runtime import Runtime
+from te_core.tensor import Tensor
+
+
+class CpuBackend:
+    """The operations, gathered from the files beside this one."""
+
+    name = "cpu"
+
+    plan_gemm = staticmethod(plan_gemm)
+    gemm = staticmethod(gemm)
+    plan_norm_forward = staticmethod(plan_norm_forward)
+    norm_forward = staticmethod(norm_forward)
+    plan_norm_backward = staticmethod(plan_norm_backward)
+    norm_backward = staticmethod(norm_backward)
+    plan_activation_forward = staticmethod(plan_activation_forward)
+    activation_forward = staticmethod(activation_forward)
+    plan_activation_backward = staticmethod(plan_activation_backward)
+    activation_backward = staticmethod(activation_backward)
+    plan_quantize = staticmethod(plan_quantize)
+    quantize = staticmethod(quantize)
+    dequantize = staticmethod(dequantize)
+    transpose = staticmethod(transpose)
+    amax = staticmethod(amax)
+    update_scales = staticmethod(update_scales)
+    add = staticmethod(add)
+    bias_dropout_add = staticmethod(bias_dropout_add)
+    bias_dropout_add_backward = staticmethod(bias_dropout_add_backward)
+
+    def executor(self, rt: Runtime) -> Executor:
+        """Scratch memory for the calling thread."""
+        return Executor(rt.allocator)
+
+    def copy_to_host(self, rt: Runtime, tensor: Tensor) -> np.ndarray[Any, Any]:
+        """A copy of the values."""
+        return tensor.numpy().copy()
+
+    def copy_from_host(self, rt: Runtime, array: np.ndarray[Any, Any], out: Tensor) -> None:
+        """Fill a tensor with the values of an array."""
+        out.numpy()[...] = array
+
+    def zero(self, rt: Runtime, out: Tensor) -> None:
+        """Fill a dense tensor with zero bytes."""
+        ctypes.memset(out.ptr, 0, out.nbytes)
+
+
+BACKEND = CpuBackend()

@@ -1,0 +1,100 @@
+"""LayerNorm and RMSNorm by blocks of rows: float32 values, sums of a row in float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from te_core.backends.cpu import codec
+from te_core.backends.cpu.executor import F32, Executor, Plan, row_blocks, scratch
+from te_core.backends.cpu.quantize import deliver
+from te_core.quantized import Cast, QuantizedTensor
+from te_core.runtime import Runtime
+from te_core.tensor import Tensor
+
+
+def plan_norm_forward(rt: Runtime, key: tuple[Any, ...]) -> Plan:
+    """The plan of `norm_forward`."""
+    return Plan(key)
+
+
+def plan_norm_backward(rt: Runtime, key: tuple[Any, ...]) -> Plan:
+    """The plan of `norm_backward`."""
+    return Plan(key)
+
+
+@np.errstate(all="ignore")
+def norm_forward(
+    rt: Runtime, plan: Plan, x: Tensor, gamma: Tensor, beta: Tensor | None, y: Tensor | None,
+    cast: Cast | None, q: QuantizedTensor | None, mean: Tensor | None, rstd: Tensor, eps: float,
+) -> None:  # fmt: skip
+    """y = normalised x * g + beta, with its statistics; then the cast."""
+    ex, source, (m, n) = scratch(rt), x.numpy(), x.shape
+    out_dtype, zero_centered = plan.spec[4], plan.spec[6]
+    factor, offset = _gain(gamma, zero_centered), None if beta is None else beta.numpy().astype(np.float32)
+    result = y.numpy() if y is not None else np.empty((m, n), out_dtype.numpy)
+    means, rstds = None if mean is None else mean.numpy(), rstd.numpy()
+    for block in row_blocks(m, n):
+        v = codec.decode(ex, source[block], ex.floats("norm x", block.stop - block.start, n))
+        shift = 0.0
+        if means is not None:
+            exact = v.sum(axis=1, dtype=np.float64) / n
+            means[block] = exact
+            # The variance is taken about the rounded mean, then put right in float64: no cancellation.
+            shift = exact - means[block]
+            np.subtract(v, means[block, None], out=v)
+        square = np.multiply(v, v, out=ex.floats("norm square", *v.shape))
+        variance = square.sum(axis=1, dtype=np.float64) / n - np.square(shift)
+        rstds[block] = 1.0 / np.sqrt(variance + eps)
+        np.multiply(v, rstds[block, None], out=v)
+        np.multiply(v, factor, out=v)
+        if offset is not None:
+            np.add(v, offset, out=v)
+        codec.encode(ex, v, result[block])
+    if cast is not None and q is not None:
+        deliver(ex, result, cast, q)
+
+
+@np.errstate(all="ignore")
+def norm_backward(
+    rt: Runtime, plan: Plan, dy: Tensor, x: Tensor, gamma: Tensor, mean: Tensor | None, rstd: Tensor,
+    dx: Tensor, dgamma: Tensor, dbeta: Tensor | None,
+) -> None:  # fmt: skip
+    """dx = rstd * (w - mean(w) - xhat * mean(w * xhat)), w = dy * g (RMSNorm: no mean(w)); dgamma, dbeta."""
+    ex, source, gradient, target, (m, n) = scratch(rt), x.numpy(), dy.numpy(), dx.numpy(), x.shape
+    factor = _gain(gamma, plan.spec[6])
+    means, rstds = None if mean is None else mean.numpy(), rstd.numpy()
+    gamma_sum, beta_sum = np.zeros(n, np.float64), np.zeros(n, np.float64)
+    for block in row_blocks(m, n):
+        rows = block.stop - block.start
+        xhat = codec.decode(ex, source[block], ex.floats("norm x", rows, n))
+        w = codec.decode(ex, gradient[block], ex.floats("norm dy", rows, n))
+        product = ex.floats("norm square", rows, n)
+        if means is not None:
+            np.subtract(xhat, means[block, None], out=xhat)
+        np.multiply(xhat, rstds[block, None], out=xhat)
+        gamma_sum += np.multiply(w, xhat, out=product).sum(axis=0)
+        if dbeta is not None:
+            beta_sum += w.sum(axis=0)
+        np.multiply(w, factor, out=w)
+        np.multiply(w, xhat, out=product)
+        along = product.sum(axis=1, dtype=np.float64) / n
+        np.multiply(xhat, along.astype(np.float32)[:, None], out=xhat)
+        if means is not None:
+            np.subtract(w, (w.sum(axis=1, dtype=np.float64) / n).astype(np.float32)[:, None], out=w)
+        np.subtract(w, xhat, out=w)
+        np.multiply(w, rstds[block, None], out=w)
+        codec.encode(ex, w, target[block])
+    _store(ex, gamma_sum, dgamma)
+    if dbeta is not None:
+        _store(ex, beta_sum, dbeta)
+
+
+def _gain(gamma: Tensor, zero_centered: bool) -> F32:
+    factor = gamma.numpy().astype(np.float32)
+    return factor + np.float32(1) if zero_centered else factor
+
+
+def _store(ex: Executor, sums: np.ndarray[Any, Any], out: Tensor) -> None:
+    codec.encode(ex, sums.astype(np.float32), out.numpy())

@@ -1,0 +1,158 @@
+"""What a device can do. Dispatch, the doctor and the documentation ask the same predicates.
+
+Every predicate takes a `DeviceInfo` (make one by hand to ask about a device that is not here) and answers
+`(bool, reason)`; the reason says why not, or what makes it work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from te_core import libraries
+
+Answer = tuple[bool, str]
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceInfo:
+    """One CUDA device, as far as decisions depend on it."""
+
+    name: str
+    capability: tuple[int, int]
+    multiprocessors: int
+    l2_bytes: int
+    memory_bytes: int
+    driver: tuple[int, int]  # the CUDA version it supports
+    cublaslt: tuple[int, ...] = (13, 1, 0)  # the version in use; newest known where it is not loaded
+
+    @property
+    def architecture(self) -> str:
+        """The generation's name."""
+        return {8: "Ada" if self.capability == (8, 9) else "Ampere", 9: "Hopper", 10: "Blackwell", 12: "Blackwell"}.get(
+            self.capability[0], "unknown"
+        )
+
+
+_known: dict[int, DeviceInfo] = {}
+
+
+def info(index: int = 0) -> DeviceInfo:
+    """A device of this machine. Asks the driver once; makes no context and loads no library but the driver."""
+    found = _known.get(index)
+    if found is None:
+        driver = libraries.driver()
+        found = _known[index] = DeviceInfo(
+            driver.name(index),
+            (driver.attribute(index, "major"), driver.attribute(index, "minor")),
+            driver.attribute(index, "multiprocessors"),
+            driver.attribute(index, "l2_bytes"),
+            driver.memory(index),
+            libraries.driver_version(),
+        )
+    return found
+
+
+def supported(device: DeviceInfo) -> Answer:
+    """Whether te_core runs there at all."""
+    return _at_least(device, (8, 0))
+
+
+def fp8_supported(device: DeviceInfo) -> Answer:
+    """FP8 matrix products with one scale a tensor."""
+    return _at_least(device, (8, 9))
+
+
+def fp8_block_supported(device: DeviceInfo) -> Answer:
+    """FP8 products with a scale for each 1x128 or 128x128 block."""
+    if device.capability[0] != 9:
+        return False, f"cuBLASLt has 128-blocks on compute capability 9.x only, this is {_cc(device)}"
+    return _library(device, (12, 9))
+
+
+def mxfp8_supported(device: DeviceInfo) -> Answer:
+    """FP8 products with a power-of-two scale for each 32 elements."""
+    able, reason = _at_least(device, (10, 0))
+    if able and device.capability[0] >= 12:
+        return False, f"cuBLASLt restricts MXFP8 on compute capability {_cc(device)}, and nobody has tried it"
+    return _library(device, (12, 8)) if able else (able, reason)
+
+
+def nvfp4_supported(device: DeviceInfo) -> Answer:
+    """FP4 products with an E4M3 scale for each 16 elements."""
+    able, reason = _at_least(device, (10, 0))
+    return _library(device, (12, 8)) if able else (able, reason)
+
+
+def fp8_any_layout(device: DeviceInfo) -> Answer:
+    """Whether FP8 operands need not lie along the contraction (else transposed copies are kept for backward)."""
+    if device.capability[0] == 10:
+        return True, "Blackwell's data-centre chips read FP8 in every layout"
+    return False, f"compute capability {_cc(device)} reads both FP8 operands along the contraction"
+
+
+def split_accumulator_matters(device: DeviceInfo) -> Answer:
+    """Whether fast and split FP8 accumulation differ."""
+    if device.capability[0] == 9:
+        return True, "Hopper keeps FP8 partial sums in 14 bits unless told to promote them"
+    return False, "both are exact here"
+
+
+def _at_least(device: DeviceInfo, capability: tuple[int, int]) -> Answer:
+    wanted = f"{capability[0]}.{capability[1]}"
+    if device.capability >= capability:
+        return True, f"compute capability {_cc(device)} (needs {wanted})"
+    return False, f"needs compute capability {wanted}, this is {_cc(device)}"
+
+
+def _library(device: DeviceInfo, version: tuple[int, ...]) -> Answer:
+    wanted, here = ".".join(map(str, version)), ".".join(map(str, device.cublaslt))
+    if device.cublaslt >= version:
+        return True, f"cuBLASLt {here} (needs {wanted})"
+    return False, f"needs cuBLASLt {wanted}, this is {here}"
+
+
+def _cc(device: DeviceInfo) -> str:
+    return f"{device.capability[0]}.{device.capability[1]}"
+
+
+# ---------------------------------------------------------------------------------------------- the table
+
+#: What a recipe asks of the device.
+RECIPES: dict[str, Callable[[DeviceInfo], Answer]] = {
+    "float32 / tf32": supported,
+    "bfloat16 / float16": supported,
+    "DelayedScaling": fp8_supported,
+    "Float8CurrentScaling": fp8_supported,
+    "Float8BlockScaling": fp8_block_supported,
+    "MXFP8BlockScaling": mxfp8_supported,
+    "NVFP4BlockScaling": nvfp4_supported,
+}
+
+#: What this version of the runtime has built, by recipe: an operation joins when it works on both backends.
+_PLAIN = ("gemm", "norm", "activation", "elementwise")
+_TENSOR_SCALED = ("gemm", "norm", "activation", "quantize")
+BUILT: dict[str, tuple[str, ...]] = {
+    "float32 / tf32": _PLAIN,
+    "bfloat16 / float16": _PLAIN,
+    "DelayedScaling": _TENSOR_SCALED,
+    "Float8CurrentScaling": _TENSOR_SCALED,
+    "Float8BlockScaling": (),
+    "MXFP8BlockScaling": (),
+    "NVFP4BlockScaling": (),
+}
+OPERATIONS = ("gemm", "norm", "activation", "quantize", "elementwise")
+
+
+def can(device: DeviceInfo, recipe: str, operation: str) -> Answer:
+    """Whether an operation runs in a recipe on a device."""
+    able, reason = RECIPES[recipe](device)
+    if able and operation not in BUILT[recipe]:
+        plain = operation in ("quantize", "elementwise")
+        return False, "not part of this recipe" if plain and BUILT[recipe] else "not built in this version"
+    return able, reason
+
+
+def table(device: DeviceInfo) -> dict[str, dict[str, Answer]]:
+    """Recipe x operation for a device."""
+    return {recipe: {op: can(device, recipe, op) for op in OPERATIONS} for recipe in RECIPES}

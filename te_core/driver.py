@@ -1,0 +1,323 @@
+"""The few calls of the CUDA driver that te_core makes itself, through ctypes.
+
+Contexts: the runtime API of every framework works in a device's primary context, and so do we. On a machine
+with one visible device a thread needs it current once; with several, work for a device is bracketed by
+`enter` and `leave`, so that the device a framework has chosen for the thread stays chosen.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_void_p
+from typing import Any
+
+from te_core.errors import LibraryError
+
+#: CUdevice_attribute numbers by the name te_core uses.
+ATTRIBUTES = {
+    "multiprocessors": 16, "major": 75, "minor": 76, "l2_bytes": 38, "shared_per_block_optin": 97,
+    "shared_per_multiprocessor": 81, "threads_per_multiprocessor": 39, "memory_pools": 115,
+}  # fmt: skip
+
+LEGACY_STREAM, PER_THREAD_STREAM = 1, 2
+
+_P = c_void_p
+_SIGNATURES: dict[str, list[Any]] = {
+    "cuInit": [c_uint],
+    "cuDriverGetVersion": [POINTER(c_int)],
+    "cuDeviceGetCount": [POINTER(c_int)],
+    "cuDeviceGet": [POINTER(c_int), c_int],
+    "cuDeviceGetName": [c_char_p, c_int, c_int],
+    "cuDeviceGetAttribute": [POINTER(c_int), c_int, c_int],
+    "cuDeviceTotalMem_v2": [POINTER(c_size_t), c_int],
+    "cuDevicePrimaryCtxRetain": [POINTER(c_void_p), c_int],
+    "cuCtxGetCurrent": [POINTER(c_void_p)],
+    "cuCtxSetCurrent": [_P],
+    "cuCtxPushCurrent_v2": [_P],
+    "cuCtxPopCurrent_v2": [POINTER(c_void_p)],
+    "cuMemPoolCreate": [POINTER(c_void_p), _P],
+    "cuMemPoolSetAttribute": [_P, c_int, _P],
+    "cuMemAllocFromPoolAsync": [POINTER(c_uint64), c_size_t, _P, _P],
+    "cuMemAlloc_v2": [POINTER(c_uint64), c_size_t],
+    "cuMemFreeAsync": [c_uint64, _P],
+    "cuMemFree_v2": [c_uint64],
+    "cuMemcpyHtoDAsync_v2": [c_uint64, _P, c_size_t, _P],
+    "cuMemcpyDtoHAsync_v2": [_P, c_uint64, c_size_t, _P],
+    "cuMemcpyDtoDAsync_v2": [c_uint64, c_uint64, c_size_t, _P],
+    "cuMemsetD8Async": [c_uint64, ctypes.c_ubyte, c_size_t, _P],
+    "cuStreamCreate": [POINTER(c_void_p), c_uint],
+    "cuStreamDestroy_v2": [_P],
+    "cuStreamSynchronize": [_P],
+    "cuStreamWaitEvent": [_P, _P, c_uint],
+    "cuStreamIsCapturing": [_P, POINTER(c_int)],
+    "cuEventCreate": [POINTER(c_void_p), c_uint],
+    "cuEventDestroy_v2": [_P],
+    "cuEventRecord": [_P, _P],
+    "cuEventSynchronize": [_P],
+    "cuEventElapsedTime": [POINTER(ctypes.c_float), _P, _P],
+}
+
+
+class _PoolProperties(ctypes.Structure):
+    """CUmemPoolProps: pinned device memory of one device, not shared with other processes."""
+
+    _fields_ = [
+        ("allocation_type", c_int),
+        ("handle_types", c_int),
+        ("location_type", c_int),
+        ("location_id", c_int),
+        ("security", c_void_p),
+        ("max_size", c_size_t),
+        ("reserved", ctypes.c_ubyte * 56),
+    ]
+
+
+class Driver:
+    """libcuda, initialised. `lib` may be handed in by tests."""
+
+    def __init__(self, lib: Any = None) -> None:
+        self._lib = lib if lib is not None else _open_libcuda()
+        for name, arguments in _SIGNATURES.items():
+            function = getattr(self._lib, name)
+            function.argtypes, function.restype = arguments, c_int
+        self._check(self._lib.cuInit(0), "cuInit")
+        count = c_int(0)
+        self._check(self._lib.cuDeviceGetCount(byref(count)), "cuDeviceGetCount")
+        self.device_count = count.value
+        self._contexts: dict[int, int] = {}
+        self._pools: dict[int, int] = {}
+        self._lock = threading.Lock()
+        self._local = threading.local()
+
+    def _check(self, status: int, call: str) -> None:
+        if status:
+            name, text = c_char_p(), c_char_p()
+            self._lib.cuGetErrorName(status, byref(name))
+            self._lib.cuGetErrorString(status, byref(text))
+            says = f"{(name.value or b'?').decode()} ({status}): {(text.value or b'').decode()}"
+            raise LibraryError(
+                call, says, "success", "see the message; an earlier kernel's fault may be reported here "
+                "(rerun with CUDA_LAUNCH_BLOCKING=1 to find it)",
+            )  # fmt: skip
+
+    # ------------------------------------------------------------------------------ devices and contexts
+
+    def name(self, index: int) -> str:
+        """The device's marketing name."""
+        buffer = ctypes.create_string_buffer(256)
+        self._check(self._lib.cuDeviceGetName(buffer, 256, index), "cuDeviceGetName")
+        return buffer.value.decode()
+
+    def attribute(self, index: int, name: str) -> int:
+        """A device attribute by its name in `ATTRIBUTES`."""
+        value = c_int(0)
+        self._check(self._lib.cuDeviceGetAttribute(byref(value), ATTRIBUTES[name], index), f"device attribute {name}")
+        return value.value
+
+    def memory(self, index: int) -> int:
+        """Bytes of device memory."""
+        value = c_size_t(0)
+        self._check(self._lib.cuDeviceTotalMem_v2(byref(value), index), "cuDeviceTotalMem")
+        return value.value
+
+    def primary_context(self, index: int) -> int:
+        """The device's primary context, retained once for the life of the process."""
+        found = self._contexts.get(index)
+        if found is not None:
+            return found
+        if not 0 <= index < self.device_count:
+            raise LibraryError(
+                "use a CUDA device", f"device {index}", f"0 to {self.device_count - 1}",
+                "choose a visible device (CUDA_VISIBLE_DEVICES hides the others)",
+            )  # fmt: skip
+        with self._lock:
+            if index not in self._contexts:
+                context = c_void_p()
+                self._check(self._lib.cuDevicePrimaryCtxRetain(byref(context), index), "cuDevicePrimaryCtxRetain")
+                self._contexts[index] = context.value or 0
+        return self._contexts[index]
+
+    def current_context(self) -> int:
+        """The calling thread's context, 0 if it has none."""
+        context = c_void_p()
+        self._check(self._lib.cuCtxGetCurrent(byref(context)), "cuCtxGetCurrent")
+        return context.value or 0
+
+    def attach(self, index: int) -> int:
+        """Prepare the calling thread to work on a device; returns the context to bracket work with, or 0.
+
+        With one visible device its context becomes the thread's own, and no bracket is ever needed.
+        """
+        try:
+            known: int = self._local.attached[index]
+            return known
+        except (AttributeError, KeyError):
+            return self._attach(index)
+
+    def _attach(self, index: int) -> int:
+        context = self.primary_context(index)
+        if self.device_count == 1:
+            if self.current_context() == 0:
+                self._check(self._lib.cuCtxSetCurrent(context), "cuCtxSetCurrent")
+            context = 0
+        self._local.__dict__.setdefault("attached", {})[index] = context
+        return context
+
+    def enter(self, context: int) -> bool:
+        """Make a context current if it is not; True if `leave` must follow."""
+        if self.current_context() == context:
+            return False
+        self._check(self._lib.cuCtxPushCurrent_v2(context), "cuCtxPushCurrent")
+        return True
+
+    def leave(self) -> None:
+        """Undo an `enter` that returned True."""
+        self._check(self._lib.cuCtxPopCurrent_v2(byref(c_void_p())), "cuCtxPopCurrent")
+
+    @contextmanager
+    def on(self, index: int) -> Iterator[None]:
+        """Run a block in a device's primary context."""
+        context = self.attach(index)
+        entered = self.enter(context) if context else False
+        try:
+            yield
+        finally:
+            if entered:
+                self.leave()
+
+    # ------------------------------------------------------------------------------ memory
+
+    def pool(self, index: int) -> int:
+        """te_core's own memory pool of a device (other users' pools keep their settings); 0 if it has none."""
+        found = self._pools.get(index)
+        if found is not None:
+            return found
+        with self.on(index), self._lock:
+            if index not in self._pools:
+                self._pools[index] = self._make_pool(index) if self.attribute(index, "memory_pools") else 0
+        return self._pools[index]
+
+    def _make_pool(self, index: int) -> int:
+        properties = _PoolProperties(allocation_type=1, location_type=1, location_id=index)
+        pool = c_void_p()
+        self._check(self._lib.cuMemPoolCreate(byref(pool), byref(properties)), "cuMemPoolCreate")
+        keep_all = c_uint64(2**64 - 1)  # attribute 4: freed memory stays in the pool, or each sync would unmap it
+        self._check(self._lib.cuMemPoolSetAttribute(pool, 4, byref(keep_all)), "cuMemPoolSetAttribute")
+        return pool.value or 0
+
+    def allocate(self, index: int, nbytes: int, stream: int) -> int:
+        """Device memory, usable by work that follows on the stream."""
+        pool = self.pool(index)
+        address = c_uint64(0)
+        context = self.attach(index)
+        entered = self.enter(context) if context else False
+        if pool:
+            status = self._lib.cuMemAllocFromPoolAsync(byref(address), nbytes or 1, pool, stream)
+        else:
+            status = self._lib.cuMemAlloc_v2(byref(address), nbytes or 1)
+        if entered:
+            self.leave()
+        if status:
+            self._check(status, f"allocate {nbytes} bytes on cuda:{index}")
+        return address.value
+
+    def free(self, index: int, address: int, stream: int) -> None:
+        """Give memory back once the work now on the stream is done. Silent: it runs in destructors."""
+        context = self.attach(index)
+        entered = self.enter(context) if context else False
+        if self._pools.get(index):
+            self._lib.cuMemFreeAsync(address, stream)
+        else:
+            self._lib.cuMemFree_v2(address)
+        if entered:
+            self.leave()
+
+    def copy_to_device(self, address: int, host: int, nbytes: int, stream: int) -> None:
+        """Host to device on the stream; ordinary (pageable) memory may be reused when this returns."""
+        self._check(self._lib.cuMemcpyHtoDAsync_v2(address, host, nbytes, stream), "cuMemcpyHtoDAsync")
+
+    def copy_to_host(self, host: int, address: int, nbytes: int, stream: int) -> None:
+        """Device to host on the stream; synchronize before reading."""
+        self._check(self._lib.cuMemcpyDtoHAsync_v2(host, address, nbytes, stream), "cuMemcpyDtoHAsync")
+
+    def copy_on_device(self, out: int, address: int, nbytes: int, stream: int) -> None:
+        """Device to device on the stream."""
+        self._check(self._lib.cuMemcpyDtoDAsync_v2(out, address, nbytes, stream), "cuMemcpyDtoDAsync")
+
+    def fill(self, address: int, value: int, nbytes: int, stream: int) -> None:
+        """Set bytes on the stream."""
+        self._check(self._lib.cuMemsetD8Async(address, value, nbytes, stream), "cuMemsetD8Async")
+
+    # ------------------------------------------------------------------------------ streams and events
+
+    def create_stream(self, index: int) -> int:
+        """A new stream that does not wait for the default stream."""
+        stream = c_void_p()
+        with self.on(index):
+            self._check(self._lib.cuStreamCreate(byref(stream), 1), "cuStreamCreate")
+        return stream.value or 0
+
+    def destroy_stream(self, stream: int) -> None:
+        """Give a stream back once its work is done."""
+        self._check(self._lib.cuStreamDestroy_v2(stream), "cuStreamDestroy")
+
+    def synchronize(self, stream: int) -> None:
+        """Wait for the work on a stream."""
+        self._check(self._lib.cuStreamSynchronize(stream), "cuStreamSynchronize")
+
+    def is_capturing(self, stream: int) -> bool:
+        """Whether a CUDA graph is being captured from the stream."""
+        status = c_int(0)
+        self._check(self._lib.cuStreamIsCapturing(stream, byref(status)), "cuStreamIsCapturing")
+        return status.value != 0
+
+    def create_event(self, *, timing: bool = False) -> int:
+        """An event of the current context."""
+        event = c_void_p()
+        self._check(self._lib.cuEventCreate(byref(event), 0 if timing else 2), "cuEventCreate")
+        return event.value or 0
+
+    def destroy_event(self, event: int) -> None:
+        """Give an event back."""
+        self._check(self._lib.cuEventDestroy_v2(event), "cuEventDestroy")
+
+    def record(self, event: int, stream: int) -> None:
+        """Mark the work now on the stream."""
+        self._check(self._lib.cuEventRecord(event, stream), "cuEventRecord")
+
+    def elapsed_ms(self, start: int, stop: int) -> float:
+        """Milliseconds between two recorded timing events; waits for the second."""
+        self._check(self._lib.cuEventSynchronize(stop), "cuEventSynchronize")
+        value = ctypes.c_float(0)
+        self._check(self._lib.cuEventElapsedTime(byref(value), start, stop), "cuEventElapsedTime")
+        return value.value
+
+    def order_streams(self, index: int, producer: int, consumer: int) -> None:
+        """Make the consumer stream wait for the work now on the producer stream.
+
+        Stream numbers as in DLPack: 0 and 1 are the legacy default stream, 2 the per-thread one, -1 asks for
+        nothing. Safe in graph capture: an event's record and wait are the fork that capture follows. One event
+        a thread serves all calls, because a wait refers to the record before it, not to later ones.
+        """
+        producer, consumer = producer or LEGACY_STREAM, consumer or LEGACY_STREAM
+        if producer == consumer or consumer == -1:
+            return
+        events = self._local.__dict__.setdefault("events", {})
+        with self.on(index):
+            if index not in events:
+                events[index] = self.create_event()
+            self.record(events[index], producer)
+            self._check(self._lib.cuStreamWaitEvent(consumer, events[index], 0), "cuStreamWaitEvent")
+
+
+def _open_libcuda() -> ctypes.CDLL:
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        raise LibraryError(
+            "load the CUDA driver", str(error), "libcuda.so.1, installed with the NVIDIA driver",
+            "run on a machine with an NVIDIA GPU and driver, or use Runtime.cpu()",
+        ) from error  # fmt: skip

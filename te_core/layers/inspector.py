@@ -1,0 +1,73 @@
+"""The named points at which a layer offers its tensors to an inspector (statistics, fake quantization, logging).
+
+A layer runs inspected only if its spec holds a request; the request is part of the spec, so an inspected layer
+is another plan of the same code and an uninspected one pays one attribute test.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from te_core.dtypes import DType
+from te_core.ops import dequantize
+from te_core.quantized import Cast, QuantizedTensor
+from te_core.runtime import Runtime
+from te_core.tensor import Tensor
+
+#: (gemm, tensor): the two operands of each GEMM, and its result.
+POINTS = frozenset(
+    {
+        ("fprop", "activation"), ("fprop", "weight"), ("fprop", "output"),
+        ("dgrad", "gradient"), ("dgrad", "weight"), ("dgrad", "dgrad"),
+        ("wgrad", "activation"), ("wgrad", "gradient"), ("wgrad", "wgrad"),
+    }
+)  # fmt: skip
+
+Request = frozenset[tuple[str, str]]  # the points an inspector wants to see
+Operand = Tensor | QuantizedTensor
+
+
+class Inspector(Protocol):
+    """Sees a layer's tensors and may replace them."""
+
+    @property
+    def request(self) -> Request:
+        """The points it wants; fixed while a layer uses it."""
+        ...
+
+    def inspect(
+        self, rt: Runtime, gemm: str, tensor: str, value: Tensor, cast: Cast | None, out: QuantizedTensor | None
+    ) -> Operand | None:
+        """Called at a point with the high-precision value and, for a quantized operand, how it was cast and to what.
+
+        Returns None to leave it, or a replacement, plain or quantized in the orientation that the GEMM reads. If
+        the other operand of the GEMM is then of another kind, the quantized one is dequantized.
+        """
+        ...
+
+
+def offer(
+    rt: Runtime,
+    inspector: Inspector | None,
+    point: tuple[str, str],
+    value: Tensor,
+    cast: Cast | None = None,
+    current: Operand | None = None,
+) -> Operand:
+    """What shall be used at this point: the inspector's replacement, or what there was (`current`, else `value`)."""
+    if current is None:
+        current = value
+    if inspector is None or point not in inspector.request:
+        return current
+    quantized = current if isinstance(current, QuantizedTensor) else None
+    replaced = inspector.inspect(rt, *point, value, cast, quantized)
+    return current if replaced is None else replaced
+
+
+def alike(rt: Runtime, a: Operand, b: Operand, dtype: DType) -> tuple[Operand, Operand]:
+    """Both operands plain if one of them is: an FP8 GEMM takes no other pair."""
+    if isinstance(a, QuantizedTensor) and not isinstance(b, QuantizedTensor):
+        return dequantize(rt, a, dtype), b
+    if isinstance(b, QuantizedTensor) and not isinstance(a, QuantizedTensor):
+        return a, dequantize(rt, b, dtype)
+    return a, b

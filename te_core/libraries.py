@@ -1,0 +1,216 @@
+"""Which CUDA libraries this process uses, and the driver through ctypes.
+
+A library that the process already maps (torch or JAX brought it) is the one to use; otherwise the folders of
+TE_CORE_LIBRARY_PATH are searched, then the pip wheels (`nvidia/...` in site-packages), then the system. A second
+copy is never mapped: two copies of one CUDA library in a process fail in ways that name neither.
+Nothing is loaded at import.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from threading import RLock
+from typing import TYPE_CHECKING
+
+from te_core import env
+from te_core.errors import LibraryError
+
+if TYPE_CHECKING:
+    from te_core.driver import Driver
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """How a library is called and where the pip wheels put it."""
+
+    stem: str
+    majors: tuple[int, ...]  # of the soname, newest first
+    wheels: tuple[str, ...]  # folders below nvidia/, one for each major (the last serves the rest)
+    package: str
+    needs: tuple[str, ...] = ()  # opened by this library by name: ours first, or it takes any copy
+    beside: str = ""  # files of its own folder that it opens by bare name, which only the system's path would find
+
+    def soname(self, major: int) -> str:
+        return f"{self.stem}.so.{major}"
+
+    def folder(self, major: int) -> str:
+        return self.wheels[min(self.majors.index(major), len(self.wheels) - 1)]
+
+
+# fmt: off
+KNOWN: dict[str, _Known] = {
+    "cudart": _Known("libcudart", (13, 12), ("cu13/lib", "cuda_runtime/lib"), "nvidia-cuda-runtime"),
+    "nvrtc": _Known("libnvrtc", (13, 12), ("cu13/lib", "cuda_nvrtc/lib"), "nvidia-cuda-nvrtc",
+                    beside="libnvrtc-builtins.so.*"),
+    "cublasLt": _Known("libcublasLt", (13, 12), ("cu13/lib", "cublas/lib"), "nvidia-cublas"),
+    "cudnn": _Known("libcudnn", (9,), ("cudnn/lib",), "nvidia-cudnn-cu13", ("cublasLt", "nvrtc")),
+}
+# fmt: on
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """One library as this process uses it."""
+
+    name: str
+    file: str
+    version: str
+
+
+_handles: dict[str, ctypes.CDLL] = {}
+_files: dict[str, str] = {}
+_lock = RLock()
+
+
+def mapped(maps: str = "/proc/self/maps") -> dict[str, list[str]]:
+    """The files of the known libraries that this process maps: one each, unless something went wrong."""
+    found: dict[str, list[str]] = {name: [] for name in KNOWN}
+    pattern = {name: re.compile(re.escape(k.stem) + r"\.so(\.\d+)*$") for name, k in KNOWN.items()}
+    try:
+        lines = Path(maps).read_text().splitlines()
+    except OSError:  # no /proc: the loader's own search is all there is
+        return found
+    for path in dict.fromkeys(line.split(None, 5)[5] for line in lines if "/" in line and ".so" in line):
+        for name, match in pattern.items():
+            if match.match(path.rsplit("/", 1)[1]):
+                found[name].append(path)
+    return found
+
+
+def load(name: str) -> ctypes.CDLL:
+    """The library of this name (a key of `KNOWN`), loaded once for the process."""
+    handle = _handles.get(name)
+    if handle is not None:
+        return handle
+    with _lock:
+        if name not in _handles:
+            for needed in KNOWN[name].needs:
+                load(needed)
+            _handles[name], _files[name] = _open(name)
+            for companion in sorted(Path(_files[name]).parent.glob(KNOWN[name].beside)) if KNOWN[name].beside else ():
+                ctypes.CDLL(str(companion))
+        return _handles[name]
+
+
+def file(name: str) -> str:
+    """The file that `load` took the library from."""
+    load(name)
+    return _files[name]
+
+
+def _open(name: str) -> tuple[ctypes.CDLL, str]:
+    known = KNOWN[name]
+    tried = []
+    for candidate in candidates(name):
+        if candidate.startswith("/") and not Path(candidate).exists():
+            continue
+        try:
+            handle = ctypes.CDLL(candidate)
+        except OSError as error:
+            tried.append(f"{candidate} ({error})")
+            continue
+        if candidate.startswith("/"):
+            return handle, candidate
+        return handle, next(iter(mapped()[name]), candidate)
+    raise LibraryError(
+        f"load {name}", "; ".join(tried) or "no such library anywhere",
+        f"{' or '.join(known.soname(m) for m in known.majors)} mapped by the process, in TE_CORE_LIBRARY_PATH, in the "
+        f"wheel {known.package} or on the system's search path",
+        f"pip install te-runtime[cu13] (or [cu12] for CUDA 12), or pip install {known.package}",
+    )  # fmt: skip
+
+
+def candidates(name: str) -> list[str]:
+    """Where to look for a library, in order; a bare soname at the end leaves the search to the system."""
+    known = KNOWN[name]
+    here = mapped()
+    if here[name]:
+        return here[name][:1]
+    majors = known.majors if len(known.majors) == 1 else _majors(known.majors, here)
+    result = []
+    for folder in env.library_path():
+        result += [str(folder / known.soname(m)) for m in majors]
+    for m in majors:
+        result += [str(site / "nvidia" / known.folder(m) / known.soname(m)) for site in site_folders()]
+    return result + [known.soname(m) for m in majors]
+
+
+def site_folders() -> list[Path]:
+    """The import path's folders that carry NVIDIA wheels."""
+    folders = (Path(p) for p in dict.fromkeys(sys.path) if p)
+    return [p for p in folders if (p / "nvidia").is_dir()]
+
+
+def _majors(majors: tuple[int, ...], here: dict[str, list[str]]) -> tuple[int, ...]:
+    """The CUDA majors to try: what the process already uses, else what the driver can run, newest first."""
+    for name, known in KNOWN.items():
+        if known.majors == majors and here[name]:
+            used = re.search(r"\.so\.(\d+)", here[name][0])
+            if used and int(used[1]) in majors:
+                return (int(used[1]),)
+    highest = driver_version()[0]
+    fitting = tuple(m for m in majors if m <= highest)
+    return fitting or majors  # no driver: compile with what there is
+
+
+_driver: Driver | None = None
+
+
+def driver() -> Driver:
+    """The CUDA driver, initialised; `LibraryError` on a machine without one."""
+    global _driver
+    if _driver is None:
+        from te_core.driver import Driver
+
+        with _lock:
+            if _driver is None:
+                _driver = Driver()
+    return _driver
+
+
+def driver_version() -> tuple[int, int]:
+    """The CUDA version that the installed driver supports; (0, 0) without a driver. Makes no context."""
+    try:
+        libcuda = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return (0, 0)
+    value = ctypes.c_int(0)
+    libcuda.cuDriverGetVersion(ctypes.byref(value))
+    return value.value // 1000, value.value % 1000 // 10
+
+
+def version(name: str) -> tuple[int, ...]:
+    """The version that the library itself reports."""
+    lib = load(name)
+    if name == "nvrtc":
+        major, minor = ctypes.c_int(0), ctypes.c_int(0)
+        lib.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
+        return major.value, minor.value
+    if name == "cudart":
+        value = ctypes.c_int(0)
+        lib.cudaRuntimeGetVersion(ctypes.byref(value))
+        return value.value // 1000, value.value % 1000 // 10
+    query = {"cublasLt": "cublasLtGetVersion", "cudnn": "cudnnGetVersion"}[name]
+    function = lib[query]
+    function.restype = ctypes.c_size_t
+    return _split_version(name, int(function()))
+
+
+def _split_version(name: str, number: int) -> tuple[int, ...]:
+    if name == "cublasLt" and number < 200000:  # 12.9.1 reports 120901, 13.1.0 reports 130100
+        return number // 10000, number // 100 % 100, number % 100
+    return number // 10000, number // 100 % 100, number % 100
+
+
+def loaded() -> list[Loaded]:
+    """Every known library that this process maps, with its file and version; two rows of a name are a fault."""
+    rows = []
+    for name, files in mapped().items():
+        for path in files:
+            number = ".".join(map(str, version(name))) if path == files[0] else "a second copy"
+            rows.append(Loaded(name, path, number))
+    return rows

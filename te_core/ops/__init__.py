@@ -1,0 +1,14 @@
+"""One function per operation: states the contract, checks arguments, makes outputs, asks the backend."""
+
+from te_core.ops.activation import activation_backward, activation_forward, is_gated
+from te_core.ops.elementwise import add, bias_dropout_add, bias_dropout_add_backward
+from te_core.ops.gemm import gemm
+from te_core.ops.matrix import column_sum, resize
+from te_core.ops.norm import norm_backward, norm_forward
+from te_core.ops.quantize import amax, dequantize, quantize, transpose, update_scales
+
+__all__ = [
+    "activation_backward", "activation_forward", "add", "amax", "bias_dropout_add", "bias_dropout_add_backward",
+    "column_sum", "dequantize", "gemm", "is_gated", "norm_backward", "norm_forward", "quantize", "resize",
+    "transpose", "update_scales",
+]  # fmt: skip

@@ -1,0 +1,92 @@
+"""Activation functions over the rows of a matrix, forward and backward, optionally delivered in FP8.
+
+Plain ones map x [M, N] to [M, N]; gated ones map x [M, 2N] = (a | b) to act(a) * b, [M, N]. All arithmetic is in
+float32 and the result is rounded to the dtype of x; a cast starts from exactly that rounded value.
+
+    gelu   0.5 x (1 + tanh(0.7978845608 (x + 0.044715 x^3)))        geglu   gelu(a) * b
+    qgelu  x sigmoid(1.702 x)                                        qgeglu  qgelu(a) * b
+    relu   max(x, 0)                                                 reglu   relu(a) * b
+    srelu  max(x, 0)^2                                               sreglu  srelu(a) * b
+    silu   x sigmoid(x)                                              swiglu  silu(a) * b
+"""
+
+from __future__ import annotations
+
+from te_core.dtypes import ACTIVATION_DTYPES
+from te_core.ops import _check
+from te_core.ops.quantize import allocate, check_cast
+from te_core.quantized import Cast, QuantizedTensor
+from te_core.runtime import Runtime
+from te_core.tensor import Tensor
+
+PLAIN = ("gelu", "qgelu", "relu", "srelu", "silu")
+GATED = {"geglu": "gelu", "qgeglu": "qgelu", "reglu": "relu", "sreglu": "srelu", "swiglu": "silu"}
+KINDS = (*PLAIN, *GATED)
+
+
+def is_gated(kind: str) -> bool:
+    """Whether the activation halves the width."""
+    return kind in GATED
+
+
+def activation_forward(
+    rt: Runtime, x: Tensor, kind: str, *, cast: Cast | None = None, keep: bool = False
+) -> tuple[Tensor | None, QuantizedTensor | None]:
+    """(y, quantized): y is None when only the FP8 copy is wanted (`cast` without `keep`)."""
+    key = ("activation_forward", x.shape, x.dtype, kind, cast and cast.key, keep, x.ptr & 15)
+    plan = rt.plans.get(key)
+    if plan is None:
+        _check_input("activation_forward", x, kind, cast)
+        plan = rt.plans.put(key, rt.backend.plan_activation_forward(rt, key))
+    shape = (x.shape[0], x.shape[1] // 2 if kind in GATED else x.shape[1])
+    wants_y = cast is None or keep or cast.scale is None
+    y = rt.empty(shape, x.dtype) if wants_y else None
+    q = allocate(rt, shape, cast) if cast is not None else None
+    rt.backend.activation_forward(rt, plan, x, kind, y, cast, q)
+    return (y if cast is None or keep else None), q
+
+
+def activation_backward(
+    rt: Runtime,
+    dy: Tensor,
+    x: Tensor,
+    kind: str,
+    *,
+    cast: Cast | None = None,
+    keep: bool = False,
+    column_sum: Tensor | None = None,
+) -> tuple[Tensor | None, QuantizedTensor | None]:
+    """(dx, quantized): dx has the shape and dtype of x. `column_sum` is set to the column sums of the rounded dx."""
+    key = (
+        "activation_backward", x.shape, x.dtype, dy.dtype, kind, cast and cast.key, keep,
+        column_sum and column_sum.dtype, (x.ptr | dy.ptr) & 15,
+    )  # fmt: skip
+    plan = rt.plans.get(key)
+    if plan is None:
+        op = "activation_backward"
+        _check_input(op, x, kind, cast)
+        _check.matrix(op, "dy", dy)
+        shape = (x.shape[0], x.shape[1] // 2 if kind in GATED else x.shape[1])
+        _check.require(
+            dy.shape == shape and dy.dtype is x.dtype, op, f"dy {dy!r}", f"{shape} of {x.dtype}", "correct dy"
+        )
+        _check.vector(op, "column_sum", column_sum, x.shape[1], ACTIVATION_DTYPES)
+        _check.same_device(op, dy, x, column_sum)
+        plan = rt.plans.put(key, rt.backend.plan_activation_backward(rt, key))
+    wants_dx = cast is None or keep or cast.scale is None
+    dx = rt.empty(x.shape, x.dtype) if wants_dx else None
+    q = allocate(rt, x.shape, cast) if cast is not None else None  # type: ignore[arg-type]
+    rt.backend.activation_backward(rt, plan, dy, x, kind, dx, cast, q, column_sum)
+    return (dx if cast is None or keep else None), q
+
+
+def _check_input(op: str, x: Tensor, kind: str, cast: Cast | None) -> None:
+    _check.one_of(op, "kind", kind, KINDS)
+    _check.matrix(op, "x", x)
+    _check.one_of(op, "dtype of x", x.dtype, ACTIVATION_DTYPES)
+    _check.require(
+        kind not in GATED or x.shape[1] % 2 == 0, op, f"{kind} of {x.shape[1]} columns", "an even number of columns",
+        "concatenate the two halves (a | b) along the last dimension",
+    )  # fmt: skip
+    if cast is not None:
+        check_cast(op, cast)

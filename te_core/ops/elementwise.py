@@ -1,0 +1,88 @@
+"""Residual add, and bias + dropout + residual add with a mask that is drawn again instead of stored.
+
+The mask: word i of Philox4x32-10 decides element i. Key = (seed low 32 bits, seed high 32 bits); counter =
+(low 32 bits of i // 4, high 32 bits of i // 4, low 32 bits of offset, (high 32 bits of offset) XOR site), word
+i % 4 of the output. Element i is kept when word >= floor(p * 2^32), and scaled by float32(1 / (1 - p)).
+`rng` is an int64 tensor [2] = (seed, offset) on the device; `site` numbers the place in the model.
+"""
+
+from __future__ import annotations
+
+from te_core import dtypes
+from te_core.dtypes import ACTIVATION_DTYPES
+from te_core.ops import _check
+from te_core.runtime import Runtime
+from te_core.tensor import Tensor
+
+
+def add(rt: Runtime, a: Tensor, b: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """a + b in float32, rounded to a's dtype; `out` may be a or b."""
+    op = "add"
+    _check_pair(op, a, b)
+    if out is None:
+        out = rt.empty(a.shape, a.dtype)
+    else:
+        _check_pair(op, a, out)
+    rt.backend.add(rt, a, b, out)
+    return out
+
+
+def bias_dropout_add(
+    rt: Runtime,
+    x: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    *,
+    p: float,
+    rng: Tensor | None = None,
+    site: int = 0,
+) -> Tensor:
+    """residual + dropout(x + bias, p) over a matrix x [M, N]; the sum is formed in float32 and rounded once."""
+    op = "bias_dropout_add"
+    _check_dropout(op, x, p, rng)
+    _check.vector(op, "bias", bias, x.shape[1], (x.dtype,))
+    if residual is not None:
+        _check_pair(op, x, residual)
+    out = rt.empty(x.shape, x.dtype)
+    rt.backend.bias_dropout_add(rt, x, bias, residual, out, p, rng, site)
+    return out
+
+
+def bias_dropout_add_backward(
+    rt: Runtime,
+    dy: Tensor,
+    *,
+    p: float,
+    rng: Tensor | None = None,
+    site: int = 0,
+    column_sum: Tensor | None = None,
+) -> Tensor:
+    """The gradient of x: dy where the same mask kept the element, scaled. `column_sum` [N] is the bias gradient.
+
+    The residual's gradient is dy itself.
+    """
+    op = "bias_dropout_add_backward"
+    _check_dropout(op, dy, p, rng)
+    _check.vector(op, "column_sum", column_sum, dy.shape[1], ACTIVATION_DTYPES)
+    dx = rt.empty(dy.shape, dy.dtype)
+    rt.backend.bias_dropout_add_backward(rt, dy, dx, p, rng, site, column_sum)
+    return dx
+
+
+def _check_pair(op: str, a: Tensor, b: Tensor) -> None:
+    _check.one_of(op, "dtype", a.dtype, ACTIVATION_DTYPES)
+    _check.require(
+        a.shape == b.shape and a.dtype is b.dtype and a.is_contiguous and b.is_contiguous, op, f"{a!r} and {b!r}",
+        "two dense tensors of one shape and dtype", "make them alike",
+    )  # fmt: skip
+    _check.same_device(op, a, b)
+
+
+def _check_dropout(op: str, x: Tensor, p: float, rng: Tensor | None) -> None:
+    _check.matrix(op, "x", x)
+    _check.one_of(op, "dtype", x.dtype, ACTIVATION_DTYPES)
+    _check.require(0.0 <= p < 1.0, op, f"p={p}", "0 <= p < 1", "choose a probability below one")
+    _check.require(
+        p == 0.0 or rng is not None, op, f"p={p} without rng", "rng, an int64 tensor (seed, offset)", "pass rng="
+    )
+    _check.vector(op, "rng", rng, 2, (dtypes.int64,))

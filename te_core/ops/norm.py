@@ -1,0 +1,111 @@
+"""LayerNorm and RMSNorm over the rows of a matrix, forward and backward.
+
+Forward, in float32:  LayerNorm  y = (x - mean) * rstd * g + beta,  rstd = 1 / sqrt(mean((x - mean)^2) + eps)
+                      RMSNorm    y = x * rstd * g,                  rstd = 1 / sqrt(mean(x^2) + eps)
+with g = gamma, or 1 + gamma if `zero_centered`. y is rounded to `out_dtype`; with a `cast` it is delivered in FP8,
+cast from exactly that rounded value, so fused equals unfused bit for bit. mean and rstd are float32 [M].
+"""
+
+from __future__ import annotations
+
+from te_core import dtypes
+from te_core.dtypes import ACTIVATION_DTYPES, DType
+from te_core.ops import _check
+from te_core.ops.quantize import allocate, check_cast
+from te_core.quantized import Cast, QuantizedTensor
+from te_core.runtime import Runtime
+from te_core.tensor import Tensor
+
+KINDS = ("LayerNorm", "RMSNorm")
+MAX_ROW = 65536
+
+
+def norm_forward(
+    rt: Runtime,
+    x: Tensor,
+    gamma: Tensor,
+    beta: Tensor | None,
+    *,
+    kind: str,
+    eps: float,
+    zero_centered: bool = False,
+    out_dtype: DType | None = None,
+    cast: Cast | None = None,
+    keep: bool = False,
+    sm_margin: int = 0,
+) -> tuple[Tensor | None, QuantizedTensor | None, Tensor | None, Tensor]:
+    """(y, quantized, mean, rstd): y is None when only the FP8 copy is wanted (`cast` without `keep`).
+
+    mean is None for RMSNorm. `sm_margin` leaves that many multiprocessors to others.
+    """
+    out_dtype = out_dtype or x.dtype
+    key = (
+        "norm_forward", x.shape, x.dtype, gamma.dtype, out_dtype, kind, zero_centered, beta is not None,
+        cast and cast.key, keep, sm_margin, (x.ptr | gamma.ptr | (beta.ptr if beta is not None else 0)) & 15,
+    )  # fmt: skip
+    plan = rt.plans.get(key)
+    if plan is None:
+        _check_common("norm_forward", kind, x, gamma, out_dtype)
+        _check.vector("norm_forward", "beta", beta, x.shape[1], (gamma.dtype,))
+        _check.require(
+            (beta is not None) == (kind == "LayerNorm"), "norm_forward", f"{kind} with beta={beta!r}",
+            "a beta with LayerNorm, none with RMSNorm", "correct beta",
+        )  # fmt: skip
+        _check.same_device("norm_forward", x, gamma, beta)
+        if cast is not None:
+            check_cast("norm_forward", cast)
+        plan = rt.plans.put(key, rt.backend.plan_norm_forward(rt, key))
+    # Current scaling needs the whole result before it can cast, so the rounded values are always written there.
+    wants_y = cast is None or keep or cast.scale is None
+    y = rt.empty(x.shape, out_dtype) if wants_y else None
+    q = allocate(rt, x.shape, cast) if cast is not None else None  # type: ignore[arg-type]
+    mean = rt.empty((x.shape[0],), dtypes.float32) if kind == "LayerNorm" else None
+    rstd = rt.empty((x.shape[0],), dtypes.float32)
+    rt.backend.norm_forward(rt, plan, x, gamma, beta, y, cast, q, mean, rstd, eps)
+    return (y if cast is None or keep else None), q, mean, rstd
+
+
+def norm_backward(
+    rt: Runtime,
+    dy: Tensor,
+    x: Tensor,
+    gamma: Tensor,
+    mean: Tensor | None,
+    rstd: Tensor,
+    *,
+    kind: str,
+    zero_centered: bool = False,
+    sm_margin: int = 0,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(dx, dgamma, dbeta): dx in x's dtype, dgamma and dbeta in gamma's, summed in float32 in a fixed order."""
+    key = (
+        "norm_backward", x.shape, x.dtype, dy.dtype, gamma.dtype, kind, zero_centered, sm_margin,
+        (x.ptr | dy.ptr | gamma.ptr) & 15,
+    )  # fmt: skip
+    plan = rt.plans.get(key)
+    if plan is None:
+        op = "norm_backward"
+        _check_common(op, kind, x, gamma, x.dtype)
+        _check.matrix(op, "dy", dy)
+        _check.require(dy.shape == x.shape, op, f"dy {dy!r}", f"the shape of x, {tuple(x.shape)}", "correct dy")
+        _check.one_of(op, "dtype of dy", dy.dtype, ACTIVATION_DTYPES)
+        _check.vector(op, "rstd", rstd, x.shape[0], (dtypes.float32,))
+        _check.vector(op, "mean", mean, x.shape[0], (dtypes.float32,))
+        _check.same_device(op, dy, x, gamma, mean, rstd)
+        plan = rt.plans.put(key, rt.backend.plan_norm_backward(rt, key))
+    dx = rt.empty(x.shape, x.dtype)
+    dgamma = rt.empty(gamma.shape, gamma.dtype)
+    dbeta = rt.empty(gamma.shape, gamma.dtype) if kind == "LayerNorm" else None
+    rt.backend.norm_backward(rt, plan, dy, x, gamma, mean, rstd, dx, dgamma, dbeta)
+    return dx, dgamma, dbeta
+
+
+def _check_common(op: str, kind: str, x: Tensor, gamma: Tensor, out_dtype: DType) -> None:
+    _check.one_of(op, "kind", kind, KINDS)
+    _check.matrix(op, "x", x)
+    for name, dt in (("x", x.dtype), ("gamma", gamma.dtype), ("the output", out_dtype)):
+        _check.one_of(op, f"dtype of {name}", dt, ACTIVATION_DTYPES)
+    _check.require(
+        1 <= x.shape[1] <= MAX_ROW, op, f"rows of {x.shape[1]} elements", f"1 to {MAX_ROW}", "use a shorter row"
+    )
+    _check.vector(op, "gamma", gamma, x.shape[1], ACTIVATION_DTYPES)

@@ -1,0 +1,134 @@
+"""Quantization per tensor: cast to FP8 in one or both orientations, amax, back again, and the scale update.
+
+Rules (all bit-exact on every backend): amax = max |x| over elements that are not NaN; q = saturating cast,
+round to nearest even, of float32(x) * scale; scale_inv = 1 / scale in float32. Storage is padded with zeros to
+multiples of 16 in both directions (`te_core.quantized`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from te_core import dtypes
+from te_core.dtypes import ACTIVATION_DTYPES, DType
+from te_core.errors import ArgumentError
+from te_core.ops import _check
+from te_core.quantized import Cast, QuantizedTensor, padded
+from te_core.runtime import Runtime
+from te_core.tensor import Tensor
+
+
+def allocate(rt: Runtime, shape: tuple[int, int], cast: Cast, scale_inv: Tensor | None = None) -> QuantizedTensor:
+    """Uninitialised storage for the orientations that `cast` asks for."""
+    m, k = padded(shape[0]), padded(shape[1])
+    return QuantizedTensor(
+        rt.empty((m, k), cast.dtype) if cast.rowwise else None,
+        rt.empty((k, m), cast.dtype) if cast.columnwise else None,
+        scale_inv if scale_inv is not None else rt.empty((1,), dtypes.float32),
+        shape,
+        cast.dtype,
+    )
+
+
+def check_cast(operation: str, cast: Cast) -> None:
+    """A cast names an FP8 type, at least one orientation, and tensors of the right shape."""
+    _check.require(
+        cast.dtype.is_fp8, operation, f"cast to {cast.dtype}", "float8_e4m3 or float8_e5m2", "choose an FP8 dtype"
+    )
+    _check.require(
+        cast.rowwise or cast.columnwise, operation, "a cast to neither orientation", "rowwise, columnwise or both",
+        "ask for an orientation",
+    )  # fmt: skip
+    _check.vector(operation, "scale", cast.scale, 1, (dtypes.float32,))
+    _check.vector(operation, "amax", cast.amax, 1, (dtypes.float32,))
+
+
+def quantize(
+    rt: Runtime, x: Tensor, cast: Cast, *, column_sum: Tensor | None = None, scale_inv: Tensor | None = None
+) -> QuantizedTensor:
+    """Quantize the matrix x [M, K] as `cast` says.
+
+    column_sum [K], if given, is set to the column sums of x itself (not of its quantized values), added in
+    float32: the bias gradient, when x is an output gradient. `scale_inv` gives the result's own a place.
+    """
+    key = ("quantize", x.shape, x.dtype, cast.key, column_sum and column_sum.dtype)
+    plan = rt.plans.get(key)
+    if plan is None:
+        op = "quantize"
+        _check.matrix(op, "x", x)
+        _check.one_of(op, "dtype of x", x.dtype, ACTIVATION_DTYPES)
+        _check.vector(op, "column_sum", column_sum, x.shape[1], ACTIVATION_DTYPES)
+        check_cast(op, cast)
+        _check.same_device(op, x, cast.scale, cast.amax, column_sum)
+        sum_dtype = None if column_sum is None else column_sum.dtype
+        plan = rt.plans.put(key, rt.backend.plan_quantize(rt, x.shape, x.dtype, cast.key, sum_dtype))
+    out = allocate(rt, x.shape, cast, scale_inv)  # type: ignore[arg-type]
+    rt.backend.quantize(rt, plan, x, cast, out, column_sum)
+    return out
+
+
+def dequantize(rt: Runtime, q: QuantizedTensor, dtype: DType) -> Tensor:
+    """The values of a quantized matrix, [M, K] dense, from whichever orientation it holds."""
+    if dtype not in ACTIVATION_DTYPES:
+        raise ArgumentError(
+            "dequantize", str(dtype), ", ".join(d.name for d in ACTIVATION_DTYPES), "choose one of these types"
+        )
+    if q.rowwise is None and q.columnwise is None:
+        raise ArgumentError("dequantize", repr(q), "a tensor that holds an orientation", "keep one of them")
+    out = rt.empty(q.shape, dtype)
+    rt.backend.dequantize(rt, q, out)
+    return out
+
+
+def transpose(rt: Runtime, x: Tensor) -> Tensor:
+    """A dense transposed copy of a matrix of any 1-, 2- or 4-byte type."""
+    _check.matrix("transpose", "x", x)
+    _check.one_of("transpose", "element size of x", x.dtype.bits, (8, 16, 32))
+    out = rt.empty((x.shape[1], x.shape[0]), x.dtype)
+    rt.backend.transpose(rt, x, out)
+    return out
+
+
+def amax(rt: Runtime, x: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """Max |x| over all elements that are not NaN, as float32 [1]; 0 for an empty tensor."""
+    _check.require(x.is_contiguous, "amax", repr(x), "a dense tensor", "make it contiguous")
+    _check.one_of("amax", "dtype of x", x.dtype, ACTIVATION_DTYPES)
+    if out is None:
+        out = rt.empty((1,), dtypes.float32)
+    rt.backend.amax(rt, x, out)
+    return out
+
+
+@dataclass(frozen=True, slots=True)
+class ScalingState:
+    """The delayed-scaling state of one module and direction, as the update reads and writes it.
+
+    scale [n], history [L, n] (row 0 is where casts put this step's amax), used [n]: the scale before the
+    update, kept because recomputed forwards quantize with it. limit = format maximum * 2^-margin.
+    """
+
+    scale: Tensor
+    history: Tensor
+    used: Tensor
+    limit: float
+
+
+def update_scales(rt: Runtime, states: list[ScalingState], algo: str) -> None:
+    """The delayed-scaling step of all modules at once (one launch).
+
+    For every column of every history (L rows, write row 0): last = history[0]. If last is 0 the column is left
+    as it is. Otherwise amax = last ("most_recent") or max(history[1:], last) ("max"); then the column rolls:
+    rows 1..L-2 take the row above them (new[i] = old[i+1]), row L-1 takes last, row 0 becomes 0 (L = 1: just
+    reset to 0). NaN loses every maximum. The scale becomes limit / amax when amax is finite and > 0 (float32
+    maximum if that overflows), else it stays. `used` receives the scale from before.
+    """
+    _check.one_of("update_scales", "algo", algo, ("max", "most_recent"))
+    for s in states:
+        rows, n = s.history.shape
+        for name, t, shape in (("scale", s.scale, (n,)), ("used", s.used, (n,)), ("history", s.history, (rows, n))):
+            _check.require(
+                t.shape == shape and t.dtype is dtypes.float32 and t.is_contiguous, "update_scales", f"{name} = {t!r}",
+                f"dense float32 {shape}", f"correct {name}",
+            )  # fmt: skip
+    if states:
+        rt.backend.update_scales(rt, states, algo)

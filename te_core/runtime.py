@@ -1,0 +1,196 @@
+"""`Runtime`: where things run. Device, stream, allocator, backend, workspaces, plans. One per (device, stream).
+
+The embedding story is two constructors: `Runtime.cpu()` and `Runtime.cuda(device, stream, allocator)`. A caller
+who hands in a stream and an allocator gets every kernel on that stream and every byte from that allocator;
+nothing is synchronised or allocated behind its back.
+
+A runtime may be shared by threads: plans are immutable, and what a run writes into (argument blocks,
+descriptor attributes) belongs to an executor, one per (thread, runtime).
+"""
+
+from __future__ import annotations
+
+from _thread import get_ident
+from importlib import import_module
+from threading import local
+from typing import Any, Protocol
+
+import numpy as np
+
+from te_core import dtypes
+from te_core.dtypes import DType
+from te_core.errors import ArgumentError
+from te_core.plan_cache import PlanCache
+from te_core.tensor import CPU, META, Device, Tensor, cuda_device, from_numpy
+
+
+class Allocator(Protocol):
+    """Where a runtime's memory comes from."""
+
+    def empty(self, shape: tuple[int, ...], dtype: DType, stream: int) -> Tensor:
+        """Uninitialised dense memory, alive as long as the tensor's owner, ready for use on `stream`."""
+        ...
+
+
+class Backend(Protocol):
+    """The operations of one kind of device. Argument checks and outputs are the ops floor's business."""
+
+    name: str
+
+    def executor(self, rt: Runtime) -> Any:
+        """A new executor for the calling thread."""
+        ...
+
+    def copy_to_host(self, rt: Runtime, tensor: Tensor) -> np.ndarray[Any, Any]:
+        """The values as a NumPy array; waits for the runtime's stream."""
+        ...
+
+    def copy_from_host(self, rt: Runtime, array: np.ndarray[Any, Any], out: Tensor) -> None:
+        """Fill a tensor from a NumPy array."""
+        ...
+
+    def zero(self, rt: Runtime, out: Tensor) -> None:
+        """Fill a dense tensor with zero bytes."""
+        ...
+
+
+def _load_backend(name: str) -> Any:
+    """The one upward import of this project: a backend found by name at first use."""
+    return import_module(f"te_core.backends.{name}").BACKEND
+
+
+class HostAllocator:
+    """NumPy memory, for the CPU backend."""
+
+    def empty(self, shape: tuple[int, ...], dtype: DType, stream: int) -> Tensor:
+        """Uninitialised host memory."""
+        if dtype is dtypes.float4_e2m1:
+            raise ArgumentError("empty", "float4_e2m1", "byte-sized types", "allocate packed FP4 as uint8")
+        t = from_numpy(np.empty(shape, dtype.numpy))
+        return Tensor(t.ptr, t.shape, dtype, CPU, t.owner)
+
+
+class _ByteOwner:
+    """Frees a block of a byte-level allocator when the last tensor over it is gone."""
+
+    __slots__ = ("free", "ptr", "stream")
+
+    def __init__(self, ptr: int, stream: int, free: Any) -> None:
+        self.ptr, self.stream, self.free = ptr, stream, free
+
+    def __del__(self) -> None:
+        self.free(self.ptr, self.stream)
+
+
+class ByteAllocator:
+    """Wraps a byte-level pair `alloc(nbytes, stream) -> address` and `free(address, stream)` (C, custom engines)."""
+
+    def __init__(self, device: Device, alloc: Any, free: Any) -> None:
+        self._device, self._alloc, self._free = device, alloc, free
+
+    def empty(self, shape: tuple[int, ...], dtype: DType, stream: int) -> Tensor:
+        """A block of the wrapped allocator; freed on the stream it was asked for."""
+        count = 1
+        for n in shape:
+            count *= n
+        ptr = self._alloc(max(1, dtype.nbytes(count)), stream)
+        return Tensor(ptr, tuple(shape), dtype, self._device, _ByteOwner(ptr, stream, self._free))
+
+
+class Runtime:
+    """A device, a stream on it, and where memory comes from."""
+
+    __slots__ = (
+        "_outgrown", "_threads", "_workspaces", "allocator", "backend", "device", "plans", "stream",
+    )  # fmt: skip
+
+    _cpu: Runtime | None = None
+    _plans: dict[Device, PlanCache] = {}
+
+    def __init__(self, device: Device, stream: int, allocator: Allocator, backend: Any) -> None:
+        self.device = device
+        self.stream = stream
+        self.allocator = allocator
+        self.backend = backend
+        self.plans = Runtime._plans.setdefault(device, PlanCache())
+        self._threads = local()
+        self._workspaces: dict[tuple[int, str], Tensor] = {}
+        self._outgrown: list[Tensor] = []
+
+    @classmethod
+    def cpu(cls, allocator: Allocator | None = None) -> Runtime:
+        """The NumPy reference backend; one shared runtime unless an allocator is given."""
+        if allocator is not None:
+            return cls(CPU, 0, allocator, _load_backend("cpu"))
+        if cls._cpu is None:
+            cls._cpu = cls(CPU, 0, HostAllocator(), _load_backend("cpu"))
+        return cls._cpu
+
+    @classmethod
+    def cuda(cls, device: int = 0, stream: int = 0, allocator: Allocator | None = None) -> Runtime:
+        """A CUDA device and stream (0 is the default stream); memory from `allocator` or the driver's pool."""
+        backend = _load_backend("cuda")
+        place = cuda_device(device)
+        if allocator is None:
+            allocator = backend.default_allocator(place)
+        return cls(place, stream, allocator, backend)
+
+    @classmethod
+    def meta(cls, allocator: Allocator) -> Runtime:
+        """Computes nothing: runs a layer for the shapes and dtypes of its outputs only."""
+        rt = cls(META, 0, allocator, _load_backend("meta"))
+        rt.plans = PlanCache(capacity=0)  # sizes may be a compiler's symbols, which make no keys
+        return rt
+
+    def empty(self, shape: tuple[int, ...], dtype: DType) -> Tensor:
+        """Uninitialised dense memory from the allocator."""
+        return self.allocator.empty(shape, dtype, self.stream)
+
+    def zeros(self, shape: tuple[int, ...], dtype: DType) -> Tensor:
+        """Dense memory filled with zeros."""
+        out = self.allocator.empty(shape, dtype, self.stream)
+        self.backend.zero(self, out)
+        return out
+
+    def tensor(self, array: Any, dtype: Any = None) -> Tensor:
+        """A new tensor on this device holding the values of a NumPy array (or nested list)."""
+        array = np.asarray(array)
+        if dtype is not None:
+            array = array.astype(dtypes.dtype(dtype).numpy)
+        out = self.empty(array.shape, dtypes.dtype(array.dtype))
+        self.backend.copy_from_host(self, np.ascontiguousarray(array), out)
+        return out
+
+    def numpy(self, tensor: Tensor) -> np.ndarray[Any, Any]:
+        """The values of a tensor of this device as a NumPy array of its own; waits for the stream."""
+        result: np.ndarray[Any, Any] = self.backend.copy_to_host(self, tensor)
+        return result
+
+    def workspace(self, name: str, nbytes: int) -> int:
+        """The address of scratch memory that this thread's next call of the same name may overwrite.
+
+        Work of one stream runs in order, so a block may be used again at once; but two threads that share a
+        runtime interleave their launches, so each has its own. A block only ever grows, and an outgrown one stays
+        alive, because a captured graph may point at it; growing by doubles keeps the waste below the block itself.
+        """
+        key = (get_ident(), name)
+        block = self._workspaces.get(key)
+        if block is None or block.shape[0] < nbytes:
+            size = max(nbytes, 1 << 16)
+            if block is not None:
+                self._outgrown.append(block)
+                size = max(size, 2 * block.shape[0])
+            block = self.allocator.empty((size,), dtypes.uint8, self.stream)
+            self._workspaces[key] = block
+        return block.ptr
+
+    def executor(self) -> Any:
+        """What runs of this thread write into; it goes when the thread ends."""
+        try:
+            return self._threads.executor
+        except AttributeError:
+            made = self._threads.executor = self.backend.executor(self)
+            return made
+
+    def __repr__(self) -> str:
+        return f"Runtime({self.device}, stream {self.stream:#x}, {self.backend.name})"

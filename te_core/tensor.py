@@ -1,0 +1,225 @@
+"""`Tensor`: a view of raw memory. Pointer, shape, strides, dtype, device, and who keeps it alive."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from te_core import dtypes
+from te_core.dtypes import DType
+from te_core.errors import ArgumentError
+
+
+class Device:
+    """Where memory lives. A singleton for each (kind, index); compare with `is`."""
+
+    __slots__ = ("index", "kind")
+    _known: dict[tuple[str, int], Device] = {}
+    kind: str
+    index: int
+
+    def __new__(cls, kind: str, index: int = 0) -> Device:
+        """The device of this kind and index; always the same object."""
+        found = cls._known.get((kind, index))
+        if found is None:
+            if kind not in ("cpu", "cuda", "meta"):
+                raise ArgumentError("Device", repr(kind), "'cpu', 'cuda', 'meta'", "name one of these kinds")
+            found = super().__new__(cls)
+            found.kind, found.index = kind, index
+            found = cls._known.setdefault((kind, index), found)
+        return found
+
+    def __reduce__(self) -> tuple[Any, tuple[str, int]]:
+        return Device, (self.kind, self.index)
+
+    def __repr__(self) -> str:
+        return f"{self.kind}:{self.index}" if self.kind == "cuda" else self.kind
+
+
+CPU = Device("cpu")
+META = Device("meta")
+
+
+def cuda_device(index: int) -> Device:
+    """The CUDA device of this index."""
+    return Device("cuda", index)
+
+
+class Tensor:
+    """A view of raw memory; `strides` (in elements) is None for dense row-major."""
+
+    __slots__ = ("device", "dtype", "owner", "ptr", "shape", "strides")
+
+    def __init__(
+        self,
+        ptr: int,
+        shape: tuple[int, ...],
+        dtype: DType,
+        device: Device,
+        owner: Any,
+        strides: tuple[int, ...] | None = None,
+    ) -> None:
+        self.ptr = ptr
+        self.shape = shape
+        self.dtype = dtype
+        self.device = device
+        self.owner = owner
+        self.strides = strides
+
+    @property
+    def ndim(self) -> int:
+        """Number of dimensions."""
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the elements (not of any gaps between them)."""
+        return self.dtype.nbytes(self.size)
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether the elements lie densely in row-major order."""
+        return self.strides is None or _is_dense(self.shape, self.strides)
+
+    def row_major_strides(self) -> tuple[int, ...]:
+        """The strides in elements, also where `strides` is None."""
+        return self.strides if self.strides is not None else dense_strides(self.shape)
+
+    def reshape(self, *shape: int) -> Tensor:
+        """The same memory in another shape (dense tensors only; one -1 is worked out)."""
+        if -1 in shape:
+            known = prod(n for n in shape if n != -1)
+            shape = tuple(self.size // known if n == -1 and known else (0 if n == -1 else n) for n in shape)
+        if not self.is_contiguous or prod(shape) != self.size or min(shape, default=0) < 0:
+            raise ArgumentError(
+                "Tensor.reshape", f"{self!r} to {shape}", "a dense tensor and a shape of as many elements",
+                "copy the tensor to dense memory first, or correct the shape",
+            )  # fmt: skip
+        return Tensor(self.ptr, shape, self.dtype, self.device, self.owner)
+
+    def matrix(self) -> Tensor:
+        """The same memory as a matrix: all leading dimensions as one."""
+        shape = self.shape
+        return self if len(shape) == 2 else self.reshape(prod(shape[:-1]), shape[-1])
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        """Rows `start` to `stop` of the first dimension, as a view."""
+        if not 0 <= start <= stop <= self.shape[0]:
+            raise ArgumentError(
+                "Tensor.rows", f"{start}:{stop} of {self.shape[0]}", "0 <= start <= stop <= rows",
+                "correct the range",
+            )  # fmt: skip
+        step = self.row_major_strides()[0]
+        offset = self.dtype.nbytes(start * step)
+        shape = (stop - start, *self.shape[1:])
+        return Tensor(self.ptr + offset, shape, self.dtype, self.device, self.owner, self.strides)
+
+    def view_as(self, dtype: DType) -> Tensor:
+        """The same bytes under another dtype of equal width."""
+        if dtype.bits != self.dtype.bits:
+            raise ArgumentError(
+                "Tensor.view_as", f"{self.dtype} as {dtype}", "types of equal width",
+                "convert the values instead",
+            )  # fmt: skip
+        return Tensor(self.ptr, self.shape, dtype, self.device, self.owner, self.strides)
+
+    def numpy(self) -> np.ndarray[Any, Any]:
+        """A zero-copy NumPy view (CPU only); FP8 and bf16 come as ml_dtypes' types."""
+        if self.device.kind != "cpu":
+            raise ArgumentError(
+                "Tensor.numpy", f"a tensor on {self.device}", "CPU tensors", "copy it to the host first"
+            )
+        if self.dtype is dtypes.float4_e2m1:
+            raise ArgumentError("Tensor.numpy", "packed FP4", "byte-sized types", "view it as uint8")
+        if self.size == 0:  # there may be no address at all
+            return np.empty(self.shape, self.dtype.numpy)
+        return np.asarray(_HostView(self)).view(self.dtype.numpy)
+
+    def __dlpack__(self, **kwargs: Any) -> Any:
+        from te_core import dlpack
+
+        return dlpack.export(self, **kwargs)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        if self.device.kind == "meta":
+            raise BufferError("a meta tensor has no memory to export")
+        return (1, 0) if self.device.kind == "cpu" else (2, self.device.index)
+
+    def __repr__(self) -> str:
+        stride = "" if self.strides is None else f", strides {tuple(self.strides)}"
+        return f"Tensor({self.dtype} {tuple(self.shape)}{stride} on {self.device})"
+
+
+class _HostView:
+    """What NumPy makes an array of: its `base`, which keeps the tensor, and so the memory, alive."""
+
+    __slots__ = ("__array_interface__", "tensor")
+
+    def __init__(self, tensor: Tensor) -> None:
+        width = tensor.dtype.itemsize
+        self.tensor = tensor
+        self.__array_interface__ = {
+            "version": 3,
+            "data": (tensor.ptr, False),
+            "shape": tensor.shape,
+            "strides": None if tensor.strides is None else tuple(s * width for s in tensor.strides),
+            "typestr": f"<u{width}",  # the protocol cannot name ml_dtypes' types
+        }
+
+
+def dense_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Row-major strides of a dense tensor, in elements."""
+    strides, step = [], 1
+    for n in reversed(shape):
+        strides.append(step)
+        step *= n
+    return tuple(reversed(strides))
+
+
+def _is_dense(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    if 0 in shape:
+        return True
+    step = 1
+    for n, s in zip(reversed(shape), reversed(strides), strict=True):
+        if n != 1 and s != step:
+            return False
+        step *= n
+    return True
+
+
+def from_numpy(array: np.ndarray[Any, Any]) -> Tensor:
+    """A zero-copy `Tensor` over a NumPy array (ml_dtypes' types included)."""
+    if not isinstance(array, np.ndarray):  # a NumPy scalar, say, has an address that dies at once
+        raise ArgumentError(
+            "from_numpy",
+            type(array).__name__,
+            "a numpy.ndarray",
+            "pass numpy.asarray(it), or use from_dlpack",
+        )
+    if not array.dtype.isnative:
+        raise ArgumentError(
+            "from_numpy", f"byte order of {array.dtype}", "native byte order", "convert the array"
+        )
+    dt = dtypes.dtype(array.dtype)
+    if dt is dtypes.float4_e2m1:
+        raise ArgumentError(
+            "from_numpy", "float4_e2m1, which NumPy keeps one to a byte", "byte-sized types",
+            "pack two values into each byte of a uint8 array",
+        )  # fmt: skip
+    width = dt.itemsize
+    if any(s % width for s in array.strides):
+        raise ArgumentError(
+            "from_numpy", f"byte strides {array.strides} of {dt}", "strides that are whole elements",
+            "pass numpy.ascontiguousarray(array)",
+        )  # fmt: skip
+    strides = tuple(s // width for s in array.strides)
+    dense = None if _is_dense(array.shape, strides) else strides
+    address = array.__array_interface__["data"][0] if array.size else 0
+    return Tensor(address, array.shape, dt, CPU, array, dense)

@@ -1,0 +1,162 @@
+"""Regions of low precision: `autocast`, `fp8_autocast`.
+
+The outermost region collects weak references to the states of the modules that ran in it, and updates their
+forward scales when it ends. A module reads the active region in its forward only; backward knows all it needs.
+
+The active region is one plain attribute, `active.region`, which a tracing compiler can follow and guard on. Eager
+code, where several threads may each be in a region of their own, finds its region by thread instead.
+"""
+
+from __future__ import annotations
+
+import warnings
+from _thread import get_ident
+from typing import Any
+
+import torch
+
+from te_core.errors import ArgumentError, UnsupportedError
+from te_core.recipe import DelayedScaling, Precision, Recipe, resolve
+from te_torch import state as scaling
+
+
+class Region:
+    """What a module has to know of the region that it runs in."""
+
+    __slots__ = ("calibrating", "precision", "ran", "recipe", "recompute")
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        precision: Precision | None,
+        calibrating: bool,
+        ran: list[int],
+        recompute: bool,
+    ) -> None:
+        self.recipe = recipe
+        self.precision = precision  # None: high precision
+        self.calibrating = calibrating
+        self.ran = ran  # tokens of the states that ran: weak references
+        self.recompute = recompute  # inside a backward pass: the forward of a checkpoint, run again
+
+
+class _Active:
+    """Holds the plain attribute."""
+
+    def __init__(self) -> None:
+        self.region: Region | None = None
+
+
+active = _Active()
+_by_thread: dict[int, Region] = {}
+
+
+def current_region() -> Region | None:
+    """The innermost region of this thread."""
+    if torch.compiler.is_compiling():
+        return active.region
+    return _by_thread.get(get_ident())
+
+
+def _set_region(region: Region | None) -> None:
+    active.region = region
+    if torch.compiler.is_compiling():
+        return
+    if region is None:
+        _by_thread.pop(get_ident(), None)
+    else:
+        _by_thread[get_ident()] = region
+
+
+def in_backward() -> bool:
+    """Whether this thread is inside a backward pass: a forward there is a checkpoint's recomputation."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def get_default_recipe() -> Recipe:
+    """The recipe of a region that names none."""
+    return DelayedScaling()
+
+
+class autocast:
+    """Context: modules inside run their GEMMs as `recipe` says.
+
+    enabled=False runs them in high precision, also inside an enabled region. The outermost enabled region
+    updates the forward scales of delayed scaling when it ends in grad mode.
+    """
+
+    __slots__ = ("_entered", "_graph", "_group", "_precision", "_previous", "calibrating", "enabled", "recipe")
+
+    def __init__(
+        self,
+        enabled: bool = True,
+        calibrating: bool = False,
+        recipe: Recipe | None = None,
+        amax_reduction_group: Any = None,
+        _graph: bool = False,
+    ) -> None:
+        if recipe is not None and not isinstance(recipe, Recipe):
+            raise ArgumentError(
+                "autocast", f"recipe={recipe!r}", "a recipe of te_core.recipe, or None", "pass DelayedScaling(), say"
+            )
+        if calibrating:
+            raise UnsupportedError(
+                "autocast", "calibrating=True", "calibrating=False in this release",
+                "run in FP8 at once: delayed scaling starts from scale 1 and adapts within a step",
+            )  # fmt: skip
+        if amax_reduction_group is not None and torch.distributed.get_world_size(amax_reduction_group) > 1:
+            raise UnsupportedError(
+                "autocast", "an amax_reduction_group of several ranks", "one rank in this release",
+                "train on one GPU, or leave the group out: each rank then keeps its own scales",
+            )  # fmt: skip
+        self.enabled = enabled
+        self.calibrating = calibrating
+        self.recipe = recipe if recipe is not None else get_default_recipe()
+        self._graph = _graph
+        self._entered = False
+        self._previous: Region | None = None
+        self._precision: Precision | None = None
+
+    def __enter__(self) -> None:
+        if self._entered:
+            raise RuntimeError("this autocast is already active: make another one for a nested region")
+        outer = current_region()
+        self._previous = outer
+        recompute = in_backward() if outer is None and not torch.compiler.is_compiling() else False
+        if outer is not None:
+            recompute = outer.recompute
+        precision = _resolve(self.recipe) if self.enabled else None
+        _set_region(Region(self.recipe, precision, self.calibrating, [] if outer is None else outer.ran, recompute))
+        self._entered = True
+
+    def __exit__(self, *exc: object) -> None:
+        region = current_region()
+        _set_region(self._previous)
+        outermost = self._previous is None
+        self._entered = False
+        self._previous = None
+        if region is None or not outermost:
+            return
+        if self.enabled and region.ran and not region.recompute and not self._graph and torch.is_grad_enabled():
+            update_forward(region.ran)
+
+
+def _resolve(recipe: Recipe) -> Precision:
+    return resolve(recipe)
+
+
+def update_forward(ran: list[int]) -> None:
+    """The forward scales of all modules that ran: one launch."""
+    scaling.update(ran, scaling.FORWARD)
+
+
+def fp8_autocast(
+    enabled: bool = True,
+    calibrating: bool = False,
+    fp8_recipe: Recipe | None = None,
+    fp8_group: Any = None,
+    _graph: bool = False,
+) -> autocast:
+    """The documented older name of `autocast`."""
+    warnings.warn("fp8_autocast is the older name of autocast(recipe=...)", DeprecationWarning, stacklevel=2)
+    return autocast(enabled, calibrating, fp8_recipe, fp8_group, _graph)

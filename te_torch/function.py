@@ -1,0 +1,283 @@
+"""A layer of the core as an autograd function: once for eager mode, once for tracing compilers, from the same two functions.
+
+Eager calls the layer's forward and backward directly. A compiler sees two opaque operators instead,
+`te_runtime::forward` and `te_runtime::backward`, whose shapes are found by running the very same functions on
+the meta backend. The operators are functional: maxima for delayed scaling come back as an output and are merged
+into the history by traced code, so that a compiler knows every mutation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from te_core import dtypes
+from te_core.errors import UnsupportedError
+from te_core.quantize.state import Scales
+from te_core.runtime import Runtime
+from te_core.tensor import Tensor
+from te_torch import state as scaling
+from te_torch.runtime import runtime_for, shape_runtime, to_core, to_core_shape, to_torch
+
+
+@dataclass(frozen=True, eq=False)
+class Layer:
+    """A layer of the core: its two functions, the tuple it saves, and what its outputs are."""
+
+    name: str
+    forward: Callable[..., Any]
+    backward: Callable[..., Any]
+    saved: Callable[..., Any]
+    outputs: int = 1  # at most; backward takes as many gradients
+    weight: str = "weight"  # the saved tensor whose rows are the width of the first output
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """A layer with its spec: what one module does in one precision. Made once, then shared by all its calls."""
+
+    layer: Layer
+    spec: Any
+    needs_grad: bool
+    key: str  # the name under which compiled code finds this call
+    inspector: Any = None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Further keyword arguments of the layer's functions."""
+        return {} if self.inspector is None else {"inspector": self.inspector}
+
+
+_calls: dict[str, Call] = {}
+_by_spec: dict[Any, Call] = {}
+_saved_from: dict[str, tuple[int | None, ...]] = {}  # per call: the input each saved tensor is, or -1, or None
+_grads_given: dict[str, tuple[bool, ...]] = {}  # per call: which input gradients backward returns
+
+
+def register(layer: Layer, spec: Any, needs_grad: bool, inspector: Any = None) -> Call:
+    """The call of this spec; modules that do the same share one, unless an inspector tells them apart."""
+    identity = (layer.name, spec, needs_grad)
+    found = _by_spec.get(identity) if inspector is None else None
+    if found is None:
+        key = f"{layer.name}/{len(_calls)}"
+        found = _calls[key] = Call(layer, spec, needs_grad, key, inspector)
+        if inspector is None:
+            _by_spec[identity] = found
+    return found
+
+
+def apply(
+    call: Call, state: scaling.ScalingState | None, recompute: bool, *inputs: torch.Tensor | None
+) -> tuple[torch.Tensor, ...]:
+    """The layer's outputs, differentiable where the call needs gradients."""
+    if torch.compiler.is_compiling():
+        return _apply_traced(call, state, inputs)
+    inputs = tuple(t if t is None or t.is_contiguous() else t.contiguous() for t in inputs)
+    if call.needs_grad and torch.is_grad_enabled():
+        return _Eager.apply(call, state, recompute, *inputs)  # type: ignore[no-any-return]
+    outputs, _ = _run(call, state, recompute, inputs)
+    return tuple(to_torch(t) for t in outputs)
+
+
+def _run(
+    call: Call, state: scaling.ScalingState | None, recompute: bool, inputs: Sequence[torch.Tensor | None]
+) -> tuple[tuple[Tensor, ...], tuple[Tensor | None, ...]]:
+    first = inputs[0]
+    assert first is not None
+    rt = runtime_for(first)
+    convert = to_core_shape if first.is_meta else to_core
+    views = [None if t is None else convert(t) for t in inputs]
+    scales = None if state is None else state.scales(recompute)
+    return call.layer.forward(rt, *views, spec=call.spec, scales=scales, **call.options)  # type: ignore[no-any-return]
+
+
+# -------------------------------------------------------------------------------------------------- eager
+
+
+class _Eager(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, call: Call, state: Any, recompute: bool, *inputs: torch.Tensor | None) -> Any:
+        outputs, saved = _run(call, state, recompute, inputs)
+        ctx.set_materialize_grads(False)
+        # An owner is the caller's own tensor where an input was saved, so its version is checked by autograd.
+        ctx.save_for_backward(*[None if t is None else t.owner for t in saved])
+        ctx.call, ctx.state, ctx.inputs = call, state, len(inputs)
+        return tuple(to_torch(t) for t in outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        _refuse_double_backward()
+        call, state = ctx.call, ctx.state
+        if all(g is None for g in grads):
+            return (None,) * (3 + ctx.inputs)
+        given = _complete(call, grads, ctx.saved_tensors)
+        rt = runtime_for(given[0])
+        convert = to_core_shape if given[0].is_meta else to_core
+        saved = call.layer.saved(*[None if t is None else convert(t) for t in ctx.saved_tensors])
+        views = [None if g is None else convert(g) for g in given]
+        scales = None
+        if state is not None:
+            scales = state.scales(False)
+            scaling.ran_backward(state)
+        results = call.layer.backward(rt, *views, saved, spec=call.spec, scales=scales, **call.options)
+        return (None, None, None, *[None if t is None else to_torch(t) for t in results])
+
+
+def _complete(call: Call, grads: Sequence[torch.Tensor | None], saved: Sequence[torch.Tensor | None]) -> list[Any]:
+    """A gradient for each output the layer can have; the first as zeros if only another output was used."""
+    first, rest = grads[0], grads[1:]
+    if first is None:
+        weight = getattr(call.layer.saved(*saved), call.layer.weight)
+        other = next(g for g in rest if g is not None)
+        first = other.new_zeros(*other.shape[:-1], weight.shape[0])
+    given = (first, *rest)
+    return [
+        *[None if g is None else (g if g.is_contiguous() else g.contiguous()) for g in given],
+        *[None] * (call.layer.outputs - len(given)),
+    ]
+
+
+def _refuse_double_backward() -> None:
+    if torch.is_grad_enabled():  # only create_graph=True runs a backward in grad mode
+        raise UnsupportedError(
+            "backward", "create_graph=True", "first derivatives", "use torch.nn layers where second ones are needed"
+        )
+
+
+# ------------------------------------------------------------------------------------------------- traced
+
+_library = torch.library.Library("te_runtime", "DEF")
+_library.define("forward(Tensor?[] inputs, Tensor? scale, str key) -> Tensor[]")
+_library.define("backward(Tensor?[] grads, Tensor?[] saved, Tensor? scale, str key, int token) -> Tensor[]")
+
+
+def _forward_op(
+    inputs: list[torch.Tensor | None], scale: torch.Tensor | None, key: str, fake: bool = False
+) -> list[torch.Tensor]:
+    """Outputs, then what is saved and is no input, then the maxima."""
+    call = _calls[key]
+    first = inputs[0]
+    assert first is not None
+    rt, convert = _world(first, fake)
+    views = [None if t is None else convert(t) for t in inputs]
+    maxima = _new_maxima(rt, scale)
+    scales = None
+    if scale is not None and maxima is not None:
+        scales = Scales(convert(scale), maxima, maxima, None)
+    outputs, saved = call.layer.forward(rt, *views, spec=call.spec, scales=scales, **call.options)
+    origins = [
+        None if t is None else next((i for i, x in enumerate(inputs) if x is t.owner), -1) for t in saved
+    ]
+    _saved_from[key] = tuple(origins)
+    made = [t for t, origin in zip(saved, origins, strict=True) if origin == -1]
+    return [to_torch(t) for t in (*outputs, *made, *([] if maxima is None else [maxima]))]
+
+
+def _backward_op(
+    grads: list[torch.Tensor | None],
+    saved: list[torch.Tensor | None],
+    scale: torch.Tensor | None,
+    key: str,
+    token: int,
+    fake: bool = False,
+) -> list[torch.Tensor]:
+    """The input gradients that are given, then the maxima."""
+    call = _calls[key]
+    given = _complete(call, grads, saved)
+    rt, convert = _world(given[0], fake)
+    maxima = _new_maxima(rt, scale)
+    scales = None
+    if scale is not None and maxima is not None:
+        scales = Scales(maxima, None, convert(scale), maxima)
+    views = [None if g is None else convert(g) for g in given]
+    held = call.layer.saved(*[None if t is None else convert(t) for t in saved])
+    results = call.layer.backward(rt, *views, held, spec=call.spec, scales=scales, **call.options)
+    _grads_given[key] = tuple(t is not None for t in results)
+    state = scaling.by_token(token) if token and not fake else None
+    if state is not None:
+        scaling.ran_backward(state)
+    return [to_torch(t) for t in (*[t for t in results if t is not None], *([] if maxima is None else [maxima]))]
+
+
+def _world(t: torch.Tensor, fake: bool) -> tuple[Runtime, Callable[[torch.Tensor], Tensor]]:
+    if fake or t.is_meta:
+        return shape_runtime(t.device), to_core_shape
+    return runtime_for(t), to_core
+
+
+def _new_maxima(rt: Runtime, scale: torch.Tensor | None) -> Tensor | None:
+    return None if scale is None else rt.zeros((scale.shape[0],), dtypes.float32)
+
+
+_library.impl("forward", _forward_op, "CompositeExplicitAutograd")
+_library.impl("backward", _backward_op, "CompositeExplicitAutograd")
+torch.library.register_fake(
+    "te_runtime::forward", lambda inputs, scale, key: _forward_op(inputs, scale, key, True), lib=_library
+)
+torch.library.register_fake(
+    "te_runtime::backward", lambda grads, saved, scale, key, token: _backward_op(grads, saved, scale, key, token, True),
+    lib=_library,
+)  # fmt: skip
+
+
+@torch._dynamo.assume_constant_result
+def _origins(key: str) -> tuple[int | None, ...]:
+    """Where each saved tensor comes from; known since the operator's shapes were worked out."""
+    return _saved_from[key]
+
+
+@torch._dynamo.assume_constant_result
+def _gives(key: str) -> tuple[bool, ...]:
+    return _grads_given[key]
+
+
+def _apply_traced(
+    call: Call, state: scaling.ScalingState | None, inputs: Sequence[torch.Tensor | None]
+) -> tuple[torch.Tensor, ...]:
+    if state is None:
+        return _Traced.apply(call.key, 0, None, None, None, *inputs)  # type: ignore[no-any-return]
+    *outputs, maxima = _Traced.apply(
+        call.key, state.token, state.scale_fwd, state.scale_bwd, state.amax_history_bwd, *inputs
+    )
+    _raise(state.amax_history_fwd, maxima)
+    return tuple(outputs)
+
+
+def _raise(history: torch.Tensor, maxima: torch.Tensor) -> None:
+    history[0].copy_(torch.maximum(history[0], maxima))
+
+
+class _Traced(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, key: str, token: int, scale_fwd: Any, scale_bwd: Any, history_bwd: Any, *inputs: torch.Tensor | None
+    ) -> Any:
+        results = torch.ops.te_runtime.forward(
+            [None if t is None else t.contiguous() for t in inputs], scale_fwd, key
+        )
+        origins = _origins(key)
+        made = [o for o in origins if o == -1]
+        end = len(results) - (0 if scale_fwd is None else 1)
+        outputs = results[: end - len(made)]
+        fresh = iter(results[end - len(made) : end])
+        saved = [None if o is None else (next(fresh) if o == -1 else inputs[o]) for o in origins]
+        ctx.save_for_backward(*saved, scale_bwd, history_bwd)
+        ctx.key, ctx.token, ctx.inputs = key, token, len(inputs)
+        if scale_fwd is None:
+            return tuple(outputs)
+        ctx.mark_non_differentiable(results[end])
+        return (*outputs, results[end])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        *saved, scale_bwd, history_bwd = ctx.saved_tensors
+        if scale_bwd is not None:
+            grads = grads[:-1]  # the maxima have none
+        results = torch.ops.te_runtime.backward(list(grads), saved, scale_bwd, ctx.key, ctx.token)
+        if scale_bwd is not None:
+            _raise(history_bwd, results[-1])
+        fresh = iter(results)
+        return (None, None, None, None, None, *[next(fresh) if g else None for g in _gives(ctx.key)])

@@ -1,0 +1,1 @@
+"""The modules, a file each."""

@@ -1,0 +1,241 @@
+"""What the FP8-capable modules share: precision of a call, scaling state, initialisation, refused options."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from te_core.errors import ArgumentError, UnsupportedError
+from te_core.recipe import Precision
+from te_torch.autocast import Region, current_region, in_backward
+from te_torch.function import Call
+from te_torch.runtime import check_dtype
+from te_torch.state import NAMES, ScalingState
+
+_layer_numbers = itertools.count(1)
+
+
+def default_device() -> torch.device:
+    """CUDA where there is a device, else the CPU."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def normal_init(weight: torch.Tensor) -> None:
+    """The documented default: normal(0, 0.023)."""
+    torch.nn.init.normal_(weight, 0.0, 0.023)
+
+
+#: Constructor options of parts that are not built yet, and the value that leaves them out.
+_PARALLEL = {"sequence_parallel": False, "tp_size": 1, "tp_group": None, "parallel_mode": None, "set_parallel_mode": False}
+_OVERLAP = (
+    "ub_overlap_ag", "ub_overlap_rs", "ub_overlap_rs_dgrad", "ub_bulk_dgrad", "ub_bulk_wgrad", "symmetric_ar_type",
+)  # fmt: skip
+_LATER = ("fuse_wgrad_accumulation", "delay_wgrad_compute", "save_original_input", "checkpoint",
+          "return_layernorm_output_gathered")  # fmt: skip
+
+
+def refuse_unbuilt(operation: str, options: dict[str, Any]) -> None:
+    """Raise for an option whose part is not built; a value that switches it off is accepted."""
+    for name, value in options.items():
+        # tp_size 1 makes every parallel mode the plain layer, as documented.
+        if name in ("sequence_parallel", "parallel_mode", "set_parallel_mode") and options.get("tp_size", 1) == 1:
+            if name == "parallel_mode" and value is not None and str(value).lower() not in ("column", "row"):
+                raise ArgumentError(operation, f"parallel_mode={value!r}", "None, 'column' or 'row'", "correct it")
+            continue
+        off = _PARALLEL.get(name, False)
+        if name in _PARALLEL or name in _OVERLAP or name in _LATER:
+            if name == "tp_group" and _is_single(value):
+                continue
+            if value not in (off, None, False):
+                raise UnsupportedError(
+                    operation, f"{name}={value!r}", f"{name}={off!r} in this release",
+                    "leave the option out; tensor parallelism, overlap and fused gradient accumulation come later",
+                )  # fmt: skip
+
+
+def _is_single(group: Any) -> bool:
+    return group is None or (torch.distributed.is_initialized() and torch.distributed.get_world_size(group) == 1)
+
+
+class BaseModule(torch.nn.Module):
+    """A module that runs core layers in the precision of the active region."""
+
+    gemms = 1  # matrix products with scaling state of their own
+    fp8_state: ScalingState | None
+
+    def __init__(self, name: str | None = None) -> None:
+        super().__init__()
+        self.name = name if name is not None else f"Layer_{next(_layer_numbers)}"
+        self.inspector: Any = None  # an object of te_core.layers.inspector.Inspector's kind
+        self.register_module("fp8_state", None)
+        self._calls: dict[Any, Call] = {}
+        self._recent: Precision | None = None
+        self._initialisers: dict[str, Callable[[torch.Tensor], Any]] = {}
+        self._fork: Callable[[], Any] | None = None
+
+    # ------------------------------------------------------------------------------------ parameters
+
+    def _add_parameter(
+        self, name: str, shape: tuple[int, ...], init: Callable[[torch.Tensor], Any], **placement: Any
+    ) -> None:
+        """Register a parameter; on the meta device it is filled later, by reset_parameters()."""
+        parameter = torch.nn.Parameter(torch.empty(shape, **placement))
+        self.register_parameter(name, parameter)
+        self._initialisers[name] = init
+        if parameter.device.type != "meta":
+            self._initialise(name)
+
+    def _initialise(self, name: str) -> None:
+        parameter = self._parameters[name]
+        with torch.no_grad():
+            if self._fork is not None and parameter is not None and parameter.ndim == 2:
+                with self._fork():
+                    self._initialisers[name](parameter)
+            else:
+                self._initialisers[name](parameter)  # type: ignore[arg-type]
+
+    def reset_parameters(self, defer_init: bool = False) -> None:
+        """Initialise all parameters anew; those on the meta device get memory on the default device."""
+        if defer_init:
+            return
+        for name in self._initialisers:
+            parameter = self._parameters.get(name)
+            if parameter is None:
+                continue
+            if parameter.device.type == "meta":
+                data = torch.empty_like(parameter, device=default_device())
+                self._parameters[name] = torch.nn.Parameter(data, parameter.requires_grad)
+            self._initialise(name)
+
+    def set_tensor_parallel_group(self, tp_group: Any) -> None:
+        """Set the tensor-parallel group (one rank only in this release)."""
+        refuse_unbuilt(f"{type(self).__name__}.set_tensor_parallel_group", {"tp_group": tp_group})
+
+    # ------------------------------------------------------------------------------------- precision
+
+    def _enter(self, inp: torch.Tensor) -> tuple[torch.Tensor, Precision | None, ScalingState | None, bool]:
+        """(input in the compute dtype, precision, scaling state, whether this is a recomputation)."""
+        region = current_region()
+        precision: Precision | None = None
+        recompute = False
+        if region is not None:
+            precision, recompute = region.precision, region.recompute
+            if not recompute and not torch.compiler.is_compiling():
+                self._recent = precision
+        elif not torch.compiler.is_compiling():
+            if in_backward():
+                # A checkpoint runs this forward again, after its region ended: do what it did then.
+                precision, recompute = self._recent, True
+            else:
+                self._recent = None
+        kind = inp.device.type
+        if torch.is_autocast_enabled(kind):
+            wanted = torch.get_autocast_dtype(kind)
+            if inp.dtype != wanted:
+                inp = inp.to(wanted)
+        if precision is None or precision.history is None:
+            return inp, precision, None, recompute
+        if torch.compiler.is_compiling():
+            _trace_state(self, inp.device, precision)
+            state = self.fp8_state
+        else:
+            state = self.fp8_state
+            if state is None or state.precision is not precision:
+                state = make_state(self, inp.device, precision)
+        if region is not None and not recompute:
+            region.ran.append(state.token)
+        return inp, precision, state, recompute
+
+    def _find_call(self, key: tuple[Any, ...], precision: Precision | None) -> Call:
+        """The plan of this key: one look-up, or made now."""
+        if torch.compiler.is_compiling():
+            return _trace_call(self, key, precision)
+        found = self._calls.get(key)
+        if found is None:
+            found = self._calls[key] = self._new_call(key, precision)
+        return found
+
+    def _new_call(self, key: tuple[Any, ...], precision: Precision | None) -> Call:
+        """What this module does in this precision, for inputs and needs as the key says."""
+        raise NotImplementedError
+
+    def _weight(self, name: str, dtype: torch.dtype, fp8: bool) -> torch.Tensor:
+        """A GEMM weight in the compute dtype (FP8 quantizes from the parameter's own)."""
+        weight: torch.Tensor = getattr(self, name)
+        if weight.dtype != dtype:
+            if not torch.is_autocast_enabled(weight.device.type):
+                raise TypeError(
+                    f"{type(self).__name__}: Data types for parameters must match the input's outside torch.autocast: "
+                    f"{name} is {weight.dtype}, the input {dtype}. Convert the input, or use torch.autocast."
+                )
+            if not fp8:
+                weight = weight.to(dtype)
+        return weight
+
+    # ---------------------------------------------------------------------------------- state of FP8
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        """A checkpoint with FP8 state makes the module stateful before its first forward."""
+        history = state_dict.get(f"{prefix}fp8_state.{NAMES[1]}")
+        if history is not None and self.fp8_state is None:
+            device = next((p.device for p in self.parameters(recurse=False)), torch.device("cpu"))
+            self.fp8_state = ScalingState(self.gemms, history.shape[0], device)
+        elif history is not None and self.fp8_state is not None:
+            self.fp8_state.resize_history(history.shape[0])
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = self.__dict__.copy()
+        state["_calls"] = {}  # plans belong to this process and this object
+        state["_recent"] = None
+        return state
+
+    def extra_repr(self) -> str:
+        """What a printed module shows."""
+        return ", ".join(f"{n}={tuple(p.shape)}" for n, p in self._parameters.items() if p is not None)
+
+
+def make_state(module: BaseModule, device: torch.device, precision: Precision) -> ScalingState:
+    """The module's scaling state, following this precision's rule; made if there is none."""
+    assert precision.history is not None
+    state = module.fp8_state
+    if state is None:
+        state = module.fp8_state = ScalingState(module.gemms, precision.history.length, device)
+    if state.precision is not precision:
+        state.prepare(precision)
+    return state
+
+
+# A tracing compiler calls these two at trace time, outside the graph, before it has looked at what they change.
+
+
+@torch._dynamo.assume_constant_result
+def _trace_state(module: BaseModule, device: torch.device, precision: Precision) -> bool:
+    make_state(module, device, precision)
+    return True
+
+
+@torch._dynamo.assume_constant_result
+def _trace_call(module: BaseModule, key: tuple[Any, ...], precision: Precision | None) -> Call:
+    return module._calls.get(key) or module._calls.setdefault(key, module._new_call(key, precision))
+
+
+def check_input(operation: str, inp: torch.Tensor, width: int) -> None:
+    """The input is a float tensor of the module's width."""
+    check_dtype(operation, inp)
+    if inp.ndim < 1 or inp.shape[-1] != width:
+        raise ArgumentError(
+            operation, f"an input of shape {tuple(inp.shape)}", f"[*, {width}]", "check the module's in_features"
+        )
+
+
+def warn_once(message: str) -> None:
+    """A warning for the user, shown once per place."""
+    warnings.warn(message, stacklevel=3)
+
+
+__all__ = ["BaseModule", "Region", "check_input", "default_device", "normal_init", "refuse_unbuilt"]

@@ -1,0 +1,130 @@
+"""`LayerNormLinear`: y = norm(x) w^T + b, the norm delivering its output already quantized."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from te_core.layers import linear, norm
+from te_core.layers import norm_linear as core
+from te_core.recipe import Precision
+from te_torch.function import Call, Layer, apply, register
+from te_torch.modules.base import BaseModule, check_input, default_device, refuse_unbuilt
+from te_torch.modules.linear import SplitParameters, fork_of, refuse_later
+from te_torch.modules.norm import KINDS, init_norm_weight, sm_margins
+from te_torch.runtime import TO_CORE
+
+NORM_LINEAR = Layer("norm_linear", core.forward, core.backward, core.NormLinearSaved, outputs=2)
+
+
+class NormParameters(BaseModule):
+    """A module that begins with a norm over its input: `layer_norm_weight`, `layer_norm_bias`."""
+
+    def _add_norm(self, width: int, normalization: str, eps: float, zero_centered: bool, **placement: Any) -> None:
+        # The peer asserts; a message that names the allowed kinds costs nothing more.
+        assert normalization in KINDS, f"normalization must be one of {KINDS}, not {normalization!r}"
+        self.normalization, self.eps, self.zero_centered_gamma = normalization, eps, zero_centered
+        self._margins = sm_margins(0)
+        self._add_parameter("layer_norm_weight", (width,), init_norm_weight(zero_centered), **placement)
+        if normalization == "LayerNorm":
+            self._add_parameter("layer_norm_bias", (width,), torch.nn.init.zeros_, **placement)
+        else:
+            self.layer_norm_bias = None
+
+    def _norm_parameters(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return self._weight("layer_norm_weight", dtype, True), self.layer_norm_bias
+
+    def _norm_spec(self, dtype: torch.dtype) -> norm.NormSpec:
+        margin = self._margins["forward" if self.training else "inference"]
+        return norm.NormSpec(
+            TO_CORE[dtype], self.normalization, self.eps, self.zero_centered_gamma, margin, self._margins["backward"]
+        )
+
+
+def wants_grad(*tensors: torch.Tensor | None) -> bool:
+    """Whether autograd will ask for a gradient of any of these."""
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
+class LayerNormLinear(NormParameters, SplitParameters):
+    """y = norm(x) w^T + b, in the precision of the active `autocast` region."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        eps: float = 1e-5,
+        sequence_parallel: bool = False,
+        fuse_wgrad_accumulation: bool = False,
+        tp_group: Any = None,
+        tp_size: int = 1,
+        get_rng_state_tracker: Callable[[], Any] | None = None,
+        init_method: Callable[[torch.Tensor], Any] | None = None,
+        bias: bool = True,
+        normalization: str = "LayerNorm",
+        return_bias: bool = False,
+        params_dtype: torch.dtype | None = None,
+        parallel_mode: str | None = None,
+        return_layernorm_output: bool = False,
+        return_layernorm_output_gathered: bool = False,
+        parameters_split: Any = None,
+        zero_centered_gamma: bool = False,
+        device: torch.device | str | None = None,
+        ub_overlap_ag: bool = False,
+        ub_overlap_rs: bool = False,
+        ub_overlap_rs_dgrad: bool = False,
+        ub_bulk_wgrad: bool = False,
+        ub_bulk_dgrad: bool = False,
+        ub_name: str | None = None,
+        delay_wgrad_compute: bool = False,
+        symmetric_ar_type: str | None = None,
+        name: str | None = None,
+    ) -> None:
+        refuse_unbuilt("LayerNormLinear", {k: v for k, v in locals().items() if k not in ("self", "__class__")})
+        if str(parallel_mode).lower() == "row":
+            raise NotImplementedError("LayerNormLinear: parallel_mode='row' would split the norm's rows; use 'column'")
+        super().__init__(name)
+        self.in_features, self.out_features = in_features, out_features
+        self.return_bias, self.return_layernorm_output = return_bias, return_layernorm_output
+        self._fork = fork_of(get_rng_state_tracker, None)
+        place = {"dtype": params_dtype or torch.get_default_dtype(), "device": device or default_device()}
+        self._add_norm(in_features, normalization, eps, zero_centered_gamma, **place)
+        self._add_linear_parameters((out_features, in_features), bias, parameters_split, init_method, **place)
+
+    def forward(
+        self,
+        inp: torch.Tensor,
+        is_first_microbatch: bool | None = None,
+        fp8_output: bool = False,
+        fp8_grad: bool = False,
+    ) -> Any:
+        """out, (out, bias), (out, norm output) or (out, bias, norm output), as the constructor asked."""
+        if fp8_output or fp8_grad:
+            refuse_later("LayerNormLinear.forward", fp8_output, fp8_grad)
+        check_input("LayerNormLinear.forward", inp, self.in_features)
+        inp, precision, state, recompute = self._enter(inp)
+        gamma, beta = self._norm_parameters(inp.dtype)
+        weight = self._joined_weight(inp.dtype, precision is not None)
+        bias = self._joined_bias(inp.dtype)
+        added = None if self.return_bias else bias
+        key = (
+            id(precision), inp.dtype, wants_grad(inp, gamma, beta), wants_grad(weight), wants_grad(added),
+            id(self.inspector), self.training,
+        )  # fmt: skip
+        call = self._find_call(key, precision)
+        outputs = apply(call, state, recompute, inp, gamma, beta, weight, added)
+        if self.return_bias:
+            outputs = (outputs[0], bias if bias is not None else inp.new_empty(0), *outputs[1:])
+        return outputs if len(outputs) > 1 else outputs[0]
+
+    def _new_call(self, key: tuple[Any, ...], precision: Precision | None) -> Call:
+        _, dtype, *needs, _, _ = key
+        request = None if self.inspector is None else frozenset(self.inspector.request)
+        spec = core.NormLinearSpec(
+            self._norm_spec(dtype),
+            linear.LinearSpec(TO_CORE[dtype], precision, linear.Needs(*needs), request),
+            self.return_layernorm_output,
+        )
+        return register(NORM_LINEAR, spec, any(needs), self.inspector)

@@ -1,0 +1,125 @@
+"""`LayerNormMLP`: y = act(norm(x) w1^T + b1) w2^T + b2."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from te_core.errors import UnsupportedError
+from te_core.layers import mlp as core
+from te_core.layers.linear import Needs
+from te_core.ops.activation import GATED, KINDS
+from te_core.recipe import Precision
+from te_torch.function import Call, Layer, apply, register
+from te_torch.modules.base import check_input, default_device, normal_init, refuse_unbuilt
+from te_torch.modules.layernorm_linear import NormParameters, wants_grad
+from te_torch.modules.linear import fork_of
+from te_torch.runtime import TO_CORE
+
+MLP = Layer("mlp", core.forward, core.backward, core.MLPSaved, outputs=2, weight="w2")
+ALIASES = {"squared_relu": "srelu"}  # an older documentation's spelling
+
+
+class LayerNormMLP(NormParameters):
+    """norm, linear, activation, linear, in the precision of the active `autocast` region."""
+
+    gemms = 2
+
+    def __init__(
+        self,
+        hidden_size: int,
+        ffn_hidden_size: int,
+        eps: float = 1e-5,
+        sequence_parallel: bool = False,
+        return_bias: bool = False,
+        get_rng_state_tracker: Callable[[], Any] | None = None,
+        tp_group: Any = None,
+        tp_size: int = 1,
+        init_method: Callable[[torch.Tensor], Any] | None = None,
+        bias: bool = True,
+        normalization: str = "LayerNorm",
+        activation: str = "gelu",
+        activation_params: dict[str, float] | None = None,
+        output_layer_init_method: Callable[[torch.Tensor], Any] | None = None,
+        fuse_wgrad_accumulation: bool = False,
+        params_dtype: torch.dtype | None = None,
+        return_layernorm_output: bool = False,
+        return_layernorm_output_gathered: bool = False,
+        seq_length: int | None = None,
+        micro_batch_size: int | None = None,
+        set_parallel_mode: bool = False,
+        zero_centered_gamma: bool = False,
+        device: torch.device | str | None = None,
+        ub_overlap_ag: bool = False,
+        name: str | None = None,
+        ub_overlap_rs: bool = False,
+        ub_overlap_rs_dgrad: bool = False,
+        ub_bulk_dgrad: bool = False,
+        ub_bulk_wgrad: bool = False,
+        delay_wgrad_compute: bool = False,
+        symmetric_ar_type: str | None = None,
+        checkpoint: bool = False,
+    ) -> None:
+        refuse_unbuilt("LayerNormMLP", {k: v for k, v in locals().items() if k not in ("self", "__class__")})
+        super().__init__(name)
+        self.activation = ALIASES.get(activation, activation)
+        if self.activation not in KINDS:
+            raise UnsupportedError(
+                "LayerNormMLP", f"activation={activation!r}", ", ".join((*KINDS, *ALIASES)), "choose one of these"
+            )
+        if activation_params:
+            raise UnsupportedError(
+                "LayerNormMLP", f"activation_params={activation_params!r}", "None in this release", "leave them out"
+            )
+        self.hidden_size, self.ffn_hidden_size = hidden_size, ffn_hidden_size
+        self.return_bias, self.return_layernorm_output, self.use_bias = return_bias, return_layernorm_output, bias
+        self._fork = fork_of(get_rng_state_tracker, None)
+        place: dict[str, Any] = {
+            "dtype": params_dtype or torch.get_default_dtype(), "device": device or default_device()
+        }  # fmt: skip
+        self._add_norm(hidden_size, normalization, eps, zero_centered_gamma, **place)
+        wide = ffn_hidden_size * (2 if self.activation in GATED else 1)
+        self._add_parameter("fc1_weight", (wide, hidden_size), init_method or normal_init, **place)
+        self._add_parameter(
+            "fc2_weight", (hidden_size, ffn_hidden_size), output_layer_init_method or init_method or normal_init, **place
+        )
+        for which, size in (("fc1_bias", wide), ("fc2_bias", hidden_size)):
+            if bias:
+                self._add_parameter(which, (size,), torch.nn.init.zeros_, **place)
+            else:
+                setattr(self, which, torch.empty(0, **place))
+
+    def forward(self, inp: torch.Tensor, is_first_microbatch: bool | None = None) -> Any:
+        """out, (out, fc2 bias), (out, norm output) or (out, bias, norm output), as the constructor asked."""
+        check_input("LayerNormMLP.forward", inp, self.hidden_size)
+        inp, precision, state, recompute = self._enter(inp)
+        gamma, beta = self._norm_parameters(inp.dtype)
+        w1, w2 = (self._weight(n, inp.dtype, precision is not None) for n in ("fc1_weight", "fc2_weight"))
+        b1, b2 = self._bias("fc1_bias", inp.dtype), self._bias("fc2_bias", inp.dtype)
+        added = None if self.return_bias else b2
+        key = (
+            id(precision), inp.dtype, wants_grad(inp, gamma, beta), wants_grad(w1), wants_grad(b1),
+            wants_grad(w2), wants_grad(added), self.training,
+        )  # fmt: skip
+        call = self._find_call(key, precision)
+        outputs = apply(call, state, recompute, inp, gamma, beta, w1, b1, w2, added)
+        if self.return_bias:
+            outputs = (outputs[0], b2 if b2 is not None else inp.new_empty(0), *outputs[1:])
+        return outputs if len(outputs) > 1 else outputs[0]
+
+    def _bias(self, name: str, dtype: torch.dtype) -> torch.Tensor | None:
+        if not self.use_bias:
+            return None
+        bias: torch.Tensor = getattr(self, name)
+        return bias if bias.dtype == dtype else bias.to(dtype)
+
+    def _new_call(self, key: tuple[Any, ...], precision: Precision | None) -> Call:
+        _, dtype, before, w1, b1, w2, b2, _ = key
+        fc1 = Needs(before, w1, b1)
+        fc2 = Needs(any(fc1), w2, b2)
+        spec = core.MLPSpec(
+            TO_CORE[dtype], precision, self._norm_spec(dtype), self.activation, fc1, fc2, self.return_layernorm_output
+        )
+        return register(MLP, spec, any(fc2))

@@ -1,0 +1,168 @@
+"""`Linear`: y = x w^T + b, and the split of one weight into named parts that LayerNormLinear shares."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from te_core.errors import ArgumentError, UnsupportedError
+from te_core.layers import linear as core
+from te_core.recipe import Precision
+from te_torch.function import Call, Layer, apply, register
+from te_torch.modules.base import BaseModule, check_input, default_device, normal_init, refuse_unbuilt
+from te_torch.runtime import TO_CORE
+
+LINEAR = Layer("linear", core.forward, core.backward, core.LinearSaved)
+
+
+class SplitParameters(BaseModule):
+    """A module with a weight [out, in] and bias [out], in one piece or in named parts of the output."""
+
+    def _add_linear_parameters(
+        self, shape: tuple[int, int], bias: bool, split: Any, init_method: Callable[[torch.Tensor], Any] | None,
+        **placement: Any,
+    ) -> None:  # fmt: skip
+        init = init_method or normal_init
+        self._parts = split_sizes(type(self).__name__, split, shape[0])
+        for prefix, size in self._parts.items():
+            self._add_parameter(f"{prefix}weight", (size, shape[1]), init, **placement)
+        self.use_bias = bias
+        for prefix, size in self._parts.items():
+            if bias:
+                self._add_parameter(f"{prefix}bias", (size,), torch.nn.init.zeros_, **placement)
+            else:
+                # As documented: without a bias the attribute is an empty tensor and no parameter.
+                setattr(self, f"{prefix}bias", torch.empty(0, **placement))
+
+    def _joined_weight(self, dtype: torch.dtype, fp8: bool) -> torch.Tensor:
+        parts = [self._weight(f"{p}weight", dtype, fp8) for p in self._parts]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _joined_bias(self, dtype: torch.dtype) -> torch.Tensor | None:
+        if not self.use_bias:
+            return None
+        parts = [getattr(self, f"{p}bias") for p in self._parts]
+        bias = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return bias if bias.dtype == dtype else bias.to(dtype)
+
+
+def split_sizes(operation: str, split: Any, total: int) -> dict[str, int]:
+    """{parameter prefix: rows}; one part without a prefix if nothing is split."""
+    if split is None:
+        return {"": total}
+    if isinstance(split, Mapping):
+        sizes = dict(split)
+    elif isinstance(split, Sequence) and not isinstance(split, str):
+        if not split or total % len(split):
+            raise ArgumentError(
+                operation, f"parameters_split={split!r} of {total} rows", "names that divide the rows evenly",
+                "give a dict of name: size for unequal parts",
+            )  # fmt: skip
+        sizes = {name: total // len(split) for name in split}
+    else:
+        raise TypeError(f"{operation}: parameters_split must be a tuple, a list or a dict, not {type(split).__name__}")
+    if not all(isinstance(name, str) for name in sizes):
+        raise TypeError(f"{operation}: the names in parameters_split must be strings: {list(sizes)!r}")
+    if not sizes or sum(sizes.values()) != total:
+        raise ArgumentError(
+            operation, f"parameters_split={split!r}", f"parts whose sizes add up to {total}", "correct the sizes"
+        )
+    return {f"{name.rstrip('_')}_": int(size) for name, size in sizes.items()}
+
+
+def refuse_later(operation: str, fp8_output: bool, fp8_grad: bool) -> None:
+    """Quantized results come with the quantized tensor classes."""
+    if fp8_output or fp8_grad:
+        raise UnsupportedError(
+            operation, f"fp8_output={fp8_output}, fp8_grad={fp8_grad}", "False in this release",
+            "take the result in the activation dtype",
+        )  # fmt: skip
+
+
+def fork_of(get_rng_state_tracker: Callable[[], Any] | None, name: str | None) -> Callable[[], Any] | None:
+    """A context in which weights are initialised, if an RNG tracker was given."""
+    if get_rng_state_tracker is None:
+        return None
+    tracker = get_rng_state_tracker
+    return lambda: tracker().fork(name) if name is not None else tracker().fork()
+
+
+class Linear(SplitParameters):
+    """y = x w^T + b, in the precision of the active `autocast` region."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        sequence_parallel: bool = False,
+        fuse_wgrad_accumulation: bool = False,
+        tp_group: Any = None,
+        tp_size: int = 1,
+        get_rng_state_tracker: Callable[[], Any] | None = None,
+        rng_tracker_name: str | None = None,
+        init_method: Callable[[torch.Tensor], Any] | None = None,
+        bias: bool = True,
+        return_bias: bool = False,
+        params_dtype: torch.dtype | None = None,
+        parallel_mode: str | None = None,
+        parameters_split: Any = None,
+        device: torch.device | str | None = None,
+        ub_overlap_ag: bool = False,
+        ub_overlap_rs: bool = False,
+        ub_overlap_rs_dgrad: bool = False,
+        ub_bulk_dgrad: bool = False,
+        ub_bulk_wgrad: bool = False,
+        ub_name: str | None = None,
+        delay_wgrad_compute: bool = False,
+        symmetric_ar_type: str | None = None,
+        save_original_input: bool = False,
+        name: str | None = None,
+    ) -> None:
+        refuse_unbuilt("Linear", {k: v for k, v in locals().items() if k not in ("self", "__class__")})
+        super().__init__(name)
+        self.in_features, self.out_features = in_features, out_features
+        self.return_bias = return_bias
+        self._fork = fork_of(get_rng_state_tracker, rng_tracker_name)
+        self._add_linear_parameters(
+            (out_features, in_features), bias, parameters_split, init_method,
+            dtype=params_dtype or torch.get_default_dtype(), device=device or default_device(),
+        )  # fmt: skip
+
+    def forward(
+        self,
+        inp: torch.Tensor,
+        is_first_microbatch: bool | None = None,
+        fp8_output: bool = False,
+        fp8_grad: bool = False,
+    ) -> Any:
+        """out [*, out_features], or (out, bias) with `return_bias`, where the bias is not added."""
+        if fp8_output or fp8_grad:
+            refuse_later("Linear.forward", fp8_output, fp8_grad)
+        check_input("Linear.forward", inp, self.in_features)
+        inp, precision, state, recompute = self._enter(inp)
+        weight = self._joined_weight(inp.dtype, precision is not None)
+        bias = self._joined_bias(inp.dtype)
+        added = None if self.return_bias else bias
+        call = self._call(inp, weight, added, precision)
+        (out,) = apply(call, state, recompute, inp, weight, added)
+        if self.return_bias:
+            return out, (bias if bias is not None else inp.new_empty(0))
+        return out
+
+    def _call(
+        self, inp: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, precision: Precision | None
+    ) -> Call:
+        grad = torch.is_grad_enabled()
+        key = (
+            id(precision), inp.dtype, grad and inp.requires_grad, grad and weight.requires_grad,
+            grad and bias is not None and bias.requires_grad, id(self.inspector),
+        )  # fmt: skip
+        return self._find_call(key, precision)
+
+    def _new_call(self, key: tuple[Any, ...], precision: Precision | None) -> Call:
+        _, dtype, *needs, _ = key
+        request = None if self.inspector is None else frozenset(self.inspector.request)
+        spec = core.LinearSpec(TO_CORE[dtype], precision, core.Needs(*needs), request)
+        return register(LINEAR, spec, any(needs), self.inspector)

@@ -1,0 +1,159 @@
+"""`LayerNorm` and `RMSNorm`."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import Any
+
+import torch
+
+from te_core import env
+from te_core.errors import ArgumentError
+from te_core.layers import norm as core
+from te_torch.function import Call, Layer, apply, register
+from te_torch.modules.base import default_device
+from te_torch.runtime import TO_CORE, check_dtype
+
+NORM = Layer("norm", core.forward, core.backward, core.NormSaved, weight="gamma")
+KINDS = ("LayerNorm", "RMSNorm")
+
+
+def sm_margins(given: int | Mapping[str, int]) -> dict[str, int]:
+    """Multiprocessors left free by phase; the documented environment variables go before an integer."""
+    if isinstance(given, Mapping):
+        return {phase: int(given.get(phase, 0)) for phase in ("forward", "backward", "inference")}
+    return {"forward": given, "backward": given, "inference": given} | env.norm_sm_margins()
+
+
+def init_norm_weight(zero_centered: bool) -> Any:
+    """Ones, or zeros where the stored weight is the distance from one."""
+    return torch.nn.init.zeros_ if zero_centered else torch.nn.init.ones_
+
+
+class _Norm(torch.nn.Module):
+    kind = ""
+
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int] | None = None,
+        eps: float = 1e-5,
+        sequence_parallel: bool | None = None,
+        params_dtype: torch.dtype | None = None,
+        zero_centered_gamma: bool = False,
+        hidden_size: int | None = None,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        sm_margin: int | Mapping[str, int] = 0,
+    ) -> None:
+        super().__init__()
+        operation = type(self).__name__
+        normalized_shape = _one_of_two(operation, "normalized_shape", normalized_shape, "hidden_size", hidden_size)
+        if normalized_shape is None:
+            raise RuntimeError(f"{operation}: normalized_shape is missing")
+        dtype = _one_of_two(operation, "dtype", dtype, "params_dtype", params_dtype, warn=False)
+        shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
+        self.normalized_shape = torch.Size(shape)
+        self.eps = eps
+        self.zero_centered_gamma = zero_centered_gamma
+        self._margins = sm_margins(sm_margin)
+        place: dict[str, Any] = {"dtype": dtype or torch.get_default_dtype(), "device": device or default_device()}
+        self.weight = torch.nn.Parameter(torch.empty(shape, **place))
+        if self.kind == "LayerNorm":
+            self.bias = torch.nn.Parameter(torch.empty(shape, **place))
+        if sequence_parallel is not None:
+            for parameter in self.parameters():
+                parameter.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
+        self._calls: dict[Any, Call] = {}
+        if self.weight.device.type != "meta":
+            self.reset_parameters()
+
+    def reset_parameters(self, defer_init: bool | None = None) -> None:
+        """Weight one (zero if zero-centered), bias zero; meta parameters get memory on the default device."""
+        for name, parameter in list(self._parameters.items()):
+            if parameter is None:
+                continue
+            if parameter.device.type == "meta":
+                parameter = torch.nn.Parameter(torch.empty_like(parameter, device=default_device()))
+                self._parameters[name] = parameter
+            init = init_norm_weight(self.zero_centered_gamma) if name == "weight" else torch.nn.init.zeros_
+            init(parameter)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_calls": {}}
+
+    def forward(self, inp: torch.Tensor) -> torch.Tensor:
+        """The normalized input, in the dtype of the weight (or of torch.autocast)."""
+        weight, bias = self.weight, getattr(self, "bias", None)
+        _check(type(self).__name__, inp, self.normalized_shape)
+        grad = torch.is_grad_enabled()
+        needs = grad and (inp.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad))
+        kind = inp.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
+        call = self._find_call((dtype, needs, self.training))
+        shape = inp.shape
+        if len(self.normalized_shape) > 1:
+            width = self.normalized_shape.numel()
+            inp, weight = inp.reshape(*shape[: -len(self.normalized_shape)], width), weight.reshape(width)
+            bias = None if bias is None else bias.reshape(width)
+        (out,) = apply(call, None, False, inp, weight, bias)
+        return out if out.shape == shape else out.reshape(shape)
+
+    def _find_call(self, key: tuple[torch.dtype, bool, bool]) -> Call:
+        if torch.compiler.is_compiling():
+            return _trace_call(self, key)
+        found = self._calls.get(key)
+        if found is None:
+            found = self._calls[key] = self._new_call(key)
+        return found
+
+    def _new_call(self, key: tuple[torch.dtype, bool, bool]) -> Call:
+        dtype, needs, training = key
+        margin = self._margins["forward" if training else "inference"]
+        spec = core.NormSpec(
+            TO_CORE[dtype], self.kind, self.eps, self.zero_centered_gamma, margin, self._margins["backward"]
+        )
+        return register(NORM, spec, needs)
+
+    def extra_repr(self) -> str:
+        """What a printed module shows."""
+        return f"{tuple(self.normalized_shape)}, eps={self.eps}, zero_centered_gamma={self.zero_centered_gamma}"
+
+
+@torch._dynamo.assume_constant_result
+def _trace_call(module: _Norm, key: tuple[torch.dtype, bool, bool]) -> Call:
+    return module._new_call(key)
+
+
+def _one_of_two(operation: str, name: str, value: Any, old_name: str, old: Any, warn: bool = True) -> Any:
+    if old is None:
+        return value
+    if value is not None:
+        raise RuntimeError(f"{operation}: give {name} or its older name {old_name}, not both")
+    if warn:
+        warnings.warn(f"{operation}: {old_name} is the older name of {name}", DeprecationWarning, stacklevel=4)
+    return old
+
+
+def _check(operation: str, inp: torch.Tensor, normalized_shape: torch.Size) -> None:
+    check_dtype(operation, inp)
+    n = len(normalized_shape)
+    if inp.ndim < n or inp.shape[-n:] != normalized_shape:
+        raise ArgumentError(
+            operation, f"an input of shape {tuple(inp.shape)}", f"trailing dimensions {tuple(normalized_shape)}",
+            f"check normalized_shape ({prod(normalized_shape)} elements a row)",
+        )  # fmt: skip
+
+
+class LayerNorm(_Norm):
+    """y = (x - mean) / sqrt(var + eps) * weight + bias over the trailing dimensions."""
+
+    kind = "LayerNorm"
+
+
+class RMSNorm(_Norm):
+    """y = x / sqrt(mean(x^2) + eps) * weight over the trailing dimensions."""
+
+    kind = "RMSNorm"

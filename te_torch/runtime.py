@@ -1,0 +1,107 @@
+"""torch's device, stream and allocator as a `Runtime`; torch tensor <-> core `Tensor`, with no DLPack between.
+
+Outputs are allocated by torch's caching allocator and owned by torch tensors from the start, so memory
+accounting, streams and CUDA graphs see nothing unusual.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from te_core import dtypes
+from te_core.dtypes import DType
+from te_core.errors import ArgumentError
+from te_core.runtime import Runtime
+from te_core.tensor import CPU, META, Device, Tensor, cuda_device
+
+TO_CORE: dict[torch.dtype, DType] = {
+    getattr(torch, d.torch_name): d for d in dtypes.ALL if hasattr(torch, d.torch_name) and d.bits >= 8
+}
+TO_TORCH: dict[DType, torch.dtype] = {core: t for t, core in TO_CORE.items()}
+
+_DEVICES: list[Device] = [cuda_device(i) for i in range(16)]  # by index: a look-up per tensor, not a call
+_runtimes: dict[tuple[int, int], Runtime] = {}
+_current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+
+
+class TorchAllocator:
+    """torch's caching allocator: every tensor's owner is the torch tensor of that shape and dtype."""
+
+    __slots__ = ("device", "torch_device")
+
+    def __init__(self, torch_device: torch.device, device: Device) -> None:
+        self.torch_device = torch_device
+        self.device = device
+
+    def empty(self, shape: tuple[int, ...], dtype: DType, stream: int) -> Tensor:
+        """Uninitialised memory; torch allocates on its current stream, which is the runtime's."""
+        t = torch.empty(shape, dtype=TO_TORCH[dtype], device=self.torch_device)
+        return Tensor(t.data_ptr(), shape, dtype, self.device, t)
+
+
+class ShapeAllocator(TorchAllocator):
+    """The same for tensors without memory (meta and fake ones)."""
+
+    __slots__ = ()
+
+    def empty(self, shape: tuple[int, ...], dtype: DType, stream: int) -> Tensor:
+        """A tensor of that shape with no memory behind it."""
+        return Tensor(0, shape, dtype, META, torch.empty(shape, dtype=TO_TORCH[dtype], device=self.torch_device))
+
+
+_cpu = Runtime.cpu(TorchAllocator(torch.device("cpu"), CPU))
+
+
+def runtime_for(t: torch.Tensor) -> Runtime:
+    """The runtime of the tensor's device and its current stream (one look-up)."""
+    if t.is_cuda:
+        index = t.get_device()
+        key = (index, _current_stream(index))  # type: ignore[misc]
+        found = _runtimes.get(key)
+        if found is None:
+            found = _runtimes[key] = Runtime.cuda(
+                index, key[1], TorchAllocator(torch.device("cuda", index), _DEVICES[index])
+            )
+        return found
+    if t.is_cpu:
+        return _cpu
+    if t.is_meta:
+        return shape_runtime(t.device)
+    raise ArgumentError(
+        "te_torch", f"a tensor on {t.device}", "CUDA, CPU and meta tensors", "move the module and its input there"
+    )
+
+
+def shape_runtime(device: torch.device) -> Runtime:
+    """A runtime that makes outputs of the right shape on `device` and computes nothing."""
+    return Runtime.meta(ShapeAllocator(device, META))
+
+
+def to_core(t: torch.Tensor) -> Tensor:
+    """A core view of a torch tensor, which becomes its owner. The tensor must be contiguous."""
+    if t.is_cuda:
+        return Tensor(t.data_ptr(), t.shape, TO_CORE[t.dtype], _DEVICES[t.get_device()], t)
+    return Tensor(t.data_ptr(), t.shape, TO_CORE[t.dtype], CPU, t)
+
+
+def to_core_shape(t: torch.Tensor) -> Tensor:
+    """A core view without memory, for shape inference."""
+    return Tensor(0, tuple(t.shape), TO_CORE[t.dtype], META, t)
+
+
+def to_torch(t: Tensor) -> torch.Tensor:
+    """The torch tensor behind a core tensor made by a torch runtime or by `to_core`."""
+    owner: Any = t.owner
+    if owner.shape == t.shape:
+        return owner  # type: ignore[no-any-return]
+    return owner.view(t.shape)  # type: ignore[no-any-return]
+
+
+def check_dtype(operation: str, t: torch.Tensor) -> None:
+    """Activations and parameters are float32, bfloat16 or float16."""
+    if TO_CORE.get(t.dtype) not in dtypes.ACTIVATION_DTYPES:
+        raise ArgumentError(
+            operation, str(t.dtype), "float32, bfloat16 or float16", "convert the tensor to one of these types"
+        )

@@ -1,0 +1,192 @@
+"""The FP8 state of a module: scales and amax histories, as buffers that move and are saved with the module.
+
+A module that runs under a recipe with a history gets a child named `fp8_state`, so that its checkpoint has the
+fixed float32 entries `fp8_state.scale_fwd`, `.amax_history_fwd`, `.scale_bwd`, `.amax_history_bwd`. Casts raise
+row 0 of a history; the update, once a step, reads the histories and sets the scales
+(`te_core.ops.update_scales` states the rule). There is no other FP8 state anywhere.
+
+A state is referred to by its token, a number under which it is found as long as it lives: a weak reference that
+compiled code can hold too.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from te_core import ops
+from te_core.ops.quantize import ScalingState as CoreState
+from te_core.quantize.state import BACKWARD_SLOTS, FORWARD_SLOTS, Scales
+from te_core.recipe import History, Precision
+from te_torch.runtime import runtime_for, to_core
+
+NAMES = ("scale_fwd", "amax_history_fwd", "scale_bwd", "amax_history_bwd")
+FORWARD, BACKWARD = 0, 1
+
+_tokens = itertools.count(1)
+_by_token: weakref.WeakValueDictionary[int, ScalingState] = weakref.WeakValueDictionary()
+
+
+class ScalingState(torch.nn.Module):
+    """Delayed-scaling state of one module with `gemms` matrix products."""
+
+    scale_fwd: torch.Tensor
+    amax_history_fwd: torch.Tensor
+    scale_bwd: torch.Tensor
+    amax_history_bwd: torch.Tensor
+    used_fwd: torch.Tensor
+    used_bwd: torch.Tensor
+
+    def __init__(self, gemms: int, history_length: int, device: torch.device) -> None:
+        super().__init__()
+        for suffix, slots in (("fwd", FORWARD_SLOTS), ("bwd", BACKWARD_SLOTS)):
+            n = gemms * slots
+            self.register_buffer(f"scale_{suffix}", torch.ones(n, dtype=torch.float32, device=device))
+            history = torch.zeros(history_length, n, dtype=torch.float32, device=device)
+            self.register_buffer(f"amax_history_{suffix}", history)
+            # The scales before the last update: what a recomputed forward has to quantize with.
+            used = torch.ones(n, dtype=torch.float32, device=device)
+            self.register_buffer(f"used_{suffix}", used, persistent=False)
+        self._renew()
+
+    def _renew(self) -> None:
+        """Everything derived from the buffers, after they were replaced."""
+        self.token = next(_tokens)
+        _by_token[self.token] = self
+        self.precision: Precision | None = None  # the recipe of the last forward: the rule of the next update
+        self._views: tuple[Scales, Scales] | None = None
+        self._core: dict[tuple[int, float], CoreState] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        derived = ("token", "precision", "_views", "_core")
+        return {k: v for k, v in self.__dict__.items() if k not in derived}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._renew()
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> ScalingState:
+        for name, buffer in self._buffers.items():
+            if buffer is not None:
+                # Follow the module to its device, but stay float32 under .half() and .bfloat16().
+                moved = fn(buffer)
+                self._buffers[name] = moved if moved.dtype == torch.float32 else buffer.to(moved.device)
+        self._renew()
+        return self
+
+    def resize_history(self, length: int) -> None:
+        """Cut the histories, or fill them up with zeros, to `length` rows."""
+        for name in ("amax_history_fwd", "amax_history_bwd"):
+            old = self._buffers[name]
+            assert old is not None
+            if old.shape[0] != length:
+                new = old.new_zeros(length, old.shape[1])
+                rows = min(length, old.shape[0])
+                new[:rows] = old[:rows]
+                self._buffers[name] = new
+                self._renew()
+
+    def prepare(self, precision: Precision) -> None:
+        """Take over the rule of this precision (called when it is not the one of the last forward)."""
+        assert precision.history is not None
+        self.resize_history(precision.history.length)
+        self.precision = precision
+
+    def scales(self, recompute: bool) -> Scales:
+        """The core's view of the state for one call; a recomputation reads the scales used before the update."""
+        views = self._views
+        if views is None:
+            rows = [to_core(t) for t in (self.scale_fwd, self.amax_history_fwd[0], self.scale_bwd)]
+            back = to_core(self.amax_history_bwd[0])
+            views = self._views = (
+                Scales(rows[0], rows[1], rows[2], back),
+                Scales(to_core(self.used_fwd), None, rows[2], back),
+            )
+        return views[recompute]
+
+    def core(self, direction: int, limit: float) -> CoreState:
+        """The state of one direction as the update operation takes it."""
+        found = self._core.get((direction, limit))
+        if found is None:
+            suffix = ("fwd", "bwd")[direction]
+            parts = [to_core(getattr(self, f"{name}_{suffix}")) for name in ("scale", "amax_history", "used")]
+            found = self._core[direction, limit] = CoreState(*parts, limit)
+        return found
+
+
+def by_token(token: int) -> ScalingState | None:
+    """The living state of this number (how compiled code names a state)."""
+    return _by_token.get(token)
+
+
+# ------------------------------------------------------------------------------------------- the update
+
+
+def update(tokens: Iterable[int], direction: int) -> None:
+    """The delayed-scaling step of these states, each once: one launch per device and rule."""
+    groups: dict[Any, list[ScalingState]] = {}
+    for token in dict.fromkeys(tokens):
+        state = _by_token.get(token)
+        if state is None or state.precision is None:
+            continue
+        rule = state.precision.history
+        assert rule is not None
+        if callable(rule.amax_algo) or rule.scale_algo is not None:
+            _update_by_callables(state, direction, rule)
+        else:
+            groups.setdefault((state.scale_fwd.device, rule.amax_algo), []).append(state)
+    for (_, algo), states in groups.items():
+        rt = runtime_for(states[0].scale_fwd)
+        ops.update_scales(rt, [s.core(direction, _limit(s, direction)) for s in states], algo)
+
+
+def _limit(state: ScalingState, direction: int) -> float:
+    assert state.precision is not None and state.precision.history is not None
+    operand = state.precision.input if direction == FORWARD else state.precision.grad
+    return operand.dtype.max * 2.0**-state.precision.history.margin
+
+
+def _update_by_callables(state: ScalingState, direction: int, rule: History) -> None:
+    """The documented order for user-supplied rules: amax from the whole history, roll, scale, in torch."""
+    suffix = ("fwd", "bwd")[direction]
+    scale, history, used = (getattr(state, f"{n}_{suffix}") for n in ("scale", "amax_history", "used"))
+    used.copy_(scale)
+    if callable(rule.amax_algo):
+        amax = rule.amax_algo(history)
+    else:
+        amax = history.amax(dim=0) if rule.amax_algo == "max" else history[0].clone()
+    if history.shape[0] > 1:
+        history.copy_(torch.roll(history, -1, 0))
+    history[0].zero_()
+    assert state.precision is not None
+    operand = state.precision.input if direction == FORWARD else state.precision.grad
+    if rule.scale_algo is not None:
+        new = rule.scale_algo(amax, scale, operand.dtype.max, state.precision)
+    else:
+        new = (operand.dtype.max / amax) / 2.0**rule.margin
+        new = torch.where((amax > 0) & torch.isfinite(amax), new, scale)
+        new = torch.where(torch.isinf(new), torch.full_like(new, torch.finfo(torch.float32).max), new)
+    scale.copy_(new)
+
+
+_pending: dict[int, list[int]] = {}  # backward pass -> states whose backward ran in it
+
+
+def ran_backward(state: ScalingState) -> None:
+    """Called by a module's backward: its gradient state is updated once, when this backward pass ends."""
+    task = torch._C._current_graph_task_id()
+    waiting = _pending.get(task)
+    if waiting is None:
+        while len(_pending) > 64:  # passes that an exception ended never called back
+            _pending.pop(next(iter(_pending)), None)
+        waiting = _pending[task] = []
+        torch.autograd.Variable._execution_engine.queue_callback(lambda: _pass_ended(task))
+    waiting.append(state.token)
+
+
+def _pass_ended(task: int) -> None:
+    update(_pending.pop(task, ()), BACKWARD)

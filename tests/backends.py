@@ -1,0 +1,91 @@
+"""On which backends a test runs, and what it needs beyond the CPU (`from tests.backends import ...`).
+
+A test that takes an argument `rt` runs once per backend (tests/conftest.py); to name the backends oneself:
+`@pytest.mark.parametrize("rt", runtimes())`. The ids are `cpu` and `cuda`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from importlib.util import find_spec
+
+import pytest
+
+from te_core.runtime import Runtime
+
+# `pytest --require-cuda` lets those skips pass whose reason begins with this: what no software could mend.
+HARDWARE = "hardware: "
+
+
+@cache
+def cuda_devices() -> int:
+    """The number of CUDA devices, asked of the driver and not of the code under test."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return 0
+    count = ctypes.c_int()
+    if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)):
+        return 0
+    return count.value
+
+
+@cache
+def capability() -> tuple[int, int]:
+    """The compute capability of the first device; (0, 0) where there is none."""
+    if not cuda_devices():
+        return (0, 0)
+    driver = ctypes.CDLL("libcuda.so.1")
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    driver.cuDeviceGetAttribute(ctypes.byref(major), 75, 0)
+    driver.cuDeviceGetAttribute(ctypes.byref(minor), 76, 0)
+    return major.value, minor.value
+
+
+@cache
+def cuda_runtime() -> Runtime:
+    """The CUDA runtime under test: torch's stream and allocator where torch is, our own elsewhere."""
+    if find_spec("torch") is None:
+        return Runtime.cuda()
+    import torch
+
+    from te_torch.runtime import runtime_for
+
+    return runtime_for(torch.empty(0, device="cuda"))
+
+
+NEEDS_CUDA = "needs CUDA: no device on this machine"
+
+#: For a test of CUDA alone.
+requires_cuda = pytest.mark.skipif(not cuda_devices(), reason=NEEDS_CUDA)
+
+
+def requires_gpus(count: int) -> pytest.MarkDecorator:
+    """For a test over several devices."""
+    found = cuda_devices()
+    reason = NEEDS_CUDA if not found else f"{HARDWARE}needs {count} GPUs, found {found}"
+    return pytest.mark.skipif(found < count, reason=reason)
+
+
+def requires_capability(major: int, minor: int = 0) -> pytest.MarkDecorator:
+    """For a test of something only newer devices can do."""
+    found = capability()
+    wants = f"{HARDWARE}needs sm_{major}{minor}, found sm_{found[0]}{found[1]}"
+    reason = wants if found != (0, 0) else NEEDS_CUDA
+    return pytest.mark.skipif(found < (major, minor), reason=reason)
+
+
+def runtimes() -> list[object]:
+    """Parameters for `rt`: the CPU always, CUDA where there is a device, else skipped with the reason."""
+    cuda = (
+        pytest.param(cuda_runtime(), id="cuda")
+        if cuda_devices()
+        else pytest.param(None, id="cuda", marks=pytest.mark.skip(reason=NEEDS_CUDA))
+    )
+    return [pytest.param(Runtime.cpu(), id="cpu"), cuda]
+
+
+def devices() -> list[object]:
+    """The same for tests of modules: a parameter `device`, named as torch names it."""
+    return ["cpu", pytest.param("cuda", marks=requires_cuda)]

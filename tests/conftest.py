@@ -1,0 +1,101 @@
+"""What every test shares: threads that fit the machine, one `rt` per backend, and the suite's own options."""
+
+from __future__ import annotations
+
+import os
+import re
+import zlib
+
+# Before numpy or torch is imported: test processes share the cores, and each BLAS pool would take them all.
+_WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+_THREADS = str(max(1, (os.cpu_count() or 1) // _WORKERS))
+for _pool in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+    os.environ.setdefault(_pool, _THREADS)
+
+import pytest  # noqa: E402
+from hypothesis import HealthCheck, settings  # noqa: E402
+
+# The same examples every time: a suite that finds a fault must find it again.
+settings.register_profile(
+    "te",
+    derandomize=True,
+    deadline=None,
+    max_examples=25,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.load_profile("te")
+
+# A skip whose reason says one of these is a skip for want of CUDA.
+_CUDA_SKIP = re.compile(r"cuda|gpu|cupy|cublas|cudnn|nvrtc|nvmath|nccl|nvidia|\bdriver\b", re.IGNORECASE)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("te-runtime")
+    group.addoption("--require-cuda", action="store_true", help="a test skipped for want of CUDA fails")
+    group.addoption("--full", action="store_true", help="also run the complete matrices (marked `full`)")
+    group.addoption("--shard", type=_shard, metavar="I/N", help="run the I-th of N parts of the suite")
+
+
+def _shard(text: str) -> tuple[int, int]:
+    found = re.fullmatch(r"(\d+)/(\d+)", text)
+    if found is None or not 1 <= int(found[1]) <= int(found[2]):
+        raise pytest.UsageError(f"--shard: got {text!r}. Allowed: I/N with 1 <= I <= N, for example 2/4")
+    return int(found[1]), int(found[2])
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "rt" in metafunc.fixturenames and not any(
+        "rt" in _argnames(mark) for mark in metafunc.definition.iter_markers("parametrize")
+    ):
+        from tests.backends import runtimes
+
+        metafunc.parametrize("rt", runtimes())
+
+
+def _argnames(mark: pytest.Mark) -> list[str]:
+    names = mark.args[0] if mark.args else mark.kwargs["argnames"]
+    return [n.strip() for n in names.split(",")] if isinstance(names, str) else list(names)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    full = config.getoption("--full") or "full" in config.getoption("-m")
+    part, parts = config.getoption("--shard") or (1, 1)
+    # By name and not by position, so that a test's shard does not depend on which others exist.
+    keep = [
+        item
+        for item in items
+        if zlib.crc32(item.nodeid.encode()) % parts == part - 1
+        and (full or item.get_closest_marker("full") is None)
+    ]
+    if len(keep) < len(items):
+        kept = set(keep)
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        items[:] = keep
+
+
+def _missing_cuda(config: pytest.Config, report: pytest.TestReport | pytest.CollectReport) -> str | None:
+    """Why this report is a skip that `--require-cuda` forbids, else None."""
+    if not (config.getoption("--require-cuda") and report.skipped) or hasattr(report, "wasxfail"):
+        return None
+    from tests.backends import HARDWARE
+
+    where = report.longrepr
+    reason = str(where[2] if isinstance(where, tuple) else where).removeprefix("Skipped: ")
+    return None if reason.startswith(HARDWARE) or not _CUDA_SKIP.search(reason) else reason
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]):
+    report = yield
+    if reason := _missing_cuda(item.config, report):
+        report.outcome, report.longrepr = "failed", f"--require-cuda, but this test was skipped: {reason}"
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector: pytest.Collector):
+    report = yield
+    if reason := _missing_cuda(collector.config, report):
+        report.outcome, report.longrepr = "failed", f"--require-cuda, but this file was skipped: {reason}"
+    return report

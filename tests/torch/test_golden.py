@@ -1,0 +1,106 @@
+"""Modules and scaling state against the golden files of the peer."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import te_torch as te
+from te_core.recipe import DelayedScaling, Float8CurrentScaling, Format
+from tests.backends import devices
+from tests.golden import load, tree
+from tests.tolerances import DB, snr_db
+
+DEVICES = devices()
+
+TRACES = {
+    "delayed": DelayedScaling(amax_history_len=4),
+    "delayed_most_recent_margin2": DelayedScaling(amax_history_len=8, amax_compute_algo="most_recent", margin=2),
+    "delayed_e4m3": DelayedScaling(amax_history_len=1, fp8_format=Format.E4M3),
+}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", TRACES)
+def test_delayed_state_trace(name: str, device: str) -> None:
+    """Scales and histories of 20 steps exactly; outputs and gradients by the dB table."""
+    trace = tree("delayed_state_trace", f"{name}/")
+    weight, bias = trace["weight"], trace["bias"]
+    module = te.Linear(weight.shape[1], weight.shape[0], params_dtype=torch.bfloat16, device=device)
+    with torch.no_grad():
+        module.weight.copy_(weight)
+        module.bias.copy_(bias)
+    for step in range(20):
+        golden = {k.removeprefix(f"step{step:02d}/"): v for k, v in trace.items() if k.startswith(f"step{step:02d}/")}
+        x = golden["x"].to(device).requires_grad_()
+        with te.autocast(recipe=TRACES[name]):
+            y = module(x)
+        y.backward(golden["go"].to(device))
+        state = module.fp8_state
+        for direction in ("fwd", "bwd"):
+            for ours, theirs in (("scale", "scale"), ("amax_history", "amax_history")):
+                mine = getattr(state, f"{ours}_{direction}").cpu()
+                gold = golden[f"scaling_{direction}.{theirs}"]
+                used = (0, 1) if direction == "fwd" else (0,)  # the other slots are never cast
+                assert torch.equal(mine[..., used], gold[..., used]), f"step {step}, {ours}_{direction}"
+        results = {"y": y, "dx": x.grad, "dw": module.weight.grad, "db": module.bias.grad}
+        for key, value in results.items():
+            gold = golden[key]
+            if gold.float().abs().max() == 0:
+                assert value.float().abs().max() == 0
+            else:
+                assert snr_db(value, gold) >= DB["bf16"], f"step {step}, {key}: {snr_db(value, gold):.1f} dB"
+        module.zero_grad(set_to_none=True)
+
+
+RECIPES = {"high": None, "current": Float8CurrentScaling(), **TRACES}
+CASES = sorted({tuple(k.split("/")[:2]) for k in load("modules")})
+
+
+def build(case: str, width: int, params: dict[str, torch.Tensor], device: str) -> torch.nn.Module:
+    """The module that a golden case was written with."""
+    kind, _, variant = case.partition("_")
+    if kind == "Linear":
+        module = te.Linear(width, params["weight"].shape[0], device=device)
+    elif kind == "LayerNormLinear":
+        module = te.LayerNormLinear(
+            width, params["weight"].shape[0], device=device,
+            normalization="LayerNorm" if "layer_norm_bias" in params else "RMSNorm",
+        )  # fmt: skip
+    elif kind == "LayerNormMLP":
+        module = te.LayerNormMLP(
+            width, params["fc2_weight"].shape[1], activation=variant, device=device, bias="fc1_bias" in params,
+            normalization="LayerNorm" if "layer_norm_bias" in params else "RMSNorm",
+        )  # fmt: skip
+    elif kind == "LayerNorm":
+        module = te.LayerNorm(width, zero_centered_gamma=variant == "zc", device=device)
+    else:
+        module = te.RMSNorm(width, device=device)
+    module.load_state_dict(params)
+    return module
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("case", "recipe"), CASES)
+def test_modules(case: str, recipe: str, device: str) -> None:
+    """Output and all gradients of the third step."""
+    golden = tree("modules", f"{case}/{recipe}/")
+    params = {k.removeprefix("param/"): v for k, v in golden.items() if k.startswith("param/")}
+    x = golden["x"].to(device)
+    module = build(case, x.shape[-1], params, device)
+    rule = RECIPES[recipe]
+    for _ in range(3):
+        module.zero_grad(set_to_none=True)
+        leaf = x.clone().requires_grad_()
+        with te.autocast(enabled=rule is not None, recipe=rule):
+            y = module(leaf)
+        dy = (0.5 + 0.25 * x.flatten()[: y.shape[-1]]).expand_as(y)
+        y.backward(dy)
+    results = {"y": y, "dx": leaf.grad}
+    results |= {f"grad/{n}": p.grad for n, p in module.named_parameters()}
+    assert {k for k in golden if not k.startswith("param/")} - {"x"} == set(results)
+    # The peer's own fp32 GEMMs are TF32; its FP8 casts see values that differ in the last bits after a norm.
+    floor = DB["tf32"] if recipe == "high" else DB["fp8 gemm"]
+    for key, value in results.items():
+        got = snr_db(value, golden[key])
+        assert got >= floor, f"{key}: {got:.1f} dB"
