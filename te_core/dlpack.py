@@ -1,7 +1,7 @@
 """DLPack in both directions, zero-copy, on ctypes: the one way memory crosses between libraries.
 
 Import reads a producer's capsule (versioned or not) into a `Tensor` that keeps the capsule's memory alive
-and releases it by the producer's own deleter. Export wraps a `Tensor` in a capsule that keeps it alive.
+and releases it by the producer's own deleter. Export hands out a capsule that keeps the `Tensor` alive.
 Streams follow the protocol: an importer names its stream and the producer orders its work before it; an
 exporter orders the stream that wrote the tensor before the consumer's stream.
 """
@@ -13,9 +13,8 @@ from typing import Any
 
 from te_core import dtypes
 from te_core.errors import ArgumentError
-from te_core.tensor import CPU, Tensor, _is_dense, cuda_device
+from te_core.tensor import CPU, Tensor, _is_dense, _raw, cuda_device
 
-VERSION = (1, 1)  # what we write: 1.1 names FP8 and FP4
 _CPU, _CUDA, _CUDA_HOST, _CUDA_MANAGED = 1, 2, 3, 13
 _LEGACY_STREAM = 1  # how the protocol spells the default stream: 0 is ambiguous there, and refused
 
@@ -53,26 +52,16 @@ class _ManagedVersioned(ctypes.Structure):
     ]
 
 
-_NAMES = {"dltensor": _Managed, "dltensor_versioned": _ManagedVersioned}
+_LAYOUTS = {b"dltensor": _Managed, b"dltensor_versioned": _ManagedVersioned}
+# A capsule keeps its name's pointer, not a copy: these bytes live as long as the module.
+_USED = {name: b"used_" + name for name in _LAYOUTS}
+
 _api = ctypes.pythonapi
-_CapsuleDestructor = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
-_new = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_char_p, _CapsuleDestructor)(
-    ("PyCapsule_New", _api)
-)
 _is_valid = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.c_char_p)(("PyCapsule_IsValid", _api))
 _pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
     ("PyCapsule_GetPointer", _api)
 )
 _rename = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.c_char_p)(("PyCapsule_SetName", _api))
-# A destructor gets the dying capsule: it may be touched as a raw address only, never as a new reference.
-_is_valid_raw = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_char_p)(("PyCapsule_IsValid", _api))
-_pointer_raw = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p)(
-    ("PyCapsule_GetPointer", _api)
-)
-
-# PyCapsule_New keeps the name's pointer, not a copy: these bytes live as long as the module.
-_C_NAMES = {name: name.encode() for name in _NAMES}
-_USED_NAMES = {name: b"used_" + name.encode() for name in _NAMES}
 
 
 # ---------------------------------------------------------------------------------------------- import
@@ -101,18 +90,10 @@ def from_dlpack(producer: Any, *, stream: int | None = None, dtype: Any = None) 
     that its producer calls read-only is taken as well: operations write to outputs only.
     """
     capsule = _ask(producer, stream)
-    for name, layout in _NAMES.items():
-        if _is_valid(capsule, _C_NAMES[name]):
-            managed = layout.from_address(_pointer(capsule, _C_NAMES[name]))
-            break
-    else:
-        raise ArgumentError(
-            "from_dlpack", f"{type(producer).__name__} giving {capsule!r}", "an unused DLPack capsule",
-            "pass the array itself: a capsule can be read once only",
-        )  # fmt: skip
+    name, managed = _open(capsule)
     result = _read(managed.dl, producer)
     result.owner = _Imported(managed, (stream or 0) if result.device.kind == "cuda" else None)
-    _rename(capsule, _USED_NAMES[name])  # from here on the memory is ours to release
+    _rename(capsule, _USED[name])  # from here on the memory is ours to release
     if dtype is not None:
         result = result.view_as(dtypes.dtype(dtype))
     return result
@@ -137,6 +118,17 @@ def _ask(producer: Any, stream: int | None) -> Any:
         return method(stream=stream) if stream is not None else method()
 
 
+def _open(capsule: Any) -> tuple[bytes, Any]:
+    """The name of an unused capsule and the structure in it."""
+    for name, layout in _LAYOUTS.items():
+        if _is_valid(capsule, name):
+            return name, layout.from_address(_pointer(capsule, name))
+    raise ArgumentError(
+        "from_dlpack", repr(capsule), "an unused DLPack capsule",
+        "pass the array itself: a capsule can be read only once",
+    )  # fmt: skip
+
+
 def _read(dl: _DLTensor, producer: Any) -> Tensor:
     kinds = {_CPU: "cpu", _CUDA_HOST: "cpu", _CUDA: "cuda", _CUDA_MANAGED: "cuda"}
     kind = kinds.get(dl.device_type)
@@ -146,6 +138,10 @@ def _read(dl: _DLTensor, producer: Any) -> Tensor:
             "CPU and CUDA memory", "copy the array to the host or to a CUDA device",
         )  # fmt: skip
     dt = dtypes.from_dlpack(dl.code, dl.bits, dl.lanes)
+    if dt is dtypes.float4_e2m1:  # some producers pack two to a byte and some do not, and few say which
+        raise ArgumentError(
+            "from_dlpack", "float4_e2m1", "byte-sized types", "pass packed FP4 as uint8 (a view of the array)"
+        )
     shape = tuple(dl.shape[: dl.ndim])
     strides = tuple(dl.strides[: dl.ndim]) if dl.strides else None
     if strides is not None and _is_dense(shape, strides):
@@ -156,25 +152,6 @@ def _read(dl: _DLTensor, producer: Any) -> Tensor:
 
 # ---------------------------------------------------------------------------------------------- export
 
-_exports: dict[int, tuple[Any, ...]] = {}  # address of a managed tensor -> all that must outlive it
-
-
-def _forget(address: int, pop: Any = _exports.pop) -> None:  # bound early: at exit, module globals go first
-    pop(address, None)
-
-
-_release = _Deleter(_forget)
-
-
-def _drop(capsule: int) -> None:
-    for name, layout in _NAMES.items():
-        if _is_valid_raw(capsule, _C_NAMES[name]):  # nobody took it: release it here
-            managed = layout.from_address(_pointer_raw(capsule, _C_NAMES[name]))
-            managed.deleter(ctypes.addressof(managed))
-
-
-_drop_unused = _CapsuleDestructor(_drop)
-
 
 def export(
     tensor: Tensor,
@@ -184,30 +161,27 @@ def export(
     dl_device: tuple[int, int] | None = None,
     copy: bool | None = None,
 ) -> Any:
-    """A DLPack capsule over the tensor's memory, which lives until the consumer lets go."""
+    """A DLPack capsule over the tensor's memory, which lives until the consumer lets go.
+
+    NumPy makes the capsule, of unsigned integers in host memory, and its label is then changed to the real
+    type and device. So all that runs when a capsule dies is NumPy's own C code, which is right at any time:
+    from any thread, at interpreter exit, and while an exception is on its way (as when a consumer refuses the
+    dtype), where a destructor written in Python cannot run.
+    """
     here = tensor.__dlpack_device__()
     if copy or (dl_device is not None and tuple(dl_device) != here):
         raise BufferError(f"this tensor lies on DLPack device {here} and is exported without a copy only")
-    if tensor.device.kind == "meta":
-        raise BufferError("a meta tensor has no memory to export")
     if here[0] == _CUDA and stream != -1:
         _order_before(tensor, stream or 0)
-    versioned = max_version is not None and max_version[0] >= 1
-    name = "dltensor_versioned" if versioned else "dltensor"
-    managed = _NAMES[name]()
-    shape = (ctypes.c_int64 * max(1, tensor.ndim))(*tensor.shape)
-    strides = (ctypes.c_int64 * max(1, tensor.ndim))(*tensor.row_major_strides())
-    dt = tensor.dtype
-    managed.dl = _DLTensor(
-        tensor.ptr or None, here[0], here[1], tensor.ndim, dt.dlpack_code, dt.bits, 1, shape, strides, 0
-    )
-    managed.deleter = _release
-    if versioned:
-        managed.major, managed.minor = VERSION
-        managed.flags = 0
-    address = ctypes.addressof(managed)
-    _exports[address] = (managed, shape, strides, tensor)
-    return _new(address, _C_NAMES[name], _drop_unused)
+    array = _raw(tensor)
+    try:
+        capsule = array.__dlpack__(max_version=max_version)
+    except TypeError:  # NumPy before 2.1 writes unversioned capsules only, which every consumer takes
+        capsule = array.__dlpack__()
+    _, managed = _open(capsule)
+    managed.dl.device_type, managed.dl.device_id = here
+    managed.dl.code, managed.dl.bits = tensor.dtype.dlpack_code, tensor.dtype.bits
+    return capsule
 
 
 def _order_before(tensor: Tensor, consumer: int) -> None:

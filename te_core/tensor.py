@@ -136,11 +136,7 @@ class Tensor:
             raise ArgumentError(
                 "Tensor.numpy", f"a tensor on {self.device}", "CPU tensors", "copy it to the host first"
             )
-        if self.dtype is dtypes.float4_e2m1:
-            raise ArgumentError("Tensor.numpy", "packed FP4", "byte-sized types", "view it as uint8")
-        if self.size == 0:  # there may be no address at all
-            return np.empty(self.shape, self.dtype.numpy)
-        return np.asarray(_HostView(self)).view(self.dtype.numpy)
+        return _raw(self).view(self.dtype.numpy)
 
     def __dlpack__(self, **kwargs: Any) -> Any:
         from te_core import dlpack
@@ -157,8 +153,8 @@ class Tensor:
         return f"Tensor({self.dtype} {tuple(self.shape)}{stride} on {self.device})"
 
 
-class _HostView:
-    """What NumPy makes an array of: its `base`, which keeps the tensor, and so the memory, alive."""
+class _ArrayBase:
+    """What NumPy makes an array of: the array's `base`, which keeps the tensor, and so the memory, alive."""
 
     __slots__ = ("__array_interface__", "tensor")
 
@@ -172,6 +168,15 @@ class _HostView:
             "strides": None if tensor.strides is None else tuple(s * width for s in tensor.strides),
             "typestr": f"<u{width}",  # the protocol cannot name ml_dtypes' types
         }
+
+
+def _raw(tensor: Tensor) -> np.ndarray[Any, Any]:
+    """The tensor's memory, host or device, as an array of unsigned integers (NumPy does not look at them)."""
+    if tensor.dtype is dtypes.float4_e2m1:
+        raise ArgumentError("Tensor", "packed FP4", "byte-sized types", "keep packed FP4 as uint8")
+    if tensor.size == 0:  # there may be no address at all
+        return np.empty(tensor.shape, f"u{tensor.dtype.itemsize}")
+    return np.asarray(_ArrayBase(tensor))
 
 
 def dense_strides(shape: tuple[int, ...]) -> tuple[int, ...]:

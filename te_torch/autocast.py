@@ -19,24 +19,49 @@ from te_core.errors import ArgumentError, UnsupportedError
 from te_core.recipe import DelayedScaling, Precision, Recipe, resolve
 from te_torch import state as scaling
 
+# Precisions by number, 0 being none: what a tracing compiler can hold as a constant and guard on.
+_numbered: list[Precision | None] = [None]
+
+
+def precision_of(number: int) -> Precision | None:
+    """The precision of this number; None for 0."""
+    return _numbered[number]
+
+
+def number_of(recipe: Recipe) -> int:
+    """The number of what this recipe says now."""
+    precision = resolve(recipe)
+    for number, known in enumerate(_numbered):
+        if known is precision:
+            return number
+    _numbered.append(precision)
+    return len(_numbered) - 1
+
+
+# Under tracing the recipe is a constant of the program.
+_number_of = torch._dynamo.assume_constant_result(number_of)
+
 
 class Region:
     """What a module has to know of the region that it runs in."""
 
-    __slots__ = ("calibrating", "precision", "ran", "recipe", "recompute")
+    __slots__ = ("calibrating", "precision", "ran", "recipe", "recompute", "traced")
 
     def __init__(
         self,
         recipe: Recipe,
-        precision: Precision | None,
+        precision: int,
         calibrating: bool,
-        ran: list[int],
+        ran: list[Any],
         recompute: bool,
+        traced: bool,
     ) -> None:
         self.recipe = recipe
-        self.precision = precision  # None: high precision
+        self.precision = precision  # by number; 0: high precision
         self.calibrating = calibrating
-        self.ran = ran  # tokens of the states that ran: weak references
+        # The states that ran: by token, a weak reference; in a compiler's trace, which ends with it, themselves.
+        self.ran = ran
+        self.traced = traced
         self.recompute = recompute  # inside a backward pass: the forward of a checkpoint, run again
 
 
@@ -85,7 +110,7 @@ class autocast:
     updates the forward scales of delayed scaling when it ends in grad mode.
     """
 
-    __slots__ = ("_entered", "_graph", "_group", "_precision", "_previous", "calibrating", "enabled", "recipe")
+    __slots__ = ("_entered", "_graph", "_previous", "calibrating", "enabled", "recipe")
 
     def __init__(
         self,
@@ -115,18 +140,19 @@ class autocast:
         self._graph = _graph
         self._entered = False
         self._previous: Region | None = None
-        self._precision: Precision | None = None
 
     def __enter__(self) -> None:
         if self._entered:
             raise RuntimeError("this autocast is already active: make another one for a nested region")
         outer = current_region()
         self._previous = outer
-        recompute = in_backward() if outer is None and not torch.compiler.is_compiling() else False
-        if outer is not None:
-            recompute = outer.recompute
-        precision = _resolve(self.recipe) if self.enabled else None
-        _set_region(Region(self.recipe, precision, self.calibrating, [] if outer is None else outer.ran, recompute))
+        precision = _number_of(self.recipe) if self.enabled else 0
+        if outer is None:
+            traced = torch.compiler.is_compiling()
+            region = Region(self.recipe, precision, self.calibrating, [], not traced and in_backward(), traced)
+        else:
+            region = Region(self.recipe, precision, self.calibrating, outer.ran, outer.recompute, outer.traced)
+        _set_region(region)
         self._entered = True
 
     def __exit__(self, *exc: object) -> None:
@@ -135,19 +161,13 @@ class autocast:
         outermost = self._previous is None
         self._entered = False
         self._previous = None
-        if region is None or not outermost:
+        if region is None or not outermost or not self.enabled or self._graph or not region.ran:
             return
-        if self.enabled and region.ran and not region.recompute and not self._graph and torch.is_grad_enabled():
-            update_forward(region.ran)
-
-
-def _resolve(recipe: Recipe) -> Precision:
-    return resolve(recipe)
-
-
-def update_forward(ran: list[int]) -> None:
-    """The forward scales of all modules that ran: one launch."""
-    scaling.update(ran, scaling.FORWARD)
+        if region.traced:
+            scaling.update_traced(region.ran)
+        elif torch.is_grad_enabled():
+            # What a recomputation runs was updated before, unless its first forward ran without grad mode.
+            scaling.update(region.ran, scaling.FORWARD, only_due=region.recompute)
 
 
 def fp8_autocast(

@@ -113,10 +113,11 @@ class _Eager(torch.autograd.Function):
         call, state = ctx.call, ctx.state
         if all(g is None for g in grads):
             return (None,) * (3 + ctx.inputs)
-        given = _complete(call, grads, ctx.saved_tensors)
+        kept = ctx.saved_tensors  # read once: a checkpoint computes them again at each read
+        given = _complete(call, grads, kept)
         rt = runtime_for(given[0])
         convert = to_core_shape if given[0].is_meta else to_core
-        saved = call.layer.saved(*[None if t is None else convert(t) for t in ctx.saved_tensors])
+        saved = call.layer.saved(*[None if t is None else convert(t) for t in kept])
         views = [None if g is None else convert(g) for g in given]
         scales = None
         if state is not None:
@@ -149,7 +150,7 @@ def _refuse_double_backward() -> None:
 
 # ------------------------------------------------------------------------------------------------- traced
 
-_library = torch.library.Library("te_runtime", "DEF")
+_library = torch.library.Library("te_runtime", "FRAGMENT")
 _library.define("forward(Tensor?[] inputs, Tensor? scale, str key) -> Tensor[]")
 _library.define("backward(Tensor?[] grads, Tensor?[] saved, Tensor? scale, str key, int token) -> Tensor[]")
 

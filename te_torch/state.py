@@ -58,11 +58,12 @@ class ScalingState(torch.nn.Module):
         self.token = next(_tokens)
         _by_token[self.token] = self
         self.precision: Precision | None = None  # the recipe of the last forward: the rule of the next update
-        self._views: tuple[Scales, Scales] | None = None
+        self._views: tuple[Scales, Scales, Scales] | None = None
         self._core: dict[tuple[int, float], CoreState] = {}
+        self.due = False  # a forward ran whose maxima no update has read yet
 
     def __getstate__(self) -> dict[str, Any]:
-        derived = ("token", "precision", "_views", "_core")
+        derived = ("token", "precision", "_views", "_core", "due")
         return {k: v for k, v in self.__dict__.items() if k not in derived}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -97,7 +98,10 @@ class ScalingState(torch.nn.Module):
         self.precision = precision
 
     def scales(self, recompute: bool) -> Scales:
-        """The core's view of the state for one call; a recomputation reads the scales used before the update."""
+        """The core's view of the state for one call.
+
+        A recomputation records nothing, and reads the scales that the forward read: the ones before the update.
+        """
         views = self._views
         if views is None:
             rows = [to_core(t) for t in (self.scale_fwd, self.amax_history_fwd[0], self.scale_bwd)]
@@ -105,8 +109,12 @@ class ScalingState(torch.nn.Module):
             views = self._views = (
                 Scales(rows[0], rows[1], rows[2], back),
                 Scales(to_core(self.used_fwd), None, rows[2], back),
+                Scales(rows[0], None, rows[2], back),
             )
-        return views[recompute]
+        if not recompute:
+            self.__dict__["due"] = True  # Module.__setattr__ would cost a microsecond
+            return views[0]
+        return views[2 if self.due else 1]
 
     def core(self, direction: int, limit: float) -> CoreState:
         """The state of one direction as the update operation takes it."""
@@ -126,13 +134,15 @@ def by_token(token: int) -> ScalingState | None:
 # ------------------------------------------------------------------------------------------- the update
 
 
-def update(tokens: Iterable[int], direction: int) -> None:
+def update(tokens: Iterable[int], direction: int, only_due: bool = False) -> None:
     """The delayed-scaling step of these states, each once: one launch per device and rule."""
     groups: dict[Any, list[ScalingState]] = {}
     for token in dict.fromkeys(tokens):
         state = _by_token.get(token)
-        if state is None or state.precision is None:
+        if state is None or state.precision is None or (only_due and not state.due):
             continue
+        if direction == FORWARD:
+            state.__dict__["due"] = False
         rule = state.precision.history
         assert rule is not None
         if callable(rule.amax_algo) or rule.scale_algo is not None:
@@ -142,6 +152,45 @@ def update(tokens: Iterable[int], direction: int) -> None:
     for (_, algo), states in groups.items():
         rt = runtime_for(states[0].scale_fwd)
         ops.update_scales(rt, [s.core(direction, _limit(s, direction)) for s in states], algo)
+
+
+def update_traced(states: list[ScalingState]) -> None:
+    """The forward update of the states that ran in a region inside a compiled function."""
+    states = _distinct(states)
+    if states:
+        history = states[0].precision.history  # type: ignore[union-attr]
+        torch.ops.te_runtime.update(
+            [s.scale_fwd for s in states], [s.amax_history_fwd for s in states], [s.used_fwd for s in states],
+            [_limit(s, FORWARD) for s in states], history.amax_algo,  # type: ignore[union-attr]
+        )  # fmt: skip
+
+
+def _distinct(states: list[ScalingState]) -> list[ScalingState]:
+    tokens: list[int] = []
+    kept = []
+    for s in states:
+        if s.token not in tokens:
+            tokens.append(s.token)
+            kept.append(s)
+    return kept
+
+
+_library = torch.library.Library("te_runtime", "FRAGMENT")
+_library.define(
+    "update(Tensor(a!)[] scales, Tensor(b!)[] histories, Tensor(c!)[] used, float[] limits, str algo) -> ()"
+)
+
+
+def _update_op(
+    scales: list[torch.Tensor], histories: list[torch.Tensor], used: list[torch.Tensor], limits: list[float], algo: str
+) -> None:
+    parts = zip(scales, histories, used, limits, strict=True)
+    states = [CoreState(to_core(s), to_core(h), to_core(u), limit) for s, h, u, limit in parts]
+    ops.update_scales(runtime_for(scales[0]), states, algo)
+
+
+_library.impl("update", _update_op, "CompositeExplicitAutograd")
+torch.library.register_fake("te_runtime::update", lambda *args: None, lib=_library)
 
 
 def _limit(state: ScalingState, direction: int) -> float:

@@ -94,7 +94,7 @@ def gemm(
     return out
 
 
-def _spec(  # noqa: PLR0913  the arguments of gemm() themselves
+def _spec(
     rt: Runtime, key: tuple[object, ...], a: Tensor, b: Tensor, a_scale: Tensor | None, b_scale: Tensor | None,
     bias: Tensor | None, aux: Tensor | None, a_sum: Tensor | None, out_sum: Tensor | None, out: Tensor | None,
 ) -> GemmSpec:  # fmt: skip
@@ -150,7 +150,7 @@ def _spec(  # noqa: PLR0913  the arguments of gemm() themselves
     )  # fmt: skip
 
 
-def _check_fp8(  # noqa: PLR0913
+def _check_fp8(
     shapes: str, a: Tensor, b: Tensor, a_scale: Tensor | None, b_scale: Tensor | None,
     trans_a: bool, trans_b: bool, m: int, n: int, k: int,
 ) -> None:  # fmt: skip

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 
 from te_core.errors import ArgumentError, UnsupportedError
 from te_core.recipe import Precision
-from te_torch.autocast import Region, current_region, in_backward
+from te_torch.autocast import current_region, in_backward, precision_of
 from te_torch.function import Call
 from te_torch.runtime import check_dtype
 from te_torch.state import NAMES, ScalingState
@@ -73,7 +72,7 @@ class BaseModule(torch.nn.Module):
         self.inspector: Any = None  # an object of te_core.layers.inspector.Inspector's kind
         self.register_module("fp8_state", None)
         self._calls: dict[Any, Call] = {}
-        self._recent: Precision | None = None
+        self._recent = 0  # the precision of the last forward that was no recomputation
         self._initialisers: dict[str, Callable[[torch.Tensor], Any]] = {}
         self._fork: Callable[[], Any] | None = None
 
@@ -117,50 +116,54 @@ class BaseModule(torch.nn.Module):
 
     # ------------------------------------------------------------------------------------- precision
 
-    def _enter(self, inp: torch.Tensor) -> tuple[torch.Tensor, Precision | None, ScalingState | None, bool]:
-        """(input in the compute dtype, precision, scaling state, whether this is a recomputation)."""
+    def _enter(self, inp: torch.Tensor) -> tuple[torch.Tensor, int, ScalingState | None, bool]:
+        """(input in the compute dtype, precision by number, scaling state, whether this is a recomputation)."""
         region = current_region()
-        precision: Precision | None = None
+        precision = 0
         recompute = False
         if region is not None:
             precision, recompute = region.precision, region.recompute
             if not recompute and not torch.compiler.is_compiling():
-                self._recent = precision
+                self.__dict__["_recent"] = precision  # Module.__setattr__ would cost a microsecond
         elif not torch.compiler.is_compiling():
             if in_backward():
                 # A checkpoint runs this forward again, after its region ended: do what it did then.
                 precision, recompute = self._recent, True
             else:
-                self._recent = None
+                self.__dict__["_recent"] = 0
         kind = inp.device.type
         if torch.is_autocast_enabled(kind):
             wanted = torch.get_autocast_dtype(kind)
             if inp.dtype != wanted:
                 inp = inp.to(wanted)
-        if precision is None or precision.history is None:
-            return inp, precision, None, recompute
+        if not precision:
+            return inp, 0, None, recompute
         if torch.compiler.is_compiling():
-            _trace_state(self, inp.device, precision)
+            if not _trace_state(self, inp.device, precision):
+                return inp, precision, None, recompute
             state = self.fp8_state
         else:
+            rule = precision_of(precision)
+            if rule.history is None:  # type: ignore[union-attr]
+                return inp, precision, None, recompute
             state = self.fp8_state
-            if state is None or state.precision is not precision:
-                state = make_state(self, inp.device, precision)
-        if region is not None and not recompute:
-            region.ran.append(state.token)
+            if state is None or state.precision is not rule:
+                state = make_state(self, inp.device, rule)  # type: ignore[arg-type]
+        if region is not None:
+            region.ran.append(state if region.traced else state.token)
         return inp, precision, state, recompute
 
-    def _find_call(self, key: tuple[Any, ...], precision: Precision | None) -> Call:
+    def _find_call(self, key: tuple[Any, ...]) -> Call:
         """The plan of this key: one look-up, or made now."""
         if torch.compiler.is_compiling():
-            return _trace_call(self, key, precision)
+            return _trace_call(self, key)
         found = self._calls.get(key)
         if found is None:
-            found = self._calls[key] = self._new_call(key, precision)
+            found = self._calls[key] = self._new_call(*key)
         return found
 
-    def _new_call(self, key: tuple[Any, ...], precision: Precision | None) -> Call:
-        """What this module does in this precision, for inputs and needs as the key says."""
+    def _new_call(self, precision: int, dtype: torch.dtype, *key: Any) -> Call:
+        """What this module does in this precision, in this dtype, for needs and modes as the rest of the key says."""
         raise NotImplementedError
 
     def _weight(self, name: str, dtype: torch.dtype, fp8: bool) -> torch.Tensor:
@@ -191,7 +194,7 @@ class BaseModule(torch.nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
         state["_calls"] = {}  # plans belong to this process and this object
-        state["_recent"] = None
+        state["_recent"] = 0
         return state
 
     def extra_repr(self) -> str:
@@ -214,14 +217,22 @@ def make_state(module: BaseModule, device: torch.device, precision: Precision) -
 
 
 @torch._dynamo.assume_constant_result
-def _trace_state(module: BaseModule, device: torch.device, precision: Precision) -> bool:
-    make_state(module, device, precision)
+def _trace_state(module: BaseModule, device: torch.device, precision: int) -> bool:
+    rule = precision_of(precision)
+    if rule is None or rule.history is None:
+        return False
+    make_state(module, device, rule)
     return True
 
 
 @torch._dynamo.assume_constant_result
-def _trace_call(module: BaseModule, key: tuple[Any, ...], precision: Precision | None) -> Call:
-    return module._calls.get(key) or module._calls.setdefault(key, module._new_call(key, precision))
+def _trace_call(module: BaseModule, key: tuple[Any, ...]) -> Call:
+    return module._calls.get(key) or module._calls.setdefault(key, module._new_call(*key))
+
+
+def wants_grad(*tensors: torch.Tensor | None) -> bool:
+    """Whether autograd will ask for a gradient of any of these."""
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
 def check_input(operation: str, inp: torch.Tensor, width: int) -> None:
@@ -233,9 +244,5 @@ def check_input(operation: str, inp: torch.Tensor, width: int) -> None:
         )
 
 
-def warn_once(message: str) -> None:
-    """A warning for the user, shown once per place."""
-    warnings.warn(message, stacklevel=3)
-
-
-__all__ = ["BaseModule", "Region", "check_input", "default_device", "normal_init", "refuse_unbuilt"]
+__all__ = ["BaseModule", "check_input", "default_device", "make_state", "normal_init", "refuse_unbuilt",
+           "wants_grad"]  # fmt: skip

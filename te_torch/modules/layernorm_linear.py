@@ -9,9 +9,9 @@ import torch
 
 from te_core.layers import linear, norm
 from te_core.layers import norm_linear as core
-from te_core.recipe import Precision
+from te_torch.autocast import precision_of
 from te_torch.function import Call, Layer, apply, register
-from te_torch.modules.base import BaseModule, check_input, default_device, refuse_unbuilt
+from te_torch.modules.base import BaseModule, check_input, default_device, refuse_unbuilt, wants_grad
 from te_torch.modules.linear import SplitParameters, fork_of, refuse_later
 from te_torch.modules.norm import KINDS, init_norm_weight, sm_margins
 from te_torch.runtime import TO_CORE
@@ -41,11 +41,6 @@ class NormParameters(BaseModule):
         return norm.NormSpec(
             TO_CORE[dtype], self.normalization, self.eps, self.zero_centered_gamma, margin, self._margins["backward"]
         )
-
-
-def wants_grad(*tensors: torch.Tensor | None) -> bool:
-    """Whether autograd will ask for a gradient of any of these."""
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
 class LayerNormLinear(NormParameters, SplitParameters):
@@ -106,25 +101,25 @@ class LayerNormLinear(NormParameters, SplitParameters):
         check_input("LayerNormLinear.forward", inp, self.in_features)
         inp, precision, state, recompute = self._enter(inp)
         gamma, beta = self._norm_parameters(inp.dtype)
-        weight = self._joined_weight(inp.dtype, precision is not None)
+        weight = self._joined_weight(inp.dtype, precision > 0)
         bias = self._joined_bias(inp.dtype)
         added = None if self.return_bias else bias
         key = (
-            id(precision), inp.dtype, wants_grad(inp, gamma, beta), wants_grad(weight), wants_grad(added),
+            precision, inp.dtype, wants_grad(inp, gamma, beta), wants_grad(weight), wants_grad(added),
             id(self.inspector), self.training,
         )  # fmt: skip
-        call = self._find_call(key, precision)
+        call = self._find_call(key)
         outputs = apply(call, state, recompute, inp, gamma, beta, weight, added)
         if self.return_bias:
             outputs = (outputs[0], bias if bias is not None else inp.new_empty(0), *outputs[1:])
         return outputs if len(outputs) > 1 else outputs[0]
 
-    def _new_call(self, key: tuple[Any, ...], precision: Precision | None) -> Call:
-        _, dtype, *needs, _, _ = key
+    def _new_call(self, precision: int, dtype: torch.dtype, *key: Any) -> Call:
+        *needs, _, _ = key
         request = None if self.inspector is None else frozenset(self.inspector.request)
         spec = core.NormLinearSpec(
             self._norm_spec(dtype),
-            linear.LinearSpec(TO_CORE[dtype], precision, linear.Needs(*needs), request),
+            linear.LinearSpec(TO_CORE[dtype], precision_of(precision), linear.Needs(*needs), request),
             self.return_layernorm_output,
         )
         return register(NORM_LINEAR, spec, any(needs), self.inspector)

@@ -11,10 +11,10 @@ from te_core.errors import UnsupportedError
 from te_core.layers import mlp as core
 from te_core.layers.linear import Needs
 from te_core.ops.activation import GATED, KINDS
-from te_core.recipe import Precision
+from te_torch.autocast import precision_of
 from te_torch.function import Call, Layer, apply, register
-from te_torch.modules.base import check_input, default_device, normal_init, refuse_unbuilt
-from te_torch.modules.layernorm_linear import NormParameters, wants_grad
+from te_torch.modules.base import check_input, default_device, normal_init, refuse_unbuilt, wants_grad
+from te_torch.modules.layernorm_linear import NormParameters
 from te_torch.modules.linear import fork_of
 from te_torch.runtime import TO_CORE
 
@@ -96,14 +96,14 @@ class LayerNormMLP(NormParameters):
         check_input("LayerNormMLP.forward", inp, self.hidden_size)
         inp, precision, state, recompute = self._enter(inp)
         gamma, beta = self._norm_parameters(inp.dtype)
-        w1, w2 = (self._weight(n, inp.dtype, precision is not None) for n in ("fc1_weight", "fc2_weight"))
+        w1, w2 = (self._weight(n, inp.dtype, precision > 0) for n in ("fc1_weight", "fc2_weight"))
         b1, b2 = self._bias("fc1_bias", inp.dtype), self._bias("fc2_bias", inp.dtype)
         added = None if self.return_bias else b2
         key = (
-            id(precision), inp.dtype, wants_grad(inp, gamma, beta), wants_grad(w1), wants_grad(b1),
+            precision, inp.dtype, wants_grad(inp, gamma, beta), wants_grad(w1), wants_grad(b1),
             wants_grad(w2), wants_grad(added), self.training,
         )  # fmt: skip
-        call = self._find_call(key, precision)
+        call = self._find_call(key)
         outputs = apply(call, state, recompute, inp, gamma, beta, w1, b1, w2, added)
         if self.return_bias:
             outputs = (outputs[0], b2 if b2 is not None else inp.new_empty(0), *outputs[1:])
@@ -115,11 +115,11 @@ class LayerNormMLP(NormParameters):
         bias: torch.Tensor = getattr(self, name)
         return bias if bias.dtype == dtype else bias.to(dtype)
 
-    def _new_call(self, key: tuple[Any, ...], precision: Precision | None) -> Call:
-        _, dtype, before, w1, b1, w2, b2, _ = key
+    def _new_call(self, precision: int, dtype: torch.dtype, *key: Any) -> Call:
+        before, w1, b1, w2, b2, _ = key
         fc1 = Needs(before, w1, b1)
         fc2 = Needs(any(fc1), w2, b2)
         spec = core.MLPSpec(
-            TO_CORE[dtype], precision, self._norm_spec(dtype), self.activation, fc1, fc2, self.return_layernorm_output
+            TO_CORE[dtype], precision_of(precision), self._norm_spec(dtype), self.activation, fc1, fc2, self.return_layernorm_output
         )
         return register(MLP, spec, any(fc2))

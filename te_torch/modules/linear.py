@@ -9,9 +9,16 @@ import torch
 
 from te_core.errors import ArgumentError, UnsupportedError
 from te_core.layers import linear as core
-from te_core.recipe import Precision
+from te_torch.autocast import precision_of
 from te_torch.function import Call, Layer, apply, register
-from te_torch.modules.base import BaseModule, check_input, default_device, normal_init, refuse_unbuilt
+from te_torch.modules.base import (
+    BaseModule,
+    check_input,
+    default_device,
+    normal_init,
+    refuse_unbuilt,
+    wants_grad,
+)
 from te_torch.runtime import TO_CORE
 
 LINEAR = Layer("linear", core.forward, core.backward, core.LinearSaved)
@@ -142,27 +149,19 @@ class Linear(SplitParameters):
             refuse_later("Linear.forward", fp8_output, fp8_grad)
         check_input("Linear.forward", inp, self.in_features)
         inp, precision, state, recompute = self._enter(inp)
-        weight = self._joined_weight(inp.dtype, precision is not None)
+        weight = self._joined_weight(inp.dtype, precision > 0)
         bias = self._joined_bias(inp.dtype)
         added = None if self.return_bias else bias
-        call = self._call(inp, weight, added, precision)
-        (out,) = apply(call, state, recompute, inp, weight, added)
+        key = (
+            precision, inp.dtype, wants_grad(inp), wants_grad(weight), wants_grad(added), id(self.inspector)
+        )  # fmt: skip
+        (out,) = apply(self._find_call(key), state, recompute, inp, weight, added)
         if self.return_bias:
             return out, (bias if bias is not None else inp.new_empty(0))
         return out
 
-    def _call(
-        self, inp: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, precision: Precision | None
-    ) -> Call:
-        grad = torch.is_grad_enabled()
-        key = (
-            id(precision), inp.dtype, grad and inp.requires_grad, grad and weight.requires_grad,
-            grad and bias is not None and bias.requires_grad, id(self.inspector),
-        )  # fmt: skip
-        return self._find_call(key, precision)
-
-    def _new_call(self, key: tuple[Any, ...], precision: Precision | None) -> Call:
-        _, dtype, *needs, _ = key
+    def _new_call(self, precision: int, dtype: torch.dtype, *key: Any) -> Call:
+        *needs, _ = key
         request = None if self.inspector is None else frozenset(self.inspector.request)
-        spec = core.LinearSpec(TO_CORE[dtype], precision, core.Needs(*needs), request)
+        spec = core.LinearSpec(TO_CORE[dtype], precision_of(precision), core.Needs(*needs), request)
         return register(LINEAR, spec, any(needs), self.inspector)

@@ -20,6 +20,7 @@ from te_core.backends.cpu.activation import (
 from te_core.backends.cpu.elementwise import add, bias_dropout_add, bias_dropout_add_backward
 from te_core.backends.cpu.executor import Executor
 from te_core.backends.cpu.gemm import gemm, plan_gemm
+from te_core.backends.cpu.matrix import column_sum, resize
 from te_core.backends.cpu.norm import norm_backward, norm_forward, plan_norm_backward, plan_norm_forward
 from te_core.backends.cpu.quantize import amax, dequantize, plan_quantize, quantize, transpose, update_scales
 from te_core.runtime import Runtime
@@ -47,6 +48,8 @@ class CpuBackend:
     transpose = staticmethod(transpose)
     amax = staticmethod(amax)
     update_scales = staticmethod(update_scales)
+    resize = staticmethod(resize)
+    column_sum = staticmethod(column_sum)
     add = staticmethod(add)
     bias_dropout_add = staticmethod(bias_dropout_add)
     bias_dropout_add_backward = staticmethod(bias_dropout_add_backward)

@@ -144,9 +144,11 @@ def amax(source: Array) -> np.float32:
     sign = 1 << (8 * width - 1)
     top = int(unsigned.max())
     largest = max(int(signed.max()), top - sign if top >= sign else top)
-    if largest > _INFINITY[source.dtype]:  # a NaN is in it: look again without them
-        finite = np.abs(source.astype(np.float32))
-        return np.float32(np.fmax.reduce(finite.reshape(-1), initial=0.0))
+    infinity = _INFINITY[source.dtype]
+    if largest > infinity:  # a NaN is in it: look again without them (fmax does not ignore a signalling one)
+        magnitude = unsigned & (sign - 1)
+        magnitude[magnitude > infinity] = 0
+        largest = int(magnitude.max())
     bits = np.array([largest], unsigned.dtype)
     return np.float32(bits.view(source.dtype)[0])
 

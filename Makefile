@@ -1,0 +1,48 @@
+# `make train` and `make test` do all their own set-up. `make help` lists the rest.
+
+PYTHON    ?= python3
+PY        := .venv/bin/python
+ARGS      ?=
+# Test processes: one a core, but no more than a handful; each then computes with its share of the cores.
+JOBS      ?= $(shell $(PYTHON) -c "import os; print(min(os.cpu_count() or 1, 8))")
+
+# make gpu (SHARD=none: no tests; GPU_FLAGS: tools/gpu_run.py --help, such as --limit 540 --pack --mutants)
+WHEELS    ?= .whl
+SHARD     ?= 1/1
+BENCH     ?= gemm norms quantize modules
+OUT       ?= build/gpu
+GPU_FLAGS ?=
+
+.PHONY: help env train test check bench docs mutants gpu clean
+
+help:  ## this list
+	@grep -E '^[a-z]+: .*## ' Makefile | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
+
+env:  ## create or refresh .venv (every other target but gpu does it by itself)
+	@$(PYTHON) tools/setup_env.py
+
+train: env  ## train a small GPT in FP8 on the shipped text (ARGS="--help" lists its options)
+	$(PY) examples/train_gpt.py $(ARGS)
+
+test: env  ## run the tests (ARGS="tests/core -k gemm" picks some, ARGS=--full adds the complete matrices)
+	$(PY) -m pytest -n $(JOBS) --dist worksteal $(ARGS)
+
+check: env  ## lint, types, import floors, size limits, and every kernel compiled for every architecture
+	$(PY) tools/check.py $(ARGS)
+
+bench: env  ## run the benchmarks named in BENCH="gemm norms ..." into benchmarks/results
+	@for name in $(BENCH); do $(PY) -m benchmarks.$$name --out benchmarks/results || exit 1; done
+
+docs: env  ## refresh the generated parts of the documents, run their examples, follow their links
+	$(PY) tools/docs.py $(ARGS)
+
+mutants: env  ## apply each fault of tests/mutants.toml in turn; fail if the tests let one live
+	$(PY) tools/mutants.py --jobs $(JOBS) $(ARGS)
+
+gpu:  ## on a GPU machine, offline, with the PYTHON= that is there: SHARD=i/n of the tests, then BENCH="..."
+	$(PYTHON) tools/gpu_run.py --wheels "$(WHEELS)" --shard $(SHARD) --bench "$(BENCH)" --out "$(OUT)" \
+		$(GPU_FLAGS) --require-cuda -- $(ARGS)
+
+clean:  ## remove what was built and cached (.venv stays)
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+	find . -path ./.venv -prune -o -name __pycache__ -type d -exec rm -rf {} +

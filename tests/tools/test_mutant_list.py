@@ -1,0 +1,43 @@
+"""The listed faults still fit the sources, and the engine tells caught, survived and unjudgeable apart."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tools.mutants import Mutant, judge, load
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize("mutant", load(), ids=lambda mutant: mutant.name)
+def test_listed_fault_can_be_applied(mutant: Mutant) -> None:
+    """`make mutants` takes minutes; that a fault no longer fits its source shows here."""
+    assert (ROOT / mutant.file).read_text().count(mutant.old) == 1
+    assert mutant.new != mutant.old and mutant.breaks
+    for argument in mutant.tests:
+        if not argument.startswith("-"):
+            assert (ROOT / argument.partition("::")[0]).exists(), argument
+
+
+def test_engine_judges_each_kind(tmp_path: Path) -> None:
+    (tmp_path / "sums.py").write_text(
+        "def half(x):\n    return x / 2\n\n\ndef odd(x):\n    return x % 2 == 1\n"
+    )
+    (tmp_path / "test_sums.py").write_text(
+        "from sums import half\n\ndef test_half():\n    assert half(8) == 4\n"
+    )
+    (tmp_path / "pyproject.toml").write_text('[tool.pytest.ini_options]\npythonpath = ["."]\n')
+
+    def verdict(old: str, new: str) -> str:
+        before = (tmp_path / "sums.py").read_text()
+        found = judge(Mutant("name", "what", "sums.py", old, new, ("test_sums.py",)), tmp_path)
+        assert (tmp_path / "sums.py").read_text() == before
+        return f"{found.state} {found.detail}"
+
+    assert verdict("x / 2", "x / 4") == "caught test_sums.py::test_half"
+    assert verdict("== 1", "!= 1").startswith("survived")
+    assert "0 times" in verdict("x // 2", "x")
+    assert "2 times" in verdict("def", "async def")
+    assert verdict("def half(x):", "def half(x:").startswith("error pytest ended with")

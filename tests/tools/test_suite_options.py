@@ -1,0 +1,100 @@
+"""The suite's own options, tried on a small suite in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import _shard
+
+ROOT = Path(__file__).resolve().parents[2]
+
+SUITE = """
+import pytest
+from hypothesis import settings
+from tests.backends import HARDWARE, runtimes
+
+@pytest.mark.parametrize("n", range(20))
+def test_many(n): pass
+
+@pytest.mark.full
+def test_matrix(): pass
+
+def test_backend(rt): assert rt.device
+
+@pytest.mark.parametrize("rt", runtimes())
+def test_named_backend(rt): assert rt.device
+
+def test_skips_for_cuda(): pytest.skip("CuPy is not installed")
+
+def test_skips_for_hardware(): pytest.skip(HARDWARE + "needs 99 GPUs")
+
+def test_skips_for_windows(): pytest.skip("needs Windows")
+
+def test_threads_and_examples():
+    import os
+    assert int(os.environ["OMP_NUM_THREADS"]) >= 1
+    assert settings().derandomize and settings().deadline is None
+"""
+
+
+@pytest.fixture(scope="module")
+def suite(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("suite")
+    (folder / "tests").mkdir()
+    for name in ("__init__.py", "conftest.py", "backends.py"):
+        shutil.copy(ROOT / "tests" / name, folder / "tests")
+    shutil.copy(ROOT / "pyproject.toml", folder)
+    (folder / "tests" / "test_small.py").write_text(SUITE)
+    (folder / "tests" / "test_gone.py").write_text('import pytest\npytest.importorskip("cupy_not_there")\n')
+    return folder
+
+
+@cache
+def run(suite: Path, *options: str) -> tuple[dict[str, str], str]:
+    """The outcome of each test by name, and the whole output."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    env["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "-p", "no:xdist", *options]
+    shown = subprocess.run(command, cwd=suite, env=env, capture_output=True, text=True).stdout
+    found = re.findall(r"^tests/test_small\.py::(\S+) (PASSED|FAILED|SKIPPED|ERROR)", shown, re.MULTILINE)
+    return dict(found), shown
+
+
+def test_shards_part_the_suite(suite: Path) -> None:
+    whole = set(run(suite)[0]) | {"test_matrix"}
+    parts = [set(run(suite, "--full", f"--shard={i}/2")[0]) for i in (1, 2)]
+    assert parts[0] | parts[1] == whole and not parts[0] & parts[1] and all(parts)
+    for wrong in ("0/3", "4/3", "half"):
+        with pytest.raises(pytest.UsageError, match="1 <= I <= N"):
+            _shard(wrong)
+
+
+def test_full_matrices_run_on_request(suite: Path) -> None:
+    assert "test_matrix" not in run(suite)[0]
+    assert set(run(suite, "-m", "full")[0]) == {"test_matrix"}
+
+
+def test_backends_have_ids_and_cpu_always_runs(suite: Path) -> None:
+    outcomes = run(suite)[0]
+    for name in ("test_backend", "test_named_backend"):
+        assert outcomes[f"{name}[cpu]"] == "PASSED"
+        assert f"{name}[cuda]" in outcomes
+    assert outcomes["test_threads_and_examples"] == "PASSED"
+
+
+def test_required_cuda_turns_its_skips_into_failures(suite: Path) -> None:
+    outcomes, shown = run(suite)
+    assert outcomes["test_skips_for_cuda"] == "SKIPPED"
+    outcomes, shown = run(suite, "--require-cuda", "--continue-on-collection-errors")
+    assert outcomes["test_skips_for_cuda"] == "FAILED"
+    assert outcomes["test_skips_for_hardware"] == outcomes["test_skips_for_windows"] == "SKIPPED"
+    assert "this test was skipped: CuPy is not installed" in shown
+    assert "this file was skipped: could not import 'cupy_not_there'" in shown

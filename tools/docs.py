@@ -1,0 +1,116 @@
+"""`make docs`: keep the documents true. Over README.md, AGENTS.md and docs/*.md it
+
+* renews what is generated: the text between `<!-- output of: python ... -->` and `<!-- end of output -->`;
+* runs the examples: the ```python blocks of a page in one process, in order, but for one that stands under
+  `<!-- not run: the reason -->`;
+* follows every link to a file of the repository.
+
+With --check nothing is written; a page whose generated text has changed then fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+TIMEOUT = 300  # seconds for a page's examples or one generated text
+
+_OUTPUT = re.compile(
+    r"(?P<head><!-- output of: (?P<command>.*?) -->\n).*?(?P<tail><!-- end of output -->)", re.DOTALL
+)
+_EXAMPLE = re.compile(
+    r"(?P<skip><!-- not run: .+? -->\n+)?^```python\n(?P<code>.*?)^```", re.DOTALL | re.MULTILINE
+)
+_FENCE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
+_LINK = re.compile(r"\]\((?!\w+:)([^)#\s]+)(?:#[^)\s]*)?\)")
+
+
+def pages() -> list[Path]:
+    """The documents."""
+    return [page for page in (ROOT / "README.md", ROOT / "AGENTS.md") if page.is_file()] + sorted(
+        (ROOT / "docs").glob("**/*.md")
+    )
+
+
+def python(arguments: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    """This interpreter, with the project on its path."""
+    paths = [str(ROOT), str(ROOT / "bindings" / "jax"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=TIMEOUT)
+
+
+def renew(text: str) -> str:
+    """The page with its generated parts made anew."""
+
+    def output(match: re.Match[str]) -> str:
+        program, *arguments = shlex.split(match["command"])
+        if program != "python":
+            raise ValueError(f"generated text comes from `python ...`, not from `{match['command']}`")
+        made = python(arguments, ROOT)
+        if made.returncode:
+            raise ValueError(f"`{match['command']}` failed:\n{made.stderr}")
+        return f"{match['head']}{made.stdout.rstrip()}\n{match['tail']}"
+
+    return _OUTPUT.sub(output, text)
+
+
+def run_examples(text: str) -> str | None:
+    """Run a page's examples; the error they end in, if any. Line numbers in it are the page's."""
+    code, at = "", 1
+    for match in _EXAMPLE.finditer(text):
+        if not match["skip"]:
+            line = text.count("\n", 0, match.start("code")) + 1
+            code += "\n" * (line - at) + match["code"]
+            at = line + match["code"].count("\n")
+    if not code:
+        return None
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "page.py").write_text(code)
+        ended = python(["page.py"], Path(folder))
+    return ended.stderr if ended.returncode else None
+
+
+def dead_links(page: Path, text: str) -> list[str]:
+    """Links to files that are not there."""
+    return [to for to in _LINK.findall(_FENCE.sub("", text)) if not (page.parent / to).exists()]
+
+
+def main() -> int:
+    """Go over all pages; 0 if nothing is wrong."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing, fail on generated text that changed"
+    )
+    given = parser.parse_args()
+    problems = 0
+    for page in pages():
+        name, text = page.relative_to(ROOT), page.read_text()
+        found = [f"links to {to}, which is not there" for to in dead_links(page, text)]
+        try:
+            new = renew(text)
+            if new != text and given.check:
+                found.append("its generated text is out of date: make docs")
+            elif new != text:
+                page.write_text(new)
+            if error := run_examples(new):
+                found.append(f"an example fails:\n{error}")
+        except (ValueError, subprocess.TimeoutExpired) as failed:
+            found.append(str(failed))
+        problems += len(found)
+        print(f"{name}: {'ok' if not found else ''}", *found, sep="\n  " if found else "", flush=True)
+    print(f"docs: {problems} problems" if problems else "docs: ok")
+    return bool(problems)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

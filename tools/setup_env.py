@@ -1,0 +1,85 @@
+"""Create or reuse `.venv` and install this project there, editable, with the extras this machine needs.
+
+Runs with any Python >= 3.10 and nothing installed; returns at once where nothing changed since the last time.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+VENV = ROOT / ".venv"
+PYTHON = VENV / "bin" / "python"
+STAMP = VENV / "te-runtime.stamp"
+
+# PyTorch by CUDA version of the driver: a wheel built for it is what its CUDA extra can share libraries with.
+TORCH = {"cu13": "torch>=2.11", "cu12": "torch>=2.8,<2.11", None: "torch==2.13.0"}
+
+
+def cuda_extra() -> str | None:
+    """The extra for this machine's NVIDIA driver, None where there is no driver."""
+    if shutil.which("nvidia-smi") is None:
+        return None
+    shown = subprocess.run(["nvidia-smi"], capture_output=True, text=True).stdout
+    found = re.search(r"CUDA(?: UMD)? Version:\s*(\d+)\.", shown)
+    if found is None:  # the tool is there, a working driver is not
+        return None
+    major = int(found[1])
+    if major < 12:
+        sys.exit(f"setup: the NVIDIA driver offers CUDA {major}, 12 or newer is needed: update the driver")
+    return "cu13" if major >= 13 else "cu12"
+
+
+def make_venv() -> None:
+    """A virtual environment with pip; an existing one is kept if its interpreter runs."""
+    if PYTHON.exists() and subprocess.run([PYTHON, "-c", "import pip"], capture_output=True).returncode == 0:
+        return
+    print(f"setup: creating {VENV.relative_to(ROOT)}", flush=True)
+    made = subprocess.run([sys.executable, "-m", "venv", "--clear", VENV], capture_output=True, text=True)
+    if made.returncode == 0:
+        return
+    # Debian's bare python3 has no ensurepip: let a pip from outside furnish the environment.
+    subprocess.run([sys.executable, "-m", "venv", "--clear", "--without-pip", VENV], check=True)
+    if subprocess.run([sys.executable, "-m", "pip", "--python", PYTHON, "install", "-q", "pip"]).returncode:
+        shutil.rmtree(VENV)
+        sys.exit(f"setup: no pip for {VENV} (install python3-venv):\n{made.stdout}{made.stderr}")
+
+
+def fingerprint(requirements: list[str]) -> str:
+    """Changes when the environment has to be looked at again."""
+    parts = [*requirements, (ROOT / "pyproject.toml").read_text(), sys.version, str(ROOT)]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+
+def main() -> None:
+    """Bring `.venv` up to date."""
+    if sys.version_info < (3, 10):
+        sys.exit(f"setup: this is Python {sys.version.split()[0]}, 3.10 or newer is needed: make PYTHON=... ")
+    cuda = cuda_extra()
+    extras = ["torch", "dev", cuda or "nvrtc"]
+    requirements = [TORCH[cuda], "-e", f"{ROOT}[{','.join(extras)}]"]
+    want = fingerprint(requirements)
+    with (ROOT / "pyproject.toml").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # two makes at once: the second waits, then finds all done
+        make_venv()
+        if STAMP.exists() and STAMP.read_text() == want:
+            return
+        print(f"setup: installing te-runtime[{','.join(extras)}] and {TORCH[cuda]}", flush=True)
+        start = time.perf_counter()
+        subprocess.run([PYTHON, "-m", "pip", "install", "-qq", *requirements], check=True)
+        STAMP.write_text(want)
+        print(f"setup: done in {time.perf_counter() - start:.0f} s", flush=True)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except subprocess.CalledProcessError as failed:
+        sys.exit(f"setup: this failed with status {failed.returncode}: {' '.join(map(str, failed.cmd))}")
