@@ -53,7 +53,7 @@ class DType:
 def _make(name: str, bits: int, code: int, numpy: Any, torch_name: str, kind: str, *aliases: str) -> DType:
     storage = np.dtype(numpy)
     if kind == "float":
-        top = float(ml_dtypes.finfo(storage).max)
+        top = float(ml_dtypes.finfo(storage).max)  # type: ignore[no-untyped-call]
     elif kind == "bool":
         top = 1.0
     else:

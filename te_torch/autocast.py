@@ -21,6 +21,7 @@ from te_torch import state as scaling
 
 # Precisions by number, 0 being none: what a tracing compiler can hold as a constant and guard on.
 _numbered: list[Precision | None] = [None]
+_numbers: dict[int, int] = {}
 
 
 def precision_of(number: int) -> Precision | None:
@@ -31,11 +32,11 @@ def precision_of(number: int) -> Precision | None:
 def number_of(recipe: Recipe) -> int:
     """The number of what this recipe says now."""
     precision = resolve(recipe)
-    for number, known in enumerate(_numbered):
-        if known is precision:
-            return number
-    _numbered.append(precision)
-    return len(_numbered) - 1
+    number = _numbers.get(id(precision))  # `resolve` keeps its results, so an id stays one precision's
+    if number is None:
+        _numbered.append(precision)
+        number = _numbers[id(precision)] = len(_numbered) - 1
+    return number
 
 
 # Under tracing the recipe is a constant of the program.
@@ -103,7 +104,7 @@ def get_default_recipe() -> Recipe:
     return DelayedScaling()
 
 
-class autocast:
+class autocast:  # noqa: N801  the documented name
     """Context: modules inside run their GEMMs as `recipe` says.
 
     enabled=False runs them in high precision, also inside an enabled region. The outermost enabled region

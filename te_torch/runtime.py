@@ -21,6 +21,9 @@ TO_CORE: dict[torch.dtype, DType] = {
 }
 TO_TORCH: dict[DType, torch.dtype] = {core: t for t, core in TO_CORE.items()}
 
+#: What activations and parameters may be.
+FLOATS = frozenset(TO_TORCH[d] for d in dtypes.ACTIVATION_DTYPES)
+
 _DEVICES: list[Device] = [cuda_device(i) for i in range(16)]  # by index: a look-up per tensor, not a call
 _runtimes: dict[tuple[int, int], Runtime] = {}
 _current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
@@ -95,13 +98,13 @@ def to_torch(t: Tensor) -> torch.Tensor:
     """The torch tensor behind a core tensor made by a torch runtime or by `to_core`."""
     owner: Any = t.owner
     if owner.shape == t.shape:
-        return owner  # type: ignore[no-any-return]
-    return owner.view(t.shape)  # type: ignore[no-any-return]
+        return owner
+    return owner.view(t.shape)
 
 
 def check_dtype(operation: str, t: torch.Tensor) -> None:
     """Activations and parameters are float32, bfloat16 or float16."""
-    if TO_CORE.get(t.dtype) not in dtypes.ACTIVATION_DTYPES:
+    if t.dtype not in FLOATS:
         raise ArgumentError(
             operation, str(t.dtype), "float32, bfloat16 or float16", "convert the tensor to one of these types"
         )

@@ -121,8 +121,10 @@ class ScalingState(torch.nn.Module):
         found = self._core.get((direction, limit))
         if found is None:
             suffix = ("fwd", "bwd")[direction]
-            parts = [to_core(getattr(self, f"{name}_{suffix}")) for name in ("scale", "amax_history", "used")]
-            found = self._core[direction, limit] = CoreState(*parts, limit)
+            scale, history, used = (
+                to_core(getattr(self, f"{name}_{suffix}")) for name in ("scale", "amax_history", "used")
+            )
+            found = self._core[direction, limit] = CoreState(scale, history, used, limit)
         return found
 
 

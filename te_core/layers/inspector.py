@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from te_core.dtypes import DType
+from te_core.errors import ArgumentError
 from te_core.ops import dequantize
 from te_core.quantized import Cast, QuantizedTensor
 from te_core.runtime import Runtime
@@ -62,6 +63,16 @@ def offer(
     quantized = current if isinstance(current, QuantizedTensor) else None
     replaced = inspector.inspect(rt, *point, value, cast, quantized)
     return current if replaced is None else replaced
+
+
+def offer_result(rt: Runtime, inspector: Inspector | None, point: tuple[str, str], value: Tensor) -> Tensor:
+    """The same for the result of a GEMM, whose replacement is plain."""
+    result = offer(rt, inspector, point, value)
+    if isinstance(result, QuantizedTensor):
+        raise ArgumentError(
+            f"inspect {point}", repr(result), "None or a plain tensor in place of a result", "dequantize it first"
+        )
+    return result
 
 
 def alike(rt: Runtime, a: Operand, b: Operand, dtype: DType) -> tuple[Operand, Operand]:

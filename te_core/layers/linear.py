@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from te_core import ops
 from te_core.dtypes import DType
-from te_core.layers.inspector import Inspector, Operand, Request, alike, offer
+from te_core.layers.inspector import Inspector, Operand, Request, alike, offer, offer_result
 from te_core.quantize.state import INPUT, WEIGHT, Scales, backward_cast, forward_cast
 from te_core.quantized import Cast, QuantizedTensor, padded
 from te_core.recipe import Gemm, Precision
@@ -79,9 +79,9 @@ def forward(
         a = offer(rt, inspector, ("fprop", "activation"), x2, xc, a)
         b = offer(rt, inspector, ("fprop", "weight"), weight, wc, b)
         a, b = alike(rt, a, b, spec.dtype)
-    fprop(rt, a, b, bias, out, precision and precision.fprop)
+    fprop(rt, a, b, bias, out, precision)
     if spec.inspect is not None:
-        out = offer(rt, inspector, ("fprop", "output"), out)  # type: ignore[assignment]
+        out = offer_result(rt, inspector, ("fprop", "output"), out)
     return (out,), LinearSaved(
         *saved_operand(kept_x, needs.weight), weight if any(needs) else None, *saved_operand(kept_w, needs.input)
     )
@@ -111,49 +111,51 @@ def backward(
             a = offer(rt, inspector, ("dgrad", "gradient"), dy2, cast, g)
             a, b = alike(rt, a, b, spec.dtype)
         dx = rt.empty((*dy.shape[:-1], k), spec.dtype)
-        dgrad(rt, a, b, dx, precision and precision.dgrad)
+        dgrad(rt, a, b, dx, precision)
         if spec.inspect is not None:
-            dx = offer(rt, inspector, ("dgrad", "dgrad"), dx)
+            dx = offer_result(rt, inspector, ("dgrad", "dgrad"), dx)
     if needs.weight:
         a, b = g, restored(saved.x, saved.x_scale, (dy2.shape[0], k))
         if spec.inspect is not None:
             a = offer(rt, inspector, ("wgrad", "gradient"), dy2, cast, g)
             a, b = alike(rt, a, b, spec.dtype)
         dw = rt.empty(weight.shape, weight.dtype)
-        wgrad(rt, a, b, dw, db_left, precision and precision.wgrad)
+        wgrad(rt, a, b, dw, db_left, precision)
         if spec.inspect is not None:
-            dw = offer(rt, inspector, ("wgrad", "wgrad"), dw)
-    return dx, dw, db  # type: ignore[return-value]  # a replacement at "dgrad" or "wgrad" is plain
+            dw = offer_result(rt, inspector, ("wgrad", "wgrad"), dw)
+    return dx, dw, db
 
 
 # ---------------------------------------------------------------------- the three GEMMs, plain or quantized
 
 
-def fprop(rt: Runtime, x: Operand, w: Operand, bias: Tensor | None, out: Tensor, gemm: Gemm | None) -> None:
+def fprop(rt: Runtime, x: Operand, w: Operand, bias: Tensor | None, out: Tensor, precision: Precision | None) -> None:
     """out [.., N] = x w^T + bias."""
     if isinstance(x, QuantizedTensor):
-        assert isinstance(w, QuantizedTensor) and gemm is not None
-        fp8_gemm(rt, (x.rowwise, x.scale_inv), (w.rowwise, w.scale_inv), out.matrix(), gemm, bias)
+        assert isinstance(w, QuantizedTensor) and precision is not None
+        fp8_gemm(rt, (x.rowwise, x.scale_inv), (w.rowwise, w.scale_inv), out.matrix(), precision.fprop, bias)
     else:
         assert isinstance(w, Tensor)
         ops.gemm(rt, x, w, trans_b=True, bias=bias, out=out.matrix())
 
 
-def dgrad(rt: Runtime, dy: Operand, w: Operand, dx: Tensor, gemm: Gemm | None) -> None:
+def dgrad(rt: Runtime, dy: Operand, w: Operand, dx: Tensor, precision: Precision | None) -> None:
     """dx [.., K] = dy w."""
     if isinstance(dy, QuantizedTensor):
-        assert isinstance(w, QuantizedTensor) and gemm is not None
-        fp8_gemm(rt, (dy.rowwise, dy.scale_inv), (w.columnwise, w.scale_inv), dx.matrix(), gemm)
+        assert isinstance(w, QuantizedTensor) and precision is not None
+        fp8_gemm(rt, (dy.rowwise, dy.scale_inv), (w.columnwise, w.scale_inv), dx.matrix(), precision.dgrad)
     else:
         assert isinstance(w, Tensor)
         ops.gemm(rt, dy, w, out=dx.matrix())
 
 
-def wgrad(rt: Runtime, dy: Operand, x: Operand, dw: Tensor, db: Tensor | None, gemm: Gemm | None) -> None:
+def wgrad(
+    rt: Runtime, dy: Operand, x: Operand, dw: Tensor, db: Tensor | None, precision: Precision | None
+) -> None:
     """dw [N, K] = dy^T x; with plain operands the same GEMM sums dy into db [N]."""
     if isinstance(dy, QuantizedTensor):
-        assert isinstance(x, QuantizedTensor) and gemm is not None and db is None
-        fp8_gemm(rt, (dy.columnwise, dy.scale_inv), (x.columnwise, x.scale_inv), dw, gemm)
+        assert isinstance(x, QuantizedTensor) and precision is not None and db is None
+        fp8_gemm(rt, (dy.columnwise, dy.scale_inv), (x.columnwise, x.scale_inv), dw, precision.wgrad)
     else:
         assert isinstance(x, Tensor)
         ops.gemm(rt, dy, x.matrix(), trans_a=True, a_sum=db, out=dw)

@@ -81,12 +81,12 @@ def forward(
         v = ops.quantize(rt, w2, forward_cast(p.weight, scales, FC2, WEIGHT, rowwise=True, columnwise=fc2.input))
     normed, n, mean, rstd = normalize(rt, x, gamma, beta, spec.norm, nc, spec.return_norm)
     h = rt.empty((n.shape[0], w1.shape[0]), spec.dtype)
-    fprop(rt, n, u, b1, h, p and p.fprop)
+    fprop(rt, n, u, b1, h, p)
     y, q = ops.activation_forward(rt, h, spec.activation, cast=ac)
     a = q if q is not None else y
     assert a is not None
     out = rt.empty((*x.shape[:-1], w2.shape[0]), spec.dtype)
-    fprop(rt, a, v, b2, out, p and p.fprop)
+    fprop(rt, a, v, b2, out, p)
     outputs: tuple[Tensor, ...] = (out,)
     if spec.return_norm:
         assert normed is not None
@@ -117,16 +117,16 @@ def backward(
     dw2 = dw1 = db1 = dx = dgamma = dbeta = None
     if fc2.weight:
         dw2 = rt.empty(w2.shape, w2.dtype)
-        wgrad(rt, g, restored(saved.a, saved.a_scale, (m, f)), dw2, db2_left, p and p.wgrad)
+        wgrad(rt, g, restored(saved.a, saved.a_scale, (m, f)), dw2, db2_left, p)
     if fc2.input:
         da = rt.empty((m, f), spec.dtype)
-        dgrad(rt, g, restored(saved.w2q, saved.w2_scale, (w2.shape[0], f)), da, p and p.dgrad)
+        dgrad(rt, g, restored(saved.w2q, saved.w2_scale, (w2.shape[0], f)), da, p)
         db1 = rt.empty((w1.shape[0],), w1.dtype) if fc1.bias else None
         dh = _activation_gradient(rt, da, saved, spec, scales, db1)
         del da
         if fc1.input:
             dn = rt.empty((m, w1.shape[1]), spec.dtype)
-            dgrad(rt, dh, restored(saved.w1q, saved.w1_scale, (w1.shape[0], w1.shape[1])), dn, p and p.dgrad)
+            dgrad(rt, dh, restored(saved.w1q, saved.w1_scale, (w1.shape[0], w1.shape[1])), dn, p)
             if dnorm is not None:
                 dn = ops.add(rt, dn, dnorm.matrix(), out=dn)
             norm = spec.norm
@@ -137,7 +137,7 @@ def backward(
             dx = dx.reshape(*saved.x.shape)
         if fc1.weight:
             dw1 = rt.empty(w1.shape, w1.dtype)
-            wgrad(rt, dh, restored(saved.n, saved.n_scale, (m, w1.shape[1])), dw1, None, p and p.wgrad)
+            wgrad(rt, dh, restored(saved.n, saved.n_scale, (m, w1.shape[1])), dw1, None, p)
     return dx, dgamma, dbeta, dw1, db1, dw2, db2
 
 
@@ -155,5 +155,3 @@ def _activation_gradient(
     assert operand is not None
     return operand
 
-
-__all__ = ["MLPSaved", "MLPSpec", "backward", "forward"]

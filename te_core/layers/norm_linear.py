@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from te_core import ops
-from te_core.layers.inspector import Inspector, Operand, alike, offer
+from te_core.layers.inspector import Inspector, Operand, alike, offer, offer_result
 from te_core.layers.linear import (
     LinearSpec,
-    Needs,
     dgrad,
     fprop,
     prepare_gradient,
@@ -96,9 +95,9 @@ def forward(
         b = offer(rt, inspector, ("fprop", "weight"), weight, wc, b)
         a, b = alike(rt, a, b, linear.dtype)
     out = rt.empty((*x.shape[:-1], weight.shape[0]), linear.dtype)
-    fprop(rt, a, b, bias, out, precision and precision.fprop)
+    fprop(rt, a, b, bias, out, precision)
     if inspect is not None:
-        out = offer(rt, inspector, ("fprop", "output"), out)  # type: ignore[assignment]
+        out = offer_result(rt, inspector, ("fprop", "output"), out)
     outputs: tuple[Tensor, ...] = (out,)
     if spec.return_norm:
         assert normed is not None
@@ -134,9 +133,9 @@ def backward(
             a = offer(rt, inspector, ("dgrad", "gradient"), dy2, cast, g)
             a, b = alike(rt, a, b, linear.dtype)
         dn = rt.empty((dy2.shape[0], k), linear.dtype)
-        dgrad(rt, a, b, dn, precision and precision.dgrad)
+        dgrad(rt, a, b, dn, precision)
         if inspect is not None:
-            dn = offer(rt, inspector, ("dgrad", "dgrad"), dn)  # type: ignore[assignment]
+            dn = offer_result(rt, inspector, ("dgrad", "dgrad"), dn)
         if dnorm is not None:
             dn = ops.add(rt, dn, dnorm.matrix(), out=dn)
         dx, dgamma, dbeta = norm_gradients(rt, dn, saved, spec.norm)
@@ -146,9 +145,9 @@ def backward(
             a = offer(rt, inspector, ("wgrad", "gradient"), dy2, cast, g)
             a, b = alike(rt, a, b, linear.dtype)
         dw = rt.empty(weight.shape, weight.dtype)
-        wgrad(rt, a, b, dw, db_left, precision and precision.wgrad)
+        wgrad(rt, a, b, dw, db_left, precision)
         if inspect is not None:
-            dw = offer(rt, inspector, ("wgrad", "wgrad"), dw)  # type: ignore[assignment]
+            dw = offer_result(rt, inspector, ("wgrad", "wgrad"), dw)
     return dx, dgamma, dbeta, dw, db
 
 
@@ -162,5 +161,3 @@ def norm_gradients(
     )  # fmt: skip
     return dx.reshape(*saved.x.shape), dgamma, dbeta
 
-
-__all__ = ["Needs", "NormLinearSaved", "NormLinearSpec", "backward", "forward"]

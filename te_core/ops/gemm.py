@@ -110,7 +110,8 @@ def _spec(
     _check.same_device(op, a, b, a_scale, b_scale, bias, aux, a_sum, out_sum, out)
     m, k = reversed(a.shape) if trans_a else a.shape
     kb, n = reversed(b.shape) if trans_b else b.shape
-    shapes = f"a {tuple(a.shape)}{' transposed' if trans_a else ''}, b {tuple(b.shape)}{' transposed' if trans_b else ''}"
+    flips = [" transposed" if flag else "" for flag in (trans_a, trans_b)]
+    shapes = f"a {tuple(a.shape)}{flips[0]}, b {tuple(b.shape)}{flips[1]}"
     _check.require(k == kb, op, shapes, "equal contraction sizes", "check the shapes and the trans_ flags")
     _check.one_of(op, "epilogue", epilogue, EPILOGUES)
     fp8 = a.dtype.is_fp8 or b.dtype.is_fp8

@@ -112,6 +112,14 @@ class ScalingState:
     used: Tensor
     limit: float
 
+    def __post_init__(self) -> None:
+        rows, n = self.history.shape
+        for name, t, shape in (
+            ("scale", self.scale, (n,)), ("used", self.used, (n,)), ("history", self.history, (rows, n)),
+        ):  # fmt: skip
+            if t.shape != shape or t.dtype is not dtypes.float32 or not t.is_contiguous:
+                raise ArgumentError("ScalingState", f"{name} = {t!r}", f"dense float32 {shape}", f"correct {name}")
+
 
 def update_scales(rt: Runtime, states: list[ScalingState], algo: str) -> None:
     """The delayed-scaling step of all modules at once (one launch).
@@ -123,12 +131,5 @@ def update_scales(rt: Runtime, states: list[ScalingState], algo: str) -> None:
     maximum if that overflows), else it stays. `used` receives the scale from before.
     """
     _check.one_of("update_scales", "algo", algo, ("max", "most_recent"))
-    for s in states:
-        rows, n = s.history.shape
-        for name, t, shape in (("scale", s.scale, (n,)), ("used", s.used, (n,)), ("history", s.history, (rows, n))):
-            _check.require(
-                t.shape == shape and t.dtype is dtypes.float32 and t.is_contiguous, "update_scales", f"{name} = {t!r}",
-                f"dense float32 {shape}", f"correct {name}",
-            )  # fmt: skip
     if states:
         rt.backend.update_scales(rt, states, algo)

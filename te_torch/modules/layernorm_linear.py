@@ -99,14 +99,15 @@ class LayerNormLinear(NormParameters, SplitParameters):
         if fp8_output or fp8_grad:
             refuse_later("LayerNormLinear.forward", fp8_output, fp8_grad)
         check_input("LayerNormLinear.forward", inp, self.in_features)
+        grad = torch.is_grad_enabled()
         inp, precision, state, recompute = self._enter(inp)
         gamma, beta = self._norm_parameters(inp.dtype)
         weight = self._joined_weight(inp.dtype, precision > 0)
         bias = self._joined_bias(inp.dtype)
         added = None if self.return_bias else bias
         key = (
-            precision, inp.dtype, wants_grad(inp, gamma, beta), wants_grad(weight), wants_grad(added),
-            id(self.inspector), self.training,
+            precision, inp.dtype, grad and wants_grad(inp, gamma, beta), grad and wants_grad(weight),
+            grad and wants_grad(added), id(self.inspector), self.training,
         )  # fmt: skip
         call = self._find_call(key)
         outputs = apply(call, state, recompute, inp, gamma, beta, weight, added)

@@ -83,7 +83,8 @@ class LayerNormMLP(NormParameters):
         wide = ffn_hidden_size * (2 if self.activation in GATED else 1)
         self._add_parameter("fc1_weight", (wide, hidden_size), init_method or normal_init, **place)
         self._add_parameter(
-            "fc2_weight", (hidden_size, ffn_hidden_size), output_layer_init_method or init_method or normal_init, **place
+            "fc2_weight", (hidden_size, ffn_hidden_size), output_layer_init_method or init_method or normal_init,
+            **place,
         )
         for which, size in (("fc1_bias", wide), ("fc2_bias", hidden_size)):
             if bias:
@@ -94,14 +95,15 @@ class LayerNormMLP(NormParameters):
     def forward(self, inp: torch.Tensor, is_first_microbatch: bool | None = None) -> Any:
         """out, (out, fc2 bias), (out, norm output) or (out, bias, norm output), as the constructor asked."""
         check_input("LayerNormMLP.forward", inp, self.hidden_size)
+        grad = torch.is_grad_enabled()
         inp, precision, state, recompute = self._enter(inp)
         gamma, beta = self._norm_parameters(inp.dtype)
         w1, w2 = (self._weight(n, inp.dtype, precision > 0) for n in ("fc1_weight", "fc2_weight"))
         b1, b2 = self._bias("fc1_bias", inp.dtype), self._bias("fc2_bias", inp.dtype)
         added = None if self.return_bias else b2
         key = (
-            precision, inp.dtype, wants_grad(inp, gamma, beta), wants_grad(w1), wants_grad(b1),
-            wants_grad(w2), wants_grad(added), self.training,
+            precision, inp.dtype, grad and wants_grad(inp, gamma, beta), grad and wants_grad(w1),
+            grad and wants_grad(b1), grad and wants_grad(w2), grad and wants_grad(added), self.training,
         )  # fmt: skip
         call = self._find_call(key)
         outputs = apply(call, state, recompute, inp, gamma, beta, w1, b1, w2, added)
@@ -120,6 +122,7 @@ class LayerNormMLP(NormParameters):
         fc1 = Needs(before, w1, b1)
         fc2 = Needs(any(fc1), w2, b2)
         spec = core.MLPSpec(
-            TO_CORE[dtype], precision_of(precision), self._norm_spec(dtype), self.activation, fc1, fc2, self.return_layernorm_output
+            TO_CORE[dtype], precision_of(precision), self._norm_spec(dtype), self.activation, fc1, fc2,
+            self.return_layernorm_output,
         )
         return register(MLP, spec, any(fc2))

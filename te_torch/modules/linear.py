@@ -17,7 +17,6 @@ from te_torch.modules.base import (
     default_device,
     normal_init,
     refuse_unbuilt,
-    wants_grad,
 )
 from te_torch.runtime import TO_CORE
 
@@ -44,14 +43,17 @@ class SplitParameters(BaseModule):
                 setattr(self, f"{prefix}bias", torch.empty(0, **placement))
 
     def _joined_weight(self, dtype: torch.dtype, fp8: bool) -> torch.Tensor:
-        parts = [self._weight(f"{p}weight", dtype, fp8) for p in self._parts]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        if "" in self._parts:
+            return self._weight("weight", dtype, fp8)
+        return torch.cat([self._weight(f"{p}weight", dtype, fp8) for p in self._parts])
 
     def _joined_bias(self, dtype: torch.dtype) -> torch.Tensor | None:
         if not self.use_bias:
             return None
-        parts = [getattr(self, f"{p}bias") for p in self._parts]
-        bias = parts[0] if len(parts) == 1 else torch.cat(parts)
+        if "" in self._parts:
+            bias: torch.Tensor = self.bias
+        else:
+            bias = torch.cat([getattr(self, f"{p}bias") for p in self._parts])
         return bias if bias.dtype == dtype else bias.to(dtype)
 
 
@@ -148,12 +150,14 @@ class Linear(SplitParameters):
         if fp8_output or fp8_grad:
             refuse_later("Linear.forward", fp8_output, fp8_grad)
         check_input("Linear.forward", inp, self.in_features)
+        grad = torch.is_grad_enabled()
         inp, precision, state, recompute = self._enter(inp)
         weight = self._joined_weight(inp.dtype, precision > 0)
         bias = self._joined_bias(inp.dtype)
         added = None if self.return_bias else bias
         key = (
-            precision, inp.dtype, wants_grad(inp), wants_grad(weight), wants_grad(added), id(self.inspector)
+            precision, inp.dtype, grad and inp.requires_grad, grad and weight.requires_grad,
+            grad and added is not None and added.requires_grad, id(self.inspector),
         )  # fmt: skip
         (out,) = apply(self._find_call(key), state, recompute, inp, weight, added)
         if self.return_bias:

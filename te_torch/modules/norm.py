@@ -86,7 +86,8 @@ class _Norm(torch.nn.Module):
 
     def forward(self, inp: torch.Tensor) -> torch.Tensor:
         """The normalized input, in the dtype of the weight (or of torch.autocast)."""
-        weight, bias = self.weight, getattr(self, "bias", None)
+        weight: torch.Tensor = self.weight
+        bias = getattr(self, "bias", None)
         _check(type(self).__name__, inp, self.normalized_shape)
         grad = torch.is_grad_enabled()
         needs = grad and (inp.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad))

@@ -1,0 +1,136 @@
+"""Activations forward and backward on CUDA, delivered as values, in FP8, or both.
+
+With delayed scaling (or none) one launch does it all. With current scaling the first launch writes the values, which
+the contract keeps for it, and their partial maxima; the second is `quantize.cast_with_partials`' kernel over them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from te_core.backends.cuda.quantize import (
+    BLOCKS_PER_SM,
+    FORMATS,
+    STAGE_BYTES,
+    THREADS,
+    TYPES,
+    CastPlan,
+    Tiling,
+    add_column_sums,
+    column_workspace,
+    multiprocessors,
+    plan_cast,
+    run_cast,
+    sum_kernel,
+    tiling,
+)
+from te_core.dtypes import DType
+from te_core.kernels import loader
+from te_core.kernels.loader import Kernel
+from te_core.quantized import Cast, QuantizedTensor
+from te_core.runtime import Runtime
+from te_core.tensor import Tensor
+
+_GATED = {"geglu": "gelu", "qgeglu": "qgelu", "reglu": "relu", "sreglu": "srelu", "swiglu": "silu"}
+
+#: dy, x, y, rowwise, columnwise, source, scale_inv, amax, column_sum, rows, cols, steps
+_ARGS = "pppppppppqqi"
+
+
+@dataclass(frozen=True, slots=True)
+class ActivationPlan:
+    """The launch of activation.cu, and for current scaling the cast that follows."""
+
+    family: str
+    kernel: Kernel
+    tiling: Tiling
+    rows: int
+    cols: int  # of the activation's output, half of a gated x
+    width: int  # of the result: the columns of y, or of dx
+    shared: int  # bytes of the kernel's queue
+    partials: int  # blocks that leave a partial maximum, for current scaling
+    sum_kernel: Kernel | None
+    cast: CastPlan | None
+
+
+def _plan(
+    rt: Runtime, x_shape: tuple[int, ...], dtype: DType, kind: str, cast_key: tuple[Any, ...] | None, keep: bool,
+    misalignment: int, sum_dtype: DType | None, backward: bool,
+) -> ActivationPlan:  # fmt: skip
+    gated = kind in _GATED
+    rows, cols = x_shape[0], x_shape[1] // (1 + gated)
+    outputs = 2 if gated and backward else 1
+    current = cast_key is not None and not cast_key[3]
+    scaling = "GIVEN_SCALE" if cast_key is not None and not current else "NO_CAST"
+    columnwise = cast_key is not None and not current and cast_key[2]
+    kernel = loader.get(
+        rt, "activation", args=_ARGS, DTYPE=TYPES[dtype], KIND=_GATED.get(kind, kind).upper(), GATED=int(gated),
+        BACKWARD=int(backward), FORMAT="E4M3" if cast_key is None or current else FORMATS[cast_key[0]], SCALING=scaling,
+        COLUMNWISE=int(columnwise), COLUMN_SUM=int(sum_dtype is not None), KEEP=int(cast_key is None or current or keep),
+        ALIGNED=int(not misalignment and cols % (16 // dtype.itemsize) == 0),
+    )  # fmt: skip
+    bounded = BLOCKS_PER_SM * multiprocessors(rt) if current or sum_dtype is not None and not columnwise else 0
+    tiles = tiling(rows, cols, dtype, columnwise=columnwise, outputs=outputs, max_blocks=bounded)
+    cast = None
+    family = f"activation_{'backward' if backward else 'forward'}_{'tile' if columnwise else 'rows'}_{scaling.lower()}"
+    if current and cast_key is not None:
+        cast = plan_cast(rt, (rows, outputs * cols), dtype, cast_key[0], "OWN_SCALE", cast_key[2], None)
+        family += f"+{cast.family}"
+    operands, stages = 1 + gated + backward, 4 - gated - backward  # as in activation.cu
+    return ActivationPlan(
+        family, kernel, tiles, rows, cols, outputs * cols, operands * stages * STAGE_BYTES, tiles.blocks if current else 0, sum_kernel(rt, sum_dtype), cast
+    )
+
+
+def _run(
+    rt: Runtime, plan: ActivationPlan, dy: Tensor | None, x: Tensor, out: Tensor | None, cast: Cast | None,
+    q: QuantizedTensor | None, column_sum: Tensor | None,
+) -> None:  # fmt: skip
+    tiles = plan.tiling
+    rowwise = columnwise = source = scale_inv = largest = None
+    if plan.cast is not None:
+        largest = rt.workspace("amax", 4 * plan.partials)
+    elif cast is not None and q is not None and cast.scale is not None:
+        rowwise = None if q.rowwise is None else q.rowwise.ptr
+        columnwise = None if q.columnwise is None else q.columnwise.ptr
+        source, scale_inv = cast.scale.ptr, q.scale_inv.ptr
+        largest = None if cast.amax is None else cast.amax.ptr
+    sums = None if column_sum is None else column_workspace(rt, tiles, plan.width)
+    plan.kernel(
+        rt, tiles.grid, THREADS, None if dy is None else dy.ptr, x.ptr, None if out is None else out.ptr,
+        rowwise, columnwise, source, scale_inv, largest, sums, plan.rows, plan.cols, tiles.steps,
+        shared=plan.shared,
+    )  # fmt: skip
+    if column_sum is not None:
+        add_column_sums(rt, plan.sum_kernel, sums, tiles.grid[1], plan.width, column_sum)
+    if plan.cast is not None and out is not None and cast is not None and q is not None and largest is not None:
+        run_cast(rt, plan.cast, out, cast, q, largest, plan.partials, None)
+
+
+def plan_activation_forward(rt: Runtime, key: tuple[Any, ...]) -> ActivationPlan:
+    """The launches of `activation_forward` (the key is the op's)."""
+    _, shape, dtype, kind, cast_key, keep, misalignment = key
+    return _plan(rt, shape, dtype, kind, cast_key, keep, misalignment, None, backward=False)
+
+
+def activation_forward(
+    rt: Runtime, plan: ActivationPlan, x: Tensor, kind: str, y: Tensor | None, cast: Cast | None,
+    q: QuantizedTensor | None,
+) -> None:  # fmt: skip
+    """y = act(x), or act(a) * b for x = (a | b), and its cast."""
+    _run(rt, plan, None, x, y, cast, q, None)
+
+
+def plan_activation_backward(rt: Runtime, key: tuple[Any, ...]) -> ActivationPlan:
+    """The launches of `activation_backward` (the key is the op's)."""
+    _, shape, dtype, _, kind, cast_key, keep, sum_dtype, misalignment = key
+    return _plan(rt, shape, dtype, kind, cast_key, keep, misalignment, sum_dtype, backward=True)
+
+
+def activation_backward(
+    rt: Runtime, plan: ActivationPlan, dy: Tensor, x: Tensor, kind: str, dx: Tensor | None, cast: Cast | None,
+    q: QuantizedTensor | None, column_sum: Tensor | None,
+) -> None:  # fmt: skip
+    """dx = dy * act'(x), or (dy * b * act'(a) | dy * act(a)), its column sums and its cast."""
+    _run(rt, plan, dy, x, dx, cast, q, column_sum)

@@ -1,0 +1,119 @@
+"""Residual add, and bias + dropout + add, on CUDA."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from te_core.backends.cuda.quantize import (
+    BLOCKS_PER_SM,
+    THREADS,
+    TYPES,
+    Tiling,
+    add_column_sums,
+    column_workspace,
+    multiprocessors,
+    sum_kernel,
+)
+from te_core.dtypes import DType
+from te_core.kernels import loader
+from te_core.kernels.loader import Kernel
+from te_core.runtime import Runtime
+from te_core.tensor import Tensor
+
+_TILE_ROWS, _LANES = 16, 32  # of the strips of elementwise.cu
+
+
+@dataclass(frozen=True, slots=True)
+class StripPlan:
+    """One launch over the strips of a matrix."""
+
+    family: str
+    kernel: Kernel
+    tiling: Tiling
+    sum_kernel: Kernel | None
+    threshold: int
+    factor: float
+
+
+def add(rt: Runtime, a: Tensor, b: Tensor, out: Tensor) -> None:
+    """out = a + b."""
+    count = a.size
+    aligned = not (a.ptr | b.ptr | out.ptr) & 15
+    key = ("add", count, a.dtype, aligned)
+    plan = rt.plans.get(key)
+    if plan is None:
+        kernel = loader.get(
+            rt, "elementwise", entry="add", args="pppq", DTYPE=TYPES[a.dtype], ALIGNED=int(aligned), DROPOUT=0, COLUMN_SUM=0
+        )
+        grid = max(1, -(-count * a.dtype.itemsize // (256 * 2 * 16)))
+        tiles = Tiling((min(grid, 8 * multiprocessors(rt)) if not aligned else min(grid, 1 << 20), 1), 1)
+        plan = rt.plans.put(key, StripPlan("add", kernel, tiles, None, 0, 1.0))
+    plan.kernel(rt, plan.tiling.grid[0], 256, a.ptr, b.ptr, out.ptr, count)
+
+
+def _plan(
+    rt: Runtime, key: tuple[Any, ...], entry: str, args: str, shape: tuple[int, ...], dtype: DType, p: float, aligned: bool,
+    sum_dtype: DType | None,
+) -> StripPlan:  # fmt: skip
+    rows, cols = shape
+    vector = 16 // dtype.itemsize
+    kernel = loader.get(
+        rt, "elementwise", entry=entry, args=args, DTYPE=TYPES[dtype], DROPOUT=int(p > 0.0),
+        COLUMN_SUM=int(sum_dtype is not None), ALIGNED=int(aligned and cols % vector == 0),
+    )  # fmt: skip
+    across = max(1, -(-cols // (_LANES * vector)))
+    down = max(1, -(-rows // _TILE_ROWS))
+    # Two tiles a block, or as many as keep the partial sums few.
+    steps = max(1, -(-down // 65535), -(-across * down // (BLOCKS_PER_SM * multiprocessors(rt))) if sum_dtype else 2)
+    threshold = int(p * 2.0**32)
+    return rt.plans.put(
+        key,
+        StripPlan(
+            entry, kernel, Tiling((across, -(-down // steps)), steps), sum_kernel(rt, sum_dtype),
+            threshold - (1 << 32) if threshold >= 1 << 31 else threshold,  # the kernel's int32 carries the bits
+            1.0 / (1.0 - p),
+        ),
+    )  # fmt: skip
+
+
+def _signed(site: int) -> int:
+    """The low 32 bits of a site number, as the int32 that carries them."""
+    return ((site & 0xFFFFFFFF) ^ 0x80000000) - 0x80000000
+
+
+def bias_dropout_add(
+    rt: Runtime, x: Tensor, bias: Tensor | None, residual: Tensor | None, out: Tensor, p: float, rng: Tensor | None,
+    site: int,
+) -> None:  # fmt: skip
+    """out = residual + dropout(x + bias)."""
+    b, r = (0 if bias is None else bias.ptr), (0 if residual is None else residual.ptr)
+    aligned = not (x.ptr | b | r | out.ptr) & 15
+    key = ("bias_dropout_add", x.shape, x.dtype, p, aligned)
+    plan = rt.plans.get(key)
+    if plan is None:
+        plan = _plan(rt, key, "bias_dropout_add", "pppppqqiiif", x.shape, x.dtype, p, aligned, None)
+    plan.kernel(
+        rt, plan.tiling.grid, THREADS, x.ptr, b, r, out.ptr, None if rng is None else rng.ptr, x.shape[0], x.shape[1],
+        plan.tiling.steps, _signed(site), plan.threshold, plan.factor,
+    )  # fmt: skip
+
+
+def bias_dropout_add_backward(
+    rt: Runtime, dy: Tensor, dx: Tensor, p: float, rng: Tensor | None, site: int, column_sum: Tensor | None
+) -> None:
+    """dx = dy where the mask kept the element, scaled; its column sums."""
+    aligned = not (dy.ptr | dx.ptr) & 15
+    sum_dtype = None if column_sum is None else column_sum.dtype
+    key = ("bias_dropout_add_backward", dy.shape, dy.dtype, p, aligned, sum_dtype)
+    plan = rt.plans.get(key)
+    if plan is None:
+        plan = _plan(rt, key, "dropout_backward", "ppppqqiiif", dy.shape, dy.dtype, p, aligned, sum_dtype)
+    rows, cols = dy.shape
+    sums = None if column_sum is None else column_workspace(rt, plan.tiling, cols)
+    plan.kernel(
+        rt, plan.tiling.grid, THREADS, dy.ptr, dx.ptr, None if rng is None else rng.ptr, sums, rows, cols,
+        plan.tiling.steps, _signed(site), plan.threshold, plan.factor,
+    )  # fmt: skip
+    if column_sum is not None:
+        add_column_sums(rt, plan.sum_kernel, sums, plan.tiling.grid[1], cols, column_sum)

@@ -1,0 +1,389 @@
+"""Matrix products by cuBLASLt; see te_core.ops.gemm for the contract.
+
+cuBLASLt is column-major. Row-major out[M, N] = op(a) op(b) is its D[N, M] = op(b)' op(a)': its A is our b, its B
+our a, its m our N and its n our M, and no data moves. What it fuses, it does in one call. What it refuses (a bias
+of another dtype, an aux of odd width, ...) takes another route: the product in float32, then kernels/epilogue.cu
+and kernels/sums.cu. `plan.explain()` says which route was taken, and why the shorter ones were not.
+
+A plan is immutable and shared by threads. The descriptors that a run writes addresses into are made from it for
+each executor, and kept in a bounded cache there.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from te_core import device, dtypes
+from te_core.backends.cuda import cublaslt as lt_
+from te_core.backends.cuda import gemm_tune
+from te_core.backends.cuda.sums import TYPE_NAMES, ColumnSum, RowSum
+from te_core.dtypes import DType
+from te_core.errors import ArgumentError, LibraryError, UnsupportedError
+from te_core.kernels import loader
+from te_core.kernels.loader import Kernel
+from te_core.runtime import Runtime
+from te_core.tensor import Tensor
+
+if TYPE_CHECKING:
+    from te_core.ops.gemm import GemmSpec
+
+_PREPARED = 1024  # descriptors an executor keeps; each is about 1 KB
+
+_alpha_beta = (ctypes.c_float * 2)(1.0, 0.0)
+_ONE = ctypes.addressof(_alpha_beta)
+_ZERO = _ONE + 4
+
+#: The pointers that a run sets, by the descriptor's attribute: which of gemm()'s operands each is.
+_B_SCALE, _A_SCALE, _BIAS, _AUX, _A_SUM = range(5)
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """One way to carry out a spec: what the cuBLASLt call does, and what is left to kernels."""
+
+    epilogue: int  # cuBLASLt's
+    out: DType  # what it writes
+    accumulate: bool
+    bias: DType | None = None  # of the vector that its bias pointer reads or writes
+    attributes: tuple[tuple[int, int], ...] = ()  # (descriptor attribute, operand) of each pointer a run sets
+    unfused: bool = False  # epilogue.cu finishes
+    a_sum: bool = False  # sums.cu adds op(a)
+    out_sum: bool = False  # sums.cu adds out
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class GemmPlan:
+    """All that was decided about one GEMM."""
+
+    spec: GemmSpec
+    route: Route | None  # None: no product to form (an empty operand)
+    algorithm: Any = None  # ALGO_BYTES of cuBLASLt's
+    workspace: int = 0
+    source: str = ""  # who chose the algorithm: the heuristic, or the autotuner
+    refused: tuple[str, ...] = ()  # shorter routes, and what cuBLASLt said to them
+    finish: Kernel | None = None
+    sum_a: ColumnSum | RowSum | None = None
+    sum_out: ColumnSum | None = None
+    algo: int = field(default=0)  # the address of `algorithm`
+
+    @property
+    def family(self) -> str:
+        """The kernels of this plan: "cublasLt", and those of our own that finish what it does not fuse."""
+        parts = [] if self.route is None else [f"cublasLt({lt_.EPILOGUE_NAMES[self.route.epilogue]})"]
+        parts += ["epilogue.cu"] if self.finish is not None else []
+        parts += ["sums.cu"] if self.sum_a is not None or self.sum_out is not None else []
+        return " + ".join(parts) or "nothing to do"
+
+    def explain(self) -> str:
+        """What runs, chosen by whom, and why not something shorter."""
+        s = self.spec
+        ops = f"{'a^T' if s.trans_a else 'a'} {s.a} x {'b^T' if s.trans_b else 'b'} {s.b} -> {s.out}"
+        lines = [f"gemm {s.m} x {s.n} x {s.k}: {ops}", f"  runs {self.family}"]
+        if self.algorithm is not None:
+            lines.append(f"  algorithm {lt_.describe(self.algo)}, workspace {self.workspace}, by {self.source}")
+        return "\n".join(lines + [f"  not {reason}" for reason in self.refused])
+
+
+# ---------------------------------------------------------------------------------------------- planning
+
+
+def plan_gemm(rt: Runtime, spec: GemmSpec) -> GemmPlan:
+    """Choose the route and the algorithm. Costs a heuristic query (tens of microseconds)."""
+    with rt.executor().driver.on(rt.device.index):
+        return _plan(rt, spec)
+
+
+def _plan(rt: Runtime, spec: GemmSpec) -> GemmPlan:
+    if (spec.a.is_fp8 or spec.b.is_fp8) and spec.alignment < 16:
+        raise ArgumentError(
+            "gemm (FP8)", f"addresses aligned to {spec.alignment} bytes", "addresses divisible by 16",
+            "pass tensors that start at a multiple of 16 bytes",
+        )  # fmt: skip
+    sum_a = _sum_a_kernel(rt, spec) if spec.a_sum is not None else None
+    if spec.m == 0 or spec.n == 0:
+        return GemmPlan(spec, None, sum_a=sum_a, sum_out=_sum_out_kernel(rt, spec))
+    if spec.k == 0:
+        return GemmPlan(spec, None, finish=_finish_kernel(rt, spec), sum_a=sum_a, sum_out=_sum_out_kernel(rt, spec))
+    cache = _cache(rt)
+    refused: list[str] = []
+    for route in _routes(spec):
+        prepared = Prepared(cache, spec, route)
+        chosen = gemm_tune.choose(rt, spec, route, prepared)
+        if isinstance(chosen, str):
+            refused.append(f"{lt_.EPILOGUE_NAMES[route.epilogue]} into {route.out}: {chosen}")
+            continue
+        plan = GemmPlan(
+            spec, route, chosen.algorithm, chosen.workspace, chosen.source, tuple(refused),
+            _finish_kernel(rt, spec) if route.unfused else None,
+            sum_a if route.a_sum else None,
+            _sum_out_kernel(rt, spec) if route.out_sum else None,
+            ctypes.addressof(chosen.algorithm),
+        )  # fmt: skip
+        cache.put(plan, prepared.finished(plan))
+        return plan
+    raise UnsupportedError(
+        "gemm", f"{spec}", "what cuBLASLt " + ".".join(map(str, _version())) + " offers an algorithm for",
+        "it said: " + "; ".join(refused) + ". Copy the operands to aligned memory, or use other dtypes",
+    )  # fmt: skip
+
+
+def _routes(spec: GemmSpec) -> Iterator[Route]:
+    """Ways to carry out a spec, shortest first."""
+    fp8 = spec.a.is_fp8
+    scales = ((lt_.A_SCALE_POINTER, _B_SCALE), (lt_.B_SCALE_POINTER, _A_SCALE)) if fp8 else ()
+    sums = {"a_sum": spec.a_sum is not None, "out_sum": spec.out_sum is not None}
+    fused = _fused_epilogue(spec)
+    if fused is not None:
+        code, operands = fused
+        attributes = scales + operands
+        # BGRADB writes a_sum through the bias pointer. (DGELU_BGRAD would write out_sum so, but on an H200 that
+        # takes 640 us at 8192 x 4096 x 4096 in bf16, where DGELU and a sum of their own take 380 + 30.)
+        if code == lt_.DEFAULT and spec.a_sum is not None and not fp8:
+            pointer = ((lt_.BIAS_POINTER, _A_SUM),)
+            yield Route(lt_.BGRADB, spec.out, spec.accumulate, spec.a_sum, attributes + pointer)
+        bias = spec.bias if code in (lt_.BIAS, lt_.GELU_BIAS, lt_.GELU_AUX_BIAS) else None
+        yield Route(code, spec.out, spec.accumulate, bias, attributes, **sums)
+    if fused is None or fused[0] != lt_.DEFAULT:
+        yield Route(lt_.DEFAULT, dtypes.float32, False, None, scales, unfused=True, **sums)
+
+
+def _fused_epilogue(spec: GemmSpec) -> tuple[int, tuple[tuple[int, int], ...]] | None:
+    """cuBLASLt's epilogue for the whole of the spec's, and its operands; None if it has none that means the same."""
+    bias = ((lt_.BIAS_POINTER, _BIAS),) if spec.bias is not None else ()
+    if bias and spec.a.is_fp8 and spec.bias is not _fp8_bias(spec.out):
+        return None
+    if spec.epilogue is None:
+        return (lt_.BIAS if bias else lt_.DEFAULT), bias
+    if spec.accumulate:
+        return None  # cuBLASLt adds the old output before the activation, the contract after it
+    if spec.aux is not None and (spec.aux is not spec.out or spec.n % 8 or spec.alignment < 16):
+        return None  # it keeps aux in the output's dtype, with a leading dimension of whole 8s
+    aux = ((lt_.AUX_POINTER, _AUX),) if spec.aux is not None else ()
+    if spec.epilogue == "dgelu":
+        return None if bias else (lt_.DGELU, aux)
+    if aux:
+        return (lt_.GELU_AUX_BIAS if bias else lt_.GELU_AUX), aux + bias
+    return (lt_.GELU_BIAS if bias else lt_.GELU), bias
+
+
+def _fp8_bias(out: DType) -> DType:
+    """The one bias dtype that cuBLASLt takes with FP8 operands."""
+    return dtypes.float16 if out is dtypes.float16 else dtypes.bfloat16
+
+
+def _version() -> tuple[int, ...]:
+    number = lt_.bindings().get_version()
+    return number // 10000, number // 100 % 100, number % 100
+
+
+# ---------------------------------------------------------------------------------------------- kernels of our own
+
+
+def _finish_kernel(rt: Runtime, spec: GemmSpec) -> Kernel:
+    """epilogue.cu for this spec: (acc, bias, aux, out, m, n)."""
+    return loader.get(
+        rt, "epilogue", args="ppppqq",
+        OUT=TYPE_NAMES[spec.out], BIAS=TYPE_NAMES[spec.bias or dtypes.float32], HAS_BIAS=spec.bias is not None,
+        AUX=TYPE_NAMES[spec.aux or dtypes.float32], HAS_AUX=spec.aux is not None,
+        ACTIVATION={None: 0, "gelu": 1, "dgelu": 2}[spec.epilogue], ACCUMULATE=spec.accumulate,
+    )  # fmt: skip
+
+
+def _sum_a_kernel(rt: Runtime, spec: GemmSpec) -> ColumnSum | RowSum:
+    assert spec.a_sum is not None
+    if spec.trans_a:  # a is stored [K, M]
+        return ColumnSum(rt, spec.k, spec.m, spec.a, spec.a_sum)
+    return RowSum(rt, spec.m, spec.k, spec.a, spec.a_sum)
+
+
+def _sum_out_kernel(rt: Runtime, spec: GemmSpec) -> ColumnSum | None:
+    return None if spec.out_sum is None else ColumnSum(rt, spec.m, spec.n, spec.out, spec.out_sum)
+
+
+# ---------------------------------------------------------------------------------------------- running
+
+
+class Prepared:
+    """A plan's descriptors in one executor: the addresses a run sets are written into them."""
+
+    __slots__ = (
+        "_last", "_matmul", "_set", "a_layout", "algo", "attributes", "b_layout", "beta", "cache", "desc", "needs",
+        "out_layout", "values", "values_at",
+    )  # fmt: skip
+
+    def __init__(self, cache: GemmCache, spec: GemmSpec, route: Route) -> None:
+        lt = cache.lt
+        self.cache, self._matmul, self._set = cache, lt.matmul, lt.matmul_desc_set_attribute
+        self.desc = self.a_layout = self.b_layout = self.out_layout = 0
+        types = lt_.DATA_TYPES
+        compute = lt_.COMPUTE_32F_FAST_TF32 if spec.tf32 and spec.a is dtypes.float32 else lt_.COMPUTE_32F
+        self.desc = lt.matmul_desc_create(compute, lt_.R_32F)
+        m, n, k = spec.n, spec.m, spec.k  # cuBLASLt's
+        rows, cols = (k, m) if spec.trans_b else (m, k)
+        self.a_layout = lt.matrix_layout_create(types[spec.b], rows, cols, rows)
+        rows, cols = (n, k) if spec.trans_a else (k, n)
+        self.b_layout = lt.matrix_layout_create(types[spec.a], rows, cols, rows)
+        self.out_layout = lt.matrix_layout_create(types[route.out], m, n, m)
+        lt_.set_value(lt, self.desc, lt_.TRANSA, int(spec.trans_b))
+        lt_.set_value(lt, self.desc, lt_.TRANSB, int(spec.trans_a))
+        lt_.set_value(lt, self.desc, lt_.EPILOGUE, route.epilogue)
+        if spec.a.is_fp8:
+            lt_.set_value(lt, self.desc, lt_.FAST_ACCUM, int(not spec.split_accumulator), 1)
+        if route.bias is not None:
+            lt_.set_value(lt, self.desc, lt_.BIAS_DATA_TYPE, types[route.bias])
+        self.attributes = tuple(attribute for attribute, _ in route.attributes)
+        if lt_.AUX_POINTER in self.attributes:
+            lt_.set_value(lt, self.desc, lt_.AUX_LD, m, 8)
+        self.beta = _ONE if route.accumulate else _ZERO
+        self.values = (ctypes.c_uint64 * max(1, len(self.attributes)))()
+        self.values_at = ctypes.addressof(self.values)
+        self._last: list[int] | None = None
+        # The heuristic looks at whether a pointer is set and how it is aligned, not at where it points.
+        self._point([(1 << 20) + spec.alignment] * len(self.attributes))
+        self.algo = self.needs = 0
+
+    def finished(self, plan: GemmPlan) -> Prepared:
+        """Take the algorithm that the plan settled on."""
+        self.algo, self.needs = plan.algo, plan.workspace
+        return self
+
+    def _point(self, pointers: list[int]) -> None:
+        values, at = self.values, self.values_at
+        for i, attribute in enumerate(self.attributes):
+            values[i] = pointers[i]
+            self._set(self.desc, attribute, at + 8 * i, 8)
+        self._last = pointers
+
+    def run(self, rt: Runtime, a: int, b: int, out: int, pointers: list[int]) -> None:
+        """Launch on the runtime's stream."""
+        if pointers != self._last:
+            self._point(pointers)
+        cache, needs = self.cache, self.needs
+        self._matmul(
+            cache.handle, self.desc, _ONE, b, self.a_layout, a, self.b_layout, self.beta, out, self.out_layout,
+            out, self.out_layout, self.algo, (cache.workspace or cache.make_workspace(rt)) if needs else 0, needs,
+            rt.stream,
+        )  # fmt: skip
+
+    def __del__(self) -> None:
+        lt = self.cache.lt
+        for layout in (self.a_layout, self.b_layout, self.out_layout):
+            if layout:
+                lt.matrix_layout_destroy(layout)
+        if self.desc:
+            lt.matmul_desc_destroy(self.desc)
+
+
+class GemmCache:
+    """What an executor keeps for GEMMs: a cuBLASLt handle, a workspace, the descriptors of the plans it ran last."""
+
+    __slots__ = ("_prepared", "handle", "limit", "lt", "workspace")
+
+    def __init__(self, rt: Runtime) -> None:
+        self.lt = lt_.bindings()
+        # What cuBLAS's documentation asks for, by generation. Always whole, so that it never moves: a captured
+        # graph keeps its address.
+        self.limit = (32 << 20) if device.info(rt.device.index).capability >= (9, 0) else (4 << 20)
+        self.workspace = 0
+        self._prepared: OrderedDict[GemmPlan, Prepared] = OrderedDict()
+        self.handle = self.lt.create()
+
+    def get(self, plan: GemmPlan) -> Prepared:
+        """The descriptors of a plan."""
+        found = self._prepared.get(plan)
+        if found is None:
+            assert plan.route is not None
+            found = self.put(plan, Prepared(self, plan.spec, plan.route).finished(plan))
+        else:
+            self._prepared.move_to_end(plan)
+        return found
+
+    def put(self, plan: GemmPlan, prepared: Prepared) -> Prepared:
+        """Keep new descriptors; the oldest make room, and their destructor frees them."""
+        self._prepared[plan] = prepared
+        if len(self._prepared) > _PREPARED:
+            self._prepared.popitem(last=False)
+        return prepared
+
+    def make_workspace(self, rt: Runtime) -> int:
+        """The address of `limit` bytes of scratch memory."""
+        self.workspace = rt.workspace("cublasLt", self.limit)
+        return self.workspace
+
+    def close(self) -> None:
+        """Free the handle and the descriptors."""
+        self._prepared.clear()
+        self.lt.destroy(self.handle)
+
+
+def _cache(rt: Runtime) -> GemmCache:
+    executor = rt.executor()
+    if executor.gemms is None:
+        with executor.driver.on(rt.device.index):
+            executor.gemms = GemmCache(rt)
+    found: GemmCache = executor.gemms
+    return found
+
+
+def gemm(
+    rt: Runtime, plan: GemmPlan, a: Tensor, b: Tensor, out: Tensor, a_scale: Tensor | None, b_scale: Tensor | None,
+    bias: Tensor | None, aux: Tensor | None, a_sum: Tensor | None, out_sum: Tensor | None,
+) -> None:  # fmt: skip
+    """Run a plan."""
+    executor = rt.executor()
+    entered = executor.driver.enter(executor.context) if executor.context else False
+    operands = (b_scale, a_scale, bias, aux, a_sum)
+    try:
+        route = plan.route
+        if route is not None and not route.unfused:
+            pointers = [operands[i].ptr for _, i in route.attributes]  # type: ignore[union-attr]
+            (executor.gemms or _cache(rt)).get(plan).run(rt, a.ptr, b.ptr, out.ptr, pointers)
+        elif plan.finish is not None:
+            _run_unfused(rt, plan, a, b, out, operands)
+        if plan.sum_a is not None:
+            plan.sum_a(rt, a.ptr, a_scale.ptr if a_scale is not None else 0, a_sum.ptr)  # type: ignore[union-attr]
+        if plan.sum_out is not None:
+            plan.sum_out(rt, out.ptr, 0, out_sum.ptr)  # type: ignore[union-attr]
+    except Exception as error:
+        status = getattr(error, "status", None)
+        if status is None:
+            raise
+        raise LibraryError(
+            "gemm", f"cuBLASLt status {status} ({error}) from {plan.explain()}", "success",
+            "check that every tensor is alive and on the runtime's device; report it with this message",
+        ) from error  # fmt: skip
+    finally:
+        if entered:
+            executor.driver.leave()
+
+
+def _run_unfused(
+    rt: Runtime, plan: GemmPlan, a: Tensor, b: Tensor, out: Tensor, operands: tuple[Tensor | None, ...]
+) -> None:
+    """The product in float32, then epilogue.cu."""
+    spec, route = plan.spec, plan.route
+    if spec.m == 0 or spec.n == 0:
+        return
+    in_place = spec.out is dtypes.float32 and not spec.accumulate
+    acc = out if in_place else rt.empty((spec.m, spec.n), dtypes.float32)
+    if route is None:  # K is 0
+        rt.backend.zero(rt, acc)
+    else:
+        pointers = [operands[i].ptr for _, i in route.attributes]  # type: ignore[union-attr]
+        _cache(rt).get(plan).run(rt, a.ptr, b.ptr, acc.ptr, pointers)
+    bias, aux = operands[_BIAS], operands[_AUX]
+    assert plan.finish is not None
+    plan.finish(
+        rt, (-(-spec.n // 128), min(-(-spec.m // 8), 4096)), (128, 1),
+        acc.ptr, bias and bias.ptr, aux and aux.ptr, out.ptr, spec.m, spec.n,
+    )  # fmt: skip
+
+
+def tune(rt: Runtime, spec: GemmSpec) -> GemmPlan:
+    """Time the candidate algorithms of a GEMM, remember the fastest on disk, and return its plan."""
+    with gemm_tune.forced():
+        return plan_gemm(rt, spec)

@@ -1,0 +1,219 @@
+"""Which cuBLASLt algorithm a GEMM uses: the heuristic's first, or the fastest of those timed.
+
+Timing is done on request (`te_core.backends.cuda.gemm.tune`, TE_CORE_AUTOTUNE=1). Its choices are kept in a JSON
+file of the cache folder, by device name, cuBLASLt version and GEMM, and used by every later process.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import struct
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from te_core import device, dtypes, env, libraries
+from te_core.backends.cuda import cublaslt as lt_
+from te_core.dtypes import DType
+from te_core.runtime import Runtime
+from te_core.tensor import Tensor
+
+if TYPE_CHECKING:
+    from te_core.backends.cuda.gemm import Prepared, Route
+    from te_core.ops.gemm import GemmSpec
+
+CANDIDATES = 16
+_REPEATS = 5
+
+_local = threading.local()
+_lock = threading.Lock()
+_store: dict[str, dict[str, Any]] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """An algorithm, the workspace it needs, and who chose it."""
+
+    algorithm: Any
+    workspace: int
+    source: str
+
+
+def choose(rt: Runtime, spec: GemmSpec, route: Route, prepared: Prepared) -> Choice | str:
+    """The algorithm for a route, or cuBLASLt's reason for having none."""
+    tuning = getattr(_local, "forced", False) or env.autotune()
+    if _stored() and not getattr(_local, "forced", False):
+        known = _stored().get(_key(rt, spec, route))
+        if known is not None:
+            choice = _check(prepared, bytes.fromhex(known["algorithm"]))
+            if choice is not None:
+                return choice
+    found = _heuristic(spec, route, prepared, CANDIDATES if tuning else 1)
+    if isinstance(found, str) or not tuning or libraries.driver().is_capturing(rt.stream):
+        return found if isinstance(found, str) else found[0]
+    times = _time_all(rt, spec, route, prepared, found)
+    best = min(range(len(found)), key=times.__getitem__)
+    _remember(_key(rt, spec, route), found[best], times[best], times[0])
+    return Choice(found[best].algorithm, found[best].workspace, f"timing {len(found)} algorithms")
+
+
+@contextmanager
+def forced() -> Iterator[None]:
+    """Time what is planned in this block, also what has a stored choice."""
+    _local.forced = True
+    try:
+        yield
+    finally:
+        _local.forced = False
+
+
+def _heuristic(spec: GemmSpec, route: Route, prepared: Prepared, wanted: int) -> list[Choice] | str:
+    lt = lt_.bindings()
+    preference = lt.matmul_preference_create()
+    results = ctypes.create_string_buffer(lt_.RESULT_BYTES * wanted)
+    count = ctypes.c_int(0)
+    try:
+        lt_.set_preference(lt, preference, lt_.PREF_WORKSPACE, prepared.cache.limit, 8)
+        # Partial sums of a split K stay in float32, as the contract says (in place only where that is float32).
+        scheme = lt_.REDUCE_COMPUTE_TYPE | (lt_.REDUCE_IN_PLACE if route.out is dtypes.float32 else 0)
+        lt_.set_preference(lt, preference, lt_.PREF_REDUCTION_MASK, scheme)
+        for attribute in lt_.PREF_ALIGNMENTS:
+            lt_.set_preference(lt, preference, attribute, spec.alignment)
+        lt.matmul_algo_get_heuristic(
+            prepared.cache.handle, prepared.desc, prepared.a_layout, prepared.b_layout, prepared.out_layout,
+            prepared.out_layout, preference, wanted, ctypes.addressof(results), ctypes.addressof(count),
+        )  # fmt: skip
+    except Exception as error:  # nvmath's error type
+        if getattr(error, "status", None) not in lt_.REFUSALS:
+            raise
+        return str(error)
+    finally:
+        lt.matmul_preference_destroy(preference)
+    found = [c for i in range(count.value) if (c := _read(results.raw, i)) is not None]
+    return found or "no algorithm fits"
+
+
+def _read(results: bytes, index: int) -> Choice | None:
+    one = results[lt_.RESULT_BYTES * index : lt_.RESULT_BYTES * (index + 1)]
+    workspace, status = struct.unpack_from("=Qi", one, lt_.ALGO_BYTES)
+    if status:
+        return None
+    return Choice(_algorithm(one), workspace, "cuBLASLt's heuristic")
+
+
+def _algorithm(content: bytes) -> Any:
+    """A copy at an address of its own: the plan keeps it."""
+    return (ctypes.c_uint64 * (lt_.ALGO_BYTES // 8)).from_buffer_copy(content[: lt_.ALGO_BYTES])
+
+
+def _check(prepared: Prepared, stored: bytes) -> Choice | None:
+    """A stored algorithm, unless this cuBLASLt does not take it."""
+    lt = lt_.bindings()
+    algorithm = _algorithm(stored)
+    result = ctypes.create_string_buffer(lt_.RESULT_BYTES)
+    try:
+        lt.matmul_algo_check(
+            prepared.cache.handle, prepared.desc, prepared.a_layout, prepared.b_layout, prepared.out_layout,
+            prepared.out_layout, ctypes.addressof(algorithm), ctypes.addressof(result),
+        )  # fmt: skip
+    except Exception as error:  # nvmath's error type
+        if getattr(error, "status", None) not in lt_.REFUSALS:
+            raise
+        return None
+    return Choice(algorithm, struct.unpack_from("=Q", result, lt_.ALGO_BYTES)[0], "an earlier timing")
+
+
+# ---------------------------------------------------------------------------------------------- timing
+
+
+def _time_all(rt: Runtime, spec: GemmSpec, route: Route, prepared: Prepared, found: list[Choice]) -> list[float]:
+    """Milliseconds of each algorithm on random operands: the best of a few runs, taken in turns."""
+    driver = libraries.driver()
+    operands = _operands(rt, spec, route)
+    a, b, out, *rest = operands
+    with driver.on(rt.device.index):
+        start, stop = driver.create_event(timing=True), driver.create_event(timing=True)
+        best = [float("inf")] * len(found)
+        for repeat in range(1 + _REPEATS):
+            for i, choice in enumerate(found):
+                prepared.algo, prepared.needs = ctypes.addressof(choice.algorithm), choice.workspace
+                driver.record(start, rt.stream)
+                prepared.run(rt, a.ptr, b.ptr, out.ptr, [t.ptr for t in rest])
+                driver.record(stop, rt.stream)
+                elapsed = driver.elapsed_ms(start, stop)
+                if repeat:  # the first round loads the kernels
+                    best[i] = min(best[i], elapsed)
+        driver.destroy_event(start)
+        driver.destroy_event(stop)
+    return best
+
+
+def _operands(rt: Runtime, spec: GemmSpec, route: Route) -> list[Tensor]:
+    """a, b, out, and what each of the route's pointers is to point at."""
+    out = rt.zeros((spec.m, spec.n), route.out)
+    made = [_random(rt, (spec.m, spec.k), spec.a), _random(rt, (spec.k, spec.n), spec.b), out]
+    for attribute, _ in route.attributes:
+        if attribute == lt_.AUX_POINTER:
+            made.append(rt.zeros((spec.m, spec.n), route.out))
+        else:  # a scale, or a vector along M or N
+            made.append(rt.tensor(np.ones(max(spec.m, spec.n), np.float32)))
+    return made
+
+
+def _random(rt: Runtime, shape: tuple[int, int], dtype: DType) -> Tensor:
+    """Normal values: zeros or ones would draw less power, and so run faster, than real data."""
+    size = shape[0] * shape[1]
+    values = np.random.default_rng(0).standard_normal(min(size, 1 << 20)).astype(np.float32)
+    return rt.tensor(np.resize(values.astype(dtype.numpy), size).reshape(shape))
+
+
+# ---------------------------------------------------------------------------------------------- the store
+
+
+def _key(rt: Runtime, spec: GemmSpec, route: Route) -> str:
+    version = lt_.bindings().get_version()
+    parts = [getattr(spec, name) for name in type(spec).__slots__] + [route.epilogue, route.out]
+    return f"{device.info(rt.device.index).name} | {version} | " + " ".join(map(str, parts))
+
+
+def store_path() -> Path:
+    """The file of tuned choices."""
+    return env.cache_dir() / "gemm.json"
+
+
+def _stored() -> dict[str, dict[str, Any]]:
+    global _store
+    if _store is None:
+        _store = _read_store()
+    return _store
+
+
+def _read_store() -> dict[str, dict[str, Any]]:
+    try:
+        content = json.loads(store_path().read_text())
+    except (OSError, ValueError):  # none yet, or damaged: it holds nothing that cannot be measured again
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _remember(key: str, choice: Choice, ms: float, first_ms: float) -> None:
+    """Add a choice to the file, keeping what other processes added meanwhile."""
+    global _store
+    algorithm = bytes(choice.algorithm).hex()
+    entry = {"algorithm": algorithm, "ms": round(ms, 5), "heuristic_ms": round(first_ms, 5)}
+    with _lock:
+        _store = {**_stored(), **_read_store(), key: entry}
+        path = store_path()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name + ".")
+        with os.fdopen(handle, "w") as out:
+            json.dump(_store, out, indent=1, sort_keys=True)
+        os.replace(temporary, path)

@@ -1,0 +1,29 @@
+"""Another size for a matrix (kernels/resize.cu), and column sums (kernels/sums.cu)."""
+
+from __future__ import annotations
+
+from te_core.backends.cuda.gemm import ColumnSum
+from te_core.kernels import get
+from te_core.runtime import Runtime
+from te_core.tensor import Tensor
+
+THREADS = 256
+
+
+def resize(rt: Runtime, x: Tensor, out: Tensor) -> None:
+    """Crop x, or fill up with zeros."""
+    rows, cols = out.shape
+    if not rows * cols:
+        return
+    kernel = get(rt, "resize", args="ppqqqq", SIZE=out.dtype.bits // 8)
+    blocks = -(-rows * cols // THREADS)
+    kernel(rt, blocks, THREADS, x.ptr, out.ptr, x.shape[0], x.shape[1], rows, cols)
+
+
+def column_sum(rt: Runtime, x: Tensor, out: Tensor) -> None:
+    """Add the rows in float32, in an order that depends on the shape alone."""
+    key = ("column_sum", x.shape, x.dtype, out.dtype)
+    plan = rt.plans.get(key)
+    if plan is None:
+        plan = rt.plans.put(key, ColumnSum(rt, x.shape[0], x.shape[1], x.dtype, out.dtype))
+    plan(rt, x.ptr, 0, out.ptr)

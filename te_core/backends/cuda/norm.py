@@ -1,0 +1,252 @@
+"""LayerNorm and RMSNorm on CUDA: which kernel, with which tiling; then its pointers.
+
+| wanted | launches |
+|---|---|
+| values, or row-wise FP8 with a given scale | norm_forward |
+| FP8 in both orientations, or transposed alone, with a given scale | norm_forward (rows too long for its shared memory: norm_forward_wide) |
+| FP8 with its own scale (current scaling) | norm_forward with an amax for each block, then the cast of quantize.cu |
+| dx, dgamma, dbeta | norm_backward (rows over 16,384 elements: norm_backward_wide, two kernels), norm_backward_sum |
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from te_core import libraries
+from te_core.backends.cuda import norm_tiling as tiling
+from te_core.backends.cuda.quantize import FORMATS, TYPES, cast_with_partials
+from te_core.dtypes import DType
+from te_core.kernels import loader
+from te_core.kernels.loader import Kernel
+from te_core.quantized import Cast, QuantizedTensor, padded
+from te_core.runtime import Runtime
+from te_core.tensor import Device, Tensor
+
+_KINDS = {"LayerNorm": "LAYER", "RMSNorm": "RMS"}
+_limits: dict[Device, tiling.Limits] = {}
+
+
+def limits(rt: Runtime) -> tiling.Limits:
+    """What the runtime's device can hold; asked once."""
+    found = _limits.get(rt.device)
+    if found is None:
+        driver, index = libraries.driver(), rt.device.index
+        found = _limits[rt.device] = tiling.Limits(
+            **{name: driver.attribute(index, name) for name in tiling.Limits.__dataclass_fields__}
+        )
+    return found
+
+
+# ---------------------------------------------------------------------------------------------- forward
+
+
+#: x, gamma, beta, y, rowwise, columnwise, mean, rstd, scale, scale_inv, amax, rows, cols, 1 / cols, eps
+_FORWARD_ARGS = "ppppppppppp" "qiff"
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardPlan:
+    """One launch; with `partials` a cast follows it."""
+
+    family: str
+    kernel: Kernel
+    grid: int
+    block: int
+    shared: int
+    rows: int
+    cols: int
+    inverse: float
+    partials: bool
+
+
+def plan_norm_forward(rt: Runtime, key: tuple[Any, ...]) -> ForwardPlan:
+    """The launches of `norm_forward` for the key that ops.norm makes."""
+    _, (rows, cols), x_dtype, gamma_dtype, out_dtype, kind, zero_centered, _, cast, _, margin, alignment = key
+    sizes = (x_dtype.itemsize, gamma_dtype.itemsize, out_dtype.itemsize)
+    width = tiling.vector_width(cols, alignment, sizes, 16 // x_dtype.itemsize)
+    team = tiling.forward_team(cols, width, x_dtype.itemsize)
+    constants: dict[str, Any] = {
+        "IN": TYPES[x_dtype], "GAMMA": TYPES[gamma_dtype], "OUT": TYPES[out_dtype], "KIND": _KINDS[kind],
+        "ZERO_CENTERED": int(zero_centered), "VEC": width, "SIZE": team.size, "ITERS": team.iters,
+        "FULL": int(team.is_full(cols)),
+    }  # fmt: skip
+    fp8, _, columnwise, delayed, has_amax = cast or (None, False, False, False, False)
+    if delayed and columnwise:
+        constants["FORMAT"] = FORMATS[fp8]
+        return _plan_transposed(rt, (rows, cols), sizes, team, margin, has_amax, constants)
+    use = "PARTIALS" if cast and not delayed else "RAISE" if has_amax else "KEEP_NONE"
+    team = team.in_blocks_of(1024 if margin else tiling.FORWARD_THREADS)
+    row_bytes = team.row_bytes(sizes[0])
+    side_by_side = 1 if margin else max(1, 1024 // team.threads)
+    stages = max(1, tiling.stages(row_bytes, side_by_side, tiling.FORWARD_STAGES, limits(rt)))
+    kernel = loader.get(
+        rt, "norm_forward", args=_FORWARD_ARGS, **constants, TEAMS=team.teams, ROWS=team.teams, STAGES=stages,
+        CAST=int(delayed), COLUMNWISE=0, AMAX=use, FORMAT=FORMATS[fp8] if delayed else "E4M3",
+    )  # fmt: skip
+    shared = stages * row_bytes
+    steps = -(-(padded(rows) if delayed else rows) // team.teams)
+    grid = min(steps, _blocks(rt, team.threads, kernel, shared, margin))
+    # A cast is launched for no rows too: it writes the scale's inverse, or the partial maximum 0.
+    grid = max(grid, 1 if cast else 0)
+    return ForwardPlan(
+        "norm_forward_rows", kernel, grid, team.threads, shared, rows, cols, 1.0 / cols, use == "PARTIALS"
+    )
+
+
+def _plan_transposed(
+    rt: Runtime, shape: tuple[int, int], sizes: tuple[int, ...], team: tiling.Team, margin: int, has_amax: bool,
+    constants: dict[str, Any],
+) -> ForwardPlan:  # fmt: skip
+    rows, cols = shape
+    found = tiling.tile(team, cols, sizes[0], limits(rt))
+    if found is None:
+        team, shared, family = team.in_blocks_of(tiling.WIDE_THREADS), 0, "norm_forward_wide"
+        tall = tiling.wide_rows(cols, sizes[0], limits(rt))
+        kernel = loader.get(
+            rt, "norm_forward_wide", args=_FORWARD_ARGS, **constants, TEAMS=team.teams, ROWS=tall, WIDE=4,
+            ALIGNED=int(team.width * sizes[0] == 16), RAISE_AMAX=int(has_amax),
+        )  # fmt: skip
+    else:
+        team, tall, tile_bytes = found
+        family, row_bytes = "norm_forward_tile", team.row_bytes(sizes[0])
+        stages = tiling.stages(row_bytes, 1, tiling.FORWARD_STAGES, limits(rt), tile_bytes)
+        shared = tile_bytes + stages * row_bytes
+        kernel = loader.get(
+            rt, "norm_forward", args=_FORWARD_ARGS, **constants, TEAMS=team.teams, ROWS=tall, STAGES=stages, CAST=1,
+            COLUMNWISE=1, AMAX="RAISE" if has_amax else "KEEP_NONE",
+        )  # fmt: skip
+    grid = max(1, min(-(-rows // tall), _blocks(rt, team.threads, kernel, shared, margin)))
+    return ForwardPlan(family, kernel, grid, team.threads, shared, rows, cols, 1.0 / cols, False)
+
+
+def _blocks(rt: Runtime, threads: int, kernel: Kernel, shared: int, margin: int) -> int:
+    """Blocks of a persistent grid. With a margin one large block to a multiprocessor: the hardware spreads blocks
+    over all multiprocessors before it doubles up, so fewer blocks than multiprocessors leave some of them free."""
+    if margin:
+        return max(1, limits(rt).multiprocessors - margin)
+    return limits(rt).multiprocessors * limits(rt).blocks_per_multiprocessor(threads, kernel.attribute(4), shared)
+
+
+def norm_forward(
+    rt: Runtime, plan: ForwardPlan, x: Tensor, gamma: Tensor, beta: Tensor | None, y: Tensor | None, cast: Cast | None,
+    q: QuantizedTensor | None, mean: Tensor | None, rstd: Tensor, eps: float,
+) -> None:  # fmt: skip
+    """Run a plan of `plan_norm_forward`."""
+    if not plan.grid:
+        return
+    rowwise = columnwise = scale = scale_inv = amax = 0
+    if plan.partials:
+        amax = rt.workspace("norm amax", 4 * plan.grid)
+    elif cast is not None and q is not None:
+        rowwise = q.rowwise.ptr if q.rowwise is not None else 0
+        columnwise = q.columnwise.ptr if q.columnwise is not None else 0
+        scale = cast.scale.ptr if cast.scale is not None else 0
+        scale_inv = q.scale_inv.ptr
+        amax = cast.amax.ptr if cast.amax is not None else 0
+    plan.kernel(
+        rt, plan.grid, plan.block, x.ptr, gamma.ptr, beta.ptr if beta is not None else 0,
+        y.ptr if y is not None else 0, rowwise, columnwise, mean.ptr if mean is not None else 0, rstd.ptr, scale,
+        scale_inv, amax, plan.rows, plan.cols, plan.inverse, eps, shared=plan.shared,
+    )  # fmt: skip
+    if plan.partials and cast is not None and q is not None and y is not None:
+        cast_with_partials(rt, y, cast, q, amax, plan.grid)
+
+
+# ---------------------------------------------------------------------------------------------- backward
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardPlan:
+    """Two launches, three for very long rows (`columns`). `parts`: partial sums of each column."""
+
+    family: str
+    kernel: Kernel
+    grid: int
+    block: int
+    shared: int
+    columns: Kernel | None
+    columns_grid: tuple[int, int]
+    total: Kernel
+    total_grid: tuple[int, int]
+    parts: int
+    rows: int
+    cols: int
+    inverse: float
+
+
+def plan_norm_backward(rt: Runtime, key: tuple[Any, ...]) -> BackwardPlan:
+    """The launches of `norm_backward` for the key that ops.norm makes."""
+    _, (rows, cols), x_dtype, dy_dtype, gamma_dtype, kind, zero_centered, margin, alignment = key
+    sizes = (x_dtype.itemsize, dy_dtype.itemsize, gamma_dtype.itemsize)
+    width = tiling.vector_width(cols, alignment, sizes, 16 // max(sizes[:2]))
+    constants = {
+        "IN": TYPES[x_dtype], "DY": TYPES[dy_dtype], "GAMMA": TYPES[gamma_dtype], "KIND": _KINDS[kind],
+        "ZERO_CENTERED": int(zero_centered), "VEC": width,
+    }  # fmt: skip
+    team = tiling.backward_team(cols, width)
+    if team is None:
+        return _plan_wide(rt, rows, cols, margin, width, gamma_dtype, constants)
+    # One block a multiprocessor is enough where it has many threads; fewer blocks, fewer partial sums.
+    side_by_side = 1 if margin else max(1, tiling.BACKWARD_THREADS // team.threads)
+    stage_bytes = team.row_bytes(sizes[0] + sizes[1])
+    stages = max(1, tiling.stages(stage_bytes, side_by_side, tiling.BACKWARD_STAGES, limits(rt)))
+    kernel = loader.get(
+        rt, "norm_backward", args="pppppppqif", **constants, SIZE=team.size, ITERS=team.iters,
+        FULL=int(team.is_full(cols)), TEAMS=team.teams, STAGES=stages,
+    )  # fmt: skip
+    # The same memory serves the addition of the teams' sums at the end.
+    shared = max(stages * stage_bytes, team.teams // 2 * cols * 4)
+    grid = min(-(-rows // team.teams), max(1, limits(rt).multiprocessors - margin) * side_by_side)
+    return BackwardPlan(
+        "norm_backward_rows", kernel, grid, team.threads, shared, None, (0, 0), *_total(rt, cols, gamma_dtype, kind),
+        grid, rows, cols, 1.0 / cols,
+    )  # fmt: skip
+
+
+def _plan_wide(
+    rt: Runtime, rows: int, cols: int, margin: int, width: int, gamma_dtype: DType, constants: dict[str, Any]
+) -> BackwardPlan:
+    free = max(1, limits(rt).multiprocessors - margin)
+    kernel = loader.get(rt, "norm_backward_wide", args="ppppppqif", **constants, SIZE=1024)
+    columns = loader.get(
+        rt, "norm_backward_wide", entry="norm_backward_columns", args="pppppqi", **constants, SIZE=1024
+    )
+    across = -(-cols // (128 * width))
+    # About 8 blocks a multiprocessor; each part is another row of partial sums to add.
+    parts = min(rows, max(1, 8 * free // across))
+    kind = "LayerNorm" if constants["KIND"] == "LAYER" else "RMSNorm"
+    return BackwardPlan(
+        "norm_backward_wide", kernel, min(rows, free if margin else 2 * free), 1024, 0, columns, (across, parts),
+        *_total(rt, cols, gamma_dtype, kind), parts, rows, cols, 1.0 / cols,
+    )  # fmt: skip
+
+
+def _total(rt: Runtime, cols: int, gamma_dtype: DType, kind: str) -> tuple[Kernel, tuple[int, int]]:
+    kernel = loader.get(rt, "norm_backward_sum", args="pppii", GAMMA=TYPES[gamma_dtype])
+    return kernel, (-(-cols // 32), 2 if kind == "LayerNorm" else 1)
+
+
+def norm_backward(
+    rt: Runtime, plan: BackwardPlan, dy: Tensor, x: Tensor, gamma: Tensor, mean: Tensor | None, rstd: Tensor, dx: Tensor,
+    dgamma: Tensor, dbeta: Tensor | None,
+) -> None:  # fmt: skip
+    """Run a plan of `plan_norm_backward`."""
+    mean_ptr = mean.ptr if mean is not None else 0
+    partial = rt.workspace("norm backward", 8 * plan.parts * plan.cols)
+    if plan.columns is not None and plan.rows:
+        plan.kernel(
+            rt, plan.grid, plan.block, dy.ptr, x.ptr, gamma.ptr, mean_ptr, rstd.ptr, dx.ptr, plan.rows, plan.cols,
+            plan.inverse,
+        )  # fmt: skip
+        plan.columns(
+            rt, plan.columns_grid, 128, dy.ptr, x.ptr, mean_ptr, rstd.ptr, partial, plan.rows, plan.cols
+        )
+    elif plan.rows:
+        plan.kernel(
+            rt, plan.grid, plan.block, dy.ptr, x.ptr, gamma.ptr, mean_ptr, rstd.ptr, dx.ptr, partial, plan.rows,
+            plan.cols, plan.inverse, shared=plan.shared,
+        )  # fmt: skip
+    plan.total(
+        rt, plan.total_grid, 512, partial, dgamma.ptr, dbeta.ptr if dbeta is not None else 0, plan.parts, plan.cols
+    )

@@ -1,0 +1,348 @@
+"""Per-tensor quantization, dequantization, transpose, amax and the delayed-scaling update on CUDA.
+
+Delayed scaling is one launch: the scale is there before. Current scaling is two: the first leaves partial maxima in
+a workspace, the second (`cast_with_partials`) derives the scale from them in every block and casts. Column sums add
+a small launch that adds up the partial sums of the blocks in a fixed order.
+"""
+
+from __future__ import annotations
+
+import struct
+from ctypes import addressof, create_string_buffer
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from te_core import dtypes, libraries
+from te_core.dtypes import DType
+from te_core.kernels import loader
+from te_core.kernels.loader import Kernel
+from te_core.quantized import PAD, Cast, QuantizedTensor, padded
+from te_core.runtime import Runtime
+from te_core.tensor import Tensor
+
+if TYPE_CHECKING:
+    from te_core.ops.quantize import ScalingState
+
+#: How the kernels spell a type.
+TYPES = {dtypes.float32: "float", dtypes.bfloat16: "bf16", dtypes.float16: "fp16"}
+FORMATS = {dtypes.float8_e4m3: "E4M3", dtypes.float8_e5m2: "E5M2"}
+
+#: Threads of a block of quantize.cu, activation.cu and elementwise.cu.
+THREADS = 128
+#: Blocks of a multiprocessor in launches that leave a partial result for each block: enough to keep the memory
+#: busy, few enough that reading all partials again costs nothing.
+BLOCKS_PER_SM = 4
+#: Shared memory of one stage of fp8_tile.cuh's queue, for each operand: four rows of 16 bytes a thread.
+STAGE_BYTES = 4 * 16 * THREADS
+_SHARED = 4 * STAGE_BYTES  # quantize.cu has four stages
+#: The largest blockIdx.y.
+_MAX_GRID_Y = 65535
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """How blocks of THREADS cover a matrix: `grid`, and `steps` tiles below one another for each block."""
+
+    grid: tuple[int, int]
+    steps: int
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of the launch."""
+        return self.grid[0] * self.grid[1]
+
+
+def multiprocessors(rt: Runtime) -> int:
+    """The number of multiprocessors of the runtime's device (asked when a plan is made)."""
+    return libraries.driver().attribute(rt.device.index, "multiprocessors")
+
+
+def tiling(
+    rows: int, cols: int, dtype: DType, *, columnwise: bool, outputs: int = 1, max_blocks: int = 0
+) -> Tiling:
+    """Tiles of fp8_tile.cuh over `outputs` matrices [rows, cols] side by side, their padding included.
+
+    With `max_blocks`, a block takes as many tiles as keeps their number under it.
+    """
+    vector = 16 // dtype.itemsize
+    tile_m, tile_n = (128, 16 * vector) if columnwise else (16, 32 * vector)
+    across = max(1, -(-(padded(outputs * cols) - (outputs - 1) * cols) // tile_n))
+    down = max(1, -(-padded(rows) // tile_m))
+    steps = -(-down // _MAX_GRID_Y)
+    if max_blocks:
+        steps = max(steps, -(-across * down // max_blocks))
+    return Tiling((across, -(-down // steps)), steps)
+
+
+# ---------------------------------------------------------------------------------------------- casting
+
+
+@dataclass(frozen=True, slots=True)
+class CastPlan:
+    """One launch of quantize.cu. `unaligned` is the other variant's constants, for an x off the 16-byte grid."""
+
+    family: str
+    kernel: Kernel
+    aligned: bool
+    constants: dict[str, Any]
+    tiling: Tiling
+    shape: tuple[int, ...]
+    sum_kernel: Kernel | None
+
+    def kernel_for(self, rt: Runtime, x: Tensor) -> Kernel:
+        """The kernel for this address of x."""
+        if self.aligned and x.ptr & 15:
+            return loader.get(rt, "quantize", args=_QUANTIZE_ARGS, **{**self.constants, "ALIGNED": 0})
+        return self.kernel
+
+
+#: x, rowwise, columnwise, source, scale_inv, amax, column_sum, n_partials, epsilon, power_of_two, rows, cols, steps
+_QUANTIZE_ARGS = "pppppppifiqqi"
+
+
+def plan_cast(
+    rt: Runtime, shape: tuple[int, ...], dtype: DType, fp8: DType, scaling: str, columnwise: bool, sum_dtype: DType | None,
+    max_blocks: int = 0,
+) -> CastPlan:  # fmt: skip
+    """The plan of one launch over x of this shape: scaling is NO_CAST, GIVEN_SCALE or OWN_SCALE."""
+    aligned = shape[1] % (16 // dtype.itemsize) == 0
+    constants = {
+        "DTYPE": TYPES[dtype], "FORMAT": FORMATS[fp8], "SCALING": scaling, "COLUMNWISE": int(columnwise),
+        "COLUMN_SUM": int(sum_dtype is not None), "ALIGNED": int(aligned),
+    }  # fmt: skip
+    return CastPlan(
+        family=f"quantize_{'tile' if columnwise else 'rows'}_{scaling.lower()}",
+        kernel=loader.get(rt, "quantize", args=_QUANTIZE_ARGS, **constants),
+        aligned=aligned,
+        constants=constants,
+        tiling=tiling(shape[0], shape[1], dtype, columnwise=columnwise, max_blocks=max_blocks),
+        shape=shape,
+        sum_kernel=sum_kernel(rt, sum_dtype),
+    )
+
+
+def run_cast(
+    rt: Runtime, plan: CastPlan, x: Tensor, cast: Cast, q: QuantizedTensor, source: int, n_partials: int,
+    column_sum: Tensor | None,
+) -> None:  # fmt: skip
+    """Cast x into q with the scale at `source`, or the one that follows from the partial maxima there."""
+    rows, cols = plan.shape
+    tiles = plan.tiling
+    sums = None if column_sum is None else column_workspace(rt, tiles, cols)
+    plan.kernel_for(rt, x)(
+        rt, tiles.grid, THREADS, x.ptr,
+        q.rowwise.ptr if q.rowwise is not None else None, q.columnwise.ptr if q.columnwise is not None else None,
+        source, q.scale_inv.ptr, cast.amax.ptr if cast.amax is not None else None, sums,
+        n_partials, cast.epsilon, int(cast.power_of_two), rows, cols, tiles.steps, shared=_SHARED,
+    )  # fmt: skip
+    if column_sum is not None:
+        add_column_sums(rt, plan.sum_kernel, sums, tiles.grid[1], cols, column_sum)
+
+
+def cast_with_partials(
+    rt: Runtime, x: Tensor, cast: Cast, q: QuantizedTensor, partials_ptr: int, n_partials: int,
+    column_sum: Tensor | None = None,
+) -> None:  # fmt: skip
+    """The second pass of current scaling: cast the matrix x with the scale that its partial maxima imply.
+
+    The maximum over the float32 values at `partials_ptr` (none: 0) is max |x|. Every block works out the scale by
+    itself; q.scale_inv is written, cast.amax raised if given. One launch (two with `column_sum`, the column sums of
+    x), no allocation but workspaces, safe under graph capture.
+    """
+    sum_dtype = None if column_sum is None else column_sum.dtype
+    key = ("cast_with_partials", x.shape, x.dtype, cast.dtype, cast.columnwise, sum_dtype)
+    plan = rt.plans.get(key)
+    if plan is None:
+        plan = plan_cast(rt, x.shape, x.dtype, cast.dtype, "OWN_SCALE", cast.columnwise, sum_dtype)
+        rt.plans.put(key, plan)
+    run_cast(rt, plan, x, cast, q, partials_ptr, n_partials, column_sum)
+
+
+# ---------------------------------------------------------------------------------------------- column sums
+
+
+def sum_kernel(rt: Runtime, dtype: DType | None) -> Kernel | None:
+    """The kernel that adds partial column sums into a vector of this type."""
+    return None if dtype is None else loader.get(rt, "column_sum", args="ppiq", DTYPE=TYPES[dtype])
+
+
+def column_workspace(rt: Runtime, tiles: Tiling, width: int) -> int:
+    """Where the blocks of a launch leave their column sums: float32 [grid y, width]."""
+    return rt.workspace("column_sum", 4 * tiles.grid[1] * width)
+
+
+def add_column_sums(
+    rt: Runtime, kernel: Kernel | None, partials: int | None, rows: int, width: int, out: Tensor
+) -> None:
+    """out = the sums over the rows of partials [rows, width]."""
+    if width and kernel is not None:
+        kernel(rt, -(-width // 32), 256, partials, out.ptr, rows, width)
+
+
+# ---------------------------------------------------------------------------------------------- quantize
+
+
+def no_cast(rt: Runtime, plan: CastPlan, x: Tensor, partials: int, column_sum: Tensor) -> None:
+    """The partial maxima and the column sums of x."""
+    (rows, cols), tiles = plan.shape, plan.tiling
+    sums = column_workspace(rt, tiles, cols)
+    plan.kernel_for(rt, x)(
+        rt, tiles.grid, THREADS, x.ptr, None, None, None, None, partials, sums, 0, 0.0, 0, rows, cols, tiles.steps,
+        shared=_SHARED,
+    )  # fmt: skip
+    add_column_sums(rt, plan.sum_kernel, sums, tiles.grid[1], cols, column_sum)
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizePlan:
+    """Delayed scaling: `cast` alone. Current scaling: the maximum by `amax`, or by `sums` if it also adds columns."""
+
+    family: str
+    cast: CastPlan
+    delayed: bool
+    amax: AmaxPlan | None
+    sums: CastPlan | None
+
+
+def plan_quantize(
+    rt: Runtime, shape: tuple[int, ...], dtype: DType, cast_key: tuple[Any, ...], sum_dtype: DType | None
+) -> QuantizePlan:
+    """The launches of `quantize`; `sum_dtype` is the type of the column sums, if they are wanted."""
+    fp8, _, columnwise, delayed, _ = cast_key
+    if delayed:
+        cast = plan_cast(rt, shape, dtype, fp8, "GIVEN_SCALE", columnwise, sum_dtype)
+        return QuantizePlan(cast.family, cast, True, None, None)
+    cast = plan_cast(rt, shape, dtype, fp8, "OWN_SCALE", columnwise, None)
+    if sum_dtype is None:
+        largest = plan_amax(rt, shape[0] * shape[1], dtype)
+        return QuantizePlan(f"amax+{cast.family}", cast, False, largest, None)
+    limit = BLOCKS_PER_SM * multiprocessors(rt)
+    first = plan_cast(rt, shape, dtype, dtypes.float8_e4m3, "NO_CAST", False, sum_dtype, max_blocks=limit)
+    return QuantizePlan(f"{first.family}+{cast.family}", cast, False, None, first)
+
+
+def quantize(
+    rt: Runtime, plan: QuantizePlan, x: Tensor, cast: Cast, out: QuantizedTensor, column_sum: Tensor | None
+) -> None:
+    """Quantize x as planned."""
+    if cast.scale is not None:
+        run_cast(rt, plan.cast, x, cast, out, cast.scale.ptr, 0, column_sum)
+    elif plan.amax is not None:
+        partials = rt.workspace("amax", 4 * plan.amax.blocks)
+        plan.amax.kernel(rt, plan.amax.blocks, 256, x.ptr, partials, plan.amax.count)
+        run_cast(rt, plan.cast, x, cast, out, partials, plan.amax.blocks, None)
+    elif plan.sums is not None and column_sum is not None:
+        blocks = plan.sums.tiling.blocks
+        partials = rt.workspace("amax", 4 * blocks)
+        no_cast(rt, plan.sums, x, partials, column_sum)
+        run_cast(rt, plan.cast, x, cast, out, partials, blocks, None)
+
+
+# ---------------------------------------------------------------------------------------------- amax
+
+
+@dataclass(frozen=True, slots=True)
+class AmaxPlan:
+    """One launch of amax.cu that leaves a partial maximum for each of its blocks."""
+
+    kernel: Kernel
+    blocks: int
+    count: int
+
+
+def plan_amax(rt: Runtime, count: int, dtype: DType) -> AmaxPlan:
+    """Blocks of 256 threads with four 16-byte loads each, no more than the device holds at once."""
+    most = BLOCKS_PER_SM * multiprocessors(rt)
+    blocks = min(most, max(1, -(-count * dtype.itemsize // (256 * 4 * 16))))
+    return AmaxPlan(loader.get(rt, "amax", args="ppq", DTYPE=TYPES[dtype]), blocks, count)
+
+
+def amax(rt: Runtime, x: Tensor, out: Tensor) -> None:
+    """out[0] = max |x|, NaN ignored."""
+    key = ("amax", x.size, x.dtype)
+    plan = rt.plans.get(key)
+    if plan is None:
+        plan = rt.plans.put(key, plan_amax(rt, x.size, x.dtype))
+    if plan.blocks == 1:
+        plan.kernel(rt, 1, 256, x.ptr, out.ptr, plan.count)
+        return
+    partials = rt.workspace("amax", 4 * plan.blocks)
+    plan.kernel(rt, plan.blocks, 256, x.ptr, partials, plan.count)
+    finish = loader.get(rt, "amax", entry="amax_finish", args="ppi", DTYPE=TYPES[x.dtype])
+    finish(rt, 1, 256, partials, out.ptr, plan.blocks)
+
+
+# ---------------------------------------------------------------------------------------------- and back
+
+
+def dequantize(rt: Runtime, q: QuantizedTensor, out: Tensor) -> None:
+    """out = q * scale_inv, from the row-wise orientation if there is one."""
+    rows, cols = q.shape
+    if not rows or not cols:
+        return
+    source = q.rowwise if q.rowwise is not None else q.columnwise
+    assert source is not None  # the ops floor refuses an empty tensor
+    columnwise = q.rowwise is None
+    vector = cols % 4 == 0 and out.ptr % (4 * out.dtype.itemsize) == 0
+    kernel = loader.get(
+        rt, "dequantize", args="pppqq", DTYPE=TYPES[out.dtype], FORMAT=FORMATS[q.dtype], COLUMNWISE=int(columnwise),
+        VECTOR=int(vector),
+    )  # fmt: skip
+    tile_m, tile_n = (8 * PAD, 64) if columnwise else (16, 32 * PAD)
+    grid = (-(-cols // tile_n), -(-rows // tile_m))
+    kernel(rt, grid, THREADS, source.ptr, q.scale_inv.ptr, out.ptr, rows, cols)
+
+
+def transpose(rt: Runtime, x: Tensor, out: Tensor) -> None:
+    """A dense transposed copy."""
+    rows, cols = x.shape
+    if not rows or not cols:
+        return
+    size = x.dtype.itemsize
+    aligned = not ((rows * size | cols * size | x.ptr | out.ptr) & 15)
+    kernel = loader.get(rt, "transpose", args="ppqq", SIZE=size, ALIGNED=int(aligned))
+    tile_m, tile_n = (8 * 16 // size, 16 * 16 // size) if aligned else (32, 32)
+    kernel(rt, (-(-cols // tile_n), -(-rows // tile_m)), THREADS, x.ptr, out.ptr, rows, cols)
+
+
+# ---------------------------------------------------------------------------------------------- scale update
+
+_STATE = struct.Struct("=QQQiifi")  # State of scale_update.cu
+#: States that a launch's parameters hold: 4 KB everywhere; 32,764 bytes where driver and NVRTC are CUDA 12.1 or newer.
+_SMALL, _LARGE = 100, 800
+
+
+@dataclass(frozen=True, slots=True)
+class UpdatePlan:
+    """The launches of one scale update, their tables filled in: the addresses are part of the key."""
+
+    family: str
+    launches: tuple[tuple[Kernel, int, Any], ...]
+
+
+def update_scales(rt: Runtime, states: list[ScalingState], algo: str) -> None:
+    """One launch for up to 800 states (100 before CUDA 12.1)."""
+    key = ("update_scales", algo, *[(s.scale.ptr, s.history.ptr, s.used.ptr, s.history.shape, s.limit) for s in states])
+    plan = rt.plans.get(key)
+    if plan is None:
+        plan = rt.plans.put(key, _plan_update(rt, states, algo))
+    for kernel, count, table in plan.launches:
+        kernel.by_value(rt, count, THREADS, addressof(table))
+
+
+def _plan_update(rt: Runtime, states: list[ScalingState], algo: str) -> UpdatePlan:
+    states = [s for s in states if s.history.size]
+    roomy = libraries.driver_version() >= (12, 1) and libraries.version("nvrtc") >= (12, 1)
+    capacity = _LARGE if roomy and len(states) > _SMALL else _SMALL
+    kernel = loader.get(rt, "scale_update", args="b", CAPACITY=capacity, HISTORY_MAX=int(algo == "max"))
+    launches = []
+    for start in range(0, len(states), capacity):
+        part = states[start : start + capacity]
+        table = create_string_buffer(capacity * _STATE.size)
+        for i, s in enumerate(part):
+            rows, columns = s.history.shape
+            _STATE.pack_into(
+                table, i * _STATE.size, s.scale.ptr, s.history.ptr, s.used.ptr, columns, rows, s.limit, 0
+            )
+        launches.append((kernel, len(part), table))
+    return UpdatePlan("scale_update", tuple(launches))

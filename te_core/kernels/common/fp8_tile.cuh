@@ -1,0 +1,429 @@
+// From a producer of values to everything a cast delivers: the values themselves, FP8 in one or both orientations,
+// the amax and the column sums. Quantize, activations and their backward are producers; the rest is here once.
+//
+// A thread owns V = 16 / sizeof(T) neighbouring columns and ROWS consecutive rows. With Columnwise, ROWS is 16, so
+// that the sixteen FP8 bytes of one of its columns are one 16-byte store into the transposed copy: the transposition
+// happens in registers (4x4 bytes at a time, eight byte permutes) and needs neither shared memory nor a barrier.
+// The four lanes below one another make 64 contiguous bytes of a transposed row, two warps a whole 128-byte line.
+//
+// Output i of OUTPUTS lies i * cols columns to the right: the gradients (da | db) of a gated activation.
+#pragma once
+#include "common/numeric.cuh"
+
+// Where the scale comes from: nothing is cast; a given scale (delayed scaling); the maximum of partial amaxes
+// (current scaling, second pass).
+#ifndef KNOB_LANES
+#define KNOB_LANES 8
+#endif
+#ifndef KNOB_WARPS
+#define KNOB_WARPS 2
+#endif
+#ifndef KNOB_UNROLL
+#define KNOB_UNROLL 4
+#endif
+#ifndef KNOB_ROWS
+#define KNOB_ROWS 4
+#endif
+enum Scaling { NO_CAST = 0, GIVEN_SCALE = 1, OWN_SCALE = 2 };
+
+constexpr int TILE_THREADS = 128;
+
+template <class T, bool Columnwise> struct TileShape {
+    static constexpr int V = 16 / sizeof(T);
+    static constexpr int LANES_N = Columnwise ? KNOB_LANES : 32, LANES_M = 32 / LANES_N;
+    static constexpr int WARPS_N = Columnwise ? KNOB_WARPS : 1, WARPS_M = TILE_THREADS / 32 / WARPS_N;
+    static constexpr int ROWS = Columnwise ? 16 : KNOB_ROWS;
+    static constexpr int M = WARPS_M * LANES_M * ROWS, N = WARPS_N * LANES_N * V;
+};
+
+template <class T> struct TileSink {
+    T* y;               // [rows, OUTPUTS * cols] (Keep only)
+    u8* rowwise;        // [padded(rows), padded(OUTPUTS * cols)], or null
+    u8* columnwise;     // its transpose (Columnwise only)
+    float* amax;        // raised (or null); NO_CAST: one partial for each block (or null)
+    float* column_sum;  // [gridDim.y, OUTPUTS * cols]: the sums of each block's rows
+};
+
+struct TileScale {
+    const float* source;  // GIVEN_SCALE: the scale; OWN_SCALE: partial amaxes
+    int n_partials;
+    float epsilon;
+    int power_of_two;
+    float* scale_inv;
+};
+
+__device__ __forceinline__ i64 padded(i64 n) { return (n + 15) & ~i64(15); }
+
+// Sixteen bytes of a row: V elements of T, kept as words so that 16-bit elements are handled two an instruction.
+struct Pack {
+    u32 w[4];
+};
+
+// V elements of a row, zeros beyond the edge. Aligned: rows start on 16 bytes and hold whole packs.
+template <class T, bool Aligned>
+__device__ __forceinline__ Pack fetch_pack(const T* p, i64 row, i64 rows, i64 pitch, i64 col, i64 cols) {
+    constexpr int V = 16 / sizeof(T);
+    Pack pack = {};
+    if constexpr (Aligned) {
+        if (row < rows && col < cols) {
+            const uint4 raw = __ldg(reinterpret_cast<const uint4*>(p + row * pitch + col));
+            pack.w[0] = raw.x, pack.w[1] = raw.y, pack.w[2] = raw.z, pack.w[3] = raw.w;
+        }
+    } else {
+        T v[V];
+#pragma unroll
+        for (int j = 0; j < V; ++j) {
+            v[j] = row < rows && col + j < cols ? p[row * pitch + col + j] : from_float<T>(0.f);
+        }
+        memcpy(&pack, v, 16);
+    }
+    return pack;
+}
+
+template <class T, bool Aligned>
+__device__ __forceinline__ void store_pack(T* p, const Pack& pack, i64 col, i64 cols) {
+    constexpr int V = 16 / sizeof(T);
+    if constexpr (Aligned) {
+        if (col < cols) *reinterpret_cast<uint4*>(p) = make_uint4(pack.w[0], pack.w[1], pack.w[2], pack.w[3]);
+    } else {
+        T v[V];
+        memcpy(v, &pack, 16);
+#pragma unroll
+        for (int j = 0; j < V; ++j) {
+            if (col + j < cols) p[j] = v[j];
+        }
+    }
+}
+
+// Per type: floats from a word and back (rounded to nearest even), and a running max |x| in which a NaN loses to
+// every number.
+template <class T> struct Words;
+template <> struct Words<float> {
+    static constexpr int PER_WORD = 1;
+    static __device__ __forceinline__ void unpack(u32 w, float* f) { f[0] = __uint_as_float(w); }
+    static __device__ __forceinline__ u32 pack(const float* f) { return __float_as_uint(f[0]); }
+    static __device__ __forceinline__ u32 raise(u32 top, u32 w) {
+        return __float_as_uint(fmaxf(__uint_as_float(top), fabsf(__uint_as_float(w))));
+    }
+};
+template <> struct Words<bf16> {
+    static constexpr int PER_WORD = 2;
+    static __device__ __forceinline__ void unpack(u32 w, float* f) {
+        f[0] = __uint_as_float(w << 16);
+        f[1] = __uint_as_float(w & 0xffff0000u);
+    }
+    static __device__ __forceinline__ u32 pack(const float* f) {
+        u32 w;
+        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(w) : "f"(f[1]), "f"(f[0]));
+        return w;
+    }
+    static __device__ __forceinline__ u32 raise(u32 top, u32 w) {
+        asm("max.bf16x2 %0, %0, %1;" : "+r"(top) : "r"(w & 0x7fff7fffu));
+        return top;
+    }
+};
+template <> struct Words<fp16> {
+    static constexpr int PER_WORD = 2;
+    static __device__ __forceinline__ void unpack(u32 w, float* f) {
+        __half2 two;
+        memcpy(&two, &w, 4);
+        f[0] = __low2float(two);
+        f[1] = __high2float(two);
+    }
+    static __device__ __forceinline__ u32 pack(const float* f) {
+        u32 w;
+        asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(w) : "f"(f[1]), "f"(f[0]));
+        return w;
+    }
+    static __device__ __forceinline__ u32 raise(u32 top, u32 w) {
+        asm("max.f16x2 %0, %0, %1;" : "+r"(top) : "r"(w & 0x7fff7fffu));
+        return top;
+    }
+};
+
+template <class T> __device__ __forceinline__ void unpack(const Pack& pack, float (&f)[16 / sizeof(T)]) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) Words<T>::unpack(pack.w[i], f + i * Words<T>::PER_WORD);
+}
+template <class T> __device__ __forceinline__ Pack rounded_pack(const float (&f)[16 / sizeof(T)]) {
+    Pack pack;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) pack.w[i] = Words<T>::pack(f + i * Words<T>::PER_WORD);
+    return pack;
+}
+template <class T> __device__ __forceinline__ void raise(u32& top, const Pack& pack) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) top = Words<T>::raise(top, pack.w[i]);
+}
+template <class T> __device__ __forceinline__ float highest(u32 top) {
+    float f[2] = {};
+    Words<T>::unpack(top, f);
+    return fmaxf(f[0], f[1]);
+}
+
+// ---- the pieces of a cast ----------------------------------------------------------------------------------
+
+// Four values to four bytes, saturating. One instruction a pair, where the device has it, straight into the word.
+template <int Format> __device__ __forceinline__ u32 to_fp8x4(float a, float b, float c, float d) {
+#if __CUDA_ARCH__ >= 890
+    u32 word;
+    if (Format == E4M3) {
+        asm("{.reg .b16 lo, hi; cvt.rn.satfinite.e4m3x2.f32 lo, %2, %1; cvt.rn.satfinite.e4m3x2.f32 hi, %4, %3;"
+            " mov.b32 %0, {lo, hi};}" : "=r"(word) : "f"(a), "f"(b), "f"(c), "f"(d));
+    } else {
+        asm("{.reg .b16 lo, hi; cvt.rn.satfinite.e5m2x2.f32 lo, %2, %1; cvt.rn.satfinite.e5m2x2.f32 hi, %4, %3;"
+            " mov.b32 %0, {lo, hi};}" : "=r"(word) : "f"(a), "f"(b), "f"(c), "f"(d));
+    }
+    return word;
+#else
+    return to_fp8x2<Format>(a, b) | u32(to_fp8x2<Format>(c, d)) << 16;
+#endif
+}
+
+// Rows of four bytes in, columns of four bytes out.
+__device__ __forceinline__ void transpose_4x4(u32& a, u32& b, u32& c, u32& d) {
+    const u32 ab_lo = __byte_perm(a, b, 0x5140), ab_hi = __byte_perm(a, b, 0x7362);
+    const u32 cd_lo = __byte_perm(c, d, 0x5140), cd_hi = __byte_perm(c, d, 0x7362);
+    a = __byte_perm(ab_lo, cd_lo, 0x5410);
+    b = __byte_perm(ab_lo, cd_lo, 0x7632);
+    c = __byte_perm(ab_hi, cd_hi, 0x5410);
+    d = __byte_perm(ab_hi, cd_hi, 0x7632);
+}
+
+// Four rows of V bytes join the columns. The older bytes move up instead of being indexed by row, so that the loop
+// over batches need not be unrolled; where it is, the moves cost nothing.
+template <int V> __device__ __forceinline__ void push_square(u32 (&square)[V / 4][4], u32 (&column)[V][4]) {
+#pragma unroll
+    for (int w = 0; w < V / 4; ++w) {
+        u32(&q)[4] = square[w];
+        transpose_4x4(q[0], q[1], q[2], q[3]);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            u32(&c)[4] = column[4 * w + j];
+            c[0] = c[1], c[1] = c[2], c[2] = c[3], c[3] = q[j];
+        }
+    }
+}
+
+// The scale of this launch, known to every thread; the first block also writes its inverse. For OWN_SCALE every block
+// takes the maximum of the partials itself (they lie in L2), which saves a launch between the two passes.
+template <int Format, int Mode>
+__device__ __forceinline__ float find_scale(const TileScale& s, float* amax, float* scratch) {
+    const bool first = threadIdx.x == 0 && blockIdx.x == 0 && blockIdx.y == 0;
+    float scale = 1.f;
+    if (Mode == GIVEN_SCALE) scale = *s.source;
+    if (Mode == OWN_SCALE) {
+        float top = 0.f;
+        for (int i = threadIdx.x; i < s.n_partials; i += TILE_THREADS) top = fmaxf(top, s.source[i]);
+        top = block_max<TILE_THREADS>(top, scratch);
+        scale = scale_from_amax(top, Format == E4M3 ? 448.f : 57344.f, s.epsilon, s.power_of_two != 0);
+        if (first && amax != nullptr) atomic_raise(amax, top);
+    }
+    if (first) *s.scale_inv = __fdiv_rn(1.f, scale);
+    return scale;
+}
+
+// Adds the threads' column sums over the block's rows, in a fixed order, and writes one row of partials.
+template <class Shape, int O, int V>
+__device__ __forceinline__ void write_column_sums(float (&sum)[O][V], float* out, i64 col, i64 cols, float* scratch) {
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    const int warp_n = warp % Shape::WARPS_N, warp_m = warp / Shape::WARPS_N;
+    const int place = (warp_n * Shape::LANES_N + lane % Shape::LANES_N) * V;
+#pragma unroll
+    for (int o = 0; o < O; ++o) {
+#pragma unroll
+        for (int j = 0; j < V; ++j) {
+#pragma unroll
+            for (int d = Shape::LANES_N; d < 32; d <<= 1) sum[o][j] += __shfl_xor_sync(~0u, sum[o][j], d);
+        }
+    }
+    if (warp_m > 0 && lane < Shape::LANES_N) {
+#pragma unroll
+        for (int o = 0; o < O; ++o) {
+#pragma unroll
+            for (int j = 0; j < V; ++j) scratch[((warp_m - 1) * O + o) * Shape::N + place + j] = sum[o][j];
+        }
+    }
+    __syncthreads();
+    if (warp_m > 0 || lane >= Shape::LANES_N) return;
+#pragma unroll
+    for (int o = 0; o < O; ++o) {
+#pragma unroll
+        for (int j = 0; j < V; ++j) {
+            float total = sum[o][j];
+#pragma unroll
+            for (int w = 0; w < Shape::WARPS_M - 1; ++w) total += scratch[(w * O + o) * Shape::N + place + j];
+            if (col + j < cols) out[blockIdx.y * (O * cols) + o * cols + col + j] = total;
+        }
+    }
+}
+
+// The V FP8 bytes of one row (or, unaligned, those of them that lie inside). `edge`: columns that may be written.
+template <int V, bool Aligned>
+__device__ __forceinline__ void store_row(u8* p, const u32 (&words)[V / 4], i64 col, i64 edge) {
+    if constexpr (Aligned) {
+        if (col >= edge) return;
+        if constexpr (V == 8) *reinterpret_cast<uint2*>(p) = make_uint2(words[0], words[1]);
+        else *reinterpret_cast<u32*>(p) = words[0];
+    } else {
+#pragma unroll
+        for (int j = 0; j < V; ++j) {
+            if (col + j < edge) p[j] = u8(words[j / 4] >> (8 * (j % 4)));
+        }
+    }
+}
+
+// ---- the walk ----------------------------------------------------------------------------------------------
+
+// Starts 16 bytes on their way to shared memory; `inside` false writes zeros instead.
+__device__ __forceinline__ void copy_async(uint4* to, const void* from, bool inside) {
+    const u32 address = u32(__cvta_generic_to_shared(to));
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(address), "l"(from), "r"(inside ? 16 : 0) : "memory");
+}
+__device__ __forceinline__ void close_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int Open> __device__ __forceinline__ void await_group() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(Open) : "memory");
+}
+
+// Four rows of all operands go through `queue`, a ring of DEPTH such groups in shared memory of which each thread
+// uses only its own places: thread t's 16 bytes of (stage, row, operand) lie at [stage][row][operand][t]. So the
+// loads of later groups, and of the next tile, are under way while a group is computed, without registers or barriers.
+//
+// Producer:  static constexpr int OUTPUTS, OPERANDS, DEPTH;
+//            const T* operand(int k) const, i64 pitch(int k) const  (the k-th operand of column 0, its row length);
+//            void values(const Pack (&operands)[OPERANDS], Pack (&out)[OUTPUTS]) const  (rounded to T; zeros give zeros).
+// A block takes `steps` tiles below one another, so the host can bound the number of partials.
+constexpr int GROUP = 4;
+
+template <class T, bool Aligned, class Producer>
+__device__ __forceinline__ void fetch_group(const Producer& producer, uint4* stage, i64 row, i64 end, i64 col, i64 cols) {
+    constexpr int K = Producer::OPERANDS;
+    const i64 left = col < cols ? end - row : 0;
+    const int inside = left < 0 ? 0 : (left < GROUP ? int(left) : GROUP);
+#pragma unroll
+    for (int k = 0; k < K; ++k) {
+        const i64 pitch = producer.pitch(k);
+        const T* p = producer.operand(k) + row * pitch + col;
+#pragma unroll
+        for (int i = 0; i < GROUP; ++i) {
+            uint4* to = stage + (i * K + k) * TILE_THREADS;
+            if constexpr (Aligned) {
+                copy_async(to, p, i < inside);
+            } else {
+                const Pack pack = fetch_pack<T, false>(p, 0, i < inside, 0, 0, cols - col);
+                *to = make_uint4(pack.w[0], pack.w[1], pack.w[2], pack.w[3]);
+            }
+            p += pitch;
+        }
+    }
+    close_group();
+}
+
+template <class T, int Format, int Mode, bool Columnwise, bool ColumnSum, bool Keep, bool Aligned, class Producer>
+__device__ __forceinline__ void walk_tiles(const Producer& producer, const TileSink<T>& sink, const TileScale& scaling,
+                                           i64 rows, i64 cols, int steps) {
+    using Shape = TileShape<T, Columnwise>;
+    constexpr int V = Shape::V, O = Producer::OUTPUTS, K = Producer::OPERANDS, DEPTH = Producer::DEPTH;
+    constexpr int GROUPS = Shape::ROWS / GROUP, STAGE = GROUP * K * TILE_THREADS;
+    constexpr int SUMS = (Shape::WARPS_M - 1) * O * Shape::N;
+    __shared__ float scratch[ColumnSum && SUMS > 32 ? SUMS : 32];
+    extern __shared__ uint4 queue[];
+
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    const i64 col = i64(blockIdx.x) * Shape::N + (warp % Shape::WARPS_N * Shape::LANES_N + lane % Shape::LANES_N) * V;
+    const i64 pitch = padded(O * cols), height = padded(rows);
+    // This thread's groups are GROUPS consecutive ones in each of the block's tiles.
+    const i64 first = i64(blockIdx.y) * steps * Shape::M + (warp / Shape::WARPS_N * Shape::LANES_M + lane / Shape::LANES_N) * Shape::ROWS;
+    const i64 past = i64(blockIdx.y + 1) * steps * Shape::M, end = past < rows ? past : rows;
+
+    uint4* mine = queue + threadIdx.x;
+#pragma unroll
+    for (int s = 0; s < DEPTH; ++s) {
+        fetch_group<T, Aligned>(producer, mine + s * STAGE, first + s / GROUPS * Shape::M + s % GROUPS * GROUP, end, col, cols);
+    }
+    // Here and not earlier, so that the first groups are on their way while the partials are reduced.
+    float scale = 1.f;
+    if constexpr (Mode != NO_CAST) scale = find_scale<Format, Mode>(scaling, sink.amax, scratch);
+
+    u32 top = 0;
+    float sum[O][V] = {};
+    int turn = 0;
+    for (int step = 0; step < steps; ++step) {
+        const i64 row0 = first + i64(step) * Shape::M;
+        u32 column[O][V][4] = {};  // the last sixteen bytes of each column
+#pragma unroll KNOB_UNROLL
+        for (int g = 0; g < GROUPS; ++g) {
+            const i64 row = row0 + g * GROUP;
+            const int stage = GROUPS % DEPTH == 0 ? g % DEPTH : turn;
+            turn = turn == DEPTH - 1 ? 0 : turn + 1;
+            await_group<DEPTH - 1>();
+            Pack raw[GROUP][K];
+#pragma unroll
+            for (int i = 0; i < GROUP; ++i) {
+#pragma unroll
+                for (int k = 0; k < K; ++k) {
+                    const uint4 v = mine[stage * STAGE + (i * K + k) * TILE_THREADS];
+                    raw[i][k] = Pack{{v.x, v.y, v.z, v.w}};
+                }
+            }
+            const i64 ahead = row0 + (g + DEPTH) / GROUPS * Shape::M + (g + DEPTH) % GROUPS * GROUP;
+            fetch_group<T, Aligned>(producer, mine + stage * STAGE, ahead, end, col, cols);
+
+            u32 square[O][V / 4][4];
+            T* y = sink.y + row * (O * cols) + col;
+            u8* rowwise = sink.rowwise + row * pitch + col;
+#pragma unroll
+            for (int i = 0; i < GROUP; ++i, y += O * cols, rowwise += pitch) {
+                Pack value[O];
+                producer.values(raw[i], value);
+#pragma unroll
+                for (int o = 0; o < O; ++o) {
+                    raise<T>(top, value[o]);
+                    if (Keep && row + i < rows) store_pack<T, Aligned>(y + o * cols, value[o], col, cols);
+                    float f[V];
+                    unpack<T>(value[o], f);
+                    if constexpr (ColumnSum) {
+#pragma unroll
+                        for (int j = 0; j < V; ++j) sum[o][j] += f[j];
+                    }
+                    if constexpr (Mode != NO_CAST) {
+                        u32 words[V / 4];
+#pragma unroll
+                        for (int w = 0; w < V / 4; ++w) {
+                            const float* p = f + 4 * w;
+                            words[w] = to_fp8x4<Format>(p[0] * scale, p[1] * scale, p[2] * scale, p[3] * scale);
+                            square[o][w][i] = words[w];
+                        }
+                        // A group lies inside or outside the padded rows as a whole.
+                        const i64 edge = o == O - 1 ? pitch - o * cols : cols;
+                        if (sink.rowwise != nullptr && row < height) store_row<V, Aligned>(rowwise + o * cols, words, col, edge);
+                    }
+                }
+            }
+            if constexpr (Columnwise) {
+#pragma unroll
+                for (int o = 0; o < O; ++o) push_square<V>(square[o], column[o]);
+            }
+        }
+        if constexpr (Columnwise) {
+#pragma unroll
+            for (int o = 0; o < O; ++o) {
+                const i64 edge = o == O - 1 ? pitch - o * cols : cols;
+#pragma unroll
+                for (int j = 0; j < V; ++j) {
+                    const u32(&c)[4] = column[o][j];
+                    u8* to = sink.columnwise + (o * cols + col + j) * height + row0;
+                    if (row0 < height && col + j < edge) *reinterpret_cast<uint4*>(to) = make_uint4(c[0], c[1], c[2], c[3]);
+                }
+            }
+        }
+    }
+    if (Mode != OWN_SCALE && sink.amax != nullptr) {
+        const float amax = block_max<TILE_THREADS>(highest<T>(top), scratch);
+        if (threadIdx.x == 0) {
+            if (Mode == GIVEN_SCALE) atomic_raise(sink.amax, amax);
+            else sink.amax[blockIdx.y * gridDim.x + blockIdx.x] = amax;
+        }
+    }
+    if constexpr (ColumnSum) write_column_sums<Shape>(sum, sink.column_sum, col, cols, scratch);
+}

@@ -1,0 +1,176 @@
+"""The one way a kernel gets onto a device: `get` compiles, caches and loads it; calling it launches it.
+
+    scale = get(rt, "scale", args="ppfq", TYPE="float")      # te_core/kernels/scale.cu, extern "C" function scale
+    scale(rt, blocks, 256, x.ptr, out.ptr, 0.5, x.size)
+
+Keep the `Kernel` in the plan that uses it: `get` looks it up by all its arguments, the launch looks up nothing.
+CuPy's driver binding launches (a fifth of the cost of ctypes); its arrays, memory pool and compiler are not used.
+"""
+
+from __future__ import annotations
+
+import struct
+from threading import RLock
+from typing import Any
+
+from te_core import libraries
+from te_core.errors import ArgumentError, LibraryError
+from te_core.kernels.compiler import (
+    Constant,
+    architecture,
+    cached,
+    compile_checks,
+    compile_source,
+    source_path,
+)
+from te_core.runtime import Runtime
+
+__all__ = ["Arguments", "Kernel", "compile_checks", "compile_source", "get", "source_path"]
+
+#: How each letter of `args` is packed. Every argument has eight bytes, so one array of addresses serves all kernels.
+_LETTERS = {"p": "Q", "q": "q", "i": "i4x", "f": "f4x", "b": "Q"}
+MAX_ARGUMENTS = 64
+_SHARED_LIMIT = 48 * 1024  # static and dynamic bytes; above this a kernel must be told first
+_STATIC_SHARED, _MAX_DYNAMIC_SHARED = 1, 8  # CUfunction_attribute
+
+_kernels: dict[tuple[Any, ...], Kernel] = {}
+_lock = RLock()
+
+
+class Arguments:
+    """One executor's argument block: the values, and the array of their addresses that a launch takes."""
+
+    __slots__ = ("_addresses", "pointers", "values")
+
+    def __init__(self) -> None:
+        import ctypes
+
+        self.values = (ctypes.c_uint64 * MAX_ARGUMENTS)()
+        base = ctypes.addressof(self.values)
+        self._addresses = (ctypes.c_void_p * MAX_ARGUMENTS)(*(base + 8 * i for i in range(MAX_ARGUMENTS)))
+        self.pointers = ctypes.addressof(self._addresses)
+
+
+class Kernel:
+    """A compiled function on one device."""
+
+    __slots__ = ("_args", "_driver", "_function", "_launch", "_pack", "_shared", "name")
+
+    def __init__(self, name: str, function: int, args: str, driver: Any) -> None:
+        self.name = name
+        self._function = function
+        self._args = args
+        self._driver = driver
+        self._launch = driver.launchKernel
+        self._pack = struct.Struct("=" + "".join(_LETTERS[letter] for letter in args)).pack_into
+        self._shared = _SHARED_LIMIT - int(driver.funcGetAttribute(_STATIC_SHARED, function))
+
+    def __call__(
+        self, rt: Runtime, grid: int | tuple[int, ...], block: int | tuple[int, ...], *args: Any, shared: int = 0
+    ) -> None:
+        """Launch on the runtime's stream. A pointer argument is an address or None; `shared` is dynamic bytes."""
+        executor = rt.executor()
+        arguments = executor.arguments
+        if None in args:
+            args = tuple(0 if a is None else a for a in args)
+        try:
+            self._pack(arguments.values, 0, *args)
+        except struct.error as error:
+            raise self._argument_error(args, error) from error
+        if shared > self._shared:
+            self._raise_shared(shared)
+        gx, gy, gz = (grid, 1, 1) if grid.__class__ is int else _three(grid)
+        bx, by, bz = (block, 1, 1) if block.__class__ is int else _three(block)
+        if not executor.context:
+            self._launch(self._function, gx, gy, gz, bx, by, bz, shared, rt.stream, arguments.pointers, 0)
+            return
+        entered = executor.driver.enter(executor.context)
+        try:
+            self._launch(self._function, gx, gy, gz, bx, by, bz, shared, rt.stream, arguments.pointers, 0)
+        finally:
+            if entered:
+                executor.driver.leave()
+
+    def by_value(self, rt: Runtime, grid: int, block: int, address: int) -> None:
+        """Launch a kernel whose one argument (args="b") is a struct passed by value, found at this host address."""
+        import ctypes
+
+        pointer = ctypes.c_uint64(address)  # the driver copies the struct before the call returns
+        executor = rt.executor()
+        with executor.driver.on(rt.device.index):
+            self._launch(self._function, grid, 1, 1, block, 1, 1, 0, rt.stream, ctypes.addressof(pointer), 0)
+
+    def attribute(self, number: int) -> int:
+        """A CUfunction_attribute of the kernel: 4 is registers a thread, 3 local bytes (spills), 1 shared bytes."""
+        return int(self._driver.funcGetAttribute(number, self._function))
+
+    def _raise_shared(self, shared: int) -> None:
+        self._driver.funcSetAttribute(self._function, _MAX_DYNAMIC_SHARED, shared)
+        self._shared = shared
+
+    def _argument_error(self, args: tuple[Any, ...], error: Exception) -> ArgumentError:
+        return ArgumentError(
+            f"launch {self.name}", f"{args} ({error})", f"{len(self._args)} arguments: {self._args} "
+            "(p address or None, q int64, i int32, f float32)", "match the kernel's signature",
+        )  # fmt: skip
+
+    def __repr__(self) -> str:
+        return f"Kernel({self.name}, args {self._args!r})"
+
+
+def _three(size: Any) -> tuple[int, int, int]:
+    return (*size, 1, 1)[:3]
+
+
+def get(rt: Runtime, name: str, *, entry: str | None = None, args: str, **constants: Constant) -> Kernel:
+    """The function `entry` (default: `name`) of te_core/kernels/<name>.cu, compiled with these constants.
+
+    `args` has one letter for each argument: p address or None, q int64, i int32, f float32; or it is "b": the one
+    argument is a struct passed by value (`Kernel.by_value`).
+    """
+    key = (rt.device, name, entry, args, *sorted(constants.items()))
+    found = _kernels.get(key)
+    if found is None:
+        with _lock:
+            found = _kernels.get(key)
+            if found is None:
+                found = _kernels[key] = _load(rt, name, entry or name, args, constants)
+    return found
+
+
+_modules: dict[tuple[Any, ...], int] = {}  # one module serves all the functions of a file
+
+
+def _load(rt: Runtime, name: str, entry: str, args: str, constants: dict[str, Constant]) -> Kernel:
+    unknown = set(args) - set(_LETTERS)
+    if unknown or len(args) > MAX_ARGUMENTS:
+        raise ArgumentError(
+            f"load {name}", f"args={args!r}", f"up to {MAX_ARGUMENTS} letters of {'/'.join(_LETTERS)}", "correct args"
+        )
+    backend = _cupy_driver()
+    driver = libraries.driver()
+    index = rt.device.index
+    arch = architecture((driver.attribute(index, "major"), driver.attribute(index, "minor")))
+    key = (index, name, *sorted(constants.items()))
+    with driver.on(index):
+        if key not in _modules:
+            _modules[key] = backend.moduleLoadData(cached(name, constants, arch))
+        try:
+            function = backend.moduleGetFunction(_modules[key], entry)
+        except Exception as error:
+            raise LibraryError(
+                f"load {name}", f"no function {entry!r} ({error})", f'an extern "C" function of {name}.cu',
+                "correct the entry's name",
+            ) from error  # fmt: skip
+    return Kernel(entry, function, args, backend)
+
+
+def _cupy_driver() -> Any:
+    """CuPy's binding of the driver; this module alone loads neither CuPy's arrays nor any CUDA library."""
+    try:
+        from cupy_backends.cuda.api import driver
+    except ImportError as error:
+        raise LibraryError(
+            "load a kernel", str(error), "CuPy 13 or newer", "pip install te-runtime[cu13] (or [cu12] for CUDA 12)"
+        ) from error
+    return driver
