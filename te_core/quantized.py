@@ -3,12 +3,20 @@
 A matrix [M, K] may be held in two orientations, because an FP8 GEMM on Hopper reads both operands along the
 contraction: `rowwise` is [M, K], `columnwise` is its transpose [K, M]. Both are stored with every side rounded
 up to PAD elements and the tail filled with zeros, so any shape can enter any GEMM; `shape` is the real one.
+
+In memory an orientation and the scale are one block of bytes: data, then the float32 scale_inv. The columnwise copy,
+which backward reads, begins its block, so the block alone is all that has to be kept for it.
 """
 
 from __future__ import annotations
 
+from te_core import dtypes
 from te_core.dtypes import DType
 from te_core.tensor import Tensor
+
+#: Up to this many bytes an orientation both lie in one block: an allocation costs a host 3 us, and keeping the
+#: row-wise copy until backward costs less memory than the allocator's own rounding.
+ONE_BLOCK = 1 << 16
 
 #: cuBLASLt wants FP8 leading dimensions and addresses in multiples of 16 bytes.
 PAD = 16
@@ -22,21 +30,31 @@ def padded(n: int) -> int:
 class QuantizedTensor:
     """A per-tensor scaled FP8 matrix: value = data * scale_inv."""
 
-    __slots__ = ("columnwise", "dtype", "rowwise", "scale_inv", "shape")
+    __slots__ = ("block", "columnwise", "dtype", "rowwise", "scale_inv", "shape")
 
     def __init__(
         self,
         rowwise: Tensor | None,
         columnwise: Tensor | None,
         scale_inv: Tensor,
-        shape: tuple[int, ...],
+        shape: tuple[int, int],
         dtype: DType,
+        block: Tensor | None = None,
     ) -> None:
         self.rowwise = rowwise  # [padded(M), padded(K)]
         self.columnwise = columnwise  # [padded(K), padded(M)]
         self.scale_inv = scale_inv  # float32 [1]
         self.shape = shape  # (M, K)
         self.dtype = dtype
+        self.block = block  # uint8: the memory that begins with the columnwise copy and holds the scale after it
+
+    @classmethod
+    def columnwise_in(cls, block: Tensor, shape: tuple[int, int], dtype: DType) -> QuantizedTensor:
+        """The columnwise copy that a block begins with, and its scale."""
+        m, k = padded(shape[0]), padded(shape[1])
+        device = block.device
+        scale_inv = Tensor(block.ptr + m * k, (1,), dtypes.float32, device, block)
+        return cls(None, Tensor(block.ptr, (k, m), dtype, device, block), scale_inv, shape, dtype, block)
 
     def __repr__(self) -> str:
         held = [n for n in ("rowwise", "columnwise") if getattr(self, n) is not None]

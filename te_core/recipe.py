@@ -162,7 +162,8 @@ _resolved: dict[tuple[Any, ...], Precision] = {}
 
 def resolve(recipe: Recipe) -> Precision:
     """The one `Precision` object of all recipes that say the same (so that `is` compares precisions)."""
-    key = (type(recipe), *vars(recipe).values())
+    fields = vars(recipe)
+    key = (type(recipe), *fields, *fields.values())  # the names too: optional attributes may be set in any order
     found = _resolved.get(key)
     if found is None:
         precision = recipe.resolve()
@@ -176,7 +177,6 @@ def _check_common(recipe: Any, overrides: tuple[str | None, ...]) -> None:
     _require(
         name, "fp8_format", recipe.fp8_format, isinstance(recipe.fp8_format, Format), "Format.E4M3 or Format.HYBRID"
     )
-    # The peer refuses E5M2 for training; both operands of a forward GEMM in E5M2 have no cuBLASLt kernel.
     _require(name, "fp8_format", recipe.fp8_format, recipe.fp8_format is not Format.E2M1, "an FP8 format")
     for flag in ("fp8_dpa", "fp8_mha"):
         _require(name, flag, getattr(recipe, flag), isinstance(getattr(recipe, flag), bool), "True or False")

@@ -209,9 +209,7 @@ def from_numpy(array: np.ndarray[Any, Any]) -> Tensor:
             "pass numpy.asarray(it), or use from_dlpack",
         )
     if not array.dtype.isnative:
-        raise ArgumentError(
-            "from_numpy", f"byte order of {array.dtype}", "native byte order", "convert the array"
-        )
+        raise ArgumentError("from_numpy", f"byte order of {array.dtype}", "native byte order", "convert the array")
     dt = dtypes.dtype(array.dtype)
     if dt is dtypes.float4_e2m1:
         raise ArgumentError(

@@ -111,7 +111,7 @@ class autocast:  # noqa: N801  the documented name
     updates the forward scales of delayed scaling when it ends in grad mode.
     """
 
-    __slots__ = ("_entered", "_graph", "_previous", "calibrating", "enabled", "recipe")
+    __slots__ = ("_entered", "_graph", "_outermost", "_previous", "calibrating", "enabled", "recipe")
 
     def __init__(
         self,
@@ -140,6 +140,7 @@ class autocast:  # noqa: N801  the documented name
         self.recipe = recipe if recipe is not None else get_default_recipe()
         self._graph = _graph
         self._entered = False
+        self._outermost = False
         self._previous: Region | None = None
 
     def __enter__(self) -> None:
@@ -148,25 +149,26 @@ class autocast:  # noqa: N801  the documented name
         outer = current_region()
         self._previous = outer
         precision = _number_of(self.recipe) if self.enabled else 0
-        if outer is None:
-            traced = torch.compiler.is_compiling()
-            region = Region(self.recipe, precision, self.calibrating, [], not traced and in_backward(), traced)
-        else:
-            region = Region(self.recipe, precision, self.calibrating, outer.ran, outer.recompute, outer.traced)
-        _set_region(region)
+        traced = torch.compiler.is_compiling()
+        recompute = not traced and in_backward()
+        # A region around a backward pass is none of the regions that a checkpoint runs again in that pass.
+        self._outermost = outer is None or recompute and not outer.recompute
+        ran = [] if self._outermost else outer.ran  # type: ignore[union-attr]
+        _set_region(Region(self.recipe, precision, self.calibrating, ran, recompute, traced))
         self._entered = True
 
     def __exit__(self, *exc: object) -> None:
         region = current_region()
         _set_region(self._previous)
-        outermost = self._previous is None
         self._entered = False
         self._previous = None
-        if region is None or not outermost or not self.enabled or self._graph or not region.ran:
+        if region is None or not self._outermost or not self.enabled or self._graph or not region.ran:
+            return
+        if not torch.is_grad_enabled():
             return
         if region.traced:
             scaling.update_traced(region.ran)
-        elif torch.is_grad_enabled():
+        else:
             # What a recomputation runs was updated before, unless its first forward ran without grad mode.
             scaling.update(region.ran, scaling.FORWARD, only_due=region.recompute)
 

@@ -49,7 +49,7 @@ class Call:
 
 _calls: dict[str, Call] = {}
 _by_spec: dict[Any, Call] = {}
-_saved_from: dict[str, tuple[int | None, ...]] = {}  # per call: the input each saved tensor is, or -1, or None
+_saved_from: dict[str, tuple[int | None, ...]] = {}  # per call: the input i each saved tensor is, or output -2 - i, or -1, or None
 _grads_given: dict[str, tuple[bool, ...]] = {}  # per call: which input gradients backward returns
 
 
@@ -78,7 +78,15 @@ def apply(
         # Function.apply looks for functorch wrappers in every argument: 3 us of the 9 that a call costs.
         return _eager_apply(call, state, recompute, *inputs)
     outputs, _ = _run(call, state, recompute, inputs)
-    return tuple([to_torch(t) for t in outputs])
+    return _own(outputs)
+
+
+def _own(outputs: Sequence[Tensor]) -> tuple[torch.Tensor, ...]:
+    """Fresh outputs as tensors of their shape, not as views, which a caller could not change in place."""
+    for t in outputs:
+        if t.owner.shape != t.shape:  # type: ignore[attr-defined]
+            t.owner.resize_(t.shape)  # type: ignore[attr-defined]
+    return tuple([t.owner for t in outputs])  # type: ignore[misc]
 
 
 def _run(
@@ -117,7 +125,8 @@ class _Eager(torch.autograd.Function):
         # An owner is the caller's own tensor where an input was saved, so its version is checked by autograd.
         ctx.save_for_backward(*[None if t is None else t.owner for t in saved])
         ctx.call, ctx.state, ctx.inputs = call, state, len(inputs)
-        return tuple([to_torch(t) for t in outputs])
+        ctx.within = scaling.this_pass() if recompute and state is not None and in_backward() else -1
+        return _own(outputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
@@ -132,8 +141,8 @@ class _Eager(torch.autograd.Function):
         views = _to_core_all(rt, given)
         scales = None
         if state is not None:
-            scales = state.scales(False)
-            scaling.ran_backward(state)
+            scales = state.backward_scales()
+            scaling.ran_backward(state, ctx.within)
         results = call.layer.backward(rt, *views, saved, spec=call.spec, scales=scales, **call.options)
         return (None, None, None, *[None if t is None else to_torch(t) for t in results])
 
@@ -176,15 +185,15 @@ def _forward_op(
     first = inputs[0]
     assert first is not None
     rt, convert = _world(first, fake)
+    inputs = [None if t is None else t.contiguous() for t in inputs]
     views = [None if t is None else convert(t) for t in inputs]
     maxima = _new_maxima(rt, scale)
     scales = None
     if scale is not None and maxima is not None:
         scales = Scales(convert(scale), maxima, maxima, None)
     outputs, saved = call.layer.forward(rt, *views, spec=call.spec, scales=scales, **call.options)
-    origins = [
-        None if t is None else next((i for i, x in enumerate(inputs) if x is t.owner), -1) for t in saved
-    ]
+    given = {id(t): i for i, t in enumerate(inputs)} | {id(t.owner): -2 - i for i, t in enumerate(outputs)}
+    origins = [None if t is None else given.get(id(t.owner), -1) for t in saved]
     _saved_from[key] = tuple(origins)
     made = [t for t, origin in zip(saved, origins, strict=True) if origin == -1]
     return [to_torch(t) for t in (*outputs, *made, *([] if maxima is None else [maxima]))]
@@ -207,7 +216,7 @@ def _backward_op(
     if scale is not None and maxima is not None:
         scales = Scales(maxima, None, convert(scale), maxima)
     views = [None if g is None else convert(g.contiguous()) for g in given]
-    held = call.layer.saved(*[None if t is None else convert(t) for t in saved])
+    held = call.layer.saved(*[None if t is None else convert(t.contiguous()) for t in saved])
     results = call.layer.backward(rt, *views, held, spec=call.spec, scales=scales, **call.options)
     _grads_given[key] = tuple(t is not None for t in results)
     state = scaling.by_token(token) if token and not fake else None
@@ -277,7 +286,10 @@ class _Traced(torch.autograd.Function):
         end = len(results) - (0 if scale_fwd is None else 1)
         outputs = results[: end - len(made)]
         fresh = iter(results[end - len(made) : end])
-        saved = [None if o is None else (next(fresh) if o == -1 else inputs[o]) for o in origins]
+        saved = [
+            None if o is None else (next(fresh) if o == -1 else inputs[o] if o >= 0 else outputs[-2 - o])
+            for o in origins
+        ]
         ctx.save_for_backward(*saved, scale_bwd, history_bwd)
         ctx.key, ctx.token, ctx.inputs = key, token, len(inputs)
         if scale_fwd is None:

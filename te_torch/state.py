@@ -45,12 +45,14 @@ class ScalingState(torch.nn.Module):
         super().__init__()
         for suffix, slots in (("fwd", FORWARD_SLOTS), ("bwd", BACKWARD_SLOTS)):
             n = gemms * slots
-            self.register_buffer(f"scale_{suffix}", torch.ones(n, dtype=torch.float32, device=device))
-            history = torch.zeros(history_length, n, dtype=torch.float32, device=device)
+            with torch.inference_mode(False):  # a state first used in inference is loaded and trained later
+                scale, used = (torch.ones(n, dtype=torch.float32, device=device) for _ in range(2))
+                history = torch.zeros(history_length, n, dtype=torch.float32, device=device)
+            self.register_buffer(f"scale_{suffix}", scale)
             self.register_buffer(f"amax_history_{suffix}", history)
             # The scales before the last update: what a recomputed forward has to quantize with.
-            used = torch.ones(n, dtype=torch.float32, device=device)
             self.register_buffer(f"used_{suffix}", used, persistent=False)
+        self.recipe: Any = None  # the public one, for user-supplied rules
         self._renew()
 
     def _renew(self) -> None:
@@ -79,38 +81,52 @@ class ScalingState(torch.nn.Module):
         self._renew()
         return self
 
+    def _load_from_state_dict(self, *args: Any) -> None:
+        before = list(self._buffers.values())
+        super()._load_from_state_dict(*args)
+        if any(a is not b for a, b in zip(before, self._buffers.values(), strict=True)):  # load(assign=True)
+            self._apply(lambda t: t.contiguous())
+
     def resize_history(self, length: int) -> None:
         """Cut the histories, or fill them up with zeros, to `length` rows."""
         for name in ("amax_history_fwd", "amax_history_bwd"):
             old = self._buffers[name]
             assert old is not None
             if old.shape[0] != length:
-                new = old.new_zeros(length, old.shape[1])
+                with torch.inference_mode(False):
+                    new = torch.zeros(length, old.shape[1], dtype=torch.float32, device=old.device)
                 rows = min(length, old.shape[0])
                 new[:rows] = old[:rows]
                 self._buffers[name] = new
                 self._renew()
 
-    def prepare(self, precision: Precision) -> None:
+    def prepare(self, precision: Precision, recipe: Any = None) -> None:
         """Take over the rule of this precision (called when it is not the one of the last forward)."""
         assert precision.history is not None
         self.resize_history(precision.history.length)
         self.precision = precision
+        self.recipe = recipe
+
+    def _make_views(self) -> tuple[Scales, Scales, Scales]:
+        rows = [to_core(t) for t in (self.scale_fwd, self.amax_history_fwd[0], self.scale_bwd)]
+        back = to_core(self.amax_history_bwd[0])
+        self._views = (
+            Scales(rows[0], rows[1], rows[2], back),
+            Scales(to_core(self.used_fwd), None, rows[2], back),
+            Scales(rows[0], None, rows[2], back),
+        )
+        return self._views
+
+    def backward_scales(self) -> Scales:
+        """The core's view of the state for one backward."""
+        return (self._views or self._make_views())[0]
 
     def scales(self, recompute: bool) -> Scales:
-        """The core's view of the state for one call.
+        """The core's view of the state for one forward.
 
         A recomputation records nothing, and reads the scales that the forward read: the ones before the update.
         """
-        views = self._views
-        if views is None:
-            rows = [to_core(t) for t in (self.scale_fwd, self.amax_history_fwd[0], self.scale_bwd)]
-            back = to_core(self.amax_history_bwd[0])
-            views = self._views = (
-                Scales(rows[0], rows[1], rows[2], back),
-                Scales(to_core(self.used_fwd), None, rows[2], back),
-                Scales(rows[0], None, rows[2], back),
-            )
+        views = self._views or self._make_views()
         if not recompute:
             self.__dict__["due"] = True  # Module.__setattr__ would cost a microsecond
             return views[0]
@@ -216,7 +232,7 @@ def _update_by_callables(state: ScalingState, direction: int, rule: History) -> 
     assert state.precision is not None
     operand = state.precision.input if direction == FORWARD else state.precision.grad
     if rule.scale_algo is not None:
-        new = rule.scale_algo(amax, scale, operand.dtype.max, state.precision)
+        new = rule.scale_algo(amax, scale, operand.dtype.max, state.recipe)
     else:
         new = (operand.dtype.max / amax) / 2.0**rule.margin
         new = torch.where((amax > 0) & torch.isfinite(amax), new, scale)
@@ -227,16 +243,27 @@ def _update_by_callables(state: ScalingState, direction: int, rule: History) -> 
 _pending: dict[int, list[int]] = {}  # backward pass -> states whose backward ran in it
 
 
-def ran_backward(state: ScalingState) -> None:
-    """Called by a module's backward: its gradient state is updated once, when this backward pass ends."""
-    task = torch._C._current_graph_task_id()
-    waiting = _pending.get(task)
+def ran_backward(state: ScalingState, within: int = -1) -> None:
+    """Called by a module's backward: its gradient state is updated once, when this backward pass ends.
+
+    `within` is the pass in which the forward was recomputed, if it was: a reentrant checkpoint then runs the
+    backward in an inner pass of its own, but it is the outer one that counts.
+    """
+    waiting = _pending.get(within)
     if waiting is None:
+        waiting = _pending[this_pass()]
+    waiting.append(state.token)
+
+
+def this_pass() -> int:
+    """The number of the running backward pass, at whose end the states that wait for it are updated."""
+    task = torch._C._current_graph_task_id()
+    if task not in _pending:
         while len(_pending) > 64:  # passes that an exception ended never called back
             _pending.pop(next(iter(_pending)), None)
-        waiting = _pending[task] = []
+        _pending[task] = []
         torch.autograd.Variable._execution_engine.queue_callback(lambda: _pass_ended(task))
-    waiting.append(state.token)
+    return task
 
 
 def _pass_ended(task: int) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from te_core import ops
+from te_core import dtypes, ops
 from te_core.dtypes import DType
 from te_core.layers.inspector import Inspector, Operand, Request, alike, offer, offer_result
 from te_core.quantize.state import INPUT, WEIGHT, Scales, backward_cast, forward_cast
@@ -42,11 +42,9 @@ class LinearSpec:
 class LinearSaved(NamedTuple):
     """What backward reads. Inputs stand here as themselves; quantized operands as the orientation it needs."""
 
-    x: Tensor | None  # plain [.., K], or columnwise FP8 [pad K, pad M]
-    x_scale: Tensor | None  # set when x is FP8
+    x: Tensor | None  # plain [.., K], or the block of a columnwise FP8 copy
     weight: Tensor | None  # the parameter itself: its shape, its dtype, its version
-    w: Tensor | None  # plain [N, K], or columnwise FP8 [pad K, pad N]
-    w_scale: Tensor | None  # set when w is FP8
+    w: Tensor | None  # plain [N, K], or the block of a columnwise FP8 copy
 
 
 def forward(
@@ -83,7 +81,7 @@ def forward(
     if spec.inspect is not None:
         out = offer_result(rt, inspector, ("fprop", "output"), out)
     return (out,), LinearSaved(
-        *saved_operand(kept_x, needs.weight), weight if any(needs) else None, *saved_operand(kept_w, needs.input)
+        saved_operand(kept_x, needs.weight), weight if any(needs) else None, saved_operand(kept_w, needs.input)
     )
 
 
@@ -106,7 +104,7 @@ def backward(
     g, cast, db_left = prepare_gradient(rt, dy2, precision, scales, 0, needs, db)
     dx = dw = None
     if needs.input:
-        a, b = g, restored(saved.w, saved.w_scale, (dy2.shape[1], k))
+        a, b = g, restored(saved.w, (dy2.shape[1], k), precision)
         if spec.inspect is not None:
             a = offer(rt, inspector, ("dgrad", "gradient"), dy2, cast, g)
             a, b = alike(rt, a, b, spec.dtype)
@@ -115,7 +113,7 @@ def backward(
         if spec.inspect is not None:
             dx = offer_result(rt, inspector, ("dgrad", "dgrad"), dx)
     if needs.weight:
-        a, b = g, restored(saved.x, saved.x_scale, (dy2.shape[0], k))
+        a, b = g, restored(saved.x, (dy2.shape[0], k), precision)
         if spec.inspect is not None:
             a = offer(rt, inspector, ("wgrad", "gradient"), dy2, cast, g)
             a, b = alike(rt, a, b, spec.dtype)
@@ -218,16 +216,17 @@ def prepare_gradient(
     return ops.quantize(rt, dy, cast, column_sum=db), cast, None
 
 
-def saved_operand(operand: Operand | None, wanted: bool) -> tuple[Tensor | None, Tensor | None]:
-    """(data, scale) of an operand as backward will read it: the columnwise copy of a quantized one."""
+def saved_operand(operand: Operand | None, wanted: bool) -> Tensor | None:
+    """An operand as backward will read it: a quantized one as the block of its columnwise copy."""
     if not wanted or operand is None:
-        return None, None
-    if isinstance(operand, QuantizedTensor):
-        return operand.columnwise, operand.scale_inv
-    return operand, None
+        return None
+    return operand.block if isinstance(operand, QuantizedTensor) else operand
 
 
-def restored(data: Tensor | None, scale_inv: Tensor | None, shape: tuple[int, int]) -> Operand:
-    """The operand that `saved_operand` took apart."""
-    assert data is not None
-    return data if scale_inv is None else QuantizedTensor(None, data, scale_inv, shape, data.dtype)
+def restored(kept: Tensor | None, shape: tuple[int, int], precision: Precision | None) -> Operand:
+    """The operand that `saved_operand` kept (inputs and weights have one format)."""
+    assert kept is not None
+    if kept.dtype is not dtypes.uint8:
+        return kept
+    assert precision is not None
+    return QuantizedTensor.columnwise_in(kept, shape, precision.input.dtype)

@@ -44,16 +44,12 @@ class MLPSaved(NamedTuple):
     mean: Tensor | None
     rstd: Tensor
     n: Tensor | None
-    n_scale: Tensor | None
     h: Tensor | None
     a: Tensor | None
-    a_scale: Tensor | None
     w1: Tensor | None  # the parameters themselves
     w2: Tensor | None
-    w1q: Tensor | None
-    w1_scale: Tensor | None
+    w1q: Tensor | None  # and as their dgrads read them
     w2q: Tensor | None
-    w2_scale: Tensor | None
 
 
 def forward(
@@ -92,8 +88,8 @@ def forward(
         assert normed is not None
         outputs = (out, normed.reshape(*x.shape))
     return outputs, MLPSaved(
-        x, gamma, mean, rstd, *saved_operand(n, fc1.weight), h if fc2.input else None,
-        *saved_operand(a, fc2.weight), w1, w2, *saved_operand(u, fc1.input), *saved_operand(v, fc2.input),
+        x, gamma, mean, rstd, saved_operand(n, fc1.weight), h if fc2.input else None,
+        saved_operand(a, fc2.weight), w1, w2, saved_operand(u, fc1.input), saved_operand(v, fc2.input),
     )  # fmt: skip
 
 
@@ -117,16 +113,16 @@ def backward(
     dw2 = dw1 = db1 = dx = dgamma = dbeta = None
     if fc2.weight:
         dw2 = rt.empty(w2.shape, w2.dtype)
-        wgrad(rt, g, restored(saved.a, saved.a_scale, (m, f)), dw2, db2_left, p)
+        wgrad(rt, g, restored(saved.a, (m, f), p), dw2, db2_left, p)
     if fc2.input:
         da = rt.empty((m, f), spec.dtype)
-        dgrad(rt, g, restored(saved.w2q, saved.w2_scale, (w2.shape[0], f)), da, p)
+        dgrad(rt, g, restored(saved.w2q, (w2.shape[0], f), p), da, p)
         db1 = rt.empty((w1.shape[0],), w1.dtype) if fc1.bias else None
         dh = _activation_gradient(rt, da, saved, spec, scales, db1)
         del da
         if fc1.input:
             dn = rt.empty((m, w1.shape[1]), spec.dtype)
-            dgrad(rt, dh, restored(saved.w1q, saved.w1_scale, (w1.shape[0], w1.shape[1])), dn, p)
+            dgrad(rt, dh, restored(saved.w1q, (w1.shape[0], w1.shape[1]), p), dn, p)
             if dnorm is not None:
                 dn = ops.add(rt, dn, dnorm.matrix(), out=dn)
             norm = spec.norm
@@ -137,7 +133,7 @@ def backward(
             dx = dx.reshape(*saved.x.shape)
         if fc1.weight:
             dw1 = rt.empty(w1.shape, w1.dtype)
-            wgrad(rt, dh, restored(saved.n, saved.n_scale, (m, w1.shape[1])), dw1, None, p)
+            wgrad(rt, dh, restored(saved.n, (m, w1.shape[1]), p), dw1, None, p)
     return dx, dgamma, dbeta, dw1, db1, dw2, db2
 
 

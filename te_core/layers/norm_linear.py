@@ -43,10 +43,8 @@ class NormLinearSaved(NamedTuple):
     mean: Tensor | None
     rstd: Tensor
     n: Tensor | None
-    n_scale: Tensor | None
     weight: Tensor | None
     w: Tensor | None
-    w_scale: Tensor | None
 
 
 def normalize(
@@ -103,8 +101,8 @@ def forward(
         assert normed is not None
         outputs = (out, normed.reshape(*x.shape))
     return outputs, NormLinearSaved(
-        x, gamma, mean, rstd, *saved_operand(kept_n, needs.weight), weight if any(needs) else None,
-        *saved_operand(kept_w, needs.input),
+        x, gamma, mean, rstd, saved_operand(kept_n, needs.weight), weight if any(needs) else None,
+        saved_operand(kept_w, needs.input),
     )  # fmt: skip
 
 
@@ -128,7 +126,7 @@ def backward(
     g, cast, db_left = prepare_gradient(rt, dy2, precision, scales, 0, needs, db)
     dx = dgamma = dbeta = dw = None
     if needs.input:
-        a, b = g, restored(saved.w, saved.w_scale, (weight.shape[0], k))
+        a, b = g, restored(saved.w, (weight.shape[0], k), precision)
         if inspect is not None:
             a = offer(rt, inspector, ("dgrad", "gradient"), dy2, cast, g)
             a, b = alike(rt, a, b, linear.dtype)
@@ -140,7 +138,7 @@ def backward(
             dn = ops.add(rt, dn, dnorm.matrix(), out=dn)
         dx, dgamma, dbeta = norm_gradients(rt, dn, saved, spec.norm)
     if needs.weight:
-        a, b = g, restored(saved.n, saved.n_scale, (dy2.shape[0], k))
+        a, b = g, restored(saved.n, (dy2.shape[0], k), precision)
         if inspect is not None:
             a = offer(rt, inspector, ("wgrad", "gradient"), dy2, cast, g)
             a, b = alike(rt, a, b, linear.dtype)

@@ -13,21 +13,30 @@ from te_core import dtypes
 from te_core.dtypes import ACTIVATION_DTYPES, DType
 from te_core.errors import ArgumentError
 from te_core.ops import _check
-from te_core.quantized import Cast, QuantizedTensor, padded
+from te_core.quantized import ONE_BLOCK, PAD, Cast, QuantizedTensor, padded
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
 
 
-def allocate(rt: Runtime, shape: tuple[int, int], cast: Cast, scale_inv: Tensor | None = None) -> QuantizedTensor:
-    """Uninitialised storage for the orientations that `cast` asks for."""
+def allocate(rt: Runtime, shape: tuple[int, int], cast: Cast) -> QuantizedTensor:
+    """Uninitialised storage for the orientations that `cast` asks for: one block or, where it is large, two."""
     m, k = padded(shape[0]), padded(shape[1])
-    return QuantizedTensor(
-        rt.empty((m, k), cast.dtype) if cast.rowwise else None,
-        rt.empty((k, m), cast.dtype) if cast.columnwise else None,
-        scale_inv if scale_inv is not None else rt.empty((1,), dtypes.float32),
-        shape,
-        cast.dtype,
-    )
+    size = m * k
+    both = cast.rowwise and cast.columnwise
+    shared = both and size <= ONE_BLOCK
+    block = rt.empty((2 * size + PAD if shared else size + PAD,), dtypes.uint8)
+    ptr, device, dtype = block.ptr, block.device, cast.dtype
+    scale_inv = Tensor(ptr + size, (1,), dtypes.float32, device, block)
+    rowwise = columnwise = None
+    if cast.columnwise:
+        columnwise = Tensor(ptr, (k, m), dtype, device, block)
+    if shared:
+        rowwise = Tensor(ptr + size + PAD, (m, k), dtype, device, block)
+    elif both:
+        rowwise = rt.empty((m, k), dtype)
+    elif cast.rowwise:
+        rowwise = Tensor(ptr, (m, k), dtype, device, block)
+    return QuantizedTensor(rowwise, columnwise, scale_inv, shape, dtype, block if cast.columnwise else None)
 
 
 def check_cast(operation: str, cast: Cast) -> None:
@@ -43,13 +52,11 @@ def check_cast(operation: str, cast: Cast) -> None:
     _check.vector(operation, "amax", cast.amax, 1, (dtypes.float32,))
 
 
-def quantize(
-    rt: Runtime, x: Tensor, cast: Cast, *, column_sum: Tensor | None = None, scale_inv: Tensor | None = None
-) -> QuantizedTensor:
+def quantize(rt: Runtime, x: Tensor, cast: Cast, *, column_sum: Tensor | None = None) -> QuantizedTensor:
     """Quantize the matrix x [M, K] as `cast` says.
 
     column_sum [K], if given, is set to the column sums of x itself (not of its quantized values), added in
-    float32: the bias gradient, when x is an output gradient. `scale_inv` gives the result's own a place.
+    float32: the bias gradient, when x is an output gradient.
     """
     key = ("quantize", x.shape, x.dtype, cast.key, column_sum and column_sum.dtype)
     plan = rt.plans.get(key)
@@ -62,7 +69,7 @@ def quantize(
         _check.same_device(op, x, cast.scale, cast.amax, column_sum)
         sum_dtype = None if column_sum is None else column_sum.dtype
         plan = rt.plans.put(key, rt.backend.plan_quantize(rt, x.shape, x.dtype, cast.key, sum_dtype))
-    out = allocate(rt, x.shape, cast, scale_inv)  # type: ignore[arg-type]
+    out = allocate(rt, x.shape, cast)  # type: ignore[arg-type]
     rt.backend.quantize(rt, plan, x, cast, out, column_sum)
     return out
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from te_core.errors import ArgumentError, UnsupportedError
-from te_core.recipe import Precision
+from te_core.recipe import Precision, Recipe
 from te_torch.autocast import active, current_region, in_backward, precision_of
 from te_torch.function import Call
 from te_torch.runtime import FLOATS, check_dtype
@@ -124,11 +124,11 @@ class BaseModule(torch.nn.Module):
         region = active.region if tracing else current_region()
         precision = 0
         recompute = False
-        if region is not None:
+        if region is not None and (tracing or region.recompute or not in_backward()):
             precision, recompute = region.precision, region.recompute
         elif not tracing and in_backward():
-            # A checkpoint runs this forward again, after its region ended: do what it did then.
-            precision, recompute = self._recent, True
+            # A checkpoint runs this forward again, outside of the region it ran in: do what it did then.
+            region, precision, recompute = None, self._recent, True
         if not recompute and not tracing:
             self.__dict__["_recent"] = precision  # Module.__setattr__ would cost a microsecond
         if torch._C._is_any_autocast_enabled():
@@ -146,7 +146,7 @@ class BaseModule(torch.nn.Module):
                 return inp, precision, None, recompute
             state = self._modules["fp8_state"]  # type: ignore[assignment]  # a third of the cost of self.fp8_state
             if state is None or state.precision is not rule:
-                state = make_state(self, inp.device, rule)  # type: ignore[arg-type]
+                state = make_state(self, inp.device, rule, region and region.recipe)  # type: ignore[arg-type]
         if region is not None:
             region.ran.append(state if region.traced else state.token)
         return inp, precision, state, recompute
@@ -187,6 +187,8 @@ class BaseModule(torch.nn.Module):
             self.fp8_state = ScalingState(self.gemms, history.shape[0], device)
         elif history is not None and self.fp8_state is not None:
             self.fp8_state.resize_history(history.shape[0])
+        elif any(f"{prefix}{name}" in state_dict for name in self._parameters):
+            self.fp8_state = None  # saved by a module that never ran in FP8: start as it would
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -205,14 +207,16 @@ def _autocast(t: torch.Tensor) -> torch.Tensor:
     return t.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else t
 
 
-def make_state(module: BaseModule, device: torch.device, precision: Precision) -> ScalingState:
+def make_state(
+    module: BaseModule, device: torch.device, precision: Precision, recipe: Recipe | None = None
+) -> ScalingState:
     """The module's scaling state, following this precision's rule; made if there is none."""
     assert precision.history is not None
     state = module.fp8_state
     if state is None:
         state = module.fp8_state = ScalingState(module.gemms, precision.history.length, device)
     if state.precision is not precision:
-        state.prepare(precision)
+        state.prepare(precision, recipe)
     return state
 
 

@@ -78,7 +78,12 @@ def split_sizes(operation: str, split: Any, total: int) -> dict[str, int]:
         raise ArgumentError(
             operation, f"parameters_split={split!r}", f"parts whose sizes add up to {total}", "correct the sizes"
         )
-    return {f"{name.rstrip('_')}_": int(size) for name, size in sizes.items()}
+    parts = {f"{name.rstrip('_')}_": int(size) for name, size in sizes.items()}
+    if len(parts) < len(sizes):
+        raise ArgumentError(
+            operation, f"parameters_split={split!r}", "names that differ in more than trailing underscores", "rename one"
+        )
+    return parts
 
 
 def refuse_later(operation: str, fp8_output: bool, fp8_grad: bool) -> None:

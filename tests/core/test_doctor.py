@@ -61,6 +61,7 @@ def test_a_gpu_without_its_libraries_is_a_fault(monkeypatch):
 def test_two_copies_are_a_fault(monkeypatch):
     monkeypatch.setattr(libraries, "mapped", lambda: {"cudnn": ["/a/libcudnn.so.9", "/b/libcudnn.so.9"]})
     monkeypatch.setattr(libraries, "KNOWN", {})
+    monkeypatch.setattr(doctor, "_bindings", lambda faults: ())
     faults: list[str] = []
     list(doctor._libraries(faults))
     assert any("cudnn is mapped 2 times: /a/libcudnn.so.9, /b/libcudnn.so.9" in fault for fault in faults)

@@ -28,15 +28,13 @@ _WORTH_A_TABLE = 1 << 17
 
 
 def plan_quantize(
-    rt: Runtime, shape: tuple[int, ...], dtype: DType, cast_key: tuple[Any, ...], sums: bool
+    rt: Runtime, shape: tuple[int, ...], dtype: DType, cast_key: tuple[Any, ...], sums: DType | None
 ) -> Plan:
     """The plan of `quantize`."""
     return Plan(("quantize", shape, dtype, cast_key, sums))
 
 
-def quantize(
-    rt: Runtime, plan: Plan, x: Tensor, cast: Cast, out: QuantizedTensor, column_sum: Tensor | None
-) -> None:
+def quantize(rt: Runtime, plan: Plan, x: Tensor, cast: Cast, out: QuantizedTensor, column_sum: Tensor | None) -> None:
     """Quantize a matrix in the orientations that `out` holds."""
     ex, values = scratch(rt), x.numpy()
     if column_sum is not None:

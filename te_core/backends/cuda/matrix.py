@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from te_core.backends.cuda.gemm import ColumnSum
+from te_core.backends.cuda.sums import ColumnSum
 from te_core.kernels import get
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor

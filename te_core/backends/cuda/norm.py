@@ -2,8 +2,7 @@
 
 | wanted | launches |
 |---|---|
-| values, or row-wise FP8 with a given scale | norm_forward |
-| FP8 in both orientations, or transposed alone, with a given scale | norm_forward (rows too long for its shared memory: norm_forward_wide) |
+| values, or FP8 with a given scale (delayed scaling) | norm_forward |
 | FP8 with its own scale (current scaling) | norm_forward with an amax for each block, then the cast of quantize.cu |
 | dx, dgamma, dbeta | norm_backward (rows over 16,384 elements: norm_backward_wide, two kernels), norm_backward_sum |
 """
@@ -47,7 +46,7 @@ _FORWARD_ARGS = "ppppppppppp" "qiff"
 
 @dataclass(frozen=True, slots=True)
 class ForwardPlan:
-    """One launch; with `partials` a cast follows it."""
+    """One launch; with `partials` a cast follows it. `scratch`: bytes for a row-wise copy that nobody wants."""
 
     family: str
     kernel: Kernel
@@ -58,6 +57,7 @@ class ForwardPlan:
     cols: int
     inverse: float
     partials: bool
+    scratch: int
 
 
 def plan_norm_forward(rt: Runtime, key: tuple[Any, ...]) -> ForwardPlan:
@@ -71,53 +71,32 @@ def plan_norm_forward(rt: Runtime, key: tuple[Any, ...]) -> ForwardPlan:
         "ZERO_CENTERED": int(zero_centered), "VEC": width, "SIZE": team.size, "ITERS": team.iters,
         "FULL": int(team.is_full(cols)),
     }  # fmt: skip
-    fp8, _, columnwise, delayed, has_amax = cast or (None, False, False, False, False)
-    if delayed and columnwise:
-        constants["FORMAT"] = FORMATS[fp8]
-        return _plan_transposed(rt, (rows, cols), sizes, team, margin, has_amax, constants)
+    fp8, rowwise, columnwise, delayed, has_amax = cast or (None, False, False, False, False)
+    turn = delayed and columnwise
     use = "PARTIALS" if cast and not delayed else "RAISE" if has_amax else "KEEP_NONE"
-    team = team.in_blocks_of(1024 if margin else tiling.FORWARD_THREADS)
+    if turn:
+        team = tiling.transposing_team(team)
+    else:
+        team = team.in_blocks_of(1024 if margin else tiling.FORWARD_THREADS)
     row_bytes = team.row_bytes(sizes[0])
     side_by_side = 1 if margin else max(1, 1024 // team.threads)
-    stages = max(1, tiling.stages(row_bytes, side_by_side, tiling.FORWARD_STAGES, limits(rt)))
+    most = tiling.TILE_STAGES if turn else tiling.FORWARD_STAGES
+    stages = tiling.stages(row_bytes, side_by_side, most, limits(rt)) if team.iters else 0
+    height = tiling.TILE_ROWS if turn else team.teams
     kernel = loader.get(
-        rt, "norm_forward", args=_FORWARD_ARGS, **constants, TEAMS=team.teams, ROWS=team.teams, STAGES=stages,
-        CAST=int(delayed), COLUMNWISE=0, AMAX=use, FORMAT=FORMATS[fp8] if delayed else "E4M3",
+        rt, "norm_forward", args=_FORWARD_ARGS, **constants, TEAMS=team.teams, ROWS=height, STAGES=stages,
+        CAST=int(delayed), ROWWISE=int(rowwise), COLUMNWISE=int(turn), AMAX=use,
+        FORMAT=FORMATS[fp8] if delayed else "E4M3",
     )  # fmt: skip
     shared = stages * row_bytes
-    steps = -(-(padded(rows) if delayed else rows) // team.teams)
+    steps = -(-(padded(rows) if delayed else rows) // height)
     grid = min(steps, _blocks(rt, team.threads, kernel, shared, margin))
     # A cast is launched for no rows too: it writes the scale's inverse, or the partial maximum 0.
     grid = max(grid, 1 if cast else 0)
     return ForwardPlan(
-        "norm_forward_rows", kernel, grid, team.threads, shared, rows, cols, 1.0 / cols, use == "PARTIALS"
-    )
-
-
-def _plan_transposed(
-    rt: Runtime, shape: tuple[int, int], sizes: tuple[int, ...], team: tiling.Team, margin: int, has_amax: bool,
-    constants: dict[str, Any],
-) -> ForwardPlan:  # fmt: skip
-    rows, cols = shape
-    found = tiling.tile(team, cols, sizes[0], limits(rt))
-    if found is None:
-        team, shared, family = team.in_blocks_of(tiling.WIDE_THREADS), 0, "norm_forward_wide"
-        tall = tiling.wide_rows(cols, sizes[0], limits(rt))
-        kernel = loader.get(
-            rt, "norm_forward_wide", args=_FORWARD_ARGS, **constants, TEAMS=team.teams, ROWS=tall, WIDE=4,
-            ALIGNED=int(team.width * sizes[0] == 16), RAISE_AMAX=int(has_amax),
-        )  # fmt: skip
-    else:
-        team, tall, tile_bytes = found
-        family, row_bytes = "norm_forward_tile", team.row_bytes(sizes[0])
-        stages = tiling.stages(row_bytes, 1, tiling.FORWARD_STAGES, limits(rt), tile_bytes)
-        shared = tile_bytes + stages * row_bytes
-        kernel = loader.get(
-            rt, "norm_forward", args=_FORWARD_ARGS, **constants, TEAMS=team.teams, ROWS=tall, STAGES=stages, CAST=1,
-            COLUMNWISE=1, AMAX="RAISE" if has_amax else "KEEP_NONE",
-        )  # fmt: skip
-    grid = max(1, min(-(-rows // tall), _blocks(rt, team.threads, kernel, shared, margin)))
-    return ForwardPlan(family, kernel, grid, team.threads, shared, rows, cols, 1.0 / cols, False)
+        f"norm_forward_{'transposed' if turn else 'rows'}", kernel, grid, team.threads, shared, rows, cols, 1.0 / cols,
+        use == "PARTIALS", 0 if rowwise or not turn else grid * height * padded(cols),
+    )  # fmt: skip
 
 
 def _blocks(rt: Runtime, threads: int, kernel: Kernel, shared: int, margin: int) -> int:
@@ -139,7 +118,7 @@ def norm_forward(
     if plan.partials:
         amax = rt.workspace("norm amax", 4 * plan.grid)
     elif cast is not None and q is not None:
-        rowwise = q.rowwise.ptr if q.rowwise is not None else 0
+        rowwise = q.rowwise.ptr if q.rowwise is not None else rt.workspace("norm bytes", plan.scratch)
         columnwise = q.columnwise.ptr if q.columnwise is not None else 0
         scale = cast.scale.ptr if cast.scale is not None else 0
         scale_inv = q.scale_inv.ptr
@@ -228,8 +207,8 @@ def _total(rt: Runtime, cols: int, gamma_dtype: DType, kind: str) -> tuple[Kerne
 
 
 def norm_backward(
-    rt: Runtime, plan: BackwardPlan, dy: Tensor, x: Tensor, gamma: Tensor, mean: Tensor | None, rstd: Tensor, dx: Tensor,
-    dgamma: Tensor, dbeta: Tensor | None,
+    rt: Runtime, plan: BackwardPlan, dy: Tensor, x: Tensor, gamma: Tensor, mean: Tensor | None, rstd: Tensor,
+    dx: Tensor, dgamma: Tensor, dbeta: Tensor | None,
 ) -> None:  # fmt: skip
     """Run a plan of `plan_norm_backward`."""
     mean_ptr = mean.ptr if mean is not None else 0

@@ -13,8 +13,9 @@ FORWARD_VECTORS = 4  # of a row, in one thread
 FORWARD_THREADS = 256
 FORWARD_STAGES = 2
 HELD_REGISTERS = 32  # of a row, in one thread; longer rows are read again instead
-TILE_THREADS = 1024  # with a transposed copy: one large block a multiprocessor, for the sake of its tile
-WIDE_THREADS = 512
+TILE_ROWS = 32  # of FP8 make a whole 32-byte sector of the transposed copy; half sectors cost twice the time
+TILE_THREADS = 512
+TILE_STAGES = 2
 MAX_TEAMS = 15  # named barriers of a block, less the block's own
 BACKWARD_COLUMNS = 16  # sums of a thread for each of dgamma and dbeta, at most
 BACKWARD_THREADS = 512
@@ -103,28 +104,17 @@ def forward_team(cols: int, width: int, itemsize: int) -> Team:
     return Team(size, iters if held else 0, width)
 
 
-def stages(row_bytes: int, blocks: int, most: int, limits: Limits, besides: int = 0) -> int:
-    """Rows to fetch ahead, 0 if not even one fits, with `blocks` a multiprocessor that need `besides` bytes too."""
+def stages(row_bytes: int, blocks: int, most: int, limits: Limits) -> int:
+    """Rows to fetch ahead, 0 if not even one fits, with `blocks` a multiprocessor."""
     share = limits.shared_per_multiprocessor // blocks - RESERVED_SHARED
-    room = min(limits.shared_per_block_optin, share) - STATIC_SHARED - besides
+    room = min(limits.shared_per_block_optin, share) - STATIC_SHARED
     return max(0, min(most, room // max(1, row_bytes)))
 
 
-def tile(team: Team, cols: int, itemsize: int, limits: Limits) -> tuple[Team, int, int] | None:
-    """(team, rows of a block, bytes of its tile) for norm_forward.cu with a transposed copy; None: too long a row."""
-    for rows in (32, 16):
-        most = min(rows, 8) if team.size > 32 else rows
-        teams = 1 << (min(most, max(1, TILE_THREADS // team.size)).bit_length() - 1)
-        block = replace(team, teams=max(teams, -(-32 // team.size)))
-        tile_bytes = rows * -(-cols // 128) * 128
-        if team.iters and rows % block.teams == 0 and stages(block.row_bytes(itemsize), 1, 1, limits, tile_bytes):
-            return block, rows, tile_bytes
-    return None
-
-
-def wide_rows(cols: int, itemsize: int, limits: Limits) -> int:
-    """Rows of a block of norm_forward_wide.cu: what all blocks hold at once should stay in L2 until it is re-read."""
-    return 32 if 32 * cols * itemsize * limits.multiprocessors <= 0.7 * limits.l2_bytes else 16
+def transposing_team(team: Team) -> Team:
+    """The block of norm_forward.cu that turns TILE_ROWS rows at a time: its teams divide them evenly."""
+    teams = min(TILE_ROWS, 8 if team.size > 32 else TILE_ROWS, max(1, TILE_THREADS // team.size))
+    return replace(team, teams=max(1 << (teams.bit_length() - 1), 32 // team.size))
 
 
 def backward_team(cols: int, width: int) -> Team | None:

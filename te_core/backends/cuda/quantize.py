@@ -65,7 +65,7 @@ def tiling(
     With `max_blocks`, a block takes as many tiles as keeps their number under it.
     """
     vector = 16 // dtype.itemsize
-    tile_m, tile_n = (128, 16 * vector) if columnwise else (16, 32 * vector)
+    tile_m, tile_n = (128, 16 * vector) if columnwise else (32, 32 * vector)
     across = max(1, -(-(padded(outputs * cols) - (outputs - 1) * cols) // tile_n))
     down = max(1, -(-padded(rows) // tile_m))
     steps = -(-down // _MAX_GRID_Y)

@@ -18,11 +18,14 @@
 #ifndef KNOB_WARPS
 #define KNOB_WARPS 2
 #endif
+#ifndef KNOB_ORDER
+#define KNOB_ORDER 0
+#endif
 #ifndef KNOB_UNROLL
-#define KNOB_UNROLL 4
+#define KNOB_UNROLL 1
 #endif
 #ifndef KNOB_ROWS
-#define KNOB_ROWS 4
+#define KNOB_ROWS 8
 #endif
 enum Scaling { NO_CAST = 0, GIVEN_SCALE = 1, OWN_SCALE = 2 };
 
@@ -296,9 +299,9 @@ template <int Open> __device__ __forceinline__ void await_group() {
 constexpr int GROUP = 4;
 
 template <class T, bool Aligned, class Producer>
-__device__ __forceinline__ void fetch_group(const Producer& producer, uint4* stage, i64 row, i64 end, i64 col, i64 cols) {
+__device__ __forceinline__ void fetch_group(const Producer& producer, uint4* stage, i64 row, i64 rows, i64 col, i64 cols) {
     constexpr int K = Producer::OPERANDS;
-    const i64 left = col < cols ? end - row : 0;
+    const i64 left = col < cols ? rows - row : 0;
     const int inside = left < 0 ? 0 : (left < GROUP ? int(left) : GROUP);
 #pragma unroll
     for (int k = 0; k < K; ++k) {
@@ -316,7 +319,6 @@ __device__ __forceinline__ void fetch_group(const Producer& producer, uint4* sta
             p += pitch;
         }
     }
-    close_group();
 }
 
 template <class T, int Format, int Mode, bool Columnwise, bool ColumnSum, bool Keep, bool Aligned, class Producer>
@@ -330,16 +332,27 @@ __device__ __forceinline__ void walk_tiles(const Producer& producer, const TileS
     extern __shared__ uint4 queue[];
 
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-    const i64 col = i64(blockIdx.x) * Shape::N + (warp % Shape::WARPS_N * Shape::LANES_N + lane % Shape::LANES_N) * V;
+#if KNOB_ORDER == 0
+    const int block_n = blockIdx.x, block_m = blockIdx.y;
+#elif KNOB_ORDER == 1
+    const int id = blockIdx.y * gridDim.x + blockIdx.x, block_m = id % gridDim.y, block_n = id / gridDim.y;
+#else
+    const int id = blockIdx.y * gridDim.x + blockIdx.x, band = id / (KNOB_ORDER * gridDim.y), left_n = gridDim.x - band * KNOB_ORDER;
+    const int width = left_n < KNOB_ORDER ? left_n : KNOB_ORDER, in_band = id - band * KNOB_ORDER * gridDim.y;
+    const int block_m = in_band / width, block_n = band * KNOB_ORDER + in_band % width;
+#endif
+    const i64 col = i64(block_n) * Shape::N + (warp % Shape::WARPS_N * Shape::LANES_N + lane % Shape::LANES_N) * V;
     const i64 pitch = padded(O * cols), height = padded(rows);
-    // This thread's groups are GROUPS consecutive ones in each of the block's tiles.
-    const i64 first = i64(blockIdx.y) * steps * Shape::M + (warp / Shape::WARPS_N * Shape::LANES_M + lane / Shape::LANES_N) * Shape::ROWS;
-    const i64 past = i64(blockIdx.y + 1) * steps * Shape::M, end = past < rows ? past : rows;
+    // This thread's rows in the block's first tile. The blocks of a column take turns: all that run at once work on
+    // neighbouring rows, and not on rows a power of two apart, which would crowd a few memory channels.
+    const i64 first = i64(block_m) * Shape::M + (warp / Shape::WARPS_N * Shape::LANES_M + lane / Shape::LANES_N) * Shape::ROWS;
+    const i64 stride = i64(gridDim.y) * Shape::M;
 
     uint4* mine = queue + threadIdx.x;
 #pragma unroll
     for (int s = 0; s < DEPTH; ++s) {
-        fetch_group<T, Aligned>(producer, mine + s * STAGE, first + s / GROUPS * Shape::M + s % GROUPS * GROUP, end, col, cols);
+        fetch_group<T, Aligned>(producer, mine + s * STAGE, first + s / GROUPS * stride + s % GROUPS * GROUP, rows, col, cols);
+        close_group();
     }
     // Here and not earlier, so that the first groups are on their way while the partials are reduced.
     float scale = 1.f;
@@ -349,7 +362,7 @@ __device__ __forceinline__ void walk_tiles(const Producer& producer, const TileS
     float sum[O][V] = {};
     int turn = 0;
     for (int step = 0; step < steps; ++step) {
-        const i64 row0 = first + i64(step) * Shape::M;
+        const i64 row0 = first + step * stride;
         u32 column[O][V][4] = {};  // the last sixteen bytes of each column
 #pragma unroll KNOB_UNROLL
         for (int g = 0; g < GROUPS; ++g) {
@@ -366,8 +379,11 @@ __device__ __forceinline__ void walk_tiles(const Producer& producer, const TileS
                     raw[i][k] = Pack{{v.x, v.y, v.z, v.w}};
                 }
             }
-            const i64 ahead = row0 + (g + DEPTH) / GROUPS * Shape::M + (g + DEPTH) % GROUPS * GROUP;
-            fetch_group<T, Aligned>(producer, mine + stage * STAGE, ahead, end, col, cols);
+            const i64 ahead = row0 + (g + DEPTH) / GROUPS * stride + (g + DEPTH) % GROUPS * GROUP;
+            if (step + (g + DEPTH) / GROUPS < steps) {
+                fetch_group<T, Aligned>(producer, mine + stage * STAGE, ahead, rows, col, cols);
+            }
+            close_group();  // an empty one counts too
 
             u32 square[O][V / 4][4];
             T* y = sink.y + row * (O * cols) + col;

@@ -133,22 +133,25 @@ template <int Size, int Teams> struct Team {
     }
     __device__ __forceinline__ float sum(float v) { return total(lanes_sum(v)); }
 
-    // From each warp's (sum, squares about its mean) of `count` elements: the squares about the team's mean, which
-    // replaces `mean`.
-    __device__ __forceinline__ float combine(float2 local, float count, float& mean, float inv_cols) {
-        if (Size <= 32) return local.y;
+    // How many elements of a row fall to a warp of the team, at Width a vector.
+    template <int Width> static __device__ __forceinline__ int share(int warp, int cols) {
+        const int mine = cols % (Size * Width) - warp * 32 * Width;
+        return cols / (Size * Width) * 32 * Width + min(max(mine, 0), 32 * Width);
+    }
+
+    // From each warp's sum and its squares about its own mean: the squares about the team's mean, which replaces `mean`.
+    template <int Width>
+    __device__ __forceinline__ float combine(float sum, float squares, float& mean, int cols, float inv_cols) {
+        if (Size <= 32) return squares;
         float2* slot = next_slots();
         const int lane = threadIdx.x % 32, from = lane % FAN;
-        if (lane == 0) slot[rank / 32] = local;
-        // Every lane of a warp has the same count, but the lane that looks at another warp's sums needs that one's.
-        if (lane == 0) counts[index * WARPS + rank / 32] = count;
+        if (lane == 0) slot[rank / 32] = make_float2(sum, squares);
         barrier();
-        const bool some = from < WARPS;
-        const float2 other = some ? slot[from] : make_float2(0.f, 0.f);
-        const float n = some ? counts[index * WARPS + from] : 0.f;
+        const float2 other = from < WARPS ? slot[from] : make_float2(0.f, 0.f);
+        const float count = from < WARPS ? share<Width>(from, cols) : 0.f;
         mean = fold<FAN>(other.x) * inv_cols;
-        const float away = n > 0.f ? __fdividef(other.x, n) - mean : 0.f;
-        return fold<FAN>(fmaf(n * away, away, other.y));
+        const float away = count > 0.f ? __fdividef(other.x, count) - mean : 0.f;
+        return fold<FAN>(fmaf(count * away, away, other.y));
     }
 
     // Two sums at once. After one exchange the lower half of a warp adds up x and the upper half y, which takes
@@ -275,32 +278,30 @@ template <class T, int Width, int Iters, int Size, bool Full, int Threads> struc
 // together with the distance of their means: no cancellation, however far the row is from zero, and one barrier.
 template <bool Centered, int Width, class Row, class TEAM>
 __device__ __forceinline__ float2 moments(const Row& row, TEAM& team, int cols, float inv_cols, float eps) {
-    float2 local = make_float2(0.f, 0.f);  // sum, sum of squares (about the warp's mean)
-    float count = 0.f, mean = 0.f;
+    float sum = 0.f, mean = 0.f, squares = 0.f;
     if (Centered) {
         row.each(team.rank, cols, [&](int, const auto& v) {
             float part = to_float(v[0]);
 #pragma unroll
             for (int j = 1; j < Width; ++j) part += to_float(v[j]);
-            local.x += part;
-            count += Width;
+            sum += part;
         });
-        local.x = TEAM::lanes_sum(local.x);
-        count = Row::EVEN ? count * TEAM::LANES : TEAM::lanes_sum(count);
-        mean = __fdividef(local.x, fmaxf(count, 1.f));
+        sum = TEAM::lanes_sum(sum);
+        if (TEAM::WARPS == 1) mean = sum * inv_cols;
+        else mean = __fdividef(sum, fmaxf(TEAM::template share<Width>(team.rank / 32, cols), 1.f));
     }
     row.each(team.rank, cols, [&](int, const auto& v) {
-        float square = 0.f;
+        float part = 0.f;
 #pragma unroll
         for (int j = 0; j < Width; ++j) {
             const float d = Centered ? to_float(v[j]) - mean : to_float(v[j]);
-            square = fmaf(d, d, square);
+            part = fmaf(d, d, part);
         }
-        local.y += square;
+        squares += part;
     });
-    local.y = TEAM::lanes_sum(local.y);
-    const float squares = Centered ? team.combine(local, count, mean, inv_cols) : team.total(local.y);
-    return make_float2(mean, __frsqrt_rn(squares * inv_cols + eps));
+    squares = TEAM::lanes_sum(squares);
+    squares = Centered ? team.template combine<Width>(sum, squares, mean, cols, inv_cols) : team.total(squares);
+    return make_float2(mean, __frsqrt_rn(fmaf(squares, inv_cols, eps)));
 }
 
 // y of one element, spelled out: every kernel shall round alike.
@@ -308,6 +309,32 @@ template <bool Centered> __device__ __forceinline__ float normalized(float x, fl
     const float xhat = __fmul_rn(Centered ? __fsub_rn(x, moment.x) : x, moment.y);
     return Centered ? __fmaf_rn(xhat, g, b) : __fmul_rn(xhat, g);
 }
+
+// ---- the running maximum of |y|, two elements an instruction where T has 16 bits; a NaN loses -----------------------
+
+template <class T> struct Top;
+template <> struct Top<float> {
+    float top = 0.f;
+    template <int N> __device__ __forceinline__ void raise(const Vec<float, N>& v) {
+#pragma unroll
+        for (int j = 0; j < N; ++j) top = fmaxf(top, fabsf(v[j]));
+    }
+    __device__ __forceinline__ float get() const { return top; }
+};
+template <class T2> struct TopOfPairs {
+    T2 top;
+    template <class T, int N> __device__ __forceinline__ void raise(const Vec<T, N>& v) {
+#pragma unroll
+        for (int j = 0; j < N; j += 2) top = __hmax2(top, __habs2(T2(v[j], v[N > 1 ? j + 1 : j])));
+    }
+    __device__ __forceinline__ float get() const { return fmaxf(to_float(top.x), to_float(top.y)); }
+};
+template <> struct Top<bf16> : TopOfPairs<__nv_bfloat162> {
+    __device__ __forceinline__ Top() { top = __float2bfloat162_rn(0.f); }
+};
+template <> struct Top<fp16> : TopOfPairs<__half2> {
+    __device__ __forceinline__ Top() { top = __float2half2_rn(0.f); }
+};
 
 // ---- bytes ------------------------------------------------------------------------------------------------------
 
