@@ -22,14 +22,12 @@ ATTRIBUTES = {
     "shared_per_multiprocessor": 81, "threads_per_multiprocessor": 39, "memory_pools": 115,
 }  # fmt: skip
 
-LEGACY_STREAM, PER_THREAD_STREAM = 1, 2
+LEGACY_STREAM = 1  # DLPack's number and the driver's own handle
 
 _P = c_void_p
 _SIGNATURES: dict[str, list[Any]] = {
     "cuInit": [c_uint],
-    "cuDriverGetVersion": [POINTER(c_int)],
     "cuDeviceGetCount": [POINTER(c_int)],
-    "cuDeviceGet": [POINTER(c_int), c_int],
     "cuDeviceGetName": [c_char_p, c_int, c_int],
     "cuDeviceGetAttribute": [POINTER(c_int), c_int, c_int],
     "cuDeviceTotalMem_v2": [POINTER(c_size_t), c_int],
@@ -46,10 +44,7 @@ _SIGNATURES: dict[str, list[Any]] = {
     "cuMemFree_v2": [c_uint64],
     "cuMemcpyHtoDAsync_v2": [c_uint64, _P, c_size_t, _P],
     "cuMemcpyDtoHAsync_v2": [_P, c_uint64, c_size_t, _P],
-    "cuMemcpyDtoDAsync_v2": [c_uint64, c_uint64, c_size_t, _P],
     "cuMemsetD8Async": [c_uint64, ctypes.c_ubyte, c_size_t, _P],
-    "cuStreamCreate": [POINTER(c_void_p), c_uint],
-    "cuStreamDestroy_v2": [_P],
     "cuStreamSynchronize": [_P],
     "cuStreamWaitEvent": [_P, _P, c_uint],
     "cuStreamIsCapturing": [_P, POINTER(c_int)],
@@ -255,26 +250,11 @@ class Driver:
         """Device to host on the stream; synchronize before reading."""
         self._check(self._lib.cuMemcpyDtoHAsync_v2(host, address, nbytes, stream), "cuMemcpyDtoHAsync")
 
-    def copy_on_device(self, out: int, address: int, nbytes: int, stream: int) -> None:
-        """Device to device on the stream."""
-        self._check(self._lib.cuMemcpyDtoDAsync_v2(out, address, nbytes, stream), "cuMemcpyDtoDAsync")
-
     def fill(self, address: int, value: int, nbytes: int, stream: int) -> None:
         """Set bytes on the stream."""
         self._check(self._lib.cuMemsetD8Async(address, value, nbytes, stream), "cuMemsetD8Async")
 
     # ------------------------------------------------------------------------------ streams and events
-
-    def create_stream(self, index: int) -> int:
-        """A new stream that does not wait for the default stream."""
-        stream = c_void_p()
-        with self.on(index):
-            self._check(self._lib.cuStreamCreate(byref(stream), 1), "cuStreamCreate")
-        return stream.value or 0
-
-    def destroy_stream(self, stream: int) -> None:
-        """Give a stream back once its work is done."""
-        self._check(self._lib.cuStreamDestroy_v2(stream), "cuStreamDestroy")
 
     def synchronize(self, stream: int) -> None:
         """Wait for the work on a stream."""

@@ -197,12 +197,7 @@ def version(name: str) -> tuple[int, ...]:
     query = {"cublasLt": "cublasLtGetVersion", "cudnn": "cudnnGetVersion"}[name]
     function = lib[query]
     function.restype = ctypes.c_size_t
-    return _split_version(name, int(function()))
-
-
-def _split_version(name: str, number: int) -> tuple[int, ...]:
-    if name == "cublasLt" and number < 200000:  # 12.9.1 reports 120901, 13.1.0 reports 130100
-        return number // 10000, number // 100 % 100, number % 100
+    number = int(function())  # 130100 is 13.1.0 of cuBLASLt, 91900 is 9.19.0 of cuDNN
     return number // 10000, number // 100 % 100, number % 100
 
 

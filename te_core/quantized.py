@@ -66,10 +66,11 @@ class Cast:
 
     With `scale` (float32 [1], on the device) the value is multiplied by it and cast (delayed scaling); `amax`,
     if given, is raised to the maximum |value| (float32 [1], never lowered). Without `scale` the scale is worked
-    out from the value's own maximum (current scaling): `epsilon` and `power_of_two` are its rule.
+    out from the value's own maximum (current scaling): `epsilon` and `power_of_two` are its rule. Not to be changed
+    once made: casts are shared between calls.
     """
 
-    __slots__ = ("amax", "columnwise", "dtype", "epsilon", "power_of_two", "rowwise", "scale")
+    __slots__ = ("amax", "columnwise", "dtype", "epsilon", "key", "power_of_two", "rowwise", "scale")
 
     def __init__(
         self,
@@ -89,8 +90,5 @@ class Cast:
         self.amax = amax
         self.epsilon = epsilon
         self.power_of_two = power_of_two
-
-    @property
-    def key(self) -> tuple[DType, bool, bool, bool, bool]:
-        """What a plan depends on (the tensors and the epsilon are run-time values)."""
-        return self.dtype, self.rowwise, self.columnwise, self.scale is not None, self.amax is not None
+        #: What a plan depends on (the tensors and the epsilon are run-time values).
+        self.key = (dtype, rowwise, columnwise, scale is not None, amax is not None)

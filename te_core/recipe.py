@@ -7,7 +7,9 @@ adapters, and no code there asks which recipe it came from.
 
 from __future__ import annotations
 
+import itertools
 import os
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
@@ -15,7 +17,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from te_core import dtypes
 from te_core.dtypes import DType
-from te_core.errors import ArgumentError
+from te_core.errors import ArgumentError, UnsupportedError
 
 # ------------------------------------------------------------------------------------ the frozen side
 
@@ -114,8 +116,31 @@ _CURRENT_POW2 = _env_flag("NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES")
 _BACKWARD_OVERRIDE = os.environ.get("NVTE_BACKWARD_OVERRIDE") or None
 
 
+_by_token: weakref.WeakValueDictionary[int, Recipe] = weakref.WeakValueDictionary()
+_tokens = itertools.count(1)
+
+
 class Recipe:
-    """Base of all recipes; the questions below work on classes and instances alike."""
+    """Base of all recipes; the questions below work on classes and instances alike.
+
+    `token` is a number under which a living recipe is found: a compiler can hold it as a constant.
+    """
+
+    token: int
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """A recipe with a token of its own (copies and unpickled recipes included)."""
+        recipe = super().__new__(cls)
+        recipe.__dict__["token"] = next(_tokens)
+        _by_token[recipe.token] = recipe
+        return recipe
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        vars(self).pop("_precision", None)  # what `resolve` found before
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {k: v for k, v in vars(self).items() if k not in ("token", "_precision")}
 
     @classmethod
     def nvfp4(cls) -> bool:
@@ -157,19 +182,25 @@ class Recipe:
         raise NotImplementedError
 
 
-_resolved: dict[tuple[Any, ...], Precision] = {}
+_resolved: list[Precision] = []
 
 
 def resolve(recipe: Recipe) -> Precision:
     """The one `Precision` object of all recipes that say the same (so that `is` compares precisions)."""
-    fields = vars(recipe)
-    key = (type(recipe), *fields, *fields.values())  # the names too: optional attributes may be set in any order
-    found = _resolved.get(key)
+    found: Precision | None = vars(recipe).get("_precision")
     if found is None:
         precision = recipe.resolve()
-        found = next((p for p in _resolved.values() if p == precision), precision)
-        _resolved[key] = found
+        found = next((p for p in _resolved if p == precision), None)
+        if found is None:
+            found = precision
+            _resolved.append(found)
+        vars(recipe)["_precision"] = found  # until a field is assigned
     return found
+
+
+def by_token(token: int) -> Recipe:
+    """The living recipe of this token."""
+    return _by_token[token]
 
 
 def _check_common(recipe: Any, overrides: tuple[str | None, ...]) -> None:
@@ -193,8 +224,8 @@ class DelayedScaling(Recipe):
     margin: int = 0
     fp8_format: Format = Format.HYBRID
     amax_history_len: int = 1024
-    amax_compute_algo: str | Callable[..., Any] = "max"
-    scaling_factor_compute_algo: Callable[..., Any] | None = None
+    amax_compute_algo: str | Callable[..., Any] = field(default="max", repr=False)
+    scaling_factor_compute_algo: Callable[..., Any] | None = field(default=None, repr=False)
     reduce_amax: bool = True
     fp8_dpa: bool = False
     fp8_mha: bool = False
@@ -270,6 +301,11 @@ class Float8CurrentScaling(Recipe):
     def resolve(self) -> Precision:
         """The frozen description of this recipe as it stands now."""
         self.__post_init__()
+        if self.backward_override is not None:
+            raise UnsupportedError(
+                "Float8CurrentScaling", f"backward_override={self.backward_override!r}", "None in this release",
+                "leave it out: backward then runs in FP8",
+            )  # fmt: skip
         fwd, bwd = _FORWARD[self.fp8_format], _BACKWARD[self.fp8_format]
         return Precision(
             self._operand(fwd, self.fp8_quant_fwd_inp),

@@ -9,6 +9,7 @@ code, where several threads may each be in a region of their own, finds its regi
 
 from __future__ import annotations
 
+import copy
 import warnings
 from _thread import get_ident
 from typing import Any
@@ -16,11 +17,12 @@ from typing import Any
 import torch
 
 from te_core.errors import ArgumentError, UnsupportedError
-from te_core.recipe import DelayedScaling, Precision, Recipe, resolve
+from te_core.recipe import DelayedScaling, Precision, Recipe, by_token, resolve
 from te_torch import state as scaling
 
 # Precisions by number, 0 being none: what a tracing compiler can hold as a constant and guard on.
 _numbered: list[Precision | None] = [None]
+_recipes: list[Recipe | None] = [None]  # what the precision of that number was resolved from
 _numbers: dict[int, int] = {}
 
 
@@ -29,18 +31,26 @@ def precision_of(number: int) -> Precision | None:
     return _numbered[number]
 
 
+def recipe_of(number: int) -> Recipe | None:
+    """The recipe of this number, as it was when the number was given: what user-supplied rules are shown."""
+    return _recipes[number]
+
+
 def number_of(recipe: Recipe) -> int:
     """The number of what this recipe says now."""
     precision = resolve(recipe)
     number = _numbers.get(id(precision))  # `resolve` keeps its results, so an id stays one precision's
     if number is None:
         _numbered.append(precision)
+        _recipes.append(copy.copy(recipe))
         number = _numbers[id(precision)] = len(_numbered) - 1
     return number
 
 
-# Under tracing the recipe is a constant of the program.
-_number_of = torch._dynamo.assume_constant_result(number_of)
+@torch._dynamo.assume_constant_result
+def _trace_number(token: int) -> int:
+    """The same at trace time, where the recipe is a constant of the program known by its token."""
+    return number_of(by_token(token))
 
 
 class Region:
@@ -79,14 +89,12 @@ _by_thread: dict[int, Region] = {}
 
 def current_region() -> Region | None:
     """The innermost region of this thread."""
-    if torch.compiler.is_compiling():
-        return active.region
-    return _by_thread.get(get_ident())
+    return active.region if torch.compiler.is_compiling() else _by_thread.get(get_ident())
 
 
-def _set_region(region: Region | None) -> None:
+def _set_region(region: Region | None, tracing: bool) -> None:
     active.region = region
-    if torch.compiler.is_compiling():
+    if tracing:
         return
     if region is None:
         _by_thread.pop(get_ident(), None)
@@ -104,6 +112,9 @@ def get_default_recipe() -> Recipe:
     return DelayedScaling()
 
 
+_default = get_default_recipe()  # for traced code, which can make no recipe
+
+
 class autocast:  # noqa: N801  the documented name
     """Context: modules inside run their GEMMs as `recipe` says.
 
@@ -111,7 +122,7 @@ class autocast:  # noqa: N801  the documented name
     updates the forward scales of delayed scaling when it ends in grad mode.
     """
 
-    __slots__ = ("_entered", "_graph", "_outermost", "_previous", "calibrating", "enabled", "recipe")
+    __slots__ = ("_entered", "_graph", "_outermost", "_previous", "_region", "calibrating", "enabled", "recipe")
 
     def __init__(
         self,
@@ -137,30 +148,37 @@ class autocast:  # noqa: N801  the documented name
             )  # fmt: skip
         self.enabled = enabled
         self.calibrating = calibrating
-        self.recipe = recipe if recipe is not None else get_default_recipe()
+        if recipe is None:
+            recipe = _default if torch.compiler.is_compiling() else get_default_recipe()
+        self.recipe = recipe
         self._graph = _graph
         self._entered = False
         self._outermost = False
         self._previous: Region | None = None
+        self._region: Region | None = None
 
     def __enter__(self) -> None:
         if self._entered:
             raise RuntimeError("this autocast is already active: make another one for a nested region")
-        outer = current_region()
+        tracing = torch.compiler.is_compiling()
+        outer = active.region if tracing else _by_thread.get(get_ident())
         self._previous = outer
-        precision = _number_of(self.recipe) if self.enabled else 0
-        traced = torch.compiler.is_compiling()
-        recompute = not traced and in_backward()
+        precision = 0
+        if self.enabled:
+            precision = _trace_number(self.recipe.token) if tracing else number_of(self.recipe)
+        recompute = not tracing and in_backward()
         # A region around a backward pass is none of the regions that a checkpoint runs again in that pass.
         self._outermost = outer is None or recompute and not outer.recompute
         ran = [] if self._outermost else outer.ran  # type: ignore[union-attr]
-        _set_region(Region(self.recipe, precision, self.calibrating, ran, recompute, traced))
+        self._region = Region(self.recipe, precision, self.calibrating, ran, recompute, tracing)
+        _set_region(self._region, tracing)
         self._entered = True
 
     def __exit__(self, *exc: object) -> None:
-        region = current_region()
-        _set_region(self._previous)
+        region = self._region
+        _set_region(self._previous, torch.compiler.is_compiling())
         self._entered = False
+        self._region = None
         self._previous = None
         if region is None or not self._outermost or not self.enabled or self._graph or not region.ran:
             return

@@ -49,7 +49,8 @@ class Call:
 
 _calls: dict[str, Call] = {}
 _by_spec: dict[Any, Call] = {}
-_saved_from: dict[str, tuple[int | None, ...]] = {}  # per call: the input i each saved tensor is, or output -2 - i, or -1, or None
+# Per call, where each saved tensor comes from: input i is i, output i is -2 - i, neither is -1; None if absent.
+_saved_from: dict[str, tuple[int | None, ...]] = {}
 _grads_given: dict[str, tuple[bool, ...]] = {}  # per call: which input gradients backward returns
 
 
@@ -67,10 +68,10 @@ def register(layer: Layer, spec: Any, needs_grad: bool, inspector: Any = None) -
 
 
 def apply(
-    call: Call, state: scaling.ScalingState | None, recompute: bool, *inputs: torch.Tensor | None
+    call: Call | str, state: scaling.ScalingState | None, recompute: bool, *inputs: torch.Tensor | None
 ) -> tuple[torch.Tensor, ...]:
-    """The layer's outputs, differentiable where the call needs gradients."""
-    if torch.compiler.is_compiling():
+    """The layer's outputs, differentiable where the call needs gradients. Under tracing a call comes as its key."""
+    if isinstance(call, str):
         return _apply_traced(call, state, inputs)
     if call.needs_grad and torch.is_grad_enabled():
         if _functorch_active():
@@ -84,9 +85,9 @@ def apply(
 def _own(outputs: Sequence[Tensor]) -> tuple[torch.Tensor, ...]:
     """Fresh outputs as tensors of their shape, not as views, which a caller could not change in place."""
     for t in outputs:
-        if t.owner.shape != t.shape:  # type: ignore[attr-defined]
-            t.owner.resize_(t.shape)  # type: ignore[attr-defined]
-    return tuple([t.owner for t in outputs])  # type: ignore[misc]
+        if t.owner.shape != t.shape:
+            t.owner.resize_(t.shape)
+    return tuple([t.owner for t in outputs])
 
 
 def _run(
@@ -125,12 +126,13 @@ class _Eager(torch.autograd.Function):
         # An owner is the caller's own tensor where an input was saved, so its version is checked by autograd.
         ctx.save_for_backward(*[None if t is None else t.owner for t in saved])
         ctx.call, ctx.state, ctx.inputs = call, state, len(inputs)
-        ctx.within = scaling.this_pass() if recompute and state is not None and in_backward() else -1
+        ctx.within = scaling.this_pass() if recompute and state is not None else -1
         return _own(outputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
-        _refuse_double_backward()
+        if torch.is_grad_enabled():  # only create_graph=True runs a backward in grad mode
+            _refuse_double_backward()
         call, state = ctx.call, ctx.state
         if grads[0] is None and not any(g is not None for g in grads):
             return (None,) * (3 + ctx.inputs)
@@ -164,10 +166,9 @@ def _complete(call: Call, grads: Sequence[torch.Tensor | None], saved: Sequence[
 
 
 def _refuse_double_backward() -> None:
-    if torch.is_grad_enabled():  # only create_graph=True runs a backward in grad mode
-        raise UnsupportedError(
-            "backward", "create_graph=True", "first derivatives", "use torch.nn layers where second ones are needed"
-        )
+    raise UnsupportedError(
+        "backward", "create_graph=True", "first derivatives", "use torch.nn layers where second ones are needed"
+    )
 
 
 # ------------------------------------------------------------------------------------------------- traced
@@ -258,12 +259,12 @@ def _gives(key: str) -> tuple[bool, ...]:
 
 
 def _apply_traced(
-    call: Call, state: scaling.ScalingState | None, inputs: Sequence[torch.Tensor | None]
+    key: str, state: scaling.ScalingState | None, inputs: Sequence[torch.Tensor | None]
 ) -> tuple[torch.Tensor, ...]:
     if state is None:
-        return _Traced.apply(call.key, 0, None, None, None, *inputs)
+        return _Traced.apply(key, 0, None, None, None, *inputs)
     *outputs, maxima = _Traced.apply(
-        call.key, state.token, state.scale_fwd, state.scale_bwd, state.amax_history_bwd, *inputs
+        key, state.token, state.scale_fwd, state.scale_bwd, state.amax_history_bwd, *inputs
     )
     _raise(state.amax_history_fwd, maxima)
     return tuple(outputs)

@@ -62,10 +62,11 @@ class ScalingState(torch.nn.Module):
         self.precision: Precision | None = None  # the recipe of the last forward: the rule of the next update
         self._views: tuple[Scales, Scales, Scales] | None = None
         self._core: dict[tuple[int, float], CoreState] = {}
+        self.update_plans: dict[tuple[int, ...], Any] = {}
         self.due = False  # a forward ran whose maxima no update has read yet
 
     def __getstate__(self) -> dict[str, Any]:
-        derived = ("token", "precision", "_views", "_core", "due")
+        derived = ("token", "precision", "_views", "_core", "update_plans", "due")
         return {k: v for k, v in self.__dict__.items() if k not in derived}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -104,18 +105,20 @@ class ScalingState(torch.nn.Module):
         """Take over the rule of this precision (called when it is not the one of the last forward)."""
         assert precision.history is not None
         self.resize_history(precision.history.length)
+        if self.precision is not None:
+            self._renew()  # plans of updates name the state by its token, and follow its rule
         self.precision = precision
         self.recipe = recipe
 
     def _make_views(self) -> tuple[Scales, Scales, Scales]:
         rows = [to_core(t) for t in (self.scale_fwd, self.amax_history_fwd[0], self.scale_bwd)]
         back = to_core(self.amax_history_bwd[0])
-        self._views = (
+        views = self._views = (
             Scales(rows[0], rows[1], rows[2], back),
             Scales(to_core(self.used_fwd), None, rows[2], back),
             Scales(rows[0], None, rows[2], back),
         )
-        return self._views
+        return views
 
     def backward_scales(self) -> Scales:
         """The core's view of the state for one backward."""
@@ -154,33 +157,67 @@ def by_token(token: int) -> ScalingState | None:
 
 def update(tokens: Iterable[int], direction: int, only_due: bool = False) -> None:
     """The delayed-scaling step of these states, each once: one launch per device and rule."""
-    groups: dict[Any, list[ScalingState]] = {}
+    states = []
     for token in dict.fromkeys(tokens):
         state = _by_token.get(token)
         if state is None or state.precision is None or (only_due and not state.due):
             continue
         if direction == FORWARD:
             state.__dict__["due"] = False
-        rule = state.precision.history
-        assert rule is not None
+        states.append(state)
+    if not states:
+        return
+    # A step usually updates the states that the last one did: its plan is kept with the first of them.
+    key = (direction, *[s.token for s in states])
+    plans = states[0].update_plans
+    plan = plans.get(key)
+    if plan is None:
+        if len(plans) > 8:
+            plans.clear()
+        plan = plans[key] = _plan_update(states, direction)
+    launches, tokens_by_callables = plan
+    for anchor, launch in launches:
+        ops.run_update(runtime_for(anchor), launch)
+    for token in tokens_by_callables:
+        state = _by_token[token]
+        _update_by_callables(state, direction, _rule(state))
+
+
+def _plan_update(states: list[ScalingState], direction: int) -> tuple[list[tuple[torch.Tensor, Any]], list[int]]:
+    groups: dict[Any, list[ScalingState]] = {}
+    by_callables = []
+    for state in states:
+        rule = _rule(state)
         if callable(rule.amax_algo) or rule.scale_algo is not None:
-            _update_by_callables(state, direction, rule)
+            by_callables.append(state.token)
         else:
             groups.setdefault((state.scale_fwd.device, rule.amax_algo), []).append(state)
-    for (_, algo), states in groups.items():
-        rt = runtime_for(states[0].scale_fwd)
-        ops.update_scales(rt, [s.core(direction, _limit(s, direction)) for s in states], algo)
+    launches = []
+    for (_, algo), members in groups.items():
+        anchor = members[0].scale_fwd
+        parts = [s.core(direction, _limit(s, direction)) for s in members]
+        launches.append((anchor, ops.plan_update(runtime_for(anchor), parts, algo)))
+    return launches, by_callables
 
 
 def update_traced(states: list[ScalingState]) -> None:
     """The forward update of the states that ran in a region inside a compiled function."""
     states = _distinct(states)
-    if states:
-        history = states[0].precision.history  # type: ignore[union-attr]
-        torch.ops.te_runtime.update(
-            [s.scale_fwd for s in states], [s.amax_history_fwd for s in states], [s.used_fwd for s in states],
-            [_limit(s, FORWARD) for s in states], history.amax_algo,  # type: ignore[union-attr]
-        )  # fmt: skip
+    for algo in ("max", "most_recent"):
+        of_algo = [s for s in states if _rule(s).amax_algo == algo and _rule(s).scale_algo is None]
+        if of_algo:
+            torch.ops.te_runtime.update(
+                [s.scale_fwd for s in of_algo], [s.amax_history_fwd for s in of_algo], [s.used_fwd for s in of_algo],
+                [_limit(s, FORWARD) for s in of_algo], algo,
+            )  # fmt: skip
+    for s in states:
+        if callable(_rule(s).amax_algo) or _rule(s).scale_algo is not None:
+            _update_by_callables(s, FORWARD, _rule(s))
+
+
+def _rule(state: ScalingState) -> History:
+    assert state.precision is not None and state.precision.history is not None
+    return state.precision.history
 
 
 def _distinct(states: list[ScalingState]) -> list[ScalingState]:

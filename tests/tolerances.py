@@ -12,6 +12,8 @@ DB = {
     "fp8 fast": 52.0,  # a product against float64 of the same FP8 values: the accumulation alone
     "fp8 split": 65.0,
     "fp8 linear": 17.0,  # a whole FP8 linear, forward or backward
+    # Two FP8 linears one after the other; where h is near 0, its rounding also flips whole terms through relu's step.
+    "fp8 mlp": 14.0,
     "bf16": 40.0,
     "fp16": 55.0,
     "fp32": 110.0,

@@ -4,7 +4,7 @@
 //   amax          x [count] -> out [gridDim.x]      256 threads, four 16-byte loads in flight a thread
 //   amax_finish   partials [count] -> out [1]       one block of 256 threads
 // The elements before the first and after the last 16-byte boundary are taken one by one, by block 0.
-// MEASURED_AMAX
+// Bandwidth not measured yet: benchmarks/quantize.py prints it.
 //
 // -D DTYPE=float|bf16|fp16
 // compile-check: DTYPE=bf16

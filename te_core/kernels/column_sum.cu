@@ -12,13 +12,14 @@
 typedef DTYPE T;
 constexpr int COLS = 32, GROUPS = 8;
 
-extern "C" __global__ void __launch_bounds__(COLS * GROUPS) column_sum(const float* partials, T* out, int rows, i64 cols) {
+extern "C" __global__ void __launch_bounds__(COLS * GROUPS)
+    column_sum(const float* partials, T* out, int rows, i64 cols) {
     __shared__ float sums[GROUPS][COLS];
     const int lane = threadIdx.x % COLS, group = threadIdx.x / COLS;
     const i64 col = i64(blockIdx.x) * COLS + lane;
     float sum = 0.f;
     if (col < cols) {
-#pragma unroll 4
+#pragma unroll 8
         for (int r = group; r < rows; r += GROUPS) sum += partials[r * cols + col];
     }
     sums[group][lane] = sum;

@@ -7,7 +7,7 @@
 // add: a thread moves 16-byte packs, four loads in flight. The other two: a thread owns the V columns of one pack
 // and every ROWS rows of a strip, so that bias and column sums stay in registers; with cols a multiple of four a
 // Philox draw serves four elements, otherwise each element draws its own. ALIGNED=0 goes element by element.
-// MEASURED_ELEMENTWISE
+// Bandwidth not measured yet: benchmarks/quantize.py prints it.
 //
 // -D DTYPE=float|bf16|fp16  ALIGNED=0|1  (DROPOUT=0|1  COLUMN_SUM=0|1)
 // compile-check: DTYPE=bf16 ALIGNED=1 DROPOUT=1 COLUMN_SUM=1
@@ -51,7 +51,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) add(const T* a, const T* b
 constexpr int ROWS = 4;
 
 // keep[j] = factor where the mask keeps element row * cols + col + j, else 0.
-__device__ __forceinline__ void draw_mask(const Philox& philox, u64 element, u32 threshold, float factor, float (&keep)[V]) {
+__device__ __forceinline__ void draw_mask(const Philox& philox, u64 element, u32 threshold, float factor,
+                                          float (&keep)[V]) {
     u32 word[4];
     if constexpr (ALIGNED) {  // cols is a multiple of V, so of four
 #pragma unroll

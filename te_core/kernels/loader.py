@@ -9,6 +9,7 @@ CuPy's driver binding launches (a fifth of the cost of ctypes); its arrays, memo
 
 from __future__ import annotations
 
+import ctypes
 import struct
 from threading import RLock
 from typing import Any
@@ -40,15 +41,15 @@ _lock = RLock()
 class Arguments:
     """One executor's argument block: the values, and the array of their addresses that a launch takes."""
 
-    __slots__ = ("_addresses", "pointers", "values")
+    __slots__ = ("_addresses", "cell", "cell_address", "pointers", "values")
 
     def __init__(self) -> None:
-        import ctypes
-
         self.values = (ctypes.c_uint64 * MAX_ARGUMENTS)()
         base = ctypes.addressof(self.values)
         self._addresses = (ctypes.c_void_p * MAX_ARGUMENTS)(*(base + 8 * i for i in range(MAX_ARGUMENTS)))
         self.pointers = ctypes.addressof(self._addresses)
+        self.cell = ctypes.c_uint64()  # for the one argument of a kernel that takes a struct
+        self.cell_address = ctypes.addressof(self.cell)
 
 
 class Kernel:
@@ -72,7 +73,7 @@ class Kernel:
         executor = rt.executor()
         arguments = executor.arguments
         if None in args:
-            args = tuple(0 if a is None else a for a in args)
+            args = tuple([0 if a is None else a for a in args])
         try:
             self._pack(arguments.values, 0, *args)
         except struct.error as error:
@@ -93,8 +94,6 @@ class Kernel:
 
     def by_value(self, rt: Runtime, grid: int, block: int, address: int) -> None:
         """Launch a kernel whose one argument (args="b") is a struct passed by value, found at this host address."""
-        import ctypes
-
         pointer = ctypes.c_uint64(address)  # the driver copies the struct before the call returns
         executor = rt.executor()
         with executor.driver.on(rt.device.index):

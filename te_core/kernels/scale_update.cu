@@ -1,9 +1,9 @@
 // The delayed-scaling step of many modules in one launch (te_core.ops.quantize.update_scales states the rule).
 //
 // The table of states is a kernel parameter: nothing is copied to the device before, and a captured graph holds its
-// own. One block a state, one warp a column of its history [rows, columns]: the lanes take 32 rows at a time, always
-// reading a row before the warp overwrites it. CAPACITY entries of 40 bytes: 100 fit the 4 KB of every device, 800
-// the 32,764 bytes of CUDA 12.1 and later.
+// own. One block a state, a team of 128 threads a column of its history [rows, columns]. A team takes 1024 rows at a
+// time with all loads in flight, and reads them before it overwrites any: latency is the whole cost of this kernel.
+// CAPACITY entries of 40 bytes: 100 fit the 4 KB of every device, 800 the 32,764 bytes of CUDA 12.1 and later.
 //
 // -D CAPACITY=…  HISTORY_MAX=0|1 (amax of the whole history, or the most recent)
 // compile-check: CAPACITY=100 HISTORY_MAX=1
@@ -22,32 +22,48 @@ struct Table {
     State state[CAPACITY];
 };
 
-extern "C" __global__ void __launch_bounds__(128) scale_update(const __grid_constant__ Table table) {
+constexpr int TEAM = 128, TEAMS = 4, IN_FLIGHT = 8;
+
+extern "C" __global__ void __launch_bounds__(TEAM * TEAMS) scale_update(const __grid_constant__ Table table) {
+    __shared__ float tops[TEAMS][TEAM / 32];
     const State& s = table.state[blockIdx.x];
-    const int lane = threadIdx.x & 31;
-    for (int c = threadIdx.x >> 5; c < s.columns; c += 4) {
-        float* column = s.history + c;
-        const float last = column[0], scale = s.scale[c];
+    const int team = threadIdx.x / TEAM, place = threadIdx.x % TEAM;
+    for (int first = 0; first < s.columns; first += TEAMS) {
+        const int c = first + team;
+        const bool mine = c < s.columns;
+        float* column = s.history + (mine ? c : 0);
+        const float last = mine ? column[0] : 0.f;
+        const float scale = mine ? s.scale[c] : 0.f;
+        const int rows = last != 0.f ? s.rows : 0;  // a NaN counts as a maximum: its column rolls
         float top = 0.f;
-        __syncwarp();
-        if (last != 0.f) {  // a NaN too
-            for (int base = 0; base < s.rows; base += 32) {
-                const int row = base + lane;
-                float next = 0.f;
-                if (row + 1 < s.rows) next = column[i64(row + 1) * s.columns];
-                top = fmaxf(top, next);
-                __syncwarp();  // all rows of this stretch are read before any is written
-                if (row < s.rows) {
-                    column[i64(row) * s.columns] = row == 0 ? 0.f : (row == s.rows - 1 ? last : next);
-                }
-                __syncwarp();
+        for (int base = 0; base < s.rows; base += TEAM * IN_FLIGHT) {
+            float next[IN_FLIGHT];
+#pragma unroll
+            for (int k = 0; k < IN_FLIGHT; ++k) {
+                const int row = base + k * TEAM + place;
+                next[k] = row + 1 < rows ? column[i64(row + 1) * s.columns] : 0.f;
+            }
+            __syncthreads();  // every row of this stretch, and row 0, is read before any is written
+#pragma unroll
+            for (int k = 0; k < IN_FLIGHT; ++k) {
+                const int row = base + k * TEAM + place;
+                top = fmaxf(top, next[k]);
+                if (row < rows) column[i64(row) * s.columns] = row == 0 ? 0.f : (row == rows - 1 ? last : next[k]);
             }
         }
-        if (lane == 0) s.used[c] = scale;
-        const float amax = HISTORY_MAX ? fmaxf(warp_max(top), last) : last;
-        if (lane == 0 && last != 0.f && amax > 0.f && !isinf(amax)) {
-            const float next = __fdiv_rn(s.limit, amax);
-            s.scale[c] = isinf(next) ? __uint_as_float(0x7f7fffffu) : next;
+        top = warp_max(top);
+        if (place % 32 == 0) tops[team][place / 32] = top;
+        __syncthreads();
+        if (place == 0 && mine) {
+            s.used[c] = scale;
+            float amax = last;
+            if (HISTORY_MAX) {
+                for (int w = 0; w < TEAM / 32; ++w) amax = fmaxf(amax, tops[team][w]);
+            }
+            if (last != 0.f && amax > 0.f && !isinf(amax)) {
+                const float updated = __fdiv_rn(s.limit, amax);
+                s.scale[c] = isinf(updated) ? __uint_as_float(0x7f7fffffu) : updated;
+            }
         }
     }
 }

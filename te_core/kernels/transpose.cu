@@ -3,7 +3,8 @@
 // ALIGNED (rows, cols and both addresses multiples of 16 bytes): a thread owns a square of V x V elements, V =
 // 16 / SIZE, loads V rows of 16 bytes, transposes in registers and stores V rows of 16 bytes; eight lanes side by side
 // read 128-byte lines, four below one another write 64 bytes, four warps make a square tile of 2 x 2.
-// Otherwise: 32 x 32 elements through shared memory, element by element. MEASURED_TRANSPOSE
+// Otherwise: 32 x 32 elements through shared memory, element by element. Bandwidth not measured yet:
+// benchmarks/quantize.py prints it.
 //
 // -D SIZE=1|2|4  ALIGNED=0|1
 // compile-check: SIZE=1 ALIGNED=1

@@ -18,7 +18,7 @@ from te_core.quantize.state import INPUT, WEIGHT, Scales, backward_cast, forward
 from te_core.quantized import Cast, QuantizedTensor, padded
 from te_core.recipe import Gemm, Precision
 from te_core.runtime import Runtime
-from te_core.tensor import Tensor
+from te_core.tensor import META, Tensor
 
 
 class Needs(NamedTuple):
@@ -131,6 +131,9 @@ def fprop(rt: Runtime, x: Operand, w: Operand, bias: Tensor | None, out: Tensor,
     """out [.., N] = x w^T + bias."""
     if isinstance(x, QuantizedTensor):
         assert isinstance(w, QuantizedTensor) and precision is not None
+        if x.dtype is w.dtype is dtypes.float8_e5m2:
+            fprop(rt, *plain(rt, x, w, out.dtype), bias, out, None)
+            return
         fp8_gemm(rt, (x.rowwise, x.scale_inv), (w.rowwise, w.scale_inv), out.matrix(), precision.fprop, bias)
     else:
         assert isinstance(w, Tensor)
@@ -141,6 +144,9 @@ def dgrad(rt: Runtime, dy: Operand, w: Operand, dx: Tensor, precision: Precision
     """dx [.., K] = dy w."""
     if isinstance(dy, QuantizedTensor):
         assert isinstance(w, QuantizedTensor) and precision is not None
+        if dy.dtype is w.dtype is dtypes.float8_e5m2:
+            dgrad(rt, *plain(rt, dy, w, dx.dtype), dx, None)
+            return
         fp8_gemm(rt, (dy.rowwise, dy.scale_inv), (w.columnwise, w.scale_inv), dx.matrix(), precision.dgrad)
     else:
         assert isinstance(w, Tensor)
@@ -153,10 +159,18 @@ def wgrad(
     """dw [N, K] = dy^T x; with plain operands the same GEMM sums dy into db [N]."""
     if isinstance(dy, QuantizedTensor):
         assert isinstance(x, QuantizedTensor) and precision is not None and db is None
+        if dy.dtype is x.dtype is dtypes.float8_e5m2:
+            wgrad(rt, *plain(rt, dy, x, dw.dtype), dw, None, None)
+            return
         fp8_gemm(rt, (dy.columnwise, dy.scale_inv), (x.columnwise, x.scale_inv), dw, precision.wgrad)
     else:
         assert isinstance(x, Tensor)
         ops.gemm(rt, dy, x.matrix(), trans_a=True, a_sum=db, out=dw)
+
+
+def plain(rt: Runtime, a: QuantizedTensor, b: QuantizedTensor, dtype: DType) -> tuple[Tensor, Tensor]:
+    """Both operands dequantized: no tensor core multiplies E5M2 by E5M2, so Format.E5M2 saves memory, not time."""
+    return ops.dequantize(rt, a, dtype), ops.dequantize(rt, b, dtype)
 
 
 def fp8_gemm(
@@ -174,7 +188,7 @@ def fp8_gemm(
     (a_data, a_scale), (b_data, b_scale) = a, b
     assert a_data is not None and b_data is not None  # the casts asked for these orientations
     rows, cols = out.shape
-    if rows != a_data.shape[0]:
+    if rt.device is META or rows != a_data.shape[0]:  # no test of a symbolic size, which would be compiled in
         a_data = a_data.rows(0, rows)
     wide = padded(cols)
     if wide == cols:

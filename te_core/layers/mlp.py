@@ -14,7 +14,7 @@ from te_core.dtypes import DType
 from te_core.layers.inspector import Operand
 from te_core.layers.linear import Needs, dgrad, fprop, prepare_gradient, restored, saved_operand, wgrad
 from te_core.layers.norm import NormSpec
-from te_core.layers.norm_linear import normalize
+from te_core.layers.norm_linear import norm_gradients, normalize
 from te_core.quantize.state import INPUT, WEIGHT, Scales, backward_cast, forward_cast
 from te_core.recipe import Precision
 from te_core.runtime import Runtime
@@ -39,10 +39,10 @@ class MLPSpec:
 class MLPSaved(NamedTuple):
     """What backward reads; n and a as their wgrads read them."""
 
-    x: Tensor
-    gamma: Tensor
+    x: Tensor | None  # None, as the next three, where no gradient goes through the norm
+    gamma: Tensor | None
     mean: Tensor | None
-    rstd: Tensor
+    rstd: Tensor | None
     n: Tensor | None
     h: Tensor | None
     a: Tensor | None
@@ -87,8 +87,10 @@ def forward(
     if spec.return_norm:
         assert normed is not None
         outputs = (out, normed.reshape(*x.shape))
+    through = fc1.input
     return outputs, MLPSaved(
-        x, gamma, mean, rstd, saved_operand(n, fc1.weight), h if fc2.input else None,
+        x if through else None, gamma if through else None, mean if through else None, rstd if through else None,
+        saved_operand(n, fc1.weight), h if fc2.input else None,
         saved_operand(a, fc2.weight), w1, w2, saved_operand(u, fc1.input), saved_operand(v, fc2.input),
     )  # fmt: skip
 
@@ -125,12 +127,7 @@ def backward(
             dgrad(rt, dh, restored(saved.w1q, (w1.shape[0], w1.shape[1]), p), dn, p)
             if dnorm is not None:
                 dn = ops.add(rt, dn, dnorm.matrix(), out=dn)
-            norm = spec.norm
-            dx, dgamma, dbeta = ops.norm_backward(
-                rt, dn, saved.x.matrix(), saved.gamma, saved.mean, saved.rstd, kind=norm.kind,
-                zero_centered=norm.zero_centered, sm_margin=norm.backward_margin,
-            )  # fmt: skip
-            dx = dx.reshape(*saved.x.shape)
+            dx, dgamma, dbeta = norm_gradients(rt, dn, saved, spec.norm)
         if fc1.weight:
             dw1 = rt.empty(w1.shape, w1.dtype)
             wgrad(rt, dh, restored(saved.n, (m, w1.shape[1]), p), dw1, None, p)

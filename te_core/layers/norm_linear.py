@@ -6,7 +6,7 @@ Shapes: x [.., K], gamma and beta [K], w [N, K], b [N], y [.., N].
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from te_core import ops
 from te_core.layers.inspector import Inspector, Operand, alike, offer, offer_result
@@ -25,6 +25,9 @@ from te_core.quantized import Cast
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
 
+if TYPE_CHECKING:
+    from te_core.layers.mlp import MLPSaved
+
 
 @dataclass(frozen=True, slots=True)
 class NormLinearSpec:
@@ -38,10 +41,10 @@ class NormLinearSpec:
 class NormLinearSaved(NamedTuple):
     """What backward reads; `n` is the norm's output as wgrad reads it."""
 
-    x: Tensor
-    gamma: Tensor
+    x: Tensor | None  # None, as the next three, where no gradient goes through the norm
+    gamma: Tensor | None
     mean: Tensor | None
-    rstd: Tensor
+    rstd: Tensor | None
     n: Tensor | None
     weight: Tensor | None
     w: Tensor | None
@@ -100,8 +103,10 @@ def forward(
     if spec.return_norm:
         assert normed is not None
         outputs = (out, normed.reshape(*x.shape))
+    through = needs.input
     return outputs, NormLinearSaved(
-        x, gamma, mean, rstd, saved_operand(kept_n, needs.weight), weight if any(needs) else None,
+        x if through else None, gamma if through else None, mean if through else None, rstd if through else None,
+        saved_operand(kept_n, needs.weight), weight if any(needs) else None,
         saved_operand(kept_w, needs.input),
     )  # fmt: skip
 
@@ -150,9 +155,10 @@ def backward(
 
 
 def norm_gradients(
-    rt: Runtime, dn: Tensor, saved: NormLinearSaved, norm: NormSpec
+    rt: Runtime, dn: Tensor, saved: NormLinearSaved | MLPSaved, norm: NormSpec
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """(dx, dgamma, dbeta) from the gradient of the norm's output."""
+    assert saved.x is not None and saved.gamma is not None and saved.rstd is not None
     dx, dgamma, dbeta = ops.norm_backward(
         rt, dn, saved.x.matrix(), saved.gamma, saved.mean, saved.rstd, kind=norm.kind,
         zero_centered=norm.zero_centered, sm_margin=norm.backward_margin,

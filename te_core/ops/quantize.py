@@ -8,6 +8,7 @@ multiples of 16 in both directions (`te_core.quantized`).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from te_core import dtypes
 from te_core.dtypes import ACTIVATION_DTYPES, DType
@@ -137,6 +138,15 @@ def update_scales(rt: Runtime, states: list[ScalingState], algo: str) -> None:
     reset to 0). NaN loses every maximum. The scale becomes limit / amax when amax is finite and > 0 (float32
     maximum if that overflows), else it stays. `used` receives the scale from before.
     """
+    run_update(rt, plan_update(rt, states, algo))
+
+
+def plan_update(rt: Runtime, states: list[ScalingState], algo: str) -> Any:
+    """The update of these states as a plan, for callers who repeat it every step (it keeps pointers: see there)."""
     _check.one_of("update_scales", "algo", algo, ("max", "most_recent"))
-    if states:
-        rt.backend.update_scales(rt, states, algo)
+    return rt.backend.plan_update(rt, states, algo)
+
+
+def run_update(rt: Runtime, plan: Any) -> None:
+    """Carry out a planned update. The states' memory must still be where it was."""
+    rt.backend.run_update(rt, plan)

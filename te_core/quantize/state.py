@@ -7,6 +7,7 @@ input) in the scale and amax vectors of its module; GEMM i starts at 3 i and 2 i
 from __future__ import annotations
 
 from te_core import dtypes
+from te_core.dtypes import DType
 from te_core.quantized import Cast
 from te_core.recipe import Operand
 from te_core.tensor import Tensor
@@ -22,7 +23,7 @@ class Scales:
     An amax is None where nothing may be recorded: in a recomputed forward, whose maxima were taken before.
     """
 
-    __slots__ = ("backward_amax", "backward_scale", "forward_amax", "forward_scale")
+    __slots__ = ("backward_amax", "backward_scale", "casts", "forward_amax", "forward_scale")
 
     def __init__(
         self, forward_scale: Tensor, forward_amax: Tensor | None, backward_scale: Tensor, backward_amax: Tensor | None
@@ -31,6 +32,7 @@ class Scales:
         self.forward_amax = forward_amax
         self.backward_scale = backward_scale
         self.backward_amax = backward_amax
+        self.casts: dict[tuple[int, bool, bool], Cast] = {}  # those made of these views so far, by slot
 
 
 def element(vector: Tensor, index: int) -> Tensor:
@@ -42,32 +44,49 @@ def forward_cast(
     operand: Operand, scales: Scales | None, gemm: int, slot: int, *, rowwise: bool, columnwise: bool
 ) -> Cast:
     """How a forward operand (slot INPUT or WEIGHT) of a GEMM is quantized in this call."""
-    if operand.scaling == "delayed" and scales is not None:
-        i = FORWARD_SLOTS * gemm + slot
-        amax = scales.forward_amax
-        return Cast(
-            operand.dtype, rowwise=rowwise, columnwise=columnwise, scale=element(scales.forward_scale, i),
-            amax=None if amax is None else element(amax, i),
-        )  # fmt: skip
-    return _current(operand, rowwise, columnwise)
+    if operand.scaling == "current":
+        return _current(operand, rowwise, columnwise)
+    assert scales is not None  # delayed scaling comes with its state
+    index = FORWARD_SLOTS * gemm + slot
+    found = scales.casts.get((index, rowwise, columnwise))
+    if found is None or found.dtype is not operand.dtype:
+        found = _delayed(operand, scales.forward_scale, scales.forward_amax, index, rowwise, columnwise)
+        scales.casts[index, rowwise, columnwise] = found
+    return found
 
 
 def backward_cast(operand: Operand, scales: Scales | None, gemm: int, *, rowwise: bool, columnwise: bool) -> Cast:
     """How the output gradient of a GEMM is quantized in this call."""
-    if operand.scaling == "delayed" and scales is not None:
-        i = BACKWARD_SLOTS * gemm + GRAD_OUTPUT
-        amax = scales.backward_amax
-        return Cast(
-            operand.dtype, rowwise=rowwise, columnwise=columnwise, scale=element(scales.backward_scale, i),
-            amax=None if amax is None else element(amax, i),
-        )  # fmt: skip
-    return _current(operand, rowwise, columnwise)
+    if operand.scaling == "current":
+        return _current(operand, rowwise, columnwise)
+    assert scales is not None
+    index = BACKWARD_SLOTS * gemm + GRAD_OUTPUT
+    key = (-1 - index, rowwise, columnwise)
+    found = scales.casts.get(key)
+    if found is None or found.dtype is not operand.dtype:
+        found = _delayed(operand, scales.backward_scale, scales.backward_amax, index, rowwise, columnwise)
+        scales.casts[key] = found
+    return found
+
+
+def _delayed(
+    operand: Operand, scale: Tensor, amax: Tensor | None, index: int, rowwise: bool, columnwise: bool
+) -> Cast:
+    return Cast(
+        operand.dtype, rowwise=rowwise, columnwise=columnwise, scale=element(scale, index),
+        amax=None if amax is None else element(amax, index),
+    )  # fmt: skip
+
+
+_current_casts: dict[tuple[DType, bool, float, bool, bool], Cast] = {}
 
 
 def _current(operand: Operand, rowwise: bool, columnwise: bool) -> Cast:
-    if operand.scaling != "current":
-        raise RuntimeError("delayed scaling was asked for without a scaling state")
-    return Cast(
-        operand.dtype, rowwise=rowwise, columnwise=columnwise, epsilon=operand.epsilon,
-        power_of_two=operand.power_of_two,
-    )  # fmt: skip
+    key = (operand.dtype, operand.power_of_two, operand.epsilon, rowwise, columnwise)
+    found = _current_casts.get(key)
+    if found is None:
+        found = _current_casts[key] = Cast(
+            operand.dtype, rowwise=rowwise, columnwise=columnwise, epsilon=operand.epsilon,
+            power_of_two=operand.power_of_two,
+        )  # fmt: skip
+    return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 
 from te_core.errors import ArgumentError, UnsupportedError
 from te_core.recipe import Precision, Recipe
-from te_torch.autocast import active, current_region, in_backward, precision_of
+from te_torch.autocast import active, current_region, in_backward, precision_of, recipe_of
 from te_torch.function import Call
 from te_torch.runtime import FLOATS, check_dtype
 from te_torch.state import NAMES, ScalingState
@@ -21,6 +22,13 @@ _layer_numbers = itertools.count(1)
 def default_device() -> torch.device:
     """CUDA where there is a device, else the CPU."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def materialised(meta: torch.nn.Parameter) -> torch.nn.Parameter:
+    """A parameter like this one, which has no memory, with memory on the default device."""
+    parameter = torch.nn.Parameter(torch.empty_like(meta, device=default_device()), meta.requires_grad)
+    parameter.__dict__.update(meta.__dict__)
+    return parameter
 
 
 def normal_init(weight: torch.Tensor) -> None:
@@ -62,8 +70,57 @@ def _is_single(group: Any) -> bool:
     return group is None or (torch.distributed.is_initialized() and torch.distributed.get_world_size(group) == 1)
 
 
-class BaseModule(torch.nn.Module):
-    """A module that runs core layers in the precision of the active region."""
+class CallingModule(torch.nn.Module):
+    """A module that runs core layers: it keeps its calls by what they depend on.
+
+    A tracing compiler cannot look into a dictionary that is filled as it looks; it names the module by a token (all
+    that torch 2.11 lets through to a function of constants) and gets the call's key.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._renew()
+
+    def _renew(self) -> None:
+        self._calls: dict[Any, Call] = {}
+        self._token = next(_tokens)
+        _by_token[self._token] = self
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without calls and token, which belong to this process and this object."""
+        return {k: v for k, v in self.__dict__.items() if k not in ("_calls", "_token")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._renew()
+
+    def _find_call(self, key: tuple[Any, ...]) -> Call | str:
+        """The call of this key: one look-up, or made now. Its own key under tracing."""
+        if torch.compiler.is_compiling():
+            return _trace_call(self._token, key)
+        found = self._calls.get(key)
+        if found is None:
+            found = self._calls[key] = self._new_call(*key)
+        return found
+
+    def _new_call(self, *key: Any) -> Call:
+        """What this module does in the precision, dtype, needs and modes that the key says."""
+        raise NotImplementedError
+
+
+_tokens = itertools.count(1)
+_by_token: weakref.WeakValueDictionary[int, CallingModule] = weakref.WeakValueDictionary()
+
+
+@torch._dynamo.assume_constant_result
+def _trace_call(token: int, key: tuple[Any, ...]) -> str:
+    module = _by_token[token]
+    found = module._calls.get(key) or module._calls.setdefault(key, module._new_call(*key))
+    return found.key
+
+
+class BaseModule(CallingModule):
+    """A module whose GEMMs run in the precision of the active region."""
 
     gemms = 1  # matrix products with scaling state of their own
     fp8_state: ScalingState | None
@@ -73,7 +130,6 @@ class BaseModule(torch.nn.Module):
         self.name = name if name is not None else f"Layer_{next(_layer_numbers)}"
         self.inspector: Any = None  # an object of te_core.layers.inspector.Inspector's kind
         self.register_module("fp8_state", None)
-        self._calls: dict[Any, Call] = {}
         self._recent = 0  # the precision of the last forward that was no recomputation
         self._initialisers: dict[str, Callable[[torch.Tensor], Any]] = {}
         self._fork: Callable[[], Any] | None = None
@@ -108,8 +164,7 @@ class BaseModule(torch.nn.Module):
             if parameter is None:
                 continue
             if parameter.device.type == "meta":
-                data = torch.empty_like(parameter, device=default_device())
-                self._parameters[name] = torch.nn.Parameter(data, parameter.requires_grad)
+                self._parameters[name] = materialised(parameter)
             self._initialise(name)
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
@@ -136,7 +191,7 @@ class BaseModule(torch.nn.Module):
         if not precision:
             return inp, 0, None, recompute
         if tracing:
-            if not _trace_state(self, inp.device, precision):
+            if not _trace_state(self._token, inp.device, precision):
                 return inp, precision, None, recompute
             state = self.fp8_state
             assert state is not None
@@ -146,23 +201,10 @@ class BaseModule(torch.nn.Module):
                 return inp, precision, None, recompute
             state = self._modules["fp8_state"]  # type: ignore[assignment]  # a third of the cost of self.fp8_state
             if state is None or state.precision is not rule:
-                state = make_state(self, inp.device, rule, region and region.recipe)  # type: ignore[arg-type]
+                state = make_state(self, inp.device, rule, recipe_of(precision))  # type: ignore[arg-type]
         if region is not None:
             region.ran.append(state if region.traced else state.token)
         return inp, precision, state, recompute
-
-    def _find_call(self, key: tuple[Any, ...]) -> Call:
-        """The plan of this key: one look-up, or made now."""
-        if torch.compiler.is_compiling():
-            return _trace_call(self, key)
-        found = self._calls.get(key)
-        if found is None:
-            found = self._calls[key] = self._new_call(*key)
-        return found
-
-    def _new_call(self, precision: int, dtype: torch.dtype, *key: Any) -> Call:
-        """What this module does in this precision, in this dtype, for needs and modes as the rest of the key says."""
-        raise NotImplementedError
 
     def _weight(self, name: str, dtype: torch.dtype, fp8: bool) -> torch.Tensor:
         """A GEMM weight in the compute dtype (FP8 quantizes from the parameter's own)."""
@@ -192,10 +234,7 @@ class BaseModule(torch.nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def __getstate__(self) -> dict[str, Any]:
-        state = self.__dict__.copy()
-        state["_calls"] = {}  # plans belong to this process and this object
-        state["_recent"] = 0
-        return state
+        return {**super().__getstate__(), "_recent": 0}
 
     def extra_repr(self) -> str:
         """What a printed module shows."""
@@ -204,7 +243,9 @@ class BaseModule(torch.nn.Module):
 
 def _autocast(t: torch.Tensor) -> torch.Tensor:
     kind = t.device.type
-    return t.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else t
+    if kind == "meta" or not torch.is_autocast_enabled(kind):
+        return t
+    return t.to(torch.get_autocast_dtype(kind))
 
 
 def make_state(
@@ -224,17 +265,14 @@ def make_state(
 
 
 @torch._dynamo.assume_constant_result
-def _trace_state(module: BaseModule, device: torch.device, precision: int) -> bool:
+def _trace_state(token: int, device: torch.device, precision: int) -> bool:
+    module = _by_token[token]
+    assert isinstance(module, BaseModule)
     rule = precision_of(precision)
     if rule is None or rule.history is None:
         return False
-    make_state(module, device, rule)
+    make_state(module, device, rule, recipe_of(precision))
     return True
-
-
-@torch._dynamo.assume_constant_result
-def _trace_call(module: BaseModule, key: tuple[Any, ...]) -> Call:
-    return module._calls.get(key) or module._calls.setdefault(key, module._new_call(*key))
 
 
 def wants_grad(*tensors: torch.Tensor | None) -> bool:
@@ -255,5 +293,7 @@ def check_input(operation: str, inp: torch.Tensor, width: int) -> None:
         )
 
 
-__all__ = ["BaseModule", "check_input", "default_device", "make_state", "normal_init", "refuse_unbuilt",
-           "wants_grad"]  # fmt: skip
+__all__ = [
+    "BaseModule", "CallingModule", "check_input", "default_device", "make_state", "normal_init", "refuse_unbuilt",
+    "wants_grad",
+]  # fmt: skip

@@ -107,7 +107,7 @@ class LayerNormLinear(NormParameters, SplitParameters):
         added = None if self.return_bias else bias
         key = (
             precision, inp.dtype, grad and wants_grad(inp, gamma, beta), grad and wants_grad(weight),
-            grad and wants_grad(added), id(self.inspector), self.training,
+            grad and wants_grad(added), self.inspector and id(self.inspector), self.training,
         )  # fmt: skip
         call = self._find_call(key)
         outputs = apply(call, state, recompute, inp, gamma, beta, weight, added)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -81,8 +82,9 @@ def split_sizes(operation: str, split: Any, total: int) -> dict[str, int]:
     parts = {f"{name.rstrip('_')}_": int(size) for name, size in sizes.items()}
     if len(parts) < len(sizes):
         raise ArgumentError(
-            operation, f"parameters_split={split!r}", "names that differ in more than trailing underscores", "rename one"
-        )
+            operation, f"parameters_split={split!r}", "names that differ in more than trailing underscores",
+            "rename one",
+        )  # fmt: skip
     return parts
 
 
@@ -97,10 +99,11 @@ def refuse_later(operation: str, fp8_output: bool, fp8_grad: bool) -> None:
 
 def fork_of(get_rng_state_tracker: Callable[[], Any] | None, name: str | None) -> Callable[[], Any] | None:
     """A context in which weights are initialised, if an RNG tracker was given."""
-    if get_rng_state_tracker is None:
-        return None
-    tracker = get_rng_state_tracker
-    return lambda: tracker().fork(name) if name is not None else tracker().fork()
+    return None if get_rng_state_tracker is None else partial(_fork, get_rng_state_tracker, name)
+
+
+def _fork(get_rng_state_tracker: Callable[[], Any], name: str | None) -> Any:
+    return get_rng_state_tracker().fork() if name is None else get_rng_state_tracker().fork(name)
 
 
 class Linear(SplitParameters):
@@ -162,7 +165,7 @@ class Linear(SplitParameters):
         added = None if self.return_bias else bias
         key = (
             precision, inp.dtype, grad and inp.requires_grad, grad and weight.requires_grad,
-            grad and added is not None and added.requires_grad, id(self.inspector),
+            grad and added is not None and added.requires_grad, self.inspector and id(self.inspector),
         )  # fmt: skip
         (out,) = apply(self._find_call(key), state, recompute, inp, weight, added)
         if self.return_bias:

@@ -13,7 +13,7 @@ from te_core import env
 from te_core.errors import ArgumentError
 from te_core.layers import norm as core
 from te_torch.function import Call, Layer, apply, register
-from te_torch.modules.base import default_device
+from te_torch.modules.base import CallingModule, default_device, materialised
 from te_torch.runtime import TO_CORE, check_dtype
 
 NORM = Layer("norm", core.forward, core.backward, core.NormSaved, weight="gamma")
@@ -32,7 +32,7 @@ def init_norm_weight(zero_centered: bool) -> Any:
     return torch.nn.init.zeros_ if zero_centered else torch.nn.init.ones_
 
 
-class _Norm(torch.nn.Module):
+class _Norm(CallingModule):
     kind = ""
 
     def __init__(
@@ -53,7 +53,7 @@ class _Norm(torch.nn.Module):
         normalized_shape = _one_of_two(operation, "normalized_shape", normalized_shape, "hidden_size", hidden_size)
         if normalized_shape is None:
             raise RuntimeError(f"{operation}: normalized_shape is missing")
-        dtype = _one_of_two(operation, "dtype", dtype, "params_dtype", params_dtype, warn=False)
+        dtype = _one_of_two(operation, "dtype", dtype, "params_dtype", params_dtype)
         shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
         self.normalized_shape = torch.Size(shape)
         self.eps = eps
@@ -66,7 +66,6 @@ class _Norm(torch.nn.Module):
         if sequence_parallel is not None:
             for parameter in self.parameters():
                 parameter.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
-        self._calls: dict[Any, Call] = {}
         if self.weight.device.type != "meta":
             self.reset_parameters()
 
@@ -76,13 +75,9 @@ class _Norm(torch.nn.Module):
             if parameter is None:
                 continue
             if parameter.device.type == "meta":
-                parameter = torch.nn.Parameter(torch.empty_like(parameter, device=default_device()))
-                self._parameters[name] = parameter
+                self._parameters[name] = parameter = materialised(parameter)
             init = init_norm_weight(self.zero_centered_gamma) if name == "weight" else torch.nn.init.zeros_
             init(parameter)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_calls": {}}
 
     def forward(self, inp: torch.Tensor) -> torch.Tensor:
         """The normalized input, in the dtype of the weight (or of torch.autocast)."""
@@ -92,7 +87,8 @@ class _Norm(torch.nn.Module):
         grad = torch.is_grad_enabled()
         needs = grad and (inp.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad))
         kind = inp.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
+        autocast = torch._C._is_any_autocast_enabled() and kind != "meta" and torch.is_autocast_enabled(kind)
+        dtype = torch.get_autocast_dtype(kind) if autocast else weight.dtype
         call = self._find_call((dtype, needs, self.training))
         shape = inp.shape
         if len(self.normalized_shape) > 1:
@@ -102,16 +98,7 @@ class _Norm(torch.nn.Module):
         (out,) = apply(call, None, False, inp, weight, bias)
         return out if out.shape == shape else out.reshape(shape)
 
-    def _find_call(self, key: tuple[torch.dtype, bool, bool]) -> Call:
-        if torch.compiler.is_compiling():
-            return _trace_call(self, key)
-        found = self._calls.get(key)
-        if found is None:
-            found = self._calls[key] = self._new_call(key)
-        return found
-
-    def _new_call(self, key: tuple[torch.dtype, bool, bool]) -> Call:
-        dtype, needs, training = key
+    def _new_call(self, dtype: torch.dtype, needs: bool, training: bool) -> Call:
         margin = self._margins["forward" if training else "inference"]
         spec = core.NormSpec(
             TO_CORE[dtype], self.kind, self.eps, self.zero_centered_gamma, margin, self._margins["backward"]
@@ -123,18 +110,12 @@ class _Norm(torch.nn.Module):
         return f"{tuple(self.normalized_shape)}, eps={self.eps}, zero_centered_gamma={self.zero_centered_gamma}"
 
 
-@torch._dynamo.assume_constant_result
-def _trace_call(module: _Norm, key: tuple[torch.dtype, bool, bool]) -> Call:
-    return module._new_call(key)
-
-
-def _one_of_two(operation: str, name: str, value: Any, old_name: str, old: Any, warn: bool = True) -> Any:
+def _one_of_two(operation: str, name: str, value: Any, old_name: str, old: Any) -> Any:
     if old is None:
         return value
     if value is not None:
         raise RuntimeError(f"{operation}: give {name} or its older name {old_name}, not both")
-    if warn:
-        warnings.warn(f"{operation}: {old_name} is the older name of {name}", DeprecationWarning, stacklevel=4)
+    warnings.warn(f"{operation}: {old_name} is the older name of {name}", DeprecationWarning, stacklevel=3)
     return old
 
 

@@ -71,9 +71,7 @@ def test_backward(rt, kind, dtype):
         # s + x s (1 - s) z' cancels near its zero: its terms, not their sum, carry the error.
         slack = np.abs(dy.astype(np.float64)) * gate_of(kind, x)
         if kind in GATED:
-            slack = np.concatenate(
-                [slack, 1e-3 * np.abs(dy.astype(np.float64)) * argument_of(kind, x)], axis=1
-            )
+            slack = np.concatenate([slack, 1e-3 * np.abs(dy.astype(np.float64)) * argument_of(kind, x)], axis=1)
         check(got, ref.backward(kind, dy, x), slack, dtype)
         # The sums are those of the rounded dx.
         exact, terms = got.astype(np.float64).sum(axis=0), np.abs(got.astype(np.float64)).sum(axis=0)
@@ -108,9 +106,7 @@ def test_fused_equals_unfused(rt, kind, dtype):
                 rt, dy_there, x_there, kind, cast=casts[2], keep=j != 0, column_sum=sums[0] if i % 2 else None
             )
             check_same(rt, alone, kept, fused, casts[2], casts[3])
-            if (
-                i % 2
-            ):  # the column sums: of the same values, whatever else is delivered, and the same every time
+            if i % 2:  # the column sums: of the same values, whatever else is delivered, and the same every time
                 ops.activation_backward(rt, dy_there, x_there, kind, cast=casts[2], column_sum=sums[1])
                 once, again = rt.numpy(sums[0]), rt.numpy(sums[1])
                 np.testing.assert_array_equal(once, again)
@@ -165,9 +161,7 @@ def test_cuda_agrees_with_cpu():
             dx, _ = ops.activation_backward(rt, placed(rt, dy), placed(rt, x), kind)
             results.append((rt.numpy(y).astype(np.float64), rt.numpy(dx).astype(np.float64)))
         for a, b in zip(*results, strict=True):
-            assert (
-                np.abs(a - b) <= spacing(np.maximum(np.abs(a), np.abs(b)), numpy_dtype("bfloat16")) + 1e-5
-            ).all()
+            assert (np.abs(a - b) <= spacing(np.maximum(np.abs(a), np.abs(b)), numpy_dtype("bfloat16")) + 1e-5).all()
 
 
 @requires_cuda
@@ -184,11 +178,8 @@ def test_cuda_kernel_families():
         key = ("activation_backward", (128, 256), bf16, bf16, "swiglu", cast_key, False, bf16, 0)
         return backend.plan_activation_backward(rt, key).family
 
-    assert forward(None) == "activation_forward_rows_no_cast"
-    assert forward((fp8, True, True, True, True)) == "activation_forward_tile_given_scale"
-    assert forward((fp8, True, False, True, True)) == "activation_forward_rows_given_scale"
-    assert backward((fp8, True, True, True, True)) == "activation_backward_tile_given_scale"
-    assert (
-        backward((fp8, True, True, False, False))
-        == "activation_backward_rows_no_cast+quantize_tile_own_scale"
-    )
+    assert forward(None) == "activation_forward_flat_no_cast"
+    assert forward((fp8, True, True, True, True)) == "activation_forward_tall_given_scale"
+    assert forward((fp8, True, False, True, True)) == "activation_forward_flat_given_scale"
+    assert backward((fp8, True, True, True, True)) == "activation_backward_tall_given_scale"
+    assert backward((fp8, True, True, False, False)) == "activation_backward_tall_no_cast+quantize_tall_own_scale"

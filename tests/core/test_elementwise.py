@@ -74,17 +74,13 @@ def test_bias_dropout_add(rt, dtype):
             # Backward draws the same mask.
             sums = rt.empty((shape[1],), dtypes.dtype((dtype, "float32")[i % 2]))
             dx = rt.numpy(
-                ops.bias_dropout_add_backward(
-                    rt, placed(rt, x, shift), p=p, rng=rng, site=site, column_sum=sums
-                )
+                ops.bias_dropout_add_backward(rt, placed(rt, x, shift), p=p, rng=rng, site=site, column_sum=sums)
             )
             expected = expected_sum(x, None, None, p, mask)
             np.testing.assert_array_equal(dx.astype(np.float32), expected.astype(np.float32))
             exact, terms = dx.astype(np.float64).sum(axis=0), np.abs(dx.astype(np.float64)).sum(axis=0)
             eps = 2.0**-7 if i % 2 == 0 and dtype != "float32" else 0.0
-            assert (
-                np.abs(rt.numpy(sums).astype(np.float64) - exact) <= 1e-5 * terms + eps * np.abs(exact)
-            ).all()
+            assert (np.abs(rt.numpy(sums).astype(np.float64) - exact) <= 1e-5 * terms + eps * np.abs(exact)).all()
 
 
 def test_dropped_infinity(rt):
@@ -104,10 +100,7 @@ def test_statistics(rt):
     x = placed(rt, np.ones((rows, cols), np.float32))
 
     def mask(p, seed=1, offset=2, site=3):
-        return (
-            rt.numpy(ops.bias_dropout_add(rt, x, None, None, p=p, rng=rng_of(rt, seed, offset), site=site))
-            != 0
-        )
+        return rt.numpy(ops.bias_dropout_add(rt, x, None, None, p=p, rng=rng_of(rt, seed, offset), site=site)) != 0
 
     for p in (0.05, 0.5, 0.8):
         kept = mask(p)
@@ -117,8 +110,10 @@ def test_statistics(rt):
         assert np.abs(kept.mean(axis=1) - (1 - p)).max() < 5.5 * sigma / np.sqrt(cols)
     one = mask(0.5)
     np.testing.assert_array_equal(one, mask(0.5))
-    for other in (mask(0.5, seed=2), mask(0.5, seed=1 + (1 << 32)), mask(0.5, offset=3), mask(0.5, offset=2 + (1 << 32)),
-                  mask(0.5, site=4), np.roll(one, 1, axis=0), np.roll(one, 1, axis=1)):  # fmt: skip
+    others = [mask(0.5, **{name: value}) for name, value in (
+        ("seed", 2), ("seed", 1 + (1 << 32)), ("offset", 3), ("offset", 2 + (1 << 32)), ("site", 4),
+    )]  # fmt: skip
+    for other in (*others, np.roll(one, 1, axis=0), np.roll(one, 1, axis=1)):
         assert abs((one == other).mean() - 0.5) < 5 * 0.5 / np.sqrt(rows * cols)
 
 
@@ -128,17 +123,13 @@ def test_add(rt, dtype):
     for i, shape in enumerate([*SHAPES, (7,), (3, 4, 5)]):
         a, b = values(shape, dtype, i, special=i % 3 == 2), values(shape, dtype, i + 50)
         with np.errstate(over="ignore", invalid="ignore"):
-            expected = (
-                (a.astype(np.float32) + b.astype(np.float32)).astype(numpy_dtype(dtype)).astype(np.float32)
-            )
+            expected = (a.astype(np.float32) + b.astype(np.float32)).astype(numpy_dtype(dtype)).astype(np.float32)
         for shift in (0, 1):
             one, two = placed(rt, a, shift), placed(rt, b)
             np.testing.assert_array_equal(rt.numpy(ops.add(rt, one, two)).astype(np.float32), expected)
             for out in (two, one):  # in place, into either
                 kept = rt.numpy(out)
-                np.testing.assert_array_equal(
-                    rt.numpy(ops.add(rt, one, two, out=out)).astype(np.float32), expected
-                )
+                np.testing.assert_array_equal(rt.numpy(ops.add(rt, one, two, out=out)).astype(np.float32), expected)
                 rt.backend.copy_from_host(rt, kept, out)
 
 

@@ -116,9 +116,7 @@ def _ulp(values: Array, dtype: Any) -> Array:
 def _assert_close(got: Array, want: Array, allowed: Array | float) -> None:
     error = np.abs(got.astype(np.float64) - want)
     bad = ~(error <= allowed)
-    assert not bad.any(), (
-        f"{bad.sum()} of {bad.size} off, first at {np.argwhere(bad)[0]}, worst {error.max()}"
-    )
+    assert not bad.any(), f"{bad.sum()} of {bad.size} off, first at {np.argwhere(bad)[0]}, worst {error.max()}"
 
 
 def _rounding(want: Array, dtype: str, scale: Array) -> Array:
@@ -159,9 +157,7 @@ def test_epsilon_stands_under_the_root(rt: Runtime, kind: str, eps: float) -> No
 
 @pytest.mark.parametrize("shape", [(6, 48), (3, 4096), (2, 40000)])
 @pytest.mark.parametrize("kind", KINDS)
-def test_scaling_a_row_by_a_power_of_two_changes_no_bit(
-    rt: Runtime, kind: str, shape: tuple[int, int]
-) -> None:
+def test_scaling_a_row_by_a_power_of_two_changes_no_bit(rt: Runtime, kind: str, shape: tuple[int, int]) -> None:
     case = Case(kind, "fp32", "fp32", shape)
     y, _, _, rstd = case.forward(rt, eps=2.0**-16)
     case.x = case.x * np.float32(16)
@@ -369,9 +365,7 @@ def test_the_reference_gradients_are_slopes() -> None:
                         moved["x"], moved["gamma"], moved.get("beta"), kind=kind, eps=1e-3, zero_centered=True
                     ).y
                     ends.append((dy * y).sum())
-                assert getattr(grads, f"d{name}")[at] == pytest.approx(
-                    (ends[0] - ends[1]) / 2e-6, rel=1e-6, abs=1e-7
-                )
+                assert getattr(grads, f"d{name}")[at] == pytest.approx((ends[0] - ends[1]) / 2e-6, rel=1e-6, abs=1e-7)
 
 
 def _sum_error(want: Array, terms: Array, dtype: str) -> Array:
@@ -452,9 +446,7 @@ def test_forward_agrees_with_the_cpu(
     options = {"zero_centered": zero_centered, "out_dtype": dtypes.dtype(out)}
     y, _, _, rstd = case.forward(cuda_runtime(), **options)
     want, _, _, want_rstd = case.forward(Runtime.cpu(), **options)
-    scale = reference.forward(
-        case.x, case.gamma, case.beta, kind=kind, eps=EPS, zero_centered=zero_centered
-    ).scale
+    scale = reference.forward(case.x, case.gamma, case.beta, kind=kind, eps=EPS, zero_centered=zero_centered).scale
     exact = want.astype(np.float64)
     ulp = 0 if out == "fp32" else _ulp(np.maximum(np.abs(exact), np.abs(y.astype(np.float64))), NUMPY[out])
     _assert_close(y, exact, ulp + STATISTICS * scale)
@@ -488,9 +480,7 @@ def test_forward_takes_the_planned_kernel(casts: str | None, family: str) -> Non
 
 
 @requires_cuda
-@pytest.mark.parametrize(
-    ("cols", "family"), [(4096, "rows"), (16383, "rows"), (16392, "wide"), (65535, "wide")]
-)
+@pytest.mark.parametrize(("cols", "family"), [(4096, "rows"), (16383, "rows"), (16392, "wide"), (65535, "wide")])
 def test_backward_takes_the_planned_kernel(cols: int, family: str) -> None:
     rt, case = cuda_runtime(), Case("RMSNorm", "bf16", "bf16", (64, cols))
     plans = _plans(rt, lambda: case.backward(rt, np.ones((64, cols), ml_dtypes.bfloat16)))

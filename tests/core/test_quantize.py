@@ -258,9 +258,7 @@ def test_update_scales_by_hand(rt, algo):
     )
     ops.update_scales(rt, [state], algo)
     np.testing.assert_array_equal(rt.numpy(state.history), [[0, 0], [3, 7], [1, 3], [2, 1]])
-    np.testing.assert_array_equal(
-        rt.numpy(state.scale), np.array([448 / (7 if algo == "max" else 2), 6], np.float32)
-    )
+    np.testing.assert_array_equal(rt.numpy(state.scale), np.array([448 / (7 if algo == "max" else 2), 6], np.float32))
     np.testing.assert_array_equal(rt.numpy(state.used), [5, 6])
 
 
@@ -301,10 +299,10 @@ def test_cuda_kernel_families():
     def family(cast_key, sums=None):
         return rt.backend.plan_quantize(rt, (128, 256), x, cast_key, sums).family
 
-    assert family((fp8, True, False, True, True)) == "quantize_rows_given_scale"
-    assert family((fp8, True, True, True, True)) == "quantize_tile_given_scale"
-    assert family((fp8, False, True, False, False)) == "amax+quantize_tile_own_scale"
-    assert family((fp8, True, False, False, False), x) == "quantize_rows_no_cast+quantize_rows_own_scale"
+    assert family((fp8, True, False, True, True)) == "quantize_flat_given_scale"
+    assert family((fp8, True, True, True, True)) == "quantize_tall_given_scale"
+    assert family((fp8, False, True, False, False)) == "amax+quantize_tall_own_scale"
+    assert family((fp8, True, False, False, False), x) == "quantize_tall_no_cast+quantize_flat_own_scale"
 
 
 @requires_cuda

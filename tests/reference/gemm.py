@@ -29,8 +29,8 @@ def gelu_slope(x: np.ndarray) -> np.ndarray:
     return 0.5 * (1 + t) + 0.5 * x * (1 - t**2) * _C * (1 + 3 * 0.044715 * x**2)
 
 
-def gemm(a, b, *, trans_a=False, trans_b=False, scale=1.0, bias=None, epilogue=None, aux=None, old=None) -> Result:
-    """out = epilogue(op(a) @ op(b) * scale + bias) + old."""
+def gemm(a, b, *, trans_a=False, trans_b=False, scale=1.0, bias=None, epilogue=None, aux=None) -> Result:
+    """out = epilogue(op(a) @ op(b) * scale + bias); what `out` held is the caller's to add."""
     a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
     a, b = a.T if trans_a else a, b.T if trans_b else b
     value = a @ b * scale
@@ -41,7 +41,4 @@ def gemm(a, b, *, trans_a=False, trans_b=False, scale=1.0, bias=None, epilogue=N
         out = gelu(value)
     elif epilogue == "dgelu":
         out = value * gelu_slope(np.asarray(aux, np.float64))
-    column_sums = out.sum(0)
-    if old is not None:
-        out = out + np.asarray(old, np.float64)
-    return Result(out, value, a.sum(1), column_sums)
+    return Result(out, value, a.sum(1), out.sum(0))

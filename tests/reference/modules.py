@@ -60,7 +60,8 @@ def forward(module: torch.nn.Module, x: torch.Tensor, p: Params) -> list[torch.T
         biases = [t for name, t in rest.items() if name.endswith("bias")]
         return [linear(n, torch.cat(weights), torch.cat(biases) if biases and not module.return_bias else None), n]
     h = linear(n, p["fc1_weight"], p.get("fc1_bias"))
-    return [linear(activation(module.activation, h), p["fc2_weight"], None if module.return_bias else p.get("fc2_bias")), n]
+    last_bias = None if module.return_bias else p.get("fc2_bias")
+    return [linear(activation(module.activation, h), p["fc2_weight"], last_bias), n]
 
 
 def results(
@@ -70,7 +71,8 @@ def results(
     leaf = x.detach().cpu().double().requires_grad_()
     p = {name: t.detach().cpu().double().requires_grad_() for name, t in module.named_parameters()}
     outputs = forward(module, leaf, p)
-    loss = sum((y * g.detach().cpu().double()).sum() for y, g in zip(outputs, output_grads, strict=False) if g is not None)
+    pairs = [(y, g.detach().cpu().double()) for y, g in zip(outputs, output_grads, strict=False) if g is not None]
+    loss = sum((y * g).sum() for y, g in pairs)
     grads = torch.autograd.grad(loss, [leaf, *p.values()], allow_unused=True)
     found = {"y": outputs[0].detach(), "dx": grads[0]}
     if len(outputs) > 1:

@@ -223,7 +223,7 @@ def test_several_regions_before_one_backward(device: str) -> None:
     state = module.fp8_state
     top = x.abs().max().item()
     assert state.amax_history_fwd[:, 0].tolist() == [0, 0, top, 2 * top]
-    assert state.amax_history_bwd[:, 0].tolist() == [0, 0, 0, 5 * dy.abs().max().item()]
+    assert state.amax_history_bwd[:, 0].tolist() == [0, 0, 0, (5 * dy).abs().max().item()]
     assert state.scale_bwd[0] == 57344 / (5 * dy.abs().max())
 
 
@@ -342,7 +342,7 @@ def test_update_over_random_steps(fmt: Format, algo: str, length: int, margin: i
         a = {7: 0.0, 8: 0.0, 12: math.inf, 15: 1e-38}.get(i, a)
         b = {3: 0.0, 9: math.inf, 20: 1e-38}.get(i, b)
         x, dy = (torch.full((4, n), v) for n, v in ((48, a), (64, b)))
-        x[:, 1:] *= 0 if math.isinf(a) else 0.5
+        x[:, 1:] *= 0.5
         with te.autocast(recipe=recipe):
             y = module(x.to(device).requires_grad_())
         y.backward(dy.to(device))
@@ -360,7 +360,192 @@ def test_update_over_random_steps(fmt: Format, algo: str, length: int, margin: i
 
 @on_devices
 @pytest.mark.parametrize("fmt", [Format.HYBRID, Format.E4M3, Format.E5M2], ids=lambda f: f.name)
-@pytest.mark.parametrize("kind", [DelayedScaling, Float8CurrentScaling])
+@pytest.mark.parametrize("recipe", [DelayedScaling, Float8CurrentScaling])
 @gemm_modules
-def test_formats(kind: str, recipe: Any = None, fmt: Any = None, device: str = "cpu") -> None:
-    raise NotImplementedError
+def test_formats(kind: str, recipe: Any, fmt: Format, device: str) -> None:
+    """Each trains: outputs and gradients by the dB table of the mantissa that the format has."""
+    module = make(kind, device, torch.bfloat16)
+    x = values(64, 48, device=device, dtype=torch.bfloat16, seed=1)
+    rule = recipe(fp8_format=fmt)
+    for _ in range(3):
+        got = step(module, x, rule)
+    on(device, *got.values())
+    wanted = reference.results(module, x, gradient_for(got["y"]))
+    noise = {name: snr_db(t, wanted[name]) for name, t in got.items() if not name.endswith("bias")}
+    floor = DB["fp8 mlp" if kind == "LayerNormMLP" else "fp8 linear"]
+    assert min(noise.values()) >= floor, noise
+    if kind == "Linear":  # and it is the format that was asked for: a mantissa bit more or less shows
+        fine, mixed, coarse = (26.5, 40), (23.6, 26.5), (19, 23.6)
+        expected = {
+            Format.E4M3: {"y": fine, "dx": fine}, Format.HYBRID: {"y": fine, "dx": mixed},
+            Format.E5M2: {"y": coarse, "dx": coarse},
+        }[fmt]  # fmt: skip
+        assert all(low < noise[name] < high for name, (low, high) in expected.items()), noise
+
+
+@on_devices
+def test_custom_algorithms(device: str) -> None:
+    """They get the documented arguments, once per update and direction, and what they return is what happens."""
+    seen: list[tuple[Any, ...]] = []
+
+    def amax_of(history: torch.Tensor) -> torch.Tensor:
+        seen.append(("amax", history.clone()))
+        return 2 * history.amax(dim=0)
+
+    def scale_of(amax: torch.Tensor, scale: torch.Tensor, fp8_max: float, given: Any) -> torch.Tensor:
+        seen.append(("scale", amax.clone(), scale.clone(), fp8_max, given))
+        return torch.where(amax > 0, fp8_max / (4 * amax), scale)
+
+    rule = DelayedScaling(
+        margin=1, amax_history_len=3, amax_compute_algo=amax_of, scaling_factor_compute_algo=scale_of
+    )
+    module, x = linear(device), batch(device)
+    w = module.weight.detach().abs().max().item()
+    for i in (1.0, 2.0, 3.0):
+        before = fp8_state(module)
+        seen.clear()
+        with te.autocast(recipe=rule):
+            y = module(i * x)
+        y.backward(gradient_for(y))
+        assert [s[0] for s in seen] == ["amax", "scale"] * 2
+        (_, history), (_, amax, scale, fp8_max, given) = seen[:2]
+        assert history.shape == (3, 3) and history[0, :2].tolist() == [(i * x).abs().max().item(), w]
+        assert torch.equal(amax, 2 * history.amax(0)) and fp8_max == 448.0 and seen[3][3] == 57344.0
+        assert given == rule and isinstance(given, DelayedScaling), "the recipe itself, as documented"
+        assert torch.equal(scale, before.get("fp8_state.scale_fwd", torch.ones(3, device=device)))
+        state = module.fp8_state
+        assert state.scale_fwd[0] == 448 / (8 * history[:, 0].max()) and state.scale_fwd[2] == 1
+        expected = torch.roll(history, -1, 0)
+        expected[0] = 0
+        assert torch.equal(state.amax_history_fwd, expected)
+
+
+@on_devices
+@pytest.mark.parametrize("algo", ["max", "most_recent"])
+def test_one_custom_algorithm_leaves_the_other_as_documented(algo: str, device: str) -> None:
+    module, other, x = linear(device), linear(device), batch(device)
+    custom = DelayedScaling(
+        1, amax_history_len=4, amax_compute_algo=algo, scaling_factor_compute_algo=lambda amax, s, top, r: top / amax
+    )
+    for i in (4.0, 1.0, 2.0):
+        with te.autocast(recipe=custom):
+            module(i * x)
+        assert module.fp8_state.scale_fwd[0] == 448 / ((4 if algo == "max" else i) * x.abs().max())
+        pick = DelayedScaling(1, amax_history_len=4, amax_compute_algo=lambda h: h[0].clone())
+        with te.autocast(recipe=pick):
+            other(i * x)
+        assert other.fp8_state.scale_fwd[0] == 448 / (2 * i * x.abs().max())
+
+
+@on_devices
+def test_fields_changed_between_steps(device: str) -> None:
+    """The same recipe object with another margin, algorithm or history length is another rule from then on."""
+    module, x = linear(device), batch(device)
+    rule, top = DelayedScaling(amax_history_len=4), batch(device).abs().max()
+
+    def run(size: float) -> list[float]:
+        step(module, size * x, rule)
+        state = module.fp8_state
+        return [(state.scale_fwd[0] * top).item(), *(state.amax_history_fwd[:, 0] / top).tolist()]
+
+    assert run(4.0) == pytest.approx([112, 0, 0, 0, 4])
+    rule.margin = 2
+    assert run(1.0) == pytest.approx([28, 0, 0, 4, 1])
+    rule.amax_compute_algo = "most_recent"
+    assert run(1.0) == pytest.approx([112, 0, 4, 1, 1])
+    rule.amax_history_len = 6
+    assert run(0.5) == pytest.approx([224, 0, 1, 1, 0, 0, 0.5])
+    rule.amax_history_len, rule.margin = 2, 0
+    assert run(2.0) == pytest.approx([224, 0, 2])
+    rule.fp8_format = Format.E4M3
+    step(module, x, rule)
+    assert module.fp8_state.scale_bwd[0] <= 448
+
+
+# --------------------------------------------------------------------------------------------- whose state
+
+
+def model(device: str, seed: int) -> torch.nn.Sequential:
+    first, last = make("LayerNormLinear", device, seed=seed), make("LayerNormMLP", device)
+    layers = (first, te.Linear(64, 48, device=device), last)
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        layers[1].weight.copy_(0.2 * values(48, 64, device=device, seed=seed))
+    return torch.nn.Sequential(*layers)
+
+
+def train(model: torch.nn.Module, recipe: Any, steps: range, device: str) -> Any:
+    """A step at a time, giving each loss."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    for i in steps:
+        x = values(32, 48, device=device, seed=i)
+        with region(recipe):
+            y = model(x)
+        loss = (y - x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        yield loss.item()
+
+
+@on_devices
+@pytest.mark.parametrize(
+    "pair",
+    [(SHORT, DelayedScaling(margin=1)), (SHORT, Float8CurrentScaling()), (SHORT, copy.copy(SHORT)), (SHORT, None)],
+    ids=["two delayed", "delayed and current", "equal recipes", "delayed and plain"],
+)
+def test_two_models_side_by_side(pair: tuple[Any, Any], device: str) -> None:
+    """Their losses are, to the last bit, those they have alone."""
+    alone = [list(train(model(device, s), r, range(6), device)) for s, r in enumerate(pair)]
+    together = list(
+        zip(*(train(model(device, s), r, range(6), device) for s, r in enumerate(pair)), strict=True)
+    )
+    assert [list(losses) for losses in zip(*together, strict=True)] == alone
+    assert alone[0] != alone[1] and alone[0][-1] < alone[0][0]
+
+
+@on_devices
+def test_both_models_in_one_region(device: str) -> None:
+    """Two models in one region, two backwards: still each as alone."""
+    alone = [model(device, s) for s in (0, 1)]
+    both, x = copy.deepcopy(alone), values(32, 48, device=device)
+    for _ in range(2):
+        wanted = [step(m, x, SHORT) for m in alone]
+        leaves = [x.clone().requires_grad_() for _ in both]
+        with te.autocast(recipe=SHORT):
+            ys = [m(t) for m, t in zip(both, leaves, strict=True)]
+        for m, y, leaf, want in zip(both, ys, leaves, wanted, strict=True):
+            y.backward(gradient_for(y))
+            got = {"y": y.detach(), "dx": leaf.grad} | {n: p.grad.clone() for n, p in m.named_parameters()}
+            m.zero_grad()
+            assert not differences(got, want)
+    for a, b in zip(alone, both, strict=True):
+        assert not differences(fp8_state(a), fp8_state(b))
+
+
+@on_devices
+def test_no_state_outlives_its_module(device: str) -> None:
+    gc.collect()
+    before, pending = len(scaling._by_token), dict(scaling._pending)
+    held = model(device, 0)
+    x = values(32, 48, device=device)
+    step(held, x, SHORT)
+    assert len(scaling._by_token) == before + 3
+    with te.autocast(recipe=SHORT):
+        y = held(x)
+        del held, y
+        gc.collect()
+        assert len(scaling._by_token) == before, "a region keeps nothing alive"
+    assert scaling._pending == pending
+
+
+@on_devices
+def test_a_region_belongs_to_its_thread(device: str) -> None:
+    module, x = linear(device), batch(device)
+    found = []
+    with te.autocast(recipe=SHORT):
+        thread = threading.Thread(target=lambda: found.append(quantized(module, x)))
+        thread.start()
+        thread.join()
+        assert quantized(module, x)
+    assert found == [False]

@@ -22,7 +22,15 @@ from te_core.backends.cpu.executor import Executor
 from te_core.backends.cpu.gemm import gemm, plan_gemm
 from te_core.backends.cpu.matrix import column_sum, resize
 from te_core.backends.cpu.norm import norm_backward, norm_forward, plan_norm_backward, plan_norm_forward
-from te_core.backends.cpu.quantize import amax, dequantize, plan_quantize, quantize, transpose, update_scales
+from te_core.backends.cpu.quantize import (
+    amax,
+    dequantize,
+    plan_quantize,
+    plan_update,
+    quantize,
+    run_update,
+    transpose,
+)
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
 
@@ -47,7 +55,8 @@ class CpuBackend:
     dequantize = staticmethod(dequantize)
     transpose = staticmethod(transpose)
     amax = staticmethod(amax)
-    update_scales = staticmethod(update_scales)
+    plan_update = staticmethod(plan_update)
+    run_update = staticmethod(run_update)
     resize = staticmethod(resize)
     column_sum = staticmethod(column_sum)
     add = staticmethod(add)

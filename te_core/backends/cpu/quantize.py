@@ -153,8 +153,14 @@ def amax(rt: Runtime, x: Tensor, out: Tensor) -> None:
 
 
 @np.errstate(all="ignore")
-def update_scales(rt: Runtime, states: list[ScalingState], algo: str) -> None:
+def plan_update(rt: Runtime, states: list[ScalingState], algo: str) -> tuple[list[ScalingState], str]:
+    """Nothing to prepare."""
+    return states, algo
+
+
+def run_update(rt: Runtime, plan: tuple[list[ScalingState], str]) -> None:
     """The delayed-scaling step of all states."""
+    states, algo = plan
     for state in states:
         _update(state.scale.numpy(), state.history.numpy(), state.used.numpy(), np.float32(state.limit), algo)
 

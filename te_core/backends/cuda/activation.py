@@ -55,32 +55,38 @@ class ActivationPlan:
 
 
 def _plan(
-    rt: Runtime, x_shape: tuple[int, ...], dtype: DType, kind: str, cast_key: tuple[Any, ...] | None, keep: bool,
-    misalignment: int, sum_dtype: DType | None, backward: bool,
+    rt: Runtime, x: tuple[tuple[int, ...], DType, int], kind: str, cast_key: tuple[Any, ...] | None, keep: bool,
+    sum_dtype: DType | None, backward: bool,
 ) -> ActivationPlan:  # fmt: skip
+    """`x` is its shape, its dtype and how far its address (and that of dy) is off the 16-byte grid."""
+    shape, dtype, misalignment = x
     gated = kind in _GATED
-    rows, cols = x_shape[0], x_shape[1] // (1 + gated)
+    rows, cols = shape[0], shape[1] // (1 + gated)
     outputs = 2 if gated and backward else 1
     current = cast_key is not None and not cast_key[3]
-    scaling = "GIVEN_SCALE" if cast_key is not None and not current else "NO_CAST"
-    columnwise = cast_key is not None and not current and cast_key[2]
+    delayed = cast_key is not None and not current
+    scaling = "GIVEN_SCALE" if delayed else "NO_CAST"
+    columnwise = cast_key is not None and delayed and cast_key[2]
+    tall = columnwise or current or sum_dtype is not None
     kernel = loader.get(
         rt, "activation", args=_ARGS, DTYPE=TYPES[dtype], KIND=_GATED.get(kind, kind).upper(), GATED=int(gated),
-        BACKWARD=int(backward), FORMAT="E4M3" if cast_key is None or current else FORMATS[cast_key[0]], SCALING=scaling,
-        COLUMNWISE=int(columnwise), COLUMN_SUM=int(sum_dtype is not None), KEEP=int(cast_key is None or current or keep),
-        ALIGNED=int(not misalignment and cols % (16 // dtype.itemsize) == 0),
+        BACKWARD=int(backward), FORMAT=FORMATS[cast_key[0]] if cast_key is not None and delayed else "E4M3",
+        SCALING=scaling, TALL=int(tall), COLUMNWISE=int(columnwise), COLUMN_SUM=int(sum_dtype is not None),
+        KEEP=int(keep or not delayed), ALIGNED=int(not misalignment and cols % (16 // dtype.itemsize) == 0),
     )  # fmt: skip
-    bounded = BLOCKS_PER_SM * multiprocessors(rt) if current or sum_dtype is not None and not columnwise else 0
-    tiles = tiling(rows, cols, dtype, columnwise=columnwise, outputs=outputs, max_blocks=bounded)
+    # Partial maxima are read again by every block of the second pass: no more of them than blocks run at once.
+    bounded = BLOCKS_PER_SM * multiprocessors(rt) if current else 0
+    tiles = tiling(rows, cols, dtype, tall=tall, flat_rows=4, outputs=outputs, max_blocks=bounded)
     cast = None
-    family = f"activation_{'backward' if backward else 'forward'}_{'tile' if columnwise else 'rows'}_{scaling.lower()}"
+    family = f"activation_{'backward' if backward else 'forward'}_{'tall' if tall else 'flat'}_{scaling.lower()}"
     if current and cast_key is not None:
         cast = plan_cast(rt, (rows, outputs * cols), dtype, cast_key[0], "OWN_SCALE", cast_key[2], None)
         family += f"+{cast.family}"
-    operands, stages = 1 + gated + backward, 4 - gated - backward  # as in activation.cu
+    operands, stages = 1 + gated + backward, 4 if tall and not gated and not backward else 2  # as in activation.cu
     return ActivationPlan(
-        family, kernel, tiles, rows, cols, outputs * cols, operands * stages * STAGE_BYTES, tiles.blocks if current else 0, sum_kernel(rt, sum_dtype), cast
-    )
+        family, kernel, tiles, rows, cols, outputs * cols, operands * stages * STAGE_BYTES,
+        tiles.blocks if current else 0, sum_kernel(rt, sum_dtype), cast,
+    )  # fmt: skip
 
 
 def _run(
@@ -111,7 +117,7 @@ def _run(
 def plan_activation_forward(rt: Runtime, key: tuple[Any, ...]) -> ActivationPlan:
     """The launches of `activation_forward` (the key is the op's)."""
     _, shape, dtype, kind, cast_key, keep, misalignment = key
-    return _plan(rt, shape, dtype, kind, cast_key, keep, misalignment, None, backward=False)
+    return _plan(rt, (shape, dtype, misalignment), kind, cast_key, keep, None, backward=False)
 
 
 def activation_forward(
@@ -125,7 +131,7 @@ def activation_forward(
 def plan_activation_backward(rt: Runtime, key: tuple[Any, ...]) -> ActivationPlan:
     """The launches of `activation_backward` (the key is the op's)."""
     _, shape, dtype, _, kind, cast_key, keep, sum_dtype, misalignment = key
-    return _plan(rt, shape, dtype, kind, cast_key, keep, misalignment, sum_dtype, backward=True)
+    return _plan(rt, (shape, dtype, misalignment), kind, cast_key, keep, sum_dtype, backward=True)
 
 
 def activation_backward(

@@ -15,7 +15,6 @@ from te_core.backends.cuda.quantize import (
     multiprocessors,
     sum_kernel,
 )
-from te_core.dtypes import DType
 from te_core.kernels import loader
 from te_core.kernels.loader import Kernel
 from te_core.runtime import Runtime
@@ -44,19 +43,17 @@ def add(rt: Runtime, a: Tensor, b: Tensor, out: Tensor) -> None:
     plan = rt.plans.get(key)
     if plan is None:
         kernel = loader.get(
-            rt, "elementwise", entry="add", args="pppq", DTYPE=TYPES[a.dtype], ALIGNED=int(aligned), DROPOUT=0, COLUMN_SUM=0
-        )
-        grid = max(1, -(-count * a.dtype.itemsize // (256 * 2 * 16)))
-        tiles = Tiling((min(grid, 8 * multiprocessors(rt)) if not aligned else min(grid, 1 << 20), 1), 1)
+            rt, "elementwise", entry="add", args="pppq", DTYPE=TYPES[a.dtype], ALIGNED=int(aligned), DROPOUT=0,
+            COLUMN_SUM=0,
+        )  # fmt: skip
+        tiles = Tiling((min(1 << 20, max(1, -(-count * a.dtype.itemsize // (256 * 2 * 16)))), 1), 1)
         plan = rt.plans.put(key, StripPlan("add", kernel, tiles, None, 0, 1.0))
     plan.kernel(rt, plan.tiling.grid[0], 256, a.ptr, b.ptr, out.ptr, count)
 
 
-def _plan(
-    rt: Runtime, key: tuple[Any, ...], entry: str, args: str, shape: tuple[int, ...], dtype: DType, p: float, aligned: bool,
-    sum_dtype: DType | None,
-) -> StripPlan:  # fmt: skip
-    rows, cols = shape
+def _plan(rt: Runtime, key: tuple[Any, ...], entry: str, args: str) -> StripPlan:
+    """The key is (operation, shape, dtype, p, aligned, type of the column sums)."""
+    _, (rows, cols), dtype, p, aligned, sum_dtype = key
     vector = 16 // dtype.itemsize
     kernel = loader.get(
         rt, "elementwise", entry=entry, args=args, DTYPE=TYPES[dtype], DROPOUT=int(p > 0.0),
@@ -65,21 +62,20 @@ def _plan(
     across = max(1, -(-cols // (_LANES * vector)))
     down = max(1, -(-rows // _TILE_ROWS))
     # Two tiles a block, or as many as keep the partial sums few.
-    steps = max(1, -(-down // 65535), -(-across * down // (BLOCKS_PER_SM * multiprocessors(rt))) if sum_dtype else 2)
+    steps = -(-across * down // (BLOCKS_PER_SM * multiprocessors(rt))) if sum_dtype is not None else 2
+    steps = max(1, steps, -(-down // 65535))
     threshold = int(p * 2.0**32)
-    return rt.plans.put(
-        key,
-        StripPlan(
-            entry, kernel, Tiling((across, -(-down // steps)), steps), sum_kernel(rt, sum_dtype),
-            threshold - (1 << 32) if threshold >= 1 << 31 else threshold,  # the kernel's int32 carries the bits
-            1.0 / (1.0 - p),
-        ),
+    plan = StripPlan(
+        entry, kernel, Tiling((across, -(-down // steps)), steps), sum_kernel(rt, sum_dtype), _signed(threshold),
+        1.0 / (1.0 - p),
     )  # fmt: skip
+    rt.plans.put(key, plan)
+    return plan
 
 
-def _signed(site: int) -> int:
-    """The low 32 bits of a site number, as the int32 that carries them."""
-    return ((site & 0xFFFFFFFF) ^ 0x80000000) - 0x80000000
+def _signed(word: int) -> int:
+    """The low 32 bits of a number, as the int32 that carries them to a kernel."""
+    return ((word & 0xFFFFFFFF) ^ 0x80000000) - 0x80000000
 
 
 def bias_dropout_add(
@@ -89,10 +85,10 @@ def bias_dropout_add(
     """out = residual + dropout(x + bias)."""
     b, r = (0 if bias is None else bias.ptr), (0 if residual is None else residual.ptr)
     aligned = not (x.ptr | b | r | out.ptr) & 15
-    key = ("bias_dropout_add", x.shape, x.dtype, p, aligned)
+    key = ("bias_dropout_add", x.shape, x.dtype, p, aligned, None)
     plan = rt.plans.get(key)
     if plan is None:
-        plan = _plan(rt, key, "bias_dropout_add", "pppppqqiiif", x.shape, x.dtype, p, aligned, None)
+        plan = _plan(rt, key, "bias_dropout_add", "pppppqqiiif")
     plan.kernel(
         rt, plan.tiling.grid, THREADS, x.ptr, b, r, out.ptr, None if rng is None else rng.ptr, x.shape[0], x.shape[1],
         plan.tiling.steps, _signed(site), plan.threshold, plan.factor,
@@ -108,7 +104,7 @@ def bias_dropout_add_backward(
     key = ("bias_dropout_add_backward", dy.shape, dy.dtype, p, aligned, sum_dtype)
     plan = rt.plans.get(key)
     if plan is None:
-        plan = _plan(rt, key, "dropout_backward", "ppppqqiiif", dy.shape, dy.dtype, p, aligned, sum_dtype)
+        plan = _plan(rt, key, "dropout_backward", "ppppqqiiif")
     rows, cols = dy.shape
     sums = None if column_sum is None else column_workspace(rt, plan.tiling, cols)
     plan.kernel(

@@ -12,9 +12,9 @@ import os
 import struct
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +36,8 @@ _REPEATS = 5
 _local = threading.local()
 _lock = threading.Lock()
 _store: dict[str, dict[str, Any]] | None = None
+_neighbours: dict[Hashable, bytes] = {}  # by _ragged_key: the algorithm of the first size of its kind
+_MOST_NEIGHBOURS = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,16 +55,43 @@ def choose(rt: Runtime, spec: GemmSpec, route: Route, prepared: Prepared) -> Cho
     if _stored() and not getattr(_local, "forced", False):
         known = _stored().get(_key(rt, spec, route))
         if known is not None:
-            choice = _check(prepared, bytes.fromhex(known["algorithm"]))
+            choice = _check(prepared, bytes.fromhex(known["algorithm"]), "an earlier timing")
             if choice is not None:
                 return choice
+    ragged = None if tuning else _ragged_key(rt, spec, route)
+    neighbour = _neighbours.get(ragged)
+    if neighbour is not None:
+        choice = _check(prepared, neighbour, "cuBLASLt's heuristic for a size nearby")
+        if choice is not None:
+            return choice
     found = _heuristic(spec, route, prepared, CANDIDATES if tuning else 1)
+    if ragged is not None and not isinstance(found, str):
+        if len(_neighbours) >= _MOST_NEIGHBOURS:
+            _neighbours.clear()
+        _neighbours[ragged] = bytes(found[0].algorithm)
     if isinstance(found, str) or not tuning or libraries.driver().is_capturing(rt.stream):
         return found if isinstance(found, str) else found[0]
     times = _time_all(rt, spec, route, prepared, found)
     best = min(range(len(found)), key=times.__getitem__)
     _remember(_key(rt, spec, route), found[best], times[best], times[0])
     return Choice(found[best].algorithm, found[best].workspace, f"timing {len(found)} algorithms")
+
+
+def _ragged_key(rt: Runtime, spec: GemmSpec, route: Route) -> Hashable:
+    """What sizes share one algorithm: nearby numbers of rows that are no whole tiles, as batches of varying length
+    have them. A query of the heuristic takes 200 us, a check of a known algorithm a tenth.
+
+    M and K count rows (K in weight gradients). Whole multiples of 128 always get a query of their own.
+    """
+    if spec.m % 128 == 0 and spec.k % 128 == 0:
+        return None
+    return (rt.device, replace(spec, m=0, k=0), _near(spec.m), _near(spec.k), route)
+
+
+def _near(size: int) -> tuple[int, int, int]:
+    """A size to within a sixteenth, and the alignment that it gives a leading dimension."""
+    step = max(128, 1 << max(0, size.bit_length() - 5))
+    return -(-size // step), step, min(size & -size, 16)
 
 
 @contextmanager
@@ -114,7 +143,7 @@ def _algorithm(content: bytes) -> Any:
     return (ctypes.c_uint64 * (lt_.ALGO_BYTES // 8)).from_buffer_copy(content[: lt_.ALGO_BYTES])
 
 
-def _check(prepared: Prepared, stored: bytes) -> Choice | None:
+def _check(prepared: Prepared, stored: bytes, source: str) -> Choice | None:
     """A stored algorithm, unless this cuBLASLt does not take it."""
     lt = lt_.bindings()
     algorithm = _algorithm(stored)
@@ -128,7 +157,8 @@ def _check(prepared: Prepared, stored: bytes) -> Choice | None:
         if getattr(error, "status", None) not in lt_.REFUSALS:
             raise
         return None
-    return Choice(algorithm, struct.unpack_from("=Q", result, lt_.ALGO_BYTES)[0], "an earlier timing")
+    needs = struct.unpack_from("=Q", result, lt_.ALGO_BYTES)[0]
+    return Choice(algorithm, needs, source) if needs <= prepared.cache.limit else None
 
 
 # ---------------------------------------------------------------------------------------------- timing

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from te_core import libraries
+from te_core import dtypes, libraries
 from te_core.backends.cuda import norm_tiling as tiling
 from te_core.backends.cuda.quantize import FORMATS, TYPES, cast_with_partials
 from te_core.dtypes import DType
@@ -41,7 +41,7 @@ def limits(rt: Runtime) -> tiling.Limits:
 
 
 #: x, gamma, beta, y, rowwise, columnwise, mean, rstd, scale, scale_inv, amax, rows, cols, 1 / cols, eps
-_FORWARD_ARGS = "ppppppppppp" "qiff"
+_FORWARD_ARGS = "pppppppppppqiff"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class ForwardPlan:
 
 def plan_norm_forward(rt: Runtime, key: tuple[Any, ...]) -> ForwardPlan:
     """The launches of `norm_forward` for the key that ops.norm makes."""
-    _, (rows, cols), x_dtype, gamma_dtype, out_dtype, kind, zero_centered, _, cast, _, margin, alignment = key
+    _, (rows, cols), x_dtype, gamma_dtype, out_dtype, kind, zero_centered, _, cast, keep, margin, alignment = key
     sizes = (x_dtype.itemsize, gamma_dtype.itemsize, out_dtype.itemsize)
     width = tiling.vector_width(cols, alignment, sizes, 16 // x_dtype.itemsize)
     team = tiling.forward_team(cols, width, x_dtype.itemsize)
@@ -71,7 +71,7 @@ def plan_norm_forward(rt: Runtime, key: tuple[Any, ...]) -> ForwardPlan:
         "ZERO_CENTERED": int(zero_centered), "VEC": width, "SIZE": team.size, "ITERS": team.iters,
         "FULL": int(team.is_full(cols)),
     }  # fmt: skip
-    fp8, rowwise, columnwise, delayed, has_amax = cast or (None, False, False, False, False)
+    fp8, rowwise, columnwise, delayed, has_amax = cast or (dtypes.float8_e4m3, False, False, False, False)
     turn = delayed and columnwise
     use = "PARTIALS" if cast and not delayed else "RAISE" if has_amax else "KEEP_NONE"
     if turn:
@@ -79,14 +79,14 @@ def plan_norm_forward(rt: Runtime, key: tuple[Any, ...]) -> ForwardPlan:
     else:
         team = team.in_blocks_of(1024 if margin else tiling.FORWARD_THREADS)
     row_bytes = team.row_bytes(sizes[0])
-    side_by_side = 1 if margin else max(1, 1024 // team.threads)
+    side_by_side = 1 if margin else max(1, (tiling.TILE_RESIDENT if turn else tiling.FORWARD_RESIDENT) // team.threads)
     most = tiling.TILE_STAGES if turn else tiling.FORWARD_STAGES
     stages = tiling.stages(row_bytes, side_by_side, most, limits(rt)) if team.iters else 0
     height = tiling.TILE_ROWS if turn else team.teams
     kernel = loader.get(
         rt, "norm_forward", args=_FORWARD_ARGS, **constants, TEAMS=team.teams, ROWS=height, STAGES=stages,
-        CAST=int(delayed), ROWWISE=int(rowwise), COLUMNWISE=int(turn), AMAX=use,
-        FORMAT=FORMATS[fp8] if delayed else "E4M3",
+        VALUES=int(keep or not delayed), CAST=int(delayed), ROWWISE=int(rowwise), COLUMNWISE=int(turn), AMAX=use,
+        FORMAT=FORMATS[fp8], MIN_BLOCKS=side_by_side,
     )  # fmt: skip
     shared = stages * row_bytes
     steps = -(-(padded(rows) if delayed else rows) // height)
@@ -159,16 +159,17 @@ def plan_norm_backward(rt: Runtime, key: tuple[Any, ...]) -> BackwardPlan:
     _, (rows, cols), x_dtype, dy_dtype, gamma_dtype, kind, zero_centered, margin, alignment = key
     sizes = (x_dtype.itemsize, dy_dtype.itemsize, gamma_dtype.itemsize)
     width = tiling.vector_width(cols, alignment, sizes, 16 // max(sizes[:2]))
-    constants = {
+    constants: dict[str, Any] = {
         "IN": TYPES[x_dtype], "DY": TYPES[dy_dtype], "GAMMA": TYPES[gamma_dtype], "KIND": _KINDS[kind],
         "ZERO_CENTERED": int(zero_centered), "VEC": width,
     }  # fmt: skip
     team = tiling.backward_team(cols, width)
     if team is None:
         return _plan_wide(rt, rows, cols, margin, width, gamma_dtype, constants)
-    # One block a multiprocessor is enough where it has many threads; fewer blocks, fewer partial sums.
-    side_by_side = 1 if margin else max(1, tiling.BACKWARD_THREADS // team.threads)
-    stage_bytes = team.row_bytes(sizes[0] + sizes[1])
+    # One large block a multiprocessor is enough: fewer blocks, fewer partial sums.
+    resident = tiling.BACKWARD_THREADS if team.iters * width > 8 else 1024
+    side_by_side = 1 if margin else max(1, resident // team.threads)
+    stage_bytes = team.row_bytes(sizes[0] + sizes[1]) + 8 * team.threads
     stages = max(1, tiling.stages(stage_bytes, side_by_side, tiling.BACKWARD_STAGES, limits(rt)))
     kernel = loader.get(
         rt, "norm_backward", args="pppppppqif", **constants, SIZE=team.size, ITERS=team.iters,
@@ -218,9 +219,7 @@ def norm_backward(
             rt, plan.grid, plan.block, dy.ptr, x.ptr, gamma.ptr, mean_ptr, rstd.ptr, dx.ptr, plan.rows, plan.cols,
             plan.inverse,
         )  # fmt: skip
-        plan.columns(
-            rt, plan.columns_grid, 128, dy.ptr, x.ptr, mean_ptr, rstd.ptr, partial, plan.rows, plan.cols
-        )
+        plan.columns(rt, plan.columns_grid, 128, dy.ptr, x.ptr, mean_ptr, rstd.ptr, partial, plan.rows, plan.cols)
     elif plan.rows:
         plan.kernel(
             rt, plan.grid, plan.block, dy.ptr, x.ptr, gamma.ptr, mean_ptr, rstd.ptr, dx.ptr, partial, plan.rows,

@@ -10,16 +10,18 @@ from dataclasses import dataclass, replace
 
 # Measured on an H200, 2026-11-21 (the heads of norm_forward.cu and norm_backward.cu).
 FORWARD_VECTORS = 4  # of a row, in one thread
-FORWARD_THREADS = 256
+FORWARD_THREADS = 320  # 2 teams of 128 or of 160
 FORWARD_STAGES = 2
+FORWARD_RESIDENT = 1024  # threads of a multiprocessor that the compiler shall leave registers for
 HELD_REGISTERS = 32  # of a row, in one thread; longer rows are read again instead
 TILE_ROWS = 32  # of FP8 make a whole 32-byte sector of the transposed copy; half sectors cost twice the time
-TILE_THREADS = 512
-TILE_STAGES = 2
+TILE_THREADS = 1024
+TILE_STAGES = 1
+TILE_RESIDENT = 1024
 MAX_TEAMS = 15  # named barriers of a block, less the block's own
 BACKWARD_COLUMNS = 16  # sums of a thread for each of dgamma and dbeta, at most
 BACKWARD_THREADS = 512
-BACKWARD_STAGES = 4
+BACKWARD_STAGES = 3
 RESERVED_SHARED = 1024  # of each block, by the driver
 STATIC_SHARED = 2560  # more than the kernels' own arrays of fixed size
 
@@ -98,7 +100,8 @@ def _team_size(vectors: int, iters: tuple[int, ...]) -> int:
 def forward_team(cols: int, width: int, itemsize: int) -> Team:
     """The team of a forward kernel (its `teams` to be chosen)."""
     vectors = cols // width
-    size = _team_size(vectors, (FORWARD_VECTORS, 5, 3, 6, 2, 7, 8, 1))
+    each = (FORWARD_VECTORS, 5, 3, 6, 2, 7, 8, 1) if width * itemsize == 16 else (16, 15, 14, 13, 12, 11, 10, 9, 8)
+    size = _team_size(vectors, each)
     iters = -(-vectors // size)
     held = iters * max(1, width * itemsize // 4) <= HELD_REGISTERS
     return Team(size, iters if held else 0, width)

@@ -29,9 +29,11 @@ FORMATS = {dtypes.float8_e4m3: "E4M3", dtypes.float8_e5m2: "E5M2"}
 
 #: Threads of a block of quantize.cu, activation.cu and elementwise.cu.
 THREADS = 128
+#: Threads of a block of scale_update.cu.
+UPDATE_THREADS = 512
 #: Blocks of a multiprocessor in launches that leave a partial result for each block: enough to keep the memory
 #: busy, few enough that reading all partials again costs nothing.
-BLOCKS_PER_SM = 4
+BLOCKS_PER_SM = 5
 #: Shared memory of one stage of fp8_tile.cuh's queue, for each operand: four rows of 16 bytes a thread.
 STAGE_BYTES = 4 * 16 * THREADS
 _SHARED = 4 * STAGE_BYTES  # quantize.cu has four stages
@@ -58,14 +60,14 @@ def multiprocessors(rt: Runtime) -> int:
 
 
 def tiling(
-    rows: int, cols: int, dtype: DType, *, columnwise: bool, outputs: int = 1, max_blocks: int = 0
+    rows: int, cols: int, dtype: DType, *, tall: bool, flat_rows: int, outputs: int = 1, max_blocks: int = 0
 ) -> Tiling:
     """Tiles of fp8_tile.cuh over `outputs` matrices [rows, cols] side by side, their padding included.
 
     With `max_blocks`, a block takes as many tiles as keeps their number under it.
     """
     vector = 16 // dtype.itemsize
-    tile_m, tile_n = (128, 16 * vector) if columnwise else (32, 32 * vector)
+    tile_m, tile_n = (128, 16 * vector) if tall else (4 * flat_rows, 32 * vector)
     across = max(1, -(-(padded(outputs * cols) - (outputs - 1) * cols) // tile_n))
     down = max(1, -(-padded(rows) // tile_m))
     steps = -(-down // _MAX_GRID_Y)
@@ -101,21 +103,22 @@ _QUANTIZE_ARGS = "pppppppifiqqi"
 
 
 def plan_cast(
-    rt: Runtime, shape: tuple[int, ...], dtype: DType, fp8: DType, scaling: str, columnwise: bool, sum_dtype: DType | None,
-    max_blocks: int = 0,
+    rt: Runtime, shape: tuple[int, ...], dtype: DType, fp8: DType, scaling: str, columnwise: bool,
+    sum_dtype: DType | None, max_blocks: int = 0,
 ) -> CastPlan:  # fmt: skip
     """The plan of one launch over x of this shape: scaling is NO_CAST, GIVEN_SCALE or OWN_SCALE."""
     aligned = shape[1] % (16 // dtype.itemsize) == 0
-    constants = {
-        "DTYPE": TYPES[dtype], "FORMAT": FORMATS[fp8], "SCALING": scaling, "COLUMNWISE": int(columnwise),
-        "COLUMN_SUM": int(sum_dtype is not None), "ALIGNED": int(aligned),
+    tall = columnwise or sum_dtype is not None
+    constants: dict[str, Any] = {
+        "DTYPE": TYPES[dtype], "FORMAT": FORMATS[fp8], "SCALING": scaling, "TALL": int(tall),
+        "COLUMNWISE": int(columnwise), "COLUMN_SUM": int(sum_dtype is not None), "ALIGNED": int(aligned),
     }  # fmt: skip
     return CastPlan(
-        family=f"quantize_{'tile' if columnwise else 'rows'}_{scaling.lower()}",
+        family=f"quantize_{'tall' if tall else 'flat'}_{scaling.lower()}",
         kernel=loader.get(rt, "quantize", args=_QUANTIZE_ARGS, **constants),
         aligned=aligned,
         constants=constants,
-        tiling=tiling(shape[0], shape[1], dtype, columnwise=columnwise, max_blocks=max_blocks),
+        tiling=tiling(shape[0], shape[1], dtype, tall=tall, flat_rows=8, max_blocks=max_blocks),
         shape=shape,
         sum_kernel=sum_kernel(rt, sum_dtype),
     )
@@ -209,14 +212,15 @@ def plan_quantize(
 ) -> QuantizePlan:
     """The launches of `quantize`; `sum_dtype` is the type of the column sums, if they are wanted."""
     fp8, _, columnwise, delayed, _ = cast_key
+    limit = BLOCKS_PER_SM * multiprocessors(rt)
     if delayed:
-        cast = plan_cast(rt, shape, dtype, fp8, "GIVEN_SCALE", columnwise, sum_dtype)
+        tall = columnwise or sum_dtype is not None  # flat tiles are faster in many small blocks
+        cast = plan_cast(rt, shape, dtype, fp8, "GIVEN_SCALE", columnwise, sum_dtype, max_blocks=limit if tall else 0)
         return QuantizePlan(cast.family, cast, True, None, None)
     cast = plan_cast(rt, shape, dtype, fp8, "OWN_SCALE", columnwise, None)
     if sum_dtype is None:
         largest = plan_amax(rt, shape[0] * shape[1], dtype)
         return QuantizePlan(f"amax+{cast.family}", cast, False, largest, None)
-    limit = BLOCKS_PER_SM * multiprocessors(rt)
     first = plan_cast(rt, shape, dtype, dtypes.float8_e4m3, "NO_CAST", False, sum_dtype, max_blocks=limit)
     return QuantizePlan(f"{first.family}+{cast.family}", cast, False, None, first)
 
@@ -314,23 +318,20 @@ _SMALL, _LARGE = 100, 800
 
 @dataclass(frozen=True, slots=True)
 class UpdatePlan:
-    """The launches of one scale update, their tables filled in: the addresses are part of the key."""
+    """The launches of one scale update, their tables filled in."""
 
     family: str
-    launches: tuple[tuple[Kernel, int, Any], ...]
+    launches: tuple[tuple[Kernel, int, int, Any], ...]  # kernel, states, the table's address, the table
 
 
-def update_scales(rt: Runtime, states: list[ScalingState], algo: str) -> None:
+def run_update(rt: Runtime, plan: UpdatePlan) -> None:
     """One launch for up to 800 states (100 before CUDA 12.1)."""
-    key = ("update_scales", algo, *[(s.scale.ptr, s.history.ptr, s.used.ptr, s.history.shape, s.limit) for s in states])
-    plan = rt.plans.get(key)
-    if plan is None:
-        plan = rt.plans.put(key, _plan_update(rt, states, algo))
-    for kernel, count, table in plan.launches:
-        kernel.by_value(rt, count, THREADS, addressof(table))
+    for kernel, count, address, _table in plan.launches:
+        kernel.by_value(rt, count, UPDATE_THREADS, address)
 
 
-def _plan_update(rt: Runtime, states: list[ScalingState], algo: str) -> UpdatePlan:
+def plan_update(rt: Runtime, states: list[ScalingState], algo: str) -> UpdatePlan:
+    """The table of pointers that the kernel takes by value."""
     states = [s for s in states if s.history.size]
     roomy = libraries.driver_version() >= (12, 1) and libraries.version("nvrtc") >= (12, 1)
     capacity = _LARGE if roomy and len(states) > _SMALL else _SMALL
@@ -341,8 +342,6 @@ def _plan_update(rt: Runtime, states: list[ScalingState], algo: str) -> UpdatePl
         table = create_string_buffer(capacity * _STATE.size)
         for i, s in enumerate(part):
             rows, columns = s.history.shape
-            _STATE.pack_into(
-                table, i * _STATE.size, s.scale.ptr, s.history.ptr, s.used.ptr, columns, rows, s.limit, 0
-            )
-        launches.append((kernel, len(part), table))
+            _STATE.pack_into(table, i * _STATE.size, s.scale.ptr, s.history.ptr, s.used.ptr, columns, rows, s.limit, 0)
+        launches.append((kernel, len(part), addressof(table), table))
     return UpdatePlan("scale_update", tuple(launches))

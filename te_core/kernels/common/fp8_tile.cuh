@@ -1,10 +1,11 @@
 // From a producer of values to everything a cast delivers: the values themselves, FP8 in one or both orientations,
 // the amax and the column sums. Quantize, activations and their backward are producers; the rest is here once.
 //
-// A thread owns V = 16 / sizeof(T) neighbouring columns and ROWS consecutive rows. With Columnwise, ROWS is 16, so
-// that the sixteen FP8 bytes of one of its columns are one 16-byte store into the transposed copy: the transposition
+// A thread owns V = 16 / sizeof(T) neighbouring columns and ROWS consecutive rows. In a tall tile ROWS is 16, so that
+// the sixteen FP8 bytes of one of its columns are one 16-byte store into the transposed copy: the transposition
 // happens in registers (4x4 bytes at a time, eight byte permutes) and needs neither shared memory nor a barrier.
 // The four lanes below one another make 64 contiguous bytes of a transposed row, two warps a whole 128-byte line.
+// Wider or narrower lanes, other block orders and cached or uncached loads were tried and made no difference or less.
 //
 // Output i of OUTPUTS lies i * cols columns to the right: the gradients (da | db) of a gated activation.
 #pragma once
@@ -12,30 +13,16 @@
 
 // Where the scale comes from: nothing is cast; a given scale (delayed scaling); the maximum of partial amaxes
 // (current scaling, second pass).
-#ifndef KNOB_LANES
-#define KNOB_LANES 8
-#endif
-#ifndef KNOB_WARPS
-#define KNOB_WARPS 2
-#endif
-#ifndef KNOB_ORDER
-#define KNOB_ORDER 0
-#endif
-#ifndef KNOB_UNROLL
-#define KNOB_UNROLL 1
-#endif
-#ifndef KNOB_ROWS
-#define KNOB_ROWS 8
-#endif
 enum Scaling { NO_CAST = 0, GIVEN_SCALE = 1, OWN_SCALE = 2 };
 
 constexpr int TILE_THREADS = 128;
 
-template <class T, bool Columnwise> struct TileShape {
+// Tall tiles serve the transposed copy and column sums (few partial rows); flat ones give whole rows to a warp.
+template <class T, bool Tall, int FlatRows = 4> struct TileShape {
     static constexpr int V = 16 / sizeof(T);
-    static constexpr int LANES_N = Columnwise ? KNOB_LANES : 32, LANES_M = 32 / LANES_N;
-    static constexpr int WARPS_N = Columnwise ? KNOB_WARPS : 1, WARPS_M = TILE_THREADS / 32 / WARPS_N;
-    static constexpr int ROWS = Columnwise ? 16 : KNOB_ROWS;
+    static constexpr int LANES_N = Tall ? 8 : 32, LANES_M = 32 / LANES_N;
+    static constexpr int WARPS_N = Tall ? 2 : 1, WARPS_M = TILE_THREADS / 32 / WARPS_N;
+    static constexpr int ROWS = Tall ? 16 : FlatRows;
     static constexpr int M = WARPS_M * LANES_M * ROWS, N = WARPS_N * LANES_N * V;
 };
 
@@ -281,7 +268,8 @@ __device__ __forceinline__ void store_row(u8* p, const u32 (&words)[V / 4], i64 
 // Starts 16 bytes on their way to shared memory; `inside` false writes zeros instead.
 __device__ __forceinline__ void copy_async(uint4* to, const void* from, bool inside) {
     const u32 address = u32(__cvta_generic_to_shared(to));
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(address), "l"(from), "r"(inside ? 16 : 0) : "memory");
+    const int bytes = inside ? 16 : 0;
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(address), "l"(from), "r"(bytes) : "memory");
 }
 __device__ __forceinline__ void close_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int Open> __device__ __forceinline__ void await_group() {
@@ -292,14 +280,15 @@ template <int Open> __device__ __forceinline__ void await_group() {
 // uses only its own places: thread t's 16 bytes of (stage, row, operand) lie at [stage][row][operand][t]. So the
 // loads of later groups, and of the next tile, are under way while a group is computed, without registers or barriers.
 //
-// Producer:  static constexpr int OUTPUTS, OPERANDS, DEPTH;
+// Producer:  static constexpr int OUTPUTS, OPERANDS, DEPTH, FLAT_ROWS (rows of a thread in a flat tile);
 //            const T* operand(int k) const, i64 pitch(int k) const  (the k-th operand of column 0, its row length);
-//            void values(const Pack (&operands)[OPERANDS], Pack (&out)[OUTPUTS]) const  (rounded to T; zeros give zeros).
+//            void values(const Pack (&operands)[OPERANDS], Pack (&out)[OUTPUTS]) const  (rounded to T; 0 from zeros).
 // A block takes `steps` tiles below one another, so the host can bound the number of partials.
 constexpr int GROUP = 4;
 
 template <class T, bool Aligned, class Producer>
-__device__ __forceinline__ void fetch_group(const Producer& producer, uint4* stage, i64 row, i64 rows, i64 col, i64 cols) {
+__device__ __forceinline__ void fetch_group(const Producer& producer, uint4* stage, i64 row, i64 rows, i64 col,
+                                            i64 cols) {
     constexpr int K = Producer::OPERANDS;
     const i64 left = col < cols ? rows - row : 0;
     const int inside = left < 0 ? 0 : (left < GROUP ? int(left) : GROUP);
@@ -321,10 +310,12 @@ __device__ __forceinline__ void fetch_group(const Producer& producer, uint4* sta
     }
 }
 
-template <class T, int Format, int Mode, bool Columnwise, bool ColumnSum, bool Keep, bool Aligned, class Producer>
+template <class T, int Format, int Mode, bool Tall, bool Columnwise, bool ColumnSum, bool Keep, bool Aligned,
+          class Producer>
 __device__ __forceinline__ void walk_tiles(const Producer& producer, const TileSink<T>& sink, const TileScale& scaling,
                                            i64 rows, i64 cols, int steps) {
-    using Shape = TileShape<T, Columnwise>;
+    using Shape = TileShape<T, Tall, Producer::FLAT_ROWS>;
+    static_assert(Tall || !Columnwise, "sixteen rows make a store into the transposed copy");
     constexpr int V = Shape::V, O = Producer::OUTPUTS, K = Producer::OPERANDS, DEPTH = Producer::DEPTH;
     constexpr int GROUPS = Shape::ROWS / GROUP, STAGE = GROUP * K * TILE_THREADS;
     constexpr int SUMS = (Shape::WARPS_M - 1) * O * Shape::N;
@@ -332,26 +323,19 @@ __device__ __forceinline__ void walk_tiles(const Producer& producer, const TileS
     extern __shared__ uint4 queue[];
 
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-#if KNOB_ORDER == 0
-    const int block_n = blockIdx.x, block_m = blockIdx.y;
-#elif KNOB_ORDER == 1
-    const int id = blockIdx.y * gridDim.x + blockIdx.x, block_m = id % gridDim.y, block_n = id / gridDim.y;
-#else
-    const int id = blockIdx.y * gridDim.x + blockIdx.x, band = id / (KNOB_ORDER * gridDim.y), left_n = gridDim.x - band * KNOB_ORDER;
-    const int width = left_n < KNOB_ORDER ? left_n : KNOB_ORDER, in_band = id - band * KNOB_ORDER * gridDim.y;
-    const int block_m = in_band / width, block_n = band * KNOB_ORDER + in_band % width;
-#endif
-    const i64 col = i64(block_n) * Shape::N + (warp % Shape::WARPS_N * Shape::LANES_N + lane % Shape::LANES_N) * V;
+    const i64 col = i64(blockIdx.x) * Shape::N + (warp % Shape::WARPS_N * Shape::LANES_N + lane % Shape::LANES_N) * V;
     const i64 pitch = padded(O * cols), height = padded(rows);
     // This thread's rows in the block's first tile. The blocks of a column take turns: all that run at once work on
     // neighbouring rows, and not on rows a power of two apart, which would crowd a few memory channels.
-    const i64 first = i64(block_m) * Shape::M + (warp / Shape::WARPS_N * Shape::LANES_M + lane / Shape::LANES_N) * Shape::ROWS;
+    const int place = (warp / Shape::WARPS_N * Shape::LANES_M + lane / Shape::LANES_N) * Shape::ROWS;
+    const i64 first = i64(blockIdx.y) * Shape::M + place;
     const i64 stride = i64(gridDim.y) * Shape::M;
 
     uint4* mine = queue + threadIdx.x;
 #pragma unroll
     for (int s = 0; s < DEPTH; ++s) {
-        fetch_group<T, Aligned>(producer, mine + s * STAGE, first + s / GROUPS * stride + s % GROUPS * GROUP, rows, col, cols);
+        const i64 row = first + s / GROUPS * stride + s % GROUPS * GROUP;
+        fetch_group<T, Aligned>(producer, mine + s * STAGE, row, rows, col, cols);
         close_group();
     }
     // Here and not earlier, so that the first groups are on their way while the partials are reduced.
@@ -364,7 +348,7 @@ __device__ __forceinline__ void walk_tiles(const Producer& producer, const TileS
     for (int step = 0; step < steps; ++step) {
         const i64 row0 = first + step * stride;
         u32 column[O][V][4] = {};  // the last sixteen bytes of each column
-#pragma unroll KNOB_UNROLL
+#pragma unroll 1
         for (int g = 0; g < GROUPS; ++g) {
             const i64 row = row0 + g * GROUP;
             const int stage = GROUPS % DEPTH == 0 ? g % DEPTH : turn;
@@ -412,7 +396,9 @@ __device__ __forceinline__ void walk_tiles(const Producer& producer, const TileS
                         }
                         // A group lies inside or outside the padded rows as a whole.
                         const i64 edge = o == O - 1 ? pitch - o * cols : cols;
-                        if (sink.rowwise != nullptr && row < height) store_row<V, Aligned>(rowwise + o * cols, words, col, edge);
+                        if (sink.rowwise != nullptr && row < height) {
+                            store_row<V, Aligned>(rowwise + o * cols, words, col, edge);
+                        }
                     }
                 }
             }
@@ -429,7 +415,9 @@ __device__ __forceinline__ void walk_tiles(const Producer& producer, const TileS
                 for (int j = 0; j < V; ++j) {
                     const u32(&c)[4] = column[o][j];
                     u8* to = sink.columnwise + (o * cols + col + j) * height + row0;
-                    if (row0 < height && col + j < edge) *reinterpret_cast<uint4*>(to) = make_uint4(c[0], c[1], c[2], c[3]);
+                    if (row0 < height && col + j < edge) {
+                        *reinterpret_cast<uint4*>(to) = make_uint4(c[0], c[1], c[2], c[3]);
+                    }
                 }
             }
         }

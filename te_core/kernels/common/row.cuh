@@ -58,6 +58,25 @@ template <int N, class T> __device__ __forceinline__ void store_vec(T* p, const 
     for (int i = 0; i < P::COUNT; ++i) reinterpret_cast<W*>(p)[i] = reinterpret_cast<const W*>(&v)[i];
 }
 
+// T to float. The two bf16 of a word are a shift and a mask; taken one by one they cost an instruction more.
+template <int N> __device__ __forceinline__ void to_floats(const Vec<float, N>& v, float (&f)[N]) {
+#pragma unroll
+    for (int j = 0; j < N; ++j) f[j] = v[j];
+}
+template <int N> __device__ __forceinline__ void to_floats(const Vec<fp16, N>& v, float (&f)[N]) {
+#pragma unroll
+    for (int j = 0; j < N; ++j) f[j] = to_float(v[j]);
+}
+template <int N> __device__ __forceinline__ void to_floats(const Vec<bf16, N>& v, float (&f)[N]) {
+#pragma unroll
+    for (int j = 0; j + 1 < N; j += 2) {
+        const u32 word = reinterpret_cast<const u32*>(&v)[j / 2];
+        f[j] = __uint_as_float(word << 16);
+        f[j + 1] = __uint_as_float(word & 0xffff0000u);
+    }
+    if (N % 2) f[N - 1] = to_float(v[N - 1]);
+}
+
 // float to T, two elements an instruction where T has 16 bits.
 template <int N> __device__ __forceinline__ Vec<float, N> round_to(const float (&f)[N], float) {
     Vec<float, N> v;
@@ -88,16 +107,35 @@ template <int N> __device__ __forceinline__ Vec<fp16, N> round_to(const float (&
     return v;
 }
 
+// Four values to four FP8 bytes, saturating: one instruction a pair, where the device has it, straight into the word.
+template <int F> __device__ __forceinline__ u32 fp8_word(float a, float b, float c, float d) {
+#if __CUDA_ARCH__ >= 890
+    u32 word;
+    if (F == E4M3) {
+        asm("{.reg .b16 lo, hi; cvt.rn.satfinite.e4m3x2.f32 lo, %2, %1; cvt.rn.satfinite.e4m3x2.f32 hi, %4, %3;"
+            " mov.b32 %0, {lo, hi};}" : "=r"(word) : "f"(a), "f"(b), "f"(c), "f"(d));
+    } else {
+        asm("{.reg .b16 lo, hi; cvt.rn.satfinite.e5m2x2.f32 lo, %2, %1; cvt.rn.satfinite.e5m2x2.f32 hi, %4, %3;"
+            " mov.b32 %0, {lo, hi};}" : "=r"(word) : "f"(a), "f"(b), "f"(c), "f"(d));
+    }
+    return word;
+#else
+    return to_fp8x2<F>(a, b) | u32(to_fp8x2<F>(c, d)) << 16;
+#endif
+}
+
 // The FP8 bytes of value * scale.
 template <int F, class T, int N> __device__ __forceinline__ Vec<u8, N> quantized(const Vec<T, N>& v, float scale) {
+    float f[N];
+    to_floats(v, f);
     Vec<u8, N> q;
 #pragma unroll
-    for (int j = 0; j + 1 < N; j += 2) {
-        const unsigned short two = to_fp8x2<F>(to_float(v[j]) * scale, to_float(v[j + 1]) * scale);
-        q[j] = u8(two);
-        q[j + 1] = u8(two >> 8);
+    for (int j = 0; j + 3 < N; j += 4) {
+        const u32 word = fp8_word<F>(f[j] * scale, f[j + 1] * scale, f[j + 2] * scale, f[j + 3] * scale);
+        reinterpret_cast<u32*>(&q)[j / 4] = word;
     }
-    if (N % 2) q[N - 1] = to_fp8<F>(to_float(v[N - 1]) * scale);
+    if (N == 2) reinterpret_cast<unsigned short*>(&q)[0] = to_fp8x2<F>(f[0] * scale, f[N - 1] * scale);
+    if (N == 1) q[0] = to_fp8<F>(f[0] * scale);
     return q;
 }
 
@@ -139,7 +177,7 @@ template <int Size, int Teams> struct Team {
         return cols / (Size * Width) * 32 * Width + min(max(mine, 0), 32 * Width);
     }
 
-    // From each warp's sum and its squares about its own mean: the squares about the team's mean, which replaces `mean`.
+    // From each warp's sum and its squares about its own mean: the squares about the team's, which replaces `mean`.
     template <int Width>
     __device__ __forceinline__ float combine(float sum, float squares, float& mean, int cols, float inv_cols) {
         if (Size <= 32) return squares;
@@ -199,7 +237,7 @@ template <int Size, int Teams> struct Team {
     }
 };
 
-// ---- a thread's part of a row: held in registers, or read again at each use where it is too long ---------------------
+// ---- a thread's part of a row: held in registers, or read again at each use where it is too long ----------------
 
 // Full: the row is exactly Size * Iters vectors, so nothing is asked about columns, and the compiler may overlap
 // what it does for one vector with the next (with a branch around each, forward ran at half the speed).
@@ -258,7 +296,9 @@ template <class T, int Width> __device__ __forceinline__ void copy_async(Vec<T, 
 }
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // Waits until all but the last N commits have arrived (for what the calling thread itself fetched).
-template <int N> __device__ __forceinline__ void wait_copies() { asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory"); }
+template <int N> __device__ __forceinline__ void wait_copies() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
+}
 
 template <class T, int Width, int Iters, int Size, bool Full, int Threads> struct Stage {
     typedef HeldRow<T, Width, Iters, Size, Full> Row;
@@ -281,20 +321,22 @@ __device__ __forceinline__ float2 moments(const Row& row, TEAM& team, int cols, 
     float sum = 0.f, mean = 0.f, squares = 0.f;
     if (Centered) {
         row.each(team.rank, cols, [&](int, const auto& v) {
-            float part = to_float(v[0]);
+            float f[Width];
+            to_floats(v, f);
 #pragma unroll
-            for (int j = 1; j < Width; ++j) part += to_float(v[j]);
-            sum += part;
+            for (int j = 1; j < Width; ++j) f[0] += f[j];
+            sum += f[0];
         });
         sum = TEAM::lanes_sum(sum);
         if (TEAM::WARPS == 1) mean = sum * inv_cols;
         else mean = __fdividef(sum, fmaxf(TEAM::template share<Width>(team.rank / 32, cols), 1.f));
     }
     row.each(team.rank, cols, [&](int, const auto& v) {
-        float part = 0.f;
+        float f[Width], part = 0.f;
+        to_floats(v, f);
 #pragma unroll
         for (int j = 0; j < Width; ++j) {
-            const float d = Centered ? to_float(v[j]) - mean : to_float(v[j]);
+            const float d = Centered ? f[j] - mean : f[j];
             part = fmaf(d, d, part);
         }
         squares += part;

@@ -1,0 +1,149 @@
+"""The driver's thin wrapper against a libcuda made of Python functions: contexts, stream order, errors."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from te_core.driver import _SIGNATURES, Driver
+from te_core.errors import LibraryError
+
+
+class Call:
+    """One function of the library: takes the argument types that ctypes would, and notes its calls."""
+
+    def __init__(self, name, lib):
+        self.name, self.lib = name, lib
+
+    def __call__(self, *args):
+        self.lib.log.append(self.name)
+        return getattr(self.lib, "_" + self.name, lambda *a: 0)(*args)
+
+
+class FakeCuda:
+    """A libcuda of `devices` devices, whose contexts are 1000, 1001, …; each thread has a context of its own."""
+
+    def __init__(self, devices=1):
+        self.devices, self.log, self.thread, self.fails = devices, [], threading.local(), {}
+        for name in [*_SIGNATURES, "cuGetErrorName", "cuGetErrorString"]:
+            setattr(self, name, Call(name, self))
+
+    @property
+    def stack(self):
+        return self.thread.__dict__.setdefault("stack", [0])
+
+    def _cuDeviceGetCount(self, out):  # noqa: N802  the driver's names
+        out._obj.value = self.devices
+        return 0
+
+    def _cuDevicePrimaryCtxRetain(self, out, index):  # noqa: N802
+        out._obj.value = 1000 + index
+        return 0
+
+    def _cuCtxGetCurrent(self, out):  # noqa: N802
+        out._obj.value = self.stack[-1] or None
+        return 0
+
+    def _cuCtxSetCurrent(self, context):  # noqa: N802
+        self.stack[-1] = context
+        return 0
+
+    def _cuCtxPushCurrent_v2(self, context):  # noqa: N802
+        self.stack.append(context)
+        return 0
+
+    def _cuCtxPopCurrent_v2(self, out):  # noqa: N802
+        self.stack.pop()
+        return 0
+
+    def _cuDeviceGetAttribute(self, out, number, index):  # noqa: N802
+        out._obj.value = 1
+        return 0
+
+    def _cuMemPoolCreate(self, out, properties):  # noqa: N802
+        out._obj.value = 9
+        return 0
+
+    def _cuMemAllocFromPoolAsync(self, out, nbytes, pool, stream):  # noqa: N802
+        out._obj.value = 4096
+        return self.fails.get("alloc", 0)
+
+    def _cuEventCreate(self, out, flags):  # noqa: N802
+        out._obj.value = 77
+        return 0
+
+
+def calls(lib, name):
+    return lib.log.count(name)
+
+
+def test_one_device_becomes_the_threads_own():
+    lib = FakeCuda(1)
+    driver = Driver(lib)
+    assert driver.attach(0) == 0
+    assert lib.stack == [1000]
+    seen = []
+    thread = threading.Thread(target=lambda: (driver.attach(0), seen.append(list(lib.stack))))
+    thread.start()
+    thread.join()
+    assert seen == [[1000]]
+    with driver.on(0):
+        assert lib.stack == [1000]
+    assert calls(lib, "cuCtxPushCurrent_v2") == 0
+
+
+def test_a_context_that_is_there_stays():
+    """A framework has made a context current: it is not replaced."""
+    lib = FakeCuda(1)
+    lib.stack[-1] = 4242
+    Driver(lib).attach(0)
+    assert lib.stack == [4242]
+
+
+def test_several_devices_are_bracketed():
+    """Work for a device leaves the thread's own choice as it was, and asks for no change where none is needed."""
+    lib = FakeCuda(2)
+    driver = Driver(lib)
+    lib.stack[-1] = 1000
+    with driver.on(1):
+        assert lib.stack[-1] == 1001
+        with driver.on(0):
+            assert lib.stack[-1] == 1000
+        assert lib.stack[-1] == 1001
+    assert lib.stack == [1000]
+    pushes = calls(lib, "cuCtxPushCurrent_v2")
+    with driver.on(0):
+        pass
+    assert calls(lib, "cuCtxPushCurrent_v2") == pushes
+    with pytest.raises(ValueError, match="inside"), driver.on(1):
+        raise ValueError("inside")
+    assert lib.stack == [1000]
+
+
+def test_a_device_that_is_not_there():
+    with pytest.raises(LibraryError, match=r"device 3.*0 to 1"):
+        Driver(FakeCuda(2)).attach(3)
+
+
+def test_order_streams():
+    lib = FakeCuda(1)
+    driver = Driver(lib)
+    for producer, consumer in ((5, 5), (0, 1), (1, 0), (5, -1)):  # the same stream, or no order wanted
+        driver.order_streams(0, producer, consumer)
+    assert calls(lib, "cuEventRecord") == 0
+    driver.order_streams(0, 5, 6)
+    driver.order_streams(0, 0, 6)
+    assert [name for name in lib.log if "Event" in name] == [
+        "cuEventCreate", "cuEventRecord", "cuStreamWaitEvent", "cuEventRecord", "cuStreamWaitEvent"
+    ]  # fmt: skip
+
+
+def test_failures_name_the_call():
+    lib = FakeCuda(1)
+    driver = Driver(lib)
+    assert driver.allocate(0, 100, 0) == 4096
+    lib.fails["alloc"] = 2
+    with pytest.raises(LibraryError, match="allocate 12345 bytes on cuda:0"):
+        driver.allocate(0, 12345, 0)
+    assert lib.stack == [1000]

@@ -1,0 +1,144 @@
+"""Scripts written for the documented package run on this one, unchanged."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.backends import devices
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# As such scripts are found in the wild; not one line of it knows this project.
+SCRIPT = '''
+import sys
+import torch
+import transformer_engine.pytorch as te
+from transformer_engine.common import recipe
+from transformer_engine.common.recipe import DelayedScaling, Format
+
+class Net(torch.nn.Module):
+    def __init__(self, hidden):
+        super().__init__()
+        self.first = te.LayerNormLinear(hidden, 3 * hidden, params_dtype=torch.bfloat16)
+        self.second = te.Linear(3 * hidden, hidden, bias=True, params_dtype=torch.bfloat16)
+        self.mlp = te.LayerNormMLP(hidden, 4 * hidden, activation="swiglu", params_dtype=torch.bfloat16)
+        self.norm = te.RMSNorm(hidden, dtype=torch.bfloat16)
+
+    def forward(self, x):
+        x = x + self.second(self.first(x))
+        return self.norm(x + self.mlp(x))
+
+torch.manual_seed(1234)
+device = sys.argv[1]
+model = Net(64).to(device)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+fp8_recipe = recipe.DelayedScaling(margin=0, fp8_format=Format.HYBRID, amax_history_len=16, amax_compute_algo="max")
+x = torch.randn(4, 32, 64, dtype=torch.bfloat16, device=device)
+target = torch.randn(4, 32, 64, dtype=torch.bfloat16, device=device)
+losses = []
+for step in range(8):
+    optimizer.zero_grad()
+    with te.fp8_autocast(enabled=True, fp8_recipe=fp8_recipe):
+        y = model(x)
+    loss = torch.nn.functional.mse_loss(y.float(), target.float())
+    loss.backward()
+    optimizer.step()
+    losses.append(loss.item())
+assert losses[-1] < losses[0] - 0.01, losses
+torch.save(model.state_dict(), sys.argv[2])
+again = Net(64).to(device)
+again.load_state_dict(torch.load(sys.argv[2], weights_only=True))
+with torch.no_grad(), te.autocast(recipe=fp8_recipe):
+    assert torch.equal(again(x), model(x))
+assert y.device.type == device
+print("trained", type(model.first).__module__)
+'''
+
+START = """
+import runpy
+import te_torch.compat
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def python(code: str, *arguments: str, path: str = "") -> subprocess.CompletedProcess[str]:
+    code = f"import sys; sys.path[:0] = {[p for p in (path, str(ROOT)) if p]!r}\n{code}"
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=240, cwd="/"
+    )
+
+
+@pytest.mark.parametrize("device", devices())
+def test_a_training_script(device: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    done = python(START, str(tmp_path / "train.py"), device, str(tmp_path / "model.pt"))
+    assert done.returncode == 0 and "trained te_torch" in done.stdout, done.stderr[-2000:]
+
+
+NAMES = """
+import te_torch.compat, te_torch, te_torch.recipe, te_core.recipe
+import transformer_engine
+import transformer_engine.pytorch as te
+from transformer_engine.pytorch import Linear
+from transformer_engine.pytorch.module import LayerNormMLP
+from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
+from transformer_engine.pytorch.quantization import autocast
+from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling, Format, MMParams, QParams, Recipe
+assert te.Linear is Linear is te_torch.Linear and issubclass(LayerNormMLP, TransformerEngineBaseModule)
+assert autocast is te.autocast and transformer_engine.__version__
+assert transformer_engine.common.recipe.Format is Format is te_core.recipe.Format is te_torch.recipe.Format
+assert {n for n in te_torch.__all__} <= set(dir(te))
+te_torch.compat.install()
+assert sys.modules["transformer_engine.pytorch"] is te, "twice is once"
+import warnings
+with warnings.catch_warnings(record=True) as seen:
+    warnings.simplefilter("always")
+    from transformer_engine.pytorch.fp8 import fp8_autocast
+assert fp8_autocast is te_torch.fp8_autocast and any(w.category is DeprecationWarning for w in seen)
+for missing in ("transformer_engine.pytorch.nothing", "transformer_engine.jax"):
+    try:
+        __import__(missing)
+    except ModuleNotFoundError as error:
+        assert missing in str(error)
+    else:
+        raise AssertionError(missing)
+try:
+    from transformer_engine.pytorch import NoSuchLayer
+except ImportError as error:
+    assert "NoSuchLayer" in str(error)
+print("ok")
+"""
+
+
+def test_documented_names() -> None:
+    done = python(NAMES)
+    assert done.returncode == 0 and "ok" in done.stdout, done.stderr[-2000:]
+
+
+REFUSES = """
+try:
+    import te_torch.compat
+except RuntimeError as error:
+    assert "transformer_engine" in error.got and error.allowed and error.do
+    assert "transformer_engine.pytorch" not in sys.modules
+    import transformer_engine
+    print(transformer_engine.real)
+"""
+
+
+def test_the_real_package_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "transformer_engine").mkdir()
+    (tmp_path / "transformer_engine" / "__init__.py").write_text("real = 'the real one'")
+    for first in ("", "import transformer_engine\n"):
+        done = python(first + REFUSES, path=str(tmp_path))
+        assert "the real one" in done.stdout, done.stderr[-2000:]
+
+
+def test_importing_te_torch_claims_no_name() -> None:
+    done = python("import te_torch\nassert 'transformer_engine' not in sys.modules\nprint('ok')")
+    assert "ok" in done.stdout, done.stderr[-2000:]

@@ -1,0 +1,264 @@
+"""torch.compile of every module and of a model: bit-equal with eager, FP8 state included, without compiling often."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
+
+import te_torch as te
+from te_core.recipe import DelayedScaling
+from tests.backends import devices
+from tests.module_steps import (
+    FP8,
+    MODULES,
+    NO_REGION,
+    RECIPES,
+    WIDTH,
+    differences,
+    fp8_state,
+    make,
+    on,
+    region,
+    step,
+    values,
+)
+
+BF16 = torch.bfloat16
+on_devices = pytest.mark.parametrize("device", devices())
+recipes = pytest.mark.parametrize("recipe", RECIPES)
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> None:
+    torch._dynamo.reset()
+
+
+class Block(torch.nn.Module):
+    """One of each, with the residuals that a Transformer layer has."""
+
+    def __init__(self, device: str, seed: int) -> None:
+        super().__init__()
+        options = {"device": device, "dtype": BF16, "seed": seed}
+        self.qkv = make("LayerNormLinear", **options)
+        self.proj = te.Linear(64, WIDTH, bias=False, params_dtype=BF16, device=device)
+        self.norm = make("RMSNorm", **options)
+        self.mlp = make("LayerNormMLP", activation="swiglu", normalization="RMSNorm", **options)
+        self.last = make("LayerNorm", **options)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.norm(self.proj(self.qkv(x)))
+        return self.last(x + self.mlp(x))
+
+
+def model(device: str) -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(Block(device, 0), Block(device, 1))
+
+
+def build(kind: str, device: str) -> torch.nn.Module:
+    return model(device) if kind == "model" else make(kind, device, BF16)
+
+
+def batch(device: str, rows: int = 24, seed: int = 1) -> torch.Tensor:
+    return values(2, rows, WIDTH, device=device, dtype=BF16, seed=seed)
+
+
+def check_steps(eager: Any, compiled: Any, owner: Any, recipe: Any, inputs: list[torch.Tensor]) -> None:
+    for i, x in enumerate(inputs):
+        wanted, got = step(eager, x, recipe), step(compiled, x, recipe, owner=owner)
+        on(str(x.device.type), *got.values())
+        assert not differences(got, wanted), f"step {i}"
+        assert not differences(fp8_state(owner), fp8_state(eager)), f"step {i}"
+
+
+@on_devices
+@recipes
+@pytest.mark.parametrize("kind", [*MODULES, "model"])
+def test_equals_eager(kind: str, recipe: str, device: str) -> None:
+    """Three steps, one compile."""
+    eager = build(kind, device)
+    owner = copy.deepcopy(eager)
+    counter = CompileCounterWithBackend("aot_eager")
+    x = batch(device)
+    check_steps(eager, torch.compile(owner, fullgraph=True, backend=counter), owner, recipe, [x, 3 * x, x / 2])
+    assert counter.frame_count == 1
+    assert bool(fp8_state(owner)) == (recipe == "delayed" and kind not in ("LayerNorm", "RMSNorm"))
+
+
+@on_devices
+@pytest.mark.parametrize("recipe", ["delayed"])
+def test_inductor(recipe: str, device: str) -> None:
+    """Code between the modules is fused and rounds less often, so one module itself is compared."""
+    eager = make("LayerNormMLP", device, BF16)
+    owner = copy.deepcopy(eager)
+    compiled = torch.compile(owner, fullgraph=True, backend="inductor")
+    check_steps(eager, compiled, owner, recipe, [batch(device), 3 * batch(device)])
+
+
+@on_devices
+@pytest.mark.parametrize("recipe", FP8)
+def test_region_inside(recipe: str, device: str) -> None:
+    """The region within the compiled function; nested ones and a layer in high precision as well."""
+    last = te.Linear(64, WIDTH, params_dtype=BF16, device=device)
+    eager = torch.nn.ModuleList([make("LayerNormLinear", device, BF16), last])
+    owner = copy.deepcopy(eager)
+
+    def run(module: Any, x: torch.Tensor) -> torch.Tensor:
+        with te.autocast(recipe=RECIPES[recipe]):
+            x = module[1](module[0](x))
+            with te.autocast(enabled=False):
+                x = module[1](module[0](x))
+            with te.autocast(recipe=RECIPES["current"]):
+                return module[0](x)
+
+    compiled = torch.compile(lambda t: run(owner, t), fullgraph=True, backend="aot_eager")
+    x = batch(device)
+    for i in range(3):
+        wanted = step(lambda t: run(eager, t), x * (i + 1), NO_REGION, owner=eager)
+        got = step(compiled, x * (i + 1), NO_REGION, owner=owner)
+        assert not differences(got, wanted)
+        assert not differences(fp8_state(owner), fp8_state(eager))
+    assert te.autocast(recipe=RECIPES[recipe]).recipe is RECIPES[recipe]
+
+
+@on_devices
+@pytest.mark.parametrize("kind", ["LayerNormLinear", "LayerNormMLP"])
+@recipes
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_returned_norm_is_not_overwritten(kind: str, recipe: str, backend: str, device: str) -> None:
+    """The norm's output is saved for backward and used outside: neither use may spoil the other's."""
+    if backend == "inductor" and recipe != "plain":
+        pytest.skip("one inductor case: the one in which the two are the same memory")
+    eager = make(kind, device, return_layernorm_output=True)
+    owner = copy.deepcopy(eager)
+
+    def run(module: Any, x: torch.Tensor) -> torch.Tensor:
+        y, n = module(x)
+        return (n * 3 + 1).sum(-1, keepdim=True) * y
+
+    compiled = torch.compile(lambda t: run(owner, t), fullgraph=True, backend=backend)
+    x = values(2, 24, WIDTH, device=device, seed=1)
+    for _ in range(2):
+        wanted, got = (step(f, x, recipe, owner=o) for f, o in ((lambda t: run(eager, t), eager), (compiled, owner)))
+        if backend == "aot_eager":
+            assert not differences(got, wanted)
+        else:
+            [torch.testing.assert_close(got[n], wanted[n], rtol=1e-4, atol=1e-4) for n in got]
+
+
+@on_devices
+@pytest.mark.parametrize("recipe", ["plain", "delayed"])
+@pytest.mark.parametrize("kind", ["Linear", "LayerNorm", "LayerNormMLP"])
+def test_non_contiguous_input(kind: str, recipe: str, device: str) -> None:
+    eager = make(kind, device, BF16)
+    owner = copy.deepcopy(eager)
+    x = values(WIDTH, 24, 2, device=device, dtype=BF16, seed=1).permute(2, 1, 0)
+    assert not x.is_contiguous()
+    compiled = torch.compile(owner, fullgraph=True, backend="aot_eager")
+    check_steps(eager, compiled, owner, recipe, [x, 2 * x])
+
+
+@on_devices
+@recipes
+@pytest.mark.parametrize("marked", [False, True])
+def test_dynamic_batch(marked: bool, recipe: str, device: str) -> None:
+    """Many sizes, odd ones in FP8 too, with few compiles: at most one for each way that the memory is laid out."""
+    eager = make("LayerNormMLP", device, BF16)
+    owner = copy.deepcopy(eager)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(owner, fullgraph=True, backend=counter)
+
+    def call(t: torch.Tensor) -> torch.Tensor:
+        if marked:
+            torch._dynamo.mark_dynamic(t, 1)
+        return compiled(t)
+
+    check_steps(eager, call, owner, recipe, [batch(device, rows) for rows in (26, 40, 7, 33)])
+    settled = counter.frame_count
+    assert settled <= 2 + (not marked) + 2 * (recipe != "plain")
+    check_steps(eager, call, owner, recipe, [batch(device, rows) for rows in (9, 35, 56, 34, 48, 31)])
+    assert counter.frame_count == settled
+
+
+@on_devices
+def test_compiles_of_recipes_and_modes(device: str) -> None:
+    """One for each precision and grad mode, however often they take turns; a changed scale is no reason for another."""
+    eager = make("LayerNormMLP", device, BF16)
+    owner = copy.deepcopy(eager)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(owner, fullgraph=True, backend=counter)
+    x = batch(device)
+    for i in range(3):
+        for recipe in ("plain", "delayed", "current", DelayedScaling(amax_history_len=4)):
+            check_steps(eager, compiled, owner, recipe, [x * (i + 1)])
+        with torch.no_grad(), region("current"):
+            assert torch.equal(compiled(x), eager(x))
+    assert counter.frame_count == 4
+
+
+@on_devices
+def test_no_update_without_grad_mode(device: str) -> None:
+    """A region inside a compiled function follows the rule of eager code: no grad mode, no new scales."""
+    eager = make("Linear", device)
+    owner = copy.deepcopy(eager)
+
+    def run(module: Any, x: torch.Tensor) -> torch.Tensor:
+        with te.autocast(recipe=RECIPES["delayed"]):
+            return module(x)
+
+    compiled = torch.compile(lambda t: run(owner, t), fullgraph=True, backend="aot_eager")
+    x = values(16, WIDTH, device=device)
+    with torch.no_grad():
+        assert torch.equal(compiled(x), run(eager, x))
+    assert not differences(fp8_state(owner), fp8_state(eager))
+    assert owner.fp8_state.scale_fwd[0] == 1 and owner.fp8_state.amax_history_fwd[0, 0] == x.abs().max()
+
+
+@on_devices
+@pytest.mark.parametrize("inside", [False, True])
+def test_custom_algorithms(inside: bool, device: str) -> None:
+    def scale_of(amax: torch.Tensor, scale: torch.Tensor, top: float, recipe: DelayedScaling) -> torch.Tensor:
+        return torch.where(amax > 0, top / (amax * recipe.amax_history_len), scale)
+
+    recipe = DelayedScaling(
+        amax_history_len=3, amax_compute_algo=lambda history: 2 * history.amax(0), scaling_factor_compute_algo=scale_of
+    )
+    eager = make("Linear", device)
+    owner = copy.deepcopy(eager)
+
+    def run(module: Any, x: torch.Tensor) -> torch.Tensor:
+        if not inside:
+            return module(x)
+        with te.autocast(recipe=recipe):
+            return module(x)
+
+    compiled = torch.compile(lambda t: run(owner, t), fullgraph=True, backend="aot_eager")
+    for i in range(3):
+        x = values(16, WIDTH, device=device, seed=i) * (i + 1)
+        rule = NO_REGION if inside else recipe
+        wanted, got = step(lambda t: run(eager, t), x, rule, owner=eager), step(compiled, x, rule, owner=owner)
+        assert not differences(got, wanted)
+        assert not differences(fp8_state(owner), fp8_state(eager))
+    assert owner.fp8_state.scale_fwd[0] == 448 / (6 * owner.fp8_state.amax_history_fwd[:, 0].max())
+
+
+@on_devices
+def test_frozen_parts_under_the_compiler(device: str) -> None:
+    eager = make("LayerNormMLP", device, BF16)
+    for name, p in eager.named_parameters():
+        p.requires_grad_(name == "fc2_weight")
+    owner = copy.deepcopy(eager)
+    compiled = torch.compile(owner, fullgraph=True, backend=CompileCounter())
+    x = batch(device)
+    for _ in range(2):
+        grads = []
+        for module, holder in ((eager, eager), (compiled, owner)):
+            holder.zero_grad()
+            with region("delayed"):
+                module(x).square().sum().backward()
+            grads.append({n: p.grad.clone() for n, p in holder.named_parameters() if p.grad is not None})
+        assert list(grads[0]) == ["fc2_weight"] and not differences(*grads)

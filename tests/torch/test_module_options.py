@@ -1,0 +1,349 @@
+"""Constructors: arguments and their order, parameters and how they begin, options that are refused."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import pickle
+from typing import Any
+
+import pytest
+import torch
+
+import te_torch as te
+from te_core.errors import ArgumentError, UnsupportedError
+from tests.backends import devices
+from tests.module_steps import GEMM_MODULES, MODULES, RECIPES, WIDTH, differences, make, on, step, values
+
+on_devices = pytest.mark.parametrize("device", devices())
+recipes = pytest.mark.parametrize("recipe", RECIPES)
+gemm_modules = pytest.mark.parametrize("kind", GEMM_MODULES)
+
+# api.md 5.2 to 5.4 and 5.6, in order; what follows a * is keyword-only.
+SIGNATURES = {
+    "Linear": """in_features out_features sequence_parallel=False fuse_wgrad_accumulation=False tp_group=None
+        tp_size=1 get_rng_state_tracker=None rng_tracker_name=None init_method=None bias=True return_bias=False
+        params_dtype=None parallel_mode=None parameters_split=None device=None ub_overlap_ag=False
+        ub_overlap_rs=False ub_overlap_rs_dgrad=False ub_bulk_dgrad=False ub_bulk_wgrad=False ub_name=None
+        delay_wgrad_compute=False symmetric_ar_type=None save_original_input=False name=None""",
+    "LayerNormLinear": """in_features out_features eps=1e-05 sequence_parallel=False fuse_wgrad_accumulation=False
+        tp_group=None tp_size=1 get_rng_state_tracker=None init_method=None bias=True normalization='LayerNorm'
+        return_bias=False params_dtype=None parallel_mode=None return_layernorm_output=False
+        return_layernorm_output_gathered=False parameters_split=None zero_centered_gamma=False device=None
+        ub_overlap_ag=False ub_overlap_rs=False ub_overlap_rs_dgrad=False ub_bulk_wgrad=False ub_bulk_dgrad=False
+        ub_name=None delay_wgrad_compute=False symmetric_ar_type=None name=None""",
+    "LayerNormMLP": """hidden_size ffn_hidden_size eps=1e-05 sequence_parallel=False return_bias=False
+        get_rng_state_tracker=None tp_group=None tp_size=1 init_method=None bias=True normalization='LayerNorm'
+        activation='gelu' activation_params=None output_layer_init_method=None fuse_wgrad_accumulation=False
+        params_dtype=None return_layernorm_output=False return_layernorm_output_gathered=False seq_length=None
+        micro_batch_size=None set_parallel_mode=False zero_centered_gamma=False device=None ub_overlap_ag=False
+        name=None ub_overlap_rs=False ub_overlap_rs_dgrad=False ub_bulk_dgrad=False ub_bulk_wgrad=False
+        delay_wgrad_compute=False symmetric_ar_type=None checkpoint=False""",
+    "LayerNorm": """normalized_shape=None eps=1e-05 sequence_parallel=None params_dtype=None
+        zero_centered_gamma=False hidden_size=None * device=None dtype=None sm_margin=0""",
+    "RMSNorm": """normalized_shape=None eps=1e-05 sequence_parallel=None params_dtype=None
+        zero_centered_gamma=False hidden_size=None * device=None dtype=None sm_margin=0""",
+}
+
+
+def signature(function: Any) -> str:
+    words, star = [], False
+    for p in list(inspect.signature(function).parameters.values())[1:]:
+        if p.kind is p.KEYWORD_ONLY and not star:
+            star = True
+            words.append("*")
+        words.append(p.name if p.default is p.empty else f"{p.name}={p.default!r}")
+    return " ".join(words)
+
+
+@pytest.mark.parametrize("kind", SIGNATURES)
+def test_signatures(kind: str) -> None:
+    assert signature(getattr(te, kind).__init__) == " ".join(SIGNATURES[kind].split())
+
+
+def test_forward_signatures() -> None:
+    assert signature(te.Linear.forward) == "inp is_first_microbatch=None fp8_output=False fp8_grad=False"
+    assert signature(te.LayerNormLinear.forward) == "inp is_first_microbatch=None fp8_output=False fp8_grad=False"
+    assert signature(te.LayerNormMLP.forward) == "inp is_first_microbatch=None"
+    assert signature(te.autocast.__init__) == (
+        "enabled=True calibrating=False recipe=None amax_reduction_group=None _graph=False"
+    )
+
+
+NAMES = {
+    "Linear": {"weight": (64, 48), "bias": (64,)},
+    "LayerNormLinear": {"layer_norm_weight": (48,), "layer_norm_bias": (48,), "weight": (64, 48), "bias": (64,)},
+    "LayerNormMLP": {
+        "layer_norm_weight": (48,), "layer_norm_bias": (48,), "fc1_weight": (80, 48), "fc1_bias": (80,),
+        "fc2_weight": (48, 80), "fc2_bias": (48,),
+    },
+    "LayerNorm": {"weight": (48,), "bias": (48,)},
+    "RMSNorm": {"weight": (48,)},
+}  # fmt: skip
+
+
+@on_devices
+@pytest.mark.parametrize("kind", MODULES)
+def test_parameters(kind: str, device: str) -> None:
+    """Names, shapes, dtype and place; and the state dict of a module that never ran in FP8 holds nothing else."""
+    dtype_name = "params_dtype" if kind in GEMM_MODULES else "dtype"
+    module = MODULES[kind](device=device, **{dtype_name: torch.float16})
+    found = dict(module.named_parameters())
+    assert {n: tuple(p.shape) for n, p in found.items()} == NAMES[kind]
+    assert {p.dtype for p in found.values()} == {torch.float16} and all(p.requires_grad for p in found.values())
+    on(device, *found.values())
+    assert set(module.state_dict()) == set(NAMES[kind])
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert next(MODULES[kind](device=device).parameters()).dtype == torch.bfloat16
+    finally:
+        torch.set_default_dtype(torch.float32)
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    on(default, *MODULES[kind]().parameters())
+
+
+def check_initial(name: str, p: torch.Tensor, zero_centered: bool = False) -> None:
+    """Matrices normal(0, 0.023), biases zero, gains one."""
+    p = p.detach().double()
+    if p.ndim == 2:
+        n = p.numel()
+        assert abs(p.mean()) < 5 * 0.023 / n**0.5 and abs(p.std() / 0.023 - 1) < 5 / (2 * n) ** 0.5
+        assert abs((p.abs() < 0.023).double().mean() - 0.6827) < 5 * (0.22 / n) ** 0.5, "normal, not uniform"
+    else:
+        assert (p == (not zero_centered if "weight" in name else 0)).all(), name
+
+
+@on_devices
+@pytest.mark.parametrize("zero_centered", [False, True])
+@pytest.mark.parametrize("kind", ["Linear", "LayerNormLinear", "LayerNormMLP"])
+def test_initialisation(kind: str, zero_centered: bool, device: str) -> None:
+    if kind == "Linear":
+        module = te.Linear(256, 320, device=device)
+    else:
+        module = getattr(te, kind)(256, 320, zero_centered_gamma=zero_centered, device=device)
+    for name, p in module.named_parameters():
+        check_initial(name, p, zero_centered)
+    with torch.no_grad():
+        [p.fill_(9) for p in module.parameters()]
+    module.reset_parameters()
+    for name, p in module.named_parameters():
+        check_initial(name, p, zero_centered)
+
+
+@on_devices
+def test_init_methods(device: str) -> None:
+    """Matrices only; fc2 has its own, else the general one."""
+
+    def fill(value: float) -> Any:
+        return lambda w: w.fill_(value)
+
+    for kind in (te.Linear, te.LayerNormLinear):
+        module = kind(8, 8, init_method=fill(3), device=device)
+        assert (module.weight == 3).all() and not module.bias.any()
+    options = {"device": device, "init_method": fill(3)}
+    module = te.LayerNormMLP(8, 16, output_layer_init_method=fill(5), **options)
+    assert (module.fc1_weight == 3).all() and (module.fc2_weight == 5).all() and not module.fc1_bias.any()
+    assert (module.layer_norm_weight == 1).all()
+    assert (te.LayerNormMLP(8, 16, **options).fc2_weight == 3).all()
+
+
+class Tracker:
+    """An RNG tracker as Megatron has it: a state by name."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    @contextlib.contextmanager
+    def fork(self, name: str = "model-parallel-rng") -> Any:
+        self.names.append(name)
+        with torch.random.fork_rng():
+            torch.manual_seed(77)
+            yield
+
+
+TRACKER = Tracker()
+
+
+def get_tracker() -> Tracker:
+    return TRACKER
+
+
+@on_devices
+def test_rng_tracker(device: str) -> None:
+    """Matrices are drawn inside its fork and leave the outer generator alone; the name is handed on."""
+    TRACKER.names.clear()
+    torch.manual_seed(1)
+    expected = torch.rand(4)
+    torch.manual_seed(1)
+    first = te.Linear(16, 16, get_rng_state_tracker=get_tracker, device=device)
+    assert torch.equal(torch.rand(4), expected)
+    second = te.Linear(16, 16, get_rng_state_tracker=get_tracker, rng_tracker_name="expert", device=device)
+    assert torch.equal(first.weight, second.weight) and TRACKER.names == ["model-parallel-rng", "expert"]
+    te.LayerNormLinear(16, 16, get_rng_state_tracker=get_tracker, device=device)
+    te.LayerNormMLP(16, 16, get_rng_state_tracker=get_tracker, device=device)
+    assert len(TRACKER.names) == 5, "one fork for each matrix"
+    again = pickle.loads(pickle.dumps(first))
+    again.reset_parameters()
+    assert torch.equal(again.weight, first.weight)
+
+
+@on_devices
+@recipes
+@pytest.mark.parametrize("kind", ["Linear", "LayerNormLinear"])
+@pytest.mark.parametrize(
+    ("split", "rows"),
+    [
+        (("query_", "key", "value__"), {"query": 32, "key": 32, "value": 32}),
+        (["a"], {"a": 96}),
+        ({"q": 64, "kv_": 32}, {"q": 64, "kv": 32}),
+    ],
+    ids=["tuple", "list", "dict"],
+)
+def test_parameters_split(split: Any, rows: dict[str, int], kind: str, recipe: str, device: str) -> None:
+    """Named parts of one weight: the same numbers come out, and each part gets its part of the gradient."""
+    whole = getattr(te, kind)(WIDTH, 96, device=device)
+    parts = getattr(te, kind)(WIDTH, 96, parameters_split=split, device=device)
+    names = [n for n, _ in parts.named_parameters() if "layer_norm" not in n]
+    assert names == [f"{n}_weight" for n in rows] + [f"{n}_bias" for n in rows]
+    with torch.no_grad():
+        whole.bias.normal_()
+        for what in ("weight", "bias"):
+            for n, piece in zip(rows, getattr(whole, what).split(list(rows.values())), strict=True):
+                getattr(parts, f"{n}_{what}").copy_(piece)
+    x = values(32, WIDTH, device=device, seed=1)
+    for _ in range(2):
+        got, wanted = step(parts, x, recipe), step(whole, x, recipe)
+    for what in ("weight", "bias"):
+        got[what] = torch.cat([got.pop(f"{n}_{what}") for n in rows])
+    assert not differences(got, wanted)
+    without = getattr(te, kind)(WIDTH, 96, parameters_split=split, bias=False, device=device)
+    assert all(getattr(without, f"{n}_bias").numel() == 0 for n in rows)
+    assert not any("bias" in n and "norm" not in n for n, _ in without.named_parameters())
+
+
+@on_devices
+def test_split_with_return_bias(device: str) -> None:
+    module = te.Linear(WIDTH, 96, parameters_split=("q", "k"), return_bias=True, device=device)
+    with torch.no_grad():
+        module.q_bias.fill_(1), module.k_bias.fill_(2)
+    _, bias = module(values(2, WIDTH, device=device))
+    assert bias.tolist() == [1.0] * 48 + [2.0] * 48
+
+
+@pytest.mark.parametrize(
+    ("split", "error"),
+    [
+        ((), ValueError), ({}, ValueError), (("a", "b", "c", "d", "e"), ValueError), ({"a": 64, "b": 31}, ValueError),
+        ((1, 2), TypeError), ({1: 96}, TypeError), ("ab", TypeError), (5, TypeError), (("q", "q_"), ValueError),
+        (("q", "q"), ValueError),
+    ],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("kind", ["Linear", "LayerNormLinear"])
+def test_wrong_splits(kind: str, split: Any, error: type[Exception]) -> None:
+    with pytest.raises(error):
+        getattr(te, kind)(WIDTH, 96, parameters_split=split, device="cpu")
+
+
+@on_devices
+@pytest.mark.parametrize("kind", MODULES)
+def test_meta_device(kind: str, device: str) -> None:
+    """No memory until reset_parameters, then the usual start on the default device (or where to_empty put it)."""
+    module = MODULES[kind](device="meta")
+    module.requires_grad_(False)
+    assert all(p.is_meta for p in module.parameters())
+    assert module(torch.empty(3, 5, WIDTH, device="meta")).shape[:2] == (3, 5)
+    module.reset_parameters()
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    on(default, *module.parameters())
+    assert not any(p.requires_grad for p in module.parameters())
+    placed = MODULES[kind](device="meta").to_empty(device=device)
+    with torch.no_grad():
+        [p.fill_(9) for p in placed.parameters()]
+    placed.reset_parameters()
+    for one in (module, placed):
+        for name, p in one.named_parameters():
+            check_initial(name, p)
+    on(device, *placed.parameters(), placed(values(2, WIDTH, device=device)))
+
+
+# ------------------------------------------------------------------------------------- refused and deprecated
+
+
+REFUSED = {
+    "fuse_wgrad_accumulation": True, "delay_wgrad_compute": True, "tp_size": 2, "ub_overlap_ag": True,
+    "ub_overlap_rs": True, "ub_overlap_rs_dgrad": True, "ub_bulk_dgrad": True, "ub_bulk_wgrad": True,
+    "symmetric_ar_type": "one_shot", "save_original_input": True, "checkpoint": True,
+    "activation_params": {"limit": 7.0}, "activation": "glu",
+}  # fmt: skip
+
+
+@gemm_modules
+@pytest.mark.parametrize("option", REFUSED)
+def test_refused_options(option: str, kind: str) -> None:
+    """Parts that come later are refused in four parts, never ignored."""
+    if option not in inspect.signature(getattr(te, kind).__init__).parameters:
+        pytest.skip(f"{kind} has no {option}")
+    with pytest.raises(UnsupportedError) as error:
+        MODULES[kind](device="cpu", **{option: REFUSED[option]})
+    e = error.value
+    assert kind in e.operation and option in e.got and e.allowed and e.do
+    assert str(e) == f"{e.operation}: got {e.got}. Allowed: {e.allowed}. To do: {e.do}."
+
+
+@pytest.mark.parametrize("kind", ["Linear", "LayerNormLinear"])
+@pytest.mark.parametrize("option", ["fp8_output", "fp8_grad"])
+def test_refused_forward_options(option: str, kind: str) -> None:
+    with pytest.raises(UnsupportedError, match=option):
+        MODULES[kind](device="cpu")(values(2, WIDTH), **{option: True})
+
+
+@on_devices
+@gemm_modules
+def test_options_without_effect_on_one_rank(kind: str, device: str) -> None:
+    """What a tensor-parallel script passes on one rank: accepted, and the numbers are the same."""
+    options: dict[str, Any] = {"sequence_parallel": True, "tp_group": None, "tp_size": 1}
+    options |= {"set_parallel_mode": True} if kind == "LayerNormMLP" else {"parallel_mode": "Column"}
+    plain, module = make(kind, device), make(kind, device, **options)
+    module.set_tensor_parallel_group(None)
+    x = values(8, WIDTH, device=device, seed=1)
+    assert torch.equal(module(x), plain(x))
+    for first in (True, False, None):
+        assert torch.equal(module(x, is_first_microbatch=first), plain(x))
+
+
+def test_wrong_options() -> None:
+    with pytest.raises(ArgumentError, match="parallel_mode"):
+        te.Linear(8, 8, parallel_mode="diagonal", device="cpu")
+    with pytest.raises(NotImplementedError, match="row"):
+        te.LayerNormLinear(8, 8, parallel_mode="row", device="cpu")
+    for kind in (te.LayerNormLinear, te.LayerNormMLP):
+        with pytest.raises(AssertionError, match="normalization"):
+            kind(8, 8, normalization="BatchNorm", device="cpu")
+
+
+@pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
+def test_older_norm_arguments(kind: str) -> None:
+    norm = getattr(te, kind)
+    with pytest.warns(DeprecationWarning, match="hidden_size") as seen:
+        module = norm(hidden_size=12, device="cpu")
+    assert module.weight.shape == (12,) and seen[0].filename == __file__
+    with pytest.warns(DeprecationWarning, match="params_dtype"):
+        assert norm(12, params_dtype=torch.bfloat16, device="cpu").weight.dtype == torch.bfloat16
+    with pytest.raises(RuntimeError):
+        norm(12, hidden_size=12, device="cpu")
+    with pytest.raises(RuntimeError):
+        norm(device="cpu")
+    with pytest.raises(RuntimeError):
+        norm(12, params_dtype=torch.float16, dtype=torch.float16, device="cpu")
+    assert norm(12, 0.5, device="cpu").eps == 0.5
+    marked = norm(12, sequence_parallel=True, device="meta")
+    marked.reset_parameters()
+    assert all(p.sequence_parallel for p in marked.parameters())
+    assert not hasattr(norm(12, device="cpu").weight, "sequence_parallel")
+
+
+def test_layer_names() -> None:
+    assert te.Linear(4, 4, name="mine", device="cpu").name == "mine"
+    a, b = (te.LayerNormMLP(4, 4, device="cpu").name for _ in range(2))
+    assert a.startswith("Layer_") and int(b.removeprefix("Layer_")) == int(a.removeprefix("Layer_")) + 1
