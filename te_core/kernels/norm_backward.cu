@@ -13,8 +13,9 @@
 //
 // options: -default-device
 // compile-check: IN=bf16 DY=bf16 GAMMA=bf16 KIND=LAYER ZERO_CENTERED=0 VEC=8 ITERS=2 SIZE=256 FULL=1 TEAMS=2 STAGES=3
+// compile-check: IN=bf16 DY=bf16 GAMMA=bf16 KIND=LAYER ZERO_CENTERED=0 VEC=8 ITERS=4 SIZE=512 FULL=1 TEAMS=1 STAGES=2
 // compile-check: IN=float DY=bf16 GAMMA=float KIND=RMS ZERO_CENTERED=1 VEC=4 ITERS=2 SIZE=128 FULL=1 TEAMS=4 STAGES=2
-// compile-check: IN=fp16 DY=fp16 GAMMA=bf16 KIND=LAYER ZERO_CENTERED=1 VEC=1 ITERS=16 SIZE=1024 FULL=0 TEAMS=1 STAGES=2
+// compile-check: IN=fp16 DY=fp16 GAMMA=bf16 KIND=LAYER ZERO_CENTERED=1 VEC=1 ITERS=32 SIZE=512 FULL=0 TEAMS=1 STAGES=2
 // compile-check: IN=bf16 DY=float GAMMA=bf16 KIND=RMS ZERO_CENTERED=0 VEC=2 ITERS=1 SIZE=4 FULL=0 TEAMS=64 STAGES=2
 #include "common/row.cuh"
 
@@ -28,10 +29,13 @@ constexpr bool KEEP = ITERS * VEC <= (THREADS <= 512 ? 16 : 8);
 struct Pair {
     Stage<IN, VEC, ITERS, SIZE, FULL, THREADS> x;
     Stage<DY, VEC, ITERS, SIZE, FULL, THREADS> dy;
-    // The row's own two numbers come along, once for each thread: no barrier for them either.
-    float mean[THREADS], rstd[THREADS];
 };
 typedef HeldRow<IN, VEC, ITERS, SIZE, FULL> Columns;  // which columns a thread owns
+typedef Vec<float, VEC> Sums;
+
+// The means and rstds of so many of a team's rows are fetched at once: a row's own would come from memory each time,
+// later than the row itself, and copies of 4 bytes cost as much as those of 16.
+constexpr int SEGMENT = TEAMS > 128 ? 2 : TEAMS < 8 ? 64 : 512 / TEAMS;
 
 // xhat and w of the vectors a thread has in one place of the row; dy in float32 as it is.
 struct Elements {
@@ -51,24 +55,26 @@ struct Elements {
 };
 
 // Adds the teams' sums of each column into team 0's, pairing them in a fixed order.
-__device__ __forceinline__ void add_teams(float (&sum)[ITERS][VEC], float* shared, int team, int rank, int cols) {
-    for (int n = TEAMS; n > 1;) {
+__device__ __forceinline__ void add_teams(Sums (&sum)[ITERS], float* shared, int team, int rank, int cols) {
+#pragma unroll
+    for (int n = TEAMS; n > 1; n = (n + 1) / 2) {
         const int half = (n + 1) / 2;
         __syncthreads();
-        for (int i = 0; i < ITERS && team >= half && team < n; ++i) {
-            const int col = (i * SIZE + rank) * VEC;
-            for (int j = 0; j < VEC && col < cols; ++j) shared[(team - half) * cols + col + j] = sum[i][j];
+#pragma unroll
+        for (int i = 0; i < ITERS; ++i) {
+            const int col = Columns::column(i, rank);
+            if (team < half || team >= n || !Columns::owns(col, cols)) continue;
+            store_vec(shared + (team - half) * cols + col, sum[i]);
         }
         __syncthreads();
 #pragma unroll
         for (int i = 0; i < ITERS; ++i) {
-            const int col = (i * SIZE + rank) * VEC;
-            if (team < n - half && col < cols) {
+            const int col = Columns::column(i, rank);
+            if (team >= n - half || !Columns::owns(col, cols)) continue;
+            const Sums other = load<VEC>(shared + team * cols + col);
 #pragma unroll
-                for (int j = 0; j < VEC; ++j) sum[i][j] += shared[team * cols + col + j];
-            }
+            for (int j = 0; j < VEC; ++j) sum[i][j] += other[j];
         }
-        n = half;
     }
 }
 
@@ -79,18 +85,16 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     typedef Team<SIZE, TEAMS> RowTeam;
     extern __shared__ uint4 dynamic[];
     __shared__ float2 scratch[RowTeam::SCRATCH];
+    __shared__ float2 moments_of_rows[TEAMS][SEGMENT];
     Pair* stages = reinterpret_cast<Pair*>(dynamic);
     RowTeam team(scratch);
 
     const i64 step = i64(gridDim.x) * TEAMS;
     i64 first = i64(blockIdx.x) * TEAMS;
-    const auto word = [](float* p) { return reinterpret_cast<Vec<float, 1>*>(p + threadIdx.x); };
     const auto fetch = [&](Pair& stage, i64 at) {
         if (at < rows) {
             stage.x.fetch(x + at * cols, team.rank, cols);
             stage.dy.fetch(dy + at * cols, team.rank, cols);
-            if (KIND == LAYER) copy_async(word(stage.mean), mean + at);
-            copy_async(word(stage.rstd), rstd + at);
         }
         commit_copies();
     };
@@ -103,14 +107,24 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         const int col = Columns::column(i, team.rank);
         if (Columns::owns(col, cols)) g[i] = load_vec<VEC>(gamma + col);
     }
-    float dgamma[ITERS][VEC] = {}, dbeta[ITERS][VEC] = {};
+    Sums dgamma[ITERS] = {}, dbeta[ITERS] = {};
 
-    for (int slot = 0; first < rows; first += step, slot = slot + 1 == STAGES ? 0 : slot + 1) {
+    for (int slot = 0, place = 0; first < rows; first += step, slot = slot + 1 == STAGES ? 0 : slot + 1) {
         const i64 at = first + team.index;
         const bool inside = at < rows;  // a team beyond the last row only keeps in step
         Pair& stage = stages[slot];
         wait_copies<STAGES - 1>();
-        const float row_mean = KIND == LAYER ? stage.mean[threadIdx.x] : 0.f, row_rstd = stage.rstd[threadIdx.x];
+        if (place == 0) {  // all have read the last segment: they met in a sum since
+            for (int i = team.rank; i < SEGMENT; i += SIZE) {
+                const i64 row = at + i * step;
+                if (row < rows) moments_of_rows[team.index][i] = make_float2(KIND == LAYER ? mean[row] : 0.f, rstd[row]);
+            }
+            if (SIZE > 32) team.barrier();
+            else __syncwarp();
+        }
+        const float2 moment = moments_of_rows[team.index][place];
+        const float row_mean = moment.x, row_rstd = moment.y;
+        place = place + 1 == SEGMENT ? 0 : place + 1;
 
         float2 sum = make_float2(0.f, 0.f);  // of w and of w * xhat
         Elements kept[KEEP ? ITERS : 1];
@@ -161,10 +175,9 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     float* out = partial + i64(blockIdx.x) * 2 * cols;
 #pragma unroll
     for (int i = 0; i < ITERS; ++i) {
-        const int col = (i * SIZE + team.rank) * VEC;
-        for (int j = 0; j < VEC && col < cols; ++j) {
-            out[col + j] = dgamma[i][j];
-            if (KIND == LAYER) out[cols + col + j] = dbeta[i][j];
-        }
+        const int col = Columns::column(i, team.rank);
+        if (!Columns::owns(col, cols)) continue;
+        store_vec(out + col, dgamma[i]);
+        if (KIND == LAYER) store_vec(out + cols + col, dbeta[i]);
     }
 }

@@ -169,7 +169,7 @@ def plan_norm_backward(rt: Runtime, key: tuple[Any, ...]) -> BackwardPlan:
     # One large block a multiprocessor is enough: fewer blocks, fewer partial sums.
     resident = tiling.BACKWARD_THREADS if team.iters * width > 8 else 1024
     side_by_side = 1 if margin else max(1, resident // team.threads)
-    stage_bytes = team.row_bytes(sizes[0] + sizes[1]) + 8 * team.threads
+    stage_bytes = team.row_bytes(sizes[0] + sizes[1])
     stages = max(1, tiling.stages(stage_bytes, side_by_side, tiling.BACKWARD_STAGES, limits(rt)))
     kernel = loader.get(
         rt, "norm_backward", args="pppppppqif", **constants, SIZE=team.size, ITERS=team.iters,

@@ -23,7 +23,7 @@ BACKWARD_COLUMNS = 16  # sums of a thread for each of dgamma and dbeta, at most
 BACKWARD_THREADS = 512
 BACKWARD_STAGES = 3
 RESERVED_SHARED = 1024  # of each block, by the driver
-STATIC_SHARED = 2560  # more than the kernels' own arrays of fixed size
+STATIC_SHARED = 6 * 1024  # more than the kernels' own arrays of fixed size
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ def vector_width(cols: int, alignment: int, itemsizes: tuple[int, ...], most: in
     return width
 
 
-def _team_size(vectors: int, iters: tuple[int, ...]) -> int:
+def _team_size(vectors: int, iters: tuple[int, ...], largest: int = 1024) -> int:
     """Threads for a row of this many vectors: a power of two within a warp, else whole warps.
 
     The first of `iters` that divides the row exactly wins (kernels need not ask where the row ends), else the first.
@@ -92,9 +92,9 @@ def _team_size(vectors: int, iters: tuple[int, ...]) -> int:
     if vectors <= 32:
         return 1 << (vectors - 1).bit_length()
     for each in iters:
-        if vectors % (32 * each) == 0 and vectors // each <= 1024:
+        if vectors % (32 * each) == 0 and vectors // each <= largest:
             return vectors // each
-    return min(1024, -(-vectors // (32 * iters[0])) * 32)
+    return min(largest, -(-vectors // (32 * iters[0])) * 32)
 
 
 def forward_team(cols: int, width: int, itemsize: int) -> Team:
@@ -123,8 +123,9 @@ def transposing_team(team: Team) -> Team:
 def backward_team(cols: int, width: int) -> Team | None:
     """The team of norm_backward.cu; None: the row is too long for it."""
     vectors, most = cols // width, max(1, BACKWARD_COLUMNS // width)
-    size = _team_size(vectors, tuple(range(most, 0, -1)))
+    # First what fits well, then up to twice as many sums: still better than a thousand threads of half the registers.
+    size = _team_size(vectors, (*range(most, 0, -1), *range(most + 1, 2 * most + 1)), 512)
     iters = -(-vectors // size)
-    if iters * width > max(16, BACKWARD_COLUMNS):
+    if iters > 2 * most:
         return None
     return Team(size, iters, width).in_blocks_of(BACKWARD_THREADS if size > 32 else 256, 8 if size > 32 else 256)
