@@ -7,7 +7,7 @@ from pathlib import Path
 
 VARIABLES: dict[str, str] = {
     "TE_CORE_CACHE_DIR": "folder of compiled kernels and autotuned GEMM choices (default ~/.cache/te-runtime)",
-    "TE_CORE_CUDA_INCLUDE": "folder of the CUDA headers for NVRTC (default: the nvidia-cuda-runtime wheel, then the toolkit)",
+    "TE_CORE_CUDA_INCLUDE": "folder of the CUDA headers for NVRTC (default: the wheel's, then the toolkit's)",
     "TE_CORE_LIBRARY_PATH": "folders searched for CUDA libraries before the pip wheels, separated by ':'",
     "NVTE_FWD_LAYERNORM_SM_MARGIN": "multiprocessors that forward norm kernels leave free (likewise BWD and INF)",
     "TE_CORE_AUTOTUNE": "1: time the candidate algorithms of each new GEMM once and remember the fastest",

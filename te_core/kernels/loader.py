@@ -72,12 +72,10 @@ class Kernel:
         """Launch on the runtime's stream. A pointer argument is an address or None; `shared` is dynamic bytes."""
         executor = rt.executor()
         arguments = executor.arguments
-        if None in args:
-            args = tuple([0 if a is None else a for a in args])
         try:
             self._pack(arguments.values, 0, *args)
         except struct.error as error:
-            raise self._argument_error(args, error) from error
+            self._pack_again(arguments, args, error)
         if shared > self._shared:
             self._raise_shared(shared)
         gx, gy, gz = (grid, 1, 1) if grid.__class__ is int else _three(grid)
@@ -91,6 +89,13 @@ class Kernel:
         finally:
             if entered:
                 executor.driver.leave()
+
+    def _pack_again(self, arguments: Arguments, args: tuple[Any, ...], error: Exception) -> None:
+        """The same with None as address 0 (a hot path passes 0 itself)."""
+        try:
+            self._pack(arguments.values, 0, *[0 if a is None else a for a in args])
+        except struct.error:
+            raise self._argument_error(args, error) from error
 
     def by_value(self, rt: Runtime, grid: int, block: int, address: int) -> None:
         """Launch a kernel whose one argument (args="b") is a struct passed by value, found at this host address."""

@@ -76,7 +76,7 @@ __device__ __forceinline__ void write_columns(const u8* bytes, int pitch, u8* co
 #pragma unroll
         for (int i = 0; i < 16; ++i) word[i] = __ldcg(reinterpret_cast<const u32*>(from + i * pitch));
 #pragma unroll
-        for (int i = 0; i < 16; i += 4) transpose_bytes(word[i], word[i + 1], word[i + 2], word[i + 3]);
+        for (int i = 0; i < 16; i += 4) transpose_4x4(word[i], word[i + 1], word[i + 2], word[i + 3]);
         u8* to = columnwise + col * height + first + below;
 #pragma unroll
         for (int j = 0; j < 4; ++j) {

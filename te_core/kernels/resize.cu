@@ -8,11 +8,7 @@
 // compile-check: SIZE=4
 #include "common/numeric.cuh"
 
-template <int N> struct Element;
-template <> struct Element<1> { typedef u8 type; };
-template <> struct Element<2> { typedef unsigned short type; };
-template <> struct Element<4> { typedef u32 type; };
-typedef Element<SIZE>::type T;
+typedef Bits<SIZE>::type T;
 
 extern "C" __global__ void __launch_bounds__(256)
 resize(const T* __restrict__ x, T* __restrict__ out, i64 rows_in, i64 cols_in, i64 rows, i64 cols) {

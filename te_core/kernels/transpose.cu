@@ -15,11 +15,7 @@
 // compile-check: SIZE=4 ALIGNED=0
 #include "common/fp8_tile.cuh"
 
-template <int Size> struct Unsigned;
-template <> struct Unsigned<1> { typedef u8 type; };
-template <> struct Unsigned<2> { typedef unsigned short type; };
-template <> struct Unsigned<4> { typedef u32 type; };
-typedef Unsigned<SIZE>::type T;
+typedef Bits<SIZE>::type T;
 
 constexpr int V = 16 / SIZE;
 

@@ -95,6 +95,11 @@ class LayerNormMLP(NormParameters):
     def forward(self, inp: torch.Tensor, is_first_microbatch: bool | None = None) -> Any:
         """out, (out, fc2 bias), (out, norm output) or (out, bias, norm output), as the constructor asked."""
         check_input("LayerNormMLP.forward", inp, self.hidden_size)
+        if self.inspector is not None:
+            raise UnsupportedError(
+                "LayerNormMLP.forward", "an inspector", "inspector=None in this release",
+                "inspect LayerNormLinear and Linear, of which it is made",
+            )  # fmt: skip
         grad = torch.is_grad_enabled()
         inp, precision, state, recompute = self._enter(inp)
         gamma, beta = self._norm_parameters(inp.dtype)

@@ -51,10 +51,8 @@ class SplitParameters(BaseModule):
     def _joined_bias(self, dtype: torch.dtype) -> torch.Tensor | None:
         if not self.use_bias:
             return None
-        if "" in self._parts:
-            bias: torch.Tensor = self.bias
-        else:
-            bias = torch.cat([getattr(self, f"{p}bias") for p in self._parts])
+        parts = [getattr(self, f"{p}bias") for p in self._parts]
+        bias: torch.Tensor = parts[0] if len(parts) == 1 else torch.cat(parts)
         return bias if bias.dtype == dtype else bias.to(dtype)
 
 

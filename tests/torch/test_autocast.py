@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import te_torch as te
 from te_core.errors import ArgumentError, UnsupportedError
-from te_core.recipe import DelayedScaling, Float8CurrentScaling, Format
+from te_core.recipe import DelayedScaling, Float8CurrentScaling, Format, QParams
 from te_torch import state as scaling
 from tests.backends import devices
 from tests.module_steps import GEMM_MODULES, differences, fp8_state, gradient_for, make, on, region, step, values
@@ -549,3 +549,19 @@ def test_a_region_belongs_to_its_thread(device: str) -> None:
         thread.join()
         assert quantized(module, x)
     assert found == [False]
+
+
+@on_devices
+def test_parameters_of_one_operand(device: str) -> None:
+    """QParams assigned on a recipe reach the operand that they name, and no other."""
+    module, x = linear(device), batch(device)
+    powers = {}
+    for name in ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad"):
+        rule = Float8CurrentScaling()
+        setattr(rule, name, QParams(power_2_scale=True))
+        powers[name] = step(module, x, rule)
+    plain = step(module, x, Float8CurrentScaling())
+    assert not torch.equal(powers["fp8_quant_fwd_inp"]["y"], powers["fp8_quant_fwd_weight"]["y"])
+    assert set(differences(powers["fp8_quant_fwd_inp"], plain)) == {"y", "weight"}
+    assert set(differences(powers["fp8_quant_fwd_weight"], plain)) == {"y", "dx"}
+    assert set(differences(powers["fp8_quant_bwd_grad"], plain)) == {"dx", "weight"}

@@ -94,23 +94,23 @@ def _run(
     q: QuantizedTensor | None, column_sum: Tensor | None,
 ) -> None:  # fmt: skip
     tiles = plan.tiling
-    rowwise = columnwise = source = scale_inv = largest = None
+    rowwise = columnwise = source = scale_inv = largest = 0
     if plan.cast is not None:
         largest = rt.workspace("amax", 4 * plan.partials)
     elif cast is not None and q is not None and cast.scale is not None:
-        rowwise = None if q.rowwise is None else q.rowwise.ptr
-        columnwise = None if q.columnwise is None else q.columnwise.ptr
+        rowwise = 0 if q.rowwise is None else q.rowwise.ptr
+        columnwise = 0 if q.columnwise is None else q.columnwise.ptr
         source, scale_inv = cast.scale.ptr, q.scale_inv.ptr
-        largest = None if cast.amax is None else cast.amax.ptr
-    sums = None if column_sum is None else column_workspace(rt, tiles, plan.width)
+        largest = 0 if cast.amax is None else cast.amax.ptr
+    sums = 0 if column_sum is None else column_workspace(rt, tiles, plan.width)
     plan.kernel(
-        rt, tiles.grid, THREADS, None if dy is None else dy.ptr, x.ptr, None if out is None else out.ptr,
+        rt, tiles.grid, THREADS, 0 if dy is None else dy.ptr, x.ptr, 0 if out is None else out.ptr,
         rowwise, columnwise, source, scale_inv, largest, sums, plan.rows, plan.cols, tiles.steps,
         shared=plan.shared,
     )  # fmt: skip
     if column_sum is not None:
         add_column_sums(rt, plan.sum_kernel, sums, tiles.grid[1], plan.width, column_sum)
-    if plan.cast is not None and out is not None and cast is not None and q is not None and largest is not None:
+    if plan.cast is not None and out is not None and cast is not None and q is not None:
         run_cast(rt, plan.cast, out, cast, q, largest, plan.partials, None)
 
 

@@ -131,12 +131,12 @@ def run_cast(
     """Cast x into q with the scale at `source`, or the one that follows from the partial maxima there."""
     rows, cols = plan.shape
     tiles = plan.tiling
-    sums = None if column_sum is None else column_workspace(rt, tiles, cols)
+    sums = 0 if column_sum is None else column_workspace(rt, tiles, cols)
     plan.kernel_for(rt, x)(
         rt, tiles.grid, THREADS, x.ptr,
-        q.rowwise.ptr if q.rowwise is not None else None, q.columnwise.ptr if q.columnwise is not None else None,
-        source, q.scale_inv.ptr, cast.amax.ptr if cast.amax is not None else None, sums,
-        n_partials, cast.epsilon, int(cast.power_of_two), rows, cols, tiles.steps, shared=_SHARED,
+        0 if q.rowwise is None else q.rowwise.ptr, 0 if q.columnwise is None else q.columnwise.ptr,
+        source, q.scale_inv.ptr, 0 if cast.amax is None else cast.amax.ptr, sums,
+        n_partials, cast.epsilon, cast.power_of_two, rows, cols, tiles.steps, shared=_SHARED,
     )  # fmt: skip
     if column_sum is not None:
         add_column_sums(rt, plan.sum_kernel, sums, tiles.grid[1], cols, column_sum)

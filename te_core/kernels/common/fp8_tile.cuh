@@ -153,33 +153,6 @@ template <class T> __device__ __forceinline__ float highest(u32 top) {
 
 // ---- the pieces of a cast ----------------------------------------------------------------------------------
 
-// Four values to four bytes, saturating. One instruction a pair, where the device has it, straight into the word.
-template <int Format> __device__ __forceinline__ u32 to_fp8x4(float a, float b, float c, float d) {
-#if __CUDA_ARCH__ >= 890
-    u32 word;
-    if (Format == E4M3) {
-        asm("{.reg .b16 lo, hi; cvt.rn.satfinite.e4m3x2.f32 lo, %2, %1; cvt.rn.satfinite.e4m3x2.f32 hi, %4, %3;"
-            " mov.b32 %0, {lo, hi};}" : "=r"(word) : "f"(a), "f"(b), "f"(c), "f"(d));
-    } else {
-        asm("{.reg .b16 lo, hi; cvt.rn.satfinite.e5m2x2.f32 lo, %2, %1; cvt.rn.satfinite.e5m2x2.f32 hi, %4, %3;"
-            " mov.b32 %0, {lo, hi};}" : "=r"(word) : "f"(a), "f"(b), "f"(c), "f"(d));
-    }
-    return word;
-#else
-    return to_fp8x2<Format>(a, b) | u32(to_fp8x2<Format>(c, d)) << 16;
-#endif
-}
-
-// Rows of four bytes in, columns of four bytes out.
-__device__ __forceinline__ void transpose_4x4(u32& a, u32& b, u32& c, u32& d) {
-    const u32 ab_lo = __byte_perm(a, b, 0x5140), ab_hi = __byte_perm(a, b, 0x7362);
-    const u32 cd_lo = __byte_perm(c, d, 0x5140), cd_hi = __byte_perm(c, d, 0x7362);
-    a = __byte_perm(ab_lo, cd_lo, 0x5410);
-    b = __byte_perm(ab_lo, cd_lo, 0x7632);
-    c = __byte_perm(ab_hi, cd_hi, 0x5410);
-    d = __byte_perm(ab_hi, cd_hi, 0x7632);
-}
-
 // Four rows of V bytes join the columns. The older bytes move up instead of being indexed by row, so that the loop
 // over batches need not be unrolled; where it is, the moves cost nothing.
 template <int V> __device__ __forceinline__ void push_square(u32 (&square)[V / 4][4], u32 (&column)[V][4]) {
@@ -271,10 +244,6 @@ __device__ __forceinline__ void copy_async(uint4* to, const void* from, bool ins
     const int bytes = inside ? 16 : 0;
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(address), "l"(from), "r"(bytes) : "memory");
 }
-__device__ __forceinline__ void close_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int Open> __device__ __forceinline__ void await_group() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(Open) : "memory");
-}
 
 // Four rows of all operands go through `queue`, a ring of DEPTH such groups in shared memory of which each thread
 // uses only its own places: thread t's 16 bytes of (stage, row, operand) lie at [stage][row][operand][t]. So the
@@ -310,6 +279,74 @@ __device__ __forceinline__ void fetch_group(const Producer& producer, uint4* sta
     }
 }
 
+template <int K> __device__ __forceinline__ void take_group(const uint4* stage, Pack (&raw)[GROUP][K]) {
+#pragma unroll
+    for (int i = 0; i < GROUP; ++i) {
+#pragma unroll
+        for (int k = 0; k < K; ++k) {
+            const uint4 v = stage[(i * K + k) * TILE_THREADS];
+            raw[i][k] = Pack{{v.x, v.y, v.z, v.w}};
+        }
+    }
+}
+
+// Where a thread's V columns begin, and the padded sizes.
+struct Place {
+    i64 col, cols, pitch, height;
+    // How many columns of output o's storage may be written: the padding lies behind the last output.
+    template <int O> __device__ __forceinline__ i64 edge(int o) const { return o == O - 1 ? pitch - o * cols : cols; }
+};
+
+// What a thread gathers over all its rows: the maximum, as Words<T>::raise keeps it, and the sums of its columns.
+template <int O, int V> struct Gathered {
+    u32 top = 0;
+    float sum[O][V] = {};
+};
+
+// Row i of a group: its values (where `keep`) and its bytes (where `cast`) to memory; the bytes also to `square`.
+template <int Format, int Mode, bool ColumnSum, bool Aligned, class T, int O, int V>
+__device__ __forceinline__ void deliver_row(const Pack (&value)[O], int i, const Place& at, T* y, bool keep,
+                                            u8* rowwise, bool cast, float scale, u32 (&square)[O][V / 4][4],
+                                            Gathered<O, V>& got) {
+#pragma unroll
+    for (int o = 0; o < O; ++o) {
+        raise<T>(got.top, value[o]);
+        if (keep) store_pack<T, Aligned>(y + o * at.cols, value[o], at.col, at.cols);
+        float f[V];
+        unpack<T>(value[o], f);
+        if constexpr (ColumnSum) {
+#pragma unroll
+            for (int j = 0; j < V; ++j) got.sum[o][j] += f[j];
+        }
+        if constexpr (Mode != NO_CAST) {
+            u32 words[V / 4];
+#pragma unroll
+            for (int w = 0; w < V / 4; ++w) {
+                const float* p = f + 4 * w;
+                words[w] = to_fp8x4<Format>(p[0] * scale, p[1] * scale, p[2] * scale, p[3] * scale);
+                square[o][w][i] = words[w];
+            }
+            if (cast) store_row<V, Aligned>(rowwise + o * at.cols, words, at.col, at.edge<O>(o));
+        }
+    }
+}
+
+// Sixteen rows of each column as one store into the transposed copy.
+template <int O, int V>
+__device__ __forceinline__ void store_columns(u8* columnwise, i64 row, const Place& at, const u32 (&column)[O][V][4]) {
+#pragma unroll
+    for (int o = 0; o < O; ++o) {
+#pragma unroll
+        for (int j = 0; j < V; ++j) {
+            const u32(&c)[4] = column[o][j];
+            u8* to = columnwise + (o * at.cols + at.col + j) * at.height + row;
+            if (row < at.height && at.col + j < at.edge<O>(o)) {
+                *reinterpret_cast<uint4*>(to) = make_uint4(c[0], c[1], c[2], c[3]);
+            }
+        }
+    }
+}
+
 template <class T, int Format, int Mode, bool Tall, bool Columnwise, bool ColumnSum, bool Keep, bool Aligned,
           class Producer>
 __device__ __forceinline__ void walk_tiles(const Producer& producer, const TileSink<T>& sink, const TileScale& scaling,
@@ -324,7 +361,7 @@ __device__ __forceinline__ void walk_tiles(const Producer& producer, const TileS
 
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     const i64 col = i64(blockIdx.x) * Shape::N + (warp % Shape::WARPS_N * Shape::LANES_N + lane % Shape::LANES_N) * V;
-    const i64 pitch = padded(O * cols), height = padded(rows);
+    const Place at = {col, cols, padded(O * cols), padded(rows)};
     // This thread's rows in the block's first tile. The blocks of a column take turns: all that run at once work on
     // neighbouring rows, and not on rows a power of two apart, which would crowd a few memory channels.
     const int place = (warp / Shape::WARPS_N * Shape::LANES_M + lane / Shape::LANES_N) * Shape::ROWS;
@@ -336,14 +373,13 @@ __device__ __forceinline__ void walk_tiles(const Producer& producer, const TileS
     for (int s = 0; s < DEPTH; ++s) {
         const i64 row = first + s / GROUPS * stride + s % GROUPS * GROUP;
         fetch_group<T, Aligned>(producer, mine + s * STAGE, row, rows, col, cols);
-        close_group();
+        commit_copies();
     }
     // Here and not earlier, so that the first groups are on their way while the partials are reduced.
     float scale = 1.f;
     if constexpr (Mode != NO_CAST) scale = find_scale<Format, Mode>(scaling, sink.amax, scratch);
 
-    u32 top = 0;
-    float sum[O][V] = {};
+    Gathered<O, V> got;
     int turn = 0;
     for (int step = 0; step < steps; ++step) {
         const i64 row0 = first + step * stride;
@@ -353,81 +389,39 @@ __device__ __forceinline__ void walk_tiles(const Producer& producer, const TileS
             const i64 row = row0 + g * GROUP;
             const int stage = GROUPS % DEPTH == 0 ? g % DEPTH : turn;
             turn = turn == DEPTH - 1 ? 0 : turn + 1;
-            await_group<DEPTH - 1>();
+            wait_copies<DEPTH - 1>();
             Pack raw[GROUP][K];
-#pragma unroll
-            for (int i = 0; i < GROUP; ++i) {
-#pragma unroll
-                for (int k = 0; k < K; ++k) {
-                    const uint4 v = mine[stage * STAGE + (i * K + k) * TILE_THREADS];
-                    raw[i][k] = Pack{{v.x, v.y, v.z, v.w}};
-                }
-            }
+            take_group(mine + stage * STAGE, raw);
             const i64 ahead = row0 + (g + DEPTH) / GROUPS * stride + (g + DEPTH) % GROUPS * GROUP;
             if (step + (g + DEPTH) / GROUPS < steps) {
                 fetch_group<T, Aligned>(producer, mine + stage * STAGE, ahead, rows, col, cols);
             }
-            close_group();  // an empty one counts too
+            commit_copies();  // an empty one counts too
 
             u32 square[O][V / 4][4];
             T* y = sink.y + row * (O * cols) + col;
-            u8* rowwise = sink.rowwise + row * pitch + col;
+            u8* rowwise = sink.rowwise + row * at.pitch + col;
+            const bool cast = sink.rowwise != nullptr && row < at.height;  // a group is padding as a whole
 #pragma unroll
-            for (int i = 0; i < GROUP; ++i, y += O * cols, rowwise += pitch) {
+            for (int i = 0; i < GROUP; ++i, y += O * cols, rowwise += at.pitch) {
                 Pack value[O];
                 producer.values(raw[i], value);
-#pragma unroll
-                for (int o = 0; o < O; ++o) {
-                    raise<T>(top, value[o]);
-                    if (Keep && row + i < rows) store_pack<T, Aligned>(y + o * cols, value[o], col, cols);
-                    float f[V];
-                    unpack<T>(value[o], f);
-                    if constexpr (ColumnSum) {
-#pragma unroll
-                        for (int j = 0; j < V; ++j) sum[o][j] += f[j];
-                    }
-                    if constexpr (Mode != NO_CAST) {
-                        u32 words[V / 4];
-#pragma unroll
-                        for (int w = 0; w < V / 4; ++w) {
-                            const float* p = f + 4 * w;
-                            words[w] = to_fp8x4<Format>(p[0] * scale, p[1] * scale, p[2] * scale, p[3] * scale);
-                            square[o][w][i] = words[w];
-                        }
-                        // A group lies inside or outside the padded rows as a whole.
-                        const i64 edge = o == O - 1 ? pitch - o * cols : cols;
-                        if (sink.rowwise != nullptr && row < height) {
-                            store_row<V, Aligned>(rowwise + o * cols, words, col, edge);
-                        }
-                    }
-                }
+                deliver_row<Format, Mode, ColumnSum, Aligned>(value, i, at, y, Keep && row + i < rows, rowwise, cast,
+                                                              scale, square, got);
             }
             if constexpr (Columnwise) {
 #pragma unroll
                 for (int o = 0; o < O; ++o) push_square<V>(square[o], column[o]);
             }
         }
-        if constexpr (Columnwise) {
-#pragma unroll
-            for (int o = 0; o < O; ++o) {
-                const i64 edge = o == O - 1 ? pitch - o * cols : cols;
-#pragma unroll
-                for (int j = 0; j < V; ++j) {
-                    const u32(&c)[4] = column[o][j];
-                    u8* to = sink.columnwise + (o * cols + col + j) * height + row0;
-                    if (row0 < height && col + j < edge) {
-                        *reinterpret_cast<uint4*>(to) = make_uint4(c[0], c[1], c[2], c[3]);
-                    }
-                }
-            }
-        }
+        if constexpr (Columnwise) store_columns(sink.columnwise, row0, at, column);
     }
     if (Mode != OWN_SCALE && sink.amax != nullptr) {
-        const float amax = block_max<TILE_THREADS>(highest<T>(top), scratch);
+        const float amax = block_max<TILE_THREADS>(highest<T>(got.top), scratch);
         if (threadIdx.x == 0) {
             if (Mode == GIVEN_SCALE) atomic_raise(sink.amax, amax);
             else sink.amax[blockIdx.y * gridDim.x + blockIdx.x] = amax;
         }
     }
-    if constexpr (ColumnSum) write_column_sums<Shape>(sum, sink.column_sum, col, cols, scratch);
+    if constexpr (ColumnSum) write_column_sums<Shape>(got.sum, sink.column_sum, col, cols, scratch);
 }

@@ -37,6 +37,22 @@ template <int F> __device__ __forceinline__ u8 to_fp8(float v) {
 template <int F> __device__ __forceinline__ unsigned short to_fp8x2(float lo, float hi) {
     return __nv_cvt_float2_to_fp8x2(make_float2(lo, hi), __NV_SATFINITE, F == E4M3 ? __NV_E4M3 : __NV_E5M2);
 }
+// Four values to four bytes, saturating. One instruction a pair, where the device has it, straight into the word.
+template <int F> __device__ __forceinline__ u32 to_fp8x4(float a, float b, float c, float d) {
+#if __CUDA_ARCH__ >= 890
+    u32 word;
+    if (F == E4M3) {
+        asm("{.reg .b16 lo, hi; cvt.rn.satfinite.e4m3x2.f32 lo, %2, %1; cvt.rn.satfinite.e4m3x2.f32 hi, %4, %3;"
+            " mov.b32 %0, {lo, hi};}" : "=r"(word) : "f"(a), "f"(b), "f"(c), "f"(d));
+    } else {
+        asm("{.reg .b16 lo, hi; cvt.rn.satfinite.e5m2x2.f32 lo, %2, %1; cvt.rn.satfinite.e5m2x2.f32 hi, %4, %3;"
+            " mov.b32 %0, {lo, hi};}" : "=r"(word) : "f"(a), "f"(b), "f"(c), "f"(d));
+    }
+    return word;
+#else
+    return to_fp8x2<F>(a, b) | u32(to_fp8x2<F>(c, d)) << 16;
+#endif
+}
 template <int F> __device__ __forceinline__ float from_fp8(u8 v) {
     return __half2float(__half(__nv_cvt_fp8_to_halfraw(v, F == E4M3 ? __NV_E4M3 : __NV_E5M2)));
 }
@@ -54,6 +70,32 @@ template <int N, class T> __device__ __forceinline__ Vec<T, N> load(const T* p) 
 }
 template <int N, class T> __device__ __forceinline__ void store(T* p, const Vec<T, N>& v) {
     *reinterpret_cast<Vec<T, N>*>(p) = v;
+}
+
+// The plain type of so many bytes, for moving elements whose value does not matter.
+template <int BYTES> struct Bits;
+template <> struct Bits<1> { typedef u8 type; };
+template <> struct Bits<2> { typedef unsigned short type; };
+template <> struct Bits<4> { typedef u32 type; };
+template <> struct Bits<8> { typedef uint2 type; };
+template <> struct Bits<16> { typedef uint4 type; };
+
+// Rows of four bytes in, columns of four bytes out.
+__device__ __forceinline__ void transpose_4x4(u32& a, u32& b, u32& c, u32& d) {
+    const u32 ab_lo = __byte_perm(a, b, 0x5140), ab_hi = __byte_perm(a, b, 0x7362);
+    const u32 cd_lo = __byte_perm(c, d, 0x5140), cd_hi = __byte_perm(c, d, 0x7362);
+    a = __byte_perm(ab_lo, cd_lo, 0x5410);
+    b = __byte_perm(ab_lo, cd_lo, 0x7632);
+    c = __byte_perm(ab_hi, cd_hi, 0x5410);
+    d = __byte_perm(ab_hi, cd_hi, 0x7632);
+}
+
+// ---- asynchronous copies to shared memory: each thread closes and awaits groups of its own ----------------
+
+__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Waits until all but the last N commits have arrived.
+template <int N> __device__ __forceinline__ void wait_copies() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
 }
 
 // ---- reductions -----------------------------------------------------------------------------------------

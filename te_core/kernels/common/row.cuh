@@ -13,13 +13,6 @@ template <class T, int N> struct Pieces {
     static constexpr int BYTES = sizeof(T) * N, PIECE = BYTES < 16 ? BYTES : 16, COUNT = BYTES / PIECE;
 };
 
-template <int BYTES> struct Word;
-template <> struct Word<1> { typedef u8 type; };
-template <> struct Word<2> { typedef unsigned short type; };
-template <> struct Word<4> { typedef u32 type; };
-template <> struct Word<8> { typedef uint2 type; };
-template <> struct Word<16> { typedef uint4 type; };
-
 // Data that is read once passes by L1, where gamma and beta shall stay.
 __device__ __forceinline__ void read_once(uint4& v, const void* p) {
     asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -37,7 +30,7 @@ __device__ __forceinline__ void read_once(unsigned short& v, const void* p) {
 
 template <int N, class T> __device__ __forceinline__ Vec<T, N> load_once(const T* p) {
     typedef Pieces<T, N> P;
-    typedef typename Word<P::PIECE>::type W;
+    typedef typename Bits<P::PIECE>::type W;
     Vec<T, N> v;
 #pragma unroll
     for (int i = 0; i < P::COUNT; ++i) read_once(reinterpret_cast<W*>(&v)[i], reinterpret_cast<const W*>(p) + i);
@@ -45,7 +38,7 @@ template <int N, class T> __device__ __forceinline__ Vec<T, N> load_once(const T
 }
 template <int N, class T> __device__ __forceinline__ Vec<T, N> load_vec(const T* p) {
     typedef Pieces<T, N> P;
-    typedef typename Word<P::PIECE>::type W;
+    typedef typename Bits<P::PIECE>::type W;
     Vec<T, N> v;
 #pragma unroll
     for (int i = 0; i < P::COUNT; ++i) reinterpret_cast<W*>(&v)[i] = __ldg(reinterpret_cast<const W*>(p) + i);
@@ -53,7 +46,7 @@ template <int N, class T> __device__ __forceinline__ Vec<T, N> load_vec(const T*
 }
 template <int N, class T> __device__ __forceinline__ void store_vec(T* p, const Vec<T, N>& v) {
     typedef Pieces<T, N> P;
-    typedef typename Word<P::PIECE>::type W;
+    typedef typename Bits<P::PIECE>::type W;
 #pragma unroll
     for (int i = 0; i < P::COUNT; ++i) reinterpret_cast<W*>(p)[i] = reinterpret_cast<const W*>(&v)[i];
 }
@@ -107,23 +100,6 @@ template <int N> __device__ __forceinline__ Vec<fp16, N> round_to(const float (&
     return v;
 }
 
-// Four values to four FP8 bytes, saturating: one instruction a pair, where the device has it, straight into the word.
-template <int F> __device__ __forceinline__ u32 fp8_word(float a, float b, float c, float d) {
-#if __CUDA_ARCH__ >= 890
-    u32 word;
-    if (F == E4M3) {
-        asm("{.reg .b16 lo, hi; cvt.rn.satfinite.e4m3x2.f32 lo, %2, %1; cvt.rn.satfinite.e4m3x2.f32 hi, %4, %3;"
-            " mov.b32 %0, {lo, hi};}" : "=r"(word) : "f"(a), "f"(b), "f"(c), "f"(d));
-    } else {
-        asm("{.reg .b16 lo, hi; cvt.rn.satfinite.e5m2x2.f32 lo, %2, %1; cvt.rn.satfinite.e5m2x2.f32 hi, %4, %3;"
-            " mov.b32 %0, {lo, hi};}" : "=r"(word) : "f"(a), "f"(b), "f"(c), "f"(d));
-    }
-    return word;
-#else
-    return to_fp8x2<F>(a, b) | u32(to_fp8x2<F>(c, d)) << 16;
-#endif
-}
-
 // The FP8 bytes of value * scale.
 template <int F, class T, int N> __device__ __forceinline__ Vec<u8, N> quantized(const Vec<T, N>& v, float scale) {
     float f[N];
@@ -131,7 +107,7 @@ template <int F, class T, int N> __device__ __forceinline__ Vec<u8, N> quantized
     Vec<u8, N> q;
 #pragma unroll
     for (int j = 0; j + 3 < N; j += 4) {
-        const u32 word = fp8_word<F>(f[j] * scale, f[j + 1] * scale, f[j + 2] * scale, f[j + 3] * scale);
+        const u32 word = to_fp8x4<F>(f[j] * scale, f[j + 1] * scale, f[j + 2] * scale, f[j + 3] * scale);
         reinterpret_cast<u32*>(&q)[j / 4] = word;
     }
     if (N == 2) reinterpret_cast<unsigned short*>(&q)[0] = to_fp8x2<F>(f[0] * scale, f[N - 1] * scale);
@@ -294,11 +270,6 @@ template <class T, int Width> __device__ __forceinline__ void copy_async(Vec<T, 
     if (BYTES == 4) asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(address), "l"(from) : "memory");
     if (BYTES < 4) *to = load_once<Width>(from);  // the hardware copies no less than 4 bytes
 }
-__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// Waits until all but the last N commits have arrived (for what the calling thread itself fetched).
-template <int N> __device__ __forceinline__ void wait_copies() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
-}
 
 template <class T, int Width, int Iters, int Size, bool Full, int Threads> struct Stage {
     typedef HeldRow<T, Width, Iters, Size, Full> Row;
@@ -377,15 +348,3 @@ template <> struct Top<bf16> : TopOfPairs<__nv_bfloat162> {
 template <> struct Top<fp16> : TopOfPairs<__half2> {
     __device__ __forceinline__ Top() { top = __float2half2_rn(0.f); }
 };
-
-// ---- bytes ------------------------------------------------------------------------------------------------------
-
-// Rows of four bytes in, columns of four bytes out.
-__device__ __forceinline__ void transpose_bytes(u32& a, u32& b, u32& c, u32& d) {
-    const u32 ab = __byte_perm(a, b, 0x5140), AB = __byte_perm(a, b, 0x7362);
-    const u32 cd = __byte_perm(c, d, 0x5140), CD = __byte_perm(c, d, 0x7362);
-    a = __byte_perm(ab, cd, 0x5410);
-    b = __byte_perm(ab, cd, 0x7632);
-    c = __byte_perm(AB, CD, 0x5410);
-    d = __byte_perm(AB, CD, 0x7632);
-}
