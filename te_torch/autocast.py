@@ -19,6 +19,7 @@ import torch
 from te_core.errors import ArgumentError, UnsupportedError
 from te_core.recipe import DelayedScaling, Precision, Recipe, by_token, resolve
 from te_torch import state as scaling
+from te_torch.runtime import constant_at_trace
 
 # Precisions by number, 0 being none: what a tracing compiler can hold as a constant and guard on.
 _numbered: list[Precision | None] = [None]
@@ -47,7 +48,7 @@ def number_of(recipe: Recipe) -> int:
     return number
 
 
-@torch._dynamo.assume_constant_result
+@constant_at_trace
 def _trace_number(token: int) -> int:
     """The same at trace time, where the recipe is a constant of the program known by its token."""
     return number_of(by_token(token))

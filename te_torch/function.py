@@ -20,7 +20,7 @@ from te_core.quantize.state import Scales
 from te_core.runtime import Runtime
 from te_core.tensor import META, Tensor
 from te_torch import state as scaling
-from te_torch.runtime import TO_CORE, runtime_for, shape_runtime, to_core, to_core_shape, to_torch
+from te_torch.runtime import TO_CORE, constant_at_trace, runtime_for, shape_runtime, to_core, to_core_shape, to_torch
 
 
 @dataclass(frozen=True, eq=False)
@@ -247,13 +247,13 @@ torch.library.register_fake(
 )  # fmt: skip
 
 
-@torch._dynamo.assume_constant_result
+@constant_at_trace
 def _origins(key: str) -> tuple[int | None, ...]:
     """Where each saved tensor comes from; known since the operator's shapes were worked out."""
     return _saved_from[key]
 
 
-@torch._dynamo.assume_constant_result
+@constant_at_trace
 def _gives(key: str) -> tuple[bool, ...]:
     return _grads_given[key]
 

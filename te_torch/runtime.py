@@ -6,7 +6,8 @@ accounting, streams and CUDA graphs see nothing unusual.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 
@@ -21,12 +22,23 @@ TO_CORE: dict[torch.dtype, DType] = {
 }
 TO_TORCH: dict[DType, torch.dtype] = {core: t for t, core in TO_CORE.items()}
 
+F = TypeVar("F", bound=Callable[..., Any])
+
 #: What activations and parameters may be.
 FLOATS = frozenset(TO_TORCH[d] for d in dtypes.ACTIVATION_DTYPES)
 
 _DEVICES: list[Device] = [cuda_device(i) for i in range(16)]  # by index: a look-up per tensor, not a call
 _runtimes: dict[tuple[int, int], Runtime] = {}
 _current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+
+
+def constant_at_trace(function: F) -> F:
+    """Mark a function of constants for tracing compilers: called at trace time, its result a constant of the graph.
+
+    What torch.compiler.assume_constant_result does, without its import of the whole compiler (two seconds).
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
 
 
 class TorchAllocator:

@@ -13,7 +13,7 @@ from te_core.errors import ArgumentError, UnsupportedError
 from te_core.recipe import Precision, Recipe
 from te_torch.autocast import active, current_region, in_backward, precision_of, recipe_of
 from te_torch.function import Call
-from te_torch.runtime import FLOATS, check_dtype
+from te_torch.runtime import FLOATS, check_dtype, constant_at_trace
 from te_torch.state import NAMES, ScalingState
 
 _layer_numbers = itertools.count(1)
@@ -112,7 +112,7 @@ _tokens = itertools.count(1)
 _by_token: weakref.WeakValueDictionary[int, CallingModule] = weakref.WeakValueDictionary()
 
 
-@torch._dynamo.assume_constant_result
+@constant_at_trace
 def _trace_call(token: int, key: tuple[Any, ...]) -> str:
     module = _by_token[token]
     found = module._calls.get(key) or module._calls.setdefault(key, module._new_call(*key))
@@ -264,7 +264,7 @@ def make_state(
 # A tracing compiler calls these two at trace time, outside the graph, before it has looked at what they change.
 
 
-@torch._dynamo.assume_constant_result
+@constant_at_trace
 def _trace_state(token: int, device: torch.device, precision: int) -> bool:
     module = _by_token[token]
     assert isinstance(module, BaseModule)
