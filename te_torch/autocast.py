@@ -64,14 +64,16 @@ class Region:
         recipe: Recipe,
         precision: int,
         calibrating: bool,
-        ran: list[Any],
+        ran: dict[int, Any],
         recompute: bool,
         traced: bool,
     ) -> None:
         self.recipe = recipe
         self.precision = precision  # by number; 0: high precision
         self.calibrating = calibrating
-        # The states that ran: by token, a weak reference; in a compiler's trace, which ends with it, themselves.
+        # The states that ran, by token, which is a weak reference; a region inside a compiler's trace, which ends
+        # with it, holds the states themselves. (States that ran in a compiled function inside an eager region are
+        # found by scaling.traced_that_ran: what a trace writes into a container, it also guards on.)
         self.ran = ran
         self.traced = traced
         self.recompute = recompute  # inside a backward pass: the forward of a checkpoint, run again
@@ -170,7 +172,7 @@ class autocast:  # noqa: N801  the documented name
         recompute = not tracing and in_backward()
         # A region around a backward pass is none of the regions that a checkpoint runs again in that pass.
         self._outermost = outer is None or recompute and not outer.recompute
-        ran = [] if self._outermost else outer.ran  # type: ignore[union-attr]
+        ran = {} if self._outermost else outer.ran  # type: ignore[union-attr]
         self._region = Region(self.recipe, precision, self.calibrating, ran, recompute, tracing)
         _set_region(self._region, tracing)
         self._entered = True
@@ -181,15 +183,16 @@ class autocast:  # noqa: N801  the documented name
         self._entered = False
         self._region = None
         self._previous = None
-        if region is None or not self._outermost or not self.enabled or self._graph or not region.ran:
+        if region is None or not self._outermost or not self.enabled or self._graph:
             return
         if not torch.is_grad_enabled():
             return
         if region.traced:
-            scaling.update_traced(region.ran)
+            scaling.update_traced(list(region.ran.values()))
         else:
             # What a recomputation runs was updated before, unless its first forward ran without grad mode.
-            scaling.update(region.ran, scaling.FORWARD, only_due=region.recompute)
+            ran = [*region.ran, *scaling.traced_that_ran()]
+            scaling.update(ran, scaling.FORWARD, only_due=region.recompute)
 
 
 def fp8_autocast(

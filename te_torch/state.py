@@ -63,10 +63,11 @@ class ScalingState(torch.nn.Module):
         self._views: tuple[Scales, Scales, Scales] | None = None
         self._core: dict[tuple[int, float], CoreState] = {}
         self.update_plans: dict[tuple[int, ...], Any] = {}
+        self.seen_version: int | None = None  # of the forward history, if compiled code writes it
         self.due = False  # a forward ran whose maxima no update has read yet
 
     def __getstate__(self) -> dict[str, Any]:
-        derived = ("token", "precision", "_views", "_core", "update_plans", "due")
+        derived = ("token", "precision", "_views", "_core", "update_plans", "seen_version", "due")
         return {k: v for k, v in self.__dict__.items() if k not in derived}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -110,6 +111,12 @@ class ScalingState(torch.nn.Module):
         self.precision = precision
         self.recipe = recipe
 
+    def watch(self) -> None:
+        """Called when a compiler traces the module: from now on its runs show in the history's version."""
+        if self.seen_version is None:
+            self.seen_version = self.amax_history_fwd._version
+            _watched.add(self.token)
+
     def _make_views(self) -> tuple[Scales, Scales, Scales]:
         rows = [to_core(t) for t in (self.scale_fwd, self.amax_history_fwd[0], self.scale_bwd)]
         back = to_core(self.amax_history_bwd[0])
@@ -147,6 +154,25 @@ class ScalingState(torch.nn.Module):
         return found
 
 
+_watched: set[int] = set()
+
+
+def traced_that_ran() -> list[int]:
+    """The states into whose history compiled code has merged maxima since their last update.
+
+    Compiled code leaves no other trace that it would not have to be compiled again for: it writes the history as any
+    tensor, which autograd counts.
+    """
+    ran = []
+    for token in list(_watched):
+        state = _by_token.get(token)
+        if state is None:
+            _watched.discard(token)
+        elif state.amax_history_fwd._version != state.seen_version:
+            ran.append(token)
+    return ran
+
+
 def by_token(token: int) -> ScalingState | None:
     """The living state of this number (how compiled code names a state)."""
     return _by_token.get(token)
@@ -181,6 +207,9 @@ def update(tokens: Iterable[int], direction: int, only_due: bool = False) -> Non
     for token in tokens_by_callables:
         state = _by_token[token]
         _update_by_callables(state, direction, _rule(state))
+    for state in states:
+        if state.seen_version is not None:
+            state.seen_version = state.amax_history_fwd._version
 
 
 def _plan_update(states: list[ScalingState], direction: int) -> tuple[list[tuple[torch.Tensor, Any]], list[int]]:
@@ -202,7 +231,6 @@ def _plan_update(states: list[ScalingState], direction: int) -> tuple[list[tuple
 
 def update_traced(states: list[ScalingState]) -> None:
     """The forward update of the states that ran in a region inside a compiled function."""
-    states = _distinct(states)
     for algo in ("max", "most_recent"):
         of_algo = [s for s in states if _rule(s).amax_algo == algo and _rule(s).scale_algo is None]
         if of_algo:
@@ -218,16 +246,6 @@ def update_traced(states: list[ScalingState]) -> None:
 def _rule(state: ScalingState) -> History:
     assert state.precision is not None and state.precision.history is not None
     return state.precision.history
-
-
-def _distinct(states: list[ScalingState]) -> list[ScalingState]:
-    tokens: list[int] = []
-    kept = []
-    for s in states:
-        if s.token not in tokens:
-            tokens.append(s.token)
-            kept.append(s)
-    return kept
 
 
 _library = torch.library.Library("te_runtime", "FRAGMENT")

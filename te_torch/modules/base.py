@@ -202,8 +202,8 @@ class BaseModule(CallingModule):
             state = self._modules["fp8_state"]  # type: ignore[assignment]  # a third of the cost of self.fp8_state
             if state is None or state.precision is not rule:
                 state = make_state(self, inp.device, rule, recipe_of(precision))  # type: ignore[arg-type]
-        if region is not None:
-            region.ran.append(state if region.traced else state.token)
+        if region is not None and region.traced == tracing:
+            region.ran[state.token] = state if tracing else None
         return inp, precision, state, recompute
 
     def _weight(self, name: str, dtype: torch.dtype, fp8: bool) -> torch.Tensor:
@@ -271,7 +271,7 @@ def _trace_state(token: int, device: torch.device, precision: int) -> bool:
     rule = precision_of(precision)
     if rule is None or rule.history is None:
         return False
-    make_state(module, device, rule, recipe_of(precision))
+    make_state(module, device, rule, recipe_of(precision)).watch()
     return True
 
 

@@ -1,4 +1,4 @@
-"""One column, `Linear`, through every floor: what later modules take for granted is seen here on the plainest of them."""
+"""One column, `Linear`, through every floor: what later modules take for granted, seen on the plainest of them."""
 
 from __future__ import annotations
 
@@ -109,6 +109,31 @@ def test_region_inside_the_compiled_function(recipe: str, device: str) -> None:
         with region(recipe):
             expected = eager(x * (i + 1))
         assert torch.equal(run(x * (i + 1)), expected)
+
+
+@on_devices
+def test_many_calls_in_a_region_compile_once(device: str) -> None:
+    """A compiled module leaves its trace in the region without guarding on what ran there before."""
+    torch._dynamo.reset()
+    eager, x = make(device), batch(device)
+    other = copy.deepcopy(eager)
+    compiles = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        compiles.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(other, fullgraph=True, backend=backend)
+    for step_ in range(3):
+        for module in (eager, compiled):
+            with region("delayed"), torch.no_grad() if step_ == 1 else torch.enable_grad():
+                outputs = [module(x * (i + 1 + step_)) for i in range(4)]
+        with region("delayed"):
+            assert torch.equal(eager(x), compiled(x))
+        assert outputs[0].shape == (40, 48)
+    assert len(compiles) <= 2  # with and without gradients
+    for name, state in eager.fp8_state.named_buffers():
+        assert torch.equal(state, dict(other.fp8_state.named_buffers())[name]), name
 
 
 @requires_cuda
@@ -263,7 +288,8 @@ def test_inspector_records_every_point_and_changes_nothing(recipe: str, device: 
     assert points == POINTS
     assert len(recorder.seen) == 2 * len(POINTS)
     results = {("fprop", "output"), ("dgrad", "dgrad"), ("wgrad", "wgrad")}
-    assert {(g, t) for g, t, quantized in recorder.seen if quantized} == (POINTS - results if recipe != "bf16" else set())
+    quantized = POINTS - results if recipe != "bf16" else set()
+    assert {(g, t) for g, t, was_quantized in recorder.seen if was_quantized} == quantized
 
 
 class Unquantize:
