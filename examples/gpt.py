@@ -3,14 +3,15 @@
 Shapes: tokens [B, S], hidden states [B, S, H], logits [B, S, V].
 
 Parameters are float32 and the model runs under `torch.autocast(bfloat16)`, with `te.autocast` around it for FP8.
-That is how most training scripts use such modules (as plain PyTorch mixed precision): a plain AdamW then
-has float32 master weights, FP8 weights are cast from those and not from rounded copies, and a learning rate
-decaying to nothing is not lost in bf16's eight bits. Parameters in bf16 save memory and a cast per step, but ask
-for an optimizer that keeps its own master copy.
+That is how most training scripts use such modules (plain PyTorch mixed precision): an ordinary AdamW then has
+float32 master weights, FP8 weights are cast from those and not from rounded copies, and no update is lost
+because it is smaller than bf16's eight bits can show. Parameters in bf16 would save memory and a cast per
+step, but ask for an optimizer that keeps a master copy of its own.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import sqrt
 
@@ -22,17 +23,40 @@ import te_torch as te
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """The sizes of a model. FP8 wants widths that are multiples of 16; other widths are padded inside."""
+    """The sizes of a model. FP8 GEMMs want widths that are multiples of 16; others are padded inside."""
 
     layers: int = 4
-    hidden: int = 256
+    hidden: int = 128
     heads: int = 4
-    context: int = 256  # longest sequence
     vocabulary: int = 256  # bytes
 
     def __post_init__(self) -> None:
-        if self.hidden % self.heads:
-            raise ValueError(f"hidden={self.hidden} does not divide into heads={self.heads}: choose a multiple")
+        if self.hidden % (2 * self.heads):
+            raise ValueError(
+                f"hidden={self.hidden} does not give heads={self.heads} an even width each: "
+                f"choose a multiple of {2 * self.heads}"
+            )
+
+
+Turn = tuple[torch.Tensor, torch.Tensor]  # cosine and sine [S, D / 2] of the angle of each position and feature pair
+
+
+def turns(sequence: int, width: int, device: torch.device, dtype: torch.dtype) -> Turn:
+    """The angles of rotary position embedding for heads of this width."""
+    speed = 10000.0 ** -torch.linspace(0, 1, width // 2 + 1, device=device)[:-1]
+    angle = torch.outer(torch.arange(sequence, device=device, dtype=torch.float32), speed)
+    return angle.cos().to(dtype), angle.sin().to(dtype)
+
+
+def rotate(x: torch.Tensor, turn: Turn) -> torch.Tensor:
+    """Queries or keys [B, heads, S, D], their pairs of features turned with the position."""
+    (cos, sin), (a, b) = turn, x.chunk(2, dim=-1)
+    return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1)
+
+
+def normal(deviation: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    """An initialiser."""
+    return lambda weight: torch.nn.init.normal_(weight, 0.0, deviation)
 
 
 class Block(torch.nn.Module):
@@ -42,48 +66,45 @@ class Block(torch.nn.Module):
         super().__init__()
         self.heads = config.heads
         wide = config.hidden
-        # Each branch adds to the residual stream; scaled down so that the sum over all layers starts near one.
-        last = sqrt(2 * config.layers)
-        self.qkv = te.LayerNormLinear(wide, 3 * wide, init_method=normal(wide), device=device)
-        self.projection = te.Linear(wide, wide, init_method=normal(wide, last), device=device)
+        first = normal(1 / sqrt(wide))  # keeps the variance of what goes through
+        # What ends a branch starts small, so that the model begins as its embedding. But not at zero: delayed
+        # scaling quantizes with the maximum of steps before and would clip weights that grow from nothing.
+        last = normal(0.02 / sqrt(2 * config.layers))
+        self.qkv = te.LayerNormLinear(wide, 3 * wide, init_method=first, device=device)
+        self.projection = te.Linear(wide, wide, init_method=last, device=device)
         self.mlp = te.LayerNormMLP(
-            wide, 4 * wide, init_method=normal(wide), output_layer_init_method=normal(4 * wide, last), device=device
+            wide, 4 * wide, init_method=first, output_layer_init_method=last, device=device
         )
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, turn: Turn) -> torch.Tensor:
         """x [B, S, H] to [B, S, H]."""
         batch, sequence, wide = x.shape
         qkv = self.qkv(x).view(batch, sequence, 3, self.heads, wide // self.heads)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each [B, heads, S, H / heads]
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each [B, heads, S, D]
+        mixed = F.scaled_dot_product_attention(
+            rotate(q, turn), rotate(k, turn), v, is_causal=True
+        )
         x = x + self.projection(mixed.transpose(1, 2).reshape(batch, sequence, wide))
         return x + self.mlp(x)
 
 
-def normal(fan_in: int, divided_by: float = 1.0):
-    """An initialiser that keeps the variance of what goes through."""
-    return lambda weight: torch.nn.init.normal_(weight, 0.0, 1.0 / sqrt(fan_in) / divided_by)
-
-
 class GPT(torch.nn.Module):
-    """Embedding, blocks, norm, and a head of its own (which stays in high precision, as usual)."""
+    """Embedding, blocks, norm; the head shares the embedding's weight and stays in high precision, as is usual."""
 
     def __init__(self, config: GPTConfig, device: torch.device) -> None:
         super().__init__()
         self.config = config
-        self.token = torch.nn.Embedding(config.vocabulary, config.hidden, device=device)
-        self.position = torch.nn.Embedding(config.context, config.hidden, device=device)
+        self.embedding = torch.nn.Embedding(config.vocabulary, config.hidden, device=device)
         self.blocks = torch.nn.ModuleList(Block(config, device) for _ in range(config.layers))
         self.norm = te.RMSNorm(config.hidden, device=device)
-        self.head = torch.nn.Linear(config.hidden, config.vocabulary, bias=False, device=device)
-        for table in (self.token, self.position):
-            torch.nn.init.normal_(table.weight, 0.0, 0.5)
-        torch.nn.init.zeros_(self.head.weight)  # the first loss is exactly log(vocabulary)
+        normal(0.02)(self.embedding.weight)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Logits [B, S, V] of the next token at every position."""
-        places = torch.arange(tokens.shape[1], device=tokens.device)
-        x = self.token(tokens) + self.position(places)
+        x = self.embedding(tokens)
+        kind, config = x.device.type, self.config
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+        turn = turns(tokens.shape[1], config.hidden // config.heads, x.device, dtype)
         for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x))
+            x = block(x, turn)
+        return F.linear(self.norm(x), self.embedding.weight)

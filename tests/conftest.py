@@ -11,6 +11,8 @@ _WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 _THREADS = str(max(1, (os.cpu_count() or 1) // _WORKERS))
 for _pool in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(_pool, _THREADS)
+# NumPy's BLAS threads poll after a product, in the way of torch's (te_core/backends/cpu/gemm.py has the figures).
+os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "4")
 
 import pytest  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402

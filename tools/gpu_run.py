@@ -139,7 +139,8 @@ def main() -> int:
             steps.run("tests", pytest_command(given, out), fine=(0, 5))  # 5: a shard may be empty
         if given.mutants:
             table = str(out / "mutants.md")
-            steps.run("mutants", [sys.executable, "tools/mutants.py", "--cuda", "--table", table])
+            jobs = ["--jobs", str(given.jobs)]
+            steps.run("mutants", [sys.executable, "tools/mutants.py", "--cuda", "--table", table, *jobs])
         for name in given.bench.split():
             steps.run(f"bench {name}", [sys.executable, "-m", f"benchmarks.{name}", "--out", str(out)])
     good = all(step["ok"] for step in steps.done)

@@ -2,7 +2,7 @@
 
 tests/mutants.toml lists the faults; docs/mutants.md gets the table. A fault whose tests still pass has
 survived: the run fails. So does one that cannot be judged: its text is not there exactly once, its tests fail
-without it, or they cannot even be collected with it.
+without it, or they cannot even be collected with it. A crash or a hang counts as noticed.
 """
 
 from __future__ import annotations
@@ -107,6 +107,8 @@ def judge(mutant: Mutant, tree: Path) -> Verdict:
         return Verdict("survived", "")
     if code == FAILED:
         return Verdict("caught", detail)
+    if code < 0:
+        return Verdict("caught", f"a crash, signal {-code}")
     return Verdict("error", f"pytest ended with {code}: {detail}")
 
 
@@ -146,7 +148,8 @@ HEAD = """# Faults that the tests notice
 
 Written by `make mutants` from `tests/mutants.toml`: each fault was put into the source, the named tests were
 run, and the test in the last column failed. Faults of CUDA code are judged on a GPU machine
-(`tools/mutants.py --cuda`); their rows are kept from that run as long as the fault stays as it was (`key`).
+(`tools/mutants.py --cuda`); their rows are kept from that run as long as the fault stays as it was (`key`), and say
+"on CUDA only" where there was none yet.
 
 | fault | what it breaks | in | key | caught by |
 |---|---|---|---|---|
@@ -162,7 +165,7 @@ def write_table(mutants: list[Mutant], verdicts: dict[str, Verdict], table: Path
         kept = re.search(rf"^{re.escape(start)}(.*) \|$", old, re.MULTILINE)
         verdict = verdicts.get(m.name)
         if verdict is None:
-            shown = kept[1] if kept else "**not judged yet**"
+            shown = kept[1] if kept else "on CUDA only" if m.cuda else "**not judged yet**"
         elif verdict.state == "caught":
             shown = f"`{verdict.detail}`".replace("|", "\\|")
         else:

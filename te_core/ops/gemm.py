@@ -85,7 +85,7 @@ def gemm(
     )  # fmt: skip
     plan = rt.plans.get(key)
     if plan is None:
-        spec = _spec(rt, key, a, b, a_scale, b_scale, bias, aux, a_sum, out_sum, out)
+        spec = _spec(rt, key, a, b, (a_scale, b_scale), (bias, a_sum, out_sum), aux, out)
         plan = rt.plans.put(key, rt.backend.plan_gemm(rt, spec))
     if out is None:
         spec = plan.spec
@@ -95,9 +95,10 @@ def gemm(
 
 
 def _spec(
-    rt: Runtime, key: tuple[object, ...], a: Tensor, b: Tensor, a_scale: Tensor | None, b_scale: Tensor | None,
-    bias: Tensor | None, aux: Tensor | None, a_sum: Tensor | None, out_sum: Tensor | None, out: Tensor | None,
+    rt: Runtime, key: tuple[object, ...], a: Tensor, b: Tensor, scales: tuple[Tensor | None, Tensor | None],
+    vectors: tuple[Tensor | None, Tensor | None, Tensor | None], aux: Tensor | None, out: Tensor | None,
 ) -> GemmSpec:  # fmt: skip
+    bias, a_sum, out_sum = vectors
     dt, trans_a, trans_b = key[5:8]
     epilogue, accumulate, split, tf32, alignment = key[13], *key[18:22]
     op = "gemm"
@@ -107,7 +108,7 @@ def _spec(
     )  # fmt: skip
     for name, t in (("a", a), ("b", b)):
         _check.matrix(op, name, t)
-    _check.same_device(op, a, b, a_scale, b_scale, bias, aux, a_sum, out_sum, out)
+    _check.same_device(op, a, b, *scales, *vectors, aux, out)
     m, k = reversed(a.shape) if trans_a else a.shape
     kb, n = reversed(b.shape) if trans_b else b.shape
     flips = [" transposed" if flag else "" for flag in (trans_a, trans_b)]
@@ -116,7 +117,7 @@ def _spec(
     _check.one_of(op, "epilogue", epilogue, EPILOGUES)
     fp8 = a.dtype.is_fp8 or b.dtype.is_fp8
     if fp8:
-        _check_fp8(shapes, a, b, a_scale, b_scale, bool(trans_a), bool(trans_b), m, n, k)
+        _check_fp8(shapes, a, b, scales, not trans_a and bool(trans_b), (m, n, k))
     else:
         _check.require(
             a.dtype is b.dtype and a.dtype in ACTIVATION_DTYPES, op, f"a {a.dtype}, b {b.dtype}",
@@ -152,23 +153,23 @@ def _spec(
 
 
 def _check_fp8(
-    shapes: str, a: Tensor, b: Tensor, a_scale: Tensor | None, b_scale: Tensor | None,
-    trans_a: bool, trans_b: bool, m: int, n: int, k: int,
+    shapes: str, a: Tensor, b: Tensor, scales: tuple[Tensor | None, Tensor | None], k_major: bool,
+    sizes: tuple[int, int, int],
 ) -> None:  # fmt: skip
-    op = "gemm (FP8)"
+    op, (m, n, k) = "gemm (FP8)", sizes
     types = f"a {a.dtype}, b {b.dtype}"
     _check.require(
         a.dtype.is_fp8 and b.dtype.is_fp8 and not (a.dtype is b.dtype is dtypes.float8_e5m2), op, types,
         "two FP8 operands, at most one of them E5M2", "quantize both operands",
     )  # fmt: skip
     _check.require(
-        not trans_a and trans_b, op, shapes, "a [M, K] and b [N, K] with trans_b=True",
+        k_major, op, shapes, "a [M, K] and b [N, K] with trans_b=True",
         "pass the orientation that lies along K (QuantizedTensor holds both)",
     )  # fmt: skip
     _check.require(
         n % PAD == 0 and k % PAD == 0, op, f"N={n}, K={k} (M={m})", f"N and K divisible by {PAD}",
         "quantize() pads its storage; multiply the padded tensors",
     )  # fmt: skip
-    for name, scale in (("a_scale", a_scale), ("b_scale", b_scale)):
+    for name, scale in zip(("a_scale", "b_scale"), scales, strict=True):
         _check.require(scale is not None, op, f"{name}=None", "a float32 [1] tensor", f"pass {name}")
         _check.vector(op, name, scale, 1, (dtypes.float32,))

@@ -8,6 +8,7 @@ import pytest
 
 from te_core import Cast, Runtime, Tensor, dtypes, ops
 from te_core.backends.cpu.executor import CHUNK, row_blocks
+from tests.reference import gemm as reference
 
 M, N = 101, 700  # five blocks, the last one partial
 ROWS = 2 * CHUNK + 5
@@ -84,6 +85,8 @@ def test_gemm_sums_over_all_blocks(cpu):
     out = ops.gemm(cpu, a, b, epilogue="dgelu", aux=aux, a_sum=row_sums, out_sum=column_sums, out_dtype=dtypes.float32)
     close(cpu, row_sums, exact(cpu, a), 1)
     close(cpu, column_sums, exact(cpu, out), 0)
+    wanted = reference.gemm(exact(cpu, a), exact(cpu, b), epilogue="dgelu", aux=exact(cpu, aux)).out
+    np.testing.assert_allclose(exact(cpu, out), wanted, rtol=1e-4, atol=1e-4)
 
 
 def test_masks_do_not_depend_on_blocks(cpu):

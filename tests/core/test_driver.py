@@ -26,6 +26,7 @@ class FakeCuda:
 
     def __init__(self, devices=1):
         self.devices, self.log, self.thread, self.fails = devices, [], threading.local(), {}
+        self.order = []  # (what, event, stream)
         for name in [*_SIGNATURES, "cuGetErrorName", "cuGetErrorString"]:
             setattr(self, name, Call(name, self))
 
@@ -71,6 +72,14 @@ class FakeCuda:
 
     def _cuEventCreate(self, out, flags):  # noqa: N802
         out._obj.value = 77
+        return 0
+
+    def _cuEventRecord(self, event, stream):  # noqa: N802
+        self.order.append(("record", event, stream))
+        return 0
+
+    def _cuStreamWaitEvent(self, stream, event, flags):  # noqa: N802
+        self.order.append(("wait", event, stream))
         return 0
 
 
@@ -137,6 +146,9 @@ def test_order_streams():
     assert [name for name in lib.log if "Event" in name] == [
         "cuEventCreate", "cuEventRecord", "cuStreamWaitEvent", "cuEventRecord", "cuStreamWaitEvent"
     ]  # fmt: skip
+    # The producer's work is marked, and the consumer waits for the mark (stream 1: the legacy default).
+    marks = [(what, getattr(event, "value", event), stream) for what, event, stream in lib.order]
+    assert marks == [("record", 77, 5), ("wait", 77, 6), ("record", 77, 1), ("wait", 77, 6)]
 
 
 def test_failures_name_the_call():

@@ -343,9 +343,10 @@ def test_a_cached_plan_does_not_let_wrong_tensors_in(rt):
     """The second call finds the first one's plan only if everything that was checked is the same."""
     a, b = bf16(rt, 4, 8), bf16(rt, 8, 4)
     gemm(rt, a, b, out=bf16(rt, 4, 4), bias=bf16(rt, 4))
-    for wrong in ({"out": bf16(rt, 2, 4)}, {"out": bf16(rt, 4, 4), "bias": bf16(rt, 2)}):
+    whole = rt.empty((4,), D.int32)
+    for wrong in ({"out": bf16(rt, 2, 4)}, {"out": bf16(rt, 4, 4), "bias": bf16(rt, 2)}, {"bias": whole}):
         with pytest.raises(ArgumentError):
-            gemm(rt, a, b, **wrong)
+            gemm(rt, a, b, **{"out": bf16(rt, 4, 4), **wrong})
     strided = Tensor(a.ptr, (4, 8), D.bfloat16, a.device, a, (1, 4))
     with pytest.raises(ArgumentError, match="dense"):
         gemm(rt, strided, b, out=bf16(rt, 4, 4))

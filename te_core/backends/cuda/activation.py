@@ -11,20 +11,16 @@ from typing import Any
 
 from te_core.backends.cuda.quantize import (
     BLOCKS_PER_SM,
-    FORMATS,
     STAGE_BYTES,
     THREADS,
-    TYPES,
     CastPlan,
     Tiling,
-    add_column_sums,
-    column_workspace,
     multiprocessors,
     plan_cast,
     run_cast,
-    sum_kernel,
     tiling,
 )
+from te_core.backends.cuda.sums import FORMATS, TYPES, add_column_sums, column_workspace, sum_kernel
 from te_core.dtypes import DType
 from te_core.kernels import loader
 from te_core.kernels.loader import Kernel
@@ -102,14 +98,14 @@ def _run(
         columnwise = 0 if q.columnwise is None else q.columnwise.ptr
         source, scale_inv = cast.scale.ptr, q.scale_inv.ptr
         largest = 0 if cast.amax is None else cast.amax.ptr
-    sums = 0 if column_sum is None else column_workspace(rt, tiles, plan.width)
+    sums = 0 if column_sum is None else column_workspace(rt, tiles.grid[1], plan.width)
     plan.kernel(
         rt, tiles.grid, THREADS, 0 if dy is None else dy.ptr, x.ptr, 0 if out is None else out.ptr,
         rowwise, columnwise, source, scale_inv, largest, sums, plan.rows, plan.cols, tiles.steps,
         shared=plan.shared,
     )  # fmt: skip
     if column_sum is not None:
-        add_column_sums(rt, plan.sum_kernel, sums, tiles.grid[1], plan.width, column_sum)
+        add_column_sums(rt, plan.sum_kernel, sums, tiles.grid[1], plan.width, column_sum.ptr)
     if plan.cast is not None and out is not None and cast is not None and q is not None:
         run_cast(rt, plan.cast, out, cast, q, largest, plan.partials, None)
 

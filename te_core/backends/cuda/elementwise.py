@@ -5,16 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from te_core.backends.cuda.quantize import (
-    BLOCKS_PER_SM,
-    THREADS,
-    TYPES,
-    Tiling,
-    add_column_sums,
-    column_workspace,
-    multiprocessors,
-    sum_kernel,
-)
+from te_core.backends.cuda.quantize import BLOCKS_PER_SM, THREADS, Tiling, multiprocessors
+from te_core.backends.cuda.sums import TYPES, add_column_sums, column_workspace, sum_kernel
 from te_core.kernels import loader
 from te_core.kernels.loader import Kernel
 from te_core.runtime import Runtime
@@ -106,10 +98,10 @@ def bias_dropout_add_backward(
     if plan is None:
         plan = _plan(rt, key, "dropout_backward", "ppppqqiiif")
     rows, cols = dy.shape
-    sums = None if column_sum is None else column_workspace(rt, plan.tiling, cols)
+    sums = 0 if column_sum is None else column_workspace(rt, plan.tiling.grid[1], cols)
     plan.kernel(
         rt, plan.tiling.grid, THREADS, dy.ptr, dx.ptr, None if rng is None else rng.ptr, sums, rows, cols,
         plan.tiling.steps, _signed(site), plan.threshold, plan.factor,
     )  # fmt: skip
     if column_sum is not None:
-        add_column_sums(rt, plan.sum_kernel, sums, plan.tiling.grid[1], cols, column_sum)
+        add_column_sums(rt, plan.sum_kernel, sums, plan.tiling.grid[1], cols, column_sum.ptr)

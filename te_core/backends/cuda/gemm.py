@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from te_core import device, dtypes
 from te_core.backends.cuda import cublaslt as lt_
 from te_core.backends.cuda import gemm_tune
-from te_core.backends.cuda.sums import TYPE_NAMES, ColumnSum, RowSum
+from te_core.backends.cuda.sums import TYPES, ColumnSum, RowSum
 from te_core.dtypes import DType
 from te_core.errors import ArgumentError, LibraryError, UnsupportedError
 from te_core.kernels import loader
@@ -197,8 +197,8 @@ def _finish_kernel(rt: Runtime, spec: GemmSpec) -> Kernel:
     """epilogue.cu for this spec: (acc, bias, aux, out, m, n)."""
     return loader.get(
         rt, "epilogue", args="ppppqq",
-        OUT=TYPE_NAMES[spec.out], BIAS=TYPE_NAMES[spec.bias or dtypes.float32], HAS_BIAS=spec.bias is not None,
-        AUX=TYPE_NAMES[spec.aux or dtypes.float32], HAS_AUX=spec.aux is not None,
+        OUT=TYPES[spec.out], BIAS=TYPES[spec.bias or dtypes.float32], HAS_BIAS=spec.bias is not None,
+        AUX=TYPES[spec.aux or dtypes.float32], HAS_AUX=spec.aux is not None,
         ACTIVATION={None: 0, "gelu": 1, "dgelu": 2}[spec.epilogue], ACCUMULATE=spec.accumulate,
     )  # fmt: skip
 

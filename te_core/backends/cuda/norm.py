@@ -14,7 +14,8 @@ from typing import Any
 
 from te_core import dtypes, libraries
 from te_core.backends.cuda import norm_tiling as tiling
-from te_core.backends.cuda.quantize import FORMATS, TYPES, cast_with_partials
+from te_core.backends.cuda.quantize import cast_with_partials
+from te_core.backends.cuda.sums import FORMATS, TYPES
 from te_core.dtypes import DType
 from te_core.kernels import loader
 from te_core.kernels.loader import Kernel

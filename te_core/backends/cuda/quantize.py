@@ -12,7 +12,8 @@ from ctypes import addressof, create_string_buffer
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from te_core import dtypes, libraries
+from te_core import device, dtypes, libraries
+from te_core.backends.cuda.sums import FORMATS, TYPES, add_column_sums, column_workspace, sum_kernel
 from te_core.dtypes import DType
 from te_core.kernels import loader
 from te_core.kernels.loader import Kernel
@@ -22,10 +23,6 @@ from te_core.tensor import Tensor
 
 if TYPE_CHECKING:
     from te_core.ops.quantize import ScalingState
-
-#: How the kernels spell a type.
-TYPES = {dtypes.float32: "float", dtypes.bfloat16: "bf16", dtypes.float16: "fp16"}
-FORMATS = {dtypes.float8_e4m3: "E4M3", dtypes.float8_e5m2: "E5M2"}
 
 #: Threads of a block of quantize.cu, activation.cu and elementwise.cu.
 THREADS = 128
@@ -56,7 +53,7 @@ class Tiling:
 
 def multiprocessors(rt: Runtime) -> int:
     """The number of multiprocessors of the runtime's device (asked when a plan is made)."""
-    return libraries.driver().attribute(rt.device.index, "multiprocessors")
+    return device.info(rt.device.index).multiprocessors
 
 
 def tiling(
@@ -131,7 +128,7 @@ def run_cast(
     """Cast x into q with the scale at `source`, or the one that follows from the partial maxima there."""
     rows, cols = plan.shape
     tiles = plan.tiling
-    sums = 0 if column_sum is None else column_workspace(rt, tiles, cols)
+    sums = 0 if column_sum is None else column_workspace(rt, tiles.grid[1], cols)
     plan.kernel_for(rt, x)(
         rt, tiles.grid, THREADS, x.ptr,
         0 if q.rowwise is None else q.rowwise.ptr, 0 if q.columnwise is None else q.columnwise.ptr,
@@ -139,7 +136,7 @@ def run_cast(
         n_partials, cast.epsilon, cast.power_of_two, rows, cols, tiles.steps, shared=_SHARED,
     )  # fmt: skip
     if column_sum is not None:
-        add_column_sums(rt, plan.sum_kernel, sums, tiles.grid[1], cols, column_sum)
+        add_column_sums(rt, plan.sum_kernel, sums, tiles.grid[1], cols, column_sum.ptr)
 
 
 def cast_with_partials(
@@ -161,39 +158,18 @@ def cast_with_partials(
     run_cast(rt, plan, x, cast, q, partials_ptr, n_partials, column_sum)
 
 
-# ---------------------------------------------------------------------------------------------- column sums
-
-
-def sum_kernel(rt: Runtime, dtype: DType | None) -> Kernel | None:
-    """The kernel that adds partial column sums into a vector of this type."""
-    return None if dtype is None else loader.get(rt, "column_sum", args="ppiq", DTYPE=TYPES[dtype])
-
-
-def column_workspace(rt: Runtime, tiles: Tiling, width: int) -> int:
-    """Where the blocks of a launch leave their column sums: float32 [grid y, width]."""
-    return rt.workspace("column_sum", 4 * tiles.grid[1] * width)
-
-
-def add_column_sums(
-    rt: Runtime, kernel: Kernel | None, partials: int | None, rows: int, width: int, out: Tensor
-) -> None:
-    """out = the sums over the rows of partials [rows, width]."""
-    if width and kernel is not None:
-        kernel(rt, -(-width // 32), 256, partials, out.ptr, rows, width)
-
-
 # ---------------------------------------------------------------------------------------------- quantize
 
 
 def no_cast(rt: Runtime, plan: CastPlan, x: Tensor, partials: int, column_sum: Tensor) -> None:
     """The partial maxima and the column sums of x."""
     (rows, cols), tiles = plan.shape, plan.tiling
-    sums = column_workspace(rt, tiles, cols)
+    sums = column_workspace(rt, tiles.grid[1], cols)
     plan.kernel_for(rt, x)(
         rt, tiles.grid, THREADS, x.ptr, None, None, None, None, partials, sums, 0, 0.0, 0, rows, cols, tiles.steps,
         shared=_SHARED,
     )  # fmt: skip
-    add_column_sums(rt, plan.sum_kernel, sums, tiles.grid[1], cols, column_sum)
+    add_column_sums(rt, plan.sum_kernel, sums, tiles.grid[1], cols, column_sum.ptr)
 
 
 @dataclass(frozen=True, slots=True)

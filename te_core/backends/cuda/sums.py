@@ -1,4 +1,4 @@
-"""Sums of a matrix by columns or rows: the bias gradients that no other kernel delivers (kernels/sums.cu)."""
+"""Sums of a matrix by columns or rows, and the adding of the partial column sums that other kernels leave."""
 
 from __future__ import annotations
 
@@ -8,10 +8,33 @@ from te_core.kernels import loader
 from te_core.kernels.loader import Kernel
 from te_core.runtime import Runtime
 
-#: What the kernels' constants call our types.
-TYPE_NAMES = {dtypes.float32: "float", dtypes.bfloat16: "bf16", dtypes.float16: "fp16"}
-_FP8_NAMES = {dtypes.float8_e4m3: "E4M3", dtypes.float8_e5m2: "E5M2"}
+#: How the kernels spell a type.
+TYPES = {dtypes.float32: "float", dtypes.bfloat16: "bf16", dtypes.float16: "fp16"}
+FORMATS = {dtypes.float8_e4m3: "E4M3", dtypes.float8_e5m2: "E5M2"}
+
 _LANES = 32
+
+
+# ------------------------------------------------------------- the second half of every column sum: column_sum.cu
+
+
+def sum_kernel(rt: Runtime, dtype: DType | None) -> Kernel | None:
+    """The kernel that adds partial column sums into a vector of this type."""
+    return None if dtype is None else loader.get(rt, "column_sum", args="ppiq", DTYPE=TYPES[dtype])
+
+
+def column_workspace(rt: Runtime, parts: int, width: int) -> int:
+    """Where a launch leaves its partial column sums: float32 [parts, width]."""
+    return rt.workspace("column sums", 4 * parts * width)
+
+
+def add_column_sums(rt: Runtime, kernel: Kernel | None, partials: int, parts: int, width: int, out: int) -> None:
+    """The vector at `out` = the sums over the rows of the partials [parts, width]."""
+    if width and kernel is not None:
+        kernel(rt, -(-width // _LANES), 256, partials, out, parts, width)
+
+
+# --------------------------------------------------------------------------- sums in launches of their own: sums.cu
 
 
 class ColumnSum:
@@ -30,9 +53,7 @@ class ColumnSum:
         self._source, self._out = source, out if self.parts == 1 else dtypes.float32
         self._first = self._kernel(rt, self._wide)
         self._narrow = self._first if self._wide == 1 else None
-        self._second: Kernel | None = None
-        if self.parts > 1:
-            self._second = loader.get(rt, "column_sum", args="ppiq", DTYPE=TYPE_NAMES[out])
+        self._second = sum_kernel(rt, out if self.parts > 1 else None)
 
     def _kernel(self, rt: Runtime, wide: int) -> Kernel:
         return _get(rt, "column_parts", "ppqqq", self._source, self._out, wide)
@@ -50,10 +71,10 @@ class ColumnSum:
         if self._second is None:
             kernel(rt, grid, (_LANES, 8), x, out, self.rows, self.cols, self.rows)
             return
-        partial = rt.workspace("column sums", 4 * self.parts * self.cols)
+        partials = column_workspace(rt, self.parts, self.cols)
         span = -(-self.rows // self.parts)
-        kernel(rt, (grid, self.parts), (_LANES, 8), x, partial, self.rows, self.cols, span)
-        self._second(rt, -(-self.cols // 32), 256, partial, out, self.parts, self.cols)
+        kernel(rt, (grid, self.parts), (_LANES, 8), x, partials, self.rows, self.cols, span)
+        add_column_sums(rt, self._second, partials, self.parts, self.cols, out)
 
 
 class RowSum:
@@ -72,8 +93,8 @@ class RowSum:
 
 
 def _get(rt: Runtime, entry: str, args: str, source: DType, out: DType, wide: int) -> Kernel:
-    fp8 = _FP8_NAMES.get(source)
+    fp8 = FORMATS.get(source)
     return loader.get(
-        rt, "sums", entry=entry, args=args, IN="u8" if fp8 else TYPE_NAMES[source], FP8=fp8 or "E4M3",
-        OUT=TYPE_NAMES[out], WIDE=wide,
+        rt, "sums", entry=entry, args=args, IN="u8" if fp8 else TYPES[source], FP8=fp8 or "E4M3",
+        OUT=TYPES[out], WIDE=wide,
     )  # fmt: skip

@@ -1,0 +1,105 @@
+"""Runs benchmarks by name, one after another: a table each, a JSON file each, and a picture beside it.
+
+    python -m benchmarks.run gemm norms quantize modules training --out benchmarks/results
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks import harness
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """Which functions measure, what its table shows, and what its picture is about."""
+
+    functions: tuple[str, ...] = ("measure",)
+    columns: tuple[str, ...] = ()  # of the table; all of them if none are named
+    ratio: str = "of_copy"
+    reference: str = "rate, 1 = device-to-device copy in the same process"
+    on_cpu: bool = False  # whether a reduced run on a CPU says anything
+
+
+#: By the module's name. A measuring function takes no argument and returns rows: dicts with a "case".
+BENCHMARKS = {
+    "gemm": Benchmark(
+        columns=("case", "mode", "shape", "us", "TFLOP/s", "torch_us", "of_torch", "target", "ok"),
+        ratio="of_torch", reference="speed, 1 = torch's call of the same library", on_cpu=True,
+    ),
+    "norms": Benchmark(
+        ("device_times", "host_times"),
+        columns=("case", "shape", "dtype", "us", "of_copy", "of_linear", "TB/s"),
+    ),
+    "quantize": Benchmark(
+        ("measure_device", "measure_host"),
+        columns=("case", "shape", "us", "of_copy", "clean_us", "clean_of_copy"),
+    ),
+    "modules": Benchmark(
+        columns=("case", "recipe", "fwd us", "fwd+bwd us", "peak MiB", "peer fwd us", "peer fwd+bwd us",
+                 "peer peak MiB", "of_peer", "of_linear fwd", "of_linear", "target", "ok"),
+        ratio="of_peer", reference="fwd+bwd GPU time, 1 = the peer on an H200", on_cpu=True,
+    ),
+    "training": Benchmark(
+        columns=("case", "recipe", "seed", "last loss", "of_bf16", "held-out loss", "below unigram", "seconds", "ok"),
+        ratio="of_bf16", reference="training loss, 1 = bf16", on_cpu=True,
+    ),
+}  # fmt: skip
+
+
+def run(name: str, folder: Path, commit: str) -> bool:
+    """One benchmark; False if a figure missed its target (a measurement, not a failure)."""
+    spec = BENCHMARKS[name]
+    if not harness.gpu() and not spec.on_cpu:
+        print(f"{name}: skipped, it measures a GPU and there is none", flush=True)
+        return True
+    if not harness.gpu():
+        print(f"{name}: no CUDA device; a reduced run on the reference backend, whose times mean nothing", flush=True)
+    start = time.perf_counter()
+    module = importlib.import_module(f"benchmarks.{name}")
+    rows: list[harness.Row] = [row for function in spec.functions for row in getattr(module, function)()]
+    harness.free()
+    path = harness.write(name, rows, folder, time.perf_counter() - start, commit)
+    from benchmarks.report import draw_record, read
+
+    drawn = draw_record(read(path), path.with_suffix(".png"))
+    print(f"\n{name} on {harness.device_name()}, {time.perf_counter() - start:.0f} s\n")
+    print(harness.table(rows, spec.columns))
+    missed = [harness.label(row) for row in rows if row.get("ok") is False]
+    if missed:
+        print(f"\n{len(missed)} of {sum('ok' in row for row in rows)} targets missed: {'; '.join(missed)}")
+    print(f"\nwritten: {path}{' and .png' if drawn else ' (no picture)'}\n", flush=True)
+    return not missed
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run what was named; 1 if a benchmark broke. Missed targets are printed but are no failure, unless --strict."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", help=f"of {', '.join(BENCHMARKS)}; all if none is given")
+    parser.add_argument("--out", type=Path, default=harness.RESULTS, help="folder of the results (benchmarks/results)")
+    parser.add_argument("--commit", default="", help="what is measured, where git cannot tell")
+    parser.add_argument("--strict", action="store_true", help="a missed target fails")
+    given = parser.parse_args(arguments)
+    if unknown := sorted(set(given.names) - set(BENCHMARKS)):
+        parser.error(f"no benchmark named {', '.join(unknown)}; there are {', '.join(BENCHMARKS)}")
+    failed = False
+    for name in given.names or BENCHMARKS:
+        try:
+            failed |= not run(name, given.out, given.commit) and given.strict
+        except Exception:  # the others still run; this one is reported and fails the program
+            traceback.print_exc()
+            print(f"{name}: FAILED", flush=True)
+            failed = True
+        harness.free()
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,252 @@
+"""Train a small GPT, built of this project's modules, on the text in examples/text: in FP8, then in bf16 beside it.
+
+Runs on CUDA if there is a device, else on the CPU with the reference backend: FP8 emulated bit for bit, in about
+two minutes on two cores. Ctrl-C saves a checkpoint; --resume goes on exactly from there, with its settings.
+
+    python examples/train_gpt.py --recipe current --steps 300
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import dataclasses
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+# Before NumPy is first imported: OpenBLAS's threads would go on polling after each product of the reference
+# backend, in the way of torch's own (measured: te_core/backends/cpu/gemm.py).
+os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "4")
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # runs from a clone that nobody installed, too
+
+import torch  # noqa: E402
+
+from examples.progress import Progress  # noqa: E402
+from examples.training import DEFAULTS, RECIPES, TEXT, Settings, Text, Trainer, read_checkpoint  # noqa: E402
+
+NAMES = {"delayed": "FP8 delayed", "current": "FP8 current", "none": "bf16"}
+MAY_CHANGE = {"steps", "rate"}  # of a checkpoint's settings, on --resume
+TAIL = 0.1  # the share of the steps whose mean is the final training loss
+
+
+def parse() -> tuple[argparse.Namespace, dict[str, Any]]:
+    """(options of the program, settings that were given)."""
+    cpu, cuda = DEFAULTS["cpu"], DEFAULTS["cuda"]
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    run = parser.add_argument_group("training", "defaults for the CPU / for CUDA")
+    run.add_argument("--recipe", choices=list(RECIPES), help="FP8 scaling; none: bf16 only (delayed)")
+    for name, what in {
+        "steps": "optimizer steps", "layers": "Transformer layers", "hidden": "width",
+        "heads": "attention heads", "batch": "sequences a step", "sequence": "bytes a sequence",
+    }.items():  # fmt: skip
+        short = ("--seq",) if name == "sequence" else ()
+        text = f"{what} ({getattr(cpu, name)} / {getattr(cuda, name)})"
+        run.add_argument(f"--{name}", *short, type=positive, metavar="N", help=text)
+    run.add_argument(
+        "--lr", dest="rate", type=float, metavar="X", help=f"learning rate ({cpu.rate} / {cuda.rate})"
+    )
+    run.add_argument("--seed", type=int, metavar="N", help="of weights and batches (0)")
+    run.set_defaults(**{field.name: None for field in dataclasses.fields(Settings)})
+    job = parser.add_argument_group("job")
+    job.add_argument("--device", help="cpu, cuda, cuda:1 ... (CUDA where there is one)")
+    job.add_argument("--text", type=Path, default=TEXT, help=f"file to learn ({TEXT.relative_to(ROOT)})")
+    job.add_argument(
+        "--out", type=Path, default=Path("build/train"), help="folder of the results (build/train)"
+    )
+    job.add_argument("--no-compare", action="store_true", help="leave the bf16 run out")
+    job.add_argument("--resume", action="store_true", help="go on from the checkpoints in --out")
+    job.add_argument(
+        "--save-every", type=positive, default=100, metavar="N", help="steps between checkpoints (100)"
+    )
+    options = parser.parse_args()
+    given = {f.name: getattr(options, f.name) for f in dataclasses.fields(Settings)}
+    return options, {name: value for name, value in given.items() if value is not None}
+
+
+def positive(text: str) -> int:
+    """An integer of at least one."""
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+    return int(text)
+
+
+def settings_for(path: Path, resume: bool, given: dict[str, Any], device: torch.device) -> Settings:
+    """What was given, else what the checkpoint says, else what fits the device."""
+    if not (resume and path.exists()):
+        return dataclasses.replace(DEFAULTS[device.type], **given)
+    saved = Settings(**read_checkpoint(path)["settings"])
+    for name in given.keys() - MAY_CHANGE:
+        if given[name] != getattr(saved, name):
+            raise SystemExit(
+                f"--resume: {path} was trained with {name}={getattr(saved, name)}, but {name}={given[name]} was "
+                f"given. Only {' and '.join(sorted(MAY_CHANGE))} may change. Leave the option out, or start anew "
+                f"without --resume."
+            )
+    return dataclasses.replace(saved, **given)
+
+
+class Interrupt:
+    """Remembers Ctrl-C (and a polite kill) until the step is finished; a second one ends the program at once."""
+
+    def __init__(self) -> None:
+        self.seen = 0
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._arrived)
+
+    def _arrived(self, number: int, frame: object) -> None:
+        self.seen = number
+        signal.signal(number, signal.SIG_DFL)
+
+
+def train(trainer: Trainer, path: Path, save_every: int, interrupt: Interrupt) -> dict[str, Any]:
+    """Train to the end or to an interrupt, saving checkpoints; what the report says about the run."""
+    s, first = trainer.settings, len(trainer.losses)
+    bar = Progress(NAMES[s.recipe], s.steps, first)
+    start, saved = time.perf_counter(), first
+    steady: tuple[int, float] | None = None  # where the first step, which loads and compiles, was over
+
+    def on_step(done: int, loss: float) -> bool:
+        nonlocal saved, steady
+        now = time.perf_counter()
+        rate = 0.0
+        if steady is None:
+            steady = (done, now)
+        elif done > steady[0]:
+            rate = (done - steady[0]) * s.batch * s.sequence / (now - steady[1])
+            result["tokens_per_second"] = rate
+        bar.show(done, f"loss {loss:.3f}  {rate:,.0f} tokens/s")
+        if done - saved >= save_every:
+            trainer.save(path)
+            saved = done
+        return interrupt.seen != 0
+
+    result: dict[str, Any] = {"name": NAMES[s.recipe], "tokens_per_second": 0.0, "checkpoint": path}
+    trainer.train(on_step)
+    trainer.save(path)
+    if interrupt.seen:
+        bar.stop()
+        done = len(trainer.losses)
+        print(f"\nInterrupted after step {done}. Saved in {path}; go on with the same command and --resume.")
+        raise SystemExit(128 + interrupt.seen)
+    count = max(1, int(s.steps * TAIL))
+    result["training"] = sum(trainer.losses[-count:]) / len(trainer.losses[-count:])
+    result["held_out"] = trainer.held_out_loss()
+    result["seconds"] = time.perf_counter() - start
+    result["losses"] = trainer.losses
+    return result
+
+
+# ------------------------------------------------------------------------------------------- the report
+
+
+def report(trainer: Trainer, results: list[dict[str, Any]], written: list[Path]) -> None:
+    """The end of the program, to be read."""
+    s, text = trainer.settings, trainer.text
+    print(f"\nA GPT of {trainer.parameters() / 1e6:.2f} million parameters: {s.layers} layers, hidden {s.hidden},")
+    print(f"{s.heads} heads; {s.steps} steps of {s.batch} x {s.sequence} = {s.batch * s.sequence} bytes.\n")
+    rows = {
+        "device": [device_name(trainer.device)],
+        "": [r["name"] for r in results],
+        "training loss": [f"{r['training']:.4f}" for r in results],
+        "held-out loss": [f"{r['held_out']:.4f}" for r in results],
+        "tokens/s": [f"{r['tokens_per_second']:,.0f}" for r in results],
+        "seconds": [f"{r['seconds']:.1f}" for r in results],
+    }
+    for label, values in rows.items():
+        wide = 0 if label == "device" else 14
+        print(f"  {label:18s}" + "".join(f"{value:>{wide}s}" for value in values))
+    print(f"  {'unigram entropy':18s}{text.unigram_entropy:14.4f}    what knowing only the bytes' frequencies gives")
+    if len(results) == 2:
+        low, high = results
+        for what in ("training", "held_out"):
+            apart = low[what] / high[what] - 1
+            print(f"  {low['name']} against bf16, {what.replace('_', '-')} loss: {apart:+.2%}")
+    print("\n  Losses are nats a byte; the training loss is the mean of the last tenth of the steps.")
+    print("  Written: " + ", ".join(shown(path) for path in written))
+
+
+def shown(path: Path) -> str:
+    """The path as one would type it here."""
+    try:
+        return str(path.resolve().relative_to(Path.cwd()))
+    except ValueError:
+        return str(path)
+
+
+def device_name(device: torch.device) -> str:
+    """The device, in words."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return "CPU, reference backend (FP8 emulated bit for bit)"
+
+
+def write_csv(path: Path, results: list[dict[str, Any]]) -> Path:
+    """One row a step, one column a run."""
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(["step", *[r["name"] for r in results]])
+        for i, row in enumerate(zip(*[r["losses"] for r in results], strict=False)):
+            writer.writerow([i + 1, *[f"{loss:.6f}" for loss in row]])
+    return path
+
+
+def write_curve(path: Path, results: list[dict[str, Any]], entropy: float) -> Path | None:
+    """The losses of all runs in one picture; None if there is no matplotlib to draw it."""
+    try:
+        import matplotlib
+    except ImportError:
+        print("\nNo picture: matplotlib is not installed (pip install matplotlib). The losses are in the CSV.")
+        return None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    for result, style in zip(results, ("-", "--"), strict=False):
+        axes.plot(range(1, len(result["losses"]) + 1), result["losses"], style, linewidth=1.2, label=result["name"])
+    axes.axhline(entropy, color="grey", linewidth=0.8, linestyle=":", label="unigram entropy")
+    axes.set(xlabel="step", ylabel="training loss (nats a byte)")
+    axes.legend()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+    return path
+
+
+def main() -> int:
+    """Train, compare, report."""
+    options, given = parse()
+    device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    recipe = given.get("recipe", "delayed")
+    paths = [options.out / f"{recipe}.pt"]
+    if not options.no_compare and recipe != "none":
+        paths.append(options.out / "none.pt")
+    settings = settings_for(paths[0], options.resume, given, device)
+    if device.type == "cpu" and settings.hidden <= 256:
+        # The products are NumPy's and keep all cores. What torch does in between is too small to share: on two idle
+        # cores a second thread gains nothing, on two busy ones it costs a factor of three.
+        torch.set_num_threads(1)
+    text = Text(options.text, device)
+    interrupt, results = Interrupt(), []
+    print(f"Training on {device_name(device)}: {shown(options.text)}, {len(text.train)} bytes to learn", flush=True)
+    for path in paths:
+        trainer = Trainer(dataclasses.replace(settings, recipe=path.stem), text, device)
+        if options.resume and path.exists():
+            state = read_checkpoint(path)
+            trainer.load(state)
+            print(f"{NAMES[path.stem]}: going on after step {len(trainer.losses)} ({shown(path)})")
+        results.append(train(trainer, path, options.save_every, interrupt))
+    written = [write_csv(options.out / "loss.csv", results)]
+    curve = write_curve(options.out / "loss.png", results, text.unigram_entropy)
+    written += [curve] * (curve is not None) + [r["checkpoint"] for r in results]
+    report(trainer, results, written)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

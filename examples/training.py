@@ -1,0 +1,191 @@
+"""Training of the small GPT on a text file, byte by byte: data, one step, held-out loss, exact checkpoints.
+
+`examples/train_gpt.py` is the program around it; the training benchmark and its test use the same code.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+import te_torch as te
+from examples.gpt import GPT, GPTConfig
+from te_core.recipe import DelayedScaling, Float8CurrentScaling, Recipe
+
+TEXT = Path(__file__).resolve().parent / "text" / "persuasion.txt"
+HELD_OUT = 0.1  # of the text, from its end
+WARMUP = 20  # steps in which the learning rate rises; a tenth of a shorter run
+
+#: The names of --recipe. None: bf16.
+RECIPES: dict[str, Recipe | None] = {
+    "delayed": DelayedScaling(),
+    "current": Float8CurrentScaling(),
+    "none": None,
+}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """All that a run depends on; a checkpoint carries it along."""
+
+    recipe: str = "delayed"
+    steps: int = 120
+    layers: int = 4
+    hidden: int = 128
+    heads: int = 4
+    batch: int = 16
+    sequence: int = 64
+    rate: float = 3e-3  # the highest learning rate
+    seed: int = 0
+
+
+#: What fits a device: about two minutes for two runs on two cores, some seconds on a large GPU.
+DEFAULTS = {
+    "cpu": Settings(),
+    "cuda": Settings(steps=400, layers=6, hidden=512, heads=8, batch=64, sequence=256, rate=2e-3),
+}
+
+
+class Text:
+    """The bytes of a file as tokens on the device: most of them to learn from, the end held out."""
+
+    def __init__(self, path: Path, device: torch.device) -> None:
+        tokens = torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8).to(device, torch.long)
+        cut = int(len(tokens) * (1 - HELD_OUT))
+        self.train, self.held_out = tokens[:cut], tokens[cut:]
+        share = torch.bincount(tokens, minlength=256).double() / len(tokens)
+        #: The loss, in nats a byte, of a model that knows only how frequent each byte is.
+        self.unigram_entropy = -float(torch.special.xlogy(share, share).sum())
+
+    def batch(self, size: int, sequence: int, generator: torch.Generator) -> torch.Tensor:
+        """Random excerpts [size, sequence + 1]: what is read, and shifted by one what is to be foretold."""
+        if len(self.train) <= sequence + 1:
+            raise ValueError(f"the text's {len(self.train)} bytes are too few for sequences of {sequence}")
+        starts = torch.randint(len(self.train) - sequence, (size, 1), generator=generator)
+        return self.train[starts.to(self.train.device) + torch.arange(sequence + 1, device=self.train.device)]
+
+
+def mean_loss(model: GPT, tokens: torch.Tensor) -> torch.Tensor:
+    """Mean cross-entropy of foretelling each token [B, S + 1] from those before it."""
+    logits = model(tokens[:, :-1])
+    return F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
+
+
+class Trainer:
+    """A model in training. `before_backward(model)` may interfere between forward and backward."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        text: Text,
+        device: torch.device,
+        recipe: Recipe | None = None,
+        before_backward: Callable[[GPT], None] | None = None,
+    ) -> None:
+        self.settings, self.text, self.device = settings, text, device
+        self.recipe = recipe if recipe is not None else RECIPES[settings.recipe]
+        self.before_backward = before_backward
+        torch.manual_seed(settings.seed)
+        self.model = GPT(GPTConfig(settings.layers, settings.hidden, settings.heads), device)
+        matrices = [p for p in self.model.parameters() if p.ndim > 1]
+        vectors = [p for p in self.model.parameters() if p.ndim <= 1]  # biases and norms do not decay
+        self.optimizer = torch.optim.AdamW(
+            [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}],
+            lr=settings.rate, betas=(0.9, 0.95),
+        )  # fmt: skip
+        self.generator = torch.Generator().manual_seed(settings.seed)
+        self.losses: list[float] = []
+
+    def precision(self) -> te.autocast:
+        """The FP8 region of one forward (or none, for bf16)."""
+        return te.autocast(enabled=self.recipe is not None, recipe=self.recipe)
+
+    def step(self, number: int) -> torch.Tensor:
+        """One step of training; its loss, still on the device."""
+        s = self.settings
+        for group in self.optimizer.param_groups:
+            group["lr"] = s.rate * schedule(number, s.steps)
+        tokens = self.text.batch(s.batch, s.sequence, self.generator)
+        with torch.autocast(self.device.type, torch.bfloat16), self.precision():
+            loss = mean_loss(self.model, tokens)
+        if self.before_backward is not None:
+            self.before_backward(self.model)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    def train(self, on_step: Callable[[int, float], bool] | None = None, until: int | None = None) -> None:
+        """Train to step `until` (default: to the end). `on_step(done, loss)` returns True to stop."""
+        until = self.settings.steps if until is None else until
+        # Reading a loss waits for the GPU: so not after every step there, and then several at once.
+        every = max(1, self.settings.steps // 100) if self.device.type == "cuda" else 1
+        unread: list[torch.Tensor] = []
+        while (done := len(self.losses) + len(unread)) < until:
+            unread.append(self.step(done))
+            if len(unread) == every or done + 1 == until:
+                self.losses += torch.stack(unread).tolist()
+                unread.clear()
+                if on_step is not None and on_step(done + 1, self.losses[-1]):
+                    return
+
+    @torch.no_grad()
+    def held_out_loss(self, tokens: int = 1 << 16) -> float:
+        """Mean loss on the beginning of the held-out text, in the precision of the training."""
+        s = self.settings
+        count = min(tokens, len(self.text.held_out) - 1) // s.sequence
+        rows = self.text.held_out.unfold(0, s.sequence + 1, s.sequence)[:count]
+        losses = []
+        for part in rows.split(s.batch):
+            with torch.autocast(self.device.type, torch.bfloat16), self.precision():
+                losses.append(mean_loss(self.model, part) * len(part))
+        return float(torch.stack(losses).sum()) / count
+
+    def parameters(self) -> int:
+        """How many numbers are trained."""
+        return sum(p.numel() for p in self.model.parameters())
+
+    # -------------------------------------------------------------------------------- checkpoints
+
+    def save(self, path: Path) -> None:
+        """Write everything that the next step depends on. An interrupted write leaves the old file."""
+        state = {
+            "settings": dataclasses.asdict(self.settings),
+            "model": self.model.state_dict(),  # with the scales and histories of FP8: `....fp8_state.*`
+            "optimizer": self.optimizer.state_dict(),
+            "generator": self.generator.get_state(),
+            "rng": torch.get_rng_state(),
+            "losses": self.losses,
+        }
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft = path.with_suffix(".tmp")
+        torch.save(state, draft)
+        os.replace(draft, path)
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Go on exactly where a checkpoint was saved."""
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.generator.set_state(state["generator"])
+        torch.set_rng_state(state["rng"])
+        self.losses = list(state["losses"])
+
+
+def read_checkpoint(path: Path) -> dict[str, Any]:
+    """A checkpoint as `Trainer.save` wrote it: tensors and plain values, nothing that runs on loading."""
+    state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    return state
+
+
+def schedule(step: int, steps: int) -> float:
+    """The share of the highest learning rate: a short rise, then a straight line down to a twentieth."""
+    warmup = min(WARMUP, max(1, steps // 10))
+    return min((step + 1) / warmup, max(0.05, 1 - step / steps))

@@ -1,0 +1,120 @@
+"""Training: FP8 reaches the loss of bf16 (and the check notices when it cannot), checkpoints resume exactly."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import training
+from examples.training import TEXT, Settings, Text, Trainer, read_checkpoint
+from tests.backends import devices, requires_cuda
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = Settings(steps=6, layers=1, hidden=32, heads=2, batch=2, sequence=24)
+OPTIONS = "--device cpu --layers 1 --hidden 32 --heads 2 --batch 2 --seq 24".split()
+
+
+@pytest.fixture
+def one_thread():
+    """One thread of torch: a model this small gains nothing from two, and loses much where the cores are shared."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.timeout(900)  # about a minute
+def test_fp8_trains_like_bf16_and_frozen_gradient_scales_are_found_out(one_thread: None) -> None:
+    """The training check reduced to 60 steps."""
+    rows = {row["recipe"]: row for row in training.measure(device=torch.device("cpu"))}
+    assert rows["bf16"]["below unigram"] >= 0.15  # it did learn: there is something to lose
+    for recipe in ("delayed", "current"):
+        assert abs(rows[recipe]["of_bf16"] - 1) <= 0.01, recipe
+        # Far outside, not at the edge: the 1 % of the line above tells FP8 from broken FP8.
+        assert rows[f"{recipe}, gradient scales frozen"]["of_bf16"] >= 1.05, recipe
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+@requires_cuda
+def test_the_training_check() -> None:
+    """300 steps, three seeds, hidden 256."""
+    rows = training.measure()
+    assert [row["recipe"] for row in rows if not row["ok"]] == []
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "current", "none"])
+@pytest.mark.parametrize("device", devices())
+def test_a_checkpoint_resumes_exactly(recipe: str, device: str, tmp_path: Path) -> None:
+    """Six steps, or three, a checkpoint and three more in a new trainer: the same bits."""
+    place = torch.device(device)
+    settings, text = dataclasses.replace(SMALL, recipe=recipe), Text(TEXT, place)
+    straight = Trainer(settings, text, place)
+    straight.train()
+    first = Trainer(settings, text, place)
+    first.train(until=3)
+    first.save(tmp_path / "a.pt")
+    second = Trainer(dataclasses.replace(settings, seed=99), text, place)  # nothing of its own may survive
+    second.load(read_checkpoint(tmp_path / "a.pt"))
+    second.settings = settings
+    second.train()
+    assert second.losses == straight.losses
+    wanted, got = straight.model.state_dict(), second.model.state_dict()
+    assert list(wanted) == list(got)
+    assert any("fp8_state.scale_bwd" in name for name in wanted) == (recipe == "delayed")
+    assert [name for name in wanted if not torch.equal(wanted[name], got[name])] == []
+    assert straight.held_out_loss(2048) == second.held_out_loss(2048)
+
+
+def start(out: Path, *arguments: str) -> subprocess.Popen[str]:
+    """The program in a process of its own."""
+    command = [sys.executable, "examples/train_gpt.py", *OPTIONS, "--out", str(out), *arguments]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        command, cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+
+
+def test_the_program_reports_and_writes_its_results(tmp_path: Path) -> None:
+    process = start(tmp_path, "--steps", "5")
+    output, _ = process.communicate(timeout=200)
+    assert process.returncode == 0, output
+    for line in ("FP8 delayed", "bf16", "held-out loss", "unigram entropy", "tokens/s", "reference backend"):
+        assert line in output
+    with (tmp_path / "loss.csv").open() as file:
+        rows = list(csv.reader(file))
+    assert rows[0] == ["step", "FP8 delayed", "bf16"] and len(rows) == 6
+    assert abs(float(rows[1][1]) - 5.6) < 0.3  # near log(256), where a model that knows nothing begins
+    assert (tmp_path / "delayed.pt").exists() and (tmp_path / "none.pt").exists()
+
+
+def test_an_interrupted_program_goes_on_where_it_was(tmp_path: Path) -> None:
+    """Ctrl-C after some steps, then --resume: the losses of a run that nobody interrupted."""
+    whole = tmp_path / "whole"
+    output, _ = start(whole, "--steps", "40", "--no-compare").communicate(timeout=200)
+    process = start(tmp_path, "--steps", "40", "--no-compare", "--save-every", "1")
+    while not (tmp_path / "delayed.pt").exists() and process.poll() is None:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=200)
+    if process.returncode == 0:
+        pytest.skip("the run was over before it could be interrupted")
+    assert process.returncode == 130 and "--resume" in output, output
+    done = len(read_checkpoint(tmp_path / "delayed.pt")["losses"])
+    assert 1 <= done < 40
+    again = start(tmp_path, "--no-compare", "--resume")
+    output, _ = again.communicate(timeout=200)
+    assert again.returncode == 0 and f"going on after step {done}" in output, output
+    assert read_checkpoint(tmp_path / "delayed.pt")["losses"] == read_checkpoint(whole / "delayed.pt")["losses"]
+    wrong = start(tmp_path, "--no-compare", "--resume", "--batch", "4")
+    output, _ = wrong.communicate(timeout=200)
+    assert wrong.returncode != 0 and "batch=2" in output
