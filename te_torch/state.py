@@ -207,9 +207,10 @@ def update(tokens: Iterable[int], direction: int, only_due: bool = False) -> Non
     for token in tokens_by_callables:
         state = _by_token[token]
         _update_by_callables(state, direction, _rule(state))
-    for state in states:
-        if state.seen_version is not None:
-            state.seen_version = state.amax_history_fwd._version
+    if direction == FORWARD:
+        for state in states:
+            if state.seen_version is not None:
+                state.seen_version = state.amax_history_fwd._version
 
 
 def _plan_update(states: list[ScalingState], direction: int) -> tuple[list[tuple[torch.Tensor, Any]], list[int]]:

@@ -191,7 +191,7 @@ class BaseModule(CallingModule):
         if not precision:
             return inp, 0, None, recompute
         if tracing:
-            if not _trace_state(self._token, inp.device, precision):
+            if not _trace_state(self._token, inp.device, precision, region is not None and not region.traced):
                 return inp, precision, None, recompute
             state = self.fp8_state
             assert state is not None
@@ -265,13 +265,15 @@ def make_state(
 
 
 @constant_at_trace
-def _trace_state(token: int, device: torch.device, precision: int) -> bool:
+def _trace_state(token: int, device: torch.device, precision: int, watched: bool) -> bool:
     module = _by_token[token]
     assert isinstance(module, BaseModule)
     rule = precision_of(precision)
     if rule is None or rule.history is None:
         return False
-    make_state(module, device, rule, recipe_of(precision)).watch()
+    state = make_state(module, device, rule, recipe_of(precision))
+    if watched:  # a region inside the trace updates by itself what ran in it
+        state.watch()
     return True
 
 

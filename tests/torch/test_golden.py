@@ -32,7 +32,7 @@ def test_delayed_state_trace(name: str, device: str) -> None:
         module.bias.copy_(bias)
     for step in range(20):
         golden = {k.removeprefix(f"step{step:02d}/"): v for k, v in trace.items() if k.startswith(f"step{step:02d}/")}
-        x = golden["x"].to(device).requires_grad_()
+        x = golden["x"].detach().clone().to(device).requires_grad_()
         with te.autocast(recipe=TRACES[name]):
             y = module(x)
         y.backward(golden["go"].to(device))
