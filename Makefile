@@ -11,7 +11,7 @@ JOBS      ?= $(shell $(PYTHON) -c "import os; print(min(os.cpu_count() or 1, 8))
 # make gpu (SHARD=none: no tests; GPU_FLAGS: tools/gpu_run.py --help, such as --limit 540 --pack --mutants)
 WHEELS    ?= .whl
 SHARD     ?= 1/1
-BENCH     ?= gemm norms quantize modules
+BENCH     ?= gemm norms quantize modules training
 OUT       ?= build/gpu
 GPU_FLAGS ?=
 
@@ -33,7 +33,7 @@ check: env  ## lint, types, import floors, size limits, and every kernel compile
 	$(PY) tools/check.py $(ARGS)
 
 bench: env  ## run the benchmarks named in BENCH="gemm norms ..." into benchmarks/results
-	@for name in $(BENCH); do $(PY) -m benchmarks.$$name --out benchmarks/results || exit 1; done
+	$(PY) -m benchmarks.run $(BENCH) --out benchmarks/results
 
 docs: env  ## refresh the generated parts of the documents, run their examples, follow their links
 	$(PY) tools/docs.py $(ARGS)

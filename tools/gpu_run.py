@@ -1,7 +1,7 @@
 """`make gpu`: the suite or one shard of it, then named benchmarks. Offline, with the interpreter at hand.
 
 Everything lands in one folder: log.txt (all output), tests.xml, what the benchmarks write, and summary.json.
-A benchmark is run as `python -m benchmarks.NAME --out FOLDER`. Arguments after `--` go to pytest.
+A benchmark is run as `python -m benchmarks.run NAME --out FOLDER`. Arguments after `--` go to pytest.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def main() -> int:
             jobs = ["--jobs", str(given.jobs)]
             steps.run("mutants", [sys.executable, "tools/mutants.py", "--cuda", "--table", table, *jobs])
         for name in given.bench.split():
-            steps.run(f"bench {name}", [sys.executable, "-m", f"benchmarks.{name}", "--out", str(out)])
+            steps.run(f"bench {name}", [sys.executable, "-m", "benchmarks.run", name, "--out", str(out)])
     good = all(step["ok"] for step in steps.done)
     (out / "summary.json").write_text(json.dumps({"ok": good, "steps": steps.done}, indent=1) + "\n")
     if given.pack:
