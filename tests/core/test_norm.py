@@ -63,6 +63,7 @@ BACKWARD_CASES = [
     ("LayerNorm", "bf16", "bf16", "bf16", True, (9001, 8)),
     ("LayerNorm", "fp32", "fp32", "fp32", False, (3000, 33)),
     ("RMSNorm", "fp16", "fp16", "fp16", False, (2500, 768)),
+    ("LayerNorm", "fp32", "fp32", "fp32", False, (5000, 1032)),  # several rows for each team of threads
 ]
 
 
@@ -285,6 +286,7 @@ CASTS = [  # kind, x, gamma, out, shape
     ("RMSNorm", "bf16", "bf16", "bf16", (1, 8200)),
     ("LayerNorm", "bf16", "bf16", "bf16", (35, 20000)),
     ("RMSNorm", "bf16", "bf16", "bf16", (5000, 16)),
+    ("LayerNorm", "bf16", "bf16", "bf16", (9000, 264)),  # more tiles of rows than blocks: scratch is a block's own
 ]
 
 
