@@ -20,8 +20,8 @@ import torch
 from te_core import dtypes, ops
 from te_core.quantized import Cast
 from te_core.runtime import Runtime
-from te_core.tensor import Tensor
-from te_torch.runtime import TO_CORE, runtime_for
+from te_torch.runtime import runtime_for
+from te_torch.runtime import to_core as core
 
 RUNS = 21
 SHAPES = ((8192, 4096), (8192, 1024), (8192, 2048), (8192, 5120), (8192, 8192), (4096, 16384), (32768, 128))
@@ -66,11 +66,6 @@ def host_microseconds(work: Callable[[], Any], runs: int = 300) -> float:
         times.append(time.perf_counter() - start)
     torch.cuda.synchronize()
     return statistics.median(times) * 1e6
-
-
-def core(t: torch.Tensor) -> Tensor:
-    """A core view of a dense torch tensor."""
-    return Tensor(t.data_ptr(), tuple(t.shape), TO_CORE[t.dtype], runtime_for(t).device, t)
 
 
 def copy_rate(clock: Clock) -> float:

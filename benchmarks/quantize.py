@@ -24,7 +24,8 @@ from te_core.ops.quantize import ScalingState
 from te_core.quantized import Cast
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
-from te_torch.runtime import TO_CORE, runtime_for
+from te_torch.runtime import runtime_for
+from te_torch.runtime import to_core as core
 
 RUNS = 21
 SHAPES = ((8192, 4096), (8192, 14336), (1024, 4096))
@@ -67,11 +68,6 @@ def host_microseconds(work: Callable[[], Any], runs: int = 300) -> float:
         times.append(time.perf_counter() - start)
     torch.cuda.synchronize()
     return statistics.median(times) * 1e6
-
-
-def core(t: torch.Tensor) -> Tensor:
-    """A core view of a dense torch tensor."""
-    return Tensor(t.data_ptr(), tuple(t.shape), TO_CORE[t.dtype], runtime_for(t).device, t)
 
 
 def cases(rows: int, cols: int) -> Iterator[tuple[str, int, Callable[[], Any]]]:
