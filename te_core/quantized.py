@@ -1,25 +1,44 @@
 """Quantized storage as plain data: what a quantizer makes and a GEMM reads. No policy here.
 
-A matrix [M, K] may be held in two orientations, because an FP8 GEMM on Hopper reads both operands along the
-contraction: `rowwise` is [M, K], `columnwise` is its transpose [K, M]. Both are stored with every side rounded
-up to PAD elements and the tail filled with zeros, so any shape can enter any GEMM; `shape` is the real one.
+A matrix [M, K] may be held in two copies: `rowwise`, quantized along K, and `columnwise`, quantized along M.
+Which elements share a scale, and how the columnwise copy lies in memory, is the `Format`:
 
-In memory an orientation and the scale are one block of bytes: data, then the float32 scale_inv. The columnwise copy,
-which backward reads, begins its block, so the block alone is all that has to be kept for it.
+    tensor  one float32 scale; rowwise [M, K], columnwise its transpose [K, M] with the same scale
+    block   FP8, a float32 scale for each 1x128 piece along the contraction, or 128x128 tile (`tiled`);
+            columnwise is transposed. Scales lie as cuBLASLt reads them: piece-wise [blocks, rows] (of the copy),
+            tiled [row blocks, blocks rounded up to 4]
+    mxfp8   FP8, an E8M0 scale for each 32 elements (or 32x32); columnwise is NOT transposed: [M, K] with its scales
+            along M. Scales [rows up to 128, blocks up to 4]; columnwise [blocks up to 4, columns up to 128]
+    nvfp4   two E2M1 values a byte, low nibble first, an E4M3 scale for each 16 elements (or 16x16) below a float32
+            amax for the copy (for each row, if `row_scaled`); columnwise is transposed. Scales [rows of the copy
+            up to 128, blocks up to 4]
+
+A scale here is what a value is multiplied by to get it back (scale_inv), except that nvfp4 also has the amax.
+Data is stored with every side rounded up (to 16; mxfp8 32) and the tail filled with zeros, so any shape can enter any
+GEMM; scales of the padding are those of zeros. `shape` is the real one.
+
+In memory all pieces of a copy are one block of bytes: data, scale, amax. The columnwise copy, which backward reads,
+begins its block, so the block alone is all that has to be kept for it.
 """
 
 from __future__ import annotations
 
+from functools import lru_cache
+from typing import Any, NamedTuple
+
 from te_core import dtypes
 from te_core.dtypes import DType
-from te_core.tensor import Tensor
+from te_core.tensor import META, Tensor
 
-#: Up to this many bytes an orientation both lie in one block: an allocation costs a host 3 us, and keeping the
+#: Up to this many bytes a copy both lie in one block: an allocation costs a host 3 us, and keeping the
 #: row-wise copy until backward costs less memory than the allocator's own rounding.
 ONE_BLOCK = 1 << 16
 
 #: cuBLASLt wants FP8 leading dimensions and addresses in multiples of 16 bytes.
 PAD = 16
+
+#: Elements along the contraction that share a scale.
+BLOCK = {"block": 128, "mxfp8": 32, "nvfp4": 16}
 
 
 def padded(n: int) -> int:
@@ -27,54 +46,186 @@ def padded(n: int) -> int:
     return (n + PAD - 1) // PAD * PAD
 
 
-class QuantizedTensor:
-    """A per-tensor scaled FP8 matrix: value = data * scale_inv."""
+def up(n: int, step: int) -> int:
+    """`n` rounded up to a multiple of `step`."""
+    return (n + step - 1) // step * step
 
-    __slots__ = ("block", "columnwise", "dtype", "rowwise", "scale_inv", "shape")
 
-    def __init__(
-        self,
-        rowwise: Tensor | None,
-        columnwise: Tensor | None,
-        scale_inv: Tensor,
-        shape: tuple[int, int],
-        dtype: DType,
-        block: Tensor | None = None,
-    ) -> None:
-        self.rowwise = rowwise  # [padded(M), padded(K)]
-        self.columnwise = columnwise  # [padded(K), padded(M)]
-        self.scale_inv = scale_inv  # float32 [1]
-        self.shape = shape  # (M, K)
-        self.dtype = dtype
-        self.block = block  # uint8: the memory that begins with the columnwise copy and holds the scale after it
+class Format:
+    """How a quantized matrix is held. A singleton for each combination; compare with `is`."""
+
+    __slots__ = ("bound", "dtype", "row_scaled", "scaling", "tiled")
+    _known: dict[tuple[Any, ...], Format] = {}
+    dtype: DType
+    scaling: str
+    tiled: bool
+    row_scaled: bool
+    bound: int
+
+    def __new__(
+        cls, dtype: DType, scaling: str = "tensor", tiled: bool = False, row_scaled: bool = False, bound: int = 448
+    ) -> Format:
+        """The format of this element type and scaling; `bound` is the largest E4M3 scale of nvfp4 (448 or 256)."""
+        key = (dtype, scaling, tiled, row_scaled, bound)
+        found = cls._known.get(key)
+        if found is None:
+            found = super().__new__(cls)
+            found.dtype, found.scaling, found.tiled, found.row_scaled, found.bound = key
+            found = cls._known.setdefault(key, found)
+        return found
+
+    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
+        return Format, (self.dtype, self.scaling, self.tiled, self.row_scaled, self.bound)
+
+    def __repr__(self) -> str:
+        n = BLOCK.get(self.scaling)
+        extra = ", an amax a row" if self.row_scaled else ""
+        grain = f" {n if self.tiled else 1}x{n}" if n else " per tensor"
+        return f"{self.dtype}{grain}{extra}"
+
+    @property
+    def pad(self) -> int:
+        """Sides of the stored data are multiples of this."""
+        return 32 if self.scaling == "mxfp8" else PAD
+
+    @property
+    def transposed(self) -> bool:
+        """Whether the columnwise copy lies transposed in memory."""
+        return self.scaling != "mxfp8"
+
+
+class Pieces(NamedTuple):
+    """The tensors of one copy of a matrix: shapes and types. In memory they follow one another."""
+
+    data: tuple[int, int]
+    data_type: DType
+    scale: tuple[int, ...]
+    scale_type: DType
+    amax: int  # float32 elements; 0: none
+
+    @property
+    def data_bytes(self) -> int:
+        """Bytes of the data."""
+        return self.data[0] * self.data[1]
+
+    @property
+    def scale_bytes(self) -> int:
+        """Bytes of the scales, up to the next multiple of 16."""
+        count = self.scale[0] * (self.scale[1] if len(self.scale) > 1 else 1)
+        return up(count * self.scale_type.itemsize, 16)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole copy, a multiple of 16."""
+        return self.data_bytes + self.scale_bytes + up(4 * self.amax, 16)
+
+
+def pieces(form: Format, shape: tuple[int, int], columnwise: bool) -> Pieces:
+    """What a copy of a matrix of this shape consists of."""
+    m, k = up(shape[0], form.pad), up(shape[1], form.pad)
+    scaling = form.scaling
+    if scaling == "mxfp8":
+        scales = (up(m // 32, 4), up(k, 128)) if columnwise else (up(m, 128), up(k // 32, 4))
+        return Pieces((m, k), form.dtype, scales, dtypes.uint8, 0)
+    rows, along = (k, m) if columnwise else (m, k)
+    if scaling == "tensor":
+        return Pieces((rows, along), form.dtype, (1,), dtypes.float32, 0)
+    if scaling == "block":
+        blocks = (along + 127) // 128
+        scales = ((rows + 127) // 128, up(blocks, 4)) if form.tiled else (blocks, rows)
+        return Pieces((rows, along), form.dtype, scales, dtypes.float32, 0)
+    amax = (shape[1] if columnwise else shape[0]) if form.row_scaled else 1
+    return Pieces((rows, along // 2), dtypes.uint8, (up(rows, 128), up(along // 16, 4)), dtypes.uint8, amax)
+
+
+_pieces = lru_cache(4096)(pieces)
+
+
+def pieces_of(device: Any, form: Format, shape: tuple[int, int], columnwise: bool) -> Pieces:
+    """The same from a cache; not on the meta device, whose sizes may be a compiler's symbols, which make no keys."""
+    return (pieces if device is META else _pieces)(form, shape, columnwise)
+
+
+class Copy(NamedTuple):
+    """One copy of a matrix in memory."""
+
+    data: Tensor
+    scale: Tensor
+    amax: Tensor | None
 
     @classmethod
-    def columnwise_in(cls, block: Tensor, shape: tuple[int, int], dtype: DType) -> QuantizedTensor:
-        """The columnwise copy that a block begins with, and its scale."""
-        m, k = padded(shape[0]), padded(shape[1])
-        device = block.device
-        scale_inv = Tensor(block.ptr + m * k, (1,), dtypes.float32, device, block)
-        return cls(None, Tensor(block.ptr, (k, m), dtype, device, block), scale_inv, shape, dtype, block)
+    def at(cls, block: Tensor, offset: int, parts: Pieces) -> Copy:
+        """The copy whose pieces lie in a block of bytes from `offset` on."""
+        ptr, device = block.ptr + offset, block.device
+        scale_at = ptr + parts.data_bytes
+        amax = None
+        if parts.amax:
+            amax = Tensor(scale_at + parts.scale_bytes, (parts.amax,), dtypes.float32, device, block)
+        return cls(
+            Tensor(ptr, parts.data, parts.data_type, device, block),
+            Tensor(scale_at, parts.scale, parts.scale_type, device, block),
+            amax,
+        )
+
+
+class QuantizedTensor:
+    """A matrix in a narrow format: one or both copies, each with its scales."""
+
+    __slots__ = (
+        "block", "columnwise", "columnwise_amax", "columnwise_scale", "dtype", "format", "rowwise", "rowwise_amax",
+        "rowwise_scale", "shape",
+    )  # fmt: skip
+
+    def __init__(
+        self, form: Format, shape: tuple[int, int], rowwise: Copy | None, columnwise: Copy | None,
+        block: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        self.format = form
+        self.dtype = form.dtype
+        self.shape = shape  # (M, K)
+        self.rowwise: Tensor | None
+        self.columnwise: Tensor | None
+        self.rowwise, self.rowwise_scale, self.rowwise_amax = rowwise or (None, None, None)
+        self.columnwise, self.columnwise_scale, self.columnwise_amax = columnwise or (None, None, None)
+        self.block = block  # uint8: the memory that begins with the columnwise copy
+
+    @property
+    def scale_inv(self) -> Tensor:
+        """The scale of a per-tensor format, float32 [1]."""
+        scale = self.rowwise_scale if self.rowwise_scale is not None else self.columnwise_scale
+        assert scale is not None
+        return scale
+
+    @classmethod
+    def columnwise_in(cls, block: Tensor, shape: tuple[int, int], form: Format) -> QuantizedTensor:
+        """The columnwise copy that a block begins with."""
+        parts = pieces_of(block.device, form, shape, True)
+        return cls(form, shape, None, Copy.at(block, 0, parts), block)
 
     def __repr__(self) -> str:
         held = [n for n in ("rowwise", "columnwise") if getattr(self, n) is not None]
-        return f"QuantizedTensor({self.dtype} {tuple(self.shape)}, {' and '.join(held) or 'empty'})"
+        return f"QuantizedTensor({self.format} {tuple(self.shape)}, {' and '.join(held) or 'empty'})"
 
 
 class Cast:
-    """How a producer (quantize, norm, activation) shall deliver its result in FP8.
+    """How a producer (quantize, norm, activation) shall deliver its result.
 
-    With `scale` (float32 [1], on the device) the value is multiplied by it and cast (delayed scaling); `amax`,
-    if given, is raised to the maximum |value| (float32 [1], never lowered). Without `scale` the scale is worked
-    out from the value's own maximum (current scaling): `epsilon` and `power_of_two` are its rule. Not to be changed
-    once made: casts are shared between calls.
+    Per tensor: with `scale` (float32 [1], on the device) the value is multiplied by it and cast (delayed scaling);
+    `amax`, if given, is raised to the maximum |value| (float32 [1], never lowered). Without `scale` the scale is
+    worked out from the value's own maximum (current scaling). `epsilon` and `power_of_two` are the rule of current
+    and block scaling. nvfp4: `transform` applies the random Hadamard transform to the columnwise copy, `stochastic`
+    rounds the data so (`rng` int64 [2] and `site` say with which draws), `four_over_six` ("MAE" or "MSE") quantizes
+    each block twice and keeps the better. Not to be changed once made: casts are shared between calls.
     """
 
-    __slots__ = ("amax", "columnwise", "dtype", "epsilon", "key", "power_of_two", "rowwise", "scale")
+    __slots__ = (
+        "amax", "columnwise", "dtype", "epsilon", "format", "four_over_six", "key", "power_of_two", "rng", "rowwise",
+        "scale", "site", "stochastic", "transform",
+    )  # fmt: skip
 
     def __init__(
         self,
-        dtype: DType,
+        form: Format | DType,
         *,
         rowwise: bool,
         columnwise: bool,
@@ -82,13 +233,26 @@ class Cast:
         amax: Tensor | None = None,
         epsilon: float = 0.0,
         power_of_two: bool = False,
+        transform: bool = False,
+        stochastic: bool = False,
+        rng: Tensor | None = None,
+        site: int = 0,
+        four_over_six: str | None = None,
     ) -> None:
-        self.dtype = dtype
+        self.format = form if isinstance(form, Format) else Format(form)
+        self.dtype = self.format.dtype
         self.rowwise = rowwise
         self.columnwise = columnwise
         self.scale = scale
         self.amax = amax
         self.epsilon = epsilon
         self.power_of_two = power_of_two
+        self.transform = transform
+        self.stochastic = stochastic
+        self.rng = rng
+        self.site = site
+        self.four_over_six = four_over_six
         #: What a plan depends on (the tensors and the epsilon are run-time values).
-        self.key = (dtype, rowwise, columnwise, scale is not None, amax is not None)
+        self.key = (
+            self.format, rowwise, columnwise, scale is not None, amax is not None, transform, stochastic, four_over_six
+        )  # fmt: skip

@@ -1,8 +1,7 @@
-"""Recipes: how low precision is asked for (public, mutable, as documented) and what it comes down to.
+"""Recipes: how low precision is asked for. Public, mutable, as documented.
 
-A public recipe (`DelayedScaling`, …) is what a user builds. `resolve()` turns it, by value, into a frozen
-`Precision`: per operand role and per GEMM the format and scaling rule. Only a `Precision` goes below the
-adapters, and no code there asks which recipe it came from.
+A recipe (`DelayedScaling`, …) is what a user builds. `resolve()` turns it, by value, into a frozen
+`te_core.precision.Precision`; only that goes below the adapters.
 """
 
 from __future__ import annotations
@@ -11,60 +10,14 @@ import itertools
 import os
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, ClassVar, NamedTuple
 
 from te_core import dtypes
 from te_core.dtypes import DType
-from te_core.errors import ArgumentError, UnsupportedError
-
-# ------------------------------------------------------------------------------------ the frozen side
-
-
-@dataclass(frozen=True, slots=True)
-class Operand:
-    """How one operand role is quantized."""
-
-    dtype: DType
-    scaling: str  # "delayed" or "current"
-    power_of_two: bool = False
-    epsilon: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Gemm:
-    """How one GEMM accumulates: split means FP8 partial sums are promoted to fp32 on the way."""
-
-    split_accumulator: bool
-
-
-@dataclass(frozen=True, slots=True)
-class History:
-    """The delayed-scaling rule: what the scale of the next step is computed from."""
-
-    length: int
-    margin: int
-    amax_algo: str | Callable[..., Any]
-    scale_algo: Callable[..., Any] | None
-    reduce_amax: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Precision:
-    """What a recipe comes down to: a format and rule per operand, an accumulation rule per GEMM."""
-
-    input: Operand
-    weight: Operand
-    grad: Operand
-    fprop: Gemm
-    dgrad: Gemm
-    wgrad: Gemm
-    history: History | None = None  # only delayed scaling keeps one
-
-
-# ------------------------------------------------------------------------------------ the public side
-
+from te_core.errors import ArgumentError
+from te_core.precision import Gemm, History, Operand, Precision
 
 class _FormatMax(NamedTuple):
     max_fwd: float
@@ -113,7 +66,14 @@ def _env_flag(name: str) -> bool:
 
 # Read once at import, as documented: a later change of the environment changes no recipe.
 _CURRENT_POW2 = _env_flag("NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES")
+_BLOCK_F32 = _env_flag("NVTE_FP8_BLOCK_SCALING_FP32_SCALES")
 _BACKWARD_OVERRIDE = os.environ.get("NVTE_BACKWARD_OVERRIDE") or None
+
+#: What `backward_override` may be: backward's GEMMs quantized as usual, from the original operands, or from the
+#: dequantized row-wise ones.
+_OVERRIDES = (None, "high_precision", "dequantized")
+_SCOPES = ("none", "weights", "activations", "all")
+_GEMM_FIELDS = ("fp8_gemm_fprop", "fp8_gemm_dgrad", "fp8_gemm_wgrad")
 
 
 _by_token: weakref.WeakValueDictionary[int, Recipe] = weakref.WeakValueDictionary()
@@ -145,12 +105,12 @@ class Recipe:
     @classmethod
     def nvfp4(cls) -> bool:
         """Whether this is the NVFP4 recipe."""
-        return False
+        return issubclass(cls, NVFP4BlockScaling)
 
     @classmethod
     def mxfp8(cls) -> bool:
         """Whether this is the MXFP8 recipe."""
-        return False
+        return issubclass(cls, MXFP8BlockScaling)
 
     @classmethod
     def delayed(cls) -> bool:
@@ -170,12 +130,12 @@ class Recipe:
     @classmethod
     def float8_block_scaling(cls) -> bool:
         """Whether this is the FP8 block-scaling recipe."""
-        return False
+        return issubclass(cls, Float8BlockScaling)
 
     @classmethod
     def custom(cls) -> bool:
         """Whether quantizers are supplied by the user."""
-        return False
+        return issubclass(cls, CustomRecipe)
 
     def resolve(self) -> Precision:
         """The frozen description of this recipe as it stands now."""
@@ -189,12 +149,17 @@ def resolve(recipe: Recipe) -> Precision:
     """The one `Precision` object of all recipes that say the same (so that `is` compares precisions)."""
     found: Precision | None = vars(recipe).get("_precision")
     if found is None:
-        precision = recipe.resolve()
-        found = next((p for p in _resolved if p == precision), None)
-        if found is None:
-            found = precision
-            _resolved.append(found)
+        found = the_one(recipe.resolve())
         vars(recipe)["_precision"] = found  # until a field is assigned
+    return found
+
+
+def the_one(precision: Precision) -> Precision:
+    """The object that stands for all precisions equal to this one."""
+    found = next((p for p in _resolved if p == precision), None)
+    if found is None:
+        found = precision
+        _resolved.append(found)
     return found
 
 
@@ -215,6 +180,11 @@ def _check_common(recipe: Any, overrides: tuple[str | None, ...]) -> None:
         name, "backward_override", recipe.backward_override, recipe.backward_override in overrides,
         " or ".join(map(repr, overrides)),
     )  # fmt: skip
+
+
+def _gemms(recipe: Any) -> tuple[Gemm, Gemm, Gemm]:
+    fprop, dgrad, wgrad = (Gemm(getattr(recipe, name).use_split_accumulator) for name in _GEMM_FIELDS)
+    return fprop, dgrad, wgrad
 
 
 @dataclass
@@ -258,9 +228,10 @@ class DelayedScaling(Recipe):
             self.amax_history_len, self.margin, self.amax_compute_algo, self.scaling_factor_compute_algo,
             self.reduce_amax,
         )  # fmt: skip
+        forward, backward = Operand(fwd, "delayed"), Operand(bwd, "delayed")
         return Precision(
-            Operand(fwd, "delayed"), Operand(fwd, "delayed"), Operand(bwd, "delayed"),
-            Gemm(False), Gemm(True), Gemm(True), history,
+            forward, forward, backward, Gemm(False), Gemm(True), Gemm(True), history,
+            output=forward, grad_input=backward,
         )  # fmt: skip
 
 
@@ -284,12 +255,12 @@ class Float8CurrentScaling(Recipe):
 
     def __post_init__(self) -> None:
         name = "Float8CurrentScaling"
-        _check_common(self, (None, "high_precision", "dequantized"))
+        _check_common(self, _OVERRIDES)
         _require(
             name, "use_power_2_scales", self.use_power_2_scales, isinstance(self.use_power_2_scales, bool),
             "True or False",
         )  # fmt: skip
-        for gemm in ("fp8_gemm_fprop", "fp8_gemm_dgrad", "fp8_gemm_wgrad"):
+        for gemm in _GEMM_FIELDS:
             value = getattr(self, gemm)
             _require(name, gemm, value, isinstance(value, MMParams), "MMParams(use_split_accumulator=True or False)")
 
@@ -301,17 +272,203 @@ class Float8CurrentScaling(Recipe):
     def resolve(self) -> Precision:
         """The frozen description of this recipe as it stands now."""
         self.__post_init__()
-        if self.backward_override is not None:
-            raise UnsupportedError(
-                "Float8CurrentScaling", f"backward_override={self.backward_override!r}", "None in this release",
-                "leave it out: backward then runs in FP8",
-            )  # fmt: skip
         fwd, bwd = _FORWARD[self.fp8_format], _BACKWARD[self.fp8_format]
         return Precision(
             self._operand(fwd, self.fp8_quant_fwd_inp),
             self._operand(fwd, self.fp8_quant_fwd_weight),
             self._operand(bwd, self.fp8_quant_bwd_grad),
-            Gemm(self.fp8_gemm_fprop.use_split_accumulator),
-            Gemm(self.fp8_gemm_dgrad.use_split_accumulator),
-            Gemm(self.fp8_gemm_wgrad.use_split_accumulator),
+            *_gemms(self),
+            backward=self.backward_override,
+            output=self._operand(fwd, None),
+            grad_input=self._operand(bwd, None),
+        )
+
+
+@dataclass
+class Float8BlockScaling(Recipe):
+    """FP8 with a scale for each 1x128 piece (activations, gradients) or 128x128 tile (weights)."""
+
+    use_f32_scales: bool = _BLOCK_F32
+    fp8_format: Format = Format.E4M3
+    x_block_scaling_dim: int = 1
+    w_block_scaling_dim: int = 2
+    grad_block_scaling_dim: int = 1
+    fp8_gemm_fprop: MMParams = MMParams(use_split_accumulator=True)
+    fp8_gemm_dgrad: MMParams = MMParams(use_split_accumulator=True)
+    fp8_gemm_wgrad: MMParams = MMParams(use_split_accumulator=True)
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+    backward_override: str | None = field(default=_BACKWARD_OVERRIDE)
+
+    # Assignable on the instance; None means "as use_f32_scales says".
+    fp8_quant_fwd_inp: ClassVar[QParams | None] = None
+    fp8_quant_fwd_weight: ClassVar[QParams | None] = None
+    fp8_quant_bwd_grad: ClassVar[QParams | None] = None
+
+    def __post_init__(self) -> None:
+        name = "Float8BlockScaling"
+        _check_common(self, _OVERRIDES)
+        for flag in ("fp8_dpa", "fp8_mha"):
+            _require(name, flag, getattr(self, flag), not getattr(self, flag), "False: attention has no block scaling")
+        _require(name, "use_f32_scales", self.use_f32_scales, isinstance(self.use_f32_scales, bool), "True or False")
+        dims = ("x_block_scaling_dim", "w_block_scaling_dim", "grad_block_scaling_dim")
+        for dim in dims:
+            _require(name, dim, getattr(self, dim), getattr(self, dim) in (1, 2), "1 (1x128) or 2 (128x128)")
+        tiled = [dim for dim in dims if getattr(self, dim) == 2]
+        _require(
+            name, " and ".join(tiled), 2, len(tiled) <= 1,
+            "128x128 tiles for at most one of input, weight and gradient: no GEMM reads two tiled operands",
+        )  # fmt: skip
+        for gemm in _GEMM_FIELDS:
+            value = getattr(self, gemm)
+            _require(
+                name, gemm, value, isinstance(value, MMParams) and value.use_split_accumulator,
+                "MMParams(use_split_accumulator=True): block products are always promoted",
+            )  # fmt: skip
+
+    def _operand(self, dtype: DType, dim: int, params: QParams | None) -> Operand:
+        if params is None:
+            params = QParams(power_2_scale=not self.use_f32_scales)
+        return Operand(dtype, "block", params.power_2_scale, params.amax_epsilon, tiled=dim == 2)
+
+    def resolve(self) -> Precision:
+        """The frozen description of this recipe as it stands now."""
+        self.__post_init__()
+        fwd, bwd = _FORWARD[self.fp8_format], _BACKWARD[self.fp8_format]
+        return Precision(
+            self._operand(fwd, self.x_block_scaling_dim, self.fp8_quant_fwd_inp),
+            self._operand(fwd, self.w_block_scaling_dim, self.fp8_quant_fwd_weight),
+            self._operand(bwd, self.grad_block_scaling_dim, self.fp8_quant_bwd_grad),
+            *_gemms(self),
+            backward=self.backward_override,
+            output=self._operand(fwd, 1, None),
+            grad_input=self._operand(bwd, 1, None),
+        )
+
+
+@dataclass
+class MXFP8BlockScaling(Recipe):
+    """FP8 with a power-of-two scale for each 32 elements."""
+
+    margin: int = 0
+    fp8_format: Format = Format.E4M3
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+    backward_override: str | None = field(default=_BACKWARD_OVERRIDE)
+    enable_2d_quantization: bool = False
+
+    def __post_init__(self) -> None:
+        name = "MXFP8BlockScaling"
+        _check_common(self, _OVERRIDES)
+        _require(name, "margin", self.margin, isinstance(self.margin, int), "an integer (it has no effect)")
+        tiled = self.enable_2d_quantization
+        _require(name, "enable_2d_quantization", tiled, isinstance(tiled, bool), "True or False")
+
+    def resolve(self) -> Precision:
+        """The frozen description of this recipe as it stands now."""
+        self.__post_init__()
+        fwd = Operand(_FORWARD[self.fp8_format], "mxfp8")
+        bwd = Operand(_BACKWARD[self.fp8_format], "mxfp8")
+        weight = replace(fwd, tiled=self.enable_2d_quantization)
+        return Precision(
+            fwd, weight, bwd, Gemm(True), Gemm(True), Gemm(True), backward=self.backward_override,
+            output=fwd, grad_input=bwd,
+        )  # fmt: skip
+
+
+@dataclass
+class NVFP4BlockScaling(Recipe):
+    """FP4 with an E4M3 scale for each 16 elements below one float32 scale a tensor."""
+
+    disable_rht: bool = _env_flag("NVTE_NVFP4_DISABLE_RHT")
+    disable_stochastic_rounding: bool = _env_flag("NVTE_NVFP4_DISABLE_STOCHASTIC_ROUNDING")
+    disable_2d_quantization: bool = _env_flag("NVTE_NVFP4_DISABLE_2D_QUANTIZATION")
+    row_scaled_activation: bool = _env_flag("NVTE_NVFP4_ROW_SCALED_ACTIVATION")
+    nvfp4_4over6: str = os.environ.get("NVTE_NVFP4_4OVER6") or "none"
+    nvfp4_4over6_e4m3_use_256: str = os.environ.get("NVTE_NVFP4_4OVER6_E4M3_USE_256") or "all"
+    nvfp4_4over6_err_mode: str = os.environ.get("NVTE_NVFP4_4OVER6_ERR_MODE") or "MAE"
+    fp4_format: Format = Format.E2M1
+    fp8_format: Format = Format.E4M3
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+    backward_override: str | None = field(default=_BACKWARD_OVERRIDE)
+
+    def __post_init__(self) -> None:
+        name = "NVFP4BlockScaling"
+        _check_common(self, _OVERRIDES)
+        for flag in ("disable_rht", "disable_stochastic_rounding", "disable_2d_quantization", "row_scaled_activation"):
+            _require(name, flag, getattr(self, flag), isinstance(getattr(self, flag), bool), "True or False")
+        for scope in ("nvfp4_4over6", "nvfp4_4over6_e4m3_use_256"):
+            value = getattr(self, scope)
+            _require(name, scope, value, value in _SCOPES, " or ".join(map(repr, _SCOPES)))
+        mode = self.nvfp4_4over6_err_mode
+        _require(name, "nvfp4_4over6_err_mode", mode, mode in ("MAE", "MSE"), "'MAE' or 'MSE'")
+        _require(name, "fp4_format", self.fp4_format, self.fp4_format is Format.E2M1, "Format.E2M1")
+        _require(name, "fp8_format", self.fp8_format, self.fp8_format is Format.E4M3, "Format.E4M3")
+        four = self.nvfp4_4over6
+        _require(
+            name, "nvfp4_4over6", four, four in ("none", "weights") or self.disable_rht,
+            "'none' or 'weights' unless disable_rht=True: the transform and the double quantization exclude each other",
+        )  # fmt: skip
+        _require(
+            name, "row_scaled_activation", True, not self.row_scaled_activation or self.disable_rht,
+            "False unless disable_rht=True",
+        )  # fmt: skip
+        transform = not self.disable_rht
+        stochastic = not self.disable_stochastic_rounding
+        self.fp4_quant_fwd_inp = QParams(random_hadamard_transform=transform)
+        self.fp4_quant_fwd_weight = QParams(fp4_2d_quantization=not self.disable_2d_quantization)
+        self.fp4_quant_bwd_grad = QParams(random_hadamard_transform=transform, stochastic_rounding=stochastic)
+
+    def _operand(self, scope: str, params: QParams) -> Operand:
+        four = scope != "gradients" and self.nvfp4_4over6 in (scope, "all")
+        wide = four and self.nvfp4_4over6_e4m3_use_256 in (scope, "all")
+        return Operand(
+            dtypes.float4_e2m1, "nvfp4", params.power_2_scale, params.amax_epsilon,
+            tiled=params.fp4_2d_quantization,
+            transform=params.random_hadamard_transform,
+            stochastic=params.stochastic_rounding,
+            row_scaled=self.row_scaled_activation and scope == "activations",
+            four_over_six=self.nvfp4_4over6_err_mode if four else None,
+            bound=256 if wide else 448,
+        )  # fmt: skip
+
+    def resolve(self) -> Precision:
+        """The frozen description of this recipe as it stands now."""
+        given = self.fp4_quant_fwd_inp, self.fp4_quant_fwd_weight, self.fp4_quant_bwd_grad
+        self.__post_init__()
+        self.fp4_quant_fwd_inp, self.fp4_quant_fwd_weight, self.fp4_quant_bwd_grad = given  # a user may assign them
+        x, w, dy = (self._operand(*pair) for pair in zip(("activations", "weights", "gradients"), given, strict=True))
+        return Precision(
+            x, w, dy, Gemm(True), Gemm(True), Gemm(True), backward=self.backward_override,
+            output=replace(x, transform=False), grad_input=replace(dy, transform=False),
+        )  # fmt: skip
+
+
+@dataclass
+class CustomRecipe(Recipe):
+    """`qfactory(role)` returns a quantizer, or a request for one, for each operand role of each module."""
+
+    qfactory: Callable[..., Any]
+    fp8_format: Format = Format.HYBRID
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+    backward_override: str | None = field(default=_BACKWARD_OVERRIDE)
+    quantization_alignment: int = 128
+
+    def __post_init__(self) -> None:
+        name = "CustomRecipe"
+        _check_common(self, _OVERRIDES)
+        _require(name, "qfactory", self.qfactory, callable(self.qfactory), "a callable(role) -> quantizer or request")
+        alignment = self.quantization_alignment
+        _require(
+            name, "quantization_alignment", alignment, isinstance(alignment, int) and alignment > 0, "an integer > 0"
+        )
+
+    def resolve(self) -> Precision:
+        """Only that a factory decides; a module asks it for its own roles."""
+        self.__post_init__()
+        split = Gemm(True)
+        return Precision(
+            None, None, None, split, split, split, backward=self.backward_override, factory=self.qfactory
         )

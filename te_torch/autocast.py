@@ -17,7 +17,8 @@ from typing import Any
 import torch
 
 from te_core.errors import ArgumentError, UnsupportedError
-from te_core.recipe import DelayedScaling, Precision, Recipe, by_token, resolve
+from te_core.precision import Precision
+from te_core.recipe import DelayedScaling, Recipe, by_token, resolve
 from te_torch import state as scaling
 from te_torch.runtime import constant_at_trace
 

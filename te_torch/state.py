@@ -21,7 +21,7 @@ import torch
 from te_core import ops
 from te_core.ops.quantize import ScalingState as CoreState
 from te_core.quantize.state import BACKWARD_SLOTS, FORWARD_SLOTS, Scales
-from te_core.recipe import History, Precision
+from te_core.precision import History, Precision
 from te_torch.runtime import runtime_for, to_core
 
 NAMES = ("scale_fwd", "amax_history_fwd", "scale_bwd", "amax_history_bwd")

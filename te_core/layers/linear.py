@@ -16,7 +16,7 @@ from te_core.dtypes import DType
 from te_core.layers.inspector import Inspector, Operand, Request, alike, offer, offer_result
 from te_core.quantize.state import INPUT, WEIGHT, Scales, backward_cast, forward_cast
 from te_core.quantized import Cast, QuantizedTensor, padded
-from te_core.recipe import Gemm, Precision
+from te_core.precision import Gemm, Precision
 from te_core.runtime import Runtime
 from te_core.tensor import META, Tensor
 
@@ -243,4 +243,4 @@ def restored(kept: Tensor | None, shape: tuple[int, int], precision: Precision |
     if kept.dtype is not dtypes.uint8:
         return kept
     assert precision is not None
-    return QuantizedTensor.columnwise_in(kept, shape, precision.input.dtype)
+    return QuantizedTensor.columnwise_in(kept, shape, precision.input.format)

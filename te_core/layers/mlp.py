@@ -16,7 +16,7 @@ from te_core.layers.linear import Needs, dgrad, fprop, prepare_gradient, restore
 from te_core.layers.norm import NormSpec
 from te_core.layers.norm_linear import norm_gradients, normalize
 from te_core.quantize.state import INPUT, WEIGHT, Scales, backward_cast, forward_cast
-from te_core.recipe import Precision
+from te_core.precision import Precision
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from te_core.dtypes import ACTIVATION_DTYPES
 from te_core.ops import _check
-from te_core.ops.quantize import allocate, check_cast
+from te_core.ops.quantize import allocate, check_cast, quantize
 from te_core.quantized import Cast, QuantizedTensor
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
@@ -33,6 +33,10 @@ def activation_forward(
     rt: Runtime, x: Tensor, kind: str, *, cast: Cast | None = None, keep: bool = False
 ) -> tuple[Tensor | None, QuantizedTensor | None]:
     """(y, quantized): y is None when only the FP8 copy is wanted (`cast` without `keep`)."""
+    if cast is not None and cast.format.scaling != "tensor":  # a launch of its own, from the rounded values
+        y, _ = activation_forward(rt, x, kind)
+        assert y is not None
+        return (y if keep else None), quantize(rt, y, cast)
     key = ("activation_forward", x.shape, x.dtype, kind, cast and cast.key, keep, x.ptr & 15)
     plan = rt.plans.get(key)
     if plan is None:
@@ -57,6 +61,10 @@ def activation_backward(
     column_sum: Tensor | None = None,
 ) -> tuple[Tensor | None, QuantizedTensor | None]:
     """(dx, quantized): dx has the shape and dtype of x. `column_sum` is set to the column sums of the rounded dx."""
+    if cast is not None and cast.format.scaling != "tensor":
+        dx, _ = activation_backward(rt, dy, x, kind)
+        assert dx is not None
+        return (dx if keep else None), quantize(rt, dx, cast, column_sum=column_sum)
     key = (
         "activation_backward", x.shape, x.dtype, dy.dtype, kind, cast and cast.key, keep,
         column_sum and column_sum.dtype, (x.ptr | dy.ptr) & 15,

@@ -11,7 +11,7 @@ from __future__ import annotations
 from te_core import dtypes
 from te_core.dtypes import ACTIVATION_DTYPES, DType
 from te_core.ops import _check
-from te_core.ops.quantize import allocate, check_cast
+from te_core.ops.quantize import allocate, check_cast, quantize
 from te_core.quantized import Cast, QuantizedTensor
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
@@ -38,6 +38,13 @@ def norm_forward(
 
     mean is None for RMSNorm. `sm_margin` leaves that many multiprocessors to others.
     """
+    if cast is not None and cast.format.scaling != "tensor":  # a launch of its own, from the rounded values
+        y, _, mean, rstd = norm_forward(
+            rt, x, gamma, beta, kind=kind, eps=eps, zero_centered=zero_centered, out_dtype=out_dtype,
+            sm_margin=sm_margin,
+        )  # fmt: skip
+        assert y is not None
+        return (y if keep else None), quantize(rt, y, cast), mean, rstd
     out_dtype = out_dtype or x.dtype
     key = (
         "norm_forward", x.shape, x.dtype, gamma.dtype, out_dtype, kind, zero_centered, beta is not None,

@@ -1,8 +1,8 @@
-"""Quantization per tensor: cast to FP8 in one or both orientations, amax, back again, and the scale update.
+"""Quantization: cast to a narrow format in one or both copies, back again, and the scale update.
 
-Rules (all bit-exact on every backend): amax = max |x| over elements that are not NaN; q = saturating cast,
-round to nearest even, of float32(x) * scale; scale_inv = 1 / scale in float32. Storage is padded with zeros to
-multiples of 16 in both directions (`te_core.quantized`).
+Rules (all bit-exact on every backend), per tensor: amax = max |x| over elements that are not NaN; q = saturating
+cast, round to nearest even, of float32(x) * scale; scale_inv = 1 / scale in float32. Block formats apply the same to
+each block by the rules in `te_core/quantize/block.py`, `mxfp8.py`, `nvfp4.py`. Storage: `te_core.quantized`.
 """
 
 from __future__ import annotations
@@ -14,43 +14,83 @@ from te_core import dtypes
 from te_core.dtypes import ACTIVATION_DTYPES, DType
 from te_core.errors import ArgumentError
 from te_core.ops import _check
-from te_core.quantized import ONE_BLOCK, PAD, Cast, QuantizedTensor, padded
+from te_core.quantized import ONE_BLOCK, PAD, Cast, Copy, Format, QuantizedTensor, padded, pieces_of
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
 
+#: Backends name the functions of a scaling so; per-tensor ones have no suffix.
+SUFFIX = {"tensor": "", "block": "_block", "mxfp8": "_mxfp8", "nvfp4": "_nvfp4"}
+
 
 def allocate(rt: Runtime, shape: tuple[int, int], cast: Cast) -> QuantizedTensor:
-    """Uninitialised storage for the orientations that `cast` asks for: one block or, where it is large, two."""
+    """Uninitialised storage for the copies that `cast` asks for: one block or, where it is large, two."""
+    if cast.format.scaling != "tensor":
+        return _allocate_blocks(rt, shape, cast)
     m, k = padded(shape[0]), padded(shape[1])
     size = m * k
     both = cast.rowwise and cast.columnwise
     shared = both and size <= ONE_BLOCK
     block = rt.empty((2 * size + PAD if shared else size + PAD,), dtypes.uint8)
     ptr, device, dtype = block.ptr, block.device, cast.dtype
-    scale_inv = Tensor(ptr + size, (1,), dtypes.float32, device, block)
+    scale_inv = Tensor(ptr + size, (1,), dtypes.float32, device, block)  # one for both
     rowwise = columnwise = None
     if cast.columnwise:
-        columnwise = Tensor(ptr, (k, m), dtype, device, block)
+        columnwise = Copy(Tensor(ptr, (k, m), dtype, device, block), scale_inv, None)
     if shared:
-        rowwise = Tensor(ptr + size + PAD, (m, k), dtype, device, block)
+        rowwise = Copy(Tensor(ptr + size + PAD, (m, k), dtype, device, block), scale_inv, None)
     elif both:
-        rowwise = rt.empty((m, k), dtype)
+        rowwise = Copy(rt.empty((m, k), dtype), scale_inv, None)
     elif cast.rowwise:
-        rowwise = Tensor(ptr, (m, k), dtype, device, block)
-    return QuantizedTensor(rowwise, columnwise, scale_inv, shape, dtype, block if cast.columnwise else None)
+        rowwise = Copy(Tensor(ptr, (m, k), dtype, device, block), scale_inv, None)
+    return QuantizedTensor(cast.format, shape, rowwise, columnwise, block if cast.columnwise else None)
+
+
+def _allocate_blocks(rt: Runtime, shape: tuple[int, int], cast: Cast) -> QuantizedTensor:
+    rowwise = columnwise = column = row = None
+    if cast.columnwise:
+        column = pieces_of(rt.device, cast.format, shape, True)
+    if cast.rowwise:
+        row = pieces_of(rt.device, cast.format, shape, False)
+    if column is not None and row is not None and row.data_bytes <= ONE_BLOCK:
+        block = rt.empty((column.nbytes + row.nbytes,), dtypes.uint8)
+        columnwise, rowwise = Copy.at(block, 0, column), Copy.at(block, column.nbytes, row)
+        return QuantizedTensor(cast.format, shape, rowwise, columnwise, block)
+    block = None
+    if column is not None:
+        block = rt.empty((column.nbytes,), dtypes.uint8)
+        columnwise = Copy.at(block, 0, column)
+    if row is not None:
+        rowwise = Copy.at(rt.empty((row.nbytes,), dtypes.uint8), 0, row)
+    return QuantizedTensor(cast.format, shape, rowwise, columnwise, block)
 
 
 def check_cast(operation: str, cast: Cast) -> None:
-    """A cast names an FP8 type, at least one orientation, and tensors of the right shape."""
+    """A cast names a narrow type, at least one orientation, and tensors of the right shape."""
+    form = cast.format
+    narrow = form.dtype is dtypes.float4_e2m1 if form.scaling == "nvfp4" else form.dtype.is_fp8
     _check.require(
-        cast.dtype.is_fp8, operation, f"cast to {cast.dtype}", "float8_e4m3 or float8_e5m2", "choose an FP8 dtype"
-    )
+        form.scaling in SUFFIX and narrow, operation, f"cast to {form}",
+        "float8_e4m3 or float8_e5m2 (tensor, block, mxfp8), float4_e2m1 (nvfp4)", "choose an allowed format",
+    )  # fmt: skip
     _check.require(
         cast.rowwise or cast.columnwise, operation, "a cast to neither orientation", "rowwise, columnwise or both",
         "ask for an orientation",
     )  # fmt: skip
     _check.vector(operation, "scale", cast.scale, 1, (dtypes.float32,))
     _check.vector(operation, "amax", cast.amax, 1, (dtypes.float32,))
+    _check.vector(operation, "rng", cast.rng, 2, (dtypes.int64,))
+    _check.require(
+        cast.rng is not None or not cast.stochastic, operation, "stochastic rounding without rng",
+        "rng, an int64 tensor (seed, offset)", "pass rng=",
+    )  # fmt: skip
+    _check.require(
+        form.scaling == "tensor" or (cast.scale is None and cast.amax is None), operation, f"a given scale with {form}",
+        "a given scale and amax with per-tensor formats only", "leave scale and amax out",
+    )  # fmt: skip
+    _check.require(
+        form.scaling == "nvfp4" or not (cast.transform or cast.stochastic or cast.four_over_six), operation,
+        f"transform, stochastic or four_over_six with {form}", "these with nvfp4 only", "leave them out",
+    )  # fmt: skip
 
 
 def quantize(rt: Runtime, x: Tensor, cast: Cast, *, column_sum: Tensor | None = None) -> QuantizedTensor:
@@ -61,30 +101,42 @@ def quantize(rt: Runtime, x: Tensor, cast: Cast, *, column_sum: Tensor | None = 
     """
     key = ("quantize", x.shape, x.dtype, cast.key, column_sum and column_sum.dtype)
     plan = rt.plans.get(key)
+    suffix = SUFFIX[cast.format.scaling]
     if plan is None:
         op = "quantize"
         _check.matrix(op, "x", x)
         _check.one_of(op, "dtype of x", x.dtype, ACTIVATION_DTYPES)
         _check.vector(op, "column_sum", column_sum, x.shape[1], ACTIVATION_DTYPES)
         check_cast(op, cast)
-        _check.same_device(op, x, cast.scale, cast.amax, column_sum)
+        _check.same_device(op, x, cast.scale, cast.amax, cast.rng, column_sum)
         sum_dtype = None if column_sum is None else column_sum.dtype
-        plan = rt.plans.put(key, rt.backend.plan_quantize(rt, x.shape, x.dtype, cast.key, sum_dtype))
+        plan_quantize = getattr(rt.backend, f"plan_quantize{suffix}")
+        plan = rt.plans.put(key, plan_quantize(rt, x.shape, x.dtype, cast.key, sum_dtype))
     out = allocate(rt, x.shape, cast)  # type: ignore[arg-type]
-    rt.backend.quantize(rt, plan, x, cast, out, column_sum)
+    if suffix:
+        getattr(rt.backend, f"quantize{suffix}")(rt, plan, x, cast, out, column_sum)
+    else:
+        rt.backend.quantize(rt, plan, x, cast, out, column_sum)
     return out
 
 
-def dequantize(rt: Runtime, q: QuantizedTensor, dtype: DType) -> Tensor:
-    """The values of a quantized matrix, [M, K] dense, from whichever orientation it holds."""
+def dequantize(rt: Runtime, q: QuantizedTensor, dtype: DType, *, columnwise: bool | None = None) -> Tensor:
+    """The values of a quantized matrix, dense [M, K]; of the rowwise copy where there is one, unless said otherwise.
+
+    Of a columnwise nvfp4 copy: [padded(M), K], and in the domain of its Hadamard transform, if it has one (the
+    transform mixes the rows of a block of 16, so none of them can be left out).
+    """
     if dtype not in ACTIVATION_DTYPES:
         raise ArgumentError(
             "dequantize", str(dtype), ", ".join(d.name for d in ACTIVATION_DTYPES), "choose one of these types"
         )
-    if q.rowwise is None and q.columnwise is None:
-        raise ArgumentError("dequantize", repr(q), "a tensor that holds an orientation", "keep one of them")
-    out = rt.empty(q.shape, dtype)
-    rt.backend.dequantize(rt, q, out)
+    if columnwise is None:
+        columnwise = q.rowwise is None
+    if (q.columnwise if columnwise else q.rowwise) is None:
+        raise ArgumentError("dequantize", repr(q), "a tensor that holds the wanted copy", "keep that copy")
+    m, k = q.shape
+    out = rt.empty((padded(m) if columnwise and q.format.scaling == "nvfp4" else m, k), dtype)
+    getattr(rt.backend, f"dequantize{SUFFIX[q.format.scaling]}")(rt, q, out, columnwise)
     return out
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from te_core import dtypes
 from te_core.dtypes import DType
 from te_core.quantized import Cast
-from te_core.recipe import Operand
+from te_core.precision import Operand
 from te_core.tensor import Tensor
 
 FORWARD_SLOTS, BACKWARD_SLOTS = 3, 2
@@ -43,9 +43,9 @@ def element(vector: Tensor, index: int) -> Tensor:
 def forward_cast(
     operand: Operand, scales: Scales | None, gemm: int, slot: int, *, rowwise: bool, columnwise: bool
 ) -> Cast:
-    """How a forward operand (slot INPUT or WEIGHT) of a GEMM is quantized in this call."""
-    if operand.scaling == "current":
-        return _current(operand, rowwise, columnwise)
+    """How a forward operand (slot INPUT, WEIGHT or OUTPUT) of a GEMM is quantized in this call."""
+    if operand.scaling != "delayed":
+        return _stateless(operand, rowwise, columnwise)
     assert scales is not None  # delayed scaling comes with its state
     index = FORWARD_SLOTS * gemm + slot
     found = scales.casts.get((index, rowwise, columnwise))
@@ -55,12 +55,17 @@ def forward_cast(
     return found
 
 
-def backward_cast(operand: Operand, scales: Scales | None, gemm: int, *, rowwise: bool, columnwise: bool) -> Cast:
-    """How the output gradient of a GEMM is quantized in this call."""
-    if operand.scaling == "current":
-        return _current(operand, rowwise, columnwise)
+def backward_cast(
+    operand: Operand, scales: Scales | None, gemm: int, *, rowwise: bool, columnwise: bool, slot: int = GRAD_OUTPUT,
+    rng: Tensor | None = None,
+) -> Cast:  # fmt: skip
+    """How a gradient (slot GRAD_OUTPUT or GRAD_INPUT) of a GEMM is quantized in this call."""
+    if operand.scaling != "delayed":
+        if operand.stochastic:
+            return _make(operand, rowwise, columnwise, rng, BACKWARD_SLOTS * gemm + slot)
+        return _stateless(operand, rowwise, columnwise)
     assert scales is not None
-    index = BACKWARD_SLOTS * gemm + GRAD_OUTPUT
+    index = BACKWARD_SLOTS * gemm + slot
     key = (-1 - index, rowwise, columnwise)
     found = scales.casts.get(key)
     if found is None or found.dtype is not operand.dtype:
@@ -73,20 +78,26 @@ def _delayed(
     operand: Operand, scale: Tensor, amax: Tensor | None, index: int, rowwise: bool, columnwise: bool
 ) -> Cast:
     return Cast(
-        operand.dtype, rowwise=rowwise, columnwise=columnwise, scale=element(scale, index),
+        operand.format, rowwise=rowwise, columnwise=columnwise, scale=element(scale, index),
         amax=None if amax is None else element(amax, index),
     )  # fmt: skip
 
 
-_current_casts: dict[tuple[DType, bool, float, bool, bool], Cast] = {}
+def _make(operand: Operand, rowwise: bool, columnwise: bool, rng: Tensor | None = None, site: int = 0) -> Cast:
+    return Cast(
+        operand.format, rowwise=rowwise, columnwise=columnwise, epsilon=operand.epsilon,
+        power_of_two=operand.power_of_two, transform=operand.transform and columnwise,
+        stochastic=operand.stochastic, rng=rng, site=site, four_over_six=operand.four_over_six,
+    )  # fmt: skip
 
 
-def _current(operand: Operand, rowwise: bool, columnwise: bool) -> Cast:
-    key = (operand.dtype, operand.power_of_two, operand.epsilon, rowwise, columnwise)
-    found = _current_casts.get(key)
-    if found is None:
-        found = _current_casts[key] = Cast(
-            operand.dtype, rowwise=rowwise, columnwise=columnwise, epsilon=operand.epsilon,
-            power_of_two=operand.power_of_two,
-        )  # fmt: skip
-    return found
+# By the operand's id: a precision, and so its operands, lives for good (te_core.recipe keeps it).
+_casts: dict[tuple[int, bool, bool], tuple[Operand, Cast]] = {}
+
+
+def _stateless(operand: Operand, rowwise: bool, columnwise: bool) -> Cast:
+    key = (id(operand), rowwise, columnwise)
+    found = _casts.get(key)
+    if found is None or found[0] is not operand:
+        found = _casts[key] = (operand, _make(operand, rowwise, columnwise))
+    return found[1]

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from te_core.errors import ArgumentError, UnsupportedError
-from te_core.recipe import Precision, Recipe
+from te_core.precision import Precision
+from te_core.recipe import Recipe
 from te_torch.autocast import active, current_region, in_backward, precision_of, recipe_of
 from te_torch.function import Call
 from te_torch.runtime import FLOATS, check_dtype, constant_at_trace

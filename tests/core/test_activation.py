@@ -8,6 +8,7 @@ import pytest
 
 from te_core import dtypes, ops
 from te_core.ops.activation import GATED, KINDS
+from te_core.quantized import Cast
 from tests.backends import cuda_runtime, requires_cuda
 from tests.core.inputs import DTYPES, FP8, codes, numpy_dtype, placed, poisoned
 from tests.core.test_quantize import ORIENTATIONS, make_cast
@@ -178,8 +179,12 @@ def test_cuda_kernel_families():
         key = ("activation_backward", (128, 256), bf16, bf16, "swiglu", cast_key, False, bf16, 0)
         return backend.plan_activation_backward(rt, key).family
 
+    def key(columnwise, scale):
+        return Cast(fp8, rowwise=True, columnwise=columnwise, scale=scale, amax=scale).key
+
+    one = rt.tensor(np.ones(1, np.float32))
     assert forward(None) == "activation_forward_flat_no_cast"
-    assert forward((fp8, True, True, True, True)) == "activation_forward_tall_given_scale"
-    assert forward((fp8, True, False, True, True)) == "activation_forward_flat_given_scale"
-    assert backward((fp8, True, True, True, True)) == "activation_backward_tall_given_scale"
-    assert backward((fp8, True, True, False, False)) == "activation_backward_tall_no_cast+quantize_tall_own_scale"
+    assert forward(key(True, one)) == "activation_forward_tall_given_scale"
+    assert forward(key(False, one)) == "activation_forward_flat_given_scale"
+    assert backward(key(True, one)) == "activation_backward_tall_given_scale"
+    assert backward(key(True, None)) == "activation_backward_tall_no_cast+quantize_tall_own_scale"

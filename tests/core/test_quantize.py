@@ -296,13 +296,16 @@ def test_cuda_kernel_families():
     x = dtypes.bfloat16
     fp8 = dtypes.float8_e4m3
 
-    def family(cast_key, sums=None):
-        return rt.backend.plan_quantize(rt, (128, 256), x, cast_key, sums).family
+    one = rt.tensor(np.ones(1, np.float32))
 
-    assert family((fp8, True, False, True, True)) == "quantize_flat_given_scale"
-    assert family((fp8, True, True, True, True)) == "quantize_tall_given_scale"
-    assert family((fp8, False, True, False, False)) == "amax+quantize_tall_own_scale"
-    assert family((fp8, True, False, False, False), x) == "quantize_tall_no_cast+quantize_flat_own_scale"
+    def family(rowwise, columnwise, scale=None, sums=None):
+        cast = Cast(fp8, rowwise=rowwise, columnwise=columnwise, scale=scale, amax=scale)
+        return rt.backend.plan_quantize(rt, (128, 256), x, cast.key, sums).family
+
+    assert family(True, False, one) == "quantize_flat_given_scale"
+    assert family(True, True, one) == "quantize_tall_given_scale"
+    assert family(False, True) == "amax+quantize_tall_own_scale"
+    assert family(True, False, sums=x) == "quantize_tall_no_cast+quantize_flat_own_scale"
 
 
 @requires_cuda

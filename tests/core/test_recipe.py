@@ -10,7 +10,8 @@ import sys
 import pytest
 
 from te_core import ArgumentError, dtypes
-from te_core.recipe import DelayedScaling, Float8CurrentScaling, Format, Gemm, History, MMParams, QParams, Recipe
+from te_core.precision import Gemm, History
+from te_core.recipe import DelayedScaling, Float8CurrentScaling, Format, MMParams, QParams, Recipe
 
 E4M3, E5M2 = dtypes.float8_e4m3, dtypes.float8_e5m2
 RECIPES = (DelayedScaling, Float8CurrentScaling)

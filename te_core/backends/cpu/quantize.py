@@ -125,13 +125,14 @@ def store_column_sum(ex: Executor, values: Array, column_sum: Tensor) -> None:
 
 
 @np.errstate(all="ignore")
-def dequantize(rt: Runtime, q: QuantizedTensor, out: Tensor) -> None:
-    """The values of a quantized matrix, from either orientation."""
+def dequantize(rt: Runtime, q: QuantizedTensor, out: Tensor, columnwise: bool) -> None:
+    """The values of one copy of a quantized matrix."""
     ex, (m, k) = scratch(rt), q.shape
-    if q.rowwise is not None:
+    if not columnwise:
+        assert q.rowwise is not None  # the ops floor refuses a missing copy
         codes = q.rowwise.numpy()[:m, :k]
     else:
-        assert q.columnwise is not None  # the ops floor refuses an empty tensor
+        assert q.columnwise is not None
         codes = q.columnwise.numpy()[:k, :m].T
     scale_inv, values = q.scale_inv.numpy()[0], out.numpy()
     for block in row_blocks(m, k):

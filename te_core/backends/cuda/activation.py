@@ -66,7 +66,7 @@ def _plan(
     tall = columnwise or current or sum_dtype is not None
     kernel = loader.get(
         rt, "activation", args=_ARGS, DTYPE=TYPES[dtype], KIND=_GATED.get(kind, kind).upper(), GATED=int(gated),
-        BACKWARD=int(backward), FORMAT=FORMATS[cast_key[0]] if cast_key is not None and delayed else "E4M3",
+        BACKWARD=int(backward), FORMAT=FORMATS[cast_key[0].dtype] if cast_key is not None and delayed else "E4M3",
         SCALING=scaling, TALL=int(tall), COLUMNWISE=int(columnwise), COLUMN_SUM=int(sum_dtype is not None),
         KEEP=int(keep or not delayed), ALIGNED=int(not misalignment and cols % (16 // dtype.itemsize) == 0),
     )  # fmt: skip
@@ -76,7 +76,7 @@ def _plan(
     cast = None
     family = f"activation_{'backward' if backward else 'forward'}_{'tall' if tall else 'flat'}_{scaling.lower()}"
     if current and cast_key is not None:
-        cast = plan_cast(rt, (rows, outputs * cols), dtype, cast_key[0], "OWN_SCALE", cast_key[2], None)
+        cast = plan_cast(rt, (rows, outputs * cols), dtype, cast_key[0].dtype, "OWN_SCALE", cast_key[2], None)
         family += f"+{cast.family}"
     operands, stages = 1 + gated + backward, 4 if tall and not gated and not backward else 2  # as in activation.cu
     return ActivationPlan(

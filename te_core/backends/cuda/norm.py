@@ -19,7 +19,7 @@ from te_core.backends.cuda.sums import FORMATS, TYPES
 from te_core.dtypes import DType
 from te_core.kernels import loader
 from te_core.kernels.loader import Kernel
-from te_core.quantized import Cast, QuantizedTensor, padded
+from te_core.quantized import Cast, Format, QuantizedTensor, padded
 from te_core.runtime import Runtime
 from te_core.tensor import Device, Tensor
 
@@ -72,7 +72,8 @@ def plan_norm_forward(rt: Runtime, key: tuple[Any, ...]) -> ForwardPlan:
         "ZERO_CENTERED": int(zero_centered), "VEC": width, "SIZE": team.size, "ITERS": team.iters,
         "FULL": int(team.is_full(cols)),
     }  # fmt: skip
-    fp8, rowwise, columnwise, delayed, has_amax = cast or (dtypes.float8_e4m3, False, False, False, False)
+    form, rowwise, columnwise, delayed, has_amax, *_ = cast or (Format(dtypes.float8_e4m3), False, False, False, False)
+    fp8 = form.dtype
     turn = delayed and columnwise
     use = "PARTIALS" if cast and not delayed else "RAISE" if has_amax else "KEEP_NONE"
     if turn:

@@ -187,7 +187,7 @@ def plan_quantize(
     rt: Runtime, shape: tuple[int, ...], dtype: DType, cast_key: tuple[Any, ...], sum_dtype: DType | None
 ) -> QuantizePlan:
     """The launches of `quantize`; `sum_dtype` is the type of the column sums, if they are wanted."""
-    fp8, _, columnwise, delayed, _ = cast_key
+    fp8, columnwise, delayed = cast_key[0].dtype, cast_key[2], cast_key[3]
     limit = BLOCKS_PER_SM * multiprocessors(rt)
     if delayed:
         tall = columnwise or sum_dtype is not None  # flat tiles are faster in many small blocks
@@ -255,14 +255,13 @@ def amax(rt: Runtime, x: Tensor, out: Tensor) -> None:
 # ---------------------------------------------------------------------------------------------- and back
 
 
-def dequantize(rt: Runtime, q: QuantizedTensor, out: Tensor) -> None:
-    """out = q * scale_inv, from the row-wise orientation if there is one."""
+def dequantize(rt: Runtime, q: QuantizedTensor, out: Tensor, columnwise: bool) -> None:
+    """out = q * scale_inv, from one of the copies."""
     rows, cols = q.shape
     if not rows or not cols:
         return
-    source = q.rowwise if q.rowwise is not None else q.columnwise
-    assert source is not None  # the ops floor refuses an empty tensor
-    columnwise = q.rowwise is None
+    source = q.columnwise if columnwise else q.rowwise
+    assert source is not None  # the ops floor refuses a missing copy
     vector = cols % 4 == 0 and out.ptr % (4 * out.dtype.itemsize) == 0
     kernel = loader.get(
         rt, "dequantize", args="pppqq", DTYPE=TYPES[out.dtype], FORMAT=FORMATS[q.dtype], COLUMNWISE=int(columnwise),

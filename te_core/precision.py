@@ -1,0 +1,85 @@
+"""What a recipe comes down to: a frozen description, per operand role and per GEMM. Plain data.
+
+`te_core.recipe` makes it, by value; only this goes below the adapters, and no code there asks which recipe it came
+from: each piece reads its own field.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from te_core.dtypes import DType
+from te_core.quantized import Format
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """How one operand role is quantized. `scaling` is "delayed", "current", "block", "mxfp8", "nvfp4" or "custom"."""
+
+    dtype: DType
+    scaling: str
+    power_of_two: bool = False
+    epsilon: float = 0.0
+    tiled: bool = False  # block formats: one scale for a square tile
+    transform: bool = False  # nvfp4: random Hadamard transform of the columnwise copy
+    stochastic: bool = False  # nvfp4: stochastic rounding
+    row_scaled: bool = False  # nvfp4: an amax for each row
+    four_over_six: str | None = None  # nvfp4: "MAE" or "MSE": quantize each block twice, keep the better
+    bound: int = 448  # nvfp4: the largest block scale
+    columnwise: Operand | None = None  # another rule for the columnwise copy
+    custom: Any = None  # scaling "custom": what quantizes (te_core.quantize.operands)
+
+    @property
+    def format(self) -> Format:
+        """The format that this rule delivers."""
+        return format_of(self)
+
+
+@lru_cache(1024)
+def format_of(operand: Operand) -> Format:
+    """The storage format of an operand rule."""
+    scaling = "tensor" if operand.scaling in ("delayed", "current") else operand.scaling
+    return Format(operand.dtype, scaling, operand.tiled, operand.row_scaled, operand.bound)
+
+
+@dataclass(frozen=True, slots=True)
+class Gemm:
+    """How one GEMM accumulates: split means FP8 partial sums are promoted to fp32 on the way."""
+
+    split_accumulator: bool
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """The delayed-scaling rule: what the scale of the next step is computed from."""
+
+    length: int
+    margin: int
+    amax_algo: str | Callable[..., Any]
+    scale_algo: Callable[..., Any] | None
+    reduce_amax: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """What a recipe comes down to: a format and rule per operand, an accumulation rule per GEMM.
+
+    An operand that is None stays in high precision, and so do the GEMMs that read it.
+    """
+
+    input: Operand | None
+    weight: Operand | None
+    grad: Operand | None
+    fprop: Gemm
+    dgrad: Gemm
+    wgrad: Gemm
+    history: History | None = None  # only delayed scaling keeps one
+    backward: str | None = None  # "high_precision" or "dequantized": backward's GEMMs in the activation dtype
+    output: Operand | None = None  # of a quantized output, if a module is asked for one
+    grad_input: Operand | None = None  # of a quantized input gradient
+    emulate: bool = False  # a format that the device cannot multiply is dequantized and multiplied in float32
+    strict: bool = False  # anything that is not what the recipe asked for is an error
+    factory: Any = None  # CustomRecipe: the operands follow from this, module by module
