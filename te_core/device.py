@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from te_core import libraries
+from te_core import dtypes, libraries
+from te_core.quantized import Format
 
 Answer = tuple[bool, str]
 
@@ -75,13 +76,26 @@ def mxfp8_supported(device: DeviceInfo) -> Answer:
     able, reason = _at_least(device, (10, 0))
     if able and device.capability[0] >= 12:
         return False, f"cuBLASLt restricts MXFP8 on compute capability {_cc(device)}, and nobody has tried it"
-    return _library(device, (12, 8)) if able else (able, reason)
+    return _untried(_library(device, (12, 8))) if able else (able, reason)
 
 
 def nvfp4_supported(device: DeviceInfo) -> Answer:
     """FP4 products with an E4M3 scale for each 16 elements."""
     able, reason = _at_least(device, (10, 0))
-    return _library(device, (12, 8)) if able else (able, reason)
+    return _untried(_library(device, (12, 8))) if able else (able, reason)
+
+
+def gemm_supported(device: DeviceInfo, a: Format, b: Format) -> Answer:
+    """Matrix products of two quantized operands."""
+    if a.scaling != b.scaling:
+        return False, f"no product mixes the scales of {a} and {b}"
+    if a.dtype is b.dtype is dtypes.float8_e5m2:
+        return False, "no tensor core multiplies E5M2 by E5M2"
+    if a.row_scaled or b.row_scaled:
+        return False, "cuBLASLt takes one factor a product, not one a row"
+    if a.scaling == "block" and a.tiled and b.tiled:
+        return False, "cuBLASLt takes 128x128 tiles for one operand only"
+    return _PRODUCTS[a.scaling](device)
 
 
 def fp8_any_layout(device: DeviceInfo) -> Answer:
@@ -112,8 +126,23 @@ def _library(device: DeviceInfo, version: tuple[int, ...]) -> Answer:
     return False, f"needs cuBLASLt {wanted}, this is {here}"
 
 
+def _untried(answer: Answer) -> Answer:
+    """What follows from the documentation alone."""
+    able, reason = answer
+    return able, f"{reason}; not run on hardware" if able else reason
+
+
 def _cc(device: DeviceInfo) -> str:
     return f"{device.capability[0]}.{device.capability[1]}"
+
+
+#: What the products of a scaling ask of the device.
+_PRODUCTS: dict[str, Callable[[DeviceInfo], Answer]] = {
+    "tensor": fp8_supported,
+    "block": fp8_block_supported,
+    "mxfp8": mxfp8_supported,
+    "nvfp4": nvfp4_supported,
+}
 
 
 # ---------------------------------------------------------------------------------------------- the table
@@ -131,26 +160,34 @@ RECIPES: dict[str, Callable[[DeviceInfo], Answer]] = {
 
 #: What this version of the runtime has built, by recipe: an operation joins when it works on both backends.
 _PLAIN = ("gemm", "norm", "activation", "elementwise")
-_TENSOR_SCALED = ("gemm", "norm", "activation", "quantize")
+_CAST = ("gemm", "norm", "activation", "quantize")
 BUILT: dict[str, tuple[str, ...]] = {
     "float32 / tf32": _PLAIN,
     "bfloat16 / float16": _PLAIN,
-    "DelayedScaling": _TENSOR_SCALED,
-    "Float8CurrentScaling": _TENSOR_SCALED,
-    "Float8BlockScaling": (),
-    "MXFP8BlockScaling": (),
-    "NVFP4BlockScaling": (),
+    "DelayedScaling": _CAST,
+    "Float8CurrentScaling": _CAST,
+    "Float8BlockScaling": _CAST,
+    "MXFP8BlockScaling": _CAST,
+    "NVFP4BlockScaling": _CAST,
 }
+#: Recipes whose products only run on Blackwell, and can be emulated elsewhere: all their other operations run there.
+EMULATED = ("MXFP8BlockScaling", "NVFP4BlockScaling")
 OPERATIONS = ("gemm", "norm", "activation", "quantize", "elementwise")
 
 
 def can(device: DeviceInfo, recipe: str, operation: str) -> Answer:
     """Whether an operation runs in a recipe on a device."""
-    able, reason = RECIPES[recipe](device)
+    anywhere = recipe in EMULATED and operation != "gemm"
+    able, reason = (supported if anywhere else RECIPES[recipe])(device)
     if able and operation not in BUILT[recipe]:
         plain = operation in ("quantize", "elementwise")
         return False, "not part of this recipe" if plain and BUILT[recipe] else "not built in this version"
     return able, reason
+
+
+def gemm_table(device: DeviceInfo) -> dict[str, Answer]:
+    """Whether each recipe's matrix products run on a device."""
+    return {recipe: can(device, recipe, "gemm") for recipe in RECIPES}
 
 
 def table(device: DeviceInfo) -> dict[str, dict[str, Answer]]:

@@ -17,7 +17,10 @@ from te_core.quantized import Format
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """How one operand role is quantized. `scaling` is "delayed", "current", "block", "mxfp8", "nvfp4" or "custom"."""
+    """How one operand role is quantized.
+
+    `scaling` is "delayed", "current", "block", "mxfp8", "nvfp4", "custom", or "calibrate": left plain, its maximum noted.
+    """
 
     dtype: DType
     scaling: str

@@ -172,8 +172,8 @@ class QuantizedTensor:
     """A matrix in a narrow format: one or both copies, each with its scales."""
 
     __slots__ = (
-        "block", "columnwise", "columnwise_amax", "columnwise_scale", "dtype", "format", "rowwise", "rowwise_amax",
-        "rowwise_scale", "shape",
+        "block", "columnwise", "columnwise_amax", "columnwise_scale", "dtype", "format", "owner", "rowwise",
+        "rowwise_amax", "rowwise_scale", "shape",
     )  # fmt: skip
 
     def __init__(
@@ -187,7 +187,9 @@ class QuantizedTensor:
         self.columnwise: Tensor | None
         self.rowwise, self.rowwise_scale, self.rowwise_amax = rowwise or (None, None, None)
         self.columnwise, self.columnwise_scale, self.columnwise_amax = columnwise or (None, None, None)
-        self.block = block  # uint8: the memory that begins with the columnwise copy
+        # uint8: the memory that begins with the columnwise copy (or with the rowwise one, if that is all there is)
+        self.block = block
+        self.owner: Any = None  # a framework's tensor of which this is the core's view
 
     @property
     def scale_inv(self) -> Tensor:
@@ -197,10 +199,14 @@ class QuantizedTensor:
         return scale
 
     @classmethod
+    def rowwise_in(cls, block: Tensor, shape: tuple[int, int], form: Format) -> QuantizedTensor:
+        """The rowwise copy that a block begins with."""
+        return cls(form, shape, Copy.at(block, 0, pieces_of(block.device, form, shape, False)), None, block)
+
+    @classmethod
     def columnwise_in(cls, block: Tensor, shape: tuple[int, int], form: Format) -> QuantizedTensor:
         """The columnwise copy that a block begins with."""
-        parts = pieces_of(block.device, form, shape, True)
-        return cls(form, shape, None, Copy.at(block, 0, parts), block)
+        return cls(form, shape, None, Copy.at(block, 0, pieces_of(block.device, form, shape, True)), block)
 
     def __repr__(self) -> str:
         held = [n for n in ("rowwise", "columnwise") if getattr(self, n) is not None]

@@ -12,13 +12,15 @@ from __future__ import annotations
 import copy
 import warnings
 from _thread import get_ident
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from te_core.errors import ArgumentError, UnsupportedError
+from te_core.errors import ArgumentError
 from te_core.precision import Precision
-from te_core.recipe import DelayedScaling, Recipe, by_token, resolve
+from te_core.recipe import DelayedScaling, Recipe, by_token, resolve, the_one
+from te_torch import amax_reduction
 from te_torch import state as scaling
 from te_torch.runtime import constant_at_trace
 
@@ -26,6 +28,12 @@ from te_torch.runtime import constant_at_trace
 _numbered: list[Precision | None] = [None]
 _recipes: list[Recipe | None] = [None]  # what the precision of that number was resolved from
 _numbers: dict[int, int] = {}
+#: Those of custom recipes, which say something else for each module.
+custom_numbers: set[int] = set()
+
+#: How a region changes what its recipe says: nothing, `emulate`, `strict`, both; or high precision that only records
+#: maxima.
+PLAIN, EMULATE, STRICT, CALIBRATE = 0, 1, 2, 4
 
 
 def precision_of(number: int) -> Precision | None:
@@ -38,27 +46,65 @@ def recipe_of(number: int) -> Recipe | None:
     return _recipes[number]
 
 
-def number_of(recipe: Recipe) -> int:
-    """The number of what this recipe says now."""
+def number_of(recipe: Recipe, mode: int = PLAIN) -> int:
+    """The number of what this recipe says now, in a region of this mode."""
     precision = resolve(recipe)
+    if mode:
+        precision = _in_mode(precision, mode)
+    return number_of_precision(precision, recipe)
+
+
+def number_of_precision(precision: Precision, recipe: Recipe | None) -> int:
+    """The number of a precision (one that `te_core.recipe.the_one` gave)."""
     number = _numbers.get(id(precision))  # `resolve` keeps its results, so an id stays one precision's
     if number is None:
         _numbered.append(precision)
         _recipes.append(copy.copy(recipe))
         number = _numbers[id(precision)] = len(_numbered) - 1
+        if precision.factory is not None:
+            custom_numbers.add(number)
     return number
 
 
 @constant_at_trace
-def _trace_number(token: int) -> int:
+def draws(number: int) -> bool:
+    """Whether backward in this precision rounds stochastically, and so needs random numbers."""
+    precision = _numbered[number]
+    return precision is not None and precision.grad is not None and precision.grad.stochastic
+
+
+_modes: dict[tuple[int, int], Precision] = {}
+
+
+def _in_mode(precision: Precision, mode: int) -> Precision:
+    found = _modes.get((id(precision), mode))
+    if found is None:
+        if mode & CALIBRATE:
+            watch = [None if o is None else replace(o, scaling="calibrate") for o in (precision.input, precision.weight)]
+            changed = replace(precision, input=watch[0], weight=watch[1], grad=None, output=None, grad_input=None)
+        else:
+            changed = replace(precision, emulate=bool(mode & EMULATE), strict=bool(mode & STRICT))
+        found = _modes[id(precision), mode] = the_one(changed)
+    return found
+
+
+@constant_at_trace
+def _trace_number(token: int, mode: int) -> int:
     """The same at trace time, where the recipe is a constant of the program known by its token."""
-    return number_of(by_token(token))
+    return number_of(by_token(token), mode)
+
+
+@constant_at_trace
+def _refuse_traced_reduction(number: int) -> None:
+    precision = precision_of(number)
+    if precision is not None:
+        amax_reduction.refuse_traced(precision)
 
 
 class Region:
     """What a module has to know of the region that it runs in."""
 
-    __slots__ = ("calibrating", "precision", "ran", "recipe", "recompute", "traced")
+    __slots__ = ("calibrating", "group", "precision", "ran", "recipe", "recompute", "traced")
 
     def __init__(
         self,
@@ -68,8 +114,10 @@ class Region:
         ran: dict[int, Any],
         recompute: bool,
         traced: bool,
+        group: Any = None,
     ) -> None:
         self.recipe = recipe
+        self.group = group  # over which processes maxima are reduced; None: the default group
         self.precision = precision  # by number; 0: high precision
         self.calibrating = calibrating
         # The states that ran, by token, which is a weak reference; a region inside a compiler's trace, which ends
@@ -94,6 +142,12 @@ _by_thread: dict[int, Region] = {}
 def current_region() -> Region | None:
     """The innermost region of this thread."""
     return active.region if torch.compiler.is_compiling() else _by_thread.get(get_ident())
+
+
+def group_around_trace() -> Any:
+    """At trace time: the group of the eager region that the traced code is in."""
+    region = _by_thread.get(get_ident())
+    return None if region is None else region.group
 
 
 def _set_region(region: Region | None, tracing: bool) -> None:
@@ -124,9 +178,21 @@ class autocast:  # noqa: N801  the documented name
 
     enabled=False runs them in high precision, also inside an enabled region. The outermost enabled region
     updates the forward scales of delayed scaling when it ends in grad mode.
+
+    calibrating=True with enabled=False runs in high precision and collects what delayed scaling starts from: maxima
+    and, when the region ends, scales.
+    strict=True makes an error of everything that is not computed as the recipe asks; emulate=True lets formats that
+    the device cannot multiply be dequantized and multiplied in float32: exact, and slow.
+
+    In a job of several processes the maxima of delayed scaling are reduced over `amax_reduction_group` (None: over all
+    processes) before each update, unless the recipe says reduce_amax=False. All ranks of the group have to run the same
+    modules in the same order. A region inside a compiled function cannot do that and is refused; put it around.
     """
 
-    __slots__ = ("_entered", "_graph", "_outermost", "_previous", "_region", "calibrating", "enabled", "recipe")
+    __slots__ = (
+        "_entered", "_graph", "_mode", "_outermost", "_previous", "_region", "amax_reduction_group", "calibrating",
+        "enabled", "recipe",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -135,27 +201,22 @@ class autocast:  # noqa: N801  the documented name
         recipe: Recipe | None = None,
         amax_reduction_group: Any = None,
         _graph: bool = False,
+        *,
+        strict: bool = False,
+        emulate: bool = False,
     ) -> None:
         if recipe is not None and not isinstance(recipe, Recipe):
             raise ArgumentError(
                 "autocast", f"recipe={recipe!r}", "a recipe of te_core.recipe, or None", "pass DelayedScaling(), say"
             )
-        if calibrating:
-            raise UnsupportedError(
-                "autocast", "calibrating=True", "calibrating=False in this release",
-                "run in FP8 at once: delayed scaling starts from scale 1 and adapts within a step",
-            )  # fmt: skip
-        if amax_reduction_group is not None and torch.distributed.get_world_size(amax_reduction_group) > 1:
-            raise UnsupportedError(
-                "autocast", "an amax_reduction_group of several ranks", "one rank in this release",
-                "train on one GPU, or leave the group out: each rank then keeps its own scales",
-            )  # fmt: skip
         self.enabled = enabled
         self.calibrating = calibrating
         if recipe is None:
             recipe = _default if torch.compiler.is_compiling() else get_default_recipe()
         self.recipe = recipe
+        self.amax_reduction_group = amax_reduction_group
         self._graph = _graph
+        self._mode = EMULATE * emulate + STRICT * strict
         self._entered = False
         self._outermost = False
         self._previous: Region | None = None
@@ -168,13 +229,17 @@ class autocast:  # noqa: N801  the documented name
         outer = active.region if tracing else _by_thread.get(get_ident())
         self._previous = outer
         precision = 0
-        if self.enabled:
-            precision = _trace_number(self.recipe.token) if tracing else number_of(self.recipe)
+        if self.enabled or (self.calibrating and self.recipe.delayed()):  # other recipes have nothing to calibrate
+            mode = self._mode if self.enabled else CALIBRATE
+            precision = _trace_number(self.recipe.token, mode) if tracing else number_of(self.recipe, mode)
         recompute = not tracing and in_backward()
         # A region around a backward pass is none of the regions that a checkpoint runs again in that pass.
         self._outermost = outer is None or recompute and not outer.recompute
         ran = {} if self._outermost else outer.ran  # type: ignore[union-attr]
-        self._region = Region(self.recipe, precision, self.calibrating, ran, recompute, tracing)
+        if tracing and outer is None:
+            _refuse_traced_reduction(precision)
+        group = None if tracing else self.amax_reduction_group
+        self._region = Region(self.recipe, precision, self.calibrating, ran, recompute, tracing, group)
         _set_region(self._region, tracing)
         self._entered = True
 
@@ -184,15 +249,15 @@ class autocast:  # noqa: N801  the documented name
         self._entered = False
         self._region = None
         self._previous = None
-        if region is None or not self._outermost or not self.enabled or self._graph:
+        if region is None or not self._outermost or not region.precision or self._graph:
             return
-        if not torch.is_grad_enabled():
+        if self.enabled and not torch.is_grad_enabled():  # calibration also runs without gradients
             return
         if region.traced:
             scaling.update_traced(list(region.ran.values()))
         else:
             # What a recomputation runs was updated before, unless its first forward ran without grad mode.
-            ran = [*region.ran, *scaling.traced_that_ran()]
+            ran = [*region.ran, *scaling.traced_that_ran(region.group)]
             scaling.update(ran, scaling.FORWARD, only_due=region.recompute)
 
 

@@ -15,11 +15,14 @@ from typing import Any
 import torch
 
 from te_core import dtypes
-from te_core.errors import UnsupportedError
+from te_core.errors import ArgumentError, UnsupportedError
+from te_core.layers.linear import Sink
 from te_core.quantize.state import Scales
+from te_core.quantized import QuantizedTensor
 from te_core.runtime import Runtime
 from te_core.tensor import META, Tensor
 from te_torch import state as scaling
+from te_torch.quantized import QuantizedTorch, core_of, from_core
 from te_torch.runtime import TO_CORE, constant_at_trace, runtime_for, shape_runtime, to_core, to_core_shape, to_torch
 
 
@@ -33,6 +36,7 @@ class Layer:
     saved: Callable[..., Any]
     outputs: int = 1  # at most; backward takes as many gradients
     weight: str = "weight"  # the saved tensor whose rows are the width of the first output
+    weights: tuple[int, ...] = ()  # which inputs are the weights of its GEMMs
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,6 +49,20 @@ class Call:
     key: str  # the name under which compiled code finds this call
     options: dict[str, Any]  # further keyword arguments of the layer's functions
 
+
+class Extra:
+    """What a call depends on besides its tensors: weights quantized before, and where weight gradients go."""
+
+    __slots__ = ("first", "fused", "queue", "ready")
+
+    def __init__(
+        self, ready: Sequence[QuantizedTensor | None] | None, fused: bool, first: bool | None,
+        queue: list[list[Any]] | None,
+    ) -> None:  # fmt: skip
+        self.ready = ready  # one for each weight
+        self.fused = fused  # weight gradients go into `main_grad` of their parameters
+        self.first = first  # is_first_microbatch: `main_grad` is overwritten, not added to
+        self.queue = queue  # one for each weight: its gradient is computed later, by backward_dw()
 
 
 _calls: dict[str, Call] = {}
@@ -68,46 +86,62 @@ def register(layer: Layer, spec: Any, needs_grad: bool, inspector: Any = None) -
 
 
 def apply(
-    call: Call | str, state: scaling.ScalingState | None, recompute: bool, *inputs: torch.Tensor | None
+    call: Call | str,
+    state: scaling.ScalingState | None,
+    recompute: bool,
+    *inputs: torch.Tensor | None,
+    extra: Extra | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """The layer's outputs, differentiable where the call needs gradients. Under tracing a call comes as its key."""
     if isinstance(call, str):
         return _apply_traced(call, state, inputs)
     if call.needs_grad and torch.is_grad_enabled():
         if _functorch_active():
-            return _Eager.apply(call, state, recompute, *inputs)
+            return _Eager.apply(call, state, recompute, extra, *inputs)
         # Function.apply looks for functorch wrappers in every argument: 3 us of the 9 that a call costs.
-        return _eager_apply(call, state, recompute, *inputs)
-    outputs, _ = _run(call, state, recompute, inputs)
-    return _own(outputs)
+        return _eager_apply(call, state, recompute, extra, *inputs)
+    outputs, _ = _run(call, state, recompute, extra, inputs)
+    return _own(outputs, inputs)
 
 
-def _own(outputs: Sequence[Tensor]) -> tuple[torch.Tensor, ...]:
+def _own(outputs: Sequence[Any], inputs: Sequence[Any]) -> tuple[torch.Tensor, ...]:
     """Fresh outputs as tensors of their shape, not as views, which a caller could not change in place."""
+    made = []
     for t in outputs:
+        if type(t) is QuantizedTensor:
+            first = inputs[0]
+            made.append(from_core(t, (*first.shape[:-1], t.shape[1]), first.dtype))
+            continue
         if t.owner.shape != t.shape:
             t.owner.resize_(t.shape)
-    return tuple([t.owner for t in outputs])
+        made.append(t.owner)
+    return tuple(made)
 
 
 def _run(
-    call: Call, state: scaling.ScalingState | None, recompute: bool, inputs: Sequence[torch.Tensor | None]
-) -> tuple[tuple[Tensor, ...], tuple[Tensor | None, ...]]:
+    call: Call, state: scaling.ScalingState | None, recompute: bool, extra: Extra | None,
+    inputs: Sequence[torch.Tensor | None],
+) -> tuple[tuple[Tensor, ...], tuple[Tensor | None, ...]]:  # fmt: skip
     rt = runtime_for(inputs[0])  # type: ignore[arg-type]  # every layer's first input is there
     views = _to_core_all(rt, inputs)
     scales = None if state is None else state.scales(recompute)
+    if extra is not None and extra.ready is not None:
+        return call.layer.forward(rt, *views, spec=call.spec, scales=scales, ready=extra.ready, **call.options)
     return call.layer.forward(rt, *views, spec=call.spec, scales=scales, **call.options)
 
 
-def _to_core_all(rt: Runtime, tensors: Sequence[torch.Tensor | None]) -> list[Tensor | None]:
+def _to_core_all(rt: Runtime, tensors: Sequence[torch.Tensor | None]) -> list[Any]:
     """Core views of tensors on the runtime's device, made contiguous where they are not."""
     device = rt.device
     if device is META:
         return [None if t is None else to_core_shape(t) for t in tensors]
-    views: list[Tensor | None] = []
+    views: list[Any] = []
     for t in tensors:
         if t is None:
             views.append(None)
+            continue
+        if isinstance(t, QuantizedTorch):
+            views.append(core_of(t))
             continue
         if not t.is_contiguous():
             t = t.contiguous()
@@ -120,14 +154,18 @@ def _to_core_all(rt: Runtime, tensors: Sequence[torch.Tensor | None]) -> list[Te
 
 class _Eager(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, call: Call, state: Any, recompute: bool, *inputs: torch.Tensor | None) -> Any:
-        outputs, saved = _run(call, state, recompute, inputs)
+    def forward(
+        ctx: Any, call: Call, state: Any, recompute: bool, extra: Extra | None, *inputs: torch.Tensor | None
+    ) -> Any:
+        outputs, saved = _run(call, state, recompute, extra, inputs)
         ctx.set_materialize_grads(False)
         # An owner is the caller's own tensor where an input was saved, so its version is checked by autograd.
         ctx.save_for_backward(*[None if t is None else t.owner for t in saved])
-        ctx.call, ctx.state, ctx.inputs = call, state, len(inputs)
+        ctx.call, ctx.state, ctx.inputs, ctx.extra = call, state, len(inputs), extra
+        if extra is not None:
+            ctx.weights = [inputs[i] for i in call.layer.weights]
         ctx.within = scaling.this_pass() if recompute and state is not None else -1
-        return _own(outputs)
+        return _own(outputs, inputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
@@ -135,7 +173,7 @@ class _Eager(torch.autograd.Function):
             _refuse_double_backward()
         call, state = ctx.call, ctx.state
         if grads[0] is None and not any(g is not None for g in grads):
-            return (None,) * (3 + ctx.inputs)
+            return (None,) * (4 + ctx.inputs)
         kept = ctx.saved_tensors  # read once: a checkpoint computes them again at each read
         given = _complete(call, grads, kept)
         rt = runtime_for(given[0])
@@ -145,8 +183,54 @@ class _Eager(torch.autograd.Function):
         if state is not None:
             scales = state.backward_scales()
             scaling.ran_backward(state, ctx.within)
+        if ctx.extra is not None:
+            return _backward_with(ctx, rt, views, saved, scales)
         results = call.layer.backward(rt, *views, saved, spec=call.spec, scales=scales, **call.options)
-        return (None, None, None, *[None if t is None else to_torch(t) for t in results])
+        return (None, None, None, None, *[None if t is None else _gradient(t, given) for t in results])
+
+
+def _gradient(t: Any, given: Sequence[torch.Tensor]) -> torch.Tensor:
+    if type(t) is QuantizedTensor:
+        return from_core(t, (*given[0].shape[:-1], t.shape[1]), given[0].dtype)
+    return to_torch(t)
+
+
+def _backward_with(ctx: Any, rt: Runtime, views: list[Any], saved: Any, scales: Scales | None) -> Any:
+    """A backward whose weight gradients go elsewhere: into `main_grad`, or into a queue."""
+    call, extra, weights = ctx.call, ctx.extra, ctx.weights
+    sinks = [_sink(w, extra, i) if w is not None and w.requires_grad else None for i, w in enumerate(weights)]
+    options = {**call.options, "sinks": sinks} if call.layer.weights else call.options
+    results = list(call.layer.backward(rt, *views, saved, spec=call.spec, scales=scales, **options))
+    grads = [None if t is None else _gradient(t, [v.owner for v in views if v is not None]) for t in results]
+    for position, weight, sink in zip(call.layer.weights, weights, sinks, strict=True):
+        if sink is not None and sink.main is not None:
+            grads[position] = _stand_in_gradient(weight)
+    return (None, None, None, None, *grads)
+
+
+def _sink(weight: torch.Tensor, extra: Extra, index: int) -> Sink | None:
+    main = accumulate = None
+    if extra.fused:
+        main = weight.get_main_grad() if hasattr(weight, "get_main_grad") else getattr(weight, "main_grad", None)
+        if main is None:
+            raise ArgumentError(
+                "fuse_wgrad_accumulation", "a weight without main_grad", "weight.main_grad, a tensor of its shape",
+                "allocate it before backward: weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)",
+            )  # fmt: skip
+        accumulate = extra.first is not True and not getattr(weight, "overwrite_main_grad", False)
+    if main is None and extra.queue is None:
+        return None
+    queue = None if extra.queue is None else extra.queue[index]
+    return Sink(None if main is None else to_core(main), bool(accumulate), queue)
+
+
+def _stand_in_gradient(weight: torch.Tensor) -> torch.Tensor | None:
+    """What autograd gets when the gradient went into `main_grad`: nothing, or, for hooks that wait for one, a dummy."""
+    if not hasattr(weight, "grad_added_to_main_grad"):
+        return None
+    weight.grad_added_to_main_grad = True
+    fill = torch.zeros if getattr(weight, "zero_out_wgrad", False) else torch.empty
+    return fill(weight.shape, dtype=weight.dtype, device=weight.device)
 
 
 _eager_apply: Any = super(torch.autograd.Function, _Eager).apply

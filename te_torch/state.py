@@ -3,7 +3,8 @@
 A module that runs under a recipe with a history gets a child named `fp8_state`, so that its checkpoint has the
 fixed float32 entries `fp8_state.scale_fwd`, `.amax_history_fwd`, `.scale_bwd`, `.amax_history_bwd`. Casts raise
 row 0 of a history; the update, once a step, reads the histories and sets the scales
-(`te_core.ops.update_scales` states the rule). There is no other FP8 state anywhere.
+(`te_core.ops.update_scales` states the rule). There is no other FP8 state anywhere. Where several processes train
+together the maxima are reduced first (te_torch.amax_reduction).
 
 A state is referred to by its token, a number under which it is found as long as it lives: a weak reference that
 compiled code can hold too.
@@ -20,8 +21,9 @@ import torch
 
 from te_core import ops
 from te_core.ops.quantize import ScalingState as CoreState
+from te_core.precision import History, Operand, Precision
 from te_core.quantize.state import BACKWARD_SLOTS, FORWARD_SLOTS, Scales
-from te_core.precision import History, Precision
+from te_torch import amax_reduction
 from te_torch.runtime import runtime_for, to_core
 
 NAMES = ("scale_fwd", "amax_history_fwd", "scale_bwd", "amax_history_bwd")
@@ -53,6 +55,7 @@ class ScalingState(torch.nn.Module):
             # The scales before the last update: what a recomputed forward has to quantize with.
             self.register_buffer(f"used_{suffix}", used, persistent=False)
         self.recipe: Any = None  # the public one, for user-supplied rules
+        self.group: Any = None  # of the last region: over which processes maxima are reduced
         self._renew()
 
     def _renew(self) -> None:
@@ -68,7 +71,7 @@ class ScalingState(torch.nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         derived = ("token", "precision", "_views", "_core", "update_plans", "seen_version", "due")
-        return {k: v for k, v in self.__dict__.items() if k not in derived}
+        return {**{k: v for k, v in self.__dict__.items() if k not in derived}, "group": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -87,11 +90,41 @@ class ScalingState(torch.nn.Module):
         before = list(self._buffers.values())
         super()._load_from_state_dict(*args)
         if any(a is not b for a, b in zip(before, self._buffers.values(), strict=True)):  # load(assign=True)
-            self._apply(lambda t: t.contiguous())
+            for suffix in ("fwd", "bwd"):
+                scale: torch.Tensor = getattr(self, f"scale_{suffix}")
+                if getattr(self, f"used_{suffix}").device != scale.device:
+                    self._buffers[f"used_{suffix}"] = torch.ones_like(scale)
+            self._apply(lambda t: t.contiguous().float())
+        elif self.seen_version is not None:
+            self.seen_version = self.amax_history_fwd._version  # no run wrote it
 
-    def resize_history(self, length: int) -> None:
-        """Cut the histories, or fill them up with zeros, to `length` rows."""
-        for name in ("amax_history_fwd", "amax_history_bwd"):
+    def start(self) -> dict[str, torch.Tensor]:
+        """The values that a new state of this size has."""
+        fill = {"scale": torch.ones_like, "amax_history": torch.zeros_like}
+        return {name: fill[name[:-4]](getattr(self, name)) for name in NAMES}
+
+    def copies(self) -> dict[str, list[torch.Tensor]]:
+        """Scales and histories by the documented names of their directions."""
+        pairs = {"scaling_fwd": ("scale_fwd", "amax_history_fwd"), "scaling_bwd": ("scale_bwd", "amax_history_bwd")}
+        return {key: [getattr(self, name).clone() for name in names] for key, names in pairs.items()}
+
+    def assign(self, values: dict[str, list[torch.Tensor]] | None) -> None:
+        """Take over what `copies` gave, or begin anew."""
+        if values is None:
+            new = self.start()
+        else:
+            given = zip(NAMES, (t for key in ("scaling_fwd", "scaling_bwd") for t in values[key]), strict=True)
+            new = dict(given)
+        with torch.no_grad():
+            for name, value in new.items():
+                getattr(self, name).copy_(value)
+        if self.seen_version is not None:
+            self.seen_version = self.amax_history_fwd._version  # no run wrote it
+
+    def resize_history(self, length: int, direction: int | None = None) -> None:
+        """Cut the histories (of one direction, or both), or fill them up with zeros, to `length` rows."""
+        names = ("amax_history_fwd", "amax_history_bwd")
+        for name in names if direction is None else names[direction : direction + 1]:
             old = self._buffers[name]
             assert old is not None
             if old.shape[0] != length:
@@ -111,8 +144,9 @@ class ScalingState(torch.nn.Module):
         self.precision = precision
         self.recipe = recipe
 
-    def watch(self) -> None:
+    def watch(self, group: Any) -> None:
         """Called when a compiler traces the module: from now on its runs show in the history's version."""
+        self.group = group
         if self.seen_version is None:
             self.seen_version = self.amax_history_fwd._version
             _watched.add(self.token)
@@ -157,8 +191,8 @@ class ScalingState(torch.nn.Module):
 _watched: set[int] = set()
 
 
-def traced_that_ran() -> list[int]:
-    """The states into whose history compiled code has merged maxima since their last update.
+def traced_that_ran(group: Any) -> list[int]:
+    """The states into whose history compiled code has merged maxima since their last update, in a region of `group`.
 
     Compiled code leaves no other trace that it would not have to be compiled again for: it writes the history as any
     tensor, which autograd counts.
@@ -169,6 +203,7 @@ def traced_that_ran() -> list[int]:
         if state is None:
             _watched.discard(token)
         elif state.amax_history_fwd._version != state.seen_version:
+            state.group = group
             ran.append(token)
     return ran
 
@@ -188,11 +223,14 @@ def update(tokens: Iterable[int], direction: int, only_due: bool = False) -> Non
         state = _by_token.get(token)
         if state is None or state.precision is None or (only_due and not state.due):
             continue
+        if _operand(state, direction) is None:
+            continue
         if direction == FORWARD:
             state.__dict__["due"] = False
         states.append(state)
     if not states:
         return
+    amax_reduction.reduce(states, direction)
     # A step usually updates the states that the last one did: its plan is kept with the first of them.
     key = (direction, *[s.token for s in states])
     plans = states[0].update_plans
@@ -267,10 +305,16 @@ _library.impl("update", _update_op, "CompositeExplicitAutograd")
 torch.library.register_fake("te_runtime::update", lambda *args: None, lib=_library)
 
 
+def _operand(state: ScalingState, direction: int) -> Operand | None:
+    """The rule whose format the scales of a direction fill; None where the last precision quantized nothing."""
+    assert state.precision is not None
+    return state.precision.input if direction == FORWARD else state.precision.grad
+
+
 def _limit(state: ScalingState, direction: int) -> float:
-    assert state.precision is not None and state.precision.history is not None
-    operand = state.precision.input if direction == FORWARD else state.precision.grad
-    return operand.dtype.max * 2.0**-state.precision.history.margin
+    operand = _operand(state, direction)
+    assert operand is not None
+    return operand.dtype.max * 2.0 ** -_rule(state).margin
 
 
 def _update_by_callables(state: ScalingState, direction: int, rule: History) -> None:
@@ -285,8 +329,8 @@ def _update_by_callables(state: ScalingState, direction: int, rule: History) -> 
     if history.shape[0] > 1:
         history.copy_(torch.roll(history, -1, 0))
     history[0].zero_()
-    assert state.precision is not None
-    operand = state.precision.input if direction == FORWARD else state.precision.grad
+    operand = _operand(state, direction)
+    assert operand is not None
     if rule.scale_algo is not None:
         new = rule.scale_algo(amax, scale, operand.dtype.max, state.recipe)
     else:

@@ -1,24 +1,35 @@
 """The one linear: y = x w^T + b and its gradients, in any precision. Every module's GEMMs go through this file.
 
-Top: `forward` and `backward`, the Linear layer. Below: the three GEMMs on operands that may be plain or
-quantized, which the norm+linear and MLP layers share, and the quantizing of a weight and of an output gradient.
+Top: `forward` and `backward`, the Linear layer. Below: what the norm+linear, MLP and grouped layers share: the product
+of two operands that may be plain or quantized, and where a weight's gradient goes.
 
 Shapes: x [.., K], w [N, K], b [N], y [.., N]; M is the product of the leading dimensions.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from te_core import dtypes, ops
+from te_core import ops
 from te_core.dtypes import DType
-from te_core.layers.inspector import Inspector, Operand, Request, alike, offer, offer_result
-from te_core.quantize.state import INPUT, WEIGHT, Scales, backward_cast, forward_cast
-from te_core.quantized import Cast, QuantizedTensor, padded
-from te_core.precision import Gemm, Precision
+from te_core.layers.inspector import Inspector, Request, alike, offer, offer_result
+from te_core.precision import Gemm, Operand, Precision
+from te_core.quantize.operands import (
+    Uses,
+    Value,
+    as_asked,
+    dense,
+    quantize_forward,
+    quantize_gradient,
+    restored,
+    saved,
+)
+from te_core.quantize.state import GRAD_INPUT, INPUT, OUTPUT, WEIGHT, Scales, backward_cast, forward_cast
+from te_core.quantized import QuantizedTensor
 from te_core.runtime import Runtime
-from te_core.tensor import META, Tensor
+from te_core.tensor import Tensor
 
 
 class Needs(NamedTuple):
@@ -37,210 +48,280 @@ class LinearSpec:
     precision: Precision | None  # None: everything in `dtype`
     needs: Needs
     inspect: Request | None = None
+    weight_dtype: DType | None = None  # of the weight's gradient; None: the weight's own
+    quantize_output: bool = False
+    quantize_grad: bool = False  # the gradient of x is delivered quantized
 
 
 class LinearSaved(NamedTuple):
-    """What backward reads. Inputs stand here as themselves; quantized operands as the orientation it needs."""
+    """What backward reads. Inputs stand here as themselves; quantized operands as the copy it needs."""
 
-    x: Tensor | None  # plain [.., K], or the block of a columnwise FP8 copy
-    weight: Tensor | None  # the parameter itself: its shape, its dtype, its version
-    w: Tensor | None  # plain [N, K], or the block of a columnwise FP8 copy
+    x: Tensor | None  # plain [.., K], or the block of a quantized copy
+    weight: Value | None  # the parameter itself: its shape, its dtype, its version
+    w: Tensor | None  # plain [N, K], or the block of a quantized copy; None if the parameter is quantized itself
+    rng: Tensor | None  # the draws of stochastic rounding
+
+
+class Sink:
+    """Where a weight gradient goes instead of a fresh tensor.
+
+    main: written into, or added to with `accumulate`. queue: the product is not run but appended, as a function of
+    the runtime that returns the gradient (None if it went into `main`).
+    """
+
+    __slots__ = ("accumulate", "main", "queue")
+
+    def __init__(self, main: Tensor | None = None, accumulate: bool = False, queue: list[Any] | None = None) -> None:
+        self.main, self.accumulate, self.queue = main, accumulate, queue
 
 
 def forward(
     rt: Runtime,
-    x: Tensor,
-    weight: Tensor,
+    x: Value,
+    weight: Value,
     bias: Tensor | None,
+    rng: Tensor | None = None,
     *,
     spec: LinearSpec,
     scales: Scales | None = None,
     inspector: Inspector | None = None,
-) -> tuple[tuple[Tensor], LinearSaved]:
-    """((y,), saved). `scales` is the delayed-scaling state, if the recipe keeps one."""
+    ready: Sequence[QuantizedTensor | None] = (None,),
+) -> tuple[tuple[Value], LinearSaved]:
+    """((y,), saved). `scales` is the delayed-scaling state, if the recipe keeps one; `ready` the weight quantized
+    before, if it is."""
     needs, precision = spec.needs, spec.precision
-    out = rt.empty((*x.shape[:-1], weight.shape[0]), spec.dtype)
-    x2 = x.matrix()
-    a: Operand = x2
-    b: Operand = weight
-    xc = wc = None
-    if precision is not None:
-        xc = forward_cast(precision.input, scales, 0, INPUT, rowwise=True, columnwise=needs.weight)
-        wc = forward_cast(precision.weight, scales, 0, WEIGHT, rowwise=True, columnwise=needs.input)
-        a, b = ops.quantize(rt, x2, xc), ops.quantize(rt, weight, wc)
-    kept_x, kept_w = a, b
+    leading, x2 = flattened(x)
+    out = rt.empty((*leading, weight.shape[0]), spec.dtype)
+    xs, ws = forward_operands(rt, x2, weight, precision, scales, 0, needs, spec.dtype, ready[0])
+    a, b = xs.rows, ws.rows
+    kept_x, kept_w = kept(x2, xs, precision), kept(weight, ws, precision)
     if spec.inspect is not None:
+        high_x, high_w = dense(rt, x2, spec.dtype), dense(rt, weight, spec.dtype)
         if needs.weight:
-            kept_x = offer(rt, inspector, ("wgrad", "activation"), x2, xc, a)
+            kept_x = offer(rt, inspector, ("wgrad", "activation"), high_x, xs.cast, kept_x)
         if needs.input:
-            kept_w = offer(rt, inspector, ("dgrad", "weight"), weight, wc, b)
-        a = offer(rt, inspector, ("fprop", "activation"), x2, xc, a)
-        b = offer(rt, inspector, ("fprop", "weight"), weight, wc, b)
+            kept_w = offer(rt, inspector, ("dgrad", "weight"), high_w, ws.cast, kept_w)
+        a = offer(rt, inspector, ("fprop", "activation"), high_x, xs.cast, a)
+        b = offer(rt, inspector, ("fprop", "weight"), high_w, ws.cast, b)
         a, b = alike(rt, a, b, spec.dtype)
-    fprop(rt, a, b, bias, out, precision)
+    fprop(rt, a, b, bias, out.matrix(), precision, spec.dtype)
     if spec.inspect is not None:
         out = offer_result(rt, inspector, ("fprop", "output"), out)
-    return (out,), LinearSaved(
-        saved_operand(kept_x, needs.weight), weight if any(needs) else None, saved_operand(kept_w, needs.input)
-    )
+    y: Value = out
+    if spec.quantize_output and precision is not None and precision.output is not None:
+        y = ops.quantize(
+            rt, out.matrix(), forward_cast(precision.output, scales, 0, OUTPUT, rowwise=True, columnwise=False)
+        )
+    return (y,), LinearSaved(
+        saved(kept_x, needs.weight), weight if any(needs) else None,
+        None if isinstance(kept_w, QuantizedTensor) and kept_w.owner is not None else saved(kept_w, needs.input),
+        rng if any(needs) else None,
+    )  # fmt: skip
 
 
 def backward(
     rt: Runtime,
-    dy: Tensor,
+    dy: Value,
     saved: LinearSaved,
     *,
     spec: LinearSpec,
     scales: Scales | None = None,
     inspector: Inspector | None = None,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """(dx, dweight, dbias), None where `spec.needs` says so."""
+    sinks: Sequence[Sink | None] = (None,),
+) -> tuple[Value | None, Tensor | None, Tensor | None, None]:
+    """(dx, dweight, dbias, None), None where `spec.needs` or a sink says so."""
     weight = saved.weight
     assert weight is not None  # a layer without needs has no backward
     needs, precision = spec.needs, spec.precision
-    k = weight.shape[1]
-    dy2 = dy.matrix()
-    db = rt.empty((weight.shape[0],), weight.dtype) if needs.bias else None
-    g, cast, db_left = prepare_gradient(rt, dy2, precision, scales, 0, needs, db)
-    dx = dw = None
+    n, k = weight.shape
+    leading, dy2 = flattened(dy)
+    db = rt.empty((n,), bias_dtype(spec, weight)) if needs.bias else None
+    g, db_left = gradient_operand(rt, dy2, spec, scales, 0, needs, db, saved.rng, sinks[0])
+    dx: Value | None = None
+    dw = None
     if needs.input:
-        a, b = g, restored(saved.w, (dy2.shape[1], k), precision)
+        a, b = g.rows, backward_weight(rt, saved.w, weight, precision, spec.dtype)
         if spec.inspect is not None:
-            a = offer(rt, inspector, ("dgrad", "gradient"), dy2, cast, g)
+            a = offer(rt, inspector, ("dgrad", "gradient"), dense(rt, dy2, spec.dtype), g.cast, a)
             a, b = alike(rt, a, b, spec.dtype)
-        dx = rt.empty((*dy.shape[:-1], k), spec.dtype)
-        dgrad(rt, a, b, dx, precision)
+        plain_dx = rt.empty((*leading, k), spec.dtype)
+        dgrad(rt, a, b, plain_dx.matrix(), precision, spec.dtype)
         if spec.inspect is not None:
-            dx = offer_result(rt, inspector, ("dgrad", "dgrad"), dx)
+            plain_dx = offer_result(rt, inspector, ("dgrad", "dgrad"), plain_dx)
+        dx = plain_dx
+        if spec.quantize_grad and precision is not None and precision.grad_input is not None:
+            cast = backward_cast(precision.grad_input, scales, 0, rowwise=True, columnwise=False, slot=GRAD_INPUT)
+            dx = ops.quantize(rt, plain_dx.matrix(), cast)
     if needs.weight:
-        a, b = g, restored(saved.x, (dy2.shape[0], k), precision)
+        rule = None if precision is None else precision.input
+        a, b = g.columns, restored(rt, saved.x, (dy2.shape[0], k), rule, precision, spec.dtype)
         if spec.inspect is not None:
-            a = offer(rt, inspector, ("wgrad", "gradient"), dy2, cast, g)
+            a = offer(rt, inspector, ("wgrad", "gradient"), dense(rt, dy2, spec.dtype), g.cast, a)
             a, b = alike(rt, a, b, spec.dtype)
-        dw = rt.empty(weight.shape, weight.dtype)
-        wgrad(rt, a, b, dw, db_left, precision)
-        if spec.inspect is not None:
+        dw = weight_gradient(rt, a, b, (n, k), spec, db_left, sinks[0], bias_dtype(spec, weight))
+        if dw is not None and spec.inspect is not None:
             dw = offer_result(rt, inspector, ("wgrad", "wgrad"), dw)
-    return dx, dw, db
+    return dx, dw, db, None
 
 
-# ---------------------------------------------------------------------- the three GEMMs, plain or quantized
+# --------------------------------------------------------------------------------------- the three GEMMs
 
 
-def fprop(rt: Runtime, x: Operand, w: Operand, bias: Tensor | None, out: Tensor, precision: Precision | None) -> None:
-    """out [.., N] = x w^T + bias."""
-    if isinstance(x, QuantizedTensor):
-        assert isinstance(w, QuantizedTensor) and precision is not None
-        if x.dtype is w.dtype is dtypes.float8_e5m2:
-            fprop(rt, *plain(rt, x, w, out.dtype), bias, out, None)
-            return
-        fp8_gemm(rt, (x.rowwise, x.scale_inv), (w.rowwise, w.scale_inv), out.matrix(), precision.fprop, bias)
-    else:
-        assert isinstance(w, Tensor)
-        ops.gemm(rt, x, w, trans_b=True, bias=bias, out=out.matrix())
-
-
-def dgrad(rt: Runtime, dy: Operand, w: Operand, dx: Tensor, precision: Precision | None) -> None:
-    """dx [.., K] = dy w."""
-    if isinstance(dy, QuantizedTensor):
-        assert isinstance(w, QuantizedTensor) and precision is not None
-        if dy.dtype is w.dtype is dtypes.float8_e5m2:
-            dgrad(rt, *plain(rt, dy, w, dx.dtype), dx, None)
-            return
-        fp8_gemm(rt, (dy.rowwise, dy.scale_inv), (w.columnwise, w.scale_inv), dx.matrix(), precision.dgrad)
-    else:
-        assert isinstance(w, Tensor)
-        ops.gemm(rt, dy, w, out=dx.matrix())
-
-
-def wgrad(
-    rt: Runtime, dy: Operand, x: Operand, dw: Tensor, db: Tensor | None, precision: Precision | None
-) -> None:
-    """dw [N, K] = dy^T x; with plain operands the same GEMM sums dy into db [N]."""
-    if isinstance(dy, QuantizedTensor):
-        assert isinstance(x, QuantizedTensor) and precision is not None and db is None
-        if dy.dtype is x.dtype is dtypes.float8_e5m2:
-            wgrad(rt, *plain(rt, dy, x, dw.dtype), dw, None, None)
-            return
-        fp8_gemm(rt, (dy.columnwise, dy.scale_inv), (x.columnwise, x.scale_inv), dw, precision.wgrad)
-    else:
-        assert isinstance(x, Tensor)
-        ops.gemm(rt, dy, x.matrix(), trans_a=True, a_sum=db, out=dw)
-
-
-def plain(rt: Runtime, a: QuantizedTensor, b: QuantizedTensor, dtype: DType) -> tuple[Tensor, Tensor]:
-    """Both operands dequantized: no tensor core multiplies E5M2 by E5M2, so Format.E5M2 saves memory, not time."""
-    return ops.dequantize(rt, a, dtype), ops.dequantize(rt, b, dtype)
-
-
-def fp8_gemm(
-    rt: Runtime,
-    a: tuple[Tensor | None, Tensor],
-    b: tuple[Tensor | None, Tensor],
-    out: Tensor,
-    gemm: Gemm,
-    bias: Tensor | None = None,
-) -> None:
-    """out [rows, cols] = a [pad rows, P] b [pad cols, P]^T, with each operand's dequantization scale.
-
-    A GEMM takes any number of rows but columns by 16 only, so an odd width goes through a padded result.
-    """
-    (a_data, a_scale), (b_data, b_scale) = a, b
-    assert a_data is not None and b_data is not None  # the casts asked for these orientations
-    rows, cols = out.shape
-    if rt.device is META or rows != a_data.shape[0]:  # no test of a symbolic size, which would be compiled in
-        a_data = a_data.rows(0, rows)
-    wide = padded(cols)
-    if wide == cols:
-        ops.gemm(
-            rt, a_data, b_data, trans_b=True, a_scale=a_scale, b_scale=b_scale, bias=bias, out=out,
-            split_accumulator=gemm.split_accumulator,
+def multiply(
+    rt: Runtime, a: Value, b: Value, out: Tensor, gemm: Gemm | None, precision: Precision | None, dtype: DType, *,
+    columns: tuple[bool, bool], bias: Tensor | None = None, a_sum: Tensor | None = None, accumulate: bool = False,
+) -> None:  # fmt: skip
+    """out = A B^T + bias, A and B contracted along their rows, or along their columns where `columns` says so."""
+    if isinstance(a, QuantizedTensor) and isinstance(b, QuantizedTensor):
+        assert gemm is not None and precision is not None and a_sum is None
+        ops.gemm_quantized(
+            rt, a, b, out, a_columnwise=columns[0], b_columnwise=columns[1], bias=bias, accumulate=accumulate,
+            split_accumulator=gemm.split_accumulator, emulate=precision.emulate, strict=precision.strict,
         )  # fmt: skip
         return
-    if bias is not None:
-        bias = ops.resize(rt, bias.reshape(1, cols), 1, wide).reshape(wide)
-    full = ops.gemm(
-        rt, a_data, b_data, trans_b=True, a_scale=a_scale, b_scale=b_scale, bias=bias, out_dtype=out.dtype,
-        split_accumulator=gemm.split_accumulator,
+    left, right = dense_columns(rt, a, dtype, columns[0]), dense_columns(rt, b, dtype, columns[1])
+    ops.gemm(
+        rt, left, right, trans_a=columns[0], trans_b=not columns[1], bias=bias, a_sum=a_sum, out=out,
+        accumulate=accumulate,
     )  # fmt: skip
-    ops.resize(rt, full, rows, cols, out=out)
+
+
+def dense_columns(rt: Runtime, x: Value, dtype: DType, columns: bool) -> Tensor:
+    """The values of an operand that meets a plain one, from the copy that the GEMM would have read."""
+    if isinstance(x, Tensor):
+        return x
+    held = x.columnwise is not None if columns else x.rowwise is not None
+    return ops.dequantize(rt, x, dtype, columnwise=columns if held else not columns).rows(0, x.shape[0])
+
+
+def fprop(
+    rt: Runtime, x: Value, w: Value, bias: Tensor | None, out: Tensor, precision: Precision | None, dtype: DType
+) -> None:
+    """out [M, N] = x w^T + bias."""
+    gemm = None if precision is None else precision.fprop
+    multiply(rt, x, w, out, gemm, precision, dtype, columns=(False, False), bias=bias)
+
+
+def dgrad(rt: Runtime, dy: Value, w: Value, dx: Tensor, precision: Precision | None, dtype: DType) -> None:
+    """dx [M, K] = dy w."""
+    multiply(rt, dy, w, dx, None if precision is None else precision.dgrad, precision, dtype, columns=(False, True))
+
+
+def weight_gradient(
+    rt: Runtime, dy: Value, x: Value, shape: tuple[int, int], spec: Any, db: Tensor | None, sink: Sink | None,
+    out_dtype: DType,
+) -> Tensor | None:  # fmt: skip
+    """dw [N, K] = dy^T x, fresh or into its sink; with plain operands the same GEMM sums dy into db [N]."""
+    precision: Precision | None = spec.precision
+    gemm = None if precision is None else precision.wgrad
+
+    def run(rt: Runtime) -> Tensor | None:
+        main = None if sink is None else sink.main
+        dw = rt.empty(shape, out_dtype) if main is None else main
+        multiply(
+            rt, dy, x, dw, gemm, precision, spec.dtype, columns=(True, True), a_sum=db,
+            accumulate=sink is not None and main is not None and sink.accumulate,
+        )  # fmt: skip
+        return dw if main is None else None
+
+    if sink is not None and sink.queue is not None:
+        sink.queue.append(run)
+        return None
+    return run(rt)
 
 
 # --------------------------------------------------------------------------------------- their operands
 
 
-def prepare_gradient(
-    rt: Runtime, dy: Tensor, precision: Precision | None, scales: Scales | None, gemm: int, needs: Needs,
-    db: Tensor | None,
-) -> tuple[Operand, Cast | None, Tensor | None]:  # fmt: skip
-    """(dy as dgrad and wgrad read it, how it was cast, the db that wgrad still has to fill).
+def flattened(x: Value) -> tuple[tuple[int, ...], Value]:
+    """(leading dimensions, x as a matrix)."""
+    return (x.shape[:-1], x.matrix()) if isinstance(x, Tensor) else ((x.shape[0],), x)
+
+
+def forward_operands(
+    rt: Runtime, x: Value, weight: Value, precision: Precision | None, scales: Scales | None, gemm: int, needs: Needs,
+    dtype: DType, ready: QuantizedTensor | None,
+) -> tuple[Uses, Uses]:  # fmt: skip
+    """x and the weight of one GEMM as fprop and backward read them."""
+    if precision is None:
+        values = dense(rt, x, dtype)
+        return Uses(values, values, None), Uses(dense(rt, weight, dtype), weight, None)
+    wgrad, dgrad = (needs.weight, needs.input) if precision.backward is None else (False, False)
+    xs = quantize_forward(
+        rt, as_asked(rt, x, precision.input, dtype), precision.input, scales, gemm, INPUT, rowwise=True,
+        columnwise=wgrad,
+    )  # fmt: skip
+    return xs, weight_operand(rt, weight, precision, scales, gemm, dgrad, dtype, ready)
+
+
+def weight_operand(
+    rt: Runtime, weight: Value, precision: Precision, scales: Scales | None, gemm: int, columnwise: bool,
+    dtype: DType, ready: QuantizedTensor | None,
+) -> Uses:  # fmt: skip
+    """A weight as fprop and dgrad read it: quantized before, itself quantized, or quantized now."""
+    rule: Operand | None = precision.weight
+    if ready is not None:
+        return Uses(ready, ready, None)
+    if isinstance(weight, QuantizedTensor):
+        value = as_asked(rt, weight, rule, dtype)
+        if isinstance(value, QuantizedTensor):  # backward makes the columnwise copy, if there is none, and drops it
+            return Uses(value, value, None)
+        weight = value
+    return quantize_forward(rt, weight, rule, scales, gemm, WEIGHT, rowwise=True, columnwise=columnwise)
+
+
+def kept(high: Value, uses: Uses, precision: Precision | None) -> Value:
+    """What backward will read of an operand, by the recipe's `backward_override`."""
+    if precision is None or precision.backward is None:
+        return uses.columns  # type: ignore[no-any-return]
+    if precision.backward == "high_precision" and isinstance(high, Tensor):
+        return high
+    return uses.rows  # type: ignore[no-any-return]
+
+
+def backward_weight(
+    rt: Runtime, kept_w: Tensor | None, weight: Value, precision: Precision | None, dtype: DType
+) -> Value:
+    """The weight as dgrad reads it."""
+    if kept_w is not None:
+        rule = None if precision is None else precision.weight
+        return restored(rt, kept_w, weight.shape, rule, precision, dtype)  # type: ignore[arg-type]
+    if isinstance(weight, Tensor):
+        return weight
+    if precision is None or precision.backward is not None:
+        return ops.dequantize(rt, weight, dtype)
+    return quantize_forward(rt, weight, precision.weight, None, 0, WEIGHT, rowwise=False, columnwise=True).columns  # type: ignore[no-any-return]
+
+
+def bias_dtype(spec: Any, weight: Value) -> DType:
+    """The dtype of a weight's and its bias's gradient."""
+    found = spec.weight_dtype or (weight.dtype if isinstance(weight, Tensor) else spec.dtype)
+    assert isinstance(found, DType)
+    return found
+
+
+def gradient_operand(
+    rt: Runtime, dy: Value, spec: Any, scales: Scales | None, gemm: int, needs: Needs, db: Tensor | None,
+    rng: Tensor | None, sink: Sink | None,
+) -> tuple[Uses, Tensor | None]:  # fmt: skip
+    """(dy as dgrad and wgrad read it, the db that wgrad still has to fill).
 
     The bias gradient costs no pass of its own: it is summed while dy is quantized or by the wgrad GEMM.
     """
+    precision: Precision | None = spec.precision
     if not (needs.input or needs.weight):
         if db is not None:
-            ops.column_sum(rt, dy, db)
-        return dy, None, None
-    if precision is None:
-        if db is not None and not needs.weight:
-            ops.column_sum(rt, dy, db)
+            ops.column_sum(rt, dense(rt, dy, spec.dtype), db)
+        return Uses(dy, dy, None), None
+    if precision is None or precision.backward is not None or precision.grad is None:
+        plain = dense(rt, dy, spec.dtype)
+        by_wgrad = needs.weight and (sink is None or sink.queue is None) and precision is None
+        if db is not None and not by_wgrad:
+            ops.column_sum(rt, plain, db)
             db = None
-        return dy, None, db
-    cast = backward_cast(precision.grad, scales, gemm, rowwise=needs.input, columnwise=needs.weight)
-    return ops.quantize(rt, dy, cast, column_sum=db), cast, None
-
-
-def saved_operand(operand: Operand | None, wanted: bool) -> Tensor | None:
-    """An operand as backward will read it: a quantized one as the block of its columnwise copy."""
-    if not wanted or operand is None:
-        return None
-    return operand.block if isinstance(operand, QuantizedTensor) else operand
-
-
-def restored(kept: Tensor | None, shape: tuple[int, int], precision: Precision | None) -> Operand:
-    """The operand that `saved_operand` kept (inputs and weights have one format)."""
-    assert kept is not None
-    if kept.dtype is not dtypes.uint8:
-        return kept
-    assert precision is not None
-    return QuantizedTensor.columnwise_in(kept, shape, precision.input.format)
+        return Uses(plain, plain, None), db
+    value = as_asked(rt, dy, precision.grad, spec.dtype)
+    uses = quantize_gradient(
+        rt, value, precision.grad, scales, gemm, rowwise=needs.input, columnwise=needs.weight, column_sum=db, rng=rng
+    )
+    return uses, None

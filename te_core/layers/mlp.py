@@ -6,17 +6,37 @@ Names: n = norm(x), h = n w1^T + b1, a = act(h); M rows.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from te_core import ops
-from te_core.dtypes import DType
-from te_core.layers.inspector import Operand
-from te_core.layers.linear import Needs, dgrad, fprop, prepare_gradient, restored, saved_operand, wgrad
+from te_core.layers.linear import (
+    LinearSpec,
+    Sink,
+    backward_weight,
+    bias_dtype,
+    dgrad,
+    fprop,
+    gradient_operand,
+    kept,
+    weight_gradient,
+    weight_operand,
+)
 from te_core.layers.norm import NormSpec
 from te_core.layers.norm_linear import norm_gradients, normalize
-from te_core.quantize.state import INPUT, WEIGHT, Scales, backward_cast, forward_cast
-from te_core.precision import Precision
+from te_core.quantize.operands import (
+    Uses,
+    Value,
+    dense,
+    is_plain_rule,
+    quantize_forward,
+    quantize_gradient,
+    restored,
+    saved,
+)
+from te_core.quantize.state import INPUT, Scales, backward_cast, forward_cast
+from te_core.quantized import QuantizedTensor
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
 
@@ -27,12 +47,10 @@ FC1, FC2 = 0, 1  # the GEMMs' numbers in the scaling state
 class MLPSpec:
     """All that an MLP's plan depends on besides shapes."""
 
-    dtype: DType
-    precision: Precision | None
+    fc1: LinearSpec  # its needs.input: a gradient of x, gamma or beta is wanted
+    fc2: LinearSpec  # its needs.input: any gradient at or before fc1 is wanted
     norm: NormSpec
     activation: str
-    fc1: Needs  # .input: a gradient of x, gamma or beta is wanted
-    fc2: Needs  # .input: any gradient at or before fc1 is wanted
     return_norm: bool = False
 
 
@@ -46,10 +64,11 @@ class MLPSaved(NamedTuple):
     n: Tensor | None
     h: Tensor | None
     a: Tensor | None
-    w1: Tensor | None  # the parameters themselves
-    w2: Tensor | None
-    w1q: Tensor | None  # and as their dgrads read them
+    w1: Value | None  # the parameters themselves
+    w2: Value | None
+    w1q: Tensor | None  # and as their dgrads read them; None if the parameter is quantized itself
     w2q: Tensor | None
+    rng: Tensor | None
 
 
 def forward(
@@ -57,94 +76,138 @@ def forward(
     x: Tensor,
     gamma: Tensor,
     beta: Tensor | None,
-    w1: Tensor,
+    w1: Value,
     b1: Tensor | None,
-    w2: Tensor,
+    w2: Value,
     b2: Tensor | None,
+    rng: Tensor | None = None,
     *,
     spec: MLPSpec,
     scales: Scales | None = None,
+    ready: Sequence[QuantizedTensor | None] = (None, None),
 ) -> tuple[tuple[Tensor, ...], MLPSaved]:
     """((y,), saved), or ((y, norm output), saved) with `return_norm`."""
-    p, fc1, fc2 = spec.precision, spec.fc1, spec.fc2
-    nc = ac = None
-    u: Operand = w1
-    v: Operand = w2
-    if p is not None:
-        nc = forward_cast(p.input, scales, FC1, INPUT, rowwise=True, columnwise=fc1.weight)
-        ac = forward_cast(p.input, scales, FC2, INPUT, rowwise=True, columnwise=fc2.weight)
-        u = ops.quantize(rt, w1, forward_cast(p.weight, scales, FC1, WEIGHT, rowwise=True, columnwise=fc1.input))
-        v = ops.quantize(rt, w2, forward_cast(p.weight, scales, FC2, WEIGHT, rowwise=True, columnwise=fc2.input))
-    normed, n, mean, rstd = normalize(rt, x, gamma, beta, spec.norm, nc, spec.return_norm)
-    h = rt.empty((n.shape[0], w1.shape[0]), spec.dtype)
-    fprop(rt, n, u, b1, h, p)
-    y, q = ops.activation_forward(rt, h, spec.activation, cast=ac)
-    a = q if q is not None else y
-    assert a is not None
-    out = rt.empty((*x.shape[:-1], w2.shape[0]), spec.dtype)
-    fprop(rt, a, v, b2, out, p)
+    fc1, fc2 = spec.fc1, spec.fc2
+    us, vs = _weight(rt, w1, fc1, scales, FC1, ready[0]), _weight(rt, w2, fc2, scales, FC2, ready[1])
+    p = fc1.precision
+    override = None if p is None else p.backward
+    normed, ns, mean, rstd = normalize(
+        rt, x, gamma, beta, spec.norm, None if p is None else p.input, scales, fc1.needs.weight and override is None,
+        spec.return_norm or override == "high_precision",
+    )  # fmt: skip
+    h = rt.empty((ns.rows.shape[0], w1.shape[0]), fc1.dtype)
+    fprop(rt, ns.rows, us.rows, b1, h, p, fc1.dtype)
+    y, activated = _activate(rt, h, spec, scales)
+    out = rt.empty((*x.shape[:-1], w2.shape[0]), fc2.dtype)
+    fprop(rt, activated.rows, vs.rows, b2, out.matrix(), fc2.precision, fc2.dtype)
     outputs: tuple[Tensor, ...] = (out,)
     if spec.return_norm:
         assert normed is not None
         outputs = (out, normed.reshape(*x.shape))
-    through = fc1.input
+    through = fc1.needs.input
+    kept_n = kept(ns.rows if normed is None else normed, ns, p)
+    kept_a = kept(activated.rows if y is None else y, activated, fc2.precision)
     return outputs, MLPSaved(
         x if through else None, gamma if through else None, mean if through else None, rstd if through else None,
-        saved_operand(n, fc1.weight), h if fc2.input else None,
-        saved_operand(a, fc2.weight), w1, w2, saved_operand(u, fc1.input), saved_operand(v, fc2.input),
+        saved(kept_n, fc1.needs.weight), h if fc2.needs.input else None,
+        saved(kept_a, fc2.needs.weight), w1, w2, _saved_weight(w1, us, fc1), _saved_weight(w2, vs, fc2), rng,
     )  # fmt: skip
+
+
+def _weight(
+    rt: Runtime, w: Value, spec: LinearSpec, scales: Scales | None, gemm: int, ready: QuantizedTensor | None
+) -> Uses:
+    precision = spec.precision
+    if precision is None:
+        return Uses(dense(rt, w, spec.dtype), w, None)
+    columnwise = spec.needs.input and precision.backward is None
+    return weight_operand(rt, w, precision, scales, gemm, columnwise, spec.dtype, ready)
+
+
+def _saved_weight(w: Value, uses: Uses, spec: LinearSpec) -> Tensor | None:
+    value = kept(w, uses, spec.precision)
+    itself = isinstance(value, QuantizedTensor) and value.owner is not None
+    return None if itself else saved(value, spec.needs.input)
+
+
+def _activate(rt: Runtime, h: Tensor, spec: MLPSpec, scales: Scales | None) -> tuple[Tensor | None, Uses]:
+    """(plain activation output if it is needed as such, fc2's operand)."""
+    p, needs = spec.fc2.precision, spec.fc2.needs
+    rule = None if p is None else p.input
+    columnwise = needs.weight and (p is None or p.backward is None)
+    keep = p is not None and p.backward == "high_precision"
+    cast = None
+    if rule is not None and is_plain_rule(rule):
+        cast = forward_cast(rule, scales, FC2, INPUT, rowwise=True, columnwise=columnwise)
+    y, q = ops.activation_forward(rt, h, spec.activation, cast=cast, keep=keep)
+    if q is not None:
+        return y, Uses(q, q, cast)
+    assert y is not None
+    return y, quantize_forward(rt, y, rule, scales, FC2, INPUT, rowwise=True, columnwise=columnwise)
 
 
 def backward(
     rt: Runtime,
-    dy: Tensor,
+    dy: Value,
     dnorm: Tensor | None,
     saved: MLPSaved,
     *,
     spec: MLPSpec,
     scales: Scales | None = None,
+    sinks: Sequence[Sink | None] = (None, None),
 ) -> tuple[Tensor | None, ...]:
-    """(dx, dgamma, dbeta, dw1, db1, dw2, db2); `dnorm` is the gradient of the returned norm output, if any."""
-    p, fc1, fc2 = spec.precision, spec.fc1, spec.fc2
+    """(dx, dgamma, dbeta, dw1, db1, dw2, db2, None); `dnorm` is the gradient of the returned norm output, if any."""
+    fc1, fc2 = spec.fc1, spec.fc2
     w1, w2 = saved.w1, saved.w2
     assert w1 is not None and w2 is not None
-    dy2 = dy.matrix()
+    dy2: Value = dy.matrix() if isinstance(dy, Tensor) else dy
     m, f = dy2.shape[0], w2.shape[1]
-    db2 = rt.empty((w2.shape[0],), w2.dtype) if fc2.bias else None
-    g, _, db2_left = prepare_gradient(rt, dy2, p, scales, FC2, fc2, db2)
+    db2 = rt.empty((w2.shape[0],), bias_dtype(fc2, w2)) if fc2.needs.bias else None
+    g, db2_left = gradient_operand(rt, dy2, fc2, scales, FC2, fc2.needs, db2, saved.rng, sinks[1])
     dw2 = dw1 = db1 = dx = dgamma = dbeta = None
-    if fc2.weight:
-        dw2 = rt.empty(w2.shape, w2.dtype)
-        wgrad(rt, g, restored(saved.a, (m, f), p), dw2, db2_left, p)
-    if fc2.input:
-        da = rt.empty((m, f), spec.dtype)
-        dgrad(rt, g, restored(saved.w2q, (w2.shape[0], f), p), da, p)
-        db1 = rt.empty((w1.shape[0],), w1.dtype) if fc1.bias else None
+    if fc2.needs.weight:
+        rule = None if fc2.precision is None else fc2.precision.input
+        a = restored(rt, saved.a, (m, f), rule, fc2.precision, fc2.dtype)
+        dw2 = weight_gradient(rt, g.columns, a, w2.shape, fc2, db2_left, sinks[1], bias_dtype(fc2, w2))  # type: ignore[arg-type]
+    if fc2.needs.input:
+        da = rt.empty((m, f), fc2.dtype)
+        v = backward_weight(rt, saved.w2q, w2, fc2.precision, fc2.dtype)
+        dgrad(rt, g.rows, v, da, fc2.precision, fc2.dtype)
+        del g, v
+        db1 = rt.empty((w1.shape[0],), bias_dtype(fc1, w1)) if fc1.needs.bias else None
         dh = _activation_gradient(rt, da, saved, spec, scales, db1)
         del da
-        if fc1.input:
-            dn = rt.empty((m, w1.shape[1]), spec.dtype)
-            dgrad(rt, dh, restored(saved.w1q, (w1.shape[0], w1.shape[1]), p), dn, p)
+        if fc1.needs.input:
+            dn = rt.empty((m, w1.shape[1]), fc1.dtype)
+            dgrad(rt, dh.rows, backward_weight(rt, saved.w1q, w1, fc1.precision, fc1.dtype), dn, fc1.precision, fc1.dtype)
             if dnorm is not None:
                 dn = ops.add(rt, dn, dnorm.matrix(), out=dn)
             dx, dgamma, dbeta = norm_gradients(rt, dn, saved, spec.norm)
-        if fc1.weight:
-            dw1 = rt.empty(w1.shape, w1.dtype)
-            wgrad(rt, dh, restored(saved.n, (m, w1.shape[1]), p), dw1, None, p)
-    return dx, dgamma, dbeta, dw1, db1, dw2, db2
+        if fc1.needs.weight:
+            rule = None if fc1.precision is None else fc1.precision.input
+            n = restored(rt, saved.n, (m, w1.shape[1]), rule, fc1.precision, fc1.dtype)
+            dw1 = weight_gradient(rt, dh.columns, n, w1.shape, fc1, None, sinks[0], bias_dtype(fc1, w1))  # type: ignore[arg-type]
+    return dx, dgamma, dbeta, dw1, db1, dw2, db2, None
 
 
 def _activation_gradient(
     rt: Runtime, da: Tensor, saved: MLPSaved, spec: MLPSpec, scales: Scales | None, db1: Tensor | None
-) -> Operand:
+) -> Uses:
     """dh as fc1's dgrad and wgrad read it; its column sums are b1's gradient, taken in the same pass."""
-    p, fc1 = spec.precision, spec.fc1
+    p, needs = spec.fc1.precision, spec.fc1.needs
     assert saved.h is not None
+    rule = None
+    if p is not None and p.backward is None and (needs.input or needs.weight):
+        rule = p.grad
+    if rule is not None and not is_plain_rule(rule):
+        dh, _ = ops.activation_backward(rt, da, saved.h, spec.activation)
+        assert dh is not None
+        return quantize_gradient(
+            rt, dh, rule, scales, FC1, rowwise=needs.input, columnwise=needs.weight, column_sum=db1, rng=saved.rng
+        )
     cast = None
-    if p is not None and (fc1.input or fc1.weight):
-        cast = backward_cast(p.grad, scales, FC1, rowwise=fc1.input, columnwise=fc1.weight)
+    if rule is not None:
+        cast = backward_cast(rule, scales, FC1, rowwise=needs.input, columnwise=needs.weight, rng=saved.rng)
     dh, q = ops.activation_backward(rt, da, saved.h, spec.activation, cast=cast, column_sum=db1)
     operand = q if q is not None else dh
-    assert operand is not None
-    return operand
-
+    return Uses(operand, operand, cast)

@@ -5,23 +5,29 @@ Shapes: x [.., K], gamma and beta [K], w [N, K], b [N], y [.., N].
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from te_core import ops
-from te_core.layers.inspector import Inspector, Operand, alike, offer, offer_result
+from te_core.layers.inspector import Inspector, alike, offer, offer_result
 from te_core.layers.linear import (
     LinearSpec,
+    Sink,
+    backward_weight,
+    bias_dtype,
     dgrad,
     fprop,
-    prepare_gradient,
-    restored,
-    saved_operand,
-    wgrad,
+    gradient_operand,
+    kept,
+    weight_gradient,
+    weight_operand,
 )
 from te_core.layers.norm import NormSpec
-from te_core.quantize.state import INPUT, WEIGHT, Scales, forward_cast
-from te_core.quantized import Cast
+from te_core.precision import Operand
+from te_core.quantize.operands import Uses, Value, dense, is_plain_rule, quantize_forward, restored, saved
+from te_core.quantize.state import INPUT, OUTPUT, Scales, forward_cast
+from te_core.quantized import QuantizedTensor
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
 
@@ -46,21 +52,27 @@ class NormLinearSaved(NamedTuple):
     mean: Tensor | None
     rstd: Tensor | None
     n: Tensor | None
-    weight: Tensor | None
+    weight: Value | None
     w: Tensor | None
+    rng: Tensor | None
 
 
 def normalize(
-    rt: Runtime, x: Tensor, gamma: Tensor, beta: Tensor | None, norm: NormSpec, cast: Cast | None, keep: bool
-) -> tuple[Tensor | None, Operand, Tensor | None, Tensor]:
-    """(plain norm output if asked for or unquantized, the GEMM's operand, mean, rstd)."""
+    rt: Runtime, x: Tensor, gamma: Tensor, beta: Tensor | None, norm: NormSpec, rule: Operand | None,
+    scales: Scales | None, columnwise: bool, keep: bool,
+) -> tuple[Tensor | None, Uses, Tensor | None, Tensor]:  # fmt: skip
+    """(plain norm output if asked for or unquantized, the first GEMM's operand, mean, rstd)."""
+    cast = None
+    if rule is not None and is_plain_rule(rule):
+        cast = forward_cast(rule, scales, 0, INPUT, rowwise=True, columnwise=columnwise)
     y, q, mean, rstd = ops.norm_forward(
         rt, x.matrix(), gamma, beta, kind=norm.kind, eps=norm.eps, zero_centered=norm.zero_centered,
         out_dtype=norm.dtype, cast=cast, keep=keep, sm_margin=norm.forward_margin,
     )  # fmt: skip
-    operand = q if q is not None else y
-    assert operand is not None
-    return y, operand, mean, rstd
+    if q is not None:
+        return y, Uses(q, q, cast), mean, rstd
+    assert y is not None
+    return y, quantize_forward(rt, y, rule, scales, 0, INPUT, rowwise=True, columnwise=columnwise), mean, rstd
 
 
 def forward(
@@ -68,90 +80,103 @@ def forward(
     x: Tensor,
     gamma: Tensor,
     beta: Tensor | None,
-    weight: Tensor,
+    weight: Value,
     bias: Tensor | None,
+    rng: Tensor | None = None,
     *,
     spec: NormLinearSpec,
     scales: Scales | None = None,
     inspector: Inspector | None = None,
-) -> tuple[tuple[Tensor, ...], NormLinearSaved]:
+    ready: Sequence[QuantizedTensor | None] = (None,),
+) -> tuple[tuple[Value, ...], NormLinearSaved]:
     """((y,), saved), or ((y, norm output), saved) with `return_norm`."""
     linear = spec.linear
     needs, precision, inspect = linear.needs, linear.precision, linear.inspect
-    nc = wc = None
-    b: Operand = weight
-    if precision is not None:
-        nc = forward_cast(precision.input, scales, 0, INPUT, rowwise=True, columnwise=needs.weight)
-        wc = forward_cast(precision.weight, scales, 0, WEIGHT, rowwise=True, columnwise=needs.input)
-        b = ops.quantize(rt, weight, wc)
-    normed, a, mean, rstd = normalize(
-        rt, x, gamma, beta, spec.norm, nc, spec.return_norm or inspect is not None
-    )
-    kept_n, kept_w = a, b
+    override = None if precision is None else precision.backward
+    if precision is None:
+        ws = Uses(dense(rt, weight, linear.dtype), weight, None)
+    else:
+        ws = weight_operand(
+            rt, weight, precision, scales, 0, needs.input and override is None, linear.dtype, ready[0]
+        )
+    normed, ns, mean, rstd = normalize(
+        rt, x, gamma, beta, spec.norm, None if precision is None else precision.input, scales,
+        needs.weight and override is None, spec.return_norm or inspect is not None or override == "high_precision",
+    )  # fmt: skip
+    a, b = ns.rows, ws.rows
+    kept_n, kept_w = kept(ns.rows if normed is None else normed, ns, precision), kept(weight, ws, precision)
     if inspect is not None:
         assert normed is not None
-        kept_n = offer(rt, inspector, ("wgrad", "activation"), normed, nc, a)
-        kept_w = offer(rt, inspector, ("dgrad", "weight"), weight, wc, b)
-        a = offer(rt, inspector, ("fprop", "activation"), normed, nc, a)
-        b = offer(rt, inspector, ("fprop", "weight"), weight, wc, b)
+        high_w = dense(rt, weight, linear.dtype)
+        kept_n = offer(rt, inspector, ("wgrad", "activation"), normed, ns.cast, kept_n)
+        kept_w = offer(rt, inspector, ("dgrad", "weight"), high_w, ws.cast, kept_w)
+        a = offer(rt, inspector, ("fprop", "activation"), normed, ns.cast, a)
+        b = offer(rt, inspector, ("fprop", "weight"), high_w, ws.cast, b)
         a, b = alike(rt, a, b, linear.dtype)
     out = rt.empty((*x.shape[:-1], weight.shape[0]), linear.dtype)
-    fprop(rt, a, b, bias, out, precision)
+    fprop(rt, a, b, bias, out.matrix(), precision, linear.dtype)
     if inspect is not None:
         out = offer_result(rt, inspector, ("fprop", "output"), out)
-    outputs: tuple[Tensor, ...] = (out,)
+    y: Value = out
+    if linear.quantize_output and precision is not None and precision.output is not None:
+        y = ops.quantize(
+            rt, out.matrix(), forward_cast(precision.output, scales, 0, OUTPUT, rowwise=True, columnwise=False)
+        )
+    outputs: tuple[Value, ...] = (y,)
     if spec.return_norm:
         assert normed is not None
-        outputs = (out, normed.reshape(*x.shape))
+        outputs = (y, normed.reshape(*x.shape))
     through = needs.input
     return outputs, NormLinearSaved(
         x if through else None, gamma if through else None, mean if through else None, rstd if through else None,
-        saved_operand(kept_n, needs.weight), weight if any(needs) else None,
-        saved_operand(kept_w, needs.input),
+        saved(kept_n, needs.weight), weight if any(needs) else None,
+        None if isinstance(kept_w, QuantizedTensor) and kept_w.owner is not None else saved(kept_w, needs.input),
+        rng if any(needs) else None,
     )  # fmt: skip
 
 
 def backward(
     rt: Runtime,
-    dy: Tensor,
+    dy: Value,
     dnorm: Tensor | None,
     saved: NormLinearSaved,
     *,
     spec: NormLinearSpec,
     scales: Scales | None = None,
     inspector: Inspector | None = None,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """(dx, dgamma, dbeta, dweight, dbias); `dnorm` is the gradient of the returned norm output, if there is one."""
+    sinks: Sequence[Sink | None] = (None,),
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None, None]:
+    """(dx, dgamma, dbeta, dweight, dbias, None); `dnorm` is the gradient of the returned norm output, if any."""
     linear, weight = spec.linear, saved.weight
     assert weight is not None
     needs, precision, inspect = linear.needs, linear.precision, linear.inspect
-    k = weight.shape[1]
-    dy2 = dy.matrix()
-    db = rt.empty((weight.shape[0],), weight.dtype) if needs.bias else None
-    g, cast, db_left = prepare_gradient(rt, dy2, precision, scales, 0, needs, db)
+    n, k = weight.shape
+    dy2: Value = dy.matrix() if isinstance(dy, Tensor) else dy
+    db = rt.empty((n,), bias_dtype(linear, weight)) if needs.bias else None
+    g, db_left = gradient_operand(rt, dy2, linear, scales, 0, needs, db, saved.rng, sinks[0])
     dx = dgamma = dbeta = dw = None
     if needs.input:
-        a, b = g, restored(saved.w, (weight.shape[0], k), precision)
+        a, b = g.rows, backward_weight(rt, saved.w, weight, precision, linear.dtype)
         if inspect is not None:
-            a = offer(rt, inspector, ("dgrad", "gradient"), dy2, cast, g)
+            a = offer(rt, inspector, ("dgrad", "gradient"), dense(rt, dy2, linear.dtype), g.cast, a)
             a, b = alike(rt, a, b, linear.dtype)
         dn = rt.empty((dy2.shape[0], k), linear.dtype)
-        dgrad(rt, a, b, dn, precision)
+        dgrad(rt, a, b, dn, precision, linear.dtype)
         if inspect is not None:
             dn = offer_result(rt, inspector, ("dgrad", "dgrad"), dn)
         if dnorm is not None:
             dn = ops.add(rt, dn, dnorm.matrix(), out=dn)
         dx, dgamma, dbeta = norm_gradients(rt, dn, saved, spec.norm)
     if needs.weight:
-        a, b = g, restored(saved.n, (dy2.shape[0], k), precision)
+        rule = None if precision is None else precision.input
+        a, b = g.columns, restored(rt, saved.n, (dy2.shape[0], k), rule, precision, linear.dtype)
         if inspect is not None:
-            a = offer(rt, inspector, ("wgrad", "gradient"), dy2, cast, g)
+            a = offer(rt, inspector, ("wgrad", "gradient"), dense(rt, dy2, linear.dtype), g.cast, a)
             a, b = alike(rt, a, b, linear.dtype)
-        dw = rt.empty(weight.shape, weight.dtype)
-        wgrad(rt, a, b, dw, db_left, precision)
-        if inspect is not None:
+        dw = weight_gradient(rt, a, b, (n, k), linear, db_left, sinks[0], bias_dtype(linear, weight))
+        if dw is not None and inspect is not None:
             dw = offer_result(rt, inspector, ("wgrad", "wgrad"), dw)
-    return dx, dgamma, dbeta, dw, db
+    return dx, dgamma, dbeta, dw, db, None
 
 
 def norm_gradients(

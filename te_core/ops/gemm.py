@@ -2,6 +2,18 @@
 
 FP8 operands are always a K-major pair: a is [M, K] and b is [N, K] (`trans_b=True`), each with a float32 [1]
 dequantization scale on the device. 16- and 32-bit operands take all four transpose combinations.
+
+With `a_format` and `b_format` the scales are those of a finer format (`te_core.quantized`), and a, b whole stored
+copies of it, their padding included: fewer rows of `a` would leave its scales' memory behind. The contraction is the
+side that the copy was quantized along:
+
+    block   a [M, K], b [N, K], trans_b=True. M whole 8s, N and K whole 16s. Scales float32, of 1x128 pieces
+            [ceil(K / 128), M or N], of 128x128 tiles [ceil(M or N / 128), ceil(K / 128) up to a multiple of 4].
+            Not two tiled operands.
+    mxfp8   all transpositions: a rowwise copy lies along K, a columnwise one across it. All sizes whole 32s. Scales
+            uint8 in cuBLASLt's swizzled order, [M or N up to 128s, K / 32 up to 4s]
+    nvfp4   a [M, K / 2], b [N, K / 2] uint8, trans_b=True. M and N whole 16s, K whole 32s. Scales uint8, swizzled,
+            [M or N up to 128s, K / 16 up to 4s], and `a_amax`, `b_amax` float32 [1], read on the device
 """
 
 from __future__ import annotations
@@ -11,7 +23,7 @@ from dataclasses import dataclass
 from te_core import dtypes
 from te_core.dtypes import ACTIVATION_DTYPES, DType
 from te_core.ops import _check
-from te_core.quantized import PAD
+from te_core.quantized import BLOCK, PAD, Format, up
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
 
@@ -39,6 +51,8 @@ class GemmSpec:
     split_accumulator: bool
     tf32: bool
     alignment: int  # the largest power of two up to 256 that divides every address
+    a_format: Format | None = None  # None: one scale a tensor, or none
+    b_format: Format | None = None
 
 
 def gemm(
@@ -60,6 +74,10 @@ def gemm(
     accumulate: bool = False,
     split_accumulator: bool = True,
     tf32: bool = False,
+    a_format: Format | None = None,
+    b_format: Format | None = None,
+    a_amax: Tensor | None = None,
+    b_amax: Tensor | None = None,
 ) -> Tensor:
     """out = epilogue(op(a) @ op(b) + bias), accumulated in fp32; added to what `out` held if `accumulate`.
 
@@ -70,37 +88,51 @@ def gemm(
     out_sum   [N], set to the column sums of out with "dgelu": the bias gradient of the layer before.
     split_accumulator  FP8 only: promote partial sums to fp32 (False is the faster, less exact mode).
     tf32      fp32 operands only: multiply in TF32.
+    a_format, b_format  the formats of operands with a scale for each block; a_amax, b_amax  those of nvfp4.
+
+    out is of the operands' dtype or float32; with float32, FP8 and FP4 operands of any activation dtype.
     """
-    dt = out.dtype if out is not None else (out_dtype or (a.dtype if not a.dtype.is_fp8 else dtypes.bfloat16))
-    address = a.ptr | b.ptr
-    for t in (out, bias, aux, a_sum, out_sum):
-        if t is not None:
-            address |= t.ptr
+    dt = out.dtype if out is not None else (out_dtype or (a.dtype if a.dtype in ACTIVATION_DTYPES else dtypes.bfloat16))
+    address = a.ptr | b.ptr if out is None else a.ptr | b.ptr | out.ptr
+    if bias is not None:
+        address |= bias.ptr
+    if aux is not None or a_sum is not None or out_sum is not None:
+        for t in (aux, a_sum, out_sum):
+            address |= 0 if t is None else t.ptr
+    scaled = None
+    if a_format is not None or b_format is not None or a_amax is not None:
+        scaled = (a_format, b_format, *map(_seen, (a_scale, b_scale, a_amax, b_amax)))
     # Everything that the checks below look at: what was checked once need not be checked again.
     key = (
         "gemm", a.shape, b.shape, a.dtype, b.dtype, dt, trans_a, trans_b, a.strides, b.strides, a.device,
         out and (out.shape, out.strides), bias and (bias.dtype, bias.shape), epilogue, aux and (aux.dtype, aux.shape),
         a_sum and (a_sum.dtype, a_sum.shape), out_sum and (out_sum.dtype, out_sum.shape), a_scale is None,
-        accumulate, split_accumulator, tf32, (address & -address) & 255,
+        accumulate, split_accumulator, tf32, (address & -address) & 255, scaled,
     )  # fmt: skip
     plan = rt.plans.get(key)
     if plan is None:
-        spec = _spec(rt, key, a, b, (a_scale, b_scale), (bias, a_sum, out_sum), aux, out)
+        spec = _spec(rt, key, a, b, (a_scale, b_scale, a_amax, b_amax), (bias, a_sum, out_sum), aux, out)
         plan = rt.plans.put(key, rt.backend.plan_gemm(rt, spec))
     if out is None:
         spec = plan.spec
         out = rt.empty((spec.m, spec.n), dt)
-    rt.backend.gemm(rt, plan, a, b, out, a_scale, b_scale, bias, aux, a_sum, out_sum)
+    rt.backend.gemm(rt, plan, a, b, out, a_scale, b_scale, bias, aux, a_sum, out_sum, a_amax, b_amax)
     return out
 
 
+def _seen(t: Tensor | None) -> object:
+    """What the checks of a scale look at."""
+    return t and (t.shape, t.dtype, t.strides, t.ptr & 15)
+
+
 def _spec(
-    rt: Runtime, key: tuple[object, ...], a: Tensor, b: Tensor, scales: tuple[Tensor | None, Tensor | None],
+    rt: Runtime, key: tuple[object, ...], a: Tensor, b: Tensor, scales: tuple[Tensor | None, ...],
     vectors: tuple[Tensor | None, Tensor | None, Tensor | None], aux: Tensor | None, out: Tensor | None,
 ) -> GemmSpec:  # fmt: skip
     bias, a_sum, out_sum = vectors
     dt, trans_a, trans_b = key[5:8]
-    epilogue, accumulate, split, tf32, alignment = key[13], *key[18:22]
+    epilogue, accumulate, split, tf32, alignment, scaled = key[13], *key[18:23]
+    formats: tuple[Format | None, Format | None] = scaled[:2] if scaled else (None, None)  # type: ignore[index]
     op = "gemm"
     _check.require(
         a.device is rt.device, op, f"a on {a.device} and a runtime of {rt.device}", "tensors of the runtime's device",
@@ -115,15 +147,21 @@ def _spec(
     shapes = f"a {tuple(a.shape)}{flips[0]}, b {tuple(b.shape)}{flips[1]}"
     _check.require(k == kb, op, shapes, "equal contraction sizes", "check the shapes and the trans_ flags")
     _check.one_of(op, "epilogue", epilogue, EPILOGUES)
-    fp8 = a.dtype.is_fp8 or b.dtype.is_fp8
-    if fp8:
-        _check_fp8(shapes, a, b, scales, not trans_a and bool(trans_b), (m, n, k))
+    types = a.dtype, b.dtype
+    wide = a.dtype is dtypes.float32
+    if scaled:
+        types, k = _check_formats(shapes, (a, b), scales, formats, bool(trans_a), bool(trans_b), (m, n, k))
+        _check.require(
+            a_sum is None, op, f"a_sum with {formats[0]}", "a_sum with one scale a tensor", "sum a before it is cast"
+        )
+    elif a.dtype.is_fp8 or b.dtype.is_fp8:
+        _check_fp8(shapes, a, b, scales[:2], not trans_a and bool(trans_b), (m, n, k))
     else:
         _check.require(
             a.dtype is b.dtype and a.dtype in ACTIVATION_DTYPES, op, f"a {a.dtype}, b {b.dtype}",
             "two operands of one type: float32, bfloat16 or float16 (or an FP8 pair)", "convert one of them",
         )  # fmt: skip
-    outs = ACTIVATION_DTYPES if fp8 else (a.dtype, dtypes.float32)
+    outs = ACTIVATION_DTYPES if types[0].bits <= 8 or wide else (a.dtype, dtypes.float32)
     _check.one_of(op, "output dtype", dt, outs)
     if out is not None:
         _check.matrix(op, "out", out)
@@ -145,15 +183,15 @@ def _spec(
         "sum the output in a separate call",
     )  # fmt: skip
     return GemmSpec(
-        m, n, k, bool(trans_a), bool(trans_b), a.dtype, b.dtype, dt, bias.dtype if bias is not None else None,  # type: ignore[arg-type]
+        m, n, k, bool(trans_a), bool(trans_b), *types, dt, bias.dtype if bias is not None else None,  # type: ignore[arg-type]
         epilogue, aux.dtype if aux is not None else None, a_sum.dtype if a_sum is not None else None,  # type: ignore[arg-type]
         out_sum.dtype if out_sum is not None else None, bool(accumulate), bool(split), bool(tf32),
-        int(alignment) or 256,  # type: ignore[call-overload]
+        int(alignment) or 256, *formats,  # type: ignore[call-overload]
     )  # fmt: skip
 
 
 def _check_fp8(
-    shapes: str, a: Tensor, b: Tensor, scales: tuple[Tensor | None, Tensor | None], k_major: bool,
+    shapes: str, a: Tensor, b: Tensor, scales: tuple[Tensor | None, ...], k_major: bool,
     sizes: tuple[int, int, int],
 ) -> None:  # fmt: skip
     op, (m, n, k) = "gemm (FP8)", sizes
@@ -173,3 +211,72 @@ def _check_fp8(
     for name, scale in zip(("a_scale", "b_scale"), scales, strict=True):
         _check.require(scale is not None, op, f"{name}=None", "a float32 [1] tensor", f"pass {name}")
         _check.vector(op, name, scale, 1, (dtypes.float32,))
+
+
+#: By scaling: M, N and K are whole multiples of these.
+_STEPS = {"block": (8, PAD, PAD), "mxfp8": (32, 32, 32), "nvfp4": (PAD, PAD, 32)}
+
+
+def _check_formats(
+    shapes: str, operands: tuple[Tensor, Tensor], scales: tuple[Tensor | None, ...],
+    formats: tuple[Format | None, Format | None], trans_a: bool, trans_b: bool, sizes: tuple[int, int, int],
+) -> tuple[tuple[DType, DType], int]:  # fmt: skip
+    """The checks of formats with a scale for each block; the element types, and K in elements."""
+    form, other = formats
+    scaling = form.scaling if form is not None else "tensor"
+    op, (m, n, k) = f"gemm ({scaling})", sizes
+    _check.require(
+        form is not None and other is not None and form.scaling == other.scaling and scaling in BLOCK, op,
+        f"a_format {form}, b_format {other}", "two formats of one scaling: block, mxfp8 or nvfp4",
+        "quantize both alike; leave the formats out where there is one scale a tensor",
+    )  # fmt: skip
+    assert form is not None and other is not None
+    pair = f"{form} x {other}"
+    _check.require(
+        not (form.dtype is other.dtype is dtypes.float8_e5m2), op, pair, "at most one E5M2", "quantize one to E4M3"
+    )
+    _check.require(
+        scaling != "block" or not (form.tiled and other.tiled), op, pair, "at most one tiled operand",
+        "quantize one of them in 1x128 pieces",
+    )  # fmt: skip
+    _check.require(
+        not (form.row_scaled or other.row_scaled), op, pair, "one amax a tensor", "dequantize the operands first"
+    )
+    if scaling == "nvfp4":
+        k *= 2
+    _check.require(
+        scaling == "mxfp8" or (not trans_a and trans_b), op, shapes, "a [M, K] and b [N, K] with trans_b=True",
+        "pass the copy that lies along K (QuantizedTensor holds both)",
+    )  # fmt: skip
+    steps = _STEPS[scaling]
+    _check.require(
+        not any(size % step for size, step in zip((m, n, k), steps, strict=True)), op, f"M={m}, N={n}, K={k}",
+        "M, N and K divisible by {}, {} and {}".format(*steps), "multiply whole stored copies and cut the result",
+    )  # fmt: skip
+    for name, t, part, rows, scale, amax in zip(
+        "ab", operands, (form, other), (m, n), scales[:2], scales[2:], strict=True
+    ):
+        held = dtypes.uint8 if scaling == "nvfp4" else part.dtype
+        _check.require(t.dtype is held, op, f"{name} {t.dtype} as {part}", held.name, "pass the copy's data")
+        _check_scale(op, f"{name}_scale", scale, part, rows, k)
+        if scaling == "nvfp4":
+            _check.require(amax is not None, op, f"{name}_amax=None", "a float32 [1] tensor", f"pass {name}_amax")
+            _check.vector(op, f"{name}_amax", amax, 1, (dtypes.float32,))
+    return (form.dtype, other.dtype), k
+
+
+def _check_scale(op: str, name: str, scale: Tensor | None, form: Format, rows: int, k: int) -> None:
+    """`scale` belongs to a whole copy of so many rows: its memory has no leading dimension of its own."""
+    blocks = -(-k // BLOCK[form.scaling])
+    if form.scaling == "block":
+        want = (-(-rows // 128), up(blocks, 4)) if form.tiled else (blocks, rows)
+        ok = scale is not None and scale.shape == want and scale.dtype is dtypes.float32
+        allowed = f"float32 {want}"
+    else:
+        count = up(rows, 128) * up(blocks, 4)
+        ok = scale is not None and scale.size == count and scale.dtype is dtypes.uint8
+        allowed = f"{count} bytes, swizzled"
+    _check.require(
+        ok and scale is not None and scale.is_contiguous and scale.ptr % 16 == 0, op, f"{name} = {scale!r}",
+        f"dense {allowed}, at an address divisible by 16", "pass the scales of the whole stored copy",
+    )  # fmt: skip

@@ -13,10 +13,10 @@ from typing import Any
 from te_core import dtypes
 from te_core.dtypes import ACTIVATION_DTYPES, DType
 from te_core.errors import ArgumentError
-from te_core.ops import _check
+from te_core.ops import _check, quantize_nvfp4
 from te_core.quantized import ONE_BLOCK, PAD, Cast, Copy, Format, QuantizedTensor, padded, pieces_of
 from te_core.runtime import Runtime
-from te_core.tensor import Tensor
+from te_core.tensor import META, Tensor
 
 #: Backends name the functions of a scaling so; per-tensor ones have no suffix.
 SUFFIX = {"tensor": "", "block": "_block", "mxfp8": "_mxfp8", "nvfp4": "_nvfp4"}
@@ -42,26 +42,26 @@ def allocate(rt: Runtime, shape: tuple[int, int], cast: Cast) -> QuantizedTensor
         rowwise = Copy(rt.empty((m, k), dtype), scale_inv, None)
     elif cast.rowwise:
         rowwise = Copy(Tensor(ptr, (m, k), dtype, device, block), scale_inv, None)
-    return QuantizedTensor(cast.format, shape, rowwise, columnwise, block if cast.columnwise else None)
+    return QuantizedTensor(cast.format, shape, rowwise, columnwise, block)
 
 
 def _allocate_blocks(rt: Runtime, shape: tuple[int, int], cast: Cast) -> QuantizedTensor:
-    rowwise = columnwise = column = row = None
-    if cast.columnwise:
-        column = pieces_of(rt.device, cast.format, shape, True)
-    if cast.rowwise:
-        row = pieces_of(rt.device, cast.format, shape, False)
-    if column is not None and row is not None and row.data_bytes <= ONE_BLOCK:
-        block = rt.empty((column.nbytes + row.nbytes,), dtypes.uint8)
-        columnwise, rowwise = Copy.at(block, 0, column), Copy.at(block, column.nbytes, row)
-        return QuantizedTensor(cast.format, shape, rowwise, columnwise, block)
-    block = None
-    if column is not None:
+    column = pieces_of(rt.device, cast.format, shape, True) if cast.columnwise else None
+    row = pieces_of(rt.device, cast.format, shape, False) if cast.rowwise else None
+    if column is None:
+        assert row is not None  # check_cast refuses a cast to neither
+        block = rt.empty((row.nbytes,), dtypes.uint8)
+        return QuantizedTensor(cast.format, shape, Copy.at(block, 0, row), None, block)
+    if row is None:
         block = rt.empty((column.nbytes,), dtypes.uint8)
-        columnwise = Copy.at(block, 0, column)
-    if row is not None:
+        return QuantizedTensor(cast.format, shape, None, Copy.at(block, 0, column), block)
+    if rt.device is not META and row.data_bytes <= ONE_BLOCK:  # no test of a symbolic size, which would be compiled in
+        block = rt.empty((column.nbytes + row.nbytes,), dtypes.uint8)
+        rowwise = Copy.at(block, column.nbytes, row)
+    else:
+        block = rt.empty((column.nbytes,), dtypes.uint8)
         rowwise = Copy.at(rt.empty((row.nbytes,), dtypes.uint8), 0, row)
-    return QuantizedTensor(cast.format, shape, rowwise, columnwise, block)
+    return QuantizedTensor(cast.format, shape, rowwise, Copy.at(block, 0, column), block)
 
 
 def check_cast(operation: str, cast: Cast) -> None:
@@ -91,6 +91,8 @@ def check_cast(operation: str, cast: Cast) -> None:
         form.scaling == "nvfp4" or not (cast.transform or cast.stochastic or cast.four_over_six), operation,
         f"transform, stochastic or four_over_six with {form}", "these with nvfp4 only", "leave them out",
     )  # fmt: skip
+    if form.scaling == "nvfp4":
+        quantize_nvfp4.check(operation, cast)
 
 
 def quantize(rt: Runtime, x: Tensor, cast: Cast, *, column_sum: Tensor | None = None) -> QuantizedTensor:
@@ -140,11 +142,12 @@ def dequantize(rt: Runtime, q: QuantizedTensor, dtype: DType, *, columnwise: boo
     return out
 
 
-def transpose(rt: Runtime, x: Tensor) -> Tensor:
+def transpose(rt: Runtime, x: Tensor, *, out: Tensor | None = None) -> Tensor:
     """A dense transposed copy of a matrix of any 1-, 2- or 4-byte type."""
     _check.matrix("transpose", "x", x)
     _check.one_of("transpose", "element size of x", x.dtype.bits, (8, 16, 32))
-    out = rt.empty((x.shape[1], x.shape[0]), x.dtype)
+    if out is None:
+        out = rt.empty((x.shape[1], x.shape[0]), x.dtype)
     rt.backend.transpose(rt, x, out)
     return out
 

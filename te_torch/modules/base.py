@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,10 +12,22 @@ import torch
 from te_core.errors import ArgumentError, UnsupportedError
 from te_core.precision import Precision
 from te_core.recipe import Recipe
-from te_torch.autocast import active, current_region, in_backward, precision_of, recipe_of
-from te_torch.function import Call
+from te_torch.autocast import (
+    active,
+    current_region,
+    custom_numbers,
+    group_around_trace,
+    in_backward,
+    precision_of,
+    recipe_of,
+)
+from te_torch.checkpoint_state import adopt
+from te_torch.custom import custom_precisions
+from te_torch.function import Call, Extra
+from te_torch.modules.weights import CachedWeight, Gradients, add_gradient, extra_for
+from te_torch.quantized_init import initialising, link, quantize_parameter
 from te_torch.runtime import FLOATS, check_dtype, constant_at_trace
-from te_torch.state import NAMES, ScalingState
+from te_torch.state import BACKWARD, FORWARD, ScalingState
 
 _layer_numbers = itertools.count(1)
 
@@ -44,8 +56,7 @@ _PARALLEL = {
 _OVERLAP = (
     "ub_overlap_ag", "ub_overlap_rs", "ub_overlap_rs_dgrad", "ub_bulk_dgrad", "ub_bulk_wgrad", "symmetric_ar_type",
 )  # fmt: skip
-_LATER = ("fuse_wgrad_accumulation", "delay_wgrad_compute", "save_original_input", "checkpoint",
-          "return_layernorm_output_gathered")  # fmt: skip
+_LATER = ("save_original_input", "checkpoint", "return_layernorm_output_gathered")
 
 
 def refuse_unbuilt(operation: str, options: dict[str, Any]) -> None:
@@ -63,7 +74,7 @@ def refuse_unbuilt(operation: str, options: dict[str, Any]) -> None:
             if value not in (off, None, False):
                 raise UnsupportedError(
                     operation, f"{name}={value!r}", f"{name}={off!r} in this release",
-                    "leave the option out; tensor parallelism, overlap and fused gradient accumulation come later",
+                    "leave the option out; tensor parallelism and overlap come later",
                 )  # fmt: skip
 
 
@@ -84,12 +95,13 @@ class CallingModule(torch.nn.Module):
 
     def _renew(self) -> None:
         self._calls: dict[Any, Call] = {}
+        self._last: Call | None = None  # of the last forward: what precision_report() reads
         self._token = next(_tokens)
         _by_token[self._token] = self
 
     def __getstate__(self) -> dict[str, Any]:
         """Without calls and token, which belong to this process and this object."""
-        return {k: v for k, v in self.__dict__.items() if k not in ("_calls", "_token")}
+        return {k: v for k, v in self.__dict__.items() if k not in ("_calls", "_last", "_token")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -102,11 +114,17 @@ class CallingModule(torch.nn.Module):
         found = self._calls.get(key)
         if found is None:
             found = self._calls[key] = self._new_call(*key)
+        self.__dict__["_last"] = found  # Module.__setattr__ would cost a microsecond
         return found
 
     def _new_call(self, *key: Any) -> Call:
         """What this module does in the precision, dtype, needs and modes that the key says."""
         raise NotImplementedError
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        """A checkpoint with FP8 state makes a module stateful before its first forward."""
+        adopt(self, state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
 
 _tokens = itertools.count(1)
@@ -117,6 +135,7 @@ _by_token: weakref.WeakValueDictionary[int, CallingModule] = weakref.WeakValueDi
 def _trace_call(token: int, key: tuple[Any, ...]) -> str:
     module = _by_token[token]
     found = module._calls.get(key) or module._calls.setdefault(key, module._new_call(*key))
+    module._last = found
     return found.key
 
 
@@ -134,6 +153,14 @@ class BaseModule(CallingModule):
         self._recent = 0  # the precision of the last forward that was no recomputation
         self._initialisers: dict[str, Callable[[torch.Tensor], Any]] = {}
         self._fork: Callable[[], Any] | None = None
+        self.fuse_wgrad_accumulation = self.delay_wgrad_compute = False
+        self.wgrad_store = Gradients(self.gemms)
+        self._weight_cache: dict[str, CachedWeight] = {}
+        self._custom: dict[int, tuple[int, ...]] = {}  # by a custom recipe's number: its precisions for each GEMM
+        self._special = False  # weight gradients are fused or delayed
+        self._primary = False  # weights are held quantized
+        self._linked = 0
+        self._quantize_later: list[Any] = []  # weights on the meta device that quantized_model_init will quantize
 
     # ------------------------------------------------------------------------------------ parameters
 
@@ -191,6 +218,8 @@ class BaseModule(CallingModule):
             inp = _autocast(inp)
         if not precision:
             return inp, 0, None, recompute
+        if precision in custom_numbers:
+            precision = self._of_custom(precision)
         if tracing:
             if not _trace_state(self._token, inp.device, precision, region is not None and not region.traced):
                 return inp, precision, None, recompute
@@ -205,7 +234,90 @@ class BaseModule(CallingModule):
                 state = make_state(self, inp.device, rule, recipe_of(precision))  # type: ignore[arg-type]
         if region is not None and region.traced == tracing:
             region.ran[state.token] = state if tracing else None
+            if not tracing:
+                state.__dict__["group"] = region.group
+        if self._primary and not tracing:
+            self._link_weights(state)
         return inp, precision, state, recompute
+
+    def _of_custom(self, number: int) -> int:
+        """The number of what a custom recipe's factory says for this module (for its first GEMM)."""
+        found = self._custom.get(number)
+        if found is None:
+            found = self._custom[number] = custom_precisions(self, number)
+        return found[0]
+
+    def _precision(self, number: int, gemm: int) -> Precision | None:
+        """The precision of one of the module's GEMMs, given the number that `_enter` returned."""
+        if gemm:
+            for numbers in self._custom.values():
+                if numbers[0] == number:
+                    return precision_of(numbers[gemm])
+        return precision_of(number)
+
+    def _extra(
+        self, names: Sequence[str], weights: Sequence[torch.Tensor], precision: int, state: ScalingState | None,
+        recompute: bool, first: bool | None,
+    ) -> Extra | None:  # fmt: skip
+        """The weight cache, `main_grad` and delayed gradients of this forward; None where there are none."""
+        if torch.compiler.is_compiling():
+            if self.fuse_wgrad_accumulation or self.delay_wgrad_compute:
+                raise UnsupportedError(
+                    f"{type(self).__name__} under torch.compile", "fuse_wgrad_accumulation or delay_wgrad_compute",
+                    "these in eager mode", "leave the option out, or do not compile this module",
+                )  # fmt: skip
+            return None  # a compiled graph quantizes its weights in every microbatch
+        scales = None if state is None else state.scales(recompute)
+        precisions = [self._precision(precision, i) if precision else None for i in range(len(weights))]
+        return extra_for(self, names, weights, [self._parts_of(n) for n in names], precisions, scales, first)
+
+    def _parts_of(self, name: str) -> list[torch.Tensor]:
+        """The parameters that a GEMM's weight is made of."""
+        return [getattr(self, name)]
+
+    def backward_dw(self) -> None:
+        """Compute the weight gradients that `delay_wgrad_compute` put off: those of the oldest waiting backward."""
+        if not self.delay_wgrad_compute:
+            return
+        names = self._weight_names()
+        with torch.no_grad():
+            for name, dw in zip(names, self.wgrad_store.pop([getattr(self, n) for n in names]), strict=True):
+                add_gradient(getattr(self, name), dw)
+
+    def need_backward_dw(self) -> bool:
+        """Whether `backward_dw()` has to be called after backward."""
+        return self.delay_wgrad_compute
+
+    def _weight_names(self) -> tuple[str, ...]:
+        """The GEMM weights, in the order of the layer's inputs."""
+        return ("weight",)
+
+    def _accumulate(self, fuse: bool, delay: bool) -> None:
+        """Take over the constructor's options of weight gradients."""
+        self.fuse_wgrad_accumulation, self.delay_wgrad_compute = fuse, delay
+        self._special = fuse or delay
+        if delay:
+            for name in self._weight_names():
+                getattr(self, name).skip_backward_post_hook = True
+
+    def _link_weights(self, state: ScalingState) -> None:
+        """Let quantized parameters requantize with this state's scales, wherever its buffers now are."""
+        if self._linked == state.token:
+            return
+        for gemm, name in enumerate(self._weight_names()):
+            link(getattr(self, name), state, gemm)
+        self._linked = state.token
+
+    def _quantize_parameters(self) -> None:
+        """Inside `quantized_model_init`: hold the GEMM weights as quantized tensors from now on."""
+        if initialising():
+            for gemm, name in enumerate(self._weight_names()):
+                self._primary = quantize_parameter(self, name, gemm) or self._primary
+
+    @property
+    def primary_weights_in_fp8(self) -> bool:
+        """Whether the GEMM weights are held quantized."""
+        return self._primary
 
     def _weight(self, name: str, dtype: torch.dtype, fp8: bool) -> torch.Tensor:
         """A GEMM weight in the compute dtype (FP8 quantizes from the parameter's own)."""
@@ -222,20 +334,24 @@ class BaseModule(CallingModule):
 
     # ---------------------------------------------------------------------------------- state of FP8
 
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-        """A checkpoint with FP8 state makes the module stateful before its first forward."""
-        history = state_dict.get(f"{prefix}fp8_state.{NAMES[1]}")
-        if history is not None and self.fp8_state is None:
-            device = next((p.device for p in self.parameters(recurse=False)), torch.device("cpu"))
-            self.fp8_state = ScalingState(self.gemms, history.shape[0], device)
-        elif history is not None and self.fp8_state is not None:
-            self.fp8_state.resize_history(history.shape[0])
-        elif any(f"{prefix}{name}" in state_dict for name in self._parameters):
-            self.fp8_state = None  # saved by a module that never ran in FP8: start as it would
-        super()._load_from_state_dict(state_dict, prefix, *args)
+    def adjust_amax_history_length(self, length: int, fwd: bool | None = None) -> None:
+        """Cut the amax histories (fwd=True: forward ones, False: backward ones), or fill them up with zeros."""
+        if length < 1:
+            raise ArgumentError("adjust_amax_history_length", f"length={length}", "an integer >= 1", "correct it")
+        if self.fp8_state is not None:
+            self.fp8_state.resize_history(length, None if fwd is None else FORWARD if fwd else BACKWARD)
+
+    def get_fp8_meta_tensors(self) -> dict[str, list[torch.Tensor]] | None:
+        """Copies of scales and histories, as `reset_fp8_meta_tensors` takes them; None without state."""
+        return None if self.fp8_state is None else self.fp8_state.copies()
+
+    def reset_fp8_meta_tensors(self, fp8_meta_tensors: dict[str, list[torch.Tensor]] | None = None) -> None:
+        """Set scales and histories to these values, or to those of a new state."""
+        if self.fp8_state is not None:
+            self.fp8_state.assign(fp8_meta_tensors)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_recent": 0}
+        return {**super().__getstate__(), "_recent": 0, "_weight_cache": {}, "_custom": {}, "_linked": 0}
 
     def extra_repr(self) -> str:
         """What a printed module shows."""
@@ -255,7 +371,7 @@ def make_state(
     """The module's scaling state, following this precision's rule; made if there is none."""
     assert precision.history is not None
     state = module.fp8_state
-    if state is None:
+    if state is None or state.scale_fwd.is_meta and device.type != "meta":  # its module was materialised since
         state = module.fp8_state = ScalingState(module.gemms, precision.history.length, device)
     if state.precision is not precision:
         state.prepare(precision, recipe)
@@ -274,8 +390,13 @@ def _trace_state(token: int, device: torch.device, precision: int, watched: bool
         return False
     state = make_state(module, device, rule, recipe_of(precision))
     if watched:  # a region inside the trace updates by itself what ran in it
-        state.watch()
+        state.watch(group_around_trace())
     return True
+
+
+def random_pair(like: torch.Tensor) -> torch.Tensor:
+    """(seed, offset) for the draws of one forward and its backward, from torch's generator of the device."""
+    return torch.randint(1 << 62, (2,), dtype=torch.int64, device=like.device)
 
 
 def wants_grad(*tensors: torch.Tensor | None) -> bool:
@@ -297,6 +418,6 @@ def check_input(operation: str, inp: torch.Tensor, width: int) -> None:
 
 
 __all__ = [
-    "BaseModule", "CallingModule", "check_input", "default_device", "make_state", "normal_init", "refuse_unbuilt",
-    "wants_grad",
+    "BaseModule", "CallingModule", "check_input", "default_device", "make_state", "normal_init", "random_pair",
+    "refuse_unbuilt", "wants_grad",
 ]  # fmt: skip

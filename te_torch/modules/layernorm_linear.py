@@ -7,16 +7,18 @@ from typing import Any
 
 import torch
 
-from te_core.layers import linear, norm
+from te_core.errors import UnsupportedError
+from te_core.layers import norm
 from te_core.layers import norm_linear as core
-from te_torch.autocast import precision_of
+from te_torch.autocast import draws
 from te_torch.function import Call, Layer, apply, register
-from te_torch.modules.base import BaseModule, check_input, default_device, refuse_unbuilt, wants_grad
-from te_torch.modules.linear import SplitParameters, fork_of, refuse_later
+from te_torch.modules.base import BaseModule, check_input, default_device, random_pair, refuse_unbuilt, wants_grad
+from te_torch.modules.linear import SplitParameters, fork_of
 from te_torch.modules.norm import KINDS, init_norm_weight, sm_margins
+from te_torch.quantized import QuantizedTorch
 from te_torch.runtime import TO_CORE
 
-NORM_LINEAR = Layer("norm_linear", core.forward, core.backward, core.NormLinearSaved, outputs=2)
+NORM_LINEAR = Layer("norm_linear", core.forward, core.backward, core.NormLinearSaved, outputs=2, weights=(3,))
 
 
 class NormParameters(BaseModule):
@@ -87,6 +89,7 @@ class LayerNormLinear(NormParameters, SplitParameters):
         place = {"dtype": params_dtype or torch.get_default_dtype(), "device": device or default_device()}
         self._add_norm(in_features, normalization, eps, zero_centered_gamma, **place)
         self._add_linear_parameters((out_features, in_features), bias, parameters_split, init_method, **place)
+        self._finish_weights(fuse_wgrad_accumulation, delay_wgrad_compute)
 
     def forward(
         self,
@@ -96,9 +99,14 @@ class LayerNormLinear(NormParameters, SplitParameters):
         fp8_grad: bool = False,
     ) -> Any:
         """out, (out, bias), (out, norm output) or (out, bias, norm output), as the constructor asked."""
-        if fp8_output or fp8_grad:
-            refuse_later("LayerNormLinear.forward", fp8_output, fp8_grad)
+        if fp8_grad:
+            raise UnsupportedError(
+                "LayerNormLinear.forward", "fp8_grad=True", "fp8_grad=False: its input gradient is the norm's",
+                "ask the Linear before it for fp8_output instead",
+            )  # fmt: skip
         check_input("LayerNormLinear.forward", inp, self.in_features)
+        if isinstance(inp, QuantizedTorch):
+            inp = inp.dequantize()  # type: ignore[no-untyped-call]
         grad = torch.is_grad_enabled()
         inp, precision, state, recompute = self._enter(inp)
         gamma, beta = self._norm_parameters(inp.dtype)
@@ -106,21 +114,21 @@ class LayerNormLinear(NormParameters, SplitParameters):
         bias = self._joined_bias(inp.dtype)
         added = None if self.return_bias else bias
         key = (
-            precision, inp.dtype, grad and wants_grad(inp, gamma, beta), grad and wants_grad(weight),
-            grad and wants_grad(added), self.inspector and id(self.inspector), self.training,
+            self.training, precision, inp.dtype, grad and wants_grad(inp, gamma, beta), grad and wants_grad(weight),
+            grad and wants_grad(added), self.inspector and id(self.inspector),
+            weight.dtype if self._primary else None, fp8_output, False,
         )  # fmt: skip
+        rng = random_pair(inp) if draws(precision) else None
+        extra = None
+        if self._special or is_first_microbatch is not None:
+            extra = self._extra(("weight",), (weight,), precision, state, recompute, is_first_microbatch)
         call = self._find_call(key)
-        outputs = apply(call, state, recompute, inp, gamma, beta, weight, added)
+        outputs = apply(call, state, recompute, inp, gamma, beta, weight, added, rng, extra=extra)
         if self.return_bias:
             outputs = (outputs[0], bias if bias is not None else inp.new_empty(0), *outputs[1:])
         return outputs if len(outputs) > 1 else outputs[0]
 
-    def _new_call(self, precision: int, dtype: torch.dtype, *key: Any) -> Call:
-        *needs, _, _ = key
-        request = None if self.inspector is None else frozenset(self.inspector.request)
-        spec = core.NormLinearSpec(
-            self._norm_spec(dtype),
-            linear.LinearSpec(TO_CORE[dtype], precision_of(precision), linear.Needs(*needs), request),
-            self.return_layernorm_output,
-        )
-        return register(NORM_LINEAR, spec, any(needs), self.inspector)
+    def _new_call(self, training: bool, precision: int, dtype: torch.dtype, *key: Any) -> Call:
+        linear = self._linear_spec(precision, dtype, *key)
+        spec = core.NormLinearSpec(self._norm_spec(dtype), linear, self.return_layernorm_output)
+        return register(NORM_LINEAR, spec, any(linear.needs), self.inspector)

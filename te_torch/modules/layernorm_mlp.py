@@ -9,16 +9,18 @@ import torch
 
 from te_core.errors import UnsupportedError
 from te_core.layers import mlp as core
-from te_core.layers.linear import Needs
+from te_core.layers.linear import LinearSpec, Needs
 from te_core.ops.activation import GATED, KINDS
-from te_torch.autocast import precision_of
+from te_torch.autocast import draws
 from te_torch.function import Call, Layer, apply, register
-from te_torch.modules.base import check_input, default_device, normal_init, refuse_unbuilt, wants_grad
+from te_torch.modules.base import check_input, default_device, normal_init, random_pair, refuse_unbuilt, wants_grad
 from te_torch.modules.layernorm_linear import NormParameters
 from te_torch.modules.linear import fork_of
+from te_torch.quantized import QuantizedTorch
+from te_torch.quantized_init import check_recipe_fits
 from te_torch.runtime import TO_CORE
 
-MLP = Layer("mlp", core.forward, core.backward, core.MLPSaved, outputs=2, weight="w2")
+MLP = Layer("mlp", core.forward, core.backward, core.MLPSaved, outputs=2, weight="w2", weights=(3, 5))
 ALIASES = {"squared_relu": "srelu"}  # an older documentation's spelling
 
 
@@ -91,10 +93,17 @@ class LayerNormMLP(NormParameters):
                 self._add_parameter(which, (size,), torch.nn.init.zeros_, **place)
             else:
                 setattr(self, which, torch.empty(0, **place))
+        self._quantize_parameters()
+        self._accumulate(fuse_wgrad_accumulation, delay_wgrad_compute)
+
+    def _weight_names(self) -> tuple[str, ...]:
+        return "fc1_weight", "fc2_weight"
 
     def forward(self, inp: torch.Tensor, is_first_microbatch: bool | None = None) -> Any:
         """out, (out, fc2 bias), (out, norm output) or (out, bias, norm output), as the constructor asked."""
         check_input("LayerNormMLP.forward", inp, self.hidden_size)
+        if isinstance(inp, QuantizedTorch):
+            inp = inp.dequantize()  # type: ignore[no-untyped-call]
         if self.inspector is not None:
             raise UnsupportedError(
                 "LayerNormMLP.forward", "an inspector", "inspector=None in this release",
@@ -109,9 +118,14 @@ class LayerNormMLP(NormParameters):
         key = (
             precision, inp.dtype, grad and wants_grad(inp, gamma, beta), grad and wants_grad(w1),
             grad and wants_grad(b1), grad and wants_grad(w2), grad and wants_grad(added), self.training,
+            w1.dtype if self._primary else None,
         )  # fmt: skip
+        rng = random_pair(inp) if draws(precision) else None
+        extra = None
+        if self._special or is_first_microbatch is not None:
+            extra = self._extra(self._weight_names(), (w1, w2), precision, state, recompute, is_first_microbatch)
         call = self._find_call(key)
-        outputs = apply(call, state, recompute, inp, gamma, beta, w1, b1, w2, added)
+        outputs = apply(call, state, recompute, inp, gamma, beta, w1, b1, w2, added, rng, extra=extra)
         if self.return_bias:
             outputs = (outputs[0], b2 if b2 is not None else inp.new_empty(0), *outputs[1:])
         return outputs if len(outputs) > 1 else outputs[0]
@@ -123,11 +137,15 @@ class LayerNormMLP(NormParameters):
         return bias if bias.dtype == dtype else bias.to(dtype)
 
     def _new_call(self, precision: int, dtype: torch.dtype, *key: Any) -> Call:
-        before, w1, b1, w2, b2, _ = key
+        before, w1, b1, w2, b2, _, weight_dtype = key
         fc1 = Needs(before, w1, b1)
         fc2 = Needs(any(fc1), w2, b2)
-        spec = core.MLPSpec(
-            TO_CORE[dtype], precision_of(precision), self._norm_spec(dtype), self.activation, fc1, fc2,
-            self.return_layernorm_output,
+        kind = None if weight_dtype is None else TO_CORE[weight_dtype]
+        rules = [self._precision(precision, gemm) for gemm in range(2)]
+        if self._primary:
+            check_recipe_fits(self, rules[0])
+        first, second = (
+            LinearSpec(TO_CORE[dtype], rule, needs, None, kind) for rule, needs in zip(rules, (fc1, fc2), strict=True)
         )
+        spec = core.MLPSpec(first, second, self._norm_spec(dtype), self.activation, self.return_layernorm_output)
         return register(MLP, spec, any(fc2))

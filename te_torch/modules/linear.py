@@ -8,20 +8,23 @@ from typing import Any
 
 import torch
 
-from te_core.errors import ArgumentError, UnsupportedError
+from te_core.errors import ArgumentError
 from te_core.layers import linear as core
-from te_torch.autocast import precision_of
+from te_torch.autocast import draws, precision_of
 from te_torch.function import Call, Layer, apply, register
 from te_torch.modules.base import (
     BaseModule,
     check_input,
     default_device,
     normal_init,
+    random_pair,
     refuse_unbuilt,
 )
+from te_torch.modules.weights import check_whole
+from te_torch.quantized_init import check_recipe_fits
 from te_torch.runtime import TO_CORE
 
-LINEAR = Layer("linear", core.forward, core.backward, core.LinearSaved)
+LINEAR = Layer("linear", core.forward, core.backward, core.LinearSaved, weights=(1,))
 
 
 class SplitParameters(BaseModule):
@@ -42,6 +45,30 @@ class SplitParameters(BaseModule):
             else:
                 # As documented: without a bias the attribute is an empty tensor and no parameter.
                 setattr(self, f"{prefix}bias", torch.empty(0, **placement))
+
+    def _finish_weights(self, fuse: bool, delay: bool) -> None:
+        """What follows once the parameters are there: quantized storage, and where weight gradients go."""
+        if fuse or delay:
+            check_whole(type(self).__name__, self._parts)
+        self._quantize_parameters()
+        self._accumulate(fuse, delay)
+
+    def _weight_names(self) -> tuple[str, ...]:
+        return tuple(f"{p}weight" for p in self._parts)
+
+    def _parts_of(self, name: str) -> list[torch.Tensor]:
+        return [getattr(self, n) for n in self._weight_names()]
+
+    def _linear_spec(self, precision: int, dtype: torch.dtype, *key: Any) -> core.LinearSpec:
+        *needs, _, weight_dtype, fp8_output, fp8_grad = key
+        request = None if self.inspector is None else frozenset(self.inspector.request)
+        rule = precision_of(precision)
+        if self._primary:
+            check_recipe_fits(self, rule)
+        return core.LinearSpec(
+            TO_CORE[dtype], rule, core.Needs(*needs), request, None if weight_dtype is None else TO_CORE[weight_dtype],
+            fp8_output, fp8_grad,
+        )  # fmt: skip
 
     def _joined_weight(self, dtype: torch.dtype, fp8: bool) -> torch.Tensor:
         if "" in self._parts:
@@ -84,15 +111,6 @@ def split_sizes(operation: str, split: Any, total: int) -> dict[str, int]:
             "rename one",
         )  # fmt: skip
     return parts
-
-
-def refuse_later(operation: str, fp8_output: bool, fp8_grad: bool) -> None:
-    """Quantized results come with the quantized tensor classes."""
-    if fp8_output or fp8_grad:
-        raise UnsupportedError(
-            operation, f"fp8_output={fp8_output}, fp8_grad={fp8_grad}", "False in this release",
-            "take the result in the activation dtype",
-        )  # fmt: skip
 
 
 def fork_of(get_rng_state_tracker: Callable[[], Any] | None, name: str | None) -> Callable[[], Any] | None:
@@ -144,6 +162,7 @@ class Linear(SplitParameters):
             (out_features, in_features), bias, parameters_split, init_method,
             dtype=params_dtype or torch.get_default_dtype(), device=device or default_device(),
         )  # fmt: skip
+        self._finish_weights(fuse_wgrad_accumulation, delay_wgrad_compute)
 
     def forward(
         self,
@@ -153,8 +172,6 @@ class Linear(SplitParameters):
         fp8_grad: bool = False,
     ) -> Any:
         """out [*, out_features], or (out, bias) with `return_bias`, where the bias is not added."""
-        if fp8_output or fp8_grad:
-            refuse_later("Linear.forward", fp8_output, fp8_grad)
         check_input("Linear.forward", inp, self.in_features)
         grad = torch.is_grad_enabled()
         inp, precision, state, recompute = self._enter(inp)
@@ -164,14 +181,17 @@ class Linear(SplitParameters):
         key = (
             precision, inp.dtype, grad and inp.requires_grad, grad and weight.requires_grad,
             grad and added is not None and added.requires_grad, self.inspector and id(self.inspector),
+            weight.dtype if self._primary else None, fp8_output, fp8_grad,
         )  # fmt: skip
-        (out,) = apply(self._find_call(key), state, recompute, inp, weight, added)
+        rng = random_pair(inp) if draws(precision) else None
+        extra = None
+        if self._special or is_first_microbatch is not None:
+            extra = self._extra(("weight",), (weight,), precision, state, recompute, is_first_microbatch)
+        (out,) = apply(self._find_call(key), state, recompute, inp, weight, added, rng, extra=extra)
         if self.return_bias:
             return out, (bias if bias is not None else inp.new_empty(0))
         return out
 
     def _new_call(self, precision: int, dtype: torch.dtype, *key: Any) -> Call:
-        *needs, _ = key
-        request = None if self.inspector is None else frozenset(self.inspector.request)
-        spec = core.LinearSpec(TO_CORE[dtype], precision_of(precision), core.Needs(*needs), request)
-        return register(LINEAR, spec, any(needs), self.inspector)
+        spec = self._linear_spec(precision, dtype, *key)
+        return register(LINEAR, spec, any(spec.needs), self.inspector)

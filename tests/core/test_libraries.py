@@ -4,13 +4,25 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from te_core import libraries
-from te_core.device import RECIPES, DeviceInfo, can, fp8_block_supported, fp8_supported, mxfp8_supported, table
+from te_core import dtypes, libraries
+from te_core.device import (
+    RECIPES,
+    DeviceInfo,
+    can,
+    fp8_block_supported,
+    fp8_supported,
+    gemm_supported,
+    gemm_table,
+    mxfp8_supported,
+    table,
+)
 from te_core.errors import LibraryError
+from te_core.quantized import Format
 from tests.backends import requires_cuda
 
 H200 = DeviceInfo("NVIDIA H200", (9, 0), 132, 60 << 20, 141 << 30, (13, 0), (13, 1, 0))
@@ -106,6 +118,34 @@ def test_the_table_covers_every_recipe_and_gives_reasons():
     assert can(H200, "DelayedScaling", "gemm")[0]
     assert not can(A100, "DelayedScaling", "gemm")[0]
     assert can(A100, "bfloat16 / float16", "norm")[0]
+
+
+def test_products_of_two_formats():
+    def able(device, *pair):
+        return gemm_supported(device, *pair)[0]
+
+    e4m3, e5m2 = Format(dtypes.float8_e4m3), Format(dtypes.float8_e5m2)
+    pieces, tiles = Format(dtypes.float8_e4m3, "block"), Format(dtypes.float8_e4m3, "block", True)
+    mxfp8, nvfp4 = Format(dtypes.float8_e4m3, "mxfp8"), Format(dtypes.float4_e2m1, "nvfp4")
+    assert able(H200, e4m3, e5m2) and not able(A100, e4m3, e5m2) and not able(H200, e5m2, e5m2)
+    assert able(H200, pieces, tiles) and able(H200, tiles, pieces) and able(H200, pieces, pieces)
+    assert not able(H200, tiles, tiles) and not able(B200, pieces, tiles)
+    assert not able(H200, pieces, e4m3)
+    for form in (mxfp8, nvfp4):
+        assert able(B200, form, form) and not able(H200, form, form)
+        assert "not run on hardware" in gemm_supported(B200, form, form)[1]
+        assert "needs compute capability 10.0" in gemm_supported(H200, form, form)[1]
+    assert not able(B200, Format(dtypes.float4_e2m1, "nvfp4", row_scaled=True), nvfp4)
+    assert not able(B200, Format(dtypes.float8_e5m2, "mxfp8"), Format(dtypes.float8_e5m2, "mxfp8"))
+    assert not able(replace(H200, cublaslt=(12, 8, 0)), pieces, tiles)
+
+
+def test_what_is_emulated_is_quantized_everywhere():
+    for recipe in ("MXFP8BlockScaling", "NVFP4BlockScaling"):
+        assert can(A100, recipe, "quantize")[0] and not can(A100, recipe, "gemm")[0]
+        assert not can(replace(A100, capability=(7, 5)), recipe, "quantize")[0]
+        assert gemm_table(B200)[recipe][0] and not gemm_table(H200)[recipe][0]
+    assert can(H200, "Float8BlockScaling", "quantize")[0] and not can(B200, "Float8BlockScaling", "quantize")[0]
 
 
 @requires_cuda

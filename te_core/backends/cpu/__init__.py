@@ -31,6 +31,15 @@ from te_core.backends.cpu.quantize import (
     run_update,
     transpose,
 )
+from te_core.backends.cpu.quantize_block import dequantize_block, plan_quantize_block, quantize_block
+from te_core.backends.cpu.quantize_mxfp8 import (
+    dequantize_mxfp8,
+    plan_quantize_mxfp8,
+    plan_swizzle_scales,
+    quantize_mxfp8,
+    swizzle_scales,
+)
+from te_core.backends.cpu.quantize_nvfp4 import dequantize_nvfp4, plan_quantize_nvfp4, quantize_nvfp4
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
 
@@ -53,6 +62,17 @@ class CpuBackend:
     plan_quantize = staticmethod(plan_quantize)
     quantize = staticmethod(quantize)
     dequantize = staticmethod(dequantize)
+    plan_quantize_block = staticmethod(plan_quantize_block)
+    quantize_block = staticmethod(quantize_block)
+    dequantize_block = staticmethod(dequantize_block)
+    plan_quantize_nvfp4 = staticmethod(plan_quantize_nvfp4)
+    quantize_nvfp4 = staticmethod(quantize_nvfp4)
+    dequantize_nvfp4 = staticmethod(dequantize_nvfp4)
+    plan_quantize_mxfp8 = staticmethod(plan_quantize_mxfp8)
+    quantize_mxfp8 = staticmethod(quantize_mxfp8)
+    dequantize_mxfp8 = staticmethod(dequantize_mxfp8)
+    plan_swizzle_scales = staticmethod(plan_swizzle_scales)
+    swizzle_scales = staticmethod(swizzle_scales)
     transpose = staticmethod(transpose)
     amax = staticmethod(amax)
     plan_update = staticmethod(plan_update)

@@ -18,6 +18,7 @@ import numpy as np
 
 from te_core.backends.cpu import activation, codec
 from te_core.backends.cpu.executor import F32, Executor, Plan, row_blocks, scratch
+from te_core.errors import UnsupportedError
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
 
@@ -26,7 +27,12 @@ if TYPE_CHECKING:
 
 
 def plan_gemm(rt: Runtime, spec: GemmSpec) -> Plan:
-    """The plan of `gemm`."""
+    """The plan of `gemm`. Block formats are not decoded here: their products are those of dequantized operands."""
+    if spec.a_format is not None:
+        raise UnsupportedError(
+            "gemm", f"{spec.a_format} x {spec.b_format} on the CPU", "FP8 with one scale a tensor",
+            "dequantize both operands to float32 (te_core.ops.gemm_quantized does)",
+        )  # fmt: skip
     return Plan(spec)
 
 
@@ -34,7 +40,7 @@ def plan_gemm(rt: Runtime, spec: GemmSpec) -> Plan:
 def gemm(
     rt: Runtime, plan: Plan, a: Tensor, b: Tensor, out: Tensor, a_scale: Tensor | None,
     b_scale: Tensor | None, bias: Tensor | None, aux: Tensor | None, a_sum: Tensor | None,
-    out_sum: Tensor | None,
+    out_sum: Tensor | None, a_amax: Tensor | None = None, b_amax: Tensor | None = None,
 ) -> None:  # fmt: skip
     """out = epilogue(op(a) @ op(b) * scales + bias), plus what out held."""
     ex, spec = scratch(rt), plan.spec

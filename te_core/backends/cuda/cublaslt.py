@@ -25,12 +25,22 @@ COMPUTE_32F, COMPUTE_32F_FAST_TF32 = 68, 77
 #: cudaDataType_t of our types.
 DATA_TYPES: dict[DType, int] = {
     dtypes.float32: 0, dtypes.float16: 2, dtypes.bfloat16: 14, dtypes.float8_e4m3: 28, dtypes.float8_e5m2: 29,
+    dtypes.float4_e2m1: 33,
 }  # fmt: skip
 R_32F = 0
 
 # cublasLtMatmulDescAttributes_t
-TRANSA, TRANSB, EPILOGUE, BIAS_POINTER, AUX_POINTER, AUX_LD = 3, 4, 7, 8, 11, 12
-A_SCALE_POINTER, B_SCALE_POINTER, FAST_ACCUM, BIAS_DATA_TYPE = 17, 18, 25, 26
+POINTER_MODE, TRANSA, TRANSB, EPILOGUE, BIAS_POINTER, AUX_POINTER, AUX_LD = 2, 3, 4, 7, 8, 11, 12
+A_SCALE_POINTER, B_SCALE_POINTER, FAST_ACCUM, BIAS_DATA_TYPE, A_SCALE_MODE, B_SCALE_MODE = 17, 18, 25, 26, 31, 32
+
+# cublasLtPointerMode_t: alpha and beta are read on the device, when the product runs
+POINTERS_ON_DEVICE = 1
+
+#: cublasLtMatmulMatrixScale_t by (scaling, tiled). The square tiles of mxfp8 and nvfp4 are stored piece by piece.
+SCALE_MODES = {
+    ("block", False): 4, ("block", True): 5, ("mxfp8", False): 2, ("mxfp8", True): 2, ("nvfp4", False): 1,
+    ("nvfp4", True): 1,
+}  # fmt: skip
 
 # cublasLtEpilogue_t
 DEFAULT, BIAS, GELU, GELU_BIAS, GELU_AUX, GELU_AUX_BIAS = 1, 4, 32, 36, 160, 164

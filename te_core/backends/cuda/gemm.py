@@ -5,6 +5,10 @@ our a, its m our N and its n our M, and no data moves. What it fuses, it does in
 of another dtype, an aux of odd width, ...) takes another route: the product in float32, then kernels/epilogue.cu
 and kernels/sums.cu. `plan.explain()` says which route was taken, and why the shorter ones were not.
 
+The factor of an nvfp4 product lies on the device, in the operands' maxima: a kernel of one thread makes of them the
+alpha and beta that cuBLASLt then reads there, so nothing waits and a captured graph follows new maxima. The mxfp8 and
+nvfp4 descriptors are checked against cuBLASLt's documentation only; no Blackwell has run them.
+
 A plan is immutable and shared by threads. The descriptors that a run writes addresses into are made from it for
 each executor, and kept in a bounded cache there.
 """
@@ -14,7 +18,7 @@ from __future__ import annotations
 import ctypes
 from collections import OrderedDict
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from te_core import device, dtypes
@@ -36,6 +40,9 @@ _PREPARED = 1024  # descriptors an executor keeps; each is about 1 KB
 _alpha_beta = (ctypes.c_float * 2)(1.0, 0.0)
 _ONE = ctypes.addressof(_alpha_beta)
 _ZERO = _ONE + 4
+
+#: Where alpha and beta come from when the device is to read them: a_amax, b_amax, pair, factor, beta.
+_ALPHA_ARGS = "pppff"
 
 #: The pointers that a run sets, by the descriptor's attribute: which of gemm()'s operands each is.
 _B_SCALE, _A_SCALE, _BIAS, _AUX, _A_SUM = range(5)
@@ -68,12 +75,14 @@ class GemmPlan:
     finish: Kernel | None = None
     sum_a: ColumnSum | RowSum | None = None
     sum_out: ColumnSum | None = None
+    make_alpha: Kernel | None = None  # of nvfp4
     algo: int = field(default=0)  # the address of `algorithm`
 
     @property
     def family(self) -> str:
         """The kernels of this plan: "cublasLt", and those of our own that finish what it does not fuse."""
-        parts = [] if self.route is None else [f"cublasLt({lt_.EPILOGUE_NAMES[self.route.epilogue]})"]
+        parts = ["gemm_alpha.cu"] if self.make_alpha is not None else []
+        parts += [] if self.route is None else [f"cublasLt({lt_.EPILOGUE_NAMES[self.route.epilogue]})"]
         parts += ["epilogue.cu"] if self.finish is not None else []
         parts += ["sums.cu"] if self.sum_a is not None or self.sum_out is not None else []
         return " + ".join(parts) or "nothing to do"
@@ -83,6 +92,8 @@ class GemmPlan:
         s = self.spec
         ops = f"{'a^T' if s.trans_a else 'a'} {s.a} x {'b^T' if s.trans_b else 'b'} {s.b} -> {s.out}"
         lines = [f"gemm {s.m} x {s.n} x {s.k}: {ops}", f"  runs {self.family}"]
+        if s.a_format is not None:
+            lines.insert(1, f"  scales of {s.a_format} x {s.b_format}")
         if self.algorithm is not None:
             lines.append(f"  algorithm {lt_.describe(self.algo)}, workspace {self.workspace}, by {self.source}")
         return "\n".join(lines + [f"  not {reason}" for reason in self.refused])
@@ -102,11 +113,18 @@ def plan_gemm(rt: Runtime, spec: GemmSpec) -> GemmPlan:
 
 
 def _plan(rt: Runtime, spec: GemmSpec) -> GemmPlan:
-    if (spec.a.is_fp8 or spec.b.is_fp8) and spec.alignment < 16:
+    if _narrow(spec) and spec.alignment < 16:
         raise ArgumentError(
             "gemm (FP8)", f"addresses aligned to {spec.alignment} bytes", "addresses divisible by 16",
             "pass tensors that start at a multiple of 16 bytes",
         )  # fmt: skip
+    if spec.a_format is not None and spec.b_format is not None:
+        able, reason = device.gemm_supported(_info(rt), spec.a_format, spec.b_format)
+        if not able:
+            raise UnsupportedError(
+                "gemm", f"{spec.a_format} x {spec.b_format}: {reason}", "formats that the device multiplies "
+                "(python -m te_core.doctor)", "choose another recipe, or dequantize the operands",
+            )  # fmt: skip
     if spec.m == 0 or spec.n == 0 or spec.k == 0:
         finish = _finish_kernel(rt, spec) if spec.m and spec.n else None
         return GemmPlan(spec, None, finish=finish, sum_a=_sum_a(rt, spec), sum_out=_sum_out(rt, spec))
@@ -124,6 +142,7 @@ def _plan(rt: Runtime, spec: GemmSpec) -> GemmPlan:
             _finish_kernel(rt, spec) if route.unfused else None,
             _sum_a(rt, spec) if route.a_sum else None,
             _sum_out(rt, spec) if route.out_sum else None,
+            loader.get(rt, "gemm_alpha", args=_ALPHA_ARGS) if _alpha_on_device(spec) else None,
             ctypes.addressof(chosen.algorithm),
         )  # fmt: skip
         cache.put(plan, prepared.finished(plan))
@@ -136,7 +155,7 @@ def _plan(rt: Runtime, spec: GemmSpec) -> GemmPlan:
 
 def _routes(spec: GemmSpec, fused: Fused | str) -> Iterator[Route]:
     """Ways to carry out a spec, shortest first."""
-    fp8 = spec.a.is_fp8
+    fp8 = _narrow(spec)
     scales = ((lt_.A_SCALE_POINTER, _B_SCALE), (lt_.B_SCALE_POINTER, _A_SCALE)) if fp8 else ()
     sums = {"a_sum": spec.a_sum is not None, "out_sum": spec.out_sum is not None}
     if not isinstance(fused, str):
@@ -149,7 +168,8 @@ def _routes(spec: GemmSpec, fused: Fused | str) -> Iterator[Route]:
             yield Route(lt_.BGRADB, spec.out, spec.accumulate, spec.a_sum, attributes + pointer)
         bias = spec.bias if code in (lt_.BIAS, lt_.GELU_BIAS, lt_.GELU_AUX_BIAS) else None
         yield Route(code, spec.out, spec.accumulate, bias, attributes, **sums)
-    if isinstance(fused, str) or fused[0] != lt_.DEFAULT:
+    whole = not isinstance(fused, str) and fused[0] == lt_.DEFAULT  # the product needs nothing after it
+    if not whole or (fp8 and (spec.out is not dtypes.float32 or spec.accumulate)):
         yield Route(lt_.DEFAULT, dtypes.float32, False, None, scales, unfused=True, **sums)
 
 
@@ -159,8 +179,10 @@ Fused = tuple[int, tuple[tuple[int, int], ...]]
 
 def _fused_epilogue(spec: GemmSpec) -> Fused | str:
     """cuBLASLt's epilogue that means the same as the spec's, or why none is used."""
+    if spec.a is dtypes.float32 is not spec.out:
+        return f"none into {spec.out}: of float32 operands cuBLASLt writes float32 only"
     bias = ((lt_.BIAS_POINTER, _BIAS),) if spec.bias is not None else ()
-    if bias and spec.a.is_fp8 and spec.bias is not _fp8_bias(spec.out):
+    if bias and _narrow(spec) and spec.bias is not _fp8_bias(spec.out):
         return f"BIAS: with FP8 operands and {spec.out} out it takes a bias of {_fp8_bias(spec.out)}, not {spec.bias}"
     if spec.epilogue is None:
         return (lt_.BIAS if bias else lt_.DEFAULT), bias
@@ -172,12 +194,21 @@ def _fused_epilogue(spec: GemmSpec) -> Fused | str:
     if spec.epilogue == "dgelu":
         if bias:
             return "DGELU: it takes no bias"
-        if spec.a.is_fp8:  # 500 us on an H200 at 8192 x 4096 x 4096, the two steps 290
+        if _narrow(spec):  # 500 us on an H200 at 8192 x 4096 x 4096, the two steps 290
             return "DGELU: with FP8 operands it takes longer than a kernel after the product"
         return lt_.DGELU, aux
     if aux:
         return (lt_.GELU_AUX_BIAS if bias else lt_.GELU_AUX), aux + bias
     return (lt_.GELU_BIAS if bias else lt_.GELU), bias
+
+
+def _narrow(spec: GemmSpec) -> bool:
+    """Whether the operands are FP8 or FP4."""
+    return spec.a.bits <= 8
+
+
+def _alpha_on_device(spec: GemmSpec) -> bool:
+    return spec.a_format is not None and spec.a_format.scaling == "nvfp4"
 
 
 def _fp8_bias(out: DType) -> DType:
@@ -188,6 +219,11 @@ def _fp8_bias(out: DType) -> DType:
 def _version() -> tuple[int, ...]:
     number = lt_.bindings().get_version()
     return number // 10000, number // 100 % 100, number % 100
+
+
+def _info(rt: Runtime) -> device.DeviceInfo:
+    """The device, with the cuBLASLt in use."""
+    return replace(device.info(rt.device.index), cublaslt=_version())
 
 
 # ---------------------------------------------------------------------------------------------- kernels of our own
@@ -222,8 +258,8 @@ class Prepared:
     """A plan's descriptors in one executor: the addresses a run sets are written into them."""
 
     __slots__ = (
-        "_last", "_matmul", "_set", "a_layout", "algo", "attributes", "b_layout", "beta", "cache", "desc", "needs",
-        "out_layout", "values", "values_at",
+        "_last", "_matmul", "_set", "a_layout", "algo", "alpha", "attributes", "b_layout", "beta", "cache", "desc",
+        "needs", "out_layout", "values", "values_at",
     )  # fmt: skip
 
     def __init__(self, cache: GemmCache, spec: GemmSpec, route: Route) -> None:
@@ -242,13 +278,19 @@ class Prepared:
         lt_.set_value(lt, self.desc, lt_.TRANSA, int(spec.trans_b))
         lt_.set_value(lt, self.desc, lt_.TRANSB, int(spec.trans_a))
         lt_.set_value(lt, self.desc, lt_.EPILOGUE, route.epilogue)
-        if spec.a.is_fp8:
+        if spec.a_format is not None and spec.b_format is not None:
+            for attribute, form in ((lt_.A_SCALE_MODE, spec.b_format), (lt_.B_SCALE_MODE, spec.a_format)):
+                lt_.set_value(lt, self.desc, attribute, lt_.SCALE_MODES[form.scaling, form.tiled])
+        elif spec.a.is_fp8:
             lt_.set_value(lt, self.desc, lt_.FAST_ACCUM, int(not spec.split_accumulator), 1)
+        if _alpha_on_device(spec):
+            lt_.set_value(lt, self.desc, lt_.POINTER_MODE, lt_.POINTERS_ON_DEVICE)
         if route.bias is not None:
             lt_.set_value(lt, self.desc, lt_.BIAS_DATA_TYPE, types[route.bias])
         self.attributes = tuple(attribute for attribute, _ in route.attributes)
         if lt_.AUX_POINTER in self.attributes:
             lt_.set_value(lt, self.desc, lt_.AUX_LD, m, 8)
+        self.alpha = _ONE
         self.beta = _ONE if route.accumulate else _ZERO
         self.values = (ctypes.c_uint64 * max(1, len(self.attributes)))()
         self.values_at = ctypes.addressof(self.values)
@@ -275,7 +317,7 @@ class Prepared:
             self._point(pointers)
         cache, needs = self.cache, self.needs
         self._matmul(
-            cache.handle, self.desc, _ONE, b, self.a_layout, a, self.b_layout, self.beta, out, self.out_layout,
+            cache.handle, self.desc, self.alpha, b, self.a_layout, a, self.b_layout, self.beta, out, self.out_layout,
             out, self.out_layout, self.algo, (cache.workspace or cache.make_workspace(rt)) if needs else 0, needs,
             rt.stream,
         )  # fmt: skip
@@ -343,6 +385,7 @@ def _cache(rt: Runtime) -> GemmCache:
 def gemm(
     rt: Runtime, plan: GemmPlan, a: Tensor, b: Tensor, out: Tensor, a_scale: Tensor | None, b_scale: Tensor | None,
     bias: Tensor | None, aux: Tensor | None, a_sum: Tensor | None, out_sum: Tensor | None,
+    a_amax: Tensor | None = None, b_amax: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Run a plan."""
     executor = rt.executor()
@@ -350,6 +393,8 @@ def gemm(
     operands = (b_scale, a_scale, bias, aux, a_sum)
     try:
         route = plan.route
+        if plan.make_alpha is not None:
+            _make_alpha(rt, plan, a_amax, b_amax)
         if route is not None and not route.unfused:
             pointers = [operands[i].ptr for _, i in route.attributes]  # type: ignore[union-attr]
             (executor.gemms or _cache(rt)).get(plan).run(rt, a.ptr, b.ptr, out.ptr, pointers)
@@ -370,6 +415,18 @@ def gemm(
     finally:
         if entered:
             executor.driver.leave()
+
+
+def _make_alpha(rt: Runtime, plan: GemmPlan, a_amax: Tensor | None, b_amax: Tensor | None) -> None:
+    """Leave alpha and beta where the product's call will read them: in this thread's scratch memory."""
+    spec, route = plan.spec, plan.route
+    assert plan.make_alpha is not None and route is not None and spec.a_format is not None
+    assert a_amax is not None and b_amax is not None and spec.b_format is not None  # the ops floor requires them
+    prepared = _cache(rt).get(plan)
+    prepared.alpha = rt.workspace("gemm alpha", 8)
+    prepared.beta = prepared.alpha + 4
+    factor = 1 / (36 * spec.a_format.bound * spec.b_format.bound)
+    plan.make_alpha(rt, 1, 1, a_amax.ptr, b_amax.ptr, prepared.alpha, factor, float(route.accumulate))
 
 
 def _run_unfused(

@@ -23,6 +23,7 @@ import numpy as np
 from te_core import device, dtypes, env, libraries
 from te_core.backends.cuda import cublaslt as lt_
 from te_core.dtypes import DType
+from te_core.quantized import pieces
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
 
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from te_core.ops.gemm import GemmSpec
 
 CANDIDATES = 16
+#: A scale of one, as each scaling stores it.
+_ONE = {"block": 1.0, "mxfp8": 127, "nvfp4": 0x38}
 _REPEATS = 5
 
 _local = threading.local()
@@ -169,6 +172,9 @@ def _time_all(rt: Runtime, spec: GemmSpec, route: Route, prepared: Prepared, fou
     driver = libraries.driver()
     operands = _operands(rt, spec, route)
     a, b, out, *rest = operands
+    pair = rt.tensor(np.array([1, route.accumulate], np.float32))
+    if spec.a_format is not None and spec.a_format.scaling == "nvfp4":  # alpha and beta are read on the device
+        prepared.alpha, prepared.beta = pair.ptr, pair.ptr + 4
     with driver.on(rt.device.index):
         start, stop = driver.create_event(timing=True), driver.create_event(timing=True)
         best = [float("inf")] * len(found)
@@ -190,8 +196,13 @@ def _operands(rt: Runtime, spec: GemmSpec, route: Route) -> list[Tensor]:
     """a, b, out, and what each of the route's pointers is to point at."""
     out = rt.zeros((spec.m, spec.n), route.out)
     made = [_random(rt, (spec.m, spec.k), spec.a), _random(rt, (spec.k, spec.n), spec.b), out]
+    scales = {lt_.A_SCALE_POINTER: (spec.b_format, spec.n), lt_.B_SCALE_POINTER: (spec.a_format, spec.m)}
     for attribute, _ in route.attributes:
-        if attribute == lt_.AUX_POINTER:
+        form, rows = scales.get(attribute, (None, 0))
+        if form is not None:
+            parts = pieces(form, (rows, spec.k), False)
+            made.append(rt.tensor(np.full(parts.scale, _ONE[form.scaling], parts.scale_type.numpy)))
+        elif attribute == lt_.AUX_POINTER:
             made.append(rt.zeros((spec.m, spec.n), route.out))
         else:  # a scale, or a vector along M or N
             made.append(rt.tensor(np.ones(max(spec.m, spec.n), np.float32)))
@@ -200,6 +211,8 @@ def _operands(rt: Runtime, spec: GemmSpec, route: Route) -> list[Tensor]:
 
 def _random(rt: Runtime, shape: tuple[int, int], dtype: DType) -> Tensor:
     """Normal values: zeros or ones would draw less power, and so run faster, than real data."""
+    if dtype is dtypes.float4_e2m1:  # any bytes are values
+        return rt.tensor(np.random.default_rng(0).integers(0, 256, (shape[0], shape[1] // 2), np.uint8))
     size = shape[0] * shape[1]
     values = np.random.default_rng(0).standard_normal(min(size, 1 << 20)).astype(np.float32)
     return rt.tensor(np.resize(values.astype(dtype.numpy), size).reshape(shape))

@@ -138,13 +138,14 @@ __device__ __forceinline__ void atomic_raise(float* p, float v) {
     if (v > 0.f) atomicMax(reinterpret_cast<u32*>(p), __float_as_uint(v));
 }
 
-// ---- current scaling: the scale of a tensor from its maximum (te_core.ops.quantize states the rule) ------
+// ---- the scale of a tensor or block from its maximum (te_core.ops.quantize states the rule) --------------
 
-__device__ __forceinline__ float scale_from_amax(float amax, float limit, float epsilon, bool power_of_two) {
+__device__ __forceinline__ float scale_from_amax(float amax, float limit, float epsilon, bool power_of_two,
+                                                 float at_overflow = 3.402823466e38f) {
     if (amax < epsilon) amax = epsilon;
     if (!(amax > 0.f) || isinf(amax)) return 1.f;
     float s = __fdiv_rn(limit, amax);
-    if (isinf(s)) s = __uint_as_float(0x7f7fffffu);
+    if (isinf(s)) s = at_overflow;
     if (power_of_two) s = __uint_as_float(__float_as_uint(s) & 0xff800000u);
     return s;
 }

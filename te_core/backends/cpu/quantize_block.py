@@ -1,0 +1,135 @@
+"""FP8 with a scale for each 1x128 piece or 128x128 tile, and back (`te_core.ops.quantize` states the rule).
+
+The matrix is walked in tiles of 128 x 128: the elements of a tile share the scale of each piece that lies in it, along
+its rows and along its columns, and its float32 values (64 KiB) stay in the core's cache for both copies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from te_core.backends.cpu import codec
+from te_core.backends.cpu.executor import F32, Executor, Plan, scratch
+from te_core.backends.cpu.quantize import store_column_sum
+from te_core.dtypes import DType
+from te_core.quantized import BLOCK, Cast, QuantizedTensor
+from te_core.runtime import Runtime
+from te_core.tensor import Tensor
+
+Array = np.ndarray[Any, Any]
+Bits = npt.NDArray[np.uint32]
+Tile = tuple[slice, slice]
+
+_SIDE = BLOCK["block"]
+_ONE = np.float32(1)
+_INFINITY = np.uint32(0x7F800000)
+
+
+def plan_quantize_block(
+    rt: Runtime, shape: tuple[int, ...], dtype: DType, cast_key: tuple[Any, ...], sum_dtype: DType | None
+) -> Plan:
+    """The plan of `quantize_block`."""
+    return Plan(("quantize_block", shape, dtype, cast_key, sum_dtype))
+
+
+@np.errstate(all="ignore")
+def quantize_block(
+    rt: Runtime, plan: Plan, x: Tensor, cast: Cast, out: QuantizedTensor, column_sum: Tensor | None
+) -> None:
+    """Quantize a matrix in the orientations that `out` holds."""
+    ex, values = scratch(rt), x.numpy()
+    if column_sum is not None:
+        store_column_sum(ex, values, column_sum)
+    copies = [
+        (out.rowwise, out.rowwise_scale, False),
+        (out.columnwise, out.columnwise_scale, True),
+    ]
+    m, k = values.shape
+    for data, scales, columnwise in copies:
+        if data is not None and scales is not None:
+            _fill_padding(data.numpy().view(np.uint8), scales.numpy(), (k, m) if columnwise else (m, k), x.dtype, cast)
+    for tile in _tiles(m, k):
+        source = values[tile]
+        part = codec.decode(ex, source, ex.floats("block tile", *source.shape))
+        magnitude = _magnitude(part)
+        for data, scales, columnwise in copies:
+            if data is None or scales is None:
+                continue
+            largest = magnitude.max() if cast.format.tiled else magnitude.max(axis=0 if columnwise else 1)
+            scale = _scale(largest, x.dtype, cast)
+            codes = _encode(ex, part, scale if columnwise else scale[..., None], cast.dtype)
+            rows, columns = tile
+            if columnwise:
+                data.numpy().view(np.uint8)[columns, rows] = codes.T
+            else:
+                data.numpy().view(np.uint8)[rows, columns] = codes
+            scales.numpy()[_scale_place(tile, columnwise, cast.format.tiled)] = _ONE / scale
+
+
+@np.errstate(all="ignore")
+def dequantize_block(rt: Runtime, q: QuantizedTensor, out: Tensor, columnwise: bool) -> None:
+    """The values of one copy of a quantized matrix."""
+    data, scales = (q.columnwise, q.columnwise_scale) if columnwise else (q.rowwise, q.rowwise_scale)
+    assert data is not None and scales is not None  # the ops floor refuses a missing copy
+    ex, (m, k) = scratch(rt), q.shape
+    codes, inverse, values = data.numpy(), scales.numpy(), out.numpy()
+    for rows, columns in _tiles(m, k):
+        source = codes[columns, rows].T if columnwise else codes[rows, columns]
+        part = codec.decode(ex, np.ascontiguousarray(source), ex.floats("block tile", *source.shape))
+        scale = inverse[_scale_place((rows, columns), columnwise, q.format.tiled)]
+        np.multiply(part, scale if columnwise else scale[..., None], out=part)
+        codec.encode(ex, part, values[rows, columns])
+
+
+def _tiles(m: int, k: int) -> Iterator[Tile]:
+    for row in range(0, m, _SIDE):
+        for column in range(0, k, _SIDE):
+            yield slice(row, min(row + _SIDE, m)), slice(column, min(column + _SIDE, k))
+
+
+def _scale_place(tile: Tile, columnwise: bool, tiled: bool) -> Any:
+    """Where the scales of a tile lie: one element of a tiled copy's, else one for each of the copy's rows."""
+    across, along = tile[::-1] if columnwise else tile  # of the copy
+    block = along.start // _SIDE
+    return (across.start // _SIDE, block) if tiled else (block, across)
+
+
+def _magnitude(part: F32) -> Bits:
+    """|x| as bits, whose order is that of the values; 0 for a NaN."""
+    magnitude = part.view(np.uint32) & np.uint32(0x7FFFFFFF)
+    if magnitude.max() > _INFINITY:
+        magnitude[magnitude > _INFINITY] = 0
+    return magnitude
+
+
+def _scale(largest: Any, source: DType, cast: Cast) -> F32:
+    """The scales of blocks from their maxima (as bits), elements of type `source`."""
+    amax = np.maximum(np.asarray(largest, np.uint32).view(np.float32), np.float32(cast.epsilon))
+    scale = np.float32(cast.dtype.max) / amax
+    scale = np.where(np.isinf(scale), np.float32(source.max), scale)  # a tiny maximum
+    if cast.power_of_two:
+        scale = (scale.view(np.uint32) & np.uint32(0xFF800000)).view(np.float32)
+    return np.asarray(np.where((amax == 0) | ~np.isfinite(amax), _ONE, scale), np.float32)
+
+
+def _encode(ex: Executor, part: F32, scale: F32, dtype: DType) -> npt.NDArray[np.uint8]:
+    scaled = np.multiply(part, scale, out=ex.floats("block scaled", *part.shape))
+    codes = np.empty(part.shape, dtype.numpy)
+    codec.encode(ex, scaled, codes)
+    return codes.view(np.uint8)
+
+
+def _fill_padding(storage: Array, scales: F32, shape: tuple[int, int], source: DType, cast: Cast) -> None:
+    """Zeros around the values that a copy holds, and around their scales those of zeros."""
+    rows, columns = shape
+    storage[rows:] = 0
+    storage[:rows, columns:] = 0
+    zeros = _ONE / _scale(0, source, cast)
+    if cast.format.tiled:
+        scales[:, -(-columns // _SIDE) :] = zeros
+    else:
+        scales[:, rows:] = zeros

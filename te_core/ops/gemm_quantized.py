@@ -1,0 +1,158 @@
+"""Products of quantized matrices: out = A B^T, where A and B are two copies quantized along the contraction.
+
+What a layer need not know is settled here: which copies lie how in memory, the padding of the storage, odd widths,
+and what happens when the device cannot multiply a pair of formats:
+
+    native     cuBLASLt multiplies the stored bytes (the reference backend: per-tensor formats)
+    emulated   both operands are dequantized to float32 and multiplied there: exact, slow. On the CPU always, on a
+               GPU only when asked for (`emulate`)
+    dequantized  E5M2 by E5M2, which no tensor core multiplies: dequantized to the dtype of `out`, unless `strict`
+
+`gemm_route` says which it is and why, without running anything.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from te_core import device, dtypes
+from te_core.errors import UnsupportedError
+from te_core.ops.elementwise import add
+from te_core.ops.gemm import gemm
+from te_core.ops.matrix import resize
+from te_core.ops.quantize import dequantize
+from te_core.ops.swizzle import swizzle_scales
+from te_core.quantized import Format, QuantizedTensor, padded
+from te_core.runtime import Runtime
+from te_core.tensor import META, Device, Tensor
+
+
+class Route(NamedTuple):
+    """How a pair of formats is multiplied on a device: "native", "emulated", "dequantized" or "refused", and why."""
+
+    how: str
+    reason: str
+
+
+_routes: dict[tuple[Device, Format, Format], Route] = {}
+
+
+def gemm_route(place: Device, a: Format, b: Format) -> Route:
+    """What a product of these formats takes on this device."""
+    found = _routes.get((place, a, b))
+    if found is None:
+        found = _routes[place, a, b] = _find_route(place, a, b)
+    return found
+
+
+def _find_route(place: Device, a: Format, b: Format) -> Route:
+    if a.scaling == b.scaling == "tensor" and a.dtype is b.dtype is dtypes.float8_e5m2:
+        return Route("dequantized", "no tensor core multiplies E5M2 by E5M2")
+    if place.kind != "cuda":
+        if a.scaling == b.scaling == "tensor":
+            return Route("native", "")
+        return Route("emulated", "the CPU backend multiplies dequantized values")
+    able, reason = device.gemm_supported(device.info(place.index), a, b)
+    return Route("native", "") if able else Route("refused", reason)
+
+
+def _refuse(place: Device, a: Format, b: Format, reason: str) -> None:
+    info = device.info(place.index)
+    answers = {recipe: device.can(info, recipe, "gemm") for recipe in device.RECIPES}
+    can = [f"{recipe}: {'yes' if able else why}" for recipe, (able, why) in answers.items()]
+    raise UnsupportedError(
+        "gemm", f"{a} x {b} on {info.name} ({reason})", f"on this device: {'; '.join(can)}",
+        "choose a recipe that runs here, or autocast(emulate=True): dequantized, exact and slow",
+    )  # fmt: skip
+
+
+def gemm_quantized(
+    rt: Runtime,
+    a: QuantizedTensor,
+    b: QuantizedTensor,
+    out: Tensor,
+    *,
+    a_columnwise: bool = False,
+    b_columnwise: bool = False,
+    bias: Tensor | None = None,
+    accumulate: bool = False,
+    split_accumulator: bool = True,
+    emulate: bool = False,
+    strict: bool = False,
+) -> None:
+    """out [r, c] = A B^T + bias, added to what out held if `accumulate`.
+
+    A is the rowwise copy of a [r, P] (contracted along P) or the columnwise copy of a [P, r]; likewise B.
+    """
+    place = rt.device
+    if place is META:
+        return
+    how, reason = _routes.get((place, a.format, b.format)) or gemm_route(place, a.format, b.format)
+    if how == "native":
+        _native(rt, a, b, out, a_columnwise, b_columnwise, bias, accumulate, split_accumulator)
+        return
+    if how == "refused" and not emulate or how == "dequantized" and strict:
+        _refuse(place, a.format, b.format, reason)
+    dtype = out.dtype if how == "dequantized" else dtypes.float32
+    left, right = dequantize(rt, a, dtype, columnwise=a_columnwise), dequantize(rt, b, dtype, columnwise=b_columnwise)
+    # A columnwise nvfp4 copy comes with its padding: kept where both operands have it (a transform spreads into it).
+    length = min(left.shape[0 if a_columnwise else 1], right.shape[0 if b_columnwise else 1])
+    if a_columnwise:
+        left = left.rows(0, length)
+    if b_columnwise:
+        right = right.rows(0, length)
+    gemm(rt, left, right, trans_a=a_columnwise, trans_b=not b_columnwise, bias=bias, out=out, accumulate=accumulate)
+
+
+def _native(
+    rt: Runtime, a: QuantizedTensor, b: QuantizedTensor, out: Tensor, a_columnwise: bool, b_columnwise: bool,
+    bias: Tensor | None, accumulate: bool, split_accumulator: bool,
+) -> None:  # fmt: skip
+    left, left_scale, left_amax = _copy(a, a_columnwise)
+    right, right_scale, right_amax = _copy(b, b_columnwise)
+    rows, cols = out.shape
+    form = a.format
+    if form.scaling == "tensor":
+        # A GEMM takes any number of rows but columns by 16 only.
+        if rows != left.shape[0]:
+            left = left.rows(0, rows)
+        if padded(cols) == cols:
+            gemm(
+                rt, left, right, trans_b=True, a_scale=left_scale, b_scale=right_scale, bias=bias, out=out,
+                accumulate=accumulate, split_accumulator=split_accumulator,
+            )  # fmt: skip
+            return
+        high = rows
+    else:
+        high = (left.shape[0] if form.transposed or not a_columnwise else left.shape[1])
+    if form.scaling in ("mxfp8", "nvfp4"):
+        left_scale = swizzle_scales(rt, left_scale, transposed=a_columnwise and not form.transposed)
+        right_scale = swizzle_scales(rt, right_scale, transposed=b_columnwise and not form.transposed)
+    wide = right.shape[0] if b.format.transposed or not b_columnwise else right.shape[1]
+    exact = (high, wide) == (rows, cols)
+    if bias is not None and wide != cols:
+        bias = resize(rt, bias.reshape(1, cols), 1, wide).reshape(wide)
+    full = out if exact else rt.empty((high, wide), out.dtype)
+    blocks = form.scaling != "tensor"
+    gemm(
+        rt, left, right, trans_a=a_columnwise and not form.transposed,
+        trans_b=b.format.transposed or not b_columnwise, a_scale=left_scale, b_scale=right_scale, bias=bias, out=full,
+        accumulate=accumulate and exact, split_accumulator=split_accumulator,
+        a_format=form if blocks else None, b_format=b.format if blocks else None,
+        a_amax=left_amax, b_amax=right_amax,
+    )  # fmt: skip
+    if exact:
+        return
+    if accumulate:
+        add(rt, out, resize(rt, full, rows, cols), out=out)
+    else:
+        resize(rt, full, rows, cols, out=out)
+
+
+def _copy(q: QuantizedTensor, columnwise: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    if columnwise:
+        data, scale, amax = q.columnwise, q.columnwise_scale, q.columnwise_amax
+    else:
+        data, scale, amax = q.rowwise, q.rowwise_scale, q.rowwise_amax
+    assert data is not None and scale is not None  # the casts asked for this copy
+    return data, scale, amax

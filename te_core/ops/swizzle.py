@@ -1,0 +1,37 @@
+"""The order in which cuBLASLt reads the scales of mxfp8 and nvfp4."""
+
+from __future__ import annotations
+
+from te_core import dtypes
+from te_core.ops import _check
+from te_core.runtime import Runtime
+from te_core.tensor import Tensor
+
+#: cuBLASLt reads scales in tiles of so many rows and blocks; `te_core.quantized` rounds up to whole ones.
+TILE = (128, 4)
+
+
+def swizzle_scales(rt: Runtime, scale: Tensor, *, transposed: bool = False) -> Tensor:
+    """The scales [R, C] of a copy, one byte each, in cuBLASLt's order: the same shape, other places.
+
+    R (rows of the operand) is a multiple of 128, C (blocks along the contraction) of 4. The scale (i, j) goes to byte
+
+        (i // 128 * (C / 4) + j // 4) * 512 + i % 32 * 16 + i % 128 // 32 * 4 + j % 4
+
+    transposed: `scale` is held as [C, R], as an mxfp8 columnwise copy holds it. The result then has that shape too.
+    """
+    key = ("swizzle_scales", scale.shape, scale.dtype, scale.is_contiguous, transposed)
+    plan = rt.plans.get(key)
+    if plan is None:
+        op = "swizzle_scales"
+        _check.matrix(op, "scale", scale)
+        _check.one_of(op, "dtype of scale", scale.dtype, (dtypes.uint8,))
+        rows, blocks = scale.shape[::-1] if transposed else scale.shape
+        _check.require(
+            rows % TILE[0] == 0 and blocks % TILE[1] == 0, op, f"scale = {scale!r}, transposed={transposed}",
+            f"whole tiles of {TILE[0]} rows and {TILE[1]} blocks", "pass the whole padded scale of a copy",
+        )  # fmt: skip
+        plan = rt.plans.put(key, rt.backend.plan_swizzle_scales(rt, scale.shape, transposed))
+    out = rt.empty(scale.shape, scale.dtype)
+    rt.backend.swizzle_scales(rt, plan, scale, out)
+    return out

@@ -1,0 +1,181 @@
+"""What each GEMM reads: a precision's rules applied to the tensors of a layer.
+
+An operand is used twice: by one GEMM along its rows, by another along its columns (x: fprop and wgrad, w: fprop and
+dgrad, dy: dgrad and wgrad). `quantize_forward` and `quantize_gradient` give both uses, which are one
+`QuantizedTensor` with two copies, or two tensors where a recipe asks for two formats, or plain where it asks for none.
+What backward needs is saved as one tensor (`saved`) and made an operand again (`restored`).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol
+
+from te_core import dtypes, ops
+from te_core.dtypes import DType
+from te_core.errors import UnsupportedError
+from te_core.ops.quantize import allocate
+from te_core.precision import Operand, Precision
+from te_core.quantize.state import FORWARD_SLOTS, Scales, backward_cast, element, forward_cast
+from te_core.quantized import Cast, Copy, QuantizedTensor
+from te_core.runtime import Runtime
+from te_core.tensor import Tensor
+
+Value = Tensor | QuantizedTensor
+
+
+class CustomQuantizer(Protocol):
+    """A user's own quantizer: gives the values as its format can hold them."""
+
+    def __call__(self, rt: Runtime, x: Tensor, rowwise: bool, columnwise: bool) -> Tensor:
+        """x [M, K] rounded to the format, in x's dtype."""
+        ...
+
+
+class Uses(NamedTuple):
+    """An operand as the two GEMMs read it, and how it was cast, if it was."""
+
+    rows: Any
+    columns: Any
+    cast: Cast | None
+
+
+def is_plain_rule(rule: Operand) -> bool:
+    """Whether one cast does what the rule says, so that it can be fused into what computes the operand."""
+    return rule.columnwise is None and rule.custom is None and rule.scaling != "calibrate"
+
+
+def quantize_forward(
+    rt: Runtime, x: Value, rule: Operand | None, scales: Scales | None, gemm: int, slot: int, *, rowwise: bool,
+    columnwise: bool,
+) -> Uses:  # fmt: skip
+    """An input or weight (slot INPUT or WEIGHT) of a GEMM in this precision."""
+    if rule is None:
+        return Uses(x, x, None)
+    if rule.scaling == "calibrate":
+        assert scales is not None and scales.forward_amax is not None
+        ops.amax(rt, dense(rt, x, dtypes.float32), out=element(scales.forward_amax, FORWARD_SLOTS * gemm + slot))
+        return Uses(x, x, None)
+    if is_plain_rule(rule) and type(x) is Tensor:  # the usual case
+        cast = forward_cast(rule, scales, gemm, slot, rowwise=rowwise, columnwise=columnwise)
+        q = ops.quantize(rt, x, cast)
+        return Uses(q, q, cast)
+    if isinstance(x, QuantizedTensor):
+        return _given(rt, x, rowwise, columnwise)
+
+    def quantize(part: Operand, along_rows: bool, along_columns: bool) -> tuple[Value, Cast | None]:
+        if part.custom is not None:
+            return part.custom(rt, x, along_rows, along_columns), None
+        cast = forward_cast(part, scales, gemm, slot, rowwise=along_rows, columnwise=along_columns)
+        return ops.quantize(rt, x, cast), cast
+
+    return _both(x, rule, rowwise, columnwise, quantize)
+
+
+def quantize_gradient(
+    rt: Runtime, dy: Value, rule: Operand | None, scales: Scales | None, gemm: int, *, rowwise: bool, columnwise: bool,
+    column_sum: Tensor | None = None, rng: Tensor | None = None,
+) -> Uses:  # fmt: skip
+    """An output gradient in this precision; `column_sum` is set to the sums of its columns on the way."""
+    if type(dy) is Tensor and rule is not None and is_plain_rule(rule):
+        cast = backward_cast(rule, scales, gemm, rowwise=rowwise, columnwise=columnwise, rng=rng)
+        q = ops.quantize(rt, dy, cast, column_sum=column_sum)
+        return Uses(q, q, cast)
+    if column_sum is not None:
+        ops.column_sum(rt, dense(rt, dy, dtypes.float32), column_sum)
+    if rule is None:
+        return Uses(dy, dy, None)
+    if isinstance(dy, QuantizedTensor):
+        return _given(rt, dy, rowwise, columnwise)
+
+    def quantize(part: Operand, along_rows: bool, along_columns: bool) -> tuple[Value, Cast | None]:
+        if part.custom is not None:
+            return part.custom(rt, dy, along_rows, along_columns), None
+        cast = backward_cast(part, scales, gemm, rowwise=along_rows, columnwise=along_columns, rng=rng)
+        return ops.quantize(rt, dy, cast), cast
+
+    return _both(dy, rule, rowwise, columnwise, quantize)
+
+
+def _both(x: Tensor, rule: Operand, rowwise: bool, columnwise: bool, quantize: Any) -> Uses:
+    """Both uses of an operand that may have another rule for its columns."""
+    if rule.columnwise is None:
+        q, cast = quantize(rule, rowwise, columnwise)
+        return Uses(q, q, cast)
+    row: Value = x
+    column: Value = x
+    cast = None
+    if rowwise and rule.scaling != "none":
+        row, cast = quantize(rule, True, False)
+    if columnwise and rule.columnwise.scaling != "none":
+        column, other = quantize(rule.columnwise, False, True)
+        cast = cast or other
+    return Uses(row, column, cast)
+
+
+def as_asked(rt: Runtime, x: Value, rule: Operand | None, dtype: DType) -> Value:
+    """An operand that came quantized, if it came as this rule has it; else its values, to be quantized anew."""
+    if isinstance(x, Tensor):
+        return x
+    fits = rule is not None and is_plain_rule(rule) and x.format is rule.format
+    return x if fits else ops.dequantize(rt, x, dtype)
+
+
+def _given(rt: Runtime, q: QuantizedTensor, rowwise: bool, columnwise: bool) -> Uses:
+    """An operand that came quantized, completed by the copies that will be read."""
+    if columnwise and q.columnwise is None:
+        q = with_columnwise(rt, q)
+    if rowwise and q.rowwise is None:
+        raise UnsupportedError(
+            "gemm", f"{q!r} where its rowwise copy is read", "a tensor that holds the rowwise copy",
+            "quantize it with rowwise=True",
+        )  # fmt: skip
+    return Uses(q, q, None)
+
+
+def with_columnwise(rt: Runtime, q: QuantizedTensor) -> QuantizedTensor:
+    """The tensor with a columnwise copy made of its rowwise one; exact where there is one scale for both."""
+    assert q.rowwise is not None and q.rowwise_scale is not None
+    cast = Cast(q.format, rowwise=False, columnwise=True)
+    if q.format.scaling == "tensor":
+        made = allocate(rt, q.shape, cast)
+        assert made.columnwise is not None
+        ops.transpose(rt, q.rowwise, out=made.columnwise)
+        ops.resize(rt, q.rowwise_scale.reshape(1, 1), 1, 1, out=made.scale_inv.reshape(1, 1))
+    else:
+        made = ops.quantize(rt, ops.dequantize(rt, q, dtypes.float32), cast)
+    assert made.columnwise is not None and made.columnwise_scale is not None
+    held = Copy(q.rowwise, q.rowwise_scale, q.rowwise_amax)
+    column = Copy(made.columnwise, made.columnwise_scale, made.columnwise_amax)
+    return QuantizedTensor(q.format, q.shape, held, column, made.block)
+
+
+def dense(rt: Runtime, x: Value, dtype: DType) -> Tensor:
+    """The values of an operand; of a quantized one in this dtype."""
+    return x if isinstance(x, Tensor) else ops.dequantize(rt, x, dtype)
+
+
+def saved(operand: Value | None, wanted: bool) -> Tensor | None:
+    """An operand as one tensor: a quantized one as the block that begins with the copy backward reads."""
+    if not wanted or operand is None:
+        return None
+    return operand.block if isinstance(operand, QuantizedTensor) else operand
+
+
+def restored(
+    rt: Runtime, kept: Tensor | None, shape: tuple[int, int], rule: Operand | None, precision: Precision | None,
+    dtype: DType,
+) -> Value:  # fmt: skip
+    """The operand that `saved` kept, as backward's GEMM reads it along its columns."""
+    assert kept is not None
+    if kept.dtype is not dtypes.uint8:
+        return kept.matrix()
+    assert precision is not None and rule is not None
+    if precision.backward == "dequantized":
+        return ops.dequantize(rt, QuantizedTensor.rowwise_in(kept, shape, rule.format), dtype)
+    return QuantizedTensor.columnwise_in(kept, shape, (rule.columnwise or rule).format)
+
+
+__all__ = [
+    "CustomQuantizer", "Uses", "Value", "as_asked", "dense", "is_plain_rule", "quantize_forward", "quantize_gradient", "restored",
+    "saved", "with_columnwise",
+]  # fmt: skip

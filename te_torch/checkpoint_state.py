@@ -1,0 +1,143 @@
+"""FP8 state in checkpoints: what a module takes from one before its entries are loaded, and what it puts in.
+
+A stateful module has four float32 entries under `fp8_state`, and no others. Loading accepts them whether or not the
+module has run, the peer's `_extra_state` in their place (te_torch.extra_state), and a checkpoint that has neither, by
+which a module starts anew. None of these is missing or unexpected.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from te_core.errors import ArgumentError
+from te_core.recipe import Recipe, resolve
+from te_torch.extra_state import read_extra_state
+from te_torch.runtime import FLOATS
+from te_torch.state import BACKWARD, FORWARD, NAMES, ScalingState
+
+_ENTRY = "_extra_state"
+_INSIDE = f"fused_attention.{_ENTRY}"  # where versions 1.6 and 1.7 of the peer kept that of an attention core
+
+
+def adopt(module: torch.nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
+    """Before a module's entries are loaded: give it the state that they describe, and rewrite the peer's as ours.
+
+    `state_dict` is the copy that load_state_dict hands down, which the module's children are loaded from next.
+    """
+    theirs = _take(module, state_dict, prefix)
+    if "fp8_state" not in module._modules:
+        return  # a module that runs no GEMM: its entry is empty
+    keys = {name: f"{prefix}fp8_state.{name}" for name in NAMES}
+    if not any(key in state_dict for key in keys.values()):
+        state: Any = module.fp8_state
+        read = read_extra_state(theirs, prefix + _ENTRY)
+        if read is not None:
+            state_dict.update({keys[name]: t for name, t in read.items()})
+        elif state is not None and _has_parameters(module, state_dict, prefix):
+            # Saved by a module that never ran in FP8: start as it would.
+            state_dict.update({keys[name]: t for name, t in state.start().items()})
+    lengths = [_rows(state_dict.get(keys[name])) for name in ("amax_history_fwd", "amax_history_bwd")]
+    if not any(lengths):
+        return
+    if module.fp8_state is None:
+        module.fp8_state = ScalingState(module.gemms, max(lengths), _device_of(module))
+    for direction, length in zip((FORWARD, BACKWARD), lengths, strict=True):
+        if length:
+            module.fp8_state.resize_history(length, direction)  # type: ignore[operator,union-attr]
+
+
+def _take(module: torch.nn.Module, state_dict: dict[str, Any], prefix: str) -> Any:
+    """Remove the peer's entries of this module, and those of parts that ours does not have; its own is returned."""
+    own = state_dict.pop(prefix + _ENTRY, None)
+    for key in [key for key in state_dict if key.startswith(prefix) and key.endswith(_ENTRY)]:
+        below = key[len(prefix) :]
+        if module._modules.get(below.partition(".")[0]) is None:
+            taken = state_dict.pop(key)
+            if below == _INSIDE and own is None:
+                own = taken
+    return own
+
+
+def _has_parameters(module: torch.nn.Module, state_dict: dict[str, Any], prefix: str) -> bool:
+    """Whether a checkpoint is about this module (one without parameters has nothing else to tell by)."""
+    names = [name for name, p in module._parameters.items() if p is not None]
+    return not names or any(f"{prefix}{name}" in state_dict for name in names)
+
+
+def _rows(history: Any) -> int:
+    return history.shape[0] if isinstance(history, torch.Tensor) and history.ndim == 2 else 0
+
+
+def _device_of(module: torch.nn.Module) -> torch.device:
+    return next((p.device for p in module.parameters()), torch.device("cpu"))
+
+
+def prepare_state(model: torch.nn.Module, recipe: Recipe) -> list[str]:
+    """Give the modules of `model` the FP8 entries that training under `recipe` makes; the names of those that had none.
+
+    For loaders that fill the tensors of `model.state_dict()` in place, or compare its keys, before the first forward.
+    A recipe without a history needs no state: nothing is done. Materialise a model on the meta device first.
+    """
+    if not isinstance(recipe, Recipe):
+        raise ArgumentError(
+            "prepare_state", f"recipe={recipe!r}", "a recipe of te_core.recipe", "pass DelayedScaling()"
+        )
+    precision = resolve(recipe)
+    made: list[str] = []
+    if precision.history is None:
+        return made
+    for name, module in model.named_modules():
+        if "fp8_state" not in module._modules:
+            continue
+        device = _device_of(module)
+        if device.type == "meta":
+            raise ArgumentError(
+                "prepare_state", f"{name or 'the model'} on the meta device", "a module with memory",
+                "call it after to_empty() or reset_parameters()",
+            )  # fmt: skip
+        if module.fp8_state is None:
+            module.fp8_state = ScalingState(module.gemms, precision.history.length, device)
+            made.append(name)
+        module.fp8_state.prepare(precision, recipe)
+    return made
+
+
+def plain_state_dict(model: torch.nn.Module, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
+    """The model's state_dict as plain tensors that any file format holds: contiguous, none sharing memory with another.
+
+    Quantized parameters are dequantized. `dtype` is that of all floating-point entries but FP8 state, which stays
+    float32; None keeps each one's own. An entry that needs no change is the model's own memory.
+    """
+    if dtype is not None and dtype not in FLOATS:
+        raise ArgumentError(
+            "plain_state_dict", f"dtype={dtype}", "None, float32, bfloat16 or float16", "pass one of these"
+        )
+    plain: dict[str, torch.Tensor] = {}
+    memory: set[tuple[torch.device, int]] = set()
+    for name, value in model.state_dict().items():
+        if not isinstance(value, torch.Tensor):
+            raise ArgumentError(
+                "plain_state_dict", f"{name} of type {type(value).__name__}", "tensors", "remove the entry's module"
+            )
+        wanted = None if "fp8_state" in name.split(".") else dtype
+        tensor = _plain(value, wanted)
+        place = (tensor.device, tensor.untyped_storage().data_ptr())
+        if place in memory or tensor.untyped_storage().nbytes() != tensor.numel() * tensor.element_size():
+            tensor = tensor.clone(memory_format=torch.contiguous_format)
+            place = (tensor.device, tensor.untyped_storage().data_ptr())
+        if tensor.numel():
+            memory.add(place)
+        plain[name] = tensor
+    return plain
+
+
+def _plain(value: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    value = value.detach()
+    if type(value).dequantize is not torch.Tensor.dequantize:  # a class of quantized tensors
+        quantized: Any = value
+        value = quantized.dequantize(dtype=dtype or value.dtype)
+    elif dtype is not None and value.dtype in FLOATS:
+        value = value.to(dtype)
+    return value.contiguous()

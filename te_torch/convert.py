@@ -1,0 +1,376 @@
+"""`convert`: swaps a model's torch layers for the ones here, in place, and says what was left alone and why.
+
+`nn.Linear`, `nn.LayerNorm` and `nn.RMSNorm` become their namesakes; an `nn.Sequential` of exactly norm and linear, or
+norm, linear, activation, linear, becomes `LayerNormLinear` or `LayerNormMLP`. Parameters stay the same objects, so
+tied weights, optimizers, `requires_grad` and hooks on parameters go on working. A layer is swapped only if the new one
+computes the same formula; anything attached to it that would be lost keeps it.
+
+Two things differ afterwards, as documented for these modules: under `torch.autocast` a norm's result is of the
+autocast dtype, and `reset_parameters()` draws from their own distributions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from te_core.errors import ArgumentError
+from te_core.ops.norm import MAX_ROW
+from te_core.precision import Operand, Precision
+from te_core.quantized import up
+from te_core.recipe import Recipe, resolve
+from te_torch.availability import recipe_support
+from te_torch.modules.base import CallingModule
+from te_torch.modules.layernorm_linear import LayerNormLinear
+from te_torch.modules.layernorm_mlp import LayerNormMLP
+from te_torch.modules.linear import Linear
+from te_torch.modules.norm import LayerNorm, RMSNorm
+from te_torch.report import table
+from te_torch.runtime import FLOATS
+
+Filter = Callable[[str, nn.Module], bool]
+
+_NORMS: dict[type[nn.Module], type[nn.Module]] = {nn.LayerNorm: LayerNorm, nn.RMSNorm: RMSNorm}
+_SINGLE: tuple[type[nn.Module], ...] = (nn.Linear, *_NORMS)
+_ACTIVATIONS: dict[type[nn.Module], str] = {nn.GELU: "gelu", nn.ReLU: "relu", nn.SiLU: "silu"}
+
+# Their forward passes the children's weights to one fused function, and never calls the children.
+_READERS = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """One line of the report: `became` is empty where the module was left alone."""
+
+    name: str
+    was: str
+    became: str
+    note: str
+
+
+@dataclass
+class ConversionReport:
+    """What `convert` did (or, with `dry_run`, would do). Prints as a table.
+
+    `keys` maps each state_dict entry whose name changed to its new name: `{report.keys.get(k, k): v ...}` lets a
+    converted model load a checkpoint from before.
+    """
+
+    rows: list[Conversion] = field(default_factory=list)
+    keys: dict[str, str] = field(default_factory=dict)
+    recipe: str = ""  # what the recipe means here, in words
+    dry_run: bool = False
+
+    @property
+    def converted(self) -> list[Conversion]:
+        """What was swapped."""
+        return [row for row in self.rows if row.became]
+
+    @property
+    def kept(self) -> list[Conversion]:
+        """What was left alone, with the reason."""
+        return [row for row in self.rows if not row.became]
+
+    def __str__(self) -> str:
+        done, left = len(self.converted), len(self.kept)
+        verb = "would be converted" if self.dry_run else "converted"
+        lines = [table(["module", "was", "becomes", "note"], [(r.name, r.was, r.became, r.note) for r in self.rows])]
+        lines.append(f"{done} {verb}, {left} left as they are")
+        if self.recipe:
+            lines.append(self.recipe)
+        return "\n".join(lines)
+
+
+def convert(
+    model: nn.Module, recipe: Recipe | None = None, filter: Filter | None = None, dry_run: bool = False
+) -> ConversionReport:
+    """Swap the torch layers inside `model` for te_torch's, in place.
+
+    filter(name, module) says no to single layers, and to the fusion of an nn.Sequential (its layers are then asked
+    one by one). With a recipe, the report says what it will mean for each layer. dry_run changes nothing.
+    """
+    if recipe is not None and not isinstance(recipe, Recipe):
+        raise ArgumentError("convert", f"recipe={recipe!r}", "a recipe, or None", "pass DelayedScaling(), say")
+    plan = _Plan(filter, None if recipe is None else resolve(recipe))
+    root = _found(model)
+    if root is not None:
+        plan.keep("(model)", model, "the model itself has no place to be swapped in: pass what contains it")
+    plan.visit(model, "")
+    report = ConversionReport(plan.rows, plan.keys, "" if recipe is None else _in_words(recipe), dry_run)
+    if not dry_run:
+        # All are built before the first is swapped: a constructor that refuses leaves the model as it was.
+        new: dict[int, nn.Module] = {}
+        for _, _, old, swap, name in plan.places:
+            if id(old) not in new:  # a shared module stays shared
+                new[id(old)] = _build(swap, old, name)
+        for parent, key, old, _, _ in plan.places:
+            parent._modules[key] = new[id(old)]
+    return report
+
+
+# --------------------------------------------------------------------------------------- the plan
+
+
+@dataclass(frozen=True)
+class _Swap:
+    """A module that can be had: its class, arguments, parameters (by new name: old name, parameter), products."""
+
+    kind: type[nn.Module]
+    options: dict[str, Any]
+    parameters: dict[str, tuple[str, nn.Parameter]]
+    products: tuple[tuple[int, int], ...] = ()  # (out, in) of each weight
+
+
+class _Plan:
+    def __init__(self, filter: Filter | None, precision: Precision | None) -> None:
+        self.rows: list[Conversion] = []
+        self.keys: dict[str, str] = {}
+        self.places: list[tuple[nn.Module, str, nn.Module, _Swap, str]] = []
+        self._filter = filter
+        self._precision = precision
+        self._decided: dict[tuple[int, str], _Swap | None] = {}  # by place: a shared parent is met more than once
+
+    def keep(self, name: str, module: nn.Module, why: str) -> None:
+        self.rows.append(Conversion(name, _was(module), "", why))
+
+    def visit(self, parent: nn.Module, prefix: str) -> None:
+        """Decide about everything below a module."""
+        if isinstance(parent, CallingModule):
+            return
+        for key, child in parent._modules.items():
+            if child is None:
+                continue
+            name, place = f"{prefix}{key}", (id(parent), key)
+            if place not in self._decided:
+                self._decided[place] = self._decide(parent, key, child, name)
+            swap = self._decided[place]
+            if swap is None:
+                self.visit(child, f"{name}.")
+                continue
+            renamed = {old: new for new, (old, _) in swap.parameters.items() if old != new}
+            self.keys.update({f"{name}.{old}": f"{name}.{new}" for old, new in renamed.items()})
+
+    def _decide(self, parent: nn.Module, key: str, child: nn.Module, name: str) -> _Swap | None:
+        found = _found(child)
+        if found is None:
+            if any(p is not None for p in child._parameters.values()) and not isinstance(child, CallingModule):
+                self.keep(name, child, "nothing here replaces it")
+            return None
+        if isinstance(parent, _READERS):
+            found = f"{type(parent).__name__} reads its weights and may never call it"
+        elif isinstance(found, _Swap) and self._filter is not None and not self._filter(name, child):
+            found = "the filter said no"
+        if isinstance(found, str):
+            self.keep(name, child, found)
+            return None
+        note = _meaning(found.products, self._precision)
+        self.rows.append(Conversion(name, _was(child), found.kind.__name__, note))
+        self.places.append((parent, key, child, found, name))
+        return found
+
+
+def _was(module: nn.Module) -> str:
+    if type(module) is nn.Sequential:
+        return f"Sequential({', '.join(type(m).__name__ for m in module)})"
+    return type(module).__name__
+
+
+def _build(swap: _Swap, old: nn.Module, name: str) -> nn.Module:
+    """The new module around the old one's parameters; nothing is allocated for it."""
+    some = next(p for _, p in swap.parameters.values())
+    norm = swap.kind in _NORMS.values()
+    options = {"dtype": some.dtype} if norm else {"params_dtype": some.dtype, "name": name}
+    new = swap.kind(**swap.options, **options, device="meta")
+    for key, (_, parameter) in swap.parameters.items():
+        new._parameters[key] = parameter
+    for key, value in vars(new).items():
+        if isinstance(value, torch.Tensor):  # the empty tensor that stands for no bias
+            new.__dict__[key] = some.new_empty(0).detach()
+    new.training = old.training
+    if not isinstance(old, nn.Sequential):
+        # Marks that a user's code has set on the module and may look for.
+        new.__dict__.update({k: v for k, v in vars(old).items() if not hasattr(new, k)})
+    return new
+
+
+# -------------------------------------------------------------------- what a module can become
+
+
+def _found(module: nn.Module) -> _Swap | str | None:
+    """What the module can become, why it cannot, or None if it is none of the kinds that are converted."""
+    if type(module) is nn.Sequential:
+        return _fused(module)
+    if not isinstance(module, _SINGLE):
+        return None
+    return _obstacle(module) or (_linear(module) if isinstance(module, nn.Linear) else _norm(module))
+
+
+def _obstacle(module: nn.Module) -> str:
+    """What keeps a layer from being taken for what its class says, or its parameters from being taken over."""
+    if nn.utils.parametrize.is_parametrized(module):
+        return "it is parametrized"
+    if type(module) not in _SINGLE:
+        base = next(kind for kind in _SINGLE if isinstance(module, kind))
+        return f"a subclass of nn.{base.__name__}, whose forward may differ"
+    return _attached(module) or _parameters_unfit(module)
+
+
+def _attached(module: nn.Module) -> str:
+    """What is attached to a module and would be lost with it."""
+    hooks = sorted(k.strip("_") for k, v in vars(module).items() if "_hooks" in k and v)
+    if hooks:
+        return f"it has {', '.join(hooks)}"
+    if "forward" in vars(module):
+        return "its forward is replaced on the instance"
+    if getattr(module, "_compiled_call_impl", None) is not None:
+        return "it is compiled: convert first, then compile"
+    return ""
+
+
+def _parameters_unfit(module: nn.Module) -> str:
+    extra = [*(module._parameters.keys() - {"weight", "bias"}), *module._buffers, *module._modules]
+    if extra:
+        return f"it has members that {type(module).__name__} does not know: {', '.join(sorted(extra))}"
+    if getattr(module, "elementwise_affine", True) is False:
+        return "elementwise_affine=False: the modules here have a weight"
+    for name in ("weight", "bias"):
+        p = getattr(module, name, None)
+        if p is None and name == "bias":
+            continue
+        if type(p) is not nn.Parameter:
+            return f"its {name} is a {type(p).__name__}: convert before wrapping or sharding"
+        if p.dtype not in FLOATS:
+            return f"its {name} is {p.dtype}; float32, bfloat16 and float16 are converted"
+    return _mixed([p for p in module.parameters()])
+
+
+def _mixed(parameters: list[nn.Parameter]) -> str:
+    places = {(p.dtype, p.device) for p in parameters}
+    return "" if len(places) < 2 else "its parameters differ in dtype or device"
+
+
+def _linear(module: nn.Linear) -> _Swap | str:
+    shape = (module.out_features, module.in_features)
+    bias = module.bias
+    if tuple(module.weight.shape) != shape or (bias is not None and tuple(bias.shape) != shape[:1]):
+        return f"its weight or bias does not have the shape of out_features, in_features = {shape}"
+    options = {"in_features": shape[1], "out_features": shape[0], "bias": bias is not None}
+    return _Swap(Linear, options, _own(module), (shape,))
+
+
+def _norm(module: nn.Module) -> _Swap | str:
+    kind = next(new for old, new in _NORMS.items() if type(module) is old)
+    shape, eps = tuple(module.normalized_shape), module.eps  # type: ignore[arg-type]
+    if eps is None:
+        return "eps=None follows the dtype of each input; the modules here have one eps"
+    if kind is LayerNorm and module.bias is None:
+        return "bias=False: LayerNorm here has a bias"
+    parameters = _own(module)
+    if any(tuple(p.shape) != shape for _, p in parameters.values()):
+        return f"its parameters do not have the shape of normalized_shape = {shape}"
+    rows = parameters["weight"][1].numel()
+    if not 1 <= rows <= MAX_ROW:
+        return f"rows of {rows} elements; 1 to {MAX_ROW} are allowed"
+    return _Swap(kind, {"normalized_shape": shape, "eps": eps}, parameters)
+
+
+def _own(module: nn.Module) -> dict[str, tuple[str, nn.Parameter]]:
+    return {name: (name, p) for name, p in module._parameters.items() if p is not None}
+
+
+def _fused(sequence: nn.Sequential) -> _Swap | str | None:
+    """The fused module of norm, linear or norm, linear, activation, linear."""
+    members = list(sequence._modules.items())
+    kinds = [member for _, member in members]
+    if len(kinds) not in (2, 4) or not isinstance(kinds[0], tuple(_NORMS)) or not isinstance(kinds[1], nn.Linear):
+        return None
+    if len(kinds) == 4 and not isinstance(kinds[3], nn.Linear):
+        return None
+    attached = _attached(sequence)
+    if attached:
+        return f"not fused: {attached}"
+    parts: dict[str, _Swap] = {}
+    for i, (key, member) in enumerate(members):
+        found = _attached(member) if i == 2 else _found(member)
+        if isinstance(found, _Swap):
+            parts[key] = found
+        elif found:
+            return f"not fused: {key}: {found}"
+    misfit = _mixed([p for swap in parts.values() for _, p in swap.parameters.values()])
+    if misfit:
+        return f"not fused: {misfit}"
+    return _norm_linear(parts) if len(kinds) == 2 else _norm_mlp(parts, kinds[2])
+
+
+def _norm_linear(parts: dict[str, _Swap]) -> _Swap | str:
+    norm, linear = parts.values()
+    width = linear.options["in_features"]
+    if norm.options["normalized_shape"] != (width,):
+        return f"not fused: the norm is over {norm.options['normalized_shape']}, the linear layer reads ({width},)"
+    options = {**linear.options, "eps": norm.options["eps"], "normalization": norm.kind.__name__}
+    return _Swap(LayerNormLinear, options, dict(_joined(parts, ("layer_norm_", ""))), linear.products)
+
+
+def _norm_mlp(parts: dict[str, _Swap], activation: nn.Module) -> _Swap | str:
+    name = _ACTIVATIONS.get(type(activation))
+    if name is None or getattr(activation, "approximate", "tanh") != "tanh":
+        return f"not fused: LayerNormMLP has no activation equal to {activation}"
+    norm, fc1, fc2 = parts.values()
+    ((ffn, hidden),), ((out, back),) = fc1.products, fc2.products
+    if norm.options["normalized_shape"] != (hidden,) or (out, back) != (hidden, ffn):
+        return (
+            f"not fused: LayerNormMLP's widths are hidden, ffn, hidden; here the norm is over "
+            f"{norm.options['normalized_shape']}, the linear layers map {hidden} to {ffn} and {back} to {out}"
+        )
+    if fc1.options["bias"] != fc2.options["bias"]:
+        return "not fused: LayerNormMLP has two biases or none"
+    options = {
+        "hidden_size": hidden, "ffn_hidden_size": ffn, "bias": fc1.options["bias"], "activation": name,
+        "eps": norm.options["eps"], "normalization": norm.kind.__name__,
+    }  # fmt: skip
+    parameters = dict(_joined(parts, ("layer_norm_", "fc1_", "fc2_")))
+    return _Swap(LayerNormMLP, options, parameters, (*fc1.products, *fc2.products))
+
+
+def _joined(parts: dict[str, _Swap], prefixes: tuple[str, ...]) -> Iterator[tuple[str, tuple[str, nn.Parameter]]]:
+    for (key, swap), prefix in zip(parts.items(), prefixes, strict=True):
+        for name, (_, parameter) in swap.parameters.items():
+            yield f"{prefix}{name}", (f"{key}.{name}", parameter)
+
+
+# ---------------------------------------------------------------------------------- the recipe
+
+
+def _in_words(recipe: Recipe) -> str:
+    precision = resolve(recipe)
+    name = type(recipe).__name__
+    if precision.factory is not None:
+        return f"{name}: the operands are what its factory answers for each module"
+    roles = (("input", precision.input), ("weight", precision.weight), ("gradient", precision.grad))
+    lines = [f"{name}: " + ", ".join(f"{role} {_operand(operand)}" for role, operand in roles)]
+    able, reason = recipe_support(recipe)
+    if not able:
+        lines.append(f"on this machine: {reason}")
+    return "\n".join(lines)
+
+
+def _operand(operand: Operand | None) -> str:
+    return "in high precision" if operand is None else f"{operand.format} ({operand.scaling})"
+
+
+def _meaning(products: tuple[tuple[int, int], ...], precision: Precision | None) -> str:
+    """What the recipe will mean for a layer of these weights."""
+    if precision is None:
+        return ""
+    if not products:
+        return "in high precision"
+    if precision.weight is None:
+        return ""
+    pad = precision.weight.format.pad
+    stored = [(n, k, up(n, pad), up(k, pad)) for n, k in products]
+    odd = [f"{n} x {k} stored as {a} x {b}" for n, k, a, b in stored if (n, k) != (a, b)]
+    return "; ".join(odd) + ", filled with zeros" if odd else ""

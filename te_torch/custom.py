@@ -1,0 +1,72 @@
+"""CustomRecipe: what a user's factory says for each operand role of a module, as precisions."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+from typing import Any
+
+from te_core import dtypes
+from te_core.errors import ArgumentError
+from te_core.precision import Gemm, History, Operand, Precision
+from te_core.recipe import Format, the_one
+from te_torch.autocast import number_of_precision, precision_of, recipe_of
+
+
+def custom_precisions(module: Any, number: int) -> tuple[int, ...]:
+    """The numbers of the precisions of a module's GEMMs under the custom recipe of this number."""
+    base, recipe = precision_of(number), recipe_of(number)
+    assert base is not None
+    rules = [_rules(module, base, gemm) for gemm in range(len(module._weight_names()))]
+    histories = [h for _, h in rules if h is not None]
+    history = histories[0] if histories else None
+    if any(h != history for h in histories):
+        raise ValueError(f"{module.name}: all DelayedScalingRequests of one module must have equal fields")
+    made = []
+    for (x, w, dy, y, dx), _ in rules:
+        precision = replace(
+            base, input=x, weight=w, grad=dy, output=y, grad_input=dx, history=history, factory=None,
+            fprop=Gemm(x is not None and x.scaling not in ("delayed", "current")),
+        )  # fmt: skip
+        made.append(number_of_precision(the_one(precision), recipe))
+    return tuple(made)
+
+
+def custom_weight_rule(module: Any, base: Precision, gemm: int) -> Operand | None:
+    """The weight's rule alone, for quantized initialisation."""
+    return _rules(module, base, gemm)[0][1]
+
+
+def _rules(module: Any, base: Precision, gemm: int) -> tuple[list[Operand | None], History | None]:
+    """(input, weight, grad of output, output, grad of input) of one GEMM, and the history that a request asks for."""
+    found: list[Operand | None] = []
+    history: History | None = None
+    for role, backward in zip(module.quantizer_roles(gemm), (False, False, True, False, True), strict=True):
+        if role is None:  # a boundary without a role: quantized outputs were not asked for
+            found.append(None)
+            continue
+        rule, asked = _rule(base.factory(role), role, backward)
+        found.append(rule)
+        history = history or asked
+    return found, history
+
+
+def _rule(given: Any, role: Any, backward: bool) -> tuple[Operand | None, History | None]:
+    from te_torch.tensors import DelayedScalingRequest, Quantizer
+
+    if isinstance(given, DelayedScalingRequest):
+        wide = given.fp8_format is Format.E5M2 or (backward and given.fp8_format is Format.HYBRID)
+        history = History(
+            given.amax_history_len, given.margin, given.amax_compute_algo, given.scaling_factor_compute_algo,
+            given.reduce_amax,
+        )  # fmt: skip
+        return Operand(dtypes.float8_e5m2 if wide else dtypes.float8_e4m3, "delayed"), history
+    if not isinstance(given, Quantizer):
+        raise ArgumentError(
+            "CustomRecipe", f"qfactory({role}) -> {given!r}", "a Quantizer or a DelayedScalingRequest",
+            "return IdentityQuantizer() for high precision",
+        )  # fmt: skip
+    rule = given.operand
+    if rule is not None and rule.scaling == "delayed":
+        warnings.warn("a Float8Quantizer of a custom recipe keeps its own scale: use DelayedScalingRequest", stacklevel=2)
+    return rule, None

@@ -1,0 +1,357 @@
+"""The peer's `_extra_state` entries, read without unpickling them.
+
+Such an entry is a pickle, which is a program. This reads the few instructions that an honest one consists of: they
+make dictionaries, numbers and strings, and tensors out of bytes that the entry itself holds. A global is looked up in
+the two tables below and nowhere else; a recipe or an enum becomes an inert mark. Nothing is imported, called, set or
+unpickled, and no more memory is used than the entry has. All else is refused.
+"""
+
+from __future__ import annotations
+
+import io
+import pickletools
+import struct
+import zipfile
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from te_core.errors import ArgumentError
+
+KEYS = ("scale_fwd", "amax_history_fwd", "scale_bwd", "amax_history_bwd")
+
+_RECIPES = "transformer_engine.common.recipe"
+_RECIPE_CLASSES = frozenset({
+    "CustomRecipe", "DelayedScaling", "Float8BlockScaling", "Float8CurrentScaling", "MXFP8BlockScaling",
+    "NVFP4BlockScaling",
+})  # fmt: skip
+_MARKS = {(_RECIPES, name) for name in (*_RECIPE_CLASSES, "Format", "MMParams", "QParams", "Recipe", "_FormatHelper")}
+_REBUILD, _LOAD = ("torch._utils", "_rebuild_tensor_v2"), ("torch.storage", "_load_from_bytes")
+_ORDERED_DICT = ("collections", "OrderedDict")
+_STORAGES = {
+    ("torch", "FloatStorage"): torch.float32, ("torch", "DoubleStorage"): torch.float64,
+    ("torch", "HalfStorage"): torch.float16, ("torch", "BFloat16Storage"): torch.bfloat16,
+    ("torch", "LongStorage"): torch.int64, ("torch", "IntStorage"): torch.int32,
+    ("torch", "ByteStorage"): torch.uint8,
+}  # fmt: skip
+_GLOBALS = {*_MARKS, *_STORAGES, _REBUILD, _LOAD, _ORDERED_DICT}
+
+# torch.save before it wrote zip files: a number, a version, facts about the machine, the object, the storages.
+_LEGACY_START = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # the number, as a pickle of its own
+_LEGACY_VERSION = 1001
+
+
+class _RefusedError(Exception):
+    """What is wrong with an entry."""
+
+
+class _Name(NamedTuple):
+    """A global of the tables, as it is referred to."""
+
+    module: str
+    name: str
+
+
+class _Mark:
+    """Where an object of a class of the peer stood."""
+
+
+class _Storage:
+    """Memory of a tensor; filled when the part of the file that holds it is read."""
+
+    def __init__(self, dtype: torch.dtype, numel: int) -> None:
+        self.dtype = dtype
+        self.numel = numel
+        self.data = b""
+
+
+class _Tensor(NamedTuple):
+    storage: _Storage
+    offset: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+def read_extra_state(entry: Any, key: str = "_extra_state") -> dict[str, torch.Tensor] | None:
+    """The four float32 tensors of delayed scaling (KEYS, on the CPU) that an entry holds; None if it holds none."""
+    try:
+        data = _bytes_of(entry)
+        return _tensors(_read_any(data)) if data else None
+    except _RefusedError as error:
+        reason = str(error)
+    # What malformed input raises inside pickletools and zipfile.
+    except (ValueError, IndexError, KeyError, EOFError, OverflowError, struct.error, zipfile.BadZipFile) as error:
+        reason = f"malformed: {error}"[:200]
+    raise ArgumentError(
+        "load_state_dict", f"{key} that cannot be read safely ({reason})",
+        "an _extra_state that is absent, None, empty, or holds delayed-scaling tensors, numbers and documented recipes",
+        f"delete {key!r} from the checkpoint to start its scales anew, or put the four tensors under fp8_state",
+    )  # fmt: skip
+
+
+def _bytes_of(entry: Any) -> bytes:
+    if entry is None:
+        return b""
+    if isinstance(entry, io.BytesIO):
+        return entry.getvalue()
+    if isinstance(entry, (bytes, bytearray)):
+        return bytes(entry)
+    if isinstance(entry, torch.Tensor):
+        if entry.numel() == 0:
+            return b""
+        if entry.dtype == torch.uint8 and entry.ndim == 1 and not entry.is_meta:
+            return entry.detach().cpu().contiguous().numpy().tobytes()
+        raise _RefusedError(f"a tensor of {entry.dtype} and shape {tuple(entry.shape)}")
+    raise _RefusedError(f"an object of type {type(entry).__name__}")
+
+
+def _read_any(data: bytes) -> Any:
+    file = io.BytesIO(data)
+    if data.startswith(b"PK\x03\x04"):
+        return _read_zip(file, len(data))
+    if data.startswith(_LEGACY_START):
+        return _read_legacy(file)
+    return {} if _without_state(data) else _Reader(file, nested=True).read()
+
+
+def _without_state(data: bytes) -> bool:
+    """Whether a pickle is that of a recipe without a history, whose own classes need not be read then."""
+    strings = {arg for _, arg, _ in pickletools.genops(data) if isinstance(arg, str)}
+    names = {s.rpartition(" ")[2] for s in strings} & _RECIPE_CLASSES
+    return "recipe" in strings and bool(names - {"DelayedScaling"}) and not strings & {"DelayedScaling", *KEYS}
+
+
+def _read_zip(file: io.BytesIO, total: int) -> Any:
+    """What torch.save has written since 1.6: data.pkl, and each storage as a file of its own."""
+    with zipfile.ZipFile(file) as archive:
+        members = {info.filename: info for info in archive.infolist()}
+
+        def content(name: str) -> bytes:
+            info = members[name]
+            if info.compress_type != zipfile.ZIP_STORED or info.file_size > total:
+                raise _RefusedError("a compressed file")
+            return archive.read(info)
+
+        pickle = next((name for name in members if name.endswith("/data.pkl")), None)
+        if pickle is None:
+            raise _RefusedError("a zip file without data.pkl")
+        root = pickle.removesuffix("data.pkl")
+        if f"{root}byteorder" in members and content(f"{root}byteorder") != b"little":
+            raise _RefusedError("a file of a big-endian machine")
+        storages: dict[str, _Storage] = {}
+        read = _Reader(io.BytesIO(content(pickle)), storages).read()
+        for key, storage in storages.items():
+            storage.data = content(f"{root}data/{key}")
+        return read
+
+
+def _read_legacy(file: io.BytesIO) -> Any:
+    storages: dict[str, _Storage] = {}
+    magic = file.read(len(_LEGACY_START))
+    version, machine = _Reader(file).read(), _Reader(file).read()
+    if magic != _LEGACY_START or version != _LEGACY_VERSION:
+        raise _RefusedError("bytes that torch.save did not write")
+    if not isinstance(machine, dict) or machine.get("little_endian") is not True:
+        raise _RefusedError("a file of a big-endian machine")
+    read = _Reader(file, storages).read()
+    keys = _Reader(file).read()
+    if not isinstance(keys, list) or any(type(key) is not str or key not in storages for key in keys):
+        raise _RefusedError("storages that no tensor names")
+    for key in keys:
+        storage = storages[key]
+        (numel,) = struct.unpack("<q", file.read(8))
+        if numel != storage.numel:
+            raise _RefusedError(f"a storage of {numel} elements where {storage.numel} were announced")
+        storage.data = file.read(numel * storage.dtype.itemsize)
+    return read
+
+
+def _tensors(state: Any) -> dict[str, torch.Tensor] | None:
+    if not isinstance(state, dict):
+        raise _RefusedError("no dictionary")
+    found = {key: _tensor(state[key], key) for key in KEYS if key in state}
+    if not found:
+        return None
+    if len(found) < len(KEYS):
+        raise _RefusedError(f"no {', '.join(key for key in KEYS if key not in found)}")
+    for suffix in ("fwd", "bwd"):
+        scale, history = found[f"scale_{suffix}"], found[f"amax_history_{suffix}"]
+        if scale.ndim != 1 or history.ndim != 2 or history.shape[0] < 1 or history.shape[1] != scale.shape[0]:
+            raise _RefusedError(
+                f"scale_{suffix} {tuple(scale.shape)} beside amax_history_{suffix} {tuple(history.shape)}"
+            )
+    return found
+
+
+def _tensor(spec: Any, key: str) -> torch.Tensor:
+    if not isinstance(spec, _Tensor):
+        raise _RefusedError(f"{key} is no tensor")
+    storage = spec.storage
+    if len(storage.data) != storage.numel * storage.dtype.itemsize or not storage.data:
+        raise _RefusedError(f"{key}: {len(storage.data)} bytes for {storage.numel} elements")
+    flat = torch.frombuffer(bytearray(storage.data), dtype=storage.dtype)
+    return flat.as_strided(spec.size, spec.stride, spec.offset).to(torch.float32, copy=True).contiguous()
+
+
+def _rebuilt(arguments: tuple[Any, ...]) -> _Tensor:
+    """A tensor's layout, checked to lie in its storage and to be no larger than that."""
+    if len(arguments) < 4:
+        raise _RefusedError("a tensor without a layout")
+    storage, offset, size, stride = arguments[:4]
+    if not isinstance(storage, _Storage) or not isinstance(size, tuple) or not isinstance(stride, tuple):
+        raise _RefusedError("a tensor without a storage")
+    if len(size) != len(stride) or len(size) > 2 or any(type(n) is not int or n < 0 for n in (offset, *size, *stride)):
+        raise _RefusedError("a tensor of an unknown layout")
+    numel, last = 1, offset
+    for n, step in zip(size, stride, strict=True):
+        numel *= n
+        last += (n - 1) * step
+    if numel and (last >= storage.numel or numel > storage.numel):
+        raise _RefusedError("a tensor larger than its storage")
+    return _Tensor(storage, offset, size, stride)
+
+
+class _Reader:
+    """Reads one pickle from a file. `storages`: where persistent ids may name memory, and what they named."""
+
+    def __init__(self, file: io.BytesIO, storages: dict[str, _Storage] | None = None, nested: bool = False) -> None:
+        self.file = file
+        self.storages = storages
+        self.nested = nested  # whether bytes inside may be a file of their own
+        self.stack: list[Any] = []
+        self.marks: list[int] = []
+        self.memo: dict[int, Any] = {}
+
+    def read(self) -> Any:
+        """What the pickle describes."""
+        for opcode, argument, _ in pickletools.genops(self.file):
+            if opcode.name == "STOP":
+                return self._pop()
+            if opcode.name in _LITERALS:
+                self.stack.append(argument)
+            elif opcode.name in _CONSTANTS:
+                self.stack.append(_CONSTANTS[opcode.name])
+            elif opcode.name not in ("PROTO", "FRAME"):
+                run = _INSTRUCTIONS.get(opcode.name)
+                if run is None:
+                    raise _RefusedError(f"the pickle instruction {opcode.name}")
+                run(self, argument)
+        raise _RefusedError("a pickle without an end")
+
+    def _pop(self) -> Any:
+        if len(self.stack) <= (self.marks[-1] if self.marks else 0):
+            raise _RefusedError("a pickle that takes what it did not make")
+        return self.stack.pop()
+
+    def _pop_to_mark(self) -> list[Any]:
+        if not self.marks:
+            raise _RefusedError("a pickle that takes what it did not make")
+        start = self.marks.pop()
+        taken = self.stack[start:]
+        del self.stack[start:]
+        return taken
+
+    def _mark(self, _: None) -> None:
+        self.marks.append(len(self.stack))
+
+    def _new(self, kind: type) -> None:
+        self.stack.append(kind())
+
+    def _memoize(self, index: int | None) -> None:
+        self.memo[len(self.memo) if index is None else index] = self.stack[-1]
+
+    def _get(self, index: int) -> None:
+        self.stack.append(self.memo[index])
+
+    def _tuple(self, count: int | None) -> None:
+        items = self._pop_to_mark() if count is None else [self._pop() for _ in range(count)][::-1]
+        self.stack.append(tuple(items))
+
+    def _append(self, items: list[Any]) -> None:
+        target = self.stack[-1]
+        if type(target) is not list:
+            raise _RefusedError("items for what is no list")
+        target.extend(items)
+
+    def _set(self, items: list[Any]) -> None:
+        target = self.stack[-1]
+        if type(target) is not dict or len(items) % 2:
+            raise _RefusedError("entries for what is no dictionary")
+        for key, value in zip(items[::2], items[1::2], strict=True):
+            if type(key) not in (str, int):  # a tuple of tuples may take for ever to hash
+                raise _RefusedError("a key that is no string")
+            target[key] = value
+
+    def _global(self, module: Any, name: Any) -> None:
+        if type(module) is not str or type(name) is not str or (module, name) not in _GLOBALS:
+            what = f"{module}.{name}"[:100] if type(module) is type(name) is str else "without a name"
+            raise _RefusedError(f"the global {what}")
+        self.stack.append(_Name(module, name))
+
+    def _call(self, _: None) -> None:
+        """REDUCE and NEWOBJ."""
+        arguments, function = self._pop(), self._pop()
+        if type(arguments) is not tuple or type(function) is not _Name:
+            raise _RefusedError("a call of what is no global")
+        if function in _MARKS:
+            made: Any = _Mark()
+        elif function == _REBUILD:
+            made = _rebuilt(arguments)
+        elif function == _ORDERED_DICT and not arguments:
+            made = {}
+        elif function == _LOAD and self.nested and len(arguments) == 1 and type(arguments[0]) is bytes:
+            made = _read_legacy(io.BytesIO(arguments[0]))
+        else:
+            raise _RefusedError(f"a call of {function.module}.{function.name}")
+        self.stack.append(made)
+
+    def _build(self, _: None) -> None:
+        self._pop()
+        if type(self.stack[-1]) is not _Mark:
+            raise _RefusedError("a state for what has none")
+
+    def _persistent(self, _: None) -> None:
+        found = self._pop()
+        if self.storages is None or type(found) is not tuple or len(found) not in (5, 6):
+            raise _RefusedError("a persistent id")
+        kind, storage, key, _place, numel = found[:5]
+        if kind != "storage" or type(storage) is not _Name or storage not in _STORAGES:
+            raise _RefusedError("a persistent id of no storage")
+        if found[5:] not in ((), (None,)):
+            raise _RefusedError("a view of a storage")
+        if type(key) is not str or type(numel) is not int or numel < 0:
+            raise _RefusedError("a storage without a key")
+        self.stack.append(self.storages.setdefault(key, _Storage(_STORAGES[storage], numel)))
+
+
+_CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
+_LITERALS = frozenset({
+    "BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8",
+    "SHORT_BINBYTES", "BINBYTES", "BINBYTES8",
+})  # fmt: skip
+_INSTRUCTIONS: dict[str, Callable[[_Reader, Any], None]] = {
+    "MARK": _Reader._mark,
+    "MEMOIZE": _Reader._memoize,
+    "BINPUT": _Reader._memoize,
+    "LONG_BINPUT": _Reader._memoize,
+    "BINGET": _Reader._get,
+    "LONG_BINGET": _Reader._get,
+    "EMPTY_TUPLE": lambda reader, _: reader._new(tuple),
+    "EMPTY_LIST": lambda reader, _: reader._new(list),
+    "EMPTY_DICT": lambda reader, _: reader._new(dict),
+    "TUPLE": lambda reader, _: reader._tuple(None),
+    "TUPLE1": lambda reader, _: reader._tuple(1),
+    "TUPLE2": lambda reader, _: reader._tuple(2),
+    "TUPLE3": lambda reader, _: reader._tuple(3),
+    "APPEND": lambda reader, _: reader._append([reader._pop()]),
+    "APPENDS": lambda reader, _: reader._append(reader._pop_to_mark()),
+    "SETITEM": lambda reader, _: reader._set([reader._pop(), reader._pop()][::-1]),
+    "SETITEMS": lambda reader, _: reader._set(reader._pop_to_mark()),
+    "GLOBAL": lambda reader, names: reader._global(*names.split(" ", 1)),
+    "STACK_GLOBAL": lambda reader, _: reader._global(*[reader._pop(), reader._pop()][::-1]),
+    "REDUCE": _Reader._call,
+    "NEWOBJ": _Reader._call,
+    "BUILD": _Reader._build,
+    "BINPERSID": _Reader._persistent,
+}

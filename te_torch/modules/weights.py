@@ -1,0 +1,126 @@
+"""What a module's GEMM weights need beyond a plain call: the cache of quantized weights, `main_grad`, delayed gradients.
+
+Without `is_first_microbatch`, `fuse_wgrad_accumulation` and `delay_wgrad_compute` nothing here runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from te_core.errors import ArgumentError
+from te_core.layers.linear import weight_operand
+from te_core.precision import Precision
+from te_core.quantize.state import Scales
+from te_core.quantized import QuantizedTensor
+from te_torch.function import Extra
+from te_torch.quantized import QuantizedTorch
+from te_torch.runtime import TO_CORE, runtime_for, to_core
+
+
+class CachedWeight:
+    """A weight quantized for several microbatches, and of which contents of which memory it is the copy."""
+
+    __slots__ = ("key", "storages", "value")
+
+    def __init__(self, weights: Sequence[torch.Tensor], precision: Precision, value: QuantizedTensor) -> None:
+        self.storages = [w.untyped_storage() for w in weights]  # held, so that no other tensor gets their address
+        self.key = _identity(weights, precision)
+        self.value = value
+
+    def fits(self, weights: Sequence[torch.Tensor], precision: Precision, columnwise: bool) -> bool:
+        """Whether the weights still are what was quantized, and every copy is there that will be read."""
+        held = not columnwise or self.value.columnwise is not None
+        return held and self.key == _identity(weights, precision)
+
+    def to_core(self) -> QuantizedTensor:
+        """The quantized weight."""
+        return self.value
+
+
+def _identity(weights: Sequence[torch.Tensor], precision: Precision) -> tuple[Any, ...]:
+    return (id(precision), *[(w.data_ptr(), w._version, w.shape) for w in weights])
+
+
+class Gradients:
+    """Weight gradients that wait for `backward_dw()`, by weight, oldest first."""
+
+    def __init__(self, count: int) -> None:
+        self.queues: list[list[Any]] = [[] for _ in range(count)]
+
+    def __deepcopy__(self, memo: Any) -> Gradients:
+        return Gradients(len(self.queues))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"queues": [[] for _ in self.queues]}
+
+    def pop(self, weights: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+        """Compute the oldest waiting gradient of each weight; None where it went into `main_grad`."""
+        made: list[torch.Tensor | None] = []
+        for queue, weight in zip(self.queues, weights, strict=True):
+            if not queue:
+                made.append(None)
+                continue
+            dw = queue.pop(0)(runtime_for(weight))
+            made.append(None if dw is None else dw.owner.view(weight.shape))
+        return made
+
+
+def extra_for(
+    module: Any, names: Sequence[str], weights: Sequence[torch.Tensor], parts: Sequence[Sequence[torch.Tensor]],
+    precisions: Sequence[Precision | None], scales: Scales | None, first: bool | None,
+) -> Extra | None:  # fmt: skip
+    """The `Extra` of a forward with these weights (each made of its `parts`), or None for a plain call."""
+    ready: list[QuantizedTensor | None] | None = None
+    if first is not None and any(p is not None for p in precisions):
+        ready = [
+            _cached(module, name, i, weight, part, precision, scales, first)
+            for i, (name, weight, part, precision) in enumerate(zip(names, weights, parts, precisions, strict=True))
+        ]
+    queue = module.wgrad_store.queues if module.delay_wgrad_compute else None
+    if ready is None and queue is None and not module.fuse_wgrad_accumulation:
+        return None
+    return Extra(ready, module.fuse_wgrad_accumulation, first, queue)
+
+
+def _cached(
+    module: Any, name: str, gemm: int, weight: torch.Tensor, parts: Sequence[torch.Tensor],
+    precision: Precision | None, scales: Scales | None, first: bool,
+) -> QuantizedTensor | None:  # fmt: skip
+    """The quantized weight of the running group of microbatches: made in the first, found in the others."""
+    if precision is None or precision.weight is None or isinstance(weight, QuantizedTorch):
+        return None
+    columnwise = torch.is_grad_enabled() and precision.backward is None
+    held: CachedWeight | None = module._weight_cache.get(name)
+    if first or held is None or not held.fits(parts, precision, columnwise):
+        with torch.no_grad():
+            rt = runtime_for(weight)
+            uses = weight_operand(
+                rt, to_core(weight.detach().contiguous()), precision, scales, gemm, columnwise,
+                TO_CORE[weight.dtype], None,
+            )  # fmt: skip
+        if not isinstance(uses.rows, QuantizedTensor) or uses.columns is not uses.rows:
+            return None
+        held = module._weight_cache[name] = CachedWeight(parts, precision, uses.rows)
+    return held.value
+
+
+def add_gradient(weight: torch.Tensor, dw: torch.Tensor | None) -> None:
+    """Give a weight a gradient that was computed later."""
+    if dw is None:
+        return
+    if weight.grad is None:
+        weight.grad = dw if dw.dtype == weight.dtype else dw.to(weight.dtype)
+    else:
+        weight.grad.add_(dw)
+
+
+def check_whole(operation: str, parts: Sequence[str]) -> None:
+    """Fused and delayed weight gradients need a weight in one piece, as documented."""
+    if len(parts) > 1:
+        raise ArgumentError(
+            operation, f"fuse_wgrad_accumulation or delay_wgrad_compute with a weight of {len(parts)} parts",
+            "a weight in one piece", "leave parameters_split out",
+        )  # fmt: skip

@@ -1,0 +1,153 @@
+"""`quantized_model_init`: modules made inside hold their GEMM weights as quantized tensors, and nothing else of them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import MethodType
+from typing import Any
+
+import torch
+
+from te_core.errors import ArgumentError
+from te_core.precision import Operand, Precision
+from te_core.quantize.state import FORWARD_SLOTS, WEIGHT
+from te_core.recipe import Recipe, resolve
+from te_torch.autocast import get_default_recipe
+from te_torch.quantized import QuantizedTorch, quantizer_of
+
+_active: list[tuple[Recipe, bool] | None] = [None]  # the innermost last; None: high precision
+
+
+@contextmanager
+def quantized_model_init(
+    enabled: bool = True, recipe: Recipe | None = None, preserve_high_precision_init_val: bool = False
+) -> Iterator[None]:
+    """Modules constructed inside keep only quantized copies of their GEMM weights, in the format of `recipe`.
+
+    With `preserve_high_precision_init_val` each such parameter also has `get_high_precision_init_val()`, its initial
+    value on the CPU (for an optimizer's master weights), until `clear_high_precision_init_val()`.
+    """
+    if recipe is not None and not isinstance(recipe, Recipe):
+        raise ArgumentError(
+            "quantized_model_init", f"recipe={recipe!r}", "a recipe of te_core.recipe, or None", "pass DelayedScaling()"
+        )
+    _active.append((recipe or get_default_recipe(), preserve_high_precision_init_val) if enabled else None)
+    try:
+        yield
+    finally:
+        _active.pop()
+
+
+def fp8_model_init(
+    enabled: bool = True, recipe: Recipe | None = None, preserve_high_precision_init_val: bool = False
+) -> Any:
+    """The documented older name of `quantized_model_init`."""
+    warnings.warn(
+        "fp8_model_init is the older name of quantized_model_init", DeprecationWarning, stacklevel=2
+    )
+    return quantized_model_init(enabled, recipe, preserve_high_precision_init_val)
+
+
+def initialising() -> bool:
+    """Whether modules are to hold their weights quantized."""
+    return _active[-1] is not None
+
+
+def quantize_parameter(module: Any, name: str, gemm: int) -> bool:
+    """Replace a GEMM weight of a module by its quantized copy, if the recipe quantizes weights."""
+    assert _active[-1] is not None
+    recipe, preserve = _active[-1]
+    weight: torch.nn.Parameter = module._parameters[name]
+    if weight.device.type == "meta":
+        module._quantize_later.append((name, gemm, recipe, preserve))
+        return True
+    precision = resolve(recipe)
+    if precision.factory is not None:
+        from te_torch.custom import custom_weight_rule
+
+        rule = custom_weight_rule(module, precision, gemm)
+    else:
+        rule = precision.weight
+    if rule is None:
+        return False
+    with torch.no_grad():
+        quantized = _quantize(module, weight, rule, precision, recipe, gemm)
+    parameter = torch.nn.Parameter(quantized, weight.requires_grad)
+    parameter.__dict__.update({k: v for k, v in weight.__dict__.items() if k not in parameter.__dict__})
+    if preserve:
+        _preserve(parameter, weight.detach().cpu())
+    module._parameters[name] = parameter
+    return True
+
+
+def _quantize(
+    module: Any, weight: torch.Tensor, rule: Operand, precision: Precision, recipe: Recipe, gemm: int
+) -> torch.Tensor:
+    quantizer = quantizer_of(rule, device=weight.device)
+    # One copy is enough where the other can be made of it whenever backward wants it.
+    derivable = rule.format.scaling == "tensor" or rule.tiled
+    quantizer.set_usage(rowwise=True, columnwise=torch.is_grad_enabled() and not derivable)
+    if rule.scaling == "delayed":
+        from te_torch.modules.base import make_state
+
+        state = make_state(module, weight.device, precision, recipe)
+        amax = weight.abs().amax().float()
+        if torch.isfinite(amax) and amax > 0:  # start from the weight's own scale; scale 1 would lose small values
+            index = FORWARD_SLOTS * gemm + WEIGHT
+            margin = 0 if precision.history is None else precision.history.margin
+            state.scale_fwd[index] = rule.dtype.max * 2.0**-margin / amax
+        _point(quantizer, state, gemm)
+    result: torch.Tensor = quantizer(weight.detach())
+    return result
+
+
+def _point(quantizer: Any, state: Any, gemm: int) -> None:
+    index = FORWARD_SLOTS * gemm + WEIGHT
+    quantizer.scale = state.scale_fwd[index : index + 1]
+    quantizer.amax = state.amax_history_fwd[0][index : index + 1]
+
+
+def link(weight: torch.Tensor, state: Any, gemm: int) -> None:
+    """Let a quantized weight requantize with the scale in this state, and note its maximum there."""
+    if isinstance(weight, QuantizedTorch):
+        quantizer = weight._quantizer  # type: ignore[attr-defined]
+        if quantizer is not None and quantizer.operand is not None and quantizer.operand.scaling == "delayed":
+            _point(quantizer, state, gemm)
+
+
+def check_recipe_fits(module: Any, precision: Precision | None) -> None:
+    """A quantized weight runs in the recipe it was made for, or outside of every region (dequantized, with a warning)."""
+    for name in module._weight_names():
+        weight = getattr(module, name)
+        if not isinstance(weight, QuantizedTorch):
+            continue
+        quantizer = weight._quantizer  # type: ignore[attr-defined]
+        rule = None if quantizer is None else quantizer.operand
+        if precision is None or precision.weight is None:
+            warnings.warn(
+                f"{module.name}: {name} is held quantized and used outside autocast: it is dequantized at each use",
+                stacklevel=4,
+            )
+        elif rule is not None and (rule.scaling, rule.format) != (precision.weight.scaling, precision.weight.format):
+            raise RuntimeError(
+                f"Recipe mismatch for {module.name}.{name}: it was initialised as {rule.scaling} {rule.format}, the "
+                f"active recipe asks for {precision.weight.scaling} {precision.weight.format}. Enter autocast with the "
+                "recipe that quantized_model_init was given."
+            )
+
+
+def _preserve(parameter: torch.Tensor, value: torch.Tensor) -> None:
+    parameter._high_precision_init_val = value  # type: ignore[attr-defined]
+    parameter.get_high_precision_init_val = MethodType(_get, parameter)  # type: ignore[attr-defined]
+    parameter.clear_high_precision_init_val = MethodType(_clear, parameter)  # type: ignore[attr-defined]
+
+
+def _get(self: Any) -> torch.Tensor | None:
+    return getattr(self, "_high_precision_init_val", None)
+
+
+def _clear(self: Any) -> None:
+    if hasattr(self, "_high_precision_init_val"):
+        del self._high_precision_init_val

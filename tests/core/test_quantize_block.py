@@ -1,0 +1,257 @@
+"""FP8 block scaling, 1x128 pieces and 128x128 tiles, and back. Bytes are compared, not values."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from te_core import dtypes, ops
+from te_core.quantized import Cast, Format
+from te_core.runtime import Runtime
+from tests.backends import cuda_runtime, requires_cuda
+from tests.core.inputs import DTYPES, FP8, SHAPES, codes, numpy_dtype, placed, poisoned, values
+from tests.reference import quantize_block as ref
+from tests.reference.quantize import FP8 as ORACLE
+from tests.reference.quantize import store
+
+ORIENTATIONS = [(True, False), (False, True), (True, True)]
+GRAINS = [pytest.param(False, id="1x128"), pytest.param(True, id="128x128")]
+#: One row, one column, both sides of a block's edge, whole tiles, many tiles.
+BLOCKS = [*SHAPES, (1, 300), (300, 1), (127, 128), (128, 129), (129, 257), (256, 640), (385, 512)]
+DATA = Path(__file__).parent.parent / "data"
+
+
+def make_cast(fp8, tiled, orientation=(True, True), *, epsilon=0.0, power_of_two=True):
+    form = Format(dtypes.dtype(fp8), "block", tiled=tiled)
+    return Cast(
+        form, rowwise=orientation[0], columnwise=orientation[1], epsilon=epsilon, power_of_two=power_of_two
+    )  # fmt: skip
+
+
+def bits(rt, t):
+    """The bits of a float32 tensor."""
+    return rt.numpy(t).view(np.uint32)
+
+
+def check(rt, q, x, cast):
+    """Data, scales and the padding of both, bit for bit, of the copies asked for and no other."""
+    assert (q.rowwise is not None, q.columnwise is not None) == (cast.rowwise, cast.columnwise)
+    rule = {"tiled": cast.format.tiled, "epsilon": cast.epsilon, "power_of_two": cast.power_of_two}
+    zero = ref.scale_of(np.zeros(1, x.dtype), cast.dtype.name, cast.epsilon, cast.power_of_two)
+    copies = ((x, q.rowwise, q.rowwise_scale), (x.T, q.columnwise, q.columnwise_scale))
+    for source, data, scale in copies:
+        if data is not None:
+            expected, scales = ref.quantize(source, cast.dtype.name, **rule)
+            np.testing.assert_array_equal(codes(rt, data), store(expected))
+            if expected.size:
+                stored = ref.inverses(scales, cast.format.tiled, zero)
+                np.testing.assert_array_equal(bits(rt, scale), stored.view(np.uint32))
+
+
+@pytest.mark.parametrize("tiled", GRAINS)
+@pytest.mark.parametrize("fp8", FP8)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_quantize(rt, dtype, fp8, tiled):
+    rt = poisoned(rt)
+    for i, shape in enumerate(BLOCKS):
+        x = values(shape, dtype, i, special=i % 4 == 3)
+        cast = make_cast(
+            fp8, tiled, ORIENTATIONS[(i + 2) % 3], epsilon=(0.0, 0.0, 0.5)[i % 3], power_of_two=i % 2 == 0
+        )  # fmt: skip
+        check(rt, ops.quantize(rt, placed(rt, x), cast), x, cast)
+
+
+@pytest.mark.parametrize("tiled", GRAINS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_odd_blocks(rt, dtype, tiled):
+    """Blocks of zeros, of subnormals, of NaN, with an infinity, and such that the quotient overflows."""
+    rt = poisoned(rt)
+    info = ml_dtypes.finfo(numpy_dtype(dtype))
+    tiny = float(info.smallest_subnormal)
+    x = np.full((640, 300), 1.5, np.float32)
+    x[:128] = 0
+    x[0, 7], x[100, 200] = -tiny, 3 * tiny
+    x[128:256, :128] = np.nan
+    x[130, 3] = -2
+    x[140, 200] = np.inf
+    x[200, 290] = -np.inf
+    x[300:384] = -float(info.max)
+    x[384:512] = float(info.tiny) / 4
+    x = x.astype(numpy_dtype(dtype))
+    for fp8 in FP8:
+        for power_of_two in (False, True):
+            for epsilon in (0.0, 1e-42, 1e-3, 1e30):
+                cast = make_cast(fp8, tiled, epsilon=epsilon, power_of_two=power_of_two)
+                check(rt, ops.quantize(rt, placed(rt, x), cast), x, cast)
+
+
+def test_scales_by_hand(rt):
+    """Which elements share a scale: one large element shows in its own block and nowhere else."""
+    x = np.ones((256, 384), np.float32)
+    x[130, 260] = 448 * 8
+    for tiled in (False, True):
+        q = ops.quantize(rt, placed(rt, x), make_cast("float8_e4m3", tiled))
+        row, column = rt.numpy(q.rowwise_scale), rt.numpy(q.columnwise_scale)
+        usual = np.float32(1 / 256)  # 448 / 1, down to a power of two
+        if tiled:
+            assert row.shape == (2, 4) and column.shape == (3, 4)
+            assert row[1, 2] == 8 and column[2, 1] == 8
+            assert (np.delete(row[:, :3].ravel(), 5) == usual).all()
+            assert (row[:, 3] == 1).all() and (column[:, 2:] == 1).all()
+        else:
+            assert row.shape == (3, 256) and column.shape == (2, 384)
+            assert row[2, 130] == 8 and column[1, 260] == 8
+            assert (row == usual).sum() == row.size - 1 and (column == usual).sum() == column.size - 1
+
+
+def test_golden(rt):
+    """The bytes and scales that the established implementation writes (tests/data/README.md)."""
+    with np.load(DATA / "quantizers.npz") as inputs, np.load(DATA / "quantizers_block.npz") as stored:
+        sources = {n: inputs[n] for n in inputs.files if n.endswith("/input")}
+        arrays = {n: stored[n] for n in stored.files}
+    names = sorted({n.rpartition("/")[0] for n in arrays})
+    assert len(names) == 48
+    for name in names:
+        kind, dtype, grain, form, option = name.split("/")
+        x = sources[f"{kind}/{dtype}/input"]
+        x = x.view(ml_dtypes.bfloat16) if dtype == "bfloat16" else x
+        m, k = x.shape
+        tiled = grain == "block2d"
+        q = ops.quantize(rt, placed(rt, x), make_cast(f"float8_{form}", tiled, power_of_two=option == "pow2_True"))
+        golden = {n: arrays.get(f"{name}/{n}") for n in (f"{c}_data" for c in ("rowwise", "columnwise"))}
+        columnwise = golden["rowwise_data"].T if tiled else golden["columnwise_data"]
+        np.testing.assert_array_equal(codes(rt, q.rowwise)[:m, :k], golden["rowwise_data"], err_msg=name)
+        np.testing.assert_array_equal(codes(rt, q.columnwise)[:k, :m], columnwise, err_msg=name)
+        for scale, copy, (rows, along) in (
+            (q.rowwise_scale, "rowwise", (m, k)), (q.columnwise_scale, "columnwise", (k, m)),
+        ):  # fmt: skip
+            blocks = -(-along // 128)
+            held = np.s_[:, :blocks] if tiled else np.s_[:, :rows]
+            np.testing.assert_array_equal(
+                rt.numpy(scale)[held], arrays[f"{name}/{copy}_scale_inv"][held], err_msg=f"{name} {copy}"
+            )
+
+
+@pytest.mark.parametrize("tiled", GRAINS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_column_sum(rt, dtype, tiled):
+    rt = poisoned(rt)
+    for i, shape in enumerate([*SHAPES, (129, 257), (1500, 72)]):
+        x = values(shape, dtype, i)
+        out_type = (dtype, "float32")[i % 2]
+        cast = make_cast(FP8[i % 2], tiled, ORIENTATIONS[i % 3])
+        sums = [rt.empty((shape[1],), dtypes.dtype(out_type)) for _ in range(2)]
+        for s in sums:
+            check(rt, ops.quantize(rt, placed(rt, x), cast, column_sum=s), x, cast)
+        got = rt.numpy(sums[0])
+        np.testing.assert_array_equal(got.view(np.uint8), rt.numpy(sums[1]).view(np.uint8))  # the same every time
+        exact, scale = x.astype(np.float64).sum(axis=0), np.abs(x.astype(np.float64)).sum(axis=0)
+        eps = float(ml_dtypes.finfo(numpy_dtype(out_type)).eps)
+        assert (np.abs(got.astype(np.float64) - exact) <= 1e-5 * scale + eps * np.abs(exact)).all()
+
+
+@pytest.mark.parametrize("tiled", GRAINS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_unaligned(rt, dtype, tiled):
+    """An address off the 16-byte grid, whatever the shape."""
+    rt = poisoned(rt)
+    for i, shape in enumerate([(40, 64), (33, 16), (130, 144), (16, 31), (2, 300)]):
+        x = values(shape, dtype, i, special=True)
+        cast = make_cast(FP8[i % 2], tiled)
+        sums = rt.empty((shape[1],), dtypes.float32)
+        check(rt, ops.quantize(rt, placed(rt, x, 1 + i), cast), x, cast)
+        check(rt, ops.quantize(rt, placed(rt, x, 1 + i), cast, column_sum=sums), x, cast)
+
+
+@given(data=st.data())
+def test_any_bits(data):
+    """Every bit pattern of every type, on the CPU."""
+    rt = Runtime.cpu()
+    dtype = numpy_dtype(data.draw(st.sampled_from(DTYPES)))
+    rows, cols = data.draw(st.integers(0, 40)), data.draw(st.integers(0, 40))
+    raw = data.draw(st.binary(min_size=rows * cols * dtype.itemsize, max_size=rows * cols * dtype.itemsize))
+    x = np.frombuffer(raw, dtype).reshape(rows, cols)
+    tiled, power_of_two = data.draw(st.booleans()), data.draw(st.booleans())
+    cast = make_cast(data.draw(st.sampled_from(FP8)), tiled, power_of_two=power_of_two)
+    check(rt, ops.quantize(rt, placed(rt, x), cast), x, cast)
+
+
+@pytest.mark.parametrize("tiled", GRAINS)
+@pytest.mark.parametrize("fp8", FP8)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_dequantize(rt, dtype, fp8, tiled):
+    rt = poisoned(rt)
+    for i, shape in enumerate(BLOCKS):
+        x = values(shape, "float32", i, special=i % 2 == 1)
+        cast = make_cast(fp8, tiled, power_of_two=i % 3 == 0)
+        q = ops.quantize(rt, placed(rt, x), cast)
+        for columnwise in (False, True):
+            source = x.T if columnwise else x
+            got_codes, scales = ref.quantize(
+                source, fp8, tiled=tiled, epsilon=0.0, power_of_two=cast.power_of_two
+            )  # fmt: skip
+            inverse = np.float32(1) / scales
+            inverse = np.repeat(inverse, 128, axis=1)[:, : source.shape[1]]
+            if tiled:
+                inverse = np.repeat(inverse, 128, axis=0)[: source.shape[0]]
+            with np.errstate(over="ignore", invalid="ignore"):
+                expected = (got_codes.view(ORACLE[fp8]).astype(np.float32) * inverse).astype(numpy_dtype(dtype))
+            expected = expected.T if columnwise else expected
+            got = rt.numpy(ops.dequantize(rt, q, dtypes.dtype(dtype), columnwise=columnwise))
+            np.testing.assert_array_equal(got.astype(np.float32), expected.astype(np.float32))
+
+
+# ---------------------------------------------------------------------------------------------- CUDA alone
+
+
+@requires_cuda
+@pytest.mark.parametrize("tiled", GRAINS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_cuda_equals_cpu_on_large(dtype, tiled):
+    """Many tiles in each direction, each copy alone and both: the bytes of both backends."""
+    x = values((1100, 2056), dtype, 5, special=True)
+    for i, orientation in enumerate(ORIENTATIONS):
+        cast = make_cast(FP8[i % 2], tiled, orientation, power_of_two=i == 2)
+        cpu, cuda = (
+            [
+                None if t is None else rt.numpy(t).view(np.uint8)
+                for q in [ops.quantize(rt, placed(rt, x), cast)]
+                for t in (q.rowwise, q.rowwise_scale, q.columnwise, q.columnwise_scale)
+            ]
+            for rt in (Runtime.cpu(), poisoned(cuda_runtime()))
+        )
+        for a, b in zip(cpu, cuda, strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+@requires_cuda
+def test_cuda_any_bits():
+    """All bit patterns of the 16-bit types and a million of float32, on CUDA."""
+    rng = np.random.default_rng(0)
+    rt = cuda_runtime()
+    sources = [rng.permutation(65536).astype(np.uint16).view(numpy_dtype(d)).reshape(256, 256) for d in DTYPES[1:]]
+    sources.append(rng.integers(0, 1 << 32, (1024, 1024), np.uint32).view(np.float32))
+    for x in sources:
+        for i, fp8 in enumerate(FP8):
+            for tiled in (False, True):
+                cast = make_cast(fp8, tiled, power_of_two=i == 0)
+                check(rt, ops.quantize(rt, placed(rt, x), cast), x, cast)
+
+
+@requires_cuda
+def test_cuda_kernel_families():
+    """The plan names the kernel that runs."""
+    rt = cuda_runtime()
+
+    def family(tiled, rowwise, columnwise, sums=None):
+        cast = make_cast("float8_e4m3", tiled, (rowwise, columnwise))
+        return rt.backend.plan_quantize_block(rt, (128, 256), dtypes.bfloat16, cast.key, sums).family
+
+    assert family(False, True, True) == "quantize_block_1x128_both"
+    assert family(False, False, True, dtypes.bfloat16) == "quantize_block_1x128_columnwise_sums"
+    assert family(True, True, False) == "quantize_block_128x128_rowwise"

@@ -1,0 +1,365 @@
+"""`te_torch.convert`: the converted model computes what it did, with the same parameters; the rest is left alone."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import te_torch as te
+from te_core.errors import ArgumentError
+from te_core.recipe import DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling
+from te_torch.convert import convert
+from tests.backends import devices
+from tests.module_steps import NO_REGION, on, randomise, step, values
+from tests.tolerances import DB, snr_db
+
+on_devices = pytest.mark.parametrize("device", devices())
+
+# Two orders of summation, at most: 110 dB in float32. In bfloat16 each result is rounded once, as torch's is.
+DTYPES = {"float32": (torch.float32, DB["fp32"]), "bfloat16": (torch.bfloat16, DB["bf16"])}
+
+
+class Block(nn.Module):
+    """All that is converted: single layers, both fused patterns, a tied weight, a layer used twice."""
+
+    def __init__(self, bias: bool = True, act: type[nn.Module] = nn.SiLU, norm: type[nn.Module] = nn.LayerNorm) -> None:
+        super().__init__()
+        self.norm = norm(48, eps=1e-4)
+        self.qkv = nn.Sequential(norm(48, eps=1e-3), nn.Linear(48, 80, bias=bias))
+        self.down = nn.Linear(80, 48, bias=bias)
+        self.mlp = nn.Sequential(norm(48, eps=1e-3), nn.Linear(48, 72, bias=bias), act(), nn.Linear(72, 48, bias=bias))
+        self.again = self.down
+        self.tied = nn.Linear(80, 48)
+        self.tied.weight = self.down.weight
+        self.planes = norm((4, 12), eps=1e-5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.down(self.qkv(self.norm(x)))
+        x = x + self.mlp(x)
+        x = x + self.tied(self.qkv(x)) + self.again(self.qkv(x))
+        return self.planes(x.unflatten(-1, (4, 12))).flatten(-2)
+
+
+def gelu() -> nn.Module:
+    return nn.GELU(approximate="tanh")
+
+
+BLOCKS: dict[str, Callable[[], Block]] = {
+    "silu": Block,
+    "relu": lambda: Block(act=lambda: nn.ReLU(inplace=True)),
+    "gelu": lambda: Block(act=gelu),
+    "rms": lambda: Block(norm=nn.RMSNorm),
+    "no bias": lambda: Block(bias=False),
+}
+
+
+def made(kind: str, device: str, dtype: torch.dtype) -> Block:
+    torch.manual_seed(0)
+    block = BLOCKS[kind]().to(device, dtype)
+    randomise(block)
+    return block
+
+
+def became(report: Any) -> dict[str, str]:
+    return {row.name: row.became for row in report.rows}
+
+
+@on_devices
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_computes_the_same(kind: str, dtype: str, device: str) -> None:
+    """Output, input gradient and every parameter's, by their new names."""
+    torch_dtype, db = DTYPES[dtype]
+    block = made(kind, device, torch_dtype)
+    x = values(6, 48, device=device, dtype=torch_dtype)
+    before = step(block, x, NO_REGION)
+    report = convert(block)
+    after = step(block, x, NO_REGION)
+    assert not any(isinstance(m, (nn.Linear, nn.LayerNorm, nn.RMSNorm, nn.Sequential)) for m in block.modules())
+    assert {report.keys.get(name, name) for name in before} == set(after)
+    for name, value in before.items():
+        new = after[report.keys.get(name, name)]
+        on(device, new)
+        assert new.dtype == value.dtype and snr_db(new, value) > db, name
+
+
+@on_devices
+def test_what_became_of_it(device: str) -> None:
+    block = made("silu", device, torch.bfloat16)
+    block.down.weight.requires_grad_(False)
+    block.qkv.eval()
+    parameters = dict(block.named_parameters())
+    state = block.state_dict()
+    report = convert(block)
+    assert became(report) == {
+        "norm": "LayerNorm", "qkv": "LayerNormLinear", "down": "Linear", "mlp": "LayerNormMLP", "again": "Linear",
+        "tied": "Linear", "planes": "LayerNorm",
+    }  # fmt: skip
+    assert report.kept == [] and block.again is block.down and block.tied.weight is block.down.weight
+    new = dict(block.named_parameters())
+    assert {report.keys.get(name, name) for name in parameters} == set(new)
+    for name, parameter in parameters.items():
+        assert new[report.keys.get(name, name)] is parameter
+    assert not block.down.weight.requires_grad and block.down.training and not block.qkv.training
+    assert report.keys == {
+        "qkv.0.weight": "qkv.layer_norm_weight", "qkv.0.bias": "qkv.layer_norm_bias", "qkv.1.weight": "qkv.weight",
+        "qkv.1.bias": "qkv.bias", "mlp.0.weight": "mlp.layer_norm_weight", "mlp.0.bias": "mlp.layer_norm_bias",
+        "mlp.1.weight": "mlp.fc1_weight", "mlp.1.bias": "mlp.fc1_bias", "mlp.3.weight": "mlp.fc2_weight",
+        "mlp.3.bias": "mlp.fc2_bias",
+    }  # fmt: skip
+    assert block.qkv.eps == block.mlp.eps == 1e-3 and block.norm.eps == 1e-4
+    block.load_state_dict({report.keys.get(k, k): v for k, v in state.items()}, strict=True)
+
+
+@on_devices
+@pytest.mark.parametrize("recipe", [None, Float8CurrentScaling()], ids=["plain", "current"])
+def test_trains_on(recipe: Any, device: str) -> None:
+    """An optimizer that already holds the parameters and their moments goes on as if nothing had happened."""
+    plain = made("silu", device, torch.float32)
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    x, target = values(32, 48, device=device), values(32, 48, device=device, seed=1)
+
+    def train(model: nn.Module, opt: torch.optim.Optimizer, recipe: Any) -> list[float]:
+        losses = []
+        for _ in range(4):
+            with te.autocast(enabled=recipe is not None, recipe=recipe):
+                loss = (model(x) - target).square().mean()
+            loss.backward()
+            opt.step()
+            opt.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    train(plain, optimizer, None)
+    twin = copy.deepcopy(plain)
+    twin_optimizer = torch.optim.AdamW(twin.parameters(), lr=1e-2)
+    twin_optimizer.load_state_dict(optimizer.state_dict())
+    convert(plain)
+    old, new = train(twin, twin_optimizer, None), train(plain, optimizer, recipe)
+    assert new[-1] < new[0] < 1.05 * old[0]
+    if recipe is None:
+        assert new == pytest.approx(old, rel=1e-4)
+
+
+def test_dry_run_changes_nothing() -> None:
+    block = made("silu", "cpu", torch.float32)
+    before = list(block.modules())
+    dry = convert(block, dry_run=True)
+    assert all(a is b for a, b in zip(before, block.modules(), strict=True))
+    assert "would be converted" in str(dry)
+    real = convert(block)
+    assert real.rows == dry.rows and real.keys == dry.keys
+    assert convert(block).rows == [], "nothing is left to convert"
+
+
+class Sub(nn.Linear):
+    pass
+
+
+def hooked(module: nn.Module, kind: str) -> nn.Module:
+    getattr(module, f"register_{kind}")(lambda *args: None)
+    return module
+
+
+def patched(module: nn.Module) -> nn.Module:
+    module.forward = lambda x: x  # type: ignore[method-assign]
+    return module
+
+
+def with_buffer(module: nn.Module) -> nn.Module:
+    module.register_buffer("mask", torch.ones(4))
+    return module
+
+
+def reshaped(module: nn.Linear, bias: int) -> nn.Linear:
+    module.bias = nn.Parameter(torch.zeros(bias))
+    return module
+
+
+def half_bias() -> nn.Linear:
+    module = nn.Linear(4, 4)
+    module.bias.data = module.bias.data.half()
+    return module
+
+
+REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "subclass": (lambda: Sub(4, 4), "a subclass of nn.Linear"),
+    "lazy": (lambda: nn.LazyLinear(4), "a subclass of nn.Linear"),
+    "parametrized": (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)), "parametrized"),
+    "old weight norm": (lambda: nn.utils.spectral_norm(nn.Linear(4, 4)), "forward_pre_hooks"),
+    "pruned": (lambda: nn.utils.prune.l1_unstructured(nn.Linear(4, 4), "weight", 0.5), "forward_pre_hooks"),
+    **{
+        kind: (lambda kind=kind: hooked(nn.Linear(4, 4), kind), f"it has {name}")
+        for kind, name in {
+            "forward_hook": "forward_hooks", "forward_pre_hook": "forward_pre_hooks",
+            "full_backward_hook": "backward_hooks", "full_backward_pre_hook": "backward_pre_hooks",
+            "state_dict_post_hook": "state_dict_hooks", "load_state_dict_pre_hook": "load_state_dict_pre_hooks",
+        }.items()
+    },
+    "patched": (lambda: patched(nn.Linear(4, 4)), "replaced on the instance"),
+    "buffer": (lambda: with_buffer(nn.LayerNorm(4)), "members that LayerNorm does not know: mask"),
+    "bias of another shape": (lambda: reshaped(nn.Linear(4, 4), 1), "shape of out_features, in_features = (4, 4)"),
+    "mixed": (half_bias, "differ in dtype"),
+    "double": (lambda: nn.Linear(4, 4, dtype=torch.float64), "float64"),
+    "no weight": (lambda: nn.LayerNorm(4, elementwise_affine=False), "elementwise_affine=False"),
+    "rms no weight": (lambda: nn.RMSNorm(4, elementwise_affine=False), "elementwise_affine=False"),
+    "norm without bias": (lambda: nn.LayerNorm(4, bias=False), "bias=False"),
+    "eps none": (lambda: nn.RMSNorm(4), "eps=None"),
+    "long rows": (lambda: nn.LayerNorm(65537), "65536"),
+    "embedding": (lambda: nn.Embedding(4, 4), "nothing here replaces it"),
+    "attention": (lambda: nn.MultiheadAttention(4, 1), "nothing here replaces it"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_left_alone(case: str) -> None:
+    """By name, with the reason, and the module stays the same object."""
+    make, why = REFUSED[case]
+    model = nn.ModuleDict({"odd": make(), "plain": nn.Linear(4, 4)})
+    odd = model["odd"]
+    report = convert(model)
+    assert model["odd"] is odd and isinstance(model["plain"], te.Linear)
+    row = report.kept[0]
+    assert row.name == "odd" and why in row.note and row.became == ""
+    assert "odd" in str(report) and row.note in str(report)
+
+
+def seq(*modules: nn.Module) -> nn.Sequential:
+    return nn.Sequential(*modules)
+
+
+NOT_FUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "erf gelu": (lambda: seq(nn.LayerNorm(4), nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4)), "no activation equal"),
+    "tanh": (lambda: seq(nn.LayerNorm(4), nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)), "no activation equal"),
+    "width": (lambda: seq(nn.LayerNorm(4), nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 5)), "widths are hidden, ffn"),
+    "one bias": (
+        lambda: seq(nn.LayerNorm(4), nn.Linear(4, 8, bias=False), nn.ReLU(), nn.Linear(8, 4)), "two biases or none"
+    ),
+    "planes": (lambda: seq(nn.LayerNorm((2, 4)), nn.Linear(4, 8)), "the norm is over (2, 4)"),
+    "hook": (lambda: hooked(seq(nn.LayerNorm(4), nn.Linear(4, 8)), "forward_hook"), "it has forward_hooks"),
+    "hook on the activation": (
+        lambda: seq(nn.LayerNorm(4), nn.Linear(4, 8), hooked(nn.ReLU(), "forward_hook"), nn.Linear(8, 4)),
+        "2: it has forward_hooks",
+    ),
+    "hook inside": (lambda: seq(nn.LayerNorm(4), hooked(nn.Linear(4, 8), "forward_hook")), "1: it has forward_hooks"),
+    "dtypes": (lambda: seq(nn.LayerNorm(4).half(), nn.Linear(4, 8)), "differ in dtype"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", NOT_FUSED)
+def test_not_fused(case: str) -> None:
+    """The members are converted one by one where they can be."""
+    make, why = NOT_FUSED[case]
+    model = nn.ModuleDict({"block": make()})
+    block = model["block"]
+    report = convert(model)
+    assert model["block"] is block and type(block[0]) is te.LayerNorm
+    assert why in report.kept[0].note and report.kept[0].name == "block"
+    assert isinstance(block[1], nn.Linear if case == "hook inside" else te.Linear)
+    assert report.keys == {}
+
+
+def test_longer_sequences_keep_their_places() -> None:
+    model = nn.ModuleDict({"net": seq(nn.LayerNorm(8), nn.Linear(8, 8), nn.Dropout(0.0))})
+    x = values(3, 8)
+    before = model["net"](x)
+    report = convert(model)
+    assert became(report) == {"net.0": "LayerNorm", "net.1": "Linear"} and len(model["net"]) == 3
+    assert snr_db(model["net"](x), before) > DB["fp32"]
+
+
+def test_names_in_a_sequence_do_not_matter() -> None:
+    block = nn.Sequential(OrderedDict(ln=nn.LayerNorm(8), proj=nn.Linear(8, 4)))
+    model = nn.ModuleDict({"block": block})
+    report = convert(model)
+    assert isinstance(model["block"], te.LayerNormLinear)
+    assert report.keys["block.ln.weight"] == "block.layer_norm_weight"
+    assert report.keys["block.proj.bias"] == "block.bias"
+
+
+def test_filter() -> None:
+    """Asked by name and module; a no to a fusion leaves its members to be asked."""
+    asked: dict[str, nn.Module] = {}
+    block = made("silu", "cpu", torch.float32)
+
+    def only_linear(name: str, module: nn.Module) -> bool:
+        asked[name] = module
+        return isinstance(module, nn.Linear) and name != "tied"
+
+    report = convert(block, filter=only_linear)
+    assert set(asked) == {"norm", "qkv", "qkv.0", "qkv.1", "down", "mlp", "mlp.0", "mlp.1", "mlp.3", "again", "tied",
+                          "planes"}  # fmt: skip
+    assert {row.name for row in report.converted} == {"qkv.1", "down", "mlp.1", "mlp.3", "again"}
+    assert all(row.note == "the filter said no" for row in report.kept)
+    assert block.tied.weight is block.down.weight and type(block.tied) is nn.Linear
+
+
+def test_the_model_itself() -> None:
+    layer = nn.Linear(4, 4)
+    (row,) = convert(layer).rows
+    assert row.name == "(model)" and "no place" in row.note
+    fusable = seq(nn.LayerNorm(4), nn.Linear(4, 4))
+    assert became(convert(fusable)) == {"(model)": "", "0": "LayerNorm", "1": "Linear"}
+    assert isinstance(fusable[1], te.Linear)
+
+
+def test_fused_torch_layers_are_left_alone() -> None:
+    """Their fast path would take the weights and skip the module, and with it the region."""
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    report = convert(nn.ModuleDict({"layer": layer}))
+    assert report.converted == []
+    assert {row.name for row in report.kept if "may never call it" in row.note} >= {"layer.linear1", "layer.norm2"}
+    assert type(layer.linear1) is nn.Linear
+
+
+def test_marks_and_shared_parents() -> None:
+    """A user's attributes go along; a parent that is met twice is converted once, and both names' keys are told."""
+    layer = nn.Linear(4, 4)
+    layer.residual_scale = 0.5  # type: ignore[assignment]
+    shared = nn.ModuleDict({"inner": seq(nn.LayerNorm(4), nn.Linear(4, 4))})
+    model = nn.ModuleDict({"layer": layer, "a": shared, "b": shared})
+    report = convert(model)
+    assert model["layer"].residual_scale == 0.5 and model["layer"].name == "layer"
+    assert model["a"] is model["b"] and isinstance(shared["inner"], te.LayerNormLinear)
+    assert report.keys["a.inner.1.weight"] == "a.inner.weight" and report.keys["b.inner.1.weight"] == "b.inner.weight"
+    assert set(report.keys.values()) <= set(model.state_dict())
+
+
+def test_meta_models() -> None:
+    """A model without memory is converted, and gets it afterwards."""
+    with torch.device("meta"):
+        model = nn.ModuleDict({"l": nn.Linear(8, 4), "s": seq(nn.LayerNorm(8), nn.Linear(8, 4, bias=False))})
+    convert(model)
+    model.to_empty(device="cpu")
+    for module in model.values():
+        module.reset_parameters()
+        y = module(values(2, 8))
+        assert y.shape == (2, 4) and y.isfinite().all()
+
+
+def test_recipe_in_the_report() -> None:
+    """What the recipe means, for the model and for each layer: what is stored wider than it is."""
+    def notes(recipe: Any) -> tuple[dict[str, str], str]:
+        model = nn.ModuleDict(
+            {"odd": nn.Linear(100, 50), "whole": nn.Linear(64, 32), "even": nn.Linear(48, 32), "norm": nn.LayerNorm(4)}
+        )
+        report = convert(model, recipe=recipe, dry_run=True)
+        return {row.name: row.note for row in report.rows}, str(report)
+
+    layers, text = notes(DelayedScaling())
+    assert layers["odd"] == "50 x 100 stored as 64 x 112, filled with zeros"
+    assert layers["whole"] == layers["even"] == "" and layers["norm"] == "in high precision"
+    assert "input float8_e4m3 per tensor (delayed)" in text and "gradient float8_e5m2 per tensor (delayed)" in text
+    layers, text = notes(MXFP8BlockScaling())
+    assert layers["odd"] == "50 x 100 stored as 64 x 128, filled with zeros"
+    assert layers["even"] == "32 x 48 stored as 32 x 64, filled with zeros"
+    if not torch.cuda.is_available():
+        assert "on this machine: no GPU; the CPU backend emulates it" in text
+    with pytest.raises(ArgumentError, match="recipe='mxfp8'"):
+        convert(nn.ModuleDict(), recipe="mxfp8")  # type: ignore[arg-type]
