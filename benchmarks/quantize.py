@@ -21,7 +21,7 @@ import torch
 
 from te_core import dtypes, ops
 from te_core.ops.quantize import ScalingState
-from te_core.quantized import Cast
+from te_core.quantized import Cast, Format
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
 from te_torch.runtime import runtime_for
@@ -89,6 +89,7 @@ def cases(rows: int, cols: int) -> Iterator[tuple[str, int, Callable[[], Any]]]:
     yield "quantize+T", 4 * n, lambda: ops.quantize(rt, one, cast(True))
     yield "quantize+T+sums", 4 * n, lambda: ops.quantize(rt, one, cast(True), column_sum=narrow_sums)
     yield "quantize+T current", 6 * n, lambda: ops.quantize(rt, one, cast(True, False))
+    yield from block_cases(rt, one, narrow_sums)
     yield "amax", 2 * n, lambda: ops.amax(rt, one)
     yield "transpose", 4 * n, lambda: ops.transpose(rt, one)
     for kind in ("gelu", "silu", "srelu"):
@@ -122,6 +123,33 @@ def cases(rows: int, cols: int) -> Iterator[tuple[str, int, Callable[[], Any]]]:
     yield "add", 6 * n, lambda: ops.add(rt, one, other)
     yield "bias+dropout+add", 6 * n, lambda: ops.bias_dropout_add(rt, one, bias, other, p=0.1, rng=rng)
     yield "ddropout+sums", 4 * n, lambda: ops.bias_dropout_add_backward(rt, one, p=0.1, rng=rng, column_sum=narrow_sums)
+
+
+def block_cases(rt: Runtime, x: Tensor, sums: Tensor) -> Iterator[tuple[str, int, Callable[[], Any]]]:
+    """FP8 with a scale for each 1x128 piece or 128x128 tile."""
+    n = x.size
+    for tiled, grain in ((False, "1x128"), (True, "128x128")):
+        form = Format(dtypes.float8_e4m3, "block", tiled=tiled)
+        scales = 0 if tiled else n // 32  # bytes of a copy; those of tiles are too few to count
+        both, row, column = (
+            Cast(form, rowwise=r, columnwise=c, power_of_two=True)
+            for r, c in ((True, True), (True, False), (False, True))
+        )  # fmt: skip
+        yield f"block {grain}", 3 * n + scales, lambda row=row: ops.quantize(rt, x, row)
+        yield f"block {grain} T alone", 3 * n + scales, lambda column=column: ops.quantize(rt, x, column)
+        yield f"block {grain}+T", 4 * n + 2 * scales, lambda both=both: ops.quantize(rt, x, both)
+        yield (
+            f"block {grain}+T+sums",
+            4 * n + 2 * scales,
+            lambda both=both: ops.quantize(rt, x, both, column_sum=sums),
+        )
+        held = ops.quantize(rt, x, both)
+        for columnwise in (False, True):
+            yield (
+                f"block {grain}{'T' if columnwise else ''} back",
+                3 * n + scales,
+                lambda c=columnwise, held=held: ops.dequantize(rt, held, x.dtype, columnwise=c),
+            )
 
 
 def copy_rate(clock: Clock) -> float:

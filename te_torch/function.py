@@ -16,7 +16,7 @@ import torch
 
 from te_core import dtypes
 from te_core.errors import ArgumentError, UnsupportedError
-from te_core.layers.linear import Sink
+from te_core.layers.linear import LinearSpec, Sink
 from te_core.quantize.state import Scales
 from te_core.quantized import QuantizedTensor
 from te_core.runtime import Runtime
@@ -37,6 +37,7 @@ class Layer:
     outputs: int = 1  # at most; backward takes as many gradients
     weight: str = "weight"  # the saved tensor whose rows are the width of the first output
     weights: tuple[int, ...] = ()  # which inputs are the weights of its GEMMs
+    linears: Callable[[Any], tuple[LinearSpec, ...]] = lambda spec: ()  # the specs of its linears, one a weight
 
 
 @dataclass(frozen=True, eq=False)

@@ -90,7 +90,7 @@ def gemm(
     tf32      fp32 operands only: multiply in TF32.
     a_format, b_format  the formats of operands with a scale for each block; a_amax, b_amax  those of nvfp4.
 
-    out is of the operands' dtype or float32; with float32, FP8 and FP4 operands of any activation dtype.
+    out is of the operands' dtype or float32; of float32, FP8 and FP4 operands it may be any activation dtype.
     """
     dt = out.dtype if out is not None else (out_dtype or (a.dtype if a.dtype in ACTIVATION_DTYPES else dtypes.bfloat16))
     address = a.ptr | b.ptr if out is None else a.ptr | b.ptr | out.ptr

@@ -1,8 +1,9 @@
 """Quantization: cast to a narrow format in one or both copies, back again, and the scale update.
 
 Rules (all bit-exact on every backend), per tensor: amax = max |x| over elements that are not NaN; q = saturating
-cast, round to nearest even, of float32(x) * scale; scale_inv = 1 / scale in float32. Block formats apply the same to
-each block by the rules in `te_core/quantize/block.py`, `mxfp8.py`, `nvfp4.py`. Storage: `te_core.quantized`.
+cast, round to nearest even, of float32(x) * scale; scale_inv = 1 / scale in float32. Block formats have a rule for
+each block, at the head of `te_core/backends/cpu/quantize_block.py`, `quantize_mxfp8.py`, `quantize_nvfp4.py`. Storage:
+`te_core.quantized`.
 """
 
 from __future__ import annotations

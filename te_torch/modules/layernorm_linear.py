@@ -18,7 +18,7 @@ from te_torch.modules.norm import KINDS, init_norm_weight, sm_margins
 from te_torch.quantized import QuantizedTorch
 from te_torch.runtime import TO_CORE
 
-NORM_LINEAR = Layer("norm_linear", core.forward, core.backward, core.NormLinearSaved, outputs=2, weights=(3,))
+NORM_LINEAR = Layer("norm_linear", core.forward, core.backward, core.NormLinearSaved, outputs=2, weights=(3,), linears=lambda s: (s.linear,))
 
 
 class NormParameters(BaseModule):

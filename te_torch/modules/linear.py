@@ -24,7 +24,7 @@ from te_torch.modules.weights import check_whole
 from te_torch.quantized_init import check_recipe_fits
 from te_torch.runtime import TO_CORE
 
-LINEAR = Layer("linear", core.forward, core.backward, core.LinearSaved, weights=(1,))
+LINEAR = Layer("linear", core.forward, core.backward, core.LinearSaved, weights=(1,), linears=lambda s: (s,))
 
 
 class SplitParameters(BaseModule):

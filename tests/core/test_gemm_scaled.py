@@ -53,10 +53,10 @@ def stored(form: Format, rows: int, k: int, seed: int):
     if form.tiled:
         # Nobody fills the places that only make the leading dimension a multiple of four.
         scales = np.full((-(-high // 128), up(blocks, 4)), np.nan, np.float32)
-        scales[:, :blocks] = rng.uniform(0.5, 2, (scales.shape[0], blocks)) * 2.0 ** rng.integers(-8, 0, blocks)
+        scales[:, :blocks] = rng.uniform(0.5, 2, (scales.shape[0], blocks)) * 2.0 ** rng.integers(-10, -2, blocks)
         each = scales[:, :blocks].repeat(128, 0)[:high]
     else:
-        scales = (rng.uniform(0.5, 2, (blocks, high)) * 2.0 ** rng.integers(-8, 0, (blocks, 1))).astype(np.float32)
+        scales = (rng.uniform(0.5, 2, (blocks, high)) * 2.0 ** rng.integers(-10, -2, (blocks, 1))).astype(np.float32)
         each = scales.T
     meant = data.astype(np.float64) * each.astype(np.float64).repeat(128, 1)[:, :wide]
     return (data, scales), meant[:rows, :k]

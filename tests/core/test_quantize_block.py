@@ -73,7 +73,7 @@ def test_odd_blocks(rt, dtype, tiled):
     rt = poisoned(rt)
     info = ml_dtypes.finfo(numpy_dtype(dtype))
     tiny = float(info.smallest_subnormal)
-    x = np.full((640, 300), 1.5, np.float32)
+    x = np.full((520, 300), 1.5, np.float32)
     x[:128] = 0
     x[0, 7], x[100, 200] = -tiny, 3 * tiny
     x[128:256, :128] = np.nan
@@ -83,11 +83,16 @@ def test_odd_blocks(rt, dtype, tiled):
     x[300:384] = -float(info.max)
     x[384:512] = float(info.tiny) / 4
     x = x.astype(numpy_dtype(dtype))
-    for fp8 in FP8:
-        for power_of_two in (False, True):
-            for epsilon in (0.0, 1e-42, 1e-3, 1e30):
-                cast = make_cast(fp8, tiled, epsilon=epsilon, power_of_two=power_of_two)
-                check(rt, ops.quantize(rt, placed(rt, x), cast), x, cast)
+    rules = [
+        (FP8[0], 0.0, False),
+        (FP8[1], 0.0, True),
+        (FP8[0], 1e-42, True),
+        (FP8[1], 1e-3, False),
+        (FP8[0], 1e30, True),
+    ]
+    for fp8, epsilon, power_of_two in rules:
+        cast = make_cast(fp8, tiled, epsilon=epsilon, power_of_two=power_of_two)
+        check(rt, ops.quantize(rt, placed(rt, x), cast), x, cast)
 
 
 def test_scales_by_hand(rt):
@@ -141,7 +146,7 @@ def test_golden(rt):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_column_sum(rt, dtype, tiled):
     rt = poisoned(rt)
-    for i, shape in enumerate([*SHAPES, (129, 257), (1500, 72)]):
+    for i, shape in enumerate([(1, 1), (17, 33), (0, 32), (48, 0), (130, 264), (129, 257), (1500, 72)]):
         x = values(shape, dtype, i)
         out_type = (dtype, "float32")[i % 2]
         cast = make_cast(FP8[i % 2], tiled, ORIENTATIONS[i % 3])
@@ -186,7 +191,7 @@ def test_any_bits(data):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_dequantize(rt, dtype, fp8, tiled):
     rt = poisoned(rt)
-    for i, shape in enumerate(BLOCKS):
+    for i, shape in enumerate([(1, 1), (17, 33), (0, 32), (48, 0), (130, 264), (129, 257), (300, 1), (127, 640)]):
         x = values(shape, "float32", i, special=i % 2 == 1)
         cast = make_cast(fp8, tiled, power_of_two=i % 3 == 0)
         q = ops.quantize(rt, placed(rt, x), cast)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
 import te_torch as te
 from te_core.errors import ArgumentError
@@ -20,9 +21,6 @@ from tests.module_steps import NO_REGION, on, randomise, step, values
 from tests.tolerances import DB, snr_db
 
 on_devices = pytest.mark.parametrize("device", devices())
-
-# Two orders of summation, at most: 110 dB in float32. In bfloat16 each result is rounded once, as torch's is.
-DTYPES = {"float32": (torch.float32, DB["fp32"]), "bfloat16": (torch.bfloat16, DB["bf16"])}
 
 
 class Block(nn.Module):
@@ -71,22 +69,31 @@ def became(report: Any) -> dict[str, str]:
 
 
 @on_devices
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kind", BLOCKS)
-def test_computes_the_same(kind: str, dtype: str, device: str) -> None:
-    """Output, input gradient and every parameter's, by their new names."""
-    torch_dtype, db = DTYPES[dtype]
-    block = made(kind, device, torch_dtype)
-    x = values(6, 48, device=device, dtype=torch_dtype)
+def test_computes_the_same(kind: str, dtype: torch.dtype, device: str) -> None:
+    """Output, input gradient and every parameter's, by their new names.
+
+    In bfloat16 a gradient has been rounded at every step on its way, by torch and by us: ours may be no further from
+    the float32 model than twice torch's distance (6 dB).
+    """
+    block = made(kind, device, dtype)
+    x = values(6, 48, device=device, dtype=dtype)
+    exact = step(made(kind, device, torch.float32), x.float(), NO_REGION)
     before = step(block, x, NO_REGION)
     report = convert(block)
     after = step(block, x, NO_REGION)
     assert not any(isinstance(m, (nn.Linear, nn.LayerNorm, nn.RMSNorm, nn.Sequential)) for m in block.modules())
     assert {report.keys.get(name, name) for name in before} == set(after)
+    assert snr_db(after["y"], before["y"]) > DB["fp32" if dtype == torch.float32 else "bf16"]
     for name, value in before.items():
         new = after[report.keys.get(name, name)]
         on(device, new)
-        assert new.dtype == value.dtype and snr_db(new, value) > db, name
+        assert new.dtype == dtype
+        if dtype == torch.float32:
+            assert snr_db(new, value) > DB["fp32"], name
+        else:
+            assert snr_db(new, exact[name]) > snr_db(value, exact[name]) - 6, name
 
 
 @on_devices
@@ -139,7 +146,7 @@ def test_trains_on(recipe: Any, device: str) -> None:
     train(plain, optimizer, None)
     twin = copy.deepcopy(plain)
     twin_optimizer = torch.optim.AdamW(twin.parameters(), lr=1e-2)
-    twin_optimizer.load_state_dict(optimizer.state_dict())
+    twin_optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     convert(plain)
     old, new = train(twin, twin_optimizer, None), train(plain, optimizer, recipe)
     assert new[-1] < new[0] < 1.05 * old[0]
@@ -193,7 +200,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "lazy": (lambda: nn.LazyLinear(4), "a subclass of nn.Linear"),
     "parametrized": (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)), "parametrized"),
     "old weight norm": (lambda: nn.utils.spectral_norm(nn.Linear(4, 4)), "forward_pre_hooks"),
-    "pruned": (lambda: nn.utils.prune.l1_unstructured(nn.Linear(4, 4), "weight", 0.5), "forward_pre_hooks"),
+    "pruned": (lambda: prune.l1_unstructured(nn.Linear(4, 4), "weight", 0.5), "forward_pre_hooks"),
     **{
         kind: (lambda kind=kind: hooked(nn.Linear(4, 4), kind), f"it has {name}")
         for kind, name in {
@@ -345,6 +352,7 @@ def test_meta_models() -> None:
 
 def test_recipe_in_the_report() -> None:
     """What the recipe means, for the model and for each layer: what is stored wider than it is."""
+
     def notes(recipe: Any) -> tuple[dict[str, str], str]:
         model = nn.ModuleDict(
             {"odd": nn.Linear(100, 50), "whole": nn.Linear(64, 32), "even": nn.Linear(48, 32), "norm": nn.LayerNorm(4)}

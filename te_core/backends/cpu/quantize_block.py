@@ -1,4 +1,9 @@
-"""FP8 with a scale for each 1x128 piece or 128x128 tile, and back (`te_core.ops.quantize` states the rule).
+"""FP8 with a scale for each 1x128 piece or 128x128 tile, and back.
+
+Rule, for the elements of one block: amax = max |x| over those that are not NaN, at least epsilon; scale = limit / amax
+in float32 (limit is the largest value of the FP8 type), rounded down to a power of two if asked for; 1 where amax is 0
+or infinite, the largest finite value of x's own type where the quotient overflows. q = saturating cast, round to
+nearest even, of float32(x) * scale; 1 / scale is stored. What is missing from a block at the edge counts as zeros.
 
 The matrix is walked in tiles of 128 x 128: the elements of a tile share the scale of each piece that lies in it, along
 its rows and along its columns, and its float32 values (64 KiB) stay in the core's cache for both copies.

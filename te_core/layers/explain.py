@@ -1,0 +1,102 @@
+"""What a linear's three GEMMs are computed in, and why not as the recipe asks where they are not.
+
+Answers come from the spec of a call and from `ops.gemm_route`, which dispatch asks too: nothing is recorded at run time.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from te_core import ops
+from te_core.layers.linear import LinearSpec
+from te_core.precision import Operand, Precision
+from te_core.quantized import Format
+from te_core.tensor import Device
+
+
+class GemmFacts(NamedTuple):
+    """One GEMM: "fprop", "dgrad" or "wgrad"."""
+
+    gemm: str
+    a: str  # formats of the operands as they are multiplied
+    b: str
+    accumulation: str
+    family: str  # what multiplies them; "" if the GEMM is not needed
+    as_asked: bool  # computed in what the recipe says (high precision where it says so)
+    reason: str
+
+
+def explain_linear(spec: LinearSpec, place: Device, weight: Format | None = None) -> list[GemmFacts]:
+    """The GEMMs of a call of this spec on a device; `weight` is the format of a parameter held quantized."""
+    needs = spec.needs
+    wanted = {"fprop": True, "dgrad": needs.input, "wgrad": needs.weight}
+    return [
+        _facts(gemm, spec, place, weight) if is_wanted else _unneeded(gemm) for gemm, is_wanted in wanted.items()
+    ]
+
+
+def _unneeded(gemm: str) -> GemmFacts:
+    return GemmFacts(gemm, "", "", "", "", True, "not computed: nobody needs this gradient")
+
+
+def _facts(gemm: str, spec: LinearSpec, place: Device, weight: Format | None) -> GemmFacts:
+    p = spec.precision
+    plain = spec.dtype.name
+    if p is None:
+        reason = "outside of autocast, or in autocast(enabled=False)"
+        if weight is not None and gemm != "wgrad":
+            return _high(gemm, spec, place, False, f"{reason}; the weight is held as {weight} and dequantized")
+        return _high(gemm, spec, place, True, reason)
+    if gemm != "fprop" and p.backward is not None:
+        kept = {"high_precision": "the original operands", "dequantized": "the dequantized rowwise operands"}[p.backward]
+        return _high(gemm, spec, place, True, f"backward_override={p.backward!r}: {kept}")
+    names, rules = _rules(gemm, p)
+    missing = [name for name, rule in zip(names, rules, strict=True) if rule is None or rule.scaling == "calibrate"]
+    if missing:
+        calibrating = p.input is not None and p.input.scaling == "calibrate"
+        why = "calibrating: maxima are collected" if calibrating else f"the recipe leaves {' and '.join(missing)} plain"
+        return _high(gemm, spec, place, True, why)
+    if any(rule is not None and rule.custom is not None for rule in rules):
+        why = "a user's quantizer rounds the operands, which are then multiplied"
+        return _high(gemm, spec, place, True, f"{why} in {plain}")
+    a, b = (rule.format for rule in rules if rule is not None)
+    route = ops.gemm_route(place, a, b)
+    note = "an inspector may replace operands" if spec.inspect is not None else ""
+    accumulation = "split" if getattr(p, gemm).split_accumulator else "fast"
+    if route.how == "native":
+        return GemmFacts(gemm, str(a), str(b), accumulation, _family(place, a), True, note)
+    if route.how == "refused" and not p.emulate:
+        return GemmFacts(gemm, str(a), str(b), "", "refused", False, route.reason)
+    return GemmFacts(
+        gemm, str(a), str(b), "float32", f"{_library(place)} float32 after dequantizing" if route.how != "dequantized"
+        else f"{_library(place)} {plain} after dequantizing", False, route.reason,
+    )  # fmt: skip
+
+
+def _rules(gemm: str, p: Precision) -> tuple[tuple[str, str], tuple[Operand | None, Operand | None]]:
+    """The operands of a GEMM in the order (a, b), with the rule of the copy that it reads."""
+    if gemm == "fprop":
+        return ("input", "weight"), (p.input, p.weight)
+    if gemm == "dgrad":
+        return ("gradient", "weight"), (p.grad, _columns(p.weight))
+    return ("gradient", "input"), (_columns(p.grad), _columns(p.input))
+
+
+def _columns(rule: Operand | None) -> Operand | None:
+    return rule if rule is None or rule.columnwise is None else rule.columnwise
+
+
+def _library(place: Device) -> str:
+    return "cublasLt" if place.kind == "cuda" else "NumPy"
+
+
+def _family(place: Device, form: Format) -> str:
+    if place.kind != "cuda":
+        return "NumPy, exact emulation"
+    kind = {"tensor": "FP8, a scale a tensor", "block": "FP8, a scale a block", "mxfp8": "MXFP8", "nvfp4": "NVFP4"}
+    return f"cublasLt {kind[form.scaling]}"
+
+
+def _high(gemm: str, spec: LinearSpec, place: Device, as_asked: bool, reason: str) -> GemmFacts:
+    name = spec.dtype.name
+    return GemmFacts(gemm, name, name, "float32", f"{_library(place)} {name}", as_asked, reason)
