@@ -18,11 +18,12 @@ import torch
 
 import te_torch as te
 from benchmarks import harness
-from te_core.recipe import DelayedScaling, Float8CurrentScaling, Recipe
+from te_core.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Recipe
 from tests import generators
 
 RECIPES: dict[str, Recipe | None] = {
-    "bf16": None, "delayed": DelayedScaling(), "current": Float8CurrentScaling()
+    "bf16": None, "delayed": DelayedScaling(), "current": Float8CurrentScaling(),
+    "block": Float8BlockScaling(),
 }  # fmt: skip
 BF16: dict[str, Any] = {"params_dtype": torch.bfloat16}
 PEER = harness.ROOT / "benchmarks" / "peer_h200.json"
@@ -45,12 +46,12 @@ def swiglu(hidden: int, ffn: int) -> torch.nn.Module:
     return te.LayerNormMLP(hidden, ffn, activation="swiglu", normalization="RMSNorm", bias=False, **BF16)
 
 
-FP8_TARGETS = {"bf16": 1.00, "delayed": 0.95, "current": 0.92}
+FP8_TARGETS = {"bf16": 1.00, "delayed": 0.95, "current": 0.92, "block": 0.92}
 
 # fmt: off
 LARGE = [
     Case("Linear 8192x4096->4096", partial(te.Linear, 4096, 4096, **BF16), (8192, 4096),
-         targets={"bf16": 1.00, "delayed": 0.97, "current": 0.92}),
+         targets={"bf16": 1.00, "delayed": 0.97, "current": 0.92, "block": 0.92}),
     Case("LayerNormLinear 8192x4096->12288", partial(te.LayerNormLinear, 4096, 12288, **BF16), (8192, 4096),
          targets=FP8_TARGETS),
     Case("LayerNormMLP swiglu/rms 8192x4096x14336", partial(swiglu, 4096, 14336), (8192, 4096), targets=FP8_TARGETS),
@@ -59,11 +60,11 @@ LARGE = [
 ]
 TINY = [
     Case("Linear tiny 128x256->256", partial(te.Linear, 256, 256, **BF16), (128, 256),
-         host={"bf16": (1.4, 1.4), "delayed": (2.5, 2.2), "current": (2.5, 2.2)}),
+         host={"bf16": (1.4, 1.4), "delayed": (2.5, 2.2), "current": (2.5, 2.2), "block": (2.5, 2.2)}),
     Case("LayerNormLinear tiny", partial(te.LayerNormLinear, 256, 768, **BF16), (128, 256),
-         host={"bf16": (2.2, 1.7), "delayed": (3.0, 2.5), "current": (3.0, 2.5)}),
+         host={"bf16": (2.2, 1.7), "delayed": (3.0, 2.5), "current": (3.0, 2.5), "block": (3.0, 2.5)}),
     Case("LayerNormMLP tiny", partial(te.LayerNormMLP, 256, 1024, **BF16), (128, 256),
-         host={"bf16": (4.0, 2.7), "delayed": (5.0, 3.7), "current": (5.0, 3.7)}),
+         host={"bf16": (4.0, 2.7), "delayed": (5.0, 3.7), "current": (5.0, 3.7), "block": (5.0, 3.7)}),
     Case("LayerNorm tiny", partial(te.LayerNorm, 4096, **BF16), (128, 4096), ("bf16",), host={"bf16": (1.2, 1.2)}),
     Case("RMSNorm tiny", partial(te.RMSNorm, 4096, **BF16), (128, 4096), ("bf16",), host={"bf16": (1.2, 1.2)}),
 ]

@@ -29,7 +29,7 @@ import torch  # noqa: E402
 from examples.progress import Progress  # noqa: E402
 from examples.training import DEFAULTS, RECIPES, TEXT, Settings, Text, Trainer, read_checkpoint  # noqa: E402
 
-NAMES = {"delayed": "FP8 delayed", "current": "FP8 current", "none": "bf16"}
+NAMES = {"delayed": "FP8 delayed", "current": "FP8 current", "block": "FP8 block", "mxfp8": "MXFP8", "nvfp4": "NVFP4", "none": "bf16"}
 MAY_CHANGE = {"steps", "rate"}  # of a checkpoint's settings, on --resume
 TAIL = 0.1  # the share of the steps whose mean is the final training loss
 
@@ -41,7 +41,7 @@ def parse() -> tuple[argparse.Namespace, dict[str, Any]]:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     run = parser.add_argument_group("training", "defaults for the CPU / for CUDA")
-    run.add_argument("--recipe", choices=list(RECIPES), help="FP8 scaling; none: bf16 only (delayed)")
+    run.add_argument("--recipe", choices=list(RECIPES), help="low-precision recipe; none: bf16 only (delayed)")
     for name, what in {
         "steps": "optimizer steps", "layers": "Transformer layers", "hidden": "width",
         "heads": "attention heads", "batch": "sequences a step", "sequence": "bytes a sequence",

@@ -17,7 +17,14 @@ import torch.nn.functional as F
 
 import te_torch as te
 from examples.gpt import GPT, GPTConfig
-from te_core.recipe import DelayedScaling, Float8CurrentScaling, Recipe
+from te_core.recipe import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+    Recipe,
+)
 
 TEXT = Path(__file__).resolve().parent / "text" / "persuasion.txt"
 HELD_OUT = 0.1  # of the text, from its end
@@ -27,6 +34,9 @@ WARMUP = 20  # steps in which the learning rate rises; a tenth of a shorter run
 RECIPES: dict[str, Recipe | None] = {
     "delayed": DelayedScaling(),
     "current": Float8CurrentScaling(),
+    "block": Float8BlockScaling(),
+    "mxfp8": MXFP8BlockScaling(),
+    "nvfp4": NVFP4BlockScaling(),
     "none": None,
 }
 
@@ -104,8 +114,8 @@ class Trainer:
         self.losses: list[float] = []
 
     def precision(self) -> te.autocast:
-        """The FP8 region of one forward (or none, for bf16)."""
-        return te.autocast(enabled=self.recipe is not None, recipe=self.recipe)
+        """The low-precision region of one forward (or none, for bf16); formats that the chip lacks are emulated."""
+        return te.autocast(enabled=self.recipe is not None, recipe=self.recipe, emulate=True)
 
     def step(self, number: int) -> torch.Tensor:
         """One step of training; its loss, still on the device."""

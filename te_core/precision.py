@@ -19,7 +19,7 @@ from te_core.quantized import Format
 class Operand:
     """How one operand role is quantized.
 
-    `scaling` is "delayed", "current", "block", "mxfp8", "nvfp4", "custom", or "calibrate": left plain, its maximum noted.
+    `scaling` is "delayed", "current", "block", "mxfp8", "nvfp4", "custom", or "calibrate" (plain, its maximum noted).
     """
 
     dtype: DType

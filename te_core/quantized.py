@@ -184,7 +184,11 @@ class QuantizedTensor:
         self.dtype = form.dtype
         self.shape = shape  # (M, K)
         self.rowwise: Tensor | None
+        self.rowwise_scale: Tensor | None
+        self.rowwise_amax: Tensor | None
         self.columnwise: Tensor | None
+        self.columnwise_scale: Tensor | None
+        self.columnwise_amax: Tensor | None
         self.rowwise, self.rowwise_scale, self.rowwise_amax = rowwise or (None, None, None)
         self.columnwise, self.columnwise_scale, self.columnwise_amax = columnwise or (None, None, None)
         # uint8: the memory that begins with the columnwise copy (or with the rowwise one, if that is all there is)

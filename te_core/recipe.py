@@ -19,6 +19,7 @@ from te_core.dtypes import DType
 from te_core.errors import ArgumentError
 from te_core.precision import Gemm, History, Operand, Precision
 
+
 class _FormatMax(NamedTuple):
     max_fwd: float
     max_bwd: float

@@ -80,8 +80,8 @@ def _in_mode(precision: Precision, mode: int) -> Precision:
     found = _modes.get((id(precision), mode))
     if found is None:
         if mode & CALIBRATE:
-            watch = [None if o is None else replace(o, scaling="calibrate") for o in (precision.input, precision.weight)]
-            changed = replace(precision, input=watch[0], weight=watch[1], grad=None, output=None, grad_input=None)
+            x, w = (o and replace(o, scaling="calibrate") for o in (precision.input, precision.weight))
+            changed = replace(precision, input=x, weight=w, grad=None, output=None, grad_input=None)
         else:
             changed = replace(precision, emulate=bool(mode & EMULATE), strict=bool(mode & STRICT))
         found = _modes[id(precision), mode] = the_one(changed)

@@ -15,7 +15,7 @@ import torch
 
 from te_core import device, libraries
 from te_core.device import Answer, DeviceInfo
-from te_core.errors import UnsupportedError
+from te_core.errors import ArgumentError, UnsupportedError
 from te_core.recipe import Format, Recipe, resolve
 
 NO_GPU = "no GPU; the CPU backend emulates it"
@@ -171,6 +171,24 @@ def get_align_size_for_quantization(recipe: Recipe) -> int:
 def get_fp8_torch_dtype(fp8_recipe: Any, fprop_tensor: bool = True) -> torch.dtype:
     """torch's type of forward tensors under a recipe, or of gradients."""
     return torch.float8_e4m3fn if _is_e4m3(fp8_recipe, fprop_tensor) else torch.float8_e5m2
+
+
+def get_fp8_te_dtype(fp8_recipe: Any, fprop_tensor: bool = True) -> Any:
+    """The same as a member of the documented `DType`."""
+    from te_torch.tensors.dtype import DType  # a region that asks for support needs no tensor classes
+
+    return DType.kFloat8E4M3 if _is_e4m3(fp8_recipe, fprop_tensor) else DType.kFloat8E5M2
+
+
+def get_fp4_te_dtype(fp4_recipe: Any) -> Any:
+    """The `DType` of a recipe's 4-bit format."""
+    from te_torch.tensors.dtype import DType
+
+    if getattr(fp4_recipe, "fp4_format", None) is not Format.E2M1:
+        raise ArgumentError(
+            "get_fp4_te_dtype", repr(fp4_recipe), "a recipe with an FP4 format", "pass NVFP4BlockScaling()"
+        )
+    return DType.kFloat4E2M1
 
 
 def get_fp8_max(fp8_recipe: Any, fprop_tensor: bool = True) -> float:

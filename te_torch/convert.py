@@ -29,6 +29,7 @@ from te_torch.modules.layernorm_linear import LayerNormLinear
 from te_torch.modules.layernorm_mlp import LayerNormMLP
 from te_torch.modules.linear import Linear
 from te_torch.modules.norm import LayerNorm, RMSNorm
+from te_torch.quantized_init import quantized_model_init
 from te_torch.report import table
 from te_torch.runtime import FLOATS
 
@@ -104,9 +105,10 @@ def convert(
     if not dry_run:
         # All are built before the first is swapped: a constructor that refuses leaves the model as it was.
         new: dict[int, nn.Module] = {}
-        for _, _, old, swap, name in plan.places:
-            if id(old) not in new:  # a shared module stays shared
-                new[id(old)] = _build(swap, old, name)
+        with quantized_model_init(enabled=False):  # the weights are taken over as they are
+            for _, _, old, swap, name in plan.places:
+                if id(old) not in new:  # a shared module stays shared
+                    new[id(old)] = _build(swap, old, name)
         for parent, key, old, _, _ in plan.places:
             parent._modules[key] = new[id(old)]
     return report

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -68,5 +67,8 @@ def _rule(given: Any, role: Any, backward: bool) -> tuple[Operand | None, Histor
         )  # fmt: skip
     rule = given.operand
     if rule is not None and rule.scaling == "delayed":
-        warnings.warn("a Float8Quantizer of a custom recipe keeps its own scale: use DelayedScalingRequest", stacklevel=2)
+        raise ArgumentError(
+            "CustomRecipe", f"qfactory({role}) -> a Float8Quantizer", "a DelayedScalingRequest for delayed scaling",
+            "return the request: the module then keeps scale and history, and saves them",
+        )  # fmt: skip
     return rule, None

@@ -52,18 +52,23 @@ class Call:
 
 
 class Extra:
-    """What a call depends on besides its tensors: weights quantized before, and where weight gradients go."""
+    """What a call depends on besides its tensors: weights quantized before, where weight gradients go, group sizes."""
 
-    __slots__ = ("first", "fused", "queue", "ready")
+    __slots__ = ("first", "fused", "queue", "ready", "splits")
 
     def __init__(
         self, ready: Sequence[QuantizedTensor | None] | None, fused: bool, first: bool | None,
-        queue: list[list[Any]] | None,
+        queue: list[list[Any]] | None, splits: Any = None,
     ) -> None:  # fmt: skip
         self.ready = ready  # one for each weight
         self.fused = fused  # weight gradients go into `main_grad` of their parameters
         self.first = first  # is_first_microbatch: `main_grad` is overwritten, not added to
         self.queue = queue  # one for each weight: its gradient is computed later, by backward_dw()
+        self.splits = splits  # of a grouped layer: te_core.layers.grouped_linear.Groups
+
+    def options(self) -> dict[str, Any]:
+        """Further keyword arguments of the layer's forward and backward."""
+        return {} if self.splits is None else {"splits": self.splits}
 
 
 _calls: dict[str, Call] = {}
@@ -126,8 +131,11 @@ def _run(
     rt = runtime_for(inputs[0])  # type: ignore[arg-type]  # every layer's first input is there
     views = _to_core_all(rt, inputs)
     scales = None if state is None else state.scales(recompute)
-    if extra is not None and extra.ready is not None:
-        return call.layer.forward(rt, *views, spec=call.spec, scales=scales, ready=extra.ready, **call.options)
+    if extra is not None:
+        options = {**call.options, **extra.options()}
+        if extra.ready is not None:
+            options["ready"] = extra.ready
+        return call.layer.forward(rt, *views, spec=call.spec, scales=scales, **options)
     return call.layer.forward(rt, *views, spec=call.spec, scales=scales, **call.options)
 
 
@@ -200,7 +208,9 @@ def _backward_with(ctx: Any, rt: Runtime, views: list[Any], saved: Any, scales: 
     """A backward whose weight gradients go elsewhere: into `main_grad`, or into a queue."""
     call, extra, weights = ctx.call, ctx.extra, ctx.weights
     sinks = [_sink(w, extra, i) if w is not None and w.requires_grad else None for i, w in enumerate(weights)]
-    options = {**call.options, "sinks": sinks} if call.layer.weights else call.options
+    options = {**call.options, **extra.options()}
+    if call.layer.weights:
+        options["sinks"] = sinks
     results = list(call.layer.backward(rt, *views, saved, spec=call.spec, scales=scales, **options))
     grads = [None if t is None else _gradient(t, [v.owner for v in views if v is not None]) for t in results]
     for position, weight, sink in zip(call.layer.weights, weights, sinks, strict=True):

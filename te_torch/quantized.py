@@ -12,6 +12,9 @@ from te_core.quantized import QuantizedTensor
 class QuantizedTorch(torch.Tensor):
     """Base of the quantized tensor classes."""
 
+    def dequantize(self) -> torch.Tensor:
+        raise NotImplementedError
+
 
 def core_of(t: Any) -> QuantizedTensor:
     """The core's view of a quantized torch tensor, which becomes its owner."""

@@ -1,4 +1,4 @@
-"""`quantized_model_init`: modules made inside hold their GEMM weights as quantized tensors, and nothing else of them."""
+"""`quantized_model_init`: modules made inside hold their GEMM weights as quantized tensors only."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def link(weight: torch.Tensor, state: Any, gemm: int) -> None:
 
 
 def check_recipe_fits(module: Any, precision: Precision | None) -> None:
-    """A quantized weight runs in the recipe it was made for, or outside of every region (dequantized, with a warning)."""
+    """A quantized weight runs in the recipe it was made for; outside of every region it is dequantized, and we warn."""
     for name in module._weight_names():
         weight = getattr(module, name)
         if not isinstance(weight, QuantizedTorch):

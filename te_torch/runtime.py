@@ -120,3 +120,17 @@ def check_dtype(operation: str, t: torch.Tensor) -> None:
         raise ArgumentError(
             operation, str(t.dtype), "float32, bfloat16 or float16", "convert the tensor to one of these types"
         )
+
+
+def piece_to_torch(t: Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """A torch view of a dense core tensor that lies anywhere in memory whose owner is a contiguous torch tensor.
+
+    `dtype` names another type of the same width (the bytes of FP8 data as uint8).
+    """
+    owner: Any = t.owner
+    while type(owner) is Tensor:  # a piece's owner is the block it lies in
+        owner = owner.owner
+    dtype = dtype or TO_TORCH[t.dtype]
+    begin = t.ptr if t.device is META else t.ptr - owner.data_ptr() if t.size else 0
+    flat = owner.reshape(-1).view(torch.uint8)
+    return flat[begin : begin + t.size * dtype.itemsize].view(dtype).view(t.shape)

@@ -14,6 +14,11 @@ DB = {
     "fp8 linear": 17.0,  # a whole FP8 linear, forward or backward
     # Two FP8 linears one after the other; where h is near 0, its rounding also flips whole terms through relu's step.
     "fp8 mlp": 14.0,
+    # One E2M1 cast to nearest of normal values leaves 20 dB, so a product of two 17; rounding one of them
+    # stochastically doubles its error: 15. An MLP's gradients go through two such products and the slope between: 10.5.
+    # Less what the figures of 100 values (a norm's gradients) scatter by.
+    "nvfp4 linear": 13.0,
+    "nvfp4 mlp": 8.5,
     "bf16": 40.0,
     "fp16": 55.0,
     "fp32": 110.0,

@@ -97,12 +97,14 @@ class Kernel:
         except struct.error:
             raise self._argument_error(args, error) from error
 
-    def by_value(self, rt: Runtime, grid: int, block: int, address: int) -> None:
+    def by_value(self, rt: Runtime, grid: int, block: int, address: int, shared: int = 0) -> None:
         """Launch a kernel whose one argument (args="b") is a struct passed by value, found at this host address."""
         pointer = ctypes.c_uint64(address)  # the driver copies the struct before the call returns
         executor = rt.executor()
         with executor.driver.on(rt.device.index):
-            self._launch(self._function, grid, 1, 1, block, 1, 1, 0, rt.stream, ctypes.addressof(pointer), 0)
+            if shared > self._shared:
+                self._raise_shared(shared)
+            self._launch(self._function, grid, 1, 1, block, 1, 1, shared, rt.stream, ctypes.addressof(pointer), 0)
 
     def attribute(self, number: int) -> int:
         """A CUfunction_attribute of the kernel: 4 is registers a thread, 3 local bytes (spills), 1 shared bytes."""

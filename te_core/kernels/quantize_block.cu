@@ -13,6 +13,7 @@
 // side by side cover 128 columns of 16-bit elements: a row's maximum takes fifteen exchanges for sixteen rows, after
 // which each lane has one row. Two lanes below one another turn 32 rows, a whole sector of the transposed copy.
 // Bandwidth: benchmarks/quantize.py prints it.
+// With GROUPED=1 the file's kernel is quantize_block_grouped: several matrices of one width, by a table of CAPACITY.
 //
 // -D DTYPE=float|bf16|fp16  FORMAT=E4M3|E5M2  TILED=0|1  ROWWISE=0|1  COLUMNWISE=0|1  COLUMN_SUM=0|1  ALIGNED=0|1
 // compile-check: DTYPE=bf16 FORMAT=E4M3 TILED=0 ROWWISE=1 COLUMNWISE=1 COLUMN_SUM=0 ALIGNED=1
@@ -22,7 +23,14 @@
 // compile-check: DTYPE=fp16 FORMAT=E4M3 TILED=0 ROWWISE=0 COLUMNWISE=1 COLUMN_SUM=0 ALIGNED=0
 // compile-check: DTYPE=float FORMAT=E5M2 TILED=0 ROWWISE=1 COLUMNWISE=1 COLUMN_SUM=1 ALIGNED=0
 // compile-check: DTYPE=float FORMAT=E4M3 TILED=1 ROWWISE=0 COLUMNWISE=1 COLUMN_SUM=0 ALIGNED=1
+// compile-check: DTYPE=bf16 FORMAT=E4M3 TILED=0 ROWWISE=1 COLUMNWISE=1 COLUMN_SUM=1 ALIGNED=1 GROUPED=1 CAPACITY=48
+// compile-check: DTYPE=bf16 FORMAT=E4M3 TILED=1 ROWWISE=1 COLUMNWISE=1 COLUMN_SUM=0 ALIGNED=1 GROUPED=1 CAPACITY=384
 #include "common/fp8_tile.cuh"
+#include "common/groups.cuh"
+
+#ifndef GROUPED
+#define GROUPED 0
+#endif
 
 typedef DTYPE T;
 
@@ -169,16 +177,24 @@ __device__ __forceinline__ void store_tile(float* out, float scale, const Rule& 
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, sizeof(T) == 4 ? 3 : 6)
-    quantize_block(const T* x, u8* rowwise, float* row_scale, u8* columnwise, float* column_scale, float* column_sum,
-                   float epsilon, int power_of_two, i64 rows, i64 cols, int across) {
+struct Target {
+    u8* rowwise;
+    float* row_scale;
+    u8* columnwise;
+    float *column_scale, *column_sum;
+};
+
+// Tile number `block`, of `across` side by side.
+__device__ __forceinline__ void quantize_tile(const T* x, const Target& target, float epsilon, int power_of_two,
+                                              i64 rows, i64 cols, u32 across, u32 block) {
+    const auto [rowwise, row_scale, columnwise, column_scale, column_sum] = target;
     __shared__ Exchange shared;
     extern __shared__ uint4 held[];
     const Rule rule = {epsilon, power_of_two};
     const int t = threadIdx.x % SIDE, lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     const int warp_n = warp % WARPS_N, warp_m = warp / WARPS_N;
     const int left = (warp_n * LANES_N + lane % LANES_N) * V, top = (warp_m * (32 / LANES_N) + lane / LANES_N) * ROWS;
-    const i64 tile_m = blockIdx.x / u32(across), tile_n = blockIdx.x % u32(across);
+    const i64 tile_m = block / across, tile_n = block % across;
     const i64 row = tile_m * SIDE + top, col = tile_n * SIDE + left;
     const Place at = {col, cols, padded(cols), padded(rows)};
     uint4* mine = held + threadIdx.x;
@@ -248,3 +264,33 @@ extern "C" __global__ void __launch_bounds__(THREADS, sizeof(T) == 4 ? 3 : 6)
     }
     if constexpr (COLUMNWISE) store_columns(columnwise, row, at, column);
 }
+
+#if GROUPED
+struct Group {
+    const T* x;
+    Target target;
+    i64 rows;
+    u32 first, unused;
+};
+struct Table {
+    Group group[CAPACITY];
+    i64 cols;
+    float epsilon;
+    int power_of_two, count;
+    u32 across;
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS, sizeof(T) == 4 ? 3 : 6)
+    quantize_block_grouped(const __grid_constant__ Table table) {
+    const Group& g = table.group[group_of(table, blockIdx.x)];
+    quantize_tile(g.x, g.target, table.epsilon, table.power_of_two, g.rows, table.cols, table.across,
+                  blockIdx.x - g.first);
+}
+#else
+extern "C" __global__ void __launch_bounds__(THREADS, sizeof(T) == 4 ? 3 : 6)
+    quantize_block(const T* x, u8* rowwise, float* row_scale, u8* columnwise, float* column_scale, float* column_sum,
+                   float epsilon, int power_of_two, i64 rows, i64 cols, int across) {
+    quantize_tile(x, {rowwise, row_scale, columnwise, column_scale, column_sum}, epsilon, power_of_two, rows, cols,
+                  across, blockIdx.x);
+}
+#endif

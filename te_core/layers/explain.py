@@ -1,6 +1,6 @@
 """What a linear's three GEMMs are computed in, and why not as the recipe asks where they are not.
 
-Answers come from the spec of a call and from `ops.gemm_route`, which dispatch asks too: nothing is recorded at run time.
+Answers come from the spec of a call and from `ops.gemm_route`, which dispatch asks too; nothing is recorded.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def _facts(gemm: str, spec: LinearSpec, place: Device, weight: Format | None) ->
             return _high(gemm, spec, place, False, f"{reason}; the weight is held as {weight} and dequantized")
         return _high(gemm, spec, place, True, reason)
     if gemm != "fprop" and p.backward is not None:
-        kept = {"high_precision": "the original operands", "dequantized": "the dequantized rowwise operands"}[p.backward]
-        return _high(gemm, spec, place, True, f"backward_override={p.backward!r}: {kept}")
+        which = "the original" if p.backward == "high_precision" else "the dequantized rowwise"
+        return _high(gemm, spec, place, True, f"backward_override={p.backward!r}: {which} operands")
     names, rules = _rules(gemm, p)
     missing = [name for name, rule in zip(names, rules, strict=True) if rule is None or rule.scaling == "calibrate"]
     if missing:

@@ -179,7 +179,8 @@ def backward(
         del da
         if fc1.needs.input:
             dn = rt.empty((m, w1.shape[1]), fc1.dtype)
-            dgrad(rt, dh.rows, backward_weight(rt, saved.w1q, w1, fc1.precision, fc1.dtype), dn, fc1.precision, fc1.dtype)
+            u = backward_weight(rt, saved.w1q, w1, fc1.precision, fc1.dtype)
+            dgrad(rt, dh.rows, u, dn, fc1.precision, fc1.dtype)
             if dnorm is not None:
                 dn = ops.add(rt, dn, dnorm.matrix(), out=dn)
             dx, dgamma, dbeta = norm_gradients(rt, dn, saved, spec.norm)

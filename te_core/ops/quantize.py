@@ -15,7 +15,7 @@ from te_core import dtypes
 from te_core.dtypes import ACTIVATION_DTYPES, DType
 from te_core.errors import ArgumentError
 from te_core.ops import _check, quantize_nvfp4
-from te_core.quantized import ONE_BLOCK, PAD, Cast, Copy, Format, QuantizedTensor, padded, pieces_of
+from te_core.quantized import ONE_BLOCK, PAD, Cast, Copy, QuantizedTensor, padded, pieces_of
 from te_core.runtime import Runtime
 from te_core.tensor import META, Tensor
 
@@ -96,8 +96,10 @@ def check_cast(operation: str, cast: Cast) -> None:
         quantize_nvfp4.check(operation, cast)
 
 
-def quantize(rt: Runtime, x: Tensor, cast: Cast, *, column_sum: Tensor | None = None) -> QuantizedTensor:
-    """Quantize the matrix x [M, K] as `cast` says.
+def quantize(
+    rt: Runtime, x: Tensor, cast: Cast, *, column_sum: Tensor | None = None, out: QuantizedTensor | None = None
+) -> QuantizedTensor:
+    """Quantize the matrix x [M, K] as `cast` says, into fresh storage or `out`, which holds the cast's copies.
 
     column_sum [K], if given, is set to the column sums of x itself (not of its quantized values), added in
     float32: the bias gradient, when x is an output gradient.
@@ -115,7 +117,8 @@ def quantize(rt: Runtime, x: Tensor, cast: Cast, *, column_sum: Tensor | None = 
         sum_dtype = None if column_sum is None else column_sum.dtype
         plan_quantize = getattr(rt.backend, f"plan_quantize{suffix}")
         plan = rt.plans.put(key, plan_quantize(rt, x.shape, x.dtype, cast.key, sum_dtype))
-    out = allocate(rt, x.shape, cast)  # type: ignore[arg-type]
+    if out is None:
+        out = allocate(rt, x.shape, cast)  # type: ignore[arg-type]
     if suffix:
         getattr(rt.backend, f"quantize{suffix}")(rt, plan, x, cast, out, column_sum)
     else:

@@ -176,6 +176,6 @@ def restored(
 
 
 __all__ = [
-    "CustomQuantizer", "Uses", "Value", "as_asked", "dense", "is_plain_rule", "quantize_forward", "quantize_gradient", "restored",
-    "saved", "with_columnwise",
+    "CustomQuantizer", "Uses", "Value", "as_asked", "dense", "is_plain_rule", "quantize_forward", "quantize_gradient",
+    "restored", "saved", "with_columnwise",
 ]  # fmt: skip

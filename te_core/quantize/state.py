@@ -7,9 +7,8 @@ input) in the scale and amax vectors of its module; GEMM i starts at 3 i and 2 i
 from __future__ import annotations
 
 from te_core import dtypes
-from te_core.dtypes import DType
-from te_core.quantized import Cast
 from te_core.precision import Operand
+from te_core.quantized import Cast
 from te_core.tensor import Tensor
 
 FORWARD_SLOTS, BACKWARD_SLOTS = 3, 2

@@ -18,7 +18,10 @@ from te_torch.modules.norm import KINDS, init_norm_weight, sm_margins
 from te_torch.quantized import QuantizedTorch
 from te_torch.runtime import TO_CORE
 
-NORM_LINEAR = Layer("norm_linear", core.forward, core.backward, core.NormLinearSaved, outputs=2, weights=(3,), linears=lambda s: (s.linear,))
+NORM_LINEAR = Layer(
+    "norm_linear", core.forward, core.backward, core.NormLinearSaved, outputs=2, weights=(3,),
+    linears=lambda s: (s.linear,),
+)  # fmt: skip
 
 
 class NormParameters(BaseModule):
@@ -106,7 +109,7 @@ class LayerNormLinear(NormParameters, SplitParameters):
             )  # fmt: skip
         check_input("LayerNormLinear.forward", inp, self.in_features)
         if isinstance(inp, QuantizedTorch):
-            inp = inp.dequantize()  # type: ignore[no-untyped-call]
+            inp = inp.dequantize()
         grad = torch.is_grad_enabled()
         inp, precision, state, recompute = self._enter(inp)
         gamma, beta = self._norm_parameters(inp.dtype)

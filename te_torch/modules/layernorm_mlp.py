@@ -20,7 +20,10 @@ from te_torch.quantized import QuantizedTorch
 from te_torch.quantized_init import check_recipe_fits
 from te_torch.runtime import TO_CORE
 
-MLP = Layer("mlp", core.forward, core.backward, core.MLPSaved, outputs=2, weight="w2", weights=(3, 5), linears=lambda s: (s.fc1, s.fc2))
+MLP = Layer(
+    "mlp", core.forward, core.backward, core.MLPSaved, outputs=2, weight="w2", weights=(3, 5),
+    linears=lambda s: (s.fc1, s.fc2),
+)  # fmt: skip
 ALIASES = {"squared_relu": "srelu"}  # an older documentation's spelling
 
 
@@ -103,7 +106,7 @@ class LayerNormMLP(NormParameters):
         """out, (out, fc2 bias), (out, norm output) or (out, bias, norm output), as the constructor asked."""
         check_input("LayerNormMLP.forward", inp, self.hidden_size)
         if isinstance(inp, QuantizedTorch):
-            inp = inp.dequantize()  # type: ignore[no-untyped-call]
+            inp = inp.dequantize()
         if self.inspector is not None:
             raise UnsupportedError(
                 "LayerNormMLP.forward", "an inspector", "inspector=None in this release",

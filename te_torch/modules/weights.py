@@ -1,11 +1,11 @@
-"""What a module's GEMM weights need beyond a plain call: the cache of quantized weights, `main_grad`, delayed gradients.
+"""What GEMM weights need beyond a plain call: the cache of quantized weights, `main_grad`, delayed gradients.
 
 Without `is_first_microbatch`, `fuse_wgrad_accumulation` and `delay_wgrad_compute` nothing here runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -117,7 +117,7 @@ def add_gradient(weight: torch.Tensor, dw: torch.Tensor | None) -> None:
         weight.grad.add_(dw)
 
 
-def check_whole(operation: str, parts: Sequence[str]) -> None:
+def check_whole(operation: str, parts: Collection[str]) -> None:
     """Fused and delayed weight gradients need a weight in one piece, as documented."""
     if len(parts) > 1:
         raise ArgumentError(

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 import te_torch as te
 from te_core.errors import ArgumentError, UnsupportedError
-from te_core.recipe import DelayedScaling
+from te_core.recipe import DelayedScaling, Float8CurrentScaling
 from tests.module_steps import fp8_state, gradient_for, make, values
 
 RULE = {"amax_history_len": 4}
@@ -120,7 +120,7 @@ def no_communication(rank: int, world: int) -> Any:
     _calls.clear()
     with torch.no_grad(), te.autocast(recipe=DelayedScaling(**RULE)):
         module(batch(rank, 0))
-    with te.autocast(recipe=te.recipe.Float8CurrentScaling()):
+    with te.autocast(recipe=Float8CurrentScaling()):
         module(batch(rank, 0)).sum().backward()
     return [*counts, len(_calls)]
 

@@ -10,7 +10,7 @@ import torch
 import te_torch as te
 from te_core import device as core
 from te_core.device import DeviceInfo
-from te_core.errors import UnsupportedError
+from te_core.errors import ArgumentError, UnsupportedError
 from te_core.recipe import (
     CustomRecipe,
     DelayedScaling,
@@ -139,4 +139,9 @@ def test_fp8_types() -> None:
         for forward, dtype in zip((True, False), dtypes, strict=True):
             assert availability.get_fp8_torch_dtype(recipe, forward) == dtype
             assert availability.get_fp8_max(recipe, forward) == torch.finfo(dtype).max
+            number = {torch.float8_e4m3fn: 7, torch.float8_e5m2: 8}[dtype]
+            assert availability.get_fp8_te_dtype(recipe, forward) == number
     assert availability.get_fp8_torch_dtype(DelayedScaling()) == torch.float8_e4m3fn
+    assert availability.get_fp4_te_dtype(NVFP4BlockScaling()) == 10
+    with pytest.raises(ArgumentError, match="FP4"):
+        availability.get_fp4_te_dtype(DelayedScaling())

@@ -16,6 +16,7 @@ import te_torch as te
 from te_core.errors import ArgumentError
 from te_core.recipe import DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling
 from te_torch.convert import convert
+from te_torch.quantized_init import quantized_model_init
 from tests.backends import devices
 from tests.module_steps import NO_REGION, on, randomise, step, values
 from tests.tolerances import DB, snr_db
@@ -348,6 +349,15 @@ def test_meta_models() -> None:
         module.reset_parameters()
         y = module(values(2, 8))
         assert y.shape == (2, 4) and y.isfinite().all()
+
+
+def test_weights_are_kept_where_new_modules_would_quantize_theirs() -> None:
+    model = nn.ModuleDict({"l": nn.Linear(32, 16)})
+    weight = model["l"].weight
+    with quantized_model_init(recipe=Float8CurrentScaling()):
+        convert(model)
+        model["l"].reset_parameters()
+    assert model["l"].weight is weight and type(weight) is nn.Parameter
 
 
 def test_recipe_in_the_report() -> None:

@@ -326,6 +326,7 @@ CALLS = {
     "getattr": lambda path: Call(builtins.getattr, collections.OrderedDict, "fromkeys"),
     "getattr of a number": lambda path: Call(builtins.getattr, 1, "real"),
     "own function": lambda path: Call(evil, str(path)),
+    "a function that is not called": lambda path: os.system,
     "torch.load": lambda path: Call(torch.load, str(path)),
     "bytearray": lambda path: Call(bytearray, 1 << 40),
     "OrderedDict with items": lambda path: Call(collections.OrderedDict, [("a", 1)]),
@@ -375,7 +376,7 @@ def test_calls_are_refused(name: str, where: str, tmp_path: Path) -> None:
 
 def nested_tuples(depth: int) -> bytes:
     """t = (t, t) many times, as the key of a dictionary: to hash it takes 2^depth steps."""
-    return b"\x80\x04})" + b"2\x86" * depth + b"K\x01s."
+    return b"\x80\x04})" + b"".join(b"\x94h" + bytes([i]) + b"\x86" for i in range(depth)) + b"K\x01s."
 
 
 def announced(numel: int) -> bytes:

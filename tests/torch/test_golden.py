@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import te_torch as te
-from te_core.recipe import DelayedScaling, Float8CurrentScaling, Format
+from te_core.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Format
 from tests.backends import devices
 from tests.golden import load, tree
 from tests.tolerances import DB, snr_db
@@ -53,7 +53,7 @@ def test_delayed_state_trace(name: str, device: str) -> None:
         module.zero_grad(set_to_none=True)
 
 
-RECIPES = {"high": None, "current": Float8CurrentScaling(), **TRACES}
+RECIPES = {"high": None, "current": Float8CurrentScaling(), "block": Float8BlockScaling(), **TRACES}
 CASES = sorted({tuple(k.split("/")[:2]) for k in load("modules")})
 
 

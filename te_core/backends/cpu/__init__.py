@@ -32,6 +32,7 @@ from te_core.backends.cpu.quantize import (
     transpose,
 )
 from te_core.backends.cpu.quantize_block import dequantize_block, plan_quantize_block, quantize_block
+from te_core.backends.cpu.quantize_grouped import plan_quantize_grouped, quantize_grouped
 from te_core.backends.cpu.quantize_mxfp8 import (
     dequantize_mxfp8,
     plan_quantize_mxfp8,
@@ -65,6 +66,8 @@ class CpuBackend:
     plan_quantize_block = staticmethod(plan_quantize_block)
     quantize_block = staticmethod(quantize_block)
     dequantize_block = staticmethod(dequantize_block)
+    plan_quantize_grouped = staticmethod(plan_quantize_grouped)
+    quantize_grouped = staticmethod(quantize_grouped)
     plan_quantize_nvfp4 = staticmethod(plan_quantize_nvfp4)
     quantize_nvfp4 = staticmethod(quantize_nvfp4)
     dequantize_nvfp4 = staticmethod(dequantize_nvfp4)

@@ -20,8 +20,8 @@ from te_core.tensor import Device, Tensor
 
 #: Where the operations are: `rt.backend.<name>` is a function of one of these sibling files.
 FILES = (
-    "gemm", "norm", "quantize", "quantize_block", "quantize_mxfp8", "quantize_nvfp4", "activation", "elementwise",
-    "matrix",
+    "gemm", "norm", "quantize", "quantize_block", "quantize_grouped", "quantize_mxfp8", "quantize_nvfp4", "activation",
+    "elementwise", "matrix",
 )  # fmt: skip
 
 

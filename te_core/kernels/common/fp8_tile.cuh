@@ -42,6 +42,12 @@ struct TileScale {
     float* scale_inv;
 };
 
+// Which block of a launch this is, and of how many. Where one launch serves several matrices: of its own matrix.
+struct BlockPlace {
+    u32 x, y, across, down;
+};
+__device__ __forceinline__ BlockPlace own_place() { return {blockIdx.x, blockIdx.y, gridDim.x, gridDim.y}; }
+
 __device__ __forceinline__ i64 padded(i64 n) { return (n + 15) & ~i64(15); }
 
 // Sixteen bytes of a row: V elements of T, kept as words so that 16-bit elements are handled two an instruction.
@@ -171,8 +177,8 @@ template <int V> __device__ __forceinline__ void push_square(u32 (&square)[V / 4
 // The scale of this launch, known to every thread; the first block also writes its inverse. For OWN_SCALE every block
 // takes the maximum of the partials itself (they lie in L2), which saves a launch between the two passes.
 template <int Format, int Mode>
-__device__ __forceinline__ float find_scale(const TileScale& s, float* amax, float* scratch) {
-    const bool first = threadIdx.x == 0 && blockIdx.x == 0 && blockIdx.y == 0;
+__device__ __forceinline__ float find_scale(const TileScale& s, float* amax, float* scratch, const BlockPlace& block) {
+    const bool first = threadIdx.x == 0 && block.x == 0 && block.y == 0;
     float scale = 1.f;
     if (Mode == GIVEN_SCALE) scale = *s.source;
     if (Mode == OWN_SCALE) {
@@ -188,7 +194,8 @@ __device__ __forceinline__ float find_scale(const TileScale& s, float* amax, flo
 
 // Adds the threads' column sums over the block's rows, in a fixed order, and writes one row of partials.
 template <class Shape, int O, int V>
-__device__ __forceinline__ void write_column_sums(float (&sum)[O][V], float* out, i64 col, i64 cols, float* scratch) {
+__device__ __forceinline__ void write_column_sums(float (&sum)[O][V], float* out, i64 col, i64 cols, float* scratch,
+                                                  u32 part = blockIdx.y) {
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     const int warp_n = warp % Shape::WARPS_N, warp_m = warp / Shape::WARPS_N;
     const int place = (warp_n * Shape::LANES_N + lane % Shape::LANES_N) * V;
@@ -216,7 +223,7 @@ __device__ __forceinline__ void write_column_sums(float (&sum)[O][V], float* out
             float total = sum[o][j];
 #pragma unroll
             for (int w = 0; w < Shape::WARPS_M - 1; ++w) total += scratch[(w * O + o) * Shape::N + place + j];
-            if (col + j < cols) out[blockIdx.y * (O * cols) + o * cols + col + j] = total;
+            if (col + j < cols) out[part * (O * cols) + o * cols + col + j] = total;
         }
     }
 }
@@ -350,7 +357,8 @@ __device__ __forceinline__ void store_columns(u8* columnwise, i64 row, const Pla
 template <class T, int Format, int Mode, bool Tall, bool Columnwise, bool ColumnSum, bool Keep, bool Aligned,
           class Producer>
 __device__ __forceinline__ void walk_tiles(const Producer& producer, const TileSink<T>& sink, const TileScale& scaling,
-                                           i64 rows, i64 cols, int steps) {
+                                           i64 rows, i64 cols, int steps,
+                                           const BlockPlace& block = own_place()) {
     using Shape = TileShape<T, Tall, Producer::FLAT_ROWS>;
     static_assert(Tall || !Columnwise, "sixteen rows make a store into the transposed copy");
     constexpr int V = Shape::V, O = Producer::OUTPUTS, K = Producer::OPERANDS, DEPTH = Producer::DEPTH;
@@ -360,13 +368,13 @@ __device__ __forceinline__ void walk_tiles(const Producer& producer, const TileS
     extern __shared__ uint4 queue[];
 
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-    const i64 col = i64(blockIdx.x) * Shape::N + (warp % Shape::WARPS_N * Shape::LANES_N + lane % Shape::LANES_N) * V;
+    const i64 col = i64(block.x) * Shape::N + (warp % Shape::WARPS_N * Shape::LANES_N + lane % Shape::LANES_N) * V;
     const Place at = {col, cols, padded(O * cols), padded(rows)};
     // This thread's rows in the block's first tile. The blocks of a column take turns: all that run at once work on
     // neighbouring rows, and not on rows a power of two apart, which would crowd a few memory channels.
     const int place = (warp / Shape::WARPS_N * Shape::LANES_M + lane / Shape::LANES_N) * Shape::ROWS;
-    const i64 first = i64(blockIdx.y) * Shape::M + place;
-    const i64 stride = i64(gridDim.y) * Shape::M;
+    const i64 first = i64(block.y) * Shape::M + place;
+    const i64 stride = i64(block.down) * Shape::M;
 
     uint4* mine = queue + threadIdx.x;
 #pragma unroll
@@ -377,7 +385,7 @@ __device__ __forceinline__ void walk_tiles(const Producer& producer, const TileS
     }
     // Here and not earlier, so that the first groups are on their way while the partials are reduced.
     float scale = 1.f;
-    if constexpr (Mode != NO_CAST) scale = find_scale<Format, Mode>(scaling, sink.amax, scratch);
+    if constexpr (Mode != NO_CAST) scale = find_scale<Format, Mode>(scaling, sink.amax, scratch, block);
 
     Gathered<O, V> got;
     int turn = 0;
@@ -420,8 +428,8 @@ __device__ __forceinline__ void walk_tiles(const Producer& producer, const TileS
         const float amax = block_max<TILE_THREADS>(highest<T>(got.top), scratch);
         if (threadIdx.x == 0) {
             if (Mode == GIVEN_SCALE) atomic_raise(sink.amax, amax);
-            else sink.amax[blockIdx.y * gridDim.x + blockIdx.x] = amax;
+            else sink.amax[block.y * block.across + block.x] = amax;
         }
     }
-    if constexpr (ColumnSum) write_column_sums<Shape>(got.sum, sink.column_sum, col, cols, scratch);
+    if constexpr (ColumnSum) write_column_sums<Shape>(got.sum, sink.column_sum, col, cols, scratch, block.y);
 }

@@ -1,0 +1,31 @@
+"""Several matrices quantized at once: one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from te_core.backends.cpu.executor import Plan
+from te_core.backends.cpu.quantize import quantize
+from te_core.backends.cpu.quantize_block import quantize_block
+from te_core.dtypes import DType
+from te_core.quantized import Cast, QuantizedTensor
+from te_core.runtime import Runtime
+from te_core.tensor import Tensor
+
+
+def plan_quantize_grouped(
+    rt: Runtime, width: int, dtype: DType, cast_key: tuple[Any, ...], sum_dtype: DType | None
+) -> Plan:
+    """The plan of `quantize_grouped`."""
+    return Plan(("quantize_grouped", width, dtype, cast_key, sum_dtype))
+
+
+def quantize_grouped(
+    rt: Runtime, plan: Plan, parts: Sequence[Tensor], casts: Sequence[Cast], outs: Sequence[QuantizedTensor],
+    column_sums: Sequence[Tensor] | None,
+) -> None:  # fmt: skip
+    """Quantize each matrix as its cast says."""
+    one = quantize_block if casts[0].format.scaling == "block" else quantize
+    for i, (part, cast, out) in enumerate(zip(parts, casts, outs, strict=True)):
+        one(rt, plan, part, cast, out, None if column_sums is None else column_sums[i])

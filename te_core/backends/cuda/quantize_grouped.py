@@ -1,0 +1,263 @@
+"""Several matrices of one width quantized in one launch, per tensor or in blocks, on CUDA.
+
+Where they lie is a table that the kernel takes by value: up to 48 matrices a launch (384 where driver and NVRTC are
+CUDA 12.1 or newer), then another launch. Each matrix is cut into the tiles that it has in `quantize`, so sums have the
+same bits. Delayed and block scaling take one launch, current scaling two (partial maxima, cast); column sums add one.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from ctypes import Array, addressof, c_char, create_string_buffer
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from te_core import libraries
+from te_core.backends.cuda.quantize import BLOCKS_PER_SM, STAGE_BYTES, THREADS, Tiling, multiprocessors, tiling
+from te_core.backends.cuda.sums import FORMATS, TYPES, column_workspace
+from te_core.dtypes import DType, float8_e4m3
+from te_core.kernels import loader
+from te_core.kernels.loader import Kernel
+from te_core.quantized import BLOCK, Cast, QuantizedTensor
+from te_core.runtime import Runtime
+from te_core.tensor import Tensor
+
+#: Entries that a launch's parameters hold, as in scale_update: 4 KB everywhere, 32,764 bytes since CUDA 12.1.
+_SMALL, _LARGE = 48, 384
+_MATRIX = struct.Struct("=7QqIIii")  # Group of quantize_grouped.cu
+_TILES = struct.Struct("=6QqII")  # Group of quantize_block.cu
+_TAIL = struct.Struct("=qfiiI")  # cols, epsilon, power_of_two, count, across
+_PART = struct.Struct("=QQiI")  # Part of column_sum.cu, and what follows 128 of them
+_PARTS, _PARTS_TAIL, _COLUMNS = 128, struct.Struct("=qi4x"), 32
+_STAGES = 4 * STAGE_BYTES  # quantize_grouped.cu has four stages
+_SIDE = BLOCK["block"]
+
+_tiling = lru_cache(4096)(tiling)
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One kernel with its constants; `get` finds the variant for aligned or unaligned matrices and so many of them."""
+
+    name: str
+    entry: str
+    constants: tuple[tuple[str, Any], ...]
+
+    def get(self, rt: Runtime, aligned: bool, capacity: int) -> Kernel:
+        """The kernel."""
+        return loader.get(
+            rt, self.name, entry=self.entry, args="b", ALIGNED=int(aligned), CAPACITY=capacity, **dict(self.constants)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedPlan:
+    """The kernels of one width, type and cast, and how far a matrix is cut up."""
+
+    family: str
+    width: int
+    dtype: DType
+    cast: Variant
+    tall: bool
+    limit: int  # of blocks of the cast, for each matrix; 0: none
+    maxima: Variant | None = None  # current scaling: the pass before the cast
+    most: int = 0  # blocks of that pass, for each matrix
+    sums: Kernel | None = None
+
+    @property
+    def block(self) -> bool:
+        """Whether the cast is one to a block format."""
+        return self.cast.name == "quantize_block"
+
+
+def plan_quantize_grouped(
+    rt: Runtime, width: int, dtype: DType, cast_key: tuple[Any, ...], sum_dtype: DType | None
+) -> GroupedPlan:
+    """The launches of `quantize_grouped`, for any number of rows."""
+    form, rowwise, columnwise, delayed = cast_key[:4]
+    adds = sum_dtype is not None
+    sums = None if sum_dtype is None else loader.get(
+        rt, "column_sum", entry="column_sum_grouped", args="b", DTYPE=TYPES[sum_dtype]
+    )  # fmt: skip
+    if form.scaling == "block":
+        constants = {
+            "DTYPE": TYPES[dtype], "FORMAT": FORMATS[form.dtype], "TILED": int(form.tiled), "ROWWISE": int(rowwise),
+            "COLUMNWISE": int(columnwise), "COLUMN_SUM": int(adds), "GROUPED": 1,
+        }  # fmt: skip
+        cast = Variant("quantize_block", "quantize_block_grouped", tuple(constants.items()))
+        return GroupedPlan("quantize_block_grouped", width, dtype, cast, True, 0, sums=sums)
+    most = BLOCKS_PER_SM * multiprocessors(rt)
+    if delayed:
+        tall = columnwise or adds
+        cast = _variant(dtype, form.dtype, "GIVEN_SCALE", columnwise, adds)
+        return GroupedPlan("quantize_grouped", width, dtype, cast, tall, most if tall else 0, sums=sums)
+    cast = _variant(dtype, form.dtype, "OWN_SCALE", columnwise, False)
+    maxima = _variant(dtype, float8_e4m3, "NO_CAST", False, adds)
+    return GroupedPlan("amax+quantize_grouped", width, dtype, cast, columnwise, 0, maxima, most, sums)
+
+
+def _variant(dtype: DType, fp8: DType, scaling: str, columnwise: bool, adds: bool) -> Variant:
+    constants = {
+        "DTYPE": TYPES[dtype], "FORMAT": FORMATS[fp8], "SCALING": scaling, "TALL": int(columnwise or adds),
+        "COLUMNWISE": int(columnwise), "COLUMN_SUM": int(adds),
+    }  # fmt: skip
+    return Variant("quantize_grouped", "quantize_grouped", tuple(constants.items()))
+
+
+def quantize_grouped(
+    rt: Runtime, plan: GroupedPlan, parts: Sequence[Tensor], casts: Sequence[Cast], outs: Sequence[QuantizedTensor],
+    column_sums: Sequence[Tensor] | None,
+) -> None:  # fmt: skip
+    """Quantize all matrices as planned."""
+    capacity = _LARGE if len(parts) > _SMALL and _roomy() else _SMALL
+    vector = 16 // plan.dtype.itemsize
+    aligned = plan.width % vector == 0 and not any(part.ptr & 15 for part in parts)
+    for start in range(0, len(parts), capacity):
+        some = slice(start, start + capacity)
+        chunk = _Chunk(rt, plan, parts[some], casts[some], outs[some], aligned, capacity)
+        chunk.run(rt, None if column_sums is None else column_sums[some])
+
+
+def _roomy() -> bool:
+    return libraries.driver_version() >= (12, 1) and libraries.version("nvrtc") >= (12, 1)
+
+
+class _Chunk:
+    """As many matrices as one table holds."""
+
+    def __init__(
+        self, rt: Runtime, plan: GroupedPlan, parts: Sequence[Tensor], casts: Sequence[Cast],
+        outs: Sequence[QuantizedTensor], aligned: bool, capacity: int,
+    ) -> None:  # fmt: skip
+        self.plan, self.parts, self.casts, self.outs = plan, parts, casts, outs
+        self.aligned, self.capacity = aligned, capacity
+
+    def run(self, rt: Runtime, column_sums: Sequence[Tensor] | None) -> None:
+        """All launches for these matrices."""
+        plan = self.plan
+        if plan.block:
+            self._tiles(rt, column_sums)
+        elif plan.maxima is None:
+            tiles = [self._tiling(part, plan.tall, plan.limit) for part in self.parts]
+            sums = self._sums(rt, tiles, column_sums)
+            sources = [_pointer(cast.scale) for cast in self.casts]
+            self._cast(rt, tiles, sources, [0] * len(tiles), sums)
+            self._add(rt, [t.grid[1] for t in tiles], sums, column_sums)
+        else:
+            first = [self._tiling(part, column_sums is not None, plan.most) for part in self.parts]
+            sums = self._sums(rt, first, column_sums)
+            partials, at = [], rt.workspace("amax", 4 * sum(t.blocks for t in first))
+            for t in first:
+                partials.append(at)
+                at += 4 * t.blocks
+            self._maxima(rt, first, partials, sums)
+            self._add(rt, [t.grid[1] for t in first], sums, column_sums)
+            tiles = [self._tiling(part, plan.tall, 0) for part in self.parts]
+            self._cast(rt, tiles, partials, [t.blocks for t in first], [0] * len(tiles))
+
+    # ------------------------------------------------------------------------------------------ per tensor
+
+    def _tiling(self, part: Tensor, tall: bool, limit: int) -> Tiling:
+        return _tiling(part.shape[0], part.shape[1], part.dtype, tall=tall, flat_rows=8, max_blocks=limit)
+
+    def _sums(self, rt: Runtime, tiles: Sequence[Tiling], wanted: Sequence[Tensor] | None) -> list[int]:
+        """Where each matrix leaves its partial column sums."""
+        if wanted is None:
+            return [0] * len(tiles)
+        return self._places(rt, [t.grid[1] for t in tiles])
+
+    def _places(self, rt: Runtime, rows: Sequence[int]) -> list[int]:
+        at = column_workspace(rt, sum(rows), self.plan.width)
+        found = []
+        for n in rows:
+            found.append(at)
+            at += 4 * n * self.plan.width
+        return found
+
+    def _maxima(self, rt: Runtime, tiles: Sequence[Tiling], partials: Sequence[int], sums: Sequence[int]) -> None:
+        assert self.plan.maxima is not None
+        rows = [
+            (part.ptr, 0, 0, 0, 0, at, total, part.shape[0], t.grid[1], t.steps, 0)
+            for part, t, at, total in zip(self.parts, tiles, partials, sums, strict=True)
+        ]
+        self._launch(rt, self.plan.maxima, rows, tiles)
+
+    def _cast(
+        self, rt: Runtime, tiles: Sequence[Tiling], sources: Sequence[int], counts: Sequence[int], sums: Sequence[int]
+    ) -> None:
+        rows = [
+            (
+                part.ptr, _pointer(q.rowwise), _pointer(q.columnwise), source, q.scale_inv.ptr, _pointer(cast.amax),
+                total, part.shape[0], t.grid[1], t.steps, count,
+            )
+            for part, cast, q, t, source, count, total in zip(
+                self.parts, self.casts, self.outs, tiles, sources, counts, sums, strict=True
+            )
+        ]  # fmt: skip
+        self._launch(rt, self.plan.cast, rows, tiles)
+
+    def _launch(self, rt: Runtime, variant: Variant, rows: Sequence[tuple[int, ...]], tiles: Sequence[Tiling]) -> None:
+        table = create_string_buffer(self.capacity * _MATRIX.size + _TAIL.size)
+        blocks = 0
+        for i, (row, t) in enumerate(zip(rows, tiles, strict=True)):
+            _MATRIX.pack_into(table, i * _MATRIX.size, *row[:8], blocks, *row[8:])
+            blocks += t.blocks
+        self._finish(table, _MATRIX.size, tiles[0].grid[0])
+        kernel = variant.get(rt, self.aligned, self.capacity)
+        kernel.by_value(rt, blocks, THREADS, addressof(table), _STAGES)
+
+    def _finish(self, table: Array[c_char], size: int, across: int) -> None:
+        """What follows the entries."""
+        cast = self.casts[0]
+        _TAIL.pack_into(
+            table, self.capacity * size, self.plan.width, cast.epsilon, cast.power_of_two, len(self.parts), across
+        )
+
+    # ---------------------------------------------------------------------------------------------- in blocks
+
+    def _tiles(self, rt: Runtime, column_sums: Sequence[Tensor] | None) -> None:
+        """One launch of quantize_block.cu."""
+        plan = self.plan
+        across = -(-plan.width // _SIDE)
+        down = [-(-part.shape[0] // _SIDE) for part in self.parts]
+        sums = [0] * len(down) if column_sums is None else self._places(rt, down)
+        table = create_string_buffer(self.capacity * _TILES.size + _TAIL.size)
+        blocks = 0
+        for i, (part, q) in enumerate(zip(self.parts, self.outs, strict=True)):
+            _TILES.pack_into(
+                table, i * _TILES.size, part.ptr, _pointer(q.rowwise), _pointer(q.rowwise_scale),
+                _pointer(q.columnwise), _pointer(q.columnwise_scale), sums[i], part.shape[0], blocks, 0,
+            )  # fmt: skip
+            blocks += across * down[i]
+        if blocks:
+            self._finish(table, _TILES.size, across)
+            itemsize = plan.dtype.itemsize
+            threads, shared = _SIDE // 16 * _SIDE * itemsize // 16, _SIDE * _SIDE * itemsize
+            kernel = plan.cast.get(rt, self.aligned, self.capacity)
+            kernel.by_value(rt, blocks, threads, addressof(table), shared)
+        self._add(rt, down, sums, column_sums)
+
+    # --------------------------------------------------------------------------------------------- column sums
+
+    def _add(
+        self, rt: Runtime, parts: Sequence[int], partials: Sequence[int], column_sums: Sequence[Tensor] | None
+    ) -> None:
+        """Add up the partial column sums of all matrices."""
+        kernel, width = self.plan.sums, self.plan.width
+        if column_sums is None or kernel is None or not width:
+            return
+        blocks = -(-width // _COLUMNS)
+        for start in range(0, len(parts), _PARTS):
+            some = slice(start, start + _PARTS)
+            table = create_string_buffer(_PARTS * _PART.size + _PARTS_TAIL.size)
+            entries = list(zip(partials[some], column_sums[some], parts[some], strict=True))
+            for i, (source, out, rows) in enumerate(entries):
+                _PART.pack_into(table, i * _PART.size, source, out.ptr, rows, i * blocks)
+            _PARTS_TAIL.pack_into(table, _PARTS * _PART.size, width, len(entries))
+            kernel.by_value(rt, blocks * len(entries), 256, addressof(table))
+
+
+def _pointer(t: Tensor | None) -> int:
+    return 0 if t is None else t.ptr

@@ -1,0 +1,343 @@
+"""Several linears over groups of rows: y_i = x_i w_i^T + b_i and its gradients, in any precision.
+
+x [T, K] holds the rows of all groups, one group after the other; y [T, N] likewise. Each group is a Linear of its own
+in every respect (its scales, its gradients), so the result is bit for bit that of `num_gemms` separate ones; what is
+shared is the launches: one quantizes all groups of x, one all weights, one all groups of dy. The GEMMs run one after
+the other. The rows of the groups are an argument of the call and no part of the spec: they change with every step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from te_core import ops
+from te_core.dtypes import DType
+from te_core.layers.linear import (
+    LinearSpec,
+    Sink,
+    backward_weight,
+    bias_dtype,
+    dgrad,
+    flattened,
+    fprop,
+    gradient_operand,
+    kept,
+    weight_gradient,
+    weight_operand,
+)
+from te_core.ops.quantize_grouped import bounds_of, groups_in
+from te_core.precision import Operand, Precision
+from te_core.quantize.operands import Uses, Value, dense, is_plain_rule, quantize_forward, restored, saved
+from te_core.quantize.state import INPUT, WEIGHT, Scales, backward_cast, forward_cast
+from te_core.quantized import QuantizedTensor
+from te_core.runtime import Runtime
+from te_core.tensor import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedSpec:
+    """All that a grouped linear's plan depends on besides shapes: a Linear's spec for each group.
+
+    They agree in `dtype` and `needs.input`. The precisions differ only under a custom recipe, which is asked for each.
+    """
+
+    parts: tuple[LinearSpec, ...]
+
+    @property
+    def num_gemms(self) -> int:
+        """The number of groups."""
+        return len(self.parts)
+
+    @property
+    def dtype(self) -> DType:
+        """Of activations."""
+        return self.parts[0].dtype
+
+    @property
+    def precision(self) -> Precision | None:
+        """The precision of all groups; of the first where they differ (`together` tells)."""
+        return self.parts[0].precision
+
+    @property
+    def together(self) -> bool:
+        """Whether one rule holds for all groups, so that one launch can quantize them."""
+        first = self.parts[0].precision
+        return first is not None and all(p.precision is first for p in self.parts)
+
+
+class Groups:
+    """What one call depends on besides its tensors: the rows of each group, and buffers for y and dx if given."""
+
+    __slots__ = ("bounds", "dx", "out", "sizes")
+
+    def __init__(self, sizes: Sequence[int], out: Tensor | None = None, dx: Tensor | None = None) -> None:
+        self.sizes = tuple(sizes)
+        self.bounds = bounds_of(self.sizes)
+        self.out, self.dx = out, dx
+
+
+class GroupedSaved(tuple[Value | None, ...]):
+    """What backward reads, as one flat tuple: rng, then x, weight and w of every group, as in `LinearSaved`.
+
+    x stands once, as that of the first group, where all groups lie in one tensor: x itself or the block of its
+    quantized copies.
+    """
+
+    __slots__ = ()
+
+    def __new__(cls, *tensors: Value | None) -> GroupedSaved:
+        """Of the flat list of its tensors."""
+        return super().__new__(cls, tensors)
+
+    @property
+    def rng(self) -> Tensor | None:
+        """The draws of stochastic rounding."""
+        return self[0]  # type: ignore[return-value]
+
+    @property
+    def x(self) -> tuple[Tensor | None, ...]:
+        """Of each group."""
+        return self[1 : 1 + len(self) // 3]  # type: ignore[return-value]
+
+    @property
+    def weight(self) -> tuple[Value | None, ...]:
+        """The parameters themselves."""
+        return self[1 + len(self) // 3 : 1 + 2 * (len(self) // 3)]
+
+    @property
+    def w(self) -> tuple[Tensor | None, ...]:
+        """What dgrad reads of them, where it is not the parameter itself."""
+        return self[1 + 2 * (len(self) // 3) :]  # type: ignore[return-value]
+
+
+def forward(
+    rt: Runtime,
+    x: Tensor,
+    *inputs: Value | None,
+    spec: GroupedSpec,
+    splits: Groups,
+    scales: Scales | None = None,
+    ready: Sequence[QuantizedTensor | None] | None = None,
+) -> tuple[tuple[Tensor], GroupedSaved]:
+    """((y,), saved). `inputs` are the weights [N, K], the biases [N] or None, and the draws (or None)."""
+    n = spec.num_gemms
+    weights, biases, rng = inputs[:n], inputs[n : 2 * n], inputs[2 * n]
+    leading, x2 = flattened(x)
+    assert isinstance(x2, Tensor)
+    width = weights[0].shape[0]  # type: ignore[union-attr]
+    out = splits.out if splits.out is not None else rt.empty((*leading, width), spec.dtype)
+    y = out.matrix()
+    xs, kept_x = _inputs(rt, x2, spec, scales, splits)
+    ws = _weights(rt, weights, spec, scales, ready or [None] * n)  # type: ignore[arg-type]
+    for part, a, b, bias, (start, stop) in zip(spec.parts, xs, ws, biases, splits.bounds, strict=True):
+        if start < stop:
+            fprop(rt, a.rows, b.rows, bias, y.rows(start, stop), part.precision, spec.dtype)  # type: ignore[arg-type]
+    used = any(any(part.needs) for part in spec.parts)
+    return (out,), GroupedSaved(
+        rng if used else None, *kept_x, *[w if used else None for w in weights],
+        *[_kept_weight(w, uses, part) for w, uses, part in zip(weights, ws, spec.parts, strict=True)],
+    )  # fmt: skip
+
+
+def backward(
+    rt: Runtime,
+    dy: Value,
+    saved: GroupedSaved,
+    *,
+    spec: GroupedSpec,
+    splits: Groups,
+    scales: Scales | None = None,
+    sinks: Sequence[Sink | None] | None = None,
+) -> tuple[Tensor | None, ...]:
+    """(dx, a dweight for each group, a dbias for each, None), None where `spec` or a sink says so."""
+    weights = saved.weight
+    sinks = sinks or [None] * spec.num_gemms
+    leading, dy2 = flattened(dy)
+    dy2 = dense(rt, dy2, spec.dtype)
+    n, k = weights[0].shape  # type: ignore[union-attr]
+    dbs = [
+        rt.empty((n,), bias_dtype(part, w)) if part.needs.bias else None  # type: ignore[arg-type]
+        for part, w in zip(spec.parts, weights, strict=True)
+    ]
+    gs = _gradients(rt, dy2, spec, scales, splits, dbs, saved.rng, sinks)
+    dx = None
+    if spec.parts[0].needs.input:
+        dx = splits.dx if splits.dx is not None else rt.empty((*leading, k), spec.dtype)
+        rows = dx.matrix()
+        for i, (part, (start, stop)) in enumerate(zip(spec.parts, splits.bounds, strict=True)):
+            if start < stop:
+                w = backward_weight(rt, saved.w[i], weights[i], part.precision, spec.dtype)  # type: ignore[arg-type]
+                dgrad(rt, gs[i][0].rows, w, rows.rows(start, stop), part.precision, spec.dtype)
+    dws: list[Tensor | None] = []
+    xs = _restored_inputs(rt, saved.x, k, spec, splits)
+    for i, part in enumerate(spec.parts):
+        dtype = bias_dtype(part, weights[i])  # type: ignore[arg-type]
+        if not part.needs.weight:
+            dws.append(None)
+        elif not splits.sizes[i]:
+            dws.append(_no_gradient(rt, (n, k), dtype, sinks[i]))
+        else:
+            (operand, left), x = gs[i], xs[i]
+            assert x is not None  # kept for every group whose weight wants a gradient
+            dws.append(weight_gradient(rt, operand.columns, x, (n, k), part, left, sinks[i], dtype))
+    return dx, *dws, *dbs, None
+
+
+# ---------------------------------------------------------------------------------------- operands of all groups
+
+
+def _shared_rule(spec: GroupedSpec, role: str) -> Operand | None:
+    """The rule by which one launch quantizes all groups of an operand; None if there is none."""
+    if not spec.together:
+        return None
+    rule: Operand | None = getattr(spec.precision, role)
+    return rule if rule is not None and is_plain_rule(rule) else None
+
+
+def _inputs(
+    rt: Runtime, x: Tensor, spec: GroupedSpec, scales: Scales | None, splits: Groups
+) -> tuple[list[Uses], list[Tensor | None]]:
+    """(x of each group as fprop and wgrad read it, what is kept of it)."""
+    none: list[Tensor | None] = [None] * (spec.num_gemms - 1)
+    wanted = any(part.needs.weight for part in spec.parts)
+    rule = _shared_rule(spec, "input")
+    if rule is not None:
+        assert spec.precision is not None
+        override = spec.precision.backward
+        columnwise = wanted and override is None
+        casts = [
+            forward_cast(rule, scales, i, INPUT, rowwise=True, columnwise=columnwise) for i in range(spec.num_gemms)
+        ]
+        qs = ops.quantize_grouped(rt, x, splits.sizes, casts)
+        whole = x if override == "high_precision" else qs[0].block
+        return [Uses(q, q, None) for q in qs], [whole if wanted else None, *none]
+    parts = [x.rows(start, stop) for start, stop in splits.bounds]
+    if all(part.precision is None for part in spec.parts):
+        return [Uses(p, p, None) for p in parts], [x if wanted else None, *none]
+    made, keep = [], []
+    for i, (part, rows) in enumerate(zip(spec.parts, parts, strict=True)):
+        uses, precision = Uses(rows, rows, None), part.precision
+        if precision is not None and rows.shape[0]:
+            columnwise = part.needs.weight and precision.backward is None
+            uses = quantize_forward(
+                rt, rows, precision.input, scales, i, INPUT, rowwise=True, columnwise=columnwise
+            )  # fmt: skip
+        held = kept(rows, uses, precision)
+        # A view of x is saved as x: autograd knows whole tensors.
+        keep.append(saved(x if held is rows else held, part.needs.weight and rows.shape[0] > 0))
+        made.append(uses)
+    return made, keep
+
+
+def _restored_inputs(
+    rt: Runtime, held: Sequence[Tensor | None], width: int, spec: GroupedSpec, splits: Groups
+) -> list[Value | None]:
+    """x of each group as wgrad reads it, of what `_inputs` kept."""
+    rule, precision = _shared_rule(spec, "input"), spec.precision
+    whole = held[0]
+    if rule is not None and whole is not None and precision is not None and precision.backward != "high_precision":
+        columnwise = precision.backward is None
+        groups = groups_in(whole, splits.sizes, width, rule.format, columnwise)
+        if columnwise:
+            return list(groups)
+        return [ops.dequantize(rt, q, spec.dtype) if q.shape[0] else None for q in groups]
+    alone = rule is not None or all(part.precision is None for part in spec.parts)
+    found: list[Value | None] = []
+    for i, (part, (start, stop)) in enumerate(zip(spec.parts, splits.bounds, strict=True)):
+        kept_x = whole if alone else held[i]
+        if not part.needs.weight or start == stop:
+            found.append(None)
+            continue
+        part_rule = None if part.precision is None else part.precision.input
+        value = restored(rt, kept_x, (stop - start, width), part_rule, part.precision, spec.dtype)
+        if isinstance(value, Tensor) and value.shape[0] != stop - start:
+            value = value.rows(start, stop)
+        found.append(value)
+    return found
+
+
+def _weights(
+    rt: Runtime, weights: Sequence[Value], spec: GroupedSpec, scales: Scales | None,
+    ready: Sequence[QuantizedTensor | None],
+) -> list[Uses]:  # fmt: skip
+    """The weights as fprop and dgrad read them; those of empty groups too, whose maxima count."""
+    rule = _shared_rule(spec, "weight")
+    if rule is not None and all(type(w) is Tensor for w in weights) and not any(ready):
+        assert spec.precision is not None
+        columnwise = spec.parts[0].needs.input and spec.precision.backward is None
+        casts = [
+            forward_cast(rule, scales, i, WEIGHT, rowwise=True, columnwise=columnwise) for i in range(len(weights))
+        ]
+        return [Uses(q, q, None) for q in ops.quantize_many(rt, weights, casts)]  # type: ignore[arg-type]
+    made = []
+    for i, (part, weight) in enumerate(zip(spec.parts, weights, strict=True)):
+        precision = part.precision
+        if precision is None:
+            made.append(Uses(dense(rt, weight, spec.dtype), weight, None))
+        else:
+            columnwise = part.needs.input and precision.backward is None
+            made.append(weight_operand(rt, weight, precision, scales, i, columnwise, spec.dtype, ready[i]))
+    return made
+
+
+def _kept_weight(weight: Value | None, uses: Uses, part: LinearSpec) -> Tensor | None:
+    held = kept(weight, uses, part.precision)  # type: ignore[arg-type]
+    if isinstance(held, QuantizedTensor) and held.owner is not None:
+        return None
+    return saved(held, part.needs.input)
+
+
+def _gradients(
+    rt: Runtime, dy: Tensor, spec: GroupedSpec, scales: Scales | None, splits: Groups, dbs: Sequence[Tensor | None],
+    rng: Tensor | None, sinks: Sequence[Sink | None],
+) -> list[tuple[Uses, Tensor | None]]:  # fmt: skip
+    """For each group (dy as dgrad and wgrad read it, the db that wgrad still has to fill)."""
+    rule, precision = _shared_rule(spec, "grad"), spec.precision
+    wanted = any(part.needs.weight for part in spec.parts)
+    if rule is not None and precision is not None and precision.backward is None:
+        rowwise = spec.parts[0].needs.input
+        if rowwise or wanted:
+            casts = [
+                backward_cast(rule, scales, i, rowwise=rowwise, columnwise=wanted, rng=rng)
+                for i in range(spec.num_gemms)
+            ]
+            qs = ops.quantize_grouped(rt, dy, splits.sizes, casts, _all_sums(rt, dbs))
+            return [(Uses(q, q, None), None) for q in qs]
+    made = []
+    for i, (part, (start, stop)) in enumerate(zip(spec.parts, splits.bounds, strict=True)):
+        rows, db = dy.rows(start, stop), dbs[i]
+        if start < stop:
+            made.append(gradient_operand(rt, rows, part, scales, i, part.needs, db, rng, sinks[i]))
+            continue
+        if db is not None:
+            rt.backend.zero(rt, db)
+        made.append((Uses(rows, rows, None), None))
+    return made
+
+
+def _all_sums(rt: Runtime, dbs: Sequence[Tensor | None]) -> list[Tensor] | None:
+    """A vector for every group if one is wanted for any: a launch adds the columns of all."""
+    like = next((db for db in dbs if db is not None), None)
+    if like is None:
+        return None
+    return [rt.empty(like.shape, like.dtype) if db is None else db for db in dbs]
+
+
+def _no_gradient(rt: Runtime, shape: tuple[int, int], dtype: DType, sink: Sink | None) -> Tensor | None:
+    """The weight gradient of an empty group: zeros, fresh or in its sink."""
+
+    def run(rt: Runtime) -> Tensor | None:
+        if sink is None or sink.main is None:
+            return rt.zeros(shape, dtype)
+        if not sink.accumulate:
+            rt.backend.zero(rt, sink.main)
+        return None
+
+    if sink is not None and sink.queue is not None:
+        sink.queue.append(run)
+        return None
+    return run(rt)
+
+
+__all__ = ["GroupedSaved", "GroupedSpec", "Groups", "backward", "forward"]

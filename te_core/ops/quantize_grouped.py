@@ -1,0 +1,156 @@
+"""Several matrices quantized at once, each by itself: groups of rows of one matrix, or separate ones (weights).
+
+Each result is bit for bit what `quantize` makes of that matrix alone. On a GPU per-tensor and block formats take one
+launch for up to 64 matrices (current scaling two: the maxima first; column sums one more, which adds the partial
+sums). mxfp8 and nvfp4 take a launch for each matrix: where their products run natively is not seen yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+from te_core import dtypes
+from te_core.dtypes import ACTIVATION_DTYPES
+from te_core.ops import _check
+from te_core.ops.quantize import allocate, check_cast, quantize
+from te_core.quantized import ONE_BLOCK, Cast, Copy, Format, QuantizedTensor, pieces_of, up
+from te_core.runtime import Runtime
+from te_core.tensor import META, Tensor
+
+#: Each group's copy begins at such an address, as if it had been allocated alone.
+ALIGNMENT = 256
+#: Scalings that a backend quantizes together.
+_TOGETHER = ("tensor", "block")
+
+
+def bounds_of(splits: Sequence[int]) -> list[tuple[int, int]]:
+    """(first row, row after the last) of each group."""
+    ends = list(accumulate(splits))
+    return list(zip([0, *ends], ends, strict=False))
+
+
+def quantize_grouped(
+    rt: Runtime, x: Tensor, splits: Sequence[int], casts: Sequence[Cast],
+    column_sums: Sequence[Tensor] | None = None,
+) -> list[QuantizedTensor]:  # fmt: skip
+    """Quantize each group of rows of x [T, K] as its cast says; `splits` are the rows of the groups, 0 allowed.
+
+    The casts may differ in their tensors (scale, amax, rng) and in their site only. column_sums, if given: a vector
+    [K] for each group, set to the column sums of its rows of x. The groups' storage is one block, as
+    `groups_in` reads it.
+    """
+    op = "quantize_grouped"
+    _check.matrix(op, "x", x)
+    _check.require(
+        min(splits, default=0) >= 0 and sum(splits) == x.shape[0], op, f"splits {list(splits)} of {x.shape[0]} rows",
+        "row counts that add up to those of x", "correct the splits",
+    )  # fmt: skip
+    outs = allocate_groups(rt, splits, x.shape[1], casts[0]) if casts else []
+    parts = [x.rows(start, stop) for start, stop in bounds_of(splits)]
+    _quantize_all(op, rt, parts, casts, outs, column_sums)
+    return outs
+
+
+def quantize_many(rt: Runtime, tensors: Sequence[Tensor], casts: Sequence[Cast]) -> list[QuantizedTensor]:
+    """Quantize separate matrices of one width and type; each has its own storage, as `quantize` gives it."""
+    outs = [allocate(rt, t.shape, cast) for t, cast in zip(tensors, casts, strict=True)]  # type: ignore[arg-type]
+    _quantize_all("quantize_many", rt, tensors, casts, outs, None)
+    return outs
+
+
+def _quantize_all(
+    op: str, rt: Runtime, parts: Sequence[Tensor], casts: Sequence[Cast], outs: list[QuantizedTensor],
+    column_sums: Sequence[Tensor] | None,
+) -> None:  # fmt: skip
+    _check.require(
+        len(parts) == len(casts) and (column_sums is None or len(column_sums) == len(parts)), op,
+        f"{len(parts)} matrices, {len(casts)} casts", "one cast (and one column sum) for each", "correct the counts",
+    )  # fmt: skip
+    if not parts:
+        return
+    x, first = parts[0], casts[0]
+    if first.format.scaling not in _TOGETHER:
+        for i, (part, cast, out) in enumerate(zip(parts, casts, outs, strict=True)):
+            quantize(rt, part, cast, column_sum=None if column_sums is None else column_sums[i], out=out)
+        return
+    _check_alike(op, parts, casts, column_sums)
+    sum_dtype = None if column_sums is None else column_sums[0].dtype
+    key = ("quantize_grouped", x.shape[1], x.dtype, first.key, sum_dtype)
+    plan = rt.plans.get(key)
+    if plan is None:
+        _check.one_of(op, "dtype of x", x.dtype, ACTIVATION_DTYPES)
+        check_cast(op, first)
+        plan = rt.plans.put(key, rt.backend.plan_quantize_grouped(rt, x.shape[1], x.dtype, first.key, sum_dtype))
+    rt.backend.quantize_grouped(rt, plan, parts, casts, outs, column_sums)
+
+
+def _check_alike(op: str, parts: Sequence[Tensor], casts: Sequence[Cast], column_sums: Sequence[Tensor] | None) -> None:
+    """What one launch takes for granted of all matrices. In every call: the plan does not know them."""
+    x, first = parts[0], casts[0]
+    for part in parts:
+        _check.require(
+            part.ndim == 2 and part.shape[1] == x.shape[1] and part.dtype is x.dtype and part.device is x.device
+            and part.is_contiguous,
+            op, f"{part!r} beside {x!r}", "dense matrices of one width, type and device", "quantize others separately",
+        )  # fmt: skip
+    rule = (first.key, first.epsilon, first.power_of_two)
+    for cast in casts:
+        _check.require(
+            cast is first or (cast.key, cast.epsilon, cast.power_of_two) == rule, op, "casts of different rules",
+            "casts that differ in their tensors only", "quantize others separately",
+        )  # fmt: skip
+    for total in column_sums or ():
+        _check.vector(op, "column_sum", total, x.shape[1], (column_sums[0].dtype,))  # type: ignore[index]
+
+
+# ------------------------------------------------------------------------------------------- the groups' storage
+
+
+def allocate_groups(rt: Runtime, splits: Sequence[int], width: int, cast: Cast) -> list[QuantizedTensor]:
+    """Uninitialised storage for all groups: one block or, where it is large, one for each copy."""
+    form = cast.format
+    sizes = {columnwise: _places(rt.device, splits, width, form, columnwise)[1] for columnwise in (True, False)}
+    columns, rows = (sizes[True] if cast.columnwise else 0), (sizes[False] if cast.rowwise else 0)
+    shared = rt.device is META or columns + rows <= 2 * ONE_BLOCK or not (columns and rows)
+    block = rt.empty((columns + rows if shared else columns,), dtypes.uint8)
+    column_copies = _copies(block, splits, width, form, True) if cast.columnwise else [None] * len(splits)
+    row_copies: list[Copy] | list[None] = [None] * len(splits)
+    if cast.rowwise:
+        where, start = (block, columns) if shared else (rt.empty((rows,), dtypes.uint8), 0)
+        row_copies = _copies(where, splits, width, form, False, start)
+    made = []
+    for m, row, column in zip(splits, row_copies, column_copies, strict=True):
+        if form.scaling == "tensor" and row is not None and column is not None:
+            row = row._replace(scale=column.scale)  # one for both
+        made.append(QuantizedTensor(form, (m, width), row, column, block))
+    return made
+
+
+def groups_in(
+    block: Tensor, splits: Sequence[int], width: int, form: Format, columnwise: bool
+) -> list[QuantizedTensor]:
+    """The groups' copies that a block of `allocate_groups` begins with."""
+    copies = _copies(block, splits, width, form, columnwise)
+    return [
+        QuantizedTensor(form, (m, width), None if columnwise else copy, copy if columnwise else None, block)
+        for m, copy in zip(splits, copies, strict=True)
+    ]
+
+
+def _places(device: object, splits: Sequence[int], width: int, form: Format, columnwise: bool) -> tuple[list[int], int]:
+    """(where each group's copy begins, bytes of all)."""
+    ends = list(
+        accumulate(up(pieces_of(device, form, (m, width), columnwise).nbytes, ALIGNMENT) for m in splits)
+    )  # fmt: skip
+    return [0, *ends[:-1]], ends[-1] if ends else 0
+
+
+def _copies(
+    block: Tensor, splits: Sequence[int], width: int, form: Format, columnwise: bool, start: int = 0
+) -> list[Copy]:
+    places, _ = _places(block.device, splits, width, form, columnwise)
+    return [
+        Copy.at(block, start + place, pieces_of(block.device, form, (m, width), columnwise))
+        for m, place in zip(splits, places, strict=True)
+    ]

@@ -1,0 +1,261 @@
+"""`GroupedLinear`: a linear for each group of rows, the experts of a mixture-of-experts layer.
+
+Splits given as a list, or as a tensor on the CPU, never wait for the GPU. The sizes of the GEMMs have to be known on
+the host, so a tensor on the GPU costs one copy in each forward, counted in `GroupedLinear.host_copies`.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from te_core.errors import ArgumentError, UnsupportedError
+from te_core.layers import grouped_linear as core
+from te_core.layers.linear import LinearSpec, Needs
+from te_torch.autocast import draws
+from te_torch.function import Call, Extra, Layer, apply, register
+from te_torch.modules.base import BaseModule, check_input, default_device, normal_init, random_pair, refuse_unbuilt
+from te_torch.modules.linear import fork_of
+from te_torch.modules.weights import Gradients
+from te_torch.quantized import QuantizedTorch
+from te_torch.quantized_init import check_recipe_fits
+from te_torch.runtime import TO_CORE, constant_at_trace, to_core, to_core_shape
+
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+
+@lru_cache
+def _layer(num_gemms: int) -> Layer:
+    return Layer(
+        f"grouped_linear_{num_gemms}", core.forward, core.backward, core.GroupedSaved,
+        weights=tuple(range(1, 1 + num_gemms)),
+    )  # fmt: skip
+
+
+class GroupedLinear(BaseModule):
+    """y_i = x_i w_i^T + b_i for groups of rows x_i of one input, in the precision of the active `autocast` region.
+
+    Each group is quantized by itself, with scales of its own. Under `torch.compile` a call is a graph break: it runs
+    eagerly.
+    """
+
+    #: Forwards that had to copy their splits from a GPU, over all modules.
+    host_copies = 0
+
+    def __init__(
+        self,
+        num_gemms: int,
+        in_features: int,
+        out_features: int,
+        sequence_parallel: bool = False,
+        fuse_wgrad_accumulation: bool = False,
+        tp_group: Any = None,
+        tp_size: int = 1,
+        get_rng_state_tracker: Callable[[], Any] | None = None,
+        rng_tracker_name: str | None = None,
+        init_method: Callable[[torch.Tensor], Any] | None = None,
+        bias: bool = True,
+        return_bias: bool = False,
+        params_dtype: torch.dtype | None = None,
+        parallel_mode: str | None = None,
+        device: torch.device | str | None = None,
+        ub_overlap_rs: bool = False,
+        ub_overlap_ag: bool = False,
+        ub_name: str | None = None,
+        delay_wgrad_compute: bool = False,
+        save_original_input: bool = False,
+        single_grouped_weight: bool = False,
+        single_grouped_bias: bool = False,
+        name: str | None = None,
+        use_grouped_tensor: bool | None = None,
+    ) -> None:
+        options = {k: v for k, v in locals().items() if k not in ("self", "__class__")}
+        _check_options(options)
+        refuse_unbuilt("GroupedLinear", options)
+        super().__init__(name)
+        self.num_gemms = self.gemms = num_gemms
+        self.wgrad_store = Gradients(num_gemms)
+        self.in_features, self.out_features = in_features, out_features
+        self.use_bias, self.return_bias = bias, return_bias
+        self._fork = fork_of(get_rng_state_tracker, rng_tracker_name)
+        self._names = tuple(f"weight{i}" for i in range(num_gemms))
+        place: dict[str, Any] = {
+            "dtype": params_dtype or torch.get_default_dtype(), "device": device or default_device()
+        }  # fmt: skip
+        for i in range(num_gemms):
+            self._add_parameter(f"weight{i}", (out_features, in_features), init_method or normal_init, **place)
+            if bias:
+                self._add_parameter(f"bias{i}", (out_features,), torch.nn.init.zeros_, **place)
+            else:
+                setattr(self, f"bias{i}", torch.empty(0, **place))
+        self._quantize_parameters()
+        self._accumulate(fuse_wgrad_accumulation, delay_wgrad_compute)
+
+    def _weight_names(self) -> tuple[str, ...]:
+        return self._names
+
+    def forward(
+        self,
+        inp: torch.Tensor,
+        m_splits: Sequence[int] | torch.Tensor,
+        is_first_microbatch: bool | None = None,
+        out: torch.Tensor | None = None,
+        dgrad_out: torch.Tensor | None = None,
+    ) -> Any:
+        """out [*, out_features], or (out, biases) with `return_bias`, where the biases are not added.
+
+        The rows of inp are sorted by group, `m_splits` says how many each group has (0 allowed). `out` and
+        `dgrad_out` are buffers of at least as many rows for the result and for the gradient of inp.
+        """
+        if torch.compiler.is_compiling():
+            _make_eager()
+            return _eager(self, inp, m_splits, is_first_microbatch, out, dgrad_out)
+        if isinstance(inp, QuantizedTorch):
+            raise TypeError("GroupedLinear.forward: got a quantized input. Allowed: a plain one; dequantize it first.")
+        check_input("GroupedLinear.forward", inp, self.in_features)
+        if self.inspector is not None:
+            raise UnsupportedError(
+                "GroupedLinear.forward", "an inspector", "inspector=None in this release",
+                "inspect a Linear for each group",
+            )  # fmt: skip
+        sizes = self._sizes(inp, m_splits)
+        inp, precision, state, recompute = self._enter(inp)
+        dtype, grad = inp.dtype, torch.is_grad_enabled()
+        weights = [self._weight(name, dtype, precision > 0) for name in self._names]
+        biases = self._biases(dtype)
+        added: list[Any] = [None] * self.num_gemms if self.return_bias or not self.use_bias else biases
+        key = (
+            precision, dtype, grad and inp.requires_grad, tuple([grad and w.requires_grad for w in weights]),
+            tuple([grad and b is not None and b.requires_grad for b in added]),
+            weights[0].dtype if self._primary else None,
+        )  # fmt: skip
+        extra = None
+        if self._special or is_first_microbatch is not None:
+            extra = self._extra(self._names, weights, precision, state, recompute, is_first_microbatch)
+        extra = extra or Extra(None, False, None, None)
+        extra.splits = core.Groups(
+            sizes,
+            None if out is None else _buffer("out", out, inp, self.out_features),
+            None if dgrad_out is None else _buffer("dgrad_out", dgrad_out, inp, self.in_features),
+        )
+        rng = random_pair(inp) if draws(precision) else None
+        (result,) = apply(self._find_call(key), state, recompute, inp, *weights, *added, rng, extra=extra)
+        return (result, biases) if self.return_bias else result
+
+    def _sizes(self, inp: torch.Tensor, m_splits: Sequence[int] | torch.Tensor) -> list[int]:
+        """The rows of each group, on the host."""
+        if isinstance(m_splits, torch.Tensor):
+            if m_splits.dtype not in _INTEGERS:
+                raise ArgumentError(
+                    "GroupedLinear.forward", f"m_splits of {m_splits.dtype}", "a list of int or an integer tensor",
+                    "convert it: m_splits.to(torch.int64)",
+                )  # fmt: skip
+            if m_splits.device.type not in ("cpu", "meta"):
+                GroupedLinear.host_copies += 1
+            sizes = m_splits.flatten().tolist()
+        else:
+            sizes = [int(m) for m in m_splits]
+        rows = inp.numel() // inp.shape[-1] if inp.shape[-1] else inp.shape[0]
+        if len(sizes) != self.num_gemms or min(sizes, default=0) < 0 or sum(sizes) != rows:
+            raise ArgumentError(
+                "GroupedLinear.forward", f"m_splits={sizes} with an input of {rows} rows",
+                f"{self.num_gemms} sizes, none negative, that add up to the rows", "correct m_splits",
+            )  # fmt: skip
+        return sizes
+
+    def _biases(self, dtype: torch.dtype) -> list[torch.Tensor]:
+        """In the activation dtype; empty ones where there is no bias."""
+        found = [getattr(self, f"bias{i}") for i in range(self.num_gemms)]
+        return [b if b.dtype == dtype else b.to(dtype) for b in found]
+
+    def _new_call(self, precision: int, dtype: torch.dtype, *key: Any) -> Call:
+        before, weights, biases, weight_dtype = key
+        rules = [self._precision(precision, gemm) if precision else None for gemm in range(self.num_gemms)]
+        if self._primary:
+            check_recipe_fits(self, rules[0])
+        kind = None if weight_dtype is None else TO_CORE[weight_dtype]
+        spec = core.GroupedSpec(
+            tuple(
+                LinearSpec(TO_CORE[dtype], rule, Needs(before, weight, bias), None, kind)
+                for rule, weight, bias in zip(rules, weights, biases, strict=True)
+            )
+        )
+        return register(_layer(self.num_gemms), spec, before or any(weights) or any(biases))
+
+    def extra_repr(self) -> str:
+        """What a printed module shows."""
+        return f"num_gemms={self.num_gemms}, in_features={self.in_features}, out_features={self.out_features}"
+
+
+_eager: Any = None  # GroupedLinear.forward for traced code: never traced, its GEMMs have the sizes of one step
+
+
+@constant_at_trace
+def _make_eager() -> bool:
+    """Make `_eager`. At trace time: to import the compiler takes two seconds that others need not wait."""
+    global _eager
+    if _eager is None:
+        import torch._dynamo
+
+        _eager = torch._dynamo.disable(GroupedLinear.forward, reason="GroupedLinear runs eagerly")
+    return True
+
+
+def _buffer(name: str, buffer: torch.Tensor, inp: torch.Tensor, width: int) -> Any:
+    """The part of a caller's buffer that this call fills, as the core sees it."""
+    rows = inp.numel() // max(1, inp.shape[-1])
+    if (
+        buffer.ndim != 2 or not buffer.is_contiguous() or buffer.requires_grad or buffer.dtype != inp.dtype
+        or buffer.device != inp.device or buffer.shape[0] < rows or buffer.shape[1] != width
+    ):  # fmt: skip
+        grad = ", requires_grad" if buffer.requires_grad else ""
+        raise ArgumentError(
+            "GroupedLinear.forward", f"{name} {tuple(buffer.shape)} of {buffer.dtype} on {buffer.device}{grad}",
+            f"a dense [{rows} or more, {width}] of {inp.dtype} on {inp.device} without gradient", "correct the buffer",
+        )  # fmt: skip
+    with torch.no_grad():
+        part = buffer[:rows].view(*inp.shape[:-1], width)
+    return to_core_shape(part) if part.is_meta else to_core(part)
+
+
+def _check_options(options: dict[str, Any]) -> None:
+    """What the constructor refuses by itself, as documented."""
+    op, n = "GroupedLinear", options["num_gemms"]
+    if not isinstance(n, int) or n < 1:
+        raise ArgumentError(op, f"num_gemms={n!r}", "a positive number", "correct it")
+    for name in ("ub_overlap_rs", "ub_overlap_ag"):
+        if options[name]:
+            raise ArgumentError(op, f"{name}=True", f"{name}=False", "leave it out: grouped GEMMs do not overlap")
+    if options["tp_size"] > 1 and options["bias"]:
+        raise ArgumentError(op, f"bias=True with tp_size={options['tp_size']}", "bias=False there", "leave it out")
+    mode = options["parallel_mode"]
+    if mode is not None and str(mode).lower() not in ("column", "row"):
+        raise ArgumentError(op, f"parallel_mode={mode!r}", "None, 'column' or 'row'", "correct it")
+    grouped = options["use_grouped_tensor"]
+    variable = "NVTE_GROUPED_LINEAR_USE_FUSED_GROUPED_GEMM"
+    if grouped is None and variable in os.environ:
+        warnings.warn(f"{variable} is deprecated: pass use_grouped_tensor", FutureWarning, stacklevel=3)
+        grouped = os.environ[variable] == "1"
+    if grouped is not None and not isinstance(grouped, bool):
+        raise TypeError(f"{op}: use_grouped_tensor must be a bool or None, not {type(grouped).__name__}")
+    if grouped:
+        warnings.warn(
+            f"{op}: use_grouped_tensor=True changes nothing in this release: the groups' GEMMs run one after another",
+            stacklevel=3,
+        )
+    for name in ("single_grouped_weight", "single_grouped_bias"):
+        if not options[name]:
+            continue
+        if os.environ.get("NVTE_GROUPED_LINEAR_SINGLE_PARAM", "0") == "1":
+            raise UnsupportedError(
+                op, f"{name}=True", f"{name}=False in this release", "leave it out: a parameter for each group"
+            )
+        warnings.warn(f"{op}: {name} needs NVTE_GROUPED_LINEAR_SINGLE_PARAM=1 and is disabled", stacklevel=3)
+
+
+__all__ = ["GroupedLinear"]

@@ -1,0 +1,69 @@
+"""Quantized tensors that torch can hold, and the quantizers that make them."""
+
+from te_torch.tensors.base import (
+    DelayedScalingRequest,
+    Quantizer,
+    QuantizerRequest,
+    QuantizerRole,
+    prepare_for_saving,
+    restore_from_func_ctx,
+    restore_from_saved,
+)
+from te_torch.tensors.dtype import DType, TE_DType, TE_DType_To_Torch
+from te_torch.tensors.float8 import (
+    Float8CurrentScalingQuantizer,
+    Float8Quantizer,
+    Float8Tensor,
+    Float8TensorStorage,
+    _make_float8_tensor_in_reduce_ex,
+)
+from te_torch.tensors.float8_blockwise import (
+    Float8BlockQuantizer,
+    Float8BlockwiseQTensor,
+    Float8BlockwiseQTensorStorage,
+    _make_float8_blockwise_tensor_in_reduce_ex,
+)
+from te_torch.tensors.hybrid import (
+    HybridQuantizedTensor,
+    HybridQuantizedTensorStorage,
+    HybridQuantizer,
+    _make_hybrid_quantized_tensor_in_reduce_ex,
+)
+from te_torch.tensors.identity import (
+    IdentityQuantizer,
+    IdentityTensor,
+    IdentityTensorStorage,
+    _make_identity_tensor_in_reduce_ex,
+)
+from te_torch.tensors.mxfp8 import MXFP8Quantizer, MXFP8Tensor, MXFP8TensorStorage, _make_mxfp8_tensor_in_reduce_ex
+from te_torch.tensors.nvfp4 import NVFP4Quantizer, NVFP4Tensor, NVFP4TensorStorage, _make_nvfp4_tensor_in_reduce_ex
+from te_torch.tensors.storage import QuantizedTensorStorage, core_from_inner
+from te_torch.tensors.tensor import QuantizedTensor
+from te_torch.tensors import pickling  # noqa: I001  (registers what torch.load may call)
+from te_torch.tensors.wrap import from_core, quantizer_of
+
+
+def get_all_tensor_types() -> list[type]:
+    """Every class of plain and quantized tensors and storages."""
+    import torch
+
+    return [
+        torch.Tensor, torch.nn.Parameter, Float8Tensor, Float8TensorStorage, MXFP8Tensor, MXFP8TensorStorage,
+        Float8BlockwiseQTensor, Float8BlockwiseQTensorStorage, NVFP4Tensor, NVFP4TensorStorage,
+        HybridQuantizedTensor, HybridQuantizedTensorStorage, IdentityTensor, IdentityTensorStorage,
+    ]  # fmt: skip
+
+
+__all__ = [
+    "DType", "DelayedScalingRequest", "Float8BlockQuantizer", "Float8BlockwiseQTensor",
+    "Float8BlockwiseQTensorStorage", "Float8CurrentScalingQuantizer", "Float8Quantizer", "Float8Tensor",
+    "Float8TensorStorage", "HybridQuantizedTensor", "HybridQuantizedTensorStorage", "HybridQuantizer",
+    "IdentityQuantizer", "IdentityTensor", "IdentityTensorStorage", "MXFP8Quantizer", "MXFP8Tensor",
+    "MXFP8TensorStorage", "NVFP4Quantizer", "NVFP4Tensor", "NVFP4TensorStorage", "QuantizedTensor",
+    "QuantizedTensorStorage", "Quantizer", "QuantizerRequest", "QuantizerRole", "TE_DType", "TE_DType_To_Torch",
+    "_make_float8_blockwise_tensor_in_reduce_ex", "_make_float8_tensor_in_reduce_ex",
+    "_make_hybrid_quantized_tensor_in_reduce_ex", "_make_identity_tensor_in_reduce_ex",
+    "_make_mxfp8_tensor_in_reduce_ex", "_make_nvfp4_tensor_in_reduce_ex", "core_from_inner", "from_core",
+    "get_all_tensor_types", "pickling", "prepare_for_saving", "quantizer_of", "restore_from_func_ctx",
+    "restore_from_saved",
+]  # fmt: skip

@@ -1,0 +1,122 @@
+"""FP8 with a float32 scale for each 1x128 piece or 128x128 tile. Storage, tensor, quantizer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+
+from te_core.dtypes import DType as CoreType
+from te_core.errors import ArgumentError
+from te_core.precision import Operand
+from te_core.quantized import Format
+from te_core.recipe import Float8BlockScaling
+from te_torch.tensors.base import Quantizer
+from te_torch.tensors.block_scaled import BlockScaledStorage, BlockScaledTensor, documented_scale_shape
+from te_torch.tensors.buffers import Buffers, matrix_of
+from te_torch.tensors.dtype import DType, fp8, of_core
+
+
+class Float8BlockwiseQTensorStorage(BlockScaledStorage):
+    """FP8 data, columnwise as (K, ...), with float32 scales as a GEMM reads them."""
+
+    def __init__(
+        self, *, rowwise_data: torch.Tensor | None, rowwise_scale_inv: torch.Tensor | None,
+        columnwise_data: torch.Tensor | None, columnwise_scale_inv: torch.Tensor | None, fp8_dtype: Any,
+        quantizer: Any = None, is_2D_scaled: bool = False, fake_dtype: torch.dtype | None = None,
+        data_format: Any = None,
+    ) -> None:  # fmt: skip
+        if rowwise_data is not None:
+            self._shape = tuple(rowwise_data.shape)
+        elif columnwise_data is not None:
+            self._shape = (*columnwise_data.shape[1:], columnwise_data.shape[0])
+        else:
+            self._shape = (0,)
+        given = Buffers(rowwise_data, rowwise_scale_inv, None, columnwise_data, columnwise_scale_inv)
+        form = Format(fp8(fp8_dtype), "block", is_2D_scaled)
+        self._adopt_all(fake_dtype or torch.float32, form, given, quantizer)
+
+    @property
+    def _fp8_dtype(self) -> DType:
+        return of_core(self._format.dtype)
+
+    @property
+    def _is_2D_scaled(self) -> bool:  # noqa: N802
+        return self._format.tiled
+
+    def get_metadata(self) -> dict[str, Any]:
+        """The constructor's keyword arguments that make a storage of the same buffers."""
+        return {
+            **self._four(), "fp8_dtype": self._fp8_dtype, "quantizer": self._quantizer, "fake_dtype": self._dtype,
+            "is_2D_scaled": self._is_2D_scaled,
+        }  # fmt: skip
+
+
+class Float8BlockwiseQTensor(BlockScaledTensor, Float8BlockwiseQTensorStorage):
+    """A tensor in FP8 with a scale for each block."""
+
+    def __init__(
+        self, shape: Sequence[int], dtype: torch.dtype, *, rowwise_data: torch.Tensor | None,
+        rowwise_scale_inv: torch.Tensor | None, columnwise_data: torch.Tensor | None,
+        columnwise_scale_inv: torch.Tensor | None, fp8_dtype: Any, quantizer: Any = None, is_2D_scaled: bool = False,
+        fake_dtype: torch.dtype | None = None, data_format: Any = None, requires_grad: bool = False, device: Any = None,
+    ) -> None:  # fmt: skip
+        given = Buffers(rowwise_data, rowwise_scale_inv, None, columnwise_data, columnwise_scale_inv)
+        self._adopt_all(dtype, Format(fp8(fp8_dtype), "block", is_2D_scaled), given, quantizer)
+
+
+@cache
+def _rule(dtype: CoreType, power_of_two: bool, epsilon: float, tiled: bool) -> Operand:
+    return Operand(dtype, "block", power_of_two, epsilon, tiled=tiled)
+
+
+class Float8BlockQuantizer(Quantizer):
+    """FP8 with a scale for each 1x128 piece (`block_scaling_dim=1`) or 128x128 tile (2)."""
+
+    _VALUE = ("dtype", "amax_epsilon", "force_pow_2_scales", "block_scaling_dim")
+    block_len = 128
+
+    def __init__(
+        self, fp8_dtype: Any, *, rowwise: bool, columnwise: bool, amax_epsilon: float = 0.0,
+        force_pow_2_scales: bool = True, block_scaling_dim: int = 2,
+    ) -> None:  # fmt: skip
+        super().__init__(rowwise=rowwise, columnwise=columnwise)
+        if block_scaling_dim not in (1, 2):
+            raise ArgumentError(
+                "Float8BlockQuantizer", f"block_scaling_dim={block_scaling_dim}", "1 (1x128) or 2 (128x128)", "correct it"
+            )
+        self.dtype = DType.cast(fp8_dtype)
+        fp8(self.dtype)
+        self.amax_epsilon = amax_epsilon
+        self.force_pow_2_scales = force_pow_2_scales
+        self.block_scaling_dim = block_scaling_dim
+
+    @property
+    def operand(self) -> Operand:
+        """The rule as plain data."""
+        return _rule(self.dtype.core, self.force_pow_2_scales, self.amax_epsilon, self.block_scaling_dim == 2)
+
+    def is_quantizable(self, inp: torch.Tensor) -> bool:
+        """Whether a piece of this shape can be quantized by itself."""
+        m, k = matrix_of(inp.shape)
+        return inp.ndim >= 2 and m % 128 == 0 and k % 128 == 0
+
+    def get_scale_shape(self, shape: Sequence[int], columnwise: bool) -> tuple[int, int]:
+        """The shape of the scales of a tensor."""
+        return documented_scale_shape(self.format, shape, columnwise)
+
+    def get_columnwise_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """The shape of the columnwise data."""
+        return (shape[-1], *shape[:-1]) if shape else ()
+
+    def _get_compatible_recipe(self) -> Any:
+        return Float8BlockScaling
+
+
+def _make_float8_blockwise_tensor_in_reduce_ex(*args: Any) -> Any:
+    """Unpickles a `Float8BlockwiseQTensor`."""
+    from te_torch.tensors.pickling import rebuilt
+
+    return rebuilt(Float8BlockwiseQTensor, *args)

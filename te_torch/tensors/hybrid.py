@@ -1,0 +1,408 @@
+"""A tensor whose two copies are quantized by different rules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+
+from te_core import dtypes
+from te_core.errors import ArgumentError, UnsupportedError
+from te_core.precision import Operand
+from te_core.quantized import Copy, QuantizedTensor as Core
+from te_torch.tensors.base import Quantizer, QuantizerRequest
+from te_torch.tensors.buffers import NAMES, Buffers, form_of, packed
+from te_torch.tensors.identity import IdentityQuantizer, IdentityTensorStorage
+from te_torch.tensors.storage import QuantizedTensorStorage
+from te_torch.tensors.tensor import QuantizedTensor
+
+_SIDES = ("row", "col")
+_SUB_NAMES = (*NAMES, "_hp_data")
+
+
+class HybridQuantizedTensorStorage(QuantizedTensorStorage):
+    """`rowwise_sub_storage` and `columnwise_sub_storage`: two storages of one copy each."""
+
+    def __init__(
+        self, *, rowwise_storage: Any, columnwise_storage: Any, quantizer: Any = None,
+        fake_dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
+        first = rowwise_storage if rowwise_storage is not None else columnwise_storage
+        self._shape = (0,) if first is None else tuple(first.shape)
+        dtype = fake_dtype or (torch.float32 if first is None else first._dtype)
+        self._given(dtype, (rowwise_storage, columnwise_storage), quantizer)
+
+    def _given(self, dtype: torch.dtype, parts: tuple[Any, Any], quantizer: Any) -> None:
+        self._dtype, self._quantizer, self._options = dtype, quantizer, ()
+        self._parts = parts
+
+    @classmethod
+    def _over(cls, parts: tuple[Any, Any], shape: Sequence[int], dtype: torch.dtype, quantizer: Any) -> Any:
+        made = object.__new__(cls)
+        made._shape = tuple(shape)
+        made._given(dtype, parts, quantizer)
+        return made
+
+    @property
+    def rowwise_sub_storage(self) -> Any:
+        """What holds the rowwise copy."""
+        return self._parts[0]
+
+    @property
+    def columnwise_sub_storage(self) -> Any:
+        """What holds the columnwise copy."""
+        return self._parts[1]
+
+    @property
+    def _buffers(self) -> Any:
+        return self._parts
+
+    def _set_buffers(self, buffers: Any) -> None:
+        self._parts = (None, None) if isinstance(buffers, Buffers) else buffers
+
+    def _like(self, shape: Sequence[int], buffers: Any, dtype: torch.dtype | None = None) -> Any:
+        quantizer = None if self._quantizer is None else self._quantizer.copy()
+        parts = tuple(None if p is None else p._like(shape, p._buffers, dtype) for p in buffers)
+        return self._over(parts, shape, dtype or self._dtype, quantizer)  # type: ignore[arg-type]
+
+    def flatten_inner(self) -> list[torch.Tensor]:
+        """The buffers of the rowwise copy, then those of the columnwise one."""
+        return [b for p in self._parts if p is not None for b in p.flatten_inner()]
+
+    def inner_meta(self) -> tuple[Any, ...]:
+        """What `core_from_inner` needs besides the buffers; hashable."""
+        return ("hybrid", *[None if p is None else (len(p.flatten_inner()), p.inner_meta()) for p in self._parts])
+
+    def to_core_pair(self) -> tuple[Any, Any]:
+        """The core's views of the two copies; a plain matrix where one is in high precision."""
+        row, column = (None if p is None else p.to_core() for p in self._parts)
+        return row, column
+
+    def to_core(self) -> Core:
+        """The core's view, if both copies are of one format."""
+        row, column = self.to_core_pair()
+        if row is None or column is None:
+            return row if column is None else column
+        if not (isinstance(row, Core) and isinstance(column, Core) and row.format is column.format):
+            raise UnsupportedError(
+                "HybridQuantizedTensor.to_core", f"copies of two kinds: {row!r}, {column!r}", "copies of one format",
+                "take to_core_pair()",
+            )  # fmt: skip
+        return Core(
+            row.format, row.shape, Copy(row.rowwise, row.rowwise_scale, row.rowwise_amax),  # type: ignore[arg-type]
+            Copy(column.columnwise, column.columnwise_scale, column.columnwise_amax),  # type: ignore[arg-type]
+            column.block,
+        )  # fmt: skip
+
+    def get_usages(self) -> dict[str, bool]:
+        """Which copies are there."""
+        return {"rowwise": self._parts[0] is not None, "columnwise": self._parts[1] is not None}
+
+    def update_usage(self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None) -> None:
+        """Drop a copy; a missing one cannot be made."""
+        parts = list(self._parts)
+        for i, wanted in enumerate((rowwise_usage, columnwise_usage)):
+            if wanted and parts[i] is None:
+                raise RuntimeError(f"{type(self).__name__} has no {('rowwise', 'columnwise')[i]} copy")
+            if wanted is False:
+                parts[i] = None
+        self._parts = tuple(parts)
+
+    def get_data_tensors(self, rowwise_data: bool = True, columnwise_data: bool = True) -> Any:
+        """The data of the wanted copies."""
+        row, column = (None if p is None else p.get_data_tensors(i == 0, i == 1) for i, p in enumerate(self._parts))
+        if rowwise_data and columnwise_data:
+            return row, column
+        return row if rowwise_data else column
+
+    def get_metadata(self) -> dict[str, Any]:
+        """The constructor's keyword arguments that make a storage of the same copies."""
+        return {
+            "rowwise_storage": self._parts[0], "columnwise_storage": self._parts[1], "quantizer": self._quantizer,
+            "fake_dtype": self._dtype,
+        }  # fmt: skip
+
+    def clear(self) -> None:
+        """Let go of both copies."""
+        self._parts = (None, None)
+
+    def _dense_values(self, dtype: torch.dtype) -> torch.Tensor:
+        part = self._parts[0] if self._parts[0] is not None else self._parts[1]
+        if part is None:
+            raise RuntimeError(f"{type(self).__name__} holds no data")
+        return part._dense_values(dtype)
+
+    def _update(self, quantizer: Any, src: torch.Tensor, noop_flag: torch.Tensor | None) -> None:
+        row, column = self._parts
+        if row is not None:
+            row._update(quantizer.rowwise_quantizer, src, noop_flag)
+        if column is not None:
+            if quantizer.columnwise_source == "rowwise_dequantized":
+                src = quantizer.rowwise_values(src)
+            column._update(quantizer.columnwise_quantizer, src, noop_flag)
+
+    def _takes_bytes_of(self, src: Any) -> bool:
+        if not isinstance(src, HybridQuantizedTensorStorage) or src.get_usages() != self.get_usages():
+            return False
+        return all(a is None or a._takes_bytes_of(b) for a, b in zip(self._parts, src._parts, strict=True))
+
+    def _copy_bytes(self, src: Any) -> None:
+        for mine, given in zip(self._parts, src._parts, strict=True):
+            if mine is not None:
+                mine._copy_bytes(given)
+
+    def _viewed(self, shape: Sequence[int]) -> Any:
+        parts = tuple(None if p is None else p._viewed(shape) for p in self._parts)
+        if any(p is not None and made is None for p, made in zip(self._parts, parts, strict=True)):
+            return None
+        return self._like(shape, parts)
+
+    def make_copy(self, device: torch.device | None = None, non_blocking: bool = False) -> Any:
+        """The same values in memory of their own, on a device."""
+        parts = tuple(None if p is None else p.make_copy(device, non_blocking) for p in self._parts)
+        return self._like(self.shape, parts)
+
+    def prepare_for_saving(self) -> tuple[list[torch.Tensor | None], Any]:
+        """The buffers of both copies, of which this object is stripped, and the object."""
+        return [t for p in self._parts if p is not None for t in p.prepare_for_saving()[0]], self
+
+    def restore_from_saved(self, tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Take the buffers back from the head of the list; what is left of it."""
+        rest = list(tensors)
+        for p in self._parts:
+            if p is not None:
+                rest = p.restore_from_saved(rest)
+        return rest
+
+    def fsdp_buffer_fields(self) -> tuple[str, ...]:
+        """The buffers that an all-gather moves."""
+        return tuple(self.__tensor_flatten__()[0])
+
+    def fsdp_extract_buffers(self) -> tuple[list[torch.Tensor], dict[str, Any]]:
+        """The buffers to gather, and what else a gathered tensor needs."""
+        fields = self.fsdp_buffer_fields()
+        return [getattr(self, n) for n in fields], {"fields": fields}
+
+    def fsdp_assign_gathered(self, gathered: Sequence[torch.Tensor], meta: dict[str, Any]) -> None:
+        """Hold gathered buffers."""
+        for name, t in zip(meta["fields"], gathered, strict=True):
+            part = self._parts[name.startswith("_col_part")]
+            inner = name.removeprefix("_row_part").removeprefix("_col_part")
+            if inner == "_hp_data":
+                part._hp_data = t
+            else:
+                part._adopt(inner, t)
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        names: list[str] = []
+        parts = []
+        for side, p in zip(_SIDES, self._parts, strict=True):
+            if p is None:
+                parts.append(None)
+                continue
+            inner, meta = p.__tensor_flatten__()
+            names += [f"_{side}_part{n}" for n in inner]
+            parts.append((type(p), tuple(p.shape), meta))
+        return names, (self._dtype, tuple(parts), self._quantizer)
+
+    @staticmethod
+    def _parts_of(inner: dict[str, torch.Tensor], parts: Any, outer_size: Any) -> tuple[Any, Any]:
+        made = []
+        for side, p in zip(_SIDES, parts, strict=True):
+            if p is None:
+                made.append(None)
+                continue
+            prefix = f"_{side}_part"
+            given = {n.removeprefix(prefix): t for n, t in inner.items() if n.startswith(prefix)}
+            made.append(p[0].__tensor_unflatten__(given, p[2], outer_size, None))
+        return tuple(made)  # type: ignore[return-value]
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: dict[str, torch.Tensor], meta: Any, outer_size: Any, outer_stride: Any) -> Any:
+        return cls._over(cls._parts_of(inner, meta[1], outer_size), outer_size, meta[0], meta[2])
+
+    def _label(self) -> str:
+        return ", ".join("None" if p is None else type(p).__name__ for p in self._parts)
+
+
+def _buffer_of(index: int, name: str) -> property:
+    return property(lambda self: getattr(self._parts[index], name))
+
+
+for _i, _side in enumerate(_SIDES):  # inner tensors have to be attributes for tracing compilers
+    for _name in _SUB_NAMES:
+        setattr(HybridQuantizedTensorStorage, f"_{_side}_part{_name}", _buffer_of(_i, _name))
+
+
+class HybridQuantizedTensor(QuantizedTensor, HybridQuantizedTensorStorage):
+    """A tensor whose two copies are quantized by different rules."""
+
+    def __init__(
+        self, shape: Sequence[int], dtype: torch.dtype, *, rowwise_storage: Any, columnwise_storage: Any,
+        quantizer: Any = None, fake_dtype: torch.dtype | None = None, requires_grad: bool = False, device: Any = None,
+    ) -> None:  # fmt: skip
+        self._given(dtype, (rowwise_storage, columnwise_storage), quantizer)
+
+    def __new__(cls, shape: Sequence[int], dtype: torch.dtype, **kwargs: Any) -> Any:
+        """The bare tensor, on the device of its storages."""
+        parts = (kwargs.get("rowwise_storage"), kwargs.get("columnwise_storage"))
+        device = next((p.device for p in parts if p is not None), kwargs.get("device"))
+        return QuantizedTensor.__new__(
+            cls, shape, dtype, requires_grad=kwargs.get("requires_grad", False), device=device
+        )
+
+    @classmethod
+    def _over(
+        cls, parts: tuple[Any, Any], shape: Sequence[int], dtype: torch.dtype, quantizer: Any, stride: Any = None
+    ) -> Any:
+        device = next(p.device for p in parts if p is not None)
+        made = QuantizedTensor.__new__(cls, tuple(shape), dtype, device=device, stride=stride)
+        made._given(dtype, parts, quantizer)
+        return made
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: dict[str, torch.Tensor], meta: Any, outer_size: Any, outer_stride: Any) -> Any:
+        parts = cls._parts_of(inner, meta[1], outer_size)
+        return cls._over(parts, tuple(outer_size), meta[0], meta[2], tuple(outer_stride))
+
+    def clear(self) -> None:
+        """Let go of both copies."""
+        self._parts = (None, None)
+
+    def _adopt_from(self, other: Any) -> None:
+        self._given(self.dtype, other._parts, other._quantizer)
+
+
+@cache
+def _rule(row: Operand, column: Operand) -> Operand:
+    from dataclasses import replace
+
+    return replace(row, columnwise=column)
+
+
+#: What a rule says of a side that stays in high precision.
+_NONE = Operand(dtypes.float32, "none")
+
+
+class HybridQuantizer(Quantizer):
+    """One quantizer for the rowwise copy, another for the columnwise one.
+
+    `columnwise_source`: the columnwise copy is made of the "original" values or of the "rowwise_dequantized" ones.
+    """
+
+    _VALUE = ("rowwise_quantizer", "columnwise_quantizer", "columnwise_source")
+
+    def __init__(
+        self, *, rowwise_quantizer: Quantizer, columnwise_quantizer: Quantizer, columnwise_source: str = "original"
+    ) -> None:
+        super().__init__(rowwise=True, columnwise=True)
+        for name, q in (("rowwise_quantizer", rowwise_quantizer), ("columnwise_quantizer", columnwise_quantizer)):
+            if isinstance(q, QuantizerRequest) or not isinstance(q, Quantizer):
+                raise TypeError(f"HybridQuantizer: {name} is {q!r}; it has to be a Quantizer")
+        if rowwise_quantizer is columnwise_quantizer:
+            raise ValueError("HybridQuantizer: one object for both copies; pass two quantizers")
+        if columnwise_source not in ("original", "rowwise_dequantized"):
+            raise ValueError(
+                f"HybridQuantizer: columnwise_source={columnwise_source!r}; it is 'original' or 'rowwise_dequantized'"
+            )
+        self.rowwise_quantizer = _internal(rowwise_quantizer, True)
+        self.columnwise_quantizer = _internal(columnwise_quantizer, False)
+        self.columnwise_source = columnwise_source
+
+    @property
+    def operand(self) -> Operand | None:
+        """The rowwise rule with the columnwise one in it; scaling "none" stands for high precision."""
+        row, column = self.rowwise_quantizer.operand, self.columnwise_quantizer.operand
+        if row is None and column is None:
+            return None
+        if self.columnwise_source != "original" and column is not None:
+            raise ArgumentError(
+                "HybridQuantizer.operand", "columnwise_source='rowwise_dequantized' in a module", "'original' there",
+                "quantize with it outside of modules",
+            )  # fmt: skip
+        return _rule(row or _NONE, column or _NONE)
+
+    def rowwise_values(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The values as the rowwise copy holds them."""
+        return self.rowwise_quantizer.quantize_impl(tensor)._dense_values(tensor.dtype)
+
+    def quantize_impl(self, tensor: torch.Tensor) -> Any:
+        """Both copies that are used, each by its own quantizer."""
+        row = self.rowwise_quantizer.quantize_impl(tensor) if self.rowwise_usage else None
+        column = None
+        if self.columnwise_usage:
+            source = tensor
+            if self.columnwise_source == "rowwise_dequantized":
+                source = self.rowwise_values(tensor) if row is None else row._dense_values(tensor.dtype)
+            column = self.columnwise_quantizer.quantize_impl(source)
+        return self._joined((row, column), tensor.shape, tensor.dtype)
+
+    def _joined(self, parts: tuple[Any, Any], shape: Sequence[int], dtype: torch.dtype) -> Any:
+        kind = HybridQuantizedTensorStorage if self.internal else HybridQuantizedTensor
+        return kind._over(parts, shape, dtype, self.copy())
+
+    def make_empty(
+        self, shape: Iterable[int], *, dtype: torch.dtype = torch.float32, device: Any = None,
+        requires_grad: bool = False, pin_memory: bool = False,
+    ) -> Any:  # fmt: skip
+        """An uninitialised tensor of the copies that are used."""
+        shape = tuple(shape)
+        used = zip((self.rowwise_quantizer, self.columnwise_quantizer), self.get_usages().values(), strict=True)
+        parts = [
+            q.make_empty(shape, dtype=dtype, device=device, pin_memory=pin_memory) if wanted else None
+            for q, wanted in used
+        ]
+        made = self._joined((parts[0], parts[1]), shape, dtype)
+        return made.requires_grad_() if requires_grad else made
+
+    def copy(self) -> Any:
+        """A quantizer of its own with copies of the two."""
+        made = super().copy()
+        made.rowwise_quantizer = self.rowwise_quantizer.copy()
+        made.columnwise_quantizer = self.columnwise_quantizer.copy()
+        return made
+
+    def calibrate(self, tensor: torch.Tensor) -> None:
+        """Let both note the statistics."""
+        self.rowwise_quantizer.calibrate(tensor)
+        self.columnwise_quantizer.calibrate(tensor)
+
+    def is_quantizable(self, inp: torch.Tensor) -> bool:
+        """Whether both can quantize a piece of this shape by itself."""
+        return self.rowwise_quantizer.is_quantizable(inp) and self.columnwise_quantizer.is_quantizable(inp)
+
+
+def _internal(quantizer: Quantizer, rowwise: bool) -> Any:
+    made = quantizer.copy()
+    made.internal = True
+    made.set_usage(rowwise=rowwise, columnwise=not rowwise)
+    return made
+
+
+def _make_hybrid_quantized_tensor_in_reduce_ex(
+    dtype: torch.dtype, shape: Any, row: Any, column: Any, quantizer: Any, requires_grad: bool, is_param: bool
+) -> Any:
+    """Unpickles a `HybridQuantizedTensor`."""
+    from te_torch.tensors.wrap import classes_of
+
+    def part(state: Any) -> Any:
+        if state is None:
+            return None
+        if state[0] == "identity":
+            return IdentityTensorStorage._over(state[1], tuple(shape), dtype, state[2])
+        key, buffers, options, own = state
+        form = form_of(tuple(key))
+        return classes_of(form)[0]._of(tuple(shape), dtype, form, packed(Buffers(*buffers)), own, tuple(options))
+
+    made = HybridQuantizedTensor._over((part(row), part(column)), tuple(shape), dtype, quantizer)
+    made.requires_grad_(requires_grad)
+    if is_param:
+        made._is_param = True
+    return made
+
+
+__all__ = [
+    "HybridQuantizedTensor", "HybridQuantizedTensorStorage", "HybridQuantizer", "IdentityQuantizer",
+]  # fmt: skip

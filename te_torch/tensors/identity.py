@@ -1,0 +1,232 @@
+"""The quantizer that does not quantize: high precision where a recipe wants a quantizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from te_torch.runtime import to_core
+from te_torch.tensors.base import Quantizer, _dense
+from te_torch.tensors.storage import QuantizedTensorStorage
+from te_torch.tensors.tensor import QuantizedTensor
+
+
+class IdentityTensorStorage(QuantizedTensorStorage):
+    """`_hp_data`: the values as they are. Serves both usages."""
+
+    _INNER_TENSORS = ("_hp_data",)
+
+    def __init__(
+        self, *, hp_data: torch.Tensor | None, fake_dtype: torch.dtype | None = None, quantizer: Any = None
+    ) -> None:
+        self._shape = (0,) if hp_data is None else tuple(hp_data.shape)
+        dtype = fake_dtype or (torch.float32 if hp_data is None else hp_data.dtype)
+        self._given(dtype, hp_data, quantizer)
+
+    def _given(self, dtype: torch.dtype, hp_data: torch.Tensor | None, quantizer: Any) -> None:
+        self._dtype, self._quantizer, self._options = dtype, quantizer, ()
+        self._hp_data = hp_data
+
+    @classmethod
+    def _over(cls, hp_data: torch.Tensor, shape: Sequence[int], dtype: torch.dtype, quantizer: Any) -> Any:
+        made = object.__new__(cls)
+        made._shape = tuple(shape)
+        made._given(dtype, hp_data, quantizer)
+        return made
+
+    def _like(self, shape: Sequence[int], buffers: Any, dtype: torch.dtype | None = None) -> Any:
+        quantizer = None if self._quantizer is None else self._quantizer.copy()
+        return self._over(buffers, shape, dtype or self._dtype, quantizer)
+
+    @property
+    def _buffers(self) -> Any:
+        return self._hp_data
+
+    def _set_buffers(self, buffers: Any) -> None:
+        self._hp_data = buffers if isinstance(buffers, torch.Tensor) else None
+
+    def flatten_inner(self) -> list[torch.Tensor]:
+        """The values."""
+        return [] if self._hp_data is None else [self._hp_data]
+
+    def inner_meta(self) -> tuple[Any, ...]:
+        """That these are no quantized buffers."""
+        return ("identity", tuple(self._matrix()))
+
+    def to_core(self) -> Any:
+        """The core's view: a plain matrix."""
+        assert self._hp_data is not None
+        return to_core(self._hp_data.contiguous()).matrix()
+
+    def get_usages(self) -> dict[str, bool]:
+        """Both, as long as there are values."""
+        held = self._hp_data is not None
+        return {"rowwise": held, "columnwise": held}
+
+    def update_usage(self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None) -> None:
+        """Nothing can be dropped: the one copy serves both."""
+
+    def get_data_tensors(self, rowwise_data: bool = True, columnwise_data: bool = True) -> Any:
+        """The values, for each copy that is asked for."""
+        return (self._hp_data, self._hp_data) if rowwise_data and columnwise_data else self._hp_data
+
+    def get_metadata(self) -> dict[str, Any]:
+        """The constructor's keyword arguments that make a storage of the same values."""
+        return {"hp_data": self._hp_data, "fake_dtype": self._dtype, "quantizer": self._quantizer}
+
+    def _dense_values(self, dtype: torch.dtype) -> torch.Tensor:
+        if self._hp_data is None:
+            raise RuntimeError(f"{type(self).__name__} holds no data")
+        return self._hp_data.to(dtype) if self._hp_data.dtype != dtype else self._hp_data.clone()
+
+    def _update(self, quantizer: Any, src: torch.Tensor, noop_flag: torch.Tensor | None) -> None:
+        assert self._hp_data is not None
+        if noop_flag is not None:
+            src = torch.where(noop_flag.reshape(()) == 1, self._hp_data, src.to(self._hp_data.dtype))
+        self._hp_data.copy_(src)
+
+    def _takes_bytes_of(self, src: Any) -> bool:
+        return isinstance(src, IdentityTensorStorage)
+
+    def _copy_bytes(self, src: Any) -> None:
+        self._hp_data.copy_(src._hp_data)  # type: ignore[union-attr]
+
+    def _viewed(self, shape: Sequence[int]) -> Any:
+        assert self._hp_data is not None
+        return self._like(shape, self._hp_data.view(tuple(shape)))
+
+    def make_copy(self, device: torch.device | None = None, non_blocking: bool = False) -> Any:
+        """The same values in memory of their own, on a device."""
+        assert self._hp_data is not None
+        moved = self._hp_data.to(device, non_blocking=non_blocking, copy=True)
+        return self._like(self.shape, moved)
+
+    def prepare_for_saving(self) -> tuple[list[torch.Tensor | None], Any]:
+        """The values, of which this object is stripped, and the object."""
+        held, self._hp_data = self._hp_data, None
+        return [held], self
+
+    def restore_from_saved(self, tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Take the values back from the head of the list; what is left of it."""
+        self._hp_data = tensors[0]
+        return list(tensors[1:])
+
+    def fsdp_buffer_fields(self) -> tuple[str, ...]:
+        """The buffers that an all-gather moves."""
+        return ("_hp_data",)
+
+    def fsdp_assign_gathered(self, gathered: Sequence[torch.Tensor], meta: dict[str, Any]) -> None:
+        """Hold gathered values."""
+        (self._hp_data,) = gathered
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["_hp_data"], (self._dtype, self._quantizer)
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: dict[str, torch.Tensor], meta: Any, outer_size: Any, outer_stride: Any) -> Any:
+        dtype, quantizer = meta
+        return cls._over(inner["_hp_data"], outer_size, dtype, quantizer)
+
+    def _label(self) -> str:
+        return f"shape={tuple(self.shape)}"
+
+
+class IdentityTensor(QuantizedTensor, IdentityTensorStorage):
+    """A tensor in high precision with the interface of a quantized one."""
+
+    def __init__(
+        self, shape: Sequence[int], dtype: torch.dtype, *, hp_data: torch.Tensor | None,
+        fake_dtype: torch.dtype | None = None, quantizer: Any = None, requires_grad: bool = False, device: Any = None,
+    ) -> None:  # fmt: skip
+        self._given(dtype, hp_data, quantizer)
+
+    @classmethod
+    def _over(
+        cls, hp_data: torch.Tensor, shape: Sequence[int], dtype: torch.dtype, quantizer: Any, stride: Any = None
+    ) -> Any:
+        made = QuantizedTensor.__new__(cls, tuple(shape), dtype, device=hp_data.device, stride=stride)
+        made._given(dtype, hp_data, quantizer)
+        return made
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: dict[str, torch.Tensor], meta: Any, outer_size: Any, outer_stride: Any) -> Any:
+        dtype, quantizer = meta
+        return cls._over(inner["_hp_data"], tuple(outer_size), dtype, quantizer, tuple(outer_stride))
+
+    def clear(self) -> None:
+        """Let go of the values."""
+        self._hp_data = None
+
+    def _adopt_from(self, other: Any) -> None:
+        self._given(self.dtype, other._hp_data, other._quantizer)
+
+    def fsdp_pre_all_gather(
+        self, mesh: Any, orig_size: Any, contiguous_orig_stride: Any, module: Any, mp_policy: Any
+    ) -> tuple[tuple[torch.Tensor, ...], Any]:
+        """FSDP2: the values to gather."""
+        assert self._hp_data is not None
+        return (self._hp_data,), (self._quantizer, self.dtype)
+
+    def fsdp_post_all_gather(
+        self, all_gather_outputs: tuple[torch.Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Any = None
+    ) -> Any:
+        """FSDP2: the whole parameter over the gathered values."""
+        (data,) = all_gather_outputs
+        if out is not None:
+            out._hp_data = data
+            return None
+        return type(self)._over(data, data.shape, metadata[1], metadata[0]), all_gather_outputs
+
+
+class IdentityQuantizer(Quantizer):
+    """Leaves tensors in high precision (in `dtype`, if given)."""
+
+    _VALUE = ("dtype",)
+
+    def __init__(self, *, dtype: torch.dtype | None = None, rowwise: bool = True, columnwise: bool = True) -> None:
+        super().__init__(rowwise=rowwise, columnwise=columnwise)
+        self.dtype = dtype
+
+    @property
+    def operand(self) -> None:
+        """No rule: high precision."""
+        return None
+
+    def quantize_impl(self, tensor: torch.Tensor) -> Any:
+        """The tensor itself, wrapped."""
+        data = tensor.detach() if self.dtype is None else tensor.detach().to(self.dtype)
+        kind = IdentityTensorStorage if self.internal else IdentityTensor
+        return kind._over(data, tensor.shape, tensor.dtype, self.copy())
+
+    def update_quantized(self, src: torch.Tensor, dst: Any, *, noop_flag: torch.Tensor | None = None) -> Any:
+        """Copy `src` into `dst`."""
+        with torch.no_grad():
+            dst._update(self, _dense(src), noop_flag)
+        return dst
+
+    def make_empty(
+        self, shape: Iterable[int], *, dtype: torch.dtype = torch.float32, device: Any = None,
+        requires_grad: bool = False, pin_memory: bool = False,
+    ) -> Any:  # fmt: skip
+        """An uninitialised tensor."""
+        place = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        data = torch.empty(tuple(shape), dtype=self.dtype or dtype, device=place, pin_memory=pin_memory)
+        kind = IdentityTensorStorage if self.internal else IdentityTensor
+        made = kind._over(data, data.shape, dtype, self.copy())
+        return made.requires_grad_() if requires_grad else made
+
+    def is_requantization_safe(self) -> bool:
+        """Nothing is lost."""
+        return True
+
+
+def _make_identity_tensor_in_reduce_ex(
+    hp_data: torch.Tensor, dtype: torch.dtype, shape: Any, quantizer: Any, requires_grad: bool, is_param: bool
+) -> Any:
+    """Unpickles an `IdentityTensor`."""
+    made = IdentityTensor._over(hp_data, tuple(shape), dtype, quantizer).requires_grad_(requires_grad)
+    if is_param:
+        made._is_param = True
+    return made

@@ -1,0 +1,136 @@
+"""MXFP8: FP8 with a power-of-two scale for each 32 elements. Storage, tensor, quantizer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+
+from te_core.dtypes import DType as CoreType
+from te_core.precision import Operand
+from te_core.quantized import Format
+from te_core.recipe import MXFP8BlockScaling
+from te_torch.tensors.base import Quantizer
+from te_torch.tensors.block_scaled import BlockScaledStorage, BlockScaledTensor, documented_scale_shape
+from te_torch.tensors.buffers import Buffers, matrix_of
+from te_torch.tensors.dtype import DType, fp8, of_core
+
+
+class MXFP8TensorStorage(BlockScaledStorage):
+    """FP8 data of the tensor's shape in both copies (the columnwise one is not transposed), E8M0 scales as uint8."""
+
+    def __init__(
+        self, *, rowwise_data: torch.Tensor | None, rowwise_scale_inv: torch.Tensor | None,
+        columnwise_data: torch.Tensor | None, columnwise_scale_inv: torch.Tensor | None, fp8_dtype: Any,
+        quantizer: Any = None, with_gemm_swizzled_scales: bool = False, fake_dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
+        first = rowwise_data if rowwise_data is not None else columnwise_data
+        self._shape = (0,) if first is None else tuple(first.shape)
+        given = Buffers(rowwise_data, rowwise_scale_inv, None, columnwise_data, columnwise_scale_inv)
+        self._given(fake_dtype or torch.float32, fp8_dtype, given, quantizer, with_gemm_swizzled_scales)
+
+    def _given(self, dtype: torch.dtype, fp8_dtype: Any, given: Buffers, quantizer: Any, swizzled: bool) -> None:
+        refuse_swizzled(type(self).__name__, swizzled)
+        tiled = bool(quantizer is not None and getattr(quantizer, "with_2d_quantization", False))
+        self._adopt_all(dtype, Format(fp8(fp8_dtype), "mxfp8", tiled), given, quantizer)
+
+    @property
+    def _fp8_dtype(self) -> DType:
+        return of_core(self._format.dtype)
+
+    def _derives_columnwise(self) -> bool:
+        return False
+
+    def get_metadata(self) -> dict[str, Any]:
+        """The constructor's keyword arguments that make a storage of the same buffers."""
+        return {
+            **self._four(), "fp8_dtype": self._fp8_dtype, "quantizer": self._quantizer, "fake_dtype": self._dtype,
+            "with_gemm_swizzled_scales": False,
+        }  # fmt: skip
+
+
+def refuse_swizzled(name: str, swizzled: bool) -> None:
+    """Scales are held in the documented order; a GEMM swizzles them itself."""
+    if swizzled:
+        raise NotImplementedError(f"{name}: with_gemm_swizzled_scales=True; pass scales in rows and blocks")
+
+
+class MXFP8Tensor(BlockScaledTensor, MXFP8TensorStorage):
+    """A tensor in MXFP8."""
+
+    def __init__(
+        self, shape: Sequence[int], dtype: torch.dtype, *, rowwise_data: torch.Tensor | None,
+        rowwise_scale_inv: torch.Tensor | None, columnwise_data: torch.Tensor | None,
+        columnwise_scale_inv: torch.Tensor | None, fp8_dtype: Any, quantizer: Any = None,
+        with_gemm_swizzled_scales: bool = False, fake_dtype: torch.dtype | None = None, requires_grad: bool = False,
+        device: Any = None,
+    ) -> None:  # fmt: skip
+        given = Buffers(rowwise_data, rowwise_scale_inv, None, columnwise_data, columnwise_scale_inv)
+        self._given(dtype, fp8_dtype, given, quantizer, with_gemm_swizzled_scales)
+
+
+@cache
+def _rule(dtype: CoreType, tiled: bool) -> Operand:
+    return Operand(dtype, "mxfp8", tiled=tiled)
+
+
+class MXFP8Quantizer(Quantizer):
+    """MXFP8 by 1x32 pieces or, `with_2d_quantization`, 32x32 tiles."""
+
+    _VALUE = ("dtype", "with_2d_quantization")
+
+    def __init__(
+        self, fp8_dtype: Any, *, rowwise: bool = True, columnwise: bool = True, with_2d_quantization: bool = False
+    ) -> None:
+        super().__init__(rowwise=rowwise, columnwise=columnwise)
+        self.dtype = DType.cast(fp8_dtype)
+        fp8(self.dtype)
+        self.with_2d_quantization = with_2d_quantization
+
+    @property
+    def operand(self) -> Operand:
+        """The rule as plain data."""
+        return _rule(self.dtype.core, self.with_2d_quantization)
+
+    def is_quantizable(self, inp: torch.Tensor) -> bool:
+        """Whether a piece of this shape can be quantized by itself."""
+        m, k = matrix_of(inp.shape)
+        return inp.ndim >= 2 and m % 32 == 0 and k % 32 == 0
+
+    def get_scale_shape(self, shape: Sequence[int], columnwise: bool) -> tuple[int, int]:
+        """The shape of the scales of a tensor."""
+        return documented_scale_shape(self.format, shape, columnwise)
+
+    def get_columnwise_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """The shape of the columnwise data."""
+        return tuple(shape)
+
+    def create_tensor_from_data(
+        self, data: torch.Tensor, scale_inv: torch.Tensor, fake_dtype: torch.dtype = torch.float32,
+        fp8_dtype: Any = DType.kFloat8E4M3,
+    ) -> MXFP8Tensor:  # fmt: skip
+        """A tensor over rowwise data and scales."""
+        return MXFP8Tensor(
+            data.shape, fake_dtype, rowwise_data=data, rowwise_scale_inv=scale_inv, columnwise_data=None,
+            columnwise_scale_inv=None, fp8_dtype=fp8_dtype, quantizer=self.copy(), device=data.device,
+        )  # fmt: skip
+
+    def onnx_quantize(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The cast as one operator (`te_runtime::quantize_pieces`)."""
+        return self._made(tensor, None)
+
+    def onnx_dequantize(self, tensor: Any) -> torch.Tensor:
+        """The way back."""
+        return tensor.dequantize()
+
+    def _get_compatible_recipe(self) -> Any:
+        return MXFP8BlockScaling
+
+
+def _make_mxfp8_tensor_in_reduce_ex(*args: Any) -> Any:
+    """Unpickles an `MXFP8Tensor`."""
+    from te_torch.tensors.pickling import rebuilt
+
+    return rebuilt(MXFP8Tensor, *args)

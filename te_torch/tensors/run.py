@@ -1,0 +1,169 @@
+"""Quantize and dequantize torch tensors by the core's rules: directly, or under a tracing compiler as operators.
+
+Compilers cannot look into the core, so they see `te_runtime::quantize_pieces` and `te_runtime::dequantize_pieces`,
+which take and return the buffers and run the same code on them.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+from functools import lru_cache
+
+import torch
+
+from te_core import dtypes, ops
+from te_core.ops.quantize import allocate
+from te_core.precision import Operand
+from te_core.quantized import Cast, Format, QuantizedTensor
+from te_core.runtime import Runtime
+from te_torch.runtime import FLOATS, TO_CORE, runtime_for, shape_runtime, to_core, to_core_shape, to_torch
+from te_torch.tensors.buffers import Buffers, core_of, form_key, form_of, of_core
+
+_PLAIN = [f.name for f in fields(Operand) if f.name not in ("dtype", "columnwise", "custom")]
+
+
+def is_real(t: torch.Tensor) -> bool:
+    """Whether a tensor has memory that the core can read (not a compiler's stand-in)."""
+    return type(t) is torch.Tensor or type(t) is torch.nn.Parameter
+
+
+def dequantize(form: Format, shape: tuple[int, int], buffers: Buffers, dtype: torch.dtype) -> torch.Tensor:
+    """The values of the matrix, in one of the activation types."""
+    first = buffers.row_data if buffers.row_data is not None else buffers.col_data
+    assert first is not None
+    if is_real(first):
+        rt = runtime_for(first)
+        return to_torch(ops.dequantize(rt, core_of(form, shape, buffers), TO_CORE[dtype]))
+    inner = [b for b in buffers if b is not None]
+    held = "".join("0" if b is None else "1" for b in buffers)
+    return torch.ops.te_runtime.dequantize_pieces(inner, list(shape), json.dumps([*form_key(form), held]), dtype)
+
+
+def quantize(
+    x: torch.Tensor, rule: Operand, rowwise: bool, columnwise: bool, *, scale: torch.Tensor | None = None,
+    amax: torch.Tensor | None = None, rng: torch.Tensor | None = None,
+) -> Buffers:  # fmt: skip
+    """A contiguous matrix [M, K] by a rule; `amax`, if given, is raised to its maximum."""
+    if is_real(x):
+        return of_core(_quantize(runtime_for(x), x, rule, rowwise, columnwise, scale, amax, rng))
+    key = json.dumps([rule.dtype.name, *[getattr(rule, n) for n in _PLAIN]])
+    inner = torch.ops.te_runtime.quantize_pieces(x, scale, rng, key, rowwise, columnwise, amax is not None)
+    if amax is not None:
+        amax.copy_(torch.maximum(amax, inner[-1]))
+    return _sorted_in(inner, rule.format, rowwise, columnwise)
+
+
+def _sorted_in(inner: list[torch.Tensor], form: Format, rowwise: bool, columnwise: bool) -> Buffers:
+    """Buffers of a flat list of those that are there."""
+    given = iter(inner)
+    count = 3 if form.scaling == "nvfp4" else 2
+    made: list[torch.Tensor | None] = []
+    for wanted in (rowwise, columnwise):
+        made += [next(given) if wanted and i < count else None for i in range(3)]
+    return Buffers(*made)
+
+
+def _quantize(
+    rt: Runtime, x: torch.Tensor, rule: Operand, rowwise: bool, columnwise: bool, scale: torch.Tensor | None,
+    amax: torch.Tensor | None, rng: torch.Tensor | None,
+) -> QuantizedTensor:  # fmt: skip
+    convert = to_core_shape if x.is_meta else to_core
+    cast = Cast(
+        rule.format, rowwise=rowwise, columnwise=columnwise, epsilon=rule.epsilon, power_of_two=rule.power_of_two,
+        scale=None if scale is None else convert(scale.reshape(1)), amax=None if amax is None else convert(amax.view(1)),
+        transform=rule.transform and columnwise, stochastic=rule.stochastic, rng=None if rng is None else convert(rng),
+        four_over_six=rule.four_over_six,
+    )  # fmt: skip
+    return ops.quantize(rt, convert(x), cast)
+
+
+def empty(form: Format, shape: tuple[int, int], rowwise: bool, columnwise: bool, device: torch.device) -> Buffers:
+    """Uninitialised buffers, but for the padding, which is zero, and scales, which are those of zeros."""
+    rt = shape_runtime(device) if device.type == "meta" else runtime_for(torch.empty(0, device=device))
+    buffers = of_core(allocate(rt, shape, Cast(form, rowwise=rowwise, columnwise=columnwise)))
+    if device.type != "meta":
+        for columnwise_copy in (False, True):
+            data, scale, amax = buffers.of(columnwise_copy)
+            if data is not None and (shape[0] % form.pad or shape[1] % form.pad):
+                data.zero_()
+            if scale is not None:
+                scale.fill_(1 if scale.dtype is torch.float32 else 0)
+            if amax is not None:
+                amax.zero_()
+    return buffers
+
+
+def plain(t: torch.Tensor) -> torch.Tensor:
+    """What a quantizer reads: a contiguous matrix in an activation type."""
+    if t.dtype not in FLOATS:
+        t = t.float()
+    t = t.detach()
+    return t.reshape(-1, t.shape[-1]).contiguous() if t.ndim and t.numel() else t.reshape(_rows(t), _columns(t))
+
+
+def _rows(t: torch.Tensor) -> int:
+    rows = 1
+    for n in t.shape[:-1]:
+        rows *= n
+    return rows
+
+
+def _columns(t: torch.Tensor) -> int:
+    return t.shape[-1] if t.ndim else 1
+
+
+# ------------------------------------------------------------------------------------------- for compilers
+
+
+@lru_cache(1024)
+def _form(text: str) -> tuple[Format, str]:
+    *key, held = json.loads(text)
+    return form_of(tuple(key)), held
+
+
+@lru_cache(1024)
+def _rule(text: str) -> Operand:
+    name, *values = json.loads(text)
+    return Operand(dtypes.dtype(name), **dict(zip(_PLAIN, values, strict=True)))
+
+
+def _dequantize_op(inner: list[torch.Tensor], shape: list[int], text: str, dtype: torch.dtype) -> torch.Tensor:
+    form, held = _form(text)
+    given = iter(inner)
+    buffers = Buffers(*[next(given) if h == "1" else None for h in held])
+    rt = runtime_for(inner[0])
+    return to_torch(ops.dequantize(rt, core_of(form, (shape[0], shape[1]), buffers), TO_CORE[dtype])).clone()
+
+
+def _dequantize_fake(inner: list[torch.Tensor], shape: list[int], text: str, dtype: torch.dtype) -> torch.Tensor:
+    return inner[0].new_empty(shape, dtype=dtype)
+
+
+def _quantize_op(
+    x: torch.Tensor, scale: torch.Tensor | None, rng: torch.Tensor | None, text: str, rowwise: bool, columnwise: bool,
+    with_amax: bool, fake: bool = False,
+) -> list[torch.Tensor]:  # fmt: skip
+    rule = _rule(text)
+    amax = x.new_zeros((1,), dtype=torch.float32) if with_amax else None
+    if fake:
+        rt = shape_runtime(x.device)
+        made = allocate(rt, (x.shape[0], x.shape[1]), Cast(rule.format, rowwise=rowwise, columnwise=columnwise))
+    else:
+        made = _quantize(runtime_for(x), x.contiguous(), rule, rowwise, columnwise, scale, amax, rng)
+    inner = [b.clone() for b in of_core(made) if b is not None]  # results of an operator share no memory
+    return inner if amax is None else [*inner, amax]
+
+
+_library = torch.library.Library("te_runtime", "FRAGMENT")
+_library.define("dequantize_pieces(Tensor[] inner, SymInt[] shape, str form, ScalarType dtype) -> Tensor")
+_library.define(
+    "quantize_pieces(Tensor x, Tensor? scale, Tensor? rng, str rule, bool rowwise, bool columnwise, bool with_amax)"
+    " -> Tensor[]"
+)
+_library.impl("dequantize_pieces", _dequantize_op, "CompositeExplicitAutograd")
+_library.impl("quantize_pieces", _quantize_op, "CompositeExplicitAutograd")
+torch.library.register_fake("te_runtime::dequantize_pieces", _dequantize_fake, lib=_library)
+torch.library.register_fake(
+    "te_runtime::quantize_pieces", lambda *args: _quantize_op(*args, fake=True), lib=_library
+)

@@ -1,0 +1,203 @@
+"""`QuantizedTensor`: a quantized storage that presents itself to torch as a tensor of its nominal type."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.autograd.graph import increment_version
+
+from te_core.quantized import Format
+from te_torch.quantized import QuantizedTorch
+from te_torch.tensors.buffers import Buffers
+from te_torch.tensors.storage import QuantizedTensorStorage
+
+
+class QuantizedTensor(QuantizedTorch):
+    """A tensor without memory of its own: its values are those of the quantized buffers.
+
+    An operation that its class does not know runs on the dequantized values; one that changes them in place quantizes
+    the result into the same buffers.
+    """
+
+    _quantizer: Any
+
+    def __new__(
+        cls, shape: Sequence[int], dtype: torch.dtype, *, fake_dtype: torch.dtype | None = None,
+        requires_grad: bool = False, device: Any = None, stride: Sequence[int] | None = None,
+        storage_offset: int = 0, **held: Any,
+    ) -> Any:  # fmt: skip
+        """The bare tensor; a concrete class gives it its buffers."""
+        if device is None:
+            device = next((t.device for t in held.values() if isinstance(t, torch.Tensor)), None)
+        return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, tuple(shape), strides=stride, storage_offset=storage_offset or None, dtype=dtype, layout=torch.strided,
+            requires_grad=requires_grad, device=device,
+        )  # fmt: skip
+
+    @classmethod
+    def _of(
+        cls, shape: tuple[int, ...], dtype: torch.dtype, form: Format, buffers: Buffers, quantizer: Any = None,
+        options: tuple[Any, ...] = (), requires_grad: bool = False, stride: Any = None,
+    ) -> Any:  # fmt: skip
+        first = buffers.row_data if buffers.row_data is not None else buffers.col_data
+        made = QuantizedTensor.__new__(
+            cls, shape, dtype, requires_grad=requires_grad, device=None if first is None else first.device,
+            stride=stride,
+        )  # fmt: skip
+        made._hold(dtype, form, buffers, quantizer, options)
+        return made
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any, kwargs: Any = None) -> Any:
+        from te_torch.tensors.dispatch import dispatch
+
+        return dispatch(func, args, kwargs or {})
+
+    # ---------------------------------------------------------------------------------------------- values
+
+    def dequantize(self, *, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """The values as a plain tensor; to autograd the identity."""
+        dtype = dtype or self.dtype
+        if torch.is_grad_enabled() and self.requires_grad:
+            return _Dequantize.apply(self, dtype)
+        return self._dense_values(dtype)
+
+    def float(self) -> torch.Tensor:
+        """The values in float32."""
+        return self.dequantize(dtype=torch.float32)
+
+    def bfloat16(self) -> torch.Tensor:
+        """The values in bfloat16."""
+        return self.dequantize(dtype=torch.bfloat16)
+
+    def half(self) -> torch.Tensor:
+        """The values in float16."""
+        return self.dequantize(dtype=torch.float16)
+
+    def quantize_(self, tensor: Any, *, noop_flag: torch.Tensor | None = None) -> Any:
+        """Replace the values by those of `tensor`, quantized by this tensor's quantizer."""
+        super().quantize_(tensor, noop_flag=noop_flag)  # type: ignore[misc]
+        increment_version(self)
+        return self
+
+    def copy_from_storage(self, src: Any) -> None:
+        """Take over the bytes of a storage of the same format and copies."""
+        super().copy_from_storage(src)  # type: ignore[misc]
+        increment_version(self)
+
+    # ------------------------------------------------------------------------------------- tensors like it
+
+    @classmethod
+    def make_like(
+        cls, tensor: Any, *, shape: Sequence[int] | None = None, dtype: torch.dtype | None = None,
+        requires_grad: bool = False,
+    ) -> Any:  # fmt: skip
+        """Another tensor over the same buffers."""
+        made = tensor._like(tensor.shape if shape is None else shape, tensor._buffers, dtype)
+        return made.requires_grad_(requires_grad) if requires_grad else made
+
+    def to_dtype(self, dtype: torch.dtype) -> Any:
+        """The same data with another nominal type."""
+        return type(self).make_like(self, dtype=dtype, requires_grad=self.requires_grad)
+
+    def cpu(self, memory_format: Any = torch.preserve_format) -> Any:
+        """The tensor with its buffers on the host."""
+        return self.to(device="cpu")
+
+    def expand_as(self, other: torch.Tensor) -> Any:
+        """The tensor itself below a node of autograd, by which a gradient accumulator is reached."""
+        if other is self:
+            return _Identity.apply(self)
+        return super().expand_as(other)
+
+    def view(self, *shape: Any) -> Any:
+        """The same buffers in another shape."""
+        return torch.Tensor.view(self, *shape)
+
+    def clear(self) -> None:
+        """Let go of the buffers."""
+        self._set_buffers(Buffers())  # type: ignore[attr-defined]
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """An empty storage on the device: the buffers have their own."""
+        return torch.UntypedStorage(0, device=self.device)
+
+    @property
+    def data(self) -> Any:
+        """The tensor detached, over the same buffers. Assigning adopts another's buffers, or quantizes its values."""
+        return self.detach()
+
+    @data.setter
+    def data(self, tensor: torch.Tensor) -> None:
+        if type(tensor) is type(self):
+            if tensor.shape != self.shape or tensor.device != self.device:
+                torch.Tensor.data.__set__(self, tensor)  # type: ignore[attr-defined]
+            self._adopt_from(tensor)  # type: ignore[attr-defined]
+        else:
+            with torch.no_grad():
+                self.quantize_(tensor)
+
+    def _adopt_from(self, other: Any) -> None:
+        self._hold(self.dtype, other._format, other._buffers, other._quantizer, other._options)  # type: ignore[attr-defined]
+
+    # --------------------------------------------------------------------------------- copies, files, compilers
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if id(self) in memo:
+            return memo[id(self)]
+        made = self.detach().make_copy()  # type: ignore[attr-defined]
+        made.requires_grad_(self.requires_grad)
+        memo[id(self)] = made
+        own = set(made.__dict__) - {"_quantizer"}
+        made.__dict__.update({k: copy.deepcopy(v, memo) for k, v in self.__dict__.items() if k not in own})
+        return made
+
+    def __copy__(self) -> Any:
+        return type(self).make_like(self, requires_grad=self.requires_grad)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        from te_torch.tensors import pickling
+
+        return pickling.reduced(self)
+
+    def prepare_for_saving(self) -> tuple[list[Any], Any]:
+        """The tensor itself: autograd saves it as any other."""
+        return [self], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: dict[str, torch.Tensor], meta: Any, outer_size: Any, outer_stride: Any) -> Any:
+        made = QuantizedTensorStorage._unflattened(inner, meta)
+        return cls._of(tuple(outer_size), *made, stride=tuple(outer_stride))
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return QuantizedTensorStorage.__repr__(self)  # type: ignore[arg-type]
+
+    def __format__(self, spec: str) -> str:
+        return format(self.detach().dequantize(), spec) if self.ndim == 0 else repr(self)
+
+
+class _Dequantize(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Any, dtype: torch.dtype) -> torch.Tensor:
+        ctx.dtype = tensor.dtype
+        return tensor._dense_values(dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return grad.to(ctx.dtype), None
+
+
+class _Identity(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Any) -> Any:
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return grad
+

@@ -1,0 +1,191 @@
+"""Several matrices quantized at once: the bytes that `quantize` gives of each alone."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from te_core import dtypes, ops
+from te_core.errors import ArgumentError
+from te_core.ops.quantize_grouped import ALIGNMENT, bounds_of, groups_in
+from te_core.quantized import Cast, Format
+from tests.backends import cuda_runtime, requires_cuda
+from tests.core.inputs import DTYPES, numpy_dtype, placed, poisoned, values
+
+FORMATS = {
+    "delayed": Format(dtypes.float8_e4m3),
+    "current": Format(dtypes.float8_e5m2),
+    "block": Format(dtypes.float8_e4m3, "block"),
+    "tiles": Format(dtypes.float8_e5m2, "block", tiled=True),
+    "mxfp8": Format(dtypes.float8_e4m3, "mxfp8"),
+    "nvfp4": Format(dtypes.float4_e2m1, "nvfp4"),
+}
+ORIENTATIONS = [(True, True), (True, False), (False, True)]
+#: None but one, empty ones first, last and side by side, one row, none that is whole tiles, whole tiles.
+SPLITS = [[0, 0, 5], [37, 0, 1, 128, 0, 0], [129, 16, 257, 33], [256, 128]]
+WIDTH = 80
+
+on_formats = pytest.mark.parametrize("name", FORMATS)
+on_dtypes = pytest.mark.parametrize("dtype", DTYPES)
+
+
+def make_casts(rt, name, count, orientation=(True, True), seed=0):
+    """A cast for each matrix; of delayed scaling with a scale and an amax of its own."""
+    form = FORMATS[name]
+    options = {"rowwise": orientation[0], "columnwise": orientation[1]}
+    if name == "nvfp4":
+        rng = rt.tensor(np.array([seed, 0], np.int64))
+        return [Cast(form, **options, stochastic=True, rng=rng, site=i) for i in range(count)]
+    if name != "delayed":
+        cast = Cast(form, **options, power_of_two=form.scaling == "block", epsilon=0.25)
+        return [cast] * count
+    scales = np.random.default_rng(seed).uniform(0.1, 40, (count, 1)).astype(np.float32)
+    held = np.arange(count, dtype=np.float32)  # some above the maximum, which then must stay
+    return [
+        Cast(form, **options, scale=rt.tensor(scales[i]), amax=rt.tensor(held[i : i + 1] * 50)) for i in range(count)
+    ]  # fmt: skip
+
+
+def pieces(rt, q):
+    """All that a quantized matrix holds, as bytes."""
+    named = {n: getattr(q, n) for n in ("rowwise", "rowwise_scale", "columnwise", "columnwise_scale")}
+    if q.format.scaling == "nvfp4":
+        named |= {n: getattr(q, n) for n in ("rowwise_amax", "columnwise_amax")}
+    return {n: rt.numpy(t).view(np.uint8) for n, t in named.items() if t is not None}
+
+
+def same(rt, ours, alone):
+    assert ours.format is alone.format and tuple(ours.shape) == tuple(alone.shape)
+    a, b = pieces(rt, ours), pieces(rt, alone)
+    assert set(a) == set(b)
+    for part in a:
+        np.testing.assert_array_equal(a[part], b[part], err_msg=part)
+
+
+def compare(rt, name, dtype, splits, orientation, *, sums=False, offset=0, special=False):
+    rt = poisoned(rt)
+    x = values((sum(splits), WIDTH), dtype, len(splits), special=special)
+    held = placed(rt, x, offset)
+    sum_dtype = dtypes.dtype(numpy_dtype(dtype))
+    totals = [[rt.empty((WIDTH,), sum_dtype) for _ in splits] if sums else None for _ in range(2)]
+    ours, theirs = (make_casts(rt, name, len(splits), orientation) for _ in range(2))
+    groups = ops.quantize_grouped(rt, held, splits, ours, totals[0])
+    for i, (start, stop) in enumerate(bounds_of(splits)):
+        total = totals[1][i] if sums else None
+        alone = ops.quantize(rt, held.rows(start, stop), theirs[i], column_sum=total)
+        same(rt, groups[i], alone)
+        if sums:
+            np.testing.assert_array_equal(rt.numpy(totals[0][i]).view(np.uint8), rt.numpy(total).view(np.uint8))
+        if name == "delayed":
+            np.testing.assert_array_equal(rt.numpy(ours[i].amax), rt.numpy(theirs[i].amax))
+    again = groups_in(groups[0].block, splits, WIDTH, FORMATS[name], orientation[1])
+    for group, found in zip(groups, again, strict=True):
+        held = pieces(rt, group)
+        for part, data in pieces(rt, found).items():
+            np.testing.assert_array_equal(data, held[part])
+        assert (found.columnwise if orientation[1] else found.rowwise).ptr % ALIGNMENT == groups[
+            0
+        ].block.ptr % ALIGNMENT
+
+
+@on_dtypes
+@on_formats
+def test_groups(rt, name, dtype):
+    for i, splits in enumerate(SPLITS):
+        compare(rt, name, dtype, splits, ORIENTATIONS[i % 3], sums=i % 2 == 0, special=i == 2 and name != "nvfp4")
+
+
+@on_formats
+def test_columns_sums_without_padding(rt, name):
+    """More rows than one block of threads takes."""
+    compare(rt, name, "bfloat16", [1000, 0, 700], (True, True), sums=True)
+
+
+@pytest.mark.parametrize("name", ["delayed", "current", "block"])
+def test_off_the_grid(rt, name):
+    """An address that holds no vector."""
+    compare(rt, name, "bfloat16", [33, 7], (True, True), sums=True, offset=1)
+
+
+@pytest.mark.parametrize("name", ["delayed", "current", "block", "tiles"])
+@pytest.mark.parametrize("count", [49, 130, 400])
+def test_more_than_a_table_holds(rt, name, count):
+    splits = [(7 * i) % 5 for i in range(count)]
+    compare(rt, name, "bfloat16", splits, (True, True), sums=True)
+
+
+@on_dtypes
+@on_formats
+def test_many(rt, name, dtype):
+    """Separate matrices, each with storage of its own."""
+    rt = poisoned(rt)
+    tensors = [placed(rt, values((m, WIDTH), dtype, m)) for m in (48, 129, 0, 16)]
+    casts = [make_casts(rt, name, len(tensors)) for _ in range(2)]
+    made = ops.quantize_many(rt, tensors, casts[0])
+    for ours, t, cast in zip(made, tensors, casts[1], strict=True):
+        same(rt, ours, ops.quantize(rt, t, cast))
+    assert len({q.block.ptr for q in made}) == len(made)
+
+
+def test_one_block(rt):
+    """All groups in one allocation, the copy that backward reads at its front; rows apart where it is large."""
+    for rows, apart in ((64, False), (2048, True)):
+        x = rt.zeros((2 * rows, WIDTH), dtypes.bfloat16)
+        a, b = ops.quantize_grouped(rt, x, [rows, rows], make_casts(rt, "current", 2))
+        assert a.block is b.block and a.columnwise.owner is b.columnwise.owner is a.block
+        assert (a.rowwise.owner is not a.block) is apart and a.rowwise.owner is b.rowwise.owner
+        assert a.columnwise.ptr == a.block.ptr
+
+
+def test_nothing(rt):
+    assert ops.quantize_grouped(rt, rt.zeros((0, 16), dtypes.float32), [], []) == []
+    assert ops.quantize_many(rt, [], []) == []
+
+
+def test_refusals(rt):
+    x = rt.zeros((8, 16), dtypes.float32)
+    cast = Cast(dtypes.float8_e4m3, rowwise=True, columnwise=False)
+    other = Cast(dtypes.float8_e4m3, rowwise=True, columnwise=True)
+    finer = Cast(dtypes.float8_e4m3, rowwise=True, columnwise=False, epsilon=1.0)
+    for splits, casts, what in (
+        ([4, 5], [cast, cast], "add up"), ([9, -1], [cast, cast], "add up"), ([4, 4], [cast], "one cast"),
+        ([4, 4], [cast, other], "tensors only"), ([4, 4], [cast, finer], "tensors only"),
+    ):  # fmt: skip
+        with pytest.raises(ArgumentError, match=what):
+            ops.quantize_grouped(rt, x, splits, casts)
+    with pytest.raises(ArgumentError, match="one width"):
+        ops.quantize_many(rt, [x, rt.zeros((8, 32), dtypes.float32)], [cast, cast])
+    with pytest.raises(ArgumentError, match="column_sum"):
+        ops.quantize_grouped(
+            rt, x, [4, 4], [cast, cast], [rt.zeros((16,), dtypes.float32), rt.zeros((8,), dtypes.float32)]
+        )
+
+
+def test_plans_do_not_know_the_rows(rt):
+    """Splits change with every step: after the first call nothing is planned again."""
+    casts = make_casts(rt, "current", 3)
+    x = rt.zeros((90, WIDTH), dtypes.bfloat16)
+    ops.quantize_grouped(rt, x, [30, 30, 30], casts)
+    before = rt.plans.builds
+    for i in range(20):
+        ops.quantize_grouped(rt, x, [i, 30, 60 - i], casts)
+    assert rt.plans.builds == before
+
+
+@requires_cuda
+@pytest.mark.parametrize("name", ["delayed", "current", "block", "tiles"])
+def test_launches(name, monkeypatch):
+    """One launch for all groups (current scaling: maxima and cast), one more for all column sums."""
+    from te_core.kernels.loader import Kernel
+
+    rt, launched = cuda_runtime(), []
+    real = Kernel.by_value
+    monkeypatch.setattr(Kernel, "by_value", lambda self, *args: (launched.append(self.name), real(self, *args))[1])
+    monkeypatch.setattr(Kernel, "__call__", lambda self, *args, **kw: pytest.fail(f"a launch of {self.name}"))
+    casts = make_casts(rt, name, 3)
+    x = rt.tensor(np.ones((96, WIDTH), np.float32))
+    ops.quantize_grouped(rt, x, [40, 0, 56], casts)
+    assert len(launched) == (2 if name == "current" else 1)
+    launched.clear()
+    ops.quantize_grouped(rt, x, [40, 0, 56], casts, [rt.empty((WIDTH,), dtypes.float32) for _ in range(3)])
+    assert len(launched) == (3 if name == "current" else 2) and launched.count("column_sum_grouped") == 1

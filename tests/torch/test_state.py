@@ -1,0 +1,309 @@
+"""FP8 state in checkpoints, its size and its values, and training that goes on where it stopped, bit for bit."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+import torch
+
+import te_torch as te
+from te_core.errors import ArgumentError
+from te_core.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling
+from te_torch.checkpoint_state import plain_state_dict, prepare_state
+from tests.backends import devices
+from tests.module_steps import GEMM_MODULES, MODULES, differences, fp8_state, gradient_for, make, region, step, values
+
+on_devices = pytest.mark.parametrize("device", devices())
+gemm_modules = pytest.mark.parametrize("kind", GEMM_MODULES)
+SHORT = DelayedScaling(amax_history_len=4)
+ENTRIES = ("scale_fwd", "amax_history_fwd", "scale_bwd", "amax_history_bwd")
+
+
+# ------------------------------------------------------------------------------------------------- exact resume
+
+#: Recipes whose training resumes exactly, each on every device.
+RESUME: dict[str, Any] = {
+    "delayed": DelayedScaling(amax_history_len=4),
+    "delayed_most_recent": DelayedScaling(amax_history_len=2, amax_compute_algo="most_recent", margin=1),
+    "current": Float8CurrentScaling(),
+}
+
+
+class Model(torch.nn.Module):
+    """All modules that hold parameters, in one residual network."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self.first = te.LayerNormLinear(48, 64, device=device, params_dtype=torch.bfloat16)
+        self.second = te.Linear(64, 48, device=device, params_dtype=torch.bfloat16)
+        self.mlp = te.LayerNormMLP(48, 80, device=device, params_dtype=torch.bfloat16)
+        self.norm = te.RMSNorm(48, device=device, dtype=torch.bfloat16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.second(torch.nn.functional.gelu(self.first(x)))
+        return self.norm(x + self.mlp(x))
+
+
+def trained(
+    recipe: Any, device: str, steps: range, checkpoint: io.BytesIO | None, seed: int
+) -> tuple[list[float], io.BytesIO, Model]:
+    """(losses, checkpoint) of these steps, from a checkpoint or from the start."""
+    torch.manual_seed(seed)
+    model = Model(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    if checkpoint is not None:
+        checkpoint.seek(0)
+        loaded = torch.load(checkpoint, weights_only=True)
+        model.load_state_dict(loaded["model"], strict=True)
+        optimizer.load_state_dict(loaded["optimizer"])
+    losses = []
+    for i in steps:
+        x = values(24, 48, device=device, dtype=torch.bfloat16, seed=i)
+        optimizer.zero_grad()
+        with region(recipe):
+            y = model(x)
+        loss = (y.float() - x.float().roll(1, -1)).square().mean() * (1 + i % 3)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    file = io.BytesIO()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    return losses, file, model
+
+
+@on_devices
+@pytest.mark.parametrize("recipe", RESUME)
+@pytest.mark.parametrize("stop", [1, 5])
+def test_training_resumes_exactly(stop: int, recipe: str, device: str) -> None:
+    """Ten steps, or some, a checkpoint, and the rest in a fresh model: the same losses and the same weights."""
+    straight, _, whole = trained(RESUME[recipe], device, range(10), None, seed=0)
+    before, checkpoint, _ = trained(RESUME[recipe], device, range(stop), None, seed=0)
+    after, _, resumed = trained(RESUME[recipe], device, range(stop, 10), checkpoint, seed=1)
+    assert before + after == straight
+    assert not differences(resumed.state_dict(), whole.state_dict())
+    assert len(set(straight)) == 10
+
+
+# ------------------------------------------------------------------------------------------------------ entries
+
+
+@on_devices
+@pytest.mark.parametrize("kind", MODULES)
+def test_entries_of_a_module(kind: str, device: str) -> None:
+    """Parameters, four float32 entries of a module with a history, and nothing else."""
+    module = make(kind, device)
+    plain = set(module.state_dict())
+    assert plain == {name for name, _ in module.named_parameters()}
+    step(module, values(16, 48, device=device), "current")
+    assert set(module.state_dict()) == plain
+    step(module, values(16, 48, device=device), "delayed")
+    new = set(module.state_dict()) - plain
+    assert new == ({f"fp8_state.{name}" for name in ENTRIES} if kind in GEMM_MODULES else set())
+    assert {module.state_dict()[name].dtype for name in new} <= {torch.float32}
+
+
+@on_devices
+def test_prepare_state(device: str) -> None:
+    """The entries that training makes, before any: names and shapes equal, values those of a start."""
+    model, twin = (torch.nn.ModuleDict({k: make(k, device) for k in MODULES}) for _ in range(2))
+    assert prepare_state(model, Float8CurrentScaling()) == []
+    assert prepare_state(model, MXFP8BlockScaling()) == prepare_state(model, Float8BlockScaling()) == []
+    assert set(model.state_dict()) == {name for name, _ in model.named_parameters()}
+    assert prepare_state(model, SHORT) == list(GEMM_MODULES)
+    assert prepare_state(model, SHORT) == []
+    x = values(16, 48, device=device)
+    for kind in MODULES:
+        step(twin[kind], x, SHORT)
+    shapes = {name: (t.shape, t.dtype, t.device) for name, t in model.state_dict().items()}
+    assert shapes == {name: (t.shape, t.dtype, t.device) for name, t in twin.state_dict().items()}
+    for kind in MODULES:  # and the first step is that of a module that was not prepared
+        assert not differences(step(model[kind], x, SHORT), step(make(kind, device), x, SHORT))
+        assert not differences(fp8_state(model[kind]), fp8_state(twin[kind]))
+
+
+def test_prepare_state_refusals() -> None:
+    with pytest.raises(ArgumentError, match="recipe"):
+        prepare_state(make("Linear"), "delayed")  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match="meta"):
+        prepare_state(te.Linear(16, 16, device="meta"), SHORT)
+
+
+@on_devices
+@gemm_modules
+def test_a_prepared_module_takes_either_checkpoint(kind: str, device: str) -> None:
+    """That of FP8 training, and one without FP8 state, by which it starts anew: strictly, with entries kept."""
+    source, target, x = make(kind, device), make(kind, device, seed=1), values(16, 48, device=device)
+    plain = {name: t.clone() for name, t in source.state_dict().items()}
+    for i in (1, 2):
+        step(source, i * x, SHORT)
+    prepare_state(target, SHORT)
+    entries = {name: t for name, t in target.state_dict().items() if "fp8_state" in name}
+    target.load_state_dict(source.state_dict(), strict=True)
+    assert all(target.state_dict()[name].data_ptr() == t.data_ptr() for name, t in entries.items()), "filled in place"
+    assert not differences(fp8_state(target), fp8_state(source))
+    target.load_state_dict(plain, strict=True)
+    assert not differences(target.state_dict(), {**plain, **make_start(target)})
+    fresh = make(kind, device)
+    assert not differences(step(target, x, SHORT), step(fresh, x, SHORT))
+    assert not differences(fp8_state(target), fp8_state(fresh))
+
+
+def make_start(module: Any) -> dict[str, torch.Tensor]:
+    """Scales of one and empty histories in the shapes of a module's own."""
+    return {
+        name: torch.ones_like(t) if "scale" in name else torch.zeros_like(t) for name, t in fp8_state(module).items()
+    }
+
+
+@on_devices
+@gemm_modules
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("ran", [False, True])
+@pytest.mark.parametrize("length", [2, 4, 7])
+def test_other_history_lengths(length: int, ran: bool, assign: bool, kind: str, device: str) -> None:
+    """Rows of the checkpoint are cut, or zeros follow them, at the next forward."""
+    source, target, x = make(kind, device), make(kind, device, seed=1), values(16, 48, device=device)
+    for i in (3, 1, 2):
+        step(source, i * x, SHORT)
+    kept = {name: t.clone() for name, t in source.state_dict().items()}
+    if ran:
+        step(target, x, DelayedScaling(amax_history_len=length))
+    target.load_state_dict(kept, assign=assign)
+    with torch.no_grad(), te.autocast(recipe=DelayedScaling(amax_history_len=length)):
+        target(0 * x)
+    for direction in ("fwd", "bwd"):
+        old, new = kept[f"fp8_state.amax_history_{direction}"], getattr(target.fp8_state, f"amax_history_{direction}")
+        assert new.shape == (length, old.shape[1])
+        rows = min(length, 4)
+        assert torch.equal(new[1:rows], old[1:rows]) and not new[rows:].any()
+        assert torch.equal(getattr(target.fp8_state, f"scale_{direction}"), kept[f"fp8_state.scale_{direction}"])
+
+
+@on_devices
+def test_loading_by_assignment_onto_a_meta_model(device: str) -> None:
+    source, x = make("Linear", device), values(16, 48, device=device)
+    step(source, x, SHORT)
+    target = te.Linear(48, 64, device="meta")
+    target.load_state_dict({n: t.clone() for n, t in source.state_dict().items()}, assign=True, strict=True)
+    assert not differences(step(target, 2 * x, SHORT), step(source, 2 * x, SHORT))
+    assert not differences(fp8_state(target), fp8_state(source))
+
+
+@on_devices
+def test_state_of_a_checkpoint_in_half_precision_is_float32_again(device: str) -> None:
+    source, x = make("Linear", device), values(16, 48, device=device)
+    step(source, x, SHORT)
+    for assign in (False, True):
+        target = make("Linear", device)
+        target.load_state_dict({n: t.bfloat16() for n, t in source.state_dict().items()}, assign=assign)
+        assert {t.dtype for t in fp8_state(target).values()} == {torch.float32}
+
+
+@on_devices
+@gemm_modules
+def test_adjust_amax_history_length(kind: str, device: str) -> None:
+    module, x = make(kind, device), values(16, 48, device=device)
+    module.adjust_amax_history_length(3)  # no state yet: nothing to do
+    for i in (3, 1, 2):
+        step(module, i * x, SHORT)
+    before = fp8_state(module)
+    module.adjust_amax_history_length(6, fwd=True)
+    module.adjust_amax_history_length(2, fwd=False)
+    state = module.fp8_state
+    forward, backward = before["fp8_state.amax_history_fwd"], before["fp8_state.amax_history_bwd"]
+    assert torch.equal(state.amax_history_fwd, torch.cat([forward, torch.zeros_like(forward[:2])]))
+    assert torch.equal(state.amax_history_bwd, backward[:2])
+    module.adjust_amax_history_length(4)
+    assert torch.equal(state.amax_history_fwd, forward) and state.amax_history_bwd.shape == backward.shape
+    with pytest.raises(ArgumentError, match="length=0"):
+        module.adjust_amax_history_length(0)
+
+
+@on_devices
+def test_meta_tensors(device: str) -> None:
+    """Taken, set back, and begun anew, in place."""
+    module, x = make("Linear", device), values(16, 48, device=device)
+    assert module.get_fp8_meta_tensors() is None
+    module.reset_fp8_meta_tensors()
+    step(module, x, SHORT)
+    before, taken = fp8_state(module), module.get_fp8_meta_tensors()
+    assert set(taken) == {"scaling_fwd", "scaling_bwd"}
+    step(module, 5 * x, SHORT)
+    assert differences(fp8_state(module), before)
+    module.reset_fp8_meta_tensors(taken)
+    assert not differences(fp8_state(module), before)
+    module.reset_fp8_meta_tensors()
+    assert not differences(fp8_state(module), make_start(module))
+
+
+@on_devices
+def test_an_update_of_a_module_called_twice_in_a_region(device: str) -> None:
+    """Row 0 holds the larger call until the region ends, whichever came first; so does that of the gradients."""
+    module, x = make("Linear", device), values(16, 48, device=device)
+    for factors in ((1.0, 4.0), (4.0, 1.0)):
+        with te.autocast(recipe=SHORT):
+            ys = [module(f * x) for f in factors]
+            assert module.fp8_state.amax_history_fwd[0, 0] == 4 * x.abs().max()
+        dy = gradient_for(ys[0])
+        torch.autograd.backward(ys, [f * dy for f in factors])
+        assert module.fp8_state.scale_fwd[0] == 448 / (4 * x.abs().max())
+        assert module.fp8_state.scale_bwd[0] == 57344 / (4 * dy.abs().max())
+
+
+# -------------------------------------------------------------------------------------------------- plain tensors
+
+
+class Quantized(torch.Tensor):
+    """Stands for the quantized classes: a tensor that is twice what it stores."""
+
+    stored: torch.Tensor
+
+    @staticmethod
+    def of(stored: torch.Tensor, dtype: torch.dtype) -> Quantized:
+        made = torch.Tensor._make_wrapper_subclass(Quantized, stored.shape, dtype=dtype, device=stored.device)
+        made.stored = stored
+        return made
+
+    def dequantize(self, *, dtype: torch.dtype | None = None) -> torch.Tensor:
+        return (2 * self.stored).to(dtype or self.dtype)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return Quantized.of(args[0].stored, args[0].dtype)
+        raise NotImplementedError(str(func))
+
+
+@on_devices
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float32])
+def test_plain_state_dict(dtype: torch.dtype | None, device: str) -> None:
+    """Plain, contiguous, each in memory of its own; FP8 state stays float32, integers stay what they are."""
+    module = make("Linear", device, torch.float16)
+    step(module, values(16, 48, device=device, dtype=torch.float16), SHORT)
+    model = torch.nn.ModuleDict({"a": module, "tied": torch.nn.Linear(48, 64, device=device, dtype=torch.float16)})
+    model["tied"].weight = module.weight
+    model["tied"].register_buffer("counts", torch.arange(4, device=device))
+    model["tied"].register_buffer("turned", values(3, 5, device=device).t())
+    model["tied"].register_buffer("part", values(8, device=device)[2:5])
+    stored = values(4, 4, device=device)
+    quantized = Quantized.of(stored, torch.bfloat16)
+    model["tied"].bias = torch.nn.Parameter(quantized, requires_grad=False)
+    state, plain = model.state_dict(), plain_state_dict(model, dtype)
+    assert list(plain) == list(state)
+    for name, t in plain.items():
+        assert type(t) is torch.Tensor and t.is_contiguous() and not t.requires_grad
+        assert t.untyped_storage().nbytes() == t.numel() * t.element_size(), name
+        fixed = "fp8_state" in name or name == "tied.counts"
+        assert t.dtype == (state[name].dtype if fixed or dtype is None else dtype), name
+        wanted = (2 * stored).to(dtype or torch.bfloat16) if name == "tied.bias" else state[name].to(t.dtype)
+        assert torch.equal(t, wanted), name
+    assert len({t.untyped_storage().data_ptr() for t in plain.values()}) == len(plain)
+    model.load_state_dict({n: t for n, t in plain.items() if n != "tied.bias"}, strict=False)
+    assert not differences(fp8_state(module), {n[2:]: t for n, t in plain.items() if "fp8_state" in n})
+
+
+def test_plain_state_dict_refusals() -> None:
+    with pytest.raises(ArgumentError, match="dtype"):
+        plain_state_dict(make("Linear"), torch.int8)
