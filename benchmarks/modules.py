@@ -46,6 +46,19 @@ def swiglu(hidden: int, ffn: int) -> torch.nn.Module:
     return te.LayerNormMLP(hidden, ffn, activation="swiglu", normalization="RMSNorm", bias=False, **BF16)
 
 
+class Experts(torch.nn.Module):
+    """The experts of a layer, each with as many rows."""
+
+    def __init__(self, count: int, rows: int, width: int, out: int) -> None:
+        super().__init__()
+        self.experts = te.GroupedLinear(count, width, out, bias=False, **BF16)
+        self.splits = [rows // count] * count
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Of rows sorted by expert."""
+        return self.experts(x, self.splits)
+
+
 FP8_TARGETS = {"bf16": 1.00, "delayed": 0.95, "current": 0.92, "block": 0.92}
 
 # fmt: off
@@ -55,6 +68,8 @@ LARGE = [
     Case("LayerNormLinear 8192x4096->12288", partial(te.LayerNormLinear, 4096, 12288, **BF16), (8192, 4096),
          targets=FP8_TARGETS),
     Case("LayerNormMLP swiglu/rms 8192x4096x14336", partial(swiglu, 4096, 14336), (8192, 4096), targets=FP8_TARGETS),
+    Case("GroupedLinear 8x(2048x4096->8192)", partial(Experts, 8, 16384, 4096, 8192), (16384, 4096),
+         targets=dict.fromkeys(RECIPES, 1.02)),
     Case("LayerNorm 8192x4096", partial(te.LayerNorm, 4096, **BF16), (8192, 4096), ("bf16",)),
     Case("RMSNorm 8192x4096", partial(te.RMSNorm, 4096, **BF16), (8192, 4096), ("bf16",)),
 ]

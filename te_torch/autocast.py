@@ -17,11 +17,21 @@ from typing import Any
 
 import torch
 
+from te_core import device
 from te_core.errors import ArgumentError
 from te_core.precision import Precision
-from te_core.recipe import DelayedScaling, Recipe, by_token, resolve, the_one
+from te_core.recipe import (
+    DelayedScaling,
+    Float8CurrentScaling,
+    MXFP8BlockScaling,
+    Recipe,
+    by_token,
+    resolve,
+    the_one,
+)
 from te_torch import amax_reduction
 from te_torch import state as scaling
+from te_torch.availability import current_device
 from te_torch.runtime import constant_at_trace
 
 # Precisions by number, 0 being none: what a tracing compiler can hold as a constant and guard on.
@@ -166,11 +176,26 @@ def in_backward() -> bool:
 
 
 def get_default_recipe() -> Recipe:
-    """The recipe of a region that names none."""
+    """The recipe of a region that names none: MXFP8 where the GPU has it, else per-tensor FP8."""
+    info = current_device()
+    if info is not None and device.mxfp8_supported(info)[0]:
+        return MXFP8BlockScaling()
+    if info is not None and info.capability >= (12, 0):
+        return Float8CurrentScaling()
     return DelayedScaling()
 
 
-_default = get_default_recipe()  # for traced code, which can make no recipe
+# One object for all regions, which resolves once; traced code could make none. Not made at import: that would ask the
+# driver what the GPU is.
+_default: Recipe | None = None
+
+
+def prepare_default() -> Recipe:
+    """Make the default recipe, if it is not there yet (the first module does, so that traced code finds it)."""
+    global _default
+    if _default is None:
+        _default = get_default_recipe()
+    return _default
 
 
 class autocast:  # noqa: N801  the documented name
@@ -212,7 +237,7 @@ class autocast:  # noqa: N801  the documented name
         self.enabled = enabled
         self.calibrating = calibrating
         if recipe is None:
-            recipe = _default if torch.compiler.is_compiling() else get_default_recipe()
+            recipe = _default or prepare_default()
         self.recipe = recipe
         self.amax_reduction_group = amax_reduction_group
         self._graph = _graph

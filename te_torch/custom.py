@@ -5,11 +5,33 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from te_core import dtypes
 from te_core.errors import ArgumentError
 from te_core.precision import Gemm, History, Operand, Precision
 from te_core.recipe import Format, the_one
+from te_core.runtime import Runtime
+from te_core.tensor import META, Tensor
 from te_torch.autocast import number_of_precision, precision_of, recipe_of
+from te_torch.runtime import to_core, to_torch
+
+
+class UserQuantizer:
+    """A user's quantizer class as the core calls it: the values as it rounds them, to be multiplied as they are."""
+
+    def __init__(self, quantizer: Any) -> None:
+        self.quantizer = quantizer
+
+    def __call__(self, rt: Runtime, x: Tensor, rowwise: bool, columnwise: bool) -> Tensor:
+        """x rounded by the user's quantize()."""
+        if x.device is META:
+            return x
+        plain = to_torch(x)
+        with torch.no_grad():
+            made = self.quantizer.quantize(plain)
+            values = made.dequantize() if hasattr(made, "dequantize") else made
+        return to_core(values.to(plain.dtype).contiguous())
 
 
 def custom_precisions(module: Any, number: int) -> tuple[int, ...]:
@@ -65,7 +87,10 @@ def _rule(given: Any, role: Any, backward: bool) -> tuple[Operand | None, Histor
             "CustomRecipe", f"qfactory({role}) -> {given!r}", "a Quantizer or a DelayedScalingRequest",
             "return IdentityQuantizer() for high precision",
         )  # fmt: skip
-    rule = given.operand
+    try:
+        rule = given.operand
+    except NotImplementedError:  # a user's own class
+        return Operand(dtypes.bfloat16, "custom", custom=UserQuantizer(given)), None
     if rule is not None and rule.scaling == "delayed":
         raise ArgumentError(
             "CustomRecipe", f"qfactory({role}) -> a Float8Quantizer", "a DelayedScalingRequest for delayed scaling",

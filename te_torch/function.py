@@ -194,8 +194,12 @@ class _Eager(torch.autograd.Function):
             scaling.ran_backward(state, ctx.within)
         if ctx.extra is not None:
             return _backward_with(ctx, rt, views, saved, scales)
+        if _frees_saved and not _keep_graph():
+            ctx.maybe_clear_saved_tensors()  # what the layer has read to the end may go before it has ended
+            del kept
         results = call.layer.backward(rt, *views, saved, spec=call.spec, scales=scales, **call.options)
-        return (None, None, None, None, *[None if t is None else _gradient(t, given) for t in results])
+        found = [None if t is None else _gradient(t, given) for t in results]
+        return (None, None, None, None, *found, *[None] * (ctx.inputs - len(found)))
 
 
 def _gradient(t: Any, given: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -216,7 +220,7 @@ def _backward_with(ctx: Any, rt: Runtime, views: list[Any], saved: Any, scales: 
     for position, weight, sink in zip(call.layer.weights, weights, sinks, strict=True):
         if sink is not None and sink.main is not None:
             grads[position] = _stand_in_gradient(weight)
-    return (None, None, None, None, *grads)
+    return (None, None, None, None, *grads, *[None] * (ctx.inputs - len(grads)))
 
 
 def _sink(weight: torch.Tensor, extra: Extra, index: int) -> Sink | None:
@@ -246,6 +250,8 @@ def _stand_in_gradient(weight: torch.Tensor) -> torch.Tensor | None:
 
 _eager_apply: Any = super(torch.autograd.Function, _Eager).apply
 _functorch_active = torch._C._are_functorch_transforms_active
+_frees_saved = hasattr(_Eager, "maybe_clear_saved_tensors")
+_keep_graph = torch._C._autograd._get_current_graph_task_keep_graph
 
 
 def _complete(call: Call, grads: Sequence[torch.Tensor | None], saved: Sequence[torch.Tensor | None]) -> list[Any]:
@@ -402,4 +408,5 @@ class _Traced(torch.autograd.Function):
         if scale_bwd is not None:
             _raise(history_bwd, results[-1])
         fresh = iter(results)
-        return (None, None, None, None, None, *[next(fresh) if g else None for g in _gives(ctx.key)])
+        found = [next(fresh) if g else None for g in _gives(ctx.key)]
+        return (None, None, None, None, None, *found, *[None] * (ctx.inputs - len(found)))

@@ -1,4 +1,4 @@
-"""The door from the modules to the quantized tensor classes."""
+"""The door from the modules to the quantized tensor classes, which are imported when the first one is made."""
 
 from __future__ import annotations
 
@@ -6,14 +6,12 @@ from typing import Any
 
 import torch
 
+from te_core.precision import Operand
 from te_core.quantized import QuantizedTensor
 
 
 class QuantizedTorch(torch.Tensor):
-    """Base of the quantized tensor classes."""
-
-    def dequantize(self) -> torch.Tensor:
-        raise NotImplementedError
+    """What every quantized tensor class is, for those who have to tell one from a plain tensor."""
 
 
 def core_of(t: Any) -> QuantizedTensor:
@@ -25,9 +23,14 @@ def core_of(t: Any) -> QuantizedTensor:
 
 def from_core(q: QuantizedTensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """A quantized torch tensor over the storage of a core one."""
-    raise NotImplementedError
+    from te_torch.tensors import wrap
+
+    made: torch.Tensor = wrap.from_core(q, shape, dtype)
+    return made
 
 
-def quantizer_of(rule: Any, device: torch.device) -> Any:
+def quantizer_of(rule: Operand, device: torch.device) -> Any:
     """The quantizer that follows an operand rule."""
-    raise NotImplementedError
+    from te_torch.tensors import wrap
+
+    return wrap.quantizer_of(rule, device)

@@ -87,7 +87,7 @@ def _quantize(
 ) -> torch.Tensor:
     quantizer = quantizer_of(rule, device=weight.device)
     # One copy is enough where the other can be made of it whenever backward wants it.
-    derivable = rule.format.scaling == "tensor" or rule.tiled
+    derivable = rule.format.scaling == "tensor" or (rule.format.scaling == "block" and rule.tiled)
     quantizer.set_usage(rowwise=True, columnwise=torch.is_grad_enabled() and not derivable)
     if rule.scaling == "delayed":
         from te_torch.modules.base import make_state

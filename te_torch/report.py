@@ -120,7 +120,7 @@ def _held_by(module: torch.nn.Module, seen: set[Any]) -> Iterator[tuple[str, int
     for buffer in module.buffers(recurse=False):
         yield from _of_tensor(buffer, "fp8_state" if _is_state(module) else "buffers", seen)
     for cached in _weight_cache(module).values():
-        yield "cached_weights", sum(size for _, size in _of_quantized(cached.to_core(), seen))
+        yield "cached_weights", sum(size for _, size in _of_quantized(cached, seen))
 
 
 def _weight_cache(module: torch.nn.Module) -> dict[str, Any]:
@@ -130,19 +130,30 @@ def _weight_cache(module: torch.nn.Module) -> dict[str, Any]:
 
 def _of_tensor(t: torch.Tensor, kind: str, seen: set[Any]) -> Iterator[tuple[str, int]]:
     if hasattr(t, "to_core"):  # one of te_torch.tensors: only its copies have memory
-        yield from _of_quantized(t.to_core(), seen)
+        yield from _of_quantized(t, seen)
     elif t.device.type != "meta":
         yield kind, _once(("torch", t.device, t.data_ptr()), t.numel() * t.element_size(), seen)
 
 
-def _of_quantized(q: Any, seen: set[Any]) -> Iterator[tuple[str, int]]:
-    """A `te_core.quantized.QuantizedTensor` by copy. Both copies of a per-tensor format have the same scale."""
-    for kind, piece in (
-        ("rowwise", q.rowwise), ("columnwise", q.columnwise), ("scales", q.rowwise_scale),
-        ("scales", q.columnwise_scale), ("scales", q.rowwise_amax), ("scales", q.columnwise_amax),
-    ):  # fmt: skip
-        if isinstance(piece, Tensor):
-            yield kind, _once(("core", piece.device, piece.ptr), piece.nbytes, seen)
+def _of_quantized(t: Any, seen: set[Any]) -> Iterator[tuple[str, int]]:
+    for kind, piece in _pieces(t):
+        yield kind, _once(("core", piece.device, piece.ptr), piece.nbytes, seen)
+
+
+def _pieces(t: Any) -> Iterator[tuple[str, Tensor]]:
+    """(kind, memory) of a quantized tensor by copy. Both copies of a per-tensor format have the same scale.
+
+    Copies of two formats come as a pair, one of which may be in high precision.
+    """
+    for q in t.to_core_pair() if hasattr(t, "to_core_pair") else (t.to_core(),):
+        if isinstance(q, Tensor):
+            yield "parameters", q
+        elif q is not None:
+            pieces = (
+                ("rowwise", q.rowwise), ("columnwise", q.columnwise), ("scales", q.rowwise_scale),
+                ("scales", q.columnwise_scale), ("scales", q.rowwise_amax), ("scales", q.columnwise_amax),
+            )  # fmt: skip
+            yield from ((kind, piece) for kind, piece in pieces if piece is not None)
 
 
 def _once(place: tuple[Any, ...], size: int, seen: set[Any]) -> int:
@@ -221,9 +232,8 @@ def _storages(t: Any) -> Iterator[torch.UntypedStorage]:
         if t.device.type != "meta":
             yield t.untyped_storage()
         return
-    q = t.to_core()
-    for piece in (q.rowwise, q.columnwise, q.rowwise_scale, q.columnwise_scale, q.rowwise_amax, q.columnwise_amax):
-        while isinstance(piece, Tensor):
-            piece = piece.owner
-        if isinstance(piece, torch.Tensor):
-            yield from _storages(piece)
+    for _, piece in _pieces(t):
+        owner: Any = piece
+        while isinstance(owner, Tensor):
+            owner = owner.owner
+        yield from _storages(owner)

@@ -63,7 +63,7 @@ def _facts(gemm: str, spec: LinearSpec, place: Device, weight: Format | None) ->
     route = ops.gemm_route(place, a, b)
     note = "an inspector may replace operands" if spec.inspect is not None else ""
     accumulation = "split" if getattr(p, gemm).split_accumulator else "fast"
-    if route.how == "native":
+    if route.how == "native" or route.how == "emulated":  # the reference backend emulates all formats exactly
         return GemmFacts(gemm, str(a), str(b), accumulation, _family(place, a), True, note)
     if route.how == "refused" and not p.emulate:
         return GemmFacts(gemm, str(a), str(b), "", "refused", False, route.reason)

@@ -150,7 +150,7 @@ def backward(
     scales: Scales | None = None,
     sinks: Sequence[Sink | None] | None = None,
 ) -> tuple[Tensor | None, ...]:
-    """(dx, a dweight for each group, a dbias for each, None), None where `spec` or a sink says so."""
+    """(dx, a dweight for each group, a dbias for each), None where `spec` or a sink says so."""
     weights = saved.weight
     sinks = sinks or [None] * spec.num_gemms
     leading, dy2 = flattened(dy)
@@ -181,7 +181,7 @@ def backward(
             (operand, left), x = gs[i], xs[i]
             assert x is not None  # kept for every group whose weight wants a gradient
             dws.append(weight_gradient(rt, operand.columns, x, (n, k), part, left, sinks[i], dtype))
-    return dx, *dws, *dbs, None
+    return dx, *dws, *dbs
 
 
 # ---------------------------------------------------------------------------------------- operands of all groups

@@ -128,8 +128,8 @@ def backward(
     scales: Scales | None = None,
     inspector: Inspector | None = None,
     sinks: Sequence[Sink | None] = (None,),
-) -> tuple[Value | None, Tensor | None, Tensor | None, None]:
-    """(dx, dweight, dbias, None), None where `spec.needs` or a sink says so."""
+) -> tuple[Value | None, Tensor | None, Tensor | None]:
+    """(dx, dweight, dbias), None where `spec.needs` or a sink says so."""
     weight = saved.weight
     assert weight is not None  # a layer without needs has no backward
     needs, precision = spec.needs, spec.precision
@@ -152,6 +152,7 @@ def backward(
         if spec.quantize_grad and precision is not None and precision.grad_input is not None:
             cast = backward_cast(precision.grad_input, scales, 0, rowwise=True, columnwise=False, slot=GRAD_INPUT)
             dx = ops.quantize(rt, plain_dx.matrix(), cast)
+        drop_rows(g)
     if needs.weight:
         rule = None if precision is None else precision.input
         a, b = g.columns, restored(rt, saved.x, (dy2.shape[0], k), rule, precision, spec.dtype)
@@ -161,7 +162,7 @@ def backward(
         dw = weight_gradient(rt, a, b, (n, k), spec, db_left, sinks[0], bias_dtype(spec, weight))
         if dw is not None and spec.inspect is not None:
             dw = offer_result(rt, inspector, ("wgrad", "wgrad"), dw)
-    return dx, dw, db, None
+    return dx, dw, db
 
 
 # --------------------------------------------------------------------------------------- the three GEMMs
@@ -228,6 +229,13 @@ def weight_gradient(
         sink.queue.append(run)
         return None
     return run(rt)
+
+
+def drop_rows(uses: Uses) -> None:
+    """Free the rowwise copy of a gradient once dgrad has read it: backward is where memory peaks."""
+    q = uses.columns
+    if isinstance(q, QuantizedTensor) and q.columnwise is not None:
+        q.rowwise = q.rowwise_scale = q.rowwise_amax = None
 
 
 # --------------------------------------------------------------------------------------- their operands

@@ -17,6 +17,7 @@ from te_core.layers.linear import (
     backward_weight,
     bias_dtype,
     dgrad,
+    drop_rows,
     fprop,
     gradient_operand,
     kept,
@@ -156,7 +157,7 @@ def backward(
     scales: Scales | None = None,
     sinks: Sequence[Sink | None] = (None, None),
 ) -> tuple[Tensor | None, ...]:
-    """(dx, dgamma, dbeta, dw1, db1, dw2, db2, None); `dnorm` is the gradient of the returned norm output, if any."""
+    """(dx, dgamma, dbeta, dw1, db1, dw2, db2); `dnorm` is the gradient of the returned norm output, if any."""
     fc1, fc2 = spec.fc1, spec.fc2
     w1, w2 = saved.w1, saved.w2
     assert w1 is not None and w2 is not None
@@ -165,50 +166,54 @@ def backward(
     db2 = rt.empty((w2.shape[0],), bias_dtype(fc2, w2)) if fc2.needs.bias else None
     g, db2_left = gradient_operand(rt, dy2, fc2, scales, FC2, fc2.needs, db2, saved.rng, sinks[1])
     dw2 = dw1 = db1 = dx = dgamma = dbeta = None
-    if fc2.needs.weight:
+    dh = Uses(None, None, None)
+    if fc2.needs.input:
+        da = [rt.empty((m, f), fc2.dtype)]
+        dgrad(rt, g.rows, backward_weight(rt, saved.w2q, w2, fc2.precision, fc2.dtype), da[0], fc2.precision, fc2.dtype)
+        drop_rows(g)
+        db1 = rt.empty((w1.shape[0],), bias_dtype(fc1, w1)) if fc1.needs.bias else None
+        dh = _activation_gradient(rt, da, saved, spec, scales, db1)
+    if fc2.needs.weight:  # not before: fc2's dw is larger than what it is made of
         rule = None if fc2.precision is None else fc2.precision.input
         a = restored(rt, saved.a, (m, f), rule, fc2.precision, fc2.dtype)
         dw2 = weight_gradient(rt, g.columns, a, w2.shape, fc2, db2_left, sinks[1], bias_dtype(fc2, w2))  # type: ignore[arg-type]
-    if fc2.needs.input:
-        da = rt.empty((m, f), fc2.dtype)
-        v = backward_weight(rt, saved.w2q, w2, fc2.precision, fc2.dtype)
-        dgrad(rt, g.rows, v, da, fc2.precision, fc2.dtype)
-        del g, v
-        db1 = rt.empty((w1.shape[0],), bias_dtype(fc1, w1)) if fc1.needs.bias else None
-        dh = _activation_gradient(rt, da, saved, spec, scales, db1)
-        del da
-        if fc1.needs.input:
-            dn = rt.empty((m, w1.shape[1]), fc1.dtype)
-            u = backward_weight(rt, saved.w1q, w1, fc1.precision, fc1.dtype)
-            dgrad(rt, dh.rows, u, dn, fc1.precision, fc1.dtype)
-            if dnorm is not None:
-                dn = ops.add(rt, dn, dnorm.matrix(), out=dn)
-            dx, dgamma, dbeta = norm_gradients(rt, dn, saved, spec.norm)
-        if fc1.needs.weight:
-            rule = None if fc1.precision is None else fc1.precision.input
-            n = restored(rt, saved.n, (m, w1.shape[1]), rule, fc1.precision, fc1.dtype)
-            dw1 = weight_gradient(rt, dh.columns, n, w1.shape, fc1, None, sinks[0], bias_dtype(fc1, w1))  # type: ignore[arg-type]
-    return dx, dgamma, dbeta, dw1, db1, dw2, db2, None
+    del g
+    if fc1.needs.input:
+        dn = rt.empty((m, w1.shape[1]), fc1.dtype)
+        dgrad(rt, dh.rows, backward_weight(rt, saved.w1q, w1, fc1.precision, fc1.dtype), dn, fc1.precision, fc1.dtype)
+        drop_rows(dh)
+        if dnorm is not None:
+            dn = ops.add(rt, dn, dnorm.matrix(), out=dn)
+        dx, dgamma, dbeta = norm_gradients(rt, dn, saved, spec.norm)
+        del dn
+    if fc1.needs.weight:
+        rule = None if fc1.precision is None else fc1.precision.input
+        n = restored(rt, saved.n, (m, w1.shape[1]), rule, fc1.precision, fc1.dtype)
+        dw1 = weight_gradient(rt, dh.columns, n, w1.shape, fc1, None, sinks[0], bias_dtype(fc1, w1))  # type: ignore[arg-type]
+    return dx, dgamma, dbeta, dw1, db1, dw2, db2
 
 
 def _activation_gradient(
-    rt: Runtime, da: Tensor, saved: MLPSaved, spec: MLPSpec, scales: Scales | None, db1: Tensor | None
+    rt: Runtime, da: list[Tensor], saved: MLPSaved, spec: MLPSpec, scales: Scales | None, db1: Tensor | None
 ) -> Uses:
-    """dh as fc1's dgrad and wgrad read it; its column sums are b1's gradient, taken in the same pass."""
+    """dh as fc1's dgrad and wgrad read it; its column sums are b1's gradient, taken in the same pass.
+
+    `da` comes in a list, from which it is taken: where dh is quantized by a launch of its own, da is freed before.
+    """
     p, needs = spec.fc1.precision, spec.fc1.needs
     assert saved.h is not None
     rule = None
     if p is not None and p.backward is None and (needs.input or needs.weight):
         rule = p.grad
-    if rule is not None and not is_plain_rule(rule):
-        dh, _ = ops.activation_backward(rt, da, saved.h, spec.activation)
-        assert dh is not None
-        return quantize_gradient(
-            rt, dh, rule, scales, FC1, rowwise=needs.input, columnwise=needs.weight, column_sum=db1, rng=saved.rng
-        )
-    cast = None
-    if rule is not None:
-        cast = backward_cast(rule, scales, FC1, rowwise=needs.input, columnwise=needs.weight, rng=saved.rng)
-    dh, q = ops.activation_backward(rt, da, saved.h, spec.activation, cast=cast, column_sum=db1)
-    operand = q if q is not None else dh
-    return Uses(operand, operand, cast)
+    if rule is None or rule.scaling in ("delayed", "current"):
+        cast = None
+        if rule is not None:
+            cast = backward_cast(rule, scales, FC1, rowwise=needs.input, columnwise=needs.weight)
+        dh, q = ops.activation_backward(rt, da.pop(), saved.h, spec.activation, cast=cast, column_sum=db1)
+        operand = q if q is not None else dh
+        return Uses(operand, operand, cast)
+    dh, _ = ops.activation_backward(rt, da.pop(), saved.h, spec.activation)
+    assert dh is not None
+    return quantize_gradient(
+        rt, dh, rule, scales, FC1, rowwise=needs.input, columnwise=needs.weight, column_sum=db1, rng=saved.rng
+    )

@@ -17,6 +17,7 @@ from te_core.layers.linear import (
     backward_weight,
     bias_dtype,
     dgrad,
+    drop_rows,
     fprop,
     gradient_operand,
     kept,
@@ -145,8 +146,8 @@ def backward(
     scales: Scales | None = None,
     inspector: Inspector | None = None,
     sinks: Sequence[Sink | None] = (None,),
-) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None, None]:
-    """(dx, dgamma, dbeta, dweight, dbias, None); `dnorm` is the gradient of the returned norm output, if any."""
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    """(dx, dgamma, dbeta, dweight, dbias); `dnorm` is the gradient of the returned norm output, if there is one."""
     linear, weight = spec.linear, saved.weight
     assert weight is not None
     needs, precision, inspect = linear.needs, linear.precision, linear.inspect
@@ -166,7 +167,10 @@ def backward(
             dn = offer_result(rt, inspector, ("dgrad", "dgrad"), dn)
         if dnorm is not None:
             dn = ops.add(rt, dn, dnorm.matrix(), out=dn)
+        drop_rows(g)
+        del a, b
         dx, dgamma, dbeta = norm_gradients(rt, dn, saved, spec.norm)
+        del dn
     if needs.weight:
         rule = None if precision is None else precision.input
         a, b = g.columns, restored(rt, saved.n, (dy2.shape[0], k), rule, precision, linear.dtype)
@@ -176,7 +180,7 @@ def backward(
         dw = weight_gradient(rt, a, b, (n, k), linear, db_left, sinks[0], bias_dtype(linear, weight))
         if dw is not None and inspect is not None:
             dw = offer_result(rt, inspector, ("wgrad", "wgrad"), dw)
-    return dx, dgamma, dbeta, dw, db, None
+    return dx, dgamma, dbeta, dw, db
 
 
 def norm_gradients(

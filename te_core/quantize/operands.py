@@ -52,8 +52,9 @@ def quantize_forward(
     if rule is None:
         return Uses(x, x, None)
     if rule.scaling == "calibrate":
-        assert scales is not None and scales.forward_amax is not None
-        ops.amax(rt, dense(rt, x, dtypes.float32), out=element(scales.forward_amax, FORWARD_SLOTS * gemm + slot))
+        assert scales is not None
+        if scales.forward_amax is not None:  # not in a recomputation, whose maxima were taken before
+            _raise(rt, element(scales.forward_amax, FORWARD_SLOTS * gemm + slot), dense(rt, x, dtypes.float32))
         return Uses(x, x, None)
     if is_plain_rule(rule) and type(x) is Tensor:  # the usual case
         cast = forward_cast(rule, scales, gemm, slot, rowwise=rowwise, columnwise=columnwise)
@@ -69,6 +70,14 @@ def quantize_forward(
         return ops.quantize(rt, x, cast), cast
 
     return _both(x, rule, rowwise, columnwise, quantize)
+
+
+def _raise(rt: Runtime, held: Tensor, x: Tensor) -> None:
+    """Raise a noted maximum to that of x."""
+    both = rt.empty((2,), dtypes.float32)
+    ops.amax(rt, x, out=element(both, 0))
+    ops.resize(rt, held.reshape(1, 1), 1, 1, out=element(both, 1).reshape(1, 1))
+    ops.amax(rt, both, out=held)
 
 
 def quantize_gradient(
@@ -133,14 +142,19 @@ def _given(rt: Runtime, q: QuantizedTensor, rowwise: bool, columnwise: bool) -> 
 
 
 def with_columnwise(rt: Runtime, q: QuantizedTensor) -> QuantizedTensor:
-    """The tensor with a columnwise copy made of its rowwise one; exact where there is one scale for both."""
+    """The tensor with a columnwise copy made of its rowwise one.
+
+    Exact where both copies share their scales (per tensor, 128x128 tiles); else the values are quantized anew.
+    """
     assert q.rowwise is not None and q.rowwise_scale is not None
     cast = Cast(q.format, rowwise=False, columnwise=True)
-    if q.format.scaling == "tensor":
+    if q.format.scaling == "tensor" or q.format.scaling == "block" and q.format.tiled:
         made = allocate(rt, q.shape, cast)
-        assert made.columnwise is not None
+        assert made.columnwise is not None and made.columnwise_scale is not None
         ops.transpose(rt, q.rowwise, out=made.columnwise)
-        ops.resize(rt, q.rowwise_scale.reshape(1, 1), 1, 1, out=made.scale_inv.reshape(1, 1))
+        target = made.columnwise_scale.matrix() if q.format.tiled else made.columnwise_scale.reshape(1, 1)
+        source = ops.transpose(rt, q.rowwise_scale) if q.format.tiled else q.rowwise_scale.reshape(1, 1)
+        ops.resize(rt, source, *target.shape, out=target)
     else:
         made = ops.quantize(rt, ops.dequantize(rt, q, dtypes.float32), cast)
     assert made.columnwise is not None and made.columnwise_scale is not None

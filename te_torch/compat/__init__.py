@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+from collections.abc import Iterable
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
@@ -19,28 +20,68 @@ from typing import Any
 import te_core
 import te_torch
 from te_core.errors import UnsupportedError
+from te_torch import availability as _availability
 from te_torch import recipe as _recipe
+from te_torch import tensors as _tensors
 from te_torch.modules.base import BaseModule
 
 ROOT = "transformer_engine"
 
-_MODULES = ("LayerNorm", "LayerNormLinear", "LayerNormMLP", "Linear", "RMSNorm")
-_QUANTIZATION = ("autocast", "get_default_recipe")
+_MODULES = (
+    "Fp8Padding", "Fp8Unpadding", "GroupedLinear", "LayerNorm", "LayerNormLinear", "LayerNormMLP", "Linear", "RMSNorm",
+)  # fmt: skip
+_AVAILABLE = ("is_fp8_available", "is_mxfp8_available", "is_fp8_block_scaling_available", "is_nvfp4_available")
+_DEVICE = ("is_bf16_available", "get_cudnn_version", "get_device_compute_capability")
+_REGIONS = ("autocast", "quantized_model_init", "get_default_recipe")
+_CHECKS = (
+    "check_fp8_support", "check_mxfp8_support", "check_nvfp4_support", "check_fp8_block_scaling_support",
+    "check_recipe_support", "get_fp8_torch_dtype", "get_fp8_te_dtype", "get_fp4_te_dtype", "get_fp8_max",
+)  # fmt: skip
+#: Of our own, with no place in the documented package.
+_OURS = ("convert", "measure_saved", "memory_report", "plain_state_dict", "precision_report", "prepare_state")
+
+
+def _of(module: ModuleType, names: Iterable[str]) -> dict[str, Any]:
+    return {name: getattr(module, name) for name in names}
+
+
+def _tensor_names(*starts: str) -> dict[str, Any]:
+    return _of(te_torch, [n for n in _tensors.__all__ if n.lstrip("_").startswith(starts)])
+
+
+_RECIPES = _of(_recipe, _recipe.__all__)
+_TENSORS = _of(te_torch, [n for n in _tensors.__all__ if hasattr(te_torch, n)])
 
 # Documented module name -> what it holds. A package is any name that another one continues.
 _CONTENTS: dict[str, dict[str, Any]] = {
     "": {"__version__": te_core.__version__},
     "common": {},
-    "common.recipe": {name: getattr(_recipe, name) for name in _recipe.__all__},
-    "pytorch": {name: getattr(te_torch, name) for name in te_torch.__all__},
-    "pytorch.quantization": {name: getattr(te_torch, name) for name in _QUANTIZATION},
+    "common.recipe": _RECIPES,
+    "pytorch": _of(te_torch, [n for n in te_torch.__all__ if n not in _OURS]),
+    "pytorch.quantization": _of(te_torch, _AVAILABLE + _REGIONS) | _of(_availability, _CHECKS)
+    | _of(_availability, ("get_align_size_for_quantization",))
+    | _of(te_torch, ("QuantizerRole", "QuantizerRequest", "DelayedScalingRequest")),
     "pytorch.fp8": {  # the older name of quantization
-        **{name: getattr(_recipe, name) for name in _recipe.__all__},
+        **_RECIPES,
+        **_of(_availability, _CHECKS),
         "fp8_autocast": te_torch.fp8_autocast,
+        "fp8_model_init": te_torch.fp8_model_init,
         "get_default_fp8_recipe": te_torch.get_default_recipe,
     },
-    "pytorch.module": {name: getattr(te_torch, name) for name in _MODULES},
+    "pytorch.module": _of(te_torch, _MODULES),
     "pytorch.module.base": {"TransformerEngineBaseModule": BaseModule},
+    "pytorch.tensor": _TENSORS,
+    "pytorch.tensor.float8_tensor": _tensor_names("Float8Tensor", "Float8Quantizer", "Float8CurrentScaling"),
+    "pytorch.tensor.float8_blockwise_tensor": _tensor_names("Float8Block"),
+    "pytorch.tensor.mxfp8_tensor": _tensor_names("MXFP8"),
+    "pytorch.tensor.nvfp4_tensor": _tensor_names("NVFP4"),
+    "pytorch.float8_tensor": _tensor_names("Float8Tensor"),
+    "pytorch.quantized_tensor": _of(
+        te_torch,
+        ("QuantizedTensor", "QuantizedTensorStorage", "Quantizer", "prepare_for_saving", "restore_from_saved"),
+    ),
+    "pytorch.constants": _of(te_torch, ("TE_DType", "TE_DType_To_Torch")),
+    "pytorch.utils": _of(te_torch, _DEVICE),
 }
 _DEPRECATED = {"pytorch.fp8": "pytorch.quantization"}
 

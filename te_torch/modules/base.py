@@ -19,6 +19,7 @@ from te_torch.autocast import (
     group_around_trace,
     in_backward,
     precision_of,
+    prepare_default,
     recipe_of,
 )
 from te_torch.checkpoint_state import adopt
@@ -143,10 +144,15 @@ class BaseModule(CallingModule):
     """A module whose GEMMs run in the precision of the active region."""
 
     gemms = 1  # matrix products with scaling state of their own
+    module_type = "linear"  # what a custom recipe's factory is told
+    #: Roles of a quantized output and input gradient under a custom recipe; None: the factory is not asked for them.
+    output_quantizer_role: Any = None
+    grad_input_quantizer_role: Any = None
     fp8_state: ScalingState | None
 
     def __init__(self, name: str | None = None) -> None:
         super().__init__()
+        prepare_default()
         self.name = name if name is not None else f"Layer_{next(_layer_numbers)}"
         self.inspector: Any = None  # an object of te_core.layers.inspector.Inspector's kind
         self.register_module("fp8_state", None)
@@ -246,6 +252,28 @@ class BaseModule(CallingModule):
         if found is None:
             found = self._custom[number] = custom_precisions(self, number)
         return found[0]
+
+    def quantizer_roles(self, gemm: int) -> tuple[Any, ...]:
+        """The roles of a GEMM's input, weight, output gradient, output and input gradient, for a custom recipe."""
+        from te_torch.tensors import QuantizerRole
+
+        name = self.name if self.gemms == 1 else f"{self.name}.{self._gemm_name(gemm)}"
+        inp, weight, grad = (QuantizerRole(self.module_type, t, name) for t in ("input", "weight", "grad_output"))
+        return (
+            inp, weight, grad, self.output_quantizer_role if gemm == self.gemms - 1 else None,
+            self.grad_input_quantizer_role if gemm == 0 else None,
+        )  # fmt: skip
+
+    def _gemm_name(self, gemm: int) -> str:
+        return self._weight_names()[gemm].removesuffix("_weight")
+
+    def get_quantizer_roles(self, *, fwd: bool, num_quantizers: int) -> list[Any]:
+        """The roles in the documented order of slots: three a GEMM forward, two backward."""
+        slots = (0, 1, 3) if fwd else (2, 4)
+        found = [roles[i] for roles in map(self.quantizer_roles, range(self.gemms)) for i in slots]
+        if len(found) != num_quantizers:
+            raise ValueError(f"{self.name}: {len(found)} quantizers in this direction, not {num_quantizers}")
+        return found
 
     def _precision(self, number: int, gemm: int) -> Precision | None:
         """The precision of one of the module's GEMMs, given the number that `_enter` returned."""

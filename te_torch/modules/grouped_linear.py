@@ -17,7 +17,7 @@ import torch
 from te_core.errors import ArgumentError, UnsupportedError
 from te_core.layers import grouped_linear as core
 from te_core.layers.linear import LinearSpec, Needs
-from te_torch.autocast import draws
+from te_torch.autocast import active, draws
 from te_torch.function import Call, Extra, Layer, apply, register
 from te_torch.modules.base import BaseModule, check_input, default_device, normal_init, random_pair, refuse_unbuilt
 from te_torch.modules.linear import fork_of
@@ -33,7 +33,7 @@ _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 def _layer(num_gemms: int) -> Layer:
     return Layer(
         f"grouped_linear_{num_gemms}", core.forward, core.backward, core.GroupedSaved,
-        weights=tuple(range(1, 1 + num_gemms)),
+        weights=tuple(range(1, 1 + num_gemms)), linears=lambda spec: spec.parts,
     )  # fmt: skip
 
 
@@ -113,6 +113,11 @@ class GroupedLinear(BaseModule):
         `dgrad_out` are buffers of at least as many rows for the result and for the gradient of inp.
         """
         if torch.compiler.is_compiling():
+            if active.region is not None and active.region.traced:  # eager code does not see it
+                raise UnsupportedError(
+                    "GroupedLinear under torch.compile", "an autocast region inside the compiled function",
+                    "a region around it", "enter autocast outside, or do not compile this function",
+                )  # fmt: skip
             _make_eager()
             return _eager(self, inp, m_splits, is_first_microbatch, out, dgrad_out)
         if isinstance(inp, QuantizedTorch):

@@ -1,5 +1,6 @@
 """Quantized tensors that torch can hold, and the quantizers that make them."""
 
+from te_torch.tensors import pickling
 from te_torch.tensors.base import (
     DelayedScalingRequest,
     Quantizer,
@@ -39,7 +40,6 @@ from te_torch.tensors.mxfp8 import MXFP8Quantizer, MXFP8Tensor, MXFP8TensorStora
 from te_torch.tensors.nvfp4 import NVFP4Quantizer, NVFP4Tensor, NVFP4TensorStorage, _make_nvfp4_tensor_in_reduce_ex
 from te_torch.tensors.storage import QuantizedTensorStorage, core_from_inner
 from te_torch.tensors.tensor import QuantizedTensor
-from te_torch.tensors import pickling  # noqa: I001  (registers what torch.load may call)
 from te_torch.tensors.wrap import from_core, quantizer_of
 
 

@@ -116,9 +116,7 @@ class Quantizer:
         with torch.no_grad():
             return run.quantize(x, rule, rowwise, columnwise, **self._inputs(x))
 
-    def _wrap(
-        self, buffers: Buffers, shape: Sequence[int], dtype: torch.dtype, requires_grad: bool = False
-    ) -> Any:
+    def _wrap(self, buffers: Buffers, shape: Sequence[int], dtype: torch.dtype, requires_grad: bool = False) -> Any:
         from te_torch.tensors.wrap import classes_of
 
         storage, tensor = classes_of(self.format)
@@ -185,9 +183,9 @@ class Quantizer:
 
     def copy(self) -> Any:
         """A quantizer of its own with the same rule, without process group; scale and amax are shared."""
-        made = copy.copy(self)
+        made: Any = copy.copy(self)
         if getattr(made, "amax_reduction_group", None) is not None:
-            made.amax_reduction_group = None  # type: ignore[attr-defined]
+            made.amax_reduction_group = None
         return made
 
     # ------------------------------------------------------------------------------------ export, identity
@@ -212,7 +210,7 @@ class Quantizer:
             return True
         if self._VALUE is None or type(other) is not type(self):
             return False
-        return self._value() == other._value()  # type: ignore[attr-defined]
+        return self._value() == other._value()
 
     def __hash__(self) -> int:
         return id(self) if self._VALUE is None else hash(self._value())

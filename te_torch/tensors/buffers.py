@@ -15,8 +15,8 @@ import torch
 
 from te_core import dtypes
 from te_core.quantized import Copy, Format, QuantizedTensor, pieces_of, up
-from te_core.tensor import CPU, META, Device, Tensor
-from te_torch.runtime import TO_TORCH, piece_to_torch, to_core, to_core_shape
+from te_core.tensor import CPU, META, Tensor
+from te_torch.runtime import piece_to_torch, to_core, to_core_shape
 
 
 class Buffers(NamedTuple):
@@ -41,7 +41,7 @@ class Buffers(NamedTuple):
 
     def of(self, columnwise: bool) -> tuple[Any, Any, Any]:
         """(data, scale, amax) of one copy."""
-        return self[3:] if columnwise else self[:3]  # type: ignore[return-value]
+        return self[3:] if columnwise else self[:3]
 
 
 #: The attributes of a storage that hold its buffers, in the order of `Buffers`.
@@ -74,37 +74,43 @@ def of_core(q: QuantizedTensor) -> Buffers:
     )  # fmt: skip
 
 
-def core_of(form: Format, shape: tuple[int, int], buffers: Buffers) -> QuantizedTensor:
-    """The core's view; of each copy in one block where the buffers lie so, else of a copy that does."""
+def core_of(form: Format, shape: tuple[int, int], buffers: Buffers, shapes_only: bool = False) -> QuantizedTensor:
+    """The core's view; of each copy in one block where the buffers lie so, else of a copy that does.
+
+    `shapes_only`: for buffers without memory (a compiler's stand-ins; meta ones are known).
+    """
     row = column = None
     block = None
     if buffers.row_data is not None:
-        row, block = _copy_of(form, shape, buffers.row, False, buffers.col_data is None)
+        shapes_only = shapes_only or buffers.row_data.is_meta
+        row, block = _copy_of(form, shape, buffers, False, buffers.col_data is None, shapes_only)
     if buffers.col_data is not None:
-        column, block = _copy_of(form, shape, buffers, True, True)
+        shapes_only = shapes_only or buffers.col_data.is_meta
+        column, block = _copy_of(form, shape, buffers, True, True, shapes_only)
     return QuantizedTensor(form, shape, row, column, block)
 
 
 def _copy_of(
-    form: Format, shape: tuple[int, int], buffers: Buffers, columnwise: bool, in_block: bool
+    form: Format, shape: tuple[int, int], buffers: Buffers, columnwise: bool, in_block: bool, shapes_only: bool
 ) -> tuple[Copy, Tensor | None]:
     data, scale, amax = buffers.of(columnwise)
-    device = META if data.is_meta else CPU
-    parts = pieces_of(device, form, shape, columnwise)
+    if scale is None:  # per tensor, where one scale serves both copies
+        scale = buffers.row_scale
+    parts = pieces_of(META if shapes_only else CPU, form, shape, columnwise)
     data = _fit(data, parts.data, 0)
     scale = _fit(scale, parts.scale, 1 if parts.scale_type is dtypes.float32 else 0)
     if amax is not None:
         amax = _fit(amax, (parts.amax,), 0)
-    if in_block and not data.is_meta:
+    if in_block and not shapes_only:
         block = _block(data, scale, amax, parts)
         core = to_core(block)
         return Copy.at(core, 0, parts), core
-    convert = to_core_shape if data.is_meta else to_core
+    convert = to_core_shape if shapes_only else to_core
     core_data, core_scale = convert(data), convert(scale)
     core_data.dtype = parts.data_type
     block_of_shape = None
     if in_block:
-        block_of_shape = to_core_shape(torch.empty((parts.nbytes,), dtype=torch.uint8, device="meta"))
+        block_of_shape = to_core_shape(data.new_empty((parts.nbytes,)))
     return Copy(core_data, core_scale, None if amax is None else convert(amax)), block_of_shape
 
 
@@ -203,13 +209,3 @@ def rows_of(form: Format, shape: tuple[int, int], buffers: Buffers, start: int, 
         else:
             column, column_scale = column[:, start // 2 : up(stop, form.pad) // 2], column_scale[:, first:last]
     return Buffers(row, scale if row is not None else None, amax, column, column_scale, column_amax)
-
-
-def device_of(t: Device) -> torch.device:
-    """torch's name of a core device."""
-    return torch.device(t.kind, t.index) if t.kind == "cuda" else torch.device(t.kind)
-
-
-def scale_dtype(form: Format) -> torch.dtype:
-    """The type in which scales of this format are held."""
-    return TO_TORCH[dtypes.float32 if form.scaling in ("tensor", "block") else dtypes.uint8]

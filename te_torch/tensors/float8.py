@@ -57,6 +57,11 @@ class Float8TensorStorage(QuantizedTensorStorage):
             row, None if row is None else scale, None, column, None if column is None else scale
         ))  # fmt: skip
 
+    def _inner_names(self) -> list[str]:
+        """The scale once, though both copies have it."""
+        names = super()._inner_names()
+        return [n for n in names if n != "_col_scale" or "_row_scale" not in names]
+
     @property
     def _data(self) -> torch.Tensor | None:
         return self._row_view()
@@ -139,7 +144,7 @@ class Float8TensorStorage(QuantizedTensorStorage):
         return f"fp8_dtype={self._format.dtype}, scale_inv={None if scale is None else scale.tolist()}"
 
 
-class Float8Tensor(QuantizedTensor, Float8TensorStorage):
+class Float8Tensor(QuantizedTensor, Float8TensorStorage):  # type: ignore[misc]
     """A tensor in FP8 with one scale."""
 
     def __init__(
@@ -276,9 +281,7 @@ class Float8CurrentScalingQuantizer(_PerTensor):
         super().__init__(rowwise=rowwise, columnwise=columnwise)
         for name, given in (("use_existing_amax", use_existing_amax), ("scale", scale), ("amax", amax)):
             if given is not None and given is not False:
-                warnings.warn(
-                    f"Float8CurrentScalingQuantizer: {name} has no effect", DeprecationWarning, stacklevel=2
-                )
+                warnings.warn(f"Float8CurrentScalingQuantizer: {name} has no effect", DeprecationWarning, stacklevel=2)
         self.dtype = DType.cast(fp8_dtype)
         fp8(self.dtype)
         self.with_amax_reduction = with_amax_reduction

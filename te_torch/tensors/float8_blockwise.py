@@ -54,7 +54,7 @@ class Float8BlockwiseQTensorStorage(BlockScaledStorage):
         }  # fmt: skip
 
 
-class Float8BlockwiseQTensor(BlockScaledTensor, Float8BlockwiseQTensorStorage):
+class Float8BlockwiseQTensor(BlockScaledTensor, Float8BlockwiseQTensorStorage):  # type: ignore[misc]
     """A tensor in FP8 with a scale for each block."""
 
     def __init__(
@@ -85,7 +85,10 @@ class Float8BlockQuantizer(Quantizer):
         super().__init__(rowwise=rowwise, columnwise=columnwise)
         if block_scaling_dim not in (1, 2):
             raise ArgumentError(
-                "Float8BlockQuantizer", f"block_scaling_dim={block_scaling_dim}", "1 (1x128) or 2 (128x128)", "correct it"
+                "Float8BlockQuantizer",
+                f"block_scaling_dim={block_scaling_dim}",
+                "1 (1x128) or 2 (128x128)",
+                "correct it",
             )
         self.dtype = DType.cast(fp8_dtype)
         fp8(self.dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -11,11 +12,12 @@ import torch
 from te_core import dtypes
 from te_core.errors import ArgumentError, UnsupportedError
 from te_core.precision import Operand
-from te_core.quantized import Copy, QuantizedTensor as Core
+from te_core.quantized import Copy
+from te_core.quantized import QuantizedTensor as Core
 from te_torch.tensors.base import Quantizer, QuantizerRequest
 from te_torch.tensors.buffers import NAMES, Buffers, form_of, packed
 from te_torch.tensors.identity import IdentityQuantizer, IdentityTensorStorage
-from te_torch.tensors.storage import QuantizedTensorStorage
+from te_torch.tensors.storage import Kept, QuantizedTensorStorage
 from te_torch.tensors.tensor import QuantizedTensor
 
 _SIDES = ("row", "col")
@@ -197,7 +199,7 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         names: list[str] = []
-        parts = []
+        parts: list[Any] = []
         for side, p in zip(_SIDES, self._parts, strict=True):
             if p is None:
                 parts.append(None)
@@ -205,11 +207,11 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
             inner, meta = p.__tensor_flatten__()
             names += [f"_{side}_part{n}" for n in inner]
             parts.append((type(p), tuple(p.shape), meta))
-        return names, (self._dtype, tuple(parts), self._quantizer)
+        return names, (self._dtype, tuple(parts), Kept(self._quantizer))
 
     @staticmethod
     def _parts_of(inner: dict[str, torch.Tensor], parts: Any, outer_size: Any) -> tuple[Any, Any]:
-        made = []
+        made: list[Any] = []
         for side, p in zip(_SIDES, parts, strict=True):
             if p is None:
                 made.append(None)
@@ -217,11 +219,11 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
             prefix = f"_{side}_part"
             given = {n.removeprefix(prefix): t for n, t in inner.items() if n.startswith(prefix)}
             made.append(p[0].__tensor_unflatten__(given, p[2], outer_size, None))
-        return tuple(made)  # type: ignore[return-value]
+        return made[0], made[1]
 
     @classmethod
     def __tensor_unflatten__(cls, inner: dict[str, torch.Tensor], meta: Any, outer_size: Any, outer_stride: Any) -> Any:
-        return cls._over(cls._parts_of(inner, meta[1], outer_size), outer_size, meta[0], meta[2])
+        return cls._over(cls._parts_of(inner, meta[1], outer_size), outer_size, meta[0], meta[2].quantizer)
 
     def _label(self) -> str:
         return ", ".join("None" if p is None else type(p).__name__ for p in self._parts)
@@ -236,7 +238,7 @@ for _i, _side in enumerate(_SIDES):  # inner tensors have to be attributes for t
         setattr(HybridQuantizedTensorStorage, f"_{_side}_part{_name}", _buffer_of(_i, _name))
 
 
-class HybridQuantizedTensor(QuantizedTensor, HybridQuantizedTensorStorage):
+class HybridQuantizedTensor(QuantizedTensor, HybridQuantizedTensorStorage):  # type: ignore[misc]
     """A tensor whose two copies are quantized by different rules."""
 
     def __init__(
@@ -265,7 +267,7 @@ class HybridQuantizedTensor(QuantizedTensor, HybridQuantizedTensorStorage):
     @classmethod
     def __tensor_unflatten__(cls, inner: dict[str, torch.Tensor], meta: Any, outer_size: Any, outer_stride: Any) -> Any:
         parts = cls._parts_of(inner, meta[1], outer_size)
-        return cls._over(parts, tuple(outer_size), meta[0], meta[2], tuple(outer_stride))
+        return cls._over(parts, tuple(outer_size), meta[0], meta[2].quantizer, tuple(outer_stride))
 
     def clear(self) -> None:
         """Let go of both copies."""
@@ -277,8 +279,6 @@ class HybridQuantizedTensor(QuantizedTensor, HybridQuantizedTensorStorage):
 
 @cache
 def _rule(row: Operand, column: Operand) -> Operand:
-    from dataclasses import replace
-
     return replace(row, columnwise=column)
 
 

@@ -9,7 +9,7 @@ import torch
 
 from te_torch.runtime import to_core
 from te_torch.tensors.base import Quantizer, _dense
-from te_torch.tensors.storage import QuantizedTensorStorage
+from te_torch.tensors.storage import Kept, QuantizedTensorStorage
 from te_torch.tensors.tensor import QuantizedTensor
 
 
@@ -122,18 +122,18 @@ class IdentityTensorStorage(QuantizedTensorStorage):
         (self._hp_data,) = gathered
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        return ["_hp_data"], (self._dtype, self._quantizer)
+        return ["_hp_data"], (self._dtype, Kept(self._quantizer))
 
     @classmethod
     def __tensor_unflatten__(cls, inner: dict[str, torch.Tensor], meta: Any, outer_size: Any, outer_stride: Any) -> Any:
         dtype, quantizer = meta
-        return cls._over(inner["_hp_data"], outer_size, dtype, quantizer)
+        return cls._over(inner["_hp_data"], outer_size, dtype, quantizer.quantizer)
 
     def _label(self) -> str:
         return f"shape={tuple(self.shape)}"
 
 
-class IdentityTensor(QuantizedTensor, IdentityTensorStorage):
+class IdentityTensor(QuantizedTensor, IdentityTensorStorage):  # type: ignore[misc]
     """A tensor in high precision with the interface of a quantized one."""
 
     def __init__(
@@ -153,7 +153,7 @@ class IdentityTensor(QuantizedTensor, IdentityTensorStorage):
     @classmethod
     def __tensor_unflatten__(cls, inner: dict[str, torch.Tensor], meta: Any, outer_size: Any, outer_stride: Any) -> Any:
         dtype, quantizer = meta
-        return cls._over(inner["_hp_data"], tuple(outer_size), dtype, quantizer, tuple(outer_stride))
+        return cls._over(inner["_hp_data"], tuple(outer_size), dtype, quantizer.quantizer, tuple(outer_stride))
 
     def clear(self) -> None:
         """Let go of the values."""

@@ -57,7 +57,7 @@ def refuse_swizzled(name: str, swizzled: bool) -> None:
         raise NotImplementedError(f"{name}: with_gemm_swizzled_scales=True; pass scales in rows and blocks")
 
 
-class MXFP8Tensor(BlockScaledTensor, MXFP8TensorStorage):
+class MXFP8Tensor(BlockScaledTensor, MXFP8TensorStorage):  # type: ignore[misc]
     """A tensor in MXFP8."""
 
     def __init__(

@@ -103,7 +103,7 @@ class NVFP4TensorStorage(BlockScaledStorage):
         }  # fmt: skip
 
 
-class NVFP4Tensor(BlockScaledTensor, NVFP4TensorStorage):
+class NVFP4Tensor(BlockScaledTensor, NVFP4TensorStorage):  # type: ignore[misc]
     """A tensor in NVFP4."""
 
     def __init__(
@@ -123,9 +123,7 @@ class NVFP4Tensor(BlockScaledTensor, NVFP4TensorStorage):
 
 
 @cache
-def _rule(
-    tiled: bool, transform: bool, stochastic: bool, row_scaled: bool, four: str | None, bound: int
-) -> Operand:
+def _rule(tiled: bool, transform: bool, stochastic: bool, row_scaled: bool, four: str | None, bound: int) -> Operand:
     return Operand(
         dtypes.float4_e2m1, "nvfp4", tiled=tiled, transform=transform, stochastic=stochastic, row_scaled=row_scaled,
         four_over_six=four, bound=bound,

@@ -14,7 +14,7 @@ from te_torch.tensors import float8, float8_blockwise, hybrid, identity, mxfp8, 
 from te_torch.tensors.buffers import Buffers, form_key, form_of, packed
 from te_torch.tensors.dtype import DType
 
-_MAKERS = {
+_MAKERS: dict[Any, Any] = {
     float8.Float8Tensor: float8._make_float8_tensor_in_reduce_ex,
     float8_blockwise.Float8BlockwiseQTensor: float8_blockwise._make_float8_blockwise_tensor_in_reduce_ex,
     mxfp8.MXFP8Tensor: mxfp8._make_mxfp8_tensor_in_reduce_ex,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from dataclasses import fields
 from functools import lru_cache
+from typing import Any
 
 import torch
 
@@ -71,7 +72,8 @@ def _quantize(
     convert = to_core_shape if x.is_meta else to_core
     cast = Cast(
         rule.format, rowwise=rowwise, columnwise=columnwise, epsilon=rule.epsilon, power_of_two=rule.power_of_two,
-        scale=None if scale is None else convert(scale.reshape(1)), amax=None if amax is None else convert(amax.view(1)),
+        scale=None if scale is None else convert(scale.reshape(1)),
+        amax=None if amax is None else convert(amax.view(1)),
         transform=rule.transform and columnwise, stochastic=rule.stochastic, rng=None if rng is None else convert(rng),
         four_over_six=rule.four_over_six,
     )  # fmt: skip
@@ -142,7 +144,7 @@ def _dequantize_fake(inner: list[torch.Tensor], shape: list[int], text: str, dty
 
 def _quantize_op(
     x: torch.Tensor, scale: torch.Tensor | None, rng: torch.Tensor | None, text: str, rowwise: bool, columnwise: bool,
-    with_amax: bool, fake: bool = False,
+    with_amax: bool, *, fake: bool = False,
 ) -> list[torch.Tensor]:  # fmt: skip
     rule = _rule(text)
     amax = x.new_zeros((1,), dtype=torch.float32) if with_amax else None
@@ -155,6 +157,10 @@ def _quantize_op(
     return inner if amax is None else [*inner, amax]
 
 
+def _quantize_fake(*args: Any) -> list[torch.Tensor]:
+    return _quantize_op(*args, fake=True)
+
+
 _library = torch.library.Library("te_runtime", "FRAGMENT")
 _library.define("dequantize_pieces(Tensor[] inner, SymInt[] shape, str form, ScalarType dtype) -> Tensor")
 _library.define(
@@ -164,6 +170,4 @@ _library.define(
 _library.impl("dequantize_pieces", _dequantize_op, "CompositeExplicitAutograd")
 _library.impl("quantize_pieces", _quantize_op, "CompositeExplicitAutograd")
 torch.library.register_fake("te_runtime::dequantize_pieces", _dequantize_fake, lib=_library)
-torch.library.register_fake(
-    "te_runtime::quantize_pieces", lambda *args: _quantize_op(*args, fake=True), lib=_library
-)
+torch.library.register_fake("te_runtime::quantize_pieces", _quantize_fake, lib=_library)

@@ -10,7 +10,7 @@ import torch
 
 from te_core.errors import ArgumentError
 from te_core.quantized import Format, QuantizedTensor
-from te_torch.runtime import FLOATS
+from te_torch.runtime import FLOATS, to_core, to_core_shape
 from te_torch.tensors import run
 from te_torch.tensors.buffers import NAMES, Buffers, core_of, form_key, form_of, matrix_of, packed
 
@@ -28,6 +28,12 @@ class QuantizedTensorStorage:
     _options: tuple[Any, ...]
     _quantizer: Any
     _shape: tuple[int, ...]
+    _row_data: Any
+    _row_scale: Any
+    _row_amax: Any
+    _col_data: Any
+    _col_scale: Any
+    _col_amax: Any
 
     @classmethod
     def _of(
@@ -58,7 +64,7 @@ class QuantizedTensorStorage:
 
     def _row_view(self, width: int = 1) -> torch.Tensor | None:
         """The rowwise data without padding, `width` elements a byte, in the tensor's shape."""
-        data: torch.Tensor | None = self._row_data  # type: ignore[attr-defined]
+        data: torch.Tensor | None = self._row_data
         if data is None:
             return None
         m, k = self._matrix()
@@ -66,7 +72,7 @@ class QuantizedTensorStorage:
 
     def _col_view(self, width: int = 1) -> torch.Tensor | None:
         """The columnwise data without padding: transposed formats as [K, ...], else in the tensor's shape."""
-        data: torch.Tensor | None = self._col_data  # type: ignore[attr-defined]
+        data: torch.Tensor | None = self._col_data
         if data is None:
             return None
         m, k = self._matrix()
@@ -86,11 +92,15 @@ class QuantizedTensorStorage:
 
     def flatten_inner(self) -> list[torch.Tensor]:
         """The buffers that are there, in fixed order."""
-        return [b for b in self._buffers if b is not None]
+        return [getattr(self, n) for n in self._inner_names()]
+
+    def _inner_names(self) -> list[str]:
+        return [n for n in NAMES if getattr(self, n) is not None]
 
     def inner_meta(self) -> tuple[Any, ...]:
         """What `core_from_inner` needs besides the buffers; hashable."""
-        held = tuple(b is not None for b in self._buffers)
+        there = self._inner_names()
+        held = tuple(n in there for n in NAMES)
         return (form_key(self._format), tuple(self._matrix()), held)
 
     def to_core(self) -> QuantizedTensor:
@@ -208,8 +218,8 @@ class QuantizedTensorStorage:
 
     def _write(self, new: Buffers, noop_flag: torch.Tensor | None = None) -> None:
         """Copy buffers of the core's shapes into ours, which may be smaller."""
-        for mine, given in zip(self._buffers, new, strict=True):
-            if mine is None or given is None:
+        for name, mine, given in zip(NAMES, self._buffers, new, strict=True):
+            if name not in self._inner_names() or given is None:
                 continue
             part = given if given.shape == mine.shape else _part(given, mine)
             if noop_flag is not None:
@@ -234,8 +244,11 @@ class QuantizedTensorStorage:
                 "copy_from_storage", f"{src._format} {tuple(src.shape)} with {src.get_usages()}",
                 f"{self._format} {tuple(self.shape)} with {self.get_usages()}", "use quantize_() instead",
             )  # fmt: skip
-        for mine, given in zip(self._buffers, src._buffers, strict=True):
-            if mine is not None and given is not None:
+        for name in self._inner_names():
+            mine, given = getattr(self, name), getattr(src, name)
+            if mine.shape == given.shape:
+                mine.copy_(given)
+            else:
                 rows, columns = (min(a, b) for a, b in zip(_two(mine), _two(given), strict=True))
                 mine.view(_two(mine))[:rows, :columns].copy_(given.view(_two(given))[:rows, :columns])
 
@@ -281,7 +294,7 @@ class QuantizedTensorStorage:
 
     def fsdp_buffer_fields(self) -> tuple[str, ...]:
         """The buffers that an all-gather moves."""
-        return tuple(n for n in NAMES if getattr(self, n) is not None)
+        return tuple(self._inner_names())
 
     def fsdp_extract_buffers(self) -> tuple[list[torch.Tensor], dict[str, Any]]:
         """The buffers to gather, and what else a gathered tensor needs."""
@@ -290,12 +303,13 @@ class QuantizedTensorStorage:
 
     def fsdp_assign_gathered(self, gathered: Sequence[torch.Tensor], meta: dict[str, Any]) -> None:
         """Hold gathered buffers."""
+        self._set_buffers(Buffers())
         for name, t in zip(meta["fields"], gathered, strict=True):
             self._adopt(name, t)
+        self._set_buffers(self._buffers)
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        names = [n for n in NAMES if getattr(self, n) is not None]
-        return names, (self._dtype, form_key(self._format), self._options, self._quantizer)
+        return self._inner_names(), (self._dtype, form_key(self._format), self._options, Kept(self._quantizer))
 
     @classmethod
     def __tensor_unflatten__(cls, inner: dict[str, torch.Tensor], meta: Any, outer_size: Any, outer_stride: Any) -> Any:
@@ -304,7 +318,7 @@ class QuantizedTensorStorage:
     @staticmethod
     def _unflattened(inner: dict[str, torch.Tensor], meta: Any) -> tuple[Any, ...]:
         dtype, key, options, quantizer = meta
-        return dtype, form_of(key), Buffers(*[inner.get(n) for n in NAMES]), quantizer, options
+        return dtype, form_of(key), Buffers(*[inner.get(n) for n in NAMES]), quantizer.quantizer, options
 
     def __repr__(self) -> str:
         try:
@@ -315,6 +329,31 @@ class QuantizedTensorStorage:
 
     def _label(self) -> str:
         return f"{self._format}, shape={tuple(self.shape)}"
+
+
+class Kept:
+    """A quantizer as a compiler's constant: guarded by its rule, and by the tensors it reads, not copied."""
+
+    __slots__ = ("quantizer",)
+
+    def __init__(self, quantizer: Any) -> None:
+        self.quantizer = quantizer
+
+    def _key(self) -> tuple[Any, ...]:
+        q = self.quantizer
+        if q is None or q._VALUE is not None:
+            return (q,)
+        plain = {k: id(v) if isinstance(v, torch.Tensor) else v for k, v in vars(q).items()}
+        return (type(q), *sorted(plain.items()))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Kept) and self._key() == other._key()
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
+    def __deepcopy__(self, memo: Any) -> Kept:
+        return self
 
 
 def _two(t: torch.Tensor) -> tuple[int, int]:
@@ -340,8 +379,22 @@ def resolve_shape(old: Sequence[int], shape: Sequence[Any]) -> tuple[int, ...]:
     return tuple(total // known if n == -1 and known else max(n, 0) for n in sizes)
 
 
-def core_from_inner(meta: tuple[Any, ...], tensors: Sequence[torch.Tensor]) -> Any:
-    """The core's view of what `flatten_inner()` and `inner_meta()` of a storage gave."""
+def core_from_inner(meta: tuple[Any, ...], tensors: Sequence[torch.Tensor], *, shapes_only: bool = False) -> Any:
+    """The core's view of what `flatten_inner()` and `inner_meta()` of a storage gave.
+
+    Of an identity storage: the plain matrix; of a hybrid one: the pair of its copies.
+    """
+    if meta[0] == "identity":
+        convert = to_core_shape if shapes_only or tensors[0].is_meta else to_core
+        return convert(tensors[0].contiguous()).matrix()
+    if meta[0] == "hybrid":
+        made, at = [], 0
+        for part in meta[1:]:
+            count, inner = part or (0, None)
+            made.append(inner and core_from_inner(inner, tensors[at : at + count], shapes_only=shapes_only))
+            at += count
+        return tuple(made)
     key, shape, held = meta
     given = iter(tensors)
-    return core_of(form_of(key), shape, Buffers(*[next(given) if h else None for h in held]))
+    buffers = Buffers(*[next(given) if h else None for h in held])
+    return core_of(form_of(key), shape, buffers, shapes_only)

@@ -23,6 +23,11 @@ class QuantizedTensor(QuantizedTorch):
     """
 
     _quantizer: Any
+    # What the storage beside it in a concrete class gives.
+    _dense_values: Any
+    _requantize: Any
+    _takes_bytes_of: Any
+    _copy_bytes: Any
 
     def __new__(
         cls, shape: Sequence[int], dtype: torch.dtype, *, fake_dtype: torch.dtype | None = None,
@@ -32,7 +37,7 @@ class QuantizedTensor(QuantizedTorch):
         """The bare tensor; a concrete class gives it its buffers."""
         if device is None:
             device = next((t.device for t in held.values() if isinstance(t, torch.Tensor)), None)
-        return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        return torch.Tensor._make_wrapper_subclass(
             cls, tuple(shape), strides=stride, storage_offset=storage_offset or None, dtype=dtype, layout=torch.strided,
             requires_grad=requires_grad, device=device,
         )  # fmt: skip
@@ -50,10 +55,10 @@ class QuantizedTensor(QuantizedTorch):
         made._hold(dtype, form, buffers, quantizer, options)
         return made
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any, kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         from te_torch.tensors.dispatch import dispatch
 
         return dispatch(func, args, kwargs or {})
@@ -137,7 +142,7 @@ class QuantizedTensor(QuantizedTorch):
         if type(tensor) is type(self):
             if tensor.shape != self.shape or tensor.device != self.device:
                 torch.Tensor.data.__set__(self, tensor)  # type: ignore[attr-defined]
-            self._adopt_from(tensor)  # type: ignore[attr-defined]
+            self._adopt_from(tensor)
         else:
             with torch.no_grad():
                 self.quantize_(tensor)
@@ -171,10 +176,11 @@ class QuantizedTensor(QuantizedTorch):
 
     @classmethod
     def __tensor_unflatten__(cls, inner: dict[str, torch.Tensor], meta: Any, outer_size: Any, outer_stride: Any) -> Any:
-        made = QuantizedTensorStorage._unflattened(inner, meta)
-        return cls._of(tuple(outer_size), *made, stride=tuple(outer_stride))
+        made: Any = QuantizedTensorStorage._unflattened(inner, meta)
+        dtype, form, buffers, quantizer, options = made
+        return cls._of(tuple(outer_size), dtype, form, buffers, quantizer, options, False, tuple(outer_stride))
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return QuantizedTensorStorage.__repr__(self)  # type: ignore[arg-type]
 
     def __format__(self, spec: str) -> str:
@@ -200,4 +206,3 @@ class _Identity(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         return grad
-

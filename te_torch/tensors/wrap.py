@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -55,13 +56,11 @@ def from_core(
 
 def quantizer_of(rule: Operand | None, device: torch.device | None = None) -> Quantizer:
     """A quantizer that follows a rule. One of delayed scaling starts with scale 1, to be pointed elsewhere."""
-    if rule is None or rule.scaling == "none":
-        return IdentityQuantizer()
-    if rule.columnwise is not None:
-        from dataclasses import replace
-
+    if rule is not None and rule.columnwise is not None:
         row = quantizer_of(replace(rule, columnwise=None), device)
         return HybridQuantizer(rowwise_quantizer=row, columnwise_quantizer=quantizer_of(rule.columnwise, device))
+    if rule is None or rule.scaling == "none":
+        return IdentityQuantizer()
     kind = of_core(rule.dtype)
     if rule.scaling == "delayed":
         scale = torch.ones(1, dtype=torch.float32, device=device)

@@ -96,7 +96,7 @@ def test_groups(rt, name, dtype):
 
 
 @on_formats
-def test_columns_sums_without_padding(rt, name):
+def test_column_sums_of_many_rows(rt, name):
     """More rows than one block of threads takes."""
     compare(rt, name, "bfloat16", [1000, 0, 700], (True, True), sums=True)
 

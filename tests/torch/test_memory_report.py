@@ -25,18 +25,21 @@ class Held(torch.Tensor):
     """A parameter held quantized, as far as the report looks at it: no memory of its own, copies behind to_core()."""
 
     @staticmethod
-    def __new__(cls, q: Any) -> Held:
+    def __new__(cls, q: Any, pair: Any = None) -> Held:
         held = torch.Tensor._make_wrapper_subclass(cls, q.shape, dtype=torch.bfloat16)
-        held.q = q
+        held.q, held.pair = q, pair
+        if pair is not None:
+            held.to_core_pair = lambda: pair
         return held
 
     def to_core(self) -> Any:
+        assert self.pair is None
         return self.q
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.detach.default:
-            return Held(args[0].q)
+            return Held(args[0].q, args[0].pair)
         raise NotImplementedError(func)
 
 
@@ -108,6 +111,17 @@ def test_quantized_parameters(name: str, columnwise: bool, device: str) -> None:
         expected["columnwise"] = column[0]
         expected["scales"] += column[1]
     assert memory_report(model).layers == {"": expected}
+
+
+def test_copies_of_two_kinds() -> None:
+    """A rowwise copy alone, and high precision for backward; neither is a saved activation."""
+    narrow, whole = quantized((32, 48), Format(E4M3), columnwise=False), values(32, 48)
+    model = nn.Module()
+    model.register_parameter("weight", nn.Parameter(Held(narrow, (narrow, to_core(whole))), False))
+    assert memory_report(model).layers == {"": {"rowwise": 32 * 48, "scales": 4, "parameters": 4 * 32 * 48}}
+    with measure_saved(model) as saved:
+        values(32, 48, seed=1).requires_grad_() * whole
+    assert saved.total == 0
 
 
 def test_cached_weights() -> None:

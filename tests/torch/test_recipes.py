@@ -59,9 +59,7 @@ def floor_of(recipe: str, kind: str) -> float:
     return DB[f"{narrow} mlp" if kind == "LayerNormMLP" else f"{narrow} linear"]
 
 
-def check_against_float64(
-    module: torch.nn.Module, inputs: list[torch.Tensor], recipe: str, device: str
-) -> None:
+def check_against_float64(module: torch.nn.Module, inputs: list[torch.Tensor], recipe: str, device: str) -> None:
     """A step of each input, all together against float64."""
     steps, references = [], []
     for i, x in enumerate(inputs):
@@ -148,10 +146,11 @@ def alike(a: torch.Tensor, b: torch.Tensor, device: str) -> bool:
 @all_recipes
 @gemm_modules
 def test_rows_of_zeros_change_nothing(kind: str, recipe: str, device: str) -> None:
-    """Padding: appended zeros (in the gradient too) leave y and dx of the other rows as they are, in every recipe.
+    """Padding: appended zeros (in the gradient too) leave a Linear's y and dx of the other rows as they are.
 
-    A zero raises no maximum, whatever shares it. Weight gradients are sums over more terms, and the columnwise copies
-    of stochastic rounding take other draws, so these agree to the recipe's rounding only.
+    A zero raises no maximum, whatever shares it. Behind a norm, whose bias is no zero, only scales of a row's own
+    promise that. Weight gradients are sums over more terms, and the columnwise copies of stochastic rounding take other
+    draws, so these agree to the recipe's rounding only.
     """
     module, padded = (build(kind, device) for _ in range(2))
     x = values(40, 144, device=device, dtype=BF16, seed=1)
@@ -160,14 +159,13 @@ def test_rows_of_zeros_change_nothing(kind: str, recipe: str, device: str) -> No
     for _ in range(2):
         got = step(padded, torch.cat([x, zeros[x]]), recipe, torch.cat([dy, zeros[dy]]))
         wanted = step(module, x, recipe, dy)
-    # A norm turns a row of zeros into its bias, an MLP's fc1 into something else again: these have maxima.
-    moved = kind != "Linear" and not per_row(recipe)
     floor = floor_of(recipe, kind)
     for name in ("y", "dx"):
-        if moved or kind != "Linear" and "tiled" in recipe:
-            assert snr_db(got[name][:40], wanted[name]) >= floor, name
-        else:
+        # A norm turns a row of zeros into its bias, an MLP's fc1 into something else again: these have maxima.
+        if kind == "Linear" or per_row(recipe):
             assert alike(got[name][:40], wanted[name], device), name
+        else:
+            assert snr_db(got[name][:40], wanted[name]) >= floor, name
     for name in set(got) - {"y", "dx"}:
         assert snr_db(got[name], wanted[name]) >= floor, f"{name}: {snr_db(got[name], wanted[name]):.1f} dB"
 
@@ -220,7 +218,10 @@ def test_causality(kind: str, recipe: str, device: str) -> None:
     before, after = (step(copy.deepcopy(module), t, recipe)["y"] for t in (x, later))
     assert not torch.equal(before[20:], after[20:])
     causal = p.input.scaling in ("delayed", "block", "mxfp8") and not p.input.tiled or p.input.row_scaled
-    assert torch.equal(before[:20], after[:20]) == causal
+    if causal:
+        assert torch.equal(before[:20], after[:20])
+    elif kind == "Linear" or not p.input.power_of_two:  # a power of two only moves what falls below the format
+        assert not torch.equal(before[:20], after[:20])
 
 
 # ----------------------------------------------------------------------------- fused, overridden, repeated

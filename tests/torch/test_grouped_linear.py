@@ -1,0 +1,453 @@
+"""GroupedLinear: bit for bit a Linear for each group, in every recipe; and what it adds: splits, buffers, sums."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+import pickle
+from typing import Any
+
+import pytest
+import torch
+
+import te_torch as te
+from te_core.errors import ArgumentError, UnsupportedError
+from te_core.recipe import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Format,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+)
+from te_torch.autocast import active
+from tests.backends import devices, requires_cuda
+from tests.module_steps import randomise, values
+
+on_devices = pytest.mark.parametrize("device", devices())
+RECIPES: dict[str, Any] = {
+    "plain": None,
+    "delayed": DelayedScaling(amax_history_len=3),
+    "current": Float8CurrentScaling(),
+    "block": Float8BlockScaling(),
+    "mxfp8": MXFP8BlockScaling(fp8_format=Format.HYBRID),
+    "nvfp4": NVFP4BlockScaling(disable_stochastic_rounding=True),
+    "high_precision": Float8CurrentScaling(backward_override="high_precision"),
+    "dequantized": Float8BlockScaling(backward_override="dequantized"),
+}
+recipes = pytest.mark.parametrize("name", RECIPES)
+#: GEMMs of slices see the same addresses as alone (modulo 256 bytes), so that cuBLASLt chooses alike.
+K, N, GROUPS = 128, 256, 4
+#: Odd sizes and an empty group; one group has all; all but one row.
+SPLITS = [[37, 0, 5, 64], [0, 0, 48, 0], [1, 200, 3, 16]]
+
+
+def grouped(device: str, dtype: torch.dtype = torch.bfloat16, **kw: Any) -> Any:
+    module = te.GroupedLinear(GROUPS, K, N, params_dtype=dtype, device=device, **kw)
+    randomise(module)
+    return module
+
+
+def separate(module: Any, **kw: Any) -> list[Any]:
+    """A Linear for each group with the same parameters."""
+    made = []
+    for i in range(module.num_gemms):
+        weight = getattr(module, f"weight{i}")
+        linear = te.Linear(
+            module.in_features, module.out_features, bias=module.use_bias, params_dtype=weight.dtype,
+            device=weight.device, **kw,
+        )  # fmt: skip
+        with torch.no_grad():
+            linear.weight.copy_(weight)
+            if module.use_bias:
+                linear.bias.copy_(getattr(module, f"bias{i}"))
+        made.append(linear)
+    return made
+
+
+def region(name: str, **kw: Any) -> Any:
+    recipe = RECIPES[name]
+    return contextlib.nullcontext() if recipe is None else te.autocast(recipe=recipe, emulate=True, **kw)
+
+
+def batch(splits: list[int], device: str, seed: int, dtype: torch.dtype = torch.bfloat16) -> tuple[Any, Any]:
+    """(x, dy); each group on a scale of its own, so that a shared one would show."""
+    x = values(sum(splits), K, device=device, seed=seed)
+    dy = values(sum(splits), N, device=device, seed=100 + seed)
+    factor = torch.repeat_interleave(4.0 ** torch.arange(len(splits)), torch.tensor(splits)).to(device)[:, None]
+    return (x * factor).to(dtype).requires_grad_(), (dy / factor).to(dtype)
+
+
+def run(module: Any, x: torch.Tensor, dy: torch.Tensor, name: str, *args: Any, **kw: Any) -> torch.Tensor:
+    x.grad = None
+    with region(name):
+        y = module(x, *args, **kw)
+    y.backward(dy)
+    return y.detach()
+
+
+def run_separate(linears: list[Any], x: Any, dy: Any, splits: list[int], name: str, *args: Any) -> tuple[Any, Any]:
+    """(y, dx) of one region around all."""
+    leaves = [t.detach().clone().requires_grad_() for t in x.split(splits)]
+    with region(name):
+        ys = [linear(leaf, *args) for linear, leaf in zip(linears, leaves, strict=True)]
+    for y, part in zip(ys, dy.split(splits), strict=True):
+        y.backward(part)
+    return torch.cat(ys).detach(), torch.cat([leaf.grad for leaf in leaves])
+
+
+def parameter_pairs(module: Any, linears: list[Any]) -> list[tuple[str, Any, Any]]:
+    kinds = ("weight", "bias") if module.use_bias else ("weight",)
+    return [
+        (f"{kind}{i}", getattr(module, f"{kind}{i}"), getattr(linear, kind))
+        for kind in kinds for i, linear in enumerate(linears)
+    ]  # fmt: skip
+
+
+def check_gradients(module: Any, linears: list[Any]) -> None:
+    for name, ours, theirs in parameter_pairs(module, linears):
+        assert ours.grad is not None and ours.grad.shape == ours.shape and ours.grad.dtype == ours.dtype, name
+        assert torch.equal(ours.grad, theirs.grad), name
+
+
+def check_states(module: Any, linears: list[Any]) -> None:
+    for suffix, slots in (("fwd", 3), ("bwd", 2)):
+        for what in ("scale", "amax_history"):
+            ours = getattr(module.fp8_state, f"{what}_{suffix}")
+            theirs = torch.cat([getattr(x.fp8_state, f"{what}_{suffix}") for x in linears], dim=-1)
+            assert ours.shape[-1] == slots * GROUPS and torch.equal(ours, theirs), (what, suffix)
+
+
+@on_devices
+@recipes
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_equals_separate_linears(name: str, dtype: torch.dtype, device: str) -> None:
+    module = grouped(device, dtype)
+    linears = separate(module)
+    for seed, splits in enumerate(SPLITS):
+        x, dy = batch(splits, device, seed, dtype)
+        y = run(module, x, dy, name, splits)
+        expected, dx = run_separate(linears, x, dy, splits, name)
+        assert torch.equal(y, expected) and torch.equal(x.grad, dx)
+        check_gradients(module, linears)
+        module.zero_grad(), [linear.zero_grad() for linear in linears]
+        if name == "delayed":
+            check_states(module, linears)
+            assert seed == 0 or not (module.fp8_state.scale_fwd == 1).all()
+
+
+@on_devices
+@pytest.mark.parametrize("bias", [False, True])
+def test_formula(bias: bool, device: str) -> None:
+    """Against float64, with whole numbers so small that every sum is exact."""
+    module = te.GroupedLinear(3, 24, 40, bias=bias, params_dtype=torch.float32, device=device)
+    with torch.no_grad():
+        for i, p in enumerate(module.parameters()):
+            p.copy_((2 * values(*p.shape, seed=i)).round().clamp(-4, 4))
+    splits = [3, 0, 6]
+    x = (2 * values(9, 24, device=device, seed=7)).round().clamp(-4, 4).requires_grad_()
+    dy = (2 * values(9, 40, device=device, seed=8)).round().clamp(-4, 4)
+    y = module(x, splits)
+    y.backward(dy)
+    for i, (rows, dys, xs, dxs) in enumerate(zip(*(t.split(splits) for t in (y, dy, x, x.grad)), strict=True)):
+        w = getattr(module, f"weight{i}")
+        expected = xs.double() @ w.double().T
+        if bias:
+            b = getattr(module, f"bias{i}")
+            expected += b.double()
+            assert torch.equal(b.grad.double(), dys.double().sum(0))
+        assert torch.equal(rows.double(), expected)
+        assert torch.equal(w.grad.double(), dys.double().T @ xs.double())
+        assert torch.equal(dxs.double(), dys.double() @ w.double())
+    assert not module.weight1.grad.any(), "an empty group's gradient is zero"
+
+
+@on_devices
+@recipes
+def test_accumulation_into_main_grad(name: str, device: str) -> None:
+    """Three microbatches: the same main_grad as of separate modules; the first overwrites, an empty group's too."""
+    module = grouped(device, fuse_wgrad_accumulation=True)
+    linears = separate(module, fuse_wgrad_accumulation=True)
+    for _, ours, theirs in parameter_pairs(module, linears):
+        ours.main_grad, theirs.main_grad = (torch.full(ours.shape, 3.0, device=device) for _ in range(2))
+    for seed, (splits, first) in enumerate(zip(SPLITS, (True, False, False), strict=True)):
+        x, dy = batch(splits, device, seed)
+        y = run(module, x, dy, name, splits, is_first_microbatch=first)
+        expected, dx = run_separate(linears, x, dy, splits, name, first)
+        assert torch.equal(y, expected) and torch.equal(x.grad, dx)
+        for which, ours, theirs in parameter_pairs(module, linears):
+            if which.startswith("weight"):
+                assert ours.grad is None and torch.equal(ours.main_grad, theirs.main_grad), which
+        if not seed:
+            assert not module.weight1.main_grad.any()
+
+
+@on_devices
+def test_microbatches_equal_one(device: str) -> None:
+    """Whole numbers, so that sums do not round: the parts of a batch add up to its gradient."""
+    module = grouped(device, torch.float32, fuse_wgrad_accumulation=True, bias=False)
+    with torch.no_grad():
+        [p.copy_((20 * p).round()) for p in module.parameters()]
+    data = [(2 * values(40, width, device=device, seed=width)).round() for width in (K, N)]
+    for p in module.parameters():
+        p.main_grad = torch.zeros_like(p)
+    groups = [[t.split(10)[i] for t in data] for i in range(GROUPS)]
+    x, dy = (torch.cat([g[part] for g in groups]) for part in range(2))
+    module(x.requires_grad_(), [10] * GROUPS).backward(dy)
+    whole = [p.main_grad.clone() for p in module.parameters()]
+    for start, stop in ((0, 3), (3, 3), (3, 10)):
+        x, dy = (torch.cat([g[part][start:stop] for g in groups]) for part in range(2))
+        module(x.requires_grad_(), [stop - start] * GROUPS, is_first_microbatch=start == 0 and stop == 3).backward(dy)
+    assert all(torch.equal(p.main_grad, w) for p, w in zip(module.parameters(), whole, strict=True))
+
+
+@on_devices
+@pytest.mark.parametrize("name", ["plain", "delayed", "block"])
+def test_delayed_weight_gradients(name: str, device: str) -> None:
+    """backward_dw gives what backward would have given, oldest first."""
+    plain = grouped(device)
+    later = grouped(device, delay_wgrad_compute=True)
+    assert later.need_backward_dw() and later.weight0.skip_backward_post_hook
+    batches = [batch(splits, device, seed) for seed, splits in enumerate(SPLITS)]
+    for (x, dy), splits in zip(batches, SPLITS, strict=True):
+        assert torch.equal(run(plain, x, dy, name, splits), run(later, x, dy, name, splits))
+    weights = [f"weight{i}" for i in range(GROUPS)]
+    assert all(getattr(later, w).grad is None for w in weights)
+    assert all(torch.equal(getattr(later, f"bias{i}").grad, getattr(plain, f"bias{i}").grad) for i in range(GROUPS))
+    for _ in batches:
+        later.backward_dw()
+    assert all(torch.equal(getattr(later, w).grad, getattr(plain, w).grad) for w in weights)
+
+
+@on_devices
+def test_buffers(device: str) -> None:
+    """Results go into the first rows of a caller's buffers, the rest stays; the same bits as without them."""
+    module, splits = grouped(device), SPLITS[0]
+    rows = sum(splits)
+    for name in ("plain", "current"):
+        x, dy = batch(splits, device, 0)
+        y = run(module, x, dy, name, splits)
+        dx, grads = x.grad, [p.grad for p in module.parameters()]
+        module.zero_grad()
+        out, dgrad_out = (torch.full((rows + 7, width), 9.0, device=device, dtype=x.dtype) for width in (N, K))
+        again = run(module, x, dy, name, splits, out=out, dgrad_out=dgrad_out)
+        assert torch.equal(again, y) and again.data_ptr() == out.data_ptr() and (out[rows:] == 9).all()
+        assert torch.equal(x.grad, dx) and torch.equal(dgrad_out[:rows], dx) and (dgrad_out[rows:] == 9).all()
+        assert all(torch.equal(p.grad, g) for p, g in zip(module.parameters(), grads, strict=True))
+        module.zero_grad()
+    wrong = [
+        torch.empty(rows - 1, N, device=device, dtype=x.dtype), torch.empty(rows, N, device=device),
+        torch.empty(rows, K, device=device, dtype=x.dtype), torch.empty(N, rows, device=device, dtype=x.dtype).T,
+        torch.empty(rows, N, device=device, dtype=x.dtype, requires_grad=True),
+    ]  # fmt: skip
+    for buffer in wrong:
+        with pytest.raises(ArgumentError, match="buffer"):
+            module(x, splits, out=buffer)
+
+
+@on_devices
+def test_splits(device: str) -> None:
+    """A list, a tuple, a tensor on either side: the same; only a tensor on the GPU is copied, once."""
+    module, splits = grouped(device), SPLITS[0]
+    x, _ = batch(splits, device, 0)
+    expected = module(x, splits)
+    before = te.GroupedLinear.host_copies
+    for given in (tuple(splits), torch.tensor(splits), torch.tensor(splits, dtype=torch.int32)):
+        assert torch.equal(module(x, given), expected)
+    assert te.GroupedLinear.host_copies == before
+    assert torch.equal(module(x, torch.tensor(splits, device=device)), expected)
+    assert te.GroupedLinear.host_copies == before + (device != "cpu")
+    for wrong in (splits[:3], [37, 0, 5, 65], [37, -1, 6, 64], torch.tensor([1.0])):
+        with pytest.raises(ValueError, match="m_splits"):
+            module(x, wrong)
+
+
+@requires_cuda
+@recipes
+def test_a_list_never_waits(name: str) -> None:
+    module = grouped("cuda")
+    for seed, splits in enumerate(SPLITS):  # kernels are loaded, plans made
+        run(module, *batch(splits, "cuda", seed), name, splits)
+    x, dy = batch([20, 21, 0, 22], "cuda", 3)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run(module, x, dy, name, [20, 21, 0, 22])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@on_devices
+def test_return_bias(device: str) -> None:
+    module, splits = grouped(device, return_bias=True), SPLITS[0]
+    x, _ = batch(splits, device, 0)
+    out, biases = module(x, splits)
+    assert [b.data_ptr() for b in biases] == [getattr(module, f"bias{i}").data_ptr() for i in range(GROUPS)]
+    module.return_bias = False
+    full = module(x, splits)
+    with torch.no_grad():
+        [b.zero_() for b in biases]
+    assert torch.equal(module(x, splits), out) and not torch.equal(full, out)
+    bare = grouped(device, return_bias=True, bias=False)
+    assert all(b.numel() == 0 for b in bare(x, splits)[1])
+
+
+@on_devices
+def test_frozen_groups(device: str) -> None:
+    """Only the parameters that want gradients get them, the others' values notwithstanding."""
+    for name in ("plain", "current"):
+        whole, some, splits = grouped(device), grouped(device), SPLITS[0]
+        some.weight0.requires_grad_(False), some.bias3.requires_grad_(False)
+        x, dy = batch(splits, device, 0)
+        run(whole, x, dy, name, splits)
+        run(some, x, dy, name, splits)
+        for key, p in some.named_parameters():
+            expected = None if key in ("weight0", "bias3") else getattr(whole, key).grad
+            assert p.grad is expected if expected is None else torch.equal(p.grad, expected), key
+
+
+@on_devices
+def test_calibration(device: str) -> None:
+    """Groups are calibrated one by one; the output is that of high precision."""
+    module, splits = grouped(device), [3, 0, 5, 8]
+    linears = separate(module)
+    x, dy = batch(splits, device, 0)
+    with te.autocast(enabled=False, calibrating=True, recipe=RECIPES["delayed"]):
+        y = module(x, splits)
+        [linear(part) for linear, part in zip(linears, x.split(splits), strict=True)]
+    y.backward(dy)
+    assert torch.equal(y, module(x, splits))
+    check_states(module, linears)
+
+
+@on_devices
+def test_recomputed(device: str) -> None:
+    """Under a checkpoint: the same bits, and the maxima counted once."""
+    from torch.utils.checkpoint import checkpoint
+
+    plain, again, splits = grouped(device), grouped(device), SPLITS[0]
+    for seed in range(3):
+        x, dy = batch(splits, device, seed)
+        y = run(plain, x, dy, "delayed", splits)
+        dx, x.grad = x.grad, None
+        with region("delayed"):
+            recomputed = checkpoint(again, x, splits, use_reentrant=False)
+        recomputed.backward(dy)
+        assert torch.equal(recomputed, y) and torch.equal(x.grad, dx)
+    for ours, theirs in zip(again.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad)
+    for ours, theirs in zip(again.fp8_state.buffers(), plain.fp8_state.buffers(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@on_devices
+def test_modes(device: str) -> None:
+    """torch.autocast, no_grad, more dimensions, no rows at all, copies of the module."""
+    module, splits = grouped(device, torch.float32), SPLITS[0]
+    x, dy = batch(splits, device, 0, torch.float32)
+    with torch.autocast(device, torch.bfloat16):
+        assert module(x, splits).dtype == torch.bfloat16
+    with pytest.raises(TypeError, match="Data types for parameters must match"):
+        module(x.bfloat16(), splits)
+    y = module(x, splits)
+    with torch.no_grad():
+        assert torch.equal(module(x, splits), y) and not module(x, splits).requires_grad
+    assert torch.equal(module(x.view(2, -1, K), splits), y.view(2, -1, N))
+    nothing = x[:0].detach().requires_grad_()
+    with region("current"):
+        empty = module(nothing, [0] * GROUPS)
+    empty.sum().backward()
+    assert empty.shape == (0, N) and nothing.grad.shape == (0, K) and not module.weight0.grad.any()
+    for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        assert torch.equal(other(x, splits), y)
+
+
+@on_devices
+def test_parameters(device: str) -> None:
+    module = te.GroupedLinear(2, 8, 16, device=device)
+    assert {n: tuple(p.shape) for n, p in module.named_parameters()} == {
+        "weight0": (16, 8), "bias0": (16,), "weight1": (16, 8), "bias1": (16,)
+    }  # fmt: skip
+    assert set(te.GroupedLinear(2, 8, 16, bias=False, device=device).state_dict()) == {"weight0", "weight1"}
+    module = te.GroupedLinear(2, 64, 64, device="meta", init_method=lambda w: w.fill_(3))
+    assert module(torch.empty(6, 64, device="meta"), [2, 4]).shape == (6, 64)
+    module.reset_parameters()
+    assert (module.weight1 == 3).all() and not module.bias1.any()
+
+
+def test_signatures() -> None:
+    """api.md 5.5, in order."""
+
+    def names(function: Any) -> str:
+        given = list(inspect.signature(function).parameters.values())[1:]
+        return " ".join(p.name if p.default is p.empty else f"{p.name}={p.default!r}" for p in given)
+
+    assert names(te.GroupedLinear.__init__) == " ".join(
+        """num_gemms in_features out_features sequence_parallel=False fuse_wgrad_accumulation=False tp_group=None
+        tp_size=1 get_rng_state_tracker=None rng_tracker_name=None init_method=None bias=True return_bias=False
+        params_dtype=None parallel_mode=None device=None ub_overlap_rs=False ub_overlap_ag=False ub_name=None
+        delay_wgrad_compute=False save_original_input=False single_grouped_weight=False single_grouped_bias=False
+        name=None use_grouped_tensor=None""".split()
+    )
+    assert names(te.GroupedLinear.forward) == "inp m_splits is_first_microbatch=None out=None dgrad_out=None"
+
+
+def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
+    def make(**kw: Any) -> Any:
+        return te.GroupedLinear(**{"num_gemms": 2, "in_features": 8, "out_features": 8, "device": "cpu", **kw})
+
+    for wrong in (
+        {"ub_overlap_rs": True}, {"ub_overlap_ag": True}, {"tp_size": 2}, {"parallel_mode": "both"}, {"num_gemms": 0}
+    ):  # fmt: skip
+        with pytest.raises(ValueError):
+            make(**wrong)
+    with pytest.raises(UnsupportedError):
+        make(tp_size=2, bias=False)
+    with pytest.raises(TypeError):
+        make(use_grouped_tensor=1)
+    variable = "NVTE_GROUPED_LINEAR_SINGLE_PARAM"
+    monkeypatch.delenv(variable, raising=False)
+    for option in ("single_grouped_weight", "single_grouped_bias"):
+        with pytest.warns(UserWarning, match=variable):
+            module = make(**{option: True})
+        assert "weight0" in dict(module.named_parameters())
+        monkeypatch.setenv(variable, "1")
+        with pytest.raises(RuntimeError, match=option):
+            make(**{option: True})
+        monkeypatch.delenv(variable)
+    monkeypatch.setenv("NVTE_GROUPED_LINEAR_USE_FUSED_GROUPED_GEMM", "0")
+    with pytest.warns(FutureWarning):
+        make()
+    monkeypatch.undo()
+    module = make(fuse_wgrad_accumulation=True)
+    x = torch.ones(2, 8, requires_grad=True)
+    with pytest.raises(ArgumentError, match="main_grad"):
+        module(x, [1, 1]).sum().backward()
+    with pytest.raises(ArgumentError, match="in_features"):
+        module(x[:, :4], [1, 1])
+
+
+def test_compiled() -> None:
+    """A call in a compiled function is a graph break, and right; a region inside such a function is refused."""
+    module = te.GroupedLinear(2, 16, 32, device="cpu")
+    calls: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        calls.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(lambda x, splits: torch.relu(module(x * 2, splits)), backend=backend)
+    x = values(6, 16)
+    for splits in ([2, 4], [6, 0]):
+        for recipe in (None, Float8CurrentScaling()):
+            with te.autocast(enabled=recipe is not None, recipe=recipe):
+                assert torch.equal(compiled(x, splits), torch.relu(module(x * 2, splits)))
+    assert calls
+
+    def inside(x: torch.Tensor) -> torch.Tensor:
+        with te.autocast(recipe=Float8CurrentScaling()):
+            return module(x, [2, 4])
+
+    with pytest.raises(UnsupportedError, match="region"):
+        torch.compile(inside, backend=backend)(x)
+    assert active.region is None

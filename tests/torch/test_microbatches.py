@@ -1,0 +1,514 @@
+"""Weights quantized once for several microbatches, and weight gradients that go elsewhere or come later."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import te_torch as te
+from te_core import ops
+from te_core.errors import ArgumentError
+from tests.backends import devices
+from tests.module_steps import GEMM_MODULES, WIDTH, differences, gradient_for, make, values
+from tests.recipes import KINDS, RECIPES, region
+from tests.reference import modules as reference
+from tests.tolerances import DB, snr_db
+
+on_devices = pytest.mark.parametrize("device", devices())
+gemm_modules = pytest.mark.parametrize("kind", GEMM_MODULES)
+recipes = pytest.mark.parametrize("recipe", KINDS)
+with_plain = pytest.mark.parametrize("recipe", [None, *KINDS])
+
+BF16 = torch.bfloat16
+
+
+def weights_of(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """The GEMM weights by name."""
+    return {n: p for n, p in module.named_parameters() if p.ndim == 2}
+
+
+def microbatch(seed: int, device: str, rows: int = 24) -> torch.Tensor:
+    return values(rows, WIDTH, device=device, dtype=BF16, seed=seed)
+
+
+def run(module: Any, x: torch.Tensor, first: bool | None, seed: int = 0) -> dict[str, torch.Tensor]:
+    """y and dx of one microbatch inside the running region; parameters gather their gradients."""
+    torch.manual_seed(seed)
+    leaf = x.clone().requires_grad_()
+    y = module(leaf, is_first_microbatch=first)
+    y.backward(gradient_for(y))
+    return {"y": y.detach(), "dx": leaf.grad}
+
+
+def one_step(module: Any, recipe: str | None, firsts: list[bool | None], device: str) -> dict[str, torch.Tensor]:
+    """All microbatches of a step in one region, then the summed gradients."""
+    found = {}
+    with region(recipe):
+        for i, first in enumerate(firsts):
+            found |= {f"{n}{i}": t for n, t in run(module, microbatch(i, device), first, seed=i).items()}
+    found |= {n: p.grad.clone() for n, p in module.named_parameters() if p.grad is not None}
+    module.zero_grad(set_to_none=True)
+    return found
+
+
+# -------------------------------------------------------------------------------------------- the cache
+
+
+@pytest.fixture
+def quantized(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The addresses of what is quantized from now on."""
+    seen: list[int] = []
+    true = ops.quantize
+
+    def counting(rt: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+        seen.append(x.ptr)
+        return true(rt, x, *args, **kwargs)
+
+    monkeypatch.setattr(ops, "quantize", counting)
+    return seen
+
+
+@on_devices
+@recipes
+@gemm_modules
+def test_weights_are_quantized_once(kind: str, recipe: str, quantized: list[int], device: str) -> None:
+    module = make(kind, device, BF16)
+    places = [w.data_ptr() for w in weights_of(module).values()]
+
+    def times(firsts: list[bool | None]) -> list[int]:
+        quantized.clear()
+        one_step(module, recipe, firsts, device)
+        return [quantized.count(place) for place in places]
+
+    assert times([None, None, None]) == [3] * len(places), "no cache unless asked for"
+    assert times([True, False, False]) == [1] * len(places)
+    assert times([False, False]) == [0] * len(places), "the weights are as they were"
+    assert times([True, True]) == [2] * len(places), "a first microbatch quantizes anew"
+    assert times([None, None]) == [2] * len(places), "None takes nothing from the cache"
+
+
+@on_devices
+@with_plain
+@gemm_modules
+def test_cached_equals_quantized_anew(kind: str, recipe: str | None, device: str) -> None:
+    """Outputs, gradients and maxima of three microbatches, bit for bit, in two steps with an update between."""
+    anew, cached = (make(kind, device, BF16) for _ in range(2))
+    for step in range(2):
+        wanted = one_step(anew, recipe, [None, None, None], device)
+        assert not differences(one_step(cached, recipe, [True, False, False], device), wanted), f"step {step}"
+        for module in (anew, cached):
+            with torch.no_grad():
+                [p.mul_(1.25) for p in module.parameters()]
+    assert not differences(dict(cached.named_buffers()), dict(anew.named_buffers()))
+
+
+@on_devices
+@recipes
+@gemm_modules
+def test_later_without_first(kind: str, recipe: str, device: str) -> None:
+    """An empty cache is filled by whoever comes first."""
+    wanted = one_step(make(kind, device, BF16), recipe, [None, None], device)
+    assert not differences(one_step(make(kind, device, BF16), recipe, [False, False], device), wanted)
+
+
+@on_devices
+@recipes
+@gemm_modules
+def test_cache_made_without_gradients(kind: str, recipe: str, quantized: list[int], device: str) -> None:
+    """What no_grad left out is added when backward will read it; the other way round nothing is quantized again."""
+    wanted = one_step(make(kind, device, BF16), recipe, [None], device)
+    module = make(kind, device, BF16)
+    with torch.no_grad(), region(recipe):
+        torch.manual_seed(0)
+        y = module(microbatch(0, device), is_first_microbatch=True)
+    assert torch.equal(y, wanted["y0"])
+    assert not differences(one_step(module, recipe, [False], device), wanted)
+    places = [w.data_ptr() for w in weights_of(module).values()]
+    quantized.clear()
+    with torch.no_grad(), region(recipe):
+        y = module(microbatch(0, device), is_first_microbatch=False)
+    assert torch.equal(y, wanted["y0"]) or recipe == "delayed"  # whose scales have moved
+    assert not set(places) & set(quantized)
+
+
+def in_place(module: torch.nn.Module) -> None:
+    with torch.no_grad():
+        for w in weights_of(module).values():
+            w.mul_(-1.5)
+
+
+def one_element(module: torch.nn.Module) -> None:
+    with torch.no_grad():
+        for w in weights_of(module).values():
+            w.view(-1)[7] = 3.0
+
+
+def other_data(module: torch.nn.Module) -> None:
+    for w in weights_of(module).values():
+        w.data = w.data * -1.5
+
+
+def other_data_freed(module: torch.nn.Module) -> None:
+    """The allocator likes to give the old memory to the next tensor of that size."""
+    for w in weights_of(module).values():
+        new = w.data * -1.5
+        w.data = torch.empty(0, dtype=w.dtype, device=w.device)
+        w.data = new.clone()
+
+
+def optimizer_step(module: torch.nn.Module) -> None:
+    for p in module.parameters():
+        p.grad = torch.ones_like(p)
+    torch.optim.SGD(module.parameters(), lr=0.5).step()
+    module.zero_grad(set_to_none=True)
+
+
+def adam_step(module: torch.nn.Module) -> None:
+    for p in module.parameters():
+        p.grad = torch.ones_like(p)
+    torch.optim.AdamW(module.parameters(), lr=0.5).step()
+    module.zero_grad(set_to_none=True)
+
+
+def load(module: torch.nn.Module) -> None:
+    state = {n: t * -1.5 if t.ndim == 2 and "fp8" not in n else t.clone() for n, t in module.state_dict().items()}
+    module.load_state_dict(state)
+
+
+def load_assigned(module: torch.nn.Module) -> None:
+    state = {n: t * -1.5 if t.ndim == 2 and "fp8" not in n else t.clone() for n, t in module.state_dict().items()}
+    module.load_state_dict(state, assign=True)
+
+
+def new_parameter(module: torch.nn.Module) -> None:
+    for name, w in weights_of(module).items():
+        setattr(module, name, torch.nn.Parameter(w.detach() * -1.5))
+
+
+def converted(module: torch.nn.Module) -> None:
+    module.to(torch.float32).to(BF16)
+    in_place(module)
+
+
+def moved(module: torch.nn.Module) -> None:
+    there = next(module.parameters()).device
+    module.to("cpu")
+    in_place(module)
+    module.to(there)
+
+
+CHANGES: list[Callable[[torch.nn.Module], None]] = [
+    in_place, one_element, other_data, other_data_freed, optimizer_step, adam_step, load, load_assigned,
+    new_parameter, converted, moved,
+]  # fmt: skip
+
+
+@on_devices
+@pytest.mark.parametrize("recipe", ["current", "block", "nvfp4 no rht"])
+@pytest.mark.parametrize("change", CHANGES, ids=lambda f: f.__name__)
+@gemm_modules
+def test_changed_weights_are_quantized_again(
+    kind: str, change: Callable[[torch.nn.Module], None], recipe: str, device: str
+) -> None:
+    """is_first_microbatch=False after any change: the forward of a module freshly built from the same values."""
+    module = make(kind, device, BF16)
+    before = one_step(module, recipe, [True], device)
+    change(module)
+    fresh = make(kind, device, BF16)
+    fresh.load_state_dict(module.state_dict())
+    wanted = one_step(fresh, recipe, [None], device)
+    assert not torch.equal(wanted["y0"], before["y0"])
+    assert not differences(one_step(module, recipe, [False], device), wanted)
+
+
+@on_devices
+@pytest.mark.parametrize("kind", ["Linear", "LayerNormLinear"])
+def test_one_changed_part_of_a_split_weight(kind: str, device: str) -> None:
+    module = make(kind, device, BF16, parameters_split=("q", "k"))
+    one_step(module, "current", [True], device)
+    cached = module._weight_cache["weight"].value
+    one_step(module, "current", [False], device)
+    assert module._weight_cache["weight"].value is cached
+    with torch.no_grad():
+        module.k_weight.mul_(-2)
+    wanted = one_step(copy.deepcopy(module), "current", [None], device)
+    assert not differences(one_step(module, "current", [False], device), wanted)
+
+
+@on_devices
+@gemm_modules
+def test_another_recipe_makes_its_own_copy(kind: str, device: str) -> None:
+    module = make(kind, device, BF16)
+    for recipe in [*KINDS[1:], *KINDS[1:]]:
+        wanted = one_step(make(kind, device, BF16), recipe, [None], device)
+        assert not differences(one_step(module, recipe, [False], device), wanted), recipe
+
+
+@on_devices
+@pytest.mark.parametrize("name", ["current high_precision", "current dequantized", "block dequantized"])
+def test_overridden_backward(name: str, device: str) -> None:
+    wanted = one_step(make("Linear", device, BF16), name, [None, None], device)
+    assert not differences(one_step(make("Linear", device, BF16), name, [True, False], device), wanted)
+
+
+@on_devices
+@gemm_modules
+def test_copies_do_not_share_the_cache(kind: str, device: str) -> None:
+    """A deep copy or a pickled module begins without one."""
+    module = make(kind, device, BF16)
+    one_step(module, "current", [True], device)
+    for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        in_place(other)
+        wanted = one_step(copy.deepcopy(other), "current", [None], device)
+        assert not differences(one_step(other, "current", [False], device), wanted)
+    wanted = one_step(make(kind, device, BF16), "current", [None], device)
+    assert not differences(one_step(module, "current", [False], device), wanted)
+
+
+# --------------------------------------------------------------------------- gradients into main_grad
+
+MAIN = {"fp32": torch.float32, "bf16": BF16}
+main_dtypes = pytest.mark.parametrize("main", MAIN)
+
+
+def fused(kind: str, device: str, main: str = "fp32", fill: float = 0.0, **options: Any) -> Any:
+    """A module whose weights gather their gradients in `main_grad`."""
+    module = make(kind, device, BF16, fuse_wgrad_accumulation=True, **options)
+    for w in weights_of(module).values():
+        w.main_grad = torch.full_like(w, fill, dtype=MAIN[main])
+    return module
+
+
+def floor(recipe: str | None, kind: str) -> float:
+    if recipe is None:
+        return DB["bf16"]
+    return DB[("nvfp4" if "nvfp4" in recipe else "fp8") + (" mlp" if kind == "LayerNormMLP" else " linear")]
+
+
+@on_devices
+@with_plain
+@main_dtypes
+@gemm_modules
+def test_microbatches_equal_one_batch(kind: str, main: str, recipe: str | None, device: str) -> None:
+    """main_grad after four microbatches is the gradient of the four together; no weight has a grad."""
+    module = fused(kind, device, main)
+    parts = [microbatch(i, device) for i in range(4)]
+    for _ in range(2):  # delayed scaling finds its scales
+        with region(recipe):
+            for i, x in enumerate(parts):
+                run(module, x, i == 0, seed=i)
+    assert all(w.grad is None for w in weights_of(module).values())
+    x = torch.cat(parts)
+    dy = torch.cat([gradient_for(module(x)[:24])] * 4)
+    wanted = reference.results(module, x, dy)
+    for name, w in weights_of(module).items():
+        assert w.main_grad.dtype == MAIN[main]
+        assert snr_db(w.main_grad, wanted[name]) >= floor(recipe, kind), f"{name}"
+
+
+@on_devices
+@with_plain
+@gemm_modules
+def test_main_grad_is_the_gradient(kind: str, recipe: str | None, device: str) -> None:
+    """In fp32 each microbatch adds what an fp32 gradient would be; all other results are the plain module's."""
+    plain, module = make(kind, device, BF16), fused(kind, device)
+    wanted = one_step(plain, recipe, [None], device)
+    got = one_step(module, recipe, [None], device)
+    for name, w in weights_of(module).items():
+        assert torch.equal(w.main_grad.to(BF16), wanted.pop(name)), name
+    names = [n for n in wanted if n.endswith("bias") and "norm" not in n]
+    for name in names:  # without a grad of its own, the sum may come from elsewhere
+        assert snr_db(got.pop(name), wanted.pop(name)) >= DB["bf16"], name
+    assert not differences(got, wanted)
+
+
+@on_devices
+@pytest.mark.parametrize("recipe", [None, "current", "block"])
+@main_dtypes
+@gemm_modules
+def test_overwriting(kind: str, main: str, recipe: str | None, device: str) -> None:
+    """The first microbatch, or overwrite_main_grad, takes no notice of what main_grad held; all others add."""
+    module = fused(kind, device, main)
+    one_step(module, recipe, [None], device)
+    once = {n: w.main_grad.clone() for n, w in weights_of(module).items()}
+    for first, overwrite in ((True, False), (None, True), (False, True)):
+        for w in weights_of(module).values():
+            w.main_grad.fill_(float("nan"))
+            w.overwrite_main_grad = overwrite
+        one_step(module, recipe, [first], device)
+        assert not differences({n: w.main_grad for n, w in weights_of(module).items()}, once)
+    for first in (None, False):
+        for w in weights_of(module).values():
+            w.overwrite_main_grad = False
+            w.main_grad.fill_(1000.0)
+        one_step(module, recipe, [first], device)
+        for name, w in weights_of(module).items():
+            assert snr_db(w.main_grad.double() - 1000, once[name]) >= (20 if main == "fp32" else -20), name
+            assert not torch.equal(w.main_grad, once[name]) and (w.main_grad - 1000).abs().max() < 500
+
+
+@on_devices
+@gemm_modules
+def test_stand_in_gradients(kind: str, device: str) -> None:
+    """Hooks that wait for a gradient get a dummy, and know by the flag where the real one is."""
+    module = fused(kind, device)
+    for w in weights_of(module).values():
+        w.grad_added_to_main_grad = False
+        w.zero_out_wgrad = True
+    one_step(module, "current", [True], device)
+    main = {n: w.main_grad.clone() for n, w in weights_of(module).items()}
+    with region("current"):
+        run(module, microbatch(0, device), True)
+    for name, w in weights_of(module).items():
+        assert w.grad_added_to_main_grad is True and torch.equal(w.main_grad, main[name]) and w.main_grad.any()
+        assert w.grad.shape == w.shape and w.grad.dtype == w.dtype and not w.grad.any()
+        w.zero_out_wgrad, w.grad_added_to_main_grad, w.grad = False, False, None
+    with region("current"):
+        run(module, microbatch(0, device), True)
+    assert all(w.grad_added_to_main_grad and w.grad.shape == w.shape for w in weights_of(module).values())
+
+
+@on_devices
+@gemm_modules
+def test_get_main_grad(kind: str, device: str) -> None:
+    """A function that gives the buffer goes before the attribute."""
+    module, other = fused(kind, device), fused(kind, device)
+    given = {}
+    for name, w in weights_of(module).items():
+        given[name] = torch.zeros_like(w, dtype=torch.float32)
+        w.get_main_grad = lambda name=name: given[name]
+    for m in (module, other):
+        one_step(m, "current", [None], device)
+    assert not differences(given, {n: w.main_grad for n, w in weights_of(other).items()})
+    assert not any(w.main_grad.any() for w in weights_of(module).values())
+
+
+@on_devices
+@gemm_modules
+def test_missing_main_grad(kind: str, device: str) -> None:
+    module = make(kind, device, BF16, fuse_wgrad_accumulation=True)
+    y = module(microbatch(0, device))
+    with pytest.raises(ArgumentError, match="weight.main_grad"):
+        y.sum().backward()
+
+
+@on_devices
+@gemm_modules
+def test_frozen_weights_need_no_main_grad(kind: str, device: str) -> None:
+    module = make(kind, device, BF16, fuse_wgrad_accumulation=True)
+    for w in weights_of(module).values():
+        w.requires_grad_(False)
+    got = one_step(module, "current", [None], device)
+    wanted = one_step(make(kind, device, BF16), "current", [None], device)
+    assert not differences(got, {n: t for n, t in wanted.items() if n in got})
+
+
+# --------------------------------------------------------------------------------- gradients later
+
+
+def later(kind: str, device: str, **options: Any) -> Any:
+    return make(kind, device, BF16, delay_wgrad_compute=True, **options)
+
+
+@on_devices
+@pytest.mark.parametrize("recipe", [None, *RECIPES])
+@gemm_modules
+def test_delayed_equals_immediate(kind: str, recipe: str | None, device: str) -> None:
+    """Weights have no gradient until backward_dw(), and then the one they would have had, bit for bit."""
+    module, plain = later(kind, device), make(kind, device, BF16)
+    assert module.need_backward_dw() and not plain.need_backward_dw()
+    assert all(w.skip_backward_post_hook for w in weights_of(module).values())
+    for _ in range(2):
+        wanted = one_step(plain, recipe, [None], device)
+        with region(recipe):
+            got = {f"{n}0": t for n, t in run(module, microbatch(0, device), None).items()}
+        assert all(w.grad is None for w in weights_of(module).values())
+        module.backward_dw()
+        got |= {n: p.grad for n, p in module.named_parameters()}
+        module.zero_grad(set_to_none=True)
+        for name in [n for n in wanted if n.endswith("bias") and "norm" not in n]:
+            assert snr_db(got.pop(name), wanted.pop(name)) >= DB["bf16"], name  # summed by another kernel
+        assert not differences(got, wanted)
+    module.backward_dw()  # nothing waits
+    assert all(w.grad is None for w in weights_of(module).values())
+
+
+@on_devices
+@with_plain
+@gemm_modules
+def test_several_backwards_wait(kind: str, recipe: str | None, device: str) -> None:
+    """Each call computes the oldest; gradients add up as those of immediate backwards do."""
+    module, plain = later(kind, device), make(kind, device, BF16)
+    after: list[dict[str, torch.Tensor]] = []
+    for m in (plain, module):
+        with region(recipe):
+            for i in range(3):
+                run(m, microbatch(i, device), None, seed=i)
+                if m is plain:
+                    after.append({n: w.grad.clone() for n, w in weights_of(m).items()})
+    for wanted in after:
+        module.backward_dw()
+        assert not differences({n: w.grad for n, w in weights_of(module).items()}, wanted)
+
+
+@on_devices
+@pytest.mark.parametrize("recipe", [None, "delayed", "current", "block", "nvfp4"])
+@main_dtypes
+@gemm_modules
+def test_delayed_into_main_grad(kind: str, main: str, recipe: str | None, device: str) -> None:
+    """With both options: the first microbatch overwrites, the others add, all of it in backward_dw()."""
+    module, wanted = fused(kind, device, main, delay_wgrad_compute=True), fused(kind, device, main)
+    for m in (module, wanted):
+        for w in weights_of(m).values():
+            w.main_grad.fill_(float("nan"))
+        with region(recipe):
+            for i in range(3):
+                run(m, microbatch(i, device), i == 0, seed=i)
+    assert all(w.main_grad.isnan().all() for w in weights_of(module).values())
+    for _ in range(3):
+        module.backward_dw()
+    assert all(w.grad is None for w in weights_of(module).values())
+    assert not differences(*({n: w.main_grad for n, w in weights_of(m).items()} for m in (module, wanted)))
+
+
+@on_devices
+@gemm_modules
+def test_delayed_without_a_frozen_weight(kind: str, device: str) -> None:
+    module = later(kind, device)
+    frozen = list(weights_of(module))[0]
+    module.get_parameter(frozen).requires_grad_(False)
+    one_step(module, "current", [None], device)
+    module.backward_dw()
+    assert {n for n, w in weights_of(module).items() if w.grad is None} == {frozen}
+
+
+@on_devices
+@gemm_modules
+def test_copies_have_nothing_waiting(kind: str, device: str) -> None:
+    """What waits belongs to the module whose backward it was; a copy's own backwards work."""
+    module = later(kind, device)
+    with region("current"):
+        run(module, microbatch(0, device), None)
+    for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        other.zero_grad(set_to_none=True)
+        other.backward_dw()
+        assert all(w.grad is None for w in weights_of(other).values())
+        with region("current"):
+            run(other, microbatch(0, device), None)
+        other.backward_dw()
+        assert all(w.grad is not None for w in weights_of(other).values())
+    module.backward_dw()
+    assert not differences(*({n: w.grad for n, w in weights_of(m).items()} for m in (module, other)))
+
+
+@pytest.mark.parametrize("option", ["fuse_wgrad_accumulation", "delay_wgrad_compute"])
+@pytest.mark.parametrize("kind", ["Linear", "LayerNormLinear"])
+def test_split_weights_are_refused(kind: str, option: str) -> None:
+    with pytest.raises(ArgumentError, match="one piece"):
+        make(kind, parameters_split=("q", "k"), **{option: True})
+    assert getattr(te, kind)(8, 8, parameters_split=("all",), device="cpu", **{option: True}) is not None
