@@ -55,14 +55,16 @@ def initialising() -> bool:
     return _active[-1] is not None
 
 
-def quantize_parameter(module: Any, name: str, gemm: int) -> bool:
-    """Replace a GEMM weight of a module by its quantized copy, if the recipe quantizes weights."""
+def initialisation() -> tuple[Recipe, bool]:
+    """(recipe, whether the initial values are kept) of the innermost region."""
     assert _active[-1] is not None
-    recipe, preserve = _active[-1]
+    return _active[-1]
+
+
+def quantize_parameter(module: Any, name: str, gemm: int, how: tuple[Recipe, bool]) -> bool:
+    """Replace a GEMM weight of a module by its quantized copy, if the recipe quantizes weights."""
+    recipe, preserve = how
     weight: torch.nn.Parameter = module._parameters[name]
-    if weight.device.type == "meta":
-        module._quantize_later.append((name, gemm, recipe, preserve))
-        return True
     precision = resolve(recipe)
     if precision.factory is not None:
         from te_torch.custom import custom_weight_rule
@@ -72,10 +74,11 @@ def quantize_parameter(module: Any, name: str, gemm: int) -> bool:
         rule = precision.weight
     if rule is None:
         return False
+    trains = torch.is_grad_enabled()
     with torch.no_grad():
-        quantized = _quantize(module, weight, rule, precision, recipe, gemm)
+        quantized = _quantize(module, weight, rule, precision, recipe, gemm, trains)
     parameter = torch.nn.Parameter(quantized, weight.requires_grad)
-    parameter.__dict__.update({k: v for k, v in weight.__dict__.items() if k not in parameter.__dict__})
+    carry_over(weight.__dict__, parameter)
     if preserve:
         _preserve(parameter, weight.detach().cpu())
     module._parameters[name] = parameter
@@ -83,12 +86,12 @@ def quantize_parameter(module: Any, name: str, gemm: int) -> bool:
 
 
 def _quantize(
-    module: Any, weight: torch.Tensor, rule: Operand, precision: Precision, recipe: Recipe, gemm: int
+    module: Any, weight: torch.Tensor, rule: Operand, precision: Precision, recipe: Recipe, gemm: int, trains: bool
 ) -> torch.Tensor:
     quantizer = quantizer_of(rule, device=weight.device)
     # One copy is enough where the other can be made of it whenever backward wants it.
     derivable = rule.format.scaling == "tensor" or (rule.format.scaling == "block" and rule.tiled)
-    quantizer.set_usage(rowwise=True, columnwise=torch.is_grad_enabled() and not derivable)
+    quantizer.set_usage(rowwise=True, columnwise=trains and not derivable)
     if rule.scaling == "delayed":
         from te_torch.modules.base import make_state
 
@@ -136,6 +139,14 @@ def check_recipe_fits(module: Any, precision: Precision | None) -> None:
                 f"active recipe asks for {precision.weight.scaling} {precision.weight.format}. Enter autocast with the "
                 "recipe that quantized_model_init was given."
             )
+
+
+def carry_over(attributes: dict[str, Any], new: torch.Tensor) -> None:
+    """Give a parameter that replaces another one what users and we have attached to that one."""
+    kept = {k: v for k, v in attributes.items() if k not in new.__dict__ and not isinstance(v, MethodType)}
+    new.__dict__.update(kept)
+    if "_high_precision_init_val" in kept:
+        _preserve(new, kept["_high_precision_init_val"])
 
 
 def _preserve(parameter: torch.Tensor, value: torch.Tensor) -> None:

@@ -15,6 +15,7 @@ from te_core.recipe import (
     NVFP4BlockScaling,
     Recipe,
 )
+from tests.backends import capability
 
 _NEAREST = {"disable_stochastic_rounding": True}
 _UNTURNED = {"disable_rht": True}
@@ -58,7 +59,9 @@ def rule(name: str | None) -> Recipe | None:
 
 
 def region(name: str | None, **options: Any) -> te.autocast:
-    """Its region: what only Blackwell multiplies is emulated."""
+    """Its region: what other GPUs alone multiply is emulated."""
     recipe = rule(name)
-    blackwell = recipe is not None and (recipe.mxfp8() or recipe.nvfp4())
-    return te.autocast(enabled=recipe is not None, recipe=recipe, emulate=blackwell, **options)
+    emulate = False
+    if recipe is not None:
+        emulate = recipe.mxfp8() or recipe.nvfp4() or (recipe.float8_block_scaling() and capability()[0] not in (0, 9))
+    return te.autocast(enabled=recipe is not None, recipe=recipe, emulate=emulate, **options)

@@ -27,7 +27,7 @@ from te_core.layers.linear import (
 from te_core.layers.norm import NormSpec
 from te_core.precision import Operand
 from te_core.quantize.operands import Uses, Value, dense, is_plain_rule, quantize_forward, restored, saved
-from te_core.quantize.state import INPUT, OUTPUT, Scales, forward_cast
+from te_core.quantize.state import GRAD_INPUT, INPUT, OUTPUT, Scales, backward_cast, forward_cast
 from te_core.quantized import QuantizedTensor
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
@@ -146,7 +146,7 @@ def backward(
     scales: Scales | None = None,
     inspector: Inspector | None = None,
     sinks: Sequence[Sink | None] = (None,),
-) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+) -> tuple[Value | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """(dx, dgamma, dbeta, dweight, dbias); `dnorm` is the gradient of the returned norm output, if there is one."""
     linear, weight = spec.linear, saved.weight
     assert weight is not None
@@ -155,7 +155,8 @@ def backward(
     dy2: Value = dy.matrix() if isinstance(dy, Tensor) else dy
     db = rt.empty((n,), bias_dtype(linear, weight)) if needs.bias else None
     g, db_left = gradient_operand(rt, dy2, linear, scales, 0, needs, db, saved.rng, sinks[0])
-    dx = dgamma = dbeta = dw = None
+    dx: Value | None = None
+    dgamma = dbeta = dw = None
     if needs.input:
         a, b = g.rows, backward_weight(rt, saved.w, weight, precision, linear.dtype)
         if inspect is not None:
@@ -169,8 +170,12 @@ def backward(
             dn = ops.add(rt, dn, dnorm.matrix(), out=dn)
         drop_rows(g)
         del a, b
-        dx, dgamma, dbeta = norm_gradients(rt, dn, saved, spec.norm)
+        plain_dx, dgamma, dbeta = norm_gradients(rt, dn, saved, spec.norm)
         del dn
+        dx = plain_dx
+        if linear.quantize_grad and precision is not None and precision.grad_input is not None:
+            quantized = backward_cast(precision.grad_input, scales, 0, rowwise=True, columnwise=False, slot=GRAD_INPUT)
+            dx = ops.quantize(rt, plain_dx.matrix(), quantized)
     if needs.weight:
         rule = None if precision is None else precision.input
         a, b = g.columns, restored(rt, saved.n, (dy2.shape[0], k), rule, precision, linear.dtype)

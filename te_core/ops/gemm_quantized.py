@@ -91,7 +91,12 @@ def gemm_quantized(
     if how == "native":
         _native(rt, a, b, out, a_columnwise, b_columnwise, bias, accumulate, split_accumulator)
         return
-    if how == "refused" and not emulate or how == "dequantized" and strict:
+    if how == "dequantized" and strict:
+        raise UnsupportedError(
+            "gemm", f"{a.format} x {b.format} under strict ({reason})", "at most one operand in E5M2",
+            "choose Format.HYBRID or Format.E4M3, or leave strict out",
+        )  # fmt: skip
+    if how == "refused" and not emulate:
         _refuse(place, a.format, b.format, reason)
     dtype = out.dtype if how == "dequantized" else dtypes.float32
     left, right = dequantize(rt, a, dtype, columnwise=a_columnwise), dequantize(rt, b, dtype, columnwise=b_columnwise)

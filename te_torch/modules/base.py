@@ -26,7 +26,7 @@ from te_torch.checkpoint_state import adopt
 from te_torch.custom import custom_precisions
 from te_torch.function import Call, Extra
 from te_torch.modules.weights import CachedWeight, Gradients, add_gradient, extra_for
-from te_torch.quantized_init import initialising, link, quantize_parameter
+from te_torch.quantized_init import carry_over, initialisation, initialising, link, quantize_parameter
 from te_torch.runtime import FLOATS, check_dtype, constant_at_trace
 from te_torch.state import BACKWARD, FORWARD, ScalingState
 
@@ -200,6 +200,9 @@ class BaseModule(CallingModule):
             if parameter.device.type == "meta":
                 self._parameters[name] = materialised(parameter)
             self._initialise(name)
+        later, self._quantize_later = self._quantize_later, []
+        for name, gemm, how in later:
+            self._primary = quantize_parameter(self, name, gemm, how) or self._primary
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
         """Set the tensor-parallel group (one rank only in this release)."""
@@ -339,8 +342,23 @@ class BaseModule(CallingModule):
     def _quantize_parameters(self) -> None:
         """Inside `quantized_model_init`: hold the GEMM weights as quantized tensors from now on."""
         if initialising():
+            how = initialisation()
             for gemm, name in enumerate(self._weight_names()):
-                self._primary = quantize_parameter(self, name, gemm) or self._primary
+                if self._parameters[name].is_meta:  # type: ignore[union-attr]
+                    self._quantize_later.append((name, gemm, how))
+                else:
+                    self._primary = quantize_parameter(self, name, gemm, how) or self._primary
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        """As every module's; what is attached to quantized weights stays with them."""
+        if not self._primary:
+            return super()._apply(fn, recurse)
+        before = {name: dict(self._parameters[name].__dict__) for name in self._weight_names()}
+        super()._apply(fn, recurse)  # exchanges the contents of such parameters, attributes included
+        for name, attributes in before.items():
+            carry_over(attributes, self._parameters[name])  # type: ignore[arg-type]
+        self._linked = 0
+        return self
 
     @property
     def primary_weights_in_fp8(self) -> bool:

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from te_core.errors import UnsupportedError
 from te_core.layers import norm
 from te_core.layers import norm_linear as core
 from te_torch.autocast import draws
@@ -102,11 +101,6 @@ class LayerNormLinear(NormParameters, SplitParameters):
         fp8_grad: bool = False,
     ) -> Any:
         """out, (out, bias), (out, norm output) or (out, bias, norm output), as the constructor asked."""
-        if fp8_grad:
-            raise UnsupportedError(
-                "LayerNormLinear.forward", "fp8_grad=True", "fp8_grad=False: its input gradient is the norm's",
-                "ask the Linear before it for fp8_output instead",
-            )  # fmt: skip
         check_input("LayerNormLinear.forward", inp, self.in_features)
         if isinstance(inp, QuantizedTorch):
             inp = inp.dequantize()
@@ -119,7 +113,7 @@ class LayerNormLinear(NormParameters, SplitParameters):
         key = (
             self.training, precision, inp.dtype, grad and wants_grad(inp, gamma, beta), grad and wants_grad(weight),
             grad and wants_grad(added), self.inspector and id(self.inspector),
-            weight.dtype if self._primary else None, fp8_output, False,
+            weight.dtype if self._primary else None, fp8_output, fp8_grad,
         )  # fmt: skip
         rng = random_pair(inp) if draws(precision) else None
         extra = None

@@ -105,7 +105,13 @@ class BlockScaledTensor(QuantizedTensor):
         if form.scaling != "mxfp8" and not form.tiled:
             raise NotImplementedError(f"{type(self).__name__}: FSDP2 needs two-dimensional scaling")
         row, scale, _, column, column_scale, _ = self._buffers  # type: ignore[attr-defined]
-        sent = [row[:m], scale[: m // step if form.scaling == "block" else m]]
+        sent = []
+        if row is not None:
+            sent += [row[:m], scale[: m // step if form.scaling == "block" else m]]
+        elif form.scaling != "mxfp8":
+            raise NotImplementedError(
+                f"{type(self).__name__}: FSDP2 gathers along the rows, a transposed copy has none"
+            )
         if form.scaling == "mxfp8" and column is not None:
             sent += [column[:m], column_scale[: m // 32]]
         rest = (form, k, self._row_amax, self._quantizer, self._options, self.dtype, self.get_usages())  # type: ignore[attr-defined]
@@ -116,13 +122,14 @@ class BlockScaledTensor(QuantizedTensor):
     ) -> Any:
         """FSDP2: the whole parameter over the gathered buffers."""
         form, k, amax, quantizer, options, dtype, held = metadata
-        row, scale, *columns = all_gather_outputs
-        buffers = Buffers(row, scale, amax, *([columns[0], columns[1]] if columns else [None, None]))
+        gathered = list(all_gather_outputs)
+        row, scale = (gathered.pop(0), gathered.pop(0)) if held["rowwise"] else (None, None)
+        buffers = Buffers(row, scale, amax, *gathered)
         made = out
         if out is None:
-            made = type(self)._of((row.shape[0], k), dtype, form, buffers, quantizer, options)
+            made = type(self)._of((all_gather_outputs[0].shape[0], k), dtype, form, buffers, quantizer, options)
         else:
             out._set_buffers(buffers)
-        if held["columnwise"] and not columns:
+        if held["columnwise"] and not gathered:
             made._make_columnwise()
         return None if out is not None else (made, all_gather_outputs)

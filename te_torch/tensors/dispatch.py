@@ -10,7 +10,7 @@ from torch.autograd.graph import increment_version
 from torch.utils._pytree import tree_map
 
 from te_torch.runtime import FLOATS
-from te_torch.tensors.buffers import Buffers, rows_of
+from te_torch.tensors.buffers import Buffers
 from te_torch.tensors.tensor import QuantizedTensor
 
 aten = torch.ops.aten
@@ -21,7 +21,11 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The result of an operator with a quantized tensor among its arguments."""
     known = _KEEPING.get(func)
     if known is not None:
-        done = known(func, *args, **kwargs)
+        if torch.is_inference_mode_enabled() and func.is_view and not args[0].is_inference():
+            with torch.inference_mode(False):  # a view counts its base's versions, which inference tensors have not
+                done = known(func, *args, **kwargs)
+        else:
+            done = known(func, *args, **kwargs)
         if done is not NotImplemented:
             return done
     return _on_values(func, args, kwargs)
@@ -142,9 +146,7 @@ def _new_zeros(func: Any, t: Any, shape: Sequence[int], **kwargs: Any) -> Any:
     if t._quantizer is None or kwargs.get("dtype") not in (None, t.dtype):
         return NotImplemented
     made = _made_empty(t, shape, kwargs)
-    for name, b in zip(Buffers._fields, made._buffers, strict=True):
-        if b is not None and name.endswith("data"):
-            b.zero_()
+    made._zero()
     return made
 
 
@@ -196,12 +198,7 @@ def _pieces(t: Any, ends: Sequence[int], dim: int) -> Any:
 
 def _rows(t: Any, start: int, stop: int) -> Any:
     """Rows of the first dimension as views, in the same class; None where that is not possible."""
-    if t.ndim < 2 or not hasattr(t, "_row_data"):
-        return None
-    m, k = t._matrix()
-    inner = m // max(t.shape[0], 1)
-    buffers = rows_of(t._format, (m, k), t._buffers, start * inner, stop * inner)
-    return None if buffers is None else t._like((stop - start, *t.shape[1:]), buffers)
+    return t._rows(start, stop) if t.ndim >= 2 else None
 
 
 @_keeps(aten.slice.Tensor)

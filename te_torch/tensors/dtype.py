@@ -1,7 +1,5 @@
 """`DType`: the documented enum of element types, and its mapping to torch's and the core's."""
 
-# ruff: noqa: N815  (the documented names)
-
 from __future__ import annotations
 
 from enum import IntEnum

@@ -141,7 +141,8 @@ class Float8TensorStorage(QuantizedTensorStorage):
 
     def _label(self) -> str:
         scale = self._scale_inv
-        return f"fp8_dtype={self._format.dtype}, scale_inv={None if scale is None else scale.tolist()}"
+        value = None if scale is None or scale.is_meta else scale.item()
+        return f"fp8_dtype={self._format.dtype}, scale_inv={value}"
 
 
 class Float8Tensor(QuantizedTensor, Float8TensorStorage):  # type: ignore[misc]
@@ -162,7 +163,8 @@ class Float8Tensor(QuantizedTensor, Float8TensorStorage):  # type: ignore[misc]
         if isinstance(quantizer, Float8CurrentScalingQuantizer) and mesh is not None:
             self.amax_reduction_group = mesh.get_group() if mesh.ndim == 1 else mesh.get_group("shard")
         data = self._data
-        assert data is not None
+        if data is None:
+            raise NotImplementedError(f"{type(self).__name__}: FSDP2 gathers rowwise data, and there is none")
         return (data.contiguous(),), (self._scale_inv, self._format, quantizer, self.dtype)
 
     def fsdp_post_all_gather(

@@ -16,7 +16,7 @@ from te_core.quantized import Copy
 from te_core.quantized import QuantizedTensor as Core
 from te_torch.tensors.base import Quantizer, QuantizerRequest
 from te_torch.tensors.buffers import NAMES, Buffers, form_of, packed
-from te_torch.tensors.identity import IdentityQuantizer, IdentityTensorStorage
+from te_torch.tensors.identity import IdentityTensor, IdentityTensorStorage
 from te_torch.tensors.storage import Kept, QuantizedTensorStorage
 from te_torch.tensors.tensor import QuantizedTensor
 
@@ -161,6 +161,17 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
             return None
         return self._like(shape, parts)
 
+    def _rows(self, start: int, stop: int) -> Any:
+        parts = tuple(None if p is None else p._rows(start, stop) for p in self._parts)
+        if any(p is not None and made is None for p, made in zip(self._parts, parts, strict=True)):
+            return None
+        return self._like((stop - start, *self.shape[1:]), parts)
+
+    def _zero(self) -> None:
+        for p in self._parts:
+            if p is not None:
+                p._zero()
+
     def make_copy(self, device: torch.device | None = None, non_blocking: bool = False) -> Any:
         """The same values in memory of their own, on a device."""
         parts = tuple(None if p is None else p.make_copy(device, non_blocking) for p in self._parts)
@@ -275,6 +286,49 @@ class HybridQuantizedTensor(QuantizedTensor, HybridQuantizedTensorStorage):  # t
 
     def _adopt_from(self, other: Any) -> None:
         self._given(self.dtype, other._parts, other._quantizer)
+
+    def fsdp_pre_all_gather(
+        self, mesh: Any, orig_size: Any, contiguous_orig_stride: Any, module: Any, mp_policy: Any
+    ) -> tuple[tuple[torch.Tensor, ...], Any]:
+        """FSDP2: what each copy sends, one after the other."""
+        sent: list[torch.Tensor] = []
+        rest: list[Any] = []
+        for p in self._parts:
+            if p is None:
+                rest.append(None)
+                continue
+            hooks = _tensor_class(p)
+            tensors, metadata = hooks.fsdp_pre_all_gather(p, mesh, orig_size, contiguous_orig_stride, module, mp_policy)
+            sent += tensors
+            rest.append((len(tensors), metadata))
+        return tuple(sent), (rest, self._quantizer, self.dtype)
+
+    def fsdp_post_all_gather(
+        self, all_gather_outputs: tuple[torch.Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Any = None
+    ) -> Any:
+        """FSDP2: the whole parameter over what was gathered for each copy."""
+        rest, quantizer, dtype = metadata
+        made: list[Any] = []
+        at = 0
+        for p, given in zip(self._parts, rest, strict=True):
+            if given is None:
+                made.append(None)
+                continue
+            gathered = all_gather_outputs[at : at + given[0]]
+            made.append(_tensor_class(p).fsdp_post_all_gather(p, gathered, given[1], param_dtype)[0])
+            at += given[0]
+        if out is not None:
+            out._parts = tuple(made)
+            return None
+        shape = next(p.shape for p in made if p is not None)
+        return type(self)._over((made[0], made[1]), tuple(shape), dtype, quantizer), all_gather_outputs
+
+
+def _tensor_class(part: Any) -> Any:
+    """The tensor class whose hooks serve a storage of its format."""
+    from te_torch.tensors.wrap import classes_of
+
+    return IdentityTensor if isinstance(part, IdentityTensorStorage) else classes_of(part._format)[1]
 
 
 @cache
@@ -401,8 +455,3 @@ def _make_hybrid_quantized_tensor_in_reduce_ex(
     if is_param:
         made._is_param = True
     return made
-
-
-__all__ = [
-    "HybridQuantizedTensor", "HybridQuantizedTensorStorage", "HybridQuantizer", "IdentityQuantizer",
-]  # fmt: skip

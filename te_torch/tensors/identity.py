@@ -97,6 +97,14 @@ class IdentityTensorStorage(QuantizedTensorStorage):
         assert self._hp_data is not None
         return self._like(shape, self._hp_data.view(tuple(shape)))
 
+    def _rows(self, start: int, stop: int) -> Any:
+        assert self._hp_data is not None
+        return self._like((stop - start, *self.shape[1:]), self._hp_data[start:stop])
+
+    def _zero(self) -> None:
+        assert self._hp_data is not None
+        self._hp_data.zero_()
+
     def make_copy(self, device: torch.device | None = None, non_blocking: bool = False) -> Any:
         """The same values in memory of their own, on a device."""
         assert self._hp_data is not None

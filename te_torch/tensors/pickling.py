@@ -32,7 +32,7 @@ def reduced(t: Any) -> tuple[Any, tuple[Any, ...]]:
         parts = [None if s is None else _part(s) for s in t._parts]
         maker = hybrid._make_hybrid_quantized_tensor_in_reduce_ex
         return maker, (t.dtype, tuple(t.shape), *parts, t._quantizer, *marks)
-    return _MAKERS[type(t)], (t.dtype, tuple(t.shape), *held(t), t._quantizer, *marks)
+    return _MAKERS[type(t)], (t.dtype, tuple(t.shape), held(t), t._quantizer, marks)
 
 
 def _part(storage: Any) -> tuple[Any, ...]:
@@ -50,14 +50,12 @@ def held(t: Any) -> tuple[Any, ...]:
     return form_key(t._format), tuple(own), t._options
 
 
-def rebuilt(
-    kind: Any, dtype: torch.dtype, shape: Any, form: Any, buffers: Any, options: Any, quantizer: Any,
-    requires_grad: bool, is_param: bool,
-) -> Any:  # fmt: skip
+def rebuilt(kind: Any, dtype: torch.dtype, shape: Any, state: Any, quantizer: Any, marks: Any) -> Any:
     """A tensor of this class from what `reduced` said."""
-    made = kind._of(
-        tuple(shape), dtype, form_of(tuple(form)), packed(Buffers(*buffers)), quantizer, tuple(options), requires_grad
-    )
+    form, buffers, options = state
+    requires_grad, is_param = marks
+    own = packed(Buffers(*buffers))
+    made = kind._of(tuple(shape), dtype, form_of(tuple(form)), own, quantizer, tuple(options), requires_grad)
     if is_param:
         made._is_param = True
     return made

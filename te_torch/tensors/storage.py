@@ -9,10 +9,10 @@ from typing import Any, ClassVar
 import torch
 
 from te_core.errors import ArgumentError
-from te_core.quantized import Format, QuantizedTensor
+from te_core.quantized import Copy, Format, QuantizedTensor
 from te_torch.runtime import FLOATS, to_core, to_core_shape
 from te_torch.tensors import run
-from te_torch.tensors.buffers import NAMES, Buffers, core_of, form_key, form_of, matrix_of, packed
+from te_torch.tensors.buffers import NAMES, Buffers, core_of, form_key, form_of, matrix_of, packed, rows_of
 
 
 class QuantizedTensorStorage:
@@ -28,6 +28,7 @@ class QuantizedTensorStorage:
     _options: tuple[Any, ...]
     _quantizer: Any
     _shape: tuple[int, ...]
+    _core_views: CoreViews | None = None
     _row_data: Any
     _row_scale: Any
     _row_amax: Any
@@ -104,8 +105,15 @@ class QuantizedTensorStorage:
         return (form_key(self._format), tuple(self._matrix()), held)
 
     def to_core(self) -> QuantizedTensor:
-        """The core's view of the buffers."""
-        return core_of(self._format, self._matrix(), self._buffers)
+        """The core's view of the buffers. Its pieces are kept for the next call, if they need no copies."""
+        held = self._core_views
+        if held is None or not held.fit(self):
+            shape = self._matrix()
+            q = core_of(self._format, shape, self._buffers)
+            self._core_views = held = CoreViews.of(self, q)
+            if held is None:
+                return q
+        return QuantizedTensor(self._format, held.shape, held.row, held.column, held.block)
 
     # ------------------------------------------------------------------------------------- what it is like
 
@@ -218,8 +226,9 @@ class QuantizedTensorStorage:
 
     def _write(self, new: Buffers, noop_flag: torch.Tensor | None = None) -> None:
         """Copy buffers of the core's shapes into ours, which may be smaller."""
-        for name, mine, given in zip(NAMES, self._buffers, new, strict=True):
-            if name not in self._inner_names() or given is None:
+        for name in self._inner_names():
+            mine, given = getattr(self, name), getattr(new, name[1:])
+            if given is None:
                 continue
             part = given if given.shape == mine.shape else _part(given, mine)
             if noop_flag is not None:
@@ -270,6 +279,18 @@ class QuantizedTensorStorage:
         if made is None:
             raise NotImplementedError(f"{type(self).__name__}: {tuple(self.shape)} cannot be viewed as {sizes}")
         return made
+
+    def _rows(self, start: int, stop: int) -> Any:
+        """Rows of the first dimension over the same buffers; None where that would cut through a block."""
+        rows = self._matrix()[0] // max(self.shape[0], 1)
+        buffers = rows_of(self._format, self._matrix(), self._buffers, start * rows, stop * rows)
+        return None if buffers is None else self._like((stop - start, *self.shape[1:]), buffers)
+
+    def _zero(self) -> None:
+        """Make all values 0."""
+        for data in (self._row_data, self._col_data):
+            if data is not None:
+                data.zero_()
 
     def to_dtype(self, dtype: torch.dtype) -> Any:
         """The same data with another nominal type."""
@@ -329,6 +350,52 @@ class QuantizedTensorStorage:
 
     def _label(self) -> str:
         return f"{self._format}, shape={tuple(self.shape)}"
+
+
+class CoreViews:
+    """The pieces of a core view, for as long as the buffers are the same and stay where they are."""
+
+    __slots__ = ("block", "buffers", "column", "form", "row", "shape")
+
+    @classmethod
+    def of(cls, storage: Any, q: QuantizedTensor) -> CoreViews | None:
+        """Those of a view just made; None if the core reads copies, which a change of the buffers would not reach."""
+        b: Buffers = storage._buffers
+        first = b.row_data if b.col_data is None else b.col_data
+        pairs = ((b.row_data, q.rowwise), (b.col_data, q.columnwise), (first, q.block))
+        if any(t is not None and (core is None or not t.numel() or core.ptr != t.data_ptr()) for t, core in pairs):
+            return None
+        scales = ((b.row_data, b.row_scale, q.rowwise_scale), (b.col_data, b.col_scale, q.columnwise_scale))
+        if any(data is not None and core.ptr != scale.data_ptr() for data, scale, core in scales):  # type: ignore[union-attr]
+            return None
+        made = cls()
+        made.buffers, made.form, made.shape, made.block = b, q.format, q.shape, q.block
+        made.row = made.column = None
+        if q.rowwise is not None and q.rowwise_scale is not None:
+            made.row = Copy(q.rowwise, q.rowwise_scale, q.rowwise_amax)
+        if q.columnwise is not None and q.columnwise_scale is not None:
+            made.column = Copy(q.columnwise, q.columnwise_scale, q.columnwise_amax)
+        return made
+
+    buffers: Buffers
+    form: Format
+    shape: tuple[int, int]
+    row: Copy | None
+    column: Copy | None
+    block: Any
+
+    def fit(self, storage: Any) -> bool:
+        """Whether the storage still has these buffers, in this memory."""
+        b = self.buffers
+        return (
+            b[0] is storage._row_data and b[1] is storage._row_scale and b[2] is storage._row_amax
+            and b[3] is storage._col_data and b[4] is storage._col_scale and b[5] is storage._col_amax
+            and self.form is storage._format and (self.row is None or self.row.data.ptr == b[0].data_ptr())
+            and (self.column is None or self.column.data.ptr == b[3].data_ptr())
+        )  # fmt: skip
+
+    def __deepcopy__(self, memo: Any) -> None:
+        return None
 
 
 class Kept:

@@ -139,13 +139,19 @@ class QuantizedTensor(QuantizedTorch):
 
     @data.setter
     def data(self, tensor: torch.Tensor) -> None:
-        if type(tensor) is type(self):
-            if tensor.shape != self.shape or tensor.device != self.device:
+        mine = (self.shape, self.dtype, self.device)
+        like = (tensor.shape, tensor.dtype, tensor.device)
+        with torch.no_grad():
+            if type(tensor) is not type(self):
+                if like == mine:
+                    self.quantize_(tensor)
+                    return
+                quantizer = self._quantizer.copy()
+                quantizer.set_usage(**self.get_usages())  # type: ignore[attr-defined]
+                tensor = quantizer(tensor)
+            if like != mine:
                 torch.Tensor.data.__set__(self, tensor)  # type: ignore[attr-defined]
             self._adopt_from(tensor)
-        else:
-            with torch.no_grad():
-                self.quantize_(tensor)
 
     def _adopt_from(self, other: Any) -> None:
         self._hold(self.dtype, other._format, other._buffers, other._quantizer, other._options)  # type: ignore[attr-defined]
@@ -158,7 +164,7 @@ class QuantizedTensor(QuantizedTorch):
         made = self.detach().make_copy()  # type: ignore[attr-defined]
         made.requires_grad_(self.requires_grad)
         memo[id(self)] = made
-        own = set(made.__dict__) - {"_quantizer"}
+        own = set(made.__dict__) - {"_quantizer"} | {"_core_views"}
         made.__dict__.update({k: copy.deepcopy(v, memo) for k, v in self.__dict__.items() if k not in own})
         return made
 
@@ -179,6 +185,14 @@ class QuantizedTensor(QuantizedTorch):
         made: Any = QuantizedTensorStorage._unflattened(inner, meta)
         dtype, form, buffers, quantizer, options = made
         return cls._of(tuple(outer_size), dtype, form, buffers, quantizer, options, False, tuple(outer_stride))
+
+    def _stable_hash_for_caching(self) -> str:
+        """What a compiler's cache of graphs depends on."""
+        names, meta = self.__tensor_flatten__()  # type: ignore[attr-defined]
+        quantizer = self._quantizer
+        rule = None if quantizer is None else (type(quantizer).__name__, getattr(quantizer, "operand", None))
+        kept = id(quantizer) if quantizer is not None and quantizer._VALUE is None else 0
+        return f"{type(self).__name__} {names} {meta[:-1]} {rule} {kept}"
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return QuantizedTensorStorage.__repr__(self)  # type: ignore[arg-type]

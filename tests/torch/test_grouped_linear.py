@@ -22,6 +22,8 @@ from te_core.recipe import (
     NVFP4BlockScaling,
 )
 from te_torch.autocast import active
+from te_torch.quantized import QuantizedTorch
+from te_torch.quantized_init import quantized_model_init
 from tests.backends import devices, requires_cuda
 from tests.module_steps import randomise, values
 
@@ -205,19 +207,23 @@ def test_microbatches_equal_one(device: str) -> None:
 @on_devices
 @pytest.mark.parametrize("name", ["plain", "delayed", "block"])
 def test_delayed_weight_gradients(name: str, device: str) -> None:
-    """backward_dw gives what backward would have given, oldest first."""
+    """backward_dw gives what backward would have given, oldest first; an empty group waits its turn too."""
     plain = grouped(device)
     later = grouped(device, delay_wgrad_compute=True)
     assert later.need_backward_dw() and later.weight0.skip_backward_post_hook
-    batches = [batch(splits, device, seed) for seed, splits in enumerate(SPLITS)]
-    for (x, dy), splits in zip(batches, SPLITS, strict=True):
+    expected = []
+    for seed, splits in enumerate(SPLITS):
+        x, dy = batch(splits, device, seed)
         assert torch.equal(run(plain, x, dy, name, splits), run(later, x, dy, name, splits))
-    weights = [f"weight{i}" for i in range(GROUPS)]
-    assert all(getattr(later, w).grad is None for w in weights)
-    assert all(torch.equal(getattr(later, f"bias{i}").grad, getattr(plain, f"bias{i}").grad) for i in range(GROUPS))
-    for _ in batches:
+        expected.append([getattr(plain, f"weight{i}").grad for i in range(GROUPS)])
+        assert all(torch.equal(getattr(later, f"bias{i}").grad, getattr(plain, f"bias{i}").grad) for i in range(GROUPS))
+        plain.zero_grad(), later.zero_grad()
+    weights = [getattr(later, f"weight{i}") for i in range(GROUPS)]
+    for gradients in expected:
+        assert all(w.grad is None for w in weights)
         later.backward_dw()
-    assert all(torch.equal(getattr(later, w).grad, getattr(plain, w).grad) for w in weights)
+        assert all(torch.equal(w.grad, g) for w, g in zip(weights, gradients, strict=True))
+        later.zero_grad()
 
 
 @on_devices
@@ -304,6 +310,28 @@ def test_frozen_groups(device: str) -> None:
         for key, p in some.named_parameters():
             expected = None if key in ("weight0", "bias3") else getattr(whole, key).grad
             assert p.grad is expected if expected is None else torch.equal(p.grad, expected), key
+
+
+@on_devices
+@pytest.mark.parametrize("name", ["delayed", "current", "block", "mxfp8"])
+def test_weights_held_quantized(name: str, device: str) -> None:
+    """Made inside quantized_model_init: no other copy of a weight, and the bits of separate modules made so."""
+    made = []
+    for make in (lambda: [te.GroupedLinear(GROUPS, K, N, device=device)],
+                 lambda: [te.Linear(K, N, device=device) for _ in range(GROUPS)]):  # fmt: skip
+        torch.manual_seed(0)
+        with quantized_model_init(recipe=RECIPES[name]):
+            made.append(make())
+    (module,), linears = made
+    assert module.primary_weights_in_fp8 and all(
+        isinstance(getattr(module, n), QuantizedTorch) for n in ("weight0", "weight3")
+    )
+    for seed, splits in enumerate(SPLITS):
+        x, dy = batch(splits, device, seed, torch.float32)
+        y = run(module, x, dy, name, splits)
+        expected, dx = run_separate(linears, x, dy, splits, name)
+        assert torch.equal(y, expected) and torch.equal(x.grad, dx)
+        check_gradients(module, linears)
 
 
 @on_devices

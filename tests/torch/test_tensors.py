@@ -200,6 +200,20 @@ def test_core_view_shares_the_buffers_and_begins_with_the_columnwise_copy(device
     assert from_outside._row_data.data_ptr() == t._row_data.data_ptr()
 
 
+@on_devices
+@makers
+def test_core_view_follows_the_buffers(device: str, name: str) -> None:
+    t = MAKERS[name](device)(values((32, 64), device))
+    first, second = t.to_core(), t.to_core()
+    assert first is not second and first.block.ptr == second.block.ptr
+    first.owner = t
+    assert t.to_core().owner is None
+    t._row_data = t._row_data.clone()
+    assert t.to_core().rowwise.ptr == t._row_data.data_ptr() != first.rowwise.ptr
+    t.update_usage(columnwise_usage=False)
+    assert t.to_core().columnwise is None and t.to_core().block.ptr == t._row_data.data_ptr()
+
+
 @makers
 def test_buffers_apart_are_put_into_one_block_for_the_core(name: str) -> None:
     t = MAKERS[name]("cpu")(values((32, 64)))

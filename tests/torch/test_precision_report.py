@@ -1,0 +1,246 @@
+"""What the report says of each GEMM, in every recipe and situation; and what `strict` makes of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import te_torch as te
+from te_core import device as devices_of_core
+from te_core.device import DeviceInfo
+from te_core.errors import UnsupportedError
+from te_core.ops import gemm_quantized
+from te_core.recipe import DelayedScaling, Float8CurrentScaling, Format, MXFP8BlockScaling, resolve
+from te_core.tensor import cuda_device
+from te_torch.precision_report import precision_report
+from tests.backends import capability, devices
+from tests.module_steps import GEMM_MODULES, WIDTH, gradient_for, make, values
+from tests.recipes import KINDS, OVERRIDES, RECIPES, region, rule
+
+on_devices = pytest.mark.parametrize("device", devices())
+gemm_modules = pytest.mark.parametrize("kind", GEMM_MODULES)
+
+E4M3, E5M2, E2M1 = "float8_e4m3", "float8_e5m2", "float4_e2m1"
+#: Operands of fprop, dgrad and wgrad by recipe: input x weight, gradient x weight, gradient x input.
+OPERANDS = {
+    "delayed": (f"{E4M3} per tensor", f"{E4M3} per tensor", f"{E5M2} per tensor"),
+    "delayed e4m3": (f"{E4M3} per tensor",) * 3,
+    "current": (f"{E4M3} per tensor", f"{E4M3} per tensor", f"{E5M2} per tensor"),
+    "current e4m3 pow2": (f"{E4M3} per tensor",) * 3,
+    "block": (f"{E4M3} 1x128", f"{E4M3} 128x128", f"{E4M3} 1x128"),
+    "block f32": (f"{E4M3} 1x128", f"{E4M3} 128x128", f"{E4M3} 1x128"),
+    "block hybrid": (f"{E4M3} 1x128", f"{E4M3} 128x128", f"{E5M2} 1x128"),
+    "block no tiles": (f"{E4M3} 1x128",) * 3,
+    "block tiled x": (f"{E4M3} 128x128", f"{E4M3} 1x128", f"{E4M3} 1x128"),
+    "block tiled grad": (f"{E4M3} 1x128", f"{E4M3} 1x128", f"{E4M3} 128x128"),
+    "mxfp8": (f"{E4M3} 1x32",) * 3,
+    "mxfp8 hybrid": (f"{E4M3} 1x32", f"{E4M3} 1x32", f"{E5M2} 1x32"),
+    "mxfp8 tiled": (f"{E4M3} 1x32", f"{E4M3} 32x32", f"{E4M3} 1x32"),
+    "nvfp4": (f"{E2M1} 1x16", f"{E2M1} 16x16", f"{E2M1} 1x16"),
+    "nvfp4 nearest": (f"{E2M1} 1x16", f"{E2M1} 16x16", f"{E2M1} 1x16"),
+    "nvfp4 no rht": (f"{E2M1} 1x16", f"{E2M1} 16x16", f"{E2M1} 1x16"),
+    "nvfp4 no tiles": (f"{E2M1} 1x16",) * 3,
+    "nvfp4 rows": (f"{E2M1} 1x16, an amax a row", f"{E2M1} 16x16", f"{E2M1} 1x16"),
+    "nvfp4 4over6 weights": (f"{E2M1} 1x16", f"{E2M1} 16x16", f"{E2M1} 1x16"),
+    "nvfp4 4over6 all MAE": (f"{E2M1} 1x16", f"{E2M1} 16x16", f"{E2M1} 1x16"),
+    "nvfp4 4over6 all MSE": (f"{E2M1} 1x16", f"{E2M1} 16x16", f"{E2M1} 1x16"),
+}
+
+
+def after(module: Any, device: str, around: Any, *, grad: bool = True, backward: bool = True) -> Any:
+    """The report after a step."""
+    x = values(16, WIDTH, device=device, dtype=torch.bfloat16, seed=1).requires_grad_(grad)
+    with around:
+        y = module(x)
+    if backward and y.requires_grad:
+        y.backward(gradient_for(y))
+    return precision_report(module)
+
+
+def facts(report: Any) -> dict[tuple[str, str], Any]:
+    return {(row.layer, row.facts.gemm): row.facts for row in report.rows}
+
+
+@on_devices
+@pytest.mark.parametrize("recipe", RECIPES)
+@gemm_modules
+def test_every_recipe(kind: str, recipe: str, device: str) -> None:
+    """Formats per operand, accumulation, who multiplies; nothing is called a fallback where nothing fell back."""
+    module = make(kind, device, torch.bfloat16, name="it")
+    report = after(module, device, region(recipe))
+    found = facts(report)
+    layers = ["it.fc1", "it.fc2"] if kind == "LayerNormMLP" else ["it"]
+    assert set(found) == {(layer, gemm) for layer in layers for gemm in ("fprop", "dgrad", "wgrad")}
+    x, w, dy = OPERANDS[recipe]
+    split = {g: getattr(resolve(rule(recipe)), g).split_accumulator for g in ("fprop", "dgrad", "wgrad")}
+    for (_, gemm), fact in found.items():
+        assert (fact.a, fact.b) == {"fprop": (x, w), "dgrad": (dy, w), "wgrad": (dy, x)}[gemm]
+        if device == "cpu":
+            assert fact.as_asked and "NumPy" in fact.family and not fact.reason
+            assert fact.accumulation == ("split" if split[gemm] else "fast")
+        elif fact.as_asked:
+            assert fact.family.startswith("cublasLt") and "dequantizing" not in fact.family
+        else:
+            assert fact.reason and "float32 after dequantizing" in fact.family and fact.accumulation == "float32"
+    scaling = resolve(rule(recipe)).input.scaling
+    native = device == "cpu" or scaling in ("delayed", "current") or (scaling == "block" and capability()[0] == 9)
+    assert (not report.fallbacks) == native
+
+
+@on_devices
+@gemm_modules
+def test_outside_of_autocast(kind: str, device: str) -> None:
+    module = make(kind, device, torch.bfloat16)
+    for around in (te.autocast(enabled=False), te.autocast(enabled=False, recipe=RECIPES["block"])):
+        report = after(module, device, around)
+        assert not report.fallbacks
+        assert {(f.a, f.b) for f in facts(report).values()} == {("bfloat16", "bfloat16")}
+        assert all("outside of autocast" in f.reason for f in facts(report).values())
+
+
+@on_devices
+@pytest.mark.parametrize("recipe", OVERRIDES)
+@gemm_modules
+def test_backward_override(kind: str, recipe: str, device: str) -> None:
+    """Backward in high precision is as asked, and says where it comes from."""
+    found = facts(after(make(kind, device, torch.bfloat16), device, region(recipe)))
+    override = rule(recipe).backward_override
+    for (_, gemm), fact in found.items():
+        if gemm == "fprop":
+            assert "bfloat16" not in fact.a and "backward_override" not in fact.reason
+        else:
+            assert (fact.a, fact.b, fact.as_asked) == ("bfloat16", "bfloat16", True)
+            assert repr(override) in fact.reason
+
+
+@on_devices
+@pytest.mark.parametrize("recipe", [None, *KINDS])
+def test_unneeded_gradients(recipe: str | None, device: str) -> None:
+    """A GEMM that is not computed is named as such: a frozen weight, an input without gradient, no_grad."""
+    module = make("Linear", device, torch.bfloat16)
+    found = facts(after(module, device, region(recipe), grad=False))
+    computed = {gemm: bool(f.family) for (_, gemm), f in found.items()}
+    assert computed == {"fprop": True, "dgrad": False, "wgrad": True}
+    assert all("nobody needs" in f.reason for f in found.values() if not f.family)
+    module.weight.requires_grad_(False)
+    found = facts(after(module, device, region(recipe)))
+    assert {gemm: bool(f.family) for (_, gemm), f in found.items()} == {"fprop": True, "dgrad": True, "wgrad": False}
+    with torch.no_grad():
+        report = after(module, device, region(recipe))
+    assert [bool(f.family) for f in facts(report).values()] == [True, False, False]
+    assert recipe in ("mxfp8", "nvfp4") or not report.fallbacks
+
+
+@on_devices
+@pytest.mark.parametrize("make_recipe", [DelayedScaling, Float8CurrentScaling])
+@gemm_modules
+def test_e5m2(kind: str, make_recipe: Any, device: str) -> None:
+    """No tensor core multiplies E5M2 by E5M2: said of every GEMM, and an error under strict."""
+    module = make(kind, device, torch.bfloat16)
+    recipe = make_recipe(fp8_format=Format.E5M2)
+    report = after(module, device, te.autocast(recipe=recipe))
+    assert len(report.fallbacks) == len(report.rows)
+    for row in report.fallbacks:
+        assert "E5M2 by E5M2" in row.facts.reason and "bfloat16 after dequantizing" in row.facts.family
+    assert "NOT AS ASKED: no tensor core" in str(report)
+    assert f"{len(report.rows)} of {len(report.rows)} not as the recipe asks" in str(report)
+    with pytest.raises(UnsupportedError, match="E5M2 by E5M2"):
+        after(module, device, te.autocast(recipe=recipe, strict=True))
+
+
+@on_devices
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_strict_lets_pass_what_is_as_asked(recipe: str, device: str) -> None:
+    """The same numbers, and no error where the report has nothing to say."""
+    results = []
+    for options in ({}, {"strict": True}):
+        module = make("Linear", device, torch.bfloat16)
+        torch.manual_seed(0)
+        report = after(module, device, region(recipe, **options))
+        results.append(module.weight.grad)
+    assert torch.equal(*results)
+    assert (not report.fallbacks) or (device == "cuda" and ("nvfp4" in recipe or "mxfp8" in recipe))
+
+
+@on_devices
+@gemm_modules
+def test_calibrating(kind: str, device: str) -> None:
+    module = make(kind, device, torch.bfloat16)
+    around = te.autocast(enabled=False, calibrating=True, recipe=RECIPES["delayed"])
+    report = after(module, device, around)
+    assert not report.fallbacks
+    for fact in facts(report).values():
+        assert (fact.a, fact.b) == ("bfloat16", "bfloat16") and "calibrating" in fact.reason
+
+
+@on_devices
+def test_idle_modules_and_names(device: str) -> None:
+    """Rows in the model's order under its names; what has not run is listed, what is no layer of ours is not."""
+    model = torch.nn.ModuleDict({
+        "a": make("Linear", device), "other": torch.nn.Linear(4, 4), "norm": make("LayerNorm", device),
+        "mlp": make("LayerNormMLP", device), "never": make("LayerNormLinear", device),
+    })  # fmt: skip
+    assert precision_report(model).idle == ["a", "mlp", "never"] and not precision_report(model).rows
+    x = values(4, WIDTH, device=device)
+    with region("current"):
+        model["a"](x)
+    model["mlp"](x)
+    report = precision_report(model)
+    assert [row.layer for row in report.rows[::3]] == ["a", "mlp.fc1", "mlp.fc2"] and report.idle == ["never"]
+    assert "not run yet: never" in str(report)
+    told = report.as_dict()
+    assert told["idle"] == ["never"] and len(told["gemms"]) == 9
+    assert told["gemms"][0] == {"layer": "a", **report.rows[0].facts._asdict()}
+    assert {g["a"] for g in told["gemms"][:1]} == {f"{E4M3} per tensor"} and told["gemms"][3]["a"] == "float32"
+
+
+@on_devices
+def test_the_last_forward_counts(device: str) -> None:
+    module = make("Linear", device, torch.bfloat16)
+    for recipe, a in (("current", f"{E4M3} per tensor"), ("block", f"{E4M3} 1x128"), (None, "bfloat16")):
+        assert after(module, device, region(recipe)).rows[0].facts.a == a
+
+
+@on_devices
+def test_one_layer_in_high_precision_inside_a_region(device: str) -> None:
+    """A nested region that switches off is seen where it is."""
+    model = torch.nn.Sequential(make("Linear", device, torch.bfloat16), te.Linear(64, 32, device=device).bfloat16())
+    x = values(16, WIDTH, device=device, dtype=torch.bfloat16)
+    with region("current"):
+        h = model[0](x)
+        with te.autocast(enabled=False):
+            model[1](h)
+    found = facts(precision_report(model))
+    assert found["0", "fprop"].a == f"{E4M3} per tensor" and found["1", "fprop"].a == "bfloat16"
+
+
+class TestOnAPretendedGpu:
+    """What the report and dispatch say of a GPU that is not here: both ask the same route."""
+
+    @pytest.fixture(autouse=True)
+    def hopper(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        info = DeviceInfo("Pretended", (9, 0), 100, 1, 1, (13, 0))
+        monkeypatch.setattr(devices_of_core, "info", lambda index=0: info)
+        monkeypatch.setitem(gemm_quantized.__globals__, "_routes", {})
+        monkeypatch.setitem(precision_report.__globals__, "_place", lambda weight: cuda_device(0))
+
+    @pytest.mark.parametrize("recipe", RECIPES)
+    def test_emulation(self, recipe: str) -> None:
+        """Blackwell's formats are refused, or emulated where asked; E4M3 with tiles and pieces is cuBLASLt's."""
+        p = resolve(rule(recipe))
+        for emulate in (False, True):
+            module = make("Linear", "cpu", torch.bfloat16)
+            found = facts(after(module, "cpu", te.autocast(recipe=rule(recipe), emulate=emulate)))
+            for fact in found.values():
+                if p.input.scaling in ("delayed", "current", "block"):
+                    assert fact.as_asked and fact.family.startswith("cublasLt FP8, a scale a")
+                    continue
+                assert not fact.as_asked and fact.reason
+                assert fact.family == ("cublasLt float32 after dequantizing" if emulate else "refused")
+
+    def test_text(self) -> None:
+        module = make("Linear", "cpu", torch.bfloat16)
+        report = after(module, "cpu", te.autocast(recipe=MXFP8BlockScaling(), emulate=True))
+        assert "3 of 3 not as the recipe asks" in str(report) and "needs compute capability 10.0" in str(report)

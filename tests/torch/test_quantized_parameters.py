@@ -1,0 +1,439 @@
+"""Weights held quantized (`quantized_model_init`), quantized outputs and gradients, and custom recipes."""
+
+from __future__ import annotations
+
+import copy
+import io
+from typing import Any
+
+import pytest
+import torch
+
+import te_torch as te
+from te_core.recipe import (
+    CustomRecipe,
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+    Recipe,
+)
+from tests.backends import devices
+from tests.tolerances import DB, snr_db
+
+on_devices = pytest.mark.parametrize("device", devices())
+RECIPES = {
+    "delayed": DelayedScaling(),
+    "current": Float8CurrentScaling(),
+    "block": Float8BlockScaling(),
+    "mxfp8": MXFP8BlockScaling(),
+    "nvfp4": NVFP4BlockScaling(disable_stochastic_rounding=True),
+}
+all_recipes = pytest.mark.parametrize("name", RECIPES)
+KINDS = ("Linear", "LayerNormLinear", "LayerNormMLP")
+all_kinds = pytest.mark.parametrize("kind", KINDS)
+K, N = 256, 192
+
+
+def region(name: str) -> te.autocast:
+    return te.autocast(recipe=RECIPES[name], emulate=True)
+
+
+def build(kind: str, name: str | None, device: str, **options: Any) -> torch.nn.Module:
+    torch.manual_seed(0)
+    with te.quantized_model_init(name is not None, RECIPES[name] if name else None, **options):
+        return getattr(te, kind)(K, N, params_dtype=torch.bfloat16, device=device)
+
+
+def inputs(device: str, rows: int = 64) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(rows, K, generator=generator).to(device, torch.bfloat16).requires_grad_()
+
+
+def gemm_weights(module: torch.nn.Module) -> list[torch.Tensor]:
+    return [p for n, p in module.named_parameters() if n.endswith("weight") and "norm" not in n]
+
+
+# ------------------------------------------------------------------------------------------- what is held
+
+
+@on_devices
+@all_kinds
+@all_recipes
+def test_only_quantized_copies_are_held(name: str, kind: str, device: str) -> None:
+    module = build(kind, name, device)
+    assert module.primary_weights_in_fp8
+    for weight in gemm_weights(module):
+        assert isinstance(weight, torch.nn.Parameter) and isinstance(weight, te.QuantizedTensor)
+        assert weight.dtype is torch.bfloat16 and weight.requires_grad
+    others = [p for n, p in module.named_parameters() if "bias" in n or "norm" in n]
+    assert others and not any(isinstance(p, te.QuantizedTensor) for p in others)
+
+
+@on_devices
+@pytest.mark.parametrize("name", ["delayed", "current", "block"])
+def test_one_byte_a_weight(name: str, device: str) -> None:
+    """Measured in the buffers: one copy of a byte an element, and scales."""
+    with te.quantized_model_init(recipe=RECIPES[name]):
+        module = te.Linear(1024, 2048, bias=False, params_dtype=torch.bfloat16, device=device)
+    held = te.memory_report(module).totals
+    assert held["rowwise"] == 1024 * 2048 and held["columnwise"] == 0
+    assert held["scales"] <= 1024 * 2048 * 4 // 128**2 * 4 + 64
+    assert held["parameters"] == 0
+
+
+@on_devices
+@all_recipes
+def test_high_precision_initial_value(name: str, device: str) -> None:
+    plain = build("Linear", None, device)
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad):
+            module = build("Linear", name, device, preserve_high_precision_init_val=True)
+        weight = module.weight
+        initial = weight.get_high_precision_init_val()
+        assert initial.device.type == "cpu" and torch.equal(initial, plain.weight.detach().cpu())
+        bound = DB["nvfp4 linear"] if name == "nvfp4" else DB["fp8 gemm"]
+        assert snr_db(weight.dequantize(), initial) >= bound
+        moved = module.to(device)
+        assert torch.equal(moved.weight.get_high_precision_init_val(), initial)
+        weight.clear_high_precision_init_val()
+        assert weight.get_high_precision_init_val() is None
+    assert not hasattr(build("Linear", name, device).weight, "get_high_precision_init_val")
+
+
+def test_nested_and_disabled() -> None:
+    with te.quantized_model_init(recipe=RECIPES["current"]):
+        with te.quantized_model_init(enabled=False):
+            assert not te.Linear(16, 16, device="cpu").primary_weights_in_fp8
+        assert te.Linear(16, 16, device="cpu").primary_weights_in_fp8
+    assert not te.Linear(16, 16, device="cpu").primary_weights_in_fp8
+    with pytest.warns(DeprecationWarning), te.fp8_model_init(recipe=RECIPES["current"]):
+        assert te.Linear(16, 16, device="cpu").primary_weights_in_fp8
+
+
+# ----------------------------------------------------------------------------------------- what it computes
+
+
+@on_devices
+@all_kinds
+@pytest.mark.parametrize("name", ["current", "block", "mxfp8", "nvfp4"])
+def test_the_same_as_quantizing_the_initial_value(name: str, kind: str, device: str) -> None:
+    """Bit for bit what a module with the initial values in high precision computes."""
+    quantized = build(kind, name, device)
+    plain = build(kind, None, device)
+    results = []
+    for module in (quantized, plain):
+        x = inputs(device)
+        with region(name):
+            y = module(x)
+        torch.manual_seed(5)
+        y.backward(torch.randn_like(y))
+        results.append([y, x.grad, *[p.grad for p in module.parameters()]])
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
+
+
+@on_devices
+@all_kinds
+@all_recipes
+def test_an_optimizer_changes_it(name: str, kind: str, device: str) -> None:
+    """A step requantizes in place: the next forward is that of the new values, and torch knows of the change."""
+    module = build(kind, name, device)
+    optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+    x = inputs(device)
+    with region(name):
+        y = module(x)
+    y.float().square().mean().backward()
+    before = [(w.dequantize().float(), w._version, w.grad.float()) for w in gemm_weights(module)]
+    optimizer.step()
+    for weight, (old, version, grad) in zip(gemm_weights(module), before, strict=True):
+        assert isinstance(weight, te.QuantizedTensor) and weight._version > version
+        bound = DB["nvfp4 linear"] if name == "nvfp4" else 20.0
+        assert snr_db(weight.dequantize(), (old - grad).to(torch.bfloat16)) >= bound
+    with region(name):
+        z = module(x)
+    assert not torch.equal(y, z)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        with region(name):
+            y = module(x)
+        optimizer.step()
+        y.sum().backward()
+
+
+@on_devices
+def test_master_weights(device: str) -> None:
+    """An optimizer over float32 masters, copied into the quantized weights, trains as one over plain weights does."""
+    losses = []
+    for primary in (True, False):
+        module = build("LayerNormMLP", "current" if primary else None, device, preserve_high_precision_init_val=True)
+        masters = [
+            (p.get_high_precision_init_val().to(device) if isinstance(p, te.QuantizedTensor) else p.detach()).float()
+            for p in module.parameters()
+        ]
+        optimizer = torch.optim.Adam(masters, lr=1e-3)
+        x = inputs(device)
+        target = inputs(device, 64).detach().roll(1, 0)
+        found = []
+        for _ in range(8):
+            with region("current"):
+                y = module(x)
+            loss = (y.float() - target.float()).square().mean()
+            loss.backward()
+            found.append(loss.item())
+            for master, p in zip(masters, module.parameters(), strict=True):
+                master.grad = p.grad.float()
+            optimizer.step()
+            module.zero_grad(set_to_none=True)
+            with torch.no_grad():
+                for master, p in zip(masters, module.parameters(), strict=True):
+                    p.copy_(master)
+        losses.append(found)
+    assert losses[0] == pytest.approx(losses[1], rel=2e-3) and losses[0][-1] < losses[0][0]
+
+
+@on_devices
+@all_recipes
+def test_frozen_base_with_adapters(name: str, device: str) -> None:
+    """LoRA: a frozen quantized base passes gradients to its input and gets none; adapters in bf16 learn."""
+    base = build("Linear", name, device).requires_grad_(False)
+    down = torch.nn.Linear(K, 8, bias=False, device=device, dtype=torch.bfloat16)
+    up = torch.nn.Linear(8, N, bias=False, device=device, dtype=torch.bfloat16)
+    x = inputs(device)
+    with region(name):
+        y = base(x) + up(down(x))
+    y.float().square().sum().backward()
+    assert base.weight.grad is None and base.bias.grad is None
+    assert down.weight.grad is not None and up.weight.grad.abs().sum() > 0
+    exact = (2 * y.detach().float()).to(torch.bfloat16).float()
+    expected = exact @ base.weight.dequantize().float() + (exact @ up.weight.float()) @ down.weight.float()
+    assert snr_db(x.grad, expected) >= (8 if name == "nvfp4" else 20)
+
+
+@on_devices
+@all_recipes
+def test_inference(name: str, device: str) -> None:
+    with torch.no_grad():
+        module = build("Linear", name, device).eval()
+    x = inputs(device).detach()
+    with torch.no_grad(), region(name):
+        first, second = module(x), module(x)
+    assert torch.equal(first, second)
+    exact = torch.nn.functional.linear(x.double(), module.weight.dequantize().double(), module.bias.double())
+    assert snr_db(first, exact) >= (DB["nvfp4 linear"] if name == "nvfp4" else DB["fp8 gemm"])
+
+
+@on_devices
+def test_outside_of_a_region_it_is_dequantized_with_a_warning(device: str) -> None:
+    module = build("Linear", "current", device)
+    x = inputs(device)
+    with pytest.warns(UserWarning, match="outside autocast"):
+        y = module(x)
+    expected = torch.nn.functional.linear(x, module.weight.dequantize(), module.bias)
+    assert snr_db(y, expected) >= DB["bf16"]
+    y.sum().backward()
+    assert x.grad is not None and module.weight.grad is not None
+    assert not te.precision_report(module).rows[0].facts.as_asked
+
+
+@all_kinds
+def test_another_recipe_is_refused(kind: str) -> None:
+    module = build(kind, "delayed", "cpu")
+    for name in ("current", "block"):
+        with pytest.raises(RuntimeError, match="Recipe mismatch"), region(name):
+            module(inputs("cpu"))
+
+
+# ------------------------------------------------------------------------------------------------ checkpoints
+
+
+@on_devices
+@all_kinds
+@all_recipes
+def test_files_and_copies(name: str, kind: str, device: str) -> None:
+    module = build(kind, name, device)
+    x = inputs(device)
+    with region(name):
+        module(x).sum().backward()
+    file = io.BytesIO()
+    torch.save(module.state_dict(), file)
+    file.seek(0)
+    state = torch.load(file, weights_only=True)
+    fresh = build(kind, name, device)
+    with torch.no_grad():
+        for p in fresh.parameters():
+            p.zero_()
+    te.prepare_state(fresh, RECIPES[name])
+    fresh.load_state_dict(state)
+    for other in (fresh, copy.deepcopy(module)):
+        with torch.no_grad(), region(name):
+            assert torch.equal(other(x), module(x))
+    plain = te.plain_state_dict(module)
+    assert all(type(t) is torch.Tensor for t in plain.values())
+    into = build(kind, None, device)
+    into.load_state_dict({k: v for k, v in plain.items() if "fp8_state" not in k})
+    for a, b in zip(gemm_weights(into), gemm_weights(module), strict=True):
+        assert torch.equal(a, b.dequantize())
+
+
+# ------------------------------------------------------------------------------------- outputs and gradients
+
+
+@on_devices
+@pytest.mark.parametrize("kind", ["Linear", "LayerNormLinear"])
+@pytest.mark.parametrize("name", ["delayed", "current", "block", "mxfp8"])
+def test_quantized_results(name: str, kind: str, device: str) -> None:
+    """fp8_output and fp8_grad: the same results, quantized by the recipe's rule; outside of a region plain."""
+    module = build(kind, None, device)
+    results = []
+    for quantized in (False, True):
+        one = copy.deepcopy(module)
+        x = inputs(device)
+        for _ in range(3):  # delayed scaling: the scales of the results settle
+            x.grad = None
+            with region(name):
+                y = one(x, fp8_output=quantized, fp8_grad=quantized)
+            y.backward(torch.ones(y.shape, dtype=y.dtype, device=device))
+        results.append((y, x.grad))
+    for plain, other in zip(*results, strict=True):
+        assert type(plain) is torch.Tensor and isinstance(other, te.QuantizedTensor) and other.shape == plain.shape
+        assert snr_db(other.dequantize(), plain) >= DB["fp8 gemm"]
+    assert type(module(inputs(device), fp8_output=True)) is torch.Tensor
+
+
+@on_devices
+@pytest.mark.parametrize("name", ["delayed", "current"])
+def test_a_quantized_result_is_used_as_it_is(name: str, device: str) -> None:
+    """A Linear takes over what another one quantized, forward and backward: no second rounding."""
+    first = te.Linear(K, 96, params_dtype=torch.bfloat16, device=device)
+    second = te.Linear(96, N, params_dtype=torch.bfloat16, device=device)
+    x = inputs(device)
+    for _ in range(3):
+        with region(name):
+            handed = first(x, fp8_output=True)
+            y = second(handed)
+        y.float().sum().backward()
+    weight = te.Float8CurrentScalingQuantizer(te.DType.kFloat8E4M3, None)(second.weight.detach()).dequantize()
+    exact = torch.nn.functional.linear(handed.dequantize().double(), weight.double(), second.bias.double())
+    assert snr_db(y, exact) >= (DB["fp8 gemm"] if name == "delayed" else DB["bf16"])
+    rounded = torch.nn.functional.linear(first(x).double(), weight.double(), second.bias.double())
+    assert snr_db(y, exact) > snr_db(y, rounded) + 3
+
+
+# -------------------------------------------------------------------------------------------- custom recipes
+
+
+def current_like(role: te.QuantizerRole) -> te.Quantizer:
+    kind = te.DType.kFloat8E5M2 if role.tensor_type == "grad_output" else te.DType.kFloat8E4M3
+    return te.Float8CurrentScalingQuantizer(kind, None)
+
+
+def high_precision_backward(role: te.QuantizerRole) -> te.Quantizer:
+    return te.IdentityQuantizer() if role.tensor_type == "grad_output" else te.MXFP8Quantizer(te.DType.kFloat8E4M3)
+
+
+def two_formats(role: te.QuantizerRole) -> te.Quantizer:
+    if role.tensor_type == "grad_output":
+        return te.NVFP4Quantizer()
+    return te.HybridQuantizer(
+        rowwise_quantizer=te.MXFP8Quantizer(te.DType.kFloat8E4M3), columnwise_quantizer=te.NVFP4Quantizer()
+    )
+
+
+class Quarters(te.Quantizer):
+    """A user's own format: multiples of 1/64."""
+
+    def __init__(self) -> None:
+        super().__init__(rowwise=True, columnwise=True)
+
+    def quantize(self, tensor: torch.Tensor, **options: Any) -> torch.Tensor:
+        return (tensor * 64).round() / 64
+
+
+def steps(module: torch.nn.Module, recipe: Recipe, device: str, count: int = 2) -> list[torch.Tensor]:
+    for _ in range(count):
+        module.zero_grad(set_to_none=True)
+        x = inputs(device)
+        with te.autocast(recipe=recipe, emulate=True):
+            y = module(x)
+        y.backward(torch.ones_like(y))
+    return [y, x.grad, *[p.grad for p in module.parameters()]]
+
+
+@on_devices
+@all_kinds
+def test_a_factory_like_a_recipe_gives_the_recipe(kind: str, device: str) -> None:
+    split = Float8CurrentScaling()
+    for factory, recipe in (
+        (current_like, split),
+        (lambda role: te.DelayedScalingRequest(amax_history_len=4), DelayedScaling(amax_history_len=4)),
+    ):
+        custom = steps(build(kind, None, device), CustomRecipe(qfactory=factory), device)
+        expected = steps(build(kind, None, device), recipe, device)
+        for a, b in zip(custom, expected, strict=True):
+            assert torch.equal(a, b)
+
+
+@on_devices
+@all_kinds
+def test_formats_may_be_mixed(kind: str, device: str) -> None:
+    plain = steps(build(kind, None, device), CustomRecipe(qfactory=lambda role: te.IdentityQuantizer()), device)
+    module = build(kind, None, device)
+    x = inputs(device)
+    y = module(x)
+    y.backward(torch.ones_like(y))
+    for a, b in zip(plain, [y, x.grad, *[p.grad for p in module.parameters()]], strict=True):
+        assert torch.equal(a, b)  # identity everywhere is no quantization at all
+    for factory, bound in ((high_precision_backward, 20.0), (two_formats, 8.0)):
+        module = build(kind, None, device)
+        for a, b in zip(steps(module, CustomRecipe(qfactory=factory), device), plain, strict=True):
+            assert snr_db(a, b) >= bound
+    report = te.precision_report(module).as_dict()["gemms"]
+    assert "float8_e4m3 1x32" in report[0]["a"] and "float4_e2m1 1x16" in report[1]["a"]
+
+
+@on_devices
+def test_a_users_own_format(device: str) -> None:
+    module = te.Linear(K, N, params_dtype=torch.float32, device=device)
+    with torch.no_grad():
+        module.weight.mul_(20)
+    x = inputs(device).detach().float()
+    with te.autocast(recipe=CustomRecipe(qfactory=lambda role: Quarters())):
+        y = module(x)
+    rounded = [(t * 64).round() / 64 for t in (x, module.weight.detach())]
+    exact = torch.nn.functional.linear(*[r.double() for r in rounded], module.bias.double())
+    assert snr_db(y, exact) >= 60
+
+
+def test_roles() -> None:
+    asked = []
+
+    def factory(role: te.QuantizerRole) -> te.Quantizer:
+        asked.append(str(role))
+        return te.IdentityQuantizer()
+
+    module = te.LayerNormMLP(32, 64, name="mlp", device="cpu")
+    with te.autocast(recipe=CustomRecipe(qfactory=factory)):
+        module(torch.randn(4, 32))
+        module(torch.randn(4, 32))
+    parts = ("input", "weight", "grad_output")
+    assert asked == [
+        f"module_type=linear|tensor_type={t}|name=mlp.{g}" for g in ("fc1", "fc2") for t in parts
+    ], "each role once"
+    linear = te.Linear(32, 32, name="head", device="cpu")
+    linear.output_quantizer_role = te.QuantizerRole("", "", "boundary")
+    del asked[:]
+    with te.autocast(recipe=CustomRecipe(qfactory=factory)):
+        linear(torch.randn(4, 32))
+    assert asked[-1] == "name=boundary" and len(asked) == 4
+
+
+def test_bad_factories() -> None:
+    module = te.Linear(32, 32, device="cpu")
+    for factory, error, text in (
+        (lambda role: None, ValueError, "IdentityQuantizer"),
+        (lambda role: Float8CurrentScaling(), ValueError, "Quantizer"),
+        (lambda role: te.Float8Quantizer(torch.ones(1), torch.zeros(1), te.DType.kFloat8E4M3), ValueError, "Request"),
+    ):
+        with pytest.raises(error, match=text), te.autocast(recipe=CustomRecipe(qfactory=factory)):
+            module(torch.randn(4, 32))
