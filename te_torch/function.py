@@ -54,16 +54,18 @@ class Call:
 class Extra:
     """What a call depends on besides its tensors: weights quantized before, where weight gradients go, group sizes."""
 
-    __slots__ = ("first", "fused", "queue", "ready", "splits")
+    __slots__ = ("first", "fused", "parameters", "queue", "ready", "splits")
 
     def __init__(
         self, ready: Sequence[QuantizedTensor | None] | None, fused: bool, first: bool | None,
-        queue: list[list[Any]] | None, splits: Any = None,
+        queue: list[list[Any]] | None, splits: Any = None, parameters: Sequence[torch.Tensor] | None = None,
     ) -> None:  # fmt: skip
         self.ready = ready  # one for each weight
         self.fused = fused  # weight gradients go into `main_grad` of their parameters
         self.first = first  # is_first_microbatch: `main_grad` is overwritten, not added to
         self.queue = queue  # one for each weight: its gradient is computed later, by backward_dw()
+        # Whose gradients these are: the weights, or, under torch.autocast, what they were converted from. One each.
+        self.parameters = parameters
         self.splits = splits  # of a grouped layer: te_core.layers.grouped_linear.Groups
 
     def options(self) -> dict[str, Any]:
@@ -172,7 +174,7 @@ class _Eager(torch.autograd.Function):
         ctx.save_for_backward(*[None if t is None else t.owner for t in saved])
         ctx.call, ctx.state, ctx.inputs, ctx.extra = call, state, len(inputs), extra
         if extra is not None:
-            ctx.weights = [inputs[i] for i in call.layer.weights]
+            ctx.weights = extra.parameters or [inputs[i] for i in call.layer.weights]
         ctx.within = scaling.this_pass() if recompute and state is not None else -1
         return _own(outputs, inputs)
 

@@ -16,19 +16,20 @@ from te_core.dtypes import DType
 from te_core.layers.linear import (
     LinearSpec,
     Sink,
+    Site,
     backward_weight,
     bias_dtype,
-    dgrad,
     flattened,
-    fprop,
     gradient_operand,
+    input_operand,
     kept,
+    multiply,
     weight_gradient,
     weight_operand,
 )
 from te_core.ops.quantize_grouped import bounds_of, groups_in
 from te_core.precision import Operand, Precision
-from te_core.quantize.operands import Uses, Value, dense, is_plain_rule, quantize_forward, restored, saved
+from te_core.quantize.operands import Uses, Value, dense, is_plain_rule, restored, saved
 from te_core.quantize.state import INPUT, WEIGHT, Scales, backward_cast, forward_cast
 from te_core.quantized import QuantizedTensor
 from te_core.runtime import Runtime
@@ -132,7 +133,7 @@ def forward(
     ws = _weights(rt, weights, spec, scales, ready or [None] * n)  # type: ignore[arg-type]
     for part, a, b, bias, (start, stop) in zip(spec.parts, xs, ws, biases, splits.bounds, strict=True):
         if start < stop:
-            fprop(rt, a.rows, b.rows, bias, y.rows(start, stop), part.precision, spec.dtype)  # type: ignore[arg-type]
+            multiply(rt, "fprop", a.rows, b.rows, y.rows(start, stop), part, vector=bias)  # type: ignore[arg-type]
     used = any(any(part.needs) for part in spec.parts)
     return (out,), GroupedSaved(
         rng if used else None, *kept_x, *[w if used else None for w in weights],
@@ -167,8 +168,8 @@ def backward(
         rows = dx.matrix()
         for i, (part, (start, stop)) in enumerate(zip(spec.parts, splits.bounds, strict=True)):
             if start < stop:
-                w = backward_weight(rt, saved.w[i], weights[i], part.precision, spec.dtype)  # type: ignore[arg-type]
-                dgrad(rt, gs[i][0].rows, w, rows.rows(start, stop), part.precision, spec.dtype)
+                w = backward_weight(rt, saved.w[i], weights[i], part)  # type: ignore[arg-type]
+                multiply(rt, "dgrad", gs[i][0].rows, w, rows.rows(start, stop), part)
     dws: list[Tensor | None] = []
     xs = _restored_inputs(rt, saved.x, k, spec, splits)
     for i, part in enumerate(spec.parts):
@@ -217,13 +218,8 @@ def _inputs(
         return [Uses(p, p, None) for p in parts], [x if wanted else None, *none]
     made, keep = [], []
     for i, (part, rows) in enumerate(zip(spec.parts, parts, strict=True)):
-        uses, precision = Uses(rows, rows, None), part.precision
-        if precision is not None and rows.shape[0]:
-            columnwise = part.needs.weight and precision.backward is None
-            uses = quantize_forward(
-                rt, rows, precision.input, scales, i, INPUT, rowwise=True, columnwise=columnwise
-            )  # fmt: skip
-        held = kept(rows, uses, precision)
+        uses = input_operand(rt, rows, Site(part, scales, i)) if rows.shape[0] else Uses(rows, rows, None)
+        held = kept(rows, uses, part.precision)
         # A view of x is saved as x: autograd knows whole tensors.
         keep.append(saved(x if held is rows else held, part.needs.weight and rows.shape[0] > 0))
         made.append(uses)
@@ -270,15 +266,10 @@ def _weights(
             forward_cast(rule, scales, i, WEIGHT, rowwise=True, columnwise=columnwise) for i in range(len(weights))
         ]
         return [Uses(q, q, None) for q in ops.quantize_many(rt, weights, casts)]  # type: ignore[arg-type]
-    made = []
-    for i, (part, weight) in enumerate(zip(spec.parts, weights, strict=True)):
-        precision = part.precision
-        if precision is None:
-            made.append(Uses(dense(rt, weight, spec.dtype), weight, None))
-        else:
-            columnwise = part.needs.input and precision.backward is None
-            made.append(weight_operand(rt, weight, precision, scales, i, columnwise, spec.dtype, ready[i]))
-    return made
+    return [
+        weight_operand(rt, weight, Site(part, scales, i), ready[i])
+        for i, (part, weight) in enumerate(zip(spec.parts, weights, strict=True))
+    ]
 
 
 def _kept_weight(weight: Value | None, uses: Uses, part: LinearSpec) -> Tensor | None:
@@ -308,7 +299,7 @@ def _gradients(
     for i, (part, (start, stop)) in enumerate(zip(spec.parts, splits.bounds, strict=True)):
         rows, db = dy.rows(start, stop), dbs[i]
         if start < stop:
-            made.append(gradient_operand(rt, rows, part, scales, i, part.needs, db, rng, sinks[i]))
+            made.append(gradient_operand(rt, rows, Site(part, scales, i), db, rng, sinks[i]))
             continue
         if db is not None:
             rt.backend.zero(rt, db)

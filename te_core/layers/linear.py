@@ -62,6 +62,14 @@ class LinearSaved(NamedTuple):
     rng: Tensor | None  # the draws of stochastic rounding
 
 
+class Site(NamedTuple):
+    """One GEMM triple of a call: its spec, the scaling state, and its number in that state."""
+
+    spec: LinearSpec
+    scales: Scales | None
+    gemm: int = 0
+
+
 class Sink:
     """Where a weight gradient goes instead of a fresh tensor.
 
@@ -92,7 +100,8 @@ def forward(
     needs, precision = spec.needs, spec.precision
     leading, x2 = flattened(x)
     out = rt.empty((*leading, weight.shape[0]), spec.dtype)
-    xs, ws = forward_operands(rt, x2, weight, precision, scales, 0, needs, spec.dtype, ready[0])
+    site = Site(spec, scales)
+    xs, ws = input_operand(rt, x2, site), weight_operand(rt, weight, site, ready[0])
     a, b = xs.rows, ws.rows
     kept_x, kept_w = kept(x2, xs, precision), kept(weight, ws, precision)
     if spec.inspect is not None:
@@ -104,7 +113,7 @@ def forward(
         a = offer(rt, inspector, ("fprop", "activation"), high_x, xs.cast, a)
         b = offer(rt, inspector, ("fprop", "weight"), high_w, ws.cast, b)
         a, b = alike(rt, a, b, spec.dtype)
-    fprop(rt, a, b, bias, out.matrix(), precision, spec.dtype)
+    multiply(rt, "fprop", a, b, out.matrix(), spec, vector=bias)
     if spec.inspect is not None:
         out = offer_result(rt, inspector, ("fprop", "output"), out)
     y: Value = out
@@ -136,16 +145,16 @@ def backward(
     n, k = weight.shape
     leading, dy2 = flattened(dy)
     db = rt.empty((n,), bias_dtype(spec, weight)) if needs.bias else None
-    g, db_left = gradient_operand(rt, dy2, spec, scales, 0, needs, db, saved.rng, sinks[0])
+    g, db_left = gradient_operand(rt, dy2, Site(spec, scales), db, saved.rng, sinks[0])
     dx: Value | None = None
     dw = None
     if needs.input:
-        a, b = g.rows, backward_weight(rt, saved.w, weight, precision, spec.dtype)
+        a, b = g.rows, backward_weight(rt, saved.w, weight, spec)
         if spec.inspect is not None:
             a = offer(rt, inspector, ("dgrad", "gradient"), dense(rt, dy2, spec.dtype), g.cast, a)
             a, b = alike(rt, a, b, spec.dtype)
         plain_dx = rt.empty((*leading, k), spec.dtype)
-        dgrad(rt, a, b, plain_dx.matrix(), precision, spec.dtype)
+        multiply(rt, "dgrad", a, b, plain_dx.matrix(), spec)
         if spec.inspect is not None:
             plain_dx = offer_result(rt, inspector, ("dgrad", "dgrad"), plain_dx)
         dx = plain_dx
@@ -168,19 +177,32 @@ def backward(
 # --------------------------------------------------------------------------------------- the three GEMMs
 
 
+#: Which operands of a GEMM are contracted along their columns.
+_COLUMNS = {"fprop": (False, False), "dgrad": (False, True), "wgrad": (True, True)}
+
+
 def multiply(
-    rt: Runtime, a: Value, b: Value, out: Tensor, gemm: Gemm | None, precision: Precision | None, dtype: DType, *,
-    columns: tuple[bool, bool], bias: Tensor | None = None, a_sum: Tensor | None = None, accumulate: bool = False,
+    rt: Runtime, gemm: str, a: Value, b: Value, out: Tensor, spec: LinearSpec, *, vector: Tensor | None = None,
+    accumulate: bool = False,
 ) -> None:  # fmt: skip
-    """out = A B^T + bias, A and B contracted along their rows, or along their columns where `columns` says so."""
+    """One of the three products, quantized where both operands are.
+
+    fprop  out [M, N] = a [M, K] b [N, K]^T + vector
+    dgrad  out [M, K] = a [M, N] b [N, K]
+    wgrad  out [N, K] = a [M, N]^T b [M, K]; with plain operands the same GEMM sums a into vector [N]
+    """
+    columns = _COLUMNS[gemm]
+    bias, a_sum = (None, vector) if gemm == "wgrad" else (vector, None)
     if isinstance(a, QuantizedTensor) and isinstance(b, QuantizedTensor):
-        assert gemm is not None and precision is not None and a_sum is None
+        precision = spec.precision
+        assert precision is not None and a_sum is None
+        rule: Gemm = getattr(precision, gemm)
         ops.gemm_quantized(
             rt, a, b, out, a_columnwise=columns[0], b_columnwise=columns[1], bias=bias, accumulate=accumulate,
-            split_accumulator=gemm.split_accumulator, emulate=precision.emulate, strict=precision.strict,
+            split_accumulator=rule.split_accumulator, emulate=precision.emulate, strict=precision.strict,
         )  # fmt: skip
         return
-    left, right = dense_columns(rt, a, dtype, columns[0]), dense_columns(rt, b, dtype, columns[1])
+    left, right = dense_columns(rt, a, spec.dtype, columns[0]), dense_columns(rt, b, spec.dtype, columns[1])
     ops.gemm(
         rt, left, right, trans_a=columns[0], trans_b=not columns[1], bias=bias, a_sum=a_sum, out=out,
         accumulate=accumulate,
@@ -195,34 +217,17 @@ def dense_columns(rt: Runtime, x: Value, dtype: DType, columns: bool) -> Tensor:
     return ops.dequantize(rt, x, dtype, columnwise=columns if held else not columns).rows(0, x.shape[0])
 
 
-def fprop(
-    rt: Runtime, x: Value, w: Value, bias: Tensor | None, out: Tensor, precision: Precision | None, dtype: DType
-) -> None:
-    """out [M, N] = x w^T + bias."""
-    gemm = None if precision is None else precision.fprop
-    multiply(rt, x, w, out, gemm, precision, dtype, columns=(False, False), bias=bias)
-
-
-def dgrad(rt: Runtime, dy: Value, w: Value, dx: Tensor, precision: Precision | None, dtype: DType) -> None:
-    """dx [M, K] = dy w."""
-    multiply(rt, dy, w, dx, None if precision is None else precision.dgrad, precision, dtype, columns=(False, True))
-
-
 def weight_gradient(
-    rt: Runtime, dy: Value, x: Value, shape: tuple[int, int], spec: Any, db: Tensor | None, sink: Sink | None,
+    rt: Runtime, dy: Value, x: Value, shape: tuple[int, int], spec: LinearSpec, db: Tensor | None, sink: Sink | None,
     out_dtype: DType,
 ) -> Tensor | None:  # fmt: skip
     """dw [N, K] = dy^T x, fresh or into its sink; with plain operands the same GEMM sums dy into db [N]."""
-    precision: Precision | None = spec.precision
-    gemm = None if precision is None else precision.wgrad
 
     def run(rt: Runtime) -> Tensor | None:
         main = None if sink is None else sink.main
         dw = rt.empty(shape, out_dtype) if main is None else main
-        multiply(
-            rt, dy, x, dw, gemm, precision, spec.dtype, columns=(True, True), a_sum=db,
-            accumulate=sink is not None and main is not None and sink.accumulate,
-        )  # fmt: skip
+        into = sink is not None and main is not None and sink.accumulate
+        multiply(rt, "wgrad", dy, x, dw, spec, vector=db, accumulate=into)
         return dw if main is None else None
 
     if sink is not None and sink.queue is not None:
@@ -246,36 +251,36 @@ def flattened(x: Value) -> tuple[tuple[int, ...], Value]:
     return (x.shape[:-1], x.matrix()) if isinstance(x, Tensor) else ((x.shape[0],), x)
 
 
-def forward_operands(
-    rt: Runtime, x: Value, weight: Value, precision: Precision | None, scales: Scales | None, gemm: int, needs: Needs,
-    dtype: DType, ready: QuantizedTensor | None,
-) -> tuple[Uses, Uses]:  # fmt: skip
-    """x and the weight of one GEMM as fprop and backward read them."""
+def input_operand(rt: Runtime, x: Value, site: Site) -> Uses:
+    """x as fprop and wgrad read it."""
+    spec = site.spec
+    precision = spec.precision
     if precision is None:
-        values = dense(rt, x, dtype)
-        return Uses(values, values, None), Uses(dense(rt, weight, dtype), weight, None)
-    wgrad, dgrad = (needs.weight, needs.input) if precision.backward is None else (False, False)
-    xs = quantize_forward(
-        rt, as_asked(rt, x, precision.input, dtype), precision.input, scales, gemm, INPUT, rowwise=True,
-        columnwise=wgrad,
-    )  # fmt: skip
-    return xs, weight_operand(rt, weight, precision, scales, gemm, dgrad, dtype, ready)
+        values = dense(rt, x, spec.dtype)
+        return Uses(values, values, None)
+    columnwise = spec.needs.weight and precision.backward is None
+    rule = precision.input
+    return quantize_forward(
+        rt, as_asked(rt, x, rule, spec.dtype), rule, site[1:], INPUT, rowwise=True, columnwise=columnwise
+    )
 
 
-def weight_operand(
-    rt: Runtime, weight: Value, precision: Precision, scales: Scales | None, gemm: int, columnwise: bool,
-    dtype: DType, ready: QuantizedTensor | None,
-) -> Uses:  # fmt: skip
-    """A weight as fprop and dgrad read it: quantized before, itself quantized, or quantized now."""
-    rule: Operand | None = precision.weight
+def weight_operand(rt: Runtime, weight: Value, site: Site, ready: QuantizedTensor | None) -> Uses:
+    """A weight as fprop and dgrad read it: quantized before (`ready`), itself quantized, or quantized now."""
+    spec = site.spec
+    precision = spec.precision
+    if precision is None:
+        return Uses(dense(rt, weight, spec.dtype), weight, None)
     if ready is not None:
         return Uses(ready, ready, None)
+    rule: Operand | None = precision.weight
     if isinstance(weight, QuantizedTensor):
-        value = as_asked(rt, weight, rule, dtype)
+        value = as_asked(rt, weight, rule, spec.dtype)
         if isinstance(value, QuantizedTensor):  # backward makes the columnwise copy, if there is none, and drops it
             return Uses(value, value, None)
         weight = value
-    return quantize_forward(rt, weight, rule, scales, gemm, WEIGHT, rowwise=True, columnwise=columnwise)
+    columnwise = spec.needs.input and precision.backward is None
+    return quantize_forward(rt, weight, rule, site[1:], WEIGHT, rowwise=True, columnwise=columnwise)
 
 
 def kept(high: Value, uses: Uses, precision: Precision | None) -> Value:
@@ -287,36 +292,34 @@ def kept(high: Value, uses: Uses, precision: Precision | None) -> Value:
     return uses.rows  # type: ignore[no-any-return]
 
 
-def backward_weight(
-    rt: Runtime, kept_w: Tensor | None, weight: Value, precision: Precision | None, dtype: DType
-) -> Value:
+def backward_weight(rt: Runtime, kept_w: Tensor | None, weight: Value, spec: LinearSpec) -> Value:
     """The weight as dgrad reads it."""
+    precision = spec.precision
     if kept_w is not None:
         rule = None if precision is None else precision.weight
-        return restored(rt, kept_w, weight.shape, rule, precision, dtype)  # type: ignore[arg-type]
+        return restored(rt, kept_w, weight.shape, rule, precision, spec.dtype)  # type: ignore[arg-type]
     if isinstance(weight, Tensor):
         return weight
     if precision is None or precision.backward is not None:
-        return ops.dequantize(rt, weight, dtype)
-    return quantize_forward(rt, weight, precision.weight, None, 0, WEIGHT, rowwise=False, columnwise=True).columns  # type: ignore[no-any-return]
+        return ops.dequantize(rt, weight, spec.dtype)
+    uses = quantize_forward(rt, weight, precision.weight, (None, 0), WEIGHT, rowwise=False, columnwise=True)
+    return uses.columns  # type: ignore[no-any-return]
 
 
-def bias_dtype(spec: Any, weight: Value) -> DType:
+def bias_dtype(spec: LinearSpec, weight: Value) -> DType:
     """The dtype of a weight's and its bias's gradient."""
-    found = spec.weight_dtype or (weight.dtype if isinstance(weight, Tensor) else spec.dtype)
-    assert isinstance(found, DType)
-    return found
+    return spec.weight_dtype or (weight.dtype if isinstance(weight, Tensor) else spec.dtype)
 
 
 def gradient_operand(
-    rt: Runtime, dy: Value, spec: Any, scales: Scales | None, gemm: int, needs: Needs, db: Tensor | None,
-    rng: Tensor | None, sink: Sink | None,
-) -> tuple[Uses, Tensor | None]:  # fmt: skip
+    rt: Runtime, dy: Value, site: Site, db: Tensor | None, rng: Tensor | None, sink: Sink | None
+) -> tuple[Uses, Tensor | None]:
     """(dy as dgrad and wgrad read it, the db that wgrad still has to fill).
 
     The bias gradient costs no pass of its own: it is summed while dy is quantized or by the wgrad GEMM.
     """
-    precision: Precision | None = spec.precision
+    spec = site.spec
+    needs, precision = spec.needs, spec.precision
     if not (needs.input or needs.weight):
         if db is not None:
             ops.column_sum(rt, dense(rt, dy, spec.dtype), db)
@@ -330,6 +333,6 @@ def gradient_operand(
         return Uses(plain, plain, None), db
     value = as_asked(rt, dy, precision.grad, spec.dtype)
     uses = quantize_gradient(
-        rt, value, precision.grad, scales, gemm, rowwise=needs.input, columnwise=needs.weight, column_sum=db, rng=rng
+        rt, value, precision.grad, site[1:], rowwise=needs.input, columnwise=needs.weight, column_sum=db, rng=rng
     )
     return uses, None

@@ -14,13 +14,13 @@ from te_core import ops
 from te_core.layers.linear import (
     LinearSpec,
     Sink,
+    Site,
     backward_weight,
     bias_dtype,
-    dgrad,
     drop_rows,
-    fprop,
     gradient_operand,
     kept,
+    multiply,
     weight_gradient,
     weight_operand,
 )
@@ -29,7 +29,6 @@ from te_core.layers.norm_linear import norm_gradients, normalize
 from te_core.quantize.operands import (
     Uses,
     Value,
-    dense,
     is_plain_rule,
     quantize_forward,
     quantize_gradient,
@@ -89,24 +88,20 @@ def forward(
 ) -> tuple[tuple[Tensor, ...], MLPSaved]:
     """((y,), saved), or ((y, norm output), saved) with `return_norm`."""
     fc1, fc2 = spec.fc1, spec.fc2
-    us, vs = _weight(rt, w1, fc1, scales, FC1, ready[0]), _weight(rt, w2, fc2, scales, FC2, ready[1])
-    p = fc1.precision
-    override = None if p is None else p.backward
-    normed, ns, mean, rstd = normalize(
-        rt, x, gamma, beta, spec.norm, None if p is None else p.input, scales, fc1.needs.weight and override is None,
-        spec.return_norm or override == "high_precision",
-    )  # fmt: skip
+    first, second = Site(fc1, scales, FC1), Site(fc2, scales, FC2)
+    us, vs = weight_operand(rt, w1, first, ready[0]), weight_operand(rt, w2, second, ready[1])
+    normed, ns, mean, rstd = normalize(rt, x, gamma, beta, spec.norm, first, spec.return_norm)
     h = rt.empty((ns.rows.shape[0], w1.shape[0]), fc1.dtype)
-    fprop(rt, ns.rows, us.rows, b1, h, p, fc1.dtype)
-    y, activated = _activate(rt, h, spec, scales)
+    multiply(rt, "fprop", ns.rows, us.rows, h, fc1, vector=b1)
+    y, activated = _activate(rt, h, spec.activation, second)
     out = rt.empty((*x.shape[:-1], w2.shape[0]), fc2.dtype)
-    fprop(rt, activated.rows, vs.rows, b2, out.matrix(), fc2.precision, fc2.dtype)
+    multiply(rt, "fprop", activated.rows, vs.rows, out.matrix(), fc2, vector=b2)
     outputs: tuple[Tensor, ...] = (out,)
     if spec.return_norm:
         assert normed is not None
         outputs = (out, normed.reshape(*x.shape))
     through = fc1.needs.input
-    kept_n = kept(ns.rows if normed is None else normed, ns, p)
+    kept_n = kept(ns.rows if normed is None else normed, ns, fc1.precision)
     kept_a = kept(activated.rows if y is None else y, activated, fc2.precision)
     return outputs, MLPSaved(
         x if through else None, gamma if through else None, mean if through else None, rstd if through else None,
@@ -115,36 +110,26 @@ def forward(
     )  # fmt: skip
 
 
-def _weight(
-    rt: Runtime, w: Value, spec: LinearSpec, scales: Scales | None, gemm: int, ready: QuantizedTensor | None
-) -> Uses:
-    precision = spec.precision
-    if precision is None:
-        return Uses(dense(rt, w, spec.dtype), w, None)
-    columnwise = spec.needs.input and precision.backward is None
-    return weight_operand(rt, w, precision, scales, gemm, columnwise, spec.dtype, ready)
-
-
 def _saved_weight(w: Value, uses: Uses, spec: LinearSpec) -> Tensor | None:
     value = kept(w, uses, spec.precision)
     itself = isinstance(value, QuantizedTensor) and value.owner is not None
     return None if itself else saved(value, spec.needs.input)
 
 
-def _activate(rt: Runtime, h: Tensor, spec: MLPSpec, scales: Scales | None) -> tuple[Tensor | None, Uses]:
+def _activate(rt: Runtime, h: Tensor, activation: str, site: Site) -> tuple[Tensor | None, Uses]:
     """(plain activation output if it is needed as such, fc2's operand)."""
-    p, needs = spec.fc2.precision, spec.fc2.needs
+    p, needs = site.spec.precision, site.spec.needs
     rule = None if p is None else p.input
     columnwise = needs.weight and (p is None or p.backward is None)
     keep = p is not None and p.backward == "high_precision"
     cast = None
     if rule is not None and is_plain_rule(rule):
-        cast = forward_cast(rule, scales, FC2, INPUT, rowwise=True, columnwise=columnwise)
-    y, q = ops.activation_forward(rt, h, spec.activation, cast=cast, keep=keep)
+        cast = forward_cast(rule, site.scales, FC2, INPUT, rowwise=True, columnwise=columnwise)
+    y, q = ops.activation_forward(rt, h, activation, cast=cast, keep=keep)
     if q is not None:
         return y, Uses(q, q, cast)
     assert y is not None
-    return y, quantize_forward(rt, y, rule, scales, FC2, INPUT, rowwise=True, columnwise=columnwise)
+    return y, quantize_forward(rt, y, rule, site[1:], INPUT, rowwise=True, columnwise=columnwise)
 
 
 def backward(
@@ -164,12 +149,12 @@ def backward(
     dy2: Value = dy.matrix() if isinstance(dy, Tensor) else dy
     m, f = dy2.shape[0], w2.shape[1]
     db2 = rt.empty((w2.shape[0],), bias_dtype(fc2, w2)) if fc2.needs.bias else None
-    g, db2_left = gradient_operand(rt, dy2, fc2, scales, FC2, fc2.needs, db2, saved.rng, sinks[1])
+    g, db2_left = gradient_operand(rt, dy2, Site(fc2, scales, FC2), db2, saved.rng, sinks[1])
     dw2 = dw1 = db1 = dx = dgamma = dbeta = None
     dh = Uses(None, None, None)
     if fc2.needs.input:
         da = [rt.empty((m, f), fc2.dtype)]
-        dgrad(rt, g.rows, backward_weight(rt, saved.w2q, w2, fc2.precision, fc2.dtype), da[0], fc2.precision, fc2.dtype)
+        multiply(rt, "dgrad", g.rows, backward_weight(rt, saved.w2q, w2, fc2), da[0], fc2)
         drop_rows(g)
         db1 = rt.empty((w1.shape[0],), bias_dtype(fc1, w1)) if fc1.needs.bias else None
         dh = _activation_gradient(rt, da, saved, spec, scales, db1)
@@ -180,7 +165,7 @@ def backward(
     del g
     if fc1.needs.input:
         dn = rt.empty((m, w1.shape[1]), fc1.dtype)
-        dgrad(rt, dh.rows, backward_weight(rt, saved.w1q, w1, fc1.precision, fc1.dtype), dn, fc1.precision, fc1.dtype)
+        multiply(rt, "dgrad", dh.rows, backward_weight(rt, saved.w1q, w1, fc1), dn, fc1)
         drop_rows(dh)
         if dnorm is not None:
             dn = ops.add(rt, dn, dnorm.matrix(), out=dn)
@@ -215,5 +200,5 @@ def _activation_gradient(
     dh, _ = ops.activation_backward(rt, da.pop(), saved.h, spec.activation)
     assert dh is not None
     return quantize_gradient(
-        rt, dh, rule, scales, FC1, rowwise=needs.input, columnwise=needs.weight, column_sum=db1, rng=saved.rng
+        rt, dh, rule, (scales, FC1), rowwise=needs.input, columnwise=needs.weight, column_sum=db1, rng=saved.rng
     )

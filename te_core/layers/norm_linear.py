@@ -14,18 +14,17 @@ from te_core.layers.inspector import Inspector, alike, offer, offer_result
 from te_core.layers.linear import (
     LinearSpec,
     Sink,
+    Site,
     backward_weight,
     bias_dtype,
-    dgrad,
     drop_rows,
-    fprop,
     gradient_operand,
     kept,
+    multiply,
     weight_gradient,
     weight_operand,
 )
 from te_core.layers.norm import NormSpec
-from te_core.precision import Operand
 from te_core.quantize.operands import Uses, Value, dense, is_plain_rule, quantize_forward, restored, saved
 from te_core.quantize.state import GRAD_INPUT, INPUT, OUTPUT, Scales, backward_cast, forward_cast
 from te_core.quantized import QuantizedTensor
@@ -59,13 +58,16 @@ class NormLinearSaved(NamedTuple):
 
 
 def normalize(
-    rt: Runtime, x: Tensor, gamma: Tensor, beta: Tensor | None, norm: NormSpec, rule: Operand | None,
-    scales: Scales | None, columnwise: bool, keep: bool,
-) -> tuple[Tensor | None, Uses, Tensor | None, Tensor]:  # fmt: skip
+    rt: Runtime, x: Tensor, gamma: Tensor, beta: Tensor | None, norm: NormSpec, site: Site, keep: bool
+) -> tuple[Tensor | None, Uses, Tensor | None, Tensor]:
     """(plain norm output if asked for or unquantized, the first GEMM's operand, mean, rstd)."""
+    precision = site.spec.precision
+    rule = None if precision is None else precision.input
+    columnwise = site.spec.needs.weight and (precision is None or precision.backward is None)
+    keep = keep or (precision is not None and precision.backward == "high_precision")
     cast = None
     if rule is not None and is_plain_rule(rule):
-        cast = forward_cast(rule, scales, 0, INPUT, rowwise=True, columnwise=columnwise)
+        cast = forward_cast(rule, site.scales, site.gemm, INPUT, rowwise=True, columnwise=columnwise)
     y, q, mean, rstd = ops.norm_forward(
         rt, x.matrix(), gamma, beta, kind=norm.kind, eps=norm.eps, zero_centered=norm.zero_centered,
         out_dtype=norm.dtype, cast=cast, keep=keep, sm_margin=norm.forward_margin,
@@ -73,7 +75,7 @@ def normalize(
     if q is not None:
         return y, Uses(q, q, cast), mean, rstd
     assert y is not None
-    return y, quantize_forward(rt, y, rule, scales, 0, INPUT, rowwise=True, columnwise=columnwise), mean, rstd
+    return y, quantize_forward(rt, y, rule, site[1:], INPUT, rowwise=True, columnwise=columnwise), mean, rstd
 
 
 def forward(
@@ -93,17 +95,9 @@ def forward(
     """((y,), saved), or ((y, norm output), saved) with `return_norm`."""
     linear = spec.linear
     needs, precision, inspect = linear.needs, linear.precision, linear.inspect
-    override = None if precision is None else precision.backward
-    if precision is None:
-        ws = Uses(dense(rt, weight, linear.dtype), weight, None)
-    else:
-        ws = weight_operand(
-            rt, weight, precision, scales, 0, needs.input and override is None, linear.dtype, ready[0]
-        )
-    normed, ns, mean, rstd = normalize(
-        rt, x, gamma, beta, spec.norm, None if precision is None else precision.input, scales,
-        needs.weight and override is None, spec.return_norm or inspect is not None or override == "high_precision",
-    )  # fmt: skip
+    site = Site(linear, scales)
+    ws = weight_operand(rt, weight, site, ready[0])
+    normed, ns, mean, rstd = normalize(rt, x, gamma, beta, spec.norm, site, spec.return_norm or inspect is not None)
     a, b = ns.rows, ws.rows
     kept_n, kept_w = kept(ns.rows if normed is None else normed, ns, precision), kept(weight, ws, precision)
     if inspect is not None:
@@ -115,7 +109,7 @@ def forward(
         b = offer(rt, inspector, ("fprop", "weight"), high_w, ws.cast, b)
         a, b = alike(rt, a, b, linear.dtype)
     out = rt.empty((*x.shape[:-1], weight.shape[0]), linear.dtype)
-    fprop(rt, a, b, bias, out.matrix(), precision, linear.dtype)
+    multiply(rt, "fprop", a, b, out.matrix(), linear, vector=bias)
     if inspect is not None:
         out = offer_result(rt, inspector, ("fprop", "output"), out)
     y: Value = out
@@ -154,16 +148,16 @@ def backward(
     n, k = weight.shape
     dy2: Value = dy.matrix() if isinstance(dy, Tensor) else dy
     db = rt.empty((n,), bias_dtype(linear, weight)) if needs.bias else None
-    g, db_left = gradient_operand(rt, dy2, linear, scales, 0, needs, db, saved.rng, sinks[0])
+    g, db_left = gradient_operand(rt, dy2, Site(linear, scales), db, saved.rng, sinks[0])
     dx: Value | None = None
     dgamma = dbeta = dw = None
     if needs.input:
-        a, b = g.rows, backward_weight(rt, saved.w, weight, precision, linear.dtype)
+        a, b = g.rows, backward_weight(rt, saved.w, weight, linear)
         if inspect is not None:
             a = offer(rt, inspector, ("dgrad", "gradient"), dense(rt, dy2, linear.dtype), g.cast, a)
             a, b = alike(rt, a, b, linear.dtype)
         dn = rt.empty((dy2.shape[0], k), linear.dtype)
-        dgrad(rt, a, b, dn, precision, linear.dtype)
+        multiply(rt, "dgrad", a, b, dn, linear)
         if inspect is not None:
             dn = offer_result(rt, inspector, ("dgrad", "dgrad"), dn)
         if dnorm is not None:

@@ -89,7 +89,7 @@ def gemm_quantized(
         return
     how, reason = _routes.get((place, a.format, b.format)) or gemm_route(place, a.format, b.format)
     if how == "native":
-        _native(rt, a, b, out, a_columnwise, b_columnwise, bias, accumulate, split_accumulator)
+        _native(rt, a, b, out, (a_columnwise, b_columnwise), bias, accumulate, split_accumulator)
         return
     if how == "dequantized" and strict:
         raise UnsupportedError(
@@ -110,9 +110,10 @@ def gemm_quantized(
 
 
 def _native(
-    rt: Runtime, a: QuantizedTensor, b: QuantizedTensor, out: Tensor, a_columnwise: bool, b_columnwise: bool,
-    bias: Tensor | None, accumulate: bool, split_accumulator: bool,
+    rt: Runtime, a: QuantizedTensor, b: QuantizedTensor, out: Tensor, columns: tuple[bool, bool], bias: Tensor | None,
+    accumulate: bool, split_accumulator: bool,
 ) -> None:  # fmt: skip
+    a_columnwise, b_columnwise = columns
     left, left_scale, left_amax = _copy(a, a_columnwise)
     right, right_scale, right_amax = _copy(b, b_columnwise)
     rows, cols = out.shape

@@ -21,6 +21,8 @@ from te_core.runtime import Runtime
 from te_core.tensor import Tensor
 
 Value = Tensor | QuantizedTensor
+#: The scaling state, if the recipe keeps one, and the GEMM's number in it.
+Where = tuple[Scales | None, int]
 
 
 class CustomQuantizer(Protocol):
@@ -45,12 +47,12 @@ def is_plain_rule(rule: Operand) -> bool:
 
 
 def quantize_forward(
-    rt: Runtime, x: Value, rule: Operand | None, scales: Scales | None, gemm: int, slot: int, *, rowwise: bool,
-    columnwise: bool,
-) -> Uses:  # fmt: skip
+    rt: Runtime, x: Value, rule: Operand | None, where: Where, slot: int, *, rowwise: bool, columnwise: bool
+) -> Uses:
     """An input or weight (slot INPUT or WEIGHT) of a GEMM in this precision."""
     if rule is None:
         return Uses(x, x, None)
+    scales, gemm = where
     if rule.scaling == "calibrate":
         assert scales is not None
         if scales.forward_amax is not None:  # not in a recomputation, whose maxima were taken before
@@ -81,10 +83,11 @@ def _raise(rt: Runtime, held: Tensor, x: Tensor) -> None:
 
 
 def quantize_gradient(
-    rt: Runtime, dy: Value, rule: Operand | None, scales: Scales | None, gemm: int, *, rowwise: bool, columnwise: bool,
+    rt: Runtime, dy: Value, rule: Operand | None, where: Where, *, rowwise: bool, columnwise: bool,
     column_sum: Tensor | None = None, rng: Tensor | None = None,
 ) -> Uses:  # fmt: skip
     """An output gradient in this precision; `column_sum` is set to the sums of its columns on the way."""
+    scales, gemm = where
     if type(dy) is Tensor and rule is not None and is_plain_rule(rule):
         cast = backward_cast(rule, scales, gemm, rowwise=rowwise, columnwise=columnwise, rng=rng)
         q = ops.quantize(rt, dy, cast, column_sum=column_sum)
@@ -190,6 +193,6 @@ def restored(
 
 
 __all__ = [
-    "CustomQuantizer", "Uses", "Value", "as_asked", "dense", "is_plain_rule", "quantize_forward", "quantize_gradient",
-    "restored", "saved", "with_columnwise",
+    "CustomQuantizer", "Uses", "Value", "Where", "as_asked", "dense", "is_plain_rule", "quantize_forward",
+    "quantize_gradient", "restored", "saved", "with_columnwise",
 ]  # fmt: skip

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from te_core.errors import ArgumentError
-from te_core.layers.linear import weight_operand
+from te_core.layers.linear import LinearSpec, Needs, Site, weight_operand
 from te_core.precision import Precision
 from te_core.quantize.state import Scales
 from te_core.quantized import QuantizedTensor
@@ -82,7 +82,8 @@ def extra_for(
     queue = module.wgrad_store.queues if module.delay_wgrad_compute else None
     if ready is None and queue is None and not module.fuse_wgrad_accumulation:
         return None
-    return Extra(ready, module.fuse_wgrad_accumulation, first, queue)
+    parameters = [part[0] if len(part) == 1 else weight for part, weight in zip(parts, weights, strict=True)]
+    return Extra(ready, module.fuse_wgrad_accumulation, first, queue, parameters=parameters)
 
 
 def _cached(
@@ -92,15 +93,16 @@ def _cached(
     """The quantized weight of the running group of microbatches: made in the first, found in the others."""
     if precision is None or precision.weight is None or isinstance(weight, QuantizedTorch):
         return None
+    if any(part.is_inference() for part in parts):  # these do not count their changes
+        return None
     columnwise = torch.is_grad_enabled() and precision.backward is None
     held: CachedWeight | None = module._weight_cache.get(name)
     if first or held is None or not held.fits(parts, precision, columnwise):
         with torch.no_grad():
             rt = runtime_for(weight)
-            uses = weight_operand(
-                rt, to_core(weight.detach().contiguous()), precision, scales, gemm, columnwise,
-                TO_CORE[weight.dtype], None,
-            )  # fmt: skip
+            needs = Needs(input=columnwise, weight=False, bias=False)
+            site = Site(LinearSpec(TO_CORE[weight.dtype], precision, needs), scales, gemm)
+            uses = weight_operand(rt, to_core(weight.detach().contiguous()), site, None)
         if not isinstance(uses.rows, QuantizedTensor) or uses.columns is not uses.rows:
             return None
         held = module._weight_cache[name] = CachedWeight(parts, precision, uses.rows)

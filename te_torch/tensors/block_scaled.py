@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 
-from te_core.quantized import pieces, up
+from te_core.precision import Operand
+from te_core.quantized import Format, pieces, up
+from te_torch.tensors import run
 from te_torch.tensors.buffers import Buffers, matrix_of
 from te_torch.tensors.storage import QuantizedTensorStorage
 from te_torch.tensors.tensor import QuantizedTensor
@@ -114,17 +116,23 @@ class BlockScaledTensor(QuantizedTensor):
             )
         if form.scaling == "mxfp8" and column is not None:
             sent += [column[:m], column_scale[: m // 32]]
-        rest = (form, k, self._row_amax, self._quantizer, self._options, self.dtype, self.get_usages())  # type: ignore[attr-defined]
+        if form.scaling == "nvfp4":
+            sent.append(self._row_amax)  # type: ignore[attr-defined]
+        rest = (form, k, self._quantizer, self._options, self.dtype, self.get_usages())  # type: ignore[attr-defined]
         return tuple(t.contiguous() for t in sent), rest
 
     def fsdp_post_all_gather(
         self, all_gather_outputs: tuple[torch.Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Any = None
     ) -> Any:
         """FSDP2: the whole parameter over the gathered buffers."""
-        form, k, amax, quantizer, options, dtype, held = metadata
+        form, k, quantizer, options, dtype, held = metadata
         gathered = list(all_gather_outputs)
-        row, scale = (gathered.pop(0), gathered.pop(0)) if held["rowwise"] else (None, None)
-        buffers = Buffers(row, scale, amax, *gathered)
+        if form.scaling == "nvfp4":
+            buffers = _one_amax(form, k, *gathered)
+            gathered = []
+        else:
+            row, scale = (gathered.pop(0), gathered.pop(0)) if held["rowwise"] else (None, None)
+            buffers = Buffers(row, scale, None, *gathered)
         made = out
         if out is None:
             made = type(self)._of((all_gather_outputs[0].shape[0], k), dtype, form, buffers, quantizer, options)
@@ -133,3 +141,14 @@ class BlockScaledTensor(QuantizedTensor):
         if held["columnwise"] and not gathered:
             made._make_columnwise()
         return None if out is not None else (made, all_gather_outputs)
+
+
+def _one_amax(form: Format, k: int, row: torch.Tensor, scale: torch.Tensor, amaxes: torch.Tensor) -> Buffers:
+    """NVFP4 shards as one matrix. Where their amaxes differ the values are quantized again with that of the whole."""
+    if bool((amaxes == amaxes[0]).all()):
+        return Buffers(row, scale, amaxes[:1])
+    m = row.shape[0]
+    each = amaxes.repeat_interleave(m // amaxes.numel())
+    by_row = Format(form.dtype, form.scaling, False, True, form.bound)
+    values = run.dequantize(by_row, (m, k), Buffers(row, scale, each), torch.float32)
+    return run.quantize(values, Operand(form.dtype, "nvfp4", tiled=form.tiled, bound=form.bound), True, False)

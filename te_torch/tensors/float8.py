@@ -30,6 +30,8 @@ class Float8TensorStorage(QuantizedTensorStorage):
     `_data` uint8 of the tensor's shape, `_transpose` uint8 (K, ...), `_scale_inv` float32 [1].
     """
 
+    amax_reduction_group: Any = None  # of the processes that hold the other shards of an FSDP2 parameter
+
     def __init__(
         self, *, data: torch.Tensor | None, fp8_scale_inv: torch.Tensor, fp8_dtype: Any,
         fake_dtype: torch.dtype | None = None, data_transpose: torch.Tensor | None = None, quantizer: Any = None,
@@ -129,19 +131,47 @@ class Float8TensorStorage(QuantizedTensorStorage):
             return super()._viewed(shape)
         data = self._row_view()
         if data is None or not data.is_contiguous():
-            return None
+            return super()._viewed(shape)
         return self._like(shape, Buffers(data.view(matrix_of(shape)), self._row_scale))
 
-    def _seen(self, data: torch.Tensor) -> Any:
-        """A tensor over some of this one's rowwise data; None if it does not lie as a matrix."""
-        m, k = matrix_of(data.shape)
-        if data.ndim > 2 and not data.is_contiguous():
-            return None
-        return self._like(data.shape, Buffers(data.view(m, k), self._row_scale))
+    def _like(self, shape: Sequence[int], buffers: Buffers, dtype: torch.dtype | None = None) -> Any:
+        made = super()._like(shape, buffers, dtype)
+        if self.amax_reduction_group is not None:
+            made.amax_reduction_group = self.amax_reduction_group
+        return made
+
+    def _takes_bytes_of(self, src: Any) -> bool:
+        """Also of a source without transpose: a shard must keep the scale of the whole (FSDP2 copies it so)."""
+        return (
+            getattr(src, "_format", None) is self._format
+            and type(src._quantizer) is type(self._quantizer)
+            and src.shape == self.shape
+            and self._row_data is not None
+            and src._row_data is not None
+        )
+
+    def _copy_bytes(self, src: Any) -> None:
+        if src.get_usages() == self.get_usages():
+            super()._copy_bytes(src)
+            return
+        if src.shape != self.shape or src._row_data is None or self._row_data is None:
+            super()._copy_bytes(src)  # says what is wrong
+        self._data.copy_(src._data)  # type: ignore[union-attr]
+        self._scale_inv.copy_(src._scale_inv)  # type: ignore[union-attr]
+        if self._col_data is not None:
+            self._transpose.copy_(self._data.view(self._matrix()).t().view(self._transpose.shape))  # type: ignore[union-attr]
+
+    def _update(self, quantizer: Any, src: torch.Tensor, noop_flag: torch.Tensor | None) -> None:
+        """A shard of a parameter with current scaling takes the maximum of all shards: they share one scale."""
+        if self.amax_reduction_group is not None and isinstance(quantizer, Float8CurrentScalingQuantizer):
+            quantizer = quantizer.copy()
+            quantizer.with_amax_reduction, quantizer.amax_reduction_group = True, self.amax_reduction_group
+        super()._update(quantizer, src, noop_flag)
 
     def _label(self) -> str:
         scale = self._scale_inv
-        value = None if scale is None or scale.is_meta else scale.item()
+        # Not of a compiler's stand-in: it prints tensors while it traces, and reading a value would enter the graph.
+        value = scale.item() if type(scale) is torch.Tensor and not scale.is_meta else None
         return f"fp8_dtype={self._format.dtype}, scale_inv={value}"
 
 

@@ -61,7 +61,15 @@ class QuantizedTensorStorage:
             setattr(self, name, t)
 
     def _matrix(self) -> tuple[int, int]:
-        return matrix_of(self.shape)
+        folded = self._folded()
+        return folded or matrix_of(self.shape)
+
+    def _folded(self) -> tuple[int, int] | None:
+        """The matrix that a flattened tensor (`view(-1)`) still is, kept among its options."""
+        for option in self._options:
+            if type(option) is tuple:
+                return option
+        return None
 
     def _row_view(self, width: int = 1) -> torch.Tensor | None:
         """The rowwise data without padding, `width` elements a byte, in the tensor's shape."""
@@ -69,6 +77,8 @@ class QuantizedTensorStorage:
         if data is None:
             return None
         m, k = self._matrix()
+        if self._folded():
+            return data[:m, : k // width]
         return data[:m, : k // width].view(*self.shape[:-1], k // width) if self.shape else data[0, 0]
 
     def _col_view(self, width: int = 1) -> torch.Tensor | None:
@@ -77,6 +87,8 @@ class QuantizedTensorStorage:
         if data is None:
             return None
         m, k = self._matrix()
+        if self._folded():
+            return data[:k, : m // width] if self._format.transposed else data[:m, :k]
         if not self._format.transposed:
             return data[:m, :k].view(self.shape)
         if width > 1:
@@ -216,7 +228,7 @@ class QuantizedTensorStorage:
         held = self.get_usages()
         if not any(held.values()):
             raise RuntimeError(f"{type(self).__name__} holds no buffers to quantize into")
-        self._write(quantizer._cast(src, held["rowwise"], held["columnwise"]), noop_flag)
+        self._write(quantizer._cast(src.reshape(self._matrix()), held["rowwise"], held["columnwise"]), noop_flag)
 
     def _requantize(self, values: torch.Tensor) -> None:
         """The same below autograd, where torch has counted the change already."""
@@ -266,11 +278,20 @@ class QuantizedTensorStorage:
     def _like(self, shape: Sequence[int], buffers: Buffers, dtype: torch.dtype | None = None) -> Any:
         """Another storage of this kind."""
         quantizer = None if self._quantizer is None else self._quantizer.copy()
-        return self._of(tuple(shape), dtype or self._dtype, self._format, buffers, quantizer, self._options)
+        options = self._options
+        if tuple(shape) != tuple(self.shape):
+            options = tuple(o for o in options if type(o) is not tuple)
+        return self._of(tuple(shape), dtype or self._dtype, self._format, buffers, quantizer, options)
 
     def _viewed(self, shape: Sequence[int]) -> Any:
-        """The same buffers in another shape; None if these cannot be seen so."""
-        return self._like(shape, self._buffers) if matrix_of(shape) == self._matrix() else None
+        """The same buffers in another shape: with the same last side, or flat. None if they cannot be seen so."""
+        made = None
+        if matrix_of(shape) == self._matrix():
+            made = self._like(shape, self._buffers)
+        elif len(shape) == 1 and shape[0] == self._matrix()[0] * self._matrix()[1]:
+            made = self._like(shape, self._buffers)
+            made._options = (*[o for o in self._options if type(o) is not tuple], self._matrix())
+        return made
 
     def view(self, *shape: Any) -> Any:
         """The same buffers in another shape, whose last side has to be the same."""

@@ -11,10 +11,62 @@ import pytest
 
 from te_core import ArgumentError, dtypes
 from te_core.precision import Gemm, History
-from te_core.recipe import DelayedScaling, Float8CurrentScaling, Format, MMParams, QParams, Recipe
+from te_core.recipe import (
+    CustomRecipe,
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Format,
+    MMParams,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+    QParams,
+    Recipe,
+)
 
 E4M3, E5M2 = dtypes.float8_e4m3, dtypes.float8_e5m2
-RECIPES = (DelayedScaling, Float8CurrentScaling)
+E2M1 = dtypes.float4_e2m1
+RECIPES = (DelayedScaling, Float8CurrentScaling, Float8BlockScaling, MXFP8BlockScaling)
+ATTENTION = {"fp8_dpa": False, "fp8_mha": False, "backward_override": None}
+#: api.md 2.4, in order.
+FIELDS = {
+    DelayedScaling: {
+        "margin": 0, "fp8_format": Format.HYBRID, "amax_history_len": 1024, "amax_compute_algo": "max",
+        "scaling_factor_compute_algo": None, "reduce_amax": True, **ATTENTION,
+    },
+    Float8CurrentScaling: {
+        "use_power_2_scales": False, "fp8_format": Format.HYBRID, "fp8_gemm_fprop": MMParams(False),
+        "fp8_gemm_dgrad": MMParams(True), "fp8_gemm_wgrad": MMParams(True), **ATTENTION,
+    },
+    Float8BlockScaling: {
+        "use_f32_scales": False, "fp8_format": Format.E4M3, "x_block_scaling_dim": 1, "w_block_scaling_dim": 2,
+        "grad_block_scaling_dim": 1, "fp8_gemm_fprop": MMParams(True), "fp8_gemm_dgrad": MMParams(True),
+        "fp8_gemm_wgrad": MMParams(True), **ATTENTION,
+    },
+    MXFP8BlockScaling: {"margin": 0, "fp8_format": Format.E4M3, **ATTENTION, "enable_2d_quantization": False},
+    NVFP4BlockScaling: {
+        "disable_rht": False, "disable_stochastic_rounding": False, "disable_2d_quantization": False,
+        "row_scaled_activation": False, "nvfp4_4over6": "none", "nvfp4_4over6_e4m3_use_256": "all",
+        "nvfp4_4over6_err_mode": "MAE", "fp4_format": Format.E2M1, "fp8_format": Format.E4M3, **ATTENTION,
+    },
+    CustomRecipe: {
+        "qfactory": print, "fp8_format": Format.HYBRID, **ATTENTION, "quantization_alignment": 128,
+    },
+}  # fmt: skip
+QUESTIONS = {
+    DelayedScaling: {"delayed", "float8_per_tensor_scaling"},
+    Float8CurrentScaling: {"float8_current_scaling", "float8_per_tensor_scaling"},
+    Float8BlockScaling: {"float8_block_scaling"},
+    MXFP8BlockScaling: {"mxfp8"},
+    NVFP4BlockScaling: {"nvfp4"},
+    CustomRecipe: {"custom"},
+    Recipe: set(),
+}
+
+
+def made(recipe, **fields):
+    """A recipe with its required fields."""
+    return recipe(**{"qfactory": print, **fields}) if recipe is CustomRecipe else recipe(**fields)
 
 
 def most_recent(history):
@@ -29,37 +81,31 @@ def test_formats_carry_their_maxima():
     assert str(Format.HYBRID).split(".")[1] == "HYBRID" and len(set(Format)) == 4
 
 
-def test_documented_defaults():
-    delayed = DelayedScaling()
-    fields = {f.name: getattr(delayed, f.name) for f in dataclasses.fields(delayed)}
-    assert fields == {
-        "margin": 0, "fp8_format": Format.HYBRID, "amax_history_len": 1024, "amax_compute_algo": "max",
-        "scaling_factor_compute_algo": None, "reduce_amax": True, "fp8_dpa": False, "fp8_mha": False,
-        "backward_override": None,
-    }  # fmt: skip
-    current = Float8CurrentScaling()
-    fields = {f.name: getattr(current, f.name) for f in dataclasses.fields(current)}
-    assert fields == {
-        "use_power_2_scales": False, "fp8_format": Format.HYBRID, "fp8_gemm_fprop": MMParams(False),
-        "fp8_gemm_dgrad": MMParams(True), "fp8_gemm_wgrad": MMParams(True), "fp8_dpa": False, "fp8_mha": False,
-        "backward_override": None,
-    }  # fmt: skip
-    assert MMParams().use_split_accumulator and not QParams().power_2_scale and QParams().amax_epsilon == 0
+@pytest.mark.parametrize("recipe", FIELDS)
+def test_documented_defaults(recipe):
+    one = made(recipe)
+    found = {f.name: getattr(one, f.name) for f in dataclasses.fields(one)}
+    assert list(found.items()) == list(FIELDS[recipe].items())
+    assert recipe(*found.values()) == one, "fields are taken by place too"
 
 
-def test_questions_work_on_classes_and_instances():
-    questions = (
-        "delayed", "float8_current_scaling", "float8_per_tensor_scaling", "float8_block_scaling", "mxfp8", "nvfp4",
-        "custom",
-    )  # fmt: skip
-    for asked, yes in (
-        (DelayedScaling, {"delayed"}),
-        (Float8CurrentScaling, {"float8_current_scaling"}),
-        (Recipe, set()),
-    ):
-        expected = [q in yes or (bool(yes) and q == "float8_per_tensor_scaling") for q in questions]
-        assert [getattr(asked, q)() for q in questions] == expected
-        assert [getattr(asked(), q)() for q in questions] == expected
+def test_documented_parameters():
+    assert MMParams() == MMParams(True) and MMParams().use_split_accumulator
+    fields = [(f.name, f.default) for f in dataclasses.fields(QParams)]
+    assert fields == [
+        ("power_2_scale", False), ("amax_epsilon", 0.0), ("random_hadamard_transform", False),
+        ("stochastic_rounding", False), ("fp4_2d_quantization", False),
+    ]  # fmt: skip
+    for frozen in (MMParams(), QParams()):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(frozen, dataclasses.fields(frozen)[0].name, False)
+
+
+@pytest.mark.parametrize("recipe", QUESTIONS)
+def test_questions_work_on_classes_and_instances(recipe):
+    questions = sorted(set().union(*QUESTIONS.values()))
+    for asked in (recipe, made(recipe)):
+        assert {q for q in questions if getattr(asked, q)()} == QUESTIONS[recipe]
 
 
 def test_recipes_compare_by_their_fields():
@@ -99,6 +145,73 @@ def test_current_scaling_resolved():
     assert Float8CurrentScaling().resolve().grad.epsilon == 0  # assigned on the instance, not for all
 
 
+def test_block_scaling_resolved():
+    p = Float8BlockScaling().resolve()
+    assert [(o.scaling, o.tiled, o.power_of_two, o.epsilon) for o in (p.input, p.weight, p.grad)] == [
+        ("block", False, True, 0), ("block", True, True, 0), ("block", False, True, 0),
+    ]  # fmt: skip
+    assert {p.fprop, p.dgrad, p.wgrad} == {Gemm(True)} and p.history is None
+    assert not any(o.power_of_two for o in _operands(Float8BlockScaling(use_f32_scales=True)))
+    for dims in ((1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2)):
+        names = ("x_block_scaling_dim", "w_block_scaling_dim", "grad_block_scaling_dim")
+        p = Float8BlockScaling(**dict(zip(names, dims, strict=True))).resolve()
+        assert tuple(1 + o.tiled for o in (p.input, p.weight, p.grad)) == dims
+        assert not p.output.tiled and not p.grad_input.tiled
+    recipe = Float8BlockScaling()
+    recipe.fp8_quant_fwd_weight = QParams(power_2_scale=False, amax_epsilon=0.25)
+    assert [(o.power_of_two, o.epsilon) for o in _operands(recipe)] == [(True, 0), (False, 0.25), (True, 0)]
+
+
+def _operands(recipe):
+    p = recipe.resolve()
+    return p.input, p.weight, p.grad
+
+
+def test_mxfp8_resolved():
+    assert [(o.scaling, o.tiled) for o in _operands(MXFP8BlockScaling())] == [("mxfp8", False)] * 3
+    tiled = [o.tiled for o in _operands(MXFP8BlockScaling(enable_2d_quantization=True))]
+    assert tiled == [False, True, False], "weights only"
+    assert MXFP8BlockScaling(margin=3).resolve() == MXFP8BlockScaling().resolve(), "a margin has no effect"
+
+
+def test_nvfp4_resolved():
+    x, w, dy = _operands(NVFP4BlockScaling())
+    assert {(o.scaling, o.dtype) for o in (x, w, dy)} == {("nvfp4", E2M1)}
+    assert [(o.transform, o.stochastic, o.tiled) for o in (x, w, dy)] == [
+        (True, False, False), (False, False, True), (True, True, False),
+    ]  # fmt: skip
+    assert not any(o.transform for o in _operands(NVFP4BlockScaling(disable_rht=True)))
+    assert not any(o.stochastic for o in _operands(NVFP4BlockScaling(disable_stochastic_rounding=True)))
+    assert not any(o.tiled for o in _operands(NVFP4BlockScaling(disable_2d_quantization=True)))
+    rows = _operands(NVFP4BlockScaling(row_scaled_activation=True, disable_rht=True))
+    assert [o.row_scaled for o in rows] == [True, False, False]
+    recipe = NVFP4BlockScaling()
+    assert recipe.fp4_quant_fwd_inp == QParams(random_hadamard_transform=True)
+    assert recipe.fp4_quant_fwd_weight == QParams(fp4_2d_quantization=True)
+    assert recipe.fp4_quant_bwd_grad == QParams(random_hadamard_transform=True, stochastic_rounding=True)
+    recipe.fp4_quant_bwd_grad = QParams()
+    assert [(o.transform, o.stochastic) for o in _operands(recipe)] == [(True, False), (False, False), (False, False)]
+
+
+@pytest.mark.parametrize("wide", ["none", "weights", "activations", "all"])
+@pytest.mark.parametrize("scope", ["none", "weights", "activations", "all"])
+@pytest.mark.parametrize("mode", ["MAE", "MSE"])
+def test_four_over_six_by_scope(mode, scope, wide):
+    """Gradients never; the bound of 256 only where the double quantization is."""
+    recipe = NVFP4BlockScaling(
+        disable_rht=True, nvfp4_4over6=scope, nvfp4_4over6_err_mode=mode, nvfp4_4over6_e4m3_use_256=wide
+    )
+    for name, operand in zip(("activations", "weights", "gradients"), _operands(recipe), strict=True):
+        chosen = name != "gradients" and scope in (name, "all")
+        assert operand.four_over_six == (mode if chosen else None)
+        assert operand.bound == (256 if chosen and wide in (name, "all") else 448)
+
+
+def test_custom_resolved():
+    p = CustomRecipe(qfactory=print).resolve()
+    assert p.factory is print and (p.input, p.weight, p.grad) == (None, None, None)
+
+
 def test_resolving_is_by_value():
     recipe = DelayedScaling(amax_history_len=16)
     before = recipe.resolve()
@@ -109,7 +222,7 @@ def test_resolving_is_by_value():
     assert before == DelayedScaling(amax_history_len=16).resolve() != after
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", [*RECIPES, NVFP4BlockScaling])
 def test_the_description_is_a_frozen_key(recipe):
     p = recipe().resolve()
     assert {p: 1}[recipe().resolve()] == 1
@@ -135,14 +248,47 @@ WRONG = [
     (Float8CurrentScaling, "fp8_gemm_wgrad", True, "MMParams"),
     (Float8CurrentScaling, "fp8_mha", None, "True or False"),
     (Float8CurrentScaling, "backward_override", "exact", "'high_precision' or 'dequantized'"),
+    (Float8BlockScaling, "use_f32_scales", 0, "True or False"),
+    (Float8BlockScaling, "fp8_format", "E4M3", "Format.E4M3"),
+    (Float8BlockScaling, "x_block_scaling_dim", 3, "1 (1x128) or 2 (128x128)"),
+    (Float8BlockScaling, "w_block_scaling_dim", 0, "1 (1x128) or 2 (128x128)"),
+    (Float8BlockScaling, "grad_block_scaling_dim", "1", "1 (1x128) or 2 (128x128)"),
+    (Float8BlockScaling, "fp8_gemm_fprop", MMParams(False), "use_split_accumulator=True"),
+    (Float8BlockScaling, "fp8_gemm_dgrad", MMParams(False), "use_split_accumulator=True"),
+    (Float8BlockScaling, "fp8_gemm_wgrad", None, "use_split_accumulator=True"),
+    (Float8BlockScaling, "fp8_dpa", True, "False: attention"),
+    (Float8BlockScaling, "fp8_mha", True, "False: attention"),
+    (Float8BlockScaling, "backward_override", True, "'high_precision' or 'dequantized'"),
+    (MXFP8BlockScaling, "margin", "0", "an integer"),
+    (MXFP8BlockScaling, "fp8_format", Format.E2M1, "FP8 format"),
+    (MXFP8BlockScaling, "enable_2d_quantization", 1, "True or False"),
+    (MXFP8BlockScaling, "backward_override", "none", "'high_precision' or 'dequantized'"),
+    (NVFP4BlockScaling, "disable_rht", 1, "True or False"),
+    (NVFP4BlockScaling, "disable_stochastic_rounding", None, "True or False"),
+    (NVFP4BlockScaling, "disable_2d_quantization", "1", "True or False"),
+    (NVFP4BlockScaling, "row_scaled_activation", 0, "True or False"),
+    (NVFP4BlockScaling, "row_scaled_activation", True, "disable_rht=True"),
+    (NVFP4BlockScaling, "nvfp4_4over6", "gradients", "'none' or 'weights' or 'activations' or 'all'"),
+    (NVFP4BlockScaling, "nvfp4_4over6", "activations", "unless disable_rht=True"),
+    (NVFP4BlockScaling, "nvfp4_4over6", "all", "unless disable_rht=True"),
+    (NVFP4BlockScaling, "nvfp4_4over6_e4m3_use_256", True, "'none' or 'weights' or 'activations' or 'all'"),
+    (NVFP4BlockScaling, "nvfp4_4over6_err_mode", "mae", "'MAE' or 'MSE'"),
+    (NVFP4BlockScaling, "fp4_format", Format.E4M3, "Format.E2M1"),
+    (NVFP4BlockScaling, "fp8_format", Format.HYBRID, "Format.E4M3"),
+    (NVFP4BlockScaling, "fp8_dpa", "no", "True or False"),
+    (NVFP4BlockScaling, "backward_override", "bf16", "'high_precision' or 'dequantized'"),
+    (CustomRecipe, "qfactory", "a name", "a callable(role)"),
+    (CustomRecipe, "quantization_alignment", 0, "an integer > 0"),
+    (CustomRecipe, "quantization_alignment", 1.5, "an integer > 0"),
+    (CustomRecipe, "backward_override", "exact", "'high_precision' or 'dequantized'"),
 ]
 
 
 @pytest.mark.parametrize(("recipe", "field", "value", "allowed"), WRONG)
 def test_wrong_fields_are_named_when_given_and_when_assigned(recipe, field, value, allowed):
     with pytest.raises(ArgumentError) as given:
-        recipe(**{field: value})
-    later = recipe()
+        made(recipe, **{field: value})
+    later = made(recipe)
     setattr(later, field, value)
     with pytest.raises(ArgumentError) as assigned:
         later.resolve()
@@ -151,9 +297,20 @@ def test_wrong_fields_are_named_when_given_and_when_assigned(recipe, field, valu
         assert allowed in error.allowed and error.do == f"correct {field}"
 
 
+@pytest.mark.parametrize("dims", [(2, 2, 1), (2, 1, 2), (1, 2, 2), (2, 2, 2)])
+def test_two_tiled_operands_are_refused_by_name(dims):
+    names = ("x_block_scaling_dim", "w_block_scaling_dim", "grad_block_scaling_dim")
+    with pytest.raises(ArgumentError, match="at most one of input, weight and gradient") as error:
+        Float8BlockScaling(**dict(zip(names, dims, strict=True)))
+    assert [name in error.value.got for name in names] == [d == 2 for d in dims]
+
+
+@pytest.mark.parametrize("recipe", [r for r in FIELDS if r is not DelayedScaling])
 @pytest.mark.parametrize("override", ["high_precision", "dequantized"])
-def test_backward_overrides_of_current_scaling(override):
-    assert Float8CurrentScaling(backward_override=override).backward_override == override
+def test_backward_overrides(override, recipe):
+    one = made(recipe, backward_override=override)
+    assert one.backward_override == override and one.resolve().backward == override
+    assert made(recipe).resolve().backward is None
 
 
 def test_environment_defaults_are_read_once_at_import():
@@ -167,3 +324,27 @@ def test_environment_defaults_are_read_once_at_import():
     }  # fmt: skip
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["True", "dequantized", "True"]
+
+
+ENVIRONMENT = {
+    "NVTE_FP8_BLOCK_SCALING_FP32_SCALES": ("Float8BlockScaling", "use_f32_scales", {"1": True, "0": False, "": False}),
+    "NVTE_NVFP4_DISABLE_RHT": ("NVFP4BlockScaling", "disable_rht", {"1": True, "true": False}),
+    "NVTE_NVFP4_DISABLE_STOCHASTIC_ROUNDING": ("NVFP4BlockScaling", "disable_stochastic_rounding", {"1": True}),
+    "NVTE_NVFP4_DISABLE_2D_QUANTIZATION": ("NVFP4BlockScaling", "disable_2d_quantization", {"1": True}),
+    "NVTE_NVFP4_ROW_SCALED_ACTIVATION": ("NVFP4BlockScaling", "row_scaled_activation", {"1": True}),
+    "NVTE_NVFP4_4OVER6": ("NVFP4BlockScaling", "nvfp4_4over6", {"weights": "weights", "": "none"}),
+    "NVTE_NVFP4_4OVER6_E4M3_USE_256": ("NVFP4BlockScaling", "nvfp4_4over6_e4m3_use_256", {"none": "none", "": "all"}),
+    "NVTE_NVFP4_4OVER6_ERR_MODE": ("NVFP4BlockScaling", "nvfp4_4over6_err_mode", {"MSE": "MSE", "": "MAE"}),
+    "NVTE_BACKWARD_OVERRIDE": ("MXFP8BlockScaling", "backward_override", {"dequantized": "dequantized", "": None}),
+}
+
+
+@pytest.mark.parametrize("variable", ENVIRONMENT)
+def test_environment_defaults(variable):
+    recipe, field, cases = ENVIRONMENT[variable]
+    rows = {"disable_rht": True} if field == "row_scaled_activation" else {}
+    code = f"from te_core.recipe import *; import os; os.environ.clear(); print({recipe}(**{rows}).{field})"
+    for value, wanted in cases.items():
+        env = {**{k: v for k, v in os.environ.items() if not k.startswith("NVTE_")}, variable: value}
+        done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+        assert done.stdout.strip() == str(wanted), (variable, value)

@@ -270,6 +270,20 @@ def test_copies_do_not_share_the_cache(kind: str, device: str) -> None:
     assert not differences(one_step(module, "current", [False], device), wanted)
 
 
+@on_devices
+@gemm_modules
+def test_inference_tensors_are_not_cached(kind: str, device: str) -> None:
+    """They count no changes, so nobody could tell when a copy is out of date."""
+    with torch.inference_mode():
+        module = make(kind, device, BF16)
+        x = microbatch(0, device)
+        with region("current"):
+            before = module(x, is_first_microbatch=True)
+            in_place(module)
+            after, wanted = module(x, is_first_microbatch=False), module(x)
+    assert torch.equal(after, wanted) and not torch.equal(before, after)
+
+
 # --------------------------------------------------------------------------- gradients into main_grad
 
 MAIN = {"fp32": torch.float32, "bf16": BF16}
@@ -386,6 +400,26 @@ def test_get_main_grad(kind: str, device: str) -> None:
         one_step(m, "current", [None], device)
     assert not differences(given, {n: w.main_grad for n, w in weights_of(other).items()})
     assert not any(w.main_grad.any() for w in weights_of(module).values())
+
+
+@on_devices
+@with_plain
+@pytest.mark.parametrize("delay", [False, True])
+@gemm_modules
+def test_under_torch_autocast(kind: str, delay: bool, recipe: str | None, device: str) -> None:
+    """fp32 weights that a bf16 product reads converted: their own main_grad gets the gradient."""
+    plain = make(kind, device)
+    module = make(kind, device, fuse_wgrad_accumulation=True, delay_wgrad_compute=delay)
+    for w in weights_of(module).values():
+        w.main_grad = torch.zeros_like(w)
+    for m in (plain, module):
+        torch.manual_seed(0)
+        with torch.autocast(device, BF16), region(recipe):
+            y = m(values(24, WIDTH, device=device, seed=1))
+        y.backward(gradient_for(y))
+    module.backward_dw()
+    for name, w in weights_of(module).items():
+        assert w.grad is None and snr_db(w.main_grad, plain.get_parameter(name).grad) >= DB["bf16"], name
 
 
 @on_devices

@@ -12,12 +12,13 @@ from torch.utils.checkpoint import checkpoint
 import te_torch as te
 from te_core import dtypes, ops
 from te_core.precision import Operand
+from te_core.quantize.state import GRAD_INPUT, GRAD_OUTPUT, backward_cast
 from te_core.quantized import Cast
 from te_core.recipe import resolve
 from te_torch.runtime import runtime_for, to_core, to_torch
 from tests.backends import devices
 from tests.module_steps import GEMM_MODULES, differences, gradient_for, on, randomise, values
-from tests.recipes import KINDS, OVERRIDES, RECIPES, region, rule
+from tests.recipes import OVERRIDES, RECIPES, region, rule
 from tests.reference import modules as reference
 from tests.tolerances import DB, snr_db
 
@@ -25,7 +26,6 @@ on_devices = pytest.mark.parametrize("device", devices())
 gemm_modules = pytest.mark.parametrize("kind", GEMM_MODULES)
 all_recipes = pytest.mark.parametrize("recipe", RECIPES)
 every = pytest.mark.parametrize("recipe", [*RECIPES, *OVERRIDES])
-one_of_each = pytest.mark.parametrize("recipe", KINDS)
 
 BF16 = torch.bfloat16
 
@@ -353,6 +353,28 @@ def test_stochastic_rounding_draws(kind: str, device: str) -> None:
     mean = torch.stack([dx for _, dx in found]).mean(0).cpu()
     # The draws' errors average out; the weights' rounding (and an MLP's of its own activations) stays.
     assert snr_db(mean, wanted) >= snr_db(found[0][1].cpu(), wanted) + 1.5
+
+
+@on_devices
+@gemm_modules
+def test_the_transform_is_of_wgrad_alone(kind: str, device: str) -> None:
+    """It cancels in the product that both its operands enter, so only their rounding shows, and only there."""
+    module = build(kind, device)
+    x = values(75, 144, device=device, dtype=BF16, seed=1)
+    turned, plain = (step(module, x, recipe) for recipe in ("nvfp4", "nvfp4 no rht"))
+    weights = {n for n, p in module.named_parameters() if p.ndim == 2}
+    assert set(differences(turned, plain)) == weights
+
+
+def test_layers_draw_for_themselves() -> None:
+    """Each slot of each GEMM has draws of its own."""
+    grad = resolve(RECIPES["nvfp4"]).grad
+    casts = [
+        backward_cast(grad, None, gemm, rowwise=True, columnwise=True, slot=slot, rng=object())  # type: ignore[arg-type]
+        for gemm in range(3)
+        for slot in (GRAD_OUTPUT, GRAD_INPUT)
+    ]
+    assert len({cast.site for cast in casts}) == 6
 
 
 @on_devices

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import weakref
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch.nn.functional as F
 
 import te_torch.tensors as T
 from tests.backends import devices
-from tests.torch.test_tensors import E4M3, MAKERS, makers, on_devices, values
+from tests.torch.test_tensors import E4M3, E5M2, MAKERS, makers, on_devices, values
 
 ALL: dict[str, Any] = {
     **MAKERS,
@@ -60,6 +61,22 @@ def test_views_of_per_tensor_fp8_take_any_shape() -> None:
     assert torch.equal(back._transpose, t._transpose)
     with pytest.raises(NotImplementedError):
         T.MXFP8Quantizer(E4M3)(values((32, 64))).view(64, 32)
+
+
+@all_makers
+@pytest.mark.parametrize("shape", [(32, 64), (24, 40)], ids=str)
+def test_flat_views_and_back(name: str, shape: tuple[int, int]) -> None:
+    t = ALL[name]("cpu")(values(shape))
+    flat = t.view(-1)
+    assert type(flat) is type(t) and flat.shape == (t.numel(),)
+    assert torch.equal(flat.dequantize(), t.dequantize().view(-1))
+    back = flat.detach().view(shape)
+    assert torch.equal(back.dequantize(), t.dequantize())
+    with torch.no_grad():
+        flat.copy_(values(shape, seed=3).view(-1))
+    assert torch.equal(t.dequantize(), ALL[name]("cpu")(values(shape, seed=3)).dequantize())
+    same = pickle.loads(pickle.dumps(flat))
+    assert torch.equal(same.dequantize(), flat.dequantize()) and same.shape == flat.shape
 
 
 @pytest.mark.parametrize("name", [n for n in MAKERS if n != "nvfp4_rows"])
@@ -123,9 +140,13 @@ def test_copies_into_and_out_of(device: str, name: str) -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
         plain = torch.zeros(32, 64, dtype=dtype, device=device)
         assert torch.equal(plain.copy_(a), a.float().to(dtype))
-    other = T.Float8CurrentScalingQuantizer(E4M3, device, columnwise=False)(c)
+    other = T.Float8CurrentScalingQuantizer(E5M2, device, columnwise=False, force_pow_2_scales=True)(c)
     a.copy_(other)
-    assert torch.equal(a.dequantize(), ALL[name](device)(other.dequantize()).dequantize())
+    if name == "current":  # of the same kind: the bytes, and the transpose of them
+        assert torch.equal(a._data, other._data) and torch.equal(a._scale_inv, other._scale_inv)
+        assert torch.equal(a._transpose, other._data.t())
+    else:
+        assert torch.equal(a.dequantize(), ALL[name](device)(other.dequantize()).dequantize())
 
 
 @on_devices
@@ -177,7 +198,8 @@ def test_gradients_flow_as_through_the_values(device: str, name: str) -> None:
 
 def test_expand_as_itself_reaches_the_accumulator() -> None:
     p = parameter("mxfp8")
-    node = p.expand_as(p).grad_fn.next_functions[0][0]
+    view = p.expand_as(p)  # held: the graph lives as long as its result
+    node = view.grad_fn.next_functions[0][0]
     assert node.variable is p
 
 
@@ -288,6 +310,19 @@ def test_fsdp_hooks_gather_shards_into_the_whole(device: str, name: str) -> None
         assert torch.equal(made.dequantize(), whole.dequantize())
     elif made.get_usages()["columnwise"] and name != "identity":
         assert torch.equal(made._col_data, whole._col_data)
+
+
+def test_fsdp_shards_of_nvfp4_with_maxima_of_their_own() -> None:
+    """After an update each shard has its own amax; the whole is close to what the shards say."""
+    x = values((512, 64), dtype=torch.float32)
+    x[256:] *= 40
+    shards = [MAKERS["nvfp4_tile"]("cpu")(h) for h in torch.split(x, 256)]
+    sent = [s.fsdp_pre_all_gather(None, x.shape, (64, 1), None, None) for s in shards]
+    gathered = tuple(torch.cat(pair) for pair in zip(*[tensors for tensors, _ in sent], strict=True))
+    made, _ = shards[0].fsdp_post_all_gather(gathered, sent[0][1], torch.float32)
+    said = torch.cat([s.dequantize() for s in shards])
+    assert torch.equal(made.dequantize(), MAKERS["nvfp4_tile"]("cpu")(said).dequantize())
+    assert made._amax_rowwise.item() == said.abs().max().item()
 
 
 @all_makers
