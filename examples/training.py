@@ -173,6 +173,7 @@ class Trainer:
             "optimizer": self.optimizer.state_dict(),
             "generator": self.generator.get_state(),
             "rng": torch.get_rng_state(),
+            "device rng": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,  # stochastic rounding
             "losses": self.losses,
         }
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -186,6 +187,8 @@ class Trainer:
         self.optimizer.load_state_dict(state["optimizer"])
         self.generator.set_state(state["generator"])
         torch.set_rng_state(state["rng"])
+        if state["device rng"] is not None and torch.cuda.is_available():
+            torch.cuda.set_rng_state(state["device rng"])
         self.losses = list(state["losses"])
 
 

@@ -33,7 +33,7 @@ def region(recipe: Any) -> Any:
     if recipe is NO_REGION:
         return recipe
     rule = RECIPES[recipe] if isinstance(recipe, str) else recipe
-    return te.autocast(enabled=rule is not None, recipe=rule)
+    return te.autocast(enabled=rule is not None, recipe=rule, emulate=True)
 
 
 def values(*shape: int, device: str = "cpu", dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:

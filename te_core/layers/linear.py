@@ -258,11 +258,12 @@ def input_operand(rt: Runtime, x: Value, site: Site) -> Uses:
     if precision is None:
         values = dense(rt, x, spec.dtype)
         return Uses(values, values, None)
-    columnwise = spec.needs.weight and precision.backward is None
     rule = precision.input
-    return quantize_forward(
-        rt, as_asked(rt, x, rule, spec.dtype), rule, site[1:], INPUT, rowwise=True, columnwise=columnwise
-    )
+    if precision.backward is not None:  # backward reads what this call has made, in a block of its own
+        value: Value = dense(rt, x, spec.dtype)
+        return quantize_forward(rt, value, rule, site[1:], INPUT, rowwise=True, columnwise=False)
+    value = as_asked(rt, x, rule, spec.dtype)
+    return quantize_forward(rt, value, rule, site[1:], INPUT, rowwise=True, columnwise=spec.needs.weight)
 
 
 def weight_operand(rt: Runtime, weight: Value, site: Site, ready: QuantizedTensor | None) -> Uses:

@@ -23,7 +23,9 @@ from te_core.errors import UnsupportedError
 from te_torch import availability as _availability
 from te_torch import recipe as _recipe
 from te_torch import tensors as _tensors
+from te_torch.custom_recipes import quantizer_factories, quantizer_factory_zoo
 from te_torch.modules.base import BaseModule
+from te_torch.tensors import utils as _tensor_utils
 
 ROOT = "transformer_engine"
 
@@ -45,12 +47,29 @@ def _of(module: ModuleType, names: Iterable[str]) -> dict[str, Any]:
     return {name: getattr(module, name) for name in names}
 
 
-def _tensor_names(*starts: str) -> dict[str, Any]:
-    return _of(te_torch, [n for n in _tensors.__all__ if n.lstrip("_").startswith(starts)])
+def _factories(module: ModuleType) -> dict[str, Any]:
+    return {name: made for name, made in vars(module).items() if name.endswith("_factory")}
 
 
 _RECIPES = _of(_recipe, _recipe.__all__)
-_TENSORS = _of(te_torch, [n for n in _tensors.__all__ if hasattr(te_torch, n)])
+_TENSORS = _of(_tensors, _tensors.__all__)
+#: The documented module of a format, and how the names of its classes begin.
+_FORMATS: dict[str, tuple[str, ...]] = {
+    "float8": ("Float8Tensor", "Float8Quantizer", "Float8Current", "_make_float8_tensor"),
+    "float8_blockwise": ("Float8Block", "_make_float8_block"),
+    "mxfp8": ("MXFP8", "_make_mxfp8"),
+    "nvfp4": ("NVFP4", "_make_nvfp4"),
+    "hybrid": ("Hybrid", "_make_hybrid"),
+    "identity": ("Identity", "_make_identity"),
+}
+_UTILS = (
+    "replace_raw_data", "quantize_master_weights", "cast_master_weights_to_fp8", "post_all_gather_processing",
+    "clear_columnwise_cache", "is_custom",
+)  # fmt: skip
+_SAVING = (
+    "QuantizedTensor", "QuantizedTensorStorage", "Quantizer", "prepare_for_saving", "restore_from_saved",
+    "restore_from_func_ctx",
+)  # fmt: skip
 
 # Documented module name -> what it holds. A package is any name that another one continues.
 _CONTENTS: dict[str, dict[str, Any]] = {
@@ -70,17 +89,20 @@ _CONTENTS: dict[str, dict[str, Any]] = {
     },
     "pytorch.module": _of(te_torch, _MODULES),
     "pytorch.module.base": {"TransformerEngineBaseModule": BaseModule},
-    "pytorch.tensor": _TENSORS,
-    "pytorch.tensor.float8_tensor": _tensor_names("Float8Tensor", "Float8Quantizer", "Float8CurrentScaling"),
-    "pytorch.tensor.float8_blockwise_tensor": _tensor_names("Float8Block"),
-    "pytorch.tensor.mxfp8_tensor": _tensor_names("MXFP8"),
-    "pytorch.tensor.nvfp4_tensor": _tensor_names("NVFP4"),
-    "pytorch.float8_tensor": _tensor_names("Float8Tensor"),
-    "pytorch.quantized_tensor": _of(
-        te_torch,
-        ("QuantizedTensor", "QuantizedTensorStorage", "Quantizer", "prepare_for_saving", "restore_from_saved"),
-    ),
-    "pytorch.constants": _of(te_torch, ("TE_DType", "TE_DType_To_Torch")),
+    "pytorch.tensor": _TENSORS | {"get_all_tensor_types": _tensors.get_all_tensor_types},
+    **{
+        f"pytorch.tensor.{place}": {n: t for n, t in _TENSORS.items() if n.startswith(starts)}
+        for name, starts in _FORMATS.items()
+        for place in (f"{name}_tensor", f"storage.{name}_tensor_storage")
+    },
+    "pytorch.tensor.storage": {n: t for n, t in _TENSORS.items() if n.endswith("Storage")},
+    "pytorch.tensor.utils": _of(_tensor_utils, _UTILS),
+    "pytorch.float8_tensor": _of(te_torch, ("Float8Tensor",)),
+    "pytorch.quantized_tensor": _of(te_torch, _SAVING),
+    "pytorch.custom_recipes": {},
+    "pytorch.custom_recipes.quantizer_factories": _factories(quantizer_factories),
+    "pytorch.custom_recipes.quantizer_factory_zoo": _factories(quantizer_factory_zoo),
+    "pytorch.constants": _of(_tensors, ("DType", "TE_DType", "TE_DType_To_Torch")),
     "pytorch.utils": _of(te_torch, _DEVICE),
 }
 _DEPRECATED = {"pytorch.fp8": "pytorch.quantization"}

@@ -1,6 +1,6 @@
-"""Quantized tensors that torch can hold, and the quantizers that make them."""
+"""Quantized tensors that torch can hold, and the quantizers that make them. `__all__` is what users import."""
 
-from te_torch.tensors import pickling
+from te_torch.tensors import pickling as pickling
 from te_torch.tensors.base import (
     DelayedScalingRequest,
     Quantizer,
@@ -10,7 +10,9 @@ from te_torch.tensors.base import (
     restore_from_func_ctx,
     restore_from_saved,
 )
-from te_torch.tensors.dtype import DType, TE_DType, TE_DType_To_Torch
+from te_torch.tensors.dtype import DType
+from te_torch.tensors.dtype import TE_DType as TE_DType
+from te_torch.tensors.dtype import TE_DType_To_Torch as TE_DType_To_Torch
 from te_torch.tensors.float8 import (
     Float8CurrentScalingQuantizer,
     Float8Quantizer,
@@ -38,9 +40,11 @@ from te_torch.tensors.identity import (
 )
 from te_torch.tensors.mxfp8 import MXFP8Quantizer, MXFP8Tensor, MXFP8TensorStorage, _make_mxfp8_tensor_in_reduce_ex
 from te_torch.tensors.nvfp4 import NVFP4Quantizer, NVFP4Tensor, NVFP4TensorStorage, _make_nvfp4_tensor_in_reduce_ex
-from te_torch.tensors.storage import QuantizedTensorStorage, core_from_inner
+from te_torch.tensors.storage import QuantizedTensorStorage
+from te_torch.tensors.storage import core_from_inner as core_from_inner
 from te_torch.tensors.tensor import QuantizedTensor
-from te_torch.tensors.wrap import from_core, quantizer_of
+from te_torch.tensors.wrap import from_core as from_core
+from te_torch.tensors.wrap import quantizer_of as quantizer_of
 
 
 def get_all_tensor_types() -> list[type]:
@@ -60,10 +64,9 @@ __all__ = [
     "Float8TensorStorage", "HybridQuantizedTensor", "HybridQuantizedTensorStorage", "HybridQuantizer",
     "IdentityQuantizer", "IdentityTensor", "IdentityTensorStorage", "MXFP8Quantizer", "MXFP8Tensor",
     "MXFP8TensorStorage", "NVFP4Quantizer", "NVFP4Tensor", "NVFP4TensorStorage", "QuantizedTensor",
-    "QuantizedTensorStorage", "Quantizer", "QuantizerRequest", "QuantizerRole", "TE_DType", "TE_DType_To_Torch",
+    "QuantizedTensorStorage", "Quantizer", "QuantizerRequest", "QuantizerRole",
     "_make_float8_blockwise_tensor_in_reduce_ex", "_make_float8_tensor_in_reduce_ex",
     "_make_hybrid_quantized_tensor_in_reduce_ex", "_make_identity_tensor_in_reduce_ex",
-    "_make_mxfp8_tensor_in_reduce_ex", "_make_nvfp4_tensor_in_reduce_ex", "core_from_inner", "from_core",
-    "get_all_tensor_types", "pickling", "prepare_for_saving", "quantizer_of", "restore_from_func_ctx",
+    "_make_mxfp8_tensor_in_reduce_ex", "_make_nvfp4_tensor_in_reduce_ex", "prepare_for_saving", "restore_from_func_ctx",
     "restore_from_saved",
 ]  # fmt: skip

@@ -47,10 +47,10 @@ def uneven(shape: tuple[int, int], seed: int) -> np.ndarray:
 
 
 def operand(rt: Runtime, form: Format, lines: int, length: int, columnwise: bool, seed: int, **options: object):
-    """A quantized matrix whose copy has these lines along the contraction, and the values of that copy as lines."""
+    """A matrix in both copies, of which one has these lines along the contraction; and the values of that one."""
     shape = (length, lines) if columnwise else (lines, length)
     x = uneven(shape, seed)
-    q = quantize(rt, rt.tensor(x), Cast(form, rowwise=not columnwise, columnwise=columnwise, **options))
+    q = quantize(rt, rt.tensor(x), Cast(form, rowwise=True, columnwise=True, **options))
     held = rt.numpy(dequantize(rt, q, D.float32, columnwise=columnwise)).astype(np.float64)
     return q, held.T if columnwise else held
 

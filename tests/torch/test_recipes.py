@@ -18,7 +18,7 @@ from te_core.recipe import resolve
 from te_torch.runtime import runtime_for, to_core, to_torch
 from tests.backends import devices
 from tests.module_steps import GEMM_MODULES, differences, gradient_for, on, randomise, values
-from tests.recipes import OVERRIDES, RECIPES, region, rule
+from tests.recipes import KINDS, OVERRIDES, RECIPES, region, rule
 from tests.reference import modules as reference
 from tests.tolerances import DB, snr_db
 
@@ -26,6 +26,10 @@ on_devices = pytest.mark.parametrize("device", devices())
 gemm_modules = pytest.mark.parametrize("kind", GEMM_MODULES)
 all_recipes = pytest.mark.parametrize("recipe", RECIPES)
 every = pytest.mark.parametrize("recipe", [*RECIPES, *OVERRIDES])
+# One of each kind, and the others in the complete matrix.
+mostly = pytest.mark.parametrize(
+    "recipe", [n if n in KINDS else pytest.param(n, marks=pytest.mark.full) for n in [*RECIPES, *OVERRIDES]]
+)
 
 BF16 = torch.bfloat16
 
@@ -199,6 +203,9 @@ def test_the_order_of_rows_is_free(kind: str, recipe: str, device: str) -> None:
             assert snr_db(got[name], wanted[name][order]) >= floor_of(recipe, kind), name
 
 
+CAUSAL = {n for n in RECIPES if n.split()[0] in ("delayed", "block", "mxfp8")} - {"block tiled x"} | {"nvfp4 rows"}
+
+
 @on_devices
 @all_recipes
 @gemm_modules
@@ -217,8 +224,7 @@ def test_causality(kind: str, recipe: str, device: str) -> None:
         step(module, x, recipe)
     before, after = (step(copy.deepcopy(module), t, recipe)["y"] for t in (x, later))
     assert not torch.equal(before[20:], after[20:])
-    causal = p.input.scaling in ("delayed", "block", "mxfp8") and not p.input.tiled or p.input.row_scaled
-    if causal:
+    if recipe in CAUSAL:
         assert torch.equal(before[:20], after[:20])
     elif kind == "Linear" or not p.input.power_of_two:  # a power of two only moves what falls below the format
         assert not torch.equal(before[:20], after[:20])
@@ -228,7 +234,7 @@ def test_causality(kind: str, recipe: str, device: str) -> None:
 
 
 @on_devices
-@every
+@mostly
 @pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
 def test_fused_norm_equals_the_parts(normalization: str, recipe: str, device: str) -> None:
     """LayerNormLinear is a norm and a Linear, bit for bit, gradients too."""
@@ -322,7 +328,7 @@ def test_override_dequantized(recipe: str, device: str) -> None:
 
 
 @on_devices
-@every
+@mostly
 @gemm_modules
 def test_runs_repeat(kind: str, recipe: str, device: str) -> None:
     """The same inputs and seed, the same bits."""
@@ -378,7 +384,7 @@ def test_layers_draw_for_themselves() -> None:
 
 
 @on_devices
-@every
+@mostly
 @pytest.mark.parametrize("reentrant", [False, True])
 @gemm_modules
 def test_checkpoint(kind: str, reentrant: bool, recipe: str, device: str) -> None:

@@ -10,7 +10,13 @@ import torch
 
 import te_torch as te
 from te_core.errors import ArgumentError
-from te_core.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling
+from te_core.recipe import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+)
 from te_torch.checkpoint_state import plain_state_dict, prepare_state
 from tests.backends import devices
 from tests.module_steps import GEMM_MODULES, MODULES, differences, fp8_state, gradient_for, make, region, step, values
@@ -28,7 +34,11 @@ RESUME: dict[str, Any] = {
     "delayed": DelayedScaling(amax_history_len=4),
     "delayed_most_recent": DelayedScaling(amax_history_len=2, amax_compute_algo="most_recent", margin=1),
     "current": Float8CurrentScaling(),
+    "block": Float8BlockScaling(),
+    "mxfp8": MXFP8BlockScaling(),
+    "nvfp4": NVFP4BlockScaling(),  # its random numbers come from torch's generator, which a checkpoint holds too
 }
+STEPS = 55
 
 
 class Model(torch.nn.Module):
@@ -46,6 +56,10 @@ class Model(torch.nn.Module):
         return self.norm(x + self.mlp(x))
 
 
+def generator(device: str) -> torch.Generator:
+    return torch.cuda.default_generators[0] if device == "cuda" else torch.default_generator
+
+
 def trained(
     recipe: Any, device: str, steps: range, checkpoint: io.BytesIO | None, seed: int
 ) -> tuple[list[float], io.BytesIO, Model]:
@@ -58,6 +72,7 @@ def trained(
         loaded = torch.load(checkpoint, weights_only=True)
         model.load_state_dict(loaded["model"], strict=True)
         optimizer.load_state_dict(loaded["optimizer"])
+        generator(device).set_state(loaded["rng"])
     losses = []
     for i in steps:
         x = values(24, 48, device=device, dtype=torch.bfloat16, seed=i)
@@ -69,21 +84,23 @@ def trained(
         optimizer.step()
         losses.append(loss.item())
     file = io.BytesIO()
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    rng = generator(device).get_state()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "rng": rng}, file)
     return losses, file, model
 
 
 @on_devices
 @pytest.mark.parametrize("recipe", RESUME)
-@pytest.mark.parametrize("stop", [1, 5])
+@pytest.mark.parametrize("stop", [1, 50])
 def test_training_resumes_exactly(stop: int, recipe: str, device: str) -> None:
-    """Ten steps, or some, a checkpoint, and the rest in a fresh model: the same losses and the same weights."""
-    straight, _, whole = trained(RESUME[recipe], device, range(10), None, seed=0)
+    """All steps, or some, a checkpoint, and the rest in a fresh model: the same losses and the same weights."""
+    steps = STEPS if stop > 1 else 3
+    straight, _, whole = trained(RESUME[recipe], device, range(steps), None, seed=0)
     before, checkpoint, _ = trained(RESUME[recipe], device, range(stop), None, seed=0)
-    after, _, resumed = trained(RESUME[recipe], device, range(stop, 10), checkpoint, seed=1)
+    after, _, resumed = trained(RESUME[recipe], device, range(stop, steps), checkpoint, seed=1)
     assert before + after == straight
     assert not differences(resumed.state_dict(), whole.state_dict())
-    assert len(set(straight)) == 10
+    assert len(set(straight)) == steps
 
 
 # ------------------------------------------------------------------------------------------------------ entries
