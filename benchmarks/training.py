@@ -1,9 +1,9 @@
 """Whether training in low precision gives the loss of training in bf16, and whether this check would notice if not.
 
 A small GPT (examples/gpt.py) is trained on the shipped text from several seeds. For every seed the mean loss of the
-last steps must be within 1 % of bf16's (NVFP4: 2.5 %); bf16's own held-out loss must lie far below the unigram entropy of the text,
-or there was nothing to lose. The same training with the scales of all gradients frozen at 2^-12, where FP8 has no
-bits left for them, must miss the 1 %. Formats that the device cannot multiply are emulated exactly.
+last steps must be within 1 % of bf16's (NVFP4: 2.5 %); bf16's own held-out loss must lie far below the unigram entropy
+of the text, or there was nothing to lose. The same training with the scales of all gradients frozen at 2^-12, where FP8
+has no bits left for them, must miss the 1 %. Formats that the device cannot multiply are emulated exactly.
 
 On a GPU: 300 steps, 4 layers, hidden 256, three seeds. On a CPU: a reduction to 60 steps, 2 layers, hidden 128 and
 one seed, which reaches less, so less is asked of bf16.

@@ -17,13 +17,13 @@ from textwrap import indent
 os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "4")  # for the CPU backend: its threads poll otherwise
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from a clone that nobody installed, too
 
-import torch  # noqa: E402
-import torch.nn.functional as F  # noqa: E402
+import torch
+import torch.nn.functional as F
 
-import te_torch as te  # noqa: E402
-from examples.progress import Progress  # noqa: E402
-from examples.training import RECIPES  # noqa: E402
-from te_core.recipe import Recipe  # noqa: E402
+import te_torch as te
+from examples.progress import Progress
+from examples.training import RECIPES
+from te_core.recipe import Recipe
 
 WIDTH, LAYERS, RANK, ROWS = 256, 3, 8, 128
 BF16 = torch.bfloat16

@@ -29,7 +29,10 @@ import torch  # noqa: E402
 from examples.progress import Progress  # noqa: E402
 from examples.training import DEFAULTS, RECIPES, TEXT, Settings, Text, Trainer, read_checkpoint  # noqa: E402
 
-NAMES = {"delayed": "FP8 delayed", "current": "FP8 current", "block": "FP8 block", "mxfp8": "MXFP8", "nvfp4": "NVFP4", "none": "bf16"}
+NAMES = {
+    "delayed": "FP8 delayed", "current": "FP8 current", "block": "FP8 block", "mxfp8": "MXFP8", "nvfp4": "NVFP4",
+    "none": "bf16",
+}  # fmt: skip
 MAY_CHANGE = {"steps", "rate"}  # of a checkpoint's settings, on --resume
 TAIL = 0.1  # the share of the steps whose mean is the final training loss
 

@@ -37,6 +37,7 @@ class Layer:
     outputs: int = 1  # at most; backward takes as many gradients
     weight: str = "weight"  # the saved tensor whose rows are the width of the first output
     weights: tuple[int, ...] = ()  # which inputs are the weights of its GEMMs
+    releases: bool = False  # its backward takes `release`
     linears: Callable[[Any], tuple[LinearSpec, ...]] = lambda spec: ()  # the specs of its linears, one a weight
 
 
@@ -196,10 +197,12 @@ class _Eager(torch.autograd.Function):
             scaling.ran_backward(state, ctx.within)
         if ctx.extra is not None:
             return _backward_with(ctx, rt, views, saved, scales)
-        if _frees_saved and not _keep_graph():
-            ctx.maybe_clear_saved_tensors()  # what the layer has read to the end may go before it has ended
+        options = call.options
+        if call.layer.releases and _frees_saved and not _keep_graph():
+            ctx.maybe_clear_saved_tensors()
+            options = {**options, "release": True}
             del kept
-        results = call.layer.backward(rt, *views, saved, spec=call.spec, scales=scales, **call.options)
+        results = call.layer.backward(rt, *views, saved, spec=call.spec, scales=scales, **options)
         found = [None if t is None else _gradient(t, given) for t in results]
         return (None, None, None, None, *found, *[None] * (ctx.inputs - len(found)))
 
@@ -252,6 +255,7 @@ def _stand_in_gradient(weight: torch.Tensor) -> torch.Tensor | None:
 
 _eager_apply: Any = super(torch.autograd.Function, _Eager).apply
 _functorch_active = torch._C._are_functorch_transforms_active
+#: Whether torch lets a backward free what was saved before it has ended (2.11).
 _frees_saved = hasattr(_Eager, "maybe_clear_saved_tensors")
 _keep_graph = torch._C._autograd._get_current_graph_task_keep_graph
 

@@ -141,8 +141,12 @@ def backward(
     spec: MLPSpec,
     scales: Scales | None = None,
     sinks: Sequence[Sink | None] = (None, None),
+    release: bool = False,
 ) -> tuple[Tensor | None, ...]:
-    """(dx, dgamma, dbeta, dw1, db1, dw2, db2); `dnorm` is the gradient of the returned norm output, if any."""
+    """(dx, dgamma, dbeta, dw1, db1, dw2, db2); `dnorm` is the gradient of the returned norm output, if any.
+
+    With `release` nobody will read `saved` again: its tensors are let go of as soon as they were read.
+    """
     fc1, fc2 = spec.fc1, spec.fc2
     w1, w2 = saved.w1, saved.w2
     assert w1 is not None and w2 is not None
@@ -158,10 +162,15 @@ def backward(
         drop_rows(g)
         db1 = rt.empty((w1.shape[0],), bias_dtype(fc1, w1)) if fc1.needs.bias else None
         dh = _activation_gradient(rt, da, saved, spec, scales, db1)
+        if release:
+            _let_go(saved.h, saved.w2q)
     if fc2.needs.weight:  # not before: fc2's dw is larger than what it is made of
         rule = None if fc2.precision is None else fc2.precision.input
         a = restored(rt, saved.a, (m, f), rule, fc2.precision, fc2.dtype)
         dw2 = weight_gradient(rt, g.columns, a, w2.shape, fc2, db2_left, sinks[1], bias_dtype(fc2, w2))  # type: ignore[arg-type]
+        del a
+        if release and (sinks[1] is None or sinks[1].queue is None):
+            _let_go(saved.a)
     del g
     if fc1.needs.input:
         dn = rt.empty((m, w1.shape[1]), fc1.dtype)
@@ -176,6 +185,13 @@ def backward(
         n = restored(rt, saved.n, (m, w1.shape[1]), rule, fc1.precision, fc1.dtype)
         dw1 = weight_gradient(rt, dh.columns, n, w1.shape, fc1, None, sinks[0], bias_dtype(fc1, w1))  # type: ignore[arg-type]
     return dx, dgamma, dbeta, dw1, db1, dw2, db2
+
+
+def _let_go(*tensors: Tensor | None) -> None:
+    """Drop the owners of tensors that were read for the last time; activations between fc1 and fc2 are the largest."""
+    for t in tensors:
+        if t is not None:
+            t.owner = None
 
 
 def _activation_gradient(

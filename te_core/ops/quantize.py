@@ -71,7 +71,7 @@ def check_cast(operation: str, cast: Cast) -> None:
     narrow = form.dtype is dtypes.float4_e2m1 if form.scaling == "nvfp4" else form.dtype.is_fp8
     _check.require(
         form.scaling in SUFFIX and narrow, operation, f"cast to {form}",
-        "float8_e4m3 or float8_e5m2 (tensor, block, mxfp8), float4_e2m1 (nvfp4)", "choose an allowed format",
+        "float8_e4m3 or float8_e5m2 (tensor, block, mxfp8), float4_e2m1 (nvfp4)", "choose an FP8 or FP4 format",
     )  # fmt: skip
     _check.require(
         cast.rowwise or cast.columnwise, operation, "a cast to neither orientation", "rowwise, columnwise or both",

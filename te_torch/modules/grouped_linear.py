@@ -29,6 +29,15 @@ from te_torch.runtime import TO_CORE, constant_at_trace, to_core, to_core_shape
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
+@constant_at_trace
+def _refuse_region_inside() -> None:
+    """Called at trace time: compilers pass on an error raised there, but cannot trace one with fields of its own."""
+    raise UnsupportedError(
+        "GroupedLinear under torch.compile", "an autocast region inside the compiled function",
+        "a region around it", "enter autocast outside, or do not compile this function",
+    )  # fmt: skip
+
+
 @lru_cache
 def _layer(num_gemms: int) -> Layer:
     return Layer(
@@ -114,10 +123,7 @@ class GroupedLinear(BaseModule):
         """
         if torch.compiler.is_compiling():
             if active.region is not None and active.region.traced:  # eager code does not see it
-                raise UnsupportedError(
-                    "GroupedLinear under torch.compile", "an autocast region inside the compiled function",
-                    "a region around it", "enter autocast outside, or do not compile this function",
-                )  # fmt: skip
+                _refuse_region_inside()
             _make_eager()
             return _eager(self, inp, m_splits, is_first_microbatch, out, dgrad_out)
         if isinstance(inp, QuantizedTorch):

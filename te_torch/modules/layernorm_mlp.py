@@ -21,7 +21,7 @@ from te_torch.quantized_init import check_recipe_fits
 from te_torch.runtime import TO_CORE
 
 MLP = Layer(
-    "mlp", core.forward, core.backward, core.MLPSaved, outputs=2, weight="w2", weights=(3, 5),
+    "mlp", core.forward, core.backward, core.MLPSaved, outputs=2, weight="w2", weights=(3, 5), releases=True,
     linears=lambda s: (s.fc1, s.fc2),
 )  # fmt: skip
 ALIASES = {"squared_relu": "srelu"}  # an older documentation's spelling

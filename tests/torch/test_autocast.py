@@ -14,7 +14,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import te_torch as te
-from te_core.errors import ArgumentError, UnsupportedError
+from te_core.errors import ArgumentError
 from te_core.recipe import DelayedScaling, Float8CurrentScaling, Format, QParams
 from te_torch import state as scaling
 from tests.backends import devices

@@ -476,6 +476,6 @@ def test_compiled() -> None:
         with te.autocast(recipe=Float8CurrentScaling()):
             return module(x, [2, 4])
 
-    with pytest.raises(UnsupportedError, match="region"):
+    with pytest.raises(Exception, match="autocast region inside the compiled function"):  # torch wraps it
         torch.compile(inside, backend=backend)(x)
     assert active.region is None

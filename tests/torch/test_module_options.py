@@ -272,8 +272,8 @@ def test_meta_device(kind: str, device: str) -> None:
 
 
 REFUSED = {
-    "tp_size": 2, "ub_overlap_ag": True, "ub_overlap_rs": True, "ub_overlap_rs_dgrad": True, "ub_bulk_dgrad": True, "ub_bulk_wgrad": True,
-    "symmetric_ar_type": "one_shot", "save_original_input": True, "checkpoint": True,
+    "tp_size": 2, "ub_overlap_ag": True, "ub_overlap_rs": True, "ub_overlap_rs_dgrad": True, "ub_bulk_dgrad": True,
+    "ub_bulk_wgrad": True, "symmetric_ar_type": "one_shot", "save_original_input": True, "checkpoint": True,
     "activation_params": {"limit": 7.0}, "activation": "glu",
 }  # fmt: skip
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -12,10 +13,17 @@ from te_core import device as devices_of_core
 from te_core.device import DeviceInfo
 from te_core.errors import UnsupportedError
 from te_core.ops import gemm_quantized
-from te_core.recipe import DelayedScaling, Float8CurrentScaling, Format, MXFP8BlockScaling, resolve
+from te_core.recipe import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Format,
+    MXFP8BlockScaling,
+    resolve,
+)
 from te_core.tensor import cuda_device
 from te_torch.precision_report import precision_report
-from tests.backends import capability, devices
+from tests.backends import capability, devices, requires_cuda
 from tests.module_steps import GEMM_MODULES, WIDTH, gradient_for, make, values
 from tests.recipes import KINDS, OVERRIDES, RECIPES, region, rule
 
@@ -244,3 +252,44 @@ class TestOnAPretendedGpu:
         module = make("Linear", "cpu", torch.bfloat16)
         report = after(module, "cpu", te.autocast(recipe=MXFP8BlockScaling(), emulate=True))
         assert "3 of 3 not as the recipe asks" in str(report) and "needs compute capability 10.0" in str(report)
+
+
+def kind_of_kernel(name: str) -> str:
+    """What a GEMM kernel's name says of its operands: cuBLASLt's have q for E4M3, r for E5M2, and their block sizes."""
+    if "vec128" in name or "blk128" in name:
+        return "block"
+    return "tensor" if re.search(r"nvjet_sm\d+_[qr]{2}", name) or "e4m3" in name else "high"
+
+
+@requires_cuda
+@pytest.mark.parametrize("recipe", [None, "delayed", "current", "block", "block f32", "e5m2", "mxfp8", "override"])
+@pytest.mark.parametrize("kind", GEMM_MODULES)
+def test_the_profiler_agrees(kind: str, recipe: str | None) -> None:
+    """The kernels of a step, in order, are of the kind that the report says of each GEMM."""
+    rules = {
+        None: None, "delayed": DelayedScaling(), "current": Float8CurrentScaling(), "block": Float8BlockScaling(),
+        "block f32": Float8BlockScaling(use_f32_scales=True), "e5m2": DelayedScaling(fp8_format=Format.E5M2),
+        "mxfp8": MXFP8BlockScaling(), "override": Float8CurrentScaling(backward_override="dequantized"),
+    }  # fmt: skip
+    module = getattr(te, kind)(512, 1024, params_dtype=torch.bfloat16)
+    x = torch.randn(256, 512, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+
+    def step() -> None:
+        with te.autocast(enabled=recipe is not None, recipe=rules[recipe], emulate=True):
+            y = module(x)
+        y.sum().backward()
+        torch.cuda.synchronize()
+
+    step()  # the first one compiles kernels and chooses algorithms
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        step()
+    names = [e.name.lower() for e in sorted(profile.events(), key=lambda e: e.time_range.start)]
+    ran = [kind_of_kernel(n) for n in names if re.search("gemm|nvjet|cutlass|xmma", n)]
+    said = []
+    for row in precision_report(module).rows:
+        family = row.facts.family
+        said.append("tensor" if "a scale a tensor" in family else "block" if "a scale a block" in family else "high")
+    if kind == "LayerNormMLP":  # the report goes by layer, a step forward through both and backward from the second
+        fprop, dgrad, wgrad = said[0::3], said[1::3], said[2::3]
+        said = [*fprop, dgrad[1], wgrad[1], dgrad[0], wgrad[0]]
+    assert ran == said, names
