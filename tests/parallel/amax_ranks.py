@@ -1,4 +1,4 @@
-"""One rank of the amax reduction's tests: `python -m tests.parallel.amax_ranks RANK WORLD FOLDER`.
+"""One rank of the amax reduction's tests: `python -m tests.parallel.amax_ranks RANK WORLD FOLDER cpu|cuda`.
 
 Runs every case below and writes what each returned to FOLDER/RANK.pt; the test compares them.
 """
@@ -16,15 +16,25 @@ import torch.distributed as dist
 import te_torch as te
 from te_core.errors import ArgumentError, UnsupportedError
 from te_core.recipe import DelayedScaling, Float8CurrentScaling
-from tests.module_steps import fp8_state, gradient_for, make, values
+from tests import module_steps
+from tests.module_steps import gradient_for, values
 
 RULE = {"amax_history_len": 4}
 STEPS = 4
+device = "cpu"  # of this rank
+
+
+def make(kind: str, seed: int = 0) -> Any:
+    return module_steps.make(kind, device, seed=seed)
+
+
+def fp8_state(module: Any) -> dict[str, torch.Tensor]:
+    return {name: t.cpu() for name, t in module_steps.fp8_state(module).items()}
 
 
 def batch(rank: int, step: int) -> torch.Tensor:
     """Every rank has another largest value, and not always the same rank has the largest."""
-    return values(16, 48, seed=10 * step + rank) * (1 + (rank + step) % 3)
+    return values(16, 48, device=device, seed=10 * step + rank) * (1 + (rank + step) % 3)
 
 
 def gradient(y: torch.Tensor, rank: int, step: int) -> torch.Tensor:
@@ -91,7 +101,7 @@ def backward_inside(rank: int, world: int) -> Any:
 
 
 def many_modules(rank: int, world: int) -> Any:
-    model = torch.nn.Sequential(make("LayerNormLinear"), torch.nn.Linear(64, 48), make("LayerNormMLP", seed=1))
+    model = torch.nn.Sequential(make("LayerNormLinear"), torch.nn.Linear(64, 48, device=device), make("LayerNormMLP", seed=1))
     torch.nn.init.eye_(model[1].weight)
     return train(model, rank)
 
@@ -165,7 +175,7 @@ def other_modules_on_a_rank(rank: int, world: int) -> Any:
                 module(batch(rank, 0))
     except ArgumentError as error:
         found.append(str(error))
-    found.append(modules[0].fp8_state.amax_history_fwd[0, 0] == batch(rank, 0).abs().max())
+    found.append(modules[0].fp8_state.amax_history_fwd[0, 0].item() == batch(rank, 0).abs().max().item())
     modules = [make("Linear"), make("Linear", seed=1)]
     with te.autocast(recipe=recipe):
         ys = [module(batch(rank, 0)) for module in modules]
@@ -183,9 +193,13 @@ CASES: tuple[Callable[[int, int], Any], ...] = (
 
 
 def main() -> None:
-    rank, world, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+    global device
+    rank, world, folder, device = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4]
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    backend = "nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=world)
     counted()
     torch.save({case.__name__: case(rank, world) for case in CASES}, folder / f"{rank}.pt")
     dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""The amax reduction in processes of their own (gloo, CPU).
+"""The amax reduction in processes of their own: gloo on the CPU, NCCL on several GPUs.
 
 What several ranks reduce equals the state of one process that sees the batches of all of them in one region: casts
 keep the largest value there.
@@ -18,6 +18,7 @@ import torch
 
 import te_torch as te
 from te_core.recipe import DelayedScaling
+from tests.backends import requires_gpus
 from tests.module_steps import differences, fp8_state, make
 from tests.parallel.amax_ranks import RULE, RULES, STEPS, batch, gradient
 
@@ -25,17 +26,24 @@ ROOT = Path(__file__).parents[2]
 FACE = [name for name in ("lo", "lo0") if Path(f"/sys/class/net/{name}").exists()]
 
 
-@pytest.fixture(scope="module", params=[2, 4], ids=["2 ranks", "4 ranks"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param((2, "cpu"), id="2 ranks"),
+        pytest.param((4, "cpu"), id="4 ranks"),
+        pytest.param((2, "cuda"), id="2 GPUs", marks=requires_gpus(2)),
+    ],
+)
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank found, by case."""
-    world, folder = request.param, tmp_path_factory.mktemp(f"ranks{request.param}")
+    (world, device), folder = request.param, tmp_path_factory.mktemp("ranks")
     env = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     if FACE:
         env["GLOO_SOCKET_IFNAME"] = FACE[0]
     command = [sys.executable, "-m", "tests.parallel.amax_ranks"]
     started = [
         subprocess.Popen(
-            [*command, str(rank), str(world), str(folder)], cwd=ROOT, env=env, text=True,
+            [*command, str(rank), str(world), str(folder), device], cwd=ROOT, env=env, text=True,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )
         for rank in range(world)

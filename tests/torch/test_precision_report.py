@@ -292,4 +292,7 @@ def test_the_profiler_agrees(kind: str, recipe: str | None) -> None:
     if kind == "LayerNormMLP":  # the report goes by layer, a step forward through both and backward from the second
         fprop, dgrad, wgrad = said[0::3], said[1::3], said[2::3]
         said = [*fprop, dgrad[1], wgrad[1], dgrad[0], wgrad[0]]
+    if recipe == "mxfp8":  # a product in float32 may take several kernels
+        assert set(ran) == set(said) == {"high"}, names
+        return
     assert ran == said, names
