@@ -1,7 +1,7 @@
 """Whether training in low precision gives the loss of training in bf16, and whether this check would notice if not.
 
-A small GPT (examples/gpt.py) is trained on the shipped text from several seeds. For every seed the mean loss of the
-last steps must be within 1 % of bf16's (NVFP4: 2.5 %); bf16's own held-out loss must lie far below the unigram entropy
+A small GPT (examples/gpt.py) is trained on the shipped text from several seeds. The mean loss of the last steps, over
+the seeds, must be within 1 % of bf16's (NVFP4: 2.5 %); bf16's own held-out loss must lie far below the unigram entropy
 of the text, or there was nothing to lose. The same training with the scales of all gradients frozen at 2^-12, where FP8
 has no bits left for them, must miss the 1 %. Formats that the device cannot multiply are emulated exactly.
 
@@ -94,15 +94,12 @@ def train(size: Size, recipe: str, seed: int, text: Text, device: torch.device, 
     }  # fmt: skip
 
 
-def judge(row: harness.Row, bf16: harness.Row | None, size: Size) -> harness.Row:
-    """The row with what the check says of it (bf16: None for that run itself); a frozen run is right if found out."""
-    row["of_bf16"] = row["last loss"] / (bf16 or row)["last loss"]
-    if bf16 is None:
+def shown(row: harness.Row, bf16: harness.Row, size: Size) -> harness.Row:
+    """The row beside the bf16 run of its seed; printed at once, for the runs take their time."""
+    row["of_bf16"] = row["last loss"] / bf16["last loss"]
+    if row is bf16:
         row["ok"] = row["below unigram"] >= size.below_unigram
-    else:
-        close = abs(row["of_bf16"] - 1) <= WITHIN.get(row["recipe"], 0.01)  # False for nan
-        row["ok"] = close != ("frozen" in row["recipe"])
-    print(  # at once: the runs take their time
+    print(
         f"{row['recipe']:32s} seed {row['seed']}: last loss {row['last loss']:.4f} ({row['of_bf16'] - 1:+.2%}), "
         f"held out {row['held-out loss']:.4f} ({row['below unigram']:.1%} below unigram), {row['seconds']:.0f} s",
         flush=True,
@@ -110,21 +107,27 @@ def judge(row: harness.Row, bf16: harness.Row | None, size: Size) -> harness.Row
     return row
 
 
+def verdict(rows: list[harness.Row], recipe: str) -> harness.Row:
+    """The mean over the seeds of a recipe, which is what is judged; a frozen run is right if it is found out."""
+    found = [row for row in rows if row["recipe"] == recipe]
+    ratio = sum(row["of_bf16"] for row in found) / len(found)
+    close = abs(ratio - 1) <= WITHIN.get(recipe, 0.01)  # False for nan
+    return {"case": "GPT, mean", "recipe": recipe, "of_bf16": ratio, "ok": close != ("frozen" in recipe)}
+
+
 def measure(size: Size | None = None, device: torch.device | None = None) -> list[harness.Row]:
-    """All runs: bf16 and every recipe from every seed, the frozen ones from the first."""
+    """All runs: bf16 and every recipe from every seed, the frozen ones from the first; then the means."""
     device = device or harness.device()
     size = size or SIZES[device.type]
     text = Text(TEXT, device)
-    rows = []
+    rows: list[harness.Row] = []
     for seed in size.seeds:
-        bf16 = judge(train(size, "none", seed, text, device), None, size)
-        found = [bf16] + [
-            judge(train(size, recipe, seed, text, device, freeze), bf16, size)
-            for freeze in ((False, True) if seed == size.seeds[0] else (False,))
-            for recipe in (FREEZABLE if freeze else CHECKED)
-        ]
-        rows += found
-    return rows
+        bf16 = train(size, "none", seed, text, device)
+        rows.append(shown(bf16, bf16, size))
+        for freeze in (False, True) if seed == size.seeds[0] else (False,):
+            for recipe in FREEZABLE if freeze else CHECKED:
+                rows.append(shown(train(size, recipe, seed, text, device, freeze), bf16, size))
+    return rows + [verdict(rows, recipe) for recipe in dict.fromkeys(r["recipe"] for r in rows) if recipe != "bf16"]
 
 
 def draw_curves(record: dict[str, Any], path: Path) -> bool:
@@ -136,7 +139,7 @@ def draw_curves(record: dict[str, Any], path: Path) -> bool:
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    rows: Sequence[harness.Row] = [row for row in record["rows"] if row["seed"] == record["rows"][0]["seed"]]
+    rows: Sequence[harness.Row] = [row for row in record["rows"] if row.get("seed") == record["rows"][0]["seed"]]
     with matplotlib.rc_context({"svg.hashsalt": record["name"], "svg.fonttype": "none"}):
         figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
         for row in rows:

@@ -442,7 +442,7 @@ class NVFP4BlockScaling(Recipe):
         x, w, dy = (self._operand(*pair) for pair in zip(("activations", "weights", "gradients"), given, strict=True))
         return Precision(
             x, w, dy, Gemm(True), Gemm(True), Gemm(True), backward=self.backward_override,
-            output=replace(x, transform=False), grad_input=replace(dy, transform=False),
+            output=replace(x, transform=False), grad_input=replace(dy, transform=False, stochastic=False),
         )  # fmt: skip
 
 

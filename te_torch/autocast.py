@@ -77,6 +77,17 @@ def number_of_precision(precision: Precision, recipe: Recipe | None) -> int:
 
 
 @constant_at_trace
+def reads_quantized(number: int) -> bool:
+    """Whether no GEMM of this precision reads the weight itself, which then need not be in the activation dtype."""
+    precision = _numbered[number]
+    rule = None if precision is None else precision.weight
+    if rule is None or precision.backward == "high_precision":  # type: ignore[union-attr]
+        return False
+    parts = (rule, rule.columnwise or rule)
+    return all(part.scaling not in ("calibrate", "custom", "none") for part in parts)
+
+
+@constant_at_trace
 def draws(number: int) -> bool:
     """Whether backward in this precision rounds stochastically, and so needs random numbers."""
     precision = _numbered[number]

@@ -14,6 +14,7 @@ import torch
 from te_core.errors import ArgumentError
 from te_core.recipe import Recipe, resolve
 from te_torch.extra_state import read_extra_state
+from te_torch.quantized_init import set_own_scale
 from te_torch.runtime import FLOATS
 from te_torch.state import BACKWARD, FORWARD, NAMES, ScalingState
 
@@ -37,7 +38,9 @@ def adopt(module: torch.nn.Module, state_dict: dict[str, Any], prefix: str) -> N
             state_dict.update({keys[name]: t for name, t in read.items()})
         elif state is not None and _has_parameters(module, state_dict, prefix):
             # Saved by a module that never ran in FP8: start as it would.
-            state_dict.update({keys[name]: t for name, t in state.start().items()})
+            start = state.start()
+            _start_from_weights(module, state_dict, prefix, start["scale_fwd"])
+            state_dict.update({keys[name]: t for name, t in start.items()})
     lengths = [_rows(state_dict.get(keys[name])) for name in ("amax_history_fwd", "amax_history_bwd")]
     if not any(lengths):
         return
@@ -46,6 +49,25 @@ def adopt(module: torch.nn.Module, state_dict: dict[str, Any], prefix: str) -> N
     for direction, length in zip((FORWARD, BACKWARD), lengths, strict=True):
         if length:
             module.fp8_state.resize_history(length, direction)  # type: ignore[operator,union-attr]
+    scales = state_dict.get(keys["scale_fwd"])
+    held = module.fp8_state.scale_fwd  # type: ignore[union-attr]
+    if getattr(module, "_primary", False) and isinstance(scales, torch.Tensor) and scales.shape == held.shape:
+        # Plain values for a quantized weight are quantized as they are copied, which is before the state is loaded.
+        module._link_weights(module.fp8_state)  # type: ignore[operator]
+        with torch.no_grad():
+            held.copy_(scales)
+
+
+def _start_from_weights(module: Any, state_dict: dict[str, Any], prefix: str, scales: torch.Tensor) -> None:
+    """Scales for the plain values that weights held quantized by delayed scaling are about to take."""
+    for gemm, name in enumerate(module._weight_names() if getattr(module, "_primary", False) else ()):
+        quantizer, values = getattr(getattr(module, name), "_quantizer", None), state_dict.get(prefix + name)
+        rule = None if quantizer is None else quantizer.operand
+        plain = isinstance(values, torch.Tensor) and type(values) in (torch.Tensor, torch.nn.Parameter)
+        if rule is not None and rule.scaling == "delayed" and plain:
+            precision = module.fp8_state.precision
+            margin = 0 if precision is None else precision.history.margin
+            set_own_scale(scales, gemm, values.detach(), rule, margin)  # type: ignore[union-attr]
 
 
 def _take(module: torch.nn.Module, state_dict: dict[str, Any], prefix: str) -> Any:

@@ -96,14 +96,17 @@ def _quantize(
         from te_torch.modules.base import make_state
 
         state = make_state(module, weight.device, precision, recipe)
-        amax = weight.abs().amax().float()
-        if torch.isfinite(amax) and amax > 0:  # start from the weight's own scale; scale 1 would lose small values
-            index = FORWARD_SLOTS * gemm + WEIGHT
-            margin = 0 if precision.history is None else precision.history.margin
-            state.scale_fwd[index] = rule.dtype.max * 2.0**-margin / amax
+        set_own_scale(state.scale_fwd, gemm, weight, rule, 0 if precision.history is None else precision.history.margin)
         _point(quantizer, state, gemm)
     result: torch.Tensor = quantizer(weight.detach())
     return result
+
+
+def set_own_scale(scales: torch.Tensor, gemm: int, weight: torch.Tensor, rule: Operand, margin: int) -> None:
+    """Let delayed scaling of a weight start from the weight's own maximum; scale 1 would lose small values."""
+    amax = weight.abs().amax().float()
+    if torch.isfinite(amax) and amax > 0:
+        scales[FORWARD_SLOTS * gemm + WEIGHT] = rule.dtype.max * 2.0**-margin / amax
 
 
 def _point(quantizer: Any, state: Any, gemm: int) -> None:

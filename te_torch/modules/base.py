@@ -20,6 +20,7 @@ from te_torch.autocast import (
     in_backward,
     precision_of,
     prepare_default,
+    reads_quantized,
     recipe_of,
 )
 from te_torch.checkpoint_state import adopt
@@ -278,13 +279,16 @@ class BaseModule(CallingModule):
             raise ValueError(f"{self.name}: {len(found)} quantizers in this direction, not {num_quantizers}")
         return found
 
+    def _number(self, number: int, gemm: int) -> int:
+        """The precision of one of the module's GEMMs by number, given the number that `_enter` returned."""
+        for numbers in self._custom.values():
+            if numbers[0] == number:
+                return numbers[gemm]
+        return number
+
     def _precision(self, number: int, gemm: int) -> Precision | None:
-        """The precision of one of the module's GEMMs, given the number that `_enter` returned."""
-        if gemm:
-            for numbers in self._custom.values():
-                if numbers[0] == number:
-                    return precision_of(numbers[gemm])
-        return precision_of(number)
+        """The same precision itself."""
+        return precision_of(self._number(number, gemm))
 
     def _extra(
         self, names: Sequence[str], weights: Sequence[torch.Tensor], precision: int, state: ScalingState | None,
@@ -365,18 +369,23 @@ class BaseModule(CallingModule):
         """Whether the GEMM weights are held quantized."""
         return self._primary
 
-    def _weight(self, name: str, dtype: torch.dtype, fp8: bool) -> torch.Tensor:
-        """A GEMM weight in the compute dtype (FP8 quantizes from the parameter's own)."""
+    def _weight(self, name: str, dtype: torch.dtype, precision: int, gemm: int = 0) -> torch.Tensor:
+        """A GEMM weight in the compute dtype; one that is only read quantized, in the parameter's own."""
         weight: torch.Tensor = getattr(self, name)
-        return weight if weight.dtype == dtype else self._converted(name, weight, dtype, fp8)
+        return weight if weight.dtype == dtype else self._converted(name, weight, dtype, precision, gemm)
 
-    def _converted(self, name: str, weight: torch.Tensor, dtype: torch.dtype, fp8: bool) -> torch.Tensor:
+    def _converted(
+        self, name: str, weight: torch.Tensor, dtype: torch.dtype, precision: int, gemm: int
+    ) -> torch.Tensor:
+        self._require_autocast(name, weight, dtype)
+        return weight if reads_quantized(self._number(precision, gemm)) else weight.to(dtype)
+
+    def _require_autocast(self, name: str, weight: torch.Tensor, dtype: torch.dtype) -> None:
         if not torch.is_autocast_enabled(weight.device.type):
             raise TypeError(
                 f"{type(self).__name__}: Data types for parameters must match the input's outside torch.autocast: "
                 f"{name} is {weight.dtype}, the input {dtype}. Convert the input, or use torch.autocast."
             )
-        return weight if fp8 else weight.to(dtype)
 
     # ---------------------------------------------------------------------------------- state of FP8
 

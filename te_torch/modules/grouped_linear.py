@@ -137,7 +137,7 @@ class GroupedLinear(BaseModule):
         sizes = self._sizes(inp, m_splits)
         inp, precision, state, recompute = self._enter(inp)
         dtype, grad = inp.dtype, torch.is_grad_enabled()
-        weights = [self._weight(name, dtype, precision > 0) for name in self._names]
+        weights = [self._weight(name, dtype, precision, i) for i, name in enumerate(self._names)]
         biases = self._biases(dtype)
         added: list[Any] = [None] * self.num_gemms if self.return_bias or not self.use_bias else biases
         key = (

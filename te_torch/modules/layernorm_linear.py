@@ -38,7 +38,10 @@ class NormParameters(BaseModule):
             self.layer_norm_bias = None
 
     def _norm_parameters(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
-        return self._weight("layer_norm_weight", dtype, True), self.layer_norm_bias
+        gamma: Any = self.layer_norm_weight
+        if gamma.dtype != dtype:
+            self._require_autocast("layer_norm_weight", gamma, dtype)  # the norm itself takes any dtype
+        return gamma, self.layer_norm_bias
 
     def _norm_spec(self, dtype: torch.dtype) -> norm.NormSpec:
         margin = self._margins["forward" if self.training else "inference"]
@@ -107,7 +110,7 @@ class LayerNormLinear(NormParameters, SplitParameters):
         grad = torch.is_grad_enabled()
         inp, precision, state, recompute = self._enter(inp)
         gamma, beta = self._norm_parameters(inp.dtype)
-        weight = self._joined_weight(inp.dtype, precision > 0)
+        weight = self._joined_weight(inp.dtype, precision)
         bias = self._joined_bias(inp.dtype)
         added = None if self.return_bias else bias
         key = (

@@ -115,7 +115,7 @@ class LayerNormMLP(NormParameters):
         grad = torch.is_grad_enabled()
         inp, precision, state, recompute = self._enter(inp)
         gamma, beta = self._norm_parameters(inp.dtype)
-        w1, w2 = (self._weight(n, inp.dtype, precision > 0) for n in ("fc1_weight", "fc2_weight"))
+        w1, w2 = (self._weight(n, inp.dtype, precision, i) for i, n in enumerate(self._weight_names()))
         b1, b2 = self._bias("fc1_bias", inp.dtype), self._bias("fc2_bias", inp.dtype)
         added = None if self.return_bias else b2
         key = (

@@ -21,7 +21,7 @@ from te_torch.modules.base import (
     refuse_unbuilt,
 )
 from te_torch.modules.weights import check_whole
-from te_torch.quantized_init import check_recipe_fits
+from te_torch.quantized_init import check_recipe_fits, initialising
 from te_torch.runtime import TO_CORE
 
 LINEAR = Layer("linear", core.forward, core.backward, core.LinearSaved, weights=(1,), linears=lambda s: (s,))
@@ -50,6 +50,11 @@ class SplitParameters(BaseModule):
         """What follows once the parameters are there: quantized storage, and where weight gradients go."""
         if fuse or delay:
             check_whole(type(self).__name__, self._parts)
+        if initialising() and len(self._parts) > 1:
+            raise RuntimeError(
+                f"{type(self).__name__}: parameters_split with {len(self._parts)} parts inside quantized_model_init: a "
+                "weight held quantized is in one piece. Leave parameters_split out, or construct it outside."
+            )
         self._quantize_parameters()
         self._accumulate(fuse, delay)
 
@@ -70,10 +75,10 @@ class SplitParameters(BaseModule):
             fp8_output, fp8_grad,
         )  # fmt: skip
 
-    def _joined_weight(self, dtype: torch.dtype, fp8: bool) -> torch.Tensor:
+    def _joined_weight(self, dtype: torch.dtype, precision: int) -> torch.Tensor:
         if "" in self._parts:
-            return self._weight("weight", dtype, fp8)
-        return torch.cat([self._weight(f"{p}weight", dtype, fp8) for p in self._parts])
+            return self._weight("weight", dtype, precision)
+        return torch.cat([self._weight(f"{p}weight", dtype, precision) for p in self._parts])
 
     def _joined_bias(self, dtype: torch.dtype) -> torch.Tensor | None:
         if not self.use_bias:
@@ -175,7 +180,7 @@ class Linear(SplitParameters):
         check_input("Linear.forward", inp, self.in_features)
         grad = torch.is_grad_enabled()
         inp, precision, state, recompute = self._enter(inp)
-        weight = self._joined_weight(inp.dtype, precision > 0)
+        weight = self._joined_weight(inp.dtype, precision)
         bias = self._joined_bias(inp.dtype)
         added = None if self.return_bias else bias
         key = (

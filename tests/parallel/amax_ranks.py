@@ -101,7 +101,8 @@ def backward_inside(rank: int, world: int) -> Any:
 
 
 def many_modules(rank: int, world: int) -> Any:
-    model = torch.nn.Sequential(make("LayerNormLinear"), torch.nn.Linear(64, 48, device=device), make("LayerNormMLP", seed=1))
+    between = torch.nn.Linear(64, 48, device=device)
+    model = torch.nn.Sequential(make("LayerNormLinear"), between, make("LayerNormMLP", seed=1))
     torch.nn.init.eye_(model[1].weight)
     return train(model, rank)
 

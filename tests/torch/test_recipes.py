@@ -14,10 +14,10 @@ from te_core import dtypes, ops
 from te_core.precision import Operand
 from te_core.quantize.state import GRAD_INPUT, GRAD_OUTPUT, backward_cast
 from te_core.quantized import Cast
-from te_core.recipe import resolve
+from te_core.recipe import DelayedScaling, Float8CurrentScaling, resolve
 from te_torch.runtime import runtime_for, to_core, to_torch
 from tests.backends import devices
-from tests.module_steps import GEMM_MODULES, differences, gradient_for, on, randomise, values
+from tests.module_steps import GEMM_MODULES, WIDTH, differences, gradient_for, make, on, randomise, values
 from tests.recipes import KINDS, OVERRIDES, RECIPES, region, rule
 from tests.reference import modules as reference
 from tests.tolerances import DB, snr_db
@@ -398,3 +398,28 @@ def test_checkpoint(kind: str, reentrant: bool, recipe: str, device: str) -> Non
     for _ in range(2):
         got, wanted = step(kept, x, recipe, run=run), step(plain, x, recipe)
     assert not differences(got, wanted)
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("kind", GEMM_MODULES)
+def test_float32_weights_under_torch_autocast(kind: str, device: str) -> None:
+    """Where a GEMM reads the weight itself (backward in high precision, calibration), it reads it in bf16."""
+    module = make(kind, device, torch.float32)
+    x = values(32, WIDTH, device=device)
+    for chosen, enabled in ((Float8CurrentScaling(backward_override="high_precision"), True), (DelayedScaling(), False)):
+        module.zero_grad()
+        leaf = x.clone().requires_grad_()
+        with (
+            torch.autocast(device, torch.bfloat16),
+            te.autocast(enabled, calibrating=not enabled, recipe=chosen),
+        ):
+            y = module(leaf)
+        y.sum().backward()
+        assert y.dtype is torch.bfloat16
+        plain = make(kind, device, torch.float32)
+        other = x.clone().requires_grad_()
+        with torch.autocast(device, torch.bfloat16):
+            plain(other).sum().backward()
+        for a, b in zip([leaf, *module.parameters()], [other, *plain.parameters()], strict=True):
+            assert a.grad.dtype == b.grad.dtype
+            assert snr_db(a.grad, b.grad) >= (DB["fp8 mlp"] if kind == "LayerNormMLP" else DB["bf16"])
