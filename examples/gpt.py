@@ -29,6 +29,7 @@ class GPTConfig:
     hidden: int = 128
     heads: int = 4
     vocabulary: int = 256  # bytes
+    plain_blocks: int = 0  # so many blocks at the beginning stay in high precision inside a region, too
 
     def __post_init__(self) -> None:
         if self.hidden % (2 * self.heads):
@@ -105,6 +106,10 @@ class GPT(torch.nn.Module):
         kind, config = x.device.type, self.config
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
         turn = turns(tokens.shape[1], config.hidden // config.heads, x.device, dtype)
-        for block in self.blocks:
-            x = block(x, turn)
+        for number, block in enumerate(self.blocks):
+            if number < config.plain_blocks:
+                with te.autocast(enabled=False):
+                    x = block(x, turn)
+            else:
+                x = block(x, turn)
         return F.linear(self.norm(x), self.embedding.weight)

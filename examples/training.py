@@ -40,6 +40,9 @@ RECIPES: dict[str, Recipe | None] = {
     "none": None,
 }
 
+#: Blocks that stay in bf16, by recipe: FP4 is too coarse for what the first one reads (docs/benchmarks.md, training).
+PLAIN_BLOCKS = {"nvfp4": 1}
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -98,12 +101,15 @@ class Trainer:
         device: torch.device,
         recipe: Recipe | None = None,
         before_backward: Callable[[GPT], None] | None = None,
+        plain_blocks: int | None = None,  # None: as PLAIN_BLOCKS says
     ) -> None:
         self.settings, self.text, self.device = settings, text, device
         self.recipe = recipe if recipe is not None else RECIPES[settings.recipe]
         self.before_backward = before_backward
         torch.manual_seed(settings.seed)
-        self.model = GPT(GPTConfig(settings.layers, settings.hidden, settings.heads), device)
+        plain = PLAIN_BLOCKS.get(settings.recipe, 0) if plain_blocks is None else plain_blocks
+        config = GPTConfig(settings.layers, settings.hidden, settings.heads, plain_blocks=plain)
+        self.model = GPT(config, device)
         matrices = [p for p in self.model.parameters() if p.ndim > 1]
         vectors = [p for p in self.model.parameters() if p.ndim <= 1]  # biases and norms do not decay
         self.optimizer = torch.optim.AdamW(

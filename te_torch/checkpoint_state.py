@@ -55,7 +55,7 @@ def adopt(module: torch.nn.Module, state_dict: dict[str, Any], prefix: str) -> N
         # Plain values for a quantized weight are quantized as they are copied, which is before the state is loaded.
         module._link_weights(module.fp8_state)  # type: ignore[operator]
         with torch.no_grad():
-            held.copy_(scales)
+            held.copy_(scales)  # type: ignore[operator]
 
 
 def _start_from_weights(module: Any, state_dict: dict[str, Any], prefix: str, scales: torch.Tensor) -> None:

@@ -406,7 +406,8 @@ def test_float32_weights_under_torch_autocast(kind: str, device: str) -> None:
     """Where a GEMM reads the weight itself (backward in high precision, calibration), it reads it in bf16."""
     module = make(kind, device, torch.float32)
     x = values(32, WIDTH, device=device)
-    for chosen, enabled in ((Float8CurrentScaling(backward_override="high_precision"), True), (DelayedScaling(), False)):
+    override = Float8CurrentScaling(backward_override="high_precision")
+    for chosen, enabled in ((override, True), (DelayedScaling(), False)):
         module.zero_grad()
         leaf = x.clone().requires_grad_()
         with (
