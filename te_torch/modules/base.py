@@ -296,11 +296,8 @@ class BaseModule(CallingModule):
     ) -> Extra | None:  # fmt: skip
         """The weight cache, `main_grad` and delayed gradients of this forward; None where there are none."""
         if torch.compiler.is_compiling():
-            if self.fuse_wgrad_accumulation or self.delay_wgrad_compute:
-                raise UnsupportedError(
-                    f"{type(self).__name__} under torch.compile", "fuse_wgrad_accumulation or delay_wgrad_compute",
-                    "these in eager mode", "leave the option out, or do not compile this module",
-                )  # fmt: skip
+            if self._special:
+                _refuse_traced_gradients()
             return None  # a compiled graph quantizes its weights in every microbatch
         scales = None if state is None else state.scales(recompute)
         precisions = [self._precision(precision, i) if precision else None for i in range(len(weights))]
@@ -418,6 +415,14 @@ def _autocast(t: torch.Tensor) -> torch.Tensor:
     if kind == "meta" or not torch.is_autocast_enabled(kind):
         return t
     return t.to(torch.get_autocast_dtype(kind))
+
+
+@constant_at_trace
+def _refuse_traced_gradients() -> None:
+    raise UnsupportedError(
+        "torch.compile", "a module with fuse_wgrad_accumulation or delay_wgrad_compute", "these in eager mode",
+        "leave the option out, or do not compile this module",
+    )  # fmt: skip
 
 
 def make_state(

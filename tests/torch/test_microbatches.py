@@ -546,3 +546,12 @@ def test_split_weights_are_refused(kind: str, option: str) -> None:
     with pytest.raises(ArgumentError, match="one piece"):
         make(kind, parameters_split=("q", "k"), **{option: True})
     assert getattr(te, kind)(8, 8, parameters_split=("all",), device="cpu", **{option: True}) is not None
+
+
+@pytest.mark.parametrize("option", ["fuse_wgrad_accumulation", "delay_wgrad_compute"])
+def test_not_in_a_compiled_graph(option: str) -> None:
+    """Refused where it would be ignored; torch wraps the error."""
+    module = te.Linear(16, 16, device="cpu", **{option: True})
+    with pytest.raises(Exception, match="fuse_wgrad_accumulation or delay_wgrad_compute"):
+        torch.compile(module, backend="eager", fullgraph=True)(torch.randn(4, 16))
+    torch._dynamo.reset()
