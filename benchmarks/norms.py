@@ -1,6 +1,6 @@
 """LayerNorm and RMSNorm against the speed of a device-to-device copy, with torch beside them.
 
-    python benchmarks/norms.py [--json FILE]
+    python -m benchmarks.norms [--json FILE]
 
 Times are medians of event-timed runs with L2 flushed before each and the host hidden behind a busy GPU. `bytes` is
 what an operation has to move (each operand once); `of_copy` is its rate against that of a copy in the same process.
@@ -11,12 +11,12 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
+from benchmarks import harness
 from te_core import dtypes, ops
 from te_core.quantized import Cast
 from te_core.runtime import Runtime
@@ -52,20 +52,6 @@ class Clock:
             stop.record()
         torch.cuda.synchronize()
         return statistics.median(start.elapsed_time(stop) for start, stop in events) * 1e3
-
-
-def host_microseconds(work: Callable[[], Any], runs: int = 300) -> float:
-    """Time to enqueue."""
-    for _ in range(20):
-        work()
-    torch.cuda.synchronize()
-    times = []
-    for _ in range(runs):
-        start = time.perf_counter()
-        work()
-        times.append(time.perf_counter() - start)
-    torch.cuda.synchronize()
-    return statistics.median(times) * 1e6
 
 
 def copy_rate(clock: Clock) -> float:
@@ -139,9 +125,9 @@ def host_times() -> list[dict[str, Any]]:
     cx, cg, cb = map(core, (x, gamma, beta))
     _, _, mean, rstd = ops.norm_forward(rt, cx, cg, cb, kind="LayerNorm", eps=1e-5)
     with torch.no_grad():
-        base = host_microseconds(lambda: linear(x))
-    forward = host_microseconds(lambda: ops.norm_forward(rt, cx, cg, cb, kind="LayerNorm", eps=1e-5))
-    backward = host_microseconds(lambda: ops.norm_backward(rt, cx, cx, cg, mean, rstd, kind="LayerNorm"))
+        (base,) = harness.host_us(lambda: linear(x))
+    (forward,) = harness.host_us(lambda: ops.norm_forward(rt, cx, cg, cb, kind="LayerNorm", eps=1e-5))
+    (backward,) = harness.host_us(lambda: ops.norm_backward(rt, cx, cx, cg, mean, rstd, kind="LayerNorm"))
     return [
         {"case": "host: torch Linear forward", "us": base},
         {"case": "host: ops.norm_forward", "us": forward, "of_linear": forward / base},

@@ -1,6 +1,6 @@
 """Quantize, activations and elementwise kernels against the speed of a device-to-device copy.
 
-    python benchmarks/quantize.py [--json FILE]
+    python -m benchmarks.quantize [--json FILE]
 
 Times are medians of event-timed runs with L2 flushed before each and the host hidden behind a busy GPU. A flush that
 only writes leaves L2 full of dirty lines, whose write-back the kernel then pays for (about 4 us, a copy too); `clean`
@@ -13,12 +13,12 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
+from benchmarks import harness
 from te_core import dtypes, ops
 from te_core.ops.quantize import ScalingState
 from te_core.quantized import Cast, Format
@@ -54,20 +54,6 @@ class Clock:
             stop.record()
         torch.cuda.synchronize()
         return statistics.median(start.elapsed_time(stop) for start, stop in events) * 1e3
-
-
-def host_microseconds(work: Callable[[], Any], runs: int = 300) -> float:
-    """Time to enqueue."""
-    for _ in range(20):
-        work()
-    torch.cuda.synchronize()
-    times = []
-    for _ in range(runs):
-        start = time.perf_counter()
-        work()
-        times.append(time.perf_counter() - start)
-    torch.cuda.synchronize()
-    return statistics.median(times) * 1e6
 
 
 def cases(rows: int, cols: int) -> Iterator[tuple[str, int, Callable[[], Any]]]:
@@ -194,9 +180,9 @@ def measure_host() -> list[dict[str, Any]]:
     rt = runtime_for(torch.empty(0, device="cuda"))
     states = scaling_states(rt, 200)
     results = [
-        {"case": "host update_scales of 200", "us": host_microseconds(lambda: ops.update_scales(rt, states, "max"))}
+        {"case": "host update_scales of 200", "us": harness.host_us(lambda: ops.update_scales(rt, states, "max"))[0]}
     ]
-    return results + [{"case": f"host {name}", "us": host_microseconds(work)} for name, _, work in cases(128, 256)]
+    return results + [{"case": f"host {name}", "us": harness.host_us(work)[0]} for name, _, work in cases(128, 256)]
 
 
 def main() -> None:

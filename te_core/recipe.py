@@ -285,6 +285,12 @@ class Float8CurrentScaling(Recipe):
         )
 
 
+def _refuse_e5m2(recipe: Any) -> None:
+    """Blocks of E5M2 in all operands: no GPU multiplies them, and every product of the recipe would be one."""
+    form = recipe.fp8_format
+    _require(type(recipe).__name__, "fp8_format", form, form is not Format.E5M2, "Format.E4M3 or Format.HYBRID")
+
+
 @dataclass
 class Float8BlockScaling(Recipe):
     """FP8 with a scale for each 1x128 piece (activations, gradients) or 128x128 tile (weights)."""
@@ -309,6 +315,7 @@ class Float8BlockScaling(Recipe):
     def __post_init__(self) -> None:
         name = "Float8BlockScaling"
         _check_common(self, _OVERRIDES)
+        _refuse_e5m2(self)
         for flag in ("fp8_dpa", "fp8_mha"):
             _require(name, flag, getattr(self, flag), not getattr(self, flag), "False: attention has no block scaling")
         _require(name, "use_f32_scales", self.use_f32_scales, isinstance(self.use_f32_scales, bool), "True or False")
@@ -361,6 +368,7 @@ class MXFP8BlockScaling(Recipe):
     def __post_init__(self) -> None:
         name = "MXFP8BlockScaling"
         _check_common(self, _OVERRIDES)
+        _refuse_e5m2(self)
         _require(name, "margin", self.margin, isinstance(self.margin, int), "an integer (it has no effect)")
         tiled = self.enable_2d_quantization
         _require(name, "enable_2d_quantization", tiled, isinstance(tiled, bool), "True or False")

@@ -195,13 +195,13 @@ class _Eager(torch.autograd.Function):
         if state is not None:
             scales = state.backward_scales()
             scaling.ran_backward(state, ctx.within)
-        if ctx.extra is not None:
-            return _backward_with(ctx, rt, views, saved, scales)
         options = call.options
         if call.layer.releases and _frees_saved and not _keep_graph():
             ctx.maybe_clear_saved_tensors()
             options = {**options, "release": True}
             del kept
+        if ctx.extra is not None:
+            return _backward_with(ctx, rt, views, saved, scales, options)
         results = call.layer.backward(rt, *views, saved, spec=call.spec, scales=scales, **options)
         found = [None if t is None else _gradient(t, given) for t in results]
         return (None, None, None, None, *found, *[None] * (ctx.inputs - len(found)))
@@ -213,13 +213,13 @@ def _gradient(t: Any, given: Sequence[torch.Tensor]) -> torch.Tensor:
     return to_torch(t)
 
 
-def _backward_with(ctx: Any, rt: Runtime, views: list[Any], saved: Any, scales: Scales | None) -> Any:
+def _backward_with(
+    ctx: Any, rt: Runtime, views: list[Any], saved: Any, scales: Scales | None, options: dict[str, Any]
+) -> Any:
     """A backward whose weight gradients go elsewhere: into `main_grad`, or into a queue."""
     call, extra, weights = ctx.call, ctx.extra, ctx.weights
     sinks = [_sink(w, extra, i) if w is not None and w.requires_grad else None for i, w in enumerate(weights)]
-    options = {**call.options, **extra.options()}
-    if call.layer.weights:
-        options["sinks"] = sinks
+    options = {**options, **extra.options(), "sinks": sinks}
     results = list(call.layer.backward(rt, *views, saved, spec=call.spec, scales=scales, **options))
     grads = [None if t is None else _gradient(t, [v.owner for v in views if v is not None]) for t in results]
     for position, weight, sink in zip(call.layer.weights, weights, sinks, strict=True):

@@ -58,8 +58,7 @@ def _find_route(place: Device, a: Format, b: Format) -> Route:
 
 def _refuse(place: Device, a: Format, b: Format, reason: str) -> None:
     info = device.info(place.index)
-    answers = {recipe: device.can(info, recipe, "gemm") for recipe in device.RECIPES}
-    can = [f"{recipe}: {'yes' if able else why}" for recipe, (able, why) in answers.items()]
+    can = [f"{recipe}: {'yes' if able else why}" for recipe, (able, why) in device.gemm_table(info).items()]
     raise UnsupportedError(
         "gemm", f"{a} x {b} on {info.name} ({reason})", f"on this device: {'; '.join(can)}",
         "choose a recipe that runs here, or autocast(emulate=True): dequantized, exact and slow",

@@ -233,3 +233,31 @@ def test_printed() -> None:
         "saved for backward: not measured (te_torch.measure_saved)",
     ]
     assert table(["a", "bb"], [("ccc", "")]) == "a    bb\n---  --\nccc"
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_an_mlp_lets_go_of_what_it_has_read(fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What lies between its GEMMs is gone before its backward ends, with `main_grad` too; with the graph it is kept."""
+    from torch.multiprocessing.reductions import StorageWeakRef
+
+    from te_core.layers import mlp
+
+    module = te.LayerNormMLP(16, 32, fuse_wgrad_accumulation=fused, device="cpu")
+    for weight in (module.fc1_weight, module.fc2_weight):
+        weight.main_grad = torch.zeros_like(weight)
+    between: list[Any] = []
+    gone: list[bool] = []
+    plain = mlp.norm_gradients  # what its backward does last but for fc1's dw
+
+    def watch(*args: Any) -> Any:
+        gone.append(between[-1].expired())
+        return plain(*args)
+
+    monkeypatch.setattr(mlp, "norm_gradients", watch)
+    for keep in (False, True):
+        y = module(torch.randn(8, 16, requires_grad=True))
+        h = next(t for t in y.grad_fn.saved_tensors if t is not None and t.shape == (8, 32))
+        between.append(StorageWeakRef(h.untyped_storage()))
+        del h
+        y.sum().backward(retain_graph=keep)
+    assert gone == [True, False]
