@@ -67,6 +67,23 @@ class History:
 
 
 @dataclass(frozen=True, slots=True)
+class AttentionPrecision:
+    """How attention runs in FP8: what is quantized how on its way in and out.
+
+    P and dS between the two products are always scaled by `history`, P as q's type, dS as the output gradient's.
+    """
+
+    qkv: Operand
+    output: Operand
+    grad: Operand  # of the output
+    grad_input: Operand  # of q, k and v
+    history: History | None
+    handed: bool  # q, k and v come quantized, and leave so as gradients (fp8_mha)
+    backward: bool = True  # False: backward in the activation dtype
+    high_output: bool = True  # current scaling: the output is kept for backward as it was computed
+
+
+@dataclass(frozen=True, slots=True)
 class Precision:
     """What a recipe comes down to: a format and rule per operand, an accumulation rule per GEMM.
 
@@ -86,3 +103,4 @@ class Precision:
     emulate: bool = False  # a format that the device cannot multiply is dequantized and multiplied in float32
     strict: bool = False  # anything that is not what the recipe asked for is an error
     factory: Any = None  # CustomRecipe: the operands follow from this, module by module
+    attention: AttentionPrecision | None = None  # None: attention stays in high precision

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, NamedTuple
 from te_core import dtypes
 from te_core.dtypes import DType
 from te_core.errors import ArgumentError
-from te_core.precision import Gemm, History, Operand, Precision
+from te_core.precision import AttentionPrecision, Gemm, History, Operand, Precision
 
 
 class _FormatMax(NamedTuple):
@@ -188,6 +188,17 @@ def _gemms(recipe: Any) -> tuple[Gemm, Gemm, Gemm]:
     return fprop, dgrad, wgrad
 
 
+#: Where attention's own casts have no history: that of P and dS.
+_SCORES = History(1, 0, "most_recent", None, True)
+
+
+def _attention(recipe: Any, forward: Operand, backward: Operand, history: History | None) -> AttentionPrecision | None:
+    """Attention under this recipe, each way by the one rule of that way; None where it stays in high precision."""
+    if not (recipe.fp8_dpa or recipe.fp8_mha):
+        return None
+    return AttentionPrecision(forward, forward, backward, backward, history, recipe.fp8_mha)
+
+
 @dataclass
 class DelayedScaling(Recipe):
     """One scale per tensor, from the maxima of earlier steps."""
@@ -232,7 +243,7 @@ class DelayedScaling(Recipe):
         forward, backward = Operand(fwd, "delayed"), Operand(bwd, "delayed")
         return Precision(
             forward, forward, backward, Gemm(False), Gemm(True), Gemm(True), history,
-            output=forward, grad_input=backward,
+            output=forward, grad_input=backward, attention=_attention(self, forward, backward, history),
         )  # fmt: skip
 
 
@@ -274,14 +285,16 @@ class Float8CurrentScaling(Recipe):
         """The frozen description of this recipe as it stands now."""
         self.__post_init__()
         fwd, bwd = _FORWARD[self.fp8_format], _BACKWARD[self.fp8_format]
+        output, grad_input = self._operand(fwd, None), self._operand(bwd, None)
         return Precision(
             self._operand(fwd, self.fp8_quant_fwd_inp),
             self._operand(fwd, self.fp8_quant_fwd_weight),
             self._operand(bwd, self.fp8_quant_bwd_grad),
             *_gemms(self),
             backward=self.backward_override,
-            output=self._operand(fwd, None),
-            grad_input=self._operand(bwd, None),
+            output=output,
+            grad_input=grad_input,
+            attention=_attention(self, output, grad_input, _SCORES),
         )
 
 
@@ -381,7 +394,7 @@ class MXFP8BlockScaling(Recipe):
         weight = replace(fwd, tiled=self.enable_2d_quantization)
         return Precision(
             fwd, weight, bwd, Gemm(True), Gemm(True), Gemm(True), backward=self.backward_override,
-            output=fwd, grad_input=bwd,
+            output=fwd, grad_input=bwd, attention=_attention(self, fwd, bwd, None),
         )  # fmt: skip
 
 
@@ -451,6 +464,7 @@ class NVFP4BlockScaling(Recipe):
         return Precision(
             x, w, dy, Gemm(True), Gemm(True), Gemm(True), backward=self.backward_override,
             output=replace(x, transform=False), grad_input=replace(dy, transform=False, stochastic=False),
+            attention=_attention(self, x, dy, None),
         )  # fmt: skip
 
 
@@ -477,7 +491,8 @@ class CustomRecipe(Recipe):
     def resolve(self) -> Precision:
         """Only that a factory decides; a module asks it for its own roles."""
         self.__post_init__()
-        split = Gemm(True)
+        split, rule = Gemm(True), Operand(_FORWARD[self.fp8_format], "custom")
         return Precision(
-            None, None, None, split, split, split, backward=self.backward_override, factory=self.qfactory
-        )
+            None, None, None, split, split, split, backward=self.backward_override, factory=self.qfactory,
+            attention=_attention(self, rule, rule, None),
+        )  # fmt: skip

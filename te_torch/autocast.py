@@ -102,7 +102,9 @@ def _in_mode(precision: Precision, mode: int) -> Precision:
     if found is None:
         if mode & CALIBRATE:
             x, w = (o and replace(o, scaling="calibrate") for o in (precision.input, precision.weight))
-            changed = replace(precision, input=x, weight=w, grad=None, output=None, grad_input=None)
+            changed = replace(
+                precision, input=x, weight=w, grad=None, output=None, grad_input=None, attention=None
+            )  # fmt: skip
         else:
             changed = replace(precision, emulate=bool(mode & EMULATE), strict=bool(mode & STRICT))
         found = _modes[id(precision), mode] = the_one(changed)

@@ -12,7 +12,9 @@ from typing import Any
 import torch
 
 from te_core.errors import ArgumentError
+from te_core.precision import Precision
 from te_core.recipe import Recipe, resolve
+from te_torch.autocast import number_of, precision_of
 from te_torch.extra_state import read_extra_state
 from te_torch.quantized_init import set_own_scale
 from te_torch.runtime import FLOATS
@@ -106,12 +108,12 @@ def prepare_state(model: torch.nn.Module, recipe: Recipe) -> list[str]:
         raise ArgumentError(
             "prepare_state", f"recipe={recipe!r}", "a recipe of te_core.recipe", "pass DelayedScaling()"
         )
-    precision = resolve(recipe)
     made: list[str] = []
-    if precision.history is None:
-        return made
     for name, module in model.named_modules():
         if "fp8_state" not in module._modules:
+            continue
+        precision = _precision_in(module, recipe)
+        if precision is None or precision.history is None:
             continue
         device = _device_of(module)
         if device.type == "meta":
@@ -124,6 +126,11 @@ def prepare_state(model: torch.nn.Module, recipe: Recipe) -> list[str]:
             made.append(name)
         module.fp8_state.prepare(precision, recipe)
     return made
+
+
+def _precision_in(module: Any, recipe: Recipe) -> Precision | None:
+    """What a recipe comes down to for a module."""
+    return precision_of(module._of_custom(number_of(recipe))) if module.own_precision else resolve(recipe)
 
 
 def plain_state_dict(model: torch.nn.Module, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:

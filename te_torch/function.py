@@ -38,6 +38,11 @@ class Layer:
     weight: str = "weight"  # the saved tensor whose rows are the width of the first output
     weights: tuple[int, ...] = ()  # which inputs are the weights of its GEMMs
     releases: bool = False  # its backward takes `release`
+    recomputes: bool = False  # its backward takes `ready`
+    twins: tuple[int, int] | None = None  # two inputs that may have one gradient
+    strided: bool = False  # takes inputs of any strides whose last one is 1; otherwise they are made contiguous
+    partial: bool = False  # its backward takes None for the gradient of an output that nobody used
+    differentiable: int | None = None  # so many of its outputs have gradients, the first ones; None: all
     linears: Callable[[Any], tuple[LinearSpec, ...]] = lambda spec: ()  # the specs of its linears, one a weight
 
 
@@ -116,13 +121,16 @@ def apply(
 def _own(outputs: Sequence[Any], inputs: Sequence[Any]) -> tuple[torch.Tensor, ...]:
     """Fresh outputs as tensors of their shape, not as views, which a caller could not change in place."""
     made = []
+    first = inputs[0]
     for t in outputs:
+        shape = t.shape
+        if isinstance(first, QuantizedTorch) and len(shape) == 2:  # to the core it is a matrix
+            shape = (*first.shape[:-1], shape[1])
         if type(t) is QuantizedTensor:
-            first = inputs[0]
             made.append(from_core(t, (*first.shape[:-1], t.shape[1]), first.dtype))
             continue
-        if t.owner.shape != t.shape:
-            t.owner.resize_(t.shape)
+        if t.owner.shape != shape:
+            t.owner.resize_(shape)
         made.append(t.owner)
     return tuple(made)
 
@@ -132,7 +140,7 @@ def _run(
     inputs: Sequence[torch.Tensor | None],
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor | None, ...]]:  # fmt: skip
     rt = runtime_for(inputs[0])  # type: ignore[arg-type]  # every layer's first input is there
-    views = _to_core_all(rt, inputs)
+    views = _to_core_all(rt, inputs, call.layer.strided)
     scales = None if state is None else state.scales(recompute)
     if extra is not None:
         options = {**call.options, **extra.options()}
@@ -142,8 +150,8 @@ def _run(
     return call.layer.forward(rt, *views, spec=call.spec, scales=scales, **call.options)
 
 
-def _to_core_all(rt: Runtime, tensors: Sequence[torch.Tensor | None]) -> list[Any]:
-    """Core views of tensors on the runtime's device, made contiguous where they are not."""
+def _to_core_all(rt: Runtime, tensors: Sequence[torch.Tensor | None], strided: bool = False) -> list[Any]:
+    """Core views of tensors on the runtime's device; made contiguous where they are not, unless `strided` may stay."""
     device = rt.device
     if device is META:
         return [None if t is None else to_core_shape(t) for t in tensors]
@@ -155,9 +163,13 @@ def _to_core_all(rt: Runtime, tensors: Sequence[torch.Tensor | None]) -> list[An
         if isinstance(t, QuantizedTorch):
             views.append(core_of(t))
             continue
+        strides = None
         if not t.is_contiguous():
-            t = t.contiguous()
-        views.append(Tensor(t.data_ptr(), t.shape, TO_CORE[t.dtype], device, t))
+            if strided and t.stride(-1) == 1:
+                strides = t.stride()
+            else:
+                t = t.contiguous()
+        views.append(Tensor(t.data_ptr(), t.shape, TO_CORE[t.dtype], device, t, strides))
     return views
 
 
@@ -177,7 +189,10 @@ class _Eager(torch.autograd.Function):
         if extra is not None:
             ctx.weights = extra.parameters or [inputs[i] for i in call.layer.weights]
         ctx.within = scaling.this_pass() if recompute and state is not None else -1
-        return _own(outputs, inputs)
+        made = _own(outputs, inputs)
+        if call.layer.differentiable is not None:
+            ctx.mark_non_differentiable(*made[call.layer.differentiable :])
+        return made
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
@@ -187,9 +202,9 @@ class _Eager(torch.autograd.Function):
         if grads[0] is None and not any(g is not None for g in grads):
             return (None,) * (4 + ctx.inputs)
         kept = ctx.saved_tensors  # read once: a checkpoint computes them again at each read
-        given = _complete(call, grads, kept)
-        rt = runtime_for(given[0])
-        saved = call.layer.saved(*_to_core_all(rt, kept))
+        given = _complete(call.layer, grads, kept)
+        rt = runtime_for(next(g for g in given if g is not None))
+        saved = call.layer.saved(*_to_core_all(rt, kept, call.layer.strided))
         views = _to_core_all(rt, given)
         scales = None
         if state is not None:
@@ -203,8 +218,21 @@ class _Eager(torch.autograd.Function):
         if ctx.extra is not None:
             return _backward_with(ctx, rt, views, saved, scales, options)
         results = call.layer.backward(rt, *views, saved, spec=call.spec, scales=scales, **options)
-        found = [None if t is None else _gradient(t, given) for t in results]
+        found = _gradients(call.layer, results, given)
         return (None, None, None, None, *found, *[None] * (ctx.inputs - len(found)))
+
+
+def _gradients(layer: Layer, results: Sequence[Any], given: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+    """Gradients as torch's. One for two inputs is one tensor twice: autograd then changes it for neither in place."""
+    found = [None if t is None else _gradient(t, given) for t in results]
+    if layer.twins is not None:
+        a, b = layer.twins
+        if results[a] is results[b]:
+            found[b] = found[a]
+    dx = found[0]
+    if dx is not None and isinstance(given[0], QuantizedTorch) and dx.ndim == 2:  # a matrix to the core, as dy was
+        found[0] = dx.view(*given[0].shape[:-1], dx.shape[1])
+    return found
 
 
 def _gradient(t: Any, given: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -220,8 +248,10 @@ def _backward_with(
     call, extra, weights = ctx.call, ctx.extra, ctx.weights
     sinks = [_sink(w, extra, i) if w is not None and w.requires_grad else None for i, w in enumerate(weights)]
     options = {**options, **extra.options(), "sinks": sinks}
+    if call.layer.recomputes and extra.ready is not None:
+        options["ready"] = extra.ready
     results = list(call.layer.backward(rt, *views, saved, spec=call.spec, scales=scales, **options))
-    grads = [None if t is None else _gradient(t, [v.owner for v in views if v is not None]) for t in results]
+    grads = _gradients(call.layer, results, [v.owner for v in views if v is not None])
     for position, weight, sink in zip(call.layer.weights, weights, sinks, strict=True):
         if sink is not None and sink.main is not None:
             grads[position] = _stand_in_gradient(weight)
@@ -260,16 +290,18 @@ _frees_saved = hasattr(_Eager, "maybe_clear_saved_tensors")
 _keep_graph = torch._C._autograd._get_current_graph_task_keep_graph
 
 
-def _complete(call: Call, grads: Sequence[torch.Tensor | None], saved: Sequence[torch.Tensor | None]) -> list[Any]:
+def _complete(layer: Layer, grads: Sequence[torch.Tensor | None], saved: Sequence[torch.Tensor | None]) -> list[Any]:
     """A gradient for each output the layer can have; the first as zeros if only another output was used."""
     first, rest = grads[0], grads[1:]
-    if first is not None and call.layer.outputs == 1:
+    if first is not None and layer.outputs == 1:
         return [first]
+    if layer.partial:
+        return [*grads, *[None] * (layer.outputs - len(grads))]
     if first is None:
-        weight = getattr(call.layer.saved(*saved), call.layer.weight)
+        weight = getattr(layer.saved(*saved), layer.weight)
         other = next(g for g in rest if g is not None)
         first = other.new_zeros(*other.shape[:-1], weight.shape[0])
-    return [first, *rest, *[None] * (call.layer.outputs - 1 - len(rest))]
+    return [first, *rest, *[None] * (layer.outputs - 1 - len(rest))]
 
 
 def _refuse_double_backward() -> None:
@@ -317,8 +349,8 @@ def _backward_op(
 ) -> list[torch.Tensor]:
     """The input gradients that are given, then the maxima."""
     call = _calls[key]
-    given = _complete(call, grads, saved)
-    rt, convert = _world(given[0], fake)
+    given = _complete(call.layer, grads, saved)
+    rt, convert = _world(next(g for g in given if g is not None), fake)
     maxima = _new_maxima(rt, scale)
     scales = None
     if scale is not None and maxima is not None:
@@ -330,7 +362,17 @@ def _backward_op(
     state = scaling.by_token(token) if token and not fake else None
     if state is not None:
         scaling.ran_backward(state)
-    return [to_torch(t) for t in (*[t for t in results if t is not None], *([] if maxima is None else [maxima]))]
+    made = _distinct([t for t in results if t is not None], {id(v.owner) for v in views if v is not None})
+    return made if maxima is None else [*made, to_torch(maxima)]
+
+
+def _distinct(results: Sequence[Tensor], taken: set[int]) -> list[torch.Tensor]:
+    """Results as an operator may return them: none is an argument (whose id is in `taken`) or another result."""
+    made = []
+    for t in results:
+        made.append(to_torch(t).clone() if id(t.owner) in taken else to_torch(t))
+        taken.add(id(t.owner))
+    return made
 
 
 def _world(t: torch.Tensor, fake: bool) -> tuple[Runtime, Callable[[torch.Tensor], Tensor]]:
@@ -361,6 +403,11 @@ def _origins(key: str) -> tuple[int | None, ...]:
 
 
 @constant_at_trace
+def _differentiable(key: str) -> int | None:
+    return _calls[key].layer.differentiable
+
+
+@constant_at_trace
 def _gives(key: str) -> tuple[bool, ...]:
     return _grads_given[key]
 
@@ -386,9 +433,7 @@ class _Traced(torch.autograd.Function):
     def forward(
         ctx: Any, key: str, token: int, scale_fwd: Any, scale_bwd: Any, history_bwd: Any, *inputs: torch.Tensor | None
     ) -> Any:
-        results = torch.ops.te_runtime.forward(
-            [None if t is None else t.contiguous() for t in inputs], scale_fwd, key
-        )
+        results = torch.ops.te_runtime.forward([None if t is None else t.contiguous() for t in inputs], scale_fwd, key)
         origins = _origins(key)
         made = [o for o in origins if o == -1]
         end = len(results) - (0 if scale_fwd is None else 1)
@@ -400,9 +445,12 @@ class _Traced(torch.autograd.Function):
         ]
         ctx.save_for_backward(*saved, scale_bwd, history_bwd)
         ctx.key, ctx.token, ctx.inputs = key, token, len(inputs)
+        end_of_differentiable = _differentiable(key)
+        others = [] if end_of_differentiable is None else outputs[end_of_differentiable:]
         if scale_fwd is None:
+            ctx.mark_non_differentiable(*others)
             return tuple(outputs)
-        ctx.mark_non_differentiable(results[end])
+        ctx.mark_non_differentiable(*others, results[end])
         return (*outputs, results[end])
 
     @staticmethod

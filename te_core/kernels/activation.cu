@@ -15,17 +15,26 @@
 // approximations flush only results under 1e-38; everything else keeps subnormal numbers.
 //
 // -D DTYPE=…  FORMAT=…  SCALING=…  TALL=…  COLUMNWISE=…  COLUMN_SUM=…  ALIGNED=…  KEEP=0|1 (y is written)
-//    BACKWARD=0|1  KIND=GELU|QGELU|RELU|SRELU|SILU  GATED=0|1
+//    BACKWARD=0|1  KIND=GELU|QGELU|RELU|SRELU|SILU|SIGMOID|CLAMPED (the last two gated only)  GATED=0|1
 // compile-check: DTYPE=bf16 FORMAT=E4M3 SCALING=GIVEN_SCALE TALL=1 COLUMNWISE=1 COLUMN_SUM=0 ALIGNED=1 KEEP=0 KIND=GELU GATED=0 BACKWARD=0
 // compile-check: DTYPE=bf16 FORMAT=E5M2 SCALING=GIVEN_SCALE TALL=1 COLUMNWISE=1 COLUMN_SUM=1 ALIGNED=1 KEEP=0 KIND=SILU GATED=1 BACKWARD=1
 // compile-check: DTYPE=float FORMAT=E4M3 SCALING=NO_CAST TALL=0 COLUMNWISE=0 COLUMN_SUM=0 ALIGNED=0 KEEP=1 KIND=QGELU GATED=0 BACKWARD=1
 // compile-check: DTYPE=fp16 FORMAT=E4M3 SCALING=NO_CAST TALL=1 COLUMNWISE=0 COLUMN_SUM=1 ALIGNED=1 KEEP=1 KIND=SRELU GATED=1 BACKWARD=0
 // compile-check: DTYPE=bf16 FORMAT=E4M3 SCALING=NO_CAST TALL=0 COLUMNWISE=0 COLUMN_SUM=0 ALIGNED=1 KEEP=1 KIND=RELU GATED=0 BACKWARD=0
+// compile-check: DTYPE=bf16 FORMAT=E5M2 SCALING=GIVEN_SCALE TALL=1 COLUMNWISE=1 COLUMN_SUM=1 ALIGNED=1 KEEP=0 KIND=CLAMPED GATED=1 BACKWARD=1
+// compile-check: DTYPE=bf16 FORMAT=E4M3 SCALING=GIVEN_SCALE TALL=1 COLUMNWISE=1 COLUMN_SUM=0 ALIGNED=1 KEEP=0 KIND=CLAMPED GATED=1 BACKWARD=0
+// compile-check: DTYPE=float FORMAT=E4M3 SCALING=NO_CAST TALL=0 COLUMNWISE=0 COLUMN_SUM=0 ALIGNED=0 KEEP=1 KIND=SIGMOID GATED=1 BACKWARD=1
+// compile-check: DTYPE=bf16 FORMAT=E5M2 SCALING=GIVEN_SCALE TALL=1 COLUMNWISE=1 COLUMN_SUM=1 ALIGNED=1 KEEP=0 KIND=SIGMOID GATED=1 BACKWARD=1
 #include "common/fp8_tile.cuh"
 
 typedef DTYPE T;
 
-enum Kind { GELU, QGELU, RELU, SRELU, SILU };
+enum Kind { GELU, QGELU, RELU, SRELU, SILU, SIGMOID, CLAMPED };
+
+// The parameters of CLAMPED: a' = min(a, limit), b' = b between -limit and limit; a' sigmoid(alpha a') (b' + offset).
+struct Clamp {
+    float limit, alpha, offset;
+};
 
 // Stages of the queue and blocks of a multiprocessor: what was fastest on the H200, without register spills.
 constexpr int STAGES = TALL && !GATED && !BACKWARD ? 4 : 2, LOAD = GATED + BACKWARD;
@@ -65,8 +74,9 @@ __device__ __forceinline__ Sigmoid sigmoid_precise(float z) {
 
 // `reach` becomes x dz/dx. The slopes of gelu stop growing at 1e4, where s (1 - s) has long been 0 and infinity times
 // that would make a NaN.
-__device__ __forceinline__ Sigmoid sigmoid_of(float x, float* reach) {
+__device__ __forceinline__ Sigmoid sigmoid_of(float x, float* reach, const Clamp& clamp) {
     float linear = 1.f, square = 0.f;
+    if (KIND == CLAMPED) linear = clamp.alpha;
     if (KIND == QGELU) linear = QGELU_1;
     if (KIND == GELU) {
         const float near = fminf(fmaxf(x, -1e4f), 1e4f);
@@ -82,20 +92,42 @@ __device__ __forceinline__ Sigmoid sigmoid_of(float x, float* reach) {
     return {s, fmaf(-s, s, s)};
 }
 
-__device__ __forceinline__ float activate(float x) {
+// The sigmoid alone, whose slope e / (1 + e)^2, e = exp(-|x|), is accurate far out where s (1 - s) cancels.
+__device__ __forceinline__ Sigmoid sigmoid_alone(float x) {
+    if (sizeof(T) == 4) return sigmoid_precise(x);
+    const float e = exp2_approx(fabsf(x) * -LOG2_E), r = reciprocal(1.f + e);
+    return {(x >= 0.f ? 1.f : e) * r, e * r * r};
+}
+
+__device__ __forceinline__ float activate(float x, const Clamp& clamp) {
     if (KIND == RELU) return x <= 0.f ? 0.f : x;  // a NaN stays
     if (KIND == SRELU) return x <= 0.f ? 0.f : x * x;
+    if (KIND == SIGMOID) return sigmoid_alone(x).s;
+    if (KIND == CLAMPED) x = x > clamp.limit ? clamp.limit : x;
     float reach;
-    return x * sigmoid_of(x, &reach).s;
+    return x * sigmoid_of(x, &reach, clamp).s;
 }
 
 // act(x) and act'(x)
-__device__ __forceinline__ float2 activate_with_slope(float x) {
+__device__ __forceinline__ float2 activate_with_slope(float x, const Clamp& clamp) {
     if (KIND == RELU) return x <= 0.f ? make_float2(0.f, 0.f) : make_float2(x, 1.f);
     if (KIND == SRELU) return x <= 0.f ? make_float2(0.f, 0.f) : make_float2(x * x, 2.f * x);
+    if (KIND == SIGMOID) {
+        const Sigmoid g = sigmoid_alone(x);
+        return make_float2(g.s, g.slope);
+    }
+    const bool beyond = KIND == CLAMPED && x > clamp.limit;
+    if (beyond) x = clamp.limit;
     float reach;
-    const Sigmoid g = sigmoid_of(x, &reach);
-    return make_float2(x * g.s, fmaf(reach, g.slope, g.s));
+    const Sigmoid g = sigmoid_of(x, &reach, clamp);
+    return make_float2(x * g.s, beyond ? 0.f : fmaf(reach, g.slope, g.s));
+}
+
+// What the activation of the first half is multiplied by.
+__device__ __forceinline__ float gate_of(float b, const Clamp& clamp) {
+    if (KIND != CLAMPED) return b;
+    b = b > clamp.limit ? clamp.limit : b;  // a NaN stays
+    return (b < -clamp.limit ? -clamp.limit : b) + clamp.offset;
 }
 
 constexpr int V = 16 / sizeof(T);
@@ -106,6 +138,7 @@ struct Producer {  // operands: dy, a (or x), b
     const T* dy;
     const T* x;
     i64 cols;
+    Clamp clamp;
     __device__ __forceinline__ const T* operand(int k) const { return k == 0 ? dy : (k == 1 ? x : x + cols); }
     __device__ __forceinline__ i64 pitch(int k) const { return k == 0 ? cols : (1 + GATED) * cols; }
     __device__ __forceinline__ void values(const Pack (&raw)[OPERANDS], Pack (&out)[OUTPUTS]) const {
@@ -115,9 +148,10 @@ struct Producer {  // operands: dy, a (or x), b
         if (GATED) unpack<T>(raw[OPERANDS - 1], b);
 #pragma unroll
         for (int j = 0; j < V; ++j) {
-            const float2 act = activate_with_slope(a[j]);
-            a[j] = GATED ? g[j] * b[j] * act.y : g[j] * act.y;
-            b[j] = g[j] * act.x;
+            const float2 act = activate_with_slope(a[j], clamp);
+            const bool beyond = KIND == CLAMPED && fabsf(b[j]) > clamp.limit;
+            a[j] = GATED ? g[j] * gate_of(b[j], clamp) * act.y : g[j] * act.y;
+            b[j] = beyond ? 0.f : g[j] * act.x;
         }
         out[0] = rounded_pack<T>(a);
         if (GATED) out[OUTPUTS - 1] = rounded_pack<T>(b);
@@ -129,6 +163,7 @@ struct Producer {  // operands: a (or x), b
     const T* dy;
     const T* x;
     i64 cols;
+    Clamp clamp;
     __device__ __forceinline__ const T* operand(int k) const { return k == 0 ? x : x + cols; }
     __device__ __forceinline__ i64 pitch(int) const { return (1 + GATED) * cols; }
     __device__ __forceinline__ void values(const Pack (&raw)[OPERANDS], Pack (&out)[1]) const {
@@ -136,7 +171,10 @@ struct Producer {  // operands: a (or x), b
         unpack<T>(raw[0], a);
         if (GATED) unpack<T>(raw[OPERANDS - 1], b);
 #pragma unroll
-        for (int j = 0; j < V; ++j) a[j] = GATED ? activate(a[j]) * b[j] : activate(a[j]);
+        for (int j = 0; j < V; ++j) {
+            const float act = activate(a[j], clamp);
+            a[j] = GATED ? act * gate_of(b[j], clamp) : act;
+        }
         out[0] = rounded_pack<T>(a);
     }
 };
@@ -145,10 +183,10 @@ struct Producer {  // operands: a (or x), b
 // One entry for both directions: BACKWARD=1 reads dy, BACKWARD=0 ignores it.
 extern "C" __global__ void __launch_bounds__(TILE_THREADS, MIN_BLOCKS)
     activation(const T* dy, const T* x, T* y, u8* rowwise, u8* columnwise, const float* source, float* scale_inv,
-               float* amax, float* column_sum, i64 rows, i64 cols, int steps) {
+               float* amax, float* column_sum, i64 rows, i64 cols, int steps, float limit, float alpha, float offset) {
     const TileSink<T> sink = {y, rowwise, columnwise, amax, column_sum};
     const TileScale scaling = {source, 0, 0.f, 0, scale_inv};
-    const Producer producer = {dy, x, cols};
+    const Producer producer = {dy, x, cols, {limit, alpha, offset}};
     walk_tiles<T, FORMAT, SCALING, TALL, COLUMNWISE, COLUMN_SUM, KEEP, ALIGNED>(producer, sink, scaling, rows, cols,
                                                                                 steps);
 }

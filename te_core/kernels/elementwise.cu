@@ -14,7 +14,7 @@
 // compile-check: DTYPE=float ALIGNED=0 DROPOUT=1 COLUMN_SUM=1
 // compile-check: DTYPE=fp16 ALIGNED=1 DROPOUT=0 COLUMN_SUM=0
 #include "common/fp8_tile.cuh"
-#include "common/philox.cuh"
+#include "common/dropout.cuh"
 
 typedef DTYPE T;
 constexpr int V = 16 / sizeof(T), THREADS = 256;
@@ -53,15 +53,10 @@ constexpr int ROWS = 4;
 // keep[j] = factor where the mask keeps element row * cols + col + j, else 0.
 __device__ __forceinline__ void draw_mask(const Philox& philox, u64 element, u32 threshold, float factor,
                                           float (&keep)[V]) {
-    u32 word[4];
-    if constexpr (ALIGNED) {  // cols is a multiple of V, so of four
-#pragma unroll
-        for (int j = 0; j < V; j += 4) {
-            philox.draw((element + j) / 4, word);
-#pragma unroll
-            for (int k = 0; k < 4; ++k) keep[j + k] = word[k] >= threshold ? factor : 0.f;
-        }
+    if constexpr (ALIGNED) {  // cols is a multiple of V
+        draw_keep(philox, element, threshold, factor, keep);
     } else {
+        u32 word[4];
 #pragma unroll 1
         for (int j = 0; j < V; ++j) {
             philox.draw((element + j) / 4, word);
@@ -101,13 +96,7 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS)
             if (residual != nullptr) unpack<T>(old[i], r);
             if constexpr (DROPOUT) draw_mask(philox, (row + i) * cols + col, u32(threshold), factor, keep);
 #pragma unroll
-            for (int j = 0; j < V; ++j) {
-                f[j] += b[j];
-                // A dropped element adds a true zero, even where x is infinite. No fused multiply-add: the CPU
-                // backend rounds the product, and the two shall agree.
-                if constexpr (DROPOUT) f[j] = keep[j] != 0.f ? __fmul_rn(f[j], keep[j]) : 0.f;
-                f[j] = __fadd_rn(r[j], f[j]);
-            }
+            for (int j = 0; j < V; ++j) f[j] = residual_sum<DROPOUT>(f[j], b[j], keep[j], r[j]);
             store_pack<T, ALIGNED>(out + (row + i) * cols + col, rounded_pack<T>(f), col, cols);
         }
     }

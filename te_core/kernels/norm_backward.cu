@@ -1,6 +1,7 @@
 // LayerNorm (KIND=LAYER) and RMSNorm (KIND=RMS) backward: dx, and the first stage of dgamma and dbeta.
 //
 //   x, dx [rows, cols] of IN; dy [rows, cols] of DY; gamma [cols] of GAMMA; mean (LAYER only), rstd [rows] float32
+//   ADD=1: add [rows, cols] of IN goes into dx in float32, before its one rounding (else add may be null)
 //   xhat = (x - mean) * rstd,  w = dy * g,  dx = rstd * (w - mean(w) - xhat * mean(w * xhat))   (RMS: no mean(w))
 //   partial [blocks, 2, cols] float32: each block's sums of dy * xhat and (LAYER) of dy; norm_backward_sum.cu adds them
 //
@@ -12,11 +13,12 @@
 // a copy; RMSNorm 56.0 us, 84 %; float32 90 % and 91 % (L2 flushed by reading).
 //
 // options: -default-device
-// compile-check: IN=bf16 DY=bf16 GAMMA=bf16 KIND=LAYER ZERO_CENTERED=0 VEC=8 ITERS=2 SIZE=256 FULL=1 TEAMS=2 STAGES=3
-// compile-check: IN=bf16 DY=bf16 GAMMA=bf16 KIND=LAYER ZERO_CENTERED=0 VEC=8 ITERS=4 SIZE=512 FULL=1 TEAMS=1 STAGES=2
-// compile-check: IN=float DY=bf16 GAMMA=float KIND=RMS ZERO_CENTERED=1 VEC=4 ITERS=2 SIZE=128 FULL=1 TEAMS=4 STAGES=2
-// compile-check: IN=fp16 DY=fp16 GAMMA=bf16 KIND=LAYER ZERO_CENTERED=1 VEC=1 ITERS=32 SIZE=512 FULL=0 TEAMS=1 STAGES=2
-// compile-check: IN=bf16 DY=float GAMMA=bf16 KIND=RMS ZERO_CENTERED=0 VEC=2 ITERS=1 SIZE=4 FULL=0 TEAMS=64 STAGES=2
+// compile-check: IN=bf16 DY=bf16 GAMMA=bf16 KIND=LAYER ZERO_CENTERED=0 VEC=8 ITERS=2 SIZE=256 FULL=1 TEAMS=2 STAGES=3 ADD=0
+// compile-check: IN=bf16 DY=bf16 GAMMA=bf16 KIND=LAYER ZERO_CENTERED=0 VEC=8 ITERS=2 SIZE=256 FULL=1 TEAMS=2 STAGES=3 ADD=1
+// compile-check: IN=bf16 DY=bf16 GAMMA=bf16 KIND=LAYER ZERO_CENTERED=0 VEC=8 ITERS=4 SIZE=512 FULL=1 TEAMS=1 STAGES=2 ADD=1
+// compile-check: IN=float DY=bf16 GAMMA=float KIND=RMS ZERO_CENTERED=1 VEC=4 ITERS=2 SIZE=128 FULL=1 TEAMS=4 STAGES=2 ADD=0
+// compile-check: IN=fp16 DY=fp16 GAMMA=bf16 KIND=LAYER ZERO_CENTERED=1 VEC=1 ITERS=32 SIZE=512 FULL=0 TEAMS=1 STAGES=2 ADD=0
+// compile-check: IN=bf16 DY=float GAMMA=bf16 KIND=RMS ZERO_CENTERED=0 VEC=2 ITERS=1 SIZE=4 FULL=0 TEAMS=64 STAGES=2 ADD=1
 #include "common/row.cuh"
 
 enum Kind { RMS = 0, LAYER = 1 };
@@ -26,8 +28,8 @@ constexpr int THREADS = SIZE * TEAMS;
 constexpr bool KEEP = ITERS * VEC <= (THREADS <= 512 ? 16 : 8);
 
 // A thread's pieces of one row, in shared memory.
-struct Pair {
-    Stage<IN, VEC, ITERS, SIZE, FULL, THREADS> x;
+struct RowStage {
+    Stage<IN, VEC, ITERS, SIZE, FULL, THREADS> x[1 + ADD];  // with ADD the second is what is added
     Stage<DY, VEC, ITERS, SIZE, FULL, THREADS> dy;
 };
 typedef HeldRow<IN, VEC, ITERS, SIZE, FULL> Columns;  // which columns a thread owns
@@ -80,21 +82,22 @@ __device__ __forceinline__ void add_teams(Sums (&sum)[ITERS], float* shared, int
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     norm_backward(const DY* __restrict__ dy, const IN* __restrict__ x, const GAMMA* __restrict__ gamma,
-                  const float* __restrict__ mean, const float* __restrict__ rstd, IN* __restrict__ dx,
-                  float* __restrict__ partial, i64 rows, int cols, float inv_cols) {
+                  const float* __restrict__ mean, const float* __restrict__ rstd, const IN* __restrict__ add,
+                  IN* __restrict__ dx, float* __restrict__ partial, i64 rows, int cols, float inv_cols) {
     typedef Team<SIZE, TEAMS> RowTeam;
     extern __shared__ uint4 dynamic[];
     __shared__ float2 scratch[RowTeam::SCRATCH];
     __shared__ float2 moments_of_rows[TEAMS][SEGMENT];
-    Pair* stages = reinterpret_cast<Pair*>(dynamic);
+    RowStage* stages = reinterpret_cast<RowStage*>(dynamic);
     RowTeam team(scratch);
 
     const i64 step = i64(gridDim.x) * TEAMS;
     i64 first = i64(blockIdx.x) * TEAMS;
-    const auto fetch = [&](Pair& stage, i64 at) {
+    const auto fetch = [&](RowStage& stage, i64 at) {
         if (at < rows) {
-            stage.x.fetch(x + at * cols, team.rank, cols);
+            stage.x[0].fetch(x + at * cols, team.rank, cols);
             stage.dy.fetch(dy + at * cols, team.rank, cols);
+            if (ADD) stage.x[ADD].fetch(add + at * cols, team.rank, cols);
         }
         commit_copies();
     };
@@ -112,7 +115,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     for (int slot = 0, place = 0; first < rows; first += step, slot = slot + 1 == STAGES ? 0 : slot + 1) {
         const i64 at = first + team.index;
         const bool inside = at < rows;  // a team beyond the last row only keeps in step
-        Pair& stage = stages[slot];
+        RowStage& stage = stages[slot];
         wait_copies<STAGES - 1>();
         if (place == 0) {  // all have read the last segment: they met in a sum since
             for (int i = team.rank; i < SEGMENT; i += SIZE) {
@@ -128,12 +131,14 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 
         float2 sum = make_float2(0.f, 0.f);  // of w and of w * xhat
         Elements kept[KEEP ? ITERS : 1];
+        Vec<IN, VEC> added[KEEP ? ITERS : 1];  // ADD: kept as it is, its stage is overwritten meanwhile
         if (inside) {
 #pragma unroll
             for (int i = 0; i < ITERS; ++i) {
                 if (!Columns::owns(Columns::column(i, team.rank), cols)) continue;
                 Elements& e = kept[KEEP ? i : 0];
-                e.take(stage.x.v[i][threadIdx.x], stage.dy.v[i][threadIdx.x], g[i], row_mean, row_rstd);
+                e.take(stage.x[0].v[i][threadIdx.x], stage.dy.v[i][threadIdx.x], g[i], row_mean, row_rstd);
+                if (ADD && KEEP) added[KEEP ? i : 0] = stage.x[ADD].v[i][threadIdx.x];
 #pragma unroll
                 for (int j = 0; j < VEC; ++j) {
                     if (KIND == LAYER) sum.x += e.w[j];
@@ -154,12 +159,14 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                 const int col = Columns::column(i, team.rank);
                 if (!Columns::owns(col, cols)) continue;
                 Elements& e = kept[KEEP ? i : 0];
-                if (!KEEP) e.take(stage.x.v[i][threadIdx.x], stage.dy.v[i][threadIdx.x], g[i], row_mean, row_rstd);
-                float f[VEC];
+                if (!KEEP) e.take(stage.x[0].v[i][threadIdx.x], stage.dy.v[i][threadIdx.x], g[i], row_mean, row_rstd);
+                float f[VEC], more[VEC];
+                if (ADD) to_floats(KEEP ? added[KEEP ? i : 0] : stage.x[ADD].v[i][threadIdx.x], more);
 #pragma unroll
                 for (int j = 0; j < VEC; ++j) {
                     const float w = KIND == LAYER ? fmaf(e.w[j], row_rstd, constant) : e.w[j] * row_rstd;
                     f[j] = fmaf(e.xhat[j], along_x, w);
+                    if (ADD) f[j] = __fadd_rn(f[j], more[j]);
                 }
                 store_vec(dx + at * cols + col, round_to(f, IN()));
             }

@@ -5,8 +5,8 @@
 // [gridDim.y, 2, cols] of dgamma and dbeta, a thread to VEC columns of every gridDim.y-th row.
 // Not tuned: no model has such rows.
 //
-// compile-check: IN=bf16 DY=bf16 GAMMA=bf16 KIND=LAYER ZERO_CENTERED=0 VEC=8 SIZE=1024
-// compile-check: IN=float DY=float GAMMA=float KIND=RMS ZERO_CENTERED=1 VEC=1 SIZE=1024
+// compile-check: IN=bf16 DY=bf16 GAMMA=bf16 KIND=LAYER ZERO_CENTERED=0 VEC=8 SIZE=1024 ADD=1
+// compile-check: IN=float DY=float GAMMA=float KIND=RMS ZERO_CENTERED=1 VEC=1 SIZE=1024 ADD=0
 #include "common/row.cuh"
 
 enum Kind { RMS = 0, LAYER = 1 };
@@ -20,8 +20,8 @@ __device__ __forceinline__ float weighted(DY dy, GAMMA gamma) {
 
 extern "C" __global__ void __launch_bounds__(SIZE)
     norm_backward_wide(const DY* __restrict__ dy, const IN* __restrict__ x, const GAMMA* __restrict__ gamma,
-                       const float* __restrict__ mean, const float* __restrict__ rstd, IN* __restrict__ dx, i64 rows,
-                       int cols, float inv_cols) {
+                       const float* __restrict__ mean, const float* __restrict__ rstd, const IN* __restrict__ add,
+                       IN* __restrict__ dx, i64 rows, int cols, float inv_cols) {
     typedef Team<SIZE, 1> RowTeam;
     __shared__ float2 scratch[RowTeam::SCRATCH];
     RowTeam team(scratch);
@@ -49,12 +49,14 @@ extern "C" __global__ void __launch_bounds__(SIZE)
             const Vec<IN, VEC> vx = load_vec<VEC>(x_row + col);
             const Vec<DY, VEC> vdy = load_vec<VEC>(dy_row + col);
             const Vec<GAMMA, VEC> g = load_vec<VEC>(gamma + col);
-            float f[VEC];
+            float f[VEC], more[VEC];
+            if (ADD) to_floats(load_once<VEC>(add + at * cols + col), more);
 #pragma unroll
             for (int j = 0; j < VEC; ++j) {
                 float w = weighted(vdy[j], g[j]);
                 if (KIND == LAYER) w -= along_one;
                 f[j] = moment.y * fmaf(-xhat_of(vx[j], moment), along_x, w);
+                if (ADD) f[j] = __fadd_rn(f[j], more[j]);
             }
             store_vec(dx + at * cols + col, round_to(f, IN()));
         }

@@ -1,7 +1,11 @@
 """norm + MLP: y = act(norm(x) w1^T + b1) w2^T + b2, norm and activation delivering their outputs quantized.
 
 Shapes: x [.., H], gamma and beta [H], w1 [F', H] with F' = F or 2 F (gated), w2 [O, F], y [.., O].
-Names: n = norm(x), h = n w1^T + b1, a = act(h); M rows.
+Names: n = norm(x), h = n w1^T + b1, a = act(h); M rows. In a residual stream (te_core/layers/residual.py) also
+residual [.., H] and the bias [H] of the branch that x is.
+
+With `checkpoint` nothing between x and fc2's result is kept: backward first computes norm, fc1 and activation again,
+with the scales that forward read, so bit for bit.
 """
 
 from __future__ import annotations
@@ -26,6 +30,9 @@ from te_core.layers.linear import (
 )
 from te_core.layers.norm import NormSpec
 from te_core.layers.norm_linear import norm_gradients, normalize
+from te_core.layers.residual import Stream, entered, left, returned_gradients
+from te_core.ops.activation import Clamp
+from te_core.ops.norm import Branch
 from te_core.quantize.operands import (
     Uses,
     Value,
@@ -52,6 +59,9 @@ class MLPSpec:
     norm: NormSpec
     activation: str
     return_norm: bool = False
+    clamp: Clamp | None = None  # of clamped_swiglu
+    stream: Stream | None = None
+    checkpoint: bool = False
 
 
 class MLPSaved(NamedTuple):
@@ -69,6 +79,23 @@ class MLPSaved(NamedTuple):
     w1q: Tensor | None  # and as their dgrads read them; None if the parameter is quantized itself
     w2q: Tensor | None
     rng: Tensor | None
+    branch_rng: Tensor | None
+    beta: Tensor | None = None  # this and the next two only with `checkpoint`
+    b1: Tensor | None = None
+    scale: Tensor | None = None  # the scales that forward read
+
+
+class _Inside(NamedTuple):
+    """What forward makes before fc2."""
+
+    normed: Tensor | None
+    n: Uses
+    mean: Tensor | None
+    rstd: Tensor
+    w1: Uses
+    h: Tensor
+    y: Tensor | None
+    a: Uses
 
 
 def forward(
@@ -81,33 +108,88 @@ def forward(
     w2: Value,
     b2: Tensor | None,
     rng: Tensor | None = None,
+    residual: Tensor | None = None,
+    branch_bias: Tensor | None = None,
+    branch_rng: Tensor | None = None,
     *,
     spec: MLPSpec,
     scales: Scales | None = None,
     ready: Sequence[QuantizedTensor | None] = (None, None),
 ) -> tuple[tuple[Tensor, ...], MLPSaved]:
-    """((y,), saved), or ((y, norm output), saved) with `return_norm`."""
-    fc1, fc2 = spec.fc1, spec.fc2
-    first, second = Site(fc1, scales, FC1), Site(fc2, scales, FC2)
-    us, vs = weight_operand(rt, w1, first, ready[0]), weight_operand(rt, w2, second, ready[1])
-    normed, ns, mean, rstd = normalize(rt, x, gamma, beta, spec.norm, first, spec.return_norm)
-    h = rt.empty((ns.rows.shape[0], w1.shape[0]), fc1.dtype)
-    multiply(rt, "fprop", ns.rows, us.rows, h, fc1, vector=b1)
-    y, activated = _activate(rt, h, spec.activation, second)
+    """((y,), saved); with `return_norm` the norm's output comes next, with `stream` what the norm read comes last."""
+    fc2 = spec.fc2
+    total, branch = entered(rt, x, spec.stream, residual, branch_bias, branch_rng)
+    vs = weight_operand(rt, w2, Site(fc2, scales, FC2), ready[1])
+    inside = _inside(rt, (x, gamma, beta, w1, b1), spec, scales, ready[0], branch)
     out = rt.empty((*x.shape[:-1], w2.shape[0]), fc2.dtype)
-    multiply(rt, "fprop", activated.rows, vs.rows, out.matrix(), fc2, vector=b2)
+    multiply(rt, "fprop", inside.a.rows, vs.rows, out.matrix(), fc2, vector=b2)
     outputs: tuple[Tensor, ...] = (out,)
     if spec.return_norm:
-        assert normed is not None
-        outputs = (out, normed.reshape(*x.shape))
+        assert inside.normed is not None
+        outputs = (out, inside.normed.reshape(*x.shape))
+    if spec.stream is not None:
+        outputs = (*outputs, total)
+    if not spec.checkpoint:
+        saved = _saved(spec, inside, (total, gamma, w1, w2), vs, rng)
+        return outputs, saved._replace(branch_rng=branch_rng)
+    scale = None
+    if scales is not None:
+        vector = scales.forward_scale
+        scale = ops.resize(rt, vector.reshape(1, vector.size), 1, vector.size).reshape(vector.size)
+    nothing = dict.fromkeys(MLPSaved._fields)
+    return outputs, MLPSaved(**nothing)._replace(
+        x=total, gamma=gamma, w1=w1, w2=w2, rng=rng, branch_rng=branch_rng, beta=beta, b1=b1, scale=scale
+    )
+
+
+_Operands = tuple[Tensor, Tensor, Tensor | None, Value, Tensor | None]  # x, gamma, beta, w1, b1
+
+
+def _inside(
+    rt: Runtime, given: _Operands, spec: MLPSpec, scales: Scales | None, ready: QuantizedTensor | None,
+    branch: Branch | None = None,
+) -> _Inside:  # fmt: skip
+    """Norm, fc1 and activation."""
+    x, gamma, beta, w1, b1 = given
+    fc1 = spec.fc1
+    first, second = Site(fc1, scales, FC1), Site(spec.fc2, scales, FC2)
+    us = weight_operand(rt, w1, first, ready)
+    normed, ns, mean, rstd = normalize(rt, x, gamma, beta, spec.norm, first, spec.return_norm, branch)
+    h = rt.empty((ns.rows.shape[0], w1.shape[0]), fc1.dtype)
+    multiply(rt, "fprop", ns.rows, us.rows, h, fc1, vector=b1)
+    y, activated = _activate(rt, h, spec, second)
+    return _Inside(normed, ns, mean, rstd, us, h, y, activated)
+
+
+def _saved(
+    spec: MLPSpec, inside: _Inside, given: tuple[Tensor, Tensor, Value, Value], vs: Uses, rng: Tensor | None
+) -> MLPSaved:
+    fc1, fc2 = spec.fc1, spec.fc2
+    x, gamma, w1, w2 = given
     through = fc1.needs.input
-    kept_n = kept(ns.rows if normed is None else normed, ns, fc1.precision)
-    kept_a = kept(activated.rows if y is None else y, activated, fc2.precision)
-    return outputs, MLPSaved(
-        x if through else None, gamma if through else None, mean if through else None, rstd if through else None,
-        saved(kept_n, fc1.needs.weight), h if fc2.needs.input else None,
-        saved(kept_a, fc2.needs.weight), w1, w2, _saved_weight(w1, us, fc1), _saved_weight(w2, vs, fc2), rng,
+    kept_n = kept(inside.n.rows if inside.normed is None else inside.normed, inside.n, fc1.precision)
+    kept_a = kept(inside.a.rows if inside.y is None else inside.y, inside.a, fc2.precision)
+    return MLPSaved(
+        x if through else None, gamma if through else None, inside.mean if through else None,
+        inside.rstd if through else None, saved(kept_n, fc1.needs.weight), inside.h if fc2.needs.input else None,
+        saved(kept_a, fc2.needs.weight), w1, w2, _saved_weight(w1, inside.w1, fc1), _saved_weight(w2, vs, fc2), rng,
+        None,
     )  # fmt: skip
+
+
+def _computed_again(
+    rt: Runtime, kept: MLPSaved, spec: MLPSpec, scales: Scales | None, ready: Sequence[QuantizedTensor | None]
+) -> MLPSaved:
+    """What forward would have saved without `checkpoint`. Nothing is recorded: the maxima were taken before."""
+    assert kept.x is not None and kept.gamma is not None and kept.w1 is not None and kept.w2 is not None
+    if scales is not None and kept.scale is not None:
+        scales = Scales(kept.scale, None, scales.backward_scale, scales.backward_amax)
+    inside = _inside(rt, (kept.x, kept.gamma, kept.beta, kept.w1, kept.b1), spec, scales, ready[0])
+    vs = weight_operand(rt, kept.w2, Site(spec.fc2, scales, FC2), ready[1])
+    found = _saved(spec, inside, (kept.x, kept.gamma, kept.w1, kept.w2), vs, kept.rng)
+    # Views of their own: backward lets go of them, and what is behind them may be a cache's.
+    w1q, w2q = (None if t is None else t.reshape(*t.shape) for t in (found.w1q, found.w2q))
+    return found._replace(w1q=w1q, w2q=w2q, branch_rng=kept.branch_rng)
 
 
 def _saved_weight(w: Value, uses: Uses, spec: LinearSpec) -> Tensor | None:
@@ -116,7 +198,7 @@ def _saved_weight(w: Value, uses: Uses, spec: LinearSpec) -> Tensor | None:
     return None if itself else saved(value, spec.needs.input)
 
 
-def _activate(rt: Runtime, h: Tensor, activation: str, site: Site) -> tuple[Tensor | None, Uses]:
+def _activate(rt: Runtime, h: Tensor, spec: MLPSpec, site: Site) -> tuple[Tensor | None, Uses]:
     """(plain activation output if it is needed as such, fc2's operand)."""
     p, needs = site.spec.precision, site.spec.needs
     rule = None if p is None else p.input
@@ -125,7 +207,7 @@ def _activate(rt: Runtime, h: Tensor, activation: str, site: Site) -> tuple[Tens
     cast = None
     if rule is not None and is_plain_rule(rule):
         cast = forward_cast(rule, site.scales, FC2, INPUT, rowwise=True, columnwise=columnwise)
-    y, q = ops.activation_forward(rt, h, activation, cast=cast, keep=keep)
+    y, q = ops.activation_forward(rt, h, spec.activation, clamp=spec.clamp, cast=cast, keep=keep)
     if q is not None:
         return y, Uses(q, q, cast)
     assert y is not None
@@ -135,26 +217,32 @@ def _activate(rt: Runtime, h: Tensor, activation: str, site: Site) -> tuple[Tens
 def backward(
     rt: Runtime,
     dy: Value,
-    dnorm: Tensor | None,
+    second: Tensor | None,
+    third: Tensor | None,
     saved: MLPSaved,
     *,
     spec: MLPSpec,
     scales: Scales | None = None,
     sinks: Sequence[Sink | None] = (None, None),
     release: bool = False,
+    ready: Sequence[QuantizedTensor | None] = (None, None),
 ) -> tuple[Tensor | None, ...]:
-    """(dx, dgamma, dbeta, dw1, db1, dw2, db2); `dnorm` is the gradient of the returned norm output, if any.
+    """(dx, dgamma, dbeta, dw1, db1, dw2, db2, None, dresidual, dbranch_bias); `second` and `third` are the gradients
+    of the outputs beside y, in their order.
 
     With `release` nobody will read `saved` again: its tensors are let go of as soon as they were read.
     """
     fc1, fc2 = spec.fc1, spec.fc2
+    dnorm, dstream = returned_gradients(second, third, spec.return_norm, spec.stream)
+    if spec.checkpoint:
+        saved, release = _computed_again(rt, saved, spec, scales, ready), True
     w1, w2 = saved.w1, saved.w2
     assert w1 is not None and w2 is not None
     dy2: Value = dy.matrix() if isinstance(dy, Tensor) else dy
     m, f = dy2.shape[0], w2.shape[1]
     db2 = rt.empty((w2.shape[0],), bias_dtype(fc2, w2)) if fc2.needs.bias else None
     g, db2_left = gradient_operand(rt, dy2, Site(fc2, scales, FC2), db2, saved.rng, sinks[1])
-    dw2 = dw1 = db1 = dx = dgamma = dbeta = None
+    dw2 = dw1 = db1 = dx = dgamma = dbeta = dresidual = dbranch_bias = None
     dh = Uses(None, None, None)
     if fc2.needs.input:
         da = [rt.empty((m, f), fc2.dtype)]
@@ -178,13 +266,14 @@ def backward(
         drop_rows(dh)
         if dnorm is not None:
             dn = ops.add(rt, dn, dnorm.matrix(), out=dn)
-        dx, dgamma, dbeta = norm_gradients(rt, dn, saved, spec.norm)
+        dx, dgamma, dbeta = norm_gradients(rt, dn, saved, spec.norm, dstream)
         del dn
+        dx, dresidual, dbranch_bias = left(rt, dx, spec.stream, saved.branch_rng)
     if fc1.needs.weight:
         rule = None if fc1.precision is None else fc1.precision.input
         n = restored(rt, saved.n, (m, w1.shape[1]), rule, fc1.precision, fc1.dtype)
         dw1 = weight_gradient(rt, dh.columns, n, w1.shape, fc1, None, sinks[0], bias_dtype(fc1, w1))  # type: ignore[arg-type]
-    return dx, dgamma, dbeta, dw1, db1, dw2, db2
+    return dx, dgamma, dbeta, dw1, db1, dw2, db2, None, dresidual, dbranch_bias
 
 
 def _let_go(*tensors: Tensor | None) -> None:
@@ -210,10 +299,12 @@ def _activation_gradient(
         cast = None
         if rule is not None:
             cast = backward_cast(rule, scales, FC1, rowwise=needs.input, columnwise=needs.weight)
-        dh, q = ops.activation_backward(rt, da.pop(), saved.h, spec.activation, cast=cast, column_sum=db1)
+        dh, q = ops.activation_backward(
+            rt, da.pop(), saved.h, spec.activation, clamp=spec.clamp, cast=cast, column_sum=db1
+        )
         operand = q if q is not None else dh
         return Uses(operand, operand, cast)
-    dh, _ = ops.activation_backward(rt, da.pop(), saved.h, spec.activation)
+    dh, _ = ops.activation_backward(rt, da.pop(), saved.h, spec.activation, clamp=spec.clamp)
     assert dh is not None
     return quantize_gradient(
         rt, dh, rule, (scales, FC1), rowwise=needs.input, columnwise=needs.weight, column_sum=db1, rng=saved.rng

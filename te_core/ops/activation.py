@@ -8,9 +8,14 @@ float32 and the result is rounded to the dtype of x; a cast starts from exactly 
     relu   max(x, 0)                                                 reglu   relu(a) * b
     srelu  max(x, 0)^2                                               sreglu  srelu(a) * b
     silu   x sigmoid(x)                                              swiglu  silu(a) * b
+                                                                     glu     sigmoid(a) * b
+    clamped_swiglu   with a' = min(a, limit) and b' = b between -limit and limit:  a' sigmoid(alpha a') * (b' + offset);
+                     the gradient is 0 where the limit was passed
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 from te_core.dtypes import ACTIVATION_DTYPES
 from te_core.ops import _check
@@ -20,8 +25,20 @@ from te_core.runtime import Runtime
 from te_core.tensor import Tensor
 
 PLAIN = ("gelu", "qgelu", "relu", "srelu", "silu")
-GATED = {"geglu": "gelu", "qgeglu": "qgelu", "reglu": "relu", "sreglu": "srelu", "swiglu": "silu"}
+#: What is applied to the first half.
+GATED = {
+    "geglu": "gelu", "glu": "sigmoid", "qgeglu": "qgelu", "reglu": "relu", "sreglu": "srelu", "swiglu": "silu",
+    "clamped_swiglu": "clamped",
+}  # fmt: skip
 KINDS = (*PLAIN, *GATED)
+
+
+class Clamp(NamedTuple):
+    """The parameters of clamped_swiglu."""
+
+    limit: float = 7.0
+    alpha: float = 1.702
+    offset: float = 1.0
 
 
 def is_gated(kind: str) -> bool:
@@ -30,17 +47,20 @@ def is_gated(kind: str) -> bool:
 
 
 def activation_forward(
-    rt: Runtime, x: Tensor, kind: str, *, cast: Cast | None = None, keep: bool = False
+    rt: Runtime, x: Tensor, kind: str, *, clamp: Clamp | None = None, cast: Cast | None = None, keep: bool = False
 ) -> tuple[Tensor | None, QuantizedTensor | None]:
-    """(y, quantized): y is None when only the FP8 copy is wanted (`cast` without `keep`)."""
+    """(y, quantized): y is None when only the FP8 copy is wanted (`cast` without `keep`).
+
+    `clamp` is for clamped_swiglu (None: the defaults).
+    """
     if cast is not None and cast.format.scaling != "tensor":  # a launch of its own, from the rounded values
-        y, _ = activation_forward(rt, x, kind)
+        y, _ = activation_forward(rt, x, kind, clamp=clamp)
         assert y is not None
         return (y if keep else None), quantize(rt, y, cast)
-    key = ("activation_forward", x.shape, x.dtype, kind, cast and cast.key, keep, x.ptr & 15)
+    key = ("activation_forward", x.shape, x.dtype, kind, cast and cast.key, keep, x.ptr & 15, clamp)
     plan = rt.plans.get(key)
     if plan is None:
-        _check_input("activation_forward", x, kind, cast)
+        _check_input("activation_forward", x, kind, cast, clamp)
         plan = rt.plans.put(key, rt.backend.plan_activation_forward(rt, key))
     shape = (x.shape[0], x.shape[1] // 2 if kind in GATED else x.shape[1])
     wants_y = cast is None or keep or cast.scale is None
@@ -56,23 +76,24 @@ def activation_backward(
     x: Tensor,
     kind: str,
     *,
+    clamp: Clamp | None = None,
     cast: Cast | None = None,
     keep: bool = False,
     column_sum: Tensor | None = None,
 ) -> tuple[Tensor | None, QuantizedTensor | None]:
     """(dx, quantized): dx has the shape and dtype of x. `column_sum` is set to the column sums of the rounded dx."""
     if cast is not None and cast.format.scaling != "tensor":
-        dx, _ = activation_backward(rt, dy, x, kind)
+        dx, _ = activation_backward(rt, dy, x, kind, clamp=clamp)
         assert dx is not None
         return (dx if keep else None), quantize(rt, dx, cast, column_sum=column_sum)
     key = (
         "activation_backward", x.shape, x.dtype, dy.dtype, kind, cast and cast.key, keep,
-        column_sum and column_sum.dtype, (x.ptr | dy.ptr) & 15,
+        column_sum and column_sum.dtype, (x.ptr | dy.ptr) & 15, clamp,
     )  # fmt: skip
     plan = rt.plans.get(key)
     if plan is None:
         op = "activation_backward"
-        _check_input(op, x, kind, cast)
+        _check_input(op, x, kind, cast, clamp)
         _check.matrix(op, "dy", dy)
         shape = (x.shape[0], x.shape[1] // 2 if kind in GATED else x.shape[1])
         _check.require(
@@ -88,8 +109,12 @@ def activation_backward(
     return (dx if cast is None or keep else None), q
 
 
-def _check_input(op: str, x: Tensor, kind: str, cast: Cast | None) -> None:
+def _check_input(op: str, x: Tensor, kind: str, cast: Cast | None, clamp: Clamp | None) -> None:
     _check.one_of(op, "kind", kind, KINDS)
+    _check.require(
+        clamp is None or (kind == "clamped_swiglu" and clamp.limit >= 0), op, f"{clamp} for {kind}",
+        "a limit of at least 0, for clamped_swiglu", "correct the limit, or leave the parameters out",
+    )  # fmt: skip
     _check.matrix(op, "x", x)
     _check.one_of(op, "dtype of x", x.dtype, ACTIVATION_DTYPES)
     _check.require(

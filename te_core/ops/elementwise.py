@@ -18,11 +18,11 @@ from te_core.tensor import Tensor
 def add(rt: Runtime, a: Tensor, b: Tensor, *, out: Tensor | None = None) -> Tensor:
     """a + b in float32, rounded to a's dtype; `out` may be a or b."""
     op = "add"
-    _check_pair(op, a, b)
+    check_pair(op, a, b)
     if out is None:
         out = rt.empty(a.shape, a.dtype)
     else:
-        _check_pair(op, a, out)
+        check_pair(op, a, out)
     rt.backend.add(rt, a, b, out)
     return out
 
@@ -39,10 +39,10 @@ def bias_dropout_add(
 ) -> Tensor:
     """residual + dropout(x + bias, p) over a matrix x [M, N]; the sum is formed in float32 and rounded once."""
     op = "bias_dropout_add"
-    _check_dropout(op, x, p, rng)
+    check_dropout(op, x, p, rng)
     _check.vector(op, "bias", bias, x.shape[1], (x.dtype,))
     if residual is not None:
-        _check_pair(op, x, residual)
+        check_pair(op, x, residual)
     out = rt.empty(x.shape, x.dtype)
     rt.backend.bias_dropout_add(rt, x, bias, residual, out, p, rng, site)
     return out
@@ -62,14 +62,15 @@ def bias_dropout_add_backward(
     The residual's gradient is dy itself.
     """
     op = "bias_dropout_add_backward"
-    _check_dropout(op, dy, p, rng)
+    check_dropout(op, dy, p, rng)
     _check.vector(op, "column_sum", column_sum, dy.shape[1], ACTIVATION_DTYPES)
     dx = rt.empty(dy.shape, dy.dtype)
     rt.backend.bias_dropout_add_backward(rt, dy, dx, p, rng, site, column_sum)
     return dx
 
 
-def _check_pair(op: str, a: Tensor, b: Tensor) -> None:
+def check_pair(op: str, a: Tensor, b: Tensor) -> None:
+    """Two dense tensors of one shape, dtype and device."""
     _check.one_of(op, "dtype", a.dtype, ACTIVATION_DTYPES)
     _check.require(
         a.shape == b.shape and a.dtype is b.dtype and a.is_contiguous and b.is_contiguous, op, f"{a!r} and {b!r}",
@@ -78,7 +79,8 @@ def _check_pair(op: str, a: Tensor, b: Tensor) -> None:
     _check.same_device(op, a, b)
 
 
-def _check_dropout(op: str, x: Tensor, p: float, rng: Tensor | None) -> None:
+def check_dropout(op: str, x: Tensor, p: float, rng: Tensor | None) -> None:
+    """A matrix to drop elements of, with what decides which."""
     _check.matrix(op, "x", x)
     _check.one_of(op, "dtype", x.dtype, ACTIVATION_DTYPES)
     _check.require(0.0 <= p < 1.0, op, f"p={p}", "0 <= p < 1", "choose a probability below one")

@@ -4,13 +4,19 @@ Forward, in float32:  LayerNorm  y = (x - mean) * rstd * g + beta,  rstd = 1 / s
                       RMSNorm    y = x * rstd * g,                  rstd = 1 / sqrt(mean(x^2) + eps)
 with g = gamma, or 1 + gamma if `zero_centered`. y is rounded to `out_dtype`; with a `cast` it is delivered in FP8,
 cast from exactly that rounded value, so fused equals unfused bit for bit. mean and rstd are float32 [M].
+
+In a residual stream both directions take the addition beside the norm along: forward norms the sum of a `Branch`,
+which `ops.bias_dropout_add` would form bit for bit; backward adds the gradient that comes round the norm.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from te_core import dtypes
 from te_core.dtypes import ACTIVATION_DTYPES, DType
 from te_core.ops import _check
+from te_core.ops.elementwise import check_dropout, check_pair
 from te_core.ops.quantize import allocate, check_cast, quantize
 from te_core.quantized import Cast, QuantizedTensor
 from te_core.runtime import Runtime
@@ -18,6 +24,27 @@ from te_core.tensor import Tensor
 
 KINDS = ("LayerNorm", "RMSNorm")
 MAX_ROW = 65536
+
+
+class Branch(NamedTuple):
+    """What a forward norm does first: sum = residual + dropout(x + bias, p), written; the sum is what is normed."""
+
+    residual: Tensor
+    sum: Tensor
+    bias: Tensor | None = None
+    p: float = 0.0
+    rng: Tensor | None = None
+    site: int = 0
+
+    @property
+    def key(self) -> tuple[bool, float]:
+        """What a plan depends on."""
+        return self.bias is not None, self.p
+
+    @property
+    def address(self) -> int:
+        """The bitwise or of all addresses."""
+        return self.residual.ptr | self.sum.ptr | (0 if self.bias is None else self.bias.ptr)
 
 
 def norm_forward(
@@ -33,6 +60,7 @@ def norm_forward(
     cast: Cast | None = None,
     keep: bool = False,
     sm_margin: int = 0,
+    branch: Branch | None = None,
 ) -> tuple[Tensor | None, QuantizedTensor | None, Tensor | None, Tensor]:
     """(y, quantized, mean, rstd): y is None when only the FP8 copy is wanted (`cast` without `keep`).
 
@@ -41,14 +69,17 @@ def norm_forward(
     if cast is not None and cast.format.scaling != "tensor":  # a launch of its own, from the rounded values
         y, _, mean, rstd = norm_forward(
             rt, x, gamma, beta, kind=kind, eps=eps, zero_centered=zero_centered, out_dtype=out_dtype,
-            sm_margin=sm_margin,
+            sm_margin=sm_margin, branch=branch,
         )  # fmt: skip
         assert y is not None
         return (y if keep else None), quantize(rt, y, cast), mean, rstd
     out_dtype = out_dtype or x.dtype
+    address = x.ptr | gamma.ptr | (beta.ptr if beta is not None else 0)
+    if branch is not None:
+        address |= branch.address
     key = (
         "norm_forward", x.shape, x.dtype, gamma.dtype, out_dtype, kind, zero_centered, beta is not None,
-        cast and cast.key, keep, sm_margin, (x.ptr | gamma.ptr | (beta.ptr if beta is not None else 0)) & 15,
+        cast and cast.key, keep, sm_margin, address & 15, branch and branch.key,
     )  # fmt: skip
     plan = rt.plans.get(key)
     if plan is None:
@@ -59,6 +90,8 @@ def norm_forward(
             "a beta with LayerNorm, none with RMSNorm", "correct beta",
         )  # fmt: skip
         _check.same_device("norm_forward", x, gamma, beta)
+        if branch is not None:
+            _check_branch("norm_forward", x, branch)
         if cast is not None:
             check_cast("norm_forward", cast)
         plan = rt.plans.put(key, rt.backend.plan_norm_forward(rt, key))
@@ -68,7 +101,7 @@ def norm_forward(
     q = allocate(rt, x.shape, cast) if cast is not None else None  # type: ignore[arg-type]
     mean = rt.empty((x.shape[0],), dtypes.float32) if kind == "LayerNorm" else None
     rstd = rt.empty((x.shape[0],), dtypes.float32)
-    rt.backend.norm_forward(rt, plan, x, gamma, beta, y, cast, q, mean, rstd, eps)
+    rt.backend.norm_forward(rt, plan, x, gamma, beta, y, cast, q, mean, rstd, eps, branch)
     return (y if cast is None or keep else None), q, mean, rstd
 
 
@@ -83,11 +116,15 @@ def norm_backward(
     kind: str,
     zero_centered: bool = False,
     sm_margin: int = 0,
+    add: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(dx, dgamma, dbeta): dx in x's dtype, dgamma and dbeta in gamma's, summed in float32 in a fixed order."""
+    """(dx, dgamma, dbeta): dx in x's dtype, dgamma and dbeta in gamma's, summed in float32 in a fixed order.
+
+    `add`, of x's shape and dtype, goes into dx before its one rounding: the gradient that reaches x round the norm.
+    """
     key = (
         "norm_backward", x.shape, x.dtype, dy.dtype, gamma.dtype, kind, zero_centered, sm_margin,
-        (x.ptr | dy.ptr | gamma.ptr) & 15,
+        (x.ptr | dy.ptr | gamma.ptr | (add.ptr if add is not None else 0)) & 15, add is not None,
     )  # fmt: skip
     plan = rt.plans.get(key)
     if plan is None:
@@ -99,12 +136,21 @@ def norm_backward(
         _check.vector(op, "rstd", rstd, x.shape[0], (dtypes.float32,))
         _check.vector(op, "mean", mean, x.shape[0], (dtypes.float32,))
         _check.same_device(op, dy, x, gamma, mean, rstd)
+        if add is not None:
+            check_pair(op, x, add)
         plan = rt.plans.put(key, rt.backend.plan_norm_backward(rt, key))
     dx = rt.empty(x.shape, x.dtype)
     dgamma = rt.empty(gamma.shape, gamma.dtype)
     dbeta = rt.empty(gamma.shape, gamma.dtype) if kind == "LayerNorm" else None
-    rt.backend.norm_backward(rt, plan, dy, x, gamma, mean, rstd, dx, dgamma, dbeta)
+    rt.backend.norm_backward(rt, plan, dy, x, gamma, mean, rstd, add, dx, dgamma, dbeta)
     return dx, dgamma, dbeta
+
+
+def _check_branch(op: str, x: Tensor, branch: Branch) -> None:
+    check_dropout(op, x, branch.p, branch.rng)
+    _check.vector(op, "bias", branch.bias, x.shape[1], (x.dtype,))
+    for other in (branch.residual, branch.sum):
+        check_pair(op, x, other)
 
 
 def _check_common(op: str, kind: str, x: Tensor, gamma: Tensor, out_dtype: DType) -> None:

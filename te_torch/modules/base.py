@@ -34,6 +34,11 @@ from te_torch.state import BACKWARD, FORWARD, ScalingState
 _layer_numbers = itertools.count(1)
 
 
+def next_name() -> str:
+    """The name of a layer that was given none."""
+    return f"Layer_{next(_layer_numbers)}"
+
+
 def default_device() -> torch.device:
     """CUDA where there is a device, else the CPU."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
@@ -57,8 +62,9 @@ _PARALLEL = {
 }  # fmt: skip
 _OVERLAP = (
     "ub_overlap_ag", "ub_overlap_rs", "ub_overlap_rs_dgrad", "ub_bulk_dgrad", "ub_bulk_wgrad", "symmetric_ar_type",
+    "ub_tp_comm_overlap",
 )  # fmt: skip
-_LATER = ("save_original_input", "checkpoint", "return_layernorm_output_gathered")
+_LATER = ("save_original_input",)
 
 
 def refuse_unbuilt(operation: str, options: dict[str, Any]) -> None:
@@ -133,6 +139,11 @@ _tokens = itertools.count(1)
 _by_token: weakref.WeakValueDictionary[int, CallingModule] = weakref.WeakValueDictionary()
 
 
+def module_of(token: int) -> CallingModule:
+    """The module that traced code names by this token."""
+    return _by_token[token]
+
+
 @constant_at_trace
 def _trace_call(token: int, key: tuple[Any, ...]) -> str:
     module = _by_token[token]
@@ -146,6 +157,7 @@ class BaseModule(CallingModule):
 
     gemms = 1  # matrix products with scaling state of their own
     module_type = "linear"  # what a custom recipe's factory is told
+    own_precision = False  # another one follows from the region's, by `_of_custom`, whatever the recipe is
     #: Roles of a quantized output and input gradient under a custom recipe; None: the factory is not asked for them.
     output_quantizer_role: Any = None
     grad_input_quantizer_role: Any = None
@@ -154,7 +166,7 @@ class BaseModule(CallingModule):
     def __init__(self, name: str | None = None) -> None:
         super().__init__()
         prepare_default()
-        self.name = name if name is not None else f"Layer_{next(_layer_numbers)}"
+        self.name = name if name is not None else next_name()
         self.inspector: Any = None  # an object of te_core.layers.inspector.Inspector's kind
         self.register_module("fp8_state", None)
         self._recent = 0  # the precision of the last forward that was no recomputation
@@ -228,8 +240,10 @@ class BaseModule(CallingModule):
             inp = _autocast(inp)
         if not precision:
             return inp, 0, None, recompute
-        if precision in custom_numbers:
+        if precision in custom_numbers or self.own_precision:
             precision = self._of_custom(precision)
+            if not precision:
+                return inp, 0, None, recompute
         if tracing:
             if not _trace_state(self._token, inp.device, precision, region is not None and not region.traced):
                 return inp, precision, None, recompute
@@ -478,6 +492,6 @@ def check_input(operation: str, inp: torch.Tensor, width: int) -> None:
 
 
 __all__ = [
-    "BaseModule", "CallingModule", "check_input", "default_device", "make_state", "normal_init", "random_pair",
-    "refuse_unbuilt", "wants_grad",
+    "BaseModule", "CallingModule", "check_input", "default_device", "make_state", "next_name", "normal_init",
+    "random_pair", "refuse_unbuilt", "wants_grad",
 ]  # fmt: skip

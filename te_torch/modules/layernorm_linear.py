@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from te_core.errors import UnsupportedError
 from te_core.layers import norm
 from te_core.layers import norm_linear as core
 from te_torch.autocast import draws
@@ -14,12 +15,13 @@ from te_torch.function import Call, Layer, apply, register
 from te_torch.modules.base import BaseModule, check_input, default_device, random_pair, refuse_unbuilt, wants_grad
 from te_torch.modules.linear import SplitParameters, fork_of
 from te_torch.modules.norm import KINDS, init_norm_weight, sm_margins
+from te_torch.modules.residual import Branch, enter_stream, stream_of
 from te_torch.quantized import QuantizedTorch
 from te_torch.runtime import TO_CORE
 
 NORM_LINEAR = Layer(
-    "norm_linear", core.forward, core.backward, core.NormLinearSaved, outputs=2, weights=(3,),
-    linears=lambda s: (s.linear,),
+    "norm_linear", core.forward, core.backward, core.NormLinearSaved, outputs=3, weights=(3,),
+    twins=(0, 6), linears=lambda s: (s.linear,),
 )  # fmt: skip
 
 
@@ -89,7 +91,8 @@ class LayerNormLinear(NormParameters, SplitParameters):
             raise NotImplementedError("LayerNormLinear: parallel_mode='row' would split the norm's rows; use 'column'")
         super().__init__(name)
         self.in_features, self.out_features = in_features, out_features
-        self.return_bias, self.return_layernorm_output = return_bias, return_layernorm_output
+        self.return_bias = return_bias
+        self.return_layernorm_output = return_layernorm_output or return_layernorm_output_gathered  # the same here
         self._fork = fork_of(get_rng_state_tracker, None)
         place = {"dtype": params_dtype or torch.get_default_dtype(), "device": device or default_device()}
         self._add_norm(in_features, normalization, eps, zero_centered_gamma, **place)
@@ -98,12 +101,28 @@ class LayerNormLinear(NormParameters, SplitParameters):
 
     def forward(
         self,
-        inp: torch.Tensor,
+        inp: torch.Tensor | Branch,
         is_first_microbatch: bool | None = None,
         fp8_output: bool = False,
         fp8_grad: bool = False,
     ) -> Any:
-        """out, (out, bias), (out, norm output) or (out, bias, norm output), as the constructor asked."""
+        """out, (out, bias), (out, norm output) or (out, bias, norm output), as the constructor asked.
+
+        For a `Branch` the sum that it stands for comes last.
+        """
+        branch: Branch | None = None
+        if isinstance(inp, Branch):
+            if fp8_grad:
+                raise UnsupportedError(
+                    "LayerNormLinear.forward", "fp8_grad with a Branch", "fp8_grad with a plain input",
+                    "leave fp8_grad out: a stream's gradient stays in high precision",
+                )  # fmt: skip
+            if torch.compiler.is_compiling():  # a compiler sees the two operations, and fuses around them
+                total = inp.added()
+                out = self.forward(total, is_first_microbatch, fp8_output)
+                return (*out, total) if isinstance(out, tuple) else (out, total)
+            branch = inp
+            inp = branch.x
         check_input("LayerNormLinear.forward", inp, self.in_features)
         if isinstance(inp, QuantizedTorch):
             inp = inp.dequantize()
@@ -113,9 +132,10 @@ class LayerNormLinear(NormParameters, SplitParameters):
         weight = self._joined_weight(inp.dtype, precision)
         bias = self._joined_bias(inp.dtype)
         added = None if self.return_bias else bias
+        stream, more = (None, ()) if branch is None else enter_stream(branch, inp, grad)
         key = (
-            self.training, precision, inp.dtype, grad and wants_grad(inp, gamma, beta), grad and wants_grad(weight),
-            grad and wants_grad(added), self.inspector and id(self.inspector),
+            self.training, stream, precision, inp.dtype, grad and wants_grad(inp, gamma, beta, *more),
+            grad and wants_grad(weight), grad and wants_grad(added), self.inspector and id(self.inspector),
             weight.dtype if self._primary else None, fp8_output, fp8_grad,
         )  # fmt: skip
         rng = random_pair(inp) if draws(precision) else None
@@ -123,12 +143,12 @@ class LayerNormLinear(NormParameters, SplitParameters):
         if self._special or is_first_microbatch is not None:
             extra = self._extra(("weight",), (weight,), precision, state, recompute, is_first_microbatch)
         call = self._find_call(key)
-        outputs = apply(call, state, recompute, inp, gamma, beta, weight, added, rng, extra=extra)
+        outputs = apply(call, state, recompute, inp, gamma, beta, weight, added, rng, *more, extra=extra)
         if self.return_bias:
             outputs = (outputs[0], bias if bias is not None else inp.new_empty(0), *outputs[1:])
         return outputs if len(outputs) > 1 else outputs[0]
 
-    def _new_call(self, training: bool, precision: int, dtype: torch.dtype, *key: Any) -> Call:
+    def _new_call(self, training: bool, stream: Any, precision: int, dtype: torch.dtype, *key: Any) -> Call:
         linear = self._linear_spec(precision, dtype, *key)
-        spec = core.NormLinearSpec(self._norm_spec(dtype), linear, self.return_layernorm_output)
+        spec = core.NormLinearSpec(self._norm_spec(dtype), linear, self.return_layernorm_output, stream_of(stream))
         return register(NORM_LINEAR, spec, any(linear.needs), self.inspector)

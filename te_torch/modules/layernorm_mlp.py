@@ -10,21 +10,24 @@ import torch
 from te_core.errors import UnsupportedError
 from te_core.layers import mlp as core
 from te_core.layers.linear import LinearSpec, Needs
-from te_core.ops.activation import GATED, KINDS
+from te_core.ops.activation import GATED, KINDS, Clamp
 from te_torch.autocast import draws
 from te_torch.function import Call, Layer, apply, register
 from te_torch.modules.base import check_input, default_device, normal_init, random_pair, refuse_unbuilt, wants_grad
 from te_torch.modules.layernorm_linear import NormParameters
 from te_torch.modules.linear import fork_of
+from te_torch.modules.residual import Branch, enter_stream, stream_of
 from te_torch.quantized import QuantizedTorch
 from te_torch.quantized_init import check_recipe_fits
 from te_torch.runtime import TO_CORE
 
 MLP = Layer(
-    "mlp", core.forward, core.backward, core.MLPSaved, outputs=2, weight="w2", weights=(3, 5), releases=True,
-    linears=lambda s: (s.fc1, s.fc2),
+    "mlp", core.forward, core.backward, core.MLPSaved, outputs=3, weight="w2", weights=(3, 5), releases=True,
+    recomputes=True, twins=(0, 8), linears=lambda s: (s.fc1, s.fc2),
 )  # fmt: skip
 ALIASES = {"squared_relu": "srelu"}  # an older documentation's spelling
+#: The documented names of clamped_swiglu's parameters, in the order of `Clamp`.
+CLAMP_NAMES = ("limit", "alpha", "glu_linear_offset")
 
 
 class LayerNormMLP(NormParameters):
@@ -74,12 +77,12 @@ class LayerNormMLP(NormParameters):
             raise UnsupportedError(
                 "LayerNormMLP", f"activation={activation!r}", ", ".join((*KINDS, *ALIASES)), "choose one of these"
             )
-        if activation_params:
-            raise UnsupportedError(
-                "LayerNormMLP", f"activation_params={activation_params!r}", "None in this release", "leave them out"
-            )
+        self.activation_params = activation_params
+        self._clamp = clamp_of(self.activation, activation_params)
+        self.checkpoint = checkpoint
         self.hidden_size, self.ffn_hidden_size = hidden_size, ffn_hidden_size
-        self.return_bias, self.return_layernorm_output, self.use_bias = return_bias, return_layernorm_output, bias
+        self.return_bias, self.use_bias = return_bias, bias
+        self.return_layernorm_output = return_layernorm_output or return_layernorm_output_gathered  # the same here
         self._fork = fork_of(get_rng_state_tracker, None)
         place: dict[str, Any] = {
             "dtype": params_dtype or torch.get_default_dtype(), "device": device or default_device()
@@ -88,7 +91,9 @@ class LayerNormMLP(NormParameters):
         wide = ffn_hidden_size * (2 if self.activation in GATED else 1)
         self._add_parameter("fc1_weight", (wide, hidden_size), init_method or normal_init, **place)
         self._add_parameter(
-            "fc2_weight", (hidden_size, ffn_hidden_size), output_layer_init_method or init_method or normal_init,
+            "fc2_weight",
+            (hidden_size, ffn_hidden_size),
+            output_layer_init_method or init_method or normal_init,
             **place,
         )
         for which, size in (("fc1_bias", wide), ("fc2_bias", hidden_size)):
@@ -102,8 +107,19 @@ class LayerNormMLP(NormParameters):
     def _weight_names(self) -> tuple[str, ...]:
         return "fc1_weight", "fc2_weight"
 
-    def forward(self, inp: torch.Tensor, is_first_microbatch: bool | None = None) -> Any:
-        """out, (out, fc2 bias), (out, norm output) or (out, bias, norm output), as the constructor asked."""
+    def forward(self, inp: torch.Tensor | Branch, is_first_microbatch: bool | None = None) -> Any:
+        """out, (out, fc2 bias), (out, norm output) or (out, bias, norm output), as the constructor asked.
+
+        For a `Branch` the sum that it stands for comes last.
+        """
+        branch: Branch | None = None
+        if isinstance(inp, Branch):
+            if torch.compiler.is_compiling():  # a compiler sees the two operations, and fuses around them
+                total = inp.added()
+                out = self.forward(total, is_first_microbatch)
+                return (*out, total) if isinstance(out, tuple) else (out, total)
+            branch = inp
+            inp = branch.x
         check_input("LayerNormMLP.forward", inp, self.hidden_size)
         if isinstance(inp, QuantizedTorch):
             inp = inp.dequantize()
@@ -118,8 +134,9 @@ class LayerNormMLP(NormParameters):
         w1, w2 = (self._weight(n, inp.dtype, precision, i) for i, n in enumerate(self._weight_names()))
         b1, b2 = self._bias("fc1_bias", inp.dtype), self._bias("fc2_bias", inp.dtype)
         added = None if self.return_bias else b2
+        stream, more = (None, ()) if branch is None else enter_stream(branch, inp, grad)
         key = (
-            precision, inp.dtype, grad and wants_grad(inp, gamma, beta), grad and wants_grad(w1),
+            stream, precision, inp.dtype, grad and wants_grad(inp, gamma, beta, *more), grad and wants_grad(w1),
             grad and wants_grad(b1), grad and wants_grad(w2), grad and wants_grad(added), self.training,
             w1.dtype if self._primary else None,
         )  # fmt: skip
@@ -128,7 +145,7 @@ class LayerNormMLP(NormParameters):
         if self._special or is_first_microbatch is not None:
             extra = self._extra(self._weight_names(), (w1, w2), precision, state, recompute, is_first_microbatch)
         call = self._find_call(key)
-        outputs = apply(call, state, recompute, inp, gamma, beta, w1, b1, w2, added, rng, extra=extra)
+        outputs = apply(call, state, recompute, inp, gamma, beta, w1, b1, w2, added, rng, *more, extra=extra)
         if self.return_bias:
             outputs = (outputs[0], b2 if b2 is not None else inp.new_empty(0), *outputs[1:])
         return outputs if len(outputs) > 1 else outputs[0]
@@ -139,7 +156,7 @@ class LayerNormMLP(NormParameters):
         bias: torch.Tensor = getattr(self, name)
         return bias if bias.dtype == dtype else bias.to(dtype)
 
-    def _new_call(self, precision: int, dtype: torch.dtype, *key: Any) -> Call:
+    def _new_call(self, stream: Any, precision: int, dtype: torch.dtype, *key: Any) -> Call:
         before, w1, b1, w2, b2, _, weight_dtype = key
         fc1 = Needs(before, w1, b1)
         fc2 = Needs(any(fc1), w2, b2)
@@ -150,5 +167,21 @@ class LayerNormMLP(NormParameters):
         first, second = (
             LinearSpec(TO_CORE[dtype], rule, needs, None, kind) for rule, needs in zip(rules, (fc1, fc2), strict=True)
         )
-        spec = core.MLPSpec(first, second, self._norm_spec(dtype), self.activation, self.return_layernorm_output)
+        spec = core.MLPSpec(
+            first, second, self._norm_spec(dtype), self.activation, self.return_layernorm_output, self._clamp,
+            stream_of(stream), self.checkpoint,
+        )  # fmt: skip
         return register(MLP, spec, any(fc2))
+
+
+def clamp_of(activation: str, given: dict[str, float] | None) -> Clamp | None:
+    """`activation_params` as the activation takes them."""
+    takes = CLAMP_NAMES if activation == "clamped_swiglu" else ()
+    if set(given or ()) - set(takes):
+        raise UnsupportedError(
+            "LayerNormMLP", f"activation_params={given!r} of {activation}", ", ".join(takes) or "none",
+            f"leave them out; {', '.join(CLAMP_NAMES)} belong to clamped_swiglu",
+        )  # fmt: skip
+    if not takes:
+        return None
+    return Clamp(*((given or {}).get(name, default) for name, default in zip(CLAMP_NAMES, Clamp(), strict=True)))

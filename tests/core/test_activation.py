@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from te_core import dtypes, ops
-from te_core.ops.activation import GATED, KINDS
+from te_core.errors import ArgumentError
+from te_core.ops.activation import GATED, KINDS, Clamp
 from te_core.quantized import Cast
 from tests.backends import cuda_runtime, requires_cuda
 from tests.core.inputs import DTYPES, FP8, codes, numpy_dtype, placed, poisoned
@@ -32,7 +33,9 @@ def draw(shape, kind, dtype, seed):
 
 
 def gate_of(kind, x):
-    """The size that the activation's own value is multiplied by."""
+    """The size that the activation's own value is multiplied by (of clamped_swiglu: plus its offset)."""
+    if kind == "clamped_swiglu":
+        return np.abs(x.astype(np.float64))[:, x.shape[1] // 2 :] + 1
     return np.abs(x.astype(np.float64))[:, x.shape[1] // 2 :] if kind in GATED else 1.0
 
 
@@ -149,6 +152,46 @@ def test_extremes(rt, kind, dtype):
     assert np.isnan(rt.numpy(y).astype(np.float32)).sum() == 1
 
 
+CLAMPS = [Clamp(), Clamp(1.5, 1.0, 0.0), Clamp(0.0, 2.0, -0.25), Clamp(3.0, -0.5, 2.0)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("clamp", CLAMPS)
+def test_clamped_swiglu(rt, clamp, dtype):
+    """Its parameters are values of the call; a value at the limit still has a gradient, one beyond it has none."""
+    rt, formula = poisoned(rt), ref.Clamped(*clamp)
+    for i, shape in enumerate(SHAPES):
+        x, dy = draw(shape, "clamped_swiglu", dtype, i)
+        if x.size:
+            x[0, 0], x[0, shape[1]] = clamp.limit, -clamp.limit
+        x_there, dy_there = placed(rt, x, i % 2), placed(rt, dy)
+        y, _ = ops.activation_forward(rt, x_there, "clamped_swiglu", clamp=clamp)
+        gate = gate_of("clamped_swiglu", x) + abs(clamp.offset)
+        check(rt.numpy(y), formula.forward(x), 1e-2 * argument_of("clamped_swiglu", x) * gate, dtype)
+        dx, _ = ops.activation_backward(rt, dy_there, x_there, "clamped_swiglu", clamp=clamp)
+        got = rt.numpy(dx)
+        size = np.abs(dy.astype(np.float64)) * (1 + argument_of("clamped_swiglu", x))
+        check(got, formula.backward(dy.astype(np.float64), x), np.concatenate([size * gate, size], axis=1), dtype)
+        beyond = np.concatenate([x[:, : shape[1]] > clamp.limit, np.abs(x[:, shape[1] :]) > clamp.limit], axis=1)
+        assert not got[beyond].any()
+        for kept in (True, False):  # the parameters reach the fused cast, too
+            casts = [make_cast(rt, FP8[i % 2], ORIENTATIONS[i % 3], scale=(3.0, None)[kept], power_of_two=False,
+                               amax=0.0) for _ in range(4)]  # fmt: skip
+            also, fused = ops.activation_forward(rt, x_there, "clamped_swiglu", clamp=clamp, cast=casts[0], keep=kept)
+            check_same(rt, y, also, fused, casts[0], casts[1])
+            also, fused = ops.activation_backward(
+                rt, dy_there, x_there, "clamped_swiglu", clamp=clamp, cast=casts[2], keep=kept
+            )
+            check_same(rt, dx, also, fused, casts[2], casts[3])
+
+
+def test_clamp_is_checked(rt):
+    x = rt.tensor(np.ones((3, 14), np.float32))
+    for kind, clamp in (("swiglu", Clamp()), ("clamped_swiglu", Clamp(limit=-1.0))):
+        with pytest.raises(ArgumentError, match="limit"):
+            ops.activation_forward(rt, x, kind, clamp=clamp)
+
+
 @requires_cuda
 def test_cuda_agrees_with_cpu():
     """On a matrix of many tiles: within one unit in the last place of bf16."""
@@ -172,11 +215,11 @@ def test_cuda_kernel_families():
     bf16, fp8 = dtypes.bfloat16, dtypes.float8_e4m3
 
     def forward(cast_key):
-        key = ("activation_forward", (128, 256), bf16, "gelu", cast_key, False, 0)
+        key = ("activation_forward", (128, 256), bf16, "gelu", cast_key, False, 0, None)
         return backend.plan_activation_forward(rt, key).family
 
     def backward(cast_key):
-        key = ("activation_backward", (128, 256), bf16, bf16, "swiglu", cast_key, False, bf16, 0)
+        key = ("activation_backward", (128, 256), bf16, bf16, "swiglu", cast_key, False, bf16, 0, None)
         return backend.plan_activation_backward(rt, key).family
 
     def key(columnwise, scale):

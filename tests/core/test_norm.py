@@ -90,12 +90,13 @@ class Case:
         y, q, mean, rstd = ops.norm_forward(rt, rt.tensor(self.x), rt.tensor(self.gamma), beta, **options)
         return _host(rt, y), q, _host(rt, mean), _host(rt, rstd)
 
-    def backward(self, rt: Runtime, dy: Array, **options: Any) -> tuple[Any, ...]:
+    def backward(self, rt: Runtime, dy: Array, add: Array | None = None, **options: Any) -> tuple[Any, ...]:
         """Host copies of dx, dgamma and dbeta."""
         x, gamma = rt.tensor(self.x), rt.tensor(self.gamma)
         beta = None if self.beta is None else rt.tensor(self.beta)
         _, _, mean, rstd = ops.norm_forward(rt, x, gamma, beta, kind=self.kind, eps=EPS, **options)
-        grads = ops.norm_backward(rt, rt.tensor(dy), x, gamma, mean, rstd, kind=self.kind, **options)
+        other = None if add is None else rt.tensor(add)
+        grads = ops.norm_backward(rt, rt.tensor(dy), x, gamma, mean, rstd, kind=self.kind, add=other, **options)
         return tuple(_host(rt, g) for g in grads)
 
 
@@ -103,7 +104,8 @@ def _host(rt: Runtime, t: Tensor | None) -> Array | None:
     return None if t is None else rt.numpy(t)
 
 
-def _bits(a: Array) -> Array:
+def bits(a: Array) -> Array:
+    """The bytes as whole numbers, so that NaN equals itself and -0 is not 0."""
     return a.view({1: np.uint8, 2: np.uint16, 4: np.uint32}[a.dtype.itemsize])
 
 
@@ -114,13 +116,14 @@ def _ulp(values: Array, dtype: Any) -> Array:
     return np.exp2(exponent - info.nmant)
 
 
-def _assert_close(got: Array, want: Array, allowed: Array | float) -> None:
+def assert_close(got: Array, want: Array, allowed: Array | float) -> None:
+    """Each element within what it may be off by."""
     error = np.abs(got.astype(np.float64) - want)
     bad = ~(error <= allowed)
     assert not bad.any(), f"{bad.sum()} of {bad.size} off, first at {np.argwhere(bad)[0]}, worst {error.max()}"
 
 
-def _rounding(want: Array, dtype: str, scale: Array) -> Array:
+def rounding(want: Array, dtype: str, scale: Array) -> Array:
     """What a correctly computed value may be off by: float32 arithmetic, then half an ulp (a whole one at a tie)."""
     allowed = STATISTICS * scale
     return allowed if dtype == "fp32" else allowed + 0.51 * _ulp(want, NUMPY[dtype])
@@ -138,12 +141,12 @@ def test_forward_is_the_formula(
     want = reference.forward(case.x, case.gamma, case.beta, kind=kind, eps=EPS, zero_centered=zero_centered)
     assert q is None
     assert y.dtype == NUMPY[out]
-    _assert_close(y, want.y, _rounding(want.y, out, want.scale))
-    _assert_close(rstd, want.rstd, STATISTICS * want.rstd)
+    assert_close(y, want.y, rounding(want.y, out, want.scale))
+    assert_close(rstd, want.rstd, STATISTICS * want.rstd)
     if kind == "RMSNorm":
         assert mean is None
     else:
-        _assert_close(mean, want.mean, STATISTICS * np.abs(case.x.astype(np.float64)).max(axis=1))
+        assert_close(mean, want.mean, STATISTICS * np.abs(case.x.astype(np.float64)).max(axis=1))
 
 
 @pytest.mark.parametrize("eps", [1e-12, 0.25])
@@ -152,8 +155,8 @@ def test_epsilon_stands_under_the_root(rt: Runtime, kind: str, eps: float) -> No
     case = Case(kind, "fp32", "fp32", (8, 96))
     y, _, _, rstd = case.forward(rt, eps=eps)
     want = reference.forward(case.x, case.gamma, case.beta, kind=kind, eps=eps, zero_centered=False)
-    _assert_close(y, want.y, STATISTICS * want.scale)
-    _assert_close(rstd, want.rstd, STATISTICS * want.rstd)
+    assert_close(y, want.y, STATISTICS * want.scale)
+    assert_close(rstd, want.rstd, STATISTICS * want.rstd)
 
 
 @pytest.mark.parametrize("shape", [(6, 48), (3, 4096), (2, 40000)])
@@ -163,7 +166,7 @@ def test_scaling_a_row_by_a_power_of_two_changes_no_bit(rt: Runtime, kind: str, 
     y, _, _, rstd = case.forward(rt, eps=2.0**-16)
     case.x = case.x * np.float32(16)
     scaled, _, _, scaled_rstd = case.forward(rt, eps=2.0**-8)
-    assert np.array_equal(_bits(scaled), _bits(y))
+    assert np.array_equal(bits(scaled), bits(y))
     assert np.array_equal(scaled_rstd * 16, rstd)
 
 
@@ -175,10 +178,10 @@ def test_layernorm_does_not_see_a_shift(rt: Runtime, shape: tuple[int, int]) -> 
     y, _, mean, rstd = case.forward(rt)
     case.x = case.x + np.float32(4096)
     shifted, _, shifted_mean, shifted_rstd = case.forward(rt)
-    _assert_close(shifted_rstd, rstd.astype(np.float64), 2 * STATISTICS * rstd)
-    _assert_close(shifted_mean, mean.astype(np.float64) + 4096, 4096 * STATISTICS)
+    assert_close(shifted_rstd, rstd.astype(np.float64), 2 * STATISTICS * rstd)
+    assert_close(shifted_mean, mean.astype(np.float64) + 4096, 4096 * STATISTICS)
     # What is left is the rounding of the mean, some 2^-11, in units of the row's deviation.
-    _assert_close(shifted, y.astype(np.float64), 4096 * STATISTICS * rstd[:, None] * np.abs(case.gamma) + 1e-5)
+    assert_close(shifted, y.astype(np.float64), 4096 * STATISTICS * rstd[:, None] * np.abs(case.gamma) + 1e-5)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -187,7 +190,7 @@ def test_a_row_depends_on_no_other(rt: Runtime, kind: str) -> None:
     y, _, _, rstd = case.forward(rt)
     case.x = case.x[[17]]
     alone, _, _, alone_rstd = case.forward(rt)
-    assert np.array_equal(_bits(alone[0]), _bits(y[17]))
+    assert np.array_equal(bits(alone[0]), bits(y[17]))
     assert alone_rstd[0] == rstd[17]
 
 
@@ -197,7 +200,7 @@ def test_a_constant_row_is_finite(rt: Runtime, kind: str) -> None:
     case.x[:] = np.array([[0.0], [1.0], [-3.7], [1e4]], np.float32)
     y, _, _, _ = case.forward(rt)
     want = reference.forward(case.x, case.gamma, case.beta, kind=kind, eps=EPS, zero_centered=False)
-    _assert_close(y, want.y, STATISTICS * want.scale)
+    assert_close(y, want.y, STATISTICS * want.scale)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -214,7 +217,7 @@ def test_not_a_number_stays_in_its_row(rt: Runtime, kind: str) -> None:
 # ---------------------------------------------------------------------------------------------- unaligned, empty, odd
 
 
-def _misplaced(rt: Runtime, array: Array, by: int) -> Tensor:
+def misplaced(rt: Runtime, array: Array, by: int) -> Tensor:
     """The array on the device, `by` elements beyond a 16-byte boundary."""
     flat = rt.tensor(np.concatenate([np.zeros(by, array.dtype), array.reshape(-1)]))
     return Tensor(flat.ptr + by * array.dtype.itemsize, array.shape, flat.dtype, flat.device, flat)
@@ -227,7 +230,7 @@ def test_operands_may_lie_anywhere(rt: Runtime, moved: str, by: int) -> None:
     dy = case.random.standard_normal(case.x.shape).astype(ml_dtypes.bfloat16)
 
     def place(name: str, array: Array) -> Tensor:
-        return _misplaced(rt, array, by if name == moved else 0)
+        return misplaced(rt, array, by if name == moved else 0)
 
     x, gamma, beta = place("x", case.x), place("gamma", case.gamma), place("gamma", case.beta)
     scale = rt.tensor(np.array([3.0], np.float32))
@@ -235,13 +238,13 @@ def test_operands_may_lie_anywhere(rt: Runtime, moved: str, by: int) -> None:
     y, q, mean, rstd = ops.norm_forward(rt, x, gamma, beta, kind="LayerNorm", eps=EPS, cast=cast, keep=True)
     plain, _, _, _ = ops.norm_forward(rt, x, gamma, beta, kind="LayerNorm", eps=EPS)
     want = reference.forward(case.x, case.gamma, case.beta, kind="LayerNorm", eps=EPS, zero_centered=False)
-    _assert_close(rt.numpy(y), want.y, _rounding(want.y, "bf16", want.scale))
-    _assert_same_cast(rt, q, ops.quantize(rt, plain, cast))
+    assert_close(rt.numpy(y), want.y, rounding(want.y, "bf16", want.scale))
+    assert_same_cast(rt, q, ops.quantize(rt, plain, cast))
     dx, dgamma, dbeta = ops.norm_backward(rt, place("dy", dy), x, gamma, mean, rstd, kind="LayerNorm")
     grads = reference.backward(dy, case.x, case.gamma, kind="LayerNorm", eps=EPS, zero_centered=False)
-    _assert_close(rt.numpy(dx), grads.dx, _rounding(grads.dx, "bf16", grads.dx_scale))
-    _assert_close(rt.numpy(dgamma), grads.dgamma, _sum_error(grads.dgamma, grads.dgamma_terms, "bf16"))
-    _assert_close(rt.numpy(dbeta), grads.dbeta, _sum_error(grads.dbeta, grads.dbeta_terms, "bf16"))
+    assert_close(rt.numpy(dx), grads.dx, rounding(grads.dx, "bf16", grads.dx_scale))
+    assert_close(rt.numpy(dgamma), grads.dgamma, _sum_error(grads.dgamma, grads.dgamma_terms, "bf16"))
+    assert_close(rt.numpy(dbeta), grads.dbeta, _sum_error(grads.dbeta, grads.dbeta_terms, "bf16"))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -265,12 +268,13 @@ def test_no_rows(rt: Runtime, kind: str) -> None:
 # ---------------------------------------------------------------------------------------------- FP8 delivery
 
 
-def _assert_same_cast(rt: Runtime, got: QuantizedTensor, want: QuantizedTensor) -> None:
+def assert_same_cast(rt: Runtime, got: QuantizedTensor, want: QuantizedTensor) -> None:
+    """Equal bytes and scales."""
     for name in ("rowwise", "columnwise", "scale_inv"):
         a, b = getattr(got, name), getattr(want, name)
         assert (a is None) == (b is None), name
         if a is not None:
-            a, b = _bits(rt.numpy(a)), _bits(rt.numpy(b))
+            a, b = bits(rt.numpy(a)), bits(rt.numpy(b))
             assert a.shape == b.shape
             assert np.array_equal(a, b), f"{name}: {(a != b).sum()} differ, first at {np.argwhere(a != b)[0]}"
 
@@ -316,10 +320,10 @@ def test_fused_equals_unfused_bit_for_bit(
         kept, got, fused_mean, fused_rstd = case.forward(rt, cast=fused, keep=keep, **options)
         assert (kept is not None) == keep
         if keep:
-            assert np.array_equal(_bits(kept), _bits(y))
+            assert np.array_equal(bits(kept), bits(y))
         assert np.array_equal(fused_rstd, rstd)
         assert mean is None or np.array_equal(fused_mean, mean)
-        _assert_same_cast(rt, got, want)
+        assert_same_cast(rt, got, want)
         top = np.abs(y.astype(np.float32)).max()
         assert rt.numpy(fused.amax)[0] == rt.numpy(apart.amax)[0] == top
     # An amax is raised, never lowered.
@@ -340,7 +344,7 @@ def test_amax_passes_over_not_a_number(rt: Runtime, columnwise: bool) -> None:
         y, q, _, _ = case.forward(rt, cast=cast, keep=True)
         assert np.isnan(y[3].astype(np.float32)).all()
         assert rt.numpy(cast.amax)[0] == np.nanmax(np.abs(y.astype(np.float32)))
-        _assert_same_cast(rt, q, ops.quantize(rt, rt.tensor(y), cast))
+        assert_same_cast(rt, q, ops.quantize(rt, rt.tensor(y), cast))
 
 
 # ---------------------------------------------------------------------------------------------- gradients
@@ -384,12 +388,12 @@ def test_backward_is_the_gradient(
     want = reference.backward(grad, case.x, case.gamma, kind=kind, eps=EPS, zero_centered=zero_centered)
     assert dx.dtype == NUMPY[x]
     assert dgamma.dtype == NUMPY[gamma]
-    _assert_close(dx, want.dx, _rounding(want.dx, x, want.dx_scale))
-    _assert_close(dgamma, want.dgamma, _sum_error(want.dgamma, want.dgamma_terms, gamma))
+    assert_close(dx, want.dx, rounding(want.dx, x, want.dx_scale))
+    assert_close(dgamma, want.dgamma, _sum_error(want.dgamma, want.dgamma_terms, gamma))
     if kind == "RMSNorm":
         assert dbeta is None
     else:
-        _assert_close(dbeta, want.dbeta, _sum_error(want.dbeta, want.dbeta_terms, gamma))
+        assert_close(dbeta, want.dbeta, _sum_error(want.dbeta, want.dbeta_terms, gamma))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -414,7 +418,7 @@ def test_the_same_twice(rt: Runtime, kind: str, shape: tuple[int, int]) -> None:
     grad = case.random.standard_normal(shape).astype(ml_dtypes.bfloat16)
     first, second = case.backward(rt, grad), case.backward(rt, grad)
     for a, b in zip(first, second, strict=True):
-        assert a is None or np.array_equal(_bits(a), _bits(b))
+        assert a is None or np.array_equal(bits(a), bits(b))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -424,16 +428,16 @@ def test_a_margin_changes_no_value(rt: Runtime, kind: str, shape: tuple[int, int
     grad = case.random.standard_normal(shape).astype(ml_dtypes.bfloat16)
     y, _, _, rstd = case.forward(rt)
     narrow_y, _, _, narrow_rstd = case.forward(rt, sm_margin=5)
-    assert np.array_equal(_bits(y), _bits(narrow_y))
+    assert np.array_equal(bits(y), bits(narrow_y))
     assert np.array_equal(rstd, narrow_rstd)
     dx, dgamma, _ = case.backward(rt, grad)
     x, gamma = rt.tensor(case.x), rt.tensor(case.gamma)
     beta = None if case.beta is None else rt.tensor(case.beta)
     _, _, mean, rstd_there = ops.norm_forward(rt, x, gamma, beta, kind=kind, eps=EPS)
     other = ops.norm_backward(rt, rt.tensor(grad), x, gamma, mean, rstd_there, kind=kind, sm_margin=5)
-    assert np.array_equal(_bits(dx), _bits(rt.numpy(other[0])))
+    assert np.array_equal(bits(dx), bits(rt.numpy(other[0])))
     terms = np.abs(grad.astype(np.float64)).sum(0) * 8
-    _assert_close(rt.numpy(other[1]), dgamma.astype(np.float64), SUMS * terms)
+    assert_close(rt.numpy(other[1]), dgamma.astype(np.float64), SUMS * terms)
 
 
 # ---------------------------------------------------------------------------------------------- CUDA
@@ -451,8 +455,8 @@ def test_forward_agrees_with_the_cpu(
     scale = reference.forward(case.x, case.gamma, case.beta, kind=kind, eps=EPS, zero_centered=zero_centered).scale
     exact = want.astype(np.float64)
     ulp = 0 if out == "fp32" else _ulp(np.maximum(np.abs(exact), np.abs(y.astype(np.float64))), NUMPY[out])
-    _assert_close(y, exact, ulp + STATISTICS * scale)
-    _assert_close(rstd, want_rstd.astype(np.float64), STATISTICS * want_rstd)
+    assert_close(y, exact, ulp + STATISTICS * scale)
+    assert_close(rstd, want_rstd.astype(np.float64), STATISTICS * want_rstd)
 
 
 def _plans(rt: Runtime, run: Any) -> list[Any]:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
-GATED = {"geglu": "gelu", "qgeglu": "qgelu", "reglu": "relu", "sreglu": "srelu", "swiglu": "silu"}
+GATED = {
+    "geglu": "gelu", "glu": "sigmoid", "qgeglu": "qgelu", "reglu": "relu", "sreglu": "srelu", "swiglu": "silu",
+}  # fmt: skip
 _C = 0.7978845608
 
 
@@ -23,6 +27,8 @@ def value(kind: str, x: np.ndarray) -> np.ndarray:
         return x * _sigmoid(1.702 * x)
     if kind == "silu":
         return x * _sigmoid(x)
+    if kind == "sigmoid":
+        return _sigmoid(x)
     return np.maximum(x, 0) ** (2 if kind == "srelu" else 1)
 
 
@@ -33,6 +39,8 @@ def slope(kind: str, x: np.ndarray) -> np.ndarray:
         return (x > 0).astype(np.float64)
     if kind == "srelu":
         return 2 * np.maximum(x, 0)
+    if kind == "sigmoid":
+        return _sigmoid(x) * _sigmoid(-x)
     z, dz = {
         "gelu": (2 * _C * (x + 0.044715 * x**3), 2 * _C * (1 + 3 * 0.044715 * x**2)),
         "qgelu": (1.702 * x, np.full_like(x, 1.702)),
@@ -42,8 +50,38 @@ def slope(kind: str, x: np.ndarray) -> np.ndarray:
     return s + x * s * _sigmoid(-z) * dz
 
 
+class Clamped(NamedTuple):
+    """clamped_swiglu with its documented defaults."""
+
+    limit: float = 7.0
+    alpha: float = 1.702
+    offset: float = 1.0
+
+    def forward(self, x: np.ndarray) -> np.ndarray:
+        """min(a, limit) sigmoid(alpha min(a, limit)) * (b between the limits + offset)."""
+        a, b = self._limited(x)
+        return a * _sigmoid(self.alpha * a) * (b + self.offset)
+
+    def backward(self, dy: np.ndarray, x: np.ndarray) -> np.ndarray:
+        """The gradient of x; none beyond the limits."""
+        first, second = np.split(x.astype(np.float64), 2, axis=1)
+        a, b = self._limited(x)
+        s = _sigmoid(self.alpha * a)
+        da = dy * (b + self.offset) * (s + self.alpha * a * s * _sigmoid(-self.alpha * a))
+        db = dy * a * s
+        return np.concatenate(
+            [np.where(first > self.limit, 0, da), np.where(np.abs(second) > self.limit, 0, db)], axis=1
+        )
+
+    def _limited(self, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        a, b = np.split(x.astype(np.float64), 2, axis=1)
+        return np.minimum(a, self.limit), np.clip(b, -self.limit, self.limit)
+
+
 def forward(kind: str, x: np.ndarray) -> np.ndarray:
     """act(x), or act(a) * b for x = (a | b)."""
+    if kind == "clamped_swiglu":
+        return Clamped().forward(x)
     if kind not in GATED:
         return value(kind, x)
     a, b = np.split(x.astype(np.float64), 2, axis=1)
@@ -53,6 +91,8 @@ def forward(kind: str, x: np.ndarray) -> np.ndarray:
 def backward(kind: str, dy: np.ndarray, x: np.ndarray) -> np.ndarray:
     """The gradient of x."""
     dy = dy.astype(np.float64)
+    if kind == "clamped_swiglu":
+        return Clamped().backward(dy, x)
     if kind not in GATED:
         return dy * slope(kind, x)
     a, b = np.split(x.astype(np.float64), 2, axis=1)

@@ -17,9 +17,36 @@ from te_core.backends.cpu.activation import (
     plan_activation_backward,
     plan_activation_forward,
 )
+from te_core.backends.cpu.attention import (
+    attention_backward,
+    attention_forward,
+    plan_attention_backward,
+    plan_attention_forward,
+)
+from te_core.backends.cpu.attention_fp8 import (
+    attention_fp8_backward,
+    attention_fp8_forward,
+    plan_attention_fp8_backward,
+    plan_attention_fp8_forward,
+    scale_pairs,
+)
 from te_core.backends.cpu.elementwise import add, bias_dropout_add, bias_dropout_add_backward
 from te_core.backends.cpu.executor import Executor
 from te_core.backends.cpu.gemm import gemm, plan_gemm
+from te_core.backends.cpu.kv_cache import (
+    kv_append,
+    kv_gather,
+    kv_move,
+    plan_kv_append,
+    plan_kv_gather,
+    plan_kv_move,
+)
+from te_core.backends.cpu.l2_norm import (
+    l2_norm_backward,
+    l2_norm_forward,
+    plan_l2_norm_backward,
+    plan_l2_norm_forward,
+)
 from te_core.backends.cpu.matrix import column_sum, resize
 from te_core.backends.cpu.norm import norm_backward, norm_forward, plan_norm_backward, plan_norm_forward
 from te_core.backends.cpu.quantize import (
@@ -41,6 +68,13 @@ from te_core.backends.cpu.quantize_mxfp8 import (
     swizzle_scales,
 )
 from te_core.backends.cpu.quantize_nvfp4 import dequantize_nvfp4, plan_quantize_nvfp4, quantize_nvfp4
+from te_core.backends.cpu.rope import plan_rope, plan_rope_qkv, rope, rope_qkv
+from te_core.backends.cpu.softmax import (
+    plan_softmax_backward,
+    plan_softmax_forward,
+    softmax_backward,
+    softmax_forward,
+)
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
 
@@ -85,6 +119,33 @@ class CpuBackend:
     add = staticmethod(add)
     bias_dropout_add = staticmethod(bias_dropout_add)
     bias_dropout_add_backward = staticmethod(bias_dropout_add_backward)
+    plan_rope = staticmethod(plan_rope)
+    rope = staticmethod(rope)
+    plan_rope_qkv = staticmethod(plan_rope_qkv)
+    rope_qkv = staticmethod(rope_qkv)
+    plan_softmax_forward = staticmethod(plan_softmax_forward)
+    softmax_forward = staticmethod(softmax_forward)
+    plan_softmax_backward = staticmethod(plan_softmax_backward)
+    softmax_backward = staticmethod(softmax_backward)
+    plan_l2_norm_forward = staticmethod(plan_l2_norm_forward)
+    l2_norm_forward = staticmethod(l2_norm_forward)
+    plan_l2_norm_backward = staticmethod(plan_l2_norm_backward)
+    l2_norm_backward = staticmethod(l2_norm_backward)
+    plan_attention_forward = staticmethod(plan_attention_forward)
+    attention_forward = staticmethod(attention_forward)
+    plan_attention_backward = staticmethod(plan_attention_backward)
+    attention_backward = staticmethod(attention_backward)
+    plan_attention_fp8_forward = staticmethod(plan_attention_fp8_forward)
+    attention_fp8_forward = staticmethod(attention_fp8_forward)
+    plan_attention_fp8_backward = staticmethod(plan_attention_fp8_backward)
+    attention_fp8_backward = staticmethod(attention_fp8_backward)
+    scale_pairs = staticmethod(scale_pairs)
+    plan_kv_append = staticmethod(plan_kv_append)
+    kv_append = staticmethod(kv_append)
+    plan_kv_move = staticmethod(plan_kv_move)
+    kv_move = staticmethod(kv_move)
+    plan_kv_gather = staticmethod(plan_kv_gather)
+    kv_gather = staticmethod(kv_gather)
 
     def executor(self, rt: Runtime) -> Executor:
         """Scratch memory for the calling thread."""

@@ -2,7 +2,8 @@
 
 gelu (tanh form), qgelu and silu are all x * sigmoid(z(x)), with z = 2 * 0.79788 (x + 0.044715 x^3), 1.702 x
 and x: 0.5 (1 + tanh(u)) = sigmoid(2 u), and the right-hand side keeps its relative accuracy for negative x,
-where the left one cancels. So one function covers the three, and one the derivative s + x s (1 - s) z'.
+where the left one cancels. So one function covers the three (and clamped_swiglu, with z = alpha x), and one the
+derivative s + x s (1 - s) z'.
 """
 
 from __future__ import annotations
@@ -26,7 +27,11 @@ _SIGMOID_OF = {
     "qgelu": (1.702, 0.0),
     "silu": (1.0, 0.0),
 }
-_PLAIN_OF = {"geglu": "gelu", "qgeglu": "qgelu", "reglu": "relu", "sreglu": "srelu", "swiglu": "silu"}
+_PLAIN_OF = {
+    "geglu": "gelu", "glu": "sigmoid", "qgeglu": "qgelu", "reglu": "relu", "sreglu": "srelu", "swiglu": "silu",
+    "clamped_swiglu": "clamped",
+}  # fmt: skip
+_DEFAULT_CLAMP = (7.0, 1.702, 1.0)  # limit, alpha, offset
 # gelu' is exactly 0 or 1 in float32 well before this, and x^2 does not overflow up to here.
 _FLAT = 1e4
 
@@ -48,15 +53,21 @@ def activation_forward(
 ) -> None:  # fmt: skip
     """y = act(x), or act(a) * b for x = (a | b); then the cast."""
     ex, source = scratch(rt), x.numpy()
-    gated = kind in _PLAIN_OF
+    gated, plain = kind in _PLAIN_OF, _PLAIN_OF.get(kind, kind)
+    limit, alpha, offset = plan.spec[-1] or _DEFAULT_CLAMP
     m, n = x.shape[0], x.shape[1] // 2 if gated else x.shape[1]
     result = y.numpy() if y is not None else np.empty((m, n), x.dtype.numpy)
     for block in row_blocks(m, n):
         rows = block.stop - block.start
         value = codec.decode(ex, source[block, :n], ex.floats("act x", rows, n))
-        forward(ex, _PLAIN_OF.get(kind, kind), value, value)
+        if plain == "clamped":
+            np.minimum(value, np.float32(limit), out=value)
+        forward(ex, plain, value, value, alpha)
         if gated:
-            np.multiply(value, codec.decode(ex, source[block, n:], ex.floats("act gate", rows, n)), out=value)
+            gate = codec.decode(ex, source[block, n:], ex.floats("act gate", rows, n))
+            if plain == "clamped":
+                np.add(_between(gate, limit), np.float32(offset), out=gate)
+            np.multiply(value, gate, out=value)
         codec.encode(ex, value, result[block])
     if cast is not None and q is not None:
         deliver(ex, result, cast, q)
@@ -70,18 +81,28 @@ def activation_backward(
     """dx = dy * act'(x), or (dy * b * act'(a) | dy * act(a)); then its column sums and the cast."""
     ex, source, gradient = scratch(rt), x.numpy(), dy.numpy()
     gated, plain = kind in _PLAIN_OF, _PLAIN_OF.get(kind, kind)
+    limit, alpha, offset = plan.spec[-1] or _DEFAULT_CLAMP
     m, n = dy.shape
     result = dx.numpy() if dx is not None else np.empty(x.shape, x.dtype.numpy)
     for block in row_blocks(m, n):
         rows = block.stop - block.start
         value = codec.decode(ex, source[block, :n], ex.floats("act x", rows, n))
         grad = codec.decode(ex, gradient[block], ex.floats("act dy", rows, n))
-        slope = derivative(ex, plain, value, ex.floats("act slope", rows, n))
+        gate = codec.decode(ex, source[block, n:], ex.floats("act gate", rows, n)) if gated else value
+        beyond = gate_beyond = None
+        if plain == "clamped":
+            beyond, gate_beyond = value > np.float32(limit), np.abs(gate) > np.float32(limit)
+            np.minimum(value, np.float32(limit), out=value)
+            np.add(_between(gate, limit), np.float32(offset), out=gate)
+        slope = derivative(ex, plain, value, ex.floats("act slope", rows, n), alpha)
+        if beyond is not None:
+            slope[beyond] = 0
         if gated:
-            gate = codec.decode(ex, source[block, n:], ex.floats("act gate", rows, n))
             np.multiply(slope, gate, out=slope)
-            forward(ex, plain, value, value)
+            forward(ex, plain, value, value, alpha)
             np.multiply(value, grad, out=value)
+            if gate_beyond is not None:
+                value[gate_beyond] = 0
             codec.encode(ex, value, result[block, n:])
         np.multiply(slope, grad, out=slope)
         codec.encode(ex, slope, result[block, :n])
@@ -91,23 +112,33 @@ def activation_backward(
         deliver(ex, result, cast, q)
 
 
-def forward(ex: Executor, kind: str, x: F32, out: F32) -> F32:
-    """out = act(x) for a plain activation; out may be x."""
+def _between(gate: F32, limit: float) -> F32:
+    return np.clip(gate, np.float32(-limit), np.float32(limit), out=gate)
+
+
+def forward(ex: Executor, kind: str, x: F32, out: F32, alpha: float = 1.0) -> F32:
+    """out = act(x) for a plain activation; out may be x. `alpha` is that of "clamped"."""
     if kind in ("relu", "srelu"):
         np.maximum(x, 0, out=out)
         return np.multiply(out, out, out=out) if kind == "srelu" else out
-    return np.multiply(x, _sigmoid(ex, kind, x), out=out)
+    if kind == "sigmoid":
+        np.copyto(out, _sigmoid(ex, (1.0, 0.0), x))
+        return out
+    return np.multiply(x, _sigmoid(ex, _SIGMOID_OF.get(kind, (alpha, 0.0)), x), out=out)
 
 
-def derivative(ex: Executor, kind: str, x: F32, out: F32) -> F32:
+def derivative(ex: Executor, kind: str, x: F32, out: F32, alpha: float = 1.0) -> F32:
     """out = act'(x) for a plain activation; out may be x."""
     if kind == "relu":
         return np.greater(x, 0, out=out)
     if kind == "srelu":
         np.maximum(x, 0, out=out)
         return np.add(out, out, out=out)
-    s = _sigmoid(ex, kind, x)
-    linear, cubic = _SIGMOID_OF[kind]
+    if kind == "sigmoid":  # s(x) s(-x): 1 - s would cancel for large x
+        opposite = np.multiply(_sigmoid(ex, (-1.0, 0.0), x), 1, out=ex.floats("act inner", *x.shape))
+        return np.multiply(_sigmoid(ex, (1.0, 0.0), x), opposite, out=out)
+    linear, cubic = _SIGMOID_OF.get(kind, (alpha, 0.0))
+    s = _sigmoid(ex, (linear, cubic), x)
     # s + [x (1 - s) z'] s, from the inside out
     inner = np.subtract(1, s, out=ex.floats("act inner", *x.shape))
     if cubic:
@@ -124,9 +155,9 @@ def derivative(ex: Executor, kind: str, x: F32, out: F32) -> F32:
     return np.add(inner, s, out=out)
 
 
-def _sigmoid(ex: Executor, kind: str, x: F32) -> F32:
+def _sigmoid(ex: Executor, coefficients: tuple[float, float], x: F32) -> F32:
     """sigmoid(z(x)) in scratch memory."""
-    linear, cubic = _SIGMOID_OF[kind]
+    linear, cubic = coefficients
     z = ex.floats("act sigmoid", *x.shape)
     if cubic:
         np.multiply(x, x, out=z)

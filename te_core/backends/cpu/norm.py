@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from te_core.backends.cpu import codec
+from te_core.backends.cpu.elementwise import bias_dropout_add
 from te_core.backends.cpu.executor import F32, Executor, Plan, row_blocks, scratch
 from te_core.backends.cpu.quantize import deliver
 from te_core.quantized import Cast, QuantizedTensor
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
+
+if TYPE_CHECKING:
+    from te_core.ops.norm import Branch
 
 
 def plan_norm_forward(rt: Runtime, key: tuple[Any, ...]) -> Plan:
@@ -28,8 +32,12 @@ def plan_norm_backward(rt: Runtime, key: tuple[Any, ...]) -> Plan:
 def norm_forward(
     rt: Runtime, plan: Plan, x: Tensor, gamma: Tensor, beta: Tensor | None, y: Tensor | None,
     cast: Cast | None, q: QuantizedTensor | None, mean: Tensor | None, rstd: Tensor, eps: float,
+    branch: Branch | None = None,
 ) -> None:  # fmt: skip
-    """y = normalised x * g + beta, with its statistics; then the cast."""
+    """y = normalised x * g + beta, with its statistics; then the cast. With a branch, x is its sum."""
+    if branch is not None:
+        bias_dropout_add(rt, x, branch.bias, branch.residual, branch.sum, branch.p, branch.rng, branch.site)
+        x = branch.sum
     ex, source, (m, n) = scratch(rt), x.numpy(), x.shape
     out_dtype, zero_centered = plan.spec[4], plan.spec[6]
     factor, offset = _gain(gamma, zero_centered), None if beta is None else beta.numpy().astype(np.float32)
@@ -59,9 +67,9 @@ def norm_forward(
 @np.errstate(all="ignore")
 def norm_backward(
     rt: Runtime, plan: Plan, dy: Tensor, x: Tensor, gamma: Tensor, mean: Tensor | None, rstd: Tensor,
-    dx: Tensor, dgamma: Tensor, dbeta: Tensor | None,
+    add: Tensor | None, dx: Tensor, dgamma: Tensor, dbeta: Tensor | None,
 ) -> None:  # fmt: skip
-    """dx = rstd * (w - mean(w) - xhat * mean(w * xhat)), w = dy * g (RMSNorm: no mean(w)); dgamma, dbeta."""
+    """dx = rstd * (w - mean(w) - xhat * mean(w * xhat)) + add, w = dy * g (RMSNorm: no mean(w)); dgamma, dbeta."""
     ex, source, gradient, target, (m, n) = scratch(rt), x.numpy(), dy.numpy(), dx.numpy(), x.shape
     factor = _gain(gamma, plan.spec[6])
     means, rstds = None if mean is None else mean.numpy(), rstd.numpy()
@@ -85,6 +93,8 @@ def norm_backward(
             np.subtract(w, (w.sum(axis=1, dtype=np.float64) / n).astype(np.float32)[:, None], out=w)
         np.subtract(w, xhat, out=w)
         np.multiply(w, rstds[block, None], out=w)
+        if add is not None:
+            np.add(w, codec.decode(ex, add.numpy()[block], product), out=w)
         codec.encode(ex, w, target[block])
     _store(ex, gamma_sum, dgamma)
     if dbeta is not None:

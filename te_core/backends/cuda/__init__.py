@@ -21,24 +21,26 @@ from te_core.tensor import Device, Tensor
 #: Where the operations are: `rt.backend.<name>` is a function of one of these sibling files.
 FILES = (
     "gemm", "norm", "quantize", "quantize_block", "quantize_grouped", "quantize_mxfp8", "quantize_nvfp4", "activation",
-    "elementwise", "matrix",
+    "elementwise", "matrix", "attention", "attention_fp8", "scale_pairs", "rope", "softmax", "l2_norm", "kv_cache",
 )  # fmt: skip
 
 
 class Executor:
     """What one thread's runs on one runtime write into: argument blocks, descriptors, library handles."""
 
-    __slots__ = ("arguments", "context", "driver", "gemms")
+    __slots__ = ("arguments", "attention", "context", "driver", "gemms")
 
     def __init__(self, rt: Runtime) -> None:
         self.driver = libraries.driver()
         self.context = self.driver.attach(rt.device.index)  # 0: this thread is on the only device for good
         self.arguments = Arguments()
         self.gemms: Any = None  # made by gemm.py at the first matrix product
+        self.attention: Any = None  # made by cudnn.py at the first attention
 
     def __del__(self) -> None:
-        if getattr(self, "gemms", None) is not None:
-            self.gemms.close()
+        for held in (getattr(self, "gemms", None), getattr(self, "attention", None)):
+            if held is not None:
+                held.close()
 
 
 class _Block:

@@ -28,10 +28,14 @@ from te_core.quantized import Cast, QuantizedTensor
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
 
-_GATED = {"geglu": "gelu", "qgeglu": "qgelu", "reglu": "relu", "sreglu": "srelu", "swiglu": "silu"}
+_GATED = {
+    "geglu": "gelu", "glu": "sigmoid", "qgeglu": "qgelu", "reglu": "relu", "sreglu": "srelu", "swiglu": "silu",
+    "clamped_swiglu": "clamped",
+}  # fmt: skip
 
-#: dy, x, y, rowwise, columnwise, source, scale_inv, amax, column_sum, rows, cols, steps
-_ARGS = "pppppppppqqi"
+#: dy, x, y, rowwise, columnwise, source, scale_inv, amax, column_sum, rows, cols, steps, limit, alpha, offset
+_ARGS = "pppppppppqqifff"
+_DEFAULT_CLAMP = (7.0, 1.702, 1.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +52,12 @@ class ActivationPlan:
     partials: int  # blocks that leave a partial maximum, for current scaling
     sum_kernel: Kernel | None
     cast: CastPlan | None
+    clamp: tuple[float, ...]
 
 
 def _plan(
     rt: Runtime, x: tuple[tuple[int, ...], DType, int], kind: str, cast_key: tuple[Any, ...] | None, keep: bool,
-    sum_dtype: DType | None, backward: bool,
+    sum_dtype: DType | None, backward: bool, clamp: tuple[float, ...] | None,
 ) -> ActivationPlan:  # fmt: skip
     """`x` is its shape, its dtype and how far its address (and that of dy) is off the 16-byte grid."""
     shape, dtype, misalignment = x
@@ -81,7 +86,7 @@ def _plan(
     operands, stages = 1 + gated + backward, 4 if tall and not gated and not backward else 2  # as in activation.cu
     return ActivationPlan(
         family, kernel, tiles, rows, cols, outputs * cols, operands * stages * STAGE_BYTES,
-        tiles.blocks if current else 0, sum_kernel(rt, sum_dtype), cast,
+        tiles.blocks if current else 0, sum_kernel(rt, sum_dtype), cast, tuple(clamp or _DEFAULT_CLAMP),
     )  # fmt: skip
 
 
@@ -101,7 +106,7 @@ def _run(
     sums = 0 if column_sum is None else column_workspace(rt, tiles.grid[1], plan.width)
     plan.kernel(
         rt, tiles.grid, THREADS, 0 if dy is None else dy.ptr, x.ptr, 0 if out is None else out.ptr,
-        rowwise, columnwise, source, scale_inv, largest, sums, plan.rows, plan.cols, tiles.steps,
+        rowwise, columnwise, source, scale_inv, largest, sums, plan.rows, plan.cols, tiles.steps, *plan.clamp,
         shared=plan.shared,
     )  # fmt: skip
     if column_sum is not None:
@@ -112,8 +117,8 @@ def _run(
 
 def plan_activation_forward(rt: Runtime, key: tuple[Any, ...]) -> ActivationPlan:
     """The launches of `activation_forward` (the key is the op's)."""
-    _, shape, dtype, kind, cast_key, keep, misalignment = key
-    return _plan(rt, (shape, dtype, misalignment), kind, cast_key, keep, None, backward=False)
+    _, shape, dtype, kind, cast_key, keep, misalignment, clamp = key
+    return _plan(rt, (shape, dtype, misalignment), kind, cast_key, keep, None, backward=False, clamp=clamp)
 
 
 def activation_forward(
@@ -126,8 +131,8 @@ def activation_forward(
 
 def plan_activation_backward(rt: Runtime, key: tuple[Any, ...]) -> ActivationPlan:
     """The launches of `activation_backward` (the key is the op's)."""
-    _, shape, dtype, _, kind, cast_key, keep, sum_dtype, misalignment = key
-    return _plan(rt, (shape, dtype, misalignment), kind, cast_key, keep, sum_dtype, backward=True)
+    _, shape, dtype, _, kind, cast_key, keep, sum_dtype, misalignment, clamp = key
+    return _plan(rt, (shape, dtype, misalignment), kind, cast_key, keep, sum_dtype, backward=True, clamp=clamp)
 
 
 def activation_backward(

@@ -56,16 +56,17 @@ def _plan(rt: Runtime, key: tuple[Any, ...], entry: str, args: str) -> StripPlan
     # Two tiles a block, or as many as keep the partial sums few.
     steps = -(-across * down // (BLOCKS_PER_SM * multiprocessors(rt))) if sum_dtype is not None else 2
     steps = max(1, steps, -(-down // 65535))
-    threshold = int(p * 2.0**32)
-    plan = StripPlan(
-        entry, kernel, Tiling((across, -(-down // steps)), steps), sum_kernel(rt, sum_dtype), _signed(threshold),
-        1.0 / (1.0 - p),
-    )  # fmt: skip
+    plan = StripPlan(entry, kernel, Tiling((across, -(-down // steps)), steps), sum_kernel(rt, sum_dtype), *mask_of(p))
     rt.plans.put(key, plan)
     return plan
 
 
-def _signed(word: int) -> int:
+def mask_of(p: float) -> tuple[int, float]:
+    """The threshold and the factor of a dropout, as the kernels take them."""
+    return signed(int(p * 2.0**32)), 1.0 / (1.0 - p)
+
+
+def signed(word: int) -> int:
     """The low 32 bits of a number, as the int32 that carries them to a kernel."""
     return ((word & 0xFFFFFFFF) ^ 0x80000000) - 0x80000000
 
@@ -83,7 +84,7 @@ def bias_dropout_add(
         plan = _plan(rt, key, "bias_dropout_add", "pppppqqiiif")
     plan.kernel(
         rt, plan.tiling.grid, THREADS, x.ptr, b, r, out.ptr, None if rng is None else rng.ptr, x.shape[0], x.shape[1],
-        plan.tiling.steps, _signed(site), plan.threshold, plan.factor,
+        plan.tiling.steps, signed(site), plan.threshold, plan.factor,
     )  # fmt: skip
 
 
@@ -101,7 +102,7 @@ def bias_dropout_add_backward(
     sums = 0 if column_sum is None else column_workspace(rt, plan.tiling.grid[1], cols)
     plan.kernel(
         rt, plan.tiling.grid, THREADS, dy.ptr, dx.ptr, None if rng is None else rng.ptr, sums, rows, cols,
-        plan.tiling.steps, _signed(site), plan.threshold, plan.factor,
+        plan.tiling.steps, signed(site), plan.threshold, plan.factor,
     )  # fmt: skip
     if column_sum is not None:
         add_column_sums(rt, plan.sum_kernel, sums, plan.tiling.grid[1], cols, column_sum.ptr)

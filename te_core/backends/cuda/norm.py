@@ -10,10 +10,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from te_core import dtypes, libraries
 from te_core.backends.cuda import norm_tiling as tiling
+from te_core.backends.cuda.elementwise import mask_of, signed
 from te_core.backends.cuda.quantize import cast_with_partials
 from te_core.backends.cuda.sums import FORMATS, TYPES
 from te_core.dtypes import DType
@@ -22,6 +23,9 @@ from te_core.kernels.loader import Kernel
 from te_core.quantized import Cast, Format, QuantizedTensor, padded
 from te_core.runtime import Runtime
 from te_core.tensor import Device, Tensor
+
+if TYPE_CHECKING:
+    from te_core.ops.norm import Branch
 
 _KINDS = {"LayerNorm": "LAYER", "RMSNorm": "RMS"}
 _limits: dict[Device, tiling.Limits] = {}
@@ -43,11 +47,16 @@ def limits(rt: Runtime) -> tiling.Limits:
 
 #: x, gamma, beta, y, rowwise, columnwise, mean, rstd, scale, scale_inv, amax, rows, cols, 1 / cols, eps
 _FORWARD_ARGS = "pppppppppppqiff"
+#: With a branch also residual, bias, sum, rng, site, threshold and factor.
+_BRANCH_ARGS = "ppppiif"
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardPlan:
-    """One launch; with `partials` a cast follows it. `scratch`: bytes for a row-wise copy that nobody wants."""
+    """One launch; with `partials` a cast follows it. `scratch`: bytes for a row-wise copy that nobody wants.
+
+    `mask`: the threshold and factor of a branch's dropout.
+    """
 
     family: str
     kernel: Kernel
@@ -59,18 +68,21 @@ class ForwardPlan:
     inverse: float
     partials: bool
     scratch: int
+    mask: tuple[int, float]
 
 
 def plan_norm_forward(rt: Runtime, key: tuple[Any, ...]) -> ForwardPlan:
     """The launches of `norm_forward` for the key that ops.norm makes."""
-    _, (rows, cols), x_dtype, gamma_dtype, out_dtype, kind, zero_centered, _, cast, keep, margin, alignment = key
+    _, (rows, cols), x_dtype, gamma_dtype, out_dtype, kind, zero_centered, _, cast, keep, margin, alignment, more = key
+    bias, p = more or (False, 0.0)
     sizes = (x_dtype.itemsize, gamma_dtype.itemsize, out_dtype.itemsize)
     width = tiling.vector_width(cols, alignment, sizes, 16 // x_dtype.itemsize)
     team = tiling.forward_team(cols, width, x_dtype.itemsize)
     constants: dict[str, Any] = {
         "IN": TYPES[x_dtype], "GAMMA": TYPES[gamma_dtype], "OUT": TYPES[out_dtype], "KIND": _KINDS[kind],
         "ZERO_CENTERED": int(zero_centered), "VEC": width, "SIZE": team.size, "ITERS": team.iters,
-        "FULL": int(team.is_full(cols)),
+        "FULL": int(team.is_full(cols)), "RESIDUAL": int(more is not None), "BIAS": int(bias),
+        "DROPOUT": int(p > 0.0),
     }  # fmt: skip
     form, rowwise, columnwise, delayed, has_amax, *_ = cast or (Format(dtypes.float8_e4m3), False, False, False, False)
     fp8 = form.dtype
@@ -80,15 +92,15 @@ def plan_norm_forward(rt: Runtime, key: tuple[Any, ...]) -> ForwardPlan:
         team = tiling.transposing_team(team)
     else:
         team = team.in_blocks_of(1024 if margin else tiling.FORWARD_THREADS)
-    row_bytes = team.row_bytes(sizes[0])
+    row_bytes = team.row_bytes(sizes[0]) * (1 if more is None else 2)
     side_by_side = 1 if margin else max(1, (tiling.TILE_RESIDENT if turn else tiling.FORWARD_RESIDENT) // team.threads)
     most = tiling.TILE_STAGES if turn else tiling.FORWARD_STAGES
     stages = tiling.stages(row_bytes, side_by_side, most, limits(rt)) if team.iters else 0
     height = tiling.TILE_ROWS if turn else team.teams
     kernel = loader.get(
-        rt, "norm_forward", args=_FORWARD_ARGS, **constants, TEAMS=team.teams, ROWS=height, STAGES=stages,
-        VALUES=int(keep or not delayed), CAST=int(delayed), ROWWISE=int(rowwise), COLUMNWISE=int(turn), AMAX=use,
-        FORMAT=FORMATS[fp8], MIN_BLOCKS=side_by_side,
+        rt, "norm_forward", args=_FORWARD_ARGS + ("" if more is None else _BRANCH_ARGS), **constants,
+        TEAMS=team.teams, ROWS=height, STAGES=stages, VALUES=int(keep or not delayed), CAST=int(delayed),
+        ROWWISE=int(rowwise), COLUMNWISE=int(turn), AMAX=use, FORMAT=FORMATS[fp8], MIN_BLOCKS=side_by_side,
     )  # fmt: skip
     shared = stages * row_bytes
     steps = -(-(padded(rows) if delayed else rows) // height)
@@ -97,7 +109,7 @@ def plan_norm_forward(rt: Runtime, key: tuple[Any, ...]) -> ForwardPlan:
     grid = max(grid, 1 if cast else 0)
     return ForwardPlan(
         f"norm_forward_{'transposed' if turn else 'rows'}", kernel, grid, team.threads, shared, rows, cols, 1.0 / cols,
-        use == "PARTIALS", 0 if rowwise or not turn else grid * height * padded(cols),
+        use == "PARTIALS", 0 if rowwise or not turn else grid * height * padded(cols), mask_of(p),
     )  # fmt: skip
 
 
@@ -111,7 +123,7 @@ def _blocks(rt: Runtime, threads: int, kernel: Kernel, shared: int, margin: int)
 
 def norm_forward(
     rt: Runtime, plan: ForwardPlan, x: Tensor, gamma: Tensor, beta: Tensor | None, y: Tensor | None, cast: Cast | None,
-    q: QuantizedTensor | None, mean: Tensor | None, rstd: Tensor, eps: float,
+    q: QuantizedTensor | None, mean: Tensor | None, rstd: Tensor, eps: float, branch: Branch | None = None,
 ) -> None:  # fmt: skip
     """Run a plan of `plan_norm_forward`."""
     if not plan.grid:
@@ -125,10 +137,16 @@ def norm_forward(
         scale = cast.scale.ptr if cast.scale is not None else 0
         scale_inv = q.scale_inv.ptr
         amax = cast.amax.ptr if cast.amax is not None else 0
+    more: tuple[Any, ...] = ()
+    if branch is not None:
+        more = (
+            branch.residual.ptr, branch.bias.ptr if branch.bias is not None else 0, branch.sum.ptr,
+            branch.rng.ptr if branch.rng is not None else 0, signed(branch.site), *plan.mask,
+        )  # fmt: skip
     plan.kernel(
         rt, plan.grid, plan.block, x.ptr, gamma.ptr, beta.ptr if beta is not None else 0,
         y.ptr if y is not None else 0, rowwise, columnwise, mean.ptr if mean is not None else 0, rstd.ptr, scale,
-        scale_inv, amax, plan.rows, plan.cols, plan.inverse, eps, shared=plan.shared,
+        scale_inv, amax, plan.rows, plan.cols, plan.inverse, eps, *more, shared=plan.shared,
     )  # fmt: skip
     if plan.partials and cast is not None and q is not None and y is not None:
         cast_with_partials(rt, y, cast, q, amax, plan.grid)
@@ -158,12 +176,12 @@ class BackwardPlan:
 
 def plan_norm_backward(rt: Runtime, key: tuple[Any, ...]) -> BackwardPlan:
     """The launches of `norm_backward` for the key that ops.norm makes."""
-    _, (rows, cols), x_dtype, dy_dtype, gamma_dtype, kind, zero_centered, margin, alignment = key
+    _, (rows, cols), x_dtype, dy_dtype, gamma_dtype, kind, zero_centered, margin, alignment, add = key
     sizes = (x_dtype.itemsize, dy_dtype.itemsize, gamma_dtype.itemsize)
     width = tiling.vector_width(cols, alignment, sizes, 16 // max(sizes[:2]))
     constants: dict[str, Any] = {
         "IN": TYPES[x_dtype], "DY": TYPES[dy_dtype], "GAMMA": TYPES[gamma_dtype], "KIND": _KINDS[kind],
-        "ZERO_CENTERED": int(zero_centered), "VEC": width,
+        "ZERO_CENTERED": int(zero_centered), "VEC": width, "ADD": int(add),
     }  # fmt: skip
     team = tiling.backward_team(cols, width)
     if team is None:
@@ -171,10 +189,10 @@ def plan_norm_backward(rt: Runtime, key: tuple[Any, ...]) -> BackwardPlan:
     # One large block a multiprocessor is enough: fewer blocks, fewer partial sums.
     resident = tiling.BACKWARD_THREADS if team.iters * width > 8 else 1024
     side_by_side = 1 if margin else max(1, resident // team.threads)
-    stage_bytes = team.row_bytes(sizes[0] + sizes[1])
+    stage_bytes = team.row_bytes(sizes[0] * (1 + add) + sizes[1])
     stages = max(1, tiling.stages(stage_bytes, side_by_side, tiling.BACKWARD_STAGES, limits(rt)))
     kernel = loader.get(
-        rt, "norm_backward", args="pppppppqif", **constants, SIZE=team.size, ITERS=team.iters,
+        rt, "norm_backward", args="ppppppppqif", **constants, SIZE=team.size, ITERS=team.iters,
         FULL=int(team.is_full(cols)), TEAMS=team.teams, STAGES=stages,
     )  # fmt: skip
     # The same memory serves the addition of the teams' sums at the end.
@@ -190,7 +208,7 @@ def _plan_wide(
     rt: Runtime, rows: int, cols: int, margin: int, width: int, gamma_dtype: DType, constants: dict[str, Any]
 ) -> BackwardPlan:
     free = max(1, limits(rt).multiprocessors - margin)
-    kernel = loader.get(rt, "norm_backward_wide", args="ppppppqif", **constants, SIZE=1024)
+    kernel = loader.get(rt, "norm_backward_wide", args="pppppppqif", **constants, SIZE=1024)
     columns = loader.get(
         rt, "norm_backward_wide", entry="norm_backward_columns", args="pppppqi", **constants, SIZE=1024
     )
@@ -211,21 +229,22 @@ def _total(rt: Runtime, cols: int, gamma_dtype: DType, kind: str) -> tuple[Kerne
 
 def norm_backward(
     rt: Runtime, plan: BackwardPlan, dy: Tensor, x: Tensor, gamma: Tensor, mean: Tensor | None, rstd: Tensor,
-    dx: Tensor, dgamma: Tensor, dbeta: Tensor | None,
+    add: Tensor | None, dx: Tensor, dgamma: Tensor, dbeta: Tensor | None,
 ) -> None:  # fmt: skip
     """Run a plan of `plan_norm_backward`."""
+    add_ptr = add.ptr if add is not None else 0
     mean_ptr = mean.ptr if mean is not None else 0
     partial = rt.workspace("norm backward", 8 * plan.parts * plan.cols)
     if plan.columns is not None and plan.rows:
         plan.kernel(
-            rt, plan.grid, plan.block, dy.ptr, x.ptr, gamma.ptr, mean_ptr, rstd.ptr, dx.ptr, plan.rows, plan.cols,
-            plan.inverse,
+            rt, plan.grid, plan.block, dy.ptr, x.ptr, gamma.ptr, mean_ptr, rstd.ptr, add_ptr, dx.ptr, plan.rows,
+            plan.cols, plan.inverse,
         )  # fmt: skip
         plan.columns(rt, plan.columns_grid, 128, dy.ptr, x.ptr, mean_ptr, rstd.ptr, partial, plan.rows, plan.cols)
     elif plan.rows:
         plan.kernel(
-            rt, plan.grid, plan.block, dy.ptr, x.ptr, gamma.ptr, mean_ptr, rstd.ptr, dx.ptr, partial, plan.rows,
-            plan.cols, plan.inverse, shared=plan.shared,
+            rt, plan.grid, plan.block, dy.ptr, x.ptr, gamma.ptr, mean_ptr, rstd.ptr, add_ptr, dx.ptr, partial,
+            plan.rows, plan.cols, plan.inverse, shared=plan.shared,
         )  # fmt: skip
     plan.total(
         rt, plan.total_grid, 512, partial, dgamma.ptr, dbeta.ptr if dbeta is not None else 0, plan.parts, plan.cols

@@ -1,0 +1,135 @@
+"""Attention on FP8 operands, as `te_core.ops.attention_fp8` states it: float32 products of the values of FP8 codes.
+
+A GPU multiplies the codes and applies the scales afterwards; that differs in the last bits of float32 alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from te_core.attention import AttentionSpec, Sizes
+from te_core.backends.cpu import codec
+from te_core.backends.cpu.attention_scores import Array, Problem, clear, folded, load, product, store
+from te_core.backends.cpu.executor import F32, Executor, Plan, scratch
+from te_core.dtypes import DType
+from te_core.runtime import Runtime
+from te_core.tensor import Tensor
+
+if TYPE_CHECKING:
+    from te_core.ops.attention import Terms
+    from te_core.ops.attention_fp8 import BackwardScales, ForwardScales, Scaled
+
+
+@np.errstate(all="ignore")
+def scale_pairs(rt: Runtime, scales: Sequence[Tensor], places: Sequence[Tensor | None], out: Tensor) -> None:
+    """Each scale and its inverse."""
+    for pair, scale, place in zip(out.numpy(), scales, places, strict=True):
+        pair[0] = scale.numpy()[0]
+        pair[1] = np.float32(1) / pair[0]
+        if place is not None:
+            place.numpy()[0] = pair[1]
+
+
+def plan_attention_fp8_forward(rt: Runtime, spec: AttentionSpec, size: Sizes, *given: Any) -> Plan:
+    """The plan of `attention_fp8_forward`."""
+    return Plan((spec, size))
+
+
+def plan_attention_fp8_backward(rt: Runtime, spec: AttentionSpec, size: Sizes, *given: Any) -> Plan:
+    """The plan of `attention_fp8_backward`."""
+    return Plan((spec, size))
+
+
+@np.errstate(all="ignore")
+def attention_fp8_forward(
+    rt: Runtime, plan: Plan, q: Tensor, k: Tensor, v: Tensor, terms: Terms, scales: ForwardScales, out: Tensor,
+    stats: Tensor | None,
+) -> None:  # fmt: skip
+    """out = dropout(P in FP8) v."""
+    ex, problem = scratch(rt), Problem(plan.spec, terms)
+    if problem.spec.padded:
+        clear(out)
+    if stats is not None:
+        stats.numpy()[...] = -np.inf
+    for part in problem.parts():
+        queries = load(ex, problem.queries(q, part), scales.q.numpy())
+        keys = load(ex, problem.keys(k, part), scales.k.numpy())
+        values = load(ex, problem.keys(v, part), scales.v.numpy())
+        target, logs = problem.queries(out, part), None if stats is None else problem.statistics(stats, part)
+        for tile in problem.tiles(part):
+            s, _ = problem.scores(part, tile, np.ascontiguousarray(queries[:, tile.rows]), keys[tile.keys])
+            p, log = problem.softmax(part, s)
+            p = _through(ex, p, scales.s, q.dtype)
+            kept = problem.drop(part, tile)
+            if kept is not None:
+                np.multiply(p, kept, out=p)
+            _deliver(ex, product(p, values[tile.keys]), scales.out, target[:, tile.rows])
+            if logs is not None:
+                logs[:, tile.rows] = log
+
+
+@np.errstate(all="ignore")
+def attention_fp8_backward(
+    rt: Runtime, plan: Plan, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, stats: Tensor, terms: Terms,
+    scales: BackwardScales, dq: Tensor, dk: Tensor, dv: Tensor,
+) -> None:  # fmt: skip
+    """Gradients by P in FP8 for dv, and dS in FP8 for dq and dk; D is summed from the output as it came."""
+    ex, problem = scratch(rt), Problem(plan.spec, terms)
+    scale = np.float32(problem.spec.scale)
+    if problem.spec.padded:
+        clear(dq, dk, dv)
+    for part in problem.parts():
+        queries = load(ex, problem.queries(q, part), scales.q.numpy())
+        gradient = load(ex, problem.queries(dy, part), scales.dy.numpy())
+        result = load(ex, problem.queries(out, part), None if scales.out is None else scales.out.numpy())
+        keys = load(ex, problem.keys(k, part), scales.k.numpy())
+        values = load(ex, problem.keys(v, part), scales.v.numpy())
+        logs, target = problem.statistics(stats, part), problem.queries(dq, part)
+        along = np.multiply(result, gradient, out=result).sum(axis=2)
+        key_sum, value_sum = np.zeros_like(keys), np.zeros_like(values)
+        for tile in problem.tiles(part):
+            rows, cols = tile
+            q_tile, dy_tile = (np.ascontiguousarray(a[:, rows]) for a in (queries, gradient))
+            s, slope = problem.scores(part, tile, q_tile, keys[cols])
+            p = problem.weights(s, logs[:, rows])
+            narrow, kept = _through(ex, p, scales.s, q.dtype), problem.drop(part, tile)
+            dp = product(dy_tile, values[cols].T)
+            if kept is not None:
+                np.multiply(narrow, kept, out=narrow)
+                np.multiply(dp, kept, out=dp)
+            value_sum[cols] += folded(narrow, dy_tile)
+            ds = np.multiply(p, np.subtract(dp, along[:, rows, None], out=dp), out=p)
+            if slope is not None:
+                np.multiply(ds, slope, out=ds)
+            ds = _through(ex, np.multiply(ds, scale, out=ds), scales.dp, dy.dtype)
+            key_sum[cols] += folded(ds, q_tile)
+            _deliver(ex, product(ds, keys[cols]), scales.dq, target[:, rows])
+        _deliver(ex, key_sum, scales.dk, problem.keys(dk, part))
+        _deliver(ex, value_sum, scales.dv, problem.keys(dv, part))
+
+
+def _raise(values: F32, scaled: Scaled) -> None:
+    """Raise the amax to the largest of the values."""
+    if scaled.amax is not None:
+        held = scaled.amax.numpy()
+        held[0] = np.fmax(held[0], codec.amax(values))
+
+
+def _through(ex: Executor, values: F32, scaled: Scaled, dtype: DType) -> F32:
+    """The values as FP8 holds them under a scale."""
+    _raise(values, scaled)
+    codes = np.empty(values.shape, dtype.numpy)
+    codec.encode(ex, values, codes, scaled.scale.numpy()[0])
+    return load(ex, codes, scaled.inverse.numpy())
+
+
+def _deliver(ex: Executor, values: F32, scaled: Scaled | None, view: Array) -> None:
+    """Write values under a scale, or, without one, rounded to the view's type."""
+    if scaled is None:
+        store(ex, values, view)
+        return
+    _raise(values, scaled)
+    store(ex, values, view, scaled.scale.numpy()[0])

@@ -1,0 +1,134 @@
+"""Rotary position embedding in float32 (its rule: te_core/ops/rope.py)."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from te_core.backends.cpu.executor import F32, Plan, row_blocks
+from te_core.runtime import Runtime
+from te_core.tensor import Tensor
+
+Array = np.ndarray[Any, Any]
+
+_NOWHERE = -(2**62)
+
+
+def plan_rope(rt: Runtime, key: tuple[Any, ...]) -> Plan:
+    """The plan of `rope`."""
+    return Plan(key)
+
+
+def plan_rope_qkv(rt: Runtime, key: tuple[Any, ...]) -> Plan:
+    """The plan of `rope_qkv` and of its backward."""
+    return Plan(key)
+
+
+@np.errstate(all="ignore")
+def rope(
+    rt: Runtime, plan: Plan, t: Tensor, freqs: Tensor, cu_seqlens: Tensor | None, starts: Tensor | None, out: Tensor
+) -> None:
+    """out = t turned (or turned back)."""
+    _, shape, _, _, _, fmt, interleaved, cp_size, cp_rank, backward, *_ = plan.spec
+    heads = (prod(shape[:-2]), *shape[-2:])
+    source, target = t.numpy().reshape(heads), out.numpy().reshape(heads)
+    positions = _positions(shape, fmt, (cp_size, cp_rank), cu_seqlens, starts)
+    for block in row_blocks(heads[0], shape[-2] * shape[-1]):
+        table = _table(freqs, positions[block], 1)
+        _turn(source[block], target[block], table, interleaved, backward)
+
+
+@np.errstate(all="ignore")
+def rope_qkv(
+    rt: Runtime, plan: Plan, packed: Tensor, parts: tuple[Tensor | None, ...], freqs: tuple[Tensor | None, ...],
+    cu_seqlens: Tensor | None, starts: Tensor | None,
+) -> None:  # fmt: skip
+    """The parts q, k, v of the packed rows; backward: the packed rows of the parts."""
+    operation, lead, *_ = plan.spec
+    (heads, groups, dims, grouped), (fmt, interleaved, *cp) = plan.spec[8], plan.spec[9]
+    backward = operation.endswith("backward")
+    rows, per = prod(lead), heads // groups
+    slots = _slots(packed.numpy(), rows, (per, groups, dims), grouped)
+    for part, slot, table, n in zip(parts, slots, (*freqs, None), (per, 1, 1), strict=True):
+        if part is None:
+            continue
+        dense = part.numpy().reshape(rows, groups, n, part.shape[-1])
+        source, target = (dense, slot) if backward else (slot, dense)
+        if table is None:
+            target[...] = source
+            continue
+        positions = _positions((*lead, 1, 1), fmt, cp, cu_seqlens, starts)
+        for block in row_blocks(rows, groups * n * part.shape[-1]):
+            _turn(source[block], target[block], _table(table, positions[block], 2), interleaved, backward)
+
+
+def _slots(packed: Array, rows: int, split: tuple[Any, ...], grouped: bool) -> list[Array]:
+    """Views [rows, groups, heads, d] of q, k and v in the packed rows."""
+    per, groups, (dq, dk, dv) = split
+    sizes = (per * dq, dk, dv)
+    views, first = [], 0
+    row = packed.reshape(rows, groups, sum(sizes)) if grouped else packed.reshape(rows, groups * sum(sizes))
+    for size, n in zip(sizes, (per, 1, 1), strict=True):
+        width = size if grouped else groups * size
+        part = row[..., first : first + width]
+        views.append(part.reshape(rows, groups, n, size // max(n, 1)))
+        first += width
+    return views
+
+
+def _positions(
+    shape: tuple[int, ...], fmt: str, cp: Any, cu_seqlens: Tensor | None, starts: Tensor | None
+) -> npt.NDArray[np.int64]:
+    """The position of each token in the order of memory; `_NOWHERE` for a token of no sequence."""
+    cp_size, cp_rank = cp
+    if fmt == "thd":
+        assert cu_seqlens is not None
+        bounds = cu_seqlens.numpy().astype(np.int64) // cp_size
+        row = np.arange(shape[0])
+        sequence = np.searchsorted(bounds, row, side="right") - 1
+        nowhere = (sequence < 0) | (sequence >= len(bounds) - 1)
+        sequence[nowhere] = 0
+        place, length = row - bounds[sequence], np.append(np.diff(bounds), 0)[sequence]
+    else:
+        tokens, sequences = (shape[0], shape[1]) if fmt == "sbhd" else (shape[1], shape[0])
+        row = np.arange(tokens * sequences)
+        place, sequence = (row // sequences, row % sequences) if fmt == "sbhd" else (row % tokens, row // tokens)
+        length, nowhere = np.full_like(row, tokens), np.zeros(row.shape, np.bool_)
+    if cp_size > 1:
+        half = length // 2
+        later = cp_size * length - (cp_rank + 1) * half + place - half
+        place = np.where(place < half, cp_rank * half + place, later)
+    if starts is not None and starts.size:
+        place = place + starts.numpy()[sequence]
+    return np.where(nowhere, _NOWHERE, place)
+
+
+def _table(freqs: Tensor, positions: npt.NDArray[np.int64], heads: int) -> tuple[F32, F32]:
+    """Cosines and sines [tokens, 1 .., d2]; NaN where the table ends."""
+    rows = freqs.numpy().reshape(freqs.shape[0], freqs.shape[-1])
+    inside = (positions >= 0) & (positions < len(rows))
+    angle = np.full((len(positions), rows.shape[1]), np.nan, np.float32)
+    angle[inside] = rows[positions[inside]]
+    angle[positions == _NOWHERE] = 0
+    angle = angle.reshape(len(positions), *[1] * heads, rows.shape[1])
+    return np.cos(angle), np.sin(angle)
+
+
+def _turn(source: Array, target: Array, table: tuple[F32, F32], interleaved: bool, backward: bool) -> None:
+    """target = source turned, over the last dimension."""
+    cos, sin = table
+    d2 = cos.shape[-1]
+    first, second = (slice(0, d2, 2), slice(1, d2, 2)) if interleaved else (slice(0, d2 // 2), slice(d2 // 2, d2))
+    x = source.astype(np.float32)
+    a, b, cos_a, cos_b = x[..., first], x[..., second], cos[..., first], cos[..., second]
+    sin_a, sin_b = sin[..., first], sin[..., second]
+    if backward:
+        turned_a, turned_b = a * cos_a + b * sin_b, b * cos_b - a * sin_a
+    else:
+        turned_a, turned_b = a * cos_a - b * sin_a, b * cos_b + a * sin_b
+    target[..., d2:] = source[..., d2:]
+    target[..., first] = turned_a
+    target[..., second] = turned_b

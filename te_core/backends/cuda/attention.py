@@ -1,0 +1,302 @@
+"""Attention by cuDNN; see te_core.ops.attention for the contract, te_core.attention_rules for what is refused.
+
+A call is one run of a graph (attention_graph.py); with lengths, a small kernel before and one after it; with ALiBi
+that is not cuDNN's own, a bias written before; with the largest logits, a kernel that makes them of the maxima and
+sums that cuDNN then writes in place of statistics.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from te_core import dtypes
+from te_core.attention import AttentionSpec, Sizes
+from te_core.backends.cuda import cudnn
+from te_core.backends.cuda.attention_graph import CONSTANTS, Four, GraphSpec, Layout
+from te_core.backends.cuda.attention_plan import (
+    Around,
+    Frame,
+    around,
+    band_of,
+    dense_like,
+    frame_of,
+    graph_of,
+    graph_spec,
+    layouts,
+    picker,
+    require,
+    scratch_tensor,
+    statistics_strides,
+    sums,
+    token_bound,
+)
+from te_core.kernels import loader
+from te_core.kernels.loader import Kernel
+from te_core.runtime import Runtime
+from te_core.tensor import Tensor
+
+if TYPE_CHECKING:
+    from te_core.ops.attention import Terms
+
+_LOGITS_ARGS = "ppp" + "qqqq" + "pppp" + "iiiiiii"
+_BIAS_ARGS = "pp" + "ii" + "pp" + "iiiiii"
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Slopes:
+    """ALiBi as a bias: the kernel that writes it."""
+
+    kernel: Kernel
+    shape: Four
+    per_sequence: bool
+    fixed: tuple[int, ...]
+
+    def write(self, rt: Runtime, terms: Terms) -> Tensor:
+        """The bias, for the time of a call."""
+        batch, heads, rows, columns = self.shape
+        bias = rt.empty(self.shape, dtypes.float32)
+        cu_q, cu_kv, _, _ = sums(terms.lengths)
+        slopes = terms.slopes.ptr  # type: ignore[union-attr]
+        self.kernel(
+            rt, (rows, heads, batch), 128, slopes, bias.ptr, int(self.per_sequence), columns, cu_q, cu_kv, *self.fixed
+        )
+        return bias
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class AttentionPlan:
+    """All that was decided about one attention, forward or backward."""
+
+    spec: AttentionSpec
+    size: Sizes
+    graph: cudnn.Graph | None  # None: nothing to attend to
+    pick: Any
+    around: Around
+    slopes: Slopes | None = None
+    logits: Kernel | None = None
+    stats: tuple[int, ...] = ()  # the shape of the statistics
+    constants: Tensor | None = None  # those of a soft-cap
+    constants_at: tuple[int, ...] = ()
+
+    def explain(self) -> str:
+        """What runs."""
+        s = self.size
+        lines = [f"attention of {s.batch} x {s.heads} ({s.groups}) heads, {s.sq} x {s.skv}, width {s.d_qk}/{s.d_v}"]
+        if self.graph is None:
+            return lines[0] + "\n  nothing to do"
+        number = ".".join(map(str, cudnn.frontend().version))
+        lines.append(f"  runs cuDNN {number}, workspace {self.graph.workspace}, a plan {self.graph.source}")
+        for kernel, name in (
+            (self.around.lengths, "lengths"), (self.slopes, "bias"), (self.logits, "logits"),
+            (self.around.rows, "rows"),
+        ):  # fmt: skip
+            lines += [f"  and attention_{name}.cu"] if kernel is not None else []
+        return "\n".join(lines)
+
+
+# ---------------------------------------------------------------------------------------------- forward
+
+#: The order in which a run lists addresses; what Around prepares follows (`sink` again: the zeros of "off-by-one").
+_FORWARD = ("q", "k", "v", "out", "stats", "sum_exp", "bias", "sink", "seed", "offset", "k_pages", "v_pages")
+
+
+def plan_attention_forward(
+    rt: Runtime, spec: AttentionSpec, size: Sizes, q: Tensor, k: Tensor, v: Tensor, terms: Terms, stats: bool
+) -> AttentionPlan:
+    """Find or build the graph."""
+    paged = terms.pages is not None
+    require(rt, "attention_forward", spec, size, q.dtype, (q, k, v), training=False, terms=terms)
+    frame = frame_of(spec, size, terms, backward=False)
+    empty = not q.size or not k.size
+    if empty:
+        frame = replace(frame, full=not spec.padded)  # all rows are such that see nothing
+    wanted = stats or spec.max_logit
+    found = layouts(frame, q, k, v, paged, wanted)
+    out = _described(q, v)
+    near = around(rt, frame, found, (out,), spec.softmax == "off-by-one")
+    if empty:
+        return AttentionPlan(spec, size, None, None, near)
+    slopes, added = _added(rt, frame, terms)
+    pages = terms.pages
+    wants = graph_spec(
+        frame, q.dtype, found, maxima=spec.max_logit, **added,
+        pages=None if pages is None else (size.batch, pages.shape[1], size.skv),
+    )  # fmt: skip
+    graph = graph_of(rt, wants)
+    constants = _constants(rt, wants)
+    names = _FORWARD + tuple(name for name, _ in near.places) + (CONSTANTS if spec.softcap else ())
+    logits = loader.get(rt, "attention_logits", args=_LOGITS_ARGS) if spec.max_logit else None
+    packed = spec.q_format == "thd"
+    shape = (q.shape[0], size.heads) if packed else (size.batch, size.heads, size.sq)
+    pick = picker(graph, _without_sink(names, spec))
+    return AttentionPlan(spec, size, graph, pick, near, slopes, logits, shape, *constants)
+
+
+def _constants(rt: Runtime, wants: GraphSpec) -> tuple[Tensor | None, tuple[int, ...]]:
+    """The numbers of a soft-cap in device memory, and their addresses."""
+    values = wants.constants()
+    if not values:
+        return None, ()
+    held = rt.tensor(np.array(values, np.float32))
+    rt.numpy(held)  # waits: another stream may be the first to read them
+    return held, tuple(held.ptr + 4 * i for i in range(len(values)))
+
+
+def _without_sink(names: tuple[str, ...], spec: AttentionSpec) -> tuple[str, ...]:
+    """Of the two sinks, the one that the spec means."""
+    if spec.softmax == "off-by-one":
+        return names
+    first = names.index("sink")
+    return tuple("" if name == "sink" and number != first else name for number, name in enumerate(names))
+
+
+def _described(q: Tensor, v: Tensor) -> Tensor:
+    """The output's description."""
+    return Tensor(0, (*q.shape[:-1], v.shape[-1]), q.dtype, q.device, None)
+
+
+def _added(rt: Runtime, frame: Frame, terms: Terms) -> tuple[Slopes | None, dict[str, Any]]:
+    """What is added to the scores: the graph's options, and the kernel that writes a bias of slopes."""
+    spec, size = frame.spec, frame.size
+    if terms.bias is not None:
+        b, h, sq, skv = terms.bias.shape
+        return None, {"bias": (terms.bias.dtype.name, (b, h, sq, skv))}
+    if spec.bias != "alibi" or terms.slopes is None:
+        return None, {}
+    shifted = spec.bottom_right and (spec.padded or size.sq != size.skv)
+    if spec.default_slopes and spec.causal and spec.left < 0 and not shifted:
+        return None, {"alibi": True}
+    per_sequence = len(terms.slopes.shape) == 2
+    batch = frame.batch if per_sequence or (shifted and spec.padded) else 1
+    shape = (batch, size.heads, frame.sq, frame.skv)
+    masked = frame.bottom_right
+    kernel = loader.get(rt, "attention_bias", args=_BIAS_ARGS, MASKED=int(masked))
+    slopes = Slopes(kernel, shape, per_sequence, (size.batch, size.sq, size.skv, *band_of(spec)))
+    options: dict[str, Any] = {"bias": (dtypes.float32.name, shape)}
+    if masked:  # the bias carries the band
+        options.update(left=-1, right=-1, bottom_right=False)
+    return slopes, options
+
+
+def attention_forward(
+    rt: Runtime, plan: AttentionPlan, q: Tensor, k: Tensor, v: Tensor, terms: Terms, out: Tensor,
+    stats: Tensor | None, max_logit: Tensor | None,
+) -> None:  # fmt: skip
+    """Run a plan."""
+    near, lengths = plan.around, terms.lengths
+    if plan.graph is None:
+        near.tidy(rt, lengths, out, None, None, stats)
+        if max_logit is not None:
+            rt.backend.zero(rt, max_logit)
+        return
+    bias, sink, rng, pages = terms.bias, terms.sink, terms.rng, terms.pages
+    if plan.slopes is not None:
+        bias = plan.slopes.write(rt, terms)
+    kept = stats
+    exponentials = None
+    if plan.logits is not None:
+        exponentials = scratch_tensor(rt, (2, *plan.stats))
+        if kept is None:
+            kept = Tensor(
+                exponentials.ptr + exponentials.nbytes // 2, plan.stats, dtypes.float32, rt.device, exponentials
+            )
+    seed = 0 if rng is None else rng.ptr
+    table = 0 if pages is None else pages.ptr
+    cudnn.execute(rt, plan.graph, plan.pick((
+        q.ptr, k.ptr, v.ptr, out.ptr, 0 if kept is None else kept.ptr, 0 if exponentials is None else exponentials.ptr,
+        0 if bias is None else bias.ptr, 0 if sink is None else sink.ptr, seed, seed + 8, table, table,
+        *near.prepare(rt, lengths), *plan.constants_at,
+    )))  # fmt: skip
+    if plan.logits is not None:
+        _largest(rt, plan, terms, kept, exponentials, max_logit)
+    near.tidy(rt, lengths, out, None, None, stats)
+
+
+def _largest(
+    rt: Runtime, plan: AttentionPlan, terms: Terms, stats: Tensor | None, sums_of: Tensor | None,
+    max_logit: Tensor | None,
+) -> None:  # fmt: skip
+    """Statistics and the largest logits from cuDNN's maxima and sums."""
+    assert plan.logits is not None and stats is not None and sums_of is not None and max_logit is not None
+    spec, size = plan.spec, plan.size
+    packed = spec.q_format == "thd"
+    rows = plan.stats[0] if packed else size.batch * size.sq
+    plan.logits(
+        rt, size.heads, 1024, stats.ptr, sums_of.ptr, max_logit.ptr, rows, *statistics_strides(spec, size),
+        *sums(terms.lengths), size.batch, size.sq, size.skv, *band_of(spec), int(packed),
+    )  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------------- backward
+
+_BACKWARD = (
+    "q", "k", "v", "out", "stats", "dy", "dq", "dk", "dv", "bias", "dbias", "sink", "dsink", "seed", "offset",
+)  # fmt: skip
+
+
+def plan_attention_backward(
+    rt: Runtime, spec: AttentionSpec, size: Sizes, q: Tensor, k: Tensor, v: Tensor, terms: Terms,
+    grads: tuple[Tensor, Tensor, Tensor] | None, bias_grad: bool,
+) -> AttentionPlan:  # fmt: skip
+    """Find or build the graph."""
+    results = grads or dense_like(q, k, v)
+    require(
+        rt, "attention_backward", spec, size, q.dtype, (q, k, v, *results), training=True, terms=terms,
+        bias_grad=bias_grad,
+    )  # fmt: skip
+    frame = frame_of(spec, size, terms, backward=True)
+    empty = not q.size or not k.size
+    if empty:
+        frame = replace(frame, full=not spec.padded)
+    found = layouts(frame, q, k, v, False, True, results)
+    near = around(rt, frame, found, results, spec.softmax == "off-by-one")
+    if empty:
+        return AttentionPlan(spec, size, None, None, near)
+    slopes, added = _added(rt, frame, terms)
+    wants = graph_spec(
+        frame, q.dtype, found, backward=True, deterministic=spec.deterministic, bias_grad=bias_grad,
+        sink_grad=spec.softmax == "learnable", tokens=tokens_of(frame, found, q, k), **added,
+    )  # fmt: skip
+    graph = graph_of(rt, wants)
+    names = _BACKWARD + tuple(name for name, _ in near.places) + (CONSTANTS if spec.softcap else ())
+    constants, at = _constants(rt, wants)
+    return AttentionPlan(
+        spec, size, graph, picker(graph, _without_sink(names, spec)), near, slopes, constants=constants,
+        constants_at=at,
+    )  # fmt: skip
+
+
+def tokens_of(frame: Frame, found: dict[str, Layout], q: Tensor, k: Tensor) -> tuple[int, int] | None:
+    """Bounds of the packed tokens, which bound the workspace (cuDNN has a fault with other widths than 16s)."""
+    size = frame.size
+    if size.d_qk % 16 or size.d_v % 16 or not (found["q"].packed and found["k"].packed):
+        return None
+    return token_bound(q.shape[0], frame.batch, frame.sq), token_bound(k.shape[0], frame.batch, frame.skv)
+
+
+def attention_backward(
+    rt: Runtime, plan: AttentionPlan, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, stats: Tensor,
+    terms: Terms, dq: Tensor, dk: Tensor, dv: Tensor, dbias: Tensor | None, dsink: Tensor | None,
+) -> None:  # fmt: skip
+    """Run a plan."""
+    near, lengths = plan.around, terms.lengths
+    bias, sink, rng = terms.bias, terms.sink, terms.rng
+    if dbias is not None:
+        rt.backend.zero(rt, dbias)  # cuDNN writes the tiles that it visits
+    if plan.graph is None:
+        near.tidy(rt, lengths, dq, dk, dv, None)
+        if dsink is not None:
+            rt.backend.zero(rt, dsink)
+        return
+    if plan.slopes is not None:
+        bias = plan.slopes.write(rt, terms)
+    seed = 0 if rng is None else rng.ptr
+    cudnn.execute(rt, plan.graph, plan.pick((
+        q.ptr, k.ptr, v.ptr, out.ptr, stats.ptr, dy.ptr, dq.ptr, dk.ptr, dv.ptr, 0 if bias is None else bias.ptr,
+        0 if dbias is None else dbias.ptr, 0 if sink is None else sink.ptr, 0 if dsink is None else dsink.ptr, seed,
+        seed + 8, *near.prepare(rt, lengths), *plan.constants_at,
+    )))  # fmt: skip
+    near.tidy(rt, lengths, dq, dk, dv, None)

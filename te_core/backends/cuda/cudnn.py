@@ -1,0 +1,326 @@
+"""cuDNN through its frontend: the library, a handle for each executor, and graphs that are built once and kept on disk.
+
+The frontend looks for libcudnn by itself, in LD_LIBRARY_PATH first: the copy that `te_core.libraries` chose is mapped
+before, and its folder is shown to the frontend while it is imported, so that no second one gets in.
+
+A graph is made with the frontend's C++ class. The Python class around it may choose among engines of the frontend's
+own, which want CUTLASS and do not read the offsets of packed sequences. A finished graph is run with one array of
+addresses, in the order of its tensors' numbers; a frontend without that entry gets a dictionary (10 us more).
+
+Graphs are immutable and shared by threads; a handle, its stream and the array belong to an executor.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import hashlib
+import os
+import struct
+import sys
+from collections.abc import Callable, Hashable
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from threading import RLock
+from typing import TYPE_CHECKING, Any
+
+from te_core import device, dtypes, env, libraries
+from te_core.errors import LibraryError, UnsupportedError
+from te_core.kernels.compiler import read_cache, write_cache
+from te_core.runtime import Runtime
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+MAX_OPERANDS = 64
+#: Scratch memory up to this size is kept by the runtime; more goes back to the allocator after each call.
+KEPT_WORKSPACE = 8 << 20
+
+#: Puts the operations into an empty graph, and returns what to call when it is built.
+Describe = Callable[[Any], Callable[[], None]]
+
+_lock = RLock()
+
+
+@dataclass(frozen=True, slots=True)
+class Frontend:
+    """The frontend's modules, and the versions that decide what a stored plan is worth."""
+
+    module: Any  # cudnn
+    native: Any  # its extension: the C++ graph class, handles
+    version: tuple[int, ...]  # of cuDNN
+    frontend: str
+
+    @property
+    def types(self) -> Any:
+        """The names of data types."""
+        return self.module.data_type
+
+
+_frontend: Frontend | None = None
+
+
+def frontend() -> Frontend:
+    """The frontend over this process's cuDNN; `LibraryError` where either is missing."""
+    global _frontend
+    if _frontend is None:
+        with _lock:
+            if _frontend is None:
+                _frontend = _import()
+    return _frontend
+
+
+def _import() -> Frontend:
+    version = libraries.version("cudnn")
+    # The frontend opens a CUDA runtime of its own choice otherwise, of CUDA 12 where there are two.
+    os.environ.setdefault("CUDNN_FRONTEND_CUDART_LIB_NAME", libraries.file("cudart"))
+    try:
+        with _shown_folder(Path(libraries.file("cudnn")).parent):
+            module = sys.modules.get("cudnn") or import_module("cudnn")
+        native = module._pybind_module
+        native.backend_graph, native.create_handle, native._raw_set_stream, native._raw_destroy_handle  # noqa: B018
+    except (ImportError, AttributeError) as error:
+        raise LibraryError(
+            "load the cuDNN frontend", str(error), "nvidia-cudnn-frontend 1.28 or newer",
+            "pip install te-runtime[cu13] (or [cu12] for CUDA 12)",
+        ) from error  # fmt: skip
+    number = int(module.backend_version())
+    found = number // 10000, number // 100 % 100, number % 100
+    if found != version:
+        raise LibraryError(
+            "load the cuDNN frontend", f"a frontend over cuDNN {found}, while the process uses {version}", "one cuDNN",
+            "import te_core (or torch) before cudnn, or set LD_LIBRARY_PATH to the folder of the cuDNN to use",
+        )  # fmt: skip
+    return Frontend(module, native, version, str(getattr(module, "__version__", "?")))
+
+
+@contextmanager
+def _shown_folder(folder: Path) -> Iterator[None]:
+    """LD_LIBRARY_PATH as the frontend reads it. (The system's loader read its own at the start of the process.)"""
+    before = os.environ.get("LD_LIBRARY_PATH")
+    os.environ["LD_LIBRARY_PATH"] = str(folder)
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["LD_LIBRARY_PATH"]
+        else:
+            os.environ["LD_LIBRARY_PATH"] = before
+
+
+# ---------------------------------------------------------------------------------------------- what executes
+
+
+class Handle:
+    """What an executor keeps for cuDNN: a handle, the stream that it is set to, and the addresses of a run."""
+
+    __slots__ = ("_address", "_native", "_values", "amaxes", "raw", "stream")
+
+    def __init__(self, rt: Runtime) -> None:
+        self._native = frontend().native
+        self.raw = int(self._native.create_handle())  # for the current device
+        self.stream = 0
+        self._values = (ctypes.c_uint64 * MAX_OPERANDS)()
+        self._address = ctypes.addressof(self._values)
+        self.amaxes: Any = None  # float32, zeros between runs: what FP8 graphs raise
+
+    def execute(self, graph: Graph, pointers: tuple[int, ...], workspace: int, stream: int) -> None:
+        """Launch on a stream; the addresses in the order of `graph.operands`."""
+        if stream != self.stream:
+            self._native._raw_set_stream(self.raw, stream)
+            self.stream = stream
+        if graph.run is None:
+            graph.built._execute(dict(zip(graph.uids, pointers, strict=True)), workspace, self.raw)
+            return
+        graph.pack(self._values, 0, *pointers)
+        graph.run(self._address, graph.count, workspace, self.raw, -1)
+
+    def close(self) -> None:
+        """Free the handle."""
+        self._native._raw_destroy_handle(self.raw)
+
+
+def handle(rt: Runtime) -> Handle:
+    """The executor's handle, made at its first use."""
+    executor = rt.executor()
+    if executor.attention is None:
+        with executor.driver.on(rt.device.index):
+            executor.attention = Handle(rt)
+    found: Handle = executor.attention
+    return found
+
+
+def execute(rt: Runtime, graph: Graph, pointers: tuple[int, ...]) -> None:
+    """Run a graph on the runtime's stream."""
+    executor = rt.executor()
+    needs = graph.workspace
+    if needs <= KEPT_WORKSPACE:
+        block, scratch = None, rt.workspace("cudnn", needs) if needs else 0
+    else:
+        block = rt.empty((needs,), dtypes.uint8)
+        scratch = block.ptr
+    entered = executor.driver.enter(executor.context) if executor.context else False
+    try:
+        (executor.attention or handle(rt)).execute(graph, pointers, scratch, rt.stream)
+    except RuntimeError as error:
+        raise LibraryError(
+            "attention", f"cuDNN: {error}", "success",
+            "check that every tensor is alive, starts at 16 bytes and is on the runtime's device",
+        ) from error  # fmt: skip
+    finally:
+        if entered:
+            executor.driver.leave()
+        del block  # back to the allocator, which hands it out again in stream order
+
+
+class Graph:
+    """A finished graph: what it needs, and how to run it."""
+
+    __slots__ = ("built", "count", "operands", "pack", "run", "source", "uids", "workspace")
+
+    def __init__(self, built: Any, names: tuple[str, ...], source: str) -> None:
+        self.built = built
+        built._prepare_variant_pack_template()
+        self.uids = tuple(built._get_variant_pack_uids_sorted())
+        self.operands = tuple(names[uid - 1] for uid in self.uids)  # tensor i of `names` has the number i + 1
+        self.count = len(self.uids)
+        self.pack = struct.Struct(f"={self.count}Q").pack_into
+        self.run: Callable[..., None] | None = getattr(built, "_execute_with_raw_ptrs", None)
+        self.workspace = int(built.get_workspace_size())
+        self.source = source  # "built" or "read from disk"
+
+
+# ---------------------------------------------------------------------------------------------- building
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What a graph is built for: a handle on a device, or (to check graphs without one) a description of it."""
+
+    name: str
+    multiprocessors: int
+    handle: int | None = None
+    properties: Any = None
+    capability: tuple[int, int] = (9, 0)
+
+    def arguments(self) -> dict[str, Any]:
+        """Of the graph's constructor."""
+        if self.properties is None:
+            return {"handle": self.handle}
+        major, minor = self.capability
+        return {"device_property": self.properties, "sm_version": major * 10 + minor, "sm_count": self.multiprocessors}
+
+
+@dataclass
+class Counts:
+    """How many graphs this process built, and how many it read from disk."""
+
+    built: int = 0
+    loaded: int = 0
+
+
+COUNTS = Counts()
+#: By device and spec, for good: a captured CUDA graph may hold a graph's kernels.
+_graphs: dict[tuple[int, Hashable], Graph] = {}
+
+
+@atexit.register
+def _let_go() -> None:
+    """Free the graphs before the interpreter ends: the frontend's extension prints what is left of its objects."""
+    for held in _graphs.values():
+        held.built = held.run = None
+    _graphs.clear()
+
+
+def graph(rt: Runtime, spec: Hashable, names: tuple[str, ...], describe: Describe) -> Graph:
+    """The graph of a spec: from memory, from disk, or built.
+
+    Building takes a second, reading from disk 2 ms.
+    """
+    key = (rt.device.index, spec)
+    found = _graphs.get(key)
+    if found is None:
+        with _lock:  # threads that want the same graph shall not build it twice
+            found = _graphs.get(key)
+            if found is None:
+                known = device.info(rt.device.index)
+                with rt.executor().driver.on(rt.device.index):
+                    target = Target(known.name, known.multiprocessors, handle(rt).raw, capability=known.capability)
+                    found = _graphs[key] = load_or_build(target, spec, names, describe)
+    return found
+
+
+def load_or_build(target: Target, spec: Hashable, names: tuple[str, ...], describe: Describe) -> Graph:
+    """The graph from disk, or built and written there."""
+    place = env.cache_dir() / "attention" / f"{disk_key(target, spec)}.plan"
+    stored = read_cache(place)
+    if stored is not None:
+        found = _deserialized(target, names, stored)
+        if found is not None:
+            COUNTS.loaded += 1
+            return found
+    built = build(target, describe)
+    COUNTS.built += 1
+    write_cache(place, bytes(built.serialize(as_bytes=True)))
+    return Graph(built, names, "built")
+
+
+def disk_key(target: Target, spec: Hashable) -> str:
+    """A digest of all that decides a plan: the file that makes the graph of a spec, too."""
+    fe = frontend()
+    text = repr((fe.version, fe.frontend, target.name, target.multiprocessors, spec))
+    return hashlib.sha256(text.encode() + _source(type(spec).__module__)).hexdigest()[:32]
+
+
+@cache
+def _source(module: str) -> bytes:
+    path = getattr(sys.modules[module], "__file__", None)
+    return Path(path).read_bytes() if path and Path(path).exists() else b""
+
+
+def _deserialized(target: Target, names: tuple[str, ...], stored: bytes) -> Graph | None:
+    """The graph of a stored plan; None where this cuDNN does not take it."""
+    made = frontend().native.backend_graph(**target.arguments())
+    try:
+        if target.properties is None:
+            made.deserialize(target.handle, stored)
+        else:
+            made.deserialize(stored)
+        return Graph(made, names, "read from disk")
+    except (RuntimeError, ValueError, IndexError):  # another version's, or cut short
+        return None
+
+
+def build(target: Target, describe: Describe) -> Any:
+    """A graph with a plan; `UnsupportedError` with cuDNN's reason where there is none."""
+    fe = frontend()
+    types, modes = fe.types, fe.module.heur_mode
+    made = fe.native.backend_graph(
+        intermediate_data_type=types.FLOAT, compute_data_type=types.FLOAT, **target.arguments()
+    )
+    release = None
+    try:
+        release = describe(made)
+        made.validate()
+        made.build_operation_graph()
+        made.create_execution_plans([modes.A, modes.FALLBACK])
+        made.check_support()
+        made.build_plans()
+    except (RuntimeError, fe.module.cudnnGraphNotSupportedError) as error:
+        raise UnsupportedError(
+            "attention", "a graph that cuDNN " + ".".join(map(str, fe.version)) + f" refuses: {_short(error)}",
+            "what te_core.attention_rules lists", "change the options named, or use the unfused attention",
+        ) from error  # fmt: skip
+    finally:
+        if release is not None:
+            release()
+    return made
+
+
+def _short(error: Exception) -> str:
+    """The first line that says something, without the frontend's prefix."""
+    text = str(error).replace("[cudnn_frontend] Error: ", "").strip()
+    return text.splitlines()[0][:300] if text else type(error).__name__

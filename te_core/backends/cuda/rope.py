@@ -1,0 +1,115 @@
+"""Rotary position embedding on CUDA: one launch of rope.cu, a block for each token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from te_core.backends.cuda.sums import TYPES
+from te_core.dtypes import DType
+from te_core.kernels import loader
+from te_core.kernels.loader import Kernel
+from te_core.runtime import Runtime
+from te_core.tensor import Tensor, dense_strides
+
+_THREADS = 256
+_UNITS = 2  # of a token in one thread, where there are enough: the angles are made by fewer threads, but all of them
+
+#: t, out, freqs, cu_seqlens, starts | tokens, sequences, three steps, table | heads, d, d2, cp_size, cp_rank
+_ARGS = "pppppqqqqqqiiiii"
+#: packed, q, k, v, two freqs, cu_seqlens, starts | tokens, sequences, two tables | heads .. dk2, grouped, cp
+_QKV_ARGS = "pppppppp" + "qqqq" + "iiiiiiiiii"
+
+
+@dataclass(frozen=True, slots=True)
+class RopePlan:
+    """One launch; `sizes` are its arguments behind the pointers."""
+
+    family: str
+    kernel: Kernel
+    blocks: int
+    threads: int
+    shared: int
+    sizes: tuple[int, ...]
+
+
+def _width(dtype: DType, alignment: int, sizes: tuple[int, ...]) -> int:
+    """Elements of a vector: at most 16 bytes, dividing every size, every vector on its boundary."""
+    width = 16 // dtype.itemsize
+    while width > 1 and (alignment % (width * dtype.itemsize) or any(size % width for size in sizes)):
+        width //= 2
+    return width
+
+
+def _threads(units: int) -> int:
+    """Threads of a block for a token of so many units."""
+    return max(32, min(_THREADS, -(-units // _UNITS) + 31 & -32))
+
+
+def _extent(lead: tuple[int, ...], fmt: str, sequences: int) -> tuple[int, int]:
+    """(tokens of a sequence, sequences)."""
+    if fmt == "thd":
+        return 0, sequences
+    return (lead[0], lead[1]) if fmt == "sbhd" else (lead[1], lead[0])
+
+
+def plan_rope(rt: Runtime, key: tuple[Any, ...]) -> RopePlan:
+    """The launch of `rope` (the key is the op's)."""
+    _, shape, strides, dtype, table, fmt, interleaved, cp_size, cp_rank, backward, alignment, cu, _ = key
+    heads, d, d2 = shape[-2], shape[-1], table[-1]
+    steps = strides or dense_strides(shape)
+    width = _width(dtype, alignment, (d, d2 // 2, *steps[:-1]))
+    kernel = loader.get(
+        rt, "rope", args=_ARGS, DTYPE=TYPES[dtype], FORMAT=fmt.upper(), INTERLEAVED=int(interleaved),
+        BACKWARD=int(backward), VEC=width,
+    )  # fmt: skip
+    sequence_step = 0 if fmt == "thd" else steps[1 if fmt == "sbhd" else 0]
+    token_step = steps[1 if fmt == "bshd" else 0]
+    tokens, sequences = _extent(shape[:-2], fmt, 0 if cu is None else cu[0] - 1)
+    return RopePlan(
+        f"rope_{fmt}", kernel, prod(shape[:-2]) if prod(shape[-2:]) else 0, _threads(heads * (d - d2 // 2) // width),
+        8 * d2, (tokens, sequences, token_step, sequence_step, steps[-2], table[0], heads, d, d2, cp_size, cp_rank),
+    )  # fmt: skip
+
+
+def rope(
+    rt: Runtime, plan: RopePlan, t: Tensor, freqs: Tensor, cu_seqlens: Tensor | None, starts: Tensor | None, out: Tensor
+) -> None:
+    """out = t turned (or turned back)."""
+    if plan.blocks:
+        plan.kernel(
+            rt, plan.blocks, plan.threads, t.ptr, out.ptr, freqs.ptr, 0 if cu_seqlens is None else cu_seqlens.ptr,
+            0 if starts is None else starts.ptr, *plan.sizes, shared=plan.shared,
+        )  # fmt: skip
+
+
+def plan_rope_qkv(rt: Runtime, key: tuple[Any, ...]) -> RopePlan:
+    """The launch of `rope_qkv` or of its backward (the key is the op's)."""
+    operation, lead, _, dtype, _, q_shape, k_shape, shared, split, rotation, cu, _, alignment = key
+    (heads, groups, (dq, dk, dv), grouped), (fmt, interleaved, cp_size, cp_rank) = split, rotation
+    (q_rows, dq2), (k_rows, dk2) = ((0, 0) if s is None else (s[0], s[-1]) for s in (q_shape, k_shape))
+    width = _width(dtype, alignment, (dq if heads else 0, dk, dv, dq2 // 2, dk2 // 2))
+    kernel = loader.get(
+        rt, "rope", entry="rope_qkv", args=_QKV_ARGS, DTYPE=TYPES[dtype], FORMAT=fmt.upper(),
+        INTERLEAVED=int(interleaved), BACKWARD=int(operation.endswith("backward")), VEC=width,
+    )  # fmt: skip
+    tokens, sequences = _extent(lead, fmt, 0 if cu is None else cu[0] - 1)
+    return RopePlan(
+        f"{operation}_{fmt}", kernel, prod(lead), _threads(max(heads * (dq - dq2 // 2), groups * dk) // width),
+        8 * (dq2 + (0 if shared else dk2)),
+        (tokens, sequences, q_rows, k_rows, heads, groups, dq, dk, dv, dq2, dk2, int(grouped), cp_size, cp_rank),
+    )  # fmt: skip
+
+
+def rope_qkv(
+    rt: Runtime, plan: RopePlan, packed: Tensor, parts: tuple[Tensor | None, ...], freqs: tuple[Tensor | None, ...],
+    cu_seqlens: Tensor | None, starts: Tensor | None,
+) -> None:  # fmt: skip
+    """The parts q, k, v of the packed rows; backward: the packed rows of the parts."""
+    if plan.blocks:
+        q, k, v, q_freqs, k_freqs, cu, start = (0 if t is None else t.ptr for t in (*parts, *freqs, cu_seqlens, starts))
+        plan.kernel(
+            rt, plan.blocks, plan.threads, packed.ptr, q, k, v, q_freqs, k_freqs, cu, start, *plan.sizes,
+            shared=plan.shared,
+        )  # fmt: skip

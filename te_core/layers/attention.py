@@ -1,0 +1,215 @@
+"""Attention as a layer: q, k and v in, packed or apart, as a projection left them; the heads side by side out.
+
+Shapes: q [.., heads, d_qk], k and v [.., groups, d], out [.., heads * d_v], the leading dimensions those of the format.
+Packed: (q, kv) or (qkv,), dense, with all heads of a token in a row. `interleaved`: for each group its query heads,
+its k, its v; else all q, all k, all v. q, k and v are views of that row and so are their gradients: nothing is copied,
+unless a group's query heads lie where no stride of the format leads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from te_core import ops
+from te_core.attention import AttentionSpec, Lengths
+from te_core.ops.attention import Terms
+from te_core.quantize.state import Scales
+from te_core.runtime import Runtime
+from te_core.tensor import Tensor, dense_strides
+
+
+class AttentionNeeds(NamedTuple):
+    """Which inputs' gradients are wanted."""
+
+    q: bool
+    k: bool
+    v: bool
+    bias: bool = False
+    sink: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionLayerSpec:
+    """All that the layer's plan depends on besides shapes."""
+
+    core: AttentionSpec
+    heads: int
+    groups: int
+    d_qk: int
+    d_v: int
+    needs: AttentionNeeds  # packed: a gradient of the packed tensor is wanted if its first is
+    packing: str = "separate"  # or "kv", "qkv"; interleaved with 1 < groups < heads: [.., width of a token]
+    interleaved: bool = False
+    recompute: bool = False  # backward computes the output again instead of having it kept
+
+    @property
+    def joined(self) -> bool:
+        """Whether groups count as batch: what makes interleaved query heads reachable by strides (sbhd)."""
+        core = self.core
+        by_head = core.bias != "no_bias" or core.softmax == "learnable" or core.max_logit
+        by_row = core.masked or core.padded
+        return core.q_format == "sbhd" and not (by_head or by_row or self._straight)
+
+    @property
+    def _straight(self) -> bool:
+        return self.packing != "qkv" or not self.interleaved or self.groups in (1, self.heads)
+
+    @property
+    def copies(self) -> bool:
+        """Whether q, k and v have to be copied apart first."""
+        return not (self._straight or self.joined)
+
+
+class AttentionSaved(NamedTuple):
+    """What backward reads; a, b and c are the inputs, or q, k and v where they were copied apart."""
+
+    a: Tensor
+    b: Tensor | None
+    c: Tensor | None
+    out: Tensor | None
+    stats: Tensor | None
+    bias: Tensor | None
+    slopes: Tensor | None
+    sink: Tensor | None
+    cu_q: Tensor | None
+    cu_kv: Tensor | None
+    cu_q_padded: Tensor | None
+    cu_kv_padded: Tensor | None
+    mask: Tensor | None
+    rng: Tensor | None
+
+
+def forward(
+    rt: Runtime,
+    a: Tensor,
+    b: Tensor | None,
+    c: Tensor | None,
+    bias: Tensor | None = None,
+    slopes: Tensor | None = None,
+    sink: Tensor | None = None,
+    cu_q: Tensor | None = None,
+    cu_kv: Tensor | None = None,
+    cu_q_padded: Tensor | None = None,
+    cu_kv_padded: Tensor | None = None,
+    mask: Tensor | None = None,
+    pages: Tensor | None = None,
+    rng: Tensor | None = None,
+    *,
+    spec: AttentionLayerSpec,
+    scales: Scales | None = None,
+) -> tuple[tuple[Tensor, ...], AttentionSaved]:
+    """((out,), saved), or ((out, largest logits), saved) with `spec.core.max_logit`."""
+    if spec.copies:
+        q, b, c = ops.rope_qkv(rt, a, None, None, **split_options(spec))
+        assert q is not None
+        a = q
+    terms = terms_of(cu_q, cu_kv, cu_q_padded, cu_kv_padded, mask, bias, slopes, sink, rng, pages)
+    needs = spec.needs
+    training = any(needs)
+    core, q, k, v = views(spec, a, b, c)
+    done = ops.attention_forward(rt, q, k, v, spec=core, terms=terms, stats=training and not spec.recompute)
+    out = done.out.reshape(*_lead(a, spec.core.q_format), spec.heads * spec.d_v)
+    outputs = (out,) if done.max_logit is None else (out, done.max_logit)
+    kept = None if spec.recompute else out
+    return outputs, AttentionSaved(
+        a, b, c, kept, done.stats, bias, slopes, sink, cu_q, cu_kv, cu_q_padded, cu_kv_padded, mask, rng
+    )
+
+
+def backward(
+    rt: Runtime, dy: Tensor, dmax: None, saved: AttentionSaved, *, spec: AttentionLayerSpec,
+    scales: Scales | None = None,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """(da, db, dc, dbias, None, dsink): gradients of the inputs as they came."""
+    s = saved
+    terms = terms_of(s.cu_q, s.cu_kv, s.cu_q_padded, s.cu_kv_padded, s.mask, s.bias, s.slopes, s.sink, s.rng, None)
+    needs = spec.needs
+    core, q, k, v = views(spec, s.a, s.b, s.c)
+    if core.max_logit:
+        core = replace(core, max_logit=False)
+    out, stats = s.out, s.stats
+    if spec.recompute:
+        out, stats, _ = ops.attention_forward(rt, q, k, v, spec=core, terms=terms)
+    assert out is not None and stats is not None
+    shape = (*q.shape[:-1], spec.d_v)
+    da, db, dc = (None if t is None else rt.empty(t.shape, t.dtype) for t in (s.a, s.b, s.c))
+    assert da is not None
+    _, dq, dk, dv = views(spec, da, db, dc)
+    found = ops.attention_backward(
+        rt, dy.reshape(*shape), q, k, v, out.reshape(*shape), stats, spec=core, terms=terms, grads=(dq, dk, dv),
+        bias_grad=needs.bias,
+    )  # fmt: skip
+    if spec.copies:
+        da, db, dc = ops.rope_qkv_backward(rt, dq, dk, dv, None, None, **split_options(spec)), None, None
+    return (
+        da if needs.q else None, db if needs.k else None, dc if needs.v else None, found.bias if needs.bias else None,
+        None, found.sink if needs.sink else None,
+    )  # fmt: skip
+
+
+def views(
+    spec: AttentionLayerSpec, a: Tensor, b: Tensor | None, c: Tensor | None
+) -> tuple[AttentionSpec, Tensor, Tensor, Tensor]:
+    """(what to compute, q, k, v) as views of the inputs, or of a gradient of the inputs' shapes."""
+    core, h, g, dk, dv = spec.core, spec.heads, spec.groups, spec.d_qk, spec.d_v
+    if spec.packing == "separate" or spec.copies:
+        assert b is not None and c is not None
+        return core, a, b, c
+    if spec.packing == "kv":
+        assert b is not None
+        lead, row = _rows(b, core.kv_format, g * (dk + dv))
+        if spec.interleaved:
+            return core, a, _part(b, lead, row, 0, (g, dk), dk + dv), _part(b, lead, row, dk, (g, dv), dk + dv)
+        return core, a, _part(b, lead, row, 0, (g, dk), dk), _part(b, lead, row, g * dk, (g, dv), dv)
+    lead, row = _rows(a, core.q_format, h * dk + g * (dk + dv))
+    r = h // g
+    width = (r + 1) * dk + dv
+    if spec.joined:
+        s, batch = lead
+        lead, row = (s, batch * g), (row[0], width)
+        parts = ((0, (r, dk), dk), (r * dk, (1, dk), dk), ((r + 1) * dk, (1, dv), dv))
+    elif spec.interleaved:
+        parts = ((0, (h, dk), dk if g == 1 else width), (r * dk, (g, dk), width), ((r + 1) * dk, (g, dv), width))
+    else:
+        parts = ((0, (h, dk), dk), (h * dk, (g, dk), dk), ((h + g) * dk, (g, dv), dv))
+    q, k, v = (_part(a, lead, row, offset, tail, step) for offset, tail, step in parts)
+    return core, q, k, v
+
+
+def _lead(t: Tensor, form: str) -> tuple[int, ...]:
+    return tuple(t.shape[: 1 if form == "thd" else 2])
+
+
+def _rows(t: Tensor, form: str, width: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The leading dimensions of a packed tensor and their strides: of tokens that are `width` elements each."""
+    lead = _lead(t, form)
+    return lead, tuple(width * step for step in dense_strides(lead))
+
+
+def _part(
+    t: Tensor, lead: tuple[int, ...], row: tuple[int, ...], offset: int, tail: tuple[int, int], step: int
+) -> Tensor:
+    """Heads `tail` = (count, width) of every token, `step` elements apart, the first one `offset` into the row."""
+    address = t.ptr + offset * t.dtype.itemsize
+    return Tensor(address, (*lead, *tail), t.dtype, t.device, t.owner, (*row, step, 1))
+
+
+def terms_of(
+    cu_q: Tensor | None, cu_kv: Tensor | None, cu_q_padded: Tensor | None, cu_kv_padded: Tensor | None,
+    *rest: Tensor | None,
+) -> Terms:  # fmt: skip
+    """The terms of an attention, whose lengths a bridge hands over one by one."""
+    lengths = None
+    if cu_q is not None:
+        assert cu_kv is not None
+        lengths = Lengths(cu_q, cu_kv, cu_q_padded, cu_kv_padded)
+    return Terms(lengths, *rest)
+
+
+def split_options(spec: AttentionLayerSpec) -> dict[str, Any]:
+    """How `ops.rope_qkv` copies q, k and v apart, and its backward their gradients together."""
+    return {
+        "heads": spec.heads, "groups": spec.groups, "head_dims": (spec.d_qk, spec.d_qk, spec.d_v),
+        "interleaved_groups": spec.interleaved, "fmt": spec.core.q_format,
+    }  # fmt: skip

@@ -1,0 +1,113 @@
+"""Residual connections: residual + dropout(x + bias) as a layer of its own, and as a part of layers that begin with a
+norm.
+
+A layer that begins with a norm carries the stream itself (`Stream`): what its norm reads comes out beside its result.
+That is its input, or the sum of a branch and the stream, which the norm forms on the way. Its backward adds the
+gradient that comes back along the stream while it computes the norm's own, so no pass over the stream is left.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from te_core import ops
+from te_core.ops.norm import Branch
+from te_core.quantize.state import Scales
+from te_core.runtime import Runtime
+from te_core.tensor import Tensor
+
+
+class BranchNeeds(NamedTuple):
+    """Which gradients of residual + dropout(x + bias) the caller wants."""
+
+    x: bool
+    bias: bool
+    residual: bool
+
+
+@dataclass(frozen=True, slots=True)
+class AddSpec:
+    """All that a residual addition's plan depends on besides shapes."""
+
+    p: float
+    needs: BranchNeeds
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """The residual stream through a layer that begins with a norm.
+
+    add: the norm reads the sum of the stream and the layer's input; None: the input is the stream.
+    """
+
+    add: AddSpec | None = None
+
+
+class AddSaved(NamedTuple):
+    """What backward reads."""
+
+    rng: Tensor | None
+
+
+def forward(
+    rt: Runtime, x: Tensor, bias: Tensor | None, residual: Tensor | None, rng: Tensor | None = None, *,
+    spec: AddSpec, scales: Scales | None = None,
+) -> tuple[tuple[Tensor], AddSaved]:  # fmt: skip
+    """((residual + dropout(x + bias),), saved) for x and residual [.., H]."""
+    stream = None if residual is None else residual.matrix()
+    out = ops.bias_dropout_add(rt, x.matrix(), bias, stream, p=spec.p, rng=rng)
+    return (out.reshape(*x.shape),), AddSaved(rng)
+
+
+def backward(
+    rt: Runtime, dy: Tensor, saved: AddSaved, *, spec: AddSpec, scales: Scales | None = None
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """(dx, dbias, dresidual); dresidual is dy itself."""
+    dx, dbias = branch_gradients(rt, dy, saved.rng, spec)
+    return dx, dbias, dy if spec.needs.residual else None
+
+
+def branch_gradients(rt: Runtime, d: Tensor, rng: Tensor | None, spec: AddSpec) -> tuple[Tensor | None, Tensor | None]:
+    """(dx, dbias) from the gradient of the sum. Without dropout dx is that gradient itself."""
+    needs = spec.needs
+    dbias = rt.empty((d.shape[-1],), d.dtype) if needs.bias else None
+    if spec.p == 0.0:
+        if dbias is not None:
+            ops.column_sum(rt, d.matrix(), dbias)
+        return d if needs.x else None, dbias
+    if not needs.x and dbias is None:
+        return None, None
+    dx = ops.bias_dropout_add_backward(rt, d.matrix(), p=spec.p, rng=rng, column_sum=dbias)
+    return dx.reshape(*d.shape) if needs.x else None, dbias
+
+
+def entered(
+    rt: Runtime, x: Tensor, stream: Stream | None, residual: Tensor | None, bias: Tensor | None, rng: Tensor | None
+) -> tuple[Tensor, Branch | None]:
+    """(what a layer's norm reads, how the norm forms it, if it does)."""
+    if stream is None or stream.add is None:
+        return x, None
+    assert residual is not None
+    total = rt.empty(x.shape, x.dtype)
+    return total, Branch(residual.matrix(), total.matrix(), bias, stream.add.p, rng)
+
+
+def left(
+    rt: Runtime, dx: Tensor | None, stream: Stream | None, rng: Tensor | None
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """(gradient of the layer's input, of the residual, of the branch's bias) from that of what the norm read."""
+    if dx is None or stream is None or stream.add is None:
+        return dx, None, None
+    needs = stream.add.needs
+    branch, dbias = branch_gradients(rt, dx, rng, stream.add)
+    return branch, dx if needs.residual else None, dbias
+
+
+def returned_gradients(
+    second: Tensor | None, third: Tensor | None, return_norm: bool, stream: Stream | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """(gradient of the norm's output, of the stream) from those of a layer's outputs beside its result, in order."""
+    if stream is None:
+        return second, None
+    return (second, third) if return_norm else (None, second)

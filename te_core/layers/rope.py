@@ -1,0 +1,108 @@
+"""Rotary position embedding as a layer, and with the split of a packed projection into q, k and v."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from te_core import ops
+from te_core.quantize.state import Scales
+from te_core.runtime import Runtime
+from te_core.tensor import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class RopeSpec:
+    """How tokens lie and channels pair; the layer's plan depends on nothing else besides shapes."""
+
+    fmt: str = "sbhd"
+    interleaved: bool = False
+    cp_size: int = 1
+    cp_rank: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SplitSpec:
+    """The heads of a packed projection, and the rotation of q and k."""
+
+    heads: int  # 0: the row is k and v only
+    groups: int
+    head_dims: tuple[int, int, int]  # of q, k, v
+    interleaved_groups: bool
+    row: tuple[int, ...] = ()  # the dimensions of a token's row in the packed tensor, if it has more than one
+    rope: RopeSpec = RopeSpec()
+
+
+class RopeSaved(NamedTuple):
+    """What backward reads."""
+
+    freqs: Tensor
+    cu_seqlens: Tensor | None
+    start_positions: Tensor | None
+
+
+class SplitSaved(NamedTuple):
+    """What backward reads; the shape of a gradient that is not given follows from one that is."""
+
+    q_freqs: Tensor | None
+    k_freqs: Tensor | None
+    cu_seqlens: Tensor | None
+    start_positions: Tensor | None
+
+
+def forward(
+    rt: Runtime, t: Tensor, freqs: Tensor, cu_seqlens: Tensor | None, start_positions: Tensor | None, *,
+    spec: RopeSpec, scales: Scales | None = None,
+) -> tuple[tuple[Tensor], RopeSaved]:  # fmt: skip
+    """((y,), saved) for heads t in the spec's format, of any strides."""
+    saved = RopeSaved(freqs, cu_seqlens, start_positions)
+    return (_turn(rt, t, saved, spec, backward=False),), saved
+
+
+def backward(
+    rt: Runtime, dy: Tensor, saved: RopeSaved, *, spec: RopeSpec, scales: Scales | None = None
+) -> tuple[Tensor]:
+    """(dt,): the angles and positions have no gradient."""
+    return (_turn(rt, dy, saved, spec, backward=True),)
+
+
+def _turn(rt: Runtime, t: Tensor, saved: RopeSaved, spec: RopeSpec, *, backward: bool) -> Tensor:
+    return ops.rope(
+        rt, t, saved.freqs, fmt=spec.fmt, interleaved=spec.interleaved, cu_seqlens=saved.cu_seqlens,
+        start_positions=saved.start_positions, cp_size=spec.cp_size, cp_rank=spec.cp_rank, backward=backward,
+    )  # fmt: skip
+
+
+def split_forward(
+    rt: Runtime, qkv: Tensor, q_freqs: Tensor | None, k_freqs: Tensor | None, cu_seqlens: Tensor | None,
+    start_positions: Tensor | None, *, spec: SplitSpec, scales: Scales | None = None,
+) -> tuple[tuple[Tensor, ...], SplitSaved]:  # fmt: skip
+    """((q, k, v), saved) for a packed `qkv`; ((k, v), saved) for no heads. What has freqs is turned."""
+    saved = SplitSaved(q_freqs, k_freqs, cu_seqlens, start_positions)
+    q, k, v = ops.rope_qkv(rt, qkv, q_freqs, k_freqs, **_options(saved, spec))
+    return ((k, v) if q is None else (q, k, v)), saved
+
+
+def split_backward(rt: Runtime, *grads_and_saved: Any, spec: SplitSpec, scales: Scales | None = None) -> tuple[Tensor]:
+    """(dqkv,) from (dq, dk, dv, saved), or (dk, dv, saved) for no heads; a gradient that is None counts as zeros."""
+    *grads, saved = grads_and_saved
+    if spec.heads == 0:
+        grads = [None, *grads]
+    known: Tensor = next(g for g in grads if g is not None)
+    lead, counts = known.shape[: len(spec.rope.fmt) - 2], (spec.heads, spec.groups, spec.groups)
+    dq, dk, dv = (
+        rt.zeros((*lead, n, d), known.dtype) if g is None and n else g
+        for g, n, d in zip(grads, counts, spec.head_dims, strict=True)
+    )
+    dqkv = ops.rope_qkv_backward(rt, dq, dk, dv, saved.q_freqs, saved.k_freqs, **_options(saved, spec))
+    return (dqkv.reshape(*lead, *spec.row) if spec.row else dqkv,)
+
+
+def _options(saved: SplitSaved, spec: SplitSpec) -> dict[str, Any]:
+    rope = spec.rope
+    return {
+        "heads": spec.heads, "groups": spec.groups, "head_dims": spec.head_dims,
+        "interleaved_groups": spec.interleaved_groups, "fmt": rope.fmt, "interleaved": rope.interleaved,
+        "cu_seqlens": saved.cu_seqlens, "start_positions": saved.start_positions, "cp_size": rope.cp_size,
+        "cp_rank": rope.cp_rank,
+    }  # fmt: skip

@@ -1,0 +1,252 @@
+"""Attention, forward and backward; `te_core.attention` states what is computed.
+
+Tensors come in the shape of their format: sbhd [s, b, h, d], bshd [b, s, h, d], thd [t, h, d], with any strides
+whose last one is 1, so that q, k and v may be parts of one packed projection. k and v may lie in another format
+than q, and with `pages` in blocks of a paged cache: [blocks, block size, groups, d], sequence i in the blocks that
+row i of `pages` (int32 [b, blocks a sequence]) names; forward only.
+
+The statistics that backward reads are float32 [b, h, sq] (thd: [t, h]): log(sum of exp), sink term included.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from te_core import dtypes
+from te_core.attention import BIASES, DIMENSIONS, FORMATS, SOFTMAX, AttentionSpec, Lengths, Sizes
+from te_core.dtypes import ACTIVATION_DTYPES, DType
+from te_core.errors import UnsupportedError
+from te_core.ops import _check
+from te_core.runtime import Runtime
+from te_core.tensor import Tensor
+
+
+class Terms(NamedTuple):
+    """What takes part besides q, k and v, each None where the spec does not ask for it."""
+
+    lengths: Lengths | None = None
+    mask: Tensor | None = None  # bool as uint8, [b|1, h|1, sq|1, skv]
+    bias: Tensor | None = None  # [b|1, h|1, sq|1, skv], in q's dtype
+    slopes: Tensor | None = None  # float32 [h] or [b, h]
+    sink: Tensor | None = None  # float32 [h]; also for "off-by-one", where it is not given and counts as zeros
+    rng: Tensor | None = None  # int64 (seed, offset)
+    pages: Tensor | None = None
+
+
+class Attended(NamedTuple):
+    """The results of a forward."""
+
+    out: Tensor
+    stats: Tensor | None
+    max_logit: Tensor | None  # float32 [h]
+
+
+class Gradients(NamedTuple):
+    """The results of a backward; bias in its dtype and shape, sink float32 [h]."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    bias: Tensor | None
+    sink: Tensor | None
+
+
+NOTHING = Terms()
+
+
+def sizes_of(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, terms: Terms) -> Sizes:
+    """The sizes that these tensors have in their formats."""
+    batch, sq, heads, d_qk = _extent(q, spec.q_format, spec.max_q, terms.lengths and terms.lengths.cu_q)
+    if terms.pages is not None:
+        blocks = terms.pages.shape
+        return Sizes(batch, sq, blocks[1] * k.shape[1], heads, k.shape[2], d_qk, v.shape[3])
+    _, skv, groups, _ = _extent(k, spec.kv_format, spec.max_kv, terms.lengths and terms.lengths.cu_kv)
+    return Sizes(batch, sq, skv, heads, groups, d_qk, v.shape[-1])
+
+
+def _extent(t: Tensor, form: str, longest: int, cu: Tensor | None) -> tuple[int, int, int, int]:
+    b, s, h = DIMENSIONS[form]
+    if b is None:
+        return (0 if cu is None else cu.shape[0] - 1), longest, t.shape[h], t.shape[-1]
+    return t.shape[b], t.shape[s], t.shape[h], t.shape[-1]
+
+
+def attention_forward(
+    rt: Runtime, q: Tensor, k: Tensor, v: Tensor, *, spec: AttentionSpec, terms: Terms = NOTHING, stats: bool = True
+) -> Attended:
+    """The output, dense in q's format with d_v; the statistics for backward, if wanted; the largest logits."""
+    key = ("attention_forward", spec, stats, *plan_key(q, k, v, terms))
+    plan = rt.plans.get(key)
+    if plan is None:
+        check("attention_forward", q, k, v, spec, terms)
+        size = sizes_of(q, k, v, spec, terms)
+        plan = rt.plans.put(key, rt.backend.plan_attention_forward(rt, spec, size, q, k, v, terms, stats))
+    out = rt.empty((*q.shape[:-1], v.shape[-1]), q.dtype)
+    kept = rt.empty(stats_shape(q, spec), dtypes.float32) if stats else None
+    largest = rt.empty((q.shape[DIMENSIONS[spec.q_format][2]],), dtypes.float32) if spec.max_logit else None
+    rt.backend.attention_forward(rt, plan, q, k, v, terms, out, kept, largest)
+    return Attended(out, kept, largest)
+
+
+def attention_backward(
+    rt: Runtime, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, stats: Tensor, *, spec: AttentionSpec,
+    terms: Terms = NOTHING, grads: tuple[Tensor, Tensor, Tensor] | None = None, bias_grad: bool = False,
+) -> Gradients:  # fmt: skip
+    """The gradients of q, k, v, dense or into `grads` (parts of a packed one, say); of bias and a learnable sink.
+
+    dy is dense in the output's format and dtype.
+    """
+    key = ("attention_backward", spec, bias_grad, dy.dtype, dy.strides, out.strides, *plan_key(q, k, v, terms), *(
+        () if grads is None else (g.row_major_strides() for g in grads)
+    ))  # fmt: skip
+    plan = rt.plans.get(key)
+    if plan is None:
+        op = "attention_backward"
+        check(op, q, k, v, spec, terms)
+        for name, t in (("dy", dy), ("out", out)):
+            _check.require(
+                t.shape == (*q.shape[:-1], v.shape[-1]) and t.dtype is q.dtype and t.is_contiguous, op,
+                f"{name} = {t!r}", f"a dense tensor {(*q.shape[:-1], v.shape[-1])} of {q.dtype}", f"correct {name}",
+            )  # fmt: skip
+        _check.require(terms.pages is None, op, "a paged cache", "contiguous k and v", "train without a cache")
+        plan = rt.plans.put(key, rt.backend.plan_attention_backward(
+            rt, spec, sizes_of(q, k, v, spec, terms), q, k, v, terms, grads, bias_grad
+        ))  # fmt: skip
+    dq, dk, dv = grads or tuple(rt.empty(t.shape, t.dtype) for t in (q, k, v))
+    dbias = rt.empty(terms.bias.shape, terms.bias.dtype) if bias_grad and terms.bias is not None else None
+    dsink = None if terms.sink is None else rt.empty(terms.sink.shape, dtypes.float32)
+    rt.backend.attention_backward(rt, plan, dy, q, k, v, out, stats, terms, dq, dk, dv, dbias, dsink)
+    return Gradients(dq, dk, dv, dbias, dsink)
+
+
+def stats_shape(q: Tensor, spec: AttentionSpec) -> tuple[int, ...]:
+    """The shape of the statistics of a forward."""
+    b, s, h = DIMENSIONS[spec.q_format]
+    return (q.shape[0], q.shape[1]) if b is None else (q.shape[b], q.shape[h], q.shape[s])
+
+
+def plan_key(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> tuple[Any, ...]:
+    """What a plan depends on of these tensors."""
+    lengths, mask, bias, slopes, sink, rng, pages = terms
+    return (
+        q.dtype, k.dtype, v.dtype, q.shape, k.shape, v.shape, q.strides, k.strides, v.strides,
+        (q.ptr | k.ptr | v.ptr) & 15,
+        lengths and tuple([cu and (cu.dtype, cu.shape) for cu in lengths]),
+        mask and (mask.dtype, mask.shape), bias and (bias.dtype, bias.shape), slopes and (slopes.dtype, slopes.shape),
+        sink and (sink.dtype, sink.shape), rng and (rng.dtype, rng.shape), pages and pages.shape,
+    )  # fmt: skip
+
+
+def check(
+    op: str, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, terms: Terms,
+    types: tuple[DType, ...] = ACTIVATION_DTYPES,
+) -> None:  # fmt: skip
+    """The arguments fit one another and the spec."""
+    _check_spec(op, spec)
+    for name, t, form in (("q", q, spec.q_format), ("k", k, spec.kv_format), ("v", v, spec.kv_format)):
+        dims = 3 if form == "thd" and not (terms.pages is not None and name != "q") else 4
+        _check.require(
+            t.ndim == dims and t.row_major_strides()[-1] == 1, op, f"{name} = {t!r}",
+            f"a tensor of {dims} dimensions ({form}) whose last stride is 1", f"correct {name} or its format",
+        )  # fmt: skip
+    _check_types(op, q, k, v, types)
+    _check.same_device(op, q, k, v, *[t for t in terms if isinstance(t, Tensor)], *(terms.lengths or ()))
+    _check_lengths(op, q, k, spec, terms)
+    size = sizes_of(q, k, v, spec, terms)
+    _check.require(
+        k.shape[-1] == size.d_qk and k.shape[:-1] == v.shape[:-1], op, f"q {q!r}, k {k!r}, v {v!r}",
+        "k of q's head width, and v of k's shape but for its head width", "correct the shapes",
+    )  # fmt: skip
+    _check.require(
+        size.groups > 0 and size.heads % size.groups == 0, op, f"{size.heads} heads over {size.groups} groups",
+        "a multiple", "choose num_gqa_groups that divides the heads",
+    )  # fmt: skip
+    if spec.q_format != "thd" and spec.kv_format != "thd" and terms.pages is None:
+        kv_batch = k.shape[DIMENSIONS[spec.kv_format][0]]  # type: ignore[index]
+        _check.require(
+            kv_batch == size.batch, op, f"batches of {size.batch} and {kv_batch}", "one batch size", "correct q or k"
+        )
+    _check_terms(op, size, spec, terms, q.dtype)
+
+
+def _check_spec(op: str, spec: AttentionSpec) -> None:
+    """The spec's names and numbers are allowed ones."""
+    for name, value, allowed in (
+        ("q_format", spec.q_format, FORMATS), ("kv_format", spec.kv_format, FORMATS),
+        ("softmax", spec.softmax, SOFTMAX), ("bias", spec.bias, tuple(b for b in BIASES if b != "pre_scale_bias")),
+    ):  # fmt: skip
+        _check.one_of(op, name, value, allowed)
+    _check.require(
+        0.0 <= spec.dropout < 1.0 and spec.softcap >= 0.0 and spec.left >= -1 and spec.right >= -1, op, f"{spec}",
+        "0 <= dropout < 1, softcap >= 0, window bounds >= -1", "correct the spec",
+    )  # fmt: skip
+
+
+def _check_types(op: str, q: Tensor, k: Tensor, v: Tensor, allowed: tuple[DType, ...]) -> None:
+    """q, k and v are of one allowed type."""
+    _check.one_of(op, "dtype of q", q.dtype, allowed)
+    _check.require(
+        k.dtype is q.dtype and v.dtype is q.dtype, op, f"q {q.dtype}, k {k.dtype}, v {v.dtype}", "one dtype",
+        "convert them to one",
+    )  # fmt: skip
+
+
+def _check_lengths(op: str, q: Tensor, k: Tensor, spec: AttentionSpec, terms: Terms) -> None:
+    lengths = terms.lengths
+    packed = "thd" in (spec.q_format, spec.kv_format)
+    _check.require(
+        (lengths is not None) == spec.padded and (spec.padded or not packed), op,
+        f"padded={spec.padded}, formats {spec.q_format} and {spec.kv_format}, lengths {lengths}",
+        "lengths with padded=True, always so in thd", "pass lengths, or correct the spec",
+    )  # fmt: skip
+    if lengths is None:
+        return
+    batch = lengths.cu_q.shape[0] - 1
+    for name, cu in lengths._asdict().items():
+        _check.vector(op, name, cu, batch + 1, (dtypes.int32,))
+    b = DIMENSIONS[spec.q_format][0]
+    _check.require(
+        b is None or q.shape[b] == batch, op, f"lengths of {batch} sequences for q {q!r}", "one length for each row",
+        "correct cu_seqlens",
+    )  # fmt: skip
+    for form, longest, name in ((spec.q_format, spec.max_q, "max_q"), (spec.kv_format, spec.max_kv, "max_kv")):
+        _check.require(
+            form != "thd" or longest > 0,
+            op,
+            f"{name}={longest} in thd",
+            "the longest sequence's length",
+            f"give {name}",
+        )
+
+
+def _check_terms(op: str, size: Sizes, spec: AttentionSpec, terms: Terms, dtype: DType) -> None:
+    for name, t, asked in (
+        ("mask", terms.mask, spec.masked), ("bias", terms.bias, spec.bias == "post_scale_bias"),
+        ("slopes", terms.slopes, spec.bias == "alibi"), ("rng", terms.rng, spec.dropout > 0),
+    ):  # fmt: skip
+        _check.require(
+            (t is not None) == asked, op, f"{name} {'given' if t is not None else 'not given'} for {spec}",
+            f"{name} exactly where the spec asks for it", f"give {name} or correct the spec",
+        )  # fmt: skip
+    _check.require(
+        (terms.sink is not None) == (spec.softmax == "learnable"), op, f"sink for softmax {spec.softmax!r}",
+        "a sink with 'learnable', none otherwise", "correct sink or the spec",
+    )  # fmt: skip
+    _check.vector(op, "sink", terms.sink, size.heads, (dtypes.float32,))
+    _check.vector(op, "rng", terms.rng, 2, (dtypes.int64,))
+    full = (size.batch, size.heads, size.sq, size.skv)
+    for name, t, allowed in (("mask", terms.mask, (dtypes.uint8, dtypes.bool_)), ("bias", terms.bias, (dtype,))):
+        _check.require(
+            t is None or (t.ndim == 4 and t.is_contiguous and t.dtype in allowed and all(
+                n in (1, whole) for n, whole in zip(t.shape, full, strict=True)
+            ) and t.shape[3] == size.skv), op, f"{name} = {t!r}",
+            f"a dense tensor that broadcasts to {full} ({' or '.join(map(str, allowed))})", f"correct {name}",
+        )  # fmt: skip
+    slopes = terms.slopes
+    _check.require(
+        slopes is None or (slopes.is_contiguous and slopes.dtype is dtypes.float32
+                           and slopes.shape in ((size.heads,), (size.batch, size.heads))),
+        op, f"slopes = {slopes!r}", f"float32 [{size.heads}] or [{size.batch}, {size.heads}]", "correct the slopes",
+    )  # fmt: skip
+    if spec.max_logit and terms.pages is not None:
+        raise UnsupportedError(op, "max_logit with a paged cache", "one of the two", "leave max_logit out")

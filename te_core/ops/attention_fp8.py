@@ -1,0 +1,149 @@
+"""Attention on FP8 operands, forward and backward: both products of each direction read FP8.
+
+As `te_core.ops.attention`, with q, k, v, the output and its gradient FP8 tensors of one scale each. Inside,
+P (before dropout) is multiplied by `s.scale` and cast to the type of q, and dS, times the softmax scale, by `dp.scale`
+to that of dy; results are multiplied by their scale and cast, saturating. An `amax`, where given, is raised to the
+largest |value| before that; several results may raise one.
+A result whose scale is None is given in an activation dtype instead (current scaling, whose scales follow from it), and
+`out` may come so; cuDNN does that on Blackwell only, so here it runs on the CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from te_core import dtypes
+from te_core.attention import AttentionSpec
+from te_core.dtypes import ACTIVATION_DTYPES, DType
+from te_core.errors import UnsupportedError
+from te_core.ops import _check
+from te_core.ops.attention import NOTHING, Attended, Terms, check, plan_key, sizes_of, stats_shape
+from te_core.runtime import Runtime
+from te_core.tensor import Tensor
+
+FP8 = (dtypes.float8_e4m3, dtypes.float8_e5m2)
+
+
+class Scaled(NamedTuple):
+    """How one quantity is quantized: float32 [1] each. `inverse` is 1 / scale, what a stored value is multiplied by."""
+
+    scale: Tensor
+    inverse: Tensor
+    amax: Tensor | None = None
+
+
+class ForwardScales(NamedTuple):
+    """The inverse scales of q, k and v as they came, and how P and the output are quantized."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    s: Scaled
+    out: Scaled | None
+
+
+class BackwardScales(NamedTuple):
+    """Those of what came (`out` and `dy` inverse), and how P, dS and the gradients are quantized."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor | None
+    dy: Tensor
+    s: Scaled
+    dp: Scaled
+    dq: Scaled | None
+    dk: Scaled | None
+    dv: Scaled | None
+
+
+#: Scales that one `scale_pairs` takes.
+MAX_PAIRS = 4
+
+
+def scale_pairs(rt: Runtime, scales: Sequence[Tensor], places: Sequence[Tensor | None]) -> Tensor:
+    """float32 [n, 2]: each of up to four scales (float32 [1]), as it is now, and its inverse; one launch.
+
+    The inverse also goes to the scale's place, where one is given: behind the data that is written under it.
+    """
+    op = "scale_pairs"
+    for scale in (*scales, *places):
+        _check.vector(op, "scale", scale, 1, (dtypes.float32,))
+    _check.require(
+        1 <= len(scales) <= MAX_PAIRS and len(places) == len(scales), op, f"{len(scales)} scales, {len(places)} places",
+        f"one to {MAX_PAIRS} scales and a place, or None, for each", "correct the counts",
+    )  # fmt: skip
+    out = rt.empty((len(scales), 2), dtypes.float32)
+    rt.backend.scale_pairs(rt, scales, places, out)
+    return out
+
+
+def attention_fp8_forward(
+    rt: Runtime, q: Tensor, k: Tensor, v: Tensor, *, spec: AttentionSpec, scales: ForwardScales,
+    terms: Terms = NOTHING, stats: bool = True, out: Tensor | None = None,
+) -> Attended:  # fmt: skip
+    """The output in q's type under `scales.out`, fresh or into `out` (dense), and the statistics for backward."""
+    shape = (*q.shape[:-1], v.shape[-1])
+    if out is None:
+        out = rt.empty(shape, q.dtype)
+    key = ("attention_fp8_forward", spec, stats, out.dtype, *plan_key(q, k, v, terms))
+    plan = rt.plans.get(key)
+    if plan is None:
+        op = "attention_fp8_forward"
+        check(op, q, k, v, spec, terms, FP8)
+        _check_results(op, rt, (out,), (shape,), q.dtype, scales.out is None)
+        size = sizes_of(q, k, v, spec, terms)
+        plan = rt.plans.put(key, rt.backend.plan_attention_fp8_forward(rt, spec, size, q, k, v, terms, stats))
+    kept = rt.empty(stats_shape(q, spec), dtypes.float32) if stats else None
+    rt.backend.attention_fp8_forward(rt, plan, q, k, v, terms, scales, out, kept)
+    return Attended(out, kept, None)
+
+
+def attention_fp8_backward(
+    rt: Runtime, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, stats: Tensor, *, spec: AttentionSpec,
+    scales: BackwardScales, terms: Terms = NOTHING, grad_dtype: DType = dtypes.float8_e5m2,
+    grads: tuple[Tensor, Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """(dq, dk, dv) of `grad_dtype` under their scales: dense, or into `grads` (parts of a packed one, say)."""
+    if grads is None:
+        grads = rt.empty(q.shape, grad_dtype), rt.empty(k.shape, grad_dtype), rt.empty(v.shape, grad_dtype)
+    key = ("attention_fp8_backward", spec, dy.dtype, out.dtype, grad_dtype, *plan_key(q, k, v, terms), *(
+        g.row_major_strides() for g in grads
+    ))  # fmt: skip
+    plan = rt.plans.get(key)
+    if plan is None:
+        op = "attention_fp8_backward"
+        check(op, q, k, v, spec, terms, FP8)
+        _check.one_of(op, "dtype of dy", dy.dtype, FP8)
+        shape = (*q.shape[:-1], v.shape[-1])
+        _check_results(op, rt, (out,), (shape,), q.dtype, scales.out is None)
+        _check_results(op, rt, grads, (q.shape, k.shape, v.shape), grad_dtype, scales.dq is None)
+        _check.require(
+            dy.shape == shape and dy.is_contiguous and terms.pages is None, op, f"dy = {dy!r}",
+            f"dense, {shape}, and no paged cache", "make dy contiguous; train without a cache",
+        )  # fmt: skip
+        size = sizes_of(q, k, v, spec, terms)
+        plan = rt.plans.put(
+            key, rt.backend.plan_attention_fp8_backward(rt, spec, size, q, k, v, terms, dy.dtype, grad_dtype, grads)
+        )
+    rt.backend.attention_fp8_backward(rt, plan, dy, q, k, v, out, stats, terms, scales, *grads)
+    return grads
+
+
+def _check_results(
+    op: str, rt: Runtime, tensors: tuple[Tensor, ...], shapes: tuple[tuple[int, ...], ...], dtype: DType, high: bool
+) -> None:
+    """Tensors of these shapes: of this FP8 type, or, where they have no scale, of an activation dtype on the CPU."""
+    if high and rt.device.kind == "cuda":
+        raise UnsupportedError(
+            op, "results without a scale (current scaling) on CUDA", "delayed scaling",
+            "use DelayedScaling, or NVTE_DPA_FP8_RECIPE=DelayedScaling",
+        )  # fmt: skip
+    allowed = ACTIVATION_DTYPES if high else FP8
+    for t, shape in zip(tensors, shapes, strict=True):
+        _check.require(
+            t.shape == shape and t.dtype in allowed and (high or t.dtype is dtype) and t.row_major_strides()[-1] == 1,
+            op, f"a result {t!r}", f"{shape}, {'an activation dtype' if high else dtype}, last stride 1",
+            "correct its shape, dtype or scale",
+        )  # fmt: skip

@@ -1,0 +1,154 @@
+"""The KV cache of inference: new keys and values appended to it, rows moved within it, its pages gathered.
+
+A cache is dense: [rows, capacity, groups, d], sequence i in row i; or, with `pages` (int32 [sequences, pages each]),
+[pages, page size, groups, d], and token t of sequence i lies in page pages[i, t // page size] at t % page size. k and
+v differ at most in d. Lengths are running sums, int32 [sequences + 1], in device memory: nothing here waits for the
+host or depends on values it knows, so a captured graph goes on working while sequences grow.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from te_core import dtypes
+from te_core.attention import DIMENSIONS, FORMATS
+from te_core.dtypes import ACTIVATION_DTYPES
+from te_core.ops import _check
+from te_core.runtime import Runtime
+from te_core.tensor import Tensor
+
+DTYPES = (*ACTIVATION_DTYPES, dtypes.float8_e4m3, dtypes.float8_e5m2, dtypes.uint8)
+
+
+class KVCache(NamedTuple):
+    """The memory of one layer's cache."""
+
+    k: Tensor
+    v: Tensor
+    pages: Tensor | None = None
+
+    @property
+    def rows(self) -> int:
+        """How many sequences there is room for."""
+        return self.k.shape[0] if self.pages is None else self.pages.shape[0]
+
+    @property
+    def capacity(self) -> int:
+        """How many tokens of a sequence there is room for."""
+        return self.k.shape[1] * (1 if self.pages is None else self.pages.shape[1])
+
+
+def kv_append(
+    rt: Runtime, new_k: Tensor, new_v: Tensor, cache: KVCache, cu_new: Tensor, cu_cached: Tensor, *, form: str
+) -> None:
+    """Write the new tokens of each sequence behind those that the cache holds.
+
+    `form` is sbhd, bshd (the new tokens of a sequence at the beginning of its row) or thd (sequence after sequence);
+    any strides whose last one is 1. `cu_cached` counts the new tokens in: those of sequence i go to its positions
+    cached_i - new_i up to cached_i. What would lie outside the cache or its pages is not written.
+    """
+    key = ("kv_append", form, cu_new.shape, *_key(new_k, new_v, *cache))
+    plan = rt.plans.get(key)
+    if plan is None:
+        _check_append("kv_append", new_k, new_v, cache, cu_new, cu_cached, form)
+        plan = rt.plans.put(key, rt.backend.plan_kv_append(rt, form, new_k, new_v, cache, cu_new.shape[0] - 1))
+    rt.backend.kv_append(rt, plan, new_k, new_v, cache, cu_new, cu_cached)
+
+
+def kv_move(rt: Runtime, cache: KVCache, moves: Tensor, *, longest: int) -> None:
+    """Move sequences between the rows of a cache without pages, one move after the other.
+
+    `moves` int32 [n, 3]: (row to, row from, tokens). Row -1 is a spare one that keeps what was moved there last, for
+    rows that change places. No move has more than `longest` tokens.
+    """
+    op = "kv_move"
+    key = (op, longest, moves.shape[1:], moves.dtype, *_key(*cache))
+    plan = rt.plans.get(key)
+    if plan is None:
+        _check_cache(op, cache)
+        _check.require(cache.pages is None, op, "a paged cache", "a contiguous one", "permute its page table instead")
+        _check.require(
+            moves.ndim == 2 and moves.shape[1] == 3 and moves.is_contiguous and moves.dtype is dtypes.int32, op,
+            f"moves = {moves!r}", "dense int32 [n, 3]", "correct moves",
+        )  # fmt: skip
+        _check.same_device(op, cache.k, moves)
+        plan = rt.plans.put(key, rt.backend.plan_kv_move(rt, cache, min(longest, cache.capacity)))
+    rt.backend.kv_move(rt, plan, cache, moves)
+
+
+def kv_gather(rt: Runtime, cache: KVCache, cu_cached: Tensor) -> tuple[Tensor, Tensor]:
+    """k and v of a paged cache as contiguous [sequences, capacity, groups, d], zeros behind each sequence's end."""
+    op = "kv_gather"
+    key = (op, cu_cached.shape, *_key(*cache))
+    plan = rt.plans.get(key)
+    if plan is None:
+        _check_cache(op, cache)
+        _check.require(cache.pages is not None, op, "no pages", "a paged cache", "read the contiguous cache itself")
+        _check_lengths(op, cache, cu_cached)
+        plan = rt.plans.put(key, rt.backend.plan_kv_gather(rt, cache, cu_cached.shape[0] - 1))
+    rows = cu_cached.shape[0] - 1
+    k, v = (rt.empty((rows, cache.capacity, *t.shape[2:]), t.dtype) for t in (cache.k, cache.v))
+    rt.backend.kv_gather(rt, plan, cache, cu_cached, k, v)
+    return k, v
+
+
+def _key(*tensors: Tensor | None) -> tuple[Any, ...]:
+    """What a plan depends on of these tensors."""
+    key: list[Any] = []
+    address = 0
+    for t in tensors:
+        if t is not None:
+            key += (t.shape, t.strides, t.dtype)
+            address |= t.ptr
+    return (*key, address & 15)
+
+
+def _check_append(
+    op: str, new_k: Tensor, new_v: Tensor, cache: KVCache, cu_new: Tensor, cu_cached: Tensor, form: str
+) -> None:
+    _check.one_of(op, "form", form, FORMATS)
+    _check_cache(op, cache)
+    _check_lengths(op, cache, cu_new)
+    _check.vector(op, "cu_cached", cu_cached, cu_new.shape[0], (dtypes.int32,))
+    _check.same_device(op, new_k, new_v, cache.k, cache.v, cu_new, cu_cached)
+    rows, batch = cu_new.shape[0] - 1, DIMENSIONS[form][0]
+    for name, new, old in (("new_k", new_k, cache.k), ("new_v", new_v, cache.v)):
+        _check.require(
+            new.ndim == (3 if batch is None else 4) and new.shape[-2:] == old.shape[-2:] and new.dtype is old.dtype
+            and (new.shape[-1] < 2 or new.row_major_strides()[-1] == 1), op, f"{name} = {new!r}",
+            f"{form} with {old.shape[2]} heads of {old.shape[3]} in {old.dtype}, as the cache, last stride 1",
+            f"correct {name}, its format, or the sizes and dtype that the cache was made for",
+        )  # fmt: skip
+        _check.require(
+            batch is None or new.shape[batch] == rows, op, f"{name} = {new!r} with lengths of {rows} sequences",
+            "one length for each row", "correct the lengths",
+        )  # fmt: skip
+    _check.require(
+        new_k.shape[:-1] == new_v.shape[:-1], op, f"new_k {new_k!r}, new_v {new_v!r}",
+        "shapes that differ at most in the last dimension", "correct one of them",
+    )  # fmt: skip
+
+
+def _check_cache(op: str, cache: KVCache) -> None:
+    k, v, pages = cache
+    _check.one_of(op, "dtype of the cache", k.dtype, DTYPES)
+    _check.require(
+        k.ndim == v.ndim == 4 and k.shape[:3] == v.shape[:3] and k.dtype is v.dtype and k.is_contiguous
+        and v.is_contiguous, op, f"k {k!r}, v {v!r}",
+        "dense caches [rows or pages, tokens, groups, d] that differ at most in d", "correct the caches",
+    )  # fmt: skip
+    _check.require(
+        pages is None or (pages.ndim == 2 and pages.is_contiguous and pages.dtype is dtypes.int32), op,
+        f"pages = {pages!r}", "dense int32 [sequences, pages each]", "correct the page table",
+    )  # fmt: skip
+    _check.same_device(op, k, v, pages)
+    tokens = max(cache.rows * cache.capacity, k.shape[0] * k.shape[1])
+    _check.require(tokens < 1 << 31, op, f"room for {tokens} tokens", "less than 2^31", "make the cache smaller")
+
+
+def _check_lengths(op: str, cache: KVCache, cu: Tensor) -> None:
+    _check.require(
+        cu.ndim == 1 and 1 <= cu.shape[0] <= cache.rows + 1 and cu.is_contiguous and cu.dtype is dtypes.int32, op,
+        f"lengths {cu!r}", f"dense int32 running sums of up to {cache.rows} sequences", "correct the lengths",
+    )  # fmt: skip
+    _check.same_device(op, cache.k, cu)

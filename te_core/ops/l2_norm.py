@@ -1,0 +1,51 @@
+"""Rows divided by their length: y = x * r, r = 1 / sqrt(sum(x^2) + eps), a sum and not a mean.
+
+In float32, rounded once to x's dtype. Backward computes r again: dx = r * (dy - x * r^2 * sum(dy * x)).
+"""
+
+from __future__ import annotations
+
+from te_core.dtypes import ACTIVATION_DTYPES
+from te_core.ops import _check
+from te_core.runtime import Runtime
+from te_core.tensor import Tensor
+
+MAX_ROW = 65536
+
+
+def l2_norm_forward(rt: Runtime, x: Tensor, *, eps: float) -> Tensor:
+    """y for the rows of a dense matrix x [M, d]."""
+    key = ("l2_norm_forward", x.shape, x.dtype, x.ptr & 15)
+    plan = rt.plans.get(key)
+    if plan is None:
+        _check_rows("l2_norm_forward", x)
+        plan = rt.plans.put(key, rt.backend.plan_l2_norm_forward(rt, key))
+    y = rt.empty(x.shape, x.dtype)
+    rt.backend.l2_norm_forward(rt, plan, x, y, eps)
+    return y
+
+
+def l2_norm_backward(rt: Runtime, dy: Tensor, x: Tensor, *, eps: float) -> Tensor:
+    """dx, in x's dtype."""
+    key = ("l2_norm_backward", x.shape, x.dtype, (x.ptr | dy.ptr) & 15)
+    plan = rt.plans.get(key)
+    if plan is None:
+        op = "l2_norm_backward"
+        _check_rows(op, x)
+        _check.require(
+            tuple(dy.shape) == tuple(x.shape) and dy.dtype is x.dtype and dy.is_contiguous, op, f"dy = {dy!r}",
+            "dense, of x's shape and dtype", "correct dy",
+        )  # fmt: skip
+        _check.same_device(op, dy, x)
+        plan = rt.plans.put(key, rt.backend.plan_l2_norm_backward(rt, key))
+    dx = rt.empty(x.shape, x.dtype)
+    rt.backend.l2_norm_backward(rt, plan, dy, x, dx, eps)
+    return dx
+
+
+def _check_rows(op: str, x: Tensor) -> None:
+    _check.matrix(op, "x", x)
+    _check.one_of(op, "dtype of x", x.dtype, ACTIVATION_DTYPES)
+    _check.require(
+        1 <= x.shape[1] <= MAX_ROW, op, f"rows of {x.shape[1]} elements", f"1 to {MAX_ROW}", "use a shorter row"
+    )

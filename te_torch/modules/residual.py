@@ -1,0 +1,125 @@
+"""Residual connections: `bias_dropout_add`, `DropPath`, and `Branch`, which a module beginning with a norm adds itself.
+
+    x1 = bias_dropout_add(y, bias, x, p, training)          one pass forward, one backward
+    out = mlp(x1)
+
+is `out, x1 = mlp(Branch(y, x, bias, p))` without a pass of its own in either direction: the norm forms the sum on its
+way, and its backward adds the gradient that comes back along the stream. `mlp(Branch(x))` gives (mlp(x), x) in the
+same way: what follows along the stream has its gradient added in the norm's backward.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+
+from te_core.layers import residual as core
+from te_core.layers.residual import AddSpec, BranchNeeds, Stream
+from te_torch.function import Call, Layer, apply, register
+from te_torch.modules.base import random_pair, wants_grad
+from te_torch.runtime import constant_at_trace
+
+ADD = Layer("bias_dropout_add", core.forward, core.backward, core.AddSaved, twins=(0, 2))
+
+#: What a module's call depends on of a stream: adds, p, and which gradients are wanted (x, bias, residual).
+StreamKey = tuple[bool, float, bool, bool, bool]
+
+
+class Branch(NamedTuple):
+    """In the place of a module's input: residual + dropout(x + bias, p), formed by the module's own norm.
+
+    The sum comes back as the last output, where what follows takes the residual from. With residual=None x itself is
+    the stream. p is 0 outside of training; `rng` is (seed, offset), drawn from torch's generator if there is none.
+    """
+
+    x: torch.Tensor
+    residual: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+    p: float = 0.0
+    rng: torch.Tensor | None = None
+
+    def added(self) -> torch.Tensor:
+        """The sum by itself."""
+        if self.residual is None:
+            return self.x
+        return bias_dropout_add(self.x, self.bias, self.residual, self.p, True, self.rng)
+
+
+class Entry(NamedTuple):
+    """A branch as a layer takes it: its key, and the tensors that go behind the layer's own."""
+
+    key: StreamKey
+    tensors: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]  # residual, bias, rng
+
+
+def enter_stream(branch: Branch, x: torch.Tensor, grad: bool) -> Entry:
+    """How a module begins with a branch; `x` is the branch's own x in the compute dtype."""
+    if branch.residual is None:
+        return Entry((False, 0.0, False, False, False), (None, None, None))
+    residual, bias, rng = branch.residual.to(x.dtype), branch.bias, branch.rng
+    if bias is not None:
+        bias = bias.to(x.dtype)
+    if rng is None and branch.p > 0.0:
+        rng = random_pair(x)
+    key = (True, branch.p, grad and x.requires_grad, grad and wants_grad(bias), grad and residual.requires_grad)
+    return Entry(key, (residual, bias, rng))
+
+
+def stream_of(key: StreamKey | None) -> Stream | None:
+    """The core's description of a stream."""
+    if key is None:
+        return None
+    adds, p, *needs = key
+    return Stream(AddSpec(p, BranchNeeds(*needs)) if adds else None)
+
+
+def bias_dropout_add(
+    x: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None, p: float, training: bool = True,
+    rng: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """residual + dropout(x + bias, p), rounded once; without `training` nothing is dropped."""
+    p = p if training else 0.0
+    if p == 0.0 and bias is None and residual is None:
+        return x
+    residual = None if residual is None else residual.to(x.dtype)
+    bias = None if bias is None else bias.to(x.dtype)
+    if rng is None and p > 0.0:
+        rng = random_pair(x)
+    grad = torch.is_grad_enabled()
+    needs = (grad and x.requires_grad, grad and wants_grad(bias), grad and wants_grad(residual))
+    call: Any = _traced_add(p, *needs) if torch.compiler.is_compiling() else _add(p, *needs)
+    (out,) = apply(call, None, False, x, bias, residual, rng)
+    return out
+
+
+@lru_cache(maxsize=256)
+def _add(p: float, *needs: bool) -> Call:
+    return register(ADD, AddSpec(p, BranchNeeds(*needs)), any(needs))
+
+
+@constant_at_trace
+def _traced_add(p: float, x: bool, bias: bool, residual: bool) -> str:
+    return _add(p, x, bias, residual).key
+
+
+class DropPath(torch.nn.Module):
+    """Zeroes whole samples (of the first dimension) with probability drop_prob in training, and scales up the rest."""
+
+    def __init__(self, drop_prob: float = 0.0) -> None:
+        super().__init__()
+        self.drop_prob = drop_prob
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x, each sample either 0 or x / (1 - drop_prob)."""
+        if self.drop_prob == 0.0 or not self.training:
+            return x
+        keep = 1.0 - self.drop_prob
+        shape = (x.shape[0],) + (1,) * (x.ndim - 1)
+        kept = torch.rand(shape, device=x.device) < keep
+        return torch.where(kept, x / keep, torch.zeros((), dtype=x.dtype, device=x.device))
+
+    def extra_repr(self) -> str:
+        """What a printed module shows."""
+        return f"drop_prob={self.drop_prob}"

@@ -1,0 +1,202 @@
+"""A cuDNN that plans everything and computes nothing: what graphs are asked of it, and which address goes where.
+
+`runtime(monkeypatch, folder)` gives a runtime of a device that is not there, whose launches and graph runs are noted
+in `Calls`; graphs, plans, the disk cache and the order of operands are the real ones.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+from te_core import device, libraries
+from te_core.backends.cuda import BACKEND, attention_graph, cudnn
+from te_core.device import DeviceInfo
+from te_core.dtypes import DType
+from te_core.kernels import loader
+from te_core.plan_cache import PlanCache
+from te_core.runtime import Runtime
+from te_core.tensor import Tensor, cuda_device
+
+VERSION = (9, 19, 0)
+INDEX = 7  # of a device whose plans no other test makes
+H200 = DeviceInfo("NVIDIA H200", (9, 0), 132, 50 << 20, 141 << 30, (13, 0))
+
+
+class Calls:
+    """What was launched, in order."""
+
+    def __init__(self) -> None:
+        self.graphs: list[Built] = []  # made, whether built or read
+        self.launches: list[tuple[str, tuple[Any, ...]]] = []
+        self.runs: list[Run] = []
+        self.streams: list[int] = []
+        self.closed: list[int] = []
+        self.zeroed: list[Tensor] = []
+        self.refuse_stored = False
+
+    def args(self, kernel: str) -> list[tuple[Any, ...]]:
+        """The arguments of each launch of this kernel."""
+        return [args for name, args in self.launches if name == kernel]
+
+
+class Run:
+    """One run of a graph: the address of each of its tensors by name."""
+
+    def __init__(self, graph: Built, pointers: dict[int, int], workspace: int, handle: int) -> None:
+        self.graph, self.workspace, self.handle = graph, workspace, handle
+        self.at = {attention_graph.OPERANDS[uid - 1]: p for uid, p in pointers.items()}
+
+
+class Part:
+    """A tensor of a graph."""
+
+    def __init__(self, graph: Built, **known: Any) -> None:
+        self.graph, self.known = graph, known
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("set_"):
+            raise AttributeError(name)
+
+        def remember(value: Any) -> Part:
+            self.known[name[4:]] = value
+            if name == "set_uid":
+                self.graph.parts[value] = self
+            return self
+
+        return remember
+
+
+class Built:
+    """A graph: its tensors by number, and the operation it was given."""
+
+    needs = 256
+
+    def __init__(self, calls: Calls, **arguments: Any) -> None:
+        self.calls, self.parts, self.operation, self.options = calls, {}, "", {}
+        calls.graphs.append(self)
+
+    def _make_tensor(self, **known: Any) -> Part:
+        made = self.parts[known["uid"]] = Part(self, **known)
+        return made
+
+    def _operation(self, name: str, results: int, options: dict[str, Any]) -> list[Part]:
+        self.operation, self.options = name, options
+        for mod in ("score_mod", "score_mod_bprop"):
+            if mod in options:
+                options[mod](self, Part(self))
+        return [Part(self) for _ in range(results)]
+
+    def sdpa(self, **options: Any) -> list[Part]:
+        return self._operation("sdpa", 2, options)
+
+    def sdpa_backward(self, **options: Any) -> list[Part]:
+        return self._operation("sdpa_backward", 3, options)
+
+    def sdpa_fp8(self, **options: Any) -> list[Part]:
+        return self._operation("sdpa_fp8", 4, options)
+
+    def sdpa_fp8_backward(self, **options: Any) -> list[Part]:
+        return self._operation("sdpa_fp8_backward", 7, options)
+
+    def __getattr__(self, name: str) -> Any:  # pointwise operations, and the steps of building
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return lambda *args, **kwargs: Part(self)
+
+    def get_workspace_size(self) -> int:
+        return self.needs
+
+    def serialize(self, as_bytes: bool) -> bytes:
+        return json.dumps([self.operation, *sorted(self.parts)]).encode()
+
+    def deserialize(self, *arguments: Any) -> None:
+        if self.calls.refuse_stored:
+            raise RuntimeError("a plan of another version")
+        self.operation, *numbers = json.loads(arguments[-1])
+        self.parts = {number: Part(self) for number in numbers}
+
+    def _prepare_variant_pack_template(self) -> None:
+        pass
+
+    def _get_variant_pack_uids_sorted(self) -> list[int]:
+        return sorted(self.parts)
+
+    def _execute_with_raw_ptrs(self, address: int, count: int, workspace: int, handle: int, plan: int) -> None:
+        values = (ctypes.c_uint64 * count).from_address(address)
+        pointers = dict(zip(sorted(self.parts), values, strict=True))
+        self.calls.runs.append(Run(self, pointers, workspace, handle))
+
+    def _execute(self, pointers: dict[int, int], workspace: int, handle: int) -> None:
+        self.calls.runs.append(Run(self, pointers, workspace, handle))
+
+
+def frontend(calls: Calls) -> cudnn.Frontend:
+    """The fake's modules."""
+    names = SimpleNamespace
+    types = {t: t for t in ("FLOAT", "BFLOAT16", "HALF", "INT32", "INT64", "FP8_E4M3", "FP8_E5M2", "BOOLEAN")}
+    native = names(
+        backend_graph=lambda **arguments: Built(calls, **arguments), create_handle=lambda: 77,
+        _raw_set_stream=lambda raw, stream: calls.streams.append(stream), _raw_destroy_handle=calls.closed.append,
+    )  # fmt: skip
+    module = names(
+        data_type=names(**types), heur_mode=names(A="A", FALLBACK="FALLBACK"), tensor_reordering=names(NONE=0),
+        diagonal_alignment=names(TOP_LEFT="top left", BOTTOM_RIGHT="bottom right"),
+        cudnnGraphNotSupportedError=KeyError, scalar_type=names(RUNTIME_PARAM=1, COMPILE_TIME_CONST=2),
+        _pybind_module=native,
+    )  # fmt: skip
+    return cudnn.Frontend(module, native, VERSION, "1.32.0")
+
+
+class Memory:
+    """Addresses that no one reads."""
+
+    def __init__(self) -> None:
+        self.top, self.asked = 1 << 40, []
+
+    def empty(self, shape: tuple[int, ...], dtype: DType, stream: int) -> Tensor:
+        count = 1
+        for n in shape:
+            count *= n
+        made = Tensor(self.top, tuple(shape), dtype, cuda_device(INDEX), self)
+        self.asked.append(dtype.nbytes(count))
+        self.top += (dtype.nbytes(count) + 511) // 256 * 256
+        return made
+
+
+def runtime(monkeypatch: Any, folder: Any, stream: int = 5) -> tuple[Runtime, Calls]:
+    """A runtime over the fake, with its own memory, plans and disk cache."""
+    calls = Calls()
+    fake = frontend(calls)
+    monkeypatch.setenv("TE_CORE_CACHE_DIR", str(folder))
+    monkeypatch.setattr(cudnn, "_frontend", fake)
+    monkeypatch.setattr(cudnn, "_graphs", {})
+    monkeypatch.setattr(cudnn, "COUNTS", cudnn.Counts())
+    monkeypatch.setattr(device, "info", lambda index=0: H200)
+    monkeypatch.setattr(libraries, "version", lambda name: VERSION)
+    monkeypatch.setattr(type(BACKEND), "zero", lambda self, rt, t: calls.zeroed.append(t))
+    monkeypatch.setattr(type(BACKEND), "copy_from_host", lambda self, rt, array, out: None)
+    monkeypatch.setattr(type(BACKEND), "copy_to_host", lambda self, rt, t: None)
+
+    def kernel(rt: Runtime, name: str, *, entry: str | None = None, args: str, **constants: Any) -> Any:
+        def launch(rt: Runtime, grid: Any, block: Any, *given: Any, shared: int = 0) -> None:
+            assert len(given) == len(args), f"{name} takes {len(args)} arguments"
+            calls.launches.append((name, given))
+
+        return launch
+
+    monkeypatch.setattr(loader, "get", kernel)
+    rt = Runtime(cuda_device(INDEX), stream, Memory(), BACKEND)
+    rt.plans = PlanCache()
+    driver = SimpleNamespace(on=lambda index: nullcontext(), enter=lambda context: False, leave=lambda: None)
+    rt._threads.executor = SimpleNamespace(attention=None, context=0, driver=driver)
+    return rt, calls
+
+
+def tensor(rt: Runtime, shape: tuple[int, ...], dtype: DType, strides: tuple[int, ...] | None = None) -> Tensor:
+    """A tensor of that memory."""
+    made = rt.empty(shape, dtype)
+    return Tensor(made.ptr, made.shape, dtype, made.device, made.owner, strides)

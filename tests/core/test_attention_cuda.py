@@ -1,0 +1,327 @@
+"""What only a GPU shows of attention by cuDNN: how many plans are built, by whom, and what may be captured.
+
+The values are tests/core/test_attention.py's business; here they only have to stay what they were.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from te_core import dtypes
+from te_core.attention import AttentionSpec, Lengths
+from te_core.ops.attention import NOTHING, Terms, attention_backward, attention_forward
+from te_core.runtime import Runtime
+from te_core.tensor import Tensor
+from tests.backends import cuda_runtime, requires_cuda
+
+pytestmark = requires_cuda
+
+ROOT = Path(__file__).parents[2]
+SPEC = AttentionSpec(0.125, "bshd", "bshd", right=0)
+THD = replace(SPEC, q_format="thd", kv_format="thd", padded=True)
+
+
+@pytest.fixture
+def fresh(monkeypatch, tmp_path):
+    """A process that has built no graph, and finds none on disk."""
+    from te_core.backends.cuda import cudnn
+
+    monkeypatch.setenv("TE_CORE_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(cudnn, "_graphs", {})
+    monkeypatch.setattr(cudnn, "COUNTS", cudnn.Counts())
+    rt = cuda_runtime()
+    own = Runtime(rt.device, rt.stream, rt.allocator, rt.backend)
+    own.plans = type(rt.plans)()
+    return own, cudnn
+
+
+def normal(rt: Runtime, *shape: int, seed: int = 0) -> Tensor:
+    """Normal numbers in bfloat16."""
+    return rt.tensor(np.random.default_rng(seed).standard_normal(shape).astype(dtypes.bfloat16.numpy))
+
+
+def batch(rt: Runtime, lengths: list[int], seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Terms]:
+    """Packed sequences of these lengths."""
+    cu = rt.tensor(np.cumsum([0, *lengths]).astype(np.int32))
+    q, k, v = (normal(rt, sum(lengths), 4, 64, seed=seed + i) for i in range(3))
+    return q, k, v, Terms(Lengths(cu, cu))
+
+
+def step(rt: Runtime, q: Tensor, k: Tensor, v: Tensor, dy: Tensor, spec: AttentionSpec, terms: Terms = NOTHING):
+    """Forward and backward: everything they gave."""
+    y = attention_forward(rt, q, k, v, spec=spec, terms=terms)
+    return y.out, y.stats, *attention_backward(rt, dy, q, k, v, y.out, y.stats, spec=spec, terms=terms)[:3]
+
+
+def bits(rt: Runtime, results) -> list[bytes]:
+    return [rt.numpy(t).tobytes() for t in results]
+
+
+# ---------------------------------------------------------------------------------------------- how many plans
+
+
+def test_two_hundred_packed_batches_build_few_plans(fresh):
+    """And each of the sampled ones is what it is alone, in a graph of its own size."""
+    rt, cudnn = fresh
+    draw = random.Random(0)
+    whole = [normal(rt, 32 * 512, 4, 64, seed=i) for i in range(3)]
+    for i in range(200):
+        lengths = [draw.randint(1, 512) for _ in range(draw.randint(1, 32))]
+        longest = -(-max(lengths) // 64) * 64
+        q, k, v = (t.rows(0, sum(lengths)) for t in whole)
+        cu = rt.tensor(np.cumsum([0, *lengths]).astype(np.int32))
+        terms = Terms(Lengths(cu, cu))
+        spec = replace(THD, max_q=longest, max_kv=longest)
+        out = attention_forward(rt, q, k, v, spec=spec, terms=terms).out
+        if i % 50 == 0:
+            first = lengths[0]
+            alone = [t.rows(0, first).reshape(1, first, 4, 64) for t in (q, k, v)]
+            want = rt.numpy(attention_forward(rt, *alone, spec=SPEC).out).astype(np.float32)
+            got = rt.numpy(out)[:first].astype(np.float32)
+            assert np.abs(got - want[0]).max() <= 2.0**-6 * np.abs(want).max()
+    dense = sum(1 for _, spec in cudnn._graphs if not spec.padded)
+    assert cudnn.COUNTS.built - dense <= 12 and cudnn.COUNTS.loaded == 0
+
+
+_CHILD = """
+import numpy as np
+from dataclasses import replace
+from te_core.backends.cuda import cudnn
+from tests.core import test_attention_cuda as t
+rt = t.Runtime.cuda()
+q, k, v = (t.normal(rt, 2, 256, 4, 64, seed=i) for i in range(3))
+dy = t.normal(rt, 2, 256, 4, 64, seed=3)
+found = t.bits(rt, t.step(rt, q, k, v, dy, replace(t.SPEC, deterministic=True)))
+lengths = [100, 60, 1]
+q, k, v, terms = t.batch(rt, lengths)
+spec = replace(t.THD, max_q=128, max_kv=128, deterministic=True)
+found += t.bits(rt, t.step(rt, q, k, v, t.normal(rt, 161, 4, 64, seed=9), spec, terms))
+import hashlib
+print(cudnn.COUNTS.built, cudnn.COUNTS.loaded, hashlib.sha256(b"".join(found)).hexdigest())
+"""
+
+
+def test_a_second_process_builds_no_plan(tmp_path):
+    """It reads what the first one stored, and computes the same bits; a damaged file is built again."""
+    env = {**os.environ, "TE_CORE_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
+
+    def child() -> tuple[int, int, str]:
+        done = subprocess.run([sys.executable, "-c", _CHILD], capture_output=True, text=True, cwd=ROOT, env=env)
+        assert done.returncode == 0, done.stderr[-2000:]
+        assert "leaked" not in done.stderr
+        built, loaded, digest = done.stdout.split()
+        return int(built), int(loaded), digest
+
+    built, loaded, digest = child()
+    assert (built, loaded) == (4, 0)
+    assert child() == (0, 4, digest)
+    for place in list((tmp_path / "attention").iterdir())[:2]:
+        place.write_bytes(place.read_bytes()[:-1])
+    assert child() == (2, 2, digest)
+
+
+def test_one_cudnn_is_mapped():
+    """After the frontend is loaded, whatever else lies in the system's path."""
+    from te_core import libraries
+    from te_core.backends.cuda import cudnn
+
+    cudnn.frontend()
+    found = libraries.mapped()
+    assert len(found["cudnn"]) == 1
+    assert cudnn.frontend().version == libraries.version("cudnn")
+
+
+# ---------------------------------------------------------------------------------------------- equal bits
+
+
+@pytest.mark.parametrize("groups", [4, 2])
+@pytest.mark.parametrize("changes", [{}, {"left": 31}, {"softcap": 8.0}])
+def test_deterministic_gives_equal_bits(groups, changes):
+    rt = cuda_runtime()
+    q, k, v = normal(rt, 2, 384, 4, 64), normal(rt, 2, 384, groups, 64, seed=1), normal(rt, 2, 384, groups, 64, seed=2)
+    dy = normal(rt, 2, 384, 4, 64, seed=3)
+    spec = replace(SPEC, deterministic=True, **changes)
+    if "softcap" in changes:
+        spec = replace(spec, left=-1)
+    first = bits(rt, step(rt, q, k, v, dy, spec))
+    assert all(bits(rt, step(rt, q, k, v, dy, spec)) == first for _ in range(5))
+
+
+def test_dropout_follows_its_seed_and_offset():
+    """The same pair the same mask; another offset another one; backward the mask of its forward."""
+    rt = cuda_runtime()
+    q, k, v = (normal(rt, 2, 256, 4, 64, seed=i) for i in range(3))
+    spec = replace(SPEC, dropout=0.3)
+    rngs = [rt.tensor(np.array(pair, np.int64)) for pair in ((3, 0), (3, 0), (3, 64), (4, 0))]
+    found = [bits(rt, [attention_forward(rt, q, k, v, spec=spec, terms=Terms(rng=r)).out])[0] for r in rngs]
+    assert found[0] == found[1] and len({*found}) == 3
+
+
+def test_threads_share_plans(fresh):
+    """Eight threads, one forward and one backward graph, each its own numbers."""
+    rt, cudnn = fresh
+    made, wanted = [], []
+    for i in range(8):
+        tensors = [normal(rt, 2, 256, 4, 64, seed=10 * i + j) for j in range(4)]
+        made.append(tensors)
+    spec = replace(SPEC, deterministic=True)
+    failures: list[str] = []
+    start = threading.Barrier(8)
+
+    def work(i: int) -> None:
+        try:
+            start.wait()
+            q, k, v, dy = made[i]
+            first = bits(rt, step(rt, q, k, v, dy, spec))
+            for _ in range(50):
+                if bits(rt, step(rt, q, k, v, dy, spec)) != first:
+                    failures.append(f"thread {i} changed its mind")
+                    return
+            wanted.append((i, first))
+        except Exception as error:
+            failures.append(repr(error))
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert not failures and len(wanted) == 8 and cudnn.COUNTS.built == 2
+    for i, first in wanted:
+        q, k, v, dy = made[i]
+        assert bits(rt, step(rt, q, k, v, dy, spec)) == first
+
+
+# ---------------------------------------------------------------------------------------------- capture
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {}, {"left": 31}, {"bias": "alibi", "default_slopes": True}, {"bias": "alibi"}, {"softmax": "learnable"},
+        {"softmax": "off-by-one"}, {"max_logit": True}, {"dropout": 0.2}, {"softcap": 9.0},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_captured_step_replays_with_new_values(changes):
+    """New queries, keys, values, gradients and seeds in the old memory give what an eager step gives of them."""
+    torch = pytest.importorskip("torch")
+    from te_torch.runtime import runtime_for, to_core, to_torch
+
+    spec = replace(SPEC, **changes)
+    held = [torch.randn(2, 192, 4, 64, device="cuda").bfloat16() for _ in range(4)]
+    slopes = torch.rand(4, device="cuda") if spec.bias == "alibi" else None
+    if spec.default_slopes:
+        slopes = torch.tensor([2.0 ** (-2 * i) for i in range(1, 5)], device="cuda")
+    sink = torch.randn(4, device="cuda") if spec.softmax == "learnable" else None
+    rng = torch.tensor([5, 0], device="cuda") if spec.dropout else None
+    terms = Terms(**{n: to_core(t) for n, t in (("slopes", slopes), ("sink", sink), ("rng", rng)) if t is not None})
+
+    def run():
+        rt = runtime_for(held[0])
+        q, k, v, dy = map(to_core, held)
+        y = attention_forward(rt, q, k, v, spec=spec, terms=terms)
+        back = replace(spec, max_logit=False, deterministic=True)
+        g = attention_backward(rt, dy, q, k, v, y.out, y.stats, spec=back, terms=terms)
+        return [to_torch(t) for t in (y.out, y.stats, y.max_logit, g.q, g.k, g.v, g.sink) if t is not None]
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        run()  # builds the plans and loads the kernels
+        run()
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        captured = run()
+    for seed in range(3):
+        torch.manual_seed(seed)
+        for t in (*held, *(t for t in (sink,) if t is not None)):
+            t.copy_(torch.randn_like(t))
+        if rng is not None:
+            rng.copy_(torch.tensor([seed, 64 * seed], device="cuda"))
+        with torch.cuda.stream(stream):
+            wanted = run()
+        torch.cuda.synchronize()
+        graph.replay()
+        torch.cuda.synchronize()
+        for got, want in zip(captured, wanted, strict=True):
+            same = torch.equal(got, want) if got.ndim > 1 else torch.allclose(got, want, rtol=1e-5)  # sums of all rows
+            assert torch.isfinite(got.float()).all() and same
+
+
+def test_a_captured_packed_step_replays_with_new_lengths():
+    """Lengths are read on the device: other running sums in the old memory are other sequences."""
+    torch = pytest.importorskip("torch")
+    from te_torch.runtime import runtime_for, to_core, to_torch
+
+    spec = replace(THD, max_q=128, max_kv=128, deterministic=True)
+    held = [torch.randn(256, 4, 64, device="cuda").bfloat16() for _ in range(4)]
+    cu = torch.tensor([0, 100, 160, 256], dtype=torch.int32, device="cuda")
+    terms = Terms(Lengths(to_core(cu), to_core(cu)))
+
+    def run():
+        rt = runtime_for(held[0])
+        q, k, v, dy = map(to_core, held)
+        y = attention_forward(rt, q, k, v, spec=spec, terms=terms)
+        g = attention_backward(rt, dy, q, k, v, y.out, y.stats, spec=spec, terms=terms)
+        return [to_torch(t) for t in (y.out, y.stats, *g[:3])]
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        run()
+        run()
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        captured = run()
+    seen = set()
+    for sums in ([0, 128, 250, 256], [0, 1, 2, 120], [0, 0, 128, 256], [0, 100, 160, 256]):
+        cu.copy_(torch.tensor(sums, dtype=torch.int32))
+        with torch.cuda.stream(stream):
+            wanted = run()
+        torch.cuda.synchronize()
+        graph.replay()
+        torch.cuda.synchronize()
+        assert all(torch.equal(got, want) for got, want in zip(captured, wanted, strict=True))
+        assert torch.isfinite(captured[0].float()).all() and not captured[0][sums[-1] :].any()
+        seen.add(captured[0].float().sum().item())
+    assert len(seen) == 4
+
+
+# ---------------------------------------------------------------------------------------------- odd places
+
+
+def test_single_sequences_of_single_tokens():
+    """Sequences of one token see themselves: the output is v."""
+    rt = cuda_runtime()
+    q, k, v, terms = batch(rt, [1] * 5)
+    out = attention_forward(rt, q, k, v, spec=replace(THD, max_q=64, max_kv=64), terms=terms).out
+    assert np.array_equal(rt.numpy(out), rt.numpy(v))
+
+
+def test_empty_sequences_leave_zeros():
+    """No queries, no keys, or neither: zeros everywhere, and other sequences do not notice."""
+    rt = cuda_runtime()
+    cu_q = rt.tensor(np.array([0, 0, 70, 70, 100], np.int32))
+    cu_kv = rt.tensor(np.array([0, 40, 40, 40, 100], np.int32))
+    q, k, v = (normal(rt, 100, 4, 64, seed=i) for i in range(3))
+    spec = replace(THD, right=-1, max_q=128, max_kv=128)
+    terms = Terms(Lengths(cu_q, cu_kv))
+    out, stats, dq, dk, dv = step(rt, q, k, v, normal(rt, 100, 4, 64, seed=3), spec, terms)
+    for t, empty in ((out, slice(0, 70)), (dq, slice(0, 70)), (dk, slice(0, 40)), (dv, slice(0, 40))):
+        got = rt.numpy(t).astype(np.float32)
+        assert np.isfinite(got).all() and not got[empty].any() and got[empty.stop :].any()
+    alone = [t.rows(start, 100).reshape(1, 100 - start, 4, 64) for t, start in ((q, 70), (k, 40), (v, 40))]
+    want = rt.numpy(attention_forward(rt, *alone, spec=replace(SPEC, right=-1)).out)[0].astype(np.float32)
+    got = rt.numpy(out)[70:].astype(np.float32)
+    assert np.abs(got - want).max() <= 2.0**-6 * np.abs(want).max()
+    assert np.isfinite(rt.numpy(stats)[70:]).all()
