@@ -1,4 +1,4 @@
-"""A small GPT built of te_torch's modules: what a user of the project would write.
+"""A small GPT built of te_torch's Transformer layers: what a user of the project would write.
 
 Shapes: tokens [B, S], hidden states [B, S, H], logits [B, S, V].
 
@@ -12,6 +12,7 @@ step, but ask for an optimizer that keeps a master copy of its own.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from math import sqrt
 
@@ -39,54 +40,28 @@ class GPTConfig:
             )
 
 
-Turn = tuple[torch.Tensor, torch.Tensor]  # cosine and sine [S, D / 2] of the angle of each position and feature pair
-
-
-def turns(sequence: int, width: int, device: torch.device, dtype: torch.dtype) -> Turn:
-    """The angles of rotary position embedding for heads of this width."""
-    speed = 10000.0 ** -torch.linspace(0, 1, width // 2 + 1, device=device)[:-1]
-    angle = torch.outer(torch.arange(sequence, device=device, dtype=torch.float32), speed)
-    return angle.cos().to(dtype), angle.sin().to(dtype)
-
-
-def rotate(x: torch.Tensor, turn: Turn) -> torch.Tensor:
-    """Queries or keys [B, heads, S, D], their pairs of features turned with the position."""
-    (cos, sin), (a, b) = turn, x.chunk(2, dim=-1)
-    return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1)
-
-
 def normal(deviation: float) -> Callable[[torch.Tensor], torch.Tensor]:
     """An initialiser."""
     return lambda weight: torch.nn.init.normal_(weight, 0.0, deviation)
 
 
-class Block(torch.nn.Module):
-    """One Transformer layer: x + attention(norm(x)), then x + mlp(norm(x))."""
-
-    def __init__(self, config: GPTConfig, device: torch.device) -> None:
-        super().__init__()
-        self.heads = config.heads
-        wide = config.hidden
-        first = normal(1 / sqrt(wide))  # keeps the variance of what goes through
+def block(config: GPTConfig, number: int, device: torch.device) -> te.TransformerLayer:
+    """One layer: x + attention(norm(x)), then x + mlp(norm(x)), causal, on hidden states [B, S, H]."""
+    return te.TransformerLayer(
+        config.hidden,
+        4 * config.hidden,
+        config.heads,
+        layer_number=number,
+        attn_input_format="bshd",
+        fuse_qkv_params=True,  # one weight for queries, keys and values: quantized at once
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        init_method=normal(1 / sqrt(config.hidden)),  # keeps the variance of what goes through
         # What ends a branch starts small, so that the model begins as its embedding. But not at zero: delayed
         # scaling quantizes with the maximum of steps before and would clip weights that grow from nothing.
-        last = normal(0.02 / sqrt(2 * config.layers))
-        self.qkv = te.LayerNormLinear(wide, 3 * wide, init_method=first, device=device)
-        self.projection = te.Linear(wide, wide, init_method=last, device=device)
-        self.mlp = te.LayerNormMLP(
-            wide, 4 * wide, init_method=first, output_layer_init_method=last, device=device
-        )
-
-    def forward(self, x: torch.Tensor, turn: Turn) -> torch.Tensor:
-        """x [B, S, H] to [B, S, H]."""
-        batch, sequence, wide = x.shape
-        qkv = self.qkv(x).view(batch, sequence, 3, self.heads, wide // self.heads)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each [B, heads, S, D]
-        mixed = F.scaled_dot_product_attention(
-            rotate(q, turn), rotate(k, turn), v, is_causal=True
-        )
-        x = x + self.projection(mixed.transpose(1, 2).reshape(batch, sequence, wide))
-        return x + self.mlp(x)
+        output_layer_init_method=normal(0.02 / sqrt(2 * config.layers)),
+        device=device,
+    )
 
 
 class GPT(torch.nn.Module):
@@ -96,20 +71,17 @@ class GPT(torch.nn.Module):
         super().__init__()
         self.config = config
         self.embedding = torch.nn.Embedding(config.vocabulary, config.hidden, device=device)
-        self.blocks = torch.nn.ModuleList(Block(config, device) for _ in range(config.layers))
+        self.rotary = te.RotaryPositionEmbedding(config.hidden // config.heads).to(device)
+        self.blocks = torch.nn.ModuleList(block(config, i + 1, device) for i in range(config.layers))
         self.norm = te.RMSNorm(config.hidden, device=device)
         normal(0.02)(self.embedding.weight)
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Logits [B, S, V] of the next token at every position."""
+    def forward(self, tokens: torch.Tensor, cache: te.InferenceParams | None = None) -> torch.Tensor:
+        """Logits [B, S, V] of the next token at every position; with a cache, the tokens go on where it ends."""
         x = self.embedding(tokens)
-        kind, config = x.device.type, self.config
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-        turn = turns(tokens.shape[1], config.hidden // config.heads, x.device, dtype)
-        for number, block in enumerate(self.blocks):
-            if number < config.plain_blocks:
-                with te.autocast(enabled=False):
-                    x = block(x, turn)
-            else:
-                x = block(x, turn)
+        angles = self.rotary(tokens.shape[1] if cache is None else cache.max_sequence_length)
+        mask = "causal" if cache is None else "padding_causal"  # sequences in a cache differ in length
+        for number, layer in enumerate(self.blocks):
+            with te.autocast(enabled=False) if number < self.config.plain_blocks else nullcontext():
+                x = layer(x, self_attn_mask_type=mask, rotary_pos_emb=angles, inference_params=cache)
         return F.linear(self.norm(x), self.embedding.weight)

@@ -1,5 +1,9 @@
 """te_torch: the module API on PyTorch. The documented names, and the reports; nothing else."""
 
+from te_torch.attention.dot_product import DotProductAttention
+from te_torch.attention.inference import InferenceParams
+from te_torch.attention.multihead import MultiheadAttention
+from te_torch.attention.rope import RotaryPositionEmbedding
 from te_torch.autocast import autocast, fp8_autocast, get_default_recipe
 from te_torch.availability import (
     get_cudnn_version,
@@ -18,6 +22,7 @@ from te_torch.modules.layernorm_mlp import LayerNormMLP
 from te_torch.modules.linear import Linear
 from te_torch.modules.norm import LayerNorm, RMSNorm
 from te_torch.modules.padding import Fp8Padding, Fp8Unpadding
+from te_torch.modules.transformer_layer import TransformerLayer
 from te_torch.precision_report import precision_report
 from te_torch.quantized_init import fp8_model_init, quantized_model_init
 from te_torch.report import measure_saved, memory_report
@@ -25,9 +30,10 @@ from te_torch.tensors import *  # noqa: F403  the quantized tensor classes and t
 from te_torch.tensors import __all__ as _tensors
 
 __all__ = [
-    "Fp8Padding", "Fp8Unpadding", "GroupedLinear", "LayerNorm", "LayerNormLinear", "LayerNormMLP", "Linear", "RMSNorm",
-    "autocast", "convert", "fp8_autocast", "fp8_model_init", "get_cudnn_version", "get_default_recipe",
-    "get_device_compute_capability", "is_bf16_available", "is_fp8_available", "is_fp8_block_scaling_available",
-    "is_mxfp8_available", "is_nvfp4_available", "measure_saved", "memory_report", "plain_state_dict",
-    "precision_report", "prepare_state", "quantized_model_init", *_tensors,
+    "DotProductAttention", "Fp8Padding", "Fp8Unpadding", "GroupedLinear", "InferenceParams", "LayerNorm",
+    "LayerNormLinear", "LayerNormMLP", "Linear", "MultiheadAttention", "RMSNorm", "RotaryPositionEmbedding",
+    "TransformerLayer", "autocast", "convert", "fp8_autocast", "fp8_model_init", "get_cudnn_version",
+    "get_default_recipe", "get_device_compute_capability", "is_bf16_available", "is_fp8_available",
+    "is_fp8_block_scaling_available", "is_mxfp8_available", "is_nvfp4_available", "measure_saved", "memory_report",
+    "plain_state_dict", "precision_report", "prepare_state", "quantized_model_init", *_tensors,
 ]  # fmt: skip

@@ -12,8 +12,24 @@ import torch
 
 import te_torch as te
 from te_core.errors import ArgumentError, UnsupportedError
+from te_torch.modules.residual import Branch
+from tests import recipes as every
 from tests.backends import devices
-from tests.module_steps import GEMM_MODULES, MODULES, RECIPES, WIDTH, differences, make, on, step, values
+from tests.module_steps import (
+    GEMM_MODULES,
+    MODULES,
+    RECIPES,
+    WIDTH,
+    differences,
+    fp8_state,
+    gradient_for,
+    make,
+    on,
+    region,
+    step,
+    values,
+)
+from tests.tolerances import DB, snr_db
 
 on_devices = pytest.mark.parametrize("device", devices())
 recipes = pytest.mark.parametrize("recipe", RECIPES)
@@ -66,8 +82,7 @@ def test_forward_signatures() -> None:
     assert signature(te.LayerNormLinear.forward) == "inp is_first_microbatch=None fp8_output=False fp8_grad=False"
     assert signature(te.LayerNormMLP.forward) == "inp is_first_microbatch=None"
     assert signature(te.autocast.__init__) == (
-        "enabled=True calibrating=False recipe=None amax_reduction_group=None _graph=False * strict=False "
-        "emulate=False"
+        "enabled=True calibrating=False recipe=None amax_reduction_group=None _graph=False * strict=False emulate=False"
     )
 
 
@@ -273,8 +288,8 @@ def test_meta_device(kind: str, device: str) -> None:
 
 REFUSED = {
     "tp_size": 2, "ub_overlap_ag": True, "ub_overlap_rs": True, "ub_overlap_rs_dgrad": True, "ub_bulk_dgrad": True,
-    "ub_bulk_wgrad": True, "symmetric_ar_type": "one_shot", "save_original_input": True, "checkpoint": True,
-    "activation_params": {"limit": 7.0}, "activation": "glu",
+    "ub_bulk_wgrad": True, "symmetric_ar_type": "one_shot", "save_original_input": True,
+    "activation_params": {"limit": 7.0}, "activation": "tanh",
 }  # fmt: skip
 
 
@@ -340,3 +355,225 @@ def test_layer_names() -> None:
     assert te.Linear(4, 4, name="mine", device="cpu").name == "mine"
     a, b = (te.LayerNormMLP(4, 4, device="cpu").name for _ in range(2))
     assert a.startswith("Layer_") and int(b.removeprefix("Layer_")) == int(a.removeprefix("Layer_")) + 1
+
+
+# ------------------------------------------------------------------------------------- activations of the MLP
+
+
+def by_torch(activation: str, h: torch.Tensor, limit: float, alpha: float, offset: float) -> torch.Tensor:
+    a, b = h.chunk(2, dim=-1)
+    if activation == "glu":
+        return torch.sigmoid(a) * b
+    a, b = a.clamp(max=limit), b.clamp(-limit, limit)
+    return a * torch.sigmoid(alpha * a) * (b + offset)
+
+
+#: Small limits in full precision only: where rounding carries a value over a limit, a whole term of a gradient flips.
+GATED_CASES = [
+    *((recipe, activation, None) for recipe in RECIPES for activation in ("glu", "clamped_swiglu")),
+    ("plain", "clamped_swiglu", {}), ("plain", "clamped_swiglu", {"limit": 0.5}),
+    ("plain", "clamped_swiglu", {"limit": 1.0, "alpha": 0.7, "glu_linear_offset": -0.25}),
+]  # fmt: skip
+
+
+@on_devices
+@pytest.mark.parametrize(("recipe", "activation", "params"), GATED_CASES)
+def test_gated_activations(recipe: str, activation: str, params: Any, device: str) -> None:
+    """glu, and clamped_swiglu with its documented parameters and their defaults, in the whole module."""
+    module = make("LayerNormMLP", device, activation=activation, activation_params=params)
+    assert module.fc1_weight.shape == (160, WIDTH) and module.fc2_weight.shape == (WIDTH, 80)
+    x = values(48, WIDTH, device=device, seed=1)
+    for _ in range(3):
+        got = step(module, x, recipe)
+    given = {"limit": 7.0, "alpha": 1.702, "glu_linear_offset": 1.0, **(params or {})}
+    leaf = x.double().requires_grad_()
+    p = {name: t.detach().double().requires_grad_() for name, t in module.named_parameters()}
+    n = torch.nn.functional.layer_norm(leaf, (WIDTH,), p["layer_norm_weight"], p["layer_norm_bias"], 1e-5)
+    h = by_torch(activation, n @ p["fc1_weight"].T + p["fc1_bias"], *given.values())
+    y = h @ p["fc2_weight"].T + p["fc2_bias"]
+    y.backward(gradient_for(got["y"]).double())
+    floor = DB["fp32"] if recipe == "plain" else DB["fp8 mlp"]
+    for name, wanted in {"y": y, "dx": leaf.grad, **{name: t.grad for name, t in p.items()}}.items():
+        assert snr_db(got[name], wanted) >= floor, f"{name}: {snr_db(got[name], wanted):.1f} dB"
+
+
+def test_unknown_activation_parameters() -> None:
+    for activation, params in (("clamped_swiglu", {"limits": 7.0}), ("swiglu", {"limit": 7.0})):
+        with pytest.raises(UnsupportedError, match="activation_params"):
+            te.LayerNormMLP(8, 8, activation=activation, activation_params=params, device="cpu")
+    assert te.LayerNormMLP(8, 8, activation_params={}, device="cpu").activation == "gelu"
+
+
+# ------------------------------------------------------------------------------------- options that change no number
+
+
+@on_devices
+@pytest.mark.parametrize("kind", ["LayerNormLinear", "LayerNormMLP"])
+def test_gathered_norm_output(kind: str, device: str) -> None:
+    """On one rank the gathered norm output is the norm output."""
+    plain, gathered = (
+        make(kind, device, **{name: True}) for name in ("return_layernorm_output", "return_layernorm_output_gathered")
+    )
+    x = values(8, WIDTH, device=device, seed=1)
+    for a, b in zip(plain(x), gathered(x), strict=True):
+        assert torch.equal(a, b)
+
+
+@on_devices
+def test_expected_shapes_are_taken(device: str) -> None:
+    x = values(8, 2, WIDTH, device=device, seed=1)
+    expecting = make("LayerNormMLP", device, seq_length=8, micro_batch_size=2)
+    assert torch.equal(expecting(x), make("LayerNormMLP", device)(x))
+
+
+CHECKPOINTED = {
+    "gelu": {}, "swiglu": {"activation": "swiglu", "normalization": "RMSNorm"}, "no bias": {"bias": False},
+    "norm too": {"return_layernorm_output": True}, "clamped": {"activation": "clamped_swiglu"},
+}  # fmt: skip
+
+
+def total(outputs: Any) -> torch.Tensor:
+    """All outputs as one number that each of them counts in differently."""
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    return sum((t * gradient_for(t, seed=30 + i)).sum() for i, t in enumerate(outputs))
+
+
+def several_steps(module: Any, recipe: Any, x: torch.Tensor, **kw: Any) -> list[dict[str, torch.Tensor]]:
+    """Outputs, gradients and FP8 state of three steps; scales are updated between forward and backward."""
+    found = []
+    for i in range(3):
+        leaf = (x * (1 + i)).requires_grad_()
+        with region(recipe):
+            outputs = module(leaf, **kw)
+        total(outputs).backward()
+        first = outputs[0] if isinstance(outputs, tuple) else outputs
+        grads = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+        found.append({"y": first.detach(), "dx": leaf.grad, **grads, **fp8_state(module)})
+        module.zero_grad()
+    return found
+
+
+@on_devices
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("options", CHECKPOINTED)
+@recipes
+def test_checkpoint_changes_no_bit(recipe: str, options: str, dtype: torch.dtype, device: str) -> None:
+    kept, again = (make("LayerNormMLP", device, dtype, checkpoint=c, **CHECKPOINTED[options]) for c in (False, True))
+    x = values(2, 24, WIDTH, device=device, dtype=dtype, seed=1)
+    for a, b in zip(several_steps(again, recipe, x), several_steps(kept, recipe, x), strict=True):
+        assert not differences(a, b)
+
+
+@on_devices
+@pytest.mark.parametrize("recipe", (*every.KINDS, *every.OVERRIDES))
+def test_checkpoint_in_every_recipe(recipe: str, device: str) -> None:
+    """Also with weights cached by microbatches, and with weight gradients fused or put off."""
+    x = values(2, 32, 64, device=device, dtype=torch.bfloat16, seed=1)
+    for kw in ({}, {"fuse_wgrad_accumulation": True}, {"delay_wgrad_compute": True}):
+        modules = []
+        for checkpoint in (True, False):
+            torch.manual_seed(4)
+            module = te.LayerNormMLP(64, 128, params_dtype=torch.bfloat16, checkpoint=checkpoint, device=device, **kw)
+            for name in module._weight_names():
+                weight = getattr(module, name)
+                weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)
+            modules.append(module)
+        for first in (True, False):
+            found = []
+            for module in modules:
+                torch.manual_seed(9)
+                found.append(step_with(module, x, recipe, first))
+            assert not differences(*found), kw
+
+
+@on_devices
+@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize("around", [None, True, False])
+@pytest.mark.parametrize("recipe", ["delayed", "block"])
+def test_checkpoint_inside_of_another(recipe: str, around: bool | None, quantized: bool, device: str) -> None:
+    """Also below torch's own (reentrant or not), and with weights held quantized."""
+    found = []
+    for checkpoint in (True, False):
+        torch.manual_seed(4)
+        init = te.quantized_model_init(recipe=every.rule(recipe)) if quantized else contextlib.nullcontext()
+        with init:
+            module = te.LayerNormMLP(64, 128, params_dtype=torch.bfloat16, checkpoint=checkpoint, device=device)
+        for seed in range(3):
+            leaf = values(32, 64, device=device, dtype=torch.bfloat16, seed=seed).requires_grad_()
+            with every.region(recipe):
+                if around is None:
+                    y = module(leaf)
+                else:
+                    y = torch.utils.checkpoint.checkpoint(module, leaf, use_reentrant=around)
+            y.backward(gradient_for(y))
+        grads = {name: p.grad for name, p in module.named_parameters()}
+        found.append({"y": y.detach(), "dx": leaf.grad, **grads, **fp8_state(module)})
+    assert not differences(*found)
+
+
+def step_with(module: Any, x: torch.Tensor, recipe: str, first: bool) -> dict[str, torch.Tensor]:
+    leaf = x.clone().requires_grad_()
+    with every.region(recipe):
+        y = module(leaf, is_first_microbatch=first)
+    y.backward(gradient_for(y))
+    module.backward_dw()
+    grads = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+    mains = {f"main {name}": getattr(module, name).main_grad.clone() for name in module._weight_names()}
+    module.zero_grad()
+    return {"y": y.detach(), "dx": leaf.grad, **grads, **mains, **fp8_state(module)}
+
+
+@on_devices
+@pytest.mark.parametrize("frozen", ["fc1_weight", "fc2_weight", "fc1_bias", "layer_norm_weight", "all but fc2", "x"])
+def test_checkpoint_of_frozen_parts(frozen: str, device: str) -> None:
+    found = []
+    for checkpoint in (True, False):
+        module = make("LayerNormMLP", device, checkpoint=checkpoint)
+        for name, p in module.named_parameters():
+            p.requires_grad_(not ("fc2" not in name if frozen == "all but fc2" else name == frozen))
+        leaf = values(8, WIDTH, device=device, seed=1).requires_grad_(frozen not in ("x", "all but fc2"))
+        y = module(leaf)
+        y.backward(gradient_for(y))
+        grads = {name: t.grad for name, t in (("x", leaf), *module.named_parameters()) if t.grad is not None}
+        found.append({"y": y.detach(), **grads})
+    assert not differences(*found)
+
+
+@on_devices
+@recipes
+def test_checkpoint_keeps_its_input_only(recipe: str, device: str) -> None:
+    """Saved are the input and a few scales, and the graph may be kept for a second backward."""
+    saved = {}
+    for checkpoint in (True, False):
+        module = make("LayerNormMLP", device, torch.bfloat16, checkpoint=checkpoint)
+        x = values(512, WIDTH, device=device, dtype=torch.bfloat16, seed=1).requires_grad_() * 1
+        with region(recipe), te.measure_saved(module) as measured:
+            y = module(x)
+        saved[checkpoint] = measured.total
+        loss = y.float().sum()
+        loss.backward(retain_graph=True)
+        once = module.fc1_weight.grad.clone()
+        module.zero_grad()
+        loss.backward()
+        assert torch.equal(module.fc1_weight.grad, once) or recipe == "delayed"  # whose gradient scale has moved
+    size = 512 * WIDTH * 2
+    assert size <= saved[True] <= size + 64 and saved[True] < saved[False] / 3
+
+
+@on_devices
+@recipes
+def test_checkpoint_with_a_branch_and_compiled(recipe: str, device: str) -> None:
+    """The sum is what is kept; under a compiler the same bits."""
+    found = []
+    for checkpoint, compiled in ((True, False), (False, False), (True, True)):
+        torch._dynamo.reset()
+        module = make("LayerNormMLP", device, checkpoint=checkpoint)
+        x, residual = (values(2, 8, WIDTH, device=device, seed=s).requires_grad_() for s in (1, 2))
+        run = torch.compile(module, backend="aot_eager", fullgraph=True) if compiled else module
+        for _ in range(2):
+            with region(recipe):
+                out, stream = run(Branch(x, residual))
+            total((out, stream)).backward()
+        grads = {name: t.grad for name, t in (("x", x), ("residual", residual), *module.named_parameters())}
+        found.append({"y": out.detach(), **grads})
+    assert not differences(found[0], found[1]) and not differences(found[0], found[2])

@@ -1,0 +1,145 @@
+"""Let the small GPT of examples/train_gpt.py go on with some texts, byte by byte, always by the likeliest one.
+
+The keys and values of what was read and written stay in a cache (`te.InferenceParams`), so each step computes one
+new token of each text. Texts come and go: when one is finished, the next one that waits takes its place in the batch,
+and its whole prompt is read in the same step in which the others go on by a byte.
+
+    python examples/train_gpt.py --recipe none                  # writes build/train/none.pt, once
+    python examples/generate.py --prompt "Anne " --paged --check
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+
+# Before NumPy is first imported, as examples/train_gpt.py says.
+os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "4")
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # runs from a clone that nobody installed, too
+
+import torch  # noqa: E402
+
+import te_torch as te  # noqa: E402
+from examples.gpt import GPT, GPTConfig  # noqa: E402
+from examples.progress import Progress  # noqa: E402
+from examples.training import PLAIN_BLOCKS, Settings, read_checkpoint  # noqa: E402
+
+PROMPTS = ("Anne ", "Captain Wentworth was ", "She had ", "Sir Walter Elliot, of Kellynch Hall, ", "It was ", "The ")
+PAGE = 16  # tokens
+
+Text = list[int]  # its bytes
+
+
+@torch.inference_mode()
+def generate(
+    model: GPT,
+    prompts: list[Text],
+    count: int,
+    params: te.InferenceParams,
+    on_step: Callable[[int], None] | None = None,
+) -> list[Text]:
+    """Each prompt with up to `count` more bytes, of which a line's end is the last."""
+    device = next(model.parameters()).device
+    waiting, live, finished = deque(enumerate(prompts)), OrderedDict[int, Text](), dict[int, Text]()
+    while live or waiting:
+        new = OrderedDict((name, text[-1:]) for name, text in live.items())
+        while waiting and len(new) < params.max_batch_size:
+            name, prompt = waiting.popleft()
+            live[name], new[name] = list(prompt), prompt
+        params.pre_step(OrderedDict((name, len(tokens)) for name, tokens in new.items()))
+        longest = max(map(len, new.values()))
+        rows = [tokens + [0] * (longest - len(tokens)) for tokens in new.values()]
+        logits = model(torch.tensor(rows, device=device), params)
+        last = torch.tensor([len(tokens) - 1 for tokens in new.values()], device=device)
+        chosen = logits[torch.arange(len(rows), device=device), last].argmax(-1).tolist()
+        for name, token in zip(new, chosen, strict=True):
+            live[name].append(token)
+            if token == ord("\n") or len(live[name]) == len(prompts[name]) + count:
+                finished[name] = live.pop(name)
+        if on_step is not None:
+            on_step(sum(len(text) - len(prompts[name]) for name, text in (*live.items(), *finished.items())))
+    return [finished[name] for name in range(len(prompts))]
+
+
+@torch.inference_mode()
+def generate_uncached(model: GPT, prompt: Text, count: int) -> Text:
+    """The same for one prompt, with everything computed again for each byte."""
+    text, device = list(prompt), next(model.parameters()).device
+    while len(text) < len(prompt) + count and text[-1] != ord("\n"):
+        text.append(int(model(torch.tensor([text], device=device))[0, -1].argmax()))
+    return text
+
+
+def load(path: Path, device: torch.device) -> GPT:
+    """The model of a checkpoint; one that has learnt nothing where there is none."""
+    settings, state = Settings(), None
+    if path.exists():
+        state = read_checkpoint(path)
+        settings = Settings(**state["settings"])
+    else:
+        print(f"No checkpoint {path}: the model has learnt nothing (python examples/train_gpt.py --recipe none).")
+    torch.manual_seed(0)
+    plain = PLAIN_BLOCKS.get(settings.recipe, 0)
+    model = GPT(GPTConfig(settings.layers, settings.hidden, settings.heads, plain_blocks=plain), device)
+    if state is not None:
+        model.load_state_dict(state["model"])
+    return model.eval()
+
+
+def readable(text: Text) -> str:
+    """What a terminal can show of it."""
+    return "".join(c if c.isprintable() else "·" for c in bytes(text).decode(errors="replace").rstrip("\n"))
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prompt", action="append", help="a text to go on with; may be given several times")
+    parser.add_argument("--count", type=int, default=60, metavar="N", help="bytes to write at most for each (60)")
+    parser.add_argument("--batch", type=int, default=4, metavar="N", help="texts at a time (4)")
+    parser.add_argument("--paged", action="store_true", help=f"keep the cache in pages of {PAGE} tokens")
+    parser.add_argument("--check", action="store_true", help="also compute everything without the cache, and compare")
+    parser.add_argument("--checkpoint", type=Path, default=Path("build/train/none.pt"), help="(build/train/none.pt)")
+    parser.add_argument("--device", help="cpu, cuda ... (CUDA where there is one)")
+    return parser.parse_args()
+
+
+def main() -> int:
+    """Generate, report."""
+    options = parse()
+    device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if device.type == "cpu":
+        torch.set_num_threads(1)  # as examples/train_gpt.py says
+    model = load(options.checkpoint, device)
+    prompts = [list(text.encode()) for text in options.prompt or PROMPTS]
+    capacity = -(-(max(map(len, prompts)) + options.count) // PAGE) * PAGE
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    params = te.InferenceParams(
+        options.batch, capacity, model.config.heads, model.config.hidden // model.config.heads, dtype,
+        is_paged=options.paged, page_size=PAGE, total_num_pages=options.batch * capacity // PAGE, device=device,
+    )  # fmt: skip
+    bar, start = Progress("bytes", options.count * len(prompts)), time.perf_counter()
+
+    def on_step(done: int) -> None:
+        bar.show(done, f"{done / (time.perf_counter() - start):,.0f} a second, {params.batch_size} texts")
+
+    with torch.autocast("cuda", dtype) if device.type == "cuda" else nullcontext():
+        texts = generate(model, prompts, options.count, params, on_step)
+        bar.stop()
+        for prompt, text in zip(prompts, texts, strict=True):
+            print(f"\n[{readable(prompt)}]{readable(text[len(prompt) :])}")
+        if options.check:
+            same = sum(generate_uncached(model, p, options.count) == t for p, t in zip(prompts, texts, strict=True))
+            print(f"\n{same} of {len(texts)} texts are the same without the cache.")
+            return int(same < len(texts) and device.type == "cpu")  # bf16 may decide a near tie otherwise
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

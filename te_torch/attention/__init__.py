@@ -1,0 +1,5 @@
+"""Attention: `DotProductAttention` over its backends, and `explain`, which says which one computes what."""
+
+from te_torch.attention.dot_product import DotProductAttention, explain
+
+__all__ = ["DotProductAttention", "explain"]

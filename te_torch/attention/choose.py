@@ -1,0 +1,452 @@
+"""Which backend computes an attention: a table of rules, each with its reason, and an order of measured speeds.
+
+    request = Request(...)            # all that the choice may depend on, as plain data; none of it is a tensor
+    eligible(request)                 # {backend: None, or why not}
+    choose(request)                   # the eligible one that was measured fastest
+
+Nothing is timed here, and no rule looks at grad mode alone, so the same inputs choose the same backend on every rank,
+in recomputation and in a capture. Requests can be made by hand to ask about a device that is not here.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib import import_module, metadata
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import te_core
+from te_core import dtypes, env, libraries
+from te_core.attention import AttentionSpec, Sizes
+from te_core.attention_rules import cudnn_attention
+from te_core.device import DeviceInfo
+from te_core.dtypes import DType
+from te_core.errors import LibraryError, UnsupportedError
+from te_torch.attention.env import Switches
+
+FLASH2, FLASH3, FLASH4 = "FlashAttention 2", "FlashAttention 3", "FlashAttention 4"
+FLASH_TORCH = "FlashAttention (torch)"
+FUSED, UNFUSED = "FusedAttention", "UnfusedDotProductAttention"
+BACKENDS = (FLASH2, FLASH3, FLASH4, FLASH_TORCH, FUSED, UNFUSED)
+FLASH = (FLASH2, FLASH3, FLASH4, FLASH_TORCH)
+
+Version = tuple[int, ...]
+logger = logging.getLogger("DotProductAttention")
+
+
+class Installed(NamedTuple):
+    """Versions of what backends are made of; None where it is not there."""
+
+    flash2: Version | None = None
+    flash3: Version | None = None
+    flash4: Version | None = None
+    torch: Version = (2, 8)
+    cudnn: Version | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One attention, as far as the choice of its backend depends on it."""
+
+    device: DeviceInfo | None  # None: the CPU
+    dtype: DType
+    spec: AttentionSpec
+    sizes: Sizes
+    mask: str = "no_mask"  # canonical name
+    training: bool = True  # gradients may be wanted
+    bias_grad: bool = False
+    fp8: str = ""  # "delayed", "current" or "mxfp8" where attention itself is to run in FP8
+    cached: bool = False  # k and v come out of a KV cache
+    paged: bool = False  # in pages
+    gaps: bool = False  # thd: tokens between sequences that belong to none
+    same_lengths: bool = True  # q and k, v have the same lengths, sequence by sequence
+    num_splits: int = 1
+    score_mod: bool = False
+    switches: Switches = Switches()
+    installed: Installed = Installed()
+
+    @property
+    def packed(self) -> bool:
+        """Whether sequences lie one behind another."""
+        return self.spec.q_format == "thd"
+
+    @property
+    def aligned(self) -> bool:
+        """Whether both ends of the diagonal are in corners, so that top-left and bottom-right are one."""
+        return self.same_lengths if self.spec.padded else self.sizes.sq == self.sizes.skv
+
+
+Rule = Callable[[Request], "str | None"]
+
+
+# ------------------------------------------------------------------------------------------------ the rules
+
+
+def _flash_allowed(r: Request) -> str | None:
+    return None if r.switches.flash else "NVTE_FLASH_ATTN=0"
+
+
+def _on_gpu(r: Request) -> str | None:
+    return "it runs on GPUs only" if r.device is None else None
+
+
+def _f16(r: Request) -> str | None:
+    return None if r.dtype in (dtypes.float16, dtypes.bfloat16) else f"it takes float16 and bfloat16, not {r.dtype}"
+
+
+def _no_fp8(r: Request) -> str | None:
+    return "it has no FP8 attention" if r.fp8 else None
+
+
+def _no_splits(r: Request) -> str | None:
+    return None if r.num_splits == 1 else f"num_splits={r.num_splits} is FlashAttention 3's and 4's"
+
+
+def _no_max_logit(r: Request) -> str | None:
+    return "it does not return max_logit" if r.spec.max_logit else None
+
+
+def _no_score_mod(r: Request) -> str | None:
+    return "it takes no score_mod" if r.score_mod else None
+
+
+def _plain_softmax(r: Request) -> str | None:
+    return None if r.spec.softmax == "vanilla" else f"it has no softmax_type={r.spec.softmax!r}"
+
+
+def _no_mask_tensor(r: Request) -> str | None:
+    return "it takes no arbitrary mask" if r.spec.masked else None
+
+
+def _no_bias(r: Request) -> str | None:
+    return "it takes no bias" if r.spec.bias == "post_scale_bias" else None
+
+
+def _no_alibi(r: Request) -> str | None:
+    return "it has no ALiBi with gradients" if r.spec.bias == "alibi" else None
+
+
+def _no_dropout(r: Request) -> str | None:
+    return "it has no dropout" if r.spec.dropout else None
+
+
+def _no_softcap(r: Request) -> str | None:
+    return "it has no logit soft-cap" if r.spec.softcap else None
+
+
+def _no_gaps(r: Request) -> str | None:
+    return "it takes no tokens between sequences (pad_between_seqs)" if r.gaps else None
+
+
+def _no_rows_with_padding(r: Request) -> str | None:
+    if r.spec.padded and not r.packed:
+        return "its sequences with padding have to be packed (thd)"
+    return None
+
+
+def _diagonal_bottom_right(r: Request) -> str | None:
+    if r.spec.banded and not r.spec.bottom_right and not r.aligned:
+        return "its diagonal ends bottom-right, and q and k differ in length"
+    return None
+
+
+def _one_head_width(r: Request) -> str | None:
+    s = r.sizes
+    return None if s.d_qk == s.d_v else f"it takes one head width, not {s.d_qk} for q, k and {s.d_v} for v"
+
+
+def _no_cache(r: Request) -> str | None:
+    return "it does not read a KV cache" if r.cached else None
+
+
+def _deterministic_backward(r: Request) -> str | None:
+    return "its backward is not deterministic" if r.spec.deterministic and r.training else None
+
+
+def _widths_up_to(most: int, multiple: int = 8) -> Rule:
+    def rule(r: Request) -> str | None:
+        wide = max(r.sizes.d_qk, r.sizes.d_v)
+        if wide > most or r.sizes.d_qk % multiple or r.sizes.d_v % multiple:
+            widths = f"{r.sizes.d_qk}/{r.sizes.d_v}"
+            return f"its head widths are multiples of {multiple} up to {most}, not {widths}"
+        return None
+
+    return rule
+
+
+def _capability(least: tuple[int, int], most: tuple[int, int] = (99, 0)) -> Rule:
+    def rule(r: Request) -> str | None:
+        here = r.device.capability if r.device is not None else (0, 0)
+        if least <= here <= most:
+            return None
+        only = "" if most == (99, 0) else " only" if least[0] == most[0] else f" to {most[0]}.{most[1]}"
+        return f"it needs compute capability {least[0]}.{least[1]}{only}, this is {here[0]}.{here[1]}"
+
+    return rule
+
+
+def _package(field: str, name: str, switch: str) -> Rule:
+    def rule(r: Request) -> str | None:
+        if not getattr(r.switches, field):
+            return f"{switch}=0"
+        return None if getattr(r.installed, field) else f"{name} is not installed"
+
+    return rule
+
+
+def _flash2_version(r: Request) -> str | None:
+    spec, version = r.spec, r.installed.flash2 or (0,)
+    wants = (
+        ((2, 3), spec.windowed, "a window"), ((2, 4), spec.bias == "alibi", "ALiBi"),
+        ((2, 4, 1), spec.deterministic and r.training, "a deterministic backward"),
+        ((2, 6), spec.softcap, "a soft-cap"),
+    )  # fmt: skip
+    for least, asked, what in wants:
+        if asked and version < least:
+            return f"{what} needs flash-attn {'.'.join(map(str, least))}"
+    return None
+
+
+def _flash2_wide_heads(r: Request) -> str | None:
+    if max(r.sizes.d_qk, r.sizes.d_v) > 192 and r.training and r.device is not None:
+        if r.device.capability not in ((8, 0), (9, 0), (10, 0), (12, 0)):
+            return "its backward for head widths above 192 needs compute capability 8.0, 9.0, 10.0 or 12.0"
+    return None
+
+
+def _flash3_deterministic(r: Request) -> str | None:
+    if r.spec.deterministic and r.training and max(r.sizes.d_qk, r.sizes.d_v) >= 256:
+        return "its backward for head widths of 256 and more is not deterministic"
+    return None
+
+
+def _fused_allowed(r: Request) -> str | None:
+    if not r.switches.fused:
+        return "NVTE_FUSED_ATTN=0"
+    wanted = r.switches.fused_backend
+    if wanted is not None and wanted != (2 if r.fp8 else 1):
+        return f"NVTE_FUSED_ATTN_BACKEND={wanted} is for {'FP8' if wanted == 2 else 'F16'} only"
+    return None
+
+
+def _fused_score_mod(r: Request) -> str | None:
+    return "this release builds no graph from a score_mod" if r.score_mod else None
+
+
+def _cudnn(r: Request) -> str | None:
+    if r.device is None:
+        return None  # te_core's own CPU backend, which takes everything
+    if r.installed.cudnn is None:
+        return "cuDNN or nvidia-cudnn-frontend is not installed"
+    able, reason = cudnn_attention(
+        r.device, r.installed.cudnn, r.spec, r.sizes, r.dtype, r.training, r.fp8, paged=r.paged, bias_grad=r.bias_grad
+    )  # fmt: skip
+    return None if able else reason
+
+
+def _unfused_allowed(r: Request) -> str | None:
+    return None if r.switches.unfused else "NVTE_UNFUSED_ATTN=0"
+
+
+def _unfused_fp8(r: Request) -> str | None:
+    if r.fp8 and not r.switches.emulate_fp8:
+        return "it has no FP8 attention (NVTE_UnfusedDPA_Emulate_FP8=1 emulates it)"
+    return None
+
+
+_FLASH_COMMON: tuple[Rule, ...] = (
+    _on_gpu, _flash_allowed, _no_max_logit, _no_score_mod, _plain_softmax, _no_mask_tensor, _no_bias,
+    _diagonal_bottom_right,
+)  # fmt: skip
+
+RULES: dict[str, tuple[Rule, ...]] = {
+    FLASH2: (
+        _package("flash2", "flash-attn 2", "NVTE_FLASH_ATTN_V2"), *_FLASH_COMMON, _capability((8, 0)), _f16, _no_fp8,
+        _no_splits, _one_head_width, _widths_up_to(256), _flash2_wide_heads, _no_gaps, _no_rows_with_padding,
+        _flash2_version, _no_cache,
+    ),
+    FLASH3: (
+        _package("flash3", "flash-attn 3 (flash_attn_interface)", "NVTE_FLASH_ATTN_V3"), *_FLASH_COMMON,
+        _capability((9, 0), (9, 0)), _f16, _no_fp8, _one_head_width, _widths_up_to(256), _no_alibi, _no_dropout,
+        _no_rows_with_padding, _flash3_deterministic, _no_cache,
+    ),
+    FLASH4: (
+        _package("flash4", "flash-attn 4 (flash_attn.cute)", "NVTE_FLASH_ATTN_V4"), *_FLASH_COMMON,
+        _capability((9, 0)), _f16, _no_fp8, _widths_up_to(128), _one_head_width, _no_alibi, _no_dropout, _no_gaps,
+        _no_rows_with_padding, _no_cache, _deterministic_backward,
+    ),
+    FLASH_TORCH: (
+        *_FLASH_COMMON, _capability((8, 0)), _f16, _no_fp8, _no_splits, _one_head_width, _widths_up_to(256),
+        _flash2_wide_heads, _no_alibi, _no_softcap, _no_gaps, _no_rows_with_padding,
+        _deterministic_backward, _no_cache,
+    ),
+    FUSED: (_fused_allowed, _fused_score_mod, _no_splits, _cudnn),
+    UNFUSED: (_unfused_allowed, _no_score_mod, _no_splits, _unfused_fp8),
+}  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------ the choice
+
+
+class Choice(NamedTuple):
+    """What was chosen for a request, each backend's reason against it, and why this one of the eligible."""
+
+    backend: str | None
+    reasons: dict[str, str | None]
+    why: str
+
+    def __str__(self) -> str:
+        width = max(map(len, self.reasons))
+        lines = [f"{name:{width}}  {reason or 'eligible'}" for name, reason in self.reasons.items()]
+        return "\n".join([*lines, f"chosen: {self.backend or 'none'} ({self.why})"])
+
+
+def eligible(request: Request) -> dict[str, str | None]:
+    """For each backend None, or the first reason against it."""
+    return {
+        name: next((reason for rule in rules if (reason := rule(request)) is not None), None)
+        for name, rules in RULES.items()
+    }
+
+
+@functools.lru_cache(maxsize=1024)
+def decide(request: Request) -> Choice:
+    """The choice for a request, remembered."""
+    reasons = eligible(request)
+    able = [name for name, reason in reasons.items() if reason is None]
+    if not able:
+        return Choice(None, reasons, "every backend is excluded")
+    order, why = ranking(request)
+    found = Choice(min(able, key=order.index), reasons, why if len(able) > 1 else "the only one eligible")
+    _log(request, found)
+    return found
+
+
+class NoBackendError(UnsupportedError, ValueError):
+    """No backend can compute this attention. Also the documented ValueError."""
+
+
+def choose(request: Request) -> str:
+    """The backend for a request; an error with the whole table where there is none."""
+    found = decide(request)
+    if found.backend is None:
+        table = "; ".join(f"{name}: {reason}" for name, reason in found.reasons.items())
+        raise NoBackendError(
+            "DotProductAttention",
+            f"No dot product attention backend is available for the provided inputs and run configuration ({table})",
+            "what at least one backend can do", "change what excludes the backend you want",
+        )  # fmt: skip
+    return found.backend
+
+
+def _log(request: Request, choice: Choice) -> None:
+    level = request.switches.debug
+    if level >= 1:
+        logger.info("%s for %s", choice.backend, request)
+    if level >= 2:
+        for name, reason in choice.reasons.items():
+            logger.debug("%s: %s", name, reason or "eligible")
+
+
+# ------------------------------------------------------------------------------------------------- the order
+
+
+def shape_class(request: Request) -> str:
+    """Which row of the speed table a request is looked up in."""
+    sizes = request.sizes
+    length = max(sizes.sq, sizes.skv)
+    lengths = "decode" if sizes.sq <= 16 else "short" if length <= 512 else "medium" if length <= 2048 else "long"
+    width = next((w for w in (64, 128, 192) if max(sizes.d_qk, sizes.d_v) <= w), 256)
+    return "/".join((
+        "train" if request.training else "infer", "packed" if request.packed else "dense", f"d{width}", lengths,
+        "banded" if request.spec.banded else "full",
+    ))  # fmt: skip
+
+
+def ranking(request: Request) -> tuple[list[str], str]:
+    """(all backends, fastest first; where that order comes from)."""
+    if request.device is None:
+        return [FUSED, UNFUSED, *FLASH], "te_core's CPU backend is the reference on the CPU"
+    major, minor = request.device.capability
+    name = shape_class(request)
+    for table, source in ((_local_table(), "this machine's table"), (_shipped_table(), "the shipped table")):
+        times = table.get("measured", {}).get(f"{major}.{minor}", {}).get("microseconds", {}).get(name)
+        if times:
+            order = [*sorted(times, key=times.__getitem__), *(b for b in _default_order(major) if b not in times)]
+            return order, f"measured fastest for {name} on {major}.{minor}, {source}"
+    return _default_order(major), f"nothing was measured for {name} on {major}.{minor}; the order of its generation"
+
+
+def _default_order(major: int) -> list[str]:
+    orders: Mapping[str, list[str]] = _shipped_table()["order"]
+    return orders["9"] if major >= 9 else orders["8"]
+
+
+def local_table_path() -> Path:
+    """Where `python -m te_core.tools.tune` puts what it measured on this machine."""
+    return env.cache_dir() / "attention_speed.json"
+
+
+@functools.cache
+def _shipped_table() -> dict[str, Any]:
+    return json.loads((Path(te_core.__file__).parent / "attention_speed.json").read_text())
+
+
+@functools.cache
+def _local_table() -> dict[str, Any]:
+    path = local_table_path()
+    return json.loads(path.read_text()) if path.is_file() else {}
+
+
+def forget() -> None:
+    """Decide anew from now on: the tables or the installed packages have changed."""
+    for cached in (decide, _local_table, installed):
+        cached.cache_clear()
+
+
+# -------------------------------------------------------------------------------------------- what is installed
+
+
+@functools.cache
+def installed() -> Installed:
+    """What this process can use."""
+    import torch
+
+    return Installed(
+        _installed("flash-attn", "flash_attn", (2,), (3,)), _installed("flash-attn-3", "flash_attn_interface"),
+        _installed("flash-attn-4", "flash_attn.cute"), _version(torch.__version__), _cudnn_version(),
+    )  # fmt: skip
+
+
+def _installed(package: str, module: str, least: Version = (0,), below: Version | None = None) -> Version | None:
+    try:
+        import_module(module)
+    except Exception:  # a package built for another torch fails in ways of its own
+        return None
+    try:
+        found = _version(metadata.version(package))
+    except metadata.PackageNotFoundError:
+        found = least
+    return found if found >= least and (below is None or found < below) else None
+
+
+def _cudnn_version() -> Version | None:
+    try:
+        metadata.version("nvidia-cudnn-frontend")
+        return libraries.version("cudnn")
+    except (metadata.PackageNotFoundError, LibraryError):
+        return None
+
+
+def _version(text: str) -> Version:
+    found = []
+    for part in text.split("+")[0].split("."):
+        digits = "".join(c for c in part if c.isdigit())
+        if not digits or digits != part:
+            break
+        found.append(int(digits))
+    return tuple(found)

@@ -1,0 +1,568 @@
+"""`DotProductAttention`: one module over all backends. A call's key finds its plan, the plan's backend computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+
+from te_core.attention import SOFTMAX, alibi_slopes, canonical_mask
+from te_core.errors import ArgumentError, UnsupportedError
+from te_torch.attention import choose, env, flash, fused, unfused
+from te_torch.attention import fp8 as fp8_core
+from te_torch.attention.layouts import check_packed, packed_inputs
+from te_torch.attention.masks import (
+    AttentionArgumentError,
+    Terms,
+    check_set_window_size,
+    lengths_of_mask,
+    longest,
+)
+from te_torch.attention.plan import OPERATION, Fact, Key, Plan, Static, explain_plan, make_plan
+from te_torch.autocast import active, current_region, in_backward
+from te_torch.modules.base import BaseModule, default_device, module_of, random_pair
+from te_torch.modules.linear import fork_of
+from te_torch.runtime import constant_at_trace
+
+#: `_attention_backends["backend_selection_requires_update"] = True` makes every module choose anew.
+_attention_backends: dict[str, Any] = {"backend_selection_requires_update": False}
+
+_PLANS = 2048  # of a module: packed batches differ in their longest sequence from step to step
+
+
+class Given(NamedTuple):
+    """The tensors of a call."""
+
+    a: torch.Tensor
+    b: torch.Tensor | None = None
+    c: torch.Tensor | None = None
+    mask: Any = None
+    cu_q: torch.Tensor | None = None
+    cu_kv: torch.Tensor | None = None
+    cu_q_padded: torch.Tensor | None = None
+    cu_kv_padded: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+    slopes: torch.Tensor | None = None
+    pages: torch.Tensor | None = None
+
+
+class DotProductAttention(BaseModule):
+    """softmax(q k^T scale + bias, over what the mask lets be seen) v, with dropout of the weights while training."""
+
+    gemms = 3  # two products, and their input from a projection: what FP8 attention has scales for
+    module_type = "attention"
+    own_precision = True
+
+    def __init__(
+        self,
+        num_attention_heads: int,
+        kv_channels: int | tuple[int, int],
+        num_gqa_groups: int | None = None,
+        attention_dropout: float = 0.0,
+        qkv_format: str = "sbhd",
+        attn_mask_type: str = "causal",
+        window_size: tuple[int, int] | None = None,
+        bottom_right_diagonal: bool | None = None,
+        sequence_parallel: bool = False,
+        tp_size: int = 1,
+        get_rng_state_tracker: Callable[[], Any] | None = None,
+        tp_group: Any = None,
+        layer_number: int | None = None,
+        attention_type: str = "self",
+        cp_group: Any = None,
+        cp_global_ranks: Any = None,
+        cp_stream: Any = None,
+        cp_comm_type: str = "p2p",
+        softmax_scale: float | None = None,
+        softmax_type: str = "vanilla",
+        return_max_logit: bool = False,
+        name: str | None = None,
+        *,
+        logit_softcap: float = 0.0,
+    ) -> None:
+        super().__init__(name)
+        self.qkv_format = qkv_format
+        self.attn_mask_type = canonical_mask(OPERATION, attn_mask_type)
+        self.window_size = check_set_window_size(self.attn_mask_type, window_size)
+        self._window = None if window_size is None else self.window_size
+        self.bottom_right_diagonal = bottom_right_diagonal
+        self.attention_type = attention_type
+        self.attention_dropout = attention_dropout
+        self.softmax_type = softmax_type
+        self.return_max_logit = return_max_logit
+        self.layer_number = 1 if layer_number is None else layer_number
+        self.logit_softcap = float(logit_softcap)
+        self.tp_size, self.tp_group, self.sequence_parallel = tp_size, tp_group, sequence_parallel
+        self._static = self._sizes(num_attention_heads, kv_channels, num_gqa_groups, softmax_scale)
+        # With sequence parallelism every rank has all heads of its tokens, and dropout of its own anyway.
+        self._fork = None if sequence_parallel else fork_of(get_rng_state_tracker, None)
+        self._add_softmax_offset()
+        self._plans: dict[Any, Plan] = {}
+        self._fp8_before = ""  # the scaling of the last forward that was no recomputation
+        self._explaining = False  # forward answers with the choice instead of computing
+        self.set_context_parallel_group(cp_group, cp_global_ranks, cp_stream, cp_comm_type)
+
+    def _sizes(self, heads: int, channels: int | tuple[int, int], groups: int | None, scale: float | None) -> Static:
+        """Checks what the constructor was given."""
+        d_qk, d_v = (channels, channels) if isinstance(channels, int) else channels
+        groups = heads if groups is None else groups
+        for got, condition, allowed in (
+            (f"num_attention_heads={heads}, num_gqa_groups={groups}", groups > 0 and heads % groups == 0,
+             "heads that are a multiple of the groups"),
+            (f"{heads} heads and {groups} groups over tp_size={self.tp_size}",
+             heads % self.tp_size == 0 and groups % self.tp_size == 0, "multiples of tp_size"),
+            (f"attention_type={self.attention_type!r}", self.attention_type in ("self", "cross"), "'self' or 'cross'"),
+            (f"softmax_type={self.softmax_type!r}", self.softmax_type in SOFTMAX, ", ".join(SOFTMAX)),
+            (f"attention_dropout={self.attention_dropout}", 0 <= self.attention_dropout < 1, "0 <= p < 1"),
+        ):  # fmt: skip
+            if not condition:
+                raise AttentionArgumentError(OPERATION, got, allowed, "correct the constructor's arguments")
+        self.num_attention_heads, self.num_gqa_groups = heads, groups
+        self.hidden_size_per_attention_head_k, self.hidden_size_per_attention_head_v = d_qk, d_v
+        self.softmax_scale = d_qk**-0.5 if scale is None else float(scale)
+        return Static(
+            heads // self.tp_size, groups // self.tp_size, d_qk, d_v, self.softmax_scale, self.softmax_type,
+            float(self.attention_dropout), self.return_max_logit, self.layer_number,
+        )  # fmt: skip
+
+    def _add_softmax_offset(self) -> None:
+        place: dict[str, Any] = {"dtype": torch.float32, "device": default_device()}
+        self.softmax_offset: Any
+        if self.softmax_type == "learnable":
+            self._add_parameter("softmax_offset", (self._static.heads,), torch.nn.init.zeros_, **place)
+        else:
+            ones = self.softmax_type == "off-by-one"
+            self.softmax_offset = torch.zeros(self._static.heads, **place) if ones else None
+
+    def _weight_names(self) -> tuple[str, ...]:
+        return ()
+
+    def set_context_parallel_group(
+        self, cp_group: Any, cp_global_ranks: Any = None, cp_stream: Any = None, cp_comm_type: str = "p2p"
+    ) -> None:
+        """Set the group over which sequences are spread (one rank only in this release)."""
+        groups = cp_group if isinstance(cp_group, (list, tuple)) else [cp_group]
+        ranks = [torch.distributed.get_world_size(group) for group in groups if group is not None]
+        if any(n > 1 for n in ranks):
+            raise UnsupportedError(
+                f"{OPERATION}.set_context_parallel_group", f"a group of {' x '.join(map(str, ranks))} ranks",
+                "one rank in this release", "leave cp_group out; context parallelism comes later",
+            )  # fmt: skip
+        if cp_comm_type not in ("p2p", "all_gather", "a2a", "a2a+p2p"):
+            raise ArgumentError(
+                f"{OPERATION}.set_context_parallel_group", f"cp_comm_type={cp_comm_type!r}",
+                "p2p, all_gather, a2a, a2a+p2p", "choose one of these",
+            )  # fmt: skip
+        self.cp_group, self.cp_global_ranks, self.cp_stream = cp_group, cp_global_ranks, cp_stream
+        self.cp_comm_type = cp_comm_type
+
+    def set_tensor_parallel_group(self, tp_group: Any) -> None:
+        """Remember the group; heads are spread over it by `tp_size`, and nothing is exchanged here."""
+        self.tp_group = tp_group
+
+    # --------------------------------------------------------------------------------------------- forward
+
+    def forward(
+        self,
+        query_layer: torch.Tensor | None = None,
+        key_layer: torch.Tensor | None = None,
+        value_layer: torch.Tensor | None = None,
+        attention_mask: Any = None,
+        qkv_format: str | None = None,
+        cu_seqlens_q: torch.Tensor | None = None,
+        cu_seqlens_kv: torch.Tensor | None = None,
+        cu_seqlens_q_padded: torch.Tensor | None = None,
+        cu_seqlens_kv_padded: torch.Tensor | None = None,
+        max_seqlen_q: int | None = None,
+        max_seqlen_kv: int | None = None,
+        attn_mask_type: str | None = None,
+        window_size: tuple[int, int] | None = None,
+        bottom_right_diagonal: bool | None = None,
+        checkpoint_core_attention: bool = False,
+        core_attention_bias_type: str = "no_bias",
+        core_attention_bias: torch.Tensor | None = None,
+        alibi_slopes: torch.Tensor | None = None,
+        fast_zero_fill: bool = True,
+        inference_params: Any = None,
+        pad_between_seqs: bool | None = None,
+        fp8_output: bool = False,
+        bf16_backward: bool = False,
+        num_splits: int = 1,
+        score_mod: Any = None,
+        score_mod_bprop: Any = None,
+        score_mod_tensors: Any = None,
+        score_mod_bprop_tensors: Any = None,
+        qkv_layer: torch.Tensor | None = None,
+        kv_layer: torch.Tensor | None = None,
+        qkv_interleave_dim: int = -3,
+    ) -> Any:
+        """[.., heads * d_v] in the format of q [.., heads, d]; or (that, largest logits [heads]) if asked for.
+
+        Masks are True where something is hidden. `fast_zero_fill` and, without FP8, `bf16_backward` change nothing.
+        """
+        form = self.qkv_format if qkv_format is None else qkv_format
+        a, b, c, packing, interleaved = query_layer, key_layer, value_layer, "separate", False
+        if qkv_layer is not None or kv_layer is not None:
+            a, b, packing, interleaved = packed_inputs(
+                a, (b, c), qkv_layer, kv_layer, qkv_interleave_dim, form, inference_params is not None
+            )
+            check_packed(self._static[:4], a if b is None else b, packing, form)
+        if a is None:
+            raise AttentionArgumentError(OPERATION, "no queries", "query_layer or qkv_layer", "pass one of them")
+        given = Given(
+            a, b, c, attention_mask, cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded,
+            core_attention_bias, alibi_slopes,
+        )  # fmt: skip
+        options = (
+            form, form, self.attn_mask_type if attn_mask_type is None else attn_mask_type,
+            self._window if window_size is None else tuple(window_size),
+            self.bottom_right_diagonal if bottom_right_diagonal is None else bottom_right_diagonal,
+            core_attention_bias_type, max_seqlen_q, max_seqlen_kv, checkpoint_core_attention,
+        )  # fmt: skip
+        if inference_params is not None:
+            given, options = self._from_cache(given, options, inference_params)
+        extra = (num_splits, score_mod is not None, inference_params is not None)
+        return self._attend(given, packing, interleaved, options, pad_between_seqs, extra, (fp8_output, bf16_backward))
+
+    def _attend_packed(
+        self, a: torch.Tensor, b: torch.Tensor | None, interleaved: bool, **options: Any
+    ) -> Any:  # fmt: skip
+        """`forward` of a projection as it is: (qkv [.., row], None) or (q [.., heads, d], kv [.., row]).
+
+        `te_core.layers.attention` says how a row is laid out. The options are forward's keyword arguments.
+        """
+        form = options.get("qkv_format") or self.qkv_format
+        packing = "qkv" if b is None else "kv"
+        check_packed(self._static[:4], a if b is None else b, packing, form)
+        o = options.get
+        given = Given(
+            a, b, None, o("attention_mask"), o("cu_seqlens_q"), o("cu_seqlens_kv"), o("cu_seqlens_q_padded"),
+            o("cu_seqlens_kv_padded"), o("core_attention_bias"), o("alibi_slopes"),
+        )  # fmt: skip
+        window, bottom_right = o("window_size"), o("bottom_right_diagonal")
+        scalars = (
+            form, form, o("attn_mask_type") or self.attn_mask_type, self._window if window is None else tuple(window),
+            self.bottom_right_diagonal if bottom_right is None else bottom_right,
+            o("core_attention_bias_type", "no_bias"), o("max_seqlen_q"), o("max_seqlen_kv"),
+            o("checkpoint_core_attention", False),
+        )  # fmt: skip
+        fp8 = (o("fp8_output", False), o("bf16_backward", False))
+        return self._attend(given, packing, interleaved, scalars, o("pad_between_seqs"), (1, False, False), fp8)
+
+    def _attend(
+        self, given: Given, packing: str, interleaved: bool, options: tuple[Any, ...], gaps: bool | None,
+        extra: tuple[int, bool, bool], fp8: tuple[bool, bool],
+    ) -> Any:  # fmt: skip
+        if torch._C._is_any_autocast_enabled():
+            given = _autocast(given)
+        if options[0] == "thd":
+            given, options = _packed_sequences(given, options, gaps)
+        key = self._key(given, packing, interleaved, options, extra, self._fp8_scaling())
+        if torch.compiler.is_compiling():
+            return self._traced(key, given, fp8)
+        return self._run(key, given, fp8)
+
+    def _run(self, key: Key, given: Given, fp8: tuple[bool, bool]) -> Any:
+        if self._explaining:
+            return self.explain_key(key)
+        plan = self._plan(key)
+        terms = self._terms(plan, given)
+        if key.fp8:
+            return fp8_core.run(self, plan, given.a, given.b, given.c, terms, *fp8)
+        run = plan.run
+        if key.checkpoint and plan.backend != choose.FUSED:  # FusedAttention's own layer computes again
+            out, largest = _checkpointed(self._dropout_context(plan), run, plan, given, terms)
+        elif plan.backend in choose.FLASH and plan.spec.dropout:
+            with self._dropout_context(plan):
+                out, largest = run(plan, given.a, given.b, given.c, terms)
+        else:
+            out, largest = run(plan, given.a, given.b, given.c, terms)
+        return out if largest is None else (out, largest)
+
+    def _key(
+        self, given: Given, packing: str, interleaved: bool, options: tuple[Any, ...], extra: tuple[int, bool, bool],
+        fp8: str,
+    ) -> Key:  # fmt: skip
+        a, b, c, mask, cu_q, cu_kv, cu_q_padded, _, bias, slopes, pages = given
+        grad = torch.is_grad_enabled()
+        form, kv_form, mask_type, window, bottom_right, bias_type, max_q, max_kv, checkpoint = options
+        cu = shape = None
+        if cu_q is not None and cu_kv is not None:
+            integers = cu_q.dtype == cu_kv.dtype == torch.int32
+            cu = (cu_q.shape[0], cu_q is cu_kv, cu_q_padded is not None, integers)
+        if mask is not None:
+            shape = tuple(m.shape for m in mask) if isinstance(mask, (tuple, list)) else mask.shape
+        sink = grad and self.softmax_type == "learnable" and self.softmax_offset.requires_grad
+        return Key(
+            _fact(a, grad), None if b is None else _fact(b, grad), None if c is None else _fact(c, grad), packing,
+            interleaved, None if bias is None else _fact(bias, grad), None if slopes is None else slopes.shape, sink,
+            shape, cu, form, kv_form, mask_type, window, bottom_right, bias_type, max_q or 0, max_kv or 0, checkpoint,
+            self.training, self.logit_softcap, extra[0], extra[1], extra[2], None if pages is None else pages.shape,
+            fp8,
+        )  # fmt: skip
+
+    def _plan(self, key: Key) -> Plan:
+        if _attention_backends["backend_selection_requires_update"]:
+            _renew_choices()
+        world = (key, env.snapshot(), torch.are_deterministic_algorithms_enabled(), _generation[0])
+        plan = self._plans.get(world)
+        if plan is None:
+            plan = self._ready(make_plan(self._static, key, env.now()))
+            if len(self._plans) >= _PLANS:
+                self._plans.clear()
+            self._plans[world] = plan
+        return plan
+
+    def _ready(self, plan: Plan) -> Plan:
+        """The plan with what runs it."""
+        self.__dict__["_last"] = plan.call = fused.call_of(plan)
+        plan.run = RUN[plan.backend]
+        if plan.backend == choose.FUSED and flash.takes_backward(plan):
+            plan.run = flash.run_backward_only
+        return plan
+
+    def _terms(self, plan: Plan, given: Given) -> Terms:
+        """The tensors of a call in the form that all backends take."""
+        draws = plan.spec.dropout > 0 and plan.backend not in choose.FLASH
+        keys = plan.request.sizes.skv if plan.spec.masked else 0
+        return self._make_terms(given, plan.lengths, keys, plan.key.bias_type, draws)
+
+    def _make_terms(self, given: Given, lengths: str, keys: int, bias_type: str, draws: bool) -> Terms:
+        a, bias, slopes, cu_q, cu_kv = given.a, given.bias, given.slopes, None, None
+        padded: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
+        if lengths == "given":
+            cu_q, cu_kv, padded = given.cu_q, given.cu_kv, (given.cu_q_padded, given.cu_kv_padded)
+        elif lengths == "mask":
+            cu_q = cu_kv = lengths_of_mask(given.mask)
+        elif lengths == "masks":
+            cu_q, cu_kv = (lengths_of_mask(m) for m in given.mask)
+        if bias is not None:
+            if bias_type == "pre_scale_bias":
+                bias = bias * self.softmax_scale
+            bias = bias.to(a.dtype).contiguous()
+        if bias_type == "alibi":
+            slopes = _default_slopes(self._static.heads, a.device) if slopes is None else slopes.float().contiguous()
+        sink = self.softmax_offset if self.softmax_type == "learnable" else None
+        mask = _whole_mask(given.mask, keys) if keys else None
+        rng = None
+        if draws:
+            if self._fork is None:
+                rng = random_pair(a)
+            else:
+                with self._fork():
+                    rng = random_pair(a)
+        return Terms(bias, slopes, sink, cu_q, cu_kv, *padded, mask, given.pages, rng)
+
+    def _dropout_context(self, plan: Plan) -> Any:
+        """Where a backend draws from torch's generator itself."""
+        own = plan.backend in choose.FLASH and plan.spec.dropout
+        return self._fork() if own and self._fork is not None else nullcontext()
+
+    def _from_cache(
+        self, given: Given, options: tuple[Any, ...], inference: Any
+    ) -> tuple[Given, tuple[Any, ...]]:  # fmt: skip
+        """The call with the cache's keys and values, to which the new ones were appended."""
+        form, _, mask, *rest = options
+        mask = canonical_mask(OPERATION, mask)
+        if "padding" not in mask:
+            if not getattr(inference, "is_older_form", False):
+                raise AttentionArgumentError(
+                    OPERATION, f"attn_mask_type={mask!r} with inference_params", "a mask type with padding",
+                    "choose padding_causal, say",
+                )  # fmt: skip
+            mask = {"no_mask": "padding", "causal": "padding_causal"}.get(mask, f"padding_{mask}")
+        if mask == "padding_causal":
+            mask = "padding_causal_bottom_right"
+        k, v, cu_q, cu_kv, capacity, _ = inference.step(self.layer_number, given.b, given.c, form)
+        pages = inference.cache_manager.page_table[: cu_q.shape[0] - 1] if inference.is_paged else None
+        rest[-3:-1] = (rest[-3] or getattr(inference, "max_seqlen_q", 0) or None, capacity)
+        given = given._replace(b=k, c=v, mask=None, cu_q=cu_q, cu_kv=cu_kv, cu_q_padded=None, cu_kv_padded=None,
+                               pages=pages)  # fmt: skip
+        return given, (form, "bshd", mask, *rest)
+
+    def _fp8_scaling(self) -> str:
+        """How attention itself is scaled in the active region's FP8, "" if it is not; as before in a recomputation."""
+        tracing = torch.compiler.is_compiling()
+        region = active.region if tracing else current_region()
+        if region is None and not self._fp8_before:
+            return ""
+        if not tracing and in_backward() and (region is None or not region.recompute):
+            return self._fp8_before
+        scaling = "" if region is None else fp8_core.scaling_of(region.precision)
+        if not tracing:
+            self.__dict__["_fp8_before"] = scaling
+        return scaling
+
+    def _of_custom(self, number: int) -> int:
+        """Attention's own precision in a region of the one of this number."""
+        return fp8_core.attention_number(number)
+
+    def _traced(self, key: Key, given: Given, fp8: tuple[bool, bool]) -> Any:
+        """The call under a tracing compiler: FusedAttention as an operator; the other backends run eagerly."""
+        name, lengths, keys, draws = _trace_plan(self._token, tuple(key))
+        if not name:
+            return _eager_run(self, key, given, fp8)
+        terms = self._make_terms(given, lengths, keys, key.bias_type, draws)
+        # A compiler breaks its graph where an operator is given one tensor twice.
+        if terms.cu_kv is terms.cu_q and terms.cu_kv is not None:
+            terms = terms._replace(cu_kv=terms.cu_kv.clone())
+        if terms.cu_kv_padded is terms.cu_q_padded and terms.cu_kv_padded is not None:
+            terms = terms._replace(cu_kv_padded=terms.cu_kv_padded.clone())
+        out, largest = fused.run_call(name, key.packing, given.a, given.b, given.c, terms)
+        return out if largest is None else (out, largest)
+
+    # --------------------------------------------------------------------------------------------- reports
+
+    def explain(self, *args: Any, **options: Any) -> choose.Choice:
+        """Print what would compute `forward` with these arguments: each backend with its reason, and the choice."""
+        if options.get("inference_params") is not None:
+            raise ArgumentError(
+                f"{OPERATION}.explain", "inference_params, to which forward would append", "the other arguments",
+                "pass keys and values of the cache's length, with cu_seqlens_q and cu_seqlens_kv",
+            )  # fmt: skip
+        self.__dict__["_explaining"] = True
+        try:
+            found: choose.Choice = self.forward(*args, **options)
+        finally:
+            self.__dict__["_explaining"] = False
+        print(found)
+        return found
+
+    def explain_key(self, key: Key) -> choose.Choice:
+        """The choice for a call's key."""
+        return explain_plan(self._static, key, env.now())
+
+    def extra_repr(self) -> str:
+        """What a printed module shows."""
+        s = self._static
+        return f"heads={s.heads}, groups={s.groups}, kv_channels={(s.d_qk, s.d_v)}, mask={self.attn_mask_type}"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_plans": {}, "_fp8_before": ""}
+
+
+RUN: dict[str, Callable[..., tuple[torch.Tensor, torch.Tensor | None]]] = {
+    choose.FUSED: fused.run, choose.UNFUSED: unfused.run, **dict.fromkeys(choose.FLASH, flash.run),
+}  # fmt: skip
+_generation = [0]  # of choices: plans of earlier ones are not used any more
+
+
+def _renew_choices() -> None:
+    choose.forget()
+    _generation[0] += 1
+    _attention_backends["backend_selection_requires_update"] = False
+
+
+def explain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> choose.Choice:
+    """Print what would compute the attention of these tensors; `options` are those of DotProductAttention.
+
+    Arguments of its constructor and of its forward, by name: softmax_type=..., cu_seqlens_q=..., attn_mask_type=...
+    """
+    names = (
+        "attention_dropout", "softmax_scale", "softmax_type", "return_max_logit", "logit_softcap", "attention_type",
+        "layer_number",
+    )  # fmt: skip
+    constructor = {name: options.pop(name) for name in names if name in options}
+    module = DotProductAttention(
+        q.shape[-2], (q.shape[-1], v.shape[-1]), k.shape[-2], **constructor, name="explain"
+    )  # fmt: skip
+    return module.explain(q, k, v, **options)
+
+
+def _fact(t: torch.Tensor, grad: bool) -> Fact:
+    return Fact(t.shape, t.dtype, t.device, grad and t.requires_grad)
+
+
+def _autocast(given: Given) -> Given:
+    """Queries, keys and values in the dtype of torch.autocast."""
+    kind = given.a.device.type
+    if kind == "meta" or not torch.is_autocast_enabled(kind):
+        return given
+    dtype = torch.get_autocast_dtype(kind)
+    return given._replace(**{
+        name: t.to(dtype) for name, t in zip("abc", given[:3], strict=True) if t is not None and t.is_floating_point()
+    })  # fmt: skip
+
+
+def _packed_sequences(given: Given, options: tuple[Any, ...], gaps: bool | None) -> tuple[Given, tuple[Any, ...]]:
+    """What packed sequences need besides: their longest lengths, and where they begin if tokens lie between them."""
+    cu_q, cu_kv, q_padded, kv_padded = given[4:8]
+    if cu_q is None or cu_kv is None:
+        return given, options  # the plan complains
+    if (q_padded is None) != (kv_padded is None):
+        q_padded, kv_padded = (cu_q if q_padded is None else q_padded), (cu_kv if kv_padded is None else kv_padded)
+    given_gaps = q_padded is not None and (q_padded is not cu_q or kv_padded is not cu_kv)
+    if gaps is True and not given_gaps:
+        raise AttentionArgumentError(
+            OPERATION, "pad_between_seqs=True without cu_seqlens_q_padded and cu_seqlens_kv_padded", "both",
+            "say where the sequences begin in memory",
+        )  # fmt: skip
+    if gaps is False or not given_gaps:
+        q_padded = kv_padded = None
+    *head, max_q, max_kv, checkpoint = options
+    if max_q is None:
+        max_q = longest(cu_q if q_padded is None else q_padded)
+    if max_kv is None:
+        max_kv = longest(cu_kv if kv_padded is None else kv_padded)
+    given = given._replace(cu_q_padded=q_padded, cu_kv_padded=kv_padded)
+    return given, (*head, max_q, max_kv, checkpoint)
+
+
+def _whole_mask(mask: torch.Tensor, keys: int) -> torch.Tensor:
+    """A mask with all four dimensions and all keys, dense."""
+    if mask.dtype != torch.bool:
+        raise AttentionArgumentError(
+            OPERATION, f"an attention_mask of {mask.dtype}", "torch.bool, True where a key is hidden",
+            "convert it, or pass a mask of numbers as core_attention_bias",
+        )  # fmt: skip
+    mask = mask[(None,) * (4 - mask.ndim)]
+    return mask.expand(*mask.shape[:-1], keys).contiguous()
+
+
+_slopes: dict[tuple[int, torch.device], torch.Tensor] = {}
+
+
+def _default_slopes(heads: int, device: torch.device) -> torch.Tensor:
+    """The usual slopes, one tensor for each device."""
+    found = _slopes.get((heads, device))
+    if found is None:
+        found = torch.tensor(alibi_slopes(heads), dtype=torch.float32, device=device)
+        # Neither a compiler's stand-in nor a tensor of a capture's memory may outlive its trace.
+        if not torch.compiler.is_compiling() and not (found.is_cuda and torch.cuda.is_current_stream_capturing()):
+            _slopes[heads, device] = found
+    return found
+
+
+def _checkpointed(
+    context: Any, run: Callable[..., Any], plan: Plan, given: Given, terms: Terms
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Run a backend so that backward computes it again: nothing but its inputs is kept."""
+    from torch.utils.checkpoint import checkpoint
+
+    own = plan.backend in choose.FLASH and plan.spec.dropout > 0
+    with context:
+        return checkpoint(run, plan, given.a, given.b, given.c, terms, use_reentrant=False, preserve_rng_state=own)
+
+
+# ------------------------------------------------------------------------------------------------- traced
+
+_eager_run: Any = None  # DotProductAttention._run for traced code: never traced
+
+
+@constant_at_trace
+def _trace_plan(token: int, key: tuple[Any, ...]) -> tuple[str, str, int, bool]:
+    """(the call's key or "" where the backend runs eagerly, where lengths come from, keys under a mask, draws)."""
+    global _eager_run
+    module = module_of(token)
+    assert isinstance(module, DotProductAttention)
+    plan = module._plan(Key(*key))
+    if plan.backend != choose.FUSED or plan.key.fp8:
+        if _eager_run is None:  # to import the compiler takes two seconds that others need not wait
+            import torch._dynamo
+
+            _eager_run = torch._dynamo.disable(DotProductAttention._run, reason="this backend runs eagerly")
+        return "", "", 0, False
+    keys = plan.request.sizes.skv if plan.spec.masked else 0
+    return plan.call.key, plan.lengths, keys, plan.spec.dropout > 0

@@ -1,0 +1,226 @@
+"""DotProductAttention in FP8: the precision that attention itself has in a region, and the call of the core's layer."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from te_core import ops
+from te_core.errors import ArgumentError, UnsupportedError
+from te_core.layers import attention_fp8 as core
+from te_core.precision import AttentionPrecision, History, Operand, Precision
+from te_core.quantize.state import backward_cast, forward_cast
+from te_core.quantized import Cast
+from te_core.recipe import (
+    DelayedScaling,
+    Float8CurrentScaling,
+    Format,
+    MXFP8BlockScaling,
+    Recipe,
+    resolve,
+    the_one,
+)
+from te_torch.attention import choose, env, unfused
+from te_torch.attention.masks import Terms
+from te_torch.attention.plan import OPERATION, Plan
+from te_torch.autocast import number_of_precision, precision_of, recipe_of
+from te_torch.function import Call, Layer, apply, register
+from te_torch.quantized import QuantizedTorch
+from te_torch.runtime import TO_CORE, constant_at_trace, runtime_for, to_core, to_torch
+from te_torch.state import ScalingState, ran_backward, this_pass
+
+ATTENTION = Layer("attention_fp8", core.forward, core.backward, core.AttentionFp8Saved)
+
+_RECIPES: dict[str, type[Recipe]] = {
+    "DelayedScaling": DelayedScaling, "Float8CurrentScaling": Float8CurrentScaling,
+    "MXFP8BlockScaling": MXFP8BlockScaling,
+}  # fmt: skip
+_CALLS = 2048  # of a module, as its plans
+
+# ----------------------------------------------------------------------------------------- the precision
+
+_numbers: dict[tuple[int, env.Fp8Switches], int] = {}
+
+
+@constant_at_trace
+def attention_number(number: int) -> int:
+    """The number of attention's own precision in a region of this one; 0: high precision."""
+    key = (number, env.fp8_now())
+    found = _numbers.get(key)
+    if found is None:
+        base = precision_of(number)
+        own = None if base is None else attention_precision(base, recipe_of(number), key[1])
+        found = _numbers[key] = 0 if own is None else number_of_precision(the_one(own), recipe_of(number))
+    return found
+
+
+@constant_at_trace
+def scaling_of(number: int) -> str:
+    """What attention scales q, k and v by in a region of this precision: "delayed", "current", ...; "": no FP8."""
+    precision = precision_of(attention_number(number))
+    return "" if precision is None or precision.attention is None else precision.attention.qkv.scaling
+
+
+def attention_precision(base: Precision, recipe: Recipe | None, switches: env.Fp8Switches) -> Precision | None:
+    """The precision of a module that is attention, in a region of `base`; None where it runs in high precision.
+
+    Its operands of GEMMs only say which formats the module's scales are for.
+    """
+    if base.input is not None and base.input.scaling == "calibrate":
+        return None
+    rule = base.attention
+    if switches.recipe:
+        rule = _from_environment(base, recipe, switches)
+    elif rule is not None and rule.handed and recipe is not None and not getattr(recipe, "fp8_dpa", True):
+        warnings.warn("fp8_mha=True implies fp8_dpa=True", stacklevel=2)
+    if rule is None:
+        return None
+    if rule.qkv.scaling == "current":
+        history = History(switches.length, 0, switches.algo, None, switches.reduce)
+        rule = replace(rule, history=history, high_output=switches.high_output)
+    if not switches.backward or base.backward is not None:
+        rule = replace(rule, backward=False)
+    return replace(
+        base, input=Operand(rule.qkv.dtype, "delayed"), weight=None, grad=Operand(rule.grad.dtype, "delayed"),
+        output=None, grad_input=None, history=rule.history, backward=None, factory=None, attention=rule,
+    )  # fmt: skip
+
+
+def _from_environment(
+    base: Precision, recipe: Recipe | None, switches: env.Fp8Switches
+) -> AttentionPrecision | None:  # fmt: skip
+    """What NVTE_DPA_FP8_RECIPE asks for. What the variables leave open is as the region's recipe has it."""
+    if switches.recipe == "F16":
+        return None
+    kind = _RECIPES.get(switches.recipe)
+    if kind is None:
+        raise ArgumentError(
+            "NVTE_DPA_FP8_RECIPE", repr(switches.recipe), f"F16, {', '.join(_RECIPES)}", "set it to one of these"
+        )
+    given = base.attention
+    dpa = given is not None if switches.dpa is None else switches.dpa
+    mha = given is not None and given.handed if switches.mha is None else switches.mha
+    own = getattr(recipe, "fp8_format", Format.HYBRID)
+    per_tensor = recipe is not None and recipe.float8_per_tensor_scaling()
+    form = Format[switches.format] if switches.format else own if per_tensor else Format.HYBRID
+    options: dict[str, Any] = {"fp8_format": form, "fp8_dpa": dpa, "fp8_mha": mha}
+    if kind is DelayedScaling:
+        options.update(
+            amax_history_len=switches.length, amax_compute_algo=switches.algo, reduce_amax=switches.reduce
+        )  # fmt: skip
+    elif kind is MXFP8BlockScaling:
+        options["fp8_format"] = Format.E4M3
+    rule = resolve(kind(**options)).attention
+    if rule is not None and rule.qkv.scaling == "delayed" and base.history is not None:
+        rule = replace(rule, history=base.history)
+    return rule
+
+
+# ---------------------------------------------------------------------------------------------- the call
+
+
+def run(
+    module: Any, plan: Plan, a: torch.Tensor, b: torch.Tensor | None, c: torch.Tensor | None, terms: Terms,
+    fp8_output: bool = False, high_backward: bool = False,
+) -> torch.Tensor:  # fmt: skip
+    """out [.., heads * d_v], quantized with `fp8_output`; backward in the activation dtype with `high_backward`."""
+    if terms.pages is not None:
+        raise UnsupportedError(
+            OPERATION, "a paged cache in FP8", "attention in high precision", "run generation outside of autocast"
+        )
+    _, number, state, recompute = module._enter(a)
+    if plan.backend == choose.UNFUSED:
+        return _emulated(plan, number, state, recompute, (a, b, c), terms)
+    key = (plan, number, a.dtype, isinstance(a, QuantizedTorch), fp8_output, high_backward)
+    call = module._calls.get(key)
+    if call is None:
+        if len(module._calls) >= _CALLS:
+            module._calls.clear()
+        call = module._calls[key] = _call(*key)
+    dims = 1 if plan.spec.q_format == "thd" else 2
+    flat = [None if t is None else t.reshape(*t.shape[:dims], -1) if t.ndim > dims + 1 else t for t in (a, b, c)]
+    frames = [
+        None if t is None else torch.empty((*t.shape[:dims], 0), dtype=torch.uint8, device=t.device) for t in (a, b)
+    ]  # fmt: skip
+    bias, slopes, _, cu_q, cu_kv, cu_q_padded, cu_kv_padded, mask, _, rng = terms
+    (out,) = apply(
+        call, state, recompute, *flat, bias, slopes, cu_q, cu_kv, cu_q_padded, cu_kv_padded, mask, rng, *frames
+    )  # fmt: skip
+    return out
+
+
+def _call(plan: Plan, number: int, dtype: torch.dtype, handed: bool, fp8_output: bool, high_backward: bool) -> Call:
+    precision = precision_of(number)
+    assert precision is not None and precision.attention is not None
+    rule = replace(precision.attention, backward=False) if high_backward else precision.attention
+    spec = core.AttentionFp8Spec(plan.layer, rule, TO_CORE[dtype], fp8_output, quantize_grad=handed)
+    core.check(spec)
+    return register(ATTENTION, spec, any(plan.layer.needs))
+
+
+# ------------------------------------------------------------------------------------------- the emulation
+
+
+def _emulated(
+    plan: Plan, number: int, state: Any, recompute: bool, inputs: tuple[torch.Tensor | None, ...], terms: Terms
+) -> torch.Tensor:
+    """UnfusedDotProductAttention on values as FP8 holds them, in the slots of FP8 attention; the result is plain."""
+    precision = precision_of(number)
+    assert precision is not None and precision.attention is not None
+    core.check(core.AttentionFp8Spec(plan.layer, precision.attention, TO_CORE[inputs[0].dtype]))  # type: ignore[union-attr]
+    low = _Low(precision, state, recompute)
+    a, b, c = (
+        None if t is None else low(t.dequantize() if isinstance(t, QuantizedTorch) else t, core.QKV, core.DQKV)
+        for t in inputs
+    )  # fmt: skip
+    assert a is not None
+    out, _ = unfused.run(plan, a, b, c, terms, low)
+    return low(out, core.OUT, core.DOUT)
+
+
+class _Low:
+    """Quantizes and dequantizes a tensor in a forward slot, and its gradient in a backward one."""
+
+    def __init__(self, precision: Precision, state: ScalingState, recompute: bool) -> None:
+        rule, p, dp = precision.attention, precision.input, precision.grad
+        assert rule is not None and p is not None and dp is not None
+        self.rules = {core.QKV: rule.qkv, core.OUT: rule.output, core.P: p}
+        self.grad_rules = {core.DQKV: rule.grad_input, core.DOUT: rule.grad, core.DP: dp}
+        self.backward = rule.backward
+        self.state, self.scales = state, state.scales(recompute)
+        self.within = this_pass() if recompute else -1
+
+    def __call__(self, t: torch.Tensor, slot: Any, grad_slot: Any) -> torch.Tensor:
+        """The tensor through these slots; None leaves it as it is."""
+        return _Through.apply(t, self, slot, grad_slot)
+
+
+class _Through(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, t: torch.Tensor, low: _Low, slot: Any, grad_slot: Any) -> torch.Tensor:
+        ctx.low, ctx.slot = low, grad_slot if low.backward else None
+        if slot is None:
+            return t.view_as(t)
+        cast = forward_cast(low.rules[slot], low.scales, *slot, rowwise=True, columnwise=False)
+        return _there_and_back(t, cast)
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> Any:
+        low, slot = ctx.low, ctx.slot
+        ran_backward(low.state, low.within)
+        if isinstance(dy, QuantizedTorch):
+            return dy.dequantize(), None, None, None
+        if slot is not None:
+            scales, (gemm, which) = low.state.backward_scales(), slot
+            cast = backward_cast(low.grad_rules[slot], scales, gemm, rowwise=True, columnwise=False, slot=which)
+            dy = _there_and_back(dy, cast)
+        return dy, None, None, None
+
+
+def _there_and_back(t: torch.Tensor, cast: Cast) -> torch.Tensor:
+    rt, dense = runtime_for(t), t.contiguous()
+    made = ops.dequantize(rt, ops.quantize(rt, to_core(dense).matrix(), cast), TO_CORE[t.dtype])
+    return to_torch(made).view(t.shape)

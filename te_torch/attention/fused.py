@@ -1,0 +1,57 @@
+"""FusedAttention: the core's attention layer, that is cuDNN on a GPU and te_core's own backend on the CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from te_core.layers import attention as core
+from te_torch.attention.masks import Terms
+from te_torch.attention.plan import Plan
+from te_torch.function import Call, Layer, apply, register
+
+ATTENTION = Layer(
+    "attention", core.forward, core.backward, core.AttentionSaved, outputs=2, strided=True, partial=True,
+    differentiable=1,
+)  # fmt: skip
+
+
+def call_of(plan: Plan) -> Call:
+    """The layer's call for this plan."""
+    return register(ATTENTION, plan.layer, any(plan.layer.needs))
+
+
+def run(
+    plan: Plan, a: torch.Tensor, b: torch.Tensor | None, c: torch.Tensor | None, terms: Terms
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(out [.., heads * d_v] in q's format, largest logits or None)."""
+    if a.is_cuda:
+        a, b, c = _aligned(a), b if b is None else _aligned(b), c if c is None else _aligned(c)
+    return run_call(plan.call, plan.layer.packing, a, b, c, terms)
+
+
+def run_call(
+    call: Any, packing: str, a: torch.Tensor, b: torch.Tensor | None, c: torch.Tensor | None, terms: Terms
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The same for a call, or under tracing for its key."""
+    if packing == "qkv":  # the layer reads a packed tensor by the strides of a dense one
+        a = a.contiguous()
+    elif packing == "kv":
+        assert b is not None
+        b = b.contiguous()
+    bias, slopes, sink, cu_q, cu_kv, cu_q_padded, cu_kv_padded, mask, pages, rng = terms
+    out = apply(
+        call, None, False, a, b, c, bias, slopes, sink, cu_q, cu_kv, cu_q_padded, cu_kv_padded, mask, pages, rng
+    )
+    return out[0], out[1] if len(out) > 1 else None
+
+
+def _aligned(t: torch.Tensor) -> torch.Tensor:
+    """The tensor, or a copy where cuDNN, which reads 16 bytes at a time, could not read it."""
+    if t.data_ptr() & 15:
+        return t.clone(memory_format=torch.contiguous_format)
+    if t.is_contiguous():
+        return t
+    width = t.element_size()
+    return t.contiguous() if any(step * width & 15 for step in t.stride()[:-1]) else t

@@ -1,0 +1,34 @@
+"""`L2Normalization`: heads divided by their length, one choice of QK normalization."""
+
+from __future__ import annotations
+
+import torch
+
+from te_core.layers import l2_norm as core
+from te_torch.function import Call, Layer, apply, register
+from te_torch.modules.base import CallingModule
+from te_torch.runtime import check_dtype
+
+L2_NORM = Layer("l2_norm", core.forward, core.backward, core.L2NormSaved)
+
+
+class L2Normalization(CallingModule):
+    """y = x / sqrt(sum(x^2) + eps) over the last dimension; no parameters."""
+
+    def __init__(self, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.eps = eps
+
+    def forward(self, inp: torch.Tensor) -> torch.Tensor:
+        """The rows of the input, each of length one (but for eps), in its dtype."""
+        check_dtype("L2Normalization", inp)
+        call = self._find_call((torch.is_grad_enabled() and inp.requires_grad,))
+        (out,) = apply(call, None, False, inp)
+        return out
+
+    def _new_call(self, needs: bool) -> Call:
+        return register(L2_NORM, core.L2NormSpec(self.eps), needs)
+
+    def extra_repr(self) -> str:
+        """What a printed module shows."""
+        return f"eps={self.eps}"

@@ -1,0 +1,218 @@
+"""What masks say: canonical windows, lengths from padding masks, and the mask that a spec's rules come to.
+
+Derived tensors (running sums of lengths, longest lengths) are made once for each mask or `cu_seqlens` and shared by all
+layers that are given the same tensor; a change in place is noticed. Inside a CUDA graph's capture they are made anew,
+since a replay has to make them anew.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from te_core.attention import AttentionSpec, Sizes
+from te_core.errors import ArgumentError
+
+
+class AttentionArgumentError(ArgumentError, AssertionError):
+    """An argument that attention does not take. Also the documented AssertionError."""
+
+
+class Terms(NamedTuple):
+    """The tensors of an attention besides q, k and v; each None where the spec does not ask for it."""
+
+    bias: torch.Tensor | None = None
+    slopes: torch.Tensor | None = None
+    sink: torch.Tensor | None = None
+    cu_q: torch.Tensor | None = None
+    cu_kv: torch.Tensor | None = None
+    cu_q_padded: torch.Tensor | None = None
+    cu_kv_padded: torch.Tensor | None = None
+    mask: torch.Tensor | None = None
+    pages: torch.Tensor | None = None
+    rng: torch.Tensor | None = None
+
+
+NO_TERMS = Terms()
+
+
+def check_set_window_size(attn_mask_type: str, window_size: tuple[int, int] | None = None) -> tuple[int, int]:
+    """The canonical (left, right) of a window with this mask type; a bound that the mask overrides is warned about."""
+    causal = "causal" in attn_mask_type
+    if window_size is None:
+        return (-1, 0) if causal else (-1, -1)
+    left, right = (int(n) for n in window_size)
+    found = (left, right)
+    if causal:
+        if found == (-1, -1) or (left >= 0 and right != 0):
+            found = (left, 0)
+    elif found == (-1, 0):
+        found = (-1, -1)
+    if found != (left, right):
+        warnings.warn(
+            f"window_size {(left, right)} becomes {found} with attn_mask_type={attn_mask_type!r}", stacklevel=2
+        )
+    allowed = (-1, 0) if causal else (-1, -1)
+    if found != allowed and min(found) < 0:
+        raise AttentionArgumentError(
+            "window_size", f"{(left, right)} with attn_mask_type={attn_mask_type!r}",
+            f"{allowed}, or bounds >= 0" + (" with 0 on the right" if causal else ""), "correct window_size",
+        )  # fmt: skip
+    return found
+
+
+# ------------------------------------------------------------------------------------------- derived tensors
+
+_derived: dict[tuple[Any, ...], tuple[weakref.ref[torch.Tensor], int, Any]] = {}
+
+
+def derived(source: torch.Tensor, name: str, make: Callable[[torch.Tensor], Any]) -> Any:
+    """`make(source)`, remembered while the tensor lives and is not changed."""
+    on_gpu = source.is_cuda
+    if torch.compiler.is_compiling() or (on_gpu and torch.cuda.is_current_stream_capturing()):
+        return make(source)
+    # Another stream would have to wait for the one that computes the result.
+    key = (id(source), name, torch.cuda.current_stream(source.device).cuda_stream if on_gpu else 0)
+    found = _derived.get(key)
+    if found is not None and found[0]() is source and found[1] == source._version:
+        return found[2]
+    made = make(source)
+    _derived[key] = (weakref.ref(source, lambda _: _derived.pop(key, None)), source._version, made)
+    return made
+
+
+def get_cu_seqlens(mask: torch.Tensor) -> torch.Tensor:
+    """int32 [b + 1]: running sums of the lengths that a padding mask [b, 1, 1, s] leaves (True is padding)."""
+    mask = mask.reshape(mask.shape[0], -1)
+    lengths = (~mask.bool()).sum(1, dtype=torch.int32)
+    cu = torch.zeros(mask.shape[0] + 1, dtype=torch.int32, device=mask.device)
+    torch.cumsum(lengths, 0, dtype=torch.int32, out=cu[1:])
+    return cu
+
+
+def get_cu_seqlens_and_indices(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same, and where the tokens that are no padding lie in [b * s]: int64 [b * s, 1, 1], then b * s for the rest.
+
+    The indices are as many for every mask, so nothing waits for the device.
+    """
+    flat = mask.reshape(-1).bool()
+    order = torch.argsort(flat, stable=True)
+    indices = torch.where(flat[order], flat.numel(), order)
+    return get_cu_seqlens(mask), indices.reshape(-1, 1, 1)
+
+
+def get_full_cu_seqlens(batch_size: int, max_seqlen: int, device: torch.device | str) -> torch.Tensor:
+    """int32 [b + 1] of sequences that fill their rows; one tensor for each size and device."""
+    if torch.compiler.is_compiling():
+        return _full_cu_seqlens(batch_size, max_seqlen, device)
+    key = (batch_size, max_seqlen, str(device))
+    found = _full.get(key)
+    if found is None:
+        # A tensor of a capture's memory pool must not outlive it.
+        found = _full_cu_seqlens(batch_size, max_seqlen, device)
+        if not (found.is_cuda and torch.cuda.is_current_stream_capturing()):
+            _full[key] = found
+    return found
+
+
+_full: dict[tuple[int, int, str], torch.Tensor] = {}
+
+
+def _full_cu_seqlens(batch_size: int, max_seqlen: int, device: torch.device | str) -> torch.Tensor:
+    return torch.arange(batch_size + 1, dtype=torch.int32, device=device) * max_seqlen
+
+
+def lengths_of_mask(mask: torch.Tensor) -> torch.Tensor:
+    """`get_cu_seqlens` of a padding mask whose padding lies behind its tokens; shared by all layers."""
+    return derived(mask, "cu_seqlens", _checked_cu_seqlens)
+
+
+def _checked_cu_seqlens(mask: torch.Tensor) -> torch.Tensor:
+    if mask.dtype != torch.bool:
+        raise AttentionArgumentError(
+            "attention_mask", f"a mask of {mask.dtype}", "torch.bool, True where padding is", "convert it: mask.bool()"
+        )
+    # On a GPU this would wait for the device; there it is the caller's word.
+    eager = not torch.compiler.is_compiling()
+    if eager and mask.device.type == "cpu" and bool((mask[..., :-1] & ~mask[..., 1:]).any()):
+        raise AttentionArgumentError(
+            "attention_mask", "a padding mask with tokens behind padding", "sequences at the beginning of their rows",
+            "move the tokens to the front, or pass the mask as attn_mask_type='arbitrary'",
+        )  # fmt: skip
+    return get_cu_seqlens(mask)
+
+
+def longest(cu: torch.Tensor) -> int:
+    """The longest sequence, rounded up to a multiple of 64, as documented. Waits for the device once a tensor."""
+    return derived(cu, "longest", _longest)
+
+
+def _longest(cu: torch.Tensor) -> int:
+    if cu.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise AttentionArgumentError(
+            "DotProductAttention", "packed sequences without max_seqlen inside a CUDA graph's capture",
+            "max_seqlen_q and max_seqlen_kv, as numbers", "pass the longest length that may occur",
+        )  # fmt: skip
+    return (int((cu[1:] - cu[:-1]).max()) + 63) // 64 * 64
+
+
+# ------------------------------------------------------------------------------------------ the mask itself
+
+
+def hidden(spec: AttentionSpec, size: Sizes, terms: Terms, device: torch.device) -> torch.Tensor | None:
+    """True where a key is not seen, [b|1, h|1, sq|1, skv]; None if every key is seen."""
+    parts: list[torch.Tensor] = []
+    if terms.mask is not None:
+        parts.append(terms.mask)
+    if spec.padded:
+        q, kv = _lengths(terms)
+        rows = torch.arange(size.sq, device=device).view(1, 1, -1, 1) >= q
+        parts.append(rows | (torch.arange(size.skv, device=device).view(1, 1, 1, -1) >= kv))
+    if spec.banded:
+        distance = diagonal(spec, size, terms, device)
+        if spec.left >= 0:
+            parts.append(distance < -spec.left)
+        if spec.right >= 0:
+            parts.append(distance > spec.right)
+    if not parts:
+        return None
+    found = parts[0]
+    for part in parts[1:]:
+        found = found | part
+    return found
+
+
+def diagonal(spec: AttentionSpec, size: Sizes, terms: Terms, device: torch.device) -> torch.Tensor:
+    """j - (i + shift): how far behind its diagonal a key lies, [b|1, 1, sq, skv]."""
+    shift: Any = 0
+    if spec.bottom_right:
+        shift = size.skv - size.sq
+        if spec.padded:
+            q, kv = _lengths(terms)
+            shift = kv - q
+    rows = torch.arange(size.sq, device=device).view(1, 1, -1, 1)
+    return torch.arange(size.skv, device=device).view(1, 1, 1, -1) - rows - shift
+
+
+def _lengths(terms: Terms) -> tuple[torch.Tensor, torch.Tensor]:
+    assert terms.cu_q is not None and terms.cu_kv is not None
+    return tuple((cu[1:] - cu[:-1]).view(-1, 1, 1, 1) for cu in (terms.cu_q, terms.cu_kv))  # type: ignore[return-value]
+
+
+def alibi_bias(spec: AttentionSpec, size: Sizes, terms: Terms) -> torch.Tensor:
+    """-slope |i + shift - j| in float32, [b|1, h, sq, skv]."""
+    slopes = terms.slopes
+    assert slopes is not None
+    distance = diagonal(spec, size, terms, slopes.device).abs()
+    return -slopes.view(-1, slopes.shape[-1], 1, 1) * distance
+
+
+def token_positions(cu: torch.Tensor, begin: torch.Tensor, rows: int, tokens: int) -> torch.Tensor:
+    """Where token i of sequence b lies in [t]: int64 [b, rows]; `tokens` (one behind the last) where there is none."""
+    places = torch.arange(rows, device=cu.device)
+    inside = places < (cu[1:] - cu[:-1]).view(-1, 1)
+    return torch.where(inside, begin[:-1].view(-1, 1) + places, tokens).long()

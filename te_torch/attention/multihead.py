@@ -1,0 +1,387 @@
+"""`MultiheadAttention`: projections to queries, keys and values, attention over them, a projection of what it gives.
+
+Where nothing has to be done to queries and keys in between, attention reads the projection where it lies, and writes
+its gradient there; otherwise one launch splits and turns it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from te_core.attention import DIMENSIONS, FORMATS, canonical_mask
+from te_core.errors import ArgumentError
+from te_torch.attention.dot_product import DotProductAttention
+from te_torch.attention.fp8 import attention_number
+from te_torch.attention.inference import InferenceParams
+from te_torch.attention.l2_norm import L2Normalization
+from te_torch.attention.masks import AttentionArgumentError
+from te_torch.attention.rope import apply_rotary_pos_emb, split_heads
+from te_torch.autocast import active, current_region, in_backward, precision_of
+from te_torch.modules.base import default_device, next_name, refuse_unbuilt
+from te_torch.modules.layernorm_linear import LayerNormLinear
+from te_torch.modules.linear import Linear
+from te_torch.modules.norm import LayerNorm, RMSNorm
+from te_torch.modules.residual import Branch
+from te_torch.runtime import constant_at_trace
+
+ATTENTION_TYPES = ("self", "cross")
+_QK_NORMS = {"RMSNorm": RMSNorm, "LayerNorm": LayerNorm}
+QK_NORMS = ("L2Normalization", *_QK_NORMS)
+
+
+class HandOver(NamedTuple):
+    """What goes between the parts of the module in FP8."""
+
+    qkv: bool = False  # the projection, to the attention
+    out: bool = False  # the attention's output, to the last projection
+    grad: bool = False  # and its gradient back
+
+
+class MultiheadAttention(torch.nn.Module):
+    """Attention of `num_attention_heads` heads between projections, in the precision of the active region."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_attention_heads: int,
+        kv_channels: int | None = None,
+        attention_dropout: float = 0.1,
+        layernorm_epsilon: float = 1e-5,
+        init_method: Callable[[torch.Tensor], Any] | None = None,
+        output_layer_init_method: Callable[[torch.Tensor], Any] | None = None,
+        layer_number: int | None = None,
+        attn_mask_type: str = "causal",
+        window_size: tuple[int, int] | None = None,
+        bottom_right_diagonal: bool | None = None,
+        tp_group: Any = None,
+        tp_size: int = 1,
+        num_gqa_groups: int | None = None,
+        fuse_wgrad_accumulation: bool = False,
+        get_rng_state_tracker: Callable[[], Any] | None = None,
+        sequence_parallel: bool = False,
+        params_dtype: torch.dtype | None = None,
+        return_bias: bool = False,
+        return_layernorm_output: bool = False,
+        input_layernorm: bool = False,
+        attention_type: str = "self",
+        set_parallel_mode: bool = False,
+        fuse_qkv_params: bool = False,
+        zero_centered_gamma: bool = False,
+        qkv_weight_interleaved: bool = True,
+        rotary_pos_interleaved: bool = False,
+        ub_overlap_ag: bool = False,
+        ub_overlap_rs: bool = False,
+        ub_overlap_rs_dgrad: bool = False,
+        ub_bulk_dgrad: bool = False,
+        ub_bulk_wgrad: bool = False,
+        bias: bool = True,
+        normalization: str = "LayerNorm",
+        device: torch.device | str | None = None,
+        qkv_format: str = "sbhd",
+        name: str | None = None,
+        qk_norm_type: str | None = None,
+        qk_norm_eps: float = 1e-6,
+        qk_norm_before_rope: bool = False,
+        seq_length: int | None = None,
+        micro_batch_size: int | None = None,
+        softmax_type: str = "vanilla",
+    ) -> None:
+        refuse_unbuilt("MultiheadAttention", {k: v for k, v in locals().items() if k not in ("self", "__class__")})
+        super().__init__()
+        self.hidden_size, self.num_attention_heads = hidden_size, num_attention_heads
+        self.num_gqa_groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
+        self.kv_channels = kv_channels or hidden_size // num_attention_heads
+        self.attention_type, self.qkv_format, self.layer_number = attention_type, qkv_format, layer_number
+        self.input_layernorm, self.return_bias = input_layernorm, return_bias
+        self.return_layernorm_output = return_layernorm_output
+        # Rows of separate parameters lie one parameter behind the other.
+        self.qkv_weight_interleaved = qkv_weight_interleaved and fuse_qkv_params
+        self.rotary_pos_interleaved, self.qk_norm_before_rope = rotary_pos_interleaved, qk_norm_before_rope
+        self.name = next_name() if name is None else name
+        self._recent = 0  # the precision of the last forward that was no recomputation
+        self._cp_size, self._cp_rank = 1, 0
+        self._check_sizes()
+        self._add_qk_norms(qk_norm_type, qk_norm_eps, params_dtype, device)
+        linear: dict[str, Any] = {
+            "bias": bias, "fuse_wgrad_accumulation": fuse_wgrad_accumulation, "params_dtype": params_dtype,
+            "get_rng_state_tracker": get_rng_state_tracker, "device": device,
+        }  # fmt: skip
+        norm = {"eps": layernorm_epsilon, "normalization": normalization, "zero_centered_gamma": zero_centered_gamma}
+        self._add_projections(fuse_qkv_params, norm, {**linear, "init_method": init_method})
+        self.core_attention = DotProductAttention(
+            num_attention_heads, self.kv_channels, num_gqa_groups=self.num_gqa_groups,
+            attention_dropout=attention_dropout, qkv_format=qkv_format, attn_mask_type=attn_mask_type,
+            window_size=window_size, bottom_right_diagonal=bottom_right_diagonal,
+            get_rng_state_tracker=get_rng_state_tracker, layer_number=layer_number, attention_type=attention_type,
+            softmax_type=softmax_type, name=f"{self.name}.core_attention",
+        )  # fmt: skip
+        self.core_attention.to(device or default_device())  # a learnable softmax has a parameter
+        self.proj = Linear(
+            num_attention_heads * self.kv_channels, hidden_size, init_method=output_layer_init_method,
+            return_bias=return_bias, name=f"{self.name}.proj", **linear,
+        )  # fmt: skip
+
+    def _check_sizes(self) -> None:
+        heads, groups, number = self.num_attention_heads, self.num_gqa_groups, self.layer_number
+        for ok, got, allowed in (
+            (number is None or number > 0, f"layer_number={number}", "None, or 1, 2, 3 ..."),
+            (heads % groups == 0, f"{heads} heads in num_gqa_groups={groups}", "a number of groups that divides them"),
+            (self.attention_type in ATTENTION_TYPES, f"attention_type={self.attention_type!r}", "'self' or 'cross'"),
+            (self.qkv_format in FORMATS, f"qkv_format={self.qkv_format!r}", " or ".join(FORMATS)),
+        ):
+            if not ok:
+                raise AttentionArgumentError("MultiheadAttention", got, allowed, "correct it")
+
+    def _add_qk_norms(self, kind: str | None, eps: float, params_dtype: Any, device: Any) -> None:
+        if kind is not None and kind not in QK_NORMS:
+            raise ArgumentError(
+                "MultiheadAttention", f"qk_norm_type={kind!r}", ", ".join(("None", *QK_NORMS)), "choose one of these"
+            )
+        self.q_norm: Any = None
+        self.k_norm: Any = None
+        if kind == "L2Normalization":  # no parameters, so one serves both
+            self.q_norm = self.k_norm = L2Normalization(eps=eps)
+        elif kind is not None:
+            self.q_norm, self.k_norm = (
+                _QK_NORMS[kind](self.kv_channels, eps=eps, dtype=params_dtype, device=device) for _ in range(2)
+            )
+
+    def _add_projections(self, fused: bool, norm: dict[str, Any], linear: dict[str, Any]) -> None:
+        """The modules that make queries, keys and values, under their documented names."""
+        q, kv = self.num_attention_heads * self.kv_channels, self.num_gqa_groups * self.kv_channels
+        width, name = self.hidden_size, self.name
+        first: dict[str, int] = {"query_": q, "key_": kv, "value_": kv}
+        if self.attention_type == "cross":
+            first = {"query_": q}
+            split = None if fused else {"key_": kv, "value_": kv}
+            self.key_value = Linear(width, 2 * kv, parameters_split=split, name=f"{name}.linear_kv", **linear)
+        total = sum(first.values())
+        named = {"parameters_split": None if fused else first, **linear}
+        if self.input_layernorm:
+            options = {**named, **norm, "return_layernorm_output": self.return_layernorm_output}
+            if self.attention_type == "self":
+                self.layernorm_qkv = LayerNormLinear(width, total, name=f"{name}.layernorm_linear_qkv", **options)
+            else:
+                self.layernorm_query = LayerNormLinear(width, total, name=f"{name}.layernorm_linear_q", **options)
+        elif self.attention_type == "self":
+            self.qkv = Linear(width, total, name=f"{name}.linear_qkv", **named)
+        else:
+            self.query_layer = Linear(width, total, **named)
+
+    # --------------------------------------------------------------------------------------- groups
+
+    def set_tensor_parallel_group(self, tp_group: Any) -> None:
+        """Set the tensor-parallel group of every part (one rank only in this release)."""
+        refuse_unbuilt("MultiheadAttention.set_tensor_parallel_group", {"tp_group": tp_group})
+        children: list[Any] = list(self.modules())[1:]
+        for child in children:
+            if hasattr(child, "set_tensor_parallel_group"):
+                child.set_tensor_parallel_group(tp_group)
+
+    def set_context_parallel_group(
+        self, cp_group: Any, cp_global_ranks: Any, cp_stream: Any, cp_comm_type: str = "p2p"
+    ) -> None:
+        """Set the group over which sequences are spread, here and in the attention."""
+        self.core_attention.set_context_parallel_group(cp_group, cp_global_ranks, cp_stream, cp_comm_type)
+        if cp_group is None:
+            self._cp_size, self._cp_rank = 1, 0
+        elif not isinstance(cp_group, list):
+            self._cp_size = torch.distributed.get_world_size(cp_group)
+            self._cp_rank = torch.distributed.get_rank(cp_group)
+
+    # -------------------------------------------------------------------------------------- forward
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor | Branch,
+        attention_mask: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
+        encoder_output: torch.Tensor | None = None,
+        attn_mask_type: str | None = None,
+        window_size: tuple[int, int] | None = None,
+        bottom_right_diagonal: bool | None = None,
+        is_first_microbatch: bool | None = None,
+        checkpoint_core_attention: bool = False,
+        inference_params: InferenceParams | None = None,
+        rotary_pos_emb: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
+        core_attention_bias_type: str = "no_bias",
+        core_attention_bias: torch.Tensor | None = None,
+        alibi_slopes: torch.Tensor | None = None,
+        cu_seqlens_q: torch.Tensor | None = None,
+        cu_seqlens_kv: torch.Tensor | None = None,
+        cu_seqlens_q_padded: torch.Tensor | None = None,
+        cu_seqlens_kv_padded: torch.Tensor | None = None,
+        max_seqlen_q: int | None = None,
+        max_seqlen_kv: int | None = None,
+        fast_zero_fill: bool = True,
+        pad_between_seqs: bool | None = None,
+    ) -> Any:
+        """out [*, hidden_size], (out, bias), (out, norm output) or (out, bias, norm output), as the constructor asked.
+
+        hidden_states is [s, b, H], [b, s, H] or [t, H] by `qkv_format`; `encoder_output`, which keys and values of
+        cross attention are made of, likewise. The other arguments are those of DotProductAttention. For a `Branch`
+        the stream comes back as the last of the outputs.
+        """
+        if attn_mask_type is not None:
+            attn_mask_type = canonical_mask("MultiheadAttention.forward", attn_mask_type)
+        inputs = self._inputs(hidden_states, encoder_output, inference_params)
+        angles = rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb,) * 2
+        handed = self._hand_over(rotary_pos_emb is not None or inference_params is not None)
+        options: dict[str, Any] = {
+            "attention_mask": attention_mask, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_kv": cu_seqlens_kv,
+            "cu_seqlens_q_padded": cu_seqlens_q_padded, "cu_seqlens_kv_padded": cu_seqlens_kv_padded,
+            "max_seqlen_q": max_seqlen_q, "max_seqlen_kv": max_seqlen_kv, "attn_mask_type": attn_mask_type,
+            "window_size": window_size, "bottom_right_diagonal": bottom_right_diagonal,
+            "checkpoint_core_attention": checkpoint_core_attention,
+            "core_attention_bias_type": core_attention_bias_type, "core_attention_bias": core_attention_bias,
+            "alibi_slopes": alibi_slopes, "fast_zero_fill": fast_zero_fill, "inference_params": inference_params,
+            "pad_between_seqs": pad_between_seqs, "fp8_output": handed.out,
+        }  # fmt: skip
+        attend: Any = self._attend_self if self.attention_type == "self" else self._attend_cross
+        context, *returned = attend(*inputs, is_first_microbatch, handed, angles, options)
+        if isinstance(hidden_states, Branch) and not self.input_layernorm:
+            returned = [inputs[0]]
+        out = self.proj(context, is_first_microbatch, fp8_grad=handed.grad)
+        outputs = (*(out if self.return_bias else (out,)), *returned)
+        return outputs if len(outputs) > 1 else outputs[0]
+
+    def _inputs(
+        self, hidden_states: torch.Tensor | Branch, encoder_output: torch.Tensor | None,
+        inference: InferenceParams | None,
+    ) -> tuple[Any, ...]:  # fmt: skip
+        """What queries are projected from, and in cross attention what keys and values are."""
+        x = hidden_states.x if isinstance(hidden_states, Branch) else hidden_states
+        if x.ndim != len(self.qkv_format) - 1:
+            raise ArgumentError(
+                "MultiheadAttention.forward", f"hidden_states of shape {tuple(x.shape)}",
+                f"{len(self.qkv_format) - 1} dimensions in {self.qkv_format}", "correct the shape, or qkv_format",
+            )  # fmt: skip
+        if self.attention_type == "cross" and encoder_output is None:
+            raise ArgumentError(
+                "MultiheadAttention.forward", "attention_type='cross' without encoder_output",
+                "encoder_output, which keys and values are made of", "pass encoder_output",
+            )  # fmt: skip
+        if inference is not None and self.layer_number is None:
+            raise ArgumentError(
+                "MultiheadAttention.forward", "inference_params for a layer without layer_number",
+                "a layer_number of its own for each layer that shares a cache", "pass layer_number to the constructor",
+            )  # fmt: skip
+        if isinstance(hidden_states, Branch) and not self.input_layernorm:
+            hidden_states = hidden_states.added()  # there is no norm that would
+        return (hidden_states,) if self.attention_type == "self" else (hidden_states, encoder_output)
+
+    def _hand_over(self, between: bool) -> HandOver:
+        """What this call leaves in FP8, by the precision of the region; `between`: keys are turned, or cached."""
+        tracing = torch.compiler.is_compiling()
+        region = active.region if tracing else current_region()
+        if not tracing and in_backward() and (region is None or not region.recompute):
+            number = self._recent  # a checkpoint runs this again, outside of the region it ran in
+        else:
+            number = 0 if region is None else region.precision
+            if not tracing:
+                self.__dict__["_recent"] = number  # Module.__setattr__ would cost a microsecond
+        return HandOver(*_handed(number, between or self.q_norm is not None)) if number else HandOver()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without a number that belongs to this process."""
+        return {**self.__dict__, "_recent": 0}
+
+    # ------------------------------------------------------------------- queries, keys and values
+
+    def _attend_self(
+        self, hidden: Any, first: bool | None, handed: HandOver, angles: Any, options: dict[str, Any]
+    ) -> tuple[torch.Tensor, ...]:
+        """The attention's output, and what the projection returns beside its own: norm output, stream."""
+        project = self.layernorm_qkv if self.input_layernorm else self.qkv
+        packed, *returned = _listed(project(hidden, first, fp8_output=handed.qkv))
+        interleaved = self.qkv_weight_interleaved
+        if self._is_plain(angles, options):
+            return self.core_attention._attend_packed(packed, None, interleaved, **options), *returned
+        where = self._places(options, "q", packed)
+        early = self.q_norm is not None and self.qk_norm_before_rope
+        q, k, v = self._split(packed, self.num_attention_heads, (None, None) if early else angles, where)
+        if self.q_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if early:
+            q, k = (self._turn(t, freqs, where) for t, freqs in zip((q, k), angles, strict=True))
+        return self.core_attention(q, k, v, **options), *returned
+
+    def _attend_cross(
+        self, hidden: Any, encoded: torch.Tensor, first: bool | None, handed: HandOver, angles: Any,
+        options: dict[str, Any],
+    ) -> tuple[torch.Tensor, ...]:  # fmt: skip
+        packed = self.key_value(encoded, first, fp8_output=handed.qkv)
+        project = self.layernorm_query if self.input_layernorm else self.query_layer
+        q, *returned = _listed(project(hidden, first, fp8_output=handed.qkv))
+        q = q.view(*q.shape[:-1], self.num_attention_heads, self.kv_channels)
+        interleaved = self.qkv_weight_interleaved
+        if self._is_plain(angles, options):
+            return self.core_attention._attend_packed(q, packed, interleaved, **options), *returned
+        early = self.q_norm is not None and self.qk_norm_before_rope
+        where = self._places(options, "q", q), self._places(options, "kv", packed)
+        k, v = self._split(packed, 0, (None, None if early else angles[1]), where[1])
+        if self.q_norm is None:
+            q = self._turn(q, angles[0], where[0])
+        elif early:
+            q, k = (
+                self._turn(norm(t), freqs, place)
+                for norm, t, freqs, place in zip((self.q_norm, self.k_norm), (q, k), angles, where, strict=True)
+            )
+        else:
+            q, k = self.q_norm(self._turn(q, angles[0], where[0])), self.k_norm(k)
+        return self.core_attention(q, k, v, **options), *returned
+
+    def _is_plain(self, angles: Any, options: dict[str, Any]) -> bool:
+        """Whether attention can read the projections as they are."""
+        turned = any(freqs is not None for freqs in angles)
+        return self.q_norm is None and not turned and options["inference_params"] is None
+
+    def _split(
+        self, packed: torch.Tensor, heads: int, angles: tuple[torch.Tensor | None, torch.Tensor | None],
+        where: dict[str, Any],
+    ) -> tuple[torch.Tensor, ...]:  # fmt: skip
+        return split_heads(
+            packed, *angles, heads=heads, groups=self.num_gqa_groups, head_dims=(self.kv_channels,) * 3,
+            interleaved_groups=self.qkv_weight_interleaved, fmt=self.qkv_format, **where,
+        )  # fmt: skip
+
+    def _turn(self, t: torch.Tensor, freqs: torch.Tensor | None, where: dict[str, Any]) -> torch.Tensor:
+        if freqs is None:
+            return t
+        return apply_rotary_pos_emb(t, freqs, tensor_format=self.qkv_format, fused=True, **where)
+
+    def _places(self, options: dict[str, Any], which: str, t: torch.Tensor) -> dict[str, Any]:
+        """Where in their sequences the tokens t of queries ("q") or of keys and values ("kv") stand."""
+        cu, padded = options[f"cu_seqlens_{which}"], options[f"cu_seqlens_{which}_padded"]
+        between = options["pad_between_seqs"]
+        if padded is not None and (between is None or between):
+            cu = padded
+        starts, inference = None, options["inference_params"]
+        if inference is not None:
+            cu = inference.cu_seqlens_q if cu is None else cu
+            batch = DIMENSIONS[self.qkv_format][0]
+            rows = cu.shape[0] - 1 if batch is None else t.shape[batch]
+            starts = inference.get_seqlens_pre_step()[:rows]
+        return {
+            "interleaved": self.rotary_pos_interleaved, "cu_seqlens": cu if self.qkv_format == "thd" else None,
+            "start_positions": starts, "cp_size": self._cp_size, "cp_rank": self._cp_rank,
+        }  # fmt: skip
+
+
+@constant_at_trace
+def _handed(number: int, between: bool) -> tuple[bool, bool, bool]:
+    """`HandOver` in the precision of this number; `between`: something is done to queries or keys in between."""
+    precision = precision_of(attention_number(number))  # the environment may give attention a recipe of its own
+    rule = None if precision is None else precision.attention
+    if rule is None or rule.qkv.scaling not in ("delayed", "current", "custom"):
+        return False, False, False
+    kind = rule.qkv.scaling
+    out = rule.handed or kind != "custom"
+    return rule.handed and not between and kind != "current", out, out and kind != "current"
+
+
+def _listed(result: Any) -> tuple[torch.Tensor, ...]:
+    """The results of a module that returns one or several."""
+    return result if isinstance(result, tuple) else (result,)

@@ -1,0 +1,316 @@
+"""What a call of `DotProductAttention` comes to: checks, the core's spec, and the backend. Made once for each `Key`.
+
+A key holds constants only, no tensors, so that a tracing compiler can hand it to a function that runs at trace time.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from te_core import device as devices
+from te_core.attention import BIASES, DIMENSIONS, FORMATS, AttentionSpec, Sizes, canonical_mask, with_mask
+from te_core.device import DeviceInfo
+from te_core.errors import ArgumentError
+from te_core.layers.attention import AttentionLayerSpec, AttentionNeeds
+from te_torch.attention import choose, env
+from te_torch.attention.masks import AttentionArgumentError, check_set_window_size
+from te_torch.runtime import FLOATS, TO_CORE
+
+OPERATION = "DotProductAttention"
+
+
+class Fact(NamedTuple):
+    """What a plan depends on of a tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    grad: bool
+
+
+class Static(NamedTuple):
+    """What a module says once and for all."""
+
+    heads: int
+    groups: int
+    d_qk: int
+    d_v: int
+    scale: float
+    softmax: str
+    dropout: float
+    max_logit: bool
+    layer_number: int
+
+
+class Key(NamedTuple):
+    """One call, as far as its plan depends on it."""
+
+    a: Fact  # q, or the packed tensor that holds it
+    b: Fact | None
+    c: Fact | None
+    packing: str = "separate"  # as te_core.layers.attention.AttentionLayerSpec has it
+    interleaved: bool = False
+    bias: Fact | None = None
+    slopes: tuple[int, ...] | None = None  # their shape
+    sink_grad: bool = False
+    mask: tuple[Any, ...] | None = None  # the shape of attention_mask, or of both of a tuple
+    #: Entries of cu_seqlens; whether q's and kv's are one; whether there are others for memory; whether they are int32.
+    cu: tuple[int, bool, bool, bool] | None = None
+    form: str = "sbhd"
+    kv_form: str = "sbhd"
+    mask_type: str = "causal"
+    window: tuple[int, int] | None = None
+    bottom_right: bool | None = None
+    bias_type: str = "no_bias"
+    max_q: int = 0  # of packed sequences
+    max_kv: int = 0
+    checkpoint: bool = False
+    training: bool = True
+    softcap: float = 0.0
+    num_splits: int = 1
+    score_mod: bool = False
+    cached: bool = False
+    pages: tuple[int, ...] | None = None  # the shape of a paged cache's table
+    fp8: str = ""
+
+
+@dataclass(eq=False, slots=True)
+class Plan:
+    """How a call runs."""
+
+    key: Key
+    static: Static
+    request: choose.Request
+    backend: str
+    layer: AttentionLayerSpec
+    lengths: str  # where they come from: "given", "mask", "masks" (one for q, one for k), or ""
+    call: Any = None  # the core layer's (te_torch.function)
+    run: Any = None  # computes it: (plan, a, b, c, terms) -> (out, largest logits or None)
+
+    @property
+    def spec(self) -> AttentionSpec:
+        """What is computed."""
+        return self.layer.core
+
+
+def make_plan(static: Static, key: Key, switches: env.Switches) -> Plan:
+    """The plan of a call; every complaint about its arguments is made here."""
+    canonical = key._replace(mask_type=canonical_mask(OPERATION, key.mask_type))
+    request, lengths = _request(static, canonical, switches)
+    return _planned(static, canonical, request, lengths, choose.choose(request))
+
+
+def _request(static: Static, key: Key, switches: env.Switches) -> tuple[choose.Request, str]:
+    _check_names(key)
+    _check_tensors(static, key)
+    lengths = _lengths_source(key)
+    sizes = _sizes(static, key)
+    _check_bias(key, sizes)
+    _check_padding(key, lengths, sizes)
+    spec = _spec(static, key, switches, sizes)
+    needs = any(fact is not None and fact.grad for fact in (key.a, key.b, key.c, key.bias)) or key.sink_grad
+    request = choose.Request(
+        device_info(key.a.device), TO_CORE[key.a.dtype], spec, sizes, key.mask_type,
+        training=key.training or needs, bias_grad=key.bias is not None and key.bias.grad, fp8=key.fp8,
+        cached=key.cached, paged=key.pages is not None, gaps=key.form == "thd" and key.cu is not None and key.cu[2],
+        same_lengths=lengths == "mask" or (key.cu is not None and key.cu[1]), num_splits=key.num_splits,
+        score_mod=key.score_mod, switches=switches, installed=choose.installed(),
+    )  # fmt: skip
+    return request, lengths
+
+
+def explain_plan(static: Static, key: Key, switches: env.Switches) -> choose.Choice:
+    """What would be chosen for a call, and why."""
+    return choose.decide(
+        _request(static, key._replace(mask_type=canonical_mask(OPERATION, key.mask_type)), switches)[0]
+    )
+
+
+def _planned(static: Static, key: Key, request: choose.Request, lengths: str, backend: str) -> Plan:
+    q, k, v, bias = (fact is not None and fact.grad for fact in (key.a, key.b, key.c, key.bias))
+    needs = AttentionNeeds(q, k, v, bias, key.sink_grad)
+    layer = AttentionLayerSpec(
+        request.spec, static.heads, static.groups, static.d_qk, static.d_v, needs, key.packing, key.interleaved,
+        key.checkpoint,
+    )  # fmt: skip
+    return Plan(key, static, request, backend, layer, lengths)
+
+
+def _spec(static: Static, key: Key, switches: env.Switches, sizes: Sizes) -> AttentionSpec:
+    bias = "post_scale_bias" if key.bias_type == "pre_scale_bias" else key.bias_type
+    spec = AttentionSpec(
+        static.scale, key.form, key.kv_form, bias=bias,
+        default_slopes=key.bias_type == "alibi" and key.slopes is None, softmax=static.softmax, softcap=key.softcap,
+        dropout=static.dropout if key.training else 0.0, max_logit=static.max_logit,
+        deterministic=switches.deterministic, max_q=sizes.sq if key.form == "thd" else 0,
+        max_kv=sizes.skv if key.kv_form == "thd" else 0,
+    )  # fmt: skip
+    window = check_set_window_size(key.mask_type, key.window)
+    return with_mask(spec, key.mask_type, window, key.bottom_right)
+
+
+def _sizes(static: Static, key: Key) -> Sizes:
+    def extent(fact: Fact, form: str, longest: int) -> tuple[int, int]:
+        b, s, _ = DIMENSIONS[form]
+        if b is None:
+            assert key.cu is not None
+            return key.cu[0] - 1, longest
+        return fact.shape[b], fact.shape[s]
+
+    batch, sq = extent(key.a, key.form, key.max_q)
+    if key.pages is not None:
+        assert key.b is not None
+        skv = key.pages[1] * key.b.shape[1]
+    else:
+        skv = extent(key.a if key.b is None else key.b, key.kv_form, key.max_kv)[1]
+    return Sizes(batch, sq, skv, static.heads, static.groups, static.d_qk, static.d_v)
+
+
+def device_info(device: torch.device) -> DeviceInfo | None:
+    """The device as the rules know it; None for the CPU (and for tensors without memory)."""
+    return devices.info(device.index or 0) if device.type == "cuda" else None
+
+
+# -------------------------------------------------------------------------------------------------- checks
+
+
+def _require(condition: bool, got: str, allowed: str, do: str) -> None:
+    if not condition:
+        raise AttentionArgumentError(OPERATION, got, allowed, do)
+
+
+def _check_names(key: Key) -> None:
+    for name, value, allowed in (
+        ("qkv_format", key.form, FORMATS), ("core_attention_bias_type", key.bias_type, BIASES),
+    ):  # fmt: skip
+        if value not in allowed:
+            raise AttentionArgumentError(OPERATION, f"{name}={value!r}", ", ".join(allowed), "choose one of these")
+    _require(
+        key.form != "thd" or "padding" in key.mask_type, f"attn_mask_type={key.mask_type!r} in thd",
+        "padding, padding_causal, padding_causal_bottom_right", "choose a mask type with padding: packed sequences "
+        "differ in length",
+    )  # fmt: skip
+    _require(
+        not key.cached or "padding" in key.mask_type, f"attn_mask_type={key.mask_type!r} with a KV cache",
+        "a mask type with padding", "choose padding_causal, say",
+    )  # fmt: skip
+    if not (math.isfinite(key.softcap) and key.softcap >= 0):
+        raise ArgumentError(OPERATION, f"logit_softcap={key.softcap}", "a number >= 0; 0 is none", "correct it")
+
+
+def _check_tensors(static: Static, key: Key) -> None:
+    facts = [("q", key.a), ("k", key.b), ("v", key.c)]
+    for name, fact in facts:
+        if fact is not None:
+            _require(
+                fact.dtype in FLOATS or bool(key.fp8), f"{name} of {fact.dtype}", "float32, bfloat16 or float16",
+                "convert the inputs",
+            )  # fmt: skip
+            _require(
+                fact.dtype == key.a.dtype and fact.device == key.a.device,
+                f"{name} of {fact.dtype} on {fact.device} beside {key.a.dtype} on {key.a.device}",
+                "queries, keys and values of one dtype on one device", "convert them to one",
+            )  # fmt: skip
+    if key.packing == "qkv":
+        return
+    h, g, dk, dv = static.heads, static.groups, static.d_qk, static.d_v
+    wanted = [("q", key.a, key.form, (h, dk))]
+    if key.packing == "separate":
+        _require(key.b is not None and key.c is not None, "no keys or values", "key_layer and value_layer", "pass them")
+        wanted += [("k", key.b, key.kv_form, (g, dk)), ("v", key.c, key.kv_form, (g, dv))]  # type: ignore[list-item]
+    for name, fact, form, tail in wanted:
+        dims = 4 if key.pages is not None and name != "q" else len(form)
+        _require(
+            len(fact.shape) == dims and tuple(fact.shape[-2:]) == tail,
+            f"{name} of shape {tuple(fact.shape)}", f"{dims} dimensions ({form}) that end in {tail} (heads, width)",
+            "check num_attention_heads, num_gqa_groups, kv_channels and qkv_format",
+        )  # fmt: skip
+    if key.packing == "separate" and key.b is not None and key.c is not None:
+        _require(
+            key.b.shape[:-1] == key.c.shape[:-1], f"k of shape {tuple(key.b.shape)}, v of {tuple(key.c.shape)}",
+            "as many values as keys", "correct the shapes",
+        )  # fmt: skip
+
+
+def _lengths_source(key: Key) -> str:
+    if "padding" not in key.mask_type:
+        _require(
+            key.mask_type != "arbitrary" or key.mask is not None, "attn_mask_type='arbitrary' without attention_mask",
+            "a boolean mask that broadcasts to [b, h, sq, skv]", "pass attention_mask",
+        )  # fmt: skip
+        return ""
+    if key.cu is not None:
+        _require(key.cu[3], "cu_seqlens of other types", "int32 [b + 1]", "convert cu_seqlens_q and cu_seqlens_kv")
+        batch = DIMENSIONS[key.form][0]
+        _require(
+            batch is None or key.cu[0] == key.a.shape[batch] + 1, f"cu_seqlens of {key.cu[0]} entries",
+            "one more than sequences in the batch", "correct cu_seqlens_q and cu_seqlens_kv",
+        )  # fmt: skip
+        return "given"
+    _require(
+        key.form != "thd", "packed sequences (thd) without cu_seqlens", "cu_seqlens_q and cu_seqlens_kv, int32 [b + 1]",
+        "pass both",
+    )  # fmt: skip
+    _require(
+        key.mask is not None, f"attn_mask_type={key.mask_type!r} without a mask",
+        "attention_mask [b, 1, 1, s] (a tuple of two for different q and k), or cu_seqlens_q and cu_seqlens_kv",
+        "pass one of these",
+    )  # fmt: skip
+    assert key.mask is not None
+    return "masks" if key.mask and isinstance(key.mask[0], tuple) else "mask"
+
+
+def _check_padding(key: Key, lengths: str, sizes: Sizes) -> None:
+    if lengths not in ("mask", "masks"):
+        return
+    shapes = key.mask if lengths == "masks" else (key.mask, key.mask)
+    assert shapes is not None
+    wanted = tuple((sizes.batch, 1, 1, tokens) for tokens in (sizes.sq, sizes.skv))
+    _require(
+        len(shapes) == 2 and all(
+            shape[0] == whole[0] and shape[-1] == whole[-1] and all(n == 1 for n in shape[1:-1])
+            for shape, whole in zip(shapes, wanted, strict=True)
+        ), f"a padding mask of shape {key.mask}", f"{wanted[0]} for q and {wanted[1]} for k",
+        "pass a mask of the sequences' own, or attn_mask_type='arbitrary'",
+    )  # fmt: skip
+
+
+def _check_bias(key: Key, sizes: Sizes) -> None:
+    has_tensor = key.bias_type in ("pre_scale_bias", "post_scale_bias")
+    _require(
+        has_tensor == (key.bias is not None),
+        f"core_attention_bias {'given' if key.bias is not None else 'not given'} with "
+        f"core_attention_bias_type={key.bias_type!r}",
+        "a bias with pre_scale_bias and post_scale_bias only", "pass the bias, or correct its type",
+    )  # fmt: skip
+    _require(
+        key.slopes is None or key.bias_type == "alibi", f"alibi_slopes with core_attention_bias_type={key.bias_type!r}",
+        "core_attention_bias_type='alibi'", "correct the type, or leave the slopes out",
+    )  # fmt: skip
+    slopes = ((sizes.heads,), (sizes.batch, sizes.heads))
+    _require(
+        key.slopes is None or tuple(key.slopes) in slopes, f"alibi_slopes of shape {key.slopes}",
+        f"{slopes[0]} or {slopes[1]}", "one slope a head",
+    )  # fmt: skip
+    if key.bias is not None:
+        shape, full = tuple(key.bias.shape), (sizes.batch, sizes.heads, sizes.sq, sizes.skv)
+        _require(
+            len(shape) == 4 and all(n in (1, whole) for n, whole in zip(shape, full, strict=True))
+            and shape[3] == sizes.skv, f"core_attention_bias of shape {shape}", f"one that broadcasts to {full}",
+            "correct the bias",
+        )  # fmt: skip
+    _require(
+        key.mask_type != "arbitrary" or _broadcasts(key.mask, sizes), f"an attention_mask of shape {key.mask}",
+        f"one that broadcasts to {(sizes.batch, sizes.heads, sizes.sq, sizes.skv)}", "correct the mask",
+    )  # fmt: skip
+
+
+def _broadcasts(shape: tuple[Any, ...] | None, sizes: Sizes) -> bool:
+    full = (sizes.batch, sizes.heads, sizes.sq, sizes.skv)
+    if shape is None or len(shape) > 4 or any(isinstance(n, tuple) for n in shape):
+        return False
+    return all(n in (1, whole) for n, whole in zip(reversed(shape), reversed(full), strict=False))

@@ -1,0 +1,267 @@
+"""Rotary position embedding: `RotaryPositionEmbedding` makes angles, two functions apply them.
+
+`apply_rotary_pos_emb(fused=True)` and `apply_fused_qkv_rotary_pos_emb` are one launch of our kernel each, in float32;
+`fused=False` is plain torch with cosines and sines rounded to the input's dtype. `split_heads` is what
+MultiheadAttention uses: it takes any packed projection apart, and turns q and k on the way if there are angles.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from te_core.errors import ArgumentError
+from te_core.layers import rope as core
+from te_torch.function import Call, Layer, apply, register
+from te_torch.modules.base import default_device
+from te_torch.runtime import check_dtype, constant_at_trace
+
+ROPE = Layer("rope", core.forward, core.backward, core.RopeSaved, strided=True)
+SPLIT_QKV = Layer("split_qkv", core.split_forward, core.split_backward, core.SplitSaved, outputs=3, partial=True)
+SPLIT_KV = Layer("split_kv", core.split_forward, core.split_backward, core.SplitSaved, outputs=2, partial=True)
+_FORMATS = ("sbhd", "bshd", "thd")
+
+
+class RotaryPositionEmbedding(torch.nn.Module):
+    """The angles of rotary position embedding: position * base^(-2i/dim) for channel pair i."""
+
+    def __init__(
+        self,
+        dim: int,
+        rotary_percent: float = 1.0,
+        seq_len_interpolation_factor: int | None = None,
+        pretrained_max_position_embeddings: int | None = None,
+        rotary_base: float = 10000.0,
+        interleaved: bool = False,
+    ) -> None:
+        super().__init__()
+        if rotary_percent < 1.0:
+            dim = int(dim * rotary_percent)
+        self.seq_len_interpolation_factor = seq_len_interpolation_factor
+        self.pretrained_max_position_embeddings = pretrained_max_position_embeddings
+        self.rotary_base = rotary_base
+        self.interleaved = interleaved
+        exponents = torch.arange(0, dim, 2, dtype=torch.float32, device=default_device()) / dim
+        self.register_buffer("inv_freq", 1.0 / (rotary_base**exponents))
+
+    def forward(self, max_seq_len: int, offset: int = 0) -> torch.Tensor:
+        """Angles [max_seq_len, 1, 1, dim], float32, of the positions from `offset` on."""
+        frequencies: torch.Tensor = self.inv_freq  # type: ignore[assignment]
+        with torch.autocast(enabled=False, device_type=frequencies.device.type):
+            positions = torch.arange(max_seq_len, device=frequencies.device, dtype=torch.float32) + offset
+            trained, factor = self.pretrained_max_position_embeddings, self.seq_len_interpolation_factor
+            if trained is not None and factor is not None:
+                # Longer than the factor provides for: all positions are squeezed into the trained range.
+                positions = positions * (trained / max_seq_len if max_seq_len > trained * factor else 1 / factor)
+            angles = torch.outer(positions, frequencies.float())
+            if self.interleaved:
+                table = angles.repeat_interleave(2, dim=1)
+            else:
+                table = torch.cat((angles, angles), dim=1)
+        return table[:, None, None, :]
+
+
+def apply_rotary_pos_emb(
+    t: torch.Tensor,
+    freqs: torch.Tensor,
+    tensor_format: str = "sbhd",
+    start_positions: torch.Tensor | None = None,
+    interleaved: bool = False,
+    fused: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+    cp_size: int = 1,
+    cp_rank: int = 0,
+) -> torch.Tensor:
+    """t [s, b, h, d], [b, s, h, d] or [t, h, d] turned by the angles of its positions, freqs [s2, 1, 1, d2].
+
+    thd needs `cu_seqlens` (of the whole sequences, also with cp_size > 1) and starts each sequence at position 0;
+    `start_positions` int32 [b] are added. Channels behind d2 pass through.
+    """
+    if tensor_format == "thd" and cu_seqlens is None:
+        raise AssertionError("apply_rotary_pos_emb: tensor_format 'thd' needs cu_seqlens, int32 [b + 1]")
+    if fused:
+        if tensor_format not in _FORMATS:
+            raise AssertionError(
+                f"apply_rotary_pos_emb: tensor_format is {tensor_format!r}, fused takes sbhd, bshd or thd"
+            )
+        cu_seqlens = cu_seqlens if tensor_format == "thd" else None
+        return _fused(t, freqs, start_positions, cu_seqlens, (tensor_format, interleaved, cp_size, cp_rank))
+    _check_format("apply_rotary_pos_emb", tensor_format)
+    if tensor_format == "thd":
+        assert cu_seqlens is not None
+        return _unfused_packed(t, freqs, cu_seqlens, start_positions, interleaved, (cp_size, cp_rank))
+    token = 0 if tensor_format == "sbhd" else 1
+    if start_positions is None:
+        angles = _rows_of_rank(freqs, t.shape[token], cp_size, cp_rank)
+        return _unfused(t, angles if token == 0 else angles.transpose(0, 1), interleaved)
+    length = t.shape[token]
+    if int(start_positions.max()) + length * cp_size > freqs.shape[0]:
+        raise AssertionError(
+            f"apply_rotary_pos_emb: positions up to {int(start_positions.max()) + length * cp_size}, freqs has "
+            f"{freqs.shape[0]}"
+        )
+    shifted = [_rows_of_rank(freqs[int(p) :], length, cp_size, cp_rank) for p in start_positions]
+    angles = torch.cat(shifted, dim=1)
+    return _unfused(t, angles if token == 0 else angles.transpose(0, 1), interleaved)
+
+
+def apply_fused_qkv_rotary_pos_emb(
+    qkv: torch.Tensor,
+    q_freqs: torch.Tensor,
+    k_freqs: torch.Tensor,
+    qkv_split_arg_list: list[int],
+    tensor_format: str = "sbhd",
+    start_positions: torch.Tensor | None = None,
+    interleaved: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+    cp_size: int = 1,
+    cp_rank: int = 0,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(q, k, v) of qkv [s, b, groups, dq + dk + dv] (or bshd), q and k turned; one launch.
+
+    `qkv_split_arg_list` is [dq, dk, dv]; dq may be several heads of dk channels. `cu_seqlens` is not used.
+    """
+    operation = "apply_fused_qkv_rotary_pos_emb"
+    _require(tensor_format in ("sbhd", "bshd"), f"{operation}: tensor_format {tensor_format!r}, not sbhd or bshd")
+    _require(start_positions is None or cp_size == 1, f"{operation}: start_positions with cp_size={cp_size}")
+    given = (qkv, q_freqs, k_freqs) if start_positions is None else (qkv, q_freqs, k_freqs, start_positions)
+    _require(all(t.is_contiguous() for t in given), f"{operation}: inputs have to be contiguous")
+    sizes = [int(n) for n in qkv_split_arg_list]
+    if len(sizes) != 3 or qkv.ndim != 4 or sum(sizes) != qkv.shape[-1] or sizes[0] % sizes[1]:
+        raise ArgumentError(
+            operation, f"qkv {tuple(qkv.shape)} with qkv_split_arg_list={qkv_split_arg_list}",
+            "[.., groups, dq + dk + dv] with dq a multiple of dk", "correct the sizes",
+        )  # fmt: skip
+    groups, (dq, dk, dv) = qkv.shape[2], sizes
+    q, k, v = split_heads(
+        qkv, q_freqs, k_freqs, heads=groups * dq // dk, groups=groups, head_dims=(dk, dk, dv), interleaved_groups=True,
+        fmt=tensor_format, interleaved=interleaved, start_positions=start_positions, cp_size=cp_size, cp_rank=cp_rank,
+    )  # fmt: skip
+    return q, k, v
+
+
+def split_heads(
+    packed: torch.Tensor,
+    q_freqs: torch.Tensor | None = None,
+    k_freqs: torch.Tensor | None = None,
+    *,
+    heads: int,
+    groups: int,
+    head_dims: tuple[int, int, int],
+    interleaved_groups: bool,
+    fmt: str = "sbhd",
+    interleaved: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+    start_positions: torch.Tensor | None = None,
+    cp_size: int = 1,
+    cp_rank: int = 0,
+) -> tuple[torch.Tensor, ...]:
+    """(q, k, v) of a packed projection [.., row], or (k, v) for heads=0; what has freqs is turned. One launch.
+
+    `te_core.ops.rope_qkv` says how the row is laid out.
+    """
+    operation = "split_heads"
+    _check_format(operation, fmt)
+    check_dtype(operation, packed)
+    needs = torch.is_grad_enabled() and packed.requires_grad
+    # Of one dimension it follows from the rest, and under tracing a size may be a symbol.
+    row = packed.shape[len(fmt) - 2 :] if packed.ndim >= len(fmt) else ()
+    numbers = (heads, groups, *head_dims, interleaved_groups, _FORMATS.index(fmt), interleaved, cp_size, cp_rank, needs)
+    find = _split_key if torch.compiler.is_compiling() else _split_call
+    call = find(*[int(n) for n in (*numbers, *row)])
+    rotates = q_freqs is not None or k_freqs is not None
+    return apply(
+        call, None, False, packed, _table(q_freqs), _table(k_freqs), cu_seqlens if rotates and fmt == "thd" else None,
+        start_positions if rotates else None,
+    )  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------ fused
+
+
+def _fused(
+    t: torch.Tensor, freqs: torch.Tensor, start_positions: torch.Tensor | None, cu_seqlens: torch.Tensor | None,
+    place: tuple[str, bool, int, int],
+) -> torch.Tensor:  # fmt: skip
+    check_dtype("apply_rotary_pos_emb", t)
+    needs = torch.is_grad_enabled() and t.requires_grad
+    fmt, *rest = place
+    find = _rope_key if torch.compiler.is_compiling() else _rope_call
+    call = find(_FORMATS.index(fmt), *[int(n) for n in (*rest, needs)])
+    (out,) = apply(call, None, False, t, _table(freqs), cu_seqlens, start_positions)
+    return out
+
+
+def _rope_call(fmt: int, interleaved: int, cp_size: int, cp_rank: int, needs: int) -> Call:
+    return register(ROPE, core.RopeSpec(_FORMATS[fmt], bool(interleaved), cp_size, cp_rank), bool(needs))
+
+
+@constant_at_trace
+def _rope_key(fmt: int, interleaved: int, cp_size: int, cp_rank: int, needs: int) -> str:
+    return _rope_call(fmt, interleaved, cp_size, cp_rank, needs).key
+
+
+def _split_call(heads: int, groups: int, dq: int, dk: int, dv: int, *rest: int) -> Call:
+    interleaved_groups, fmt, interleaved, cp_size, cp_rank, needs, *row = rest
+    rotation = core.RopeSpec(_FORMATS[fmt], bool(interleaved), cp_size, cp_rank)
+    spec = core.SplitSpec(heads, groups, (dq, dk, dv), bool(interleaved_groups), tuple(row), rotation)
+    return register(SPLIT_QKV if heads else SPLIT_KV, spec, bool(needs))
+
+
+@constant_at_trace
+def _split_key(heads: int, groups: int, dq: int, dk: int, dv: int, *rest: int) -> str:
+    return _split_call(heads, groups, dq, dk, dv, *rest).key
+
+
+def _table(freqs: torch.Tensor | None) -> torch.Tensor | None:
+    """Angles as the kernel reads them."""
+    return None if freqs is None else freqs.detach().float().contiguous()
+
+
+# ---------------------------------------------------------------------------------------------- unfused
+
+
+def _rows_of_rank(freqs: torch.Tensor, length: int, cp_size: int, cp_rank: int) -> torch.Tensor:
+    """The rows of a rank's local tokens: all, or chunk r and chunk 2 * cp_size - 1 - r of the whole sequence."""
+    if cp_size == 1:
+        return freqs[:length]
+    half, whole = length // 2, cp_size * length
+    first = freqs[cp_rank * half : (cp_rank + 1) * half]
+    return torch.cat((first, freqs[whole - (cp_rank + 1) * half : whole - cp_rank * half]))
+
+
+def _unfused_packed(
+    t: torch.Tensor, freqs: torch.Tensor, cu_seqlens: torch.Tensor, start_positions: torch.Tensor | None,
+    interleaved: bool, cp: tuple[int, int],
+) -> torch.Tensor:  # fmt: skip
+    lengths = (cu_seqlens // cp[0]).diff().tolist()
+    starts = [0] * len(lengths) if start_positions is None else start_positions.tolist()
+    pieces = [
+        _unfused(x[:, None], _rows_of_rank(freqs[start:], len(x), *cp), interleaved)
+        for x, start in zip(t.split(lengths), starts, strict=True)
+    ]
+    return torch.cat(pieces).squeeze(1)
+
+
+def _unfused(t: torch.Tensor, angles: torch.Tensor, interleaved: bool) -> torch.Tensor:
+    """t * cos + rotate_half(t) * sin over the first channels; the rest passes through."""
+    turned, rest = t[..., : angles.shape[-1]], t[..., angles.shape[-1] :]
+    cos, sin = angles.float().cos().to(t.dtype), angles.float().sin().to(t.dtype)
+    turned = turned * cos + _rotate_half(turned, interleaved) * sin
+    return torch.cat((turned, rest), dim=-1)
+
+
+def _rotate_half(x: torch.Tensor, interleaved: bool) -> torch.Tensor:
+    if interleaved:
+        return torch.stack((-x[..., 1::2], x[..., 0::2]), dim=-1).flatten(-2)
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((-second, first), dim=-1)
+
+
+def _check_format(operation: str, tensor_format: str) -> None:
+    if tensor_format not in _FORMATS:
+        raise ArgumentError(operation, f"tensor_format {tensor_format!r}", "sbhd, bshd or thd", "choose one of these")
+
+
+def _require(ok: bool, text: str) -> None:
+    if not ok:
+        raise AssertionError(text)

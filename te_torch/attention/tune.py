@@ -1,0 +1,184 @@
+"""Measure the attention backends on this machine and write the table that goes before the shipped one.
+
+    python -m te_core.tools.tune                     # all shape classes, some minutes: most of it is cuDNN's planning
+    python -m te_core.tools.tune --only train/dense  # those whose names begin so; others in the table stay
+    python -m te_core.tools.tune --out FILE          # elsewhere; te_core/attention_speed.json takes "measured" from it
+
+Each class of `choose.shape_class` is measured by one shape. Its eligible backends take turns in one process, each for a
+few milliseconds of GPU time; the median of the rounds counts. Nothing is ever measured in a user's own run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import itertools
+import json
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from te_torch.attention import choose, env
+from te_torch.attention.dot_product import RUN, DotProductAttention, Given
+from te_torch.attention.masks import get_full_cu_seqlens
+from te_torch.attention.plan import Key, Plan, make_plan
+
+HEADS, GROUPS = 16, 4
+ROUNDS = 5
+WINDOW_MS = 10.0  # of GPU time for a backend in a round
+#: Widths (d_qk, d_v) and (batch, queries, keys) that stand for their classes.
+WIDTHS = {"d64": (64, 64), "d128": (128, 128), "d192": (192, 128), "d256": (256, 256)}
+LENGTHS = {"decode": (32, 1, 2048), "short": (16, 512, 512), "medium": (4, 2048, 2048), "long": (1, 8192, 8192)}
+
+
+class Case(NamedTuple):
+    """One shape class as an attention that can be run."""
+
+    module: DotProductAttention
+    key: Key
+    given: Given
+    training: bool
+
+
+Timer = Callable[[dict[str, Callable[[], Any]]], dict[str, float]]
+
+
+def classes() -> Iterator[str]:
+    """The names of what is measured. One query at a time is inference."""
+    parts = (("train", "infer"), ("dense", "packed"), WIDTHS, LENGTHS, ("banded", "full"))
+    for use, form, width, length, band in itertools.product(*parts):
+        if use == "infer" or length != "decode":
+            yield "/".join((use, form, width, length, band))
+
+
+def case_of(name: str, device: torch.device) -> Case:
+    """The attention that stands for a class."""
+    use, form, width, length, band = name.split("/")
+    (d_qk, d_v), (batch, sq, skv) = WIDTHS[width], LENGTHS[length]
+    training, packed = use == "train", form == "packed"
+
+    def tensor(count: int, heads: int, d: int) -> torch.Tensor:
+        shape = (batch * count, heads, d) if packed else (batch, count, heads, d)
+        return torch.randn(shape, device=device, dtype=torch.bfloat16, requires_grad=training)
+
+    tensors = tensor(sq, HEADS, d_qk), tensor(skv, GROUPS, d_qk), tensor(skv, GROUPS, d_v)
+    mask = "causal_bottom_right" if band == "banded" else "no_mask"
+    options: dict[str, Any] = {}
+    if packed:
+        mask = {"no_mask": "padding"}.get(mask, f"padding_{mask}")
+        options["cu_q"] = get_full_cu_seqlens(batch, sq, device)
+        options["cu_kv"] = options["cu_q"] if sq == skv else get_full_cu_seqlens(batch, skv, device)
+    layout = "thd" if packed else "bshd"
+    module = DotProductAttention(HEADS, (d_qk, d_v), GROUPS, qkv_format=layout, attn_mask_type=mask).train(training)
+    given = Given(*tensors, **options)
+    scalars = (layout, layout, mask, None, None, "no_bias", sq if packed else None, skv if packed else None, False)
+    return Case(module, module._key(given, "separate", False, scalars, (1, False, False), ""), given, training)
+
+
+def runs_of(case: Case) -> dict[str, Callable[[], Any]]:
+    """What to time: for each eligible backend a function that runs it once."""
+    found = {}
+    for backend, reason in case.module.explain_key(case.key).reasons.items():
+        if reason is None:
+            found[backend] = _run_of(case, backend)
+    return found
+
+
+def _run_of(case: Case, backend: str) -> Callable[[], Any]:
+    plan = make_plan(case.module._static, case.key, env.now())
+    plan = case.module._ready(Plan(plan.key, plan.static, plan.request, backend, plan.layer, plan.lengths))
+    terms = case.module._terms(plan, case.given)
+    a, b, c = case.given[:3]
+    run = RUN[backend]
+    if not case.training:
+        return lambda: run(plan, a, b, c, terms)
+    dy = torch.randn_like(run(plan, a, b, c, terms)[0])
+    return lambda: torch.autograd.grad(run(plan, a, b, c, terms)[0], (a, b, c), dy)  # type: ignore[arg-type]
+
+
+def gpu_times(runs: dict[str, Callable[[], Any]]) -> dict[str, float]:
+    """Microseconds of each run, the median over rounds in which they take turns."""
+    counts, times = {}, {name: [] for name in runs}  # type: dict[str, int], dict[str, list[float]]
+    for name, run in runs.items():
+        for _ in range(3):
+            run()
+        counts[name] = max(1, int(WINDOW_MS * 1e3 / _elapsed(run, 3)))
+    for _ in range(ROUNDS):
+        for name, run in runs.items():
+            times[name].append(_elapsed(run, counts[name]))
+    return {name: statistics.median(found) for name, found in times.items()}
+
+
+def _elapsed(run: Callable[[], Any], count: int) -> float:
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for _ in range(count):
+        run()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) * 1e3 / count
+
+
+def measure(
+    names: Sequence[str], device: torch.device, timer: Timer = gpu_times, say: Callable[[str], None] = print
+) -> dict[str, dict[str, float]]:
+    """Microseconds by class and backend; a class that does not fit into memory is left out, and said."""
+    found: dict[str, dict[str, float]] = {}
+    for i, name in enumerate(names, 1):
+        times = {}
+        try:
+            times = timer(runs_of(case_of(name, device)))
+        except torch.OutOfMemoryError:
+            say(f"[{i}/{len(names)}] {name}: not enough memory")
+        if times:
+            found[name] = {backend: round(t, 1) for backend, t in sorted(times.items(), key=lambda item: item[1])}
+            shown = ", ".join(f"{backend} {t:g} us" for backend, t in found[name].items())
+            say(f"[{i}/{len(names)}] {name}: {shown}")
+    return found
+
+
+def merged(table: dict[str, Any], capability: str, times: dict[str, Any], about: dict[str, Any]) -> dict[str, Any]:
+    """The table with these times; other classes and devices stay."""
+    measured = dict(table.get("measured", {}))
+    before = measured.get(capability, {}).get("microseconds", {})
+    measured[capability] = {**about, "microseconds": {**before, **times}}
+    return {**table, "measured": measured}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print and write."""
+    parser = argparse.ArgumentParser(prog="python -m te_core.tools.tune", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser.add_argument("--only", default="", metavar="PREFIX", help="measure the classes whose names begin so")
+    parser.add_argument("--out", type=Path, default=None, help="file to write (default: in the cache folder)")
+    options = parser.parse_args(arguments)
+    names = [name for name in classes() if name.startswith(options.only)]
+    if not names:
+        first, *_, last = classes()
+        parser.error(f"no class begins with {options.only!r}; they go from {first} to {last}")
+    if not torch.cuda.is_available():
+        print("no GPU: on the CPU te_core's own backend is always chosen, and there is nothing to measure")
+        return 1
+    device = torch.device("cuda", torch.cuda.current_device())
+    path: Path = options.out or choose.local_table_path()
+    times = measure(names, device, say=lambda line: print(line, file=sys.stderr, flush=True))
+    major, minor = torch.cuda.get_device_capability(device)
+    versions = {
+        name: ".".join(map(str, version)) for name, version in choose.installed()._asdict().items() if version
+    }  # fmt: skip
+    about = {
+        "device": torch.cuda.get_device_name(device), "date": datetime.date.today().isoformat(), "versions": versions
+    }  # fmt: skip
+    table = merged(json.loads(path.read_text()) if path.is_file() else {}, f"{major}.{minor}", times, about)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(table, indent=1) + "\n")
+    print(f"{len(times)} classes written to {path}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

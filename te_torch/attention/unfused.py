@@ -1,0 +1,172 @@
+"""UnfusedDotProductAttention: torch operations, for any device, dtype, format, mask and softmax.
+
+Scores are formed in q's dtype, with a bias added in it; the softmax is float32; the weights go back to q's dtype before
+dropout and the product with v. Dropout draws its mask from (seed, offset) as every dropout here does, so computing an
+attention again gives the same bits.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from te_core import ops
+from te_core.attention import AttentionSpec, Sizes
+from te_core.layers.attention_fp8 import DP, P
+from te_torch.attention.layouts import apart
+from te_torch.attention.masks import Terms, alibi_bias, hidden, token_positions
+from te_torch.attention.plan import Plan
+from te_torch.attention.softmax import fused_softmax
+from te_torch.runtime import runtime_for, to_core, to_torch
+
+Results = tuple[torch.Tensor, "torch.Tensor | None"]
+
+
+def run(
+    plan: Plan, a: torch.Tensor, b: torch.Tensor | None, c: torch.Tensor | None, terms: Terms, low: Any = None
+) -> Results:
+    """(out [.., heads * d_v] in q's format, largest logits or None). `low` rounds P, and dS, as FP8 holds them."""
+    q, k, v = apart(plan.layer, a, b, c)
+    spec, size = plan.spec, plan.request.sizes
+    if a.device.type != "meta" and torch.is_autocast_enabled(a.device.type):
+        with torch.autocast(a.device.type, enabled=False):
+            return _attend(plan, spec, size, q, k, v, terms, low)
+    return _attend(plan, spec, size, q, k, v, terms, low)
+
+
+def _attend(
+    plan: Plan, spec: AttentionSpec, size: Sizes, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, terms: Terms,
+    low: Any,
+) -> Results:  # fmt: skip
+    tokens = q.shape[0]
+    q = _rows(q, spec.q_format, size.sq, terms.cu_q, terms.cu_q_padded)
+    if terms.pages is not None:
+        k, v = (t[terms.pages.long()].flatten(1, 2) for t in (k, v))
+    else:
+        k, v = (_rows(t, spec.kv_format, size.skv, terms.cu_kv, terms.cu_kv_padded) for t in (k, v))
+    # Queries of one group stand one behind another, so that no key is copied for the heads that share it.
+    together = q.unflatten(2, (size.groups, -1)).permute(0, 2, 3, 1, 4).reshape(-1, _times(size) * size.sq, size.d_qk)
+    keys = k.transpose(1, 2).reshape(-1, size.skv, size.d_qk)
+    values = v.transpose(1, 2).reshape(-1, size.skv, size.d_v)
+    weights, largest = _weights(plan, spec, size, together, keys, terms, low)
+    if low is not None:
+        weights = low(weights, P, None)
+    if spec.dropout:
+        assert terms.rng is not None
+        weights = _Dropout.apply(weights, terms.rng, spec.dropout)
+    out = torch.bmm(weights.reshape(-1, _times(size) * size.sq, size.skv), values)
+    out = out.view(size.batch, size.heads, size.sq, size.d_v).transpose(1, 2)
+    if spec.q_format == "thd":
+        out = _tokens(out, tokens, terms)
+    elif spec.q_format == "sbhd":
+        out = out.transpose(0, 1)
+    return out.reshape(*out.shape[:-2], -1), largest
+
+
+def _times(size: Sizes) -> int:
+    return size.heads // size.groups
+
+
+def _weights(
+    plan: Plan, spec: AttentionSpec, size: Sizes, q: torch.Tensor, k: torch.Tensor, terms: Terms, low: Any
+) -> Results:
+    """P in q's dtype [b, h, sq, skv] and the largest logit of each head, if wanted."""
+    # float16 overflows at 65504: held divided by the layer's number, scores stay small in deep layers.
+    divide = plan.static.layer_number if plan.request.switches.layer_scaling and q.dtype == torch.float16 else 1
+    scores = torch.baddbmm(q.new_zeros(1, 1, 1), q, k.transpose(1, 2), beta=0.0, alpha=spec.scale / divide)
+    scores = scores.view(size.batch, size.heads, size.sq, size.skv)
+    if low is not None:
+        scores = low(scores, None, DP)
+    if spec.softcap:
+        cap = spec.softcap / divide
+        scores = (cap * torch.tanh(scores.float() / cap)).to(scores.dtype)
+    if terms.bias is not None:
+        scores = scores + (terms.bias if divide == 1 else terms.bias / divide)
+    elif spec.bias == "alibi":
+        scores = scores + (alibi_bias(spec, size, terms) / divide).to(scores.dtype)
+    fuse = plan.request.switches.fused_softmax
+    unseen = None if fuse and not spec.max_logit else hidden(spec, size, terms, q.device)
+    largest = None
+    if spec.max_logit:
+        seen = scores.detach().float() * divide
+        seen = seen if unseen is None else seen.masked_fill(unseen, -torch.inf)
+        largest = seen.amax((0, 2, 3))
+    if fuse:
+        return _fused_softmax(spec, scores, terms, float(divide)), largest
+    return softmax(scores, unseen, spec.softmax, terms.sink, float(divide)), largest
+
+
+def _fused_softmax(spec: AttentionSpec, scores: torch.Tensor, terms: Terms, times: float) -> torch.Tensor:
+    sink = terms.sink
+    if spec.softmax == "off-by-one":
+        sink = scores.new_zeros(scores.shape[1], dtype=torch.float32)
+    return fused_softmax(
+        scores, scale=times, mask=terms.mask, left=spec.left, right=spec.right, bottom_right=spec.bottom_right,
+        cu_seqlens_q=terms.cu_q, cu_seqlens_kv=terms.cu_kv, sink=sink,
+    )  # fmt: skip
+
+
+def softmax(
+    scores: torch.Tensor, unseen: torch.Tensor | None, kind: str, sink: torch.Tensor | None, times: float = 1.0
+) -> torch.Tensor:
+    """The float32 softmax of `times` x scores [b, h, sq, skv] over the seen keys, back in their dtype, by torch alone.
+
+    A row that sees nothing is zeros. `kind` and `sink`: the term of the sum that belongs to no key.
+    """
+    x = scores.float() if times == 1.0 else scores.float() * times
+    if unseen is not None:
+        # Not -inf: a row that sees nothing would be NaN, here and in the gradient.
+        x = x.masked_fill(unseen, torch.finfo(torch.float32).min)
+    if kind == "vanilla":
+        p = torch.softmax(x, -1)
+    else:
+        term = x.new_zeros(1, 1, 1, 1) if sink is None else sink.float().view(1, -1, 1, 1)
+        p = torch.softmax(torch.cat([x, term.expand(*x.shape[:-1], 1)], -1), -1)[..., :-1]
+    if unseen is not None:
+        p = p.masked_fill(unseen, 0.0)
+    return p.to(scores.dtype)
+
+
+def _rows(t: torch.Tensor, form: str, rows: int, cu: torch.Tensor | None, begin: torch.Tensor | None) -> torch.Tensor:
+    """[b, s, h, d] of a tensor in any format; behind the tokens of a packed sequence are zeros."""
+    if form == "bshd":
+        return t
+    if form == "sbhd":
+        return t.transpose(0, 1)
+    assert cu is not None
+    places = token_positions(cu, cu if begin is None else begin, rows, t.shape[0])
+    padded = torch.cat([t, t.new_zeros(1, *t.shape[1:])])
+    return padded.index_select(0, places.flatten()).view(*places.shape, *t.shape[1:])
+
+
+def _tokens(out: torch.Tensor, tokens: int, terms: Terms) -> torch.Tensor:
+    """[t, h, d] of rows [b, s, h, d]; zeros where no sequence is."""
+    assert terms.cu_q is not None
+    begin = terms.cu_q if terms.cu_q_padded is None else terms.cu_q_padded
+    places = token_positions(terms.cu_q, begin, out.shape[1], tokens)
+    packed = out.new_zeros(tokens + 1, *out.shape[2:])
+    return packed.index_copy(0, places.flatten(), out.flatten(0, 1))[:tokens]
+
+
+class _Dropout(torch.autograd.Function):
+    """Dropout whose mask is drawn again in backward from (seed, offset)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, rng: torch.Tensor, p: float) -> torch.Tensor:
+        x = x.contiguous()
+        rt = runtime_for(x)
+        ctx.save_for_backward(rng)
+        ctx.p = p
+        return to_torch(ops.bias_dropout_add(rt, _matrix(x), None, None, p=p, rng=to_core(rng))).view(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> Any:
+        (rng,) = ctx.saved_tensors
+        dy = dy.contiguous()
+        dx = ops.bias_dropout_add_backward(runtime_for(dy), _matrix(dy), p=ctx.p, rng=to_core(rng))
+        return to_torch(dx).view(dy.shape), None, None
+
+
+def _matrix(t: torch.Tensor) -> Any:
+    return to_core(t.view(-1, t.shape[-1]))

@@ -1,0 +1,206 @@
+"""The documented helpers of attention under their documented names (`attention.dot_product_attention.utils`).
+
+Layouts and masks come from the modules that use them; here is what exists for callers only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from te_core import attention as core
+from te_core.attention import AttentionSpec, Sizes, canonical_mask, diagonal_is_bottom_right, with_mask
+from te_torch.attention import choose, env
+from te_torch.attention import masks as _masks
+from te_torch.attention.layouts import QKV_LAYOUTS, get_qkv_format, get_qkv_layout
+from te_torch.attention.masks import (
+    Terms,
+    check_set_window_size,
+    get_cu_seqlens,
+    get_cu_seqlens_and_indices,
+    get_full_cu_seqlens,
+)
+from te_torch.attention.plan import device_info
+from te_torch.modules.base import default_device
+from te_torch.runtime import TO_CORE
+
+QKVLayouts = QKV_LAYOUTS
+
+
+def get_padding_mask(
+    batch_size: int, cu_seqlens_q: torch.Tensor, cu_seqlens_kv: torch.Tensor, max_seqlen_q: int, max_seqlen_kv: int,
+    attention_type: str = "self",
+) -> Any:  # fmt: skip
+    """True where padding is: [b, 1, 1, s], for cross attention a tuple of two, one for q and one for k."""
+
+    def mask(cu: torch.Tensor, longest: int) -> torch.Tensor:
+        lengths = (cu[1 : batch_size + 1] - cu[:batch_size]).view(-1, 1, 1, 1)
+        return torch.arange(longest, device=cu.device).view(1, 1, 1, -1) >= lengths
+
+    q = mask(cu_seqlens_q, max_seqlen_q)
+    return q if attention_type == "self" else (q, mask(cu_seqlens_kv, max_seqlen_kv))
+
+
+def get_full_mask(
+    max_seqlen_q: int, max_seqlen_kv: int, attn_mask_type: str = "no_mask", attention_mask: Any = None,
+    window_size: tuple[int, int] | None = None, attention_type: str = "self", bottom_right_alignment: bool = True,
+) -> tuple[str, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
+    """(effective mask type, mask of all that is hidden or None, lengths of q, of k): padding, diagonal and window."""
+    name = canonical_mask("get_full_mask", attn_mask_type)
+    window = check_set_window_size(name, window_size)
+    spec = with_mask(AttentionSpec(1.0), name, window, diagonal_is_bottom_right(name, bottom_right_alignment))
+    terms = Terms(mask=attention_mask if name == "arbitrary" else None)
+    batch, device = 1, torch.device("cpu")
+    if spec.padded:
+        given = attention_mask if isinstance(attention_mask, (tuple, list)) else (attention_mask,) * 2
+        cu_q, cu_kv = (get_cu_seqlens(m) for m in given)
+        terms, batch, device = Terms(cu_q=cu_q, cu_kv=cu_kv), cu_q.shape[0] - 1, cu_q.device
+    elif attention_mask is not None and not isinstance(attention_mask, (tuple, list)):
+        device = attention_mask.device
+    size = Sizes(batch, max_seqlen_q, max_seqlen_kv, 1, 1, 1, 1)
+    found = _masks.hidden(spec, size, terms, device)
+    if window not in ((-1, -1), (-1, 0)):
+        name = "arbitrary"
+    if not spec.padded:
+        return name, found, None, None
+    assert terms.cu_q is not None and terms.cu_kv is not None
+    return name, found, terms.cu_q[1:] - terms.cu_q[:-1], terms.cu_kv[1:] - terms.cu_kv[:-1]
+
+
+def get_alibi(
+    alibi_cache: dict[str, Any] | None, num_heads: int, max_seqlen_q: int, max_seqlen_kv: int,
+    alibi_slopes: torch.Tensor | None = None, actual_seqlens_q: torch.Tensor | None = None,
+    actual_seqlens_kv: torch.Tensor | None = None, bias_dtype: torch.dtype | None = None,
+    bottom_right_alignment: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """(slopes, bias [b|1, heads, sq, skv]) of ALiBi; lengths of sequences shift the diagonal. No cache is needed."""
+    device = next((t.device for t in (alibi_slopes, actual_seqlens_q) if t is not None), torch.device("cpu"))
+    if alibi_slopes is None:
+        alibi_slopes = torch.tensor(core.alibi_slopes(num_heads), dtype=torch.float32, device=device)
+    cu: list[torch.Tensor | None] = [None, None]
+    padded = actual_seqlens_q is not None and actual_seqlens_kv is not None
+    if padded:
+        cu = [_sums(actual_seqlens_q), _sums(actual_seqlens_kv)]  # type: ignore[arg-type]
+    spec = AttentionSpec(1.0, padded=padded, bottom_right=bottom_right_alignment)
+    size = Sizes(1, max_seqlen_q, max_seqlen_kv, num_heads, num_heads, 1, 1)
+    terms = Terms(slopes=alibi_slopes, cu_q=cu[0], cu_kv=cu[1])
+    return alibi_slopes, _masks.alibi_bias(spec, size, terms).to(bias_dtype or torch.float32)
+
+
+def _sums(lengths: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.pad(lengths.flatten().cumsum(0), (1, 0))
+
+
+@dataclass(eq=True)
+class AttentionParams:
+    """One attention, as `get_attention_backend` is asked about it."""
+
+    qkv_type: Any = torch.Tensor
+    qkv_dtype: torch.dtype = torch.bfloat16
+    qkv_layout: str = "sbh3d"
+    batch_size: int = 1
+    num_heads: int = 16
+    num_gqa_groups: int = 16
+    max_seqlen_q: int = 128
+    max_seqlen_kv: int = 128
+    head_dim_qk: int = 64
+    head_dim_v: int = 64
+    attn_mask_type: str = "no_mask"
+    window_size: tuple[int, int] | None = None
+    bottom_right_diagonal: bool | None = None
+    alibi_slopes_shape: Any = None
+    core_attention_bias_type: str = "no_bias"
+    core_attention_bias_shape: str | None = None
+    core_attention_bias_requires_grad: bool = True
+    pad_between_seqs: bool = False
+    attention_dropout: float = 0.0
+    context_parallel: bool = False
+    cp_comm_type: str = "p2p"
+    deterministic: bool = False
+    is_training: bool = True
+    fp8: bool = False
+    fp8_meta: dict[str, Any] | None = None
+    inference_params: Any = None
+    softmax_type: str = "vanilla"
+    return_max_logit: bool = False
+    cuda_graph: bool = False
+    num_splits: int = 1
+    logit_softcap: float = 0.0
+
+    def request(self) -> choose.Request:
+        """The same as the rules of `choose` know it, on the GPU where there is one, else on the CPU."""
+        name = canonical_mask("AttentionParams", self.attn_mask_type)
+        _, q_format, kv_format = get_qkv_format(self.qkv_layout, self.inference_params)
+        bias = "post_scale_bias" if self.core_attention_bias_type == "pre_scale_bias" else self.core_attention_bias_type
+        switches = env.now()
+        spec = AttentionSpec(
+            self.head_dim_qk**-0.5, q_format, kv_format, bias=bias,
+            default_slopes=bias == "alibi" and self.alibi_slopes_shape is None, softmax=self.softmax_type,
+            softcap=self.logit_softcap, dropout=self.attention_dropout, max_logit=self.return_max_logit,
+            deterministic=self.deterministic or switches.deterministic,
+            max_q=self.max_seqlen_q if q_format == "thd" else 0,
+            max_kv=self.max_seqlen_kv if kv_format == "thd" else 0,
+        )  # fmt: skip
+        spec = with_mask(spec, name, check_set_window_size(name, self.window_size), self.bottom_right_diagonal)
+        sizes = Sizes(
+            self.batch_size, self.max_seqlen_q, self.max_seqlen_kv, self.num_heads, self.num_gqa_groups,
+            self.head_dim_qk, self.head_dim_v,
+        )  # fmt: skip
+        return choose.Request(
+            device_info(default_device()), TO_CORE[self.qkv_dtype], spec, sizes, name,
+            training=self.is_training, fp8="delayed" if self.fp8 else "", cached=self.inference_params is not None,
+            bias_grad=self.core_attention_bias_requires_grad and bias == "post_scale_bias", gaps=self.pad_between_seqs,
+            same_lengths=self.max_seqlen_q == self.max_seqlen_kv, num_splits=self.num_splits, switches=switches,
+            installed=choose.installed(),
+        )  # fmt: skip
+
+
+def get_attention_backend(
+    attention_params: AttentionParams,
+) -> tuple[bool, str | None, bool, str | None, bool, list[bool]]:
+    """(is FlashAttention used, which, is FusedAttention used, its kind, is Unfused used, [which of them could be])."""
+    found = choose.decide(attention_params.request())
+    able = [name for name, reason in found.reasons.items() if reason is None]
+    flash = found.backend if found.backend in choose.FLASH else None
+    fused = None
+    if choose.FUSED in able:
+        fused = "FP8" if attention_params.fp8 else "F16_arbitrary_seqlen"
+    available = [any(name in choose.FLASH for name in able), choose.FUSED in able, choose.UNFUSED in able]
+    return (
+        flash is not None, flash, found.backend == choose.FUSED, fused, found.backend == choose.UNFUSED, available
+    )  # fmt: skip
+
+
+class _FlashAttentionUtils:
+    """Which flash-attn packages this process has."""
+
+    @property
+    def is_installed(self) -> bool:
+        """flash-attn 2."""
+        return choose.installed().flash2 is not None
+
+    @property
+    def v3_is_installed(self) -> bool:
+        """flash-attn 3."""
+        return choose.installed().flash3 is not None
+
+    @property
+    def v4_is_installed(self) -> bool:
+        """flash-attn 4."""
+        return choose.installed().flash4 is not None
+
+    @property
+    def version(self) -> tuple[int, ...] | None:
+        """The version of flash-attn 2."""
+        return choose.installed().flash2
+
+
+FlashAttentionUtils = _FlashAttentionUtils()
+
+__all__ = [
+    "AttentionParams", "FlashAttentionUtils", "QKVLayouts", "check_set_window_size", "get_alibi",
+    "get_attention_backend", "get_cu_seqlens", "get_cu_seqlens_and_indices", "get_full_cu_seqlens", "get_full_mask",
+    "get_padding_mask", "get_qkv_format", "get_qkv_layout",
+]  # fmt: skip

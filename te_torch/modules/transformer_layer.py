@@ -1,0 +1,281 @@
+"""`TransformerLayer`: self attention, cross attention in a decoder, and an MLP, each added to what it read.
+
+x1 = x  + drop_path(dropout(attention(norm(x)) + bias))
+x2 = x1 + dropout(cross(norm(x1)) + bias)                       (decoder)
+y  = x2 + drop_path(dropout(mlp(norm(x2)) + bias))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from te_core.attention import canonical_mask
+from te_core.errors import ArgumentError
+from te_torch.attention.inference import InferenceParams
+from te_torch.attention.multihead import MultiheadAttention
+from te_torch.modules.base import next_name, refuse_unbuilt
+from te_torch.modules.layernorm_mlp import LayerNormMLP
+from te_torch.modules.norm import LayerNorm, RMSNorm
+from te_torch.modules.residual import Branch, DropPath, bias_dropout_add
+
+LAYER_TYPES = ("encoder", "decoder")
+_NORMS = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
+_LATE = "apply_residual_connection_post_layernorm"
+_OVERLAPS = ("ub_overlap_ag", "ub_overlap_rs", "ub_overlap_rs_dgrad", "ub_bulk_dgrad", "ub_bulk_wgrad")
+#: Options that go on as they are: to all parts, and to the attentions.
+_SHARED = (
+    "bias", "normalization", "zero_centered_gamma", "init_method", "output_layer_init_method", "get_rng_state_tracker",
+    "fuse_wgrad_accumulation", "params_dtype", "device",
+)  # fmt: skip
+_ATTENTION = (
+    "kv_channels", "attention_dropout", "layernorm_epsilon", "layer_number", "num_gqa_groups", "fuse_qkv_params",
+    "qkv_weight_interleaved", "rotary_pos_interleaved", "qk_norm_type", "qk_norm_eps", "qk_norm_before_rope",
+    "softmax_type",
+)  # fmt: skip
+
+
+class TransformerLayer(torch.nn.Module):
+    """One layer of a Transformer, in the precision of the active `autocast` region."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        ffn_hidden_size: int,
+        num_attention_heads: int,
+        num_gqa_groups: int | None = None,
+        layernorm_epsilon: float = 1e-5,
+        hidden_dropout: float = 0.1,
+        attention_dropout: float = 0.1,
+        init_method: Callable[[torch.Tensor], Any] | None = None,
+        output_layer_init_method: Callable[[torch.Tensor], Any] | None = None,
+        layer_number: int | None = None,
+        kv_channels: int | None = None,
+        self_attn_mask_type: str = "causal",
+        window_size: tuple[int, int] | None = None,
+        bottom_right_diagonal: bool | None = None,
+        enc_dec_attn_mask_type: str = "no_mask",
+        enc_dec_bottom_right_diagonal: bool | None = None,
+        enc_dec_window_size: tuple[int, int] | None = None,
+        tp_group: Any = None,
+        tp_size: int = 1,
+        params_dtype: torch.dtype | None = None,
+        get_rng_state_tracker: Callable[[], Any] | None = None,
+        fuse_wgrad_accumulation: bool = False,
+        seq_length: int | None = None,
+        micro_batch_size: int | None = None,
+        sequence_parallel: bool = False,
+        apply_residual_connection_post_layernorm: bool = False,
+        output_layernorm: bool = False,
+        parallel_attention_mlp: bool = False,
+        layer_type: str = "encoder",
+        drop_path_rate: float = 0.0,
+        set_parallel_mode: bool = False,
+        fuse_qkv_params: bool = False,
+        rotary_pos_interleaved: bool = False,
+        zero_centered_gamma: bool = False,
+        qkv_weight_interleaved: bool = True,
+        ub_tp_comm_overlap: bool = False,
+        ub_overlap_ag: bool = True,
+        ub_overlap_rs: bool = True,
+        ub_overlap_rs_dgrad: bool = False,
+        ub_bulk_dgrad: bool = True,
+        ub_bulk_wgrad: bool = True,
+        bias: bool = True,
+        activation: str = "gelu",
+        activation_params: dict[str, float] | None = None,
+        normalization: str = "LayerNorm",
+        device: torch.device | str | None = None,
+        attn_input_format: str = "sbhd",
+        name: str | None = None,
+        qk_norm_type: str | None = None,
+        qk_norm_eps: float = 1e-6,
+        qk_norm_before_rope: bool = False,
+        softmax_type: str = "vanilla",
+    ) -> None:
+        given = {k: v for k, v in locals().items() if k not in ("self", "__class__")}
+        # Single overlaps (ub_overlap_ag ...) mean something only with ub_tp_comm_overlap.
+        refuse_unbuilt("TransformerLayer", {k: v for k, v in given.items() if k not in _OVERLAPS})
+        super().__init__()
+        self.name = next_name() if name is None else name
+        self.layer_type, self.layer_number = layer_type, layer_number
+        self.self_attn_mask_type = canonical_mask("TransformerLayer", self_attn_mask_type)
+        self.enc_dec_attn_mask_type = canonical_mask("TransformerLayer", enc_dec_attn_mask_type)
+        self.apply_residual_connection_post_layernorm = apply_residual_connection_post_layernorm
+        self.parallel_attention_mlp, self.output_layernorm = parallel_attention_mlp, output_layernorm
+        self.hidden_dropout, self.use_bias = hidden_dropout, bias
+        _check_options(given)
+        self.drop_path = DropPath(drop_path_rate) if drop_path_rate > 0 else None
+        self._add_parts(given)
+
+    def _add_parts(self, given: dict[str, Any]) -> None:
+        """The modules that the layer is made of, by what its constructor was given."""
+        width, heads, late = given["hidden_size"], given["num_attention_heads"], given[_LATE]
+        shared = {name: given[name] for name in _SHARED}
+        shared["return_bias"] = not self.parallel_attention_mlp  # else one residual step serves two branches
+        attention = {name: given[name] for name in _ATTENTION} | shared | {"qkv_format": given["attn_input_format"]}
+        self.self_attention = MultiheadAttention(
+            width, heads, attn_mask_type=self.self_attn_mask_type, window_size=given["window_size"],
+            bottom_right_diagonal=given["bottom_right_diagonal"], input_layernorm=not self.output_layernorm,
+            return_layernorm_output=late and not self.output_layernorm, name=f"{self.name}.self_attention", **attention,
+        )  # fmt: skip
+        if self.layer_type == "decoder":
+            self.inter_attention = MultiheadAttention(
+                width, heads, attn_mask_type=self.enc_dec_attn_mask_type, window_size=given["enc_dec_window_size"],
+                bottom_right_diagonal=given["enc_dec_bottom_right_diagonal"], attention_type="cross",
+                input_layernorm=True, return_layernorm_output=late, name=f"{self.name}.inter_attention", **attention,
+            )  # fmt: skip
+        self.layernorm_mlp = LayerNormMLP(
+            width, given["ffn_hidden_size"], eps=given["layernorm_epsilon"], activation=given["activation"],
+            activation_params=given["activation_params"], return_layernorm_output=late,
+            name=f"{self.name}.layernorm_mlp", **shared,
+        )  # fmt: skip
+        if self.output_layernorm:
+            self.layernorm = _NORMS[given["normalization"]](
+                width, eps=given["layernorm_epsilon"], zero_centered_gamma=given["zero_centered_gamma"],
+                dtype=given["params_dtype"], device=given["device"],
+            )  # fmt: skip
+
+    # --------------------------------------------------------------------------- groups and FP8 state
+
+    def set_tensor_parallel_group(self, tp_group: Any) -> None:
+        """Set the tensor-parallel group of every part (one rank only in this release)."""
+        refuse_unbuilt("TransformerLayer.set_tensor_parallel_group", {"tp_group": tp_group})
+        self._tell_all("set_tensor_parallel_group", tp_group)
+
+    def set_context_parallel_group(
+        self, cp_group: Any, cp_global_ranks: Any, cp_stream: Any, cp_comm_type: str = "p2p"
+    ) -> None:
+        """Set the group over which sequences are spread, in every attention."""
+        self._tell_all("set_context_parallel_group", cp_group, cp_global_ranks, cp_stream, cp_comm_type)
+
+    def reset_fp8_meta_tensors(self) -> None:
+        """Start the scales and histories of every part anew."""
+        self._tell_all("reset_fp8_meta_tensors")
+
+    def _tell_all(self, method: str, *arguments: Any) -> None:
+        for child in list(self.modules())[1:]:
+            if hasattr(child, method):
+                getattr(child, method)(*arguments)
+
+    # -------------------------------------------------------------------------------------- forward
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
+        self_attn_mask_type: str | None = None,
+        window_size: tuple[int, int] | None = None,
+        bottom_right_diagonal: bool | None = None,
+        encoder_output: torch.Tensor | None = None,
+        enc_dec_attn_mask: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
+        enc_dec_attn_mask_type: str | None = None,
+        enc_dec_window_size: tuple[int, int] | None = None,
+        enc_dec_bottom_right_diagonal: bool | None = None,
+        is_first_microbatch: bool | None = None,
+        checkpoint_core_attention: bool = False,
+        inference_params: InferenceParams | None = None,
+        rotary_pos_emb: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
+        core_attention_bias_type: str = "no_bias",
+        core_attention_bias: torch.Tensor | None = None,
+        alibi_slopes: torch.Tensor | None = None,
+        cu_seqlens_q: torch.Tensor | None = None,
+        cu_seqlens_kv: torch.Tensor | None = None,
+        cu_seqlens_q_padded: torch.Tensor | None = None,
+        cu_seqlens_kv_padded: torch.Tensor | None = None,
+        max_seqlen_q: int | None = None,
+        max_seqlen_kv: int | None = None,
+        fast_zero_fill: bool = True,
+        pad_between_seqs: bool | None = None,
+    ) -> torch.Tensor:
+        """The layer's output, of the shape of hidden_states: [s, b, H], [b, s, H] or [t, H] by `attn_input_format`.
+
+        `encoder_output` is what a decoder's cross attention looks at. The other arguments are those of
+        MultiheadAttention, `enc_dec_*` for cross attention; self attention takes cu_seqlens_q for its keys too.
+        """
+        operation = "TransformerLayer.forward"
+        for mask in (self_attn_mask_type, enc_dec_attn_mask_type):
+            if mask is not None:
+                canonical_mask(operation, mask)
+        _check_masks(operation, attention_mask=attention_mask, enc_dec_attn_mask=enc_dec_attn_mask)
+        if self.layer_type == "decoder" and encoder_output is None:
+            raise ArgumentError(
+                operation, "a decoder layer without encoder_output", "encoder_output", "pass encoder_output"
+            )
+        x = _autocast(hidden_states) if torch._C._is_any_autocast_enabled() else hidden_states
+        shared: dict[str, Any] = {
+            "is_first_microbatch": is_first_microbatch, "checkpoint_core_attention": checkpoint_core_attention,
+            "rotary_pos_emb": rotary_pos_emb, "core_attention_bias_type": core_attention_bias_type,
+            "core_attention_bias": core_attention_bias, "alibi_slopes": alibi_slopes, "fast_zero_fill": fast_zero_fill,
+            "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_q_padded": cu_seqlens_q_padded, "max_seqlen_q": max_seqlen_q,
+            "pad_between_seqs": pad_between_seqs,
+        }  # fmt: skip
+        # Each part gets what it reads as a `Branch`: its norm forms the sum.
+        attended = self.self_attention(
+            Branch(x), attention_mask=attention_mask, attn_mask_type=self_attn_mask_type, window_size=window_size,
+            bottom_right_diagonal=bottom_right_diagonal, inference_params=inference_params, cu_seqlens_kv=cu_seqlens_q,
+            cu_seqlens_kv_padded=cu_seqlens_q_padded, max_seqlen_kv=max_seqlen_q, **shared,
+        )  # fmt: skip
+        if self.parallel_attention_mlp:
+            out, x = attended
+            other, x = self.layernorm_mlp(Branch(x), is_first_microbatch)
+            return self._added((out + other, None, x), self.drop_path).added()
+        read = self._added(attended, self.drop_path)
+        if self.layer_type == "decoder":
+            read = self._added(self.inter_attention(
+                read, attention_mask=enc_dec_attn_mask, encoder_output=encoder_output,
+                attn_mask_type=enc_dec_attn_mask_type, window_size=enc_dec_window_size,
+                bottom_right_diagonal=enc_dec_bottom_right_diagonal, cu_seqlens_kv=cu_seqlens_kv,
+                cu_seqlens_kv_padded=cu_seqlens_kv_padded, max_seqlen_kv=max_seqlen_kv, **shared,
+            ), None)  # fmt: skip
+        y = self._added(self.layernorm_mlp(read, is_first_microbatch), self.drop_path).added()
+        return self.layernorm(y) if self.output_layernorm else y
+
+    def _added(self, returned: Any, drop_path: DropPath | None) -> Branch:
+        """residual + drop_path(dropout(output + bias)) of what a part returned: output, bias[, norm output], stream.
+
+        The residual is the norm's output where that is returned, else the stream.
+        """
+        out, bias, residual = returned[:3]
+        bias = bias if self.use_bias else None
+        p = self.hidden_dropout if self.training else 0.0
+        if drop_path is None:
+            return Branch(out, residual, bias, p)
+        return Branch(residual + drop_path(bias_dropout_add(out, bias, None, p)))
+
+
+def _autocast(t: torch.Tensor) -> torch.Tensor:
+    kind = t.device.type
+    return t.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else t
+
+
+def _check_masks(operation: str, **masks: Any) -> None:
+    for name, given in masks.items():
+        for mask in given if isinstance(given, tuple | list) else (given,):
+            if mask is not None and mask.dtype != torch.bool:
+                raise TypeError(f"{operation}: {name} must be boolean, True where masked out, not {mask.dtype}")
+
+
+def _check_options(given: dict[str, Any]) -> None:
+    """The options fit one another."""
+
+    def refuse(got: str, allowed: str, do: str) -> None:
+        raise ArgumentError("TransformerLayer", got, allowed, do)
+
+    if given["layer_type"] not in LAYER_TYPES:
+        refuse(f"layer_type={given['layer_type']!r}", " or ".join(map(repr, LAYER_TYPES)), "choose one of these")
+    others = {"layer_type='decoder'": given["layer_type"] == "decoder"}
+    others |= {name: given[name] for name in (_LATE, "output_layernorm")}
+    for option, on in others.items():
+        if on and given["parallel_attention_mlp"]:
+            refuse(
+                f"parallel_attention_mlp with {option}", "parallel_attention_mlp in a plain encoder layer",
+                "leave one of the two out",
+            )  # fmt: skip
+    if given["fuse_wgrad_accumulation"] and not given["fuse_qkv_params"]:
+        refuse(
+            "fuse_wgrad_accumulation without fuse_qkv_params", "both: a fused gradient needs a weight in one piece",
+            "pass fuse_qkv_params=True",
+        )  # fmt: skip

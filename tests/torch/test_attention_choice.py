@@ -1,0 +1,397 @@
+"""Which backend is chosen for which attention, and why not the others: rules on hand-made devices, no GPU needed."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from te_core import dtypes
+from te_core.attention import AttentionSpec, Sizes
+from te_core.device import DeviceInfo
+from te_core.errors import ArgumentError, UnsupportedError
+from te_torch.attention import DotProductAttention, choose, env, explain, utils
+from te_torch.attention import dot_product as module_file
+from te_torch.attention.choose import FLASH2, FLASH3, FLASH4, FLASH_TORCH, FUSED, UNFUSED, Installed, Request
+from te_torch.attention.env import Switches
+
+H200 = DeviceInfo("NVIDIA H200", (9, 0), 132, 50 << 20, 141 << 30, (13, 0))
+A100 = replace(H200, name="NVIDIA A100", capability=(8, 0), multiprocessors=108)
+B200 = replace(H200, name="NVIDIA B200", capability=(10, 0), multiprocessors=148)
+L40 = replace(H200, name="NVIDIA L40", capability=(8, 9), multiprocessors=142)
+V100 = replace(H200, name="NVIDIA V100", capability=(7, 0), multiprocessors=80)
+
+ALL = Installed(flash2=(2, 8, 3), flash3=(3, 0), flash4=(4, 0), torch=(2, 11), cudnn=(9, 19, 0))
+SPEC = AttentionSpec(0.125, "bshd", "bshd", right=0, bottom_right=True)
+SIZES = Sizes(4, 1024, 1024, 16, 4, 128, 128)
+PLAIN = Request(H200, dtypes.bfloat16, SPEC, SIZES, "causal", installed=ALL)
+SWITCHES_OFF = {
+    FLASH2: Switches(flash2=False), FLASH3: Switches(flash3=False), FLASH4: Switches(flash4=False),
+    FUSED: Switches(fused=False), UNFUSED: Switches(unfused=False), FLASH_TORCH: Switches(flash=False),
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def no_tables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """Without this machine's table, and with every choice made anew."""
+    monkeypatch.setenv("TE_CORE_CACHE_DIR", str(tmp_path))
+    for name in list(env.VARIABLES):
+        monkeypatch.delenv(name, raising=False)
+    module_file._renew_choices()
+    yield
+    module_file._renew_choices()
+
+
+@pytest.fixture
+def cudnn(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """cuDNN that says yes to everything (what it can do is te_core.attention_rules' own test)."""
+    asked: list[Any] = []
+
+    def everything(*given: Any, **options: bool) -> tuple[bool, str]:
+        asked.append((*given, options))
+        return (True, "") if (H200, "refuses") not in asked else (False, "cuDNN does not want to")
+
+    monkeypatch.setattr(choose, "cudnn_attention", everything)
+    return asked
+
+
+def spec(**changes: Any) -> dict[str, Any]:
+    return {"spec": replace(SPEC, **changes)}
+
+
+def sizes(**changes: Any) -> dict[str, Any]:
+    return {"sizes": SIZES._replace(**changes)}
+
+
+THD = spec(q_format="thd", kv_format="thd", padded=True, max_q=1024, max_kv=1024)
+FLASHES = (FLASH2, FLASH3, FLASH4, FLASH_TORCH)
+
+#: What changes in the plain request, which backends that excludes, and a part of the reason that each of them gives.
+EXCLUSIONS: list[tuple[str, dict[str, Any], tuple[str, ...], str]] = [
+    ("cpu", {"device": None}, FLASHES, "GPUs only"),
+    ("no flash", {"switches": Switches(flash=False)}, FLASHES, "NVTE_FLASH_ATTN=0"),
+    ("no flash 2", {"switches": Switches(flash2=False)}, (FLASH2,), "NVTE_FLASH_ATTN_V2=0"),
+    ("no flash 3", {"switches": Switches(flash3=False)}, (FLASH3,), "NVTE_FLASH_ATTN_V3=0"),
+    ("no flash 4", {"switches": Switches(flash4=False)}, (FLASH4,), "NVTE_FLASH_ATTN_V4=0"),
+    ("no fused", {"switches": Switches(fused=False)}, (FUSED,), "NVTE_FUSED_ATTN=0"),
+    ("no unfused", {"switches": Switches(unfused=False)}, (UNFUSED,), "NVTE_UNFUSED_ATTN=0"),
+    ("FP8 only", {"switches": Switches(fused_backend=2)}, (FUSED,), "NVTE_FUSED_ATTN_BACKEND=2 is for FP8"),
+    ("F16 only", {"switches": Switches(fused_backend=1), "fp8": "delayed"}, (FUSED, *FLASHES, UNFUSED), ""),
+    ("not there 2", {"installed": ALL._replace(flash2=None)}, (FLASH2,), "not installed"),
+    ("not there 3", {"installed": ALL._replace(flash3=None)}, (FLASH3,), "not installed"),
+    ("not there 4", {"installed": ALL._replace(flash4=None)}, (FLASH4,), "not installed"),
+    ("no cuDNN", {"installed": ALL._replace(cudnn=None)}, (FUSED,), "not installed"),
+    ("Ampere", {"device": A100}, (FLASH3, FLASH4), "needs compute capability 9.0"),
+    ("Blackwell", {"device": B200}, (FLASH3,), "needs compute capability 9.0 only, this is 10.0"),
+    ("Volta", {"device": V100}, FLASHES, "needs compute capability"),
+    ("float32", {"dtype": dtypes.float32}, FLASHES, "float16 and bfloat16, not float32"),
+    ("float16", {"dtype": dtypes.float16}, (), ""),
+    ("FP8", {"fp8": "delayed"}, (*FLASHES, UNFUSED), "no FP8 attention"),
+    ("splits", {"num_splits": 4}, (FLASH2, FLASH_TORCH, FUSED, UNFUSED), "num_splits=4"),
+    ("max_logit", spec(max_logit=True), FLASHES, "max_logit"),
+    ("score_mod", {"score_mod": True}, (*FLASHES, FUSED, UNFUSED), "score_mod"),
+    ("off-by-one", spec(softmax="off-by-one"), FLASHES, "softmax_type='off-by-one'"),
+    ("learnable", spec(softmax="learnable"), FLASHES, "softmax_type='learnable'"),
+    ("arbitrary", spec(masked=True, right=-1), FLASHES, "arbitrary mask"),
+    ("bias", spec(bias="post_scale_bias"), FLASHES, "bias"),
+    ("alibi", spec(bias="alibi"), (FLASH3, FLASH4, FLASH_TORCH), "ALiBi"),
+    ("dropout", spec(dropout=0.1), (FLASH3, FLASH4), "no dropout"),
+    ("softcap", spec(softcap=30.0), (FLASH_TORCH,), "soft-cap"),
+    ("window", spec(left=128), (), ""),
+    ("packed", THD, (), ""),
+    ("gaps", {**THD, "gaps": True}, (FLASH2, FLASH4, FLASH_TORCH), "pad_between_seqs"),
+    ("padded rows", spec(padded=True), FLASHES, "packed (thd)"),
+    ("top-left, as long", spec(bottom_right=False), (), ""),
+    ("top-left, longer", {**spec(bottom_right=False), **sizes(skv=2048)}, FLASHES, "diagonal ends bottom-right"),
+    ("bottom-right, longer", sizes(skv=2048), (), ""),
+    ("top-left, thd", {"spec": replace(THD["spec"], bottom_right=False)}, (), ""),
+    ("top-left, thd, unlike", {"spec": replace(THD["spec"], bottom_right=False), "same_lengths": False}, FLASHES,
+     "diagonal ends bottom-right"),
+    ("no diagonal, longer", {**spec(bottom_right=False, right=-1), **sizes(skv=2048)}, (), ""),
+    ("MLA", sizes(d_qk=192), FLASHES, ""),
+    ("two widths", sizes(d_qk=64), FLASHES, "one head width, not 64"),
+    ("wide", sizes(d_qk=256, d_v=256), (FLASH4,), "up to 128"),
+    ("too wide", sizes(d_qk=512, d_v=512), FLASHES, "not 512/512"),
+    ("odd width", sizes(d_qk=100, d_v=100), FLASHES, "multiples of 8"),
+    ("wide on Ada", {"device": L40, **sizes(d_qk=256, d_v=256)}, FLASHES, "compute capability"),
+    ("wide on Ada, inference", {"device": L40, **sizes(d_qk=256, d_v=256), "training": False}, (FLASH3, FLASH4), ""),
+    ("deterministic", spec(deterministic=True), (FLASH4, FLASH_TORCH), "not deterministic"),
+    ("deterministic, wide", {**spec(deterministic=True), **sizes(d_qk=256, d_v=256)}, (FLASH3, FLASH4, FLASH_TORCH),
+     ""),
+    ("deterministic, inference", {**spec(deterministic=True), "training": False}, (), ""),
+    ("cache", {"cached": True}, FLASHES, "KV cache"),
+    ("old flash 2, window", {**spec(left=8), "installed": ALL._replace(flash2=(2, 2))}, (FLASH2,), "window needs"),
+    ("old flash 2, alibi", {**spec(bias="alibi"), "installed": ALL._replace(flash2=(2, 3))},
+     (FLASH2, FLASH3, FLASH4, FLASH_TORCH), "ALiBi"),
+    ("old flash 2, deterministic", {**spec(deterministic=True), "installed": ALL._replace(flash2=(2, 4, 0))},
+     (FLASH2, FLASH4, FLASH_TORCH), "deterministic"),
+    ("old flash 2, softcap", {**spec(softcap=1.0), "installed": ALL._replace(flash2=(2, 5))}, (FLASH2, FLASH_TORCH),
+     "soft-cap"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "excluded", "part"), [e[1:] for e in EXCLUSIONS], ids=[e[0] for e in EXCLUSIONS])
+def test_rules(changes: dict[str, Any], excluded: tuple[str, ...], part: str, cudnn: Any) -> None:
+    found = choose.eligible(replace(PLAIN, **changes))
+    assert {name for name, reason in found.items() if reason is not None} == set(excluded), found
+    for name in excluded:
+        assert part in (found[name] or ""), found[name]
+
+
+def test_every_rule_is_tried(cudnn: Any) -> None:
+    """Each rule of each backend decides in one of the rows above: no rule is there that nothing would miss."""
+    silent = []
+    for name, rules in choose.RULES.items():
+        for i, rule in enumerate(rules):
+            if rule is choose._cudnn:  # what cuDNN refuses has tests of its own
+                continue
+            without = [*rules[:i], *rules[i + 1 :]]
+            decides = any(
+                rule(request) is not None and all(other(request) is None for other in without)
+                for request in (replace(PLAIN, **changes) for _, changes, *_ in EXCLUSIONS)
+            )
+            if not decides:
+                silent.append((name, i))
+    # Off the GPU there is no compute capability either; the rule is there for its plainer reason.
+    assert silent == [
+        (name, choose.RULES[name].index(choose._on_gpu)) for name in (FLASH2, FLASH3, FLASH4, FLASH_TORCH)
+    ]
+
+
+def test_cudnn_is_asked_and_believed(cudnn: Any) -> None:
+    assert choose.eligible(PLAIN)[FUSED] is None
+    told = {"paged": False, "bias_grad": False}
+    assert cudnn == [(H200, (9, 19, 0), SPEC, SIZES, dtypes.bfloat16, True, "", told)]
+    choose.eligible(replace(PLAIN, paged=True, bias_grad=True, fp8="delayed"))
+    assert cudnn[-1][-2:] == ("delayed", {"paged": True, "bias_grad": True})
+    cudnn.append((H200, "refuses"))
+    assert choose.eligible(PLAIN)[FUSED] == "cuDNN does not want to"
+
+
+# --------------------------------------------------------------------------------------------------- the order
+
+
+def test_what_cudnn_really_says() -> None:
+    """Without a stand-in: the plain request is eligible on an H200, an arbitrary mask is not."""
+    assert choose.eligible(PLAIN)[FUSED] is None
+    assert "mask" in (choose.eligible(replace(PLAIN, **spec(masked=True)))[FUSED] or "")
+
+
+def test_orders_where_nothing_was_measured(monkeypatch: pytest.MonkeyPatch, cudnn: Any) -> None:
+    monkeypatch.setattr(choose, "_shipped_table", lambda: {**json.loads(SHIPPED.read_text()), "measured": {}})
+    assert choose.choose(PLAIN) == FUSED
+    assert choose.choose(replace(PLAIN, device=B200)) == FUSED
+    assert choose.choose(replace(PLAIN, device=A100)) == FLASH2
+    assert choose.choose(replace(PLAIN, device=A100, installed=ALL._replace(flash2=None))) == FLASH_TORCH
+    assert choose.choose(replace(PLAIN, switches=Switches(fused=False))) == FLASH4
+    bare = Installed(cudnn=None)
+    assert choose.choose(replace(PLAIN, installed=bare)) == FLASH_TORCH
+    assert choose.choose(replace(PLAIN, installed=bare, **spec(masked=True))) == UNFUSED
+    assert choose.choose(replace(PLAIN, device=None)) == FUSED
+
+
+SHIPPED = Path(choose.te_core.__file__).parent / "attention_speed.json"
+
+
+def test_the_shipped_table() -> None:
+    """Its orders name every backend once; its measured rows are shape classes that exist, of backends that exist."""
+    table = json.loads(SHIPPED.read_text())
+    for order in table["order"].values():
+        assert sorted(order) == sorted(choose.BACKENDS)
+    for capability, entry in table["measured"].items():
+        assert re.fullmatch(r"\d+\.\d", capability) and entry["device"] and entry["versions"]
+        for name, times in entry["microseconds"].items():
+            assert re.fullmatch(r"(train|infer)/(dense|packed)/d(64|128|192|256)/(decode|short|medium|long)/"
+                                r"(banded|full)", name)  # fmt: skip
+            assert set(times) <= set(choose.BACKENDS) and all(t > 0 for t in times.values())
+
+
+def test_measured_speeds_go_first_and_this_machines_before_the_shipped(
+    monkeypatch: pytest.MonkeyPatch, cudnn: Any
+) -> None:
+    row = choose.shape_class(PLAIN)
+    assert row == "train/dense/d128/medium/banded"
+
+    def table(**times: float) -> dict[str, Any]:
+        return {"measured": {"9.0": {"microseconds": {row: times}}}}
+
+    shipped = {"order": json.loads(SHIPPED.read_text())["order"], **table(**{FLASH2: 3.0, FUSED: 2.0, UNFUSED: 9.0})}
+    monkeypatch.setattr(choose, "_shipped_table", lambda: shipped)
+    found = choose.decide(PLAIN)
+    assert found.backend == FUSED and "shipped table" in found.why
+    choose.local_table_path().write_text(json.dumps(table(**{FLASH2: 1.0, FUSED: 2.0})))
+    choose.forget()
+    found = choose.decide(PLAIN)
+    assert found.backend == FLASH2 and "this machine's table" in found.why
+    # Another class, or another device, is not decided by that row.
+    assert choose.decide(replace(PLAIN, training=False)).backend == FUSED
+    assert choose.decide(replace(PLAIN, device=B200)).backend == FUSED
+    # The fastest is not eligible: the next one.
+    assert choose.decide(replace(PLAIN, installed=ALL._replace(flash2=None))).backend == FUSED
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({}, "train/dense/d128/medium/banded"),
+        ({"training": False, **spec(right=-1)}, "infer/dense/d128/medium/full"),
+        (sizes(sq=1), "train/dense/d128/decode/banded"),
+        (sizes(sq=512, skv=512, d_qk=64, d_v=64), "train/dense/d64/short/banded"),
+        (sizes(sq=4096, d_qk=192), "train/dense/d192/long/banded"),
+        ({**THD, **sizes(d_v=256)}, "train/packed/d256/medium/banded"),
+    ],
+)
+def test_shape_classes(changes: dict[str, Any], name: str) -> None:
+    assert choose.shape_class(replace(PLAIN, **changes)) == name
+
+
+# ------------------------------------------------------------------------------------------- through the module
+
+
+def inputs(**options: Any) -> tuple[torch.Tensor, ...]:
+    return tuple(torch.randn(6, 2, heads, 16, **options) for heads in (4, 2, 2))
+
+
+def chosen(module: DotProductAttention, *args: Any, **options: Any) -> str | None:
+    return module.explain(*args, **options).backend
+
+
+def test_the_environment_is_honoured_at_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, tensors = DotProductAttention(4, 16, 2), inputs()
+    assert chosen(module, *tensors) == FUSED
+    first = module(*tensors)
+    monkeypatch.setenv("NVTE_FUSED_ATTN", "0")
+    assert chosen(module, *tensors) == UNFUSED
+    module(*tensors)
+    assert {plan.backend for plan in module._plans.values()} == {FUSED, UNFUSED}
+    monkeypatch.setenv("NVTE_FUSED_ATTN", "1")
+    monkeypatch.setenv("NVTE_FUSED_ATTN_BACKEND", "2")
+    assert chosen(module, *tensors) == UNFUSED
+    monkeypatch.setenv("NVTE_FUSED_ATTN_BACKEND", "1")
+    assert chosen(module, *tensors) == FUSED
+    monkeypatch.setenv("NVTE_FUSED_ATTN_FORCE_WORKSPACE_OPT", "1")
+    monkeypatch.setenv("NVTE_FUSED_ATTN_USE_FAv2_BWD", "1")  # flash-attn 2 is not here: no effect
+    assert torch.equal(module(*tensors), first)
+
+
+def test_no_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, tensors = DotProductAttention(4, 16, 2), inputs()
+    monkeypatch.setenv("NVTE_FUSED_ATTN", "0")
+    monkeypatch.setenv("NVTE_UNFUSED_ATTN", "0")
+    with pytest.raises(ValueError, match="No dot product attention backend is available") as caught:
+        module(*tensors)
+    assert isinstance(caught.value, UnsupportedError)
+    for part in ("FusedAttention: NVTE_FUSED_ATTN=0", "UnfusedDotProductAttention: NVTE_UNFUSED_ATTN=0", "GPUs only"):
+        assert part in str(caught.value)
+    assert chosen(module, *tensors) is None
+
+
+def test_score_mod_is_refused_with_reasons() -> None:
+    with pytest.raises(ValueError, match="no graph from a score_mod"):
+        DotProductAttention(4, 16, 2)(*inputs(), score_mod=lambda *a: a)
+
+
+def test_deterministic_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not env.now().deterministic
+    monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
+    assert env.now().deterministic
+    monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "1")
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert env.now().deterministic
+        module = DotProductAttention(4, 16, 2)
+        module(*inputs())
+        assert all(plan.spec.deterministic for plan in module._plans.values())
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_grad_mode_alone_does_not_change_the_request() -> None:
+    """A checkpoint's first forward runs without grad mode, its second one with it."""
+    module = DotProductAttention(4, 16, 2)
+    tensors = inputs(requires_grad=True)
+    with torch.no_grad():
+        module(*tensors)
+    module(*tensors)
+    first, second = (plan.request for plan in module._plans.values())
+    assert first == second and first.training
+    assert not DotProductAttention(4, 16, 2).eval().explain(*inputs()).reasons[UNFUSED]
+
+
+def test_explain_prints_every_backend(capsys: pytest.CaptureFixture[str]) -> None:
+    found = explain(*inputs(), attn_mask_type="no_mask", softmax_type="learnable")
+    printed = capsys.readouterr().out
+    lines = printed.splitlines()
+    assert len(lines) == len(choose.BACKENDS) + 1
+    for name, line in zip(choose.BACKENDS, lines, strict=False):
+        assert line.startswith(name) and ("eligible" in line) == (name in (FUSED, UNFUSED))
+    assert lines[-1].startswith("chosen: FusedAttention (te_core's CPU backend")
+    assert str(found) in printed and found.backend == FUSED
+
+
+def test_explain_computes_nothing_and_checks_arguments() -> None:
+    module = DotProductAttention(4, 16, 2)
+    module.explain(*inputs())
+    assert not module._plans
+    with pytest.raises(AssertionError):
+        module.explain(*inputs(), attn_mask_type="padding")
+    with pytest.raises(ArgumentError, match="inference_params"):
+        module.explain(*inputs(), inference_params=object())
+    assert isinstance(module(*inputs()), torch.Tensor)
+
+
+def test_the_choice_is_logged(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    tensors = inputs()
+    with caplog.at_level(logging.DEBUG, logger="DotProductAttention"):
+        DotProductAttention(4, 16, 2)(*tensors)
+        assert not caplog.records
+        monkeypatch.setenv("NVTE_DEBUG", "1")
+        monkeypatch.setenv("NVTE_DEBUG_LEVEL", "1")
+        DotProductAttention(4, 16, 2)(*tensors)
+        assert [r.getMessage().split()[0] for r in caplog.records] == [FUSED]
+        monkeypatch.setenv("NVTE_DEBUG_LEVEL", "2")
+        DotProductAttention(4, 16, 2)(*tensors)
+        said = [r.getMessage() for r in caplog.records[1:]]
+        assert any(text.startswith(f"{FLASH3}: ") and "installed" in text for text in said)
+        assert {r.levelno for r in caplog.records} == {logging.INFO, logging.DEBUG}
+
+
+def test_every_variable_is_documented() -> None:
+    folder = Path(env.__file__).parent
+    named = {name for path in folder.glob("*.py") for name in re.findall(r"NVTE_\w+", path.read_text())}
+    families = {"NVTE_FLASH_ATTN_V3", "NVTE_FLASH_ATTN_V4", "NVTE_DPA_FP8_RECIPE_MHA"}  # "likewise"
+    assert named - families - {"NVTE_FLASH_ATTN_V"} <= set(env.VARIABLES), named - set(env.VARIABLES)
+    assert set(env._READ) - families <= set(env.VARIABLES)
+
+
+# -------------------------------------------------------------------------------------- documented entry points
+
+
+def test_get_attention_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("hardware: says what the CPU would use")
+    params = utils.AttentionParams(qkv_layout="bshd_bshd_bshd", attn_mask_type="causal")
+    assert utils.get_attention_backend(params) == (
+        False, None, True, "F16_arbitrary_seqlen", False, [False, True, True]
+    )  # fmt: skip
+    monkeypatch.setenv("NVTE_FUSED_ATTN", "0")
+    assert utils.get_attention_backend(params) == (False, None, False, None, True, [False, False, True])
+    assert utils.AttentionParams() == utils.AttentionParams()
+    assert utils.AttentionParams(num_splits=2) != utils.AttentionParams()
+
+
+def test_backend_selection_requires_update() -> None:
+    """Modules choose anew once this is set: what is installed is looked up again too."""
+    module, tensors = DotProductAttention(4, 16, 2), inputs()
+    module(*tensors)
+    before = choose.installed()
+    module_file._attention_backends["backend_selection_requires_update"] = True
+    module(*tensors)
+    assert module_file._attention_backends["backend_selection_requires_update"] is False
+    assert len(module._plans) == 2 and choose.installed() is not before

@@ -1,0 +1,186 @@
+"""`DotProductAttention`: packed projections as inputs, and what is said to arguments that do not fit."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from te_core.errors import ArgumentError, UnsupportedError
+from tests.attention_steps import (
+    BATCH,
+    GROUPS,
+    HEADS,
+    SEQ,
+    WIDTH,
+    inputs,
+    make,
+    near,
+    on_backends,
+    on_devices,
+    only,
+    padding,
+    step,
+    sums,
+)
+
+
+@pytest.fixture
+def use(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Lets one backend through."""
+    return partial(only, monkeypatch)
+
+
+# -------------------------------------------------------------------------------------------------- packed inputs
+
+
+@on_devices
+@on_backends
+@pytest.mark.parametrize("form", ["sbhd", "bshd", "thd"])
+@pytest.mark.parametrize("dim", [-3, -2])
+def test_packed_projections(form: str, dim: int, device: str, backend: str, use: Any) -> None:
+    use(backend)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    lead = {"sbhd": (SEQ, BATCH), "bshd": (BATCH, SEQ), "thd": (SEQ,)}[form]
+    options: dict[str, Any] = {"qkv_interleave_dim": dim}
+    if form == "thd":
+        options.update(cu_seqlens_q=sums([4, 2], device), cu_seqlens_kv=sums([4, 2], device))
+    module = make(num_gqa_groups=HEADS, qkv_format=form, attn_mask_type="padding_causal" if form == "thd" else "causal")
+    for count in (3, 2):
+        torch.manual_seed(2)
+        shape = (*lead, count, HEADS, WIDTH) if dim == -3 else (*lead, HEADS, count, WIDTH)
+        packed = torch.randn(shape, device=device, dtype=dtype, requires_grad=True)
+        q = torch.randn(*lead, HEADS, WIDTH, device=device, dtype=dtype)
+        given = {"qkv_layer": packed} if count == 3 else {"query_layer": q, "kv_layer": packed}
+        out = module(**given, **options)
+        apart = packed.unbind(dim) if count == 3 else (q, *packed.unbind(dim))
+        wanted = module(*apart, **options)
+        dy = torch.randn_like(out)
+        grads = [torch.autograd.grad(y, packed, dy)[0] for y in (out, wanted)]
+        assert near([out, grads[0]], [wanted, grads[1]]) and grads[0].shape == packed.shape
+
+
+@pytest.mark.parametrize(
+    ("given", "part"),
+    [
+        ({"qkv_layer": (2, 6, 3, 4, 16), "kv_layer": (2, 6, 2, 4, 16)}, "beside"),
+        ({"qkv_layer": (2, 6, 3, 4, 16), "query_layer": (2, 6, 4, 16)}, "beside"),
+        ({"kv_layer": (2, 6, 2, 4, 16), "query_layer": (2, 6, 4, 16), "key_layer": (2, 6, 4, 16)}, "beside"),
+        ({"kv_layer": (2, 6, 2, 4, 16)}, "without query_layer"),
+        ({"qkv_layer": (2, 6, 4, 16)}, "shape"),
+        ({"qkv_layer": (2, 6, 2, 4, 16)}, "shape"),
+        ({"qkv_layer": (2, 6, 3, 4, 16), "qkv_interleave_dim": -2}, "shape"),
+        ({"qkv_layer": (2, 6, 3, 4, 16), "qkv_interleave_dim": 0}, "qkv_interleave_dim"),
+        ({"qkv_layer": (2, 6, 3, 5, 16)}, "a token"),
+    ],
+)
+def test_packed_errors(given: dict[str, Any], part: str) -> None:
+    tensors = {name: torch.randn(x) if isinstance(x, tuple) else x for name, x in given.items()}
+    with pytest.raises(ValueError, match=part):
+        make(num_gqa_groups=HEADS)(**tensors)
+
+
+def test_packed_inputs_with_a_cache_or_another_stride() -> None:
+    qkv = torch.randn(BATCH, SEQ, 3, HEADS, WIDTH)
+    with pytest.raises(ValueError, match="inference_params"):
+        make(num_gqa_groups=HEADS)(qkv_layer=qkv, inference_params=object())
+    with pytest.raises(ValueError, match="last stride"):
+        make(num_gqa_groups=HEADS)(qkv_layer=qkv.transpose(-1, -2).contiguous().transpose(-1, -2))
+
+
+@on_backends
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_projections_as_they_are(backend: str, interleaved: bool, use: Any) -> None:
+    """What MultiheadAttention hands over: rows of all heads, queries grouped with their keys or not."""
+    use(backend)
+    times = HEADS // GROUPS
+    q, k, v = inputs()
+    groups = q.unflatten(2, (GROUPS, times))
+    if interleaved:
+        row = torch.cat([groups, k[:, :, :, None], v[:, :, :, None]], 3).flatten(2)
+        kv = torch.stack([k, v], 3).flatten(2)
+    else:
+        row, kv = torch.cat([q, k, v], 2).flatten(2), torch.cat([k, v], 2).flatten(2)
+    wanted = step(make(), [q, k, v])
+    weights = torch.linspace(-1, 1, wanted[0].numel()).view_as(wanted[0])
+    for a, b in ((row, None), (q, kv)):
+        out = make()._attend_packed(a, b, interleaved)
+        got = torch.autograd.grad((out * weights).sum(), (q, k, v), retain_graph=True)
+        assert near([out, *got], wanted)
+    with pytest.raises(ValueError, match="a token"):
+        make()._attend_packed(row[..., :-1], None, interleaved)
+
+
+# ------------------------------------------------------------------------------------------------------- errors
+
+
+def bad(**changes: Any) -> Any:
+    def call() -> Any:
+        q, k, v = inputs()
+        given = {"query_layer": q, "key_layer": k, "value_layer": v, **changes}
+        return make(**given.pop("module", {}))(**given)
+
+    return call
+
+
+def shaped(*shape: int, **options: Any) -> torch.Tensor:
+    return torch.zeros(shape, **options)
+
+
+ERRORS: dict[str, tuple[Any, str]] = {
+    "dtypes": (bad(key_layer=shaped(BATCH, SEQ, GROUPS, WIDTH, dtype=torch.bfloat16)), "one dtype"),
+    "integers": (bad(query_layer=shaped(BATCH, SEQ, HEADS, WIDTH, dtype=torch.int32)), "int32"),
+    "heads": (bad(query_layer=shaped(BATCH, SEQ, 5, WIDTH)), "num_attention_heads"),
+    "groups": (bad(key_layer=shaped(BATCH, SEQ, 4, WIDTH)), "num_gqa_groups"),
+    "width": (bad(query_layer=shaped(BATCH, SEQ, HEADS, 8)), "kv_channels"),
+    "width of v": (bad(value_layer=shaped(BATCH, SEQ, GROUPS, 8)), "kv_channels"),
+    "rank": (bad(query_layer=shaped(SEQ, HEADS, WIDTH)), "4 dimensions"),
+    "values": (bad(value_layer=shaped(BATCH, SEQ + 1, GROUPS, WIDTH)), "as many values as keys"),
+    "no keys": (bad(key_layer=None), "key_layer"),
+    "no queries": (bad(query_layer=None), "no queries"),
+    "format": (bad(qkv_format="hbsd"), "qkv_format='hbsd'"),
+    "no padding mask": (bad(attn_mask_type="padding"), "without a mask"),
+    "padding shape": (bad(attn_mask_type="padding", attention_mask=padding([1, 2, 3], SEQ + 1)), "a padding mask of"),
+    "padding of one of two": (
+        bad(attn_mask_type="padding", attention_mask=padding([1, 2, 3]), key_layer=shaped(BATCH, 9, GROUPS, WIDTH),
+            value_layer=shaped(BATCH, 9, GROUPS, WIDTH)), "a padding mask of",
+    ),
+    "padding of pairs": (
+        bad(attn_mask_type="padding", attention_mask=torch.zeros(BATCH, 1, SEQ, SEQ, dtype=torch.bool)),
+        "a padding mask of",
+    ),
+    "no arbitrary mask": (bad(attn_mask_type="arbitrary"), "without attention_mask"),
+    "arbitrary shape": (bad(attn_mask_type="arbitrary", attention_mask=shaped(SEQ, 5, dtype=torch.bool)), "broadcasts"),
+    "arbitrary dtype": (bad(attn_mask_type="arbitrary", attention_mask=shaped(SEQ, SEQ)), "torch.bool"),
+    "cu dtype": (bad(attn_mask_type="padding", cu_seqlens_q=sums([1, 2, 3]).long(), cu_seqlens_kv=sums([1, 2, 3])),
+                 "int32"),
+    "cu entries": (bad(attn_mask_type="padding", cu_seqlens_q=sums([1, 2]), cu_seqlens_kv=sums([1, 2])),
+                   "one more than"),
+    "bias type": (bad(core_attention_bias_type="lopsided"), "core_attention_bias_type"),
+    "no bias": (bad(core_attention_bias_type="post_scale_bias"), "core_attention_bias not given"),
+    "bias unasked": (bad(core_attention_bias=shaped(1, HEADS, SEQ, SEQ)), "core_attention_bias given"),
+    "bias shape": (bad(core_attention_bias_type="post_scale_bias", core_attention_bias=shaped(1, HEADS, SEQ, 5)),
+                   "broadcasts"),
+    "slopes unasked": (bad(alibi_slopes=shaped(HEADS)), "alibi"),
+    "slopes shape": (bad(core_attention_bias_type="alibi", alibi_slopes=shaped(GROUPS)), "alibi_slopes of shape"),
+    "window": (bad(window_size=(-1, 2)), "window_size"),
+    "thd mask": (bad(qkv_format="thd"), "in thd"),
+    "thd cu": (bad(qkv_format="thd", attn_mask_type="padding", **{
+        n: shaped(SEQ, h, WIDTH) for n, h in (("query_layer", HEADS), ("key_layer", GROUPS), ("value_layer", GROUPS))
+    }), "without cu_seqlens"),
+    "cache mask": (bad(inference_params=object()), "with inference_params"),
+    "score_mod": (bad(score_mod=max), "score_mod"),
+    "num_splits": (bad(num_splits=2), "num_splits=2"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_errors_say_what_to_do(name: str) -> None:
+    call, part = ERRORS[name]
+    kind: Any = ValueError if name in ("score_mod", "num_splits") else AssertionError
+    with pytest.raises(kind, match=part) as caught:
+        call()
+    assert "Allowed: " in str(caught.value) and "To do: " in str(caught.value)
+    assert isinstance(caught.value, (ArgumentError, UnsupportedError))

@@ -1,0 +1,522 @@
+"""`InferenceParams` and its managers: what a layer's attention finds in the cache is what was put there, in order."""
+
+from __future__ import annotations
+
+import random
+from collections import OrderedDict
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from examples.generate import generate, generate_uncached
+from examples.gpt import GPT, GPTConfig
+from te_torch.attention.dot_product import DotProductAttention
+from te_torch.attention.inference import (
+    InferenceParams,
+    KVCacheManager,
+    NonPagedKVCacheManager,
+    PagedKVCacheManager,
+    _moves,
+)
+from te_torch.attention.rope import RotaryPositionEmbedding
+from te_torch.modules.transformer_layer import TransformerLayer
+from tests.backends import devices, requires_cuda
+
+FORMS = ("sbhd", "bshd", "thd")
+HEADS, D_K, D_V = 2, 8, 16
+LAYERS = (1, 7)
+ROWS, CAPACITY, PAGE = 4, 24, 4
+
+
+def params(device, *, paged=False, form="bshd", dtype=torch.bfloat16, d_v=D_V, **more):
+    pages = {"is_paged": True, "page_size": PAGE, "total_num_pages": ROWS * CAPACITY // PAGE} if paged else {}
+    if form == "thd":
+        more.setdefault("max_ctx_len", CAPACITY)
+    return InferenceParams(
+        ROWS, CAPACITY, HEADS, D_K, dtype, head_dim_v=d_v, qkv_format=form, device=device, **pages, **more
+    )
+
+
+def schedule(seed, steps=40):
+    """Steps as a server makes them: sequences finish, others join, rows change places; {id: new tokens} each."""
+    draw = random.Random(seed)
+    live, fresh = {}, 0
+    for _ in range(steps):
+        for name in [n for n in live if draw.random() < 0.15 or live[n] == CAPACITY]:
+            del live[name]
+        names = list(live)
+        if draw.random() < 0.3:
+            draw.shuffle(names)
+        step = OrderedDict((n, 1) for n in names)
+        while len(step) < ROWS and (draw.random() < 0.4 or not step):
+            step[100 + fresh] = draw.choice((1, 2, 5, 9, CAPACITY))
+            fresh += 1
+        live = {n: live.get(n, 0) + new for n, new in step.items()}
+        yield step
+
+
+def batch_of(step, form, new, rows, nothing=torch.nan):
+    """The new tokens {id: [tokens, ...]} as a batch of `rows` rows in its format; `nothing` where there are none."""
+    if form == "thd":
+        return torch.cat([new[n] for n in step])
+    some = next(iter(new.values()))
+    out = some.new_full((rows, max(step.values()), *some.shape[1:]), nothing)
+    for row, n in enumerate(step):
+        out[row, : step[n]] = new[n]
+    return out if form == "bshd" else out.transpose(0, 1)
+
+
+def held(cache, table, row, length):
+    """The first tokens of a row's sequence."""
+    if table is None:
+        return cache[row, :length]
+    return torch.stack([cache[table[row, t // PAGE], t % PAGE] for t in range(length)])
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("paged", [False, True], ids=["rows", "pages"])
+def test_sequences_come_and_go(device, paged, form):
+    p = params(device, paged=paged, form=form)
+    addresses = None
+    expected: dict[tuple[int, int], list[torch.Tensor]] = {}  # (layer, id): all k so far, all v
+    for number, step in enumerate(schedule(number_of(form, paged))):
+        before = {n: p.sequences.get(n, 0) for n in step}
+        p.pre_step(step)
+        assert list(p.sequences) == list(step) and p.batch_size == len(step)
+        assert p.sequences == {n: before[n] + new for n, new in step.items()}
+        # More rows than sequences are allowed: a captured graph has always as many.
+        rows = ROWS if form == "thd" or number % 3 == 0 else len(step)
+        for layer in LAYERS:
+            new = [
+                {n: torch.randn(count, HEADS, d, device=device).bfloat16() for n, count in step.items()}
+                for d in (D_K, D_V)
+            ]
+            k, v, cu_q, cu_kv, capacity, kind = p.step(layer, *(batch_of(step, form, t, rows) for t in new), form)
+            assert capacity == CAPACITY and kind == f"{form}_2bshd"
+            check_lengths(p, step, before, cu_q, cu_kv, rows)
+            table = p.cache_manager.page_table.cpu() if paged else None
+            if not paged:
+                assert k.shape == (rows, CAPACITY, HEADS, D_K) and v.shape == (rows, CAPACITY, HEADS, D_V)
+            for row, n in enumerate(step):
+                old = expected.get((layer, n), [torch.empty(0), torch.empty(0)])
+                both = [torch.cat([o.to(t[n]), t[n]]) for o, t in zip(old, new, strict=True)]
+                expected[layer, n] = both
+                for cache, want in zip((k, v), both, strict=True):
+                    torch.testing.assert_close(held(cache, table, row, len(want)), want, rtol=0, atol=0)
+            if paged:
+                check_contiguous(p, layer, step, expected)
+        expected = {key: had for key, had in expected.items() if key[1] in step}
+        places = [p.cu_seqlens_q.data_ptr(), p.get_seqlens_pre_step().data_ptr()] + [
+            t.data_ptr() for pair in p.cache_manager.cache.values() for t in pair
+        ]
+        addresses = addresses or places
+        assert places == addresses  # what a captured graph reads stays where it is
+
+
+def number_of(form, paged):
+    return 10 * FORMS.index(form) + paged
+
+
+def check_lengths(p, step, before, cu_q, cu_kv, rows):
+    """Running sums of new and held tokens, the last one repeated; the lengths before the step."""
+    new = list(step.values()) + [0] * (ROWS - len(step))
+    had = list(before.values()) + [0] * (ROWS - len(step))
+    for cu, all_rows, counts in (
+        (cu_q, p.cu_seqlens_q, new), (cu_kv, p.cu_seqlens_kv, [a + b for a, b in zip(new, had, strict=True)])
+    ):  # fmt: skip
+        sums = [sum(counts[:i]) for i in range(ROWS + 1)]
+        assert all_rows.dtype == torch.int32 and all_rows.tolist() == sums and cu.tolist() == sums[: rows + 1]
+    assert p.get_seqlens_pre_step().dtype == torch.int32 and p.get_seqlens_pre_step().tolist() == had
+
+
+def check_contiguous(p, layer, step, expected):
+    """Pages in rows, zeros behind; no page is two sequences'."""
+    manager = p.cache_manager
+    for got, which in zip(p.convert_paged_to_nonpaged(layer), (0, 1), strict=True):
+        assert got.shape[:2] == (len(step), CAPACITY)
+        for row, n in enumerate(step):
+            want = expected[layer, n][which]
+            torch.testing.assert_close(got[row, : len(want)], want, rtol=0, atol=0)
+            assert not got[row, len(want) :].any()
+    used = [page for pages in manager.allocated_pages.values() for page in pages]
+    assert sorted(used + manager.free_pages) == list(range(manager.total_num_pages))
+    assert [len(pages) for pages in manager.allocated_pages.values()] == [-(-n // PAGE) for n in p.sequences.values()]
+
+
+def test_moves_lose_nothing():
+    """Every permutation and part of one, carried out move by move."""
+    draw = random.Random(0)
+    for _ in range(300):
+        size = draw.randint(1, 9)
+        order = draw.sample(range(size), size)
+        sources = {to: order[to] for to in range(draw.randint(0, size))}
+        tokens = [draw.randint(0, 9) for _ in range(size)]
+        rows = {row: row for row in range(size)}
+        moves = _moves(sources, tokens)
+        for to, source, count in moves:
+            rows[to] = rows[source]
+            assert count == tokens[rows[to]]
+        assert all(rows[to] == source for to, source in sources.items())
+        assert len(moves) <= 1.5 * size
+
+
+@pytest.mark.parametrize("paged", [False, True], ids=["rows", "pages"])
+def test_full(paged):
+    """The documented error, after which nothing has changed."""
+    p = params("cpu", paged=paged)
+    p.pre_step(OrderedDict({1: CAPACITY, 2: 3}))
+    for step in (
+        {1: 1, 2: 1},  # one token too many
+        {2: 1, 3: CAPACITY + 1},  # a context too long
+        {2: 1, 3: 1, 4: 1, 5: 1, 6: 1},  # a sequence too many
+    ):
+        with pytest.raises(RuntimeError, match="KV cache is full!"):
+            p.pre_step(OrderedDict(step))
+        assert p.sequences == {1: CAPACITY, 2: 3} and p.cu_seqlens_kv.tolist() == [0, 24, 27, 27, 27]
+        assert not paged or len(p.cache_manager.free_pages) == ROWS * CAPACITY // PAGE - 7
+    p.pre_step(OrderedDict({2: 1, 3: CAPACITY}))
+    p.reset()
+    assert not p.sequences and p.batch_size == 0 and not p.cu_seqlens_kv.any()
+    p.pre_step(OrderedDict({n: CAPACITY for n in range(ROWS)}))
+
+
+def test_fewer_pages_than_sequences_could_need():
+    """A manager of one's own with little memory: pages run out, and are there again when a sequence has left."""
+    manager = PagedKVCacheManager(
+        ROWS, CAPACITY, HEADS, D_K, torch.float32, D_V, "cpu", total_num_pages=5, page_size=PAGE
+    )
+    p = InferenceParams(
+        ROWS, CAPACITY, HEADS, D_K, torch.float32, head_dim_v=D_V, custom_cache_manager=manager, device="cpu"
+    )
+    assert p.is_paged and p.page_size == PAGE
+    p.pre_step(OrderedDict({1: 9, 2: 7}))
+    with pytest.raises(RuntimeError, match="KV cache is full! .* 1 more pages"):
+        p.pre_step(OrderedDict({1: 1, 2: 1, 3: 1}))
+    p.pre_step(OrderedDict({2: 1, 3: 9}))
+    assert p.cache_manager.page_table[:2].tolist() == [[3, 4, 0, 0, 0, 0], [0, 1, 2, 0, 0, 0]]
+
+
+def test_continuation_by_several_tokens_is_refused():
+    p = params("cpu")
+    p.pre_step(OrderedDict({1: 4}))
+    with pytest.raises(ValueError, match="3 tokens for sequence 1.*not expressible in pre_step"):
+        p.pre_step(OrderedDict({1: 3}))
+    assert p.sequences == {1: 4}
+
+
+@pytest.mark.parametrize("arguments", [
+    {"num_heads_kv": None}, {"head_dim_k": None}, {"dtype": None}, {"qkv_format": "bhsd"}, {"qkv_format": "thd"},
+    {"is_paged": True}, {"is_paged": True, "page_size": 5, "total_num_pages": 19},
+    {"is_paged": True, "page_size": 4, "total_num_pages": 23},
+    {"num_heads_kv": None, "head_dim_k": None, "dtype": None, "is_paged": True},
+    {"num_heads_kv": None, "head_dim_k": None, "dtype": None, "qkv_format": "thd", "max_ctx_len": 8},
+])  # fmt: skip
+def test_documented_assertions(arguments):
+    usual = {"num_heads_kv": HEADS, "head_dim_k": D_K, "dtype": torch.float32, "device": "cpu"}
+    with pytest.raises(AssertionError, match="InferenceParams: got"):
+        InferenceParams(ROWS, CAPACITY, **(usual | arguments))
+
+
+def test_step_refusals():
+    def tokens(*shape):
+        return torch.zeros(*shape, HEADS, D_K), torch.zeros(*shape, HEADS, D_V)
+
+    p = params("cpu", dtype=torch.float32)
+    with pytest.raises(ValueError, match="call pre_step"):
+        p.step(1, *tokens(1, 1), "bshd")
+    p.pre_step(OrderedDict({1: 4, 2: 1}))
+    for shape, form in (((2, 3), "bshd"), ((1, 4), "bshd"), ((5, 4), "bshd"), ((2, 4), "sbhd")):
+        with pytest.raises(ValueError, match="as pre_step announced"):
+            p.step(1, *tokens(*shape), form)
+    with pytest.raises(ValueError, match="max_ctx_len"):
+        p.step(1, *tokens(5), "thd")
+    with pytest.raises(ValueError, match="float32, as the cache"):
+        p.step(1, *(t.bfloat16() for t in tokens(2, 4)), "bshd")
+    with pytest.raises(ValueError, match="pass device="):
+        p.step(1, *(t.to("meta") for t in tokens(2, 4)), "bshd")
+    with pytest.raises(ValueError, match="without pages"):
+        p.convert_paged_to_nonpaged(1)
+    packed = params("cpu", form="thd", max_ctx_len=4)
+    with pytest.raises(ValueError, match="max_ctx_len=4"):
+        packed.pre_step(OrderedDict({1: 5}))
+    packed.pre_step(OrderedDict({1: 4}))
+    assert packed.max_seqlen_q == 4
+    packed.pre_step(OrderedDict({1: 1}))
+    assert packed.max_seqlen_q == 1
+
+
+def test_custom_manager():
+    """A manager of one's own is asked for everything."""
+
+    class Notes(KVCacheManager):
+        def step(self, layer_number, new_k, new_v, cu_new_seqlens, cu_cached_seqlens, qkv_format):
+            self.cache[layer_number] = (new_k, new_v)
+            return self.cache[layer_number]
+
+    p = params("cpu", custom_cache_manager=Notes())
+    p.pre_step(OrderedDict({5: 2}))
+    p.pre_step(OrderedDict({5: 1, 6: 1}))
+    k, v = torch.zeros(2, 1, HEADS, D_K), torch.zeros(2, 1, HEADS, D_V)
+    got = p.step(3, k, v, "bshd")
+    assert got[0] is k and got[1] is v and got[3].tolist() == [0, 3, 4] and p.sequences == {5: 3, 6: 1}
+
+
+# --------------------------------------------------------------------------------------------- attention over it
+
+
+def causal(q, k, v):
+    """The last len(q) tokens of a sequence attend to all before them: [tokens, heads, d] in float64."""
+    q, k, v = (t.double().transpose(0, 1) for t in (q, k, v))
+    k, v = (t.repeat_interleave(len(q) // len(t), 0) for t in (k, v))
+    scores = q @ k.mT * q.shape[-1] ** -0.5
+    hidden = torch.ones_like(scores[0], dtype=torch.bool).triu(k.shape[1] - q.shape[1] + 1)
+    return (scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v).transpose(0, 1)
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("paged", [False, True], ids=["rows", "pages"])
+def test_attention_equals_the_whole_sequence(device, paged, form):
+    """Grouped heads of two widths; every token's output is that of causal attention over its sequence."""
+    p = params(device, paged=paged, form=form, dtype=torch.float32)
+    attention = DotProductAttention(
+        2 * HEADS, (D_K, D_V), HEADS, qkv_format=form, attn_mask_type="padding_causal", layer_number=3
+    ).eval()
+    kept: dict[int, list[torch.Tensor]] = {}
+    for step in schedule(77 + number_of(form, paged), steps=20):
+        p.pre_step(step)
+        q, k, v = (
+            {n: torch.randn(count, heads, d, device=device) for n, count in step.items()}
+            for heads, d in ((2 * HEADS, D_K), (HEADS, D_K), (HEADS, D_V))
+        )
+        kept = {
+            n: [torch.cat(both) for both in zip(kept[n], (k[n], v[n]), strict=True)] if n in kept else [k[n], v[n]]
+            for n in step
+        }
+        batch = [batch_of(step, form, t, len(step), 0) for t in (q, k, v)]
+        with torch.no_grad():
+            out = attention(*batch, inference_params=p)
+        begin = 0
+        for row, (n, count) in enumerate(step.items()):
+            if form == "thd":
+                got = out[begin : begin + count]
+            else:
+                got = (out[row] if form == "bshd" else out[:, row])[:count]
+            begin += count
+            want = causal(q[n], *kept[n])
+            torch.testing.assert_close(got.double(), want.flatten(1), rtol=1e-5, atol=1e-5)
+
+
+# ------------------------------------------------------------------------------------------ a model that generates
+
+
+class Tiny(torch.nn.Module):
+    """Two Transformer layers with rotary embedding and grouped heads between an embedding and a head."""
+
+    def __init__(self, form, device):
+        super().__init__()
+        torch.manual_seed(1)
+        self.form = form
+        self.embedding = torch.nn.Embedding(64, 32)
+        self.layers = torch.nn.ModuleList(
+            TransformerLayer(
+                32, 64, 4, num_gqa_groups=HEADS, layer_number=n + 1, self_attn_mask_type="padding_causal",
+                hidden_dropout=0.0, attention_dropout=0.0, normalization="RMSNorm", attn_input_format=form,
+                device="cpu",  # so that both devices get one model
+            )
+            for n in range(2)
+        )  # fmt: skip
+        self.angles = RotaryPositionEmbedding(D_K).to(device)(CAPACITY)
+        for weight in self.parameters():  # large, so that attention counts beside the residual
+            torch.nn.init.normal_(weight, 1.0 if weight.ndim == 1 else 0.0, 0.3)
+        torch.nn.init.normal_(self.embedding.weight)
+        self.head = F.normalize(torch.randn(64, 32)).to(device)  # no token is likelier than others at once
+        self.to(device)
+
+    def forward(self, tokens, mask_type=None, **options):
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x, self_attn_mask_type=mask_type, rotary_pos_emb=self.angles, **options)
+        return x @ self.head.T
+
+    def uncached(self, text):
+        """The logits of the next token, by a forward over the whole text alone."""
+        tokens = torch.tensor([text], device=self.embedding.weight.device)
+        if self.form == "thd":
+            cu = torch.tensor([0, len(text)], dtype=torch.int32, device=tokens.device)
+            return self(tokens[0], cu_seqlens_q=cu, max_seqlen_q=len(text))[-1]
+        logits = self(tokens if self.form == "bshd" else tokens.T, "causal")
+        return logits[(0, -1) if self.form == "bshd" else (-1, 0)]
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("paged", [False, True], ids=["rows", "pages"])
+@torch.no_grad()
+def test_greedy_equals_uncached(device, paged, form):
+    """Token by token, while texts come and go."""
+    model = Tiny(form, device).eval()
+    p = params(device, paged=paged, form=form, dtype=torch.float32, d_v=D_K)
+    texts: dict[int, list[int]] = {}
+    draw, checked, different = random.Random(2), 0, set()
+    for step in schedule(55 + number_of(form, paged), steps=24):
+        for n, count in step.items():
+            if n not in texts:
+                texts[n] = [draw.randrange(64) for _ in range(count)]
+        p.pre_step(step)
+        new = {n: torch.tensor(texts[n][-count:], device=device) for n, count in step.items()}
+        logits = model(batch_of(step, form, new, len(step), 0), inference_params=p)
+        begin = 0
+        for row, (n, count) in enumerate(step.items()):
+            at = count - 1
+            place = (begin + at,) if form == "thd" else (row, at) if form == "bshd" else (at, row)
+            begin += count
+            want = model.uncached(texts[n])
+            torch.testing.assert_close(logits[place], want, rtol=1e-4, atol=1e-4)
+            assert logits[place].argmax() == want.argmax()
+            texts[n].append(int(want.argmax()))
+            checked += 1
+            different.add(texts[n][-1])
+    assert checked > 40 and len(different) > 5
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("form", ["sbhd", "bshd"])
+@torch.no_grad()
+def test_greedy_in_the_older_form(device, form):
+    model = Tiny(form, device).eval()
+    p = InferenceParams(3, CAPACITY, device=device)
+    texts = torch.randint(64, (3, 5), device=device)
+    new = texts
+    for _ in range(12):
+        logits = model(new if form == "bshd" else new.T, "causal", inference_params=p)
+        p.sequence_len_offset += new.shape[1]
+        new = (logits[:, -1:] if form == "bshd" else logits[-1:].transpose(0, 1)).argmax(-1)
+        assert new.flatten().tolist() == [int(model.uncached(text).argmax()) for text in texts.tolist()]
+        texts = torch.cat([texts, new], 1)
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("paged", [False, True], ids=["rows", "pages"])
+def test_example(device, paged):
+    """examples/generate.py: prompts of different lengths, more than the batch has rows, one that ends early."""
+    torch.manual_seed(3)
+    model = GPT(GPTConfig(layers=2, hidden=32, heads=2), torch.device(device)).eval()
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.ndim > 1:
+                weight.normal_(std=0.3)
+    prompts = [list(text) for text in (b"a", b"some words", b"and", b"many more words", b"x")]
+    plain = [generate_uncached(model, prompt, 7) for prompt in prompts]
+    p = InferenceParams(2, 24, 2, 16, torch.float32, is_paged=paged, page_size=8, total_num_pages=6, device=device)
+    assert generate(model, prompts, 7, p) == plain
+    line_end = plain[1][len(prompts[1]) + 2]  # now this byte ends a text
+    with torch.no_grad():
+        model.embedding.weight[[line_end, 10]] = model.embedding.weight[[10, line_end]]
+    prompts = [[{line_end: 10, 10: line_end}.get(byte, byte) for byte in prompt] for prompt in prompts]
+    plain = [generate_uncached(model, prompt, 7) for prompt in prompts]
+    assert len(plain[1]) <= len(prompts[1]) + 3 and plain[1][-1] == 10
+    p.reset()
+    assert generate(model, prompts, 7, p) == plain
+
+
+# ------------------------------------------------------------------------------------- the two-argument form
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("form", ["sbhd", "bshd"])
+def test_older_form(device, form):
+    """Sizes of the first k and v; the caller advances the offsets."""
+    p = InferenceParams(ROWS, CAPACITY, device=device)
+    assert p.sequence_len_offset == 0 and p.batch_size_offset == 0 and p.cache_manager is None
+    seen: dict[int, list[torch.Tensor]] = {}
+    for first in (0, 2):  # a batch in two halves, as pipelines send it
+        p.batch_size_offset, p.sequence_len_offset, seen = first, 0, {}
+        for tokens in (5, 1, 1, 3):
+            assert p.get_seqlens_pre_step().tolist() == [p.sequence_len_offset] * ROWS
+            for layer in LAYERS:
+                new = [torch.randn(2, tokens, HEADS, d, device=device) for d in (D_K, D_V)]
+                given = new if form == "bshd" else [t.transpose(0, 1) for t in new]
+                k, v, cu_q, cu_kv, capacity, kind = p.step(layer, *given, form)
+                end = p.sequence_len_offset + tokens
+                assert cu_q.tolist() == [0, tokens, 2 * tokens] and cu_kv.tolist() == [0, end, 2 * end]
+                assert (capacity, kind) == (CAPACITY, f"{form}_2bshd") and cu_q.dtype == torch.int32
+                seen[layer] = (
+                    [torch.cat(both, 1) for both in zip(seen[layer], new, strict=True)] if layer in seen else new
+                )
+                for cache, want in zip((k, v), seen[layer], strict=True):
+                    torch.testing.assert_close(cache[:, :end], want, rtol=0, atol=0)
+            p.sequence_len_offset += tokens
+    whole = p.cache_manager.cache[LAYERS[0]][0]
+    assert whole.shape == (ROWS, CAPACITY, HEADS, D_K) and whole[:2, :10].all() and not whole[:, 10:].any()
+    p.reset()
+    assert p.sequence_len_offset == 0 and p.batch_size_offset == 0
+
+
+def test_older_form_refusals():
+    p = InferenceParams(2, 8, device="cpu")
+    k = torch.zeros(2, 4, HEADS, D_K)
+    for offsets in ((5, 0), (0, 1)):
+        p.sequence_len_offset, p.batch_size_offset = offsets
+        with pytest.raises(RuntimeError, match="KV cache is full!"):
+            p.step(1, k, k, "bshd")
+    p.reset()
+    with pytest.raises(ValueError, match="sequence_len_offset"):
+        p.pre_step(OrderedDict({1: 1}))
+    with pytest.raises(ValueError, match="first step"):
+        p.allocate_memory(1)
+
+
+# ---------------------------------------------------------------------------------------------------- CUDA
+
+
+@requires_cuda
+@pytest.mark.parametrize("paged", [False, True], ids=["rows", "pages"])
+def test_capture(paged):
+    """A decoding step captured once serves all later ones; neither it nor pre_step waits for the device."""
+    p = params("cuda", paged=paged)
+    new = [torch.randn(ROWS, 1, HEADS, d, device="cuda").bfloat16() for d in (D_K, D_V)]
+    p.pre_step(OrderedDict({1: 1, 2: 1}))
+    p.step(1, *new, "bshd")
+    graph = torch.cuda.CUDAGraph()
+    p.pre_step(OrderedDict({1: 1, 2: 1}))
+    with torch.cuda.graph(graph):
+        p.step(1, *new, "bshd")
+    graph.replay()
+    expected = {1: [new[0][0], new[0][0]], 2: [new[0][1], new[0][1]]}
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for step in ({1: 1, 2: 1}, {2: 1, 3: 1}, {3: 1, 2: 1, 4: 1}):
+            p.pre_step(OrderedDict(step))
+            new[0].normal_()
+            graph.replay()
+            for row, n in enumerate(step):
+                expected.setdefault(n, []).append(new[0][row].clone())
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    cache = p.cache_manager.cache[1][0]
+    table = p.cache_manager.page_table.cpu() if paged else None
+    for row, n in enumerate(p.sequences):
+        want = torch.cat(expected[n])
+        torch.testing.assert_close(held(cache, table, row, len(want)), want, rtol=0, atol=0)
+
+
+def test_managers_without_inference_params():
+    """As they are documented: called by hand."""
+    for manager in (
+        NonPagedKVCacheManager(2, 8, HEADS, D_K, torch.float32, device="cpu"),
+        PagedKVCacheManager(2, 8, HEADS, D_K, torch.float32, device="cpu", total_num_pages=4, page_size=4),
+    ):
+        manager.allocate_memory(1)
+        assert manager.pre_step(OrderedDict({1: 3, 2: 5})) == {1: 3, 2: 5}
+        cu = torch.tensor([0, 3, 8], dtype=torch.int32)
+        new = torch.randn(8, HEADS, D_K)
+        k, v = manager.step(1, new, -new, cu, cu, "thd")
+        table = getattr(manager, "page_table", None)
+        torch.testing.assert_close(held(k, table, 1, 5), new[3:], rtol=0, atol=0)
+        torch.testing.assert_close(held(v, table, 0, 3), -new[:3], rtol=0, atol=0)
+        manager.reset()
+        assert not manager.sequences

@@ -1,0 +1,478 @@
+"""MultiheadAttention: every option against float64, layouts against each other, FP8 between its parts, refusals."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import te_torch as te
+from te_core.recipe import DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling
+from te_torch.attention.multihead import HandOver, MultiheadAttention
+from te_torch.attention.rope import RotaryPositionEmbedding
+from tests.backends import devices
+from tests.module_steps import differences, gradient_for, on, randomise, step, values
+from tests.recipes import KINDS, region
+from tests.reference import transformer_layer as reference
+from tests.tolerances import DB, snr_db
+
+on_devices = pytest.mark.parametrize("device", devices())
+WIDTH, HEADS, S, B = 64, 4, 12, 2  # heads of 16
+
+
+def make(device: str, dtype: torch.dtype = torch.float32, seed: int = 0, **options: Any) -> MultiheadAttention:
+    """A module whose every parameter is drawn at random; no dropout unless asked for."""
+    module = MultiheadAttention(
+        WIDTH, HEADS, **{"attention_dropout": 0.0, "params_dtype": dtype, "device": device, **options}
+    )
+    randomise(module, seed)
+    return module
+
+
+def angles(length: int = S, width: int = 16, device: str = "cpu", seed: int = 3, **options: Any) -> torch.Tensor:
+    """The angles of RotaryPositionEmbedding, sped up so that short sequences see large ones."""
+    return 3.0 * RotaryPositionEmbedding(width, **options).to(device)(length)
+
+
+# --------------------------------------------------------------------------------------- against float64
+
+GQA = {"num_gqa_groups": 2}
+FUSED = {"fuse_qkv_params": True}
+PLAIN_ROWS = {**FUSED, "qkv_weight_interleaved": False}
+CROSS = {"attention_type": "cross", "attn_mask_type": "no_mask"}
+ROPE: dict[str, Any] = {"rotary_pos_emb": ("full", "full")}
+NORM = {"input_layernorm": True}
+#: name: (constructor, call). A call's angles are by name; masks that the reference has to know stand in both.
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "default": ({}, {}),
+    "fused": (FUSED, {}),
+    "fused, plain rows": (PLAIN_ROWS, {}),
+    "norm": (NORM, {}),
+    "norm, fused": ({**NORM, **FUSED}, {}),
+    "RMSNorm": ({**NORM, "normalization": "RMSNorm", "layernorm_epsilon": 0.1}, {}),
+    "zero-centered": ({**NORM, "zero_centered_gamma": True}, {}),
+    "no bias": ({"bias": False}, {}),
+    "gqa": (GQA, {}),
+    "gqa, fused": ({**GQA, **FUSED}, {}),
+    "gqa, plain rows": ({**GQA, **PLAIN_ROWS}, {}),
+    "mqa, fused": ({"num_gqa_groups": 1, **FUSED}, {}),
+    "kv_channels": ({"kv_channels": 8}, {}),
+    "off-by-one": ({"softmax_type": "off-by-one"}, {}),
+    "learnable": ({"softmax_type": "learnable"}, {}),
+    "rope": ({}, ROPE),
+    "rope, fused": (FUSED, ROPE),
+    "rope, gqa, fused": ({**GQA, **FUSED}, ROPE),
+    "rope, gqa, plain rows": ({**GQA, **PLAIN_ROWS}, ROPE),
+    "rope, interleaved": ({"rotary_pos_interleaved": True}, {"rotary_pos_emb": ("pairs", "pairs")}),
+    "rope, a part": ({}, {"rotary_pos_emb": ("part", "part")}),
+    "rope, two": ({}, {"rotary_pos_emb": ("full", "part")}),
+    "qk L2": ({"qk_norm_type": "L2Normalization"}, {}),
+    "qk RMSNorm": ({"qk_norm_type": "RMSNorm", "qk_norm_eps": 0.05}, {}),
+    "qk LayerNorm": ({"qk_norm_type": "LayerNorm"}, {}),
+    "qk RMSNorm, rope": ({"qk_norm_type": "RMSNorm"}, ROPE),
+    "qk RMSNorm before rope": ({"qk_norm_type": "RMSNorm", "qk_norm_before_rope": True, **GQA}, ROPE),
+    "qk L2 before rope, fused": ({"qk_norm_type": "L2Normalization", "qk_norm_before_rope": True, **FUSED}, ROPE),
+    "no_mask": ({"attn_mask_type": "no_mask"}, {}),
+    "no_mask at the call": ({}, {"attn_mask_type": "no_mask"}),
+    "window": ({"window_size": (3, 0)}, {}),
+    "window at the call": ({}, {"window_size": (2, 0)}),
+    "arbitrary": ({"attn_mask_type": "arbitrary"}, {"attention_mask": "random"}),
+    "padding": ({"attn_mask_type": "padding"}, {"attention_mask": "padding"}),
+    "padding_causal at the call": (GQA, {"attn_mask_type": "padding_causal", "attention_mask": "padding"}),
+    "bias": ({}, {"core_attention_bias_type": "post_scale_bias", "core_attention_bias": "random"}),
+    "alibi": ({}, {"core_attention_bias_type": "alibi"}),
+    "cross": (CROSS, {}),
+    "cross, fused": ({**CROSS, **FUSED}, {}),
+    "cross, gqa, fused": ({**CROSS, **FUSED, **GQA}, {}),
+    "cross, plain rows": ({**CROSS, **PLAIN_ROWS}, {}),
+    "cross, norm": ({**CROSS, **NORM}, {}),
+    "cross, norm, fused": ({**CROSS, **NORM, **FUSED}, {}),
+    "cross, rope": (CROSS, ROPE),
+    "cross, rope, fused": ({**CROSS, **FUSED, **GQA}, {"rotary_pos_emb": ("full", "part")}),
+    "cross, qk RMSNorm, rope": ({**CROSS, "qk_norm_type": "RMSNorm"}, ROPE),
+    "cross, qk LayerNorm before rope": (
+        {**CROSS, "qk_norm_type": "LayerNorm", "qk_norm_before_rope": True}, ROPE
+    ),
+    "cross, causal_bottom_right": ({**CROSS, "attn_mask_type": "causal_bottom_right"}, {}),
+}  # fmt: skip
+LENGTHS = [(7, 7), (S, S)]
+ENCODED = 9  # tokens of what cross attention looks at
+
+
+def arguments(
+    options: dict[str, Any], call: dict[str, Any], device: str, form: str = "sbhd"
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(the call's arguments for the module, for the reference)."""
+    cross = options.get("attention_type") == "cross"
+    mask, skv = call.get("attn_mask_type", options.get("attn_mask_type", "causal")), ENCODED if cross else S
+    window = call.get("window_size", options.get("window_size", (-1, -1)))
+    ours, theirs = dict(call), dict[str, Any]()
+    lengths = given = None
+    if call.get("attention_mask") == "padding":
+        lengths = LENGTHS
+        rows = torch.arange(S).view(1, 1, 1, -1)
+        ours["attention_mask"] = (rows >= torch.tensor([n for n, _ in LENGTHS]).view(-1, 1, 1, 1)).to(device)
+    elif call.get("attention_mask") == "random":
+        given = (values(B, 1, S, S, seed=5) > 0.5) & ~torch.eye(S, dtype=torch.bool)
+        ours["attention_mask"] = given.to(device)
+    theirs["hidden"] = reference.hidden_pairs(mask, S, skv, lengths, window, None, given)
+    if "rotary_pos_emb" in call:
+        tables = {
+            "full": angles(ENCODED + S), "part": 0.7 * angles(ENCODED + S, 8),
+            "pairs": angles(ENCODED + S, interleaved=True),
+        }  # fmt: skip
+        theirs["angles"] = tuple(tables[name] for name in call["rotary_pos_emb"])
+        q, k = (t.to(device) for t in theirs["angles"])
+        ours["rotary_pos_emb"] = q if call["rotary_pos_emb"][0] == call["rotary_pos_emb"][1] else (q, k)
+    if "core_attention_bias" in call:
+        theirs["bias"] = values(1, HEADS, S, S, seed=6)
+        ours["core_attention_bias"] = theirs["bias"].to(device)
+    elif "core_attention_bias_type" in call:
+        distance = (torch.arange(S).view(-1, 1) - torch.arange(S)).abs()
+        theirs["bias"] = -torch.tensor([2.0 ** (-2 * (k + 1)) for k in range(HEADS)]).view(1, -1, 1, 1) * distance
+    if cross:
+        theirs["encoded"] = values(ENCODED, B, WIDTH, seed=4).double()
+        laid = theirs["encoded"] if form == "sbhd" else theirs["encoded"].transpose(0, 1)
+        ours["encoder_output"] = laid.float().contiguous().to(device)
+    return ours, theirs
+
+
+@on_devices
+@pytest.mark.parametrize("form", ["sbhd", "bshd"])
+@pytest.mark.parametrize("case", CASES)
+def test_against_float64(case: str, form: str, device: str) -> None:
+    options, call = CASES[case]
+    module = make(device, qkv_format=form, **options)
+    ours, theirs = arguments(options, call, device, form)
+    x = values(S, B, WIDTH, device=device, seed=1)
+    dy = gradient_for(x)
+    if "padding" in str(call.get("attn_mask_type", options.get("attn_mask_type"))):
+        for b, (length, _) in enumerate(LENGTHS):
+            dy[length:, b] = 0  # what stands behind a sequence is nobody's
+
+    def laid(t: torch.Tensor) -> torch.Tensor:
+        return t if form == "sbhd" else t.transpose(0, 1)
+
+    got = step(lambda t: module(t, **ours), laid(x), None, dy=laid(dy), owner=module)
+    on(device, *got.values())
+    wanted = reference.results(
+        lambda p, t: reference.multihead(
+            p, t, {"num_attention_heads": HEADS, **options}, **theirs
+        )[0], module, x, dy,
+    )  # fmt: skip
+    got |= {"y": laid(got["y"]), "dx": laid(got["dx"])}
+    inside = dy.abs().sum(-1, keepdim=True) > 0
+    got["y"], wanted["y"] = got["y"] * inside, wanted["y"] * inside.cpu()
+    check(got, wanted, DB["fp32"])
+
+
+def check(got: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], floor: float) -> None:
+    """All of a step by the dB table.
+
+    A bias of all keys adds the same to all scores of a query, which the softmax takes off again: its gradient is
+    nothing but rounding, and is held against that of the queries' bias.
+    """
+    assert set(got) == set(wanted)
+    for name, value in got.items():
+        if wanted[name].abs().max() < 1e-12:
+            assert name.endswith(("key_bias", "k_norm.bias")), f"{name}: no gradient"
+            of_queries = next(t for n, t in wanted.items() if n.endswith(("query_bias", "q_norm.bias")))
+            assert value.abs().max() <= 10 ** (-floor / 20) * of_queries.norm(), name
+            continue
+        found = snr_db(value, wanted[name])
+        assert found >= floor, f"{name}: {found:.1f} dB"
+
+
+@on_devices
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize(
+    "case", ["default", "norm, fused", "rope, gqa, fused", "qk RMSNorm, rope", "cross, norm, fused"]
+)
+def test_half_precision(case: str, dtype: str, device: str) -> None:
+    """The backends that a GPU has for these dtypes; every product is rounded, three one after the other."""
+    options, call = CASES[case]
+    kind = {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
+    module = make(device, kind, **options)
+    ours, theirs = arguments(options, call, device)
+    ours = {k: t.to(kind) if k == "encoder_output" else t for k, t in ours.items()}
+    x = values(S, B, WIDTH, device=device, dtype=kind, seed=1)
+    if "encoded" in theirs:
+        theirs["encoded"] = theirs["encoded"].to(kind).double()
+    dy = gradient_for(x)
+    got = step(lambda t: module(t, **ours), x, None, dy=dy, owner=module)
+    o = {"num_attention_heads": HEADS, **options}
+    wanted = reference.results(lambda p, t: reference.multihead(p, t, o, **theirs)[0], module, x, dy)
+    for name, value in got.items():
+        if not name.endswith("key_bias"):  # nothing but rounding
+            found = snr_db(value, wanted[name])
+            assert found >= DB[dtype], f"{name}: {found:.1f} dB"
+
+
+# ---------------------------------------------------------------------------------- outputs and layouts
+
+
+@on_devices
+@pytest.mark.parametrize("kind", ["self", "cross"])
+def test_what_is_returned(kind: str, device: str) -> None:
+    """(out[, bias][, norm output]); a bias that is returned is not added."""
+    cross = {"attention_type": kind, "attn_mask_type": "no_mask"}
+    x = values(S, B, WIDTH, device=device, seed=1)
+    call = {"encoder_output": values(ENCODED, B, WIDTH, device=device)} if kind == "cross" else {}
+    whole = make(device, **NORM, **cross)(x, **call)
+    both = make(device, **NORM, **cross, return_bias=True, return_layernorm_output=True)
+    out, bias, normed = both(x, **call)
+    torch.testing.assert_close(out + bias, whole, rtol=0, atol=1e-5)
+    assert bias is both.proj.bias and not torch.equal(out, whole)
+    first = getattr(both, "layernorm_qkv" if kind == "self" else "layernorm_query")
+    p = dict(first.named_parameters())
+    wanted = torch.nn.functional.layer_norm(x, (WIDTH,), p["layer_norm_weight"], p["layer_norm_bias"])
+    torch.testing.assert_close(normed, wanted, rtol=0, atol=1e-5)
+    out, normed = make(device, **NORM, **cross, return_layernorm_output=True)(x, **call)
+    assert torch.equal(out, whole) and torch.equal(normed, both(x, **call)[2])
+    out, bias = make(device, **cross, return_bias=True, bias=False)(x, **call)
+    assert bias.numel() == 0
+
+
+@on_devices
+@pytest.mark.parametrize("case", ["default", "rope, gqa, fused", "qk RMSNorm before rope"])
+def test_packed_sequences_equal_padded_ones(case: str, device: str) -> None:
+    """thd against bshd with the same lengths: outputs, dx, parameter gradients; tokens between sequences count for
+    nobody."""
+    options, call = CASES[case]
+    lengths = [5, S, 1]
+    cu = torch.tensor([0, 5, 5 + S, 6 + S], dtype=torch.int32, device=device)
+    padded = torch.tensor([0, 8, 8 + S, 10 + S], dtype=torch.int32, device=device)
+    turn = {"rotary_pos_emb": angles(device=device)} if call else {}
+    rows = values(3, S, WIDTH, device=device, seed=1)
+    dy = gradient_for(rows)
+    for b, length in enumerate(lengths):
+        dy[b, length:] = 0
+    wide = make(device, qkv_format="bshd", **options)
+    mask = torch.arange(S, device=device).view(1, 1, 1, -1) >= torch.tensor(lengths, device=device).view(-1, 1, 1, 1)
+    how = {"attn_mask_type": "padding_causal", **turn}
+    wanted = step(lambda t: wide(t, attention_mask=mask, **how), rows, None, dy=dy, owner=wide)
+    narrow = make(device, qkv_format="thd", **options)
+    for begins, extra in ((cu, {}), (padded, {"cu_seqlens_q_padded": padded, "cu_seqlens_kv_padded": padded})):
+        places = [int(begins[b]) + i for b, length in enumerate(lengths) for i in range(length)]
+        tokens, grads = (t.new_zeros(int(begins[-1]), WIDTH) for t in (rows, dy))
+        tokens[places] = torch.cat([rows[b, :n] for b, n in enumerate(lengths)])
+        grads[places] = torch.cat([dy[b, :n] for b, n in enumerate(lengths)])
+
+        def run(t: torch.Tensor, extra: dict[str, Any] = extra) -> torch.Tensor:
+            return narrow(t, cu_seqlens_q=cu, cu_seqlens_kv=cu, max_seqlen_q=S, max_seqlen_kv=S, **how, **extra)
+
+        got = step(run, tokens, None, dy=grads, owner=narrow)
+        for name in ("y", "dx"):
+            one = torch.cat([wanted[name][b, :n] for b, n in enumerate(lengths)])
+            assert snr_db(got[name][places], one) >= DB["fp32"], name
+        for name in wanted.keys() - {"y", "dx"}:
+            if wanted[name].abs().max() > 1e-4:
+                assert snr_db(got[name], wanted[name]) >= DB["fp32"], name
+
+
+@on_devices
+@pytest.mark.parametrize("case", ["default", "rope, gqa, fused", "learnable"])
+def test_recomputed_attention_is_equal(case: str, device: str) -> None:
+    """checkpoint_core_attention, with dropout: the same bits, forward and backward."""
+    options, call = CASES[case]
+    module = make(device, attention_dropout=0.3, **options)
+    ours, _ = arguments(options, call, device)
+    x = values(S, B, WIDTH, device=device, seed=1)
+    found = []
+    for again in (False, True):
+        torch.manual_seed(11)
+        found.append(
+            step(lambda t, again=again: module(t, checkpoint_core_attention=again, **ours), x, None, owner=module)
+        )
+    assert not differences(*found)
+    torch.manual_seed(12)
+    assert not torch.equal(module(x, **ours), found[0]["y"]), "there is dropout"
+    module.eval()
+    assert torch.equal(module(x, **ours), module(x, **ours))
+
+
+@on_devices
+def test_a_projection_that_is_read_where_it_lies_equals_a_split_one(device: str) -> None:
+    """Angles of zero turn nothing, but go through the split."""
+    for options in (FUSED, PLAIN_ROWS, {**GQA, **FUSED}, {}):
+        module = make(device, **options)
+        x = values(S, B, WIDTH, device=device, seed=1)
+        zero = torch.zeros(S, 1, 1, 16, device=device)
+        plain, split = (
+            step(lambda t, m=module, turn=turn: m(t, rotary_pos_emb=turn), x, None, owner=module)
+            for turn in (None, zero)
+        )
+        for name, value in split.items():
+            if not name.endswith("key_bias"):
+                assert snr_db(value, plain[name]) >= DB["fp32"], name
+
+
+# ------------------------------------------------------------------------------------------- inference
+
+
+@on_devices
+@pytest.mark.parametrize("form", ["sbhd", "bshd", "thd"])
+@pytest.mark.parametrize("case", ["default", "rope", "rope, gqa, fused", "qk RMSNorm, rope"])
+def test_a_cache_gives_what_the_whole_sequence_gives(case: str, form: str, device: str) -> None:
+    """Contexts of different length, then token by token, each like the last token of an uncached causal forward."""
+    from collections import OrderedDict
+
+    from te_torch.attention.inference import InferenceParams
+
+    options, call = CASES[case]
+    turn = {"rotary_pos_emb": angles(device=device)} if call else {}
+    module = make(device, qkv_format=form, layer_number=1, **options).eval()
+    whole = make(device, qkv_format="bshd", **options).eval()
+    x = values(B, S, WIDTH, device=device, seed=1)
+    lengths = [3, 5]
+    params = InferenceParams(
+        B, S, options.get("num_gqa_groups", HEADS), 16, torch.float32, qkv_format=form, max_ctx_len=S, device=device
+    )
+    with torch.no_grad():
+        wanted = whole(x, **turn)
+        for _ in range(4):
+            first = [0, 0] if not params.sequences else list(params.sequences.values())
+            new = lengths if first == [0, 0] else [1, 1]
+            params.pre_step(OrderedDict(enumerate(new)))
+            pieces = [x[b, at : at + n] for b, (at, n) in enumerate(zip(first, new, strict=True))]
+            if form == "thd":
+                hidden = torch.cat(pieces)
+            else:
+                hidden = torch.nn.utils.rnn.pad_sequence(pieces, batch_first=form == "bshd")
+            out = module(hidden, attn_mask_type="padding_causal", inference_params=params, **turn)
+            for b, (at, n) in enumerate(zip(first, new, strict=True)):
+                if form == "thd":
+                    got = out[sum(new[:b]) : sum(new[: b + 1])]
+                else:
+                    got = (out if form == "bshd" else out.transpose(0, 1))[b, :n]
+                assert snr_db(got, wanted[b, at : at + n]) >= DB["fp32"], (b, at)
+
+
+# ------------------------------------------------------------------------------------------------- FP8
+
+
+@on_devices
+@pytest.mark.parametrize("recipe", KINDS)
+@pytest.mark.parametrize("case", ["norm, fused", "rope, gqa, fused", "cross, norm, fused"])
+def test_fp8(case: str, recipe: str, device: str) -> None:
+    """Two quantized projections, one after the other, and between them attention, whose scores are around one."""
+    options, call = CASES[case]
+    torch.manual_seed(0)  # of stochastic rounding
+    module = make(device, torch.bfloat16, **options)
+    with torch.no_grad():
+        [p.mul_(0.25) for p in module.parameters() if p.ndim == 2]
+    ours, theirs = arguments(options, call, device)
+    if "encoded" in theirs:
+        ours["encoder_output"] = ours["encoder_output"].bfloat16()
+        theirs["encoded"] = theirs["encoded"].bfloat16().double()
+    x = values(S, B, WIDTH, device=device, dtype=torch.bfloat16, seed=1)
+    dy = gradient_for(x)
+    for _ in range(3):  # delayed scaling learns its scales
+        leaf = x.clone().requires_grad_()
+        module.zero_grad(set_to_none=True)
+        with region(recipe):
+            y = module(leaf, **ours)
+        y.backward(dy)
+    o = {"num_attention_heads": HEADS, **options}
+    wanted = reference.results(lambda p, t: reference.multihead(p, t, o, **theirs)[0], module, x, dy)
+    floor = DB["nvfp4 attention" if recipe == "nvfp4" else "fp8 mlp"]
+    got = {"y": y, "dx": leaf.grad, **{n: p.grad for n, p in module.named_parameters()}}
+    for name, value in got.items():
+        found = snr_db(value, wanted[name])
+        assert found >= (DB["bf16"] if name == "proj.bias" else floor), f"{name}: {found:.1f} dB"
+    assert snr_db(y, wanted["y"]) < DB["bf16"], "it did run in FP8"
+
+
+HANDED = {
+    ("none", False): HandOver(),
+    ("delayed", False): HandOver(),
+    ("delayed dpa", False): HandOver(False, True, True),
+    ("delayed mha", False): HandOver(True, True, True),
+    ("delayed mha", True): HandOver(False, True, True),
+    ("current mha", False): HandOver(False, True, False),
+    ("mxfp8 dpa", False): HandOver(),
+}
+
+
+@pytest.mark.parametrize(("kind", "turned"), HANDED)
+def test_what_is_handed_over_in_fp8(kind: str, turned: bool) -> None:
+    """By the recipe's flags; only while a region is active; in a recomputation as in the forward before."""
+    flags = {"fp8_dpa": True, "fp8_mha": kind.endswith("mha")} if " " in kind else {}
+    recipes = {"delayed": DelayedScaling, "current": Float8CurrentScaling, "mxfp8": MXFP8BlockScaling}
+    recipe = None if kind == "none" else recipes[kind.split()[0]](**flags)
+    module = make("cpu")
+    with te.autocast(enabled=recipe is not None, recipe=recipe, emulate=True):
+        assert module._hand_over(turned) == HANDED[kind, turned]
+        with te.autocast(enabled=False):
+            assert module._hand_over(turned) == HandOver()
+        module._hand_over(turned)
+    seen = []
+    t = torch.ones(1, requires_grad=True)
+    (t * 1).register_hook(lambda _: None)
+    u = t * 1
+    u.register_hook(lambda _: seen.append(module._hand_over(turned)))
+    u.backward()
+    assert seen == [HANDED[kind, turned]]
+    assert module._hand_over(turned) == HandOver()
+    normed = make("cpu", qk_norm_type="RMSNorm")
+    with te.autocast(enabled=recipe is not None, recipe=recipe, emulate=True):
+        assert not normed._hand_over(False).qkv, "norms do not read FP8"
+    with te.autocast(enabled=False, calibrating=True, recipe=recipe):
+        assert module._hand_over(turned) == HandOver()
+
+
+@on_devices
+@pytest.mark.parametrize("kind", ["delayed dpa", "delayed mha", "current dpa", "current mha"])
+@pytest.mark.parametrize("case", ["norm", "rope, gqa, fused", "cross, gqa, fused"])
+def test_fp8_attention(case: str, kind: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention itself in FP8 too (emulated where the device has none): what it reads and gives is handed over."""
+    monkeypatch.setenv("NVTE_UnfusedDPA_Emulate_FP8", "1")
+    scaling, flag = kind.split()
+    recipe = {"delayed": DelayedScaling, "current": Float8CurrentScaling}[scaling](fp8_dpa=True, fp8_mha=flag == "mha")
+    options, call = CASES[case]
+    module = make(device, torch.bfloat16, **options)
+    with torch.no_grad():
+        [p.mul_(0.5) for p in module.parameters() if p.ndim == 2]
+    ours, theirs = arguments(options, call, device)
+    if "encoded" in theirs:
+        ours["encoder_output"] = ours["encoder_output"].bfloat16()
+        theirs["encoded"] = theirs["encoded"].bfloat16().double()
+    read: list[torch.Tensor] = []
+    first = next(m for n, m in module.named_modules() if n in ("layernorm_qkv", "qkv", "key_value"))
+    first.register_forward_hook(lambda m, args, out: read.append(out))
+    x = values(S, B, WIDTH, device=device, dtype=torch.bfloat16, seed=1)
+    dy = gradient_for(x)
+    for _ in range(3):
+        leaf = x.clone().requires_grad_()
+        module.zero_grad(set_to_none=True)
+        with te.autocast(recipe=recipe):
+            y = module(leaf, **ours)
+        y.backward(dy)
+    handed = kind == "delayed mha" and "rotary_pos_emb" not in call
+    assert isinstance(read[-1], te.QuantizedTensor) == handed
+    o = {"num_attention_heads": HEADS, **options}
+    wanted = reference.results(lambda p, t: reference.multihead(p, t, o, **theirs)[0], module, x, dy)
+    got = {"y": y, "dx": leaf.grad, **{n: p.grad for n, p in module.named_parameters()}}
+    for name, value in got.items():
+        if not name.endswith("key_bias"):  # nothing but rounding
+            found = snr_db(value, wanted[name])
+            assert found >= DB["fp8 mlp"], f"{name}: {found:.1f} dB"
+    assert any("core_attention.fp8_state" in name for name in module.state_dict())
+
+
+def test_nothing_is_copied_where_strides_lead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without angles, norms and a cache attention reads the projection itself, in every packing."""
+
+    def refuse(*args: Any, **kw: Any) -> None:
+        raise AssertionError("split")
+
+    monkeypatch.setattr("te_torch.attention.multihead.split_heads", refuse)
+    for case, (options, call) in CASES.items():
+        ours, _ = arguments(options, call, "cpu")
+        module, x = make("cpu", **options), values(S, B, WIDTH, seed=1)
+        if "rope" in case or "qk" in case:
+            with pytest.raises(AssertionError, match="split"):
+                module(x, **ours)
+        else:
+            module(x, **ours)
