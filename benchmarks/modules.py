@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
+from math import prod
 from typing import Any
 
 import torch
@@ -34,8 +35,8 @@ class Case:
     """A module with an input, and what is asked of it, by recipe."""
 
     name: str  # as in the peer's file
-    make: Callable[[], torch.nn.Module]
-    shape: tuple[int, int]
+    make: Callable[[], torch.nn.Module]  # called with one input of this shape
+    shape: tuple[int, ...]
     recipes: tuple[str, ...] = tuple(RECIPES)
     targets: dict[str, float] | None = None  # fwd+bwd GPU time as a share of the peer's
     host: dict[str, tuple[float, float]] | None = None  # forward, fwd+bwd host time in nn.Linears
@@ -111,8 +112,8 @@ def works(module: torch.nn.Module, x: torch.Tensor, recipe: Recipe | None) -> tu
         with te.autocast(enabled=recipe is not None, recipe=recipe):
             return module(x)
 
-    width = forward().shape[-1]
-    dy = harness.matrix(generators.gradients, x.shape[0], width)
+    *lead, width = forward().shape
+    dy = harness.matrix(generators.gradients, prod(lead), width).view(*lead, width)
 
     def both() -> None:
         forward().backward(dy)
@@ -125,7 +126,8 @@ def works(module: torch.nn.Module, x: torch.Tensor, recipe: Recipe | None) -> tu
 def build(case: Case, recipe: str) -> tuple[harness.Work, harness.Work]:
     """The works of a case."""
     torch.manual_seed(0)
-    x = harness.matrix(generators.activations, *case.shape).requires_grad_()
+    *lead, width = case.shape
+    x = harness.matrix(generators.activations, prod(lead), width).view(*case.shape).requires_grad_()
     return works(case.make(), x, RECIPES[recipe])
 
 
@@ -175,17 +177,22 @@ def host_row(case: Case, recipe: str) -> harness.Row:
     return row
 
 
-def measure() -> list[harness.Row]:
-    """All cases; on a CPU only the tiny ones."""
+def measure_all(large: Sequence[Case], tiny: Sequence[Case]) -> list[harness.Row]:
+    """GPU times and memory of the large cases (not on a CPU), host times of the tiny ones."""
     rows = []
-    for case in LARGE if harness.gpu() else []:
+    for case in large if harness.gpu() else []:
         for recipe in case.recipes:
             rows.append(gpu_row(case, recipe))
             harness.free()
-    for case in TINY:
+    for case in tiny:
         for recipe in case.recipes:
             rows.append(host_row(case, recipe))
     return rows
+
+
+def measure() -> list[harness.Row]:
+    """All cases; on a CPU only the tiny ones."""
+    return measure_all(LARGE, TINY)
 
 
 if __name__ == "__main__":

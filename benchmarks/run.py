@@ -1,6 +1,6 @@
 """Runs benchmarks by name, one after another: a table each, a JSON file each, and a picture beside it.
 
-    python -m benchmarks.run gemm norms quantize modules training --out benchmarks/results
+python -m benchmarks.run gemm norms quantize modules training --out benchmarks/results
 """
 
 from __future__ import annotations
@@ -45,6 +45,13 @@ BENCHMARKS = {
     "modules": Benchmark(
         columns=("case", "recipe", "fwd us", "fwd+bwd us", "peak MiB", "peer fwd us", "peer fwd+bwd us",
                  "peer peak MiB", "of_peer", "of_linear fwd", "of_linear", "target", "ok"),
+        ratio="of_peer", reference="fwd+bwd GPU time, 1 = the peer on an H200", on_cpu=True,
+    ),
+    "attention": Benchmark(
+        ("measure", "measure_torch", "measure_start"),
+        columns=("case", "recipe", "fwd us", "fwd+bwd us", "peak MiB", "peer fwd us", "peer fwd+bwd us",
+                 "peer peak MiB", "of_peer", "of_linear fwd", "of_linear", "of_torch", "seconds", "plans built",
+                 "target", "ok"),
         ratio="of_peer", reference="fwd+bwd GPU time, 1 = the peer on an H200", on_cpu=True,
     ),
     "training": Benchmark(
