@@ -95,7 +95,9 @@ def _rows(history: Any) -> int:
 
 
 def _device_of(module: torch.nn.Module) -> torch.device:
-    return next((p.device for p in module.parameters()), torch.device("cpu"))
+    from te_torch.modules.base import default_device
+
+    return next((p.device for p in module.parameters()), default_device())
 
 
 def prepare_state(model: torch.nn.Module, recipe: Recipe) -> list[str]:

@@ -96,9 +96,11 @@ def attention_backward(
 
     dy is dense in the output's format and dtype.
     """
-    key = ("attention_backward", spec, bias_grad, dy.dtype, dy.strides, out.strides, *plan_key(q, k, v, terms), *(
-        () if grads is None else (g.row_major_strides() for g in grads)
-    ))  # fmt: skip
+    key = (
+        "attention_backward", spec, bias_grad, dy.dtype, dy.shape, dy.strides, out.dtype, out.shape, out.strides,
+        stats.dtype, stats.shape, *plan_key(q, k, v, terms),
+        *(() if grads is None else (g.row_major_strides() for g in grads)),
+    )  # fmt: skip
     plan = rt.plans.get(key)
     if plan is None:
         op = "attention_backward"
@@ -108,6 +110,10 @@ def attention_backward(
                 t.shape == (*q.shape[:-1], v.shape[-1]) and t.dtype is q.dtype and t.is_contiguous, op,
                 f"{name} = {t!r}", f"a dense tensor {(*q.shape[:-1], v.shape[-1])} of {q.dtype}", f"correct {name}",
             )  # fmt: skip
+        _check.require(
+            stats.shape == stats_shape(q, spec) and stats.dtype is dtypes.float32, op, f"stats = {stats!r}",
+            f"float32 {stats_shape(q, spec)}, as forward gave them", "pass forward's stats",
+        )  # fmt: skip
         _check.require(terms.pages is None, op, "a paged cache", "contiguous k and v", "train without a cache")
         plan = rt.plans.put(key, rt.backend.plan_attention_backward(
             rt, spec, sizes_of(q, k, v, spec, terms), q, k, v, terms, grads, bias_grad

@@ -327,9 +327,11 @@ class DotProductAttention(BaseModule):
         """The tensors of a call in the form that all backends take."""
         draws = plan.spec.dropout > 0 and plan.backend not in choose.FLASH
         keys = plan.request.sizes.skv if plan.spec.masked else 0
-        return self._make_terms(given, plan.lengths, keys, plan.key.bias_type, draws)
+        return self._make_terms(given, plan.lengths, (keys, plan.bias_rows), plan.key.bias_type, draws)
 
-    def _make_terms(self, given: Given, lengths: str, keys: int, bias_type: str, draws: bool) -> Terms:
+    def _make_terms(self, given: Given, lengths: str, whole: tuple[int, int], bias_type: str, draws: bool) -> Terms:
+        """`whole`: how many keys a mask and how many queries a bias has to be spread over; 0 leaves it as it is."""
+        keys, rows = whole
         a, bias, slopes, cu_q, cu_kv = given.a, given.bias, given.slopes, None, None
         padded: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
         if lengths == "given":
@@ -341,6 +343,8 @@ class DotProductAttention(BaseModule):
         if bias is not None:
             if bias_type == "pre_scale_bias":
                 bias = bias * self.softmax_scale
+            if rows:
+                bias = bias.expand(-1, -1, rows, -1)
             bias = bias.to(a.dtype).contiguous()
         if bias_type == "alibi":
             slopes = _default_slopes(self._static.heads, a.device) if slopes is None else slopes.float().contiguous()
@@ -401,10 +405,10 @@ class DotProductAttention(BaseModule):
 
     def _traced(self, key: Key, given: Given, fp8: tuple[bool, bool]) -> Any:
         """The call under a tracing compiler: FusedAttention as an operator; the other backends run eagerly."""
-        name, lengths, keys, draws = _trace_plan(self._token, tuple(key))
+        name, lengths, keys, rows, draws = _trace_plan(self._token, tuple(key))
         if not name:
             return _eager_run(self, key, given, fp8)
-        terms = self._make_terms(given, lengths, keys, key.bias_type, draws)
+        terms = self._make_terms(given, lengths, (keys, rows), key.bias_type, draws)
         # A compiler breaks its graph where an operator is given one tensor twice.
         if terms.cu_kv is terms.cu_q and terms.cu_kv is not None:
             terms = terms._replace(cu_kv=terms.cu_kv.clone())
@@ -552,8 +556,10 @@ _eager_run: Any = None  # DotProductAttention._run for traced code: never traced
 
 
 @constant_at_trace
-def _trace_plan(token: int, key: tuple[Any, ...]) -> tuple[str, str, int, bool]:
-    """(the call's key or "" where the backend runs eagerly, where lengths come from, keys under a mask, draws)."""
+def _trace_plan(token: int, key: tuple[Any, ...]) -> tuple[str, str, int, int, bool]:
+    """(the call's key or "" where the backend runs eagerly, where lengths come from, keys of a mask, rows of a bias,
+    whether it draws).
+    """
     global _eager_run
     module = module_of(token)
     assert isinstance(module, DotProductAttention)
@@ -563,6 +569,6 @@ def _trace_plan(token: int, key: tuple[Any, ...]) -> tuple[str, str, int, bool]:
             import torch._dynamo
 
             _eager_run = torch._dynamo.disable(DotProductAttention._run, reason="this backend runs eagerly")
-        return "", "", 0, False
+        return "", "", 0, 0, False
     keys = plan.request.sizes.skv if plan.spec.masked else 0
-    return plan.call.key, plan.lengths, keys, plan.spec.dropout > 0
+    return plan.call.key, plan.lengths, keys, plan.bias_rows, plan.spec.dropout > 0

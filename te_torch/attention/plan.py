@@ -96,6 +96,14 @@ class Plan:
         """What is computed."""
         return self.layer.core
 
+    @property
+    def bias_rows(self) -> int:
+        """The queries that a bias without any has to be spread over, 0 if none: cuDNN's backward needs it."""
+        bias, needs = self.key.bias, self.layer.needs
+        if self.backend != choose.FUSED or self.request.device is None or bias is None or not any(needs):
+            return 0
+        return self.request.sizes.sq if bias.shape[2] == 1 else 0
+
 
 def make_plan(static: Static, key: Key, switches: env.Switches) -> Plan:
     """The plan of a call; every complaint about its arguments is made here."""

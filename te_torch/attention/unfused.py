@@ -74,10 +74,11 @@ def _weights(
     """P in q's dtype [b, h, sq, skv] and the largest logit of each head, if wanted."""
     # float16 overflows at 65504: held divided by the layer's number, scores stay small in deep layers.
     divide = plan.static.layer_number if plan.request.switches.layer_scaling and q.dtype == torch.float16 else 1
-    scores = torch.baddbmm(q.new_zeros(1, 1, 1), q, k.transpose(1, 2), beta=0.0, alpha=spec.scale / divide)
+    scale = spec.scale if low is None else 1.0  # FP8 attention casts dS with the scale in it
+    scores = torch.baddbmm(q.new_zeros(1, 1, 1), q, k.transpose(1, 2), beta=0.0, alpha=scale / divide)
     scores = scores.view(size.batch, size.heads, size.sq, size.skv)
     if low is not None:
-        scores = low(scores, None, DP)
+        scores = low(scores, None, DP) * spec.scale
     if spec.softcap:
         cap = spec.softcap / divide
         scores = (cap * torch.tanh(scores.float() / cap)).to(scores.dtype)

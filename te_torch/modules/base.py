@@ -448,6 +448,8 @@ def make_state(
     if state is None or state.scale_fwd.is_meta and device.type != "meta":  # its module was materialised since
         state = module.fp8_state = ScalingState(module.gemms, precision.history.length, device)
     if state.precision is not precision:
+        if state.scale_fwd.device != device:  # a module without parameters cannot tell where a checkpoint belongs
+            state.to(device)
         state.prepare(precision, recipe)
     return state
 

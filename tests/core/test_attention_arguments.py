@@ -150,7 +150,7 @@ def test_a_plan_hides_no_wrong_argument(rt, name):
 @pytest.mark.parametrize(("changes", "text"), [
     ({"dy": zeros(3, 33, 4, 40, dtype=BF16)}, "dy"), ({"dy": zeros(3, 33, 4, 32)}, "dy"), ({"dy": turned}, "dy"),
     ({"out": zeros(3, 4, 33, 32, dtype=BF16)}, "out"), ({"out": zeros(3, 33, 4, 32, dtype=np.float16)}, "out"),
-], ids=str)  # fmt: skip
+], ids=["longer dy", "dy in float32", "turned dy", "another format's out", "out in float16"])  # fmt: skip
 def test_wrong_arguments_of_backward(rt, changes, text):
     made = cases.make(rt, Case())
     y = attention_forward(rt, *made.tensors, spec=made.spec)
