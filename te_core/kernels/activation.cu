@@ -151,6 +151,7 @@ struct Producer {  // operands: dy, a (or x), b
             const float2 act = activate_with_slope(a[j], clamp);
             const bool beyond = KIND == CLAMPED && fabsf(b[j]) > clamp.limit;
             a[j] = GATED ? g[j] * gate_of(b[j], clamp) * act.y : g[j] * act.y;
+            if (KIND == CLAMPED) a[j] += 0.f;  // no -0: below an offset < 0 the padding, too, would come out so
             b[j] = beyond ? 0.f : g[j] * act.x;
         }
         out[0] = rounded_pack<T>(a);
@@ -174,6 +175,7 @@ struct Producer {  // operands: a (or x), b
         for (int j = 0; j < V; ++j) {
             const float act = activate(a[j], clamp);
             a[j] = GATED ? act * gate_of(b[j], clamp) : act;
+            if (KIND == CLAMPED) a[j] += 0.f;  // as in backward
         }
         out[0] = rounded_pack<T>(a);
     }

@@ -27,7 +27,10 @@ def run(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(out [.., heads * d_v] in q's format, largest logits or None)."""
     if a.is_cuda:
-        a, b, c = _aligned(a), b if b is None else _aligned(b), c if c is None else _aligned(c)
+        # Gradients of packed sequences have to lie as their tensors do, and ours are dense.
+        dense = plan.layer.packing != "qkv" and "thd" in (plan.spec.q_format, plan.spec.kv_format)
+        lay = _dense if dense and any(plan.layer.needs) else _aligned
+        a, b, c = lay(a), b if b is None else lay(b), c if c is None else lay(c)
     return run_call(plan.call, plan.layer.packing, a, b, c, terms)
 
 
@@ -45,6 +48,10 @@ def run_call(
         call, None, False, a, b, c, bias, slopes, sink, cu_q, cu_kv, cu_q_padded, cu_kv_padded, mask, pages, rng
     )
     return out[0], out[1] if len(out) > 1 else None
+
+
+def _dense(t: torch.Tensor) -> torch.Tensor:
+    return _aligned(t.contiguous())
 
 
 def _aligned(t: torch.Tensor) -> torch.Tensor:

@@ -33,6 +33,7 @@ from te_core.backends.cuda.attention_plan import (
     sums,
     token_bound,
 )
+from te_core.errors import UnsupportedError
 from te_core.kernels import loader
 from te_core.kernels.loader import Kernel
 from te_core.runtime import Runtime
@@ -247,6 +248,7 @@ def plan_attention_backward(
         rt, "attention_backward", spec, size, q.dtype, (q, k, v, *results), training=True, terms=terms,
         bias_grad=bias_grad,
     )  # fmt: skip
+    _require_alike((q, k, v), results, (spec.q_format, spec.kv_format, spec.kv_format))
     frame = frame_of(spec, size, terms, backward=True)
     empty = not q.size or not k.size
     if empty:
@@ -267,6 +269,16 @@ def plan_attention_backward(
         spec, size, graph, picker(graph, _without_sink(names, spec)), near, slopes, constants=constants,
         constants_at=at,
     )  # fmt: skip
+
+
+def _require_alike(tensors: tuple[Tensor, ...], grads: tuple[Tensor, ...], forms: tuple[str, ...]) -> None:
+    """Packed gradients lie as their tensors do: cuDNN writes wrong ones otherwise."""
+    for t, grad, form in zip(tensors, grads, forms, strict=True):
+        if form == "thd" and t.shape[0] > 1 and t.row_major_strides()[0] != grad.row_major_strides()[0]:
+            raise UnsupportedError(
+                "attention_backward", f"a packed tensor {t!r} and its gradient {grad!r}", "as many elements from a "
+                "token to the next in both", "make the tensor dense, or give `grads` of its strides",
+            )  # fmt: skip
 
 
 def tokens_of(frame: Frame, found: dict[str, Layout], q: Tensor, k: Tensor) -> tuple[int, int] | None:
