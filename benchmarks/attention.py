@@ -21,6 +21,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import te_torch as te
 from benchmarks import harness
 from benchmarks.modules import BF16, RECIPES, Case, forward_only, measure_all, peer, works
+from te_core import ops
+from te_core.attention import AttentionSpec
+from te_torch.runtime import runtime_for, to_core
 from tests import generators
 
 
@@ -89,7 +92,7 @@ def measure() -> list[harness.Row]:
             "of_peer": total / theirs["fwd+bwd"], "target": TARGET, "ok": total / theirs["fwd+bwd"] <= TARGET,
         })  # fmt: skip
         harness.free()
-    return [*rows, host_row()]
+    return [*rows, host_row(), *core_rows()]
 
 
 def host_row() -> harness.Row:
@@ -109,6 +112,23 @@ def host_row() -> harness.Row:
     if harness.gpu():
         row |= {"target": "4, 2", "ok": row["of_linear fwd"] <= 4 and row["of_linear"] <= 2}
     return row
+
+
+def core_rows() -> list[harness.Row]:
+    """Host time of the core's two operations alone, launches included; on a GPU that is cuDNN's, on a built plan."""
+    shape = (2, 128, 4, 64)
+    q, k, v, dy = (harness.matrix(generators.activations, 256, 256, seed).view(shape) for seed in range(4))
+    rt, (q1, k1, v1, dy1) = runtime_for(q), map(to_core, (q, k, v, dy))
+    spec = AttentionSpec(0.125, "bshd", "bshd", right=0)
+    done = ops.attention_forward(rt, q1, k1, v1, spec=spec)
+    assert done.stats is not None
+    forward = partial(ops.attention_forward, rt, q1, k1, v1, spec=spec)
+    backward = partial(ops.attention_backward, rt, dy1, q1, k1, v1, done.out, done.stats, spec=spec)
+    found = zip(("forward", "backward"), harness.host_us(forward, backward), strict=True)
+    rows: list[harness.Row] = [
+        {"case": f"host: ops.attention_{way}", "recipe": "bf16", "fwd us": us} for way, us in found
+    ]
+    return [row | {"target": "25", "ok": row["fwd us"] <= 25} for row in rows] if harness.gpu() else rows
 
 
 def measure_torch() -> list[harness.Row]:

@@ -14,7 +14,7 @@ import torch
 
 from te_core.device import DeviceInfo
 from te_torch.attention import choose, plan, tune
-from te_torch.attention.choose import FUSED, UNFUSED
+from te_torch.attention.choose import FLASH_TORCH, FUSED, UNFUSED
 from te_torch.attention.dot_product import RUN
 from tests.backends import requires_cuda
 
@@ -72,7 +72,7 @@ def test_what_is_written_decides(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
-    times = {UNFUSED: 1.0, FUSED: 2.0}
+    times = {UNFUSED: 1.0, FLASH_TORCH: 2.0, FUSED: 3.0}
     monkeypatch.setattr(tune, "measure", lambda names, device, say: {name: times for name in names})
     choose.forget()
     assert tune.main(["--only", "infer/dense/d64/short"]) == 0
@@ -87,7 +87,9 @@ def test_what_is_written_decides(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     monkeypatch.setattr(plan, "device_info", lambda device: H200)
     monkeypatch.setattr(choose, "installed", lambda: choose.Installed(cudnn=(9, 19, 0)))
     found = case.module.explain_key(case.key)
-    assert found.backend == UNFUSED and "this machine's table" in found.why
+    assert found.backend == FLASH_TORCH and "this machine's table" in found.why
+    order, _ = choose.ranking(plan.make_plan(case.module._static, case.key, choose.Switches()).request)
+    assert order[-1] == UNFUSED, "it is measured fastest here, and its memory is the square of the length"
     monkeypatch.undo()
     choose.forget()
 
