@@ -35,7 +35,7 @@ class Ask:
     size: Sizes
     dtype: DType
     training: bool  # its backward will be asked for, too
-    fp8: bool
+    fp8: bool | str
     paged: bool
     bias_grad: bool
     aligned: bool
@@ -73,7 +73,7 @@ def cudnn_attention(
     extent along the queries.
     """
     ask = Ask(
-        device, tuple(cudnn_version), spec, sizes, dtype, training, bool(fp8), paged, bias_grad, aligned, bias_rows
+        device, tuple(cudnn_version), spec, sizes, dtype, training, fp8, paged, bias_grad, aligned, bias_rows
     )  # fmt: skip
     for rule in (*RULES, *(FP8_RULES if ask.fp8 else F16_RULES), *(TRAINING_RULES if training else ())):
         reason = rule(ask)
@@ -219,6 +219,12 @@ def _fp8_device(a: Ask) -> str | None:
     return None
 
 
+def _fp8_scaling(a: Ask) -> str | None:
+    if isinstance(a.fp8, str) and a.fp8 != "delayed":
+        return f"FP8 attention on GPUs takes delayed scaling in this release, not {a.fp8}."
+    return None
+
+
 def _fp8_dtype(a: Ask) -> str | None:
     if a.dtype in FP8 or a.dtype in F16 or a.dtype is dtypes.float32:
         return None
@@ -324,7 +330,7 @@ F16_RULES: tuple[Rule, ...] = (
     _f16, _width_step, _widest_forward, _window_and_dropout, _softcap, _max_logit,
 )  # fmt: skip
 FP8_RULES: tuple[Rule, ...] = (
-    _fp8_device, _fp8_dtype, _fp8_width, _fp8_bias, _fp8_bottom_right, _fp8_packed, _fp8_softmax,
+    _fp8_device, _fp8_scaling, _fp8_dtype, _fp8_width, _fp8_bias, _fp8_bottom_right, _fp8_packed, _fp8_softmax,
     _fp8_extras,
 )  # fmt: skip
 TRAINING_RULES: tuple[Rule, ...] = (

@@ -1,4 +1,4 @@
-"""The report of `python -m te_core.doctor`: libraries and their files, devices, settings, recipe x operation."""
+"""The report of `python -m te_core.doctor`: libraries and their files, devices, what runs there, settings."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from importlib import import_module, metadata
 import te_core
 from te_core import device, env, libraries
 from te_core.errors import LibraryError
+from te_core.tools import attention_table
 
 #: Distributions worth naming, by what they are for.
 _PACKAGES = ("numpy", "ml-dtypes", "torch", "jax", "cupy-cuda13x", "cupy-cuda12x", "nvmath-python",
@@ -41,6 +42,7 @@ def report(faults: list[str]) -> Iterator[str]:
     driver = libraries.driver_version()
     if driver == (0, 0):
         yield "driver: none. The reference backend (Runtime.cpu) is what runs here; kernels can still be compiled."
+        yield "attention: te_core's own on the CPU; cuDNN is for GPUs."
     else:
         yield f"driver: supports CUDA {driver[0]}.{driver[1]}"
         yield from _devices(faults)
@@ -82,6 +84,15 @@ def _devices(faults: list[str]) -> Iterator[str]:
     for info in dict.fromkeys(device.info(index) for index in range(count)):
         yield ""
         yield from table(_with_library(info))
+        yield ""
+        yield from _attention(info)
+
+
+def _attention(info: device.DeviceInfo) -> Iterator[str]:
+    try:
+        yield from attention_table.table(info, libraries.version("cudnn"))
+    except LibraryError as error:
+        yield f"  attention by cuDNN: none, cuDNN is missing ({error.do})"
 
 
 def _with_library(info: device.DeviceInfo) -> device.DeviceInfo:
@@ -120,6 +131,7 @@ def _libraries(faults: list[str]) -> Iterator[str]:
 
 def _bindings(faults: list[str]) -> Iterator[str]:
     """What calls the libraries."""
+    from te_core.backends.cuda import cudnn
     from te_core.kernels import compiler, loader
 
     try:
@@ -132,6 +144,11 @@ def _bindings(faults: list[str]) -> Iterator[str]:
         yield f"  cuBLASLt is called through nvmath {metadata.version('nvmath-python')}"
     except metadata.PackageNotFoundError:
         yield "  cuBLASLt is called through ctypes (slower calls; pip install nvmath-python)"
+    try:
+        made = cudnn.frontend()
+        yield f"  cuDNN is called through its frontend {made.frontend}, {made.native.__file__}"
+    except LibraryError as error:
+        yield f"  cuDNN's frontend: none, so no FusedAttention on a GPU ({error.do})"
     try:
         yield f"  CUDA headers: {compiler.cuda_headers()[0]}"
     except LibraryError as error:

@@ -19,10 +19,16 @@ from typing import Any
 
 import te_core
 import te_torch
+from te_core import attention as _attention
 from te_core.errors import UnsupportedError
 from te_torch import availability as _availability
 from te_torch import recipe as _recipe
 from te_torch import tensors as _tensors
+from te_torch.attention import dot_product as _dot_product
+from te_torch.attention import inference as _inference
+from te_torch.attention import rope as _rope
+from te_torch.attention import softmax as _softmax
+from te_torch.attention import utils as _attention_utils
 from te_torch.custom_recipes import quantizer_factories, quantizer_factory_zoo
 from te_torch.modules.base import BaseModule
 from te_torch.tensors import utils as _tensor_utils
@@ -32,6 +38,9 @@ ROOT = "transformer_engine"
 _MODULES = (
     "Fp8Padding", "Fp8Unpadding", "GroupedLinear", "LayerNorm", "LayerNormLinear", "LayerNormMLP", "Linear", "RMSNorm",
 )  # fmt: skip
+_ATTENTION = ("DotProductAttention", "InferenceParams", "MultiheadAttention", "RotaryPositionEmbedding")
+_ROPE = ("apply_rotary_pos_emb", "apply_fused_qkv_rotary_pos_emb")
+_CACHES = ("InferenceParams", "KVCacheManager", "NonPagedKVCacheManager", "PagedKVCacheManager")
 _AVAILABLE = ("is_fp8_available", "is_mxfp8_available", "is_fp8_block_scaling_available", "is_nvfp4_available")
 _DEVICE = ("is_bf16_available", "get_cudnn_version", "get_device_compute_capability")
 _REGIONS = ("autocast", "quantized_model_init", "get_default_recipe")
@@ -99,10 +108,24 @@ _CONTENTS: dict[str, dict[str, Any]] = {
     "pytorch.tensor.utils": _of(_tensor_utils, _UTILS),
     "pytorch.float8_tensor": _of(te_torch, ("Float8Tensor",)),
     "pytorch.quantized_tensor": _of(te_torch, _SAVING),
+    "pytorch.attention": _of(te_torch, _ATTENTION) | _of(_rope, _ROPE),
+    "pytorch.attention.rope": _of(_rope, ("RotaryPositionEmbedding", *_ROPE)),
+    "pytorch.attention.inference": _of(_inference, _CACHES),
+    "pytorch.attention.dot_product_attention": _of(_dot_product, ("DotProductAttention", "_attention_backends")),
+    "pytorch.attention.dot_product_attention.utils": _of(_attention_utils, _attention_utils.__all__),
+    "pytorch.attention.dot_product_attention.softmax": _of(_softmax, ("FusedScaleMaskSoftmax",)),
+    "pytorch.transformer": _of(te_torch, ("TransformerLayer",)),
     "pytorch.custom_recipes": {},
     "pytorch.custom_recipes.quantizer_factories": _factories(quantizer_factories),
     "pytorch.custom_recipes.quantizer_factory_zoo": _factories(quantizer_factory_zoo),
-    "pytorch.constants": _of(_tensors, ("DType", "TE_DType", "TE_DType_To_Torch")),
+    "pytorch.constants": {
+        **_of(_tensors, ("DType", "TE_DType", "TE_DType_To_Torch")),
+        "AttnMaskTypes": _attention.MASKS,
+        "AttnBiasTypes": _attention.BIASES,
+        "AttnTypes": ("self", "cross"),
+        "LayerTypes": ("encoder", "decoder"),
+        "QKVLayouts": _attention_utils.QKVLayouts,
+    },
     "pytorch.utils": _of(te_torch, _DEVICE),
 }
 _DEPRECATED = {"pytorch.fp8": "pytorch.quantization"}

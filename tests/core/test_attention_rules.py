@@ -82,6 +82,7 @@ REFUSED = {
     "_softcap": ({"softcap": 30.0, "padded": True}, "lengths"),
     "_max_logit": ({"max_logit": True, "softmax": "learnable"}, "sink"),
     "_fp8_device": ({"fp8": True, "device": AMPERE}, "9.0"),
+    "_fp8_scaling": ({"fp8": "current"}, "not current"),
     "_fp8_dtype": ({"fp8": True, "dtype": dtypes.int8}, "int8"),
     "_fp8_width": ({"fp8": True, "size": {"d_qk": 72, "d_v": 72}, "training": False}, "multiples of 16"),
     "_fp8_bias": ({"fp8": True, "bias": "alibi"}, "no bias"),

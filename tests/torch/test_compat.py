@@ -73,9 +73,66 @@ def python(code: str, *arguments: str, path: str = "") -> subprocess.CompletedPr
     )
 
 
+TRANSFORMER = '''
+import sys
+import torch
+import transformer_engine.pytorch as te
+from transformer_engine.common.recipe import DelayedScaling, Format
+from transformer_engine.pytorch.attention import RotaryPositionEmbedding
+
+class Net(torch.nn.Module):
+    def __init__(self, hidden, heads):
+        super().__init__()
+        self.rope = RotaryPositionEmbedding(hidden // heads)
+        self.layers = torch.nn.ModuleList(
+            te.TransformerLayer(
+                hidden, 4 * hidden, heads, num_gqa_groups=heads // 2, layer_number=i + 1, hidden_dropout=0.0,
+                attention_dropout=0.0, self_attn_mask_type="causal", normalization="RMSNorm", activation="swiglu",
+                bias=False, fuse_qkv_params=True, params_dtype=torch.bfloat16,
+            )
+            for i in range(2)
+        )
+
+    def forward(self, x):
+        angles = self.rope(x.shape[0])
+        for layer in self.layers:
+            x = layer(x, attention_mask=None, rotary_pos_emb=angles)
+        return x
+
+torch.manual_seed(1234)
+device = sys.argv[1]
+model = Net(64, 4).to(device)
+optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+fp8_recipe = DelayedScaling(fp8_format=Format.HYBRID, amax_history_len=16, amax_compute_algo="max")
+x = torch.randn(16, 2, 64, dtype=torch.bfloat16, device=device)
+target = torch.randn(16, 2, 64, dtype=torch.bfloat16, device=device)
+losses = []
+for step in range(8):
+    optimizer.zero_grad()
+    with te.fp8_autocast(enabled=True, fp8_recipe=fp8_recipe):
+        y = model(x)
+    loss = torch.nn.functional.mse_loss(y.float(), target.float())
+    loss.backward()
+    optimizer.step()
+    losses.append(loss.item())
+assert losses[-1] < losses[0] - 0.01, losses
+torch.save(model.state_dict(), sys.argv[2])
+again = Net(64, 4).to(device)
+again.load_state_dict(torch.load(sys.argv[2], weights_only=True))
+with torch.no_grad(), te.fp8_autocast(enabled=True, fp8_recipe=fp8_recipe):
+    seen = model(x)
+    assert torch.equal(again(x), seen)
+    later = x.clone()
+    later[9:] = 0
+    assert torch.equal(model(later)[:9], seen[:9]), "causal"
+print("trained", type(model.layers[0]).__module__)
+'''
+
+
+@pytest.mark.parametrize("script", [SCRIPT, TRANSFORMER], ids=["modules", "transformer"])
 @pytest.mark.parametrize("device", devices())
-def test_a_training_script(device: str, tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(SCRIPT)
+def test_a_training_script(device: str, script: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(script)
     done = python(START, str(tmp_path / "train.py"), device, str(tmp_path / "model.pt"))
     assert done.returncode == 0 and "trained te_torch" in done.stdout, done.stderr[-2000:]
 
@@ -118,6 +175,56 @@ print("ok")
 def test_documented_names() -> None:
     done = python(NAMES)
     assert done.returncode == 0 and "ok" in done.stdout, done.stderr[-2000:]
+
+
+ATTENTION = """
+import importlib
+import te_torch.compat
+documented = {
+    "pytorch": "DotProductAttention MultiheadAttention InferenceParams RotaryPositionEmbedding TransformerLayer",
+    "pytorch.attention": "DotProductAttention MultiheadAttention InferenceParams RotaryPositionEmbedding"
+    " apply_rotary_pos_emb apply_fused_qkv_rotary_pos_emb",
+    "pytorch.attention.rope": "RotaryPositionEmbedding apply_rotary_pos_emb apply_fused_qkv_rotary_pos_emb",
+    "pytorch.attention.inference": "InferenceParams KVCacheManager NonPagedKVCacheManager PagedKVCacheManager",
+    "pytorch.attention.dot_product_attention": "DotProductAttention _attention_backends",
+    "pytorch.attention.dot_product_attention.utils": "get_qkv_layout get_qkv_format get_cu_seqlens"
+    " get_cu_seqlens_and_indices get_full_cu_seqlens get_padding_mask get_full_mask get_alibi check_set_window_size"
+    " get_attention_backend AttentionParams FlashAttentionUtils QKVLayouts",
+    "pytorch.attention.dot_product_attention.softmax": "FusedScaleMaskSoftmax",
+    "pytorch.transformer": "TransformerLayer",
+    "pytorch.constants": "AttnMaskTypes AttnTypes AttnBiasTypes QKVLayouts LayerTypes",
+}
+for path, names in documented.items():
+    module = importlib.import_module(f"transformer_engine.{path}")
+    for name in names.split():
+        getattr(module, name)
+import transformer_engine.pytorch as te
+assert te.attention.dot_product_attention.DotProductAttention is te.DotProductAttention
+assert te.attention.DotProductAttention is te.DotProductAttention
+assert te.attention.inference.InferenceParams is te.attention.InferenceParams is te.InferenceParams
+assert te.transformer.TransformerLayer is te.TransformerLayer is te_torch.TransformerLayer
+assert len(te.constants.QKVLayouts) == 25 and te.constants.AttnTypes == ("self", "cross")
+assert te.constants.AttnMaskTypes == (
+    "no_mask", "padding", "causal", "padding_causal", "causal_bottom_right", "padding_causal_bottom_right", "arbitrary"
+)
+
+import os, torch
+from transformer_engine.pytorch.attention.dot_product_attention import _attention_backends
+attention, q = te.DotProductAttention(2, 16), torch.ones(3, 1, 2, 16)
+assert attention.explain(q, q, q).backend == "FusedAttention"
+attention(q, q, q)
+os.environ["NVTE_FUSED_ATTN"] = "0"
+_attention_backends["backend_selection_requires_update"] = True
+attention(q, q, q)
+assert _attention_backends["backend_selection_requires_update"] is False, "the module reads this very dictionary"
+assert attention.explain(q, q, q).backend == "UnfusedDotProductAttention"
+print("ok")
+"""
+
+
+def test_documented_names_of_attention() -> None:
+    done = python(ATTENTION)
+    assert done.returncode == 0 and "ok" in done.stdout.splitlines(), done.stderr[-2000:]
 
 
 REFUSES = """
