@@ -11,7 +11,7 @@ JOBS      ?= $(shell $(PYTHON) -c "import os; print(min(os.cpu_count() or 1, 8))
 # make gpu (SHARD=none: no tests; GPU_FLAGS: tools/gpu_run.py --help, such as --limit 540 --pack --mutants)
 WHEELS    ?= .whl
 SHARD     ?= 1/1
-BENCH     ?= gemm norms quantize modules training
+BENCH     ?= gemm norms quantize modules attention attention_kernels training
 OUT       ?= build/gpu
 GPU_FLAGS ?=
 

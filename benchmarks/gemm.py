@@ -56,9 +56,7 @@ def fp8_pair(x: torch.Tensor, w: torch.Tensor, dtype: torch.dtype, split: bool) 
     y, out = to_core(result(x, w)), result(x, w)
 
     def ours() -> Any:
-        return ops.gemm(
-            rt, a, b, trans_b=True, a_scale=a_scale, b_scale=b_scale, out=y, split_accumulator=split
-        )
+        return ops.gemm(rt, a, b, trans_b=True, a_scale=a_scale, b_scale=b_scale, out=y, split_accumulator=split)
 
     def theirs() -> Any:
         return torch._scaled_mm(

@@ -1,6 +1,6 @@
 """Runs benchmarks by name, one after another: a table each, a JSON file each, and a picture beside it.
 
-python -m benchmarks.run gemm norms quantize modules training --out benchmarks/results
+python -m benchmarks.run gemm norms quantize modules attention attention_kernels training --out benchmarks/results
 """
 
 from __future__ import annotations
@@ -54,6 +54,7 @@ BENCHMARKS = {
                  "target", "ok"),
         ratio="of_peer", reference="fwd+bwd GPU time, 1 = the peer on an H200", on_cpu=True,
     ),
+    "attention_kernels": Benchmark(columns=("case", "shape", "us", "of_copy", "TB/s")),
     "training": Benchmark(
         columns=("case", "recipe", "seed", "last loss", "of_bf16", "held-out loss", "below unigram", "seconds", "ok"),
         ratio="of_bf16", reference="training loss, 1 = bf16", on_cpu=True,
