@@ -78,12 +78,12 @@ def softmaxes() -> Iterator[Case]:
 def norms() -> Iterator[Case]:
     """Heads of 128 (QK norm), and rows of 4096 with a residual."""
     heads = normal(8192 * 32, 128)
-    rt, ch = runtime_for(heads), core(heads)
+    rt, ch, grads = runtime_for(heads), core(heads), core(normal(8192 * 32, 128))
     yield "L2 norm forward", (8192 * 32, 128), 2 * heads.nbytes, lambda: ops.l2_norm_forward(rt, ch, eps=1e-6)
-    yield "L2 norm backward", (8192 * 32, 128), 3 * heads.nbytes, lambda: ops.l2_norm_backward(rt, ch, ch, eps=1e-6)
-    x, other, gamma = normal(8192, 4096), normal(8192, 4096), normal(4096)
+    yield "L2 norm backward", (8192 * 32, 128), 3 * heads.nbytes, lambda: ops.l2_norm_backward(rt, grads, ch, eps=1e-6)
+    x, other, along, gamma = normal(8192, 4096), normal(8192, 4096), normal(8192, 4096), normal(4096)
     n = x.nbytes
-    cx, co, cg = map(core, (x, other, gamma))
+    cx, co, ca, cg = map(core, (x, other, along, gamma))
     kind: dict[str, Any] = {"kind": "RMSNorm", "eps": 1e-5}
     total = rt.empty((8192, 4096), dtypes.bfloat16)
     rng = core(torch.tensor([1, 2], device="cuda"))
@@ -92,7 +92,7 @@ def norms() -> Iterator[Case]:
         yield name, (8192, 4096), 4 * n, lambda b=branch: ops.norm_forward(rt, cx, cg, None, branch=b, **kind)
     _, _, mean, scale = ops.norm_forward(rt, cx, cg, None, **kind)
     yield "RMSNorm backward + residual's", (8192, 4096), 4 * n, lambda: ops.norm_backward(
-        rt, co, cx, cg, mean, scale, kind="RMSNorm", add=cx
+        rt, co, cx, cg, mean, scale, kind="RMSNorm", add=ca
     )  # fmt: skip
 
 

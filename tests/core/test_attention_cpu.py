@@ -188,21 +188,24 @@ def test_a_paged_cache_is_read_through_its_table(rng: np.random.Generator) -> No
     np.testing.assert_array_equal(found.out.numpy(), plain.out.numpy())
 
 
-def test_tiles_change_nothing(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("tile", [200, 3200, 13000])  # some queries, one group of a sequence, two sequences
+def test_tiles_and_parts_change_nothing(tile: int, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     from te_core.backends.cpu import attention_scores
 
-    rt = Runtime.cpu()
-    q, k, v = (from_numpy(rng.standard_normal((1, 40, 2, 16), np.float32)) for _ in range(3))
-    dy = from_numpy(rng.standard_normal((1, 40, 2, 16), np.float32))
-    spec = AttentionSpec(SCALE, "bshd", "bshd", left=9, right=1, dropout=0.2)
-    terms = Terms(rng=from_numpy(np.array([7, 0], np.int64)))
+    rt, lengths = Runtime.cpu(), [40, 40, 40, 17, 40, 40]
+    q, k, v, dy = (from_numpy(rng.random((6, 40, n, 16), np.float32) - 0.5) for n in (4, 2, 2, 4))
+    spec = AttentionSpec(
+        SCALE, "bshd", "bshd", left=9, right=1, padded=True, bias="post_scale_bias", dropout=0.2, max_logit=True
+    )
+    bias = from_numpy(rng.standard_normal((1, 4, 40, 40), np.float32))
+    terms = Terms(Lengths(sums(lengths), sums(lengths)), bias=bias, rng=from_numpy(np.array([7, 0], np.int64)))
 
     def run() -> list[Any]:
         found = ops.attention_forward(rt, q, k, v, spec=spec, terms=terms)
-        grads = ops.attention_backward(rt, dy, q, k, v, found.out, found.stats, spec=spec, terms=terms)
-        return [t.numpy() for t in (found.out, found.stats, *grads[:3])]
+        grads = ops.attention_backward(rt, dy, q, k, v, found.out, found.stats, spec=spec, terms=terms, bias_grad=True)
+        return [t.numpy() for t in (found.out, found.stats, found.max_logit, *grads[:4])]
 
     whole = run()
-    monkeypatch.setattr(attention_scores, "TILE", 200)
+    monkeypatch.setattr(attention_scores, "TILE", tile)
     for a, b in zip(whole, run(), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)

@@ -47,16 +47,17 @@ def attention_forward(
         keys, values = load(ex, problem.keys(k, part)), load(ex, problem.keys(v, part))
         logs = None if stats is None else problem.statistics(stats, part)
         for tile in problem.tiles(part):
-            s, _ = problem.scores(part, tile, np.ascontiguousarray(queries[:, tile.rows]), keys[tile.keys])
+            rows, cols = tile
+            s, _ = problem.scores(part, tile, np.ascontiguousarray(queries[:, :, rows]), keys[:, :, cols])
             if max_logit is not None:
-                largest[part.heads] = np.maximum(largest[part.heads], s.max(axis=(1, 2), initial=-np.inf))
+                largest[part.heads] = np.maximum(largest[part.heads], s.max(axis=(0, 2, 3), initial=-np.inf))
             p, log = problem.softmax(part, s)
             kept = problem.drop(part, tile)
             if kept is not None:
                 np.multiply(p, kept, out=p)
-            store(ex, product(p, values[tile.keys]), target[:, tile.rows])
+            store(ex, product(p, values[:, :, cols]), target[:, :, rows])
             if logs is not None:
-                logs[:, tile.rows] = log
+                logs[..., rows] = log
     if max_logit is not None:
         max_logit.numpy()[...] = largest
 
@@ -80,25 +81,25 @@ def attention_backward(
         key_sum, value_sum = np.zeros_like(keys), np.zeros_like(values)
         for tile in problem.tiles(part):
             rows, cols = tile
-            q_tile, dy_tile = (np.ascontiguousarray(a[:, rows]) for a in (queries, gradient))
-            s, slope = problem.scores(part, tile, q_tile, keys[cols])
-            p = problem.weights(s, logs[:, rows])
-            dp, kept = product(dy_tile, values[cols].T), problem.drop(part, tile)
-            value_sum[cols] += folded(p if kept is None else p * kept, dy_tile)
+            q_tile, dy_tile = (np.ascontiguousarray(a[:, :, rows]) for a in (queries, gradient))
+            s, slope = problem.scores(part, tile, q_tile, keys[:, :, cols])
+            p = problem.weights(s, logs[..., rows])
+            dp, kept = product(dy_tile, values[:, :, cols].swapaxes(2, 3)), problem.drop(part, tile)
+            value_sum[:, :, cols] += folded(p if kept is None else p * kept, dy_tile, keys.shape[1])
             if kept is not None:
                 np.multiply(dp, kept, out=dp)
-            along = np.multiply(p, dp).sum(axis=2)
+            along = np.multiply(p, dp).sum(axis=3)
             if problem.sink is not None:
-                share = np.exp(problem.sink[part.heads, None] - logs[:, rows])
-                sink_sum[part.heads] -= (share * along).sum(axis=1, dtype=np.float64)
+                share = np.exp(problem.sink[part.heads, None] - logs[..., rows])
+                sink_sum[part.heads] -= (share * along).sum(axis=(0, 2), dtype=np.float64)
             ds = np.multiply(p, np.subtract(dp, along[..., None], out=dp), out=p)
             if bias_sum is not None:
                 _add_bias(problem, part, tile, ds, bias_sum)
             if slope is not None:
                 np.multiply(ds, slope, out=ds)
             np.multiply(ds, scale, out=ds)
-            key_sum[cols] += folded(ds, q_tile)
-            store(ex, product(ds, keys[cols]), target[:, rows])
+            key_sum[:, :, cols] += folded(ds, q_tile, keys.shape[1])
+            store(ex, product(ds, keys[:, :, cols]), target[:, :, rows])
         store(ex, key_sum, problem.keys(dk, part))
         store(ex, value_sum, problem.keys(dv, part))
     if dbias is not None and bias_sum is not None:
@@ -110,5 +111,5 @@ def attention_backward(
 def _add_bias(problem: Problem, part: Part, tile: Tile, ds: F32, total: F32) -> None:
     """Add the tile's share of the bias gradient, summed over the dimensions that the bias is broadcast along."""
     target = problem.of_tile(total, part, tile)
-    over = tuple(axis for axis in (0, 1) if target.shape[axis] == 1 and ds.shape[axis] > 1)
+    over = tuple(axis for axis in (0, 1, 2) if target.shape[axis] == 1 and ds.shape[axis] > 1)
     target += ds.sum(axis=over, keepdims=True) if over else ds

@@ -60,15 +60,16 @@ def attention_fp8_forward(
         values = load(ex, problem.keys(v, part), scales.v.numpy())
         target, logs = problem.queries(out, part), None if stats is None else problem.statistics(stats, part)
         for tile in problem.tiles(part):
-            s, _ = problem.scores(part, tile, np.ascontiguousarray(queries[:, tile.rows]), keys[tile.keys])
+            rows, cols = tile
+            s, _ = problem.scores(part, tile, np.ascontiguousarray(queries[:, :, rows]), keys[:, :, cols])
             p, log = problem.softmax(part, s)
             p = _through(ex, p, scales.s, q.dtype)
             kept = problem.drop(part, tile)
             if kept is not None:
                 np.multiply(p, kept, out=p)
-            _deliver(ex, product(p, values[tile.keys]), scales.out, target[:, tile.rows])
+            _deliver(ex, product(p, values[:, :, cols]), scales.out, target[:, :, rows])
             if logs is not None:
-                logs[:, tile.rows] = log
+                logs[..., rows] = log
 
 
 @np.errstate(all="ignore")
@@ -88,25 +89,25 @@ def attention_fp8_backward(
         keys = load(ex, problem.keys(k, part), scales.k.numpy())
         values = load(ex, problem.keys(v, part), scales.v.numpy())
         logs, target = problem.statistics(stats, part), problem.queries(dq, part)
-        along = np.multiply(result, gradient, out=result).sum(axis=2)
+        along = np.multiply(result, gradient, out=result).sum(axis=3)
         key_sum, value_sum = np.zeros_like(keys), np.zeros_like(values)
         for tile in problem.tiles(part):
             rows, cols = tile
-            q_tile, dy_tile = (np.ascontiguousarray(a[:, rows]) for a in (queries, gradient))
-            s, slope = problem.scores(part, tile, q_tile, keys[cols])
-            p = problem.weights(s, logs[:, rows])
+            q_tile, dy_tile = (np.ascontiguousarray(a[:, :, rows]) for a in (queries, gradient))
+            s, slope = problem.scores(part, tile, q_tile, keys[:, :, cols])
+            p = problem.weights(s, logs[..., rows])
             narrow, kept = _through(ex, p, scales.s, q.dtype), problem.drop(part, tile)
-            dp = product(dy_tile, values[cols].T)
+            dp = product(dy_tile, values[:, :, cols].swapaxes(2, 3))
             if kept is not None:
                 np.multiply(narrow, kept, out=narrow)
                 np.multiply(dp, kept, out=dp)
-            value_sum[cols] += folded(narrow, dy_tile)
-            ds = np.multiply(p, np.subtract(dp, along[:, rows, None], out=dp), out=p)
+            value_sum[:, :, cols] += folded(narrow, dy_tile, keys.shape[1])
+            ds = np.multiply(p, np.subtract(dp, along[:, :, rows, None], out=dp), out=p)
             if slope is not None:
                 np.multiply(ds, slope, out=ds)
             ds = _through(ex, np.multiply(ds, scale, out=ds), scales.dp, dy.dtype)
-            key_sum[cols] += folded(ds, q_tile)
-            _deliver(ex, product(ds, keys[cols]), scales.dq, target[:, rows])
+            key_sum[:, :, cols] += folded(ds, q_tile, keys.shape[1])
+            _deliver(ex, product(ds, keys[:, :, cols]), scales.dq, target[:, :, rows])
         _deliver(ex, key_sum, scales.dk, problem.keys(dk, part))
         _deliver(ex, value_sum, scales.dv, problem.keys(dv, part))
 

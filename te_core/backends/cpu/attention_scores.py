@@ -1,13 +1,15 @@
-"""The scores of an attention, sequence by sequence, group by group, in tiles of queries: what both directions share.
+"""The scores of an attention, part by part, in tiles of queries: what both directions share.
 
-A `Part` is what the query heads of one group do in one sequence: all of them read the same keys and values, so their
-queries are rows of one product. A tile is some of those queries (of each head) beside the keys that any of them can
-see, about TILE scores: they stay in the core's own cache for the passes over them.
+A `Part` is what some groups of heads do in some sequences whose tokens lie alike: as many of both as TILE holds, since
+for short sequences NumPy's calls cost more than what they compute. The heads of a group read the same keys and values,
+so their queries are rows of one product. A tile is some of the part's queries (of each head) beside the keys that any
+of them can see, about TILE scores: they stay in the core's own cache for the passes over them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -24,16 +26,21 @@ if TYPE_CHECKING:
 
 Array = np.ndarray[Any, Any]
 
-#: Scores of a tile: 1 MiB of float32.
-TILE = 1 << 18
+#: Scores of a tile: 512 KiB of float32. A quarter of it costs up to half as much again; with twice as many, backward of
+#: many short sequences outgrows the cache.
+TILE = 1 << 17
+#: Multiplications of the largest product that OpenBLAS leaves to one thread. Where that takes no more than four tiles,
+#: products stay within it: those of 32 heads of 128 tokens, shared by two threads of busy cores, wait for one another
+#: each time (measured, forward and backward: 750 ms against 20 ms).
+ALONE = 1 << 18
 _NEVER = np.float32(-np.inf)
 
 
 class Part(NamedTuple):
-    """The queries of one sequence and group: where its tokens lie and which heads they are."""
+    """The queries of some sequences and groups: where their tokens lie and which heads they are."""
 
-    sequence: int
-    group: int
+    sequences: slice  # more than one only in batched formats
+    groups: slice
     heads: slice
     q: slice  # tokens, within the row of a batched format
     kv: slice
@@ -86,18 +93,30 @@ class Problem:
         return found[0], found[1]
 
     def parts(self) -> Iterator[Part]:
-        """All groups of all sequences."""
-        repeat = self.size.heads // self.size.groups
-        for i, (q, kv) in enumerate(zip(*self.spans, strict=True)):
+        """All groups of all sequences: those that lie alike together, as far as TILE holds their scores."""
+        groups, repeat = self.size.groups, self.size.heads // self.size.groups
+        spans = list(zip(*self.spans, strict=True))
+        batched = self.pages is None and "thd" not in (self.spec.q_format, self.spec.kv_format)
+        for _, run in groupby(range(len(spans)), lambda i: spans[i] if batched else i):
+            alike = list(run)
+            q, kv = spans[alike[0]]
             queries, keys = q.stop - q.start, kv.stop - kv.start
             shift = keys - queries if self.spec.bottom_right else 0
-            for group in range(self.size.groups):
-                yield Part(i, group, slice(group * repeat, (group + 1) * repeat), q, kv, shift)
+            held = max(1, TILE // max(1, repeat * queries * keys))
+            for i in alike[:: max(1, held // groups)]:
+                sequences = slice(i, min(i + max(1, held // groups), alike[-1] + 1))
+                for first in range(0, groups, min(held, groups)):
+                    last = min(first + held, groups)
+                    yield Part(sequences, slice(first, last), slice(first * repeat, last * repeat), q, kv, shift)
 
     def tiles(self, part: Part) -> Iterator[Tile]:
         """The part's queries with the keys that each tile's band leaves."""
         queries, keys = part.q.stop - part.q.start, part.kv.stop - part.kv.start
-        step = max(1, TILE // max(1, keys * (part.heads.stop - part.heads.start)))
+        heads = (part.heads.stop - part.heads.start) * (part.sequences.stop - part.sequences.start)
+        step = max(1, TILE // max(1, keys * heads))
+        alone = ALONE // max(1, self.size.heads // self.size.groups * keys * max(self.size.d_qk, self.size.d_v))
+        if queries <= 4 * alone:
+            step = min(step, max(1, alone))
         left, right = self.spec.left, self.spec.right
         for start in range(0, queries, step):
             stop = min(start + step, queries)
@@ -108,39 +127,39 @@ class Problem:
     # ------------------------------------------------------------------------------------ where values lie
 
     def queries(self, t: Tensor, part: Part) -> Array:
-        """The part's rows [heads, tokens, d] of q, or of what lies as it does, as a view."""
-        return _row(t, self.spec.q_format, part.sequence)[part.q, part.heads].transpose(1, 0, 2)
+        """The part's rows [sequences, heads, tokens, d] of q, or of what lies as it does, as a view."""
+        return _rows(t, self.spec.q_format, part.sequences, part.q, part.heads)
 
     def keys(self, t: Tensor, part: Part) -> Array:
-        """The part's rows [tokens, d] of k or v: a view, of a paged cache a copy."""
+        """The part's rows [sequences, groups, tokens, d] of k or v: a view, of a paged cache a copy."""
         if self.pages is None:
-            return _row(t, self.spec.kv_format, part.sequence)[part.kv, part.group]
+            return _rows(t, self.spec.kv_format, part.sequences, part.kv, part.groups)
         block = t.shape[1]
-        pages = self.pages[part.sequence, : -(-part.kv.stop // block)]
-        found: Array = t.numpy()[pages, :, part.group].reshape(-1, t.shape[3])[part.kv]
-        return found
+        pages = self.pages[part.sequences.start, : -(-part.kv.stop // block)]
+        found: Array = t.numpy()[pages, :, part.groups]
+        return found.reshape(-1, *found.shape[2:])[part.kv].transpose(1, 0, 2)[None]
 
     def statistics(self, t: Tensor, part: Part) -> F32:
-        """The part's statistics [heads, tokens], as a view."""
+        """The part's statistics [sequences, heads, tokens], as a view."""
         if self.spec.q_format == "thd":
-            return t.numpy()[part.q, part.heads].T
-        return t.numpy()[part.sequence, part.heads, part.q]
+            return t.numpy()[part.q, part.heads].T[None]
+        return t.numpy()[part.sequences, part.heads, part.q]
 
     def of_tile(self, a: Array, part: Part, tile: Tile) -> Array:
         """A tile's piece of what broadcasts to [batch, heads, queries, keys], as a view that broadcasts to the tile."""
-        a = a[part.sequence if a.shape[0] > 1 else 0]
-        a = a[part.heads] if a.shape[0] > 1 else a
-        return (a[:, tile.rows] if a.shape[1] > 1 else a)[:, :, tile.keys]
+        a = a[part.sequences] if a.shape[0] > 1 else a
+        a = a[:, part.heads] if a.shape[1] > 1 else a
+        return (a[:, :, tile.rows] if a.shape[2] > 1 else a)[..., tile.keys]
 
     # ----------------------------------------------------------------------------------------- the numbers
 
     def scores(self, part: Part, tile: Tile, q: F32, k: F32) -> tuple[F32, F32 | None]:
-        """(scores [heads, rows, keys], -inf where a key is not seen; the slope of the softcap).
+        """(scores [sequences, heads, rows, keys], -inf where a key is not seen; the slope of the softcap).
 
-        q [heads, rows, d] and k [keys, d] are those of the tile.
+        q [sequences, heads, rows, d] and k [sequences, groups, keys, d] are those of the tile.
         """
         spec = self.spec
-        s = product(q, k.T)
+        s = product(q, k.swapaxes(2, 3))
         np.multiply(s, np.float32(spec.scale), out=s)
         slope = None
         if spec.softcap:
@@ -156,7 +175,7 @@ class Problem:
         diagonal = np.arange(tile.rows.start, tile.rows.stop)[:, None] + part.shift
         behind = np.arange(tile.keys.start, tile.keys.stop) - diagonal  # how far a key lies behind the diagonal
         if self.slopes is not None:
-            s -= self.slopes[part.sequence, part.heads, None, None] * np.abs(behind).astype(np.float32)
+            s -= self.slopes[part.sequences, part.heads, None, None] * np.abs(behind).astype(np.float32)
         if spec.left >= 0:
             np.copyto(s, _NEVER, where=behind < -spec.left)
         if spec.right >= 0:
@@ -166,14 +185,14 @@ class Problem:
         return s, slope
 
     def softmax(self, part: Part, s: F32) -> tuple[F32, F32]:
-        """(weights, log of the sum [heads, rows]) of scores, which are overwritten."""
-        top = s.max(axis=2, initial=_NEVER)
+        """(weights, log of the sum [sequences, heads, rows]) of scores, which are overwritten."""
+        top = s.max(axis=3, initial=_NEVER)
         sink = None if self.sink is None else self.sink[part.heads, None]
         if sink is not None:
             top = np.maximum(top, sink)
         top = np.where(np.isneginf(top), np.float32(0), top)
         p = np.exp(np.subtract(s, top[..., None], out=s), out=s)
-        total = p.sum(axis=2)
+        total = p.sum(axis=3)
         if sink is not None:
             total += np.exp(sink - top)
         np.divide(p, np.where(total == 0, np.float32(1), total)[..., None], out=p)
@@ -190,31 +209,42 @@ class Problem:
         if self.rng is None or p == 0.0:
             return None
         rows, (sq, skv) = tile.rows.stop - tile.rows.start, self.size[1:3]
-        factors = np.empty((part.heads.stop - part.heads.start, rows, tile.keys.stop - tile.keys.start), np.float32)
-        for i, head in enumerate(range(part.heads.start, part.heads.stop)):
-            first = ((part.sequence * self.size.heads + head) * sq + tile.rows.start) * skv
-            words = philox_words(self.rng, 0, first, rows * skv).reshape(rows, skv)[:, tile.keys]
-            factors[i] = words >= np.uint32(int(p * 2.0**32))
+        sequences, heads = (range(s.start, s.stop) for s in (part.sequences, part.heads))
+        factors = np.empty((len(sequences), len(heads), rows, tile.keys.stop - tile.keys.start), np.float32)
+        for i, sequence in enumerate(sequences):
+            for j, head in enumerate(heads):
+                first = ((sequence * self.size.heads + head) * sq + tile.rows.start) * skv
+                words = philox_words(self.rng, 0, first, rows * skv).reshape(rows, skv)[:, tile.keys]
+                factors[i, j] = words >= np.uint32(int(p * 2.0**32))
         return np.multiply(factors, np.float32(1.0 / (1.0 - p)), out=factors)
 
 
 def product(a: F32, b: F32) -> F32:
-    """a [heads, rows, m] times b [m, n], as one product of matrices."""
-    heads, rows, m = a.shape
-    return (a.reshape(heads * rows, m) @ b).reshape(heads, rows, b.shape[1])
+    """a [sequences, heads, rows, m] times b [sequences, groups, m, n], one product of matrices for each group."""
+    result: F32 = _by_group(a, b.shape[1]) @ b
+    return result.reshape(*a.shape[:3], b.shape[3])
 
 
-def folded(a: F32, b: F32) -> F32:
-    """The sum over heads and rows of a [heads, rows, m] times b [heads, rows, n]: [m, n]."""
-    rows = a.shape[0] * a.shape[1]
-    result: F32 = a.reshape(rows, a.shape[2]).T @ b.reshape(rows, b.shape[2])
+def folded(a: F32, b: F32, groups: int) -> F32:
+    """The sums over the heads and rows of each group of a [.., rows, m] times b [.., rows, n]: [.., groups, m, n]."""
+    result: F32 = _by_group(a, groups).swapaxes(2, 3) @ _by_group(b, groups)
     return result
 
 
-def _row(t: Tensor, form: str, sequence: int) -> Array:
-    """The tokens [tokens, heads, d] among which a sequence lies."""
+def _by_group(a: F32, groups: int) -> F32:
+    """Dense [sequences, heads, rows, m] as [sequences, groups, rows of all its heads, m]."""
+    sequences, heads, rows, m = a.shape
+    return a.reshape(sequences, groups, heads // groups * rows, m)
+
+
+def _rows(t: Tensor, form: str, sequences: slice, tokens: slice, heads: slice) -> Array:
+    """A view [sequences, heads, tokens, d]; of thd, whose tokens are of one sequence."""
     values = t.numpy()
-    return values[sequence] if form == "bshd" else values[:, sequence] if form == "sbhd" else values
+    if form == "bshd":
+        return values[sequences, tokens, heads].transpose(0, 2, 1, 3)
+    if form == "sbhd":
+        return values[tokens, sequences, heads].transpose(1, 2, 0, 3)
+    return values[tokens, heads].transpose(1, 0, 2)[None]
 
 
 def load(ex: Executor, view: Array, factor: npt.NDArray[np.float32] | None = None) -> F32:

@@ -36,9 +36,9 @@ def rope(
     heads = (prod(shape[:-2]), *shape[-2:])
     source, target = t.numpy().reshape(heads), out.numpy().reshape(heads)
     positions = _positions(shape, fmt, (cp_size, cp_rank), cu_seqlens, starts)
+    own, other, row = _table(freqs, positions, 1, interleaved, backward)
     for block in row_blocks(heads[0], shape[-2] * shape[-1]):
-        table = _table(freqs, positions[block], 1)
-        _turn(source[block], target[block], table, interleaved, backward)
+        _turn(source[block], target[block], own[row[block]], other[row[block]], interleaved)
 
 
 @np.errstate(all="ignore")
@@ -61,8 +61,9 @@ def rope_qkv(
             target[...] = source
             continue
         positions = _positions((*lead, 1, 1), fmt, cp, cu_seqlens, starts)
+        own, other, row = _table(table, positions, 2, interleaved, backward)
         for block in row_blocks(rows, groups * n * part.shape[-1]):
-            _turn(source[block], target[block], _table(table, positions[block], 2), interleaved, backward)
+            _turn(source[block], target[block], own[row[block]], other[row[block]], interleaved)
 
 
 def _slots(packed: Array, rows: int, split: tuple[Any, ...], grouped: bool) -> list[Array]:
@@ -106,29 +107,38 @@ def _positions(
     return np.where(nowhere, _NOWHERE, place)
 
 
-def _table(freqs: Tensor, positions: npt.NDArray[np.int64], heads: int) -> tuple[F32, F32]:
-    """Cosines and sines [tokens, 1 .., d2]; NaN where the table ends."""
-    rows = freqs.numpy().reshape(freqs.shape[0], freqs.shape[-1])
-    inside = (positions >= 0) & (positions < len(rows))
-    angle = np.full((len(positions), rows.shape[1]), np.nan, np.float32)
-    angle[inside] = rows[positions[inside]]
-    angle[positions == _NOWHERE] = 0
-    angle = angle.reshape(len(positions), *[1] * heads, rows.shape[1])
-    return np.cos(angle), np.sin(angle)
+def _table(
+    freqs: Tensor, positions: npt.NDArray[np.int64], heads: int, interleaved: bool, backward: bool
+) -> tuple[F32, F32, npt.NDArray[np.int64]]:
+    """(what each channel [positions, 1 .., d2] is multiplied by, and its pair; each token's row of them).
 
-
-def _turn(source: Array, target: Array, table: tuple[F32, F32], interleaved: bool, backward: bool) -> None:
-    """target = source turned, over the last dimension."""
-    cos, sin = table
-    d2 = cos.shape[-1]
-    first, second = (slice(0, d2, 2), slice(1, d2, 2)) if interleaved else (slice(0, d2 // 2), slice(d2 // 2, d2))
-    x = source.astype(np.float32)
-    a, b, cos_a, cos_b = x[..., first], x[..., second], cos[..., first], cos[..., second]
+    Sequences share their positions, so that cosines and sines of the distinct ones are few. NaN where `freqs` ends.
+    """
+    distinct, row = np.unique(positions, return_inverse=True)
+    angles = freqs.numpy().reshape(freqs.shape[0], freqs.shape[-1])
+    inside = (distinct >= 0) & (distinct < len(angles))
+    angle = np.full((len(distinct), angles.shape[1]), np.nan, np.float32)
+    angle[inside] = angles[distinct[inside]]
+    angle[distinct == _NOWHERE] = 0
+    angle = angle.reshape(len(distinct), *[1] * heads, angles.shape[1])
+    own, sin = np.cos(angle), np.sin(angle)
+    (first, second), other = _pairs(angles.shape[1], interleaved), np.empty_like(sin)
     sin_a, sin_b = sin[..., first], sin[..., second]
-    if backward:
-        turned_a, turned_b = a * cos_a + b * sin_b, b * cos_b - a * sin_a
-    else:
-        turned_a, turned_b = a * cos_a - b * sin_a, b * cos_b + a * sin_b
+    other[..., first], other[..., second] = (sin_b, -sin_a) if backward else (-sin_a, sin_b)
+    return own, other, row.reshape(-1)
+
+
+def _pairs(d2: int, interleaved: bool) -> tuple[slice, slice]:
+    """The first and the second channels of all pairs."""
+    return (slice(0, d2, 2), slice(1, d2, 2)) if interleaved else (slice(0, d2 // 2), slice(d2 // 2, d2))
+
+
+def _turn(source: Array, target: Array, own: F32, other: F32, interleaved: bool) -> None:
+    """target = source turned, over the last dimension: each channel times `own` plus its pair times `other`."""
+    d2 = own.shape[-1]
+    first, second = _pairs(d2, interleaved)
+    x = source[..., :d2].astype(np.float32)
+    swapped = np.empty_like(x)
+    swapped[..., first], swapped[..., second] = x[..., second], x[..., first]
     target[..., d2:] = source[..., d2:]
-    target[..., first] = turned_a
-    target[..., second] = turned_b
+    target[..., :d2] = np.add(np.multiply(x, own, out=x), np.multiply(swapped, other, out=swapped), out=x)
