@@ -97,7 +97,8 @@ class Tensor:
         if -1 in shape:
             known = prod(n for n in shape if n != -1)
             shape = tuple(self.size // known if n == -1 and known else (0 if n == -1 else n) for n in shape)
-        if not self.is_contiguous or prod(shape) != self.size or min(shape, default=0) < 0:
+        dense = self.strides is None or _is_dense(self.shape, self.strides)
+        if not dense or prod(shape) != prod(self.shape) or min(shape, default=0) < 0:
             raise ArgumentError(
                 "Tensor.reshape", f"{self!r} to {shape}", "a dense tensor and a shape of as many elements",
                 "copy the tensor to dense memory first, or correct the shape",
@@ -107,7 +108,12 @@ class Tensor:
     def matrix(self) -> Tensor:
         """The same memory as a matrix: all leading dimensions as one."""
         shape = self.shape
-        return self if len(shape) == 2 else self.reshape(prod(shape[:-1]), shape[-1])
+        if len(shape) == 2:
+            return self
+        if len(shape) == 3 and self.strides is None:  # activations: nothing to check, and each call of a layer is here
+            rows, tokens, width = shape
+            return Tensor(self.ptr, (rows * tokens, width), self.dtype, self.device, self.owner)
+        return self.reshape(prod(shape[:-1]), shape[-1])
 
     def rows(self, start: int, stop: int) -> Tensor:
         """Rows `start` to `stop` of the first dimension, as a view."""

@@ -167,6 +167,11 @@ def current_region() -> Region | None:
     return active.region if torch.compiler.is_compiling() else _by_thread.get(get_ident())
 
 
+def thread_region() -> Region | None:
+    """The same for eager code."""
+    return _by_thread.get(get_ident())
+
+
 def group_around_trace() -> Any:
     """At trace time: the group of the eager region that the traced code is in."""
     region = _by_thread.get(get_ident())
@@ -183,9 +188,12 @@ def _set_region(region: Region | None, tracing: bool) -> None:
         _by_thread[get_ident()] = region
 
 
+_graph_task = torch._C._current_graph_task_id
+
+
 def in_backward() -> bool:
     """Whether this thread is inside a backward pass: a forward there is a checkpoint's recomputation."""
-    return torch._C._current_graph_task_id() != -1
+    return _graph_task() != -1
 
 
 def get_default_recipe() -> Recipe:

@@ -20,7 +20,7 @@ from te_core.layers.linear import LinearSpec, Sink
 from te_core.quantize.state import Scales
 from te_core.quantized import QuantizedTensor
 from te_core.runtime import Runtime
-from te_core.tensor import META, Tensor
+from te_core.tensor import META, Device, Tensor
 from te_torch import state as scaling
 from te_torch.quantized import QuantizedTorch, core_of, from_core
 from te_torch.runtime import TO_CORE, constant_at_trace, runtime_for, shape_runtime, to_core, to_core_shape, to_torch
@@ -122,9 +122,10 @@ def _own(outputs: Sequence[Any], inputs: Sequence[Any]) -> tuple[torch.Tensor, .
     """Fresh outputs as tensors of their shape, not as views, which a caller could not change in place."""
     made = []
     first = inputs[0]
+    quantized = isinstance(first, QuantizedTorch)
     for t in outputs:
         shape = t.shape
-        if isinstance(first, QuantizedTorch) and len(shape) == 2:  # to the core it is a matrix
+        if quantized and len(shape) == 2:  # to the core it is a matrix
             shape = (*first.shape[:-1], shape[1])
         if type(t) is QuantizedTensor:
             made.append(from_core(t, (*first.shape[:-1], t.shape[1]), first.dtype))
@@ -155,22 +156,28 @@ def _to_core_all(rt: Runtime, tensors: Sequence[torch.Tensor | None], strided: b
     device = rt.device
     if device is META:
         return [None if t is None else to_core_shape(t) for t in tensors]
-    views: list[Any] = []
-    for t in tensors:
-        if t is None:
-            views.append(None)
-            continue
-        if isinstance(t, QuantizedTorch):
-            views.append(core_of(t))
-            continue
-        strides = None
-        if not t.is_contiguous():
-            if strided and t.stride(-1) == 1:
-                strides = t.stride()
-            else:
-                t = t.contiguous()
-        views.append(Tensor(t.data_ptr(), t.shape, TO_CORE[t.dtype], device, t, strides))
-    return views
+    return [
+        None if t is None
+        else Tensor(t.data_ptr(), t.shape, TO_CORE[t.dtype], device, t) if type(t) in _PLAIN and t.is_contiguous()
+        else _to_core_other(t, device, strided)
+        for t in tensors
+    ]  # fmt: skip
+
+
+_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
+
+
+def _to_core_other(t: torch.Tensor, device: Device, strided: bool) -> Any:
+    """The core's view of a subclass, or of a tensor that is not dense."""
+    if isinstance(t, QuantizedTorch):
+        return core_of(t)
+    strides = None
+    if not t.is_contiguous():
+        if strided and t.stride(-1) == 1:
+            strides = t.stride()
+        else:
+            t = t.contiguous()
+    return Tensor(t.data_ptr(), t.shape, TO_CORE[t.dtype], device, t, strides)
 
 
 # -------------------------------------------------------------------------------------------------- eager
@@ -219,12 +226,19 @@ class _Eager(torch.autograd.Function):
             return _backward_with(ctx, rt, views, saved, scales, options)
         results = call.layer.backward(rt, *views, saved, spec=call.spec, scales=scales, **options)
         found = _gradients(call.layer, results, given)
-        return (None, None, None, None, *found, *[None] * (ctx.inputs - len(found)))
+        missing = ctx.inputs - len(found)  # less than none where inputs at the end were left out
+        return (None, None, None, None, *found[: ctx.inputs], *[None] * missing)
 
 
 def _gradients(layer: Layer, results: Sequence[Any], given: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
     """Gradients as torch's. One for two inputs is one tensor twice: autograd then changes it for neither in place."""
-    found = [None if t is None else _gradient(t, given) for t in results]
+    found: list[torch.Tensor | None] = []
+    for t in results:
+        if type(t) is Tensor:
+            owner = t.owner
+            found.append(owner if owner.shape == t.shape else owner.view(t.shape))
+        else:
+            found.append(None if t is None else from_core(t, (*given[0].shape[:-1], t.shape[1]), given[0].dtype))
     if layer.twins is not None:
         a, b = layer.twins
         if results[a] is results[b]:
@@ -233,12 +247,6 @@ def _gradients(layer: Layer, results: Sequence[Any], given: Sequence[torch.Tenso
     if dx is not None and isinstance(given[0], QuantizedTorch) and dx.ndim == 2:  # a matrix to the core, as dy was
         found[0] = dx.view(*given[0].shape[:-1], dx.shape[1])
     return found
-
-
-def _gradient(t: Any, given: Sequence[torch.Tensor]) -> torch.Tensor:
-    if type(t) is QuantizedTensor:
-        return from_core(t, (*given[0].shape[:-1], t.shape[1]), given[0].dtype)
-    return to_torch(t)
 
 
 def _backward_with(

@@ -30,6 +30,7 @@ FLOATS = frozenset(TO_TORCH[d] for d in dtypes.ACTIVATION_DTYPES)
 _DEVICES: list[Device] = [cuda_device(i) for i in range(16)]  # by index: a look-up per tensor, not a call
 _runtimes: dict[tuple[int, int], Runtime] = {}
 _current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+_current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
 
 
 def constant_at_trace(function: F) -> F:
@@ -41,18 +42,53 @@ def constant_at_trace(function: F) -> F:
     return function
 
 
+def _quick_empty(kind: str) -> Any:
+    """What torch's compiler has its code allocate with, (shape, strides, dtype) -> tensor; None where torch has none.
+
+    No parsing of options and no dispatch: a third of torch.empty's time. For CUDA it allocates on the current device.
+    """
+    guards = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
+    try:  # private functions: used if they do what is expected of them
+        made = guards._empty_strided_cpu((2, 3), (3, 1), torch.bfloat16)  # type: ignore[union-attr]
+    except (AttributeError, RuntimeError, TypeError):
+        return None
+    able = made.shape == (2, 3) and made.stride() == (3, 1) and made.dtype is torch.bfloat16
+    return getattr(guards, f"_empty_strided_{kind}", None) if able else None
+
+
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Of a dense tensor, as torch has them: an empty dimension counts as one of 1."""
+    dims = len(shape)
+    if dims == 2:
+        return shape[1] or 1, 1
+    if dims == 1:
+        return (1,)
+    step = 1
+    strides = []
+    for n in reversed(shape):
+        strides.append(step)
+        step *= n or 1
+    return tuple(reversed(strides))
+
+
 class TorchAllocator:
     """torch's caching allocator: every tensor's owner is the torch tensor of that shape and dtype."""
 
-    __slots__ = ("device", "torch_device")
+    __slots__ = ("_index", "_quick", "device", "torch_device")
 
     def __init__(self, torch_device: torch.device, device: Device) -> None:
         self.torch_device = torch_device
         self.device = device
+        self._index = torch_device.index if torch_device.type == "cuda" else None
+        self._quick = _quick_empty(torch_device.type)
 
     def empty(self, shape: tuple[int, ...], dtype: DType, stream: int) -> Tensor:
         """Uninitialised memory; torch allocates on its current stream, which is the runtime's."""
-        t = torch.empty(shape, dtype=TO_TORCH[dtype], device=self.torch_device)
+        index = self._index
+        if self._quick is None or (index is not None and _current_device() != index):
+            t = torch.empty(shape, dtype=TO_TORCH[dtype], device=self.torch_device)
+        else:
+            t = self._quick(tuple(shape), _strides(shape), TO_TORCH[dtype])
         return Tensor(t.data_ptr(), shape, dtype, self.device, t)
 
 
@@ -60,6 +96,10 @@ class ShapeAllocator(TorchAllocator):
     """The same for tensors without memory (meta and fake ones)."""
 
     __slots__ = ()
+
+    def __init__(self, torch_device: torch.device) -> None:
+        self.torch_device = torch_device
+        self.device = META
 
     def empty(self, shape: tuple[int, ...], dtype: DType, stream: int) -> Tensor:
         """A tensor of that shape with no memory behind it."""
@@ -91,7 +131,7 @@ def runtime_for(t: torch.Tensor) -> Runtime:
 
 def shape_runtime(device: torch.device) -> Runtime:
     """A runtime that makes outputs of the right shape on `device` and computes nothing."""
-    return Runtime.meta(ShapeAllocator(device, META))
+    return Runtime.meta(ShapeAllocator(device))
 
 
 def to_core(t: torch.Tensor) -> Tensor:

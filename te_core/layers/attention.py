@@ -108,8 +108,11 @@ def forward(
     needs = spec.needs
     training = any(needs)
     core, q, k, v = views(spec, a, b, c)
-    done = ops.attention_forward(rt, q, k, v, spec=core, terms=terms, stats=training and not spec.recompute)
-    out = done.out.reshape(*_lead(a, spec.core.q_format), spec.heads * spec.d_v)
+    out = rt.empty((*_lead(a, spec.core.q_format), spec.heads * spec.d_v), q.dtype)
+    done = ops.attention_forward(
+        rt, q, k, v, spec=core, terms=terms, stats=training and not spec.recompute,
+        out=out.reshape(*q.shape[:-1], spec.d_v),
+    )  # fmt: skip
     outputs = (out,) if done.max_logit is None else (out, done.max_logit)
     kept = None if spec.recompute else out
     return outputs, AttentionSaved(

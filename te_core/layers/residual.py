@@ -56,8 +56,9 @@ def forward(
 ) -> tuple[tuple[Tensor], AddSaved]:  # fmt: skip
     """((residual + dropout(x + bias),), saved) for x and residual [.., H]."""
     stream = None if residual is None else residual.matrix()
-    out = ops.bias_dropout_add(rt, x.matrix(), bias, stream, p=spec.p, rng=rng)
-    return (out.reshape(*x.shape),), AddSaved(rng)
+    out = rt.empty(x.shape, x.dtype)
+    ops.bias_dropout_add(rt, x.matrix(), bias, stream, p=spec.p, rng=rng, out=out.matrix())
+    return (out,), AddSaved(rng)
 
 
 def backward(

@@ -1,4 +1,6 @@
-"""The argument checks that operations share. They run when a plan is made, not on every call."""
+"""The argument checks that operations share. Most run when a plan is made; those that run on every call word no message
+unless they fail.
+"""
 
 from __future__ import annotations
 
@@ -15,33 +17,34 @@ def require(ok: bool, operation: str, got: str, allowed: str, do: str) -> None:
 
 def matrix(operation: str, name: str, t: Tensor) -> None:
     """`t` is a dense matrix."""
-    require(
-        t.ndim == 2 and t.is_contiguous, operation, f"{name} = {t!r}", "a dense row-major matrix",
-        f"flatten the leading dimensions of {name} and make it contiguous",
-    )  # fmt: skip
+    if len(t.shape) != 2 or not t.is_contiguous:
+        require(
+            False, operation, f"{name} = {t!r}", "a dense row-major matrix",
+            f"flatten the leading dimensions of {name} and make it contiguous",
+        )  # fmt: skip
 
 
 def vector(operation: str, name: str, t: Tensor | None, length: int, allowed: tuple[DType, ...]) -> None:
     """`t`, if given, is a dense vector of this length and one of these dtypes."""
-    if t is None:
+    if t is None or (t.shape == (length,) and t.is_contiguous and t.dtype in allowed):
         return
     require(
-        t.shape == (length,) and t.is_contiguous and t.dtype in allowed, operation, f"{name} = {t!r}",
+        False, operation, f"{name} = {t!r}",
         f"a dense vector of {length} elements of {' or '.join(d.name for d in allowed)}", f"correct {name}",
     )  # fmt: skip
 
 
 def one_of(operation: str, name: str, value: object, allowed: tuple[object, ...]) -> None:
     """`value` is one of the allowed ones."""
-    require(
-        value in allowed, operation, f"{name}={value!r}", " or ".join(map(str, allowed)), f"choose an allowed {name}"
-    )
+    if value not in allowed:
+        require(False, operation, f"{name}={value!r}", " or ".join(map(str, allowed)), f"choose an allowed {name}")
 
 
 def same_device(operation: str, *tensors: Tensor | None) -> None:
     """All given tensors lie on one device."""
     devices = {t.device for t in tensors if t is not None}
-    require(
-        len(devices) <= 1, operation, f"tensors on {', '.join(sorted(map(repr, devices)))}", "tensors of one device",
-        "move them to the runtime's device",
-    )  # fmt: skip
+    if len(devices) > 1:
+        require(
+            False, operation, f"tensors on {', '.join(sorted(map(repr, devices)))}", "tensors of one device",
+            "move them to the runtime's device",
+        )  # fmt: skip

@@ -72,16 +72,25 @@ def _extent(t: Tensor, form: str, longest: int, cu: Tensor | None) -> tuple[int,
 
 
 def attention_forward(
-    rt: Runtime, q: Tensor, k: Tensor, v: Tensor, *, spec: AttentionSpec, terms: Terms = NOTHING, stats: bool = True
-) -> Attended:
-    """The output, dense in q's format with d_v; the statistics for backward, if wanted; the largest logits."""
+    rt: Runtime, q: Tensor, k: Tensor, v: Tensor, *, spec: AttentionSpec, terms: Terms = NOTHING, stats: bool = True,
+    out: Tensor | None = None,
+) -> Attended:  # fmt: skip
+    """The output, dense in q's format with d_v, fresh or into `out`; the statistics for backward, if wanted; the
+    largest logits.
+    """
     key = ("attention_forward", spec, stats, *plan_key(q, k, v, terms))
     plan = rt.plans.get(key)
     if plan is None:
         check("attention_forward", q, k, v, spec, terms)
         size = sizes_of(q, k, v, spec, terms)
         plan = rt.plans.put(key, rt.backend.plan_attention_forward(rt, spec, size, q, k, v, terms, stats))
-    out = rt.empty((*q.shape[:-1], v.shape[-1]), q.dtype)
+    if out is None:
+        out = rt.empty((*q.shape[:-1], v.shape[-1]), q.dtype)
+    elif out.shape != (*q.shape[:-1], v.shape[-1]) or out.dtype is not q.dtype or not out.is_contiguous:
+        _check.require(
+            False, "attention_forward", f"out = {out!r}", f"a dense {(*q.shape[:-1], v.shape[-1])} of {q.dtype}",
+            "correct out, or leave it out",
+        )  # fmt: skip
     kept = rt.empty(stats_shape(q, spec), dtypes.float32) if stats else None
     largest = rt.empty((q.shape[DIMENSIONS[spec.q_format][2]],), dtypes.float32) if spec.max_logit else None
     rt.backend.attention_forward(rt, plan, q, k, v, terms, out, kept, largest)

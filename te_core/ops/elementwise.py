@@ -36,6 +36,7 @@ def bias_dropout_add(
     p: float,
     rng: Tensor | None = None,
     site: int = 0,
+    out: Tensor | None = None,
 ) -> Tensor:
     """residual + dropout(x + bias, p) over a matrix x [M, N]; the sum is formed in float32 and rounded once."""
     op = "bias_dropout_add"
@@ -43,7 +44,10 @@ def bias_dropout_add(
     _check.vector(op, "bias", bias, x.shape[1], (x.dtype,))
     if residual is not None:
         check_pair(op, x, residual)
-    out = rt.empty(x.shape, x.dtype)
+    if out is None:
+        out = rt.empty(x.shape, x.dtype)
+    else:
+        check_pair(op, x, out)
     rt.backend.bias_dropout_add(rt, x, bias, residual, out, p, rng, site)
     return out
 
@@ -72,10 +76,10 @@ def bias_dropout_add_backward(
 def check_pair(op: str, a: Tensor, b: Tensor) -> None:
     """Two dense tensors of one shape, dtype and device."""
     _check.one_of(op, "dtype", a.dtype, ACTIVATION_DTYPES)
-    _check.require(
-        a.shape == b.shape and a.dtype is b.dtype and a.is_contiguous and b.is_contiguous, op, f"{a!r} and {b!r}",
-        "two dense tensors of one shape and dtype", "make them alike",
-    )  # fmt: skip
+    if a.shape != b.shape or a.dtype is not b.dtype or not (a.is_contiguous and b.is_contiguous):
+        _check.require(
+            False, op, f"{a!r} and {b!r}", "two dense tensors of one shape and dtype", "make them alike"
+        )  # fmt: skip
     _check.same_device(op, a, b)
 
 
@@ -83,8 +87,9 @@ def check_dropout(op: str, x: Tensor, p: float, rng: Tensor | None) -> None:
     """A matrix to drop elements of, with what decides which."""
     _check.matrix(op, "x", x)
     _check.one_of(op, "dtype", x.dtype, ACTIVATION_DTYPES)
-    _check.require(0.0 <= p < 1.0, op, f"p={p}", "0 <= p < 1", "choose a probability below one")
-    _check.require(
-        p == 0.0 or rng is not None, op, f"p={p} without rng", "rng, an int64 tensor (seed, offset)", "pass rng="
-    )
+    if p != 0.0:
+        _check.require(0.0 <= p < 1.0, op, f"p={p}", "0 <= p < 1", "choose a probability below one")
+        _check.require(
+            rng is not None, op, f"p={p} without rng", "rng, an int64 tensor (seed, offset)", "pass rng="
+        )  # fmt: skip
     _check.vector(op, "rng", rng, 2, (dtypes.int64,))

@@ -14,6 +14,7 @@ from te_torch.attention import choose, env, flash, fused, unfused
 from te_torch.attention import fp8 as fp8_core
 from te_torch.attention.layouts import check_packed, packed_inputs
 from te_torch.attention.masks import (
+    NO_TERMS,
     AttentionArgumentError,
     Terms,
     check_set_window_size,
@@ -21,7 +22,7 @@ from te_torch.attention.masks import (
     longest,
 )
 from te_torch.attention.plan import OPERATION, Fact, Key, Plan, Static, explain_plan, make_plan
-from te_torch.autocast import active, current_region, in_backward
+from te_torch.autocast import active, in_backward, thread_region
 from te_torch.modules.base import BaseModule, default_device, module_of, random_pair
 from te_torch.modules.linear import fork_of
 from te_torch.runtime import constant_at_trace
@@ -319,12 +320,19 @@ class DotProductAttention(BaseModule):
         """The plan with what runs it."""
         self.__dict__["_last"] = plan.call = fused.call_of(plan)
         plan.run = RUN[plan.backend]
+        key, spec = plan.key, plan.spec
+        plan.bare = not (
+            plan.lengths or key.bias or key.bias_type != "no_bias" or key.pages or spec.masked or spec.dropout
+            or self.softmax_offset is not None
+        )  # fmt: skip
         if plan.backend == choose.FUSED and flash.takes_backward(plan):
             plan.run = flash.run_backward_only
         return plan
 
     def _terms(self, plan: Plan, given: Given) -> Terms:
         """The tensors of a call in the form that all backends take."""
+        if plan.bare:
+            return NO_TERMS
         draws = plan.spec.dropout > 0 and plan.backend not in choose.FLASH
         keys = plan.request.sizes.skv if plan.spec.masked else 0
         return self._make_terms(given, plan.lengths, (keys, plan.bias_rows), plan.key.bias_type, draws)
@@ -389,7 +397,7 @@ class DotProductAttention(BaseModule):
     def _fp8_scaling(self) -> str:
         """How attention itself is scaled in the active region's FP8, "" if it is not; as before in a recomputation."""
         tracing = torch.compiler.is_compiling()
-        region = active.region if tracing else current_region()
+        region = active.region if tracing else thread_region()
         if region is None and not self._fp8_before:
             return ""
         if not tracing and in_backward() and (region is None or not region.recompute):

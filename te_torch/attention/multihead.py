@@ -19,7 +19,7 @@ from te_torch.attention.inference import InferenceParams
 from te_torch.attention.l2_norm import L2Normalization
 from te_torch.attention.masks import AttentionArgumentError
 from te_torch.attention.rope import apply_rotary_pos_emb, split_heads
-from te_torch.autocast import active, current_region, in_backward, precision_of
+from te_torch.autocast import active, in_backward, precision_of, thread_region
 from te_torch.modules.base import default_device, next_name, refuse_unbuilt
 from te_torch.modules.layernorm_linear import LayerNormLinear
 from te_torch.modules.linear import Linear
@@ -38,6 +38,9 @@ class HandOver(NamedTuple):
     qkv: bool = False  # the projection, to the attention
     out: bool = False  # the attention's output, to the last projection
     grad: bool = False  # and its gradient back
+
+
+_NOTHING = HandOver()
 
 
 class MultiheadAttention(torch.nn.Module):
@@ -243,7 +246,7 @@ class MultiheadAttention(torch.nn.Module):
         context, *returned = attend(*inputs, is_first_microbatch, handed, angles, options)
         if isinstance(hidden_states, Branch) and not self.input_layernorm:
             returned = [inputs[0]]
-        out = self.proj(context, is_first_microbatch, fp8_grad=handed.grad)
+        out = self._part("proj")(context, is_first_microbatch, False, handed.grad)
         outputs = (*(out if self.return_bias else (out,)), *returned)
         return outputs if len(outputs) > 1 else outputs[0]
 
@@ -275,14 +278,18 @@ class MultiheadAttention(torch.nn.Module):
     def _hand_over(self, between: bool) -> HandOver:
         """What this call leaves in FP8, by the precision of the region; `between`: keys are turned, or cached."""
         tracing = torch.compiler.is_compiling()
-        region = active.region if tracing else current_region()
+        region = active.region if tracing else thread_region()
         if not tracing and in_backward() and (region is None or not region.recompute):
             number = self._recent  # a checkpoint runs this again, outside of the region it ran in
         else:
             number = 0 if region is None else region.precision
             if not tracing:
                 self.__dict__["_recent"] = number  # Module.__setattr__ would cost a microsecond
-        return HandOver(*_handed(number, between or self.q_norm is not None)) if number else HandOver()
+        return HandOver(*_handed(number, between or self.q_norm is not None)) if number else _NOTHING
+
+    def _part(self, name: str) -> Any:
+        """A module of this one. Module.__getattr__ would cost a microsecond."""
+        return self._modules[name]
 
     def __getstate__(self) -> dict[str, Any]:
         """Without a number that belongs to this process."""
@@ -294,11 +301,11 @@ class MultiheadAttention(torch.nn.Module):
         self, hidden: Any, first: bool | None, handed: HandOver, angles: Any, options: dict[str, Any]
     ) -> tuple[torch.Tensor, ...]:
         """The attention's output, and what the projection returns beside its own: norm output, stream."""
-        project = self.layernorm_qkv if self.input_layernorm else self.qkv
-        packed, *returned = _listed(project(hidden, first, fp8_output=handed.qkv))
+        project = self._part("layernorm_qkv" if self.input_layernorm else "qkv")
+        packed, *returned = _listed(project(hidden, first, handed.qkv))
         interleaved = self.qkv_weight_interleaved
         if self._is_plain(angles, options):
-            return self.core_attention._attend_packed(packed, None, interleaved, **options), *returned
+            return self._part("core_attention")._attend_packed(packed, None, interleaved, **options), *returned
         where = self._places(options, "q", packed)
         early = self.q_norm is not None and self.qk_norm_before_rope
         q, k, v = self._split(packed, self.num_attention_heads, (None, None) if early else angles, where)
@@ -335,7 +342,7 @@ class MultiheadAttention(torch.nn.Module):
 
     def _is_plain(self, angles: Any, options: dict[str, Any]) -> bool:
         """Whether attention can read the projections as they are."""
-        turned = any(freqs is not None for freqs in angles)
+        turned = angles[0] is not None or angles[1] is not None
         return self.q_norm is None and not turned and options["inference_params"] is None
 
     def _split(

@@ -90,6 +90,7 @@ class Plan:
     lengths: str  # where they come from: "given", "mask", "masks" (one for q, one for k), or ""
     call: Any = None  # the core layer's (te_torch.function)
     run: Any = None  # computes it: (plan, a, b, c, terms) -> (out, largest logits or None)
+    bare: bool = False  # it takes no tensors besides q, k and v
 
     @property
     def spec(self) -> AttentionSpec:

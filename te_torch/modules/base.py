@@ -14,7 +14,6 @@ from te_core.precision import Precision
 from te_core.recipe import Recipe
 from te_torch.autocast import (
     active,
-    current_region,
     custom_numbers,
     group_around_trace,
     in_backward,
@@ -22,6 +21,7 @@ from te_torch.autocast import (
     prepare_default,
     reads_quantized,
     recipe_of,
+    thread_region,
 )
 from te_torch.checkpoint_state import adopt
 from te_torch.custom import custom_precisions
@@ -226,7 +226,7 @@ class BaseModule(CallingModule):
     def _enter(self, inp: torch.Tensor) -> tuple[torch.Tensor, int, ScalingState | None, bool]:
         """(input in the compute dtype, precision by number, scaling state, whether this is a recomputation)."""
         tracing = torch.compiler.is_compiling()
-        region = active.region if tracing else current_region()
+        region = active.region if tracing else thread_region()
         precision = 0
         recompute = False
         if region is not None and (tracing or region.recompute or not in_backward()):
@@ -382,8 +382,13 @@ class BaseModule(CallingModule):
 
     def _weight(self, name: str, dtype: torch.dtype, precision: int, gemm: int = 0) -> torch.Tensor:
         """A GEMM weight in the compute dtype; one that is only read quantized, in the parameter's own."""
-        weight: torch.Tensor = getattr(self, name)
+        weight = self._held(name)
         return weight if weight.dtype == dtype else self._converted(name, weight, dtype, precision, gemm)
+
+    def _held(self, name: str) -> torch.Tensor:
+        """A parameter, or what stands in its place (a parametrization). Module.__getattr__ would cost a microsecond."""
+        found = self._parameters.get(name)
+        return getattr(self, name) if found is None else found
 
     def _converted(
         self, name: str, weight: torch.Tensor, dtype: torch.dtype, precision: int, gemm: int

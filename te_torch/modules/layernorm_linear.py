@@ -40,10 +40,10 @@ class NormParameters(BaseModule):
             self.layer_norm_bias = None
 
     def _norm_parameters(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
-        gamma: Any = self.layer_norm_weight
+        gamma = self._held("layer_norm_weight")
         if gamma.dtype != dtype:
             self._require_autocast("layer_norm_weight", gamma, dtype)  # the norm itself takes any dtype
-        return gamma, self.layer_norm_bias
+        return gamma, self._held("layer_norm_bias")
 
     def _norm_spec(self, dtype: torch.dtype) -> norm.NormSpec:
         margin = self._margins["forward" if self.training else "inference"]

@@ -131,12 +131,13 @@ class LayerNormMLP(NormParameters):
         grad = torch.is_grad_enabled()
         inp, precision, state, recompute = self._enter(inp)
         gamma, beta = self._norm_parameters(inp.dtype)
-        w1, w2 = (self._weight(n, inp.dtype, precision, i) for i, n in enumerate(self._weight_names()))
-        b1, b2 = self._bias("fc1_bias", inp.dtype), self._bias("fc2_bias", inp.dtype)
+        dtype = inp.dtype
+        w1, w2 = self._weight("fc1_weight", dtype, precision), self._weight("fc2_weight", dtype, precision, 1)
+        b1, b2 = self._bias("fc1_bias", dtype), self._bias("fc2_bias", dtype)
         added = None if self.return_bias else b2
         stream, more = (None, ()) if branch is None else enter_stream(branch, inp, grad)
         key = (
-            stream, precision, inp.dtype, grad and wants_grad(inp, gamma, beta, *more), grad and wants_grad(w1),
+            stream, precision, dtype, grad and wants_grad(inp, gamma, beta, *more), grad and wants_grad(w1),
             grad and wants_grad(b1), grad and wants_grad(w2), grad and wants_grad(added), self.training,
             w1.dtype if self._primary else None,
         )  # fmt: skip
@@ -153,7 +154,7 @@ class LayerNormMLP(NormParameters):
     def _bias(self, name: str, dtype: torch.dtype) -> torch.Tensor | None:
         if not self.use_bias:
             return None
-        bias: torch.Tensor = getattr(self, name)
+        bias = self._held(name)
         return bias if bias.dtype == dtype else bias.to(dtype)
 
     def _new_call(self, stream: Any, precision: int, dtype: torch.dtype, *key: Any) -> Call:

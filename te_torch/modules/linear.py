@@ -83,7 +83,7 @@ class SplitParameters(BaseModule):
     def _joined_bias(self, dtype: torch.dtype) -> torch.Tensor | None:
         if not self.use_bias:
             return None
-        parts = [getattr(self, f"{p}bias") for p in self._parts]
+        parts = [self._held(f"{p}bias") for p in self._parts]
         bias: torch.Tensor = parts[0] if len(parts) == 1 else torch.cat(parts)
         return bias if bias.dtype == dtype else bias.to(dtype)
 

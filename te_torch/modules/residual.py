@@ -58,9 +58,8 @@ def enter_stream(branch: Branch, x: torch.Tensor, grad: bool) -> Entry:
     """How a module begins with a branch; `x` is the branch's own x in the compute dtype."""
     if branch.residual is None:
         return Entry((False, 0.0, False, False, False), (None, None, None))
-    residual, bias, rng = branch.residual.to(x.dtype), branch.bias, branch.rng
-    if bias is not None:
-        bias = bias.to(x.dtype)
+    residual, bias, rng = _like(x, branch.residual), _like(x, branch.bias), branch.rng
+    assert residual is not None
     if rng is None and branch.p > 0.0:
         rng = random_pair(x)
     key = (True, branch.p, grad and x.requires_grad, grad and wants_grad(bias), grad and residual.requires_grad)
@@ -83,8 +82,7 @@ def bias_dropout_add(
     p = p if training else 0.0
     if p == 0.0 and bias is None and residual is None:
         return x
-    residual = None if residual is None else residual.to(x.dtype)
-    bias = None if bias is None else bias.to(x.dtype)
+    residual, bias = _like(x, residual), _like(x, bias)
     if rng is None and p > 0.0:
         rng = random_pair(x)
     grad = torch.is_grad_enabled()
@@ -92,6 +90,11 @@ def bias_dropout_add(
     call: Any = _traced_add(p, *needs) if torch.compiler.is_compiling() else _add(p, *needs)
     (out,) = apply(call, None, False, x, bias, residual, rng)
     return out
+
+
+def _like(x: torch.Tensor, t: torch.Tensor | None) -> torch.Tensor | None:
+    """The tensor in the dtype of x."""
+    return t if t is None or t.dtype == x.dtype else t.to(x.dtype)
 
 
 @lru_cache(maxsize=256)

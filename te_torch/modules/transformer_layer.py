@@ -199,38 +199,41 @@ class TransformerLayer(torch.nn.Module):
         for mask in (self_attn_mask_type, enc_dec_attn_mask_type):
             if mask is not None:
                 canonical_mask(operation, mask)
-        _check_masks(operation, attention_mask=attention_mask, enc_dec_attn_mask=enc_dec_attn_mask)
+        if attention_mask is not None or enc_dec_attn_mask is not None:
+            _check_masks(operation, attention_mask=attention_mask, enc_dec_attn_mask=enc_dec_attn_mask)
         if self.layer_type == "decoder" and encoder_output is None:
             raise ArgumentError(
                 operation, "a decoder layer without encoder_output", "encoder_output", "pass encoder_output"
             )
         x = _autocast(hidden_states) if torch._C._is_any_autocast_enabled() else hidden_states
-        shared: dict[str, Any] = {
-            "is_first_microbatch": is_first_microbatch, "checkpoint_core_attention": checkpoint_core_attention,
-            "rotary_pos_emb": rotary_pos_emb, "core_attention_bias_type": core_attention_bias_type,
-            "core_attention_bias": core_attention_bias, "alibi_slopes": alibi_slopes, "fast_zero_fill": fast_zero_fill,
-            "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_q_padded": cu_seqlens_q_padded, "max_seqlen_q": max_seqlen_q,
-            "pad_between_seqs": pad_between_seqs,
-        }  # fmt: skip
+        # Module.__getattr__ would cost a microsecond; keyword arguments, which a module's call packs anew twice, five.
+        attention: Any = self._modules["self_attention"]
+        mlp: Any = self._modules["layernorm_mlp"]
         # Each part gets what it reads as a `Branch`: its norm forms the sum.
-        attended = self.self_attention(
-            Branch(x), attention_mask=attention_mask, attn_mask_type=self_attn_mask_type, window_size=window_size,
-            bottom_right_diagonal=bottom_right_diagonal, inference_params=inference_params, cu_seqlens_kv=cu_seqlens_q,
-            cu_seqlens_kv_padded=cu_seqlens_q_padded, max_seqlen_kv=max_seqlen_q, **shared,
+        attended = attention(
+            Branch(x), attention_mask, None, self_attn_mask_type, window_size, bottom_right_diagonal,
+            is_first_microbatch, checkpoint_core_attention, inference_params, rotary_pos_emb, core_attention_bias_type,
+            core_attention_bias, alibi_slopes, cu_seqlens_q, cu_seqlens_q, cu_seqlens_q_padded, cu_seqlens_q_padded,
+            max_seqlen_q, max_seqlen_q, fast_zero_fill, pad_between_seqs,
         )  # fmt: skip
         if self.parallel_attention_mlp:
             out, x = attended
-            other, x = self.layernorm_mlp(Branch(x), is_first_microbatch)
+            other, x = mlp(Branch(x), is_first_microbatch)
             return self._added((out + other, None, x), self.drop_path).added()
         read = self._added(attended, self.drop_path)
         if self.layer_type == "decoder":
             read = self._added(self.inter_attention(
                 read, attention_mask=enc_dec_attn_mask, encoder_output=encoder_output,
                 attn_mask_type=enc_dec_attn_mask_type, window_size=enc_dec_window_size,
-                bottom_right_diagonal=enc_dec_bottom_right_diagonal, cu_seqlens_kv=cu_seqlens_kv,
-                cu_seqlens_kv_padded=cu_seqlens_kv_padded, max_seqlen_kv=max_seqlen_kv, **shared,
+                bottom_right_diagonal=enc_dec_bottom_right_diagonal, is_first_microbatch=is_first_microbatch,
+                checkpoint_core_attention=checkpoint_core_attention, rotary_pos_emb=rotary_pos_emb,
+                core_attention_bias_type=core_attention_bias_type, core_attention_bias=core_attention_bias,
+                alibi_slopes=alibi_slopes, cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_kv,
+                cu_seqlens_q_padded=cu_seqlens_q_padded, cu_seqlens_kv_padded=cu_seqlens_kv_padded,
+                max_seqlen_q=max_seqlen_q, max_seqlen_kv=max_seqlen_kv, fast_zero_fill=fast_zero_fill,
+                pad_between_seqs=pad_between_seqs,
             ), None)  # fmt: skip
-        y = self._added(self.layernorm_mlp(read, is_first_microbatch), self.drop_path).added()
+        y = self._added(mlp(read, is_first_microbatch), self.drop_path).added()
         return self.layernorm(y) if self.output_layernorm else y
 
     def _added(self, returned: Any, drop_path: DropPath | None) -> Branch:

@@ -305,10 +305,12 @@ class Prepared:
         return self
 
     def _point(self, pointers: list[int]) -> None:
-        values, at = self.values, self.values_at
+        values, at, last = self.values, self.values_at, self._last
+        self._last = None  # until all are set
         for i, attribute in enumerate(self.attributes):
-            values[i] = pointers[i]
-            self._set(self.desc, attribute, at + 8 * i, 8)
+            if last is None or pointers[i] != last[i]:  # a bias stays where it is while scales move
+                values[i] = pointers[i]
+                self._set(self.desc, attribute, at + 8 * i, 8)
         self._last = pointers
 
     def run(self, rt: Runtime, a: int, b: int, out: int, pointers: list[int]) -> None:
