@@ -296,7 +296,7 @@ def _train_packed_sink(a: Ask) -> str | None:
 
 
 def _train_bias_of_keys(a: Ask) -> str | None:
-    if a.bias_rows == 1 and a.size.sq > 1:
+    if a.bias_rows == 1 and (a.size.sq > 1 or a.spec.q_format == "thd"):  # packed: its graph has more rows
         return "Its backward is wrong for a bias without a query dimension."  # measured: cuDNN 9.19 on an H200
     return None
 

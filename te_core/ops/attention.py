@@ -144,9 +144,10 @@ def plan_key(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> tuple[Any, ...]:
     """What a plan depends on of these tensors."""
     lengths, mask, bias, slopes, sink, rng, pages = terms
     return (
-        q.dtype, k.dtype, v.dtype, q.shape, k.shape, v.shape, q.strides, k.strides, v.strides,
+        q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
+        q.shape, k.shape, v.shape, q.strides, k.strides, v.strides,
         (q.ptr | k.ptr | v.ptr) & 15,
-        lengths and tuple([cu and (cu.dtype, cu.shape) for cu in lengths]),
+        lengths and tuple([cu and (cu.dtype, cu.shape, cu.device) for cu in lengths]),
         mask and (mask.dtype, mask.shape), bias and (bias.dtype, bias.shape), slopes and (slopes.dtype, slopes.shape),
         sink and (sink.dtype, sink.shape), rng and (rng.dtype, rng.shape), pages and pages.shape,
     )  # fmt: skip

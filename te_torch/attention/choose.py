@@ -59,6 +59,7 @@ class Request:
     mask: str = "no_mask"  # canonical name
     training: bool = True  # gradients may be wanted
     bias_grad: bool = False
+    bias_rows: int = 0  # the bias's extent along the queries, spread over them where it has none
     fp8: str = ""  # "delayed", "current" or "mxfp8" where attention itself is to run in FP8
     cached: bool = False  # k and v come out of a KV cache
     paged: bool = False  # in pages
@@ -243,7 +244,8 @@ def _cudnn(r: Request) -> str | None:
     if r.installed.cudnn is None:
         return "cuDNN or nvidia-cudnn-frontend is not installed"
     able, reason = cudnn_attention(
-        r.device, r.installed.cudnn, r.spec, r.sizes, r.dtype, r.training, r.fp8, paged=r.paged, bias_grad=r.bias_grad
+        r.device, r.installed.cudnn, r.spec, r.sizes, r.dtype, r.training, r.fp8, paged=r.paged, bias_grad=r.bias_grad,
+        bias_rows=r.bias_rows,
     )  # fmt: skip
     return None if able else reason
 

@@ -265,11 +265,8 @@ class InferenceParams:
         self.max_seqlen_q = max_ctx_len or 0  # thd: no sequence of this step has more new tokens
         self._new_tokens: list[int] = []
         room = -(-(max_batch_size + 1) // _ALIGNED) * _ALIGNED
-        with torch.inference_mode(False):
-            self._lengths = torch.zeros((3, room), dtype=torch.int32, device=self.device)
-        self.cu_seqlens_q = self._lengths[0, : max_batch_size + 1]
-        self.cu_seqlens_kv = self._lengths[1, : max_batch_size + 1]
-        self._seqlens_pre_step = self._lengths[2, :max_batch_size]
+        self._room = room
+        self._place()
         self._cu: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # the lengths of so many rows
         self._spans: tuple[tuple[int, int, int], torch.Tensor, torch.Tensor] | None = None
         self._pre: tuple[int, torch.Tensor] | None = None
@@ -306,6 +303,15 @@ class InferenceParams:
             count == wanted, f"total_num_pages={count}", f"{wanted}: max_batch_size * max_sequence_length / page_size",
             "pass this number, or a PagedKVCacheManager with fewer pages as custom_cache_manager",
         )  # fmt: skip
+
+    def _place(self) -> None:
+        """Memory for the lengths, on the device."""
+        count = self.max_batch_size
+        with torch.inference_mode(False):
+            self._lengths = torch.zeros((3, self._room), dtype=torch.int32, device=self.device)
+        self.cu_seqlens_q = self._lengths[0, : count + 1]
+        self.cu_seqlens_kv = self._lengths[1, : count + 1]
+        self._seqlens_pre_step = self._lengths[2, :count]
 
     def _manager(self, heads: Any, head_dim_k: Any, head_dim_v: Any, dtype: Any) -> _DeviceCacheManager:
         sizes = (self.max_batch_size, self.max_sequence_length, heads, head_dim_k, dtype, head_dim_v, self.device)
@@ -385,6 +391,9 @@ class InferenceParams:
                 "InferenceParams.step", f"qkv_format={form!r}, max_ctx_len={self.max_ctx_len}",
                 " or ".join(FORMATS) + ", thd with max_ctx_len", "correct qkv_format, or pass max_ctx_len",
             )  # fmt: skip
+        if new_k.device != self.device and self.is_older_form and self.cache_manager is None:
+            self.device = new_k.device  # nothing is allocated before the first k and v say where they are
+            self._place()
         if new_k.device != self.device:
             raise ArgumentError(
                 "InferenceParams.step", f"k on {new_k.device}", f"{self.device}, where the cache is",

@@ -124,7 +124,8 @@ def _request(static: Static, key: Key, switches: env.Switches) -> tuple[choose.R
     needs = any(fact is not None and fact.grad for fact in (key.a, key.b, key.c, key.bias)) or key.sink_grad
     request = choose.Request(
         device_info(key.a.device), TO_CORE[key.a.dtype], spec, sizes, key.mask_type,
-        training=key.training or needs, bias_grad=key.bias is not None and key.bias.grad, fp8=key.fp8,
+        training=key.training or needs, bias_grad=key.bias is not None and key.bias.grad,
+        bias_rows=0 if key.bias is None else sizes.sq, fp8=key.fp8,
         cached=key.cached, paged=key.pages is not None, gaps=key.form == "thd" and key.cu is not None and key.cu[2],
         same_lengths=lengths == "mask" or (key.cu is not None and key.cu[1]), num_splits=key.num_splits,
         score_mod=key.score_mod, switches=switches, installed=choose.installed(),

@@ -166,10 +166,10 @@ def test_every_rule_is_tried(cudnn: Any) -> None:
 
 def test_cudnn_is_asked_and_believed(cudnn: Any) -> None:
     assert choose.eligible(PLAIN)[FUSED] is None
-    told = {"paged": False, "bias_grad": False}
+    told = {"paged": False, "bias_grad": False, "bias_rows": 0}
     assert cudnn == [(H200, (9, 19, 0), SPEC, SIZES, dtypes.bfloat16, True, "", told)]
-    choose.eligible(replace(PLAIN, paged=True, bias_grad=True, fp8="delayed"))
-    assert cudnn[-1][-2:] == ("delayed", {"paged": True, "bias_grad": True})
+    choose.eligible(replace(PLAIN, paged=True, bias_grad=True, bias_rows=7, fp8="delayed"))
+    assert cudnn[-1][-2:] == ("delayed", {"paged": True, "bias_grad": True, "bias_rows": 7})
     cudnn.append((H200, "refuses"))
     assert choose.eligible(PLAIN)[FUSED] == "cuDNN does not want to"
 
@@ -346,20 +346,27 @@ def test_explain_computes_nothing_and_checks_arguments() -> None:
     assert isinstance(module(*inputs()), torch.Tensor)
 
 
-def test_the_choice_is_logged(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_choice_is_logged(monkeypatch: pytest.MonkeyPatch) -> None:
+    records: list[logging.LogRecord] = []
+    logger, handler = logging.getLogger("DotProductAttention"), logging.Handler()
+    monkeypatch.setattr(handler, "emit", records.append)
+    monkeypatch.setattr(logger, "level", logging.DEBUG)
+    logger.addHandler(handler)
     tensors = inputs()
-    with caplog.at_level(logging.DEBUG, logger="DotProductAttention"):
+    try:
         DotProductAttention(4, 16, 2)(*tensors)
-        assert not caplog.records
+        assert not records
         monkeypatch.setenv("NVTE_DEBUG", "1")
         monkeypatch.setenv("NVTE_DEBUG_LEVEL", "1")
         DotProductAttention(4, 16, 2)(*tensors)
-        assert [r.getMessage().split()[0] for r in caplog.records] == [FUSED]
+        assert [r.getMessage().split()[0] for r in records] == [FUSED]
         monkeypatch.setenv("NVTE_DEBUG_LEVEL", "2")
         DotProductAttention(4, 16, 2)(*tensors)
-        said = [r.getMessage() for r in caplog.records[1:]]
-        assert any(text.startswith(f"{FLASH3}: ") and "installed" in text for text in said)
-        assert {r.levelno for r in caplog.records} == {logging.INFO, logging.DEBUG}
+    finally:
+        logger.removeHandler(handler)
+    said = [r.getMessage() for r in records[1:]]
+    assert any(text.startswith(f"{FLASH3}: ") and "installed" in text for text in said)
+    assert {r.levelno for r in records} == {logging.INFO, logging.DEBUG}
 
 
 def test_every_variable_is_documented() -> None:

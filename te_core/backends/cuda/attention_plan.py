@@ -63,7 +63,7 @@ def frame_of(spec: AttentionSpec, size: Sizes, terms: Terms, backward: bool) -> 
     batch = size.batch
     if packed_q and packed_kv and terms.pages is None and (bias is None or bias[0] == 1):
         batch = sequences(size.batch)
-    sq = bucket(size.sq) if packed_q and bias is None else size.sq
+    sq = bucket(size.sq) if packed_q and (bias is None or bias[2] == 1) else size.sq
     skv = bucket(size.skv) if packed_kv and bias is None and terms.pages is None else size.skv
     bottom_right = spec.bottom_right and spec.banded and (spec.padded or size.sq != size.skv)
     blind = size.sq > size.skv and (bottom_right or spec.left >= 0)
