@@ -485,7 +485,7 @@ def test_capture(paged):
     with torch.cuda.graph(graph):
         p.step(1, *new, "bshd")
     graph.replay()
-    expected = {1: [new[0][0], new[0][0]], 2: [new[0][1], new[0][1]]}
+    expected = {n: [new[0][row].clone()] * 2 for row, n in enumerate((1, 2))}
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
