@@ -237,6 +237,7 @@ def test_a_captured_step_replays_with_new_values(changes):
         return [to_torch(t) for t in (y.out, y.stats, y.max_logit, g.q, g.k, g.v, g.sink) if t is not None]
 
     stream = torch.cuda.Stream()
+    torch.cuda.synchronize()
     with torch.cuda.stream(stream):
         run()  # builds the plans and loads the kernels
         run()
@@ -250,6 +251,7 @@ def test_a_captured_step_replays_with_new_values(changes):
             t.copy_(torch.randn_like(t))
         if rng is not None:
             rng.copy_(torch.tensor([seed, 64 * seed], device="cuda"))
+        torch.cuda.synchronize()  # the step runs on another stream than the copies
         with torch.cuda.stream(stream):
             wanted = run()
         torch.cuda.synchronize()
@@ -279,6 +281,7 @@ def test_a_captured_packed_step_replays_with_new_lengths():
         return [to_torch(t) for t in (y.out, y.stats, *g[:3])]
 
     stream = torch.cuda.Stream()
+    torch.cuda.synchronize()
     with torch.cuda.stream(stream):
         run()
         run()
@@ -289,6 +292,7 @@ def test_a_captured_packed_step_replays_with_new_lengths():
     seen = set()
     for sums in ([0, 128, 250, 256], [0, 1, 2, 120], [0, 0, 128, 256], [0, 100, 160, 256]):
         cu.copy_(torch.tensor(sums, dtype=torch.int32))
+        torch.cuda.synchronize()  # the step runs on another stream than the copy
         with torch.cuda.stream(stream):
             wanted = run()
         torch.cuda.synchronize()

@@ -68,15 +68,16 @@ def test_a_class_that_does_not_fit_is_left_out(small: None) -> None:
 
 def test_what_is_written_decides(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any) -> None:
     monkeypatch.setenv("TE_CORE_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
     times = {UNFUSED: 1.0, FLASH_TORCH: 2.0, FUSED: 3.0}
-    monkeypatch.setattr(tune, "measure", lambda names, device, say: {name: times for name in names})
     choose.forget()
-    assert tune.main(["--only", "infer/dense/d64/short"]) == 0
-    assert tune.main(["--only", "train/dense/d64/short"]) == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        patch.setattr(torch.cuda, "current_device", lambda: 0)
+        patch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+        patch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+        patch.setattr(tune, "measure", lambda names, device, say: {name: times for name in names})
+        assert tune.main(["--only", "infer/dense/d64/short"]) == 0
+        assert tune.main(["--only", "train/dense/d64/short"]) == 0
     path = choose.local_table_path()
     assert f"2 classes written to {path}" in capsys.readouterr().out
     entry = json.loads(path.read_text())["measured"]["9.0"]
