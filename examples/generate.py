@@ -98,11 +98,25 @@ def readable(text: Text) -> str:
     return "".join(c if c.isprintable() else "·" for c in bytes(text).decode(errors="replace").rstrip("\n"))
 
 
+def some(text: str) -> str:
+    """A prompt: there has to be something to go on with."""
+    if not text:
+        raise argparse.ArgumentTypeError("an empty text has no next byte: give one character at least")
+    return text
+
+
+def positive(text: str) -> int:
+    """A number of texts or bytes."""
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
+    return int(text)
+
+
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--prompt", action="append", help="a text to go on with; may be given several times")
-    parser.add_argument("--count", type=int, default=60, metavar="N", help="bytes to write at most for each (60)")
-    parser.add_argument("--batch", type=int, default=4, metavar="N", help="texts at a time (4)")
+    parser.add_argument("--prompt", type=some, action="append", help="a text to go on with; may be given several times")
+    parser.add_argument("--count", type=positive, default=60, metavar="N", help="bytes to write at most for each (60)")
+    parser.add_argument("--batch", type=positive, default=4, metavar="N", help="texts at a time (4)")
     parser.add_argument("--paged", action="store_true", help=f"keep the cache in pages of {PAGE} tokens")
     parser.add_argument("--check", action="store_true", help="also compute everything without the cache, and compare")
     parser.add_argument("--checkpoint", type=Path, default=Path("build/train/none.pt"), help="(build/train/none.pt)")

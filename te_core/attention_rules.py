@@ -8,13 +8,14 @@ what the library was found to build plans for on sm_90 with cuDNN 9.19; on other
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from te_core import dtypes
 from te_core.attention import AttentionSpec, Sizes
 from te_core.device import Answer, DeviceInfo
 from te_core.dtypes import DType
+from te_core.quantized import PAD
 
 Version = tuple[int, ...]
 FP8 = (dtypes.float8_e4m3, dtypes.float8_e5m2)
@@ -269,6 +270,30 @@ def _fp8_extras(a: Ask) -> str | None:
     return None
 
 
+def fp8_refusal(
+    spec: AttentionSpec, scaling: str, rows: Sequence[int] = (), *, paged: bool = False, bias_grad: bool = False,
+    emulated: bool = False,
+) -> str | None:  # fmt: skip
+    """Why an attention has no FP8 on any device, whatever could multiply it; None where nothing is against it.
+
+    `rows`: the widths of the rows that are quantized. `emulated`: on values as FP8 holds them, whose scores may have a
+    bias.
+    """
+    if scaling not in ("delayed", "current"):
+        return f"FP8 attention takes delayed or current scaling, not {scaling}."
+    if spec.bias == "post_scale_bias" and not emulated:
+        return "FP8 attention takes no bias."
+    for asked, what in (
+        (paged, "paged cache"), (bias_grad, "gradient of a bias"), (spec.max_logit, "max_logit"),
+        (spec.softmax == "learnable", "softmax_type='learnable'"),
+    ):  # fmt: skip
+        if asked:
+            return f"FP8 attention has no {what}."
+    if any(n % PAD for n in rows):
+        return f"FP8 attention takes rows that are multiples of {PAD} wide, not {', '.join(map(str, rows))}."
+    return None
+
+
 # ---------------------------------------------------------------------------------------------- backward
 
 
@@ -322,6 +347,14 @@ def _train_softcap_dbias(a: Ask) -> str | None:
     return None
 
 
+def _train_softcap_ragged(a: Ask) -> str | None:
+    """With lengths the last tile's missing keys would be left out, but a soft-cap excludes them (attention_plan.py)."""
+    low = a.spec.softcap > 80 or a.spec.bias == "post_scale_bias"
+    if a.spec.softcap and low and (a.size.sq % 128 or a.size.skv % 128):
+        return "Its backward with a soft-cap above 80 or a bias takes lengths that are multiples of 128."
+    return None
+
+
 RULES: tuple[Rule, ...] = (
     _version, _capability, _mask_tensor, _alignment, _bottom_right_extras, _sink_version,
     _sink_of_one_query, _packed_device, _packed_keys, _packed_bias, _paged,
@@ -335,4 +368,5 @@ FP8_RULES: tuple[Rule, ...] = (
 )  # fmt: skip
 TRAINING_RULES: tuple[Rule, ...] = (
     _train_width, _train_one_pair, _train_packed_sink, _train_bias_of_keys, _train_deterministic, _train_softcap_dbias,
+    _train_softcap_ragged,
 )  # fmt: skip

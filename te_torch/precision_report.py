@@ -1,4 +1,4 @@
-"""What each GEMM of a model was computed in at its last forward: `precision_report`.
+"""What each GEMM of a model, and each product of its attention, was computed in: `precision_report`.
 
     with te_torch.autocast(recipe=recipe):
         loss = model(x).sum()
@@ -12,10 +12,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from te_core.layers.explain import GemmFacts, explain_linear
+from te_core.layers.explain import GemmFacts, explain_attention, explain_linear
 from te_core.layers.linear import LinearSpec
 from te_core.quantized import Format
 from te_core.tensor import CPU, Device, cuda_device
+from te_torch.attention import choose, flash
+from te_torch.attention.dot_product import DotProductAttention
+from te_torch.attention.plan import Plan
 from te_torch.modules.base import BaseModule
 from te_torch.quantized import QuantizedTorch, core_of
 from te_torch.report import table
@@ -29,7 +32,10 @@ class Row(NamedTuple):
 
 
 class PrecisionReport:
-    """A row for each GEMM of each layer. Printable; `as_dict()` for programs; `fallbacks` is what was not as asked."""
+    """A row for each GEMM of each layer and each product of attention. Printable; `as_dict()` for programs.
+
+    `fallbacks` is what was not as asked.
+    """
 
     def __init__(self, rows: list[Row], idle: list[str]) -> None:
         self.rows = rows
@@ -65,6 +71,12 @@ def precision_report(model: torch.nn.Module) -> PrecisionReport:
     for name, module in model.named_modules():
         if not isinstance(module, BaseModule):
             continue
+        if isinstance(module, DotProductAttention):
+            if module._last_plan is None:
+                idle.append(name or module.name)
+            else:
+                rows += [Row(name or module.name, facts) for facts in _products(module, module._last_plan)]
+            continue
         if module._last is None:
             idle.append(name or module.name)
             continue
@@ -82,6 +94,20 @@ def _linears(module: BaseModule) -> Iterator[tuple[str, LinearSpec, torch.Tensor
     for i, spec in enumerate(specs):
         part = f".{names[i].removesuffix('_weight')}" if len(specs) > 1 else ""
         yield part, spec, getattr(module, names[i])
+
+
+def _products(module: DotProductAttention, plan: Plan) -> list[GemmFacts]:
+    """The products of an attention's last call."""
+    rule = module._last_rule if plan.key.fp8 else None
+    emulated = rule is not None and plan.backend == choose.UNFUSED
+    place = CPU if plan.request.device is None else cuda_device(plan.key.a.device.index or 0)
+    forward = plan.backend
+    if forward == choose.FUSED:
+        own = "NumPy, exact emulation" if rule is not None else "NumPy"
+        forward = f"{forward} ({own if place is CPU else 'cuDNN'})"
+    backward = choose.FLASH2 if plan.run is flash.run_backward_only and rule is None else forward
+    families = forward, backward if any(plan.layer.needs) else None
+    return explain_attention(plan.request.dtype, rule, place, families, emulated)
 
 
 def _place(weight: torch.Tensor) -> Device:

@@ -7,6 +7,7 @@ accounting, streams and CUDA graphs see nothing unusual.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, TypeVar
 
 import torch
@@ -56,13 +57,9 @@ def _quick_empty(kind: str) -> Any:
     return getattr(guards, f"_empty_strided_{kind}", None) if able else None
 
 
+@lru_cache(maxsize=4096)  # a run has few shapes, and each allocation asks
 def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Of a dense tensor, as torch has them: an empty dimension counts as one of 1."""
-    dims = len(shape)
-    if dims == 2:
-        return shape[1] or 1, 1
-    if dims == 1:
-        return (1,)
     step = 1
     strides = []
     for n in reversed(shape):

@@ -78,7 +78,7 @@ extern "C" __global__ void __launch_bounds__(256)
 // Each thread makes all moves for its own place in the rows, so that moves need not wait for one another.
 extern "C" __global__ void __launch_bounds__(256)
     kv_move(T* k_cache, T* v_cache, const int* __restrict__ moves, int count, int longest, int capacity, int k_vectors,
-            int v_vectors) {
+            int v_vectors, int rows) {
     const int token = token_slot(), vector = vector_slot();
     if (token >= longest || vector >= k_vectors + v_vectors) return;
     const bool of_k = vector < k_vectors;
@@ -87,7 +87,7 @@ extern "C" __global__ void __launch_bounds__(256)
     T spare = {};
     for (int i = 0; i < count; ++i) {
         const int to = moves[3 * i], from = moves[3 * i + 1];
-        if (token >= moves[3 * i + 2]) continue;
+        if (token >= moves[3 * i + 2] || to >= rows || from >= rows) continue;
         const T value = from < 0 ? spare : mine[i64(from) * capacity * pitch];
         if (to < 0) {
             spare = value;

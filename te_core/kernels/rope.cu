@@ -65,6 +65,7 @@ __device__ __forceinline__ Token find_token(i64 row, i64 tokens, i64 sequences, 
 // The angles of a token: for the first channels of all pairs, then for the second ones. A unit's VEC pairs are read in
 // pieces of PIECE; the first pieces of all units lie side by side, so that neighbouring threads read neighbouring banks.
 constexpr int PIECE = VEC < 4 ? VEC : 4;
+constexpr int COPIES = 4;
 struct Angles {
     const float *cosines, *sines;
     int d2;
@@ -180,6 +181,11 @@ extern "C" __global__ void __launch_bounds__(256)
 
     const int per = heads / groups, group_width = per * dq + dk + dv;
     T* base = packed + row * groups * group_width;
+    const auto q_offset = [&](int h) { return grouped ? h / per * group_width + h % per * dq : h * dq; };
+    const auto k_offset = [&](int g) { return grouped ? g * group_width + per * dq : heads * dq + g * dk; };
+    const auto v_offset = [&](int g) {
+        return grouped ? g * group_width + per * dq + dk : heads * dq + groups * dk + g * dv;
+    };
     const auto walk = [&](T* part, int count, int d, const Angles& angles, auto offset) {
         T* dense = part + row * count * d;
         turn_heads(count, d, angles, [&](int head, const T*& from, T*& to) {
@@ -188,11 +194,37 @@ extern "C" __global__ void __launch_bounds__(256)
             to = BACKWARD ? inside : outside;
         });
     };
-    if (heads > 0) {
-        walk(q, heads, dq, q_angles, [&](int h) { return grouped ? h / per * group_width + h % per * dq : h * dq; });
+    if (dq2 + dk2 > 0) {
+        if (heads > 0) walk(q, heads, dq, q_angles, q_offset);
+        walk(k, groups, dk, k_angles, k_offset);
+        walk(v, groups, dv, Angles{nullptr, nullptr, 0}, v_offset);
+        return;
     }
-    walk(k, groups, dk, k_angles, [&](int g) { return grouped ? g * group_width + per * dq : heads * dq + g * dk; });
-    walk(v, groups, dv, Angles{nullptr, nullptr, 0}, [&](int g) {
-        return grouped ? g * group_width + per * dq + dk : heads * dq + groups * dk + g * dv;
-    });
+    // Nothing to turn: one walk over all parts, several vectors of a thread on their way at a time.
+    const int q_units = heads * dq / VEC, k_units = groups * dk / VEC, units = q_units + k_units + groups * dv / VEC;
+    const auto vector_in = [](T* part, i64 token, int count, int d, int unit, T* packed_row, auto offset, T*& inside,
+                              T*& outside) {
+        const int head = unit / (d / VEC), channel = (unit - head * (d / VEC)) * VEC;
+        inside = packed_row + offset(head) + channel;
+        outside = part + (token * count + head) * d + channel;
+    };
+    for (int first = threadIdx.x; first < units; first += COPIES * blockDim.x) {
+        Vec<T, VEC> held[COPIES];
+        T* to[COPIES];
+#pragma unroll
+        for (int i = 0; i < COPIES; ++i) {
+            const int u = first + i * blockDim.x;
+            if (u >= units) continue;
+            T *inside, *outside;
+            if (u < q_units) vector_in(q, row, heads, dq, u, base, q_offset, inside, outside);
+            else if (u < q_units + k_units) vector_in(k, row, groups, dk, u - q_units, base, k_offset, inside, outside);
+            else vector_in(v, row, groups, dv, u - q_units - k_units, base, v_offset, inside, outside);
+            held[i] = load<VEC>(BACKWARD ? outside : inside);
+            to[i] = BACKWARD ? inside : outside;
+        }
+#pragma unroll
+        for (int i = 0; i < COPIES; ++i) {
+            if (first + i * blockDim.x < units) store<VEC>(to[i], held[i]);
+        }
+    }
 }

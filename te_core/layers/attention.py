@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from te_core import ops
 from te_core.attention import AttentionSpec, Lengths
-from te_core.ops.attention import Terms
+from te_core.ops.attention import NOTHING, Terms
 from te_core.quantize.state import Scales
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor, dense_strides
@@ -104,6 +104,7 @@ def forward(
         q, b, c = ops.rope_qkv(rt, a, None, None, **split_options(spec))
         assert q is not None
         a = q
+    bias = None if bias is None else on_boundary(rt, bias)
     terms = terms_of(cu_q, cu_kv, cu_q_padded, cu_kv_padded, mask, bias, slopes, sink, rng, pages)
     needs = spec.needs
     training = any(needs)
@@ -140,8 +141,8 @@ def backward(
     assert da is not None
     _, dq, dk, dv = views(spec, da, db, dc)
     found = ops.attention_backward(
-        rt, dy.reshape(*shape), q, k, v, out.reshape(*shape), stats, spec=core, terms=terms, grads=(dq, dk, dv),
-        bias_grad=needs.bias,
+        rt, on_boundary(rt, dy).reshape(*shape), q, k, v, out.reshape(*shape), stats, spec=core, terms=terms,
+        grads=(dq, dk, dv), bias_grad=needs.bias,
     )  # fmt: skip
     if spec.copies:
         da, db, dc = ops.rope_qkv_backward(rt, dq, dk, dv, None, None, **split_options(spec)), None, None
@@ -149,6 +150,13 @@ def backward(
         da if needs.q else None, db if needs.k else None, dc if needs.v else None, found.bias if needs.bias else None,
         None, found.sink if needs.sink else None,
     )  # fmt: skip
+
+
+def on_boundary(rt: Runtime, t: Tensor) -> Tensor:
+    """A dense tensor, or a copy where cuDNN could not read it: part of another one may begin anywhere."""
+    if t.device.kind != "cuda" or not t.ptr & 15:
+        return t
+    return ops.add(rt, t, rt.zeros(t.shape, t.dtype))
 
 
 def views(
@@ -207,7 +215,7 @@ def terms_of(
     if cu_q is not None:
         assert cu_kv is not None
         lengths = Lengths(cu_q, cu_kv, cu_q_padded, cu_kv_padded)
-    return Terms(lengths, *rest)
+    return Terms(lengths, *rest) if lengths is not None or any(rest) else NOTHING
 
 
 def split_options(spec: AttentionLayerSpec) -> dict[str, Any]:

@@ -18,9 +18,10 @@ from math import prod
 from typing import Any, NamedTuple
 
 from te_core import dtypes, ops
+from te_core.attention_rules import fp8_refusal
 from te_core.dtypes import DType
 from te_core.errors import UnsupportedError
-from te_core.layers.attention import AttentionLayerSpec, split_options, terms_of, views
+from te_core.layers.attention import AttentionLayerSpec, on_boundary, split_options, terms_of, views
 from te_core.ops.attention import Terms
 from te_core.ops.attention_fp8 import BackwardScales, ForwardScales, Scaled
 from te_core.ops.quantize import allocate
@@ -39,11 +40,10 @@ from te_core.quantize.state import (
     element,
     forward_cast,
 )
-from te_core.quantized import PAD, Cast, Copy, QuantizedTensor
+from te_core.quantized import Cast, Copy, QuantizedTensor
 from te_core.runtime import Runtime
 from te_core.tensor import META, Tensor
 
-GEMMS = 3
 #: (GEMM, slot) of q, k and v, of the output, and of P; of their gradients.
 QKV, OUT, P = (0, OUTPUT), (1, INPUT), (2, OUTPUT)
 DQKV, DOUT, DP = (0, GRAD_OUTPUT), (1, GRAD_INPUT), (2, GRAD_INPUT)
@@ -180,22 +180,18 @@ class Done(NamedTuple):
 
 def check(spec: AttentionFp8Spec) -> None:
     """The layer's parts exist in FP8."""
-    layer, core, rule = spec.attention, spec.attention.core, spec.precision
-    widths = [prod(tail) for _, tail in _tails(layer)]
-    refused = [
-        (rule.qkv.scaling not in ("delayed", "current") or rule.history is None, f"{rule.qkv.scaling} scaling"),
-        (core.bias == "post_scale_bias" and layer.needs.bias, "the gradient of a bias"),
-        (core.softmax == "learnable", "softmax_type 'learnable'"),
-        (core.max_logit, "max_logit"),
-        (any(w % PAD for w in (*widths, layer.heads * layer.d_v)), f"rows of {widths} elements"),
-    ]
-    for bad, what in refused:
-        if bad:
-            raise UnsupportedError(
-                "FP8 attention", what,
-                f"delayed or current scaling, widths of a multiple of {PAD}; no max_logit, sink or gradient of a bias",
-                "leave it out, or run attention in high precision (NVTE_DPA_FP8_RECIPE=F16)",
-            )  # fmt: skip
+    layer, rule = spec.attention, spec.precision
+    reason = fp8_refusal(layer.core, rule.qkv.scaling, row_widths(layer))
+    if reason is not None or rule.history is None:
+        raise UnsupportedError(
+            "FP8 attention", reason or "no history for P and dS", "what docs/attention.md lists under FP8",
+            "leave it out, or run attention in high precision (NVTE_DPA_FP8_RECIPE=F16)",
+        )  # fmt: skip
+
+
+def row_widths(layer: AttentionLayerSpec) -> tuple[int, ...]:
+    """The widths of the rows that are quantized: of the inputs, and of the output."""
+    return (*[prod(tail) for _, tail in _tails(layer)], layer.heads * layer.d_v)
 
 
 # ---------------------------------------------------------------------------------------------- the products
@@ -275,8 +271,8 @@ def _plain_backward(rt: Runtime, dy: Tensor, done: Done, spec: AttentionFp8Spec)
     whole = views(layer, *_views(layer, made, done.frames))
     shape = (*q.shape[:-1], layer.d_v)
     ops.attention_backward(
-        rt, dy.reshape(*shape), q, k, v, dense(rt, done.out, spec.dtype).reshape(*shape), done.stats, spec=core,
-        terms=done.terms, grads=whole[1:],
+        rt, on_boundary(rt, dy).reshape(*shape), q, k, v, dense(rt, done.out, spec.dtype).reshape(*shape), done.stats,
+        spec=core, terms=done.terms, grads=whole[1:],
     )  # fmt: skip
     return made
 

@@ -1,4 +1,4 @@
-"""What a linear's three GEMMs are computed in, and why not as the recipe asks where they are not.
+"""What the GEMMs of a linear and the products of attention are computed in, and why where not as the recipe asks.
 
 Answers come from the spec of a call and from `ops.gemm_route`, which dispatch asks too; nothing is recorded.
 """
@@ -8,14 +8,15 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from te_core import ops
+from te_core.dtypes import DType
 from te_core.layers.linear import LinearSpec
-from te_core.precision import Operand, Precision
+from te_core.precision import AttentionPrecision, Operand, Precision
 from te_core.quantized import Format
 from te_core.tensor import Device
 
 
 class GemmFacts(NamedTuple):
-    """One GEMM: "fprop", "dgrad" or "wgrad"."""
+    """One GEMM: "fprop", "dgrad" or "wgrad"; of attention one of `PRODUCTS`."""
 
     gemm: str
     a: str  # formats of the operands as they are multiplied
@@ -26,13 +27,41 @@ class GemmFacts(NamedTuple):
     reason: str
 
 
+#: Attention's products: both of forward, and the pairs that backward makes of each.
+PRODUCTS = ("Q K", "P V", "dO V, dO P", "dS K, dS Q")
+
+
 def explain_linear(spec: LinearSpec, place: Device, weight: Format | None = None) -> list[GemmFacts]:
     """The GEMMs of a call of this spec on a device; `weight` is the format of a parameter held quantized."""
     needs = spec.needs
     wanted = {"fprop": True, "dgrad": needs.input, "wgrad": needs.weight}
-    return [
-        _facts(gemm, spec, place, weight) if is_wanted else _unneeded(gemm) for gemm, is_wanted in wanted.items()
-    ]
+    return [_facts(gemm, spec, place, weight) if is_wanted else _unneeded(gemm) for gemm, is_wanted in wanted.items()]
+
+
+def explain_attention(
+    dtype: DType, rule: AttentionPrecision | None, place: Device, families: tuple[str, str | None], emulated: bool
+) -> list[GemmFacts]:
+    """The products of an attention of this dtype, in FP8 by a rule or not at all.
+
+    `families`: what computes forward, and backward or None. `emulated`: on values as FP8 holds them, in the dtype.
+    """
+    found = []
+    for product, family in zip(PRODUCTS, (families[0], families[0], families[1], families[1]), strict=True):
+        backward = product not in PRODUCTS[:2]
+        if family is None:
+            found.append(_unneeded(product))
+        elif rule is None:
+            reason = "no FP8 attention was asked for (fp8_dpa)"
+            found.append(GemmFacts(product, dtype.name, dtype.name, "float32", family, True, reason))
+        elif backward and not rule.backward:
+            reason = "backward was asked for in the activation dtype"
+            found.append(GemmFacts(product, dtype.name, dtype.name, "float32", family, True, reason))
+        else:  # P is cast as q, k and v are, and dS as dO
+            a, b = rule.grad.format if backward else rule.qkv.format, rule.qkv.format
+            reason = f"values rounded as FP8 holds them are multiplied in {dtype.name}" if emulated else ""
+            accumulation = "float32" if emulated or place.kind != "cuda" else ""  # cuDNN does not say how it adds
+            found.append(GemmFacts(product, str(a), str(b), accumulation, family, not emulated, reason))
+    return found
 
 
 def _unneeded(gemm: str) -> GemmFacts:

@@ -4,9 +4,11 @@ unless they fail.
 
 from __future__ import annotations
 
+from typing import Any
+
 from te_core.dtypes import DType
 from te_core.errors import ArgumentError
-from te_core.tensor import Tensor
+from te_core.tensor import Device, Tensor
 
 
 def require(ok: bool, operation: str, got: str, allowed: str, do: str) -> None:
@@ -48,3 +50,18 @@ def same_device(operation: str, *tensors: Tensor | None) -> None:
             False, operation, f"tensors on {', '.join(sorted(map(repr, devices)))}", "tensors of one device",
             "move them to the runtime's device",
         )  # fmt: skip
+
+
+def on_device(operation: str, device: Device, *tensors: Tensor | None) -> None:
+    """All given tensors lie on the runtime's device, whose kernels are given their bare addresses."""
+    for t in tensors:
+        if t is not None and t.device is not device:
+            require(
+                False, operation, f"{t!r} in a call on {device}", "tensors of one device, the runtime's",
+                "move them to the runtime's device",
+            )  # fmt: skip
+
+
+def seen(*tensors: Tensor | None) -> tuple[Any, ...]:
+    """What checks look at of tensors: in a plan's key, so that a plan made for right ones lets no wrong one pass."""
+    return tuple([None if t is None else (t.dtype, t.shape, t.strides, t.device) for t in tensors])

@@ -57,10 +57,11 @@ def activation_forward(
         y, _ = activation_forward(rt, x, kind, clamp=clamp)
         assert y is not None
         return (y if keep else None), quantize(rt, y, cast)
-    key = ("activation_forward", x.shape, x.dtype, kind, cast and cast.key, keep, x.ptr & 15, clamp)
+    key = ("activation_forward", clamp, x.shape, x.dtype, kind, cast and cast.key, keep, x.ptr & 15, _check.seen(x))
     plan = rt.plans.get(key)
     if plan is None:
         _check_input("activation_forward", x, kind, cast, clamp)
+        _check.on_device("activation_forward", rt.device, x)
         plan = rt.plans.put(key, rt.backend.plan_activation_forward(rt, key))
     shape = (x.shape[0], x.shape[1] // 2 if kind in GATED else x.shape[1])
     wants_y = cast is None or keep or cast.scale is None
@@ -87,8 +88,8 @@ def activation_backward(
         assert dx is not None
         return (dx if keep else None), quantize(rt, dx, cast, column_sum=column_sum)
     key = (
-        "activation_backward", x.shape, x.dtype, dy.dtype, kind, cast and cast.key, keep,
-        column_sum and column_sum.dtype, (x.ptr | dy.ptr) & 15, clamp,
+        "activation_backward", clamp, x.shape, x.dtype, dy.dtype, kind, cast and cast.key, keep,
+        column_sum and column_sum.dtype, (x.ptr | dy.ptr) & 15, _check.seen(dy, x, column_sum),
     )  # fmt: skip
     plan = rt.plans.get(key)
     if plan is None:
@@ -100,7 +101,7 @@ def activation_backward(
             dy.shape == shape and dy.dtype is x.dtype, op, f"dy {dy!r}", f"{shape} of {x.dtype}", "correct dy"
         )
         _check.vector(op, "column_sum", column_sum, x.shape[1], ACTIVATION_DTYPES)
-        _check.same_device(op, dy, x, column_sum)
+        _check.on_device(op, rt.device, dy, x, column_sum)
         plan = rt.plans.put(key, rt.backend.plan_activation_backward(rt, key))
     wants_dx = cast is None or keep or cast.scale is None
     dx = rt.empty(x.shape, x.dtype) if wants_dx else None

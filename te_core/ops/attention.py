@@ -18,7 +18,7 @@ from te_core.dtypes import ACTIVATION_DTYPES, DType
 from te_core.errors import UnsupportedError
 from te_core.ops import _check
 from te_core.runtime import Runtime
-from te_core.tensor import Tensor
+from te_core.tensor import Device, Tensor
 
 
 class Terms(NamedTuple):
@@ -81,14 +81,15 @@ def attention_forward(
     key = ("attention_forward", spec, stats, *plan_key(q, k, v, terms))
     plan = rt.plans.get(key)
     if plan is None:
-        check("attention_forward", q, k, v, spec, terms)
+        check("attention_forward", rt, q, k, v, spec, terms)
         size = sizes_of(q, k, v, spec, terms)
         plan = rt.plans.put(key, rt.backend.plan_attention_forward(rt, spec, size, q, k, v, terms, stats))
     if out is None:
         out = rt.empty((*q.shape[:-1], v.shape[-1]), q.dtype)
-    elif out.shape != (*q.shape[:-1], v.shape[-1]) or out.dtype is not q.dtype or not out.is_contiguous:
+    elif not is_dense(out, (*q.shape[:-1], v.shape[-1]), q.dtype, q.device):
         _check.require(
-            False, "attention_forward", f"out = {out!r}", f"a dense {(*q.shape[:-1], v.shape[-1])} of {q.dtype}",
+            False, "attention_forward", f"out = {out!r} at {out.ptr:#x}",
+            f"a dense {(*q.shape[:-1], v.shape[-1])} of {q.dtype} beside q, on CUDA at a multiple of 16 bytes",
             "correct out, or leave it out",
         )  # fmt: skip
     kept = rt.empty(stats_shape(q, spec), dtypes.float32) if stats else None
@@ -105,29 +106,29 @@ def attention_backward(
 
     dy is dense in the output's format and dtype.
     """
-    key = (
-        "attention_backward", spec, bias_grad, dy.dtype, dy.shape, dy.strides, out.dtype, out.shape, out.strides,
-        stats.dtype, stats.shape, *plan_key(q, k, v, terms),
-        *(() if grads is None else (g.row_major_strides() for g in grads)),
-    )  # fmt: skip
+    key = ("attention_backward", spec, bias_grad, given_key(dy, out, stats, grads), *plan_key(q, k, v, terms))
     plan = rt.plans.get(key)
     if plan is None:
         op = "attention_backward"
-        check(op, q, k, v, spec, terms)
+        check(op, rt, q, k, v, spec, terms)
         for name, t in (("dy", dy), ("out", out)):
             _check.require(
-                t.shape == (*q.shape[:-1], v.shape[-1]) and t.dtype is q.dtype and t.is_contiguous, op,
-                f"{name} = {t!r}", f"a dense tensor {(*q.shape[:-1], v.shape[-1])} of {q.dtype}", f"correct {name}",
+                is_dense(t, (*q.shape[:-1], v.shape[-1]), q.dtype, q.device), op, f"{name} = {t!r} at {t.ptr:#x}",
+                f"a dense {(*q.shape[:-1], v.shape[-1])} of {q.dtype} beside q, on CUDA at a multiple of 16 bytes",
+                f"correct {name}",
             )  # fmt: skip
-        _check.require(
-            stats.shape == stats_shape(q, spec) and stats.dtype is dtypes.float32, op, f"stats = {stats!r}",
-            f"float32 {stats_shape(q, spec)}, as forward gave them", "pass forward's stats",
-        )  # fmt: skip
+        check_stats(op, stats, q, spec)
         _check.require(terms.pages is None, op, "a paged cache", "contiguous k and v", "train without a cache")
+        for name, t, like in zip(("dq", "dk", "dv"), grads or (), (q, k, v), strict=False):
+            _check.require(
+                t.shape == like.shape and t.dtype is like.dtype and t.device is like.device
+                and t.row_major_strides()[-1] == 1, op, f"{name} = {t!r}",
+                f"{like.dtype} {tuple(like.shape)} whose last stride is 1", f"correct {name}, or leave grads out",
+            )  # fmt: skip
         plan = rt.plans.put(key, rt.backend.plan_attention_backward(
             rt, spec, sizes_of(q, k, v, spec, terms), q, k, v, terms, grads, bias_grad
         ))  # fmt: skip
-    dq, dk, dv = grads or tuple(rt.empty(t.shape, t.dtype) for t in (q, k, v))
+    dq, dk, dv = grads or (rt.empty(q.shape, q.dtype), rt.empty(k.shape, q.dtype), rt.empty(v.shape, q.dtype))
     dbias = rt.empty(terms.bias.shape, terms.bias.dtype) if bias_grad and terms.bias is not None else None
     dsink = None if terms.sink is None else rt.empty(terms.sink.shape, dtypes.float32)
     rt.backend.attention_backward(rt, plan, dy, q, k, v, out, stats, terms, dq, dk, dv, dbias, dsink)
@@ -140,21 +141,49 @@ def stats_shape(q: Tensor, spec: AttentionSpec) -> tuple[int, ...]:
     return (q.shape[0], q.shape[1]) if b is None else (q.shape[b], q.shape[h], q.shape[s])
 
 
-def plan_key(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> tuple[Any, ...]:
-    """What a plan depends on of these tensors."""
-    lengths, mask, bias, slopes, sink, rng, pages = terms
+def is_dense(t: Tensor, shape: tuple[int, ...], dtype: DType, device: Device) -> bool:
+    """Whether a result, or what is read as one, lies as backends take it."""
     return (
-        q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
-        q.shape, k.shape, v.shape, q.strides, k.strides, v.strides,
-        (q.ptr | k.ptr | v.ptr) & 15,
-        lengths and tuple([cu and (cu.dtype, cu.shape, cu.device) for cu in lengths]),
-        mask and (mask.dtype, mask.shape), bias and (bias.dtype, bias.shape), slopes and (slopes.dtype, slopes.shape),
-        sink and (sink.dtype, sink.shape), rng and (rng.dtype, rng.shape), pages and pages.shape,
+        t.shape == shape and t.dtype is dtype and t.is_contiguous and t.device is device
+        and not (t.ptr & 15 and device.kind == "cuda")
     )  # fmt: skip
 
 
+def check_stats(op: str, stats: Tensor, q: Tensor, spec: AttentionSpec) -> None:
+    """The statistics are those of a forward."""
+    _check.require(
+        stats.shape == stats_shape(q, spec) and stats.dtype is dtypes.float32 and stats.is_contiguous
+        and stats.device is q.device, op, f"stats = {stats!r}",
+        f"float32 {stats_shape(q, spec)}, dense, as forward gave them", "pass forward's stats",
+    )  # fmt: skip
+
+
+def given_key(dy: Tensor, out: Tensor, stats: Tensor, grads: tuple[Tensor, Tensor, Tensor] | None) -> tuple[Any, ...]:
+    """What a backward's plan depends on besides what forward's does."""
+    address = dy.ptr | out.ptr
+    if grads is not None:
+        address |= grads[0].ptr | grads[1].ptr | grads[2].ptr
+    return (address & 15, *_check.seen(dy, out, stats, *(grads or ())))
+
+
+def plan_key(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> tuple[Any, ...]:
+    """What a plan depends on of these tensors."""
+    tensors = (
+        q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
+        q.shape, k.shape, v.shape, q.strides, k.strides, v.strides,
+        (q.ptr | k.ptr | v.ptr) & 15,
+    )  # fmt: skip
+    if terms is NOTHING:
+        return tensors
+    lengths, *others = terms
+    if not any(others):
+        return (*tensors, lengths and _check.seen(*lengths))
+    at = 0 if terms.bias is None else terms.bias.ptr & 15
+    return (*tensors, lengths and _check.seen(*lengths), at, *_check.seen(*others))
+
+
 def check(
-    op: str, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, terms: Terms,
+    op: str, rt: Runtime, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, terms: Terms,
     types: tuple[DType, ...] = ACTIVATION_DTYPES,
 ) -> None:  # fmt: skip
     """The arguments fit one another and the spec."""
@@ -166,8 +195,9 @@ def check(
             f"a tensor of {dims} dimensions ({form}) whose last stride is 1", f"correct {name} or its format",
         )  # fmt: skip
     _check_types(op, q, k, v, types)
-    _check.same_device(op, q, k, v, *[t for t in terms if isinstance(t, Tensor)], *(terms.lengths or ()))
+    _check.on_device(op, rt.device, q, k, v, *terms[1:], *(terms.lengths or ()))
     _check_lengths(op, q, k, spec, terms)
+    _check_pages(op, q, spec, terms)
     size = sizes_of(q, k, v, spec, terms)
     _check.require(
         k.shape[-1] == size.d_qk and k.shape[:-1] == v.shape[:-1], op, f"q {q!r}, k {k!r}, v {v!r}",
@@ -177,7 +207,11 @@ def check(
         size.groups > 0 and size.heads % size.groups == 0, op, f"{size.heads} heads over {size.groups} groups",
         "a multiple", "choose num_gqa_groups that divides the heads",
     )  # fmt: skip
-    if spec.q_format != "thd" and spec.kv_format != "thd" and terms.pages is None:
+    _check.require(
+        min(size.d_qk, size.d_v) > 0, op, f"heads of {size.d_qk} and {size.d_v}", "widths from 1 on",
+        "correct the shapes",
+    )  # fmt: skip
+    if spec.kv_format != "thd" and terms.pages is None:
         kv_batch = k.shape[DIMENSIONS[spec.kv_format][0]]  # type: ignore[index]
         _check.require(
             kv_batch == size.batch, op, f"batches of {size.batch} and {kv_batch}", "one batch size", "correct q or k"
@@ -217,7 +251,8 @@ def _check_lengths(op: str, q: Tensor, k: Tensor, spec: AttentionSpec, terms: Te
     )  # fmt: skip
     if lengths is None:
         return
-    batch = lengths.cu_q.shape[0] - 1
+    batch = len(lengths.cu_q.shape) and lengths.cu_q.shape[0] - 1
+    _check.require(batch >= 0, op, f"cu_q = {lengths.cu_q!r}", "running sums that begin with 0", "correct cu_seqlens")
     for name, cu in lengths._asdict().items():
         _check.vector(op, name, cu, batch + 1, (dtypes.int32,))
     b = DIMENSIONS[spec.q_format][0]
@@ -233,6 +268,17 @@ def _check_lengths(op: str, q: Tensor, k: Tensor, spec: AttentionSpec, terms: Te
             "the longest sequence's length",
             f"give {name}",
         )
+
+
+def _check_pages(op: str, q: Tensor, spec: AttentionSpec, terms: Terms) -> None:
+    """The page table has a row for each sequence."""
+    pages = terms.pages
+    batch = _extent(q, spec.q_format, spec.max_q, terms.lengths and terms.lengths.cu_q)[0]
+    _check.require(
+        pages is None or (pages.ndim == 2 and pages.shape[0] == batch and pages.dtype is dtypes.int32
+                          and pages.is_contiguous), op, f"pages = {pages!r}",
+        f"dense int32 [{batch}, blocks of a sequence]", "correct the page table",
+    )  # fmt: skip
 
 
 def _check_terms(op: str, size: Sizes, spec: AttentionSpec, terms: Terms, dtype: DType) -> None:
@@ -258,11 +304,16 @@ def _check_terms(op: str, size: Sizes, spec: AttentionSpec, terms: Terms, dtype:
             ) and t.shape[3] == size.skv), op, f"{name} = {t!r}",
             f"a dense tensor that broadcasts to {full} ({' or '.join(map(str, allowed))})", f"correct {name}",
         )  # fmt: skip
-    slopes = terms.slopes
+    bias, slopes = terms.bias, terms.slopes
+    _check.require(
+        bias is None or not (bias.ptr & 15 and bias.device.kind == "cuda"), op, f"bias = {bias!r} that begins between "
+        "multiples of 16 bytes", "one that begins at a multiple", "copy the bias",
+    )  # fmt: skip
     _check.require(
         slopes is None or (slopes.is_contiguous and slopes.dtype is dtypes.float32
                            and slopes.shape in ((size.heads,), (size.batch, size.heads))),
-        op, f"slopes = {slopes!r}", f"float32 [{size.heads}] or [{size.batch}, {size.heads}]", "correct the slopes",
+        op, f"slopes = {slopes!r}", f"dense float32 [{size.heads}] or [{size.batch}, {size.heads}]",
+        "correct the slopes",
     )  # fmt: skip
     if spec.max_logit and terms.pages is not None:
         raise UnsupportedError(op, "max_logit with a paged cache", "one of the two", "leave max_logit out")

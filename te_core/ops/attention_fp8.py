@@ -18,7 +18,18 @@ from te_core.attention import AttentionSpec
 from te_core.dtypes import ACTIVATION_DTYPES, DType
 from te_core.errors import UnsupportedError
 from te_core.ops import _check
-from te_core.ops.attention import NOTHING, Attended, Terms, check, plan_key, sizes_of, stats_shape
+from te_core.ops.attention import (
+    NOTHING,
+    Attended,
+    Terms,
+    check,
+    check_stats,
+    given_key,
+    is_dense,
+    plan_key,
+    sizes_of,
+    stats_shape,
+)
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
 
@@ -87,12 +98,17 @@ def attention_fp8_forward(
     shape = (*q.shape[:-1], v.shape[-1])
     if out is None:
         out = rt.empty(shape, q.dtype)
-    key = ("attention_fp8_forward", spec, stats, out.dtype, *plan_key(q, k, v, terms))
+    key = (
+        "attention_fp8_forward", spec, stats, scales.out is None, out.ptr & 15, _check.seen(out),
+        *plan_key(q, k, v, terms),
+    )  # fmt: skip
     plan = rt.plans.get(key)
     if plan is None:
         op = "attention_fp8_forward"
-        check(op, q, k, v, spec, terms, FP8)
+        check(op, rt, q, k, v, spec, terms, FP8)
         _check_results(op, rt, (out,), (shape,), q.dtype, scales.out is None)
+        _check_dense(op, "out", out, shape, out.dtype, q)
+        _check_scales(op, q, scales)
         size = sizes_of(q, k, v, spec, terms)
         plan = rt.plans.put(key, rt.backend.plan_attention_fp8_forward(rt, spec, size, q, k, v, terms, stats))
     kept = rt.empty(stats_shape(q, spec), dtypes.float32) if stats else None
@@ -108,27 +124,44 @@ def attention_fp8_backward(
     """(dq, dk, dv) of `grad_dtype` under their scales: dense, or into `grads` (parts of a packed one, say)."""
     if grads is None:
         grads = rt.empty(q.shape, grad_dtype), rt.empty(k.shape, grad_dtype), rt.empty(v.shape, grad_dtype)
-    key = ("attention_fp8_backward", spec, dy.dtype, out.dtype, grad_dtype, *plan_key(q, k, v, terms), *(
-        g.row_major_strides() for g in grads
-    ))  # fmt: skip
+    key = (
+        "attention_fp8_backward", spec, grad_dtype, scales.out is None, scales.dq is None,
+        given_key(dy, out, stats, grads), *plan_key(q, k, v, terms),
+    )  # fmt: skip
     plan = rt.plans.get(key)
     if plan is None:
         op = "attention_fp8_backward"
-        check(op, q, k, v, spec, terms, FP8)
+        check(op, rt, q, k, v, spec, terms, FP8)
         _check.one_of(op, "dtype of dy", dy.dtype, FP8)
         shape = (*q.shape[:-1], v.shape[-1])
         _check_results(op, rt, (out,), (shape,), q.dtype, scales.out is None)
         _check_results(op, rt, grads, (q.shape, k.shape, v.shape), grad_dtype, scales.dq is None)
-        _check.require(
-            dy.shape == shape and dy.is_contiguous and terms.pages is None, op, f"dy = {dy!r}",
-            f"dense, {shape}, and no paged cache", "make dy contiguous; train without a cache",
-        )  # fmt: skip
+        _check.require(terms.pages is None, op, "a paged cache", "contiguous k and v", "train without a cache")
+        _check_dense(op, "dy", dy, shape, dy.dtype, q)
+        _check_dense(op, "out", out, shape, out.dtype, q)
+        check_stats(op, stats, q, spec)
+        _check_scales(op, q, scales)
         size = sizes_of(q, k, v, spec, terms)
         plan = rt.plans.put(
             key, rt.backend.plan_attention_fp8_backward(rt, spec, size, q, k, v, terms, dy.dtype, grad_dtype, grads)
         )
     rt.backend.attention_fp8_backward(rt, plan, dy, q, k, v, out, stats, terms, scales, *grads)
     return grads
+
+
+def _check_dense(op: str, name: str, t: Tensor, shape: tuple[int, ...], dtype: DType, q: Tensor) -> None:
+    _check.require(
+        is_dense(t, shape, dtype, q.device), op, f"{name} = {t!r} at {t.ptr:#x}",
+        f"dense, {shape}, beside q, on CUDA at a multiple of 16 bytes", f"correct {name}",
+    )  # fmt: skip
+
+
+def _check_scales(op: str, q: Tensor, scales: ForwardScales | BackwardScales) -> None:
+    """One float32 each, beside q."""
+    for name, given in scales._asdict().items():
+        for t in (given,) if isinstance(given, Tensor) else given or ():
+            _check.vector(op, f"scales.{name}", t, 1, (dtypes.float32,))
+            _check.on_device(op, q.device, t)
 
 
 def _check_results(
@@ -143,7 +176,8 @@ def _check_results(
     allowed = ACTIVATION_DTYPES if high else FP8
     for t, shape in zip(tensors, shapes, strict=True):
         _check.require(
-            t.shape == shape and t.dtype in allowed and (high or t.dtype is dtype) and t.row_major_strides()[-1] == 1,
+            t.shape == shape and t.dtype in allowed and (high or t.dtype is dtype) and t.device is rt.device
+            and t.row_major_strides()[-1] == 1,
             op, f"a result {t!r}", f"{shape}, {'an activation dtype' if high else dtype}, last stride 1",
             "correct its shape, dtype or scale",
         )  # fmt: skip

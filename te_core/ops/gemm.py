@@ -105,8 +105,9 @@ def gemm(
     # Everything that the checks below look at: what was checked once need not be checked again.
     key = (
         "gemm", a.shape, b.shape, a.dtype, b.dtype, dt, trans_a, trans_b, a.strides, b.strides, a.device,
-        out and (out.shape, out.strides), bias and (bias.dtype, bias.shape), epilogue, aux and (aux.dtype, aux.shape),
-        a_sum and (a_sum.dtype, a_sum.shape), out_sum and (out_sum.dtype, out_sum.shape), a_scale is None,
+        out and (out.shape, out.strides), bias and (bias.dtype, bias.shape, bias.strides), epilogue,
+        aux and (aux.dtype, aux.shape, aux.strides), a_sum and (a_sum.dtype, a_sum.shape, a_sum.strides),
+        out_sum and (out_sum.dtype, out_sum.shape, out_sum.strides), a_scale is None,
         accumulate, split_accumulator, tf32, (address & -address) & 255, scaled,
     )  # fmt: skip
     plan = rt.plans.get(key)
@@ -134,13 +135,9 @@ def _spec(
     epilogue, accumulate, split, tf32, alignment, scaled = key[13], *key[18:23]
     formats: tuple[Format | None, Format | None] = scaled[:2] if scaled else (None, None)  # type: ignore[index]
     op = "gemm"
-    _check.require(
-        a.device is rt.device, op, f"a on {a.device} and a runtime of {rt.device}", "tensors of the runtime's device",
-        "copy them there",
-    )  # fmt: skip
+    _check.on_device(op, rt.device, a, b, *scales, *vectors, aux, out)
     for name, t in (("a", a), ("b", b)):
         _check.matrix(op, name, t)
-    _check.same_device(op, a, b, *scales, *vectors, aux, out)
     m, k = reversed(a.shape) if trans_a else a.shape
     kb, n = reversed(b.shape) if trans_b else b.shape
     flips = [" transposed" if flag else "" for flag in (trans_a, trans_b)]

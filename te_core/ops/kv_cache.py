@@ -47,9 +47,10 @@ def kv_append(
     any strides whose last one is 1. `cu_cached` counts the new tokens in: those of sequence i go to its positions
     cached_i - new_i up to cached_i. What would lie outside the cache or its pages is not written.
     """
-    key = ("kv_append", form, cu_new.shape, *_key(new_k, new_v, *cache))
+    key = ("kv_append", form, *_key(new_k, new_v, *cache), _check.seen(cu_new, cu_cached))
     plan = rt.plans.get(key)
     if plan is None:
+        _check.on_device("kv_append", rt.device, new_k, new_v, *cache, cu_new, cu_cached)
         _check_append("kv_append", new_k, new_v, cache, cu_new, cu_cached, form)
         plan = rt.plans.put(key, rt.backend.plan_kv_append(rt, form, new_k, new_v, cache, cu_new.shape[0] - 1))
     rt.backend.kv_append(rt, plan, new_k, new_v, cache, cu_new, cu_cached)
@@ -59,10 +60,10 @@ def kv_move(rt: Runtime, cache: KVCache, moves: Tensor, *, longest: int) -> None
     """Move sequences between the rows of a cache without pages, one move after the other.
 
     `moves` int32 [n, 3]: (row to, row from, tokens). Row -1 is a spare one that keeps what was moved there last, for
-    rows that change places. No move has more than `longest` tokens.
+    rows that change places. No move has more than `longest` tokens; one that names a row behind the last is not made.
     """
     op = "kv_move"
-    key = (op, longest, moves.shape[1:], moves.dtype, *_key(*cache))
+    key = (op, longest, moves.shape[1:], moves.dtype, moves.strides, moves.device, *_key(*cache))
     plan = rt.plans.get(key)
     if plan is None:
         _check_cache(op, cache)
@@ -71,7 +72,8 @@ def kv_move(rt: Runtime, cache: KVCache, moves: Tensor, *, longest: int) -> None
             moves.ndim == 2 and moves.shape[1] == 3 and moves.is_contiguous and moves.dtype is dtypes.int32, op,
             f"moves = {moves!r}", "dense int32 [n, 3]", "correct moves",
         )  # fmt: skip
-        _check.same_device(op, cache.k, moves)
+        _check.require(longest >= 0, op, f"longest={longest}", "the tokens of the longest move", "correct longest")
+        _check.on_device(op, rt.device, *cache, moves)
         plan = rt.plans.put(key, rt.backend.plan_kv_move(rt, cache, min(longest, cache.capacity)))
     rt.backend.kv_move(rt, plan, cache, moves)
 
@@ -79,12 +81,13 @@ def kv_move(rt: Runtime, cache: KVCache, moves: Tensor, *, longest: int) -> None
 def kv_gather(rt: Runtime, cache: KVCache, cu_cached: Tensor) -> tuple[Tensor, Tensor]:
     """k and v of a paged cache as contiguous [sequences, capacity, groups, d], zeros behind each sequence's end."""
     op = "kv_gather"
-    key = (op, cu_cached.shape, *_key(*cache))
+    key = (op, *_key(*cache), _check.seen(cu_cached))
     plan = rt.plans.get(key)
     if plan is None:
         _check_cache(op, cache)
         _check.require(cache.pages is not None, op, "no pages", "a paged cache", "read the contiguous cache itself")
         _check_lengths(op, cache, cu_cached)
+        _check.on_device(op, rt.device, *cache, cu_cached)
         plan = rt.plans.put(key, rt.backend.plan_kv_gather(rt, cache, cu_cached.shape[0] - 1))
     rows = cu_cached.shape[0] - 1
     k, v = (rt.empty((rows, cache.capacity, *t.shape[2:]), t.dtype) for t in (cache.k, cache.v))
@@ -98,7 +101,7 @@ def _key(*tensors: Tensor | None) -> tuple[Any, ...]:
     address = 0
     for t in tensors:
         if t is not None:
-            key += (t.shape, t.strides, t.dtype)
+            key += (t.shape, t.strides, t.dtype, t.device)
             address |= t.ptr
     return (*key, address & 15)
 
@@ -110,7 +113,6 @@ def _check_append(
     _check_cache(op, cache)
     _check_lengths(op, cache, cu_new)
     _check.vector(op, "cu_cached", cu_cached, cu_new.shape[0], (dtypes.int32,))
-    _check.same_device(op, new_k, new_v, cache.k, cache.v, cu_new, cu_cached)
     rows, batch = cu_new.shape[0] - 1, DIMENSIONS[form][0]
     for name, new, old in (("new_k", new_k, cache.k), ("new_v", new_v, cache.v)):
         _check.require(
@@ -141,7 +143,6 @@ def _check_cache(op: str, cache: KVCache) -> None:
         pages is None or (pages.ndim == 2 and pages.is_contiguous and pages.dtype is dtypes.int32), op,
         f"pages = {pages!r}", "dense int32 [sequences, pages each]", "correct the page table",
     )  # fmt: skip
-    _check.same_device(op, k, v, pages)
     tokens = max(cache.rows * cache.capacity, k.shape[0] * k.shape[1])
     _check.require(tokens < 1 << 31, op, f"room for {tokens} tokens", "less than 2^31", "make the cache smaller")
 
@@ -151,4 +152,3 @@ def _check_lengths(op: str, cache: KVCache, cu: Tensor) -> None:
         cu.ndim == 1 and 1 <= cu.shape[0] <= cache.rows + 1 and cu.is_contiguous and cu.dtype is dtypes.int32, op,
         f"lengths {cu!r}", f"dense int32 running sums of up to {cache.rows} sequences", "correct the lengths",
     )  # fmt: skip
-    _check.same_device(op, cache.k, cu)

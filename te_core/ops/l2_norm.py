@@ -15,10 +15,10 @@ MAX_ROW = 65536
 
 def l2_norm_forward(rt: Runtime, x: Tensor, *, eps: float) -> Tensor:
     """y for the rows of a dense matrix x [M, d]."""
-    key = ("l2_norm_forward", x.shape, x.dtype, x.ptr & 15)
+    key = ("l2_norm_forward", x.shape, x.dtype, x.ptr & 15, _check.seen(x))
     plan = rt.plans.get(key)
     if plan is None:
-        _check_rows("l2_norm_forward", x)
+        _check_rows("l2_norm_forward", rt, x)
         plan = rt.plans.put(key, rt.backend.plan_l2_norm_forward(rt, key))
     y = rt.empty(x.shape, x.dtype)
     rt.backend.l2_norm_forward(rt, plan, x, y, eps)
@@ -27,23 +27,24 @@ def l2_norm_forward(rt: Runtime, x: Tensor, *, eps: float) -> Tensor:
 
 def l2_norm_backward(rt: Runtime, dy: Tensor, x: Tensor, *, eps: float) -> Tensor:
     """dx, in x's dtype."""
-    key = ("l2_norm_backward", x.shape, x.dtype, (x.ptr | dy.ptr) & 15)
+    key = ("l2_norm_backward", x.shape, x.dtype, (x.ptr | dy.ptr) & 15, _check.seen(x, dy))
     plan = rt.plans.get(key)
     if plan is None:
         op = "l2_norm_backward"
-        _check_rows(op, x)
+        _check_rows(op, rt, x)
         _check.require(
             tuple(dy.shape) == tuple(x.shape) and dy.dtype is x.dtype and dy.is_contiguous, op, f"dy = {dy!r}",
             "dense, of x's shape and dtype", "correct dy",
         )  # fmt: skip
-        _check.same_device(op, dy, x)
+        _check.on_device(op, rt.device, dy)
         plan = rt.plans.put(key, rt.backend.plan_l2_norm_backward(rt, key))
     dx = rt.empty(x.shape, x.dtype)
     rt.backend.l2_norm_backward(rt, plan, dy, x, dx, eps)
     return dx
 
 
-def _check_rows(op: str, x: Tensor) -> None:
+def _check_rows(op: str, rt: Runtime, x: Tensor) -> None:
+    _check.on_device(op, rt.device, x)
     _check.matrix(op, "x", x)
     _check.one_of(op, "dtype of x", x.dtype, ACTIVATION_DTYPES)
     _check.require(

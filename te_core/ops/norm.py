@@ -11,7 +11,7 @@ which `ops.bias_dropout_add` would form bit for bit; backward adds the gradient 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from te_core import dtypes
 from te_core.dtypes import ACTIVATION_DTYPES, DType
@@ -37,9 +37,9 @@ class Branch(NamedTuple):
     site: int = 0
 
     @property
-    def key(self) -> tuple[bool, float]:
-        """What a plan depends on."""
-        return self.bias is not None, self.p
+    def key(self) -> tuple[Any, ...]:
+        """What a plan depends on, first whether there is a bias and the probability."""
+        return self.bias is not None, self.p, _check.seen(self.residual, self.sum, self.bias, self.rng)
 
     @property
     def address(self) -> int:
@@ -79,7 +79,7 @@ def norm_forward(
         address |= branch.address
     key = (
         "norm_forward", x.shape, x.dtype, gamma.dtype, out_dtype, kind, zero_centered, beta is not None,
-        cast and cast.key, keep, sm_margin, address & 15, branch and branch.key,
+        cast and cast.key, keep, sm_margin, address & 15, branch and branch.key, _check.seen(x, gamma, beta),
     )  # fmt: skip
     plan = rt.plans.get(key)
     if plan is None:
@@ -89,7 +89,7 @@ def norm_forward(
             (beta is not None) == (kind == "LayerNorm"), "norm_forward", f"{kind} with beta={beta!r}",
             "a beta with LayerNorm, none with RMSNorm", "correct beta",
         )  # fmt: skip
-        _check.same_device("norm_forward", x, gamma, beta)
+        _check.on_device("norm_forward", rt.device, x, gamma, beta)
         if branch is not None:
             _check_branch("norm_forward", x, branch)
         if cast is not None:
@@ -125,6 +125,7 @@ def norm_backward(
     key = (
         "norm_backward", x.shape, x.dtype, dy.dtype, gamma.dtype, kind, zero_centered, sm_margin,
         (x.ptr | dy.ptr | gamma.ptr | (add.ptr if add is not None else 0)) & 15, add is not None,
+        _check.seen(dy, x, gamma, mean, rstd, add),
     )  # fmt: skip
     plan = rt.plans.get(key)
     if plan is None:
@@ -135,7 +136,7 @@ def norm_backward(
         _check.one_of(op, "dtype of dy", dy.dtype, ACTIVATION_DTYPES)
         _check.vector(op, "rstd", rstd, x.shape[0], (dtypes.float32,))
         _check.vector(op, "mean", mean, x.shape[0], (dtypes.float32,))
-        _check.same_device(op, dy, x, gamma, mean, rstd)
+        _check.on_device(op, rt.device, dy, x, gamma, mean, rstd)
         if add is not None:
             check_pair(op, x, add)
         plan = rt.plans.put(key, rt.backend.plan_norm_backward(rt, key))

@@ -104,7 +104,7 @@ def quantize(
     column_sum [K], if given, is set to the column sums of x itself (not of its quantized values), added in
     float32: the bias gradient, when x is an output gradient.
     """
-    key = ("quantize", x.shape, x.dtype, cast.key, column_sum and column_sum.dtype)
+    key = ("quantize", cast.key, _check.seen(x, column_sum))
     plan = rt.plans.get(key)
     suffix = SUFFIX[cast.format.scaling]
     if plan is None:
@@ -113,7 +113,7 @@ def quantize(
         _check.one_of(op, "dtype of x", x.dtype, ACTIVATION_DTYPES)
         _check.vector(op, "column_sum", column_sum, x.shape[1], ACTIVATION_DTYPES)
         check_cast(op, cast)
-        _check.same_device(op, x, cast.scale, cast.amax, cast.rng, column_sum)
+        _check.on_device(op, rt.device, x, cast.scale, cast.amax, cast.rng, column_sum)
         sum_dtype = None if column_sum is None else column_sum.dtype
         plan_quantize = getattr(rt.backend, f"plan_quantize{suffix}")
         plan = rt.plans.put(key, plan_quantize(rt, x.shape, x.dtype, cast.key, sum_dtype))

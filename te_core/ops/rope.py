@@ -46,7 +46,7 @@ def rope(
     address = t.ptr if out is None else t.ptr | out.ptr
     key = (
         "rope", t.shape, t.strides, t.dtype, freqs.shape, fmt, interleaved, cp_size, cp_rank, backward, address & 15,
-        cu_seqlens and cu_seqlens.shape, start_positions is not None,
+        cu_seqlens and cu_seqlens.shape, _check.seen(t, freqs, cu_seqlens, start_positions, out),
     )  # fmt: skip
     plan = rt.plans.get(key)
     if plan is None:
@@ -64,7 +64,7 @@ def rope(
                 tuple(out.shape) == tuple(t.shape) and out.dtype is t.dtype and out.is_contiguous, op, f"out = {out!r}",
                 f"a dense {t.dtype} tensor of shape {tuple(t.shape)}", "correct out",
             )  # fmt: skip
-        _check.same_device(op, t, freqs, cu_seqlens, start_positions, out)
+        _check.on_device(op, rt.device, t, freqs, cu_seqlens, start_positions, out)
         plan = rt.plans.put(key, rt.backend.plan_rope(rt, key))
     if out is None:
         out = rt.empty(t.shape, t.dtype)
@@ -97,7 +97,7 @@ def rope_qkv(
     split = (heads, groups, tuple(head_dims), interleaved_groups)
     lead = qkv.shape[: len(fmt) - 2]
     key = _key("rope_qkv", lead, qkv, q_freqs, k_freqs, split, (fmt, interleaved, cp_size, cp_rank), cu_seqlens,
-               start_positions, qkv.ptr)  # fmt: skip
+               (start_positions,), qkv.ptr)  # fmt: skip
     plan = rt.plans.get(key)
     if plan is None:
         op = "rope_qkv"
@@ -107,7 +107,7 @@ def rope_qkv(
             qkv.is_contiguous and qkv.ndim > len(lead) and qkv.size == prod(lead) * width, op, f"qkv = {qkv!r}",
             f"dense, {len(lead)} token dimensions, then {width} channels", "correct qkv or the numbers of heads",
         )  # fmt: skip
-        _check.same_device(op, qkv, q_freqs, k_freqs, cu_seqlens, start_positions)
+        _check.on_device(op, rt.device, qkv, q_freqs, k_freqs, cu_seqlens, start_positions)
         plan = rt.plans.put(key, rt.backend.plan_rope_qkv(rt, key))
     q = rt.empty((*lead, heads, head_dims[0]), qkv.dtype) if heads else None
     k = rt.empty((*lead, groups, head_dims[1]), qkv.dtype)
@@ -140,7 +140,7 @@ def rope_qkv_backward(
     lead = dk.shape[: len(fmt) - 2]
     address = dk.ptr | dv.ptr | (0 if dq is None else dq.ptr)
     key = _key("rope_qkv_backward", lead, dk, q_freqs, k_freqs, split, (fmt, interleaved, cp_size, cp_rank),
-               cu_seqlens, start_positions, address)  # fmt: skip
+               cu_seqlens, (start_positions, dq, dv), address)  # fmt: skip
     plan = rt.plans.get(key)
     width = packed_width(heads, groups, head_dims)
     if plan is None:
@@ -153,7 +153,7 @@ def rope_qkv_backward(
                 right and (t is None or (t.is_contiguous and t.dtype is dk.dtype)), op, f"{name} = {t!r}",
                 f"{dk.dtype}, dense, of shape {(*lead, n, d)} (None for no heads)", f"correct {name}",
             )  # fmt: skip
-        _check.same_device(op, dq, dk, dv, q_freqs, k_freqs, cu_seqlens, start_positions)
+        _check.on_device(op, rt.device, dq, dk, dv, q_freqs, k_freqs, cu_seqlens, start_positions)
         plan = rt.plans.put(key, rt.backend.plan_rope_qkv(rt, key))
     dqkv = rt.empty((*lead, width), dk.dtype)
     rt.backend.rope_qkv(rt, plan, dqkv, (dq, dk, dv), (q_freqs, k_freqs), cu_seqlens, start_positions)
@@ -169,11 +169,11 @@ def _key(
     operation: str, lead: tuple[int, ...], t: Tensor, q_freqs: Tensor | None, k_freqs: Tensor | None,
     split: tuple[Any, ...], rotation: tuple[Any, ...], *others: Any,
 ) -> tuple[Any, ...]:  # fmt: skip
-    cu_seqlens, start_positions, address = others
+    cu_seqlens, more, address = others
     return (
         operation, lead, t.shape, t.dtype, t.strides, q_freqs and q_freqs.shape, k_freqs and k_freqs.shape,
         _is_one(q_freqs, k_freqs), split, rotation,
-        cu_seqlens and cu_seqlens.shape, start_positions is not None, address & 15,
+        cu_seqlens and cu_seqlens.shape, _check.seen(t, q_freqs, k_freqs, cu_seqlens, *more), address & 15,
     )  # fmt: skip
 
 

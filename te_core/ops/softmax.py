@@ -72,7 +72,7 @@ def softmax_forward(
     address = x.ptr | (0 if out is None else out.ptr)
     key = (
         op, x.shape, x.dtype, band, mask and mask.shape, cu_seqlens_q is not None, sink is not None, address & 15,
-        0 if mask is None else mask.ptr & 15,
+        0 if mask is None else mask.ptr & 15, _check.seen(x, mask, cu_seqlens_q, cu_seqlens_kv, sink, out),
     )  # fmt: skip
     plan = rt.plans.get(key)
     if plan is None:
@@ -91,7 +91,7 @@ def softmax_forward(
                 tuple(out.shape) == tuple(x.shape) and out.dtype is x.dtype and out.is_contiguous, op, f"out = {out!r}",
                 "dense, like x", "correct out",
             )  # fmt: skip
-        _check.same_device(op, x, mask, cu_seqlens_q, cu_seqlens_kv, sink, out)
+        _check.on_device(op, rt.device, x, mask, cu_seqlens_q, cu_seqlens_kv, sink, out)
         plan = rt.plans.put(key, rt.backend.plan_softmax_forward(rt, key))
     if out is None:
         out = rt.empty(x.shape, x.dtype)
@@ -116,24 +116,28 @@ def softmax_backward(
     dy and y are not read where the band and the lengths hide scores; a mask shows in y, whose zeros it made.
     """
     op = "softmax_backward"
-    key = (op, y.shape, y.dtype, band, cu_seqlens_q is not None, share is not None, (dy.ptr | y.ptr) & 15)
+    key = (
+        op, y.shape, y.dtype, band, cu_seqlens_q is not None, share is not None, (dy.ptr | y.ptr) & 15,
+        _check.seen(dy, y, share, cu_seqlens_q, cu_seqlens_kv),
+    )  # fmt: skip
     plan = rt.plans.get(key)
-    b, h, sq, _ = y.shape
     if plan is None:
         _check_scores(op, "y", y, band)
+        b, h, sq, _ = y.shape
         _check.require(
             tuple(dy.shape) == tuple(y.shape) and dy.dtype is y.dtype and dy.is_contiguous, op, f"dy = {dy!r}",
             "dense, like y", "correct dy",
         )  # fmt: skip
         _check_lengths(op, b, cu_seqlens_q, cu_seqlens_kv)
         _check.require(
-            share is None or (tuple(share.shape) == (b, sq, h) and share.dtype is dtypes.float32), op,
+            share is None or (tuple(share.shape) == (b, sq, h) and share.dtype is dtypes.float32
+                              and share.is_contiguous), op,
             f"share = {share!r}", f"float32 [{b}, {sq}, {h}], as forward returned it", "pass forward's second result",
         )  # fmt: skip
-        _check.same_device(op, dy, y, share, cu_seqlens_q, cu_seqlens_kv)
+        _check.on_device(op, rt.device, dy, y, share, cu_seqlens_q, cu_seqlens_kv)
         plan = rt.plans.put(key, rt.backend.plan_softmax_backward(rt, key))
     dx = rt.empty(y.shape, y.dtype)
-    dsink = None if share is None else rt.empty((h,), dtypes.float32)
+    dsink = None if share is None else rt.empty((y.shape[1],), dtypes.float32)
     rt.backend.softmax_backward(rt, plan, dy, y, (cu_seqlens_q, cu_seqlens_kv), (share, dsink), dx, scale)
     return dx, dsink
 

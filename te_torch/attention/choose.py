@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import te_core
 from te_core import dtypes, env, libraries
 from te_core.attention import AttentionSpec, Sizes
-from te_core.attention_rules import cudnn_attention
+from te_core.attention_rules import cudnn_attention, fp8_refusal
 from te_core.device import DeviceInfo
 from te_core.dtypes import DType
 from te_core.errors import LibraryError, UnsupportedError
@@ -60,7 +60,8 @@ class Request:
     training: bool = True  # gradients may be wanted
     bias_grad: bool = False
     bias_rows: int = 0  # the bias's extent along the queries, spread over them where it has none
-    fp8: str = ""  # "delayed", "current" or "mxfp8" where attention itself is to run in FP8
+    fp8: str = ""  # "delayed", "current", "mxfp8" or "custom" where attention itself is to run in FP8
+    fp8_rows: tuple[int, ...] = ()  # the widths of the rows that are then quantized
     cached: bool = False  # k and v come out of a KV cache
     paged: bool = False  # in pages
     gaps: bool = False  # thd: tokens between sequences that belong to none
@@ -240,7 +241,7 @@ def _fused_score_mod(r: Request) -> str | None:
 
 def _cudnn(r: Request) -> str | None:
     if r.device is None:
-        return None  # te_core's own CPU backend, which takes everything
+        return None  # te_core's own CPU backend, which takes everything but some FP8 (`_fused_fp8`)
     if r.installed.cudnn is None:
         return "cuDNN or nvidia-cudnn-frontend is not installed"
     able, reason = cudnn_attention(
@@ -250,6 +251,14 @@ def _cudnn(r: Request) -> str | None:
     return None if able else reason
 
 
+def _fused_fp8(r: Request) -> str | None:
+    return _refused_fp8(r, emulated=False) if r.fp8 else None
+
+
+def _refused_fp8(r: Request, emulated: bool) -> str | None:
+    return fp8_refusal(r.spec, r.fp8, r.fp8_rows, paged=r.paged, bias_grad=r.bias_grad, emulated=emulated)
+
+
 def _unfused_allowed(r: Request) -> str | None:
     return None if r.switches.unfused else "NVTE_UNFUSED_ATTN=0"
 
@@ -257,7 +266,7 @@ def _unfused_allowed(r: Request) -> str | None:
 def _unfused_fp8(r: Request) -> str | None:
     if r.fp8 and not r.switches.emulate_fp8:
         return "it has no FP8 attention (NVTE_UnfusedDPA_Emulate_FP8=1 emulates it)"
-    return None
+    return _refused_fp8(r, emulated=True) if r.fp8 else None
 
 
 _FLASH_COMMON: tuple[Rule, ...] = (
@@ -286,7 +295,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
         _flash2_wide_heads, _no_alibi, _no_softcap, _no_gaps, _no_rows_with_padding,
         _deterministic_backward, _no_cache,
     ),
-    FUSED: (_fused_allowed, _fused_score_mod, _no_splits, _cudnn),
+    FUSED: (_fused_allowed, _fused_score_mod, _no_splits, _cudnn, _fused_fp8),
     UNFUSED: (_unfused_allowed, _no_score_mod, _no_splits, _unfused_fp8),
 }  # fmt: skip
 
@@ -348,6 +357,11 @@ def choose(request: Request) -> str:
 def _log(request: Request, choice: Choice) -> None:
     level = request.switches.debug
     if level >= 1:
+        # The variable alone asks for it: it is to be seen in a program that has set up no logging.
+        if logger.level == logging.NOTSET:
+            logger.setLevel(logging.DEBUG if level >= 2 else logging.INFO)
+        if not logger.hasHandlers():
+            logger.addHandler(logging.StreamHandler())
         logger.info("%s for %s", choice.backend, request)
     if level >= 2:
         for name, reason in choice.reasons.items():

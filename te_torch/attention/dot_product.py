@@ -4,20 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from inspect import signature
 from typing import Any, NamedTuple
 
 import torch
 
 from te_core.attention import SOFTMAX, alibi_slopes, canonical_mask
 from te_core.errors import ArgumentError, UnsupportedError
+from te_core.precision import AttentionPrecision
 from te_torch.attention import choose, env, flash, fused, unfused
-from te_torch.attention import fp8 as fp8_core
+from te_torch.attention import fp8 as fp8_attention
 from te_torch.attention.layouts import check_packed, packed_inputs
 from te_torch.attention.masks import (
     NO_TERMS,
     AttentionArgumentError,
     Terms,
+    check_beside,
     check_set_window_size,
+    lasting,
     lengths_of_mask,
     longest,
 )
@@ -102,6 +106,9 @@ class DotProductAttention(BaseModule):
         self._add_softmax_offset()
         self._plans: dict[Any, Plan] = {}
         self._fp8_before = ""  # the scaling of the last forward that was no recomputation
+        #: Of the last forward, for precision_report(): its plan, and what was quantized how if it was in FP8.
+        self._last_plan: Plan | None = None
+        self._last_rule: AttentionPrecision | None = None
         self._explaining = False  # forward answers with the choice instead of computing
         self.set_context_parallel_group(cp_group, cp_global_ranks, cp_stream, cp_comm_type)
 
@@ -271,7 +278,7 @@ class DotProductAttention(BaseModule):
         plan = self._plan(key)
         terms = self._terms(plan, given)
         if key.fp8:
-            return fp8_core.run(self, plan, given.a, given.b, given.c, terms, *fp8)
+            return fp8_attention.run(self, plan, given.a, given.b, given.c, terms, *fp8)
         run = plan.run
         if key.checkpoint and plan.backend != choose.FUSED:  # FusedAttention's own layer computes again
             out, largest = _checkpointed(self._dropout_context(plan), run, plan, given, terms)
@@ -291,8 +298,8 @@ class DotProductAttention(BaseModule):
         form, kv_form, mask_type, window, bottom_right, bias_type, max_q, max_kv, checkpoint = options
         cu = shape = None
         if cu_q is not None and cu_kv is not None:
-            integers = cu_q.dtype == cu_kv.dtype == torch.int32
-            cu = (cu_q.shape[0], cu_q is cu_kv, cu_q_padded is not None, integers)
+            alike = cu_q.dtype == cu_kv.dtype == torch.int32 and cu_q.shape == cu_kv.shape
+            cu = (cu_q.shape[0], cu_q is cu_kv, cu_q_padded is not None, alike)
         if mask is not None:
             shape = tuple(m.shape for m in mask) if isinstance(mask, (tuple, list)) else mask.shape
         sink = grad and self.softmax_type == "learnable" and self.softmax_offset.requires_grad
@@ -301,7 +308,7 @@ class DotProductAttention(BaseModule):
             interleaved, None if bias is None else _fact(bias, grad), None if slopes is None else slopes.shape, sink,
             shape, cu, form, kv_form, mask_type, window, bottom_right, bias_type, max_q or 0, max_kv or 0, checkpoint,
             self.training, self.logit_softcap, extra[0], extra[1], extra[2], None if pages is None else pages.shape,
-            fp8,
+            fp8, bias is not None and bias.requires_grad,
         )  # fmt: skip
 
     def _plan(self, key: Key) -> Plan:
@@ -314,11 +321,12 @@ class DotProductAttention(BaseModule):
             if len(self._plans) >= _PLANS:
                 self._plans.clear()
             self._plans[world] = plan
+        self.__dict__["_last_plan"] = plan  # Module.__setattr__ would cost a microsecond
         return plan
 
     def _ready(self, plan: Plan) -> Plan:
         """The plan with what runs it."""
-        self.__dict__["_last"] = plan.call = fused.call_of(plan)
+        plan.call = fused.call_of(plan)
         plan.run = RUN[plan.backend]
         key, spec = plan.key, plan.spec
         plan.bare = not (
@@ -356,7 +364,7 @@ class DotProductAttention(BaseModule):
             bias = bias.to(a.dtype).contiguous()
         if bias_type == "alibi":
             slopes = _default_slopes(self._static.heads, a.device) if slopes is None else slopes.float().contiguous()
-        sink = self.softmax_offset if self.softmax_type == "learnable" else None
+        sink = self.softmax_offset.float() if self.softmax_type == "learnable" else None  # a converted module's is not
         mask = _whole_mask(given.mask, keys) if keys else None
         rng = None
         if draws:
@@ -365,7 +373,12 @@ class DotProductAttention(BaseModule):
             else:
                 with self._fork():
                     rng = random_pair(a)
-        return Terms(bias, slopes, sink, cu_q, cu_kv, *padded, mask, given.pages, rng)
+        terms = Terms(bias, slopes, sink, cu_q, cu_kv, *padded, mask, given.pages, rng)
+        device = a.device
+        for t in terms:
+            if t is not None and t.device != device:
+                check_beside(OPERATION, a, **terms._asdict())
+        return terms
 
     def _dropout_context(self, plan: Plan) -> Any:
         """Where a backend draws from torch's generator itself."""
@@ -402,14 +415,14 @@ class DotProductAttention(BaseModule):
             return ""
         if not tracing and in_backward() and (region is None or not region.recompute):
             return self._fp8_before
-        scaling = "" if region is None else fp8_core.scaling_of(region.precision)
+        scaling = "" if region is None else fp8_attention.scaling_of(region.precision)
         if not tracing:
             self.__dict__["_fp8_before"] = scaling
         return scaling
 
     def _of_custom(self, number: int) -> int:
         """Attention's own precision in a region of the one of this number."""
-        return fp8_core.attention_number(number)
+        return fp8_attention.attention_number(number)
 
     def _traced(self, key: Key, given: Given, fp8: tuple[bool, bool]) -> Any:
         """The call under a tracing compiler: FusedAttention as an operator; the other backends run eagerly."""
@@ -452,7 +465,7 @@ class DotProductAttention(BaseModule):
         return f"heads={s.heads}, groups={s.groups}, kv_channels={(s.d_qk, s.d_v)}, mask={self.attn_mask_type}"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_plans": {}, "_fp8_before": ""}
+        return {**super().__getstate__(), "_plans": {}, "_fp8_before": "", "_last_plan": None, "_last_rule": None}
 
 
 RUN: dict[str, Callable[..., tuple[torch.Tensor, torch.Tensor | None]]] = {
@@ -472,15 +485,12 @@ def explain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -
 
     Arguments of its constructor and of its forward, by name: softmax_type=..., cu_seqlens_q=..., attn_mask_type=...
     """
-    names = (
-        "attention_dropout", "softmax_scale", "softmax_type", "return_max_logit", "logit_softcap", "attention_type",
-        "layer_number",
-    )  # fmt: skip
-    constructor = {name: options.pop(name) for name in names if name in options}
-    module = DotProductAttention(
-        q.shape[-2], (q.shape[-1], v.shape[-1]), k.shape[-2], **constructor, name="explain"
-    )  # fmt: skip
-    return module.explain(q, k, v, **options)
+    sizes = {
+        "num_attention_heads": q.shape[-2], "kv_channels": (q.shape[-1], v.shape[-1]), "num_gqa_groups": k.shape[-2],
+    }  # fmt: skip
+    of_forward = signature(DotProductAttention.forward).parameters
+    constructor = {name: options.pop(name) for name in tuple(options) if name not in of_forward}
+    return DotProductAttention(**{"name": "explain", **sizes, **constructor}).explain(q, k, v, **options)
 
 
 def _fact(t: torch.Tensor, grad: bool) -> Fact:
@@ -540,11 +550,17 @@ def _default_slopes(heads: int, device: torch.device) -> torch.Tensor:
     """The usual slopes, one tensor for each device."""
     found = _slopes.get((heads, device))
     if found is None:
-        found = torch.tensor(alibi_slopes(heads), dtype=torch.float32, device=device)
+        if torch.compiler.is_compiling():
+            return _new_slopes(heads, device)
+        found = lasting(lambda: _new_slopes(heads, device))
         # Neither a compiler's stand-in nor a tensor of a capture's memory may outlive its trace.
-        if not torch.compiler.is_compiling() and not (found.is_cuda and torch.cuda.is_current_stream_capturing()):
+        if not (found.is_cuda and torch.cuda.is_current_stream_capturing()):
             _slopes[heads, device] = found
     return found
+
+
+def _new_slopes(heads: int, device: torch.device) -> torch.Tensor:
+    return torch.tensor(alibi_slopes(heads), dtype=torch.float32, device=device)
 
 
 def _checkpointed(

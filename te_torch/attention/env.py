@@ -33,15 +33,14 @@ VARIABLES: dict[str, str] = {
     "NVTE_DPA_FP8DS_AMAX_HISTLEN": "its amax_history_len (default 1)",
     "NVTE_DPA_FP8DS_REDUCE_AMAX": "its reduce_amax (default 1)",
     "NVTE_UnfusedDPA_Emulate_FP8": "1: UnfusedDotProductAttention emulates FP8 attention",
-    "NVTE_DEBUG": "1: log the choice of an attention backend",
-    "NVTE_DEBUG_LEVEL": "1: which backend was chosen; 2: also why the others were not",
+    "NVTE_DEBUG": "1: log the choice of an attention backend, as much as NVTE_DEBUG_LEVEL says",
+    "NVTE_DEBUG_LEVEL": "1: which backend was chosen; 2: also why the others were not (default 0: nothing)",
 }
 
 _READ = (
     "NVTE_FLASH_ATTN", "NVTE_FLASH_ATTN_V2", "NVTE_FLASH_ATTN_V3", "NVTE_FLASH_ATTN_V4", "NVTE_FUSED_ATTN",
     "NVTE_UNFUSED_ATTN", "NVTE_FUSED_ATTN_BACKEND", "NVTE_FUSED_ATTN_USE_FAv2_BWD", "NVTE_ALLOW_NONDETERMINISTIC_ALGO",
-    "NVTE_APPLY_QK_LAYER_SCALING", "NVTE_MASKED_SOFTMAX_FUSION", "NVTE_UnfusedDPA_Emulate_FP8", "NVTE_DPA_FP8_RECIPE",
-    "NVTE_DPA_FP8_RECIPE_DPA", "NVTE_DPA_FP8_RECIPE_MHA", "NVTE_FP8_DPA_BWD", "NVTE_DPA_FP8CS_O_in_F16", "NVTE_DEBUG",
+    "NVTE_APPLY_QK_LAYER_SCALING", "NVTE_MASKED_SOFTMAX_FUSION", "NVTE_UnfusedDPA_Emulate_FP8", "NVTE_DEBUG",
     "NVTE_DEBUG_LEVEL",
 )  # fmt: skip
 

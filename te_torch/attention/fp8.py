@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from te_core import ops
-from te_core.errors import ArgumentError, UnsupportedError
+from te_core.errors import ArgumentError
 from te_core.layers import attention_fp8 as core
 from te_core.precision import AttentionPrecision, History, Operand, Precision
 from te_core.quantize.state import backward_cast, forward_cast
@@ -25,7 +25,7 @@ from te_core.recipe import (
 )
 from te_torch.attention import choose, env, unfused
 from te_torch.attention.masks import Terms
-from te_torch.attention.plan import OPERATION, Plan
+from te_torch.attention.plan import Plan
 from te_torch.autocast import number_of_precision, precision_of, recipe_of
 from te_torch.function import Call, Layer, apply, register
 from te_torch.quantized import QuantizedTorch
@@ -127,23 +127,27 @@ def run(
     fp8_output: bool = False, high_backward: bool = False,
 ) -> torch.Tensor:  # fmt: skip
     """out [.., heads * d_v], quantized with `fp8_output`; backward in the activation dtype with `high_backward`."""
-    if terms.pages is not None:
-        raise UnsupportedError(
-            OPERATION, "a paged cache in FP8", "attention in high precision", "run generation outside of autocast"
-        )
     _, number, state, recompute = module._enter(a)
     if plan.backend == choose.UNFUSED:
-        return _emulated(plan, number, state, recompute, (a, b, c), terms)
+        low = _Low(precision_of(number), state, recompute, high_backward)
+        module.__dict__["_last_rule"] = low.rule  # Module.__setattr__ would cost a microsecond
+        return _emulated(plan, low, (a, b, c), terms)
     key = (plan, number, a.dtype, isinstance(a, QuantizedTorch), fp8_output, high_backward)
     call = module._calls.get(key)
     if call is None:
         if len(module._calls) >= _CALLS:
             module._calls.clear()
         call = module._calls[key] = _call(*key)
-    dims = 1 if plan.spec.q_format == "thd" else 2
-    flat = [None if t is None else t.reshape(*t.shape[:dims], -1) if t.ndim > dims + 1 else t for t in (a, b, c)]
+    module.__dict__["_last_rule"] = call.spec.precision
+    # Packed queries may go with a cache in rows.
+    dims = [len(form) - 2 for form in (plan.spec.q_format, plan.spec.kv_format, plan.spec.kv_format)]
+    flat = [
+        None if t is None else t.reshape(*t.shape[:n], -1) if t.ndim > n + 1 else t
+        for t, n in zip((a, b, c), dims, strict=True)
+    ]  # fmt: skip
     frames = [
-        None if t is None else torch.empty((*t.shape[:dims], 0), dtype=torch.uint8, device=t.device) for t in (a, b)
+        None if t is None else torch.empty((*t.shape[:n], 0), dtype=torch.uint8, device=t.device)
+        for t, n in zip((a, b), dims, strict=False)
     ]  # fmt: skip
     bias, slopes, _, cu_q, cu_kv, cu_q_padded, cu_kv_padded, mask, _, rng = terms
     (out,) = apply(
@@ -157,21 +161,14 @@ def _call(plan: Plan, number: int, dtype: torch.dtype, handed: bool, fp8_output:
     assert precision is not None and precision.attention is not None
     rule = replace(precision.attention, backward=False) if high_backward else precision.attention
     spec = core.AttentionFp8Spec(plan.layer, rule, TO_CORE[dtype], fp8_output, quantize_grad=handed)
-    core.check(spec)
     return register(ATTENTION, spec, any(plan.layer.needs))
 
 
 # ------------------------------------------------------------------------------------------- the emulation
 
 
-def _emulated(
-    plan: Plan, number: int, state: Any, recompute: bool, inputs: tuple[torch.Tensor | None, ...], terms: Terms
-) -> torch.Tensor:
+def _emulated(plan: Plan, low: _Low, inputs: tuple[torch.Tensor | None, ...], terms: Terms) -> torch.Tensor:
     """UnfusedDotProductAttention on values as FP8 holds them, in the slots of FP8 attention; the result is plain."""
-    precision = precision_of(number)
-    assert precision is not None and precision.attention is not None
-    core.check(core.AttentionFp8Spec(plan.layer, precision.attention, TO_CORE[inputs[0].dtype]))  # type: ignore[union-attr]
-    low = _Low(precision, state, recompute)
     a, b, c = (
         None if t is None else low(t.dequantize() if isinstance(t, QuantizedTorch) else t, core.QKV, core.DQKV)
         for t in inputs
@@ -184,12 +181,15 @@ def _emulated(
 class _Low:
     """Quantizes and dequantizes a tensor in a forward slot, and its gradient in a backward one."""
 
-    def __init__(self, precision: Precision, state: ScalingState, recompute: bool) -> None:
+    def __init__(
+        self, precision: Precision | None, state: ScalingState | None, recompute: bool, high_backward: bool
+    ) -> None:
+        assert precision is not None and precision.attention is not None and state is not None
         rule, p, dp = precision.attention, precision.input, precision.grad
-        assert rule is not None and p is not None and dp is not None
+        assert p is not None and dp is not None
+        self.rule = replace(rule, backward=rule.backward and not high_backward)
         self.rules = {core.QKV: rule.qkv, core.OUT: rule.output, core.P: p}
         self.grad_rules = {core.DQKV: rule.grad_input, core.DOUT: rule.grad, core.DP: dp}
-        self.backward = rule.backward
         self.state, self.scales = state, state.scales(recompute)
         self.within = this_pass() if recompute else -1
 
@@ -201,7 +201,7 @@ class _Low:
 class _Through(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, t: torch.Tensor, low: _Low, slot: Any, grad_slot: Any) -> torch.Tensor:
-        ctx.low, ctx.slot = low, grad_slot if low.backward else None
+        ctx.low, ctx.slot = low, grad_slot if low.rule.backward else None
         if slot is None:
             return t.view_as(t)
         cast = forward_cast(low.rules[slot], low.scales, *slot, rowwise=True, columnwise=False)

@@ -9,6 +9,8 @@ depends on no value that the host knows: captured once, it serves all steps of t
 
 The older form, `InferenceParams(max_batch_size, max_sequence_length)`, learns the sizes at the first use. All its
 sequences are equally long, and the caller advances `sequence_len_offset`.
+
+No gradient goes through a cache: generate under torch.no_grad() or torch.inference_mode().
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from te_core.errors import ArgumentError, UnsupportedError
 from te_core.ops import KVCache
 from te_core.tensor import Tensor
 from te_torch.attention.masks import AttentionArgumentError
-from te_torch.runtime import runtime_for, to_core, to_torch
+from te_torch.runtime import constant_at_trace, runtime_for, to_core, to_torch
 
 Sequences = OrderedDict[int, int]  # id -> tokens, in the order of the batch's rows
 Stepped = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int, str]
@@ -102,6 +104,10 @@ class _DeviceCacheManager(KVCacheManager):
 
     def _pages(self, rows: int) -> Tensor | None:
         return None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the views: their addresses are those of this manager's memory."""
+        return {**self.__dict__, "_views": {}}
 
     def _append(
         self, layer_number: int, new: tuple[torch.Tensor, torch.Tensor], cu: tuple[torch.Tensor, torch.Tensor],
@@ -267,15 +273,17 @@ class InferenceParams:
         room = -(-(max_batch_size + 1) // _ALIGNED) * _ALIGNED
         self._room = room
         self._place()
-        self._cu: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # the lengths of so many rows
-        self._spans: tuple[tuple[int, int, int], torch.Tensor, torch.Tensor] | None = None
-        self._pre: tuple[int, torch.Tensor] | None = None
         self.cache_manager: Any = custom_cache_manager
         if custom_cache_manager is None and not self.is_older_form:
             self.cache_manager = self._manager(num_heads_kv, head_dim_k, self.head_dim_v, dtype)
 
     def _check(self, sizes: tuple[object, ...], qkv_format: str, custom: bool) -> None:
         """The documented conditions, and that the format exists."""
+        _require(
+            min(self.max_batch_size, self.max_sequence_length) > 0,
+            f"max_batch_size={self.max_batch_size}, max_sequence_length={self.max_sequence_length}",
+            "positive numbers", "make room for a sequence and a token at least",
+        )  # fmt: skip
         _require(
             self.is_older_form or None not in sizes, f"num_heads_kv, head_dim_k, dtype = {sizes}",
             "all three of them (or only max_batch_size and max_sequence_length, the older form)", "pass all three",
@@ -294,7 +302,7 @@ class InferenceParams:
             "pass num_heads_kv, head_dim_k and dtype",
         )  # fmt: skip
         _require(
-            bool(size) and self.max_sequence_length % (size or 1) == 0,
+            size is not None and size > 0 and self.max_sequence_length % size == 0,
             f"max_sequence_length={self.max_sequence_length} with page_size={size}", "whole pages",
             "choose a page_size that divides max_sequence_length",
         )  # fmt: skip
@@ -306,12 +314,24 @@ class InferenceParams:
 
     def _place(self) -> None:
         """Memory for the lengths, on the device."""
-        count = self.max_batch_size
         with torch.inference_mode(False):
             self._lengths = torch.zeros((3, self._room), dtype=torch.int32, device=self.device)
-        self.cu_seqlens_q = self._lengths[0, : count + 1]
-        self.cu_seqlens_kv = self._lengths[1, : count + 1]
-        self._seqlens_pre_step = self._lengths[2, :count]
+        self._divide()
+
+    def _divide(self) -> None:
+        """The views of that memory, and what is kept of them."""
+        count = self.max_batch_size
+        with torch.inference_mode(False):
+            self.cu_seqlens_q = self._lengths[0, : count + 1]
+            self.cu_seqlens_kv = self._lengths[1, : count + 1]
+            self._seqlens_pre_step = self._lengths[2, :count]
+        self._cu: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # the lengths of so many rows
+        self._spans: tuple[tuple[int, int, int], torch.Tensor, torch.Tensor] | None = None
+        self._pre: tuple[int, torch.Tensor] | None = None
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._divide()  # pickled views are not views any more
 
     def _manager(self, heads: Any, head_dim_k: Any, head_dim_v: Any, dtype: Any) -> _DeviceCacheManager:
         sizes = (self.max_batch_size, self.max_sequence_length, heads, head_dim_k, dtype, head_dim_v, self.device)
@@ -355,9 +375,10 @@ class InferenceParams:
                     "InferenceParams.pre_step", f"{most} new tokens", f"at most max_ctx_len={self.max_ctx_len}",
                     "raise max_ctx_len",
                 )  # fmt: skip
+        self.sequences = OrderedDict(self.cache_manager.pre_step(step_dict))
+        if self.max_ctx_len is not None:
             # Two values only, so that the attention needs two plans: for prefill and for decoding.
             self.max_seqlen_q = self.max_ctx_len if most > 1 else 1
-        self.sequences = OrderedDict(self.cache_manager.pre_step(step_dict))
         self.batch_size = len(self.sequences)
         after = list(self.sequences.values())
         self._new_tokens = [step_dict[name] for name in self.sequences]
@@ -372,9 +393,9 @@ class InferenceParams:
             return self._seqlens_pre_step
         if self._pre is None or self._pre[0] != self.sequence_len_offset:
             offset = self.sequence_len_offset
-            self._pre = (
-                offset, torch.full((self.max_batch_size,), offset, dtype=torch.int32, device=self.device)
-            )  # fmt: skip
+            with torch.inference_mode(False):
+                starts = torch.full((self.max_batch_size,), offset, dtype=torch.int32, device=self.device)
+            self._pre = (offset, starts)
         return self._pre[1]
 
     def step(
@@ -386,6 +407,9 @@ class InferenceParams:
         sequences; in thd those of `max_batch_size` rows, so that shapes do not change while sequences come and go.
         """
         form = self.input_qkv_format if qkv_format is None else qkv_format
+        if torch.compiler.is_compiling() and _make_eager():
+            stepped: Stepped = _eager_step(self, layer_number, new_k, new_v, form)
+            return stepped
         if form not in FORMATS or (form == "thd" and self.max_ctx_len is None):
             raise ArgumentError(
                 "InferenceParams.step", f"qkv_format={form!r}, max_ctx_len={self.max_ctx_len}",
@@ -441,8 +465,9 @@ class InferenceParams:
                 new_k.shape[head], new_k.shape[-1], new_v.shape[-1], new_k.dtype
             )
         if self._spans is None or self._spans[0] != (rows, tokens, begin):
-            ends = torch.arange(rows + 1, dtype=torch.int32, device=self.device)
-            self._spans = ((rows, tokens, begin), ends * tokens, ends * (begin + tokens))
+            with torch.inference_mode(False):
+                ends = torch.arange(rows + 1, dtype=torch.int32, device=self.device)
+                self._spans = ((rows, tokens, begin), ends * tokens, ends * (begin + tokens))
         _, self.cu_seqlens_q, self.cu_seqlens_kv = self._spans
         cu = (self.cu_seqlens_q, self.cu_seqlens_kv)
         k, v = manager._append(layer_number, (new_k, new_v), cu, form, first)
@@ -456,6 +481,12 @@ class InferenceParams:
                 "InferenceParams.convert_paged_to_nonpaged", "a cache without pages", "is_paged=True",
                 "read cache_manager.cache[layer_number], which is contiguous",
             )  # fmt: skip
+        if layer_number not in manager.cache:
+            raise ArgumentError(
+                "InferenceParams.convert_paged_to_nonpaged", f"layer_number={layer_number}",
+                f"a layer that has a cache: {', '.join(map(str, manager.cache)) or 'none yet'}",
+                "let the layer take a step, or call allocate_memory, before",
+            )  # fmt: skip
         k, v = manager.cache[layer_number]
         cache = KVCache(to_core(k), to_core(v), manager._pages(self.batch_size))
         found = ops.kv_gather(runtime_for(k), cache, to_core(self.cu_seqlens_kv[: self.batch_size + 1]))
@@ -463,6 +494,19 @@ class InferenceParams:
 
 
 # ------------------------------------------------------------------------------------------------------ helpers
+
+_eager_step: Any = None  # InferenceParams.step for traced code: never traced, what it looks at changes in each step
+
+
+@constant_at_trace
+def _make_eager() -> bool:
+    """Make `_eager_step`. At trace time: to import the compiler takes two seconds that others need not wait."""
+    global _eager_step
+    if _eager_step is None:
+        import torch._dynamo
+
+        _eager_step = torch._dynamo.disable(InferenceParams.step, reason="a KV cache runs eagerly")
+    return True
 
 
 def _following(sequences: Sequences, step_dict: Sequences) -> Sequences:

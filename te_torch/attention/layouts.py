@@ -64,11 +64,13 @@ def check_packed(layer: tuple[int, int, int, int], t: torch.Tensor, packing: str
     heads, groups, d_qk, d_v = layer
     width = groups * (d_qk + d_v) + (heads * d_qk if packing == "qkv" else 0)
     row = t.shape[len(form) - 2 :].numel()
-    if row != width:
+    # Of qkv_layer and kv_layer the heads are dimensions, so they have to be alike; a projection is rows only.
+    alike = d_qk == d_v and (packing == "kv" or heads == groups)
+    if row != width or (t.ndim >= len(form) and not (alike and t.shape[-1] == d_qk)):
         raise _packed_error(
             f"a packed tensor of shape {tuple(t.shape)} in {form}, {row} a token",
             f"{width} a token: {heads} heads and {groups} groups of widths {d_qk} and {d_v}",
-            "check num_attention_heads, num_gqa_groups and kv_channels",
+            "check num_attention_heads, num_gqa_groups and kv_channels; pass q, k and v apart where these differ",
         )  # fmt: skip
 
 

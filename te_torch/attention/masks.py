@@ -2,7 +2,8 @@
 
 Derived tensors (running sums of lengths, longest lengths) are made once for each mask or `cu_seqlens` and shared by all
 layers that are given the same tensor; a change in place is noticed. Inside a CUDA graph's capture they are made anew,
-since a replay has to make them anew.
+since a replay has to make them anew, and so are those of a tensor made under torch.inference_mode, whose changes do
+not show.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from te_core.attention import AttentionSpec, Sizes
+from te_core.attention import AttentionSpec, Sizes, canonical_mask
 from te_core.errors import ArgumentError
 
 
@@ -40,9 +41,19 @@ class Terms(NamedTuple):
 NO_TERMS = Terms()
 
 
+def check_beside(operation: str, first: torch.Tensor, **others: torch.Tensor | None) -> None:
+    """The others are on the device of the first: a kernel would read what their address holds on its own."""
+    device = first.device
+    for name, t in others.items():
+        if t is not None and t.device != device and device.type != "meta":
+            raise AttentionArgumentError(
+                operation, f"{name} on {t.device} beside {device}", "all tensors on one device", f"move it to {device}"
+            )
+
+
 def check_set_window_size(attn_mask_type: str, window_size: tuple[int, int] | None = None) -> tuple[int, int]:
     """The canonical (left, right) of a window with this mask type; a bound that the mask overrides is warned about."""
-    causal = "causal" in attn_mask_type
+    causal = "causal" in canonical_mask("check_set_window_size", attn_mask_type)
     if window_size is None:
         return (-1, 0) if causal else (-1, -1)
     left, right = (int(n) for n in window_size)
@@ -73,16 +84,22 @@ _derived: dict[tuple[Any, ...], tuple[weakref.ref[torch.Tensor], int, Any]] = {}
 def derived(source: torch.Tensor, name: str, make: Callable[[torch.Tensor], Any]) -> Any:
     """`make(source)`, remembered while the tensor lives and is not changed."""
     on_gpu = source.is_cuda
-    if torch.compiler.is_compiling() or (on_gpu and torch.cuda.is_current_stream_capturing()):
+    if torch.compiler.is_compiling() or source.is_inference() or (on_gpu and torch.cuda.is_current_stream_capturing()):
         return make(source)
     # Another stream would have to wait for the one that computes the result.
     key = (id(source), name, torch.cuda.current_stream(source.device).cuda_stream if on_gpu else 0)
     found = _derived.get(key)
     if found is not None and found[0]() is source and found[1] == source._version:
         return found[2]
-    made = make(source)
+    made = lasting(lambda: make(source))
     _derived[key] = (weakref.ref(source, lambda _: _derived.pop(key, None)), source._version, made)
     return made
+
+
+def lasting(make: Callable[[], Any]) -> Any:
+    """`make()` of what is kept for later calls: under torch.inference_mode too a tensor that autograd may save."""
+    with torch.inference_mode(False):
+        return make()
 
 
 def get_cu_seqlens(mask: torch.Tensor) -> torch.Tensor:
@@ -113,7 +130,7 @@ def get_full_cu_seqlens(batch_size: int, max_seqlen: int, device: torch.device |
     found = _full.get(key)
     if found is None:
         # A tensor of a capture's memory pool must not outlive it.
-        found = _full_cu_seqlens(batch_size, max_seqlen, device)
+        found = lasting(lambda: _full_cu_seqlens(batch_size, max_seqlen, device))
         if not (found.is_cuda and torch.cuda.is_current_stream_capturing()):
             _full[key] = found
     return found

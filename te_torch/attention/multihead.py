@@ -230,8 +230,8 @@ class MultiheadAttention(torch.nn.Module):
         if attn_mask_type is not None:
             attn_mask_type = canonical_mask("MultiheadAttention.forward", attn_mask_type)
         inputs = self._inputs(hidden_states, encoder_output, inference_params)
-        angles = rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb,) * 2
-        handed = self._hand_over(rotary_pos_emb is not None or inference_params is not None)
+        angles = tuple(rotary_pos_emb) if isinstance(rotary_pos_emb, (tuple, list)) else (rotary_pos_emb,) * 2
+        handed = self._hand_over(rotary_pos_emb is not None or inference_params is not None or self._watched())
         options: dict[str, Any] = {
             "attention_mask": attention_mask, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_kv": cu_seqlens_kv,
             "cu_seqlens_q_padded": cu_seqlens_q_padded, "cu_seqlens_kv_padded": cu_seqlens_kv_padded,
@@ -324,10 +324,12 @@ class MultiheadAttention(torch.nn.Module):
         q, *returned = _listed(project(hidden, first, fp8_output=handed.qkv))
         q = q.view(*q.shape[:-1], self.num_attention_heads, self.kv_channels)
         interleaved = self.qkv_weight_interleaved
+        # A cache says where queries stand; it keeps nothing of encoder_output.
+        queries, options = options, {**options, "inference_params": None}
         if self._is_plain(angles, options):
             return self.core_attention._attend_packed(q, packed, interleaved, **options), *returned
         early = self.q_norm is not None and self.qk_norm_before_rope
-        where = self._places(options, "q", q), self._places(options, "kv", packed)
+        where = self._places(queries, "q", q), self._places(options, "kv", packed)
         k, v = self._split(packed, 0, (None, None if early else angles[1]), where[1])
         if self.q_norm is None:
             q = self._turn(q, angles[0], where[0])
@@ -343,7 +345,14 @@ class MultiheadAttention(torch.nn.Module):
     def _is_plain(self, angles: Any, options: dict[str, Any]) -> bool:
         """Whether attention can read the projections as they are."""
         turned = angles[0] is not None or angles[1] is not None
-        return self.q_norm is None and not turned and options["inference_params"] is None
+        return self.q_norm is None and not turned and options["inference_params"] is None and not self._watched()
+
+    def _watched(self) -> bool:
+        """Whether the attention has hooks, or another module is in its place: these are given q, k and v."""
+        core = self._modules["core_attention"]
+        assert core is not None
+        hooks = core._forward_hooks or core._forward_pre_hooks or core._backward_hooks or core._backward_pre_hooks
+        return bool(hooks) or type(core) is not DotProductAttention
 
     def _split(
         self, packed: torch.Tensor, heads: int, angles: tuple[torch.Tensor | None, torch.Tensor | None],
@@ -371,6 +380,11 @@ class MultiheadAttention(torch.nn.Module):
             batch = DIMENSIONS[self.qkv_format][0]
             rows = cu.shape[0] - 1 if batch is None else t.shape[batch]
             starts = inference.get_seqlens_pre_step()[:rows]
+            if starts.shape[0] < rows:
+                raise ArgumentError(
+                    "MultiheadAttention.forward", f"{rows} sequences with inference_params",
+                    f"at most max_batch_size={starts.shape[0]}", "make room for more in InferenceParams",
+                )  # fmt: skip
         return {
             "interleaved": self.rotary_pos_interleaved, "cu_seqlens": cu if self.qkv_format == "thd" else None,
             "start_positions": starts, "cp_size": self._cp_size, "cp_rank": self._cp_rank,

@@ -16,6 +16,7 @@ from te_core.attention import BIASES, DIMENSIONS, FORMATS, AttentionSpec, Sizes,
 from te_core.device import DeviceInfo
 from te_core.errors import ArgumentError
 from te_core.layers.attention import AttentionLayerSpec, AttentionNeeds
+from te_core.layers.attention_fp8 import row_widths
 from te_torch.attention import choose, env
 from te_torch.attention.masks import AttentionArgumentError, check_set_window_size
 from te_torch.runtime import FLOATS, TO_CORE
@@ -58,7 +59,8 @@ class Key(NamedTuple):
     slopes: tuple[int, ...] | None = None  # their shape
     sink_grad: bool = False
     mask: tuple[Any, ...] | None = None  # the shape of attention_mask, or of both of a tuple
-    #: Entries of cu_seqlens; whether q's and kv's are one; whether there are others for memory; whether they are int32.
+    #: Entries of cu_seqlens; whether q's and kv's are one; whether there are others for memory; whether both are
+    #: int32 and of as many sequences.
     cu: tuple[int, bool, bool, bool] | None = None
     form: str = "sbhd"
     kv_form: str = "sbhd"
@@ -76,6 +78,7 @@ class Key(NamedTuple):
     cached: bool = False
     pages: tuple[int, ...] | None = None  # the shape of a paged cache's table
     fp8: str = ""
+    bias_grad: bool = False  # the bias has a gradient where grad mode is on: a checkpoint's first forward is without it
 
 
 @dataclass(eq=False, slots=True)
@@ -110,7 +113,8 @@ def make_plan(static: Static, key: Key, switches: env.Switches) -> Plan:
     """The plan of a call; every complaint about its arguments is made here."""
     canonical = key._replace(mask_type=canonical_mask(OPERATION, key.mask_type))
     request, lengths = _request(static, canonical, switches)
-    return _planned(static, canonical, request, lengths, choose.choose(request))
+    backend = choose.choose(request)
+    return Plan(canonical, static, request, backend, _layer(static, canonical, request.spec), lengths)
 
 
 def _request(static: Static, key: Key, switches: env.Switches) -> tuple[choose.Request, str]:
@@ -122,10 +126,12 @@ def _request(static: Static, key: Key, switches: env.Switches) -> tuple[choose.R
     _check_padding(key, lengths, sizes)
     spec = _spec(static, key, switches, sizes)
     needs = any(fact is not None and fact.grad for fact in (key.a, key.b, key.c, key.bias)) or key.sink_grad
+    training = key.training or needs
     request = choose.Request(
         device_info(key.a.device), TO_CORE[key.a.dtype], spec, sizes, key.mask_type,
-        training=key.training or needs, bias_grad=key.bias is not None and key.bias.grad,
+        training=training, bias_grad=training and key.bias_grad,
         bias_rows=0 if key.bias is None else sizes.sq, fp8=key.fp8,
+        fp8_rows=row_widths(_layer(static, key, spec)) if key.fp8 else (),
         cached=key.cached, paged=key.pages is not None, gaps=key.form == "thd" and key.cu is not None and key.cu[2],
         same_lengths=lengths == "mask" or (key.cu is not None and key.cu[1]), num_splits=key.num_splits,
         score_mod=key.score_mod, switches=switches, installed=choose.installed(),
@@ -140,14 +146,12 @@ def explain_plan(static: Static, key: Key, switches: env.Switches) -> choose.Cho
     )
 
 
-def _planned(static: Static, key: Key, request: choose.Request, lengths: str, backend: str) -> Plan:
+def _layer(static: Static, key: Key, spec: AttentionSpec) -> AttentionLayerSpec:
     q, k, v, bias = (fact is not None and fact.grad for fact in (key.a, key.b, key.c, key.bias))
     needs = AttentionNeeds(q, k, v, bias, key.sink_grad)
-    layer = AttentionLayerSpec(
-        request.spec, static.heads, static.groups, static.d_qk, static.d_v, needs, key.packing, key.interleaved,
-        key.checkpoint,
-    )  # fmt: skip
-    return Plan(key, static, request, backend, layer, lengths)
+    return AttentionLayerSpec(
+        spec, static.heads, static.groups, static.d_qk, static.d_v, needs, key.packing, key.interleaved, key.checkpoint
+    )
 
 
 def _spec(static: Static, key: Key, switches: env.Switches, sizes: Sizes) -> AttentionSpec:
@@ -254,7 +258,10 @@ def _lengths_source(key: Key) -> str:
         )  # fmt: skip
         return ""
     if key.cu is not None:
-        _require(key.cu[3], "cu_seqlens of other types", "int32 [b + 1]", "convert cu_seqlens_q and cu_seqlens_kv")
+        _require(
+            key.cu[3], "cu_seqlens_q and cu_seqlens_kv of other types, or of different numbers of sequences",
+            "int32 [b + 1] both", "convert or correct them",
+        )  # fmt: skip
         batch = DIMENSIONS[key.form][0]
         _require(
             batch is None or key.cu[0] == key.a.shape[batch] + 1, f"cu_seqlens of {key.cu[0]} entries",
@@ -310,8 +317,8 @@ def _check_bias(key: Key, sizes: Sizes) -> None:
         shape, full = tuple(key.bias.shape), (sizes.batch, sizes.heads, sizes.sq, sizes.skv)
         _require(
             len(shape) == 4 and all(n in (1, whole) for n, whole in zip(shape, full, strict=True))
-            and shape[3] == sizes.skv, f"core_attention_bias of shape {shape}", f"one that broadcasts to {full}",
-            "correct the bias",
+            and shape[3] == sizes.skv, f"core_attention_bias of shape {shape}", f"{full}; all but the last may be 1",
+            "correct the bias" + (", or max_seqlen_q and max_seqlen_kv" if key.form == "thd" else ""),
         )  # fmt: skip
     _require(
         key.mask_type != "arbitrary" or _broadcasts(key.mask, sizes), f"an attention_mask of shape {key.mask}",

@@ -11,6 +11,7 @@ import torch
 
 from te_core.errors import ArgumentError
 from te_core.layers import rope as core
+from te_torch.attention.masks import AttentionArgumentError, check_beside
 from te_torch.function import Call, Layer, apply, register
 from te_torch.modules.base import default_device
 from te_torch.runtime import check_dtype, constant_at_trace
@@ -93,13 +94,18 @@ def apply_rotary_pos_emb(
     if start_positions is None:
         angles = _rows_of_rank(freqs, t.shape[token], cp_size, cp_rank)
         return _unfused(t, angles if token == 0 else angles.transpose(0, 1), interleaved)
-    length = t.shape[token]
+    length, batch = t.shape[token], t.shape[1 - token]
+    if start_positions.shape[0] < batch:
+        raise AttentionArgumentError(
+            "apply_rotary_pos_emb", f"{start_positions.shape[0]} start_positions for {batch} sequences",
+            "int32, one for each sequence", "correct start_positions",
+        )  # fmt: skip
     if int(start_positions.max()) + length * cp_size > freqs.shape[0]:
         raise AssertionError(
             f"apply_rotary_pos_emb: positions up to {int(start_positions.max()) + length * cp_size}, freqs has "
             f"{freqs.shape[0]}"
         )
-    shifted = [_rows_of_rank(freqs[int(p) :], length, cp_size, cp_rank) for p in start_positions]
+    shifted = [_rows_of_rank(freqs[int(p) :], length, cp_size, cp_rank) for p in start_positions[:batch]]
     angles = torch.cat(shifted, dim=1)
     return _unfused(t, angles if token == 0 else angles.transpose(0, 1), interleaved)
 
@@ -162,13 +168,17 @@ def split_heads(
     operation = "split_heads"
     _check_format(operation, fmt)
     check_dtype(operation, packed)
+    rotates = q_freqs is not None or k_freqs is not None
+    if rotates:
+        check_beside(
+            operation, packed, q_freqs=q_freqs, k_freqs=k_freqs, cu_seqlens=cu_seqlens, start_positions=start_positions
+        )
     needs = torch.is_grad_enabled() and packed.requires_grad
     # Of one dimension it follows from the rest, and under tracing a size may be a symbol.
     row = packed.shape[len(fmt) - 2 :] if packed.ndim >= len(fmt) else ()
     numbers = (heads, groups, *head_dims, interleaved_groups, _FORMATS.index(fmt), interleaved, cp_size, cp_rank, needs)
     find = _split_key if torch.compiler.is_compiling() else _split_call
     call = find(*[int(n) for n in (*numbers, *row)])
-    rotates = q_freqs is not None or k_freqs is not None
     return apply(
         call, None, False, packed, _table(q_freqs), _table(k_freqs), cu_seqlens if rotates and fmt == "thd" else None,
         start_positions if rotates else None,
@@ -183,6 +193,7 @@ def _fused(
     place: tuple[str, bool, int, int],
 ) -> torch.Tensor:  # fmt: skip
     check_dtype("apply_rotary_pos_emb", t)
+    check_beside("apply_rotary_pos_emb", t, freqs=freqs, cu_seqlens=cu_seqlens, start_positions=start_positions)
     needs = torch.is_grad_enabled() and t.requires_grad
     fmt, *rest = place
     find = _rope_key if torch.compiler.is_compiling() else _rope_call
@@ -222,9 +233,16 @@ def _table(freqs: torch.Tensor | None) -> torch.Tensor | None:
 
 def _rows_of_rank(freqs: torch.Tensor, length: int, cp_size: int, cp_rank: int) -> torch.Tensor:
     """The rows of a rank's local tokens: all, or chunk r and chunk 2 * cp_size - 1 - r of the whole sequence."""
+    half, whole = length // 2, cp_size * length
+    # Slices would end early, and one row that is left would spread to all positions.
+    if not 0 <= cp_rank < cp_size or whole > freqs.shape[0] or (cp_size > 1 and length % 2):
+        raise AttentionArgumentError(
+            "apply_rotary_pos_emb", f"{length} tokens of rank {cp_rank} of {cp_size}, freqs of {freqs.shape[0]} rows",
+            "a row of freqs for each position, and an even number of tokens on each of several ranks",
+            "make freqs for the longest sequence and start position",
+        )  # fmt: skip
     if cp_size == 1:
         return freqs[:length]
-    half, whole = length // 2, cp_size * length
     first = freqs[cp_rank * half : (cp_rank + 1) * half]
     return torch.cat((first, freqs[whole - (cp_rank + 1) * half : whole - cp_rank * half]))
 

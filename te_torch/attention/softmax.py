@@ -15,6 +15,7 @@ from te_core.errors import ArgumentError
 from te_core.layers import softmax as core
 from te_core.ops.softmax import Band, band_of
 from te_torch.attention import env
+from te_torch.attention.masks import check_beside
 from te_torch.function import Call, Layer, apply, register
 from te_torch.runtime import check_dtype, constant_at_trace, runtime_for, to_core, to_torch
 
@@ -66,6 +67,7 @@ def _mask_of(scores: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor | 
     """A mask of four dimensions whose rows are as long as the scores'."""
     if mask is None:
         return None
+    check_beside("fused_softmax", scores, mask=mask)
     mask = mask.reshape((1,) * (4 - mask.ndim) + tuple(mask.shape))
     return mask if mask.shape[-1] == scores.shape[-1] else mask.expand(*mask.shape[:-1], scores.shape[-1])
 

@@ -46,22 +46,24 @@ def _attend(
     else:
         k, v = (_rows(t, spec.kv_format, size.skv, terms.cu_kv, terms.cu_kv_padded) for t in (k, v))
     # Queries of one group stand one behind another, so that no key is copied for the heads that share it.
-    together = q.unflatten(2, (size.groups, -1)).permute(0, 2, 3, 1, 4).reshape(-1, _times(size) * size.sq, size.d_qk)
-    keys = k.transpose(1, 2).reshape(-1, size.skv, size.d_qk)
-    values = v.transpose(1, 2).reshape(-1, size.skv, size.d_v)
+    heads = size.batch * size.groups  # of keys; spelt out, as -1 is nothing that torch could infer of empty tensors
+    together = q.unflatten(2, (size.groups, _times(size))).permute(0, 2, 3, 1, 4)
+    together = together.reshape(heads, _times(size) * size.sq, size.d_qk)
+    keys = k.transpose(1, 2).reshape(heads, size.skv, size.d_qk)
+    values = v.transpose(1, 2).reshape(heads, size.skv, size.d_v)
     weights, largest = _weights(plan, spec, size, together, keys, terms, low)
     if low is not None:
         weights = low(weights, P, None)
     if spec.dropout:
         assert terms.rng is not None
         weights = _Dropout.apply(weights, terms.rng, spec.dropout)
-    out = torch.bmm(weights.reshape(-1, _times(size) * size.sq, size.skv), values)
+    out = torch.bmm(weights.reshape(heads, _times(size) * size.sq, size.skv), values)
     out = out.view(size.batch, size.heads, size.sq, size.d_v).transpose(1, 2)
     if spec.q_format == "thd":
         out = _tokens(out, tokens, terms)
     elif spec.q_format == "sbhd":
         out = out.transpose(0, 1)
-    return out.reshape(*out.shape[:-2], -1), largest
+    return out.reshape(*out.shape[:-2], size.heads * size.d_v), largest
 
 
 def _times(size: Sizes) -> int:

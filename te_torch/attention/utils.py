@@ -12,6 +12,7 @@ import torch
 
 from te_core import attention as core
 from te_core.attention import AttentionSpec, Sizes, canonical_mask, diagonal_is_bottom_right, with_mask
+from te_core.errors import ArgumentError
 from te_torch.attention import choose, env
 from te_torch.attention import masks as _masks
 from te_torch.attention.layouts import QKV_LAYOUTS, get_qkv_format, get_qkv_layout
@@ -53,6 +54,11 @@ def get_full_mask(
     spec = with_mask(AttentionSpec(1.0), name, window, diagonal_is_bottom_right(name, bottom_right_alignment))
     terms = Terms(mask=attention_mask if name == "arbitrary" else None)
     batch, device = 1, torch.device("cpu")
+    if spec.padded and attention_mask is None:
+        raise ArgumentError(
+            "get_full_mask", f"attn_mask_type={attn_mask_type!r} without attention_mask",
+            "a padding mask [b, 1, 1, s], or a tuple of two", "pass attention_mask",
+        )  # fmt: skip
     if spec.padded:
         given = attention_mask if isinstance(attention_mask, (tuple, list)) else (attention_mask,) * 2
         cu_q, cu_kv = (get_cu_seqlens(m) for m in given)
@@ -151,6 +157,7 @@ class AttentionParams:
         return choose.Request(
             device_info(default_device()), TO_CORE[self.qkv_dtype], spec, sizes, name,
             training=self.is_training, fp8="delayed" if self.fp8 else "", cached=self.inference_params is not None,
+            paged=self.qkv_layout.startswith("paged_kv"),
             bias_grad=self.core_attention_bias_requires_grad and bias == "post_scale_bias", gaps=self.pad_between_seqs,
             same_lengths=self.max_seqlen_q == self.max_seqlen_kv, num_splits=self.num_splits, switches=switches,
             installed=choose.installed(),
@@ -161,6 +168,8 @@ def get_attention_backend(
     attention_params: AttentionParams,
 ) -> tuple[bool, str | None, bool, str | None, bool, list[bool]]:
     """(is FlashAttention used, which, is FusedAttention used, its kind, is Unfused used, [which of them could be])."""
+    if attention_params.context_parallel:  # as `set_context_parallel_group` says
+        return False, None, False, None, False, [False, False, False]
     found = choose.decide(attention_params.request())
     able = [name for name, reason in found.reasons.items() if reason is None]
     flash = found.backend if found.backend in choose.FLASH else None

@@ -226,12 +226,12 @@ class TransformerLayer(torch.nn.Module):
                 read, attention_mask=enc_dec_attn_mask, encoder_output=encoder_output,
                 attn_mask_type=enc_dec_attn_mask_type, window_size=enc_dec_window_size,
                 bottom_right_diagonal=enc_dec_bottom_right_diagonal, is_first_microbatch=is_first_microbatch,
-                checkpoint_core_attention=checkpoint_core_attention, rotary_pos_emb=rotary_pos_emb,
-                core_attention_bias_type=core_attention_bias_type, core_attention_bias=core_attention_bias,
-                alibi_slopes=alibi_slopes, cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_kv,
-                cu_seqlens_q_padded=cu_seqlens_q_padded, cu_seqlens_kv_padded=cu_seqlens_kv_padded,
-                max_seqlen_q=max_seqlen_q, max_seqlen_kv=max_seqlen_kv, fast_zero_fill=fast_zero_fill,
-                pad_between_seqs=pad_between_seqs,
+                checkpoint_core_attention=checkpoint_core_attention, inference_params=inference_params,
+                rotary_pos_emb=rotary_pos_emb, core_attention_bias_type=core_attention_bias_type,
+                core_attention_bias=core_attention_bias, alibi_slopes=alibi_slopes, cu_seqlens_q=cu_seqlens_q,
+                cu_seqlens_kv=cu_seqlens_kv, cu_seqlens_q_padded=cu_seqlens_q_padded,
+                cu_seqlens_kv_padded=cu_seqlens_kv_padded, max_seqlen_q=max_seqlen_q, max_seqlen_kv=max_seqlen_kv,
+                fast_zero_fill=fast_zero_fill, pad_between_seqs=pad_between_seqs,
             ), None)  # fmt: skip
         y = self._added(mlp(read, is_first_microbatch), self.drop_path).added()
         return self.layernorm(y) if self.output_layernorm else y
@@ -269,6 +269,9 @@ def _check_options(given: dict[str, Any]) -> None:
 
     if given["layer_type"] not in LAYER_TYPES:
         refuse(f"layer_type={given['layer_type']!r}", " or ".join(map(repr, LAYER_TYPES)), "choose one of these")
+    for name in ("hidden_dropout", "drop_path_rate"):
+        if not 0 <= given[name] < 1:
+            refuse(f"{name}={given[name]}", "0 <= p < 1", "choose a probability below one")
     others = {"layer_type='decoder'": given["layer_type"] == "decoder"}
     others |= {name: given[name] for name in (_LATE, "output_layernorm")}
     for option, on in others.items():

@@ -36,7 +36,7 @@ class Calls:
         self.streams: list[int] = []
         self.closed: list[int] = []
         self.zeroed: list[Tensor] = []
-        self.refuse_stored = False
+        self.refuse_stored: Exception | None = None
 
     def args(self, kernel: str) -> list[tuple[Any, ...]]:
         """The arguments of each launch of this kernel."""
@@ -115,7 +115,7 @@ class Built:
 
     def deserialize(self, *arguments: Any) -> None:
         if self.calls.refuse_stored:
-            raise RuntimeError("a plan of another version")
+            raise self.calls.refuse_stored
         self.operation, *numbers = json.loads(arguments[-1])
         self.parts = {number: Part(self) for number in numbers}
 

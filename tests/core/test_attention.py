@@ -268,6 +268,17 @@ def test_no_sequences_at_all(rt):
     assert y.out.shape == made.q.shape and [g.shape[0] for g in grads[:3]] == [0, 0, 0]
 
 
+def test_largest_logits_of_nothing(rt):
+    """Minus infinity, whether no key is there or no sequence has one."""
+    made = cases.make(rt, Case("bf16", max_logit=True))
+    none = rt.tensor(np.zeros((3, 0, HEADS, 32), cases.NUMPY["bf16"]))
+    y = attention_forward(rt, made.tensors[0], none, none, spec=made.spec)
+    assert (rt.numpy(y.max_logit) == -np.inf).all() and not rt.numpy(y.out).astype(np.float32).any()
+    made = cases.make(rt, Case("bf16", mask="padding", max_logit=True), sequences=Sequences(4, 4, (0, 3), (0, 0)))
+    y = attention_forward(rt, *made.tensors, spec=made.spec, terms=made.terms)
+    assert (rt.numpy(y.max_logit) == -np.inf).all()
+
+
 # ------------------------------------------------------------------------------------------------------ dropout
 
 RNG = (2**40 + 7, 3)

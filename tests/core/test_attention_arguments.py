@@ -13,7 +13,7 @@ from te_core.attention import AttentionSpec, Lengths, alibi_slopes, canonical_ma
 from te_core.errors import ArgumentError, UnsupportedError
 from te_core.ops.attention import Terms, attention_backward, attention_forward
 from te_core.runtime import Runtime
-from te_core.tensor import Tensor
+from te_core.tensor import Device, Tensor
 from tests.backends import cuda_runtime, requires_cuda
 from tests.core import attention_cases as cases
 from tests.core.attention_cases import HEADS, Case, Made
@@ -94,6 +94,14 @@ WRONG = {
     "groups": (wrong(k=zeros(3, 33, 3, 32, dtype=BF16), v=zeros(3, 33, 3, 32, dtype=BF16)), "num_gqa_groups"),
     "no groups": (wrong(k=zeros(3, 33, 0, 32, dtype=BF16), v=zeros(3, 33, 0, 32, dtype=BF16)), "num_gqa_groups"),
     "batch": (wrong(k=zeros(2, 33, 4, 32, dtype=BF16), v=zeros(2, 33, 4, 32, dtype=BF16)), "batch"),
+    "batch of other rows": (
+        wrong(Case(layout="thd_bshd"), k=zeros(2, 33, 4, 32, dtype=BF16), v=zeros(2, 33, 4, 32, dtype=BF16)),
+        "one batch size",
+    ),
+    "no width": (wrong(v=zeros(3, 33, 4, 0, dtype=BF16)), "widths from 1 on"),
+    "sums of nothing": (wrong(PADDED, lengths=lambda rt, m: lengths(rt, m, count=0)), "begin with 0"),
+    "rows of pages": (wrong(PADDED, pages=zeros(2, 1, dtype=np.int32)), "page table"),
+    "type of pages": (wrong(PADDED, pages=zeros(3, 1, dtype=np.int64)), "page table"),
     "no mask": (wrong(masked=True), "mask"),
     "mask not asked for": (wrong(MASKED, masked=False), "mask"),
     "shape of mask": (wrong(MASKED, mask=zeros(3, 2, 21, 37, dtype=np.uint8)), "mask"),
@@ -145,6 +153,71 @@ def test_a_plan_hides_no_wrong_argument(rt, name):
     with pytest.raises(ArgumentError) as caught:
         call(rt)
     assert_four_parts(caught.value, "attention_forward", text)
+
+
+def spaced(t: Tensor) -> Tensor:
+    """Of the tensor's shape and dtype, with every second element."""
+    return Tensor(t.ptr, t.shape, t.dtype, t.device, t, tuple(2 * n for n in t.row_major_strides()))
+
+
+@pytest.mark.parametrize(("case", "name"), [
+    (MASKED, "mask"), (BIASED, "bias"), (SLOPED, "slopes"), (SINK, "sink"), (PADDED, "lengths"),
+], ids=lambda x: x if isinstance(x, str) else "")  # fmt: skip
+def test_a_plan_hides_no_strides(rt, case, name):
+    """What was dense when the plan was made is dense at every call."""
+    made = cases.make(rt, case)
+    if cases.refusal(rt, case) is None:
+        attention_forward(rt, *made.tensors, spec=made.spec, terms=made.terms)
+    given = getattr(made.terms, name)
+    wide = given._replace(cu_q=spaced(given.cu_q)) if isinstance(given, Lengths) else spaced(given)
+    with pytest.raises(ArgumentError, match="dense"):
+        attention_forward(rt, *made.tensors, spec=made.spec, terms=made.terms._replace(**{name: wide}))
+
+
+def test_a_plan_hides_no_wrong_results(rt):
+    """Gradients to be written, statistics and outputs are looked at where a plan of their kind is there, too."""
+    made = cases.make(rt, Case())
+    q, k, v = made.tensors
+    y = attention_forward(rt, q, k, v, spec=made.spec)
+    dy = rt.tensor(made.dy)
+
+    def back(stats: Any = y.stats, out: Any = y.out, dy: Any = dy, grads: Any = None) -> Any:
+        return attention_backward(rt, dy, q, k, v, out, stats, spec=made.spec, grads=grads)
+
+    def grads(*shape: int, dtype: Any = BF16) -> Any:
+        return [rt.tensor(np.zeros(shape, dtype)) for _ in range(3)]
+
+    right = grads(*q.shape)
+    back(grads=right)
+    for name, wrong_ones in (
+        ("dq", grads(2, 33, HEADS, 32)), ("dq", grads(*q.shape, dtype=np.float32)),
+        ("dv", [*right[:2], spaced(right[2])]),
+    ):  # fmt: skip
+        with pytest.raises(ArgumentError) as caught:
+            back(grads=wrong_ones)
+        assert_four_parts(caught.value, "attention_backward", name)
+    for name, given in (("stats", spaced(y.stats)), ("out", spaced(y.out)), ("dy", spaced(dy))):
+        with pytest.raises(ArgumentError) as caught:
+            back(**{name: given})
+        assert_four_parts(caught.value, "attention_backward", name)
+
+
+def test_tensors_of_another_device_than_the_runtimes():
+    """Their addresses would be followed on the device."""
+    q = Tensor(64, (2, 8, 4, 16), dtypes.bfloat16, Device("cuda", 5), None)
+    with pytest.raises(ArgumentError, match="one device"):
+        attention_forward(Runtime.cpu(), q, q, q, spec=AttentionSpec(1.0, "bshd", "bshd"))
+
+
+@pytest.mark.parametrize("layout", ["bshd", "thd"])
+def test_lengths_that_do_not_fit(layout):
+    """The CPU can look at them."""
+    rt = Runtime.cpu()
+    for case, values in ((Case(layout=layout, mask="padding"), (0, 34, 34, 34)), (PADDED, (0, 9, 5, 9))):
+        made = cases.make(rt, case)
+        sums = rt.tensor(np.array(values, np.int32))
+        with pytest.raises(ArgumentError, match="lengths from 0 to"):
+            attention_forward(rt, *made.tensors, spec=made.spec, terms=made.terms._replace(lengths=Lengths(sums, sums)))
 
 
 @pytest.mark.parametrize(("changes", "text"), [

@@ -368,9 +368,9 @@ def test_a_cuda_device_refuses_results_without_scales() -> None:
     [
         ({"core": {"softmax": "learnable"}}, "learnable"),
         ({"core": {"max_logit": True}}, "max_logit"),
-        ({"core": {"bias": "post_scale_bias"}}, "gradient of a bias"),
-        ({"d_qk": 20}, "rows of"),
-        ({"scaling": "mxfp8"}, "mxfp8 scaling"),
+        ({"core": {"bias": "post_scale_bias"}}, "takes no bias"),
+        ({"d_qk": 20}, "multiples of 16 wide"),
+        ({"scaling": "mxfp8"}, "not mxfp8"),
     ],
 )
 def test_what_has_no_fp8_is_refused(changes: dict[str, Any], what: str) -> None:

@@ -96,6 +96,7 @@ REFUSED = {
     "_train_bias_of_keys": ({"bias": "post_scale_bias", "keys": {"bias_rows": 1}}, "without a query dimension"),
     "_train_deterministic": ({"device": BLACKWELL, "deterministic": True, "dropout": 0.1}, "dropout"),
     "_train_softcap_dbias": ({"softcap": 30.0, "bias": "post_scale_bias", "keys": {"bias_grad": True}}, "gradient"),
+    "_train_softcap_ragged": ({"softcap": 90.0, "size": {"sq": 100}}, "multiples of 128"),
 }
 MORE = {
     "bias bottom-right": ({"size": {"sq": 128}, "right": 0, "bottom_right": True, "bias": "post_scale_bias"}, "bias"),
@@ -104,6 +105,7 @@ MORE = {
     "paged with dropout": ({"padded": True, "training": False, "dropout": 0.1, "keys": {"paged": True}}, "dropout"),
     "soft-cap with two bounds": ({"softcap": 30.0, "left": 3, "right": 0}, "both"),
     "soft-cap, queries without keys": ({"softcap": 30.0, "left": 3, "size": {"skv": 64}}, "key for each"),
+    "soft-cap and a bias, ragged": ({"softcap": 30.0, "bias": "post_scale_bias", "size": {"skv": 130}}, "multiples of"),
     "soft-cap and ALiBi": ({"softcap": 30.0, "bias": "alibi"}, "ALiBi"),
     "FP8 training 64 wide": ({"fp8": True, "size": {"d_qk": 64, "d_v": 64}}, "heads of 128"),
     "128 is Blackwell's widest": ({"device": BLACKWELL, "size": {"d_qk": 160, "d_v": 160}}, "128"),

@@ -109,7 +109,7 @@ def test_the_graph_has_the_tensors_layouts(fake):
 def test_single_rows_have_strides_that_mean_something(fake):
     """torch leaves anything in the stride of a dimension of one; it neither refuses nor makes another graph."""
     rt, calls = fake
-    for odd in (1, 7, 64):
+    for odd in (1, 7, 64, 999_999):
         q, k, v = (tensor(rt, (1, 256, 8, 64), BF16, (odd, 512, 64, 1)) for _ in range(3))
         attention_forward(rt, q, k, v, spec=SPEC)
     assert len(calls.graphs) == 1 and where(calls.runs[0])["q"][1] == (256 * 512, 64, 512, 1)
@@ -263,6 +263,8 @@ def test_nothing_to_attend_to(fake):
     assert not calls.runs and not calls.graphs
     forward, backward = calls.args("attention_rows")
     assert forward[14] == y.out.ptr and backward[14] == grads.q.ptr and forward[5:7] == (256, 0)
+    y = attention_forward(rt, *qkv(rt, skv=0), spec=replace(SPEC, max_logit=True))
+    assert calls.args("attention_logits")[0][:4] == (0, 0, y.max_logit.ptr, 0) and not calls.runs
 
 
 # ---------------------------------------------------------------------------------------------- what is added
@@ -504,17 +506,18 @@ def test_another_process_reads_the_plan(fake, tmp_path):
     assert calls.runs[0].at.keys() == calls.runs[1].at.keys()
 
 
-@pytest.mark.parametrize("damage", ["torn", "empty", "foreign"])
+@pytest.mark.parametrize("damage", ["torn", "empty", "foreign", "unsupported"])
 def test_bad_files_are_written_anew(fake, tmp_path, damage):
     rt, calls = fake
     again(rt)
     (place,) = (tmp_path / "attention").iterdir()
-    if damage == "foreign":
-        calls.refuse_stored = True
+    if damage in ("foreign", "unsupported"):
+        refused = cudnn.frontend().module.cudnnGraphNotSupportedError
+        calls.refuse_stored = (RuntimeError if damage == "foreign" else refused)("a plan of another version")
     else:
         place.write_bytes(b"" if damage == "empty" else place.read_bytes()[:-3])
     assert again(rt) == (2, 0)
-    calls.refuse_stored = False
+    calls.refuse_stored = None
     assert again(rt) == (2, 1)
 
 

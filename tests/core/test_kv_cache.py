@@ -120,7 +120,8 @@ def test_move(rt, dtype):
         for e, o in zip(expected, old, strict=True):
             e[0, :7], e[1, :9], e[2, :2] = o[1, :7], o[2, :9], o[0, :2]  # a circle of three
             e[3, :4] = o[4, :4]
-        moves = rt.tensor(np.array([(-1, 0, 2), (0, 1, 7), (1, 2, 9), (2, -1, 2), (3, 4, 4)], np.int32))
+        real = [(-1, 0, 2), (0, 1, 7), (1, 2, 9), (2, -1, 2), (3, 4, 4)]
+        moves = rt.tensor(np.array([*real, (4, 5, 3), (7, 0, 9)], np.int32))  # the last two: no such rows
         cache = KVCache(*(placed(rt, o) for o in old))
         ops.kv_move(rt, cache, moves, longest=16)
         for got, want in zip(cache[:2], expected, strict=True):
@@ -146,3 +147,16 @@ def test_refusals(rt):
     ):
         with pytest.raises(ArgumentError, match=part):
             call()
+
+
+def test_a_plan_hides_no_wrong_argument(rt):
+    """Refused as well where the right call has made a plan of the same shapes before."""
+    cache = KVCache(*(rt.tensor(np.zeros((2, 8, 2, 4), np.float32)) for _ in range(2)))
+    new, cu = rt.tensor(np.zeros((2, 1, 2, 4), np.float32)), rt.tensor(np.arange(3, dtype=np.int32))
+    ops.kv_append(rt, new, new, cache, cu, cu, form="bshd")
+    long, short = rt.tensor(np.arange(3, dtype=np.int64)), rt.tensor(np.arange(2, dtype=np.int32))
+    for lengths in ((long, cu), (cu, long), (cu, short)):
+        with pytest.raises(ArgumentError):
+            ops.kv_append(rt, new, new, cache, *lengths, form="bshd")
+    with pytest.raises(ArgumentError, match="longest"):
+        ops.kv_move(rt, cache, rt.tensor(np.zeros((1, 3), np.int32)), longest=-1)

@@ -8,6 +8,7 @@ import pytest
 from te_core import ops
 from te_core.errors import ArgumentError
 from te_core.runtime import Runtime
+from te_core.tensor import Tensor
 from tests.backends import cuda_runtime, requires_cuda
 from tests.core.inputs import DTYPES, numpy_dtype, placed, poisoned
 from tests.reference.softmax import l2_norm, l2_norm_gradient
@@ -85,3 +86,16 @@ def test_arguments(rt: Runtime) -> None:
         ops.l2_norm_backward(rt, rt.tensor(np.ones((2, 4), np.float16)), x, eps=0.0)
     with pytest.raises(ArgumentError, match="dtype"):
         ops.l2_norm_forward(rt, rt.tensor(np.ones((2, 4), np.int32)), eps=0.0)
+
+
+def test_a_plan_hides_no_wrong_argument(rt: Runtime) -> None:
+    """Refused as well where the right call has made a plan of the same shapes before."""
+    x = rt.tensor(np.ones((4, 8), np.float32))
+    ops.l2_norm_forward(rt, x, eps=0.0)
+    ops.l2_norm_backward(rt, x, x, eps=0.0)
+    memory = rt.tensor(np.ones((4, 16), np.float32))
+    with pytest.raises(ArgumentError, match="dense"):
+        ops.l2_norm_forward(rt, Tensor(memory.ptr, (4, 8), x.dtype, x.device, memory, (16, 2)), eps=0.0)
+    for dy in (np.ones((4, 8), np.float16), np.ones((3, 8), np.float32)):
+        with pytest.raises(ArgumentError, match="dy"):
+            ops.l2_norm_backward(rt, rt.tensor(dy), x, eps=0.0)

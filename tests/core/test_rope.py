@@ -232,3 +232,29 @@ def test_arguments(rt: Runtime) -> None:
     for wrong in ({"heads": 3}, {"groups": 0}, {"head_dims": (8, 8, 9)}, {"fmt": "x"}):
         with pytest.raises(ArgumentError):
             ops.rope_qkv(rt, rt.tensor(np.ones((4, 2, 48), np.float32)), None, None, **{**split, **wrong})
+
+
+def test_a_plan_hides_no_wrong_argument(rt: Runtime) -> None:
+    """Refused as well where the right call has made a plan of the same shapes before."""
+    t, table = rt.tensor(np.ones((4, 2, 2, 8), np.float32)), rt.tensor(np.ones((4, 8), np.float32))
+    starts = rt.tensor(np.zeros(2, np.int32))
+    ops.rope(rt, t, table, start_positions=starts, out=rt.tensor(np.ones((4, 2, 2, 8), np.float32)))
+    for message, wrong in [
+        ("freqs", {"freqs": rt.tensor(np.ones((4, 8), np.float16))}),
+        ("start_positions", {"start_positions": rt.tensor(np.zeros(1, np.int32))}),
+        ("start_positions", {"start_positions": rt.tensor(np.zeros(2, np.int64))}),
+        ("out", {"out": rt.tensor(np.ones((4, 2, 1, 8), np.float32))}),
+    ]:
+        options = {"freqs": table, "start_positions": starts, "out": t, **wrong}
+        with pytest.raises(ArgumentError, match=message):
+            ops.rope(rt, t, options.pop("freqs"), **options)
+    split = {"heads": 2, "groups": 2, "head_dims": (8, 8, 8), "interleaved_groups": True}
+    packed = rt.tensor(np.ones((4, 2, 48), np.float32))
+    parts = ops.rope_qkv(rt, packed, table, table, start_positions=starts, **split)
+    ops.rope_qkv_backward(rt, *parts, table, table, **split)
+    with pytest.raises(ArgumentError, match="start_positions"):
+        ops.rope_qkv(rt, packed, table, table, start_positions=rt.tensor(np.zeros(1, np.int32)), **split)
+    with pytest.raises(ArgumentError, match="dv"):
+        ops.rope_qkv_backward(
+            rt, *parts[:2], rt.tensor(np.ones((4, 2, 2, 8), np.float16)), table, table, **split
+        )  # fmt: skip

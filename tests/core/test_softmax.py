@@ -11,6 +11,7 @@ from te_core import ops
 from te_core.errors import ArgumentError
 from te_core.ops.softmax import Band, band_of
 from te_core.runtime import Runtime
+from te_core.tensor import Tensor
 from tests.backends import cuda_runtime, requires_cuda
 from tests.core.inputs import DTYPES, numpy_dtype, placed, poisoned
 from tests.reference import softmax as reference
@@ -156,6 +157,14 @@ def test_large_scores_do_not_overflow(rt: Runtime) -> None:
     np.testing.assert_allclose(rt.numpy(share).reshape(-1), [0, 1])
 
 
+def test_rows_of_no_scores_are_the_sinks(rt: Runtime) -> None:
+    rt, sink = poisoned(rt), rt.tensor(np.array([-1, 0, 30], np.float32))
+    x = rt.tensor(np.zeros((2, 3, 5, 0), np.float32))
+    y, share = ops.softmax_forward(rt, x, sink=sink)
+    assert y.shape == x.shape and (rt.numpy(share) == 1).all()
+    assert not rt.numpy(ops.softmax_backward(rt, y, y, share)[1]).any()
+
+
 def test_in_place_and_repeatable(rt: Runtime) -> None:
     rng = np.random.default_rng(10)
     x = rng.standard_normal((3, 4, 37, 48)).astype(numpy_dtype("bfloat16"))
@@ -215,3 +224,22 @@ def test_arguments(rt: Runtime) -> None:
         band_of("upper")
     with pytest.raises(ArgumentError, match="dy"):
         ops.softmax_backward(rt, rt.tensor(np.zeros((2, 3, 4, 7), np.float32)), x)
+
+
+def test_a_plan_hides_no_wrong_argument(rt: Runtime) -> None:
+    """Refused as well where the right call has made a plan of the same shapes before."""
+    x, cu = rt.tensor(np.zeros((2, 3, 4, 8), np.float32)), rt.tensor(np.zeros(3, np.int32))
+    half, long = rt.tensor(np.zeros((2, 3, 4, 8), np.float16)), rt.tensor(np.zeros(3, np.int64))
+    sink = rt.tensor(np.zeros(3, np.float32))
+    y, share = ops.softmax_forward(rt, x, cu_seqlens_q=cu, cu_seqlens_kv=cu, sink=sink)
+    ops.softmax_backward(rt, y, y, share)
+    ops.softmax_forward(rt, x, out=rt.tensor(np.zeros((2, 3, 4, 8), np.float32)))
+    wide = Tensor(x.ptr, (2, 3, 4, 4), x.dtype, x.device, x, (96, 32, 8, 2))
+    ops.softmax_forward(rt, rt.tensor(np.zeros((2, 3, 4, 4), np.float32)))
+    for call in (
+        lambda: ops.softmax_forward(rt, x, out=half), lambda: ops.softmax_forward(rt, wide),
+        lambda: ops.softmax_forward(rt, x, cu_seqlens_q=long, cu_seqlens_kv=cu, sink=sink),
+        lambda: ops.softmax_backward(rt, half, y, share),
+    ):  # fmt: skip
+        with pytest.raises(ArgumentError):
+            call()

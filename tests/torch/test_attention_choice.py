@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,10 +15,12 @@ from typing import Any
 import pytest
 import torch
 
+import te_torch as te
 from te_core import dtypes
 from te_core.attention import AttentionSpec, Sizes
 from te_core.device import DeviceInfo
 from te_core.errors import ArgumentError, UnsupportedError
+from te_core.recipe import CustomRecipe, DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling
 from te_torch.attention import DotProductAttention, choose, env, explain, utils
 from te_torch.attention import dot_product as module_file
 from te_torch.attention.choose import FLASH2, FLASH3, FLASH4, FLASH_TORCH, FUSED, UNFUSED, Installed, Request
@@ -31,10 +36,7 @@ ALL = Installed(flash2=(2, 8, 3), flash3=(3, 0), flash4=(4, 0), torch=(2, 11), c
 SPEC = AttentionSpec(0.125, "bshd", "bshd", right=0, bottom_right=True)
 SIZES = Sizes(4, 1024, 1024, 16, 4, 128, 128)
 PLAIN = Request(H200, dtypes.bfloat16, SPEC, SIZES, "causal", installed=ALL)
-SWITCHES_OFF = {
-    FLASH2: Switches(flash2=False), FLASH3: Switches(flash3=False), FLASH4: Switches(flash4=False),
-    FUSED: Switches(fused=False), UNFUSED: Switches(unfused=False), FLASH_TORCH: Switches(flash=False),
-}  # fmt: skip
+DELAYED = DelayedScaling(fp8_dpa=True)
 
 
 @pytest.fixture(autouse=True)
@@ -71,6 +73,7 @@ def sizes(**changes: Any) -> dict[str, Any]:
 
 THD = spec(q_format="thd", kv_format="thd", padded=True, max_q=1024, max_kv=1024)
 FLASHES = (FLASH2, FLASH3, FLASH4, FLASH_TORCH)
+EMULATE = Switches(emulate_fp8=True)
 
 #: What changes in the plain request, which backends that excludes, and a part of the reason that each of them gives.
 EXCLUSIONS: list[tuple[str, dict[str, Any], tuple[str, ...], str]] = [
@@ -93,6 +96,10 @@ EXCLUSIONS: list[tuple[str, dict[str, Any], tuple[str, ...], str]] = [
     ("float32", {"dtype": dtypes.float32}, FLASHES, "float16 and bfloat16, not float32"),
     ("float16", {"dtype": dtypes.float16}, (), ""),
     ("FP8", {"fp8": "delayed"}, (*FLASHES, UNFUSED), "no FP8 attention"),
+    ("FP8, emulated", {"fp8": "delayed", "switches": EMULATE}, FLASHES, "no FP8 attention"),
+    ("FP8, max_logit", {"fp8": "delayed", "switches": EMULATE, **spec(max_logit=True)}, (*FLASHES, FUSED, UNFUSED),
+     "max_logit"),
+    ("FP8, bias", {"fp8": "delayed", "switches": EMULATE, **spec(bias="post_scale_bias")}, (*FLASHES, FUSED), " bias"),
     ("splits", {"num_splits": 4}, (FLASH2, FLASH_TORCH, FUSED, UNFUSED), "num_splits=4"),
     ("max_logit", spec(max_logit=True), FLASHES, "max_logit"),
     ("score_mod", {"score_mod": True}, (*FLASHES, FUSED, UNFUSED), "score_mod"),
@@ -172,6 +179,78 @@ def test_cudnn_is_asked_and_believed(cudnn: Any) -> None:
     assert cudnn[-1][-2:] == ("delayed", {"paged": True, "bias_grad": True, "bias_rows": 7})
     cudnn.append((H200, "refuses"))
     assert choose.eligible(PLAIN)[FUSED] == "cuDNN does not want to"
+
+
+# ------------------------------------------------------------------------------------------------ FP8 on the CPU
+
+#: What FP8 attention lacks: constructor's options, forward's, the recipe, and the one reason; for the emulation, too,
+#: unless it says other.
+NO_FP8: dict[str, tuple[dict[str, Any], dict[str, Any], Any, str, str | None]] = {
+    "learnable": ({"softmax_type": "learnable"}, {}, DELAYED, "FP8 attention has no softmax_type='learnable'.", None),
+    "max_logit": ({"return_max_logit": True}, {}, DELAYED, "FP8 attention has no max_logit.", None),
+    "bias": (
+        {}, {"core_attention_bias_type": "pre_scale_bias", "core_attention_bias": torch.zeros(1, 4, 6, 6)}, DELAYED,
+        "FP8 attention takes no bias.", "",
+    ),
+    "bias with a gradient": (
+        {}, {"core_attention_bias_type": "post_scale_bias",
+             "core_attention_bias": torch.zeros(1, 4, 6, 6, requires_grad=True)},
+        DELAYED, "FP8 attention takes no bias.", "FP8 attention has no gradient of a bias.",
+    ),
+    "mxfp8": (
+        {}, {}, MXFP8BlockScaling(fp8_dpa=True), "FP8 attention takes delayed or current scaling, not mxfp8.", None
+    ),
+    "custom": (
+        {}, {}, CustomRecipe(qfactory=lambda role: None, fp8_dpa=True),
+        "FP8 attention takes delayed or current scaling, not custom.", None,
+    ),
+    "rows": ({}, {}, DELAYED, "FP8 attention takes rows that are multiples of 16 wide, not 48, 24, 24, 48.", None),
+    "nothing": ({}, {}, DELAYED, "", None),
+    "nothing, current": ({}, {}, Float8CurrentScaling(fp8_dpa=True), "", None),
+    "alibi, sink, dropout": (
+        {"softmax_type": "off-by-one", "attention_dropout": 0.1}, {"core_attention_bias_type": "alibi"}, DELAYED, "",
+        None,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NO_FP8)
+@pytest.mark.parametrize("backend", [FUSED, UNFUSED])
+def test_what_explain_says_of_fp8_is_so(backend: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the CPU: an eligible backend computes both ways, any other one is refused with the reason that was said."""
+    constructor, options, recipe, fused, unfused = NO_FP8[name]
+    reason = fused if backend == FUSED or unfused is None else unfused
+    monkeypatch.setenv("NVTE_UnfusedDPA_Emulate_FP8", "1")
+    monkeypatch.setenv("NVTE_UNFUSED_ATTN" if backend == FUSED else "NVTE_FUSED_ATTN", "0")
+    width = 12 if name == "rows" else 16
+    module = DotProductAttention(4, width, 2, **constructor).to("cpu")
+    q, k, v = (torch.randn(6, 2, heads, width, requires_grad=True) for heads in (4, 2, 2))
+    with te.autocast(recipe=recipe):
+        found = module.explain(q, k, v, **options)
+        assert (found.reasons[backend] or "") == reason and found.backend == (None if reason else backend)
+        if reason:
+            with pytest.raises(choose.NoBackendError, match=re.escape(reason)):
+                module(q, k, v, **options)
+            return
+        out = module(q, k, v, **options)
+    out.sum().backward()
+    assert all(t.grad is not None and torch.isfinite(t.grad).all() for t in (q, k, v))
+    assert [plan.backend for plan in module._plans.values()] == [backend]
+
+
+def test_rows_of_a_packed_projection_count_as_one() -> None:
+    """Two heads of 12 are 24 wide, which FP8 does not take; keys and values in one row are 48."""
+    module = DotProductAttention(4, 12, 2)
+    q, kv = torch.randn(6, 2, 4, 12), torch.randn(6, 2, 2, 2, 12)
+    with te.autocast(recipe=DELAYED):
+        assert "not 48, 24, 24, 48" in (module.explain(q, *kv.unbind(2)).reasons[FUSED] or "")
+        assert module.explain(q, kv_layer=kv).reasons[FUSED] is None
+        assert module(q, kv_layer=kv).shape == (6, 2, 48)
+
+
+def test_a_paged_cache_has_no_fp8() -> None:
+    found = choose.eligible(replace(PLAIN, device=None, fp8="delayed", cached=True, paged=True, switches=EMULATE))
+    assert found[FUSED] == found[UNFUSED] == "FP8 attention has no paged cache."
 
 
 # --------------------------------------------------------------------------------------------------- the order
@@ -315,12 +394,13 @@ def test_deterministic_requests(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_grad_mode_alone_does_not_change_the_request() -> None:
     """A checkpoint's first forward runs without grad mode, its second one with it."""
     module = DotProductAttention(4, 16, 2)
-    tensors = inputs(requires_grad=True)
+    tensors, bias = inputs(requires_grad=True), torch.zeros(1, 4, 6, 6, requires_grad=True)
+    options = {"core_attention_bias_type": "post_scale_bias", "core_attention_bias": bias}
     with torch.no_grad():
-        module(*tensors)
-    module(*tensors)
+        module(*tensors, **options)
+    module(*tensors, **options)
     first, second = (plan.request for plan in module._plans.values())
-    assert first == second and first.training
+    assert first == second and first.training and first.bias_grad
     assert not DotProductAttention(4, 16, 2).eval().explain(*inputs()).reasons[UNFUSED]
 
 
@@ -333,6 +413,15 @@ def test_explain_prints_every_backend(capsys: pytest.CaptureFixture[str]) -> Non
         assert line.startswith(name) and ("eligible" in line) == (name in (FUSED, UNFUSED))
     assert lines[-1].startswith("chosen: FusedAttention (te_core's CPU backend")
     assert str(found) in printed and found.backend == FUSED
+
+
+def test_explain_takes_the_arguments_of_both() -> None:
+    found = explain(*inputs(), num_gqa_groups=2, return_max_logit=True, window_size=(3, 0), max_seqlen_q=6, name="it")
+    assert found.backend == FUSED
+    with pytest.raises(AssertionError, match="num_gqa_groups"):
+        explain(*inputs(), num_gqa_groups=3)
+    with pytest.raises(TypeError, match="nothing_known"):
+        explain(*inputs(), nothing_known=1)
 
 
 def test_explain_computes_nothing_and_checks_arguments() -> None:
@@ -369,6 +458,15 @@ def test_the_choice_is_logged(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {r.levelno for r in records} == {logging.INFO, logging.DEBUG}
 
 
+def test_the_variable_alone_shows_the_choice() -> None:
+    """In a program that has set up no logging."""
+    program = "import torch, te_torch as te; q = torch.randn(5, 2, 2, 8); te.DotProductAttention(2, 8).cpu()(q, q, q)"
+    for level, shown, hidden in (("1", f"{FUSED} for Request(", f"{FLASH3}: "), ("2", f"{FLASH3}: ", "nothing")):
+        environment = {**os.environ, "NVTE_DEBUG": "1", "NVTE_DEBUG_LEVEL": level}
+        ran = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+        assert shown in ran.stderr and hidden not in ran.stderr
+
+
 def test_every_variable_is_documented() -> None:
     folder = Path(env.__file__).parent
     named = {name for path in folder.glob("*.py") for name in re.findall(r"NVTE_\w+", path.read_text())}
@@ -380,6 +478,11 @@ def test_every_variable_is_documented() -> None:
 # -------------------------------------------------------------------------------------- documented entry points
 
 
+def test_context_parallelism_has_no_backend() -> None:
+    none = (False, None, False, None, False, [False, False, False])
+    assert utils.get_attention_backend(utils.AttentionParams(context_parallel=True)) == none
+
+
 def test_get_attention_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     if torch.cuda.is_available():
         pytest.skip("hardware: says what the CPU would use")
@@ -389,6 +492,9 @@ def test_get_attention_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     )  # fmt: skip
     monkeypatch.setenv("NVTE_FUSED_ATTN", "0")
     assert utils.get_attention_backend(params) == (False, None, False, None, True, [False, False, True])
+    monkeypatch.setenv("NVTE_FUSED_ATTN", "1")
+    paged = replace(params, qkv_layout="paged_kv_bshd_bshd_bshd", attn_mask_type="padding_causal", fp8=True)
+    assert paged.request().paged and utils.get_attention_backend(paged)[-1] == [False, False, False]
     assert utils.AttentionParams() == utils.AttentionParams()
     assert utils.AttentionParams(num_splits=2) != utils.AttentionParams()
 

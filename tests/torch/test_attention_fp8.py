@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import Any
 
 import pytest
@@ -374,3 +375,28 @@ def test_what_has_no_fp8_says_so() -> None:
     module = DotProductAttention(HEADS, WIDTH)
     with te.autocast(recipe=MXFP8BlockScaling(fp8_dpa=True)), pytest.raises(UnsupportedError, match="mxfp8"):
         module(q, k, v)
+
+
+def test_packed_queries_with_a_cache_in_rows() -> None:
+    """Queries in thd read a cache of rows, and give the same numbers as queries in bshd."""
+    found = []
+    for form in ("bshd", "thd"):
+        torch.manual_seed(0)
+        module = MultiheadAttention(
+            64, 4, num_gqa_groups=2, attention_dropout=0.0, attn_mask_type="padding_causal", qkv_format=form,
+            layer_number=1, device="cpu",
+        ).eval()  # fmt: skip
+        cache = te.InferenceParams(
+            2, 16, num_heads_kv=2, head_dim_k=16, dtype=torch.float32, qkv_format=form, max_ctx_len=5, device="cpu"
+        )
+        steps = []
+        for tokens in (5, 1):
+            cache.pre_step(OrderedDict({7: tokens, 9: tokens}))
+            x = torch.randn(2, tokens, 64)
+            with torch.no_grad(), te.autocast(recipe=delayed()):
+                y = module(x if form == "bshd" else x.flatten(0, 1), inference_params=cache)
+            steps.append(y.reshape(x.shape))
+        assert {plan.key.fp8 for plan in module.core_attention._plans.values()} == {"delayed"}
+        found.append(steps)
+    for a, b in zip(*found, strict=True):
+        assert torch.equal(a, b)

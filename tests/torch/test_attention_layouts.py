@@ -148,6 +148,17 @@ def test_lengths_are_shared_by_layers_and_follow_changes() -> None:
     assert len(masks._derived) == count - 1, "what is derived of a tensor goes with it"
 
 
+def test_what_is_kept_since_inference_mode_can_be_trained_with() -> None:
+    mask = padding([3, 2], 5)
+    with torch.inference_mode():
+        assert not masks.lengths_of_mask(mask).is_inference()
+        assert not utils.get_full_cu_seqlens(5, 7, "cpu").is_inference()
+        own = padding([3, 2], 5)
+        assert masks.lengths_of_mask(own).tolist() == [0, 3, 5]
+        own[0, 0, 0, 3] = False
+        assert masks.lengths_of_mask(own).tolist() == [0, 4, 6], "its changes do not show, so nothing is kept"
+
+
 def test_masks_that_are_no_padding_masks() -> None:
     mask = padding([3, 2], 5).flip(-1)
     with pytest.raises(AssertionError, match="behind padding"):
@@ -183,6 +194,8 @@ def test_canonical_windows(mask: str, window: Any, wanted: Any, warned: bool, re
             utils.check_set_window_size(mask, window)
         return
     assert utils.check_set_window_size(mask, window) == wanted
+    with pytest.raises(ValueError, match="attn_mask_type='casual'"):
+        utils.check_set_window_size("casual", window)
     assert bool(recwarn.list) == warned
 
 
@@ -207,6 +220,8 @@ def test_full_mask_of_padded_sequences(mask: str, window: tuple[int, int] | None
 
 
 def test_full_mask_of_others() -> None:
+    with pytest.raises(ValueError, match="without attention_mask"):
+        utils.get_full_mask(3, 5, "padding")
     assert utils.get_full_mask(3, 3)[:2] == ("no_mask", None)
     name, hidden, *lengths = utils.get_full_mask(3, 5, "causal_bottom_right")
     assert name == "causal_bottom_right" and lengths == [None, None]

@@ -19,7 +19,7 @@ import torch._dynamo
 import te_torch as te
 from te_core.errors import ArgumentError, UnsupportedError
 from te_core.recipe import DelayedScaling
-from te_torch.attention import DotProductAttention, choose
+from te_torch.attention import DotProductAttention, choose, dot_product
 from te_torch.attention.choose import UNFUSED
 from te_torch.attention.inference import InferenceParams
 from tests.attention_steps import (
@@ -432,6 +432,53 @@ def test_a_region_without_fp8_attention_changes_nothing() -> None:
     with te.autocast(recipe=DelayedScaling()):
         out = module(*inputs())
     assert torch.equal(out, module(*inputs())) and not module.state_dict()
+
+
+@on_devices
+@on_backends
+@pytest.mark.parametrize("kind", ["mask", "alibi", "thd"])
+def test_inference_mode_and_then_training(kind: str, device: str, backend: str, use: Any) -> None:
+    """What is kept of a mask, of slopes or of lengths since an evaluation serves a training step, too."""
+    use(backend)
+    module, tensors = make(attn_mask_type="padding" if kind != "alibi" else "causal").to(device), inputs(device)
+    dot_product._slopes.clear()
+    options: dict[str, Any] = {
+        "mask": {"attention_mask": padding([1, 6, 4], device=device)}, "alibi": {"core_attention_bias_type": "alibi"},
+        "thd": {"qkv_format": "thd", "cu_seqlens_q": sums([4, 2], device), "cu_seqlens_kv": sums([4, 2], device)},
+    }[kind]  # fmt: skip
+    if kind == "thd":
+        tensors = [t.detach()[0].requires_grad_() for t in tensors]
+    with torch.inference_mode():
+        evaluated = module(*tensors, **options)
+        # Tensors that were made there cannot tell whether they change.
+        made = {name: t.clone() if isinstance(t, torch.Tensor) else t for name, t in options.items()}
+        assert near([module(*tensors, **made)], [evaluated])
+    assert near(step(module, tensors, **options)[:1], [evaluated])
+
+
+@on_devices
+@on_backends
+def test_a_converted_module_has_a_converted_sink(device: str, backend: str, use: Any) -> None:
+    use(backend)
+    wanted, module = (make(softmax_type="learnable").to(device) for _ in range(2))
+    with torch.no_grad():
+        for m in (wanted, module):
+            m.softmax_offset.copy_(torch.arange(4.0))  # which bfloat16 holds
+    module, tensors = module.to(torch.bfloat16), inputs(device, dtype=torch.bfloat16)
+    assert equal(step(module, tensors), step(wanted, tensors))
+    for m in (wanted, module):
+        m(*tensors).float().square().sum().backward()
+    assert module.softmax_offset.grad.dtype == torch.bfloat16
+    assert torch.equal(module.softmax_offset.grad, wanted.softmax_offset.grad.bfloat16()) or device == "cuda"
+
+
+@on_backends
+@pytest.mark.parametrize("shape", [(0, SEQ), (BATCH, 0)])
+def test_nothing_to_attend(shape: tuple[int, int], backend: str, use: Any) -> None:
+    use(backend)
+    tensors = [torch.randn(*shape, heads, WIDTH, requires_grad=True) for heads in (HEADS, 2, 2)]
+    out, *grads = step(make(), tensors)
+    assert out.shape == (*shape, HEADS * WIDTH) and [g.shape for g in grads] == [t.shape for t in tensors]
 
 
 def test_pickled_and_copied() -> None:

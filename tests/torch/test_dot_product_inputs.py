@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from te_core.errors import ArgumentError, UnsupportedError
+from te_torch.attention import DotProductAttention
 from tests.attention_steps import (
     BATCH,
     GROUPS,
@@ -82,6 +83,21 @@ def test_packed_errors(given: dict[str, Any], part: str) -> None:
         make(num_gqa_groups=HEADS)(**tensors)
 
 
+@pytest.mark.parametrize(
+    ("given", "module"),
+    [
+        ({"qkv_layer": (2, 6, 3, 16, 4)}, {"num_gqa_groups": HEADS}),  # heads and width changed over
+        ({"qkv_layer": (2, 6, 3, 2, 16)}, {"num_gqa_groups": 1}),
+        ({"kv_layer": (2, 6, 2, 2, 12), "query_layer": (2, 6, 4, 16)}, {"kv_channels": (16, 8)}),
+    ],
+)
+def test_packed_heads_of_another_shape_but_size(given: dict[str, Any], module: dict[str, Any]) -> None:
+    attention = DotProductAttention(**{"num_attention_heads": 4, "kv_channels": 16, "num_gqa_groups": 2, **module})
+    tensors = {name: torch.randn(x).transpose(0, 1) for name, x in given.items()}
+    with pytest.raises(ValueError, match="pass q, k and v apart"):
+        attention(**tensors)
+
+
 def test_packed_inputs_with_a_cache_or_another_stride() -> None:
     qkv = torch.randn(BATCH, SEQ, 3, HEADS, WIDTH)
     with pytest.raises(ValueError, match="inference_params"):
@@ -129,6 +145,7 @@ def shaped(*shape: int, **options: Any) -> torch.Tensor:
     return torch.zeros(shape, **options)
 
 
+META: dict[str, Any] = {"device": "meta"}  # stands for another device
 ERRORS: dict[str, tuple[Any, str]] = {
     "dtypes": (bad(key_layer=shaped(BATCH, SEQ, GROUPS, WIDTH, dtype=torch.bfloat16)), "one dtype"),
     "integers": (bad(query_layer=shaped(BATCH, SEQ, HEADS, WIDTH, dtype=torch.int32)), "int32"),
@@ -156,13 +173,17 @@ ERRORS: dict[str, tuple[Any, str]] = {
     "arbitrary dtype": (bad(attn_mask_type="arbitrary", attention_mask=shaped(SEQ, SEQ)), "torch.bool"),
     "cu dtype": (bad(attn_mask_type="padding", cu_seqlens_q=sums([1, 2, 3]).long(), cu_seqlens_kv=sums([1, 2, 3])),
                  "int32"),
+    "cu of others": (bad(qkv_format="thd", attn_mask_type="padding", cu_seqlens_q=sums([4, 2]), cu_seqlens_kv=sums([6]),
+                        **{n: shaped(SEQ, h, WIDTH) for n, h in (
+                            ("query_layer", HEADS), ("key_layer", GROUPS), ("value_layer", GROUPS))}),
+                    "different numbers of sequences"),
     "cu entries": (bad(attn_mask_type="padding", cu_seqlens_q=sums([1, 2]), cu_seqlens_kv=sums([1, 2])),
                    "one more than"),
     "bias type": (bad(core_attention_bias_type="lopsided"), "core_attention_bias_type"),
     "no bias": (bad(core_attention_bias_type="post_scale_bias"), "core_attention_bias not given"),
     "bias unasked": (bad(core_attention_bias=shaped(1, HEADS, SEQ, SEQ)), "core_attention_bias given"),
     "bias shape": (bad(core_attention_bias_type="post_scale_bias", core_attention_bias=shaped(1, HEADS, SEQ, 5)),
-                   "broadcasts"),
+                   "core_attention_bias of shape"),
     "slopes unasked": (bad(alibi_slopes=shaped(HEADS)), "alibi"),
     "slopes shape": (bad(core_attention_bias_type="alibi", alibi_slopes=shaped(GROUPS)), "alibi_slopes of shape"),
     "window": (bad(window_size=(-1, 2)), "window_size"),
@@ -171,6 +192,19 @@ ERRORS: dict[str, tuple[Any, str]] = {
         n: shaped(SEQ, h, WIDTH) for n, h in (("query_layer", HEADS), ("key_layer", GROUPS), ("value_layer", GROUPS))
     }), "without cu_seqlens"),
     "cache mask": (bad(inference_params=object()), "with inference_params"),
+    "thd bias": (bad(qkv_format="thd", attn_mask_type="padding", core_attention_bias_type="post_scale_bias",
+                     core_attention_bias=shaped(1, 1, SEQ, SEQ), cu_seqlens_q=sums([4, 2]), cu_seqlens_kv=sums([4, 2]),
+                     **{n: shaped(SEQ, h, WIDTH) for n, h in (
+                         ("query_layer", HEADS), ("key_layer", GROUPS), ("value_layer", GROUPS))}),
+                 "max_seqlen_q and max_seqlen_kv"),
+    "device of a mask": (bad(attn_mask_type="arbitrary", attention_mask=shaped(SEQ, SEQ, dtype=torch.bool, **META)),
+                         "mask on meta beside cpu"),
+    "device of lengths": (bad(attn_mask_type="padding", cu_seqlens_q=shaped(4, dtype=torch.int32, **META),
+                              cu_seqlens_kv=shaped(4, dtype=torch.int32)), "cu_q on meta beside cpu"),
+    "device of a bias": (bad(core_attention_bias_type="post_scale_bias",
+                             core_attention_bias=shaped(1, 1, SEQ, SEQ, **META)), "bias on meta beside cpu"),
+    "device of slopes": (bad(core_attention_bias_type="alibi", alibi_slopes=shaped(HEADS, **META)),
+                         "slopes on meta beside cpu"),
     "score_mod": (bad(score_mod=max), "score_mod"),
     "num_splits": (bad(num_splits=2), "num_splits=2"),
 }  # fmt: skip

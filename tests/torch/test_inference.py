@@ -210,13 +210,15 @@ def test_continuation_by_several_tokens_is_refused():
     {"num_heads_kv": None}, {"head_dim_k": None}, {"dtype": None}, {"qkv_format": "bhsd"}, {"qkv_format": "thd"},
     {"is_paged": True}, {"is_paged": True, "page_size": 5, "total_num_pages": 19},
     {"is_paged": True, "page_size": 4, "total_num_pages": 23},
+    {"is_paged": True, "page_size": -4, "total_num_pages": -24}, {"max_batch_size": 0}, {"max_sequence_length": -1},
     {"num_heads_kv": None, "head_dim_k": None, "dtype": None, "is_paged": True},
     {"num_heads_kv": None, "head_dim_k": None, "dtype": None, "qkv_format": "thd", "max_ctx_len": 8},
 ])  # fmt: skip
 def test_documented_assertions(arguments):
     usual = {"num_heads_kv": HEADS, "head_dim_k": D_K, "dtype": torch.float32, "device": "cpu"}
+    sizes = {"max_batch_size": ROWS, "max_sequence_length": CAPACITY}
     with pytest.raises(AssertionError, match="InferenceParams: got"):
-        InferenceParams(ROWS, CAPACITY, **(usual | arguments))
+        InferenceParams(**(sizes | usual | arguments))
 
 
 def test_step_refusals():
@@ -238,6 +240,8 @@ def test_step_refusals():
         p.step(1, *(t.to("meta") for t in tokens(2, 4)), "bshd")
     with pytest.raises(ValueError, match="without pages"):
         p.convert_paged_to_nonpaged(1)
+    with pytest.raises(ValueError, match="layer_number=1. Allowed: a layer that has a cache: none yet"):
+        params("cpu", paged=True).convert_paged_to_nonpaged(1)
     packed = params("cpu", form="thd", max_ctx_len=4)
     with pytest.raises(ValueError, match="max_ctx_len=4"):
         packed.pre_step(OrderedDict({1: 5}))
@@ -245,6 +249,9 @@ def test_step_refusals():
     assert packed.max_seqlen_q == 4
     packed.pre_step(OrderedDict({1: 1}))
     assert packed.max_seqlen_q == 1
+    with pytest.raises(RuntimeError, match="full"):
+        packed.pre_step(OrderedDict((9 + n, 2) for n in range(ROWS + 1)))
+    assert packed.max_seqlen_q == 1  # nothing has changed
 
 
 def test_custom_manager():
@@ -453,6 +460,17 @@ def test_older_form(device, form):
     assert whole.shape == (ROWS, CAPACITY, HEADS, D_K) and whole[:2, :10].all() and not whole[:, 10:].any()
     p.reset()
     assert p.sequence_len_offset == 0 and p.batch_size_offset == 0
+
+
+@torch.enable_grad()
+def test_older_form_with_gradients_after_inference_mode():
+    """What was kept of a call in inference mode can be saved for a backward."""
+    model, p, tokens = Tiny("bshd", "cpu"), InferenceParams(2, CAPACITY, device="cpu"), torch.zeros(2, 3).long()
+    with torch.inference_mode():
+        want = model(tokens, "causal", inference_params=p)
+    got = model(tokens, "causal", inference_params=p)
+    assert got.requires_grad
+    torch.testing.assert_close(got, want, rtol=0, atol=0, check_layout=False)
 
 
 def test_older_form_refusals():

@@ -278,6 +278,20 @@ def test_wrong_inputs(kind: str, device: str) -> None:
 
 
 @on_devices
+@all_modules
+def test_tensors_of_another_device(kind: str, device: str) -> None:
+    """Their addresses would be read on the device of the first input."""
+    module = make(kind, device)
+    x = values(4, WIDTH, device=device)
+    for elsewhere in ("meta", "cpu") if device == "cuda" else ("meta",):
+        for name, parameter in list(module.named_parameters()):
+            other = copy.deepcopy(module)
+            setattr(other, name, torch.nn.Parameter(torch.empty_like(parameter, device=elsewhere)))
+            with pytest.raises(ArgumentError, match=f"a tensor on {elsewhere} beside one on {device}"):
+                other(x)
+
+
+@on_devices
 @gemm_modules
 def test_parameters_of_another_dtype(kind: str, device: str) -> None:
     module = make(kind, device, torch.float32)

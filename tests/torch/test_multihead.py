@@ -292,6 +292,41 @@ def test_recomputed_attention_is_equal(case: str, device: str) -> None:
     assert torch.equal(module(x, **ours), module(x, **ours))
 
 
+def test_a_pair_of_angles_may_be_a_list() -> None:
+    x, pair = torch.randn(6, 2, 32), [torch.randn(6, 1, 1, 8), torch.randn(6, 1, 1, 4)]
+    module = te.MultiheadAttention(32, 4, attention_dropout=0.0, device="cpu")
+    assert torch.equal(module(x, rotary_pos_emb=pair), module(x, rotary_pos_emb=tuple(pair)))
+
+
+@on_devices
+@pytest.mark.parametrize("case", ["fused", "gqa, fused", "cross"])
+def test_hooks_on_the_attention_see_queries_keys_and_values(case: str, device: str) -> None:
+    """So does a module in its place; what comes out does not change."""
+    options = {"cross": CROSS, "fused": FUSED, "gqa, fused": {**GQA, **FUSED}}[case]
+    x, encoded = values(S, B, WIDTH, device=device, seed=5), values(S, B, WIDTH, device=device, seed=6)
+    call = {"encoder_output": encoded} if case == "cross" else {}
+    plain, hooked, replaced = (make(device, **options) for _ in range(3))
+    shapes: list[Any] = []
+    hooked.core_attention.register_forward_hook(lambda module, inputs, out: shapes.append([t.shape for t in inputs]))
+
+    class Other(torch.nn.Module):
+        def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+            shapes.append([t.shape for t in (q, k, v)])
+            return self.inner(q, k, v, **kwargs)
+
+    other = Other()
+    other.inner = replaced.core_attention
+    replaced.core_attention = other
+    groups = 2 if "gqa" in case else HEADS
+    wanted, *found = (step(lambda t, m=m: m(t, **call), x, None, owner=m) for m in (plain, hooked, replaced))
+    for got in found:
+        assert set(got) == set(wanted)
+        for name, value in got.items():
+            if not name.endswith("key_bias"):
+                assert snr_db(value, wanted[name]) >= DB["fp32"], name
+    assert shapes == [[(S, B, HEADS, 16), (S, B, groups, 16), (S, B, groups, 16)]] * 2
+
+
 @on_devices
 def test_a_projection_that_is_read_where_it_lies_equals_a_split_one(device: str) -> None:
     """Angles of zero turn nothing, but go through the split."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from typing import Any
 
@@ -12,6 +13,7 @@ import te_torch as te
 from te_core import device as devices_of_core
 from te_core.device import DeviceInfo
 from te_core.errors import UnsupportedError
+from te_core.layers.explain import PRODUCTS
 from te_core.ops import gemm_quantized
 from te_core.recipe import (
     DelayedScaling,
@@ -22,6 +24,7 @@ from te_core.recipe import (
     resolve,
 )
 from te_core.tensor import cuda_device
+from te_torch.attention import env
 from te_torch.precision_report import precision_report
 from tests.backends import capability, devices, requires_cuda
 from tests.module_steps import GEMM_MODULES, WIDTH, gradient_for, make, values
@@ -222,6 +225,93 @@ def test_one_layer_in_high_precision_inside_a_region(device: str) -> None:
             model[1](h)
     found = facts(precision_report(model))
     assert found["0", "fprop"].a == f"{E4M3} per tensor" and found["1", "fprop"].a == "bfloat16"
+
+
+# ---------------------------------------------------------------------------------------------- attention
+
+LOW = (f"{E4M3} per tensor", f"{E4M3} per tensor")
+LOW_BACK = (f"{E5M2} per tensor", f"{E4M3} per tensor")
+HIGH = ("bfloat16", "bfloat16")
+
+
+def attended(module: Any, device: str, recipe: Any, *, grad: bool = True, **options: Any) -> Any:
+    """The report after a step of attention, and the backend that explain names."""
+    q, k, v = (
+        values(8, 2, 2, 128, device=device, dtype=torch.bfloat16, seed=s).requires_grad_(grad) for s in (1, 2, 3)
+    )
+    with te.autocast(enabled=recipe is not None, recipe=recipe):
+        backend = module.explain(q, k, v, **options).backend
+        y = module(q, k, v, **options)
+    if grad:
+        y.sum().backward()
+    return precision_report(torch.nn.ModuleDict({"it": module})), backend
+
+
+def operands(report: Any) -> list[tuple[str, str]]:
+    assert [(row.layer, row.facts.gemm) for row in report.rows] == [("it", product) for product in PRODUCTS]
+    return [(row.facts.a, row.facts.b) for row in report.rows]
+
+
+@pytest.fixture
+def variables(monkeypatch: pytest.MonkeyPatch) -> Any:
+    for name in env.VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    return monkeypatch.setenv
+
+
+@on_devices
+@pytest.mark.parametrize("recipe", [None, DelayedScaling(), DelayedScaling(fp8_dpa=True)], ids=["none", "off", "dpa"])
+def test_attention(recipe: Any, device: str, variables: Any) -> None:
+    """Both products each way, by the backend that explain names, in FP8 where the recipe says so."""
+    report, backend = attended(te.DotProductAttention(2, 128), device, recipe)
+    low = recipe is not None and recipe.fp8_dpa
+    assert operands(report) == ([LOW, LOW, LOW_BACK, LOW_BACK] if low else [HIGH] * 4)
+    assert not report.fallbacks and not report.idle
+    for row in report.rows:
+        assert row.facts.family.startswith(backend) and ("NumPy" in row.facts.family) == (device == "cpu")
+        assert ("fp8_dpa" in row.facts.reason) != low and bool(row.facts.accumulation) == (not low or device == "cpu")
+
+
+def test_attention_that_has_not_run_or_needs_no_gradient(variables: Any) -> None:
+    module = te.DotProductAttention(2, 128, name="attend")
+    assert precision_report(module).idle == ["attend"]
+    report, _ = attended(module, "cpu", DelayedScaling(fp8_dpa=True), grad=False)
+    assert operands(report) == [LOW, LOW, ("", ""), ("", "")]
+    assert [bool(row.facts.family) for row in report.rows] == [True, True, False, False]
+
+
+def test_the_last_attention_counts(variables: Any) -> None:
+    """Also where its plan was made before that of another one."""
+    module = te.DotProductAttention(2, 128)
+    for recipe in (None, DelayedScaling(fp8_dpa=True)) * 2:
+        assert operands(attended(module, "cpu", recipe)[0])[0] == (HIGH if recipe is None else LOW)
+    current = Float8CurrentScaling(fp8_dpa=True, fp8_format=Format.E4M3)
+    assert operands(attended(module, "cpu", current)[0]) == [LOW] * 4
+    assert precision_report(copy.deepcopy(module)).idle
+
+
+@pytest.mark.parametrize("backend", ["FusedAttention", "UnfusedDotProductAttention"])
+@pytest.mark.parametrize("by", ["variable", "argument"])
+def test_backward_of_attention_in_high_precision(by: str, backend: str, variables: Any) -> None:
+    if by == "variable":
+        variables("NVTE_FP8_DPA_BWD", "0")
+    if backend != "FusedAttention":
+        variables("NVTE_FUSED_ATTN", "0")
+        variables("NVTE_UnfusedDPA_Emulate_FP8", "1")
+    module = te.DotProductAttention(2, 128)
+    report, _ = attended(module, "cpu", DelayedScaling(fp8_dpa=True), bf16_backward=by == "argument")
+    assert operands(report) == [LOW, LOW, HIGH, HIGH]
+    assert all(row.facts.as_asked and "activation dtype" in row.facts.reason for row in report.rows[2:])
+    assert (module.fp8_state.scale_bwd == 1).all() and (module.fp8_state.scale_fwd != 1).any()
+
+
+def test_emulated_attention_is_not_as_asked(variables: Any) -> None:
+    variables("NVTE_FUSED_ATTN", "0")
+    variables("NVTE_UnfusedDPA_Emulate_FP8", "1")
+    report, backend = attended(te.DotProductAttention(2, 128), "cpu", DelayedScaling(fp8_dpa=True))
+    assert operands(report) == [LOW, LOW, LOW_BACK, LOW_BACK] and len(report.fallbacks) == 4
+    assert backend == "UnfusedDotProductAttention" and {row.facts.family for row in report.rows} == {backend}
+    assert "4 of 4 not as the recipe asks" in str(report) and "multiplied in bfloat16" in str(report)
 
 
 class TestOnAPretendedGpu:

@@ -169,6 +169,18 @@ def test_documented_errors() -> None:
     for fused in (False, True):
         with pytest.raises(AssertionError, match="cu_seqlens"):
             apply_rotary_pos_emb(t[0], freqs, "thd", fused=fused)
+    one = torch.zeros(1, dtype=torch.int32)
+    for wrong in (  # all of which would spread one row, or one start, to several positions, or take a wrong row
+        {"freqs": freqs[:1]}, {"freqs": freqs[:3]}, {"start_positions": one}, {"cp_size": 2}, {"cp_rank": 1},
+        {"tensor_format": "thd", "t": t[:, 0], "cu_seqlens": torch.tensor([0, 2, 4]),
+         "start_positions": torch.tensor([0, 3])},
+    ):  # fmt: skip
+        with pytest.raises(AssertionError, match="apply_rotary_pos_emb: got"):
+            apply_rotary_pos_emb(**{"t": t, "freqs": freqs, **wrong})
+    with pytest.raises(AssertionError, match="freqs on meta beside cpu"):
+        apply_rotary_pos_emb(t, freqs.to("meta"), fused=True)
+    with pytest.raises(AssertionError, match="k_freqs on meta beside cpu"):
+        apply_fused_qkv_rotary_pos_emb(torch.ones(4, 2, 1, 24), freqs, freqs.to("meta"), [8, 8, 8])
     with pytest.raises(AssertionError, match="freqs has 4"):
         apply_rotary_pos_emb(t, freqs, start_positions=torch.tensor([0, 1], dtype=torch.int32))
     qkv, starts = torch.ones(4, 2, 1, 24), torch.zeros(2, dtype=torch.int32)

@@ -318,6 +318,9 @@ def test_a_layer_can_be_pickled() -> None:
 def test_refused() -> None:
     for options, said in (
         ({"layer_type": "both"}, "'encoder' or 'decoder'"),
+        ({"hidden_dropout": 1.0}, "hidden_dropout=1.0. Allowed: 0 <= p < 1"),
+        ({"drop_path_rate": 1.0}, "drop_path_rate=1.0"),
+        ({"drop_path_rate": -0.5}, "drop_path_rate=-0.5"),
         ({"parallel_attention_mlp": True, "layer_type": "decoder"}, "decoder"),
         ({"parallel_attention_mlp": True, **LATE}, "post_layernorm"),
         ({"parallel_attention_mlp": True, "output_layernorm": True}, "output_layernorm"),

@@ -54,7 +54,7 @@ def activation_forward(
     """y = act(x), or act(a) * b for x = (a | b); then the cast."""
     ex, source = scratch(rt), x.numpy()
     gated, plain = kind in _PLAIN_OF, _PLAIN_OF.get(kind, kind)
-    limit, alpha, offset = plan.spec[-1] or _DEFAULT_CLAMP
+    limit, alpha, offset = plan.spec[1] or _DEFAULT_CLAMP
     m, n = x.shape[0], x.shape[1] // 2 if gated else x.shape[1]
     result = y.numpy() if y is not None else np.empty((m, n), x.dtype.numpy)
     for block in row_blocks(m, n):
@@ -81,7 +81,7 @@ def activation_backward(
     """dx = dy * act'(x), or (dy * b * act'(a) | dy * act(a)); then its column sums and the cast."""
     ex, source, gradient = scratch(rt), x.numpy(), dy.numpy()
     gated, plain = kind in _PLAIN_OF, _PLAIN_OF.get(kind, kind)
-    limit, alpha, offset = plan.spec[-1] or _DEFAULT_CLAMP
+    limit, alpha, offset = plan.spec[1] or _DEFAULT_CLAMP
     m, n = dy.shape
     result = dx.numpy() if dx is not None else np.empty(x.shape, x.dtype.numpy)
     for block in row_blocks(m, n):

@@ -9,7 +9,7 @@ of them can see, about TILE scores: they stay in the core's own cache for the pa
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -19,6 +19,7 @@ from te_core.attention import AttentionSpec, Sizes
 from te_core.backends.cpu import codec
 from te_core.backends.cpu.elementwise import philox_words
 from te_core.backends.cpu.executor import F32, Executor
+from te_core.errors import ArgumentError
 from te_core.tensor import Tensor
 
 if TYPE_CHECKING:
@@ -83,11 +84,15 @@ class Problem:
             return [slice(0, self.size.sq)] * n, [slice(0, self.size.skv)] * n
         found = []
         kv_packed = self.spec.kv_format == "thd" and self.pages is None
-        for packed, cu, padded in (
-            (self.spec.q_format == "thd", lengths.cu_q, lengths.cu_q_padded),
-            (kv_packed, lengths.cu_kv, lengths.cu_kv_padded),
+        for packed, cu, padded, most in (
+            (self.spec.q_format == "thd", lengths.cu_q, lengths.cu_q_padded, self.size.sq),
+            (kv_packed, lengths.cu_kv, lengths.cu_kv_padded, self.size.skv),
         ):
             sums = cu.numpy().tolist()
+            if any(not 0 <= b - a <= most for a, b in pairwise(sums)):
+                raise ArgumentError(
+                    "attention", f"running sums {sums}", f"lengths from 0 to {most}", "correct cu_seqlens or max_seqlen"
+                )
             begins = (sums if padded is None else padded.numpy().tolist()) if packed else [0] * n
             found.append([slice(begins[i], begins[i] + sums[i + 1] - sums[i]) for i in range(n)])
         return found[0], found[1]

@@ -67,6 +67,8 @@ def kv_move(rt: Runtime, plan: Plan, cache: KVCache, moves: Tensor) -> None:
     for store in (cache.k.numpy(), cache.v.numpy()):
         spare = np.empty(store.shape[1:], store.dtype)
         for to, source, tokens in moves.numpy():
+            if max(to, source) >= cache.rows:
+                continue
             n = min(tokens, plan.spec)
             (spare if to < 0 else store[to])[:n] = (spare if source < 0 else store[source])[:n]
 

@@ -117,7 +117,7 @@ def _run(
 
 def plan_activation_forward(rt: Runtime, key: tuple[Any, ...]) -> ActivationPlan:
     """The launches of `activation_forward` (the key is the op's)."""
-    _, shape, dtype, kind, cast_key, keep, misalignment, clamp = key
+    _, clamp, shape, dtype, kind, cast_key, keep, misalignment, _ = key
     return _plan(rt, (shape, dtype, misalignment), kind, cast_key, keep, None, backward=False, clamp=clamp)
 
 
@@ -131,7 +131,7 @@ def activation_forward(
 
 def plan_activation_backward(rt: Runtime, key: tuple[Any, ...]) -> ActivationPlan:
     """The launches of `activation_backward` (the key is the op's)."""
-    _, shape, dtype, _, kind, cast_key, keep, sum_dtype, misalignment, clamp = key
+    _, clamp, shape, dtype, _, kind, cast_key, keep, sum_dtype, misalignment, _ = key
     return _plan(rt, (shape, dtype, misalignment), kind, cast_key, keep, sum_dtype, backward=True, clamp=clamp)
 
 

@@ -42,6 +42,9 @@ from te_core.tensor import Tensor
 if TYPE_CHECKING:
     from te_core.ops.attention import Terms
 
+#: Numbers of soft-caps by device, for good, as graphs are: a captured CUDA graph reads them after its plan has gone.
+_constants_held: dict[tuple[int, tuple[float, ...]], Tensor] = {}
+
 _LOGITS_ARGS = "ppp" + "qqqq" + "pppp" + "iiiiiii"
 _BIAS_ARGS = "pp" + "ii" + "pp" + "iiiiii"
 
@@ -118,8 +121,9 @@ def plan_attention_forward(
     found = layouts(frame, q, k, v, paged, wanted)
     out = _described(q, v)
     near = around(rt, frame, found, (out,), spec.softmax == "off-by-one")
+    logits = loader.get(rt, "attention_logits", args=_LOGITS_ARGS) if spec.max_logit else None
     if empty:
-        return AttentionPlan(spec, size, None, None, near)
+        return AttentionPlan(spec, size, None, None, near, logits=logits)
     slopes, added = _added(rt, frame, terms)
     pages = terms.pages
     wants = graph_spec(
@@ -129,7 +133,6 @@ def plan_attention_forward(
     graph = graph_of(rt, wants)
     constants = _constants(rt, wants)
     names = _FORWARD + tuple(name for name, _ in near.places) + (CONSTANTS if spec.softcap else ())
-    logits = loader.get(rt, "attention_logits", args=_LOGITS_ARGS) if spec.max_logit else None
     packed = spec.q_format == "thd"
     shape = (q.shape[0], size.heads) if packed else (size.batch, size.heads, size.sq)
     pick = picker(graph, _without_sink(names, spec))
@@ -141,8 +144,12 @@ def _constants(rt: Runtime, wants: GraphSpec) -> tuple[Tensor | None, tuple[int,
     values = wants.constants()
     if not values:
         return None, ()
-    held = rt.tensor(np.array(values, np.float32))
-    rt.numpy(held)  # waits: another stream may be the first to read them
+    key = (rt.device.index, values)
+    held = _constants_held.get(key)
+    if held is None:
+        made = rt.tensor(np.array(values, np.float32))
+        rt.numpy(made)  # waits: another stream may be the first to read them
+        held = _constants_held.setdefault(key, made)
     return held, tuple(held.ptr + 4 * i for i in range(len(values)))
 
 
@@ -190,8 +197,8 @@ def attention_forward(
     near, lengths = plan.around, terms.lengths
     if plan.graph is None:
         near.tidy(rt, lengths, out, None, None, stats)
-        if max_logit is not None:
-            rt.backend.zero(rt, max_logit)
+        if max_logit is not None and max_logit.size:
+            _largest(rt, plan, terms, 0, 0, max_logit)
         return
     bias, sink, rng, pages = terms.bias, terms.sink, terms.rng, terms.pages
     if plan.slopes is not None:
@@ -212,21 +219,19 @@ def attention_forward(
         *near.prepare(rt, lengths), *plan.constants_at,
     )))  # fmt: skip
     if plan.logits is not None:
-        _largest(rt, plan, terms, kept, exponentials, max_logit)
+        assert kept is not None and exponentials is not None and max_logit is not None
+        _largest(rt, plan, terms, kept.ptr, exponentials.ptr, max_logit)
     near.tidy(rt, lengths, out, None, None, stats)
 
 
-def _largest(
-    rt: Runtime, plan: AttentionPlan, terms: Terms, stats: Tensor | None, sums_of: Tensor | None,
-    max_logit: Tensor | None,
-) -> None:  # fmt: skip
-    """Statistics and the largest logits from cuDNN's maxima and sums."""
-    assert plan.logits is not None and stats is not None and sums_of is not None and max_logit is not None
+def _largest(rt: Runtime, plan: AttentionPlan, terms: Terms, stats: int, sums_of: int, max_logit: Tensor) -> None:
+    """Statistics and the largest logits from cuDNN's maxima and sums; minus infinity where no graph ran."""
+    assert plan.logits is not None
     spec, size = plan.spec, plan.size
     packed = spec.q_format == "thd"
-    rows = plan.stats[0] if packed else size.batch * size.sq
+    rows = 0 if plan.graph is None else plan.stats[0] if packed else size.batch * size.sq
     plan.logits(
-        rt, size.heads, 1024, stats.ptr, sums_of.ptr, max_logit.ptr, rows, *statistics_strides(spec, size),
+        rt, size.heads, 1024, stats, sums_of, max_logit.ptr, rows, *statistics_strides(spec, size),
         *sums(terms.lengths), size.batch, size.sq, size.skv, *band_of(spec), int(packed),
     )  # fmt: skip
 

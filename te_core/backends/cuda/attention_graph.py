@@ -95,7 +95,7 @@ class GraphSpec:
 def layout(t: Tensor, form: str, batch: int, longest: int) -> Layout:
     """A tensor of a format; `batch` and `longest` are the packed graph's."""
     b, s, h = DIMENSIONS[form]
-    extent = max(n * step for n, step in zip(t.shape, t.row_major_strides(), strict=True))
+    extent = max((n * step for n, step in zip(t.shape, t.row_major_strides(), strict=True) if n > 1), default=1)
     # The stride of a single one means nothing, and torch puts anything there. That of a single head is the width: cuDNN
     # reads packed sequences wrong where it is more than a token's.
     strides = [step if n > 1 else extent for n, step in zip(t.shape, t.row_major_strides(), strict=True)]

@@ -264,15 +264,19 @@ def load_or_build(target: Target, spec: Hashable, names: tuple[str, ...], descri
             return found
     built = build(target, describe)
     COUNTS.built += 1
-    write_cache(place, bytes(built.serialize(as_bytes=True)))
+    try:
+        image = bytes(built.serialize(as_bytes=True))
+    except (RuntimeError, frontend().module.cudnnGraphNotSupportedError):  # an engine whose plans are not for keeping
+        return Graph(built, names, "built")
+    write_cache(place, image)
     return Graph(built, names, "built")
 
 
 def disk_key(target: Target, spec: Hashable) -> str:
-    """A digest of all that decides a plan: the file that makes the graph of a spec, too."""
+    """A digest of all that decides a plan: the file that makes the graph of a spec and this one, too."""
     fe = frontend()
     text = repr((fe.version, fe.frontend, target.name, target.multiprocessors, spec))
-    return hashlib.sha256(text.encode() + _source(type(spec).__module__)).hexdigest()[:32]
+    return hashlib.sha256(text.encode() + _source(type(spec).__module__) + _source(__name__)).hexdigest()[:32]
 
 
 @cache
@@ -290,8 +294,8 @@ def _deserialized(target: Target, names: tuple[str, ...], stored: bytes) -> Grap
         else:
             made.deserialize(stored)
         return Graph(made, names, "read from disk")
-    except (RuntimeError, ValueError, IndexError):  # another version's, or cut short
-        return None
+    except (RuntimeError, ValueError, IndexError, frontend().module.cudnnGraphNotSupportedError):
+        return None  # another version's, cut short, or not for this driver
 
 
 def build(target: Target, describe: Describe) -> Any:

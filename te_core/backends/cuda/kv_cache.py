@@ -62,8 +62,8 @@ def plan_kv_move(rt: Runtime, cache: KVCache, longest: int) -> CopyPlan:
     """All rows of a place in them are one thread's."""
     width = _width(cache.k, cache.v)
     k, v = _vectors(cache, width)
-    kernel = get(rt, "kv_cache", entry="kv_move", args="pppiiiii", WIDTH=width, PACKED=0, PAGED=0)
-    return CopyPlan(kernel, *_shares(longest, k + v), (longest, cache.capacity, k, v))
+    kernel = get(rt, "kv_cache", entry="kv_move", args="pppiiiiii", WIDTH=width, PACKED=0, PAGED=0)
+    return CopyPlan(kernel, *_shares(longest, k + v), (longest, cache.capacity, k, v, cache.rows))
 
 
 def kv_move(rt: Runtime, plan: CopyPlan, cache: KVCache, moves: Tensor) -> None:

@@ -26,8 +26,8 @@ class L2NormPlan:
 
 
 def _plan(rt: Runtime, key: tuple[Any, ...], args: str) -> L2NormPlan:
-    """The key is (operation, shape, dtype, how far addresses are off the 16-byte grid)."""
-    entry, (rows, cols), dtype, alignment = key
+    """The key begins (operation, shape, dtype, how far addresses are off the 16-byte grid)."""
+    entry, (rows, cols), dtype, alignment, *_ = key
     width = tiling.vector_width(cols, alignment, (dtype.itemsize,), 16 // dtype.itemsize)
     team = tiling.forward_team(cols, width, dtype.itemsize).in_blocks_of(_THREADS)
     kernel = loader.get(

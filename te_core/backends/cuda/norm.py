@@ -73,8 +73,9 @@ class ForwardPlan:
 
 def plan_norm_forward(rt: Runtime, key: tuple[Any, ...]) -> ForwardPlan:
     """The launches of `norm_forward` for the key that ops.norm makes."""
-    _, (rows, cols), x_dtype, gamma_dtype, out_dtype, kind, zero_centered, _, cast, keep, margin, alignment, more = key
-    bias, p = more or (False, 0.0)
+    _, (rows, cols), x_dtype, gamma_dtype, out_dtype, kind, zero_centered, _, *options = key
+    cast, keep, margin, alignment, more, _ = options
+    bias, p, *_ = more or (False, 0.0)
     sizes = (x_dtype.itemsize, gamma_dtype.itemsize, out_dtype.itemsize)
     width = tiling.vector_width(cols, alignment, sizes, 16 // x_dtype.itemsize)
     team = tiling.forward_team(cols, width, x_dtype.itemsize)
@@ -176,7 +177,7 @@ class BackwardPlan:
 
 def plan_norm_backward(rt: Runtime, key: tuple[Any, ...]) -> BackwardPlan:
     """The launches of `norm_backward` for the key that ops.norm makes."""
-    _, (rows, cols), x_dtype, dy_dtype, gamma_dtype, kind, zero_centered, margin, alignment, add = key
+    _, (rows, cols), x_dtype, dy_dtype, gamma_dtype, kind, zero_centered, margin, alignment, add, _ = key
     sizes = (x_dtype.itemsize, dy_dtype.itemsize, gamma_dtype.itemsize)
     width = tiling.vector_width(cols, alignment, sizes, 16 // max(sizes[:2]))
     constants: dict[str, Any] = {

@@ -82,15 +82,16 @@ def _plan(
     if entry == "softmax_backward" and options["SINK"]:
         sums = ColumnSum(rt, batch * sq, heads, dtypes.float32, dtypes.float32)
     how = "held" if team.iters else "streamed"
+    writes = cols or (entry == "softmax_forward" and options["SINK"])  # a row of no scores is all the sink's
     return SoftmaxPlan(
-        f"{entry}_{how}", kernel, -(-rows // team.teams) if cols else 0, team.size * team.teams,
+        f"{entry}_{how}", kernel, -(-rows // team.teams) if writes else 0, team.size * team.teams,
         (*steps, rows, cols, sq, heads, band.left, band.right, int(band.bottom_right)), sums,
     )  # fmt: skip
 
 
 def plan_softmax_forward(rt: Runtime, key: tuple[Any, ...]) -> SoftmaxPlan:
     """The launch of `softmax_forward` (the key is the op's)."""
-    _, shape, dtype, band, mask, lengths, sink, alignment, mask_alignment = key
+    _, shape, dtype, band, mask, lengths, sink, alignment, mask_alignment, *_ = key
     steps = (0, 0, 0)
     if mask is not None:
         b, h, q, k = mask
@@ -113,7 +114,7 @@ def softmax_forward(
 
 def plan_softmax_backward(rt: Runtime, key: tuple[Any, ...]) -> SoftmaxPlan:
     """The launches of `softmax_backward` (the key is the op's)."""
-    _, shape, dtype, band, lengths, sink, alignment = key
+    _, shape, dtype, band, lengths, sink, alignment, *_ = key
     options = {"BANDED": band.bounded or lengths, "MASK": False, "SINK": sink}
     return _plan(rt, "softmax_backward", _BACKWARD_ARGS, (shape, dtype, band, alignment), options)
 
