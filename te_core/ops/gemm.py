@@ -101,14 +101,14 @@ def gemm(
             address |= 0 if t is None else t.ptr
     scaled = None
     if a_format is not None or b_format is not None or a_amax is not None:
-        scaled = (a_format, b_format, *map(_seen, (a_scale, b_scale, a_amax, b_amax)))
+        scales = (a_scale, b_scale, a_amax, b_amax)
+        scaled = (a_format, b_format, *[t and (*_seen(t), t.ptr & 15) for t in scales])
     # Everything that the checks below look at: what was checked once need not be checked again.
     key = (
         "gemm", a.shape, b.shape, a.dtype, b.dtype, dt, trans_a, trans_b, a.strides, b.strides, a.device,
-        out and (out.shape, out.strides), bias and (bias.dtype, bias.shape, bias.strides), epilogue,
-        aux and (aux.dtype, aux.shape, aux.strides), a_sum and (a_sum.dtype, a_sum.shape, a_sum.strides),
-        out_sum and (out_sum.dtype, out_sum.shape, out_sum.strides), a_scale is None,
-        accumulate, split_accumulator, tf32, (address & -address) & 255, scaled,
+        out and _seen(out), bias and _seen(bias), epilogue, aux and _seen(aux), a_sum and _seen(a_sum),
+        out_sum and _seen(out_sum), a_scale is None, accumulate, split_accumulator, tf32, (address & -address) & 255,
+        scaled, b.device,
     )  # fmt: skip
     plan = rt.plans.get(key)
     if plan is None:
@@ -121,9 +121,9 @@ def gemm(
     return out
 
 
-def _seen(t: Tensor | None) -> object:
-    """What the checks of a scale look at."""
-    return t and (t.shape, t.dtype, t.strides, t.ptr & 15)
+def _seen(t: Tensor) -> tuple[object, ...]:
+    """What the checks look at of a tensor beside the operands."""
+    return t.dtype, t.shape, t.strides, t.device
 
 
 def _spec(

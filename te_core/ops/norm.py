@@ -91,6 +91,7 @@ def norm_forward(
         )  # fmt: skip
         _check.on_device("norm_forward", rt.device, x, gamma, beta)
         if branch is not None:
+            _check.on_device("norm_forward", rt.device, branch.residual, branch.sum, branch.bias, branch.rng)
             _check_branch("norm_forward", x, branch)
         if cast is not None:
             check_cast("norm_forward", cast)

@@ -402,7 +402,8 @@ class DotProductAttention(BaseModule):
             mask = "padding_causal_bottom_right"
         k, v, cu_q, cu_kv, capacity, _ = inference.step(self.layer_number, given.b, given.c, form)
         pages = inference.cache_manager.page_table[: cu_q.shape[0] - 1] if inference.is_paged else None
-        rest[-3:-1] = (rest[-3] or getattr(inference, "max_seqlen_q", 0) or None, capacity)
+        longest = rest[-3] or getattr(inference, "max_seqlen_q", 0) or None
+        rest = [*rest[:-3], longest, capacity, rest[-1]]
         given = given._replace(b=k, c=v, mask=None, cu_q=cu_q, cu_kv=cu_kv, cu_q_padded=None, cu_kv_padded=None,
                                pages=pages)  # fmt: skip
         return given, (form, "bshd", mask, *rest)

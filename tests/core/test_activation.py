@@ -215,11 +215,11 @@ def test_cuda_kernel_families():
     bf16, fp8 = dtypes.bfloat16, dtypes.float8_e4m3
 
     def forward(cast_key):
-        key = ("activation_forward", (128, 256), bf16, "gelu", cast_key, False, 0, None)
+        key = ("activation_forward", None, (128, 256), bf16, "gelu", cast_key, False, 0, ())
         return backend.plan_activation_forward(rt, key).family
 
     def backward(cast_key):
-        key = ("activation_backward", (128, 256), bf16, bf16, "swiglu", cast_key, False, bf16, 0, None)
+        key = ("activation_backward", None, (128, 256), bf16, bf16, "swiglu", cast_key, False, bf16, 0, ())
         return backend.plan_activation_backward(rt, key).family
 
     def key(columnwise, scale):
