@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from inspect import signature
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from te_core.attention import SOFTMAX, alibi_slopes, canonical_mask
+from te_core.attention import SOFTMAX, canonical_mask
 from te_core.errors import ArgumentError, UnsupportedError
 from te_core.precision import AttentionPrecision
 from te_torch.attention import choose, env, flash, fused, unfused
 from te_torch.attention import fp8 as fp8_attention
+from te_torch.attention.inputs import Given, autocast, default_slopes, from_cache, packed_sequences, whole_mask
 from te_torch.attention.layouts import check_packed, packed_inputs
 from te_torch.attention.masks import (
     NO_TERMS,
@@ -21,9 +22,7 @@ from te_torch.attention.masks import (
     Terms,
     check_beside,
     check_set_window_size,
-    lasting,
     lengths_of_mask,
-    longest,
 )
 from te_torch.attention.plan import OPERATION, Fact, Key, Plan, Static, explain_plan, make_plan
 from te_torch.autocast import active, in_backward, thread_region
@@ -35,22 +34,6 @@ from te_torch.runtime import constant_at_trace
 _attention_backends: dict[str, Any] = {"backend_selection_requires_update": False}
 
 _PLANS = 2048  # of a module: packed batches differ in their longest sequence from step to step
-
-
-class Given(NamedTuple):
-    """The tensors of a call."""
-
-    a: torch.Tensor
-    b: torch.Tensor | None = None
-    c: torch.Tensor | None = None
-    mask: Any = None
-    cu_q: torch.Tensor | None = None
-    cu_kv: torch.Tensor | None = None
-    cu_q_padded: torch.Tensor | None = None
-    cu_kv_padded: torch.Tensor | None = None
-    bias: torch.Tensor | None = None
-    slopes: torch.Tensor | None = None
-    pages: torch.Tensor | None = None
 
 
 class DotProductAttention(BaseModule):
@@ -230,7 +213,7 @@ class DotProductAttention(BaseModule):
             core_attention_bias_type, max_seqlen_q, max_seqlen_kv, checkpoint_core_attention,
         )  # fmt: skip
         if inference_params is not None:
-            given, options = self._from_cache(given, options, inference_params)
+            given, options = from_cache(given, options, inference_params, self.layer_number)
         extra = (num_splits, score_mod is not None, inference_params is not None)
         return self._attend(given, packing, interleaved, options, pad_between_seqs, extra, (fp8_output, bf16_backward))
 
@@ -264,9 +247,9 @@ class DotProductAttention(BaseModule):
         extra: tuple[int, bool, bool], fp8: tuple[bool, bool],
     ) -> Any:  # fmt: skip
         if torch._C._is_any_autocast_enabled():
-            given = _autocast(given)
+            given = autocast(given)
         if options[0] == "thd":
-            given, options = _packed_sequences(given, options, gaps)
+            given, options = packed_sequences(given, options, gaps)
         key = self._key(given, packing, interleaved, options, extra, self._fp8_scaling())
         if torch.compiler.is_compiling():
             return self._traced(key, given, fp8)
@@ -363,9 +346,9 @@ class DotProductAttention(BaseModule):
                 bias = bias.expand(-1, -1, rows, -1)
             bias = bias.to(a.dtype).contiguous()
         if bias_type == "alibi":
-            slopes = _default_slopes(self._static.heads, a.device) if slopes is None else slopes.float().contiguous()
+            slopes = default_slopes(self._static.heads, a.device) if slopes is None else slopes.float().contiguous()
         sink = self.softmax_offset.float() if self.softmax_type == "learnable" else None  # a converted module's is not
-        mask = _whole_mask(given.mask, keys) if keys else None
+        mask = whole_mask(given.mask, keys) if keys else None
         rng = None
         if draws:
             if self._fork is None:
@@ -384,29 +367,6 @@ class DotProductAttention(BaseModule):
         """Where a backend draws from torch's generator itself."""
         own = plan.backend in choose.FLASH and plan.spec.dropout
         return self._fork() if own and self._fork is not None else nullcontext()
-
-    def _from_cache(
-        self, given: Given, options: tuple[Any, ...], inference: Any
-    ) -> tuple[Given, tuple[Any, ...]]:  # fmt: skip
-        """The call with the cache's keys and values, to which the new ones were appended."""
-        form, _, mask, *rest = options
-        mask = canonical_mask(OPERATION, mask)
-        if "padding" not in mask:
-            if not getattr(inference, "is_older_form", False):
-                raise AttentionArgumentError(
-                    OPERATION, f"attn_mask_type={mask!r} with inference_params", "a mask type with padding",
-                    "choose padding_causal, say",
-                )  # fmt: skip
-            mask = {"no_mask": "padding", "causal": "padding_causal"}.get(mask, f"padding_{mask}")
-        if mask == "padding_causal":
-            mask = "padding_causal_bottom_right"
-        k, v, cu_q, cu_kv, capacity, _ = inference.step(self.layer_number, given.b, given.c, form)
-        pages = inference.cache_manager.page_table[: cu_q.shape[0] - 1] if inference.is_paged else None
-        longest = rest[-3] or getattr(inference, "max_seqlen_q", 0) or None
-        rest = [*rest[:-3], longest, capacity, rest[-1]]
-        given = given._replace(b=k, c=v, mask=None, cu_q=cu_q, cu_kv=cu_kv, cu_q_padded=None, cu_kv_padded=None,
-                               pages=pages)  # fmt: skip
-        return given, (form, "bshd", mask, *rest)
 
     def _fp8_scaling(self) -> str:
         """How attention itself is scaled in the active region's FP8, "" if it is not; as before in a recomputation."""
@@ -496,72 +456,6 @@ def explain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -
 
 def _fact(t: torch.Tensor, grad: bool) -> Fact:
     return Fact(t.shape, t.dtype, t.device, grad and t.requires_grad)
-
-
-def _autocast(given: Given) -> Given:
-    """Queries, keys and values in the dtype of torch.autocast."""
-    kind = given.a.device.type
-    if kind == "meta" or not torch.is_autocast_enabled(kind):
-        return given
-    dtype = torch.get_autocast_dtype(kind)
-    return given._replace(**{
-        name: t.to(dtype) for name, t in zip("abc", given[:3], strict=True) if t is not None and t.is_floating_point()
-    })  # fmt: skip
-
-
-def _packed_sequences(given: Given, options: tuple[Any, ...], gaps: bool | None) -> tuple[Given, tuple[Any, ...]]:
-    """What packed sequences need besides: their longest lengths, and where they begin if tokens lie between them."""
-    cu_q, cu_kv, q_padded, kv_padded = given[4:8]
-    if cu_q is None or cu_kv is None:
-        return given, options  # the plan complains
-    if (q_padded is None) != (kv_padded is None):
-        q_padded, kv_padded = (cu_q if q_padded is None else q_padded), (cu_kv if kv_padded is None else kv_padded)
-    given_gaps = q_padded is not None and (q_padded is not cu_q or kv_padded is not cu_kv)
-    if gaps is True and not given_gaps:
-        raise AttentionArgumentError(
-            OPERATION, "pad_between_seqs=True without cu_seqlens_q_padded and cu_seqlens_kv_padded", "both",
-            "say where the sequences begin in memory",
-        )  # fmt: skip
-    if gaps is False or not given_gaps:
-        q_padded = kv_padded = None
-    *head, max_q, max_kv, checkpoint = options
-    if max_q is None:
-        max_q = longest(cu_q if q_padded is None else q_padded)
-    if max_kv is None:
-        max_kv = longest(cu_kv if kv_padded is None else kv_padded)
-    given = given._replace(cu_q_padded=q_padded, cu_kv_padded=kv_padded)
-    return given, (*head, max_q, max_kv, checkpoint)
-
-
-def _whole_mask(mask: torch.Tensor, keys: int) -> torch.Tensor:
-    """A mask with all four dimensions and all keys, dense."""
-    if mask.dtype != torch.bool:
-        raise AttentionArgumentError(
-            OPERATION, f"an attention_mask of {mask.dtype}", "torch.bool, True where a key is hidden",
-            "convert it, or pass a mask of numbers as core_attention_bias",
-        )  # fmt: skip
-    mask = mask[(None,) * (4 - mask.ndim)]
-    return mask.expand(*mask.shape[:-1], keys).contiguous()
-
-
-_slopes: dict[tuple[int, torch.device], torch.Tensor] = {}
-
-
-def _default_slopes(heads: int, device: torch.device) -> torch.Tensor:
-    """The usual slopes, one tensor for each device."""
-    found = _slopes.get((heads, device))
-    if found is None:
-        if torch.compiler.is_compiling():
-            return _new_slopes(heads, device)
-        found = lasting(lambda: _new_slopes(heads, device))
-        # Neither a compiler's stand-in nor a tensor of a capture's memory may outlive its trace.
-        if not (found.is_cuda and torch.cuda.is_current_stream_capturing()):
-            _slopes[heads, device] = found
-    return found
-
-
-def _new_slopes(heads: int, device: torch.device) -> torch.Tensor:
-    return torch.tensor(alibi_slopes(heads), dtype=torch.float32, device=device)
 
 
 def _checkpointed(

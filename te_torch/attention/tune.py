@@ -23,7 +23,8 @@ from typing import Any, NamedTuple
 import torch
 
 from te_torch.attention import choose, env
-from te_torch.attention.dot_product import RUN, DotProductAttention, Given
+from te_torch.attention.dot_product import RUN, DotProductAttention
+from te_torch.attention.inputs import Given
 from te_torch.attention.masks import get_full_cu_seqlens
 from te_torch.attention.plan import Key, Plan, make_plan
 

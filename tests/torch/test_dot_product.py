@@ -19,7 +19,8 @@ import torch._dynamo
 import te_torch as te
 from te_core.errors import ArgumentError, UnsupportedError
 from te_core.recipe import DelayedScaling
-from te_torch.attention import DotProductAttention, choose, dot_product
+from te_torch.attention import DotProductAttention, choose
+from te_torch.attention import inputs as call_inputs
 from te_torch.attention.choose import UNFUSED
 from te_torch.attention.inference import InferenceParams
 from tests.attention_steps import (
@@ -441,7 +442,7 @@ def test_inference_mode_and_then_training(kind: str, device: str, backend: str, 
     """What is kept of a mask, of slopes or of lengths since an evaluation serves a training step, too."""
     use(backend)
     module, tensors = make(attn_mask_type="padding" if kind != "alibi" else "causal").to(device), inputs(device)
-    dot_product._slopes.clear()
+    call_inputs._slopes.clear()
     options: dict[str, Any] = {
         "mask": {"attention_mask": padding([1, 6, 4], device=device)}, "alibi": {"core_attention_bias_type": "alibi"},
         "thd": {"qkv_format": "thd", "cu_seqlens_q": sums([4, 2], device), "cu_seqlens_kv": sums([4, 2], device)},

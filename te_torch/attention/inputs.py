@@ -1,0 +1,117 @@
+"""What a call of `DotProductAttention` brings, made ready for its plan: packed sequences, cached keys, slopes."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from te_core.attention import alibi_slopes, canonical_mask
+from te_torch.attention.masks import AttentionArgumentError, lasting, longest
+from te_torch.attention.plan import OPERATION
+
+
+class Given(NamedTuple):
+    """The tensors of a call."""
+
+    a: torch.Tensor
+    b: torch.Tensor | None = None
+    c: torch.Tensor | None = None
+    mask: Any = None
+    cu_q: torch.Tensor | None = None
+    cu_kv: torch.Tensor | None = None
+    cu_q_padded: torch.Tensor | None = None
+    cu_kv_padded: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+    slopes: torch.Tensor | None = None
+    pages: torch.Tensor | None = None
+
+
+def autocast(given: Given) -> Given:
+    """Queries, keys and values in the dtype of torch.autocast."""
+    kind = given.a.device.type
+    if kind == "meta" or not torch.is_autocast_enabled(kind):
+        return given
+    dtype = torch.get_autocast_dtype(kind)
+    return given._replace(**{
+        name: t.to(dtype) for name, t in zip("abc", given[:3], strict=True) if t is not None and t.is_floating_point()
+    })  # fmt: skip
+
+
+def packed_sequences(given: Given, options: tuple[Any, ...], gaps: bool | None) -> tuple[Given, tuple[Any, ...]]:
+    """What packed sequences need besides: their longest lengths, and where they begin if tokens lie between them."""
+    cu_q, cu_kv, q_padded, kv_padded = given[4:8]
+    if cu_q is None or cu_kv is None:
+        return given, options  # the plan complains
+    if (q_padded is None) != (kv_padded is None):
+        q_padded, kv_padded = (cu_q if q_padded is None else q_padded), (cu_kv if kv_padded is None else kv_padded)
+    given_gaps = q_padded is not None and (q_padded is not cu_q or kv_padded is not cu_kv)
+    if gaps is True and not given_gaps:
+        raise AttentionArgumentError(
+            OPERATION, "pad_between_seqs=True without cu_seqlens_q_padded and cu_seqlens_kv_padded", "both",
+            "say where the sequences begin in memory",
+        )  # fmt: skip
+    if gaps is False or not given_gaps:
+        q_padded = kv_padded = None
+    *head, max_q, max_kv, checkpoint = options
+    if max_q is None:
+        max_q = longest(cu_q if q_padded is None else q_padded)
+    if max_kv is None:
+        max_kv = longest(cu_kv if kv_padded is None else kv_padded)
+    given = given._replace(cu_q_padded=q_padded, cu_kv_padded=kv_padded)
+    return given, (*head, max_q, max_kv, checkpoint)
+
+
+def from_cache(
+    given: Given, options: tuple[Any, ...], inference: Any, layer: int | None
+) -> tuple[Given, tuple[Any, ...]]:  # fmt: skip
+    """The call with the keys and values that the cache keeps for `layer`, the new ones appended."""
+    form, _, mask, *rest = options
+    mask = canonical_mask(OPERATION, mask)
+    if "padding" not in mask:
+        if not getattr(inference, "is_older_form", False):
+            raise AttentionArgumentError(
+                OPERATION, f"attn_mask_type={mask!r} with inference_params", "a mask type with padding",
+                "choose padding_causal, say",
+            )  # fmt: skip
+        mask = {"no_mask": "padding", "causal": "padding_causal"}.get(mask, f"padding_{mask}")
+    if mask == "padding_causal":
+        mask = "padding_causal_bottom_right"
+    k, v, cu_q, cu_kv, capacity, _ = inference.step(layer, given.b, given.c, form)
+    pages = inference.cache_manager.page_table[: cu_q.shape[0] - 1] if inference.is_paged else None
+    longest = rest[-3] or getattr(inference, "max_seqlen_q", 0) or None
+    rest = [*rest[:-3], longest, capacity, rest[-1]]
+    given = given._replace(b=k, c=v, mask=None, cu_q=cu_q, cu_kv=cu_kv, cu_q_padded=None, cu_kv_padded=None,
+                           pages=pages)  # fmt: skip
+    return given, (form, "bshd", mask, *rest)
+
+
+def whole_mask(mask: torch.Tensor, keys: int) -> torch.Tensor:
+    """A mask with all four dimensions and all keys, dense."""
+    if mask.dtype != torch.bool:
+        raise AttentionArgumentError(
+            OPERATION, f"an attention_mask of {mask.dtype}", "torch.bool, True where a key is hidden",
+            "convert it, or pass a mask of numbers as core_attention_bias",
+        )  # fmt: skip
+    mask = mask[(None,) * (4 - mask.ndim)]
+    return mask.expand(*mask.shape[:-1], keys).contiguous()
+
+
+_slopes: dict[tuple[int, torch.device], torch.Tensor] = {}
+
+
+def default_slopes(heads: int, device: torch.device) -> torch.Tensor:
+    """The usual slopes, one tensor for each device."""
+    found = _slopes.get((heads, device))
+    if found is None:
+        if torch.compiler.is_compiling():
+            return _new_slopes(heads, device)
+        found = lasting(lambda: _new_slopes(heads, device))
+        # Neither a compiler's stand-in nor a tensor of a capture's memory may outlive its trace.
+        if not (found.is_cuda and torch.cuda.is_current_stream_capturing()):
+            _slopes[heads, device] = found
+    return found
+
+
+def _new_slopes(heads: int, device: torch.device) -> torch.Tensor:
+    return torch.tensor(alibi_slopes(heads), dtype=torch.float32, device=device)
