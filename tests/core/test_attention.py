@@ -208,6 +208,18 @@ def test_essential(rt, case):
     assert check_case(rt, case) is None
 
 
+BOTTOM_RIGHT = {"causal_bottom_right": "bshd", "window_left_bottom_right": "sbhd", "padding_causal_bottom_right": "thd"}
+
+
+@pytest.mark.parametrize("lengths", ["cross", "tall"])
+@pytest.mark.parametrize("bias", ["none", "alibi", "alibi_h", "alibi_bh"])
+@pytest.mark.parametrize("mask", BOTTOM_RIGHT)
+def test_a_diagonal_that_ends_bottom_right(rt, mask, bias, lengths):
+    """More keys than queries, and fewer: which keys are seen, and how far ALiBi finds them."""
+    case = Case(mask=mask, layout=BOTTOM_RIGHT[mask], bias=bias, lengths=lengths, dims=(64, 64))
+    assert check_case(rt, case) is None
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("mask", cases.MASKS)
 @pytest.mark.parametrize("layout", cases.FACTORS["layout"])

@@ -315,6 +315,16 @@ def test_single_sequences_of_single_tokens():
     assert np.array_equal(rt.numpy(out), rt.numpy(v))
 
 
+def test_queries_that_see_no_key_weigh_nothing():
+    """Their statistics are infinite: whatever a score is, backward's exp(score - statistic) is zero."""
+    rt = cuda_runtime()
+    q, dy = (normal(rt, 2, 192, 4, 64, seed=i) for i in range(2))
+    k, v = (normal(rt, 2, 128, 4, 64, seed=i) for i in range(2, 4))
+    out, stats, dq, _, _ = (rt.numpy(t) for t in step(rt, q, k, v, dy, replace(SPEC, bottom_right=True), NOTHING))
+    assert np.isposinf(stats[:, :, :64]).all() and np.isfinite(stats[:, :, 64:]).all()
+    assert not out[:, :64].any() and not dq[:, :64].any() and out[:, 64:].any()
+
+
 def test_empty_sequences_leave_zeros():
     """No queries, no keys, or neither: zeros everywhere, and other sequences do not notice."""
     rt = cuda_runtime()
