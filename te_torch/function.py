@@ -20,7 +20,7 @@ from te_core.layers.linear import LinearSpec, Sink
 from te_core.quantize.state import Scales
 from te_core.quantized import QuantizedTensor
 from te_core.runtime import Runtime
-from te_core.tensor import CPU, META, Device, Tensor
+from te_core.tensor import META, Device, Tensor
 from te_torch import state as scaling
 from te_torch.quantized import QuantizedTorch, core_of, from_core
 from te_torch.runtime import TO_CORE, constant_at_trace, runtime_for, shape_runtime, to_core, to_core_shape, to_torch
@@ -141,6 +141,7 @@ def _run(
     inputs: Sequence[torch.Tensor | None],
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor | None, ...]]:  # fmt: skip
     rt = runtime_for(inputs[0])  # type: ignore[arg-type]  # every layer's first input is there
+    _check_devices(rt.device, inputs)
     views = _to_core_all(rt, inputs, call.layer.strided)
     scales = None if state is None else state.scales(recompute)
     if extra is not None:
@@ -156,28 +157,30 @@ def _to_core_all(rt: Runtime, tensors: Sequence[torch.Tensor | None], strided: b
     device = rt.device
     if device is META:
         return [None if t is None else to_core_shape(t) for t in tensors]
-    if device is CPU:
-        return [None if t is None else _to_core_other(t, device, strided) for t in tensors]
-    index = device.index
     return [
         None if t is None
-        else Tensor(t.data_ptr(), t.shape, TO_CORE[t.dtype], device, t)
-        if type(t) in _PLAIN and t.get_device() == index and t.is_contiguous()
+        else Tensor(t.data_ptr(), t.shape, TO_CORE[t.dtype], device, t) if type(t) in _PLAIN and t.is_contiguous()
         else _to_core_other(t, device, strided)
         for t in tensors
     ]  # fmt: skip
+
+
+def _check_devices(device: Device, tensors: Sequence[torch.Tensor | None]) -> None:
+    """A core view of a tensor is stamped with the runtime's device, so no later check would notice another one."""
+    index = device.index if device.kind == "cuda" else -1
+    for t in tensors:
+        if t is not None and (t.get_device() != index or (index < 0 and t.device.type != device.kind)):
+            raise ArgumentError(
+                "te_torch", f"a tensor on {t.device} beside one on {device}", "all tensors on one device",
+                "move the module and its inputs there" + (" (or give it memory: to_empty)" if t.is_meta else ""),
+            )  # fmt: skip
 
 
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 
 
 def _to_core_other(t: torch.Tensor, device: Device, strided: bool) -> Any:
-    """The core's view of any tensor: a subclass, say, or one that is not dense."""
-    if not t.is_cpu if device is CPU else t.get_device() != device.index:
-        raise ArgumentError(
-            "te_torch", f"a tensor on {t.device} beside one on {device}", "all tensors on one device",
-            "move the module and its inputs there" + (" (or give it memory: to_empty)" if t.is_meta else ""),
-        )  # fmt: skip
+    """The core's view of a subclass, or of a tensor that is not dense."""
     if isinstance(t, QuantizedTorch):
         return core_of(t)
     strides = None

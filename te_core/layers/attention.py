@@ -9,6 +9,7 @@ unless a group's query heads lie where no stride of the format leads.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from te_core import ops
@@ -163,28 +164,17 @@ def views(
     spec: AttentionLayerSpec, a: Tensor, b: Tensor | None, c: Tensor | None
 ) -> tuple[AttentionSpec, Tensor, Tensor, Tensor]:
     """(what to compute, q, k, v) as views of the inputs, or of a gradient of the inputs' shapes."""
-    core, h, g, dk, dv = spec.core, spec.heads, spec.groups, spec.d_qk, spec.d_v
+    core = spec.core
     if spec.packing == "separate" or spec.copies:
         assert b is not None and c is not None
         return core, a, b, c
-    if spec.packing == "kv":
-        assert b is not None
-        lead, row = _rows(b, core.kv_format, g * (dk + dv))
-        if spec.interleaved:
-            return core, a, _part(b, lead, row, 0, (g, dk), dk + dv), _part(b, lead, row, dk, (g, dv), dk + dv)
-        return core, a, _part(b, lead, row, 0, (g, dk), dk), _part(b, lead, row, g * dk, (g, dv), dv)
-    lead, row = _rows(a, core.q_format, h * dk + g * (dk + dv))
-    r = h // g
-    width = (r + 1) * dk + dv
-    if spec.joined:
-        s, batch = lead
-        lead, row = (s, batch * g), (row[0], width)
-        parts = ((0, (r, dk), dk), (r * dk, (1, dk), dk), ((r + 1) * dk, (1, dv), dv))
-    elif spec.interleaved:
-        parts = ((0, (h, dk), dk if g == 1 else width), (r * dk, (g, dk), width), ((r + 1) * dk, (g, dv), width))
-    else:
-        parts = ((0, (h, dk), dk), (h * dk, (g, dk), dk), ((h + g) * dk, (g, dv), dv))
-    q, k, v = (_part(a, lead, row, offset, tail, step) for offset, tail, step in parts)
+    packed, form = (a, core.q_format) if b is None else (b, core.kv_format)
+    t, parts = packed.dtype.itemsize, _parts(spec, _lead(packed, form))
+    pieces = [
+        Tensor(packed.ptr + offset * t, shape, packed.dtype, packed.device, packed.owner, strides)
+        for offset, shape, strides in parts
+    ]
+    q, k, v = pieces if b is None else (a, *pieces)
     return core, q, k, v
 
 
@@ -192,18 +182,28 @@ def _lead(t: Tensor, form: str) -> tuple[int, ...]:
     return tuple(t.shape[: 1 if form == "thd" else 2])
 
 
-def _rows(t: Tensor, form: str, width: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The leading dimensions of a packed tensor and their strides: of tokens that are `width` elements each."""
-    lead = _lead(t, form)
-    return lead, tuple(width * step for step in dense_strides(lead))
-
-
-def _part(
-    t: Tensor, lead: tuple[int, ...], row: tuple[int, ...], offset: int, tail: tuple[int, int], step: int
-) -> Tensor:
-    """Heads `tail` = (count, width) of every token, `step` elements apart, the first one `offset` into the row."""
-    address = t.ptr + offset * t.dtype.itemsize
-    return Tensor(address, (*lead, *tail), t.dtype, t.device, t.owner, (*row, step, 1))
+@lru_cache(maxsize=1024)  # three times a step, for the same shapes in step after step
+def _parts(spec: AttentionLayerSpec, lead: tuple[int, ...]) -> tuple[tuple[int, tuple[int, ...], tuple[int, ...]], ...]:
+    """Offset, shape and strides of (q,) k and v in a packed tensor of these leading dimensions."""
+    h, g, dk, dv = spec.heads, spec.groups, spec.d_qk, spec.d_v
+    r = h // g
+    heads: tuple[tuple[int, tuple[int, int], int], ...]
+    if spec.packing == "kv":
+        width = g * (dk + dv)
+        between = (dk + dv, dk + dv) if spec.interleaved else (dk, dv)
+        heads = ((0, (g, dk), between[0]), (dk if spec.interleaved else g * dk, (g, dv), between[1]))
+    else:
+        width, group = h * dk + g * (dk + dv), (r + 1) * dk + dv
+        if spec.joined:
+            heads = ((0, (r, dk), dk), (r * dk, (1, dk), dk), ((r + 1) * dk, (1, dv), dv))
+        elif spec.interleaved:
+            heads = ((0, (h, dk), dk if g == 1 else group), (r * dk, (g, dk), group), ((r + 1) * dk, (g, dv), group))
+        else:
+            heads = ((0, (h, dk), dk), (h * dk, (g, dk), dk), ((h + g) * dk, (g, dv), dv))
+    row = tuple(width * step for step in dense_strides(lead))
+    if spec.packing == "qkv" and spec.joined:  # a group is a row of the batch
+        lead, row = (lead[0], lead[1] * g), (row[0], width // g)
+    return tuple((offset, (*lead, *tail), (*row, step, 1)) for offset, tail, step in heads)
 
 
 def terms_of(
