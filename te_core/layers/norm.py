@@ -50,8 +50,9 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """(dx, dgamma, dbeta)."""
     x = saved.x
-    dx, dgamma, dbeta = ops.norm_backward(
+    dx = rt.empty(x.shape, x.dtype)
+    _, dgamma, dbeta = ops.norm_backward(
         rt, dy.matrix(), x.matrix(), saved.gamma, saved.mean, saved.rstd, kind=spec.kind,
-        zero_centered=spec.zero_centered, sm_margin=spec.backward_margin,
+        zero_centered=spec.zero_centered, sm_margin=spec.backward_margin, out=dx.matrix(),
     )  # fmt: skip
-    return dx.reshape(*x.shape), dgamma, dbeta
+    return dx, dgamma, dbeta

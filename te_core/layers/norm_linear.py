@@ -209,9 +209,10 @@ def norm_gradients(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """(dx, dgamma, dbeta) from the gradients of the norm's output and of its input round the norm."""
     assert saved.x is not None and saved.gamma is not None and saved.rstd is not None
-    dx, dgamma, dbeta = ops.norm_backward(
+    dx = rt.empty(saved.x.shape, saved.x.dtype)
+    _, dgamma, dbeta = ops.norm_backward(
         rt, dn, saved.x.matrix(), saved.gamma, saved.mean, saved.rstd, kind=norm.kind,
         zero_centered=norm.zero_centered, sm_margin=norm.backward_margin,
-        add=None if dstream is None else dstream.matrix(),
+        add=None if dstream is None else dstream.matrix(), out=dx.matrix(),
     )  # fmt: skip
-    return dx.reshape(*saved.x.shape), dgamma, dbeta
+    return dx, dgamma, dbeta

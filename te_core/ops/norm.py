@@ -118,15 +118,17 @@ def norm_backward(
     zero_centered: bool = False,
     sm_margin: int = 0,
     add: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(dx, dgamma, dbeta): dx in x's dtype, dgamma and dbeta in gamma's, summed in float32 in a fixed order.
+    """(dx, dgamma, dbeta): dx in x's dtype, fresh or into `out`; dgamma and dbeta in gamma's, summed in float32 in a
+    fixed order.
 
     `add`, of x's shape and dtype, goes into dx before its one rounding: the gradient that reaches x round the norm.
     """
     key = (
         "norm_backward", x.shape, x.dtype, dy.dtype, gamma.dtype, kind, zero_centered, sm_margin,
-        (x.ptr | dy.ptr | gamma.ptr | (add.ptr if add is not None else 0)) & 15, add is not None,
-        _check.seen(dy, x, gamma, mean, rstd, add),
+        (x.ptr | dy.ptr | gamma.ptr | (add.ptr if add is not None else 0) | (out.ptr if out is not None else 0)) & 15,
+        add is not None, _check.seen(dy, x, gamma, mean, rstd, add, out),
     )  # fmt: skip
     plan = rt.plans.get(key)
     if plan is None:
@@ -137,11 +139,12 @@ def norm_backward(
         _check.one_of(op, "dtype of dy", dy.dtype, ACTIVATION_DTYPES)
         _check.vector(op, "rstd", rstd, x.shape[0], (dtypes.float32,))
         _check.vector(op, "mean", mean, x.shape[0], (dtypes.float32,))
-        _check.on_device(op, rt.device, dy, x, gamma, mean, rstd)
-        if add is not None:
-            check_pair(op, x, add)
+        _check.on_device(op, rt.device, dy, x, gamma, mean, rstd, add, out)
+        for other in (add, out):
+            if other is not None:
+                check_pair(op, x, other)
         plan = rt.plans.put(key, rt.backend.plan_norm_backward(rt, key))
-    dx = rt.empty(x.shape, x.dtype)
+    dx = rt.empty(x.shape, x.dtype) if out is None else out
     dgamma = rt.empty(gamma.shape, gamma.dtype)
     dbeta = rt.empty(gamma.shape, gamma.dtype) if kind == "LayerNorm" else None
     rt.backend.norm_backward(rt, plan, dy, x, gamma, mean, rstd, add, dx, dgamma, dbeta)

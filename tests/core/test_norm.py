@@ -224,7 +224,7 @@ def misplaced(rt: Runtime, array: Array, by: int) -> Tensor:
 
 
 @pytest.mark.parametrize("by", [1, 2, 4])
-@pytest.mark.parametrize("moved", ["x", "gamma", "dy"])
+@pytest.mark.parametrize("moved", ["x", "gamma", "dy", "dx"])
 def test_operands_may_lie_anywhere(rt: Runtime, moved: str, by: int) -> None:
     case = Case("LayerNorm", "bf16", "bf16", (19, 512))
     dy = case.random.standard_normal(case.x.shape).astype(ml_dtypes.bfloat16)
@@ -240,8 +240,10 @@ def test_operands_may_lie_anywhere(rt: Runtime, moved: str, by: int) -> None:
     want = reference.forward(case.x, case.gamma, case.beta, kind="LayerNorm", eps=EPS, zero_centered=False)
     assert_close(rt.numpy(y), want.y, rounding(want.y, "bf16", want.scale))
     assert_same_cast(rt, q, ops.quantize(rt, plain, cast))
-    dx, dgamma, dbeta = ops.norm_backward(rt, place("dy", dy), x, gamma, mean, rstd, kind="LayerNorm")
+    out = place("dx", np.zeros_like(dy))
+    dx, dgamma, dbeta = ops.norm_backward(rt, place("dy", dy), x, gamma, mean, rstd, kind="LayerNorm", out=out)
     grads = reference.backward(dy, case.x, case.gamma, kind="LayerNorm", eps=EPS, zero_centered=False)
+    assert dx is out
     assert_close(rt.numpy(dx), grads.dx, rounding(grads.dx, "bf16", grads.dx_scale))
     assert_close(rt.numpy(dgamma), grads.dgamma, _sum_error(grads.dgamma, grads.dgamma_terms, "bf16"))
     assert_close(rt.numpy(dbeta), grads.dbeta, _sum_error(grads.dbeta, grads.dbeta_terms, "bf16"))

@@ -33,7 +33,8 @@ def norm_forward(rt: Runtime, t: dict[str, Tensor]) -> None:
 
 
 def norm_backward(rt: Runtime, t: dict[str, Tensor]) -> None:
-    ops.norm_backward(rt, t["dy"], t["x"], t["gamma"], t["mean"], t["rstd"], kind="LayerNorm", add=t["residual"])
+    vectors = t["gamma"], t["mean"], t["rstd"]
+    ops.norm_backward(rt, t["dy"], t["x"], *vectors, kind="LayerNorm", add=t["residual"], out=t["sum"])
 
 
 def activation_forward(rt: Runtime, t: dict[str, Tensor]) -> None:
@@ -54,7 +55,7 @@ def gemm(rt: Runtime, t: dict[str, Tensor]) -> None:
 
 CALLS: dict[Callable[..., None], tuple[str, ...]] = {
     norm_forward: ("x", "gamma", "beta", "residual", "sum", "bias"),
-    norm_backward: ("dy", "x", "gamma", "mean", "rstd", "residual"),
+    norm_backward: ("dy", "x", "gamma", "mean", "rstd", "residual", "sum"),
     activation_forward: ("x",),
     activation_backward: ("dy", "x", "bias"),
     quantize: ("x", "bias"),
