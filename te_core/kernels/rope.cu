@@ -10,7 +10,7 @@
 // apart), or VEC channels that are copied. 256 threads at most, so that some blocks fill while others make tables; out
 // may be t, so nothing goes through the read-only path.
 // H200, 2026-11-21, 8192 tokens, 32 heads of 128 (8 of keys and values), bf16 (benchmarks/attention_kernels.py; of the
-// speed of a copy): rope 82 %, neighbours 62 %; rope_qkv 77 %; its copy without angles 56 %.
+// speed of a copy): rope 82 %, neighbours 62 %; rope_qkv 80 %; its copy without angles 74 %.
 //
 // options: -default-device
 // -D DTYPE=float|bf16|fp16  FORMAT=SBHD|BSHD|THD  INTERLEAVED=0|1  BACKWARD=0|1  VEC: channels of a vector

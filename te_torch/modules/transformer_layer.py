@@ -196,9 +196,8 @@ class TransformerLayer(torch.nn.Module):
         MultiheadAttention, `enc_dec_*` for cross attention; self attention takes cu_seqlens_q for its keys too.
         """
         operation = "TransformerLayer.forward"
-        for mask in (self_attn_mask_type, enc_dec_attn_mask_type):
-            if mask is not None:
-                canonical_mask(operation, mask)
+        self_attn_mask_type = canonical_mask(operation, self_attn_mask_type or self.self_attn_mask_type)
+        enc_dec_attn_mask_type = canonical_mask(operation, enc_dec_attn_mask_type or self.enc_dec_attn_mask_type)
         if attention_mask is not None or enc_dec_attn_mask is not None:
             _check_masks(operation, attention_mask=attention_mask, enc_dec_attn_mask=enc_dec_attn_mask)
         if self.layer_type == "decoder" and encoder_output is None:

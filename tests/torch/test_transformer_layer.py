@@ -358,6 +358,15 @@ def test_a_layer_that_is_checkpointed_whole(device: str) -> None:
 
 
 @on_devices
+def test_a_mask_type_that_is_set_later(device: str) -> None:
+    """The attribute is what forward takes where a call names none."""
+    x = values(S, B, WIDTH, device=device, seed=4)
+    layer, other = make(device), make(device, self_attn_mask_type="no_mask")
+    layer.self_attn_mask_type = "no_mask"
+    assert torch.equal(layer(x), other(x)) and torch.equal(layer(x, self_attn_mask_type="causal"), make(device)(x))
+
+
+@on_devices
 def test_torch_autocast(device: str) -> None:
     """Under torch.autocast hidden states are cast first; the stream is in its dtype."""
     layer, x = make(device), inputs(device)
