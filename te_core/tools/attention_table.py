@@ -31,6 +31,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "window, both sides": {"left": 128, "right": 128},
     "bottom-right diagonal": {"sq": 512, "right": 0, "bottom_right": True},
     "more queries than keys": {"skv": 512},
+    "lengths of 1000": {"sq": 1000, "skv": 1000},
     "one query": {"sq": 1},
     "one query, one key": {"sq": 1, "skv": 1},
     "padding": {"padded": True},
