@@ -128,7 +128,8 @@ def backward(
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """(da, db, dc, dbias, None, dsink): gradients of the inputs as they came."""
     s = saved
-    terms = terms_of(s.cu_q, s.cu_kv, s.cu_q_padded, s.cu_kv_padded, s.mask, s.bias, s.slopes, s.sink, s.rng, None)
+    bias = None if s.bias is None else on_boundary(rt, s.bias)  # traced code saves the input, not forward's copy
+    terms = terms_of(s.cu_q, s.cu_kv, s.cu_q_padded, s.cu_kv_padded, s.mask, bias, s.slopes, s.sink, s.rng, None)
     needs = spec.needs
     core, q, k, v = views(spec, s.a, s.b, s.c)
     if core.max_logit:

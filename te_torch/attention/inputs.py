@@ -79,8 +79,8 @@ def from_cache(
         mask = "padding_causal_bottom_right"
     k, v, cu_q, cu_kv, capacity, _ = inference.step(layer, given.b, given.c, form)
     pages = inference.cache_manager.page_table[: cu_q.shape[0] - 1] if inference.is_paged else None
-    longest = rest[-3] or getattr(inference, "max_seqlen_q", 0) or None
-    rest = [*rest[:-3], longest, capacity, rest[-1]]
+    most = rest[-3] or getattr(inference, "max_seqlen_q", 0) or None
+    rest = [*rest[:-3], most, capacity, rest[-1]]  # no slice of it assigned: after a graph break it may be a tuple
     given = given._replace(b=k, c=v, mask=None, cu_q=cu_q, cu_kv=cu_kv, cu_q_padded=None, cu_kv_padded=None,
                            pages=pages)  # fmt: skip
     return given, (form, "bshd", mask, *rest)

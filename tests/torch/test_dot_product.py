@@ -459,6 +459,23 @@ def test_inference_mode_and_then_training(kind: str, device: str, backend: str, 
 
 @on_devices
 @on_backends
+def test_a_bias_may_begin_anywhere(device: str, backend: str, use: Any) -> None:
+    """That of one head of several, say, which need not lie on 16 bytes; its gradient comes back all the same."""
+    use(backend)
+    module, tensors = make(attn_mask_type="no_mask").to(device), inputs(device, dtype=torch.bfloat16)
+    whole = torch.randn(1 + HEADS * SEQ * SEQ, device=device).bfloat16()
+    bias = whole[1:].view(1, HEADS, SEQ, SEQ).requires_grad_()
+    copied = bias.detach().clone().requires_grad_()
+    assert bias.data_ptr() % 16
+    found = []
+    for b in (bias, copied):
+        out = module(*tensors, core_attention_bias_type="post_scale_bias", core_attention_bias=b)
+        found.append([out, *torch.autograd.grad(out.float().square().sum(), (*tensors, b))])
+    assert equal(*found)
+
+
+@on_devices
+@on_backends
 def test_a_converted_module_has_a_converted_sink(device: str, backend: str, use: Any) -> None:
     use(backend)
     wanted, module = (make(softmax_type="learnable").to(device) for _ in range(2))
