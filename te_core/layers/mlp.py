@@ -12,9 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import NamedTuple
 
 from te_core import ops
+from te_core.dtypes import DType
 from te_core.layers.linear import (
     LinearSpec,
     Sink,
@@ -244,6 +246,9 @@ def backward(
     g, db2_left = gradient_operand(rt, dy2, Site(fc2, scales, FC2), db2, saved.rng, sinks[1])
     dw2 = dw1 = db1 = dx = dgamma = dbeta = dresidual = dbranch_bias = None
     dh = Uses(None, None, None)
+    first = release and fc2.needs.weight and _frees_more(saved.a, w2.shape, bias_dtype(fc2, w2), sinks[1])
+    if first:
+        dw2 = _fc2_weight_gradient(rt, g.columns, saved, m, fc2, db2_left, sinks[1], release)
     if fc2.needs.input:
         da = [rt.empty((m, f), fc2.dtype)]
         multiply(rt, "dgrad", g.rows, backward_weight(rt, saved.w2q, w2, fc2), da[0], fc2)
@@ -251,14 +256,9 @@ def backward(
         db1 = rt.empty((w1.shape[0],), bias_dtype(fc1, w1)) if fc1.needs.bias else None
         dh = _activation_gradient(rt, da, saved, spec, scales, db1)
         if release:
-            _let_go(saved.h, saved.w2q)
-    if fc2.needs.weight:  # not before: fc2's dw is larger than what it is made of
-        rule = None if fc2.precision is None else fc2.precision.input
-        a = restored(rt, saved.a, (m, f), rule, fc2.precision, fc2.dtype)
-        dw2 = weight_gradient(rt, g.columns, a, w2.shape, fc2, db2_left, sinks[1], bias_dtype(fc2, w2))  # type: ignore[arg-type]
-        del a
-        if release and (sinks[1] is None or sinks[1].queue is None):
-            _let_go(saved.a)
+            _let_go(saved.h, None if saved.w2q is w2 else saved.w2q)  # a plain weight is the caller's
+    if fc2.needs.weight and not first:
+        dw2 = _fc2_weight_gradient(rt, g.columns, saved, m, fc2, db2_left, sinks[1], release)
     del g
     if fc1.needs.input:
         dn = rt.empty((m, w1.shape[1]), fc1.dtype)
@@ -274,6 +274,26 @@ def backward(
         n = restored(rt, saved.n, (m, w1.shape[1]), rule, fc1.precision, fc1.dtype)
         dw1 = weight_gradient(rt, dh.columns, n, w1.shape, fc1, None, sinks[0], bias_dtype(fc1, w1))  # type: ignore[arg-type]
     return dx, dgamma, dbeta, dw1, db1, dw2, db2, None, dresidual, dbranch_bias
+
+
+def _fc2_weight_gradient(
+    rt: Runtime, dy: Value, saved: MLPSaved, rows: int, fc2: LinearSpec, db2: Tensor | None, sink: Sink | None,
+    release: bool,
+) -> Tensor | None:  # fmt: skip
+    assert saved.w2 is not None
+    shape, rule = saved.w2.shape, None if fc2.precision is None else fc2.precision.input
+    a = restored(rt, saved.a, (rows, shape[1]), rule, fc2.precision, fc2.dtype)
+    found = weight_gradient(rt, dy, a, shape, fc2, db2, sink, bias_dtype(fc2, saved.w2))  # type: ignore[arg-type]
+    if release and (sink is None or sink.queue is None):
+        _let_go(saved.a)
+    return found
+
+
+def _frees_more(a: Tensor | None, w2: tuple[int, ...], dtype: DType, sink: Sink | None) -> bool:
+    """Whether fc2's weight gradient is smaller than what is let go of after it, so that it should come first: memory
+    peaks at the activation's gradient."""
+    made = dtype.nbytes(prod(w2)) if sink is None or sink.main is None else 0
+    return a is not None and a.nbytes > made and (sink is None or sink.queue is None)
 
 
 def _let_go(*tensors: Tensor | None) -> None:
