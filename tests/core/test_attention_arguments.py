@@ -209,6 +209,17 @@ def test_tensors_of_another_device_than_the_runtimes():
         attention_forward(Runtime.cpu(), q, q, q, spec=AttentionSpec(1.0, "bshd", "bshd"))
 
 
+@pytest.mark.parametrize(("sums", "begins"), [((0, 3, 9), None), ((0, 3, 5), (0, 4, 8)), ((0, 3, 5), (-1, 3, 5))])
+def test_sequences_outside_of_the_tokens(sums, begins):
+    """The CPU can look at them."""
+    rt = Runtime.cpu()
+    q = rt.tensor(np.zeros((5, 4, 32), BF16))
+    cu, padded = (None if x is None else rt.tensor(np.array(x, np.int32)) for x in (sums, begins))
+    spec = AttentionSpec(1.0, "thd", "thd", padded=True, max_q=8, max_kv=8)
+    with pytest.raises(ArgumentError, match="among the 5 tokens"):
+        attention_forward(rt, q, q, q, spec=spec, terms=Terms(Lengths(cu, cu, padded, padded)))
+
+
 @pytest.mark.parametrize("layout", ["bshd", "thd"])
 def test_lengths_that_do_not_fit(layout):
     """The CPU can look at them."""

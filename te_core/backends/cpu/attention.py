@@ -36,7 +36,7 @@ def attention_forward(
     max_logit: Tensor | None,
 ) -> None:  # fmt: skip
     """out = dropout(P) v, with the logs of the sums and the largest scores."""
-    ex, problem = scratch(rt), Problem(plan.spec, terms)
+    ex, problem = scratch(rt), Problem(plan.spec, terms, q, k)
     if problem.spec.padded:
         clear(out)
     if stats is not None:
@@ -68,7 +68,7 @@ def attention_backward(
     dq: Tensor, dk: Tensor, dv: Tensor, dbias: Tensor | None, dsink: Tensor | None,
 ) -> None:  # fmt: skip
     """The gradients through the weights, which are worked out again from the statistics."""
-    ex, problem = scratch(rt), Problem(plan.spec, terms)
+    ex, problem = scratch(rt), Problem(plan.spec, terms, q, k)
     scale = np.float32(problem.spec.scale)
     if problem.spec.padded:
         clear(dq, dk, dv)

@@ -49,7 +49,7 @@ def attention_fp8_forward(
     stats: Tensor | None,
 ) -> None:  # fmt: skip
     """out = dropout(P in FP8) v."""
-    ex, problem = scratch(rt), Problem(plan.spec, terms)
+    ex, problem = scratch(rt), Problem(plan.spec, terms, q, k)
     if problem.spec.padded:
         clear(out)
     if stats is not None:
@@ -78,7 +78,7 @@ def attention_fp8_backward(
     scales: BackwardScales, dq: Tensor, dk: Tensor, dv: Tensor,
 ) -> None:  # fmt: skip
     """Gradients by P in FP8 for dv, and dS in FP8 for dq and dk; D is summed from the output as it came."""
-    ex, problem = scratch(rt), Problem(plan.spec, terms)
+    ex, problem = scratch(rt), Problem(plan.spec, terms, q, k)
     scale = np.float32(problem.spec.scale)
     if problem.spec.padded:
         clear(dq, dk, dv)

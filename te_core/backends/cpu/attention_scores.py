@@ -63,7 +63,7 @@ class Problem:
     spec: AttentionSpec
     size: Sizes
 
-    def __init__(self, planned: tuple[AttentionSpec, Sizes], terms: Terms) -> None:
+    def __init__(self, planned: tuple[AttentionSpec, Sizes], terms: Terms, q: Tensor, k: Tensor) -> None:
         self.spec, self.size = spec, size = planned
         self.mask = None if terms.mask is None else terms.mask.numpy() != 0
         self.bias = None if terms.bias is None else terms.bias.numpy().astype(np.float32)
@@ -75,18 +75,18 @@ class Problem:
         self.sink: F32 | None = None
         if spec.softmax != "vanilla":
             self.sink = np.zeros(size.heads, np.float32) if terms.sink is None else terms.sink.numpy()
-        self.spans = self._spans(terms)
+        self.spans = self._spans(terms, q.shape[0], k.shape[0])
 
-    def _spans(self, terms: Terms) -> tuple[list[slice], list[slice]]:
-        """Where the queries, and where the keys, of each sequence lie."""
+    def _spans(self, terms: Terms, q_tokens: int, kv_tokens: int) -> tuple[list[slice], list[slice]]:
+        """Where the queries, and where the keys, of each sequence lie; packed ones among so many tokens."""
         n, lengths = self.size.batch, terms.lengths
         if lengths is None:
             return [slice(0, self.size.sq)] * n, [slice(0, self.size.skv)] * n
         found = []
         kv_packed = self.spec.kv_format == "thd" and self.pages is None
-        for packed, cu, padded, most in (
-            (self.spec.q_format == "thd", lengths.cu_q, lengths.cu_q_padded, self.size.sq),
-            (kv_packed, lengths.cu_kv, lengths.cu_kv_padded, self.size.skv),
+        for packed, cu, padded, most, tokens in (
+            (self.spec.q_format == "thd", lengths.cu_q, lengths.cu_q_padded, self.size.sq, q_tokens),
+            (kv_packed, lengths.cu_kv, lengths.cu_kv_padded, self.size.skv, kv_tokens),
         ):
             sums = cu.numpy().tolist()
             if any(not 0 <= b - a <= most for a, b in pairwise(sums)):
@@ -94,7 +94,13 @@ class Problem:
                     "attention", f"running sums {sums}", f"lengths from 0 to {most}", "correct cu_seqlens or max_seqlen"
                 )
             begins = (sums if padded is None else padded.numpy().tolist()) if packed else [0] * n
-            found.append([slice(begins[i], begins[i] + sums[i + 1] - sums[i]) for i in range(n)])
+            spans = [slice(begins[i], begins[i] + sums[i + 1] - sums[i]) for i in range(n)]
+            if packed and any(s.start < 0 or s.stop > tokens for s in spans if s.start < s.stop):
+                raise ArgumentError(
+                    "attention", f"sequences from {begins[:n]} on, up to {max(s.stop for s in spans)}",
+                    f"sequences among the {tokens} tokens given", "correct cu_seqlens, or cu_seqlens_*_padded",
+                )  # fmt: skip
+            found.append(spans)
         return found[0], found[1]
 
     def parts(self) -> Iterator[Part]:
