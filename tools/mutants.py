@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -112,8 +113,12 @@ def judge(mutant: Mutant, tree: Path) -> Verdict:
     return Verdict("error", f"pytest ended with {code}: {detail}")
 
 
-def judge_all(mutants: list[Mutant], jobs: int) -> dict[str, Verdict]:
-    """Every fault, in as many copies of the tree as jobs; a selection must pass before a fault counts."""
+def judge_all(
+    mutants: list[Mutant], jobs: int, keep: Callable[[dict[str, Verdict]], None]
+) -> dict[str, Verdict]:
+    """Every fault, in as many copies of the tree as jobs; a selection must pass before a fault counts. `keep` is given
+    what is known after each, so that a run that is cut short was not for nothing.
+    """
     verdicts: dict[str, Verdict] = {}
     with tempfile.TemporaryDirectory() as folder:
         trees: SimpleQueue[Path] = SimpleQueue()
@@ -141,6 +146,7 @@ def judge_all(mutants: list[Mutant], jobs: int) -> dict[str, Verdict]:
             for mutant, verdict, seconds in pool.map(one, mutants):
                 print(f"{verdict.state:<9} {mutant.name} ({seconds:.0f} s) {verdict.detail}", flush=True)
                 verdicts[mutant.name] = verdict
+                keep(verdicts)
     return verdicts
 
 
@@ -156,9 +162,8 @@ run, and the test in the last column failed. Faults of CUDA code are judged on a
 """
 
 
-def write_table(mutants: list[Mutant], verdicts: dict[str, Verdict], table: Path) -> None:
-    """The table of all listed faults; rows of faults not judged now are kept if the fault is unchanged."""
-    old = TABLE.read_text() if TABLE.is_file() else ""
+def write_table(mutants: list[Mutant], verdicts: dict[str, Verdict], table: Path, old: str) -> None:
+    """The table of all listed faults; rows of `old` of faults not judged now are kept if the fault is unchanged."""
     rows = []
     for m in mutants:
         start = f"| {m.name} | {m.breaks} | `{m.file}` | {m.key} | "
@@ -194,8 +199,10 @@ def main() -> int:
     if not chosen:
         sys.exit("mutants: no fault of that name")
     start = time.perf_counter()
-    verdicts = judge_all(chosen, min(given.jobs, len(chosen)))
-    write_table(mutants, verdicts, given.table)
+    before = TABLE.read_text() if TABLE.is_file() else ""
+    verdicts = judge_all(
+        chosen, min(given.jobs, len(chosen)), lambda found: write_table(mutants, found, given.table, before)
+    )
     caught = sum(v.state == "caught" for v in verdicts.values())
     print(f"mutants: {caught} of {len(chosen)} caught in {time.perf_counter() - start:.0f} s")
     return caught != len(chosen)
