@@ -24,6 +24,7 @@ from te_core.errors import UnsupportedError
 from te_torch import availability as _availability
 from te_torch import recipe as _recipe
 from te_torch import tensors as _tensors
+from te_torch import utils as _utils
 from te_torch.attention import dot_product as _dot_product
 from te_torch.attention import inference as _inference
 from te_torch.attention import rope as _rope
@@ -86,7 +87,8 @@ _CONTENTS: dict[str, dict[str, Any]] = {
     "common": {},
     "common.recipe": _RECIPES,
     "pytorch": _of(te_torch, [n for n in te_torch.__all__ if n not in _OURS]),
-    "pytorch.quantization": _of(te_torch, _AVAILABLE + _REGIONS) | _of(_availability, _CHECKS)
+    "pytorch.quantization": _of(te_torch, _AVAILABLE + _REGIONS)
+    | _of(_availability, _CHECKS)
     | _of(_availability, ("get_align_size_for_quantization",))
     | _of(te_torch, ("QuantizerRole", "QuantizerRequest", "DelayedScalingRequest")),
     "pytorch.fp8": {  # the older name of quantization
@@ -126,7 +128,7 @@ _CONTENTS: dict[str, dict[str, Any]] = {
         "LayerTypes": ("encoder", "decoder"),
         "QKVLayouts": _attention_utils.QKVLayouts,
     },
-    "pytorch.utils": _of(te_torch, _DEVICE),
+    "pytorch.utils": _of(te_torch, _DEVICE) | _of(_utils, _utils.__all__),
 }
 _DEPRECATED = {"pytorch.fp8": "pytorch.quantization"}
 

@@ -30,6 +30,7 @@ from te_torch.modules.weights import CachedWeight, Gradients, add_gradient, extr
 from te_torch.quantized_init import carry_over, initialisation, initialising, link, quantize_parameter
 from te_torch.runtime import FLOATS, check_dtype, constant_at_trace
 from te_torch.state import BACKWARD, FORWARD, ScalingState
+from te_torch.utils import get_default_init_method
 
 _layer_numbers = itertools.count(1)
 
@@ -51,10 +52,7 @@ def materialised(meta: torch.nn.Parameter) -> torch.nn.Parameter:
     return parameter
 
 
-def normal_init(weight: torch.Tensor) -> None:
-    """The documented default: normal(0, 0.023)."""
-    torch.nn.init.normal_(weight, 0.0, 0.023)
-
+normal_init = get_default_init_method()
 
 #: Constructor options of parts that are not built yet, and the value that leaves them out.
 _PARALLEL = {
