@@ -43,6 +43,15 @@ def constant_at_trace(function: F) -> F:
     return function
 
 
+def untraced(function: F, reason: str) -> F:
+    """The function as traced code calls it: never traced. To be asked for at trace time (`constant_at_trace`): to
+    import the compiler takes two seconds that others need not wait.
+    """
+    import torch._dynamo
+
+    return torch._dynamo.disable(function, reason=reason)
+
+
 def _quick_empty(kind: str) -> Any:
     """What torch's compiler has its code allocate with, (shape, strides, dtype) -> tensor; None where torch has none.
 

@@ -62,6 +62,11 @@ def on_device(operation: str, device: Device, *tensors: Tensor | None) -> None:
             )  # fmt: skip
 
 
+def facts(t: Tensor) -> tuple[Any, ...]:
+    """What checks look at of a tensor: in a plan's key, so that a plan made for right ones lets no wrong one pass."""
+    return t.dtype, t.shape, t.strides, t.device
+
+
 def seen(*tensors: Tensor | None) -> tuple[Any, ...]:
-    """What checks look at of tensors: in a plan's key, so that a plan made for right ones lets no wrong one pass."""
-    return tuple([None if t is None else (t.dtype, t.shape, t.strides, t.device) for t in tensors])
+    """The facts of several tensors, any of which may be missing."""
+    return tuple([None if t is None else facts(t) for t in tensors])

@@ -102,13 +102,13 @@ def gemm(
     scaled = None
     if a_format is not None or b_format is not None or a_amax is not None:
         scales = (a_scale, b_scale, a_amax, b_amax)
-        scaled = (a_format, b_format, *[t and (*_seen(t), t.ptr & 15) for t in scales])
+        scaled = (a_format, b_format, *[t and (*_check.facts(t), t.ptr & 15) for t in scales])
     # Everything that the checks below look at: what was checked once need not be checked again.
     key = (
         "gemm", a.shape, b.shape, a.dtype, b.dtype, dt, trans_a, trans_b, a.strides, b.strides, a.device,
-        out and _seen(out), bias and _seen(bias), epilogue, aux and _seen(aux), a_sum and _seen(a_sum),
-        out_sum and _seen(out_sum), a_scale is None, accumulate, split_accumulator, tf32, (address & -address) & 255,
-        scaled, b.device,
+        out and _check.facts(out), bias and _check.facts(bias), epilogue, aux and _check.facts(aux),
+        a_sum and _check.facts(a_sum), out_sum and _check.facts(out_sum), a_scale is None, accumulate,
+        split_accumulator, tf32, (address & -address) & 255, scaled, b.device,
     )  # fmt: skip
     plan = rt.plans.get(key)
     if plan is None:
@@ -119,11 +119,6 @@ def gemm(
         out = rt.empty((spec.m, spec.n), dt)
     rt.backend.gemm(rt, plan, a, b, out, a_scale, b_scale, bias, aux, a_sum, out_sum, a_amax, b_amax)
     return out
-
-
-def _seen(t: Tensor) -> tuple[object, ...]:
-    """What the checks look at of a tensor beside the operands."""
-    return t.dtype, t.shape, t.strides, t.device
 
 
 def _spec(

@@ -104,10 +104,7 @@ def quantize(
     column_sum [K], if given, is set to the column sums of x itself (not of its quantized values), added in
     float32: the bias gradient, when x is an output gradient.
     """
-    key = (
-        "quantize", cast.key, x.shape, x.dtype, x.strides, x.device,
-        column_sum and (column_sum.shape, column_sum.dtype, column_sum.strides, column_sum.device),
-    )  # fmt: skip
+    key = ("quantize", cast.key, _check.facts(x), column_sum and _check.facts(column_sum))
     plan = rt.plans.get(key)
     suffix = SUFFIX[cast.format.scaling]
     if plan is None:

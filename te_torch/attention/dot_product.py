@@ -28,7 +28,7 @@ from te_torch.attention.plan import OPERATION, Fact, Key, Plan, Static, explain_
 from te_torch.autocast import active, in_backward, thread_region
 from te_torch.modules.base import BaseModule, default_device, module_of, random_pair
 from te_torch.modules.linear import fork_of
-from te_torch.runtime import constant_at_trace
+from te_torch.runtime import constant_at_trace, untraced
 
 #: `_attention_backends["backend_selection_requires_update"] = True` makes every module choose anew.
 _attention_backends: dict[str, Any] = {"backend_selection_requires_update": False}
@@ -484,10 +484,7 @@ def _trace_plan(token: int, key: tuple[Any, ...]) -> tuple[str, str, int, int, b
     assert isinstance(module, DotProductAttention)
     plan = module._plan(Key(*key))
     if plan.backend != choose.FUSED or plan.key.fp8:
-        if _eager_run is None:  # to import the compiler takes two seconds that others need not wait
-            import torch._dynamo
-
-            _eager_run = torch._dynamo.disable(DotProductAttention._run, reason="this backend runs eagerly")
+        _eager_run = _eager_run or untraced(DotProductAttention._run, "this backend runs eagerly")
         return "", "", 0, 0, False
     keys = plan.request.sizes.skv if plan.spec.masked else 0
     return plan.call.key, plan.lengths, keys, plan.bias_rows, plan.spec.dropout > 0

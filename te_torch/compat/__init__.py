@@ -26,7 +26,7 @@ from te_torch import recipe as _recipe
 from te_torch import tensors as _tensors
 from te_torch import utils as _utils
 from te_torch.attention import dot_product as _dot_product
-from te_torch.attention import inference as _inference
+from te_torch.attention import kv_cache as _kv_cache
 from te_torch.attention import rope as _rope
 from te_torch.attention import softmax as _softmax
 from te_torch.attention import utils as _attention_utils
@@ -41,7 +41,7 @@ _MODULES = (
 )  # fmt: skip
 _ATTENTION = ("DotProductAttention", "InferenceParams", "MultiheadAttention", "RotaryPositionEmbedding")
 _ROPE = ("apply_rotary_pos_emb", "apply_fused_qkv_rotary_pos_emb")
-_CACHES = ("InferenceParams", "KVCacheManager", "NonPagedKVCacheManager", "PagedKVCacheManager")
+_CACHES = ("KVCacheManager", "NonPagedKVCacheManager", "PagedKVCacheManager")
 _AVAILABLE = ("is_fp8_available", "is_mxfp8_available", "is_fp8_block_scaling_available", "is_nvfp4_available")
 _DEVICE = ("is_bf16_available", "get_cudnn_version", "get_device_compute_capability")
 _REGIONS = ("autocast", "quantized_model_init", "get_default_recipe")
@@ -112,7 +112,7 @@ _CONTENTS: dict[str, dict[str, Any]] = {
     "pytorch.quantized_tensor": _of(te_torch, _SAVING),
     "pytorch.attention": _of(te_torch, _ATTENTION) | _of(_rope, _ROPE),
     "pytorch.attention.rope": _of(_rope, ("RotaryPositionEmbedding", *_ROPE)),
-    "pytorch.attention.inference": _of(_inference, _CACHES),
+    "pytorch.attention.inference": _of(te_torch, ("InferenceParams",)) | _of(_kv_cache, _CACHES),
     "pytorch.attention.dot_product_attention": _of(_dot_product, ("DotProductAttention", "_attention_backends")),
     "pytorch.attention.dot_product_attention.utils": _of(_attention_utils, _attention_utils.__all__),
     "pytorch.attention.dot_product_attention.softmax": _of(_softmax, ("FusedScaleMaskSoftmax",)),

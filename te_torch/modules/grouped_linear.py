@@ -24,7 +24,7 @@ from te_torch.modules.linear import fork_of
 from te_torch.modules.weights import Gradients
 from te_torch.quantized import QuantizedTorch
 from te_torch.quantized_init import check_recipe_fits
-from te_torch.runtime import TO_CORE, constant_at_trace, to_core, to_core_shape
+from te_torch.runtime import TO_CORE, constant_at_trace, to_core, to_core_shape, untraced
 
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
@@ -208,12 +208,9 @@ _eager: Any = None  # GroupedLinear.forward for traced code: never traced, its G
 
 @constant_at_trace
 def _make_eager() -> bool:
-    """Make `_eager`. At trace time: to import the compiler takes two seconds that others need not wait."""
+    """Make `_eager`, at trace time."""
     global _eager
-    if _eager is None:
-        import torch._dynamo
-
-        _eager = torch._dynamo.disable(GroupedLinear.forward, reason="GroupedLinear runs eagerly")
+    _eager = _eager or untraced(GroupedLinear.forward, "GroupedLinear runs eagerly")
     return True
 
 

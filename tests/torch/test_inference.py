@@ -12,13 +12,8 @@ import torch.nn.functional as F
 from examples.generate import generate, generate_uncached
 from examples.gpt import GPT, GPTConfig
 from te_torch.attention.dot_product import DotProductAttention
-from te_torch.attention.inference import (
-    InferenceParams,
-    KVCacheManager,
-    NonPagedKVCacheManager,
-    PagedKVCacheManager,
-    _moves,
-)
+from te_torch.attention.inference import InferenceParams
+from te_torch.attention.kv_cache import KVCacheManager, NonPagedKVCacheManager, PagedKVCacheManager, _moves
 from te_torch.attention.rope import RotaryPositionEmbedding
 from te_torch.modules.transformer_layer import TransformerLayer
 from tests.backends import devices, requires_cuda
