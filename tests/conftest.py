@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 import zlib
+from collections.abc import Iterator
 
 # Before numpy or torch is imported: test processes share the cores, and each BLAS pool would take them all.
 _WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
@@ -74,6 +76,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         kept = set(keep)
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
         items[:] = keep
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _memory_goes_back() -> Iterator[None]:
+    """Test processes share a GPU: memory that a file's tests no longer use is not kept for the next file."""
+    yield
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
 
 
 def _missing_cuda(config: pytest.Config, report: pytest.TestReport | pytest.CollectReport) -> str | None:

@@ -10,6 +10,8 @@ The statistics that backward reads are float32 [b, h, sq] (thd: [t, h]): log(sum
 
 from __future__ import annotations
 
+from functools import lru_cache
+from math import prod
 from typing import Any, NamedTuple
 
 from te_core import dtypes
@@ -18,7 +20,7 @@ from te_core.dtypes import ACTIVATION_DTYPES, DType
 from te_core.errors import UnsupportedError
 from te_core.ops import _check
 from te_core.runtime import Runtime
-from te_core.tensor import Device, Tensor
+from te_core.tensor import META, Device, Tensor
 
 
 class Terms(NamedTuple):
@@ -52,6 +54,10 @@ class Gradients(NamedTuple):
 
 
 NOTHING = Terms()
+
+#: Up to this many bytes, gradients that a backward makes lie in one block, each from a multiple of _ALIGNED on.
+_ONE_BLOCK = 1 << 20
+_ALIGNED = 256
 
 
 def sizes_of(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, terms: Terms) -> Sizes:
@@ -106,7 +112,7 @@ def attention_backward(
 
     dy is dense in the output's format and dtype.
     """
-    key = ("attention_backward", spec, bias_grad, given_key(dy, out, stats, grads), *plan_key(q, k, v, terms))
+    key = ("attention_backward", spec, bias_grad, *given_key(dy, out, stats, grads), *plan_key(q, k, v, terms))
     plan = rt.plans.get(key)
     if plan is None:
         op = "attention_backward"
@@ -128,11 +134,35 @@ def attention_backward(
         plan = rt.plans.put(key, rt.backend.plan_attention_backward(
             rt, spec, sizes_of(q, k, v, spec, terms), q, k, v, terms, grads, bias_grad
         ))  # fmt: skip
-    dq, dk, dv = grads or (rt.empty(q.shape, q.dtype), rt.empty(k.shape, q.dtype), rt.empty(v.shape, q.dtype))
+    dq, dk, dv = grads or _fresh(rt, q, k, v)
     dbias = rt.empty(terms.bias.shape, terms.bias.dtype) if bias_grad and terms.bias is not None else None
     dsink = None if terms.sink is None else rt.empty(terms.sink.shape, dtypes.float32)
     rt.backend.attention_backward(rt, plan, dy, q, k, v, out, stats, terms, dq, dk, dv, dbias, dsink)
     return Gradients(dq, dk, dv, dbias, dsink)
+
+
+def _fresh(rt: Runtime, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Memory for the gradients of q, k and v: one block where it is small, because an allocation costs 2 us."""
+    dtype = q.dtype
+    places = None if rt.device is META else _places(dtype, q.shape, k.shape, v.shape)  # META: sizes may be symbols
+    if places is None:
+        return rt.empty(q.shape, dtype), rt.empty(k.shape, dtype), rt.empty(v.shape, dtype)
+    at_k, at_v, nbytes = places
+    block = rt.empty((nbytes,), dtypes.uint8)
+    at, device = block.ptr, block.device
+    return (
+        Tensor(at, q.shape, dtype, device, block), Tensor(at + at_k, k.shape, dtype, device, block),
+        Tensor(at + at_v, v.shape, dtype, device, block),
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=1024)
+def _places(
+    dtype: DType, q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...]
+) -> tuple[int, int, int] | None:
+    """Where k's and v's gradients begin behind q's, and the bytes of all three; None where they lie apart."""
+    sizes = [-(-dtype.nbytes(prod(shape)) // _ALIGNED) * _ALIGNED for shape in (q, k, v)]
+    return (sizes[0], sizes[0] + sizes[1], sum(sizes)) if sum(sizes) <= _ONE_BLOCK else None
 
 
 def stats_shape(q: Tensor, spec: AttentionSpec) -> tuple[int, ...]:
@@ -160,10 +190,13 @@ def check_stats(op: str, stats: Tensor, q: Tensor, spec: AttentionSpec) -> None:
 
 def given_key(dy: Tensor, out: Tensor, stats: Tensor, grads: tuple[Tensor, Tensor, Tensor] | None) -> tuple[Any, ...]:
     """What a backward's plan depends on besides what forward's does."""
-    address = dy.ptr | out.ptr
-    if grads is not None:
-        address |= grads[0].ptr | grads[1].ptr | grads[2].ptr
-    return (address & 15, *_check.seen(dy, out, stats, *(grads or ())))
+    read = (  # written out: this is what a call costs
+        (dy.ptr | out.ptr) & 15, dy.dtype, dy.shape, dy.strides, dy.device, out.dtype, out.shape, out.strides,
+        out.device, stats.dtype, stats.shape, stats.strides, stats.device,
+    )  # fmt: skip
+    if grads is None:
+        return read
+    return (*read, (grads[0].ptr | grads[1].ptr | grads[2].ptr) & 15, *_check.seen(*grads))
 
 
 def plan_key(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> tuple[Any, ...]:

@@ -272,6 +272,20 @@ def test_forward_alone(rt):
     np.testing.assert_array_equal(cases.bits(rt, outs[0].out), cases.bits(rt, outs[1].out))
 
 
+def test_small_gradients_in_one_block(rt):
+    """One block for small ones, each in a place of its own that a vector load reaches; as good as memory given."""
+    made = cases.make(rt, Case("bf16", mask="causal", shared=2, lengths="cross"))
+    y = attention_forward(rt, *made.tensors, spec=made.spec)
+    given = tuple(rt.empty(t.shape, t.dtype) for t in made.tensors)
+    calls = (rt.tensor(made.dy), *made.tensors, y.out, y.stats)
+    attention_backward(rt, *calls, spec=made.spec, grads=given)
+    found = attention_backward(poisoned(rt), *calls, spec=made.spec)[:3]
+    assert found[0].owner is found[1].owner is found[2].owner
+    for mine, other in zip(found, given, strict=True):
+        assert mine.ptr % 16 == found[0].ptr % 16
+        np.testing.assert_array_equal(cases.bits(rt, mine), cases.bits(rt, other))
+
+
 def test_no_sequences_at_all(rt):
     """A packed batch without a token."""
     c = Case(layout="thd", mask="padding_causal")

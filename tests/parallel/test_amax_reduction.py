@@ -40,6 +40,8 @@ def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     env = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     if FACE:
         env["GLOO_SOCKET_IFNAME"] = FACE[0]
+    if device == "cpu":
+        env["CUDA_VISIBLE_DEVICES"] = ""  # torch.compile asks for a stream, and four processes more crowd a GPU
     command = [sys.executable, "-m", "tests.parallel.amax_ranks"]
     started = [
         subprocess.Popen(
