@@ -80,9 +80,9 @@ def _wall_us(work: Work) -> float:
     return (time.perf_counter() - start) * 1e6
 
 
-def host_us(*works: Work, calls: int = 200) -> list[float]:
-    """Microseconds to enqueue each work, all measured in turns: the median of nine rounds."""
-    rounds = 9
+def host_us(*works: Work, calls: int = 900) -> list[float]:
+    """Microseconds to enqueue each work, all measured in turns: the median of fifteen rounds."""
+    rounds = 15
     calls = calls if gpu() else rounds
     for work in works:
         for _ in range(30 if gpu() else 1):
