@@ -123,7 +123,9 @@ def verdict(rows: list[harness.Row], recipe: str) -> harness.Row:
     return row if EVERYWHERE in recipe else row | {"ok": close != ("frozen" in recipe)}
 
 
-def measure(size: Size | None = None, device: torch.device | None = None) -> list[harness.Row]:
+def measure(
+    size: Size | None = None, device: torch.device | None = None, recipes: Sequence[str] = CHECKED
+) -> list[harness.Row]:
     """All runs: bf16 and every recipe from every seed, the frozen ones from the first; then the means."""
     device = device or harness.device()
     size = size or SIZES[device.type]
@@ -133,10 +135,12 @@ def measure(size: Size | None = None, device: torch.device | None = None) -> lis
         bf16 = train(size, "none", seed, text, device)
         rows.append(shown(bf16, bf16, size))
         for freeze in (False, True) if seed == size.seeds[0] else (False,):
-            for recipe in FREEZABLE if freeze else CHECKED:
-                rows.append(shown(train(size, recipe, seed, text, device, freeze), bf16, size))
-        for recipe in PLAIN_BLOCKS:
-            rows.append(shown(train(size, recipe, seed, text, device, everywhere=True), bf16, size))
+            for recipe in recipes:
+                if recipe in FREEZABLE or not freeze:
+                    rows.append(shown(train(size, recipe, seed, text, device, freeze), bf16, size))
+        for recipe in recipes:
+            if recipe in PLAIN_BLOCKS:
+                rows.append(shown(train(size, recipe, seed, text, device, everywhere=True), bf16, size))
     return rows + [verdict(rows, recipe) for recipe in dict.fromkeys(r["recipe"] for r in rows) if recipe != "bf16"]
 
 
