@@ -17,7 +17,7 @@ from te_core.recipe import Recipe, resolve
 from te_torch.autocast import number_of, precision_of
 from te_torch.extra_state import read_extra_state
 from te_torch.quantized_init import set_own_scale
-from te_torch.runtime import FLOATS
+from te_torch.runtime import FLOATS, default_device
 from te_torch.state import BACKWARD, FORWARD, NAMES, ScalingState
 
 _ENTRY = "_extra_state"
@@ -95,8 +95,6 @@ def _rows(history: Any) -> int:
 
 
 def _device_of(module: torch.nn.Module) -> torch.device:
-    from te_torch.modules.base import default_device
-
     return next((p.device for p in module.parameters()), default_device())
 
 

@@ -52,6 +52,22 @@ def untraced(function: F, reason: str) -> F:
     return torch._dynamo.disable(function, reason=reason)
 
 
+def default_device() -> torch.device:
+    """CUDA where there is a device, else the CPU."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def amp_dtype(kind: str) -> torch.dtype | None:
+    """What torch.autocast computes in on this kind of device; None where it is off (a meta device knows none)."""
+    return None if kind == "meta" or not torch.is_autocast_enabled(kind) else torch.get_autocast_dtype(kind)
+
+
+def amp_cast(t: torch.Tensor) -> torch.Tensor:
+    """The tensor in the dtype of torch.autocast, where that is on."""
+    dtype = amp_dtype(t.device.type)
+    return t if dtype is None else t.to(dtype)
+
+
 def _quick_empty(kind: str) -> Any:
     """What torch's compiler has its code allocate with, (shape, strides, dtype) -> tensor; None where torch has none.
 

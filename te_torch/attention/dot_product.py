@@ -26,9 +26,9 @@ from te_torch.attention.masks import (
 )
 from te_torch.attention.plan import OPERATION, Fact, Key, Plan, Static, explain_plan, make_plan
 from te_torch.autocast import active, in_backward, thread_region
-from te_torch.modules.base import BaseModule, default_device, module_of, random_pair
+from te_torch.modules.base import BaseModule, module_of, random_pair
 from te_torch.modules.linear import fork_of
-from te_torch.runtime import constant_at_trace, untraced
+from te_torch.runtime import constant_at_trace, default_device, untraced
 
 #: `_attention_backends["backend_selection_requires_update"] = True` makes every module choose anew.
 _attention_backends: dict[str, Any] = {"backend_selection_requires_update": False}

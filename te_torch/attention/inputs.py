@@ -9,6 +9,7 @@ import torch
 from te_core.attention import alibi_slopes, canonical_mask
 from te_torch.attention.masks import AttentionArgumentError, lasting, longest
 from te_torch.attention.plan import OPERATION
+from te_torch.runtime import amp_cast
 
 
 class Given(NamedTuple):
@@ -29,12 +30,8 @@ class Given(NamedTuple):
 
 def autocast(given: Given) -> Given:
     """Queries, keys and values in the dtype of torch.autocast."""
-    kind = given.a.device.type
-    if kind == "meta" or not torch.is_autocast_enabled(kind):
-        return given
-    dtype = torch.get_autocast_dtype(kind)
     return given._replace(**{
-        name: t.to(dtype) for name, t in zip("abc", given[:3], strict=True) if t is not None and t.is_floating_point()
+        name: amp_cast(t) for name, t in zip("abc", given[:3], strict=True) if t is not None and t.is_floating_point()
     })  # fmt: skip
 
 

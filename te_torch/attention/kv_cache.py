@@ -16,7 +16,7 @@ from te_core.attention import bucket
 from te_core.errors import ArgumentError, UnsupportedError
 from te_core.ops import KVCache
 from te_core.tensor import Tensor
-from te_torch.runtime import runtime_for, to_core
+from te_torch.runtime import default_device, runtime_for, to_core
 
 Sequences = OrderedDict[int, int]  # id -> tokens, in the order of the batch's rows
 
@@ -270,7 +270,7 @@ def _strided(t: torch.Tensor) -> Tensor:
 
 def device_of(device: torch.device | str | None) -> torch.device:
     """A device with its index."""
-    found = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device is None else device)
+    found = default_device() if device is None else torch.device(device)
     if found.type == "cuda" and found.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return found

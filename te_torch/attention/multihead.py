@@ -20,12 +20,13 @@ from te_torch.attention.l2_norm import L2Normalization
 from te_torch.attention.masks import AttentionArgumentError
 from te_torch.attention.rope import apply_rotary_pos_emb, split_heads
 from te_torch.autocast import active, in_backward, precision_of, thread_region
-from te_torch.modules.base import default_device, next_name, refuse_unbuilt
+from te_torch.modules.base import next_name
 from te_torch.modules.layernorm_linear import LayerNormLinear
 from te_torch.modules.linear import Linear
 from te_torch.modules.norm import LayerNorm, RMSNorm
+from te_torch.modules.options import refuse_unbuilt
 from te_torch.modules.residual import Branch
-from te_torch.runtime import constant_at_trace
+from te_torch.runtime import constant_at_trace, default_device
 
 ATTENTION_TYPES = ("self", "cross")
 _QK_NORMS = {"RMSNorm": RMSNorm, "LayerNorm": LayerNorm}

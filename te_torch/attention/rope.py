@@ -13,8 +13,7 @@ from te_core.errors import ArgumentError
 from te_core.layers import rope as core
 from te_torch.attention.masks import AttentionArgumentError, check_beside
 from te_torch.function import Call, Layer, apply, register
-from te_torch.modules.base import default_device
-from te_torch.runtime import check_dtype, constant_at_trace
+from te_torch.runtime import check_dtype, constant_at_trace, default_device
 
 ROPE = Layer("rope", core.forward, core.backward, core.RopeSaved, strided=True)
 SPLIT_QKV = Layer("split_qkv", core.split_forward, core.split_backward, core.SplitSaved, outputs=3, partial=True)

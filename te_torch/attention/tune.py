@@ -27,6 +27,7 @@ from te_torch.attention.dot_product import RUN, DotProductAttention
 from te_torch.attention.inputs import Given
 from te_torch.attention.masks import get_full_cu_seqlens
 from te_torch.attention.plan import Key, Plan, make_plan
+from te_torch.runtime import default_device
 
 HEADS, GROUPS = 16, 4
 ROUNDS = 5
@@ -164,7 +165,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not torch.cuda.is_available():
         print("no GPU: on the CPU te_core's own backend is always chosen, and there is nothing to measure")
         return 1
-    device = torch.device("cuda", torch.cuda.current_device())
+    device = default_device()
     path: Path = options.out or choose.local_table_path()
     times = measure(names, device, say=lambda line: print(line, file=sys.stderr, flush=True))
     major, minor = torch.cuda.get_device_capability(device)

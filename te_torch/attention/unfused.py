@@ -18,7 +18,7 @@ from te_torch.attention.layouts import apart
 from te_torch.attention.masks import Terms, alibi_bias, hidden, token_positions
 from te_torch.attention.plan import Plan
 from te_torch.attention.softmax import fused_softmax
-from te_torch.runtime import runtime_for, to_core, to_torch
+from te_torch.runtime import amp_dtype, runtime_for, to_core, to_torch
 
 Results = tuple[torch.Tensor, "torch.Tensor | None"]
 
@@ -29,7 +29,7 @@ def run(
     """(out [.., heads * d_v] in q's format, largest logits or None). `low` rounds P, and dS, as FP8 holds them."""
     q, k, v = apart(plan.layer, a, b, c)
     spec, size = plan.spec, plan.request.sizes
-    if a.device.type != "meta" and torch.is_autocast_enabled(a.device.type):
+    if amp_dtype(a.device.type) is not None:
         with torch.autocast(a.device.type, enabled=False):
             return _attend(plan, spec, size, q, k, v, terms, low)
     return _attend(plan, spec, size, q, k, v, terms, low)

@@ -24,8 +24,7 @@ from te_torch.attention.masks import (
     get_full_cu_seqlens,
 )
 from te_torch.attention.plan import device_info
-from te_torch.modules.base import default_device
-from te_torch.runtime import TO_CORE
+from te_torch.runtime import TO_CORE, default_device
 
 QKVLayouts = QKV_LAYOUTS
 

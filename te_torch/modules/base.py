@@ -1,4 +1,4 @@
-"""What the FP8-capable modules share: precision of a call, scaling state, initialisation, refused options."""
+"""What the FP8-capable modules share: precision of a call, scaling state, initialisation."""
 
 from __future__ import annotations
 
@@ -26,9 +26,10 @@ from te_torch.autocast import (
 from te_torch.checkpoint_state import adopt
 from te_torch.custom import custom_precisions
 from te_torch.function import Call, Extra
+from te_torch.modules.options import refuse_unbuilt
 from te_torch.modules.weights import CachedWeight, Gradients, add_gradient, extra_for
 from te_torch.quantized_init import carry_over, initialisation, initialising, link, quantize_parameter
-from te_torch.runtime import FLOATS, check_dtype, constant_at_trace
+from te_torch.runtime import FLOATS, amp_cast, amp_dtype, check_dtype, constant_at_trace, default_device
 from te_torch.state import BACKWARD, FORWARD, ScalingState
 from te_torch.utils import get_default_init_method
 
@@ -40,11 +41,6 @@ def next_name() -> str:
     return f"Layer_{next(_layer_numbers)}"
 
 
-def default_device() -> torch.device:
-    """CUDA where there is a device, else the CPU."""
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-
-
 def materialised(meta: torch.nn.Parameter) -> torch.nn.Parameter:
     """A parameter like this one, which has no memory, with memory on the default device."""
     parameter = torch.nn.Parameter(torch.empty_like(meta, device=default_device()), meta.requires_grad)
@@ -53,39 +49,6 @@ def materialised(meta: torch.nn.Parameter) -> torch.nn.Parameter:
 
 
 normal_init = get_default_init_method()
-
-#: Constructor options of parts that are not built yet, and the value that leaves them out.
-_PARALLEL = {
-    "sequence_parallel": False, "tp_size": 1, "tp_group": None, "parallel_mode": None, "set_parallel_mode": False,
-}  # fmt: skip
-_OVERLAP = (
-    "ub_overlap_ag", "ub_overlap_rs", "ub_overlap_rs_dgrad", "ub_bulk_dgrad", "ub_bulk_wgrad", "symmetric_ar_type",
-    "ub_tp_comm_overlap",
-)  # fmt: skip
-_LATER = ("save_original_input",)
-
-
-def refuse_unbuilt(operation: str, options: dict[str, Any]) -> None:
-    """Raise for an option whose part is not built; a value that switches it off is accepted."""
-    for name, value in options.items():
-        # tp_size 1 makes every parallel mode the plain layer, as documented.
-        if name in ("sequence_parallel", "parallel_mode", "set_parallel_mode") and options.get("tp_size", 1) == 1:
-            if name == "parallel_mode" and value is not None and str(value).lower() not in ("column", "row"):
-                raise ArgumentError(operation, f"parallel_mode={value!r}", "None, 'column' or 'row'", "correct it")
-            continue
-        off = _PARALLEL.get(name, False)
-        if name in _PARALLEL or name in _OVERLAP or name in _LATER:
-            if name == "tp_group" and _is_single(value):
-                continue
-            if value not in (off, None, False):
-                raise UnsupportedError(
-                    operation, f"{name}={value!r}", f"{name}={off!r} in this release",
-                    "leave the option out; tensor parallelism and overlap come later",
-                )  # fmt: skip
-
-
-def _is_single(group: Any) -> bool:
-    return group is None or (torch.distributed.is_initialized() and torch.distributed.get_world_size(group) == 1)
 
 
 class CallingModule(torch.nn.Module):
@@ -235,7 +198,7 @@ class BaseModule(CallingModule):
         if not recompute and not tracing:
             self.__dict__["_recent"] = precision  # Module.__setattr__ would cost a microsecond
         if torch._C._is_any_autocast_enabled():
-            inp = _autocast(inp)
+            inp = amp_cast(inp)
         if not precision:
             return inp, 0, None, recompute
         if precision in custom_numbers or self.own_precision:
@@ -395,7 +358,7 @@ class BaseModule(CallingModule):
         return weight if reads_quantized(self._number(precision, gemm)) else weight.to(dtype)
 
     def _require_autocast(self, name: str, weight: torch.Tensor, dtype: torch.dtype) -> None:
-        if not torch.is_autocast_enabled(weight.device.type):
+        if amp_dtype(weight.device.type) is None:
             raise TypeError(
                 f"{type(self).__name__}: Data types for parameters must match the input's outside torch.autocast: "
                 f"{name} is {weight.dtype}, the input {dtype}. Convert the input, or use torch.autocast."
@@ -425,13 +388,6 @@ class BaseModule(CallingModule):
     def extra_repr(self) -> str:
         """What a printed module shows."""
         return ", ".join(f"{n}={tuple(p.shape)}" for n, p in self._parameters.items() if p is not None)
-
-
-def _autocast(t: torch.Tensor) -> torch.Tensor:
-    kind = t.device.type
-    if kind == "meta" or not torch.is_autocast_enabled(kind):
-        return t
-    return t.to(torch.get_autocast_dtype(kind))
 
 
 @constant_at_trace
@@ -497,6 +453,6 @@ def check_input(operation: str, inp: torch.Tensor, width: int) -> None:
 
 
 __all__ = [
-    "BaseModule", "CallingModule", "check_input", "default_device", "make_state", "next_name", "normal_init",
-    "random_pair", "refuse_unbuilt", "wants_grad",
+    "BaseModule", "CallingModule", "check_input", "make_state", "next_name", "normal_init",
+    "random_pair", "wants_grad",
 ]  # fmt: skip

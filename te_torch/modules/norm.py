@@ -13,8 +13,8 @@ from te_core import env
 from te_core.errors import ArgumentError
 from te_core.layers import norm as core
 from te_torch.function import Call, Layer, apply, register
-from te_torch.modules.base import CallingModule, default_device, materialised
-from te_torch.runtime import TO_CORE, check_dtype
+from te_torch.modules.base import CallingModule, materialised
+from te_torch.runtime import TO_CORE, amp_dtype, check_dtype, default_device
 
 NORM = Layer("norm", core.forward, core.backward, core.NormSaved, weight="gamma")
 KINDS = ("LayerNorm", "RMSNorm")
@@ -86,10 +86,8 @@ class _Norm(CallingModule):
         _check(type(self).__name__, inp, self.normalized_shape)
         grad = torch.is_grad_enabled()
         needs = grad and (inp.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad))
-        kind = inp.device.type
-        autocast = torch._C._is_any_autocast_enabled() and kind != "meta" and torch.is_autocast_enabled(kind)
-        dtype = torch.get_autocast_dtype(kind) if autocast else weight.dtype
-        call = self._find_call((dtype, needs, self.training))
+        dtype = amp_dtype(inp.device.type) if torch._C._is_any_autocast_enabled() else None
+        call = self._find_call((weight.dtype if dtype is None else dtype, needs, self.training))
         shape = inp.shape
         if len(self.normalized_shape) > 1:
             width = self.normalized_shape.numel()

@@ -16,10 +16,12 @@ from te_core.attention import canonical_mask
 from te_core.errors import ArgumentError
 from te_torch.attention.inference import InferenceParams
 from te_torch.attention.multihead import MultiheadAttention
-from te_torch.modules.base import next_name, refuse_unbuilt
+from te_torch.modules.base import next_name
 from te_torch.modules.layernorm_mlp import LayerNormMLP
 from te_torch.modules.norm import LayerNorm, RMSNorm
+from te_torch.modules.options import refuse_unbuilt
 from te_torch.modules.residual import Branch, DropPath, bias_dropout_add
+from te_torch.runtime import amp_cast
 
 LAYER_TYPES = ("encoder", "decoder")
 _NORMS = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
@@ -204,7 +206,7 @@ class TransformerLayer(torch.nn.Module):
             raise ArgumentError(
                 operation, "a decoder layer without encoder_output", "encoder_output", "pass encoder_output"
             )
-        x = _autocast(hidden_states) if torch._C._is_any_autocast_enabled() else hidden_states
+        x = amp_cast(hidden_states) if torch._C._is_any_autocast_enabled() else hidden_states
         # Module.__getattr__ would cost a microsecond; keyword arguments, which a module's call packs anew twice, five.
         attention: Any = self._modules["self_attention"]
         mlp: Any = self._modules["layernorm_mlp"]
@@ -246,11 +248,6 @@ class TransformerLayer(torch.nn.Module):
         if drop_path is None:
             return Branch(out, residual, bias, p)
         return Branch(residual + drop_path(bias_dropout_add(out, bias, None, p)))
-
-
-def _autocast(t: torch.Tensor) -> torch.Tensor:
-    kind = t.device.type
-    return t.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else t
 
 
 def _check_masks(operation: str, **masks: Any) -> None:

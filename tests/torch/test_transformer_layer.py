@@ -379,6 +379,15 @@ def test_torch_autocast(device: str) -> None:
         layer(x.bfloat16())
 
 
+def test_shapes_under_torch_autocast() -> None:
+    """A meta device knows no autocast; shapes are worked out there all the same."""
+    layer, x = TransformerLayer(64, 128, 4, device="meta"), torch.empty(8, 2, 64, device="meta")
+    with torch.autocast("cpu", torch.bfloat16):
+        assert layer(x).shape == x.shape
+        with pytest.raises(TypeError, match="must match"):
+            layer(x.bfloat16())
+
+
 @on_devices
 @pytest.mark.parametrize(
     ("case", "recipe"), [("default", None), ("llama", None), ("decoder", None), ("llama", "current")]
