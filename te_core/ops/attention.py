@@ -108,7 +108,8 @@ def attention_backward(
     rt: Runtime, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, stats: Tensor, *, spec: AttentionSpec,
     terms: Terms = NOTHING, grads: tuple[Tensor, Tensor, Tensor] | None = None, bias_grad: bool = False,
 ) -> Gradients:  # fmt: skip
-    """The gradients of q, k, v, dense or into `grads` (parts of a packed one, say); of bias and a learnable sink.
+    """The gradients of q, k, v, dense (small ones in one block of memory) or into `grads` (parts of a packed one, say);
+    of bias and a learnable sink.
 
     dy is dense in the output's format and dtype.
     """
