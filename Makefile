@@ -15,10 +15,10 @@ BENCH     ?= gemm norms quantize modules attention attention_kernels training
 OUT       ?= build/gpu
 GPU_FLAGS ?=
 
-.PHONY: help env train test check bench docs mutants gpu clean
+.PHONY: help env train test test-more check bench docs mutants gpu clean
 
 help:  ## this list
-	@grep -E '^[a-z]+: .*## ' Makefile | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 16
+	@grep -E '^[a-z-]+: .*## ' Makefile | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 17
 
 env:  ## create or refresh .venv (every other target but gpu does it by itself)
 	@$(PYTHON) tools/setup_env.py
@@ -28,6 +28,9 @@ train: env  ## train a small GPT in FP8 on the shipped text (ARGS="--help" lists
 
 test: env  ## run the tests (ARGS="tests/core -k gemm" picks some, ARGS=--full adds the complete matrices)
 	$(PY) -m pytest -n $(JOBS) --dist worksteal $(ARGS)
+
+test-more: env  ## run the heavy tests that `make test` leaves out
+	$(PY) -m pytest -n $(JOBS) --dist worksteal -m more $(ARGS)
 
 check: env  ## lint, types, import floors, size limits, and every kernel compiled for every architecture
 	$(PY) tools/check.py $(ARGS)

@@ -38,6 +38,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("te-runtime")
     group.addoption("--require-cuda", action="store_true", help="a test skipped for want of CUDA fails")
     group.addoption("--full", action="store_true", help="also run the complete matrices (marked `full`)")
+    group.addoption("--more", action="store_true", help="also run what is heavy (marked `more`; `make test-more`)")
     group.addoption("--shard", type=_shard, metavar="I/N", help="run the I-th of N parts of the suite")
 
 
@@ -63,14 +64,16 @@ def _argnames(mark: pytest.Mark) -> list[str]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    full = config.getoption("--full") or "full" in config.getoption("-m")
+    left_out = [
+        mark for mark in ("full", "more") if not config.getoption(f"--{mark}") and mark not in config.getoption("-m")
+    ]
     part, parts = config.getoption("--shard") or (1, 1)
     # By name and not by position, so that a test's shard does not depend on which others exist.
     keep = [
         item
         for item in items
         if zlib.crc32(item.nodeid.encode()) % parts == part - 1
-        and (full or item.get_closest_marker("full") is None)
+        and not any(item.get_closest_marker(mark) for mark in left_out)
     ]
     if len(keep) < len(items):
         kept = set(keep)

@@ -27,6 +27,9 @@ def test_many(n): pass
 @pytest.mark.full
 def test_matrix(): pass
 
+@pytest.mark.more
+def test_heavy(): pass
+
 def test_backend(rt): assert rt.device
 
 @pytest.mark.parametrize("rt", runtimes())
@@ -69,17 +72,18 @@ def run(suite: Path, *options: str) -> tuple[dict[str, str], str]:
 
 
 def test_shards_part_the_suite(suite: Path) -> None:
-    whole = set(run(suite)[0]) | {"test_matrix"}
-    parts = [set(run(suite, "--full", f"--shard={i}/2")[0]) for i in (1, 2)]
+    whole = set(run(suite)[0]) | {"test_matrix", "test_heavy"}
+    parts = [set(run(suite, "--full", "--more", f"--shard={i}/2")[0]) for i in (1, 2)]
     assert parts[0] | parts[1] == whole and not parts[0] & parts[1] and all(parts)
     for wrong in ("0/3", "4/3", "half"):
         with pytest.raises(pytest.UsageError, match="1 <= I <= N"):
             _shard(wrong)
 
 
-def test_full_matrices_run_on_request(suite: Path) -> None:
-    assert "test_matrix" not in run(suite)[0]
+def test_full_matrices_and_heavy_tests_run_on_request(suite: Path) -> None:
+    assert not {"test_matrix", "test_heavy"} & set(run(suite)[0])
     assert set(run(suite, "-m", "full")[0]) == {"test_matrix"}
+    assert set(run(suite, "-m", "more")[0]) == {"test_heavy"}
 
 
 def test_backends_have_ids_and_cpu_always_runs(suite: Path) -> None:
