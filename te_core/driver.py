@@ -22,6 +22,8 @@ ATTRIBUTES = {
     "shared_per_multiprocessor": 81, "threads_per_multiprocessor": 39, "memory_pools": 115,
 }  # fmt: skip
 
+_NON_BLOCKING = 1  # of cuStreamCreate
+_RELAXED = 2  # of CUstreamCaptureMode
 LEGACY_STREAM = 1  # DLPack's number and the driver's own handle
 
 _P = c_void_p
@@ -48,6 +50,9 @@ _SIGNATURES: dict[str, list[Any]] = {
     "cuStreamSynchronize": [_P],
     "cuStreamWaitEvent": [_P, _P, c_uint],
     "cuStreamIsCapturing": [_P, POINTER(c_int)],
+    "cuStreamCreate": [POINTER(c_void_p), c_uint],
+    "cuStreamDestroy_v2": [_P],
+    "cuThreadExchangeStreamCaptureMode": [POINTER(c_int)],
     "cuEventCreate": [POINTER(c_void_p), c_uint],
     "cuEventDestroy_v2": [_P],
     "cuEventRecord": [_P, _P],
@@ -195,6 +200,21 @@ class Driver:
             if entered:
                 self.leave()
 
+    @contextmanager
+    def at_first_use(self, index: int) -> Iterator[None]:
+        """The same for what is done once: loading code, making handles, building graphs.
+
+        Allowed while this thread captures a CUDA graph, too: a capture otherwise refuses the allocations in it. What
+        is done here belongs to no graph, and touches no stream that may be captured.
+        """
+        mode = c_int(_RELAXED)
+        with self.on(index):
+            self._check(self._lib.cuThreadExchangeStreamCaptureMode(byref(mode)), "cuThreadExchangeStreamCaptureMode")
+            try:
+                yield
+            finally:
+                self._lib.cuThreadExchangeStreamCaptureMode(byref(mode))  # back to what it was
+
     # ------------------------------------------------------------------------------ memory
 
     def pool(self, index: int) -> int:
@@ -241,6 +261,21 @@ class Driver:
             self._lib.cuMemFree_v2(address)
         if entered:
             self.leave()
+
+    def constant(self, index: int, content: bytes) -> int:
+        """The address of these bytes in device memory, for good: there when this returns, also during a capture."""
+        host = ctypes.create_string_buffer(content, len(content))
+        with self.at_first_use(index):
+            made = c_void_p()  # a stream of its own: the caller's may be capturing, another may be the first to read
+            self._check(self._lib.cuStreamCreate(byref(made), _NON_BLOCKING), "cuStreamCreate")
+            stream = made.value or 0
+            try:
+                address = self.allocate(index, len(content), stream)
+                self.copy_to_device(address, ctypes.addressof(host), len(content), stream)
+                self.synchronize(stream)
+            finally:
+                self._lib.cuStreamDestroy_v2(stream)
+        return address
 
     def copy_to_device(self, address: int, host: int, nbytes: int, stream: int) -> None:
         """Host to device on the stream; ordinary (pageable) memory may be reused when this returns."""

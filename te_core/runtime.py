@@ -4,8 +4,14 @@ The embedding story is two constructors: `Runtime.cpu()` and `Runtime.cuda(devic
 who hands in a stream and an allocator gets every kernel on that stream and every byte from that allocator;
 nothing is synchronised or allocated behind its back.
 
-A runtime may be shared by threads: plans are immutable, and what a run writes into (argument blocks,
-descriptor attributes) belongs to an executor, one per (thread, runtime).
+A runtime may be shared by threads: plans are immutable, and what a run writes into (argument blocks, descriptor
+attributes, library handles) belongs to an executor of the calling thread. On CUDA that is one for each (thread,
+device), set to a stream when it runs: a library's handle made at a stream's first use would break a graph's capture.
+Scratch memory belongs to (thread, runtime), and so to a stream.
+
+**In a capture** a CUDA graph keeps the addresses that its steps were given. Run what is captured on `rt.fresh()`: eager
+code then never writes to the scratch memory that a replay writes to. Keep that runtime as long as the graph, unless
+its allocator keeps a capture's memory for the graph, as torch's does.
 """
 
 from __future__ import annotations
@@ -37,8 +43,12 @@ class Backend(Protocol):
 
     name: str
 
+    def executors(self, rt: Runtime) -> local:
+        """Where threads keep their executors, as `executor`: one place for all runtimes that may share them."""
+        ...
+
     def executor(self, rt: Runtime) -> Any:
-        """A new executor for the calling thread."""
+        """An executor for the calling thread, which has none."""
         ...
 
     def copy_to_host(self, rt: Runtime, tensor: Tensor) -> np.ndarray[Any, Any]:
@@ -113,7 +123,7 @@ class Runtime:
         self.allocator = allocator
         self.backend = backend
         self.plans = Runtime._plans.setdefault(device, PlanCache())
-        self._threads = local()
+        self._threads = backend.executors(self)
         self._workspaces: dict[tuple[int, str], Tensor] = {}
         self._outgrown: list[Tensor] = []
 
@@ -134,6 +144,10 @@ class Runtime:
         if allocator is None:
             allocator = backend.default_allocator(place)
         return cls(place, stream, allocator, backend)
+
+    def fresh(self) -> Runtime:
+        """The same with scratch memory of its own: for what is captured in a CUDA graph."""
+        return Runtime(self.device, self.stream, self.allocator, self.backend)
 
     @classmethod
     def meta(cls, allocator: Allocator) -> Runtime:
@@ -166,12 +180,13 @@ class Runtime:
         result: np.ndarray[Any, Any] = self.backend.copy_to_host(self, tensor)
         return result
 
-    def workspace(self, name: str, nbytes: int) -> int:
+    def workspace(self, name: str, nbytes: int, zeroed: bool = False) -> int:
         """The address of scratch memory that this thread's next call of the same name may overwrite.
 
         Work of one stream runs in order, so a block may be used again at once; but two threads that share a
         runtime interleave their launches, so each has its own. A block only ever grows, and an outgrown one stays
         alive, because a captured graph may point at it; growing by doubles keeps the waste below the block itself.
+        A `zeroed` one begins as zeros, which its users leave behind.
         """
         key = (get_ident(), name)
         block = self._workspaces.get(key)
@@ -180,12 +195,12 @@ class Runtime:
             if block is not None:
                 self._outgrown.append(block)
                 size = max(size, 2 * block.shape[0])
-            block = self.allocator.empty((size,), dtypes.uint8, self.stream)
+            block = (self.zeros if zeroed else self.empty)((size,), dtypes.uint8)
             self._workspaces[key] = block
         return block.ptr
 
     def executor(self) -> Any:
-        """What runs of this thread write into; it goes when the thread ends."""
+        """What runs of this thread write into."""
         try:
             return self._threads.executor
         except AttributeError:

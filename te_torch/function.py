@@ -247,8 +247,7 @@ def _gradients(layer: Layer, results: Sequence[Any], given: Sequence[torch.Tenso
     found: list[torch.Tensor | None] = []
     for t in results:
         if type(t) is Tensor:
-            owner = t.owner
-            found.append(owner if owner.shape == t.shape else owner.view(t.shape))
+            found.append(to_torch(t))
         else:
             found.append(None if t is None else from_core(t, (*given[0].shape[:-1], t.shape[1]), given[0].dtype))
     if layer.twins is not None:

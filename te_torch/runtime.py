@@ -31,6 +31,7 @@ FLOATS = frozenset(TO_TORCH[d] for d in dtypes.ACTIVATION_DTYPES)
 _DEVICES: list[Device] = [cuda_device(i) for i in range(16)]  # by index: a look-up per tensor, not a call
 _runtimes: dict[tuple[int, int], Runtime] = {}
 _current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+_capturing: Any = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
 _current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
 
 
@@ -132,7 +133,11 @@ _cpu = Runtime.cpu(TorchAllocator(torch.device("cpu"), CPU))
 
 
 def runtime_for(t: torch.Tensor) -> Runtime:
-    """The runtime of the tensor's device and its current stream (one look-up)."""
+    """The runtime of the tensor's device and its current stream (one look-up).
+
+    In a capture each call has a fresh one: its scratch memory goes back, when the call ends, to the pool that torch
+    keeps for the graph, so that neither eager code nor another graph is ever given it.
+    """
     if t.is_cuda:
         index = t.get_device()
         key = (index, _current_stream(index))  # type: ignore[misc]
@@ -141,7 +146,8 @@ def runtime_for(t: torch.Tensor) -> Runtime:
             found = _runtimes[key] = Runtime.cuda(
                 index, key[1], TorchAllocator(torch.device("cuda", index), _DEVICES[index])
             )
-        return found
+        # The default stream cannot be captured: nobody asks there, for a fifth of a microsecond.
+        return found.fresh() if key[1] and _capturing() else found
     if t.is_cpu:
         return _cpu
     if t.is_meta:
@@ -169,11 +175,11 @@ def to_core_shape(t: torch.Tensor) -> Tensor:
 
 
 def to_torch(t: Tensor) -> torch.Tensor:
-    """The torch tensor behind a core tensor made by a torch runtime or by `to_core`."""
+    """The torch tensor behind a dense core tensor made by a torch runtime or by `to_core`."""
     owner: Any = t.owner
-    if owner.shape == t.shape:
-        return owner
-    return owner.view(t.shape)
+    if type(owner) is Tensor:
+        return piece_to_torch(t)
+    return owner if owner.shape == t.shape else owner.view(t.shape)
 
 
 def check_dtype(operation: str, t: torch.Tensor) -> None:

@@ -163,7 +163,7 @@ def _load(rt: Runtime, name: str, entry: str, args: str, constants: dict[str, Co
     index = rt.device.index
     arch = architecture((driver.attribute(index, "major"), driver.attribute(index, "minor")))
     key = (index, name, *sorted(constants.items()))
-    with driver.on(index):
+    with driver.at_first_use(index):
         if key not in _modules:
             _modules[key] = backend.moduleLoadData(cached(name, constants, arch))
         try:

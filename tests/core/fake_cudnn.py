@@ -7,8 +7,10 @@ in `Calls`; graphs, plans, the disk cache and the order of operands are the real
 from __future__ import annotations
 
 import ctypes
+import itertools
 import json
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,9 +36,17 @@ class Calls:
         self.launches: list[tuple[str, tuple[Any, ...]]] = []
         self.runs: list[Run] = []
         self.streams: list[int] = []
-        self.closed: list[int] = []
+        self.handles = itertools.count(77)
         self.zeroed: list[Tensor] = []
+        self.constants: list[bytes] = []
+        self.relaxed = False  # inside of what is done at a first use
+        self.made_in_relaxed: list[tuple[str, bool]] = []  # handles and graphs, and whether they were
         self.refuse_stored: Exception | None = None
+
+    def new_handle(self) -> int:
+        """A library's handle."""
+        self.made_in_relaxed.append(("handle", self.relaxed))
+        return next(self.handles)
 
     def args(self, kernel: str) -> list[tuple[Any, ...]]:
         """The arguments of each launch of this kernel."""
@@ -78,6 +88,7 @@ class Built:
     def __init__(self, calls: Calls, **arguments: Any) -> None:
         self.calls, self.parts, self.operation, self.options = calls, {}, "", {}
         calls.graphs.append(self)
+        calls.made_in_relaxed.append(("graph", calls.relaxed))
 
     def _make_tensor(self, **known: Any) -> Part:
         made = self.parts[known["uid"]] = Part(self, **known)
@@ -139,8 +150,8 @@ def frontend(calls: Calls) -> cudnn.Frontend:
     names = SimpleNamespace
     types = {t: t for t in ("FLOAT", "BFLOAT16", "HALF", "INT32", "INT64", "FP8_E4M3", "FP8_E5M2", "BOOLEAN")}
     native = names(
-        backend_graph=lambda **arguments: Built(calls, **arguments), create_handle=lambda: 77,
-        _raw_set_stream=lambda raw, stream: calls.streams.append(stream), _raw_destroy_handle=calls.closed.append,
+        backend_graph=lambda **arguments: Built(calls, **arguments), create_handle=calls.new_handle,
+        _raw_set_stream=lambda raw, stream: calls.streams.append(stream),
     )  # fmt: skip
     module = names(
         data_type=names(**types), heur_mode=names(A="A", FALLBACK="FALLBACK"), tensor_reordering=names(NONE=0),
@@ -191,9 +202,32 @@ def runtime(monkeypatch: Any, folder: Any, stream: int = 5) -> tuple[Runtime, Ca
     monkeypatch.setattr(loader, "get", kernel)
     rt = Runtime(cuda_device(INDEX), stream, Memory(), BACKEND)
     rt.plans = PlanCache()
-    driver = SimpleNamespace(on=lambda index: nullcontext(), enter=lambda context: False, leave=lambda: None)
-    rt._threads.executor = SimpleNamespace(attention=None, context=0, driver=driver)
+    found = driver(calls)
+    monkeypatch.setattr(libraries, "driver", lambda: found)
+    BACKEND._executors.pop(INDEX, None)
+    rt._threads = BACKEND.executors(rt)
     return rt, calls
+
+
+def driver(calls: Calls) -> Any:
+    """The few calls that runs and first uses make."""
+
+    @contextmanager
+    def at_first_use(index: int) -> Iterator[None]:
+        before, calls.relaxed = calls.relaxed, True
+        try:
+            yield
+        finally:
+            calls.relaxed = before
+
+    def constant(index: int, content: bytes) -> int:
+        calls.constants.append(content)
+        return (1 << 20) + 512 * len(calls.constants)
+
+    return SimpleNamespace(
+        at_first_use=at_first_use, constant=constant, on=lambda index: nullcontext(), attach=lambda index: 0,
+        enter=lambda context: False, leave=lambda: None,
+    )  # fmt: skip
 
 
 def tensor(rt: Runtime, shape: tuple[int, ...], dtype: DType, strides: tuple[int, ...] | None = None) -> Tensor:

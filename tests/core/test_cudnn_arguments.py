@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from te_core import dtypes
@@ -106,7 +107,8 @@ def test_the_numbers_of_a_softcap_outlive_their_plan(fake):
         rt.plans._plans.clear()
         attention_forward(rt, *qkv(rt, sq=sq), spec=replace(SPEC, softcap=31.0))
     first, second = (run.at["cap"] for run in calls.runs)
-    assert first == second
+    assert first == second and len(calls.constants) == 1
+    assert np.frombuffer(calls.constants[0], np.float32)[0] == 31.0
 
 
 def test_a_plan_that_cannot_be_kept_runs(fake, monkeypatch, tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 
 import pytest
@@ -27,6 +28,7 @@ class FakeCuda:
     def __init__(self, devices=1):
         self.devices, self.log, self.thread, self.fails = devices, [], threading.local(), {}
         self.order = []  # (what, event, stream)
+        self.mode, self.copied = 0, []  # of captures; what was copied to the device: (bytes, stream, mode)
         for name in [*_SIGNATURES, "cuGetErrorName", "cuGetErrorString"]:
             setattr(self, name, Call(name, self))
 
@@ -69,6 +71,18 @@ class FakeCuda:
     def _cuMemAllocFromPoolAsync(self, out, nbytes, pool, stream):  # noqa: N802
         out._obj.value = 4096
         return self.fails.get("alloc", 0)
+
+    def _cuThreadExchangeStreamCaptureMode(self, mode):  # noqa: N802
+        self.mode, mode._obj.value = mode._obj.value, self.mode
+        return 0
+
+    def _cuStreamCreate(self, out, flags):  # noqa: N802
+        out._obj.value = 555
+        return 0
+
+    def _cuMemcpyHtoDAsync_v2(self, to, host, nbytes, stream):  # noqa: N802
+        self.copied.append((ctypes.string_at(host, nbytes), stream, self.mode))
+        return 0
 
     def _cuEventCreate(self, out, flags):  # noqa: N802
         out._obj.value = 77
@@ -149,6 +163,33 @@ def test_order_streams():
     # The producer's work is marked, and the consumer waits for the mark (stream 1: the legacy default).
     marks = [(what, getattr(event, "value", event), stream) for what, event, stream in lib.order]
     assert marks == [("record", 77, 5), ("wait", 77, 6), ("record", 77, 1), ("wait", 77, 6)]
+
+
+def test_a_first_use_is_allowed_in_a_capture():
+    """The thread's capture mode is relaxed inside, and afterwards what it was, whatever happens."""
+    lib = FakeCuda(1)
+    driver = Driver(lib)
+    assert lib.mode == 0
+    with driver.at_first_use(0):
+        assert lib.mode == 2 and lib.stack == [1000]
+        with driver.at_first_use(0):
+            assert lib.mode == 2
+        assert lib.mode == 2
+    assert lib.mode == 0
+    with pytest.raises(ValueError, match="inside"), driver.at_first_use(0):
+        raise ValueError("inside")
+    assert lib.mode == 0
+
+
+def test_constants_are_there_at_once_and_on_no_callers_stream():
+    lib = FakeCuda(1)
+    assert Driver(lib).constant(0, b"12345678") == 4096
+    assert lib.copied == [(b"12345678", 555, 2)]  # the stream made for it, in relaxed mode
+    used = [name for name in lib.log if "Stream" in name or "Memcpy" in name]
+    assert used == [
+        "cuThreadExchangeStreamCaptureMode", "cuStreamCreate", "cuMemcpyHtoDAsync_v2", "cuStreamSynchronize",
+        "cuStreamDestroy_v2", "cuThreadExchangeStreamCaptureMode",
+    ]  # fmt: skip
 
 
 def test_failures_name_the_call():

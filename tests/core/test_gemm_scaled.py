@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import threading
 from types import SimpleNamespace
 
 import numpy as np
@@ -203,6 +204,9 @@ class Spy:
     def __init__(self) -> None:
         self.spec = self.ran = None
 
+    def executors(self, rt):
+        return threading.local()
+
     def plan_gemm(self, rt, spec):
         self.spec = spec
         return SimpleNamespace(spec=spec)
@@ -358,7 +362,7 @@ def prepared(spy: Runtime, scaling: str, **changed):
     spec = spy.backend.spec
     route = next(cuda_gemm._routes(spec, cuda_gemm._fused_epilogue(spec)))
     recorder = Recorder()
-    cache = SimpleNamespace(lt=recorder, handle=7, workspace=0)
+    cache = SimpleNamespace(lt=recorder, handle=7)
     return recorder, cuda_gemm.Prepared(cache, spec, route)
 
 

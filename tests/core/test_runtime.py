@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -131,6 +132,32 @@ def test_workspaces_grow_and_belong_to_a_thread():
     assert in_thread(lambda: rt.workspace("a", 100)) not in (small, rt.workspace("b", 100))
     large = rt.workspace("a", 1 << 20)
     assert large != small and rt.workspace("a", 100) == large
+
+
+def test_an_outgrown_workspace_stays():
+    """A captured graph may point at it. (What the runtime holds goes with the runtime.)"""
+    memory = Counted()
+    rt = memory.runtime()
+    small = rt.workspace("a", 100)
+    large = rt.workspace("a", 1 << 20)
+    assert small in memory.blocks and large in memory.blocks and not memory.freed
+    del rt
+    assert not memory.blocks
+
+
+def test_a_zeroed_workspace_begins_as_zeros():
+    rt = Runtime.cpu(HostAllocator())
+    at = rt.workspace("z", 64, zeroed=True)
+    ctypes.memset(at, 5, 8)
+    assert rt.workspace("z", 64, zeroed=True) == at  # what its users leave behind, they find
+    assert ctypes.string_at(at, 16) == b"\5" * 8 + bytes(8)
+
+
+def test_a_fresh_runtime_shares_all_but_scratch_memory():
+    rt = Runtime.cpu(HostAllocator())
+    other = rt.fresh()
+    same = [getattr(rt, name) is getattr(other, name) for name in ("device", "allocator", "backend", "plans", "stream")]
+    assert all(same) and rt.workspace("a", 100) != other.workspace("a", 100)
 
 
 def test_executors_belong_to_a_thread():

@@ -7,6 +7,7 @@ written, `executor.py` the scratch memory. Threads may call at once: scratch bel
 from __future__ import annotations
 
 import ctypes
+from threading import local
 from typing import Any
 
 import numpy as np
@@ -146,6 +147,10 @@ class CpuBackend:
     kv_move = staticmethod(kv_move)
     plan_kv_gather = staticmethod(plan_kv_gather)
     kv_gather = staticmethod(kv_gather)
+
+    def executors(self, rt: Runtime) -> local:
+        """A place for this runtime alone, whose allocator gives the scratch memory; it goes when the thread ends."""
+        return local()
 
     def executor(self, rt: Runtime) -> Executor:
         """Scratch memory for the calling thread."""

@@ -6,6 +6,7 @@ An operation's file is imported when the operation is first used; this file hold
 from __future__ import annotations
 
 from importlib import import_module
+from threading import local
 from typing import Any
 
 import numpy as np
@@ -26,21 +27,47 @@ FILES = (
 
 
 class Executor:
-    """What one thread's runs on one runtime write into: argument blocks, descriptors, library handles."""
+    """What one thread's runs on one device write into: an argument block, descriptors, library handles.
 
-    __slots__ = ("arguments", "attention", "context", "driver", "gemms")
+    It is never destroyed: captured graphs may hold memory of its handles. A thread that ends leaves it to the next.
+    """
 
-    def __init__(self, rt: Runtime) -> None:
+    __slots__ = ("_index", "arguments", "attention", "context", "driver", "gemms")
+
+    def __init__(self, index: int) -> None:
+        self._index = index
         self.driver = libraries.driver()
-        self.context = self.driver.attach(rt.device.index)  # 0: this thread is on the only device for good
+        self.context = 0
         self.arguments = Arguments()
         self.gemms: Any = None  # made by gemm.py at the first matrix product
         self.attention: Any = None  # made by cudnn.py at the first attention
 
+    def attach(self) -> Executor:
+        """Prepare the calling thread for the device."""
+        self.context = self.driver.attach(self._index)  # 0: this thread is on the only device for good
+        return self
+
+
+class _Executors:
+    """Those of one device: where threads keep theirs, and what threads that ended have left."""
+
+    __slots__ = ("left", "threads")
+
+    def __init__(self) -> None:
+        self.left: list[Executor] = []
+        self.threads = local()
+
+
+class _Lease:
+    """A thread's hold on its executor."""
+
+    __slots__ = ("_executor", "_left")
+
+    def __init__(self, executor: Executor, left: list[Executor]) -> None:
+        self._executor, self._left = executor, left
+
     def __del__(self) -> None:
-        for held in (getattr(self, "gemms", None), getattr(self, "attention", None)):
-            if held is not None:
-                held.close()
+        self._left.append(self._executor)
 
 
 class _Block:
@@ -86,9 +113,23 @@ class CudaBackend:
 
     name = "cuda"
 
+    def __init__(self) -> None:
+        self._executors: dict[int, _Executors] = {}
+
+    def executors(self, rt: Runtime) -> local:
+        """One place for all runtimes of a device."""
+        return self._executors.setdefault(rt.device.index, _Executors()).threads
+
     def executor(self, rt: Runtime) -> Executor:
-        """A new executor for the calling thread."""
-        return Executor(rt)
+        """One that a thread has left, or a new one."""
+        index = rt.device.index
+        of_device = self._executors[index]
+        try:
+            found = of_device.left.pop()
+        except IndexError:
+            found = Executor(index)
+        of_device.threads.lease = _Lease(found, of_device.left)
+        return found.attach()
 
     def default_allocator(self, device: Device) -> PoolAllocator:
         """The driver's memory pool."""

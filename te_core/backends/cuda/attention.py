@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from te_core.ops.attention import Terms
 
 #: Numbers of soft-caps by device, for good, as graphs are: a captured CUDA graph reads them after its plan has gone.
-_constants_held: dict[tuple[int, tuple[float, ...]], Tensor] = {}
+_constants_held: dict[tuple[int, tuple[float, ...]], int] = {}
 
 _LOGITS_ARGS = "ppp" + "qqqq" + "pppp" + "iiiiiii"
 _BIAS_ARGS = "pp" + "ii" + "pp" + "iiiiii"
@@ -82,8 +82,7 @@ class AttentionPlan:
     slopes: Slopes | None = None
     logits: Kernel | None = None
     stats: tuple[int, ...] = ()  # the shape of the statistics
-    constants: Tensor | None = None  # those of a soft-cap
-    constants_at: tuple[int, ...] = ()
+    constants: tuple[int, ...] = ()  # the addresses of a soft-cap's
 
     def explain(self) -> str:
         """What runs."""
@@ -136,21 +135,20 @@ def plan_attention_forward(
     packed = spec.q_format == "thd"
     shape = (q.shape[0], size.heads) if packed else (size.batch, size.heads, size.sq)
     pick = picker(graph, _without_sink(names, spec))
-    return AttentionPlan(spec, size, graph, pick, near, slopes, logits, shape, *constants)
+    return AttentionPlan(spec, size, graph, pick, near, slopes, logits, shape, constants)
 
 
-def _constants(rt: Runtime, wants: GraphSpec) -> tuple[Tensor | None, tuple[int, ...]]:
-    """The numbers of a soft-cap in device memory, and their addresses."""
+def _constants(rt: Runtime, wants: GraphSpec) -> tuple[int, ...]:
+    """The addresses of the numbers of a soft-cap in device memory."""
     values = wants.constants()
     if not values:
-        return None, ()
+        return ()
     key = (rt.device.index, values)
     held = _constants_held.get(key)
     if held is None:
-        made = rt.tensor(np.array(values, np.float32))
-        rt.numpy(made)  # waits: another stream may be the first to read them
-        held = _constants_held.setdefault(key, made)
-    return held, tuple(held.ptr + 4 * i for i in range(len(values)))
+        content = np.array(values, np.float32).tobytes()
+        held = _constants_held.setdefault(key, rt.executor().driver.constant(rt.device.index, content))
+    return tuple(held + 4 * i for i in range(len(values)))
 
 
 def _without_sink(names: tuple[str, ...], spec: AttentionSpec) -> tuple[str, ...]:
@@ -216,7 +214,7 @@ def attention_forward(
     cudnn.execute(rt, plan.graph, plan.pick((
         q.ptr, k.ptr, v.ptr, out.ptr, 0 if kept is None else kept.ptr, 0 if exponentials is None else exponentials.ptr,
         0 if bias is None else bias.ptr, 0 if sink is None else sink.ptr, seed, seed + 8, table, table,
-        *near.prepare(rt, lengths), *plan.constants_at,
+        *near.prepare(rt, lengths), *plan.constants,
     )))  # fmt: skip
     if plan.logits is not None:
         assert kept is not None and exponentials is not None and max_logit is not None
@@ -269,11 +267,8 @@ def plan_attention_backward(
     )  # fmt: skip
     graph = graph_of(rt, wants)
     names = _BACKWARD + tuple(name for name, _ in near.places) + (CONSTANTS if spec.softcap else ())
-    constants, at = _constants(rt, wants)
-    return AttentionPlan(
-        spec, size, graph, picker(graph, _without_sink(names, spec)), near, slopes, constants=constants,
-        constants_at=at,
-    )  # fmt: skip
+    pick = picker(graph, _without_sink(names, spec))
+    return AttentionPlan(spec, size, graph, pick, near, slopes, constants=_constants(rt, wants))
 
 
 def _require_alike(tensors: tuple[Tensor, ...], grads: tuple[Tensor, ...], forms: tuple[str, ...]) -> None:
@@ -314,6 +309,6 @@ def attention_backward(
     cudnn.execute(rt, plan.graph, plan.pick((
         q.ptr, k.ptr, v.ptr, out.ptr, stats.ptr, dy.ptr, dq.ptr, dk.ptr, dv.ptr, 0 if bias is None else bias.ptr,
         0 if dbias is None else dbias.ptr, 0 if sink is None else sink.ptr, 0 if dsink is None else dsink.ptr, seed,
-        seed + 8, *near.prepare(rt, lengths), *plan.constants_at,
+        seed + 8, *near.prepare(rt, lengths), *plan.constants,
     )))  # fmt: skip
     near.tidy(rt, lengths, dq, dk, dv, None)

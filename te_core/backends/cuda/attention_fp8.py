@@ -1,7 +1,7 @@
 """FP8 attention by cuDNN; see te_core.ops.attention_fp8 for the contract, te_core.attention_rules for what is refused.
 
-cuDNN writes each maximum over; those of delayed scaling are raised. So its graphs write into places of the executor's
-own, and one small kernel (attention_amax.cu) raises the given ones to what it finds there.
+cuDNN writes each maximum over; those of delayed scaling are raised. So its graphs write into scratch memory, and one
+small kernel (attention_amax.cu) raises the given ones to what it finds there.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from te_core import dtypes
 from te_core.attention import AttentionSpec, Sizes
 from te_core.backends.cuda import cudnn
 from te_core.backends.cuda.attention_plan import (
@@ -111,10 +110,7 @@ def _plan(
 
 def _amaxes(rt: Runtime) -> int:
     """The address of the maxima's places, which are zeros between runs."""
-    keeper = cudnn.handle(rt)
-    if keeper.amaxes is None:
-        keeper.amaxes = rt.zeros((4 * _PLACES,), dtypes.float32)
-    return int(keeper.amaxes.ptr)
+    return rt.workspace("attention maxima", 16 * _PLACES, zeroed=True)
 
 
 def _raise(rt: Runtime, plan: Fp8Plan, found: int, *scaled: Scaled | None) -> None:

@@ -81,7 +81,7 @@ def _import() -> Frontend:
         with _shown_folder(Path(libraries.file("cudnn")).parent):
             module = sys.modules.get("cudnn") or import_module("cudnn")
         native = module._pybind_module
-        native.backend_graph, native.create_handle, native._raw_set_stream, native._raw_destroy_handle  # noqa: B018
+        native.backend_graph, native.create_handle, native._raw_set_stream  # noqa: B018
     except (ImportError, AttributeError) as error:
         raise LibraryError(
             "load the cuDNN frontend", str(error), "nvidia-cudnn-frontend 1.28 or newer",
@@ -117,7 +117,7 @@ def _shown_folder(folder: Path) -> Iterator[None]:
 class Handle:
     """What an executor keeps for cuDNN: a handle, the stream that it is set to, and the addresses of a run."""
 
-    __slots__ = ("_address", "_native", "_values", "amaxes", "raw", "stream")
+    __slots__ = ("_address", "_native", "_values", "raw", "stream")
 
     def __init__(self, rt: Runtime) -> None:
         self._native = frontend().native
@@ -125,7 +125,6 @@ class Handle:
         self.stream = 0
         self._values = (ctypes.c_uint64 * MAX_OPERANDS)()
         self._address = ctypes.addressof(self._values)
-        self.amaxes: Any = None  # float32, zeros between runs: what FP8 graphs raise
 
     def execute(self, graph: Graph, pointers: tuple[int, ...], workspace: int, stream: int) -> None:
         """Launch on a stream; the addresses in the order of `graph.operands`."""
@@ -138,16 +137,12 @@ class Handle:
         graph.pack(self._values, 0, *pointers)
         graph.run(self._address, graph.count, workspace, self.raw, -1)
 
-    def close(self) -> None:
-        """Free the handle."""
-        self._native._raw_destroy_handle(self.raw)
-
 
 def handle(rt: Runtime) -> Handle:
     """The executor's handle, made at its first use."""
     executor = rt.executor()
     if executor.attention is None:
-        with executor.driver.on(rt.device.index):
+        with executor.driver.at_first_use(rt.device.index):
             executor.attention = Handle(rt)
     found: Handle = executor.attention
     return found
@@ -247,7 +242,7 @@ def graph(rt: Runtime, spec: Hashable, names: tuple[str, ...], describe: Describ
             found = _graphs.get(key)
             if found is None:
                 known = device.info(rt.device.index)
-                with rt.executor().driver.on(rt.device.index):
+                with rt.executor().driver.at_first_use(rt.device.index):
                     target = Target(known.name, known.multiprocessors, handle(rt).raw, capability=known.capability)
                     found = _graphs[key] = load_or_build(target, spec, names, describe)
     return found

@@ -320,8 +320,7 @@ class Prepared:
         cache, needs = self.cache, self.needs
         self._matmul(
             cache.handle, self.desc, self.alpha, b, self.a_layout, a, self.b_layout, self.beta, out, self.out_layout,
-            out, self.out_layout, self.algo, (cache.workspace or cache.make_workspace(rt)) if needs else 0, needs,
-            rt.stream,
+            out, self.out_layout, self.algo, rt.workspace("cublasLt", cache.limit) if needs else 0, needs, rt.stream,
         )  # fmt: skip
 
     def __del__(self) -> None:
@@ -334,16 +333,14 @@ class Prepared:
 
 
 class GemmCache:
-    """What an executor keeps for GEMMs: a cuBLASLt handle, a workspace, the descriptors of the plans it ran last."""
+    """What an executor keeps for GEMMs: a cuBLASLt handle, and the descriptors of the plans it ran last."""
 
-    __slots__ = ("_prepared", "handle", "limit", "lt", "workspace")
+    __slots__ = ("_prepared", "handle", "limit", "lt")
 
     def __init__(self, rt: Runtime) -> None:
         self.lt = lt_.bindings()
-        # What cuBLAS's documentation asks for, by generation. Always whole, so that it never moves: a captured
-        # graph keeps its address.
+        # Of a workspace, by generation: what cuBLAS's documentation asks for. Always whole, so that it never moves.
         self.limit = (32 << 20) if device.info(rt.device.index).capability >= (9, 0) else (4 << 20)
-        self.workspace = 0
         self._prepared: OrderedDict[GemmPlan, Prepared] = OrderedDict()
         self.handle = self.lt.create()
 
@@ -364,21 +361,11 @@ class GemmCache:
             self._prepared.popitem(last=False)
         return prepared
 
-    def make_workspace(self, rt: Runtime) -> int:
-        """The address of `limit` bytes of scratch memory."""
-        self.workspace = rt.workspace("cublasLt", self.limit)
-        return self.workspace
-
-    def close(self) -> None:
-        """Free the handle and the descriptors."""
-        self._prepared.clear()
-        self.lt.destroy(self.handle)
-
 
 def _cache(rt: Runtime) -> GemmCache:
     executor = rt.executor()
     if executor.gemms is None:
-        with executor.driver.on(rt.device.index):
+        with executor.driver.at_first_use(rt.device.index):
             executor.gemms = GemmCache(rt)
     found: GemmCache = executor.gemms
     return found
@@ -420,7 +407,7 @@ def gemm(
 
 
 def _make_alpha(rt: Runtime, plan: GemmPlan, a_amax: Tensor | None, b_amax: Tensor | None) -> None:
-    """Leave alpha and beta where the product's call will read them: in this thread's scratch memory."""
+    """Leave alpha and beta where the product's call will read them: in scratch memory."""
     spec, route = plan.spec, plan.route
     assert plan.make_alpha is not None and route is not None and spec.a_format is not None
     assert a_amax is not None and b_amax is not None and spec.b_format is not None  # the ops floor requires them
