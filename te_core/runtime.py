@@ -111,7 +111,7 @@ class Runtime:
     """A device, a stream on it, and where memory comes from."""
 
     __slots__ = (
-        "_outgrown", "_threads", "_workspaces", "allocator", "backend", "device", "plans", "stream",
+        "_apart", "_outgrown", "_threads", "_workspaces", "allocator", "backend", "device", "joins", "plans", "stream",
     )  # fmt: skip
 
     _cpu: Runtime | None = None
@@ -126,6 +126,9 @@ class Runtime:
         self._threads = backend.executors(self)
         self._workspaces: dict[tuple[int, str], Tensor] = {}
         self._outgrown: list[Tensor] = []
+        self._apart: Runtime | None = None
+        #: Whether small results that belong together may share one block of memory.
+        self.joins = True
 
     @classmethod
     def cpu(cls, allocator: Allocator | None = None) -> Runtime:
@@ -149,11 +152,23 @@ class Runtime:
         """The same with scratch memory of its own: for what is captured in a CUDA graph."""
         return Runtime(self.device, self.stream, self.allocator, self.backend)
 
+    def apart(self) -> Runtime:
+        """The same without blocks that results share: for operators that a compiler knows by the shapes of their
+        results, which must not depend on how large they are.
+        """
+        found = self._apart
+        if found is None:
+            found = self.fresh()
+            found._workspaces, found._outgrown, found.joins = self._workspaces, self._outgrown, False
+            self._apart = found
+        return found
+
     @classmethod
     def meta(cls, allocator: Allocator) -> Runtime:
         """Computes nothing: runs a layer for the shapes and dtypes of its outputs only."""
         rt = cls(META, 0, allocator, _load_backend("meta"))
         rt.plans = PlanCache(capacity=0)  # sizes may be a compiler's symbols, which make no keys
+        rt.joins = False
         return rt
 
     def empty(self, shape: tuple[int, ...], dtype: DType) -> Tensor:

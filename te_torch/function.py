@@ -397,7 +397,7 @@ def _distinct(results: Sequence[Tensor], taken: set[int]) -> list[torch.Tensor]:
 def _world(t: torch.Tensor, fake: bool) -> tuple[Runtime, Callable[[torch.Tensor], Tensor]]:
     if fake or t.is_meta:
         return shape_runtime(t.device), to_core_shape
-    return runtime_for(t), to_core
+    return runtime_for(t).apart(), to_core
 
 
 def _new_maxima(rt: Runtime, scale: torch.Tensor | None) -> Tensor | None:

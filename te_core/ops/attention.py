@@ -20,7 +20,7 @@ from te_core.dtypes import ACTIVATION_DTYPES, DType
 from te_core.errors import UnsupportedError
 from te_core.ops import _check
 from te_core.runtime import Runtime
-from te_core.tensor import META, Device, Tensor
+from te_core.tensor import Device, Tensor
 
 
 class Terms(NamedTuple):
@@ -145,7 +145,7 @@ def attention_backward(
 def _fresh(rt: Runtime, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Memory for the gradients of q, k and v: one block where it is small, because an allocation costs 2 us."""
     dtype = q.dtype
-    places = None if rt.device is META else _places(dtype, q.shape, k.shape, v.shape)  # META: sizes may be symbols
+    places = _places(dtype, q.shape, k.shape, v.shape) if rt.joins else None
     if places is None:
         return rt.empty(q.shape, dtype), rt.empty(k.shape, dtype), rt.empty(v.shape, dtype)
     at_k, at_v, nbytes = places

@@ -17,7 +17,7 @@ from te_core.errors import ArgumentError
 from te_core.ops import _check, quantize_nvfp4
 from te_core.quantized import ONE_BLOCK, PAD, Cast, Copy, QuantizedTensor, padded, pieces_of
 from te_core.runtime import Runtime
-from te_core.tensor import META, Tensor
+from te_core.tensor import Tensor
 
 #: Backends name the functions of a scaling so; per-tensor ones have no suffix.
 SUFFIX = {"tensor": "", "block": "_block", "mxfp8": "_mxfp8", "nvfp4": "_nvfp4"}
@@ -30,7 +30,7 @@ def allocate(rt: Runtime, shape: tuple[int, int], cast: Cast) -> QuantizedTensor
     m, k = padded(shape[0]), padded(shape[1])
     size = m * k
     both = cast.rowwise and cast.columnwise
-    shared = both and size <= ONE_BLOCK
+    shared = both and rt.joins and size <= ONE_BLOCK
     block = rt.empty((2 * size + PAD if shared else size + PAD,), dtypes.uint8)
     ptr, device, dtype = block.ptr, block.device, cast.dtype
     scale_inv = Tensor(ptr + size, (1,), dtypes.float32, device, block)  # one for both
@@ -56,7 +56,7 @@ def _allocate_blocks(rt: Runtime, shape: tuple[int, int], cast: Cast) -> Quantiz
     if row is None:
         block = rt.empty((column.nbytes,), dtypes.uint8)
         return QuantizedTensor(cast.format, shape, None, Copy.at(block, 0, column), block)
-    if rt.device is not META and row.data_bytes <= ONE_BLOCK:  # no test of a symbolic size, which would be compiled in
+    if rt.joins and row.data_bytes <= ONE_BLOCK:
         block = rt.empty((column.nbytes + row.nbytes,), dtypes.uint8)
         rowwise = Copy.at(block, column.nbytes, row)
     else:

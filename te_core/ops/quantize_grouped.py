@@ -16,7 +16,7 @@ from te_core.ops import _check
 from te_core.ops.quantize import allocate, check_cast, quantize
 from te_core.quantized import ONE_BLOCK, Cast, Copy, Format, QuantizedTensor, pieces_of, up
 from te_core.runtime import Runtime
-from te_core.tensor import META, Tensor
+from te_core.tensor import Tensor
 
 #: Each group's copy begins at such an address, as if it had been allocated alone.
 ALIGNMENT = 256
@@ -112,7 +112,8 @@ def allocate_groups(rt: Runtime, splits: Sequence[int], width: int, cast: Cast) 
     form = cast.format
     sizes = {columnwise: _places(rt.device, splits, width, form, columnwise)[1] for columnwise in (True, False)}
     columns, rows = (sizes[True] if cast.columnwise else 0), (sizes[False] if cast.rowwise else 0)
-    shared = rt.device is META or columns + rows <= 2 * ONE_BLOCK or not (columns and rows)
+    both = cast.columnwise and cast.rowwise
+    shared = not both or (rt.joins and columns + rows <= 2 * ONE_BLOCK)
     block = rt.empty((columns + rows if shared else columns,), dtypes.uint8)
     column_copies = _copies(block, splits, width, form, True) if cast.columnwise else [None] * len(splits)
     row_copies: list[Copy] | list[None] = [None] * len(splits)
