@@ -104,3 +104,4 @@ class Precision:
     strict: bool = False  # anything that is not what the recipe asked for is an error
     factory: Any = None  # CustomRecipe: the operands follow from this, module by module
     attention: AttentionPrecision | None = None  # None: attention stays in high precision
+    check_finite: bool = False  # casts count what is no number

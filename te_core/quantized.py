@@ -225,12 +225,13 @@ class Cast:
     worked out from the value's own maximum (current scaling). `epsilon` and `power_of_two` are the rule of current
     and block scaling. nvfp4: `transform` applies the random Hadamard transform to the columnwise copy, `stochastic`
     rounds the data so (`rng` int64 [2] and `site` say with which draws), `four_over_six` ("MAE" or "MSE") quantizes
-    each block twice and keeps the better. Not to be changed once made: casts are shared between calls.
+    each block twice and keeps the better. `nonfinite` (int64 [2]), if given, is raised by the NaNs and the infinities
+    among the values. Not to be changed once made: casts are shared between calls.
     """
 
     __slots__ = (
-        "amax", "columnwise", "dtype", "epsilon", "format", "four_over_six", "key", "power_of_two", "rng", "rowwise",
-        "scale", "site", "stochastic", "transform",
+        "amax", "columnwise", "dtype", "epsilon", "format", "four_over_six", "key", "nonfinite", "power_of_two", "rng",
+        "rowwise", "scale", "site", "stochastic", "transform",
     )  # fmt: skip
 
     def __init__(
@@ -248,6 +249,7 @@ class Cast:
         rng: Tensor | None = None,
         site: int = 0,
         four_over_six: str | None = None,
+        nonfinite: Tensor | None = None,
     ) -> None:
         self.format = form if isinstance(form, Format) else Format(form)
         self.dtype = self.format.dtype
@@ -262,6 +264,7 @@ class Cast:
         self.rng = rng
         self.site = site
         self.four_over_six = four_over_six
+        self.nonfinite = nonfinite
         #: What a plan depends on (the tensors and the epsilon are run-time values).
         self.key = (
             self.format, rowwise, columnwise, scale is not None, amax is not None, transform, stochastic, four_over_six

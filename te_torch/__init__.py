@@ -23,17 +23,20 @@ from te_torch.modules.linear import Linear
 from te_torch.modules.norm import LayerNorm, RMSNorm
 from te_torch.modules.padding import Fp8Padding, Fp8Unpadding
 from te_torch.modules.transformer_layer import TransformerLayer
+from te_torch.nonfinite import nonfinite_report
 from te_torch.precision_report import precision_report
 from te_torch.quantized_init import fp8_model_init, quantized_model_init
 from te_torch.report import measure_saved, memory_report
 from te_torch.tensors import *  # noqa: F403  the quantized tensor classes and their quantizers
 from te_torch.tensors import __all__ as _tensors
+from te_torch.training.checkpoint import checkpoint
 
 __all__ = [
     "DotProductAttention", "Fp8Padding", "Fp8Unpadding", "GroupedLinear", "InferenceParams", "LayerNorm",
     "LayerNormLinear", "LayerNormMLP", "Linear", "MultiheadAttention", "RMSNorm", "RotaryPositionEmbedding",
-    "TransformerLayer", "autocast", "convert", "fp8_autocast", "fp8_model_init", "get_cudnn_version",
+    "TransformerLayer", "autocast", "checkpoint", "convert", "fp8_autocast", "fp8_model_init", "get_cudnn_version",
     "get_default_recipe", "get_device_compute_capability", "is_bf16_available", "is_fp8_available",
     "is_fp8_block_scaling_available", "is_mxfp8_available", "is_nvfp4_available", "measure_saved", "memory_report",
+    "nonfinite_report",
     "plain_state_dict", "precision_report", "prepare_state", "quantized_model_init", *_tensors,
 ]  # fmt: skip

@@ -1,120 +1,81 @@
-"""Regions of low precision: `autocast`, `fp8_autocast`.
+"""Regions of low precision: `autocast`, `fp8_autocast`; and which precision a forward runs in now (`precision_now`).
 
 The outermost region collects weak references to the states of the modules that ran in it, and updates their
-forward scales when it ends. A module reads the active region in its forward only; backward knows all it needs.
+forward scales when it ends. A module asks for its precision in its forward only; backward knows all it needs.
 
-The active region is one plain attribute, `active.region`, which a tracing compiler can follow and guard on. Eager
-code, where several threads may each be in a region of their own, finds its region by thread instead.
+The active region is an attribute of a `threading.local`, so it belongs to its thread and goes with it. A tracing
+compiler follows it and guards on it (it does where the class gives the attribute a beginning in each thread).
 """
 
 from __future__ import annotations
 
-import copy
+import threading
 import warnings
-from _thread import get_ident
-from dataclasses import replace
 from typing import Any
 
 import torch
 
 from te_core import device
-from te_core.errors import ArgumentError
-from te_core.precision import Precision
-from te_core.recipe import (
-    DelayedScaling,
-    Float8CurrentScaling,
-    MXFP8BlockScaling,
-    Recipe,
-    by_token,
-    resolve,
-    the_one,
-)
+from te_core.errors import ArgumentError, UnsupportedError
+from te_core.recipe import DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling, Recipe
 from te_torch import amax_reduction
 from te_torch import state as scaling
 from te_torch.availability import current_device
+from te_torch.precisions import CALIBRATE, CHECK, EMULATE, STRICT, number_at_trace, number_of, precision_of
 from te_torch.runtime import constant_at_trace
 
-# Precisions by number, 0 being none: what a tracing compiler can hold as a constant and guard on.
-_numbered: list[Precision | None] = [None]
-_recipes: list[Recipe | None] = [None]  # what the precision of that number was resolved from
-_numbers: dict[int, int] = {}
-#: Those of custom recipes, which say something else for each module.
-custom_numbers: set[int] = set()
 
-#: How a region changes what its recipe says: nothing, `emulate`, `strict`, both; or high precision that only records
-#: maxima.
-PLAIN, EMULATE, STRICT, CALIBRATE = 0, 1, 2, 4
+class Region:
+    """What a module has to know of the region that it runs in."""
 
+    __slots__ = ("calibrating", "group", "outer", "precision", "ran", "recipe", "recompute", "traced")
 
-def precision_of(number: int) -> Precision | None:
-    """The precision of this number; None for 0."""
-    return _numbered[number]
-
-
-def recipe_of(number: int) -> Recipe | None:
-    """The recipe of this number, as it was when the number was given: what user-supplied rules are shown."""
-    return _recipes[number]
+    def __init__(
+        self, recipe: Recipe, precision: int, calibrating: bool, ran: Ran | None, recompute: bool, traced: bool,
+        outer: Region | None, group: Any = None,
+    ) -> None:  # fmt: skip
+        self.recipe = recipe
+        self.precision = precision  # by number; 0: high precision
+        self.calibrating = calibrating
+        self.ran = ran  # None: inside a compiler's trace in an eager region, which finds by itself what ran
+        self.recompute = recompute  # inside a backward pass: the forward of a checkpoint, run again
+        self.traced = traced  # inside a compiler's trace
+        self.outer = outer
+        self.group = group  # over which processes maxima are reduced; None: the default group
 
 
-def number_of(recipe: Recipe, mode: int = PLAIN) -> int:
-    """The number of what this recipe says now, in a region of this mode."""
-    precision = resolve(recipe)
-    if mode:
-        precision = _in_mode(precision, mode)
-    return number_of_precision(precision, recipe)
+class Ran:
+    """What ran in an outermost region and those inside it.
+
+    `states` holds tokens, which are weak references; for a region inside a compiler's trace, which ends with it, the
+    states themselves. (States that ran in a compiled function inside an eager region are found by
+    scaling.traced_that_ran: what a trace writes into a container, it also guards on.)
+    """
+
+    __slots__ = ("open", "states")
+
+    def __init__(self) -> None:
+        self.states: dict[int, Any] = {}
+        self.open = 0  # regions that have not ended
 
 
-def number_of_precision(precision: Precision, recipe: Recipe | None) -> int:
-    """The number of a precision (one that `te_core.recipe.the_one` gave)."""
-    number = _numbers.get(id(precision))  # `resolve` keeps its results, so an id stays one precision's
-    if number is None:
-        _numbered.append(precision)
-        _recipes.append(copy.copy(recipe))
-        number = _numbers[id(precision)] = len(_numbered) - 1
-        if precision.factory is not None:
-            custom_numbers.add(number)
-    return number
+class _Active(threading.local):
+    """The innermost region of the calling thread."""
+
+    def __init__(self) -> None:
+        self.region: Region | None = None
+        # Inside of `te_torch.checkpoint`, which knows the region of what it runs again: the hook that keeps what is
+        # saved there, or True where it is reentrant.
+        self.carried: Any = None
 
 
-@constant_at_trace
-def reads_quantized(number: int) -> bool:
-    """Whether no GEMM of this precision reads the weight itself, which then need not be in the activation dtype."""
-    precision = _numbered[number]
-    rule = None if precision is None else precision.weight
-    if rule is None or precision.backward == "high_precision":  # type: ignore[union-attr]
-        return False
-    parts = (rule, rule.columnwise or rule)
-    return all(part.scaling not in ("calibrate", "custom", "none") for part in parts)
+active = _Active()
 
 
-@constant_at_trace
-def draws(number: int) -> bool:
-    """Whether backward in this precision rounds stochastically, and so needs random numbers."""
-    precision = _numbered[number]
-    return precision is not None and precision.grad is not None and precision.grad.stochastic
-
-
-_modes: dict[tuple[int, int], Precision] = {}
-
-
-def _in_mode(precision: Precision, mode: int) -> Precision:
-    found = _modes.get((id(precision), mode))
-    if found is None:
-        if mode & CALIBRATE:
-            x, w = (o and replace(o, scaling="calibrate") for o in (precision.input, precision.weight))
-            changed = replace(
-                precision, input=x, weight=w, grad=None, output=None, grad_input=None, attention=None
-            )  # fmt: skip
-        else:
-            changed = replace(precision, emulate=bool(mode & EMULATE), strict=bool(mode & STRICT))
-        found = _modes[id(precision), mode] = the_one(changed)
-    return found
-
-
-@constant_at_trace
-def _trace_number(token: int, mode: int) -> int:
-    """The same at trace time, where the recipe is a constant of the program known by its token."""
-    return number_of(by_token(token), mode)
+def group_around_trace() -> Any:
+    """At trace time: the group of the eager region that the traced code is in."""
+    region = active.region
+    return None if region is None else region.group
 
 
 @constant_at_trace
@@ -124,76 +85,135 @@ def _refuse_traced_reduction(number: int) -> None:
         amax_reduction.refuse_traced(precision)
 
 
-class Region:
-    """What a module has to know of the region that it runs in."""
-
-    __slots__ = ("calibrating", "group", "precision", "ran", "recipe", "recompute", "traced")
-
-    def __init__(
-        self,
-        recipe: Recipe,
-        precision: int,
-        calibrating: bool,
-        ran: dict[int, Any],
-        recompute: bool,
-        traced: bool,
-        group: Any = None,
-    ) -> None:
-        self.recipe = recipe
-        self.group = group  # over which processes maxima are reduced; None: the default group
-        self.precision = precision  # by number; 0: high precision
-        self.calibrating = calibrating
-        # The states that ran, by token, which is a weak reference; a region inside a compiler's trace, which ends
-        # with it, holds the states themselves. (States that ran in a compiled function inside an eager region are
-        # found by scaling.traced_that_ran: what a trace writes into a container, it also guards on.)
-        self.ran = ran
-        self.traced = traced
-        self.recompute = recompute  # inside a backward pass: the forward of a checkpoint, run again
-
-
-class _Active:
-    """Holds the plain attribute."""
-
-    def __init__(self) -> None:
-        self.region: Region | None = None
-
-
-active = _Active()
-_by_thread: dict[int, Region] = {}
-
-
-def current_region() -> Region | None:
-    """The innermost region of this thread."""
-    return active.region if torch.compiler.is_compiling() else _by_thread.get(get_ident())
-
-
-def thread_region() -> Region | None:
-    """The same for eager code."""
-    return _by_thread.get(get_ident())
-
-
-def group_around_trace() -> Any:
-    """At trace time: the group of the eager region that the traced code is in."""
-    region = _by_thread.get(get_ident())
-    return None if region is None else region.group
-
-
-def _set_region(region: Region | None, tracing: bool) -> None:
-    active.region = region
-    if tracing:
-        return
-    if region is None:
-        _by_thread.pop(get_ident(), None)
-    else:
-        _by_thread[get_ident()] = region
-
+# ------------------------------------------------------------------------------------- which precision, now
 
 _graph_task = torch._C._current_graph_task_id
+#: Off, like gradients, inside an autograd function's forward and in inference mode; on under torch.no_grad.
+forward_ad = torch._C._is_fwd_grad_enabled
+_saving_hooks: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda ignore_is_tracing: None)
 
 
 def in_backward() -> bool:
-    """Whether this thread is inside a backward pass: a forward there is a checkpoint's recomputation."""
+    """Whether this thread is inside a backward pass."""
     return _graph_task() != -1
+
+
+class Outstanding:
+    """The precisions of those forwards of a module that torch's own checkpoint may run again.
+
+    It gives no link from what is run again to the call that was made, and a region has ended by then. So a forward that
+    it may run again leaves its precision here, and the one that is run again takes the precision on which they agree.
+    """
+
+    __slots__ = ("_counts", "_settled")
+
+    def __init__(self) -> None:
+        self._counts: dict[tuple[bool, int], int] = {}  # by training mode and precision
+        self._settled: int | None = None  # of the last that was run again
+
+    def note(self, training: bool, number: int) -> None:
+        """A forward that may be run again."""
+        self._counts[training, number] = self._counts.get((training, number), 0) + 1
+
+    def expect(self, training: bool, number: int) -> None:
+        """The same of one that may have been noted before."""
+        self._counts.setdefault((training, number), 1)
+
+    def agreed(self, training: bool, name: str) -> int | None:
+        """The precision of what is run again now; None where nothing was noted."""
+        found = [number for mode, number in self._counts if mode == training] or [n for _, n in self._counts]
+        if len(found) > 1:
+            self._counts.clear()  # the next step is judged by itself
+            said = ", ".join(sorted(_in_words(number) for number in found))
+            raise UnsupportedError(
+                f"{name}, run again in backward by a checkpoint", "forwards in different precisions that await their "
+                f"backward ({said}), and no word of which of them this is", "one precision for all of them",
+                "use te_torch.checkpoint, which carries the region along",
+            )  # fmt: skip
+        if found:
+            self._settled = found[0]
+        return self._settled
+
+    def done(self, training: bool, number: int) -> None:
+        """One of them was run again."""
+        for key in ((training, number), (not training, number)):
+            left = self._counts.get(key)
+            if left is not None:
+                if left > 1:
+                    self._counts[key] = left - 1
+                else:
+                    del self._counts[key]
+                return
+
+
+def _in_words(number: int) -> str:
+    precision = precision_of(number)
+    if precision is None or precision.input is None:
+        return "high precision"
+    return f"{precision.input.format} ({precision.input.scaling})"
+
+
+def precision_now(module: Any, peek: bool = False) -> tuple[int, bool, Region | None]:
+    """(precision by number, whether a checkpoint runs this forward again, the region): the one rule of a forward.
+
+    `module` has `_outstanding`, `training` and `name`. With `peek` it only looks, for one who acts on what it will do.
+    """
+    region = active.region
+    if torch.compiler.is_compiling():
+        return (0, False, None) if region is None else (region.precision, region.recompute, region)
+    if _graph_task() != -1:
+        return _in_backward(module, region, peek)
+    number = 0 if region is None else region.precision
+    if not peek and may_run_again():
+        module._outstanding.note(module.training, number)
+    return number, False, region
+
+
+def may_run_again() -> bool:
+    """Whether a forward now is the first one of a checkpoint that will not know its region.
+
+    A reentrant checkpoint is an autograd function, in whose forward gradients are off both ways (under torch.no_grad
+    they are off in one); the other one keeps what is saved by hooks of its own.
+    """
+    if torch.is_grad_enabled():
+        hook = keeping_hook()
+        return hook is not None and hook is not active.carried
+    return not forward_ad() and not torch.is_inference_mode_enabled() and active.carried is not True
+
+
+def keeping_hook() -> Any:
+    """The hook by which a checkpoint of torch's keeps what is saved now; None outside of one."""
+    hooks = _saving_hooks(True)
+    return hooks[0] if hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint" else None
+
+
+def _first_of_a_checkpoint() -> bool:
+    """Whether this is the first run of a checkpoint that keeps by hooks: where it runs again they have another name."""
+    hook = keeping_hook()
+    return hook is not None and hook.__qualname__.startswith("_checkpoint_hook")
+
+
+def _in_backward(module: Any, region: Region | None, peek: bool) -> tuple[int, bool, Region | None]:
+    """A forward inside a backward pass: run again by a checkpoint, or a hook's own."""
+    grad = torch.is_grad_enabled()
+    if region is not None and region.recompute:
+        number, again = region.precision, region
+    else:
+        if not grad and forward_ad():  # a hook's: what is run again has gradients, or is inside an autograd function
+            return 0 if region is None else region.precision, False, region
+        found = module._outstanding.agreed(module.training, module.name)
+        if found is None:
+            return 0 if region is None else region.precision, False, region
+        number, again = found, None
+    if not peek:
+        if grad and not _first_of_a_checkpoint():
+            module._outstanding.done(module.training, number)
+        else:  # in a checkpoint inside one that is run again: it will be run again itself
+            module._outstanding.expect(module.training, number)
+    return number, True, again
+
+
+# ---------------------------------------------------------------------------------------- the default recipe
 
 
 def get_default_recipe() -> Recipe:
@@ -219,26 +239,41 @@ def prepare_default() -> Recipe:
     return _default
 
 
+# --------------------------------------------------------------------------------------------------- regions
+
+
+class ArgumentNameError(ArgumentError, TypeError):
+    """An argument under a name that another function has for it. Also the usual TypeError."""
+
+
+def _refuse_names(operation: str, given: dict[str, Any], names: dict[str, str], allowed: str) -> None:
+    """Raise for keyword arguments that this function does not have."""
+    for name, value in given.items():
+        do = f"pass {names[name]}=" if name in names else "correct the name"
+        raise ArgumentNameError(operation, f"{name}={value!r}", allowed, do)
+
+
 class autocast:  # noqa: N801  the documented name
     """Context: modules inside run their GEMMs as `recipe` says.
 
-    enabled=False runs them in high precision, also inside an enabled region. The outermost enabled region
+    enabled=False runs them in high precision, also inside an enabled region. The outermost region, if it is enabled,
     updates the forward scales of delayed scaling when it ends in grad mode.
 
     calibrating=True with enabled=False runs in high precision and collects what delayed scaling starts from: maxima
     and, when the region ends, scales.
     strict=True makes an error of everything that is not computed as the recipe asks; emulate=True lets formats that
     the device cannot multiply be dequantized and multiplied in float32: exact, and slow.
+    check_finite=True has every cast count the NaNs and infinities among its values (te_torch.nonfinite_report).
+
+    A region ends with its block, whatever ends that: after an exception nothing is updated or reduced. A generator
+    that is left suspended inside a region leaks it to its caller, as with torch.autocast.
 
     In a job of several processes the maxima of delayed scaling are reduced over `amax_reduction_group` (None: over all
     processes) before each update, unless the recipe says reduce_amax=False. All ranks of the group have to run the same
     modules in the same order. A region inside a compiled function cannot do that and is refused; put it around.
     """
 
-    __slots__ = (
-        "_entered", "_graph", "_mode", "_outermost", "_previous", "_region", "amax_reduction_group", "calibrating",
-        "enabled", "recipe",
-    )  # fmt: skip
+    __slots__ = ("_graph", "_mode", "_region", "amax_reduction_group", "calibrating", "enabled", "recipe")
 
     def __init__(
         self,
@@ -250,7 +285,13 @@ class autocast:  # noqa: N801  the documented name
         *,
         strict: bool = False,
         emulate: bool = False,
+        check_finite: bool = False,
+        **misnamed: Any,
     ) -> None:
+        if misnamed:
+            _refuse_names("autocast", misnamed, _NEWER_NAMES, _ALLOWED)
+        if enabled is not True and enabled is not False:
+            raise ArgumentError("autocast", f"enabled={enabled!r}", "True or False", "pass a recipe as recipe=")
         if recipe is not None and not isinstance(recipe, Recipe):
             raise ArgumentError(
                 "autocast", f"recipe={recipe!r}", "a recipe of te_core.recipe, or None", "pass DelayedScaling(), say"
@@ -262,49 +303,69 @@ class autocast:  # noqa: N801  the documented name
         self.recipe = recipe
         self.amax_reduction_group = amax_reduction_group
         self._graph = _graph
-        self._mode = EMULATE * emulate + STRICT * strict
-        self._entered = False
-        self._outermost = False
-        self._previous: Region | None = None
+        self._mode = EMULATE * emulate + STRICT * strict + CHECK * check_finite
         self._region: Region | None = None
 
     def __enter__(self) -> None:
-        if self._entered:
+        if self._region is not None:
             raise RuntimeError("this autocast is already active: make another one for a nested region")
         tracing = torch.compiler.is_compiling()
-        outer = active.region if tracing else _by_thread.get(get_ident())
-        self._previous = outer
+        outer = active.region
         precision = 0
         if self.enabled or (self.calibrating and self.recipe.delayed()):  # other recipes have nothing to calibrate
             mode = self._mode if self.enabled else CALIBRATE
-            precision = _trace_number(self.recipe.token, mode) if tracing else number_of(self.recipe, mode)
+            precision = number_at_trace(self.recipe.token, mode) if tracing else number_of(self.recipe, mode)
         recompute = not tracing and in_backward()
-        # A region around a backward pass is none of the regions that a checkpoint runs again in that pass.
-        self._outermost = outer is None or recompute and not outer.recompute
-        ran = {} if self._outermost else outer.ran  # type: ignore[union-attr]
+        ran: Ran | None = None
+        if not tracing or outer is None or outer.ran is not None and outer.traced:
+            # A region around a backward pass is none of the regions that a checkpoint runs again in that pass.
+            ran = Ran() if outer is None or recompute and not outer.recompute else outer.ran
+            ran.open += 1  # type: ignore[union-attr]
         if tracing and outer is None:
             _refuse_traced_reduction(precision)
         group = None if tracing else self.amax_reduction_group
-        self._region = Region(self.recipe, precision, self.calibrating, ran, recompute, tracing, group)
-        _set_region(self._region, tracing)
-        self._entered = True
+        self._region = active.region = Region(
+            self.recipe, precision, self.calibrating, ran, recompute, tracing, outer, group
+        )
 
-    def __exit__(self, *exc: object) -> None:
+    def __exit__(self, kind: Any, *exc: object) -> None:
         region = self._region
-        _set_region(self._previous, torch.compiler.is_compiling())
-        self._entered = False
+        if region is None:
+            return
         self._region = None
-        self._previous = None
-        if region is None or not self._outermost or not region.precision or self._graph:
+        _leave(region)
+        ran = region.ran
+        if ran is None:
+            return
+        ran.open -= 1
+        if kind is not None or ran.open or not region.precision or self._graph:
             return
         if self.enabled and not torch.is_grad_enabled():  # calibration also runs without gradients
             return
         if region.traced:
-            scaling.update_traced(list(region.ran.values()))
+            scaling.update_traced(list(ran.states.values()))
         else:
             # What a recomputation runs was updated before, unless its first forward ran without grad mode.
-            ran = [*region.ran, *scaling.traced_that_ran(region.group)]
-            scaling.update(ran, scaling.FORWARD, only_due=region.recompute)
+            tokens = [*ran.states, *scaling.traced_that_ran(region.group)]
+            scaling.update(tokens, scaling.FORWARD, only_due=region.recompute)
+
+
+def _leave(region: Region) -> None:
+    """Take a region out of those that this thread is in; it need not be the innermost."""
+    inner = active.region
+    if inner is region:
+        active.region = region.outer
+        return
+    while inner is not None and inner.outer is not region:
+        inner = inner.outer
+    if inner is not None:
+        inner.outer = region.outer
+
+
+#: The documented names of fp8_autocast's arguments, and what autocast calls them.
+_NEWER_NAMES = {"fp8_recipe": "recipe", "fp8_group": "amax_reduction_group"}
+_ALLOWED = "enabled, calibrating, recipe, amax_reduction_group, strict, emulate, check_finite"
+_OLDER_NAMES = {newer: older for older, newer in _NEWER_NAMES.items()}
 
 
 def fp8_autocast(
@@ -313,7 +374,10 @@ def fp8_autocast(
     fp8_recipe: Recipe | None = None,
     fp8_group: Any = None,
     _graph: bool = False,
+    **misnamed: Any,
 ) -> autocast:
     """The documented older name of `autocast`."""
+    if misnamed:
+        _refuse_names("fp8_autocast", misnamed, _OLDER_NAMES, "enabled, calibrating, fp8_recipe, fp8_group")
     warnings.warn("fp8_autocast is the older name of autocast(recipe=...)", DeprecationWarning, stacklevel=2)
     return autocast(enabled, calibrating, fp8_recipe, fp8_group, _graph)

@@ -14,8 +14,8 @@ import torch
 from te_core.errors import ArgumentError
 from te_core.precision import Precision
 from te_core.recipe import Recipe, resolve
-from te_torch.autocast import number_of, precision_of
 from te_torch.extra_state import read_extra_state
+from te_torch.precisions import number_of, precision_of
 from te_torch.quantized_init import set_own_scale
 from te_torch.runtime import FLOATS, default_device
 from te_torch.state import BACKWARD, FORWARD, NAMES, ScalingState

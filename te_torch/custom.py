@@ -13,7 +13,7 @@ from te_core.precision import Gemm, History, Operand, Precision
 from te_core.recipe import Format, the_one
 from te_core.runtime import Runtime
 from te_core.tensor import META, Tensor
-from te_torch.autocast import number_of_precision, precision_of, recipe_of
+from te_torch.precisions import number_of_precision, precision_of, recipe_of
 from te_torch.runtime import to_core, to_torch
 
 

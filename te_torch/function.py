@@ -8,6 +8,8 @@ into the history by traced code, so that a compiler knows every mutation.
 
 from __future__ import annotations
 
+import itertools
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +24,7 @@ from te_core.quantized import QuantizedTensor
 from te_core.runtime import Runtime
 from te_core.tensor import META, Device, Tensor
 from te_torch import state as scaling
+from te_torch.autocast import active, forward_ad, in_backward
 from te_torch.quantized import QuantizedTorch, core_of, from_core
 from te_torch.runtime import TO_CORE, constant_at_trace, runtime_for, shape_runtime, to_core, to_core_shape, to_torch
 
@@ -79,8 +82,11 @@ class Extra:
         return {} if self.splits is None else {"splits": self.splits}
 
 
-_calls: dict[str, Call] = {}
-_by_spec: dict[Any, Call] = {}
+# Calls live as long as a module, or a compiled program, has them.
+_calls: weakref.WeakValueDictionary[str, Call] = weakref.WeakValueDictionary()
+_by_spec: weakref.WeakValueDictionary[Any, Call] = weakref.WeakValueDictionary()
+_of_programs: dict[str, Call] = {}
+_numbers = itertools.count()
 # Per call, where each saved tensor comes from: input i is i, output i is -2 - i, neither is -1; None if absent.
 _saved_from: dict[str, tuple[int | None, ...]] = {}
 _grads_given: dict[str, tuple[bool, ...]] = {}  # per call: which input gradients backward returns
@@ -91,12 +97,18 @@ def register(layer: Layer, spec: Any, needs_grad: bool, inspector: Any = None) -
     identity = (layer.name, spec, needs_grad)
     found = _by_spec.get(identity) if inspector is None else None
     if found is None:
-        key = f"{layer.name}/{len(_calls)}"
+        key = f"{layer.name}/{next(_numbers)}"
         options = {} if inspector is None else {"inspector": inspector}
         found = _calls[key] = Call(layer, spec, needs_grad, key, options)
         if inspector is None:
             _by_spec[identity] = found
     return found
+
+
+def key_of(call: Call) -> str:
+    """The name by which a compiled program calls it, which it may do for good."""
+    _of_programs[call.key] = call
+    return call.key
 
 
 def apply(
@@ -108,7 +120,7 @@ def apply(
 ) -> tuple[torch.Tensor, ...]:
     """The layer's outputs, differentiable where the call needs gradients. Under tracing a call comes as its key."""
     if isinstance(call, str):
-        return _apply_traced(call, state, inputs)
+        return _apply_traced(call, state, recompute, inputs)
     if call.needs_grad and torch.is_grad_enabled():
         if _functorch_active():
             return _Eager.apply(call, state, recompute, extra, *inputs)
@@ -343,6 +355,8 @@ def _forward_op(
     call = _calls[key]
     first = inputs[0]
     assert first is not None
+    if not fake and call.layer.weights:
+        _check_recomputation(call, inputs)
     rt, convert = _world(first, fake)
     inputs = [None if t is None else t.contiguous() for t in inputs]
     views = [None if t is None else convert(t) for t in inputs]
@@ -415,6 +429,48 @@ torch.library.register_fake(
 )  # fmt: skip
 
 
+#: By a weight's address: its precision in the last compiled forward that torch's reentrant checkpoint may run again.
+_checkpointed: dict[int, Any] = {}
+
+
+def _check_recomputation(call: Call, inputs: Sequence[torch.Tensor | None]) -> None:
+    """A compiled module in torch's reentrant checkpoint is run again outside of the region that it ran in, and the
+    compiler then takes its program without one: an error, not another precision.
+
+    (Inside an autograd function's forward gradients are off both ways. What a compiler's own backward runs again is in
+    none.)
+    """
+    if forward_ad() or torch.is_inference_mode_enabled():
+        return
+    weight = inputs[call.layer.weights[0]]
+    assert weight is not None
+    precision = call.layer.linears(call.spec)[0].precision
+    if not in_backward():
+        if not call.needs_grad:
+            if len(_checkpointed) >= 4096:
+                _checkpointed.clear()
+            _checkpointed[weight.data_ptr()] = precision
+    elif (active.region is None or not active.region.recompute) and weight.data_ptr() in _checkpointed:
+        if _checkpointed[weight.data_ptr()] is not precision:
+            raise UnsupportedError(
+                "torch.compile", "a compiled module that torch.utils.checkpoint runs again outside of its region",
+                "te_torch.checkpoint, which carries the region along, or a region inside the checkpointed function",
+                "use te_torch.checkpoint",
+            )  # fmt: skip
+
+
+def _scale_op(scale: torch.Tensor, used: torch.Tensor, token: int) -> torch.Tensor:
+    state = scaling.by_token(token)
+    return (scale if state is not None and state.is_due() else used).clone()
+
+
+_library.define("scale_of_first_run(Tensor scale, Tensor used, int token) -> Tensor")
+_library.impl("scale_of_first_run", _scale_op, "CompositeExplicitAutograd")
+torch.library.register_fake(
+    "te_runtime::scale_of_first_run", lambda scale, used, token: torch.empty_like(scale), lib=_library
+)
+
+
 @constant_at_trace
 def _origins(key: str) -> tuple[int | None, ...]:
     """Where each saved tensor comes from; known since the operator's shapes were worked out."""
@@ -432,14 +488,16 @@ def _gives(key: str) -> tuple[bool, ...]:
 
 
 def _apply_traced(
-    key: str, state: scaling.ScalingState | None, inputs: Sequence[torch.Tensor | None]
+    key: str, state: scaling.ScalingState | None, recompute: bool, inputs: Sequence[torch.Tensor | None]
 ) -> tuple[torch.Tensor, ...]:
     if state is None:
         return _Traced.apply(key, 0, None, None, None, *inputs)
-    *outputs, maxima = _Traced.apply(
-        key, state.token, state.scale_fwd, state.scale_bwd, state.amax_history_bwd, *inputs
-    )
-    _raise(state.amax_history_fwd, maxima)
+    scale = state.scale_fwd
+    if recompute:  # it quantizes as its first run did, and records nothing
+        scale = torch.ops.te_runtime.scale_of_first_run(scale, state.used_fwd, state.token)
+    *outputs, maxima = _Traced.apply(key, state.token, scale, state.scale_bwd, state.amax_history_bwd, *inputs)
+    if not recompute:
+        _raise(state.amax_history_fwd, maxima)
     return tuple(outputs)
 
 

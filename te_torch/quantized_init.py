@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +18,15 @@ from te_core.recipe import Recipe, resolve
 from te_torch.autocast import get_default_recipe
 from te_torch.quantized import QuantizedTorch, quantizer_of
 
-_active: list[tuple[Recipe, bool] | None] = [None]  # the innermost last; None: high precision
+
+class _Regions(threading.local):
+    """Those that the calling thread is in, the innermost last: [(recipe, keep initial values) or None]."""
+
+    def __init__(self) -> None:
+        self.stack: list[list[tuple[Recipe, bool] | None]] = []
+
+
+_regions = _Regions()
 
 
 @contextmanager
@@ -33,11 +42,12 @@ def quantized_model_init(
         raise ArgumentError(
             "quantized_model_init", f"recipe={recipe!r}", "a recipe of te_core.recipe, or None", "pass DelayedScaling()"
         )
-    _active.append((recipe or get_default_recipe(), preserve_high_precision_init_val) if enabled else None)
+    region = [(recipe or get_default_recipe(), preserve_high_precision_init_val) if enabled else None]
+    _regions.stack.append(region)
     try:
         yield
-    finally:
-        _active.pop()
+    finally:  # by what it is, not by its place: another one may end before those inside it
+        _regions.stack = [other for other in _regions.stack if other is not region]
 
 
 def fp8_model_init(
@@ -52,13 +62,14 @@ def fp8_model_init(
 
 def initialising() -> bool:
     """Whether modules are to hold their weights quantized."""
-    return _active[-1] is not None
+    return bool(_regions.stack) and _regions.stack[-1][0] is not None
 
 
 def initialisation() -> tuple[Recipe, bool]:
     """(recipe, whether the initial values are kept) of the innermost region."""
-    assert _active[-1] is not None
-    return _active[-1]
+    found = _regions.stack[-1][0]
+    assert found is not None
+    return found
 
 
 def quantize_parameter(module: Any, name: str, gemm: int, how: tuple[Recipe, bool]) -> bool:

@@ -6,6 +6,7 @@ accounting, streams and CUDA graphs see nothing unusual.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, TypeVar
@@ -56,6 +57,22 @@ def untraced(function: F, reason: str) -> F:
 def default_device() -> torch.device:
     """CUDA where there is a device, else the CPU."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def drawn(draw: Callable[[Any], Any], subject: Any) -> Any:
+    """draw(subject), which asks torch's generator for numbers.
+
+    A capture that an error ended leaves the generator of its device in the belief that it goes on, and every draw
+    fails, until a capture ends well (torch 2.11). So that the process goes on, an empty one is made.
+    """
+    try:
+        return draw(subject)
+    except RuntimeError as error:
+        if "outside graph capture" not in str(error) or torch.cuda.is_current_stream_capturing():
+            raise
+    with warnings.catch_warnings(), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        warnings.simplefilter("ignore")  # the graph is empty
+    return draw(subject)
 
 
 def amp_dtype(kind: str) -> torch.dtype | None:

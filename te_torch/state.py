@@ -151,6 +151,10 @@ class ScalingState(torch.nn.Module):
             self.seen_version = self.amax_history_fwd._version
             _watched.add(self.token)
 
+    def is_due(self) -> bool:
+        """Whether a forward, eager or compiled, ran whose maxima no update has read yet."""
+        return self.due or (self.seen_version is not None and self.amax_history_fwd._version != self.seen_version)
+
     def _make_views(self) -> tuple[Scales, Scales, Scales]:
         rows = [to_core(t) for t in (self.scale_fwd, self.amax_history_fwd[0], self.scale_bwd)]
         back = to_core(self.amax_history_bwd[0])

@@ -103,7 +103,7 @@ def forward(
     scales: Scales | None = None,
 ) -> tuple[tuple[Value], AttentionFp8Saved]:
     """((out,), saved)."""
-    assert scales is not None  # P and dS always have a history
+    assert scales is not None and scales.forward_scale is not None  # P and dS always have a history
     check(spec)
     layer, rule = spec.attention, spec.precision
     frame_q = _frame(rt, a) if frame_q is None else frame_q
@@ -237,6 +237,7 @@ def _fp8_backward(
     layer, rule = spec.attention, spec.precision
     core, q, k, v = views(layer, *_views(layer, done.held, done.frames))
     dp_at, at = (BACKWARD_SLOTS * gemm + slot for gemm, slot in (DP, DQKV))
+    assert scales.backward_scale is not None
     dp_scale, scale = element(scales.backward_scale, dp_at), element(scales.backward_scale, at)
     made: list[Value] = []
     scaled = None

@@ -135,7 +135,7 @@ def forward(
         saved = _saved(spec, inside, (total, gamma, w1, w2), vs, rng)
         return outputs, saved._replace(branch_rng=branch_rng)
     scale = None
-    if scales is not None:
+    if scales is not None and scales.forward_scale is not None:
         vector = scales.forward_scale
         scale = ops.resize(rt, vector.reshape(1, vector.size), 1, vector.size).reshape(vector.size)
     nothing = dict.fromkeys(MLPSaved._fields)
@@ -184,8 +184,10 @@ def _computed_again(
 ) -> MLPSaved:
     """What forward would have saved without `checkpoint`. Nothing is recorded: the maxima were taken before."""
     assert kept.x is not None and kept.gamma is not None and kept.w1 is not None and kept.w2 is not None
-    if scales is not None and kept.scale is not None:
-        scales = Scales(kept.scale, None, scales.backward_scale, scales.backward_amax)
+    if scales is not None:
+        scales = Scales(
+            kept.scale, None, scales.backward_scale, scales.backward_amax, None, scales.backward_nonfinite
+        )  # fmt: skip
     inside = _inside(rt, (kept.x, kept.gamma, kept.beta, kept.w1, kept.b1), spec, scales, ready[0])
     vs = weight_operand(rt, kept.w2, Site(spec.fc2, scales, FC2), ready[1])
     found = _saved(spec, inside, (kept.x, kept.gamma, kept.w1, kept.w2), vs, kept.rng)

@@ -53,7 +53,8 @@ def activation_forward(
 
     `clamp` is for clamped_swiglu (None: the defaults).
     """
-    if cast is not None and cast.format.scaling != "tensor":  # a launch of its own, from the rounded values
+    # A launch of its own, from the rounded values, as fused kernels have them.
+    if cast is not None and (cast.format.scaling != "tensor" or cast.nonfinite is not None):
         y, _ = activation_forward(rt, x, kind, clamp=clamp)
         assert y is not None
         return (y if keep else None), quantize(rt, y, cast)
@@ -83,7 +84,7 @@ def activation_backward(
     column_sum: Tensor | None = None,
 ) -> tuple[Tensor | None, QuantizedTensor | None]:
     """(dx, quantized): dx has the shape and dtype of x. `column_sum` is set to the column sums of the rounded dx."""
-    if cast is not None and cast.format.scaling != "tensor":
+    if cast is not None and (cast.format.scaling != "tensor" or cast.nonfinite is not None):
         dx, _ = activation_backward(rt, dy, x, kind, clamp=clamp)
         assert dx is not None
         return (dx if keep else None), quantize(rt, dx, cast, column_sum=column_sum)

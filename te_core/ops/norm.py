@@ -66,7 +66,8 @@ def norm_forward(
 
     mean is None for RMSNorm. `sm_margin` leaves that many multiprocessors to others.
     """
-    if cast is not None and cast.format.scaling != "tensor":  # a launch of its own, from the rounded values
+    # A launch of its own, from the rounded values, as fused kernels have them.
+    if cast is not None and (cast.format.scaling != "tensor" or cast.nonfinite is not None):
         y, _, mean, rstd = norm_forward(
             rt, x, gamma, beta, kind=kind, eps=eps, zero_centered=zero_centered, out_dtype=out_dtype,
             sm_margin=sm_margin, branch=branch,

@@ -80,6 +80,7 @@ def check_cast(operation: str, cast: Cast) -> None:
     _check.vector(operation, "scale", cast.scale, 1, (dtypes.float32,))
     _check.vector(operation, "amax", cast.amax, 1, (dtypes.float32,))
     _check.vector(operation, "rng", cast.rng, 2, (dtypes.int64,))
+    _check.vector(operation, "nonfinite", cast.nonfinite, 2, (dtypes.int64,))
     _check.require(
         cast.rng is not None or not cast.stochastic, operation, "stochastic rounding without rng",
         "rng, an int64 tensor (seed, offset)", "pass rng=",
@@ -123,6 +124,8 @@ def quantize(
         getattr(rt.backend, f"quantize{suffix}")(rt, plan, x, cast, out, column_sum)
     else:
         rt.backend.quantize(rt, plan, x, cast, out, column_sum)
+    if cast.nonfinite is not None:
+        count_nonfinite(rt, x, cast.nonfinite)
     return out
 
 
@@ -164,6 +167,15 @@ def amax(rt: Runtime, x: Tensor, *, out: Tensor | None = None) -> Tensor:
         out = rt.empty((1,), dtypes.float32)
     rt.backend.amax(rt, x, out)
     return out
+
+
+def count_nonfinite(rt: Runtime, x: Tensor, out: Tensor) -> None:
+    """Raise out (int64 [2]) by the number of NaNs and of infinities among the elements of x."""
+    _check.require(x.is_contiguous, "count_nonfinite", repr(x), "a dense tensor", "make it contiguous")
+    _check.one_of("count_nonfinite", "dtype of x", x.dtype, ACTIVATION_DTYPES)
+    _check.vector("count_nonfinite", "out", out, 2, (dtypes.int64,))
+    _check.on_device("count_nonfinite", rt.device, x, out)
+    rt.backend.count_nonfinite(rt, x, out)
 
 
 @dataclass(frozen=True, slots=True)

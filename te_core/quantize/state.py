@@ -19,18 +19,25 @@ GRAD_OUTPUT, GRAD_INPUT = 0, 1  # backward slots
 class Scales:
     """Views of a module's delayed-scaling state: what this call's casts read (scale) and raise (amax).
 
-    An amax is None where nothing may be recorded: in a recomputed forward, whose maxima were taken before.
+    An amax is None where nothing may be recorded: in a recomputed forward, whose maxima were taken before. A scale is
+    None where the recipe keeps none. `*_nonfinite`, if given, are counters (int64 [slots, 2]: NaNs, infinities).
     """
 
-    __slots__ = ("backward_amax", "backward_scale", "casts", "forward_amax", "forward_scale")
+    __slots__ = (
+        "backward_amax", "backward_nonfinite", "backward_scale", "casts", "forward_amax", "forward_nonfinite",
+        "forward_scale",
+    )  # fmt: skip
 
     def __init__(
-        self, forward_scale: Tensor, forward_amax: Tensor | None, backward_scale: Tensor, backward_amax: Tensor | None
-    ) -> None:
+        self, forward_scale: Tensor | None, forward_amax: Tensor | None, backward_scale: Tensor | None,
+        backward_amax: Tensor | None, forward_nonfinite: Tensor | None = None, backward_nonfinite: Tensor | None = None,
+    ) -> None:  # fmt: skip
         self.forward_scale = forward_scale
         self.forward_amax = forward_amax
         self.backward_scale = backward_scale
         self.backward_amax = backward_amax
+        self.forward_nonfinite = forward_nonfinite
+        self.backward_nonfinite = backward_nonfinite
         self.casts: dict[tuple[int, bool, bool], Cast] = {}  # those made of these views so far, by slot
 
 
@@ -39,17 +46,27 @@ def element(vector: Tensor, index: int) -> Tensor:
     return Tensor(vector.ptr + 4 * index, (1,), dtypes.float32, vector.device, vector)
 
 
+def _counter(counters: Tensor | None, index: int) -> Tensor | None:
+    """The counters of one slot, int64 [2]."""
+    if counters is None:
+        return None
+    return Tensor(counters.ptr + 16 * index, (2,), dtypes.int64, counters.device, counters)
+
+
 def forward_cast(
     operand: Operand, scales: Scales | None, gemm: int, slot: int, *, rowwise: bool, columnwise: bool
 ) -> Cast:
     """How a forward operand (slot INPUT, WEIGHT or OUTPUT) of a GEMM is quantized in this call."""
-    if operand.scaling != "delayed":
+    if operand.scaling != "delayed" and (scales is None or scales.forward_nonfinite is None):
         return _stateless(operand, rowwise, columnwise)
     assert scales is not None  # delayed scaling comes with its state
     index = FORWARD_SLOTS * gemm + slot
     found = scales.casts.get((index, rowwise, columnwise))
     if found is None or found.dtype is not operand.dtype:
-        found = _delayed(operand, scales.forward_scale, scales.forward_amax, index, rowwise, columnwise)
+        counter = _counter(scales.forward_nonfinite, index)
+        if operand.scaling != "delayed":
+            return _make(operand, rowwise, columnwise, nonfinite=counter)
+        found = _delayed(operand, scales.forward_scale, scales.forward_amax, index, rowwise, columnwise, counter)
         scales.casts[index, rowwise, columnwise] = found
     return found
 
@@ -59,34 +76,40 @@ def backward_cast(
     rng: Tensor | None = None,
 ) -> Cast:  # fmt: skip
     """How a gradient (slot GRAD_OUTPUT or GRAD_INPUT) of a GEMM is quantized in this call."""
+    index = BACKWARD_SLOTS * gemm + slot
+    counter = None if scales is None else _counter(scales.backward_nonfinite, index)
     if operand.scaling != "delayed":
-        if operand.stochastic:
-            return _make(operand, rowwise, columnwise, rng, BACKWARD_SLOTS * gemm + slot)
+        if operand.stochastic or counter is not None:
+            return _make(operand, rowwise, columnwise, rng, index, counter)
         return _stateless(operand, rowwise, columnwise)
     assert scales is not None
-    index = BACKWARD_SLOTS * gemm + slot
     key = (-1 - index, rowwise, columnwise)
     found = scales.casts.get(key)
     if found is None or found.dtype is not operand.dtype:
-        found = _delayed(operand, scales.backward_scale, scales.backward_amax, index, rowwise, columnwise)
+        found = _delayed(operand, scales.backward_scale, scales.backward_amax, index, rowwise, columnwise, counter)
         scales.casts[key] = found
     return found
 
 
 def _delayed(
-    operand: Operand, scale: Tensor, amax: Tensor | None, index: int, rowwise: bool, columnwise: bool
-) -> Cast:
+    operand: Operand, scale: Tensor | None, amax: Tensor | None, index: int, rowwise: bool, columnwise: bool,
+    nonfinite: Tensor | None,
+) -> Cast:  # fmt: skip
+    assert scale is not None
     return Cast(
         operand.format, rowwise=rowwise, columnwise=columnwise, scale=element(scale, index),
-        amax=None if amax is None else element(amax, index),
+        amax=None if amax is None else element(amax, index), nonfinite=nonfinite,
     )  # fmt: skip
 
 
-def _make(operand: Operand, rowwise: bool, columnwise: bool, rng: Tensor | None = None, site: int = 0) -> Cast:
+def _make(
+    operand: Operand, rowwise: bool, columnwise: bool, rng: Tensor | None = None, site: int = 0,
+    nonfinite: Tensor | None = None,
+) -> Cast:  # fmt: skip
     return Cast(
         operand.format, rowwise=rowwise, columnwise=columnwise, epsilon=operand.epsilon,
         power_of_two=operand.power_of_two, transform=operand.transform and columnwise,
-        stochastic=operand.stochastic, rng=rng, site=site, four_over_six=operand.four_over_six,
+        stochastic=operand.stochastic, rng=rng, site=site, four_over_six=operand.four_over_six, nonfinite=nonfinite,
     )  # fmt: skip
 
 

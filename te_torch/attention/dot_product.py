@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from inspect import signature
@@ -14,7 +15,15 @@ from te_core.errors import ArgumentError, UnsupportedError
 from te_core.precision import AttentionPrecision
 from te_torch.attention import choose, env, flash, fused, unfused
 from te_torch.attention import fp8 as fp8_attention
-from te_torch.attention.inputs import Given, autocast, default_slopes, from_cache, packed_sequences, whole_mask
+from te_torch.attention.inputs import (
+    Given,
+    autocast,
+    check_cached,
+    default_slopes,
+    from_cache,
+    packed_sequences,
+    whole_mask,
+)
 from te_torch.attention.layouts import check_packed, packed_inputs
 from te_torch.attention.masks import (
     NO_TERMS,
@@ -25,7 +34,8 @@ from te_torch.attention.masks import (
     lengths_of_mask,
 )
 from te_torch.attention.plan import OPERATION, Fact, Key, Plan, Static, explain_plan, make_plan
-from te_torch.autocast import active, in_backward, thread_region
+from te_torch.autocast import Region, precision_now
+from te_torch.function import key_of
 from te_torch.modules.base import BaseModule, module_of, random_pair
 from te_torch.modules.linear import fork_of
 from te_torch.runtime import constant_at_trace, default_device, untraced
@@ -34,6 +44,15 @@ from te_torch.runtime import constant_at_trace, default_device, untraced
 _attention_backends: dict[str, Any] = {"backend_selection_requires_update": False}
 
 _PLANS = 2048  # of a module: packed batches differ in their longest sequence from step to step
+
+
+class _Asked(threading.local):
+    """Whether this thread's forward is to answer with the choice instead of computing."""
+
+    choice = False
+
+
+_asked = _Asked()
 
 
 class DotProductAttention(BaseModule):
@@ -88,11 +107,9 @@ class DotProductAttention(BaseModule):
         self._fork = None if sequence_parallel else fork_of(get_rng_state_tracker, None)
         self._add_softmax_offset()
         self._plans: dict[Any, Plan] = {}
-        self._fp8_before = ""  # the scaling of the last forward that was no recomputation
         #: Of the last forward, for precision_report(): its plan, and what was quantized how if it was in FP8.
         self._last_plan: Plan | None = None
         self._last_rule: AttentionPrecision | None = None
-        self._explaining = False  # forward answers with the choice instead of computing
         self.set_context_parallel_group(cp_group, cp_global_ranks, cp_stream, cp_comm_type)
 
     def _sizes(self, heads: int, channels: int | tuple[int, int], groups: int | None, scale: float | None) -> Static:
@@ -202,18 +219,23 @@ class DotProductAttention(BaseModule):
             check_packed(self._static[:4], a if b is None else b, packing, form)
         if a is None:
             raise AttentionArgumentError(OPERATION, "no queries", "query_layer or qkv_layer", "pass one of them")
+        mask_type = self.attn_mask_type if attn_mask_type is None else attn_mask_type
+        stepped = None
+        if inference_params is not None:
+            check_cached(mask_type, inference_params)
+            stepped = inference_params.step(self.layer_number, b, c, form)
         given = Given(
             a, b, c, attention_mask, cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded,
             core_attention_bias, alibi_slopes,
         )  # fmt: skip
         options = (
-            form, form, self.attn_mask_type if attn_mask_type is None else attn_mask_type,
+            form, form, mask_type,
             self._window if window_size is None else tuple(window_size),
             self.bottom_right_diagonal if bottom_right_diagonal is None else bottom_right_diagonal,
             core_attention_bias_type, max_seqlen_q, max_seqlen_kv, checkpoint_core_attention,
         )  # fmt: skip
-        if inference_params is not None:
-            given, options = from_cache(given, options, inference_params, self.layer_number)
+        if stepped is not None:
+            given, options = from_cache(given, options, inference_params, stepped)
         extra = (num_splits, score_mod is not None, inference_params is not None)
         return self._attend(given, packing, interleaved, options, pad_between_seqs, extra, (fp8_output, bf16_backward))
 
@@ -250,18 +272,22 @@ class DotProductAttention(BaseModule):
             given = autocast(given)
         if options[0] == "thd":
             given, options = packed_sequences(given, options, gaps)
-        key = self._key(given, packing, interleaved, options, extra, self._fp8_scaling())
+        now = precision_now(self)
+        scaling = "" if now[2] is None and not now[0] else fp8_attention.scaling_of(now[0])
+        key = self._key(given, packing, interleaved, options, extra, scaling)
         if torch.compiler.is_compiling():
             return self._traced(key, given, fp8)
-        return self._run(key, given, fp8)
+        return self._run(key, given, fp8, now)
 
-    def _run(self, key: Key, given: Given, fp8: tuple[bool, bool]) -> Any:
-        if self._explaining:
+    def _run(
+        self, key: Key, given: Given, fp8: tuple[bool, bool], now: tuple[int, bool, Region | None] | None = None
+    ) -> Any:
+        if _asked.choice:
             return self.explain_key(key)
         plan = self._plan(key)
         terms = self._terms(plan, given)
         if key.fp8:
-            return fp8_attention.run(self, plan, given.a, given.b, given.c, terms, *fp8)
+            return fp8_attention.run(self, plan, given, terms, fp8, now)
         run = plan.run
         if key.checkpoint and plan.backend != choose.FUSED:  # FusedAttention's own layer computes again
             out, largest = _checkpointed(self._dropout_context(plan), run, plan, given, terms)
@@ -368,19 +394,6 @@ class DotProductAttention(BaseModule):
         own = plan.backend in choose.FLASH and plan.spec.dropout
         return self._fork() if own and self._fork is not None else nullcontext()
 
-    def _fp8_scaling(self) -> str:
-        """How attention itself is scaled in the active region's FP8, "" if it is not; as before in a recomputation."""
-        tracing = torch.compiler.is_compiling()
-        region = active.region if tracing else thread_region()
-        if region is None and not self._fp8_before:
-            return ""
-        if not tracing and in_backward() and (region is None or not region.recompute):
-            return self._fp8_before
-        scaling = "" if region is None else fp8_attention.scaling_of(region.precision)
-        if not tracing:
-            self.__dict__["_fp8_before"] = scaling
-        return scaling
-
     def _of_custom(self, number: int) -> int:
         """Attention's own precision in a region of the one of this number."""
         return fp8_attention.attention_number(number)
@@ -408,11 +421,11 @@ class DotProductAttention(BaseModule):
                 f"{OPERATION}.explain", "inference_params, to which forward would append", "the other arguments",
                 "pass keys and values of the cache's length, with cu_seqlens_q and cu_seqlens_kv",
             )  # fmt: skip
-        self.__dict__["_explaining"] = True
+        _asked.choice = True
         try:
             found: choose.Choice = self.forward(*args, **options)
         finally:
-            self.__dict__["_explaining"] = False
+            _asked.choice = False
         print(found)
         return found
 
@@ -426,7 +439,7 @@ class DotProductAttention(BaseModule):
         return f"heads={s.heads}, groups={s.groups}, kv_channels={(s.d_qk, s.d_v)}, mask={self.attn_mask_type}"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_plans": {}, "_fp8_before": "", "_last_plan": None, "_last_rule": None}
+        return {**super().__getstate__(), "_plans": {}, "_last_plan": None, "_last_rule": None}
 
 
 RUN: dict[str, Callable[..., tuple[torch.Tensor, torch.Tensor | None]]] = {
@@ -487,4 +500,4 @@ def _trace_plan(token: int, key: tuple[Any, ...]) -> tuple[str, str, int, int, b
         _eager_run = _eager_run or untraced(DotProductAttention._run, "this backend runs eagerly")
         return "", "", 0, 0, False
     keys = plan.request.sizes.skv if plan.spec.masked else 0
-    return plan.call.key, plan.lengths, keys, plan.bias_rows, plan.spec.dropout > 0
+    return key_of(plan.call), plan.lengths, keys, plan.bias_rows, plan.spec.dropout > 0

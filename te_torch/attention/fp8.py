@@ -24,10 +24,12 @@ from te_core.recipe import (
     the_one,
 )
 from te_torch.attention import choose, env, unfused
+from te_torch.attention.inputs import Given
 from te_torch.attention.masks import Terms
 from te_torch.attention.plan import Plan
-from te_torch.autocast import number_of_precision, precision_of, recipe_of
+from te_torch.autocast import Region
 from te_torch.function import Call, Layer, apply, register
+from te_torch.precisions import number_of_precision, precision_of, recipe_of
 from te_torch.quantized import QuantizedTorch
 from te_torch.runtime import TO_CORE, constant_at_trace, runtime_for, to_core, to_torch
 from te_torch.state import ScalingState, ran_backward, this_pass
@@ -52,6 +54,8 @@ def attention_number(number: int) -> int:
     found = _numbers.get(key)
     if found is None:
         base = precision_of(number)
+        if len(_numbers) >= 256:
+            _numbers.clear()
         own = None if base is None else attention_precision(base, recipe_of(number), key[1])
         found = _numbers[key] = 0 if own is None else number_of_precision(the_one(own), recipe_of(number))
     return found
@@ -123,11 +127,13 @@ def _from_environment(
 
 
 def run(
-    module: Any, plan: Plan, a: torch.Tensor, b: torch.Tensor | None, c: torch.Tensor | None, terms: Terms,
-    fp8_output: bool = False, high_backward: bool = False,
+    module: Any, plan: Plan, given: Given, terms: Terms, fp8: tuple[bool, bool],
+    now: tuple[int, bool, Region | None] | None,
 ) -> torch.Tensor:  # fmt: skip
-    """out [.., heads * d_v], quantized with `fp8_output`; backward in the activation dtype with `high_backward`."""
-    _, number, state, recompute = module._enter(a)
+    """out [.., heads * d_v]. `fp8`: whether it is quantized, and whether backward is in the activation dtype."""
+    a, b, c = given[:3]
+    fp8_output, high_backward = fp8
+    _, number, state, recompute = module._enter(a, now)
     if plan.backend == choose.UNFUSED:
         low = _Low(precision_of(number), state, recompute, high_backward)
         module.__dict__["_last_rule"] = low.rule  # Module.__setattr__ would cost a microsecond

@@ -60,27 +60,35 @@ def packed_sequences(given: Given, options: tuple[Any, ...], gaps: bool | None) 
 
 
 def from_cache(
-    given: Given, options: tuple[Any, ...], inference: Any, layer: int | None
+    given: Given, options: tuple[Any, ...], inference: Any, stepped: tuple[Any, ...]
 ) -> tuple[Given, tuple[Any, ...]]:  # fmt: skip
-    """The call with the keys and values that the cache keeps for `layer`, the new ones appended."""
+    """The call with the keys and values that a cache holds: `stepped` is what its step gave for the new ones.
+
+    (The step is taken before `given` is made: it breaks a tracing compiler's graph, and torch 2.11 shows a frame whose
+    named tuples are not filled yet to code that reads them.)
+    """
     form, _, mask, *rest = options
     mask = canonical_mask(OPERATION, mask)
     if "padding" not in mask:
-        if not getattr(inference, "is_older_form", False):
-            raise AttentionArgumentError(
-                OPERATION, f"attn_mask_type={mask!r} with inference_params", "a mask type with padding",
-                "choose padding_causal, say",
-            )  # fmt: skip
         mask = {"no_mask": "padding", "causal": "padding_causal"}.get(mask, f"padding_{mask}")
     if mask == "padding_causal":
         mask = "padding_causal_bottom_right"
-    k, v, cu_q, cu_kv, capacity, _ = inference.step(layer, given.b, given.c, form)
+    k, v, cu_q, cu_kv, capacity, _ = stepped
     pages = inference.cache_manager.page_table[: cu_q.shape[0] - 1] if inference.is_paged else None
     most = rest[-3] or getattr(inference, "max_seqlen_q", 0) or None
     rest = [*rest[:-3], most, capacity, rest[-1]]  # no slice of it assigned: after a graph break it may be a tuple
     given = given._replace(b=k, c=v, mask=None, cu_q=cu_q, cu_kv=cu_kv, cu_q_padded=None, cu_kv_padded=None,
                            pages=pages)  # fmt: skip
     return given, (form, "bshd", mask, *rest)
+
+
+def check_cached(mask: str, inference: Any) -> None:
+    """A KV cache goes with mask types that have padding; its older form takes all, and means these."""
+    if "padding" not in canonical_mask(OPERATION, mask) and not getattr(inference, "is_older_form", False):
+        raise AttentionArgumentError(
+            OPERATION, f"attn_mask_type={mask!r} with inference_params", "a mask type with padding",
+            "choose padding_causal, say",
+        )  # fmt: skip
 
 
 def whole_mask(mask: torch.Tensor, keys: int) -> torch.Tensor:

@@ -132,6 +132,8 @@ def get_full_cu_seqlens(batch_size: int, max_seqlen: int, device: torch.device |
         # A tensor of a capture's memory pool must not outlive it.
         found = lasting(lambda: _full_cu_seqlens(batch_size, max_seqlen, device))
         if not (found.is_cuda and torch.cuda.is_current_stream_capturing()):
+            if len(_full) >= 64:  # sizes that change from call to call
+                del _full[next(iter(_full))]
             _full[key] = found
     return found
 

@@ -19,13 +19,14 @@ from te_torch.attention.inference import InferenceParams
 from te_torch.attention.l2_norm import L2Normalization
 from te_torch.attention.masks import AttentionArgumentError
 from te_torch.attention.rope import apply_rotary_pos_emb, split_heads
-from te_torch.autocast import active, in_backward, precision_of, thread_region
+from te_torch.autocast import precision_now
 from te_torch.modules.base import next_name
 from te_torch.modules.layernorm_linear import LayerNormLinear
 from te_torch.modules.linear import Linear
 from te_torch.modules.norm import LayerNorm, RMSNorm
 from te_torch.modules.options import refuse_unbuilt
 from te_torch.modules.residual import Branch
+from te_torch.precisions import precision_of
 from te_torch.runtime import constant_at_trace, default_device
 
 ATTENTION_TYPES = ("self", "cross")
@@ -105,7 +106,6 @@ class MultiheadAttention(torch.nn.Module):
         self.qkv_weight_interleaved = qkv_weight_interleaved and fuse_qkv_params
         self.rotary_pos_interleaved, self.qk_norm_before_rope = rotary_pos_interleaved, qk_norm_before_rope
         self.name = next_name() if name is None else name
-        self._recent = 0  # the precision of the last forward that was no recomputation
         self._cp_size, self._cp_rank = 1, 0
         self._check_sizes()
         self._add_qk_norms(qk_norm_type, qk_norm_eps, params_dtype, device)
@@ -278,23 +278,12 @@ class MultiheadAttention(torch.nn.Module):
 
     def _hand_over(self, between: bool) -> HandOver:
         """What this call leaves in FP8, by the precision of the region; `between`: keys are turned, or cached."""
-        tracing = torch.compiler.is_compiling()
-        region = active.region if tracing else thread_region()
-        if not tracing and in_backward() and (region is None or not region.recompute):
-            number = self._recent  # a checkpoint runs this again, outside of the region it ran in
-        else:
-            number = 0 if region is None else region.precision
-            if not tracing:
-                self.__dict__["_recent"] = number  # Module.__setattr__ would cost a microsecond
+        number, _, _ = precision_now(self._part("proj"), peek=True)
         return HandOver(*_handed(number, between or self.q_norm is not None)) if number else _NOTHING
 
     def _part(self, name: str) -> Any:
         """A module of this one. Module.__getattr__ would cost a microsecond."""
         return self._modules[name]
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Without a number that belongs to this process."""
-        return {**self.__dict__, "_recent": 0}
 
     # ------------------------------------------------------------------- queries, keys and values
 

@@ -7,12 +7,14 @@ MultiheadAttention uses: it takes any packed projection apart, and turns q and k
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 
 from te_core.errors import ArgumentError
 from te_core.layers import rope as core
 from te_torch.attention.masks import AttentionArgumentError, check_beside
-from te_torch.function import Call, Layer, apply, register
+from te_torch.function import Call, Layer, apply, key_of, register
 from te_torch.runtime import check_dtype, constant_at_trace, default_device
 
 ROPE = Layer("rope", core.forward, core.backward, core.RopeSaved, strided=True)
@@ -201,15 +203,17 @@ def _fused(
     return out
 
 
+@lru_cache(maxsize=256)
 def _rope_call(fmt: int, interleaved: int, cp_size: int, cp_rank: int, needs: int) -> Call:
     return register(ROPE, core.RopeSpec(_FORMATS[fmt], bool(interleaved), cp_size, cp_rank), bool(needs))
 
 
 @constant_at_trace
 def _rope_key(fmt: int, interleaved: int, cp_size: int, cp_rank: int, needs: int) -> str:
-    return _rope_call(fmt, interleaved, cp_size, cp_rank, needs).key
+    return key_of(_rope_call(fmt, interleaved, cp_size, cp_rank, needs))
 
 
+@lru_cache(maxsize=256)
 def _split_call(heads: int, groups: int, dq: int, dk: int, dv: int, *rest: int) -> Call:
     interleaved_groups, fmt, interleaved, cp_size, cp_rank, needs, *row = rest
     rotation = core.RopeSpec(_FORMATS[fmt], bool(interleaved), cp_size, cp_rank)
@@ -219,7 +223,7 @@ def _split_call(heads: int, groups: int, dq: int, dk: int, dv: int, *rest: int) 
 
 @constant_at_trace
 def _split_key(heads: int, groups: int, dq: int, dk: int, dv: int, *rest: int) -> str:
-    return _split_call(heads, groups, dq, dk, dv, *rest).key
+    return key_of(_split_call(heads, groups, dq, dk, dv, *rest))
 
 
 def _table(freqs: torch.Tensor | None) -> torch.Tensor | None:

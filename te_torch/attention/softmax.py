@@ -6,6 +6,7 @@ All are one launch of our kernel each way, which computes causal masks, windows 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from te_core.layers import softmax as core
 from te_core.ops.softmax import Band, band_of
 from te_torch.attention import env
 from te_torch.attention.masks import check_beside
-from te_torch.function import Call, Layer, apply, register
+from te_torch.function import Call, Layer, apply, key_of, register
 from te_torch.runtime import check_dtype, constant_at_trace, runtime_for, to_core, to_torch
 
 _HALVES = (torch.float16, torch.bfloat16)
@@ -54,13 +55,14 @@ def fused_softmax(
     return y
 
 
+@lru_cache(maxsize=256)
 def _call(scale: float, left: int, right: int, bottom_right: int, learnt: int, needs: int) -> Call:
     return register(SOFTMAX, core.SoftmaxSpec(scale, Band(left, right, bool(bottom_right)), bool(learnt)), bool(needs))
 
 
 @constant_at_trace
 def _key(scale: float, left: int, right: int, bottom_right: int, learnt: int, needs: int) -> str:
-    return _call(scale, left, right, bottom_right, learnt, needs).key
+    return key_of(_call(scale, left, right, bottom_right, learnt, needs))
 
 
 def _mask_of(scores: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor | None:

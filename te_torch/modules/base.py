@@ -12,28 +12,21 @@ import torch
 from te_core.errors import ArgumentError, UnsupportedError
 from te_core.precision import Precision
 from te_core.recipe import Recipe
-from te_torch.autocast import (
-    active,
-    custom_numbers,
-    group_around_trace,
-    in_backward,
-    precision_of,
-    prepare_default,
-    reads_quantized,
-    recipe_of,
-    thread_region,
-)
+from te_torch.autocast import Outstanding, Region, group_around_trace, precision_now, prepare_default
 from te_torch.checkpoint_state import adopt
 from te_torch.custom import custom_precisions
-from te_torch.function import Call, Extra
+from te_torch.function import Call, Extra, key_of
 from te_torch.modules.options import refuse_unbuilt
 from te_torch.modules.weights import CachedWeight, Gradients, add_gradient, extra_for
+from te_torch.nonfinite import counted
+from te_torch.precisions import custom_numbers, precision_of, reads_quantized, recipe_of
 from te_torch.quantized_init import carry_over, initialisation, initialising, link, quantize_parameter
-from te_torch.runtime import FLOATS, amp_cast, amp_dtype, check_dtype, constant_at_trace, default_device
+from te_torch.runtime import FLOATS, amp_cast, amp_dtype, check_dtype, constant_at_trace, default_device, drawn
 from te_torch.state import BACKWARD, FORWARD, ScalingState
 from te_torch.utils import get_default_init_method
 
 _layer_numbers = itertools.count(1)
+_MOST_CALLS = 256  # that a module keeps
 
 
 def next_name() -> str:
@@ -65,12 +58,14 @@ class CallingModule(torch.nn.Module):
     def _renew(self) -> None:
         self._calls: dict[Any, Call] = {}
         self._last: Call | None = None  # of the last forward: what precision_report() reads
+        self._outstanding = Outstanding()  # forwards that a checkpoint may run again
         self._token = next(_tokens)
         _by_token[self._token] = self
 
     def __getstate__(self) -> dict[str, Any]:
         """Without calls and token, which belong to this process and this object."""
-        return {k: v for k, v in self.__dict__.items() if k not in ("_calls", "_last", "_token")}
+        of_this = ("_calls", "_last", "_nonfinite", "_outstanding", "_token")
+        return {k: v for k, v in self.__dict__.items() if k not in of_this}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -82,6 +77,8 @@ class CallingModule(torch.nn.Module):
             return _trace_call(self._token, key)
         found = self._calls.get(key)
         if found is None:
+            if len(self._calls) >= _MOST_CALLS:  # such as a fresh inspector, or a user's own function, in every step
+                del self._calls[next(iter(self._calls))]
             found = self._calls[key] = self._new_call(*key)
         self.__dict__["_last"] = found  # Module.__setattr__ would cost a microsecond
         return found
@@ -110,7 +107,7 @@ def _trace_call(token: int, key: tuple[Any, ...]) -> str:
     module = _by_token[token]
     found = module._calls.get(key) or module._calls.setdefault(key, module._new_call(*key))
     module._last = found
-    return found.key
+    return key_of(found)
 
 
 class BaseModule(CallingModule):
@@ -130,7 +127,6 @@ class BaseModule(CallingModule):
         self.name = name if name is not None else next_name()
         self.inspector: Any = None  # an object of te_core.layers.inspector.Inspector's kind
         self.register_module("fp8_state", None)
-        self._recent = 0  # the precision of the last forward that was no recomputation
         self._initialisers: dict[str, Callable[[torch.Tensor], Any]] = {}
         self._fork: Callable[[], Any] | None = None
         self.fuse_wgrad_accumulation = self.delay_wgrad_compute = False
@@ -159,9 +155,9 @@ class BaseModule(CallingModule):
         with torch.no_grad():
             if self._fork is not None and parameter is not None and parameter.ndim == 2:
                 with self._fork():
-                    self._initialisers[name](parameter)
+                    drawn(self._initialisers[name], parameter)
             else:
-                self._initialisers[name](parameter)  # type: ignore[arg-type]
+                drawn(self._initialisers[name], parameter)
 
     def reset_parameters(self, defer_init: bool = False) -> None:
         """Initialise all parameters anew; those on the meta device get memory on the default device."""
@@ -184,19 +180,15 @@ class BaseModule(CallingModule):
 
     # ------------------------------------------------------------------------------------- precision
 
-    def _enter(self, inp: torch.Tensor) -> tuple[torch.Tensor, int, ScalingState | None, bool]:
-        """(input in the compute dtype, precision by number, scaling state, whether this is a recomputation)."""
+    def _enter(
+        self, inp: torch.Tensor, now: tuple[int, bool, Region | None] | None = None
+    ) -> tuple[torch.Tensor, int, ScalingState | None, bool]:
+        """(input in the compute dtype, precision by number, scaling state, whether this is a recomputation).
+
+        `now` is what `precision_now` said, where the caller has asked already.
+        """
         tracing = torch.compiler.is_compiling()
-        region = active.region if tracing else thread_region()
-        precision = 0
-        recompute = False
-        if region is not None and (tracing or region.recompute or not in_backward()):
-            precision, recompute = region.precision, region.recompute
-        elif not tracing and in_backward():
-            # A checkpoint runs this forward again, outside of the region it ran in: do what it did then.
-            region, precision, recompute = None, self._recent, True
-        if not recompute and not tracing:
-            self.__dict__["_recent"] = precision  # Module.__setattr__ would cost a microsecond
+        precision, recompute, region = precision_now(self) if now is None else now
         if torch._C._is_any_autocast_enabled():
             inp = amp_cast(inp)
         if not precision:
@@ -205,30 +197,37 @@ class BaseModule(CallingModule):
             precision = self._of_custom(precision)
             if not precision:
                 return inp, 0, None, recompute
+        collects = region is not None and region.traced == tracing and region.ran is not None
         if tracing:
-            if not _trace_state(self._token, inp.device, precision, region is not None and not region.traced):
+            if not _trace_state(self._token, inp.device, precision, region is not None and not collects):
                 return inp, precision, None, recompute
             state = self.fp8_state
             assert state is not None
         else:
             rule = precision_of(precision)
             if rule.history is None:  # type: ignore[union-attr]
-                return inp, precision, None, recompute
+                held = counted(self, None, inp.device) if rule.check_finite else None  # type: ignore[union-attr]
+                return inp, precision, held, recompute  # type: ignore[return-value]
             state = self._modules["fp8_state"]  # type: ignore[assignment]  # a third of the cost of self.fp8_state
             if state is None or state.precision is not rule:
                 state = make_state(self, inp.device, rule, recipe_of(precision))  # type: ignore[arg-type]
-        if region is not None and region.traced == tracing:
-            region.ran[state.token] = state if tracing else None
+        if collects:
+            region.ran.states[state.token] = state if tracing else None  # type: ignore[union-attr]
             if not tracing:
-                state.__dict__["group"] = region.group
-        if self._primary and not tracing:
-            self._link_weights(state)
+                state.__dict__["group"] = region.group  # type: ignore[union-attr]
+        if not tracing:
+            if self._primary:
+                self._link_weights(state)
+            if rule.check_finite:  # type: ignore[union-attr]
+                return inp, precision, counted(self, state, inp.device), recompute  # type: ignore[return-value]
         return inp, precision, state, recompute
 
     def _of_custom(self, number: int) -> int:
         """The number of what a custom recipe's factory says for this module (for its first GEMM)."""
         found = self._custom.get(number)
         if found is None:
+            if len(self._custom) >= _MOST_CALLS:
+                del self._custom[next(iter(self._custom))]
             found = self._custom[number] = custom_precisions(self, number)
         return found[0]
 
@@ -383,7 +382,7 @@ class BaseModule(CallingModule):
             self.fp8_state.assign(fp8_meta_tensors)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_recent": 0, "_weight_cache": {}, "_custom": {}, "_linked": 0}
+        return {**super().__getstate__(), "_weight_cache": {}, "_custom": {}, "_linked": 0}
 
     def extra_repr(self) -> str:
         """What a printed module shows."""
@@ -421,6 +420,11 @@ def _trace_state(token: int, device: torch.device, precision: int, watched: bool
     module = _by_token[token]
     assert isinstance(module, BaseModule)
     rule = precision_of(precision)
+    if rule is not None and rule.check_finite:
+        raise UnsupportedError(
+            "autocast", "check_finite=True around a compiled module", "check_finite in eager code",
+            "leave check_finite out, or do not compile this module",
+        )  # fmt: skip
     if rule is None or rule.history is None:
         return False
     state = make_state(module, device, rule, recipe_of(precision))
@@ -431,7 +435,13 @@ def _trace_state(token: int, device: torch.device, precision: int, watched: bool
 
 def random_pair(like: torch.Tensor) -> torch.Tensor:
     """(seed, offset) for the draws of one forward and its backward, from torch's generator of the device."""
-    return torch.randint(1 << 62, (2,), dtype=torch.int64, device=like.device)
+    if torch.compiler.is_compiling():
+        return _new_pair(like.device)
+    return drawn(_new_pair, like.device)
+
+
+def _new_pair(device: torch.device) -> torch.Tensor:
+    return torch.randint(1 << 62, (2,), dtype=torch.int64, device=device)
 
 
 def wants_grad(*tensors: torch.Tensor | None) -> bool:

@@ -17,12 +17,13 @@ import torch
 from te_core.errors import ArgumentError, UnsupportedError
 from te_core.layers import grouped_linear as core
 from te_core.layers.linear import LinearSpec, Needs
-from te_torch.autocast import active, draws
+from te_torch.autocast import active
 from te_torch.function import Call, Extra, Layer, apply, register
 from te_torch.modules.base import BaseModule, check_input, normal_init, random_pair
 from te_torch.modules.linear import fork_of
 from te_torch.modules.options import refuse_unbuilt
 from te_torch.modules.weights import Gradients
+from te_torch.precisions import draws
 from te_torch.quantized import QuantizedTorch
 from te_torch.quantized_init import check_recipe_fits
 from te_torch.runtime import TO_CORE, constant_at_trace, default_device, to_core, to_core_shape, untraced
@@ -123,7 +124,7 @@ class GroupedLinear(BaseModule):
         `dgrad_out` are buffers of at least as many rows for the result and for the gradient of inp.
         """
         if torch.compiler.is_compiling():
-            if active.region is not None and active.region.traced:  # eager code does not see it
+            if active.region is not None and active.region.traced:  # eager code cannot note there what ran
                 _refuse_region_inside()
             _make_eager()
             return _eager(self, inp, m_splits, is_first_microbatch, out, dgrad_out)

@@ -10,13 +10,13 @@ import torch
 from te_core.errors import UnsupportedError
 from te_core.layers import norm
 from te_core.layers import norm_linear as core
-from te_torch.autocast import draws
 from te_torch.function import Call, Layer, apply, register
 from te_torch.modules.base import BaseModule, check_input, random_pair, wants_grad
 from te_torch.modules.linear import SplitParameters, fork_of
 from te_torch.modules.norm import KINDS, init_norm_weight, sm_margins
 from te_torch.modules.options import refuse_unbuilt
 from te_torch.modules.residual import Branch, enter_stream, stream_of
+from te_torch.precisions import draws
 from te_torch.quantized import QuantizedTorch
 from te_torch.runtime import TO_CORE, default_device
 

@@ -11,13 +11,13 @@ from te_core.errors import UnsupportedError
 from te_core.layers import mlp as core
 from te_core.layers.linear import LinearSpec, Needs
 from te_core.ops.activation import GATED, KINDS, Clamp
-from te_torch.autocast import draws
 from te_torch.function import Call, Layer, apply, register
 from te_torch.modules.base import check_input, normal_init, random_pair, wants_grad
 from te_torch.modules.layernorm_linear import NormParameters
 from te_torch.modules.linear import fork_of
 from te_torch.modules.options import refuse_unbuilt
 from te_torch.modules.residual import Branch, enter_stream, stream_of
+from te_torch.precisions import draws
 from te_torch.quantized import QuantizedTorch
 from te_torch.quantized_init import check_recipe_fits
 from te_torch.runtime import TO_CORE, default_device

@@ -10,11 +10,11 @@ import torch
 
 from te_core.errors import ArgumentError
 from te_core.layers import linear as core
-from te_torch.autocast import draws, precision_of
 from te_torch.function import Call, Layer, apply, register
 from te_torch.modules.base import BaseModule, check_input, normal_init, random_pair
 from te_torch.modules.options import refuse_unbuilt
 from te_torch.modules.weights import check_whole
+from te_torch.precisions import draws, precision_of
 from te_torch.quantized_init import check_recipe_fits, initialising
 from te_torch.runtime import TO_CORE, default_device
 

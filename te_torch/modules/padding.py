@@ -12,7 +12,7 @@ import torch
 
 from te_core.errors import ArgumentError
 from te_core.quantized import up
-from te_torch.autocast import current_region, get_default_recipe
+from te_torch.autocast import active, get_default_recipe
 from te_torch.availability import get_align_size_for_quantization
 
 
@@ -29,7 +29,7 @@ class _Aligned(torch.nn.Module):
     def _sizes(self, m_splits: Any) -> tuple[list[int], list[int]]:
         """(rows, rows when padded) of each group. The first call settles an alignment that nobody gave."""
         if self.align_size is None:
-            region = current_region()
+            region = active.region
             self.align_size = get_align_size_for_quantization(get_default_recipe() if region is None else region.recipe)
         sizes = m_splits.tolist() if isinstance(m_splits, torch.Tensor) else list(m_splits)
         assert len(sizes) == self.num_gemms, (

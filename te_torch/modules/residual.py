@@ -17,7 +17,7 @@ import torch
 
 from te_core.layers import residual as core
 from te_core.layers.residual import AddSpec, BranchNeeds, Stream
-from te_torch.function import Call, Layer, apply, register
+from te_torch.function import Call, Layer, apply, key_of, register
 from te_torch.modules.base import random_pair, wants_grad
 from te_torch.runtime import constant_at_trace
 
@@ -104,7 +104,7 @@ def _add(p: float, *needs: bool) -> Call:
 
 @constant_at_trace
 def _traced_add(p: float, x: bool, bias: bool, residual: bool) -> str:
-    return _add(p, x, bias, residual).key
+    return key_of(_add(p, x, bias, residual))
 
 
 class DropPath(torch.nn.Module):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -62,6 +63,20 @@ def test_answers(info: DeviceInfo | None) -> None:
         if family != "bf16":
             assert getattr(availability, f"check_{family}_support")() == (able, reason)
     assert availability.get_device_compute_capability() == ((0, 0) if info is None else info.capability)
+
+
+@pytest.mark.parametrize(
+    ("made_up", "recipe"),
+    [
+        (None, DelayedScaling), (gpu(8, 9), DelayedScaling), (gpu(9, 0), DelayedScaling),
+        (gpu(10, 0), MXFP8BlockScaling), (gpu(10, 3), MXFP8BlockScaling),
+        (gpu(12, 0), Float8CurrentScaling), (gpu(12, 1), Float8CurrentScaling),
+    ],
+)  # fmt: skip
+def test_the_default_recipe(made_up: DeviceInfo | None, recipe: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    """api.md 3.2, on every architecture."""
+    monkeypatch.setattr(import_module("te_torch.autocast"), "current_device", lambda: made_up)
+    assert te.get_default_recipe() == recipe()
 
 
 def test_same_answers_as_dispatch(info: DeviceInfo | None) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import te_torch as te
 from te_core.recipe import DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling
@@ -441,14 +442,18 @@ def test_what_is_handed_over_in_fp8(kind: str, turned: bool) -> None:
         assert module._hand_over(turned) == HANDED[kind, turned]
         with te.autocast(enabled=False):
             assert module._hand_over(turned) == HandOver()
-        module._hand_over(turned)
     seen = []
-    t = torch.ones(1, requires_grad=True)
-    (t * 1).register_hook(lambda _: None)
-    u = t * 1
-    u.register_hook(lambda _: seen.append(module._hand_over(turned)))
-    u.backward()
-    assert seen == [HANDED[kind, turned]]
+
+    def part(x: torch.Tensor) -> torch.Tensor:
+        seen.append(module._hand_over(turned))
+        return module.proj(x)
+
+    x = torch.ones(16, module.proj.in_features, requires_grad=True)
+    with te.autocast(enabled=recipe is not None, recipe=recipe, emulate=True):
+        y = checkpoint(part, x, use_reentrant=True)
+    y = y[0] if isinstance(y, tuple) else y
+    y.sum().backward()
+    assert seen == [HANDED[kind, turned]] * 2
     assert module._hand_over(turned) == HandOver()
     normed = make("cpu", qk_norm_type="RMSNorm")
     with te.autocast(enabled=recipe is not None, recipe=recipe, emulate=True):

@@ -138,12 +138,11 @@ def test_powers_of_two_pass_through(kind: str, recipe: str, device: str) -> None
     assert not differences(got, {n: t * powers.get(n, pw * pg) for n, t in wanted.items()})
 
 
-def alike(a: torch.Tensor, b: torch.Tensor, device: str) -> bool:
-    """Equal bit for bit; on CUDA, where another number of rows may get another GEMM kernel, to its rounding.
-
-    What a wrong scale does to a quantized result is far larger.
+def alike(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Equal but for the order in which a product sums, which a library may choose by the number and place of rows
+    (cuBLASLt does, and so does OpenBLAS on some processors). What a wrong scale does to a result is far larger.
     """
-    return torch.equal(a, b) or (device == "cuda" and snr_db(a, b) >= DB["bf16"])
+    return torch.equal(a, b) or snr_db(a, b) >= DB["bf16"]
 
 
 @on_devices
@@ -167,7 +166,7 @@ def test_rows_of_zeros_change_nothing(kind: str, recipe: str, device: str) -> No
     for name in ("y", "dx"):
         # A norm turns a row of zeros into its bias, an MLP's fc1 into something else again: these have maxima.
         if kind == "Linear" or per_row(recipe):
-            assert alike(got[name][:40], wanted[name], device), name
+            assert alike(got[name][:40], wanted[name]), name
         else:
             assert snr_db(got[name][:40], wanted[name]) >= floor, name
     for name in set(got) - {"y", "dx"}:
@@ -184,7 +183,7 @@ def per_row(recipe: str) -> bool:
 @all_recipes
 @gemm_modules
 def test_the_order_of_rows_is_free(kind: str, recipe: str, device: str) -> None:
-    """Rows (so batches too) in another order give the same rows of y and dx in that order, bit for bit.
+    """Rows (so batches too) in another order give the same rows of y and dx in that order.
 
     Not promised where 128 rows share tiles, nor for the gradients of stochastic rounding: draws belong to places.
     """
@@ -198,7 +197,7 @@ def test_the_order_of_rows_is_free(kind: str, recipe: str, device: str) -> None:
     free = {"y": not p.input.tiled, "dx": not (p.grad.tiled or p.grad.stochastic or p.input.tiled and kind != "Linear")}
     for name, exact in free.items():
         if exact:
-            assert torch.equal(got[name], wanted[name][order]), name
+            assert alike(got[name], wanted[name][order]), name
         else:
             assert snr_db(got[name], wanted[name][order]) >= floor_of(recipe, kind), name
 

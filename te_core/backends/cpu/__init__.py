@@ -52,6 +52,7 @@ from te_core.backends.cpu.matrix import column_sum, resize
 from te_core.backends.cpu.norm import norm_backward, norm_forward, plan_norm_backward, plan_norm_forward
 from te_core.backends.cpu.quantize import (
     amax,
+    count_nonfinite,
     dequantize,
     plan_quantize,
     plan_update,
@@ -113,6 +114,7 @@ class CpuBackend:
     swizzle_scales = staticmethod(swizzle_scales)
     transpose = staticmethod(transpose)
     amax = staticmethod(amax)
+    count_nonfinite = staticmethod(count_nonfinite)
     plan_update = staticmethod(plan_update)
     run_update = staticmethod(run_update)
     resize = staticmethod(resize)

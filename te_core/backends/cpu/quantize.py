@@ -153,6 +153,12 @@ def amax(rt: Runtime, x: Tensor, out: Tensor) -> None:
     out.numpy()[0] = codec.amax(x.numpy())
 
 
+def count_nonfinite(rt: Runtime, x: Tensor, out: Tensor) -> None:
+    """Add the NaNs and the infinities."""
+    values = x.numpy().astype(np.float32)
+    out.numpy()[:] += (np.isnan(values).sum(), np.isinf(values).sum())
+
+
 @np.errstate(all="ignore")
 def plan_update(rt: Runtime, states: list[ScalingState], algo: str) -> tuple[list[ScalingState], str]:
     """Nothing to prepare."""

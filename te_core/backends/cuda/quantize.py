@@ -252,6 +252,14 @@ def amax(rt: Runtime, x: Tensor, out: Tensor) -> None:
     finish(rt, 1, 256, partials, out.ptr, plan.blocks)
 
 
+def count_nonfinite(rt: Runtime, x: Tensor, out: Tensor) -> None:
+    """One launch that adds to what is there."""
+    if x.size:
+        blocks = plan_amax(rt, x.size, x.dtype).blocks
+        kernel = loader.get(rt, "nonfinite", args="ppq", DTYPE=TYPES[x.dtype])
+        kernel(rt, blocks, THREADS, x.ptr, out.ptr, x.size)
+
+
 # ---------------------------------------------------------------------------------------------- and back
 
 

@@ -1,0 +1,141 @@
+"""What was no number: in a region with `check_finite=True` every cast counts the NaNs and infinities that it meets, on
+the device and without waiting for it; `nonfinite_report` reads the counts.
+
+    with te_torch.autocast(recipe=recipe, check_finite=True):
+        loss = model(x).sum()
+    loss.backward()
+    print(te_torch.nonfinite_report(model))
+
+A narrow format may have no code for either: docs/precision.md says what becomes of them in each recipe.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from te_core.layers import attention_fp8
+from te_core.quantize.state import BACKWARD_SLOTS, FORWARD_SLOTS, Scales
+from te_torch.report import table
+from te_torch.runtime import to_core
+from te_torch.state import ScalingState
+
+_FORWARD, _BACKWARD = ("activation", "weight", "output"), ("gradient", "dgrad")
+#: The slots of an attention that have names of their own: (backward, gemm, slot).
+_ATTENTION = {
+    (False, *attention_fp8.QKV): ("qkv", "activation"), (False, *attention_fp8.P): ("probabilities", "activation"),
+    (False, *attention_fp8.OUT): ("attention", "output"), (True, *attention_fp8.DOUT): ("attention", "gradient"),
+    (True, *attention_fp8.DP): ("probabilities", "gradient"), (True, *attention_fp8.DQKV): ("qkv", "dgrad"),
+}  # fmt: skip
+
+
+class Counted:
+    """What a module hands to its layer in the place of its scaling state: that, if it has one, with counters."""
+
+    def __init__(self, gemms: int, device: torch.device) -> None:
+        with torch.inference_mode(False):
+            self.forward = torch.zeros(gemms * FORWARD_SLOTS, 2, dtype=torch.int64, device=device)
+            self.backward = torch.zeros(gemms * BACKWARD_SLOTS, 2, dtype=torch.int64, device=device)
+        self.state: ScalingState | None = None
+
+    @property
+    def token(self) -> int:
+        """The state's; 0 without one, which no state has."""
+        return 0 if self.state is None else self.state.token
+
+    def scales(self, recompute: bool) -> Scales:
+        """The core's view for one forward. What is run again was counted before."""
+        return self._with(
+            None if self.state is None else self.state.scales(recompute), None if recompute else to_core(self.forward)
+        )
+
+    def backward_scales(self) -> Scales:
+        """The core's view for one backward."""
+        return self._with(None if self.state is None else self.state.backward_scales(), None)
+
+    def _with(self, held: Scales | None, forward: Any) -> Scales:
+        back = to_core(self.backward)
+        if held is None:
+            return Scales(None, None, None, None, forward, back)
+        return Scales(
+            held.forward_scale, held.forward_amax, held.backward_scale, held.backward_amax, forward, back
+        )
+
+
+def counted(module: Any, state: ScalingState | None, device: torch.device) -> Counted:
+    """The module's counters around its state; made at the first look."""
+    found: Counted | None = module.__dict__.get("_nonfinite")
+    if found is None or found.forward.device != device:
+        found = module.__dict__["_nonfinite"] = Counted(module.gemms, device)
+    found.state = state
+    return found
+
+
+class Row(NamedTuple):
+    """What the casts of one tensor of a layer met."""
+
+    layer: str
+    gemm: str
+    tensor: str
+    nans: int
+    infinities: int
+
+
+class NonfiniteReport:
+    """A row for each tensor among whose values were NaNs or infinities. Printable; `as_dict()` for programs."""
+
+    def __init__(self, rows: list[Row], counted: list[str], others: list[str]) -> None:
+        self.rows = rows
+        self.counted = counted  # layers whose casts were counted
+        self.others = others  # layers that ran in no region with check_finite=True
+
+    @property
+    def total(self) -> int:
+        """All that was no number."""
+        return sum(row.nans + row.infinities for row in self.rows)
+
+    def as_dict(self) -> dict[str, Any]:
+        """{"rows": [{"layer": ..., "nans": ...}], "counted": [layer, ...], "others": [layer, ...]}."""
+        return {"rows": [row._asdict() for row in self.rows], "counted": self.counted, "others": self.others}
+
+    def __str__(self) -> str:
+        if not self.counted:
+            return "nothing was counted: run the model inside te_torch.autocast(..., check_finite=True)"
+        if not self.rows:
+            text = f"no NaN and no infinity in the casts of {len(self.counted)} layers"
+        else:
+            cells = [(r.layer, r.gemm, r.tensor, f"{r.nans:,}", f"{r.infinities:,}") for r in self.rows]
+            text = table(("layer", "gemm", "tensor", "NaN", "infinite"), cells)
+        return f"{text}\nnot counted: {', '.join(self.others)}" if self.others else text
+
+
+def nonfinite_report(model: torch.nn.Module, reset: bool = False) -> NonfiniteReport:
+    """What the casts of every layer met since the counts began. Waits for the device; `reset` begins anew."""
+    rows: list[Row] = []
+    seen: list[str] = []
+    others: list[str] = []
+    for name, module in model.named_modules():
+        if "fp8_state" not in module._modules:
+            continue
+        layer = name or str(getattr(module, "name", ""))
+        counts: Counted | None = module.__dict__.get("_nonfinite")
+        if counts is None:
+            others.append(layer)
+            continue
+        seen.append(layer)
+        rows += [Row(layer, *where, *found) for where, found in _found(module, counts) if any(found)]
+        if reset:
+            counts.forward.zero_(), counts.backward.zero_()
+    return NonfiniteReport(rows, seen, others)
+
+
+def _found(module: Any, counts: Counted) -> Iterator[tuple[tuple[str, str], tuple[int, int]]]:
+    """((gemm, tensor), (NaNs, infinities)) of each slot."""
+    names = [name.removesuffix("_weight") for name in module._weight_names()]
+    for backward, held, slots in ((False, counts.forward, _FORWARD), (True, counts.backward, _BACKWARD)):
+        for i, (nans, infinities) in enumerate(held.tolist()):
+            gemm, slot = divmod(i, len(slots))
+            where = (names[gemm], slots[slot]) if names else _ATTENTION.get((backward, gemm, slot), ("", slots[slot]))
+            yield where, (nans, infinities)

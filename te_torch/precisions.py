@@ -1,0 +1,143 @@
+"""Precisions by number, 0 being none: what a tracing compiler can hold as a constant and guard on.
+
+A number stays that of its precision for good, and is not given twice. Precisions with a user's functions in them may be
+new in every step (a recipe made with a fresh lambda): only the last `_KEPT` of these are remembered.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections import OrderedDict
+from dataclasses import replace
+from typing import NamedTuple
+
+from te_core.errors import UnsupportedError
+from te_core.precision import Precision
+from te_core.recipe import Recipe, by_token, resolve, the_one
+from te_torch.runtime import constant_at_trace
+
+#: How a region changes what its recipe says: nothing, `emulate`, `strict`, `check_finite`, several of these; or high
+#: precision that only records maxima.
+PLAIN, EMULATE, STRICT, CALIBRATE, CHECK = 0, 1, 2, 4, 8
+
+_KEPT = 64  # precisions with a user's functions
+
+
+class _Numbered(NamedTuple):
+    precision: Precision | None
+    recipe: Recipe | None  # what it was resolved from, as it was then
+
+
+_by_number: dict[int, _Numbered] = {0: _Numbered(None, None)}
+_numbers: dict[int, tuple[Precision, int]] = {}  # by the precision's id; the precision itself keeps the id its own
+_users: OrderedDict[int, None] = OrderedDict()  # numbers of precisions with a user's functions, oldest first
+_modes: dict[tuple[int, int], tuple[Precision, Precision]] = {}
+_counter = itertools.count(1)
+#: Those of custom recipes, which say something else for each module.
+custom_numbers: set[int] = set()
+
+
+def precision_of(number: int) -> Precision | None:
+    """The precision of this number; None for 0."""
+    return _known(number).precision
+
+
+def recipe_of(number: int) -> Recipe | None:
+    """The recipe of this number, as it was when the number was given: what user-supplied rules are shown."""
+    return _known(number).recipe
+
+
+def _known(number: int) -> _Numbered:
+    found = _by_number.get(number)
+    if found is None:
+        raise UnsupportedError(
+            "autocast", f"a recipe with functions of yours, {_KEPT} such recipes after its region ended",
+            "one recipe object that is kept, or recipes without functions", "make the recipe once, not in every step",
+        )  # fmt: skip
+    return found
+
+
+def number_of(recipe: Recipe, mode: int = PLAIN) -> int:
+    """The number of what this recipe says now, in a region of this mode."""
+    precision = resolve(recipe)
+    if mode:
+        precision = _in_mode(precision, mode)
+    return number_of_precision(precision, recipe)
+
+
+def number_of_precision(precision: Precision, recipe: Recipe | None) -> int:
+    """The number of a precision (one that `te_core.recipe.the_one` gave)."""
+    known = _numbers.get(id(precision))
+    if known is not None:
+        return known[1]
+    number = next(_counter)
+    _by_number[number] = _Numbered(precision, copy.copy(recipe))
+    _numbers[id(precision)] = precision, number
+    if precision.factory is not None:
+        custom_numbers.add(number)
+    if _has_functions(precision):
+        _users[number] = None
+        while len(_users) > _KEPT:
+            _forget(_users.popitem(last=False)[0])
+    return number
+
+
+def _has_functions(precision: Precision) -> bool:
+    history = precision.history
+    rules = (precision.input, precision.weight, precision.grad, precision.output, precision.grad_input)
+    return (
+        precision.factory is not None or any(rule is not None and rule.custom is not None for rule in rules)
+        or (history is not None and (callable(history.amax_algo) or history.scale_algo is not None))
+    )  # fmt: skip
+
+
+def _forget(number: int) -> None:
+    old = _by_number.pop(number).precision
+    _numbers.pop(id(old), None)
+    custom_numbers.discard(number)
+    for key in [key for key, (precision, _) in _modes.items() if precision is old]:
+        del _modes[key]
+
+
+def _in_mode(precision: Precision, mode: int) -> Precision:
+    found = _modes.get((id(precision), mode))
+    if found is None:
+        if mode & CALIBRATE:
+            x, w = (o and replace(o, scaling="calibrate") for o in (precision.input, precision.weight))
+            changed = replace(
+                precision, input=x, weight=w, grad=None, output=None, grad_input=None, attention=None
+            )  # fmt: skip
+        else:
+            changed = replace(
+                precision, emulate=bool(mode & EMULATE), strict=bool(mode & STRICT), check_finite=bool(mode & CHECK)
+            )  # fmt: skip
+        found = _modes[id(precision), mode] = precision, the_one(changed)
+    return found[1]
+
+
+# ---------------------------------------------------------------------------------------------- at trace time
+
+
+@constant_at_trace
+def number_at_trace(token: int, mode: int) -> int:
+    """`number_of` at trace time, where the recipe is a constant of the program known by its token."""
+    return number_of(by_token(token), mode)
+
+
+@constant_at_trace
+def reads_quantized(number: int) -> bool:
+    """Whether no GEMM of this precision reads the weight itself, which then need not be in the activation dtype."""
+    precision = precision_of(number)
+    rule = None if precision is None else precision.weight
+    if rule is None or precision.backward == "high_precision":  # type: ignore[union-attr]
+        return False
+    parts = (rule, rule.columnwise or rule)
+    return all(part.scaling not in ("calibrate", "custom", "none") for part in parts)
+
+
+@constant_at_trace
+def draws(number: int) -> bool:
+    """Whether backward in this precision rounds stochastically, and so needs random numbers."""
+    precision = precision_of(number)
+    return precision is not None and precision.grad is not None and precision.grad.stochastic

@@ -1,0 +1,1 @@
+"""What training needs around the modules."""

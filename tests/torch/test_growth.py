@@ -1,0 +1,78 @@
+"""Nothing grows without bound: what a program makes anew in every step is let go."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import torch
+
+import te_torch as te
+from te_core.recipe import DelayedScaling, Float8CurrentScaling
+from te_torch import function, precisions
+from te_torch.attention import masks
+from te_torch.attention.dot_product import _PLANS
+
+
+def test_calls_of_dead_modules_are_let_go() -> None:
+    def use(inspector: Any) -> None:
+        module = te.Linear(16, 16)
+        module.inspector = inspector
+        with te.autocast(recipe=Float8CurrentScaling()):
+            module(torch.randn(2, 16))
+
+    class Looks:
+        request = ()
+
+        def __call__(self, *args: Any) -> None:
+            return None
+
+    use(None)
+    gc.collect()
+    before = len(function._calls)
+    for _ in range(20):
+        use(Looks())
+    gc.collect()
+    assert len(function._calls) <= before + 1
+
+
+def test_a_module_keeps_a_bounded_number_of_calls() -> None:
+    class Looks:
+        request = ()
+
+    module, x = te.Linear(16, 16), torch.randn(2, 16)
+    for _ in range(300):
+        module.inspector = Looks()
+        module(x)
+    assert len(module._calls) <= 256
+
+
+def test_packed_batches_keep_a_bounded_number_of_plans() -> None:
+    """Each has another longest sequence."""
+    module = te.DotProductAttention(1, 4, qkv_format="thd", attn_mask_type="padding")
+    q = torch.randn(2, 1, 4)
+    cu = torch.tensor([0, 2], dtype=torch.int32)
+    before = len(function._calls)
+    for longest in range(2, 2300):
+        module(q, q, q, cu_seqlens_q=cu, cu_seqlens_kv=cu, max_seqlen_q=longest, max_seqlen_kv=longest)
+    assert len(module._plans) <= _PLANS and len(function._calls) - before <= _PLANS
+
+
+def test_a_fresh_function_in_every_recipe() -> None:
+    """What a recipe with a lambda leaves behind is bounded, and the latest ones compute as they say."""
+    module, x = te.Linear(16, 16), torch.randn(4, 16)
+    module._calls.clear()
+    for step in range(300):
+        recipe = DelayedScaling(amax_history_len=2, amax_compute_algo=lambda history, step=step: history.amax(dim=0))
+        with te.autocast(recipe=recipe):
+            module(x)
+    assert len(precisions._by_number) <= 200 and len(precisions._users) <= 64
+    assert len(precisions._numbers) <= 200 and len(module._calls) <= 256 and len(module.fp8_state.update_plans) <= 9
+    assert module.fp8_state.scale_fwd[0] == 448 / x.abs().max()
+
+
+def test_sizes_of_full_sequences() -> None:
+    for tokens in range(300):
+        masks.get_full_cu_seqlens(2, tokens, "cpu")
+    assert len(masks._full) <= 64
+    assert masks.get_full_cu_seqlens(2, 7, "cpu").tolist() == [0, 7, 14]
