@@ -23,16 +23,21 @@ def ranks_of() -> Iterator[Callable[[int, str], Ranks]]:
         found.close()
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        pytest.param((2, "cpu"), id="2 ranks"),
-        pytest.param((4, "cpu"), id="4 ranks", marks=pytest.mark.more),
-        pytest.param((2, "cuda"), id="2 GPUs", marks=requires_gpus(2)),
-    ],
-)
+GLOO = [
+    pytest.param((2, "cpu"), id="2 ranks"),
+    pytest.param((4, "cpu"), id="4 ranks", marks=pytest.mark.more),
+]
+
+
+@pytest.fixture(scope="module", params=[*GLOO, pytest.param((2, "cuda"), id="2 GPUs", marks=requires_gpus(2))])
 def ranks(request: pytest.FixtureRequest, ranks_of: Callable[[int, str], Ranks]) -> Ranks:
     """Two gloo ranks, four of them (`make test-more`), and NCCL on two GPUs."""
+    return ranks_of(*request.param)
+
+
+@pytest.fixture(scope="module", params=GLOO)
+def gloo_ranks(request: pytest.FixtureRequest, ranks_of: Callable[[int, str], Ranks]) -> Ranks:
+    """The same without the GPUs, for what is otherwise there."""
     return ranks_of(*request.param)
 
 

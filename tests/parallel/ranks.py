@@ -2,16 +2,17 @@
 
 A test's file holds what the ranks do as functions at its top level, and a test compares what they returned:
 
-    def everyones_sum(rank: Rank, add: int) -> float:
-        number = torch.full((1,), float(rank.number), device=rank.device)
+    def everyones_sum(rank: Rank, add: float) -> float:
+        number = torch.full((1,), add, device=rank.device)
         dist.all_reduce(number)
-        return number.item() + add
+        return number.item()
 
     def test_a_sum(ranks: Ranks) -> None:
-        assert ranks.run(everyones_sum, 5) == [6.0] * ranks.world
+        assert ranks.run(everyones_sum, 5.0) == [5.0 * ranks.world] * ranks.world
 
 The fixtures are in tests/parallel/conftest.py: `ranks` runs a test with two gloo ranks on the CPU, with four
-(`make test-more`), and with NCCL on two GPUs; `pair` with two gloo ranks alone, for what depends on neither.
+(`make test-more`), and with NCCL on two GPUs; `gloo_ranks` leaves out the GPUs; `pair` is two gloo ranks alone, for
+what depends neither on their number nor on the device; `ranks_of` gives any others.
 
 A function goes by its name (a lambda or a closure cannot be sent) and finds a default process group of its own, made
 for this run: what one test leaves in a group does not meet the next one. Arguments and results are pickled; tensors
@@ -46,6 +47,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 LOOPBACK = [name for name in ("lo", "lo0") if Path(f"/sys/class/net/{name}").exists()]
+START = 180.0  # seconds in which a process has to be there, or to have imported what it is to run
 GRACE = 3.0  # seconds beyond the group's timeout
 SHOWN = 2000  # characters of a rank's output, from its beginning and from its end
 
@@ -89,7 +91,9 @@ class Ranks:
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
         self._runs = 0
 
-    def run(self, function: Callable[..., Any], *args: Any, timeout: float = 120.0, group_timeout: float = 60.0) -> Any:
+    def run(
+        self, function: Callable[..., Any], *args: Any, timeout: float = 240.0, group_timeout: float = 120.0
+    ) -> list[Any]:
         """What `function(rank, *args)` returned, by rank."""
         found = self.outcomes(function, *args, timeout=timeout, group_timeout=group_timeout)
         failed = [str(o) for o in found if o.how != "returned"]
@@ -98,16 +102,19 @@ class Ranks:
         return [o.value for o in found]
 
     def outcomes(
-        self, function: Callable[..., Any], *args: Any, timeout: float = 120.0, group_timeout: float = 60.0
+        self, function: Callable[..., Any], *args: Any, timeout: float = 240.0, group_timeout: float = 120.0
     ) -> list[Outcome]:
         """What became of `function(rank, *args)`, by rank; after `timeout` seconds a rank counts as hung.
 
-        `group_timeout` is that of the default process group: how long a collective waits for the others.
+        `group_timeout` is that of the default process group: how long a collective waits for the others. Neither counts
+        what it takes to start processes.
         """
         if not self._processes:
             self.starts += 1
             folder = Path(self._folder.name)
             self._processes = [_Process(Rank(i, self.world, self.device), folder) for i in range(self.world)]
+            for process in self._processes:
+                process.pipe.poll(START)  # each sends its first word, or ends
         self._runs += 1
         store = str(Path(self._folder.name) / f"store-{self._runs}")
         order = pickle.dumps((function.__module__, function.__qualname__, args, store, group_timeout))
@@ -176,7 +183,8 @@ class _Process:
         """What it sent, or how it ended."""
         number = self.rank.number
         try:
-            sent = pickle.loads(self.pipe.recv_bytes())
+            while not (sent := pickle.loads(self.pipe.recv_bytes())):  # its first word
+                pass
         except (EOFError, OSError):
             code = self._popen.wait()
             return Outcome(number, "died", text=f"exit code {code}", output=self._output())
@@ -210,6 +218,8 @@ def _serve(number: int, world: int, device: str, handle: int, lifeline: int) -> 
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     threading.Thread(target=_end_with_the_test, args=(lifeline,), daemon=True).start()
     pipe, rank = connection.Connection(handle), Rank(number, world, device)
+    importlib.import_module("torch.distributed")
+    pipe.send_bytes(pickle.dumps({}))
     while True:
         try:
             order = pipe.recv_bytes()
@@ -242,8 +252,11 @@ def _in_a_group(rank: Rank, function: Callable[..., Any], args: Any, store: str,
     torch.set_num_threads(1)
     if rank.device == "cuda":
         torch.cuda.set_device(rank.number)
+    meeting = dist.FileStore(store, rank.world)
+    meeting.set(f"here {rank.number}", "")  # a short timeout shall not count what another rank still imports
+    meeting.wait([f"here {i}" for i in range(rank.world)], timedelta(seconds=START))
     dist.init_process_group(
-        "nccl" if rank.device == "cuda" else "gloo", init_method=f"file://{store}", rank=rank.number,
+        "nccl" if rank.device == "cuda" else "gloo", store=dist.PrefixStore("group", meeting), rank=rank.number,
         world_size=rank.world, timeout=timedelta(seconds=seconds),
     )  # fmt: skip
     try:

@@ -89,9 +89,9 @@ def one_of_two(rank: Rank, how: str) -> Any:
 
 
 @pytest.mark.parametrize("how", ["in a model", "in two models", "alone", "named"])
-def test_different_modules_of_one_size(how: str, ranks: Ranks) -> None:
+def test_different_modules_of_one_size(how: str, gloo_ranks: Ranks) -> None:
     """Each time, forward and backward, with their names in the model, and no history has changed."""
-    for number, (found, names) in enumerate(ranks.run(one_of_two, how)):
+    for number, (found, names) in enumerate(gloo_ranks.run(one_of_two, how)):
         mine, other = (names[min(number, 1)], names[0 if number else 1])
         first, untouched, again, still_untouched, back = found
         assert untouched and still_untouched
@@ -269,14 +269,14 @@ def goes_on_after_an_exception(rank: Rank, of_all: bool) -> Any:
     return found
 
 
-def test_a_region_that_an_exception_ended(ranks: Ranks) -> None:
+def test_a_region_that_an_exception_ended(gloo_ranks: Ranks) -> None:
     """Each later reduction is of another step than the others', and says so; where all ranks did that, none is."""
-    for number, found in enumerate(ranks.run(goes_on_after_an_exception, False)):
+    for number, found in enumerate(gloo_ranks.run(goes_on_after_an_exception, False)):
         for error in found:
             assert "out of step" in error and "goes on after an exception" in error
             regions = f"exceptions have ended {int(number == 1)} regions on rank {number}"
             assert regions in error
-    assert ranks.run(goes_on_after_an_exception, True) == [["", ""]] * ranks.world
+    assert gloo_ranks.run(goes_on_after_an_exception, True) == [["", ""]] * gloo_ranks.world
 
 
 # ------------------------------------------------------------------------------- looked at later, on a GPU

@@ -49,7 +49,7 @@ def unmatched(rank: Rank) -> bool:
 
 def test_a_run_has_a_group_of_its_own(pair: Ranks) -> None:
     with pytest.raises(RanksError):
-        pair.run(unmatched, timeout=20, group_timeout=2)  # the harness's last barrier meets it
+        pair.run(unmatched, group_timeout=3)  # the harness's last barrier meets it
     assert pair.run(everyones_sum, 0) == [3.0, 3.0]
 
 
@@ -64,30 +64,26 @@ def test_an_exception(pair: Ranks) -> None:
     """Its traceback and what its rank printed; the other rank waits for it no longer than the group's timeout."""
     pair.run(everyones_sum, 0)
     before, start = pair.starts, time.monotonic()
-    first, second = pair.outcomes(raises_on_one, group_timeout=3)
-    assert time.monotonic() - start < 20
+    first, second = pair.outcomes(raises_on_one, group_timeout=5)
+    assert time.monotonic() - start < 60
     assert (second.how, second.error) == ("raised", "KeyError")
     assert "raises_on_one" in second.text and "of rank 1" in second.text and "rank 1 was here" in second.output
     assert (first.how, first.error) == ("raised", "RuntimeError") and "all_reduce" in first.text
     with pytest.raises(RanksError, match=r"(?s)raises_on_one on 2 ranks.*rank 1 raised KeyError.*of rank 1"):
-        pair.run(raises_on_one, group_timeout=1)
+        pair.run(raises_on_one, group_timeout=5)
     assert pair.run(everyones_sum, 0) == [3.0, 3.0] and pair.starts == before  # nothing had to be started anew
 
 
-def dies(rank: Rank, how: str) -> float:
+def dies(rank: Rank) -> float:
     if rank.number == 0:
         print("last words", flush=True)
-        if how == "killed":
-            os.kill(os.getpid(), signal.SIGKILL)
         os._exit(3)
     return everyones_sum(rank, 0)
 
 
-@pytest.mark.parametrize("how, code", [("exit", 3), ("killed", -signal.SIGKILL)])
-def test_a_death(how: str, code: int, pair: Ranks) -> None:
-    first, second = pair.outcomes(dies, how, group_timeout=3)
-    assert (first.how, first.text) == ("died", f"exit code {code}") and "last words" in first.output
-    assert second.how == "raised"
+def test_a_death(pair: Ranks) -> None:
+    first, second = pair.outcomes(dies, group_timeout=5)
+    assert (first.how, first.text, second.how) == ("died", "exit code 3", "raised") and "last words" in first.output
     before = pair.starts
     assert pair.run(everyones_sum, 0) == [3.0, 3.0] and pair.starts == before + 1
 
@@ -99,10 +95,10 @@ def hangs(rank: Rank) -> bool:
 
 
 def test_a_hang(pair: Ranks) -> None:
-    """It is ended, and shown with the line where it stood; what did not hang is no part of that."""
+    """It is ended, and shown with the line where it stood."""
     start = time.monotonic()
-    _, second = pair.outcomes(hangs, timeout=15, group_timeout=1)
-    assert time.monotonic() - start < 15
+    _, second = pair.outcomes(hangs, group_timeout=2)
+    assert time.monotonic() - start < 60
     assert second.how == "hung" and "in hangs" in second.output and "test_ranks.py" in second.output
     assert pair.run(everyones_sum, 0) == [3.0, 3.0]
 
@@ -134,7 +130,7 @@ def test_a_rank_that_ended_between_two_runs(pair: Ranks) -> None:
     pids = [facts[-2] for facts in pair.run(where)]
     os.kill(pids[1], signal.SIGKILL)
     _, second = pair.outcomes(everyones_sum, 0, group_timeout=2)
-    assert second.how == "died"
+    assert (second.how, second.text) == ("died", f"exit code {-signal.SIGKILL}")
     assert pair.run(everyones_sum, 0) == [3.0, 3.0]
 
 
@@ -147,7 +143,7 @@ def test_ranks_end_with_the_test() -> None:
     own = Ranks(1)
     (pid,) = (facts[-2] for facts in own.run(where))
     os.close(own._processes[0]._lifeline)  # what the system does when the test's process ends
-    own._processes[0]._popen.wait(10)
+    own._processes[0]._popen.wait(60)
     assert not alive(pid)
     own._processes[0]._lifeline = os.open(os.devnull, os.O_RDONLY)
     own.close()
