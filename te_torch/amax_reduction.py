@@ -2,24 +2,38 @@
 
 One all-reduce for each step, direction and group takes all states that the update is about to read. As with any
 collective, the ranks of a group have to run the same modules in the same order, and to end the same regions and
-backward passes. A signature of what is reduced travels along, so that a step in which they did not is an error and
-not a wrong scale. Nothing here runs in a job of one process.
+backward passes. Whether they did travels along: a head of numbers on which all have to agree, made of the modules'
+names in their models (te_torch.module_paths), their rules, and how many regions an exception has ended.
+
+The buffers of a group have one length whatever ran, so ranks that disagree exchange as many numbers, and see it by the
+head. What ran together for the first time is looked at before anything else happens; where it needs longer buffers,
+all ranks that agree then lengthen theirs. On the CPU every head is looked at. On a GPU that would wait for the device:
+the head of a step is copied to the host on the side, and looked at in the next reductions, once it has arrived.
+
+Nothing here runs in a job of one process.
 """
 
 from __future__ import annotations
 
-import struct
-import zlib
+import hashlib
+import weakref
+from collections import Counter, deque
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from te_core.errors import ArgumentError, UnsupportedError
+from te_core.errors import ArgumentError, LibraryError, UnsupportedError
 from te_core.precision import Precision
+from te_torch.amax_disagreement import Entry, Report, told
+from te_torch.module_paths import places
 
-# Buffers are of a few sizes, so that ranks that disagree still reduce as many numbers, and see it by the signature.
-_SMALLEST = 1024
+_SMALLEST = 1024  # numbers in a buffer; doubled until what ran fits
+_AGREE = 5  # numbers that have to be equal on all ranks: two words of a digest, direction, modules, regions abandoned
+_HEAD = 2 * _AGREE + 1  # each as v and -v, so that a maximum shows the smallest too; and whether all look at once
+_WAITING = 32  # heads on their way to the host, before a reduction waits for the oldest
+_PLANS = 16  # that a state keeps
 
 
 def spans_ranks(group: Any) -> bool:
@@ -27,55 +41,32 @@ def spans_ranks(group: Any) -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1
 
 
-def reduce(states: list[Any], direction: int) -> None:
-    """Raise row 0 of the histories of one direction to the maximum over the group of each state's last region."""
+def reduce(states: list[Any], direction: int, key: tuple[int, ...]) -> None:
+    """Raise row 0 of the histories of one direction to the maximum over the group of each state's last region.
+
+    `key` names the direction and the states by their tokens.
+    """
     if not (dist.is_available() and dist.is_initialized()):
         return
-    members: dict[tuple[Any, torch.device], list[Any]] = {}
-    for state in states:
-        if state.precision.history.reduce_amax:
-            members.setdefault((state.group, state.scale_fwd.device), []).append(state)
-    for (group, _), of_group in members.items():
-        if spans_ranks(group):
-            key = (direction, group, *[s.token for s in of_group])
-            plans = of_group[0].update_plans
-            plan = plans.get(key)
-            if plan is None:
-                plan = plans[key] = _Plan(of_group, direction)
-            plan.run(group)
+    kept = states[0].update_plans
+    whole = ("reduce", dist.group.WORLD, *key, *[s.group for s in states])
+    plans = kept.get(whole)
+    if plans is None:
+        if len(kept) > _PLANS:
+            kept.clear()
+        plans = kept[whole] = _plan(states, direction)
+    for plan in plans:
+        plan.run()
 
 
-class _Plan:
-    """Rows of histories, the buffer that they are reduced in, and where each lies in it."""
+def abandoned(groups: Iterable[Any], precision: Precision) -> None:
+    """An exception has ended a region of these groups, so that it is not reduced.
 
-    __slots__ = ("agreed", "buffer", "parts", "rows", "signature")
-
-    def __init__(self, states: list[Any], direction: int) -> None:
-        # .data: autograd does not count this as a change of the history, nor does the update that follows.
-        histories = [s.amax_history_bwd.data if direction else s.amax_history_fwd.data for s in states]
-        sizes = [h.shape[1] for h in histories]
-        self.signature = float(1 + (zlib.crc32(struct.pack(f"<{1 + len(sizes)}q", direction, *sizes)) >> 9))
-        device = histories[0].device
-        head = torch.tensor([self.signature, -self.signature], device=device)
-        length = max(_SMALLEST, 1 << (1 + sum(sizes)).bit_length())
-        self.buffer = torch.zeros(length, device=device)
-        self.rows = [head, *[h[0] for h in histories]]
-        self.parts = list(self.buffer[: 2 + sum(sizes)].split([2, *sizes]))
-        self.agreed = False
-
-    def run(self, group: Any) -> None:
-        torch._foreach_copy_(self.parts, self.rows)
-        dist.all_reduce(self.buffer, dist.ReduceOp.MAX, group=group)
-        # On a GPU to look costs a host synchronisation: only the first run of these states is looked at.
-        if not self.agreed or self.buffer.is_cpu:
-            if self.buffer[:2].tolist() != [self.signature, -self.signature]:
-                raise ArgumentError(
-                    "amax reduction", "ranks of a group that ran different modules since the last update",
-                    "the same modules in the same order on all ranks",
-                    "pass the group of the ranks that do as amax_reduction_group, or use reduce_amax=False",
-                )  # fmt: skip
-            self.agreed = True
-        torch._foreach_copy_(self.rows[1:], self.parts[1:])
+    What this rank reduces next is of a later step than what the others then reduce: they see it by the head.
+    """
+    if precision.history is not None and precision.history.reduce_amax:
+        for team in {_team(dist.group.WORLD if g is None else g) for g in groups if spans_ranks(g)}:
+            team.abandoned += 1
 
 
 def refuse_traced(precision: Precision) -> None:
@@ -86,3 +77,222 @@ def refuse_traced(precision: Precision) -> None:
             "such a region around the compiled function, or DelayedScaling(reduce_amax=False)",
             "move the region out of the compiled function",
         )  # fmt: skip
+
+
+# ----------------------------------------------------------------------------------------------- the plan
+
+
+class _Team:
+    """What this process knows of a group, all of which the other ranks of the group know alike."""
+
+    def __init__(self) -> None:
+        self.length = _SMALLEST  # of all buffers
+        self.settled: set[bytes] = set()  # digests of what ran on all ranks before
+        self.abandoned = 0
+        self.reductions = 0
+        self.waiting: deque[tuple[_Mark, Report, int]] = deque()
+        self.marks: dict[torch.device, list[_Mark]] = {}  # free ones
+        # A name is given once, at a module's first reduction, and stays when the module is wrapped or moved. The
+        # second module of a name is another one, also when the first is gone: ranks do not forget at the same time.
+        self.names: weakref.WeakKeyDictionary[torch.nn.Module, str] = weakref.WeakKeyDictionary()
+        self.given: Counter[str] = Counter()
+
+    def entries(self, states: list[Any], direction: int) -> tuple[Entry, ...]:
+        """What the ranks have to agree on, state by state."""
+        new = [s for s in states if s not in self.names]
+        for state, (owner, path) in zip(new, places(new) if new else (), strict=True):
+            name = None if owner is None else self.names.get(owner)
+            if name is None:
+                path = path or "a module without a place"
+                self.given[path] += 1
+                name = path if self.given[path] == 1 else f"{path} ({self.given[path]})"
+                if owner is not None:
+                    self.names[owner] = name
+            self.names[state] = name
+        return tuple(Entry(self.names[s], _rule_of(s, direction)) for s in states)
+
+    def look_back(self) -> None:
+        """Judge the heads that have arrived on the host."""
+        while self.waiting:
+            mark, mine, number = self.waiting[0]
+            if not mark.arrived():
+                if len(self.waiting) < _WAITING:
+                    return
+                mark.wait()
+            self.waiting.popleft()
+            head = mark.host.tolist()
+            self.marks[mark.device].append(mark)
+            _judge(head, mine, None, self.reductions - number)
+
+
+_teams: weakref.WeakKeyDictionary[Any, _Team] = weakref.WeakKeyDictionary()  # by group: ids and names are used again
+
+
+def _team(group: Any) -> _Team:
+    team = _teams.get(group)
+    if team is None:
+        team = _teams[group] = _Team()
+    return team
+
+
+def _plan(states: list[Any], direction: int) -> list[_Plan]:
+    """A plan for each group and device, in an order that is every rank's."""
+    members: dict[tuple[Any, torch.device], list[Any]] = {}
+    for state in states:
+        if state.precision.history.reduce_amax and spans_ranks(state.group):
+            group = dist.group.WORLD if state.group is None else state.group
+            members.setdefault((group, state.scale_fwd.device), []).append(state)
+    ordered = sorted(members, key=lambda m: (m[0].group_name, m[1].type, m[1].index or 0))
+    return [_Plan(group, members[group, device], direction) for group, device in ordered]
+
+
+def _looks_at_once(device: torch.device) -> bool:
+    """Whether to look at a head costs nothing there."""
+    return device.type == "cpu"
+
+
+_in_graphs: dict[int, list[torch.Tensor]] = {}  # what a captured graph reads and writes, by address
+
+
+class _Plan:
+    """Rows of histories, the buffer that they are reduced in, and where each lies in it."""
+
+    def __init__(self, group: Any, states: list[Any], direction: int) -> None:
+        self.group, self.team = group, _team(group)
+        self.direction, self.entries = direction, self.team.entries(states, direction)
+        self.digest = hashlib.blake2b(repr((direction, self.entries)).encode(), digest_size=6).digest()
+        # .data: autograd does not count this as a change of the history, nor does the update that follows.
+        histories = [s.amax_history_bwd.data if direction else s.amax_history_fwd.data for s in states]
+        self.device = histories[0].device
+        self.sizes = [h.shape[1] for h in histories]
+        with torch.inference_mode(False):  # a model calibrated in inference is trained later
+            self.rows = [h[0] for h in histories]
+        self.at_once = _looks_at_once(self.device) or self.digest not in self.team.settled
+        self._prepare()
+
+    def _prepare(self) -> None:
+        """The buffer of the group's length, with this rank's head; without the rows if they do not fit yet."""
+        team = self.team
+        words = [int.from_bytes(self.digest[i : i + 3], "big") for i in (0, 3)]  # of 24 bits: exact in float32
+        agree = [*words, self.direction, len(self.rows), team.abandoned]
+        self.report = Report(dist.get_rank(), self.direction, team.abandoned, self.entries)
+        self.expected = [float(v) for v in (*agree, *[-v for v in agree], -1 if self.at_once else 0)]
+        with torch.inference_mode(False):
+            head = torch.tensor(self.expected, device=self.device)
+            self.buffer = torch.zeros(team.length, device=self.device)
+            self.head = self.buffer[:_HEAD]
+            self.fits = _HEAD + sum(self.sizes) <= team.length
+            self.parts = list(self.buffer[_HEAD:][: sum(self.sizes)].split(self.sizes)) if self.fits else []
+        self.all_parts = [self.head, *self.parts]
+        self.all_rows = [head, *self.rows[: len(self.parts)]]
+
+    def run(self) -> None:
+        """Reduce; raise where the ranks disagree, before a history changes."""
+        team = self.team
+        if self.buffer.numel() != team.length or self.report.abandoned != team.abandoned:
+            self._prepare()
+        capturing = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        if capturing:
+            self._capture()
+        torch._foreach_copy_(self.all_parts, self.all_rows)
+        team.reductions += 1
+        self._all_reduce()
+        if self.at_once:
+            head = self.head.tolist()
+            if head != self.expected:
+                _judge(head, self.report, self.group)
+            self._settle()
+        elif not capturing:
+            self._look_later()
+        if self.fits:
+            torch._foreach_copy_(self.rows, self.parts)
+        else:  # all ranks agree, so all of them come here
+            while team.length < _HEAD + sum(self.sizes):
+                team.length *= 2
+            self.run()
+
+    def _all_reduce(self) -> None:
+        try:
+            dist.all_reduce(self.buffer, dist.ReduceOp.MAX, group=self.group)
+        except RuntimeError as error:
+            ranks, what = dist.get_process_group_ranks(self.group), ("forward", "backward")[self.direction]
+            raise LibraryError(
+                "amax reduction", f"a failure of the {what} all-reduce over ranks {ranks}: {error}",
+                "ranks that are all alive and come to each reduction within the group's timeout",
+                "look for the first error among the other ranks' outputs; one that left out a step is missing too",
+            ) from error  # fmt: skip
+
+    def _settle(self) -> None:
+        """All ranks ran this: later heads need not be waited for."""
+        team = self.team
+        if self.digest not in team.settled:
+            if len(team.settled) > 4096:
+                team.settled.clear()
+            team.settled.add(self.digest)
+        if not _looks_at_once(self.device):
+            self.at_once = False
+            self.expected[-1] = 0.0
+            self.all_rows[0].copy_(torch.tensor(self.expected))
+
+    def _look_later(self) -> None:
+        team = self.team
+        free = team.marks.setdefault(self.device, [])
+        mark = free.pop() if free else _Mark(self.device)
+        mark.take(self.head)
+        team.waiting.append((mark, self.report, team.reductions))
+        team.look_back()
+
+    def _capture(self) -> None:
+        """What a graph replays nobody looks at; its buffers have to be there for as long as it lives."""
+        if self.at_once:
+            raise UnsupportedError(
+                "amax reduction", "modules whose first reduction is inside a CUDA graph's capture",
+                "modules that all ranks have run together before", "run a step of the same regions before the capture",
+            )  # fmt: skip
+        _in_graphs[self.buffer.data_ptr()] = [self.buffer, self.all_rows[0]]
+
+
+def _judge(head: list[float], mine: Report, group: Any, late: int = 0) -> None:
+    """Raise if the ranks of a group disagreed in the reduction that this head is of, so many reductions ago."""
+    most, least = head[:_AGREE], [-v for v in head[_AGREE:-1]]
+    if most != least:
+        # Where all ranks look at this one, all of them come here.
+        everyone = _gathered(mine, group) if not late and head[-1] == -1 else None
+        raise ArgumentError("amax reduction", *told(mine, everyone, least[2:], most[2:], late))
+
+
+def _gathered(mine: Report, group: Any) -> list[Report]:
+    found = [mine] * dist.get_world_size(group)
+    dist.all_gather_object(found, mine, group)
+    return found
+
+
+def _rule_of(state: Any, direction: int) -> str:
+    """All that the scales of a state depend on besides its history."""
+    history = state.amax_history_bwd if direction else state.amax_history_fwd
+    operand = state.precision.grad if direction else state.precision.input
+    rule = state.precision.history
+    algo = rule.amax_algo if isinstance(rule.amax_algo, str) else "an own amax_compute_algo"
+    own = "" if rule.scale_algo is None else ", an own scaling_factor_compute_algo"
+    rows, scales = history.shape
+    return f"{scales} scales of {operand.dtype.name}, history of {rows}, {algo}, margin {rule.margin}{own}"
+
+
+class _Mark:
+    """A head on its way to the host."""
+
+    def __init__(self, device: torch.device) -> None:
+        with torch.inference_mode(False):
+            self.host = torch.empty(_HEAD, pin_memory=True)
+        self.event = torch.cuda.Event()
+        self.device = device
+
+    def take(self, head: torch.Tensor) -> None:
+        self.host.copy_(head, non_blocking=True)
+        self.event.record(torch.cuda.current_stream(self.device))
+
+    def arrived(self) -> bool:
+        return self.event.query()
+
+    def wait(self) -> None:
+        self.event.synchronize()

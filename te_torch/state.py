@@ -149,7 +149,7 @@ class ScalingState(torch.nn.Module):
         self.group = group
         if self.seen_version is None:
             self.seen_version = self.amax_history_fwd._version
-            _watched.add(self.token)
+            _watched[self.token] = None
 
     def is_due(self) -> bool:
         """Whether a forward, eager or compiled, ran whose maxima no update has read yet."""
@@ -192,7 +192,7 @@ class ScalingState(torch.nn.Module):
         return found
 
 
-_watched: set[int] = set()
+_watched: dict[int, None] = {}  # in the order of tracing, which is every process's
 
 
 def traced_that_ran(group: Any) -> list[int]:
@@ -205,7 +205,7 @@ def traced_that_ran(group: Any) -> list[int]:
     for token in list(_watched):
         state = _by_token.get(token)
         if state is None:
-            _watched.discard(token)
+            _watched.pop(token, None)
         elif state.amax_history_fwd._version != state.seen_version:
             state.group = group
             ran.append(token)
@@ -229,18 +229,19 @@ def update(tokens: Iterable[int], direction: int, only_due: bool = False) -> Non
             continue
         if _operand(state, direction) is None:
             continue
-        if direction == FORWARD:
-            state.__dict__["due"] = False
         states.append(state)
     if not states:
         return
-    amax_reduction.reduce(states, direction)
     # A step usually updates the states that the last one did: its plan is kept with the first of them.
     key = (direction, *[s.token for s in states])
+    amax_reduction.reduce(states, direction, key)
+    if direction == FORWARD:
+        for state in states:
+            state.__dict__["due"] = False
     plans = states[0].update_plans
     plan = plans.get(key)
     if plan is None:
-        if len(plans) > 8:
+        if len(plans) > 16:
             plans.clear()
         plan = plans[key] = _plan_update(states, direction)
     launches, tokens_by_callables = plan
@@ -253,6 +254,12 @@ def update(tokens: Iterable[int], direction: int, only_due: bool = False) -> Non
         for state in states:
             if state.seen_version is not None:
                 state.seen_version = state.amax_history_fwd._version
+
+
+def abandon(tokens: Iterable[int], group: Any, precision: Precision) -> None:
+    """An exception has ended a region of this group in which these states ran: there is no update."""
+    groups = {state.group for token in tokens if (state := _by_token.get(token)) is not None}
+    amax_reduction.abandoned({group, *groups}, precision)
 
 
 def _plan_update(states: list[ScalingState], direction: int) -> tuple[list[tuple[torch.Tensor, Any]], list[int]]:

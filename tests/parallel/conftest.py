@@ -1,0 +1,47 @@
+"""The ranks that a file's tests share (tests/parallel/ranks.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tests.backends import requires_gpus
+from tests.parallel.ranks import Ranks
+
+
+@pytest.fixture(scope="module")
+def ranks_of() -> Iterator[Callable[[int, str], Ranks]]:
+    """The ranks of a world size and device: one set of processes for the whole file."""
+    started: dict[tuple[int, str], Ranks] = {}
+
+    def find(world: int, device: str = "cpu") -> Ranks:
+        return started.setdefault((world, device), Ranks(world, device))
+
+    yield find
+    for found in started.values():
+        found.close()
+
+
+GLOO = [
+    pytest.param((2, "cpu"), id="2 ranks"),
+    pytest.param((4, "cpu"), id="4 ranks", marks=pytest.mark.more),
+]
+
+
+@pytest.fixture(scope="module", params=[*GLOO, pytest.param((2, "cuda"), id="2 GPUs", marks=requires_gpus(2))])
+def ranks(request: pytest.FixtureRequest, ranks_of: Callable[[int, str], Ranks]) -> Ranks:
+    """Two gloo ranks, four of them (`make test-more`), and NCCL on two GPUs."""
+    return ranks_of(*request.param)
+
+
+@pytest.fixture(scope="module", params=GLOO)
+def gloo_ranks(request: pytest.FixtureRequest, ranks_of: Callable[[int, str], Ranks]) -> Ranks:
+    """The same without the GPUs, for what is otherwise there."""
+    return ranks_of(*request.param)
+
+
+@pytest.fixture(scope="module")
+def pair(ranks_of: Callable[[int, str], Ranks]) -> Ranks:
+    """Two gloo ranks, for what depends on neither their number nor the device."""
+    return ranks_of(2, "cpu")

@@ -1,0 +1,272 @@
+"""Processes that train together, for tests: started once a file, given one function after another.
+
+A test's file holds what the ranks do as functions at its top level, and a test compares what they returned:
+
+    def everyones_sum(rank: Rank, add: float) -> float:
+        number = torch.full((1,), add, device=rank.device)
+        dist.all_reduce(number)
+        return number.item()
+
+    def test_a_sum(ranks: Ranks) -> None:
+        assert ranks.run(everyones_sum, 5.0) == [5.0 * ranks.world] * ranks.world
+
+The fixtures are in tests/parallel/conftest.py: `ranks` runs a test with two gloo ranks on the CPU, with four
+(`make test-more`), and with NCCL on two GPUs; `gloo_ranks` leaves out the GPUs; `pair` is two gloo ranks alone, for
+what depends neither on their number nor on the device; `ranks_of` gives any others.
+
+A function goes by its name (a lambda or a closure cannot be sent) and finds a default process group of its own, made
+for this run: what one test leaves in a group does not meet the next one. Arguments and results are pickled; tensors
+among the results have to be on the CPU.
+
+`run` returns the results by rank, or raises RanksError, which shows for each rank that did not return its traceback
+or exit code, where it stood, and what it printed. A test of failures takes `outcomes`, which raises nothing. Once one
+rank has failed, the others have as long as the group's timeout to end by themselves; then they count as hung. After a
+death or a hang (on GPUs after an exception too: NCCL may still wait) all ranks are ended, and the next run starts them
+anew, which takes some seconds.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing import Pipe, connection
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+LOOPBACK = [name for name in ("lo", "lo0") if Path(f"/sys/class/net/{name}").exists()]
+START = 180.0  # seconds in which a process has to be there, or to have imported what it is to run
+GRACE = 3.0  # seconds beyond the group's timeout
+SHOWN = 2000  # characters of a rank's output, from its beginning and from its end
+
+
+@dataclass(frozen=True)
+class Rank:
+    """What a function is told of the process that it runs in."""
+
+    number: int
+    world: int
+    device: str  # "cpu" or "cuda", which is this rank's own GPU
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a function on one rank."""
+
+    rank: int
+    how: str  # "returned", "raised", "died" or "hung"
+    value: Any = None  # what was returned
+    error: str = ""  # the class of what was raised
+    text: str = ""  # its traceback, or the exit code
+    output: str = ""  # what was printed in this run; of a hung rank also where it stood
+
+    def __str__(self) -> str:
+        parts = [f"rank {self.rank} {self.how} {self.error}".rstrip(), self.text.rstrip(), self.output.rstrip()]
+        return "\n".join(part for part in parts if part)
+
+
+class RanksError(AssertionError):
+    """Some ranks did not return."""
+
+
+class Ranks:
+    """`world` processes of one group, started at the first run."""
+
+    def __init__(self, world: int, device: str = "cpu") -> None:
+        self.world, self.device = world, device
+        self.starts = 0  # how often the processes were started
+        self._processes: list[_Process] = []
+        self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
+        self._runs = 0
+
+    def run(
+        self, function: Callable[..., Any], *args: Any, timeout: float = 240.0, group_timeout: float = 120.0
+    ) -> list[Any]:
+        """What `function(rank, *args)` returned, by rank."""
+        found = self.outcomes(function, *args, timeout=timeout, group_timeout=group_timeout)
+        failed = [str(o) for o in found if o.how != "returned"]
+        if failed:
+            raise RanksError(f"{function.__name__} on {self.world} ranks\n\n" + "\n\n".join(failed))
+        return [o.value for o in found]
+
+    def outcomes(
+        self, function: Callable[..., Any], *args: Any, timeout: float = 240.0, group_timeout: float = 120.0
+    ) -> list[Outcome]:
+        """What became of `function(rank, *args)`, by rank; after `timeout` seconds a rank counts as hung.
+
+        `group_timeout` is that of the default process group: how long a collective waits for the others. Neither counts
+        what it takes to start processes.
+        """
+        if not self._processes:
+            self.starts += 1
+            folder = Path(self._folder.name)
+            self._processes = [_Process(Rank(i, self.world, self.device), folder) for i in range(self.world)]
+            for process in self._processes:
+                process.pipe.poll(START)  # each sends its first word, or ends
+        self._runs += 1
+        store = str(Path(self._folder.name) / f"store-{self._runs}")
+        order = pickle.dumps((function.__module__, function.__qualname__, args, store, group_timeout))
+        for process in self._processes:
+            process.begin(order)
+        found: dict[int, Outcome] = {}
+        deadline = time.monotonic() + timeout
+        while len(found) < self.world and (left := deadline - time.monotonic()) > 0:
+            waiting = {p.pipe: p for p in self._processes if p.rank.number not in found}
+            for pipe in connection.wait(list(waiting), left):
+                outcome = waiting[pipe].outcome()  # type: ignore[index]
+                found[outcome.rank] = outcome
+                if outcome.how != "returned":
+                    deadline = min(deadline, time.monotonic() + group_timeout + GRACE)
+        for process in self._processes:
+            if process.rank.number not in found:
+                found[process.rank.number] = process.hung()
+        usable = ("returned", "raised") if self.device == "cpu" else ("returned",)
+        if any(o.how not in usable for o in found.values()):
+            self.stop()
+        return [found[i] for i in range(self.world)]
+
+    def stop(self) -> None:
+        """End the processes; a later run starts new ones."""
+        for process in self._processes:
+            process.stop()
+        self._processes = []
+
+    def close(self) -> None:
+        """The same, for good."""
+        self.stop()
+        self._folder.cleanup()
+
+
+class _Process:
+    """The test's side of one rank: its process, the pipe to it, and the file that it prints to."""
+
+    def __init__(self, rank: Rank, folder: Path) -> None:
+        self.rank = rank
+        self.pipe, theirs = Pipe()
+        lifeline, self._lifeline = os.pipe()
+        handle, self._log = tempfile.mkstemp(prefix=f"rank-{rank.number}-", dir=folder)
+        self._begun = 0  # where the output of this run begins
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+        if LOOPBACK:
+            env["GLOO_SOCKET_IFNAME"] = LOOPBACK[0]
+        if rank.device == "cpu":
+            env["CUDA_VISIBLE_DEVICES"] = ""  # torch.compile asks for a stream, and many processes crowd a GPU
+        fields = (rank.number, rank.world, rank.device, theirs.fileno(), lifeline)
+        self._popen = subprocess.Popen(
+            [sys.executable, "-c", f"from tests.parallel.ranks import _serve; _serve{fields}"], cwd=ROOT, env=env,
+            stdin=subprocess.DEVNULL, stdout=handle, stderr=handle, pass_fds=(theirs.fileno(), lifeline),
+        )  # fmt: skip
+        theirs.close()
+        os.close(handle)
+        os.close(lifeline)
+
+    def begin(self, order: bytes) -> None:
+        self._begun = os.path.getsize(self._log)
+        try:
+            self.pipe.send_bytes(order)
+        except OSError:
+            pass  # it ended between two runs: `outcome` says so
+
+    def outcome(self) -> Outcome:
+        """What it sent, or how it ended."""
+        number = self.rank.number
+        try:
+            while not (sent := pickle.loads(self.pipe.recv_bytes())):  # its first word
+                pass
+        except (EOFError, OSError):
+            code = self._popen.wait()
+            return Outcome(number, "died", text=f"exit code {code}", output=self._output())
+        return Outcome(number, **sent, output=self._output())
+
+    def hung(self) -> Outcome:
+        """It did not answer in time: where it stands."""
+        self._popen.send_signal(signal.SIGUSR1)  # _serve has faulthandler print the stacks
+        time.sleep(0.5)
+        return Outcome(self.rank.number, "hung", output=self._output())
+
+    def stop(self) -> None:
+        self.pipe.close()
+        self._popen.kill()
+        self._popen.wait()
+        os.close(self._lifeline)
+
+    def _output(self) -> str:
+        with open(self._log, errors="replace") as file:
+            file.seek(self._begun)
+            text = file.read()
+        return text if len(text) <= 2 * SHOWN else f"{text[:SHOWN]}\n...\n{text[-SHOWN:]}"
+
+
+# ------------------------------------------------------------------------------------- in the rank's process
+
+
+def _serve(number: int, world: int, device: str, handle: int, lifeline: int) -> None:
+    """Run what the test sends, until it closes the pipe."""
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    threading.Thread(target=_end_with_the_test, args=(lifeline,), daemon=True).start()
+    pipe, rank = connection.Connection(handle), Rank(number, world, device)
+    importlib.import_module("torch.distributed")
+    pipe.send_bytes(pickle.dumps({}))
+    while True:
+        try:
+            order = pipe.recv_bytes()
+        except EOFError:
+            return
+        pipe.send_bytes(_result(rank, order))
+
+
+def _end_with_the_test(lifeline: int) -> None:
+    """A test that was killed closes nothing else: no rank outlives it, wherever it hangs."""
+    os.read(lifeline, 1)
+    os._exit(1)
+
+
+def _result(rank: Rank, order: bytes) -> bytes:
+    try:
+        module, name, args, store, seconds = pickle.loads(order)
+        function: Any = importlib.import_module(module)
+        for part in name.split("."):
+            function = getattr(function, part)
+        return pickle.dumps({"how": "returned", "value": _in_a_group(rank, function, args, store, seconds)})
+    except BaseException as error:  # also what pytest.fail and pytest.skip raise
+        return pickle.dumps({"how": "raised", "error": type(error).__name__, "text": traceback.format_exc()})
+
+
+def _in_a_group(rank: Rank, function: Callable[..., Any], args: Any, store: str, seconds: float) -> Any:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    if rank.device == "cuda":
+        torch.cuda.set_device(rank.number)
+    meeting = dist.FileStore(store, rank.world)
+    meeting.set(f"here {rank.number}", "")  # a short timeout shall not count what another rank still imports
+    meeting.wait([f"here {i}" for i in range(rank.world)], timedelta(seconds=START))
+    dist.init_process_group(
+        "nccl" if rank.device == "cuda" else "gloo", store=dist.PrefixStore("group", meeting), rank=rank.number,
+        world_size=rank.world, timeout=timedelta(seconds=seconds),
+    )  # fmt: skip
+    try:
+        value = function(rank, *args)
+        if dist.is_initialized():
+            dist.barrier()  # no rank takes its group down while another one still talks
+    except BaseException:
+        if dist.is_initialized() and rank.device == "cpu":  # NCCL would wait for what the others never join
+            dist.destroy_process_group()
+        raise
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return value
