@@ -338,16 +338,22 @@ class autocast:  # noqa: N801  the documented name
         if ran is None:
             return
         ran.open -= 1
-        if kind is not None or ran.open or not region.precision or self._graph:
+        if ran.open or not region.precision or self._graph:
             return
         if self.enabled and not torch.is_grad_enabled():  # calibration also runs without gradients
             return
         if region.traced:
-            scaling.update_traced(list(ran.states.values()))
-        else:
-            # What a recomputation runs was updated before, unless its first forward ran without grad mode.
-            tokens = [*ran.states, *scaling.traced_that_ran(region.group)]
+            if kind is None:
+                scaling.update_traced(list(ran.states.values()))
+            return
+        tokens = [*ran.states, *scaling.traced_that_ran(region.group)]
+        # What a recomputation runs was updated before, unless its first forward ran without grad mode.
+        if kind is None:
             scaling.update(tokens, scaling.FORWARD, only_due=region.recompute)
+        else:
+            rule = precision_of(region.precision)
+            assert rule is not None  # so has every region that is on
+            scaling.abandon(tokens, region.group, rule, only_due=region.recompute)
 
 
 def _leave(region: Region) -> None:

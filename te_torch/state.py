@@ -256,10 +256,12 @@ def update(tokens: Iterable[int], direction: int, only_due: bool = False) -> Non
                 state.seen_version = state.amax_history_fwd._version
 
 
-def abandon(tokens: Iterable[int], group: Any, precision: Precision) -> None:
+def abandon(tokens: Iterable[int], group: Any, precision: Precision, only_due: bool = False) -> None:
     """An exception has ended a region of this group in which these states ran: there is no update."""
-    groups = {state.group for token in tokens if (state := _by_token.get(token)) is not None}
-    amax_reduction.abandoned({group, *groups}, precision)
+    states = [state for token in tokens if (state := _by_token.get(token)) is not None]
+    if only_due and not any(state.due for state in states):  # as torch's checkpoint stops what it runs again
+        return
+    amax_reduction.abandoned({group, *[state.group for state in states]}, precision)
 
 
 def _plan_update(states: list[ScalingState], direction: int) -> tuple[list[tuple[torch.Tensor, Any]], list[int]]:

@@ -251,19 +251,23 @@ def test_a_rank_that_dies(pair: Ranks) -> None:
     assert "over ranks [0, 1]" in first.text and "first error among the other ranks" in first.text
 
 
+def ended_by_an_exception(module: Any, x: torch.Tensor, **rule: Any) -> None:
+    with pytest.raises(ZeroDivisionError), te.autocast(recipe=DelayedScaling(**{**RULE, **rule})):
+        module(x)
+        raise ZeroDivisionError
+
+
 def goes_on_after_an_exception(rank: Rank, of_all: bool) -> Any:
     """An exception ends a region (of rank 1 alone), and the program goes on."""
     module, x, found = make(rank, "Linear"), batch(rank.number, 0, rank.device), []
     step(module, x)
     if of_all or rank.number == 1:
-        with torch.no_grad():  # the region of which te_torch.autocast says that an exception has ended it
-            forward(module, x)
-        state = module.fp8_state
-        scaling.abandon([state.token], None, state.precision)
-        own = DelayedScaling(**RULE, reduce_amax=False)
-        with te.autocast(recipe=own):
-            module(x)
-        scaling.abandon([state.token], None, state.precision)  # not reduced, so nobody waits for it
+        with counted() as calls:
+            ended_by_an_exception(module, x)
+            ended_by_an_exception(module, x, reduce_amax=False)  # not reduced, so nobody waits for it
+            with torch.no_grad():
+                ended_by_an_exception(module, x)  # nor is this one
+        assert not calls
     for _ in range(2):
         found.append(error_of(lambda: step(module, x), ArgumentError))
     return found
@@ -277,6 +281,24 @@ def test_a_region_that_an_exception_ended(gloo_ranks: Ranks) -> None:
             regions = f"exceptions have ended {int(number == 1)} regions on rank {number}"
             assert regions in error
     assert gloo_ranks.run(goes_on_after_an_exception, True) == [["", ""]] * gloo_ranks.world
+
+
+def checkpoints(rank: Rank) -> Any:
+    """Rank 1 recomputes a region, which torch stops by an exception as soon as it has what it wants."""
+    module, x, found = make(rank, "Linear"), batch(rank.number, 0, rank.device), []
+    for _ in range(3):
+        if rank.number == 1:
+            y = torch.utils.checkpoint.checkpoint(forward, module, x, use_reentrant=False)
+        else:
+            y = forward(module, x)
+        y.backward(torch.ones_like(y))
+        found.append(fp8_state(module))
+    return found
+
+
+def test_a_checkpoint_is_no_exception(pair: Ranks) -> None:
+    mine, other = pair.run(checkpoints)
+    assert not any(differences(a, b) for a, b in zip(mine, other, strict=True))
 
 
 # ------------------------------------------------------------------------------- looked at later, on a GPU
