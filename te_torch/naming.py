@@ -11,6 +11,8 @@ from __future__ import annotations
 import itertools
 import re
 import sys
+import warnings
+import weakref
 from collections.abc import Iterator
 from types import FrameType
 from typing import Any
@@ -37,14 +39,18 @@ def known_as(module: torch.nn.Module) -> str:
     return _AUTOMATIC.sub("", given if isinstance(given, str) else "") or type(module).__name__
 
 
-def path_of(module: torch.nn.Module) -> str:
-    """The module's path in the outermost running module that contains it; "" where that is the module itself."""
-    # From outside to inside, each once.
-    for root in reversed(dict.fromkeys(found for _, found in _running())):
+def place_of(module: torch.nn.Module) -> tuple[torch.nn.Module, str]:
+    """(the outermost running module that contains this one, its path in it: "" where it is the module itself)."""
+    for root in reversed(dict.fromkeys(found for _, found in _running())):  # from outside to inside, each once
         for name, part in torch.nn.Module.named_modules(root):
             if part is module:
-                return _WRAPPERS.sub("", name)
-    return ""
+                return root, _WRAPPERS.sub("", name)
+    return module, ""
+
+
+def path_of(module: torch.nn.Module) -> str:
+    """The module's path in the model that is running."""
+    return place_of(module)[1]
 
 
 def name_of(module: torch.nn.Module) -> str:
@@ -56,6 +62,22 @@ def within(module: torch.nn.Module) -> str:
     """` in blocks.3.proj`, to stand behind the name of an operation; nothing for a module that is called by itself."""
     path = path_of(module)
     return path and f" in {path}"
+
+
+_warned: weakref.WeakKeyDictionary[torch.nn.Module, set[str]] = weakref.WeakKeyDictionary()
+
+
+def warn_once(module: torch.nn.Module, message: str) -> None:
+    """Warn of a module, at the line of the user's code that is running; of one message once for a model."""
+    root, path = place_of(module)
+    said = _warned.setdefault(root, set())
+    if message in said:
+        return
+    said.add(message)
+    level, frame = 2, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in ("te_torch", "torch"):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(f"{path or known_as(module)}: {message}", stacklevel=level)
 
 
 def shown(**options: Any) -> str:

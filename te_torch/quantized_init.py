@@ -16,7 +16,7 @@ from te_core.quantize.state import FORWARD_SLOTS, WEIGHT
 from te_core.recipe import Recipe, resolve
 from te_torch.autocast import get_default_recipe
 from te_torch.modules.options import is_flag
-from te_torch.naming import name_of
+from te_torch.naming import name_of, warn_once
 from te_torch.quantized import QuantizedTorch, quantizer_of
 
 _active: list[tuple[Recipe, bool] | None] = [None]  # the innermost last; None: high precision
@@ -132,7 +132,7 @@ def link(weight: torch.Tensor, state: Any, gemm: int) -> None:
 
 
 def check_recipe_fits(module: Any, precision: Precision | None) -> None:
-    """A quantized weight runs in the recipe it was made for; outside of every region it is dequantized, and we warn."""
+    """A quantized weight runs in the recipe it was made for; outside of a region it is dequantized, with a warning."""
     for name in module._weight_names():
         weight = getattr(module, name)
         if not isinstance(weight, QuantizedTorch):
@@ -140,10 +140,7 @@ def check_recipe_fits(module: Any, precision: Precision | None) -> None:
         quantizer = weight._quantizer  # type: ignore[attr-defined]
         rule = None if quantizer is None else quantizer.operand
         if precision is None or precision.weight is None:
-            warnings.warn(
-                f"{name_of(module)}: {name} is held quantized and used outside autocast: it is dequantized at each use",
-                stacklevel=4,
-            )
+            warn_once(module, f"{name} is held quantized and used outside autocast: it is dequantized at each use")
         elif rule is not None and (rule.scaling, rule.format) != (precision.weight.scaling, precision.weight.format):
             raise RuntimeError(
                 f"Recipe mismatch for {name_of(module)}.{name}: it was initialised as {rule.scaling} {rule.format}, "

@@ -50,7 +50,8 @@ def _row(value: Any) -> bool:
     return _sizes(value) and math.prod([value] if _size(value) else value) <= MAX_ROW
 
 
-def _number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
+    """Whether a value is a finite number."""
     return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
 
 
@@ -89,8 +90,8 @@ def _or_none(rule: _Rule) -> _Rule:
 
 
 _SIZE = _Rule(_size, "an integer >= 1")
-_EPSILON = _Rule(lambda value: _number(value) and value >= 0, "a number >= 0")
-_PROBABILITY = _Rule(lambda value: _number(value) and 0 <= value <= 1, "a probability")
+_EPSILON = _Rule(lambda value: is_number(value) and value >= 0, "a number >= 0")
+_PROBABILITY = _Rule(lambda value: is_number(value) and 0 <= value <= 1, "a probability")
 _FLAG = _Rule(is_flag, "True or False")
 _DTYPE = _Rule(_dtype, "float32, bfloat16 or float16 (None: torch's default dtype, which has to be one of these)")
 _CALLABLE = _or_none(_Rule(callable, "a callable"))
@@ -122,11 +123,11 @@ _RULES: dict[str, _Rule] = {
         ("qkv_format", "attn_input_format"), _Rule(lambda value: value in FORMATS, " or ".join(map(repr, FORMATS)))
     ),
     "normalization": _Rule(lambda value: value in NORMS, " or ".join(map(repr, NORMS))),
-    "softmax_scale": _or_none(_Rule(_number, "a finite number")),
+    "softmax_scale": _or_none(_Rule(is_number, "a finite number")),
     "logit_softcap": _EPSILON,
     "sm_margin": _Rule(_margins, "an integer >= 0, or a dict of these for 'forward', 'backward' and 'inference'"),
     "activation_params": _or_none(
-        _Rule(lambda value: isinstance(value, Mapping) and all(map(_number, value.values())), "a dict of numbers")
+        _Rule(lambda value: isinstance(value, Mapping) and all(map(is_number, value.values())), "a dict of numbers")
     ),
     "device": _or_none(_Rule(_device, "a device of torch, 'cpu', 'meta', or 'cuda' where there is a GPU")),
     **dict.fromkeys(("name", "rng_tracker_name"), _or_none(_Rule(lambda value: isinstance(value, str), "a string"))),

@@ -173,8 +173,13 @@ def test_recipe_mismatch() -> None:
         recipe=MXFP8BlockScaling()
     ):
         model(X)
-    with pytest.warns(UserWarning, match=rf"^{PATH}: weight is held quantized and used outside autocast"):
+    model.blocks[2].proj = quantized(Float8CurrentScaling())
+    with pytest.warns(UserWarning, match=rf"^{PATH}: weight is held quantized and used outside autocast") as seen:
         model(X)
+        model.eval()(X.requires_grad_(False))
+    assert len(seen) == 1 and seen[0].filename == __file__, "once a model, at the line that calls it"
+    with pytest.warns(UserWarning, match="^Linear: weight is held quantized"):
+        model.blocks[1].proj(X)  # another model
 
 
 def test_parameters_of_another_dtype() -> None:
