@@ -14,7 +14,7 @@ from te_core.recipe import Format, the_one
 from te_core.runtime import Runtime
 from te_core.tensor import META, Tensor
 from te_torch.autocast import number_of_precision, precision_of, recipe_of
-from te_torch.naming import name_of
+from te_torch.module_names import name_of
 from te_torch.runtime import to_core, to_torch
 
 

@@ -20,8 +20,8 @@ from te_core.tensor import CPU, Device, cuda_device
 from te_torch.attention import choose, flash
 from te_torch.attention.dot_product import DotProductAttention
 from te_torch.attention.plan import Plan
+from te_torch.module_names import known_as
 from te_torch.modules.base import BaseModule
-from te_torch.naming import known_as
 from te_torch.quantized import QuantizedTorch, core_of
 from te_torch.report import table, together
 

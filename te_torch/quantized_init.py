@@ -15,8 +15,8 @@ from te_core.precision import Operand, Precision
 from te_core.quantize.state import FORWARD_SLOTS, WEIGHT
 from te_core.recipe import Recipe, resolve
 from te_torch.autocast import get_default_recipe
+from te_torch.module_names import name_of, warn_once
 from te_torch.modules.options import is_flag
-from te_torch.naming import name_of, warn_once
 from te_torch.quantized import QuantizedTorch, quantizer_of
 
 _active: list[tuple[Recipe, bool] | None] = [None]  # the innermost last; None: high precision

@@ -20,13 +20,13 @@ from te_torch.attention.l2_norm import L2Normalization
 from te_torch.attention.masks import AttentionArgumentError
 from te_torch.attention.rope import apply_rotary_pos_emb, split_heads
 from te_torch.autocast import active, in_backward, precision_of, thread_region
+from te_torch.module_names import next_name, shown
 from te_torch.modules.layernorm_linear import LayerNormLinear
 from te_torch.modules.linear import Linear
 from te_torch.modules.norm import LayerNorm, RMSNorm
 from te_torch.modules.options import check_options, refuse_unbuilt
 from te_torch.modules.residual import Branch
 from te_torch.modules.weights import check_qkv_whole
-from te_torch.naming import next_name, shown
 from te_torch.runtime import constant_at_trace, default_device
 
 ATTENTION_TYPES = ("self", "cross")

@@ -26,9 +26,9 @@ from te_torch.autocast import (
 from te_torch.checkpoint_state import adopt
 from te_torch.custom import custom_precisions
 from te_torch.function import Call, Extra
+from te_torch.module_names import name_of, next_name, shown, within
 from te_torch.modules.options import refuse_unbuilt
 from te_torch.modules.weights import CachedWeight, Gradients, add_gradient, extra_for
-from te_torch.naming import name_of, next_name, shown, within
 from te_torch.quantized_init import carry_over, initialisation, initialising, link, quantize_parameter
 from te_torch.runtime import FLOATS, amp_cast, amp_dtype, check_dtype, constant_at_trace, default_device
 from te_torch.state import BACKWARD, FORWARD, ScalingState

@@ -19,11 +19,11 @@ from te_core.layers import grouped_linear as core
 from te_core.layers.linear import LinearSpec, Needs
 from te_torch.autocast import active, draws
 from te_torch.function import Call, Extra, Layer, apply, register
+from te_torch.module_names import within
 from te_torch.modules.base import BaseModule, check_input, normal_init, random_pair
 from te_torch.modules.linear import fork_of
 from te_torch.modules.options import check_values, refuse_unbuilt
 from te_torch.modules.weights import Gradients
-from te_torch.naming import within
 from te_torch.quantized import QuantizedTorch
 from te_torch.quantized_init import check_recipe_fits
 from te_torch.runtime import TO_CORE, constant_at_trace, default_device, to_core, to_core_shape, untraced

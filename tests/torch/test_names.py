@@ -15,7 +15,7 @@ import te_torch as te
 from te_core import errors
 from te_core.errors import ArgumentError, UnsupportedError
 from te_core.recipe import CustomRecipe, DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling
-from te_torch.naming import path_of
+from te_torch.module_names import path_of
 
 
 class Block(torch.nn.Module):
