@@ -138,7 +138,10 @@ class MemoryReport:
             cells = [f"{held[kind]:,}" if held.get(kind) else "" for kind in kinds]
             rows.append([name or "(model)", *cells, f"{sum(held.values()):,}"])
         text = table(["bytes", *[KINDS[kind] for kind in kinds], "total"], rows, right=True)
-        return text if self.measured else f"{text}\nsaved for backward: not measured (te_torch.measure_saved)"
+        if self.measured and totals["saved"]:
+            return text
+        nothing = "nothing: no forward that needs a gradient ran"
+        return f"{text}\nsaved for backward: {nothing if self.measured else 'not measured (te_torch.measure_saved)'}"
 
 
 def memory_report(model: torch.nn.Module, saved: measure_saved | None = None) -> MemoryReport:

@@ -13,7 +13,7 @@ from te_core.layers import linear as core
 from te_torch.autocast import draws, precision_of
 from te_torch.function import Call, Layer, apply, register
 from te_torch.modules.base import BaseModule, check_input, normal_init, random_pair
-from te_torch.modules.options import check_options
+from te_torch.modules.options import check_options, is_size
 from te_torch.modules.weights import check_whole
 from te_torch.quantized_init import check_recipe_fits
 from te_torch.runtime import TO_CORE, default_device
@@ -100,10 +100,11 @@ def split_sizes(operation: str, split: Any, total: int) -> dict[str, int]:
         raise TypeError(f"{operation}: parameters_split must be a tuple, a list or a dict, not {type(split).__name__}")
     if not all(isinstance(name, str) for name in sizes):
         raise TypeError(f"{operation}: the names in parameters_split must be strings: {list(sizes)!r}")
-    if not sizes or sum(sizes.values()) != total:
+    if not sizes or not all(map(is_size, sizes.values())) or sum(sizes.values()) != total:
         raise ArgumentError(
-            operation, f"parameters_split={split!r}", f"parts whose sizes add up to {total}", "correct the sizes"
-        )
+            operation, f"parameters_split={split!r}", f"parts of at least a row whose sizes add up to {total}",
+            "correct the sizes",
+        )  # fmt: skip
     parts = {f"{name.rstrip('_')}_": int(size) for name, size in sizes.items()}
     if len(parts) < len(sizes):
         raise ArgumentError(

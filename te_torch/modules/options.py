@@ -33,7 +33,8 @@ class _Rule(NamedTuple):
     allowed: str
 
 
-def _size(value: Any) -> bool:
+def is_size(value: Any) -> bool:
+    """Whether a value is a positive integer, of Python's or of a kind that stands for one."""
     if isinstance(value, bool | torch.Tensor):
         return False
     try:
@@ -43,11 +44,11 @@ def _size(value: Any) -> bool:
 
 
 def _sizes(value: Any) -> bool:
-    return _size(value) or (isinstance(value, Sequence) and len(value) > 0 and all(map(_size, value)))
+    return is_size(value) or (isinstance(value, Sequence) and len(value) > 0 and all(map(is_size, value)))
 
 
 def _row(value: Any) -> bool:
-    return _sizes(value) and math.prod([value] if _size(value) else value) <= MAX_ROW
+    return _sizes(value) and math.prod([value] if is_size(value) else value) <= MAX_ROW
 
 
 def is_number(value: Any) -> bool:
@@ -71,8 +72,8 @@ def _window(value: Any) -> bool:
 
 def _margins(value: Any) -> bool:
     if isinstance(value, Mapping):
-        return set(value) <= {"forward", "backward", "inference"} and all(n == 0 or _size(n) for n in value.values())
-    return value == 0 or _size(value)
+        return set(value) <= {"forward", "backward", "inference"} and all(n == 0 or is_size(n) for n in value.values())
+    return value == 0 or is_size(value)
 
 
 def _device(value: Any) -> bool:
@@ -89,7 +90,7 @@ def _or_none(rule: _Rule) -> _Rule:
     return _Rule(lambda value: value is None or rule.takes(value), f"{rule.allowed}, or None")
 
 
-_SIZE = _Rule(_size, "an integer >= 1")
+_SIZE = _Rule(is_size, "an integer >= 1")
 _EPSILON = _Rule(lambda value: is_number(value) and value >= 0, "a number >= 0")
 _PROBABILITY = _Rule(lambda value: is_number(value) and 0 <= value <= 1, "a probability")
 _FLAG = _Rule(is_flag, "True or False")
@@ -140,10 +141,10 @@ _OF: dict[tuple[str, str], _Rule] = {
     ),
     **dict.fromkeys(
         [("LayerNormLinear", "in_features"), ("LayerNormMLP", "hidden_size")],
-        _Rule(lambda value: _size(value) and value <= MAX_ROW, f"an integer from 1 to {MAX_ROW}, a row of the norm"),
+        _Rule(lambda value: is_size(value) and value <= MAX_ROW, f"an integer from 1 to {MAX_ROW}, a row of the norm"),
     ),
     ("DotProductAttention", "kv_channels"): _Rule(
-        lambda value: _size(value) or (_sizes(value) and len(value) == 2), "an integer >= 1, or (of q and k, of v)"
+        lambda value: is_size(value) or (_sizes(value) and len(value) == 2), "an integer >= 1, or (of q and k, of v)"
     ),
 }  # fmt: skip
 

@@ -59,7 +59,7 @@ BAD: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("window_size", "enc_dec_window_size"), (5, (1,), "ab", (1.5, 0))),
     "normalization": ("layernorm", None, 5),
     **dict.fromkeys(("init_method", "output_layer_init_method", "get_rng_state_tracker"), ("normal", 5)),
-    "device": ("gpu", "mps", "cuda:99", object()),
+    "device": ("gpu", "mps", "cuda:99", 1.5),
     **dict.fromkeys(("name", "rng_tracker_name"), (5, b"x")),
     **dict.fromkeys(("qkv_format", "attn_input_format"), ("xyz", None)),
     **dict.fromkeys(("softmax_type", "attention_type", "layer_type"), ("xyz", None)),
