@@ -89,12 +89,23 @@ def _running() -> Iterator[tuple[FrameType, torch.nn.Module]]:
     """The modules that are the first argument of a running function, the innermost first."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
-        code = frame.f_code
-        first = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+        first = _first_argument(frame)
         # One whose constructor has not got as far as torch's has no parts yet.
         if isinstance(first, torch.nn.Module) and "_modules" in vars(first):
             yield frame, first
         frame = frame.f_back
+
+
+def _first_argument(frame: FrameType) -> Any:
+    code = frame.f_code
+    if not code.co_argcount:
+        return None
+    held = frame.f_locals
+    first = held.get(code.co_varnames[0])
+    # Before Python 3.13 this is a copy, which the frame keeps: what it holds would live until the function returns.
+    if sys.version_info < (3, 13) and sys.getrefcount(held) <= 3:  # else the function has asked for its locals() itself
+        held.clear()
+    return first
 
 
 def _path_of_running() -> str:

@@ -92,6 +92,7 @@ def _or_none(rule: _Rule) -> _Rule:
 
 _SIZE = _Rule(is_size, "an integer >= 1")
 _EPSILON = _Rule(lambda value: is_number(value) and value >= 0, "a number >= 0")
+_ABOVE = _Rule(lambda value: is_number(value) and value > 0, "a number above 0")
 _PROBABILITY = _Rule(lambda value: is_number(value) and 0 <= value <= 1, "a probability")
 _FLAG = _Rule(is_flag, "True or False")
 _DTYPE = _Rule(_dtype, "float32, bfloat16 or float16 (None: torch's default dtype, which has to be one of these)")
@@ -103,13 +104,18 @@ _RULES: dict[str, _Rule] = {
     ),
     **dict.fromkeys(("num_gqa_groups", "kv_channels", "layer_number", "align_size", "tp_size"), _or_none(_SIZE)),
     **dict.fromkeys(("eps", "layernorm_epsilon", "qk_norm_eps"), _EPSILON),
+    "dim": _SIZE,
+    "rotary_percent": _Rule(lambda value: is_number(value) and 0 < value <= 1, "a share: above 0, at most 1"),
+    "rotary_base": _ABOVE,
+    "seq_len_interpolation_factor": _or_none(_ABOVE),
+    "pretrained_max_position_embeddings": _or_none(_SIZE),
     **dict.fromkeys(("hidden_dropout", "attention_dropout", "drop_path_rate"), _PROBABILITY),
     **dict.fromkeys(
         ("bias", "return_bias", "zero_centered_gamma", "fuse_wgrad_accumulation", "delay_wgrad_compute", "checkpoint",
          "return_layernorm_output", "return_layernorm_output_gathered", "input_layernorm", "output_layernorm",
          "parallel_attention_mlp", "apply_residual_connection_post_layernorm", "fuse_qkv_params",
          "qkv_weight_interleaved", "rotary_pos_interleaved", "qk_norm_before_rope", "return_max_logit",
-         "single_grouped_weight", "single_grouped_bias"),
+         "single_grouped_weight", "single_grouped_bias", "interleaved"),
         _FLAG,
     ),
     **dict.fromkeys(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -146,6 +148,27 @@ def test_a_model_under_construction_has_no_names_yet() -> None:
 
     with pytest.raises(ArgumentError, match=r"^Linear: got in_features=0\."):
         Half()
+
+
+def test_looking_up_the_stack_keeps_nothing_alive() -> None:
+    """The variables of the functions that are running go when they would have gone."""
+
+    def loop(model: torch.nn.Module) -> None:
+        big = torch.ones(8)
+        watch = weakref.ref(big)
+        with contextlib.suppress(ArgumentError):
+            model(X)
+        del big
+        assert watch() is None
+
+    def asks(model: torch.nn.Module) -> None:
+        mine = locals()
+        with contextlib.suppress(ArgumentError):
+            model(X)
+        assert mine["model"] is model, "a caller's own view of its variables is left alone"
+
+    loop(Model(narrow))
+    asks(Model(narrow))
 
 
 def test_nothing_is_looked_for_until_an_error_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
