@@ -8,8 +8,14 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-import cupy as cp
 import numpy as np
+
+try:
+    import cupy as cp
+except ImportError as error:
+    sys.exit(f"core_cupy.py: {error}. It needs CuPy and an NVIDIA GPU; examples/core_numpy.py runs anywhere.")
+if not cp.cuda.is_available():
+    sys.exit("core_cupy.py: CuPy sees no GPU. It needs CuPy and an NVIDIA GPU; examples/core_numpy.py runs anywhere.")
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from a clone that nobody installed, too
 

@@ -27,12 +27,15 @@ sys.path.insert(0, str(ROOT))  # runs from a clone that nobody installed, too
 import torch  # noqa: E402
 
 import te_torch as te  # noqa: E402
+from examples.arguments import UserError, device, mistakes_end, positive, usual_device  # noqa: E402
 from examples.gpt import GPT, GPTConfig  # noqa: E402
 from examples.progress import Progress  # noqa: E402
-from examples.training import PLAIN_BLOCKS, Settings, read_checkpoint  # noqa: E402
+from examples.training import Settings, model_of, read_checkpoint  # noqa: E402
 
 PROMPTS = ("Anne ", "Captain Wentworth was ", "She had ", "Sir Walter Elliot, of Kellynch Hall, ", "It was ", "The ")
 PAGE = 16  # tokens
+PROGRAM = "generate.py"
+CHECKPOINT = Path("build/train/none.pt")  # of examples/train_gpt.py --recipe none
 
 Text = list[int]  # its bytes
 
@@ -77,20 +80,17 @@ def generate_uncached(model: GPT, prompt: Text, count: int) -> Text:
     return text
 
 
-def load(path: Path, device: torch.device) -> GPT:
-    """The model of a checkpoint; one that has learnt nothing where there is none."""
-    settings, state = Settings(), None
+def load(path: Path | None, place: torch.device) -> GPT:
+    """The model of a checkpoint; one that has learnt nothing where none was named and there is none."""
+    if path is not None and not path.exists():
+        raise UserError(f"--checkpoint {path}: there is no such file (python examples/train_gpt.py writes some)")
+    path = CHECKPOINT if path is None else path
     if path.exists():
-        state = read_checkpoint(path)
-        settings = Settings(**state["settings"])
-    else:
-        print(f"No checkpoint {path}: the model has learnt nothing (python examples/train_gpt.py --recipe none).")
+        return model_of(path, read_checkpoint(path), place).eval()
+    print(f"No checkpoint {path}: the model has learnt nothing (python examples/train_gpt.py --recipe none).")
     torch.manual_seed(0)
-    plain = PLAIN_BLOCKS.get(settings.recipe, 0)
-    model = GPT(GPTConfig(settings.layers, settings.hidden, settings.heads, plain_blocks=plain), device)
-    if state is not None:
-        model.load_state_dict(state["model"])
-    return model.eval()
+    untrained = Settings()
+    return GPT(GPTConfig(untrained.layers, untrained.hidden, untrained.heads), place).eval()
 
 
 def readable(text: Text) -> str:
@@ -105,45 +105,43 @@ def some(text: str) -> str:
     return text
 
 
-def positive(text: str) -> int:
-    """A number of texts or bytes."""
-    if int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
-    return int(text)
-
-
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog=PROGRAM, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--prompt", type=some, action="append", help="a text to go on with; may be given several times")
     parser.add_argument("--count", type=positive, default=60, metavar="N", help="bytes to write at most for each (60)")
     parser.add_argument("--batch", type=positive, default=4, metavar="N", help="texts at a time (4)")
     parser.add_argument("--paged", action="store_true", help=f"keep the cache in pages of {PAGE} tokens")
     parser.add_argument("--check", action="store_true", help="also compute everything without the cache, and compare")
-    parser.add_argument("--checkpoint", type=Path, default=Path("build/train/none.pt"), help="(build/train/none.pt)")
-    parser.add_argument("--device", help="cpu, cuda ... (CUDA where there is one)")
-    return parser.parse_args()
+    parser.add_argument("--checkpoint", type=Path, help=f"of examples/train_gpt.py ({CHECKPOINT})")
+    parser.add_argument(
+        "--device", type=device, default=usual_device(), help="cpu, cuda ... (CUDA where there is one)"
+    )
+    return parser.parse_args(arguments)
 
 
-def main() -> int:
+def main(arguments: list[str] | None = None) -> int:
     """Generate, report."""
-    options = parse()
-    device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if device.type == "cpu":
+    options = parse(arguments)
+    place = options.device
+    if place.type == "cpu":
         torch.set_num_threads(1)  # as examples/train_gpt.py says
-    model = load(options.checkpoint, device)
+    with mistakes_end(PROGRAM):
+        model = load(options.checkpoint, place)
     prompts = [list(text.encode()) for text in options.prompt or PROMPTS]
     capacity = -(-(max(map(len, prompts)) + options.count) // PAGE) * PAGE
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    dtype = torch.bfloat16 if place.type == "cuda" else torch.float32
     params = te.InferenceParams(
         options.batch, capacity, model.config.heads, model.config.hidden // model.config.heads, dtype,
-        is_paged=options.paged, page_size=PAGE, total_num_pages=options.batch * capacity // PAGE, device=device,
+        is_paged=options.paged, page_size=PAGE, total_num_pages=options.batch * capacity // PAGE, device=place,
     )  # fmt: skip
     bar, start = Progress("bytes", options.count * len(prompts)), time.perf_counter()
 
     def on_step(done: int) -> None:
         bar.show(done, f"{done / (time.perf_counter() - start):,.0f} a second, {params.batch_size} texts")
 
-    with torch.autocast("cuda", dtype) if device.type == "cuda" else nullcontext():
+    with torch.autocast("cuda", dtype) if place.type == "cuda" else nullcontext():
         texts = generate(model, prompts, options.count, params, on_step)
         bar.stop()
         for prompt, text in zip(prompts, texts, strict=True):
@@ -151,7 +149,7 @@ def main() -> int:
         if options.check:
             same = sum(generate_uncached(model, p, options.count) == t for p, t in zip(prompts, texts, strict=True))
             print(f"\n{same} of {len(texts)} texts are the same without the cache.")
-            return int(same < len(texts) and device.type == "cpu")  # bf16 may decide a near tie otherwise
+            return int(same < len(texts) and place.type == "cpu")  # bf16 may decide a near tie otherwise
     return 0
 
 

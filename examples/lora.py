@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 
 import te_torch as te
+from examples.arguments import device, positive, usual_device
 from examples.progress import Progress
 from examples.training import RECIPES
 from te_core.recipe import Recipe
@@ -60,12 +61,14 @@ def teacher(model: torch.nn.Module) -> list[torch.Tensor]:
     return weights
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="lora.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--recipe", choices=[name for name in RECIPES if name != "none"], default="current")
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--device", type=torch.device, default="cuda" if torch.cuda.is_available() else "cpu")
-    given = parser.parse_args()
+    parser.add_argument("--steps", type=positive, default=60)
+    parser.add_argument("--device", type=device, default=usual_device())
+    given = parser.parse_args(arguments)
     recipe = RECIPES[given.recipe]
 
     torch.manual_seed(0)

@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 
 import te_torch as te
+from examples.arguments import device, positive, usual_device
 from examples.progress import Progress
 from examples.training import RECIPES
 from te_core.recipe import Recipe
@@ -57,13 +58,15 @@ def gradient(p: torch.nn.Parameter) -> torch.Tensor:
     return p.main_grad if hasattr(p, "main_grad") else p.grad.float()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="microbatches.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--recipe", choices=list(RECIPES), default="block")
-    parser.add_argument("--microbatches", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--device", type=torch.device, default="cuda" if torch.cuda.is_available() else "cpu")
-    given = parser.parse_args()
+    parser.add_argument("--microbatches", type=positive, default=4)
+    parser.add_argument("--steps", type=positive, default=20)
+    parser.add_argument("--device", type=device, default=usual_device())
+    given = parser.parse_args(arguments)
     recipe, count = RECIPES[given.recipe], given.microbatches
 
     torch.manual_seed(0)

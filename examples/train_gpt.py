@@ -12,6 +12,7 @@ import argparse
 import csv
 import dataclasses
 import os
+import shlex
 import signal
 import sys
 import time
@@ -26,9 +27,12 @@ sys.path.insert(0, str(ROOT))  # runs from a clone that nobody installed, too
 
 import torch  # noqa: E402
 
+from examples.arguments import UserError, device, mistakes_end, positive, rate, seed, usual_device, writable  # noqa: E402
+from examples.gpt import GPTConfig  # noqa: E402
 from examples.progress import Progress  # noqa: E402
-from examples.training import DEFAULTS, RECIPES, TEXT, Settings, Text, Trainer, read_checkpoint  # noqa: E402
+from examples.training import DEFAULTS, RECIPES, TEXT, Settings, Text, Trainer, model_of, read_checkpoint  # noqa: E402
 
+PROGRAM = "train_gpt.py"
 NAMES = {
     "delayed": "FP8 delayed", "current": "FP8 current", "block": "FP8 block", "mxfp8": "MXFP8", "nvfp4": "NVFP4",
     "none": "bf16",
@@ -37,11 +41,11 @@ MAY_CHANGE = {"steps", "rate"}  # of a checkpoint's settings, on --resume
 TAIL = 0.1  # the share of the steps whose mean is the final training loss
 
 
-def parse() -> tuple[argparse.Namespace, dict[str, Any]]:
+def parse(arguments: list[str] | None) -> tuple[argparse.Namespace, dict[str, Any]]:
     """(options of the program, settings that were given)."""
     cpu, cuda = DEFAULTS["cpu"], DEFAULTS["cuda"]
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=PROGRAM, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     run = parser.add_argument_group("training", "defaults for the CPU / for CUDA")
     run.add_argument("--recipe", choices=list(RECIPES), help="low-precision recipe; none: bf16 only (delayed)")
@@ -53,12 +57,14 @@ def parse() -> tuple[argparse.Namespace, dict[str, Any]]:
         text = f"{what} ({getattr(cpu, name)} / {getattr(cuda, name)})"
         run.add_argument(f"--{name}", *short, type=positive, metavar="N", help=text)
     run.add_argument(
-        "--lr", dest="rate", type=float, metavar="X", help=f"learning rate ({cpu.rate} / {cuda.rate})"
+        "--lr", dest="rate", type=rate, metavar="X", help=f"learning rate ({cpu.rate} / {cuda.rate})"
     )
-    run.add_argument("--seed", type=int, metavar="N", help="of weights and batches (0)")
+    run.add_argument("--seed", type=seed, metavar="N", help="of weights and batches (0)")
     run.set_defaults(**{field.name: None for field in dataclasses.fields(Settings)})
     job = parser.add_argument_group("job")
-    job.add_argument("--device", help="cpu, cuda, cuda:1 ... (CUDA where there is one)")
+    job.add_argument(
+        "--device", type=device, default=usual_device(), help="cpu, cuda, cuda:1 ... (CUDA where there is one)"
+    )
     job.add_argument("--text", type=Path, default=TEXT, help=f"file to learn ({TEXT.relative_to(ROOT)})")
     job.add_argument(
         "--out", type=Path, default=Path("build/train"), help="folder of the results (build/train)"
@@ -68,31 +74,36 @@ def parse() -> tuple[argparse.Namespace, dict[str, Any]]:
     job.add_argument(
         "--save-every", type=positive, default=100, metavar="N", help="steps between checkpoints (100)"
     )
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     given = {f.name: getattr(options, f.name) for f in dataclasses.fields(Settings)}
     return options, {name: value for name, value in given.items() if value is not None}
 
 
-def positive(text: str) -> int:
-    """An integer of at least one."""
-    if int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
-    return int(text)
-
-
-def settings_for(path: Path, resume: bool, given: dict[str, Any], device: torch.device) -> Settings:
-    """What was given, else what the checkpoint says, else what fits the device."""
-    if not (resume and path.exists()):
-        return dataclasses.replace(DEFAULTS[device.type], **given)
-    saved = Settings(**read_checkpoint(path)["settings"])
+def settings_for(path: Path, state: dict[str, Any] | None, given: dict[str, Any], kind: str) -> Settings:
+    """What was given, else what the checkpoint says, else what fits the kind of device."""
+    if state is None:
+        return dataclasses.replace(DEFAULTS[kind], **given)
+    saved = Settings(**state["settings"])
     for name in given.keys() - MAY_CHANGE:
         if given[name] != getattr(saved, name):
-            raise SystemExit(
+            raise UserError(
                 f"--resume: {path} was trained with {name}={getattr(saved, name)}, but {name}={given[name]} was "
                 f"given. Only {' and '.join(sorted(MAY_CHANGE))} may change. Leave the option out, or start anew "
                 f"without --resume."
             )
     return dataclasses.replace(saved, **given)
+
+
+def check_beside(path: Path, state: dict[str, Any], settings: Settings) -> None:
+    """The run that is to stand beside the first one is of the same model and the same batches."""
+    saved = Settings(**state["settings"])
+    for field in dataclasses.fields(Settings):
+        mine, other = getattr(settings, field.name), getattr(saved, field.name)
+        if mine != other and field.name not in MAY_CHANGE | {"recipe"}:
+            raise UserError(
+                f"--resume: {path} was trained with {field.name}={other}, not {mine}: it is no run to compare with. "
+                "Leave it out (--no-compare), or choose another folder (--out)"
+            )
 
 
 class Interrupt:
@@ -108,7 +119,22 @@ class Interrupt:
         signal.signal(number, signal.SIG_DFL)
 
 
-def train(trainer: Trainer, path: Path, save_every: int, interrupt: Interrupt) -> dict[str, Any]:
+def again(arguments: list[str]) -> str:
+    """What to type to go on: the command that was typed, with --resume."""
+    words = shlex.join([*arguments, *([] if "--resume" in arguments else ["--resume"])])
+    make = os.environ.get("STARTED_BY")  # a target of the Makefile, which hands ARGS over
+    return f"{make} ARGS={shlex.quote(words).replace('$', '$$')}" if make else f"python {sys.argv[0]} {words}"
+
+
+def save(trainer: Trainer, path: Path) -> None:
+    """Write a checkpoint; a full disk is no fault of the program."""
+    try:
+        trainer.save(path)
+    except (OSError, RuntimeError) as error:
+        raise UserError(f"{path} cannot be written after step {len(trainer.losses)}: {error}") from error
+
+
+def train(trainer: Trainer, path: Path, save_every: int, interrupt: Interrupt, resume: str) -> dict[str, Any]:
     """Train to the end or to an interrupt, saving checkpoints; what the report says about the run."""
     s, first = trainer.settings, len(trainer.losses)
     bar = Progress(NAMES[s.recipe], s.steps, first)
@@ -126,17 +152,16 @@ def train(trainer: Trainer, path: Path, save_every: int, interrupt: Interrupt) -
             result["tokens_per_second"] = rate
         bar.show(done, f"loss {loss:.3f}  {rate:,.0f} tokens/s")
         if done - saved >= save_every:
-            trainer.save(path)
+            save(trainer, path)
             saved = done
         return interrupt.seen != 0
 
     result: dict[str, Any] = {"name": NAMES[s.recipe], "tokens_per_second": 0.0, "checkpoint": path}
     trainer.train(on_step)
-    trainer.save(path)
+    save(trainer, path)
     if interrupt.seen:
         bar.stop()
-        done = len(trainer.losses)
-        print(f"\nInterrupted after step {done}. Saved in {path}; go on with the same command and --resume.")
+        print(f"\nInterrupted after step {len(trainer.losses)}. Saved in {shown(path)}. To go on:\n\n  {resume}\n")
         raise SystemExit(128 + interrupt.seen)
     count = max(1, int(s.steps * TAIL))
     result["training"] = sum(trainer.losses[-count:]) / len(trainer.losses[-count:])
@@ -221,29 +246,44 @@ def write_curve(path: Path, results: list[dict[str, Any]], entropy: float) -> Pa
     return path
 
 
-def main() -> int:
+def main(arguments: list[str] | None = None) -> int:
     """Train, compare, report."""
-    options, given = parse()
-    device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    recipe = given.get("recipe", "delayed")
-    paths = [options.out / f"{recipe}.pt"]
-    if not options.no_compare and recipe != "none":
-        paths.append(options.out / "none.pt")
-    settings = settings_for(paths[0], options.resume, given, device)
-    if device.type == "cpu" and settings.hidden <= 256:
+    options, given = parse(arguments)
+    with mistakes_end(PROGRAM):
+        return run(options, given, again(sys.argv[1:] if arguments is None else arguments))
+
+
+def run(options: argparse.Namespace, given: dict[str, Any], resume: str) -> int:
+    """The program, given its options and what to type to go on. All that can be wrong is looked at before a step."""
+    place, recipe = options.device, given.get("recipe", "delayed")
+    names = [recipe, "none"] if not options.no_compare and recipe != "none" else [recipe]
+    paths = [options.out / f"{name}.pt" for name in names]
+    states = {path: read_checkpoint(path) for path in paths if options.resume and path.exists()}
+    settings = settings_for(paths[0], states.get(paths[0]), given, place.type)
+    try:
+        GPTConfig(settings.layers, settings.hidden, settings.heads)
+    except ValueError as error:
+        raise UserError(error) from error
+    for path, state in states.items():
+        check_beside(path, state, settings)
+        model_of(path, state, torch.device("cpu"))
+    text = Text(options.text, place)
+    text.check(settings.sequence)
+    writable(options.out, [*(path.name for path in paths), "loss.csv", "loss.png"])
+    if place.type == "cpu" and settings.hidden <= 256:
         # The products are NumPy's and keep all cores. What torch does in between is too small to share: on two idle
         # cores a second thread gains nothing, on two busy ones it costs a factor of three.
         torch.set_num_threads(1)
-    text = Text(options.text, device)
     interrupt, results = Interrupt(), []
-    print(f"Training on {device_name(device)}: {shown(options.text)}, {len(text.train)} bytes to learn", flush=True)
+    print(f"Training on {device_name(place)}: {shown(options.text)}, {len(text.train)} bytes to learn", flush=True)
+    if options.resume and not states:
+        print(f"--resume: there is nothing to go on from in {shown(options.out)}; this begins at step 1", flush=True)
     for path in paths:
-        trainer = Trainer(dataclasses.replace(settings, recipe=path.stem), text, device)
-        if options.resume and path.exists():
-            state = read_checkpoint(path)
-            trainer.load(state)
+        trainer = Trainer(dataclasses.replace(settings, recipe=path.stem), text, place)
+        if path in states:
+            trainer.load(states[path])
             print(f"{NAMES[path.stem]}: going on after step {len(trainer.losses)} ({shown(path)})")
-        results.append(train(trainer, path, options.save_every, interrupt))
+        results.append(train(trainer, path, options.save_every, interrupt, resume))
     written = [write_csv(options.out / "loss.csv", results)]
     curve = write_curve(options.out / "loss.png", results, text.unigram_entropy)
     written += [curve] * (curve is not None) + [r["checkpoint"] for r in results]

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 
 import te_torch as te
+from examples.arguments import UserError
 from examples.gpt import GPT, GPTConfig
 from te_core.recipe import (
     DelayedScaling,
@@ -70,17 +71,30 @@ class Text:
     """The bytes of a file as tokens on the device: most of them to learn from, the end held out."""
 
     def __init__(self, path: Path, device: torch.device) -> None:
-        tokens = torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8).to(device, torch.long)
+        try:
+            content = bytearray(path.read_bytes())
+        except OSError as error:
+            raise UserError(f"the text {path}: {error.strerror}. --text names a file to learn") from error
+        if not content:
+            raise UserError(f"the text {path} is empty: --text names a file to learn")
+        tokens = torch.frombuffer(content, dtype=torch.uint8).to(device, torch.long)
         cut = int(len(tokens) * (1 - HELD_OUT))
         self.train, self.held_out = tokens[:cut], tokens[cut:]
         share = torch.bincount(tokens, minlength=256).double() / len(tokens)
         #: The loss, in nats a byte, of a model that knows only how frequent each byte is.
         self.unigram_entropy = -float(torch.special.xlogy(share, share).sum())
 
+    def check(self, sequence: int) -> None:
+        """Whether there are sequences of this length to learn from, and to judge by."""
+        for what, tokens in (("to learn from", self.train), ("held out", self.held_out)):
+            if len(tokens) < sequence + 2:
+                raise UserError(
+                    f"a text of {len(self.train) + len(self.held_out)} bytes, {len(tokens)} of them {what}, is too "
+                    f"short for sequences of {sequence}: choose shorter ones (--seq), or a longer text (--text)"
+                )
+
     def batch(self, size: int, sequence: int, generator: torch.Generator) -> torch.Tensor:
         """Random excerpts [size, sequence + 1]: what is read, and shifted by one what is to be foretold."""
-        if len(self.train) <= sequence + 1:
-            raise ValueError(f"the text's {len(self.train)} bytes are too few for sequences of {sequence}")
         starts = torch.randint(len(self.train) - sequence, (size, 1), generator=generator)
         return self.train[starts.to(self.train.device) + torch.arange(sequence + 1, device=self.train.device)]
 
@@ -200,8 +214,45 @@ class Trainer:
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
     """A checkpoint as `Trainer.save` wrote it: tensors and plain values, nothing that runs on loading."""
-    state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    try:
+        state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # what a file that is none makes torch raise is of many kinds
+        reason = error.strerror if isinstance(error, OSError) else f"{type(error).__name__} of torch.load"
+        raise UserError(f"{path} cannot be read as a checkpoint ({reason}): start anew without it") from error
+    missing = CHECKPOINT if not isinstance(state, dict) else CHECKPOINT - state.keys()
+    if missing:
+        raise UserError(f"{path} is no checkpoint of examples/train_gpt.py: it has no {', '.join(sorted(missing))}")
+    wrong = settings_of(state)
+    if isinstance(wrong, str):
+        raise UserError(f"{path} is of another version of examples/train_gpt.py: {wrong}. Start anew without it")
     return state
+
+
+#: What a checkpoint holds.
+CHECKPOINT = {"settings", "model", "optimizer", "generator", "rng", "device rng", "losses"}
+
+
+def settings_of(state: dict[str, Any]) -> Settings | str:
+    """The settings in a checkpoint, or what is wrong with them."""
+    saved, known = state["settings"], dataclasses.asdict(Settings())
+    if not isinstance(saved, dict) or saved.keys() != known.keys():
+        return "its settings are others"
+    for name, value in known.items():
+        if type(saved[name]) is not type(value):
+            return f"its {name} is {saved[name]!r}"
+    return Settings(**saved) if saved["recipe"] in RECIPES else f"its recipe is {saved['recipe']!r}"
+
+
+def model_of(path: Path, state: dict[str, Any], device: torch.device) -> GPT:
+    """The model that a checkpoint holds."""
+    settings = Settings(**state["settings"])
+    plain = PLAIN_BLOCKS.get(settings.recipe, 0)
+    try:
+        model = GPT(GPTConfig(settings.layers, settings.hidden, settings.heads, plain_blocks=plain), device)
+        model.load_state_dict(state["model"])
+    except (AttributeError, RuntimeError, TypeError, ValueError) as error:
+        raise UserError(f"{path}: its weights are not those of its settings. Start anew without it") from error
+    return model
 
 
 def schedule(step: int, steps: int) -> float:

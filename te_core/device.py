@@ -185,6 +185,12 @@ def can(device: DeviceInfo, recipe: str, operation: str) -> Answer:
     return able, reason
 
 
+def cpu_table() -> dict[str, dict[str, Answer]]:
+    """The same for the reference backend, which computes every recipe."""
+    why = {recipe: "exact emulation, bit for bit" if "quantize" in built else "" for recipe, built in BUILT.items()}
+    return {recipe: {op: (op in BUILT[recipe], why[recipe]) for op in OPERATIONS} for recipe in RECIPES}
+
+
 def gemm_table(device: DeviceInfo) -> dict[str, Answer]:
     """Whether each recipe's matrix products run on a device."""
     return {recipe: can(device, recipe, "gemm") for recipe in RECIPES}

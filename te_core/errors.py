@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+_locate: Callable[[], str] = str
+
+
+def tell_where(locate: Callable[[], str]) -> None:
+    """Have an adapter say which part of a user's model an error comes from: asked when one is made, "" for none."""
+    global _locate
+    _locate = locate
+
 
 class _FourPartError(Exception):
-    """An error whose message always has the same four parts."""
+    """An error whose message always has the same four parts; the first one with the part of the model, if known."""
 
-    def __init__(self, operation: str, got: str, allowed: str, do: str) -> None:
+    def __init__(self, operation: str, got: str, allowed: str, do: str, where: str | None = None) -> None:
         self.operation, self.got, self.allowed, self.do = operation, got, allowed, do
-        super().__init__(f"{operation}: got {got}. Allowed: {allowed}. To do: {do}.")
+        self.where = _locate() if where is None else where
+        place = self.where and f" in {self.where}"
+        super().__init__(f"{operation}{place}: got {got}. Allowed: {allowed}. To do: {do}.")
 
-    def __reduce__(self) -> tuple[type, tuple[str, str, str, str]]:
+    def __reduce__(self) -> tuple[type, tuple[str, str, str, str, str]]:
         # Exceptions rebuild from .args, which holds the one joined message: give the parts instead.
-        return type(self), (self.operation, self.got, self.allowed, self.do)
+        return type(self), (self.operation, self.got, self.allowed, self.do, self.where)
 
 
 class ArgumentError(_FourPartError, ValueError):

@@ -30,7 +30,6 @@ class _Known:
     stem: str
     majors: tuple[int, ...]  # of the soname, newest first
     wheels: tuple[str, ...]  # folders below nvidia/, one for each major (the last serves the rest)
-    package: str
     needs: tuple[str, ...] = ()  # opened by this library by name: ours first, or it takes any copy
     beside: str = ""  # files of its own folder that it opens by bare name, which only the system's path would find
 
@@ -43,11 +42,21 @@ class _Known:
 
 # fmt: off
 KNOWN: dict[str, _Known] = {
-    "cudart": _Known("libcudart", (13, 12), ("cu13/lib", "cuda_runtime/lib"), "nvidia-cuda-runtime"),
-    "nvrtc": _Known("libnvrtc", (13, 12), ("cu13/lib", "cuda_nvrtc/lib"), "nvidia-cuda-nvrtc",
-                    beside="libnvrtc-builtins.so.*"),
-    "cublasLt": _Known("libcublasLt", (13, 12), ("cu13/lib", "cublas/lib"), "nvidia-cublas"),
-    "cudnn": _Known("libcudnn", (9,), ("cudnn/lib",), "nvidia-cudnn-cu13", ("cublasLt", "nvrtc")),
+    "cudart": _Known("libcudart", (13, 12), ("cu13/lib", "cuda_runtime/lib")),
+    "nvrtc": _Known("libnvrtc", (13, 12), ("cu13/lib", "cuda_nvrtc/lib"), beside="libnvrtc-builtins.so.*"),
+    "cublasLt": _Known("libcublasLt", (13, 12), ("cu13/lib", "cublas/lib")),
+    "cudnn": _Known("libcudnn", (9,), ("cudnn/lib",), ("cublasLt", "nvrtc")),
+}
+#: What pip installs each of the libraries with, and what calls them: for CUDA 13 and for CUDA 12, as in pyproject.toml.
+PACKAGES: dict[str, tuple[str, str]] = {
+    "cudart": ("nvidia-cuda-runtime<14", "nvidia-cuda-runtime-cu12"),
+    "nvrtc": ("nvidia-cuda-nvrtc<14", "nvidia-cuda-nvrtc-cu12"),
+    "cublasLt": ("nvidia-cublas<14", "nvidia-cublas-cu12"),
+    "cudnn": ("nvidia-cudnn-cu13<10", "nvidia-cudnn-cu12<10"),
+    "CUDA headers": ("nvidia-cuda-runtime<14", "nvidia-cuda-runtime-cu12"),
+    "CuPy": ("cupy-cuda13x<15", "cupy-cuda12x<15"),
+    "nvmath": ("nvmath-python<2", "nvmath-python<2"),
+    "cuDNN's frontend": ("nvidia-cudnn-frontend<2", "nvidia-cudnn-frontend==1.28.0"),
 }
 # fmt: on
 
@@ -118,10 +127,33 @@ def _open(name: str) -> tuple[ctypes.CDLL, str]:
         return handle, next(iter(mapped()[name]), candidate)
     raise LibraryError(
         f"load {name}", "; ".join(tried) or "no such library anywhere",
-        f"{' or '.join(known.soname(m) for m in known.majors)} mapped by the process, in TE_CORE_LIBRARY_PATH, in the "
-        f"wheel {known.package} or on the system's search path",
-        f"pip install te-runtime[cu13] (or [cu12] for CUDA 12), or pip install {known.package}",
+        f"{' or '.join(known.soname(m) for m in known.majors)} mapped by the process, in TE_CORE_LIBRARY_PATH, in a "
+        "pip wheel or on the system's search path", pip_install(name),
     )  # fmt: skip
+
+
+def pip_install(*names: str) -> str:
+    """The command that installs these (keys of `PACKAGES`) for this machine's CUDA; for both where nothing tells."""
+    major = cuda_major()
+    lines = [" ".join(dict.fromkeys(f'"{PACKAGES[name][m == 12]}"' for name in names)) for m in (13, 12)]
+    if major is None and lines[0] != lines[1]:
+        return f"pip install {lines[0]} (CUDA 12: {lines[1]})"
+    return f"pip install {lines[major == 12]}"
+
+
+def found(name: str) -> bool:
+    """Whether there is such a library, be it that it cannot be loaded because another one is missing."""
+    for candidate in candidates(name):
+        if Path(candidate).is_file():
+            return True
+        if not candidate.startswith("/"):
+            try:
+                ctypes.CDLL(candidate)
+            except OSError as error:  # says which file was not there: the library, or one that it needs
+                if str(error).startswith(candidate):
+                    continue
+            return True
+    return False
 
 
 def candidates(name: str) -> list[str]:
@@ -145,13 +177,35 @@ def site_folders() -> list[Path]:
     return [p for p in folders if (p / "nvidia").is_dir()]
 
 
-def _majors(majors: tuple[int, ...], here: dict[str, list[str]]) -> tuple[int, ...]:
-    """The CUDA majors to try: what the process already uses, else what the driver can run, newest first."""
+def cuda_major() -> int | None:
+    """The CUDA major of this machine: what the process uses, else of the wheels that are there, else of the driver."""
+    versioned = [known for known in KNOWN.values() if len(known.majors) > 1]
+    majors = versioned[0].majors
+    used = _used(majors, mapped())
+    if used:
+        return used
+    for major in majors:
+        folders = [site / "nvidia" / known.folder(major) for site in site_folders() for known in versioned]
+        if any(folder.is_dir() for folder in folders):
+            return major
+    return next((major for major in majors if major <= driver_version()[0]), None)
+
+
+def _used(majors: tuple[int, ...], here: dict[str, list[str]]) -> int | None:
+    """The CUDA major of what the process maps."""
     for name, known in KNOWN.items():
         if known.majors == majors and here[name]:
             used = re.search(r"\.so\.(\d+)", here[name][0])
             if used and int(used[1]) in majors:
-                return (int(used[1]),)
+                return int(used[1])
+    return None
+
+
+def _majors(majors: tuple[int, ...], here: dict[str, list[str]]) -> tuple[int, ...]:
+    """The CUDA majors to try: what the process already uses, else what the driver can run, newest first."""
+    used = _used(majors, here)
+    if used:
+        return (used,)
     highest = driver_version()[0]
     fitting = tuple(m for m in majors if m <= highest)
     return fitting or majors  # no driver: compile with what there is

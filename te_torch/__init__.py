@@ -16,6 +16,7 @@ from te_torch.availability import (
 )
 from te_torch.checkpoint_state import plain_state_dict, prepare_state
 from te_torch.convert import convert
+from te_torch.foreign_norms import register_norm
 from te_torch.modules.grouped_linear import GroupedLinear
 from te_torch.modules.layernorm_linear import LayerNormLinear
 from te_torch.modules.layernorm_mlp import LayerNormMLP
@@ -37,6 +38,6 @@ __all__ = [
     "TransformerLayer", "autocast", "checkpoint", "convert", "fp8_autocast", "fp8_model_init", "get_cudnn_version",
     "get_default_recipe", "get_device_compute_capability", "is_bf16_available", "is_fp8_available",
     "is_fp8_block_scaling_available", "is_mxfp8_available", "is_nvfp4_available", "measure_saved", "memory_report",
-    "nonfinite_report",
-    "plain_state_dict", "precision_report", "prepare_state", "quantized_model_init", *_tensors,
+    "nonfinite_report", "plain_state_dict", "precision_report", "prepare_state", "quantized_model_init",
+    "register_norm", *_tensors,
 ]  # fmt: skip

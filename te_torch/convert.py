@@ -1,9 +1,14 @@
 """`convert`: swaps a model's torch layers for the ones here, in place, and says what was left alone and why.
 
 `nn.Linear`, `nn.LayerNorm` and `nn.RMSNorm` become their namesakes; an `nn.Sequential` of exactly norm and linear, or
-norm, linear, activation, linear, becomes `LayerNormLinear` or `LayerNormMLP`. Parameters stay the same objects, so
-tied weights, optimizers, `requires_grad` and hooks on parameters go on working. A layer is swapped only if the new one
-computes the same formula; anything attached to it that would be lost keeps it.
+norm, linear, activation, linear, becomes `LayerNormLinear` or `LayerNormMLP`; norms of others are known to
+`register_norm`. Parameters stay the same objects, so tied weights, optimizers, `requires_grad` and hooks on parameters
+go on working. A layer is swapped only if the new one computes the same formula; anything attached to it that would be
+lost keeps it.
+
+Inside `quantized_model_init` the weights of matrix products become quantized tensors, which are new parameters: make
+the optimizer afterwards. Weights that are tied to one another stay tied; one that a layer shares with something that
+is not converted (an embedding) stays as it is.
 
 Two things differ afterwards, as documented for these modules: under `torch.autocast` a norm's result is of the
 autocast dtype, and `reset_parameters()` draws from their own distributions.
@@ -11,8 +16,9 @@ autocast dtype, and `reset_parameters()` draws from their own distributions.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -24,19 +30,21 @@ from te_core.precision import Operand, Precision
 from te_core.quantized import up
 from te_core.recipe import Recipe, resolve
 from te_torch.availability import recipe_support
-from te_torch.modules.base import CallingModule
+from te_torch.foreign_norms import ForeignNorm, difference, looks_like_a_norm, registered
+from te_torch.modules.base import BaseModule, CallingModule
 from te_torch.modules.layernorm_linear import LayerNormLinear
 from te_torch.modules.layernorm_mlp import LayerNormMLP
 from te_torch.modules.linear import Linear
 from te_torch.modules.norm import LayerNorm, RMSNorm
-from te_torch.quantized_init import quantized_model_init
-from te_torch.report import table
+from te_torch.quantized_init import initialisation, initialising, quantize_parameter, quantized_model_init
+from te_torch.report import table, together
 from te_torch.runtime import FLOATS
 
 Filter = Callable[[str, nn.Module], bool]
 
 _NORMS: dict[type[nn.Module], type[nn.Module]] = {nn.LayerNorm: LayerNorm, nn.RMSNorm: RMSNorm}
 _SINGLE: tuple[type[nn.Module], ...] = (nn.Linear, *_NORMS)
+_WEIGHTS = ("weight", "fc1_weight", "fc2_weight")
 _ACTIVATIONS: dict[type[nn.Module], str] = {nn.GELU: "gelu", nn.ReLU: "relu", nn.SiLU: "silu"}
 
 # Their forward passes the children's weights to one fused function, and never calls the children.
@@ -55,7 +63,7 @@ class Conversion:
 
 @dataclass
 class ConversionReport:
-    """What `convert` did (or, with `dry_run`, would do). Prints as a table.
+    """What `convert` did (or, with `dry_run`, would do). Prints as a table, equal layers in one row.
 
     `keys` maps each state_dict entry whose name changed to its new name: `{report.keys.get(k, k): v ...}` lets a
     converted model load a checkpoint from before.
@@ -65,6 +73,7 @@ class ConversionReport:
     keys: dict[str, str] = field(default_factory=dict)
     recipe: str = ""  # what the recipe means here, in words
     dry_run: bool = False
+    already: int = 0  # layers of te_torch's that were there before
 
     @property
     def converted(self) -> list[Conversion]:
@@ -77,31 +86,47 @@ class ConversionReport:
         return [row for row in self.rows if not row.became]
 
     def __str__(self) -> str:
+        if not self.rows:
+            text = "nothing to convert: the model holds no nn.Linear, nn.LayerNorm or nn.RMSNorm"
+            return text + (f"; {self.already} of its layers are te_torch's already" if self.already else "")
         done, left = len(self.converted), len(self.kept)
         verb = "would be converted" if self.dry_run else "converted"
-        lines = [table(["module", "was", "becomes", "note"], [(r.name, r.was, r.became, r.note) for r in self.rows])]
-        lines.append(f"{done} {verb}, {left} left as they are")
+        if not done:
+            verb = verb if self.dry_run else "was converted"
+        alike = together((row.name, (row.was, row.became, row.note)) for row in self.rows)
+        lines = [table(["module", "was", "becomes", "note"], [(name, *rest) for name, rest in alike])]
+        lines.append(f"{done or 'nothing'} {verb}, {left} left as {'it is' if left == 1 else 'they are'}")
         if self.recipe:
             lines.append(self.recipe)
         return "\n".join(lines)
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"a ConversionReport has no {name!r}: convert changes the model in place and returns this report; go on "
+            "with the model that it was given"
+        )
 
 
 def convert(
     model: nn.Module, recipe: Recipe | None = None, filter: Filter | None = None, dry_run: bool = False
 ) -> ConversionReport:
-    """Swap the torch layers inside `model` for te_torch's, in place.
+    """Swap the torch layers inside `model` for te_torch's, in place, and return a report.
 
     filter(name, module) says no to single layers, and to the fusion of an nn.Sequential (its layers are then asked
     one by one). With a recipe, the report says what it will mean for each layer. dry_run changes nothing.
     """
+    if not isinstance(model, nn.Module):
+        raise ArgumentError("convert", f"model={model!r}", "a torch.nn.Module", "pass the model itself")
     if recipe is not None and not isinstance(recipe, Recipe):
         raise ArgumentError("convert", f"recipe={recipe!r}", "a recipe, or None", "pass DelayedScaling(), say")
-    plan = _Plan(filter, None if recipe is None else resolve(recipe))
+    plan = _Plan(filter, None if recipe is None else resolve(recipe), _held_rule(recipe))
     root = _found(model)
     if root is not None:
         plan.keep("(model)", model, "the model itself has no place to be swapped in: pass what contains it")
     plan.visit(model, "")
-    report = ConversionReport(plan.rows, plan.keys, "" if recipe is None else _in_words(recipe), dry_run)
+    held = plan.hold(model) if initialising() else {}
+    words = "" if recipe is None else _in_words(recipe)
+    report = ConversionReport(plan.rows, plan.keys, words, dry_run, len(plan.ours))
     if not dry_run:
         # All are built before the first is swapped: a constructor that refuses leaves the model as it was.
         new: dict[int, nn.Module] = {}
@@ -109,9 +134,25 @@ def convert(
             for _, _, old, swap, name in plan.places:
                 if id(old) not in new:  # a shared module stays shared
                     new[id(old)] = _build(swap, old, name)
+        for module in new.values():
+            _quantize(module, held)
         for parent, key, old, _, _ in plan.places:
             parent._modules[key] = new[id(old)]
     return report
+
+
+def _held_rule(recipe: Recipe | None) -> Operand | None:
+    """How `quantized_model_init` holds weights here; None where it does not, or says it module by module."""
+    if not initialising():
+        return None
+    rule = resolve(initialisation()[0]).weight
+    asked = None if recipe is None else resolve(recipe).weight
+    if rule is not None and asked is not None and (rule.scaling, rule.format) != (asked.scaling, asked.format):
+        raise ArgumentError(
+            "convert", f"recipe={recipe!r} inside quantized_model_init(recipe={initialisation()[0]!r})",
+            "one recipe: a weight held quantized runs in the format that it is held in", "pass the same recipe to both",
+        )  # fmt: skip
+    return rule
 
 
 # --------------------------------------------------------------------------------------- the plan
@@ -126,14 +167,20 @@ class _Swap:
     parameters: dict[str, tuple[str, nn.Parameter]]
     products: tuple[tuple[int, int], ...] = ()  # (out, in) of each weight
 
+    def weights(self) -> list[nn.Parameter]:
+        """The weights of its products."""
+        return [p for key, (_, p) in self.parameters.items() if self.products and key in _WEIGHTS]
+
 
 class _Plan:
-    def __init__(self, filter: Filter | None, precision: Precision | None) -> None:
+    def __init__(self, filter: Filter | None, precision: Precision | None, held: Operand | None) -> None:
         self.rows: list[Conversion] = []
         self.keys: dict[str, str] = {}
         self.places: list[tuple[nn.Module, str, nn.Module, _Swap, str]] = []
+        self.ours: set[int] = set()  # layers that were converted before
         self._filter = filter
         self._precision = precision
+        self._held = held
         self._decided: dict[tuple[int, str], _Swap | None] = {}  # by place: a shared parent is met more than once
 
     def keep(self, name: str, module: nn.Module, why: str) -> None:
@@ -142,6 +189,7 @@ class _Plan:
     def visit(self, parent: nn.Module, prefix: str) -> None:
         """Decide about everything below a module."""
         if isinstance(parent, CallingModule):
+            self.ours.add(id(parent))
             return
         for key, child in parent._modules.items():
             if child is None:
@@ -156,11 +204,39 @@ class _Plan:
             renamed = {old: new for new, (old, _) in swap.parameters.items() if old != new}
             self.keys.update({f"{name}.{old}": f"{name}.{new}" for old, new in renamed.items()})
 
+    def hold(self, model: nn.Module) -> dict[int, nn.Parameter | None]:
+        """The weights of products that become quantized, by what they are now (None: to be made); noted in the rows."""
+        used = Counter(id(p) for m in model.modules() for p in m._parameters.values() if p is not None)
+        taken: Counter[int] = Counter()
+        for swap in {id(old): swap for _, _, old, swap, _ in self.places}.values():
+            taken.update(id(p) for p in swap.weights())
+        held: dict[int, nn.Parameter | None] = {n: None for n in taken if used[n] == taken[n]}
+        names: dict[int, str] = {}
+        converted = {id(m) for _, _, old, _, _ in self.places for m in old.modules()}
+        for name, module in model.named_modules():
+            if id(module) not in converted:
+                names |= {id(p): name for p in module._parameters.values() if p is not None and id(p) not in names}
+        notes = {name: self._holding(swap, held, names) for _, _, _, swap, name in self.places}
+        for i, row in enumerate(self.rows):
+            if row.became and notes.get(row.name):
+                self.rows[i] = replace(row, note="; ".join(filter(None, (row.note, notes[row.name]))))
+        return held
+
+    def _holding(self, swap: _Swap, held: dict[int, Any], names: dict[int, str]) -> str:
+        """What becomes of a layer's weights."""
+        plain = [p for p in swap.weights() if id(p) not in held]
+        if plain:
+            return f"weight in high precision: it is shared with {names.get(id(plain[0]), 'others')}"
+        if not swap.products or self._held is None:
+            return ""
+        return f"weight held as {self._held.format}"
+
     def _decide(self, parent: nn.Module, key: str, child: nn.Module, name: str) -> _Swap | None:
         found = _found(child)
         if found is None:
             if any(p is not None for p in child._parameters.values()) and not isinstance(child, CallingModule):
-                self.keep(name, child, "nothing here replaces it")
+                hint = f" (a norm? te.register_norm({type(child).__name__}))" if looks_like_a_norm(child) else ""
+                self.keep(name, child, f"nothing here replaces it{hint}")
             return None
         if isinstance(parent, _READERS):
             found = f"{type(parent).__name__} reads its weights and may never call it"
@@ -199,6 +275,26 @@ def _build(swap: _Swap, old: nn.Module, name: str) -> nn.Module:
     return new
 
 
+def _quantize(module: nn.Module, held: dict[int, nn.Parameter | None]) -> None:
+    """Hold the weights of `held` quantized, as quantized_model_init says; weights that are one stay one."""
+    if not isinstance(module, BaseModule):
+        return
+    for gemm, name in enumerate(module._weight_names()):
+        weight = module._parameters[name]
+        if weight is None or id(weight) not in held:
+            continue
+        if weight.is_meta:
+            module._quantize_later.append((name, gemm, initialisation()))
+            continue
+        made = held[id(weight)]
+        if made is not None:
+            module._parameters[name] = made
+            module._primary = True
+        elif quantize_parameter(module, name, gemm, initialisation()):
+            held[id(weight)] = module._parameters[name]
+            module._primary = True
+
+
 # -------------------------------------------------------------------- what a module can become
 
 
@@ -206,6 +302,9 @@ def _found(module: nn.Module) -> _Swap | str | None:
     """What the module can become, why it cannot, or None if it is none of the kinds that are converted."""
     if type(module) is nn.Sequential:
         return _fused(module)
+    how = registered(type(module))
+    if how is not None:
+        return _foreign(module, how)
     if not isinstance(module, _SINGLE):
         return None
     return _obstacle(module) or (_linear(module) if isinstance(module, nn.Linear) else _norm(module))
@@ -233,13 +332,13 @@ def _attached(module: nn.Module) -> str:
     return ""
 
 
-def _parameters_unfit(module: nn.Module) -> str:
-    extra = [*(module._parameters.keys() - {"weight", "bias"}), *module._buffers, *module._modules]
+def _parameters_unfit(module: nn.Module, names: tuple[str, ...] = ("weight", "bias")) -> str:
+    extra = [*(module._parameters.keys() - set(names)), *module._buffers, *module._modules]
     if extra:
         return f"it has members that {type(module).__name__} does not know: {', '.join(sorted(extra))}"
     if getattr(module, "elementwise_affine", True) is False:
         return "elementwise_affine=False: the modules here have a weight"
-    for name in ("weight", "bias"):
+    for name in names:
         p = getattr(module, name, None)
         if p is None and name == "bias":
             continue
@@ -274,10 +373,28 @@ def _norm(module: nn.Module) -> _Swap | str:
     parameters = _own(module)
     if any(tuple(p.shape) != shape for _, p in parameters.values()):
         return f"its parameters do not have the shape of normalized_shape = {shape}"
+    return _too_long(parameters) or _Swap(kind, {"normalized_shape": shape, "eps": eps}, parameters)
+
+
+def _too_long(parameters: dict[str, tuple[str, nn.Parameter]]) -> str:
     rows = parameters["weight"][1].numel()
-    if not 1 <= rows <= MAX_ROW:
-        return f"rows of {rows} elements; 1 to {MAX_ROW} are allowed"
-    return _Swap(kind, {"normalized_shape": shape, "eps": eps}, parameters)
+    return "" if 1 <= rows <= MAX_ROW else f"rows of {rows} elements; 1 to {MAX_ROW} are allowed"
+
+
+def _foreign(module: nn.Module, how: ForeignNorm) -> _Swap | str:
+    """A norm of others that `register_norm` knows."""
+    if nn.utils.parametrize.is_parametrized(module):
+        return "it is parametrized"
+    if how.like is LayerNorm and getattr(module, "bias", None) is None:
+        return "it has no bias: LayerNorm here has a bias"
+    unfit = _attached(module) or _parameters_unfit(module, tuple(how.parameters().values()))
+    if unfit:
+        return unfit
+    parameters = {own: (name, module.get_parameter(name)) for own, name in how.parameters().items()}
+    options = how.options(module)
+    if isinstance(options, str):
+        return options
+    return _too_long(parameters) or difference(module, how, options) or _Swap(how.like, options, parameters)
 
 
 def _own(module: nn.Module) -> dict[str, tuple[str, nn.Parameter]]:
@@ -288,7 +405,7 @@ def _fused(sequence: nn.Sequential) -> _Swap | str | None:
     """The fused module of norm, linear or norm, linear, activation, linear."""
     members = list(sequence._modules.items())
     kinds = [member for _, member in members]
-    if len(kinds) not in (2, 4) or not isinstance(kinds[0], tuple(_NORMS)) or not isinstance(kinds[1], nn.Linear):
+    if len(kinds) not in (2, 4) or not _is_norm(kinds[0]) or not isinstance(kinds[1], nn.Linear):
         return None
     if len(kinds) == 4 and not isinstance(kinds[3], nn.Linear):
         return None
@@ -308,12 +425,22 @@ def _fused(sequence: nn.Sequential) -> _Swap | str | None:
     return _norm_linear(parts) if len(kinds) == 2 else _norm_mlp(parts, kinds[2])
 
 
+def _is_norm(module: nn.Module) -> bool:
+    return isinstance(module, tuple(_NORMS)) or registered(type(module)) is not None
+
+
+def _norm_options(norm: _Swap) -> dict[str, Any]:
+    """A norm's options, by their names in a module that begins with it."""
+    own = {name: value for name, value in norm.options.items() if name != "normalized_shape"}
+    return {**own, "normalization": norm.kind.__name__}
+
+
 def _norm_linear(parts: dict[str, _Swap]) -> _Swap | str:
     norm, linear = parts.values()
     width = linear.options["in_features"]
     if norm.options["normalized_shape"] != (width,):
         return f"not fused: the norm is over {norm.options['normalized_shape']}, the linear layer reads ({width},)"
-    options = {**linear.options, "eps": norm.options["eps"], "normalization": norm.kind.__name__}
+    options = {**linear.options, **_norm_options(norm)}
     return _Swap(LayerNormLinear, options, dict(_joined(parts, ("layer_norm_", ""))), linear.products)
 
 
@@ -332,7 +459,7 @@ def _norm_mlp(parts: dict[str, _Swap], activation: nn.Module) -> _Swap | str:
         return "not fused: LayerNormMLP has two biases or none"
     options = {
         "hidden_size": hidden, "ffn_hidden_size": ffn, "bias": fc1.options["bias"], "activation": name,
-        "eps": norm.options["eps"], "normalization": norm.kind.__name__,
+        **_norm_options(norm),
     }  # fmt: skip
     parameters = dict(_joined(parts, ("layer_norm_", "fc1_", "fc2_")))
     return _Swap(LayerNormMLP, options, parameters, (*fc1.products, *fc2.products))
@@ -340,8 +467,8 @@ def _norm_mlp(parts: dict[str, _Swap], activation: nn.Module) -> _Swap | str:
 
 def _joined(parts: dict[str, _Swap], prefixes: tuple[str, ...]) -> Iterator[tuple[str, tuple[str, nn.Parameter]]]:
     for (key, swap), prefix in zip(parts.items(), prefixes, strict=True):
-        for name, (_, parameter) in swap.parameters.items():
-            yield f"{prefix}{name}", (f"{key}.{name}", parameter)
+        for name, (old, parameter) in swap.parameters.items():
+            yield f"{prefix}{name}", (f"{key}.{old}", parameter)
 
 
 # ---------------------------------------------------------------------------------- the recipe

@@ -13,6 +13,7 @@ from te_core.precision import Gemm, History, Operand, Precision
 from te_core.recipe import Format, the_one
 from te_core.runtime import Runtime
 from te_core.tensor import META, Tensor
+from te_torch.module_names import name_of
 from te_torch.precisions import number_of_precision, precision_of, recipe_of
 from te_torch.runtime import to_core, to_torch
 
@@ -39,10 +40,10 @@ def custom_precisions(module: Any, number: int) -> tuple[int, ...]:
     base, recipe = precision_of(number), recipe_of(number)
     assert base is not None
     rules = [_rules(module, base, gemm) for gemm in range(len(module._weight_names()))]
-    histories = [h for _, h in rules if h is not None]
+    histories = [h for _, asked in rules for h in asked]
     history = histories[0] if histories else None
     if any(h != history for h in histories):
-        raise ValueError(f"{module.name}: all DelayedScalingRequests of one module must have equal fields")
+        raise ValueError(f"{name_of(module)}: all DelayedScalingRequests of one module must have equal fields")
     made = []
     for (x, w, dy, y, dx), _ in rules:
         precision = replace(
@@ -58,18 +59,18 @@ def custom_weight_rule(module: Any, base: Precision, gemm: int) -> Operand | Non
     return _rules(module, base, gemm)[0][1]
 
 
-def _rules(module: Any, base: Precision, gemm: int) -> tuple[list[Operand | None], History | None]:
-    """(input, weight, grad of output, output, grad of input) of one GEMM, and the history that a request asks for."""
+def _rules(module: Any, base: Precision, gemm: int) -> tuple[list[Operand | None], list[History]]:
+    """(input, weight, grad of output, output, grad of input) of one GEMM, and the histories that requests ask for."""
     found: list[Operand | None] = []
-    history: History | None = None
+    histories: list[History] = []
     for role, backward in zip(module.quantizer_roles(gemm), (False, False, True, False, True), strict=True):
         if role is None:  # a boundary without a role: quantized outputs were not asked for
             found.append(None)
             continue
         rule, asked = _rule(base.factory(role), role, backward)
         found.append(rule)
-        history = history or asked
-    return found, history
+        histories += [] if asked is None else [asked]
+    return found, histories
 
 
 def _rule(given: Any, role: Any, backward: bool) -> tuple[Operand | None, History | None]:

@@ -8,20 +8,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
 
-from te_core.layers.explain import GemmFacts, explain_attention, explain_linear
+from te_core.layers.explain import OUTSIDE, PRODUCTS, GemmFacts, explain_attention, explain_linear
 from te_core.layers.linear import LinearSpec
 from te_core.quantized import Format
 from te_core.tensor import CPU, Device, cuda_device
 from te_torch.attention import choose, flash
 from te_torch.attention.dot_product import DotProductAttention
 from te_torch.attention.plan import Plan
+from te_torch.module_names import known_as
 from te_torch.modules.base import BaseModule
 from te_torch.quantized import QuantizedTorch, core_of
-from te_torch.report import table
+from te_torch.report import table, together
 
 
 class Row(NamedTuple):
@@ -34,7 +36,7 @@ class Row(NamedTuple):
 class PrecisionReport:
     """A row for each GEMM of each layer and each product of attention. Printable; `as_dict()` for programs.
 
-    `fallbacks` is what was not as asked.
+    `fallbacks` is what was not as asked. Printed, layers that are equal in all of it stand in one row.
     """
 
     def __init__(self, rows: list[Row], idle: list[str]) -> None:
@@ -51,17 +53,34 @@ class PrecisionReport:
         return {"gemms": [{"layer": row.layer, **row.facts._asdict()} for row in self.rows], "idle": self.idle}
 
     def __str__(self) -> str:
+        idle = ", ".join(label for label, _ in together((name, None) for name in self.idle))
+        if not self.rows:
+            return f"nothing has run yet: {idle}" if idle else NOTHING
+        layers = [(layer, tuple(row.facts for row in rows)) for layer, rows in groupby(self.rows, lambda r: r.layer)]
         cells = [
-            (row.layer, f.gemm, f"{f.a} x {f.b}" if f.a else "-", f.accumulation or "-", f.family or "-",
+            (layer, f.gemm, f"{f.a} x {f.b}" if f.a else "-", f.accumulation or "-", f.family or "-",
              ("" if f.as_asked else "NOT AS ASKED: ") + f.reason)
-            for row, f in ((row, row.facts) for row in self.rows)
+            for layer, all_facts in together(layers) for f in all_facts
         ]  # fmt: skip
         text = table(("layer", "gemm", "operands", "accumulation", "computed by", "why"), cells)
-        count = len(self.fallbacks)
-        lines = [text, "", f"{count} of {len(self.rows)} not as the recipe asks" if count else "all as the recipe asks"]
-        if self.idle:
-            lines.append(f"not run yet: {', '.join(self.idle)}")
-        return "\n".join(lines)
+        return "\n".join([text, "", self._verdict(), *([f"not run yet: {idle}"] if idle else [])])
+
+    def _verdict(self) -> str:
+        if self.fallbacks:
+            return f"{len(self.fallbacks)} of {len(self.rows)} not as the recipe asks"
+        # Attention is in high precision unless asked for, inside of a region too.
+        gemms = [row.facts.reason for row in self.rows if row.facts.family and row.facts.gemm not in PRODUCTS]
+        outside = sum(reason.startswith(OUTSIDE) for reason in gemms)
+        if gemms and outside == len(gemms):
+            return "all in high precision: nothing ran inside te.autocast"
+        return "all as the recipe asks" + (f"; {outside} of {len(gemms)} outside of te.autocast" if outside else "")
+
+
+#: The report of a model without layers of ours.
+NOTHING = (
+    "nothing to report: the model holds no layer of te_torch that multiplies matrices (te.convert(model) puts them "
+    "in the place of torch's)"
+)
 
 
 def precision_report(model: torch.nn.Module) -> PrecisionReport:
@@ -71,17 +90,18 @@ def precision_report(model: torch.nn.Module) -> PrecisionReport:
     for name, module in model.named_modules():
         if not isinstance(module, BaseModule):
             continue
+        name = name or known_as(module)
         if isinstance(module, DotProductAttention):
             if module._last_plan is None:
-                idle.append(name or module.name)
+                idle.append(name)
             else:
-                rows += [Row(name or module.name, facts) for facts in _products(module, module._last_plan)]
+                rows += [Row(name, facts) for facts in _products(module, module._last_plan)]
             continue
         if module._last is None:
-            idle.append(name or module.name)
+            idle.append(name)
             continue
         for part, spec, weight in _linears(module):
-            layer = f"{name or module.name}{part}"
+            layer = f"{name}{part}"
             rows += [Row(layer, facts) for facts in explain_linear(spec, _place(weight), _held_as(weight))]
     return PrecisionReport(rows, idle)
 

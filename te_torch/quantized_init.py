@@ -16,6 +16,8 @@ from te_core.precision import Operand, Precision
 from te_core.quantize.state import FORWARD_SLOTS, WEIGHT
 from te_core.recipe import Recipe, resolve
 from te_torch.autocast import get_default_recipe
+from te_torch.module_names import name_of, warn_once
+from te_torch.modules.options import is_flag
 from te_torch.quantized import QuantizedTorch, quantizer_of
 
 
@@ -38,9 +40,15 @@ def quantized_model_init(
     With `preserve_high_precision_init_val` each such parameter also has `get_high_precision_init_val()`, its initial
     value on the CPU (for an optimizer's master weights), until `clear_high_precision_init_val()`.
     """
+    operation = "quantized_model_init"
+    if not is_flag(enabled):
+        raise ArgumentError(operation, f"enabled={enabled!r}", "True or False", "pass a recipe by name: recipe=...")
+    if not is_flag(preserve_high_precision_init_val):
+        got = f"preserve_high_precision_init_val={preserve_high_precision_init_val!r}"
+        raise ArgumentError(operation, got, "True or False", "correct it")
     if recipe is not None and not isinstance(recipe, Recipe):
         raise ArgumentError(
-            "quantized_model_init", f"recipe={recipe!r}", "a recipe of te_core.recipe, or None", "pass DelayedScaling()"
+            operation, f"recipe={recipe!r}", "a recipe of te_core.recipe, or None", "pass DelayedScaling(), say"
         )
     region = [(recipe or get_default_recipe(), preserve_high_precision_init_val) if enabled else None]
     _regions.stack.append(region)
@@ -135,7 +143,7 @@ def link(weight: torch.Tensor, state: Any, gemm: int) -> None:
 
 
 def check_recipe_fits(module: Any, precision: Precision | None) -> None:
-    """A quantized weight runs in the recipe it was made for; outside of every region it is dequantized, and we warn."""
+    """A quantized weight runs in the recipe it was made for; outside of a region it is dequantized, with a warning."""
     for name in module._weight_names():
         weight = getattr(module, name)
         if not isinstance(weight, QuantizedTorch):
@@ -143,15 +151,12 @@ def check_recipe_fits(module: Any, precision: Precision | None) -> None:
         quantizer = weight._quantizer  # type: ignore[attr-defined]
         rule = None if quantizer is None else quantizer.operand
         if precision is None or precision.weight is None:
-            warnings.warn(
-                f"{module.name}: {name} is held quantized and used outside autocast: it is dequantized at each use",
-                stacklevel=4,
-            )
+            warn_once(module, f"{name} is held quantized and used outside autocast: it is dequantized at each use")
         elif rule is not None and (rule.scaling, rule.format) != (precision.weight.scaling, precision.weight.format):
             raise RuntimeError(
-                f"Recipe mismatch for {module.name}.{name}: it was initialised as {rule.scaling} {rule.format}, the "
-                f"active recipe asks for {precision.weight.scaling} {precision.weight.format}. Enter autocast with the "
-                "recipe that quantized_model_init was given."
+                f"Recipe mismatch for {name_of(module)}.{name}: it was initialised as {rule.scaling} {rule.format}, "
+                f"the active recipe asks for {precision.weight.scaling} {precision.weight.format}. Enter autocast with "
+                "the recipe that quantized_model_init was given."
             )
 
 

@@ -155,6 +155,10 @@ class ScalingState(torch.nn.Module):
         """Whether a forward, eager or compiled, ran whose maxima no update has read yet."""
         return self.due or (self.seen_version is not None and self.amax_history_fwd._version != self.seen_version)
 
+    def extra_repr(self) -> str:
+        """What a printed module shows."""
+        return f"gemms={len(self.scale_fwd) // FORWARD_SLOTS}, amax_history_len={len(self.amax_history_fwd)}"
+
     def _make_views(self) -> tuple[Scales, Scales, Scales]:
         rows = [to_core(t) for t in (self.scale_fwd, self.amax_history_fwd[0], self.scale_bwd)]
         back = to_core(self.amax_history_bwd[0])

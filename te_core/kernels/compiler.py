@@ -179,7 +179,7 @@ def cuda_headers() -> list[Path]:
     raise LibraryError(
         "find the CUDA headers", "cuda_fp8.h in none of " + ", ".join(map(str, places)),
         "the headers of the nvidia-cuda-runtime wheel or of a CUDA toolkit",
-        "pip install nvidia-cuda-runtime, or set TE_CORE_CUDA_INCLUDE to the folder that holds cuda_fp8.h",
+        f"{libraries.pip_install('CUDA headers')}, or set TE_CORE_CUDA_INCLUDE to the folder that holds cuda_fp8.h",
     )  # fmt: skip
 
 

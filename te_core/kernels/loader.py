@@ -182,6 +182,6 @@ def _cupy_driver() -> Any:
         from cupy_backends.cuda.api import driver
     except ImportError as error:
         raise LibraryError(
-            "load a kernel", str(error), "CuPy 13 or newer", "pip install te-runtime[cu13] (or [cu12] for CUDA 12)"
+            "load a kernel", str(error), "CuPy 13 or newer", libraries.pip_install("CuPy")
         ) from error
     return driver

@@ -27,6 +27,8 @@ class GemmFacts(NamedTuple):
     reason: str
 
 
+#: How the reason of a GEMM begins that no recipe decided about.
+OUTSIDE = "outside of autocast, or in autocast(enabled=False)"
 #: Attention's products: both of forward, and the pairs that backward makes of each.
 PRODUCTS = ("Q K", "P V", "dO V, dO P", "dS K, dS Q")
 
@@ -72,7 +74,7 @@ def _facts(gemm: str, spec: LinearSpec, place: Device, weight: Format | None) ->
     p = spec.precision
     plain = spec.dtype.name
     if p is None:
-        reason = "outside of autocast, or in autocast(enabled=False)"
+        reason = OUTSIDE
         if weight is not None and gemm != "wgrad":
             return _high(gemm, spec, place, False, f"{reason}; the weight is held as {weight} and dequantized")
         return _high(gemm, spec, place, True, reason)

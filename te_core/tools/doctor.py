@@ -9,12 +9,15 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from importlib import import_module, metadata
+from importlib.util import find_spec
 
 import te_core
 from te_core import device, env, libraries
 from te_core.errors import LibraryError
 from te_core.tools import attention_table
 
+#: What nothing runs on a GPU without.
+NEEDED = ("nvrtc", "cublasLt", "CuPy", "CUDA headers")
 #: Distributions worth naming, by what they are for.
 _PACKAGES = ("numpy", "ml-dtypes", "torch", "jax", "cupy-cuda13x", "cupy-cuda12x", "nvmath-python",
              "nvidia-cudnn-frontend")  # fmt: skip
@@ -40,14 +43,17 @@ def report(faults: list[str]) -> Iterator[str]:
     yield "packages: " + ", ".join(_packages())
     yield ""
     driver = libraries.driver_version()
-    if driver == (0, 0):
-        yield "driver: none. The reference backend (Runtime.cpu) is what runs here; kernels can still be compiled."
-        yield "attention: te_core's own on the CPU; cuDNN is for GPUs."
-    else:
+    gpu = driver != (0, 0)
+    if gpu:
         yield f"driver: supports CUDA {driver[0]}.{driver[1]}"
         yield from _devices(faults)
+    else:
+        yield "driver: none. The reference backend (Runtime.cpu) is what runs here; kernels can still be compiled."
+        yield ""
+        yield from _rows("the CPU (NumPy)", device.cpu_table(), explained=True)
+        yield "  attention: te_core's own, in FP8 under delayed and current scaling; cuDNN is for GPUs"
     yield ""
-    yield from _libraries(faults if driver != (0, 0) else [])
+    yield from _libraries(faults, gpu)
     yield ""
     yield from _settings()
     if faults:
@@ -92,7 +98,7 @@ def _attention(info: device.DeviceInfo) -> Iterator[str]:
     try:
         yield from attention_table.table(info, libraries.version("cudnn"))
     except LibraryError as error:
-        yield f"  attention by cuDNN: none, cuDNN is missing ({error.do})"
+        yield f"  attention by cuDNN: none ({_mend(_absent('cudnn'), error)})"
 
 
 def _with_library(info: device.DeviceInfo) -> device.DeviceInfo:
@@ -104,32 +110,57 @@ def _with_library(info: device.DeviceInfo) -> device.DeviceInfo:
 
 def table(info: device.DeviceInfo) -> Iterator[str]:
     """Recipe x operation for a device, with the reason of each recipe that does not run."""
-    width = max(len(name) for name in device.RECIPES)
-    yield f"  {info.name}".ljust(width + 4) + "  ".join(device.OPERATIONS)
-    for recipe, row in device.table(info).items():
+    yield from _rows(info.name, device.table(info))
+
+
+def _rows(name: str, rows: dict[str, dict[str, device.Answer]], explained: bool = False) -> Iterator[str]:
+    """A table's lines; `explained`: with the reason of what runs, too."""
+    width = max(len(recipe) for recipe in rows)
+    yield f"  {name}".ljust(width + 4) + "  ".join(device.OPERATIONS)
+    for recipe, row in rows.items():
         marks = ("yes" if able else "-" for able, _ in row.values())
         cells = "  ".join(mark.ljust(len(op)) for mark, op in zip(marks, row, strict=True))
-        reasons = {reason for able, reason in row.values() if not able and "part of" not in reason}
+        reasons = {reason for able, reason in row.values() if able <= explained and "part of" not in reason}
         yield f"  {recipe.ljust(width)}  {cells}  {'; '.join(sorted(reasons))}".rstrip()
 
 
-def _libraries(faults: list[str]) -> Iterator[str]:
+def _libraries(faults: list[str], gpu: bool) -> Iterator[str]:
+    """The libraries and what calls them; without a GPU nothing is missing that is not there."""
     yield "libraries (the process's own first, then TE_CORE_LIBRARY_PATH, pip wheels, the system):"
+    if not gpu:
+        yield "  for GPUs only: nothing here needs them"
+    wanted: list[str] = []  # what a GPU needs and is not there
     for name in libraries.KNOWN:
         try:
             number = ".".join(map(str, libraries.version(name)))
             yield f"  {name:9} {number:9} {libraries.file(name)}"
         except LibraryError as error:
-            yield f"  {name:9} missing   {error.do}"
-            if name in ("cublasLt", "nvrtc"):
+            absent = _absent(name)
+            state = "missing" if name in absent else "unusable"
+            yield f"  {name:9} {state:9} {_mend(absent, error)}"
+            wanted += absent
+            if gpu and not absent and name in NEEDED:
                 faults.append(str(error))
     for name, files in libraries.mapped().items():
         if len(files) > 1:
             faults.append(f"{name} is mapped {len(files)} times: {', '.join(files)}; remove all but one")
-    yield from _bindings(faults)
+    yield from _bindings(wanted)
+    needed = [name for name in dict.fromkeys(wanted) if name in NEEDED]
+    if gpu and needed:
+        faults.append(f"missing: {', '.join(needed)}. {libraries.pip_install(*dict.fromkeys(wanted))}")
 
 
-def _bindings(faults: list[str]) -> Iterator[str]:
+def _absent(name: str) -> list[str]:
+    """Which of a library and those that it needs are not there."""
+    return [each for each in (name, *libraries.KNOWN[name].needs) if not libraries.found(each)]
+
+
+def _mend(absent: list[str], error: LibraryError) -> str:
+    """What to do about one line of the report: to install what is not there, else what the error says."""
+    return libraries.pip_install(*absent) if absent else f"{error.got}. {error.do}"
+
+
+def _bindings(wanted: list[str]) -> Iterator[str]:
     """What calls the libraries."""
     from te_core.backends.cuda import cudnn
     from te_core.kernels import compiler, loader
@@ -138,22 +169,28 @@ def _bindings(faults: list[str]) -> Iterator[str]:
         loader._cupy_driver()
         yield "  kernels are launched through CuPy's driver binding"
     except LibraryError as error:
-        yield f"  CuPy      missing   {error.do}"
-        faults.append(str(error))
+        if find_spec("cupy_backends") is None:
+            yield f"  CuPy      missing   {libraries.pip_install('CuPy')}"
+            wanted.append("CuPy")
+        else:
+            yield f"  CuPy      unusable  {error.got}"  # without a driver it is
     try:
         yield f"  cuBLASLt is called through nvmath {metadata.version('nvmath-python')}"
     except metadata.PackageNotFoundError:
-        yield "  cuBLASLt is called through ctypes (slower calls; pip install nvmath-python)"
+        yield f"  cuBLASLt is called through ctypes (slower calls; {libraries.pip_install('nvmath')})"
     try:
         made = cudnn.frontend()
         yield f"  cuDNN is called through its frontend {made.frontend}, {made.native.__file__}"
     except LibraryError as error:
-        yield f"  cuDNN's frontend: none, so no FusedAttention on a GPU ({error.do})"
+        absent = [*_absent("cudnn"), *(["cuDNN's frontend"] if find_spec("cudnn") is None else [])]
+        yield f"  cuDNN's frontend: none, so no FusedAttention on a GPU ({_mend(absent, error)})"
+        wanted += absent
     try:
         yield f"  CUDA headers: {compiler.cuda_headers()[0]}"
     except LibraryError as error:
-        yield f"  CUDA headers: missing. {error.do}"
-        faults.append(str(error))
+        absent = _absent("nvrtc")  # which says of what version they have to be
+        yield f"  CUDA headers: {'to be looked for when nvrtc is there' if absent else f'missing. {error.do}'}"
+        wanted += [] if absent else ["CUDA headers"]
 
 
 def _settings() -> Iterator[str]:

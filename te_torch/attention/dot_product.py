@@ -38,6 +38,7 @@ from te_torch.autocast import Region, precision_now
 from te_torch.function import key_of
 from te_torch.modules.base import BaseModule, module_of, random_pair
 from te_torch.modules.linear import fork_of
+from te_torch.modules.options import check_values
 from te_torch.runtime import constant_at_trace, default_device, untraced
 
 #: `_attention_backends["backend_selection_requires_update"] = True` makes every module choose anew.
@@ -89,6 +90,7 @@ class DotProductAttention(BaseModule):
         *,
         logit_softcap: float = 0.0,
     ) -> None:
+        check_values(OPERATION, {k: v for k, v in locals().items() if k not in ("self", "__class__")})
         super().__init__(name)
         self.qkv_format = qkv_format
         self.attn_mask_type = canonical_mask(OPERATION, attn_mask_type)

@@ -7,6 +7,7 @@ import torch
 from te_core.layers import l2_norm as core
 from te_torch.function import Call, Layer, apply, register
 from te_torch.modules.base import CallingModule
+from te_torch.modules.options import check_values
 from te_torch.runtime import check_dtype
 
 L2_NORM = Layer("l2_norm", core.forward, core.backward, core.L2NormSaved)
@@ -16,6 +17,7 @@ class L2Normalization(CallingModule):
     """y = x / sqrt(sum(x^2) + eps) over the last dimension; no parameters."""
 
     def __init__(self, eps: float = 1e-6) -> None:
+        check_values("L2Normalization", {"eps": eps})
         super().__init__()
         self.eps = eps
 

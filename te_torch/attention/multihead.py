@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from te_core.attention import DIMENSIONS, FORMATS, canonical_mask
+from te_core.attention import DIMENSIONS, canonical_mask
 from te_core.errors import ArgumentError
 from te_torch.attention.dot_product import DotProductAttention
 from te_torch.attention.fp8 import attention_number
@@ -20,12 +20,13 @@ from te_torch.attention.l2_norm import L2Normalization
 from te_torch.attention.masks import AttentionArgumentError
 from te_torch.attention.rope import apply_rotary_pos_emb, split_heads
 from te_torch.autocast import precision_now
-from te_torch.modules.base import next_name
+from te_torch.module_names import next_name, shown
 from te_torch.modules.layernorm_linear import LayerNormLinear
 from te_torch.modules.linear import Linear
 from te_torch.modules.norm import LayerNorm, RMSNorm
-from te_torch.modules.options import refuse_unbuilt
+from te_torch.modules.options import check_options, refuse_unbuilt
 from te_torch.modules.residual import Branch
+from te_torch.modules.weights import check_qkv_whole
 from te_torch.precisions import precision_of
 from te_torch.runtime import constant_at_trace, default_device
 
@@ -94,7 +95,7 @@ class MultiheadAttention(torch.nn.Module):
         micro_batch_size: int | None = None,
         softmax_type: str = "vanilla",
     ) -> None:
-        refuse_unbuilt("MultiheadAttention", {k: v for k, v in locals().items() if k not in ("self", "__class__")})
+        check_options("MultiheadAttention", {k: v for k, v in locals().items() if k not in ("self", "__class__")})
         super().__init__()
         self.hidden_size, self.num_attention_heads = hidden_size, num_attention_heads
         self.num_gqa_groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
@@ -129,12 +130,10 @@ class MultiheadAttention(torch.nn.Module):
         )  # fmt: skip
 
     def _check_sizes(self) -> None:
-        heads, groups, number = self.num_attention_heads, self.num_gqa_groups, self.layer_number
+        heads, groups = self.num_attention_heads, self.num_gqa_groups
         for ok, got, allowed in (
-            (number is None or number > 0, f"layer_number={number}", "None, or 1, 2, 3 ..."),
             (heads % groups == 0, f"{heads} heads in num_gqa_groups={groups}", "a number of groups that divides them"),
             (self.attention_type in ATTENTION_TYPES, f"attention_type={self.attention_type!r}", "'self' or 'cross'"),
-            (self.qkv_format in FORMATS, f"qkv_format={self.qkv_format!r}", " or ".join(FORMATS)),
         ):
             if not ok:
                 raise AttentionArgumentError("MultiheadAttention", got, allowed, "correct it")
@@ -155,6 +154,7 @@ class MultiheadAttention(torch.nn.Module):
 
     def _add_projections(self, fused: bool, norm: dict[str, Any], linear: dict[str, Any]) -> None:
         """The modules that make queries, keys and values, under their documented names."""
+        check_qkv_whole("MultiheadAttention", fused, linear["fuse_wgrad_accumulation"])
         q, kv = self.num_attention_heads * self.kv_channels, self.num_gqa_groups * self.kv_channels
         width, name = self.hidden_size, self.name
         first: dict[str, int] = {"query_": q, "key_": kv, "value_": kv}
@@ -280,6 +280,14 @@ class MultiheadAttention(torch.nn.Module):
         """What this call leaves in FP8, by the precision of the region; `between`: keys are turned, or cached."""
         number, _, _ = precision_now(self._part("proj"), peek=True)
         return HandOver(*_handed(number, between or self.q_norm is not None)) if number else _NOTHING
+
+    def extra_repr(self) -> str:
+        """What a printed module shows; its parts show the rest."""
+        return shown(
+            hidden_size=self.hidden_size, num_attention_heads=self.num_attention_heads,
+            num_gqa_groups=self.num_gqa_groups, kv_channels=self.kv_channels, attention_type=self.attention_type,
+            layer_number=self.layer_number,
+        )  # fmt: skip
 
     def _part(self, name: str) -> Any:
         """A module of this one. Module.__getattr__ would cost a microsecond."""

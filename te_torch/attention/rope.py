@@ -15,6 +15,7 @@ from te_core.errors import ArgumentError
 from te_core.layers import rope as core
 from te_torch.attention.masks import AttentionArgumentError, check_beside
 from te_torch.function import Call, Layer, apply, key_of, register
+from te_torch.modules.options import check_values
 from te_torch.runtime import check_dtype, constant_at_trace, default_device
 
 ROPE = Layer("rope", core.forward, core.backward, core.RopeSaved, strided=True)
@@ -35,6 +36,7 @@ class RotaryPositionEmbedding(torch.nn.Module):
         rotary_base: float = 10000.0,
         interleaved: bool = False,
     ) -> None:
+        check_values("RotaryPositionEmbedding", {k: v for k, v in locals().items() if k not in ("self", "__class__")})
         super().__init__()
         if rotary_percent < 1.0:
             dim = int(dim * rotary_percent)

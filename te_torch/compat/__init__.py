@@ -50,7 +50,10 @@ _CHECKS = (
     "check_recipe_support", "get_fp8_torch_dtype", "get_fp8_te_dtype", "get_fp4_te_dtype", "get_fp8_max",
 )  # fmt: skip
 #: Of our own, with no place in the documented package.
-_OURS = ("convert", "measure_saved", "memory_report", "plain_state_dict", "precision_report", "prepare_state")
+_OURS = (
+    "convert", "measure_saved", "memory_report", "plain_state_dict", "precision_report", "prepare_state",
+    "register_norm",
+)  # fmt: skip
 
 
 def _of(module: ModuleType, names: Iterable[str]) -> dict[str, Any]:

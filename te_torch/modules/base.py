@@ -16,6 +16,7 @@ from te_torch.autocast import Outstanding, Region, group_around_trace, precision
 from te_torch.checkpoint_state import adopt
 from te_torch.custom import custom_precisions
 from te_torch.function import Call, Extra, key_of
+from te_torch.module_names import name_of, next_name, shown, within
 from te_torch.modules.options import refuse_unbuilt
 from te_torch.modules.weights import CachedWeight, Gradients, add_gradient, extra_for
 from te_torch.nonfinite import counted
@@ -25,13 +26,8 @@ from te_torch.runtime import FLOATS, amp_cast, amp_dtype, check_dtype, constant_
 from te_torch.state import BACKWARD, FORWARD, ScalingState
 from te_torch.utils import get_default_init_method
 
-_layer_numbers = itertools.count(1)
 _MOST_CALLS = 256  # that a module keeps
 
-
-def next_name() -> str:
-    """The name of a layer that was given none."""
-    return f"Layer_{next(_layer_numbers)}"
 
 
 def materialised(meta: torch.nn.Parameter) -> torch.nn.Parameter:
@@ -250,7 +246,7 @@ class BaseModule(CallingModule):
         slots = (0, 1, 3) if fwd else (2, 4)
         found = [roles[i] for roles in map(self.quantizer_roles, range(self.gemms)) for i in slots]
         if len(found) != num_quantizers:
-            raise ValueError(f"{self.name}: {len(found)} quantizers in this direction, not {num_quantizers}")
+            raise ValueError(f"{name_of(self)}: {len(found)} quantizers in this direction, not {num_quantizers}")
         return found
 
     def _number(self, number: int, gemm: int) -> int:
@@ -359,8 +355,8 @@ class BaseModule(CallingModule):
     def _require_autocast(self, name: str, weight: torch.Tensor, dtype: torch.dtype) -> None:
         if amp_dtype(weight.device.type) is None:
             raise TypeError(
-                f"{type(self).__name__}: Data types for parameters must match the input's outside torch.autocast: "
-                f"{name} is {weight.dtype}, the input {dtype}. Convert the input, or use torch.autocast."
+                f"{type(self).__name__}{within(self)}: Data types for parameters must match the input's outside "
+                f"torch.autocast: {name} is {weight.dtype}, the input {dtype}. Convert the input or use torch.autocast."
             )
 
     # ---------------------------------------------------------------------------------- state of FP8
@@ -386,7 +382,18 @@ class BaseModule(CallingModule):
 
     def extra_repr(self) -> str:
         """What a printed module shows."""
-        return ", ".join(f"{n}={tuple(p.shape)}" for n, p in self._parameters.items() if p is not None)
+        held = {type(getattr(self, name)).__name__ for name in self._weight_names()} if self._primary else ()
+        return ", ".join([shown(**self._options()), *(f"weight={name}" for name in held)])
+
+    def _options(self) -> dict[str, Any]:
+        """Sizes and options, by the names that the constructor gives them."""
+        return {}
+
+    def __repr__(self) -> str:
+        """As torch prints modules, without a child that is not there (yet)."""
+        whole = object.__new__(type(self))
+        whole.__dict__.update(self.__dict__, _modules={k: m for k, m in self._modules.items() if m is not None})
+        return torch.nn.Module.__repr__(whole)
 
 
 @constant_at_trace
@@ -463,6 +470,6 @@ def check_input(operation: str, inp: torch.Tensor, width: int) -> None:
 
 
 __all__ = [
-    "BaseModule", "CallingModule", "check_input", "make_state", "next_name", "normal_init",
-    "random_pair", "wants_grad",
+    "BaseModule", "CallingModule", "check_input", "make_state", "normal_init", "random_pair",
+    "wants_grad",
 ]  # fmt: skip

@@ -19,9 +19,10 @@ from te_core.layers import grouped_linear as core
 from te_core.layers.linear import LinearSpec, Needs
 from te_torch.autocast import active
 from te_torch.function import Call, Extra, Layer, apply, register
+from te_torch.module_names import within
 from te_torch.modules.base import BaseModule, check_input, normal_init, random_pair
 from te_torch.modules.linear import fork_of
-from te_torch.modules.options import refuse_unbuilt
+from te_torch.modules.options import check_values, refuse_unbuilt
 from te_torch.modules.weights import Gradients
 from te_torch.precisions import draws
 from te_torch.quantized import QuantizedTorch
@@ -86,6 +87,7 @@ class GroupedLinear(BaseModule):
         use_grouped_tensor: bool | None = None,
     ) -> None:
         options = {k: v for k, v in locals().items() if k not in ("self", "__class__")}
+        check_values("GroupedLinear", options)
         _check_options(options)
         refuse_unbuilt("GroupedLinear", options)
         super().__init__(name)
@@ -129,7 +131,9 @@ class GroupedLinear(BaseModule):
             _make_eager()
             return _eager(self, inp, m_splits, is_first_microbatch, out, dgrad_out)
         if isinstance(inp, QuantizedTorch):
-            raise TypeError("GroupedLinear.forward: got a quantized input. Allowed: a plain one; dequantize it first.")
+            raise TypeError(
+                f"GroupedLinear.forward{within(self)}: got a quantized input. Allowed: a plain one. To do: dequantize."
+            )
         check_input("GroupedLinear.forward", inp, self.in_features)
         if self.inspector is not None:
             raise UnsupportedError(
@@ -200,9 +204,11 @@ class GroupedLinear(BaseModule):
         )
         return register(_layer(self.num_gemms), spec, before or any(weights) or any(biases))
 
-    def extra_repr(self) -> str:
-        """What a printed module shows."""
-        return f"num_gemms={self.num_gemms}, in_features={self.in_features}, out_features={self.out_features}"
+    def _options(self) -> dict[str, Any]:
+        return {
+            "num_gemms": self.num_gemms, "in_features": self.in_features, "out_features": self.out_features,
+            "bias": self.use_bias, "return_bias": self.return_bias,
+        }  # fmt: skip
 
 
 _eager: Any = None  # GroupedLinear.forward for traced code: never traced, its GEMMs have the sizes of one step
@@ -235,9 +241,7 @@ def _buffer(name: str, buffer: torch.Tensor, inp: torch.Tensor, width: int) -> A
 
 def _check_options(options: dict[str, Any]) -> None:
     """What the constructor refuses by itself, as documented."""
-    op, n = "GroupedLinear", options["num_gemms"]
-    if not isinstance(n, int) or n < 1:
-        raise ArgumentError(op, f"num_gemms={n!r}", "a positive number", "correct it")
+    op = "GroupedLinear"
     for name in ("ub_overlap_rs", "ub_overlap_ag"):
         if options[name]:
             raise ArgumentError(op, f"{name}=True", f"{name}=False", "leave it out: grouped GEMMs do not overlap")

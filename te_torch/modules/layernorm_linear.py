@@ -13,8 +13,8 @@ from te_core.layers import norm_linear as core
 from te_torch.function import Call, Layer, apply, register
 from te_torch.modules.base import BaseModule, check_input, random_pair, wants_grad
 from te_torch.modules.linear import SplitParameters, fork_of
-from te_torch.modules.norm import KINDS, init_norm_weight, sm_margins
-from te_torch.modules.options import refuse_unbuilt
+from te_torch.modules.norm import init_norm_weight, sm_margins
+from te_torch.modules.options import check_options
 from te_torch.modules.residual import Branch, enter_stream, stream_of
 from te_torch.precisions import draws
 from te_torch.quantized import QuantizedTorch
@@ -30,8 +30,6 @@ class NormParameters(BaseModule):
     """A module that begins with a norm over its input: `layer_norm_weight`, `layer_norm_bias`."""
 
     def _add_norm(self, width: int, normalization: str, eps: float, zero_centered: bool, **placement: Any) -> None:
-        # The peer asserts; a message that names the allowed kinds costs nothing more.
-        assert normalization in KINDS, f"normalization must be one of {KINDS}, not {normalization!r}"
         self.normalization, self.eps, self.zero_centered_gamma = normalization, eps, zero_centered
         self._margins = sm_margins(0)
         self._add_parameter("layer_norm_weight", (width,), init_norm_weight(zero_centered), **placement)
@@ -45,6 +43,12 @@ class NormParameters(BaseModule):
         if gamma.dtype != dtype:
             self._require_autocast("layer_norm_weight", gamma, dtype)  # the norm itself takes any dtype
         return gamma, self._held("layer_norm_bias")
+
+    def _options(self) -> dict[str, Any]:
+        return {
+            **super()._options(), "normalization": self.normalization, "eps": self.eps,
+            "zero_centered_gamma": self.zero_centered_gamma, "return_layernorm_output": self.return_layernorm_output,
+        }  # fmt: skip
 
     def _norm_spec(self, dtype: torch.dtype) -> norm.NormSpec:
         margin = self._margins["forward" if self.training else "inference"]
@@ -87,7 +91,7 @@ class LayerNormLinear(NormParameters, SplitParameters):
         symmetric_ar_type: str | None = None,
         name: str | None = None,
     ) -> None:
-        refuse_unbuilt("LayerNormLinear", {k: v for k, v in locals().items() if k not in ("self", "__class__")})
+        check_options("LayerNormLinear", {k: v for k, v in locals().items() if k not in ("self", "__class__")})
         if str(parallel_mode).lower() == "row":
             raise NotImplementedError("LayerNormLinear: parallel_mode='row' would split the norm's rows; use 'column'")
         super().__init__(name)

@@ -15,7 +15,7 @@ from te_torch.function import Call, Layer, apply, register
 from te_torch.modules.base import check_input, normal_init, random_pair, wants_grad
 from te_torch.modules.layernorm_linear import NormParameters
 from te_torch.modules.linear import fork_of
-from te_torch.modules.options import refuse_unbuilt
+from te_torch.modules.options import check_options
 from te_torch.modules.residual import Branch, enter_stream, stream_of
 from te_torch.precisions import draws
 from te_torch.quantized import QuantizedTorch
@@ -71,7 +71,7 @@ class LayerNormMLP(NormParameters):
         symmetric_ar_type: str | None = None,
         checkpoint: bool = False,
     ) -> None:
-        refuse_unbuilt("LayerNormMLP", {k: v for k, v in locals().items() if k not in ("self", "__class__")})
+        check_options("LayerNormMLP", {k: v for k, v in locals().items() if k not in ("self", "__class__")})
         super().__init__(name)
         self.activation = ALIASES.get(activation, activation)
         if self.activation not in KINDS:
@@ -107,6 +107,13 @@ class LayerNormMLP(NormParameters):
 
     def _weight_names(self) -> tuple[str, ...]:
         return "fc1_weight", "fc2_weight"
+
+    def _options(self) -> dict[str, Any]:
+        return {
+            "hidden_size": self.hidden_size, "ffn_hidden_size": self.ffn_hidden_size, "bias": self.use_bias,
+            "return_bias": self.return_bias, "activation": self.activation, "checkpoint": self.checkpoint,
+            **super()._options(),
+        }  # fmt: skip
 
     def forward(self, inp: torch.Tensor | Branch, is_first_microbatch: bool | None = None) -> Any:
         """out, (out, fc2 bias), (out, norm output) or (out, bias, norm output), as the constructor asked.

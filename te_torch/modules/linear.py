@@ -12,10 +12,10 @@ from te_core.errors import ArgumentError
 from te_core.layers import linear as core
 from te_torch.function import Call, Layer, apply, register
 from te_torch.modules.base import BaseModule, check_input, normal_init, random_pair
-from te_torch.modules.options import refuse_unbuilt
+from te_torch.modules.options import check_options, is_size
 from te_torch.modules.weights import check_whole
 from te_torch.precisions import draws, precision_of
-from te_torch.quantized_init import check_recipe_fits, initialising
+from te_torch.quantized_init import check_recipe_fits
 from te_torch.runtime import TO_CORE, default_device
 
 LINEAR = Layer("linear", core.forward, core.backward, core.LinearSaved, weights=(1,), linears=lambda s: (s,))
@@ -42,18 +42,19 @@ class SplitParameters(BaseModule):
 
     def _finish_weights(self, fuse: bool, delay: bool) -> None:
         """What follows once the parameters are there: quantized storage, and where weight gradients go."""
-        if fuse or delay:
-            check_whole(type(self).__name__, self._parts)
-        if initialising() and len(self._parts) > 1:
-            raise RuntimeError(
-                f"{type(self).__name__}: parameters_split with {len(self._parts)} parts inside quantized_model_init: a "
-                "weight held quantized is in one piece. Leave parameters_split out, or construct it outside."
-            )
+        check_whole(type(self).__name__, self._parts, fuse or delay)
         self._quantize_parameters()
         self._accumulate(fuse, delay)
 
     def _weight_names(self) -> tuple[str, ...]:
         return tuple(f"{p}weight" for p in self._parts)
+
+    def _options(self) -> dict[str, Any]:
+        parts = {prefix.rstrip("_"): size for prefix, size in self._parts.items()}
+        return {
+            "in_features": self.in_features, "out_features": self.out_features, "bias": self.use_bias,
+            "return_bias": self.return_bias, "parameters_split": None if "" in parts else parts,
+        }  # fmt: skip
 
     def _parts_of(self, name: str) -> list[torch.Tensor]:
         return [getattr(self, n) for n in self._weight_names()]
@@ -99,10 +100,11 @@ def split_sizes(operation: str, split: Any, total: int) -> dict[str, int]:
         raise TypeError(f"{operation}: parameters_split must be a tuple, a list or a dict, not {type(split).__name__}")
     if not all(isinstance(name, str) for name in sizes):
         raise TypeError(f"{operation}: the names in parameters_split must be strings: {list(sizes)!r}")
-    if not sizes or sum(sizes.values()) != total:
+    if not sizes or not all(map(is_size, sizes.values())) or sum(sizes.values()) != total:
         raise ArgumentError(
-            operation, f"parameters_split={split!r}", f"parts whose sizes add up to {total}", "correct the sizes"
-        )
+            operation, f"parameters_split={split!r}", f"parts of at least a row whose sizes add up to {total}",
+            "correct the sizes",
+        )  # fmt: skip
     parts = {f"{name.rstrip('_')}_": int(size) for name, size in sizes.items()}
     if len(parts) < len(sizes):
         raise ArgumentError(
@@ -152,7 +154,7 @@ class Linear(SplitParameters):
         save_original_input: bool = False,
         name: str | None = None,
     ) -> None:
-        refuse_unbuilt("Linear", {k: v for k, v in locals().items() if k not in ("self", "__class__")})
+        check_options("Linear", {k: v for k, v in locals().items() if k not in ("self", "__class__")})
         super().__init__(name)
         self.in_features, self.out_features = in_features, out_features
         self.return_bias = return_bias

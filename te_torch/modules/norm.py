@@ -14,10 +14,10 @@ from te_core.errors import ArgumentError
 from te_core.layers import norm as core
 from te_torch.function import Call, Layer, apply, register
 from te_torch.modules.base import CallingModule, materialised
+from te_torch.modules.options import check_values
 from te_torch.runtime import TO_CORE, amp_dtype, check_dtype, default_device
 
 NORM = Layer("norm", core.forward, core.backward, core.NormSaved, weight="gamma")
-KINDS = ("LayerNorm", "RMSNorm")
 
 
 def sm_margins(given: int | Mapping[str, int]) -> dict[str, int]:
@@ -48,8 +48,10 @@ class _Norm(CallingModule):
         dtype: torch.dtype | None = None,
         sm_margin: int | Mapping[str, int] = 0,
     ) -> None:
-        super().__init__()
         operation = type(self).__name__
+        unused = "params_dtype" if params_dtype is None else "dtype"
+        check_values(self.kind, {k: v for k, v in locals().items() if k != unused})
+        super().__init__()
         normalized_shape = _one_of_two(operation, "normalized_shape", normalized_shape, "hidden_size", hidden_size)
         if normalized_shape is None:
             raise RuntimeError(f"{operation}: normalized_shape is missing")

@@ -1,12 +1,176 @@
-"""Options whose part is not built yet: what switches them off is accepted, anything else refused with the reason."""
+"""What the modules' constructors take: each argument's values by its name, and the options whose part is not built yet.
+
+Every constructor hands over what it was given, before it makes anything. An option of a part that is not built is
+accepted with the value that switches it off, and refused with the reason otherwise.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from collections.abc import Callable, Mapping, Sequence
+from numbers import Real
+from operator import index
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
+from te_core.attention import FORMATS
 from te_core.errors import ArgumentError, UnsupportedError
+from te_core.ops.norm import KINDS as NORMS
+from te_core.ops.norm import MAX_ROW
+from te_torch.runtime import FLOATS
+
+
+class OptionError(ArgumentError, AssertionError):
+    """An argument that a constructor does not take. Also the AssertionError that is documented for some of them."""
+
+
+class _Rule(NamedTuple):
+    """The values that an argument may have, and how that is said."""
+
+    takes: Callable[[Any], bool]
+    allowed: str
+
+
+def is_size(value: Any) -> bool:
+    """Whether a value is a positive integer, of Python's or of a kind that stands for one."""
+    if isinstance(value, bool | torch.Tensor):
+        return False
+    try:
+        return index(value) >= 1
+    except TypeError:
+        return False
+
+
+def _sizes(value: Any) -> bool:
+    return is_size(value) or (isinstance(value, Sequence) and len(value) > 0 and all(map(is_size, value)))
+
+
+def _row(value: Any) -> bool:
+    return _sizes(value) and math.prod([value] if is_size(value) else value) <= MAX_ROW
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value is a finite number."""
+    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def is_flag(value: Any) -> bool:
+    """Whether a value says yes or no: nothing whose truth is an accident of its type."""
+    return isinstance(value, bool | np.bool_) or (isinstance(value, int) and value in (0, 1))
+
+
+def _dtype(value: Any) -> bool:
+    dtype = torch.get_default_dtype() if value is None else value
+    return isinstance(dtype, torch.dtype) and dtype in FLOATS
+
+
+def _window(value: Any) -> bool:
+    return isinstance(value, Sequence) and len(value) == 2 and all(isinstance(n, int) for n in value)
+
+
+def _margins(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return set(value) <= {"forward", "backward", "inference"} and all(n == 0 or is_size(n) for n in value.values())
+    return value == 0 or is_size(value)
+
+
+def _device(value: Any) -> bool:
+    try:
+        device = torch.device(value)
+    except (RuntimeError, TypeError):
+        return False
+    if device.type != "cuda" or torch._C._len_torch_dispatch_stack() > 0:  # fake tensors stand in for a GPU
+        return device.type in ("cpu", "meta", "cuda")
+    return (device.index or 0) < torch.cuda.device_count()
+
+
+def _or_none(rule: _Rule) -> _Rule:
+    return _Rule(lambda value: value is None or rule.takes(value), f"{rule.allowed}, or None")
+
+
+_SIZE = _Rule(is_size, "an integer >= 1")
+_EPSILON = _Rule(lambda value: is_number(value) and value >= 0, "a number >= 0")
+_ABOVE = _Rule(lambda value: is_number(value) and value > 0, "a number above 0")
+_PROBABILITY = _Rule(lambda value: is_number(value) and 0 <= value <= 1, "a probability")
+_FLAG = _Rule(is_flag, "True or False")
+_DTYPE = _Rule(_dtype, "float32, bfloat16 or float16 (None: torch's default dtype, which has to be one of these)")
+_CALLABLE = _or_none(_Rule(callable, "a callable"))
+
+_RULES: dict[str, _Rule] = {
+    **dict.fromkeys(
+        ("in_features", "out_features", "ffn_hidden_size", "num_attention_heads", "num_gemms"), _SIZE
+    ),
+    **dict.fromkeys(("num_gqa_groups", "kv_channels", "layer_number", "align_size", "tp_size"), _or_none(_SIZE)),
+    **dict.fromkeys(("eps", "layernorm_epsilon", "qk_norm_eps"), _EPSILON),
+    "dim": _SIZE,
+    "rotary_percent": _Rule(lambda value: is_number(value) and 0 < value <= 1, "a share: above 0, at most 1"),
+    "rotary_base": _ABOVE,
+    "seq_len_interpolation_factor": _or_none(_ABOVE),
+    "pretrained_max_position_embeddings": _or_none(_SIZE),
+    **dict.fromkeys(("hidden_dropout", "attention_dropout", "drop_path_rate"), _PROBABILITY),
+    **dict.fromkeys(
+        ("bias", "return_bias", "zero_centered_gamma", "fuse_wgrad_accumulation", "delay_wgrad_compute", "checkpoint",
+         "return_layernorm_output", "return_layernorm_output_gathered", "input_layernorm", "output_layernorm",
+         "parallel_attention_mlp", "apply_residual_connection_post_layernorm", "fuse_qkv_params",
+         "qkv_weight_interleaved", "rotary_pos_interleaved", "qk_norm_before_rope", "return_max_logit",
+         "single_grouped_weight", "single_grouped_bias", "interleaved"),
+        _FLAG,
+    ),
+    **dict.fromkeys(
+        ("sequence_parallel", "set_parallel_mode", "bottom_right_diagonal", "enc_dec_bottom_right_diagonal"),
+        _or_none(_FLAG),
+    ),
+    **dict.fromkeys(("params_dtype", "dtype"), _DTYPE),
+    **dict.fromkeys(("init_method", "output_layer_init_method", "get_rng_state_tracker"), _CALLABLE),
+    **dict.fromkeys(("window_size", "enc_dec_window_size"), _or_none(_Rule(_window, "two integers (left, right)"))),
+    "hidden_size": _SIZE,
+    **dict.fromkeys(
+        ("qkv_format", "attn_input_format"), _Rule(lambda value: value in FORMATS, " or ".join(map(repr, FORMATS)))
+    ),
+    "normalization": _Rule(lambda value: value in NORMS, " or ".join(map(repr, NORMS))),
+    "softmax_scale": _or_none(_Rule(is_number, "a finite number")),
+    "logit_softcap": _EPSILON,
+    "sm_margin": _Rule(_margins, "an integer >= 0, or a dict of these for 'forward', 'backward' and 'inference'"),
+    "activation_params": _or_none(
+        _Rule(lambda value: isinstance(value, Mapping) and all(map(is_number, value.values())), "a dict of numbers")
+    ),
+    "device": _or_none(_Rule(_device, "a device of torch, 'cpu', 'meta', or 'cuda' where there is a GPU")),
+    **dict.fromkeys(("name", "rng_tracker_name"), _or_none(_Rule(lambda value: isinstance(value, str), "a string"))),
+}  # fmt: skip
+#: Where an argument of that name is another one.
+_OF: dict[tuple[str, str], _Rule] = {
+    **dict.fromkeys(
+        [(norm, name) for norm in NORMS for name in ("normalized_shape", "hidden_size")],
+        _or_none(_Rule(_row, f"an integer >= 1 or several, with at most {MAX_ROW} elements a row")),
+    ),
+    **dict.fromkeys(
+        [("LayerNormLinear", "in_features"), ("LayerNormMLP", "hidden_size")],
+        _Rule(lambda value: is_size(value) and value <= MAX_ROW, f"an integer from 1 to {MAX_ROW}, a row of the norm"),
+    ),
+    ("DotProductAttention", "kv_channels"): _Rule(
+        lambda value: is_size(value) or (_sizes(value) and len(value) == 2), "an integer >= 1, or (of q and k, of v)"
+    ),
+}  # fmt: skip
+
+
+def check_values(operation: str, options: Mapping[str, Any]) -> None:
+    """Refuse values that a constructor does not take; `options` are its arguments by name."""
+    for name, value in options.items():
+        rule = _OF.get((operation, name)) or _RULES.get(name)
+        if rule is not None and not rule.takes(value):
+            default = f", torch.get_default_dtype()={torch.get_default_dtype()}" if rule is _DTYPE and not value else ""
+            raise OptionError(operation, f"{name}={value!r}{default}", rule.allowed, f"correct {name}")
+
+
+def check_options(operation: str, options: Mapping[str, Any]) -> None:
+    """The same, and refuse the options whose part is not built."""
+    check_values(operation, options)
+    refuse_unbuilt(operation, options)
+
+
+# ------------------------------------------------------------------------------------------ not built yet
 
 #: Constructor options of parts that are not built yet, and the value that leaves them out.
 _PARALLEL = {
@@ -19,7 +183,7 @@ _OVERLAP = (
 _LATER = ("save_original_input",)
 
 
-def refuse_unbuilt(operation: str, options: dict[str, Any]) -> None:
+def refuse_unbuilt(operation: str, options: Mapping[str, Any]) -> None:
     """Raise for an option whose part is not built; a value that switches it off is accepted."""
     for name, value in options.items():
         # tp_size 1 makes every parallel mode the plain layer, as documented.

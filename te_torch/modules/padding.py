@@ -14,15 +14,13 @@ from te_core.errors import ArgumentError
 from te_core.quantized import up
 from te_torch.autocast import active, get_default_recipe
 from te_torch.availability import get_align_size_for_quantization
+from te_torch.modules.options import check_values
 
 
 class _Aligned(torch.nn.Module):
     def __init__(self, num_gemms: int, align_size: int | None = None) -> None:
+        check_values(type(self).__name__, {"num_gemms": num_gemms, "align_size": align_size})
         super().__init__()
-        if align_size is not None and align_size < 1:
-            raise ArgumentError(
-                type(self).__name__, f"align_size={align_size}", "a positive number or None", "correct it"
-            )
         self.num_gemms = num_gemms
         self.align_size = align_size
 

@@ -16,11 +16,12 @@ from te_core.attention import canonical_mask
 from te_core.errors import ArgumentError
 from te_torch.attention.inference import InferenceParams
 from te_torch.attention.multihead import MultiheadAttention
-from te_torch.modules.base import next_name
+from te_torch.module_names import next_name, shown
 from te_torch.modules.layernorm_mlp import LayerNormMLP
 from te_torch.modules.norm import LayerNorm, RMSNorm
-from te_torch.modules.options import refuse_unbuilt
+from te_torch.modules.options import check_options, refuse_unbuilt
 from te_torch.modules.residual import Branch, DropPath, bias_dropout_add
+from te_torch.modules.weights import check_qkv_whole
 from te_torch.runtime import amp_cast
 
 LAYER_TYPES = ("encoder", "decoder")
@@ -99,10 +100,11 @@ class TransformerLayer(torch.nn.Module):
     ) -> None:
         given = {k: v for k, v in locals().items() if k not in ("self", "__class__")}
         # Single overlaps (ub_overlap_ag ...) mean something only with ub_tp_comm_overlap.
-        refuse_unbuilt("TransformerLayer", {k: v for k, v in given.items() if k not in _OVERLAPS})
+        check_options("TransformerLayer", {k: v for k, v in given.items() if k not in _OVERLAPS})
         super().__init__()
         self.name = next_name() if name is None else name
-        self.layer_type, self.layer_number = layer_type, layer_number
+        self.hidden_size, self.ffn_hidden_size = hidden_size, ffn_hidden_size
+        self.num_attention_heads, self.layer_type, self.layer_number = num_attention_heads, layer_type, layer_number
         self.self_attn_mask_type = canonical_mask("TransformerLayer", self_attn_mask_type)
         self.enc_dec_attn_mask_type = canonical_mask("TransformerLayer", enc_dec_attn_mask_type)
         self.apply_residual_connection_post_layernorm = apply_residual_connection_post_layernorm
@@ -249,6 +251,13 @@ class TransformerLayer(torch.nn.Module):
             return Branch(out, residual, bias, p)
         return Branch(residual + drop_path(bias_dropout_add(out, bias, None, p)))
 
+    def extra_repr(self) -> str:
+        """What a printed module shows; its parts show the rest."""
+        return shown(
+            hidden_size=self.hidden_size, ffn_hidden_size=self.ffn_hidden_size,
+            num_attention_heads=self.num_attention_heads, layer_type=self.layer_type, layer_number=self.layer_number,
+        )  # fmt: skip
+
 
 def _check_masks(operation: str, **masks: Any) -> None:
     for name, given in masks.items():
@@ -276,8 +285,4 @@ def _check_options(given: dict[str, Any]) -> None:
                 f"parallel_attention_mlp with {option}", "parallel_attention_mlp in a plain encoder layer",
                 "leave one of the two out",
             )  # fmt: skip
-    if given["fuse_wgrad_accumulation"] and not given["fuse_qkv_params"]:
-        refuse(
-            "fuse_wgrad_accumulation without fuse_qkv_params", "both: a fused gradient needs a weight in one piece",
-            "pass fuse_qkv_params=True",
-        )  # fmt: skip
+    check_qkv_whole("TransformerLayer", given["fuse_qkv_params"], given["fuse_wgrad_accumulation"])

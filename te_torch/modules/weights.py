@@ -10,13 +10,14 @@ from typing import Any
 
 import torch
 
-from te_core.errors import ArgumentError
+from te_core.errors import ArgumentError, UnsupportedError
 from te_core.layers.linear import LinearSpec, Needs, Site, weight_operand
 from te_core.precision import Precision
 from te_core.quantize.state import Scales
 from te_core.quantized import QuantizedTensor
 from te_torch.function import Extra
 from te_torch.quantized import QuantizedTorch
+from te_torch.quantized_init import initialising
 from te_torch.runtime import TO_CORE, runtime_for, to_core
 
 
@@ -119,10 +120,32 @@ def add_gradient(weight: torch.Tensor, dw: torch.Tensor | None) -> None:
         weight.grad.add_(dw)
 
 
-def check_whole(operation: str, parts: Collection[str]) -> None:
-    """Fused and delayed weight gradients need a weight in one piece, as documented."""
-    if len(parts) > 1:
+def check_whole(operation: str, parts: Collection[str], special: bool) -> None:
+    """Fused and delayed weight gradients (`special`) need a weight in one piece, as does one that is held quantized."""
+    if len(parts) > 1 and special:
         raise ArgumentError(
             operation, f"fuse_wgrad_accumulation or delay_wgrad_compute with a weight of {len(parts)} parts",
             "a weight in one piece", "leave parameters_split out",
+        )  # fmt: skip
+    if len(parts) > 1 and initialising():
+        raise UnsupportedError(
+            operation, f"parameters_split with {len(parts)} parts inside quantized_model_init",
+            "a weight in one piece: it is held as one quantized tensor",
+            "leave parameters_split out, or construct the module outside",
+        )  # fmt: skip
+
+
+def check_qkv_whole(operation: str, fused: bool, accumulates: bool) -> None:
+    """The same of attention's projections, by the option that decides about them there."""
+    if accumulates and not fused:
+        raise ArgumentError(
+            operation, "fuse_wgrad_accumulation with fuse_qkv_params=False",
+            "fuse_qkv_params=True: a fused gradient needs query, key and value weights in one piece",
+            "pass fuse_qkv_params=True",
+        )  # fmt: skip
+    if initialising() and not fused:
+        raise UnsupportedError(
+            operation, "fuse_qkv_params=False inside quantized_model_init",
+            "fuse_qkv_params=True: query, key and value weights are held as one quantized tensor",
+            "pass fuse_qkv_params=True, or construct the layer outside",
         )  # fmt: skip

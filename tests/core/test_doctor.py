@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 from te_core import env, libraries
+from te_core.backends.cuda import cudnn
 from te_core.device import RECIPES
 from te_core.errors import LibraryError
+from te_core.kernels import compiler, loader
 from te_core.tools import attention_table, doctor
 from tests.backends import cuda_devices
 from tests.core.test_libraries import A100, H200
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -23,11 +31,8 @@ def test_the_door():
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert all(name in ran.stdout for name in env.VARIABLES)
     assert all(f"  {name} " in ran.stdout for name in libraries.KNOWN)
-    if cuda_devices():
-        assert all(recipe in ran.stdout for recipe in RECIPES)
-        assert "cuda:0" in ran.stdout
-    else:
-        assert "Runtime.cpu" in ran.stdout
+    assert all(recipe in ran.stdout for recipe in RECIPES)
+    assert ("cuda:0" if cuda_devices() else "Runtime.cpu") in ran.stdout
 
 
 HERE = (9, 19, 0)  # cuDNN
@@ -85,29 +90,107 @@ def test_the_list_of_refusals_is_whole_and_no_longer_than_that():
                 assert attention_table.answers(H200, HERE, fewer)[in_training][0], "the smallest that is refused"
 
 
-def test_a_gpu_without_its_libraries_is_a_fault(monkeypatch):
+def nothing_here(monkeypatch, driver, *there):
+    """A machine with none of the libraries, and none of what calls them, but for those that are `there`."""
+
     class NoDevices:
         device_count = 0
 
     def missing(name):
-        raise LibraryError(f"load {name}", "nothing", "a library", f"install {name}")
+        raise LibraryError(f"load {name}", "no such library anywhere", "a library", f"install {name}")
 
-    monkeypatch.setattr(libraries, "driver_version", lambda: (13, 0))
+    def no_cupy():
+        raise LibraryError("load a kernel", "No module named 'cupy_backends'", "CuPy", "install CuPy")
+
+    monkeypatch.setattr(libraries, "driver_version", lambda: driver)
     monkeypatch.setattr(libraries, "driver", NoDevices)
     monkeypatch.setattr(libraries, "version", missing)
+    monkeypatch.setattr(libraries, "mapped", lambda: {name: [] for name in libraries.KNOWN})
+    monkeypatch.setattr(libraries, "site_folders", list)
+    monkeypatch.setattr(libraries, "found", lambda name: name in there)
+    monkeypatch.setattr(loader, "_cupy_driver", no_cupy)
+    monkeypatch.setattr(compiler, "_nvrtc_version", lambda: missing("nvrtc"))
+    monkeypatch.setattr(cudnn, "frontend", lambda: missing("cudnn"))
+    monkeypatch.setattr(doctor, "find_spec", lambda name: None)
+    monkeypatch.setattr(doctor.metadata, "version", lambda name: no_package(name))
+
+
+def no_package(name):
+    raise doctor.metadata.PackageNotFoundError(name)
+
+
+def hints(faults):
+    """The report's lines by what they are about."""
+    lines = [line.strip() for line in doctor.report(faults)]
+    begins = {"cudart", "nvrtc", "cublasLt", "cudnn", "CuPy", "cuBLASLt", "cuDNN's"}
+    return {line.split()[0]: line for line in lines if line and line.split()[0] in begins}
+
+
+def test_each_hint_names_the_package_that_is_missing(monkeypatch):
+    nothing_here(monkeypatch, (13, 0))
     faults: list[str] = []
-    text = "\n".join(doctor.report(faults))
-    assert "install cublasLt" in text
-    assert any("load cublasLt" in fault for fault in faults)
-    assert any("load nvrtc" in fault for fault in faults)
+    found = hints(faults)
+    for name, package in {
+        "cudart": "nvidia-cuda-runtime<14", "nvrtc": "nvidia-cuda-nvrtc<14", "cublasLt": "nvidia-cublas<14",
+        "CuPy": "cupy-cuda13x<15",
+    }.items():  # fmt: skip
+        assert found[name].endswith(f'missing   pip install "{package}"'), found[name]
+    assert '"nvidia-cudnn-cu13<10" "nvidia-cublas<14" "nvidia-cuda-nvrtc<14"' in found["cudnn"]
+    assert found["cuDNN's"].endswith('"nvidia-cudnn-frontend<2")') and "nvidia-cudnn-cu13<10" in found["cuDNN's"]
+    assert found["cuBLASLt"].endswith('(slower calls; pip install "nvmath-python<2")')
+    (fault,) = faults
+    assert fault.startswith("missing: nvrtc, cublasLt, CuPy. pip install ")
+    assert all(fault.count(f'"{p[0]}"') == 1 for name, p in libraries.PACKAGES.items() if name != "nvmath")
+
+
+def test_hints_fit_the_driver(monkeypatch):
+    """CUDA 12 has packages of its own; without a driver both are named."""
+    nothing_here(monkeypatch, (12, 8))
+    found = hints([])
+    assert '"nvidia-cublas-cu12"' in found["cublasLt"] and '"cupy-cuda12x<15"' in found["CuPy"]
+    assert '"nvidia-cudnn-frontend==1.28.0"' in found["cuDNN's"]
+    nothing_here(monkeypatch, (0, 0))
+    faults: list[str] = []
+    found = hints(faults)
+    assert found["cublasLt"].endswith('pip install "nvidia-cublas<14" (CUDA 12: "nvidia-cublas-cu12")')
+    assert not faults, "nothing is missing where no GPU is"
+
+
+def test_a_library_that_lacks_another_one(monkeypatch):
+    """cuDNN is there, cuBLASLt is not: cuDNN is not what has to be installed."""
+    nothing_here(monkeypatch, (13, 0), "cudnn", "nvrtc", "cudart")
+    found = hints([])
+    assert found["cudnn"].split()[1] == "unusable" and found["cudnn"].endswith('pip install "nvidia-cublas<14"')
+    nothing_here(monkeypatch, (13, 0), *libraries.KNOWN)
+    faults: list[str] = []
+    assert "unusable" in hints(faults)["cudnn"] and any("load cublasLt" in fault for fault in faults)
+
+
+def test_hints_are_the_projects_own_requirements():
+    """Every package that a hint names is one of the extra of that CUDA version, within its bounds."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for i, extra in enumerate(("cu13", "cu12")):
+        wanted = {re.match(r"[\w-]+", text)[0]: text.replace(" ", "") for text in extras[extra]}
+        for packages in libraries.PACKAGES.values():
+            name, bound = re.match(r"([\w-]+)(.*)", packages[i]).groups()
+            assert bound in wanted[name], (packages[i], wanted[name])
+
+
+def test_the_table_of_the_cpu(monkeypatch):
+    """Without a GPU it says that every recipe runs, and how."""
+    nothing_here(monkeypatch, (0, 0))
+    lines = {line[2:].split("  ")[0]: line for line in doctor.report([])}
+    assert all("yes" in lines[recipe] for recipe in RECIPES)
+    assert "exact emulation" in lines["NVFP4BlockScaling"] and "exact" not in lines["float32 / tf32"]
+    assert {"yes"} == {mark for recipe in RECIPES for mark in lines[recipe][24:].split()[:3]}
 
 
 def test_two_copies_are_a_fault(monkeypatch):
     monkeypatch.setattr(libraries, "mapped", lambda: {"cudnn": ["/a/libcudnn.so.9", "/b/libcudnn.so.9"]})
     monkeypatch.setattr(libraries, "KNOWN", {})
-    monkeypatch.setattr(doctor, "_bindings", lambda faults: ())
+    monkeypatch.setattr(doctor, "_bindings", lambda wanted: ())
     faults: list[str] = []
-    list(doctor._libraries(faults))
+    list(doctor._libraries(faults, True))
     assert any("cudnn is mapped 2 times: /a/libcudnn.so.9, /b/libcudnn.so.9" in fault for fault in faults)
 
 
@@ -128,4 +211,6 @@ def test_the_section_of_attention(monkeypatch):
         raise LibraryError("load cudnn", "nothing", "a library", "install cudnn")
 
     monkeypatch.setattr(libraries, "version", missing)
-    assert list(doctor._attention(H200)) == ["  attention by cuDNN: none, cuDNN is missing (install cudnn)"]
+    monkeypatch.setattr(libraries, "found", lambda name: name != "cudnn")
+    monkeypatch.setattr(libraries, "cuda_major", lambda: 13)
+    assert list(doctor._attention(H200)) == ['  attention by cuDNN: none (pip install "nvidia-cudnn-cu13<10")']

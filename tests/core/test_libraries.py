@@ -83,10 +83,38 @@ def test_missing_library_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setattr(libraries, "_handles", {"cublasLt": None, "nvrtc": None, "cudnn": None})
     libraries._handles.pop("cudnn")
     monkeypatch.setattr(
-        libraries, "KNOWN", libraries.KNOWN | {"cudnn": libraries._Known("libcudnn", (9,), ("x",), "nv")}
+        libraries, "KNOWN", libraries.KNOWN | {"cudnn": libraries._Known("libcudnn", (9,), ("x",))}
     )
-    with pytest.raises(LibraryError, match=r"load cudnn: got libno-such-cudnn.so.*To do: pip install"):
+    with pytest.raises(LibraryError, match=r'load cudnn: got libno-such-cudnn.so.*To do: pip install "nvidia-cudnn-'):
         libraries.load("cudnn")
+
+
+def test_the_cuda_version_that_packages_have_to_fit(tmp_path, monkeypatch):
+    """What the process uses goes before the wheels that are installed, and these before the driver."""
+    nothing_mapped(monkeypatch, tmp_path)
+    assert libraries.cuda_major() == 13
+    monkeypatch.setattr(libraries, "driver_version", lambda: (12, 4))
+    assert libraries.cuda_major() == 12
+    monkeypatch.setattr(libraries, "driver_version", lambda: (0, 0))
+    assert libraries.cuda_major() is None
+    (tmp_path / "nvidia" / "cuda_nvrtc" / "lib").mkdir(parents=True)
+    monkeypatch.setattr(libraries, "driver_version", lambda: (13, 0))
+    assert libraries.cuda_major() == 12
+    torch_has = {name: [] for name in libraries.KNOWN} | {"cublasLt": ["/torch/libcublasLt.so.13"]}
+    monkeypatch.setattr(libraries, "mapped", lambda: torch_has)
+    assert libraries.cuda_major() == 13
+
+
+def test_found_though_it_cannot_be_loaded(tmp_path, monkeypatch):
+    """A library that is there is not called missing because another one is."""
+    nothing_mapped(monkeypatch, tmp_path)
+    searched = libraries.candidates
+    monkeypatch.setattr(libraries, "candidates", lambda name: [*searched(name)[:-1], f"libno-such-{name}.so"])
+    assert not libraries.found("cudnn")
+    folder = tmp_path / "nvidia" / "cudnn" / "lib"
+    folder.mkdir(parents=True)
+    (folder / "libcudnn.so.9").write_bytes(b"no library")
+    assert libraries.found("cudnn") and not libraries.found("cublasLt")
 
 
 def test_nothing_is_loaded_by_an_import():

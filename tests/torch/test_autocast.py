@@ -81,7 +81,7 @@ def test_an_exception_only_ends_the_region(device: str, monkeypatch: pytest.Monk
     """
     module, x = linear(device), batch(device)
     plain, reduced = copy.deepcopy(module), []
-    monkeypatch.setattr(amax_reduction, "reduce", lambda states, direction: reduced.append(states))
+    monkeypatch.setattr(amax_reduction, "reduce", lambda states, direction, key: reduced.append(states))
     with pytest.raises(KeyError), te.autocast(recipe=SHORT):
         with te.autocast(enabled=False):
             module(x)

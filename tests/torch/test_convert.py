@@ -14,7 +14,7 @@ from torch.nn.utils import prune
 
 import te_torch as te
 from te_core.errors import ArgumentError
-from te_core.recipe import DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling
+from te_core.recipe import CustomRecipe, DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling
 from te_torch.convert import convert
 from te_torch.quantized_init import quantized_model_init
 from tests.backends import devices
@@ -351,15 +351,6 @@ def test_meta_models() -> None:
         assert y.shape == (2, 4) and y.isfinite().all()
 
 
-def test_weights_are_kept_where_new_modules_would_quantize_theirs() -> None:
-    model = nn.ModuleDict({"l": nn.Linear(32, 16)})
-    weight = model["l"].weight
-    with quantized_model_init(recipe=Float8CurrentScaling()):
-        convert(model)
-        model["l"].reset_parameters()
-    assert model["l"].weight is weight and type(weight) is nn.Parameter
-
-
 def test_recipe_in_the_report() -> None:
     """What the recipe means, for the model and for each layer: what is stored wider than it is."""
 
@@ -381,3 +372,122 @@ def test_recipe_in_the_report() -> None:
         assert "on this machine: no GPU; the CPU backend emulates it" in text
     with pytest.raises(ArgumentError, match="recipe='mxfp8'"):
         convert(nn.ModuleDict(), recipe="mxfp8")  # type: ignore[arg-type]
+
+
+# ------------------------------------------------------------------------------------------ what the report says
+
+
+def test_a_report_of_nothing_says_so() -> None:
+    embedding = nn.ModuleDict({"words": nn.Embedding(4, 4)})
+    text = str(convert(nn.ModuleDict({"act": nn.ReLU()})))
+    assert text == "nothing to convert: the model holds no nn.Linear, nn.LayerNorm or nn.RMSNorm"
+    assert str(convert(embedding)).endswith("nothing was converted, 1 left as it is")
+    assert str(convert(embedding, dry_run=True)).endswith("nothing would be converted, 1 left as it is")
+    block = made("silu", "cpu", torch.float32)
+    refused = convert(block, filter=lambda name, module: False)
+    assert "nothing was converted, " in str(refused) and not refused.converted
+    convert(block)
+    assert str(convert(block)).endswith("nn.RMSNorm; 6 of its layers are te_torch's already")
+
+
+def test_equal_layers_are_printed_once() -> None:
+    model = nn.Sequential(*(nn.ModuleDict({"q": nn.Linear(8, 8), "act": nn.PReLU()}) for _ in range(12)))
+    report = convert(model)
+    lines = str(report).splitlines()
+    assert lines[2].split() == ["{0..11}.q", "x12", "Linear", "Linear"] and len(lines) == 5
+    assert lines[3].startswith("{0..11}.act x12") and len(report.rows) == 24
+
+
+def test_what_comes_back_is_a_report() -> None:
+    """`model = convert(model)` is noticed at the first use of what is no model."""
+    with pytest.raises(AttributeError, match="changes the model in place.*go on with the model"):
+        convert(made("silu", "cpu", torch.float32)).parameters()
+    report = convert(made("silu", "cpu", torch.float32))
+    assert copy.deepcopy(report) == report and not hasattr(report, "train")
+    with pytest.raises(ArgumentError, match="a torch.nn.Module"):
+        convert(report)  # type: ignore[arg-type]
+
+
+# ------------------------------------------------------------------------------------- weights held quantized
+
+
+class Tied(nn.Module):
+    """A projection that shares its weight with an embedding, and two that share one with each other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(32, 48)
+        self.block = Block()
+        self.head = nn.Linear(48, 32, bias=False)
+        self.head.weight = self.words.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.block(x))
+
+
+@on_devices
+@pytest.mark.parametrize("recipe", [DelayedScaling(), Float8CurrentScaling(), MXFP8BlockScaling()], ids=type)
+def test_inside_quantized_model_init(recipe: Any, device: str) -> None:
+    """GEMM weights are held as quantized tensors of the old values, the rest as it is; what is tied stays tied."""
+    torch.manual_seed(0)
+    model = Tied().to(device)
+    randomise(model)
+    old = {name: p.detach().clone() for name, p in model.state_dict().items()}
+    model.block.mlp[1].weight.requires_grad_(False)
+    with quantized_model_init(recipe=recipe, preserve_high_precision_init_val=True):
+        dry = convert(model, dry_run=True)
+        report = convert(model)
+    assert dry.rows == report.rows
+    quantized = {n for n, p in model.named_parameters() if isinstance(p, te.QuantizedTensor)}
+    assert quantized == {"block.qkv.weight", "block.down.weight", "block.mlp.fc1_weight", "block.mlp.fc2_weight"}
+    assert model.block.down is model.block.again and model.block.tied.weight is model.block.down.weight
+    assert model.head.weight is model.words.weight and not model.head.primary_weights_in_fp8
+    notes = {row.name: row.note for row in report.rows}
+    assert "shared with words" in notes["head"] and "in high precision" in notes["head"]
+    assert "held as float8_e4m3" in notes["block.down"] and "held" not in notes["block.norm"]
+    assert not model.block.mlp.fc1_weight.requires_grad and model.block.mlp.fc2_weight.requires_grad
+    for name in quantized:
+        before = next(n for n in old if report.keys.get(n, n) == name)
+        weight = model.get_parameter(name)
+        assert snr_db(weight.dequantize(), old[before]) > DB["fp8 gemm"]
+        assert torch.equal(weight.get_high_precision_init_val(), old[before].cpu())
+    x = values(6, 48, device=device)
+    with te.autocast(recipe=recipe, emulate=True):
+        y = model(x)
+    y.sum().backward()
+    assert model.block.down.weight.grad is not None and y.isfinite().all()
+    plain = Tied().to(device)
+    plain.load_state_dict(old)
+    convert(plain)
+    with te.autocast(recipe=recipe, emulate=True):
+        # Delayed scaling of a plain weight begins with a scale of 1, not of its maximum.
+        assert snr_db(y, plain(x)) > 20 if recipe.delayed() else torch.equal(y, plain(x))
+
+
+def test_quantized_and_reported_in_two_recipes() -> None:
+    with quantized_model_init(recipe=Float8CurrentScaling()):
+        with pytest.raises(ArgumentError, match="quantized_model_init"):
+            convert(made("silu", "cpu", torch.float32), MXFP8BlockScaling())
+        convert(made("silu", "cpu", torch.float32), Float8CurrentScaling())
+
+
+def test_a_quantizer_that_fails_leaves_the_model_as_it_was() -> None:
+    def factory(role: Any) -> Any:
+        if role.name == "down":
+            raise KeyError("no")
+        return te.IdentityQuantizer()
+
+    block = made("silu", "cpu", torch.float32)
+    before = list(block.modules())
+    with pytest.raises(KeyError), quantized_model_init(recipe=CustomRecipe(qfactory=factory)):
+        convert(block)
+    assert all(a is b for a, b in zip(before, block.modules(), strict=True))
+
+
+def test_meta_weights_are_quantized_when_they_are_made() -> None:
+    with torch.device("meta"):
+        model = nn.ModuleDict({"a": nn.Linear(32, 32)})
+    with quantized_model_init(recipe=Float8CurrentScaling()):
+        convert(model)
+    model["a"].reset_parameters()
+    assert isinstance(model["a"].weight, te.Float8Tensor)

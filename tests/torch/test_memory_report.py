@@ -232,6 +232,14 @@ def test_printed() -> None:
         "total   4,000,016  4,000,016",
         "saved for backward: not measured (te_torch.measure_saved)",
     ]
+    with measure_saved(model) as saved, torch.no_grad():
+        model["small"](values(1, 2))
+    assert str(memory_report(model, saved)).splitlines()[5:] == [
+        "saved for backward: nothing: no forward that needs a gradient ran"
+    ]
+    with measure_saved(model) as saved:
+        model["small"](values(1, 2))
+    assert "saved for backward: " not in str(memory_report(model, saved))
     assert table(["a", "bb"], [("ccc", "")]) == "a    bb\n---  --\nccc"
 
 

@@ -251,7 +251,8 @@ def test_split_with_return_bias(device: str) -> None:
     [
         ((), ValueError), ({}, ValueError), (("a", "b", "c", "d", "e"), ValueError), ({"a": 64, "b": 31}, ValueError),
         ((1, 2), TypeError), ({1: 96}, TypeError), ("ab", TypeError), (5, TypeError), (("q", "q_"), ValueError),
-        (("q", "q"), ValueError),
+        (("q", "q"), ValueError), ({"a": 112, "b": -16}, ValueError), ({"a": 96, "b": 0}, ValueError),
+        ({"a": 48.5, "b": 47.5}, ValueError),
     ],
     ids=str,
 )  # fmt: skip

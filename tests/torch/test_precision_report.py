@@ -207,6 +207,94 @@ def test_idle_modules_and_names(device: str) -> None:
     assert {g["a"] for g in told["gemms"][:1]} == {f"{E4M3} per tensor"} and told["gemms"][3]["a"] == "float32"
 
 
+def test_a_report_of_nothing_says_so() -> None:
+    """No layer of ours, none that has run, none that ran in a region: each is said, and none is called as asked."""
+    other = torch.nn.Sequential(torch.nn.Linear(4, 4), te.LayerNorm(4, device="cpu"))
+    assert str(precision_report(other)).startswith("nothing to report: the model holds no layer of te_torch")
+    assert "te.convert" in str(precision_report(other))
+    model = torch.nn.Sequential(*(te.Linear(WIDTH, WIDTH, device="cpu") for _ in range(2)))
+    assert str(precision_report(model)) == "nothing has run yet: {0..1} x2"
+    model(values(4, WIDTH))
+    assert "all in high precision: nothing ran inside te.autocast" in str(precision_report(model))
+    with te.autocast(enabled=False):
+        model(values(4, WIDTH))
+    assert "nothing ran inside te.autocast" in str(precision_report(model))
+    with region("current"):
+        model[0](values(4, WIDTH))
+    assert "all as the recipe asks; 3 of 5 outside of te.autocast" in str(precision_report(model))
+    with region("current"):
+        model(values(4, WIDTH))
+    assert str(precision_report(model)).endswith("all as the recipe asks")
+    for text in (str(precision_report(m)) for m in (other, make("Linear", "cpu"))):
+        assert "as the recipe asks" not in text and "gemm" not in text
+
+
+class Deep(torch.nn.Module):
+    """32 equal layers, of which some may be special, each with experts."""
+
+    def __init__(self, layers: int = 32) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList()
+        for _ in range(layers):
+            experts = torch.nn.ModuleList(te.Linear(16, 16, device="cpu") for _ in range(3))
+            self.layers.append(torch.nn.ModuleDict({"mlp": te.LayerNormMLP(16, 16, device="cpu"), "experts": experts}))
+        self.head = te.Linear(16, 16, device="cpu")
+
+    def forward(self, x: torch.Tensor, plain: tuple[int, ...] = (), left_out: tuple[int, ...] = ()) -> torch.Tensor:
+        for i, layer in enumerate(self.layers):
+            for part in (layer["mlp"], *layer["experts"]):
+                if i not in left_out:
+                    with te.autocast(enabled=i not in plain, recipe=RECIPES["current"]):
+                        x = part(x)
+        return self.head(x)
+
+
+def shown(report: Any) -> list[str]:
+    """The first column of the printed table, each layer once."""
+    lines = str(report).splitlines()
+    end = lines.index("")
+    cells = (line.split("  ")[0] for line in lines[2:end])
+    return list(dict.fromkeys(cells))
+
+
+def test_equal_layers_are_printed_once() -> None:
+    """What is the same in every respect stands in one row, with exactly the layers that it stands for."""
+    model, x = Deep(), values(16, 16)
+    model(x)
+    report = precision_report(model)
+    assert shown(report) == [
+        "layers.{0..31}.mlp.fc1 x32", "layers.{0..31}.mlp.fc2 x32", "layers.{0..31}.experts.{0..2} x96", "head",
+    ]  # fmt: skip
+    assert len(str(report).splitlines()) < 20
+    assert len(report.as_dict()["gemms"]) == len(report.rows) == 3 * (32 * 5 + 1), "programs get all of it"
+    model(x, plain=(0, 7, 8))
+    report = precision_report(model)
+    rest = "layers.{1..6,9..31}"
+    assert shown(report) == [
+        "layers.{0,7..8}.mlp.fc1 x3", "layers.{0,7..8}.mlp.fc2 x3", "layers.{0,7..8}.experts.{0..2} x9",
+        f"{rest}.mlp.fc1 x29", f"{rest}.mlp.fc2 x29", f"{rest}.experts.{{0..2}} x87", "head",
+    ]  # fmt: skip
+    fresh = Deep(8)
+    fresh(x, left_out=(3, 5))
+    idle = "not run yet: layers.{3,5}.mlp x2, layers.{3,5}.experts.{0..2} x6"
+    assert idle in str(precision_report(fresh)) and len(precision_report(fresh).idle) == 8
+
+
+def test_groups_of_layers_are_exact() -> None:
+    """Layers that are not all of a rectangle of numbers are not called so."""
+    model, x = Deep(4), values(16, 16)
+    model(x)
+    model.layers[2]["experts"][1](x)  # outside of a region
+    text = shown(precision_report(model))
+    assert [cell for cell in text if "experts" in cell] == [
+        "layers.{0..1,3}.experts.{0..2} x9", "layers.2.experts.{0,2} x2", "layers.2.experts.1",
+    ]  # fmt: skip
+    grouped = te.GroupedLinear(3, 16, 16, device="cpu", name="experts")
+    with region("current"):
+        grouped(x, [5, 0, 11])
+    assert shown(precision_report(grouped)) == ["experts.weight{0..2} x3"]
+
+
 @on_devices
 def test_the_last_forward_counts(device: str) -> None:
     module = make("Linear", device, torch.bfloat16)

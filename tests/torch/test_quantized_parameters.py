@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import te_torch as te
+from te_core.errors import ArgumentError, UnsupportedError
 from te_core.recipe import (
     CustomRecipe,
     DelayedScaling,
@@ -299,6 +300,32 @@ def test_split_weights_are_not_held_quantized() -> None:
     for kind in ("Linear", "LayerNormLinear"):
         with pytest.raises(RuntimeError, match="parameters_split"), te.quantized_model_init(recipe=RECIPES["current"]):
             getattr(te, kind)(32, 48, parameters_split=("a", "b"), device="cpu")
+
+
+ATTENTION_LAYERS: dict[str, Any] = {
+    "TransformerLayer": lambda **o: te.TransformerLayer(32, 64, 2, device="cpu", **o),
+    "TransformerLayer, decoder": lambda **o: te.TransformerLayer(32, 64, 2, layer_type="decoder", device="cpu", **o),
+    "MultiheadAttention": lambda **o: te.MultiheadAttention(32, 2, device="cpu", **o),
+    "MultiheadAttention, with norm": lambda **o: te.MultiheadAttention(32, 2, input_layernorm=True, device="cpu", **o),
+    "MultiheadAttention, cross": lambda **o: te.MultiheadAttention(32, 2, attention_type="cross", device="cpu", **o),
+}
+
+
+@pytest.mark.parametrize("kind", ATTENTION_LAYERS)
+def test_query_key_and_value_in_one_piece(kind: str) -> None:
+    """A layer whose weights are apart is refused by the option that its user knows, and taken with that option."""
+    make = ATTENTION_LAYERS[kind]
+    with pytest.raises(UnsupportedError, match="To do: pass fuse_qkv_params=True") as error:
+        with te.quantized_model_init(recipe=RECIPES["current"]):
+            make()
+    assert error.value.operation == kind.split(",")[0] and "parameters_split" not in str(error.value)
+    with pytest.raises(ArgumentError, match="To do: pass fuse_qkv_params=True") as accumulates:
+        make(fuse_wgrad_accumulation=True)
+    assert accumulates.value.operation == kind.split(",")[0] and "parameters_split" not in str(accumulates.value)
+    with te.quantized_model_init(recipe=RECIPES["current"]):
+        layer = make(fuse_qkv_params=True)
+    linears = [m for m in layer.modules() if isinstance(m, (te.Linear, te.LayerNormLinear, te.LayerNormMLP))]
+    assert len(linears) >= 2 and all(m.primary_weights_in_fp8 for m in linears)
 
 
 # ------------------------------------------------------------------------------------- outputs and gradients

@@ -109,7 +109,7 @@ def test_an_interrupted_program_goes_on_where_it_was(tmp_path: Path) -> None:
     output, _ = process.communicate(timeout=200)
     if process.returncode == 0:
         pytest.skip("the run was over before it could be interrupted")
-    assert process.returncode == 130 and "--resume" in output, output
+    assert process.returncode == 130 and "  python examples/train_gpt.py " in output and " --resume\n" in output, output
     done = len(read_checkpoint(tmp_path / "delayed.pt")["losses"])
     assert 1 <= done < 40
     again = start(tmp_path, "--no-compare", "--resume")

@@ -137,7 +137,7 @@ def test_refused_by_attention() -> None:
         ({"qk_norm_type": "BatchNorm"}, ValueError, "L2Normalization"),
         ({"tp_size": 2}, UnsupportedError, "tp_size"),
         ({"ub_overlap_ag": True}, UnsupportedError, "ub_overlap_ag"),
-        ({"fuse_wgrad_accumulation": True}, ValueError, "parameters_split"),
+        ({"fuse_wgrad_accumulation": True}, ValueError, "fuse_qkv_params=True"),
         ({"normalization": "BatchNorm", **NORM}, AssertionError, "RMSNorm"),
     ):
         with pytest.raises(kind, match=said):

@@ -85,7 +85,7 @@ def _import() -> Frontend:
     except (ImportError, AttributeError) as error:
         raise LibraryError(
             "load the cuDNN frontend", str(error), "nvidia-cudnn-frontend 1.28 or newer",
-            "pip install te-runtime[cu13] (or [cu12] for CUDA 12)",
+            libraries.pip_install("cuDNN's frontend"),
         ) from error  # fmt: skip
     number = int(module.backend_version())
     found = number // 10000, number // 100 % 100, number % 100

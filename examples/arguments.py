@@ -1,0 +1,85 @@
+"""What the programs' arguments may be. A mistake of the user ends a program in a line that says what to do."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+
+class UserError(ValueError):
+    """A mistake of the user: what is wrong, and what to do."""
+
+
+@contextmanager
+def mistakes_end(program: str) -> Iterator[None]:
+    """End the program at a mistake, as argparse ends it at a wrong argument; other errors are shown whole."""
+    try:
+        yield
+    except UserError as mistake:
+        sys.stderr.write(f"{program}: error: {mistake}\n")
+        raise SystemExit(2) from None
+
+
+def positive(text: str) -> int:
+    """An integer of at least one."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
+    return int(text)
+
+
+def rate(text: str) -> float:
+    """A learning rate."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not (value > 0 and math.isfinite(value)):
+        raise argparse.ArgumentTypeError(f"{text} is not a number above 0")
+    return value
+
+
+def seed(text: str) -> int:
+    """What torch's generators take."""
+    if not text.isdecimal() or int(text) >= 1 << 63:
+        raise argparse.ArgumentTypeError(f"{text} is not an integer from 0 to {(1 << 63) - 1}")
+    return int(text)
+
+
+def device(text: str) -> torch.device:
+    """The CPU, or a GPU that is here."""
+    try:
+        found = torch.device(text)
+    except RuntimeError:
+        found = torch.device("meta")
+    if found.type not in ("cpu", "cuda"):
+        raise argparse.ArgumentTypeError(f"{text} is none of cpu, cuda, cuda:1 ...")
+    if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
+        raise argparse.ArgumentTypeError(f"{text} is not here: torch sees {torch.cuda.device_count()} GPUs")
+    return found
+
+
+def usual_device() -> str:
+    """CUDA where there is a GPU."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def writable(folder: Path, files: Iterable[str]) -> None:
+    """Make the folder, if need be, and see that files of these names can be written there."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise UserError(f"--out {folder}: {error.strerror}. Choose a folder that can be written") from error
+    for name in files:
+        path = folder / name
+        if path.exists() and not (path.is_file() and os.access(path, os.W_OK)):
+            raise UserError(f"--out {folder}: {name} there cannot be overwritten. Choose another folder")

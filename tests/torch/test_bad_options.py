@@ -1,0 +1,191 @@
+"""What a constructor cannot do something right with is refused where it enters, by an error that names the argument."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import te_torch as te
+from te_core.errors import ArgumentError, UnsupportedError
+from te_core.ops.norm import MAX_ROW
+from te_core.recipe import Float8CurrentScaling
+from te_torch.attention.l2_norm import L2Normalization
+from tests.backends import cuda_devices, requires_cuda
+
+NAN, INF = float("nan"), float("inf")
+GOOD: dict[str, dict[str, Any]] = {
+    "Linear": {"in_features": 32, "out_features": 48},
+    "LayerNormLinear": {"in_features": 32, "out_features": 48},
+    "LayerNormMLP": {"hidden_size": 32, "ffn_hidden_size": 64},
+    "GroupedLinear": {"num_gemms": 2, "in_features": 32, "out_features": 48},
+    "LayerNorm": {"normalized_shape": 32},
+    "RMSNorm": {"normalized_shape": 32},
+    "MultiheadAttention": {"hidden_size": 32, "num_attention_heads": 2},
+    "TransformerLayer": {"hidden_size": 32, "ffn_hidden_size": 64, "num_attention_heads": 2},
+    "DotProductAttention": {"num_attention_heads": 2, "kv_channels": 16},
+    "RotaryPositionEmbedding": {"dim": 16},
+    "Fp8Padding": {"num_gemms": 2},
+    "Fp8Unpadding": {"num_gemms": 2},
+}
+
+SIZE = (0, -16, 32.0, "32", True)
+FLAG = ("no", None, 2, [], 1.0)
+#: Values that each argument must not have, in whatever module it is an argument of.
+BAD: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(
+        ("in_features", "out_features", "ffn_hidden_size", "num_attention_heads", "num_gemms", "num_gqa_groups",
+         "kv_channels", "layer_number", "align_size", "hidden_size", "normalized_shape", "dim",
+         "pretrained_max_position_embeddings"), SIZE,
+    ),
+    "rotary_percent": (0.0, -0.5, 1.5, NAN, None),
+    "rotary_base": (0, -1.0, INF, "10000", None),
+    "seq_len_interpolation_factor": (0, -2, NAN, "2"),
+    "tp_size": (0, -1, 1.5),
+    **dict.fromkeys(("eps", "layernorm_epsilon", "qk_norm_eps"), (-1.0, NAN, INF, "1e-5", None)),
+    **dict.fromkeys(("hidden_dropout", "attention_dropout", "drop_path_rate"), (-0.1, 1.5, NAN, "0.1", None)),
+    **dict.fromkeys(
+        ("params_dtype", "dtype"), (torch.float64, torch.int32, torch.float8_e4m3fn, torch.complex64, "float32", [])
+    ),
+    **dict.fromkeys(
+        ("bias", "return_bias", "zero_centered_gamma", "fuse_wgrad_accumulation", "delay_wgrad_compute", "checkpoint",
+         "return_layernorm_output", "return_layernorm_output_gathered", "input_layernorm", "output_layernorm",
+         "parallel_attention_mlp", "apply_residual_connection_post_layernorm", "fuse_qkv_params",
+         "qkv_weight_interleaved", "rotary_pos_interleaved", "qk_norm_before_rope", "return_max_logit",
+         "single_grouped_weight", "single_grouped_bias", "interleaved"), FLAG,
+    ),
+    **dict.fromkeys(
+        ("sequence_parallel", "set_parallel_mode", "bottom_right_diagonal", "enc_dec_bottom_right_diagonal"),
+        ("no", 2, []),
+    ),
+    **dict.fromkeys(("window_size", "enc_dec_window_size"), (5, (1,), "ab", (1.5, 0))),
+    "normalization": ("layernorm", None, 5),
+    **dict.fromkeys(("init_method", "output_layer_init_method", "get_rng_state_tracker"), ("normal", 5)),
+    "device": ("gpu", "mps", "cuda:99", 1.5),
+    **dict.fromkeys(("name", "rng_tracker_name"), (5, b"x")),
+    **dict.fromkeys(("qkv_format", "attn_input_format"), ("xyz", None)),
+    **dict.fromkeys(("softmax_type", "attention_type", "layer_type"), ("xyz", None)),
+    **dict.fromkeys(("attn_mask_type", "self_attn_mask_type", "enc_dec_attn_mask_type"), ("xyz",)),
+    "qk_norm_type": ("xyz", 5),
+    "softmax_scale": (NAN, INF, "1"),
+    "logit_softcap": (-1.0, NAN, "1"),
+    "sm_margin": (-1, 1.5, "1", {"fwd": 1}, {"forward": -1}),
+    "activation": ("GELU", None, 5),
+    "activation_params": (5, {"limit": "x"}, {"bounds": 1.0}),
+    "parallel_mode": ("xyz",),
+}  # fmt: skip
+#: Arguments that are judged elsewhere, or change nothing whatever they are.
+ELSEWHERE = {
+    "tp_group", "cp_group", "cp_global_ranks", "cp_stream", "cp_comm_type",  # groups: refused unless of one rank
+    "ub_overlap_ag", "ub_overlap_rs", "ub_overlap_rs_dgrad", "ub_bulk_dgrad", "ub_bulk_wgrad", "ub_tp_comm_overlap",
+    "ub_name", "symmetric_ar_type", "save_original_input",  # not built: refused unless off
+    "seq_length", "micro_batch_size",  # without effect, as documented
+    "parameters_split", "use_grouped_tensor",  # tests of their own, with the documented TypeError
+}  # fmt: skip
+
+CASES = [
+    (kind, name, value)
+    for kind in GOOD
+    for name in inspect.signature(getattr(te, kind).__init__).parameters
+    for value in BAD.get(name, ())
+    # None is what some modules call "as usual" or "the older name is meant".
+    if (kind, name, value) != ("MultiheadAttention", "qk_norm_type", None)
+]
+
+
+def make(kind: str, **options: Any) -> torch.nn.Module:
+    here = {"device": "cpu"} if "device" in inspect.signature(getattr(te, kind).__init__).parameters else {}
+    return getattr(te, kind)(**{**here, **GOOD[kind], **options})
+
+
+@pytest.mark.parametrize("kind", GOOD)
+def test_every_argument_is_judged_somewhere(kind: str) -> None:
+    """A new argument of a constructor joins the table above, or the list of those that are judged elsewhere."""
+    known = BAD.keys() | ELSEWHERE | {"self"}
+    assert set(inspect.signature(getattr(te, kind).__init__).parameters) <= known
+
+
+@pytest.mark.parametrize(("kind", "name", "value"), CASES, ids=[f"{k}-{n}-{v}" for k, n, v in CASES])
+def test_refused_where_it_enters(kind: str, name: str, value: Any) -> None:
+    """By an error in four parts that names the class which the user wrote, and the argument with its value."""
+    options = {name: value}
+    if (kind, name) == ("LayerNorm", "hidden_size") or (kind, name) == ("RMSNorm", "hidden_size"):
+        options["normalized_shape"] = None
+    with pytest.raises((ArgumentError, UnsupportedError)) as error:
+        make(kind, **options)
+    assert name.removeprefix("self_").removeprefix("enc_dec_") in error.value.got and repr(value) in error.value.got
+    assert error.value.allowed and error.value.do and not error.value.where
+    # Some options have their own judge in the part that they are handed to.
+    assert error.value.operation == kind or name in (
+        "activation", "activation_params", "qk_norm_type", "softmax_type", "attention_dropout", "window_size",
+    ) or "mask_type" in name  # fmt: skip
+
+
+def test_wrong_values_are_the_documented_assertion_too() -> None:
+    with pytest.raises(AssertionError, match="'LayerNorm' or 'RMSNorm'"):
+        make("TransformerLayer", normalization="BatchNorm")
+
+
+@pytest.mark.parametrize("kind", [k for k in GOOD if "dtype" in str(inspect.signature(getattr(te, k)))])
+def test_a_default_dtype_that_modules_do_not_take(kind: str) -> None:
+    """It would make parameters that no input fits; a dtype that is given goes before it."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with pytest.raises(ArgumentError, match=r"get_default_dtype\(\)=torch\.float64"):
+            make(kind)
+        made = make(kind, **{"dtype" if kind in ("LayerNorm", "RMSNorm") else "params_dtype": torch.bfloat16})
+        assert {p.dtype for p in made.parameters()} == {torch.bfloat16}
+    finally:
+        torch.set_default_dtype(before)
+
+
+def test_numbers_and_flags_of_other_libraries() -> None:
+    """What counts as an integer or a bool in Python stands for one here."""
+    layer = te.LayerNormLinear(
+        np.int64(32), np.int32(48), eps=np.float32(1e-3), bias=np.bool_(False), return_bias=0, device="cpu"
+    )
+    assert layer(torch.randn(2, 32)).shape == (2, 48) and layer.use_bias == False  # noqa: E712  NumPy's
+    assert te.LayerNorm(torch.Size([4, 8]), device="cpu").weight.shape == (4, 8)
+    assert te.DotProductAttention(2, (16, 8))._static[2:4] == (16, 8)
+
+
+def test_sizes_that_no_kernel_takes() -> None:
+    widths = {"LayerNorm": "normalized_shape", "LayerNormLinear": "in_features", "LayerNormMLP": "hidden_size"}
+    for kind, name in widths.items():
+        with pytest.raises(ArgumentError, match=f"{name}={MAX_ROW + 1}.*{MAX_ROW}"):
+            make(kind, **{name: MAX_ROW + 1, "device": "meta"})
+        make(kind, **{name: MAX_ROW, "device": "meta"})
+    with pytest.raises(ArgumentError, match="normalized_shape"):
+        make("RMSNorm", normalized_shape=(2, MAX_ROW), device="meta")
+    for eps in (-1.0, NAN, "1"):
+        with pytest.raises(ArgumentError, match="eps"):
+            L2Normalization(eps)
+
+
+def test_a_device_that_is_only_imagined() -> None:
+    """Under fake tensors a GPU need not be there."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    if not cuda_devices():
+        with pytest.raises(ArgumentError, match="device='cuda'.*'cuda' where there is a GPU"):
+            te.Linear(8, 8, device="cuda")
+    with FakeTensorMode():
+        assert te.Linear(8, 8, device="cuda").weight.device.type == "cuda"
+
+
+@requires_cuda
+def test_devices_by_number() -> None:
+    for device in (0, "cuda", "cuda:0", torch.device("cuda", 0)):
+        assert te.Linear(8, 8, device=device).weight.is_cuda
+
+
+def test_quantized_model_init_takes_no_recipe_for_a_flag() -> None:
+    """`quantized_model_init(recipe)` would make weights in the default recipe's format."""
+    with pytest.raises(ArgumentError, match=r"enabled=.*To do: pass a recipe by name: recipe="):
+        te.quantized_model_init(Float8CurrentScaling()).__enter__()
+    with pytest.raises(ArgumentError, match="preserve_high_precision_init_val='yes'"):
+        te.quantized_model_init(preserve_high_precision_init_val="yes").__enter__()

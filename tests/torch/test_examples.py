@@ -1,0 +1,252 @@
+"""The examples as programs: a mistake of their user ends in one line that says what to do, before any work is done."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from examples import generate, lora, microbatches, train_gpt
+from examples.arguments import UserError
+from examples.training import TEXT, Settings, Text, Trainer, read_checkpoint
+
+ROOT = Path(__file__).resolve().parents[2]
+TINY = ["--steps", "3", "--layers", "1", "--hidden", "32", "--heads", "2", "--batch", "2", "--seq", "24"]
+SMALL = Settings(steps=3, layers=1, hidden=32, heads=2, batch=2, sequence=24)
+PROGRAMS = {program.__name__.split(".")[-1]: program.main for program in (train_gpt, generate, lora, microbatches)}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a checkpoint of each of two recipes."""
+    folder, text = tmp_path_factory.mktemp("trained"), Text(TEXT, torch.device("cpu"))
+    for recipe in ("delayed", "none"):
+        trainer = Trainer(Settings(**{**vars(SMALL), "recipe": recipe}), text, torch.device("cpu"))
+        trainer.train(until=1)
+        trainer.save(folder / f"{recipe}.pt")
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program may set the number of torch's threads, and takes signals over once it trains."""
+    monkeypatch.setattr(torch, "set_num_threads", lambda n: None)
+    monkeypatch.setattr(Trainer, "step", lambda *_: pytest.fail("a step was made before the mistake was noticed"))
+
+
+def refused(program: str, *arguments: str, capsys: pytest.CaptureFixture[str]) -> str:
+    """What the program says as it ends."""
+    with pytest.raises(SystemExit) as ended:
+        PROGRAMS[program](list(arguments))
+    said = capsys.readouterr()
+    code = ended.value.code
+    assert code not in (0, None) and isinstance(code, int)
+    assert len(said.err.strip().splitlines()) <= 12 and f"{program}.py: error: " in said.err, said.err
+    return said.err
+
+
+NUMBERS = ("0", "-3", "1.5", "many")
+ARGUMENTS: list[tuple[str, list[str], str]] = [
+    *[("train_gpt", [f"--{name}", n], f"--{name}") for name in ("steps", "layers", "heads", "batch") for n in NUMBERS],
+    *[("train_gpt", ["--lr", n], "--lr") for n in ("0", "-1", "nan", "inf", "fast")],
+    *[("train_gpt", ["--seed", n], "--seed") for n in ("-1", str(1 << 64), "x")],
+    ("train_gpt", ["--recipe", "fp9"], "invalid choice: 'fp9'"),
+    ("train_gpt", ["--hidden", "100", "--heads", "7"], "hidden=100"),
+    ("train_gpt", ["--save-every", "0"], "--save-every"),
+    *[(name, ["--device", d], "--device") for name in PROGRAMS for d in ("gpu", "meta", "cuda:77", "mps")],
+    *[("lora", ["--steps", n], "--steps") for n in NUMBERS],
+    ("lora", ["--recipe", "none"], "--recipe"),
+    *[("microbatches", [f"--{name}", n], f"--{name}") for name in ("steps", "microbatches") for n in NUMBERS],
+    *[("generate", [f"--{name}", n], f"--{name}") for name in ("count", "batch") for n in NUMBERS],
+    ("generate", ["--prompt", ""], "--prompt"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("program", "arguments", "said"), ARGUMENTS, ids=[" ".join([p, *a]) for p, a, _ in ARGUMENTS])
+def test_wrong_arguments(
+    program: str, arguments: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = ["--out", str(tmp_path)] if program == "train_gpt" else []
+    assert said in refused(program, *out, *arguments, capsys=capsys)
+    assert not list(tmp_path.iterdir())
+
+
+def a_file(folder: Path) -> Path:
+    (folder / "there").write_text("x")
+    return folder / "there"
+
+
+def short(folder: Path, size: int) -> Path:
+    (folder / "short.txt").write_bytes(b"abcd" * (size // 4))
+    return folder / "short.txt"
+
+
+TEXTS: dict[str, tuple[Callable[[Path], Path], str]] = {
+    "none": (lambda folder: folder / "nothing.txt", "No such file"),
+    "a folder": (lambda folder: folder, "Is a directory"),
+    "empty": (lambda folder: short(folder, 0), "is empty"),
+    "too short": (lambda folder: short(folder, 24), "24 bytes"),
+    "held out too short": (lambda folder: short(folder, 160), "held out"),
+}
+
+
+@pytest.mark.parametrize("case", TEXTS)
+def test_texts_that_cannot_be_learnt(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make, said = TEXTS[case]
+    text = make(tmp_path)
+    assert said in refused("train_gpt", *TINY, "--text", str(text), "--out", str(tmp_path / "out"), capsys=capsys)
+
+
+def locked(folder: Path) -> Path:
+    (folder / "locked").mkdir(mode=0o500)
+    return folder / "locked" / "out"
+
+
+OUTS: dict[str, tuple[Callable[[Path], Path], str]] = {
+    "a file": (a_file, "there"),
+    "below a file": (lambda folder: a_file(folder) / "out", "there"),
+    "locked": (locked, "locked"),
+    "a folder in the place of a checkpoint": (lambda folder: (folder / "delayed.pt").mkdir() or folder, "delayed.pt"),
+    "a folder in the place of the curve": (lambda folder: (folder / "loss.png").mkdir() or folder, "loss.png"),
+}
+
+
+@pytest.mark.parametrize("case", OUTS)
+def test_folders_that_cannot_be_written(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Noticed before the first step, not after the last one."""
+    if case == "locked" and os.geteuid() == 0:
+        pytest.skip("nothing is locked for root")
+    make, said = OUTS[case]
+    message = refused("train_gpt", *TINY, "--out", str(make(tmp_path)), capsys=capsys)
+    assert said in message and "--out" in message
+
+
+def damaged(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2 :] = b""
+    path.write_bytes(data)
+
+
+def without(key: str) -> Callable[[Path], None]:
+    def change(path: Path) -> None:
+        state = torch.load(path, weights_only=True)
+        del state[key]
+        torch.save(state, path)
+
+    return change
+
+
+def settings(**changed: object) -> Callable[[Path], None]:
+    def change(path: Path) -> None:
+        state = torch.load(path, weights_only=True)
+        state["settings"].update(changed)
+        torch.save(state, path)
+
+    return change
+
+
+CHECKPOINTS: dict[str, Callable[[Path], None]] = {
+    "text": lambda path: path.write_text("no checkpoint"),
+    "empty": lambda path: path.write_bytes(b""),
+    "cut short": damaged,
+    "another program's": lambda path: torch.save({"weights": torch.ones(2)}, path),
+    "a tensor": lambda path: torch.save(torch.ones(2), path),
+    "an object": lambda path: torch.save({"settings": Path("x")}, path),
+    "without settings": without("settings"),
+    "without model": without("model"),
+    "an unknown setting": settings(width=3),
+    "another type": settings(layers="two"),
+    "a recipe of a later version": settings(recipe="fp6"),
+    "another width than its weights": settings(hidden=64),
+}
+
+
+@pytest.mark.parametrize("program", ["train_gpt", "generate"])
+@pytest.mark.parametrize("case", CHECKPOINTS)
+def test_checkpoints_that_are_none(
+    case: str, program: str, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Both of the runs that are to go on are looked at before the first one does."""
+    for spoiled in ("delayed.pt", "none.pt"):
+        shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
+        CHECKPOINTS[case](tmp_path / spoiled)
+        if program == "train_gpt":
+            message = refused(program, "--resume", "--out", str(tmp_path), capsys=capsys)
+        else:
+            message = refused(program, "--checkpoint", str(tmp_path / spoiled), "--device", "cpu", capsys=capsys)
+        assert spoiled in message
+
+
+def test_runs_that_do_not_belong_together(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The bf16 run beside the first one was of another model."""
+    shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
+    other, place = Settings(**{**vars(SMALL), "recipe": "none", "hidden": 64}), torch.device("cpu")
+    Trainer(other, Text(TEXT, place), place).save(tmp_path / "none.pt")
+    message = refused("train_gpt", "--resume", "--out", str(tmp_path), capsys=capsys)
+    assert "none.pt" in message and "hidden=64" in message and "--no-compare" in message
+
+
+def test_a_checkpoint_that_was_named_has_to_be_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "nothing.pt" in refused("generate", "--checkpoint", str(tmp_path / "nothing.pt"), capsys=capsys)
+
+
+def test_no_traceback_of_the_program_itself(tmp_path: Path) -> None:
+    command = [sys.executable, "examples/train_gpt.py", *TINY, "--out", str(a_file(tmp_path))]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert ended.returncode == 2 and ended.stderr.startswith("train_gpt.py: error: --out ") and not ended.stdout
+
+
+def shell(line: str) -> list[str]:
+    """The words that a shell makes of a line."""
+    code = f"printf '%s\\n' {line}"
+    return subprocess.run(["bash", "-c", code], capture_output=True, text=True, check=True).stdout.splitlines()
+
+
+def test_what_to_type_to_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was typed, with --resume; started by make, the line for make, which hands ARGS to a shell once more."""
+    monkeypatch.setattr(sys, "argv", ["examples/train_gpt.py"])
+    typed = ["--out", "two words", "--text", "it's $5.txt"]
+    monkeypatch.delenv("STARTED_BY", raising=False)
+    words = ["python", "examples/train_gpt.py", *typed, "--resume"]
+    assert shell(train_gpt.again(typed)) == shell(train_gpt.again([*typed, "--resume"])) == words
+    monkeypatch.setenv("STARTED_BY", "make train")
+    make, target, variable = shell(train_gpt.again(typed))
+    assert (make, target) == ("make", "train") and variable.startswith("ARGS=")
+    assert shell(variable.removeprefix("ARGS=").replace("$$", "$")) == [*typed, "--resume"]
+    assert train_gpt.again([]) == "make train ARGS=--resume"
+    makefile = (ROOT / "Makefile").read_text()
+    assert 'STARTED_BY="make train"' in makefile.split("\ntrain:")[1].split("\n\n")[0]
+
+
+def test_resume_where_there_is_nothing_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Trainer, "step", lambda *_: torch.tensor(1.0))
+    monkeypatch.setattr(Trainer, "held_out_loss", lambda *_: 1.0)
+    monkeypatch.setattr(train_gpt, "Interrupt", lambda: type("Never", (), {"seen": 0})())
+    assert train_gpt.main([*TINY, "--out", str(tmp_path), "--resume", "--no-compare", "--device", "cpu"]) == 0
+    assert "there is nothing to go on from" in capsys.readouterr().out
+    assert read_checkpoint(tmp_path / "delayed.pt")["losses"] == [1.0] * 3
+
+
+def test_a_disk_that_fills_up(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    trainer = Trainer(SMALL, Text(TEXT, torch.device("cpu")), torch.device("cpu"))
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(UserError, match=r"delayed.pt cannot be written after step 0: .*No space left"):
+        train_gpt.save(trainer, tmp_path / "delayed.pt")
+
+
+@pytest.mark.skipif(shutil.which("nvidia-smi") is not None, reason="for machines without a GPU")
+def test_the_example_for_gpus_says_what_it_needs() -> None:
+    with pytest.raises(SystemExit, match="CuPy and an NVIDIA GPU.*core_numpy"):
+        runpy.run_path(str(ROOT / "examples" / "core_cupy.py"), run_name="__main__")
