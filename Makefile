@@ -8,7 +8,8 @@ export OPENBLAS_THREAD_TIMEOUT ?= 4
 # Test processes: one a core, but no more than a handful; each then computes with its share of the cores.
 JOBS      ?= $(shell $(PYTHON) -c "import os; print(min(os.cpu_count() or 1, 8))")
 
-# make gpu (SHARD=none: no tests; GPU_FLAGS: tools/gpu_run.py --help, such as --limit 540 --pack --mutants)
+# make gpu (SHARD=none: no tests; GPU_FLAGS: tools/gpu_run.py --help, such as --limit 540 --pack --mutants). It leaves a
+# record of the suite's run beside the benchmarks' results: OUT/...-suite.json, to be committed in benchmarks/results.
 WHEELS    ?= .whl
 SHARD     ?= 1/1
 BENCH     ?= gemm norms quantize modules attention attention_kernels training

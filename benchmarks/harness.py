@@ -188,15 +188,18 @@ def _output(*command: str) -> str:
 
 
 def write(name: str, rows: Sequence[Row], folder: Path, seconds: float, commit: str = "") -> Path:
-    """The figures as <date>-<device>-<name>.json; what is there already is never overwritten."""
+    """The figures of a benchmark as a record."""
+    plain = [{k: _plain(v) for k, v in row.items()} for row in rows]
+    return write_record(name, {"seconds": round(seconds, 1), "runs": RUNS, "rows": plain}, folder, commit)
+
+
+def write_record(name: str, content: dict[str, Any], folder: Path, commit: str = "") -> Path:
+    """What was found as <date>-<device>-<name>.json; what is there already is never overwritten."""
     now = datetime.datetime.now(datetime.timezone.utc)
     where = re.sub(r"[^a-z0-9]+", "-", device_name().lower().removeprefix("nvidia ")).strip("-")
     folder.mkdir(parents=True, exist_ok=True)
     stem = f"{now:%Y-%m-%d}-{where}-{name}"
-    record = {
-        "name": name, "time": f"{now:%Y-%m-%dT%H:%M:%SZ}", "about": about(commit), "seconds": round(seconds, 1),
-        "runs": RUNS, "rows": [{k: _plain(v) for k, v in row.items()} for row in rows],
-    }  # fmt: skip
+    record = {"name": name, "time": f"{now:%Y-%m-%dT%H:%M:%SZ}", "about": about(commit), **content}
     text = json.dumps(record, indent=1) + "\n"
     for number in range(1, 1000):
         path = folder / (f"{stem}.json" if number == 1 else f"{stem}-{number}.json")

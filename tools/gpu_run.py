@@ -1,7 +1,8 @@
 """`make gpu`: the suite or one shard of it, then named benchmarks. Offline, with the interpreter at hand.
 
-Everything lands in one folder: log.txt (all output), tests.xml, what the benchmarks write, and summary.json.
-A benchmark is run as `python -m benchmarks.run NAME --out FOLDER`. Arguments after `--` go to pytest.
+Everything lands in one folder: log.txt (all output), tests.xml, the suite's record (`...-suite.json`, to be committed
+in benchmarks/results), what the benchmarks write, and summary.json. A benchmark is run as
+`python -m benchmarks.run NAME --out FOLDER`. Arguments after `--` go to pytest.
 """
 
 from __future__ import annotations
@@ -100,6 +101,13 @@ def pytest_command(given: argparse.Namespace, out: Path) -> list[str]:
     return command + given.pytest
 
 
+def record_command(given: argparse.Namespace, out: Path) -> list[str]:
+    """What keeps the suite's result."""
+    command = [sys.executable, "tools/suite_record.py", "write", str(out / "tests.xml"), "--out", str(out)]
+    command += ["--shard", given.shard, "--commit", given.commit]
+    return [*command, f"--arguments={' '.join(['--require-cuda'] * given.require_cuda + given.pytest)}"]
+
+
 def pack(out: Path) -> None:
     """Replace the folder's files, but for the summary, by one archive: some ways home take few files."""
     inside = [path for path in sorted(out.rglob("*")) if path.is_file()]
@@ -122,6 +130,7 @@ def main() -> int:
     parser.add_argument("--shard", default="1/1", help="I/N: which part of the suite; none: no tests")
     parser.add_argument("--bench", default="", help="names of benchmarks, separated by blanks")
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "gpu", help="folder of the results")
+    parser.add_argument("--commit", default="", help="what runs, for the records, where git cannot tell")
     parser.add_argument("--limit", type=float, default=0, help="seconds for all of it; 0: no limit")
     parser.add_argument("--jobs", type=int, default=min(4, os.cpu_count() or 1), help="test processes")
     parser.add_argument("--require-cuda", action="store_true", help="a test skipped for want of CUDA fails")
@@ -137,12 +146,15 @@ def main() -> int:
             steps.run("doctor", [sys.executable, "-m", "te_core.doctor"])
         if given.shard != "none":
             steps.run("tests", pytest_command(given, out), fine=(0, 5))  # 5: a shard may be empty
+            if (out / "tests.xml").is_file():  # pytest writes none where it could not begin
+                steps.run("record", record_command(given, out))
         if given.mutants:
             table = str(out / "mutants.md")
             jobs = ["--jobs", str(given.jobs)]
             steps.run("mutants", [sys.executable, "tools/mutants.py", "--cuda", "--table", table, *jobs])
         for name in given.bench.split():
-            steps.run(f"bench {name}", [sys.executable, "-m", "benchmarks.run", name, "--out", str(out)])
+            command = [sys.executable, "-m", "benchmarks.run", name, "--out", str(out), "--commit", given.commit]
+            steps.run(f"bench {name}", command)
     good = all(step["ok"] for step in steps.done)
     (out / "summary.json").write_text(json.dumps({"ok": good, "steps": steps.done}, indent=1) + "\n")
     if given.pack:

@@ -1,0 +1,124 @@
+"""Records of the suite on a GPU."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import harness
+from tools import suite_record
+
+ROOT = Path(__file__).resolve().parents[2]
+
+SUITE = """
+import pytest
+
+@pytest.mark.parametrize("n", range(3))
+def test_fine(n): pass
+
+def test_wrong(): assert 1 == 2
+
+@pytest.fixture
+def broken(): raise OSError("no such thing")
+
+def test_never_begins(broken): pass
+
+@pytest.mark.parametrize("n", range(2))
+def test_other_chip(n): pytest.skip("needs sm_100")
+
+@pytest.mark.skip(reason="needs 2 GPUs")
+def test_two(): pass
+
+@pytest.mark.xfail(reason="a known one")
+def test_known(): assert False
+"""
+
+
+@pytest.fixture(scope="module")
+def xml(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What pytest itself writes."""
+    folder = tmp_path_factory.mktemp("ran")
+    (folder / "test_small.py").write_text(SUITE)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--junitxml=tests.xml", "."]
+    subprocess.run(command, cwd=folder, capture_output=True, timeout=120)
+    return folder / "tests.xml"
+
+
+def record(folder: Path, name: str, **changes: object) -> None:
+    base = {
+        "time": "2026-01-02T00:00:00Z", "about": {"device": "NVIDIA H200", "torch": "2.11", "commit": "abc"},
+        "shard": "1/1", "sources": suite_record.sources(), "passed": 1200, "failed": 0, "failed tests": [],
+        "skipped": 3, "skipped by reason": {"needs sm_100": 3},
+    }  # fmt: skip
+    (folder / name).write_text(json.dumps({**base, **changes}))
+
+
+def test_what_a_record_says(xml: Path, tmp_path: Path) -> None:
+    path = suite_record.write(xml, "2/3", tmp_path, "0123456789ab", "--require-cuda")
+    found = json.loads(path.read_text())
+    assert path.name.endswith("-suite.json") and found["shard"] == "2/3"
+    assert (found["passed"], found["failed"], found["skipped"]) == (3, 2, 4)
+    assert sorted(name.partition("::")[2] for name in found["failed tests"]) == ["test_never_begins", "test_wrong"]
+    assert found["skipped by reason"] == {
+        "needs sm_100": 2, "needs 2 GPUs": 1, "expected to fail: a known one": 1,
+    }  # fmt: skip
+    assert found["about"]["commit"] == "0123456789ab" and found["about"]["device"] == harness.device_name()
+    again = suite_record.write(xml, "3/3", tmp_path, "")
+    assert again.name.endswith("-suite-2.json") and path.is_file()
+
+
+def test_the_newest(tmp_path: Path) -> None:
+    """The shards of one tree, of each its last run; results of a CPU and of other trees are none."""
+    assert suite_record.newest(tmp_path) == [] and "not run" in suite_record.markdown([])
+    record(tmp_path, "2026-01-01-h200-suite.json", time="2026-01-01T00:00:00Z", sources="other")
+    record(tmp_path, "2026-01-02-h200-suite.json", shard="1/2", failed=1, **{"failed tests": ["a::b"]})
+    record(tmp_path, "2026-01-02-h200-suite-2.json", shard="1/2", time="2026-01-02T01:00:00Z")
+    record(tmp_path, "2026-01-03-cpu-suite.json", time="2026-01-03T00:00:00Z")
+    found = suite_record.newest(tmp_path)
+    assert [path.name for path, _ in found] == ["2026-01-02-h200-suite-2.json"]
+    assert "no record of shard 2/2" in suite_record.check(found)
+    record(tmp_path, "2026-01-02-h200-suite-3.json", shard="2/2", failed=1, **{"failed tests": ["a::c"]})
+    assert "1 tests failed: a::c" in suite_record.check(suite_record.newest(tmp_path))
+    record(tmp_path, "2026-01-02-h200-suite-3.json", shard="2/2")
+    assert not suite_record.check(suite_record.newest(tmp_path))
+    record(tmp_path, "2026-01-04-h200-suite.json", time="2026-01-04T00:00:00Z", sources="other")
+    assert "other" in suite_record.check(suite_record.newest(tmp_path))
+
+
+def test_markdown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(suite_record, "ROOT", tmp_path)
+    monkeypatch.setattr(suite_record, "sources", lambda: "this")
+    record(tmp_path, "2026-01-02-h200-suite.json")
+    text = suite_record.markdown(suite_record.newest(tmp_path))
+    assert "| 1/1 | 1,200 | 0 | 3 | [2026-01-02-h200-suite.json](2026-01-02-h200-suite.json) |" in text
+    assert "`abc`" in text and "needs sm_100 (3)" in text
+
+
+def test_sources(tmp_path: Path) -> None:
+    """Names and contents count, also of files that move."""
+    (tmp_path / "te_core").mkdir()
+    (tmp_path / "te_core" / "a.py").write_text("1")
+    seen = {suite_record.sources(tmp_path)}
+    (tmp_path / "te_core" / "a.py").write_text("2")
+    seen.add(suite_record.sources(tmp_path))
+    (tmp_path / "te_core" / "a.py").rename(tmp_path / "te_core" / "b.py")
+    seen.add(suite_record.sources(tmp_path))
+    (tmp_path / "te_core" / "b.pyc").write_text("no source")
+    seen.add(suite_record.sources(tmp_path))
+    assert len(seen) == 3
+
+
+def test_make_gpu_writes_one(tmp_path: Path) -> None:
+    """The whole way, with a suite of one file and no GPU."""
+    command = [sys.executable, "tools/gpu_run.py", "--out", str(tmp_path), "--jobs", "1", "--commit", "feedbeef"]
+    command += ["--wheels", str(tmp_path), "--", "tests/core/test_dtypes.py"]
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    (path,) = tmp_path.glob("*-suite.json")
+    found = json.loads(path.read_text())
+    assert found["about"]["commit"] == "feedbeef" and found["passed"] > 0 and not found["failed"]
+    assert found["sources"] == suite_record.sources()
