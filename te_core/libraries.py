@@ -16,7 +16,7 @@ from pathlib import Path
 from threading import RLock
 from typing import TYPE_CHECKING
 
-from te_core import env
+from te_core import env, hints
 from te_core.errors import LibraryError
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ def _open(name: str) -> tuple[ctypes.CDLL, str]:
         f"load {name}", "; ".join(tried) or "no such library anywhere",
         f"{' or '.join(known.soname(m) for m in known.majors)} mapped by the process, in TE_CORE_LIBRARY_PATH, in the "
         f"wheel {known.package} or on the system's search path",
-        f"pip install te-runtime[cu13] (or [cu12] for CUDA 12), or pip install {known.package}",
+        f"{hints.cuda()}, or pip install {known.package}",
     )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ import struct
 from threading import RLock
 from typing import Any
 
-from te_core import libraries
+from te_core import hints, libraries
 from te_core.errors import ArgumentError, LibraryError
 from te_core.kernels.compiler import (
     Constant,
@@ -181,7 +181,5 @@ def _cupy_driver() -> Any:
     try:
         from cupy_backends.cuda.api import driver
     except ImportError as error:
-        raise LibraryError(
-            "load a kernel", str(error), "CuPy 13 or newer", "pip install te-runtime[cu13] (or [cu12] for CUDA 12)"
-        ) from error
+        raise LibraryError("load a kernel", str(error), "CuPy 13 or newer", hints.cuda()) from error
     return driver

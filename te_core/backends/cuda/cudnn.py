@@ -27,7 +27,7 @@ from pathlib import Path
 from threading import RLock
 from typing import TYPE_CHECKING, Any
 
-from te_core import device, dtypes, env, libraries
+from te_core import device, dtypes, env, hints, libraries
 from te_core.errors import LibraryError, UnsupportedError
 from te_core.kernels.compiler import read_cache, write_cache
 from te_core.runtime import Runtime
@@ -84,9 +84,8 @@ def _import() -> Frontend:
         native.backend_graph, native.create_handle, native._raw_set_stream, native._raw_destroy_handle  # noqa: B018
     except (ImportError, AttributeError) as error:
         raise LibraryError(
-            "load the cuDNN frontend", str(error), "nvidia-cudnn-frontend 1.28 or newer",
-            "pip install te-runtime[cu13] (or [cu12] for CUDA 12)",
-        ) from error  # fmt: skip
+            "load the cuDNN frontend", str(error), "nvidia-cudnn-frontend 1.28 or newer", hints.cuda()
+        ) from error
     number = int(module.backend_version())
     found = number // 10000, number // 100 % 100, number % 100
     if found != version:
