@@ -29,7 +29,7 @@ def rename(cls: type, module: str) -> None:
     if not any(base in _before and base.__reduce_ex__ is cls.__reduce_ex__ for base in cls.__mro__):
         _before[cls] = vars(cls).get("__reduce_ex__")
         cls.__reduce_ex__ = _reduce_from_home(cls, _before[cls])  # type: ignore[method-assign]
-    cls.__module__ = module
+    _say(cls, module)
 
 
 def restore() -> None:
@@ -40,9 +40,16 @@ def restore() -> None:
         else:
             cls.__reduce_ex__ = before  # type: ignore[method-assign]
     for cls, home in _homes.items():
-        cls.__module__ = home
+        _say(cls, home)
     _before.clear()
     _homes.clear()
+
+
+def _say(cls: type, module: str) -> None:
+    line = vars(cls).get("__firstlineno__")
+    cls.__module__ = module
+    if line is not None:  # by which Python 3.13 finds a class's source; it goes with the name
+        cls.__firstlineno__ = line  # type: ignore[attr-defined]
 
 
 def home_of(cls: type) -> str:

@@ -92,7 +92,7 @@ def test_metadata_while_it_is_installed() -> None:
 
 
 UNINSTALL = """
-import sys, pickle
+import inspect, sys, pickle
 from importlib.util import find_spec
 import te_torch, te_core.recipe
 classes = [te_torch.Linear, te_torch.Float8Tensor, te_torch.DType, te_core.recipe.DelayedScaling, te_core.recipe.Format]
@@ -104,6 +104,7 @@ assert sum(finder is te_torch.compat._finder for finder in sys.meta_path) == 1, 
 te_torch.compat.uninstall()
 te_torch.compat.uninstall()
 assert [(cls.__module__, cls.__reduce_ex__, vars(cls).get("__reduce_ex__")) for cls in classes] == before
+assert inspect.getsource(te_torch.Linear).startswith("class Linear")
 assert find_spec("transformer_engine") is None and not [n for n in sys.modules if n.startswith("transformer_engine")]
 assert pickle.dumps(te_core.recipe.DelayedScaling()) == plain
 te_torch.compat.install()
