@@ -61,16 +61,20 @@ def fingerprint(requirements: list[str]) -> str:
 
 
 def install(requirements: list[str]) -> None:
-    """pip, with a line for each package that it fetches and one where it unpacks them."""
+    """pip, with a line for each package that it fetches and one where it unpacks them; all of it where it fails."""
     command = [PYTHON, "-m", "pip", "install", "--progress-bar=off", "--disable-pip-version-check", *requirements]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as pip:
+    said = []
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as pip:
         assert pip.stdout is not None
-        for line in map(str.strip, pip.stdout):
-            if line.startswith("Downloading "):
-                print(f"setup:   downloading {line.removeprefix('Downloading ')}", flush=True)
-            elif line.startswith("Installing collected packages: "):
-                print(f"setup:   unpacking {line.count(',') + 1} of them (the longest step)", flush=True)
+        for line in pip.stdout:
+            said.append(line)
+            step = line.strip()
+            if step.startswith("Downloading "):
+                print(f"setup:   downloading {step.removeprefix('Downloading ')}", flush=True)
+            elif step.startswith("Installing collected packages: "):
+                print(f"setup:   unpacking {step.count(',') + 1} packages (the longest step)", flush=True)
     if pip.returncode:
+        print("".join(said), file=sys.stderr)
         raise subprocess.CalledProcessError(pip.returncode, command)
 
 
