@@ -10,6 +10,7 @@ from functools import partial
 import torch
 
 from te_core.errors import ArgumentError
+from te_torch import not_built
 
 __all__ = [
     "attention_mask_func", "deinterleave_glu_tensor", "divide", "ensure_divisibility", "get_default_init_method",
@@ -87,3 +88,6 @@ def _turned(operation: str, tensor: torch.Tensor, size: int, gate_first: bool) -
     each = tensor.shape[0] // (2 * size)
     blocks = (2, each) if gate_first else (each, 2)
     return tensor.reshape(*blocks, size, *tensor.shape[1:]).transpose(0, 1).reshape(tensor.shape)
+
+
+__getattr__ = not_built.getter(__name__, "pytorch.utils")

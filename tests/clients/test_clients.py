@@ -20,17 +20,18 @@ PROGRAMS = Path(__file__).parent / "programs"
 pytestmark = [pytest.mark.more, pytest.mark.timeout(600)]
 
 
-def run(program: str, *arguments: str) -> str:
+def run(program: str, what: str, device: str, *arguments: str) -> None:
     """A program of the folder, in a process of its own, without network."""
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}
-    env["CUDA_VISIBLE_DEVICES"] = env.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]  # for some, two mean DataParallel
+    # No GPU for what shall run on the CPU, and one otherwise: for some, two mean DataParallel.
+    first = env.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
+    env["CUDA_VISIBLE_DEVICES"] = "" if device == "cpu" else first
     env |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_DISABLE_TELEMETRY": "1"}
     done = subprocess.run(
-        [sys.executable, str(PROGRAMS / f"{program}.py"), *arguments],
+        [sys.executable, str(PROGRAMS / f"{program}.py"), what, device, *arguments],
         capture_output=True, text=True, timeout=280, env=env, cwd="/",
     )  # fmt: skip
     assert done.returncode == 0 and done.stdout.splitlines()[-1:] == ["ok"], (done.stdout + done.stderr)[-4000:]
-    return done.stderr
 
 
 @pytest.mark.parametrize("device", devices())

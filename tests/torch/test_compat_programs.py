@@ -318,7 +318,8 @@ for place, name in documented(open(sys.argv[1]).read()):
     if do is None:
         missing.append(f"{place}.{name}")
         continue
-    tried = [(path, module)] + [("te_torch", te_torch)] * (place == "pytorch")
+    ours = {"pytorch": te_torch, "pytorch.utils": te_torch.utils}.get(place)
+    tried = [(path, module)] + ([(ours.__name__, ours)] if ours else [])
     for own, where in tried:
         assert not hasattr(where, name)
         try:
