@@ -30,7 +30,8 @@ train: env  ## train a small GPT in FP8 on the shipped text (ARGS="--help" lists
 test: env  ## run the tests (ARGS="tests/core -k gemm" picks some, ARGS=--full adds the complete matrices)
 	$(PY) -m pytest -n $(JOBS) --dist worksteal $(ARGS)
 
-test-more: env  ## run the heavy tests that `make test` leaves out
+test-more:  ## run the heavy tests that `make test` leaves out, programs of others on this package among them
+	@$(PYTHON) tools/setup_env.py clients
 	$(PY) -m pytest -n $(JOBS) --dist worksteal -m more $(ARGS)
 
 check: env  ## lint, types, import floors, size limits, and every kernel compiled for every architecture

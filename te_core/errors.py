@@ -37,3 +37,7 @@ class UnsupportedError(_FourPartError, RuntimeError):
 
 class LibraryError(_FourPartError, RuntimeError):
     """A library is missing, mismatched, or reported a failure."""
+
+
+class MissingPackageError(LibraryError, ImportError):
+    """A Python package that is needed here is not installed."""

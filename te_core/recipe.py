@@ -6,13 +6,16 @@ A recipe (`DelayedScaling`, …) is what a user builds. `resolve()` turns it, by
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
+import warnings
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from difflib import get_close_matches
 from enum import Enum
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from te_core import dtypes
 from te_core.dtypes import DType
@@ -188,6 +191,29 @@ def _gemms(recipe: Any) -> tuple[Gemm, Gemm, Gemm]:
     return fprop, dgrad, wgrad
 
 
+_R = TypeVar("_R", bound=Recipe)
+
+
+def _drops_unknown(cls: type[_R]) -> type[_R]:
+    """Keywords that the recipe does not have are dropped, as documented, but not without a word."""
+    init: Callable[..., None] = cls.__init__
+    known = [one.name for one in fields(cls)]  # type: ignore[arg-type]
+
+    @functools.wraps(init)
+    def __init__(self: _R, *args: Any, **given: Any) -> None:  # noqa: N807
+        unknown = [name for name in given if name not in known]
+        if unknown:
+            alike = [close for name in unknown for close in get_close_matches(name, known, 1)]
+            meant = f" (did you mean {', '.join(alike)}?)" if alike else ""
+            dropped = ", ".join(f"{name}={given.pop(name)!r}" for name in unknown)
+            text = f"{cls.__name__}: got {dropped}, which it does not have{meant}: dropped, it computes as without"
+            warnings.warn(text, stacklevel=2)
+        init(self, *args, **given)
+
+    cls.__init__ = __init__  # type: ignore[method-assign,assignment]
+    return cls
+
+
 #: Where attention's own casts have no history: that of P and dS.
 _SCORES = History(1, 0, "most_recent", None, True)
 
@@ -199,6 +225,7 @@ def _attention(recipe: Any, forward: Operand, backward: Operand, history: Histor
     return AttentionPrecision(forward, forward, backward, backward, history, recipe.fp8_mha)
 
 
+@_drops_unknown
 @dataclass
 class DelayedScaling(Recipe):
     """One scale per tensor, from the maxima of earlier steps."""
@@ -247,6 +274,7 @@ class DelayedScaling(Recipe):
         )  # fmt: skip
 
 
+@_drops_unknown
 @dataclass
 class Float8CurrentScaling(Recipe):
     """One scale per tensor, from the tensor's own maximum."""
@@ -304,6 +332,7 @@ def _refuse_e5m2(recipe: Any) -> None:
     _require(type(recipe).__name__, "fp8_format", form, form is not Format.E5M2, "Format.E4M3 or Format.HYBRID")
 
 
+@_drops_unknown
 @dataclass
 class Float8BlockScaling(Recipe):
     """FP8 with a scale for each 1x128 piece (activations, gradients) or 128x128 tile (weights)."""
@@ -367,6 +396,7 @@ class Float8BlockScaling(Recipe):
         )
 
 
+@_drops_unknown
 @dataclass
 class MXFP8BlockScaling(Recipe):
     """FP8 with a power-of-two scale for each 32 elements."""
@@ -398,6 +428,7 @@ class MXFP8BlockScaling(Recipe):
         )  # fmt: skip
 
 
+@_drops_unknown
 @dataclass
 class NVFP4BlockScaling(Recipe):
     """FP4 with an E4M3 scale for each 16 elements below one float32 scale a tensor."""
@@ -468,6 +499,7 @@ class NVFP4BlockScaling(Recipe):
         )  # fmt: skip
 
 
+@_drops_unknown
 @dataclass
 class CustomRecipe(Recipe):
     """`qfactory(role)` returns a quantizer, or a request for one, for each operand role of each module."""

@@ -1,5 +1,17 @@
 """te_torch: the module API on PyTorch. The documented names, and the reports; nothing else."""
 
+try:
+    import torch  # noqa: F401
+except ModuleNotFoundError as missing:
+    from te_core import hints
+    from te_core.errors import MissingPackageError
+
+    raise MissingPackageError(
+        "import te_torch", str(missing), "torch 2.8 or newer in the same environment", hints.install("torch")
+    ) from missing
+
+from te_core import __version__ as __version__
+from te_torch import constants, not_built
 from te_torch.attention.dot_product import DotProductAttention
 from te_torch.attention.inference import InferenceParams
 from te_torch.attention.multihead import MultiheadAttention
@@ -31,13 +43,16 @@ from te_torch.report import measure_saved, memory_report
 from te_torch.tensors import *  # noqa: F403  the quantized tensor classes and their quantizers
 from te_torch.tensors import __all__ as _tensors
 from te_torch.training.checkpoint import checkpoint
+from te_torch.utils import deinterleave_glu_tensor, interleave_glu_tensor
 
 __all__ = [
     "DotProductAttention", "Fp8Padding", "Fp8Unpadding", "GroupedLinear", "InferenceParams", "LayerNorm",
     "LayerNormLinear", "LayerNormMLP", "Linear", "MultiheadAttention", "RMSNorm", "RotaryPositionEmbedding",
-    "TransformerLayer", "autocast", "checkpoint", "convert", "fp8_autocast", "fp8_model_init", "get_cudnn_version",
-    "get_default_recipe", "get_device_compute_capability", "is_bf16_available", "is_fp8_available",
-    "is_fp8_block_scaling_available", "is_mxfp8_available", "is_nvfp4_available", "measure_saved", "memory_report",
-    "nonfinite_report", "plain_state_dict", "precision_report", "prepare_state", "quantized_model_init",
-    "register_norm", *_tensors,
+    "TransformerLayer", "autocast", "checkpoint", "constants", "convert", "deinterleave_glu_tensor", "fp8_autocast",
+    "fp8_model_init", "get_cudnn_version", "get_default_recipe", "get_device_compute_capability",
+    "interleave_glu_tensor", "is_bf16_available", "is_fp8_available", "is_fp8_block_scaling_available",
+    "is_mxfp8_available", "is_nvfp4_available", "measure_saved", "memory_report", "nonfinite_report",
+    "plain_state_dict", "precision_report", "prepare_state", "quantized_model_init", "register_norm", *_tensors,
 ]  # fmt: skip
+
+__getattr__ = not_built.getter(__name__, "pytorch", not_built.BEHIND_ALIAS)

@@ -160,6 +160,19 @@ def get_cudnn_version() -> tuple[int, int, int]:
     return major, minor, patch
 
 
+def is_nccl_ep_available() -> bool:
+    """Whether tokens can be moved to experts on other ranks by NCCL: not built, so no."""
+    return False
+
+
+def require_nccl_ep() -> None:
+    """An error, since it is not available."""
+    raise UnsupportedError(
+        "require_nccl_ep", "a build without it", "experts on the rank that holds the tokens",
+        "move tokens by torch.distributed.all_to_all_single",
+    )  # fmt: skip
+
+
 def get_align_size_for_quantization(recipe: Recipe) -> int:
     """Rows of a group are a multiple of this under the recipe (what Fp8Padding pads to)."""
     if recipe.custom():

@@ -31,6 +31,7 @@ FORWARD, BACKWARD = 0, 1
 
 _tokens = itertools.count(1)
 _by_token: weakref.WeakValueDictionary[int, ScalingState] = weakref.WeakValueDictionary()
+_moves = 0  # how often a state may have got other memory: plans of updates are of one such time
 
 
 class ScalingState(torch.nn.Module):
@@ -70,6 +71,11 @@ class ScalingState(torch.nn.Module):
         self.due = False  # a forward ran whose maxima no update has read yet
 
     def __getstate__(self) -> dict[str, Any]:
+        """Without what is derived."""
+        global _moves
+        if self.scale_fwd.is_cpu:  # torch moves it into shared memory, in place, if this is for another process
+            _moves += 1
+            self._views, self._core = None, {}
         derived = ("token", "precision", "_views", "_core", "update_plans", "seen_version", "due")
         return {**{k: v for k, v in self.__dict__.items() if k not in derived}, "group": None}
 
@@ -237,7 +243,7 @@ def update(tokens: Iterable[int], direction: int, only_due: bool = False) -> Non
     if not states:
         return
     # A step usually updates the states that the last one did: its plan is kept with the first of them.
-    key = (direction, *[s.token for s in states])
+    key = (direction, _moves, *[s.token for s in states])
     amax_reduction.reduce(states, direction, key)
     if direction == FORWARD:
         for state in states:

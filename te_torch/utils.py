@@ -1,4 +1,5 @@
-"""Small functions that scripts import beside the modules: initialisers, a mask for scores, whole divisions."""
+"""Small functions that scripts import beside the modules: initialisers, a mask for scores, whole divisions, the order
+of gated weights."""
 
 from __future__ import annotations
 
@@ -9,10 +10,12 @@ from functools import partial
 import torch
 
 from te_core.errors import ArgumentError
+from te_torch import not_built
 
 __all__ = [
-    "attention_mask_func", "divide", "ensure_divisibility", "get_default_init_method", "init_method_constant",
-    "init_method_normal", "round_up_to_nearest_multiple", "scaled_init_method_normal",
+    "attention_mask_func", "deinterleave_glu_tensor", "divide", "ensure_divisibility", "get_default_init_method",
+    "init_method_constant", "init_method_normal", "interleave_glu_tensor", "round_up_to_nearest_multiple",
+    "scaled_init_method_normal",
 ]  # fmt: skip
 
 Init = Callable[[torch.Tensor], torch.Tensor]
@@ -64,3 +67,27 @@ def round_up_to_nearest_multiple(value: int, multiple: int) -> int:
     if multiple <= 0:
         raise ArgumentError("round_up_to_nearest_multiple", f"multiple={multiple}", "a number > 0", "correct it")
     return -(-value // multiple) * multiple
+
+
+def interleave_glu_tensor(tensor: torch.Tensor, interleave_size: int) -> torch.Tensor:
+    """[gate; linear] along the first dimension as blocks of so many rows in turn: gate, linear, gate, linear, ..."""
+    return _turned("interleave_glu_tensor", tensor, interleave_size, True)
+
+
+def deinterleave_glu_tensor(tensor: torch.Tensor, interleave_size: int) -> torch.Tensor:
+    """The inverse: all rows of the gate, then all of the linear part."""
+    return _turned("deinterleave_glu_tensor", tensor, interleave_size, False)
+
+
+def _turned(operation: str, tensor: torch.Tensor, size: int, gate_first: bool) -> torch.Tensor:
+    if size <= 0 or not tensor.ndim or tensor.shape[0] % (2 * size):
+        raise ArgumentError(
+            operation, f"interleave_size={size} for a tensor of shape {tuple(tensor.shape)}",
+            "a size above 0, twice of which divides the first dimension", "choose such a size, or pad the tensor",
+        )  # fmt: skip
+    each = tensor.shape[0] // (2 * size)
+    blocks = (2, each) if gate_first else (each, 2)
+    return tensor.reshape(*blocks, size, *tensor.shape[1:]).transpose(0, 1).reshape(tensor.shape)
+
+
+__getattr__ = not_built.getter(__name__, "pytorch.utils")

@@ -6,6 +6,7 @@ import os
 import re
 import sys
 import zlib
+from collections import Counter
 from collections.abc import Iterator
 
 # Before numpy or torch is imported: test processes share the cores, and each BLAS pool would take them all.
@@ -90,14 +91,27 @@ def _memory_goes_back() -> Iterator[None]:
         torch.cuda.empty_cache()
 
 
+def _skip_reason(report: pytest.TestReport | pytest.CollectReport) -> str:
+    where = report.longrepr
+    return str(where[2] if isinstance(where, tuple) else where).removeprefix("Skipped: ")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """A line for each reason to skip, not one for each place that skips."""
+    reasons = Counter(map(_skip_reason, terminalreporter.stats.get("skipped", [])))
+    if reasons:
+        terminalreporter.section("skipped, by reason")
+    for reason, count in reasons.most_common():
+        terminalreporter.line(f"SKIPPED [{count}] {reason}")
+
+
 def _missing_cuda(config: pytest.Config, report: pytest.TestReport | pytest.CollectReport) -> str | None:
     """Why this report is a skip that `--require-cuda` forbids, else None."""
     if not (config.getoption("--require-cuda") and report.skipped) or hasattr(report, "wasxfail"):
         return None
     from tests.backends import HARDWARE
 
-    where = report.longrepr
-    reason = str(where[2] if isinstance(where, tuple) else where).removeprefix("Skipped: ")
+    reason = _skip_reason(report)
     return None if reason.startswith(HARDWARE) or not _CUDA_SKIP.search(reason) else reason
 
 

@@ -1,5 +1,8 @@
 """Create or reuse `.venv` and install this project there, editable, with the extras this machine needs.
 
+python tools/setup_env.py            what `make test` and the others need
+python tools/setup_env.py clients    that, and these extras of pyproject.toml as well
+
 Runs with any Python >= 3.10 and nothing installed; returns at once where nothing changed since the last time.
 """
 
@@ -17,7 +20,6 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
-STAMP = VENV / "te-runtime.stamp"
 
 # PyTorch by CUDA version of the driver: a wheel built for it is what its CUDA extra can share libraries with.
 TORCH = {"cu13": "torch>=2.11", "cu12": "torch>=2.8,<2.11", None: "torch==2.13.0"}
@@ -58,23 +60,43 @@ def fingerprint(requirements: list[str]) -> str:
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
+def install(requirements: list[str]) -> None:
+    """pip, with a line for each package that it fetches and one where it unpacks them; all of it where it fails."""
+    command = [PYTHON, "-m", "pip", "install", "--progress-bar=off", "--disable-pip-version-check", *requirements]
+    said = []
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as pip:
+        assert pip.stdout is not None
+        for line in pip.stdout:
+            said.append(line)
+            step = line.strip()
+            if step.startswith("Downloading "):
+                print(f"setup:   downloading {step.removeprefix('Downloading ')}", flush=True)
+            elif step.startswith("Installing collected packages: "):
+                print(f"setup:   unpacking {step.count(',') + 1} packages (the longest step)", flush=True)
+    if pip.returncode:
+        print("".join(said), file=sys.stderr)
+        raise subprocess.CalledProcessError(pip.returncode, command)
+
+
 def main() -> None:
     """Bring `.venv` up to date."""
     if sys.version_info < (3, 10):
         sys.exit(f"setup: this is Python {sys.version.split()[0]}, 3.10 or newer is needed: make PYTHON=... ")
     cuda = cuda_extra()
-    extras = ["torch", "dev", cuda or "nvrtc"]
+    extras = ["torch", "dev", cuda or "nvrtc", *sys.argv[1:]]
     requirements = [TORCH[cuda], "-e", f"{ROOT}[{','.join(extras)}]"]
     want = fingerprint(requirements)
+    # One stamp for each set of extras: what `make test-more` adds is no reason for `make test` to look again.
+    stamp = VENV / f"{'-'.join(['te-runtime', *sys.argv[1:]])}.stamp"
     with (ROOT / "pyproject.toml").open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # two makes at once: the second waits, then finds all done
         make_venv()
-        if STAMP.exists() and STAMP.read_text() == want:
+        if stamp.exists() and stamp.read_text() == want:
             return
-        print(f"setup: installing te-runtime[{','.join(extras)}] and {TORCH[cuda]}", flush=True)
+        print(f"setup: installing te-runtime[{','.join(extras)}] and {TORCH[cuda]} into {VENV.name}", flush=True)
         start = time.perf_counter()
-        subprocess.run([PYTHON, "-m", "pip", "install", "-qq", *requirements], check=True)
-        STAMP.write_text(want)
+        install(requirements)
+        stamp.write_text(want)
         print(f"setup: done in {time.perf_counter() - start:.0f} s", flush=True)
 
 

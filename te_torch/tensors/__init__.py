@@ -18,28 +18,24 @@ from te_torch.tensors.float8 import (
     Float8Quantizer,
     Float8Tensor,
     Float8TensorStorage,
-    _make_float8_tensor_in_reduce_ex,
 )
 from te_torch.tensors.float8_blockwise import (
     Float8BlockQuantizer,
     Float8BlockwiseQTensor,
     Float8BlockwiseQTensorStorage,
-    _make_float8_blockwise_tensor_in_reduce_ex,
 )
 from te_torch.tensors.hybrid import (
     HybridQuantizedTensor,
     HybridQuantizedTensorStorage,
     HybridQuantizer,
-    _make_hybrid_quantized_tensor_in_reduce_ex,
 )
 from te_torch.tensors.identity import (
     IdentityQuantizer,
     IdentityTensor,
     IdentityTensorStorage,
-    _make_identity_tensor_in_reduce_ex,
 )
-from te_torch.tensors.mxfp8 import MXFP8Quantizer, MXFP8Tensor, MXFP8TensorStorage, _make_mxfp8_tensor_in_reduce_ex
-from te_torch.tensors.nvfp4 import NVFP4Quantizer, NVFP4Tensor, NVFP4TensorStorage, _make_nvfp4_tensor_in_reduce_ex
+from te_torch.tensors.mxfp8 import MXFP8Quantizer, MXFP8Tensor, MXFP8TensorStorage
+from te_torch.tensors.nvfp4 import NVFP4Quantizer, NVFP4Tensor, NVFP4TensorStorage
 from te_torch.tensors.storage import QuantizedTensorStorage
 from te_torch.tensors.storage import core_from_inner as core_from_inner
 from te_torch.tensors.tensor import QuantizedTensor
@@ -64,9 +60,6 @@ __all__ = [
     "Float8TensorStorage", "HybridQuantizedTensor", "HybridQuantizedTensorStorage", "HybridQuantizer",
     "IdentityQuantizer", "IdentityTensor", "IdentityTensorStorage", "MXFP8Quantizer", "MXFP8Tensor",
     "MXFP8TensorStorage", "NVFP4Quantizer", "NVFP4Tensor", "NVFP4TensorStorage", "QuantizedTensor",
-    "QuantizedTensorStorage", "Quantizer", "QuantizerRequest", "QuantizerRole",
-    "_make_float8_blockwise_tensor_in_reduce_ex", "_make_float8_tensor_in_reduce_ex",
-    "_make_hybrid_quantized_tensor_in_reduce_ex", "_make_identity_tensor_in_reduce_ex",
-    "_make_mxfp8_tensor_in_reduce_ex", "_make_nvfp4_tensor_in_reduce_ex", "prepare_for_saving", "restore_from_func_ctx",
-    "restore_from_saved",
+    "QuantizedTensorStorage", "Quantizer", "QuantizerRequest", "QuantizerRole", "prepare_for_saving",
+    "restore_from_func_ctx", "restore_from_saved",
 ]  # fmt: skip

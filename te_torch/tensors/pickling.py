@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from te_core import naming
 from te_torch.tensors import float8, float8_blockwise, hybrid, identity, mxfp8, nvfp4
 from te_torch.tensors.buffers import Buffers, form_key, form_of, packed
 from te_torch.tensors.dtype import DType
@@ -61,9 +62,12 @@ def rebuilt(kind: Any, dtype: torch.dtype, shape: Any, state: Any, quantizer: An
     return made
 
 
+# By the name that files have, which is not what a class says while te_torch.compat is installed.
 torch.serialization.add_safe_globals([
-    DType, *_MAKERS.values(), identity._make_identity_tensor_in_reduce_ex,
-    hybrid._make_hybrid_quantized_tensor_in_reduce_ex, float8.Float8Quantizer, float8.Float8CurrentScalingQuantizer,
-    mxfp8.MXFP8Quantizer, float8_blockwise.Float8BlockQuantizer, nvfp4.NVFP4Quantizer, hybrid.HybridQuantizer,
-    identity.IdentityQuantizer,
+    naming.named, *_MAKERS.values(), identity._make_identity_tensor_in_reduce_ex,
+    hybrid._make_hybrid_quantized_tensor_in_reduce_ex,
+    *((cls, f"{naming.home_of(cls)}.{cls.__qualname__}") for cls in (
+        DType, float8.Float8Quantizer, float8.Float8CurrentScalingQuantizer, mxfp8.MXFP8Quantizer,
+        float8_blockwise.Float8BlockQuantizer, nvfp4.NVFP4Quantizer, hybrid.HybridQuantizer, identity.IdentityQuantizer,
+    )),
 ])  # fmt: skip

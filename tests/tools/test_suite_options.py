@@ -102,3 +102,11 @@ def test_required_cuda_turns_its_skips_into_failures(suite: Path) -> None:
     assert outcomes["test_skips_for_hardware"] == outcomes["test_skips_for_windows"] == "SKIPPED"
     assert "this test was skipped: CuPy is not installed" in shown
     assert "this file was skipped: could not import 'cupy_not_there'" in shown
+
+
+def test_skips_are_told_by_reason(suite: Path) -> None:
+    shown = run(suite)[1]
+    told = [line for line in shown.splitlines() if line.startswith("SKIPPED [")]
+    assert len(told) == len({line.partition("] ")[2] for line in told}), "a reason has one line"
+    assert "SKIPPED [1] needs Windows" in told and "SKIPPED [1] CuPy is not installed" in told
+    assert not any(".py:" in line for line in told)

@@ -134,12 +134,13 @@ print("trained", type(model.layers[0]).__module__)
 def test_a_training_script(device: str, script: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(script)
     done = python(START, str(tmp_path / "train.py"), device, str(tmp_path / "model.pt"))
-    assert done.returncode == 0 and "trained te_torch" in done.stdout, done.stderr[-2000:]
+    assert done.returncode == 0 and "trained transformer_engine.pytorch." in done.stdout, done.stderr[-2000:]
 
 
 NAMES = """
-import te_torch.compat, te_torch, te_torch.recipe, te_core.recipe
+import te_torch.compat, te_torch, te_torch.recipe, te_core, te_core.recipe
 import transformer_engine
+from te_torch.compat.contents import OURS
 import transformer_engine.pytorch as te
 from transformer_engine.pytorch import Linear
 from transformer_engine.pytorch.module import LayerNormMLP
@@ -147,16 +148,18 @@ from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 from transformer_engine.pytorch.quantization import autocast
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling, Format, MMParams, QParams, Recipe
 assert te.Linear is Linear is te_torch.Linear and issubclass(LayerNormMLP, TransformerEngineBaseModule)
-assert autocast is te.autocast and transformer_engine.__version__
+assert autocast is te.autocast and transformer_engine.__version__ == "2.20.0"
+assert transformer_engine.__te_runtime__ == te_core.__version__ == te_torch.__version__
 assert transformer_engine.common.recipe.Format is Format is te_core.recipe.Format is te_torch.recipe.Format
-assert set(te_torch.__all__) - set(te_torch.compat._OURS) <= set(dir(te))
+assert set(te_torch.__all__) - set(OURS) <= set(dir(te))
 te_torch.compat.install()
 assert sys.modules["transformer_engine.pytorch"] is te, "twice is once"
 import warnings
 with warnings.catch_warnings(record=True) as seen:
     warnings.simplefilter("always")
     from transformer_engine.pytorch.fp8 import fp8_autocast
-assert fp8_autocast is te_torch.fp8_autocast and any(w.category is DeprecationWarning for w in seen)
+    assert te.fp8.check_fp8_support is te.quantization.check_fp8_support
+assert fp8_autocast is te_torch.fp8_autocast and [w.category for w in seen] == [DeprecationWarning] * 2
 for missing in ("transformer_engine.pytorch.nothing", "transformer_engine.jax"):
     try:
         __import__(missing)

@@ -1,0 +1,148 @@
+"""What stands where under the documented names: two tables, from the documented module to what it holds.
+
+`DEFINED` is where the documented package defines a name: classes say that they are of that module. `GATHERED` shows
+some of them again at other places, the older names among them. A package is any module that another one continues.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from types import ModuleType
+from typing import Any
+
+import te_core
+import te_torch
+from te_torch import availability as _availability
+from te_torch import constants as _constants
+from te_torch import recipe as _recipe
+from te_torch import tensors as _tensors
+from te_torch import utils as _utils
+from te_torch.attention import dot_product as _dot_product
+from te_torch.attention import kv_cache as _kv_cache
+from te_torch.attention import rope as _rope
+from te_torch.attention import softmax as _softmax
+from te_torch.attention import utils as _attention_utils
+from te_torch.custom_recipes import quantizer_factories, quantizer_factory_zoo
+from te_torch.modules.base import BaseModule
+from te_torch.tensors import float8, float8_blockwise, hybrid, identity, mxfp8, nvfp4
+from te_torch.tensors import utils as _tensor_utils
+
+ROOT = "transformer_engine"
+#: Of the API that the name stands for; ours is beside it, as `__te_runtime__`.
+VERSION = "2.20.0"
+
+_MODULES = (
+    "Fp8Padding", "Fp8Unpadding", "GroupedLinear", "LayerNorm", "LayerNormLinear", "LayerNormMLP", "Linear", "RMSNorm",
+)  # fmt: skip
+_ATTENTION = ("DotProductAttention", "InferenceParams", "MultiheadAttention", "RotaryPositionEmbedding")
+_ROPE = ("apply_rotary_pos_emb", "apply_fused_qkv_rotary_pos_emb")
+_CACHES = ("KVCacheManager", "NonPagedKVCacheManager", "PagedKVCacheManager")
+_AVAILABLE = ("is_fp8_available", "is_mxfp8_available", "is_fp8_block_scaling_available", "is_nvfp4_available")
+_DEVICE = ("is_bf16_available", "get_cudnn_version", "get_device_compute_capability")
+_REGIONS = ("autocast", "quantized_model_init", "get_default_recipe")
+_REQUESTS = ("QuantizerRole", "QuantizerRequest", "DelayedScalingRequest")
+_CHECKS = (
+    "check_fp8_support", "check_mxfp8_support", "check_nvfp4_support", "check_fp8_block_scaling_support",
+    "check_recipe_support", "get_fp8_torch_dtype", "get_fp8_te_dtype", "get_fp4_te_dtype", "get_fp8_max",
+)  # fmt: skip
+_SAVING = (
+    "QuantizedTensor", "QuantizedTensorStorage", "Quantizer", "prepare_for_saving", "restore_from_saved",
+    "restore_from_func_ctx",
+)  # fmt: skip
+_TENSOR_UTILS = (
+    "replace_raw_data", "quantize_master_weights", "cast_master_weights_to_fp8", "post_all_gather_processing",
+    "clear_columnwise_cache", "is_custom",
+)  # fmt: skip
+#: Of our own, with no place in the documented package.
+OURS = (
+    "convert", "measure_saved", "memory_report", "nonfinite_report", "plain_state_dict", "precision_report",
+    "prepare_state", "register_norm",
+)  # fmt: skip
+
+
+def _of(module: ModuleType, names: Iterable[str]) -> dict[str, Any]:
+    return {name: getattr(module, name) for name in names}
+
+
+def _ending(module: ModuleType, *ends: str) -> dict[str, Any]:
+    """What the module defines under documented names that end so."""
+    found = (n for n in vars(module) if n.endswith(ends) and (n[0] != "_" or n.startswith("_make_")))
+    return {n: v for n in found if (v := getattr(module, n)).__module__ == module.__name__}
+
+
+_FORMATS = {
+    "float8": float8, "float8_blockwise": float8_blockwise, "mxfp8": mxfp8, "nvfp4": nvfp4, "hybrid": hybrid,
+    "identity": identity,
+}  # fmt: skip
+_RECIPES = _of(_recipe, _recipe.__all__)
+_MAKERS = {n: v for module in _FORMATS.values() for n, v in _ending(module, "_in_reduce_ex").items()}
+_DOT_PRODUCT = _of(_dot_product, ("DotProductAttention", "_attention_backends"))
+
+DEFINED: dict[str, dict[str, Any]] = {
+    "common.recipe": _RECIPES,
+    "pytorch.attention.dot_product_attention.dot_product_attention": _DOT_PRODUCT,
+    "pytorch.attention.dot_product_attention.softmax": _of(_softmax, ("FusedScaleMaskSoftmax",)),
+    "pytorch.attention.dot_product_attention.utils": _of(_attention_utils, _attention_utils.__all__),
+    "pytorch.attention.inference": _of(te_torch, ("InferenceParams",)) | _of(_kv_cache, _CACHES),
+    "pytorch.attention.multi_head_attention": _of(te_torch, ("MultiheadAttention",)),
+    "pytorch.attention.rope": _of(_rope, ("RotaryPositionEmbedding", *_ROPE)),
+    "pytorch.constants": _of(_constants, _constants.__all__),
+    "pytorch.custom_recipes.quantizer_factories": _ending(quantizer_factories, "_factory"),
+    "pytorch.custom_recipes.quantizer_factory_zoo": _ending(quantizer_factory_zoo, "_factory"),
+    "pytorch.distributed": _of(te_torch, ("checkpoint",)),
+    "pytorch.module.base": {
+        "TransformerEngineBaseModule": BaseModule,
+        # Whether a GEMM accumulates in full precision where the recipe does not say.
+        "_2X_ACC_FPROP": False, "_2X_ACC_DGRAD": True, "_2X_ACC_WGRAD": True,
+    },
+    "pytorch.module.fp8_padding": _of(te_torch, ("Fp8Padding",)),
+    "pytorch.module.fp8_unpadding": _of(te_torch, ("Fp8Unpadding",)),
+    "pytorch.module.grouped_linear": _of(te_torch, ("GroupedLinear",)),
+    "pytorch.module.layernorm": _of(te_torch, ("LayerNorm",)),
+    "pytorch.module.layernorm_linear": _of(te_torch, ("LayerNormLinear",)),
+    "pytorch.module.layernorm_mlp": _of(te_torch, ("LayerNormMLP",)),
+    "pytorch.module.linear": _of(te_torch, ("Linear",)),
+    "pytorch.module.rmsnorm": _of(te_torch, ("RMSNorm",)),
+    "pytorch.quantization": _of(te_torch, (*_AVAILABLE, *_REGIONS, *_REQUESTS))
+    | _of(_availability, (*_CHECKS, "get_align_size_for_quantization")),
+    "pytorch.quantized_tensor": _of(te_torch, _SAVING),
+    **{
+        f"pytorch.tensor.{name}_tensor": _ending(module, "Tensor", "Quantizer", "_in_reduce_ex")
+        for name, module in _FORMATS.items()
+    },
+    **{
+        f"pytorch.tensor.storage.{name}_tensor_storage": _ending(module, "Storage")
+        for name, module in _FORMATS.items()
+    },
+    "pytorch.tensor.utils": _of(_tensor_utils, _TENSOR_UTILS),
+    "pytorch.transformer": _of(te_torch, ("TransformerLayer",)),
+    "pytorch.utils": _of(te_torch, _DEVICE) | _of(_utils, _utils.__all__),
+}  # fmt: skip
+
+GATHERED: dict[str, dict[str, Any]] = {
+    "": {
+        "__version__": VERSION,
+        "__te_runtime__": te_core.__version__,
+        **_of(_availability, ("is_nccl_ep_available", "require_nccl_ep")),
+    },
+    "common": {},
+    "pytorch": _of(te_torch, [n for n in te_torch.__all__ if n not in OURS]) | _MAKERS,
+    "pytorch.attention": _of(te_torch, _ATTENTION) | _of(_rope, _ROPE),
+    "pytorch.attention.dot_product_attention": _DOT_PRODUCT,
+    "pytorch.custom_recipes": {},
+    "pytorch.float8_tensor": _of(te_torch, ("Float8Tensor",)),
+    "pytorch.fp8": {  # the older name of quantization
+        **_RECIPES,
+        **_of(_availability, _CHECKS),
+        "fp8_autocast": te_torch.fp8_autocast,
+        "fp8_model_init": te_torch.fp8_model_init,
+        "get_default_fp8_recipe": te_torch.get_default_recipe,
+    },
+    "pytorch.module": _of(te_torch, _MODULES),
+    "pytorch.tensor": _of(_tensors, _tensors.__all__) | _MAKERS | _of(_tensors, ("get_all_tensor_types",)),
+    "pytorch.tensor.storage": _of(te_torch, [n for n in _tensors.__all__ if n.endswith("Storage")]),
+}
+
+CONTENTS = GATHERED | DEFINED
+#: Older name -> what it is called now.
+DEPRECATED = {"pytorch.fp8": "pytorch.quantization"}

@@ -1,0 +1,297 @@
+"""Documented names that this release has not built, and what to use in their place: the one table of them.
+
+A module that documents some has `__getattr__ = not_built.getter(...)`. The error is an AttributeError (`hasattr` says
+no), or an ImportError in `from ... import`; either names the substitute. docs/compat.md shows the table.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from opcode import opmap
+from typing import Any
+
+import te_core
+from te_core.errors import UnsupportedError
+
+_OVERLAP = "leave it out, and the ub_* options too: overlap with communication is not built"
+_PERMUTE = "order = expert_ids.argsort(stable=True), tokens.index_select(0, order), and index_add_ on the way back"
+_OFFLOAD = "torch.autograd.graph.save_on_cpu(pin_memory=True) around the layers"
+_GROUPED = "a list of tensors, one a group; GroupedLinear takes all rows in one and keeps a weight for each group"
+_STATE = "te.autocast and its recipe: a module keeps its own state, in the child `fp8_state`"
+_MUON = "torch.optim.Muon, or the iteration in torch on a matrix that one process holds"
+_EXPORT = "torch.onnx.export of the model in torch.nn layers, with the weights of te.plain_state_dict(model)"
+_NVTX = "torch.cuda.nvtx.range_push and range_pop"
+_CHECK_SIZE = "nothing: storage is padded, every size runs"
+
+_RECIPE_STATES = dict.fromkeys(
+    (
+        "RecipeState", "DelayedScalingRecipeState", "Float8CurrentScalingRecipeState", "MXFP8BlockScalingRecipeState",
+        "Float8BlockScalingRecipeState", "NVFP4BlockScalingRecipeState", "CustomRecipeState", "_amax_and_scale_update",
+        "_default_sf_compute", "_update_amax_history",
+    ),
+    _STATE,
+)  # fmt: skip
+_GLOBAL_STATE = {
+    "FP8GlobalStateManager": "te.autocast, which sets what it reads; nothing has to be reset between programs",
+    "FP8GlobalState": _STATE,
+    **_RECIPE_STATES,
+}
+
+_RNG_TRACKER = "an object of your own with get_states, set_states and fork, over torch.Generator"
+_DISTRIBUTED = (
+    "FullyShardedDataParallel, activation_recompute_forward, allreduce, gather_along_first_dim, "
+    "gather_split_1d_tensor, get_activation_recompute_contexts, get_all_rng_states, get_distributed_rank, "
+    "get_distributed_world_size, get_symmetric_memory_tensor, graph_safe_rng_available, has_te_modules, "
+    "in_fp8_activation_recompute_phase, initialize_affine_weight_gpu, is_fp8_activation_recompute_enabled, "
+    "is_graph_safe_rng_state, prepare_te_modules_for_fsdp, reduce_scatter_along_first_dim, "
+    "release_symm_mem_pool, set_all_rng_states, set_tensor_model_parallel_attributes, "
+    "split_tensor_into_1d_equal_chunks, symm_mem_alloc, symmetric_all_reduce, "
+    "use_reentrant_activation_recompute"
+)
+
+#: Module (below transformer_engine) -> documented name -> what to use in its place.
+NAMES: Mapping[str, Mapping[str, str]] = {
+    "pytorch": {
+        "CudaRNGStatesTracker": _RNG_TRACKER,
+        "CusolverMpCtx": _MUON,
+        "FusedMLAQUpProjRopeQuant": "te.Linear, then apply_rotary_pos_emb",
+        "ManualOffloadSynchronizer": _OFFLOAD,
+        "UserBufferQuantizationMode": _OVERLAP,
+        "destroy_ub": _OVERLAP,
+        "get_cpu_offload_context": _OFFLOAD,
+        "initialize_ub": _OVERLAP,
+        "load_framework_extension": "nothing: there is no extension to load",
+        "make_graphed_callables": "torch.cuda.make_graphed_callables, or a capture by torch.cuda.graph",
+        "mark_not_offload": _OFFLOAD,
+        "moe_permute": _PERMUTE,
+        "moe_permute_and_pad_with_probs": f"{_PERMUTE}; te.Fp8Padding pads groups",
+        "moe_permute_with_probs": _PERMUTE,
+        "moe_sort_chunks_by_index": "torch.cat of the chunks that torch.split gives, in the new order",
+        "moe_sort_chunks_by_index_with_probs": "torch.cat of the chunks that torch.split gives, in the new order",
+        "moe_unpermute": _PERMUTE,
+        "newton_schulz": _MUON,
+        "onnx_export": _EXPORT,
+        "parallel_cross_entropy": "torch.nn.functional.cross_entropy on whole rows, in float32",
+        "torch_version": "torch.__version__",
+    },
+    "pytorch.quantization": _GLOBAL_STATE,
+    "pytorch.fp8": {**_GLOBAL_STATE, "split_and_copy": "torch.split, and copy_ of each part"},
+    "pytorch.module": {
+        "is_module_grouped_tensor_path_supported": "nothing: GroupedLinear has one path",
+    },
+    "pytorch.module.base": {
+        "fill_userbuffers_buffer_for_all_gather": _OVERLAP,
+        "get_dummy_wgrad": "torch.empty(shape, dtype=dtype)",
+        "get_ub": _OVERLAP,
+        "get_ub_is_fp8": _OVERLAP,
+        "initialize_ub": _OVERLAP,
+        "destroy_ub": _OVERLAP,
+        "is_ub_initialized": _OVERLAP,
+        "using_cublasmp_backend": _OVERLAP,
+    },
+    "pytorch.distributed": {
+        "CudaRNGStatesTracker": _RNG_TRACKER,
+        **dict.fromkeys(_DISTRIBUTED.split(", "), "torch.distributed; FSDP as torch has it"),
+    },
+    "pytorch.tensor": {"GroupedTensor": _GROUPED, "GroupedTensorStorage": _GROUPED},
+    "pytorch.attention": {"FusedMLAQUpProjRopeQuant": "te.Linear, then apply_rotary_pos_emb"},
+    "pytorch.attention.dot_product_attention.utils": {
+        "AttentionLogging": "DotProductAttention.explain(q, k, v), which returns the choice and every reason",
+        "_get_supported_versions": "python -m te_core.doctor",
+        "combine_and_quantize": "a quantizer called on torch.cat of the tensors",
+    },
+    "pytorch.utils": {
+        "SplitAlongDim": "torch.split",
+        "assert_dim_for_fp8_exec": _CHECK_SIZE,
+        "canonicalize_device": "torch.device(device)",
+        "canonicalize_dtype": "torch.get_default_dtype() where dtype is None",
+        "canonicalize_process_group": "torch.distributed.group.WORLD where the group is None",
+        "cast_if_needed": "tensor.to(dtype)",
+        "check_dim_for_fp8_exec": _CHECK_SIZE,
+        "clear_tensor_data": "del, or tensor.untyped_storage().resize_(0)",
+        "combine_tensors": "torch.stack",
+        "get_sm_count": "torch.cuda.get_device_properties(device).multi_processor_count",
+        "gpu_autocast_ctx": "torch.autocast('cuda')",
+        "is_bf16_compatible": "te.is_bf16_available()",
+        "is_non_tn_fp8_gemm_supported": "nothing: orientations are made as a GEMM reads them",
+        "make_weak_ref": "weakref.ref, or tensor.detach()",
+        "mark_grouped_tensor": _GROUPED,
+        "nvtx_range_pop": _NVTX,
+        "nvtx_range_push": _NVTX,
+        "split_tensor_along_dim": "torch.split",
+        "torch_get_autocast_gpu_dtype": "torch.get_autocast_dtype('cuda')",
+    },
+}  # fmt: skip
+
+#: Module of which nothing is built -> (the names it documents, what to use in their place).
+MODULES: Mapping[str, tuple[str, str]] = {
+    "debug": ("features, pytorch, set_weight_tensor_tp_group_reduce", "te.precision_report(model), te.memory_report"),
+    "jax": ("the JAX modules", "te_core and the package te_jax, on JAX arrays"),
+    "pytorch._extra_state": (
+        "CheckpointExtraStatePolicy, UNSAFE_PICKLE_EXTRA_STATE_ENV, should_load_extra_state_pickle",
+        "load_state_dict: such entries are read without unpickling them",
+    ),
+    "pytorch.attention.dot_product_attention.backends": (
+        "FlashAttention, FusedAttention, UnfusedDotProductAttention",
+        "te.DotProductAttention, and NVTE_FLASH_ATTN, NVTE_FUSED_ATTN, NVTE_UNFUSED_ATTN to choose one",
+    ),
+    "pytorch.attention.dot_product_attention.context_parallel": (
+        "attn_forward_func_with_cp, generate_positional_ids_for_cp, get_batch_on_this_cp_rank, "
+        "get_cu_seqlens_on_cp_rank, pad_thd_sequences_for_cp, thd_sequence_order_to_cp_rank_order",
+        "whole sequences on each rank: context parallelism is not built",
+    ),
+    "pytorch.attention.dot_product_attention.flex_attention": (
+        "score_mod's helpers", "torch.nn.attention.flex_attention, or core_attention_bias",
+    ),
+    "pytorch.cpp_extensions": (
+        "fused_attn_bwd, fused_attn_fwd, general_gemm, general_grouped_gemm, general_grouped_gemm_for_grouped_tensor, "
+        "layernorm_bwd; FusedAttnBackend, META_*, QKVFormat, get_cublas_workspace_size_bytes",
+        "te_core.ops, on te_core tensors",
+    ),
+    "pytorch.cpu_offload": (
+        "DefaultOffloadSynchronizer, OffloadSynchronizer, OffloadableLayerState, get_cpu_offload_context, "
+        "is_cpu_offload_enabled, mark_activation_offload, mark_not_offload, start_offload", _OFFLOAD,
+    ),
+    "pytorch.cpu_offload_v1": ("get_cpu_offload_context", _OFFLOAD),
+    "pytorch.cross_entropy": ("parallel_cross_entropy", "torch.nn.functional.cross_entropy on whole rows, in float32"),
+    "pytorch.custom_recipes.gemm": ("GEMMType, MMParams, custom_gemm", "te_core.ops.gemm"),
+    "pytorch.custom_recipes.reference_current_scaling": (
+        "CurrentScalingQuantizerRef, CurrentScalingTensorRef, current_scaling_ref_factory",
+        "te.Float8CurrentScalingQuantizer on CPU tensors, which is the reference here",
+    ),
+    "pytorch.custom_recipes.reference_nvfp4": (
+        "NVFP4QuantizerRef, NVFP4TensorRef, cast_from_fp4x2, cast_to_e4m3, cast_to_e8, cast_to_fp4x2, "
+        "high_precision_gemm_ref, nvfp4_ref_rht_2d_factory",
+        "te.NVFP4Quantizer on CPU tensors, which is the reference here",
+    ),
+    "pytorch.custom_recipes.reference_utils": ("Fp4Formats, HIGH_PRECISION_FLOAT_DTYPES, roundup_div", "plain Python"),
+    "pytorch.distributed_weight": (
+        "DistributedWeight, finalize_weight_grads, is_distributed_weight, materialize_weight_for_backward, "
+        "materialize_weight_for_forward", "torch.distributed.fsdp.fully_shard",
+    ),
+    "pytorch.dynamo": (
+        "TensorSpec, is_value_opaque_quantizer, register_value_opaque_quantizer, to_tensor_spec",
+        "nothing: modules compile under torch.compile as they are",
+    ),
+    "pytorch.ep": (
+        "EpBuffer, ep_bootstrap, ep_combine, ep_dispatch, ep_finalize, ep_prepare, is_ep_bootstrapped, is_symm_backed, "
+        "release_symm_mem_pool, symm_mem_alloc", "torch.distributed.all_to_all_single",
+    ),
+    "pytorch.export": (
+        "assert_warmed_up, is_in_onnx_export_mode, onnx_export, te_translation_table",
+        _EXPORT,
+    ),
+    "pytorch.graph": (
+        "graph_pool_handle, is_graph_capturing, make_graphed_callables, set_capture_end, set_capture_start",
+        "torch.cuda.make_graphed_callables, torch.cuda.is_current_stream_capturing",
+    ),
+    "pytorch.jit": (
+        "dgelu_fused_, l2normalization_backward_fused, l2normalization_fused, l2normalization_fwd_fused, "
+        "no_torch_dynamo, set_jit_fusion_options, warmup_jit_*", "torch.compile, torch.compiler.disable",
+    ),
+    "pytorch.module._common": ("WeightGradStore", "delay_wgrad_compute=True, and the module's backward_dw()"),
+    "pytorch.numerics_debug": ("debug, fp8_tensor_statistics", "te.precision_report(model)"),
+    "pytorch.ops": (
+        "BasicOperation, FusedOperation, FusibleOperation, Sequential, Linear and the other operations, "
+        "register_backward_fusion, register_forward_backward_fusion, register_forward_fusion",
+        "the modules of te, which fuse by themselves, in torch.nn.Sequential",
+    ),
+    "pytorch.optimizers": (
+        "FusedAdam, FusedSGD, MultiTensorApply, multi_tensor_applier, multi_tensor_adam and the other multi_tensor_*",
+        "torch.optim.AdamW(fused=True), torch.optim.SGD(fused=True), torch._foreach_*",
+    ),
+    "pytorch.permutation": (
+        "moe_permute, moe_permute_and_pad_with_probs, moe_permute_with_probs, moe_sort_chunks_by_index, "
+        "moe_sort_chunks_by_index_with_probs, moe_unpermute", _PERMUTE,
+    ),
+    "pytorch.router": (
+        "RoutingMapFormat, fused_compute_score_for_moe_aux_loss, fused_moe_aux_loss, fused_topk_with_score_function",
+        "torch.topk of the scores",
+    ),
+    "pytorch.tensor.grouped_tensor": ("GroupedTensor", _GROUPED),
+    "pytorch.tensor.storage.grouped_tensor_storage": ("GroupedTensorStorage", _GROUPED),
+    "pytorch.triton": ("cross_entropy, grouped_dbias_dscales, mhc, pad, permutation", "torch: no such kernel is built"),
+}  # fmt: skip
+
+#: Other top packages that belong to the documented one.
+PACKAGES: Mapping[str, tuple[str, str]] = {
+    "transformer_engine_torch": ("the backend's functions and enums (`tex`)", "te_core.ops; enums in te.constants"),
+    "nvdlfw_inspect": ("api, base, logging, registry, utils", "te.precision_report(model), te.memory_report"),
+}
+
+#: Documented submodules of transformer_engine.pytorch that exist under that name only, behind `import te_torch.compat`.
+BEHIND_ALIAS = (
+    "distributed", "float8_tensor", "fp8", "module", "quantization", "quantized_tensor", "tensor", "transformer",
+)  # fmt: skip
+
+
+class NotBuiltError(UnsupportedError, AttributeError):
+    """A documented name that is not built: as an attribute."""
+
+
+class NotBuiltImportError(UnsupportedError, ImportError):
+    """The same in `from ... import`."""
+
+
+class NotBuiltModuleError(UnsupportedError, ModuleNotFoundError):
+    """A documented module that is not built."""
+
+
+def getter(module: str, place: str, behind_alias: tuple[str, ...] = ()) -> Callable[[str], Any]:
+    """The `__getattr__` of a module that stands at this documented place.
+
+    `behind_alias`: submodules that exist under the documented name only.
+    """
+    names = dict(NAMES.get(place, {}))
+    names |= {below.rpartition(".")[2]: do for below, (_, do) in MODULES.items() if below.rpartition(".")[0] == place}
+
+    def __getattr__(name: str) -> Any:  # noqa: N807
+        told: tuple[str, str, str]
+        if name in names:
+            told = (*_not_built(), names[name])
+        elif name in behind_alias:
+            full = f"transformer_engine.{place}.{name}"
+            told = ("a name of the alias", f"{full} behind `import te_torch.compat`", f"import {full} there")
+        else:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        kind = NotBuiltImportError if _importing(sys._getframe(1)) else NotBuiltError
+        raise kind(f"{module}.{name}", *told)
+
+    return __getattr__
+
+
+def module_error(name: str) -> NotBuiltModuleError | None:
+    """What importing this module ends in, if it is a documented one that is not built."""
+    found = MODULES.get(name.partition(".")[2]) if name.startswith("transformer_engine.") else PACKAGES.get(name)
+    if found is None:
+        return None
+    error = NotBuiltModuleError(name, *_not_built(), found[1])
+    error.name = name
+    return error
+
+
+def _not_built() -> tuple[str, str]:
+    return f"a documented name that te-runtime {te_core.__version__} has not built", "what docs/compat.md does not list"
+
+
+def _importing(frame: Any) -> bool:
+    """Whether the frame is in `from ... import`, which forgets what an AttributeError says."""
+    while frame.f_code.co_name == "__getattribute__":  # a module that says it is an older name
+        frame = frame.f_back
+    return bool(frame.f_code.co_code[frame.f_lasti] == opmap["IMPORT_FROM"])
+
+
+def table() -> Iterator[str]:
+    """The table, as docs/compat.md shows it."""
+    yield "| Where | Not built | In its place |"
+    yield "|---|---|---|"
+    rows: dict[tuple[str, str], list[str]] = {}
+    for place, names in NAMES.items():
+        alike: dict[str, list[str]] = {}
+        for name, do in names.items():
+            alike.setdefault(do, []).append(f"`{name}`")
+        for do, some in alike.items():
+            rows.setdefault((", ".join(some), do), []).append(f"`{place}`")
+    yield from (f"| {', '.join(places)} | {some} | {do} |" for (some, do), places in rows.items())
+    yield from (f"| `{place}` | all: {names} | {do} |" for place, (names, do) in (*MODULES.items(), *PACKAGES.items()))

@@ -1,0 +1,65 @@
+"""Programs of others on this package: each trains, saves, loads in a fresh process, and multiplies in FP8.
+
+Nothing here skips where a client is missing: `make test-more` installs the extra `clients`.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.backends import devices
+
+ROOT = Path(__file__).resolve().parents[2]
+PROGRAMS = Path(__file__).parent / "programs"
+
+pytestmark = [pytest.mark.more, pytest.mark.timeout(600)]
+
+
+def run(program: str, what: str, device: str, *arguments: str) -> None:
+    """A program of the folder, in a process of its own, without network."""
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}
+    # No GPU for what shall run on the CPU, and one otherwise: for some, two mean DataParallel.
+    first = env.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
+    env["CUDA_VISIBLE_DEVICES"] = "" if device == "cpu" else first
+    env |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_DISABLE_TELEMETRY": "1"}
+    done = subprocess.run(
+        [sys.executable, str(PROGRAMS / f"{program}.py"), what, device, *arguments],
+        capture_output=True, text=True, timeout=280, env=env, cwd="/",
+    )  # fmt: skip
+    assert done.returncode == 0 and done.stdout.splitlines()[-1:] == ["ok"], (done.stdout + done.stderr)[-4000:]
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize(
+    "program",
+    [
+        "lightning_fabric", "lightning_trainer", "accelerate_fp8", "peft_lora bf16", "peft_lora fp8",
+        "transformers_trainer llama", "transformers_trainer own",
+    ],
+)  # fmt: skip
+def test_trains_saves_and_loads(program: str, device: str, tmp_path: Path) -> None:
+    name, *options = program.split()
+    for what in ("train", "load"):
+        run(name, what, device, str(tmp_path), *options)
+
+
+IMPORTS = {
+    "peft": "import peft",
+    "transformers": "from transformers import Trainer",
+    "accelerate": "import accelerate.utils as u; assert u.is_transformer_engine_available()",
+    "lightning": "import lightning; from lightning.pytorch.plugins import TransformerEnginePrecision",
+}
+
+
+@pytest.mark.parametrize("client", IMPORTS)
+def test_imports_beside_the_alias(client: str) -> None:
+    """Whoever has nothing to do with us is not disturbed, in either order."""
+    for code in (f"import te_torch.compat\n{IMPORTS[client]}", f"import {client}\nimport te_torch.compat"):
+        env = {**os.environ, "PYTHONPATH": str(ROOT)}
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=200)
+        assert done.returncode == 0, done.stderr[-3000:]
