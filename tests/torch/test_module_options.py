@@ -148,7 +148,7 @@ def test_initialisation(kind: str, zero_centered: bool, device: str) -> None:
 
 @on_devices
 def test_init_methods(device: str) -> None:
-    """Matrices only; fc2 has its own, else the general one."""
+    """Matrices only; fc2 has its own, which is the default one if not given, as documented."""
 
     def fill(value: float) -> Any:
         return lambda w: w.fill_(value)
@@ -160,7 +160,8 @@ def test_init_methods(device: str) -> None:
     module = te.LayerNormMLP(8, 16, output_layer_init_method=fill(5), **options)
     assert (module.fc1_weight == 3).all() and (module.fc2_weight == 5).all() and not module.fc1_bias.any()
     assert (module.layer_norm_weight == 1).all()
-    assert (te.LayerNormMLP(8, 16, **options).fc2_weight == 3).all()
+    fc2 = te.LayerNormMLP(64, 128, **options).fc2_weight
+    assert abs(fc2.mean().item()) < 1e-3 and abs(fc2.std().item() - 0.023) < 1e-3
 
 
 class Tracker:
