@@ -35,13 +35,9 @@ def replace_raw_data(tensor: Any, new_raw_data: torch.Tensor) -> None:
         wanted = "a rowwise copy" if old is None else f"{old.numel()} elements of {old.dtype}"
         raise ArgumentError("replace_raw_data", got, wanted, "allocate a buffer of that size")
     with torch.no_grad():
-        new = new_raw_data.view(old.shape)
+        new = new_raw_data if new_raw_data.shape == old.shape else new_raw_data.view(old.shape)
         new.copy_(old)
-        if isinstance(tensor, IdentityTensorStorage):
-            tensor._hp_data = new
-        else:
-            tensor._adopt("_row_data", new)
-    return None
+        tensor._move_data(new)
 
 
 def quantize_master_weights(
@@ -157,8 +153,7 @@ def clear_columnwise_cache(tensor: Any) -> None:
     """Drop a columnwise copy that can be made of the rowwise one."""
     if isinstance(tensor, QuantizedTensorStorage) and hasattr(tensor, "_row_data"):
         if tensor._row_data is not None and tensor._col_data is not None and tensor._derives_columnwise():
-            rowwise = tensor._buffers.row  # the rowwise buffers stay where they are: a trainer may hold views of them
-            tensor._set_buffers(rowwise)
+            tensor.update_usage(columnwise_usage=False)
 
 
 def is_custom(obj: Any) -> bool:
