@@ -47,6 +47,11 @@ class Float8BlockwiseQTensorStorage(BlockScaledStorage):
     def _is_2D_scaled(self) -> bool:  # noqa: N802
         return self._format.tiled
 
+    def _build_default_quantizer(self) -> Any:
+        return Float8BlockQuantizer(
+            self._fp8_dtype, block_scaling_dim=2 if self._is_2D_scaled else 1, **self.get_usages()
+        )
+
     def get_metadata(self) -> dict[str, Any]:
         """The constructor's keyword arguments that make a storage of the same buffers."""
         return {

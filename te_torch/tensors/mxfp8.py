@@ -41,6 +41,9 @@ class MXFP8TensorStorage(BlockScaledStorage):
     def _fp8_dtype(self) -> DType:
         return of_core(self._format.dtype)
 
+    def _build_default_quantizer(self) -> Any:
+        return MXFP8Quantizer(self._fp8_dtype, with_2d_quantization=self._format.tiled, **self.get_usages())
+
     def _derives_columnwise(self) -> bool:
         return False
 
