@@ -99,6 +99,12 @@ class LayerNormMLP(NormParameters):
                 self._add_parameter(f"{which}_bias", shape[:1], torch.nn.init.zeros_, **place)
             else:
                 setattr(self, f"{which}_bias", torch.empty(0, **place))
+            self._mark_parallel(0 if which == "fc1" else 1, f"{which}_weight")
+        self.set_parallel_mode = set_parallel_mode
+        if bias and set_parallel_mode:
+            self._mark_parallel(0, "fc1_bias")
+        if set_parallel_mode:
+            self._mark_sequence("fc2_bias")
         self._quantize_parameters()
         self._accumulate(fuse_wgrad_accumulation, delay_wgrad_compute)
 

@@ -89,10 +89,12 @@ class NVFP4TensorStorage(BlockScaledStorage):
         return self._format.bound
 
     def _build_default_quantizer(self) -> Any:
-        return NVFP4Quantizer(
+        made = NVFP4Quantizer(
             with_2d_quantization=self._format.tiled, row_scaled_nvfp4=self._row_scaled_nvfp4,
-            nvfp4_use_4over6=self._nvfp4_use_4over6, nvfp4_e4m3_max=self._nvfp4_e4m3_max, **self.get_usages(),
+            nvfp4_use_4over6=self._nvfp4_use_4over6, nvfp4_e4m3_max=self._nvfp4_e4m3_max,
         )  # fmt: skip
+        made.set_usage(**self.get_usages())
+        return made
 
     def _update(self, quantizer: Any, src: torch.Tensor, noop_flag: torch.Tensor | None) -> None:
         if self._shares_scale():
