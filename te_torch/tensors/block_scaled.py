@@ -111,7 +111,7 @@ class BlockScaledStorage(QuantizedTensorStorage):
         data = {n: given[n].view(halves) for n in ("_rowwise_data", "_columnwise_data") if n in given}
         if form.scaling == "nvfp4":
             scale, amax = given["_rowwise_scale_inv"], given["_amax_rowwise"]
-            buffers = _one_amax(form, shape[1], data["_rowwise_data"], scale, amax)
+            buffers = with_whole_scales(form, shape, _one_amax(form, shape[1], data["_rowwise_data"], scale, amax))
             # Of the others a layer makes the columnwise copy when backward wants it, and lets it go.
             if meta["usages"]["columnwise"]:
                 return Buffers(*buffers[:3], *columnwise_of(form, shape, buffers)[3:])

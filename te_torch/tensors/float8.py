@@ -92,7 +92,8 @@ class Float8TensorStorage(QuantizedTensorStorage):
 
     def to_core(self) -> Any:
         """The core's view of the buffers."""
-        self._catch_up()
+        if self._col_data is not None:
+            self._catch_up()
         return super().to_core()
 
     def _inner_names(self) -> list[str]:
@@ -346,7 +347,8 @@ class _PerTensor(Quantizer):
     ) -> Any:  # fmt: skip
         """A tensor over FP8 data (uint8 or a float8 type) that was made with this quantizer's scale."""
         kwargs: dict[str, Any] = {
-            "data": data.view(torch.uint8), "fp8_scale_inv": self._scale_inv_for(data), "fp8_dtype": self.dtype,
+            "data": data if data.dtype is torch.uint8 else data.view(torch.uint8), "fp8_dtype": self.dtype,
+            "fp8_scale_inv": self._scale_inv_for(data),
             "quantizer": self.copy(),
         }  # fmt: skip
         if internal:

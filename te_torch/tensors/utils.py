@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -54,8 +55,11 @@ def quantize_master_weights(
     gathered rowwise ones are dropped; `post_all_gather_processing` makes them at once.
     """
     shards = fsdp_shard_model_weights or [None] * len(model_weights)
+    given = list(zip(model_weights, master_weights, start_offsets, shards, strict=True))
+    for weight, master, start, shard in given:  # all of them, before anything is written
+        _check(weight, master, start or 0, shard)
     with torch.no_grad():
-        for weight, master, start, shard in zip(model_weights, master_weights, start_offsets, shards, strict=True):
+        for weight, master, start, shard in given:
             _one_weight(weight, master, start or 0, group, shard)
             if not isinstance(weight, Float8TensorStorage) or weight._col_data is None:
                 continue
@@ -63,6 +67,26 @@ def quantize_master_weights(
                 clear_columnwise_cache(weight)  # other processes have the rest of the data
             else:
                 weight._make_columnwise()
+
+
+def _check(weight: Any, master: torch.Tensor | None, start: int, shard: Any) -> None:
+    operation = "quantize_master_weights"
+    if not isinstance(weight, QuantizedTensorStorage) or not any(weight.get_usages().values()):
+        raise ArgumentError(
+            operation, f"a weight {type(weight).__name__} without quantized data", "quantized tensors with data",
+            "pass the parameters of quantized_model_init",
+        )  # fmt: skip
+    end = start + (0 if master is None else master.numel())
+    if start < 0 or end > prod(weight.shape):
+        raise ArgumentError(
+            operation, f"a shard of elements {start} to {end}", f"0 to {prod(weight.shape)}, the weight's",
+            "correct start_offsets",
+        )  # fmt: skip
+    if shard is not None and not isinstance(weight, (Float8TensorStorage, IdentityTensorStorage)):
+        raise UnsupportedError(
+            operation, f"fsdp_shard_model_weights with a {type(weight).__name__}",
+            "these with per-tensor FP8 and identity weights", "let the whole weight be written",
+        )  # fmt: skip
 
 
 def _one_weight(weight: Any, master: torch.Tensor | None, start: int, group: Any, shard: Any) -> None:
@@ -75,11 +99,6 @@ def _one_weight(weight: Any, master: torch.Tensor | None, start: int, group: Any
     if isinstance(weight, Float8TensorStorage):
         _per_tensor(weight, master, start, group, shard)
         return
-    if shard is not None:
-        raise UnsupportedError(
-            "quantize_master_weights", f"fsdp_shard_model_weights with a {type(weight).__name__}",
-            "these with per-tensor FP8 and identity weights", "let the whole weight be written",
-        )  # fmt: skip
     whole = master
     if master is None or master.numel() != weight.numel():
         whole = torch.zeros(weight.numel(), dtype=torch.float32, device=weight.device)

@@ -12,6 +12,7 @@ import torch
 
 import te_torch.tensors as T
 from te_core import dtypes, ops
+from te_core.errors import ArgumentError, UnsupportedError
 from te_core.precision import Operand
 from te_core.quantized import Cast
 from te_core.runtime import Runtime
@@ -472,8 +473,7 @@ def test_quantizers_of_storages() -> None:
     storage._quantizer = None
     with pytest.raises(RuntimeError):
         storage.update_quantizer(T.MXFP8Quantizer(E4M3))
-    with pytest.raises(RuntimeError):
-        storage.quantize_(values((32, 32)))
+    storage.quantize_(values((32, 32)))  # by the rule of its format
     with pytest.raises(RuntimeError):
         torch.empty_like(storage)
 
@@ -533,6 +533,21 @@ def test_a_shard_is_written_where_it_belongs() -> None:
     shard = torch.zeros(100, dtype=torch.uint8)
     utils.quantize_master_weights([weight], [master], [0], None, [shard])
     assert torch.equal(shard, wanted)
+
+
+def test_master_weights_are_checked_before_anything_is_written() -> None:
+    good, empty = (torch.nn.Parameter(delayed("cpu")(values((32, 64)))) for _ in range(2))
+    empty.clear()
+    other = torch.nn.Parameter(MAKERS["mxfp8"]("cpu")(values((32, 64))))
+    before, amax = good.dequantize(), good._quantizer.amax.clone()
+    master = values((2048,), seed=6, dtype=torch.float32)
+    for weight, start, shard, error in (
+        (empty, 0, None, ArgumentError), (torch.ones(32, 64), 0, None, ArgumentError), (other, 1, None, ArgumentError),
+        (other, 0, torch.zeros(2048, dtype=torch.uint8), UnsupportedError),
+    ):  # fmt: skip
+        with pytest.raises(error, match="quantize_master_weights"):
+            utils.quantize_master_weights([good, weight], [master, master], [0, start], None, [None, shard])
+        assert torch.equal(good.dequantize(), before) and torch.equal(good._quantizer.amax, amax)
 
 
 def test_is_custom() -> None:

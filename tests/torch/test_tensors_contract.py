@@ -153,6 +153,24 @@ def test_identity_in_a_type_of_its_own(device: str) -> None:
     assert held.get_usages() == {"rowwise": True, "columnwise": True}
 
 
+@on_devices
+@pytest.mark.parametrize("name", ["delayed", "current"])
+def test_tensors_over_given_data(device: str, name: str) -> None:
+    quantizer = ALL[name](device)
+    kind = torch.float8_e4m3fn if quantizer.dtype is E4M3 else torch.float8_e5m2
+    codes = torch.full((32, 64), 56, dtype=torch.uint8, device=device)
+    for data in (codes, codes.view(kind)):
+        t = quantizer.create_tensor_from_data(data, fake_dtype=torch.bfloat16, requires_grad=True)
+        assert type(t) is T.Float8Tensor and t.requires_grad and t.dtype is torch.bfloat16
+        assert t._data.data_ptr() == data.data_ptr() and (t._data is data) is (data.dtype is torch.uint8)
+        assert t._scale_inv.item() == pytest.approx(1 / 3 if name == "delayed" else 1)
+        storage = quantizer.create_tensor_from_data(data, internal=True)
+        assert type(storage) is T.Float8TensorStorage and storage.dtype is torch.float32
+    scales = torch.full((128, 4), 127, dtype=torch.uint8, device=device)
+    t = T.MXFP8Quantizer(E4M3).create_tensor_from_data(data.view(torch.uint8), scales, torch.float16)
+    assert t._rowwise_scale_inv is scales and t.get_usages() == {"rowwise": True, "columnwise": False}
+
+
 def test_which_quantizers_give_the_same_again() -> None:
     safe = {name: make("cpu").is_requantization_safe() for name, make in ALL.items()}
     assert safe == {name: name != "delayed" for name in ALL}

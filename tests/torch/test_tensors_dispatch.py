@@ -312,6 +312,22 @@ def test_fsdp_hooks_gather_shards_into_the_whole(device: str, name: str) -> None
         assert torch.equal(made._col_data, whole._col_data)
 
 
+@on_devices
+@pytest.mark.parametrize(("name", "rows"), [("mxfp8", 96), ("mxfp8_tile", 32), ("nvfp4_tile", 48), ("tile", 128)])
+def test_no_padding_comes_to_lie_between_shards(device: str, name: str, rows: int) -> None:
+    x = values((2 * rows, 64), device)
+    x[0, 0] = x[rows, 0] = 20.0  # one amax
+    whole, shards = ALL[name](device)(x), [ALL[name](device)(h) for h in torch.split(x, rows)]
+    sent = [s.fsdp_pre_all_gather(None, x.shape, (64, 1), None, None) for s in shards]
+    gathered = tuple(torch.cat(pair) for pair in zip(*[tensors for tensors, _ in sent], strict=True))
+    made, _ = whole.fsdp_post_all_gather(gathered, sent[0][1], torch.bfloat16)
+    assert torch.equal(made.dequantize(), whole.dequantize()) and made.to_core().rowwise_scale.nbytes
+    assert made._rowwise_scale_inv.shape == whole._rowwise_scale_inv.shape
+    if made.get_usages()["columnwise"]:
+        for n in ("_columnwise_data", "_columnwise_scale_inv"):
+            assert torch.equal(getattr(made, n), getattr(whole, n))
+
+
 def test_fsdp_shards_of_nvfp4_with_maxima_of_their_own() -> None:
     """After an update each shard has its own amax; the whole is close to what the shards say."""
     x = values((512, 64), dtype=torch.float32)
