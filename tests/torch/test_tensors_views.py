@@ -288,17 +288,33 @@ def test_blocks_of_rows_are_views_and_other_parts_are_plain_with_a_warning(devic
         assert type(part) is torch.Tensor and torch.equal(part, cut(plain))
 
 
-def test_a_part_can_be_compiled_and_differentiated() -> None:
+@pytest.fixture
+def compiled() -> Any:
     torch._dynamo.reset()
+    yield lambda f: torch.compile(f, fullgraph=True, backend="aot_eager")
+    torch._dynamo.reset()
+
+
+def test_parts_and_shapes_are_compiled(compiled: Any) -> None:
+    t = ALL["current"]("cpu")(values((24, 40)))
+    plain = t.dequantize()
+    part = t[8:24, 16:40]
+    assert torch.equal(compiled(lambda a: a.dequantize() * 2)(part), plain[8:24, 16:40] * 2)
+    assert torch.equal(compiled(lambda a: a.view(40, 24).dequantize() * 2)(t), plain.view(40, 24) * 2)
+    made = compiled(lambda a: torch.chunk(a, 2, dim=1)[1])(t)
+    assert type(made) is type(t) and torch.equal(made.dequantize(), plain[:, 20:]) and made.stride() == (40, 1)
+    t.update_usage(columnwise_usage=False)
+    with torch.no_grad():
+        compiled(lambda a: a.mul_(-0.5))(t[:8])
+    assert torch.equal(t.dequantize()[8:], plain[8:]) and torch.equal(t[:8].dequantize(), plain[:8] * -0.5)
+
+
+def test_gradients_flow_through_parts() -> None:
     t = torch.nn.Parameter(ALL["current"]("cpu")(values((32, 64))))
-    part = t.detach()[8:24, 16:48]
-    compiled = torch.compile(lambda a: a.dequantize() * 2, fullgraph=True, backend="aot_eager")
-    assert torch.equal(compiled(part), part.dequantize() * 2)
     (t[8:24].dequantize() * 3).sum().backward()
     wanted = torch.zeros(32, 64, dtype=torch.bfloat16)
     wanted[8:24] = 3
     assert torch.equal(t.grad, wanted)
-    torch._dynamo.reset()
 
 
 # --------------------------------------------------------------------------------------------------- other shapes
