@@ -50,7 +50,7 @@ def adopt(module: torch.nn.Module, state_dict: dict[str, Any], prefix: str) -> N
         module.fp8_state = ScalingState(module.gemms, max(lengths), _device_of(module))
     for direction, length in zip((FORWARD, BACKWARD), lengths, strict=True):
         if length:
-            module.fp8_state.resize_history(length, direction)  # type: ignore[operator,union-attr]
+            module.fp8_state.resize_history(length, direction, quiet=True)  # type: ignore[operator,union-attr]
     scales = state_dict.get(keys["scale_fwd"])
     held = module.fp8_state.scale_fwd  # type: ignore[union-attr]
     if getattr(module, "_primary", False) and isinstance(scales, torch.Tensor) and scales.shape == held.shape:

@@ -116,7 +116,7 @@ def _quantize(
 
         state = make_state(module, weight.device, precision, recipe)
         set_own_scale(state.scale_fwd, gemm, weight, rule, 0 if precision.history is None else precision.history.margin)
-        _point(quantizer, state, gemm)
+        point(quantizer, state, "fwd", FORWARD_SLOTS * gemm + WEIGHT)
     result: torch.Tensor = quantizer(weight.detach())
     return result
 
@@ -128,10 +128,10 @@ def set_own_scale(scales: torch.Tensor, gemm: int, weight: torch.Tensor, rule: O
         scales[FORWARD_SLOTS * gemm + WEIGHT] = rule.dtype.max * 2.0**-margin / amax
 
 
-def _point(quantizer: Any, state: Any, gemm: int) -> None:
-    index = FORWARD_SLOTS * gemm + WEIGHT
-    quantizer.scale = state.scale_fwd[index : index + 1]
-    quantizer.amax = state.amax_history_fwd[0][index : index + 1]
+def point(quantizer: Any, state: Any, way: str, index: int) -> None:
+    """Let a delayed quantizer read the scale of a slot ("fwd" or "bwd") of this state, and note its maximum there."""
+    quantizer.scale = getattr(state, f"scale_{way}")[index : index + 1]
+    quantizer.amax = getattr(state, f"amax_history_{way}")[0][index : index + 1]
 
 
 def link(weight: torch.Tensor, state: Any, gemm: int) -> None:
@@ -139,7 +139,7 @@ def link(weight: torch.Tensor, state: Any, gemm: int) -> None:
     if isinstance(weight, QuantizedTorch):
         quantizer = weight._quantizer  # type: ignore[attr-defined]
         if quantizer is not None and quantizer.operand is not None and quantizer.operand.scaling == "delayed":
-            _point(quantizer, state, gemm)
+            point(quantizer, state, "fwd", FORWARD_SLOTS * gemm + WEIGHT)
 
 
 def check_recipe_fits(module: Any, precision: Precision | None) -> None:

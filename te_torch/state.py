@@ -13,6 +13,7 @@ compiled code can hold too.
 from __future__ import annotations
 
 import itertools
+import warnings
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -127,9 +128,10 @@ class ScalingState(torch.nn.Module):
         if self.seen_version is not None:
             self.seen_version = self.amax_history_fwd._version  # no run wrote it
 
-    def resize_history(self, length: int, direction: int | None = None) -> None:
+    def resize_history(self, length: int, direction: int | None = None, *, quiet: bool = False) -> None:
         """Cut the histories (of one direction, or both), or fill them up with zeros, to `length` rows."""
         names = ("amax_history_fwd", "amax_history_bwd")
+        changed = []
         for name in names if direction is None else names[direction : direction + 1]:
             old = self._buffers[name]
             assert old is not None
@@ -140,6 +142,12 @@ class ScalingState(torch.nn.Module):
                 new[:rows] = old[:rows]
                 self._buffers[name] = new
                 self._renew()
+                changed.append(f"{name} from {old.shape[0]}")
+        if changed and not quiet:
+            warnings.warn(
+                f"amax histories of another length: {', '.join(changed)} to {length} rows; rows beyond are dropped, "
+                "missing ones are zeros", stacklevel=3,
+            )  # fmt: skip
 
     def prepare(self, precision: Precision, recipe: Any = None) -> None:
         """Take over the rule of this precision (called when it is not the one of the last forward)."""

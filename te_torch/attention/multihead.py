@@ -160,8 +160,6 @@ class MultiheadAttention(torch.nn.Module):
         first: dict[str, int] = {"query_": q, "key_": kv, "value_": kv}
         if self.attention_type == "cross":
             first = {"query_": q}
-            split = None if fused else {"key_": kv, "value_": kv}
-            self.key_value = Linear(width, 2 * kv, parameters_split=split, name=f"{name}.linear_kv", **linear)
         total = sum(first.values())
         named = {"parameters_split": None if fused else first, **linear}
         if self.input_layernorm:
@@ -174,6 +172,9 @@ class MultiheadAttention(torch.nn.Module):
             self.qkv = Linear(width, total, name=f"{name}.linear_qkv", **named)
         else:
             self.query_layer = Linear(width, total, **named)
+        if self.attention_type == "cross":  # behind the queries, as documented: optimizers number parameters
+            split = None if fused else {"key_": kv, "value_": kv}
+            self.key_value = Linear(width, 2 * kv, parameters_split=split, name=f"{name}.linear_kv", **linear)
 
     # --------------------------------------------------------------------------------------- groups
 

@@ -17,6 +17,7 @@ from te_torch.checkpoint_state import adopt
 from te_torch.custom import custom_precisions
 from te_torch.function import Call, Extra, key_of
 from te_torch.module_names import name_of, next_name, shown, within
+from te_torch.modules.documented import Documented
 from te_torch.modules.options import refuse_unbuilt
 from te_torch.modules.weights import CachedWeight, Gradients, add_gradient, extra_for
 from te_torch.nonfinite import counted
@@ -106,7 +107,7 @@ def _trace_call(token: int, key: tuple[Any, ...]) -> str:
     return key_of(found)
 
 
-class BaseModule(CallingModule):
+class BaseModule(Documented, CallingModule):
     """A module whose GEMMs run in the precision of the active region."""
 
     gemms = 1  # matrix products with scaling state of their own
@@ -132,6 +133,7 @@ class BaseModule(CallingModule):
         self._special = False  # weight gradients are fused or delayed
         self._primary = False  # weights are held quantized
         self._linked = 0
+        self._wgrad_hooks: list[Callable[[], Any]] = []
         self._quantize_later: list[Any] = []  # weights on the meta device that quantized_model_init will quantize
 
     # ------------------------------------------------------------------------------------ parameters
@@ -169,6 +171,18 @@ class BaseModule(CallingModule):
         later, self._quantize_later = self._quantize_later, []
         for name, gemm, how in later:
             self._primary = quantize_parameter(self, name, gemm, how) or self._primary
+
+    def _mark_parallel(self, dim: int, *names: str) -> None:
+        """Tell trainers along which side tensor parallelism cuts these parameters."""
+        for name in names:
+            parameter: Any = getattr(self, name)
+            parameter.tensor_model_parallel, parameter.partition_dim, parameter.partition_stride = True, dim, 1
+
+    def _mark_sequence(self, *names: str) -> None:
+        """Tell them whether these parameters see the tokens of one rank only."""
+        for name in names:
+            if self._parameters.get(name) is not None:
+                self._parameters[name].sequence_parallel = self.sequence_parallel  # type: ignore[union-attr]
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
         """Set the tensor-parallel group (one rank only in this release)."""
@@ -285,6 +299,12 @@ class BaseModule(CallingModule):
         with torch.no_grad():
             for name, dw in zip(names, self.wgrad_store.pop([getattr(self, n) for n in names]), strict=True):
                 add_gradient(getattr(self, name), dw)
+        for hook in self._wgrad_hooks:
+            hook()
+
+    def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], Any]) -> None:
+        """Have `backward_dw()` call this once the gradients are there: what a trainer's own hooks would have done."""
+        self._wgrad_hooks.append(hook)
 
     def need_backward_dw(self) -> bool:
         """Whether `backward_dw()` has to be called after backward."""

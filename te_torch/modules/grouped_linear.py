@@ -22,7 +22,7 @@ from te_torch.function import Call, Extra, Layer, apply, register
 from te_torch.module_names import within
 from te_torch.modules.base import BaseModule, check_input, normal_init, random_pair
 from te_torch.modules.linear import fork_of
-from te_torch.modules.options import check_values, refuse_unbuilt
+from te_torch.modules.options import check_values, mode_of, refuse_unbuilt
 from te_torch.modules.weights import Gradients
 from te_torch.precisions import draws
 from te_torch.quantized import QuantizedTorch
@@ -106,6 +106,12 @@ class GroupedLinear(BaseModule):
                 self._add_parameter(f"bias{i}", (out_features,), torch.nn.init.zeros_, **place)
             else:
                 setattr(self, f"bias{i}", torch.empty(0, **place))
+        self.parallel_mode = mode_of(parallel_mode)
+        self._mark_parallel(1 if self.parallel_mode == "row" else 0, *self._names)
+        if bias and self.parallel_mode == "column":
+            self._mark_parallel(0, *(f"bias{i}" for i in range(num_gemms)))
+        elif self.parallel_mode == "row":
+            self._mark_sequence(*(f"bias{i}" for i in range(num_gemms)))
         self._quantize_parameters()
         self._accumulate(fuse_wgrad_accumulation, delay_wgrad_compute)
 

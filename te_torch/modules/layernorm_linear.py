@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ from te_core.layers import norm_linear as core
 from te_torch.function import Call, Layer, apply, register
 from te_torch.modules.base import BaseModule, check_input, random_pair, wants_grad
 from te_torch.modules.linear import SplitParameters, fork_of
-from te_torch.modules.norm import init_norm_weight, sm_margins
+from te_torch.modules.norm import init_norm_weight, margin_of, sm_margins
 from te_torch.modules.options import check_options
 from te_torch.modules.residual import Branch, enter_stream, stream_of
 from te_torch.precisions import draws
@@ -37,6 +38,16 @@ class NormParameters(BaseModule):
             self._add_parameter("layer_norm_bias", (width,), torch.nn.init.zeros_, **placement)
         else:
             self.layer_norm_bias = None
+        self._mark_sequence("layer_norm_weight", "layer_norm_bias")
+
+    fwd_ln_sm_margin, bwd_ln_sm_margin, inf_ln_sm_margin = map(margin_of, ("forward", "backward", "inference"))
+
+    def reset_layer_norm_parameters(self) -> None:
+        """The older way to initialise the norm's parameters alone."""
+        warnings.warn("reset_layer_norm_parameters: use reset_parameters", DeprecationWarning, stacklevel=2)
+        for name in ("layer_norm_weight", "layer_norm_bias"):
+            if self._parameters.get(name) is not None:
+                self._initialise(name)
 
     def _norm_parameters(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
         gamma = self._held("layer_norm_weight")
@@ -102,7 +113,7 @@ class LayerNormLinear(NormParameters, SplitParameters):
         place = {"dtype": params_dtype or torch.get_default_dtype(), "device": device or default_device()}
         self._add_norm(in_features, normalization, eps, zero_centered_gamma, **place)
         self._add_linear_parameters((out_features, in_features), bias, parameters_split, init_method, **place)
-        self._finish_weights(fuse_wgrad_accumulation, delay_wgrad_compute)
+        self._finish_weights(parallel_mode, fuse_wgrad_accumulation, delay_wgrad_compute)
 
     def forward(
         self,

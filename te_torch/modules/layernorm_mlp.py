@@ -90,18 +90,21 @@ class LayerNormMLP(NormParameters):
         }  # fmt: skip
         self._add_norm(hidden_size, normalization, eps, zero_centered_gamma, **place)
         wide = ffn_hidden_size * (2 if self.activation in GATED else 1)
-        self._add_parameter("fc1_weight", (wide, hidden_size), init_method or normal_init, **place)
-        self._add_parameter(
-            "fc2_weight",
-            (hidden_size, ffn_hidden_size),
-            output_layer_init_method or init_method or normal_init,
-            **place,
-        )
-        for which, size in (("fc1_bias", wide), ("fc2_bias", hidden_size)):
+        for which, shape, init in (
+            ("fc1", (wide, hidden_size), init_method),
+            ("fc2", (hidden_size, ffn_hidden_size), output_layer_init_method),
+        ):
+            self._add_parameter(f"{which}_weight", shape, init or normal_init, **place)
             if bias:
-                self._add_parameter(which, (size,), torch.nn.init.zeros_, **place)
+                self._add_parameter(f"{which}_bias", shape[:1], torch.nn.init.zeros_, **place)
             else:
-                setattr(self, which, torch.empty(0, **place))
+                setattr(self, f"{which}_bias", torch.empty(0, **place))
+            self._mark_parallel(0 if which == "fc1" else 1, f"{which}_weight")
+        self.set_parallel_mode = set_parallel_mode
+        if bias and set_parallel_mode:
+            self._mark_parallel(0, "fc1_bias")
+        if set_parallel_mode:
+            self._mark_sequence("fc2_bias")
         self._quantize_parameters()
         self._accumulate(fuse_wgrad_accumulation, delay_wgrad_compute)
 

@@ -12,7 +12,7 @@ from te_core.errors import ArgumentError
 from te_core.layers import linear as core
 from te_torch.function import Call, Layer, apply, register
 from te_torch.modules.base import BaseModule, check_input, normal_init, random_pair
-from te_torch.modules.options import check_options, is_size
+from te_torch.modules.options import check_options, is_size, mode_of
 from te_torch.modules.weights import check_whole
 from te_torch.precisions import draws, precision_of
 from te_torch.quantized_init import check_recipe_fits
@@ -40,8 +40,15 @@ class SplitParameters(BaseModule):
                 # As documented: without a bias the attribute is an empty tensor and no parameter.
                 setattr(self, f"{prefix}bias", torch.empty(0, **placement))
 
-    def _finish_weights(self, fuse: bool, delay: bool) -> None:
-        """What follows once the parameters are there: quantized storage, and where weight gradients go."""
+    def _finish_weights(self, parallel_mode: str | None, fuse: bool, delay: bool) -> None:
+        """What follows once the parameters are there: marks, quantized storage, and where weight gradients go."""
+        self.parallel_mode = mode_of(parallel_mode)
+        self.weight_names, self.bias_names = ([f"{p}{kind}" for p in self._parts] for kind in ("weight", "bias"))
+        self._mark_parallel(1 if self.parallel_mode == "row" else 0, *self.weight_names)
+        if self.use_bias and self.parallel_mode == "column":
+            self._mark_parallel(0, *self.bias_names)
+        elif self.parallel_mode == "row":
+            self._mark_sequence(*self.bias_names)
         check_whole(type(self).__name__, self._parts, fuse or delay)
         self._quantize_parameters()
         self._accumulate(fuse, delay)
@@ -163,7 +170,7 @@ class Linear(SplitParameters):
             (out_features, in_features), bias, parameters_split, init_method,
             dtype=params_dtype or torch.get_default_dtype(), device=device or default_device(),
         )  # fmt: skip
-        self._finish_weights(fuse_wgrad_accumulation, delay_wgrad_compute)
+        self._finish_weights(parallel_mode, fuse_wgrad_accumulation, delay_wgrad_compute)
 
     def forward(
         self,

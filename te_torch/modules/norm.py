@@ -27,6 +27,16 @@ def sm_margins(given: int | Mapping[str, int]) -> dict[str, int]:
     return {"forward": given, "backward": given, "inference": given} | env.norm_sm_margins()
 
 
+def margin_of(phase: str) -> Any:
+    """An attribute that is the margin of a phase."""
+
+    def change(self: Any, margin: int) -> None:
+        self._margins = {**self._margins, phase: int(margin)}
+        self._calls.clear()
+
+    return property(lambda self: self._margins[phase], change)
+
+
 def init_norm_weight(zero_centered: bool) -> Any:
     """Ones, or zeros where the stored weight is the distance from one."""
     return torch.nn.init.zeros_ if zero_centered else torch.nn.init.ones_
@@ -81,6 +91,10 @@ class _Norm(CallingModule):
             init = init_norm_weight(self.zero_centered_gamma) if name == "weight" else torch.nn.init.zeros_
             init(parameter)
 
+    def _reset_by_older_name(self, name: str) -> None:
+        warnings.warn(f"{type(self).__name__}.{name}: use reset_parameters", DeprecationWarning, stacklevel=3)
+        self.reset_parameters()
+
     def forward(self, inp: torch.Tensor) -> torch.Tensor:
         """The normalized input, in the dtype of the weight (or of torch.autocast)."""
         weight: torch.Tensor = self.weight
@@ -133,9 +147,21 @@ class LayerNorm(_Norm):
     """y = (x - mean) / sqrt(var + eps) * weight + bias over the trailing dimensions."""
 
     kind = "LayerNorm"
+    fwd_ln_sm_margin, bwd_ln_sm_margin, inf_ln_sm_margin = map(margin_of, ("forward", "backward", "inference"))
+
+    def reset_layer_norm_parameters(self) -> None:
+        """The older name of reset_parameters."""
+        self._reset_by_older_name("reset_layer_norm_parameters")
 
 
 class RMSNorm(_Norm):
     """y = x / sqrt(mean(x^2) + eps) * weight over the trailing dimensions."""
 
     kind = "RMSNorm"
+    fwd_rmsnorm_sm_margin, bwd_rmsnorm_sm_margin, inf_rmsnorm_sm_margin = map(
+        margin_of, ("forward", "backward", "inference")
+    )
+
+    def reset_rms_norm_parameters(self) -> None:
+        """The older name of reset_parameters."""
+        self._reset_by_older_name("reset_rms_norm_parameters")

@@ -202,5 +202,10 @@ def refuse_unbuilt(operation: str, options: Mapping[str, Any]) -> None:
                 )  # fmt: skip
 
 
+def mode_of(parallel_mode: str | None) -> str | None:
+    """The mode as documented, in lower case."""
+    return None if parallel_mode is None else str(parallel_mode).lower()
+
+
 def _is_single(group: Any) -> bool:
     return group is None or (torch.distributed.is_initialized() and torch.distributed.get_world_size(group) == 1)

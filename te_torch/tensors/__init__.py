@@ -37,8 +37,8 @@ from te_torch.tensors.identity import (
 from te_torch.tensors.mxfp8 import MXFP8Quantizer, MXFP8Tensor, MXFP8TensorStorage
 from te_torch.tensors.nvfp4 import NVFP4Quantizer, NVFP4Tensor, NVFP4TensorStorage
 from te_torch.tensors.storage import QuantizedTensorStorage
-from te_torch.tensors.storage import core_from_inner as core_from_inner
 from te_torch.tensors.tensor import QuantizedTensor
+from te_torch.tensors.tracing import core_from_inner as core_from_inner
 from te_torch.tensors.wrap import from_core as from_core
 from te_torch.tensors.wrap import quantizer_of as quantizer_of
 

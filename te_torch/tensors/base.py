@@ -14,6 +14,7 @@ from te_core.errors import ArgumentError
 from te_core.precision import Operand
 from te_core.quantized import Format as StorageFormat
 from te_core.recipe import Format
+from te_torch.runtime import default_device
 from te_torch.tensors import run
 from te_torch.tensors.buffers import Buffers, matrix_of
 
@@ -27,8 +28,14 @@ class Quantizer:
     """
 
     custom = False
-    #: Attributes that two quantizers of equal value share; None: a quantizer equals only itself.
+    #: Attributes that two quantizers of equal value share, for a class itself, not for what is derived from it; None:
+    #: a quantizer equals only itself.
     _VALUE: tuple[str, ...] | None = None
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "_VALUE" not in cls.__dict__:
+            cls._VALUE = None
 
     def __init__(self, *, rowwise: bool, columnwise: bool) -> None:
         self.rowwise_usage = rowwise
@@ -47,6 +54,10 @@ class Quantizer:
         """The tensors that this cast reads besides x (scale, amax, rng)."""
         return {}
 
+    def _notes(self) -> tuple[torch.Tensor, ...]:
+        """The tensors that this cast writes besides its result: an update that is skipped leaves them alone."""
+        return ()
+
     def _options(self) -> tuple[Any, ...]:
         """What a tensor of this quantizer knows beyond its format."""
         return ()
@@ -59,7 +70,7 @@ class Quantizer:
         return True
 
     def is_requantization_safe(self) -> bool:
-        """Whether quantizing a dequantized tensor gives it back."""
+        """Whether the same values, quantized again later, give the same tensor: no state, no draw."""
         return False
 
     def supports_only_rowwise_all_gather(self) -> bool:
@@ -123,7 +134,9 @@ class Quantizer:
         kept = self.copy()
         if self.internal:
             return storage._of(tuple(shape), dtype, self.format, buffers, kept, self._options())
-        return tensor._of(tuple(shape), dtype, self.format, buffers, kept, self._options(), requires_grad)
+        return tensor._of(
+            tuple(shape), dtype, self.format, buffers, kept, self._options(), requires_grad=requires_grad
+        )
 
     def update_quantized(self, src: torch.Tensor, dst: Any, *, noop_flag: torch.Tensor | None = None) -> Any:
         """Quantize `src` into the buffers of `dst`; not if `noop_flag` (float32, on the device) is 1."""
@@ -141,32 +154,32 @@ class Quantizer:
     ) -> Any:  # fmt: skip
         """An uninitialised quantized tensor (on the GPU, if there is one and no device is named)."""
         shape = tuple(shape)
-        buffers = self.alloc_tensors(shape, device=device)
+        place = torch.device(device) if device is not None else default_device()
+        buffers = run.empty(self.format, matrix_of(shape), self.rowwise_usage, self.columnwise_usage, place)
         if pin_memory:
             buffers = Buffers(*[None if b is None else b.pin_memory() for b in buffers])
         return self._wrap(buffers, shape, dtype, requires_grad)
 
-    def alloc_tensors(self, shape: Iterable[int], *, device: Any = None) -> Buffers:
-        """Uninitialised buffers of a tensor of this shape."""
-        place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        return run.empty(self.format, matrix_of(tuple(shape)), self.rowwise_usage, self.columnwise_usage, place)
+    # Without data, for compilers: `__tensor_unflatten__` of the class that is made, given what `alloc_tensors` and
+    # `create_metadata` return, is a tensor as `make_empty` makes it.
+
+    def alloc_tensors(self, shape: Iterable[int], *, device: Any = None) -> dict[str, torch.Tensor]:
+        """Uninitialised buffers of a tensor of this shape, by the names under which `__tensor_flatten__` lists them."""
+        made = self.make_empty(shape, device=device)
+        return {name: getattr(made, name) for name in made.__tensor_flatten__()[0]}
 
     def inner_tensor_specs(self, shape: Iterable[int]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Shape and type of each buffer of a tensor of this shape, without making one."""
-        from te_torch.tensors.buffers import NAMES
+        """Shape and type of each of them, without making one."""
+        return {n: (tuple(t.shape), t.dtype) for n, t in self.alloc_tensors(shape, device="meta").items()}
 
-        buffers = self.alloc_tensors(shape, device="meta")
-        return {n: (tuple(b.shape), b.dtype) for n, b in zip(NAMES, buffers, strict=True) if b is not None}
+    def create_metadata(self, shape: Iterable[int], *, dtype: torch.dtype, requires_grad: bool = False) -> Any:
+        """What a tensor of this shape is besides its buffers; whether it requires a gradient is no part of that."""
+        return self.make_empty(shape, dtype=dtype, device="meta").__tensor_flatten__()[1]
 
     def storage_metadata(self, fake_dtype: torch.dtype) -> dict[str, Any]:
-        """What a tensor of this quantizer holds besides its buffers."""
-        return {"fake_dtype": fake_dtype, "format": self.format, "quantizer": self.copy()}
-
-    def create_metadata(
-        self, shape: Iterable[int], *, dtype: torch.dtype, requires_grad: bool = False
-    ) -> dict[str, Any]:
-        """The same with what a torch tensor has."""
-        return {**self.storage_metadata(dtype), "shape": tuple(shape), "dtype": dtype, "requires_grad": requires_grad}
+        """The keyword arguments of a storage's constructor that are no buffers."""
+        metadata = self.make_empty((0, 0), dtype=fake_dtype, device="meta").get_metadata()
+        return {k: v for k, v in metadata.items() if not isinstance(v, torch.Tensor) and v is not None}
 
     # --------------------------------------------------------------------------------------------- usages
 

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from te_core.precision import Operand
-from te_core.quantized import Format, pieces, up
+from te_core.quantized import BLOCK, Format, pieces, up
 from te_torch.tensors import run
-from te_torch.tensors.buffers import Buffers, matrix_of
+from te_torch.tensors.buffers import Buffers, matrix_of, with_whole_scales
 from te_torch.tensors.storage import QuantizedTensorStorage
-from te_torch.tensors.tensor import QuantizedTensor
+from te_torch.tensors.transposing import columnwise_of
 
 
 def documented_scale_shape(form: Any, shape: Sequence[int], columnwise: bool) -> tuple[int, int]:
@@ -28,11 +28,9 @@ def documented_scale_shape(form: Any, shape: Sequence[int], columnwise: bool) ->
 class BlockScaledStorage(QuantizedTensorStorage):
     """`_rowwise_data`, `_rowwise_scale_inv`, `_columnwise_data`, `_columnwise_scale_inv`."""
 
-    _WIDTH = 1  # elements a byte
-
     @property
     def _rowwise_data(self) -> torch.Tensor | None:
-        return self._row_view(self._WIDTH)
+        return self._shown("_row_data")
 
     @_rowwise_data.setter
     def _rowwise_data(self, t: torch.Tensor | None) -> None:
@@ -40,7 +38,7 @@ class BlockScaledStorage(QuantizedTensorStorage):
 
     @property
     def _columnwise_data(self) -> torch.Tensor | None:
-        return self._col_view(self._WIDTH)
+        return self._shown("_col_data")
 
     @_columnwise_data.setter
     def _columnwise_data(self, t: torch.Tensor | None) -> None:
@@ -48,7 +46,7 @@ class BlockScaledStorage(QuantizedTensorStorage):
 
     @property
     def _rowwise_scale_inv(self) -> torch.Tensor | None:
-        return self._scale_view(False)
+        return self._shown("_row_scale")
 
     @_rowwise_scale_inv.setter
     def _rowwise_scale_inv(self, t: torch.Tensor | None) -> None:
@@ -56,18 +54,17 @@ class BlockScaledStorage(QuantizedTensorStorage):
 
     @property
     def _columnwise_scale_inv(self) -> torch.Tensor | None:
-        return self._scale_view(True)
+        return self._shown("_col_scale")
 
     @_columnwise_scale_inv.setter
     def _columnwise_scale_inv(self, t: torch.Tensor | None) -> None:
         self._adopt("_col_scale", t)
 
-    def _scale_view(self, columnwise: bool) -> torch.Tensor | None:
-        scale = self._col_scale if columnwise else self._row_scale
-        if scale is None:
-            return None
-        rows, columns = documented_scale_shape(self._format, self.shape, columnwise)
-        return scale[:rows, :columns]
+    def _show(self, name: str, buffer: torch.Tensor) -> torch.Tensor:
+        if not name.endswith("scale"):
+            return super()._show(name, buffer)
+        rows, columns = documented_scale_shape(self._format, self._matrix(), name == "_col_scale")
+        return buffer if buffer.shape == (rows, columns) else buffer[:rows, :columns]
 
     @property
     def _with_gemm_swizzled_scales(self) -> bool:
@@ -80,67 +77,49 @@ class BlockScaledStorage(QuantizedTensorStorage):
         for name, t in zip(Buffers._fields, given, strict=True):
             self._adopt(f"_{name}", t)
 
-    def get_data_tensors(self, rowwise_data: bool = True, columnwise_data: bool = True) -> Any:
-        """The data of the wanted copies."""
-        row, column = self._rowwise_data, self._columnwise_data
-        if rowwise_data and columnwise_data:
-            return row, column
-        return row if rowwise_data else column
-
     def _four(self) -> dict[str, Any]:
         names = ("rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv")
         return {n: getattr(self, f"_{n}") for n in names}
 
+    # FSDP2 gathers along the rows, so every buffer that it moves has to lie along them.
 
-class BlockScaledTensor(QuantizedTensor):
-    """FSDP2 of the tensor classes: every buffer is gathered along the rows, without padding."""
+    def fsdp_buffer_fields(self) -> tuple[str, ...]:
+        """The rowwise buffers, and of MXFP8 the columnwise ones, which are not transposed."""
+        scaling, name = self._format.scaling, type(self).__name__
+        if scaling != "mxfp8" and not self._format.tiled:
+            raise NotImplementedError(f"{name}: FSDP2 needs two-dimensional scaling")
+        fields = [] if self._row_data is None else ["_rowwise_data", "_rowwise_scale_inv"]
+        if scaling == "mxfp8" and self._col_data is not None:
+            fields += ["_columnwise_data", "_columnwise_scale_inv"]
+        if not fields:
+            raise NotImplementedError(f"{name}: FSDP2 gathers along the rows, a transposed copy has none")
+        return (*fields, "_amax_rowwise") if scaling == "nvfp4" else tuple(fields)
 
-    def fsdp_pre_all_gather(
-        self, mesh: Any, orig_size: Any, contiguous_orig_stride: Any, module: Any, mp_policy: Any
-    ) -> tuple[tuple[torch.Tensor, ...], Any]:
-        """FSDP2: the rowwise buffers, and columnwise ones that lie along the rows too."""
-        form: Any = self._format  # type: ignore[attr-defined]
-        step = {"block": 128, "mxfp8": 32, "nvfp4": 16}[form.scaling]
-        m, k = self._matrix()  # type: ignore[attr-defined]
+    def _to_gather(self, field: str) -> torch.Tensor:
+        """A buffer without padding, which would come to lie between the shards."""
+        scaling, m = self._format.scaling, self._matrix()[0]
+        step = BLOCK[scaling]
         if m % step:
             raise NotImplementedError(f"{type(self).__name__}: shards of {m} rows cut through a block of {step}")
-        if form.scaling != "mxfp8" and not form.tiled:
-            raise NotImplementedError(f"{type(self).__name__}: FSDP2 needs two-dimensional scaling")
-        row, scale, _, column, column_scale, _ = self._buffers  # type: ignore[attr-defined]
-        sent = []
-        if row is not None:
-            sent += [row[:m], scale[: m // step if form.scaling == "block" else m]]
-        elif form.scaling != "mxfp8":
-            raise NotImplementedError(
-                f"{type(self).__name__}: FSDP2 gathers along the rows, a transposed copy has none"
-            )
-        if form.scaling == "mxfp8" and column is not None:
-            sent += [column[:m], column_scale[: m // 32]]
-        if form.scaling == "nvfp4":
-            sent.append(self._row_amax)  # type: ignore[attr-defined]
-        rest = (form, k, self._quantizer, self._options, self.dtype, self.get_usages())  # type: ignore[attr-defined]
-        return tuple(t.contiguous() for t in sent), rest
+        if field == "_rowwise_scale_inv":
+            return self._row_scale[: m // step if scaling == "block" else m]
+        return self._col_scale[: m // step] if field == "_columnwise_scale_inv" else super()._to_gather(field)
 
-    def fsdp_post_all_gather(
-        self, all_gather_outputs: tuple[torch.Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Any = None
-    ) -> Any:
-        """FSDP2: the whole parameter over the gathered buffers."""
-        form, k, quantizer, options, dtype, held = metadata
-        gathered = list(all_gather_outputs)
+    def _of_gathered(self, gathered: Sequence[torch.Tensor], meta: dict[str, Any], shape: tuple[int, int]) -> Buffers:
+        given, form = dict(zip(meta["field_names"], gathered, strict=True)), meta["format"]
+        halves = (shape[0], shape[1] // self._WIDTH)
+        data = {n: given[n].view(halves) for n in ("_rowwise_data", "_columnwise_data") if n in given}
         if form.scaling == "nvfp4":
-            buffers = _one_amax(form, k, *gathered)
-            gathered = []
-        else:
-            row, scale = (gathered.pop(0), gathered.pop(0)) if held["rowwise"] else (None, None)
-            buffers = Buffers(row, scale, None, *gathered)
-        made = out
-        if out is None:
-            made = type(self)._of((all_gather_outputs[0].shape[0], k), dtype, form, buffers, quantizer, options)
-        else:
-            out._set_buffers(buffers)
-        if held["columnwise"] and not gathered:
-            made._make_columnwise()
-        return None if out is not None else (made, all_gather_outputs)
+            scale, amax = given["_rowwise_scale_inv"], given["_amax_rowwise"]
+            buffers = with_whole_scales(form, shape, _one_amax(form, shape[1], data["_rowwise_data"], scale, amax))
+            # Of the others a layer makes the columnwise copy when backward wants it, and lets it go.
+            if meta["usages"]["columnwise"]:
+                return Buffers(*buffers[:3], *columnwise_of(form, shape, buffers)[3:])
+            return buffers
+        return with_whole_scales(form, shape, Buffers(
+            data.get("_rowwise_data"), given.get("_rowwise_scale_inv"), None, data.get("_columnwise_data"),
+            given.get("_columnwise_scale_inv"),
+        ))  # fmt: skip
 
 
 def _one_amax(form: Format, k: int, row: torch.Tensor, scale: torch.Tensor, amaxes: torch.Tensor) -> Buffers:

@@ -7,8 +7,9 @@ filled up when the core reads them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -74,50 +75,76 @@ def of_core(q: QuantizedTensor) -> Buffers:
     )  # fmt: skip
 
 
+class Apart(QuantizedTensor):
+    """A matrix whose pieces lie apart; one block is made of them when somebody wants it (a weight's nobody does)."""
+
+    __slots__ = ("_whole", "pack")
+    pack: Callable[[], torch.Tensor]
+    _whole: Any
+
+    @property
+    def block(self) -> Any:
+        """The pieces of the columnwise copy, or of the rowwise one if that is all there is, in one memory."""
+        if self._whole is None:
+            self._whole = to_core(self.pack())
+        return self._whole
+
+    @block.setter
+    def block(self, block: Any) -> None:
+        self._whole = block
+
+
 def core_of(form: Format, shape: tuple[int, int], buffers: Buffers, shapes_only: bool = False) -> QuantizedTensor:
-    """The core's view; of each copy in one block where the buffers lie so, else of a copy that does.
+    """The core's view. Each copy is read where it lies, unless it has to be padded or aligned.
 
     `shapes_only`: for buffers without memory (a compiler's stand-ins; meta ones are known).
     """
-    row = column = None
-    block = None
-    if buffers.row_data is not None:
-        shapes_only = shapes_only or buffers.row_data.is_meta
-        row, block = _copy_of(form, shape, buffers, False, buffers.col_data is None, shapes_only)
-    if buffers.col_data is not None:
-        shapes_only = shapes_only or buffers.col_data.is_meta
-        column, block = _copy_of(form, shape, buffers, True, True, shapes_only)
-    return QuantizedTensor(form, shape, row, column, block)
+    first = buffers.row_data if buffers.row_data is not None else buffers.col_data
+    shapes_only = shapes_only or (first is not None and first.is_meta)
+    copies: list[Copy | None] = []
+    block, pack = None, None
+    for columnwise in (False, True):
+        if buffers.of(columnwise)[0] is None:
+            copies.append(None)
+            continue
+        data, scale, amax, parts = _pieces(form, shape, buffers, columnwise, shapes_only)
+        convert = to_core_shape if shapes_only else to_core
+        core = convert(data)
+        core.dtype = parts.data_type
+        copies.append(Copy(core, convert(scale), None if amax is None else convert(amax)))
+        if shapes_only:
+            block = to_core_shape(data.new_empty((parts.nbytes,)))
+        else:
+            whole = _joined(data, scale, amax, parts)
+            block = None if whole is None else to_core(whole)
+            pack = partial(_pack, data, scale, amax, parts)
+    if block is not None or pack is None:
+        return QuantizedTensor(form, shape, copies[0], copies[1], block)
+    made = Apart(form, shape, copies[0], copies[1])
+    made.pack = pack
+    return made
 
 
-def _copy_of(
-    form: Format, shape: tuple[int, int], buffers: Buffers, columnwise: bool, in_block: bool, shapes_only: bool
-) -> tuple[Copy, Tensor | None]:
+def _pieces(
+    form: Format, shape: tuple[int, int], buffers: Buffers, columnwise: bool, shapes_only: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, Any]:
+    """Data, scale and amax of a copy as the core reads them, and what it consists of."""
     data, scale, amax = buffers.of(columnwise)
     if scale is None:  # per tensor, where one scale serves both copies
         scale = buffers.row_scale
     parts = pieces_of(META if shapes_only else CPU, form, shape, columnwise)
-    data = _fit(data, parts.data, 0)
-    scale = _fit(scale, parts.scale, 1 if parts.scale_type is dtypes.float32 else 0)
-    if amax is not None:
-        amax = _fit(amax, (parts.amax,), 0)
-    if in_block and not shapes_only:
-        block = _block(data, scale, amax, parts)
-        core = to_core(block)
-        return Copy.at(core, 0, parts), core
-    convert = to_core_shape if shapes_only else to_core
-    core_data, core_scale = convert(data), convert(scale)
-    core_data.dtype = parts.data_type
-    block_of_shape = None
-    if in_block:
-        block_of_shape = to_core_shape(data.new_empty((parts.nbytes,)))
-    return Copy(core_data, core_scale, None if amax is None else convert(amax)), block_of_shape
+    if data.ndim != 2:  # strided data, of which no matrix is a view
+        data = data.reshape(shape[::-1] if columnwise and form.transposed else shape)
+    data = _fit(data, parts.data, 0, shapes_only)
+    scale = _fit(scale, parts.scale, 1 if parts.scale_type is dtypes.float32 else 0, shapes_only)
+    return data, scale, None if amax is None else _fit(amax, (parts.amax,), 0, shapes_only), parts
 
 
-def _fit(t: torch.Tensor, shape: tuple[int, ...], fill: int) -> torch.Tensor:
-    """The tensor itself if it is dense and of this shape, else a copy that is."""
+def _fit(t: torch.Tensor, shape: tuple[int, ...], fill: int, shapes_only: bool) -> torch.Tensor:
+    """The tensor itself if it is dense, of this shape and where a GEMM can read it, else a copy that is."""
     if t.shape == shape:
-        return t.contiguous()
+        t = t.contiguous()
+        return t if shapes_only or not t.data_ptr() % (16 if t.numel() > 1 else 4) else t.clone()
     whole = t.new_full(shape, fill)
     if t.ndim == len(shape):
         part = tuple(slice(0, min(a, b)) for a, b in zip(t.shape, shape, strict=True))
@@ -127,8 +154,8 @@ def _fit(t: torch.Tensor, shape: tuple[int, ...], fill: int) -> torch.Tensor:
     return whole
 
 
-def _block(data: torch.Tensor, scale: torch.Tensor, amax: torch.Tensor | None, parts: Any) -> torch.Tensor:
-    """The bytes of a copy as one tensor: a view where they follow one another, else a new block."""
+def _joined(data: torch.Tensor, scale: torch.Tensor, amax: torch.Tensor | None, parts: Any) -> torch.Tensor | None:
+    """The bytes of a copy as one tensor, where its pieces follow one another."""
     start, storage = data.data_ptr(), data.untyped_storage()
     first = storage.data_ptr()
     scale_at = start + parts.data_bytes
@@ -138,6 +165,11 @@ def _block(data: torch.Tensor, scale: torch.Tensor, amax: torch.Tensor | None, p
         and start - first + parts.nbytes <= storage.nbytes()
     ):  # fmt: skip
         return data.as_strided((parts.nbytes,), (1,))
+    return None
+
+
+def _pack(data: torch.Tensor, scale: torch.Tensor, amax: torch.Tensor | None, parts: Any) -> torch.Tensor:
+    """The same as a new block."""
     block = data.new_empty((parts.nbytes,))
     for source, at in ((data, 0), (scale, parts.data_bytes), (amax, parts.data_bytes + parts.scale_bytes)):
         if source is not None:
@@ -170,27 +202,50 @@ def packed(buffers: Buffers, device: torch.device | None = None, non_blocking: b
 
 def matrix_of(shape: Sequence[int]) -> tuple[int, int]:
     """A shape as a matrix: all leading dimensions as one."""
-    if not shape:
-        return 1, 1
-    rows = 1
-    for n in shape[:-1]:
-        rows *= n
-    return rows, shape[-1]
+    return (prod(shape[:-1]), shape[-1]) if shape else (1, 1)
+
+
+def matrix_of_data(shape: Sequence[int], turned: bool) -> tuple[int, int]:
+    """The shape of data as a matrix; of transposed data, whose first dimension was the last, its first one stands."""
+    if turned and shape:
+        return shape[0], prod(shape[1:])
+    return matrix_of(shape)
+
+
+def with_whole_scales(form: Format, shape: tuple[int, int], buffers: Buffers) -> Buffers:
+    """The buffers with scales as the core has them, filled up where they are smaller."""
+    made = list(buffers)
+    for at, columnwise in ((1, False), (4, True)):
+        scale = made[at]
+        if scale is not None:
+            parts = pieces_of(CPU, form, shape, columnwise)
+            made[at] = _fit(scale, parts.scale, 1 if parts.scale_type is dtypes.float32 else 0, scale.is_meta)
+    return Buffers(*made)
+
+
+def without(dropped: Buffers, kept: Buffers) -> Buffers:
+    """What is kept of two copies, in its place. A scale or amax in the other's memory moves out, which is then free."""
+
+    def memory(copy: Buffers) -> int | None:
+        data = copy.row_data if copy.row_data is not None else copy.col_data
+        return None if data is None else memory_of(data)[0]
+
+    gone, mine = memory(dropped), memory(kept)
+    return Buffers(*[t.clone() if t is not None and gone != mine and memory_of(t)[0] == gone else t for t in kept])
+
+
+def memory_of(t: torch.Tensor) -> tuple[int, Any]:
+    """The memory that a tensor is a view of, and where in it it begins; real or a compiler's."""
+    return t.untyped_storage()._cdata, t.storage_offset() * t.element_size()
 
 
 def rows_of(form: Format, shape: tuple[int, int], buffers: Buffers, start: int, stop: int) -> Buffers | None:
-    """The rows `start` to `stop` as views; None where that would cut through what shares a scale.
-
-    Per tensor the columnwise copy is left out: it can be made again.
-    """
-    step = {"tensor": 1, "block": 128, "mxfp8": 32, "nvfp4": 16}[form.scaling]
+    """The rows `start` to `stop` of a format with blocks as views; None where that would cut through one."""
+    step = {"block": 128, "mxfp8": 32, "nvfp4": 16}[form.scaling]
     if start % step or (stop % step and stop != shape[0]):
         return None
     row, scale, amax = buffers.of(False)
     column, column_scale, column_amax = buffers.of(True)
-    k = shape[1]
-    if form.scaling == "tensor":
-        return None if row is None else Buffers(row[:, :k][start:stop], scale)
     if form.row_scaled:
         amax = None if amax is None else amax[start:stop]
     first, last = start // step, -(-stop // step)

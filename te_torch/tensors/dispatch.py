@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 from torch.autograd.graph import increment_version
 from torch.utils._pytree import tree_map
 
+from te_core.errors import UnsupportedError
 from te_torch.runtime import FLOATS
 from te_torch.tensors.buffers import Buffers
 from te_torch.tensors.tensor import QuantizedTensor
+from te_torch.tensors.views import Part
 
 aten = torch.ops.aten
 _KEEPING: dict[Any, Callable[..., Any]] = {}
@@ -81,7 +85,7 @@ def _keeps(*operators: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]
 
 @_keeps(aten.detach.default, aten.alias.default)
 def _same(func: Any, t: Any) -> Any:
-    return t._like(t.shape, t._buffers)
+    return t._like(t.shape, t._buffers, place=t._place)
 
 
 @_keeps(aten.clone.default)
@@ -136,14 +140,17 @@ def _copy(func: Any, dst: Any, src: Any, non_blocking: bool = False) -> Any:
 
 @_keeps(aten.empty_like.default, aten.new_empty.default)
 def _empty(func: Any, t: Any, shape: Any = None, **kwargs: Any) -> Any:
-    if t._quantizer is None:
-        raise RuntimeError(f"{func}: a {type(t).__name__} without quantizer cannot be made anew")
+    if t._quantizer is None:  # as documented; what reads or changes a tensor makes itself a quantizer instead
+        raise UnsupportedError(
+            str(func), f"a {type(t).__name__} without quantizer", "one with a quantizer, which makes the new tensor",
+            "give it one (its _get_quantizer() has the rule of its format), or make a plain tensor: torch.empty(...)",
+        )  # fmt: skip
     return _made_empty(t, t.shape if shape is None else shape, kwargs)
 
 
 @_keeps(aten.new_zeros.default)
 def _new_zeros(func: Any, t: Any, shape: Sequence[int], **kwargs: Any) -> Any:
-    if t._quantizer is None or kwargs.get("dtype") not in (None, t.dtype):
+    if kwargs.get("dtype") not in (None, t.dtype):
         return NotImplemented
     made = _made_empty(t, shape, kwargs)
     made._zero()
@@ -157,7 +164,7 @@ def _zeros_like(func: Any, t: Any, **kwargs: Any) -> Any:
 
 
 def _made_empty(t: Any, shape: Sequence[int], kwargs: dict[str, Any]) -> Any:
-    quantizer = t._quantizer.copy()
+    quantizer = t._get_quantizer().copy()
     quantizer.internal = False
     held = t.get_usages()
     quantizer.set_usage(**held)
@@ -167,70 +174,104 @@ def _made_empty(t: Any, shape: Sequence[int], kwargs: dict[str, Any]) -> Any:
     )  # fmt: skip
 
 
+# ----------------------------------------------------------------------------------------- parts of a tensor
+
+
 @_keeps(aten.split.Tensor)
 def _split(func: Any, t: Any, size: int, dim: int = 0) -> Any:
-    if size <= 0:
+    if size <= 0 or not t.ndim:
         return NotImplemented
-    ends = [*range(size, t.shape[dim], size), t.shape[dim]] if t.ndim else []
-    return _pieces(t, ends, dim)
+    n = t.shape[dim]
+    return _slices(func, t, dim, [(at, min(at + size, n)) for at in range(0, n, size)] or [(0, 0)])
 
 
 @_keeps(aten.split_with_sizes.default)
 def _split_sizes(func: Any, t: Any, sizes: Sequence[int], dim: int = 0) -> Any:
-    ends, at = [], 0
-    for n in sizes:
-        at += n
-        ends.append(at)
-    return _pieces(t, ends, dim)
+    ends = [0, *accumulate(sizes)]
+    if not t.ndim or min(sizes, default=0) < 0 or ends[-1] != t.shape[dim]:
+        return NotImplemented  # torch says what is wrong
+    return _slices(func, t, dim, list(pairwise(ends)))
 
 
-def _pieces(t: Any, ends: Sequence[int], dim: int) -> Any:
-    made: list[Any] = []
-    start = 0
-    for end in ends:
-        piece = _rows(t, start, end) if dim % max(t.ndim, 1) == 0 else None
-        if piece is None:
-            return NotImplemented
-        made.append(piece)
-        start = end
-    return made
-
-
-def _rows(t: Any, start: int, stop: int) -> Any:
-    """Rows of the first dimension as views, in the same class; None where that is not possible."""
-    return t._rows(start, stop) if t.ndim >= 2 else None
+def _slices(func: Any, t: Any, dim: int, spans: Sequence[tuple[int, int]]) -> Any:
+    dim %= t.ndim
+    made = [_sliced(t, dim, first, last, 1) for first, last in spans]
+    return _plain(func, t) if any(m is None for m in made) else made
 
 
 @_keeps(aten.slice.Tensor)
 def _slice(func: Any, t: Any, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> Any:
-    if step != 1 or t.ndim == 0:
+    if not t.ndim or step < 1:
         return NotImplemented
     first, last, _ = slice(start, end).indices(t.shape[dim])
-    if first == 0 and last == t.shape[dim]:
-        return t._like(t.shape, t._buffers)
-    made = _rows(t, first, max(first, last)) if dim % t.ndim == 0 else None
-    return NotImplemented if made is None else made
+    made = _sliced(t, dim % t.ndim, first, max(first, last), step)
+    return _plain(func, t) if made is None else made
+
+
+def _sliced(t: Any, dim: int, first: int, last: int, step: int) -> Any:
+    """Every `step`th element of one dimension, from `first` to `last`."""
+    count = -(-(last - first) // step)
+    shape = (*t.shape[:dim], count, *t.shape[dim + 1 :])
+    strides = t.stride()
+    place = (*strides[:dim], strides[dim] * step, *strides[dim + 1 :])
+    part = Part(shape, place, t.storage_offset() + first * strides[dim])
+    return _part(t, part, lambda data: aten.slice.Tensor(data, dim, first, last, step))
 
 
 @_keeps(aten.select.int)
 def _select(func: Any, t: Any, dim: int, index: int) -> Any:
-    if t.ndim < 3 or dim % t.ndim:
+    if not t.ndim or not -t.shape[dim] <= index < t.shape[dim]:
         return NotImplemented
-    index %= t.shape[0]
-    made = _rows(t, index, index + 1)
-    return NotImplemented if made is None else made._viewed(t.shape[1:])
+    dim, index = dim % t.ndim, index % t.shape[dim]
+    strides = t.stride()
+    part = Part(
+        (*t.shape[:dim], *t.shape[dim + 1 :]), (*strides[:dim], *strides[dim + 1 :]),
+        t.storage_offset() + index * strides[dim],
+    )  # fmt: skip
+    made = _part(t, part, lambda data: aten.select.int(data, dim, index))
+    return _plain(func, t) if made is None else made
 
 
 @_keeps(aten.as_strided.default)
 def _as_strided(func: Any, t: Any, size: Sequence[int], stride: Sequence[int], storage_offset: Any = None) -> Any:
-    dense = tuple(torch.empty(tuple(size), device="meta").stride())
-    if tuple(stride) != dense:
-        return NotImplemented
-    if tuple(size) == tuple(t.shape) and not storage_offset:
-        return t._like(t.shape, t._buffers)
-    width = t.shape[-1] if t.ndim == 2 else 0
-    if len(size) != 2 or not width or size[1] != width or (storage_offset or 0) % width:
-        return NotImplemented
-    first = (storage_offset or 0) // width
-    made = _rows(t, first, first + size[0]) if first + size[0] <= t.shape[0] else None
-    return NotImplemented if made is None else made
+    offset = t.storage_offset() if storage_offset is None else storage_offset
+    part = Part(tuple(size), tuple(stride), offset)
+
+    def look(data: torch.Tensor) -> Any:
+        if data.stride() != t.stride():
+            return None
+        return data.as_strided(size, stride, data.storage_offset() + offset - t.storage_offset())
+
+    made = _part(t, part, look)
+    return _plain(func, t) if made is None else made
+
+
+def _part(t: Any, part: Part, look: Callable[[torch.Tensor], Any]) -> Any:
+    """A part of a tensor as a view in its class; None where that is not possible."""
+    if part.shape == tuple(t.shape) and part.place == t._place:
+        return t._like(t.shape, t._buffers, place=part.place)
+    return t._part(part, _rows(t, part), look)
+
+
+def _rows(t: Any, part: Part) -> tuple[int, int] | None:
+    """The rows of the first dimension that a part is, if it is whole rows."""
+    if t.ndim < 2:
+        return None
+    row, rest = t.stride(0), (tuple(t.shape[1:]), t.stride()[1:])
+    if t.ndim > 2 and (part.shape, part.stride) == rest:  # one of them
+        count = 1
+    elif (part.shape[1:], part.stride[1:]) == rest and (part.stride[:1] == (row,) or part.shape[0] < 2):
+        count = part.shape[0]
+    else:
+        return None
+    first, between = divmod(part.offset - t.storage_offset(), max(row, 1))
+    return None if between or first < 0 or first + count > t.shape[0] else (first, first + count)
+
+
+def _plain(func: Any, t: Any) -> Any:
+    """A part that cannot stand alone comes as plain values, which FSDP2 for one does not expect."""
+    warnings.warn(
+        f"{type(t).__name__} of shape {tuple(t.shape)}: {func} cuts through what shares a scale, or is no view of the "
+        "quantized data; the result is a plain tensor. Cut whole blocks of rows, or dequantize() first.", stacklevel=5,
+    )  # fmt: skip
+    return NotImplemented

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
+from math import prod
 from typing import Any
 
 import torch
@@ -17,11 +18,12 @@ from te_core.quantized import Format
 from te_core.recipe import DelayedScaling, Float8CurrentScaling
 from te_torch.runtime import runtime_for, to_core, to_torch
 from te_torch.tensors.base import Quantizer, spans
-from te_torch.tensors.buffers import Buffers, matrix_of, packed
+from te_torch.tensors.buffers import Buffers, matrix_of, matrix_of_data, packed
 from te_torch.tensors.dtype import DType, fp8, of_core
 from te_torch.tensors.storage import QuantizedTensorStorage
 from te_torch.tensors.tensor import QuantizedTensor
 from te_torch.tensors.transposing import columnwise_of
+from te_torch.tensors.views import WHOLE, Memory, Part, Place
 
 
 class Float8TensorStorage(QuantizedTensorStorage):
@@ -48,7 +50,7 @@ class Float8TensorStorage(QuantizedTensorStorage):
         self._hold(dtype, Format(fp8(fp8_dtype)), Buffers(), quantizer, ())
         self._adopt("_row_data", data)
         self._adopt("_col_data", turned)
-        scale = None if scale is None else scale.reshape(1)
+        scale = scale if scale is None or scale.ndim == 1 else scale.reshape(1)
         self._set_buffers(Buffers(self._row_data, scale, None, self._col_data, scale))
 
     def _set_buffers(self, buffers: Buffers) -> None:
@@ -59,6 +61,41 @@ class Float8TensorStorage(QuantizedTensorStorage):
             row, None if row is None else scale, None, column, None if column is None else scale
         ))  # fmt: skip
 
+    # The transpose may fall behind: a view in another shape has none, and what is written through it reaches the
+    # rowwise data alone.
+
+    def _catch_up(self) -> None:
+        """Write the transpose anew if the rowwise data has changed since."""
+        column = self._col_data
+        if column is None or self._row_data is None:
+            return
+        look = self._look("_col_data", column)
+        if look.as_of != self._memory.writes:
+            look.as_of = self._memory.writes
+            with torch.no_grad():
+                self._shown("_col_data").copy_(self._shown("_row_data").movedim(-1, 0))  # type: ignore[union-attr]
+
+    def _wrote(self) -> None:
+        super()._wrote()
+        if self._col_data is not None:
+            self._look("_col_data", self._col_data).as_of = self._memory.writes
+
+    @property
+    def _buffers(self) -> Buffers:
+        self._catch_up()
+        return super()._buffers
+
+    def _shown(self, name: str) -> torch.Tensor | None:
+        if name == "_col_data":
+            self._catch_up()
+        return super()._shown(name)
+
+    def to_core(self) -> Any:
+        """The core's view of the buffers."""
+        if self._col_data is not None:
+            self._catch_up()
+        return super().to_core()
+
     def _inner_names(self) -> list[str]:
         """The scale once, though both copies have it."""
         names = super()._inner_names()
@@ -66,23 +103,29 @@ class Float8TensorStorage(QuantizedTensorStorage):
 
     @property
     def _data(self) -> torch.Tensor | None:
-        return self._row_view()
+        return self._shown("_row_data")
 
     @_data.setter
     def _data(self, t: torch.Tensor | None) -> None:
         scale = self._scale_inv
         self._adopt("_row_data", t)
         self._row_scale = None if t is None else scale
+        self._memory = Memory()
+        if t is not None and self._col_data is not None:  # that of other data, which others may hold
+            self._col_data = self._col_data.clone()
+            self._look("_col_data", self._col_data).as_of = -1
 
     @property
     def _transpose(self) -> torch.Tensor | None:
-        return self._col_view()
+        return self._shown("_col_data")
 
     @_transpose.setter
     def _transpose(self, t: torch.Tensor | None) -> None:
         scale = self._scale_inv
         self._adopt("_col_data", t)
         self._col_scale = None if t is None else scale
+        if t is not None:
+            self._look("_col_data", self._col_data).as_of = self._memory.writes
 
     @property
     def _transpose_invalid(self) -> bool:
@@ -99,7 +142,7 @@ class Float8TensorStorage(QuantizedTensorStorage):
 
     @_scale_inv.setter
     def _scale_inv(self, t: torch.Tensor) -> None:
-        t = t.reshape(1)
+        t = t if t.ndim == 1 else t.reshape(1)
         self._row_scale = None if self._row_data is None else t
         self._col_scale = None if self._col_data is None else t
 
@@ -118,24 +161,86 @@ class Float8TensorStorage(QuantizedTensorStorage):
             "fake_dtype": self._dtype, "data_transpose": self._transpose, "quantizer": self._quantizer,
         }  # fmt: skip
 
+    def _build_default_quantizer(self) -> Any:
+        scale = self._scale_inv
+        if scale is None:
+            raise RuntimeError(f"{type(self).__name__} holds no scale that a quantizer could be made of")
+        return Float8Quantizer(scale.reciprocal(), torch.zeros_like(scale), self._fp8_dtype, **self.get_usages())
+
     def _derives_columnwise(self) -> bool:
-        return True
+        return not self._folded()  # rows that lie otherwise than they are seen: clone() first
 
     def _make_columnwise(self) -> None:
         made = packed(columnwise_of(self._format, self._matrix(), self._buffers))
         self._set_buffers(Buffers(*self._buffers[:3], *made[3:]))
+        self._look("_col_data", self._col_data).as_of = self._memory.writes
+
+    # -------------------------------------------------- one scale: any part of the data stands alone, in any shape
+
+    def _as_matrix(self, t: torch.Tensor, turned: bool) -> torch.Tensor:
+        """A view, or, of strided data that cannot be seen so, the data as it is: the core reads a copy of it."""
+        try:
+            return t.view(matrix_of_data(t.shape, turned))
+        except (RuntimeError, ValueError):
+            return t
 
     def _viewed(self, shape: Sequence[int]) -> Any:
-        """Any shape, of rowwise data without padding; the transpose follows only where the last side stays."""
-        if matrix_of(shape) == self._matrix():
+        """Any shape, of rowwise data; the transpose follows only where the last side stays."""
+        data = self._row_data
+        if data is None or (data.ndim == 2 and matrix_of(shape) == self._matrix()):
             return super()._viewed(shape)
-        data = self._row_view()
-        if data is None or not data.is_contiguous():
-            return super()._viewed(shape)
-        return self._like(shape, Buffers(data.view(matrix_of(shape)), self._row_scale))
+        if prod(shape) != prod(self.shape):
+            return None
+        if data.ndim == 2:
+            data = data[: self._matrix()[0], : self._matrix()[1]]
+        try:
+            seen = data.view(tuple(shape))
+        except (RuntimeError, ValueError):  # there is padding between the rows (ValueError: a compiler's stand-in)
+            return self._flattened(shape) if data.ndim == 2 else None
+        return self._like(shape, Buffers(self._as_matrix(seen, False), self._row_scale))
 
-    def _like(self, shape: Sequence[int], buffers: Buffers, dtype: torch.dtype | None = None) -> Any:
-        made = super()._like(shape, buffers, dtype)
+    def _flattened(self, shape: Sequence[int]) -> Any:
+        made = super()._flattened(shape)
+        if made._row_data is not None:
+            made._set_buffers(made._buffers.row)
+        return made
+
+    def _to_read(self) -> tuple[tuple[int, int], Buffers]:
+        shape = matrix_of(self.shape)
+        if self._row_data is None or shape == self._matrix():
+            return super()._to_read()
+        return shape, Buffers(self._data.reshape(shape), self._row_scale)  # type: ignore[union-attr]
+
+    def _part(self, part: Part, rows: tuple[int, int] | None, look: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+        row, column = self._data, self._transpose
+        if self._folded() or (row is None and column is None):
+            return None
+        if row is not None:
+            row = look(row)
+            if row is None:
+                return None
+            row = self._as_matrix(row, False)
+        if column is not None:
+            column = look(column.movedim(0, -1) if column.ndim else column)
+            if column is not None:
+                column = self._as_matrix(column.movedim(-1, 0) if column.ndim else column, True)
+            elif row is None:
+                return None
+        buffers = Buffers(row, self._scale_inv, None, column, self._scale_inv)
+        return self._like(part.shape, buffers, place=part.place)._part_of(self)
+
+    def make_copy(self, device: torch.device | None = None, non_blocking: bool = False) -> Any:
+        """The same values in memory of their own, on a device; rows lie as they are seen."""
+        _, buffers = self._to_read()
+        made = self._like(self.shape, packed(buffers, device, non_blocking))
+        made._by_itself()._seen = WHOLE
+        return made
+
+    def _like(
+        self, shape: Sequence[int], buffers: Buffers, dtype: torch.dtype | None = None, place: Place | None = None,
+        kind: Any = None,
+    ) -> Any:  # fmt: skip
+        made = super()._like(shape, buffers, dtype, place, kind)
         if self.amax_reduction_group is not None:
             made.amax_reduction_group = self.amax_reduction_group
         return made
@@ -148,25 +253,60 @@ class Float8TensorStorage(QuantizedTensorStorage):
             and src.shape == self.shape
             and self._row_data is not None
             and src._row_data is not None
+            and self._may_take_scale(src._scale_inv, self._scale_inv)
         )
 
     def _copy_bytes(self, src: Any) -> None:
-        if src.get_usages() == self.get_usages():
-            super()._copy_bytes(src)
-            return
-        if src.shape != self.shape or src._row_data is None or self._row_data is None:
+        both_rows = self._row_data is not None and getattr(src, "_row_data", None) is not None
+        if src._format is not self._format or src.shape != self.shape or not (
+            both_rows or src.get_usages() == self.get_usages()
+        ):
             super()._copy_bytes(src)  # says what is wrong
-        self._data.copy_(src._data)  # type: ignore[union-attr]
+        if self._data is not None:
+            self._data.copy_(src._data.reshape(self._data.shape))
         self._scale_inv.copy_(src._scale_inv)  # type: ignore[union-attr]
-        if self._col_data is not None:
-            self._transpose.copy_(self._data.view(self._matrix()).t().view(self._transpose.shape))  # type: ignore[union-attr]
+        if self._transpose is not None:
+            turned = src._transpose
+            self._transpose.copy_(self._data.movedim(-1, 0) if turned is None else turned)  # type: ignore[union-attr]
+        self._wrote()
 
     def _update(self, quantizer: Any, src: torch.Tensor, noop_flag: torch.Tensor | None) -> None:
-        """A shard of a parameter with current scaling takes the maximum of all shards: they share one scale."""
-        if self.amax_reduction_group is not None and isinstance(quantizer, Float8CurrentScalingQuantizer):
+        """A shard of a parameter with current scaling takes the maximum of all shards: they share one scale.
+
+        A part of a tensor keeps the scale that it shares with the rest, whose values would change with it.
+        """
+        if self._shares_scale():
+            made = self._build_default_quantizer()
+            if isinstance(quantizer, Float8Quantizer):
+                made.amax = quantizer.amax
+            quantizer = made
+        elif self.amax_reduction_group is not None and isinstance(quantizer, Float8CurrentScalingQuantizer):
             quantizer = quantizer.copy()
             quantizer.with_amax_reduction, quantizer.amax_reduction_group = True, self.amax_reduction_group
         super()._update(quantizer, src, noop_flag)
+
+    def _write(self, new: Buffers, noop_flag: torch.Tensor | None = None) -> None:
+        if self._shares_scale():
+            new = new._replace(row_scale=None, col_scale=None)
+        super()._write(new, noop_flag)
+
+    def fsdp_buffer_fields(self) -> tuple[str, ...]:
+        """The data: the scale is that of all shards."""
+        if self._row_data is None:
+            raise NotImplementedError(f"{type(self).__name__}: FSDP2 gathers rowwise data, and there is none")
+        return ("_data",)
+
+    def fsdp_extract_buffers(self) -> tuple[list[torch.Tensor], dict[str, Any]]:
+        """The data, and what else the gathered tensor needs."""
+        tensors, metadata = super().fsdp_extract_buffers()
+        return tensors, {**metadata, "fp8_scale_inv": self._scale_inv}
+
+    def _of_gathered(self, gathered: Sequence[torch.Tensor], meta: dict[str, Any], shape: tuple[int, int]) -> Buffers:
+        return Buffers(gathered[0].view(shape), meta["fp8_scale_inv"])
+
+    def _note_shards(self, mesh: Any) -> None:
+        if isinstance(self._quantizer, Float8CurrentScalingQuantizer) and mesh is not None:
+            self.amax_reduction_group = mesh.get_group() if mesh.ndim == 1 else mesh.get_group("shard")
 
     def _label(self) -> str:
         scale = self._scale_inv
@@ -181,34 +321,10 @@ class Float8Tensor(QuantizedTensor, Float8TensorStorage):  # type: ignore[misc]
     def __init__(
         self, shape: Sequence[int], dtype: torch.dtype, *, data: torch.Tensor | None, fp8_scale_inv: torch.Tensor,
         fp8_dtype: Any, fake_dtype: torch.dtype | None = None, data_transpose: torch.Tensor | None = None,
-        quantizer: Any = None, requires_grad: bool = False, device: Any = None,
+        quantizer: Any = None, requires_grad: bool = False, device: Any = None, stride: Any = None,
+        storage_offset: int = 0,
     ) -> None:  # fmt: skip
         self._given(data, fp8_scale_inv, fp8_dtype, dtype, data_transpose, quantizer)
-
-    def fsdp_pre_all_gather(
-        self, mesh: Any, orig_size: Any, contiguous_orig_stride: Any, module: Any, mp_policy: Any
-    ) -> tuple[tuple[torch.Tensor, ...], Any]:
-        """FSDP2: the data to gather, and the scale, which is that of all shards."""
-        quantizer = self._quantizer
-        if isinstance(quantizer, Float8CurrentScalingQuantizer) and mesh is not None:
-            self.amax_reduction_group = mesh.get_group() if mesh.ndim == 1 else mesh.get_group("shard")
-        data = self._data
-        if data is None:
-            raise NotImplementedError(f"{type(self).__name__}: FSDP2 gathers rowwise data, and there is none")
-        return (data.contiguous(),), (self._scale_inv, self._format, quantizer, self.dtype)
-
-    def fsdp_post_all_gather(
-        self, all_gather_outputs: tuple[torch.Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Any = None
-    ) -> Any:
-        """FSDP2: the whole parameter over the gathered data."""
-        (data,) = all_gather_outputs
-        scale, form, quantizer, dtype = metadata
-        if out is not None:
-            out._set_buffers(Buffers(data.view(matrix_of(out.shape)), scale))
-            return None
-        buffers = Buffers(data.view(matrix_of(data.shape)), scale)
-        made = type(self)._of(tuple(data.shape), dtype, form, buffers, quantizer)
-        return made, all_gather_outputs
 
 
 @cache
@@ -221,10 +337,6 @@ class _PerTensor(Quantizer):
 
     dtype: DType
 
-    def is_requantization_safe(self) -> bool:
-        """Whether quantizing a dequantized tensor gives it back."""
-        return False
-
     def supports_only_rowwise_all_gather(self) -> bool:
         """Whether an all-gather moves the rowwise copy alone."""
         return True
@@ -235,7 +347,8 @@ class _PerTensor(Quantizer):
     ) -> Any:  # fmt: skip
         """A tensor over FP8 data (uint8 or a float8 type) that was made with this quantizer's scale."""
         kwargs: dict[str, Any] = {
-            "data": data.view(torch.uint8), "fp8_scale_inv": self._scale_inv_for(data), "fp8_dtype": self.dtype,
+            "data": data if data.dtype is torch.uint8 else data.view(torch.uint8), "fp8_dtype": self.dtype,
+            "fp8_scale_inv": self._scale_inv_for(data),
             "quantizer": self.copy(),
         }  # fmt: skip
         if internal:
@@ -283,6 +396,9 @@ class Float8Quantizer(_PerTensor):
 
     def _inputs(self, x: torch.Tensor) -> dict[str, torch.Tensor | None]:
         return {"scale": self.scale, "amax": self.amax.view(1)}
+
+    def _notes(self) -> tuple[torch.Tensor, ...]:
+        return (self.amax,)
 
     def calibrate(self, tensor: torch.Tensor) -> None:
         """Set the amax to that of the tensor."""
@@ -336,6 +452,10 @@ class Float8CurrentScalingQuantizer(_PerTensor):
     def _onnx_scale(self, tensor: torch.Tensor) -> torch.Tensor:
         amax = tensor.float().abs().amax().reshape(1)
         return scale_of(amax, self.dtype.core.max, self.force_pow_2_scales, self.amax_epsilon)
+
+    def is_requantization_safe(self) -> bool:
+        """The scale follows from the values."""
+        return True
 
     def _get_compatible_recipe(self) -> Any:
         return Float8CurrentScaling

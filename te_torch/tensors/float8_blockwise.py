@@ -14,9 +14,10 @@ from te_core.precision import Operand
 from te_core.quantized import Format
 from te_core.recipe import Float8BlockScaling
 from te_torch.tensors.base import Quantizer
-from te_torch.tensors.block_scaled import BlockScaledStorage, BlockScaledTensor, documented_scale_shape
+from te_torch.tensors.block_scaled import BlockScaledStorage, documented_scale_shape
 from te_torch.tensors.buffers import Buffers, matrix_of
 from te_torch.tensors.dtype import DType, fp8, of_core
+from te_torch.tensors.tensor import QuantizedTensor
 
 
 class Float8BlockwiseQTensorStorage(BlockScaledStorage):
@@ -46,6 +47,11 @@ class Float8BlockwiseQTensorStorage(BlockScaledStorage):
     def _is_2D_scaled(self) -> bool:  # noqa: N802
         return self._format.tiled
 
+    def _build_default_quantizer(self) -> Any:
+        return Float8BlockQuantizer(
+            self._fp8_dtype, block_scaling_dim=2 if self._is_2D_scaled else 1, **self.get_usages()
+        )
+
     def get_metadata(self) -> dict[str, Any]:
         """The constructor's keyword arguments that make a storage of the same buffers."""
         return {
@@ -54,7 +60,7 @@ class Float8BlockwiseQTensorStorage(BlockScaledStorage):
         }  # fmt: skip
 
 
-class Float8BlockwiseQTensor(BlockScaledTensor, Float8BlockwiseQTensorStorage):  # type: ignore[misc]
+class Float8BlockwiseQTensor(QuantizedTensor, Float8BlockwiseQTensorStorage):  # type: ignore[misc]
     """A tensor in FP8 with a scale for each block."""
 
     def __init__(
@@ -62,6 +68,7 @@ class Float8BlockwiseQTensor(BlockScaledTensor, Float8BlockwiseQTensorStorage): 
         rowwise_scale_inv: torch.Tensor | None, columnwise_data: torch.Tensor | None,
         columnwise_scale_inv: torch.Tensor | None, fp8_dtype: Any, quantizer: Any = None, is_2D_scaled: bool = False,
         fake_dtype: torch.dtype | None = None, data_format: Any = None, requires_grad: bool = False, device: Any = None,
+        stride: Any = None, storage_offset: int = 0,
     ) -> None:  # fmt: skip
         given = Buffers(rowwise_data, rowwise_scale_inv, None, columnwise_data, columnwise_scale_inv)
         self._adopt_all(dtype, Format(fp8(fp8_dtype), "block", is_2D_scaled), given, quantizer)
@@ -113,6 +120,10 @@ class Float8BlockQuantizer(Quantizer):
     def get_columnwise_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """The shape of the columnwise data."""
         return (shape[-1], *shape[:-1]) if shape else ()
+
+    def is_requantization_safe(self) -> bool:
+        """The scales follow from the values."""
+        return True
 
     def _get_compatible_recipe(self) -> Any:
         return Float8BlockScaling

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -14,11 +14,15 @@ from te_core.errors import ArgumentError, UnsupportedError
 from te_core.precision import Operand
 from te_core.quantized import Copy
 from te_core.quantized import QuantizedTensor as Core
+from te_core.recipe import CustomRecipe
+from te_torch.runtime import default_device
 from te_torch.tensors.base import Quantizer, QuantizerRequest
-from te_torch.tensors.buffers import NAMES, Buffers, form_of, packed
-from te_torch.tensors.identity import IdentityTensor, IdentityTensorStorage
-from te_torch.tensors.storage import Kept, QuantizedTensorStorage
+from te_torch.tensors.buffers import NAMES, Buffers, form_of
+from te_torch.tensors.identity import IdentityQuantizer, IdentityTensorStorage
+from te_torch.tensors.storage import QuantizedTensorStorage
 from te_torch.tensors.tensor import QuantizedTensor
+from te_torch.tensors.tracing import Kept
+from te_torch.tensors.views import Part, Place
 
 _SIDES = ("row", "col")
 _SUB_NAMES = (*NAMES, "_hp_data")
@@ -34,14 +38,17 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
         first = rowwise_storage if rowwise_storage is not None else columnwise_storage
         self._shape = (0,) if first is None else tuple(first.shape)
         dtype = fake_dtype or (torch.float32 if first is None else first._dtype)
-        self._given(dtype, (rowwise_storage, columnwise_storage), quantizer)
+        self._given(dtype, (rowwise_storage, columnwise_storage), _own(type(self).__name__, quantizer))
 
     def _given(self, dtype: torch.dtype, parts: tuple[Any, Any], quantizer: Any) -> None:
         self._dtype, self._quantizer, self._options = dtype, quantizer, ()
         self._parts = parts
 
     @classmethod
-    def _over(cls, parts: tuple[Any, Any], shape: Sequence[int], dtype: torch.dtype, quantizer: Any) -> Any:
+    def _over(
+        cls, parts: tuple[Any, Any], shape: Sequence[int], dtype: torch.dtype, quantizer: Any,
+        place: Place | None = None, device: Any = None,
+    ) -> Any:  # fmt: skip
         made = object.__new__(cls)
         made._shape = tuple(shape)
         made._given(dtype, parts, quantizer)
@@ -58,16 +65,42 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
         return self._parts[1]
 
     @property
+    def _rowwise_storage(self) -> Any:
+        return self._parts[0]
+
+    @_rowwise_storage.setter
+    def _rowwise_storage(self, storage: Any) -> None:
+        self._parts = (storage, self._parts[1])
+
+    @property
+    def _columnwise_storage(self) -> Any:
+        return self._parts[1]
+
+    @_columnwise_storage.setter
+    def _columnwise_storage(self, storage: Any) -> None:
+        self._parts = (self._parts[0], storage)
+
+    def _build_default_quantizer(self) -> Any:
+        row, column = (IdentityQuantizer() if p is None else p._get_quantizer().copy() for p in self._parts)
+        return HybridQuantizer(rowwise_quantizer=row, columnwise_quantizer=column)
+
+    @property
     def _buffers(self) -> Any:
         return self._parts
 
     def _set_buffers(self, buffers: Any) -> None:
         self._parts = (None, None) if isinstance(buffers, Buffers) else buffers
 
-    def _like(self, shape: Sequence[int], buffers: Any, dtype: torch.dtype | None = None) -> Any:
+    def _like(
+        self, shape: Sequence[int], buffers: Any, dtype: torch.dtype | None = None, place: Place | None = None,
+        kind: Any = None,
+    ) -> Any:  # fmt: skip
         quantizer = None if self._quantizer is None else self._quantizer.copy()
         parts = tuple(None if p is None else p._like(shape, p._buffers, dtype) for p in buffers)
-        return self._over(parts, shape, dtype or self._dtype, quantizer)  # type: ignore[arg-type]
+        return (kind or self)._over(parts, shape, dtype or self._dtype, quantizer, place, self.device)  # type: ignore[arg-type]
+
+    def _share_looks(self, made: Any) -> None:
+        """Each copy shows its own buffers."""
 
     def flatten_inner(self) -> list[torch.Tensor]:
         """The buffers of the rowwise copy, then those of the columnwise one."""
@@ -161,11 +194,11 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
             return None
         return self._like(shape, parts)
 
-    def _rows(self, start: int, stop: int) -> Any:
-        parts = tuple(None if p is None else p._rows(start, stop) for p in self._parts)
+    def _part(self, part: Part, rows: tuple[int, int] | None, look: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+        parts = tuple(None if p is None else p._part(part, rows, look) for p in self._parts)
         if any(p is not None and made is None for p, made in zip(self._parts, parts, strict=True)):
             return None
-        return self._like((stop - start, *self.shape[1:]), parts)
+        return self._like(part.shape, parts, place=part.place)
 
     def _zero(self) -> None:
         for p in self._parts:
@@ -190,23 +223,43 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
         return rest
 
     def fsdp_buffer_fields(self) -> tuple[str, ...]:
-        """The buffers that an all-gather moves."""
-        return tuple(self.__tensor_flatten__()[0])
+        """The buffers of both copies that an all-gather moves."""
+        held = zip(("_rowwise_storage", "_columnwise_storage"), self._parts, strict=True)
+        return tuple(f"{name}.{n}" for name, p in held if p is not None for n in p.fsdp_buffer_fields())
 
     def fsdp_extract_buffers(self) -> tuple[list[torch.Tensor], dict[str, Any]]:
-        """The buffers to gather, and what else a gathered tensor needs."""
-        fields = self.fsdp_buffer_fields()
-        return [getattr(self, n) for n in fields], {"fields": fields}
+        """These buffers, and for each copy what else the gathered one needs."""
+        each = [None if p is None else p.fsdp_extract_buffers() for p in self._parts]
+        metadata = {
+            "field_names": self.fsdp_buffer_fields(), "usages": self.get_usages(), "quantizer": self._quantizer,
+            "fake_dtype": self._dtype, "rowwise": each[0] and each[0][1], "columnwise": each[1] and each[1][1],
+        }  # fmt: skip
+        return [t for e in each if e is not None for t in e[0]], metadata
+
+    def _each_gathered(self, gathered: Sequence[torch.Tensor], meta: dict[str, Any]) -> Iterator[tuple[Any, ...]]:
+        """(copy, what was gathered of it, its metadata)."""
+        rest = list(gathered)
+        for p, own in zip(self._parts, (meta["rowwise"], meta["columnwise"]), strict=True):
+            count = 0 if own is None else len(own["field_names"])
+            yield p, rest[:count], own
+            rest = rest[count:]
 
     def fsdp_assign_gathered(self, gathered: Sequence[torch.Tensor], meta: dict[str, Any]) -> None:
-        """Hold gathered buffers."""
-        for name, t in zip(meta["fields"], gathered, strict=True):
-            part = self._parts[name.startswith("_col_part")]
-            inner = name.removeprefix("_row_part").removeprefix("_col_part")
-            if inner == "_hp_data":
-                part._hp_data = t
-            else:
-                part._adopt(inner, t)
+        """Hold gathered buffers in the place of those that are here."""
+        for p, given, own in self._each_gathered(gathered, meta):
+            if own is not None:
+                p.fsdp_assign_gathered(given, own)
+
+    def _gathered(self, gathered: Sequence[torch.Tensor], meta: dict[str, Any]) -> Any:
+        each = self._each_gathered(gathered, meta)
+        row, column = (None if own is None else p._gathered(given, own) for p, given, own in each)
+        first: Any = row if row is not None else column
+        return self._over((row, column), tuple(first.shape), meta["fake_dtype"], meta["quantizer"])
+
+    def _note_shards(self, mesh: Any) -> None:
+        for p in self._parts:
+            if p is not None:
+                p._note_shards(mesh)
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         names: list[str] = []
@@ -255,30 +308,32 @@ class HybridQuantizedTensor(QuantizedTensor, HybridQuantizedTensorStorage):  # t
     def __init__(
         self, shape: Sequence[int], dtype: torch.dtype, *, rowwise_storage: Any, columnwise_storage: Any,
         quantizer: Any = None, fake_dtype: torch.dtype | None = None, requires_grad: bool = False, device: Any = None,
+        stride: Any = None, storage_offset: int = 0,
     ) -> None:  # fmt: skip
-        self._given(dtype, (rowwise_storage, columnwise_storage), quantizer)
+        self._given(dtype, (rowwise_storage, columnwise_storage), _own(type(self).__name__, quantizer))
 
     def __new__(cls, shape: Sequence[int], dtype: torch.dtype, **kwargs: Any) -> Any:
         """The bare tensor, on the device of its storages."""
         parts = (kwargs.get("rowwise_storage"), kwargs.get("columnwise_storage"))
         device = next((p.device for p in parts if p is not None), kwargs.get("device"))
-        return QuantizedTensor.__new__(
-            cls, shape, dtype, requires_grad=kwargs.get("requires_grad", False), device=device
-        )
+        rest = {n: kwargs[n] for n in ("requires_grad", "stride", "storage_offset") if n in kwargs}
+        return QuantizedTensor.__new__(cls, shape, dtype, device=device, **rest)
 
     @classmethod
     def _over(
-        cls, parts: tuple[Any, Any], shape: Sequence[int], dtype: torch.dtype, quantizer: Any, stride: Any = None
-    ) -> Any:
-        device = next(p.device for p in parts if p is not None)
-        made = QuantizedTensor.__new__(cls, tuple(shape), dtype, device=device, stride=stride)
+        cls, parts: tuple[Any, Any], shape: Sequence[int], dtype: torch.dtype, quantizer: Any,
+        place: Place | None = None, device: Any = None,
+    ) -> Any:  # fmt: skip
+        device = next((p.device for p in parts if p is not None), device)
+        stride, offset = place or (None, 0)
+        made = QuantizedTensor.__new__(cls, tuple(shape), dtype, device=device, stride=stride, storage_offset=offset)
         made._given(dtype, parts, quantizer)
         return made
 
     @classmethod
     def __tensor_unflatten__(cls, inner: dict[str, torch.Tensor], meta: Any, outer_size: Any, outer_stride: Any) -> Any:
         parts = cls._parts_of(inner, meta[1], outer_size)
-        return cls._over(parts, tuple(outer_size), meta[0], meta[2].quantizer, tuple(outer_stride))
+        return cls._over(parts, tuple(outer_size), meta[0], meta[2].quantizer, (tuple(outer_stride), 0))
 
     def clear(self) -> None:
         """Let go of both copies."""
@@ -286,49 +341,6 @@ class HybridQuantizedTensor(QuantizedTensor, HybridQuantizedTensorStorage):  # t
 
     def _adopt_from(self, other: Any) -> None:
         self._given(self.dtype, other._parts, other._quantizer)
-
-    def fsdp_pre_all_gather(
-        self, mesh: Any, orig_size: Any, contiguous_orig_stride: Any, module: Any, mp_policy: Any
-    ) -> tuple[tuple[torch.Tensor, ...], Any]:
-        """FSDP2: what each copy sends, one after the other."""
-        sent: list[torch.Tensor] = []
-        rest: list[Any] = []
-        for p in self._parts:
-            if p is None:
-                rest.append(None)
-                continue
-            hooks = _tensor_class(p)
-            tensors, metadata = hooks.fsdp_pre_all_gather(p, mesh, orig_size, contiguous_orig_stride, module, mp_policy)
-            sent += tensors
-            rest.append((len(tensors), metadata))
-        return tuple(sent), (rest, self._quantizer, self.dtype)
-
-    def fsdp_post_all_gather(
-        self, all_gather_outputs: tuple[torch.Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Any = None
-    ) -> Any:
-        """FSDP2: the whole parameter over what was gathered for each copy."""
-        rest, quantizer, dtype = metadata
-        made: list[Any] = []
-        at = 0
-        for p, given in zip(self._parts, rest, strict=True):
-            if given is None:
-                made.append(None)
-                continue
-            gathered = all_gather_outputs[at : at + given[0]]
-            made.append(_tensor_class(p).fsdp_post_all_gather(p, gathered, given[1], param_dtype)[0])
-            at += given[0]
-        if out is not None:
-            out._parts = tuple(made)
-            return None
-        shape = next(p.shape for p in made if p is not None)
-        return type(self)._over((made[0], made[1]), tuple(shape), dtype, quantizer), all_gather_outputs
-
-
-def _tensor_class(part: Any) -> Any:
-    """The tensor class whose hooks serve a storage of its format."""
-    from te_torch.tensors.wrap import classes_of
-
-    return IdentityTensor if isinstance(part, IdentityTensorStorage) else classes_of(part._format)[1]
 
 
 @cache
@@ -346,8 +358,6 @@ class HybridQuantizer(Quantizer):
     `columnwise_source`: the columnwise copy is made of the "original" values or of the "rowwise_dequantized" ones.
     """
 
-    _VALUE = ("rowwise_quantizer", "columnwise_quantizer", "columnwise_source")
-
     def __init__(
         self, *, rowwise_quantizer: Quantizer, columnwise_quantizer: Quantizer, columnwise_source: str = "original"
     ) -> None:
@@ -361,8 +371,9 @@ class HybridQuantizer(Quantizer):
             raise ValueError(
                 f"HybridQuantizer: columnwise_source={columnwise_source!r}; it is 'original' or 'rowwise_dequantized'"
             )
-        self.rowwise_quantizer = _internal(rowwise_quantizer, True)
-        self.columnwise_quantizer = _internal(columnwise_quantizer, False)
+        rowwise_quantizer.set_usage(rowwise=True, columnwise=False)  # they are this one's from now on
+        columnwise_quantizer.set_usage(rowwise=False, columnwise=True)
+        self.rowwise_quantizer, self.columnwise_quantizer = rowwise_quantizer, columnwise_quantizer
         self.columnwise_source = columnwise_source
 
     @property
@@ -380,22 +391,22 @@ class HybridQuantizer(Quantizer):
 
     def rowwise_values(self, tensor: torch.Tensor) -> torch.Tensor:
         """The values as the rowwise copy holds them."""
-        return self.rowwise_quantizer.quantize_impl(tensor)._dense_values(tensor.dtype)
+        return _one_copy(self.rowwise_quantizer, tensor)._dense_values(tensor.dtype)
 
     def quantize_impl(self, tensor: torch.Tensor) -> Any:
         """Both copies that are used, each by its own quantizer."""
-        row = self.rowwise_quantizer.quantize_impl(tensor) if self.rowwise_usage else None
+        row = _one_copy(self.rowwise_quantizer, tensor) if self.rowwise_usage else None
         column = None
         if self.columnwise_usage:
             source = tensor
             if self.columnwise_source == "rowwise_dequantized":
                 source = self.rowwise_values(tensor) if row is None else row._dense_values(tensor.dtype)
-            column = self.columnwise_quantizer.quantize_impl(source)
-        return self._joined((row, column), tensor.shape, tensor.dtype)
+            column = _one_copy(self.columnwise_quantizer, source)
+        return self._joined((row, column), tensor.shape, tensor.dtype, tensor.device)
 
-    def _joined(self, parts: tuple[Any, Any], shape: Sequence[int], dtype: torch.dtype) -> Any:
+    def _joined(self, parts: tuple[Any, Any], shape: Sequence[int], dtype: torch.dtype, device: Any) -> Any:
         kind = HybridQuantizedTensorStorage if self.internal else HybridQuantizedTensor
-        return kind._over(parts, shape, dtype, self.copy())
+        return kind._over(parts, shape, dtype, self.copy(), device=device)
 
     def make_empty(
         self, shape: Iterable[int], *, dtype: torch.dtype = torch.float32, device: Any = None,
@@ -405,10 +416,10 @@ class HybridQuantizer(Quantizer):
         shape = tuple(shape)
         used = zip((self.rowwise_quantizer, self.columnwise_quantizer), self.get_usages().values(), strict=True)
         parts = [
-            q.make_empty(shape, dtype=dtype, device=device, pin_memory=pin_memory) if wanted else None
+            _internal(q).make_empty(shape, dtype=dtype, device=device, pin_memory=pin_memory) if wanted else None
             for q, wanted in used
         ]
-        made = self._joined((parts[0], parts[1]), shape, dtype)
+        made = self._joined((parts[0], parts[1]), shape, dtype, device or default_device())
         return made.requires_grad_() if requires_grad else made
 
     def copy(self) -> Any:
@@ -427,18 +438,43 @@ class HybridQuantizer(Quantizer):
         """Whether both can quantize a piece of this shape by itself."""
         return self.rowwise_quantizer.is_quantizable(inp) and self.columnwise_quantizer.is_quantizable(inp)
 
+    def is_requantization_safe(self) -> bool:
+        """Whether that holds for every quantizer that has a part in the result."""
+        needs_row = self.rowwise_usage or (self.columnwise_usage and self.columnwise_source == "rowwise_dequantized")
+        used = ((self.rowwise_quantizer, needs_row), (self.columnwise_quantizer, self.columnwise_usage))
+        return all(q.is_requantization_safe() for q, wanted in used if wanted)
 
-def _internal(quantizer: Quantizer, rowwise: bool) -> Any:
+    def _get_compatible_recipe(self) -> Any:
+        return CustomRecipe
+
+
+def _internal(quantizer: Quantizer) -> Any:
+    """A quantizer that makes storages."""
     made = quantizer.copy()
     made.internal = True
-    made.set_usage(rowwise=rowwise, columnwise=not rowwise)
     return made
+
+
+def _one_copy(quantizer: Quantizer, tensor: torch.Tensor) -> Any:
+    """The storage of the copy that is this quantizer's."""
+    return _internal(quantizer).quantize_impl(tensor)
+
+
+def _own(operation: str, quantizer: Any) -> HybridQuantizer:
+    """The copy of its quantizer that a tensor keeps."""
+    if not isinstance(quantizer, HybridQuantizer):
+        raise TypeError(
+            f"{operation}: quantizer is {quantizer!r}. Allowed: a HybridQuantizer, which has one for each copy. To do: "
+            "pass the one that made the storages."
+        )
+    return quantizer.copy()
 
 
 def _make_hybrid_quantized_tensor_in_reduce_ex(
     dtype: torch.dtype, shape: Any, row: Any, column: Any, quantizer: Any, requires_grad: bool, is_param: bool
 ) -> Any:
     """Unpickles a `HybridQuantizedTensor`."""
+    from te_torch.tensors.pickling import put_together
     from te_torch.tensors.wrap import classes_of
 
     def part(state: Any) -> Any:
@@ -446,9 +482,8 @@ def _make_hybrid_quantized_tensor_in_reduce_ex(
             return None
         if state[0] == "identity":
             return IdentityTensorStorage._over(state[1], tuple(shape), dtype, state[2])
-        key, buffers, options, own = state
-        form = form_of(tuple(key))
-        return classes_of(form)[0]._of(tuple(shape), dtype, form, packed(Buffers(*buffers)), own, tuple(options))
+        *held, own = state
+        return put_together(classes_of(form_of(tuple(held[0])))[0], dtype, shape, held, own)
 
     made = HybridQuantizedTensor._over((part(row), part(column)), tuple(shape), dtype, quantizer)
     made.requires_grad_(requires_grad)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 
+from te_core.recipe import CustomRecipe
 from te_torch.runtime import to_core
 from te_torch.tensors.base import Quantizer, _dense
-from te_torch.tensors.storage import Kept, QuantizedTensorStorage
+from te_torch.tensors.storage import QuantizedTensorStorage, kept_or_new
 from te_torch.tensors.tensor import QuantizedTensor
+from te_torch.tensors.tracing import Kept
+from te_torch.tensors.views import Part, Place
 
 
 class IdentityTensorStorage(QuantizedTensorStorage):
@@ -30,15 +33,23 @@ class IdentityTensorStorage(QuantizedTensorStorage):
         self._hp_data = hp_data
 
     @classmethod
-    def _over(cls, hp_data: torch.Tensor, shape: Sequence[int], dtype: torch.dtype, quantizer: Any) -> Any:
+    def _over(
+        cls, hp_data: torch.Tensor, shape: Sequence[int], dtype: torch.dtype, quantizer: Any, place: Place | None = None
+    ) -> Any:
         made = object.__new__(cls)
         made._shape = tuple(shape)
         made._given(dtype, hp_data, quantizer)
         return made
 
-    def _like(self, shape: Sequence[int], buffers: Any, dtype: torch.dtype | None = None) -> Any:
+    def _like(
+        self, shape: Sequence[int], buffers: Any, dtype: torch.dtype | None = None, place: Place | None = None,
+        kind: Any = None,
+    ) -> Any:  # fmt: skip
         quantizer = None if self._quantizer is None else self._quantizer.copy()
-        return self._over(buffers, shape, dtype or self._dtype, quantizer)
+        return (kind or self)._over(buffers, shape, dtype or self._dtype, quantizer, place)
+
+    def _share_looks(self, made: Any) -> None:
+        """The values are shown as they are."""
 
     @property
     def _buffers(self) -> Any:
@@ -46,6 +57,9 @@ class IdentityTensorStorage(QuantizedTensorStorage):
 
     def _set_buffers(self, buffers: Any) -> None:
         self._hp_data = buffers if isinstance(buffers, torch.Tensor) else None
+
+    def _move_data(self, data: torch.Tensor) -> None:
+        self._hp_data = data
 
     def flatten_inner(self) -> list[torch.Tensor]:
         """The values."""
@@ -83,9 +97,7 @@ class IdentityTensorStorage(QuantizedTensorStorage):
 
     def _update(self, quantizer: Any, src: torch.Tensor, noop_flag: torch.Tensor | None) -> None:
         assert self._hp_data is not None
-        if noop_flag is not None:
-            src = torch.where(noop_flag.reshape(()) == 1, self._hp_data, src.to(self._hp_data.dtype))
-        self._hp_data.copy_(src)
+        self._hp_data.copy_(kept_or_new(noop_flag, self._hp_data, src.to(self._hp_data.dtype)))
 
     def _takes_bytes_of(self, src: Any) -> bool:
         return isinstance(src, IdentityTensorStorage)
@@ -95,11 +107,16 @@ class IdentityTensorStorage(QuantizedTensorStorage):
 
     def _viewed(self, shape: Sequence[int]) -> Any:
         assert self._hp_data is not None
-        return self._like(shape, self._hp_data.view(tuple(shape)))
+        same = tuple(shape) == tuple(self._hp_data.shape)
+        return self._like(shape, self._hp_data if same else self._hp_data.view(tuple(shape)))
 
-    def _rows(self, start: int, stop: int) -> Any:
+    def _part(self, part: Part, rows: tuple[int, int] | None, look: Callable[[torch.Tensor], torch.Tensor]) -> Any:
         assert self._hp_data is not None
-        return self._like((stop - start, *self.shape[1:]), self._hp_data[start:stop])
+        values = look(self._hp_data)
+        return None if values is None else self._like(part.shape, values, place=part.place)
+
+    def _build_default_quantizer(self) -> Any:
+        return IdentityQuantizer()
 
     def _zero(self) -> None:
         assert self._hp_data is not None
@@ -108,7 +125,8 @@ class IdentityTensorStorage(QuantizedTensorStorage):
     def make_copy(self, device: torch.device | None = None, non_blocking: bool = False) -> Any:
         """The same values in memory of their own, on a device."""
         assert self._hp_data is not None
-        moved = self._hp_data.to(device, non_blocking=non_blocking, copy=True)
+        dense = torch.contiguous_format
+        moved = self._hp_data.to(device, non_blocking=non_blocking, copy=True, memory_format=dense)
         return self._like(self.shape, moved)
 
     def prepare_for_saving(self) -> tuple[list[torch.Tensor | None], Any]:
@@ -122,12 +140,25 @@ class IdentityTensorStorage(QuantizedTensorStorage):
         return list(tensors[1:])
 
     def fsdp_buffer_fields(self) -> tuple[str, ...]:
-        """The buffers that an all-gather moves."""
+        """The values."""
         return ("_hp_data",)
 
+    def fsdp_extract_buffers(self) -> tuple[list[torch.Tensor], dict[str, Any]]:
+        """The values, and what else the gathered tensor needs."""
+        assert self._hp_data is not None
+        metadata = {
+            "field_names": self.fsdp_buffer_fields(), "usages": self.get_usages(), "quantizer": self._quantizer,
+            "fake_dtype": self._dtype,
+        }  # fmt: skip
+        return [self._hp_data.contiguous()], metadata
+
     def fsdp_assign_gathered(self, gathered: Sequence[torch.Tensor], meta: dict[str, Any]) -> None:
-        """Hold gathered values."""
+        """Hold gathered values in the place of those that are here."""
         (self._hp_data,) = gathered
+
+    def _gathered(self, gathered: Sequence[torch.Tensor], meta: dict[str, Any]) -> Any:
+        (values,) = gathered
+        return self._over(values, values.shape, meta["fake_dtype"], meta["quantizer"])
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         return ["_hp_data"], (self._dtype, Kept(self._quantizer))
@@ -147,21 +178,25 @@ class IdentityTensor(QuantizedTensor, IdentityTensorStorage):  # type: ignore[mi
     def __init__(
         self, shape: Sequence[int], dtype: torch.dtype, *, hp_data: torch.Tensor | None,
         fake_dtype: torch.dtype | None = None, quantizer: Any = None, requires_grad: bool = False, device: Any = None,
+        stride: Any = None, storage_offset: int = 0,
     ) -> None:  # fmt: skip
         self._given(dtype, hp_data, quantizer)
 
     @classmethod
     def _over(
-        cls, hp_data: torch.Tensor, shape: Sequence[int], dtype: torch.dtype, quantizer: Any, stride: Any = None
+        cls, hp_data: torch.Tensor, shape: Sequence[int], dtype: torch.dtype, quantizer: Any, place: Place | None = None
     ) -> Any:
-        made = QuantizedTensor.__new__(cls, tuple(shape), dtype, device=hp_data.device, stride=stride)
+        stride, offset = place or (hp_data.stride(), 0)
+        made = QuantizedTensor.__new__(
+            cls, tuple(shape), dtype, device=hp_data.device, stride=stride, storage_offset=offset
+        )
         made._given(dtype, hp_data, quantizer)
         return made
 
     @classmethod
     def __tensor_unflatten__(cls, inner: dict[str, torch.Tensor], meta: Any, outer_size: Any, outer_stride: Any) -> Any:
         dtype, quantizer = meta
-        return cls._over(inner["_hp_data"], tuple(outer_size), dtype, quantizer.quantizer, tuple(outer_stride))
+        return cls._over(inner["_hp_data"], tuple(outer_size), dtype, quantizer.quantizer, (tuple(outer_stride), 0))
 
     def clear(self) -> None:
         """Let go of the values."""
@@ -170,28 +205,9 @@ class IdentityTensor(QuantizedTensor, IdentityTensorStorage):  # type: ignore[mi
     def _adopt_from(self, other: Any) -> None:
         self._given(self.dtype, other._hp_data, other._quantizer)
 
-    def fsdp_pre_all_gather(
-        self, mesh: Any, orig_size: Any, contiguous_orig_stride: Any, module: Any, mp_policy: Any
-    ) -> tuple[tuple[torch.Tensor, ...], Any]:
-        """FSDP2: the values to gather."""
-        assert self._hp_data is not None
-        return (self._hp_data,), (self._quantizer, self.dtype)
-
-    def fsdp_post_all_gather(
-        self, all_gather_outputs: tuple[torch.Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Any = None
-    ) -> Any:
-        """FSDP2: the whole parameter over the gathered values."""
-        (data,) = all_gather_outputs
-        if out is not None:
-            out._hp_data = data
-            return None
-        return type(self)._over(data, data.shape, metadata[1], metadata[0]), all_gather_outputs
-
 
 class IdentityQuantizer(Quantizer):
-    """Leaves tensors in high precision (in `dtype`, if given)."""
-
-    _VALUE = ("dtype",)
+    """Leaves tensors in high precision: in their own type, or in `dtype`, which then is that of the result."""
 
     def __init__(self, *, dtype: torch.dtype | None = None, rowwise: bool = True, columnwise: bool = True) -> None:
         super().__init__(rowwise=rowwise, columnwise=columnwise)
@@ -206,7 +222,7 @@ class IdentityQuantizer(Quantizer):
         """The tensor itself, wrapped."""
         data = tensor.detach() if self.dtype is None else tensor.detach().to(self.dtype)
         kind = IdentityTensorStorage if self.internal else IdentityTensor
-        return kind._over(data, tensor.shape, tensor.dtype, self.copy())
+        return kind._over(data, tensor.shape, data.dtype, self.copy())
 
     def update_quantized(self, src: torch.Tensor, dst: Any, *, noop_flag: torch.Tensor | None = None) -> Any:
         """Copy `src` into `dst`."""
@@ -222,12 +238,15 @@ class IdentityQuantizer(Quantizer):
         place = device or ("cuda" if torch.cuda.is_available() else "cpu")
         data = torch.empty(tuple(shape), dtype=self.dtype or dtype, device=place, pin_memory=pin_memory)
         kind = IdentityTensorStorage if self.internal else IdentityTensor
-        made = kind._over(data, data.shape, dtype, self.copy())
+        made = kind._over(data, data.shape, data.dtype, self.copy())
         return made.requires_grad_() if requires_grad else made
 
     def is_requantization_safe(self) -> bool:
         """Nothing is lost."""
         return True
+
+    def _get_compatible_recipe(self) -> Any:
+        return CustomRecipe
 
 
 def _make_identity_tensor_in_reduce_ex(

@@ -13,9 +13,10 @@ from te_core.precision import Operand
 from te_core.quantized import Format
 from te_core.recipe import MXFP8BlockScaling
 from te_torch.tensors.base import Quantizer
-from te_torch.tensors.block_scaled import BlockScaledStorage, BlockScaledTensor, documented_scale_shape
+from te_torch.tensors.block_scaled import BlockScaledStorage, documented_scale_shape
 from te_torch.tensors.buffers import Buffers, matrix_of
 from te_torch.tensors.dtype import DType, fp8, of_core
+from te_torch.tensors.tensor import QuantizedTensor
 
 
 class MXFP8TensorStorage(BlockScaledStorage):
@@ -40,6 +41,9 @@ class MXFP8TensorStorage(BlockScaledStorage):
     def _fp8_dtype(self) -> DType:
         return of_core(self._format.dtype)
 
+    def _build_default_quantizer(self) -> Any:
+        return MXFP8Quantizer(self._fp8_dtype, with_2d_quantization=self._format.tiled, **self.get_usages())
+
     def _derives_columnwise(self) -> bool:
         return False
 
@@ -57,7 +61,7 @@ def refuse_swizzled(name: str, swizzled: bool) -> None:
         raise NotImplementedError(f"{name}: with_gemm_swizzled_scales=True; pass scales in rows and blocks")
 
 
-class MXFP8Tensor(BlockScaledTensor, MXFP8TensorStorage):  # type: ignore[misc]
+class MXFP8Tensor(QuantizedTensor, MXFP8TensorStorage):  # type: ignore[misc]
     """A tensor in MXFP8."""
 
     def __init__(
@@ -65,7 +69,7 @@ class MXFP8Tensor(BlockScaledTensor, MXFP8TensorStorage):  # type: ignore[misc]
         rowwise_scale_inv: torch.Tensor | None, columnwise_data: torch.Tensor | None,
         columnwise_scale_inv: torch.Tensor | None, fp8_dtype: Any, quantizer: Any = None,
         with_gemm_swizzled_scales: bool = False, fake_dtype: torch.dtype | None = None, requires_grad: bool = False,
-        device: Any = None,
+        device: Any = None, stride: Any = None, storage_offset: int = 0,
     ) -> None:  # fmt: skip
         given = Buffers(rowwise_data, rowwise_scale_inv, None, columnwise_data, columnwise_scale_inv)
         self._given(dtype, fp8_dtype, given, quantizer, with_gemm_swizzled_scales)
@@ -124,6 +128,10 @@ class MXFP8Quantizer(Quantizer):
     def onnx_dequantize(self, tensor: Any) -> torch.Tensor:
         """The way back."""
         return tensor.dequantize()
+
+    def is_requantization_safe(self) -> bool:
+        """The scales follow from the values."""
+        return True
 
     def _get_compatible_recipe(self) -> Any:
         return MXFP8BlockScaling

@@ -14,10 +14,11 @@ from te_core.precision import Operand
 from te_core.quantized import Format
 from te_core.recipe import NVFP4BlockScaling
 from te_torch.tensors.base import Quantizer, spans
-from te_torch.tensors.block_scaled import BlockScaledStorage, BlockScaledTensor, documented_scale_shape
+from te_torch.tensors.block_scaled import BlockScaledStorage, documented_scale_shape
 from te_torch.tensors.buffers import Buffers, matrix_of
 from te_torch.tensors.dtype import DType
 from te_torch.tensors.mxfp8 import refuse_swizzled
+from te_torch.tensors.tensor import QuantizedTensor
 
 
 class NVFP4TensorStorage(BlockScaledStorage):
@@ -53,7 +54,7 @@ class NVFP4TensorStorage(BlockScaledStorage):
         self._adopt_all(dtype, form, given, quantizer, (four,))
 
     def _adopt(self, name: str, t: torch.Tensor | None) -> None:
-        super()._adopt(name, t.reshape(-1) if t is not None and name.endswith("amax") else t)
+        super()._adopt(name, t.reshape(-1) if t is not None and t.ndim != 1 and name.endswith("amax") else t)
 
     @property
     def _amax_rowwise(self) -> torch.Tensor | None:
@@ -87,6 +88,23 @@ class NVFP4TensorStorage(BlockScaledStorage):
     def _nvfp4_e4m3_max(self) -> int:
         return self._format.bound
 
+    def _build_default_quantizer(self) -> Any:
+        made = NVFP4Quantizer(
+            with_2d_quantization=self._format.tiled, row_scaled_nvfp4=self._row_scaled_nvfp4,
+            nvfp4_use_4over6=self._nvfp4_use_4over6, nvfp4_e4m3_max=self._nvfp4_e4m3_max,
+        )  # fmt: skip
+        made.set_usage(**self.get_usages())
+        return made
+
+    def _update(self, quantizer: Any, src: torch.Tensor, noop_flag: torch.Tensor | None) -> None:
+        if self._shares_scale():
+            raise UnsupportedError(
+                f"a change of a part of an {type(self).__name__}", f"{tuple(self.shape)} of a tensor with one amax",
+                "parts with an amax of their own (row_scaled_nvfp4), or the whole tensor",
+                "change the whole: the blocks of the rest are scaled by the same amax",
+            )  # fmt: skip
+        super()._update(quantizer, src, noop_flag)
+
     def _dense_values(self, dtype: torch.dtype) -> torch.Tensor:
         """Of the rowwise copy: the columnwise one may be transformed."""
         if self._row_data is None and self._col_data is not None:
@@ -103,7 +121,7 @@ class NVFP4TensorStorage(BlockScaledStorage):
         }  # fmt: skip
 
 
-class NVFP4Tensor(BlockScaledTensor, NVFP4TensorStorage):  # type: ignore[misc]
+class NVFP4Tensor(QuantizedTensor, NVFP4TensorStorage):  # type: ignore[misc]
     """A tensor in NVFP4."""
 
     def __init__(
@@ -113,7 +131,7 @@ class NVFP4Tensor(BlockScaledTensor, NVFP4TensorStorage):  # type: ignore[misc]
         amax_columnwise: torch.Tensor | None, fp4_dtype: Any = DType.kFloat4E2M1, quantizer: Any = None,
         with_gemm_swizzled_scales: bool = False, row_scaled_nvfp4: bool = False, nvfp4_use_4over6: bool = False,
         nvfp4_e4m3_max: int = 448, fake_dtype: torch.dtype | None = None, requires_grad: bool = False,
-        device: Any = None,
+        device: Any = None, stride: Any = None, storage_offset: int = 0,
     ) -> None:  # fmt: skip
         given = Buffers(
             rowwise_data, rowwise_scale_inv, amax_rowwise, columnwise_data, columnwise_scale_inv, amax_columnwise
@@ -216,6 +234,10 @@ class NVFP4Quantizer(Quantizer):
     def convert_shape_for_fp4(shape: Sequence[int]) -> tuple[int, ...]:
         """The shape of the bytes."""
         return (*shape[:-1], shape[-1] // 2)
+
+    def is_requantization_safe(self) -> bool:
+        """All follows from the values, unless rounding draws."""
+        return not self.stochastic_rounding
 
     def _get_compatible_recipe(self) -> Any:
         return NVFP4BlockScaling

@@ -3,16 +3,32 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from math import prod
 from typing import Any, ClassVar
 
 import torch
 
 from te_core.errors import ArgumentError
-from te_core.quantized import Copy, Format, QuantizedTensor
-from te_torch.runtime import FLOATS, to_core, to_core_shape
+from te_core.quantized import Format, QuantizedTensor
+from te_torch.runtime import FLOATS
 from te_torch.tensors import run
-from te_torch.tensors.buffers import NAMES, Buffers, core_of, form_key, form_of, matrix_of, packed, rows_of
+from te_torch.tensors.buffers import (
+    NAMES,
+    Buffers,
+    core_of,
+    form_key,
+    form_of,
+    matrix_of,
+    matrix_of_data,
+    memory_of,
+    packed,
+    rows_of,
+    without,
+)
+from te_torch.tensors.tracing import Kept
+from te_torch.tensors.views import WHOLE, CoreViews, Look, Memory, Part, Place, Seen
 
 
 class QuantizedTensorStorage:
@@ -23,12 +39,16 @@ class QuantizedTensorStorage:
     """
 
     _INNER_TENSORS: ClassVar[tuple[str, ...]] = NAMES
+    _WIDTH: ClassVar[int] = 1  # elements a byte
     _dtype: torch.dtype
     _format: Format
     _options: tuple[Any, ...]
     _quantizer: Any
     _shape: tuple[int, ...]
     _core_views: CoreViews | None = None
+    _looks: dict[str, Look]
+    _memory: Memory
+    _seen: Seen = WHOLE
     _row_data: Any
     _row_scale: Any
     _row_amax: Any
@@ -39,7 +59,7 @@ class QuantizedTensorStorage:
     @classmethod
     def _of(
         cls, shape: tuple[int, ...], dtype: torch.dtype, form: Format, buffers: Buffers, quantizer: Any = None,
-        options: tuple[Any, ...] = (),
+        options: tuple[Any, ...] = (), place: Place | None = None,
     ) -> Any:  # fmt: skip
         made = object.__new__(cls)
         made._shape = shape
@@ -48,6 +68,7 @@ class QuantizedTensorStorage:
 
     def _hold(self, dtype: torch.dtype, form: Format, buffers: Buffers, quantizer: Any, options: tuple) -> None:
         self._dtype, self._format, self._quantizer, self._options = dtype, form, quantizer, options
+        self._looks, self._memory, self._seen = {}, Memory(), WHOLE
         self._set_buffers(buffers)
 
     # -------------------------------------------------------------------------------------------- buffers
@@ -59,49 +80,86 @@ class QuantizedTensorStorage:
     def _set_buffers(self, buffers: Buffers) -> None:
         for name, t in zip(NAMES, buffers, strict=True):
             setattr(self, name, t)
+        if self._looks:  # what is no longer held is let go of
+            self._looks = {n: look for n, look in self._looks.items() if look.buffer is getattr(self, n)}
+        if self._core_views is not None:
+            self._core_views = None
 
     def _matrix(self) -> tuple[int, int]:
         folded = self._folded()
         return folded or matrix_of(self.shape)
 
     def _folded(self) -> tuple[int, int] | None:
-        """The matrix that a flattened tensor (`view(-1)`) still is, kept among its options."""
-        for option in self._options:
-            if type(option) is tuple:
-                return option
-        return None
+        """The matrix that the buffers are, if it is not that of the shape."""
+        return self._seen.matrix
 
-    def _row_view(self, width: int = 1) -> torch.Tensor | None:
-        """The rowwise data without padding, `width` elements a byte, in the tensor's shape."""
-        data: torch.Tensor | None = self._row_data
-        if data is None:
+    def _shown(self, name: str) -> torch.Tensor | None:
+        """The documented view of a buffer: the same object each time, and that of all tensors over the buffer."""
+        buffer = getattr(self, name)
+        if buffer is None:
             return None
-        m, k = self._matrix()
-        if self._folded():
-            return data[:m, : k // width]
-        return data[:m, : k // width].view(*self.shape[:-1], k // width) if self.shape else data[0, 0]
+        if torch.compiler.is_compiling():
+            return self._show(name, buffer)
+        return self._look(name, buffer).seen(partial(self._show, name))
 
-    def _col_view(self, width: int = 1) -> torch.Tensor | None:
-        """The columnwise data without padding: transposed formats as [K, ...], else in the tensor's shape."""
-        data: torch.Tensor | None = self._col_data
-        if data is None:
-            return None
+    def _look(self, name: str, buffer: torch.Tensor) -> Look:
+        look = self._looks.get(name)
+        if look is None or look.buffer is not buffer:
+            look = self._looks[name] = Look(buffer)
+        return look
+
+    def _share_looks(self, made: Any) -> None:
+        """Let another storage of this shape show the same views of the buffers that both have."""
+        for name in NAMES:
+            buffer = getattr(self, name)
+            if buffer is not None and buffer is getattr(made, name):
+                made._looks[name] = self._look(name, buffer)
+
+    def _show(self, name: str, buffer: torch.Tensor) -> torch.Tensor:
+        """The documented view of a buffer, made now: data without padding."""
+        if name == "_row_data" or (name == "_col_data" and not self._format.transposed):
+            return self._show_row(buffer)
+        return self._show_turned(buffer) if name == "_col_data" else buffer
+
+    def _show_row(self, data: torch.Tensor) -> torch.Tensor:
+        """Data in the tensor's shape."""
         m, k = self._matrix()
-        if self._folded():
-            return data[:k, : m // width] if self._format.transposed else data[:m, :k]
-        if not self._format.transposed:
-            return data[:m, :k].view(self.shape)
-        if width > 1:
-            return data[:k, : m // width]
-        return data[:k, :m].view(k, *self.shape[:-1])
+        k = -(-k // self._WIDTH)
+        shape = (*self.shape[:-1], -(-self.shape[-1] // self._WIDTH)) if self.shape else ()
+        if data.shape == shape:
+            return data
+        whole = data[:m, :k]
+        return whole if self._folded() and not whole.is_contiguous() else whole.view(shape)
+
+    def _show_turned(self, data: torch.Tensor) -> torch.Tensor:
+        """Transposed data: [K, ...], or [K, M / 2] where a byte holds two."""
+        m, k = self._matrix()
+        m = -(-m // self._WIDTH)
+        leading = (m,) if self._folded() or self._WIDTH > 1 else self.shape[:-1]
+        shape = (k, *leading) if self.shape else ()
+        return data if data.shape == shape else data[:k, :m].view(shape)
 
     def _adopt(self, name: str, t: torch.Tensor | None) -> None:
-        """Hold a buffer that somebody gave, as the matrix that the core reads."""
-        if t is not None and name in ("_row_data", "_col_data"):
-            t = t.view(torch.uint8)
-            rows = self._matrix()[1] if name == "_col_data" and self._format.transposed else None
-            t = t.reshape(rows, -1) if rows is not None else t.reshape(-1, t.shape[-1] if t.ndim else 1)
-        setattr(self, name, t)
+        """Hold a buffer that somebody gave, as the matrix that the core reads; it is shown as it was given."""
+        if t is None or name not in ("_row_data", "_col_data"):
+            setattr(self, name, t)
+        else:
+            data = t if t.dtype is torch.uint8 else t.view(torch.uint8)
+            setattr(self, name, self._as_matrix(data, name == "_col_data" and self._format.transposed))
+        held = getattr(self, name)
+        if t is not None and memory_of(held) == memory_of(t):
+            self._looks[name] = Look(held, t)
+
+    def _move_data(self, data: torch.Tensor) -> None:
+        """Hold the rowwise data in this memory, to which it was copied. Nothing of it keeps the old one."""
+        old = self._buffers
+        self._adopt("_row_data", data)
+        row = without(old.row, old.row._replace(row_data=self._row_data))
+        self._set_buffers(Buffers(*row[:3], *without(old.row, old.col)[3:]))
+
+    def _as_matrix(self, t: torch.Tensor, turned: bool) -> torch.Tensor:
+        """Data of a documented shape as a matrix."""
+        return t.reshape(matrix_of_data(t.shape, turned))
 
     def flatten_inner(self) -> list[torch.Tensor]:
         """The buffers that are there, in fixed order."""
@@ -120,12 +178,27 @@ class QuantizedTensorStorage:
         """The core's view of the buffers. Its pieces are kept for the next call, if they need no copies."""
         held = self._core_views
         if held is None or not held.fit(self):
-            shape = self._matrix()
-            q = core_of(self._format, shape, self._buffers)
+            q = core_of(self._format, *self._to_read())
             self._core_views = held = CoreViews.of(self, q)
             if held is None:
                 return q
-        return QuantizedTensor(self._format, held.shape, held.row, held.column, held.block)
+        return held.view()
+
+    def _to_read(self) -> tuple[tuple[int, int], Buffers]:
+        """The matrix that a GEMM reads, and its buffers."""
+        return self._matrix(), self._buffers
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        from te_torch.tensors import pickling
+
+        return pickling.reduced(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        made = memo[id(self)] = self.make_copy()
+        return made
+
+    def __copy__(self) -> Any:
+        return self._like(self.shape, self._buffers)
 
     # ------------------------------------------------------------------------------------- what it is like
 
@@ -157,7 +230,7 @@ class QuantizedTensorStorage:
 
     def get_data_tensors(self, rowwise_data: bool = True, columnwise_data: bool = True) -> Any:
         """The data of the wanted copies."""
-        row, column = self._row_view(), self._col_view()
+        row, column = self._shown("_row_data"), self._shown("_col_data")
         if rowwise_data and columnwise_data:
             return row, column
         return row if rowwise_data else column
@@ -177,6 +250,13 @@ class QuantizedTensorStorage:
         if self._quantizer is not quantizer:
             warnings.warn(f"{type(self).__name__}: its quantizer is replaced", stacklevel=2)
         self._quantizer = quantizer
+
+    def _get_quantizer(self) -> Any:
+        """The quantizer of this tensor, or a new one by the rule that its format tells."""
+        return self._build_default_quantizer() if self._quantizer is None else self._quantizer
+
+    def _build_default_quantizer(self) -> Any:
+        raise NotImplementedError
 
     # -------------------------------------------------------------------------------------- values, usages
 
@@ -199,11 +279,11 @@ class QuantizedTensorStorage:
             self._make_columnwise()
         if rowwise_usage and self._buffers.row_data is None:
             raise RuntimeError(f"{type(self).__name__} has no rowwise copy and cannot make one")
-        # What stays gets memory of its own, so that the memory of what goes is free.
+        # What stays stays where it is: others may hold views of it.
         if rowwise_usage is False and self._buffers.row_data is not None:
-            self._set_buffers(packed(self._buffers.col))
+            self._set_buffers(without(self._buffers.row, self._buffers.col))
         if columnwise_usage is False and self._buffers.col_data is not None:
-            self._set_buffers(packed(self._buffers.row))
+            self._set_buffers(without(self._buffers.col, self._buffers.row))
 
     def _derives_columnwise(self) -> bool:
         """Whether the columnwise copy can be made of the rowwise one without loss."""
@@ -220,21 +300,21 @@ class QuantizedTensorStorage:
 
     def quantize_(self, tensor: Any, *, noop_flag: torch.Tensor | None = None) -> Any:
         """Replace the values by those of `tensor`, quantized by this tensor's quantizer."""
-        if self._quantizer is None:
-            raise RuntimeError(f"{type(self).__name__} has no quantizer to quantize with")
-        return self._quantizer.update_quantized(tensor, self, noop_flag=noop_flag)
+        return self._get_quantizer().update_quantized(tensor, self, noop_flag=noop_flag)
 
     def _update(self, quantizer: Any, src: torch.Tensor, noop_flag: torch.Tensor | None) -> None:
         held = self.get_usages()
         if not any(held.values()):
             raise RuntimeError(f"{type(self).__name__} holds no buffers to quantize into")
+        noted = () if noop_flag is None else quantizer._notes()
+        before = [t.clone() for t in noted]
         self._write(quantizer._cast(src.reshape(self._matrix()), held["rowwise"], held["columnwise"]), noop_flag)
+        for t, old in zip(noted, before, strict=True):
+            t.copy_(kept_or_new(noop_flag, old, t))
 
     def _requantize(self, values: torch.Tensor) -> None:
         """The same below autograd, where torch has counted the change already."""
-        if self._quantizer is None:
-            raise RuntimeError(f"{type(self).__name__} has no quantizer to quantize a change in place with")
-        self._update(self._quantizer, values, None)
+        self._update(self._get_quantizer(), values, None)
 
     def _write(self, new: Buffers, noop_flag: torch.Tensor | None = None) -> None:
         """Copy buffers of the core's shapes into ours, which may be smaller."""
@@ -242,17 +322,21 @@ class QuantizedTensorStorage:
             mine, given = getattr(self, name), getattr(new, name[1:])
             if given is None:
                 continue
-            part = given if given.shape == mine.shape else _part(given, mine)
-            if noop_flag is not None:
-                part = torch.where(noop_flag.reshape(()) == 1, mine, part)
-            mine.copy_(part)
+            part = given if given.shape == mine.shape else _part(given, mine, name == "_col_data")
+            mine.copy_(kept_or_new(noop_flag, mine, part))
+        self._wrote()
+
+    def _wrote(self) -> None:
+        """Note a change of the data."""
+        self._memory.writes += 1
+        self._memory.blank = False
 
     def _takes_bytes_of(self, src: Any) -> bool:
         """Whether `src` holds the same copies in the same way."""
         return (
             getattr(src, "_format", None) is self._format and src._options == self._options
             and type(src._quantizer) is type(self._quantizer) and src.shape == self.shape
-            and src.get_usages() == self.get_usages()
+            and src.get_usages() == self.get_usages() and self._may_take_scale(src._row_amax, self._row_amax)
         )  # fmt: skip
 
     def copy_from_storage(self, src: QuantizedTensorStorage) -> None:
@@ -272,25 +356,38 @@ class QuantizedTensorStorage:
             else:
                 rows, columns = (min(a, b) for a, b in zip(_two(mine), _two(given), strict=True))
                 mine.view(_two(mine))[:rows, :columns].copy_(given.view(_two(given))[:rows, :columns])
+        self._wrote()
 
     # ------------------------------------------------------------------------------------- shapes, copies
 
-    def _like(self, shape: Sequence[int], buffers: Buffers, dtype: torch.dtype | None = None) -> Any:
-        """Another storage of this kind."""
+    def _like(
+        self, shape: Sequence[int], buffers: Buffers, dtype: torch.dtype | None = None, place: Place | None = None,
+        kind: Any = None,
+    ) -> Any:  # fmt: skip
+        """Another storage of this kind, or of another class of the same format."""
         quantizer = None if self._quantizer is None else self._quantizer.copy()
-        options = self._options
-        if tuple(shape) != tuple(self.shape):
-            options = tuple(o for o in options if type(o) is not tuple)
-        return self._of(tuple(shape), dtype or self._dtype, self._format, buffers, quantizer, options)
+        nominal = dtype or self._dtype
+        made = (kind or self)._of(tuple(shape), nominal, self._format, buffers, quantizer, self._options, place=place)
+        made._memory = self._memory
+        if tuple(shape) == tuple(self.shape):
+            made._seen = self._seen
+            self._share_looks(made)
+        else:
+            made._seen = Seen(None, self._seen.part)
+        return made
 
     def _viewed(self, shape: Sequence[int]) -> Any:
         """The same buffers in another shape: with the same last side, or flat. None if they cannot be seen so."""
-        made = None
         if matrix_of(shape) == self._matrix():
-            made = self._like(shape, self._buffers)
-        elif len(shape) == 1 and shape[0] == self._matrix()[0] * self._matrix()[1]:
-            made = self._like(shape, self._buffers)
-            made._options = (*[o for o in self._options if type(o) is not tuple], self._matrix())
+            return self._like(shape, self._buffers)
+        if len(shape) == 1 and shape[0] == self._matrix()[0] * self._matrix()[1]:
+            return self._flattened(shape)
+        return None
+
+    def _flattened(self, shape: Sequence[int]) -> Any:
+        """The same buffers in another shape, which stay the matrix that they are."""
+        made = self._like(shape, self._buffers)
+        made._seen = made._seen._replace(matrix=self._matrix())
         return made
 
     def view(self, *shape: Any) -> Any:
@@ -301,17 +398,47 @@ class QuantizedTensorStorage:
             raise NotImplementedError(f"{type(self).__name__}: {tuple(self.shape)} cannot be viewed as {sizes}")
         return made
 
-    def _rows(self, start: int, stop: int) -> Any:
-        """Rows of the first dimension over the same buffers; None where that would cut through a block."""
-        rows = self._matrix()[0] // max(self.shape[0], 1)
-        buffers = rows_of(self._format, self._matrix(), self._buffers, start * rows, stop * rows)
-        return None if buffers is None else self._like((stop - start, *self.shape[1:]), buffers)
+    def _part(self, part: Part, rows: tuple[int, int] | None, look: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+        """A part of the values over the same buffers; None where it cannot be one.
+
+        `rows`: which of the first dimension it is, if it is rows; only they can be cut out of a format with blocks,
+        between these. `look` cuts the same part out of a tensor of the same shape.
+        """
+        if rows is None:
+            return None
+        each = self._matrix()[0] // max(self.shape[0], 1)
+        buffers = rows_of(self._format, self._matrix(), self._buffers, rows[0] * each, rows[1] * each)
+        return None if buffers is None else self._like(part.shape, buffers, place=part.place)._part_of(self)
+
+    def _part_of(self, whole: Any) -> Any:
+        """This storage, as a part of another one: what they share may be more than their memory."""
+        form = self._format
+        one_for_all = form.scaling == "tensor" or (form.scaling == "nvfp4" and not form.row_scaled)
+        part = whole._seen.part or (one_for_all and prod(self.shape) != prod(whole.shape))
+        self._seen = self._seen._replace(part=part)
+        return self
+
+    def _by_itself(self) -> Any:
+        """This storage, in memory of its own."""
+        self._memory, self._seen = Memory(), self._seen._replace(part=False)
+        return self
+
+    def _shares_scale(self) -> bool:
+        """Whether other values would change with the scale."""
+        return self._seen.part and not self._memory.blank
+
+    def _may_take_scale(self, theirs: torch.Tensor | None, mine: torch.Tensor | None) -> bool:
+        """Whether bytes that were made with another scale may come here, and their scale with them."""
+        if not self._shares_scale() or theirs is None or mine is None:
+            return True
+        return memory_of(theirs) == memory_of(mine)
 
     def _zero(self) -> None:
-        """Make all values 0."""
+        """Make all values of a new tensor 0."""
         for data in (self._row_data, self._col_data):
             if data is not None:
                 data.zero_()
+        self._memory.blank = True
 
     def to_dtype(self, dtype: torch.dtype) -> Any:
         """The same data with another nominal type."""
@@ -319,7 +446,7 @@ class QuantizedTensorStorage:
 
     def make_copy(self, device: torch.device | None = None, non_blocking: bool = False) -> Any:
         """The same values in memory of their own, on a device."""
-        return self._like(self.shape, packed(self._buffers, device, non_blocking))
+        return self._like(self.shape, packed(self._buffers, device, non_blocking))._by_itself()
 
     # --------------------------------------------------------------------------- saving, gathering, compiling
 
@@ -335,32 +462,49 @@ class QuantizedTensorStorage:
         return list(tensors[len(NAMES) :])
 
     def fsdp_buffer_fields(self) -> tuple[str, ...]:
-        """The buffers that an all-gather moves."""
-        return tuple(self._inner_names())
+        """The buffers that an all-gather along the first dimension moves, by their documented names."""
+        raise NotImplementedError
 
     def fsdp_extract_buffers(self) -> tuple[list[torch.Tensor], dict[str, Any]]:
-        """The buffers to gather, and what else a gathered tensor needs."""
+        """These buffers, dense and without padding, and what else the gathered tensor needs."""
         fields = self.fsdp_buffer_fields()
-        return [getattr(self, n) for n in fields], {"fields": fields}
+        metadata = {
+            "field_names": fields, "usages": self.get_usages(), "quantizer": self._quantizer, "fake_dtype": self._dtype,
+            "format": self._format, "options": self._options,
+        }  # fmt: skip
+        return [self._to_gather(n).contiguous() for n in fields], metadata
+
+    def _to_gather(self, field: str) -> torch.Tensor:
+        return getattr(self, field)
 
     def fsdp_assign_gathered(self, gathered: Sequence[torch.Tensor], meta: dict[str, Any]) -> None:
-        """Hold gathered buffers."""
-        self._set_buffers(Buffers())
-        for name, t in zip(meta["fields"], gathered, strict=True):
-            self._adopt(name, t)
-        self._set_buffers(self._buffers)
+        """Hold gathered buffers in the place of those that are here."""
+        self._set_buffers(self._of_gathered(gathered, meta, matrix_of(self.shape)))
+
+    def _gathered(self, gathered: Sequence[torch.Tensor], meta: dict[str, Any]) -> Any:
+        """A new one of this kind over the gathered buffers of all shards."""
+        shape = (gathered[0].shape[0], *self.shape[1:])
+        buffers = self._of_gathered(gathered, meta, matrix_of(shape))
+        return self._of(shape, meta["fake_dtype"], meta["format"], buffers, meta["quantizer"], meta["options"])
+
+    def _of_gathered(self, gathered: Sequence[torch.Tensor], meta: dict[str, Any], shape: tuple[int, int]) -> Buffers:
+        raise NotImplementedError
+
+    def _note_shards(self, mesh: Any) -> None:
+        """Called on a shard with the mesh that holds the others, before they are gathered."""
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        return self._inner_names(), (self._dtype, form_key(self._format), self._options, Kept(self._quantizer))
+        meta = (self._dtype, form_key(self._format), self._options, self._seen, Kept(self._quantizer))
+        return self._inner_names(), meta
 
     @classmethod
     def __tensor_unflatten__(cls, inner: dict[str, torch.Tensor], meta: Any, outer_size: Any, outer_stride: Any) -> Any:
-        return cls._of(tuple(outer_size), *QuantizedTensorStorage._unflattened(inner, meta))
-
-    @staticmethod
-    def _unflattened(inner: dict[str, torch.Tensor], meta: Any) -> tuple[Any, ...]:
-        dtype, key, options, quantizer = meta
-        return dtype, form_of(key), Buffers(*[inner.get(n) for n in NAMES]), quantizer.quantizer, options
+        dtype, key, options, seen, kept = meta
+        buffers = Buffers(*[inner.get(n) for n in NAMES])
+        place = None if outer_stride is None else (tuple(outer_stride), 0)
+        made = cls._of(tuple(outer_size), dtype, form_of(key), buffers, kept.quantizer, options, place=place)
+        made._seen = seen
+        return made
 
     def __repr__(self) -> str:
         try:
@@ -373,85 +517,24 @@ class QuantizedTensorStorage:
         return f"{self._format}, shape={tuple(self.shape)}"
 
 
-class CoreViews:
-    """The pieces of a core view, for as long as the buffers are the same and stay where they are."""
-
-    __slots__ = ("block", "buffers", "column", "form", "row", "shape")
-
-    @classmethod
-    def of(cls, storage: Any, q: QuantizedTensor) -> CoreViews | None:
-        """Those of a view just made; None if the core reads copies, which a change of the buffers would not reach."""
-        b: Buffers = storage._buffers
-        first = b.row_data if b.col_data is None else b.col_data
-        pairs = ((b.row_data, q.rowwise), (b.col_data, q.columnwise), (first, q.block))
-        if any(t is not None and (core is None or not t.numel() or core.ptr != t.data_ptr()) for t, core in pairs):
-            return None
-        scales = ((b.row_data, b.row_scale, q.rowwise_scale), (b.col_data, b.col_scale, q.columnwise_scale))
-        if any(data is not None and core.ptr != scale.data_ptr() for data, scale, core in scales):  # type: ignore[union-attr]
-            return None
-        made = cls()
-        made.buffers, made.form, made.shape, made.block = b, q.format, q.shape, q.block
-        made.row = made.column = None
-        if q.rowwise is not None and q.rowwise_scale is not None:
-            made.row = Copy(q.rowwise, q.rowwise_scale, q.rowwise_amax)
-        if q.columnwise is not None and q.columnwise_scale is not None:
-            made.column = Copy(q.columnwise, q.columnwise_scale, q.columnwise_amax)
-        return made
-
-    buffers: Buffers
-    form: Format
-    shape: tuple[int, int]
-    row: Copy | None
-    column: Copy | None
-    block: Any
-
-    def fit(self, storage: Any) -> bool:
-        """Whether the storage still has these buffers, in this memory."""
-        b = self.buffers
-        return (
-            b[0] is storage._row_data and b[1] is storage._row_scale and b[2] is storage._row_amax
-            and b[3] is storage._col_data and b[4] is storage._col_scale and b[5] is storage._col_amax
-            and self.form is storage._format and (self.row is None or self.row.data.ptr == b[0].data_ptr())
-            and (self.column is None or self.column.data.ptr == b[3].data_ptr())
-        )  # fmt: skip
-
-    def __deepcopy__(self, memo: Any) -> None:
-        return None
-
-
-class Kept:
-    """A quantizer as a compiler's constant: guarded by its rule, and by the tensors it reads, not copied."""
-
-    __slots__ = ("quantizer",)
-
-    def __init__(self, quantizer: Any) -> None:
-        self.quantizer = quantizer
-
-    def _key(self) -> tuple[Any, ...]:
-        q = self.quantizer
-        if q is None or q._VALUE is not None:
-            return (q,)
-        plain = {k: id(v) if isinstance(v, torch.Tensor) else v for k, v in vars(q).items()}
-        return (type(q), *sorted(plain.items()))
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Kept) and self._key() == other._key()
-
-    def __hash__(self) -> int:
-        return hash(self._key())
-
-    def __deepcopy__(self, memo: Any) -> Kept:
-        return self
-
-
 def _two(t: torch.Tensor) -> tuple[int, int]:
     return (t.shape[0], t.shape[1]) if t.ndim == 2 else (1, t.numel())
 
 
-def _part(given: torch.Tensor, mine: torch.Tensor) -> torch.Tensor:
-    if given.ndim != mine.ndim:
-        return given.reshape(mine.shape)
-    return given[tuple(slice(0, n) for n in mine.shape)]
+def kept_or_new(noop_flag: torch.Tensor | None, old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    """What an update leaves, which a flag of 1 on the device skips."""
+    return new if noop_flag is None else torch.where(noop_flag.reshape(()) == 1, old, new)
+
+
+def _part(given: torch.Tensor, mine: torch.Tensor, turned: bool) -> torch.Tensor:
+    """The part of a padded buffer that a smaller one holds, in its shape."""
+    if given.ndim == mine.ndim:
+        return given[tuple(slice(0, n) for n in mine.shape)]
+    if given.ndim == 2 and mine.numel():  # a matrix for data that is held in its own shape
+        first, last = (mine.shape[0], mine.shape[-1]) if mine.ndim else (1, 1)
+        rows, columns = (first, mine.numel() // first) if turned else (mine.numel() // last, last)
+        given = given[:rows, :columns]
+    return given.reshape(mine.shape)
 
 
 def resolve_shape(old: Sequence[int], shape: Sequence[Any]) -> tuple[int, ...]:
@@ -465,24 +548,3 @@ def resolve_shape(old: Sequence[int], shape: Sequence[Any]) -> tuple[int, ...]:
     for n in sizes:
         known *= 1 if n == -1 else n
     return tuple(total // known if n == -1 and known else max(n, 0) for n in sizes)
-
-
-def core_from_inner(meta: tuple[Any, ...], tensors: Sequence[torch.Tensor], *, shapes_only: bool = False) -> Any:
-    """The core's view of what `flatten_inner()` and `inner_meta()` of a storage gave.
-
-    Of an identity storage: the plain matrix; of a hybrid one: the pair of its copies.
-    """
-    if meta[0] == "identity":
-        convert = to_core_shape if shapes_only or tensors[0].is_meta else to_core
-        return convert(tensors[0].contiguous()).matrix()
-    if meta[0] == "hybrid":
-        made, at = [], 0
-        for part in meta[1:]:
-            count, inner = part or (0, None)
-            made.append(inner and core_from_inner(inner, tensors[at : at + count], shapes_only=shapes_only))
-            at += count
-        return tuple(made)
-    key, shape, held = meta
-    given = iter(tensors)
-    buffers = Buffers(*[next(given) if h else None for h in held])
-    return core_of(form_of(key), shape, buffers, shapes_only)

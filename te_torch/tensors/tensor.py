@@ -9,10 +9,12 @@ from typing import Any
 import torch
 from torch.autograd.graph import increment_version
 
+from te_core.errors import ArgumentError
 from te_core.quantized import Format
 from te_torch.quantized import QuantizedTorch
 from te_torch.tensors.buffers import Buffers
 from te_torch.tensors.storage import QuantizedTensorStorage
+from te_torch.tensors.views import Place
 
 
 class QuantizedTensor(QuantizedTorch):
@@ -45,12 +47,13 @@ class QuantizedTensor(QuantizedTorch):
     @classmethod
     def _of(
         cls, shape: tuple[int, ...], dtype: torch.dtype, form: Format, buffers: Buffers, quantizer: Any = None,
-        options: tuple[Any, ...] = (), requires_grad: bool = False, stride: Any = None,
+        options: tuple[Any, ...] = (), *, requires_grad: bool = False, place: Place | None = None,
     ) -> Any:  # fmt: skip
         first = buffers.row_data if buffers.row_data is not None else buffers.col_data
+        stride, offset = place or (None, 0)
         made = QuantizedTensor.__new__(
             cls, shape, dtype, requires_grad=requires_grad, device=None if first is None else first.device,
-            stride=stride,
+            stride=stride, storage_offset=offset,
         )  # fmt: skip
         made._hold(dtype, form, buffers, quantizer, options)
         return made
@@ -102,9 +105,22 @@ class QuantizedTensor(QuantizedTorch):
         cls, tensor: Any, *, shape: Sequence[int] | None = None, dtype: torch.dtype | None = None,
         requires_grad: bool = False,
     ) -> Any:  # fmt: skip
-        """Another tensor over the same buffers."""
-        made = tensor._like(tensor.shape if shape is None else shape, tensor._buffers, dtype)
+        """A tensor of this class over the buffers of another one, or of a storage of its format."""
+        place = tensor._place if isinstance(tensor, QuantizedTensor) else None
+        if shape is not None and tuple(shape) != tuple(tensor.shape):
+            seen, place = tensor._viewed(tuple(shape)), None
+            if seen is None:
+                raise ArgumentError(
+                    f"{cls.__name__}.make_like", f"shape={tuple(shape)} for one of {tuple(tensor.shape)}",
+                    "a shape in which the same buffers can be seen", "see view()",
+                )  # fmt: skip
+            tensor = seen
+        made = tensor._like(tensor.shape, tensor._buffers, dtype, place, cls)
         return made.requires_grad_(requires_grad) if requires_grad else made
+
+    @property
+    def _place(self) -> Place:
+        return self.stride(), self.storage_offset()
 
     def to_dtype(self, dtype: torch.dtype) -> Any:
         """The same data with another nominal type."""
@@ -155,6 +171,27 @@ class QuantizedTensor(QuantizedTorch):
 
     def _adopt_from(self, other: Any) -> None:
         self._hold(self.dtype, other._format, other._buffers, other._quantizer, other._options)  # type: ignore[attr-defined]
+        self._memory, self._seen = other._memory, other._seen
+        other._share_looks(self)
+
+    # -------------------------------------------------------------------------------------------------- FSDP2
+
+    def fsdp_pre_all_gather(
+        self, mesh: Any, orig_size: Any, contiguous_orig_stride: Any, module: Any, mp_policy: Any
+    ) -> tuple[tuple[torch.Tensor, ...], Any]:
+        """The buffers of this shard that FSDP2 gathers, and what else the whole parameter needs."""
+        self._note_shards(mesh)  # type: ignore[attr-defined]
+        tensors, metadata = self.fsdp_extract_buffers()  # type: ignore[attr-defined]
+        return tuple(tensors), metadata
+
+    def fsdp_post_all_gather(
+        self, all_gather_outputs: tuple[torch.Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Any = None
+    ) -> Any:
+        """The whole parameter over what FSDP2 gathered, and what it may free when it shards again."""
+        if out is not None:
+            out.fsdp_assign_gathered(all_gather_outputs, metadata)
+            return None
+        return self._gathered(all_gather_outputs, metadata), all_gather_outputs  # type: ignore[attr-defined]
 
     # --------------------------------------------------------------------------------- copies, files, compilers
 
@@ -164,7 +201,7 @@ class QuantizedTensor(QuantizedTorch):
         made = self.detach().make_copy()  # type: ignore[attr-defined]
         made.requires_grad_(self.requires_grad)
         memo[id(self)] = made
-        own = set(made.__dict__) - {"_quantizer"}
+        own = {*made.__dict__, "_core_views"} - {"_quantizer"}
         made.__dict__.update({k: copy.deepcopy(v, memo) for k, v in self.__dict__.items() if k not in own})
         return made
 
@@ -176,22 +213,12 @@ class QuantizedTensor(QuantizedTorch):
 
         return pickling.reduced(self)
 
-    def prepare_for_saving(self) -> tuple[list[Any], Any]:
-        """The tensor itself: autograd saves it as any other."""
-        return [self], None
-
-    @classmethod
-    def __tensor_unflatten__(cls, inner: dict[str, torch.Tensor], meta: Any, outer_size: Any, outer_stride: Any) -> Any:
-        made: Any = QuantizedTensorStorage._unflattened(inner, meta)
-        dtype, form, buffers, quantizer, options = made
-        return cls._of(tuple(outer_size), dtype, form, buffers, quantizer, options, False, tuple(outer_stride))
-
     def _stable_hash_for_caching(self) -> str:
         """What a compiler's cache of graphs depends on."""
         names, meta = self.__tensor_flatten__()  # type: ignore[attr-defined]
         quantizer = self._quantizer
         rule = None if quantizer is None else (type(quantizer).__name__, getattr(quantizer, "operand", None))
-        kept = id(quantizer) if quantizer is not None and quantizer._VALUE is None else 0
+        kept = meta[-1]._key()[1:]  # of a quantizer without a value: what it holds
         return f"{type(self).__name__} {names} {meta[:-1]} {rule} {kept}"
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]

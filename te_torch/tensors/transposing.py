@@ -17,7 +17,7 @@ def columnwise_of(form: Format, shape: tuple[int, int], buffers: Buffers) -> Buf
     data, scale, amax = buffers.of(False)
     assert data is not None and scale is not None
     if form.scaling == "tensor":
-        return Buffers(col_data=_turned(data), col_scale=scale)
+        return Buffers(col_data=_turned(data if data.ndim == 2 else data.reshape(shape)), col_scale=scale)
     if form.scaling == "block":
         rows, blocks = -(-shape[0] // 128), -(-shape[1] // 128)
         turned = scale.new_ones(pieces_of(CPU, form, shape, True).scale)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -35,13 +36,9 @@ def replace_raw_data(tensor: Any, new_raw_data: torch.Tensor) -> None:
         wanted = "a rowwise copy" if old is None else f"{old.numel()} elements of {old.dtype}"
         raise ArgumentError("replace_raw_data", got, wanted, "allocate a buffer of that size")
     with torch.no_grad():
-        new = new_raw_data.view(old.shape)
+        new = new_raw_data if new_raw_data.shape == old.shape else new_raw_data.view(old.shape)
         new.copy_(old)
-        if isinstance(tensor, IdentityTensorStorage):
-            tensor._hp_data = new
-        else:
-            tensor._adopt("_row_data", new)
-    return None
+        tensor._move_data(new)
 
 
 def quantize_master_weights(
@@ -58,8 +55,11 @@ def quantize_master_weights(
     gathered rowwise ones are dropped; `post_all_gather_processing` makes them at once.
     """
     shards = fsdp_shard_model_weights or [None] * len(model_weights)
+    given = list(zip(model_weights, master_weights, start_offsets, shards, strict=True))
+    for weight, master, start, shard in given:  # all of them, before anything is written
+        _check(weight, master, start or 0, shard)
     with torch.no_grad():
-        for weight, master, start, shard in zip(model_weights, master_weights, start_offsets, shards, strict=True):
+        for weight, master, start, shard in given:
             _one_weight(weight, master, start or 0, group, shard)
             if not isinstance(weight, Float8TensorStorage) or weight._col_data is None:
                 continue
@@ -67,6 +67,26 @@ def quantize_master_weights(
                 clear_columnwise_cache(weight)  # other processes have the rest of the data
             else:
                 weight._make_columnwise()
+
+
+def _check(weight: Any, master: torch.Tensor | None, start: int, shard: Any) -> None:
+    operation = "quantize_master_weights"
+    if not isinstance(weight, QuantizedTensorStorage) or not any(weight.get_usages().values()):
+        raise ArgumentError(
+            operation, f"a weight {type(weight).__name__} without quantized data", "quantized tensors with data",
+            "pass the parameters of quantized_model_init",
+        )  # fmt: skip
+    end = start + (0 if master is None else master.numel())
+    if start < 0 or end > prod(weight.shape):
+        raise ArgumentError(
+            operation, f"a shard of elements {start} to {end}", f"0 to {prod(weight.shape)}, the weight's",
+            "correct start_offsets",
+        )  # fmt: skip
+    if shard is not None and not isinstance(weight, (Float8TensorStorage, IdentityTensorStorage)):
+        raise UnsupportedError(
+            operation, f"fsdp_shard_model_weights with a {type(weight).__name__}",
+            "these with per-tensor FP8 and identity weights", "let the whole weight be written",
+        )  # fmt: skip
 
 
 def _one_weight(weight: Any, master: torch.Tensor | None, start: int, group: Any, shard: Any) -> None:
@@ -79,11 +99,6 @@ def _one_weight(weight: Any, master: torch.Tensor | None, start: int, group: Any
     if isinstance(weight, Float8TensorStorage):
         _per_tensor(weight, master, start, group, shard)
         return
-    if shard is not None:
-        raise UnsupportedError(
-            "quantize_master_weights", f"fsdp_shard_model_weights with a {type(weight).__name__}",
-            "these with per-tensor FP8 and identity weights", "let the whole weight be written",
-        )  # fmt: skip
     whole = master
     if master is None or master.numel() != weight.numel():
         whole = torch.zeros(weight.numel(), dtype=torch.float32, device=weight.device)
@@ -157,8 +172,7 @@ def clear_columnwise_cache(tensor: Any) -> None:
     """Drop a columnwise copy that can be made of the rowwise one."""
     if isinstance(tensor, QuantizedTensorStorage) and hasattr(tensor, "_row_data"):
         if tensor._row_data is not None and tensor._col_data is not None and tensor._derives_columnwise():
-            rowwise = tensor._buffers.row  # the rowwise buffers stay where they are: a trainer may hold views of them
-            tensor._set_buffers(rowwise)
+            tensor.update_usage(columnwise_usage=False)
 
 
 def is_custom(obj: Any) -> bool:

@@ -185,9 +185,12 @@ def objects():
     with te.quantized_model_init(recipe=fp8):
         held = te.Linear(32, 32, device="cpu")
     quantizer = te.Float8CurrentScalingQuantizer(te.DType.kFloat8E4M3, "cpu")
+    internal = te.MXFP8Quantizer(te.DType.kFloat8E4M3)
+    internal.internal = True
     return {
         "model": model, "layer": layer, "held": held, "quantizer": quantizer,
-        "tensors": [quantizer(torch.randn(16, 32)), te.MXFP8Quantizer(te.DType.kFloat8E4M3)(torch.randn(32, 32))],
+        "tensors": [quantizer(torch.randn(16, 32)), te.MXFP8Quantizer(te.DType.kFloat8E4M3)(torch.randn(32, 32)),
+                    internal(torch.randn(32, 32))],
         "state": held.state_dict(),
         "recipes": recipes(),
         "rest": [r.Format.HYBRID, te.DType.kFloat8E4M3, r.MMParams(), te.QuantizerRole("linear", "input"),

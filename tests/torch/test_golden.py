@@ -59,6 +59,13 @@ CASES = sorted({tuple(k.split("/")[:2]) for k in load("modules")})
 
 def build(case: str, width: int, params: dict[str, torch.Tensor], device: str) -> torch.nn.Module:
     """The module that a golden case was written with."""
+    module = make(case, width, params, device)
+    module.load_state_dict(params)
+    return module
+
+
+def make(case: str, width: int, params: dict[str, torch.Tensor], device: str) -> torch.nn.Module:
+    """The same as its constructor fills it."""
     kind, _, variant = case.partition("_")
     if kind == "Linear":
         module = te.Linear(width, params["weight"].shape[0], device=device)
@@ -76,7 +83,6 @@ def build(case: str, width: int, params: dict[str, torch.Tensor], device: str) -
         module = te.LayerNorm(width, zero_centered_gamma=variant == "zc", device=device)
     else:
         module = te.RMSNorm(width, device=device)
-    module.load_state_dict(params)
     return module
 
 

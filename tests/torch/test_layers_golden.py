@@ -32,11 +32,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 def build(case: str, device: str) -> torch.nn.Module:
     """The module that a golden case was written with."""
-    options = {"attention_dropout": 0.0, "layer_number": 1, "params_dtype": torch.bfloat16, "device": device}
-    if case == "MultiheadAttention":
-        module = te.MultiheadAttention(64, 4, **options, **VARIANTS[case])
-    else:
-        module = te.TransformerLayer(64, 128, 4, hidden_dropout=0.0, **options, **VARIANTS[case])
+    module = make(case, device)
     params = tree("layers", f"{case}/high/param/")
     named = dict(module.named_parameters())
     assert set(named) == set(params)
@@ -45,6 +41,14 @@ def build(case: str, device: str) -> torch.nn.Module:
             assert p.shape == params[name].shape and p.dtype == params[name].dtype, name
             p.copy_(params[name])
     return module
+
+
+def make(case: str, device: str) -> torch.nn.Module:
+    """The same as its constructor fills it."""
+    options = {"attention_dropout": 0.0, "layer_number": 1, "params_dtype": torch.bfloat16, "device": device}
+    if case == "MultiheadAttention":
+        return te.MultiheadAttention(64, 4, **options, **VARIANTS[case])
+    return te.TransformerLayer(64, 128, 4, hidden_dropout=0.0, **options, **VARIANTS[case])
 
 
 def second_step(case: str, recipe: str, device: str) -> dict[str, torch.Tensor]:

@@ -312,6 +312,22 @@ def test_fsdp_hooks_gather_shards_into_the_whole(device: str, name: str) -> None
         assert torch.equal(made._col_data, whole._col_data)
 
 
+@on_devices
+@pytest.mark.parametrize(("name", "rows"), [("mxfp8", 96), ("mxfp8_tile", 32), ("nvfp4_tile", 48), ("tile", 128)])
+def test_no_padding_comes_to_lie_between_shards(device: str, name: str, rows: int) -> None:
+    x = values((2 * rows, 64), device)
+    x[0, 0] = x[rows, 0] = 20.0  # one amax
+    whole, shards = ALL[name](device)(x), [ALL[name](device)(h) for h in torch.split(x, rows)]
+    sent = [s.fsdp_pre_all_gather(None, x.shape, (64, 1), None, None) for s in shards]
+    gathered = tuple(torch.cat(pair) for pair in zip(*[tensors for tensors, _ in sent], strict=True))
+    made, _ = whole.fsdp_post_all_gather(gathered, sent[0][1], torch.bfloat16)
+    assert torch.equal(made.dequantize(), whole.dequantize()) and made.to_core().rowwise_scale.nbytes
+    assert made._rowwise_scale_inv.shape == whole._rowwise_scale_inv.shape
+    if made.get_usages()["columnwise"]:
+        for n in ("_columnwise_data", "_columnwise_scale_inv"):
+            assert torch.equal(getattr(made, n), getattr(whole, n))
+
+
 def test_fsdp_shards_of_nvfp4_with_maxima_of_their_own() -> None:
     """After an update each shard has its own amax; the whole is close to what the shards say."""
     x = values((512, 64), dtype=torch.float32)
@@ -325,14 +341,41 @@ def test_fsdp_shards_of_nvfp4_with_maxima_of_their_own() -> None:
     assert made._amax_rowwise.item() == said.abs().max().item()
 
 
-@all_makers
-def test_buffer_protocol_rebuilds_a_tensor(name: str) -> None:
-    t = ALL[name]("cpu")(values((32, 64)))
-    buffers, meta = t.fsdp_extract_buffers()
-    assert len(buffers) == len(t.fsdp_buffer_fields())
-    made = torch.empty_like(t)
-    made.fsdp_assign_gathered(buffers, meta)
-    assert pointers(made) == pointers(t) and torch.equal(made.dequantize(), t.dequantize())
+GATHERED = {
+    "delayed": ("_data",), "current": ("_data",), "current_pow2": ("_data",), "identity": ("_hp_data",),
+    "tile": ("_rowwise_data", "_rowwise_scale_inv"),
+    "mxfp8": ("_rowwise_data", "_rowwise_scale_inv", "_columnwise_data", "_columnwise_scale_inv"),
+    "mxfp8_tile": ("_rowwise_data", "_rowwise_scale_inv", "_columnwise_data", "_columnwise_scale_inv"),
+    "nvfp4_tile": ("_rowwise_data", "_rowwise_scale_inv", "_amax_rowwise"),
+    "mixed": (
+        "_rowwise_storage._rowwise_data", "_rowwise_storage._rowwise_scale_inv",
+        "_columnwise_storage._columnwise_data", "_columnwise_storage._columnwise_scale_inv",
+    ),
+}  # fmt: skip
+
+
+@on_devices
+@pytest.mark.parametrize("name", GATHERED)
+@pytest.mark.parametrize("internal", [False, True])
+def test_buffer_protocol_gathers_shards(device: str, name: str, internal: bool) -> None:
+    """By hand what the hooks do: fields of two shards, concatenated, are the whole, for storages too."""
+    x = values((512, 64), device)
+    x[0, 0] = x[256, 0] = 20.0  # shards of one amax, as those of one parameter have
+    quantizer = (fsdp_hybrid if name == "mixed" else ALL[name])(device)
+    quantizer.internal = internal
+    whole, shards = quantizer(x), [quantizer(h) for h in torch.split(x, 256)]
+    assert whole.fsdp_buffer_fields() == GATHERED[name]
+    found = [s.fsdp_extract_buffers() for s in shards]
+    for buffers, meta in found:
+        assert meta["field_names"] == GATHERED[name] and len(buffers) == len(GATHERED[name])
+        assert all(b.is_contiguous() for b in buffers) and meta["fake_dtype"] is x.dtype
+        assert type(meta["quantizer"]) is type(quantizer)
+    gathered = [torch.cat(pair) for pair in zip(*[buffers for buffers, _ in found], strict=True)]
+    made = quantizer.make_empty((512, 64), dtype=x.dtype, device=device)
+    made.fsdp_assign_gathered(gathered, found[0][1])
+    assert torch.equal(made.dequantize(), whole.dequantize())
+    if name == "mixed":
+        assert torch.equal(made._columnwise_storage.dequantize(), whole._columnwise_storage.dequantize())
 
 
 # ------------------------------------------------------------------------------------------------ compilers

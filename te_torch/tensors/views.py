@@ -1,0 +1,128 @@
+"""What is made of a storage's buffers once and found again: their documented views, and the core's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+
+from te_core.quantized import Copy, Format, QuantizedTensor
+from te_torch.tensors.buffers import Apart, Buffers
+
+#: Strides and offset of a tensor, as torch says them.
+Place = tuple[Sequence[int], Any]
+
+
+class Part(NamedTuple):
+    """A part of a tensor, as torch says where a view lies."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    @property
+    def place(self) -> Place:
+        """Strides and offset."""
+        return self.stride, self.offset
+
+
+class Seen(NamedTuple):
+    """How a tensor's buffers are related to what it shows."""
+
+    matrix: tuple[int, int] | None = None  # which they are, where it is not that of the shape (`view(-1)`)
+    part: bool = False  # of another tensor, with whose rest they share a scale
+
+
+WHOLE = Seen()
+
+
+class Memory:
+    """What all tensors over the same data know of it, or of parts of it."""
+
+    __slots__ = ("blank", "writes")
+
+    def __init__(self) -> None:
+        self.writes = 0
+        self.blank = False  # all zeros, to which any scale fits
+
+
+class Look:
+    """A buffer and its documented view, made once: programs keep these views, and compare them by identity.
+
+    Tensors that share buffers share their looks.
+    """
+
+    __slots__ = ("as_of", "buffer", "given", "view")
+
+    def __init__(self, buffer: torch.Tensor, given: torch.Tensor | None = None) -> None:
+        self.buffer = buffer
+        self.given = given
+        self.view: torch.Tensor | None = None
+        self.as_of = 0  # of a transpose: how often the data had been written when it was made
+
+    def seen(self, how: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """The view: the tensor that was given if it is of the view's shape, else what this function makes."""
+        if self.view is None:
+            outlives = torch.is_inference_mode_enabled() and not self.buffer.is_inference()
+            with torch.inference_mode(False) if outlives else nullcontext():
+                self.view = how(self.buffer)
+            if self.given is not None and (self.given.shape, self.given.dtype) == (self.view.shape, self.view.dtype):
+                self.view = self.given
+            self.given = None
+        return self.view
+
+
+class CoreViews:
+    """The pieces of a core view, for as long as the buffers are the same and stay where they are."""
+
+    __slots__ = ("block", "buffers", "column", "form", "pack", "row", "shape")
+
+    @classmethod
+    def of(cls, storage: Any, q: QuantizedTensor) -> CoreViews | None:
+        """Those of a view just made; None if the core reads copies, which a change of the buffers would not reach."""
+        b: Buffers = storage._buffers
+        apart = isinstance(q, Apart)
+        pairs = [(b.row_data, q.rowwise), (b.col_data, q.columnwise)]
+        pairs += [] if apart else [(b.row_data if b.col_data is None else b.col_data, q.block)]
+        if any(t is not None and (core is None or not t.numel() or core.ptr != t.data_ptr()) for t, core in pairs):
+            return None
+        scales = ((b.row_data, b.row_scale, q.rowwise_scale), (b.col_data, b.col_scale, q.columnwise_scale))
+        if any(data is not None and core.ptr != scale.data_ptr() for data, scale, core in scales):  # type: ignore[union-attr]
+            return None
+        made = cls()
+        made.buffers, made.form, made.shape = b, q.format, q.shape
+        made.block, made.pack = (None, q.pack) if isinstance(q, Apart) else (q.block, None)
+        made.row = made.column = None
+        if q.rowwise is not None and q.rowwise_scale is not None:
+            made.row = Copy(q.rowwise, q.rowwise_scale, q.rowwise_amax)
+        if q.columnwise is not None and q.columnwise_scale is not None:
+            made.column = Copy(q.columnwise, q.columnwise_scale, q.columnwise_amax)
+        return made
+
+    buffers: Buffers
+    form: Format
+    shape: tuple[int, int]
+    row: Copy | None
+    column: Copy | None
+    block: Any
+    pack: Callable[[], torch.Tensor] | None
+
+    def fit(self, storage: Any) -> bool:
+        """Whether the storage still has these buffers, in this memory."""
+        b = self.buffers
+        return (
+            b[0] is storage._row_data and b[1] is storage._row_scale and b[2] is storage._row_amax
+            and b[3] is storage._col_data and b[4] is storage._col_scale and b[5] is storage._col_amax
+            and self.form is storage._format and (self.row is None or self.row.data.ptr == b[0].data_ptr())
+            and (self.column is None or self.column.data.ptr == b[3].data_ptr())
+        )  # fmt: skip
+
+    def view(self) -> QuantizedTensor:
+        """A core tensor of these pieces: its owner is who takes it."""
+        if self.pack is None:
+            return QuantizedTensor(self.form, self.shape, self.row, self.column, self.block)
+        made = Apart(self.form, self.shape, self.row, self.column)
+        made.pack = self.pack
+        return made
