@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
-from te_core import ops
 from te_core.errors import ArgumentError
+from te_core.ops import raw as ops
 from te_core.ops.quantize import ScalingState as CoreState
 from te_core.precision import History, Operand, Precision
 from te_core.quantize.state import BACKWARD_SLOTS, FORWARD_SLOTS, Scales

@@ -7,6 +7,7 @@ input) in the scale and amax vectors of its module; GEMM i starts at 3 i and 2 i
 from __future__ import annotations
 
 from te_core import dtypes
+from te_core.errors import ArgumentError
 from te_core.precision import Operand
 from te_core.quantized import Cast
 from te_core.tensor import Tensor
@@ -34,6 +35,14 @@ class Scales:
         self.casts: dict[tuple[int, bool, bool], Cast] = {}  # those made of these views so far, by slot
 
 
+def without_state(operation: str) -> ArgumentError:
+    """What is wrong with a call that brings no scaling state where a recipe keeps one."""
+    return ArgumentError(
+        operation, "no scales", "a Scales (te_core.quantize.state): float32, 3 slots forward and 2 backward a GEMM",
+        "pass scales=, or choose a recipe that keeps no history, such as Float8CurrentScaling",
+    )  # fmt: skip
+
+
 def element(vector: Tensor, index: int) -> Tensor:
     """One float32 of a vector, as a tensor [1]."""
     return Tensor(vector.ptr + 4 * index, (1,), dtypes.float32, vector.device, vector)
@@ -45,7 +54,8 @@ def forward_cast(
     """How a forward operand (slot INPUT, WEIGHT or OUTPUT) of a GEMM is quantized in this call."""
     if operand.scaling != "delayed":
         return _stateless(operand, rowwise, columnwise)
-    assert scales is not None  # delayed scaling comes with its state
+    if scales is None:
+        raise without_state("the forward of a recipe with a history")
     index = FORWARD_SLOTS * gemm + slot
     found = scales.casts.get((index, rowwise, columnwise))
     if found is None or found.dtype is not operand.dtype:
@@ -61,9 +71,15 @@ def backward_cast(
     """How a gradient (slot GRAD_OUTPUT or GRAD_INPUT) of a GEMM is quantized in this call."""
     if operand.scaling != "delayed":
         if operand.stochastic:
+            if rng is None:
+                raise ArgumentError(
+                    "the backward of a recipe with stochastic rounding", "no rng", "an int64 tensor [2] (seed, offset)",
+                    "pass rng= to the layer's forward, which saves it, or a recipe that rounds to nearest",
+                )  # fmt: skip
             return _make(operand, rowwise, columnwise, rng, BACKWARD_SLOTS * gemm + slot)
         return _stateless(operand, rowwise, columnwise)
-    assert scales is not None
+    if scales is None:
+        raise without_state("the backward of a recipe with a history")
     index = BACKWARD_SLOTS * gemm + slot
     key = (-1 - index, rowwise, columnwise)
     found = scales.casts.get(key)

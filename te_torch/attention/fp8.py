@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from te_core import ops
 from te_core.errors import ArgumentError
 from te_core.layers import attention_fp8 as core
+from te_core.ops import raw as ops
 from te_core.precision import AttentionPrecision, History, Operand, Precision
 from te_core.quantize.state import backward_cast, forward_cast
 from te_core.quantized import Cast

@@ -10,8 +10,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import te_torch as te
-from te_core import ops
 from te_core.errors import ArgumentError, UnsupportedError
+from te_core.ops import raw as ops
 from te_core.recipe import DelayedScaling, Float8CurrentScaling, Format, MXFP8BlockScaling, resolve
 from te_torch.attention import env, fp8
 from te_torch.attention.choose import NoBackendError
