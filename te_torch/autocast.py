@@ -66,11 +66,11 @@ def number_of(recipe: Recipe, mode: int = PLAIN) -> int:
 
 def number_of_precision(precision: Precision, recipe: Recipe | None) -> int:
     """The number of a precision (one that `te_core.recipe.the_one` gave)."""
-    number = _numbers.get(id(precision))  # `resolve` keeps its results, so an id stays one precision's
+    number = _numbers.get(precision.serial)
     if number is None:
         _numbered.append(precision)
         _recipes.append(copy.copy(recipe))
-        number = _numbers[id(precision)] = len(_numbered) - 1
+        number = _numbers[precision.serial] = len(_numbered) - 1
         if precision.factory is not None:
             custom_numbers.add(number)
     return number
@@ -98,7 +98,7 @@ _modes: dict[tuple[int, int], Precision] = {}
 
 
 def _in_mode(precision: Precision, mode: int) -> Precision:
-    found = _modes.get((id(precision), mode))
+    found = _modes.get((precision.serial, mode))
     if found is None:
         if mode & CALIBRATE:
             x, w = (o and replace(o, scaling="calibrate") for o in (precision.input, precision.weight))
@@ -107,7 +107,7 @@ def _in_mode(precision: Precision, mode: int) -> Precision:
             )  # fmt: skip
         else:
             changed = replace(precision, emulate=bool(mode & EMULATE), strict=bool(mode & STRICT))
-        found = _modes[id(precision), mode] = the_one(changed)
+        found = _modes[precision.serial, mode] = the_one(changed)
     return found
 
 

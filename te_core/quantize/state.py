@@ -106,13 +106,16 @@ def _make(operand: Operand, rowwise: bool, columnwise: bool, rng: Tensor | None 
     )  # fmt: skip
 
 
-# By the operand's id: a precision, and so its operands, lives for good (te_core.recipe keeps it).
+# By the operand's id, which stays its own while it is held here.
 _casts: dict[tuple[int, bool, bool], tuple[Operand, Cast]] = {}
+_MOST_CASTS = 1024
 
 
 def _stateless(operand: Operand, rowwise: bool, columnwise: bool) -> Cast:
     key = (id(operand), rowwise, columnwise)
     found = _casts.get(key)
     if found is None or found[0] is not operand:
+        if len(_casts) >= _MOST_CASTS:  # of recipes long gone, most of them
+            _casts.clear()
         found = _casts[key] = (operand, _make(operand, rowwise, columnwise))
     return found[1]
