@@ -28,6 +28,7 @@ from tests.golden import load
 _NUMBERS = (
     0, 1, 2, 127, 128, 255, 256, 0xFFFF, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF, 1 << 40, (1 << 63) - 1, (1 << 64) - 1
 )  # fmt: skip
+_LONGEST = 1 << 18  # of what is copied many times: more is a test of this machine
 _MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 _SNIPPETS = (
     b"(", b")", b"]", b"}", b"0", b"1", b"2", b".", b"N", b"\x88", b"\x89", b"a", b"e", b"s", b"u", b"t", b"l", b"d",
@@ -151,7 +152,8 @@ def _pickle(r: random.Random, data: bytes) -> bytes:
         case 4:
             parts.insert(at, r.choice(_SNIPPETS))
         case 5:
-            parts[at:at] = parts[max(0, at - r.randrange(1, 12)) : at] * r.choice((1, 2, 100, 2000))
+            copied = parts[max(0, at - r.randrange(1, 12)) : at]
+            parts[at:at] = copied * min(r.choice((1, 2, 100, 2000)), _LONGEST // max(1, sum(map(len, copied))))
         case 6:  # a number becomes another one
             found = [i for i, p in enumerate(parts) if p[:1] in b"KMJ"] or [at]
             number = r.choice(_NUMBERS) * r.choice((1, 1, -1))
