@@ -9,14 +9,22 @@ exporter orders the stream that wrote the tensor before the consumer's stream.
 from __future__ import annotations
 
 import ctypes
-from typing import Any
+import errno
+import mmap
+from math import prod
+from threading import Lock
+from typing import Any, NoReturn
 
-from te_core import dtypes
-from te_core.errors import ArgumentError
-from te_core.tensor import CPU, Tensor, _is_dense, _raw, cuda_device
+from te_core import dtypes, libraries
+from te_core.errors import ArgumentError, LibraryError
+from te_core.tensor import CPU, Device, Tensor, _is_dense, _raw, cuda_device, dense_strides
 
 _CPU, _CUDA, _CUDA_HOST, _CUDA_MANAGED = 1, 2, 3, 13
 _LEGACY_STREAM = 1  # how the protocol spells the default stream: 0 is ambiguous there, and refused
+_MAJOR = 1
+_FLAGS = 0b111  # read-only, a copy, FP4 padded to bytes
+_MOST_DIMENSIONS = 32  # as NumPy before 2.0
+_MOST_BYTES = (1 << 63) - 1
 
 
 class _DLTensor(ctypes.Structure):
@@ -60,6 +68,7 @@ _api = ctypes.pythonapi
 _is_valid = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.c_char_p)(("PyCapsule_IsValid", _api))
 _pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(("PyCapsule_GetPointer", _api))
 _rename = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.c_char_p)(("PyCapsule_SetName", _api))
+_mincore = getattr(ctypes.CDLL(None, use_errno=True), "mincore", None)  # the system's, to ask what is mapped
 
 
 # ---------------------------------------------------------------------------------------------- import
@@ -79,6 +88,9 @@ class _Imported:
             self.managed.deleter(ctypes.addressof(self.managed))
 
 
+_taking = Lock()  # a bare capsule may be shown to two threads, and only one can have it
+
+
 def from_dlpack(producer: Any, *, stream: int | None = None, dtype: Any = None) -> Tensor:
     """A zero-copy `Tensor` over anything that speaks DLPack.
 
@@ -86,66 +98,136 @@ def from_dlpack(producer: Any, *, stream: int | None = None, dtype: Any = None) 
     before it); 0 or None is the default stream, and it means nothing for host memory. `dtype` names the real
     type of data that the producer can only export under another of its width, such as FP8 as uint8. Memory
     that its producer calls read-only is taken as well: operations write to outputs only.
+
+    A capsule that is refused is left as it was: whoever has it frees it.
     """
     capsule = _ask(producer, stream)
-    name, managed = _open(capsule)
-    result = _read(managed.dl, producer)
-    result.owner = _Imported(managed, (stream or 0) if result.device.kind == "cuda" else None)
-    _rename(capsule, _USED[name])  # from here on the memory is ours to release
+    with _taking:
+        name, managed = _open(capsule)
+        result = _read(managed.dl, producer)
+        result.owner = _Imported(managed, (stream or 0) if result.device.kind == "cuda" else None)
+        _rename(capsule, _USED[name])  # from here on the memory is ours to release
     if dtype is not None:
         result = result.view_as(dtypes.dtype(dtype))
     return result
 
 
+def _refuse(got: str, allowed: str, do: str) -> NoReturn:
+    raise ArgumentError("from_dlpack", got, allowed, do)
+
+
 def _ask(producer: Any, stream: int | None) -> Any:
     if type(producer).__name__ == "PyCapsule":
         return producer
-    method = getattr(producer, "__dlpack__", None)
-    if method is None:
-        raise ArgumentError(
-            "from_dlpack", type(producer).__name__, "an object with __dlpack__",
+    method, where = (getattr(producer, f"__dlpack{name}__", None) for name in ("", "_device"))
+    if method is None or where is None:
+        _refuse(
+            type(producer).__name__, "an object with __dlpack__ and __dlpack_device__",
             "pass a NumPy, torch, JAX or CuPy array",
         )  # fmt: skip
-    if producer.__dlpack_device__()[0] in (_CUDA, _CUDA_MANAGED):
+    device = where()
+    if not isinstance(device, tuple) or len(device) != 2:
+        _refuse(
+            f"{type(producer).__name__} with the device {device!r}", "a pair (kind, number) from __dlpack_device__",
+            "pass a NumPy, torch, JAX or CuPy array",
+        )  # fmt: skip
+    if device[0] in (_CUDA, _CUDA_MANAGED):
         stream = stream or _LEGACY_STREAM
     else:
         stream = None  # host memory has no stream, and its producers refuse one
     try:
-        return method(stream=stream, max_version=(1, 3))
+        return method(stream=stream, max_version=(_MAJOR, 3))
     except TypeError:  # a producer of before DLPack 1.0 knows no max_version
         return method(stream=stream) if stream is not None else method()
 
 
 def _open(capsule: Any) -> tuple[bytes, Any]:
-    """The name of an unused capsule and the structure in it."""
+    """The name of an unused capsule and the structure in it, which is one of those that we know."""
     for name, layout in _LAYOUTS.items():
         if _is_valid(capsule, name):
-            return name, layout.from_address(_pointer(capsule, name))
-    raise ArgumentError(
-        "from_dlpack", repr(capsule), "an unused DLPack capsule",
-        "pass the array itself: a capsule can be read only once",
-    )  # fmt: skip
+            managed = layout.from_address(_pointer(capsule, name))
+            if layout is _ManagedVersioned and (managed.major != _MAJOR or managed.flags & ~_FLAGS):
+                _refuse(
+                    f"DLPack version {managed.major}.{managed.minor} with flags {managed.flags:#x}",
+                    f"version {_MAJOR}, whose flags are {_FLAGS:#x}", "copy the array through NumPy",
+                )  # fmt: skip
+            return name, managed
+    _refuse(repr(capsule), "an unused DLPack capsule", "pass the array itself: a capsule can be read only once")
 
 
 def _read(dl: _DLTensor, producer: Any) -> Tensor:
-    kinds = {_CPU: "cpu", _CUDA_HOST: "cpu", _CUDA: "cuda", _CUDA_MANAGED: "cuda"}
-    kind = kinds.get(dl.device_type)
-    if kind is None:
-        raise ArgumentError(
-            "from_dlpack", f"{type(producer).__name__} on DLPack device {dl.device_type}",
-            "CPU and CUDA memory", "copy the array to the host or to a CUDA device",
-        )  # fmt: skip
+    device = _device(dl, producer)
     dt = dtypes.from_dlpack(dl.code, dl.bits, dl.lanes)
     if dt is dtypes.float4_e2m1:  # some producers pack two to a byte and some do not, and few say which
-        raise ArgumentError(
-            "from_dlpack", "float4_e2m1", "byte-sized types", "pass packed FP4 as uint8 (a view of the array)"
-        )
-    shape = tuple(dl.shape[: dl.ndim])
-    strides = tuple(dl.strides[: dl.ndim]) if dl.strides else None
+        _refuse("float4_e2m1", "byte-sized types", "pass packed FP4 as uint8 (a view of the array)")
+    if not 0 <= dl.ndim <= _MOST_DIMENSIONS or (dl.ndim and not dl.shape):
+        _refuse(
+            f"{dl.ndim} dimensions{'' if dl.shape else ' without a shape'}",
+            f"up to {_MOST_DIMENSIONS} dimensions and their sizes", "reshape the array, or correct its producer",
+        )  # fmt: skip
+    shape = tuple(dl.shape[: dl.ndim]) if dl.ndim else ()
+    strides = tuple(dl.strides[: dl.ndim]) if dl.ndim and dl.strides else None
     if strides is not None and _is_dense(shape, strides):
         strides = None
-    device = CPU if kind == "cpu" else cuda_device(dl.device_id)
-    return Tensor((dl.data or 0) + dl.byte_offset, shape, dt, device, None, strides)
+    return Tensor(_address(dl, shape, strides, dt, device), shape, dt, device, None, strides)
+
+
+def _device(dl: _DLTensor, producer: Any) -> Device:
+    if dl.device_type in (_CPU, _CUDA_HOST):
+        return CPU
+    if dl.device_type not in (_CUDA, _CUDA_MANAGED):
+        _refuse(
+            f"{type(producer).__name__} on DLPack device {dl.device_type}",
+            "CPU and CUDA memory", "copy the array to the host or to a CUDA device",
+        )  # fmt: skip
+    try:
+        count = libraries.driver().device_count
+    except LibraryError as error:
+        _refuse(f"memory of cuda:{dl.device_id}", f"CPU memory, without a CUDA driver ({error.got})", error.do)
+    if not 0 <= dl.device_id < count:
+        _refuse(
+            f"memory of cuda:{dl.device_id}", f"the {count} CUDA devices that this process sees",
+            "copy the array to one of these",
+        )  # fmt: skip
+    return cuda_device(dl.device_id)
+
+
+def _address(
+    dl: _DLTensor, shape: tuple[int, ...], strides: tuple[int, ...] | None, dt: dtypes.DType, device: Device
+) -> int:
+    """Where the first element lies; kernels get bare addresses, so this is where a wrong one has to be noticed."""
+    described = f"shape {shape}{'' if strides is None else f' with strides {strides}'} of {dt}"
+    if min(shape, default=0) < 0:
+        _refuse(described, "sizes of 0 and more", "correct the producer")
+    if 0 in shape:
+        return 0  # there may be no address at all
+    steps = dense_strides(shape) if strides is None else strides
+    reach = [(n - 1) * step * dt.itemsize for n, step in zip(shape, steps, strict=True)]
+    first, last = sum(min(r, 0) for r in reach), sum(max(r, 0) for r in reach) + dt.itemsize - 1
+    most = max(prod(shape) * dt.itemsize, last - first + 1)
+    if most > _MOST_BYTES:
+        _refuse(f"{described}, {most} bytes", f"up to {_MOST_BYTES} bytes", "correct the producer")
+    if not dl.data:
+        _refuse(f"{described} with no data (byte_offset {dl.byte_offset})", "an address", "correct the producer")
+    address = dl.data + dl.byte_offset
+    described += f" at address {dl.data:#x} with byte_offset {dl.byte_offset}"
+    if address % dt.itemsize:
+        _refuse(described, f"addresses that are multiples of {dt.itemsize}", "copy the array to memory of its own")
+    ends = address + first, address + last
+    if ends[0] < 0 or ends[1] >= 1 << 64 or (device is CPU and not all(map(_is_mapped, ends))):
+        _refuse(
+            f"{described}, which reaches outside of this process's memory", "memory of this process",
+            "correct the producer, and keep what it lends alive",
+        )  # fmt: skip
+    return int(address)
+
+
+def _is_mapped(address: int) -> bool:
+    """Whether the page of an address is there at all. (That all pages between are, nobody can tell as fast.)"""
+    if _mincore is None:
+        return True
+    page = ctypes.c_void_p(address & -mmap.PAGESIZE)
+    return _mincore(page, 1, ctypes.byref(ctypes.c_ubyte())) == 0 or ctypes.get_errno() != errno.ENOMEM
 
 
 # ---------------------------------------------------------------------------------------------- export
@@ -190,8 +272,6 @@ def _order_before(tensor: Tensor, consumer: int) -> None:
     written_on = getattr(owner, "stream", None)
     if isinstance(written_on, int):
         if (written_on or _LEGACY_STREAM) != (consumer or _LEGACY_STREAM):
-            from te_core import libraries
-
             libraries.driver().order_streams(tensor.device.index, written_on, consumer)
     elif hasattr(owner, "__dlpack__"):
         # A framework's own tensor: let the framework order its current stream before the consumer's.

@@ -107,7 +107,7 @@ def dtype(spec: Any) -> DType:
             found = _BY_NAME.get(text[6:])
         else:
             try:
-                found = _BY_NUMPY.get(np.dtype(spec))
+                found = None if spec is None else _BY_NUMPY.get(np.dtype(spec))  # NumPy takes None for float64
             except TypeError:
                 found = None
     if found is None:

@@ -1,26 +1,269 @@
-"""Every environment variable te_core reads, in one place. `python -m te_core.doctor` lists them."""
+"""Every environment variable that te_core and te_torch read, in one place: what it says, and what it may say.
+
+A number or a switch that cannot be made out costs one warning, and its default counts; so does a text that is not
+UTF-8, but for paths. A word that chooses how something is computed is refused by what takes it. Recipes read theirs
+once, when te_core.recipe is imported; attention's are honoured at each call. `python -m te_core.doctor` shows those
+that are set, `--variables` all.
+"""
 
 from __future__ import annotations
 
 import os
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from difflib import get_close_matches
 from pathlib import Path
+from typing import Any, NamedTuple
 
-VARIABLES: dict[str, str] = {
-    "TE_CORE_CACHE_DIR": "folder of compiled kernels and autotuned GEMM choices (default ~/.cache/te-runtime)",
-    "TE_CORE_CUDA_INCLUDE": "folder of the CUDA headers for NVRTC (default: the wheel's, then the toolkit's)",
-    "TE_CORE_LIBRARY_PATH": "folders searched for CUDA libraries before the pip wheels, separated by ':'",
-    "NVTE_FWD_LAYERNORM_SM_MARGIN": "multiprocessors that forward norm kernels leave free (likewise BWD and INF)",
-    "TE_CORE_AUTOTUNE": "1: time the candidate algorithms of each new GEMM once and remember the fastest",
-}
+from te_core.errors import ArgumentError
+
+
+class Variable(NamedTuple):
+    """What a variable means, and its values: "path", "switch" (0 or 1), "number" (from `least` on), or words."""
+
+    meaning: str
+    values: str | tuple[str, ...] = "switch"
+    default: str = "0"
+    least: int = 0
+
+    @property
+    def allowed(self) -> str:
+        """Its values in words."""
+        kinds = {"switch": "0 or 1", "number": f"a whole number from {self.least} on", "path": "a path"}
+        return kinds[self.values] if isinstance(self.values, str) else " or ".join(self.values)
+
+
+_WORKS_ON = ("none", "weights", "activations", "all")
+_IN_NVFP4 = "of NVFP4BlockScaling by default"
+
+VARIABLES: dict[str, Variable] = {
+    # te_core
+    "TE_CORE_CACHE_DIR": Variable(
+        "folder of compiled kernels, cuDNN plans and timings (default: ~/.cache/te-runtime)", "path", ""
+    ),
+    "XDG_CACHE_HOME": Variable("folder in which that one is by default", "path", ""),
+    "TE_CORE_CUDA_INCLUDE": Variable(
+        "folder of the CUDA headers for NVRTC (default: the wheel's, then the toolkit's)", "path", ""
+    ),
+    "TE_CORE_LIBRARY_PATH": Variable(
+        "folders searched for CUDA libraries before the pip wheels, separated by ':'", "path", ""
+    ),
+    "TE_CORE_AUTOTUNE": Variable("1: time the candidate algorithms of each new GEMM once and remember the fastest"),
+    # norms
+    "NVTE_FWD_LAYERNORM_SM_MARGIN": Variable("multiprocessors that forward norm kernels leave free", "number"),
+    "NVTE_BWD_LAYERNORM_SM_MARGIN": Variable("the same of backward ones", "number"),
+    "NVTE_INF_LAYERNORM_SM_MARGIN": Variable("the same of forward ones in eval mode", "number"),
+    # recipes
+    "NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES": Variable("use_power_2_scales of Float8CurrentScaling by default"),
+    "NVTE_FP8_BLOCK_SCALING_FP32_SCALES": Variable("use_f32_scales of Float8BlockScaling by default"),
+    "NVTE_BACKWARD_OVERRIDE": Variable(
+        "backward_override of every recipe by default", ("high_precision", "dequantized"), ""
+    ),
+    "NVTE_NVFP4_DISABLE_RHT": Variable(f"disable_rht {_IN_NVFP4}"),
+    "NVTE_NVFP4_DISABLE_STOCHASTIC_ROUNDING": Variable(f"disable_stochastic_rounding {_IN_NVFP4}"),
+    "NVTE_NVFP4_DISABLE_2D_QUANTIZATION": Variable(f"disable_2d_quantization {_IN_NVFP4}"),
+    "NVTE_NVFP4_ROW_SCALED_ACTIVATION": Variable(f"row_scaled_activation {_IN_NVFP4}"),
+    "NVTE_NVFP4_4OVER6": Variable(f"nvfp4_4over6 {_IN_NVFP4}", _WORKS_ON, "none"),
+    "NVTE_NVFP4_4OVER6_E4M3_USE_256": Variable(f"nvfp4_4over6_e4m3_use_256 {_IN_NVFP4}", _WORKS_ON, "all"),
+    "NVTE_NVFP4_4OVER6_ERR_MODE": Variable(f"nvfp4_4over6_err_mode {_IN_NVFP4}", ("MAE", "MSE"), "MAE"),
+    # modules
+    "NVTE_GROUPED_LINEAR_SINGLE_PARAM": Variable("1: single_grouped_weight and single_grouped_bias are asked for"),
+    "NVTE_GROUPED_LINEAR_USE_FUSED_GROUPED_GEMM": Variable(
+        "use_grouped_tensor of GroupedLinear by default", "switch", ""
+    ),
+    # attention
+    "NVTE_FLASH_ATTN": Variable("0: no FlashAttention backend (default 1)", "switch", "1"),
+    "NVTE_FLASH_ATTN_V2": Variable("0: not the flash-attn 2 package (default 1)", "switch", "1"),
+    "NVTE_FLASH_ATTN_V3": Variable("0: not the flash-attn 3 package (default 1)", "switch", "1"),
+    "NVTE_FLASH_ATTN_V4": Variable("0: not the flash-attn 4 package (default 1)", "switch", "1"),
+    "NVTE_FUSED_ATTN": Variable("0: no FusedAttention backend, that is cuDNN on a GPU (default 1)", "switch", "1"),
+    "NVTE_UNFUSED_ATTN": Variable("0: no UnfusedDotProductAttention backend (default 1)", "switch", "1"),
+    "NVTE_FUSED_ATTN_BACKEND": Variable(
+        "1: FusedAttention for F16 only; 2: for FP8 only (default: both)", "number"
+    ),
+    "NVTE_FUSED_ATTN_USE_FAv2_BWD": Variable(
+        "1: FusedAttention forward, flash-attn 2 backward where that is installed and can"
+    ),
+    "NVTE_FUSED_ATTN_FORCE_WORKSPACE_OPT": Variable("accepted without effect"),
+    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": Variable(
+        "0: deterministic kernels only, as under torch.use_deterministic_algorithms", "switch", "1"
+    ),
+    "NVTE_APPLY_QK_LAYER_SCALING": Variable(
+        "1: UnfusedDotProductAttention in float16 holds scores divided by layer_number"
+    ),
+    "NVTE_MASKED_SOFTMAX_FUSION": Variable(
+        "0: UnfusedDotProductAttention without the fused softmax kernel (default 1)", "switch", "1"
+    ),
+    "NVTE_BATCH_MHA_P2P_COMM": Variable("batched exchange of context parallelism (accepted without effect)"),
+    "NVTE_FP8_DPA_BWD": Variable("0: backward of FP8 attention in the activation dtype (default 1)", "switch", "1"),
+    "NVTE_DPA_FP8CS_O_in_F16": Variable(
+        "0: FP8 attention with current scaling keeps its output in FP8 for backward (default 1)", "switch", "1"
+    ),
+    "NVTE_DPA_FP8_RECIPE": Variable(
+        "attention's own recipe: F16, DelayedScaling, Float8CurrentScaling or MXFP8BlockScaling",
+        ("F16", "DelayedScaling", "Float8CurrentScaling", "MXFP8BlockScaling"), "",
+    ),
+    "NVTE_DPA_FP8_RECIPE_DPA": Variable("fp8_dpa of that recipe (default: as the region's)", "switch", ""),
+    "NVTE_DPA_FP8_RECIPE_MHA": Variable("fp8_mha of that recipe (default: as the region's)", "switch", ""),
+    "NVTE_DPA_FP8_FORMAT": Variable(
+        "format of that recipe (default: the region's, HYBRID under block scaling)", ("E4M3", "E5M2", "HYBRID"), ""
+    ),
+    "NVTE_DPA_FP8DS_AMAX_ALGO": Variable(
+        "amax_compute_algo of the delayed scaling derived for S and dP (default most_recent)",
+        ("most_recent", "max"), "most_recent",
+    ),
+    "NVTE_DPA_FP8DS_AMAX_HISTLEN": Variable("its amax_history_len (default 1)", "number", "1", 1),
+    "NVTE_DPA_FP8DS_REDUCE_AMAX": Variable("its reduce_amax (default 1)", "switch", "1"),
+    "NVTE_UnfusedDPA_Emulate_FP8": Variable("1: UnfusedDotProductAttention emulates FP8 attention"),
+    "NVTE_DEBUG": Variable("1: log the choice of an attention backend, as much as NVTE_DEBUG_LEVEL says"),
+    "NVTE_DEBUG_LEVEL": Variable(
+        "1: which backend was chosen; 2: also why the others were not (default 0: nothing)", "number"
+    ),
+}  # fmt: skip
+
+#: Of the documented API, for what is not built here or is built otherwise: they change nothing.
+WITHOUT_EFFECT = frozenset({
+    "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE", "NVTE_BIAS_DROPOUT_FUSION", "NVTE_BIAS_GELU_NVFUSION",
+    "NVTE_CPU_OFFLOAD_V1", "NVTE_CUDA_INCLUDE_DIR", "NVTE_CUDNN_MXFP8_NORM_OUTPUT_IN_INPUT_DTYPE",
+    "NVTE_CUTEDSL_FUSED_GROUPED_MLP", "NVTE_CUTEDSL_FUSED_GROUPED_MLP_FC1_GLU_RHT_AMAX_TMEM",
+    "NVTE_CUTLASS_GROUPED_GEMM_WARN_FALLBACK", "NVTE_DISABLE_CUTEDSL_WGRAD_FUSED_GROUPED_MLP", "NVTE_DISABLE_NVRTC",
+    "NVTE_DISABLE_TRITON_AUTOTUNING", "NVTE_EP_HANDLE_CACHE_SIZE", "NVTE_EXT_MARGIN_SM", "NVTE_FRAMEWORK",
+    "NVTE_FUSED_GROUP_REQUANTIZE", "NVTE_FUSED_MLA_Q_UPROJ", "NVTE_GEMM_GELU_FUSION",
+    "NVTE_GROUPED_TENSOR_HANDLE_POOL_SIZE_MB", "NVTE_NORM_BWD_USE_CUDNN", "NVTE_NORM_FWD_USE_CUDNN",
+    "NVTE_NVFP4_4OVER6_ERR_USE_FAST_MATH", "NVTE_NVTX_ENABLED", "NVTE_ONNX_KVCACHE_MAX_SEQ_LEN",
+    "NVTE_PRINT_LAYER_NUMBER", "NVTE_PRINT_RANK", "NVTE_RADIX_TOPK_THRESHOLD", "NVTE_TENSOR_HANDLE_POOL_SIZE_MB",
+    "NVTE_TORCH_COMPILE", "NVTE_UNFUSED_FP8_UPDATE", "NVTE_USE_CUTLASS_GROUPED_GEMM", "NVTE_USE_FAST_MATH",
+    "NVTE_ZERO_CENTERED_GAMMA_IN_WTYPE",
+})  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------------- reading one
+
+
+def switch(name: str, given: str | None = None) -> bool:
+    """Whether a switch is on; `given` is its text where that was read already."""
+    text = _understood(name, given)
+    return (text or VARIABLES[name].default) == "1"
+
+
+def option(name: str, given: str | None = None) -> bool | None:
+    """The same where not to be set is an answer, too."""
+    text = _understood(name, given)
+    return text == "1" if text else None
+
+
+def number(name: str, given: str | None = None) -> int:
+    """A number."""
+    return int(_understood(name, given) or VARIABLES[name].default)
+
+
+def word(name: str, given: str | None = None) -> str:
+    """A word as it is set, or the default: who takes it says whether it is one of those allowed."""
+    return _understood(name, given) or VARIABLES[name].default
+
+
+def chosen(name: str, text: str) -> str:
+    """A word that has to be one of those allowed."""
+    allowed = VARIABLES[name].values
+    if text not in allowed:
+        raise ArgumentError(name, shown(repr(text)), VARIABLES[name].allowed, "set it to one of these, or unset it")
+    return text
+
+
+def is_set(name: str) -> bool:
+    """Whether a variable has a value that can be made out."""
+    return bool(_understood(name, None))
+
+
+def _understood(name: str, given: str | None) -> str:
+    """The text of a variable; nothing, and a warning the first time, if it cannot be made out."""
+    text = os.environ.get(name, "") if given is None else given
+    fault = _fault(name, text)
+    if not fault:
+        return text
+    if (name, text) not in _warned:
+        if len(_warned) >= 1000:
+            _warned.clear()
+        _warned.add((name, text))
+        default = VARIABLES[name].default
+        warnings.warn(
+            f"{name}={shown(text)} is not understood ({fault}): "
+            f"{f'the default, {default},' if default else 'that it is not set'} counts",
+            stacklevel=4,
+        )
+    return ""
+
+
+_warned: set[tuple[str, str]] = set()
+
+
+def _fault(name: str, text: str) -> str:
+    """What a value would have to be; nothing if it is that, or a word for others to judge."""
+    variable = VARIABLES[name]
+    if not text or variable.values == "path":
+        return ""
+    if variable.values == "switch":
+        return "" if text in ("0", "1") else variable.allowed
+    if variable.values == "number":
+        plain = text.isascii() and text.isdecimal() and len(text) < 10
+        return "" if plain and int(text) >= variable.least else variable.allowed
+    return "" if text.isprintable() else variable.allowed
+
+
+def shown(text: str) -> str:
+    """A value as it can be printed anywhere."""
+    return text.encode("unicode_escape").decode()[:200]
+
+
+def watched(names: Sequence[str]) -> Callable[[], tuple[Any, ...]]:
+    """A function that takes the raw values of variables: equal as long as none of them changes.
+
+    For those that are honoured at each call. `os.environ.get` encodes its key at each look-up, half a microsecond
+    each; the dictionary behind it holds bytes.
+    """
+    data: Any = getattr(os.environ, "_data", None)
+    encode: Any = getattr(os.environ, "encodekey", None)
+    direct = isinstance(data, dict) and encode is not None
+    keys: tuple[Any, ...] = tuple(map(encode, names)) if direct else tuple(names)
+    get: Any = data.get if direct else os.environ.get
+    return lambda: tuple(map(get, keys))
+
+
+def texts(names: Sequence[str], raw: tuple[Any, ...]) -> dict[str, str]:
+    """What `watched` took as texts by name, unset ones empty."""
+    return {name: "" if value is None else os.fsdecode(value) for name, value in zip(names, raw, strict=True)}
+
+
+def set_now() -> Iterator[tuple[str, str, str]]:
+    """(name, value, what there is to say of it) of all that are set and look like ours."""
+    for name in sorted(os.environ):
+        text = os.environ[name]
+        if name in VARIABLES:
+            variable = VARIABLES[name]
+            known = isinstance(variable.values, str) or text in ("", *variable.values)
+            fault = _fault(name, text) or ("" if known else variable.allowed)
+            yield name, shown(text), f"NOT understood: {fault}" if fault else variable.meaning
+        elif name in WITHOUT_EFFECT:
+            yield name, shown(text), "documented, without effect here"
+        elif name.startswith(("NVTE_", "TE_CORE_")):
+            near = get_close_matches(name, VARIABLES, 1)
+            yield shown(name), shown(text), f"NOT known{f': {near[0]} is' if near else ''}"
+
+
+# ---------------------------------------------------------------------------------------------- what they say
 
 
 def cache_dir() -> Path:
-    """Where compiled kernels and tuned choices are kept between processes."""
+    """Where compiled kernels, plans and tuned choices are kept between processes (te_core.cache reads and writes)."""
     given = os.environ.get("TE_CORE_CACHE_DIR")
     if given:
         return Path(given)
     base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "te-runtime"
+    try:
+        return (Path(base) if base else Path.home() / ".cache") / "te-runtime"
+    except RuntimeError:  # a user without a home, as containers have it
+        return Path(tempfile.gettempdir()) / f"te-runtime-{os.getuid()}"
 
 
 def cuda_include() -> Path | None:
@@ -37,10 +280,10 @@ def library_path() -> list[Path]:
 def norm_sm_margins() -> dict[str, int]:
     """Multiprocessors that norm kernels leave to others: what the documented variables say, by phase."""
     names = {"forward": "FWD", "backward": "BWD", "inference": "INF"}
-    given = {phase: os.environ.get(f"NVTE_{short}_LAYERNORM_SM_MARGIN") for phase, short in names.items()}
-    return {phase: int(value) for phase, value in given.items() if value}
+    named = {phase: f"NVTE_{short}_LAYERNORM_SM_MARGIN" for phase, short in names.items()}
+    return {phase: number(name) for phase, name in named.items() if is_set(name)}
 
 
 def autotune() -> bool:
     """Whether every new GEMM is autotuned."""
-    return os.environ.get("TE_CORE_AUTOTUNE", "0") == "1"
+    return switch("TE_CORE_AUTOTUNE")

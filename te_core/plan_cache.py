@@ -2,50 +2,68 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Hashable
+from threading import Lock
 from typing import Any
 
 
 class PlanCache:
-    """Least recently used plans go first; a plan that holds handles is told by `close()`.
+    """Plans that were not used for long go first.
 
-    Lookups and insertions are single OrderedDict operations, which the interpreter makes atomic, so threads
-    may share a cache; two threads that miss at once build the plan twice and the later one stays.
+    There are two generations. A new plan, or one of the older generation that is used again, joins the younger; when
+    that holds half the capacity it becomes the older one, and what was left there goes. So no plan goes before half the
+    capacity of others have been made or used since it was. A hit costs one look-up: to keep plans in the order of their
+    use would cost a second, and it is the hash of a key that takes long.
+
+    Threads may share a cache. One that goes on running a plan which has left it holds it by that: a plan frees what it
+    has when nobody holds it. Two threads that miss at once build a plan twice, and the later one stays.
     """
 
-    __slots__ = ("_plans", "builds", "capacity")
+    __slots__ = ("_before", "_half", "_lock", "_plans", "builds", "capacity")
 
     def __init__(self, capacity: int = 4096) -> None:
         self.capacity = capacity
         self.builds = 0
-        self._plans: OrderedDict[Hashable, Any] = OrderedDict()
+        self._half = max(1, capacity // 2)
+        self._lock = Lock()
+        self._plans: dict[Hashable, Any] = {}  # the younger generation: nearly every hit
+        self._before: dict[Hashable, Any] = {}
 
     def get(self, key: Hashable) -> Any:
         """The plan of this key, or None."""
-        return self._plans.get(key) if self._plans else None
+        plans = self._plans
+        if not plans:  # also of no capacity, whose keys cannot be hashed
+            return None
+        found = plans.get(key)
+        return self._again(key) if found is None else found
+
+    def _again(self, key: Hashable) -> Any:
+        """A plan of the older generation, which thereby joins the younger."""
+        with self._lock:
+            found = self._before.pop(key, None)
+            if found is None:
+                return self._plans.get(key)  # nobody's, or another thread was faster
+            self._keep(key, found)
+        return found
 
     def put(self, key: Hashable, plan: Any) -> Any:
-        """Remember a new plan and return it; the oldest ones make room."""
-        self.builds += 1
-        if not self.capacity:
-            return plan
-        self._plans[key] = plan
-        while len(self._plans) > self.capacity:
-            _, old = self._plans.popitem(last=False)
-            close = getattr(old, "close", None)
-            if close is not None:
-                close()
+        """Remember a new plan and return it."""
+        with self._lock:
+            self.builds += 1
+            if self.capacity:
+                self._before.pop(key, None)
+                self._keep(key, plan)
         return plan
 
-    def touch(self, key: Hashable) -> None:
-        """Mark a plan as used now (called by holders of long-lived plans, not on every run)."""
-        if key in self._plans:
-            self._plans.move_to_end(key)
+    def _keep(self, key: Hashable, plan: Any) -> None:
+        if len(self._plans) >= self._half and key not in self._plans:
+            self._before = self._plans
+            self._plans = {}
+        self._plans[key] = plan
 
     def __len__(self) -> int:
-        return len(self._plans)
+        return len(self._before) + len(self._plans)
 
     def values(self) -> list[Any]:
-        """The plans, oldest first."""
-        return list(self._plans.values())
+        """The plans, those that joined last at the end."""
+        return [*self._before.values(), *self._plans.values()]

@@ -6,8 +6,9 @@ from: each piece reads its own field.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from typing import Any
 
@@ -83,8 +84,17 @@ class AttentionPrecision:
     high_output: bool = True  # current scaling: the output is kept for backward as it was computed
 
 
+class _Weak:
+    """Can be referred to weakly (a dataclass with slots adds no place for that before Python 3.11)."""
+
+    __slots__ = ("__weakref__",)
+
+
+_serials = itertools.count(1)
+
+
 @dataclass(frozen=True, slots=True)
-class Precision:
+class Precision(_Weak):
     """What a recipe comes down to: a format and rule per operand, an accumulation rule per GEMM.
 
     An operand that is None stays in high precision, and so do the GEMMs that read it.
@@ -105,3 +115,9 @@ class Precision:
     factory: Any = None  # CustomRecipe: the operands follow from this, module by module
     attention: AttentionPrecision | None = None  # None: attention stays in high precision
     check_finite: bool = False  # casts count what is no number
+    #: Names this object in keys that outlive it: unlike an id, it is never given again.
+    serial: int = field(default_factory=_serials.__next__, init=False, repr=False, compare=False)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A copy is another object, and has a serial of its own.
+        return type(self), tuple(getattr(self, f.name) for f in fields(self) if f.init)

@@ -251,7 +251,7 @@ class Cast:
         four_over_six: str | None = None,
         nonfinite: Tensor | None = None,
     ) -> None:
-        self.format = form if isinstance(form, Format) else Format(form)
+        self.format = form if isinstance(form, Format) else Format(dtypes.dtype(form))
         self.dtype = self.format.dtype
         self.rowwise = rowwise
         self.columnwise = columnwise

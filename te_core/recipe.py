@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-import os
+import threading
 import warnings
 import weakref
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from difflib import get_close_matches
 from enum import Enum
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
-from te_core import dtypes
+from te_core import dtypes, env
 from te_core.dtypes import DType
 from te_core.errors import ArgumentError
 from te_core.precision import AttentionPrecision, Gemm, History, Operand, Precision
@@ -64,14 +64,10 @@ def _require(recipe: str, name: str, value: object, ok: bool, allowed: str) -> N
         raise ArgumentError(recipe, f"{name}={value!r}", allowed, f"correct {name}")
 
 
-def _env_flag(name: str) -> bool:
-    return os.environ.get(name, "0") == "1"
-
-
 # Read once at import, as documented: a later change of the environment changes no recipe.
-_CURRENT_POW2 = _env_flag("NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES")
-_BLOCK_F32 = _env_flag("NVTE_FP8_BLOCK_SCALING_FP32_SCALES")
-_BACKWARD_OVERRIDE = os.environ.get("NVTE_BACKWARD_OVERRIDE") or None
+_CURRENT_POW2 = env.switch("NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES")
+_BLOCK_F32 = env.switch("NVTE_FP8_BLOCK_SCALING_FP32_SCALES")
+_BACKWARD_OVERRIDE = env.word("NVTE_BACKWARD_OVERRIDE") or None
 
 #: What `backward_override` may be: backward's GEMMs quantized as usual, from the original operands, or from the
 #: dequantized row-wise ones.
@@ -146,7 +142,10 @@ class Recipe:
         raise NotImplementedError
 
 
-_resolved: list[Precision] = []
+#: What recipes have come down to, as long as somebody holds it: a recipe with a function of its own in it, made anew
+#: for each step, leaves nothing behind.
+_resolved: weakref.WeakKeyDictionary[Precision, weakref.ref[Precision]] = weakref.WeakKeyDictionary()
+_resolving = threading.Lock()
 
 
 def resolve(recipe: Recipe) -> Precision:
@@ -159,11 +158,16 @@ def resolve(recipe: Recipe) -> Precision:
 
 
 def the_one(precision: Precision) -> Precision:
-    """The object that stands for all precisions equal to this one."""
-    found = next((p for p in _resolved if p == precision), None)
-    if found is None:
-        found = precision
-        _resolved.append(found)
+    """The object that stands for all precisions equal to this one, while there are any."""
+    with _resolving:
+        try:
+            held = _resolved.get(precision)
+        except TypeError:  # a user's function or quantizer that cannot be hashed stands for itself
+            return precision
+        found = None if held is None else held()
+        if found is None:
+            found = precision
+            _resolved[precision] = weakref.ref(precision)
     return found
 
 
@@ -433,13 +437,13 @@ class MXFP8BlockScaling(Recipe):
 class NVFP4BlockScaling(Recipe):
     """FP4 with an E4M3 scale for each 16 elements below one float32 scale a tensor."""
 
-    disable_rht: bool = _env_flag("NVTE_NVFP4_DISABLE_RHT")
-    disable_stochastic_rounding: bool = _env_flag("NVTE_NVFP4_DISABLE_STOCHASTIC_ROUNDING")
-    disable_2d_quantization: bool = _env_flag("NVTE_NVFP4_DISABLE_2D_QUANTIZATION")
-    row_scaled_activation: bool = _env_flag("NVTE_NVFP4_ROW_SCALED_ACTIVATION")
-    nvfp4_4over6: str = os.environ.get("NVTE_NVFP4_4OVER6") or "none"
-    nvfp4_4over6_e4m3_use_256: str = os.environ.get("NVTE_NVFP4_4OVER6_E4M3_USE_256") or "all"
-    nvfp4_4over6_err_mode: str = os.environ.get("NVTE_NVFP4_4OVER6_ERR_MODE") or "MAE"
+    disable_rht: bool = env.switch("NVTE_NVFP4_DISABLE_RHT")
+    disable_stochastic_rounding: bool = env.switch("NVTE_NVFP4_DISABLE_STOCHASTIC_ROUNDING")
+    disable_2d_quantization: bool = env.switch("NVTE_NVFP4_DISABLE_2D_QUANTIZATION")
+    row_scaled_activation: bool = env.switch("NVTE_NVFP4_ROW_SCALED_ACTIVATION")
+    nvfp4_4over6: str = env.word("NVTE_NVFP4_4OVER6")
+    nvfp4_4over6_e4m3_use_256: str = env.word("NVTE_NVFP4_4OVER6_E4M3_USE_256")
+    nvfp4_4over6_err_mode: str = env.word("NVTE_NVFP4_4OVER6_ERR_MODE")
     fp4_format: Format = Format.E2M1
     fp8_format: Format = Format.E4M3
     fp8_dpa: bool = False

@@ -107,6 +107,16 @@ class ByteAllocator:
         return Tensor(ptr, tuple(shape), dtype, self._device, _ByteOwner(ptr, stream, self._free))
 
 
+def _settled(shape: Any, dtype: Any) -> tuple[tuple[int, ...], DType]:
+    """Shape and dtype of a tensor to be, as allocators take them: a dtype by any of its names."""
+    sizes = tuple(shape) if isinstance(shape, (tuple, list)) else (shape,)
+    if any(not hasattr(n, "__index__") or (isinstance(n, int) and n < 0) for n in sizes):
+        raise ArgumentError(
+            "Runtime.empty", f"shape {shape!r}", "a tuple of integers >= 0", "pass (rows, columns), say"
+        )
+    return sizes, dtypes.dtype(dtype)
+
+
 class Runtime:
     """A device, a stream on it, and where memory comes from."""
 
@@ -173,11 +183,17 @@ class Runtime:
 
     def empty(self, shape: tuple[int, ...], dtype: DType) -> Tensor:
         """Uninitialised dense memory from the allocator."""
-        return self.allocator.empty(shape, dtype, self.stream)
+        try:
+            return self.allocator.empty(shape, dtype, self.stream)
+        except Exception:
+            wanted = _settled(shape, dtype)  # what is wrong, if it is these
+            if wanted == (shape, dtype):
+                raise
+        return self.allocator.empty(*wanted, self.stream)
 
     def zeros(self, shape: tuple[int, ...], dtype: DType) -> Tensor:
         """Dense memory filled with zeros."""
-        out = self.allocator.empty(shape, dtype, self.stream)
+        out = self.empty(shape, dtype)
         self.backend.zero(self, out)
         return out
 
@@ -192,6 +208,11 @@ class Runtime:
 
     def numpy(self, tensor: Tensor) -> np.ndarray[Any, Any]:
         """The values of a tensor of this device as a NumPy array of its own; waits for the stream."""
+        if not isinstance(tensor, Tensor):
+            raise ArgumentError(
+                "Runtime.numpy", f"a {type(tensor).__name__}", "a te_core Tensor",
+                "convert it by its own library; te_core.from_dlpack(x) makes a Tensor over it",
+            )  # fmt: skip
         result: np.ndarray[Any, Any] = self.backend.copy_to_host(self, tensor)
         return result
 

@@ -13,12 +13,13 @@ import torch
 
 from te_core.errors import ArgumentError
 from te_core.precision import Precision
+from te_core.quantize.state import BACKWARD_SLOTS, FORWARD_SLOTS
 from te_core.recipe import Recipe, resolve
 from te_torch.extra_state import read_extra_state
 from te_torch.precisions import number_of, precision_of
 from te_torch.quantized_init import set_own_scale
 from te_torch.runtime import FLOATS, default_device
-from te_torch.state import BACKWARD, FORWARD, NAMES, ScalingState
+from te_torch.state import BACKWARD, FORWARD, NAMES, ScalingState, require_usable
 
 _ENTRY = "_extra_state"
 _INSIDE = f"fused_attention.{_ENTRY}"  # where versions 1.6 and 1.7 of the peer kept that of an attention core
@@ -37,17 +38,23 @@ def adopt(module: torch.nn.Module, state_dict: dict[str, Any], prefix: str) -> N
         state: Any = module.fp8_state
         read = read_extra_state(theirs, prefix + _ENTRY)
         if read is not None:
+            for name, t in read.items():
+                require_usable("load_state_dict", f"{name} of {prefix}{_ENTRY}", t)
             state_dict.update({keys[name]: t for name, t in read.items()})
         elif state is not None and _has_parameters(module, state_dict, prefix):
             # Saved by a module that never ran in FP8: start as it would.
             start = state.start()
             _start_from_weights(module, state_dict, prefix, start["scale_fwd"])
             state_dict.update({keys[name]: t for name, t in start.items()})
-    lengths = [_rows(state_dict.get(keys[name])) for name in ("amax_history_fwd", "amax_history_bwd")]
+    slots = {"amax_history_fwd": FORWARD_SLOTS, "amax_history_bwd": BACKWARD_SLOTS}
+    gemms: Any = module.gemms
+    lengths = [_rows(state_dict, keys[name], gemms * n) for name, n in slots.items()]
     if not any(lengths):
         return
+    for key in keys.values():
+        require_usable("load_state_dict", key, state_dict.get(key))
     if module.fp8_state is None:
-        module.fp8_state = ScalingState(module.gemms, max(lengths), _device_of(module))
+        module.fp8_state = ScalingState(gemms, max(lengths), _device_of(module))
     for direction, length in zip((FORWARD, BACKWARD), lengths, strict=True):
         if length:
             module.fp8_state.resize_history(length, direction, quiet=True)  # type: ignore[operator,union-attr]
@@ -90,8 +97,20 @@ def _has_parameters(module: torch.nn.Module, state_dict: dict[str, Any], prefix:
     return not names or any(f"{prefix}{name}" in state_dict for name in names)
 
 
-def _rows(history: Any) -> int:
-    return history.shape[0] if isinstance(history, torch.Tensor) and history.ndim == 2 else 0
+def _rows(state_dict: dict[str, Any], key: str, columns: int) -> int:
+    """The length of a history in a checkpoint, 0 without one: memory is made for it, so it is not to lie."""
+    history = state_dict.get(key)
+    if not isinstance(history, torch.Tensor) or history.ndim != 2:
+        return 0
+    if history.shape[1] != columns:
+        return 1  # another module's; torch says so of a state of any length
+    plain = type(history) in (torch.Tensor, torch.nn.Parameter)
+    if plain and history.numel() * history.element_size() > history.untyped_storage().nbytes():
+        raise ArgumentError(
+            "load_state_dict", f"{key} of shape {tuple(history.shape)} and strides {history.stride()}",
+            "a history that has memory for all its elements", "save it with .contiguous()",
+        )  # fmt: skip
+    return history.shape[0]
 
 
 def _device_of(module: torch.nn.Module) -> torch.device:

@@ -3,7 +3,10 @@
 Such an entry is a pickle, which is a program. This reads the few instructions that an honest one consists of: they
 make dictionaries, numbers and strings, and tensors out of bytes that the entry itself holds. A global is looked up in
 the two tables below and nowhere else; a recipe or an enum becomes an inert mark. Nothing is imported, called, set or
-unpickled, and no more memory is used than the entry has. All else is refused.
+unpickled. All else is refused.
+
+Time and memory grow with the entry's size and nothing that it says: only the memory of the four tensors is read, sizes
+are compared with what is there before, and no byte counts twice.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import pickletools
 import struct
 import zipfile
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -58,12 +62,20 @@ class _Mark:
 
 
 class _Storage:
-    """Memory of a tensor; filled when the part of the file that holds it is read."""
+    """Memory of a tensor: what is announced of it, and where the file has it."""
 
     def __init__(self, dtype: torch.dtype, numel: int) -> None:
         self.dtype = dtype
         self.numel = numel
-        self.data = b""
+        self.nbytes = numel * dtype.itemsize
+        self.content: Callable[[], bytes | memoryview] = bytes  # set when the file says where it lies
+        self._read: bytes | memoryview | None = None
+
+    def read(self) -> bytes | memoryview:
+        """The bytes; once, as several tensors may lie in them."""
+        if self._read is None:
+            self._read = self.content()
+        return self._read
 
 
 class _Tensor(NamedTuple):
@@ -75,19 +87,19 @@ class _Tensor(NamedTuple):
 
 def read_extra_state(entry: Any, key: str = "_extra_state") -> dict[str, torch.Tensor] | None:
     """The four float32 tensors of delayed scaling (KEYS, on the CPU) that an entry holds; None if it holds none."""
+    cause: Exception | None = None
     try:
         data = _bytes_of(entry)
         return _tensors(_read_any(data)) if data else None
     except _RefusedError as error:
         reason = str(error)
-    # What malformed input raises inside pickletools and zipfile.
-    except (ValueError, IndexError, KeyError, EOFError, OverflowError, struct.error, zipfile.BadZipFile) as error:
-        reason = f"malformed: {error}"[:200]
+    except Exception as error:  # whatever malformed input comes to inside pickletools and zipfile
+        reason, cause = f"malformed: {error}"[:200], error
     raise ArgumentError(
         "load_state_dict", f"{key} that cannot be read safely ({reason})",
         "an _extra_state that is absent, None, empty, or holds delayed-scaling tensors, numbers and documented recipes",
         f"delete {key!r} from the checkpoint to start its scales anew, or put the four tensors under fp8_state",
-    )  # fmt: skip
+    ) from cause  # fmt: skip
 
 
 def _bytes_of(entry: Any) -> bytes:
@@ -107,12 +119,11 @@ def _bytes_of(entry: Any) -> bytes:
 
 
 def _read_any(data: bytes) -> Any:
-    file = io.BytesIO(data)
     if data.startswith(b"PK\x03\x04"):
-        return _read_zip(file, len(data))
+        return _read_zip(data)
     if data.startswith(_LEGACY_START):
-        return _read_legacy(file)
-    return {} if _without_state(data) else _Reader(file, nested=True).read()
+        return _read_legacy(data)
+    return {} if _without_state(data) else _Reader(io.BytesIO(data), inside=len(data)).read()
 
 
 def _without_state(data: bytes) -> bool:
@@ -122,32 +133,37 @@ def _without_state(data: bytes) -> bool:
     return "recipe" in strings and bool(names - {"DelayedScaling"}) and not strings & {"DelayedScaling", *KEYS}
 
 
-def _read_zip(file: io.BytesIO, total: int) -> Any:
+def _read_zip(data: bytes) -> Any:
     """What torch.save has written since 1.6: data.pkl, and each storage as a file of its own."""
-    with zipfile.ZipFile(file) as archive:
-        members = {info.filename: info for info in archive.infolist()}
+    archive = zipfile.ZipFile(io.BytesIO(data))
+    members = {info.filename: info for info in archive.infolist()}
+    left = len(data)
 
-        def content(name: str) -> bytes:
-            info = members[name]
-            if info.compress_type != zipfile.ZIP_STORED or info.file_size > total:
-                raise _RefusedError("a compressed file")
-            return archive.read(info)
+    def content(name: str) -> bytes:
+        nonlocal left
+        info = members[name]
+        if info.compress_type != zipfile.ZIP_STORED or info.file_size != info.compress_size:
+            raise _RefusedError("a compressed file")
+        left -= info.file_size
+        if left < 0:
+            raise _RefusedError("files that overlap")
+        return archive.read(info)
 
-        pickle = next((name for name in members if name.endswith("/data.pkl")), None)
-        if pickle is None:
-            raise _RefusedError("a zip file without data.pkl")
-        root = pickle.removesuffix("data.pkl")
-        if f"{root}byteorder" in members and content(f"{root}byteorder") != b"little":
-            raise _RefusedError("a file of a big-endian machine")
-        storages: dict[str, _Storage] = {}
-        read = _Reader(io.BytesIO(content(pickle)), storages).read()
-        for key, storage in storages.items():
-            storage.data = content(f"{root}data/{key}")
-        return read
-
-
-def _read_legacy(file: io.BytesIO) -> Any:
+    pickle = next((name for name in members if name.endswith("/data.pkl")), None)
+    if pickle is None:
+        raise _RefusedError("a zip file without data.pkl")
+    root = pickle.removesuffix("data.pkl")
+    if f"{root}byteorder" in members and content(f"{root}byteorder") != b"little":
+        raise _RefusedError("a file of a big-endian machine")
     storages: dict[str, _Storage] = {}
+    read = _Reader(io.BytesIO(content(pickle)), storages).read()
+    for key, storage in storages.items():
+        storage.content = partial(content, f"{root}data/{key}")
+    return read
+
+
+def _read_legacy(data: bytes) -> Any:
+    file, storages = io.BytesIO(data), dict[str, _Storage]()
     magic = file.read(len(_LEGACY_START))
     version, machine = _Reader(file).read(), _Reader(file).read()
     if magic != _LEGACY_START or version != _LEGACY_VERSION:
@@ -163,8 +179,16 @@ def _read_legacy(file: io.BytesIO) -> Any:
         (numel,) = struct.unpack("<q", file.read(8))
         if numel != storage.numel:
             raise _RefusedError(f"a storage of {numel} elements where {storage.numel} were announced")
-        storage.data = file.read(numel * storage.dtype.itemsize)
+        start, stop = file.tell(), file.tell() + storage.nbytes
+        if stop > len(data):
+            raise _RefusedError("a file that ends inside a storage")
+        storage.content = partial(_slice, data, start, stop)
+        file.seek(stop)
     return read
+
+
+def _slice(data: bytes, start: int, stop: int) -> memoryview:
+    return memoryview(data)[start:stop]
 
 
 def _tensors(state: Any) -> dict[str, torch.Tensor] | None:
@@ -188,9 +212,12 @@ def _tensor(spec: Any, key: str) -> torch.Tensor:
     if not isinstance(spec, _Tensor):
         raise _RefusedError(f"{key} is no tensor")
     storage = spec.storage
-    if len(storage.data) != storage.numel * storage.dtype.itemsize or not storage.data:
-        raise _RefusedError(f"{key}: {len(storage.data)} bytes for {storage.numel} elements")
-    flat = torch.frombuffer(bytearray(storage.data), dtype=storage.dtype)
+    if not storage.dtype.is_floating_point or 0 in spec.size:
+        raise _RefusedError(f"{key} of {storage.dtype} and shape {spec.size}")
+    data = storage.read()
+    if len(data) != storage.nbytes:
+        raise _RefusedError(f"{key}: {len(data)} bytes for {storage.numel} elements")
+    flat = torch.frombuffer(bytearray(data), dtype=storage.dtype)
     return flat.as_strided(spec.size, spec.stride, spec.offset).to(torch.float32, copy=True).contiguous()
 
 
@@ -203,6 +230,8 @@ def _rebuilt(arguments: tuple[Any, ...]) -> _Tensor:
         raise _RefusedError("a tensor without a storage")
     if len(size) != len(stride) or len(size) > 2 or any(type(n) is not int or n < 0 for n in (offset, *size, *stride)):
         raise _RefusedError("a tensor of an unknown layout")
+    if any(step > storage.numel for step in stride):
+        raise _RefusedError("a tensor of strides beyond its storage")
     numel, last = 1, offset
     for n, step in zip(size, stride, strict=True):
         numel *= n
@@ -215,10 +244,10 @@ def _rebuilt(arguments: tuple[Any, ...]) -> _Tensor:
 class _Reader:
     """Reads one pickle from a file. `storages`: where persistent ids may name memory, and what they named."""
 
-    def __init__(self, file: io.BytesIO, storages: dict[str, _Storage] | None = None, nested: bool = False) -> None:
+    def __init__(self, file: io.BytesIO, storages: dict[str, _Storage] | None = None, inside: int = 0) -> None:
         self.file = file
         self.storages = storages
-        self.nested = nested  # whether bytes inside may be a file of their own
+        self.inside = inside  # how many of its bytes may still be read as files of their own: honest ones are once
         self.stack: list[Any] = []
         self.marks: list[int] = []
         self.memo: dict[int, Any] = {}
@@ -300,8 +329,11 @@ class _Reader:
             made = _rebuilt(arguments)
         elif function == _ORDERED_DICT and not arguments:
             made = {}
-        elif function == _LOAD and self.nested and len(arguments) == 1 and type(arguments[0]) is bytes:
-            made = _read_legacy(io.BytesIO(arguments[0]))
+        elif function == _LOAD and len(arguments) == 1 and type(arguments[0]) is bytes:
+            self.inside -= len(arguments[0])
+            if self.inside < 0:
+                raise _RefusedError("a file inside that is read again and again")
+            made = _read_legacy(arguments[0])
         else:
             raise _RefusedError(f"a call of {function.module}.{function.name}")
         self.stack.append(made)

@@ -12,6 +12,7 @@ import itertools
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from inspect import unwrap
 from typing import Any
 
 import torch
@@ -47,6 +48,10 @@ class Layer:
     partial: bool = False  # its backward takes None for the gradient of an output that nobody used
     differentiable: int | None = None  # so many of its outputs have gradients, the first ones; None: all
     linears: Callable[[Any], tuple[LinearSpec, ...]] = lambda spec: ()  # the specs of its linears, one a weight
+
+    def __post_init__(self) -> None:
+        for name in ("forward", "backward"):  # modules have checked what they pass: it need not be explained
+            object.__setattr__(self, name, unwrap(getattr(self, name)))
 
 
 @dataclass(frozen=True, eq=False)

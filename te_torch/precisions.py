@@ -30,9 +30,9 @@ class _Numbered(NamedTuple):
 
 
 _by_number: dict[int, _Numbered] = {0: _Numbered(None, None)}
-_numbers: dict[int, tuple[Precision, int]] = {}  # by the precision's id; the precision itself keeps the id its own
+_numbers: dict[int, int] = {}  # by the precision's serial
 _users: OrderedDict[int, None] = OrderedDict()  # numbers of precisions with a user's functions, oldest first
-_modes: dict[tuple[int, int], tuple[Precision, Precision]] = {}
+_modes: dict[tuple[int, int], Precision] = {}  # by serial and mode
 _counter = itertools.count(1)
 #: Those of custom recipes, which say something else for each module.
 custom_numbers: set[int] = set()
@@ -68,12 +68,12 @@ def number_of(recipe: Recipe, mode: int = PLAIN) -> int:
 
 def number_of_precision(precision: Precision, recipe: Recipe | None) -> int:
     """The number of a precision (one that `te_core.recipe.the_one` gave)."""
-    known = _numbers.get(id(precision))
-    if known is not None:
-        return known[1]
+    number = _numbers.get(precision.serial)
+    if number is not None:
+        return number
     number = next(_counter)
     _by_number[number] = _Numbered(precision, copy.copy(recipe))
-    _numbers[id(precision)] = precision, number
+    _numbers[precision.serial] = number
     if precision.factory is not None:
         custom_numbers.add(number)
     if _has_functions(precision):
@@ -94,14 +94,15 @@ def _has_functions(precision: Precision) -> bool:
 
 def _forget(number: int) -> None:
     old = _by_number.pop(number).precision
-    _numbers.pop(id(old), None)
+    assert old is not None
+    del _numbers[old.serial]
     custom_numbers.discard(number)
-    for key in [key for key, (precision, _) in _modes.items() if precision is old]:
+    for key in [key for key in _modes if key[0] == old.serial]:
         del _modes[key]
 
 
 def _in_mode(precision: Precision, mode: int) -> Precision:
-    found = _modes.get((id(precision), mode))
+    found = _modes.get((precision.serial, mode))
     if found is None:
         if mode & CALIBRATE:
             x, w = (o and replace(o, scaling="calibrate") for o in (precision.input, precision.weight))
@@ -112,8 +113,8 @@ def _in_mode(precision: Precision, mode: int) -> Precision:
             changed = replace(
                 precision, emulate=bool(mode & EMULATE), strict=bool(mode & STRICT), check_finite=bool(mode & CHECK)
             )  # fmt: skip
-        found = _modes[id(precision), mode] = precision, the_one(changed)
-    return found[1]
+        found = _modes[precision.serial, mode] = the_one(changed)
+    return found
 
 
 # ---------------------------------------------------------------------------------------------- at trace time

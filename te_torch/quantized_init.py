@@ -125,7 +125,8 @@ def set_own_scale(scales: torch.Tensor, gemm: int, weight: torch.Tensor, rule: O
     """Let delayed scaling of a weight start from the weight's own maximum; scale 1 would lose small values."""
     amax = weight.abs().amax().float()
     if torch.isfinite(amax) and amax > 0:
-        scales[FORWARD_SLOTS * gemm + WEIGHT] = rule.dtype.max * 2.0**-margin / amax
+        scale = rule.dtype.max * 2.0**-margin / amax  # infinite for a tiny maximum: capped, as an update does it
+        scales[FORWARD_SLOTS * gemm + WEIGHT] = scale.clamp(max=torch.finfo(torch.float32).max)
 
 
 def point(quantizer: Any, state: Any, way: str, index: int) -> None:

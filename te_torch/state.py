@@ -20,7 +20,8 @@ from typing import Any
 
 import torch
 
-from te_core import ops
+from te_core.errors import ArgumentError
+from te_core.ops import raw as ops
 from te_core.ops.quantize import ScalingState as CoreState
 from te_core.precision import History, Operand, Precision
 from te_core.quantize.state import BACKWARD_SLOTS, FORWARD_SLOTS, Scales
@@ -29,6 +30,26 @@ from te_torch.runtime import runtime_for, to_core
 
 NAMES = ("scale_fwd", "amax_history_fwd", "scale_bwd", "amax_history_bwd")
 FORWARD, BACKWARD = 0, 1
+
+
+def require_usable(operation: str, entry: str, value: Any) -> None:
+    """Refuse a scale that is not finite and above zero, and a history with NaN or less than zero.
+
+    An infinity in a history is what a step that overflowed leaves, and the update passes over it.
+    """
+    if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.is_meta:
+        return  # values that are not here to be looked at
+    held = value.detach().float()  # as it will be
+    good = (held > 0) & torch.isfinite(held) if "scale_" in entry else held >= 0
+    if good.all():
+        return
+    index = (~good).nonzero()[0].tolist()
+    raise ArgumentError(
+        operation, f"{entry}, whose {index} is {held[tuple(index)].item()}",
+        "scales that are finite and above 0, and histories without NaN or anything below 0",
+        "restore the entry from a sound checkpoint, or leave the four entries out to start scales anew",
+    )  # fmt: skip
+
 
 _tokens = itertools.count(1)
 _by_token: weakref.WeakValueDictionary[int, ScalingState] = weakref.WeakValueDictionary()
@@ -82,6 +103,8 @@ class ScalingState(torch.nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        for name in NAMES:
+            require_usable("load a module", f"{type(self).__name__}.{name}", self._buffers[name])
         self._renew()
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> ScalingState:
@@ -93,9 +116,11 @@ class ScalingState(torch.nn.Module):
         self._renew()
         return self
 
-    def _load_from_state_dict(self, *args: Any) -> None:
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        for name in NAMES:
+            require_usable("load_state_dict", prefix + name, state_dict.get(prefix + name))
         before = list(self._buffers.values())
-        super()._load_from_state_dict(*args)
+        super()._load_from_state_dict(state_dict, prefix, *args)
         if any(a is not b for a, b in zip(before, self._buffers.values(), strict=True)):  # load(assign=True)
             for suffix in ("fwd", "bwd"):
                 scale: torch.Tensor = getattr(self, f"scale_{suffix}")
@@ -117,16 +142,28 @@ class ScalingState(torch.nn.Module):
 
     def assign(self, values: dict[str, list[torch.Tensor]] | None) -> None:
         """Take over what `copies` gave, or begin anew."""
-        if values is None:
-            new = self.start()
-        else:
-            given = zip(NAMES, (t for key in ("scaling_fwd", "scaling_bwd") for t in values[key]), strict=True)
-            new = dict(given)
+        new = self.start() if values is None else self._given(values)
         with torch.no_grad():
             for name, value in new.items():
                 getattr(self, name).copy_(value)
         if self.seen_version is not None:
             self.seen_version = self.amax_history_fwd._version  # no run wrote it
+
+    def _given(self, values: Any) -> dict[str, torch.Tensor]:
+        """What `copies` gave, by the names of the buffers."""
+        operation, keys = "reset_fp8_meta_tensors", ("scaling_fwd", "scaling_bwd")
+        lists = [values.get(key) if isinstance(values, dict) else None for key in keys]
+        given = [t for pair in lists for t in pair or ()]
+        shapes = [tuple(getattr(self, name).shape) for name in NAMES]
+        if [tuple(t.shape) if isinstance(t, torch.Tensor) else None for t in given] != shapes:
+            raise ArgumentError(
+                operation, repr(values)[:200], f"two lists {keys} of tensors of shapes {shapes}",
+                "pass what get_fp8_meta_tensors() of this module gave, or None to begin anew",
+            )  # fmt: skip
+        found = dict(zip(NAMES, given, strict=True))
+        for name, t in found.items():
+            require_usable(operation, name, t)
+        return found
 
     def resize_history(self, length: int, direction: int | None = None, *, quiet: bool = False) -> None:
         """Cut the histories (of one direction, or both), or fill them up with zeros, to `length` rows."""

@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import os
 import re
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from threading import RLock
 from typing import Any
 
-from te_core import env, libraries
+from te_core import cache, env, libraries
 from te_core.errors import LibraryError
 
 FOLDER = Path(__file__).parent
@@ -90,7 +88,7 @@ def cached(name: str, constants: Mapping[str, Constant], arch: str) -> bytes:
     source = path.read_text()
     options = options_for(source, constants, arch)
     with _lock:
-        place = env.cache_dir() / "kernels" / f"{name}-{arch}-{cache_key(source, options)}.bin"
+        place = cache.place("kernels", f"{name}-{arch}-{cache_key(source, options)}.bin")
         image = read_cache(place)
         if image is None:
             image = compile_text(source, path.name, options)
@@ -131,28 +129,17 @@ def _digest_includes(names: Sequence[str], beside: Path, folders: list[Path], se
 
 
 def read_cache(place: Path) -> bytes | None:
-    """A cached image, or None if it is missing or damaged."""
-    try:
-        content = place.read_bytes()
-    except OSError:
+    """A cached image, or None if it is missing, damaged, or not ours alone."""
+    content = cache.read(place)
+    if content is None:
         return None
     digest, image = content[:32], content[32:]
     return image if hashlib.sha256(image).digest() == digest else None
 
 
 def write_cache(place: Path, image: bytes) -> None:
-    """Put an image in place in one step: readers see all of it or nothing, whoever else writes."""
-    try:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=place.parent, prefix=place.name + ".")
-    except OSError:  # a read-only home: the kernel is compiled again next time (doctor reports the folder)
-        return
-    try:
-        with os.fdopen(handle, "wb") as out:
-            out.write(hashlib.sha256(image).digest() + image)
-        os.replace(temporary, place)
-    except OSError:  # the disk is full
-        Path(temporary).unlink(missing_ok=True)
+    """Keep an image; where that cannot be, it is compiled again next time (doctor reports the folder)."""
+    cache.write(place, hashlib.sha256(image).digest() + image)
 
 
 # ---------------------------------------------------------------------------------------------- NVRTC

@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from te_core import ops
+from te_core.arguments import explained
 from te_core.attention import AttentionSpec, Lengths
+from te_core.ops import raw as ops
 from te_core.ops.attention import NOTHING, Terms
 from te_core.quantize.state import Scales
 from te_core.runtime import Runtime
@@ -81,6 +82,7 @@ class AttentionSaved(NamedTuple):
     rng: Tensor | None
 
 
+@explained
 def forward(
     rt: Runtime,
     a: Tensor,
@@ -122,6 +124,7 @@ def forward(
     )
 
 
+@explained
 def backward(
     rt: Runtime, dy: Tensor, dmax: None, saved: AttentionSaved, *, spec: AttentionLayerSpec,
     scales: Scales | None = None,

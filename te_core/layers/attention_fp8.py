@@ -17,11 +17,13 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
 
-from te_core import dtypes, ops
+from te_core import dtypes
+from te_core.arguments import explained, settle
 from te_core.attention_rules import fp8_refusal
 from te_core.dtypes import DType
-from te_core.errors import UnsupportedError
+from te_core.errors import ArgumentError, UnsupportedError
 from te_core.layers.attention import AttentionLayerSpec, on_boundary, split_options, terms_of, views
+from te_core.ops import raw as ops
 from te_core.ops.attention import Terms
 from te_core.ops.attention_fp8 import BackwardScales, ForwardScales, Scaled
 from te_core.ops.quantize import allocate
@@ -39,6 +41,7 @@ from te_core.quantize.state import (
     backward_cast,
     element,
     forward_cast,
+    without_state,
 )
 from te_core.quantized import Cast, Copy, QuantizedTensor
 from te_core.runtime import Runtime
@@ -60,6 +63,9 @@ class AttentionFp8Spec:
     dtype: DType  # of what is not quantized
     quantize_output: bool = False
     quantize_grad: bool = False  # the gradient of a packed qkv is delivered quantized
+
+    def __post_init__(self) -> None:
+        settle(self, "precision", "dtype")
 
 
 class AttentionFp8Saved(NamedTuple):
@@ -83,6 +89,7 @@ class AttentionFp8Saved(NamedTuple):
     rng: Tensor | None
 
 
+@explained
 def forward(
     rt: Runtime,
     a: Value,
@@ -103,7 +110,8 @@ def forward(
     scales: Scales | None = None,
 ) -> tuple[tuple[Value], AttentionFp8Saved]:
     """((out,), saved)."""
-    assert scales is not None and scales.forward_scale is not None  # P and dS always have a history
+    if scales is None or scales.forward_scale is None:  # P and dS always have a history
+        raise without_state("the forward of attention in FP8")
     check(spec)
     layer, rule = spec.attention, spec.precision
     frame_q = _frame(rt, a) if frame_q is None else frame_q
@@ -138,11 +146,13 @@ def forward(
     )  # fmt: skip
 
 
+@explained
 def backward(
     rt: Runtime, dy: Value, saved: AttentionFp8Saved, *, spec: AttentionFp8Spec, scales: Scales | None = None
 ) -> tuple[Value | None, Value | None, Value | None]:
     """(da, db, dc): gradients of the inputs as they came, in the activation dtype or quantized."""
-    assert scales is not None
+    if scales is None:
+        raise without_state("the backward of attention in FP8")
     s, layer, rule = saved, spec.attention, spec.precision
     frames = s.frame_q, s.frame_kv
     terms = terms_of(s.cu_q, s.cu_kv, s.cu_q_padded, s.cu_kv_padded, s.mask, s.bias, s.slopes, None, s.rng, None)
@@ -340,9 +350,14 @@ def _quantized(rt: Runtime, inputs: list[Value], spec: AttentionFp8Spec, scales:
     rule = spec.precision.qkv
     cast = forward_cast(rule, scales, *QKV, rowwise=True, columnwise=False)
     given = [as_asked(rt, x, rule, spec.dtype) for x in inputs]
-    shapes = [
-        (prod(x.shape) // prod(tail), prod(tail)) for x, (_, tail) in zip(given, _tails(spec.attention), strict=True)
-    ]
+    tails = _tails(spec.attention)
+    try:
+        shapes = [(prod(x.shape) // prod(tail), prod(tail)) for x, (_, tail) in zip(given, tails, strict=True)]
+    except ValueError as error:
+        raise ArgumentError(
+            "attention_fp8.forward", f"{len(given)} tensors", f"{len(tails)} of packing={spec.attention.packing!r}",
+            "pass q, k and v as the spec's packing has them",
+        ) from error  # fmt: skip
     plain = [x.reshape(*shape) for x, shape in zip(given, shapes, strict=True) if isinstance(x, Tensor)]
     if len(plain) > 1 and len({x.shape[1] for x in plain}) == 1:
         made = iter(ops.quantize_many(rt, plain, [cast] * len(plain)))

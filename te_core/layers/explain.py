@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from te_core import ops
 from te_core.dtypes import DType
 from te_core.layers.linear import LinearSpec
+from te_core.ops import raw as ops
 from te_core.precision import AttentionPrecision, Operand, Precision
 from te_core.quantized import Format
 from te_core.tensor import Device

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from te_core import ops
+from te_core.arguments import explained
 from te_core.dtypes import DType
 from te_core.layers.linear import (
     LinearSpec,
@@ -27,6 +27,7 @@ from te_core.layers.linear import (
     weight_gradient,
     weight_operand,
 )
+from te_core.ops import raw as ops
 from te_core.ops.quantize_grouped import bounds_of, groups_in
 from te_core.precision import Operand, Precision
 from te_core.quantize.operands import Uses, Value, dense, is_plain_rule, restored, saved
@@ -112,6 +113,7 @@ class GroupedSaved(tuple[Value | None, ...]):
         return self[1 + 2 * (len(self) // 3) :]  # type: ignore[return-value]
 
 
+@explained
 def forward(
     rt: Runtime,
     x: Tensor,
@@ -141,6 +143,7 @@ def forward(
     )  # fmt: skip
 
 
+@explained
 def backward(
     rt: Runtime,
     dy: Value,

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from te_core import ops
+from te_core.arguments import explained
+from te_core.ops import raw as ops
 from te_core.quantize.state import Scales
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
@@ -24,6 +25,7 @@ class L2NormSaved(NamedTuple):
     x: Tensor
 
 
+@explained
 def forward(
     rt: Runtime, x: Tensor, *, spec: L2NormSpec, scales: Scales | None = None
 ) -> tuple[tuple[Tensor], L2NormSaved]:
@@ -31,6 +33,7 @@ def forward(
     return (ops.l2_norm_forward(rt, x.matrix(), eps=spec.eps).reshape(*x.shape),), L2NormSaved(x)
 
 
+@explained
 def backward(
     rt: Runtime, dy: Tensor, saved: L2NormSaved, *, spec: L2NormSpec, scales: Scales | None = None
 ) -> tuple[Tensor]:

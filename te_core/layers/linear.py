@@ -12,9 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from te_core import ops
+from te_core.arguments import explained, settle
 from te_core.dtypes import DType
 from te_core.layers.inspector import Inspector, Request, alike, offer, offer_result
+from te_core.ops import raw as ops
 from te_core.precision import Gemm, Operand, Precision
 from te_core.quantize.operands import (
     Uses,
@@ -52,6 +53,9 @@ class LinearSpec:
     quantize_output: bool = False
     quantize_grad: bool = False  # the gradient of x is delivered quantized
 
+    def __post_init__(self) -> None:
+        settle(self, "dtype", "precision", "weight_dtype")
+
 
 class LinearSaved(NamedTuple):
     """What backward reads. Inputs stand here as themselves; quantized operands as the copy it needs."""
@@ -83,6 +87,7 @@ class Sink:
         self.main, self.accumulate, self.queue = main, accumulate, queue
 
 
+@explained
 def forward(
     rt: Runtime,
     x: Value,
@@ -128,6 +133,7 @@ def forward(
     )  # fmt: skip
 
 
+@explained
 def backward(
     rt: Runtime,
     dy: Value,

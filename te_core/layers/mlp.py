@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
 
-from te_core import ops
+from te_core.arguments import explained
 from te_core.dtypes import DType
 from te_core.layers.linear import (
     LinearSpec,
@@ -33,6 +33,7 @@ from te_core.layers.linear import (
 from te_core.layers.norm import NormSpec
 from te_core.layers.norm_linear import norm_gradients, normalize
 from te_core.layers.residual import Stream, entered, left, returned_gradients
+from te_core.ops import raw as ops
 from te_core.ops.activation import Clamp
 from te_core.ops.norm import Branch
 from te_core.quantize.operands import (
@@ -100,6 +101,7 @@ class _Inside(NamedTuple):
     a: Uses
 
 
+@explained
 def forward(
     rt: Runtime,
     x: Tensor,
@@ -218,6 +220,7 @@ def _activate(rt: Runtime, h: Tensor, spec: MLPSpec, site: Site) -> tuple[Tensor
     return y, quantize_forward(rt, y, rule, site[1:], INPUT, rowwise=True, columnwise=columnwise)
 
 
+@explained
 def backward(
     rt: Runtime,
     dy: Value,

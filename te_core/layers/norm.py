@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from te_core import ops
+from te_core.arguments import explained, settle
 from te_core.dtypes import DType
+from te_core.ops import raw as ops
 from te_core.quantize.state import Scales
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
@@ -23,6 +24,9 @@ class NormSpec:
     forward_margin: int = 0  # multiprocessors left to others
     backward_margin: int = 0
 
+    def __post_init__(self) -> None:
+        settle(self, "dtype")
+
 
 class NormSaved(NamedTuple):
     """What backward reads."""
@@ -33,6 +37,7 @@ class NormSaved(NamedTuple):
     rstd: Tensor
 
 
+@explained
 def forward(
     rt: Runtime, x: Tensor, gamma: Tensor, beta: Tensor | None, *, spec: NormSpec, scales: Scales | None = None
 ) -> tuple[tuple[Tensor], NormSaved]:
@@ -45,6 +50,7 @@ def forward(
     return (y.reshape(*x.shape),), NormSaved(x, gamma, mean, rstd)
 
 
+@explained
 def backward(
     rt: Runtime, dy: Tensor, saved: NormSaved, *, spec: NormSpec, scales: Scales | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None]:

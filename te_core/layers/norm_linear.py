@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from te_core import ops
+from te_core.arguments import explained
 from te_core.layers.inspector import Inspector, alike, offer, offer_result
 from te_core.layers.linear import (
     LinearSpec,
@@ -27,6 +27,7 @@ from te_core.layers.linear import (
 )
 from te_core.layers.norm import NormSpec
 from te_core.layers.residual import Stream, entered, left, returned_gradients
+from te_core.ops import raw as ops
 from te_core.ops.norm import Branch
 from te_core.quantize.operands import Uses, Value, dense, is_plain_rule, quantize_forward, restored, saved
 from te_core.quantize.state import GRAD_INPUT, INPUT, OUTPUT, Scales, backward_cast, forward_cast
@@ -90,6 +91,7 @@ def normalize(
     return y, quantize_forward(rt, y, rule, site[1:], INPUT, rowwise=True, columnwise=columnwise), mean, rstd
 
 
+@explained
 def forward(
     rt: Runtime,
     x: Tensor,
@@ -149,6 +151,7 @@ def forward(
     )  # fmt: skip
 
 
+@explained
 def backward(
     rt: Runtime,
     dy: Value,

@@ -11,7 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from te_core import ops
+from te_core.arguments import explained
+from te_core.ops import raw as ops
 from te_core.ops.norm import Branch
 from te_core.quantize.state import Scales
 from te_core.runtime import Runtime
@@ -50,6 +51,7 @@ class AddSaved(NamedTuple):
     rng: Tensor | None
 
 
+@explained
 def forward(
     rt: Runtime, x: Tensor, bias: Tensor | None, residual: Tensor | None, rng: Tensor | None = None, *,
     spec: AddSpec, scales: Scales | None = None,
@@ -61,6 +63,7 @@ def forward(
     return (out,), AddSaved(rng)
 
 
+@explained
 def backward(
     rt: Runtime, dy: Tensor, saved: AddSaved, *, spec: AddSpec, scales: Scales | None = None
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from te_core import ops
+from te_core.arguments import explained
+from te_core.ops import raw as ops
 from te_core.quantize.state import Scales
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
@@ -50,6 +51,7 @@ class SplitSaved(NamedTuple):
     start_positions: Tensor | None
 
 
+@explained
 def forward(
     rt: Runtime, t: Tensor, freqs: Tensor, cu_seqlens: Tensor | None, start_positions: Tensor | None, *,
     spec: RopeSpec, scales: Scales | None = None,
@@ -59,6 +61,7 @@ def forward(
     return (_turn(rt, t, saved, spec, backward=False),), saved
 
 
+@explained
 def backward(
     rt: Runtime, dy: Tensor, saved: RopeSaved, *, spec: RopeSpec, scales: Scales | None = None
 ) -> tuple[Tensor]:
@@ -73,6 +76,7 @@ def _turn(rt: Runtime, t: Tensor, saved: RopeSaved, spec: RopeSpec, *, backward:
     )  # fmt: skip
 
 
+@explained
 def split_forward(
     rt: Runtime, qkv: Tensor, q_freqs: Tensor | None, k_freqs: Tensor | None, cu_seqlens: Tensor | None,
     start_positions: Tensor | None, *, spec: SplitSpec, scales: Scales | None = None,
@@ -83,9 +87,13 @@ def split_forward(
     return ((k, v) if q is None else (q, k, v)), saved
 
 
-def split_backward(rt: Runtime, *grads_and_saved: Any, spec: SplitSpec, scales: Scales | None = None) -> tuple[Tensor]:
+@explained
+def split_backward(
+    rt: Runtime, *grads_and_saved: Tensor | SplitSaved | None, spec: SplitSpec, scales: Scales | None = None
+) -> tuple[Tensor]:
     """(dqkv,) from (dq, dk, dv, saved), or (dk, dv, saved) for no heads; a gradient that is None counts as zeros."""
-    *grads, saved = grads_and_saved
+    grads: list[Any] = list(grads_and_saved)
+    saved: SplitSaved = grads.pop()
     if spec.heads == 0:
         grads = [None, *grads]
     known: Tensor = next(g for g in grads if g is not None)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from te_core import ops
+from te_core.arguments import explained
+from te_core.ops import raw as ops
 from te_core.ops.softmax import Band
 from te_core.quantize.state import Scales
 from te_core.runtime import Runtime
@@ -30,6 +31,7 @@ class SoftmaxSaved(NamedTuple):
     cu_seqlens_kv: Tensor | None
 
 
+@explained
 def forward(
     rt: Runtime, x: Tensor, mask: Tensor | None, cu_seqlens_q: Tensor | None, cu_seqlens_kv: Tensor | None,
     sink: Tensor | None, *, spec: SoftmaxSpec, scales: Scales | None = None,
@@ -42,6 +44,7 @@ def forward(
     return (y,), SoftmaxSaved(y, share if spec.sink_gradient else None, cu_seqlens_q, cu_seqlens_kv)
 
 
+@explained
 def backward(
     rt: Runtime, dy: Tensor, saved: SoftmaxSaved, *, spec: SoftmaxSpec, scales: Scales | None = None
 ) -> tuple[Tensor | None, ...]:

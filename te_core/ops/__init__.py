@@ -1,29 +1,46 @@
 """One function per operation: states the contract, checks arguments, makes outputs, asks the backend."""
 
-from te_core.ops.activation import activation_backward, activation_forward, is_gated
-from te_core.ops.attention import attention_backward, attention_forward
-from te_core.ops.attention_fp8 import attention_fp8_backward, attention_fp8_forward, scale_pairs
-from te_core.ops.elementwise import add, bias_dropout_add, bias_dropout_add_backward
-from te_core.ops.gemm import gemm
-from te_core.ops.gemm_quantized import gemm_quantized, gemm_route
-from te_core.ops.kv_cache import KVCache, kv_append, kv_gather, kv_move
-from te_core.ops.l2_norm import l2_norm_backward, l2_norm_forward
-from te_core.ops.matrix import column_sum, resize
-from te_core.ops.norm import norm_backward, norm_forward
-from te_core.ops.quantize import (
-    amax,
-    count_nonfinite,
-    dequantize,
-    plan_update,
-    quantize,
-    run_update,
-    transpose,
-    update_scales,
-)
-from te_core.ops.quantize_grouped import quantize_grouped, quantize_many
-from te_core.ops.rope import packed_width, rope, rope_qkv, rope_qkv_backward
-from te_core.ops.softmax import softmax_backward, softmax_forward
-from te_core.ops.swizzle import swizzle_scales
+from te_core.arguments import explained
+from te_core.ops import raw
+from te_core.ops.raw import KVCache, gemm_route, is_gated, packed_width
+
+activation_backward = explained(raw.activation_backward)
+activation_forward = explained(raw.activation_forward)
+add = explained(raw.add)
+amax = explained(raw.amax)
+attention_backward = explained(raw.attention_backward)
+attention_forward = explained(raw.attention_forward)
+attention_fp8_backward = explained(raw.attention_fp8_backward)
+attention_fp8_forward = explained(raw.attention_fp8_forward)
+bias_dropout_add = explained(raw.bias_dropout_add)
+bias_dropout_add_backward = explained(raw.bias_dropout_add_backward)
+column_sum = explained(raw.column_sum)
+count_nonfinite = explained(raw.count_nonfinite)
+dequantize = explained(raw.dequantize)
+gemm = explained(raw.gemm)
+gemm_quantized = explained(raw.gemm_quantized)
+kv_append = explained(raw.kv_append)
+kv_gather = explained(raw.kv_gather)
+kv_move = explained(raw.kv_move)
+l2_norm_backward = explained(raw.l2_norm_backward)
+l2_norm_forward = explained(raw.l2_norm_forward)
+norm_backward = explained(raw.norm_backward)
+norm_forward = explained(raw.norm_forward)
+plan_update = explained(raw.plan_update)
+quantize = explained(raw.quantize)
+quantize_grouped = explained(raw.quantize_grouped)
+quantize_many = explained(raw.quantize_many)
+resize = explained(raw.resize)
+rope = explained(raw.rope)
+rope_qkv = explained(raw.rope_qkv)
+rope_qkv_backward = explained(raw.rope_qkv_backward)
+run_update = explained(raw.run_update)
+scale_pairs = explained(raw.scale_pairs)
+softmax_backward = explained(raw.softmax_backward)
+softmax_forward = explained(raw.softmax_forward)
+swizzle_scales = explained(raw.swizzle_scales)
+transpose = explained(raw.transpose)
+update_scales = explained(raw.update_scales)
 
 __all__ = [
     "KVCache", "activation_backward", "activation_forward", "add", "amax", "attention_backward",

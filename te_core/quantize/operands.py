@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple, Protocol
 
-from te_core import dtypes, ops
+from te_core import dtypes
 from te_core.dtypes import DType
 from te_core.errors import UnsupportedError
+from te_core.ops import raw as ops
 from te_core.ops.quantize import allocate
 from te_core.precision import Operand, Precision
-from te_core.quantize.state import FORWARD_SLOTS, Scales, backward_cast, element, forward_cast
+from te_core.quantize.state import FORWARD_SLOTS, Scales, backward_cast, element, forward_cast, without_state
 from te_core.quantized import Cast, Copy, QuantizedTensor
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
@@ -54,7 +55,8 @@ def quantize_forward(
         return Uses(x, x, None)
     scales, gemm = where
     if rule.scaling == "calibrate":
-        assert scales is not None
+        if scales is None:
+            raise without_state("calibration")
         if scales.forward_amax is not None:  # not in a recomputation, whose maxima were taken before
             _raise(rt, element(scales.forward_amax, FORWARD_SLOTS * gemm + slot), dense(rt, x, dtypes.float32))
         return Uses(x, x, None)

@@ -7,6 +7,7 @@ input) in the scale and amax vectors of its module; GEMM i starts at 3 i and 2 i
 from __future__ import annotations
 
 from te_core import dtypes
+from te_core.errors import ArgumentError
 from te_core.precision import Operand
 from te_core.quantized import Cast
 from te_core.tensor import Tensor
@@ -41,6 +42,14 @@ class Scales:
         self.casts: dict[tuple[int, bool, bool], Cast] = {}  # those made of these views so far, by slot
 
 
+def without_state(operation: str) -> ArgumentError:
+    """What is wrong with a call that brings no scaling state where a recipe keeps one."""
+    return ArgumentError(
+        operation, "no scales", "a Scales (te_core.quantize.state): float32, 3 slots forward and 2 backward a GEMM",
+        "pass scales=, or choose a recipe that keeps no history, such as Float8CurrentScaling",
+    )  # fmt: skip
+
+
 def element(vector: Tensor, index: int) -> Tensor:
     """One float32 of a vector, as a tensor [1]."""
     return Tensor(vector.ptr + 4 * index, (1,), dtypes.float32, vector.device, vector)
@@ -59,7 +68,8 @@ def forward_cast(
     """How a forward operand (slot INPUT, WEIGHT or OUTPUT) of a GEMM is quantized in this call."""
     if operand.scaling != "delayed" and (scales is None or scales.forward_nonfinite is None):
         return _stateless(operand, rowwise, columnwise)
-    assert scales is not None  # delayed scaling comes with its state
+    if scales is None:
+        raise without_state("the forward of a recipe with a history")
     index = FORWARD_SLOTS * gemm + slot
     found = scales.casts.get((index, rowwise, columnwise))
     if found is None or found.dtype is not operand.dtype:
@@ -79,10 +89,16 @@ def backward_cast(
     index = BACKWARD_SLOTS * gemm + slot
     counter = None if scales is None else _counter(scales.backward_nonfinite, index)
     if operand.scaling != "delayed":
+        if operand.stochastic and rng is None:
+            raise ArgumentError(
+                "the backward of a recipe with stochastic rounding", "no rng", "an int64 tensor [2] (seed, offset)",
+                "pass rng= to the layer's forward, which saves it, or a recipe that rounds to nearest",
+            )  # fmt: skip
         if operand.stochastic or counter is not None:
             return _make(operand, rowwise, columnwise, rng, index, counter)
         return _stateless(operand, rowwise, columnwise)
-    assert scales is not None
+    if scales is None:
+        raise without_state("the backward of a recipe with a history")
     key = (-1 - index, rowwise, columnwise)
     found = scales.casts.get(key)
     if found is None or found.dtype is not operand.dtype:
@@ -95,7 +111,8 @@ def _delayed(
     operand: Operand, scale: Tensor | None, amax: Tensor | None, index: int, rowwise: bool, columnwise: bool,
     nonfinite: Tensor | None,
 ) -> Cast:  # fmt: skip
-    assert scale is not None
+    if scale is None:
+        raise without_state("a recipe with a history")
     return Cast(
         operand.format, rowwise=rowwise, columnwise=columnwise, scale=element(scale, index),
         amax=None if amax is None else element(amax, index), nonfinite=nonfinite,
@@ -113,13 +130,16 @@ def _make(
     )  # fmt: skip
 
 
-# By the operand's id: a precision, and so its operands, lives for good (te_core.recipe keeps it).
+# By the operand's id, which stays its own while it is held here.
 _casts: dict[tuple[int, bool, bool], tuple[Operand, Cast]] = {}
+_MOST_CASTS = 1024
 
 
 def _stateless(operand: Operand, rowwise: bool, columnwise: bool) -> Cast:
     key = (id(operand), rowwise, columnwise)
     found = _casts.get(key)
     if found is None or found[0] is not operand:
+        if len(_casts) >= _MOST_CASTS:  # of recipes long gone, most of them
+            _casts.clear()
         found = _casts[key] = (operand, _make(operand, rowwise, columnwise))
     return found[1]

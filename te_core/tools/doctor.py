@@ -12,7 +12,7 @@ from importlib import import_module, metadata
 from importlib.util import find_spec
 
 import te_core
-from te_core import device, env, libraries
+from te_core import cache, device, env, libraries
 from te_core.errors import LibraryError
 from te_core.tools import attention_table
 
@@ -30,7 +30,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--import", dest="modules", action="append", default=[], metavar="MODULE",
         help="import this first (torch, jax): te_core then uses the libraries that it brings",
     )  # fmt: skip
-    for module in parser.parse_args(arguments).modules:
+    parser.add_argument("--variables", action="store_true", help="list the environment variables that are read")
+    options = parser.parse_args(arguments)
+    if options.variables:
+        print("\n".join(variables()))
+        return 0
+    for module in options.modules:
         import_module(module)
     faults: list[str] = []
     print("\n".join(report(faults)))
@@ -198,11 +203,24 @@ def _settings() -> Iterator[str]:
     place = folder
     while not place.exists():
         place = place.parent
-    writable = "writable" if os.access(place, os.W_OK) else "NOT writable: kernels are compiled in every process"
-    yield f"cache: {folder} ({writable})"
-    yield "environment:"
-    for name, meaning in env.VARIABLES.items():
-        yield f"  {name}={os.environ.get(name, '')}".ljust(36) + f"  {meaning}"
+    state = "writable" if os.access(place, os.W_OK) else "NOT writable: kernels are compiled in every process"
+    fault = cache.fault(folder)
+    yield f"cache: {env.shown(str(folder))} ({f'IGNORED: {fault}' if fault else state})"
+    found = list(env.set_now())
+    yield f"environment{':' if found else ': no variable of ours is set'}"
+    yield from _columns([f"{name}={value}" for name, value, _ in found], [said for *_, said in found])
+    yield f"  ({len(env.VARIABLES)} can be: python -m te_core.doctor --variables)"
+
+
+def variables() -> Iterator[str]:
+    """Every variable, what it may be, and what it means."""
+    known = env.VARIABLES
+    yield from _columns(list(known), [f"{v.meaning}; {v.allowed}" for v in known.values()])
+
+
+def _columns(left: list[str], right: list[str]) -> Iterator[str]:
+    width = min(48, max(map(len, left), default=0))
+    yield from (f"  {a.ljust(width)}  {b}" for a, b in zip(left, right, strict=True))
 
 
 if __name__ == "__main__":

@@ -13,14 +13,14 @@ from __future__ import annotations
 import functools
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from importlib import import_module, metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import te_core
-from te_core import dtypes, env, libraries
+from te_core import cache, dtypes, libraries
 from te_core.attention import AttentionSpec, Sizes
 from te_core.attention_rules import cudnn_attention, fp8_refusal
 from te_core.device import DeviceInfo
@@ -406,7 +406,7 @@ def _default_order(major: int) -> list[str]:
 
 def local_table_path() -> Path:
     """Where `python -m te_core.tools.tune` puts what it measured on this machine."""
-    return env.cache_dir() / "attention_speed.json"
+    return cache.place("attention_speed.json")
 
 
 @functools.cache
@@ -416,8 +416,24 @@ def _shipped_table() -> dict[str, Any]:
 
 @functools.cache
 def _local_table() -> dict[str, Any]:
-    path = local_table_path()
-    return json.loads(path.read_text()) if path.is_file() else {}
+    return cache.read_json(local_table_path(), is_table) or {}
+
+
+def is_table(content: Any) -> bool:
+    """Whether this is what the tuner writes: microseconds by capability, class and backend."""
+    measured = content.get("measured", {}) if isinstance(content, dict) else None
+    if not isinstance(measured, dict) or not all(isinstance(entry, dict) for entry in measured.values()):
+        return False
+    rows = [row for entry in measured.values() for row in _values(entry.get("microseconds", {}))]
+    return all(
+        isinstance(row, dict) and set(row) <= set(BACKENDS)
+        and all(type(t) in (int, float) and 0 < t < float("inf") for t in row.values())
+        for row in rows
+    )  # fmt: skip
+
+
+def _values(part: Any) -> Iterable[Any]:
+    return part.values() if isinstance(part, dict) else [None]
 
 
 def forget() -> None:

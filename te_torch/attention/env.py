@@ -1,4 +1,4 @@
-"""Every environment variable that attention reads, in one place, and what they say now.
+"""What the environment variables of attention say now; te_core.env lists them.
 
 They are honoured at each call, so looking has to be cheap: `snapshot()` takes their raw values, and `switches()` makes
 sense of them once for each combination.
@@ -6,36 +6,12 @@ sense of them once for each combination.
 
 from __future__ import annotations
 
-import os
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 
-VARIABLES: dict[str, str] = {
-    "NVTE_FLASH_ATTN": "0: no FlashAttention backend (default 1)",
-    "NVTE_FLASH_ATTN_V2": "0: not the flash-attn 2 package (default 1; likewise V3 and V4)",
-    "NVTE_FUSED_ATTN": "0: no FusedAttention backend, that is cuDNN on a GPU (default 1)",
-    "NVTE_UNFUSED_ATTN": "0: no UnfusedDotProductAttention backend (default 1)",
-    "NVTE_FUSED_ATTN_BACKEND": "1: FusedAttention for F16 only; 2: for FP8 only (default: both)",
-    "NVTE_FUSED_ATTN_USE_FAv2_BWD": "1: FusedAttention forward, flash-attn 2 backward where that is installed and can",
-    "NVTE_FUSED_ATTN_FORCE_WORKSPACE_OPT": "accepted without effect",
-    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0: deterministic kernels only, as under torch.use_deterministic_algorithms",
-    "NVTE_APPLY_QK_LAYER_SCALING": "1: UnfusedDotProductAttention in float16 holds scores divided by layer_number",
-    "NVTE_MASKED_SOFTMAX_FUSION": "0: UnfusedDotProductAttention without the fused softmax kernel (default 1)",
-    "NVTE_BATCH_MHA_P2P_COMM": "batched exchange of context parallelism (accepted without effect)",
-    "NVTE_FP8_DPA_BWD": "0: backward of FP8 attention in the activation dtype (default 1)",
-    "NVTE_DPA_FP8CS_O_in_F16": "0: FP8 attention with current scaling keeps its output in FP8 for backward (default 1)",
-    "NVTE_DPA_FP8_RECIPE": "attention's own recipe: F16, DelayedScaling, Float8CurrentScaling or MXFP8BlockScaling",
-    "NVTE_DPA_FP8_RECIPE_DPA": "fp8_dpa of that recipe (likewise MHA: fp8_mha; default: as the region's)",
-    "NVTE_DPA_FP8_FORMAT": "format of that recipe (default: the region's, HYBRID under block scaling)",
-    "NVTE_DPA_FP8DS_AMAX_ALGO": "amax_compute_algo of the delayed scaling derived for S and dP (default most_recent)",
-    "NVTE_DPA_FP8DS_AMAX_HISTLEN": "its amax_history_len (default 1)",
-    "NVTE_DPA_FP8DS_REDUCE_AMAX": "its reduce_amax (default 1)",
-    "NVTE_UnfusedDPA_Emulate_FP8": "1: UnfusedDotProductAttention emulates FP8 attention",
-    "NVTE_DEBUG": "1: log the choice of an attention backend, as much as NVTE_DEBUG_LEVEL says",
-    "NVTE_DEBUG_LEVEL": "1: which backend was chosen; 2: also why the others were not (default 0: nothing)",
-}
+from te_core import env
 
 _READ = (
     "NVTE_FLASH_ATTN", "NVTE_FLASH_ATTN_V2", "NVTE_FLASH_ATTN_V3", "NVTE_FLASH_ATTN_V4", "NVTE_FUSED_ATTN",
@@ -43,6 +19,14 @@ _READ = (
     "NVTE_APPLY_QK_LAYER_SCALING", "NVTE_MASKED_SOFTMAX_FUSION", "NVTE_UnfusedDPA_Emulate_FP8", "NVTE_DEBUG",
     "NVTE_DEBUG_LEVEL",
 )  # fmt: skip
+_FP8 = (
+    "NVTE_DPA_FP8_RECIPE", "NVTE_DPA_FP8_RECIPE_DPA", "NVTE_DPA_FP8_RECIPE_MHA", "NVTE_DPA_FP8_FORMAT",
+    "NVTE_DPA_FP8DS_AMAX_ALGO", "NVTE_DPA_FP8DS_AMAX_HISTLEN", "NVTE_DPA_FP8DS_REDUCE_AMAX", "NVTE_FP8_DPA_BWD",
+    "NVTE_DPA_FP8CS_O_in_F16",
+)  # fmt: skip
+_ACCEPTED = ("NVTE_FUSED_ATTN_FORCE_WORKSPACE_OPT", "NVTE_BATCH_MHA_P2P_COMM")
+
+VARIABLES: dict[str, str] = {name: env.VARIABLES[name].meaning for name in (*_READ, *_FP8, *_ACCEPTED)}
 
 
 class Switches(NamedTuple):
@@ -64,37 +48,27 @@ class Switches(NamedTuple):
 
 
 _Raw = tuple[Any, ...]
-# `os.environ.get` encodes its key at each look-up, half a microsecond each; the dictionary behind it holds bytes.
-_data: Any = getattr(os.environ, "_data", None)
-_encode: Any = getattr(os.environ, "encodekey", None)
-_KEYS = tuple(_encode(name) for name in _READ) if isinstance(_data, dict) and _encode is not None else _READ
-_get: Any = _data.get if _KEYS is not _READ else os.environ.get
-
-
-def snapshot() -> _Raw:
-    """The variables' raw values; equal as long as none of them changes."""
-    return tuple(map(_get, _KEYS))
+#: The variables' raw values; equal as long as none of them changes.
+snapshot = env.watched(_READ)
 
 
 @lru_cache(maxsize=64)
 def switches(raw: _Raw) -> Switches:
     """What a snapshot says."""
-    text = [value.decode() if isinstance(value, bytes) else value for value in raw]
-    found = {name: value for name, value in zip(_READ, text, strict=True) if value}
+    text = env.texts(_READ, raw)
 
-    def on(name: str, default: str = "1") -> bool:
-        return found.get(name, default) != "0"
+    def on(name: str) -> bool:
+        return env.switch(name, text[name])
 
-    backend = found.get("NVTE_FUSED_ATTN_BACKEND")
+    backend = env.number("NVTE_FUSED_ATTN_BACKEND", text["NVTE_FUSED_ATTN_BACKEND"])
+    level = env.number("NVTE_DEBUG_LEVEL", text["NVTE_DEBUG_LEVEL"])
     return Switches(
         flash=on("NVTE_FLASH_ATTN"), flash2=on("NVTE_FLASH_ATTN_V2"), flash3=on("NVTE_FLASH_ATTN_V3"),
         flash4=on("NVTE_FLASH_ATTN_V4"), fused=on("NVTE_FUSED_ATTN"), unfused=on("NVTE_UNFUSED_ATTN"),
-        fused_backend=int(backend) if backend in ("1", "2") else None,
-        flash2_backward=on("NVTE_FUSED_ATTN_USE_FAv2_BWD", "0"),
-        deterministic=not on("NVTE_ALLOW_NONDETERMINISTIC_ALGO"),
-        layer_scaling=on("NVTE_APPLY_QK_LAYER_SCALING", "0"), fused_softmax=on("NVTE_MASKED_SOFTMAX_FUSION"),
-        emulate_fp8=on("NVTE_UnfusedDPA_Emulate_FP8", "0"),
-        debug=int(found.get("NVTE_DEBUG_LEVEL", "0")) if on("NVTE_DEBUG", "0") else -1,
+        fused_backend=backend if backend in (1, 2) else None, flash2_backward=on("NVTE_FUSED_ATTN_USE_FAv2_BWD"),
+        deterministic=not on("NVTE_ALLOW_NONDETERMINISTIC_ALGO"), layer_scaling=on("NVTE_APPLY_QK_LAYER_SCALING"),
+        fused_softmax=on("NVTE_MASKED_SOFTMAX_FUSION"), emulate_fp8=on("NVTE_UnfusedDPA_Emulate_FP8"),
+        debug=level if on("NVTE_DEBUG") else -1,
     )  # fmt: skip
 
 
@@ -123,25 +97,19 @@ class Fp8Switches(NamedTuple):
     high_output: bool = True
 
 
-_FP8 = (
-    "NVTE_DPA_FP8_RECIPE", "NVTE_DPA_FP8_RECIPE_DPA", "NVTE_DPA_FP8_RECIPE_MHA", "NVTE_DPA_FP8_FORMAT",
-    "NVTE_DPA_FP8DS_AMAX_ALGO", "NVTE_DPA_FP8DS_AMAX_HISTLEN", "NVTE_DPA_FP8DS_REDUCE_AMAX", "NVTE_FP8_DPA_BWD",
-    "NVTE_DPA_FP8CS_O_in_F16",
-)  # fmt: skip
-_FP8_KEYS = tuple(_encode(name) for name in _FP8) if _KEYS is not _READ else _FP8
+_fp8_snapshot = env.watched(_FP8)
 
 
 def fp8_now() -> Fp8Switches:
     """What the environment says now."""
-    return _fp8_switches(tuple(map(_get, _FP8_KEYS)))
+    return _fp8_switches(_fp8_snapshot())
 
 
 @lru_cache(maxsize=64)
 def _fp8_switches(raw: _Raw) -> Fp8Switches:
-    text = [value.decode() if isinstance(value, bytes) else value for value in raw]
-    recipe, dpa, mha, form, algo, length, reduce, backward, high_output = text
-    default = Fp8Switches()
-    return Fp8Switches(
-        recipe or "", None if not dpa else dpa != "0", None if not mha else mha != "0", form or "",
-        algo or default.algo, int(length or default.length), reduce != "0", backward != "0", high_output != "0",
+    text = env.texts(_FP8, raw)
+
+    kinds = (
+        env.word, env.option, env.option, env.word, env.word, env.number, env.switch, env.switch, env.switch
     )  # fmt: skip
+    return Fp8Switches(*(kind(name, text[name]) for kind, name in zip(kinds, _FP8, strict=True)))  # type: ignore[arg-type]

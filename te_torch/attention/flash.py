@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from te_core import ops
 from te_core.attention import AttentionSpec
+from te_core.ops import raw as ops
 from te_core.ops.attention import Terms as CoreTerms
 from te_torch.attention import choose
 from te_torch.attention.layouts import apart

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from te_core import ops
-from te_core.errors import ArgumentError
+from te_core import env as variables
 from te_core.layers import attention_fp8 as core
+from te_core.ops import raw as ops
 from te_core.precision import AttentionPrecision, History, Operand, Precision
 from te_core.quantize.state import backward_cast, forward_cast
 from te_core.quantized import Cast
@@ -83,7 +83,8 @@ def attention_precision(base: Precision, recipe: Recipe | None, switches: env.Fp
     if rule is None:
         return None
     if rule.qkv.scaling == "current":
-        history = History(switches.length, 0, switches.algo, None, switches.reduce)
+        algo = variables.chosen("NVTE_DPA_FP8DS_AMAX_ALGO", switches.algo)
+        history = History(switches.length, 0, algo, None, switches.reduce)
         rule = replace(rule, history=history, high_output=switches.high_output)
     if not switches.backward or base.backward is not None:
         rule = replace(rule, backward=False)
@@ -99,21 +100,20 @@ def _from_environment(
     """What NVTE_DPA_FP8_RECIPE asks for. What the variables leave open is as the region's recipe has it."""
     if switches.recipe == "F16":
         return None
-    kind = _RECIPES.get(switches.recipe)
-    if kind is None:
-        raise ArgumentError(
-            "NVTE_DPA_FP8_RECIPE", repr(switches.recipe), f"F16, {', '.join(_RECIPES)}", "set it to one of these"
-        )
+    kind = _RECIPES[variables.chosen("NVTE_DPA_FP8_RECIPE", switches.recipe)]
     given = base.attention
     dpa = given is not None if switches.dpa is None else switches.dpa
     mha = given is not None and given.handed if switches.mha is None else switches.mha
     own = getattr(recipe, "fp8_format", Format.HYBRID)
     per_tensor = recipe is not None and recipe.float8_per_tensor_scaling()
-    form = Format[switches.format] if switches.format else own if per_tensor else Format.HYBRID
+    form = own if per_tensor else Format.HYBRID
+    if switches.format:
+        form = Format[variables.chosen("NVTE_DPA_FP8_FORMAT", switches.format)]
     options: dict[str, Any] = {"fp8_format": form, "fp8_dpa": dpa, "fp8_mha": mha}
     if kind is DelayedScaling:
         options.update(
-            amax_history_len=switches.length, amax_compute_algo=switches.algo, reduce_amax=switches.reduce
+            amax_history_len=switches.length, reduce_amax=switches.reduce,
+            amax_compute_algo=variables.chosen("NVTE_DPA_FP8DS_AMAX_ALGO", switches.algo),
         )  # fmt: skip
     elif kind is MXFP8BlockScaling:
         options["fp8_format"] = Format.E4M3

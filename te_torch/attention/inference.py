@@ -21,10 +21,10 @@ from typing import Any
 
 import torch
 
-from te_core import ops
 from te_core.attention import DIMENSIONS, FORMATS
 from te_core.errors import ArgumentError
 from te_core.ops import KVCache
+from te_core.ops import raw as ops
 from te_torch.attention.kv_cache import (
     CACHE_FORMAT,
     DeviceCacheManager,

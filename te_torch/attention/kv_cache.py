@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from te_core import ops
 from te_core.attention import bucket
 from te_core.errors import ArgumentError, UnsupportedError
 from te_core.ops import KVCache
+from te_core.ops import raw as ops
 from te_core.tensor import Tensor
 from te_torch.runtime import default_device, runtime_for, to_core
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from te_core import ops
 from te_core.errors import ArgumentError
 from te_core.layers import softmax as core
+from te_core.ops import raw as ops
 from te_core.ops.softmax import Band, band_of
 from te_torch.attention import env
 from te_torch.attention.masks import check_beside

@@ -22,6 +22,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from te_core import cache
+from te_core.errors import ArgumentError
 from te_torch.attention import choose, env
 from te_torch.attention.dot_product import RUN, DotProductAttention
 from te_torch.attention.inputs import Given
@@ -167,6 +169,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     device = default_device()
     path: Path = options.out or choose.local_table_path()
+    before = _read(path, own=options.out is None)  # what cannot be read is said before all is measured
     times = measure(names, device, say=lambda line: print(line, file=sys.stderr, flush=True))
     major, minor = torch.cuda.get_device_capability(device)
     versions = {
@@ -175,11 +178,39 @@ def main(arguments: Sequence[str] | None = None) -> int:
     about = {
         "device": torch.cuda.get_device_name(device), "date": datetime.date.today().isoformat(), "versions": versions
     }  # fmt: skip
-    table = merged(json.loads(path.read_text()) if path.is_file() else {}, f"{major}.{minor}", times, about)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(table, indent=1) + "\n")
+    table = merged(before, f"{major}.{minor}", times, about)
+    if not _written(path, (json.dumps(table, indent=1) + "\n").encode(), own=options.out is None):
+        print(f"{path} cannot be written: name another file with --out", file=sys.stderr)
+        return 1
     print(f"{len(times)} classes written to {path}")
     return 0
+
+
+def _read(path: Path, own: bool) -> dict[str, Any]:
+    """The table there is; of a user's own file nothing is lost because it is damaged."""
+    if own:
+        return cache.read_json(path, choose.is_table) or {}
+    if not path.exists():
+        return {}
+    try:
+        table = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ArgumentError("tune", f"--out {path}: {error}", "a table, or no file", "correct or move it") from error
+    if not choose.is_table(table):
+        raise ArgumentError("tune", f"--out {path}, which is no table", "a table, or no file", "name another file")
+    found: dict[str, Any] = table
+    return found
+
+
+def _written(path: Path, content: bytes, own: bool) -> bool:
+    if own:
+        return cache.write(path, content)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    except OSError:
+        return False
+    return True
 
 
 if __name__ == "__main__":

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from te_core import ops
 from te_core.attention import AttentionSpec, Sizes
 from te_core.layers.attention_fp8 import DP, P
+from te_core.ops import raw as ops
 from te_torch.attention.layouts import apart
 from te_torch.attention.masks import Terms, alibi_bias, hidden, token_positions
 from te_torch.attention.plan import Plan

@@ -6,7 +6,6 @@ the host, so a tensor on the GPU costs one copy in each forward, counted in `Gro
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -14,6 +13,7 @@ from typing import Any
 
 import torch
 
+from te_core import env
 from te_core.errors import ArgumentError, UnsupportedError
 from te_core.layers import grouped_linear as core
 from te_core.layers.linear import LinearSpec, Needs
@@ -258,9 +258,9 @@ def _check_options(options: dict[str, Any]) -> None:
         raise ArgumentError(op, f"parallel_mode={mode!r}", "None, 'column' or 'row'", "correct it")
     grouped = options["use_grouped_tensor"]
     variable = "NVTE_GROUPED_LINEAR_USE_FUSED_GROUPED_GEMM"
-    if grouped is None and variable in os.environ:
+    if grouped is None and env.option(variable) is not None:
         warnings.warn(f"{variable} is deprecated: pass use_grouped_tensor", FutureWarning, stacklevel=3)
-        grouped = os.environ[variable] == "1"
+        grouped = env.option(variable)
     if grouped is not None and not isinstance(grouped, bool):
         raise TypeError(f"{op}: use_grouped_tensor must be a bool or None, not {type(grouped).__name__}")
     if grouped:
@@ -271,7 +271,7 @@ def _check_options(options: dict[str, Any]) -> None:
     for name in ("single_grouped_weight", "single_grouped_bias"):
         if not options[name]:
             continue
-        if os.environ.get("NVTE_GROUPED_LINEAR_SINGLE_PARAM", "0") == "1":
+        if env.switch("NVTE_GROUPED_LINEAR_SINGLE_PARAM"):
             raise UnsupportedError(
                 op, f"{name}=True", f"{name}=False in this release", "leave it out: a parameter for each group"
             )

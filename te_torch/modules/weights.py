@@ -42,7 +42,7 @@ class CachedWeight:
 
 
 def _identity(weights: Sequence[torch.Tensor], precision: Precision) -> tuple[Any, ...]:
-    return (id(precision), *[(w.data_ptr(), w._version, w.shape) for w in weights])
+    return (precision.serial, *[(w.data_ptr(), w._version, w.shape) for w in weights])
 
 
 class Gradients:

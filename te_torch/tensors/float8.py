@@ -11,8 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from te_core import ops
 from te_core.dtypes import DType as CoreType
+from te_core.ops import raw as ops
 from te_core.precision import Operand
 from te_core.quantized import Format
 from te_core.recipe import DelayedScaling, Float8CurrentScaling

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from te_core import dtypes, ops
+from te_core import dtypes
+from te_core.ops import raw as ops
 from te_core.ops.quantize import allocate
 from te_core.precision import Operand
 from te_core.quantized import Cast, Format, QuantizedTensor

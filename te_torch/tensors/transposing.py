@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from te_core import ops
+from te_core.ops import raw as ops
 from te_core.quantized import Format, pieces_of
 from te_core.tensor import CPU
 from te_torch.runtime import runtime_for, to_core, to_torch

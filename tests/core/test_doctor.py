@@ -29,7 +29,7 @@ def test_the_door():
         [sys.executable, "-m", "te_core.doctor"], capture_output=True, text=True, cwd=ROOT, timeout=120
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert all(name in ran.stdout for name in env.VARIABLES)
+    assert f"({len(env.VARIABLES)} can be: python -m te_core.doctor --variables)" in ran.stdout
     assert all(f"  {name} " in ran.stdout for name in libraries.KNOWN)
     assert all(recipe in ran.stdout for recipe in RECIPES)
     assert ("cuda:0" if cuda_devices() else "Runtime.cpu") in ran.stdout

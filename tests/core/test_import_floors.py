@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # From low to high. A floor lists its rooms; `te_core.ops` stands for everything below that package.
 GROUND = (
     "dtypes tensor dlpack quantized attention attention_rules precision runtime plan_cache libraries driver device "
-    "recipe errors env naming hints"
+    "recipe errors env cache arguments naming hints"
 )
 FLOORS: dict[str, list[str]] = {
     "ground": [f"te_core.{room}" for room in GROUND.split()],

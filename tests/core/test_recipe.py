@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import gc
 import os
+import pickle
 import subprocess
 import sys
+import tracemalloc
+from dataclasses import replace
 
 import pytest
 
 from te_core import ArgumentError, dtypes
+from te_core import recipe as recipe_file
 from te_core.precision import Gemm, History
+from te_core.quantize import state as state_file
 from te_core.recipe import (
     CustomRecipe,
     DelayedScaling,
@@ -22,6 +29,7 @@ from te_core.recipe import (
     NVFP4BlockScaling,
     QParams,
     Recipe,
+    resolve,
 )
 
 E4M3, E5M2 = dtypes.float8_e4m3, dtypes.float8_e5m2
@@ -352,3 +360,69 @@ def test_environment_defaults(variable):
         env = {**{k: v for k, v in os.environ.items() if not k.startswith("NVTE_")}, variable: value}
         done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
         assert done.stdout.strip() == str(wanted), (variable, value)
+
+
+# ---------------------------------------------------------------------------------------------- what is kept
+
+
+def test_equal_recipes_are_one_precision_while_there_is_one() -> None:
+    first = resolve(DelayedScaling(margin=3))
+    assert resolve(DelayedScaling(margin=3)) is first and resolve(DelayedScaling(margin=2)) is not first
+    rule = lambda history: history[0]  # noqa: E731
+    held = resolve(DelayedScaling(amax_compute_algo=rule))
+    assert resolve(DelayedScaling(amax_compute_algo=rule)) is held
+    found = [resolve(DelayedScaling(margin=7)) for _ in range(2)]
+    assert found[0] is found[1]
+
+
+def test_a_recipe_made_anew_for_each_step_leaves_nothing() -> None:
+    """A function of its own makes it unlike every other one."""
+    gc.collect()
+    before, casts = len(recipe_file._resolved), len(state_file._casts)
+    tracemalloc.start()
+    try:
+        for i in range(3000):
+            if i == 1000:
+                gc.collect()
+                start = tracemalloc.get_traced_memory()[0]
+            made = DelayedScaling(amax_compute_algo=lambda history, i=i: history[i])
+            resolve(made)
+            precision = resolve(CustomRecipe(lambda role, i=i: i))
+            operand = replace(resolve(Float8CurrentScaling()).input, custom=precision.factory)
+            state_file._stateless(operand, True, True)
+        del made, precision, operand
+        gc.collect()
+        grown = tracemalloc.get_traced_memory()[0] - start
+    finally:
+        tracemalloc.stop()
+    assert len(recipe_file._resolved) <= before + 2
+    assert len(state_file._casts) <= max(casts, 1024)
+    assert grown < 500_000, grown  # of 2000 steps; the bounded caches fill meanwhile
+
+
+def test_a_serial_is_one_objects() -> None:
+    """Also of copies, and after an object is gone: it stands in keys where an id would be given again."""
+    precision = resolve(DelayedScaling())
+    copies = [copy.copy(precision), copy.deepcopy(precision), pickle.loads(pickle.dumps(precision)), replace(precision)]
+    assert all(c == precision and hash(c) == hash(precision) for c in copies)
+    assert len({c.serial for c in (precision, *copies)}) == 5
+    seen = set()
+    for _ in range(100):
+        seen.add(resolve(CustomRecipe(lambda role: None)).serial)
+    assert len(seen) == 100
+
+
+def test_what_cannot_be_hashed_resolves() -> None:
+    class Factory:
+        """Compares, and so has no hash."""
+
+        def __eq__(self, other: object) -> bool:
+            return isinstance(other, Factory)
+
+        __hash__ = None  # type: ignore[assignment]
+
+        def __call__(self, role: object) -> None:
+            return None
+
+    made = CustomRecipe(Factory())
+    assert resolve(made) is resolve(made) and resolve(made).factory is made.qfactory

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -199,27 +200,84 @@ def test_eight_threads_one_plan_each_its_own_tensors():
 # --- plans ----------------------------------------------------------------------------------------
 
 
-class Handle:
-    """A plan that holds something."""
+class Held:
+    """A plan that holds something, and notes when it lets go."""
 
-    def __init__(self) -> None:
-        self.closed = 0
+    def __init__(self, gone: list[int], number: int) -> None:
+        self.gone, self.number = gone, number
 
-    def close(self) -> None:
-        self.closed += 1
+    def __del__(self) -> None:
+        self.gone.append(self.number)
 
 
-def test_a_full_plan_cache_closes_the_oldest():
-    cache, plans = PlanCache(capacity=3), [Handle() for _ in range(5)]
-    for i in range(3):
-        assert cache.put(i, plans[i]) is plans[i]
-    cache.touch(0)
-    cache.touch("absent")
-    cache.put(3, plans[3])
-    cache.put(4, plans[4])
-    assert [p.closed for p in plans] == [0, 1, 1, 0, 0]
-    assert cache.get(0) is plans[0] and cache.get(1) is None and len(cache) == 3 and cache.builds == 5
-    assert set(cache.values()) == {plans[0], plans[3], plans[4]}
+def test_a_plan_that_is_used_stays_and_one_that_is_not_goes():
+    gone: list[int] = []
+    cache = PlanCache(capacity=4)
+    for i in range(40):
+        assert cache.get(i) is None
+        assert cache.put(i, Held(gone, i)).number == i and cache.get(i).number == i
+        assert cache.get(0).number == 0, "it was the first, and is used between all others"
+        assert len(cache) <= 4
+    assert gone == sorted(gone) and set(gone) == set(range(1, 40)) - {p.number for p in cache.values()}
+    assert cache.builds == 40 and {0, 39} <= {p.number for p in cache.values()}
+
+
+@pytest.mark.parametrize("capacity", [1, 2, 3, 8, 100])
+def test_what_was_used_lately_is_there(capacity):
+    """Of any sequence of uses: the last half as many different plans as there is room for."""
+    random = np.random.default_rng(capacity)
+    cache, order = PlanCache(capacity), []
+    for key in random.zipf(1.3, 4000) % 150:
+        if cache.get(key) is None:
+            assert key not in order[-max(1, capacity // 2) :], "it was used lately"
+            cache.put(key, key)
+        order = [k for k in order if k != key] + [key]
+        assert len(cache) <= max(2, capacity)
+    assert cache.builds > 100
+
+
+def test_a_plan_that_left_the_cache_runs_on():
+    """It goes when the one that runs it is done."""
+    gone: list[int] = []
+    cache = PlanCache(capacity=2)
+    running = cache.put(0, Held(gone, 0))
+    for i in range(1, 9):
+        cache.put(i, Held(gone, i))
+    assert cache.get(0) is None and 0 not in gone and 1 in gone
+    del running
+    assert gone[-1] == 0
+
+
+def test_a_plan_cache_of_no_room_takes_no_keys():
+    cache = PlanCache(capacity=0)
+    assert cache.put(["no key"], "plan") == "plan" and cache.get(["no key"]) is None and len(cache) == 0
+
+
+def test_threads_share_a_full_plan_cache():
+    """Small enough to be turned over all the time: nobody gets another's plan, nothing raises."""
+    cache, failures = PlanCache(capacity=6), []
+
+    def work(seed: int) -> None:
+        try:
+            for key in np.random.default_rng(seed).integers(0, 12, 20_000).tolist():
+                found = cache.get(key)
+                if found is None:
+                    found = cache.put(key, ("plan", key))
+                assert found == ("plan", key)
+        except BaseException as error:
+            failures.append(error)
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=work, args=(i,)) for i in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(before)
+    assert not failures and len(cache) <= 6
 
 
 def test_a_plan_is_made_once_and_can_be_read():

@@ -304,6 +304,8 @@ class Producer:
         self.released, self.streams, self.device = 0, [], device
         name = b"dltensor_versioned" if versioned else b"dltensor"
         self.name, self.managed = name, dlpack._LAYOUTS[name]()
+        if versioned:
+            self.managed.major = 1
         self.shape = (ctypes.c_int64 * 2)(2, 3)
         self.managed.dl = dlpack._DLTensor(
             ctypes.addressof(self.memory) - 8, *device, 2, kind, bits, 1, self.shape, None, 8
@@ -374,18 +376,10 @@ def test_a_bare_capsule_and_a_plain_object():
 # --- streams --------------------------------------------------------------------------------------
 
 
-def test_an_importer_names_its_stream():
-    for given_stream, asked in ((None, 1), (0, 1), (7, 7)):
-        producer = Producer(device=(2, 1), versioned=True)
-        ours = from_dlpack(producer, stream=given_stream)
-        assert producer.streams == [asked] and ours.device is cuda_device(1)
-    producer = Producer()
-    from_dlpack(producer, stream=7)  # host memory: its producers take no stream
-    assert producer.streams == [None]
-
-
 class Driver:
     """Notes which stream is made to wait for which."""
+
+    device_count = 8
 
     def __init__(self) -> None:
         self.orders: list[tuple[int, int, int]] = []
@@ -399,6 +393,25 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     found = Driver()
     monkeypatch.setattr(libraries, "driver", lambda: found)
     return found
+
+
+def test_an_importer_names_its_stream(driver):
+    for given_stream, asked in ((None, 1), (0, 1), (7, 7)):
+        producer = Producer(device=(2, 1), versioned=True)
+        ours = from_dlpack(producer, stream=given_stream)
+        assert producer.streams == [asked] and ours.device is cuda_device(1)
+    producer = Producer()
+    from_dlpack(producer, stream=7)  # host memory: its producers take no stream
+    assert producer.streams == [None]
+
+
+def test_memory_of_a_device_that_this_process_sees(driver):
+    for index in (-1, driver.device_count):
+        producer = Producer(device=(2, index), versioned=True)
+        with pytest.raises(ArgumentError, match=f"memory of cuda:{index}.*the 8 CUDA devices"):
+            from_dlpack(producer)
+        assert producer.released == 0
+    assert from_dlpack(Producer(device=(2, 7))).device is cuda_device(7)
 
 
 class Block:

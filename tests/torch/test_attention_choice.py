@@ -16,7 +16,9 @@ import pytest
 import torch
 
 import te_torch as te
+from te_core import cache as disk
 from te_core import dtypes
+from te_core import env as variables
 from te_core.attention import AttentionSpec, Sizes
 from te_core.device import DeviceInfo
 from te_core.errors import ArgumentError, UnsupportedError
@@ -304,7 +306,7 @@ def test_measured_speeds_go_first_and_this_machines_before_the_shipped(
     monkeypatch.setattr(choose, "_shipped_table", lambda: shipped)
     found = choose.decide(PLAIN)
     assert found.backend == FUSED and "shipped table" in found.why
-    choose.local_table_path().write_text(json.dumps(table(**{FLASH2: 1.0, FUSED: 2.0})))
+    assert disk.write(choose.local_table_path(), json.dumps(table(**{FLASH2: 1.0, FUSED: 2.0})).encode())
     choose.forget()
     found = choose.decide(PLAIN)
     assert found.backend == FLASH2 and "this machine's table" in found.why
@@ -313,6 +315,45 @@ def test_measured_speeds_go_first_and_this_machines_before_the_shipped(
     assert choose.decide(replace(PLAIN, device=B200)).backend == FUSED
     # The fastest is not eligible: the next one.
     assert choose.decide(replace(PLAIN, installed=ALL._replace(flash2=None))).backend == FUSED
+
+
+DAMAGED = {
+    "cut": b'{"measured": {',
+    "no text": b"\xff\xfe",
+    "deep": b"[" * 100_000,
+    "a list": b"[]",
+    "no devices": b'{"measured": [1]}',
+    "no classes": b'{"measured": {"9.0": {"microseconds": 3}}}',
+    "no times": b'{"measured": {"9.0": {"microseconds": {"train/dense/d128/medium/banded": [1, 2]}}}}',
+    "words for times": b'{"measured": {"9.0": {"microseconds": {"x": {"FusedAttention": "fast"}}}}}',
+    "NaN": b'{"measured": {"9.0": {"microseconds": {"x": {"FusedAttention": NaN}}}}}',
+    "minus": b'{"measured": {"9.0": {"microseconds": {"x": {"FusedAttention": -1}}}}}',
+    "another backend": b'{"measured": {"9.0": {"microseconds": {"x": {"Quantum": 1.0}}}}}',
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGED)
+def test_a_damaged_table_costs_one_warning(monkeypatch: pytest.MonkeyPatch, cudnn: Any, damage: str) -> None:
+    """And the shipped one decides, in every attention of the process."""
+    monkeypatch.setattr(disk, "_warned", set())
+    expected = choose.decide(PLAIN)
+    path = choose.local_table_path()
+    path.write_bytes(DAMAGED[damage])
+    path.chmod(0o600)
+    choose.forget()
+    with pytest.warns(UserWarning, match=f"{path.name} is ignored") as found:
+        assert choose.decide(PLAIN) == expected
+        choose.forget()
+        assert choose.decide(replace(PLAIN, training=False)).backend
+    assert len(found) == 1
+
+
+def test_a_pipe_in_the_place_of_a_table(monkeypatch: pytest.MonkeyPatch, cudnn: Any) -> None:
+    monkeypatch.setattr(disk, "_warned", set())
+    os.mkfifo(choose.local_table_path(), 0o600)
+    choose.forget()
+    with pytest.warns(UserWarning, match="it is no file"):
+        assert choose.decide(PLAIN).backend
 
 
 @pytest.mark.parametrize(
@@ -467,12 +508,18 @@ def test_the_variable_alone_shows_the_choice() -> None:
         assert shown in ran.stderr and hidden not in ran.stderr
 
 
-def test_every_variable_is_documented() -> None:
-    folder = Path(env.__file__).parent
-    named = {name for path in folder.glob("*.py") for name in re.findall(r"NVTE_\w+", path.read_text())}
-    families = {"NVTE_FLASH_ATTN_V3", "NVTE_FLASH_ATTN_V4", "NVTE_DPA_FP8_RECIPE_MHA"}  # "likewise"
-    assert named - families - {"NVTE_FLASH_ATTN_V"} <= set(env.VARIABLES), named - set(env.VARIABLES)
-    assert set(env._READ) - families <= set(env.VARIABLES)
+@pytest.mark.parametrize("value", ["yes", os.fsdecode(b"\xff"), "-1", "2" * 5000])
+@pytest.mark.parametrize("name", ["NVTE_FUSED_ATTN", "NVTE_DEBUG_LEVEL", "NVTE_DPA_FP8DS_AMAX_HISTLEN"])
+def test_what_cannot_be_made_out_counts_as_the_default(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    monkeypatch.setattr(variables, "_warned", set())
+    before = env.now(), env.fp8_now()
+    monkeypatch.setenv("NVTE_DEBUG", "0")
+    monkeypatch.setenv(name, value)
+    with pytest.warns(UserWarning, match=f"^{name}=") as found:
+        assert (env.now(), env.fp8_now()) == before and (env.now(), env.fp8_now()) == before
+    assert len(found) == 1
 
 
 # -------------------------------------------------------------------------------------- documented entry points

@@ -10,8 +10,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import te_torch as te
-from te_core import ops
 from te_core.errors import ArgumentError, UnsupportedError
+from te_core.ops import raw as ops
 from te_core.recipe import DelayedScaling, Float8CurrentScaling, Format, MXFP8BlockScaling, resolve
 from te_torch.attention import env, fp8
 from te_torch.attention.choose import NoBackendError
@@ -277,6 +277,21 @@ def test_what_attention_runs_in(variables: Any) -> None:
     current = rule(Float8CurrentScaling(fp8_dpa=True))
     assert (current.qkv.scaling, current.history.length, current.history.amax_algo) == ("current", 1, "most_recent")
     assert current.high_output and fp8.scaling_of(number_of(MXFP8BlockScaling(fp8_dpa=True))) == "mxfp8"
+
+
+@pytest.mark.parametrize(
+    ("name", "region"),
+    [
+        ("NVTE_DPA_FP8_RECIPE", DelayedScaling(fp8_dpa=True)),
+        ("NVTE_DPA_FP8DS_AMAX_ALGO", Float8CurrentScaling(fp8_dpa=True)),
+        ("NVTE_DPA_FP8_FORMAT", DelayedScaling(fp8_dpa=True)),
+    ],
+)
+def test_a_word_that_says_how_is_refused_if_it_is_none(variables: Any, name: str, region: Any) -> None:
+    variables("NVTE_DPA_FP8_RECIPE", "DelayedScaling" if name.endswith("FORMAT") else "")
+    variables(name, "anything")
+    with pytest.raises(ArgumentError, match=f"^{name}: got 'anything'. Allowed: "):
+        rule(region)
 
 
 def test_variables_change_the_recipe(variables: Any) -> None:

@@ -319,7 +319,7 @@ class Tiny(torch.nn.Module):
 
     def __init__(self, form, device):
         super().__init__()
-        torch.manual_seed(1)
+        torch.manual_seed(3)
         self.form = form
         self.embedding = torch.nn.Embedding(64, 32)
         self.layers = torch.nn.ModuleList(

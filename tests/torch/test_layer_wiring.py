@@ -9,8 +9,14 @@ import torch
 import torch.nn.functional as F
 
 import te_torch as te
-from te_core import ops
+from te_core.layers import linear
+from te_core.ops import raw as ops
 from te_core.recipe import DelayedScaling
+from te_torch.attention.fused import ATTENTION
+from te_torch.modules.layernorm_linear import NORM_LINEAR
+from te_torch.modules.layernorm_mlp import MLP
+from te_torch.modules.linear import LINEAR
+from te_torch.modules.norm import NORM
 from tests.backends import devices
 from tests.module_steps import GEMM_MODULES, MODULES, WIDTH, gradient_for, make, step, values
 
@@ -97,3 +103,10 @@ def test_a_custom_rule_runs_once_for_a_module_that_ran_twice(device: str) -> Non
     y.backward(gradient_for(y))
     assert calls == [3, 2]
     assert module.fp8_state.amax_history_fwd[-1, 0] == (2 * x).abs().max()
+
+
+def test_modules_call_layers_without_the_look_at_what_fails() -> None:
+    """It costs 0.2 us a call, and a module has checked what it passes."""
+    for layer in (LINEAR, NORM_LINEAR, MLP, NORM, ATTENTION):
+        assert not hasattr(layer.forward, "__wrapped__") and not hasattr(layer.backward, "__wrapped__")
+    assert hasattr(linear.forward, "__wrapped__")

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import te_torch as te
-from te_core import ops
 from te_core.errors import ArgumentError
+from te_core.ops import raw as ops
 from tests.backends import devices
 from tests.module_steps import GEMM_MODULES, WIDTH, differences, gradient_for, make, values
 from tests.recipes import KINDS, RECIPES, region

@@ -488,9 +488,10 @@ def test_a_backward_pass_inside_another(device: str) -> None:
         middle, b = second(x), second(y)
         a = first(middle)
     middle.register_hook(lambda g: (b.backward(torch.ones_like(b)), g)[1])  # when first's backward has run
+    before = set(scaling._pending)  # of passes that ended in an error
     a.sum().backward()
     for module in (first, second):
-        assert (module.fp8_state.scale_bwd[0] != 1).all() and not scaling._pending
+        assert (module.fp8_state.scale_bwd[0] != 1).all() and set(scaling._pending) == before
     with region(DELAYED):
         c, d = plain[0](plain[1](x.detach())), plain[1](y.detach())
     d.sum().backward()

@@ -27,7 +27,8 @@ from pathlib import Path
 from threading import RLock
 from typing import TYPE_CHECKING, Any
 
-from te_core import device, dtypes, env, libraries
+from te_core import cache as disk
+from te_core import device, dtypes, libraries
 from te_core.errors import LibraryError, UnsupportedError
 from te_core.kernels.compiler import read_cache, write_cache
 from te_core.runtime import Runtime
@@ -250,7 +251,7 @@ def graph(rt: Runtime, spec: Hashable, names: tuple[str, ...], describe: Describ
 
 def load_or_build(target: Target, spec: Hashable, names: tuple[str, ...], describe: Describe) -> Graph:
     """The graph from disk, or built and written there."""
-    place = env.cache_dir() / "attention" / f"{disk_key(target, spec)}.plan"
+    place = disk.place("attention", f"{disk_key(target, spec)}.plan")
     stored = read_cache(place)
     if stored is not None:
         found = _deserialized(target, names, stored)

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import json
-import os
+import re
 import struct
-import tempfile
 import threading
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
@@ -20,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from te_core import device, dtypes, env, libraries
+from te_core import cache, device, dtypes, env, libraries
 from te_core.backends.cuda import cublaslt as lt_
 from te_core.dtypes import DType
 from te_core.quantized import pieces
@@ -40,7 +39,7 @@ _local = threading.local()
 _lock = threading.Lock()
 _store: dict[str, dict[str, Any]] | None = None
 _neighbours: dict[Hashable, bytes] = {}  # by _ragged_key: the algorithm of the first size of its kind
-_MOST_NEIGHBOURS = 4096
+_MOST_NEIGHBOURS = _MOST_STORED = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +228,7 @@ def _key(rt: Runtime, spec: GemmSpec, route: Route) -> str:
 
 def store_path() -> Path:
     """The file of tuned choices."""
-    return env.cache_dir() / "gemm.json"
+    return cache.place("gemm.json")
 
 
 def _stored() -> dict[str, dict[str, Any]]:
@@ -240,11 +239,18 @@ def _stored() -> dict[str, dict[str, Any]]:
 
 
 def _read_store() -> dict[str, dict[str, Any]]:
-    try:
-        content = json.loads(store_path().read_text())
-    except (OSError, ValueError):  # none yet, or damaged: it holds nothing that cannot be measured again
-        return {}
-    return content if isinstance(content, dict) else {}
+    """Nothing where there is none, or a damaged one: it holds nothing that cannot be measured again."""
+    return cache.read_json(store_path(), _is_store) or {}
+
+
+def _is_store(content: Any) -> bool:
+    return isinstance(content, dict) and all(
+        isinstance(entry, dict) and _is_algorithm(entry.get("algorithm")) for entry in content.values()
+    )
+
+
+def _is_algorithm(text: Any) -> bool:
+    return isinstance(text, str) and re.fullmatch(rf"[0-9a-f]{{{2 * lt_.ALGO_BYTES}}}", text) is not None
 
 
 def _remember(key: str, choice: Choice, ms: float, first_ms: float) -> None:
@@ -253,10 +259,8 @@ def _remember(key: str, choice: Choice, ms: float, first_ms: float) -> None:
     algorithm = bytes(choice.algorithm).hex()
     entry = {"algorithm": algorithm, "ms": round(ms, 5), "heuristic_ms": round(first_ms, 5)}
     with _lock:
-        _store = {**_stored(), **_read_store(), key: entry}
-        path = store_path()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name + ".")
-        with os.fdopen(handle, "w") as out:
-            json.dump(_store, out, indent=1, sort_keys=True)
-        os.replace(temporary, path)
+        _store = {**_stored(), **_read_store()}
+        while len(_store) >= _MOST_STORED:  # sizes that differ at every step are timed at every step, too
+            _store.pop(next(iter(_store)))
+        _store[key] = entry
+        cache.write(store_path(), json.dumps(_store, indent=1, sort_keys=True).encode())

@@ -1,0 +1,208 @@
+"""A right call of each public operation and layer, as data: what tests take apart and make wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from te_core import dtypes, ops
+from te_core.attention import AttentionSpec
+from te_core.layers import (
+    attention,
+    attention_fp8,
+    grouped_linear,
+    l2_norm,
+    linear,
+    mlp,
+    norm,
+    norm_linear,
+    residual,
+    rope,
+    softmax,
+)
+from te_core.ops.attention_fp8 import BackwardScales, ForwardScales, Scaled
+from te_core.ops.kv_cache import KVCache
+from te_core.ops.norm import Branch
+from te_core.ops.quantize import ScalingState
+from te_core.quantize.state import Scales
+from te_core.quantized import Cast, Format
+from te_core.recipe import DelayedScaling, Recipe, resolve
+from te_core.runtime import Runtime
+from te_core.tensor import Tensor
+
+E4M3, E5M2 = dtypes.float8_e4m3, dtypes.float8_e5m2
+ROWS, WIDTH, OUT = 32, 32, 48
+HEADS, D = 2, 16
+
+
+class Right(NamedTuple):
+    """A call that works."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    options: dict[str, Any]
+
+    def run(self) -> Any:
+        """Its result."""
+        return self.function(*self.args, **self.options)
+
+
+def tensor(rt: Runtime, *shape: int, dtype: dtypes.DType = dtypes.float32, value: float | None = None) -> Tensor:
+    """Normal numbers, or all of one value."""
+    made = np.random.default_rng(0).standard_normal(shape) if value is None else np.full(shape, value)
+    return rt.tensor(made.astype(dtype.numpy))
+
+
+def cast(rt: Runtime, scaled: bool = True, dtype: dtypes.DType = E4M3) -> Cast:
+    """To one scale a tensor, given or of its own maximum."""
+    scale, amax = (tensor(rt, 1, value=v) if scaled else None for v in (2.0, 0.0))
+    return Cast(dtype, rowwise=True, columnwise=True, scale=scale, amax=amax)
+
+
+def scales(rt: Runtime, gemms: int) -> Scales:
+    """Delayed scaling's state of so many products."""
+    return Scales(*(tensor(rt, n * gemms, value=v) for n in (3, 2) for v in (1.0, 0.0)))
+
+
+def _cu(rt: Runtime, *ends: int) -> Tensor:
+    return rt.tensor(np.array(ends, np.int32))
+
+
+def operations(rt: Runtime) -> dict[str, Right]:
+    """Of every operation, with as many of its optional tensors as go together."""
+    x, w, vector = tensor(rt, ROWS, WIDTH), tensor(rt, OUT, WIDTH), tensor(rt, WIDTH)
+    y, rows = tensor(rt, ROWS, OUT), tensor(rt, ROWS, value=1.0)
+    q8, w8 = ops.quantize(rt, x, cast(rt)), ops.quantize(rt, w, cast(rt))
+    rng = rt.tensor(np.array([1, 2], np.int64))
+    heads, freqs = tensor(rt, 8, 2, HEADS, D), tensor(rt, 8, D)
+    packed = tensor(rt, 8, 2, 3 * HEADS * D)
+    scores = tensor(rt, 2, HEADS, 8, 8)
+    cache = KVCache(*(tensor(rt, 2, 16, HEADS, D) for _ in range(2)))
+    paged = KVCache(*(tensor(rt, 4, 8, HEADS, D) for _ in range(2)), rt.tensor(np.array([[0, 1], [2, 3]], np.int32)))
+    state = ScalingState(tensor(rt, 3, value=1.0), tensor(rt, 4, 3, value=1.0), tensor(rt, 3, value=1.0), 448.0)
+    spec = AttentionSpec(0.25)
+    done = ops.attention_forward(rt, heads, heads, heads, spec=spec)
+    one, none = tensor(rt, 1, value=1.0), tensor(rt, 1, value=0.0)
+    s, small = Scaled(one, one, none), tensor(rt, 8, 2, HEADS, D, dtype=E4M3, value=1.0)
+    forward = ForwardScales(one, one, one, s, s)
+    done8 = ops.attention_fp8_forward(rt, small, small, small, spec=spec, scales=forward, out=small)
+    backward = BackwardScales(one, one, one, one, one, s, s, s, s, s)
+    dy8 = tensor(rt, 8, 2, HEADS, D, dtype=E5M2, value=1.0)
+    split = {"heads": HEADS, "groups": HEADS, "head_dims": (D, D, D), "interleaved_groups": False}
+    wide = rt.tensor(np.ones((128, 4), np.uint8))
+    calls: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
+        "activation_forward": ((x, "gelu"), {"cast": cast(rt)}),
+        "activation_backward": ((x, x, "gelu"), {"cast": cast(rt), "column_sum": vector}),
+        "add": ((x, x), {"out": tensor(rt, ROWS, WIDTH)}),
+        "amax": ((x,), {"out": none}),
+        "attention_forward": ((heads, heads, heads), {"spec": spec}),
+        "attention_backward": ((heads, heads, heads, heads, done.out, done.stats), {"spec": spec}),
+        "attention_fp8_forward": ((small, small, small), {"spec": spec, "scales": forward, "out": small}),
+        "attention_fp8_backward": ((dy8, small, small, small, small, done8.stats), {"spec": spec, "scales": backward}),
+        "bias_dropout_add": ((x, vector, x), {"p": 0.5, "rng": rng}),
+        "bias_dropout_add_backward": ((x,), {"p": 0.5, "rng": rng, "column_sum": vector}),
+        "column_sum": ((x, vector), {}),
+        "count_nonfinite": ((x, rt.tensor(np.zeros(2, np.int64))), {}),
+        "dequantize": ((q8, dtypes.float32), {}),
+        "gemm": ((x, w), {"trans_b": True, "bias": tensor(rt, OUT), "epilogue": "gelu", "aux": y, "out": y}),
+        "gemm_quantized": ((q8, w8, y), {"bias": tensor(rt, OUT)}),
+        "kv_append": ((heads, heads, cache, _cu(rt, 0, 3, 5), _cu(rt, 0, 3, 5)), {"form": "sbhd"}),
+        "kv_gather": ((paged, _cu(rt, 0, 3, 5)), {}),
+        "kv_move": ((cache, rt.tensor(np.array([[0, 1, 3]], np.int32))), {"longest": 8}),
+        "l2_norm_forward": ((x,), {"eps": 1e-6}),
+        "l2_norm_backward": ((x, x), {"eps": 1e-6}),
+        "norm_forward": ((x, vector, vector), {
+            "kind": "LayerNorm", "eps": 1e-5, "cast": cast(rt), "branch": Branch(x, tensor(rt, ROWS, WIDTH), vector),
+        }),
+        "norm_backward": ((x, x, vector, rows, rows), {"kind": "LayerNorm", "add": x}),
+        "quantize": ((x, cast(rt)), {"column_sum": vector}),
+        "quantize_grouped": ((x, [16, 16], [cast(rt, False)] * 2, [tensor(rt, WIDTH) for _ in range(2)]), {}),
+        "quantize_many": (([x, w], [cast(rt, False)] * 2), {}),
+        "resize": ((x, 16, 64), {}),
+        "rope": ((heads, freqs), {"start_positions": rt.tensor(np.zeros(2, np.int32))}),
+        "rope_qkv": ((packed, freqs, freqs), split),
+        "rope_qkv_backward": ((heads, heads, heads, freqs, freqs), split),
+        "scale_pairs": (([one], [none]), {}),
+        "softmax_forward": ((scores,), {"mask": rt.tensor(np.zeros((1, 1, 8, 8), bool)), "sink": tensor(rt, HEADS)}),
+        "softmax_backward": ((scores, scores, tensor(rt, 2, 8, HEADS)), {}),
+        "swizzle_scales": ((wide,), {}),
+        "transpose": ((x,), {}),
+        "update_scales": (([state], "max"), {}),
+        "plan_update": (([state], "max"), {}),
+    }  # fmt: skip
+    return {name: Right(getattr(ops, name), (rt, *args), options) for name, (args, options) in calls.items()}
+
+
+#: What is public and takes no tensor of the caller's.
+NO_TENSORS = {"KVCache", "gemm_route", "is_gated", "packed_width", "run_update"}
+
+
+def layer_specs(recipe: Recipe | None) -> dict[str, Any]:
+    """A spec of each layer, those with products in this recipe."""
+    precision = None if recipe is None else resolve(recipe)
+    all_needs = linear.Needs(True, True, True)
+    one = linear.LinearSpec(dtypes.float32, precision, all_needs)
+    normed = norm.NormSpec(dtypes.float32, "LayerNorm", 1e-5)
+    attends = attention.AttentionLayerSpec(
+        AttentionSpec(0.25), HEADS, HEADS, D, D, attention.AttentionNeeds(True, True, True)
+    )
+    fp8 = resolve(DelayedScaling(fp8_dpa=True)).attention
+    assert fp8 is not None
+    return {
+        "attention": attends,
+        "attention_fp8": attention_fp8.AttentionFp8Spec(attends, fp8, dtypes.float32),
+        "grouped_linear": grouped_linear.GroupedSpec((one, one)),
+        "l2_norm": l2_norm.L2NormSpec(1e-6),
+        "linear": one,
+        "mlp": mlp.MLPSpec(one, one, normed, "gelu"),
+        "norm": normed,
+        "norm_linear": norm_linear.NormLinearSpec(normed, one),
+        "residual": residual.AddSpec(0.5, residual.BranchNeeds(True, True, True)),
+        "rope": rope.RopeSpec(),
+        "softmax": softmax.SoftmaxSpec(),
+        "split": rope.SplitSpec(HEADS, HEADS, (D, D, D), False),
+    }
+
+
+def layers(rt: Runtime, recipe: Recipe | None = None) -> dict[str, Right]:
+    """Forward and backward of every layer; `recipe` is that of its products."""
+    specs = layer_specs(recipe)
+    history = None if recipe is None or not recipe.delayed() else 2
+    state = {} if history is None else {"scales": scales(rt, history)}
+    x, vector, heads = tensor(rt, 4, 8, WIDTH), tensor(rt, WIDTH), tensor(rt, 8, 2, HEADS, D)
+    w, bias, flat = tensor(rt, OUT, WIDTH), tensor(rt, OUT), tensor(rt, 8, 2, HEADS * D)
+    rng = rt.tensor(np.array([1, 2], np.int64))
+    draws = () if recipe is None or not recipe.nvfp4() else (rng,)
+    freqs = tensor(rt, 8, D)
+    dy = tensor(rt, 4, 8, OUT)
+    groups = {"splits": grouped_linear.Groups([16, 16])}
+    both: dict[str, tuple[Any, str, tuple[Any, ...], tuple[Any, ...], dict[str, Any]]] = {
+        "attention": (attention, "", (heads, heads, heads), (flat, None), {}),
+        "attention_fp8": (
+            attention_fp8, "", (flat, flat, flat), (flat,), {"scales": scales(rt, 3)}
+        ),
+        "grouped_linear": (grouped_linear, "", (x, w, w, bias, bias, *(draws or (None,))), (dy,), {**groups, **state}),
+        "l2_norm": (l2_norm, "", (x,), (x,), {}),
+        "linear": (linear, "", (x, w, bias, *draws), (dy,), state),
+        "mlp": (mlp, "", (x, vector, vector, w, bias, tensor(rt, WIDTH, OUT), vector, *draws), (x, None, None), state),
+        "norm": (norm, "", (x, vector, vector), (x,), {}),
+        "norm_linear": (norm_linear, "", (x, vector, vector, w, bias, *draws), (dy, None, None), state),
+        "residual": (residual, "", (x, vector, x, rng), (x,), {}),
+        "rope": (rope, "", (heads, freqs, None, None), (heads,), {}),
+        "softmax": (softmax, "", (tensor(rt, 2, HEADS, 8, 8), None, None, None, None),
+                    (tensor(rt, 2, HEADS, 8, 8),), {}),
+        "split": (rope, "split_", (tensor(rt, 8, 2, 3 * HEADS * D), freqs, freqs, None, None),
+                  (heads, heads, heads), {}),
+    }  # fmt: skip
+    found = {}
+    for name, (module, prefix, args, grads, options) in both.items():
+        more = {"spec": specs[name], **options}
+        forward = found[f"{name} forward"] = Right(getattr(module, f"{prefix}forward"), (rt, *args), more)
+        _, saved = forward.run()
+        found[f"{name} backward"] = Right(getattr(module, f"{prefix}backward"), (rt, *grads, saved), more)
+    return found
+
+
+__all__ = ["NO_TENSORS", "Format", "Right", "layer_specs", "layers", "operations", "scales", "tensor"]

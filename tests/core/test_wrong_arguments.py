@@ -1,0 +1,222 @@
+"""What a stranger's first call gets wrong, over every operation and layer: an error in four parts, and no other.
+
+Each argument of a right call in turn becomes what it is often mistaken for (tests/core/face.py has the calls).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import is_dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from te_core import dtypes, ops
+from te_core.errors import ArgumentError
+from te_core.layers import linear, norm
+from te_core.ops import raw
+from te_core.ops.quantize import ScalingState
+from te_core.quantize.state import Scales
+from te_core.quantized import Cast, QuantizedTensor
+from te_core.recipe import DelayedScaling, Float8CurrentScaling, NVFP4BlockScaling
+from te_core.runtime import Runtime
+from te_core.tensor import Tensor
+from tests.core import face
+
+CPU = Runtime.cpu()
+OPERATIONS = face.operations(CPU)
+LAYERS = {
+    f"{name} {type(recipe).__name__}": right
+    for recipe in (DelayedScaling(), NVFP4BlockScaling())
+    for name, right in face.layers(CPU, recipe).items()
+    if recipe.delayed() or "linear" in name or "mlp" in name
+}
+CALLS = {**OPERATIONS, **LAYERS}
+FOUR_PARTS = re.compile(r"^[\w. ()]+: got .+\. Allowed: .+\. To do: .+\.$", re.DOTALL)
+
+
+#: What a call does not read: the inverse of what is written, the draws that backward takes, states for a later run.
+UNREAD = re.compile(
+    r"attention_fp8_forward-scales-\[4\] \[1\]|attention_fp8_backward-scales-\[[789]\] \[1\]"
+    r"|(linear|mlp) forward NVFP4BlockScaling-[468]-|plan_update-1"
+)
+
+
+class NotOurs:
+    """Has nothing that anything of ours has."""
+
+
+def mistakes(value: Any) -> dict[str, Any]:
+    """What is passed in the place of a right argument."""
+    if isinstance(value, Tensor):
+        array = np.zeros(value.shape, np.float32)
+        return {"an array": array, "a list": array.tolist(), "an object": NotOurs()}
+    if isinstance(value, QuantizedTensor):
+        return {"an array": np.zeros(value.shape, np.float32), "a plain tensor": face.tensor(CPU, *value.shape)}
+    if isinstance(value, Runtime):
+        return {"None": None, "a device's name": "cuda", "a class": Runtime}
+    if isinstance(value, Cast):
+        return {"a dtype": dtypes.float8_e4m3, "a recipe": Float8CurrentScaling()}
+    if isinstance(value, Scales):
+        return {"a dictionary": {}, "an array": np.ones(6, np.float32)}
+    if is_dataclass(value) and not isinstance(value, (type, ScalingState)):
+        return {"None": None, "a recipe": DelayedScaling(), "an object": NotOurs()}
+    if isinstance(value, ScalingState):
+        return {"an object": NotOurs()}
+    if isinstance(value, str):
+        return {"another name": "no such name", "None": None, "a number": 3}
+    return {}
+
+
+def nested(value: Any) -> Iterator[tuple[str, Any]]:
+    """(where, the argument with one mistake in it) for an argument and all that stands in it."""
+    for name, wrong in mistakes(value).items():
+        yield name, wrong
+    if isinstance(value, Cast):
+        for field in ("scale", "amax"):
+            if getattr(value, field) is not None:
+                parts = {n: getattr(value, n) for n in ("rowwise", "columnwise", "scale", "amax")}
+                yield f"{field} an array", Cast(value.format, **{**parts, field: np.ones(1, np.float32)})
+    elif isinstance(value, (list, tuple)) and "Saved" not in type(value).__name__:
+        for i, part in enumerate(value):
+            for name, wrong in nested(part):
+                changed = [*value[:i], wrong, *value[i + 1 :]]
+                made = type(value)(*changed) if hasattr(value, "_fields") else type(value)(changed)
+                yield f"[{i}] {name}", made
+
+
+def places() -> Iterator[Any]:
+    for call, right in CALLS.items():
+        for key in (*range(len(right.args)), *right.options):
+            value = right.args[key] if isinstance(key, int) else right.options[key]
+            for name, _ in nested(value):
+                if not UNREAD.match(f"{call}-{key}-{name}".removeprefix("grouped_").removeprefix("norm_")):
+                    yield pytest.param(call, key, name, id=f"{call}-{key}-{name}")
+
+
+@pytest.mark.parametrize(("call", "key", "mistake"), list(places()))
+def test_a_wrong_argument_is_explained(call: str, key: int | str, mistake: str) -> None:
+    right = CALLS[call]
+    args, options = list(right.args), dict(right.options)
+    place: Any = args if isinstance(key, int) else options
+    place[key] = dict(nested(place[key]))[mistake]
+    with pytest.raises(ArgumentError) as caught:
+        right.function(*args, **options)
+    assert FOUR_PARTS.match(str(caught.value))
+
+
+def test_the_calls_are_all_there_are() -> None:
+    """And right: nothing public is left out, and each runs."""
+    assert set(OPERATIONS) | face.NO_TENSORS == set(ops.__all__)
+    for right in CALLS.values():
+        right.run()
+
+
+def every_argument() -> Iterator[Any]:
+    for call, right in CALLS.items():
+        for key in (*range(len(right.args)), *right.options):
+            yield pytest.param(call, key, id=f"{call}-{key}")
+
+
+@pytest.mark.parametrize(("call", "key"), list(every_argument()))
+def test_nothing_in_the_place_of_an_argument(call: str, key: int | str) -> None:
+    """Where it may be left out the call runs; elsewhere it is explained. So is what forward should have kept."""
+    right = CALLS[call]
+    args, options = list(right.args), dict(right.options)
+    place: Any = args if isinstance(key, int) else options
+    changed = [None]
+    if "Saved" in type(place[key]).__name__ and hasattr(place[key], "_fields"):
+        changed += [place[key]._replace(**{name: None}) for name in place[key]._fields]
+    for value in changed:
+        place[key] = value
+        try:
+            right.function(*args, **options)
+        except ArgumentError as error:
+            assert FOUR_PARTS.match(str(error)), error
+
+
+# ------------------------------------------------------------------------------------------ what was met most
+
+
+@pytest.mark.parametrize("dtype", [np.float32, "float32", np.dtype("float32"), "torch.float32"], ids=str)
+def test_a_spec_takes_every_name_of_a_dtype(dtype: Any) -> None:
+    needs = linear.Needs(True, True, True)
+    assert linear.LinearSpec(dtype, None, needs) == linear.LinearSpec(dtypes.float32, None, needs)
+    assert linear.LinearSpec(dtype, None, needs, weight_dtype=dtype).weight_dtype is dtypes.float32
+    assert norm.NormSpec(dtype, "RMSNorm", 0.0).dtype is dtypes.float32
+    with pytest.raises(ArgumentError, match="float33"):
+        linear.LinearSpec("float33", None, needs)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, "float32", np.dtype("float32")], ids=str)
+def test_memory_is_asked_for_with_every_name_of_a_dtype(dtype: Any, rt: Runtime) -> None:
+    for make in (rt.empty, rt.zeros):
+        assert make((2, 3), dtype).dtype is dtypes.float32 and make([2, 3], dtype).shape == (2, 3)
+    assert not rt.numpy(rt.zeros((4,), dtype)).any()
+
+
+@pytest.mark.parametrize("make", ["empty", "zeros"])
+@pytest.mark.parametrize("wrong", [((2, -3), "float32"), (("2",), "float32"), ((2, 3), "float33"), ((2, 3), None)])
+def test_memory_that_cannot_be(make: str, wrong: Any, rt: Runtime) -> None:
+    with pytest.raises(ArgumentError, match=FOUR_PARTS):
+        getattr(rt, make)(*wrong)
+
+
+@pytest.mark.parametrize("value", [np.zeros(3, np.float32), [1.0], None, 3])
+def test_values_of_what_is_no_tensor(value: Any, rt: Runtime) -> None:
+    with pytest.raises(ArgumentError, match=FOUR_PARTS):
+        rt.numpy(value)
+
+
+@pytest.mark.parametrize("recipe", [DelayedScaling(), NVFP4BlockScaling()])
+def test_a_recipe_is_resolved_first(recipe: Any) -> None:
+    with pytest.raises(ArgumentError, match=r"LinearSpec: got precision of type .*resolve\(recipe\)"):
+        linear.LinearSpec(dtypes.float32, recipe, linear.Needs(True, True, True))
+    with pytest.raises(ArgumentError, match=r"precision of type DelayedScaling"):
+        replace(face.layer_specs(None)["attention_fp8"], precision=DelayedScaling())
+
+
+@pytest.mark.parametrize("name", [n for n in LAYERS if "DelayedScaling" in n and "scales" in LAYERS[n].options])
+def test_delayed_scaling_without_scales(name: str, rt: Runtime) -> None:
+    right = face.layers(rt, DelayedScaling())[name.removesuffix(" DelayedScaling")]
+    with pytest.raises(ArgumentError, match="got no scales.*pass scales="):
+        right.function(*right.args, **{**right.options, "scales": None})
+
+
+@pytest.mark.parametrize("name", ["linear", "grouped_linear", "norm_linear", "mlp"])
+def test_stochastic_rounding_without_draws(name: str) -> None:
+    forward, backward = (face.layers(CPU, NVFP4BlockScaling())[f"{name} {way}"] for way in ("forward", "backward"))
+    last = forward.args[-1]
+    assert last.dtype is dtypes.int64
+    _, saved = forward.function(*forward.args[:-1], None, **forward.options)
+    with pytest.raises(ArgumentError, match=r"no rng.*pass rng= to the layer's forward"):
+        backward.function(*backward.args[:-1], saved, **backward.options)
+
+
+def test_another_failure_stays_what_it_is() -> None:
+    """Of right arguments nothing is wrong: the error is not explained away."""
+
+    class Broken:
+        """An allocator that runs out."""
+
+        def empty(self, *_: Any) -> Any:
+            raise MemoryError("all gone")
+
+    x = face.tensor(CPU, 4, 16)
+    with pytest.raises(MemoryError, match="all gone"):
+        ops.add(Runtime.cpu(Broken()), x, x)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="unexpected keyword"):
+        ops.add(CPU, x, x, where=3)  # type: ignore[call-arg]
+
+
+def test_our_own_callers_do_not_pay() -> None:
+    """Layers and adapters call operations, and torch's modules layers, without the look at what fails."""
+    root = Path(face.__file__).parents[2]
+    for path in (*(root / "te_core").rglob("*.py"), *(root / "te_torch").rglob("*.py")):
+        if path.parts[-2:] != ("ops", "__init__.py"):
+            assert not re.search(r"^\s*from te_core import .*\bops\b", path.read_text(), re.MULTILINE), path
+    assert all(hasattr(getattr(ops, name), "__wrapped__") for name in OPERATIONS)
+    assert not any(hasattr(getattr(raw, name), "__wrapped__") for name in OPERATIONS)
