@@ -7,6 +7,7 @@ accounting, streams and CUDA graphs see nothing unusual.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import Any, TypeVar
 
@@ -66,6 +67,13 @@ def amp_cast(t: torch.Tensor) -> torch.Tensor:
     """The tensor in the dtype of torch.autocast, where that is on."""
     dtype = amp_dtype(t.device.type)
     return t if dtype is None else t.to(dtype)
+
+
+def outside_autocast(t: torch.Tensor) -> AbstractContextManager[Any]:
+    """For work that torch.autocast must leave alone: it would convert it, or refuse a half that is not its own."""
+    if not torch._C._is_any_autocast_enabled() or amp_dtype(t.device.type) is None:
+        return nullcontext()
+    return torch.autocast(t.device.type, enabled=False)
 
 
 def _quick_empty(kind: str) -> Any:

@@ -13,7 +13,7 @@ from te_core.errors import ArgumentError
 from te_core.layers import rope as core
 from te_torch.attention.masks import AttentionArgumentError, check_beside
 from te_torch.function import Call, Layer, apply, register
-from te_torch.runtime import check_dtype, constant_at_trace, default_device
+from te_torch.runtime import check_dtype, constant_at_trace, default_device, outside_autocast
 
 ROPE = Layer("rope", core.forward, core.backward, core.RopeSaved, strided=True)
 SPLIT_QKV = Layer("split_qkv", core.split_forward, core.split_backward, core.SplitSaved, outputs=3, partial=True)
@@ -86,27 +86,13 @@ def apply_rotary_pos_emb(
         cu_seqlens = cu_seqlens if tensor_format == "thd" else None
         return _fused(t, freqs, start_positions, cu_seqlens, (tensor_format, interleaved, cp_size, cp_rank))
     _check_format("apply_rotary_pos_emb", tensor_format)
-    if tensor_format == "thd":
-        assert cu_seqlens is not None
-        return _unfused_packed(t, freqs, cu_seqlens, start_positions, interleaved, (cp_size, cp_rank))
-    token = 0 if tensor_format == "sbhd" else 1
-    if start_positions is None:
-        angles = _rows_of_rank(freqs, t.shape[token], cp_size, cp_rank)
+    with outside_autocast(t):
+        if tensor_format == "thd":
+            assert cu_seqlens is not None
+            return _unfused_packed(t, freqs, cu_seqlens, start_positions, interleaved, (cp_size, cp_rank))
+        token = 0 if tensor_format == "sbhd" else 1
+        angles = _angles_of_rows(t, freqs, token, start_positions, (cp_size, cp_rank))
         return _unfused(t, angles if token == 0 else angles.transpose(0, 1), interleaved)
-    length, batch = t.shape[token], t.shape[1 - token]
-    if start_positions.shape[0] < batch:
-        raise AttentionArgumentError(
-            "apply_rotary_pos_emb", f"{start_positions.shape[0]} start_positions for {batch} sequences",
-            "int32, one for each sequence", "correct start_positions",
-        )  # fmt: skip
-    if int(start_positions.max()) + length * cp_size > freqs.shape[0]:
-        raise AssertionError(
-            f"apply_rotary_pos_emb: positions up to {int(start_positions.max()) + length * cp_size}, freqs has "
-            f"{freqs.shape[0]}"
-        )
-    shifted = [_rows_of_rank(freqs[int(p) :], length, cp_size, cp_rank) for p in start_positions[:batch]]
-    angles = torch.cat(shifted, dim=1)
-    return _unfused(t, angles if token == 0 else angles.transpose(0, 1), interleaved)
 
 
 def apply_fused_qkv_rotary_pos_emb(
@@ -244,6 +230,27 @@ def _rows_of_rank(freqs: torch.Tensor, length: int, cp_size: int, cp_rank: int) 
         return freqs[:length]
     first = freqs[cp_rank * half : (cp_rank + 1) * half]
     return torch.cat((first, freqs[whole - (cp_rank + 1) * half : whole - cp_rank * half]))
+
+
+def _angles_of_rows(
+    t: torch.Tensor, freqs: torch.Tensor, token: int, start_positions: torch.Tensor | None, cp: tuple[int, int]
+) -> torch.Tensor:
+    """[s, 1, 1, d2], or with start positions [s, b, 1, d2]: the angles of t's tokens, its dimension `token`."""
+    if start_positions is None:
+        return _rows_of_rank(freqs, t.shape[token], *cp)
+    length, batch = t.shape[token], t.shape[1 - token]
+    if start_positions.shape[0] < batch:
+        raise AttentionArgumentError(
+            "apply_rotary_pos_emb", f"{start_positions.shape[0]} start_positions for {batch} sequences",
+            "int32, one for each sequence", "correct start_positions",
+        )  # fmt: skip
+    if int(start_positions.max()) + length * cp[0] > freqs.shape[0]:
+        raise AssertionError(
+            f"apply_rotary_pos_emb: positions up to {int(start_positions.max()) + length * cp[0]}, freqs has "
+            f"{freqs.shape[0]}"
+        )
+    shifted = [_rows_of_rank(freqs[int(p) :], length, *cp) for p in start_positions[:batch]]
+    return torch.cat(shifted, dim=1)
 
 
 def _unfused_packed(

@@ -160,6 +160,22 @@ def test_split_heads(device: str, compiled: bool) -> None:
     torch.testing.assert_close(v.flatten(1), tokens[:, 16:], rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("fmt", ["sbhd", "thd"])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_under_torch_autocast(interleaved: bool, fmt: str) -> None:
+    """As without it, also where torch's rule for mixed dtypes would refuse float16 beside bfloat16."""
+    t, freqs = torch.randn(4, 2, 2, 8).half(), RotaryPositionEmbedding(6, interleaved=interleaved)(4).cpu()
+    options: dict[str, Any] = {"tensor_format": fmt, "interleaved": interleaved}
+    if fmt == "thd":
+        t, options["cu_seqlens"] = t[:, 0], torch.tensor([0, 1, 4], dtype=torch.int32)
+    else:
+        options["start_positions"] = torch.tensor([0, 0], dtype=torch.int32)
+    wanted = [apply_rotary_pos_emb(t, freqs, fused=fused, **options) for fused in (False, True)]
+    with torch.autocast("cpu", torch.bfloat16):
+        got = [apply_rotary_pos_emb(t, freqs, fused=fused, **options) for fused in (False, True)]
+    assert all(a.dtype == torch.float16 and torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
+
+
 def test_documented_errors() -> None:
     t, freqs = torch.ones(4, 2, 2, 8), torch.ones(4, 1, 1, 8)
     with pytest.raises(ValueError, match="tensor_format"):
