@@ -97,19 +97,21 @@ class DotProductAttention(BaseModule):
 
     def _sizes(self, heads: int, channels: int | tuple[int, int], groups: int | None, scale: float | None) -> Static:
         """Checks what the constructor was given."""
-        d_qk, d_v = (channels, channels) if isinstance(channels, int) else channels
+        widths = (channels, channels) if isinstance(channels, int) else tuple(channels)
         groups = heads if groups is None else groups
         for got, condition, allowed in (
-            (f"num_attention_heads={heads}, num_gqa_groups={groups}", groups > 0 and heads % groups == 0,
+            (f"num_attention_heads={heads}, num_gqa_groups={groups}", min(heads, groups) > 0 and heads % groups == 0,
              "heads that are a multiple of the groups"),
+            (f"kv_channels={channels}", len(widths) == 2 and min(widths) > 0, "one width, or two: of q and k, of v"),
             (f"{heads} heads and {groups} groups over tp_size={self.tp_size}",
              heads % self.tp_size == 0 and groups % self.tp_size == 0, "multiples of tp_size"),
             (f"attention_type={self.attention_type!r}", self.attention_type in ("self", "cross"), "'self' or 'cross'"),
             (f"softmax_type={self.softmax_type!r}", self.softmax_type in SOFTMAX, ", ".join(SOFTMAX)),
-            (f"attention_dropout={self.attention_dropout}", 0 <= self.attention_dropout < 1, "0 <= p < 1"),
+            (f"attention_dropout={self.attention_dropout}", 0 <= self.attention_dropout <= 1, "0 <= p <= 1"),
         ):  # fmt: skip
             if not condition:
                 raise AttentionArgumentError(OPERATION, got, allowed, "correct the constructor's arguments")
+        d_qk, d_v = widths
         self.num_attention_heads, self.num_gqa_groups = heads, groups
         self.hidden_size_per_attention_head_k, self.hidden_size_per_attention_head_v = d_qk, d_v
         self.softmax_scale = d_qk**-0.5 if scale is None else float(scale)

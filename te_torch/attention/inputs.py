@@ -42,13 +42,8 @@ def packed_sequences(given: Given, options: tuple[Any, ...], gaps: bool | None) 
         return given, options  # the plan complains
     if (q_padded is None) != (kv_padded is None):
         q_padded, kv_padded = (cu_q if q_padded is None else q_padded), (cu_kv if kv_padded is None else kv_padded)
-    given_gaps = q_padded is not None and (q_padded is not cu_q or kv_padded is not cu_kv)
-    if gaps is True and not given_gaps:
-        raise AttentionArgumentError(
-            OPERATION, "pad_between_seqs=True without cu_seqlens_q_padded and cu_seqlens_kv_padded", "both",
-            "say where the sequences begin in memory",
-        )  # fmt: skip
-    if gaps is False or not given_gaps:
+    # With pad_between_seqs=True as without: sequences begin in memory where their sums say if nothing else does.
+    if gaps is False or (q_padded is cu_q and kv_padded is cu_kv):
         q_padded = kv_padded = None
     *head, max_q, max_kv, checkpoint = options
     if max_q is None:

@@ -34,13 +34,17 @@ class RotaryPositionEmbedding(torch.nn.Module):
         interleaved: bool = False,
     ) -> None:
         super().__init__()
-        if rotary_percent < 1.0:
-            dim = int(dim * rotary_percent)
+        turned = int(dim * rotary_percent) if rotary_percent < 1.0 else dim
+        if turned < 2 or turned % 2:
+            raise ArgumentError(
+                "RotaryPositionEmbedding", f"dim={dim} with rotary_percent={rotary_percent}, that is {turned} channels",
+                "an even number of channels, which are turned in pairs", "correct dim, or rotary_percent",
+            )  # fmt: skip
         self.seq_len_interpolation_factor = seq_len_interpolation_factor
         self.pretrained_max_position_embeddings = pretrained_max_position_embeddings
         self.rotary_base = rotary_base
         self.interleaved = interleaved
-        exponents = torch.arange(0, dim, 2, dtype=torch.float32, device=default_device()) / dim
+        exponents = torch.arange(0, turned, 2, dtype=torch.float32, device=default_device()) / turned
         self.register_buffer("inv_freq", 1.0 / (rotary_base**exponents))
 
     def forward(self, max_seq_len: int, offset: int = 0) -> torch.Tensor:
@@ -85,7 +89,7 @@ def apply_rotary_pos_emb(
             )
         cu_seqlens = cu_seqlens if tensor_format == "thd" else None
         return _fused(t, freqs, start_positions, cu_seqlens, (tensor_format, interleaved, cp_size, cp_rank))
-    _check_format("apply_rotary_pos_emb", tensor_format)
+    _check_unfused(t, freqs, tensor_format)
     with outside_autocast(t):
         if tensor_format == "thd":
             assert cu_seqlens is not None
@@ -258,6 +262,11 @@ def _unfused_packed(
     interleaved: bool, cp: tuple[int, int],
 ) -> torch.Tensor:  # fmt: skip
     lengths = (cu_seqlens // cp[0]).diff().tolist()
+    if sum(lengths) != t.shape[0]:
+        raise ArgumentError(
+            "apply_rotary_pos_emb", f"{t.shape[0]} tokens in thd, sequences of {lengths}", "as many tokens in all",
+            "correct cu_seqlens",
+        )  # fmt: skip
     starts = [0] * len(lengths) if start_positions is None else start_positions.tolist()
     pieces = [
         _unfused(x[:, None], _rows_of_rank(freqs[start:], len(x), *cp), interleaved)
@@ -279,6 +288,19 @@ def _rotate_half(x: torch.Tensor, interleaved: bool) -> torch.Tensor:
         return torch.stack((-x[..., 1::2], x[..., 0::2]), dim=-1).flatten(-2)
     first, second = x.chunk(2, dim=-1)
     return torch.cat((-second, first), dim=-1)
+
+
+def _check_unfused(t: torch.Tensor, freqs: torch.Tensor, fmt: str) -> None:
+    """What the kernel's operation checks itself: torch would spread a wrong shape, or fail far from here."""
+    operation = "apply_rotary_pos_emb"
+    _check_format(operation, fmt)
+    width = freqs.shape[-1]
+    if t.ndim != len(fmt) or freqs.ndim != 4 or width % 2 or width > t.shape[-1]:
+        raise ArgumentError(
+            operation, f"t of shape {tuple(t.shape)} in {fmt}, freqs of {tuple(freqs.shape)}",
+            f"t of {len(fmt)} dimensions, freqs [positions, 1, 1, an even number of channels, at most those of t]",
+            "correct tensor_format, t or freqs",
+        )  # fmt: skip
 
 
 def _check_format(operation: str, tensor_format: str) -> None:
