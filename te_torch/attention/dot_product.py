@@ -14,8 +14,9 @@ from te_core.errors import ArgumentError, UnsupportedError
 from te_core.precision import AttentionPrecision
 from te_torch.attention import choose, env, flash, fused, unfused
 from te_torch.attention import fp8 as fp8_attention
+from te_torch.attention.compact import moved_back, orders_of, to_front
 from te_torch.attention.inputs import Given, autocast, default_slopes, from_cache, packed_sequences, whole_mask
-from te_torch.attention.layouts import check_packed, packed_inputs
+from te_torch.attention.layouts import check_packed, heads_of, packed_inputs
 from te_torch.attention.masks import (
     NO_TERMS,
     AttentionArgumentError,
@@ -28,6 +29,7 @@ from te_torch.attention.plan import OPERATION, Fact, Key, Plan, Static, explain_
 from te_torch.autocast import active, in_backward, thread_region
 from te_torch.modules.base import BaseModule, module_of, random_pair
 from te_torch.modules.linear import fork_of
+from te_torch.quantized import QuantizedTorch
 from te_torch.runtime import constant_at_trace, default_device, untraced
 
 #: `_attention_backends["backend_selection_requires_update"] = True` makes every module choose anew.
@@ -252,6 +254,11 @@ class DotProductAttention(BaseModule):
             given = autocast(given)
         if options[0] == "thd":
             given, options = packed_sequences(given, options, gaps)
+        if given.mask is not None and packing == "qkv" and isinstance(given.mask, (tuple, list)):
+            # Queries and keys of other lengths, or in other places, are not rows of one tensor any more.
+            whole = given.a.dequantize() if isinstance(given.a, QuantizedTorch) else given.a
+            q, k, v = heads_of(whole, len(options[0]) - 2, self._static[:4], interleaved)
+            given, packing, interleaved = given._replace(a=q, b=k, c=v), "separate", False
         key = self._key(given, packing, interleaved, options, extra, self._fp8_scaling())
         if torch.compiler.is_compiling():
             return self._traced(key, given, fp8)
@@ -261,7 +268,17 @@ class DotProductAttention(BaseModule):
         if self._explaining:
             return self.explain_key(key)
         plan = self._plan(key)
-        terms = self._terms(plan, given)
+        if plan.lengths in ("mask", "masks"):
+            orders = orders_of(given.mask, key.form, given.a)
+            if orders is not None:
+                given = to_front(given, orders)
+                plan = self._plan(_with_bias(key, given.bias))
+                return moved_back(self._compute(plan, given, (False, fp8[1])), orders)
+        return self._compute(plan, given, fp8)
+
+    def _compute(self, plan: Plan, given: Given, fp8: tuple[bool, bool]) -> Any:
+        """What the plan's backend makes of the call, whose sequences begin where its rows do."""
+        key, terms = plan.key, self._terms(plan, given)
         if key.fp8:
             return fp8_attention.run(self, plan, given.a, given.b, given.c, terms, *fp8)
         run = plan.run
@@ -392,6 +409,10 @@ class DotProductAttention(BaseModule):
         name, lengths, keys, rows, draws = _trace_plan(self._token, tuple(key))
         if not name:
             return _eager_run(self, key, given, fp8)
+        orders = orders_of(given.mask, key.form, given.a) if lengths in ("mask", "masks") else None
+        if orders is not None:
+            given = to_front(given, orders)
+            name, lengths, keys, rows, draws = _trace_plan(self._token, tuple(_with_bias(key, given.bias)))
         terms = self._make_terms(given, lengths, (keys, rows), key.bias_type, draws)
         # A compiler breaks its graph where an operator is given one tensor twice.
         if terms.cu_kv is terms.cu_q and terms.cu_kv is not None:
@@ -399,7 +420,8 @@ class DotProductAttention(BaseModule):
         if terms.cu_kv_padded is terms.cu_q_padded and terms.cu_kv_padded is not None:
             terms = terms._replace(cu_kv_padded=terms.cu_kv_padded.clone())
         out, largest = fused.run_call(name, key.packing, given.a, given.b, given.c, terms)
-        return out if largest is None else (out, largest)
+        result = out if largest is None else (out, largest)
+        return result if orders is None else moved_back(result, orders)
 
     # --------------------------------------------------------------------------------------------- reports
 
@@ -458,6 +480,11 @@ def explain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -
 
 def _fact(t: torch.Tensor, grad: bool) -> Fact:
     return Fact(t.shape, t.dtype, t.device, grad and t.requires_grad)
+
+
+def _with_bias(key: Key, bias: torch.Tensor | None) -> Key:
+    """The key of a call whose bias was laid anew."""
+    return key if bias is None else key._replace(bias=_fact(bias, torch.is_grad_enabled()))
 
 
 def _checkpointed(

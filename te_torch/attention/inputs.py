@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from te_core.attention import alibi_slopes, canonical_mask
-from te_torch.attention.masks import AttentionArgumentError, lasting, longest
+from te_torch.attention.masks import AttentionArgumentError, lasting, longest, say_unread
 from te_torch.attention.plan import OPERATION
 from te_torch.runtime import amp_cast
 
@@ -69,6 +69,8 @@ def from_cache(
         mask = {"no_mask": "padding", "causal": "padding_causal"}.get(mask, f"padding_{mask}")
     if mask == "padding_causal":
         mask = "padding_causal_bottom_right"
+    if given.mask is not None:
+        say_unread("inference_params")
     k, v, cu_q, cu_kv, capacity, _ = inference.step(layer, given.b, given.c, form)
     pages = inference.cache_manager.page_table[: cu_q.shape[0] - 1] if inference.is_paged else None
     most = rest[-3] or getattr(inference, "max_seqlen_q", 0) or None

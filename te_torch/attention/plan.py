@@ -18,7 +18,7 @@ from te_core.errors import ArgumentError
 from te_core.layers.attention import AttentionLayerSpec, AttentionNeeds
 from te_core.layers.attention_fp8 import row_widths
 from te_torch.attention import choose, env
-from te_torch.attention.masks import AttentionArgumentError, check_set_window_size
+from te_torch.attention.masks import AttentionArgumentError, check_set_window_size, say_unread
 from te_torch.runtime import FLOATS, TO_CORE
 
 OPERATION = "DotProductAttention"
@@ -256,6 +256,8 @@ def _lengths_source(key: Key) -> str:
             key.mask_type != "arbitrary" or key.mask is not None, "attn_mask_type='arbitrary' without attention_mask",
             "a boolean mask that broadcasts to [b, h, sq, skv]", "pass attention_mask",
         )  # fmt: skip
+        if key.mask is not None and key.mask_type != "arbitrary":
+            say_unread(f"attn_mask_type={key.mask_type!r}")
         return ""
     if key.cu is not None:
         _require(

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import warnings
+from collections import OrderedDict
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
+import te_torch as te
 from te_core.errors import ArgumentError, UnsupportedError
 from te_torch.attention import DotProductAttention
+from te_torch.attention.inference import InferenceParams
 from tests.attention_steps import (
     BATCH,
     GROUPS,
@@ -143,6 +147,52 @@ def bad(**changes: Any) -> Any:
 
 def shaped(*shape: int, **options: Any) -> torch.Tensor:
     return torch.zeros(shape, **options)
+
+
+@pytest.fixture
+def unsaid(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a new process: nothing has been said yet."""
+    monkeypatch.setattr("te_torch.attention.masks._unread", set())
+
+
+@pytest.mark.usefixtures("unsaid")
+@pytest.mark.parametrize("mask_type", ["no_mask", "causal", "causal_bottom_right"])
+def test_a_mask_that_is_not_read_is_named_once(mask_type: str) -> None:
+    """The peer's programs pass one with causal attention, too: it changes nothing there, nor here."""
+    tensors, mask = inputs(), padding([1, 2, 3])
+    wanted = make(attn_mask_type=mask_type)(*tensors)
+    with pytest.warns(UserWarning, match=f"attention_mask is not read with attn_mask_type='{mask_type}'") as said:
+        got = [make(attn_mask_type=mask_type)(*tensors, m) for m in (mask, (mask, mask), ~mask.expand(-1, 1, SEQ, -1))]
+    assert len(said) == 1 and "padding_causal" in str(said[0].message)
+    assert all(torch.equal(y, wanted) for y in got)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        make(attn_mask_type="padding")(*tensors, mask)
+        make(attn_mask_type="arbitrary")(*tensors, mask)
+
+
+@pytest.mark.usefixtures("unsaid")
+def test_a_layer_names_a_mask_that_it_does_not_read() -> None:
+    layer = te.TransformerLayer(16, 32, 2, layer_type="decoder", device="cpu").eval()
+    x, mask = torch.randn(SEQ, BATCH, 16), padding([1, 2, 3])
+    wanted = layer(x, encoder_output=x)
+    with pytest.warns(UserWarning, match="'causal'"):
+        assert torch.equal(layer(x, attention_mask=mask, encoder_output=x), wanted)
+    with pytest.warns(UserWarning, match="'no_mask'"):
+        assert torch.equal(layer(x, enc_dec_attn_mask=mask, encoder_output=x), wanted)
+
+
+@pytest.mark.usefixtures("unsaid")
+@pytest.mark.parametrize("older", [False, True])
+def test_a_cache_names_a_mask_that_it_does_not_read(older: bool) -> None:
+    module, (q, k, v) = make(attn_mask_type="padding_causal", layer_number=1).eval(), inputs()
+    with torch.no_grad(), pytest.warns(UserWarning, match="not read with inference_params") as said:
+        for _ in range(2):
+            cache = InferenceParams(BATCH, 16, *(() if older else (GROUPS, WIDTH, q.dtype)), device="cpu")
+            if not older:
+                cache.pre_step(OrderedDict.fromkeys(range(BATCH), SEQ))
+            module(q, k, v, padding([1, 2, 3]), inference_params=cache)
+    assert len(said) == 1
 
 
 META: dict[str, Any] = {"device": "meta"}  # stands for another device
