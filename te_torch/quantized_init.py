@@ -14,7 +14,7 @@ from te_core.errors import ArgumentError
 from te_core.precision import Operand, Precision
 from te_core.quantize.state import FORWARD_SLOTS, WEIGHT
 from te_core.recipe import Recipe, resolve
-from te_torch.autocast import get_default_recipe
+from te_torch.autocast import get_default_recipe, number_of, precision_of
 from te_torch.quantized import QuantizedTorch, quantizer_of
 
 _active: list[tuple[Recipe, bool] | None] = [None]  # the innermost last; None: high precision
@@ -67,11 +67,10 @@ def quantize_parameter(module: Any, name: str, gemm: int, how: tuple[Recipe, boo
     weight: torch.nn.Parameter = module._parameters[name]
     precision = resolve(recipe)
     if precision.factory is not None:
-        from te_torch.custom import custom_weight_rule
+        from te_torch.custom import custom_precisions
 
-        rule = custom_weight_rule(module, precision, gemm)
-    else:
-        rule = precision.weight
+        precision = precision_of(custom_precisions(module, number_of(recipe))[gemm])  # type: ignore[assignment]
+    rule = precision.weight
     if rule is None:
         return False
     trains = torch.is_grad_enabled()
@@ -136,6 +135,8 @@ def check_recipe_fits(module: Any, precision: Precision | None) -> None:
                 f"{module.name}: {name} is held quantized and used outside autocast: it is dequantized at each use",
                 stacklevel=4,
             )
+        elif precision.weight.scaling == "calibrate":
+            continue  # in high precision, as asked
         elif rule is not None and (rule.scaling, rule.format) != (precision.weight.scaling, precision.weight.format):
             raise RuntimeError(
                 f"Recipe mismatch for {module.name}.{name}: it was initialised as {rule.scaling} {rule.format}, the "

@@ -299,7 +299,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
         _flash2_wide_heads, _no_alibi, _no_softcap, _no_gaps, _no_rows_with_padding,
         _deterministic_backward, _no_cache, _keeps_any,
     ),
-    FUSED: (_fused_allowed, _fused_score_mod, _no_splits, _keeps_any, _cudnn, _fused_fp8),
+    FUSED: (_fused_allowed, _fused_score_mod, _no_splits, _cudnn, _fused_fp8),
     UNFUSED: (_unfused_allowed, _no_score_mod, _no_splits, _unfused_fp8),
 }  # fmt: skip
 

@@ -196,7 +196,7 @@ def _longest(cu: torch.Tensor) -> int:
             "DotProductAttention", "packed sequences without max_seqlen inside a CUDA graph's capture",
             "max_seqlen_q and max_seqlen_kv, as numbers", "pass the longest length that may occur",
         )  # fmt: skip
-    return (int((cu[1:] - cu[:-1]).max()) + 63) // 64 * 64
+    return max(1, -(-int((cu[1:] - cu[:-1]).max()) // 64)) * 64  # 64 where all sequences are empty, too
 
 
 # ------------------------------------------------------------------------------------------ the mask itself

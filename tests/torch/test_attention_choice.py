@@ -109,7 +109,7 @@ EXCLUSIONS: list[tuple[str, dict[str, Any], tuple[str, ...], str]] = [
     ("bias", spec(bias="post_scale_bias"), FLASHES, "bias"),
     ("alibi", spec(bias="alibi"), (FLASH3, FLASH4, FLASH_TORCH), "ALiBi"),
     ("dropout", spec(dropout=0.1), (FLASH3, FLASH4), "no dropout"),
-    ("dropout of everything", spec(dropout=1.0), (*FLASHES, FUSED), "dropout"),
+    ("dropout of everything", spec(dropout=1.0), FLASHES, "dropout"),
     ("softcap", spec(softcap=30.0), (FLASH_TORCH,), "soft-cap"),
     ("window", spec(left=128), (), ""),
     ("packed", THD, (), ""),

@@ -236,6 +236,26 @@ def test_outside_of_a_region_it_is_dequantized_with_a_warning(device: str) -> No
     assert not te.precision_report(module).rows[0].facts.as_asked
 
 
+@on_devices
+@all_kinds
+@pytest.mark.parametrize("name", ["delayed", "current"])
+@pytest.mark.filterwarnings("ignore:.*outside autocast")
+def test_calibration_reads_what_is_held(name: str, kind: str, device: str) -> None:
+    """It runs in high precision, as outside of a region, and a weight is noted as it is."""
+    module = build(kind, name, device)
+    x = inputs(device)
+    with te.autocast(enabled=False, calibrating=True, recipe=RECIPES[name]):
+        y = module(x)
+    y.sum().backward()
+    assert torch.equal(module(x), y)
+    if name == "delayed":
+        largest = [w.dequantize().abs().max().float() for w in gemm_weights(module)]
+        noted = module.fp8_state.amax_history_fwd.amax(0)[1::3]
+        assert torch.equal(noted.cpu(), torch.stack(largest).cpu())
+    with region(name):
+        module(x)
+
+
 @all_kinds
 def test_another_recipe_is_refused(kind: str) -> None:
     module = build(kind, "delayed", "cpu")
@@ -397,6 +417,26 @@ def test_a_factory_like_a_recipe_gives_the_recipe(kind: str, device: str) -> Non
         expected = steps(build(kind, None, device), recipe, device)
         for a, b in zip(custom, expected, strict=True):
             assert torch.equal(a, b)
+
+
+@on_devices
+@all_kinds
+def test_weights_are_held_as_a_factory_says(kind: str, device: str) -> None:
+    """Delayed scaling, too, whose scales and history are the module's own."""
+    for factory, recipe in (
+        (current_like, Float8CurrentScaling()),
+        (lambda role: te.DelayedScalingRequest(amax_history_len=4), DelayedScaling(amax_history_len=4)),
+    ):
+        found = []
+        for rule in (CustomRecipe(qfactory=factory), recipe):
+            torch.manual_seed(0)
+            with te.quantized_model_init(recipe=rule):
+                module = getattr(te, kind)(K, N, params_dtype=torch.bfloat16, device=device)
+            assert all(isinstance(w, te.QuantizedTensor) for w in gemm_weights(module))
+            found.append(steps(module, rule, device))
+        for a, b in zip(*found, strict=True):
+            # A factory knows no fast accumulation by itself: fprop of delayed scaling may round otherwise.
+            assert torch.equal(a, b) or snr_db(a, b) >= DB["fp8 fast"]
 
 
 @on_devices
