@@ -105,8 +105,9 @@ class Draw:
 
     @property
     def drops_otherwise(self) -> bool:
-        """Whether the same layer in float32 drops other elements: stochastic rounding draws from the same generator, and
-        on a GPU each backend of attention draws in its own way.
+        """Whether the same layer in float32 drops other elements.
+
+        Stochastic rounding draws from the same generator; on a GPU each backend of attention draws in its own way.
         """
         drops = any(self.layer.get(name) for name in RATES) and not self.way.get("eval")
         own = self.device != "cpu" and 0 < self.layer["attention_dropout"] < 1

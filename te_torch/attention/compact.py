@@ -101,13 +101,12 @@ def to_front(given: Given, orders: Orders) -> Given:
     return given._replace(**dict(zip("abc", moved, strict=True)), bias=bias)
 
 
-def moved_back(result: Any, orders: Orders) -> Any:
-    """The output where its queries were; what else there is in a result as it is."""
+def moved_back(out: torch.Tensor, orders: Orders) -> torch.Tensor:
+    """The output where its queries were."""
     if orders.q is None:
-        return result
-    out, *rest = result if isinstance(result, tuple) else (result,)
-    out = _Moved.apply(out, orders.q.again, orders.q.there)
-    return (out, *rest) if rest else out
+        return out
+    moved: torch.Tensor = _Moved.apply(out, orders.q.again, orders.q.there)
+    return moved
 
 
 def back_in_pairs(hidden: torch.Tensor, orders: Orders) -> torch.Tensor:

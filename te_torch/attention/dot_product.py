@@ -35,6 +35,7 @@ from te_torch.runtime import constant_at_trace, default_device, untraced
 #: `_attention_backends["backend_selection_requires_update"] = True` makes every module choose anew.
 _attention_backends: dict[str, Any] = {"backend_selection_requires_update": False}
 
+_MASKED = ("mask", "masks")  # where a plan's lengths come from, if from padding masks
 _PLANS = 2048  # of a module: packed batches differ in their longest sequence from step to step
 
 
@@ -268,27 +269,23 @@ class DotProductAttention(BaseModule):
         if self._explaining:
             return self.explain_key(key)
         plan = self._plan(key)
-        if plan.lengths in ("mask", "masks"):
-            orders = orders_of(given.mask, key.form, given.a)
-            if orders is not None:
-                given = to_front(given, orders)
-                plan = self._plan(_with_bias(key, given.bias))
-                return moved_back(self._compute(plan, given, (False, fp8[1])), orders)
-        return self._compute(plan, given, fp8)
-
-    def _compute(self, plan: Plan, given: Given, fp8: tuple[bool, bool]) -> Any:
-        """What the plan's backend makes of the call, whose sequences begin where its rows do."""
-        key, terms = plan.key, self._terms(plan, given)
-        if key.fp8:
-            return fp8_attention.run(self, plan, given.a, given.b, given.c, terms, *fp8)
+        orders = orders_of(given.mask, key.form, given.a) if plan.lengths in _MASKED else None
+        if orders is not None:
+            given, fp8 = to_front(given, orders), (False, fp8[1])
+            plan = self._plan(_with_bias(key, given.bias))
+        terms = self._terms(plan, given)
         run = plan.run
-        if key.checkpoint and plan.backend != choose.FUSED:  # FusedAttention's own layer computes again
+        if key.fp8:
+            out, largest = fp8_attention.run(self, plan, given.a, given.b, given.c, terms, *fp8), None
+        elif key.checkpoint and plan.backend != choose.FUSED:  # FusedAttention's own layer computes again
             out, largest = _checkpointed(self._dropout_context(plan), run, plan, given, terms)
         elif plan.backend in choose.FLASH and plan.spec.dropout:
             with self._dropout_context(plan):
                 out, largest = run(plan, given.a, given.b, given.c, terms)
         else:
             out, largest = run(plan, given.a, given.b, given.c, terms)
+        if orders is not None:
+            out = moved_back(out, orders)
         return out if largest is None else (out, largest)
 
     def _key(
@@ -409,7 +406,7 @@ class DotProductAttention(BaseModule):
         name, lengths, keys, rows, draws = _trace_plan(self._token, tuple(key))
         if not name:
             return _eager_run(self, key, given, fp8)
-        orders = orders_of(given.mask, key.form, given.a) if lengths in ("mask", "masks") else None
+        orders = orders_of(given.mask, key.form, given.a) if lengths in _MASKED else None
         if orders is not None:
             given = to_front(given, orders)
             name, lengths, keys, rows, draws = _trace_plan(self._token, tuple(_with_bias(key, given.bias)))
@@ -420,8 +417,9 @@ class DotProductAttention(BaseModule):
         if terms.cu_kv_padded is terms.cu_q_padded and terms.cu_kv_padded is not None:
             terms = terms._replace(cu_kv_padded=terms.cu_kv_padded.clone())
         out, largest = fused.run_call(name, key.packing, given.a, given.b, given.c, terms)
-        result = out if largest is None else (out, largest)
-        return result if orders is None else moved_back(result, orders)
+        if orders is not None:
+            out = moved_back(out, orders)
+        return out if largest is None else (out, largest)
 
     # --------------------------------------------------------------------------------------------- reports
 
