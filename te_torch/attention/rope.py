@@ -13,6 +13,7 @@ from te_core.errors import ArgumentError
 from te_core.layers import rope as core
 from te_torch.attention.masks import AttentionArgumentError, check_beside
 from te_torch.function import Call, Layer, apply, register
+from te_torch.quantized import QuantizedTorch
 from te_torch.runtime import check_dtype, constant_at_trace, default_device, outside_autocast
 
 ROPE = Layer("rope", core.forward, core.backward, core.RopeSaved, strided=True)
@@ -156,6 +157,7 @@ def split_heads(
     """
     operation = "split_heads"
     _check_format(operation, fmt)
+    _check_plain(operation, packed)
     check_dtype(operation, packed)
     rotates = q_freqs is not None or k_freqs is not None
     if rotates:
@@ -181,6 +183,7 @@ def _fused(
     t: torch.Tensor, freqs: torch.Tensor, start_positions: torch.Tensor | None, cu_seqlens: torch.Tensor | None,
     place: tuple[str, bool, int, int],
 ) -> torch.Tensor:  # fmt: skip
+    _check_plain("apply_rotary_pos_emb", t)
     check_dtype("apply_rotary_pos_emb", t)
     check_beside("apply_rotary_pos_emb", t, freqs=freqs, cu_seqlens=cu_seqlens, start_positions=start_positions)
     needs = torch.is_grad_enabled() and t.requires_grad
@@ -294,6 +297,7 @@ def _check_unfused(t: torch.Tensor, freqs: torch.Tensor, fmt: str) -> None:
     """What the kernel's operation checks itself: torch would spread a wrong shape, or fail far from here."""
     operation = "apply_rotary_pos_emb"
     _check_format(operation, fmt)
+    _check_plain(operation, t)
     width = freqs.shape[-1]
     if t.ndim != len(fmt) or freqs.ndim != 4 or width % 2 or width > t.shape[-1]:
         raise ArgumentError(
@@ -301,6 +305,14 @@ def _check_unfused(t: torch.Tensor, freqs: torch.Tensor, fmt: str) -> None:
             f"t of {len(fmt)} dimensions, freqs [positions, 1, 1, an even number of channels, at most those of t]",
             "correct tensor_format, t or freqs",
         )  # fmt: skip
+
+
+def _check_plain(operation: str, t: torch.Tensor) -> None:
+    """Heads are in high precision."""
+    if isinstance(t, QuantizedTorch):
+        raise AttentionArgumentError(
+            operation, f"a {type(t).__name__}", "float32, bfloat16 or float16", "dequantize() it before it is turned"
+        )
 
 
 def _check_format(operation: str, tensor_format: str) -> None:

@@ -365,6 +365,43 @@ def test_a_quantized_result_is_used_as_it_is(name: str, device: str) -> None:
     assert snr_db(y, exact) > snr_db(y, rounded) + 3
 
 
+READERS: dict[str, Any] = {
+    "LayerNorm": lambda d: te.LayerNorm(96, dtype=torch.bfloat16, device=d),
+    "RMSNorm": lambda d: te.RMSNorm(96, dtype=torch.bfloat16, device=d),
+    "LayerNormLinear": lambda d: te.LayerNormLinear(96, 64, params_dtype=torch.bfloat16, device=d),
+    "LayerNormMLP": lambda d: te.LayerNormMLP(96, 64, params_dtype=torch.bfloat16, device=d),
+    "MultiheadAttention": lambda d: te.MultiheadAttention(96, 3, 32, 0.0, params_dtype=torch.bfloat16, device=d),
+}  # fmt: skip
+
+
+@on_devices
+@pytest.mark.parametrize("name", ["delayed", "block"])
+@pytest.mark.parametrize("reader", READERS)
+def test_a_quantized_result_is_read_by_every_module(reader: str, name: str, device: str) -> None:
+    """By its values where nothing better is to be had; its gradient goes back."""
+    first, module = te.Linear(K, 96, params_dtype=torch.bfloat16, device=device), READERS[reader](device)
+    x = inputs(device)
+    with region(name):
+        handed = first(x, fp8_output=True).view(32, 2, 96) if "head" in reader else first(x, fp8_output=True)
+    assert isinstance(handed, te.QuantizedTensor)
+    y = module(handed)
+    assert type(y) is torch.Tensor and snr_db(y, module(handed.dequantize())) >= DB["bf16"]
+    y.square().sum().backward()
+    assert x.grad is not None and x.grad.isfinite().all() and x.grad.any()
+
+
+def test_rotary_embeddings_do_not_turn_quantized_heads() -> None:
+    """The documented error, and not one from below."""
+    with region("delayed"):
+        heads = te.Linear(K, 96, device="cpu")(inputs("cpu").float(), fp8_output=True).view(32, 2, 3, 32)
+    freqs = te.RotaryPositionEmbedding(32).cpu()(32)
+    for fused in (True, False):
+        with pytest.raises(AssertionError, match="a Float8Tensor.*To do: dequantize"):
+            te.attention.rope.apply_rotary_pos_emb(heads, freqs, fused=fused)
+    with pytest.raises(AssertionError, match="a Float8Tensor.*To do: dequantize"):
+        te.attention.rope.apply_fused_qkv_rotary_pos_emb(heads, *[freqs[..., :8].contiguous()] * 2, [16, 8, 8])
+
+
 # -------------------------------------------------------------------------------------------- custom recipes
 
 
