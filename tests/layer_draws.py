@@ -347,8 +347,8 @@ def _generated(d: Draw, layer: Any, x: torch.Tensor, options: dict[str, Any]) ->
 #: The least signal-to-noise ratios in dB that `nearness` may find: some decibels below the lowest of 20,000 draws. A
 #: gradient that is lost has 0 dB, numbers that have nothing to do with the layer have -3.
 FLOORS = {
-    "": (30.0, 20.0, 10.0), "delayed": (9.0, 5.0, 1.0), "current": (9.0, 5.0, 1.0), "block": (14.0, 10.0, 5.0),
-    "mxfp8": (14.0, 10.0, 5.0), "nvfp4": (4.0, 0.0, -6.0), "custom": (4.0, 0.0, -6.0),
+    "": (30.0, 20.0, 10.0), "delayed": (9.0, 5.0, 1.0), "current": (9.0, 5.0, 1.0), "block": (12.0, 10.0, 5.0),
+    "mxfp8": (12.0, 10.0, 5.0), "nvfp4": (4.0, 0.0, -6.0), "custom": (4.0, 0.0, -6.0),
 }  # fmt: skip
 
 
