@@ -149,6 +149,10 @@ def _packed_bias(a: Ask) -> str | None:
     return None
 
 
+def _dropout_of_all(a: Ask) -> str | None:
+    return None if a.spec.dropout < 1.0 else "Its dropout keeps something: probabilities below one."
+
+
 def _paged(a: Ask) -> str | None:
     if not a.paged:
         return None
@@ -357,7 +361,7 @@ def _train_softcap_ragged(a: Ask) -> str | None:
 
 RULES: tuple[Rule, ...] = (
     _version, _capability, _mask_tensor, _alignment, _bottom_right_extras, _sink_version,
-    _sink_of_one_query, _packed_device, _packed_keys, _packed_bias, _paged,
+    _sink_of_one_query, _packed_device, _packed_keys, _packed_bias, _paged, _dropout_of_all,
 )  # fmt: skip
 F16_RULES: tuple[Rule, ...] = (
     _f16, _width_step, _widest_forward, _window_and_dropout, _softcap, _max_logit,

@@ -54,11 +54,6 @@ def custom_precisions(module: Any, number: int) -> tuple[int, ...]:
     return tuple(made)
 
 
-def custom_weight_rule(module: Any, base: Precision, gemm: int) -> Operand | None:
-    """The weight's rule alone, for quantized initialisation."""
-    return _rules(module, base, gemm)[0][1]
-
-
 def _rules(module: Any, base: Precision, gemm: int) -> tuple[list[Operand | None], list[History]]:
     """(input, weight, grad of output, output, grad of input) of one GEMM, and the histories that requests ask for."""
     found: list[Operand | None] = []

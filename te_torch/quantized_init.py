@@ -18,6 +18,7 @@ from te_core.recipe import Recipe, resolve
 from te_torch.autocast import get_default_recipe
 from te_torch.module_names import name_of, warn_once
 from te_torch.modules.options import is_flag
+from te_torch.precisions import number_of, precision_of
 from te_torch.quantized import QuantizedTorch, quantizer_of
 
 
@@ -86,11 +87,10 @@ def quantize_parameter(module: Any, name: str, gemm: int, how: tuple[Recipe, boo
     weight: torch.nn.Parameter = module._parameters[name]
     precision = resolve(recipe)
     if precision.factory is not None:
-        from te_torch.custom import custom_weight_rule
+        from te_torch.custom import custom_precisions
 
-        rule = custom_weight_rule(module, precision, gemm)
-    else:
-        rule = precision.weight
+        precision = precision_of(custom_precisions(module, number_of(recipe))[gemm])  # type: ignore[assignment]
+    rule = precision.weight
     if rule is None:
         return False
     trains = torch.is_grad_enabled()
@@ -153,6 +153,8 @@ def check_recipe_fits(module: Any, precision: Precision | None) -> None:
         rule = None if quantizer is None else quantizer.operand
         if precision is None or precision.weight is None:
             warn_once(module, f"{name} is held quantized and used outside autocast: it is dequantized at each use")
+        elif precision.weight.scaling == "calibrate":
+            continue  # in high precision, as asked
         elif rule is not None and (rule.scaling, rule.format) != (precision.weight.scaling, precision.weight.format):
             raise RuntimeError(
                 f"Recipe mismatch for {name_of(module)}.{name}: it was initialised as {rule.scaling} {rule.format}, "

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import Any, TypeVar
 
@@ -84,6 +85,13 @@ def amp_cast(t: torch.Tensor) -> torch.Tensor:
     """The tensor in the dtype of torch.autocast, where that is on."""
     dtype = amp_dtype(t.device.type)
     return t if dtype is None else t.to(dtype)
+
+
+def outside_autocast(t: torch.Tensor) -> AbstractContextManager[Any]:
+    """For work that torch.autocast must leave alone: it would convert it, or refuse a half that is not its own."""
+    if not torch._C._is_any_autocast_enabled() or amp_dtype(t.device.type) is None:
+        return nullcontext()
+    return torch.autocast(t.device.type, enabled=False)
 
 
 def _quick_empty(kind: str) -> Any:

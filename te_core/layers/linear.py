@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from te_core import dtypes
 from te_core.arguments import explained, settle
 from te_core.dtypes import DType
 from te_core.layers.inspector import Inspector, Request, alike, offer, offer_result
@@ -228,6 +229,8 @@ def weight_gradient(
     out_dtype: DType,
 ) -> Tensor | None:  # fmt: skip
     """dw [N, K] = dy^T x, fresh or into its sink; with plain operands the same GEMM sums dy into db [N]."""
+    if out_dtype is not spec.dtype and (isinstance(dy, Tensor) or isinstance(x, Tensor)):
+        out_dtype = dtypes.float32  # a product of plain halves comes in their dtype or in float32
 
     def run(rt: Runtime) -> Tensor | None:
         main = None if sink is None else sink.main

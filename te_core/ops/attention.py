@@ -261,8 +261,8 @@ def _check_spec(op: str, spec: AttentionSpec) -> None:
     ):  # fmt: skip
         _check.one_of(op, name, value, allowed)
     _check.require(
-        0.0 <= spec.dropout < 1.0 and spec.softcap >= 0.0 and spec.left >= -1 and spec.right >= -1, op, f"{spec}",
-        "0 <= dropout < 1, softcap >= 0, window bounds >= -1", "correct the spec",
+        0.0 <= spec.dropout <= 1.0 and spec.softcap >= 0.0 and spec.left >= -1 and spec.right >= -1, op, f"{spec}",
+        "0 <= dropout <= 1, softcap >= 0, window bounds >= -1", "correct the spec",
     )  # fmt: skip
 
 

@@ -2,7 +2,8 @@
 
 The mask: word i of Philox4x32-10 decides element i. Key = (seed low 32 bits, seed high 32 bits); counter =
 (low 32 bits of i // 4, high 32 bits of i // 4, low 32 bits of offset, (high 32 bits of offset) XOR site), word
-i % 4 of the output. Element i is kept when word >= floor(p * 2^32), and scaled by float32(1 / (1 - p)).
+i % 4 of the output. Element i is kept when word >= floor(p * 2^32), and scaled by float32(1 / (1 - p)); p = 1 keeps
+none.
 `rng` is an int64 tensor [2] = (seed, offset) on the device; `site` numbers the place in the model.
 """
 
@@ -88,7 +89,7 @@ def check_dropout(op: str, x: Tensor, p: float, rng: Tensor | None) -> None:
     _check.matrix(op, "x", x)
     _check.one_of(op, "dtype", x.dtype, ACTIVATION_DTYPES)
     if p != 0.0:
-        _check.require(0.0 <= p < 1.0, op, f"p={p}", "0 <= p < 1", "choose a probability below one")
+        _check.require(0.0 <= p <= 1.0, op, f"p={p}", "0 <= p <= 1", "choose a probability")
         _check.require(
             rng is not None, op, f"p={p} without rng", "rng, an int64 tensor (seed, offset)", "pass rng="
         )  # fmt: skip

@@ -189,7 +189,7 @@ def restored(
     if kept.dtype is not dtypes.uint8:
         return kept.matrix()
     assert precision is not None and rule is not None
-    if precision.backward == "dequantized":
+    if precision.backward is not None:  # then it is the copy that forward read which is kept, if it is quantized at all
         return ops.dequantize(rt, QuantizedTensor.rowwise_in(kept, shape, rule.format), dtype)
     return QuantizedTensor.columnwise_in(kept, shape, (rule.columnwise or rule).format)
 

@@ -136,6 +136,10 @@ def _no_dropout(r: Request) -> str | None:
     return "it has no dropout" if r.spec.dropout else None
 
 
+def _keeps_any(r: Request) -> str | None:
+    return None if r.spec.dropout < 1.0 else "it takes no dropout of everything (p = 1)"
+
+
 def _no_softcap(r: Request) -> str | None:
     return "it has no logit soft-cap" if r.spec.softcap else None
 
@@ -278,7 +282,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
     FLASH2: (
         _package("flash2", "flash-attn 2", "NVTE_FLASH_ATTN_V2"), *_FLASH_COMMON, _capability((8, 0)), _f16, _no_fp8,
         _no_splits, _one_head_width, _widths_up_to(256), _flash2_wide_heads, _no_gaps, _no_rows_with_padding,
-        _flash2_version, _no_cache,
+        _flash2_version, _no_cache, _keeps_any,
     ),
     FLASH3: (
         _package("flash3", "flash-attn 3 (flash_attn_interface)", "NVTE_FLASH_ATTN_V3"), *_FLASH_COMMON,
@@ -293,7 +297,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
     FLASH_TORCH: (
         *_FLASH_COMMON, _capability((8, 0)), _f16, _no_fp8, _no_splits, _one_head_width, _widths_up_to(256),
         _flash2_wide_heads, _no_alibi, _no_softcap, _no_gaps, _no_rows_with_padding,
-        _deterministic_backward, _no_cache,
+        _deterministic_backward, _no_cache, _keeps_any,
     ),
     FUSED: (_fused_allowed, _fused_score_mod, _no_splits, _cudnn, _fused_fp8),
     UNFUSED: (_unfused_allowed, _no_score_mod, _no_splits, _unfused_fp8),

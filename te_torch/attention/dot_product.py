@@ -15,6 +15,7 @@ from te_core.errors import ArgumentError, UnsupportedError
 from te_core.precision import AttentionPrecision
 from te_torch.attention import choose, env, flash, fused, unfused
 from te_torch.attention import fp8 as fp8_attention
+from te_torch.attention.compact import moved_back, orders_of, to_front
 from te_torch.attention.inputs import (
     Given,
     autocast,
@@ -24,7 +25,7 @@ from te_torch.attention.inputs import (
     packed_sequences,
     whole_mask,
 )
-from te_torch.attention.layouts import check_packed, packed_inputs
+from te_torch.attention.layouts import check_packed, heads_of, packed_inputs
 from te_torch.attention.masks import (
     NO_TERMS,
     AttentionArgumentError,
@@ -39,11 +40,13 @@ from te_torch.function import key_of
 from te_torch.modules.base import BaseModule, module_of, random_pair
 from te_torch.modules.linear import fork_of
 from te_torch.modules.options import check_values
+from te_torch.quantized import QuantizedTorch
 from te_torch.runtime import constant_at_trace, default_device, untraced
 
 #: `_attention_backends["backend_selection_requires_update"] = True` makes every module choose anew.
 _attention_backends: dict[str, Any] = {"backend_selection_requires_update": False}
 
+_MASKED = ("mask", "masks")  # where a plan's lengths come from, if from padding masks
 _PLANS = 2048  # of a module: packed batches differ in their longest sequence from step to step
 
 
@@ -116,19 +119,21 @@ class DotProductAttention(BaseModule):
 
     def _sizes(self, heads: int, channels: int | tuple[int, int], groups: int | None, scale: float | None) -> Static:
         """Checks what the constructor was given."""
-        d_qk, d_v = (channels, channels) if isinstance(channels, int) else channels
+        widths = (channels, channels) if isinstance(channels, int) else tuple(channels)
         groups = heads if groups is None else groups
         for got, condition, allowed in (
-            (f"num_attention_heads={heads}, num_gqa_groups={groups}", groups > 0 and heads % groups == 0,
+            (f"num_attention_heads={heads}, num_gqa_groups={groups}", min(heads, groups) > 0 and heads % groups == 0,
              "heads that are a multiple of the groups"),
+            (f"kv_channels={channels}", len(widths) == 2 and min(widths) > 0, "one width, or two: of q and k, of v"),
             (f"{heads} heads and {groups} groups over tp_size={self.tp_size}",
              heads % self.tp_size == 0 and groups % self.tp_size == 0, "multiples of tp_size"),
             (f"attention_type={self.attention_type!r}", self.attention_type in ("self", "cross"), "'self' or 'cross'"),
             (f"softmax_type={self.softmax_type!r}", self.softmax_type in SOFTMAX, ", ".join(SOFTMAX)),
-            (f"attention_dropout={self.attention_dropout}", 0 <= self.attention_dropout < 1, "0 <= p < 1"),
+            (f"attention_dropout={self.attention_dropout}", 0 <= self.attention_dropout <= 1, "0 <= p <= 1"),
         ):  # fmt: skip
             if not condition:
                 raise AttentionArgumentError(OPERATION, got, allowed, "correct the constructor's arguments")
+        d_qk, d_v = widths
         self.num_attention_heads, self.num_gqa_groups = heads, groups
         self.hidden_size_per_attention_head_k, self.hidden_size_per_attention_head_v = d_qk, d_v
         self.softmax_scale = d_qk**-0.5 if scale is None else float(scale)
@@ -274,6 +279,11 @@ class DotProductAttention(BaseModule):
             given = autocast(given)
         if options[0] == "thd":
             given, options = packed_sequences(given, options, gaps)
+        if given.mask is not None and packing == "qkv" and isinstance(given.mask, (tuple, list)):
+            # Queries and keys of other lengths, or in other places, are not rows of one tensor any more.
+            whole = given.a.dequantize() if isinstance(given.a, QuantizedTorch) else given.a
+            q, k, v = heads_of(whole, len(options[0]) - 2, self._static[:4], interleaved)
+            given, packing, interleaved = given._replace(a=q, b=k, c=v), "separate", False
         now = precision_now(self)
         scaling = "" if now[2] is None and not now[0] else fp8_attention.scaling_of(now[0])
         key = self._key(given, packing, interleaved, options, extra, scaling)
@@ -287,17 +297,23 @@ class DotProductAttention(BaseModule):
         if _asked.choice:
             return self.explain_key(key)
         plan = self._plan(key)
+        orders = orders_of(given.mask, key.form, given.a) if plan.lengths in _MASKED else None
+        if orders is not None:
+            given, fp8 = to_front(given, orders), (False, fp8[1])
+            plan = self._plan(_with_bias(key, given.bias))
         terms = self._terms(plan, given)
-        if key.fp8:
-            return fp8_attention.run(self, plan, given, terms, fp8, now)
         run = plan.run
-        if key.checkpoint and plan.backend != choose.FUSED:  # FusedAttention's own layer computes again
+        if key.fp8:
+            out, largest = fp8_attention.run(self, plan, given, terms, fp8, now), None
+        elif key.checkpoint and plan.backend != choose.FUSED:  # FusedAttention's own layer computes again
             out, largest = _checkpointed(self._dropout_context(plan), run, plan, given, terms)
         elif plan.backend in choose.FLASH and plan.spec.dropout:
             with self._dropout_context(plan):
                 out, largest = run(plan, given.a, given.b, given.c, terms)
         else:
             out, largest = run(plan, given.a, given.b, given.c, terms)
+        if orders is not None:
+            out = moved_back(out, orders)
         return out if largest is None else (out, largest)
 
     def _key(
@@ -405,6 +421,10 @@ class DotProductAttention(BaseModule):
         name, lengths, keys, rows, draws = _trace_plan(self._token, tuple(key))
         if not name:
             return _eager_run(self, key, given, fp8)
+        orders = orders_of(given.mask, key.form, given.a) if lengths in _MASKED else None
+        if orders is not None:
+            given = to_front(given, orders)
+            name, lengths, keys, rows, draws = _trace_plan(self._token, tuple(_with_bias(key, given.bias)))
         terms = self._make_terms(given, lengths, (keys, rows), key.bias_type, draws)
         # A compiler breaks its graph where an operator is given one tensor twice.
         if terms.cu_kv is terms.cu_q and terms.cu_kv is not None:
@@ -412,6 +432,8 @@ class DotProductAttention(BaseModule):
         if terms.cu_kv_padded is terms.cu_q_padded and terms.cu_kv_padded is not None:
             terms = terms._replace(cu_kv_padded=terms.cu_kv_padded.clone())
         out, largest = fused.run_call(name, key.packing, given.a, given.b, given.c, terms)
+        if orders is not None:
+            out = moved_back(out, orders)
         return out if largest is None else (out, largest)
 
     # --------------------------------------------------------------------------------------------- reports
@@ -471,6 +493,11 @@ def explain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -
 
 def _fact(t: torch.Tensor, grad: bool) -> Fact:
     return Fact(t.shape, t.dtype, t.device, grad and t.requires_grad)
+
+
+def _with_bias(key: Key, bias: torch.Tensor | None) -> Key:
+    """The key of a call whose bias was laid anew."""
+    return key if bias is None else key._replace(bias=_fact(bias, torch.is_grad_enabled()))
 
 
 def _checkpointed(

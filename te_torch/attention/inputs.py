@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any, NamedTuple
 
 import torch
@@ -9,7 +10,7 @@ import torch
 from te_core.attention import alibi_slopes, canonical_mask
 from te_torch.attention.masks import AttentionArgumentError, lasting, longest
 from te_torch.attention.plan import OPERATION
-from te_torch.runtime import amp_cast
+from te_torch.runtime import amp_cast, constant_at_trace
 
 
 class Given(NamedTuple):
@@ -42,13 +43,8 @@ def packed_sequences(given: Given, options: tuple[Any, ...], gaps: bool | None) 
         return given, options  # the plan complains
     if (q_padded is None) != (kv_padded is None):
         q_padded, kv_padded = (cu_q if q_padded is None else q_padded), (cu_kv if kv_padded is None else kv_padded)
-    given_gaps = q_padded is not None and (q_padded is not cu_q or kv_padded is not cu_kv)
-    if gaps is True and not given_gaps:
-        raise AttentionArgumentError(
-            OPERATION, "pad_between_seqs=True without cu_seqlens_q_padded and cu_seqlens_kv_padded", "both",
-            "say where the sequences begin in memory",
-        )  # fmt: skip
-    if gaps is False or not given_gaps:
+    # With pad_between_seqs=True as without: sequences begin in memory where their sums say if nothing else does.
+    if gaps is False or (q_padded is cu_q and kv_padded is cu_kv):
         q_padded = kv_padded = None
     *head, max_q, max_kv, checkpoint = options
     if max_q is None:
@@ -73,6 +69,8 @@ def from_cache(
         mask = {"no_mask": "padding", "causal": "padding_causal"}.get(mask, f"padding_{mask}")
     if mask == "padding_causal":
         mask = "padding_causal_bottom_right"
+    if given.mask is not None:
+        _say_unread()
     k, v, cu_q, cu_kv, capacity, _ = stepped
     pages = inference.cache_manager.page_table[: cu_q.shape[0] - 1] if inference.is_paged else None
     most = rest[-3] or getattr(inference, "max_seqlen_q", 0) or None
@@ -80,6 +78,17 @@ def from_cache(
     given = given._replace(b=k, c=v, mask=None, cu_q=cu_q, cu_kv=cu_kv, cu_q_padded=None, cu_kv_padded=None,
                            pages=pages)  # fmt: skip
     return given, (form, "bshd", mask, *rest)
+
+
+_said: list[bool] = []
+
+
+@constant_at_trace
+def _say_unread() -> None:
+    """Once: programs that generate text give a mask at each step, and it changes nothing."""
+    if not _said:
+        _said.append(True)
+        warnings.warn("attention_mask is not read with inference_params: lengths take its place", stacklevel=2)
 
 
 def check_cached(mask: str, inference: Any) -> None:

@@ -209,6 +209,14 @@ class PagedKVCacheManager(DeviceCacheManager):
         self.free_pages, self.allocated_pages, self.sequences = free, pages, after
         return after
 
+    def print_cache(self) -> None:
+        """Print the pages in use, and for each row its sequence, how long it is and where it lies."""
+        used = self.total_num_pages - len(self.free_pages)
+        print(f"{type(self).__name__}: {used} of {self.total_num_pages} pages of {self.page_size} tokens in use")
+        for row, (name, tokens) in enumerate(self.sequences.items()):
+            pages = ", ".join(map(str, self.allocated_pages[name])) or "none"
+            print(f"  row {row}: sequence {name}, {tokens} tokens in pages {pages}")
+
 
 # ------------------------------------------------------------------------------------------------------ helpers
 

@@ -81,22 +81,25 @@ def apart(
     if layer.packing == "separate":
         assert b is not None and c is not None
         return a, b, c
-    h, g, dk, dv = layer.heads, layer.groups, layer.d_qk, layer.d_v
-    form = layer.core.q_format if layer.packing == "qkv" else layer.core.kv_format
-    packed = a if layer.packing == "qkv" else b
-    assert packed is not None
-    row = packed.flatten(len(form) - 2)
-    times = h // g if layer.packing == "qkv" else 0
-    if layer.interleaved:
+    sizes = (layer.heads, layer.groups, layer.d_qk, layer.d_v)
+    if layer.packing == "qkv":
+        return heads_of(a, len(layer.core.q_format) - 2, sizes, layer.interleaved)
+    assert b is not None
+    _, k, v = heads_of(b, len(layer.core.kv_format) - 2, (0, *sizes[1:]), layer.interleaved)
+    return a, k, v
+
+
+def heads_of(
+    packed: torch.Tensor, lead: int, sizes: tuple[int, ...], interleaved: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """q, k and v [.., heads, d] as views of a row each behind `lead` dimensions; of (0, groups, d_qk, d_v) no q."""
+    h, g, dk, dv = sizes
+    row, times = packed.flatten(lead), h // g
+    if interleaved:
         q, k, v = row.unflatten(-1, (g, times * dk + dk + dv)).split((times * dk, dk, dv), -1)
-        q = q.unflatten(-1, (times, dk)).flatten(-3, -2) if times else a
-        return q, k, v
-    if times:
-        q, k, v = row.split((h * dk, g * dk, g * dv), -1)
-        q = q.unflatten(-1, (h, dk))
-    else:
-        (k, v), q = row.split((g * dk, g * dv), -1), a
-    return q, k.unflatten(-1, (g, dk)), v.unflatten(-1, (g, dv))
+        return q.unflatten(-1, (times, dk)).flatten(-3, -2), k, v
+    q, k, v = row.split((h * dk, g * dk, g * dv), -1)
+    return q.unflatten(-1, (h, dk)), k.unflatten(-1, (g, dk)), v.unflatten(-1, (g, dv))
 
 
 # -------------------------------------------------------------------------------------------- documented helpers

@@ -1,9 +1,9 @@
 """What masks say: canonical windows, lengths from padding masks, and the mask that a spec's rules come to.
 
-Derived tensors (running sums of lengths, longest lengths) are made once for each mask or `cu_seqlens` and shared by all
-layers that are given the same tensor; a change in place is noticed. Inside a CUDA graph's capture they are made anew,
-since a replay has to make them anew, and so are those of a tensor made under torch.inference_mode, whose changes do
-not show.
+What follows from a mask or from `cu_seqlens` (running sums of lengths, longest lengths, where the tokens lie) is worked
+out once and shared by all layers that are given the same tensor, or a view of it that looks at the same elements; a
+change in place is noticed. Inside a CUDA graph's capture it is worked out anew, since a replay has to do so, and so is
+that of a tensor made under torch.inference_mode, whose changes do not show.
 """
 
 from __future__ import annotations
@@ -78,22 +78,35 @@ def check_set_window_size(attn_mask_type: str, window_size: tuple[int, int] | No
 
 # ------------------------------------------------------------------------------------------- derived tensors
 
-_derived: dict[tuple[Any, ...], tuple[weakref.ref[torch.Tensor], int, Any]] = {}
+#: By the tensor's id: the tensor, its version, and what was derived of it and of its views.
+_derived: dict[int, tuple[weakref.ref[torch.Tensor], int, dict[Any, Any]]] = {}
+_MOST = 256  # of one tensor: a long mask of which each step takes another part
+
+
+def remembers(source: torch.Tensor) -> bool:
+    """Whether what is derived of the tensor now will hold until it is seen to change."""
+    if torch.compiler.is_compiling() or source.is_inference():
+        return False
+    return not (source.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def derived(source: torch.Tensor, name: str, make: Callable[[torch.Tensor], Any]) -> Any:
     """`make(source)`, remembered while the tensor lives and is not changed."""
-    on_gpu = source.is_cuda
-    if torch.compiler.is_compiling() or source.is_inference() or (on_gpu and torch.cuda.is_current_stream_capturing()):
+    if not remembers(source):
         return make(source)
+    whole = source if source._base is None else source._base
+    number = id(whole)
+    entry = _derived.get(number)
+    if entry is None or entry[0]() is not whole or entry[1] != source._version or len(entry[2]) >= _MOST:
+        forget = weakref.ref(whole, lambda _: _derived.pop(number, None))
+        entry = _derived[number] = (forget, source._version, {})
+    part = None if whole is source else (source.shape, source.stride(), source.storage_offset(), source.dtype)
     # Another stream would have to wait for the one that computes the result.
-    key = (id(source), name, torch.cuda.current_stream(source.device).cuda_stream if on_gpu else 0)
-    found = _derived.get(key)
-    if found is not None and found[0]() is source and found[1] == source._version:
-        return found[2]
-    made = lasting(lambda: make(source))
-    _derived[key] = (weakref.ref(source, lambda _: _derived.pop(key, None)), source._version, made)
-    return made
+    key = (name, part, torch.cuda.current_stream(source.device).cuda_stream if source.is_cuda else 0)
+    found = entry[2].get(key)
+    if found is None:
+        found = entry[2][key] = lasting(lambda: make(source))
+    return found
 
 
 def lasting(make: Callable[[], Any]) -> Any:
@@ -104,7 +117,7 @@ def lasting(make: Callable[[], Any]) -> Any:
 
 def get_cu_seqlens(mask: torch.Tensor) -> torch.Tensor:
     """int32 [b + 1]: running sums of the lengths that a padding mask [b, 1, 1, s] leaves (True is padding)."""
-    mask = mask.reshape(mask.shape[0], -1)
+    mask = mask.flatten(1)
     lengths = (~mask.bool()).sum(1, dtype=torch.int32)
     cu = torch.zeros(mask.shape[0] + 1, dtype=torch.int32, device=mask.device)
     torch.cumsum(lengths, 0, dtype=torch.int32, out=cu[1:])
@@ -146,23 +159,16 @@ def _full_cu_seqlens(batch_size: int, max_seqlen: int, device: torch.device | st
 
 
 def lengths_of_mask(mask: torch.Tensor) -> torch.Tensor:
-    """`get_cu_seqlens` of a padding mask whose padding lies behind its tokens; shared by all layers."""
-    return derived(mask, "cu_seqlens", _checked_cu_seqlens)
+    """`get_cu_seqlens` of a padding mask; shared by all layers."""
+    return derived(mask, "cu_seqlens", get_cu_seqlens)
 
 
-def _checked_cu_seqlens(mask: torch.Tensor) -> torch.Tensor:
+def check_padding_mask(mask: torch.Tensor) -> None:
+    """The mask is boolean: in numbers it would have meant something else."""
     if mask.dtype != torch.bool:
         raise AttentionArgumentError(
             "attention_mask", f"a mask of {mask.dtype}", "torch.bool, True where padding is", "convert it: mask.bool()"
         )
-    # On a GPU this would wait for the device; there it is the caller's word.
-    eager = not torch.compiler.is_compiling()
-    if eager and mask.device.type == "cpu" and bool((mask[..., :-1] & ~mask[..., 1:]).any()):
-        raise AttentionArgumentError(
-            "attention_mask", "a padding mask with tokens behind padding", "sequences at the beginning of their rows",
-            "move the tokens to the front, or pass the mask as attn_mask_type='arbitrary'",
-        )  # fmt: skip
-    return get_cu_seqlens(mask)
 
 
 def longest(cu: torch.Tensor) -> int:
@@ -176,7 +182,7 @@ def _longest(cu: torch.Tensor) -> int:
             "DotProductAttention", "packed sequences without max_seqlen inside a CUDA graph's capture",
             "max_seqlen_q and max_seqlen_kv, as numbers", "pass the longest length that may occur",
         )  # fmt: skip
-    return (int((cu[1:] - cu[:-1]).max()) + 63) // 64 * 64
+    return max(1, -(-int((cu[1:] - cu[:-1]).max()) // 64)) * 64  # 64 where all sequences are empty, too
 
 
 # ------------------------------------------------------------------------------------------ the mask itself

@@ -46,6 +46,22 @@ class HandOver(NamedTuple):
 _NOTHING = HandOver()
 
 
+def head_sizes(
+    operation: str, hidden: int, heads: int, groups: int | None, channels: int | None
+) -> tuple[int, int]:  # fmt: skip
+    """(groups, width of a head), once it is clear that these sizes make whole heads."""
+    groups = heads if groups is None else groups
+    for ok, got, allowed, do in (
+        (heads % groups == 0, f"{heads} heads in num_gqa_groups={groups}", "a number of groups that divides them",
+         "correct it"),
+        (channels or hidden % heads == 0, f"hidden_size={hidden} in num_attention_heads={heads}",
+         "heads that divide it, or kv_channels", "say how wide a head is: kv_channels"),
+    ):  # fmt: skip
+        if not ok:
+            raise AttentionArgumentError(operation, got, allowed, do)
+    return groups, channels or hidden // heads
+
+
 class MultiheadAttention(torch.nn.Module):
     """Attention of `num_attention_heads` heads between projections, in the precision of the active region."""
 
@@ -97,9 +113,9 @@ class MultiheadAttention(torch.nn.Module):
     ) -> None:
         check_options("MultiheadAttention", {k: v for k, v in locals().items() if k not in ("self", "__class__")})
         super().__init__()
-        self.hidden_size, self.num_attention_heads = hidden_size, num_attention_heads
-        self.num_gqa_groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
-        self.kv_channels = kv_channels or hidden_size // num_attention_heads
+        sizes = hidden_size, num_attention_heads
+        self.num_gqa_groups, self.kv_channels = head_sizes("MultiheadAttention", *sizes, num_gqa_groups, kv_channels)
+        self.hidden_size, self.num_attention_heads = sizes
         self.attention_type, self.qkv_format, self.layer_number = attention_type, qkv_format, layer_number
         self.input_layernorm, self.return_bias = input_layernorm, return_bias
         self.return_layernorm_output = return_layernorm_output
@@ -108,7 +124,7 @@ class MultiheadAttention(torch.nn.Module):
         self.rotary_pos_interleaved, self.qk_norm_before_rope = rotary_pos_interleaved, qk_norm_before_rope
         self.name = next_name() if name is None else name
         self._cp_size, self._cp_rank = 1, 0
-        self._check_sizes()
+        self._check_names()
         self._add_qk_norms(qk_norm_type, qk_norm_eps, params_dtype, device)
         linear: dict[str, Any] = {
             "bias": bias, "fuse_wgrad_accumulation": fuse_wgrad_accumulation, "params_dtype": params_dtype,
@@ -129,10 +145,8 @@ class MultiheadAttention(torch.nn.Module):
             return_bias=return_bias, name=f"{self.name}.proj", **linear,
         )  # fmt: skip
 
-    def _check_sizes(self) -> None:
-        heads, groups = self.num_attention_heads, self.num_gqa_groups
+    def _check_names(self) -> None:
         for ok, got, allowed in (
-            (heads % groups == 0, f"{heads} heads in num_gqa_groups={groups}", "a number of groups that divides them"),
             (self.attention_type in ATTENTION_TYPES, f"attention_type={self.attention_type!r}", "'self' or 'cross'"),
         ):
             if not ok:
@@ -232,7 +246,7 @@ class MultiheadAttention(torch.nn.Module):
         if attn_mask_type is not None:
             attn_mask_type = canonical_mask("MultiheadAttention.forward", attn_mask_type)
         inputs = self._inputs(hidden_states, encoder_output, inference_params)
-        angles = tuple(rotary_pos_emb) if isinstance(rotary_pos_emb, (tuple, list)) else (rotary_pos_emb,) * 2
+        angles = _pair(rotary_pos_emb)
         handed = self._hand_over(rotary_pos_emb is not None or inference_params is not None or self._watched())
         options: dict[str, Any] = {
             "attention_mask": attention_mask, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_kv": cu_seqlens_kv,
@@ -400,6 +414,18 @@ def _handed(number: int, between: bool) -> tuple[bool, bool, bool]:
     kind = rule.qkv.scaling
     out = rule.handed or kind != "custom"
     return rule.handed and not between and kind != "current", out, out and kind != "current"
+
+
+def _pair(angles: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """The angles of queries and of keys."""
+    if not isinstance(angles, (tuple, list)):
+        return angles, angles
+    if len(angles) != 2:
+        raise ArgumentError(
+            "MultiheadAttention.forward", f"a rotary_pos_emb of {len(angles)} tensors",
+            "one tensor for both, or one for queries and one for keys", "pass one, or two",
+        )  # fmt: skip
+    return angles[0], angles[1]
 
 
 def _listed(result: Any) -> tuple[torch.Tensor, ...]:

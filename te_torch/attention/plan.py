@@ -256,6 +256,12 @@ def _lengths_source(key: Key) -> str:
             key.mask_type != "arbitrary" or key.mask is not None, "attn_mask_type='arbitrary' without attention_mask",
             "a boolean mask that broadcasts to [b, h, sq, skv]", "pass attention_mask",
         )  # fmt: skip
+        _require(
+            key.mask is None or key.mask_type == "arbitrary",
+            f"an attention_mask with attn_mask_type={key.mask_type!r}, which reads none",
+            "a padding mask with 'padding' or 'padding_causal', any other with 'arbitrary'",
+            "leave the mask out, or choose the attn_mask_type that reads it",
+        )  # fmt: skip
         return ""
     if key.cu is not None:
         _require(

@@ -16,7 +16,8 @@ from te_core.layers import rope as core
 from te_torch.attention.masks import AttentionArgumentError, check_beside
 from te_torch.function import Call, Layer, apply, key_of, register
 from te_torch.modules.options import check_values
-from te_torch.runtime import check_dtype, constant_at_trace, default_device
+from te_torch.quantized import QuantizedTorch
+from te_torch.runtime import check_dtype, constant_at_trace, default_device, outside_autocast
 
 ROPE = Layer("rope", core.forward, core.backward, core.RopeSaved, strided=True)
 SPLIT_QKV = Layer("split_qkv", core.split_forward, core.split_backward, core.SplitSaved, outputs=3, partial=True)
@@ -38,13 +39,17 @@ class RotaryPositionEmbedding(torch.nn.Module):
     ) -> None:
         check_values("RotaryPositionEmbedding", {k: v for k, v in locals().items() if k not in ("self", "__class__")})
         super().__init__()
-        if rotary_percent < 1.0:
-            dim = int(dim * rotary_percent)
+        turned = int(dim * rotary_percent) if rotary_percent < 1.0 else dim
+        if turned < 2 or turned % 2:
+            raise ArgumentError(
+                "RotaryPositionEmbedding", f"dim={dim} with rotary_percent={rotary_percent}, that is {turned} channels",
+                "an even number of channels, which are turned in pairs", "correct dim, or rotary_percent",
+            )  # fmt: skip
         self.seq_len_interpolation_factor = seq_len_interpolation_factor
         self.pretrained_max_position_embeddings = pretrained_max_position_embeddings
         self.rotary_base = rotary_base
         self.interleaved = interleaved
-        exponents = torch.arange(0, dim, 2, dtype=torch.float32, device=default_device()) / dim
+        exponents = torch.arange(0, turned, 2, dtype=torch.float32, device=default_device()) / turned
         self.register_buffer("inv_freq", 1.0 / (rotary_base**exponents))
 
     def forward(self, max_seq_len: int, offset: int = 0) -> torch.Tensor:
@@ -89,28 +94,14 @@ def apply_rotary_pos_emb(
             )
         cu_seqlens = cu_seqlens if tensor_format == "thd" else None
         return _fused(t, freqs, start_positions, cu_seqlens, (tensor_format, interleaved, cp_size, cp_rank))
-    _check_format("apply_rotary_pos_emb", tensor_format)
-    if tensor_format == "thd":
-        assert cu_seqlens is not None
-        return _unfused_packed(t, freqs, cu_seqlens, start_positions, interleaved, (cp_size, cp_rank))
-    token = 0 if tensor_format == "sbhd" else 1
-    if start_positions is None:
-        angles = _rows_of_rank(freqs, t.shape[token], cp_size, cp_rank)
+    _check_unfused(t, freqs, tensor_format)
+    with outside_autocast(t):
+        if tensor_format == "thd":
+            assert cu_seqlens is not None
+            return _unfused_packed(t, freqs, cu_seqlens, start_positions, interleaved, (cp_size, cp_rank))
+        token = 0 if tensor_format == "sbhd" else 1
+        angles = _angles_of_rows(t, freqs, token, start_positions, (cp_size, cp_rank))
         return _unfused(t, angles if token == 0 else angles.transpose(0, 1), interleaved)
-    length, batch = t.shape[token], t.shape[1 - token]
-    if start_positions.shape[0] < batch:
-        raise AttentionArgumentError(
-            "apply_rotary_pos_emb", f"{start_positions.shape[0]} start_positions for {batch} sequences",
-            "int32, one for each sequence", "correct start_positions",
-        )  # fmt: skip
-    if int(start_positions.max()) + length * cp_size > freqs.shape[0]:
-        raise AssertionError(
-            f"apply_rotary_pos_emb: positions up to {int(start_positions.max()) + length * cp_size}, freqs has "
-            f"{freqs.shape[0]}"
-        )
-    shifted = [_rows_of_rank(freqs[int(p) :], length, cp_size, cp_rank) for p in start_positions[:batch]]
-    angles = torch.cat(shifted, dim=1)
-    return _unfused(t, angles if token == 0 else angles.transpose(0, 1), interleaved)
 
 
 def apply_fused_qkv_rotary_pos_emb(
@@ -170,6 +161,7 @@ def split_heads(
     """
     operation = "split_heads"
     _check_format(operation, fmt)
+    _check_plain(operation, packed)
     check_dtype(operation, packed)
     rotates = q_freqs is not None or k_freqs is not None
     if rotates:
@@ -195,6 +187,7 @@ def _fused(
     t: torch.Tensor, freqs: torch.Tensor, start_positions: torch.Tensor | None, cu_seqlens: torch.Tensor | None,
     place: tuple[str, bool, int, int],
 ) -> torch.Tensor:  # fmt: skip
+    _check_plain("apply_rotary_pos_emb", t)
     check_dtype("apply_rotary_pos_emb", t)
     check_beside("apply_rotary_pos_emb", t, freqs=freqs, cu_seqlens=cu_seqlens, start_positions=start_positions)
     needs = torch.is_grad_enabled() and t.requires_grad
@@ -252,11 +245,37 @@ def _rows_of_rank(freqs: torch.Tensor, length: int, cp_size: int, cp_rank: int) 
     return torch.cat((first, freqs[whole - (cp_rank + 1) * half : whole - cp_rank * half]))
 
 
+def _angles_of_rows(
+    t: torch.Tensor, freqs: torch.Tensor, token: int, start_positions: torch.Tensor | None, cp: tuple[int, int]
+) -> torch.Tensor:
+    """[s, 1, 1, d2], or with start positions [s, b, 1, d2]: the angles of t's tokens, its dimension `token`."""
+    if start_positions is None:
+        return _rows_of_rank(freqs, t.shape[token], *cp)
+    length, batch = t.shape[token], t.shape[1 - token]
+    if start_positions.shape[0] < batch:
+        raise AttentionArgumentError(
+            "apply_rotary_pos_emb", f"{start_positions.shape[0]} start_positions for {batch} sequences",
+            "int32, one for each sequence", "correct start_positions",
+        )  # fmt: skip
+    if int(start_positions.max()) + length * cp[0] > freqs.shape[0]:
+        raise AssertionError(
+            f"apply_rotary_pos_emb: positions up to {int(start_positions.max()) + length * cp[0]}, freqs has "
+            f"{freqs.shape[0]}"
+        )
+    shifted = [_rows_of_rank(freqs[int(p) :], length, *cp) for p in start_positions[:batch]]
+    return torch.cat(shifted, dim=1)
+
+
 def _unfused_packed(
     t: torch.Tensor, freqs: torch.Tensor, cu_seqlens: torch.Tensor, start_positions: torch.Tensor | None,
     interleaved: bool, cp: tuple[int, int],
 ) -> torch.Tensor:  # fmt: skip
     lengths = (cu_seqlens // cp[0]).diff().tolist()
+    if sum(lengths) != t.shape[0]:
+        raise ArgumentError(
+            "apply_rotary_pos_emb", f"{t.shape[0]} tokens in thd, sequences of {lengths}", "as many tokens in all",
+            "correct cu_seqlens",
+        )  # fmt: skip
     starts = [0] * len(lengths) if start_positions is None else start_positions.tolist()
     pieces = [
         _unfused(x[:, None], _rows_of_rank(freqs[start:], len(x), *cp), interleaved)
@@ -278,6 +297,28 @@ def _rotate_half(x: torch.Tensor, interleaved: bool) -> torch.Tensor:
         return torch.stack((-x[..., 1::2], x[..., 0::2]), dim=-1).flatten(-2)
     first, second = x.chunk(2, dim=-1)
     return torch.cat((-second, first), dim=-1)
+
+
+def _check_unfused(t: torch.Tensor, freqs: torch.Tensor, fmt: str) -> None:
+    """What the kernel's operation checks itself: torch would spread a wrong shape, or fail far from here."""
+    operation = "apply_rotary_pos_emb"
+    _check_format(operation, fmt)
+    _check_plain(operation, t)
+    width = freqs.shape[-1]
+    if t.ndim != len(fmt) or freqs.ndim != 4 or width % 2 or width > t.shape[-1]:
+        raise ArgumentError(
+            operation, f"t of shape {tuple(t.shape)} in {fmt}, freqs of {tuple(freqs.shape)}",
+            f"t of {len(fmt)} dimensions, freqs [positions, 1, 1, an even number of channels, at most those of t]",
+            "correct tensor_format, t or freqs",
+        )  # fmt: skip
+
+
+def _check_plain(operation: str, t: torch.Tensor) -> None:
+    """Heads are in high precision."""
+    if isinstance(t, QuantizedTorch):
+        raise AttentionArgumentError(
+            operation, f"a {type(t).__name__}", "float32, bfloat16 or float16", "dequantize() it before it is turned"
+        )
 
 
 def _check_format(operation: str, tensor_format: str) -> None:

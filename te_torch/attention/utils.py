@@ -15,6 +15,7 @@ from te_core.attention import AttentionSpec, Sizes, canonical_mask, diagonal_is_
 from te_core.errors import ArgumentError
 from te_torch.attention import choose, env
 from te_torch.attention import masks as _masks
+from te_torch.attention.compact import back_in_pairs, orders_of
 from te_torch.attention.layouts import QKV_LAYOUTS, get_qkv_format, get_qkv_layout
 from te_torch.attention.masks import (
     Terms,
@@ -47,12 +48,15 @@ def get_full_mask(
     max_seqlen_q: int, max_seqlen_kv: int, attn_mask_type: str = "no_mask", attention_mask: Any = None,
     window_size: tuple[int, int] | None = None, attention_type: str = "self", bottom_right_alignment: bool = True,
 ) -> tuple[str, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
-    """(effective mask type, mask of all that is hidden or None, lengths of q, of k): padding, diagonal and window."""
+    """(effective mask type, mask of all that is hidden or None, lengths of q, of k): padding, diagonal and window.
+
+    Padding may lie anywhere; diagonal and window count the tokens between.
+    """
     name = canonical_mask("get_full_mask", attn_mask_type)
     window = check_set_window_size(name, window_size)
     spec = with_mask(AttentionSpec(1.0), name, window, diagonal_is_bottom_right(name, bottom_right_alignment))
     terms = Terms(mask=attention_mask if name == "arbitrary" else None)
-    batch, device = 1, torch.device("cpu")
+    batch, device, orders = 1, torch.device("cpu"), None
     if spec.padded and attention_mask is None:
         raise ArgumentError(
             "get_full_mask", f"attn_mask_type={attn_mask_type!r} without attention_mask",
@@ -60,12 +64,16 @@ def get_full_mask(
         )  # fmt: skip
     if spec.padded:
         given = attention_mask if isinstance(attention_mask, (tuple, list)) else (attention_mask,) * 2
+        given = tuple(m.bool() for m in given)
         cu_q, cu_kv = (get_cu_seqlens(m) for m in given)
         terms, batch, device = Terms(cu_q=cu_q, cu_kv=cu_kv), cu_q.shape[0] - 1, cu_q.device
+        orders = orders_of(given, "bshd", cu_q)
     elif attention_mask is not None and not isinstance(attention_mask, (tuple, list)):
         device = attention_mask.device
     size = Sizes(batch, max_seqlen_q, max_seqlen_kv, 1, 1, 1, 1)
     found = _masks.hidden(spec, size, terms, device)
+    if orders is not None and found is not None:
+        found = back_in_pairs(found, orders)
     if window not in ((-1, -1), (-1, 0)):
         name = "arbitrary"
     if not spec.padded:

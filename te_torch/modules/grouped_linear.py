@@ -21,7 +21,7 @@ from te_torch.autocast import active
 from te_torch.function import Call, Extra, Layer, apply, register
 from te_torch.module_names import within
 from te_torch.modules.base import BaseModule, check_input, normal_init, random_pair
-from te_torch.modules.linear import fork_of
+from te_torch.modules.linear import empty_bias, fork_of
 from te_torch.modules.options import check_values, mode_of, refuse_unbuilt
 from te_torch.modules.weights import Gradients
 from te_torch.precisions import draws
@@ -150,7 +150,7 @@ class GroupedLinear(BaseModule):
         inp, precision, state, recompute = self._enter(inp)
         dtype, grad = inp.dtype, torch.is_grad_enabled()
         weights = [self._weight(name, dtype, precision, i) for i, name in enumerate(self._names)]
-        biases = self._biases(dtype)
+        biases = self._biases(dtype) if self.use_bias else [empty_bias(inp)] * self.num_gemms
         added: list[Any] = [None] * self.num_gemms if self.return_bias or not self.use_bias else biases
         key = (
             precision, dtype, grad and inp.requires_grad, tuple([grad and w.requires_grad for w in weights]),
@@ -192,7 +192,7 @@ class GroupedLinear(BaseModule):
         return sizes
 
     def _biases(self, dtype: torch.dtype) -> list[torch.Tensor]:
-        """In the activation dtype; empty ones where there is no bias."""
+        """In the activation dtype."""
         found = [getattr(self, f"bias{i}") for i in range(self.num_gemms)]
         return [b if b.dtype == dtype else b.to(dtype) for b in found]
 

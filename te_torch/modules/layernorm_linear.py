@@ -13,7 +13,7 @@ from te_core.layers import norm
 from te_core.layers import norm_linear as core
 from te_torch.function import Call, Layer, apply, register
 from te_torch.modules.base import BaseModule, check_input, random_pair, wants_grad
-from te_torch.modules.linear import SplitParameters, fork_of
+from te_torch.modules.linear import SplitParameters, empty_bias, fork_of
 from te_torch.modules.norm import init_norm_weight, margin_of, sm_margins
 from te_torch.modules.options import check_options
 from te_torch.modules.residual import Branch, enter_stream, stream_of
@@ -161,7 +161,7 @@ class LayerNormLinear(NormParameters, SplitParameters):
         call = self._find_call(key)
         outputs = apply(call, state, recompute, inp, gamma, beta, weight, added, rng, *more, extra=extra)
         if self.return_bias:
-            outputs = (outputs[0], bias if bias is not None else inp.new_empty(0), *outputs[1:])
+            outputs = (outputs[0], empty_bias(outputs[0]) if bias is None else bias, *outputs[1:])
         return outputs if len(outputs) > 1 else outputs[0]
 
     def _new_call(self, training: bool, stream: Any, precision: int, dtype: torch.dtype, *key: Any) -> Call:

@@ -14,7 +14,7 @@ from te_core.ops.activation import GATED, KINDS, Clamp
 from te_torch.function import Call, Layer, apply, register
 from te_torch.modules.base import check_input, normal_init, random_pair, wants_grad
 from te_torch.modules.layernorm_linear import NormParameters
-from te_torch.modules.linear import fork_of
+from te_torch.modules.linear import empty_bias, fork_of
 from te_torch.modules.options import check_options
 from te_torch.modules.residual import Branch, enter_stream, stream_of
 from te_torch.precisions import draws
@@ -159,7 +159,7 @@ class LayerNormMLP(NormParameters):
         call = self._find_call(key)
         outputs = apply(call, state, recompute, inp, gamma, beta, w1, b1, w2, added, rng, *more, extra=extra)
         if self.return_bias:
-            outputs = (outputs[0], b2 if b2 is not None else inp.new_empty(0), *outputs[1:])
+            outputs = (outputs[0], empty_bias(outputs[0]) if b2 is None else b2, *outputs[1:])
         return outputs if len(outputs) > 1 else outputs[0]
 
     def _bias(self, name: str, dtype: torch.dtype) -> torch.Tensor | None:

@@ -16,7 +16,7 @@ from te_torch.modules.options import check_options, is_size, mode_of
 from te_torch.modules.weights import check_whole
 from te_torch.precisions import draws, precision_of
 from te_torch.quantized_init import check_recipe_fits
-from te_torch.runtime import TO_CORE, default_device
+from te_torch.runtime import TO_CORE, default_device, outside_autocast
 
 LINEAR = Layer("linear", core.forward, core.backward, core.LinearSaved, weights=(1,), linears=lambda s: (s,))
 
@@ -80,14 +80,24 @@ class SplitParameters(BaseModule):
     def _joined_weight(self, dtype: torch.dtype, precision: int) -> torch.Tensor:
         if "" in self._parts:
             return self._weight("weight", dtype, precision)
-        return torch.cat([self._weight(f"{p}weight", dtype, precision) for p in self._parts])
+        return _joined([self._weight(f"{p}weight", dtype, precision) for p in self._parts])
 
     def _joined_bias(self, dtype: torch.dtype) -> torch.Tensor | None:
         if not self.use_bias:
             return None
         parts = [self._held(f"{p}bias") for p in self._parts]
-        bias: torch.Tensor = parts[0] if len(parts) == 1 else torch.cat(parts)
+        bias = parts[0] if len(parts) == 1 else _joined(parts)
         return bias if bias.dtype == dtype else bias.to(dtype)
+
+
+def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
+    with outside_autocast(parts[0]):
+        return torch.cat(parts)
+
+
+def empty_bias(out: torch.Tensor) -> torch.Tensor:
+    """The bias that `return_bias` gives beside `out` where there is none: plain, though `out` may be quantized."""
+    return torch.empty(0, dtype=out.dtype, device=out.device)
 
 
 def split_sizes(operation: str, split: Any, total: int) -> dict[str, int]:
@@ -197,7 +207,7 @@ class Linear(SplitParameters):
             extra = self._extra(("weight",), (weight,), precision, state, recompute, is_first_microbatch)
         (out,) = apply(self._find_call(key), state, recompute, inp, weight, added, rng, extra=extra)
         if self.return_bias:
-            return out, (bias if bias is not None else inp.new_empty(0))
+            return out, (empty_bias(out) if bias is None else bias)
         return out
 
     def _new_call(self, precision: int, dtype: torch.dtype, *key: Any) -> Call:

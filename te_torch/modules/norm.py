@@ -15,6 +15,7 @@ from te_core.layers import norm as core
 from te_torch.function import Call, Layer, apply, register
 from te_torch.modules.base import CallingModule, materialised
 from te_torch.modules.options import check_values
+from te_torch.quantized import QuantizedTorch
 from te_torch.runtime import TO_CORE, amp_dtype, check_dtype, default_device
 
 NORM = Layer("norm", core.forward, core.backward, core.NormSaved, weight="gamma")
@@ -100,6 +101,8 @@ class _Norm(CallingModule):
         weight: torch.Tensor = self.weight
         bias = getattr(self, "bias", None)
         _check(type(self).__name__, inp, self.normalized_shape)
+        if isinstance(inp, QuantizedTorch):
+            inp = inp.dequantize()
         grad = torch.is_grad_enabled()
         needs = grad and (inp.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad))
         dtype = amp_dtype(inp.device.type) if torch._C._is_any_autocast_enabled() else None

@@ -15,6 +15,7 @@ from te_core.quantized import up
 from te_torch.autocast import active, get_default_recipe
 from te_torch.availability import get_align_size_for_quantization
 from te_torch.modules.options import check_values
+from te_torch.runtime import outside_autocast
 
 
 class _Aligned(torch.nn.Module):
@@ -62,7 +63,9 @@ class Fp8Padding(_Aligned):
         pieces = []
         for piece, m, p in zip(inp.split(sizes), sizes, padded, strict=True):
             pieces += [piece, zeros[: p - m]]
-        return torch.cat(pieces), m_splits.new_tensor(padded) if isinstance(m_splits, torch.Tensor) else padded
+        with outside_autocast(inp):
+            rows = torch.cat(pieces)
+        return rows, m_splits.new_tensor(padded) if isinstance(m_splits, torch.Tensor) else padded
 
 
 class Fp8Unpadding(_Aligned):
@@ -75,4 +78,5 @@ class Fp8Unpadding(_Aligned):
         if sizes == padded:
             return inp
         bounds = [n for m, p in zip(sizes, padded, strict=True) for n in (m, p - m)]
-        return torch.cat(inp.split(bounds)[::2])
+        with outside_autocast(inp):
+            return torch.cat(inp.split(bounds)[::2])

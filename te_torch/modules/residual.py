@@ -121,7 +121,8 @@ class DropPath(torch.nn.Module):
         keep = 1.0 - self.drop_prob
         shape = (x.shape[0],) + (1,) * (x.ndim - 1)
         kept = torch.rand(shape, device=x.device) < keep
-        return torch.where(kept, x / keep, torch.zeros((), dtype=x.dtype, device=x.device))
+        scaled = x / keep if keep else x  # a division by zero would leave its NaN in the gradient
+        return torch.where(kept, scaled, torch.zeros((), dtype=x.dtype, device=x.device))
 
     def extra_repr(self) -> str:
         """What a printed module shows."""

@@ -15,7 +15,7 @@ import torch
 from te_core.attention import canonical_mask
 from te_core.errors import ArgumentError
 from te_torch.attention.inference import InferenceParams
-from te_torch.attention.multihead import MultiheadAttention
+from te_torch.attention.multihead import MultiheadAttention, head_sizes
 from te_torch.module_names import next_name, shown
 from te_torch.modules.layernorm_mlp import LayerNormMLP
 from te_torch.modules.norm import LayerNorm, RMSNorm
@@ -274,9 +274,8 @@ def _check_options(given: dict[str, Any]) -> None:
 
     if given["layer_type"] not in LAYER_TYPES:
         refuse(f"layer_type={given['layer_type']!r}", " or ".join(map(repr, LAYER_TYPES)), "choose one of these")
-    for name in ("hidden_dropout", "drop_path_rate"):
-        if not 0 <= given[name] < 1:
-            refuse(f"{name}={given[name]}", "0 <= p < 1", "choose a probability below one")
+    heads = ("hidden_size", "num_attention_heads", "num_gqa_groups", "kv_channels")
+    head_sizes("TransformerLayer", *[given[name] for name in heads])
     others = {"layer_type='decoder'": given["layer_type"] == "decoder"}
     others |= {name: given[name] for name in (_LATE, "output_layernorm")}
     for option, on in others.items():

@@ -78,6 +78,7 @@ REFUSED = {
     "_f16": ({"dtype": dtypes.float32}, "not float32"),
     "_width_step": ({"size": {"d_qk": 36}}, "multiples of 8, not 36/128"),
     "_widest_forward": ({"size": {"d_qk": 520, "d_v": 520}, "training": False}, "512, this is 520"),
+    "_dropout_of_all": ({"dropout": 1.0}, "below one"),
     "_window_and_dropout": ({"device": BLACKWELL, "left": 7, "right": 0, "dropout": 0.1}, "dropout"),
     "_softcap": ({"softcap": 30.0, "padded": True}, "lengths"),
     "_max_logit": ({"max_logit": True, "softmax": "learnable"}, "sink"),

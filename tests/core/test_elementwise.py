@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from te_core import dtypes, ops
+from te_core.errors import ArgumentError
 from te_core.runtime import Runtime
 from tests.backends import cuda_runtime, requires_cuda
 from tests.core.inputs import DTYPES, SHAPES, numpy_dtype, placed, poisoned, values
@@ -92,6 +93,17 @@ def test_dropped_infinity(rt):
         rt.numpy(ops.bias_dropout_add_backward(rt, placed(rt, x), p=0.5, rng=rng)),
     ):
         assert set(np.unique(got)) == {0.0, np.inf}
+
+
+def test_everything_dropped(rt):
+    """A probability of one keeps nothing, finite or not."""
+    x = placed(rt, np.array([[np.inf, np.nan, -2.0, 3.0] * 128] * 64, np.float32))
+    rng, sums = rng_of(rt, 3, 4), placed(rt, np.ones(512, np.float32))
+    assert not rt.numpy(ops.bias_dropout_add(rt, x, None, None, p=1.0, rng=rng)).any()
+    assert not rt.numpy(ops.bias_dropout_add_backward(rt, x, p=1.0, rng=rng, column_sum=sums)).any()
+    assert not rt.numpy(sums).any()
+    with pytest.raises(ArgumentError, match="p=1.5"):
+        ops.bias_dropout_add(rt, x, None, None, p=1.5, rng=rng)
 
 
 def test_statistics(rt):

@@ -111,6 +111,7 @@ EXCLUSIONS: list[tuple[str, dict[str, Any], tuple[str, ...], str]] = [
     ("bias", spec(bias="post_scale_bias"), FLASHES, "bias"),
     ("alibi", spec(bias="alibi"), (FLASH3, FLASH4, FLASH_TORCH), "ALiBi"),
     ("dropout", spec(dropout=0.1), (FLASH3, FLASH4), "no dropout"),
+    ("dropout of everything", spec(dropout=1.0), FLASHES, "dropout"),
     ("softcap", spec(softcap=30.0), (FLASH_TORCH,), "soft-cap"),
     ("window", spec(left=128), (), ""),
     ("packed", THD, (), ""),
@@ -430,6 +431,28 @@ def test_deterministic_requests(monkeypatch: pytest.MonkeyPatch) -> None:
         assert all(plan.spec.deterministic for plan in module._plans.values())
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("how", ["eager", "fp8", "compiled"])
+def test_deterministic_mode_is_honoured_at_each_call(how: str) -> None:
+    """A plan made without it is none for a call with it, and the other way round."""
+    module, tensors = DotProductAttention(4, 16, 2), inputs()
+    run: Any = torch.compile(module, backend="aot_eager") if how == "compiled" else module
+    seen = []
+    try:
+        for deterministic in (False, True, False, True):
+            torch.use_deterministic_algorithms(deterministic)
+            with te.autocast(enabled=how == "fp8", recipe=DELAYED):
+                run(*tensors)
+            assert module._last_plan is not None
+            seen.append(module._last_plan.spec.deterministic)
+            assert module.explain_key(module._last_plan.key).backend == module._last_plan.backend
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch._dynamo.reset()
+    assert seen[:2] == [False, True], "the second call found the first one's plan"
+    assert how == "compiled" or seen == [False, True, False, True]
+    assert sorted(plan.spec.deterministic for plan in module._plans.values()) == [False, True]
 
 
 def test_grad_mode_alone_does_not_change_the_request() -> None:

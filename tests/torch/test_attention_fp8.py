@@ -240,6 +240,28 @@ def test_a_block_hands_over_what_is_quantized(
 
 
 @on_devices
+@pytest.mark.parametrize("mha", [False, True], ids=["dpa", "mha"])
+@pytest.mark.parametrize("options", [{}, {"fuse_qkv_params": True, "normalization": "RMSNorm", "activation": "swiglu"}])
+def test_a_layer_without_biases(options: dict[str, Any], mha: bool, device: str) -> None:
+    """Its last projection reads FP8 and returns the bias that it has not."""
+    torch.manual_seed(0)
+    layer = te.TransformerLayer(
+        HEADS * WIDTH, 512, HEADS, bias=False, hidden_dropout=0.0, attention_dropout=0.0, params_dtype=torch.bfloat16,
+        device=device, **options,
+    )  # fmt: skip
+    x = torch.randn(64, 2, HEADS * WIDTH, device=device).bfloat16().requires_grad_()
+    inputs, dy = [x, *layer.parameters()], torch.randn(64, 2, HEADS * WIDTH, device=device).bfloat16()
+    found = []
+    for recipe in (None, delayed(fp8_mha=mha), delayed(fp8_mha=mha)):
+        with te.autocast(enabled=recipe is not None, recipe=recipe):
+            y = layer(x)
+        found.append([y.detach(), *torch.autograd.grad(y, inputs, dy)])
+    assert layer.self_attention.core_attention.fp8_state is not None
+    for got, want in zip(found[-1], found[0], strict=True):
+        assert snr_db(got, want) > DB["fp8 attention block"]
+
+
+@on_devices
 def test_gradients_of_quantized_inputs(device: str) -> None:
     """A packed projection that came quantized gets its gradient quantized, in its own shape."""
     module = DotProductAttention(HEADS, WIDTH)

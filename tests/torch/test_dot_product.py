@@ -82,13 +82,15 @@ def test_the_learnable_softmax_has_a_parameter() -> None:
     "options",
     [
         {"num_gqa_groups": 3}, {"num_gqa_groups": 0}, {"tp_size": 3}, {"attention_type": "both"},
-        {"softmax_type": "hard"}, {"attention_dropout": 1.0}, {"window_size": (-1, 3)},
+        {"softmax_type": "hard"}, {"attention_dropout": 1.5}, {"window_size": (-1, 3)}, {"num_gqa_groups": -4},
+        {"num_attention_heads": 0}, {"num_attention_heads": -4, "num_gqa_groups": -2}, {"kv_channels": 0},
+        {"kv_channels": -16}, {"kv_channels": (16,)}, {"kv_channels": (16, 0)}, {"kv_channels": [16, 16, 16]},
     ],
     ids=str,
 )  # fmt: skip
 def test_constructor_errors(options: dict[str, Any]) -> None:
     with pytest.raises(AssertionError, match="To do:"):
-        make(**options)
+        DotProductAttention(**{"num_attention_heads": HEADS, "kv_channels": WIDTH, **options})
 
 
 def test_unknown_masks_are_named() -> None:
@@ -180,8 +182,15 @@ def test_tokens_between_packed_sequences(device: str, backend: str, use: Any) ->
     same_objects = {**options, "cu_seqlens_q_padded": cu, "cu_seqlens_kv_padded": cu}
     assert near([module(*dense, **same_objects)], [wanted])
     assert near([module(*dense, **options, pad_between_seqs=False)], [wanted])
-    with pytest.raises(AssertionError, match="pad_between_seqs=True"):
-        module(*dense, cu_seqlens_q=cu, cu_seqlens_kv=cu, pad_between_seqs=True)
+    # Where nothing says that they begin elsewhere they begin there, too; what is not given equals the others.
+    plain = {"cu_seqlens_q": cu, "cu_seqlens_kv": cu, "pad_between_seqs": True}
+    assert near([module(*dense, **plain)], [wanted])
+    assert near([module(*dense, **same_objects, pad_between_seqs=True)], [wanted])
+    q_only, kv_only = [loose[0], *dense[1:]], [dense[0], *loose[1:]]
+    for between in (None, True):
+        plain["pad_between_seqs"] = between
+        assert near([module(*q_only, **plain, cu_seqlens_q_padded=places)[where.to(device)]], [wanted])
+        assert near([module(*kv_only, **plain, cu_seqlens_kv_padded=places)], [wanted])
 
 
 def test_max_seqlen_of_packed_sequences() -> None:
@@ -192,6 +201,18 @@ def test_max_seqlen_of_packed_sequences() -> None:
     module(*tensors, cu_seqlens_q=cu, cu_seqlens_kv=cu, max_seqlen_q=6, max_seqlen_kv=7)
     found = [(plan.spec.max_q, plan.spec.max_kv) for plan in module._plans.values()]
     assert found == [(64, 64), (6, 7)]
+
+
+@on_devices
+@on_backends
+@pytest.mark.parametrize("tokens", [0, 3])
+def test_packed_sequences_without_a_token(tokens: int, backend: str, device: str, use: Any) -> None:
+    """All of them empty, as the last batch of a rank may be."""
+    use(backend)
+    tensors = [t.detach().flatten(0, 1)[:tokens].requires_grad_() for t in inputs(device)]
+    cu = sums([0, 0], device)
+    out, *grads = step(make(qkv_format="thd", attn_mask_type="padding"), tensors, cu_seqlens_q=cu, cu_seqlens_kv=cu)
+    assert out.shape == (tokens, HEADS * WIDTH) and not out.any() and not any(g.any() for g in grads)
 
 
 # ------------------------------------------------------------------------------------------------------- masks
@@ -294,6 +315,17 @@ def test_dropout_while_training_only(device: str, backend: str, use: Any) -> Non
     assert equal(step(module.eval(), tensors), step(plain, tensors))
     now = torch.get_rng_state() if device == "cpu" else torch.cuda.get_rng_state()
     assert torch.equal(state, now), "inference draws nothing"
+
+
+@on_devices
+@pytest.mark.parametrize("checkpoint", [False, True])
+def test_everything_dropped(checkpoint: bool, device: str) -> None:
+    """A probability of one is legal: zeros, and gradients of zero; on a GPU one backend can do it."""
+    module, tensors = make(attention_dropout=1.0), inputs(device)
+    found = step(module, tensors, checkpoint_core_attention=checkpoint)
+    assert module.explain(*tensors).backend == (UNFUSED if device == "cuda" else choose.FUSED)
+    assert all(not t.any() and t.isfinite().all() for t in found)
+    assert same(step(module.eval(), tensors)[:1], step(make(), tensors)[:1])
 
 
 @on_backends

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
+import te_torch as te
 from te_core.errors import ArgumentError, UnsupportedError
 from te_torch.attention import DotProductAttention
+from te_torch.attention.inference import InferenceParams
 from tests.attention_steps import (
     BATCH,
     GROUPS,
@@ -143,6 +146,46 @@ def bad(**changes: Any) -> Any:
 
 def shaped(*shape: int, **options: Any) -> torch.Tensor:
     return torch.zeros(shape, **options)
+
+
+@pytest.mark.parametrize("mask_type", ["no_mask", "causal", "causal_bottom_right"])
+def test_a_mask_that_is_not_read_is_refused(mask_type: str) -> None:
+    """It would change nothing, without a word."""
+    tensors, mask = inputs(), padding([1, 2, 3])
+    for m in (mask, (mask, mask), ~mask.expand(-1, 1, SEQ, -1)):
+        with pytest.raises(ArgumentError, match=f"attn_mask_type='{mask_type}'.*'padding_causal'"):
+            make(attn_mask_type=mask_type)(*tensors, m)
+    make(attn_mask_type="padding")(*tensors, mask)
+    make(attn_mask_type="arbitrary")(*tensors, mask)
+
+
+def test_a_layer_refuses_a_mask_that_it_does_not_read() -> None:
+    layer = te.TransformerLayer(16, 32, 2, layer_type="decoder", device="cpu").eval()
+    x, mask = torch.randn(SEQ, BATCH, 16), padding([1, 2, 3])
+    with pytest.raises(ArgumentError, match="'causal', which reads none"):
+        layer(x, attention_mask=mask, encoder_output=x)
+    with pytest.raises(ArgumentError, match="'no_mask', which reads none"):
+        layer(x, enc_dec_attn_mask=mask, encoder_output=x)
+    assert layer(x, attention_mask=mask, self_attn_mask_type="padding_causal", encoder_output=x).isfinite().all()
+
+
+@pytest.fixture
+def unsaid(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a new process: nothing has been said yet."""
+    monkeypatch.setattr("te_torch.attention.inputs._said", [])
+
+
+@pytest.mark.usefixtures("unsaid")
+@pytest.mark.parametrize("older", [False, True])
+def test_a_cache_names_a_mask_that_it_does_not_read(older: bool) -> None:
+    module, (q, k, v) = make(attn_mask_type="padding_causal", layer_number=1).eval(), inputs()
+    with torch.no_grad(), pytest.warns(UserWarning, match="not read with inference_params") as said:
+        for _ in range(2):
+            cache = InferenceParams(BATCH, 16, *(() if older else (GROUPS, WIDTH, q.dtype)), device="cpu")
+            if not older:
+                cache.pre_step(OrderedDict.fromkeys(range(BATCH), SEQ))
+            module(q, k, v, padding([1, 2, 3]), inference_params=cache)
+    assert len(said) == 1
 
 
 META: dict[str, Any] = {"device": "meta"}  # stands for another device

@@ -110,6 +110,16 @@ def test_any_splits(splits: list[int], align: int) -> None:
     assert torch.equal(Fp8Unpadding(len(splits), align)(padded, splits), x)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_under_torch_autocast(dtype: torch.dtype) -> None:
+    """Rows are moved, not computed with: they keep their dtype, and torch's rule for mixed dtypes is not asked."""
+    x = values(30, 16).to(dtype)
+    with torch.autocast("cpu", torch.bfloat16):
+        padded, sizes = Fp8Padding(2, 16)(x, [10, 20])
+        back = Fp8Unpadding(2, 16)(padded, [10, 20])
+    assert list(sizes) == [16, 32] and padded.dtype == dtype and torch.equal(back, x)
+
+
 def test_mistakes() -> None:
     x = values(20, 4)
     for module in (Fp8Padding(3, 16), Fp8Unpadding(3, 16)):

@@ -296,6 +296,10 @@ def test_return_bias(device: str) -> None:
     assert torch.equal(module(x, splits), out) and not torch.equal(full, out)
     bare = grouped(device, return_bias=True, bias=False)
     assert all(b.numel() == 0 for b in bare(x, splits)[1])
+    later = te.GroupedLinear(GROUPS, K, N, return_bias=True, bias=False, params_dtype=x.dtype, device="meta")
+    later.reset_parameters()
+    y, empty = later.to(device)(x, splits)
+    assert all(b.numel() == 0 and b.device == y.device for b in empty), "they were made where there is no memory"
 
 
 @on_devices

@@ -193,6 +193,24 @@ def test_fewer_pages_than_sequences_could_need():
     assert p.cache_manager.page_table[:2].tolist() == [[3, 4, 0, 0, 0, 0], [0, 1, 2, 0, 0, 0]]
 
 
+def test_a_paged_cache_can_be_printed(capsys):
+    p = params("cpu", paged=True)
+    manager = p.cache_manager
+    manager.print_cache()
+    assert capsys.readouterr().out == "PagedKVCacheManager: 0 of 24 pages of 4 tokens in use\n"
+    p.pre_step(OrderedDict({7: 9, 3: 2}))
+    p.pre_step(OrderedDict({3: 1, 7: 1}))
+    manager.print_cache()
+    assert capsys.readouterr().out.splitlines() == [
+        "PagedKVCacheManager: 4 of 24 pages of 4 tokens in use",
+        "  row 0: sequence 3, 3 tokens in pages 3",
+        "  row 1: sequence 7, 10 tokens in pages 0, 1, 2",
+    ]
+    p.reset()
+    manager.print_cache()
+    assert "0 of 24" in capsys.readouterr().out
+
+
 def test_continuation_by_several_tokens_is_refused():
     p = params("cpu")
     p.pre_step(OrderedDict({1: 4}))

@@ -248,6 +248,24 @@ def test_split_with_return_bias(device: str) -> None:
     assert bias.tolist() == [1.0] * 48 + [2.0] * 48
 
 
+@on_devices
+@pytest.mark.parametrize("bias", [False, True])
+@gemm_modules
+def test_return_bias_of_a_quantized_input(kind: str, bias: bool, device: str) -> None:
+    """What another module gave in FP8 has no quantizer of its own to make an empty bias with."""
+    module = make(kind, device, torch.bfloat16, return_bias=True, bias=bias)
+    first = te.Linear(WIDTH, WIDTH, params_dtype=torch.bfloat16, device=device)
+    x = values(32, WIDTH, device=device, dtype=torch.bfloat16, seed=1)
+    with region("delayed"):
+        quantized = first(x, fp8_output=True)
+        assert isinstance(quantized, te.QuantizedTensor) and quantized._quantizer is None
+        out, returned = module(quantized)
+    assert type(returned) in (torch.Tensor, torch.nn.Parameter) and returned.dtype == out.dtype
+    assert returned.device == out.device and bool(returned.numel()) == bias
+    out.sum().backward()
+    assert first.weight.grad is not None and first.weight.grad.isfinite().all()
+
+
 @pytest.mark.parametrize(
     ("split", "error"),
     [

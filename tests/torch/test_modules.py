@@ -330,6 +330,23 @@ def test_torch_autocast(kind: str, recipe: str, device: str) -> None:
     assert snr_db(got["y"], wanted["y"]) < 70, "computed in bf16, not in fp32"
 
 
+@on_devices
+@recipes
+@pytest.mark.parametrize("split", [None, ("query", "key", "value")], ids=["whole", "split"])
+@pytest.mark.parametrize("kind", ["Linear", "LayerNormLinear"])
+def test_torch_autocast_over_the_other_half(kind: str, split: Any, recipe: str, device: str) -> None:
+    """float16 parameters under bfloat16: parts of a weight are joined out of reach of torch's rule for mixed dtypes."""
+    module = getattr(te, kind)(WIDTH, 96, parameters_split=split, params_dtype=torch.float16, device=device)
+    x = values(32, WIDTH, device=device, seed=1)
+    got = step_under_autocast(module, x, recipe, torch.bfloat16)
+    assert got["y"].dtype == torch.bfloat16 and got["dx"].dtype == torch.float32
+    assert {t.dtype for n, t in got.items() if n not in ("y", "dx")} == {torch.float16}
+    wanted = step(copy.deepcopy(module).float(), x, "plain", dy=gradient_for(got["y"]).float())
+    floor = DB["bf16"] if recipe == "plain" else DB["fp8 linear"]
+    for name, value in got.items():
+        assert snr_db(value, wanted[name]) >= floor, name
+
+
 def kept(module: Any, x: torch.Tensor, recipe: str) -> list[torch.Tensor]:
     """Every tensor that one forward leaves for backward."""
     packed: list[torch.Tensor] = []

@@ -299,6 +299,13 @@ def test_a_pair_of_angles_may_be_a_list() -> None:
     assert torch.equal(module(x, rotary_pos_emb=pair), module(x, rotary_pos_emb=tuple(pair)))
 
 
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_angles_for_one_of_both(count: int) -> None:
+    """A pair that is none would leave the keys unturned."""
+    with pytest.raises(ValueError, match=f"a rotary_pos_emb of {count}.*To do"):
+        make("cpu")(values(S, B, WIDTH, seed=1), rotary_pos_emb=(angles(S),) * count)
+
+
 @on_devices
 @pytest.mark.parametrize("case", ["fused", "gqa, fused", "cross"])
 def test_hooks_on_the_attention_see_queries_keys_and_values(case: str, device: str) -> None:

@@ -237,6 +237,26 @@ def test_outside_of_a_region_it_is_dequantized_with_a_warning(device: str) -> No
     assert not te.precision_report(module).rows[0].facts.as_asked
 
 
+@on_devices
+@all_kinds
+@pytest.mark.parametrize("name", ["delayed", "current"])
+@pytest.mark.filterwarnings("ignore:.*outside autocast")
+def test_calibration_reads_what_is_held(name: str, kind: str, device: str) -> None:
+    """It runs in high precision, as outside of a region, and a weight is noted as it is."""
+    module = build(kind, name, device)
+    x = inputs(device)
+    with te.autocast(enabled=False, calibrating=True, recipe=RECIPES[name]):
+        y = module(x)
+    y.sum().backward()
+    assert torch.equal(module(x), y)
+    if name == "delayed":
+        largest = [w.dequantize().abs().max().float() for w in gemm_weights(module)]
+        noted = module.fp8_state.amax_history_fwd.amax(0)[1::3]
+        assert torch.equal(noted.cpu(), torch.stack(largest).cpu())
+    with region(name):
+        module(x)
+
+
 @all_kinds
 def test_another_recipe_is_refused(kind: str) -> None:
     module = build(kind, "delayed", "cpu")
@@ -372,6 +392,43 @@ def test_a_quantized_result_is_used_as_it_is(name: str, device: str) -> None:
     assert snr_db(y, exact) > snr_db(y, rounded) + 3
 
 
+READERS: dict[str, Any] = {
+    "LayerNorm": lambda d: te.LayerNorm(96, dtype=torch.bfloat16, device=d),
+    "RMSNorm": lambda d: te.RMSNorm(96, dtype=torch.bfloat16, device=d),
+    "LayerNormLinear": lambda d: te.LayerNormLinear(96, 64, params_dtype=torch.bfloat16, device=d),
+    "LayerNormMLP": lambda d: te.LayerNormMLP(96, 64, params_dtype=torch.bfloat16, device=d),
+    "MultiheadAttention": lambda d: te.MultiheadAttention(96, 3, 32, 0.0, params_dtype=torch.bfloat16, device=d),
+}  # fmt: skip
+
+
+@on_devices
+@pytest.mark.parametrize("name", ["delayed", "block"])
+@pytest.mark.parametrize("reader", READERS)
+def test_a_quantized_result_is_read_by_every_module(reader: str, name: str, device: str) -> None:
+    """By its values where nothing better is to be had; its gradient goes back."""
+    first, module = te.Linear(K, 96, params_dtype=torch.bfloat16, device=device), READERS[reader](device)
+    x = inputs(device)
+    with region(name):
+        handed = first(x, fp8_output=True).view(32, 2, 96) if "head" in reader else first(x, fp8_output=True)
+    assert isinstance(handed, te.QuantizedTensor)
+    y = module(handed)
+    assert type(y) is torch.Tensor and snr_db(y, module(handed.dequantize())) >= DB["bf16"]
+    y.square().sum().backward()
+    assert x.grad is not None and x.grad.isfinite().all() and x.grad.any()
+
+
+def test_rotary_embeddings_do_not_turn_quantized_heads() -> None:
+    """The documented error, and not one from below."""
+    with region("delayed"):
+        heads = te.Linear(K, 96, device="cpu")(inputs("cpu").float(), fp8_output=True).view(32, 2, 3, 32)
+    freqs = te.RotaryPositionEmbedding(32).cpu()(32)
+    for fused in (True, False):
+        with pytest.raises(AssertionError, match="a Float8Tensor.*To do: dequantize"):
+            te.attention.rope.apply_rotary_pos_emb(heads, freqs, fused=fused)
+    with pytest.raises(AssertionError, match="a Float8Tensor.*To do: dequantize"):
+        te.attention.rope.apply_fused_qkv_rotary_pos_emb(heads, *[freqs[..., :8].contiguous()] * 2, [16, 8, 8])
+
+
 # -------------------------------------------------------------------------------------------- custom recipes
 
 
@@ -424,6 +481,26 @@ def test_a_factory_like_a_recipe_gives_the_recipe(kind: str, device: str) -> Non
         expected = steps(build(kind, None, device), recipe, device)
         for a, b in zip(custom, expected, strict=True):
             assert torch.equal(a, b)
+
+
+@on_devices
+@all_kinds
+def test_weights_are_held_as_a_factory_says(kind: str, device: str) -> None:
+    """Delayed scaling, too, whose scales and history are the module's own."""
+    for factory, recipe in (
+        (current_like, Float8CurrentScaling()),
+        (lambda role: te.DelayedScalingRequest(amax_history_len=4), DelayedScaling(amax_history_len=4)),
+    ):
+        found = []
+        for rule in (CustomRecipe(qfactory=factory), recipe):
+            torch.manual_seed(0)
+            with te.quantized_model_init(recipe=rule):
+                module = getattr(te, kind)(K, N, params_dtype=torch.bfloat16, device=device)
+            assert all(isinstance(w, te.QuantizedTensor) for w in gemm_weights(module))
+            found.append(steps(module, rule, device))
+        for a, b in zip(*found, strict=True):
+            # A factory knows no fast accumulation by itself: fprop of delayed scaling may round otherwise.
+            assert torch.equal(a, b) or snr_db(a, b) >= DB["fp8 fast"]
 
 
 @on_devices

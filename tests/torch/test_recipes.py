@@ -301,6 +301,41 @@ def test_override_high_precision(kind: str, recipe: str, device: str) -> None:
     assert not differences(got, plain)
 
 
+@on_devices
+@pytest.mark.parametrize("recipe", OVERRIDES)
+def test_override_behind_a_quantized_input(recipe: str, device: str) -> None:
+    """What comes quantized, as attention's output does, is read along its rows in backward, too."""
+    first, second = build("Linear", device), te.Linear(176, 80, params_dtype=BF16, device=device)
+    x = values(75, 144, device=device, dtype=BF16, seed=1)
+    found = []
+    for quantized in (False, True):
+        with region(recipe):
+            y = second(first(x, fp8_output=quantized))
+        found.append(torch.autograd.grad(y, [*second.parameters(), *first.parameters()], gradient_for(y)))
+    for got, wanted in zip(found[1], found[0], strict=True):
+        assert snr_db(got, wanted) >= DB["nvfp4 linear" if "nvfp4" in recipe else "fp8 linear"]
+
+
+@on_devices
+@pytest.mark.parametrize("recipe", [None, *KINDS, *OVERRIDES])
+@pytest.mark.parametrize("kind", ["Linear", "LayerNormLinear", "LayerNormMLP"])
+def test_parameters_of_the_other_half(kind: str, recipe: str | None, device: str) -> None:
+    """float16 parameters under torch.autocast(bfloat16): also where backward multiplies plain operands."""
+    module = build(kind, device, dtype=torch.float16)
+    x = values(75, 144, device=device, seed=1).requires_grad_()
+    with torch.autocast(device, BF16), region(recipe):
+        y = module(x)
+    assert y.dtype == BF16
+    y.backward(gradient_for(y))
+    plain = build(kind, device, dtype=torch.float32)
+    plain.load_state_dict(module.state_dict(), strict=False)
+    wanted = step(plain, x, None, dy=gradient_for(y).float())
+    for name, p in module.named_parameters():
+        assert p.grad.dtype == torch.float16
+        floor = "bf16" if recipe is None else "nvfp4 mlp" if "nvfp4" in recipe else "fp8 mlp"
+        assert snr_db(p.grad, wanted[name]) >= DB[floor], name
+
+
 def dequantized(t: torch.Tensor, operand: Operand) -> torch.Tensor:
     """The values of a rowwise copy."""
     rt = runtime_for(t)

@@ -87,6 +87,19 @@ def test_without_training_nothing_is_dropped(device: str) -> None:
 
 
 @on_devices
+def test_everything_dropped(device: str) -> None:
+    """With a probability of one the residual is left: no gradient of what was dropped is anything but zero."""
+    x, bias, residual = (values(*shape, device=device, seed=i).requires_grad_()
+                         for i, shape in enumerate(((8, 3, 16), (16,), (8, 3, 16))))  # fmt: skip
+    with torch.no_grad():
+        x[0, 0, 0] = torch.inf
+    y = bias_dropout_add(x, bias, residual, 1.0)
+    assert torch.equal(y, residual)
+    y.backward(gradient_for(y))
+    assert not x.grad.any() and not bias.grad.any() and torch.equal(residual.grad, gradient_for(y))
+
+
+@on_devices
 def test_masks_follow_the_generator(device: str) -> None:
     """The same from the same seed, another at each call; a checkpoint draws the same again."""
     x = torch.ones(64, 32, device=device)
@@ -148,6 +161,10 @@ def test_drop_path(device: str) -> None:
     torch.testing.assert_close(x.grad[kept[:, 0]], torch.full_like(x.grad[kept[:, 0]], 1 / 0.75))
     assert torch.equal(module.eval()(x), x) and torch.equal(DropPath(0.0)(x), x)
     assert "0.25" in repr(module)
+    x.grad = None
+    y = DropPath(1.0)(x)
+    y.sum().backward()
+    assert not y.any() and not x.grad.any(), "nothing is kept, and nothing is divided by zero"
 
 
 # ---------------------------------------------------------------------------------------------- inside of a module

@@ -160,6 +160,22 @@ def test_split_heads(device: str, compiled: bool) -> None:
     torch.testing.assert_close(v.flatten(1), tokens[:, 16:], rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("fmt", ["sbhd", "thd"])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_under_torch_autocast(interleaved: bool, fmt: str) -> None:
+    """As without it, also where torch's rule for mixed dtypes would refuse float16 beside bfloat16."""
+    t, freqs = torch.randn(4, 2, 2, 8).half(), RotaryPositionEmbedding(6, interleaved=interleaved)(4).cpu()
+    options: dict[str, Any] = {"tensor_format": fmt, "interleaved": interleaved}
+    if fmt == "thd":
+        t, options["cu_seqlens"] = t[:, 0], torch.tensor([0, 1, 4], dtype=torch.int32)
+    else:
+        options["start_positions"] = torch.tensor([0, 0], dtype=torch.int32)
+    wanted = [apply_rotary_pos_emb(t, freqs, fused=fused, **options) for fused in (False, True)]
+    with torch.autocast("cpu", torch.bfloat16):
+        got = [apply_rotary_pos_emb(t, freqs, fused=fused, **options) for fused in (False, True)]
+    assert all(a.dtype == torch.float16 and torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
+
+
 def test_documented_errors() -> None:
     t, freqs = torch.ones(4, 2, 2, 8), torch.ones(4, 1, 1, 8)
     with pytest.raises(ValueError, match="tensor_format"):
@@ -187,6 +203,21 @@ def test_documented_errors() -> None:
     for options in ({"tensor_format": "thd"}, {"start_positions": starts, "cp_size": 2}):
         with pytest.raises(AssertionError):
             apply_fused_qkv_rotary_pos_emb(qkv, freqs, freqs, [8, 8, 8], **options)
+    packed: dict[str, Any] = {"tensor_format": "thd", "cu_seqlens": torch.tensor([0, 1, 4], dtype=torch.int32)}
+    for fused in (False, True):
+        for wrong in (
+            {"freqs": freqs[..., :7]}, {"freqs": freqs[..., :1]}, {"freqs": freqs.repeat(1, 1, 1, 2)}, {"t": t[0]},
+            {"t": t, **packed}, {"t": t[:, 0], "freqs": freqs[..., :7], **packed},
+        ):  # fmt: skip
+            with pytest.raises(ValueError, match=r"rope|apply_rotary_pos_emb: got .*To do: "):
+                apply_rotary_pos_emb(**{"t": t, "freqs": freqs, "fused": fused, **wrong})
+    for wrong in ({"freqs": freqs[:, 0, 0]}, {"t": torch.ones(5, 2, 8), **packed}):
+        with pytest.raises(ValueError, match=r"apply_rotary_pos_emb: got .*To do: "):
+            apply_rotary_pos_emb(**{"t": t, "freqs": freqs, **wrong})
+    for dim, percent in ((15, 1.0), (1, 1.0), (0, 1.0), (-4, 1.0), (10, 0.5), (10, 0.05)):
+        with pytest.raises(ValueError, match=r"RotaryPositionEmbedding: got dim=.* Allowed: an (even number|integer)"):
+            RotaryPositionEmbedding(dim, percent)
+    assert RotaryPositionEmbedding(9, 0.5)(3).shape[-1] == 4
     with pytest.raises(AssertionError, match="contiguous"):
         apply_fused_qkv_rotary_pos_emb(qkv.transpose(0, 1), freqs, freqs, [8, 8, 8])
     with pytest.raises(ValueError, match="multiple of dk"):

@@ -236,6 +236,24 @@ def test_drop_path(kind: str, device: str) -> None:
     torch.testing.assert_close(layer(x, **call), _with_branches(layer, x, kind, 1.0, 1.0, call), rtol=0, atol=1e-5)
 
 
+@on_devices
+@pytest.mark.parametrize("kind", ["encoder", "parallel", "late"])
+@pytest.mark.parametrize("option", ["drop_path_rate", "hidden_dropout"])
+def test_everything_dropped(option: str, kind: str, device: str) -> None:
+    """Both may be one: what is left of a layer is its stream."""
+    options = {"parallel": {"parallel_attention_mlp": True}, "late": LATE}.get(kind, {})
+    layer, x = make(device, **{option: 1.0}, **options), inputs(device).requires_grad_()
+    y = layer(x)
+    if kind != "late":
+        assert torch.equal(y, x)
+    y.backward(gradient_for(y))
+    if kind != "late":
+        assert torch.equal(x.grad, gradient_for(y))
+    for name, p in layer.named_parameters():
+        assert p.grad.isfinite().all() and ("norm" in name or not p.grad.any()), name
+    assert torch.equal(layer.eval()(x), make(device, **options).eval()(x))
+
+
 @torch.no_grad()
 def _with_branches(
     layer: TransformerLayer, x: torch.Tensor, kind: str, first: float, second: float, call: dict[str, Any]

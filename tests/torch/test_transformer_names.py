@@ -318,8 +318,8 @@ def test_a_layer_can_be_pickled() -> None:
 def test_refused() -> None:
     for options, said in (
         ({"layer_type": "both"}, "'encoder' or 'decoder'"),
-        ({"hidden_dropout": 1.0}, "hidden_dropout=1.0. Allowed: 0 <= p < 1"),
-        ({"drop_path_rate": 1.0}, "drop_path_rate=1.0"),
+        ({"hidden_dropout": 1.5}, "hidden_dropout=1.5. Allowed: a probability"),
+        ({"drop_path_rate": 1.25}, "drop_path_rate=1.25"),
         ({"drop_path_rate": -0.5}, "drop_path_rate=-0.5"),
         ({"parallel_attention_mlp": True, "layer_type": "decoder"}, "decoder"),
         ({"parallel_attention_mlp": True, **LATE}, "post_layernorm"),
@@ -334,6 +334,17 @@ def test_refused() -> None:
             make("cpu", **options)
     with pytest.raises(AssertionError, match="RMSNorm"):
         make("cpu", normalization="BatchNorm")
+    for sizes, more, said in (
+        ((100, 200, 7), {}, r"hidden_size=100 in num_attention_heads=7\. Allowed: .*kv_channels"),
+        ((64, 96, 0), {}, "num_attention_heads=0"), ((64, 96, -4), {}, "num_attention_heads=-4"),
+        ((64, 96, 4), {"num_gqa_groups": 0}, "num_gqa_groups=0"), ((64, 96, 4), {"num_gqa_groups": 3}, "groups=3"),
+        ((64, 96, 4), {"kv_channels": -8}, "kv_channels=-8"), ((0, 96, 4), {}, "hidden_size=0"),
+    ):  # fmt: skip
+        with pytest.raises(AssertionError, match=f"TransformerLayer: got .*{said}"):
+            TransformerLayer(*sizes, device="cpu", **more)
+        with pytest.raises(AssertionError, match=f"MultiheadAttention: got .*{said}"):
+            MultiheadAttention(sizes[0], sizes[2], device="cpu", **more)
+    assert TransformerLayer(100, 200, 7, kv_channels=14, device="cpu").self_attention.proj.weight.shape == (100, 98)
     for option in ({"tp_size": 2}, {"ub_tp_comm_overlap": True}, {"tp_size": 2, "sequence_parallel": True}):
         with pytest.raises(UnsupportedError):
             make("cpu", **option)

@@ -222,6 +222,9 @@ class Problem:
         rows, (sq, skv) = tile.rows.stop - tile.rows.start, self.size[1:3]
         sequences, heads = (range(s.start, s.stop) for s in (part.sequences, part.heads))
         factors = np.empty((len(sequences), len(heads), rows, tile.keys.stop - tile.keys.start), np.float32)
+        if p == 1.0:
+            factors.fill(0.0)
+            return factors
         for i, sequence in enumerate(sequences):
             for j, head in enumerate(heads):
                 first = ((sequence * self.size.heads + head) * sq + tile.rows.start) * skv

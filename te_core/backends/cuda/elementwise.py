@@ -63,6 +63,8 @@ def _plan(rt: Runtime, key: tuple[Any, ...], entry: str, args: str) -> StripPlan
 
 def mask_of(p: float) -> tuple[int, float]:
     """The threshold and the factor of a dropout, as the kernels take them."""
+    if p == 1.0:  # a factor of 0 drops even the one word that reaches the threshold
+        return signed(0xFFFFFFFF), 0.0
     return signed(int(p * 2.0**32)), 1.0 / (1.0 - p)
 
 

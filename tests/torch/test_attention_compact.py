@@ -1,0 +1,475 @@
+"""Padding masks of any layout: a row's tokens are attended to as a sequence of their own, wherever padding lies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch._dynamo
+
+import te_torch as te
+from te_core.attention import alibi_slopes
+from te_core.recipe import DelayedScaling, Float8CurrentScaling
+from te_torch.attention import compact, masks, utils
+from te_torch.attention.choose import FUSED, UNFUSED
+from tests.attention_steps import (
+    BATCH,
+    GROUPS,
+    HEADS,
+    SEQ,
+    WIDTH,
+    equal,
+    inputs,
+    make,
+    near,
+    on_backends,
+    on_devices,
+    only,
+    padding,
+    same,
+    step,
+)
+from tests.backends import requires_cuda
+from tests.module_steps import differences, randomise, values
+from tests.module_steps import step as layer_step
+from tests.reference import attention as reference
+from tests.tolerances import snr_db
+
+
+@pytest.fixture
+def use(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Lets one backend through."""
+    return partial(only, monkeypatch)
+
+
+#: Rows of six places, "x" for a token, "." for padding.
+LAYOUTS = {
+    "left": ("..xxxx", "xxxxxx", ".....x"),
+    "holes": ("x.xx.x", "xxxxxx", ".x.x.x"),
+    "both sides": (".xxxx.", "..xx..", "x....."),
+    "nothing in a row": ("..xxxx", "......", "x.x.x."),
+    "right": ("xxxx..", "xxxxxx", "x....."),
+}
+
+
+def mask_of(layout: str, device: str = "cpu") -> torch.Tensor:
+    rows = [[c == "." for c in row] for row in LAYOUTS[layout]]
+    return torch.tensor(rows, device=device).view(BATCH, 1, 1, SEQ)
+
+
+# ------------------------------------------------------------------------------------------------ against float64
+
+
+def wanted_step(
+    tensors: list[torch.Tensor], weights: torch.Tensor, pair: tuple[torch.Tensor, torch.Tensor], **problem: Any
+) -> list[torch.Tensor]:
+    """Output and gradients of q, k, v (and of a bias), each row's tokens taken out of it and put back."""
+    q, k, v = (t.detach().double().cpu().numpy().swapaxes(1, 2) for t in tensors[:3])
+    bias = problem.pop("bias", None)
+    dy = weights.double().cpu().numpy().reshape(BATCH, -1, HEADS, WIDTH).swapaxes(1, 2)
+    found = [np.zeros_like(dy), *(np.zeros_like(t) for t in (q, k, v))]
+    full = None if bias is None else np.broadcast_to(bias, (BATCH, HEADS, q.shape[2], k.shape[2]))
+    dfull = None if full is None else np.zeros(full.shape)
+    for b in range(BATCH):
+        rows, keys = (np.flatnonzero(~m[b].flatten().cpu().numpy()) for m in pair)
+        one = slice(b, b + 1)
+        if not len(rows) or not len(keys):
+            continue
+        p = reference.Problem(bias=None if full is None else full[one][:, :, rows][..., keys], **problem)
+        mine = (q[one][:, :, rows], k[one][:, :, keys], v[one][:, :, keys])
+        found[0][one][:, :, rows] = reference.forward(*mine, p).out
+        grads = reference.backward(dy[one][:, :, rows], *mine, p)
+        for whole, at, part in zip(found[1:], (rows, keys, keys), (grads.dq, grads.dk, grads.dv), strict=True):
+            whole[one][:, :, at] = part
+        if dfull is not None:
+            dfull[one] += _spread(grads.dbias, rows, keys, full.shape)
+    made = [torch.from_numpy(t.swapaxes(1, 2).copy()) for t in found]
+    made[0] = made[0].flatten(2)
+    if dfull is not None:
+        axes = tuple(i for i in range(4) if bias.shape[i] < full.shape[i])
+        made.append(torch.from_numpy(dfull.sum(axis=axes, keepdims=True)))
+    return made
+
+
+def _spread(part: Any, rows: Any, keys: Any, shape: tuple[int, ...]) -> Any:
+    whole = np.zeros((1, *shape[1:]))
+    whole[:, :, rows[:, None], keys[None]] = part
+    return whole
+
+
+TYPES = ("padding", "padding_causal", "padding_causal_bottom_right")
+
+
+@on_devices
+@on_backends
+@pytest.mark.parametrize("form", ["sbhd", "bshd"])
+@pytest.mark.parametrize("kind", ["self", "cross"])
+@pytest.mark.parametrize("mask_type", TYPES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_any_layout(layout: str, mask_type: str, kind: str, form: str, backend: str, device: str, use: Any) -> None:
+    use(backend)
+    tensors = inputs(device)
+    mask = mask_of(layout, device)
+    pair = (mask, mask if kind == "self" else mask_of("holes", device).flip(0))
+    weights = torch.linspace(-1, 1, BATCH * SEQ * HEADS * WIDTH, device=device).view(BATCH, SEQ, -1)
+    given = [t.detach() if form == "bshd" else t.detach().transpose(0, 1).contiguous() for t in tensors]
+    given = [t.requires_grad_() for t in given]
+    out = make(attn_mask_type=mask_type, qkv_format=form)(*given, mask if kind == "self" else pair)
+    if form == "sbhd":
+        out = out.transpose(0, 1)
+    grads = torch.autograd.grad((out.float() * weights).sum(), given)
+    got = [out, *(g if form == "bshd" else g.transpose(0, 1) for g in grads)]
+    right = 0 if "causal" in mask_type else -1
+    want = wanted_step(
+        tensors, weights, pair, scale=WIDTH**-0.5, right=right, bottom_right=mask_type.endswith("bottom_right")
+    )
+    assert near(got, [t.to(device) for t in want])
+    hidden = pair[0].view(BATCH, SEQ)
+    assert not out[hidden].any() and not got[1][hidden].any(), "padding gives nothing, and gets nothing"
+
+
+OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    # of the module, of the call, of the reference
+    "window": ({"window_size": (2, 0)}, {}, {"left": 2}),
+    "learnable": ({"softmax_type": "learnable"}, {}, {"softmax": "learnable", "sink": np.zeros(HEADS)}),
+    "alibi": ({}, {"core_attention_bias_type": "alibi"}, {"slopes": np.array(alibi_slopes(HEADS))}),
+    "checkpoint": ({}, {"checkpoint_core_attention": True}, {}),
+    "bias 1hss": ({}, {"core_attention_bias": (1, HEADS, SEQ, SEQ)}, {}),
+    "bias b1ss": ({}, {"core_attention_bias": (BATCH, 1, SEQ, SEQ)}, {}),
+    "bias 111s": ({}, {"core_attention_bias": (1, 1, 1, SEQ)}, {}),
+}
+
+
+@on_devices
+@pytest.mark.parametrize("layout", ["left", "holes"])
+@pytest.mark.parametrize("option", OPTIONS)
+def test_with_what_else_there_is(option: str, layout: str, device: str) -> None:
+    """Distances count tokens; a bias goes by places in the row, and its gradient comes back there."""
+    of_module, of_call, problem = OPTIONS[option]
+    module = make(attn_mask_type="padding_causal", **of_module).to(device)
+    tensors, mask, call = inputs(device), mask_of(layout, device), dict(of_call)
+    problem = {"scale": WIDTH**-0.5, "right": 0, **problem}
+    if isinstance(call.get("core_attention_bias"), tuple):
+        bias = values(*call["core_attention_bias"], device=device, dtype=tensors[0].dtype, seed=3).requires_grad_()
+        call |= {"core_attention_bias": bias, "core_attention_bias_type": "post_scale_bias"}
+        problem["bias"] = bias.detach().double().cpu().numpy()
+        tensors.append(bias)
+    weights = torch.linspace(-1, 1, BATCH * SEQ * HEADS * WIDTH, device=device).view(BATCH, SEQ, -1)
+    out = module(*tensors[:3], mask, **call)
+    got = [out, *torch.autograd.grad((out.float() * weights).sum(), tensors)]
+    want = wanted_step(tensors, weights, (mask, mask), **problem)
+    assert near(got, [t.to(device) for t in want])
+
+
+@on_devices
+@on_backends
+def test_the_largest_logit_is_that_of_the_tokens(backend: str, device: str, use: Any) -> None:
+    use(backend)
+    tensors, mask = [t.detach() for t in inputs(device)], mask_of("left", device)
+    with torch.no_grad():
+        tensors[1][mask.view(BATCH, SEQ)] *= 1e3  # keys of padding
+    module = make(attn_mask_type="padding", return_max_logit=True)
+    out, largest = module(*tensors, mask)
+    rows = [module(*(t[b : b + 1, ~mask[b].flatten()] for t in tensors), attn_mask_type="no_mask") for b in range(3)]
+    assert near([largest], [torch.stack([most for _, most in rows]).amax(0)])
+    assert near([out[0, 2:]], [rows[0][0][0]])
+
+
+@on_backends
+def test_dropout_drops_what_it_would_of_tokens_in_front(backend: str, use: Any) -> None:
+    use(backend)
+    module, tensors = make(attn_mask_type="padding_causal", attention_dropout=0.4), [t.detach() for t in inputs()]
+    torch.manual_seed(3)
+    moved = module(*tensors, mask_of("left"))
+    front = [torch.stack([t[0].roll(-2, 0), t[1], t[2].roll(-5, 0)]) for t in tensors]
+    torch.manual_seed(3)
+    wanted = module(*front, padding([4, 6, 1]))
+    assert torch.equal(moved[0, 2:], wanted[0, :4]) and torch.equal(moved[2, 5:], wanted[2, :1])
+
+
+# ------------------------------------------------------------------------------------------ a look, or none at all
+
+
+@pytest.fixture
+def looks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """What was derived of masks anew."""
+    made: list[str] = []
+    plain = masks.derived
+
+    def watched(source: torch.Tensor, name: str, make: Any) -> Any:
+        return plain(source, name, lambda t: made.append(name) or make(t))
+
+    monkeypatch.setattr(compact, "derived", watched)
+    yield made
+
+
+@on_devices
+def test_a_mask_is_looked_at_once(device: str, looks: list[str]) -> None:
+    """By all layers, by views of it that each of them makes, and again when it was changed."""
+    rows = mask_of("left", device).view(BATCH, SEQ)
+    module, tensors = make(attn_mask_type="padding"), inputs(device)
+    for _ in range(3):
+        module(*tensors, rows[:, None, None, :])
+    assert looks == ["in front", "order bshd"]
+    del looks[:]
+    if device == "cuda":
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        step(module, tensors, rows[:, None, None, :])
+    finally:
+        if device == "cuda":
+            torch.cuda.set_sync_debug_mode("default")
+    assert not looks
+    rows.copy_(mask_of("right", device).view(BATCH, SEQ))
+    a = step(module, tensors, rows[:, None, None, :])
+    assert looks == ["in front"] and equal(a, step(module, tensors, padding([4, 6, 1], device=device)))
+    other = rows.clone()
+    module(*tensors, other[:, None, None, :])
+    assert looks == ["in front"] * 3, "another tensor is another mask"
+
+
+def test_of_one_long_mask_not_every_part_is_kept() -> None:
+    whole = torch.zeros(2, 400, dtype=torch.bool)
+    for n in range(1, 400):
+        assert compact.is_in_front(whole[:, None, None, :n])
+    assert len(masks._derived[id(whole)][2]) <= 256
+
+
+@on_devices
+@on_backends
+@pytest.mark.parametrize("form", ["sbhd", "bshd"])
+def test_where_nobody_looks_nothing_is_lost(
+    form: str, backend: str, device: str, use: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens that lie in front are moved to where they are: the same bits."""
+    use(backend)
+    module = make(attn_mask_type="padding_causal", qkv_format=form, return_max_logit=True)
+    tensors, mask = [t.detach() for t in inputs(device, form)], padding([6, 2, 4], device=device)
+    known = module(*tensors, mask)
+    monkeypatch.setattr(compact, "_may_look", lambda mask: False)
+    assert same(list(module(*tensors, mask)), list(known))
+    assert same(list(module(*tensors, (mask, mask))), list(known))
+
+
+@on_backends
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_compiled(layout: str, backend: str, use: Any) -> None:
+    use(backend)
+    torch._dynamo.reset()
+    module = make(attn_mask_type="padding_causal", attention_dropout=0.2)
+    compiled, found = torch.compile(module, backend="aot_eager"), []
+    options: dict[str, Any] = {"core_attention_bias_type": "post_scale_bias"}
+    options["core_attention_bias"] = values(1, HEADS, SEQ, SEQ, seed=5)
+    for run in (module, compiled):
+        torch.manual_seed(1)
+        found.append(step(run, inputs(), mask_of(layout), **options))
+    assert same(*found)
+    torch._dynamo.reset()
+
+
+def test_compiled_without_a_break() -> None:
+    torch._dynamo.reset()
+    layer = te.TransformerLayer(
+        64, 96, 4, self_attn_mask_type="padding_causal", hidden_dropout=0.0, attention_dropout=0.0,
+        attn_input_format="bshd", device="cpu",
+    )  # fmt: skip
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    x, mask = values(BATCH, SEQ, 64, seed=1), mask_of("left")
+    assert torch.equal(compiled(x, attention_mask=mask), layer(x, attention_mask=mask))
+    torch._dynamo.reset()
+
+
+@on_devices
+def test_masks_made_in_inference_mode(device: str, looks: list[str]) -> None:
+    """Their changes do not show: on a GPU they are not looked at, which would be a wait at each call."""
+    module, tensors = make(attn_mask_type="padding"), [t.detach() for t in inputs(device)]
+    wanted = module(*tensors, mask_of("left", device))
+    del looks[:]
+    with torch.inference_mode():
+        mask = mask_of("left", device)
+        assert near([module(*tensors, mask)], [wanted])
+        mask.copy_(mask_of("holes", device))
+        got = module(*tensors, mask)
+    assert near([got], [module(*tensors, mask_of("holes", device))])
+    assert device == "cpu" or looks.count("in front") <= 1
+    step(module, inputs(device), mask)  # and then training with it
+
+
+@requires_cuda
+@on_backends
+def test_captured(backend: str, use: Any) -> None:
+    """A replay moves tokens by what the mask then says, and nobody waits."""
+    use(backend)
+    module, mask = make(attn_mask_type="padding_causal"), padding([6, 2, 4], device="cuda")
+    tensors = [t.detach() for t in inputs("cuda")]
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            module(*tensors, mask)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = module(*tensors, mask)
+    for layout in ("left", "holes", "right"):
+        mask.copy_(mask_of(layout, "cuda"))
+        graph.replay()
+        assert near([out], [module(*tensors, mask_of(layout, "cuda"))])
+
+
+# ------------------------------------------------------------------------------------------- layers, FP8, helpers
+
+
+def moved(x: torch.Tensor) -> torch.Tensor:
+    """The rows of "left" with their tokens in front: [b, s, ..]."""
+    return torch.stack([x[0].roll(-2, 0), x[1], x[2].roll(-5, 0)])
+
+
+FP8: dict[str, Any] = {
+    "plain": None, "delayed dpa": DelayedScaling(fp8_dpa=True),
+    "delayed mha": DelayedScaling(fp8_dpa=True, fp8_mha=True), "current dpa": Float8CurrentScaling(fp8_dpa=True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", ["sbhd", "bshd"])
+@pytest.mark.parametrize("recipe", FP8)
+@pytest.mark.parametrize("options", [{}, {"fuse_qkv_params": True, "num_gqa_groups": 2, "bias": False}])
+def test_a_layer(options: dict[str, Any], recipe: str, form: str) -> None:
+    """Padding before the tokens and behind them: outputs and gradients of the tokens are the same."""
+
+    def run(left: bool, rule: Any) -> dict[str, torch.Tensor]:
+        layer = te.TransformerLayer(
+            64, 96, 4, self_attn_mask_type="padding_causal", hidden_dropout=0.0, attention_dropout=0.0,
+            attn_input_format=form, device="cpu", **options,
+        )  # fmt: skip
+        randomise(layer)
+        mask, x = mask_of("left"), values(BATCH, SEQ, 64, seed=1)
+        dy = values(BATCH, SEQ, 64, seed=2) * ~mask.view(BATCH, SEQ, 1)
+        if not left:
+            mask, x, dy = padding([4, 6, 1]), moved(x), moved(dy)
+        if form == "sbhd":
+            x, dy = x.transpose(0, 1).contiguous(), dy.transpose(0, 1).contiguous()
+        for _ in range(2):
+            got = layer_step(lambda t: layer(t, attention_mask=mask), x, rule, dy=dy, owner=layer)
+        for name in ("y", "dx"):
+            t = got[name] if form == "bshd" else got[name].transpose(0, 1)
+            got[name] = (moved(t) if left else t)[~padding([4, 6, 1]).view(BATCH, SEQ)]
+        return got
+
+    left, right = (run(where, FP8[recipe]) for where in (True, False))
+    if recipe == "plain":
+        assert near([left[name] for name in left], [right[name] for name in left])
+        return
+    plain = run(False, None)
+    for name in plain:  # what was moved back is quantized by the projection, not by the attention: as good, but another
+        if not name.endswith("key_bias"):  # nothing but rounding
+            assert snr_db(left[name], plain[name]) >= min(snr_db(right[name], plain[name]), 60) - 4, name
+
+
+def test_what_the_fp8_state_sees_is_the_same() -> None:
+    """Bit for bit: the tokens are those of a call with padding behind them, whatever lies in padding."""
+    found = []
+    q, k, v = (t.detach() for t in inputs())
+    for where, tensors in ((mask_of("left"), (q, k, v)), (padding([4, 6, 1]), tuple(map(moved, (q, k, v))))):
+        module = make(attn_mask_type="padding_causal", num_gqa_groups=GROUPS)
+        given = [t.clone().requires_grad_() for t in tensors]
+        for _ in range(2):
+            with te.autocast(recipe=DelayedScaling(fp8_dpa=True)):
+                y = module(*given, where)
+            grads = torch.autograd.grad(y, given, torch.ones_like(y))
+        got = [y, *grads] if where.shape == () else [y.detach(), *grads]
+        got = [moved(t) for t in got] if tensors[0] is q else got
+        found.append((got, {n: t.clone() for n, t in module.state_dict().items()}))
+    assert same(found[0][0], found[1][0]) and not differences(found[0][1], found[1][1])
+
+
+def test_texts_of_unequal_length_in_one_batch() -> None:
+    """What a client does that generates in batches: padded on the left, each text goes on as it would alone."""
+    torch.manual_seed(0)
+    embed = torch.nn.Embedding(50, 32)
+    layers = [
+        te.TransformerLayer(
+            32, 64, 4, self_attn_mask_type="padding_causal", hidden_dropout=0.0, attention_dropout=0.0,
+            attn_input_format="bshd", device="cpu",
+        ).eval() for _ in range(2)
+    ]  # fmt: skip
+    angles = te.RotaryPositionEmbedding(8).cpu()(64)
+
+    @torch.no_grad()
+    def go_on(tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        x = embed(tokens)
+        for layer in layers:
+            x = layer(x, attention_mask=mask[:, None, None, :], rotary_pos_emb=angles)
+        return (x[:, -1] @ embed.weight.t()).argmax(-1)
+
+    texts = [torch.randint(50, (n,)) for n in (3, 7, 5)]
+    alone = []
+    for text in texts:
+        for _ in range(6):
+            text = torch.cat([text, go_on(text[None], torch.zeros(1, len(text), dtype=torch.bool))])
+        alone.append(text)
+    batch = torch.stack([torch.nn.functional.pad(t, (7 - len(t), 0)) for t in texts])
+    mask = torch.stack([torch.arange(7) < 7 - len(t) for t in texts])
+    for _ in range(6):
+        batch = torch.cat([batch, go_on(batch, mask)[:, None]], 1)
+        mask = torch.nn.functional.pad(mask, (0, 1))
+    assert all(torch.equal(row[~hidden], text) for row, hidden, text in zip(batch, mask, alone, strict=True))
+
+
+@pytest.mark.parametrize("packing", ["qkv", "kv"])
+@on_backends
+def test_a_packed_projection_with_two_masks(packing: str, backend: str, use: Any) -> None:
+    use(backend)
+    q, k, v = (t.detach() for t in inputs())
+    k, v = (t.repeat_interleave(HEADS // GROUPS, 2) for t in (k, v))
+    pair = (mask_of("left"), mask_of("holes"))
+    module = make(num_gqa_groups=HEADS, attn_mask_type="padding")
+    wanted = module(q, k, v, pair)
+    if packing == "qkv":
+        got = module(qkv_layer=torch.stack((q, k, v), -3), attention_mask=pair)
+    else:
+        got = module(query_layer=q, kv_layer=torch.stack((k, v), -3), attention_mask=pair)
+    assert near([got], [wanted])
+    both = (padding([6, 2, 4]), padding([3, 6, 6]))
+    plain = module(q, k, v, both)
+    assert near([module(qkv_layer=torch.stack((q, k, v), -3), attention_mask=both)], [plain])
+
+
+@pytest.mark.parametrize("mask_type", TYPES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_full_mask(layout: str, mask_type: str) -> None:
+    """As a mask of all pairs it is the same attention."""
+    mask = mask_of(layout)
+    _, hidden, q, kv = utils.get_full_mask(SEQ, SEQ, mask_type, mask)
+    assert q.tolist() == kv.tolist() == (~mask).sum((1, 2, 3)).tolist()
+    tensors = [t.detach() for t in inputs()]
+    a = make(attn_mask_type=mask_type)(*tensors, mask)
+    assert near([a], [make(attn_mask_type="arbitrary")(*tensors, hidden)])
+
+
+def test_no_rows_and_no_tokens() -> None:
+    for batch, length in ((0, SEQ), (BATCH, 0)):
+        tensors = [torch.randn(batch, length, heads, WIDTH, requires_grad=True) for heads in (HEADS, 2, 2)]
+        mask = torch.zeros(batch, 1, 1, length, dtype=torch.bool)
+        out, *grads = step(make(attn_mask_type="padding"), tensors, mask)
+        assert out.shape == (batch, length, HEADS * WIDTH) and [g.shape for g in grads] == [t.shape for t in tensors]
+
+
+def test_refused() -> None:
+    module, tensors = make(attn_mask_type="padding"), inputs()
+    with pytest.raises(AssertionError, match="a mask of torch.float32"):
+        module(*tensors, mask_of("left").float())
+    with pytest.raises(AssertionError, match="attention_mask on meta beside cpu"):
+        module(*tensors, mask_of("left").to("meta"))
+
+
+def test_a_chosen_backend_is_that_of_any_padding_mask() -> None:
+    """Moving tokens asks for nothing that lengths would not: FusedAttention stays what computes."""
+    for layout in LAYOUTS:
+        module = make(attn_mask_type="padding_causal")
+        module(*inputs(), mask_of(layout))
+        assert module._last_plan is not None and module._last_plan.backend == FUSED != UNFUSED
