@@ -92,6 +92,7 @@ class _Team:
         self.reductions = 0
         self.waiting: deque[tuple[_Mark, Report, int]] = deque()
         self.marks: dict[torch.device, list[_Mark]] = {}  # free ones
+        self.plans: weakref.WeakSet[_Plan] = weakref.WeakSet()
         # A name is given once, at a module's first reduction, and stays when the module is wrapped or moved. The
         # second module of a name is another one, also when the first is gone: ranks do not forget at the same time.
         self.names: weakref.WeakKeyDictionary[torch.nn.Module, str] = weakref.WeakKeyDictionary()
@@ -116,7 +117,7 @@ class _Team:
         while self.waiting:
             mark, mine, number = self.waiting[0]
             if not mark.arrived():
-                if len(self.waiting) < _WAITING:
+                if len(self.waiting) < _WAITING - 1:  # one more is on its way
                     return
                 mark.wait()
             self.waiting.popleft()
@@ -168,7 +169,9 @@ class _Plan:
         with torch.inference_mode(False):  # a model calibrated in inference is trained later
             self.rows = [h[0] for h in histories]
         self.at_once = _looks_at_once(self.device) or self.digest not in self.team.settled
+        self._refuse_capture()
         self._prepare()
+        self.team.plans.add(self)
 
     def _prepare(self) -> None:
         """The buffer of the group's length, with this rank's head; without the rows if they do not fit yet."""
@@ -186,14 +189,27 @@ class _Plan:
         self.all_parts = [self.head, *self.parts]
         self.all_rows = [head, *self.rows[: len(self.parts)]]
 
+    def _capturing(self) -> bool:
+        return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+    def _refuse_capture(self) -> None:
+        """What a graph replays nobody looks at: it has to be what all ranks ran before, and its buffers eager ones."""
+        if self._capturing():
+            raise UnsupportedError(
+                "amax reduction", "modules whose first reduction is inside a CUDA graph's capture",
+                "modules that all ranks have run together before", "run a step of the same regions before the capture",
+            )  # fmt: skip
+
     def run(self) -> None:
         """Reduce; raise where the ranks disagree, before a history changes."""
-        team = self.team
-        if self.buffer.numel() != team.length or self.report.abandoned != team.abandoned:
+        team, capturing = self.team, self._capturing()
+        if self.at_once:
+            self._refuse_capture()
+        if self.report.abandoned != team.abandoned:
+            self._refuse_capture()
             self._prepare()
-        capturing = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        if capturing:
-            self._capture()
+        if capturing:  # the buffers have to be there for as long as the graph lives
+            _in_graphs[self.buffer.data_ptr()] = [self.buffer, self.all_rows[0]]
         torch._foreach_copy_(self.all_parts, self.all_rows)
         team.reductions += 1
         self._all_reduce()
@@ -209,6 +225,8 @@ class _Plan:
         else:  # all ranks agree, so all of them come here
             while team.length < _HEAD + sum(self.sizes):
                 team.length *= 2
+            for plan in team.plans:  # now: a later capture could not
+                plan._prepare()
             self.run()
 
     def _all_reduce(self) -> None:
@@ -239,17 +257,10 @@ class _Plan:
         free = team.marks.setdefault(self.device, [])
         mark = free.pop() if free else _Mark(self.device)
         mark.take(self.head)
-        team.waiting.append((mark, self.report, team.reductions))
-        team.look_back()
-
-    def _capture(self) -> None:
-        """What a graph replays nobody looks at; its buffers have to be there for as long as it lives."""
-        if self.at_once:
-            raise UnsupportedError(
-                "amax reduction", "modules whose first reduction is inside a CUDA graph's capture",
-                "modules that all ranks have run together before", "run a step of the same regions before the capture",
-            )  # fmt: skip
-        _in_graphs[self.buffer.data_ptr()] = [self.buffer, self.all_rows[0]]
+        try:
+            team.look_back()  # at those before: whether this one has arrived already is a matter of luck
+        finally:
+            team.waiting.append((mark, self.report, team.reductions))
 
 
 def _judge(head: list[float], mine: Report, group: Any, late: int = 0) -> None:

@@ -98,7 +98,7 @@ def to_front(given: Given, orders: Orders) -> Given:
             bias = _taken(bias, q.front[:, None, :, None], 2)
         if kv is not None and bias.shape[3] > 1:
             bias = _taken(bias, kv.front[:, None, None, :], 3)
-    return given._replace(**dict(zip("abc", moved, strict=True)), bias=bias)
+    return given.but(**dict(zip("abc", moved, strict=True)), bias=bias)
 
 
 def moved_back(out: torch.Tensor, orders: Orders) -> torch.Tensor:

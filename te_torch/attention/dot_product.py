@@ -283,7 +283,7 @@ class DotProductAttention(BaseModule):
             # Queries and keys of other lengths, or in other places, are not rows of one tensor any more.
             whole = given.a.dequantize() if isinstance(given.a, QuantizedTorch) else given.a
             q, k, v = heads_of(whole, len(options[0]) - 2, self._static[:4], interleaved)
-            given, packing, interleaved = given._replace(a=q, b=k, c=v), "separate", False
+            given, packing, interleaved = given.but(a=q, b=k, c=v), "separate", False
         now = precision_now(self)
         scaling = "" if now[2] is None and not now[0] else fp8_attention.scaling_of(now[0])
         key = self._key(given, packing, interleaved, options, extra, scaling)

@@ -16,7 +16,7 @@ from te_core.ops import raw as ops
 from te_core.ops.attention import Terms as CoreTerms
 from te_torch.attention import choose
 from te_torch.attention.layouts import apart
-from te_torch.attention.masks import Terms
+from te_torch.attention.masks import Terms, loose_tokens
 from te_torch.attention.plan import Plan
 from te_torch.runtime import runtime_for, to_core, to_torch
 
@@ -29,10 +29,30 @@ def run(plan: Plan, a: torch.Tensor, b: torch.Tensor | None, c: torch.Tensor | N
     swap = plan.spec.q_format == "sbhd"
     if swap:
         q, k, v = (t.transpose(0, 1) for t in (q, k, v))
-    out = _ATTEND[plan.backend](plan, q, k, v, terms)
-    if swap:
-        out = out.transpose(0, 1)
-    return out.flatten(-2), None
+    if plan.spec.q_format != "thd":
+        out = _ATTEND[plan.backend](plan, q, k, v, terms)
+        return (out.transpose(0, 1) if swap else out).flatten(-2), None
+    # They write no token that belongs to no sequence, neither in the output nor in gradients: memory as it was found.
+    assert terms.cu_q is not None and terms.cu_kv is not None
+    loose = loose_kv = loose_tokens(terms.cu_q, terms.cu_q_padded, q.shape[0])
+    if terms.cu_kv is not terms.cu_q or k.shape[0] != q.shape[0]:
+        loose_kv = loose_tokens(terms.cu_kv, terms.cu_kv_padded, k.shape[0])
+    q, k, v = _Held.apply(q, loose), _Held.apply(k, loose_kv), _Held.apply(v, loose_kv)
+    return _ATTEND[plan.backend](plan, q, k, v, terms).masked_fill(loose, 0.0).flatten(-2), None
+
+
+class _Held(torch.autograd.Function):
+    """The tensor as it is; gradients of tokens that belong to no sequence are zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, t: torch.Tensor, loose: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(loose)
+        return t.view_as(t)
+
+    @staticmethod
+    def backward(ctx: Any, dt: torch.Tensor) -> Any:
+        (loose,) = ctx.saved_tensors
+        return dt.masked_fill(loose, 0.0), None
 
 
 def _window(spec: AttentionSpec) -> tuple[int, int]:

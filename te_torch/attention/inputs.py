@@ -28,10 +28,14 @@ class Given(NamedTuple):
     slopes: torch.Tensor | None = None
     pages: torch.Tensor | None = None
 
+    def but(self, **changes: Any) -> Given:
+        """With other tensors in some places. (torch 2.11 cannot carry what `_replace` makes over a graph break.)"""
+        return Given(*[changes.get(name, held) for name, held in zip(Given._fields, self, strict=True)])
+
 
 def autocast(given: Given) -> Given:
     """Queries, keys and values in the dtype of torch.autocast."""
-    return given._replace(**{
+    return given.but(**{
         name: amp_cast(t) for name, t in zip("abc", given[:3], strict=True) if t is not None and t.is_floating_point()
     })  # fmt: skip
 
@@ -51,7 +55,7 @@ def packed_sequences(given: Given, options: tuple[Any, ...], gaps: bool | None) 
         max_q = longest(cu_q if q_padded is None else q_padded)
     if max_kv is None:
         max_kv = longest(cu_kv if kv_padded is None else kv_padded)
-    given = given._replace(cu_q_padded=q_padded, cu_kv_padded=kv_padded)
+    given = given.but(cu_q_padded=q_padded, cu_kv_padded=kv_padded)
     return given, (*head, max_q, max_kv, checkpoint)
 
 
@@ -75,7 +79,7 @@ def from_cache(
     pages = inference.cache_manager.page_table[: cu_q.shape[0] - 1] if inference.is_paged else None
     most = rest[-3] or getattr(inference, "max_seqlen_q", 0) or None
     rest = [*rest[:-3], most, capacity, rest[-1]]  # no slice of it assigned: after a graph break it may be a tuple
-    given = given._replace(b=k, c=v, mask=None, cu_q=cu_q, cu_kv=cu_kv, cu_q_padded=None, cu_kv_padded=None,
+    given = given.but(b=k, c=v, mask=None, cu_q=cu_q, cu_kv=cu_kv, cu_q_padded=None, cu_kv_padded=None,
                            pages=pages)  # fmt: skip
     return given, (form, "bshd", mask, *rest)
 

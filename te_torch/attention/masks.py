@@ -236,6 +236,15 @@ def alibi_bias(spec: AttentionSpec, size: Sizes, terms: Terms) -> torch.Tensor:
     return -slopes.view(-1, slopes.shape[-1], 1, 1) * distance
 
 
+def loose_tokens(cu: torch.Tensor, begin: torch.Tensor | None, tokens: int) -> torch.Tensor:
+    """Which of so many packed tokens belong to no sequence, [t, 1, 1]."""
+    begin = cu if begin is None else begin
+    places = torch.arange(tokens, device=cu.device, dtype=begin.dtype)
+    last = cu.shape[0] - 2
+    own = (torch.searchsorted(begin, places, right=True) - 1).clamp(0, last)  # the sequence that begins before it
+    return (places - begin[own] >= (cu[1:] - cu[:-1])[own]).view(-1, 1, 1)
+
+
 def token_positions(cu: torch.Tensor, begin: torch.Tensor, rows: int, tokens: int) -> torch.Tensor:
     """Where token i of sequence b lies in [t]: int64 [b, rows]; `tokens` (one behind the last) where there is none."""
     places = torch.arange(rows, device=cu.device)

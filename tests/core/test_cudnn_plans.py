@@ -546,7 +546,8 @@ def test_the_frontend_is_shown_our_library(monkeypatch):
     """The folder while it is imported, and afterwards what was there; the CUDA runtime for good."""
     seen = []
     monkeypatch.setenv("LD_LIBRARY_PATH", "/old")
-    monkeypatch.delenv("CUDNN_FRONTEND_CUDART_LIB_NAME", raising=False)
+    monkeypatch.setenv("CUDNN_FRONTEND_CUDART_LIB_NAME", "noted, so that what the import sets is undone")
+    monkeypatch.delenv("CUDNN_FRONTEND_CUDART_LIB_NAME")
     with cudnn._shown_folder(cudnn.Path("/somewhere/cudnn")):
         seen.append(cudnn.os.environ["LD_LIBRARY_PATH"])
     assert seen == ["/somewhere/cudnn"] and cudnn.os.environ["LD_LIBRARY_PATH"] == "/old"
@@ -554,7 +555,6 @@ def test_the_frontend_is_shown_our_library(monkeypatch):
     assert imported(monkeypatch).version == (9, 19, 0)
     assert "LD_LIBRARY_PATH" not in cudnn.os.environ
     assert cudnn.os.environ["CUDNN_FRONTEND_CUDART_LIB_NAME"] == "/somewhere/cudart/lib.so"
-    monkeypatch.delenv("CUDNN_FRONTEND_CUDART_LIB_NAME")
 
 
 def test_two_cudnns_are_an_error(monkeypatch):

@@ -7,6 +7,7 @@ import math
 import sys
 import types
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -46,6 +47,17 @@ def reference(
     return torch.einsum("hqk,khd->qhd", torch.softmax(scores.masked_fill(hidden, -math.inf), -1), v)
 
 
+def outside(begin: torch.Tensor, used: torch.Tensor, tokens: int) -> torch.Tensor:
+    """Tokens that belong to no sequence."""
+    inside = {int(a) + i for a, n in zip(begin, used, strict=False) for i in range(int(n))}
+    return torch.tensor(sorted(set(range(tokens)) - inside), dtype=torch.int64)
+
+
+def poisoned(g: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+    """A gradient whose memory was not written there."""
+    return g.index_fill(0, at, math.nan)
+
+
 class Package:
     """A stand-in for one generation of flash-attn. It takes exactly the documented arguments and computes from them."""
 
@@ -73,14 +85,16 @@ class Package:
     def flash_attn_varlen_func(self, *args: Any, **options: Any) -> Any:
         o = self._bind(self.packed_names, args, options)
         q, k, v, cu_q, cu_k = (o[n] for n in ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k"))
-        out = torch.zeros(q.shape[0], q.shape[1], v.shape[2], dtype=q.dtype)
+        out = torch.full((q.shape[0], q.shape[1], v.shape[2]), math.nan, dtype=q.dtype)  # what nobody writes
         used_q, used_k = (o.get(n) if o.get(n) is not None else cu[1:] - cu[:-1]
                           for n, cu in (("seqused_q", cu_q), ("seqused_k", cu_k)))  # fmt: skip
+        for t, cu, used in ((q, cu_q, used_q), (k, cu_k, used_k), (v, cu_k, used_k)):
+            if t.requires_grad:
+                t.register_hook(partial(poisoned, at=outside(cu, used, len(t))))
         for i in range(len(cu_q) - 1):
             a, b = int(cu_q[i]), int(cu_k[i])
             m, n = int(used_q[i]), int(used_k[i])
-            if m and n:
-                out[a : a + m] = self._one(q[a : a + m], k[b : b + n], v[b : b + n], o)
+            out[a : a + m] = self._one(q[a : a + m], k[b : b + n], v[b : b + n], o) if n else 0.0
         return (out, None) if self.pair else out
 
 
@@ -166,7 +180,7 @@ def test_packed(monkeypatch: pytest.MonkeyPatch, backend: str, mask: str, gaps: 
     if gaps and backend != FLASH3:
         return
     package = install(monkeypatch, backend)
-    q, k, v = tensors(12)
+    q, k, v = (t.requires_grad_() for t in tensors(12))
     cu_q, cu_kv = (torch.tensor(x, dtype=torch.int32) for x in ([0, 3, 3, 8], [0, 4, 5, 10]))
     places = [cu + torch.tensor([0, 1, 1, 2], dtype=torch.int32) if gaps else cu for cu in (cu_q, cu_kv)]
     plan = plan_for(
@@ -181,6 +195,10 @@ def test_packed(monkeypatch: pytest.MonkeyPatch, backend: str, mask: str, gaps: 
             right = 0 if "causal" in mask else -1
             wanted = reference(q[a : a + m], k[b : b + n], v[b : b + n], SCALE, right=right)
             assert snr_db(out[a : a + m], wanted.flatten(-2)) > 100
+    out.sum().backward()
+    for t, at, cu in ((out, 0, cu_q), (q.grad, 0, cu_q), (k.grad, 1, cu_kv), (v.grad, 1, cu_kv)):
+        loose = outside(places[at], cu[1:] - cu[:-1], 12)
+        assert t is not None and len(loose) and not t[loose].any() and t.isfinite().all()
     if backend != FLASH4:
         assert (package.seen[0]["max_seqlen_q"], package.seen[0]["max_seqlen_k"]) == (5, 5)
 
@@ -309,3 +327,25 @@ def test_torchs_flash_kernel(monkeypatch: pytest.MonkeyPatch, form: str, mask: s
     assert snr_db(out, wanted) > DB["bf16"]
     for a, b in zip(grads, torch.autograd.grad(wanted, exact, dy.double()), strict=True):
         assert snr_db(a, b) > DB["bf16"]
+
+
+@requires_cuda
+def test_tokens_of_no_sequence_are_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's kernels leave them as memory was: here it was NaN, which a cast's maximum would spread over all rows."""
+    for name in ("NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"):
+        monkeypatch.setenv(name, "0")
+    cu = torch.tensor([0, 60, 60, 90], dtype=torch.int32, device="cuda")
+    torch.manual_seed(0)
+    leaves = [torch.randn(160, h, 64, device="cuda", dtype=torch.bfloat16).requires_grad_() for h in (4, 2, 2)]
+    module = DotProductAttention(4, 64, 2, qkv_format="thd", attn_mask_type="padding_causal")
+    options: dict[str, Any] = {"cu_seqlens_q": cu, "cu_seqlens_kv": cu, "max_seqlen_q": 64, "max_seqlen_kv": 64}
+    assert module.explain(*leaves, **options).backend == FLASH_TORCH
+    dy = torch.randn(160, 256, device="cuda", dtype=torch.bfloat16)
+    for _ in range(3):
+        waste = [torch.full((160, h * 64), math.nan, device="cuda", dtype=torch.bfloat16) for h in (4, 4, 4, 2, 2, 2)]
+        del waste
+        out = module(*leaves, **options)
+        waste = [torch.full((160, h * 64), math.nan, device="cuda", dtype=torch.bfloat16) for h in (4, 4, 4, 2, 2, 2)]
+        del waste
+        for t in (out, *torch.autograd.grad(out, leaves, dy)):
+            assert t[:90].isfinite().all() and t[:90].any() and not t[90:].any()

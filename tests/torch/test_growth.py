@@ -40,7 +40,7 @@ def test_a_module_keeps_a_bounded_number_of_calls() -> None:
     class Looks:
         request = ()
 
-    module, x = te.Linear(16, 16), torch.randn(2, 16)
+    module, x = te.Linear(16, 16, device="cpu"), torch.randn(2, 16)
     for _ in range(300):
         module.inspector = Looks()
         module(x)

@@ -85,8 +85,10 @@ def test_a_decoder(device, paged):
 
 @pytest.mark.parametrize("device", devices())
 @pytest.mark.parametrize("paged", [False, True], ids=["rows", "pages"])
+@pytest.mark.parametrize("fused", ["1", "0"], ids=["any backend", "unfused, which breaks the graph"])
 @torch.no_grad()
-def test_compiled(device, paged):
+def test_compiled(device, paged, fused, monkeypatch):
+    monkeypatch.setenv("NVTE_FUSED_ATTN", fused)
     model = Tiny("bshd", device).eval()
     compiled = torch.compile(model, backend="eager", dynamic=False)
     p, want = (params(device, paged=paged, dtype=torch.float32, d_v=D_K) for _ in range(2))

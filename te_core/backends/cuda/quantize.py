@@ -257,7 +257,7 @@ def count_nonfinite(rt: Runtime, x: Tensor, out: Tensor) -> None:
     if x.size:
         blocks = plan_amax(rt, x.size, x.dtype).blocks
         kernel = loader.get(rt, "nonfinite", args="ppq", DTYPE=TYPES[x.dtype])
-        kernel(rt, blocks, THREADS, x.ptr, out.ptr, x.size)
+        kernel(rt, blocks, 256, x.ptr, out.ptr, x.size)
 
 
 # ---------------------------------------------------------------------------------------------- and back
