@@ -39,7 +39,7 @@ LLAMA = {"num_gqa_groups": 8, "activation": "swiglu", "normalization": "RMSNorm"
 # fmt: off
 LARGE = [
     Case("TransformerLayer llama8b 4096x2x4096", partial(layer, 4096, 14336, 32, **LLAMA), (4096, 2, 4096),
-         targets=dict.fromkeys(RECIPES, 1.00)),
+         tuple(RECIPES), targets=dict.fromkeys(RECIPES, 1.00)),
 ]
 TINY = [
     Case("TransformerLayer tiny", partial(layer, 256, 1024, 4), (128, 2, 256),
