@@ -155,6 +155,12 @@ def _looks_at_once(device: torch.device) -> bool:
 _in_graphs: dict[int, list[torch.Tensor]] = {}  # what a captured graph reads and writes, by address
 
 
+def _placed(numbers: list[float], device: torch.device) -> torch.Tensor:
+    """A tensor there of these numbers, which the host does not wait for."""
+    pinned = device.type == "cuda"
+    return torch.tensor(numbers, pin_memory=pinned).to(device, non_blocking=pinned)
+
+
 class _Plan:
     """Rows of histories, the buffer that they are reduced in, and where each lies in it."""
 
@@ -181,7 +187,7 @@ class _Plan:
         self.report = Report(dist.get_rank(), self.direction, team.abandoned, self.entries)
         self.expected = [float(v) for v in (*agree, *[-v for v in agree], -1 if self.at_once else 0)]
         with torch.inference_mode(False):
-            head = torch.tensor(self.expected, device=self.device)
+            head = _placed(self.expected, self.device)
             self.buffer = torch.zeros(team.length, device=self.device)
             self.head = self.buffer[:_HEAD]
             self.fits = _HEAD + sum(self.sizes) <= team.length
@@ -250,7 +256,7 @@ class _Plan:
         if not _looks_at_once(self.device):
             self.at_once = False
             self.expected[-1] = 0.0
-            self.all_rows[0].copy_(torch.tensor(self.expected))
+            self.all_rows[0].copy_(_placed(self.expected, self.device))
 
     def _look_later(self) -> None:
         team = self.team

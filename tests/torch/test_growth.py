@@ -16,7 +16,7 @@ from te_torch.attention.dot_product import _PLANS
 
 def test_calls_of_dead_modules_are_let_go() -> None:
     def use(inspector: Any) -> None:
-        module = te.Linear(16, 16)
+        module = te.Linear(16, 16, device="cpu")
         module.inspector = inspector
         with te.autocast(recipe=Float8CurrentScaling()):
             module(torch.randn(2, 16))
@@ -60,7 +60,7 @@ def test_packed_batches_keep_a_bounded_number_of_plans() -> None:
 
 def test_a_fresh_function_in_every_recipe() -> None:
     """What a recipe with a lambda leaves behind is bounded, and the latest ones compute as they say."""
-    module, x = te.Linear(16, 16), torch.randn(4, 16)
+    module, x = te.Linear(16, 16, device="cpu"), torch.randn(4, 16)
     module._calls.clear()
     for step in range(300):
         recipe = DelayedScaling(amax_history_len=2, amax_compute_algo=lambda history, step=step: history.amax(dim=0))
