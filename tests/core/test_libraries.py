@@ -109,7 +109,11 @@ def test_found_though_it_cannot_be_loaded(tmp_path, monkeypatch):
     """A library that is there is not called missing because another one is."""
     nothing_mapped(monkeypatch, tmp_path)
     searched = libraries.candidates
-    monkeypatch.setattr(libraries, "candidates", lambda name: [*(c for c in searched(name) if c[0] == "/"), f"libno-such-{name}.so"])
+
+    def in_folders(name):  # none by its bare name
+        return [c for c in searched(name) if c.startswith("/")]
+
+    monkeypatch.setattr(libraries, "candidates", lambda name: [*in_folders(name), f"libno-such-{name}.so"])
     assert not libraries.found("cudnn")
     folder = tmp_path / "nvidia" / "cudnn" / "lib"
     folder.mkdir(parents=True)
