@@ -441,11 +441,14 @@ def without_host_waits(rank: Rank) -> Any:
         backward(region([net.first, net.second], x))
     if rank.device != "cuda":
         return True
+    tokens = [m.fp8_state.token for m in (net.first, net.second)]
+    for direction in (scaling.FORWARD, scaling.BACKWARD):  # settled in this order (backward ran in the other)
+        scaling.update(tokens, direction)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
         for _ in range(3):
-            for direction, tokens in enumerate([[m.fp8_state.token for m in (net.first, net.second)]] * 2):
+            for direction in (scaling.FORWARD, scaling.BACKWARD):
                 scaling.update(tokens, direction)
     finally:
         torch.cuda.set_sync_debug_mode("default")
