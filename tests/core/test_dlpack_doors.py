@@ -142,25 +142,34 @@ def test_half_a_protocol(producer: Any) -> None:
 
 def test_one_capsule_in_many_threads() -> None:
     """One of them gets it, and it is released once."""
-    for _ in range(50):
-        producer, found, barrier = Broken(), [], threading.Barrier(4)
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)  # so that they do meet
+    try:
+        for _ in range(50):
+            _shown_to_four_threads()
+    finally:
+        sys.setswitchinterval(before)
 
-        def take(producer: Broken = producer, found: list[Any] = found, barrier: Any = barrier) -> None:
-            barrier.wait()
-            try:
-                found.append(from_dlpack(producer.capsule))
-            except ArgumentError:
-                found.append(None)
 
-        threads = [threading.Thread(target=take) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert len(found) == 4 and sum(t is not None for t in found) == 1
-        found.clear()
-        gc.collect()
-        assert producer.released == 1
+def _shown_to_four_threads() -> None:
+    producer, found, barrier = Broken(), [], threading.Barrier(4)
+
+    def take() -> None:
+        barrier.wait()
+        try:
+            found.append(from_dlpack(producer.capsule))
+        except ArgumentError:
+            found.append(None)
+
+    threads = [threading.Thread(target=take) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 4 and sum(t is not None for t in found) == 1
+    found.clear()
+    gc.collect()
+    assert producer.released == 1
 
 
 def test_a_capsule_of_numpy_is_freed_by_whoever_has_it() -> None:
