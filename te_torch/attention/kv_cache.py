@@ -90,7 +90,10 @@ class DeviceCacheManager(KVCacheManager):
         return None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the views: their addresses are those of this manager's memory."""
+        """Without the views: their addresses are those of this manager's memory, and of its memory until now. (torch
+        moves what is on a CPU into shared memory, in place, if this is for another process.)
+        """
+        self._views.clear()
         return {**self.__dict__, "_views": {}}
 
     def _append(

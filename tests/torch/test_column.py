@@ -78,6 +78,7 @@ def test_eager(recipe: str, device: str) -> None:
         assert snr_db(results[0], reference(module, x)[0]) < 45
 
 
+@pytest.mark.timeout(900)  # a C++ compiler among many processes
 @on_devices
 @recipes
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])

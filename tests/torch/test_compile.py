@@ -89,6 +89,7 @@ def test_equals_eager(kind: str, recipe: str, device: str) -> None:
     assert bool(fp8_state(owner)) == (recipe == "delayed" and kind not in ("LayerNorm", "RMSNorm"))
 
 
+@pytest.mark.timeout(900)  # a C++ compiler among many processes
 @on_devices
 @pytest.mark.parametrize("recipe", ["delayed"])
 def test_inductor(recipe: str, device: str) -> None:
@@ -125,6 +126,7 @@ def test_region_inside(recipe: str, device: str) -> None:
     assert te.autocast(recipe=RECIPES[recipe]).recipe is RECIPES[recipe]
 
 
+@pytest.mark.timeout(900)  # a C++ compiler among many processes
 @on_devices
 @pytest.mark.parametrize("kind", ["LayerNormLinear", "LayerNormMLP"])
 @recipes

@@ -6,6 +6,7 @@ import copy
 import pickle
 import sys
 from collections import OrderedDict
+from multiprocessing.reduction import ForkingPickler
 
 import pytest
 import torch
@@ -39,6 +40,20 @@ def test_a_copy_has_memory_of_its_own(device, paged, copied):
     for each, want, token in steps:
         torch.testing.assert_close(continued(model, each, token), continued(model, want, token), rtol=0, atol=0)
     assert p.get_seqlens_pre_step().tolist()[:2] == [4, 4] and other.cu_seqlens_kv.tolist()[:3] == [0, 5, 10]
+
+
+@pytest.mark.parametrize("paged", [False, True], ids=["rows", "pages"])
+@torch.no_grad()
+def test_a_cache_goes_on_after_it_was_sent_to_another_process(paged):
+    """torch moves its memory into shared memory then."""
+    model = Tiny("bshd", "cpu").eval()
+    p, alone = (params("cpu", paged=paged, dtype=torch.float32, d_v=D_K) for _ in range(2))
+    for token in (3, 30, 7, 20):
+        torch.testing.assert_close(continued(model, p, token), continued(model, alone, token), rtol=0, atol=0)
+        sent = ForkingPickler.dumps(p)
+        held = [t for pair in alone.cache_manager.cache.values() for t in pair]
+        waste = [torch.full_like(t, 7.0) for t in 4 * held]  # where it was
+        assert len(sent) and len(waste) and p.cache_manager.cache[1][0].is_shared()
 
 
 def test_the_older_form_copied():
