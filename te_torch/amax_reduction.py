@@ -140,7 +140,7 @@ def _plan(states: list[Any], direction: int) -> list[_Plan]:
     """A plan for each group and device, in an order that is every rank's."""
     members: dict[tuple[Any, torch.device], list[Any]] = {}
     for state in states:
-        if state.precision.history.reduce_amax and spans_ranks(state.group):
+        if state.precision.history.reduce_amax and spans_ranks(state.group) and not state.scale_fwd.is_meta:
             group = dist.group.WORLD if state.group is None else state.group
             members.setdefault((group, state.scale_fwd.device), []).append(state)
     ordered = sorted(members, key=lambda m: (m[0].group_name, m[1].type, m[1].index or 0))

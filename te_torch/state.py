@@ -26,7 +26,7 @@ from te_core.ops.quantize import ScalingState as CoreState
 from te_core.precision import History, Operand, Precision
 from te_core.quantize.state import BACKWARD_SLOTS, FORWARD_SLOTS, Scales
 from te_torch import amax_reduction
-from te_torch.runtime import runtime_for, to_core
+from te_torch.runtime import runtime_for, to_core, to_core_shape
 
 NAMES = ("scale_fwd", "amax_history_fwd", "scale_bwd", "amax_history_bwd")
 FORWARD, BACKWARD = 0, 1
@@ -108,12 +108,17 @@ class ScalingState(torch.nn.Module):
         self._renew()
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> ScalingState:
+        begins = self.scale_fwd.is_meta
         for name, buffer in self._buffers.items():
             if buffer is not None:
                 # Follow the module to its device, but stay float32 under .half() and .bfloat16().
                 moved = fn(buffer)
                 self._buffers[name] = moved if moved.dtype == torch.float32 else buffer.to(moved.device)
         self._renew()
+        if begins and not self.scale_fwd.is_meta:  # as a new state does: to_empty() leaves memory as it was
+            self.assign(None)
+            with torch.no_grad():
+                self.used_fwd.fill_(1), self.used_bwd.fill_(1)
         return self
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
@@ -211,11 +216,12 @@ class ScalingState(torch.nn.Module):
         return f"gemms={len(self.scale_fwd) // FORWARD_SLOTS}, amax_history_len={len(self.amax_history_fwd)}"
 
     def _make_views(self) -> tuple[Scales, Scales, Scales]:
-        rows = [to_core(t) for t in (self.scale_fwd, self.amax_history_fwd[0], self.scale_bwd)]
-        back = to_core(self.amax_history_bwd[0])
+        core = to_core_shape if self.scale_fwd.is_meta else to_core
+        rows = [core(t) for t in (self.scale_fwd, self.amax_history_fwd[0], self.scale_bwd)]
+        back = core(self.amax_history_bwd[0])
         views = self._views = (
             Scales(rows[0], rows[1], rows[2], back),
-            Scales(to_core(self.used_fwd), None, rows[2], back),
+            Scales(core(self.used_fwd), None, rows[2], back),
             Scales(rows[0], None, rows[2], back),
         )
         return views
@@ -324,6 +330,8 @@ def _plan_update(states: list[ScalingState], direction: int) -> tuple[list[tuple
     by_callables = []
     for state in states:
         rule = _rule(state)
+        if state.scale_fwd.is_meta:  # nothing was computed
+            continue
         if callable(rule.amax_algo) or rule.scale_algo is not None:
             by_callables.append(state.token)
         else:

@@ -209,6 +209,33 @@ def test_loading_by_assignment_onto_a_meta_model(device: str) -> None:
 
 
 @on_devices
+@gemm_modules
+@pytest.mark.parametrize("recipe", [SHORT, DelayedScaling(amax_compute_algo=lambda history: history.amax(0))])
+def test_a_model_without_memory_in_a_region(
+    kind: str, recipe: Any, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It gives shapes, and its state begins as a new one once it gets memory, which is not what lay there."""
+    module, new = (make(kind, where) for where in ("meta", device))
+    x = torch.randn(16, 48, device="meta", requires_grad=True)
+    for _ in range(2):
+        with te.autocast(recipe=recipe):
+            y = module(x)
+        y.sum().backward()
+    assert x.grad is not None and x.grad.shape == x.shape and y.is_meta
+    module.zero_grad()  # to_empty() would give gradients memory, too
+    with monkeypatch.context() as patch:  # memory has something in it
+        patch.setattr(torch, "empty_like", lambda t, **options: torch.full_like(t, 7.0, **options))
+        module.to_empty(device=device)
+    with torch.no_grad():
+        for mine, theirs in zip(module.parameters(), new.parameters(), strict=True):
+            mine.copy_(theirs)
+    given = values(16, 48, device=device)
+    for _ in range(2):
+        assert not differences(step(module, given, recipe), step(new, given, recipe))
+    assert not differences(fp8_state(module), fp8_state(new))
+
+
+@on_devices
 def test_state_of_a_checkpoint_in_half_precision_is_float32_again(device: str) -> None:
     source, x = make("Linear", device), values(16, 48, device=device)
     step(source, x, SHORT)
