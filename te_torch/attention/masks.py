@@ -237,8 +237,14 @@ def alibi_bias(spec: AttentionSpec, size: Sizes, terms: Terms) -> torch.Tensor:
 
 
 def loose_tokens(cu: torch.Tensor, begin: torch.Tensor | None, tokens: int) -> torch.Tensor:
-    """Which of so many packed tokens belong to no sequence, [t, 1, 1]."""
-    begin = cu if begin is None else begin
+    """Which of so many packed tokens belong to no sequence, [t, 1, 1]; without gaps shared by all layers."""
+    if begin is None:
+        found: torch.Tensor = derived(cu, f"loose {tokens}", lambda c: _loose_tokens(c, c, tokens))
+        return found
+    return _loose_tokens(cu, begin, tokens)
+
+
+def _loose_tokens(cu: torch.Tensor, begin: torch.Tensor, tokens: int) -> torch.Tensor:
     places = torch.arange(tokens, device=cu.device, dtype=begin.dtype)
     last = cu.shape[0] - 2
     own = (torch.searchsorted(begin, places, right=True) - 1).clamp(0, last)  # the sequence that begins before it
