@@ -26,6 +26,7 @@ from te_core.runtime import Runtime
 from te_core.tensor import META, Device, Tensor
 from te_torch import state as scaling
 from te_torch.autocast import active, forward_ad, in_backward
+from te_torch.program_names import name_of_program
 from te_torch.quantized import QuantizedTorch, core_of, from_core
 from te_torch.runtime import TO_CORE, constant_at_trace, runtime_for, shape_runtime, to_core, to_core_shape, to_torch
 
@@ -61,7 +62,6 @@ class Call:
     layer: Layer
     spec: Any
     needs_grad: bool
-    key: str  # the name under which compiled code finds this call
     options: dict[str, Any]  # further keyword arguments of the layer's functions
 
 
@@ -87,11 +87,9 @@ class Extra:
         return {} if self.splits is None else {"splits": self.splits}
 
 
-# Calls live as long as a module, or a compiled program, has them.
-_calls: weakref.WeakValueDictionary[str, Call] = weakref.WeakValueDictionary()
+# Calls live as long as a module has them, those of compiled programs for good.
 _by_spec: weakref.WeakValueDictionary[Any, Call] = weakref.WeakValueDictionary()
 _of_programs: dict[str, Call] = {}
-_numbers = itertools.count()
 # Per call, where each saved tensor comes from: input i is i, output i is -2 - i, neither is -1; None if absent.
 _saved_from: dict[str, tuple[int | None, ...]] = {}
 _grads_given: dict[str, tuple[bool, ...]] = {}  # per call: which input gradients backward returns
@@ -102,9 +100,7 @@ def register(layer: Layer, spec: Any, needs_grad: bool, inspector: Any = None) -
     identity = (layer.name, spec, needs_grad)
     found = _by_spec.get(identity) if inspector is None else None
     if found is None:
-        key = f"{layer.name}/{next(_numbers)}"
-        options = {} if inspector is None else {"inspector": inspector}
-        found = _calls[key] = Call(layer, spec, needs_grad, key, options)
+        found = Call(layer, spec, needs_grad, {} if inspector is None else {"inspector": inspector})
         if inspector is None:
             _by_spec[identity] = found
     return found
@@ -112,8 +108,11 @@ def register(layer: Layer, spec: Any, needs_grad: bool, inspector: Any = None) -
 
 def key_of(call: Call) -> str:
     """The name by which a compiled program calls it, which it may do for good."""
-    _of_programs[call.key] = call
-    return call.key
+    name = name_of_program(call.layer.name, (call.spec, call.needs_grad), shared=not call.options)
+    key, others = name, itertools.count(1)
+    while _of_programs.setdefault(key, call) is not call:  # another one that reads the same, such as one inspected
+        key = f"{name}-{next(others)}"
+    return key
 
 
 def apply(
@@ -357,7 +356,7 @@ def _forward_op(
     inputs: list[torch.Tensor | None], scale: torch.Tensor | None, key: str, fake: bool = False
 ) -> list[torch.Tensor]:
     """Outputs, then what is saved and is no input, then the maxima."""
-    call = _calls[key]
+    call = _of_programs[key]
     first = inputs[0]
     assert first is not None
     if not fake and call.layer.weights:
@@ -386,7 +385,7 @@ def _backward_op(
     fake: bool = False,
 ) -> list[torch.Tensor]:
     """The input gradients that are given, then the maxima."""
-    call = _calls[key]
+    call = _of_programs[key]
     given = _complete(call.layer, grads, saved)
     rt, convert = _world(next(g for g in given if g is not None), fake)
     maxima = _new_maxima(rt, scale)
@@ -484,7 +483,7 @@ def _origins(key: str) -> tuple[int | None, ...]:
 
 @constant_at_trace
 def _differentiable(key: str) -> int | None:
-    return _calls[key].layer.differentiable
+    return _of_programs[key].layer.differentiable
 
 
 @constant_at_trace

@@ -19,6 +19,7 @@ from te_core.ops.quantize import allocate
 from te_core.precision import Operand
 from te_core.quantized import Cast, Format, QuantizedTensor
 from te_core.runtime import Runtime
+from te_torch.program_names import build
 from te_torch.runtime import FLOATS, TO_CORE, runtime_for, shape_runtime, to_core, to_core_shape, to_torch
 from te_torch.tensors.buffers import Buffers, core_of, form_key, form_of, of_core
 
@@ -49,7 +50,7 @@ def quantize(
     """A contiguous matrix [M, K] by a rule; `amax`, if given, is raised to its maximum."""
     if is_real(x):
         return of_core(_quantize(runtime_for(x), x, rule, rowwise, columnwise, scale, amax, rng))
-    key = json.dumps([rule.dtype.name, *[getattr(rule, n) for n in _PLAIN]])
+    key = json.dumps([build(), rule.dtype.name, *[getattr(rule, n) for n in _PLAIN]])
     inner = torch.ops.te_runtime.quantize_pieces(x, scale, rng, key, rowwise, columnwise, amax is not None)
     if amax is not None:
         amax.copy_(torch.maximum(amax, inner[-1]))
@@ -127,7 +128,7 @@ def _form(text: str) -> tuple[Format, str]:
 
 @lru_cache(1024)
 def _rule(text: str) -> Operand:
-    name, *values = json.loads(text)
+    _, name, *values = json.loads(text)
     return Operand(dtypes.dtype(name), **dict(zip(_PLAIN, values, strict=True)))
 
 
