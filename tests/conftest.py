@@ -9,11 +9,15 @@ import zlib
 from collections import Counter
 from collections.abc import Iterator
 
-# Before numpy or torch is imported: test processes share the cores, and each BLAS pool would take them all.
-_WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-_THREADS = str(max(1, (os.cpu_count() or 1) // _WORKERS))
-for _pool in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
-    os.environ.setdefault(_pool, _THREADS)
+# Before numpy or torch is imported: test processes share the cores, and each BLAS pool would take them all. They have
+# the environment of the process that started them, so what that one has set for itself counts for nothing here.
+_WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0"))
+_SHARE = str(max(1, (os.cpu_count() or 1) // max(1, _WORKERS)))
+_POOLS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS")
+_OF_STARTER = os.environ.get("TE_TESTS_POOLS", "").split() if _WORKERS else []
+_OURS = [pool for pool in _POOLS if pool not in os.environ or pool in _OF_STARTER]
+os.environ.update(dict.fromkeys(_OURS, _SHARE))
+os.environ["TE_TESTS_POOLS"] = " ".join(_OURS)
 # NumPy's BLAS threads poll after a product, in the way of torch's (te_core/backends/cpu/gemm.py has the figures).
 os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "4")
 

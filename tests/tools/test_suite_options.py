@@ -43,7 +43,8 @@ def test_skips_for_windows(): pytest.skip("needs Windows")
 
 def test_threads_and_examples():
     import os
-    assert int(os.environ["OMP_NUM_THREADS"]) >= 1
+    share = max(1, os.cpu_count() // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
+    assert os.environ["OMP_NUM_THREADS"] == os.environ["TORCHINDUCTOR_COMPILE_THREADS"] == str(share)
     assert settings().derandomize and settings().deadline is None
 """
 
@@ -63,9 +64,11 @@ def suite(tmp_path_factory) -> Path:
 @cache
 def run(suite: Path, *options: str) -> tuple[dict[str, str], str]:
     """The outcome of each test by name, and the whole output."""
-    env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    ours = ("PYTEST_", "TE_TESTS_", "OMP_", "OPENBLAS_", "MKL_", "TORCHINDUCTOR_COMPILE_")
+    env = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
     env["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "-p", "no:xdist", *options]
+    alone = [] if "-n" in options else ["-p", "no:xdist"]
+    command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", *alone, *options]
     shown = subprocess.run(command, cwd=suite, env=env, capture_output=True, text=True).stdout
     found = re.findall(r"^tests/test_small\.py::(\S+) (PASSED|FAILED|SKIPPED|ERROR)", shown, re.MULTILINE)
     return dict(found), shown
@@ -92,6 +95,13 @@ def test_backends_have_ids_and_cpu_always_runs(suite: Path) -> None:
         assert outcomes[f"{name}[cpu]"] == "PASSED"
         assert f"{name}[cuda]" in outcomes
     assert outcomes["test_threads_and_examples"] == "PASSED"
+
+
+@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="one core is not to be shared")
+def test_processes_share_the_cores(suite: Path) -> None:
+    """What starts them takes all for itself, and hands its environment to them."""
+    shown = run(suite, "-n", "2", "-k", "test_threads_and_examples")[1]
+    assert "1 passed" in shown, shown
 
 
 def test_required_cuda_turns_its_skips_into_failures(suite: Path) -> None:
