@@ -58,11 +58,12 @@ class _Living:
         self.numbered = False  # a label counts several modules
         self._holders: dict[int, list[tuple[Module, str]]] = {}
         with_gemms = []
-        # issubclass: isinstance would ask proxies, which may answer with an error
-        self._modules = [thing for thing in gc.get_objects() if issubclass(type(thing), Module)]
+        # issubclass: isinstance would ask proxies, which may answer with an error. One without children is none yet, as
+        # what a constructor leaves that refused its arguments (its traceback may hold it).
+        alive = (thing for thing in gc.get_objects() if issubclass(type(thing), Module))
+        self._modules = [module for module in alive if type(module.__dict__.get("_modules")) is dict]
         for module in self._modules:
-            children = module.__dict__.get("_modules")
-            for name, child in list(children.items()) if type(children) is dict else ():
+            for name, child in list(module._modules.items()):
                 if name == _STATE:
                     with_gemms.append(module)
                 if child is not None:

@@ -6,6 +6,7 @@ import copy
 import pickle
 from typing import Any
 
+import pytest
 import torch
 from torch.nn import Module, ModuleList, Sequential
 
@@ -136,16 +137,19 @@ def test_copies_have_places_of_their_own() -> None:
 
 
 def test_what_else_is_alive_disturbs_nothing() -> None:
-    """A module that was not initialised, a proxy that fails when asked, a state whose module is gone."""
+    """A module that was not initialised, or whose constructor failed; a proxy that fails when asked; a state whose
+    module is gone."""
 
     class Proxy:
         @property
         def __class__(self) -> Any:
             raise RuntimeError("asked")
 
-    around = [Module.__new__(Module), Proxy()]
-    model = GPT()
-    assert names(model) == BLOCKS
+    with pytest.raises(ValueError) as failed:
+        te.Linear(16, -1, device="cpu")
+    around = [Module.__new__(Module), te.Linear.__new__(te.Linear), Proxy(), failed]
+    model, alone = GPT(), linear()
+    assert names(model) == BLOCKS and names(alone) == ["Linear"]
     state = model.blocks[0].fc1.fp8_state
     model.blocks[0].fc1.fp8_state = None
     (place,) = places([state])
