@@ -16,7 +16,7 @@ BENCH     ?= gemm norms quantize modules attention attention_kernels training
 OUT       ?= build/gpu
 GPU_FLAGS ?=
 
-.PHONY: help env train test test-more check bench docs mutants gpu clean
+.PHONY: help env train test test-more format check bench docs mutants gpu clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+: .*## ' Makefile | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 17
@@ -34,7 +34,11 @@ test-more:  ## run the heavy tests that `make test` leaves out, programs of othe
 	@$(PYTHON) tools/setup_env.py clients
 	$(PY) -m pytest -n $(JOBS) --dist worksteal -m more $(ARGS)
 
-check: env  ## lint, types, import floors, size limits, and every kernel compiled for every architecture
+format: env  ## lay out every Python file as `make check` wants it
+	.venv/bin/ruff format .
+	.venv/bin/ruff check --fix .
+
+check: env  ## layout, lint, types, import floors, size limits, and every kernel compiled for every architecture
 	$(PY) tools/check.py $(ARGS)
 
 bench: env  ## run the benchmarks named in BENCH="gemm norms ..." into benchmarks/results

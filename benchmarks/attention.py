@@ -30,9 +30,16 @@ from tests import generators
 def layer(hidden: int, ffn: int, heads: int, **options: object) -> torch.nn.Module:
     """A Transformer layer without dropout."""
     return te.TransformerLayer(
-        hidden, ffn, heads, hidden_dropout=0.0, attention_dropout=0.0, self_attn_mask_type="causal",
-        fuse_qkv_params=True, **BF16, **options,
-    )  # fmt: skip
+        hidden,
+        ffn,
+        heads,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        self_attn_mask_type="causal",
+        fuse_qkv_params=True,
+        **BF16,
+        **options,
+    )
 
 
 LLAMA = {"num_gqa_groups": 8, "activation": "swiglu", "normalization": "RMSNorm", "bias": False}
@@ -86,11 +93,20 @@ def measure() -> list[harness.Row]:
         forward, both = attention_works(*shape, "ours")
         (fwd,), (total,) = harness.gpu_us(forward_only(forward)), harness.gpu_us(both)
         theirs = {what: peer(name, what, "gpu_us") for what in ("fwd", "fwd+bwd")}
-        rows.append({
-            "case": name, "recipe": "bf16", "fwd us": fwd, "fwd+bwd us": total, "peak MiB": harness.peak_mib(both),
-            "peer fwd us": theirs["fwd"], "peer fwd+bwd us": theirs["fwd+bwd"],
-            "of_peer": total / theirs["fwd+bwd"], "target": TARGET, "ok": total / theirs["fwd+bwd"] <= TARGET,
-        })  # fmt: skip
+        rows.append(
+            {
+                "case": name,
+                "recipe": "bf16",
+                "fwd us": fwd,
+                "fwd+bwd us": total,
+                "peak MiB": harness.peak_mib(both),
+                "peer fwd us": theirs["fwd"],
+                "peer fwd+bwd us": theirs["fwd+bwd"],
+                "of_peer": total / theirs["fwd+bwd"],
+                "target": TARGET,
+                "ok": total / theirs["fwd+bwd"] <= TARGET,
+            }
+        )
         harness.free()
     return [*rows, host_row(), *core_rows()]
 
@@ -104,11 +120,17 @@ def host_row() -> harness.Row:
     fwd, linear_fwd = harness.host_us(forward, plain)
     total, linear_total = harness.host_us(both, plain_both)
     row: harness.Row = {
-        "case": "host: DPA tiny", "recipe": "bf16", "fwd us": fwd, "fwd+bwd us": total,
-        "nn.Linear fwd us": linear_fwd, "nn.Linear fwd+bwd us": linear_total,
-        "peer fwd us": peer("DPA tiny", "fwd", "host_us"), "peer fwd+bwd us": peer("DPA tiny", "fwd+bwd", "host_us"),
-        "of_linear fwd": fwd / linear_fwd, "of_linear": total / linear_total,
-    }  # fmt: skip
+        "case": "host: DPA tiny",
+        "recipe": "bf16",
+        "fwd us": fwd,
+        "fwd+bwd us": total,
+        "nn.Linear fwd us": linear_fwd,
+        "nn.Linear fwd+bwd us": linear_total,
+        "peer fwd us": peer("DPA tiny", "fwd", "host_us"),
+        "peer fwd+bwd us": peer("DPA tiny", "fwd+bwd", "host_us"),
+        "of_linear fwd": fwd / linear_fwd,
+        "of_linear": total / linear_total,
+    }
     if harness.gpu():
         row |= {"target": "4, 2", "ok": row["of_linear fwd"] <= 4 and row["of_linear"] <= 2}
     return row
@@ -138,10 +160,15 @@ def measure_torch() -> list[harness.Row]:
         for kind in ("CUDNN_ATTENTION", "FLASH_ATTENTION"):
             ours, torchs = attention_works(*shape, "ours")[1], attention_works(*shape, kind)[1]
             mine, theirs = harness.gpu_us(ours, torchs)
-            rows.append({
-                "case": f"beside torch's {kind.lower()}, {'x'.join(map(str, shape))}", "recipe": "bf16",
-                "fwd+bwd us": mine, "torch fwd+bwd us": theirs, "of_torch": theirs / mine,
-            })  # fmt: skip
+            rows.append(
+                {
+                    "case": f"beside torch's {kind.lower()}, {'x'.join(map(str, shape))}",
+                    "recipe": "bf16",
+                    "fwd+bwd us": mine,
+                    "torch fwd+bwd us": theirs,
+                    "of_torch": theirs / mine,
+                }
+            )
             harness.free()
     return rows
 
@@ -171,9 +198,13 @@ def measure_start() -> list[harness.Row]:
     with tempfile.TemporaryDirectory() as folder:
         for case, limit in (("first step, empty caches", 15.0), ("first step, second process", 3.0)):
             done = subprocess.run(
-                [sys.executable, "-c", FIRST], env={**os.environ, "TE_CORE_CACHE_DIR": folder}, cwd=harness.ROOT,
-                capture_output=True, text=True, timeout=180,
-            )  # fmt: skip
+                [sys.executable, "-c", FIRST],
+                env={**os.environ, "TE_CORE_CACHE_DIR": folder},
+                cwd=harness.ROOT,
+                capture_output=True,
+                text=True,
+                timeout=180,
+            )
             if done.returncode:
                 raise RuntimeError(done.stderr[-2000:])
             found = json.loads(done.stdout.splitlines()[-1])

@@ -42,13 +42,20 @@ def rotations() -> Iterator[Case]:
             cu = core(torch.tensor([0, 1000, 4096, 8192], device="cuda", dtype=torch.int32))
             flat = core(t.view(s * b, h, d))
             table = core(torch.randn(s, 1, 1, d, device="cuda"))
-            yield f"rope, {pairs}", (s * b, h, d), 2 * t.nbytes, lambda c=cu, f=flat, a=table: ops.rope(
-                rt, f, a, fmt="thd", cu_seqlens=c
-            )  # fmt: skip
+            yield (
+                f"rope, {pairs}",
+                (s * b, h, d),
+                2 * t.nbytes,
+                lambda c=cu, f=flat, a=table: ops.rope(rt, f, a, fmt="thd", cu_seqlens=c),
+            )
     packed = normal(s, b, (h + 2 * g) * d)
     options: dict[str, Any] = {
-        "heads": h, "groups": g, "head_dims": (d, d, d), "interleaved_groups": True, "fmt": "sbhd"
-    }  # fmt: skip
+        "heads": h,
+        "groups": g,
+        "head_dims": (d, d, d),
+        "interleaved_groups": True,
+        "fmt": "sbhd",
+    }
     cp = core(packed)
     for name, angles in (("split of qkv", None), ("split of qkv and rope", cf)):
         parts = ops.rope_qkv(rt, cp, angles, angles, **options)
@@ -69,9 +76,12 @@ def softmaxes() -> Iterator[Case]:
     shape = tuple(x.shape)
     y, _ = ops.softmax_forward(rt, cx, scale=0.1)
     yield "softmax forward", shape, 2 * x.nbytes, lambda: ops.softmax_forward(rt, cx, scale=0.1)
-    yield "softmax forward, mask", shape, 2 * x.nbytes + mask.nbytes, lambda: ops.softmax_forward(
-        rt, cx, scale=0.1, mask=mask
-    )  # fmt: skip
+    yield (
+        "softmax forward, mask",
+        shape,
+        2 * x.nbytes + mask.nbytes,
+        lambda: ops.softmax_forward(rt, cx, scale=0.1, mask=mask),
+    )
     yield "softmax backward", shape, 3 * x.nbytes, lambda: ops.softmax_backward(rt, cx, y, scale=0.1)
 
 
@@ -91,9 +101,12 @@ def norms() -> Iterator[Case]:
         branch = Branch(co, total, None, p, rng if p else None)
         yield name, (8192, 4096), 4 * n, lambda b=branch: ops.norm_forward(rt, cx, cg, None, branch=b, **kind)
     _, _, mean, scale = ops.norm_forward(rt, cx, cg, None, **kind)
-    yield "RMSNorm backward + residual's", (8192, 4096), 4 * n, lambda: ops.norm_backward(
-        rt, co, cx, cg, mean, scale, kind="RMSNorm", add=ca
-    )  # fmt: skip
+    yield (
+        "RMSNorm backward + residual's",
+        (8192, 4096),
+        4 * n,
+        lambda: ops.norm_backward(rt, co, cx, cg, mean, scale, kind="RMSNorm", add=ca),
+    )
 
 
 def caches() -> Iterator[Case]:
@@ -107,9 +120,7 @@ def caches() -> Iterator[Case]:
     pages = core(torch.randperm(batch * most // 64, device="cuda").to(torch.int32).view(batch, most // 64))
     paged = KVCache(core(normal(batch * most // 64, 64, g, d)), core(normal(batch * most // 64, 64, g, d)), pages)
     for name, cache in (("KV append to rows", rows), ("KV append to pages", paged)):
-        yield name, tuple(k.shape), 4 * k.nbytes, lambda c=cache: ops.kv_append(
-            rt, ck, cv, c, fresh, held, form="bshd"
-        )  # fmt: skip
+        yield name, tuple(k.shape), 4 * k.nbytes, lambda c=cache: ops.kv_append(rt, ck, cv, c, fresh, held, form="bshd")
 
 
 def measure() -> list[dict[str, Any]]:

@@ -60,9 +60,14 @@ def fp8_pair(x: torch.Tensor, w: torch.Tensor, dtype: torch.dtype, split: bool) 
 
     def theirs() -> Any:
         return torch._scaled_mm(
-            left[0], right[0].t(), scale_a=left[1], scale_b=right[1], out_dtype=torch.bfloat16,
-            use_fast_accum=not split, out=out,
-        )  # fmt: skip
+            left[0],
+            right[0].t(),
+            scale_a=left[1],
+            scale_b=right[1],
+            out_dtype=torch.bfloat16,
+            use_fast_accum=not split,
+            out=out,
+        )
 
     return ours, theirs
 
@@ -99,10 +104,16 @@ def measure() -> list[harness.Row]:
         harness.free()
     for case, mode, (ours, theirs) in cases(TINY):
         us, torch_us = harness.host_us(ours, theirs)
-        rows.append({
-            "case": f"host: {case}", "mode": mode, "shape": list(TINY), "us": us, "torch_us": torch_us,
-            "of_torch": torch_us / us,
-        })  # fmt: skip
+        rows.append(
+            {
+                "case": f"host: {case}",
+                "mode": mode,
+                "shape": list(TINY),
+                "us": us,
+                "torch_us": torch_us,
+                "of_torch": torch_us / us,
+            }
+        )
     return rows
 
 

@@ -23,9 +23,12 @@ from te_core.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScal
 from tests import generators
 
 RECIPES: dict[str, Recipe | None] = {
-    "bf16": None, "delayed": DelayedScaling(), "current": Float8CurrentScaling(),
-    "block": Float8BlockScaling(), "delayed, fp8_dpa": DelayedScaling(fp8_dpa=True),
-}  # fmt: skip
+    "bf16": None,
+    "delayed": DelayedScaling(),
+    "current": Float8CurrentScaling(),
+    "block": Float8BlockScaling(),
+    "delayed, fp8_dpa": DelayedScaling(fp8_dpa=True),
+}
 LINEAR_RECIPES = ("bf16", "delayed", "current", "block")  # the last one is about attention
 BF16: dict[str, Any] = {"params_dtype": torch.bfloat16}
 PEER = harness.ROOT / "benchmarks" / "peer_h200.json"
@@ -165,12 +168,17 @@ def host_row(case: Case, recipe: str) -> harness.Row:
     fwd, linear_fwd = harness.host_us(forward, plain)
     total, linear_total = harness.host_us(both, plain_both)
     row: harness.Row = {
-        "case": f"host: {case.name}", "recipe": recipe, "fwd us": fwd, "fwd+bwd us": total,
-        "nn.Linear fwd us": linear_fwd, "nn.Linear fwd+bwd us": linear_total,
+        "case": f"host: {case.name}",
+        "recipe": recipe,
+        "fwd us": fwd,
+        "fwd+bwd us": total,
+        "nn.Linear fwd us": linear_fwd,
+        "nn.Linear fwd+bwd us": linear_total,
         "peer fwd us": peer(case.name, recipe, "fwd host_us"),
         "peer fwd+bwd us": peer(case.name, recipe, "fwd+bwd host_us"),
-        "of_linear fwd": fwd / linear_fwd, "of_linear": total / linear_total,
-    }  # fmt: skip
+        "of_linear fwd": fwd / linear_fwd,
+        "of_linear": total / linear_total,
+    }
     if case.host and harness.gpu():
         limits = case.host[recipe]
         row["target"] = f"{limits[0]}, {limits[1]}"

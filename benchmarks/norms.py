@@ -109,10 +109,16 @@ def device_times(shapes: tuple[tuple[int, int], ...] = SHAPES, only: str = "") -
             for name, moved, work in cases(shape, dtype):
                 if only in name:
                     us = clock(work)
-                    found.append({
-                        "case": name, "shape": shape, "dtype": str(dtype)[6:], "us": us, "bytes": moved,
-                        "of_copy": moved / us / rate,
-                    })  # fmt: skip
+                    found.append(
+                        {
+                            "case": name,
+                            "shape": shape,
+                            "dtype": str(dtype)[6:],
+                            "us": us,
+                            "bytes": moved,
+                            "of_copy": moved / us / rate,
+                        }
+                    )
     return found
 
 

@@ -67,9 +67,12 @@ def cases(rows: int, cols: int) -> Iterator[tuple[str, int, Callable[[], Any]]]:
 
     def cast(columnwise: bool, delayed: bool = True) -> Cast:
         return Cast(
-            dtypes.float8_e4m3, rowwise=True, columnwise=columnwise, scale=scale if delayed else None,
+            dtypes.float8_e4m3,
+            rowwise=True,
+            columnwise=columnwise,
+            scale=scale if delayed else None,
             amax=amax if delayed else None,
-        )  # fmt: skip
+        )
 
     yield "quantize", 3 * n, lambda: ops.quantize(rt, one, cast(False))
     yield "quantize+T", 4 * n, lambda: ops.quantize(rt, one, cast(True))
@@ -120,7 +123,7 @@ def block_cases(rt: Runtime, x: Tensor, sums: Tensor) -> Iterator[tuple[str, int
         both, row, column = (
             Cast(form, rowwise=r, columnwise=c, power_of_two=True)
             for r, c in ((True, True), (True, False), (False, True))
-        )  # fmt: skip
+        )
         yield f"block {grain}", 3 * n + scales, lambda row=row: ops.quantize(rt, x, row)
         yield f"block {grain} T alone", 3 * n + scales, lambda column=column: ops.quantize(rt, x, column)
         yield f"block {grain}+T", 4 * n + 2 * scales, lambda both=both: ops.quantize(rt, x, both)
@@ -153,16 +156,31 @@ def measure_device() -> list[dict[str, Any]]:
         for name, moved, work in cases(rows, cols):
             dirty, clean = clock(work), clock(work, clean=True)
             results.append(
-                {"case": name, "shape": [rows, cols], "us": dirty, "of_copy": moved / dirty / copy, "bytes": moved,
-                 "clean_us": clean, "clean_of_copy": moved / clean / copy, "copy_TBps": copy / 1e6}
-            )  # fmt: skip
+                {
+                    "case": name,
+                    "shape": [rows, cols],
+                    "us": dirty,
+                    "of_copy": moved / dirty / copy,
+                    "bytes": moved,
+                    "clean_us": clean,
+                    "clean_of_copy": moved / clean / copy,
+                    "copy_TBps": copy / 1e6,
+                }
+            )
         plain = torch.randn(rows, cols, device="cuda").bfloat16()
         other = torch.empty_like(plain)
         dirty, clean = (clock(lambda: other.copy_(plain), clean=c) for c in (False, True))  # noqa: B023
         results.append(
-            {"case": "copy (torch)", "shape": [rows, cols], "us": dirty, "of_copy": 2 * plain.nbytes / dirty / copy,
-             "bytes": 2 * plain.nbytes, "clean_us": clean, "clean_of_copy": 2 * plain.nbytes / clean / copy}
-        )  # fmt: skip
+            {
+                "case": "copy (torch)",
+                "shape": [rows, cols],
+                "us": dirty,
+                "of_copy": 2 * plain.nbytes / dirty / copy,
+                "bytes": 2 * plain.nbytes,
+                "clean_us": clean,
+                "clean_of_copy": 2 * plain.nbytes / clean / copy,
+            }
+        )
     return results
 
 

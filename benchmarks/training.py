@@ -46,13 +46,17 @@ class Size:
 SIZES = {
     "cuda": Size(
         Settings(steps=300, layers=4, hidden=256, heads=4, batch=32, sequence=256, rate=2e-3),
-        seeds=(0, 1, 2), last=30, below_unigram=0.35,
+        seeds=(0, 1, 2),
+        last=30,
+        below_unigram=0.35,
     ),
     "cpu": Size(
         Settings(steps=60, layers=2, hidden=128, heads=4, batch=8, sequence=64, rate=3e-3),
-        seeds=(0,), last=10, below_unigram=0.15,
+        seeds=(0,),
+        last=10,
+        below_unigram=0.15,
     ),
-}  # fmt: skip
+}
 
 
 def freeze_delayed(model: GPT) -> None:
@@ -77,28 +81,33 @@ def frozen(name: str) -> Recipe | None:
 
 
 def train(
-    size: Size, recipe: str, seed: int, text: Text, device: torch.device, freeze: bool = False,
-    everywhere: bool = False,
-) -> harness.Row:  # fmt: skip
+    size: Size, recipe: str, seed: int, text: Text, device: torch.device, freeze: bool = False, everywhere: bool = False
+) -> harness.Row:
     """One training run as a row: its last loss, its held-out loss, all its losses."""
     start = time.perf_counter()
     settings = replace(size.settings, recipe=recipe, seed=seed)
     trainer = Trainer(
-        settings, text, device,
+        settings,
+        text,
+        device,
         recipe=frozen(recipe) if freeze else None,
         before_backward=freeze_delayed if freeze and recipe == "delayed" else None,
         plain_blocks=0 if everywhere else None,
-    )  # fmt: skip
+    )
     trainer.train()
     held_out = trainer.held_out_loss()
     name = "bf16" if recipe == "none" else recipe
     name += ", gradient scales frozen" if freeze else EVERYWHERE if everywhere else ""
     return {
-        "case": "GPT", "recipe": name, "seed": seed, "held-out loss": held_out,
+        "case": "GPT",
+        "recipe": name,
+        "seed": seed,
+        "held-out loss": held_out,
         "last loss": sum(trainer.losses[-size.last :]) / size.last,
         "below unigram": 1 - held_out / text.unigram_entropy,
-        "seconds": time.perf_counter() - start, "losses": trainer.losses,
-    }  # fmt: skip
+        "seconds": time.perf_counter() - start,
+        "losses": trainer.losses,
+    }
 
 
 def shown(row: harness.Row, bf16: harness.Row, size: Size) -> harness.Row:

@@ -1,6 +1,6 @@
 """The core without a framework on a GPU: one FP8 linear, forward and backward, on CuPy arrays, without a copy.
 
-    python examples/core_cupy.py
+python examples/core_cupy.py
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The core without a framework: one FP8 linear, forward and backward, on NumPy arrays. torch is never imported.
 
-    python examples/core_numpy.py
+python examples/core_numpy.py
 """
 
 from __future__ import annotations

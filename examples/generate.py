@@ -115,9 +115,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--paged", action="store_true", help=f"keep the cache in pages of {PAGE} tokens")
     parser.add_argument("--check", action="store_true", help="also compute everything without the cache, and compare")
     parser.add_argument("--checkpoint", type=Path, help=f"of examples/train_gpt.py ({CHECKPOINT})")
-    parser.add_argument(
-        "--device", type=device, default=usual_device(), help="cpu, cuda ... (CUDA where there is one)"
-    )
+    parser.add_argument("--device", type=device, default=usual_device(), help="cpu, cuda ... (CUDA where there is one)")
     return parser.parse_args(arguments)
 
 
@@ -133,9 +131,16 @@ def main(arguments: list[str] | None = None) -> int:
     capacity = -(-(max(map(len, prompts)) + options.count) // PAGE) * PAGE
     dtype = torch.bfloat16 if place.type == "cuda" else torch.float32
     params = te.InferenceParams(
-        options.batch, capacity, model.config.heads, model.config.hidden // model.config.heads, dtype,
-        is_paged=options.paged, page_size=PAGE, total_num_pages=options.batch * capacity // PAGE, device=place,
-    )  # fmt: skip
+        options.batch,
+        capacity,
+        model.config.heads,
+        model.config.hidden // model.config.heads,
+        dtype,
+        is_paged=options.paged,
+        page_size=PAGE,
+        total_num_pages=options.batch * capacity // PAGE,
+        device=place,
+    )
     bar, start = Progress("bytes", options.count * len(prompts)), time.perf_counter()
 
     def on_step(done: int) -> None:

@@ -34,9 +34,13 @@ from examples.training import DEFAULTS, RECIPES, TEXT, Settings, Text, Trainer, 
 
 PROGRAM = "train_gpt.py"
 NAMES = {
-    "delayed": "FP8 delayed", "current": "FP8 current", "block": "FP8 block", "mxfp8": "MXFP8", "nvfp4": "NVFP4",
+    "delayed": "FP8 delayed",
+    "current": "FP8 current",
+    "block": "FP8 block",
+    "mxfp8": "MXFP8",
+    "nvfp4": "NVFP4",
     "none": "bf16",
-}  # fmt: skip
+}
 MAY_CHANGE = {"steps", "rate"}  # of a checkpoint's settings, on --resume
 TAIL = 0.1  # the share of the steps whose mean is the final training loss
 
@@ -50,15 +54,17 @@ def parse(arguments: list[str] | None) -> tuple[argparse.Namespace, dict[str, An
     run = parser.add_argument_group("training", "defaults for the CPU / for CUDA")
     run.add_argument("--recipe", choices=list(RECIPES), help="low-precision recipe; none: bf16 only (delayed)")
     for name, what in {
-        "steps": "optimizer steps", "layers": "Transformer layers", "hidden": "width",
-        "heads": "attention heads", "batch": "sequences a step", "sequence": "bytes a sequence",
-    }.items():  # fmt: skip
+        "steps": "optimizer steps",
+        "layers": "Transformer layers",
+        "hidden": "width",
+        "heads": "attention heads",
+        "batch": "sequences a step",
+        "sequence": "bytes a sequence",
+    }.items():
         short = ("--seq",) if name == "sequence" else ()
         text = f"{what} ({getattr(cpu, name)} / {getattr(cuda, name)})"
         run.add_argument(f"--{name}", *short, type=positive, metavar="N", help=text)
-    run.add_argument(
-        "--lr", dest="rate", type=rate, metavar="X", help=f"learning rate ({cpu.rate} / {cuda.rate})"
-    )
+    run.add_argument("--lr", dest="rate", type=rate, metavar="X", help=f"learning rate ({cpu.rate} / {cuda.rate})")
     run.add_argument("--seed", type=seed, metavar="N", help="of weights and batches (0)")
     run.set_defaults(**{field.name: None for field in dataclasses.fields(Settings)})
     job = parser.add_argument_group("job")
@@ -66,14 +72,10 @@ def parse(arguments: list[str] | None) -> tuple[argparse.Namespace, dict[str, An
         "--device", type=device, default=usual_device(), help="cpu, cuda, cuda:1 ... (CUDA where there is one)"
     )
     job.add_argument("--text", type=Path, default=TEXT, help=f"file to learn ({TEXT.relative_to(ROOT)})")
-    job.add_argument(
-        "--out", type=Path, default=Path("build/train"), help="folder of the results (build/train)"
-    )
+    job.add_argument("--out", type=Path, default=Path("build/train"), help="folder of the results (build/train)")
     job.add_argument("--no-compare", action="store_true", help="leave the bf16 run out")
     job.add_argument("--resume", action="store_true", help="go on from the checkpoints in --out")
-    job.add_argument(
-        "--save-every", type=positive, default=100, metavar="N", help="steps between checkpoints (100)"
-    )
+    job.add_argument("--save-every", type=positive, default=100, metavar="N", help="steps between checkpoints (100)")
     options = parser.parse_args(arguments)
     given = {f.name: getattr(options, f.name) for f in dataclasses.fields(Settings)}
     return options, {name: value for name, value in given.items() if value is not None}

@@ -128,8 +128,9 @@ class Trainer:
         vectors = [p for p in self.model.parameters() if p.ndim <= 1]  # biases and norms do not decay
         self.optimizer = torch.optim.AdamW(
             [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}],
-            lr=settings.rate, betas=(0.9, 0.95),
-        )  # fmt: skip
+            lr=settings.rate,
+            betas=(0.9, 0.95),
+        )
         self.generator = torch.Generator().manual_seed(settings.seed)
         self.losses: list[float] = []
 

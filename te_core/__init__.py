@@ -12,6 +12,13 @@ from te_core.tensor import Tensor, from_numpy
 __version__ = "0.1.0"
 
 __all__ = [
-    "ArgumentError", "Cast", "LibraryError", "QuantizedTensor", "Runtime", "Tensor", "UnsupportedError",
-    "from_dlpack", "from_numpy",
-]  # fmt: skip
+    "ArgumentError",
+    "Cast",
+    "LibraryError",
+    "QuantizedTensor",
+    "Runtime",
+    "Tensor",
+    "UnsupportedError",
+    "from_dlpack",
+    "from_numpy",
+]

@@ -94,9 +94,11 @@ def _explanation(function: Callable[..., Any], args: Any, kwargs: Any, error: Ex
     missing = [where for name, value in given.items() for where in _missing(name, value)]
     if missing and (isinstance(error, AssertionError) or "NoneType" in str(error)):
         return ArgumentError(
-            operation, f"None for {', '.join(missing)}", "None where neither the spec nor its recipe asks for a value",
+            operation,
+            f"None for {', '.join(missing)}",
+            "None where neither the spec nor its recipe asks for a value",
             "pass what is missing; to a backward, what its forward saved under the same spec",
-        )  # fmt: skip
+        )
     return None
 
 
@@ -157,9 +159,11 @@ def _parts(kind: type) -> tuple[str, ...]:
 def _error(operation: str, found: _Misfit) -> ArgumentError:
     kinds = [h for h in get_args(found.hint) or (found.hint,) if h is not ...]
     return ArgumentError(
-        operation, f"{found.where} of type {_name(type(found.value))}", " or ".join(map(_name, kinds)),
+        operation,
+        f"{found.where} of type {_name(type(found.value))}",
+        " or ".join(map(_name, kinds)),
         _remedy(found, kinds),
-    )  # fmt: skip
+    )
 
 
 def _name(kind: Any) -> str:
@@ -167,9 +171,11 @@ def _name(kind: Any) -> str:
         return "None"
     if not isinstance(kind, type):
         return str(kind).replace("te_core.tensor.", "")
-    return kind.__name__ if kind.__module__.split(".")[0] in ("te_core", "builtins") else (
-        f"{kind.__module__}.{kind.__name__}"
-    )  # fmt: skip
+    return (
+        kind.__name__
+        if kind.__module__.split(".")[0] in ("te_core", "builtins")
+        else (f"{kind.__module__}.{kind.__name__}")
+    )
 
 
 def _remedy(found: _Misfit, kinds: list[Any]) -> str:

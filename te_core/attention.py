@@ -23,8 +23,14 @@ FORMATS = ("sbhd", "bshd", "thd")
 SOFTMAX = ("vanilla", "off-by-one", "learnable")
 BIASES = ("no_bias", "pre_scale_bias", "post_scale_bias", "alibi")
 MASKS = (
-    "no_mask", "padding", "causal", "padding_causal", "causal_bottom_right", "padding_causal_bottom_right", "arbitrary",
-)  # fmt: skip
+    "no_mask",
+    "padding",
+    "causal",
+    "padding_causal",
+    "causal_bottom_right",
+    "padding_causal_bottom_right",
+    "arbitrary",
+)
 MASK_ALIASES = {"padding,causal": "padding_causal", "causal,padding": "padding_causal"}
 
 #: Where each dimension of a tensor in this format is: batch, token, head (thd has no batch).
@@ -117,9 +123,13 @@ def with_mask(spec: AttentionSpec, mask: str, window: tuple[int, int], bottom_ri
     """The spec seeing what a mask type (canonical name) and a canonical window let it see."""
     left, right = window
     return replace(
-        spec, left=left, right=0 if "causal" in mask else right, padded="padding" in mask, masked=mask == "arbitrary",
+        spec,
+        left=left,
+        right=0 if "causal" in mask else right,
+        padded="padding" in mask,
+        masked=mask == "arbitrary",
         bottom_right=diagonal_is_bottom_right(mask, bottom_right),
-    )  # fmt: skip
+    )
 
 
 def alibi_slopes(heads: int) -> list[float]:

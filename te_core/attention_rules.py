@@ -63,19 +63,26 @@ Rule = Callable[[Ask], "str | None"]
 
 
 def cudnn_attention(
-    device: DeviceInfo, cudnn_version: Version, spec: AttentionSpec, sizes: Sizes, dtype: DType, training: bool,
-    fp8: bool | str = False, *, paged: bool = False, bias_grad: bool = False, aligned: bool = True,
+    device: DeviceInfo,
+    cudnn_version: Version,
+    spec: AttentionSpec,
+    sizes: Sizes,
+    dtype: DType,
+    training: bool,
+    fp8: bool | str = False,
+    *,
+    paged: bool = False,
+    bias_grad: bool = False,
+    aligned: bool = True,
     bias_rows: int = 0,
-) -> Answer:  # fmt: skip
+) -> Answer:
     """Whether cuDNN of this version carries out an attention on this device, and why not.
 
     `training`: the backward, too. `fp8` (true, or the name of a scaling): on FP8 operands, whatever `dtype` is.
     `aligned`: q, k and v start at 16 bytes, and their strides are whole multiples of that. `bias_rows`: the bias's
     extent along the queries.
     """
-    ask = Ask(
-        device, tuple(cudnn_version), spec, sizes, dtype, training, fp8, paged, bias_grad, aligned, bias_rows
-    )  # fmt: skip
+    ask = Ask(device, tuple(cudnn_version), spec, sizes, dtype, training, fp8, paged, bias_grad, aligned, bias_rows)
     for rule in (*RULES, *(FP8_RULES if ask.fp8 else F16_RULES), *(TRAINING_RULES if training else ())):
         reason = rule(ask)
         if reason is not None:
@@ -266,18 +273,25 @@ def _fp8_softmax(a: Ask) -> str | None:
 
 def _fp8_extras(a: Ask) -> str | None:
     for asked, what in (
-        (a.spec.softcap, "soft-cap"), (a.spec.max_logit, "max_logit"), (a.paged, "paged cache"),
+        (a.spec.softcap, "soft-cap"),
+        (a.spec.max_logit, "max_logit"),
+        (a.paged, "paged cache"),
         (a.spec.dropout, "dropout"),
-    ):  # fmt: skip
+    ):
         if asked:
             return f"FP8 attention has no {what}."
     return None
 
 
 def fp8_refusal(
-    spec: AttentionSpec, scaling: str, rows: Sequence[int] = (), *, paged: bool = False, bias_grad: bool = False,
+    spec: AttentionSpec,
+    scaling: str,
+    rows: Sequence[int] = (),
+    *,
+    paged: bool = False,
+    bias_grad: bool = False,
     emulated: bool = False,
-) -> str | None:  # fmt: skip
+) -> str | None:
     """Why an attention has no FP8 on any device, whatever could multiply it; None where nothing is against it.
 
     `rows`: the widths of the rows that are quantized. `emulated`: on values as FP8 holds them, whose scores may have a
@@ -288,9 +302,11 @@ def fp8_refusal(
     if spec.bias == "post_scale_bias" and not emulated:
         return "FP8 attention takes no bias."
     for asked, what in (
-        (paged, "paged cache"), (bias_grad, "gradient of a bias"), (spec.max_logit, "max_logit"),
+        (paged, "paged cache"),
+        (bias_grad, "gradient of a bias"),
+        (spec.max_logit, "max_logit"),
         (spec.softmax == "learnable", "softmax_type='learnable'"),
-    ):  # fmt: skip
+    ):
         if asked:
             return f"FP8 attention has no {what}."
     if any(n % PAD for n in rows):
@@ -360,17 +376,37 @@ def _train_softcap_ragged(a: Ask) -> str | None:
 
 
 RULES: tuple[Rule, ...] = (
-    _version, _capability, _mask_tensor, _alignment, _bottom_right_extras, _sink_version,
-    _sink_of_one_query, _packed_device, _packed_keys, _packed_bias, _paged, _dropout_of_all,
-)  # fmt: skip
-F16_RULES: tuple[Rule, ...] = (
-    _f16, _width_step, _widest_forward, _window_and_dropout, _softcap, _max_logit,
-)  # fmt: skip
+    _version,
+    _capability,
+    _mask_tensor,
+    _alignment,
+    _bottom_right_extras,
+    _sink_version,
+    _sink_of_one_query,
+    _packed_device,
+    _packed_keys,
+    _packed_bias,
+    _paged,
+    _dropout_of_all,
+)
+F16_RULES: tuple[Rule, ...] = (_f16, _width_step, _widest_forward, _window_and_dropout, _softcap, _max_logit)
 FP8_RULES: tuple[Rule, ...] = (
-    _fp8_device, _fp8_scaling, _fp8_dtype, _fp8_width, _fp8_bias, _fp8_bottom_right, _fp8_packed, _fp8_softmax,
+    _fp8_device,
+    _fp8_scaling,
+    _fp8_dtype,
+    _fp8_width,
+    _fp8_bias,
+    _fp8_bottom_right,
+    _fp8_packed,
+    _fp8_softmax,
     _fp8_extras,
-)  # fmt: skip
+)
 TRAINING_RULES: tuple[Rule, ...] = (
-    _train_width, _train_one_pair, _train_packed_sink, _train_bias_of_keys, _train_deterministic, _train_softcap_dbias,
+    _train_width,
+    _train_one_pair,
+    _train_packed_sink,
+    _train_bias_of_keys,
+    _train_deterministic,
+    _train_softcap_dbias,
     _train_softcap_ragged,
-)  # fmt: skip
+)

@@ -122,15 +122,17 @@ def _ask(producer: Any, stream: int | None) -> Any:
     method, where = (getattr(producer, f"__dlpack{name}__", None) for name in ("", "_device"))
     if method is None or where is None:
         _refuse(
-            type(producer).__name__, "an object with __dlpack__ and __dlpack_device__",
+            type(producer).__name__,
+            "an object with __dlpack__ and __dlpack_device__",
             "pass a NumPy, torch, JAX or CuPy array",
-        )  # fmt: skip
+        )
     device = where()
     if not isinstance(device, tuple) or len(device) != 2:
         _refuse(
-            f"{type(producer).__name__} with the device {device!r}", "a pair (kind, number) from __dlpack_device__",
+            f"{type(producer).__name__} with the device {device!r}",
+            "a pair (kind, number) from __dlpack_device__",
             "pass a NumPy, torch, JAX or CuPy array",
-        )  # fmt: skip
+        )
     if device[0] in (_CUDA, _CUDA_MANAGED):
         stream = stream or _LEGACY_STREAM
     else:
@@ -149,8 +151,9 @@ def _open(capsule: Any) -> tuple[bytes, Any]:
             if layout is _ManagedVersioned and (managed.major != _MAJOR or managed.flags & ~_FLAGS):
                 _refuse(
                     f"DLPack version {managed.major}.{managed.minor} with flags {managed.flags:#x}",
-                    f"version {_MAJOR}, whose flags are {_FLAGS:#x}", "copy the array through NumPy",
-                )  # fmt: skip
+                    f"version {_MAJOR}, whose flags are {_FLAGS:#x}",
+                    "copy the array through NumPy",
+                )
             return name, managed
     _refuse(repr(capsule), "an unused DLPack capsule", "pass the array itself: a capsule can be read only once")
 
@@ -163,8 +166,9 @@ def _read(dl: _DLTensor, producer: Any) -> Tensor:
     if not 0 <= dl.ndim <= _MOST_DIMENSIONS or (dl.ndim and not dl.shape):
         _refuse(
             f"{dl.ndim} dimensions{'' if dl.shape else ' without a shape'}",
-            f"up to {_MOST_DIMENSIONS} dimensions and their sizes", "reshape the array, or correct its producer",
-        )  # fmt: skip
+            f"up to {_MOST_DIMENSIONS} dimensions and their sizes",
+            "reshape the array, or correct its producer",
+        )
     shape = tuple(dl.shape[: dl.ndim]) if dl.ndim else ()
     strides = tuple(dl.strides[: dl.ndim]) if dl.ndim and dl.strides else None
     if strides is not None and _is_dense(shape, strides):
@@ -178,17 +182,19 @@ def _device(dl: _DLTensor, producer: Any) -> Device:
     if dl.device_type not in (_CUDA, _CUDA_MANAGED):
         _refuse(
             f"{type(producer).__name__} on DLPack device {dl.device_type}",
-            "CPU and CUDA memory", "copy the array to the host or to a CUDA device",
-        )  # fmt: skip
+            "CPU and CUDA memory",
+            "copy the array to the host or to a CUDA device",
+        )
     try:
         count = libraries.driver().device_count
     except LibraryError as error:
         _refuse(f"memory of cuda:{dl.device_id}", f"CPU memory, without a CUDA driver ({error.got})", error.do)
     if not 0 <= dl.device_id < count:
         _refuse(
-            f"memory of cuda:{dl.device_id}", f"the {count} CUDA devices that this process sees",
+            f"memory of cuda:{dl.device_id}",
+            f"the {count} CUDA devices that this process sees",
             "copy the array to one of these",
-        )  # fmt: skip
+        )
     return cuda_device(dl.device_id)
 
 
@@ -216,9 +222,10 @@ def _address(
     ends = address + first, address + last
     if ends[0] < 0 or ends[1] >= 1 << 64 or (device is CPU and not all(map(_is_mapped, ends))):
         _refuse(
-            f"{described}, which reaches outside of this process's memory", "memory of this process",
+            f"{described}, which reaches outside of this process's memory",
+            "memory of this process",
             "correct the producer, and keep what it lends alive",
-        )  # fmt: skip
+        )
     return int(address)
 
 

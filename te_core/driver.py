@@ -18,9 +18,15 @@ from te_core.errors import LibraryError
 
 #: CUdevice_attribute numbers by the name te_core uses.
 ATTRIBUTES = {
-    "multiprocessors": 16, "major": 75, "minor": 76, "l2_bytes": 38, "shared_per_block_optin": 97,
-    "shared_per_multiprocessor": 81, "threads_per_multiprocessor": 39, "memory_pools": 115,
-}  # fmt: skip
+    "multiprocessors": 16,
+    "major": 75,
+    "minor": 76,
+    "l2_bytes": 38,
+    "shared_per_block_optin": 97,
+    "shared_per_multiprocessor": 81,
+    "threads_per_multiprocessor": 39,
+    "memory_pools": 115,
+}
 
 _NON_BLOCKING = 1  # of cuStreamCreate
 _RELAXED = 2  # of CUstreamCaptureMode
@@ -100,9 +106,12 @@ class Driver:
             self._lib.cuGetErrorString(status, byref(text))
             says = f"{(name.value or b'?').decode()} ({status}): {(text.value or b'').decode()}"
             raise LibraryError(
-                call, says, "success", "see the message; an earlier kernel's fault may be reported here "
+                call,
+                says,
+                "success",
+                "see the message; an earlier kernel's fault may be reported here "
                 "(rerun with CUDA_LAUNCH_BLOCKING=1 to find it)",
-            )  # fmt: skip
+            )
 
     # ------------------------------------------------------------------------------ devices and contexts
 
@@ -131,9 +140,11 @@ class Driver:
             return found
         if not 0 <= index < self.device_count:
             raise LibraryError(
-                "use a CUDA device", f"device {index}", f"0 to {self.device_count - 1}",
+                "use a CUDA device",
+                f"device {index}",
+                f"0 to {self.device_count - 1}",
                 "choose a visible device (CUDA_VISIBLE_DEVICES hides the others)",
-            )  # fmt: skip
+            )
         with self._lock:
             if index not in self._contexts:
                 context = c_void_p()
@@ -345,6 +356,8 @@ def _open_libcuda() -> ctypes.CDLL:
         return ctypes.CDLL("libcuda.so.1")
     except OSError as error:
         raise LibraryError(
-            "load the CUDA driver", str(error), "libcuda.so.1, installed with the NVIDIA driver",
+            "load the CUDA driver",
+            str(error),
+            "libcuda.so.1, installed with the NVIDIA driver",
             "run on a machine with an NVIDIA GPU and driver, or use Runtime.cpu()",
-        ) from error  # fmt: skip
+        ) from error

@@ -120,8 +120,9 @@ def from_dlpack(code: int, bits: int, lanes: int = 1) -> DType:
     found = _BY_DLPACK.get((code, bits)) if lanes == 1 or (code == 17 and lanes == 2) else None
     if found is None:
         raise ArgumentError(
-            "from_dlpack", f"type code {code}, {bits} bits, {lanes} lanes",
+            "from_dlpack",
+            f"type code {code}, {bits} bits, {lanes} lanes",
             ", ".join(f"{d.name} ({d.dlpack_code}, {d.bits})" for d in ALL),
             "convert the tensor to one of these types, or view FP8 data as uint8 and name its dtype",
-        )  # fmt: skip
+        )
     return found

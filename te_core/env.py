@@ -79,9 +79,7 @@ VARIABLES: dict[str, Variable] = {
     "NVTE_FLASH_ATTN_V4": Variable("0: not the flash-attn 4 package (default 1)", "switch", "1"),
     "NVTE_FUSED_ATTN": Variable("0: no FusedAttention backend, that is cuDNN on a GPU (default 1)", "switch", "1"),
     "NVTE_UNFUSED_ATTN": Variable("0: no UnfusedDotProductAttention backend (default 1)", "switch", "1"),
-    "NVTE_FUSED_ATTN_BACKEND": Variable(
-        "1: FusedAttention for F16 only; 2: for FP8 only (default: both)", "number"
-    ),
+    "NVTE_FUSED_ATTN_BACKEND": Variable("1: FusedAttention for F16 only; 2: for FP8 only (default: both)", "number"),
     "NVTE_FUSED_ATTN_USE_FAv2_BWD": Variable(
         "1: FusedAttention forward, flash-attn 2 backward where that is installed and can"
     ),
@@ -102,7 +100,8 @@ VARIABLES: dict[str, Variable] = {
     ),
     "NVTE_DPA_FP8_RECIPE": Variable(
         "attention's own recipe: F16, DelayedScaling, Float8CurrentScaling or MXFP8BlockScaling",
-        ("F16", "DelayedScaling", "Float8CurrentScaling", "MXFP8BlockScaling"), "",
+        ("F16", "DelayedScaling", "Float8CurrentScaling", "MXFP8BlockScaling"),
+        "",
     ),
     "NVTE_DPA_FP8_RECIPE_DPA": Variable("fp8_dpa of that recipe (default: as the region's)", "switch", ""),
     "NVTE_DPA_FP8_RECIPE_MHA": Variable("fp8_mha of that recipe (default: as the region's)", "switch", ""),
@@ -111,7 +110,8 @@ VARIABLES: dict[str, Variable] = {
     ),
     "NVTE_DPA_FP8DS_AMAX_ALGO": Variable(
         "amax_compute_algo of the delayed scaling derived for S and dP (default most_recent)",
-        ("most_recent", "max"), "most_recent",
+        ("most_recent", "max"),
+        "most_recent",
     ),
     "NVTE_DPA_FP8DS_AMAX_HISTLEN": Variable("its amax_history_len (default 1)", "number", "1", 1),
     "NVTE_DPA_FP8DS_REDUCE_AMAX": Variable("its reduce_amax (default 1)", "switch", "1"),
@@ -120,7 +120,7 @@ VARIABLES: dict[str, Variable] = {
     "NVTE_DEBUG_LEVEL": Variable(
         "1: which backend was chosen; 2: also why the others were not (default 0: nothing)", "number"
     ),
-}  # fmt: skip
+}
 
 #: Of the documented API, for what is not built here or is built otherwise: they change nothing.
 WITHOUT_EFFECT = frozenset({

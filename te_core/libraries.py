@@ -126,10 +126,12 @@ def _open(name: str) -> tuple[ctypes.CDLL, str]:
             return handle, candidate
         return handle, next(iter(mapped()[name]), candidate)
     raise LibraryError(
-        f"load {name}", "; ".join(tried) or "no such library anywhere",
+        f"load {name}",
+        "; ".join(tried) or "no such library anywhere",
         f"{' or '.join(known.soname(m) for m in known.majors)} mapped by the process, in TE_CORE_LIBRARY_PATH, in a "
-        "pip wheel or on the system's search path", pip_install(name),
-    )  # fmt: skip
+        "pip wheel or on the system's search path",
+        pip_install(name),
+    )
 
 
 def pip_install(*names: str) -> str:

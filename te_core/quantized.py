@@ -172,14 +172,27 @@ class QuantizedTensor:
     """A matrix in a narrow format: one or both copies, each with its scales."""
 
     __slots__ = (
-        "block", "columnwise", "columnwise_amax", "columnwise_scale", "dtype", "format", "owner", "rowwise",
-        "rowwise_amax", "rowwise_scale", "shape",
-    )  # fmt: skip
+        "block",
+        "columnwise",
+        "columnwise_amax",
+        "columnwise_scale",
+        "dtype",
+        "format",
+        "owner",
+        "rowwise",
+        "rowwise_amax",
+        "rowwise_scale",
+        "shape",
+    )
 
     def __init__(
-        self, form: Format, shape: tuple[int, int], rowwise: Copy | None, columnwise: Copy | None,
+        self,
+        form: Format,
+        shape: tuple[int, int],
+        rowwise: Copy | None,
+        columnwise: Copy | None,
         block: Tensor | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.format = form
         self.dtype = form.dtype
         self.shape = shape  # (M, K)
@@ -230,9 +243,22 @@ class Cast:
     """
 
     __slots__ = (
-        "amax", "columnwise", "dtype", "epsilon", "format", "four_over_six", "key", "nonfinite", "power_of_two", "rng",
-        "rowwise", "scale", "site", "stochastic", "transform",
-    )  # fmt: skip
+        "amax",
+        "columnwise",
+        "dtype",
+        "epsilon",
+        "format",
+        "four_over_six",
+        "key",
+        "nonfinite",
+        "power_of_two",
+        "rng",
+        "rowwise",
+        "scale",
+        "site",
+        "stochastic",
+        "transform",
+    )
 
     def __init__(
         self,
@@ -267,5 +293,12 @@ class Cast:
         self.nonfinite = nonfinite
         #: What a plan depends on (the tensors and the epsilon are run-time values).
         self.key = (
-            self.format, rowwise, columnwise, scale is not None, amax is not None, transform, stochastic, four_over_six
-        )  # fmt: skip
+            self.format,
+            rowwise,
+            columnwise,
+            scale is not None,
+            amax is not None,
+            transform,
+            stochastic,
+            four_over_six,
+        )

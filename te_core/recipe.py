@@ -185,9 +185,12 @@ def _check_common(recipe: Any, overrides: tuple[str | None, ...]) -> None:
     for flag in ("fp8_dpa", "fp8_mha"):
         _require(name, flag, getattr(recipe, flag), isinstance(getattr(recipe, flag), bool), "True or False")
     _require(
-        name, "backward_override", recipe.backward_override, recipe.backward_override in overrides,
+        name,
+        "backward_override",
+        recipe.backward_override,
+        recipe.backward_override in overrides,
         " or ".join(map(repr, overrides)),
-    )  # fmt: skip
+    )
 
 
 def _gemms(recipe: Any) -> tuple[Gemm, Gemm, Gemm]:
@@ -249,33 +252,53 @@ class DelayedScaling(Recipe):
         _check_common(self, (None,))
         _require(name, "margin", self.margin, isinstance(self.margin, int), "an integer")
         _require(
-            name, "amax_history_len", self.amax_history_len,
-            isinstance(self.amax_history_len, int) and self.amax_history_len >= 1, "an integer >= 1",
-        )  # fmt: skip
+            name,
+            "amax_history_len",
+            self.amax_history_len,
+            isinstance(self.amax_history_len, int) and self.amax_history_len >= 1,
+            "an integer >= 1",
+        )
         algo = self.amax_compute_algo
         _require(
-            name, "amax_compute_algo", algo, algo in ("max", "most_recent") or callable(algo),
+            name,
+            "amax_compute_algo",
+            algo,
+            algo in ("max", "most_recent") or callable(algo),
             "'max', 'most_recent' or a callable(history) -> amax",
-        )  # fmt: skip
+        )
         scale = self.scaling_factor_compute_algo
         _require(
-            name, "scaling_factor_compute_algo", scale, scale is None or callable(scale),
+            name,
+            "scaling_factor_compute_algo",
+            scale,
+            scale is None or callable(scale),
             "None or a callable(amax, old_scale, fp8_max, recipe) -> new scale",
-        )  # fmt: skip
+        )
 
     def resolve(self) -> Precision:
         """The frozen description of this recipe as it stands now."""
         self.__post_init__()  # fields may have been assigned since
         fwd, bwd = _FORWARD[self.fp8_format], _BACKWARD[self.fp8_format]
         history = History(
-            self.amax_history_len, self.margin, self.amax_compute_algo, self.scaling_factor_compute_algo,
+            self.amax_history_len,
+            self.margin,
+            self.amax_compute_algo,
+            self.scaling_factor_compute_algo,
             self.reduce_amax,
-        )  # fmt: skip
+        )
         forward, backward = Operand(fwd, "delayed"), Operand(bwd, "delayed")
         return Precision(
-            forward, forward, backward, Gemm(False), Gemm(True), Gemm(True), history,
-            output=forward, grad_input=backward, attention=_attention(self, forward, backward, history),
-        )  # fmt: skip
+            forward,
+            forward,
+            backward,
+            Gemm(False),
+            Gemm(True),
+            Gemm(True),
+            history,
+            output=forward,
+            grad_input=backward,
+            attention=_attention(self, forward, backward, history),
+        )
 
 
 @_drops_unknown
@@ -301,9 +324,12 @@ class Float8CurrentScaling(Recipe):
         name = "Float8CurrentScaling"
         _check_common(self, _OVERRIDES)
         _require(
-            name, "use_power_2_scales", self.use_power_2_scales, isinstance(self.use_power_2_scales, bool),
+            name,
+            "use_power_2_scales",
+            self.use_power_2_scales,
+            isinstance(self.use_power_2_scales, bool),
             "True or False",
-        )  # fmt: skip
+        )
         for gemm in _GEMM_FIELDS:
             value = getattr(self, gemm)
             _require(name, gemm, value, isinstance(value, MMParams), "MMParams(use_split_accumulator=True or False)")
@@ -370,15 +396,21 @@ class Float8BlockScaling(Recipe):
             _require(name, dim, getattr(self, dim), getattr(self, dim) in (1, 2), "1 (1x128) or 2 (128x128)")
         tiled = [dim for dim in dims if getattr(self, dim) == 2]
         _require(
-            name, " and ".join(tiled), 2, len(tiled) <= 1,
+            name,
+            " and ".join(tiled),
+            2,
+            len(tiled) <= 1,
             "128x128 tiles for at most one of input, weight and gradient: no GEMM reads two tiled operands",
-        )  # fmt: skip
+        )
         for gemm in _GEMM_FIELDS:
             value = getattr(self, gemm)
             _require(
-                name, gemm, value, isinstance(value, MMParams) and value.use_split_accumulator,
+                name,
+                gemm,
+                value,
+                isinstance(value, MMParams) and value.use_split_accumulator,
                 "MMParams(use_split_accumulator=True): block products are always promoted",
-            )  # fmt: skip
+            )
 
     def _operand(self, dtype: DType, dim: int, params: QParams | None) -> Operand:
         if params is None:
@@ -427,9 +459,17 @@ class MXFP8BlockScaling(Recipe):
         bwd = Operand(_BACKWARD[self.fp8_format], "mxfp8")
         weight = replace(fwd, tiled=self.enable_2d_quantization)
         return Precision(
-            fwd, weight, bwd, Gemm(True), Gemm(True), Gemm(True), backward=self.backward_override,
-            output=fwd, grad_input=bwd, attention=_attention(self, fwd, bwd, None),
-        )  # fmt: skip
+            fwd,
+            weight,
+            bwd,
+            Gemm(True),
+            Gemm(True),
+            Gemm(True),
+            backward=self.backward_override,
+            output=fwd,
+            grad_input=bwd,
+            attention=_attention(self, fwd, bwd, None),
+        )
 
 
 @_drops_unknown
@@ -464,13 +504,19 @@ class NVFP4BlockScaling(Recipe):
         _require(name, "fp8_format", self.fp8_format, self.fp8_format is Format.E4M3, "Format.E4M3")
         four = self.nvfp4_4over6
         _require(
-            name, "nvfp4_4over6", four, four in ("none", "weights") or self.disable_rht,
+            name,
+            "nvfp4_4over6",
+            four,
+            four in ("none", "weights") or self.disable_rht,
             "'none' or 'weights' unless disable_rht=True: the transform and the double quantization exclude each other",
-        )  # fmt: skip
+        )
         _require(
-            name, "row_scaled_activation", True, not self.row_scaled_activation or self.disable_rht,
+            name,
+            "row_scaled_activation",
+            True,
+            not self.row_scaled_activation or self.disable_rht,
             "False unless disable_rht=True",
-        )  # fmt: skip
+        )
         transform = not self.disable_rht
         stochastic = not self.disable_stochastic_rounding
         self.fp4_quant_fwd_inp = QParams(random_hadamard_transform=transform)
@@ -481,14 +527,17 @@ class NVFP4BlockScaling(Recipe):
         four = scope != "gradients" and self.nvfp4_4over6 in (scope, "all")
         wide = four and self.nvfp4_4over6_e4m3_use_256 in (scope, "all")
         return Operand(
-            dtypes.float4_e2m1, "nvfp4", params.power_2_scale, params.amax_epsilon,
+            dtypes.float4_e2m1,
+            "nvfp4",
+            params.power_2_scale,
+            params.amax_epsilon,
             tiled=params.fp4_2d_quantization,
             transform=params.random_hadamard_transform,
             stochastic=params.stochastic_rounding,
             row_scaled=self.row_scaled_activation and scope == "activations",
             four_over_six=self.nvfp4_4over6_err_mode if four else None,
             bound=256 if wide else 448,
-        )  # fmt: skip
+        )
 
     def resolve(self) -> Precision:
         """The frozen description of this recipe as it stands now."""
@@ -497,10 +546,17 @@ class NVFP4BlockScaling(Recipe):
         self.fp4_quant_fwd_inp, self.fp4_quant_fwd_weight, self.fp4_quant_bwd_grad = given  # a user may assign them
         x, w, dy = (self._operand(*pair) for pair in zip(("activations", "weights", "gradients"), given, strict=True))
         return Precision(
-            x, w, dy, Gemm(True), Gemm(True), Gemm(True), backward=self.backward_override,
-            output=replace(x, transform=False), grad_input=replace(dy, transform=False, stochastic=False),
+            x,
+            w,
+            dy,
+            Gemm(True),
+            Gemm(True),
+            Gemm(True),
+            backward=self.backward_override,
+            output=replace(x, transform=False),
+            grad_input=replace(dy, transform=False, stochastic=False),
             attention=_attention(self, x, dy, None),
-        )  # fmt: skip
+        )
 
 
 @_drops_unknown
@@ -529,6 +585,13 @@ class CustomRecipe(Recipe):
         self.__post_init__()
         split, rule = Gemm(True), Operand(_FORWARD[self.fp8_format], "custom")
         return Precision(
-            None, None, None, split, split, split, backward=self.backward_override, factory=self.qfactory,
+            None,
+            None,
+            None,
+            split,
+            split,
+            split,
+            backward=self.backward_override,
+            factory=self.qfactory,
             attention=_attention(self, rule, rule, None),
-        )  # fmt: skip
+        )

@@ -121,8 +121,17 @@ class Runtime:
     """A device, a stream on it, and where memory comes from."""
 
     __slots__ = (
-        "_apart", "_outgrown", "_threads", "_workspaces", "allocator", "backend", "device", "joins", "plans", "stream",
-    )  # fmt: skip
+        "_apart",
+        "_outgrown",
+        "_threads",
+        "_workspaces",
+        "allocator",
+        "backend",
+        "device",
+        "joins",
+        "plans",
+        "stream",
+    )
 
     _cpu: Runtime | None = None
     _plans: dict[Device, PlanCache] = {}
@@ -210,9 +219,11 @@ class Runtime:
         """The values of a tensor of this device as a NumPy array of its own; waits for the stream."""
         if not isinstance(tensor, Tensor):
             raise ArgumentError(
-                "Runtime.numpy", f"a {type(tensor).__name__}", "a te_core Tensor",
+                "Runtime.numpy",
+                f"a {type(tensor).__name__}",
+                "a te_core Tensor",
                 "convert it by its own library; te_core.from_dlpack(x) makes a Tensor over it",
-            )  # fmt: skip
+            )
         result: np.ndarray[Any, Any] = self.backend.copy_to_host(self, tensor)
         return result
 

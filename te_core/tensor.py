@@ -100,9 +100,11 @@ class Tensor:
         dense = self.strides is None or _is_dense(self.shape, self.strides)
         if not dense or prod(shape) != prod(self.shape) or min(shape, default=0) < 0:
             raise ArgumentError(
-                "Tensor.reshape", f"{self!r} to {shape}", "a dense tensor and a shape of as many elements",
+                "Tensor.reshape",
+                f"{self!r} to {shape}",
+                "a dense tensor and a shape of as many elements",
                 "copy the tensor to dense memory first, or correct the shape",
-            )  # fmt: skip
+            )
         return Tensor(self.ptr, shape, self.dtype, self.device, self.owner)
 
     def matrix(self) -> Tensor:
@@ -119,9 +121,8 @@ class Tensor:
         """Rows `start` to `stop` of the first dimension, as a view."""
         if not 0 <= start <= stop <= self.shape[0]:
             raise ArgumentError(
-                "Tensor.rows", f"{start}:{stop} of {self.shape[0]}", "0 <= start <= stop <= rows",
-                "correct the range",
-            )  # fmt: skip
+                "Tensor.rows", f"{start}:{stop} of {self.shape[0]}", "0 <= start <= stop <= rows", "correct the range"
+            )
         step = self.row_major_strides()[0]
         offset = self.dtype.nbytes(start * step)
         shape = (stop - start, *self.shape[1:])
@@ -131,9 +132,8 @@ class Tensor:
         """The same bytes under another dtype of equal width."""
         if dtype.bits != self.dtype.bits:
             raise ArgumentError(
-                "Tensor.view_as", f"{self.dtype} as {dtype}", "types of equal width",
-                "convert the values instead",
-            )  # fmt: skip
+                "Tensor.view_as", f"{self.dtype} as {dtype}", "types of equal width", "convert the values instead"
+            )
         return Tensor(self.ptr, self.shape, dtype, self.device, self.owner, self.strides)
 
     def numpy(self) -> np.ndarray[Any, Any]:
@@ -209,25 +209,26 @@ def from_numpy(array: np.ndarray[Any, Any]) -> Tensor:
     """A zero-copy `Tensor` over a NumPy array (ml_dtypes' types included)."""
     if not isinstance(array, np.ndarray):  # a NumPy scalar, say, has an address that dies at once
         raise ArgumentError(
-            "from_numpy",
-            type(array).__name__,
-            "a numpy.ndarray",
-            "pass numpy.asarray(it), or use from_dlpack",
+            "from_numpy", type(array).__name__, "a numpy.ndarray", "pass numpy.asarray(it), or use from_dlpack"
         )
     if not array.dtype.isnative:
         raise ArgumentError("from_numpy", f"byte order of {array.dtype}", "native byte order", "convert the array")
     dt = dtypes.dtype(array.dtype)
     if dt is dtypes.float4_e2m1:
         raise ArgumentError(
-            "from_numpy", "float4_e2m1, which NumPy keeps one to a byte", "byte-sized types",
+            "from_numpy",
+            "float4_e2m1, which NumPy keeps one to a byte",
+            "byte-sized types",
             "pack two values into each byte of a uint8 array",
-        )  # fmt: skip
+        )
     width = dt.itemsize
     if any(s % width for s in array.strides):
         raise ArgumentError(
-            "from_numpy", f"byte strides {array.strides} of {dt}", "strides that are whole elements",
+            "from_numpy",
+            f"byte strides {array.strides} of {dt}",
+            "strides that are whole elements",
             "pass numpy.ascontiguousarray(array)",
-        )  # fmt: skip
+        )
     strides = tuple(s // width for s in array.strides)
     dense = None if _is_dense(array.shape, strides) else strides
     address = array.__array_interface__["data"][0] if array.size else 0

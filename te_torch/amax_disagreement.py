@@ -51,23 +51,27 @@ def told(
 
 _KINDS = {
     "out of step": (
-        "ranks of a group that are out of step", "the same regions and backward passes on all ranks, in the same order",
+        "ranks of a group that are out of step",
+        "the same regions and backward passes on all ranks, in the same order",
         "look for the rank that leaves out one, adds one, or goes on after an exception of its own",
     ),
     "modules": (
-        "ranks of a group that ran different modules since the last update", "the same modules on all ranks",
+        "ranks of a group that ran different modules since the last update",
+        "the same modules on all ranks",
         "pass the group of the ranks that run the same ones as amax_reduction_group, or use reduce_amax=False; "
         "modules that are in no model go by their name=, or else by the order of their making",
     ),
     "order": (
-        "ranks of a group that ran their modules in different orders", "one order on all ranks",
+        "ranks of a group that ran their modules in different orders",
+        "one order on all ranks",
         "call the modules in the same order everywhere; names are by first use where models look alike",
     ),
     "recipe": (
-        "ranks of a group that ran a module under different rules", "one recipe and history length on all ranks",
+        "ranks of a group that ran a module under different rules",
+        "one recipe and history length on all ranks",
         "give all ranks the same recipe, and the same adjust_amax_history_length",
     ),
-}  # fmt: skip
+}
 
 
 def _directions(mine: Report, theirs: Report | None) -> str:

@@ -73,10 +73,11 @@ def refuse_traced(precision: Precision) -> None:
     """Raise for a region inside a compiled function whose update would have to communicate."""
     if precision.history is not None and precision.history.reduce_amax and spans_ranks(None):
         raise UnsupportedError(
-            "autocast", "a region inside a compiled function, in a job of several processes, with reduce_amax=True",
+            "autocast",
+            "a region inside a compiled function, in a job of several processes, with reduce_amax=True",
             "such a region around the compiled function, or DelayedScaling(reduce_amax=False)",
             "move the region out of the compiled function",
-        )  # fmt: skip
+        )
 
 
 # ----------------------------------------------------------------------------------------------- the plan
@@ -202,9 +203,11 @@ class _Plan:
         """What a graph replays nobody looks at: it has to be what all ranks ran before, and its buffers eager ones."""
         if self._capturing():
             raise UnsupportedError(
-                "amax reduction", "modules whose first reduction is inside a CUDA graph's capture",
-                "modules that all ranks have run together before", "run a step of the same regions before the capture",
-            )  # fmt: skip
+                "amax reduction",
+                "modules whose first reduction is inside a CUDA graph's capture",
+                "modules that all ranks have run together before",
+                "run a step of the same regions before the capture",
+            )
 
     def run(self) -> None:
         """Reduce; raise where the ranks disagree, before a history changes."""
@@ -241,10 +244,11 @@ class _Plan:
         except RuntimeError as error:
             ranks, what = dist.get_process_group_ranks(self.group), ("forward", "backward")[self.direction]
             raise LibraryError(
-                "amax reduction", f"a failure of the {what} all-reduce over ranks {ranks}: {error}",
+                "amax reduction",
+                f"a failure of the {what} all-reduce over ranks {ranks}: {error}",
                 "ranks that are all alive and come to each reduction within the group's timeout",
                 "look for the first error among the other ranks' outputs; one that left out a step is missing too",
-            ) from error  # fmt: skip
+            ) from error
 
     def _settle(self) -> None:
         """All ranks ran this: later heads need not be waited for."""

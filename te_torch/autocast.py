@@ -31,9 +31,16 @@ class Region:
     __slots__ = ("calibrating", "group", "outer", "precision", "ran", "recipe", "recompute", "traced")
 
     def __init__(
-        self, recipe: Recipe, precision: int, calibrating: bool, ran: Ran | None, recompute: bool, traced: bool,
-        outer: Region | None, group: Any = None,
-    ) -> None:  # fmt: skip
+        self,
+        recipe: Recipe,
+        precision: int,
+        calibrating: bool,
+        ran: Ran | None,
+        recompute: bool,
+        traced: bool,
+        outer: Region | None,
+        group: Any = None,
+    ) -> None:
         self.recipe = recipe
         self.precision = precision  # by number; 0: high precision
         self.calibrating = calibrating
@@ -126,10 +133,12 @@ class Outstanding:
             self._counts.clear()  # the next step is judged by itself
             said = ", ".join(sorted(_in_words(number) for number in found))
             raise UnsupportedError(
-                f"{name}, run again in backward by a checkpoint", "forwards in different precisions that await their "
-                f"backward ({said}), and no word of which of them this is", "one precision for all of them",
+                f"{name}, run again in backward by a checkpoint",
+                "forwards in different precisions that await their "
+                f"backward ({said}), and no word of which of them this is",
+                "one precision for all of them",
                 "use te_torch.checkpoint, which carries the region along",
-            )  # fmt: skip
+            )
         if found:
             self._settled = found[0]
         return self._settled

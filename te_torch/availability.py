@@ -80,9 +80,11 @@ def check_recipe_support(recipe: Recipe) -> None:
     able, reason = recipe_support(recipe)
     if not able:
         raise UnsupportedError(
-            type(recipe).__name__, _here(reason), _table(),
+            type(recipe).__name__,
+            _here(reason),
+            _table(),
             "choose a recipe of the table, ask for emulation (autocast(emulate=True)), or use CPU tensors",
-        )  # fmt: skip
+        )
 
 
 def recipe_support(recipe: Recipe) -> Answer:
@@ -168,9 +170,11 @@ def is_nccl_ep_available() -> bool:
 def require_nccl_ep() -> None:
     """An error, since it is not available."""
     raise UnsupportedError(
-        "require_nccl_ep", "a build without it", "experts on the rank that holds the tokens",
+        "require_nccl_ep",
+        "a build without it",
+        "experts on the rank that holds the tokens",
         "move tokens by torch.distributed.all_to_all_single",
-    )  # fmt: skip
+    )
 
 
 def get_align_size_for_quantization(recipe: Recipe) -> int:

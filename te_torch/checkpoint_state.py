@@ -107,9 +107,11 @@ def _rows(state_dict: dict[str, Any], key: str, columns: int) -> int:
     plain = type(history) in (torch.Tensor, torch.nn.Parameter)
     if plain and history.numel() * history.element_size() > history.untyped_storage().nbytes():
         raise ArgumentError(
-            "load_state_dict", f"{key} of shape {tuple(history.shape)} and strides {history.stride()}",
-            "a history that has memory for all its elements", "save it with .contiguous()",
-        )  # fmt: skip
+            "load_state_dict",
+            f"{key} of shape {tuple(history.shape)} and strides {history.stride()}",
+            "a history that has memory for all its elements",
+            "save it with .contiguous()",
+        )
     return history.shape[0]
 
 
@@ -137,9 +139,11 @@ def prepare_state(model: torch.nn.Module, recipe: Recipe) -> list[str]:
         device = _device_of(module)
         if device.type == "meta":
             raise ArgumentError(
-                "prepare_state", f"{name or 'the model'} on the meta device", "a module with memory",
+                "prepare_state",
+                f"{name or 'the model'} on the meta device",
+                "a module with memory",
                 "call it after to_empty() or reset_parameters()",
-            )  # fmt: skip
+            )
         if module.fp8_state is None:
             module.fp8_state = ScalingState(module.gemms, precision.history.length, device)
             made.append(name)

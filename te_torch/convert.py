@@ -149,9 +149,11 @@ def _held_rule(recipe: Recipe | None) -> Operand | None:
     asked = None if recipe is None else resolve(recipe).weight
     if rule is not None and asked is not None and (rule.scaling, rule.format) != (asked.scaling, asked.format):
         raise ArgumentError(
-            "convert", f"recipe={recipe!r} inside quantized_model_init(recipe={initialisation()[0]!r})",
-            "one recipe: a weight held quantized runs in the format that it is held in", "pass the same recipe to both",
-        )  # fmt: skip
+            "convert",
+            f"recipe={recipe!r} inside quantized_model_init(recipe={initialisation()[0]!r})",
+            "one recipe: a weight held quantized runs in the format that it is held in",
+            "pass the same recipe to both",
+        )
     return rule
 
 
@@ -458,9 +460,12 @@ def _norm_mlp(parts: dict[str, _Swap], activation: nn.Module) -> _Swap | str:
     if fc1.options["bias"] != fc2.options["bias"]:
         return "not fused: LayerNormMLP has two biases or none"
     options = {
-        "hidden_size": hidden, "ffn_hidden_size": ffn, "bias": fc1.options["bias"], "activation": name,
+        "hidden_size": hidden,
+        "ffn_hidden_size": ffn,
+        "bias": fc1.options["bias"],
+        "activation": name,
         **_norm_options(norm),
-    }  # fmt: skip
+    }
     parameters = dict(_joined(parts, ("layer_norm_", "fc1_", "fc2_")))
     return _Swap(LayerNormMLP, options, parameters, (*fc1.products, *fc2.products))
 

@@ -47,9 +47,16 @@ def custom_precisions(module: Any, number: int) -> tuple[int, ...]:
     made = []
     for (x, w, dy, y, dx), _ in rules:
         precision = replace(
-            base, input=x, weight=w, grad=dy, output=y, grad_input=dx, history=history, factory=None,
+            base,
+            input=x,
+            weight=w,
+            grad=dy,
+            output=y,
+            grad_input=dx,
+            history=history,
+            factory=None,
             fprop=Gemm(x is not None and x.scaling not in ("delayed", "current")),
-        )  # fmt: skip
+        )
         made.append(number_of_precision(the_one(precision), recipe))
     return tuple(made)
 
@@ -74,22 +81,29 @@ def _rule(given: Any, role: Any, backward: bool) -> tuple[Operand | None, Histor
     if isinstance(given, DelayedScalingRequest):
         wide = given.fp8_format is Format.E5M2 or (backward and given.fp8_format is Format.HYBRID)
         history = History(
-            given.amax_history_len, given.margin, given.amax_compute_algo, given.scaling_factor_compute_algo,
+            given.amax_history_len,
+            given.margin,
+            given.amax_compute_algo,
+            given.scaling_factor_compute_algo,
             given.reduce_amax,
-        )  # fmt: skip
+        )
         return Operand(dtypes.float8_e5m2 if wide else dtypes.float8_e4m3, "delayed"), history
     if not isinstance(given, Quantizer):
         raise ArgumentError(
-            "CustomRecipe", f"qfactory({role}) -> {given!r}", "a Quantizer or a DelayedScalingRequest",
+            "CustomRecipe",
+            f"qfactory({role}) -> {given!r}",
+            "a Quantizer or a DelayedScalingRequest",
             "return IdentityQuantizer() for high precision",
-        )  # fmt: skip
+        )
     try:
         rule = given.operand
     except NotImplementedError:  # a user's own class
         return Operand(dtypes.bfloat16, "custom", custom=UserQuantizer(given)), None
     if rule is not None and rule.scaling == "delayed":
         raise ArgumentError(
-            "CustomRecipe", f"qfactory({role}) -> a Float8Quantizer", "a DelayedScalingRequest for delayed scaling",
+            "CustomRecipe",
+            f"qfactory({role}) -> a Float8Quantizer",
+            "a DelayedScalingRequest for delayed scaling",
             "return the request: the module then keeps scale and history, and saves them",
-        )  # fmt: skip
+        )
     return rule, None

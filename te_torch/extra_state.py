@@ -26,19 +26,28 @@ from te_core.errors import ArgumentError
 KEYS = ("scale_fwd", "amax_history_fwd", "scale_bwd", "amax_history_bwd")
 
 _RECIPES = "transformer_engine.common.recipe"
-_RECIPE_CLASSES = frozenset({
-    "CustomRecipe", "DelayedScaling", "Float8BlockScaling", "Float8CurrentScaling", "MXFP8BlockScaling",
-    "NVFP4BlockScaling",
-})  # fmt: skip
+_RECIPE_CLASSES = frozenset(
+    {
+        "CustomRecipe",
+        "DelayedScaling",
+        "Float8BlockScaling",
+        "Float8CurrentScaling",
+        "MXFP8BlockScaling",
+        "NVFP4BlockScaling",
+    }
+)
 _MARKS = {(_RECIPES, name) for name in (*_RECIPE_CLASSES, "Format", "MMParams", "QParams", "Recipe", "_FormatHelper")}
 _REBUILD, _LOAD = ("torch._utils", "_rebuild_tensor_v2"), ("torch.storage", "_load_from_bytes")
 _ORDERED_DICT = ("collections", "OrderedDict")
 _STORAGES = {
-    ("torch", "FloatStorage"): torch.float32, ("torch", "DoubleStorage"): torch.float64,
-    ("torch", "HalfStorage"): torch.float16, ("torch", "BFloat16Storage"): torch.bfloat16,
-    ("torch", "LongStorage"): torch.int64, ("torch", "IntStorage"): torch.int32,
+    ("torch", "FloatStorage"): torch.float32,
+    ("torch", "DoubleStorage"): torch.float64,
+    ("torch", "HalfStorage"): torch.float16,
+    ("torch", "BFloat16Storage"): torch.bfloat16,
+    ("torch", "LongStorage"): torch.int64,
+    ("torch", "IntStorage"): torch.int32,
     ("torch", "ByteStorage"): torch.uint8,
-}  # fmt: skip
+}
 _GLOBALS = {*_MARKS, *_STORAGES, _REBUILD, _LOAD, _ORDERED_DICT}
 
 # torch.save before it wrote zip files: a number, a version, facts about the machine, the object, the storages.
@@ -96,10 +105,11 @@ def read_extra_state(entry: Any, key: str = "_extra_state") -> dict[str, torch.T
     except Exception as error:  # whatever malformed input comes to inside pickletools and zipfile
         reason, cause = f"malformed: {error}"[:200], error
     raise ArgumentError(
-        "load_state_dict", f"{key} that cannot be read safely ({reason})",
+        "load_state_dict",
+        f"{key} that cannot be read safely ({reason})",
         "an _extra_state that is absent, None, empty, or holds delayed-scaling tensors, numbers and documented recipes",
         f"delete {key!r} from the checkpoint to start its scales anew, or put the four tensors under fp8_state",
-    ) from cause  # fmt: skip
+    ) from cause
 
 
 def _bytes_of(entry: Any) -> bytes:
@@ -358,10 +368,21 @@ class _Reader:
 
 
 _CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
-_LITERALS = frozenset({
-    "BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8",
-    "SHORT_BINBYTES", "BINBYTES", "BINBYTES8",
-})  # fmt: skip
+_LITERALS = frozenset(
+    {
+        "BININT",
+        "BININT1",
+        "BININT2",
+        "LONG1",
+        "BINFLOAT",
+        "SHORT_BINUNICODE",
+        "BINUNICODE",
+        "BINUNICODE8",
+        "SHORT_BINBYTES",
+        "BINBYTES",
+        "BINBYTES8",
+    }
+)
 _INSTRUCTIONS: dict[str, Callable[[_Reader, Any], None]] = {
     "MARK": _Reader._mark,
     "MEMOIZE": _Reader._memoize,

@@ -1,7 +1,7 @@
 """`register_norm`: which norm of ours a norm of others is, for `convert`; and the trial that it is that one.
 
-    te_torch.register_norm("transformers.models.llama.modeling_llama.LlamaRMSNorm")
-    te_torch.convert(model)
+te_torch.register_norm("transformers.models.llama.modeling_llama.LlamaRMSNorm")
+te_torch.convert(model)
 """
 
 from __future__ import annotations
@@ -75,9 +75,11 @@ def register_norm(
         right = isinstance(kind, type) and issubclass(kind, nn.Module)
     if not right:
         raise ArgumentError(
-            operation, f"kind={kind!r}", "a class of torch modules, or its full name as in 'package.module.Class'",
+            operation,
+            f"kind={kind!r}",
+            "a class of torch modules, or its full name as in 'package.module.Class'",
             "pass the class itself",
-        )  # fmt: skip
+        )
     if kind in (nn.LayerNorm, nn.RMSNorm, LayerNorm, RMSNorm):
         raise ArgumentError(
             operation, f"kind={kind!r}", "norms of others", "leave it out: it is swapped without being registered"

@@ -71,9 +71,14 @@ class Extra:
     __slots__ = ("first", "fused", "parameters", "queue", "ready", "splits")
 
     def __init__(
-        self, ready: Sequence[QuantizedTensor | None] | None, fused: bool, first: bool | None,
-        queue: list[list[Any]] | None, splits: Any = None, parameters: Sequence[torch.Tensor] | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        ready: Sequence[QuantizedTensor | None] | None,
+        fused: bool,
+        first: bool | None,
+        queue: list[list[Any]] | None,
+        splits: Any = None,
+        parameters: Sequence[torch.Tensor] | None = None,
+    ) -> None:
         self.ready = ready  # one for each weight
         self.fused = fused  # weight gradients go into `main_grad` of their parameters
         self.first = first  # is_first_microbatch: `main_grad` is overwritten, not added to
@@ -153,9 +158,12 @@ def _own(outputs: Sequence[Any], inputs: Sequence[Any]) -> tuple[torch.Tensor, .
 
 
 def _run(
-    call: Call, state: scaling.ScalingState | None, recompute: bool, extra: Extra | None,
+    call: Call,
+    state: scaling.ScalingState | None,
+    recompute: bool,
+    extra: Extra | None,
     inputs: Sequence[torch.Tensor | None],
-) -> tuple[tuple[Tensor, ...], tuple[Tensor | None, ...]]:  # fmt: skip
+) -> tuple[tuple[Tensor, ...], tuple[Tensor | None, ...]]:
     rt = runtime_for(inputs[0])  # type: ignore[arg-type]  # every layer's first input is there
     _check_devices(rt.device, inputs)
     views = _to_core_all(rt, inputs, call.layer.strided)
@@ -174,11 +182,13 @@ def _to_core_all(rt: Runtime, tensors: Sequence[torch.Tensor | None], strided: b
     if device is META:
         return [None if t is None else to_core_shape(t) for t in tensors]
     return [
-        None if t is None
-        else Tensor(t.data_ptr(), t.shape, TO_CORE[t.dtype], device, t) if type(t) in _PLAIN and t.is_contiguous()
+        None
+        if t is None
+        else Tensor(t.data_ptr(), t.shape, TO_CORE[t.dtype], device, t)
+        if type(t) in _PLAIN and t.is_contiguous()
         else _to_core_other(t, device, strided)
         for t in tensors
-    ]  # fmt: skip
+    ]
 
 
 def _check_devices(device: Device, tensors: Sequence[torch.Tensor | None]) -> None:
@@ -187,9 +197,11 @@ def _check_devices(device: Device, tensors: Sequence[torch.Tensor | None]) -> No
     for t in tensors:
         if t is not None and (t.get_device() != index or (index < 0 and t.device.type != device.kind)):
             raise ArgumentError(
-                "te_torch", f"a tensor on {t.device} beside one on {device}", "all tensors on one device",
+                "te_torch",
+                f"a tensor on {t.device} beside one on {device}",
+                "all tensors on one device",
                 "move the module and its inputs there" + (" (or give it memory: to_empty)" if t.is_meta else ""),
-            )  # fmt: skip
+            )
 
 
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
@@ -299,9 +311,11 @@ def _sink(weight: torch.Tensor, extra: Extra, index: int) -> Sink | None:
         main = weight.get_main_grad() if hasattr(weight, "get_main_grad") else getattr(weight, "main_grad", None)
         if main is None:
             raise ArgumentError(
-                "fuse_wgrad_accumulation", "a weight without main_grad", "weight.main_grad, a tensor of its shape",
+                "fuse_wgrad_accumulation",
+                "a weight without main_grad",
+                "weight.main_grad, a tensor of its shape",
                 "allocate it before backward: weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)",
-            )  # fmt: skip
+            )
         accumulate = extra.first is not True and not getattr(weight, "overwrite_main_grad", False)
     if main is None and extra.queue is None:
         return None
@@ -428,9 +442,10 @@ torch.library.register_fake(
     "te_runtime::forward", lambda inputs, scale, key: _forward_op(inputs, scale, key, True), lib=_library
 )
 torch.library.register_fake(
-    "te_runtime::backward", lambda grads, saved, scale, key, token: _backward_op(grads, saved, scale, key, token, True),
+    "te_runtime::backward",
+    lambda grads, saved, scale, key, token: _backward_op(grads, saved, scale, key, token, True),
     lib=_library,
-)  # fmt: skip
+)
 
 
 #: By a weight's address: its precision in the last compiled forward that torch's reentrant checkpoint may run again.
@@ -457,10 +472,11 @@ def _check_recomputation(call: Call, inputs: Sequence[torch.Tensor | None]) -> N
     elif (active.region is None or not active.region.recompute) and weight.data_ptr() in _checkpointed:
         if _checkpointed[weight.data_ptr()] is not precision:
             raise UnsupportedError(
-                "torch.compile", "a compiled module that torch.utils.checkpoint runs again outside of its region",
+                "torch.compile",
+                "a compiled module that torch.utils.checkpoint runs again outside of its region",
                 "te_torch.checkpoint, which carries the region along, or a region inside the checkpointed function",
                 "use te_torch.checkpoint",
-            )  # fmt: skip
+            )
 
 
 def _scale_op(scale: torch.Tensor, used: torch.Tensor, token: int) -> torch.Tensor:

@@ -25,10 +25,13 @@ from te_torch.state import ScalingState
 _FORWARD, _BACKWARD = ("activation", "weight", "output"), ("gradient", "dgrad")
 #: The slots of an attention that have names of their own: (backward, gemm, slot).
 _ATTENTION = {
-    (False, *attention_fp8.QKV): ("qkv", "activation"), (False, *attention_fp8.P): ("probabilities", "activation"),
-    (False, *attention_fp8.OUT): ("attention", "output"), (True, *attention_fp8.DOUT): ("attention", "gradient"),
-    (True, *attention_fp8.DP): ("probabilities", "gradient"), (True, *attention_fp8.DQKV): ("qkv", "dgrad"),
-}  # fmt: skip
+    (False, *attention_fp8.QKV): ("qkv", "activation"),
+    (False, *attention_fp8.P): ("probabilities", "activation"),
+    (False, *attention_fp8.OUT): ("attention", "output"),
+    (True, *attention_fp8.DOUT): ("attention", "gradient"),
+    (True, *attention_fp8.DP): ("probabilities", "gradient"),
+    (True, *attention_fp8.DQKV): ("qkv", "dgrad"),
+}
 
 
 class Counted:
@@ -59,9 +62,7 @@ class Counted:
         back = to_core(self.backward)
         if held is None:
             return Scales(None, None, None, None, forward, back)
-        return Scales(
-            held.forward_scale, held.forward_amax, held.backward_scale, held.backward_amax, forward, back
-        )
+        return Scales(held.forward_scale, held.forward_amax, held.backward_scale, held.backward_amax, forward, back)
 
 
 def counted(module: Any, state: ScalingState | None, device: torch.device) -> Counted:

@@ -26,12 +26,19 @@ _CHECK_SIZE = "nothing: storage is padded, every size runs"
 
 _RECIPE_STATES = dict.fromkeys(
     (
-        "RecipeState", "DelayedScalingRecipeState", "Float8CurrentScalingRecipeState", "MXFP8BlockScalingRecipeState",
-        "Float8BlockScalingRecipeState", "NVFP4BlockScalingRecipeState", "CustomRecipeState", "_amax_and_scale_update",
-        "_default_sf_compute", "_update_amax_history",
+        "RecipeState",
+        "DelayedScalingRecipeState",
+        "Float8CurrentScalingRecipeState",
+        "MXFP8BlockScalingRecipeState",
+        "Float8BlockScalingRecipeState",
+        "NVFP4BlockScalingRecipeState",
+        "CustomRecipeState",
+        "_amax_and_scale_update",
+        "_default_sf_compute",
+        "_update_amax_history",
     ),
     _STATE,
-)  # fmt: skip
+)
 _GLOBAL_STATE = {
     "FP8GlobalStateManager": "te.autocast, which sets what it reads; nothing has to be reset between programs",
     "FP8GlobalState": _STATE,
@@ -77,9 +84,7 @@ NAMES: Mapping[str, Mapping[str, str]] = {
     },
     "pytorch.quantization": _GLOBAL_STATE,
     "pytorch.fp8": {**_GLOBAL_STATE, "split_and_copy": "torch.split, and copy_ of each part"},
-    "pytorch.module": {
-        "is_module_grouped_tensor_path_supported": "nothing: GroupedLinear has one path",
-    },
+    "pytorch.module": {"is_module_grouped_tensor_path_supported": "nothing: GroupedLinear has one path"},
     "pytorch.module.base": {
         "fill_userbuffers_buffer_for_all_gather": _OVERLAP,
         "get_dummy_wgrad": "torch.empty(shape, dtype=dtype)",
@@ -122,7 +127,7 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         "split_tensor_along_dim": "torch.split",
         "torch_get_autocast_gpu_dtype": "torch.get_autocast_dtype('cuda')",
     },
-}  # fmt: skip
+}
 
 #: Module of which nothing is built -> (the names it documents, what to use in their place).
 MODULES: Mapping[str, tuple[str, str]] = {
@@ -142,7 +147,8 @@ MODULES: Mapping[str, tuple[str, str]] = {
         "whole sequences on each rank: context parallelism is not built",
     ),
     "pytorch.attention.dot_product_attention.flex_attention": (
-        "score_mod's helpers", "torch.nn.attention.flex_attention, or core_attention_bias",
+        "score_mod's helpers",
+        "torch.nn.attention.flex_attention, or core_attention_bias",
     ),
     "pytorch.cpp_extensions": (
         "fused_attn_bwd, fused_attn_fwd, general_gemm, general_grouped_gemm, general_grouped_gemm_for_grouped_tensor, "
@@ -151,7 +157,8 @@ MODULES: Mapping[str, tuple[str, str]] = {
     ),
     "pytorch.cpu_offload": (
         "DefaultOffloadSynchronizer, OffloadSynchronizer, OffloadableLayerState, get_cpu_offload_context, "
-        "is_cpu_offload_enabled, mark_activation_offload, mark_not_offload, start_offload", _OFFLOAD,
+        "is_cpu_offload_enabled, mark_activation_offload, mark_not_offload, start_offload",
+        _OFFLOAD,
     ),
     "pytorch.cpu_offload_v1": ("get_cpu_offload_context", _OFFLOAD),
     "pytorch.cross_entropy": ("parallel_cross_entropy", "torch.nn.functional.cross_entropy on whole rows, in float32"),
@@ -168,7 +175,8 @@ MODULES: Mapping[str, tuple[str, str]] = {
     "pytorch.custom_recipes.reference_utils": ("Fp4Formats, HIGH_PRECISION_FLOAT_DTYPES, roundup_div", "plain Python"),
     "pytorch.distributed_weight": (
         "DistributedWeight, finalize_weight_grads, is_distributed_weight, materialize_weight_for_backward, "
-        "materialize_weight_for_forward", "torch.distributed.fsdp.fully_shard",
+        "materialize_weight_for_forward",
+        "torch.distributed.fsdp.fully_shard",
     ),
     "pytorch.dynamo": (
         "TensorSpec, is_value_opaque_quantizer, register_value_opaque_quantizer, to_tensor_spec",
@@ -176,19 +184,18 @@ MODULES: Mapping[str, tuple[str, str]] = {
     ),
     "pytorch.ep": (
         "EpBuffer, ep_bootstrap, ep_combine, ep_dispatch, ep_finalize, ep_prepare, is_ep_bootstrapped, is_symm_backed, "
-        "release_symm_mem_pool, symm_mem_alloc", "torch.distributed.all_to_all_single",
+        "release_symm_mem_pool, symm_mem_alloc",
+        "torch.distributed.all_to_all_single",
     ),
-    "pytorch.export": (
-        "assert_warmed_up, is_in_onnx_export_mode, onnx_export, te_translation_table",
-        _EXPORT,
-    ),
+    "pytorch.export": ("assert_warmed_up, is_in_onnx_export_mode, onnx_export, te_translation_table", _EXPORT),
     "pytorch.graph": (
         "graph_pool_handle, is_graph_capturing, make_graphed_callables, set_capture_end, set_capture_start",
         "torch.cuda.make_graphed_callables, torch.cuda.is_current_stream_capturing",
     ),
     "pytorch.jit": (
         "dgelu_fused_, l2normalization_backward_fused, l2normalization_fused, l2normalization_fwd_fused, "
-        "no_torch_dynamo, set_jit_fusion_options, warmup_jit_*", "torch.compile, torch.compiler.disable",
+        "no_torch_dynamo, set_jit_fusion_options, warmup_jit_*",
+        "torch.compile, torch.compiler.disable",
     ),
     "pytorch.module._common": ("WeightGradStore", "delay_wgrad_compute=True, and the module's backward_dw()"),
     "pytorch.numerics_debug": ("debug, fp8_tensor_statistics", "te.precision_report(model)"),
@@ -203,7 +210,8 @@ MODULES: Mapping[str, tuple[str, str]] = {
     ),
     "pytorch.permutation": (
         "moe_permute, moe_permute_and_pad_with_probs, moe_permute_with_probs, moe_sort_chunks_by_index, "
-        "moe_sort_chunks_by_index_with_probs, moe_unpermute", _PERMUTE,
+        "moe_sort_chunks_by_index_with_probs, moe_unpermute",
+        _PERMUTE,
     ),
     "pytorch.router": (
         "RoutingMapFormat, fused_compute_score_for_moe_aux_loss, fused_moe_aux_loss, fused_topk_with_score_function",
@@ -212,7 +220,7 @@ MODULES: Mapping[str, tuple[str, str]] = {
     "pytorch.tensor.grouped_tensor": ("GroupedTensor", _GROUPED),
     "pytorch.tensor.storage.grouped_tensor_storage": ("GroupedTensorStorage", _GROUPED),
     "pytorch.triton": ("cross_entropy, grouped_dbias_dscales, mhc, pad, permutation", "torch: no such kernel is built"),
-}  # fmt: skip
+}
 
 #: Other top packages that belong to the documented one.
 PACKAGES: Mapping[str, tuple[str, str]] = {
@@ -222,8 +230,15 @@ PACKAGES: Mapping[str, tuple[str, str]] = {
 
 #: Documented submodules of transformer_engine.pytorch that exist under that name only, behind `import te_torch.compat`.
 BEHIND_ALIAS = (
-    "distributed", "float8_tensor", "fp8", "module", "quantization", "quantized_tensor", "tensor", "transformer",
-)  # fmt: skip
+    "distributed",
+    "float8_tensor",
+    "fp8",
+    "module",
+    "quantization",
+    "quantized_tensor",
+    "tensor",
+    "transformer",
+)
 
 
 class NotBuiltError(UnsupportedError, AttributeError):

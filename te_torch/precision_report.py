@@ -1,8 +1,8 @@
 """What each GEMM of a model, and each product of its attention, was computed in: `precision_report`.
 
-    with te_torch.autocast(recipe=recipe):
-        loss = model(x).sum()
-    print(te_torch.precision_report(model))
+with te_torch.autocast(recipe=recipe):
+    loss = model(x).sum()
+print(te_torch.precision_report(model))
 """
 
 from __future__ import annotations
@@ -58,10 +58,17 @@ class PrecisionReport:
             return f"nothing has run yet: {idle}" if idle else NOTHING
         layers = [(layer, tuple(row.facts for row in rows)) for layer, rows in groupby(self.rows, lambda r: r.layer)]
         cells = [
-            (layer, f.gemm, f"{f.a} x {f.b}" if f.a else "-", f.accumulation or "-", f.family or "-",
-             ("" if f.as_asked else "NOT AS ASKED: ") + f.reason)
-            for layer, all_facts in together(layers) for f in all_facts
-        ]  # fmt: skip
+            (
+                layer,
+                f.gemm,
+                f"{f.a} x {f.b}" if f.a else "-",
+                f.accumulation or "-",
+                f.family or "-",
+                ("" if f.as_asked else "NOT AS ASKED: ") + f.reason,
+            )
+            for layer, all_facts in together(layers)
+            for f in all_facts
+        ]
         text = table(("layer", "gemm", "operands", "accumulation", "computed by", "why"), cells)
         return "\n".join([text, "", self._verdict(), *([f"not run yet: {idle}"] if idle else [])])
 

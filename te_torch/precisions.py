@@ -52,9 +52,11 @@ def _known(number: int) -> _Numbered:
     found = _by_number.get(number)
     if found is None:
         raise UnsupportedError(
-            "autocast", f"a recipe with functions of yours, {_KEPT} such recipes after its region ended",
-            "one recipe object that is kept, or recipes without functions", "make the recipe once, not in every step",
-        )  # fmt: skip
+            "autocast",
+            f"a recipe with functions of yours, {_KEPT} such recipes after its region ended",
+            "one recipe object that is kept, or recipes without functions",
+            "make the recipe once, not in every step",
+        )
     return found
 
 
@@ -87,9 +89,10 @@ def _has_functions(precision: Precision) -> bool:
     history = precision.history
     rules = (precision.input, precision.weight, precision.grad, precision.output, precision.grad_input)
     return (
-        precision.factory is not None or any(rule is not None and rule.custom is not None for rule in rules)
+        precision.factory is not None
+        or any(rule is not None and rule.custom is not None for rule in rules)
         or (history is not None and (callable(history.amax_algo) or history.scale_algo is not None))
-    )  # fmt: skip
+    )
 
 
 def _forget(number: int) -> None:
@@ -106,13 +109,11 @@ def _in_mode(precision: Precision, mode: int) -> Precision:
     if found is None:
         if mode & CALIBRATE:
             x, w = (o and replace(o, scaling="calibrate") for o in (precision.input, precision.weight))
-            changed = replace(
-                precision, input=x, weight=w, grad=None, output=None, grad_input=None, attention=None
-            )  # fmt: skip
+            changed = replace(precision, input=x, weight=w, grad=None, output=None, grad_input=None, attention=None)
         else:
             changed = replace(
                 precision, emulate=bool(mode & EMULATE), strict=bool(mode & STRICT), check_finite=bool(mode & CHECK)
-            )  # fmt: skip
+            )
         found = _modes[precision.serial, mode] = the_one(changed)
     return found
 

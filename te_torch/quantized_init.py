@@ -63,9 +63,7 @@ def fp8_model_init(
     enabled: bool = True, recipe: Recipe | None = None, preserve_high_precision_init_val: bool = False
 ) -> Any:
     """The documented older name of `quantized_model_init`."""
-    warnings.warn(
-        "fp8_model_init is the older name of quantized_model_init", DeprecationWarning, stacklevel=2
-    )
+    warnings.warn("fp8_model_init is the older name of quantized_model_init", DeprecationWarning, stacklevel=2)
     return quantized_model_init(enabled, recipe, preserve_high_precision_init_val)
 
 

@@ -14,6 +14,14 @@ from te_core.recipe import (
 )
 
 __all__ = [
-    "CustomRecipe", "DelayedScaling", "Float8BlockScaling", "Float8CurrentScaling", "Format", "MMParams",
-    "MXFP8BlockScaling", "NVFP4BlockScaling", "QParams", "Recipe",
-]  # fmt: skip
+    "CustomRecipe",
+    "DelayedScaling",
+    "Float8BlockScaling",
+    "Float8CurrentScaling",
+    "Format",
+    "MMParams",
+    "MXFP8BlockScaling",
+    "NVFP4BlockScaling",
+    "QParams",
+    "Recipe",
+]

@@ -205,9 +205,13 @@ def _pieces(t: Any) -> Iterator[tuple[str, Tensor]]:
             yield "parameters", q
         elif q is not None:
             pieces = (
-                ("rowwise", q.rowwise), ("columnwise", q.columnwise), ("scales", q.rowwise_scale),
-                ("scales", q.columnwise_scale), ("scales", q.rowwise_amax), ("scales", q.columnwise_amax),
-            )  # fmt: skip
+                ("rowwise", q.rowwise),
+                ("columnwise", q.columnwise),
+                ("scales", q.rowwise_scale),
+                ("scales", q.columnwise_scale),
+                ("scales", q.rowwise_amax),
+                ("scales", q.columnwise_amax),
+            )
             yield from ((kind, piece) for kind, piece in pieces if piece is not None)
 
 

@@ -45,10 +45,11 @@ def require_usable(operation: str, entry: str, value: Any) -> None:
         return
     index = (~good).nonzero()[0].tolist()
     raise ArgumentError(
-        operation, f"{entry}, whose {index} is {held[tuple(index)].item()}",
+        operation,
+        f"{entry}, whose {index} is {held[tuple(index)].item()}",
         "scales that are finite and above 0, and histories without NaN or anything below 0",
         "restore the entry from a sound checkpoint, or leave the four entries out to start scales anew",
-    )  # fmt: skip
+    )
 
 
 _tokens = itertools.count(1)
@@ -162,9 +163,11 @@ class ScalingState(torch.nn.Module):
         shapes = [tuple(getattr(self, name).shape) for name in NAMES]
         if [tuple(t.shape) if isinstance(t, torch.Tensor) else None for t in given] != shapes:
             raise ArgumentError(
-                operation, repr(values)[:200], f"two lists {keys} of tensors of shapes {shapes}",
+                operation,
+                repr(values)[:200],
+                f"two lists {keys} of tensors of shapes {shapes}",
                 "pass what get_fp8_meta_tensors() of this module gave, or None to begin anew",
-            )  # fmt: skip
+            )
         found = dict(zip(NAMES, given, strict=True))
         for name, t in found.items():
             require_usable(operation, name, t)
@@ -188,8 +191,9 @@ class ScalingState(torch.nn.Module):
         if changed and not quiet:
             warnings.warn(
                 f"amax histories of another length: {', '.join(changed)} to {length} rows; rows beyond are dropped, "
-                "missing ones are zeros", stacklevel=3,
-            )  # fmt: skip
+                "missing ones are zeros",
+                stacklevel=3,
+            )
 
     def prepare(self, precision: Precision, recipe: Any = None) -> None:
         """Take over the rule of this precision (called when it is not the one of the last forward)."""
@@ -350,9 +354,12 @@ def update_traced(states: list[ScalingState]) -> None:
         of_algo = [s for s in states if _rule(s).amax_algo == algo and _rule(s).scale_algo is None]
         if of_algo:
             torch.ops.te_runtime.update(
-                [s.scale_fwd for s in of_algo], [s.amax_history_fwd for s in of_algo], [s.used_fwd for s in of_algo],
-                [_limit(s, FORWARD) for s in of_algo], algo,
-            )  # fmt: skip
+                [s.scale_fwd for s in of_algo],
+                [s.amax_history_fwd for s in of_algo],
+                [s.used_fwd for s in of_algo],
+                [_limit(s, FORWARD) for s in of_algo],
+                algo,
+            )
     for s in states:
         if callable(_rule(s).amax_algo) or _rule(s).scale_algo is not None:
             _update_by_callables(s, FORWARD, _rule(s))

@@ -13,10 +13,17 @@ from te_core.errors import ArgumentError
 from te_torch import not_built
 
 __all__ = [
-    "attention_mask_func", "deinterleave_glu_tensor", "divide", "ensure_divisibility", "get_default_init_method",
-    "init_method_constant", "init_method_normal", "interleave_glu_tensor", "round_up_to_nearest_multiple",
+    "attention_mask_func",
+    "deinterleave_glu_tensor",
+    "divide",
+    "ensure_divisibility",
+    "get_default_init_method",
+    "init_method_constant",
+    "init_method_normal",
+    "interleave_glu_tensor",
+    "round_up_to_nearest_multiple",
     "scaled_init_method_normal",
-]  # fmt: skip
+]
 
 Init = Callable[[torch.Tensor], torch.Tensor]
 
@@ -82,9 +89,11 @@ def deinterleave_glu_tensor(tensor: torch.Tensor, interleave_size: int) -> torch
 def _turned(operation: str, tensor: torch.Tensor, size: int, gate_first: bool) -> torch.Tensor:
     if size <= 0 or not tensor.ndim or tensor.shape[0] % (2 * size):
         raise ArgumentError(
-            operation, f"interleave_size={size} for a tensor of shape {tuple(tensor.shape)}",
-            "a size above 0, twice of which divides the first dimension", "choose such a size, or pad the tensor",
-        )  # fmt: skip
+            operation,
+            f"interleave_size={size} for a tensor of shape {tuple(tensor.shape)}",
+            "a size above 0, twice of which divides the first dimension",
+            "choose such a size, or pad the tensor",
+        )
     each = tensor.shape[0] // (2 * size)
     blocks = (2, each) if gate_first else (each, 2)
     return tensor.reshape(*blocks, size, *tensor.shape[1:]).transpose(0, 1).reshape(tensor.shape)

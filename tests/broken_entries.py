@@ -26,8 +26,21 @@ import torch
 from tests.golden import load
 
 _NUMBERS = (
-    0, 1, 2, 127, 128, 255, 256, 0xFFFF, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF, 1 << 40, (1 << 63) - 1, (1 << 64) - 1
-)  # fmt: skip
+    0,
+    1,
+    2,
+    127,
+    128,
+    255,
+    256,
+    0xFFFF,
+    0x7FFFFFFF,
+    0x80000000,
+    0xFFFFFFFF,
+    1 << 40,
+    (1 << 63) - 1,
+    (1 << 64) - 1,
+)
 _LONGEST = 1 << 18  # of what is copied many times: more is a test of this machine
 _MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 _SNIPPETS = (
@@ -48,10 +61,13 @@ def seeds() -> dict[str, bytes]:
     """Honest entries of every form; the first ones were written by the peer."""
     golden = {key: t.numpy().tobytes() for key, t in load("extra_state").items() if t.numel()}
     state: dict[str, Any] = {
-        "scale_fwd": torch.ones(3), "amax_history_fwd": torch.ones(2, 3), "scale_bwd": torch.ones(2),
-        "amax_history_bwd": torch.ones(2, 2).t().contiguous().t(), "scale_inv_fwd": torch.ones(3),
+        "scale_fwd": torch.ones(3),
+        "amax_history_fwd": torch.ones(2, 3),
+        "scale_bwd": torch.ones(2),
+        "amax_history_bwd": torch.ones(2, 2).t().contiguous().t(),
+        "scale_inv_fwd": torch.ones(3),
         "extra_fp8_variables": {"num_gemms": 1, "fp8_max_fwd": 448.0, "update_amax": (1, [2, "x"], None), "b": 1 << 40},
-    }  # fmt: skip
+    }
     found = dict(list(golden.items())[:: max(1, len(golden) // 4)])
     for protocol in (3, 4, 5):
         file = io.BytesIO()
@@ -217,15 +233,18 @@ def zipped(members: list[tuple[str, bytes]], compression: int = zipfile.ZIP_STOR
 def _directory(r: random.Random, data: bytes) -> bytes:
     """A field of a record: of the directory, of its end, or in front of a file."""
     out = bytearray(data)
-    mark, fields = r.choice((
-        (b"PK\x01\x02", (
-            (4, 2), (6, 2), (8, 2), (10, 2), (16, 4), (20, 4), (24, 4), (28, 2), (30, 2), (32, 2), (42, 4),
-        )),
-        (b"PK\x03\x04", ((4, 2), (6, 2), (8, 2), (14, 4), (18, 4), (22, 4), (26, 2), (28, 2))),
-        (b"PK\x05\x06", ((4, 2), (6, 2), (8, 2), (10, 2), (12, 4), (16, 4), (20, 2))),
-        (b"PK\x06\x06", ((4, 8), (12, 2), (16, 4), (24, 8), (32, 8), (40, 8), (48, 8))),
-        (b"PK\x06\x07", ((4, 4), (8, 8), (16, 4))),
-    ))  # fmt: skip
+    mark, fields = r.choice(
+        (
+            (
+                b"PK\x01\x02",
+                ((4, 2), (6, 2), (8, 2), (10, 2), (16, 4), (20, 4), (24, 4), (28, 2), (30, 2), (32, 2), (42, 4)),
+            ),
+            (b"PK\x03\x04", ((4, 2), (6, 2), (8, 2), (14, 4), (18, 4), (22, 4), (26, 2), (28, 2))),
+            (b"PK\x05\x06", ((4, 2), (6, 2), (8, 2), (10, 2), (12, 4), (16, 4), (20, 2))),
+            (b"PK\x06\x06", ((4, 8), (12, 2), (16, 4), (24, 8), (32, 8), (40, 8), (48, 8))),
+            (b"PK\x06\x07", ((4, 4), (8, 8), (16, 4))),
+        )
+    )
     starts = [i for i in range(len(out)) if out.startswith(mark, i)]
     if not starts:
         return _bytes(r, data)
@@ -260,9 +279,17 @@ def broken(count: int, seed: int = 0) -> Iterator[tuple[str, bytes]]:
 
 #: What the parts that the reader is made of say of malformed input. Another cause is a fault of the reader's own.
 CAUSES = (
-    "ValueError", "IndexError", "KeyError", "EOFError", "OverflowError", "BadZipFile", "NotImplementedError",
-    "RuntimeError", "UnicodeDecodeError", "error",
-)  # fmt: skip
+    "ValueError",
+    "IndexError",
+    "KeyError",
+    "EOFError",
+    "OverflowError",
+    "BadZipFile",
+    "NotImplementedError",
+    "RuntimeError",
+    "UnicodeDecodeError",
+    "error",
+)
 
 
 def outcome(data: bytes) -> str:

@@ -26,12 +26,7 @@ from hypothesis import HealthCheck, settings  # noqa: E402
 
 # The same examples every time: a suite that finds a fault must find it again.
 settings.register_profile(
-    "te",
-    derandomize=True,
-    deadline=None,
-    max_examples=25,
-    database=None,
-    suppress_health_check=[HealthCheck.too_slow],
+    "te", derandomize=True, deadline=None, max_examples=25, database=None, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("te")
 

@@ -43,19 +43,37 @@ class Attention(torch.nn.Module):
     def __init__(self, d: Draw, place: dict[str, Any]) -> None:
         super().__init__()
         names = (
-            "hidden_size", "num_attention_heads", "kv_channels", "attention_dropout", "layernorm_epsilon",
-            "layer_number", "num_gqa_groups", "fuse_wgrad_accumulation", "fuse_qkv_params", "zero_centered_gamma",
-            "qkv_weight_interleaved", "rotary_pos_interleaved", "bias", "normalization", "qk_norm_type", "qk_norm_eps",
-            "qk_norm_before_rope", "softmax_type",
-        )  # fmt: skip
+            "hidden_size",
+            "num_attention_heads",
+            "kv_channels",
+            "attention_dropout",
+            "layernorm_epsilon",
+            "layer_number",
+            "num_gqa_groups",
+            "fuse_wgrad_accumulation",
+            "fuse_qkv_params",
+            "zero_centered_gamma",
+            "qkv_weight_interleaved",
+            "rotary_pos_interleaved",
+            "bias",
+            "normalization",
+            "qk_norm_type",
+            "qk_norm_eps",
+            "qk_norm_before_rope",
+            "softmax_type",
+        )
         prefix = "enc_dec_" if d.cross else ""
         self.mask = d.layer["enc_dec_attn_mask_type" if d.cross else "self_attn_mask_type"]
         self.attention = te.MultiheadAttention(
-            **{name: d.layer[name] for name in names if name in d.layer}, **d.call["attention"], **place,
-            qkv_format=d.form, attn_mask_type=self.mask, attention_type="cross" if d.cross else "self",
+            **{name: d.layer[name] for name in names if name in d.layer},
+            **d.call["attention"],
+            **place,
+            qkv_format=d.form,
+            attn_mask_type=self.mask,
+            attention_type="cross" if d.cross else "self",
             window_size=d.layer.get(f"{prefix}window_size"),
             bottom_right_diagonal=d.layer.get(f"{prefix}bottom_right_diagonal"),
-        )  # fmt: skip
+        )
 
     def forward(self, x: torch.Tensor, **options: Any) -> torch.Tensor:
         """All that it returns, of the width of x."""
@@ -86,9 +104,13 @@ class Linears(torch.nn.Module):
         self.second = te.Linear(wide, width, **shared, **split)
         self.grouped = te.GroupedLinear(2, width, width, **shared)
         self.mlp = te.LayerNormMLP(
-            width, wide, activation=d.layer.get("activation", "gelu"), checkpoint=more.get("checkpoint", False),
-            **shared, **norm,
-        )  # fmt: skip
+            width,
+            wide,
+            activation=d.layer.get("activation", "gelu"),
+            checkpoint=more.get("checkpoint", False),
+            **shared,
+            **norm,
+        )
 
     def forward(self, x: torch.Tensor, *, is_first_microbatch: bool | None = None, **ignored: Any) -> torch.Tensor:
         """All that they return, of the width of x."""
@@ -347,9 +369,14 @@ def _generated(d: Draw, layer: Any, x: torch.Tensor, options: dict[str, Any]) ->
 #: The least signal-to-noise ratios in dB that `nearness` may find: some decibels below the lowest of 20,000 draws. A
 #: gradient that is lost has 0 dB, numbers that have nothing to do with the layer have -3.
 FLOORS = {
-    "": (30.0, 20.0, 10.0), "delayed": (9.0, 5.0, 1.0), "current": (9.0, 5.0, 1.0), "block": (12.0, 10.0, 5.0),
-    "mxfp8": (12.0, 10.0, 5.0), "nvfp4": (4.0, 0.0, -6.0), "custom": (4.0, 0.0, -6.0),
-}  # fmt: skip
+    "": (30.0, 20.0, 10.0),
+    "delayed": (9.0, 5.0, 1.0),
+    "current": (9.0, 5.0, 1.0),
+    "block": (12.0, 10.0, 5.0),
+    "mxfp8": (12.0, 10.0, 5.0),
+    "nvfp4": (4.0, 0.0, -6.0),
+    "custom": (4.0, 0.0, -6.0),
+}
 
 
 class Outcome(NamedTuple):
@@ -380,8 +407,9 @@ def judge(d: Draw) -> Outcome:
     ratios = nearness(got, want)
     low = [
         f"{name} {found:.1f} dB of {least}"
-        for (name, found), least in zip(ratios.items(), FLOORS[d.recipe], strict=False) if found < least
-    ]  # fmt: skip
+        for (name, found), least in zip(ratios.items(), FLOORS[d.recipe], strict=False)
+        if found < least
+    ]
     return Outcome("fault" if low else "computed", ", ".join(low), ratios)
 
 

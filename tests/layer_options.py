@@ -31,27 +31,49 @@ MASKS = ("causal", "no_mask", "causal_bottom_right", "arbitrary", *PADDED)
 GAP = 3  # at most so many tokens behind a packed sequence belong to none
 
 LAYER: dict[str, tuple[Any, ...]] = {
-    "layernorm_epsilon": (1e-3,), "window_size": ((2, 0), (0, 0), (3, 3), (-1, -1), (5, -1)),
-    "bottom_right_diagonal": (True, False), "apply_residual_connection_post_layernorm": (True,),
-    "output_layernorm": (True,), "parallel_attention_mlp": (True,), "fuse_qkv_params": (True,),
-    "qkv_weight_interleaved": (False,), "rotary_pos_interleaved": (True,), "zero_centered_gamma": (True,),
-    "bias": (False,), "activation": ACTIVATIONS, "normalization": ("RMSNorm",), "layer_number": (1, 3),
-    "qk_norm_type": ("L2Normalization", "RMSNorm", "LayerNorm"), "qk_norm_before_rope": (True,),
-    "softmax_type": ("off-by-one", "learnable"), "qk_norm_eps": (1e-3,), "kv_channels": (8, 12, 32),
-}  # fmt: skip
+    "layernorm_epsilon": (1e-3,),
+    "window_size": ((2, 0), (0, 0), (3, 3), (-1, -1), (5, -1)),
+    "bottom_right_diagonal": (True, False),
+    "apply_residual_connection_post_layernorm": (True,),
+    "output_layernorm": (True,),
+    "parallel_attention_mlp": (True,),
+    "fuse_qkv_params": (True,),
+    "qkv_weight_interleaved": (False,),
+    "rotary_pos_interleaved": (True,),
+    "zero_centered_gamma": (True,),
+    "bias": (False,),
+    "activation": ACTIVATIONS,
+    "normalization": ("RMSNorm",),
+    "layer_number": (1, 3),
+    "qk_norm_type": ("L2Normalization", "RMSNorm", "LayerNorm"),
+    "qk_norm_before_rope": (True,),
+    "softmax_type": ("off-by-one", "learnable"),
+    "qk_norm_eps": (1e-3,),
+    "kv_channels": (8, 12, 32),
+}
 RATES = {"hidden_dropout": (0.2, 1.0), "attention_dropout": (0.2, 1.0), "drop_path_rate": (0.3, 1.0)}
 CROSS = {"enc_dec_window_size": ((2, 1),), "enc_dec_bottom_right_diagonal": (True, False)}
 #: Of MultiheadAttention alone, and of linears one behind the other (`tests.layer_draws.Linears`).
 ATTENTION = {"return_bias": (True,), "return_layernorm_output": (True,), "input_layernorm": (True,)}
 LINEARS = {
-    "return_bias": (True,), "return_layernorm_output": (True,), "parameters_split": (("a", "b"),),
-    "fp8_output": (True,), "checkpoint": (True,), "delay_wgrad_compute": (True,),
-}  # fmt: skip
+    "return_bias": (True,),
+    "return_layernorm_output": (True,),
+    "parameters_split": (("a", "b"),),
+    "fp8_output": (True,),
+    "checkpoint": (True,),
+    "delay_wgrad_compute": (True,),
+}
 
 FP8 = {"fp8_dpa": (True,), "fp8_mha": (True,)}
 OVERRIDE = {"backward_override": ("high_precision", "dequantized")}
-FACTORIES = ("delayed_scaling_factory", "current_scaling_factory", "float8_block_scaling_factory", "mxfp8_factory",
-             "nvfp4_factory", "high_precision_factory")  # fmt: skip
+FACTORIES = (
+    "delayed_scaling_factory",
+    "current_scaling_factory",
+    "float8_block_scaling_factory",
+    "mxfp8_factory",
+    "nvfp4_factory",
+    "high_precision_factory",
+)
 RECIPES: dict[str, tuple[type[Recipe], dict[str, tuple[Any, ...]]]] = {
     "delayed": (DelayedScaling, {
         "fp8_format": (Format.E4M3, Format.E5M2), "amax_history_len": (1, 3), "amax_compute_algo": ("most_recent",),
@@ -167,10 +189,16 @@ def _layer(r: Chance, device: str) -> dict[str, Any]:
     form = r.of("sbhd", "sbhd", "bshd", "bshd", "thd")
     heads = r.of(2, 4, 1, 3)
     layer: dict[str, Any] = {
-        "hidden_size": r.of(32, 64, 48, 40, 33), "ffn_hidden_size": r.of(64, 32, 50, 35), "num_attention_heads": heads,
-        "hidden_dropout": 0.0, "attention_dropout": 0.0, "attn_input_format": form, "kv_channels": 16,
-        "params_dtype": r.of("fp32", "bf16", "bf16", "fp16"), "fuse_wgrad_accumulation": False,
-    } | r.options(0.15, LAYER)  # fmt: skip
+        "hidden_size": r.of(32, 64, 48, 40, 33),
+        "ffn_hidden_size": r.of(64, 32, 50, 35),
+        "num_attention_heads": heads,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "attn_input_format": form,
+        "kv_channels": 16,
+        "params_dtype": r.of("fp32", "bf16", "bf16", "fp16"),
+        "fuse_wgrad_accumulation": False,
+    } | r.options(0.15, LAYER)
     if device != "cpu":  # the width that FP8 training takes on Hopper
         layer["kv_channels"] = r.of(layer["kv_channels"], 128)
     if r.some(0.4):

@@ -90,9 +90,7 @@ def differences(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> list[
 
 def fp8_state(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Copies of all scales and histories in a module."""
-    return {
-        name: t.clone() for name, t in module.named_buffers() if "fp8_state." in name and "used" not in name
-    }
+    return {name: t.clone() for name, t in module.named_buffers() if "fp8_state." in name and "used" not in name}
 
 
 def on(device: str, *tensors: torch.Tensor | None) -> None:

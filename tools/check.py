@@ -14,6 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 
 CHECKS = {
+    "format": ["-m", "ruff", "format", "--check", "--quiet", "."],
     "lint": ["-m", "ruff", "check", "--quiet", "--output-format=concise", "."],
     "types": ["-m", "mypy"],
     "floors": ["-m", "pytest", "-q", "tests/core/test_import_floors.py"],
@@ -34,10 +35,7 @@ def main() -> int:
         bad = subprocess.run([sys.executable, *CHECKS[name]], cwd=ROOT).returncode
         print(f"== {name}: {'FAILED' if bad else 'ok'} ({time.perf_counter() - start:.1f} s)\n", flush=True)
         failed += [name] * bool(bad)
-    print(
-        f"check: {len(wanted) - len(failed)} of {len(wanted)} ok"
-        + f", failed: {' '.join(failed)}" * bool(failed)
-    )
+    print(f"check: {len(wanted) - len(failed)} of {len(wanted)} ok" + f", failed: {' '.join(failed)}" * bool(failed))
     return bool(failed)
 
 

@@ -22,9 +22,7 @@ from te_core.kernels import loader  # noqa: E402
 ARCHS = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120")
 
 Job = tuple[str, dict[str, loader.Constant], str]  # file, constants, architecture
-Outcome = tuple[
-    float, int, str
-]  # seconds, bytes of the cubin, the compiler's complaint (empty if it compiled)
+Outcome = tuple[float, int, str]  # seconds, bytes of the cubin, the compiler's complaint (empty if it compiled)
 
 
 def build(job: Job) -> Outcome:
@@ -43,16 +41,12 @@ def report(name: str, results: Sequence[tuple[Job, Outcome]]) -> bool:
     failed = [(job, error) for job, (_, _, error) in results if error]
     seconds, largest = sum(r[0] for _, r in results), max(r[1] for _, r in results)
     verdict = f"{len(failed)} FAILED" if failed else "ok"
-    print(
-        f"{name + '.cu':<28} {len(results):>4} builds {seconds:7.2f} s {largest / 1024:8.1f} KiB  {verdict}"
-    )
+    print(f"{name + '.cu':<28} {len(results):>4} builds {seconds:7.2f} s {largest / 1024:8.1f} KiB  {verdict}")
     shown: set[str] = set()
     for (_, constants, arch), error in failed:
         print(f"  {arch} {' '.join(f'{k}={v}' for k, v in constants.items())}")
         core = error.replace(arch, "")
-        if (
-            core not in shown and len(shown) < 2
-        ):  # builds of one file mostly fail for one reason: print it once
+        if core not in shown and len(shown) < 2:  # builds of one file mostly fail for one reason: print it once
             print("    " + error.replace("\n", "\n    "))
         shown.add(core)
     sys.stdout.flush()
@@ -61,9 +55,7 @@ def report(name: str, results: Sequence[tuple[Job, Outcome]]) -> bool:
 
 def main() -> int:
     """Compile all; 0 if everything compiled."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="kernel files without .cu (default: all)")
     parser.add_argument("--arch", action="append", help=f"default: {' '.join(ARCHS)}")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes (default: one a core)")

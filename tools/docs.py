@@ -22,12 +22,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 TIMEOUT = 300  # seconds for a page's examples or one generated text
 
-_OUTPUT = re.compile(
-    r"(?P<head><!-- output of: (?P<command>.*?) -->\n).*?(?P<tail><!-- end of output -->)", re.DOTALL
-)
-_EXAMPLE = re.compile(
-    r"(?P<skip><!-- not run: .+? -->\n+)?^```python\n(?P<code>.*?)^```", re.DOTALL | re.MULTILINE
-)
+_OUTPUT = re.compile(r"(?P<head><!-- output of: (?P<command>.*?) -->\n).*?(?P<tail><!-- end of output -->)", re.DOTALL)
+_EXAMPLE = re.compile(r"(?P<skip><!-- not run: .+? -->\n+)?^```python\n(?P<code>.*?)^```", re.DOTALL | re.MULTILINE)
 _FENCE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 _LINK = re.compile(r"\]\((?!\w+:)([^)#\s]+)(?:#[^)\s]*)?\)")
 
@@ -85,12 +81,8 @@ def dead_links(page: Path, text: str) -> list[str]:
 
 def main() -> int:
     """Go over all pages; 0 if nothing is wrong."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--check", action="store_true", help="write nothing, fail on generated text that changed"
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing, fail on generated text that changed")
     given = parser.parse_args()
     problems = 0
     for page in pages():

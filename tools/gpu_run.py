@@ -38,19 +38,14 @@ class Steps:
         left = max(1, self.end - start) if self.end else None
         self.say(f"== {name}: {' '.join(command)}")
         process = subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env=self.env,
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            bufsize=1,
+            command, cwd=ROOT, env=self.env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, bufsize=1
         )
         # First asked politely, so that pytest ends its workers and writes its report.
-        timers = [] if left is None else [
-            threading.Timer(left, process.send_signal, [signal.SIGINT]),
-            threading.Timer(left + 20, process.kill),
-        ]  # fmt: skip
+        timers = (
+            []
+            if left is None
+            else [threading.Timer(left, process.send_signal, [signal.SIGINT]), threading.Timer(left + 20, process.kill)]
+        )
         for timer in timers:
             timer.start()
         assert process.stdout is not None
@@ -86,15 +81,7 @@ def environment(wheels: Path, site: Path) -> dict[str, str]:
 
 def pytest_command(given: argparse.Namespace, out: Path) -> list[str]:
     """The suite's command line."""
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        f"--junitxml={out / 'tests.xml'}",
-    ]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={out / 'tests.xml'}"]
     command += [f"--shard={given.shard}"] + ["--require-cuda"] * given.require_cuda
     if given.jobs > 1 and importlib.util.find_spec("xdist"):
         command += ["-n", str(given.jobs), "--dist", "worksteal"]
@@ -121,12 +108,8 @@ def pack(out: Path) -> None:
 
 def main() -> int:
     """Run what was asked for; 0 if every step ended well."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--wheels", type=Path, default=ROOT / ".whl", help="folder of wheels to put on the path"
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--wheels", type=Path, default=ROOT / ".whl", help="folder of wheels to put on the path")
     parser.add_argument("--shard", default="1/1", help="I/N: which part of the suite; none: no tests")
     parser.add_argument("--bench", default="", help="names of benchmarks, separated by blanks")
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "gpu", help="folder of the results")

@@ -96,9 +96,7 @@ def judge(mutant: Mutant, tree: Path) -> Verdict:
     path = tree / mutant.file
     text = path.read_text() if path.is_file() else ""
     if text.count(mutant.old) != 1:
-        return Verdict(
-            "error", f"its old text stands {text.count(mutant.old)} times in {mutant.file}, not once"
-        )
+        return Verdict("error", f"its old text stands {text.count(mutant.old)} times in {mutant.file}, not once")
     path.write_text(text.replace(mutant.old, mutant.new))
     try:
         code, detail = run_tests(tree, mutant.tests, mutant.cuda)
@@ -113,9 +111,7 @@ def judge(mutant: Mutant, tree: Path) -> Verdict:
     return Verdict("error", f"pytest ended with {code}: {detail}")
 
 
-def judge_all(
-    mutants: list[Mutant], jobs: int, keep: Callable[[dict[str, Verdict]], None]
-) -> dict[str, Verdict]:
+def judge_all(mutants: list[Mutant], jobs: int, keep: Callable[[dict[str, Verdict]], None]) -> dict[str, Verdict]:
     """Every fault, in as many copies of the tree as jobs; a selection must pass before a fault counts. `keep` is given
     what is known after each, so that a run that is cut short was not for nothing.
     """
@@ -182,9 +178,7 @@ def write_table(mutants: list[Mutant], verdicts: dict[str, Verdict], table: Path
 
 def main() -> int:
     """Judge the chosen faults; 0 if every one was caught."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="names or patterns such as 'gemm-*' (default: all)")
     parser.add_argument("--cuda", action="store_true", help="judge those that need CUDA, not the others")
     parser.add_argument("--jobs", type=int, default=1, help="how many at a time")

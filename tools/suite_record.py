@@ -54,9 +54,13 @@ def outcome(xml: Path) -> dict[str, Any]:
             else:
                 passed += 1
     return {
-        "passed": passed, "failed": len(failed), "failed tests": failed, "skipped": sum(skipped.values()),
-        "skipped by reason": dict(skipped.most_common()), "test seconds": round(seconds, 1),
-    }  # fmt: skip
+        "passed": passed,
+        "failed": len(failed),
+        "failed tests": failed,
+        "skipped": sum(skipped.values()),
+        "skipped by reason": dict(skipped.most_common()),
+        "test seconds": round(seconds, 1),
+    }
 
 
 def _reason(skip: ET.Element) -> str:
@@ -87,8 +91,10 @@ def markdown(found: list[tuple[Path, dict[str, Any]]]) -> str:
     lines = [
         f"The suite on one {about['device']}, {found[-1][1]['time'][:10]}, at commit `{about['commit']}` "
         f"(torch {about['torch']}, `--require-cuda`):",
-        "", "| shard | passed | failed | skipped | record |", "|---|---|---|---|---|",
-    ]  # fmt: skip
+        "",
+        "| shard | passed | failed | skipped | record |",
+        "|---|---|---|---|---|",
+    ]
     reasons: Counter[str] = Counter()
     for path, record in found:
         numbers = (f"{record[key]:,}" for key in ("passed", "failed", "skipped"))

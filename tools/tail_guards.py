@@ -190,9 +190,7 @@ def violations(sizes: list[Size], exceptions: list[dict[str, str | int]]) -> lis
         elif value > int(entry["size"]):
             problems.append(f"{shown}: {value}, its exception allows {entry['size']}")
         elif value < int(entry["size"]):
-            problems.append(
-                f"{EXCEPTIONS}: {rule} {name} is down to {value} from {entry['size']}: lower its size"
-            )
+            problems.append(f"{EXCEPTIONS}: {rule} {name} is down to {value} from {entry['size']}: lower its size")
         elif not str(entry.get("reason", "")).strip():
             problems.append(f"{EXCEPTIONS}: {rule} {name} has no reason")
     stale = [f"{EXCEPTIONS}: {rule} {where} is within the limit or gone: remove it" for rule, where in listed]

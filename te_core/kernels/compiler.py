@@ -57,10 +57,11 @@ def architecture(capability: tuple[int, int]) -> str:
     older = [a for a in known if a <= wanted]
     if not older:
         raise LibraryError(
-            "compile a kernel", f"a device of compute capability {capability[0]}.{capability[1]}",
+            "compile a kernel",
+            f"a device of compute capability {capability[0]}.{capability[1]}",
             f"what NVRTC {_version()} compiles for: {', '.join(f'{a / 10}' for a in known)}",
             "install an NVRTC that knows the device",
-        )  # fmt: skip
+        )
     return f"compute_{max(older)}"
 
 
@@ -164,10 +165,11 @@ def cuda_headers() -> list[Path]:
             # A toolkit keeps <nv/target> apart, in the CCCL folder.
             return [place, place / "cccl"] if (place / "cccl").is_dir() else [place]
     raise LibraryError(
-        "find the CUDA headers", "cuda_fp8.h in none of " + ", ".join(map(str, places)),
+        "find the CUDA headers",
+        "cuda_fp8.h in none of " + ", ".join(map(str, places)),
         "the headers of the nvidia-cuda-runtime wheel or of a CUDA toolkit",
         f"{libraries.pip_install('CUDA headers')}, or set TE_CORE_CUDA_INCLUDE to the folder that holds cuda_fp8.h",
-    )  # fmt: skip
+    )
 
 
 _found_version: tuple[int, ...] = ()
@@ -229,7 +231,9 @@ def _check(lib: Any, status: int, call: str) -> None:
 
 def _compile_error(title: str, options: list[str], log: str) -> LibraryError:
     return LibraryError(  # the log shows the lines at fault
-        f"compile {title}", f"the errors below, with options {' '.join(options)}\n{log}\n", "a source that compiles",
+        f"compile {title}",
+        f"the errors below, with options {' '.join(options)}\n{log}\n",
+        "a source that compiles",
         "check the constants; if the kernel is unchanged, the CUDA headers may not match NVRTC "
         f"{_version()} ({', '.join(map(str, cuda_headers()))})",
-    )  # fmt: skip
+    )

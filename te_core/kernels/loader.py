@@ -16,14 +16,7 @@ from typing import Any
 
 from te_core import libraries
 from te_core.errors import ArgumentError, LibraryError
-from te_core.kernels.compiler import (
-    Constant,
-    architecture,
-    cached,
-    compile_checks,
-    compile_source,
-    source_path,
-)
+from te_core.kernels.compiler import Constant, architecture, cached, compile_checks, compile_source, source_path
 from te_core.runtime import Runtime
 
 __all__ = ["Arguments", "Kernel", "compile_checks", "compile_source", "get", "source_path"]
@@ -121,9 +114,11 @@ class Kernel:
 
     def _argument_error(self, args: tuple[Any, ...], error: Exception) -> ArgumentError:
         return ArgumentError(
-            f"launch {self.name}", f"{args} ({error})", f"{len(self._args)} arguments: {self._args} "
-            "(p address or None, q int64, i int32, f float32)", "match the kernel's signature",
-        )  # fmt: skip
+            f"launch {self.name}",
+            f"{args} ({error})",
+            f"{len(self._args)} arguments: {self._args} (p address or None, q int64, i int32, f float32)",
+            "match the kernel's signature",
+        )
 
     def __repr__(self) -> str:
         return f"Kernel({self.name}, args {self._args!r})"
@@ -170,9 +165,11 @@ def _load(rt: Runtime, name: str, entry: str, args: str, constants: dict[str, Co
             function = backend.moduleGetFunction(_modules[key], entry)
         except Exception as error:
             raise LibraryError(
-                f"load {name}", f"no function {entry!r} ({error})", f'an extern "C" function of {name}.cu',
+                f"load {name}",
+                f"no function {entry!r} ({error})",
+                f'an extern "C" function of {name}.cu',
                 "correct the entry's name",
-            ) from error  # fmt: skip
+            ) from error
     return Kernel(entry, function, args, backend)
 
 
@@ -181,7 +178,5 @@ def _cupy_driver() -> Any:
     try:
         from cupy_backends.cuda.api import driver
     except ImportError as error:
-        raise LibraryError(
-            "load a kernel", str(error), "CuPy 13 or newer", libraries.pip_install("CuPy")
-        ) from error
+        raise LibraryError("load a kernel", str(error), "CuPy 13 or newer", libraries.pip_install("CuPy")) from error
     return driver

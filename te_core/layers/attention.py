@@ -114,9 +114,15 @@ def forward(
     core, q, k, v = views(spec, a, b, c)
     out = rt.empty((*_lead(a, spec.core.q_format), spec.heads * spec.d_v), q.dtype)
     done = ops.attention_forward(
-        rt, q, k, v, spec=core, terms=terms, stats=training and not spec.recompute,
+        rt,
+        q,
+        k,
+        v,
+        spec=core,
+        terms=terms,
+        stats=training and not spec.recompute,
         out=out.reshape(*q.shape[:-1], spec.d_v),
-    )  # fmt: skip
+    )
     outputs = (out,) if done.max_logit is None else (out, done.max_logit)
     kept = None if spec.recompute else out
     return outputs, AttentionSaved(
@@ -126,9 +132,14 @@ def forward(
 
 @explained
 def backward(
-    rt: Runtime, dy: Tensor, dmax: None, saved: AttentionSaved, *, spec: AttentionLayerSpec,
+    rt: Runtime,
+    dy: Tensor,
+    dmax: None,
+    saved: AttentionSaved,
+    *,
+    spec: AttentionLayerSpec,
     scales: Scales | None = None,
-) -> tuple[Tensor | None, ...]:  # fmt: skip
+) -> tuple[Tensor | None, ...]:
     """(da, db, dc, dbias, None, dsink): gradients of the inputs as they came."""
     s = saved
     bias = None if s.bias is None else on_boundary(rt, s.bias)  # traced code saves the input, not forward's copy
@@ -146,15 +157,28 @@ def backward(
     assert da is not None
     _, dq, dk, dv = views(spec, da, db, dc)
     found = ops.attention_backward(
-        rt, on_boundary(rt, dy).reshape(*shape), q, k, v, out.reshape(*shape), stats, spec=core, terms=terms,
-        grads=(dq, dk, dv), bias_grad=needs.bias,
-    )  # fmt: skip
+        rt,
+        on_boundary(rt, dy).reshape(*shape),
+        q,
+        k,
+        v,
+        out.reshape(*shape),
+        stats,
+        spec=core,
+        terms=terms,
+        grads=(dq, dk, dv),
+        bias_grad=needs.bias,
+    )
     if spec.copies:
         da, db, dc = ops.rope_qkv_backward(rt, dq, dk, dv, None, None, **split_options(spec)), None, None
     return (
-        da if needs.q else None, db if needs.k else None, dc if needs.v else None, found.bias if needs.bias else None,
-        None, found.sink if needs.sink else None,
-    )  # fmt: skip
+        da if needs.q else None,
+        db if needs.k else None,
+        dc if needs.v else None,
+        found.bias if needs.bias else None,
+        None,
+        found.sink if needs.sink else None,
+    )
 
 
 def on_boundary(rt: Runtime, t: Tensor) -> Tensor:
@@ -211,9 +235,12 @@ def _parts(spec: AttentionLayerSpec, lead: tuple[int, ...]) -> tuple[tuple[int, 
 
 
 def terms_of(
-    cu_q: Tensor | None, cu_kv: Tensor | None, cu_q_padded: Tensor | None, cu_kv_padded: Tensor | None,
+    cu_q: Tensor | None,
+    cu_kv: Tensor | None,
+    cu_q_padded: Tensor | None,
+    cu_kv_padded: Tensor | None,
     *rest: Tensor | None,
-) -> Terms:  # fmt: skip
+) -> Terms:
     """The terms of an attention, whose lengths a bridge hands over one by one."""
     lengths = None
     if cu_q is not None:
@@ -225,6 +252,9 @@ def terms_of(
 def split_options(spec: AttentionLayerSpec) -> dict[str, Any]:
     """How `ops.rope_qkv` copies q, k and v apart, and its backward their gradients together."""
     return {
-        "heads": spec.heads, "groups": spec.groups, "head_dims": (spec.d_qk, spec.d_qk, spec.d_v),
-        "interleaved_groups": spec.interleaved, "fmt": spec.core.q_format,
-    }  # fmt: skip
+        "heads": spec.heads,
+        "groups": spec.groups,
+        "head_dims": (spec.d_qk, spec.d_qk, spec.d_v),
+        "interleaved_groups": spec.interleaved,
+        "fmt": spec.core.q_format,
+    }

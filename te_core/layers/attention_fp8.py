@@ -141,9 +141,22 @@ def forward(
     first, second, third = (*kept, None, None)[:3]
     assert first is not None
     return (y,), AttentionFp8Saved(
-        first, second, third, None if layer.recompute else keep(out, True), stats, pairs, *frames, bias, slopes, cu_q,
-        cu_kv, cu_q_padded, cu_kv_padded, mask, rng,
-    )  # fmt: skip
+        first,
+        second,
+        third,
+        None if layer.recompute else keep(out, True),
+        stats,
+        pairs,
+        *frames,
+        bias,
+        slopes,
+        cu_q,
+        cu_kv,
+        cu_q_padded,
+        cu_kv_padded,
+        mask,
+        rng,
+    )
 
 
 @explained
@@ -194,9 +207,11 @@ def check(spec: AttentionFp8Spec) -> None:
     reason = fp8_refusal(layer.core, rule.qkv.scaling, row_widths(layer))
     if reason is not None or rule.history is None:
         raise UnsupportedError(
-            "FP8 attention", reason or "no history for P and dS", "what docs/attention.md lists under FP8",
+            "FP8 attention",
+            reason or "no history for P and dS",
+            "what docs/attention.md lists under FP8",
             "leave it out, or run attention in high precision (NVTE_DPA_FP8_RECIPE=F16)",
-        )  # fmt: skip
+        )
 
 
 def row_widths(layer: AttentionLayerSpec) -> tuple[int, ...]:
@@ -208,20 +223,34 @@ def row_widths(layer: AttentionLayerSpec) -> tuple[int, ...]:
 
 
 def _attend(
-    rt: Runtime, held: list[QuantizedTensor], frames: Frames, terms: Terms, spec: AttentionFp8Spec, pairs: Tensor,
-    out: Value, amax: Tensor | None,
-) -> Tensor | None:  # fmt: skip
+    rt: Runtime,
+    held: list[QuantizedTensor],
+    frames: Frames,
+    terms: Terms,
+    spec: AttentionFp8Spec,
+    pairs: Tensor,
+    out: Value,
+    amax: Tensor | None,
+) -> Tensor | None:
     """Write the output; the statistics, if there will be a backward."""
     layer = spec.attention
     core, q, k, v = views(layer, *_views(layer, held, frames))
     p_amax, o_amax = (_amax(amax, FORWARD_SLOTS * gemm + slot) for gemm, slot in (P, OUT))
     done = ops.attention_fp8_forward(
-        rt, q, k, v, spec=core, terms=terms, stats=any(layer.needs), out=_as(out, (*q.shape[:-1], layer.d_v)),
+        rt,
+        q,
+        k,
+        v,
+        spec=core,
+        terms=terms,
+        stats=any(layer.needs),
+        out=_as(out, (*q.shape[:-1], layer.d_v)),
         scales=ForwardScales(
-            *_inverses(held), _scaled(pairs, 0, p_amax),
+            *_inverses(held),
+            _scaled(pairs, 0, p_amax),
             _scaled(pairs, 1, o_amax) if isinstance(out, QuantizedTensor) else None,
         ),
-    )  # fmt: skip
+    )
     return done.stats
 
 
@@ -253,9 +282,7 @@ def _fp8_backward(
     scaled = None
     if rule.grad_input.scaling == "delayed":
         stores = [_storage(rt, x.shape, rule.grad_input) for x in done.held]
-        found = ops.scale_pairs(
-            rt, (dp_scale, *[scale] * len(stores)), (None, *[store.scale_inv for store in stores])
-        )  # fmt: skip
+        found = ops.scale_pairs(rt, (dp_scale, *[scale] * len(stores)), (None, *[store.scale_inv for store in stores]))
         scaled = _scaled(found, 1, _amax(scales.backward_amax, at))
         made += stores
     else:
@@ -264,12 +291,28 @@ def _fp8_backward(
     whole = views(layer, *_views(layer, made, done.frames))
     shape = (*q.shape[:-1], layer.d_v)
     ops.attention_fp8_backward(
-        rt, _as(dy, shape), q, k, v, _as(done.out, shape), done.stats, spec=core, terms=done.terms, grads=whole[1:],
-        grad_dtype=whole[1].dtype, scales=BackwardScales(
-            *_inverses(done.held), done.out.scale_inv if isinstance(done.out, QuantizedTensor) else None, dy.scale_inv,
-            _scaled(pairs, 0, None), _scaled(found, 0, _amax(scales.backward_amax, dp_at)), scaled, scaled, scaled,
+        rt,
+        _as(dy, shape),
+        q,
+        k,
+        v,
+        _as(done.out, shape),
+        done.stats,
+        spec=core,
+        terms=done.terms,
+        grads=whole[1:],
+        grad_dtype=whole[1].dtype,
+        scales=BackwardScales(
+            *_inverses(done.held),
+            done.out.scale_inv if isinstance(done.out, QuantizedTensor) else None,
+            dy.scale_inv,
+            _scaled(pairs, 0, None),
+            _scaled(found, 0, _amax(scales.backward_amax, dp_at)),
+            scaled,
+            scaled,
+            scaled,
         ),
-    )  # fmt: skip
+    )
     return made
 
 
@@ -282,9 +325,17 @@ def _plain_backward(rt: Runtime, dy: Tensor, done: Done, spec: AttentionFp8Spec)
     whole = views(layer, *_views(layer, made, done.frames))
     shape = (*q.shape[:-1], layer.d_v)
     ops.attention_backward(
-        rt, on_boundary(rt, dy).reshape(*shape), q, k, v, dense(rt, done.out, spec.dtype).reshape(*shape), done.stats,
-        spec=core, terms=done.terms, grads=whole[1:],
-    )  # fmt: skip
+        rt,
+        on_boundary(rt, dy).reshape(*shape),
+        q,
+        k,
+        v,
+        dense(rt, done.out, spec.dtype).reshape(*shape),
+        done.stats,
+        spec=core,
+        terms=done.terms,
+        grads=whole[1:],
+    )
     return made
 
 
@@ -331,9 +382,7 @@ def _frame(rt: Runtime, x: Value) -> Tensor:
     return rt.empty((*x.shape[:-1], 0), dtypes.uint8)
 
 
-def _apart(
-    rt: Runtime, inputs: tuple[Value | None, ...], frames: Frames, spec: AttentionFp8Spec
-) -> list[Value]:  # fmt: skip
+def _apart(rt: Runtime, inputs: tuple[Value | None, ...], frames: Frames, spec: AttentionFp8Spec) -> list[Value]:
     """What will be quantized: the inputs, or q, k and v copied apart where no strides lead to them."""
     if not spec.attention.copies:
         return [x for x in inputs if x is not None]
@@ -355,9 +404,11 @@ def _quantized(rt: Runtime, inputs: list[Value], spec: AttentionFp8Spec, scales:
         shapes = [(prod(x.shape) // prod(tail), prod(tail)) for x, (_, tail) in zip(given, tails, strict=True)]
     except ValueError as error:
         raise ArgumentError(
-            "attention_fp8.forward", f"{len(given)} tensors", f"{len(tails)} of packing={spec.attention.packing!r}",
+            "attention_fp8.forward",
+            f"{len(given)} tensors",
+            f"{len(tails)} of packing={spec.attention.packing!r}",
             "pass q, k and v as the spec's packing has them",
-        ) from error  # fmt: skip
+        ) from error
     plain = [x.reshape(*shape) for x, shape in zip(given, shapes, strict=True) if isinstance(x, Tensor)]
     if len(plain) > 1 and len({x.shape[1] for x in plain}) == 1:
         made = iter(ops.quantize_many(rt, plain, [cast] * len(plain)))

@@ -99,9 +99,16 @@ def _facts(gemm: str, spec: LinearSpec, place: Device, weight: Format | None) ->
     if route.how == "refused" and not p.emulate:
         return GemmFacts(gemm, str(a), str(b), "", "refused", False, route.reason)
     return GemmFacts(
-        gemm, str(a), str(b), "float32", f"{_library(place)} float32 after dequantizing" if route.how != "dequantized"
-        else f"{_library(place)} {plain} after dequantizing", False, route.reason,
-    )  # fmt: skip
+        gemm,
+        str(a),
+        str(b),
+        "float32",
+        f"{_library(place)} float32 after dequantizing"
+        if route.how != "dequantized"
+        else f"{_library(place)} {plain} after dequantizing",
+        False,
+        route.reason,
+    )
 
 
 def _rules(gemm: str, p: Precision) -> tuple[tuple[str, str], tuple[Operand | None, Operand | None]]:

@@ -138,9 +138,11 @@ def forward(
             multiply(rt, "fprop", a.rows, b.rows, y.rows(start, stop), part, vector=bias)  # type: ignore[arg-type]
     used = any(any(part.needs) for part in spec.parts)
     return (out,), GroupedSaved(
-        rng if used else None, *kept_x, *[w if used else None for w in weights],
+        rng if used else None,
+        *kept_x,
+        *[w if used else None for w in weights],
         *[_kept_weight(w, uses, part) for w, uses, part in zip(weights, ws, spec.parts, strict=True)],
-    )  # fmt: skip
+    )
 
 
 @explained
@@ -257,9 +259,12 @@ def _restored_inputs(
 
 
 def _weights(
-    rt: Runtime, weights: Sequence[Value], spec: GroupedSpec, scales: Scales | None,
+    rt: Runtime,
+    weights: Sequence[Value],
+    spec: GroupedSpec,
+    scales: Scales | None,
     ready: Sequence[QuantizedTensor | None],
-) -> list[Uses]:  # fmt: skip
+) -> list[Uses]:
     """The weights as fprop and dgrad read them; those of empty groups too, whose maxima count."""
     rule = _shared_rule(spec, "weight")
     if rule is not None and all(type(w) is Tensor for w in weights) and not any(ready):
@@ -283,9 +288,15 @@ def _kept_weight(weight: Value | None, uses: Uses, part: LinearSpec) -> Tensor |
 
 
 def _gradients(
-    rt: Runtime, dy: Tensor, spec: GroupedSpec, scales: Scales | None, splits: Groups, dbs: Sequence[Tensor | None],
-    rng: Tensor | None, sinks: Sequence[Sink | None],
-) -> list[tuple[Uses, Tensor | None]]:  # fmt: skip
+    rt: Runtime,
+    dy: Tensor,
+    spec: GroupedSpec,
+    scales: Scales | None,
+    splits: Groups,
+    dbs: Sequence[Tensor | None],
+    rng: Tensor | None,
+    sinks: Sequence[Sink | None],
+) -> list[tuple[Uses, Tensor | None]]:
     """For each group (dy as dgrad and wgrad read it, the db that wgrad still has to fill)."""
     rule, precision = _shared_rule(spec, "grad"), spec.precision
     wanted = any(part.needs.weight for part in spec.parts)

@@ -18,11 +18,17 @@ from te_core.tensor import Tensor
 #: (gemm, tensor): the two operands of each GEMM, and its result.
 POINTS = frozenset(
     {
-        ("fprop", "activation"), ("fprop", "weight"), ("fprop", "output"),
-        ("dgrad", "gradient"), ("dgrad", "weight"), ("dgrad", "dgrad"),
-        ("wgrad", "activation"), ("wgrad", "gradient"), ("wgrad", "wgrad"),
+        ("fprop", "activation"),
+        ("fprop", "weight"),
+        ("fprop", "output"),
+        ("dgrad", "gradient"),
+        ("dgrad", "weight"),
+        ("dgrad", "dgrad"),
+        ("wgrad", "activation"),
+        ("wgrad", "gradient"),
+        ("wgrad", "wgrad"),
     }
-)  # fmt: skip
+)
 
 Request = frozenset[tuple[str, str]]  # the points an inspector wants to see
 Operand = Tensor | QuantizedTensor

@@ -18,16 +18,7 @@ from te_core.dtypes import DType
 from te_core.layers.inspector import Inspector, Request, alike, offer, offer_result
 from te_core.ops import raw as ops
 from te_core.precision import Gemm, Operand, Precision
-from te_core.quantize.operands import (
-    Uses,
-    Value,
-    as_asked,
-    dense,
-    quantize_forward,
-    quantize_gradient,
-    restored,
-    saved,
-)
+from te_core.quantize.operands import Uses, Value, as_asked, dense, quantize_forward, quantize_gradient, restored, saved
 from te_core.quantize.state import GRAD_INPUT, INPUT, OUTPUT, WEIGHT, Scales, backward_cast, forward_cast
 from te_core.quantized import QuantizedTensor
 from te_core.runtime import Runtime
@@ -128,10 +119,11 @@ def forward(
             rt, out.matrix(), forward_cast(precision.output, scales, 0, OUTPUT, rowwise=True, columnwise=False)
         )
     return (y,), LinearSaved(
-        saved(kept_x, needs.weight), weight if any(needs) else None,
+        saved(kept_x, needs.weight),
+        weight if any(needs) else None,
         None if isinstance(kept_w, QuantizedTensor) and kept_w.owner is not None else saved(kept_w, needs.input),
         rng if any(needs) else None,
-    )  # fmt: skip
+    )
 
 
 @explained
@@ -189,9 +181,16 @@ _COLUMNS = {"fprop": (False, False), "dgrad": (False, True), "wgrad": (True, Tru
 
 
 def multiply(
-    rt: Runtime, gemm: str, a: Value, b: Value, out: Tensor, spec: LinearSpec, *, vector: Tensor | None = None,
+    rt: Runtime,
+    gemm: str,
+    a: Value,
+    b: Value,
+    out: Tensor,
+    spec: LinearSpec,
+    *,
+    vector: Tensor | None = None,
     accumulate: bool = False,
-) -> None:  # fmt: skip
+) -> None:
     """One of the three products, quantized where both operands are.
 
     fprop  out [M, N] = a [M, K] b [N, K]^T + vector
@@ -205,15 +204,31 @@ def multiply(
         assert precision is not None and a_sum is None
         rule: Gemm = getattr(precision, gemm)
         ops.gemm_quantized(
-            rt, a, b, out, a_columnwise=columns[0], b_columnwise=columns[1], bias=bias, accumulate=accumulate,
-            split_accumulator=rule.split_accumulator, emulate=precision.emulate, strict=precision.strict,
-        )  # fmt: skip
+            rt,
+            a,
+            b,
+            out,
+            a_columnwise=columns[0],
+            b_columnwise=columns[1],
+            bias=bias,
+            accumulate=accumulate,
+            split_accumulator=rule.split_accumulator,
+            emulate=precision.emulate,
+            strict=precision.strict,
+        )
         return
     left, right = dense_columns(rt, a, spec.dtype, columns[0]), dense_columns(rt, b, spec.dtype, columns[1])
     ops.gemm(
-        rt, left, right, trans_a=columns[0], trans_b=not columns[1], bias=bias, a_sum=a_sum, out=out,
+        rt,
+        left,
+        right,
+        trans_a=columns[0],
+        trans_b=not columns[1],
+        bias=bias,
+        a_sum=a_sum,
+        out=out,
         accumulate=accumulate,
-    )  # fmt: skip
+    )
 
 
 def dense_columns(rt: Runtime, x: Value, dtype: DType, columns: bool) -> Tensor:
@@ -225,9 +240,15 @@ def dense_columns(rt: Runtime, x: Value, dtype: DType, columns: bool) -> Tensor:
 
 
 def weight_gradient(
-    rt: Runtime, dy: Value, x: Value, shape: tuple[int, int], spec: LinearSpec, db: Tensor | None, sink: Sink | None,
+    rt: Runtime,
+    dy: Value,
+    x: Value,
+    shape: tuple[int, int],
+    spec: LinearSpec,
+    db: Tensor | None,
+    sink: Sink | None,
     out_dtype: DType,
-) -> Tensor | None:  # fmt: skip
+) -> Tensor | None:
     """dw [N, K] = dy^T x, fresh or into its sink; with plain operands the same GEMM sums dy into db [N]."""
     if out_dtype is not spec.dtype and (isinstance(dy, Tensor) or isinstance(x, Tensor)):
         out_dtype = dtypes.float32  # a product of plain halves comes in their dtype or in float32

@@ -36,15 +36,7 @@ from te_core.layers.residual import Stream, entered, left, returned_gradients
 from te_core.ops import raw as ops
 from te_core.ops.activation import Clamp
 from te_core.ops.norm import Branch
-from te_core.quantize.operands import (
-    Uses,
-    Value,
-    is_plain_rule,
-    quantize_forward,
-    quantize_gradient,
-    restored,
-    saved,
-)
+from te_core.quantize.operands import Uses, Value, is_plain_rule, quantize_forward, quantize_gradient, restored, saved
 from te_core.quantize.state import INPUT, Scales, backward_cast, forward_cast
 from te_core.quantized import QuantizedTensor
 from te_core.runtime import Runtime
@@ -150,9 +142,13 @@ _Operands = tuple[Tensor, Tensor, Tensor | None, Value, Tensor | None]  # x, gam
 
 
 def _inside(
-    rt: Runtime, given: _Operands, spec: MLPSpec, scales: Scales | None, ready: QuantizedTensor | None,
+    rt: Runtime,
+    given: _Operands,
+    spec: MLPSpec,
+    scales: Scales | None,
+    ready: QuantizedTensor | None,
     branch: Branch | None = None,
-) -> _Inside:  # fmt: skip
+) -> _Inside:
     """Norm, fc1 and activation."""
     x, gamma, beta, w1, b1 = given
     fc1 = spec.fc1
@@ -174,11 +170,20 @@ def _saved(
     kept_n = kept(inside.n.rows if inside.normed is None else inside.normed, inside.n, fc1.precision)
     kept_a = kept(inside.a.rows if inside.y is None else inside.y, inside.a, fc2.precision)
     return MLPSaved(
-        x if through else None, gamma if through else None, inside.mean if through else None,
-        inside.rstd if through else None, saved(kept_n, fc1.needs.weight), inside.h if fc2.needs.input else None,
-        saved(kept_a, fc2.needs.weight), w1, w2, _saved_weight(w1, inside.w1, fc1), _saved_weight(w2, vs, fc2), rng,
+        x if through else None,
+        gamma if through else None,
+        inside.mean if through else None,
+        inside.rstd if through else None,
+        saved(kept_n, fc1.needs.weight),
+        inside.h if fc2.needs.input else None,
+        saved(kept_a, fc2.needs.weight),
+        w1,
+        w2,
+        _saved_weight(w1, inside.w1, fc1),
+        _saved_weight(w2, vs, fc2),
+        rng,
         None,
-    )  # fmt: skip
+    )
 
 
 def _computed_again(
@@ -187,9 +192,7 @@ def _computed_again(
     """What forward would have saved without `checkpoint`. Nothing is recorded: the maxima were taken before."""
     assert kept.x is not None and kept.gamma is not None and kept.w1 is not None and kept.w2 is not None
     if scales is not None:
-        scales = Scales(
-            kept.scale, None, scales.backward_scale, scales.backward_amax, None, scales.backward_nonfinite
-        )  # fmt: skip
+        scales = Scales(kept.scale, None, scales.backward_scale, scales.backward_amax, None, scales.backward_nonfinite)
     inside = _inside(rt, (kept.x, kept.gamma, kept.beta, kept.w1, kept.b1), spec, scales, ready[0])
     vs = weight_operand(rt, kept.w2, Site(spec.fc2, scales, FC2), ready[1])
     found = _saved(spec, inside, (kept.x, kept.gamma, kept.w1, kept.w2), vs, kept.rng)
@@ -282,9 +285,15 @@ def backward(
 
 
 def _fc2_weight_gradient(
-    rt: Runtime, dy: Value, saved: MLPSaved, rows: int, fc2: LinearSpec, db2: Tensor | None, sink: Sink | None,
+    rt: Runtime,
+    dy: Value,
+    saved: MLPSaved,
+    rows: int,
+    fc2: LinearSpec,
+    db2: Tensor | None,
+    sink: Sink | None,
     release: bool,
-) -> Tensor | None:  # fmt: skip
+) -> Tensor | None:
     assert saved.w2 is not None
     shape, rule = saved.w2.shape, None if fc2.precision is None else fc2.precision.input
     a = restored(rt, saved.a, (rows, shape[1]), rule, fc2.precision, fc2.dtype)

@@ -43,9 +43,16 @@ def forward(
 ) -> tuple[tuple[Tensor], NormSaved]:
     """((y,), saved) for x [.., H]."""
     y, _, mean, rstd = ops.norm_forward(
-        rt, x.matrix(), gamma, beta, kind=spec.kind, eps=spec.eps, zero_centered=spec.zero_centered,
-        out_dtype=spec.dtype, sm_margin=spec.forward_margin,
-    )  # fmt: skip
+        rt,
+        x.matrix(),
+        gamma,
+        beta,
+        kind=spec.kind,
+        eps=spec.eps,
+        zero_centered=spec.zero_centered,
+        out_dtype=spec.dtype,
+        sm_margin=spec.forward_margin,
+    )
     assert y is not None
     return (y.reshape(*x.shape),), NormSaved(x, gamma, mean, rstd)
 
@@ -58,7 +65,15 @@ def backward(
     x = saved.x
     dx = rt.empty(x.shape, x.dtype)
     _, dgamma, dbeta = ops.norm_backward(
-        rt, dy.matrix(), x.matrix(), saved.gamma, saved.mean, saved.rstd, kind=spec.kind,
-        zero_centered=spec.zero_centered, sm_margin=spec.backward_margin, out=dx.matrix(),
-    )  # fmt: skip
+        rt,
+        dy.matrix(),
+        x.matrix(),
+        saved.gamma,
+        saved.mean,
+        saved.rstd,
+        kind=spec.kind,
+        zero_centered=spec.zero_centered,
+        sm_margin=spec.backward_margin,
+        out=dx.matrix(),
+    )
     return dx, dgamma, dbeta

@@ -82,9 +82,19 @@ def normalize(
     if rule is not None and is_plain_rule(rule):
         cast = forward_cast(rule, site.scales, site.gemm, INPUT, rowwise=True, columnwise=columnwise)
     y, q, mean, rstd = ops.norm_forward(
-        rt, x.matrix(), gamma, beta, kind=norm.kind, eps=norm.eps, zero_centered=norm.zero_centered,
-        out_dtype=norm.dtype, cast=cast, keep=keep, sm_margin=norm.forward_margin, branch=branch,
-    )  # fmt: skip
+        rt,
+        x.matrix(),
+        gamma,
+        beta,
+        kind=norm.kind,
+        eps=norm.eps,
+        zero_centered=norm.zero_centered,
+        out_dtype=norm.dtype,
+        cast=cast,
+        keep=keep,
+        sm_margin=norm.forward_margin,
+        branch=branch,
+    )
     if q is not None:
         return y, Uses(q, q, cast), mean, rstd
     assert y is not None
@@ -144,11 +154,16 @@ def forward(
         outputs = (*outputs, total)
     through = needs.input
     return outputs, NormLinearSaved(
-        total if through else None, gamma if through else None, mean if through else None, rstd if through else None,
-        saved(kept_n, needs.weight), weight if any(needs) else None,
+        total if through else None,
+        gamma if through else None,
+        mean if through else None,
+        rstd if through else None,
+        saved(kept_n, needs.weight),
+        weight if any(needs) else None,
         None if isinstance(kept_w, QuantizedTensor) and kept_w.owner is not None else saved(kept_w, needs.input),
-        rng if any(needs) else None, branch_rng if through else None,
-    )  # fmt: skip
+        rng if any(needs) else None,
+        branch_rng if through else None,
+    )
 
 
 @explained
@@ -214,8 +229,16 @@ def norm_gradients(
     assert saved.x is not None and saved.gamma is not None and saved.rstd is not None
     dx = rt.empty(saved.x.shape, saved.x.dtype)
     _, dgamma, dbeta = ops.norm_backward(
-        rt, dn, saved.x.matrix(), saved.gamma, saved.mean, saved.rstd, kind=norm.kind,
-        zero_centered=norm.zero_centered, sm_margin=norm.backward_margin,
-        add=None if dstream is None else dstream.matrix(), out=dx.matrix(),
-    )  # fmt: skip
+        rt,
+        dn,
+        saved.x.matrix(),
+        saved.gamma,
+        saved.mean,
+        saved.rstd,
+        kind=norm.kind,
+        zero_centered=norm.zero_centered,
+        sm_margin=norm.backward_margin,
+        add=None if dstream is None else dstream.matrix(),
+        out=dx.matrix(),
+    )
     return dx, dgamma, dbeta

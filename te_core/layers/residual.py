@@ -53,9 +53,15 @@ class AddSaved(NamedTuple):
 
 @explained
 def forward(
-    rt: Runtime, x: Tensor, bias: Tensor | None, residual: Tensor | None, rng: Tensor | None = None, *,
-    spec: AddSpec, scales: Scales | None = None,
-) -> tuple[tuple[Tensor], AddSaved]:  # fmt: skip
+    rt: Runtime,
+    x: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    rng: Tensor | None = None,
+    *,
+    spec: AddSpec,
+    scales: Scales | None = None,
+) -> tuple[tuple[Tensor], AddSaved]:
     """((residual + dropout(x + bias),), saved) for x and residual [.., H]."""
     stream = None if residual is None else residual.matrix()
     out = rt.empty(x.shape, x.dtype)

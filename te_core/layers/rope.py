@@ -53,9 +53,15 @@ class SplitSaved(NamedTuple):
 
 @explained
 def forward(
-    rt: Runtime, t: Tensor, freqs: Tensor, cu_seqlens: Tensor | None, start_positions: Tensor | None, *,
-    spec: RopeSpec, scales: Scales | None = None,
-) -> tuple[tuple[Tensor], RopeSaved]:  # fmt: skip
+    rt: Runtime,
+    t: Tensor,
+    freqs: Tensor,
+    cu_seqlens: Tensor | None,
+    start_positions: Tensor | None,
+    *,
+    spec: RopeSpec,
+    scales: Scales | None = None,
+) -> tuple[tuple[Tensor], RopeSaved]:
     """((y,), saved) for heads t in the spec's format, of any strides."""
     saved = RopeSaved(freqs, cu_seqlens, start_positions)
     return (_turn(rt, t, saved, spec, backward=False),), saved
@@ -71,16 +77,31 @@ def backward(
 
 def _turn(rt: Runtime, t: Tensor, saved: RopeSaved, spec: RopeSpec, *, backward: bool) -> Tensor:
     return ops.rope(
-        rt, t, saved.freqs, fmt=spec.fmt, interleaved=spec.interleaved, cu_seqlens=saved.cu_seqlens,
-        start_positions=saved.start_positions, cp_size=spec.cp_size, cp_rank=spec.cp_rank, backward=backward,
-    )  # fmt: skip
+        rt,
+        t,
+        saved.freqs,
+        fmt=spec.fmt,
+        interleaved=spec.interleaved,
+        cu_seqlens=saved.cu_seqlens,
+        start_positions=saved.start_positions,
+        cp_size=spec.cp_size,
+        cp_rank=spec.cp_rank,
+        backward=backward,
+    )
 
 
 @explained
 def split_forward(
-    rt: Runtime, qkv: Tensor, q_freqs: Tensor | None, k_freqs: Tensor | None, cu_seqlens: Tensor | None,
-    start_positions: Tensor | None, *, spec: SplitSpec, scales: Scales | None = None,
-) -> tuple[tuple[Tensor, ...], SplitSaved]:  # fmt: skip
+    rt: Runtime,
+    qkv: Tensor,
+    q_freqs: Tensor | None,
+    k_freqs: Tensor | None,
+    cu_seqlens: Tensor | None,
+    start_positions: Tensor | None,
+    *,
+    spec: SplitSpec,
+    scales: Scales | None = None,
+) -> tuple[tuple[Tensor, ...], SplitSaved]:
     """((q, k, v), saved) for a packed `qkv`; ((k, v), saved) for no heads. What has freqs is turned."""
     saved = SplitSaved(q_freqs, k_freqs, cu_seqlens, start_positions)
     q, k, v = ops.rope_qkv(rt, qkv, q_freqs, k_freqs, **_options(saved, spec))
@@ -109,8 +130,14 @@ def split_backward(
 def _options(saved: SplitSaved, spec: SplitSpec) -> dict[str, Any]:
     rope = spec.rope
     return {
-        "heads": spec.heads, "groups": spec.groups, "head_dims": spec.head_dims,
-        "interleaved_groups": spec.interleaved_groups, "fmt": rope.fmt, "interleaved": rope.interleaved,
-        "cu_seqlens": saved.cu_seqlens, "start_positions": saved.start_positions, "cp_size": rope.cp_size,
+        "heads": spec.heads,
+        "groups": spec.groups,
+        "head_dims": spec.head_dims,
+        "interleaved_groups": spec.interleaved_groups,
+        "fmt": rope.fmt,
+        "interleaved": rope.interleaved,
+        "cu_seqlens": saved.cu_seqlens,
+        "start_positions": saved.start_positions,
+        "cp_size": rope.cp_size,
         "cp_rank": rope.cp_rank,
-    }  # fmt: skip
+    }

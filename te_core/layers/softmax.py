@@ -33,14 +33,27 @@ class SoftmaxSaved(NamedTuple):
 
 @explained
 def forward(
-    rt: Runtime, x: Tensor, mask: Tensor | None, cu_seqlens_q: Tensor | None, cu_seqlens_kv: Tensor | None,
-    sink: Tensor | None, *, spec: SoftmaxSpec, scales: Scales | None = None,
-) -> tuple[tuple[Tensor], SoftmaxSaved]:  # fmt: skip
+    rt: Runtime,
+    x: Tensor,
+    mask: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_kv: Tensor | None,
+    sink: Tensor | None,
+    *,
+    spec: SoftmaxSpec,
+    scales: Scales | None = None,
+) -> tuple[tuple[Tensor], SoftmaxSaved]:
     """((y,), saved) for scores x [b, h, sq, sk]."""
     y, share = ops.softmax_forward(
-        rt, x, scale=spec.scale, band=spec.band, mask=mask, cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_kv,
+        rt,
+        x,
+        scale=spec.scale,
+        band=spec.band,
+        mask=mask,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_kv=cu_seqlens_kv,
         sink=sink,
-    )  # fmt: skip
+    )
     return (y,), SoftmaxSaved(y, share if spec.sink_gradient else None, cu_seqlens_q, cu_seqlens_kv)
 
 
@@ -50,7 +63,13 @@ def backward(
 ) -> tuple[Tensor | None, ...]:
     """(dx, None, None, None, dsink)."""
     dx, dsink = ops.softmax_backward(
-        rt, dy, saved.y, saved.share, scale=spec.scale, band=spec.band, cu_seqlens_q=saved.cu_seqlens_q,
+        rt,
+        dy,
+        saved.y,
+        saved.share,
+        scale=spec.scale,
+        band=spec.band,
+        cu_seqlens_q=saved.cu_seqlens_q,
         cu_seqlens_kv=saved.cu_seqlens_kv,
-    )  # fmt: skip
+    )
     return dx, None, None, None, dsink

@@ -21,9 +21,12 @@ def matrix(operation: str, name: str, t: Tensor) -> None:
     """`t` is a dense matrix."""
     if len(t.shape) != 2 or not t.is_contiguous:
         require(
-            False, operation, f"{name} = {t!r}", "a dense row-major matrix",
+            False,
+            operation,
+            f"{name} = {t!r}",
+            "a dense row-major matrix",
             f"flatten the leading dimensions of {name} and make it contiguous",
-        )  # fmt: skip
+        )
 
 
 def vector(operation: str, name: str, t: Tensor | None, length: int, allowed: tuple[DType, ...]) -> None:
@@ -31,9 +34,12 @@ def vector(operation: str, name: str, t: Tensor | None, length: int, allowed: tu
     if t is None or (t.shape == (length,) and t.is_contiguous and t.dtype in allowed):
         return
     require(
-        False, operation, f"{name} = {t!r}",
-        f"a dense vector of {length} elements of {' or '.join(d.name for d in allowed)}", f"correct {name}",
-    )  # fmt: skip
+        False,
+        operation,
+        f"{name} = {t!r}",
+        f"a dense vector of {length} elements of {' or '.join(d.name for d in allowed)}",
+        f"correct {name}",
+    )
 
 
 def one_of(operation: str, name: str, value: object, allowed: tuple[object, ...]) -> None:
@@ -47,9 +53,12 @@ def same_device(operation: str, *tensors: Tensor | None) -> None:
     devices = {t.device for t in tensors if t is not None}
     if len(devices) > 1:
         require(
-            False, operation, f"tensors on {', '.join(sorted(map(repr, devices)))}", "tensors of one device",
+            False,
+            operation,
+            f"tensors on {', '.join(sorted(map(repr, devices)))}",
+            "tensors of one device",
             "move them to the runtime's device",
-        )  # fmt: skip
+        )
 
 
 def on_device(operation: str, device: Device, *tensors: Tensor | None) -> None:
@@ -57,9 +66,12 @@ def on_device(operation: str, device: Device, *tensors: Tensor | None) -> None:
     for t in tensors:
         if t is not None and t.device is not device:
             require(
-                False, operation, f"{t!r} in a call on {device}", "tensors of one device, the runtime's",
+                False,
+                operation,
+                f"{t!r} in a call on {device}",
+                "tensors of one device, the runtime's",
                 "move them to the runtime's device",
-            )  # fmt: skip
+            )
 
 
 def facts(t: Tensor) -> tuple[Any, ...]:

@@ -27,9 +27,14 @@ from te_core.tensor import Tensor
 PLAIN = ("gelu", "qgelu", "relu", "srelu", "silu")
 #: What is applied to the first half.
 GATED = {
-    "geglu": "gelu", "glu": "sigmoid", "qgeglu": "qgelu", "reglu": "relu", "sreglu": "srelu", "swiglu": "silu",
+    "geglu": "gelu",
+    "glu": "sigmoid",
+    "qgeglu": "qgelu",
+    "reglu": "relu",
+    "sreglu": "srelu",
+    "swiglu": "silu",
     "clamped_swiglu": "clamped",
-}  # fmt: skip
+}
 KINDS = (*PLAIN, *GATED)
 
 
@@ -89,9 +94,18 @@ def activation_backward(
         assert dx is not None
         return (dx if keep else None), quantize(rt, dx, cast, column_sum=column_sum)
     key = (
-        "activation_backward", clamp, x.shape, x.dtype, dy.dtype, kind, cast and cast.key, keep,
-        column_sum and column_sum.dtype, (x.ptr | dy.ptr) & 15, _check.seen(dy, x, column_sum),
-    )  # fmt: skip
+        "activation_backward",
+        clamp,
+        x.shape,
+        x.dtype,
+        dy.dtype,
+        kind,
+        cast and cast.key,
+        keep,
+        column_sum and column_sum.dtype,
+        (x.ptr | dy.ptr) & 15,
+        _check.seen(dy, x, column_sum),
+    )
     plan = rt.plans.get(key)
     if plan is None:
         op = "activation_backward"
@@ -114,14 +128,20 @@ def activation_backward(
 def _check_input(op: str, x: Tensor, kind: str, cast: Cast | None, clamp: Clamp | None) -> None:
     _check.one_of(op, "kind", kind, KINDS)
     _check.require(
-        clamp is None or (kind == "clamped_swiglu" and clamp.limit >= 0), op, f"{clamp} for {kind}",
-        "a limit of at least 0, for clamped_swiglu", "correct the limit, or leave the parameters out",
-    )  # fmt: skip
+        clamp is None or (kind == "clamped_swiglu" and clamp.limit >= 0),
+        op,
+        f"{clamp} for {kind}",
+        "a limit of at least 0, for clamped_swiglu",
+        "correct the limit, or leave the parameters out",
+    )
     _check.matrix(op, "x", x)
     _check.one_of(op, "dtype of x", x.dtype, ACTIVATION_DTYPES)
     _check.require(
-        kind not in GATED or x.shape[1] % 2 == 0, op, f"{kind} of {x.shape[1]} columns", "an even number of columns",
+        kind not in GATED or x.shape[1] % 2 == 0,
+        op,
+        f"{kind} of {x.shape[1]} columns",
+        "an even number of columns",
         "concatenate the two halves (a | b) along the last dimension",
-    )  # fmt: skip
+    )
     if cast is not None:
         check_cast(op, cast)

@@ -78,9 +78,16 @@ def _extent(t: Tensor, form: str, longest: int, cu: Tensor | None) -> tuple[int,
 
 
 def attention_forward(
-    rt: Runtime, q: Tensor, k: Tensor, v: Tensor, *, spec: AttentionSpec, terms: Terms = NOTHING, stats: bool = True,
+    rt: Runtime,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    spec: AttentionSpec,
+    terms: Terms = NOTHING,
+    stats: bool = True,
     out: Tensor | None = None,
-) -> Attended:  # fmt: skip
+) -> Attended:
     """The output, dense in q's format with d_v, fresh or into `out`; the statistics for backward, if wanted; the
     largest logits.
     """
@@ -94,10 +101,12 @@ def attention_forward(
         out = rt.empty((*q.shape[:-1], v.shape[-1]), q.dtype)
     elif not is_dense(out, (*q.shape[:-1], v.shape[-1]), q.dtype, q.device):
         _check.require(
-            False, "attention_forward", f"out = {out!r} at {out.ptr:#x}",
+            False,
+            "attention_forward",
+            f"out = {out!r} at {out.ptr:#x}",
             f"a dense {(*q.shape[:-1], v.shape[-1])} of {q.dtype} beside q, on CUDA at a multiple of 16 bytes",
             "correct out, or leave it out",
-        )  # fmt: skip
+        )
     kept = rt.empty(stats_shape(q, spec), dtypes.float32) if stats else None
     largest = rt.empty((q.shape[DIMENSIONS[spec.q_format][2]],), dtypes.float32) if spec.max_logit else None
     rt.backend.attention_forward(rt, plan, q, k, v, terms, out, kept, largest)
@@ -105,9 +114,19 @@ def attention_forward(
 
 
 def attention_backward(
-    rt: Runtime, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, stats: Tensor, *, spec: AttentionSpec,
-    terms: Terms = NOTHING, grads: tuple[Tensor, Tensor, Tensor] | None = None, bias_grad: bool = False,
-) -> Gradients:  # fmt: skip
+    rt: Runtime,
+    dy: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    stats: Tensor,
+    *,
+    spec: AttentionSpec,
+    terms: Terms = NOTHING,
+    grads: tuple[Tensor, Tensor, Tensor] | None = None,
+    bias_grad: bool = False,
+) -> Gradients:
     """The gradients of q, k, v, dense (small ones in one block of memory) or into `grads` (parts of a packed one, say);
     of bias and a learnable sink.
 
@@ -120,21 +139,31 @@ def attention_backward(
         check(op, rt, q, k, v, spec, terms)
         for name, t in (("dy", dy), ("out", out)):
             _check.require(
-                is_dense(t, (*q.shape[:-1], v.shape[-1]), q.dtype, q.device), op, f"{name} = {t!r} at {t.ptr:#x}",
+                is_dense(t, (*q.shape[:-1], v.shape[-1]), q.dtype, q.device),
+                op,
+                f"{name} = {t!r} at {t.ptr:#x}",
                 f"a dense {(*q.shape[:-1], v.shape[-1])} of {q.dtype} beside q, on CUDA at a multiple of 16 bytes",
                 f"correct {name}",
-            )  # fmt: skip
+            )
         check_stats(op, stats, q, spec)
         _check.require(terms.pages is None, op, "a paged cache", "contiguous k and v", "train without a cache")
         for name, t, like in zip(("dq", "dk", "dv"), grads or (), (q, k, v), strict=False):
             _check.require(
-                t.shape == like.shape and t.dtype is like.dtype and t.device is like.device
-                and t.row_major_strides()[-1] == 1, op, f"{name} = {t!r}",
-                f"{like.dtype} {tuple(like.shape)} whose last stride is 1", f"correct {name}, or leave grads out",
-            )  # fmt: skip
-        plan = rt.plans.put(key, rt.backend.plan_attention_backward(
-            rt, spec, sizes_of(q, k, v, spec, terms), q, k, v, terms, grads, bias_grad
-        ))  # fmt: skip
+                t.shape == like.shape
+                and t.dtype is like.dtype
+                and t.device is like.device
+                and t.row_major_strides()[-1] == 1,
+                op,
+                f"{name} = {t!r}",
+                f"{like.dtype} {tuple(like.shape)} whose last stride is 1",
+                f"correct {name}, or leave grads out",
+            )
+        plan = rt.plans.put(
+            key,
+            rt.backend.plan_attention_backward(
+                rt, spec, sizes_of(q, k, v, spec, terms), q, k, v, terms, grads, bias_grad
+            ),
+        )
     dq, dk, dv = grads or _fresh(rt, q, k, v)
     dbias = rt.empty(terms.bias.shape, terms.bias.dtype) if bias_grad and terms.bias is not None else None
     dsink = None if terms.sink is None else rt.empty(terms.sink.shape, dtypes.float32)
@@ -152,15 +181,14 @@ def _fresh(rt: Runtime, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor
     block = rt.empty((nbytes,), dtypes.uint8)
     at, device = block.ptr, block.device
     return (
-        Tensor(at, q.shape, dtype, device, block), Tensor(at + at_k, k.shape, dtype, device, block),
+        Tensor(at, q.shape, dtype, device, block),
+        Tensor(at + at_k, k.shape, dtype, device, block),
         Tensor(at + at_v, v.shape, dtype, device, block),
-    )  # fmt: skip
+    )
 
 
 @lru_cache(maxsize=1024)
-def _places(
-    dtype: DType, q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...]
-) -> tuple[int, int, int] | None:
+def _places(dtype: DType, q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...]) -> tuple[int, int, int] | None:
     """Where k's and v's gradients begin behind q's, and the bytes of all three; None where they lie apart."""
     sizes = [-(-dtype.nbytes(prod(shape)) // _ALIGNED) * _ALIGNED for shape in (q, k, v)]
     return (sizes[0], sizes[0] + sizes[1], sum(sizes)) if sum(sizes) <= _ONE_BLOCK else None
@@ -175,26 +203,45 @@ def stats_shape(q: Tensor, spec: AttentionSpec) -> tuple[int, ...]:
 def is_dense(t: Tensor, shape: tuple[int, ...], dtype: DType, device: Device) -> bool:
     """Whether a result, or what is read as one, lies as backends take it."""
     return (
-        t.shape == shape and t.dtype is dtype and t.is_contiguous and t.device is device
+        t.shape == shape
+        and t.dtype is dtype
+        and t.is_contiguous
+        and t.device is device
         and not (t.ptr & 15 and device.kind == "cuda")
-    )  # fmt: skip
+    )
 
 
 def check_stats(op: str, stats: Tensor, q: Tensor, spec: AttentionSpec) -> None:
     """The statistics are those of a forward."""
     _check.require(
-        stats.shape == stats_shape(q, spec) and stats.dtype is dtypes.float32 and stats.is_contiguous
-        and stats.device is q.device, op, f"stats = {stats!r}",
-        f"float32 {stats_shape(q, spec)}, dense, as forward gave them", "pass forward's stats",
-    )  # fmt: skip
+        stats.shape == stats_shape(q, spec)
+        and stats.dtype is dtypes.float32
+        and stats.is_contiguous
+        and stats.device is q.device,
+        op,
+        f"stats = {stats!r}",
+        f"float32 {stats_shape(q, spec)}, dense, as forward gave them",
+        "pass forward's stats",
+    )
 
 
 def given_key(dy: Tensor, out: Tensor, stats: Tensor, grads: tuple[Tensor, Tensor, Tensor] | None) -> tuple[Any, ...]:
     """What a backward's plan depends on besides what forward's does."""
     read = (  # written out: this is what a call costs
-        (dy.ptr | out.ptr) & 15, dy.dtype, dy.shape, dy.strides, dy.device, out.dtype, out.shape, out.strides,
-        out.device, stats.dtype, stats.shape, stats.strides, stats.device,
-    )  # fmt: skip
+        (dy.ptr | out.ptr) & 15,
+        dy.dtype,
+        dy.shape,
+        dy.strides,
+        dy.device,
+        out.dtype,
+        out.shape,
+        out.strides,
+        out.device,
+        stats.dtype,
+        stats.shape,
+        stats.strides,
+        stats.device,
+    )
     if grads is None:
         return read
     return (*read, (grads[0].ptr | grads[1].ptr | grads[2].ptr) & 15, *_check.seen(*grads))
@@ -203,10 +250,20 @@ def given_key(dy: Tensor, out: Tensor, stats: Tensor, grads: tuple[Tensor, Tenso
 def plan_key(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> tuple[Any, ...]:
     """What a plan depends on of these tensors."""
     tensors = (
-        q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
-        q.shape, k.shape, v.shape, q.strides, k.strides, v.strides,
+        q.dtype,
+        k.dtype,
+        v.dtype,
+        q.device,
+        k.device,
+        v.device,
+        q.shape,
+        k.shape,
+        v.shape,
+        q.strides,
+        k.strides,
+        v.strides,
         (q.ptr | k.ptr | v.ptr) & 15,
-    )  # fmt: skip
+    )
     if terms is NOTHING:
         return tensors
     lengths, *others = terms
@@ -217,34 +274,52 @@ def plan_key(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> tuple[Any, ...]:
 
 
 def check(
-    op: str, rt: Runtime, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, terms: Terms,
+    op: str,
+    rt: Runtime,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spec: AttentionSpec,
+    terms: Terms,
     types: tuple[DType, ...] = ACTIVATION_DTYPES,
-) -> None:  # fmt: skip
+) -> None:
     """The arguments fit one another and the spec."""
     _check_spec(op, spec)
     for name, t, form in (("q", q, spec.q_format), ("k", k, spec.kv_format), ("v", v, spec.kv_format)):
         dims = 3 if form == "thd" and not (terms.pages is not None and name != "q") else 4
         _check.require(
-            t.ndim == dims and t.row_major_strides()[-1] == 1, op, f"{name} = {t!r}",
-            f"a tensor of {dims} dimensions ({form}) whose last stride is 1", f"correct {name} or its format",
-        )  # fmt: skip
+            t.ndim == dims and t.row_major_strides()[-1] == 1,
+            op,
+            f"{name} = {t!r}",
+            f"a tensor of {dims} dimensions ({form}) whose last stride is 1",
+            f"correct {name} or its format",
+        )
     _check_types(op, q, k, v, types)
     _check.on_device(op, rt.device, q, k, v, *terms[1:], *(terms.lengths or ()))
     _check_lengths(op, q, k, spec, terms)
     _check_pages(op, q, spec, terms)
     size = sizes_of(q, k, v, spec, terms)
     _check.require(
-        k.shape[-1] == size.d_qk and k.shape[:-1] == v.shape[:-1], op, f"q {q!r}, k {k!r}, v {v!r}",
-        "k of q's head width, and v of k's shape but for its head width", "correct the shapes",
-    )  # fmt: skip
-    _check.require(
-        size.groups > 0 and size.heads % size.groups == 0, op, f"{size.heads} heads over {size.groups} groups",
-        "a multiple", "choose num_gqa_groups that divides the heads",
-    )  # fmt: skip
-    _check.require(
-        min(size.d_qk, size.d_v) > 0, op, f"heads of {size.d_qk} and {size.d_v}", "widths from 1 on",
+        k.shape[-1] == size.d_qk and k.shape[:-1] == v.shape[:-1],
+        op,
+        f"q {q!r}, k {k!r}, v {v!r}",
+        "k of q's head width, and v of k's shape but for its head width",
         "correct the shapes",
-    )  # fmt: skip
+    )
+    _check.require(
+        size.groups > 0 and size.heads % size.groups == 0,
+        op,
+        f"{size.heads} heads over {size.groups} groups",
+        "a multiple",
+        "choose num_gqa_groups that divides the heads",
+    )
+    _check.require(
+        min(size.d_qk, size.d_v) > 0,
+        op,
+        f"heads of {size.d_qk} and {size.d_v}",
+        "widths from 1 on",
+        "correct the shapes",
+    )
     if spec.kv_format != "thd" and terms.pages is None:
         kv_batch = k.shape[DIMENSIONS[spec.kv_format][0]]  # type: ignore[index]
         _check.require(
@@ -256,33 +331,43 @@ def check(
 def _check_spec(op: str, spec: AttentionSpec) -> None:
     """The spec's names and numbers are allowed ones."""
     for name, value, allowed in (
-        ("q_format", spec.q_format, FORMATS), ("kv_format", spec.kv_format, FORMATS),
-        ("softmax", spec.softmax, SOFTMAX), ("bias", spec.bias, tuple(b for b in BIASES if b != "pre_scale_bias")),
-    ):  # fmt: skip
+        ("q_format", spec.q_format, FORMATS),
+        ("kv_format", spec.kv_format, FORMATS),
+        ("softmax", spec.softmax, SOFTMAX),
+        ("bias", spec.bias, tuple(b for b in BIASES if b != "pre_scale_bias")),
+    ):
         _check.one_of(op, name, value, allowed)
     _check.require(
-        0.0 <= spec.dropout <= 1.0 and spec.softcap >= 0.0 and spec.left >= -1 and spec.right >= -1, op, f"{spec}",
-        "0 <= dropout <= 1, softcap >= 0, window bounds >= -1", "correct the spec",
-    )  # fmt: skip
+        0.0 <= spec.dropout <= 1.0 and spec.softcap >= 0.0 and spec.left >= -1 and spec.right >= -1,
+        op,
+        f"{spec}",
+        "0 <= dropout <= 1, softcap >= 0, window bounds >= -1",
+        "correct the spec",
+    )
 
 
 def _check_types(op: str, q: Tensor, k: Tensor, v: Tensor, allowed: tuple[DType, ...]) -> None:
     """q, k and v are of one allowed type."""
     _check.one_of(op, "dtype of q", q.dtype, allowed)
     _check.require(
-        k.dtype is q.dtype and v.dtype is q.dtype, op, f"q {q.dtype}, k {k.dtype}, v {v.dtype}", "one dtype",
+        k.dtype is q.dtype and v.dtype is q.dtype,
+        op,
+        f"q {q.dtype}, k {k.dtype}, v {v.dtype}",
+        "one dtype",
         "convert them to one",
-    )  # fmt: skip
+    )
 
 
 def _check_lengths(op: str, q: Tensor, k: Tensor, spec: AttentionSpec, terms: Terms) -> None:
     lengths = terms.lengths
     packed = "thd" in (spec.q_format, spec.kv_format)
     _check.require(
-        (lengths is not None) == spec.padded and (spec.padded or not packed), op,
+        (lengths is not None) == spec.padded and (spec.padded or not packed),
+        op,
         f"padded={spec.padded}, formats {spec.q_format} and {spec.kv_format}, lengths {lengths}",
-        "lengths with padded=True, always so in thd", "pass lengths, or correct the spec",
-    )  # fmt: skip
+        "lengths with padded=True, always so in thd",
+        "pass lengths, or correct the spec",
+    )
     if lengths is None:
         return
     batch = len(lengths.cu_q.shape) and lengths.cu_q.shape[0] - 1
@@ -291,9 +376,12 @@ def _check_lengths(op: str, q: Tensor, k: Tensor, spec: AttentionSpec, terms: Te
         _check.vector(op, name, cu, batch + 1, (dtypes.int32,))
     b = DIMENSIONS[spec.q_format][0]
     _check.require(
-        b is None or q.shape[b] == batch, op, f"lengths of {batch} sequences for q {q!r}", "one length for each row",
+        b is None or q.shape[b] == batch,
+        op,
+        f"lengths of {batch} sequences for q {q!r}",
+        "one length for each row",
         "correct cu_seqlens",
-    )  # fmt: skip
+    )
     for form, longest, name in ((spec.q_format, spec.max_q, "max_q"), (spec.kv_format, spec.max_kv, "max_kv")):
         _check.require(
             form != "thd" or longest > 0,
@@ -309,45 +397,73 @@ def _check_pages(op: str, q: Tensor, spec: AttentionSpec, terms: Terms) -> None:
     pages = terms.pages
     batch = _extent(q, spec.q_format, spec.max_q, terms.lengths and terms.lengths.cu_q)[0]
     _check.require(
-        pages is None or (pages.ndim == 2 and pages.shape[0] == batch and pages.dtype is dtypes.int32
-                          and pages.is_contiguous), op, f"pages = {pages!r}",
-        f"dense int32 [{batch}, blocks of a sequence]", "correct the page table",
-    )  # fmt: skip
+        pages is None
+        or (pages.ndim == 2 and pages.shape[0] == batch and pages.dtype is dtypes.int32 and pages.is_contiguous),
+        op,
+        f"pages = {pages!r}",
+        f"dense int32 [{batch}, blocks of a sequence]",
+        "correct the page table",
+    )
 
 
 def _check_terms(op: str, size: Sizes, spec: AttentionSpec, terms: Terms, dtype: DType) -> None:
     for name, t, asked in (
-        ("mask", terms.mask, spec.masked), ("bias", terms.bias, spec.bias == "post_scale_bias"),
-        ("slopes", terms.slopes, spec.bias == "alibi"), ("rng", terms.rng, spec.dropout > 0),
-    ):  # fmt: skip
+        ("mask", terms.mask, spec.masked),
+        ("bias", terms.bias, spec.bias == "post_scale_bias"),
+        ("slopes", terms.slopes, spec.bias == "alibi"),
+        ("rng", terms.rng, spec.dropout > 0),
+    ):
         _check.require(
-            (t is not None) == asked, op, f"{name} {'given' if t is not None else 'not given'} for {spec}",
-            f"{name} exactly where the spec asks for it", f"give {name} or correct the spec",
-        )  # fmt: skip
+            (t is not None) == asked,
+            op,
+            f"{name} {'given' if t is not None else 'not given'} for {spec}",
+            f"{name} exactly where the spec asks for it",
+            f"give {name} or correct the spec",
+        )
     _check.require(
-        (terms.sink is not None) == (spec.softmax == "learnable"), op, f"sink for softmax {spec.softmax!r}",
-        "a sink with 'learnable', none otherwise", "correct sink or the spec",
-    )  # fmt: skip
+        (terms.sink is not None) == (spec.softmax == "learnable"),
+        op,
+        f"sink for softmax {spec.softmax!r}",
+        "a sink with 'learnable', none otherwise",
+        "correct sink or the spec",
+    )
     _check.vector(op, "sink", terms.sink, size.heads, (dtypes.float32,))
     _check.vector(op, "rng", terms.rng, 2, (dtypes.int64,))
     full = (size.batch, size.heads, size.sq, size.skv)
     for name, t, allowed in (("mask", terms.mask, (dtypes.uint8, dtypes.bool_)), ("bias", terms.bias, (dtype,))):
         _check.require(
-            t is None or (t.ndim == 4 and t.is_contiguous and t.dtype in allowed and all(
-                n in (1, whole) for n, whole in zip(t.shape, full, strict=True)
-            ) and t.shape[3] == size.skv), op, f"{name} = {t!r}",
-            f"a dense tensor that broadcasts to {full} ({' or '.join(map(str, allowed))})", f"correct {name}",
-        )  # fmt: skip
+            t is None
+            or (
+                t.ndim == 4
+                and t.is_contiguous
+                and t.dtype in allowed
+                and all(n in (1, whole) for n, whole in zip(t.shape, full, strict=True))
+                and t.shape[3] == size.skv
+            ),
+            op,
+            f"{name} = {t!r}",
+            f"a dense tensor that broadcasts to {full} ({' or '.join(map(str, allowed))})",
+            f"correct {name}",
+        )
     bias, slopes = terms.bias, terms.slopes
     _check.require(
-        bias is None or not (bias.ptr & 15 and bias.device.kind == "cuda"), op, f"bias = {bias!r} that begins between "
-        "multiples of 16 bytes", "one that begins at a multiple", "copy the bias",
-    )  # fmt: skip
+        bias is None or not (bias.ptr & 15 and bias.device.kind == "cuda"),
+        op,
+        f"bias = {bias!r} that begins between multiples of 16 bytes",
+        "one that begins at a multiple",
+        "copy the bias",
+    )
     _check.require(
-        slopes is None or (slopes.is_contiguous and slopes.dtype is dtypes.float32
-                           and slopes.shape in ((size.heads,), (size.batch, size.heads))),
-        op, f"slopes = {slopes!r}", f"dense float32 [{size.heads}] or [{size.batch}, {size.heads}]",
+        slopes is None
+        or (
+            slopes.is_contiguous
+            and slopes.dtype is dtypes.float32
+            and slopes.shape in ((size.heads,), (size.batch, size.heads))
+        ),
+        op,
+        f"slopes = {slopes!r}",
+        f"dense float32 [{size.heads}] or [{size.batch}, {size.heads}]",
         "correct the slopes",
-    )  # fmt: skip
+    )
     if spec.max_logit and terms.pages is not None:
         raise UnsupportedError(op, "max_logit with a paged cache", "one of the two", "leave max_logit out")

@@ -82,26 +82,42 @@ def scale_pairs(rt: Runtime, scales: Sequence[Tensor], places: Sequence[Tensor |
     for scale in (*scales, *places):
         _check.vector(op, "scale", scale, 1, (dtypes.float32,))
     _check.require(
-        1 <= len(scales) <= MAX_PAIRS and len(places) == len(scales), op, f"{len(scales)} scales, {len(places)} places",
-        f"one to {MAX_PAIRS} scales and a place, or None, for each", "correct the counts",
-    )  # fmt: skip
+        1 <= len(scales) <= MAX_PAIRS and len(places) == len(scales),
+        op,
+        f"{len(scales)} scales, {len(places)} places",
+        f"one to {MAX_PAIRS} scales and a place, or None, for each",
+        "correct the counts",
+    )
     out = rt.empty((len(scales), 2), dtypes.float32)
     rt.backend.scale_pairs(rt, scales, places, out)
     return out
 
 
 def attention_fp8_forward(
-    rt: Runtime, q: Tensor, k: Tensor, v: Tensor, *, spec: AttentionSpec, scales: ForwardScales,
-    terms: Terms = NOTHING, stats: bool = True, out: Tensor | None = None,
-) -> Attended:  # fmt: skip
+    rt: Runtime,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    spec: AttentionSpec,
+    scales: ForwardScales,
+    terms: Terms = NOTHING,
+    stats: bool = True,
+    out: Tensor | None = None,
+) -> Attended:
     """The output in q's type under `scales.out`, fresh or into `out` (dense), and the statistics for backward."""
     shape = (*q.shape[:-1], v.shape[-1])
     if out is None:
         out = rt.empty(shape, q.dtype)
     key = (
-        "attention_fp8_forward", spec, stats, scales.out is None, out.ptr & 15, _check.seen(out),
+        "attention_fp8_forward",
+        spec,
+        stats,
+        scales.out is None,
+        out.ptr & 15,
+        _check.seen(out),
         *plan_key(q, k, v, terms),
-    )  # fmt: skip
+    )
     plan = rt.plans.get(key)
     if plan is None:
         op = "attention_fp8_forward"
@@ -117,17 +133,32 @@ def attention_fp8_forward(
 
 
 def attention_fp8_backward(
-    rt: Runtime, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, stats: Tensor, *, spec: AttentionSpec,
-    scales: BackwardScales, terms: Terms = NOTHING, grad_dtype: DType = dtypes.float8_e5m2,
+    rt: Runtime,
+    dy: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    stats: Tensor,
+    *,
+    spec: AttentionSpec,
+    scales: BackwardScales,
+    terms: Terms = NOTHING,
+    grad_dtype: DType = dtypes.float8_e5m2,
     grads: tuple[Tensor, Tensor, Tensor] | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) of `grad_dtype` under their scales: dense, or into `grads` (parts of a packed one, say)."""
     if grads is None:
         grads = rt.empty(q.shape, grad_dtype), rt.empty(k.shape, grad_dtype), rt.empty(v.shape, grad_dtype)
     key = (
-        "attention_fp8_backward", spec, grad_dtype, scales.out is None, scales.dq is None,
-        given_key(dy, out, stats, grads), *plan_key(q, k, v, terms),
-    )  # fmt: skip
+        "attention_fp8_backward",
+        spec,
+        grad_dtype,
+        scales.out is None,
+        scales.dq is None,
+        given_key(dy, out, stats, grads),
+        *plan_key(q, k, v, terms),
+    )
     plan = rt.plans.get(key)
     if plan is None:
         op = "attention_fp8_backward"
@@ -151,9 +182,12 @@ def attention_fp8_backward(
 
 def _check_dense(op: str, name: str, t: Tensor, shape: tuple[int, ...], dtype: DType, q: Tensor) -> None:
     _check.require(
-        is_dense(t, shape, dtype, q.device), op, f"{name} = {t!r} at {t.ptr:#x}",
-        f"dense, {shape}, beside q, on CUDA at a multiple of 16 bytes", f"correct {name}",
-    )  # fmt: skip
+        is_dense(t, shape, dtype, q.device),
+        op,
+        f"{name} = {t!r} at {t.ptr:#x}",
+        f"dense, {shape}, beside q, on CUDA at a multiple of 16 bytes",
+        f"correct {name}",
+    )
 
 
 def _check_scales(op: str, q: Tensor, scales: ForwardScales | BackwardScales) -> None:
@@ -170,14 +204,21 @@ def _check_results(
     """Tensors of these shapes: of this FP8 type, or, where they have no scale, of an activation dtype on the CPU."""
     if high and rt.device.kind == "cuda":
         raise UnsupportedError(
-            op, "results without a scale (current scaling) on CUDA", "delayed scaling",
+            op,
+            "results without a scale (current scaling) on CUDA",
+            "delayed scaling",
             "use DelayedScaling, or NVTE_DPA_FP8_RECIPE=DelayedScaling",
-        )  # fmt: skip
+        )
     allowed = ACTIVATION_DTYPES if high else FP8
     for t, shape in zip(tensors, shapes, strict=True):
         _check.require(
-            t.shape == shape and t.dtype in allowed and (high or t.dtype is dtype) and t.device is rt.device
+            t.shape == shape
+            and t.dtype in allowed
+            and (high or t.dtype is dtype)
+            and t.device is rt.device
             and t.row_major_strides()[-1] == 1,
-            op, f"a result {t!r}", f"{shape}, {'an activation dtype' if high else dtype}, last stride 1",
+            op,
+            f"a result {t!r}",
+            f"{shape}, {'an activation dtype' if high else dtype}, last stride 1",
             "correct its shape, dtype or scale",
-        )  # fmt: skip
+        )

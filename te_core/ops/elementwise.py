@@ -54,13 +54,7 @@ def bias_dropout_add(
 
 
 def bias_dropout_add_backward(
-    rt: Runtime,
-    dy: Tensor,
-    *,
-    p: float,
-    rng: Tensor | None = None,
-    site: int = 0,
-    column_sum: Tensor | None = None,
+    rt: Runtime, dy: Tensor, *, p: float, rng: Tensor | None = None, site: int = 0, column_sum: Tensor | None = None
 ) -> Tensor:
     """The gradient of x: dy where the same mask kept the element, scaled. `column_sum` [N] is the bias gradient.
 
@@ -78,9 +72,7 @@ def check_pair(op: str, a: Tensor, b: Tensor) -> None:
     """Two dense tensors of one shape, dtype and device."""
     _check.one_of(op, "dtype", a.dtype, ACTIVATION_DTYPES)
     if a.shape != b.shape or a.dtype is not b.dtype or not (a.is_contiguous and b.is_contiguous):
-        _check.require(
-            False, op, f"{a!r} and {b!r}", "two dense tensors of one shape and dtype", "make them alike"
-        )  # fmt: skip
+        _check.require(False, op, f"{a!r} and {b!r}", "two dense tensors of one shape and dtype", "make them alike")
     _check.same_device(op, a, b)
 
 
@@ -90,7 +82,5 @@ def check_dropout(op: str, x: Tensor, p: float, rng: Tensor | None) -> None:
     _check.one_of(op, "dtype", x.dtype, ACTIVATION_DTYPES)
     if p != 0.0:
         _check.require(0.0 <= p <= 1.0, op, f"p={p}", "0 <= p <= 1", "choose a probability")
-        _check.require(
-            rng is not None, op, f"p={p} without rng", "rng, an int64 tensor (seed, offset)", "pass rng="
-        )  # fmt: skip
+        _check.require(rng is not None, op, f"p={p} without rng", "rng, an int64 tensor (seed, offset)", "pass rng=")
     _check.vector(op, "rng", rng, 2, (dtypes.int64,))

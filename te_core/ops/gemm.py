@@ -19,6 +19,7 @@ side that the copy was quantized along:
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from te_core import dtypes
 from te_core.dtypes import ACTIVATION_DTYPES, DType
@@ -105,11 +106,31 @@ def gemm(
         scaled = (a_format, b_format, *[t and (*_check.facts(t), t.ptr & 15) for t in scales])
     # Everything that the checks below look at: what was checked once need not be checked again.
     key = (
-        "gemm", a.shape, b.shape, a.dtype, b.dtype, dt, trans_a, trans_b, a.strides, b.strides, a.device,
-        out and _check.facts(out), bias and _check.facts(bias), epilogue, aux and _check.facts(aux),
-        a_sum and _check.facts(a_sum), out_sum and _check.facts(out_sum), a_scale is None, accumulate,
-        split_accumulator, tf32, (address & -address) & 255, scaled, b.device,
-    )  # fmt: skip
+        "gemm",
+        a.shape,
+        b.shape,
+        a.dtype,
+        b.dtype,
+        dt,
+        trans_a,
+        trans_b,
+        a.strides,
+        b.strides,
+        a.device,
+        out and _check.facts(out),
+        bias and _check.facts(bias),
+        epilogue,
+        aux and _check.facts(aux),
+        a_sum and _check.facts(a_sum),
+        out_sum and _check.facts(out_sum),
+        a_scale is None,
+        accumulate,
+        split_accumulator,
+        tf32,
+        (address & -address) & 255,
+        scaled,
+        b.device,
+    )
     plan = rt.plans.get(key)
     if plan is None:
         spec = _spec(rt, key, a, b, (a_scale, b_scale, a_amax, b_amax), (bias, a_sum, out_sum), aux, out)
@@ -122,13 +143,19 @@ def gemm(
 
 
 def _spec(
-    rt: Runtime, key: tuple[object, ...], a: Tensor, b: Tensor, scales: tuple[Tensor | None, ...],
-    vectors: tuple[Tensor | None, Tensor | None, Tensor | None], aux: Tensor | None, out: Tensor | None,
-) -> GemmSpec:  # fmt: skip
+    rt: Runtime,
+    key: tuple[Any, ...],
+    a: Tensor,
+    b: Tensor,
+    scales: tuple[Tensor | None, ...],
+    vectors: tuple[Tensor | None, Tensor | None, Tensor | None],
+    aux: Tensor | None,
+    out: Tensor | None,
+) -> GemmSpec:
     bias, a_sum, out_sum = vectors
     dt, trans_a, trans_b = key[5:8]
     epilogue, accumulate, split, tf32, alignment, scaled = key[13], *key[18:23]
-    formats: tuple[Format | None, Format | None] = scaled[:2] if scaled else (None, None)  # type: ignore[index]
+    formats: tuple[Format | None, Format | None] = scaled[:2] if scaled else (None, None)
     op = "gemm"
     _check.on_device(op, rt.device, a, b, *scales, *vectors, aux, out)
     for name, t in (("a", a), ("b", b)):
@@ -140,7 +167,6 @@ def _spec(
     _check.require(k == kb, op, shapes, "equal contraction sizes", "check the shapes and the trans_ flags")
     _check.one_of(op, "epilogue", epilogue, EPILOGUES)
     types = a.dtype, b.dtype
-    wide = a.dtype is dtypes.float32
     if scaled:
         types, k = _check_formats(shapes, (a, b), scales, formats, bool(trans_a), bool(trans_b), (m, n, k))
         _check.require(
@@ -150,56 +176,99 @@ def _spec(
         _check_fp8(shapes, a, b, scales[:2], not trans_a and bool(trans_b), (m, n, k))
     else:
         _check.require(
-            a.dtype is b.dtype and a.dtype in ACTIVATION_DTYPES, op, f"a {a.dtype}, b {b.dtype}",
-            "two operands of one type: float32, bfloat16 or float16 (or an FP8 pair)", "convert one of them",
-        )  # fmt: skip
-    outs = ACTIVATION_DTYPES if types[0].bits <= 8 or wide else (a.dtype, dtypes.float32)
+            a.dtype is b.dtype and a.dtype in ACTIVATION_DTYPES,
+            op,
+            f"a {a.dtype}, b {b.dtype}",
+            "two operands of one type: float32, bfloat16 or float16 (or an FP8 pair)",
+            "convert one of them",
+        )
+    outs = ACTIVATION_DTYPES if types[0].bits <= 8 or a.dtype is dtypes.float32 else (a.dtype, dtypes.float32)
     _check.one_of(op, "output dtype", dt, outs)
-    if out is not None:
-        _check.matrix(op, "out", out)
-        _check.require(out.shape == (m, n), op, f"out {tuple(out.shape)}", f"({m}, {n})", "give an out of that shape")
     _check.require(not accumulate or out is not None, op, "accumulate=True without out", "an out", "pass out=")
+    _check_results((m, n), out, vectors, epilogue, aux)
+    return GemmSpec(
+        m,
+        n,
+        k,
+        bool(trans_a),
+        bool(trans_b),
+        *types,
+        dt,
+        bias.dtype if bias is not None else None,
+        epilogue,
+        aux.dtype if aux is not None else None,
+        a_sum.dtype if a_sum is not None else None,
+        out_sum.dtype if out_sum is not None else None,
+        bool(accumulate),
+        bool(split),
+        bool(tf32),
+        int(alignment) or 256,
+        *formats,
+    )
+
+
+def _check_results(
+    shape: tuple[int, int],
+    out: Tensor | None,
+    vectors: tuple[Tensor | None, Tensor | None, Tensor | None],
+    epilogue: object,
+    aux: Tensor | None,
+) -> None:
+    """What a product writes, and what it reads besides its operands."""
+    op, (m, n), (bias, a_sum, out_sum) = "gemm", shape, vectors
+    for name, t in (("out", out), ("aux", aux)):
+        if t is not None:
+            _check.matrix(op, name, t)
+            _check.require(
+                t.shape == shape, op, f"{name} {tuple(t.shape)}", f"({m}, {n})", f"give an {name} of that shape"
+            )
     _check.vector(op, "bias", bias, n, ACTIVATION_DTYPES)
     _check.vector(op, "a_sum", a_sum, m, ACTIVATION_DTYPES)
     _check.vector(op, "out_sum", out_sum, n, ACTIVATION_DTYPES)
     _check.require(
-        (epilogue == "dgelu") <= (aux is not None) and (aux is None) <= (epilogue != "dgelu")
+        (epilogue == "dgelu") <= (aux is not None)
+        and (aux is None) <= (epilogue != "dgelu")
         and not (aux is not None and epilogue is None),
-        op, f"epilogue={epilogue!r} with aux={aux!r}", "aux with dgelu (required) or gelu (optional)", "correct aux",
-    )  # fmt: skip
-    if aux is not None:
-        _check.matrix(op, "aux", aux)
-        _check.require(aux.shape == (m, n), op, f"aux {tuple(aux.shape)}", f"({m}, {n})", "give an aux of that shape")
+        op,
+        f"epilogue={epilogue!r} with aux={aux!r}",
+        "aux with dgelu (required) or gelu (optional)",
+        "correct aux",
+    )
     _check.require(
-        out_sum is None or epilogue == "dgelu", op, f"out_sum with epilogue={epilogue!r}", "out_sum with dgelu only",
+        out_sum is None or epilogue == "dgelu",
+        op,
+        f"out_sum with epilogue={epilogue!r}",
+        "out_sum with dgelu only",
         "sum the output in a separate call",
-    )  # fmt: skip
-    return GemmSpec(
-        m, n, k, bool(trans_a), bool(trans_b), *types, dt, bias.dtype if bias is not None else None,  # type: ignore[arg-type]
-        epilogue, aux.dtype if aux is not None else None, a_sum.dtype if a_sum is not None else None,  # type: ignore[arg-type]
-        out_sum.dtype if out_sum is not None else None, bool(accumulate), bool(split), bool(tf32),
-        int(alignment) or 256, *formats,  # type: ignore[call-overload]
-    )  # fmt: skip
+    )
 
 
 def _check_fp8(
-    shapes: str, a: Tensor, b: Tensor, scales: tuple[Tensor | None, ...], k_major: bool,
-    sizes: tuple[int, int, int],
-) -> None:  # fmt: skip
+    shapes: str, a: Tensor, b: Tensor, scales: tuple[Tensor | None, ...], k_major: bool, sizes: tuple[int, int, int]
+) -> None:
     op, (m, n, k) = "gemm (FP8)", sizes
     types = f"a {a.dtype}, b {b.dtype}"
     _check.require(
-        a.dtype.is_fp8 and b.dtype.is_fp8 and not (a.dtype is b.dtype is dtypes.float8_e5m2), op, types,
-        "two FP8 operands, at most one of them E5M2", "quantize both operands",
-    )  # fmt: skip
+        a.dtype.is_fp8 and b.dtype.is_fp8 and not (a.dtype is b.dtype is dtypes.float8_e5m2),
+        op,
+        types,
+        "two FP8 operands, at most one of them E5M2",
+        "quantize both operands",
+    )
     _check.require(
-        k_major, op, shapes, "a [M, K] and b [N, K] with trans_b=True",
+        k_major,
+        op,
+        shapes,
+        "a [M, K] and b [N, K] with trans_b=True",
         "pass the orientation that lies along K (QuantizedTensor holds both)",
-    )  # fmt: skip
+    )
     _check.require(
-        n % PAD == 0 and k % PAD == 0, op, f"N={n}, K={k} (M={m})", f"N and K divisible by {PAD}",
+        n % PAD == 0 and k % PAD == 0,
+        op,
+        f"N={n}, K={k} (M={m})",
+        f"N and K divisible by {PAD}",
         "quantize() pads its storage; multiply the padded tensors",
-    )  # fmt: skip
+    )
     for name, scale in zip(("a_scale", "b_scale"), scales, strict=True):
         _check.require(scale is not None, op, f"{name}=None", "a float32 [1] tensor", f"pass {name}")
         _check.vector(op, name, scale, 1, (dtypes.float32,))
@@ -210,41 +279,57 @@ _STEPS = {"block": (8, PAD, PAD), "mxfp8": (32, 32, 32), "nvfp4": (PAD, PAD, 32)
 
 
 def _check_formats(
-    shapes: str, operands: tuple[Tensor, Tensor], scales: tuple[Tensor | None, ...],
-    formats: tuple[Format | None, Format | None], trans_a: bool, trans_b: bool, sizes: tuple[int, int, int],
-) -> tuple[tuple[DType, DType], int]:  # fmt: skip
+    shapes: str,
+    operands: tuple[Tensor, Tensor],
+    scales: tuple[Tensor | None, ...],
+    formats: tuple[Format | None, Format | None],
+    trans_a: bool,
+    trans_b: bool,
+    sizes: tuple[int, int, int],
+) -> tuple[tuple[DType, DType], int]:
     """The checks of formats with a scale for each block; the element types, and K in elements."""
     form, other = formats
     scaling = form.scaling if form is not None else "tensor"
     op, (m, n, k) = f"gemm ({scaling})", sizes
     _check.require(
-        form is not None and other is not None and form.scaling == other.scaling and scaling in BLOCK, op,
-        f"a_format {form}, b_format {other}", "two formats of one scaling: block, mxfp8 or nvfp4",
+        form is not None and other is not None and form.scaling == other.scaling and scaling in BLOCK,
+        op,
+        f"a_format {form}, b_format {other}",
+        "two formats of one scaling: block, mxfp8 or nvfp4",
         "quantize both alike; leave the formats out where there is one scale a tensor",
-    )  # fmt: skip
+    )
     assert form is not None and other is not None
     pair = f"{form} x {other}"
     _check.require(
         not (form.dtype is other.dtype is dtypes.float8_e5m2), op, pair, "at most one E5M2", "quantize one to E4M3"
     )
     _check.require(
-        scaling != "block" or not (form.tiled and other.tiled), op, pair, "at most one tiled operand",
+        scaling != "block" or not (form.tiled and other.tiled),
+        op,
+        pair,
+        "at most one tiled operand",
         "quantize one of them in 1x128 pieces",
-    )  # fmt: skip
+    )
     _check.require(
         not (form.row_scaled or other.row_scaled), op, pair, "one amax a tensor", "dequantize the operands first"
     )
     if scaling == "nvfp4":
         k *= 2
     _check.require(
-        scaling == "mxfp8" or (not trans_a and trans_b), op, shapes, "a [M, K] and b [N, K] with trans_b=True",
+        scaling == "mxfp8" or (not trans_a and trans_b),
+        op,
+        shapes,
+        "a [M, K] and b [N, K] with trans_b=True",
         "pass the copy that lies along K (QuantizedTensor holds both)",
-    )  # fmt: skip
+    )
     steps = _STEPS[scaling]
     _check.require(
-        not any(size % step for size, step in zip((m, n, k), steps, strict=True)), op, f"M={m}, N={n}, K={k}",
-        "M, N and K divisible by {}, {} and {}".format(*steps), "multiply whole stored copies and cut the result",
-    )  # fmt: skip
+        not any(size % step for size, step in zip((m, n, k), steps, strict=True)),
+        op,
+        f"M={m}, N={n}, K={k}",
+        "M, N and K divisible by {}, {} and {}".format(*steps),
+        "multiply whole stored copies and cut the result",
+    )
     for name, t, part, rows, scale, amax in zip(
         "ab", operands, (form, other), (m, n), scales[:2], scales[2:], strict=True
     ):
@@ -269,6 +354,9 @@ def _check_scale(op: str, name: str, scale: Tensor | None, form: Format, rows: i
         ok = scale is not None and scale.size == count and scale.dtype is dtypes.uint8
         allowed = f"{count} bytes, swizzled"
     _check.require(
-        ok and scale is not None and scale.is_contiguous and scale.ptr % 16 == 0, op, f"{name} = {scale!r}",
-        f"dense {allowed}, at an address divisible by 16", "pass the scales of the whole stored copy",
-    )  # fmt: skip
+        ok and scale is not None and scale.is_contiguous and scale.ptr % 16 == 0,
+        op,
+        f"{name} = {scale!r}",
+        f"dense {allowed}, at an address divisible by 16",
+        "pass the scales of the whole stored copy",
+    )

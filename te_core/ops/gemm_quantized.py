@@ -60,9 +60,11 @@ def _refuse(place: Device, a: Format, b: Format, reason: str) -> None:
     info = device.info(place.index)
     can = [f"{recipe}: {'yes' if able else why}" for recipe, (able, why) in device.gemm_table(info).items()]
     raise UnsupportedError(
-        "gemm", f"{a} x {b} on {info.name} ({reason})", f"on this device: {'; '.join(can)}",
+        "gemm",
+        f"{a} x {b} on {info.name} ({reason})",
+        f"on this device: {'; '.join(can)}",
         "choose a recipe that runs here, or autocast(emulate=True): dequantized, exact and slow",
-    )  # fmt: skip
+    )
 
 
 def gemm_quantized(
@@ -92,9 +94,11 @@ def gemm_quantized(
         return
     if how == "dequantized" and strict:
         raise UnsupportedError(
-            "gemm", f"{a.format} x {b.format} under strict ({reason})", "at most one operand in E5M2",
+            "gemm",
+            f"{a.format} x {b.format} under strict ({reason})",
+            "at most one operand in E5M2",
             "choose Format.HYBRID or Format.E4M3, or leave strict out",
-        )  # fmt: skip
+        )
     if how == "refused" and not emulate:
         _refuse(place, a.format, b.format, reason)
     dtype = out.dtype if how == "dequantized" else dtypes.float32
@@ -109,9 +113,15 @@ def gemm_quantized(
 
 
 def _native(
-    rt: Runtime, a: QuantizedTensor, b: QuantizedTensor, out: Tensor, columns: tuple[bool, bool], bias: Tensor | None,
-    accumulate: bool, split_accumulator: bool,
-) -> None:  # fmt: skip
+    rt: Runtime,
+    a: QuantizedTensor,
+    b: QuantizedTensor,
+    out: Tensor,
+    columns: tuple[bool, bool],
+    bias: Tensor | None,
+    accumulate: bool,
+    split_accumulator: bool,
+) -> None:
     a_columnwise, b_columnwise = columns
     left, left_scale, left_amax = _copy(a, a_columnwise)
     right, right_scale, right_amax = _copy(b, b_columnwise)
@@ -123,13 +133,21 @@ def _native(
             left = left.rows(0, rows)
         if padded(cols) == cols:
             gemm(
-                rt, left, right, trans_b=True, a_scale=left_scale, b_scale=right_scale, bias=bias, out=out,
-                accumulate=accumulate, split_accumulator=split_accumulator,
-            )  # fmt: skip
+                rt,
+                left,
+                right,
+                trans_b=True,
+                a_scale=left_scale,
+                b_scale=right_scale,
+                bias=bias,
+                out=out,
+                accumulate=accumulate,
+                split_accumulator=split_accumulator,
+            )
             return
         high = rows
     else:
-        high = (left.shape[0] if form.transposed or not a_columnwise else left.shape[1])
+        high = left.shape[0] if form.transposed or not a_columnwise else left.shape[1]
     if form.scaling in ("mxfp8", "nvfp4"):
         left_scale = swizzle_scales(rt, left_scale, transposed=a_columnwise and not form.transposed)
         right_scale = swizzle_scales(rt, right_scale, transposed=b_columnwise and not form.transposed)
@@ -140,12 +158,22 @@ def _native(
     full = out if exact else rt.empty((high, wide), out.dtype)
     blocks = form.scaling != "tensor"
     gemm(
-        rt, left, right, trans_a=a_columnwise and not form.transposed,
-        trans_b=b.format.transposed or not b_columnwise, a_scale=left_scale, b_scale=right_scale, bias=bias, out=full,
-        accumulate=accumulate and exact, split_accumulator=split_accumulator,
-        a_format=form if blocks else None, b_format=b.format if blocks else None,
-        a_amax=left_amax, b_amax=right_amax,
-    )  # fmt: skip
+        rt,
+        left,
+        right,
+        trans_a=a_columnwise and not form.transposed,
+        trans_b=b.format.transposed or not b_columnwise,
+        a_scale=left_scale,
+        b_scale=right_scale,
+        bias=bias,
+        out=full,
+        accumulate=accumulate and exact,
+        split_accumulator=split_accumulator,
+        a_format=form if blocks else None,
+        b_format=b.format if blocks else None,
+        a_amax=left_amax,
+        b_amax=right_amax,
+    )
     if exact:
         return
     if accumulate:

@@ -69,9 +69,12 @@ def kv_move(rt: Runtime, cache: KVCache, moves: Tensor, *, longest: int) -> None
         _check_cache(op, cache)
         _check.require(cache.pages is None, op, "a paged cache", "a contiguous one", "permute its page table instead")
         _check.require(
-            moves.ndim == 2 and moves.shape[1] == 3 and moves.is_contiguous and moves.dtype is dtypes.int32, op,
-            f"moves = {moves!r}", "dense int32 [n, 3]", "correct moves",
-        )  # fmt: skip
+            moves.ndim == 2 and moves.shape[1] == 3 and moves.is_contiguous and moves.dtype is dtypes.int32,
+            op,
+            f"moves = {moves!r}",
+            "dense int32 [n, 3]",
+            "correct moves",
+        )
         _check.require(longest >= 0, op, f"longest={longest}", "the tokens of the longest move", "correct longest")
         _check.on_device(op, rt.device, *cache, moves)
         plan = rt.plans.put(key, rt.backend.plan_kv_move(rt, cache, min(longest, cache.capacity)))
@@ -116,39 +119,61 @@ def _check_append(
     rows, batch = cu_new.shape[0] - 1, DIMENSIONS[form][0]
     for name, new, old in (("new_k", new_k, cache.k), ("new_v", new_v, cache.v)):
         _check.require(
-            new.ndim == (3 if batch is None else 4) and new.shape[-2:] == old.shape[-2:] and new.dtype is old.dtype
-            and (new.shape[-1] < 2 or new.row_major_strides()[-1] == 1), op, f"{name} = {new!r}",
+            new.ndim == (3 if batch is None else 4)
+            and new.shape[-2:] == old.shape[-2:]
+            and new.dtype is old.dtype
+            and (new.shape[-1] < 2 or new.row_major_strides()[-1] == 1),
+            op,
+            f"{name} = {new!r}",
             f"{form} with {old.shape[2]} heads of {old.shape[3]} in {old.dtype}, as the cache, last stride 1",
             f"correct {name}, its format, or the sizes and dtype that the cache was made for",
-        )  # fmt: skip
+        )
         _check.require(
-            batch is None or new.shape[batch] == rows, op, f"{name} = {new!r} with lengths of {rows} sequences",
-            "one length for each row", "correct the lengths",
-        )  # fmt: skip
+            batch is None or new.shape[batch] == rows,
+            op,
+            f"{name} = {new!r} with lengths of {rows} sequences",
+            "one length for each row",
+            "correct the lengths",
+        )
     _check.require(
-        new_k.shape[:-1] == new_v.shape[:-1], op, f"new_k {new_k!r}, new_v {new_v!r}",
-        "shapes that differ at most in the last dimension", "correct one of them",
-    )  # fmt: skip
+        new_k.shape[:-1] == new_v.shape[:-1],
+        op,
+        f"new_k {new_k!r}, new_v {new_v!r}",
+        "shapes that differ at most in the last dimension",
+        "correct one of them",
+    )
 
 
 def _check_cache(op: str, cache: KVCache) -> None:
     k, v, pages = cache
     _check.one_of(op, "dtype of the cache", k.dtype, DTYPES)
     _check.require(
-        k.ndim == v.ndim == 4 and k.shape[:3] == v.shape[:3] and k.dtype is v.dtype and k.is_contiguous
-        and v.is_contiguous, op, f"k {k!r}, v {v!r}",
-        "dense caches [rows or pages, tokens, groups, d] that differ at most in d", "correct the caches",
-    )  # fmt: skip
+        k.ndim == v.ndim == 4
+        and k.shape[:3] == v.shape[:3]
+        and k.dtype is v.dtype
+        and k.is_contiguous
+        and v.is_contiguous,
+        op,
+        f"k {k!r}, v {v!r}",
+        "dense caches [rows or pages, tokens, groups, d] that differ at most in d",
+        "correct the caches",
+    )
     _check.require(
-        pages is None or (pages.ndim == 2 and pages.is_contiguous and pages.dtype is dtypes.int32), op,
-        f"pages = {pages!r}", "dense int32 [sequences, pages each]", "correct the page table",
-    )  # fmt: skip
+        pages is None or (pages.ndim == 2 and pages.is_contiguous and pages.dtype is dtypes.int32),
+        op,
+        f"pages = {pages!r}",
+        "dense int32 [sequences, pages each]",
+        "correct the page table",
+    )
     tokens = max(cache.rows * cache.capacity, k.shape[0] * k.shape[1])
     _check.require(tokens < 1 << 31, op, f"room for {tokens} tokens", "less than 2^31", "make the cache smaller")
 
 
 def _check_lengths(op: str, cache: KVCache, cu: Tensor) -> None:
     _check.require(
-        cu.ndim == 1 and 1 <= cu.shape[0] <= cache.rows + 1 and cu.is_contiguous and cu.dtype is dtypes.int32, op,
-        f"lengths {cu!r}", f"dense int32 running sums of up to {cache.rows} sequences", "correct the lengths",
-    )  # fmt: skip
+        cu.ndim == 1 and 1 <= cu.shape[0] <= cache.rows + 1 and cu.is_contiguous and cu.dtype is dtypes.int32,
+        op,
+        f"lengths {cu!r}",
+        f"dense int32 running sums of up to {cache.rows} sequences",
+        "correct the lengths",
+    )

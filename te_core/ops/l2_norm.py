@@ -33,9 +33,12 @@ def l2_norm_backward(rt: Runtime, dy: Tensor, x: Tensor, *, eps: float) -> Tenso
         op = "l2_norm_backward"
         _check_rows(op, rt, x)
         _check.require(
-            tuple(dy.shape) == tuple(x.shape) and dy.dtype is x.dtype and dy.is_contiguous, op, f"dy = {dy!r}",
-            "dense, of x's shape and dtype", "correct dy",
-        )  # fmt: skip
+            tuple(dy.shape) == tuple(x.shape) and dy.dtype is x.dtype and dy.is_contiguous,
+            op,
+            f"dy = {dy!r}",
+            "dense, of x's shape and dtype",
+            "correct dy",
+        )
         _check.on_device(op, rt.device, dy)
         plan = rt.plans.put(key, rt.backend.plan_l2_norm_backward(rt, key))
     dx = rt.empty(x.shape, x.dtype)

@@ -69,27 +69,48 @@ def norm_forward(
     # A launch of its own, from the rounded values, as fused kernels have them.
     if cast is not None and (cast.format.scaling != "tensor" or cast.nonfinite is not None):
         y, _, mean, rstd = norm_forward(
-            rt, x, gamma, beta, kind=kind, eps=eps, zero_centered=zero_centered, out_dtype=out_dtype,
-            sm_margin=sm_margin, branch=branch,
-        )  # fmt: skip
+            rt,
+            x,
+            gamma,
+            beta,
+            kind=kind,
+            eps=eps,
+            zero_centered=zero_centered,
+            out_dtype=out_dtype,
+            sm_margin=sm_margin,
+            branch=branch,
+        )
         assert y is not None
         return (y if keep else None), quantize(rt, y, cast), mean, rstd
     out_dtype = out_dtype or x.dtype
-    address = x.ptr | gamma.ptr | (beta.ptr if beta is not None else 0)
-    if branch is not None:
-        address |= branch.address
+    address = x.ptr | gamma.ptr | (0 if beta is None else beta.ptr) | (0 if branch is None else branch.address)
     key = (
-        "norm_forward", x.shape, x.dtype, gamma.dtype, out_dtype, kind, zero_centered, beta is not None,
-        cast and cast.key, keep, sm_margin, address & 15, branch and branch.key, _check.seen(x, gamma, beta),
-    )  # fmt: skip
+        "norm_forward",
+        x.shape,
+        x.dtype,
+        gamma.dtype,
+        out_dtype,
+        kind,
+        zero_centered,
+        beta is not None,
+        cast and cast.key,
+        keep,
+        sm_margin,
+        address & 15,
+        branch and branch.key,
+        _check.seen(x, gamma, beta),
+    )
     plan = rt.plans.get(key)
     if plan is None:
         _check_common("norm_forward", kind, x, gamma, out_dtype)
         _check.vector("norm_forward", "beta", beta, x.shape[1], (gamma.dtype,))
         _check.require(
-            (beta is not None) == (kind == "LayerNorm"), "norm_forward", f"{kind} with beta={beta!r}",
-            "a beta with LayerNorm, none with RMSNorm", "correct beta",
-        )  # fmt: skip
+            (beta is not None) == (kind == "LayerNorm"),
+            "norm_forward",
+            f"{kind} with beta={beta!r}",
+            "a beta with LayerNorm, none with RMSNorm",
+            "correct beta",
+        )
         _check.on_device("norm_forward", rt.device, x, gamma, beta)
         if branch is not None:
             _check.on_device("norm_forward", rt.device, branch.residual, branch.sum, branch.bias, branch.rng)
@@ -127,10 +148,18 @@ def norm_backward(
     `add`, of x's shape and dtype, goes into dx before its one rounding: the gradient that reaches x round the norm.
     """
     key = (
-        "norm_backward", x.shape, x.dtype, dy.dtype, gamma.dtype, kind, zero_centered, sm_margin,
+        "norm_backward",
+        x.shape,
+        x.dtype,
+        dy.dtype,
+        gamma.dtype,
+        kind,
+        zero_centered,
+        sm_margin,
         (x.ptr | dy.ptr | gamma.ptr | (add.ptr if add is not None else 0) | (out.ptr if out is not None else 0)) & 15,
-        add is not None, _check.seen(dy, x, gamma, mean, rstd, add, out),
-    )  # fmt: skip
+        add is not None,
+        _check.seen(dy, x, gamma, mean, rstd, add, out),
+    )
     plan = rt.plans.get(key)
     if plan is None:
         op = "norm_backward"

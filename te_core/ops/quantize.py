@@ -70,29 +70,44 @@ def check_cast(operation: str, cast: Cast) -> None:
     form = cast.format
     narrow = form.dtype is dtypes.float4_e2m1 if form.scaling == "nvfp4" else form.dtype.is_fp8
     _check.require(
-        form.scaling in SUFFIX and narrow, operation, f"cast to {form}",
-        "float8_e4m3 or float8_e5m2 (tensor, block, mxfp8), float4_e2m1 (nvfp4)", "choose an FP8 or FP4 format",
-    )  # fmt: skip
+        form.scaling in SUFFIX and narrow,
+        operation,
+        f"cast to {form}",
+        "float8_e4m3 or float8_e5m2 (tensor, block, mxfp8), float4_e2m1 (nvfp4)",
+        "choose an FP8 or FP4 format",
+    )
     _check.require(
-        cast.rowwise or cast.columnwise, operation, "a cast to neither orientation", "rowwise, columnwise or both",
+        cast.rowwise or cast.columnwise,
+        operation,
+        "a cast to neither orientation",
+        "rowwise, columnwise or both",
         "ask for an orientation",
-    )  # fmt: skip
+    )
     _check.vector(operation, "scale", cast.scale, 1, (dtypes.float32,))
     _check.vector(operation, "amax", cast.amax, 1, (dtypes.float32,))
     _check.vector(operation, "rng", cast.rng, 2, (dtypes.int64,))
     _check.vector(operation, "nonfinite", cast.nonfinite, 2, (dtypes.int64,))
     _check.require(
-        cast.rng is not None or not cast.stochastic, operation, "stochastic rounding without rng",
-        "rng, an int64 tensor (seed, offset)", "pass rng=",
-    )  # fmt: skip
+        cast.rng is not None or not cast.stochastic,
+        operation,
+        "stochastic rounding without rng",
+        "rng, an int64 tensor (seed, offset)",
+        "pass rng=",
+    )
     _check.require(
-        form.scaling == "tensor" or (cast.scale is None and cast.amax is None), operation, f"a given scale with {form}",
-        "a given scale and amax with per-tensor formats only", "leave scale and amax out",
-    )  # fmt: skip
+        form.scaling == "tensor" or (cast.scale is None and cast.amax is None),
+        operation,
+        f"a given scale with {form}",
+        "a given scale and amax with per-tensor formats only",
+        "leave scale and amax out",
+    )
     _check.require(
-        form.scaling == "nvfp4" or not (cast.transform or cast.stochastic or cast.four_over_six), operation,
-        f"transform, stochastic or four_over_six with {form}", "these with nvfp4 only", "leave them out",
-    )  # fmt: skip
+        form.scaling == "nvfp4" or not (cast.transform or cast.stochastic or cast.four_over_six),
+        operation,
+        f"transform, stochastic or four_over_six with {form}",
+        "these with nvfp4 only",
+        "leave them out",
+    )
     if form.scaling == "nvfp4":
         quantize_nvfp4.check(operation, cast)
 
@@ -194,8 +209,10 @@ class ScalingState:
     def __post_init__(self) -> None:
         rows, n = self.history.shape
         for name, t, shape in (
-            ("scale", self.scale, (n,)), ("used", self.used, (n,)), ("history", self.history, (rows, n)),
-        ):  # fmt: skip
+            ("scale", self.scale, (n,)),
+            ("used", self.used, (n,)),
+            ("history", self.history, (rows, n)),
+        ):
             if t.shape != shape or t.dtype is not dtypes.float32 or not t.is_contiguous:
                 raise ArgumentError("ScalingState", f"{name} = {t!r}", f"dense float32 {shape}", f"correct {name}")
 

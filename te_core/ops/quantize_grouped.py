@@ -31,9 +31,8 @@ def bounds_of(splits: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def quantize_grouped(
-    rt: Runtime, x: Tensor, splits: Sequence[int], casts: Sequence[Cast],
-    column_sums: Sequence[Tensor] | None = None,
-) -> list[QuantizedTensor]:  # fmt: skip
+    rt: Runtime, x: Tensor, splits: Sequence[int], casts: Sequence[Cast], column_sums: Sequence[Tensor] | None = None
+) -> list[QuantizedTensor]:
     """Quantize each group of rows of x [T, K] as its cast says; `splits` are the rows of the groups, 0 allowed.
 
     The casts may differ in their tensors (scale, amax, rng) and in their site only. column_sums, if given: a vector
@@ -43,9 +42,12 @@ def quantize_grouped(
     op = "quantize_grouped"
     _check.matrix(op, "x", x)
     _check.require(
-        min(splits, default=0) >= 0 and sum(splits) == x.shape[0], op, f"splits {list(splits)} of {x.shape[0]} rows",
-        "row counts that add up to those of x", "correct the splits",
-    )  # fmt: skip
+        min(splits, default=0) >= 0 and sum(splits) == x.shape[0],
+        op,
+        f"splits {list(splits)} of {x.shape[0]} rows",
+        "row counts that add up to those of x",
+        "correct the splits",
+    )
     outs = allocate_groups(rt, splits, x.shape[1], casts[0]) if casts else []
     parts = [x.rows(start, stop) for start, stop in bounds_of(splits)]
     _quantize_all(op, rt, parts, casts, outs, column_sums)
@@ -60,13 +62,20 @@ def quantize_many(rt: Runtime, tensors: Sequence[Tensor], casts: Sequence[Cast])
 
 
 def _quantize_all(
-    op: str, rt: Runtime, parts: Sequence[Tensor], casts: Sequence[Cast], outs: list[QuantizedTensor],
+    op: str,
+    rt: Runtime,
+    parts: Sequence[Tensor],
+    casts: Sequence[Cast],
+    outs: list[QuantizedTensor],
     column_sums: Sequence[Tensor] | None,
-) -> None:  # fmt: skip
+) -> None:
     _check.require(
-        len(parts) == len(casts) and (column_sums is None or len(column_sums) == len(parts)), op,
-        f"{len(parts)} matrices, {len(casts)} casts", "one cast (and one column sum) for each", "correct the counts",
-    )  # fmt: skip
+        len(parts) == len(casts) and (column_sums is None or len(column_sums) == len(parts)),
+        op,
+        f"{len(parts)} matrices, {len(casts)} casts",
+        "one cast (and one column sum) for each",
+        "correct the counts",
+    )
     if not parts:
         return
     x, first = parts[0], casts[0]
@@ -93,16 +102,25 @@ def _check_alike(op: str, parts: Sequence[Tensor], casts: Sequence[Cast], column
     x, first = parts[0], casts[0]
     for part in parts:
         _check.require(
-            part.ndim == 2 and part.shape[1] == x.shape[1] and part.dtype is x.dtype and part.device is x.device
+            part.ndim == 2
+            and part.shape[1] == x.shape[1]
+            and part.dtype is x.dtype
+            and part.device is x.device
             and part.is_contiguous,
-            op, f"{part!r} beside {x!r}", "dense matrices of one width, type and device", "quantize others separately",
-        )  # fmt: skip
+            op,
+            f"{part!r} beside {x!r}",
+            "dense matrices of one width, type and device",
+            "quantize others separately",
+        )
     rule = (first.key, first.epsilon, first.power_of_two)
     for cast in casts:
         _check.require(
-            cast is first or (cast.key, cast.epsilon, cast.power_of_two) == rule, op, "casts of different rules",
-            "casts that differ in their tensors only", "quantize others separately",
-        )  # fmt: skip
+            cast is first or (cast.key, cast.epsilon, cast.power_of_two) == rule,
+            op,
+            "casts of different rules",
+            "casts that differ in their tensors only",
+            "quantize others separately",
+        )
     for total in column_sums or ():
         _check.vector(op, "column_sum", total, x.shape[1], (column_sums[0].dtype,))  # type: ignore[index]
 
@@ -144,9 +162,7 @@ def groups_in(
 
 def _places(device: object, splits: Sequence[int], width: int, form: Format, columnwise: bool) -> tuple[list[int], int]:
     """(where each group's copy begins, bytes of all)."""
-    ends = list(
-        accumulate(up(pieces_of(device, form, (m, width), columnwise).nbytes, ALIGNMENT) for m in splits)
-    )  # fmt: skip
+    ends = list(accumulate(up(pieces_of(device, form, (m, width), columnwise).nbytes, ALIGNMENT) for m in splits))
     return [0, *ends[:-1]], ends[-1] if ends else 0
 
 

@@ -43,19 +43,26 @@ def check(operation: str, cast: Cast) -> None:
     """Of the options of this format, some exclude each other."""
     form = cast.format
     _check.require(
-        cast.four_over_six in (None, "MAE", "MSE"), operation, f"four_over_six={cast.four_over_six!r}",
-        "None, 'MAE' or 'MSE'", "choose an allowed four_over_six",
-    )  # fmt: skip
+        cast.four_over_six in (None, "MAE", "MSE"),
+        operation,
+        f"four_over_six={cast.four_over_six!r}",
+        "None, 'MAE' or 'MSE'",
+        "choose an allowed four_over_six",
+    )
     _check.require(
         form.bound in (448, 256), operation, f"a format of bound {form.bound}", "448 or 256", "choose an allowed bound"
     )
     _check.require(
-        not (cast.four_over_six and (cast.transform or cast.stochastic)), operation,
-        "four_over_six with transform or stochastic", "four_over_six with rounding to nearest, untransformed",
+        not (cast.four_over_six and (cast.transform or cast.stochastic)),
+        operation,
+        "four_over_six with transform or stochastic",
+        "four_over_six with rounding to nearest, untransformed",
         "leave one of them out",
-    )  # fmt: skip
+    )
     _check.require(
-        not (form.row_scaled and (cast.transform or cast.stochastic or form.tiled)), operation,
+        not (form.row_scaled and (cast.transform or cast.stochastic or form.tiled)),
+        operation,
         f"{form} with transform={cast.transform}, stochastic={cast.stochastic}",
-        "an amax for each row with 1x16 blocks, rounded to nearest, untransformed", "leave one of them out",
-    )  # fmt: skip
+        "an amax for each row with 1x16 blocks, rounded to nearest, untransformed",
+        "leave one of them out",
+    )

@@ -45,25 +45,42 @@ def rope(
     """The heads t [s, b, h, d], [b, s, h, d] or [t, h, d] turned, dense; t may be strided, its channels may not."""
     address = t.ptr if out is None else t.ptr | out.ptr
     key = (
-        "rope", t.shape, t.strides, t.dtype, freqs.shape, fmt, interleaved, cp_size, cp_rank, backward, address & 15,
-        cu_seqlens and cu_seqlens.shape, _check.seen(t, freqs, cu_seqlens, start_positions, out),
-    )  # fmt: skip
+        "rope",
+        t.shape,
+        t.strides,
+        t.dtype,
+        freqs.shape,
+        fmt,
+        interleaved,
+        cp_size,
+        cp_rank,
+        backward,
+        address & 15,
+        cu_seqlens and cu_seqlens.shape,
+        _check.seen(t, freqs, cu_seqlens, start_positions, out),
+    )
     plan = rt.plans.get(key)
     if plan is None:
         op = "rope"
         _check.one_of(op, "fmt", fmt, tuple(FORMATS))
         _check.one_of(op, "dtype of t", t.dtype, ACTIVATION_DTYPES)
         _check.require(
-            t.ndim == len(fmt) and (t.strides is None or t.strides[-1] == 1 or t.shape[-1] == 1), op, f"t = {t!r}",
-            f"{fmt} with neighbouring channels side by side", "correct fmt or t",
-        )  # fmt: skip
+            t.ndim == len(fmt) and (t.strides is None or t.strides[-1] == 1 or t.shape[-1] == 1),
+            op,
+            f"t = {t!r}",
+            f"{fmt} with neighbouring channels side by side",
+            "correct fmt or t",
+        )
         _check_table(op, "freqs", freqs, t.shape[-1])
         _check_positions(op, t.shape, freqs, (fmt, cp_size, cp_rank), cu_seqlens, start_positions)
         if out is not None:
             _check.require(
-                tuple(out.shape) == tuple(t.shape) and out.dtype is t.dtype and out.is_contiguous, op, f"out = {out!r}",
-                f"a dense {t.dtype} tensor of shape {tuple(t.shape)}", "correct out",
-            )  # fmt: skip
+                tuple(out.shape) == tuple(t.shape) and out.dtype is t.dtype and out.is_contiguous,
+                op,
+                f"out = {out!r}",
+                f"a dense {t.dtype} tensor of shape {tuple(t.shape)}",
+                "correct out",
+            )
         _check.on_device(op, rt.device, t, freqs, cu_seqlens, start_positions, out)
         plan = rt.plans.put(key, rt.backend.plan_rope(rt, key))
     if out is None:
@@ -96,17 +113,30 @@ def rope_qkv(
     """
     split = (heads, groups, tuple(head_dims), interleaved_groups)
     lead = qkv.shape[: len(fmt) - 2]
-    key = _key("rope_qkv", lead, qkv, q_freqs, k_freqs, split, (fmt, interleaved, cp_size, cp_rank), cu_seqlens,
-               (start_positions,), qkv.ptr)  # fmt: skip
+    key = _key(
+        "rope_qkv",
+        lead,
+        qkv,
+        q_freqs,
+        k_freqs,
+        split,
+        (fmt, interleaved, cp_size, cp_rank),
+        cu_seqlens,
+        (start_positions,),
+        qkv.ptr,
+    )
     plan = rt.plans.get(key)
     if plan is None:
         op = "rope_qkv"
         _check_split(op, lead, qkv.dtype, split, (fmt, cp_size, cp_rank), q_freqs, k_freqs, cu_seqlens, start_positions)
         width = packed_width(heads, groups, head_dims)
         _check.require(
-            qkv.is_contiguous and qkv.ndim > len(lead) and qkv.size == prod(lead) * width, op, f"qkv = {qkv!r}",
-            f"dense, {len(lead)} token dimensions, then {width} channels", "correct qkv or the numbers of heads",
-        )  # fmt: skip
+            qkv.is_contiguous and qkv.ndim > len(lead) and qkv.size == prod(lead) * width,
+            op,
+            f"qkv = {qkv!r}",
+            f"dense, {len(lead)} token dimensions, then {width} channels",
+            "correct qkv or the numbers of heads",
+        )
         _check.on_device(op, rt.device, qkv, q_freqs, k_freqs, cu_seqlens, start_positions)
         plan = rt.plans.put(key, rt.backend.plan_rope_qkv(rt, key))
     q = rt.empty((*lead, heads, head_dims[0]), qkv.dtype) if heads else None
@@ -139,20 +169,36 @@ def rope_qkv_backward(
     split = (heads, groups, tuple(head_dims), interleaved_groups)
     lead = dk.shape[: len(fmt) - 2]
     address = dk.ptr | dv.ptr | (0 if dq is None else dq.ptr)
-    key = _key("rope_qkv_backward", lead, dk, q_freqs, k_freqs, split, (fmt, interleaved, cp_size, cp_rank),
-               cu_seqlens, (start_positions, dq, dv), address)  # fmt: skip
+    key = _key(
+        "rope_qkv_backward",
+        lead,
+        dk,
+        q_freqs,
+        k_freqs,
+        split,
+        (fmt, interleaved, cp_size, cp_rank),
+        cu_seqlens,
+        (start_positions, dq, dv),
+        address,
+    )
     plan = rt.plans.get(key)
     width = packed_width(heads, groups, head_dims)
     if plan is None:
         op = "rope_qkv_backward"
         _check_split(op, lead, dk.dtype, split, (fmt, cp_size, cp_rank), q_freqs, k_freqs, cu_seqlens, start_positions)
-        for name, t, n, d in (("dq", dq, heads, head_dims[0]), ("dk", dk, groups, head_dims[1]),
-                              ("dv", dv, groups, head_dims[2])):  # fmt: skip
+        for name, t, n, d in (
+            ("dq", dq, heads, head_dims[0]),
+            ("dk", dk, groups, head_dims[1]),
+            ("dv", dv, groups, head_dims[2]),
+        ):
             right = t is None if n == 0 else t is not None and tuple(t.shape) == (*lead, n, d)
             _check.require(
-                right and (t is None or (t.is_contiguous and t.dtype is dk.dtype)), op, f"{name} = {t!r}",
-                f"{dk.dtype}, dense, of shape {(*lead, n, d)} (None for no heads)", f"correct {name}",
-            )  # fmt: skip
+                right and (t is None or (t.is_contiguous and t.dtype is dk.dtype)),
+                op,
+                f"{name} = {t!r}",
+                f"{dk.dtype}, dense, of shape {(*lead, n, d)} (None for no heads)",
+                f"correct {name}",
+            )
         _check.on_device(op, rt.device, dq, dk, dv, q_freqs, k_freqs, cu_seqlens, start_positions)
         plan = rt.plans.put(key, rt.backend.plan_rope_qkv(rt, key))
     dqkv = rt.empty((*lead, width), dk.dtype)
@@ -166,15 +212,31 @@ def packed_width(heads: int, groups: int, head_dims: tuple[int, int, int]) -> in
 
 
 def _key(
-    operation: str, lead: tuple[int, ...], t: Tensor, q_freqs: Tensor | None, k_freqs: Tensor | None,
-    split: tuple[Any, ...], rotation: tuple[Any, ...], *others: Any,
-) -> tuple[Any, ...]:  # fmt: skip
+    operation: str,
+    lead: tuple[int, ...],
+    t: Tensor,
+    q_freqs: Tensor | None,
+    k_freqs: Tensor | None,
+    split: tuple[Any, ...],
+    rotation: tuple[Any, ...],
+    *others: Any,
+) -> tuple[Any, ...]:
     cu_seqlens, more, address = others
     return (
-        operation, lead, t.shape, t.dtype, t.strides, q_freqs and q_freqs.shape, k_freqs and k_freqs.shape,
-        _is_one(q_freqs, k_freqs), split, rotation,
-        cu_seqlens and cu_seqlens.shape, _check.seen(t, q_freqs, k_freqs, cu_seqlens, *more), address & 15,
-    )  # fmt: skip
+        operation,
+        lead,
+        t.shape,
+        t.dtype,
+        t.strides,
+        q_freqs and q_freqs.shape,
+        k_freqs and k_freqs.shape,
+        _is_one(q_freqs, k_freqs),
+        split,
+        rotation,
+        cu_seqlens and cu_seqlens.shape,
+        _check.seen(t, q_freqs, k_freqs, cu_seqlens, *more),
+        address & 15,
+    )
 
 
 def _is_one(q_freqs: Tensor | None, k_freqs: Tensor | None) -> bool:
@@ -185,17 +247,23 @@ def _is_one(q_freqs: Tensor | None, k_freqs: Tensor | None) -> bool:
 
 
 def _check_split(
-    op: str, lead: tuple[int, ...], dtype: Any, split: tuple[Any, ...], place: tuple[str, int, int],
+    op: str,
+    lead: tuple[int, ...],
+    dtype: Any,
+    split: tuple[Any, ...],
+    place: tuple[str, int, int],
     *others: Tensor | None,
-) -> None:  # fmt: skip
+) -> None:
     (heads, groups, dims, _), (fmt, *_), (q_freqs, k_freqs, cu_seqlens, start_positions) = split, place, others
     _check.one_of(op, "fmt", fmt, tuple(FORMATS))
     _check.one_of(op, "dtype", dtype, ACTIVATION_DTYPES)
     _check.require(
-        groups > 0 and heads % groups == 0 and len(dims) == 3 and min(dims) > 0, op,
-        f"{heads} heads in {groups} groups of sizes {dims}", "heads a multiple of groups, three sizes above 0",
+        groups > 0 and heads % groups == 0 and len(dims) == 3 and min(dims) > 0,
+        op,
+        f"{heads} heads in {groups} groups of sizes {dims}",
+        "heads a multiple of groups, three sizes above 0",
         "correct the numbers of heads",
-    )  # fmt: skip
+    )
     for name, freqs, d in (("q_freqs", q_freqs, dims[0]), ("k_freqs", k_freqs, dims[1])):
         if freqs is not None:
             _check_table(op, name, freqs, d)
@@ -205,50 +273,83 @@ def _check_split(
 def _check_table(op: str, name: str, freqs: Tensor, d: int) -> None:
     shape = tuple(freqs.shape)
     _check.require(
-        freqs.dtype is dtypes.float32 and freqs.is_contiguous and len(shape) in (2, 4)
-        and (len(shape) == 2 or shape[1:3] == (1, 1)), op, f"{name} = {freqs!r}",
-        "float32, dense, [s2, d2] or [s2, 1, 1, d2]", f"correct {name}",
-    )  # fmt: skip
+        freqs.dtype is dtypes.float32
+        and freqs.is_contiguous
+        and len(shape) in (2, 4)
+        and (len(shape) == 2 or shape[1:3] == (1, 1)),
+        op,
+        f"{name} = {freqs!r}",
+        "float32, dense, [s2, d2] or [s2, 1, 1, d2]",
+        f"correct {name}",
+    )
     _check.require(
-        shape[-1] % 2 == 0 and shape[-1] <= d, op, f"{shape[-1]} angles for {d} channels",
-        "an even number, at most that of the channels", f"correct {name}",
-    )  # fmt: skip
+        shape[-1] % 2 == 0 and shape[-1] <= d,
+        op,
+        f"{shape[-1]} angles for {d} channels",
+        "an even number, at most that of the channels",
+        f"correct {name}",
+    )
 
 
 def _check_positions(
-    op: str, shape: tuple[int, ...], freqs: Tensor, place: tuple[str, int, int], cu_seqlens: Tensor | None,
+    op: str,
+    shape: tuple[int, ...],
+    freqs: Tensor,
+    place: tuple[str, int, int],
+    cu_seqlens: Tensor | None,
     start_positions: Tensor | None,
-) -> None:  # fmt: skip
+) -> None:
     """Where the tokens of heads of this shape stand, as far as the host can know."""
     fmt, cp_size, cp_rank = place
     token, batch = FORMATS[fmt]
     _check.require(
-        cp_size >= 1 and 0 <= cp_rank < cp_size, op, f"cp_rank={cp_rank} of cp_size={cp_size}",
-        "0 <= cp_rank < cp_size", "correct them",
-    )  # fmt: skip
+        cp_size >= 1 and 0 <= cp_rank < cp_size,
+        op,
+        f"cp_rank={cp_rank} of cp_size={cp_size}",
+        "0 <= cp_rank < cp_size",
+        "correct them",
+    )
     if batch is None:
         _check.require(
-            cu_seqlens is not None and cu_seqlens.dtype is dtypes.int32 and cu_seqlens.ndim == 1
-            and cu_seqlens.shape[0] >= 1 and cu_seqlens.is_contiguous, op, f"thd with cu_seqlens={cu_seqlens!r}",
-            "int32 [sequences + 1]", "pass cu_seqlens",
-        )  # fmt: skip
+            cu_seqlens is not None
+            and cu_seqlens.dtype is dtypes.int32
+            and cu_seqlens.ndim == 1
+            and cu_seqlens.shape[0] >= 1
+            and cu_seqlens.is_contiguous,
+            op,
+            f"thd with cu_seqlens={cu_seqlens!r}",
+            "int32 [sequences + 1]",
+            "pass cu_seqlens",
+        )
         assert cu_seqlens is not None
         sequences = cu_seqlens.shape[0] - 1
     else:
         _check.require(cu_seqlens is None, op, f"{fmt} with cu_seqlens", "cu_seqlens with thd only", "leave it out")
         sequences, length = shape[batch], shape[token]
         _check.require(
-            cp_size == 1 or length % 2 == 0, op, f"{length} tokens with cp_size={cp_size}", "an even number of tokens",
+            cp_size == 1 or length % 2 == 0,
+            op,
+            f"{length} tokens with cp_size={cp_size}",
+            "an even number of tokens",
             "cut each sequence into 2 * cp_size equal chunks",
-        )  # fmt: skip
+        )
         _check.require(
-            length * cp_size <= freqs.shape[0], op, f"{length * cp_size} positions, a table of {freqs.shape[0]}",
-            "a row of angles for each position", "make freqs for the longest sequence",
-        )  # fmt: skip
+            length * cp_size <= freqs.shape[0],
+            op,
+            f"{length * cp_size} positions, a table of {freqs.shape[0]}",
+            "a row of angles for each position",
+            "make freqs for the longest sequence",
+        )
     _check.require(
-        start_positions is None or (
-            start_positions.dtype is dtypes.int32 and start_positions.ndim == 1 and start_positions.is_contiguous
+        start_positions is None
+        or (
+            start_positions.dtype is dtypes.int32
+            and start_positions.ndim == 1
+            and start_positions.is_contiguous
             and start_positions.shape[0] >= sequences
-        ), op, f"start_positions = {start_positions!r}", f"int32, one for each of {sequences} sequences",
+        ),
+        op,
+        f"start_positions = {start_positions!r}",
+        f"int32, one for each of {sequences} sequences",
         "correct start_positions",
-    )  # fmt: skip
+    )

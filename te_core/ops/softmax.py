@@ -71,26 +71,43 @@ def softmax_forward(
     op = "softmax_forward"
     address = x.ptr | (0 if out is None else out.ptr)
     key = (
-        op, x.shape, x.dtype, band, mask and mask.shape, cu_seqlens_q is not None, sink is not None, address & 15,
-        0 if mask is None else mask.ptr & 15, _check.seen(x, mask, cu_seqlens_q, cu_seqlens_kv, sink, out),
-    )  # fmt: skip
+        op,
+        x.shape,
+        x.dtype,
+        band,
+        mask and mask.shape,
+        cu_seqlens_q is not None,
+        sink is not None,
+        address & 15,
+        0 if mask is None else mask.ptr & 15,
+        _check.seen(x, mask, cu_seqlens_q, cu_seqlens_kv, sink, out),
+    )
     plan = rt.plans.get(key)
     if plan is None:
         _check_scores(op, "x", x, band)
         b, h, sq, sk = x.shape
         if mask is not None:
             _check.require(
-                mask.ndim == 4 and mask.is_contiguous and mask.dtype in (dtypes.bool_, dtypes.uint8)
-                and mask.shape[3] == sk and all(m in (1, n) for m, n in zip(mask.shape, x.shape, strict=True)),
-                op, f"mask = {mask!r}", f"bool or uint8, dense, [{b} or 1, {h} or 1, {sq} or 1, {sk}]", "correct mask",
-            )  # fmt: skip
+                mask.ndim == 4
+                and mask.is_contiguous
+                and mask.dtype in (dtypes.bool_, dtypes.uint8)
+                and mask.shape[3] == sk
+                and all(m in (1, n) for m, n in zip(mask.shape, x.shape, strict=True)),
+                op,
+                f"mask = {mask!r}",
+                f"bool or uint8, dense, [{b} or 1, {h} or 1, {sq} or 1, {sk}]",
+                "correct mask",
+            )
         _check_lengths(op, b, cu_seqlens_q, cu_seqlens_kv)
         _check.vector(op, "sink", sink, h, (dtypes.float32,))
         if out is not None:
             _check.require(
-                tuple(out.shape) == tuple(x.shape) and out.dtype is x.dtype and out.is_contiguous, op, f"out = {out!r}",
-                "dense, like x", "correct out",
-            )  # fmt: skip
+                tuple(out.shape) == tuple(x.shape) and out.dtype is x.dtype and out.is_contiguous,
+                op,
+                f"out = {out!r}",
+                "dense, like x",
+                "correct out",
+            )
         _check.on_device(op, rt.device, x, mask, cu_seqlens_q, cu_seqlens_kv, sink, out)
         plan = rt.plans.put(key, rt.backend.plan_softmax_forward(rt, key))
     if out is None:
@@ -117,23 +134,35 @@ def softmax_backward(
     """
     op = "softmax_backward"
     key = (
-        op, y.shape, y.dtype, band, cu_seqlens_q is not None, share is not None, (dy.ptr | y.ptr) & 15,
+        op,
+        y.shape,
+        y.dtype,
+        band,
+        cu_seqlens_q is not None,
+        share is not None,
+        (dy.ptr | y.ptr) & 15,
         _check.seen(dy, y, share, cu_seqlens_q, cu_seqlens_kv),
-    )  # fmt: skip
+    )
     plan = rt.plans.get(key)
     if plan is None:
         _check_scores(op, "y", y, band)
         b, h, sq, _ = y.shape
         _check.require(
-            tuple(dy.shape) == tuple(y.shape) and dy.dtype is y.dtype and dy.is_contiguous, op, f"dy = {dy!r}",
-            "dense, like y", "correct dy",
-        )  # fmt: skip
+            tuple(dy.shape) == tuple(y.shape) and dy.dtype is y.dtype and dy.is_contiguous,
+            op,
+            f"dy = {dy!r}",
+            "dense, like y",
+            "correct dy",
+        )
         _check_lengths(op, b, cu_seqlens_q, cu_seqlens_kv)
         _check.require(
-            share is None or (tuple(share.shape) == (b, sq, h) and share.dtype is dtypes.float32
-                              and share.is_contiguous), op,
-            f"share = {share!r}", f"float32 [{b}, {sq}, {h}], as forward returned it", "pass forward's second result",
-        )  # fmt: skip
+            share is None
+            or (tuple(share.shape) == (b, sq, h) and share.dtype is dtypes.float32 and share.is_contiguous),
+            op,
+            f"share = {share!r}",
+            f"float32 [{b}, {sq}, {h}], as forward returned it",
+            "pass forward's second result",
+        )
         _check.on_device(op, rt.device, dy, y, share, cu_seqlens_q, cu_seqlens_kv)
         plan = rt.plans.put(key, rt.backend.plan_softmax_backward(rt, key))
     dx = rt.empty(y.shape, y.dtype)
@@ -144,17 +173,26 @@ def softmax_backward(
 
 def _check_scores(op: str, name: str, x: Tensor, band: Band) -> None:
     _check.require(
-        x.ndim == 4 and x.is_contiguous and x.dtype in ACTIVATION_DTYPES, op, f"{name} = {x!r}",
-        "dense [b, h, sq, sk] of float32, bfloat16 or float16", f"correct {name}",
-    )  # fmt: skip
+        x.ndim == 4 and x.is_contiguous and x.dtype in ACTIVATION_DTYPES,
+        op,
+        f"{name} = {x!r}",
+        "dense [b, h, sq, sk] of float32, bfloat16 or float16",
+        f"correct {name}",
+    )
     _check.require(
-        x.shape[0] * x.shape[1] * x.shape[2] <= MAX_ROWS and x.shape[3] <= MAX_ROW, op, f"{name} = {x!r}",
-        f"at most {MAX_ROWS} rows of at most as many", "split the batch",
-    )  # fmt: skip
+        x.shape[0] * x.shape[1] * x.shape[2] <= MAX_ROWS and x.shape[3] <= MAX_ROW,
+        op,
+        f"{name} = {x!r}",
+        f"at most {MAX_ROWS} rows of at most as many",
+        "split the batch",
+    )
     _check.require(
-        min(band.left, band.right) >= -1, op, f"window ({band.left}, {band.right})", "bounds from 0 on, -1 for none",
+        min(band.left, band.right) >= -1,
+        op,
+        f"window ({band.left}, {band.right})",
+        "bounds from 0 on, -1 for none",
         "correct the window",
-    )  # fmt: skip
+    )
 
 
 def _check_lengths(op: str, batch: int, cu_q: Tensor | None, cu_kv: Tensor | None) -> None:

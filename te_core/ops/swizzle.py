@@ -28,9 +28,12 @@ def swizzle_scales(rt: Runtime, scale: Tensor, *, transposed: bool = False) -> T
         _check.one_of(op, "dtype of scale", scale.dtype, (dtypes.uint8,))
         rows, blocks = scale.shape[::-1] if transposed else scale.shape
         _check.require(
-            rows % TILE[0] == 0 and blocks % TILE[1] == 0, op, f"scale = {scale!r}, transposed={transposed}",
-            f"whole tiles of {TILE[0]} rows and {TILE[1]} blocks", "pass the whole padded scale of a copy",
-        )  # fmt: skip
+            rows % TILE[0] == 0 and blocks % TILE[1] == 0,
+            op,
+            f"scale = {scale!r}, transposed={transposed}",
+            f"whole tiles of {TILE[0]} rows and {TILE[1]} blocks",
+            "pass the whole padded scale of a copy",
+        )
         plan = rt.plans.put(key, rt.backend.plan_swizzle_scales(rt, scale.shape, transposed))
     out = rt.empty(scale.shape, scale.dtype)
     rt.backend.swizzle_scales(rt, plan, scale, out)

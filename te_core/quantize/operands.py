@@ -85,9 +85,16 @@ def _raise(rt: Runtime, held: Tensor, x: Tensor) -> None:
 
 
 def quantize_gradient(
-    rt: Runtime, dy: Value, rule: Operand | None, where: Where, *, rowwise: bool, columnwise: bool,
-    column_sum: Tensor | None = None, rng: Tensor | None = None,
-) -> Uses:  # fmt: skip
+    rt: Runtime,
+    dy: Value,
+    rule: Operand | None,
+    where: Where,
+    *,
+    rowwise: bool,
+    columnwise: bool,
+    column_sum: Tensor | None = None,
+    rng: Tensor | None = None,
+) -> Uses:
     """An output gradient in this precision; `column_sum` is set to the sums of its columns on the way."""
     scales, gemm = where
     if type(dy) is Tensor and rule is not None and is_plain_rule(rule):
@@ -140,9 +147,11 @@ def _given(rt: Runtime, q: QuantizedTensor, rowwise: bool, columnwise: bool) -> 
         q = with_columnwise(rt, q)
     if rowwise and q.rowwise is None:
         raise UnsupportedError(
-            "gemm", f"{q!r} where its rowwise copy is read", "a tensor that holds the rowwise copy",
+            "gemm",
+            f"{q!r} where its rowwise copy is read",
+            "a tensor that holds the rowwise copy",
             "quantize it with rowwise=True",
-        )  # fmt: skip
+        )
     return Uses(q, q, None)
 
 
@@ -181,9 +190,13 @@ def saved(operand: Value | None, wanted: bool) -> Tensor | None:
 
 
 def restored(
-    rt: Runtime, kept: Tensor | None, shape: tuple[int, int], rule: Operand | None, precision: Precision | None,
+    rt: Runtime,
+    kept: Tensor | None,
+    shape: tuple[int, int],
+    rule: Operand | None,
+    precision: Precision | None,
     dtype: DType,
-) -> Value:  # fmt: skip
+) -> Value:
     """The operand that `saved` kept, as backward's GEMM reads it along its columns."""
     assert kept is not None
     if kept.dtype is not dtypes.uint8:
@@ -195,6 +208,16 @@ def restored(
 
 
 __all__ = [
-    "CustomQuantizer", "Uses", "Value", "Where", "as_asked", "dense", "is_plain_rule", "quantize_forward",
-    "quantize_gradient", "restored", "saved", "with_columnwise",
-]  # fmt: skip
+    "CustomQuantizer",
+    "Uses",
+    "Value",
+    "Where",
+    "as_asked",
+    "dense",
+    "is_plain_rule",
+    "quantize_forward",
+    "quantize_gradient",
+    "restored",
+    "saved",
+    "with_columnwise",
+]

@@ -25,14 +25,24 @@ class Scales:
     """
 
     __slots__ = (
-        "backward_amax", "backward_nonfinite", "backward_scale", "casts", "forward_amax", "forward_nonfinite",
+        "backward_amax",
+        "backward_nonfinite",
+        "backward_scale",
+        "casts",
+        "forward_amax",
+        "forward_nonfinite",
         "forward_scale",
-    )  # fmt: skip
+    )
 
     def __init__(
-        self, forward_scale: Tensor | None, forward_amax: Tensor | None, backward_scale: Tensor | None,
-        backward_amax: Tensor | None, forward_nonfinite: Tensor | None = None, backward_nonfinite: Tensor | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        forward_scale: Tensor | None,
+        forward_amax: Tensor | None,
+        backward_scale: Tensor | None,
+        backward_amax: Tensor | None,
+        forward_nonfinite: Tensor | None = None,
+        backward_nonfinite: Tensor | None = None,
+    ) -> None:
         self.forward_scale = forward_scale
         self.forward_amax = forward_amax
         self.backward_scale = backward_scale
@@ -45,9 +55,11 @@ class Scales:
 def without_state(operation: str) -> ArgumentError:
     """What is wrong with a call that brings no scaling state where a recipe keeps one."""
     return ArgumentError(
-        operation, "no scales", "a Scales (te_core.quantize.state): float32, 3 slots forward and 2 backward a GEMM",
+        operation,
+        "no scales",
+        "a Scales (te_core.quantize.state): float32, 3 slots forward and 2 backward a GEMM",
         "pass scales=, or choose a recipe that keeps no history, such as Float8CurrentScaling",
-    )  # fmt: skip
+    )
 
 
 def element(vector: Tensor, index: int) -> Tensor:
@@ -82,18 +94,26 @@ def forward_cast(
 
 
 def backward_cast(
-    operand: Operand, scales: Scales | None, gemm: int, *, rowwise: bool, columnwise: bool, slot: int = GRAD_OUTPUT,
+    operand: Operand,
+    scales: Scales | None,
+    gemm: int,
+    *,
+    rowwise: bool,
+    columnwise: bool,
+    slot: int = GRAD_OUTPUT,
     rng: Tensor | None = None,
-) -> Cast:  # fmt: skip
+) -> Cast:
     """How a gradient (slot GRAD_OUTPUT or GRAD_INPUT) of a GEMM is quantized in this call."""
     index = BACKWARD_SLOTS * gemm + slot
     counter = None if scales is None else _counter(scales.backward_nonfinite, index)
     if operand.scaling != "delayed":
         if operand.stochastic and rng is None:
             raise ArgumentError(
-                "the backward of a recipe with stochastic rounding", "no rng", "an int64 tensor [2] (seed, offset)",
+                "the backward of a recipe with stochastic rounding",
+                "no rng",
+                "an int64 tensor [2] (seed, offset)",
                 "pass rng= to the layer's forward, which saves it, or a recipe that rounds to nearest",
-            )  # fmt: skip
+            )
         if operand.stochastic or counter is not None:
             return _make(operand, rowwise, columnwise, rng, index, counter)
         return _stateless(operand, rowwise, columnwise)
@@ -108,26 +128,47 @@ def backward_cast(
 
 
 def _delayed(
-    operand: Operand, scale: Tensor | None, amax: Tensor | None, index: int, rowwise: bool, columnwise: bool,
+    operand: Operand,
+    scale: Tensor | None,
+    amax: Tensor | None,
+    index: int,
+    rowwise: bool,
+    columnwise: bool,
     nonfinite: Tensor | None,
-) -> Cast:  # fmt: skip
+) -> Cast:
     if scale is None:
         raise without_state("a recipe with a history")
     return Cast(
-        operand.format, rowwise=rowwise, columnwise=columnwise, scale=element(scale, index),
-        amax=None if amax is None else element(amax, index), nonfinite=nonfinite,
-    )  # fmt: skip
+        operand.format,
+        rowwise=rowwise,
+        columnwise=columnwise,
+        scale=element(scale, index),
+        amax=None if amax is None else element(amax, index),
+        nonfinite=nonfinite,
+    )
 
 
 def _make(
-    operand: Operand, rowwise: bool, columnwise: bool, rng: Tensor | None = None, site: int = 0,
+    operand: Operand,
+    rowwise: bool,
+    columnwise: bool,
+    rng: Tensor | None = None,
+    site: int = 0,
     nonfinite: Tensor | None = None,
-) -> Cast:  # fmt: skip
+) -> Cast:
     return Cast(
-        operand.format, rowwise=rowwise, columnwise=columnwise, epsilon=operand.epsilon,
-        power_of_two=operand.power_of_two, transform=operand.transform and columnwise,
-        stochastic=operand.stochastic, rng=rng, site=site, four_over_six=operand.four_over_six, nonfinite=nonfinite,
-    )  # fmt: skip
+        operand.format,
+        rowwise=rowwise,
+        columnwise=columnwise,
+        epsilon=operand.epsilon,
+        power_of_two=operand.power_of_two,
+        transform=operand.transform and columnwise,
+        stochastic=operand.stochastic,
+        rng=rng,
+        site=site,
+        four_over_six=operand.four_over_six,
+        nonfinite=nonfinite,
+    )
 
 
 # By the operand's id, which stays its own while it is held here.

@@ -69,13 +69,23 @@ _SHOWN = (
     "heads of 512",
 )  # fmt: skip
 _SHOWN_FP8 = (
-    "causal", "bottom-right diagonal", "padding", "packed (thd)", "grouped heads (GQA)", "bias", "dropout",
-    "softmax off-by-one", "heads of 64",
-)  # fmt: skip
+    "causal",
+    "bottom-right diagonal",
+    "padding",
+    "packed (thd)",
+    "grouped heads (GQA)",
+    "bias",
+    "dropout",
+    "softmax off-by-one",
+    "heads of 64",
+)
 #: The doctor's rows.
 ROWS: tuple[tuple[str, ...], ...] = (
-    *((name,) for name in _SHOWN), ("FP8",), *(("FP8", name) for name in _SHOWN_FP8), ("FP8, current scaling",),
-)  # fmt: skip
+    *((name,) for name in _SHOWN),
+    ("FP8",),
+    *(("FP8", name) for name in _SHOWN_FP8),
+    ("FP8, current scaling",),
+)
 
 
 def answers(device: DeviceInfo, version: Version, features: Sequence[str]) -> tuple[Answer, Answer] | None:

@@ -19,17 +19,29 @@ from te_core.tools import attention_table
 #: What nothing runs on a GPU without.
 NEEDED = ("nvrtc", "cublasLt", "CuPy", "CUDA headers")
 #: Distributions worth naming, by what they are for.
-_PACKAGES = ("numpy", "ml-dtypes", "torch", "jax", "cupy-cuda13x", "cupy-cuda12x", "nvmath-python",
-             "nvidia-cudnn-frontend")  # fmt: skip
+_PACKAGES = (
+    "numpy",
+    "ml-dtypes",
+    "torch",
+    "jax",
+    "cupy-cuda13x",
+    "cupy-cuda12x",
+    "nvmath-python",
+    "nvidia-cudnn-frontend",
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the report; 1 if the machine has a GPU that te_core cannot use, else 0."""
     parser = argparse.ArgumentParser(prog="python -m te_core.doctor", description=__doc__)
     parser.add_argument(
-        "--import", dest="modules", action="append", default=[], metavar="MODULE",
+        "--import",
+        dest="modules",
+        action="append",
+        default=[],
+        metavar="MODULE",
         help="import this first (torch, jax): te_core then uses the libraries that it brings",
-    )  # fmt: skip
+    )
     parser.add_argument("--variables", action="store_true", help="list the environment variables that are read")
     options = parser.parse_args(arguments)
     if options.variables:

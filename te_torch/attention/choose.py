@@ -207,10 +207,11 @@ def _package(field: str, name: str, switch: str) -> Rule:
 def _flash2_version(r: Request) -> str | None:
     spec, version = r.spec, r.installed.flash2 or (0,)
     wants = (
-        ((2, 3), spec.windowed, "a window"), ((2, 4), spec.bias == "alibi", "ALiBi"),
+        ((2, 3), spec.windowed, "a window"),
+        ((2, 4), spec.bias == "alibi", "ALiBi"),
         ((2, 4, 1), spec.deterministic and r.training, "a deterministic backward"),
         ((2, 6), spec.softcap, "a soft-cap"),
-    )  # fmt: skip
+    )
     for least, asked, what in wants:
         if asked and version < least:
             return f"{what} needs flash-attn {'.'.join(map(str, least))}"
@@ -249,9 +250,17 @@ def _cudnn(r: Request) -> str | None:
     if r.installed.cudnn is None:
         return "cuDNN or nvidia-cudnn-frontend is not installed"
     able, reason = cudnn_attention(
-        r.device, r.installed.cudnn, r.spec, r.sizes, r.dtype, r.training, r.fp8, paged=r.paged, bias_grad=r.bias_grad,
+        r.device,
+        r.installed.cudnn,
+        r.spec,
+        r.sizes,
+        r.dtype,
+        r.training,
+        r.fp8,
+        paged=r.paged,
+        bias_grad=r.bias_grad,
         bias_rows=r.bias_rows,
-    )  # fmt: skip
+    )
     return None if able else reason
 
 
@@ -274,9 +283,15 @@ def _unfused_fp8(r: Request) -> str | None:
 
 
 _FLASH_COMMON: tuple[Rule, ...] = (
-    _on_gpu, _flash_allowed, _no_max_logit, _no_score_mod, _plain_softmax, _no_mask_tensor, _no_bias,
+    _on_gpu,
+    _flash_allowed,
+    _no_max_logit,
+    _no_score_mod,
+    _plain_softmax,
+    _no_mask_tensor,
+    _no_bias,
     _diagonal_bottom_right,
-)  # fmt: skip
+)
 
 RULES: dict[str, tuple[Rule, ...]] = {
     FLASH2: (
@@ -353,8 +368,9 @@ def choose(request: Request) -> str:
         raise NoBackendError(
             "DotProductAttention",
             f"No dot product attention backend is available for the provided inputs and run configuration ({table})",
-            "what at least one backend can do", "change what excludes the backend you want",
-        )  # fmt: skip
+            "what at least one backend can do",
+            "change what excludes the backend you want",
+        )
     return found.backend
 
 
@@ -381,10 +397,15 @@ def shape_class(request: Request) -> str:
     length = max(sizes.sq, sizes.skv)
     lengths = "decode" if sizes.sq <= 16 else "short" if length <= 512 else "medium" if length <= 2048 else "long"
     width = next((w for w in (64, 128, 192) if max(sizes.d_qk, sizes.d_v) <= w), 256)
-    return "/".join((
-        "train" if request.training else "infer", "packed" if request.packed else "dense", f"d{width}", lengths,
-        "banded" if request.spec.banded else "full",
-    ))  # fmt: skip
+    return "/".join(
+        (
+            "train" if request.training else "infer",
+            "packed" if request.packed else "dense",
+            f"d{width}",
+            lengths,
+            "banded" if request.spec.banded else "full",
+        )
+    )
 
 
 def ranking(request: Request) -> tuple[list[str], str]:
@@ -430,10 +451,11 @@ def is_table(content: Any) -> bool:
         return False
     rows = [row for entry in measured.values() for row in _values(entry.get("microseconds", {}))]
     return all(
-        isinstance(row, dict) and set(row) <= set(BACKENDS)
+        isinstance(row, dict)
+        and set(row) <= set(BACKENDS)
         and all(type(t) in (int, float) and 0 < t < float("inf") for t in row.values())
         for row in rows
-    )  # fmt: skip
+    )
 
 
 def _values(part: Any) -> Iterable[Any]:
@@ -455,9 +477,12 @@ def installed() -> Installed:
     import torch
 
     return Installed(
-        _installed("flash-attn", "flash_attn", (2,), (3,)), _installed("flash-attn-3", "flash_attn_interface"),
-        _installed("flash-attn-4", "flash_attn.cute"), _version(torch.__version__), _cudnn_version(),
-    )  # fmt: skip
+        _installed("flash-attn", "flash_attn", (2,), (3,)),
+        _installed("flash-attn-3", "flash_attn_interface"),
+        _installed("flash-attn-4", "flash_attn.cute"),
+        _version(torch.__version__),
+        _cudnn_version(),
+    )
 
 
 def _installed(package: str, module: str, least: Version = (0,), below: Version | None = None) -> Version | None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from te_core.attention import SOFTMAX, canonical_mask
+from te_core.attention import canonical_mask
 from te_core.errors import ArgumentError, UnsupportedError
 from te_core.precision import AttentionPrecision
 from te_torch.attention import choose, env, flash, fused, unfused
@@ -34,7 +34,7 @@ from te_torch.attention.masks import (
     check_set_window_size,
     lengths_of_mask,
 )
-from te_torch.attention.plan import OPERATION, Fact, Key, Plan, Static, explain_plan, make_plan
+from te_torch.attention.plan import OPERATION, Fact, Key, Plan, Static, checked_widths, explain_plan, make_plan
 from te_torch.autocast import Region, precision_now
 from te_torch.function import key_of
 from te_torch.modules.base import BaseModule, module_of, random_pair
@@ -119,28 +119,23 @@ class DotProductAttention(BaseModule):
 
     def _sizes(self, heads: int, channels: int | tuple[int, int], groups: int | None, scale: float | None) -> Static:
         """Checks what the constructor was given."""
-        widths = (channels, channels) if isinstance(channels, int) else tuple(channels)
         groups = heads if groups is None else groups
-        for got, condition, allowed in (
-            (f"num_attention_heads={heads}, num_gqa_groups={groups}", min(heads, groups) > 0 and heads % groups == 0,
-             "heads that are a multiple of the groups"),
-            (f"kv_channels={channels}", len(widths) == 2 and min(widths) > 0, "one width, or two: of q and k, of v"),
-            (f"{heads} heads and {groups} groups over tp_size={self.tp_size}",
-             heads % self.tp_size == 0 and groups % self.tp_size == 0, "multiples of tp_size"),
-            (f"attention_type={self.attention_type!r}", self.attention_type in ("self", "cross"), "'self' or 'cross'"),
-            (f"softmax_type={self.softmax_type!r}", self.softmax_type in SOFTMAX, ", ".join(SOFTMAX)),
-            (f"attention_dropout={self.attention_dropout}", 0 <= self.attention_dropout <= 1, "0 <= p <= 1"),
-        ):  # fmt: skip
-            if not condition:
-                raise AttentionArgumentError(OPERATION, got, allowed, "correct the constructor's arguments")
-        d_qk, d_v = widths
+        kinds = self.attention_type, self.softmax_type
+        d_qk, d_v = checked_widths(heads, groups, channels, self.tp_size, *kinds, self.attention_dropout)
         self.num_attention_heads, self.num_gqa_groups = heads, groups
         self.hidden_size_per_attention_head_k, self.hidden_size_per_attention_head_v = d_qk, d_v
         self.softmax_scale = d_qk**-0.5 if scale is None else float(scale)
         return Static(
-            heads // self.tp_size, groups // self.tp_size, d_qk, d_v, self.softmax_scale, self.softmax_type,
-            float(self.attention_dropout), self.return_max_logit, self.layer_number,
-        )  # fmt: skip
+            heads // self.tp_size,
+            groups // self.tp_size,
+            d_qk,
+            d_v,
+            self.softmax_scale,
+            self.softmax_type,
+            float(self.attention_dropout),
+            self.return_max_logit,
+            self.layer_number,
+        )
 
     def _add_softmax_offset(self) -> None:
         place: dict[str, Any] = {"dtype": torch.float32, "device": default_device()}
@@ -162,14 +157,18 @@ class DotProductAttention(BaseModule):
         ranks = [torch.distributed.get_world_size(group) for group in groups if group is not None]
         if any(n > 1 for n in ranks):
             raise UnsupportedError(
-                f"{OPERATION}.set_context_parallel_group", f"a group of {' x '.join(map(str, ranks))} ranks",
-                "one rank in this release", "leave cp_group out; context parallelism comes later",
-            )  # fmt: skip
+                f"{OPERATION}.set_context_parallel_group",
+                f"a group of {' x '.join(map(str, ranks))} ranks",
+                "one rank in this release",
+                "leave cp_group out; context parallelism comes later",
+            )
         if cp_comm_type not in ("p2p", "all_gather", "a2a", "a2a+p2p"):
             raise ArgumentError(
-                f"{OPERATION}.set_context_parallel_group", f"cp_comm_type={cp_comm_type!r}",
-                "p2p, all_gather, a2a, a2a+p2p", "choose one of these",
-            )  # fmt: skip
+                f"{OPERATION}.set_context_parallel_group",
+                f"cp_comm_type={cp_comm_type!r}",
+                "p2p, all_gather, a2a, a2a+p2p",
+                "choose one of these",
+            )
         self.cp_group, self.cp_global_ranks, self.cp_stream = cp_group, cp_global_ranks, cp_stream
         self.cp_comm_type = cp_comm_type
 
@@ -232,23 +231,34 @@ class DotProductAttention(BaseModule):
             check_cached(mask_type, inference_params)
             stepped = inference_params.step(self.layer_number, b, c, form)
         given = Given(
-            a, b, c, attention_mask, cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded,
-            core_attention_bias, alibi_slopes,
-        )  # fmt: skip
+            a,
+            b,
+            c,
+            attention_mask,
+            cu_seqlens_q,
+            cu_seqlens_kv,
+            cu_seqlens_q_padded,
+            cu_seqlens_kv_padded,
+            core_attention_bias,
+            alibi_slopes,
+        )
         options = (
-            form, form, mask_type,
+            form,
+            form,
+            mask_type,
             self._window if window_size is None else tuple(window_size),
             self.bottom_right_diagonal if bottom_right_diagonal is None else bottom_right_diagonal,
-            core_attention_bias_type, max_seqlen_q, max_seqlen_kv, checkpoint_core_attention,
-        )  # fmt: skip
+            core_attention_bias_type,
+            max_seqlen_q,
+            max_seqlen_kv,
+            checkpoint_core_attention,
+        )
         if stepped is not None:
             given, options = from_cache(given, options, inference_params, stepped)
         extra = (num_splits, score_mod is not None, inference_params is not None)
         return self._attend(given, packing, interleaved, options, pad_between_seqs, extra, (fp8_output, bf16_backward))
 
-    def _attend_packed(
-        self, a: torch.Tensor, b: torch.Tensor | None, interleaved: bool, **options: Any
-    ) -> Any:  # fmt: skip
+    def _attend_packed(self, a: torch.Tensor, b: torch.Tensor | None, interleaved: bool, **options: Any) -> Any:
         """`forward` of a projection as it is: (qkv [.., row], None) or (q [.., heads, d], kv [.., row]).
 
         `te_core.layers.attention` says how a row is laid out. The options are forward's keyword arguments.
@@ -258,23 +268,42 @@ class DotProductAttention(BaseModule):
         check_packed(self._static[:4], a if b is None else b, packing, form)
         o = options.get
         given = Given(
-            a, b, None, o("attention_mask"), o("cu_seqlens_q"), o("cu_seqlens_kv"), o("cu_seqlens_q_padded"),
-            o("cu_seqlens_kv_padded"), o("core_attention_bias"), o("alibi_slopes"),
-        )  # fmt: skip
+            a,
+            b,
+            None,
+            o("attention_mask"),
+            o("cu_seqlens_q"),
+            o("cu_seqlens_kv"),
+            o("cu_seqlens_q_padded"),
+            o("cu_seqlens_kv_padded"),
+            o("core_attention_bias"),
+            o("alibi_slopes"),
+        )
         window, bottom_right = o("window_size"), o("bottom_right_diagonal")
         scalars = (
-            form, form, o("attn_mask_type") or self.attn_mask_type, self._window if window is None else tuple(window),
+            form,
+            form,
+            o("attn_mask_type") or self.attn_mask_type,
+            self._window if window is None else tuple(window),
             self.bottom_right_diagonal if bottom_right is None else bottom_right,
-            o("core_attention_bias_type", "no_bias"), o("max_seqlen_q"), o("max_seqlen_kv"),
+            o("core_attention_bias_type", "no_bias"),
+            o("max_seqlen_q"),
+            o("max_seqlen_kv"),
             o("checkpoint_core_attention", False),
-        )  # fmt: skip
+        )
         fp8 = (o("fp8_output", False), o("bf16_backward", False))
         return self._attend(given, packing, interleaved, scalars, o("pad_between_seqs"), (1, False, False), fp8)
 
     def _attend(
-        self, given: Given, packing: str, interleaved: bool, options: tuple[Any, ...], gaps: bool | None,
-        extra: tuple[int, bool, bool], fp8: tuple[bool, bool],
-    ) -> Any:  # fmt: skip
+        self,
+        given: Given,
+        packing: str,
+        interleaved: bool,
+        options: tuple[Any, ...],
+        gaps: bool | None,
+        extra: tuple[int, bool, bool],
+        fp8: tuple[bool, bool],
+    ) -> Any:
         if torch._C._is_any_autocast_enabled():
             given = autocast(given)
         if options[0] == "thd":
@@ -317,9 +346,14 @@ class DotProductAttention(BaseModule):
         return out if largest is None else (out, largest)
 
     def _key(
-        self, given: Given, packing: str, interleaved: bool, options: tuple[Any, ...], extra: tuple[int, bool, bool],
+        self,
+        given: Given,
+        packing: str,
+        interleaved: bool,
+        options: tuple[Any, ...],
+        extra: tuple[int, bool, bool],
         fp8: str,
-    ) -> Key:  # fmt: skip
+    ) -> Key:
         a, b, c, mask, cu_q, cu_kv, cu_q_padded, _, bias, slopes, pages = given
         grad = torch.is_grad_enabled()
         form, kv_form, mask_type, window, bottom_right, bias_type, max_q, max_kv, checkpoint = options
@@ -331,12 +365,34 @@ class DotProductAttention(BaseModule):
             shape = tuple(m.shape for m in mask) if isinstance(mask, (tuple, list)) else mask.shape
         sink = grad and self.softmax_type == "learnable" and self.softmax_offset.requires_grad
         return Key(
-            _fact(a, grad), None if b is None else _fact(b, grad), None if c is None else _fact(c, grad), packing,
-            interleaved, None if bias is None else _fact(bias, grad), None if slopes is None else slopes.shape, sink,
-            shape, cu, form, kv_form, mask_type, window, bottom_right, bias_type, max_q or 0, max_kv or 0, checkpoint,
-            self.training, self.logit_softcap, extra[0], extra[1], extra[2], None if pages is None else pages.shape,
-            fp8, bias is not None and bias.requires_grad,
-        )  # fmt: skip
+            _fact(a, grad),
+            None if b is None else _fact(b, grad),
+            None if c is None else _fact(c, grad),
+            packing,
+            interleaved,
+            None if bias is None else _fact(bias, grad),
+            None if slopes is None else slopes.shape,
+            sink,
+            shape,
+            cu,
+            form,
+            kv_form,
+            mask_type,
+            window,
+            bottom_right,
+            bias_type,
+            max_q or 0,
+            max_kv or 0,
+            checkpoint,
+            self.training,
+            self.logit_softcap,
+            extra[0],
+            extra[1],
+            extra[2],
+            None if pages is None else pages.shape,
+            fp8,
+            bias is not None and bias.requires_grad,
+        )
 
     def _plan(self, key: Key) -> Plan:
         if _attention_backends["backend_selection_requires_update"]:
@@ -357,9 +413,14 @@ class DotProductAttention(BaseModule):
         plan.run = RUN[plan.backend]
         key, spec = plan.key, plan.spec
         plan.bare = not (
-            plan.lengths or key.bias or key.bias_type != "no_bias" or key.pages or spec.masked or spec.dropout
+            plan.lengths
+            or key.bias
+            or key.bias_type != "no_bias"
+            or key.pages
+            or spec.masked
+            or spec.dropout
             or self.softmax_offset is not None
-        )  # fmt: skip
+        )
         if plan.backend == choose.FUSED and flash.takes_backward(plan):
             plan.run = flash.run_backward_only
         return plan
@@ -442,9 +503,11 @@ class DotProductAttention(BaseModule):
         """Print what would compute `forward` with these arguments: each backend with its reason, and the choice."""
         if options.get("inference_params") is not None:
             raise ArgumentError(
-                f"{OPERATION}.explain", "inference_params, to which forward would append", "the other arguments",
+                f"{OPERATION}.explain",
+                "inference_params, to which forward would append",
+                "the other arguments",
                 "pass keys and values of the cache's length, with cu_seqlens_q and cu_seqlens_kv",
-            )  # fmt: skip
+            )
         _asked.choice = True
         try:
             found: choose.Choice = self.forward(*args, **options)
@@ -467,8 +530,10 @@ class DotProductAttention(BaseModule):
 
 
 RUN: dict[str, Callable[..., tuple[torch.Tensor, torch.Tensor | None]]] = {
-    choose.FUSED: fused.run, choose.UNFUSED: unfused.run, **dict.fromkeys(choose.FLASH, flash.run),
-}  # fmt: skip
+    choose.FUSED: fused.run,
+    choose.UNFUSED: unfused.run,
+    **dict.fromkeys(choose.FLASH, flash.run),
+}
 _generation = [0]  # of choices: plans of earlier ones are not used any more
 
 
@@ -484,8 +549,10 @@ def explain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -
     Arguments of its constructor and of its forward, by name: softmax_type=..., cu_seqlens_q=..., attn_mask_type=...
     """
     sizes = {
-        "num_attention_heads": q.shape[-2], "kv_channels": (q.shape[-1], v.shape[-1]), "num_gqa_groups": k.shape[-2],
-    }  # fmt: skip
+        "num_attention_heads": q.shape[-2],
+        "kv_channels": (q.shape[-1], v.shape[-1]),
+        "num_gqa_groups": k.shape[-2],
+    }
     of_forward = signature(DotProductAttention.forward).parameters
     constructor = {name: options.pop(name) for name in tuple(options) if name not in of_forward}
     return DotProductAttention(**{"name": "explain", **sizes, **constructor}).explain(q, k, v, **options)

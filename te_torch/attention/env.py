@@ -14,16 +14,32 @@ import torch
 from te_core import env
 
 _READ = (
-    "NVTE_FLASH_ATTN", "NVTE_FLASH_ATTN_V2", "NVTE_FLASH_ATTN_V3", "NVTE_FLASH_ATTN_V4", "NVTE_FUSED_ATTN",
-    "NVTE_UNFUSED_ATTN", "NVTE_FUSED_ATTN_BACKEND", "NVTE_FUSED_ATTN_USE_FAv2_BWD", "NVTE_ALLOW_NONDETERMINISTIC_ALGO",
-    "NVTE_APPLY_QK_LAYER_SCALING", "NVTE_MASKED_SOFTMAX_FUSION", "NVTE_UnfusedDPA_Emulate_FP8", "NVTE_DEBUG",
+    "NVTE_FLASH_ATTN",
+    "NVTE_FLASH_ATTN_V2",
+    "NVTE_FLASH_ATTN_V3",
+    "NVTE_FLASH_ATTN_V4",
+    "NVTE_FUSED_ATTN",
+    "NVTE_UNFUSED_ATTN",
+    "NVTE_FUSED_ATTN_BACKEND",
+    "NVTE_FUSED_ATTN_USE_FAv2_BWD",
+    "NVTE_ALLOW_NONDETERMINISTIC_ALGO",
+    "NVTE_APPLY_QK_LAYER_SCALING",
+    "NVTE_MASKED_SOFTMAX_FUSION",
+    "NVTE_UnfusedDPA_Emulate_FP8",
+    "NVTE_DEBUG",
     "NVTE_DEBUG_LEVEL",
-)  # fmt: skip
+)
 _FP8 = (
-    "NVTE_DPA_FP8_RECIPE", "NVTE_DPA_FP8_RECIPE_DPA", "NVTE_DPA_FP8_RECIPE_MHA", "NVTE_DPA_FP8_FORMAT",
-    "NVTE_DPA_FP8DS_AMAX_ALGO", "NVTE_DPA_FP8DS_AMAX_HISTLEN", "NVTE_DPA_FP8DS_REDUCE_AMAX", "NVTE_FP8_DPA_BWD",
+    "NVTE_DPA_FP8_RECIPE",
+    "NVTE_DPA_FP8_RECIPE_DPA",
+    "NVTE_DPA_FP8_RECIPE_MHA",
+    "NVTE_DPA_FP8_FORMAT",
+    "NVTE_DPA_FP8DS_AMAX_ALGO",
+    "NVTE_DPA_FP8DS_AMAX_HISTLEN",
+    "NVTE_DPA_FP8DS_REDUCE_AMAX",
+    "NVTE_FP8_DPA_BWD",
     "NVTE_DPA_FP8CS_O_in_F16",
-)  # fmt: skip
+)
 _ACCEPTED = ("NVTE_FUSED_ATTN_FORCE_WORKSPACE_OPT", "NVTE_BATCH_MHA_P2P_COMM")
 
 VARIABLES: dict[str, str] = {name: env.VARIABLES[name].meaning for name in (*_READ, *_FP8, *_ACCEPTED)}
@@ -63,13 +79,20 @@ def switches(raw: _Raw) -> Switches:
     backend = env.number("NVTE_FUSED_ATTN_BACKEND", text["NVTE_FUSED_ATTN_BACKEND"])
     level = env.number("NVTE_DEBUG_LEVEL", text["NVTE_DEBUG_LEVEL"])
     return Switches(
-        flash=on("NVTE_FLASH_ATTN"), flash2=on("NVTE_FLASH_ATTN_V2"), flash3=on("NVTE_FLASH_ATTN_V3"),
-        flash4=on("NVTE_FLASH_ATTN_V4"), fused=on("NVTE_FUSED_ATTN"), unfused=on("NVTE_UNFUSED_ATTN"),
-        fused_backend=backend if backend in (1, 2) else None, flash2_backward=on("NVTE_FUSED_ATTN_USE_FAv2_BWD"),
-        deterministic=not on("NVTE_ALLOW_NONDETERMINISTIC_ALGO"), layer_scaling=on("NVTE_APPLY_QK_LAYER_SCALING"),
-        fused_softmax=on("NVTE_MASKED_SOFTMAX_FUSION"), emulate_fp8=on("NVTE_UnfusedDPA_Emulate_FP8"),
+        flash=on("NVTE_FLASH_ATTN"),
+        flash2=on("NVTE_FLASH_ATTN_V2"),
+        flash3=on("NVTE_FLASH_ATTN_V3"),
+        flash4=on("NVTE_FLASH_ATTN_V4"),
+        fused=on("NVTE_FUSED_ATTN"),
+        unfused=on("NVTE_UNFUSED_ATTN"),
+        fused_backend=backend if backend in (1, 2) else None,
+        flash2_backward=on("NVTE_FUSED_ATTN_USE_FAv2_BWD"),
+        deterministic=not on("NVTE_ALLOW_NONDETERMINISTIC_ALGO"),
+        layer_scaling=on("NVTE_APPLY_QK_LAYER_SCALING"),
+        fused_softmax=on("NVTE_MASKED_SOFTMAX_FUSION"),
+        emulate_fp8=on("NVTE_UnfusedDPA_Emulate_FP8"),
         debug=level if on("NVTE_DEBUG") else -1,
-    )  # fmt: skip
+    )
 
 
 def now() -> Switches:
@@ -109,7 +132,5 @@ def fp8_now() -> Fp8Switches:
 def _fp8_switches(raw: _Raw) -> Fp8Switches:
     text = env.texts(_FP8, raw)
 
-    kinds = (
-        env.word, env.option, env.option, env.word, env.word, env.number, env.switch, env.switch, env.switch
-    )  # fmt: skip
+    kinds = (env.word, env.option, env.option, env.word, env.word, env.number, env.switch, env.switch, env.switch)
     return Fp8Switches(*(kind(name, text[name]) for kind, name in zip(kinds, _FP8, strict=True)))  # type: ignore[arg-type]

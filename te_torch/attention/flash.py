@@ -80,9 +80,13 @@ def _flash2(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, terms
 def _flash3(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, terms: Terms) -> torch.Tensor:
     module, spec = import_module("flash_attn_interface"), plan.spec
     options: dict[str, Any] = {
-        "softmax_scale": spec.scale, "causal": spec.causal, "window_size": _window(spec), "softcap": spec.softcap,
-        "deterministic": spec.deterministic, "num_splits": plan.request.num_splits,
-    }  # fmt: skip
+        "softmax_scale": spec.scale,
+        "causal": spec.causal,
+        "window_size": _window(spec),
+        "softcap": spec.softcap,
+        "deterministic": spec.deterministic,
+        "num_splits": plan.request.num_splits,
+    }
     if spec.q_format != "thd":
         return _first(module.flash_attn_func(q, k, v, **options))
     if plan.request.gaps:
@@ -98,9 +102,12 @@ def _flash4(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, terms
     module, spec = import_module("flash_attn.cute"), plan.spec
     left, right = (None if bound < 0 else bound for bound in _window(spec))
     options: dict[str, Any] = {
-        "softmax_scale": spec.scale, "causal": spec.causal, "softcap": spec.softcap,
-        "window_size": (left, None if spec.causal else right), "num_splits": plan.request.num_splits,
-    }  # fmt: skip
+        "softmax_scale": spec.scale,
+        "causal": spec.causal,
+        "softcap": spec.softcap,
+        "window_size": (left, None if spec.causal else right),
+        "num_splits": plan.request.num_splits,
+    }
     if spec.q_format == "thd":
         return _first(
             module.flash_attn_varlen_func(q, k, v, cu_seqlens_q=terms.cu_q, cu_seqlens_k=terms.cu_kv, **options)
@@ -121,9 +128,17 @@ def _torch(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, terms:
     else:
         where = (None, None, q.shape[1], k.shape[1])
     return torch.ops.aten._flash_attention_forward(
-        q, k, v, *where, spec.dropout, spec.causal, False, scale=spec.scale, window_size_left=left,
+        q,
+        k,
+        v,
+        *where,
+        spec.dropout,
+        spec.causal,
+        False,
+        scale=spec.scale,
+        window_size_left=left,
         window_size_right=right,
-    )[0]  # fmt: skip
+    )[0]
 
 
 # ------------------------------------------------------------------------------- forward fused, backward here
@@ -136,10 +151,14 @@ def takes_backward(plan: Plan) -> bool:
     """
     request = plan.request
     return (
-        request.switches.flash2_backward and (request.installed.flash2 or (0,)) >= (2, 7)
-        and any(plan.layer.needs) and not request.packed and not plan.spec.dropout and not plan.layer.recompute
+        request.switches.flash2_backward
+        and (request.installed.flash2 or (0,)) >= (2, 7)
+        and any(plan.layer.needs)
+        and not request.packed
+        and not plan.spec.dropout
+        and not plan.layer.recompute
         and choose.decide(request).reasons[choose.FLASH2] is None
-    )  # fmt: skip
+    )
 
 
 def run_backward_only(
@@ -174,13 +193,21 @@ class _Backward(torch.autograd.Function):
         *given, dq, dk, dv = tensors
         left, right = _window(spec)
         import_module("flash_attn.flash_attn_interface")._flash_attn_backward(
-            *given, stats, dq, dk, dv, dropout_p=0.0, softmax_scale=spec.scale, causal=spec.causal,
-            window_size_left=left, window_size_right=right, softcap=spec.softcap, alibi_slopes=slopes,
+            *given,
+            stats,
+            dq,
+            dk,
+            dv,
+            dropout_p=0.0,
+            softmax_scale=spec.scale,
+            causal=spec.causal,
+            window_size_left=left,
+            window_size_right=right,
+            softcap=spec.softcap,
+            alibi_slopes=slopes,
             deterministic=spec.deterministic,
-        )  # fmt: skip
+        )
         return (None, *grads, None)
 
 
-_ATTEND = {
-    choose.FLASH2: _flash2, choose.FLASH3: _flash3, choose.FLASH4: _flash4, choose.FLASH_TORCH: _torch,
-}  # fmt: skip
+_ATTEND = {choose.FLASH2: _flash2, choose.FLASH3: _flash3, choose.FLASH4: _flash4, choose.FLASH_TORCH: _torch}

@@ -14,15 +14,7 @@ from te_core.ops import raw as ops
 from te_core.precision import AttentionPrecision, History, Operand, Precision
 from te_core.quantize.state import backward_cast, forward_cast
 from te_core.quantized import Cast
-from te_core.recipe import (
-    DelayedScaling,
-    Float8CurrentScaling,
-    Format,
-    MXFP8BlockScaling,
-    Recipe,
-    resolve,
-    the_one,
-)
+from te_core.recipe import DelayedScaling, Float8CurrentScaling, Format, MXFP8BlockScaling, Recipe, resolve, the_one
 from te_torch.attention import choose, env, unfused
 from te_torch.attention.inputs import Given
 from te_torch.attention.masks import Terms
@@ -37,9 +29,10 @@ from te_torch.state import ScalingState, ran_backward, this_pass
 ATTENTION = Layer("attention_fp8", core.forward, core.backward, core.AttentionFp8Saved)
 
 _RECIPES: dict[str, type[Recipe]] = {
-    "DelayedScaling": DelayedScaling, "Float8CurrentScaling": Float8CurrentScaling,
+    "DelayedScaling": DelayedScaling,
+    "Float8CurrentScaling": Float8CurrentScaling,
     "MXFP8BlockScaling": MXFP8BlockScaling,
-}  # fmt: skip
+}
 _CALLS = 2048  # of a module, as its plans
 
 # ----------------------------------------------------------------------------------------- the precision
@@ -89,14 +82,20 @@ def attention_precision(base: Precision, recipe: Recipe | None, switches: env.Fp
     if not switches.backward or base.backward is not None:
         rule = replace(rule, backward=False)
     return replace(
-        base, input=Operand(rule.qkv.dtype, "delayed"), weight=None, grad=Operand(rule.grad.dtype, "delayed"),
-        output=None, grad_input=None, history=rule.history, backward=None, factory=None, attention=rule,
-    )  # fmt: skip
+        base,
+        input=Operand(rule.qkv.dtype, "delayed"),
+        weight=None,
+        grad=Operand(rule.grad.dtype, "delayed"),
+        output=None,
+        grad_input=None,
+        history=rule.history,
+        backward=None,
+        factory=None,
+        attention=rule,
+    )
 
 
-def _from_environment(
-    base: Precision, recipe: Recipe | None, switches: env.Fp8Switches
-) -> AttentionPrecision | None:  # fmt: skip
+def _from_environment(base: Precision, recipe: Recipe | None, switches: env.Fp8Switches) -> AttentionPrecision | None:
     """What NVTE_DPA_FP8_RECIPE asks for. What the variables leave open is as the region's recipe has it."""
     if switches.recipe == "F16":
         return None
@@ -112,9 +111,10 @@ def _from_environment(
     options: dict[str, Any] = {"fp8_format": form, "fp8_dpa": dpa, "fp8_mha": mha}
     if kind is DelayedScaling:
         options.update(
-            amax_history_len=switches.length, reduce_amax=switches.reduce,
+            amax_history_len=switches.length,
+            reduce_amax=switches.reduce,
             amax_compute_algo=variables.chosen("NVTE_DPA_FP8DS_AMAX_ALGO", switches.algo),
-        )  # fmt: skip
+        )
     elif kind is MXFP8BlockScaling:
         options["fp8_format"] = Format.E4M3
     rule = resolve(kind(**options)).attention
@@ -127,9 +127,13 @@ def _from_environment(
 
 
 def run(
-    module: Any, plan: Plan, given: Given, terms: Terms, fp8: tuple[bool, bool],
+    module: Any,
+    plan: Plan,
+    given: Given,
+    terms: Terms,
+    fp8: tuple[bool, bool],
     now: tuple[int, bool, Region | None] | None,
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     """out [.., heads * d_v]. `fp8`: whether it is quantized, and whether backward is in the activation dtype."""
     a, b, c = given[:3]
     fp8_output, high_backward = fp8
@@ -150,15 +154,15 @@ def run(
     flat = [
         None if t is None else t.reshape(*t.shape[:n], -1) if t.ndim > n + 1 else t
         for t, n in zip((a, b, c), dims, strict=True)
-    ]  # fmt: skip
+    ]
     frames = [
         None if t is None else torch.empty((*t.shape[:n], 0), dtype=torch.uint8, device=t.device)
         for t, n in zip((a, b), dims, strict=False)
-    ]  # fmt: skip
+    ]
     bias, slopes, _, cu_q, cu_kv, cu_q_padded, cu_kv_padded, mask, _, rng = terms
     (out,) = apply(
         call, state, recompute, *flat, bias, slopes, cu_q, cu_kv, cu_q_padded, cu_kv_padded, mask, rng, *frames
-    )  # fmt: skip
+    )
     return out
 
 
@@ -178,7 +182,7 @@ def _emulated(plan: Plan, low: _Low, inputs: tuple[torch.Tensor | None, ...], te
     a, b, c = (
         None if t is None else low(t.dequantize() if isinstance(t, QuantizedTorch) else t, core.QKV, core.DQKV)
         for t in inputs
-    )  # fmt: skip
+    )
     assert a is not None
     out, _ = unfused.run(plan, a, b, c, terms, low)
     return low(out, core.OUT, core.DOUT)

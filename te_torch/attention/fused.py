@@ -12,9 +12,15 @@ from te_torch.attention.plan import Plan
 from te_torch.function import Call, Layer, apply, register
 
 ATTENTION = Layer(
-    "attention", core.forward, core.backward, core.AttentionSaved, outputs=2, strided=True, partial=True,
+    "attention",
+    core.forward,
+    core.backward,
+    core.AttentionSaved,
+    outputs=2,
+    strided=True,
+    partial=True,
     differentiable=1,
-)  # fmt: skip
+)
 
 
 def call_of(plan: Plan) -> Call:

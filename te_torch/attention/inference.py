@@ -97,35 +97,44 @@ class InferenceParams:
         _require(
             min(self.max_batch_size, self.max_sequence_length) > 0,
             f"max_batch_size={self.max_batch_size}, max_sequence_length={self.max_sequence_length}",
-            "positive numbers", "make room for a sequence and a token at least",
-        )  # fmt: skip
+            "positive numbers",
+            "make room for a sequence and a token at least",
+        )
         _require(
-            self.is_older_form or None not in sizes, f"num_heads_kv, head_dim_k, dtype = {sizes}",
-            "all three of them (or only max_batch_size and max_sequence_length, the older form)", "pass all three",
-        )  # fmt: skip
+            self.is_older_form or None not in sizes,
+            f"num_heads_kv, head_dim_k, dtype = {sizes}",
+            "all three of them (or only max_batch_size and max_sequence_length, the older form)",
+            "pass all three",
+        )
         _require(qkv_format in FORMATS, f"qkv_format={qkv_format!r}", " or ".join(FORMATS), "choose one of these")
         _require(
             qkv_format != "thd" or (self.max_ctx_len is not None and not self.is_older_form),
-            f"qkv_format='thd' with max_ctx_len={self.max_ctx_len}", "the longest context of a new sequence",
+            f"qkv_format='thd' with max_ctx_len={self.max_ctx_len}",
+            "the longest context of a new sequence",
             "pass max_ctx_len, and the sizes of the cache",
-        )  # fmt: skip
+        )
         if not self.is_paged or custom:
             return
         size, count = self.page_size, self.total_num_pages
         _require(
-            not self.is_older_form, "is_paged in the two-argument form", "a contiguous cache",
+            not self.is_older_form,
+            "is_paged in the two-argument form",
+            "a contiguous cache",
             "pass num_heads_kv, head_dim_k and dtype",
-        )  # fmt: skip
+        )
         _require(
             size is not None and size > 0 and self.max_sequence_length % size == 0,
-            f"max_sequence_length={self.max_sequence_length} with page_size={size}", "whole pages",
+            f"max_sequence_length={self.max_sequence_length} with page_size={size}",
+            "whole pages",
             "choose a page_size that divides max_sequence_length",
-        )  # fmt: skip
+        )
         wanted = self.max_batch_size * self.max_sequence_length // (size or 1)
         _require(
-            count == wanted, f"total_num_pages={count}", f"{wanted}: max_batch_size * max_sequence_length / page_size",
+            count == wanted,
+            f"total_num_pages={count}",
+            f"{wanted}: max_batch_size * max_sequence_length / page_size",
             "pass this number, or a PagedKVCacheManager with fewer pages as custom_cache_manager",
-        )  # fmt: skip
+        )
 
     def _place(self) -> None:
         """Memory for the lengths, on the device."""
@@ -167,9 +176,11 @@ class InferenceParams:
         """Make the caches of a layer; its first `step` does it otherwise."""
         if self.cache_manager is None:
             raise ArgumentError(
-                "InferenceParams.allocate_memory", "the two-argument form", "sizes that are known",
+                "InferenceParams.allocate_memory",
+                "the two-argument form",
+                "sizes that are known",
                 "leave it to the first step, or pass num_heads_kv, head_dim_k and dtype",
-            )  # fmt: skip
+            )
         self.cache_manager.allocate_memory(layer_number)
 
     def pre_step(self, step_dict: Sequences) -> None:
@@ -180,16 +191,20 @@ class InferenceParams:
         """
         if self.is_older_form:
             raise ArgumentError(
-                "InferenceParams.pre_step", "the two-argument form", "the form with sizes",
+                "InferenceParams.pre_step",
+                "the two-argument form",
+                "the form with sizes",
                 "pass num_heads_kv, head_dim_k and dtype, or advance sequence_len_offset instead",
-            )  # fmt: skip
+            )
         if self.max_ctx_len is not None:
             most = max(step_dict.values(), default=0)
             if most > self.max_ctx_len:
                 raise ArgumentError(
-                    "InferenceParams.pre_step", f"{most} new tokens", f"at most max_ctx_len={self.max_ctx_len}",
+                    "InferenceParams.pre_step",
+                    f"{most} new tokens",
+                    f"at most max_ctx_len={self.max_ctx_len}",
                     "raise max_ctx_len",
-                )  # fmt: skip
+                )
         self.sequences = OrderedDict(self.cache_manager.pre_step(step_dict))
         if self.max_ctx_len is not None:
             # Two values only, so that the attention needs two plans: for prefill and for decoding.
@@ -227,17 +242,21 @@ class InferenceParams:
             return stepped
         if form not in FORMATS or (form == "thd" and self.max_ctx_len is None):
             raise ArgumentError(
-                "InferenceParams.step", f"qkv_format={form!r}, max_ctx_len={self.max_ctx_len}",
-                " or ".join(FORMATS) + ", thd with max_ctx_len", "correct qkv_format, or pass max_ctx_len",
-            )  # fmt: skip
+                "InferenceParams.step",
+                f"qkv_format={form!r}, max_ctx_len={self.max_ctx_len}",
+                " or ".join(FORMATS) + ", thd with max_ctx_len",
+                "correct qkv_format, or pass max_ctx_len",
+            )
         if new_k.device != self.device and self.is_older_form and self.cache_manager is None:
             self.device = new_k.device  # nothing is allocated before the first k and v say where they are
             self._place()
         if new_k.device != self.device:
             raise ArgumentError(
-                "InferenceParams.step", f"k on {new_k.device}", f"{self.device}, where the cache is",
+                "InferenceParams.step",
+                f"k on {new_k.device}",
+                f"{self.device}, where the cache is",
                 "pass device= to InferenceParams",
-            )  # fmt: skip
+            )
         self.input_qkv_format, self.output_qkv_format = form, _output_format(form)
         if self.is_older_form:
             return self._step_at_offset(layer_number, new_k, new_v, form)
@@ -257,10 +276,11 @@ class InferenceParams:
         least = sum(counts) if batch is None else max(counts, default=0)
         if not self.batch_size <= rows <= self.max_batch_size or tokens < least or not counts:
             raise ArgumentError(
-                "InferenceParams.step", f"k {tuple(new_k.shape)} in {form}",
+                "InferenceParams.step",
+                f"k {tuple(new_k.shape)} in {form}",
                 f"{self.batch_size} to {self.max_batch_size} rows and at least {least} tokens, as pre_step announced",
                 "call pre_step with the sequences of this step before the model",
-            )  # fmt: skip
+            )
         return rows
 
     def _step_at_offset(self, layer_number: int, new_k: torch.Tensor, new_v: torch.Tensor, form: str) -> Stepped:
@@ -273,7 +293,7 @@ class InferenceParams:
             raise full(
                 f"rows {first} to {first + rows}, tokens {begin} to {begin + tokens}",
                 f"max_batch_size={self.max_batch_size}, max_sequence_length={self.max_sequence_length}",
-            )  # fmt: skip
+            )
         manager = self.cache_manager
         if manager is None:
             manager = self.cache_manager = self._manager(
@@ -293,15 +313,18 @@ class InferenceParams:
         manager = self.cache_manager
         if not isinstance(manager, PagedKVCacheManager):
             raise ArgumentError(
-                "InferenceParams.convert_paged_to_nonpaged", "a cache without pages", "is_paged=True",
+                "InferenceParams.convert_paged_to_nonpaged",
+                "a cache without pages",
+                "is_paged=True",
                 "read cache_manager.cache[layer_number], which is contiguous",
-            )  # fmt: skip
+            )
         if layer_number not in manager.cache:
             raise ArgumentError(
-                "InferenceParams.convert_paged_to_nonpaged", f"layer_number={layer_number}",
+                "InferenceParams.convert_paged_to_nonpaged",
+                f"layer_number={layer_number}",
                 f"a layer that has a cache: {', '.join(map(str, manager.cache)) or 'none yet'}",
                 "let the layer take a step, or call allocate_memory, before",
-            )  # fmt: skip
+            )
         k, v = manager.cache[layer_number]
         cache = KVCache(to_core(k), to_core(v), manager._pages(self.batch_size))
         found = ops.kv_gather(runtime_for(k), cache, to_core(self.cu_seqlens_kv[: self.batch_size + 1]))

@@ -35,9 +35,13 @@ class Given(NamedTuple):
 
 def autocast(given: Given) -> Given:
     """Queries, keys and values in the dtype of torch.autocast."""
-    return given.but(**{
-        name: amp_cast(t) for name, t in zip("abc", given[:3], strict=True) if t is not None and t.is_floating_point()
-    })  # fmt: skip
+    return given.but(
+        **{
+            name: amp_cast(t)
+            for name, t in zip("abc", given[:3], strict=True)
+            if t is not None and t.is_floating_point()
+        }
+    )
 
 
 def packed_sequences(given: Given, options: tuple[Any, ...], gaps: bool | None) -> tuple[Given, tuple[Any, ...]]:
@@ -61,7 +65,7 @@ def packed_sequences(given: Given, options: tuple[Any, ...], gaps: bool | None) 
 
 def from_cache(
     given: Given, options: tuple[Any, ...], inference: Any, stepped: tuple[Any, ...]
-) -> tuple[Given, tuple[Any, ...]]:  # fmt: skip
+) -> tuple[Given, tuple[Any, ...]]:
     """The call with the keys and values that a cache holds: `stepped` is what its step gave for the new ones.
 
     (The step is taken before `given` is made: it breaks a tracing compiler's graph, and torch 2.11 shows a frame whose
@@ -79,8 +83,7 @@ def from_cache(
     pages = inference.cache_manager.page_table[: cu_q.shape[0] - 1] if inference.is_paged else None
     most = rest[-3] or getattr(inference, "max_seqlen_q", 0) or None
     rest = [*rest[:-3], most, capacity, rest[-1]]  # no slice of it assigned: after a graph break it may be a tuple
-    given = given.but(b=k, c=v, mask=None, cu_q=cu_q, cu_kv=cu_kv, cu_q_padded=None, cu_kv_padded=None,
-                           pages=pages)  # fmt: skip
+    given = given.but(b=k, c=v, mask=None, cu_q=cu_q, cu_kv=cu_kv, cu_q_padded=None, cu_kv_padded=None, pages=pages)
     return given, (form, "bshd", mask, *rest)
 
 
@@ -99,18 +102,22 @@ def check_cached(mask: str, inference: Any) -> None:
     """A KV cache goes with mask types that have padding; its older form takes all, and means these."""
     if "padding" not in canonical_mask(OPERATION, mask) and not getattr(inference, "is_older_form", False):
         raise AttentionArgumentError(
-            OPERATION, f"attn_mask_type={mask!r} with inference_params", "a mask type with padding",
+            OPERATION,
+            f"attn_mask_type={mask!r} with inference_params",
+            "a mask type with padding",
             "choose padding_causal, say",
-        )  # fmt: skip
+        )
 
 
 def whole_mask(mask: torch.Tensor, keys: int) -> torch.Tensor:
     """A mask with all four dimensions and all keys, dense."""
     if mask.dtype != torch.bool:
         raise AttentionArgumentError(
-            OPERATION, f"an attention_mask of {mask.dtype}", "torch.bool, True where a key is hidden",
+            OPERATION,
+            f"an attention_mask of {mask.dtype}",
+            "torch.bool, True where a key is hidden",
             "convert it, or pass a mask of numbers as core_attention_bias",
-        )  # fmt: skip
+        )
     mask = mask[(None,) * (4 - mask.ndim)]
     return mask.expand(*mask.shape[:-1], keys).contiguous()
 

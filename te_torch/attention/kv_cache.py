@@ -50,9 +50,14 @@ class KVCacheManager:
         return self.sequences
 
     def step(
-        self, layer_number: int, new_k: torch.Tensor, new_v: torch.Tensor, cu_new_seqlens: torch.Tensor,
-        cu_cached_seqlens: torch.Tensor, qkv_format: str,
-    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        self,
+        layer_number: int,
+        new_k: torch.Tensor,
+        new_v: torch.Tensor,
+        cu_new_seqlens: torch.Tensor,
+        cu_cached_seqlens: torch.Tensor,
+        qkv_format: str,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Append the new tokens; `cu_cached_seqlens` counts them in. The caches of k and v."""
         raise NotImplementedError
 
@@ -61,9 +66,15 @@ class DeviceCacheManager(KVCacheManager):
     """A cache in one piece of memory for each layer and each of k and v."""
 
     def __init__(
-        self, max_batch_size: int, max_sequence_length: int, num_heads_kv: int, head_dim_k: int, dtype: torch.dtype,
-        head_dim_v: int | None = None, device: torch.device | str | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        max_batch_size: int,
+        max_sequence_length: int,
+        num_heads_kv: int,
+        head_dim_k: int,
+        dtype: torch.dtype,
+        head_dim_v: int | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
         super().__init__()
         self.max_batch_size, self.max_sequence_length = max_batch_size, max_sequence_length
         self.num_heads_kv, self.dtype = num_heads_kv, dtype
@@ -97,9 +108,13 @@ class DeviceCacheManager(KVCacheManager):
         return {**self.__dict__, "_views": {}}
 
     def _append(
-        self, layer_number: int, new: tuple[torch.Tensor, torch.Tensor], cu: tuple[torch.Tensor, torch.Tensor],
-        form: str, first: int = 0,
-    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        self,
+        layer_number: int,
+        new: tuple[torch.Tensor, torch.Tensor],
+        cu: tuple[torch.Tensor, torch.Tensor],
+        form: str,
+        first: int = 0,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Append to the rows from `first`; these rows, or all pages."""
         rows = cu[0].shape[0] - 1
         found = self._views.get((layer_number, first, rows))
@@ -124,9 +139,14 @@ class DeviceCacheManager(KVCacheManager):
         return found
 
     def step(
-        self, layer_number: int, new_k: torch.Tensor, new_v: torch.Tensor, cu_new_seqlens: torch.Tensor,
-        cu_cached_seqlens: torch.Tensor, qkv_format: str,
-    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        self,
+        layer_number: int,
+        new_k: torch.Tensor,
+        new_v: torch.Tensor,
+        cu_new_seqlens: torch.Tensor,
+        cu_cached_seqlens: torch.Tensor,
+        qkv_format: str,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Append the new tokens; the rows of these sequences, or all pages."""
         return self._append(layer_number, (new_k, new_v), (cu_new_seqlens, cu_cached_seqlens), qkv_format)
 
@@ -166,13 +186,19 @@ class PagedKVCacheManager(DeviceCacheManager):
     """
 
     def __init__(
-        self, max_batch_size: int, max_sequence_length: int, num_heads_kv: int, head_dim_k: int, dtype: torch.dtype,
-        head_dim_v: int | None = None, device: torch.device | str | None = None, *, total_num_pages: int,
+        self,
+        max_batch_size: int,
+        max_sequence_length: int,
+        num_heads_kv: int,
+        head_dim_k: int,
+        dtype: torch.dtype,
+        head_dim_v: int | None = None,
+        device: torch.device | str | None = None,
+        *,
+        total_num_pages: int,
         page_size: int,
-    ) -> None:  # fmt: skip
-        super().__init__(
-            max_batch_size, max_sequence_length, num_heads_kv, head_dim_k, dtype, head_dim_v, device
-        )  # fmt: skip
+    ) -> None:
+        super().__init__(max_batch_size, max_sequence_length, num_heads_kv, head_dim_k, dtype, head_dim_v, device)
         self.total_num_pages, self.page_size = total_num_pages, page_size
         self.max_pages = -(-max_sequence_length // page_size)
         with torch.inference_mode(False):
@@ -231,12 +257,12 @@ def _following(sequences: Sequences, step_dict: Sequences) -> Sequences:
         had = sequences.get(name)
         if new < 0 or (had is not None and new != 1):
             raise ArgumentError(
-                "InferenceParams.pre_step", f"{new} tokens for sequence {name}"
-                + ("" if had is None else f", which is in the cache with {had}"),
+                "InferenceParams.pre_step",
+                f"{new} tokens for sequence {name}" + ("" if had is None else f", which is in the cache with {had}"),
                 "any number for a new sequence, 1 for one that is in the cache: continuing it by several tokens at "
                 "once is not expressible in pre_step",
                 "bring the tokens one by one, or the whole sequence under a new id",
-            )  # fmt: skip
+            )
         after[name] = (had or 0) + new
     return after
 

@@ -25,15 +25,21 @@ QKV_LAYOUTS = (
 
 
 def packed_inputs(
-    q: torch.Tensor | None, others: tuple[Any, ...], qkv: torch.Tensor | None, kv: torch.Tensor | None,
-    interleave_dim: int, form: str, cached: bool,
-) -> tuple[torch.Tensor, torch.Tensor | None, str, bool]:  # fmt: skip
+    q: torch.Tensor | None,
+    others: tuple[Any, ...],
+    qkv: torch.Tensor | None,
+    kv: torch.Tensor | None,
+    interleave_dim: int,
+    form: str,
+    cached: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None, str, bool]:
     """(a, b, packing, interleaved) of qkv_layer or kv_layer; `others` are key_layer and value_layer."""
     if (qkv is not None and (kv is not None or q is not None)) or any(t is not None for t in others):
         raise _packed_error(
-            "qkv_layer or kv_layer beside tensors that it holds", "qkv_layer alone, or query_layer with kv_layer",
+            "qkv_layer or kv_layer beside tensors that it holds",
+            "qkv_layer alone, or query_layer with kv_layer",
             "pass each of q, k and v once",
-        )  # fmt: skip
+        )
     if cached:
         raise _packed_error("packed inputs with inference_params", "q, k and v apart", "split the projection")
     if interleave_dim not in (-3, -2):
@@ -43,9 +49,10 @@ def packed_inputs(
     dims = len(form) + 1
     if t.ndim != dims or t.shape[interleave_dim] != count:
         raise _packed_error(
-            f"{name} of shape {tuple(t.shape)}", f"{dims} dimensions in {form} with {count} at {interleave_dim}",
+            f"{name} of shape {tuple(t.shape)}",
+            f"{dims} dimensions in {form} with {count} at {interleave_dim}",
             "correct the shape, or qkv_interleave_dim",
-        )  # fmt: skip
+        )
     if t.stride(-1) != 1:
         raise _packed_error(f"{name} with a last stride of {t.stride(-1)}", "a last stride of 1", "make it contiguous")
     if qkv is not None:
@@ -71,7 +78,7 @@ def check_packed(layer: tuple[int, int, int, int], t: torch.Tensor, packing: str
             f"a packed tensor of shape {tuple(t.shape)} in {form}, {row} a token",
             f"{width} a token: {heads} heads and {groups} groups of widths {d_qk} and {d_v}",
             "check num_attention_heads, num_gqa_groups and kv_channels; pass q, k and v apart where these differ",
-        )  # fmt: skip
+        )
 
 
 def apart(
@@ -91,7 +98,7 @@ def apart(
 
 def heads_of(
     packed: torch.Tensor, lead: int, sizes: tuple[int, ...], interleaved: bool
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """q, k and v [.., heads, d] as views of a row each behind `lead` dimensions; of (0, groups, d_qk, d_v) no q."""
     h, g, dk, dv = sizes
     row, times = packed.flatten(lead), h // g
@@ -133,9 +140,12 @@ def _packed_as(tensors: tuple[torch.Tensor, ...]) -> int | None:
     """0 if these are the parts of one dense tensor that alternate before the heads, 1 behind them; None if neither."""
     first, n = tensors[0], len(tensors)
     same = all(
-        t.shape == first.shape and t.stride() == first.stride() and t.dtype == first.dtype
-        and t.untyped_storage().data_ptr() == first.untyped_storage().data_ptr() for t in tensors
-    )  # fmt: skip
+        t.shape == first.shape
+        and t.stride() == first.stride()
+        and t.dtype == first.dtype
+        and t.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        for t in tensors
+    )
     if not same:
         return None
     heads, width = first.shape[-2:]

@@ -46,17 +46,23 @@ class HandOver(NamedTuple):
 _NOTHING = HandOver()
 
 
-def head_sizes(
-    operation: str, hidden: int, heads: int, groups: int | None, channels: int | None
-) -> tuple[int, int]:  # fmt: skip
+def head_sizes(operation: str, hidden: int, heads: int, groups: int | None, channels: int | None) -> tuple[int, int]:
     """(groups, width of a head), once it is clear that these sizes make whole heads."""
     groups = heads if groups is None else groups
     for ok, got, allowed, do in (
-        (heads % groups == 0, f"{heads} heads in num_gqa_groups={groups}", "a number of groups that divides them",
-         "correct it"),
-        (channels or hidden % heads == 0, f"hidden_size={hidden} in num_attention_heads={heads}",
-         "heads that divide it, or kv_channels", "say how wide a head is: kv_channels"),
-    ):  # fmt: skip
+        (
+            heads % groups == 0,
+            f"{heads} heads in num_gqa_groups={groups}",
+            "a number of groups that divides them",
+            "correct it",
+        ),
+        (
+            channels or hidden % heads == 0,
+            f"hidden_size={hidden} in num_attention_heads={heads}",
+            "heads that divide it, or kv_channels",
+            "say how wide a head is: kv_channels",
+        ),
+    ):
         if not ok:
             raise AttentionArgumentError(operation, got, allowed, do)
     return groups, channels or hidden // heads
@@ -127,23 +133,38 @@ class MultiheadAttention(torch.nn.Module):
         self._check_names()
         self._add_qk_norms(qk_norm_type, qk_norm_eps, params_dtype, device)
         linear: dict[str, Any] = {
-            "bias": bias, "fuse_wgrad_accumulation": fuse_wgrad_accumulation, "params_dtype": params_dtype,
-            "get_rng_state_tracker": get_rng_state_tracker, "device": device,
-        }  # fmt: skip
+            "bias": bias,
+            "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
+            "params_dtype": params_dtype,
+            "get_rng_state_tracker": get_rng_state_tracker,
+            "device": device,
+        }
         norm = {"eps": layernorm_epsilon, "normalization": normalization, "zero_centered_gamma": zero_centered_gamma}
         self._add_projections(fuse_qkv_params, norm, {**linear, "init_method": init_method})
         self.core_attention = DotProductAttention(
-            num_attention_heads, self.kv_channels, num_gqa_groups=self.num_gqa_groups,
-            attention_dropout=attention_dropout, qkv_format=qkv_format, attn_mask_type=attn_mask_type,
-            window_size=window_size, bottom_right_diagonal=bottom_right_diagonal,
-            get_rng_state_tracker=get_rng_state_tracker, layer_number=layer_number, attention_type=attention_type,
-            softmax_type=softmax_type, name=f"{self.name}.core_attention",
-        )  # fmt: skip
+            num_attention_heads,
+            self.kv_channels,
+            num_gqa_groups=self.num_gqa_groups,
+            attention_dropout=attention_dropout,
+            qkv_format=qkv_format,
+            attn_mask_type=attn_mask_type,
+            window_size=window_size,
+            bottom_right_diagonal=bottom_right_diagonal,
+            get_rng_state_tracker=get_rng_state_tracker,
+            layer_number=layer_number,
+            attention_type=attention_type,
+            softmax_type=softmax_type,
+            name=f"{self.name}.core_attention",
+        )
         self.core_attention.to(device or default_device())  # a learnable softmax has a parameter
         self.proj = Linear(
-            num_attention_heads * self.kv_channels, hidden_size, init_method=output_layer_init_method,
-            return_bias=return_bias, name=f"{self.name}.proj", **linear,
-        )  # fmt: skip
+            num_attention_heads * self.kv_channels,
+            hidden_size,
+            init_method=output_layer_init_method,
+            return_bias=return_bias,
+            name=f"{self.name}.proj",
+            **linear,
+        )
 
     def _check_names(self) -> None:
         for ok, got, allowed in (
@@ -249,15 +270,25 @@ class MultiheadAttention(torch.nn.Module):
         angles = _pair(rotary_pos_emb)
         handed = self._hand_over(rotary_pos_emb is not None or inference_params is not None or self._watched())
         options: dict[str, Any] = {
-            "attention_mask": attention_mask, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_kv": cu_seqlens_kv,
-            "cu_seqlens_q_padded": cu_seqlens_q_padded, "cu_seqlens_kv_padded": cu_seqlens_kv_padded,
-            "max_seqlen_q": max_seqlen_q, "max_seqlen_kv": max_seqlen_kv, "attn_mask_type": attn_mask_type,
-            "window_size": window_size, "bottom_right_diagonal": bottom_right_diagonal,
+            "attention_mask": attention_mask,
+            "cu_seqlens_q": cu_seqlens_q,
+            "cu_seqlens_kv": cu_seqlens_kv,
+            "cu_seqlens_q_padded": cu_seqlens_q_padded,
+            "cu_seqlens_kv_padded": cu_seqlens_kv_padded,
+            "max_seqlen_q": max_seqlen_q,
+            "max_seqlen_kv": max_seqlen_kv,
+            "attn_mask_type": attn_mask_type,
+            "window_size": window_size,
+            "bottom_right_diagonal": bottom_right_diagonal,
             "checkpoint_core_attention": checkpoint_core_attention,
-            "core_attention_bias_type": core_attention_bias_type, "core_attention_bias": core_attention_bias,
-            "alibi_slopes": alibi_slopes, "fast_zero_fill": fast_zero_fill, "inference_params": inference_params,
-            "pad_between_seqs": pad_between_seqs, "fp8_output": handed.out,
-        }  # fmt: skip
+            "core_attention_bias_type": core_attention_bias_type,
+            "core_attention_bias": core_attention_bias,
+            "alibi_slopes": alibi_slopes,
+            "fast_zero_fill": fast_zero_fill,
+            "inference_params": inference_params,
+            "pad_between_seqs": pad_between_seqs,
+            "fp8_output": handed.out,
+        }
         attend: Any = self._attend_self if self.attention_type == "self" else self._attend_cross
         context, *returned = attend(*inputs, is_first_microbatch, handed, angles, options)
         if isinstance(hidden_states, Branch) and not self.input_layernorm:
@@ -267,26 +298,34 @@ class MultiheadAttention(torch.nn.Module):
         return outputs if len(outputs) > 1 else outputs[0]
 
     def _inputs(
-        self, hidden_states: torch.Tensor | Branch, encoder_output: torch.Tensor | None,
+        self,
+        hidden_states: torch.Tensor | Branch,
+        encoder_output: torch.Tensor | None,
         inference: InferenceParams | None,
-    ) -> tuple[Any, ...]:  # fmt: skip
+    ) -> tuple[Any, ...]:
         """What queries are projected from, and in cross attention what keys and values are."""
         x = hidden_states.x if isinstance(hidden_states, Branch) else hidden_states
         if x.ndim != len(self.qkv_format) - 1:
             raise ArgumentError(
-                "MultiheadAttention.forward", f"hidden_states of shape {tuple(x.shape)}",
-                f"{len(self.qkv_format) - 1} dimensions in {self.qkv_format}", "correct the shape, or qkv_format",
-            )  # fmt: skip
+                "MultiheadAttention.forward",
+                f"hidden_states of shape {tuple(x.shape)}",
+                f"{len(self.qkv_format) - 1} dimensions in {self.qkv_format}",
+                "correct the shape, or qkv_format",
+            )
         if self.attention_type == "cross" and encoder_output is None:
             raise ArgumentError(
-                "MultiheadAttention.forward", "attention_type='cross' without encoder_output",
-                "encoder_output, which keys and values are made of", "pass encoder_output",
-            )  # fmt: skip
+                "MultiheadAttention.forward",
+                "attention_type='cross' without encoder_output",
+                "encoder_output, which keys and values are made of",
+                "pass encoder_output",
+            )
         if inference is not None and self.layer_number is None:
             raise ArgumentError(
-                "MultiheadAttention.forward", "inference_params for a layer without layer_number",
-                "a layer_number of its own for each layer that shares a cache", "pass layer_number to the constructor",
-            )  # fmt: skip
+                "MultiheadAttention.forward",
+                "inference_params for a layer without layer_number",
+                "a layer_number of its own for each layer that shares a cache",
+                "pass layer_number to the constructor",
+            )
         if isinstance(hidden_states, Branch) and not self.input_layernorm:
             hidden_states = hidden_states.added()  # there is no norm that would
         return (hidden_states,) if self.attention_type == "self" else (hidden_states, encoder_output)
@@ -299,10 +338,13 @@ class MultiheadAttention(torch.nn.Module):
     def extra_repr(self) -> str:
         """What a printed module shows; its parts show the rest."""
         return shown(
-            hidden_size=self.hidden_size, num_attention_heads=self.num_attention_heads,
-            num_gqa_groups=self.num_gqa_groups, kv_channels=self.kv_channels, attention_type=self.attention_type,
+            hidden_size=self.hidden_size,
+            num_attention_heads=self.num_attention_heads,
+            num_gqa_groups=self.num_gqa_groups,
+            kv_channels=self.kv_channels,
+            attention_type=self.attention_type,
             layer_number=self.layer_number,
-        )  # fmt: skip
+        )
 
     def _part(self, name: str) -> Any:
         """A module of this one. Module.__getattr__ would cost a microsecond."""
@@ -329,9 +371,14 @@ class MultiheadAttention(torch.nn.Module):
         return self.core_attention(q, k, v, **options), *returned
 
     def _attend_cross(
-        self, hidden: Any, encoded: torch.Tensor, first: bool | None, handed: HandOver, angles: Any,
+        self,
+        hidden: Any,
+        encoded: torch.Tensor,
+        first: bool | None,
+        handed: HandOver,
+        angles: Any,
         options: dict[str, Any],
-    ) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    ) -> tuple[torch.Tensor, ...]:
         packed = self.key_value(encoded, first, fp8_output=handed.qkv)
         project = self.layernorm_query if self.input_layernorm else self.query_layer
         q, *returned = _listed(project(hidden, first, fp8_output=handed.qkv))
@@ -368,13 +415,22 @@ class MultiheadAttention(torch.nn.Module):
         return bool(hooks) or type(core) is not DotProductAttention
 
     def _split(
-        self, packed: torch.Tensor, heads: int, angles: tuple[torch.Tensor | None, torch.Tensor | None],
+        self,
+        packed: torch.Tensor,
+        heads: int,
+        angles: tuple[torch.Tensor | None, torch.Tensor | None],
         where: dict[str, Any],
-    ) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    ) -> tuple[torch.Tensor, ...]:
         return split_heads(
-            packed, *angles, heads=heads, groups=self.num_gqa_groups, head_dims=(self.kv_channels,) * 3,
-            interleaved_groups=self.qkv_weight_interleaved, fmt=self.qkv_format, **where,
-        )  # fmt: skip
+            packed,
+            *angles,
+            heads=heads,
+            groups=self.num_gqa_groups,
+            head_dims=(self.kv_channels,) * 3,
+            interleaved_groups=self.qkv_weight_interleaved,
+            fmt=self.qkv_format,
+            **where,
+        )
 
     def _turn(self, t: torch.Tensor, freqs: torch.Tensor | None, where: dict[str, Any]) -> torch.Tensor:
         if freqs is None:
@@ -395,13 +451,18 @@ class MultiheadAttention(torch.nn.Module):
             starts = inference.get_seqlens_pre_step()[:rows]
             if starts.shape[0] < rows:
                 raise ArgumentError(
-                    "MultiheadAttention.forward", f"{rows} sequences with inference_params",
-                    f"at most max_batch_size={starts.shape[0]}", "make room for more in InferenceParams",
-                )  # fmt: skip
+                    "MultiheadAttention.forward",
+                    f"{rows} sequences with inference_params",
+                    f"at most max_batch_size={starts.shape[0]}",
+                    "make room for more in InferenceParams",
+                )
         return {
-            "interleaved": self.rotary_pos_interleaved, "cu_seqlens": cu if self.qkv_format == "thd" else None,
-            "start_positions": starts, "cp_size": self._cp_size, "cp_rank": self._cp_rank,
-        }  # fmt: skip
+            "interleaved": self.rotary_pos_interleaved,
+            "cu_seqlens": cu if self.qkv_format == "thd" else None,
+            "start_positions": starts,
+            "cp_size": self._cp_size,
+            "cp_rank": self._cp_rank,
+        }
 
 
 @constant_at_trace
@@ -422,9 +483,11 @@ def _pair(angles: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         return angles, angles
     if len(angles) != 2:
         raise ArgumentError(
-            "MultiheadAttention.forward", f"a rotary_pos_emb of {len(angles)} tensors",
-            "one tensor for both, or one for queries and one for keys", "pass one, or two",
-        )  # fmt: skip
+            "MultiheadAttention.forward",
+            f"a rotary_pos_emb of {len(angles)} tensors",
+            "one tensor for both, or one for queries and one for keys",
+            "pass one, or two",
+        )
     return angles[0], angles[1]
 
 

@@ -42,9 +42,11 @@ class RotaryPositionEmbedding(torch.nn.Module):
         turned = int(dim * rotary_percent) if rotary_percent < 1.0 else dim
         if turned < 2 or turned % 2:
             raise ArgumentError(
-                "RotaryPositionEmbedding", f"dim={dim} with rotary_percent={rotary_percent}, that is {turned} channels",
-                "an even number of channels, which are turned in pairs", "correct dim, or rotary_percent",
-            )  # fmt: skip
+                "RotaryPositionEmbedding",
+                f"dim={dim} with rotary_percent={rotary_percent}, that is {turned} channels",
+                "an even number of channels, which are turned in pairs",
+                "correct dim, or rotary_percent",
+            )
         self.seq_len_interpolation_factor = seq_len_interpolation_factor
         self.pretrained_max_position_embeddings = pretrained_max_position_embeddings
         self.rotary_base = rotary_base
@@ -128,14 +130,26 @@ def apply_fused_qkv_rotary_pos_emb(
     sizes = [int(n) for n in qkv_split_arg_list]
     if len(sizes) != 3 or qkv.ndim != 4 or sum(sizes) != qkv.shape[-1] or sizes[0] % sizes[1]:
         raise ArgumentError(
-            operation, f"qkv {tuple(qkv.shape)} with qkv_split_arg_list={qkv_split_arg_list}",
-            "[.., groups, dq + dk + dv] with dq a multiple of dk", "correct the sizes",
-        )  # fmt: skip
+            operation,
+            f"qkv {tuple(qkv.shape)} with qkv_split_arg_list={qkv_split_arg_list}",
+            "[.., groups, dq + dk + dv] with dq a multiple of dk",
+            "correct the sizes",
+        )
     groups, (dq, dk, dv) = qkv.shape[2], sizes
     q, k, v = split_heads(
-        qkv, q_freqs, k_freqs, heads=groups * dq // dk, groups=groups, head_dims=(dk, dk, dv), interleaved_groups=True,
-        fmt=tensor_format, interleaved=interleaved, start_positions=start_positions, cp_size=cp_size, cp_rank=cp_rank,
-    )  # fmt: skip
+        qkv,
+        q_freqs,
+        k_freqs,
+        heads=groups * dq // dk,
+        groups=groups,
+        head_dims=(dk, dk, dv),
+        interleaved_groups=True,
+        fmt=tensor_format,
+        interleaved=interleaved,
+        start_positions=start_positions,
+        cp_size=cp_size,
+        cp_rank=cp_rank,
+    )
     return q, k, v
 
 
@@ -175,18 +189,27 @@ def split_heads(
     find = _split_key if torch.compiler.is_compiling() else _split_call
     call = find(*[int(n) for n in (*numbers, *row)])
     return apply(
-        call, None, False, packed, _table(q_freqs), _table(k_freqs), cu_seqlens if rotates and fmt == "thd" else None,
+        call,
+        None,
+        False,
+        packed,
+        _table(q_freqs),
+        _table(k_freqs),
+        cu_seqlens if rotates and fmt == "thd" else None,
         start_positions if rotates else None,
-    )  # fmt: skip
+    )
 
 
 # ------------------------------------------------------------------------------------------------ fused
 
 
 def _fused(
-    t: torch.Tensor, freqs: torch.Tensor, start_positions: torch.Tensor | None, cu_seqlens: torch.Tensor | None,
+    t: torch.Tensor,
+    freqs: torch.Tensor,
+    start_positions: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
     place: tuple[str, bool, int, int],
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     _check_plain("apply_rotary_pos_emb", t)
     check_dtype("apply_rotary_pos_emb", t)
     check_beside("apply_rotary_pos_emb", t, freqs=freqs, cu_seqlens=cu_seqlens, start_positions=start_positions)
@@ -235,10 +258,11 @@ def _rows_of_rank(freqs: torch.Tensor, length: int, cp_size: int, cp_rank: int) 
     # Slices would end early, and one row that is left would spread to all positions.
     if not 0 <= cp_rank < cp_size or whole > freqs.shape[0] or (cp_size > 1 and length % 2):
         raise AttentionArgumentError(
-            "apply_rotary_pos_emb", f"{length} tokens of rank {cp_rank} of {cp_size}, freqs of {freqs.shape[0]} rows",
+            "apply_rotary_pos_emb",
+            f"{length} tokens of rank {cp_rank} of {cp_size}, freqs of {freqs.shape[0]} rows",
             "a row of freqs for each position, and an even number of tokens on each of several ranks",
             "make freqs for the longest sequence and start position",
-        )  # fmt: skip
+        )
     if cp_size == 1:
         return freqs[:length]
     first = freqs[cp_rank * half : (cp_rank + 1) * half]
@@ -254,9 +278,11 @@ def _angles_of_rows(
     length, batch = t.shape[token], t.shape[1 - token]
     if start_positions.shape[0] < batch:
         raise AttentionArgumentError(
-            "apply_rotary_pos_emb", f"{start_positions.shape[0]} start_positions for {batch} sequences",
-            "int32, one for each sequence", "correct start_positions",
-        )  # fmt: skip
+            "apply_rotary_pos_emb",
+            f"{start_positions.shape[0]} start_positions for {batch} sequences",
+            "int32, one for each sequence",
+            "correct start_positions",
+        )
     if int(start_positions.max()) + length * cp[0] > freqs.shape[0]:
         raise AssertionError(
             f"apply_rotary_pos_emb: positions up to {int(start_positions.max()) + length * cp[0]}, freqs has "
@@ -267,15 +293,21 @@ def _angles_of_rows(
 
 
 def _unfused_packed(
-    t: torch.Tensor, freqs: torch.Tensor, cu_seqlens: torch.Tensor, start_positions: torch.Tensor | None,
-    interleaved: bool, cp: tuple[int, int],
-) -> torch.Tensor:  # fmt: skip
+    t: torch.Tensor,
+    freqs: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    start_positions: torch.Tensor | None,
+    interleaved: bool,
+    cp: tuple[int, int],
+) -> torch.Tensor:
     lengths = (cu_seqlens // cp[0]).diff().tolist()
     if sum(lengths) != t.shape[0]:
         raise ArgumentError(
-            "apply_rotary_pos_emb", f"{t.shape[0]} tokens in thd, sequences of {lengths}", "as many tokens in all",
+            "apply_rotary_pos_emb",
+            f"{t.shape[0]} tokens in thd, sequences of {lengths}",
+            "as many tokens in all",
             "correct cu_seqlens",
-        )  # fmt: skip
+        )
     starts = [0] * len(lengths) if start_positions is None else start_positions.tolist()
     pieces = [
         _unfused(x[:, None], _rows_of_rank(freqs[start:], len(x), *cp), interleaved)
@@ -307,10 +339,11 @@ def _check_unfused(t: torch.Tensor, freqs: torch.Tensor, fmt: str) -> None:
     width = freqs.shape[-1]
     if t.ndim != len(fmt) or freqs.ndim != 4 or width % 2 or width > t.shape[-1]:
         raise ArgumentError(
-            operation, f"t of shape {tuple(t.shape)} in {fmt}, freqs of {tuple(freqs.shape)}",
+            operation,
+            f"t of shape {tuple(t.shape)} in {fmt}, freqs of {tuple(freqs.shape)}",
             f"t of {len(fmt)} dimensions, freqs [positions, 1, 1, an even number of channels, at most those of t]",
             "correct tensor_format, t or freqs",
-        )  # fmt: skip
+        )
 
 
 def _check_plain(operation: str, t: torch.Tensor) -> None:

@@ -155,8 +155,9 @@ def merged(table: dict[str, Any], capability: str, times: dict[str, Any], about:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print and write."""
-    parser = argparse.ArgumentParser(prog="python -m te_core.tools.tune", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser = argparse.ArgumentParser(
+        prog="python -m te_core.tools.tune", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", default="", metavar="PREFIX", help="measure the classes whose names begin so")
     parser.add_argument("--out", type=Path, default=None, help="file to write (default: in the cache folder)")
     options = parser.parse_args(arguments)
@@ -172,12 +173,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     before = _read(path, own=options.out is None)  # what cannot be read is said before all is measured
     times = measure(names, device, say=lambda line: print(line, file=sys.stderr, flush=True))
     major, minor = torch.cuda.get_device_capability(device)
-    versions = {
-        name: ".".join(map(str, version)) for name, version in choose.installed()._asdict().items() if version
-    }  # fmt: skip
+    versions = {name: ".".join(map(str, version)) for name, version in choose.installed()._asdict().items() if version}
     about = {
-        "device": torch.cuda.get_device_name(device), "date": datetime.date.today().isoformat(), "versions": versions
-    }  # fmt: skip
+        "device": torch.cuda.get_device_name(device),
+        "date": datetime.date.today().isoformat(),
+        "versions": versions,
+    }
     table = merged(before, f"{major}.{minor}", times, about)
     if not _written(path, (json.dumps(table, indent=1) + "\n").encode(), own=options.out is None):
         print(f"{path} cannot be written: name another file with --out", file=sys.stderr)

@@ -36,9 +36,15 @@ def run(
 
 
 def _attend(
-    plan: Plan, spec: AttentionSpec, size: Sizes, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, terms: Terms,
+    plan: Plan,
+    spec: AttentionSpec,
+    size: Sizes,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    terms: Terms,
     low: Any,
-) -> Results:  # fmt: skip
+) -> Results:
     tokens = q.shape[0]
     q = _rows(q, spec.q_format, size.sq, terms.cu_q, terms.cu_q_padded)
     if terms.pages is not None:
@@ -105,9 +111,16 @@ def _fused_softmax(spec: AttentionSpec, scores: torch.Tensor, terms: Terms, time
     if spec.softmax == "off-by-one":
         sink = scores.new_zeros(scores.shape[1], dtype=torch.float32)
     return fused_softmax(
-        scores, scale=times, mask=terms.mask, left=spec.left, right=spec.right, bottom_right=spec.bottom_right,
-        cu_seqlens_q=terms.cu_q, cu_seqlens_kv=terms.cu_kv, sink=sink,
-    )  # fmt: skip
+        scores,
+        scale=times,
+        mask=terms.mask,
+        left=spec.left,
+        right=spec.right,
+        bottom_right=spec.bottom_right,
+        cu_seqlens_q=terms.cu_q,
+        cu_seqlens_kv=terms.cu_kv,
+        sink=sink,
+    )
 
 
 def softmax(

@@ -31,9 +31,13 @@ QKVLayouts = QKV_LAYOUTS
 
 
 def get_padding_mask(
-    batch_size: int, cu_seqlens_q: torch.Tensor, cu_seqlens_kv: torch.Tensor, max_seqlen_q: int, max_seqlen_kv: int,
+    batch_size: int,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_kv: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_kv: int,
     attention_type: str = "self",
-) -> Any:  # fmt: skip
+) -> Any:
     """True where padding is: [b, 1, 1, s], for cross attention a tuple of two, one for q and one for k."""
 
     def mask(cu: torch.Tensor, longest: int) -> torch.Tensor:
@@ -45,9 +49,14 @@ def get_padding_mask(
 
 
 def get_full_mask(
-    max_seqlen_q: int, max_seqlen_kv: int, attn_mask_type: str = "no_mask", attention_mask: Any = None,
-    window_size: tuple[int, int] | None = None, attention_type: str = "self", bottom_right_alignment: bool = True,
-) -> tuple[str, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
+    max_seqlen_q: int,
+    max_seqlen_kv: int,
+    attn_mask_type: str = "no_mask",
+    attention_mask: Any = None,
+    window_size: tuple[int, int] | None = None,
+    attention_type: str = "self",
+    bottom_right_alignment: bool = True,
+) -> tuple[str, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     """(effective mask type, mask of all that is hidden or None, lengths of q, of k): padding, diagonal and window.
 
     Padding may lie anywhere; diagonal and window count the tokens between.
@@ -59,9 +68,11 @@ def get_full_mask(
     batch, device, orders = 1, torch.device("cpu"), None
     if spec.padded and attention_mask is None:
         raise ArgumentError(
-            "get_full_mask", f"attn_mask_type={attn_mask_type!r} without attention_mask",
-            "a padding mask [b, 1, 1, s], or a tuple of two", "pass attention_mask",
-        )  # fmt: skip
+            "get_full_mask",
+            f"attn_mask_type={attn_mask_type!r} without attention_mask",
+            "a padding mask [b, 1, 1, s], or a tuple of two",
+            "pass attention_mask",
+        )
     if spec.padded:
         given = attention_mask if isinstance(attention_mask, (tuple, list)) else (attention_mask,) * 2
         given = tuple(m.bool() for m in given)
@@ -83,11 +94,16 @@ def get_full_mask(
 
 
 def get_alibi(
-    alibi_cache: dict[str, Any] | None, num_heads: int, max_seqlen_q: int, max_seqlen_kv: int,
-    alibi_slopes: torch.Tensor | None = None, actual_seqlens_q: torch.Tensor | None = None,
-    actual_seqlens_kv: torch.Tensor | None = None, bias_dtype: torch.dtype | None = None,
+    alibi_cache: dict[str, Any] | None,
+    num_heads: int,
+    max_seqlen_q: int,
+    max_seqlen_kv: int,
+    alibi_slopes: torch.Tensor | None = None,
+    actual_seqlens_q: torch.Tensor | None = None,
+    actual_seqlens_kv: torch.Tensor | None = None,
+    bias_dtype: torch.dtype | None = None,
     bottom_right_alignment: bool = True,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(slopes, bias [b|1, heads, sq, skv]) of ALiBi; lengths of sequences shift the diagonal. No cache is needed."""
     device = next((t.device for t in (alibi_slopes, actual_seqlens_q) if t is not None), torch.device("cpu"))
     if alibi_slopes is None:
@@ -149,26 +165,46 @@ class AttentionParams:
         bias = "post_scale_bias" if self.core_attention_bias_type == "pre_scale_bias" else self.core_attention_bias_type
         switches = env.now()
         spec = AttentionSpec(
-            self.head_dim_qk**-0.5, q_format, kv_format, bias=bias,
-            default_slopes=bias == "alibi" and self.alibi_slopes_shape is None, softmax=self.softmax_type,
-            softcap=self.logit_softcap, dropout=self.attention_dropout, max_logit=self.return_max_logit,
+            self.head_dim_qk**-0.5,
+            q_format,
+            kv_format,
+            bias=bias,
+            default_slopes=bias == "alibi" and self.alibi_slopes_shape is None,
+            softmax=self.softmax_type,
+            softcap=self.logit_softcap,
+            dropout=self.attention_dropout,
+            max_logit=self.return_max_logit,
             deterministic=self.deterministic or switches.deterministic,
             max_q=self.max_seqlen_q if q_format == "thd" else 0,
             max_kv=self.max_seqlen_kv if kv_format == "thd" else 0,
-        )  # fmt: skip
+        )
         spec = with_mask(spec, name, check_set_window_size(name, self.window_size), self.bottom_right_diagonal)
         sizes = Sizes(
-            self.batch_size, self.max_seqlen_q, self.max_seqlen_kv, self.num_heads, self.num_gqa_groups,
-            self.head_dim_qk, self.head_dim_v,
-        )  # fmt: skip
+            self.batch_size,
+            self.max_seqlen_q,
+            self.max_seqlen_kv,
+            self.num_heads,
+            self.num_gqa_groups,
+            self.head_dim_qk,
+            self.head_dim_v,
+        )
         return choose.Request(
-            device_info(default_device()), TO_CORE[self.qkv_dtype], spec, sizes, name,
-            training=self.is_training, fp8="delayed" if self.fp8 else "", cached=self.inference_params is not None,
+            device_info(default_device()),
+            TO_CORE[self.qkv_dtype],
+            spec,
+            sizes,
+            name,
+            training=self.is_training,
+            fp8="delayed" if self.fp8 else "",
+            cached=self.inference_params is not None,
             paged=self.qkv_layout.startswith("paged_kv"),
-            bias_grad=self.core_attention_bias_requires_grad and bias == "post_scale_bias", gaps=self.pad_between_seqs,
-            same_lengths=self.max_seqlen_q == self.max_seqlen_kv, num_splits=self.num_splits, switches=switches,
+            bias_grad=self.core_attention_bias_requires_grad and bias == "post_scale_bias",
+            gaps=self.pad_between_seqs,
+            same_lengths=self.max_seqlen_q == self.max_seqlen_kv,
+            num_splits=self.num_splits,
+            switches=switches,
             installed=choose.installed(),
-        )  # fmt: skip
+        )
 
 
 def get_attention_backend(
@@ -184,9 +220,7 @@ def get_attention_backend(
     if choose.FUSED in able:
         fused = "FP8" if attention_params.fp8 else "F16_arbitrary_seqlen"
     available = [any(name in choose.FLASH for name in able), choose.FUSED in able, choose.UNFUSED in able]
-    return (
-        flash is not None, flash, found.backend == choose.FUSED, fused, found.backend == choose.UNFUSED, available
-    )  # fmt: skip
+    return (flash is not None, flash, found.backend == choose.FUSED, fused, found.backend == choose.UNFUSED, available)
 
 
 class _FlashAttentionUtils:
@@ -216,7 +250,17 @@ class _FlashAttentionUtils:
 FlashAttentionUtils = _FlashAttentionUtils()
 
 __all__ = [
-    "AttentionParams", "FlashAttentionUtils", "QKVLayouts", "check_set_window_size", "get_alibi",
-    "get_attention_backend", "get_cu_seqlens", "get_cu_seqlens_and_indices", "get_full_cu_seqlens", "get_full_mask",
-    "get_padding_mask", "get_qkv_format", "get_qkv_layout",
-]  # fmt: skip
+    "AttentionParams",
+    "FlashAttentionUtils",
+    "QKVLayouts",
+    "check_set_window_size",
+    "get_alibi",
+    "get_attention_backend",
+    "get_cu_seqlens",
+    "get_cu_seqlens_and_indices",
+    "get_full_cu_seqlens",
+    "get_full_mask",
+    "get_padding_mask",
+    "get_qkv_format",
+    "get_qkv_layout",
+]

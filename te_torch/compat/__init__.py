@@ -35,9 +35,11 @@ def install() -> None:
         return
     if ROOT in sys.modules or find_spec(ROOT) is not None:
         raise UnsupportedError(
-            "te_torch.compat", f"an environment in which {ROOT} itself can be imported",
-            "one package of that name in a process", f"uninstall {ROOT}, or import te_torch under its own name",
-        )  # fmt: skip
+            "te_torch.compat",
+            f"an environment in which {ROOT} itself can be imported",
+            "one package of that name in a process",
+            f"uninstall {ROOT}, or import te_torch under its own name",
+        )
     sys.meta_path.insert(0, _finder)
     for place in CONTENTS:
         import_module(f"{ROOT}.{place}".rstrip("."))

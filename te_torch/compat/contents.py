@@ -32,8 +32,15 @@ ROOT = "transformer_engine"
 VERSION = "2.20.0"
 
 _MODULES = (
-    "Fp8Padding", "Fp8Unpadding", "GroupedLinear", "LayerNorm", "LayerNormLinear", "LayerNormMLP", "Linear", "RMSNorm",
-)  # fmt: skip
+    "Fp8Padding",
+    "Fp8Unpadding",
+    "GroupedLinear",
+    "LayerNorm",
+    "LayerNormLinear",
+    "LayerNormMLP",
+    "Linear",
+    "RMSNorm",
+)
 _ATTENTION = ("DotProductAttention", "InferenceParams", "MultiheadAttention", "RotaryPositionEmbedding")
 _ROPE = ("apply_rotary_pos_emb", "apply_fused_qkv_rotary_pos_emb")
 _CACHES = ("KVCacheManager", "NonPagedKVCacheManager", "PagedKVCacheManager")
@@ -42,22 +49,43 @@ _DEVICE = ("is_bf16_available", "get_cudnn_version", "get_device_compute_capabil
 _REGIONS = ("autocast", "quantized_model_init", "get_default_recipe")
 _REQUESTS = ("QuantizerRole", "QuantizerRequest", "DelayedScalingRequest")
 _CHECKS = (
-    "check_fp8_support", "check_mxfp8_support", "check_nvfp4_support", "check_fp8_block_scaling_support",
-    "check_recipe_support", "get_fp8_torch_dtype", "get_fp8_te_dtype", "get_fp4_te_dtype", "get_fp8_max",
-)  # fmt: skip
+    "check_fp8_support",
+    "check_mxfp8_support",
+    "check_nvfp4_support",
+    "check_fp8_block_scaling_support",
+    "check_recipe_support",
+    "get_fp8_torch_dtype",
+    "get_fp8_te_dtype",
+    "get_fp4_te_dtype",
+    "get_fp8_max",
+)
 _SAVING = (
-    "QuantizedTensor", "QuantizedTensorStorage", "Quantizer", "prepare_for_saving", "restore_from_saved",
+    "QuantizedTensor",
+    "QuantizedTensorStorage",
+    "Quantizer",
+    "prepare_for_saving",
+    "restore_from_saved",
     "restore_from_func_ctx",
-)  # fmt: skip
+)
 _TENSOR_UTILS = (
-    "replace_raw_data", "quantize_master_weights", "cast_master_weights_to_fp8", "post_all_gather_processing",
-    "clear_columnwise_cache", "is_custom",
-)  # fmt: skip
+    "replace_raw_data",
+    "quantize_master_weights",
+    "cast_master_weights_to_fp8",
+    "post_all_gather_processing",
+    "clear_columnwise_cache",
+    "is_custom",
+)
 #: Of our own, with no place in the documented package.
 OURS = (
-    "convert", "measure_saved", "memory_report", "nonfinite_report", "plain_state_dict", "precision_report",
-    "prepare_state", "register_norm",
-)  # fmt: skip
+    "convert",
+    "measure_saved",
+    "memory_report",
+    "nonfinite_report",
+    "plain_state_dict",
+    "precision_report",
+    "prepare_state",
+    "register_norm",
+)
 
 
 def _of(module: ModuleType, names: Iterable[str]) -> dict[str, Any]:
@@ -71,9 +99,13 @@ def _ending(module: ModuleType, *ends: str) -> dict[str, Any]:
 
 
 _FORMATS = {
-    "float8": float8, "float8_blockwise": float8_blockwise, "mxfp8": mxfp8, "nvfp4": nvfp4, "hybrid": hybrid,
+    "float8": float8,
+    "float8_blockwise": float8_blockwise,
+    "mxfp8": mxfp8,
+    "nvfp4": nvfp4,
+    "hybrid": hybrid,
     "identity": identity,
-}  # fmt: skip
+}
 _RECIPES = _of(_recipe, _recipe.__all__)
 _MAKERS = {n: v for module in _FORMATS.values() for n, v in _ending(module, "_in_reduce_ex").items()}
 _DOT_PRODUCT = _of(_dot_product, ("DotProductAttention", "_attention_backends"))
@@ -93,7 +125,9 @@ DEFINED: dict[str, dict[str, Any]] = {
     "pytorch.module.base": {
         "TransformerEngineBaseModule": BaseModule,
         # Whether a GEMM accumulates in full precision where the recipe does not say.
-        "_2X_ACC_FPROP": False, "_2X_ACC_DGRAD": True, "_2X_ACC_WGRAD": True,
+        "_2X_ACC_FPROP": False,
+        "_2X_ACC_DGRAD": True,
+        "_2X_ACC_WGRAD": True,
     },
     "pytorch.module.fp8_padding": _of(te_torch, ("Fp8Padding",)),
     "pytorch.module.fp8_unpadding": _of(te_torch, ("Fp8Unpadding",)),
@@ -111,13 +145,12 @@ DEFINED: dict[str, dict[str, Any]] = {
         for name, module in _FORMATS.items()
     },
     **{
-        f"pytorch.tensor.storage.{name}_tensor_storage": _ending(module, "Storage")
-        for name, module in _FORMATS.items()
+        f"pytorch.tensor.storage.{name}_tensor_storage": _ending(module, "Storage") for name, module in _FORMATS.items()
     },
     "pytorch.tensor.utils": _of(_tensor_utils, _TENSOR_UTILS),
     "pytorch.transformer": _of(te_torch, ("TransformerLayer",)),
     "pytorch.utils": _of(te_torch, _DEVICE) | _of(_utils, _utils.__all__),
-}  # fmt: skip
+}
 
 GATHERED: dict[str, dict[str, Any]] = {
     "": {

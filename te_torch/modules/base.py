@@ -30,7 +30,6 @@ from te_torch.utils import get_default_init_method
 _MOST_CALLS = 256  # that a module keeps
 
 
-
 def materialised(meta: torch.nn.Parameter) -> torch.nn.Parameter:
     """A parameter like this one, which has no memory, with memory on the default device."""
     parameter = torch.nn.Parameter(torch.empty_like(meta, device=default_device()), meta.requires_grad)
@@ -248,9 +247,12 @@ class BaseModule(Documented, CallingModule):
         name = self.name if self.gemms == 1 else f"{self.name}.{self._gemm_name(gemm)}"
         inp, weight, grad = (QuantizerRole(self.module_type, t, name) for t in ("input", "weight", "grad_output"))
         return (
-            inp, weight, grad, self.output_quantizer_role if gemm == self.gemms - 1 else None,
+            inp,
+            weight,
+            grad,
+            self.output_quantizer_role if gemm == self.gemms - 1 else None,
             self.grad_input_quantizer_role if gemm == 0 else None,
-        )  # fmt: skip
+        )
 
     def _gemm_name(self, gemm: int) -> str:
         return self._weight_names()[gemm].removesuffix("_weight")
@@ -275,9 +277,14 @@ class BaseModule(Documented, CallingModule):
         return precision_of(self._number(number, gemm))
 
     def _extra(
-        self, names: Sequence[str], weights: Sequence[torch.Tensor], precision: int, state: ScalingState | None,
-        recompute: bool, first: bool | None,
-    ) -> Extra | None:  # fmt: skip
+        self,
+        names: Sequence[str],
+        weights: Sequence[torch.Tensor],
+        precision: int,
+        state: ScalingState | None,
+        recompute: bool,
+        first: bool | None,
+    ) -> Extra | None:
         """The weight cache, `main_grad` and delayed gradients of this forward; None where there are none."""
         if torch.compiler.is_compiling():
             if self._special:
@@ -419,9 +426,11 @@ class BaseModule(Documented, CallingModule):
 @constant_at_trace
 def _refuse_traced_gradients() -> None:
     raise UnsupportedError(
-        "torch.compile", "a module with fuse_wgrad_accumulation or delay_wgrad_compute", "these in eager mode",
+        "torch.compile",
+        "a module with fuse_wgrad_accumulation or delay_wgrad_compute",
+        "these in eager mode",
         "leave the option out, or do not compile this module",
-    )  # fmt: skip
+    )
 
 
 def make_state(
@@ -449,9 +458,11 @@ def _trace_state(token: int, device: torch.device, precision: int, watched: bool
     rule = precision_of(precision)
     if rule is not None and rule.check_finite:
         raise UnsupportedError(
-            "autocast", "check_finite=True around a compiled module", "check_finite in eager code",
+            "autocast",
+            "check_finite=True around a compiled module",
+            "check_finite in eager code",
             "leave check_finite out, or do not compile this module",
-        )  # fmt: skip
+        )
     if rule is None or rule.history is None:
         return False
     state = make_state(module, device, rule, recipe_of(precision))
@@ -489,7 +500,4 @@ def check_input(operation: str, inp: torch.Tensor, width: int) -> None:
         )
 
 
-__all__ = [
-    "BaseModule", "CallingModule", "check_input", "make_state", "normal_init", "random_pair",
-    "wants_grad",
-]  # fmt: skip
+__all__ = ["BaseModule", "CallingModule", "check_input", "make_state", "normal_init", "random_pair", "wants_grad"]

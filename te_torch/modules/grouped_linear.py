@@ -36,17 +36,23 @@ _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 def _refuse_region_inside() -> None:
     """Called at trace time: compilers pass on an error raised there, but cannot trace one with fields of its own."""
     raise UnsupportedError(
-        "GroupedLinear under torch.compile", "an autocast region inside the compiled function",
-        "a region around it", "enter autocast outside, or do not compile this function",
-    )  # fmt: skip
+        "GroupedLinear under torch.compile",
+        "an autocast region inside the compiled function",
+        "a region around it",
+        "enter autocast outside, or do not compile this function",
+    )
 
 
 @lru_cache
 def _layer(num_gemms: int) -> Layer:
     return Layer(
-        f"grouped_linear_{num_gemms}", core.forward, core.backward, core.GroupedSaved,
-        weights=tuple(range(1, 1 + num_gemms)), linears=lambda spec: spec.parts,
-    )  # fmt: skip
+        f"grouped_linear_{num_gemms}",
+        core.forward,
+        core.backward,
+        core.GroupedSaved,
+        weights=tuple(range(1, 1 + num_gemms)),
+        linears=lambda spec: spec.parts,
+    )
 
 
 class GroupedLinear(BaseModule):
@@ -98,8 +104,9 @@ class GroupedLinear(BaseModule):
         self._fork = fork_of(get_rng_state_tracker, rng_tracker_name)
         self._names = tuple(f"weight{i}" for i in range(num_gemms))
         place: dict[str, Any] = {
-            "dtype": params_dtype or torch.get_default_dtype(), "device": device or default_device()
-        }  # fmt: skip
+            "dtype": params_dtype or torch.get_default_dtype(),
+            "device": device or default_device(),
+        }
         for i in range(num_gemms):
             self._add_parameter(f"weight{i}", (out_features, in_features), init_method or normal_init, **place)
             if bias:
@@ -143,9 +150,11 @@ class GroupedLinear(BaseModule):
         check_input("GroupedLinear.forward", inp, self.in_features)
         if self.inspector is not None:
             raise UnsupportedError(
-                "GroupedLinear.forward", "an inspector", "inspector=None in this release",
+                "GroupedLinear.forward",
+                "an inspector",
+                "inspector=None in this release",
                 "inspect a Linear for each group",
-            )  # fmt: skip
+            )
         sizes = self._sizes(inp, m_splits)
         inp, precision, state, recompute = self._enter(inp)
         dtype, grad = inp.dtype, torch.is_grad_enabled()
@@ -153,10 +162,13 @@ class GroupedLinear(BaseModule):
         biases = self._biases(dtype) if self.use_bias else [empty_bias(inp)] * self.num_gemms
         added: list[Any] = [None] * self.num_gemms if self.return_bias or not self.use_bias else biases
         key = (
-            precision, dtype, grad and inp.requires_grad, tuple([grad and w.requires_grad for w in weights]),
+            precision,
+            dtype,
+            grad and inp.requires_grad,
+            tuple([grad and w.requires_grad for w in weights]),
             tuple([grad and b is not None and b.requires_grad for b in added]),
             weights[0].dtype if self._primary else None,
-        )  # fmt: skip
+        )
         extra = None
         if self._special or is_first_microbatch is not None:
             extra = self._extra(self._names, weights, precision, state, recompute, is_first_microbatch)
@@ -175,9 +187,11 @@ class GroupedLinear(BaseModule):
         if isinstance(m_splits, torch.Tensor):
             if m_splits.dtype not in _INTEGERS:
                 raise ArgumentError(
-                    "GroupedLinear.forward", f"m_splits of {m_splits.dtype}", "a list of int or an integer tensor",
+                    "GroupedLinear.forward",
+                    f"m_splits of {m_splits.dtype}",
+                    "a list of int or an integer tensor",
                     "convert it: m_splits.to(torch.int64)",
-                )  # fmt: skip
+                )
             if m_splits.device.type not in ("cpu", "meta"):
                 GroupedLinear.host_copies += 1
             sizes = m_splits.flatten().tolist()
@@ -186,9 +200,11 @@ class GroupedLinear(BaseModule):
         rows = inp.numel() // inp.shape[-1] if inp.shape[-1] else inp.shape[0]
         if len(sizes) != self.num_gemms or min(sizes, default=0) < 0 or sum(sizes) != rows:
             raise ArgumentError(
-                "GroupedLinear.forward", f"m_splits={sizes} with an input of {rows} rows",
-                f"{self.num_gemms} sizes, none negative, that add up to the rows", "correct m_splits",
-            )  # fmt: skip
+                "GroupedLinear.forward",
+                f"m_splits={sizes} with an input of {rows} rows",
+                f"{self.num_gemms} sizes, none negative, that add up to the rows",
+                "correct m_splits",
+            )
         return sizes
 
     def _biases(self, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -212,9 +228,12 @@ class GroupedLinear(BaseModule):
 
     def _options(self) -> dict[str, Any]:
         return {
-            "num_gemms": self.num_gemms, "in_features": self.in_features, "out_features": self.out_features,
-            "bias": self.use_bias, "return_bias": self.return_bias,
-        }  # fmt: skip
+            "num_gemms": self.num_gemms,
+            "in_features": self.in_features,
+            "out_features": self.out_features,
+            "bias": self.use_bias,
+            "return_bias": self.return_bias,
+        }
 
 
 _eager: Any = None  # GroupedLinear.forward for traced code: never traced, its GEMMs have the sizes of one step
@@ -232,14 +251,21 @@ def _buffer(name: str, buffer: torch.Tensor, inp: torch.Tensor, width: int) -> A
     """The part of a caller's buffer that this call fills, as the core sees it."""
     rows = inp.numel() // max(1, inp.shape[-1])
     if (
-        buffer.ndim != 2 or not buffer.is_contiguous() or buffer.requires_grad or buffer.dtype != inp.dtype
-        or buffer.device != inp.device or buffer.shape[0] < rows or buffer.shape[1] != width
-    ):  # fmt: skip
+        buffer.ndim != 2
+        or not buffer.is_contiguous()
+        or buffer.requires_grad
+        or buffer.dtype != inp.dtype
+        or buffer.device != inp.device
+        or buffer.shape[0] < rows
+        or buffer.shape[1] != width
+    ):
         grad = ", requires_grad" if buffer.requires_grad else ""
         raise ArgumentError(
-            "GroupedLinear.forward", f"{name} {tuple(buffer.shape)} of {buffer.dtype} on {buffer.device}{grad}",
-            f"a dense [{rows} or more, {width}] of {inp.dtype} on {inp.device} without gradient", "correct the buffer",
-        )  # fmt: skip
+            "GroupedLinear.forward",
+            f"{name} {tuple(buffer.shape)} of {buffer.dtype} on {buffer.device}{grad}",
+            f"a dense [{rows} or more, {width}] of {inp.dtype} on {inp.device} without gradient",
+            "correct the buffer",
+        )
     with torch.no_grad():
         part = buffer[:rows].view(*inp.shape[:-1], width)
     return to_core_shape(part) if part.is_meta else to_core(part)

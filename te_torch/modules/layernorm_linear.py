@@ -22,9 +22,15 @@ from te_torch.quantized import QuantizedTorch
 from te_torch.runtime import TO_CORE, default_device
 
 NORM_LINEAR = Layer(
-    "norm_linear", core.forward, core.backward, core.NormLinearSaved, outputs=3, weights=(3,),
-    twins=(0, 6), linears=lambda s: (s.linear,),
-)  # fmt: skip
+    "norm_linear",
+    core.forward,
+    core.backward,
+    core.NormLinearSaved,
+    outputs=3,
+    weights=(3,),
+    twins=(0, 6),
+    linears=lambda s: (s.linear,),
+)
 
 
 class NormParameters(BaseModule):
@@ -57,9 +63,12 @@ class NormParameters(BaseModule):
 
     def _options(self) -> dict[str, Any]:
         return {
-            **super()._options(), "normalization": self.normalization, "eps": self.eps,
-            "zero_centered_gamma": self.zero_centered_gamma, "return_layernorm_output": self.return_layernorm_output,
-        }  # fmt: skip
+            **super()._options(),
+            "normalization": self.normalization,
+            "eps": self.eps,
+            "zero_centered_gamma": self.zero_centered_gamma,
+            "return_layernorm_output": self.return_layernorm_output,
+        }
 
     def _norm_spec(self, dtype: torch.dtype) -> norm.NormSpec:
         margin = self._margins["forward" if self.training else "inference"]
@@ -130,9 +139,11 @@ class LayerNormLinear(NormParameters, SplitParameters):
         if isinstance(inp, Branch):
             if fp8_grad:
                 raise UnsupportedError(
-                    "LayerNormLinear.forward", "fp8_grad with a Branch", "fp8_grad with a plain input",
+                    "LayerNormLinear.forward",
+                    "fp8_grad with a Branch",
+                    "fp8_grad with a plain input",
                     "leave fp8_grad out: a stream's gradient stays in high precision",
-                )  # fmt: skip
+                )
             if torch.compiler.is_compiling():  # a compiler sees the two operations, and fuses around them
                 total = inp.added()
                 out = self.forward(total, is_first_microbatch, fp8_output)
@@ -150,10 +161,18 @@ class LayerNormLinear(NormParameters, SplitParameters):
         added = None if self.return_bias else bias
         stream, more = (None, ()) if branch is None else enter_stream(branch, inp, grad)
         key = (
-            self.training, stream, precision, inp.dtype, grad and wants_grad(inp, gamma, beta, *more),
-            grad and wants_grad(weight), grad and wants_grad(added), self.inspector and id(self.inspector),
-            weight.dtype if self._primary else None, fp8_output, fp8_grad,
-        )  # fmt: skip
+            self.training,
+            stream,
+            precision,
+            inp.dtype,
+            grad and wants_grad(inp, gamma, beta, *more),
+            grad and wants_grad(weight),
+            grad and wants_grad(added),
+            self.inspector and id(self.inspector),
+            weight.dtype if self._primary else None,
+            fp8_output,
+            fp8_grad,
+        )
         rng = random_pair(inp) if draws(precision) else None
         extra = None
         if self._special or is_first_microbatch is not None:

@@ -23,9 +23,18 @@ from te_torch.quantized_init import check_recipe_fits
 from te_torch.runtime import TO_CORE, default_device
 
 MLP = Layer(
-    "mlp", core.forward, core.backward, core.MLPSaved, outputs=3, weight="w2", weights=(3, 5), releases=True,
-    recomputes=True, twins=(0, 8), linears=lambda s: (s.fc1, s.fc2),
-)  # fmt: skip
+    "mlp",
+    core.forward,
+    core.backward,
+    core.MLPSaved,
+    outputs=3,
+    weight="w2",
+    weights=(3, 5),
+    releases=True,
+    recomputes=True,
+    twins=(0, 8),
+    linears=lambda s: (s.fc1, s.fc2),
+)
 ALIASES = {"squared_relu": "srelu"}  # an older documentation's spelling
 #: The documented names of clamped_swiglu's parameters, in the order of `Clamp`.
 CLAMP_NAMES = ("limit", "alpha", "glu_linear_offset")
@@ -86,8 +95,9 @@ class LayerNormMLP(NormParameters):
         self.return_layernorm_output = return_layernorm_output or return_layernorm_output_gathered  # the same here
         self._fork = fork_of(get_rng_state_tracker, None)
         place: dict[str, Any] = {
-            "dtype": params_dtype or torch.get_default_dtype(), "device": device or default_device()
-        }  # fmt: skip
+            "dtype": params_dtype or torch.get_default_dtype(),
+            "device": device or default_device(),
+        }
         self._add_norm(hidden_size, normalization, eps, zero_centered_gamma, **place)
         wide = ffn_hidden_size * (2 if self.activation in GATED else 1)
         for which, shape, init in (
@@ -113,10 +123,14 @@ class LayerNormMLP(NormParameters):
 
     def _options(self) -> dict[str, Any]:
         return {
-            "hidden_size": self.hidden_size, "ffn_hidden_size": self.ffn_hidden_size, "bias": self.use_bias,
-            "return_bias": self.return_bias, "activation": self.activation, "checkpoint": self.checkpoint,
+            "hidden_size": self.hidden_size,
+            "ffn_hidden_size": self.ffn_hidden_size,
+            "bias": self.use_bias,
+            "return_bias": self.return_bias,
+            "activation": self.activation,
+            "checkpoint": self.checkpoint,
             **super()._options(),
-        }  # fmt: skip
+        }
 
     def forward(self, inp: torch.Tensor | Branch, is_first_microbatch: bool | None = None) -> Any:
         """out, (out, fc2 bias), (out, norm output) or (out, bias, norm output), as the constructor asked.
@@ -136,9 +150,11 @@ class LayerNormMLP(NormParameters):
             inp = inp.dequantize()
         if self.inspector is not None:
             raise UnsupportedError(
-                "LayerNormMLP.forward", "an inspector", "inspector=None in this release",
+                "LayerNormMLP.forward",
+                "an inspector",
+                "inspector=None in this release",
                 "inspect LayerNormLinear and Linear, of which it is made",
-            )  # fmt: skip
+            )
         grad = torch.is_grad_enabled()
         inp, precision, state, recompute = self._enter(inp)
         gamma, beta = self._norm_parameters(inp.dtype)
@@ -148,10 +164,17 @@ class LayerNormMLP(NormParameters):
         added = None if self.return_bias else b2
         stream, more = (None, ()) if branch is None else enter_stream(branch, inp, grad)
         key = (
-            stream, precision, dtype, grad and wants_grad(inp, gamma, beta, *more), grad and wants_grad(w1),
-            grad and wants_grad(b1), grad and wants_grad(w2), grad and wants_grad(added), self.training,
+            stream,
+            precision,
+            dtype,
+            grad and wants_grad(inp, gamma, beta, *more),
+            grad and wants_grad(w1),
+            grad and wants_grad(b1),
+            grad and wants_grad(w2),
+            grad and wants_grad(added),
+            self.training,
             w1.dtype if self._primary else None,
-        )  # fmt: skip
+        )
         rng = random_pair(inp) if draws(precision) else None
         extra = None
         if self._special or is_first_microbatch is not None:
@@ -180,9 +203,15 @@ class LayerNormMLP(NormParameters):
             LinearSpec(TO_CORE[dtype], rule, needs, None, kind) for rule, needs in zip(rules, (fc1, fc2), strict=True)
         )
         spec = core.MLPSpec(
-            first, second, self._norm_spec(dtype), self.activation, self.return_layernorm_output, self._clamp,
-            stream_of(stream), self.checkpoint,
-        )  # fmt: skip
+            first,
+            second,
+            self._norm_spec(dtype),
+            self.activation,
+            self.return_layernorm_output,
+            self._clamp,
+            stream_of(stream),
+            self.checkpoint,
+        )
         return register(MLP, spec, any(fc2))
 
 
@@ -191,9 +220,11 @@ def clamp_of(activation: str, given: dict[str, float] | None) -> Clamp | None:
     takes = CLAMP_NAMES if activation == "clamped_swiglu" else ()
     if set(given or ()) - set(takes):
         raise UnsupportedError(
-            "LayerNormMLP", f"activation_params={given!r} of {activation}", ", ".join(takes) or "none",
+            "LayerNormMLP",
+            f"activation_params={given!r} of {activation}",
+            ", ".join(takes) or "none",
             f"leave them out; {', '.join(CLAMP_NAMES)} belong to clamped_swiglu",
-        )  # fmt: skip
+        )
     if not takes:
         return None
     return Clamp(*((given or {}).get(name, default) for name, default in zip(CLAMP_NAMES, Clamp(), strict=True)))

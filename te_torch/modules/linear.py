@@ -25,9 +25,13 @@ class SplitParameters(BaseModule):
     """A module with a weight [out, in] and bias [out], in one piece or in named parts of the output."""
 
     def _add_linear_parameters(
-        self, shape: tuple[int, int], bias: bool, split: Any, init_method: Callable[[torch.Tensor], Any] | None,
+        self,
+        shape: tuple[int, int],
+        bias: bool,
+        split: Any,
+        init_method: Callable[[torch.Tensor], Any] | None,
         **placement: Any,
-    ) -> None:  # fmt: skip
+    ) -> None:
         init = init_method or normal_init
         self._parts = split_sizes(type(self).__name__, split, shape[0])
         for prefix, size in self._parts.items():
@@ -59,9 +63,12 @@ class SplitParameters(BaseModule):
     def _options(self) -> dict[str, Any]:
         parts = {prefix.rstrip("_"): size for prefix, size in self._parts.items()}
         return {
-            "in_features": self.in_features, "out_features": self.out_features, "bias": self.use_bias,
-            "return_bias": self.return_bias, "parameters_split": None if "" in parts else parts,
-        }  # fmt: skip
+            "in_features": self.in_features,
+            "out_features": self.out_features,
+            "bias": self.use_bias,
+            "return_bias": self.return_bias,
+            "parameters_split": None if "" in parts else parts,
+        }
 
     def _parts_of(self, name: str) -> list[torch.Tensor]:
         return [getattr(self, n) for n in self._weight_names()]
@@ -73,9 +80,14 @@ class SplitParameters(BaseModule):
         if self._primary:
             check_recipe_fits(self, rule)
         return core.LinearSpec(
-            TO_CORE[dtype], rule, core.Needs(*needs), request, None if weight_dtype is None else TO_CORE[weight_dtype],
-            fp8_output, fp8_grad,
-        )  # fmt: skip
+            TO_CORE[dtype],
+            rule,
+            core.Needs(*needs),
+            request,
+            None if weight_dtype is None else TO_CORE[weight_dtype],
+            fp8_output,
+            fp8_grad,
+        )
 
     def _joined_weight(self, dtype: torch.dtype, precision: int) -> torch.Tensor:
         if "" in self._parts:
@@ -109,9 +121,11 @@ def split_sizes(operation: str, split: Any, total: int) -> dict[str, int]:
     elif isinstance(split, Sequence) and not isinstance(split, str):
         if not split or total % len(split):
             raise ArgumentError(
-                operation, f"parameters_split={split!r} of {total} rows", "names that divide the rows evenly",
+                operation,
+                f"parameters_split={split!r} of {total} rows",
+                "names that divide the rows evenly",
                 "give a dict of name: size for unequal parts",
-            )  # fmt: skip
+            )
         sizes = {name: total // len(split) for name in split}
     else:
         raise TypeError(f"{operation}: parameters_split must be a tuple, a list or a dict, not {type(split).__name__}")
@@ -119,15 +133,19 @@ def split_sizes(operation: str, split: Any, total: int) -> dict[str, int]:
         raise TypeError(f"{operation}: the names in parameters_split must be strings: {list(sizes)!r}")
     if not sizes or not all(map(is_size, sizes.values())) or sum(sizes.values()) != total:
         raise ArgumentError(
-            operation, f"parameters_split={split!r}", f"parts of at least a row whose sizes add up to {total}",
+            operation,
+            f"parameters_split={split!r}",
+            f"parts of at least a row whose sizes add up to {total}",
             "correct the sizes",
-        )  # fmt: skip
+        )
     parts = {f"{name.rstrip('_')}_": int(size) for name, size in sizes.items()}
     if len(parts) < len(sizes):
         raise ArgumentError(
-            operation, f"parameters_split={split!r}", "names that differ in more than trailing underscores",
+            operation,
+            f"parameters_split={split!r}",
+            "names that differ in more than trailing underscores",
             "rename one",
-        )  # fmt: skip
+        )
     return parts
 
 
@@ -177,9 +195,13 @@ class Linear(SplitParameters):
         self.return_bias = return_bias
         self._fork = fork_of(get_rng_state_tracker, rng_tracker_name)
         self._add_linear_parameters(
-            (out_features, in_features), bias, parameters_split, init_method,
-            dtype=params_dtype or torch.get_default_dtype(), device=device or default_device(),
-        )  # fmt: skip
+            (out_features, in_features),
+            bias,
+            parameters_split,
+            init_method,
+            dtype=params_dtype or torch.get_default_dtype(),
+            device=device or default_device(),
+        )
         self._finish_weights(parallel_mode, fuse_wgrad_accumulation, delay_wgrad_compute)
 
     def forward(
@@ -197,10 +219,16 @@ class Linear(SplitParameters):
         bias = self._joined_bias(inp.dtype)
         added = None if self.return_bias else bias
         key = (
-            precision, inp.dtype, grad and inp.requires_grad, grad and weight.requires_grad,
-            grad and added is not None and added.requires_grad, self.inspector and id(self.inspector),
-            weight.dtype if self._primary else None, fp8_output, fp8_grad,
-        )  # fmt: skip
+            precision,
+            inp.dtype,
+            grad and inp.requires_grad,
+            grad and weight.requires_grad,
+            grad and added is not None and added.requires_grad,
+            self.inspector and id(self.inspector),
+            weight.dtype if self._primary else None,
+            fp8_output,
+            fp8_grad,
+        )
         rng = random_pair(inp) if draws(precision) else None
         extra = None
         if self._special or is_first_microbatch is not None:

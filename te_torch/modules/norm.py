@@ -141,9 +141,11 @@ def _check(operation: str, inp: torch.Tensor, normalized_shape: torch.Size) -> N
     n = len(normalized_shape)
     if inp.ndim < n or inp.shape[-n:] != normalized_shape:
         raise ArgumentError(
-            operation, f"an input of shape {tuple(inp.shape)}", f"trailing dimensions {tuple(normalized_shape)}",
+            operation,
+            f"an input of shape {tuple(inp.shape)}",
+            f"trailing dimensions {tuple(normalized_shape)}",
             f"check normalized_shape ({prod(normalized_shape)} elements a row)",
-        )  # fmt: skip
+        )
 
 
 class LayerNorm(_Norm):

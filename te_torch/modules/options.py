@@ -152,7 +152,7 @@ _OF: dict[tuple[str, str], _Rule] = {
     ("DotProductAttention", "kv_channels"): _Rule(
         lambda value: is_size(value) or (_sizes(value) and len(value) == 2), "an integer >= 1, or (of q and k, of v)"
     ),
-}  # fmt: skip
+}
 
 
 def check_values(operation: str, options: Mapping[str, Any]) -> None:
@@ -174,12 +174,21 @@ def check_options(operation: str, options: Mapping[str, Any]) -> None:
 
 #: Constructor options of parts that are not built yet, and the value that leaves them out.
 _PARALLEL = {
-    "sequence_parallel": False, "tp_size": 1, "tp_group": None, "parallel_mode": None, "set_parallel_mode": False,
-}  # fmt: skip
+    "sequence_parallel": False,
+    "tp_size": 1,
+    "tp_group": None,
+    "parallel_mode": None,
+    "set_parallel_mode": False,
+}
 _OVERLAP = (
-    "ub_overlap_ag", "ub_overlap_rs", "ub_overlap_rs_dgrad", "ub_bulk_dgrad", "ub_bulk_wgrad", "symmetric_ar_type",
+    "ub_overlap_ag",
+    "ub_overlap_rs",
+    "ub_overlap_rs_dgrad",
+    "ub_bulk_dgrad",
+    "ub_bulk_wgrad",
+    "symmetric_ar_type",
     "ub_tp_comm_overlap",
-)  # fmt: skip
+)
 _LATER = ("save_original_input",)
 
 
@@ -197,9 +206,11 @@ def refuse_unbuilt(operation: str, options: Mapping[str, Any]) -> None:
                 continue
             if value not in (off, None, False):
                 raise UnsupportedError(
-                    operation, f"{name}={value!r}", f"{name}={off!r} in this release",
+                    operation,
+                    f"{name}={value!r}",
+                    f"{name}={off!r} in this release",
                     "leave the option out; tensor parallelism and overlap come later",
-                )  # fmt: skip
+                )
 
 
 def mode_of(parallel_mode: str | None) -> str | None:

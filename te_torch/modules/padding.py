@@ -41,9 +41,11 @@ class _Aligned(torch.nn.Module):
     def _check(self, inp: torch.Tensor, rows: int, meaning: str) -> None:
         if inp.ndim != 2 or inp.shape[0] != rows:
             raise ArgumentError(
-                type(self).__name__, f"an input of shape {tuple(inp.shape)}", f"[{rows}, K]: {meaning}",
+                type(self).__name__,
+                f"an input of shape {tuple(inp.shape)}",
+                f"[{rows}, K]: {meaning}",
                 "correct m_splits, or reshape the input to a matrix",
-            )  # fmt: skip
+            )
 
     def extra_repr(self) -> str:
         """What a printed module shows."""

@@ -75,9 +75,13 @@ def stream_of(key: StreamKey | None) -> Stream | None:
 
 
 def bias_dropout_add(
-    x: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None, p: float, training: bool = True,
+    x: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    p: float,
+    training: bool = True,
     rng: torch.Tensor | None = None,
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     """residual + dropout(x + bias, p), rounded once; without `training` nothing is dropped."""
     p = p if training else 0.0
     if p == 0.0 and bias is None and residual is None:

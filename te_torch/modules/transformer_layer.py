@@ -30,14 +30,30 @@ _LATE = "apply_residual_connection_post_layernorm"
 _OVERLAPS = ("ub_overlap_ag", "ub_overlap_rs", "ub_overlap_rs_dgrad", "ub_bulk_dgrad", "ub_bulk_wgrad")
 #: Options that go on as they are: to all parts, and to the attentions.
 _SHARED = (
-    "bias", "normalization", "zero_centered_gamma", "init_method", "output_layer_init_method", "get_rng_state_tracker",
-    "fuse_wgrad_accumulation", "params_dtype", "device",
-)  # fmt: skip
+    "bias",
+    "normalization",
+    "zero_centered_gamma",
+    "init_method",
+    "output_layer_init_method",
+    "get_rng_state_tracker",
+    "fuse_wgrad_accumulation",
+    "params_dtype",
+    "device",
+)
 _ATTENTION = (
-    "kv_channels", "attention_dropout", "layernorm_epsilon", "layer_number", "num_gqa_groups", "fuse_qkv_params",
-    "qkv_weight_interleaved", "rotary_pos_interleaved", "qk_norm_type", "qk_norm_eps", "qk_norm_before_rope",
+    "kv_channels",
+    "attention_dropout",
+    "layernorm_epsilon",
+    "layer_number",
+    "num_gqa_groups",
+    "fuse_qkv_params",
+    "qkv_weight_interleaved",
+    "rotary_pos_interleaved",
+    "qk_norm_type",
+    "qk_norm_eps",
+    "qk_norm_before_rope",
     "softmax_type",
-)  # fmt: skip
+)
 
 
 class TransformerLayer(torch.nn.Module):
@@ -121,26 +137,47 @@ class TransformerLayer(torch.nn.Module):
         shared["return_bias"] = not self.parallel_attention_mlp  # else one residual step serves two branches
         attention = {name: given[name] for name in _ATTENTION} | shared | {"qkv_format": given["attn_input_format"]}
         self.self_attention = MultiheadAttention(
-            width, heads, attn_mask_type=self.self_attn_mask_type, window_size=given["window_size"],
-            bottom_right_diagonal=given["bottom_right_diagonal"], input_layernorm=not self.output_layernorm,
-            return_layernorm_output=late and not self.output_layernorm, name=f"{self.name}.self_attention", **attention,
-        )  # fmt: skip
+            width,
+            heads,
+            attn_mask_type=self.self_attn_mask_type,
+            window_size=given["window_size"],
+            bottom_right_diagonal=given["bottom_right_diagonal"],
+            input_layernorm=not self.output_layernorm,
+            return_layernorm_output=late and not self.output_layernorm,
+            name=f"{self.name}.self_attention",
+            **attention,
+        )
         if self.layer_type == "decoder":
             self.inter_attention = MultiheadAttention(
-                width, heads, attn_mask_type=self.enc_dec_attn_mask_type, window_size=given["enc_dec_window_size"],
-                bottom_right_diagonal=given["enc_dec_bottom_right_diagonal"], attention_type="cross",
-                input_layernorm=True, return_layernorm_output=late, name=f"{self.name}.inter_attention", **attention,
-            )  # fmt: skip
+                width,
+                heads,
+                attn_mask_type=self.enc_dec_attn_mask_type,
+                window_size=given["enc_dec_window_size"],
+                bottom_right_diagonal=given["enc_dec_bottom_right_diagonal"],
+                attention_type="cross",
+                input_layernorm=True,
+                return_layernorm_output=late,
+                name=f"{self.name}.inter_attention",
+                **attention,
+            )
         self.layernorm_mlp = LayerNormMLP(
-            width, given["ffn_hidden_size"], eps=given["layernorm_epsilon"], activation=given["activation"],
-            activation_params=given["activation_params"], return_layernorm_output=late,
-            name=f"{self.name}.layernorm_mlp", **shared,
-        )  # fmt: skip
+            width,
+            given["ffn_hidden_size"],
+            eps=given["layernorm_epsilon"],
+            activation=given["activation"],
+            activation_params=given["activation_params"],
+            return_layernorm_output=late,
+            name=f"{self.name}.layernorm_mlp",
+            **shared,
+        )
         if self.output_layernorm:
             self.layernorm = _NORMS[given["normalization"]](
-                width, eps=given["layernorm_epsilon"], zero_centered_gamma=given["zero_centered_gamma"],
-                dtype=given["params_dtype"], device=given["device"],
-            )  # fmt: skip
+                width,
+                eps=given["layernorm_epsilon"],
+                zero_centered_gamma=given["zero_centered_gamma"],
+                dtype=given["params_dtype"],
+                device=given["device"],
+            )
 
     # --------------------------------------------------------------------------- groups and FP8 state
 
@@ -214,28 +251,60 @@ class TransformerLayer(torch.nn.Module):
         mlp: Any = self._modules["layernorm_mlp"]
         # Each part gets what it reads as a `Branch`: its norm forms the sum.
         attended = attention(
-            Branch(x), attention_mask, None, self_attn_mask_type, window_size, bottom_right_diagonal,
-            is_first_microbatch, checkpoint_core_attention, inference_params, rotary_pos_emb, core_attention_bias_type,
-            core_attention_bias, alibi_slopes, cu_seqlens_q, cu_seqlens_q, cu_seqlens_q_padded, cu_seqlens_q_padded,
-            max_seqlen_q, max_seqlen_q, fast_zero_fill, pad_between_seqs,
-        )  # fmt: skip
+            Branch(x),
+            attention_mask,
+            None,
+            self_attn_mask_type,
+            window_size,
+            bottom_right_diagonal,
+            is_first_microbatch,
+            checkpoint_core_attention,
+            inference_params,
+            rotary_pos_emb,
+            core_attention_bias_type,
+            core_attention_bias,
+            alibi_slopes,
+            cu_seqlens_q,
+            cu_seqlens_q,
+            cu_seqlens_q_padded,
+            cu_seqlens_q_padded,
+            max_seqlen_q,
+            max_seqlen_q,
+            fast_zero_fill,
+            pad_between_seqs,
+        )
         if self.parallel_attention_mlp:
             out, x = attended
             other, x = mlp(Branch(x), is_first_microbatch)
             return self._added((out + other, None, x), self.drop_path).added()
         read = self._added(attended, self.drop_path)
         if self.layer_type == "decoder":
-            read = self._added(self.inter_attention(
-                read, attention_mask=enc_dec_attn_mask, encoder_output=encoder_output,
-                attn_mask_type=enc_dec_attn_mask_type, window_size=enc_dec_window_size,
-                bottom_right_diagonal=enc_dec_bottom_right_diagonal, is_first_microbatch=is_first_microbatch,
-                checkpoint_core_attention=checkpoint_core_attention, inference_params=inference_params,
-                rotary_pos_emb=rotary_pos_emb, core_attention_bias_type=core_attention_bias_type,
-                core_attention_bias=core_attention_bias, alibi_slopes=alibi_slopes, cu_seqlens_q=cu_seqlens_q,
-                cu_seqlens_kv=cu_seqlens_kv, cu_seqlens_q_padded=cu_seqlens_q_padded,
-                cu_seqlens_kv_padded=cu_seqlens_kv_padded, max_seqlen_q=max_seqlen_q, max_seqlen_kv=max_seqlen_kv,
-                fast_zero_fill=fast_zero_fill, pad_between_seqs=pad_between_seqs,
-            ), None)  # fmt: skip
+            read = self._added(
+                self.inter_attention(
+                    read,
+                    attention_mask=enc_dec_attn_mask,
+                    encoder_output=encoder_output,
+                    attn_mask_type=enc_dec_attn_mask_type,
+                    window_size=enc_dec_window_size,
+                    bottom_right_diagonal=enc_dec_bottom_right_diagonal,
+                    is_first_microbatch=is_first_microbatch,
+                    checkpoint_core_attention=checkpoint_core_attention,
+                    inference_params=inference_params,
+                    rotary_pos_emb=rotary_pos_emb,
+                    core_attention_bias_type=core_attention_bias_type,
+                    core_attention_bias=core_attention_bias,
+                    alibi_slopes=alibi_slopes,
+                    cu_seqlens_q=cu_seqlens_q,
+                    cu_seqlens_kv=cu_seqlens_kv,
+                    cu_seqlens_q_padded=cu_seqlens_q_padded,
+                    cu_seqlens_kv_padded=cu_seqlens_kv_padded,
+                    max_seqlen_q=max_seqlen_q,
+                    max_seqlen_kv=max_seqlen_kv,
+                    fast_zero_fill=fast_zero_fill,
+                    pad_between_seqs=pad_between_seqs,
+                ),
+                None,
+            )
         y = self._added(mlp(read, is_first_microbatch), self.drop_path).added()
         return self.layernorm(y) if self.output_layernorm else y
 
@@ -254,9 +323,12 @@ class TransformerLayer(torch.nn.Module):
     def extra_repr(self) -> str:
         """What a printed module shows; its parts show the rest."""
         return shown(
-            hidden_size=self.hidden_size, ffn_hidden_size=self.ffn_hidden_size,
-            num_attention_heads=self.num_attention_heads, layer_type=self.layer_type, layer_number=self.layer_number,
-        )  # fmt: skip
+            hidden_size=self.hidden_size,
+            ffn_hidden_size=self.ffn_hidden_size,
+            num_attention_heads=self.num_attention_heads,
+            layer_type=self.layer_type,
+            layer_number=self.layer_number,
+        )
 
 
 def _check_masks(operation: str, **masks: Any) -> None:
@@ -281,7 +353,8 @@ def _check_options(given: dict[str, Any]) -> None:
     for option, on in others.items():
         if on and given["parallel_attention_mlp"]:
             refuse(
-                f"parallel_attention_mlp with {option}", "parallel_attention_mlp in a plain encoder layer",
+                f"parallel_attention_mlp with {option}",
+                "parallel_attention_mlp in a plain encoder layer",
                 "leave one of the two out",
-            )  # fmt: skip
+            )
     check_qkv_whole("TransformerLayer", given["fuse_qkv_params"], given["fuse_wgrad_accumulation"])

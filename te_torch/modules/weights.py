@@ -70,9 +70,14 @@ class Gradients:
 
 
 def extra_for(
-    module: Any, names: Sequence[str], weights: Sequence[torch.Tensor], parts: Sequence[Sequence[torch.Tensor]],
-    precisions: Sequence[Precision | None], scales: Scales | None, first: bool | None,
-) -> Extra | None:  # fmt: skip
+    module: Any,
+    names: Sequence[str],
+    weights: Sequence[torch.Tensor],
+    parts: Sequence[Sequence[torch.Tensor]],
+    precisions: Sequence[Precision | None],
+    scales: Scales | None,
+    first: bool | None,
+) -> Extra | None:
     """The `Extra` of a forward with these weights (each made of its `parts`), or None for a plain call."""
     ready: list[QuantizedTensor | None] | None = None
     if first is not None and any(p is not None for p in precisions):
@@ -88,9 +93,15 @@ def extra_for(
 
 
 def _cached(
-    module: Any, name: str, gemm: int, weight: torch.Tensor, parts: Sequence[torch.Tensor],
-    precision: Precision | None, scales: Scales | None, first: bool,
-) -> QuantizedTensor | None:  # fmt: skip
+    module: Any,
+    name: str,
+    gemm: int,
+    weight: torch.Tensor,
+    parts: Sequence[torch.Tensor],
+    precision: Precision | None,
+    scales: Scales | None,
+    first: bool,
+) -> QuantizedTensor | None:
     """The quantized weight of the running group of microbatches: made in the first, found in the others."""
     if precision is None or precision.weight is None or isinstance(weight, QuantizedTorch):
         return None
@@ -124,28 +135,33 @@ def check_whole(operation: str, parts: Collection[str], special: bool) -> None:
     """Fused and delayed weight gradients (`special`) need a weight in one piece, as does one that is held quantized."""
     if len(parts) > 1 and special:
         raise ArgumentError(
-            operation, f"fuse_wgrad_accumulation or delay_wgrad_compute with a weight of {len(parts)} parts",
-            "a weight in one piece", "leave parameters_split out",
-        )  # fmt: skip
+            operation,
+            f"fuse_wgrad_accumulation or delay_wgrad_compute with a weight of {len(parts)} parts",
+            "a weight in one piece",
+            "leave parameters_split out",
+        )
     if len(parts) > 1 and initialising():
         raise UnsupportedError(
-            operation, f"parameters_split with {len(parts)} parts inside quantized_model_init",
+            operation,
+            f"parameters_split with {len(parts)} parts inside quantized_model_init",
             "a weight in one piece: it is held as one quantized tensor",
             "leave parameters_split out, or construct the module outside",
-        )  # fmt: skip
+        )
 
 
 def check_qkv_whole(operation: str, fused: bool, accumulates: bool) -> None:
     """The same of attention's projections, by the option that decides about them there."""
     if accumulates and not fused:
         raise ArgumentError(
-            operation, "fuse_wgrad_accumulation with fuse_qkv_params=False",
+            operation,
+            "fuse_wgrad_accumulation with fuse_qkv_params=False",
             "fuse_qkv_params=True: a fused gradient needs query, key and value weights in one piece",
             "pass fuse_qkv_params=True",
-        )  # fmt: skip
+        )
     if initialising() and not fused:
         raise UnsupportedError(
-            operation, "fuse_qkv_params=False inside quantized_model_init",
+            operation,
+            "fuse_qkv_params=False inside quantized_model_init",
             "fuse_qkv_params=True: query, key and value weights are held as one quantized tensor",
             "pass fuse_qkv_params=True, or construct the layer outside",
-        )  # fmt: skip
+        )

@@ -13,27 +13,14 @@ from te_torch.tensors.base import (
 from te_torch.tensors.dtype import DType
 from te_torch.tensors.dtype import TE_DType as TE_DType
 from te_torch.tensors.dtype import TE_DType_To_Torch as TE_DType_To_Torch
-from te_torch.tensors.float8 import (
-    Float8CurrentScalingQuantizer,
-    Float8Quantizer,
-    Float8Tensor,
-    Float8TensorStorage,
-)
+from te_torch.tensors.float8 import Float8CurrentScalingQuantizer, Float8Quantizer, Float8Tensor, Float8TensorStorage
 from te_torch.tensors.float8_blockwise import (
     Float8BlockQuantizer,
     Float8BlockwiseQTensor,
     Float8BlockwiseQTensorStorage,
 )
-from te_torch.tensors.hybrid import (
-    HybridQuantizedTensor,
-    HybridQuantizedTensorStorage,
-    HybridQuantizer,
-)
-from te_torch.tensors.identity import (
-    IdentityQuantizer,
-    IdentityTensor,
-    IdentityTensorStorage,
-)
+from te_torch.tensors.hybrid import HybridQuantizedTensor, HybridQuantizedTensorStorage, HybridQuantizer
+from te_torch.tensors.identity import IdentityQuantizer, IdentityTensor, IdentityTensorStorage
 from te_torch.tensors.mxfp8 import MXFP8Quantizer, MXFP8Tensor, MXFP8TensorStorage
 from te_torch.tensors.nvfp4 import NVFP4Quantizer, NVFP4Tensor, NVFP4TensorStorage
 from te_torch.tensors.storage import QuantizedTensorStorage
@@ -48,10 +35,21 @@ def get_all_tensor_types() -> list[type]:
     import torch
 
     return [
-        torch.Tensor, torch.nn.Parameter, Float8Tensor, Float8TensorStorage, MXFP8Tensor, MXFP8TensorStorage,
-        Float8BlockwiseQTensor, Float8BlockwiseQTensorStorage, NVFP4Tensor, NVFP4TensorStorage,
-        HybridQuantizedTensor, HybridQuantizedTensorStorage, IdentityTensor, IdentityTensorStorage,
-    ]  # fmt: skip
+        torch.Tensor,
+        torch.nn.Parameter,
+        Float8Tensor,
+        Float8TensorStorage,
+        MXFP8Tensor,
+        MXFP8TensorStorage,
+        Float8BlockwiseQTensor,
+        Float8BlockwiseQTensorStorage,
+        NVFP4Tensor,
+        NVFP4TensorStorage,
+        HybridQuantizedTensor,
+        HybridQuantizedTensorStorage,
+        IdentityTensor,
+        IdentityTensorStorage,
+    ]
 
 
 __all__ = [

@@ -134,9 +134,7 @@ class Quantizer:
         kept = self.copy()
         if self.internal:
             return storage._of(tuple(shape), dtype, self.format, buffers, kept, self._options())
-        return tensor._of(
-            tuple(shape), dtype, self.format, buffers, kept, self._options(), requires_grad=requires_grad
-        )
+        return tensor._of(tuple(shape), dtype, self.format, buffers, kept, self._options(), requires_grad=requires_grad)
 
     def update_quantized(self, src: torch.Tensor, dst: Any, *, noop_flag: torch.Tensor | None = None) -> Any:
         """Quantize `src` into the buffers of `dst`; not if `noop_flag` (float32, on the device) is 1."""
@@ -149,9 +147,14 @@ class Quantizer:
         return dst
 
     def make_empty(
-        self, shape: Iterable[int], *, dtype: torch.dtype = torch.float32, device: Any = None,
-        requires_grad: bool = False, pin_memory: bool = False,
-    ) -> Any:  # fmt: skip
+        self,
+        shape: Iterable[int],
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: Any = None,
+        requires_grad: bool = False,
+        pin_memory: bool = False,
+    ) -> Any:
         """An uninitialised quantized tensor (on the GPU, if there is one and no device is named)."""
         shape = tuple(shape)
         place = torch.device(device) if device is not None else default_device()

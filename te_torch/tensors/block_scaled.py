@@ -116,10 +116,17 @@ class BlockScaledStorage(QuantizedTensorStorage):
             if meta["usages"]["columnwise"]:
                 return Buffers(*buffers[:3], *columnwise_of(form, shape, buffers)[3:])
             return buffers
-        return with_whole_scales(form, shape, Buffers(
-            data.get("_rowwise_data"), given.get("_rowwise_scale_inv"), None, data.get("_columnwise_data"),
-            given.get("_columnwise_scale_inv"),
-        ))  # fmt: skip
+        return with_whole_scales(
+            form,
+            shape,
+            Buffers(
+                data.get("_rowwise_data"),
+                given.get("_rowwise_scale_inv"),
+                None,
+                data.get("_columnwise_data"),
+                given.get("_columnwise_scale_inv"),
+            ),
+        )
 
 
 def _one_amax(form: Format, k: int, row: torch.Tensor, scale: torch.Tensor, amaxes: torch.Tensor) -> Buffers:

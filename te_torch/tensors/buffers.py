@@ -70,9 +70,13 @@ def of_core(q: QuantizedTensor) -> Buffers:
         return piece_to_torch(t, torch.uint8 if data else None)
 
     return Buffers(
-        piece(q.rowwise, True), piece(q.rowwise_scale), piece(q.rowwise_amax),
-        piece(q.columnwise, True), piece(q.columnwise_scale), piece(q.columnwise_amax),
-    )  # fmt: skip
+        piece(q.rowwise, True),
+        piece(q.rowwise_scale),
+        piece(q.rowwise_amax),
+        piece(q.columnwise, True),
+        piece(q.columnwise_scale),
+        piece(q.columnwise_amax),
+    )
 
 
 class Apart(QuantizedTensor):
@@ -160,10 +164,12 @@ def _joined(data: torch.Tensor, scale: torch.Tensor, amax: torch.Tensor | None, 
     first = storage.data_ptr()
     scale_at = start + parts.data_bytes
     if (
-        data.numel() and scale.data_ptr() == scale_at and scale.untyped_storage().data_ptr() == first
+        data.numel()
+        and scale.data_ptr() == scale_at
+        and scale.untyped_storage().data_ptr() == first
         and (amax is None or amax.data_ptr() == scale_at + parts.scale_bytes)
         and start - first + parts.nbytes <= storage.nbytes()
-    ):  # fmt: skip
+    ):
         return data.as_strided((parts.nbytes,), (1,))
     return None
 

@@ -142,9 +142,11 @@ def _copy(func: Any, dst: Any, src: Any, non_blocking: bool = False) -> Any:
 def _empty(func: Any, t: Any, shape: Any = None, **kwargs: Any) -> Any:
     if t._quantizer is None:  # as documented; what reads or changes a tensor makes itself a quantizer instead
         raise UnsupportedError(
-            str(func), f"a {type(t).__name__} without quantizer", "one with a quantizer, which makes the new tensor",
+            str(func),
+            f"a {type(t).__name__} without quantizer",
+            "one with a quantizer, which makes the new tensor",
             "give it one (its _get_quantizer() has the rule of its format), or make a plain tensor: torch.empty(...)",
-        )  # fmt: skip
+        )
     return _made_empty(t, t.shape if shape is None else shape, kwargs)
 
 
@@ -169,9 +171,11 @@ def _made_empty(t: Any, shape: Sequence[int], kwargs: dict[str, Any]) -> Any:
     held = t.get_usages()
     quantizer.set_usage(**held)
     return quantizer.make_empty(
-        shape, dtype=kwargs.get("dtype") or t.dtype, device=kwargs.get("device") or t.device,
+        shape,
+        dtype=kwargs.get("dtype") or t.dtype,
+        device=kwargs.get("device") or t.device,
         pin_memory=bool(kwargs.get("pin_memory")),
-    )  # fmt: skip
+    )
 
 
 # ----------------------------------------------------------------------------------------- parts of a tensor
@@ -225,9 +229,10 @@ def _select(func: Any, t: Any, dim: int, index: int) -> Any:
     dim, index = dim % t.ndim, index % t.shape[dim]
     strides = t.stride()
     part = Part(
-        (*t.shape[:dim], *t.shape[dim + 1 :]), (*strides[:dim], *strides[dim + 1 :]),
+        (*t.shape[:dim], *t.shape[dim + 1 :]),
+        (*strides[:dim], *strides[dim + 1 :]),
         t.storage_offset() + index * strides[dim],
-    )  # fmt: skip
+    )
     made = _part(t, part, lambda data: aten.select.int(data, dim, index))
     return _plain(func, t) if made is None else made
 
@@ -272,6 +277,7 @@ def _plain(func: Any, t: Any) -> Any:
     """A part that cannot stand alone comes as plain values, which FSDP2 for one does not expect."""
     warnings.warn(
         f"{type(t).__name__} of shape {tuple(t.shape)}: {func} cuts through what shares a scale, or is no view of the "
-        "quantized data; the result is a plain tensor. Cut whole blocks of rows, or dequantize() first.", stacklevel=5,
-    )  # fmt: skip
+        "quantized data; the result is a plain tensor. Cut whole blocks of rows, or dequantize() first.",
+        stacklevel=5,
+    )
     return NotImplemented

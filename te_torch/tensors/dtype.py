@@ -44,19 +44,30 @@ class DType(IntEnum):
 
 
 _TO_CORE = {
-    DType.kByte: dtypes.uint8, DType.kInt16: dtypes.int16, DType.kInt32: dtypes.int32, DType.kInt64: dtypes.int64,
-    DType.kFloat32: dtypes.float32, DType.kFloat16: dtypes.float16, DType.kBFloat16: dtypes.bfloat16,
-    DType.kFloat8E4M3: dtypes.float8_e4m3, DType.kFloat8E5M2: dtypes.float8_e5m2,
-    DType.kFloat8E8M0: dtypes.float8_e8m0, DType.kFloat4E2M1: dtypes.float4_e2m1,
-}  # fmt: skip
+    DType.kByte: dtypes.uint8,
+    DType.kInt16: dtypes.int16,
+    DType.kInt32: dtypes.int32,
+    DType.kInt64: dtypes.int64,
+    DType.kFloat32: dtypes.float32,
+    DType.kFloat16: dtypes.float16,
+    DType.kBFloat16: dtypes.bfloat16,
+    DType.kFloat8E4M3: dtypes.float8_e4m3,
+    DType.kFloat8E5M2: dtypes.float8_e5m2,
+    DType.kFloat8E8M0: dtypes.float8_e8m0,
+    DType.kFloat4E2M1: dtypes.float4_e2m1,
+}
 _FROM_CORE = {core: d for d, core in _TO_CORE.items()}
 
 #: torch dtype -> DType
 TE_DType: dict[torch.dtype, DType] = {
-    torch.uint8: DType.kByte, torch.float8_e4m3fn: DType.kFloat8E4M3, torch.float8_e5m2: DType.kFloat8E5M2,
-    torch.int32: DType.kInt32, torch.float32: DType.kFloat32, torch.half: DType.kFloat16,
+    torch.uint8: DType.kByte,
+    torch.float8_e4m3fn: DType.kFloat8E4M3,
+    torch.float8_e5m2: DType.kFloat8E5M2,
+    torch.int32: DType.kInt32,
+    torch.float32: DType.kFloat32,
+    torch.half: DType.kFloat16,
     torch.bfloat16: DType.kBFloat16,
-}  # fmt: skip
+}
 #: and back
 TE_DType_To_Torch: dict[DType, torch.dtype] = {d: t for t, d in TE_DType.items()}
 

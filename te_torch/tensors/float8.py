@@ -35,9 +35,15 @@ class Float8TensorStorage(QuantizedTensorStorage):
     amax_reduction_group: Any = None  # of the processes that hold the other shards of an FSDP2 parameter
 
     def __init__(
-        self, *, data: torch.Tensor | None, fp8_scale_inv: torch.Tensor, fp8_dtype: Any,
-        fake_dtype: torch.dtype | None = None, data_transpose: torch.Tensor | None = None, quantizer: Any = None,
-    ) -> None:  # fmt: skip
+        self,
+        *,
+        data: torch.Tensor | None,
+        fp8_scale_inv: torch.Tensor,
+        fp8_dtype: Any,
+        fake_dtype: torch.dtype | None = None,
+        data_transpose: torch.Tensor | None = None,
+        quantizer: Any = None,
+    ) -> None:
         if data is not None:
             self._shape = tuple(data.shape)
         elif data_transpose is not None:
@@ -57,9 +63,9 @@ class Float8TensorStorage(QuantizedTensorStorage):
         """One scale serves both copies: that which lies behind the columnwise data, if there is one."""
         row, row_scale, _, column, column_scale, _ = buffers
         scale = row_scale if column is None or column_scale is None else column_scale
-        super()._set_buffers(Buffers(
-            row, None if row is None else scale, None, column, None if column is None else scale
-        ))  # fmt: skip
+        super()._set_buffers(
+            Buffers(row, None if row is None else scale, None, column, None if column is None else scale)
+        )
 
     # The transpose may fall behind: a view in another shape has none, and what is written through it reaches the
     # rowwise data alone.
@@ -157,9 +163,13 @@ class Float8TensorStorage(QuantizedTensorStorage):
     def get_metadata(self) -> dict[str, Any]:
         """The constructor's keyword arguments that make a storage of the same buffers."""
         return {
-            "data": self._data, "fp8_scale_inv": self._scale_inv, "fp8_dtype": self._fp8_dtype,
-            "fake_dtype": self._dtype, "data_transpose": self._transpose, "quantizer": self._quantizer,
-        }  # fmt: skip
+            "data": self._data,
+            "fp8_scale_inv": self._scale_inv,
+            "fp8_dtype": self._fp8_dtype,
+            "fake_dtype": self._dtype,
+            "data_transpose": self._transpose,
+            "quantizer": self._quantizer,
+        }
 
     def _build_default_quantizer(self) -> Any:
         scale = self._scale_inv
@@ -237,9 +247,13 @@ class Float8TensorStorage(QuantizedTensorStorage):
         return made
 
     def _like(
-        self, shape: Sequence[int], buffers: Buffers, dtype: torch.dtype | None = None, place: Place | None = None,
+        self,
+        shape: Sequence[int],
+        buffers: Buffers,
+        dtype: torch.dtype | None = None,
+        place: Place | None = None,
         kind: Any = None,
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         made = super()._like(shape, buffers, dtype, place, kind)
         if self.amax_reduction_group is not None:
             made.amax_reduction_group = self.amax_reduction_group
@@ -258,8 +272,10 @@ class Float8TensorStorage(QuantizedTensorStorage):
 
     def _copy_bytes(self, src: Any) -> None:
         both_rows = self._row_data is not None and getattr(src, "_row_data", None) is not None
-        if src._format is not self._format or src.shape != self.shape or not (
-            both_rows or src.get_usages() == self.get_usages()
+        if (
+            src._format is not self._format
+            or src.shape != self.shape
+            or not (both_rows or src.get_usages() == self.get_usages())
         ):
             super()._copy_bytes(src)  # says what is wrong
         if self._data is not None:
@@ -319,11 +335,21 @@ class Float8Tensor(QuantizedTensor, Float8TensorStorage):  # type: ignore[misc]
     """A tensor in FP8 with one scale."""
 
     def __init__(
-        self, shape: Sequence[int], dtype: torch.dtype, *, data: torch.Tensor | None, fp8_scale_inv: torch.Tensor,
-        fp8_dtype: Any, fake_dtype: torch.dtype | None = None, data_transpose: torch.Tensor | None = None,
-        quantizer: Any = None, requires_grad: bool = False, device: Any = None, stride: Any = None,
+        self,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        *,
+        data: torch.Tensor | None,
+        fp8_scale_inv: torch.Tensor,
+        fp8_dtype: Any,
+        fake_dtype: torch.dtype | None = None,
+        data_transpose: torch.Tensor | None = None,
+        quantizer: Any = None,
+        requires_grad: bool = False,
+        device: Any = None,
+        stride: Any = None,
         storage_offset: int = 0,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._given(data, fp8_scale_inv, fp8_dtype, dtype, data_transpose, quantizer)
 
 
@@ -342,15 +368,19 @@ class _PerTensor(Quantizer):
         return True
 
     def create_tensor_from_data(
-        self, data: torch.Tensor, fake_dtype: torch.dtype = torch.float32, requires_grad: bool = False,
+        self,
+        data: torch.Tensor,
+        fake_dtype: torch.dtype = torch.float32,
+        requires_grad: bool = False,
         internal: bool = False,
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         """A tensor over FP8 data (uint8 or a float8 type) that was made with this quantizer's scale."""
         kwargs: dict[str, Any] = {
-            "data": data if data.dtype is torch.uint8 else data.view(torch.uint8), "fp8_dtype": self.dtype,
+            "data": data if data.dtype is torch.uint8 else data.view(torch.uint8),
+            "fp8_dtype": self.dtype,
             "fp8_scale_inv": self._scale_inv_for(data),
             "quantizer": self.copy(),
-        }  # fmt: skip
+        }
         if internal:
             return Float8TensorStorage(fake_dtype=fake_dtype, **kwargs)
         return Float8Tensor(data.shape, fake_dtype, requires_grad=requires_grad, device=data.device, **kwargs)
@@ -421,11 +451,20 @@ class Float8CurrentScalingQuantizer(_PerTensor):
     _VALUE = ("dtype", "with_amax_reduction", "force_pow_2_scales", "amax_epsilon")
 
     def __init__(
-        self, fp8_dtype: Any, device: Any = None, *, rowwise: bool = True, columnwise: bool = True,
-        use_existing_amax: bool = False, with_amax_reduction: bool = False, amax_reduction_group: Any = None,
-        force_pow_2_scales: bool = False, amax_epsilon: float = 0.0, scale: torch.Tensor | None = None,
+        self,
+        fp8_dtype: Any,
+        device: Any = None,
+        *,
+        rowwise: bool = True,
+        columnwise: bool = True,
+        use_existing_amax: bool = False,
+        with_amax_reduction: bool = False,
+        amax_reduction_group: Any = None,
+        force_pow_2_scales: bool = False,
+        amax_epsilon: float = 0.0,
+        scale: torch.Tensor | None = None,
         amax: torch.Tensor | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(rowwise=rowwise, columnwise=columnwise)
         for name, given in (("use_existing_amax", use_existing_amax), ("scale", scale), ("amax", amax)):
             if given is not None and given is not False:

@@ -24,11 +24,18 @@ class Float8BlockwiseQTensorStorage(BlockScaledStorage):
     """FP8 data, columnwise as (K, ...), with float32 scales as a GEMM reads them."""
 
     def __init__(
-        self, *, rowwise_data: torch.Tensor | None, rowwise_scale_inv: torch.Tensor | None,
-        columnwise_data: torch.Tensor | None, columnwise_scale_inv: torch.Tensor | None, fp8_dtype: Any,
-        quantizer: Any = None, is_2D_scaled: bool = False, fake_dtype: torch.dtype | None = None,
+        self,
+        *,
+        rowwise_data: torch.Tensor | None,
+        rowwise_scale_inv: torch.Tensor | None,
+        columnwise_data: torch.Tensor | None,
+        columnwise_scale_inv: torch.Tensor | None,
+        fp8_dtype: Any,
+        quantizer: Any = None,
+        is_2D_scaled: bool = False,
+        fake_dtype: torch.dtype | None = None,
         data_format: Any = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         if rowwise_data is not None:
             self._shape = tuple(rowwise_data.shape)
         elif columnwise_data is not None:
@@ -55,21 +62,36 @@ class Float8BlockwiseQTensorStorage(BlockScaledStorage):
     def get_metadata(self) -> dict[str, Any]:
         """The constructor's keyword arguments that make a storage of the same buffers."""
         return {
-            **self._four(), "fp8_dtype": self._fp8_dtype, "quantizer": self._quantizer, "fake_dtype": self._dtype,
+            **self._four(),
+            "fp8_dtype": self._fp8_dtype,
+            "quantizer": self._quantizer,
+            "fake_dtype": self._dtype,
             "is_2D_scaled": self._is_2D_scaled,
-        }  # fmt: skip
+        }
 
 
 class Float8BlockwiseQTensor(QuantizedTensor, Float8BlockwiseQTensorStorage):  # type: ignore[misc]
     """A tensor in FP8 with a scale for each block."""
 
     def __init__(
-        self, shape: Sequence[int], dtype: torch.dtype, *, rowwise_data: torch.Tensor | None,
-        rowwise_scale_inv: torch.Tensor | None, columnwise_data: torch.Tensor | None,
-        columnwise_scale_inv: torch.Tensor | None, fp8_dtype: Any, quantizer: Any = None, is_2D_scaled: bool = False,
-        fake_dtype: torch.dtype | None = None, data_format: Any = None, requires_grad: bool = False, device: Any = None,
-        stride: Any = None, storage_offset: int = 0,
-    ) -> None:  # fmt: skip
+        self,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        *,
+        rowwise_data: torch.Tensor | None,
+        rowwise_scale_inv: torch.Tensor | None,
+        columnwise_data: torch.Tensor | None,
+        columnwise_scale_inv: torch.Tensor | None,
+        fp8_dtype: Any,
+        quantizer: Any = None,
+        is_2D_scaled: bool = False,
+        fake_dtype: torch.dtype | None = None,
+        data_format: Any = None,
+        requires_grad: bool = False,
+        device: Any = None,
+        stride: Any = None,
+        storage_offset: int = 0,
+    ) -> None:
         given = Buffers(rowwise_data, rowwise_scale_inv, None, columnwise_data, columnwise_scale_inv)
         self._adopt_all(dtype, Format(fp8(fp8_dtype), "block", is_2D_scaled), given, quantizer)
 
@@ -86,9 +108,15 @@ class Float8BlockQuantizer(Quantizer):
     block_len = 128
 
     def __init__(
-        self, fp8_dtype: Any, *, rowwise: bool, columnwise: bool, amax_epsilon: float = 0.0,
-        force_pow_2_scales: bool = True, block_scaling_dim: int = 2,
-    ) -> None:  # fmt: skip
+        self,
+        fp8_dtype: Any,
+        *,
+        rowwise: bool,
+        columnwise: bool,
+        amax_epsilon: float = 0.0,
+        force_pow_2_scales: bool = True,
+        block_scaling_dim: int = 2,
+    ) -> None:
         super().__init__(rowwise=rowwise, columnwise=columnwise)
         if block_scaling_dim not in (1, 2):
             raise ArgumentError(

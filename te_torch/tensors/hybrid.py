@@ -32,9 +32,13 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
     """`rowwise_sub_storage` and `columnwise_sub_storage`: two storages of one copy each."""
 
     def __init__(
-        self, *, rowwise_storage: Any, columnwise_storage: Any, quantizer: Any = None,
+        self,
+        *,
+        rowwise_storage: Any,
+        columnwise_storage: Any,
+        quantizer: Any = None,
         fake_dtype: torch.dtype | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         first = rowwise_storage if rowwise_storage is not None else columnwise_storage
         self._shape = (0,) if first is None else tuple(first.shape)
         dtype = fake_dtype or (torch.float32 if first is None else first._dtype)
@@ -46,9 +50,14 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
 
     @classmethod
     def _over(
-        cls, parts: tuple[Any, Any], shape: Sequence[int], dtype: torch.dtype, quantizer: Any,
-        place: Place | None = None, device: Any = None,
-    ) -> Any:  # fmt: skip
+        cls,
+        parts: tuple[Any, Any],
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        quantizer: Any,
+        place: Place | None = None,
+        device: Any = None,
+    ) -> Any:
         made = object.__new__(cls)
         made._shape = tuple(shape)
         made._given(dtype, parts, quantizer)
@@ -92,9 +101,13 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
         self._parts = (None, None) if isinstance(buffers, Buffers) else buffers
 
     def _like(
-        self, shape: Sequence[int], buffers: Any, dtype: torch.dtype | None = None, place: Place | None = None,
+        self,
+        shape: Sequence[int],
+        buffers: Any,
+        dtype: torch.dtype | None = None,
+        place: Place | None = None,
         kind: Any = None,
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         quantizer = None if self._quantizer is None else self._quantizer.copy()
         parts = tuple(None if p is None else p._like(shape, p._buffers, dtype) for p in buffers)
         return (kind or self)._over(parts, shape, dtype or self._dtype, quantizer, place, self.device)  # type: ignore[arg-type]
@@ -122,14 +135,18 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
             return row if column is None else column
         if not (isinstance(row, Core) and isinstance(column, Core) and row.format is column.format):
             raise UnsupportedError(
-                "HybridQuantizedTensor.to_core", f"copies of two kinds: {row!r}, {column!r}", "copies of one format",
+                "HybridQuantizedTensor.to_core",
+                f"copies of two kinds: {row!r}, {column!r}",
+                "copies of one format",
                 "take to_core_pair()",
-            )  # fmt: skip
+            )
         return Core(
-            row.format, row.shape, Copy(row.rowwise, row.rowwise_scale, row.rowwise_amax),  # type: ignore[arg-type]
+            row.format,
+            row.shape,
+            Copy(row.rowwise, row.rowwise_scale, row.rowwise_amax),  # type: ignore[arg-type]
             Copy(column.columnwise, column.columnwise_scale, column.columnwise_amax),  # type: ignore[arg-type]
             column.block,
-        )  # fmt: skip
+        )
 
     def get_usages(self) -> dict[str, bool]:
         """Which copies are there."""
@@ -155,9 +172,11 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
     def get_metadata(self) -> dict[str, Any]:
         """The constructor's keyword arguments that make a storage of the same copies."""
         return {
-            "rowwise_storage": self._parts[0], "columnwise_storage": self._parts[1], "quantizer": self._quantizer,
+            "rowwise_storage": self._parts[0],
+            "columnwise_storage": self._parts[1],
+            "quantizer": self._quantizer,
             "fake_dtype": self._dtype,
-        }  # fmt: skip
+        }
 
     def clear(self) -> None:
         """Let go of both copies."""
@@ -231,9 +250,13 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
         """These buffers, and for each copy what else the gathered one needs."""
         each = [None if p is None else p.fsdp_extract_buffers() for p in self._parts]
         metadata = {
-            "field_names": self.fsdp_buffer_fields(), "usages": self.get_usages(), "quantizer": self._quantizer,
-            "fake_dtype": self._dtype, "rowwise": each[0] and each[0][1], "columnwise": each[1] and each[1][1],
-        }  # fmt: skip
+            "field_names": self.fsdp_buffer_fields(),
+            "usages": self.get_usages(),
+            "quantizer": self._quantizer,
+            "fake_dtype": self._dtype,
+            "rowwise": each[0] and each[0][1],
+            "columnwise": each[1] and each[1][1],
+        }
         return [t for e in each if e is not None for t in e[0]], metadata
 
     def _each_gathered(self, gathered: Sequence[torch.Tensor], meta: dict[str, Any]) -> Iterator[tuple[Any, ...]]:
@@ -306,10 +329,19 @@ class HybridQuantizedTensor(QuantizedTensor, HybridQuantizedTensorStorage):  # t
     """A tensor whose two copies are quantized by different rules."""
 
     def __init__(
-        self, shape: Sequence[int], dtype: torch.dtype, *, rowwise_storage: Any, columnwise_storage: Any,
-        quantizer: Any = None, fake_dtype: torch.dtype | None = None, requires_grad: bool = False, device: Any = None,
-        stride: Any = None, storage_offset: int = 0,
-    ) -> None:  # fmt: skip
+        self,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        *,
+        rowwise_storage: Any,
+        columnwise_storage: Any,
+        quantizer: Any = None,
+        fake_dtype: torch.dtype | None = None,
+        requires_grad: bool = False,
+        device: Any = None,
+        stride: Any = None,
+        storage_offset: int = 0,
+    ) -> None:
         self._given(dtype, (rowwise_storage, columnwise_storage), _own(type(self).__name__, quantizer))
 
     def __new__(cls, shape: Sequence[int], dtype: torch.dtype, **kwargs: Any) -> Any:
@@ -321,9 +353,14 @@ class HybridQuantizedTensor(QuantizedTensor, HybridQuantizedTensorStorage):  # t
 
     @classmethod
     def _over(
-        cls, parts: tuple[Any, Any], shape: Sequence[int], dtype: torch.dtype, quantizer: Any,
-        place: Place | None = None, device: Any = None,
-    ) -> Any:  # fmt: skip
+        cls,
+        parts: tuple[Any, Any],
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        quantizer: Any,
+        place: Place | None = None,
+        device: Any = None,
+    ) -> Any:
         device = next((p.device for p in parts if p is not None), device)
         stride, offset = place or (None, 0)
         made = QuantizedTensor.__new__(cls, tuple(shape), dtype, device=device, stride=stride, storage_offset=offset)
@@ -384,9 +421,11 @@ class HybridQuantizer(Quantizer):
             return None
         if self.columnwise_source != "original" and column is not None:
             raise ArgumentError(
-                "HybridQuantizer.operand", "columnwise_source='rowwise_dequantized' in a module", "'original' there",
+                "HybridQuantizer.operand",
+                "columnwise_source='rowwise_dequantized' in a module",
+                "'original' there",
                 "quantize with it outside of modules",
-            )  # fmt: skip
+            )
         return _rule(row or _NONE, column or _NONE)
 
     def rowwise_values(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -409,9 +448,14 @@ class HybridQuantizer(Quantizer):
         return kind._over(parts, shape, dtype, self.copy(), device=device)
 
     def make_empty(
-        self, shape: Iterable[int], *, dtype: torch.dtype = torch.float32, device: Any = None,
-        requires_grad: bool = False, pin_memory: bool = False,
-    ) -> Any:  # fmt: skip
+        self,
+        shape: Iterable[int],
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: Any = None,
+        requires_grad: bool = False,
+        pin_memory: bool = False,
+    ) -> Any:
         """An uninitialised tensor of the copies that are used."""
         shape = tuple(shape)
         used = zip((self.rowwise_quantizer, self.columnwise_quantizer), self.get_usages().values(), strict=True)

@@ -42,9 +42,13 @@ class IdentityTensorStorage(QuantizedTensorStorage):
         return made
 
     def _like(
-        self, shape: Sequence[int], buffers: Any, dtype: torch.dtype | None = None, place: Place | None = None,
+        self,
+        shape: Sequence[int],
+        buffers: Any,
+        dtype: torch.dtype | None = None,
+        place: Place | None = None,
         kind: Any = None,
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         quantizer = None if self._quantizer is None else self._quantizer.copy()
         return (kind or self)._over(buffers, shape, dtype or self._dtype, quantizer, place)
 
@@ -147,9 +151,11 @@ class IdentityTensorStorage(QuantizedTensorStorage):
         """The values, and what else the gathered tensor needs."""
         assert self._hp_data is not None
         metadata = {
-            "field_names": self.fsdp_buffer_fields(), "usages": self.get_usages(), "quantizer": self._quantizer,
+            "field_names": self.fsdp_buffer_fields(),
+            "usages": self.get_usages(),
+            "quantizer": self._quantizer,
             "fake_dtype": self._dtype,
-        }  # fmt: skip
+        }
         return [self._hp_data.contiguous()], metadata
 
     def fsdp_assign_gathered(self, gathered: Sequence[torch.Tensor], meta: dict[str, Any]) -> None:
@@ -176,10 +182,18 @@ class IdentityTensor(QuantizedTensor, IdentityTensorStorage):  # type: ignore[mi
     """A tensor in high precision with the interface of a quantized one."""
 
     def __init__(
-        self, shape: Sequence[int], dtype: torch.dtype, *, hp_data: torch.Tensor | None,
-        fake_dtype: torch.dtype | None = None, quantizer: Any = None, requires_grad: bool = False, device: Any = None,
-        stride: Any = None, storage_offset: int = 0,
-    ) -> None:  # fmt: skip
+        self,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        *,
+        hp_data: torch.Tensor | None,
+        fake_dtype: torch.dtype | None = None,
+        quantizer: Any = None,
+        requires_grad: bool = False,
+        device: Any = None,
+        stride: Any = None,
+        storage_offset: int = 0,
+    ) -> None:
         self._given(dtype, hp_data, quantizer)
 
     @classmethod
@@ -231,9 +245,14 @@ class IdentityQuantizer(Quantizer):
         return dst
 
     def make_empty(
-        self, shape: Iterable[int], *, dtype: torch.dtype = torch.float32, device: Any = None,
-        requires_grad: bool = False, pin_memory: bool = False,
-    ) -> Any:  # fmt: skip
+        self,
+        shape: Iterable[int],
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: Any = None,
+        requires_grad: bool = False,
+        pin_memory: bool = False,
+    ) -> Any:
         """An uninitialised tensor."""
         place = device or ("cuda" if torch.cuda.is_available() else "cpu")
         data = torch.empty(tuple(shape), dtype=self.dtype or dtype, device=place, pin_memory=pin_memory)

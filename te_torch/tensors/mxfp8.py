@@ -23,10 +23,17 @@ class MXFP8TensorStorage(BlockScaledStorage):
     """FP8 data of the tensor's shape in both copies (the columnwise one is not transposed), E8M0 scales as uint8."""
 
     def __init__(
-        self, *, rowwise_data: torch.Tensor | None, rowwise_scale_inv: torch.Tensor | None,
-        columnwise_data: torch.Tensor | None, columnwise_scale_inv: torch.Tensor | None, fp8_dtype: Any,
-        quantizer: Any = None, with_gemm_swizzled_scales: bool = False, fake_dtype: torch.dtype | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        *,
+        rowwise_data: torch.Tensor | None,
+        rowwise_scale_inv: torch.Tensor | None,
+        columnwise_data: torch.Tensor | None,
+        columnwise_scale_inv: torch.Tensor | None,
+        fp8_dtype: Any,
+        quantizer: Any = None,
+        with_gemm_swizzled_scales: bool = False,
+        fake_dtype: torch.dtype | None = None,
+    ) -> None:
         first = rowwise_data if rowwise_data is not None else columnwise_data
         self._shape = (0,) if first is None else tuple(first.shape)
         given = Buffers(rowwise_data, rowwise_scale_inv, None, columnwise_data, columnwise_scale_inv)
@@ -50,9 +57,12 @@ class MXFP8TensorStorage(BlockScaledStorage):
     def get_metadata(self) -> dict[str, Any]:
         """The constructor's keyword arguments that make a storage of the same buffers."""
         return {
-            **self._four(), "fp8_dtype": self._fp8_dtype, "quantizer": self._quantizer, "fake_dtype": self._dtype,
+            **self._four(),
+            "fp8_dtype": self._fp8_dtype,
+            "quantizer": self._quantizer,
+            "fake_dtype": self._dtype,
             "with_gemm_swizzled_scales": False,
-        }  # fmt: skip
+        }
 
 
 def refuse_swizzled(name: str, swizzled: bool) -> None:
@@ -65,12 +75,23 @@ class MXFP8Tensor(QuantizedTensor, MXFP8TensorStorage):  # type: ignore[misc]
     """A tensor in MXFP8."""
 
     def __init__(
-        self, shape: Sequence[int], dtype: torch.dtype, *, rowwise_data: torch.Tensor | None,
-        rowwise_scale_inv: torch.Tensor | None, columnwise_data: torch.Tensor | None,
-        columnwise_scale_inv: torch.Tensor | None, fp8_dtype: Any, quantizer: Any = None,
-        with_gemm_swizzled_scales: bool = False, fake_dtype: torch.dtype | None = None, requires_grad: bool = False,
-        device: Any = None, stride: Any = None, storage_offset: int = 0,
-    ) -> None:  # fmt: skip
+        self,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        *,
+        rowwise_data: torch.Tensor | None,
+        rowwise_scale_inv: torch.Tensor | None,
+        columnwise_data: torch.Tensor | None,
+        columnwise_scale_inv: torch.Tensor | None,
+        fp8_dtype: Any,
+        quantizer: Any = None,
+        with_gemm_swizzled_scales: bool = False,
+        fake_dtype: torch.dtype | None = None,
+        requires_grad: bool = False,
+        device: Any = None,
+        stride: Any = None,
+        storage_offset: int = 0,
+    ) -> None:
         given = Buffers(rowwise_data, rowwise_scale_inv, None, columnwise_data, columnwise_scale_inv)
         self._given(dtype, fp8_dtype, given, quantizer, with_gemm_swizzled_scales)
 
@@ -112,14 +133,24 @@ class MXFP8Quantizer(Quantizer):
         return tuple(shape)
 
     def create_tensor_from_data(
-        self, data: torch.Tensor, scale_inv: torch.Tensor, fake_dtype: torch.dtype = torch.float32,
+        self,
+        data: torch.Tensor,
+        scale_inv: torch.Tensor,
+        fake_dtype: torch.dtype = torch.float32,
         fp8_dtype: Any = DType.kFloat8E4M3,
-    ) -> MXFP8Tensor:  # fmt: skip
+    ) -> MXFP8Tensor:
         """A tensor over rowwise data and scales."""
         return MXFP8Tensor(
-            data.shape, fake_dtype, rowwise_data=data, rowwise_scale_inv=scale_inv, columnwise_data=None,
-            columnwise_scale_inv=None, fp8_dtype=fp8_dtype, quantizer=self.copy(), device=data.device,
-        )  # fmt: skip
+            data.shape,
+            fake_dtype,
+            rowwise_data=data,
+            rowwise_scale_inv=scale_inv,
+            columnwise_data=None,
+            columnwise_scale_inv=None,
+            fp8_dtype=fp8_dtype,
+            quantizer=self.copy(),
+            device=data.device,
+        )
 
     def onnx_quantize(self, tensor: torch.Tensor) -> torch.Tensor:
         """The cast as one operator (`te_runtime::quantize_pieces`)."""

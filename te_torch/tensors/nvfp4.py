@@ -27,12 +27,22 @@ class NVFP4TensorStorage(BlockScaledStorage):
     _WIDTH = 2
 
     def __init__(
-        self, *, rowwise_data: torch.Tensor | None, rowwise_scale_inv: torch.Tensor | None,
-        columnwise_data: torch.Tensor | None, columnwise_scale_inv: torch.Tensor | None,
-        amax_rowwise: torch.Tensor | None, amax_columnwise: torch.Tensor | None, fp4_dtype: Any = DType.kFloat4E2M1,
-        quantizer: Any = None, with_gemm_swizzled_scales: bool = False, row_scaled_nvfp4: bool = False,
-        nvfp4_use_4over6: bool = False, nvfp4_e4m3_max: int = 448, fake_dtype: torch.dtype | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        *,
+        rowwise_data: torch.Tensor | None,
+        rowwise_scale_inv: torch.Tensor | None,
+        columnwise_data: torch.Tensor | None,
+        columnwise_scale_inv: torch.Tensor | None,
+        amax_rowwise: torch.Tensor | None,
+        amax_columnwise: torch.Tensor | None,
+        fp4_dtype: Any = DType.kFloat4E2M1,
+        quantizer: Any = None,
+        with_gemm_swizzled_scales: bool = False,
+        row_scaled_nvfp4: bool = False,
+        nvfp4_use_4over6: bool = False,
+        nvfp4_e4m3_max: int = 448,
+        fake_dtype: torch.dtype | None = None,
+    ) -> None:
         if rowwise_data is not None:
             self._shape = (*rowwise_data.shape[:-1], 2 * rowwise_data.shape[-1])
         elif columnwise_data is not None:
@@ -90,19 +100,22 @@ class NVFP4TensorStorage(BlockScaledStorage):
 
     def _build_default_quantizer(self) -> Any:
         made = NVFP4Quantizer(
-            with_2d_quantization=self._format.tiled, row_scaled_nvfp4=self._row_scaled_nvfp4,
-            nvfp4_use_4over6=self._nvfp4_use_4over6, nvfp4_e4m3_max=self._nvfp4_e4m3_max,
-        )  # fmt: skip
+            with_2d_quantization=self._format.tiled,
+            row_scaled_nvfp4=self._row_scaled_nvfp4,
+            nvfp4_use_4over6=self._nvfp4_use_4over6,
+            nvfp4_e4m3_max=self._nvfp4_e4m3_max,
+        )
         made.set_usage(**self.get_usages())
         return made
 
     def _update(self, quantizer: Any, src: torch.Tensor, noop_flag: torch.Tensor | None) -> None:
         if self._shares_scale():
             raise UnsupportedError(
-                f"a change of a part of an {type(self).__name__}", f"{tuple(self.shape)} of a tensor with one amax",
+                f"a change of a part of an {type(self).__name__}",
+                f"{tuple(self.shape)} of a tensor with one amax",
                 "parts with an amax of their own (row_scaled_nvfp4), or the whole tensor",
                 "change the whole: the blocks of the rest are scaled by the same amax",
-            )  # fmt: skip
+            )
         super()._update(quantizer, src, noop_flag)
 
     def _dense_values(self, dtype: torch.dtype) -> torch.Tensor:
@@ -114,25 +127,45 @@ class NVFP4TensorStorage(BlockScaledStorage):
     def get_metadata(self) -> dict[str, Any]:
         """The constructor's keyword arguments that make a storage of the same buffers."""
         return {
-            **self._four(), "amax_rowwise": self._row_amax, "amax_columnwise": self._col_amax,
-            "fp4_dtype": self._fp4_dtype, "quantizer": self._quantizer, "fake_dtype": self._dtype,
-            "with_gemm_swizzled_scales": False, "row_scaled_nvfp4": self._row_scaled_nvfp4,
-            "nvfp4_use_4over6": self._nvfp4_use_4over6, "nvfp4_e4m3_max": self._nvfp4_e4m3_max,
-        }  # fmt: skip
+            **self._four(),
+            "amax_rowwise": self._row_amax,
+            "amax_columnwise": self._col_amax,
+            "fp4_dtype": self._fp4_dtype,
+            "quantizer": self._quantizer,
+            "fake_dtype": self._dtype,
+            "with_gemm_swizzled_scales": False,
+            "row_scaled_nvfp4": self._row_scaled_nvfp4,
+            "nvfp4_use_4over6": self._nvfp4_use_4over6,
+            "nvfp4_e4m3_max": self._nvfp4_e4m3_max,
+        }
 
 
 class NVFP4Tensor(QuantizedTensor, NVFP4TensorStorage):  # type: ignore[misc]
     """A tensor in NVFP4."""
 
     def __init__(
-        self, shape: Sequence[int], dtype: torch.dtype, *, rowwise_data: torch.Tensor | None,
-        rowwise_scale_inv: torch.Tensor | None, columnwise_data: torch.Tensor | None,
-        columnwise_scale_inv: torch.Tensor | None, amax_rowwise: torch.Tensor | None,
-        amax_columnwise: torch.Tensor | None, fp4_dtype: Any = DType.kFloat4E2M1, quantizer: Any = None,
-        with_gemm_swizzled_scales: bool = False, row_scaled_nvfp4: bool = False, nvfp4_use_4over6: bool = False,
-        nvfp4_e4m3_max: int = 448, fake_dtype: torch.dtype | None = None, requires_grad: bool = False,
-        device: Any = None, stride: Any = None, storage_offset: int = 0,
-    ) -> None:  # fmt: skip
+        self,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        *,
+        rowwise_data: torch.Tensor | None,
+        rowwise_scale_inv: torch.Tensor | None,
+        columnwise_data: torch.Tensor | None,
+        columnwise_scale_inv: torch.Tensor | None,
+        amax_rowwise: torch.Tensor | None,
+        amax_columnwise: torch.Tensor | None,
+        fp4_dtype: Any = DType.kFloat4E2M1,
+        quantizer: Any = None,
+        with_gemm_swizzled_scales: bool = False,
+        row_scaled_nvfp4: bool = False,
+        nvfp4_use_4over6: bool = False,
+        nvfp4_e4m3_max: int = 448,
+        fake_dtype: torch.dtype | None = None,
+        requires_grad: bool = False,
+        device: Any = None,
+        stride: Any = None,
+        storage_offset: int = 0,
+    ) -> None:
         given = Buffers(
             rowwise_data, rowwise_scale_inv, amax_rowwise, columnwise_data, columnwise_scale_inv, amax_columnwise
         )
@@ -143,27 +176,51 @@ class NVFP4Tensor(QuantizedTensor, NVFP4TensorStorage):  # type: ignore[misc]
 @cache
 def _rule(tiled: bool, transform: bool, stochastic: bool, row_scaled: bool, four: str | None, bound: int) -> Operand:
     return Operand(
-        dtypes.float4_e2m1, "nvfp4", tiled=tiled, transform=transform, stochastic=stochastic, row_scaled=row_scaled,
-        four_over_six=four, bound=bound,
-    )  # fmt: skip
+        dtypes.float4_e2m1,
+        "nvfp4",
+        tiled=tiled,
+        transform=transform,
+        stochastic=stochastic,
+        row_scaled=row_scaled,
+        four_over_six=four,
+        bound=bound,
+    )
 
 
 class NVFP4Quantizer(Quantizer):
     """NVFP4 with its options; the transform is that of the recipe, with the documented signs."""
 
     _VALUE = (
-        "dtype", "with_amax_reduction", "with_rht", "with_post_rht_amax", "with_2d_quantization",
-        "stochastic_rounding", "row_scaled_nvfp4", "nvfp4_use_4over6", "nvfp4_e4m3_max", "nvfp4_4over6_err_mode",
+        "dtype",
+        "with_amax_reduction",
+        "with_rht",
+        "with_post_rht_amax",
+        "with_2d_quantization",
+        "stochastic_rounding",
+        "row_scaled_nvfp4",
+        "nvfp4_use_4over6",
+        "nvfp4_e4m3_max",
+        "nvfp4_4over6_err_mode",
         "with_random_sign_mask",
-    )  # fmt: skip
+    )
 
     def __init__(
-        self, fp4_dtype: Any = DType.kFloat4E2M1, rowwise: bool = True, columnwise: bool = True,
-        with_amax_reduction: bool = False, amax_reduction_group: Any = None, with_rht: bool = False,
-        with_post_rht_amax: bool = False, with_2d_quantization: bool = False, stochastic_rounding: bool = False,
-        row_scaled_nvfp4: bool = False, nvfp4_use_4over6: bool = False, nvfp4_e4m3_max: int = 448,
-        nvfp4_4over6_err_mode: str = "MAE", with_random_sign_mask: bool = True,
-    ) -> None:  # fmt: skip
+        self,
+        fp4_dtype: Any = DType.kFloat4E2M1,
+        rowwise: bool = True,
+        columnwise: bool = True,
+        with_amax_reduction: bool = False,
+        amax_reduction_group: Any = None,
+        with_rht: bool = False,
+        with_post_rht_amax: bool = False,
+        with_2d_quantization: bool = False,
+        stochastic_rounding: bool = False,
+        row_scaled_nvfp4: bool = False,
+        nvfp4_use_4over6: bool = False,
+        nvfp4_e4m3_max: int = 448,
+        nvfp4_4over6_err_mode: str = "MAE",
+        with_random_sign_mask: bool = True,
+    ) -> None:
         super().__init__(rowwise=rowwise, columnwise=columnwise)
         if DType.cast(fp4_dtype) is not DType.kFloat4E2M1:
             raise ArgumentError("NVFP4Quantizer", f"fp4_dtype={fp4_dtype!r}", "DType.kFloat4E2M1", "correct it")
@@ -178,9 +235,11 @@ class NVFP4Quantizer(Quantizer):
             raise ValueError("NVFP4Quantizer: nvfp4_use_4over6 excludes with_rht and stochastic_rounding")
         if with_rht and not with_random_sign_mask:
             raise UnsupportedError(
-                "NVFP4Quantizer", "with_random_sign_mask=False", "the transform with the documented signs",
+                "NVFP4Quantizer",
+                "with_random_sign_mask=False",
+                "the transform with the documented signs",
                 "leave with_random_sign_mask at True, or with_rht at False",
-            )  # fmt: skip
+            )
         self.dtype = DType.kFloat4E2M1
         self.with_amax_reduction = with_amax_reduction
         self.amax_reduction_group = amax_reduction_group
@@ -199,9 +258,13 @@ class NVFP4Quantizer(Quantizer):
         """The rule as plain data."""
         four = self.nvfp4_4over6_err_mode if self.nvfp4_use_4over6 else None
         return _rule(
-            self.with_2d_quantization, self.with_rht, self.stochastic_rounding, self.row_scaled_nvfp4, four,
+            self.with_2d_quantization,
+            self.with_rht,
+            self.stochastic_rounding,
+            self.row_scaled_nvfp4,
+            four,
             self.nvfp4_e4m3_max,
-        )  # fmt: skip
+        )
 
     def _options(self) -> tuple[Any, ...]:
         return (self.nvfp4_use_4over6,)
@@ -209,9 +272,11 @@ class NVFP4Quantizer(Quantizer):
     def _inputs(self, x: torch.Tensor) -> dict[str, torch.Tensor | None]:
         if spans(self.with_amax_reduction, self.amax_reduction_group):
             raise UnsupportedError(
-                "NVFP4Quantizer", "with_amax_reduction over several processes", "the amax of each process",
+                "NVFP4Quantizer",
+                "with_amax_reduction over several processes",
+                "the amax of each process",
                 "gather the tensor first, then quantize it",
-            )  # fmt: skip
+            )
         if not self.stochastic_rounding:
             return {}
         return {"rng": torch.randint(1 << 62, (2,), dtype=torch.int64, device=x.device)}

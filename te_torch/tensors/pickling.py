@@ -97,10 +97,25 @@ def rebuilt(kind: Any, dtype: torch.dtype, shape: Any, state: Any, quantizer: An
 
 
 # By the name that files have, which is not what a class says while te_torch.compat is installed.
-torch.serialization.add_safe_globals([
-    naming.named, *_MAKERS.values(), of_kind,
-    *((cls, f"{naming.home_of(cls)}.{cls.__qualname__}") for cls in (
-        DType, *_MAKERS, *_TENSORS, float8.Float8Quantizer, float8.Float8CurrentScalingQuantizer, mxfp8.MXFP8Quantizer,
-        float8_blockwise.Float8BlockQuantizer, nvfp4.NVFP4Quantizer, hybrid.HybridQuantizer, identity.IdentityQuantizer,
-    )),
-])  # fmt: skip
+torch.serialization.add_safe_globals(
+    [
+        naming.named,
+        *_MAKERS.values(),
+        of_kind,
+        *(
+            (cls, f"{naming.home_of(cls)}.{cls.__qualname__}")
+            for cls in (
+                DType,
+                *_MAKERS,
+                *_TENSORS,
+                float8.Float8Quantizer,
+                float8.Float8CurrentScalingQuantizer,
+                mxfp8.MXFP8Quantizer,
+                float8_blockwise.Float8BlockQuantizer,
+                nvfp4.NVFP4Quantizer,
+                hybrid.HybridQuantizer,
+                identity.IdentityQuantizer,
+            )
+        ),
+    ]
+)

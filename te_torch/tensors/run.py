@@ -44,9 +44,15 @@ def dequantize(form: Format, shape: tuple[int, int], buffers: Buffers, dtype: to
 
 
 def quantize(
-    x: torch.Tensor, rule: Operand, rowwise: bool, columnwise: bool, *, scale: torch.Tensor | None = None,
-    amax: torch.Tensor | None = None, rng: torch.Tensor | None = None,
-) -> Buffers:  # fmt: skip
+    x: torch.Tensor,
+    rule: Operand,
+    rowwise: bool,
+    columnwise: bool,
+    *,
+    scale: torch.Tensor | None = None,
+    amax: torch.Tensor | None = None,
+    rng: torch.Tensor | None = None,
+) -> Buffers:
     """A contiguous matrix [M, K] by a rule; `amax`, if given, is raised to its maximum."""
     if is_real(x):
         return of_core(_quantize(runtime_for(x), x, rule, rowwise, columnwise, scale, amax, rng))
@@ -68,17 +74,29 @@ def _sorted_in(inner: list[torch.Tensor], form: Format, rowwise: bool, columnwis
 
 
 def _quantize(
-    rt: Runtime, x: torch.Tensor, rule: Operand, rowwise: bool, columnwise: bool, scale: torch.Tensor | None,
-    amax: torch.Tensor | None, rng: torch.Tensor | None,
-) -> QuantizedTensor:  # fmt: skip
+    rt: Runtime,
+    x: torch.Tensor,
+    rule: Operand,
+    rowwise: bool,
+    columnwise: bool,
+    scale: torch.Tensor | None,
+    amax: torch.Tensor | None,
+    rng: torch.Tensor | None,
+) -> QuantizedTensor:
     convert = to_core_shape if x.is_meta else to_core
     cast = Cast(
-        rule.format, rowwise=rowwise, columnwise=columnwise, epsilon=rule.epsilon, power_of_two=rule.power_of_two,
+        rule.format,
+        rowwise=rowwise,
+        columnwise=columnwise,
+        epsilon=rule.epsilon,
+        power_of_two=rule.power_of_two,
         scale=None if scale is None else convert(scale.reshape(1)),
         amax=None if amax is None else convert(amax.view(1)),
-        transform=rule.transform and columnwise, stochastic=rule.stochastic, rng=None if rng is None else convert(rng),
+        transform=rule.transform and columnwise,
+        stochastic=rule.stochastic,
+        rng=None if rng is None else convert(rng),
         four_over_six=rule.four_over_six,
-    )  # fmt: skip
+    )
     return ops.quantize(rt, convert(x), cast)
 
 
@@ -145,9 +163,16 @@ def _dequantize_fake(inner: list[torch.Tensor], shape: list[int], text: str, dty
 
 
 def _quantize_op(
-    x: torch.Tensor, scale: torch.Tensor | None, rng: torch.Tensor | None, text: str, rowwise: bool, columnwise: bool,
-    with_amax: bool, *, fake: bool = False,
-) -> list[torch.Tensor]:  # fmt: skip
+    x: torch.Tensor,
+    scale: torch.Tensor | None,
+    rng: torch.Tensor | None,
+    text: str,
+    rowwise: bool,
+    columnwise: bool,
+    with_amax: bool,
+    *,
+    fake: bool = False,
+) -> list[torch.Tensor]:
     rule = _rule(text)
     amax = x.new_zeros((1,), dtype=torch.float32) if with_amax else None
     if fake:

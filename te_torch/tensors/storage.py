@@ -58,9 +58,15 @@ class QuantizedTensorStorage:
 
     @classmethod
     def _of(
-        cls, shape: tuple[int, ...], dtype: torch.dtype, form: Format, buffers: Buffers, quantizer: Any = None,
-        options: tuple[Any, ...] = (), place: Place | None = None,
-    ) -> Any:  # fmt: skip
+        cls,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        form: Format,
+        buffers: Buffers,
+        quantizer: Any = None,
+        options: tuple[Any, ...] = (),
+        place: Place | None = None,
+    ) -> Any:
         made = object.__new__(cls)
         made._shape = shape
         made._hold(dtype, form, buffers, quantizer, options)
@@ -334,10 +340,13 @@ class QuantizedTensorStorage:
     def _takes_bytes_of(self, src: Any) -> bool:
         """Whether `src` holds the same copies in the same way."""
         return (
-            getattr(src, "_format", None) is self._format and src._options == self._options
-            and type(src._quantizer) is type(self._quantizer) and src.shape == self.shape
-            and src.get_usages() == self.get_usages() and self._may_take_scale(src._row_amax, self._row_amax)
-        )  # fmt: skip
+            getattr(src, "_format", None) is self._format
+            and src._options == self._options
+            and type(src._quantizer) is type(self._quantizer)
+            and src.shape == self.shape
+            and src.get_usages() == self.get_usages()
+            and self._may_take_scale(src._row_amax, self._row_amax)
+        )
 
     def copy_from_storage(self, src: QuantizedTensorStorage) -> None:
         """Take over the bytes of a storage of the same format and copies."""
@@ -346,9 +355,11 @@ class QuantizedTensorStorage:
     def _copy_bytes(self, src: Any) -> None:
         if src._format is not self._format or src.get_usages() != self.get_usages() or src.shape != self.shape:
             raise ArgumentError(
-                "copy_from_storage", f"{src._format} {tuple(src.shape)} with {src.get_usages()}",
-                f"{self._format} {tuple(self.shape)} with {self.get_usages()}", "use quantize_() instead",
-            )  # fmt: skip
+                "copy_from_storage",
+                f"{src._format} {tuple(src.shape)} with {src.get_usages()}",
+                f"{self._format} {tuple(self.shape)} with {self.get_usages()}",
+                "use quantize_() instead",
+            )
         for name in self._inner_names():
             mine, given = getattr(self, name), getattr(src, name)
             if mine.shape == given.shape:
@@ -361,9 +372,13 @@ class QuantizedTensorStorage:
     # ------------------------------------------------------------------------------------- shapes, copies
 
     def _like(
-        self, shape: Sequence[int], buffers: Buffers, dtype: torch.dtype | None = None, place: Place | None = None,
+        self,
+        shape: Sequence[int],
+        buffers: Buffers,
+        dtype: torch.dtype | None = None,
+        place: Place | None = None,
         kind: Any = None,
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         """Another storage of this kind, or of another class of the same format."""
         quantizer = None if self._quantizer is None else self._quantizer.copy()
         nominal = dtype or self._dtype
@@ -469,9 +484,13 @@ class QuantizedTensorStorage:
         """These buffers, dense and without padding, and what else the gathered tensor needs."""
         fields = self.fsdp_buffer_fields()
         metadata = {
-            "field_names": fields, "usages": self.get_usages(), "quantizer": self._quantizer, "fake_dtype": self._dtype,
-            "format": self._format, "options": self._options,
-        }  # fmt: skip
+            "field_names": fields,
+            "usages": self.get_usages(),
+            "quantizer": self._quantizer,
+            "fake_dtype": self._dtype,
+            "format": self._format,
+            "options": self._options,
+        }
         return [self._to_gather(n).contiguous() for n in fields], metadata
 
     def _to_gather(self, field: str) -> torch.Tensor:

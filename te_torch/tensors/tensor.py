@@ -32,29 +32,55 @@ class QuantizedTensor(QuantizedTorch):
     _copy_bytes: Any
 
     def __new__(
-        cls, shape: Sequence[int], dtype: torch.dtype, *, fake_dtype: torch.dtype | None = None,
-        requires_grad: bool = False, device: Any = None, stride: Sequence[int] | None = None,
-        storage_offset: int = 0, **held: Any,
-    ) -> Any:  # fmt: skip
+        cls,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        *,
+        fake_dtype: torch.dtype | None = None,
+        requires_grad: bool = False,
+        device: Any = None,
+        stride: Sequence[int] | None = None,
+        storage_offset: int = 0,
+        **held: Any,
+    ) -> Any:
         """The bare tensor; a concrete class gives it its buffers."""
         if device is None:
             device = next((t.device for t in held.values() if isinstance(t, torch.Tensor)), None)
         return torch.Tensor._make_wrapper_subclass(
-            cls, tuple(shape), strides=stride, storage_offset=storage_offset or None, dtype=dtype, layout=torch.strided,
-            requires_grad=requires_grad, device=device,
-        )  # fmt: skip
+            cls,
+            tuple(shape),
+            strides=stride,
+            storage_offset=storage_offset or None,
+            dtype=dtype,
+            layout=torch.strided,
+            requires_grad=requires_grad,
+            device=device,
+        )
 
     @classmethod
     def _of(
-        cls, shape: tuple[int, ...], dtype: torch.dtype, form: Format, buffers: Buffers, quantizer: Any = None,
-        options: tuple[Any, ...] = (), *, requires_grad: bool = False, place: Place | None = None,
-    ) -> Any:  # fmt: skip
+        cls,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        form: Format,
+        buffers: Buffers,
+        quantizer: Any = None,
+        options: tuple[Any, ...] = (),
+        *,
+        requires_grad: bool = False,
+        place: Place | None = None,
+    ) -> Any:
         first = buffers.row_data if buffers.row_data is not None else buffers.col_data
         stride, offset = place or (None, 0)
         made = QuantizedTensor.__new__(
-            cls, shape, dtype, requires_grad=requires_grad, device=None if first is None else first.device,
-            stride=stride, storage_offset=offset,
-        )  # fmt: skip
+            cls,
+            shape,
+            dtype,
+            requires_grad=requires_grad,
+            device=None if first is None else first.device,
+            stride=stride,
+            storage_offset=offset,
+        )
         made._hold(dtype, form, buffers, quantizer, options)
         return made
 
@@ -102,18 +128,24 @@ class QuantizedTensor(QuantizedTorch):
 
     @classmethod
     def make_like(
-        cls, tensor: Any, *, shape: Sequence[int] | None = None, dtype: torch.dtype | None = None,
+        cls,
+        tensor: Any,
+        *,
+        shape: Sequence[int] | None = None,
+        dtype: torch.dtype | None = None,
         requires_grad: bool = False,
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         """A tensor of this class over the buffers of another one, or of a storage of its format."""
         place = tensor._place if isinstance(tensor, QuantizedTensor) else None
         if shape is not None and tuple(shape) != tuple(tensor.shape):
             seen, place = tensor._viewed(tuple(shape)), None
             if seen is None:
                 raise ArgumentError(
-                    f"{cls.__name__}.make_like", f"shape={tuple(shape)} for one of {tuple(tensor.shape)}",
-                    "a shape in which the same buffers can be seen", "see view()",
-                )  # fmt: skip
+                    f"{cls.__name__}.make_like",
+                    f"shape={tuple(shape)} for one of {tuple(tensor.shape)}",
+                    "a shape in which the same buffers can be seen",
+                    "see view()",
+                )
             tensor = seen
         made = tensor._like(tensor.shape, tensor._buffers, dtype, place, cls)
         return made.requires_grad_(requires_grad) if requires_grad else made

@@ -42,10 +42,13 @@ def replace_raw_data(tensor: Any, new_raw_data: torch.Tensor) -> None:
 
 
 def quantize_master_weights(
-    model_weights: Sequence[Any], master_weights: Sequence[torch.Tensor | None],
-    start_offsets: Sequence[int | None], group: Any, fsdp_shard_model_weights: Sequence[Any] | None = None,
+    model_weights: Sequence[Any],
+    master_weights: Sequence[torch.Tensor | None],
+    start_offsets: Sequence[int | None],
+    group: Any,
+    fsdp_shard_model_weights: Sequence[Any] | None = None,
     manual_post_all_gather_processing: bool = False,
-) -> None:  # fmt: skip
+) -> None:
     """Cast float32 master weights into quantized weights of which each process of `group` holds a flat shard.
 
     A shard begins at its offset in the flattened weight (None: this process holds none). Scales are those of the whole
@@ -73,20 +76,26 @@ def _check(weight: Any, master: torch.Tensor | None, start: int, shard: Any) -> 
     operation = "quantize_master_weights"
     if not isinstance(weight, QuantizedTensorStorage) or not any(weight.get_usages().values()):
         raise ArgumentError(
-            operation, f"a weight {type(weight).__name__} without quantized data", "quantized tensors with data",
+            operation,
+            f"a weight {type(weight).__name__} without quantized data",
+            "quantized tensors with data",
             "pass the parameters of quantized_model_init",
-        )  # fmt: skip
+        )
     end = start + (0 if master is None else master.numel())
     if start < 0 or end > prod(weight.shape):
         raise ArgumentError(
-            operation, f"a shard of elements {start} to {end}", f"0 to {prod(weight.shape)}, the weight's",
+            operation,
+            f"a shard of elements {start} to {end}",
+            f"0 to {prod(weight.shape)}, the weight's",
             "correct start_offsets",
-        )  # fmt: skip
+        )
     if shard is not None and not isinstance(weight, (Float8TensorStorage, IdentityTensorStorage)):
         raise UnsupportedError(
-            operation, f"fsdp_shard_model_weights with a {type(weight).__name__}",
-            "these with per-tensor FP8 and identity weights", "let the whole weight be written",
-        )  # fmt: skip
+            operation,
+            f"fsdp_shard_model_weights with a {type(weight).__name__}",
+            "these with per-tensor FP8 and identity weights",
+            "let the whole weight be written",
+        )
 
 
 def _one_weight(weight: Any, master: torch.Tensor | None, start: int, group: Any, shard: Any) -> None:

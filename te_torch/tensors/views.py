@@ -113,11 +113,16 @@ class CoreViews:
         """Whether the storage still has these buffers, in this memory."""
         b = self.buffers
         return (
-            b[0] is storage._row_data and b[1] is storage._row_scale and b[2] is storage._row_amax
-            and b[3] is storage._col_data and b[4] is storage._col_scale and b[5] is storage._col_amax
-            and self.form is storage._format and (self.row is None or self.row.data.ptr == b[0].data_ptr())
+            b[0] is storage._row_data
+            and b[1] is storage._row_scale
+            and b[2] is storage._row_amax
+            and b[3] is storage._col_data
+            and b[4] is storage._col_scale
+            and b[5] is storage._col_amax
+            and self.form is storage._format
+            and (self.row is None or self.row.data.ptr == b[0].data_ptr())
             and (self.column is None or self.column.data.ptr == b[3].data_ptr())
-        )  # fmt: skip
+        )
 
     def view(self) -> QuantizedTensor:
         """A core tensor of these pieces: its owner is who takes it."""

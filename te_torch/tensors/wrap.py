@@ -14,12 +14,7 @@ from te_core.quantized import Format, QuantizedTensor
 from te_torch.tensors.base import Quantizer
 from te_torch.tensors.buffers import of_core as buffers_of_core
 from te_torch.tensors.dtype import of_core
-from te_torch.tensors.float8 import (
-    Float8CurrentScalingQuantizer,
-    Float8Quantizer,
-    Float8Tensor,
-    Float8TensorStorage,
-)
+from te_torch.tensors.float8 import Float8CurrentScalingQuantizer, Float8Quantizer, Float8Tensor, Float8TensorStorage
 from te_torch.tensors.float8_blockwise import (
     Float8BlockQuantizer,
     Float8BlockwiseQTensor,
@@ -71,18 +66,26 @@ def quantizer_of(rule: Operand | None, device: torch.device | None = None) -> Qu
         )
     if rule.scaling == "block":
         return Float8BlockQuantizer(
-            kind, rowwise=True, columnwise=True, amax_epsilon=rule.epsilon, force_pow_2_scales=rule.power_of_two,
+            kind,
+            rowwise=True,
+            columnwise=True,
+            amax_epsilon=rule.epsilon,
+            force_pow_2_scales=rule.power_of_two,
             block_scaling_dim=2 if rule.tiled else 1,
-        )  # fmt: skip
+        )
     if rule.scaling == "mxfp8":
         return MXFP8Quantizer(kind, with_2d_quantization=rule.tiled)
     if rule.scaling == "nvfp4":
         return NVFP4Quantizer(
-            with_rht=rule.transform, with_post_rht_amax=rule.transform, with_2d_quantization=rule.tiled,
-            stochastic_rounding=rule.stochastic, row_scaled_nvfp4=rule.row_scaled,
-            nvfp4_use_4over6=rule.four_over_six is not None, nvfp4_e4m3_max=rule.bound,
+            with_rht=rule.transform,
+            with_post_rht_amax=rule.transform,
+            with_2d_quantization=rule.tiled,
+            stochastic_rounding=rule.stochastic,
+            row_scaled_nvfp4=rule.row_scaled,
+            nvfp4_use_4over6=rule.four_over_six is not None,
+            nvfp4_e4m3_max=rule.bound,
             nvfp4_4over6_err_mode=rule.four_over_six or "MAE",
-        )  # fmt: skip
+        )
     raise ArgumentError(
         "quantizer_of", f"scaling {rule.scaling!r}", "delayed, current, block, mxfp8, nvfp4", "use one of these"
     )

@@ -33,8 +33,9 @@ def checkpoint(
     if _is_older_form(args):
         warnings.warn(
             "checkpoint: pass distribute_saved_activations, get_rng_state_tracker and tp_group by name",
-            DeprecationWarning, stacklevel=2,
-        )  # fmt: skip
+            DeprecationWarning,
+            stacklevel=2,
+        )
         distribute_saved_activations, get_rng_state_tracker, tp_group, *rest = args
         args = tuple(rest)
     if not callable(function):
@@ -96,4 +97,4 @@ def _refuse_unbuilt(distribute: bool, tracker: Any, group: Any) -> None:
         if on:
             raise UnsupportedError(
                 "checkpoint", f"{name}={value!r}", "its default in this release", f"leave {name} out"
-            )  # fmt: skip
+            )

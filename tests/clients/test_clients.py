@@ -29,8 +29,12 @@ def run(program: str, what: str, device: str, *arguments: str) -> None:
     env |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_DISABLE_TELEMETRY": "1"}
     done = subprocess.run(
         [sys.executable, str(PROGRAMS / f"{program}.py"), what, device, *arguments],
-        capture_output=True, text=True, timeout=280, env=env, cwd="/",
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=280,
+        env=env,
+        cwd="/",
+    )
     assert done.returncode == 0 and done.stdout.splitlines()[-1:] == ["ok"], (done.stdout + done.stderr)[-4000:]
 
 
@@ -38,10 +42,15 @@ def run(program: str, what: str, device: str, *arguments: str) -> None:
 @pytest.mark.parametrize(
     "program",
     [
-        "lightning_fabric", "lightning_trainer", "accelerate_fp8", "peft_lora bf16", "peft_lora fp8",
-        "transformers_trainer llama", "transformers_trainer own",
+        "lightning_fabric",
+        "lightning_trainer",
+        "accelerate_fp8",
+        "peft_lora bf16",
+        "peft_lora fp8",
+        "transformers_trainer llama",
+        "transformers_trainer own",
     ],
-)  # fmt: skip
+)
 def test_trains_saves_and_loads(program: str, device: str, tmp_path: Path) -> None:
     name, *options = program.split()
     for what in ("train", "load"):

@@ -110,9 +110,9 @@ class Case:
     @property
     def formats(self) -> tuple[str, str]:
         """Of q, and of k and v."""
-        return {
-            "thd_gaps": ("thd", "thd"), "thd_bshd": ("thd", "bshd"), "sbhd_bshd": ("sbhd", "bshd"),
-        }.get(self.layout, (self.layout, self.layout))  # fmt: skip
+        return {"thd_gaps": ("thd", "thd"), "thd_bshd": ("thd", "bshd"), "sbhd_bshd": ("sbhd", "bshd")}.get(
+            self.layout, (self.layout, self.layout)
+        )
 
     def __str__(self) -> str:
         """What differs from the defaults: a test's id."""
@@ -206,8 +206,10 @@ class Place(NamedTuple):
     def shape(self, heads: int, d: int) -> tuple[int, ...]:
         b = len(self.lengths)
         return {
-            "sbhd": (self.longest, b, heads, d), "bshd": (b, self.longest, heads, d), "thd": (self.total, heads, d),
-        }[self.form]  # fmt: skip
+            "sbhd": (self.longest, b, heads, d),
+            "bshd": (b, self.longest, heads, d),
+            "thd": (self.total, heads, d),
+        }[self.form]
 
     def canonical(self, t: Array) -> Array:
         """[b, h, s, d] of a tensor in this format."""
@@ -246,13 +248,24 @@ def spec_of(c: Case, p: float = 0.0, sequences: Sequences | None = None) -> Atte
     s = sequences or SEQUENCES[c.lengths]
     left, right, bottom_right, _ = MASKS[c.mask]
     return AttentionSpec(
-        scale=1.3 * c.dims[0] ** -0.5, q_format=c.formats[0], kv_format=c.formats[1], left=left, right=right,
-        bottom_right=bottom_right, padded=c.padded, masked=c.mask == "arbitrary",
+        scale=1.3 * c.dims[0] ** -0.5,
+        q_format=c.formats[0],
+        kv_format=c.formats[1],
+        left=left,
+        right=right,
+        bottom_right=bottom_right,
+        padded=c.padded,
+        masked=c.mask == "arbitrary",
         bias="no_bias" if c.bias == "none" else "alibi" if c.bias.startswith("alibi") else "post_scale_bias",
-        default_slopes=c.bias == "alibi", softmax=c.softmax, softcap=c.softcap, dropout=p, max_logit=c.max_logit,
-        deterministic=c.deterministic, max_q=s.sq if c.formats[0] == "thd" else 0,
+        default_slopes=c.bias == "alibi",
+        softmax=c.softmax,
+        softcap=c.softcap,
+        dropout=p,
+        max_logit=c.max_logit,
+        deterministic=c.deterministic,
+        max_q=s.sq if c.formats[0] == "thd" else 0,
         max_kv=s.skv if c.formats[1] == "thd" else 0,
-    )  # fmt: skip
+    )
 
 
 def sizes_of(c: Case, sequences: Sequences | None = None) -> Sizes:
@@ -282,15 +295,26 @@ def make(
     sink = random_.standard_normal(HEADS).astype(np.float32) if c.softmax == "learnable" else None
     spec = spec_of(c, p, s)
     problem = reference.Problem(
-        scale=spec.scale, left=spec.left, right=spec.right, bottom_right=spec.bottom_right,
-        len_q=np.array(len_q) if c.padded else None, len_kv=np.array(len_kv) if c.padded else None, mask=mask,
-        bias=bias, slopes=slopes, softmax=c.softmax, sink=sink, softcap=c.softcap, p=p,
-    )  # fmt: skip
+        scale=spec.scale,
+        left=spec.left,
+        right=spec.right,
+        bottom_right=spec.bottom_right,
+        len_q=np.array(len_q) if c.padded else None,
+        len_kv=np.array(len_kv) if c.padded else None,
+        mask=mask,
+        bias=bias,
+        slopes=slopes,
+        softmax=c.softmax,
+        sink=sink,
+        softcap=c.softcap,
+        p=p,
+    )
     given = (mask.astype(np.uint8) if mask is not None else None, bias, slopes, sink)
     terms = Terms(
-        _lengths(rt, c, q_place, kv_place), *(None if a is None else rt.tensor(a) for a in given),
+        _lengths(rt, c, q_place, kv_place),
+        *(None if a is None else rt.tensor(a) for a in given),
         rng=rt.tensor(np.array(rng, np.int64)) if p else None,
-    )  # fmt: skip
+    )
     return Made(spec, terms, problem, q_place, kv_place, q, k, v, dy, lay(rt, c, q, k, v))
 
 
@@ -394,9 +418,15 @@ def refusal(rt: Runtime, c: Case, sequences: Sequences | None = None) -> str | N
 def ruled(where: DeviceInfo, version: tuple[int, ...], c: Case, sequences: Sequences | None = None) -> str | None:
     """The rules' reason against training this case on a device with this cuDNN."""
     able, reason = cudnn_attention(
-        where, version, spec_of(c, sequences=sequences), sizes_of(c, sequences), DTYPES[c.dtype], True,
-        bias_grad=c.bias not in ("none", "alibi", "alibi_h", "alibi_bh"), bias_rows=_bias_rows(c, sequences),
-    )  # fmt: skip
+        where,
+        version,
+        spec_of(c, sequences=sequences),
+        sizes_of(c, sequences),
+        DTYPES[c.dtype],
+        True,
+        bias_grad=c.bias not in ("none", "alibi", "alibi_h", "alibi_bh"),
+        bias_rows=_bias_rows(c, sequences),
+    )
     assert reason
     return None if able else reason
 
@@ -413,9 +443,11 @@ DTYPES = {"fp32": dtypes.float32, "bf16": dtypes.bfloat16, "fp16": dtypes.float1
 
 #: "plain torch" is the unfused backend without the fused softmax kernel.
 FAMILIES = {
-    "flash": "NVTE_FLASH_ATTN", "fused": "NVTE_FUSED_ATTN", "unfused": "NVTE_UNFUSED_ATTN",
+    "flash": "NVTE_FLASH_ATTN",
+    "fused": "NVTE_FUSED_ATTN",
+    "unfused": "NVTE_UNFUSED_ATTN",
     "plain torch": "NVTE_UNFUSED_ATTN",
-}  # fmt: skip
+}
 
 
 def only(monkeypatch: Any, family: str) -> None:

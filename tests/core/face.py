@@ -113,9 +113,10 @@ def operations(rt: Runtime) -> dict[str, Right]:
         "kv_move": ((cache, rt.tensor(np.array([[0, 1, 3]], np.int32))), {"longest": 8}),
         "l2_norm_forward": ((x,), {"eps": 1e-6}),
         "l2_norm_backward": ((x, x), {"eps": 1e-6}),
-        "norm_forward": ((x, vector, vector), {
-            "kind": "LayerNorm", "eps": 1e-5, "cast": cast(rt), "branch": Branch(x, tensor(rt, ROWS, WIDTH), vector),
-        }),
+        "norm_forward": (
+            (x, vector, vector),
+            {"kind": "LayerNorm", "eps": 1e-5, "cast": cast(rt), "branch": Branch(x, tensor(rt, ROWS, WIDTH), vector)},
+        ),
         "norm_backward": ((x, x, vector, rows, rows), {"kind": "LayerNorm", "add": x}),
         "quantize": ((x, cast(rt)), {"column_sum": vector}),
         "quantize_grouped": ((x, [16, 16], [cast(rt, False)] * 2, [tensor(rt, WIDTH) for _ in range(2)]), {}),
@@ -131,7 +132,7 @@ def operations(rt: Runtime) -> dict[str, Right]:
         "transpose": ((x,), {}),
         "update_scales": (([state], "max"), {}),
         "plan_update": (([state], "max"), {}),
-    }  # fmt: skip
+    }
     return {name: Right(getattr(ops, name), (rt, *args), options) for name, (args, options) in calls.items()}
 
 
@@ -180,9 +181,7 @@ def layers(rt: Runtime, recipe: Recipe | None = None) -> dict[str, Right]:
     groups = {"splits": grouped_linear.Groups([16, 16])}
     both: dict[str, tuple[Any, str, tuple[Any, ...], tuple[Any, ...], dict[str, Any]]] = {
         "attention": (attention, "", (heads, heads, heads), (flat, None), {}),
-        "attention_fp8": (
-            attention_fp8, "", (flat, flat, flat), (flat,), {"scales": scales(rt, 3)}
-        ),
+        "attention_fp8": (attention_fp8, "", (flat, flat, flat), (flat,), {"scales": scales(rt, 3)}),
         "grouped_linear": (grouped_linear, "", (x, w, w, bias, bias, *(draws or (None,))), (dy,), {**groups, **state}),
         "l2_norm": (l2_norm, "", (x,), (x,), {}),
         "linear": (linear, "", (x, w, bias, *draws), (dy,), state),
@@ -191,11 +190,21 @@ def layers(rt: Runtime, recipe: Recipe | None = None) -> dict[str, Right]:
         "norm_linear": (norm_linear, "", (x, vector, vector, w, bias, *draws), (dy, None, None), state),
         "residual": (residual, "", (x, vector, x, rng), (x,), {}),
         "rope": (rope, "", (heads, freqs, None, None), (heads,), {}),
-        "softmax": (softmax, "", (tensor(rt, 2, HEADS, 8, 8), None, None, None, None),
-                    (tensor(rt, 2, HEADS, 8, 8),), {}),
-        "split": (rope, "split_", (tensor(rt, 8, 2, 3 * HEADS * D), freqs, freqs, None, None),
-                  (heads, heads, heads), {}),
-    }  # fmt: skip
+        "softmax": (
+            softmax,
+            "",
+            (tensor(rt, 2, HEADS, 8, 8), None, None, None, None),
+            (tensor(rt, 2, HEADS, 8, 8),),
+            {},
+        ),
+        "split": (
+            rope,
+            "split_",
+            (tensor(rt, 8, 2, 3 * HEADS * D), freqs, freqs, None, None),
+            (heads, heads, heads),
+            {},
+        ),
+    }
     found = {}
     for name, (module, prefix, args, grads, options) in both.items():
         more = {"spec": specs[name], **options}

@@ -150,15 +150,19 @@ def frontend(calls: Calls) -> cudnn.Frontend:
     names = SimpleNamespace
     types = {t: t for t in ("FLOAT", "BFLOAT16", "HALF", "INT32", "INT64", "FP8_E4M3", "FP8_E5M2", "BOOLEAN")}
     native = names(
-        backend_graph=lambda **arguments: Built(calls, **arguments), create_handle=calls.new_handle,
+        backend_graph=lambda **arguments: Built(calls, **arguments),
+        create_handle=calls.new_handle,
         _raw_set_stream=lambda raw, stream: calls.streams.append(stream),
-    )  # fmt: skip
+    )
     module = names(
-        data_type=names(**types), heur_mode=names(A="A", FALLBACK="FALLBACK"), tensor_reordering=names(NONE=0),
+        data_type=names(**types),
+        heur_mode=names(A="A", FALLBACK="FALLBACK"),
+        tensor_reordering=names(NONE=0),
         diagonal_alignment=names(TOP_LEFT="top left", BOTTOM_RIGHT="bottom right"),
-        cudnnGraphNotSupportedError=KeyError, scalar_type=names(RUNTIME_PARAM=1, COMPILE_TIME_CONST=2),
+        cudnnGraphNotSupportedError=KeyError,
+        scalar_type=names(RUNTIME_PARAM=1, COMPILE_TIME_CONST=2),
         _pybind_module=native,
-    )  # fmt: skip
+    )
     return cudnn.Frontend(module, native, VERSION, "1.32.0")
 
 
@@ -225,9 +229,13 @@ def driver(calls: Calls) -> Any:
         return (1 << 20) + 512 * len(calls.constants)
 
     return SimpleNamespace(
-        at_first_use=at_first_use, constant=constant, on=lambda index: nullcontext(), attach=lambda index: 0,
-        enter=lambda context: False, leave=lambda: None,
-    )  # fmt: skip
+        at_first_use=at_first_use,
+        constant=constant,
+        on=lambda index: nullcontext(),
+        attach=lambda index: 0,
+        enter=lambda context: False,
+        leave=lambda: None,
+    )
 
 
 def tensor(rt: Runtime, shape: tuple[int, ...], dtype: DType, strides: tuple[int, ...] | None = None) -> Tensor:

@@ -93,11 +93,7 @@ def test_fused_equals_unfused(rt, kind, dtype):
         x, dy = draw(shape, kind, dtype, i)
         x_there, dy_there = placed(rt, x), placed(rt, dy)
         for j in range(3):
-            options = {
-                "scale": (3.0, None, 0.1)[j],
-                "power_of_two": i % 2 == 0,
-                "amax": 0.0 if i % 3 else None,
-            }
+            options = {"scale": (3.0, None, 0.1)[j], "power_of_two": i % 2 == 0, "amax": 0.0 if i % 3 else None}
             orientation, fp8 = ORIENTATIONS[(i + j) % 3], FP8[(i + j) % 2]
             casts = [make_cast(rt, fp8, orientation, **options) for _ in range(4)]
             alone, none = ops.activation_forward(rt, x_there, kind)
@@ -175,8 +171,10 @@ def test_clamped_swiglu(rt, clamp, dtype):
         beyond = np.concatenate([x[:, : shape[1]] > clamp.limit, np.abs(x[:, shape[1] :]) > clamp.limit], axis=1)
         assert not got[beyond].any()
         for kept in (True, False):  # the parameters reach the fused cast, too
-            casts = [make_cast(rt, FP8[i % 2], ORIENTATIONS[i % 3], scale=(3.0, None)[kept], power_of_two=False,
-                               amax=0.0) for _ in range(4)]  # fmt: skip
+            casts = [
+                make_cast(rt, FP8[i % 2], ORIENTATIONS[i % 3], scale=(3.0, None)[kept], power_of_two=False, amax=0.0)
+                for _ in range(4)
+            ]
             also, fused = ops.activation_forward(rt, x_there, "clamped_swiglu", clamp=clamp, cast=casts[0], keep=kept)
             check_same(rt, y, also, fused, casts[0], casts[1])
             also, fused = ops.activation_backward(

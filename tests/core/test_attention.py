@@ -50,9 +50,18 @@ def run(rt: Runtime, c: Case, made: Made) -> tuple[Any, Any]:
     spec, terms, (q, k, v) = made.spec, made.terms, made.tensors
     y = attention_forward(rt, q, k, v, spec=spec, terms=terms)
     grads = attention_backward(
-        rt, rt.tensor(made.dy), q, k, v, y.out, y.stats, spec=spec, terms=terms,
-        grads=cases.gradients_like(rt, c, made), bias_grad=terms.bias is not None,
-    )  # fmt: skip
+        rt,
+        rt.tensor(made.dy),
+        q,
+        k,
+        v,
+        y.out,
+        y.stats,
+        spec=spec,
+        terms=terms,
+        grads=cases.gradients_like(rt, c, made),
+        bias_grad=terms.bias is not None,
+    )
     return y, grads
 
 
@@ -85,8 +94,12 @@ def assert_zeros(rt: Runtime, made: Made, out: Tensor, grads: Any, seen: Array) 
     groups = made.k.shape[-2]
     rows = seen.any(axis=3)
     keys = seen.any(axis=2).reshape(len(seen), groups, -1, seen.shape[3]).any(axis=2)
-    parts = (("out", out, made.q_place, rows), ("dq", grads.q, made.q_place, rows),
-             ("dk", grads.k, made.kv_place, keys), ("dv", grads.v, made.kv_place, keys))  # fmt: skip
+    parts = (
+        ("out", out, made.q_place, rows),
+        ("dq", grads.q, made.q_place, rows),
+        ("dk", grads.k, made.kv_place, keys),
+        ("dv", grads.v, made.kv_place, keys),
+    )
     for name, t, place, used in parts:
         got = cases.host(rt, t)
         inside = np.arange(place.longest) < place.lengths[:, None, None]
@@ -162,16 +175,27 @@ CUDNN = ((9, 11, 0), (9, 19, 0))
 BASE = {"dtype": "bf16", "dims": (64, 64), "lengths": "tiles"}
 
 #: What training code is made of.
-ESSENTIAL = [Case(**(BASE | one)) for one in (
-    {}, {"dtype": "fp16"}, *({"layout": x, "mask": "padding"} for x in ("sbhd", "bshd", "thd", "thd_gaps")),
-    *({"packing": x} for x in ("kv2hd", "kvh2d", "qkv3hd", "qkvh3d")),
-    *({"mask": x} for x in ("causal", "padding_causal", "window_left")),
-    *({"mask": x, "lengths": "cross"} for x in ("none", "padding", "causal_bottom_right")),
-    {"mask": "padding_causal_bottom_right", "layout": "thd", "lengths": "cross"},
-    {"mask": "causal", "shared": 2}, {"mask": "causal", "shared": 4}, {"bias": "1hss"}, {"bias": "11ss"},
-    {"mask": "causal", "bias": "alibi"}, *({"mask": "causal", "dims": (d, d)} for d in (32, 96, 128)),
-    {"mask": "causal", "dims": (192, 128)}, {"mask": "causal", "deterministic": True}, {"lengths": "odd"},
-)]  # fmt: skip
+ESSENTIAL = [
+    Case(**(BASE | one))
+    for one in (
+        {},
+        {"dtype": "fp16"},
+        *({"layout": x, "mask": "padding"} for x in ("sbhd", "bshd", "thd", "thd_gaps")),
+        *({"packing": x} for x in ("kv2hd", "kvh2d", "qkv3hd", "qkvh3d")),
+        *({"mask": x} for x in ("causal", "padding_causal", "window_left")),
+        *({"mask": x, "lengths": "cross"} for x in ("none", "padding", "causal_bottom_right")),
+        {"mask": "padding_causal_bottom_right", "layout": "thd", "lengths": "cross"},
+        {"mask": "causal", "shared": 2},
+        {"mask": "causal", "shared": 4},
+        {"bias": "1hss"},
+        {"bias": "11ss"},
+        {"mask": "causal", "bias": "alibi"},
+        *({"mask": "causal", "dims": (d, d)} for d in (32, 96, 128)),
+        {"mask": "causal", "dims": (192, 128)},
+        {"mask": "causal", "deterministic": True},
+        {"lengths": "odd"},
+    )
+]
 
 
 @pytest.mark.parametrize("version", CUDNN, ids=str)
@@ -182,9 +206,9 @@ def test_what_the_rules_must_not_refuse(version):
     assert not refused, "\n".join(f"{k}: {v}" for k, v in refused.items())
 
 
-REFUSED = [Case(**(BASE | one)) for one in (
-    {"dtype": "fp32"}, {"mask": "arbitrary"}, {"dims": (264, 264)}, {"dims": (36, 36)},
-)]  # fmt: skip
+REFUSED = [
+    Case(**(BASE | one)) for one in ({"dtype": "fp32"}, {"mask": "arbitrary"}, {"dims": (264, 264)}, {"dims": (36, 36)})
+]
 
 
 @pytest.mark.parametrize("version", CUDNN, ids=str)
@@ -233,32 +257,44 @@ LONG = Sequences(515, 515, (515, 300), (515, 300))
 LONG_CROSS = Sequences(260, 515, (260, 129), (515, 257))
 
 
-@pytest.mark.parametrize(("case", "sequences"), [
-    (Case(dims=(64, 64), mask="causal"), LONG),
-    (Case(dims=(128, 128), mask="padding_causal", layout="thd", shared=2), LONG),
-    (Case(dims=(128, 128), mask="window_left", layout="sbhd", packing="qkv3hd", dtype="fp16"), LONG),
-    (Case(dims=(64, 64), mask="padding_causal_bottom_right", layout="thd_gaps", shared=4), LONG_CROSS),
-    (Case(dims=(192, 128), mask="padding", softmax="learnable"), LONG_CROSS),
-    (Case(dims=(64, 64), bias="1hss"), LONG_CROSS),
-    (Case(dims=(64, 64), mask="causal", bias="alibi"), LONG),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    ("case", "sequences"),
+    [
+        (Case(dims=(64, 64), mask="causal"), LONG),
+        (Case(dims=(128, 128), mask="padding_causal", layout="thd", shared=2), LONG),
+        (Case(dims=(128, 128), mask="window_left", layout="sbhd", packing="qkv3hd", dtype="fp16"), LONG),
+        (Case(dims=(64, 64), mask="padding_causal_bottom_right", layout="thd_gaps", shared=4), LONG_CROSS),
+        (Case(dims=(192, 128), mask="padding", softmax="learnable"), LONG_CROSS),
+        (Case(dims=(64, 64), bias="1hss"), LONG_CROSS),
+        (Case(dims=(64, 64), mask="causal", bias="alibi"), LONG),
+    ],
+    ids=str,
+)
 def test_several_tiles(rt, case, sequences):
     """Sequences longer than a tile of any kernel, with odd ends."""
     check_case(rt, case, sequences)
 
 
-@pytest.mark.parametrize("case", [
-    Case(dims=(64, 64), mask="causal", deterministic=True), Case(dims=(128, 128), layout="thd", deterministic=True),
-    Case(dims=(64, 64), bias="1hss", deterministic=True), Case(softmax="learnable", deterministic=True),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(dims=(64, 64), mask="causal", deterministic=True),
+        Case(dims=(128, 128), layout="thd", deterministic=True),
+        Case(dims=(64, 64), bias="1hss", deterministic=True),
+        Case(softmax="learnable", deterministic=True),
+    ],
+    ids=str,
+)
 def test_deterministic(rt, case):
     """Equal bits from equal inputs, every time."""
     made = cases.make(rt, case, sequences=LONG)
     if cases.refusal(rt, case, LONG) is not None:
         check_case(rt, case, LONG)
         return
-    first, *others = ([cases.bits(rt, t) for t in (y.out, *grads) if t is not None]
-                      for y, grads in (run(rt, case, made) for _ in range(4)))  # fmt: skip
+    first, *others = (
+        [cases.bits(rt, t) for t in (y.out, *grads) if t is not None]
+        for y, grads in (run(rt, case, made) for _ in range(4))
+    )
     for again in others:
         for a, b in zip(first, again, strict=True):
             np.testing.assert_array_equal(a, b)
@@ -310,10 +346,17 @@ def test_largest_logits_of_nothing(rt):
 RNG = (2**40 + 7, 3)
 
 
-@pytest.mark.parametrize("case", [
-    Case("fp32"), Case("fp32", mask="causal", shared=2), Case("bf16", "thd_gaps", mask="padding_causal"),
-    Case("fp32", "sbhd", bias="bhss", softmax="learnable", lengths="cross"), Case("fp32", softcap=2.0, lengths="tall"),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("fp32"),
+        Case("fp32", mask="causal", shared=2),
+        Case("bf16", "thd_gaps", mask="padding_causal"),
+        Case("fp32", "sbhd", bias="bhss", softmax="learnable", lengths="cross"),
+        Case("fp32", softcap=2.0, lengths="tall"),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("p", [0.1, 0.5])
 def test_dropout_by_the_formula(case, p):
     """The CPU's mask: word ((b h + head) sq + i) skv + j of the stream that te_core/ops/elementwise.py describes."""
@@ -334,14 +377,17 @@ class Dropped:
         self.p, n = p, self.n
         eye = np.broadcast_to(np.eye(n)[None, :, None], (self.batch, n, self.heads, n))
         zero = np.zeros(eye.shape)
-        q, k, v = (rt.tensor((t if form == "bshd" else t.swapaxes(0, 1)).astype(cases.NUMPY["bf16"]))
-                   for t in (zero, zero, eye))  # fmt: skip
+        q, k, v = (
+            rt.tensor((t if form == "bshd" else t.swapaxes(0, 1)).astype(cases.NUMPY["bf16"]))
+            for t in (zero, zero, eye)
+        )
         spec = AttentionSpec(0.1, form, form, dropout=p)
         terms = Terms(rng=rt.tensor(np.array(rng, np.int64)))
         y = attention_forward(rt, q, k, v, spec=spec, terms=terms)
         grads = attention_backward(rt, v, q, k, v, y.out, y.stats, spec=spec, terms=terms)
-        self.out, self.dv = (t if form == "bshd" else t.swapaxes(0, 1)
-                             for t in (cases.host(rt, y.out), cases.host(rt, grads.v)))  # fmt: skip
+        self.out, self.dv = (
+            t if form == "bshd" else t.swapaxes(0, 1) for t in (cases.host(rt, y.out), cases.host(rt, grads.v))
+        )
 
     @property
     def forward(self) -> Array:
@@ -393,12 +439,17 @@ def test_dropout_draws(rt):
 # ------------------------------------------------------------------------------------------------------ the reference
 
 
-@pytest.mark.parametrize("case", [
-    Case("fp32"), Case("fp32", mask="causal_bottom_right", lengths="cross", shared=2, dims=(40, 72)),
-    Case("fp32", mask="padding", bias="111s", softmax="learnable", softcap=2.0, lengths="no keys"),
-    Case("fp32", mask="window_both", bias="bhss", softmax="off-by-one", shared=4),
-    Case("fp32", mask="arbitrary", bias="alibi_bh", softmax="learnable", lengths="tall"),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("fp32"),
+        Case("fp32", mask="causal_bottom_right", lengths="cross", shared=2, dims=(40, 72)),
+        Case("fp32", mask="padding", bias="111s", softmax="learnable", softcap=2.0, lengths="no keys"),
+        Case("fp32", mask="window_both", bias="bhss", softmax="off-by-one", shared=4),
+        Case("fp32", mask="arbitrary", bias="alibi_bh", softmax="learnable", lengths="tall"),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("p", [0.0, 0.5])
 def test_reference_by_finite_differences(case, p):
     """The gradients are the slopes of sum(dy * out) along random directions."""
@@ -429,10 +480,18 @@ def test_the_pairs_are_all_there():
     """The matrix has every pair of values that tensors can have."""
     found = {(a, getattr(c, a), b, getattr(c, b)) for c in PAIRS for a in cases.FACTORS for b in cases.FACTORS}
     missing = [
-        (a, x, b, y) for a, xs in cases.FACTORS.items() for b, ys in cases.FACTORS.items() if a < b
-        for x in xs for y in ys if (a, x, b, y) not in found
-    ]  # fmt: skip
+        (a, x, b, y)
+        for a, xs in cases.FACTORS.items()
+        for b, ys in cases.FACTORS.items()
+        if a < b
+        for x in xs
+        for y in ys
+        if (a, x, b, y) not in found
+    ]
     assert {(a, b) for a, _, b, _ in missing} == {
-        ("lengths", "packing"), ("layout", "packing"), ("dims", "packing"), ("packing", "shared"),
-    }, missing  # fmt: skip
+        ("lengths", "packing"),
+        ("layout", "packing"),
+        ("dims", "packing"),
+        ("packing", "shared"),
+    }, missing
     assert all(any(str(v).startswith(("qkv", "kv")) for v in (x, y)) for _, x, _, y in missing)

@@ -160,9 +160,11 @@ def spaced(t: Tensor) -> Tensor:
     return Tensor(t.ptr, t.shape, t.dtype, t.device, t, tuple(2 * n for n in t.row_major_strides()))
 
 
-@pytest.mark.parametrize(("case", "name"), [
-    (MASKED, "mask"), (BIASED, "bias"), (SLOPED, "slopes"), (SINK, "sink"), (PADDED, "lengths"),
-], ids=lambda x: x if isinstance(x, str) else "")  # fmt: skip
+@pytest.mark.parametrize(
+    ("case", "name"),
+    [(MASKED, "mask"), (BIASED, "bias"), (SLOPED, "slopes"), (SINK, "sink"), (PADDED, "lengths")],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
 def test_a_plan_hides_no_strides(rt, case, name):
     """What was dense when the plan was made is dense at every call."""
     made = cases.make(rt, case)
@@ -190,9 +192,10 @@ def test_a_plan_hides_no_wrong_results(rt):
     right = grads(*q.shape)
     back(grads=right)
     for name, wrong_ones in (
-        ("dq", grads(2, 33, HEADS, 32)), ("dq", grads(*q.shape, dtype=np.float32)),
+        ("dq", grads(2, 33, HEADS, 32)),
+        ("dq", grads(*q.shape, dtype=np.float32)),
         ("dv", [*right[:2], spaced(right[2])]),
-    ):  # fmt: skip
+    ):
         with pytest.raises(ArgumentError) as caught:
             back(grads=wrong_ones)
         assert_four_parts(caught.value, "attention_backward", name)
@@ -231,10 +234,17 @@ def test_lengths_that_do_not_fit(layout):
             attention_forward(rt, *made.tensors, spec=made.spec, terms=made.terms._replace(lengths=Lengths(sums, sums)))
 
 
-@pytest.mark.parametrize(("changes", "text"), [
-    ({"dy": zeros(3, 33, 4, 40, dtype=BF16)}, "dy"), ({"dy": zeros(3, 33, 4, 32)}, "dy"), ({"dy": turned}, "dy"),
-    ({"out": zeros(3, 4, 33, 32, dtype=BF16)}, "out"), ({"out": zeros(3, 33, 4, 32, dtype=np.float16)}, "out"),
-], ids=["longer dy", "dy in float32", "turned dy", "another format's out", "out in float16"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"dy": zeros(3, 33, 4, 40, dtype=BF16)}, "dy"),
+        ({"dy": zeros(3, 33, 4, 32)}, "dy"),
+        ({"dy": turned}, "dy"),
+        ({"out": zeros(3, 4, 33, 32, dtype=BF16)}, "out"),
+        ({"out": zeros(3, 33, 4, 32, dtype=np.float16)}, "out"),
+    ],
+    ids=["longer dy", "dy in float32", "turned dy", "another format's out", "out in float16"],
+)
 def test_wrong_arguments_of_backward(rt, changes, text):
     made = cases.make(rt, Case())
     y = attention_forward(rt, *made.tensors, spec=made.spec)
@@ -282,9 +292,15 @@ def test_masks_by_their_names():
     with pytest.raises(ArgumentError) as caught:
         canonical_mask("t", "causal,arbitrary")
     assert_four_parts(caught.value, "t", "causal,arbitrary")
-    corners = {"causal": (False,) * 3, "padding_causal": (False,) * 3, "causal_bottom_right": (True,) * 3,
-               "padding_causal_bottom_right": (True,) * 3, "no_mask": (True, False, True),
-               "padding": (True, False, True), "arbitrary": (True, False, True)}  # fmt: skip
+    corners = {
+        "causal": (False,) * 3,
+        "padding_causal": (False,) * 3,
+        "causal_bottom_right": (True,) * 3,
+        "padding_causal_bottom_right": (True,) * 3,
+        "no_mask": (True, False, True),
+        "padding": (True, False, True),
+        "arbitrary": (True, False, True),
+    }
     for mask, wanted in corners.items():
         assert tuple(diagonal_is_bottom_right(mask, given) for given in (None, False, True)) == wanted, mask
     spec = with_mask(AttentionSpec(1.0), "padding_causal", (7, 0), None)
@@ -293,9 +309,16 @@ def test_masks_by_their_names():
     assert (spec.left, spec.right, spec.bottom_right, spec.padded, spec.masked) == (7, 3, False, False, True)
 
 
-@pytest.mark.parametrize(("heads", "slopes"), [
-    (1, [2**-8]), (2, [2**-4, 2**-8]), (4, [2**-2, 2**-4, 2**-6, 2**-8]), (3, [2**-4, 2**-8, 2**-2]),
-    (6, [2**-2, 2**-4, 2**-6, 2**-8, 2**-1, 2**-3]),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    ("heads", "slopes"),
+    [
+        (1, [2**-8]),
+        (2, [2**-4, 2**-8]),
+        (4, [2**-2, 2**-4, 2**-6, 2**-8]),
+        (3, [2**-4, 2**-8, 2**-2]),
+        (6, [2**-2, 2**-4, 2**-6, 2**-8, 2**-1, 2**-3]),
+    ],
+    ids=str,
+)
 def test_default_slopes(heads, slopes):
     np.testing.assert_allclose(alibi_slopes(heads), slopes, rtol=1e-12)

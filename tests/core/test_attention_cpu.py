@@ -111,9 +111,11 @@ def test_attention_is_its_formula(case: str, rng: np.random.Generator) -> None:
         rt, dy, q, k, v, found.out, found.stats, spec=spec, terms=terms, bias_grad=terms.bias is not None
     )
     for name, got, want, side in (
-        ("out", found.out, expected.detach(), 0), ("dq", grads.q, leaves["q"].grad, 0),
-        ("dk", grads.k, leaves["k"].grad, 1), ("dv", grads.v, leaves["v"].grad, 1),
-    ):  # fmt: skip
+        ("out", found.out, expected.detach(), 0),
+        ("dq", grads.q, leaves["q"].grad, 0),
+        ("dk", grads.k, leaves["k"].grad, 1),
+        ("dv", grads.v, leaves["v"].grad, 1),
+    ):
         want = lay(want.numpy(), form, [p[side] for p in pairs])
         np.testing.assert_allclose(got.numpy(), want, rtol=2e-5, atol=2e-6, err_msg=name)
     np.testing.assert_allclose(found.max_logit.numpy(), largest.detach().numpy(), rtol=2e-6, atol=2e-6)
@@ -178,13 +180,15 @@ def test_a_paged_cache_is_read_through_its_table(rng: np.random.Generator) -> No
     spec = AttentionSpec(SCALE, "bshd", "bshd", right=0, bottom_right=True, padded=True)
     queries, keys = sums([3, 2]), sums(lengths)
     found = ops.attention_forward(
-        rt, from_numpy(q), from_numpy(cache_k), from_numpy(cache_v), spec=spec,
+        rt,
+        from_numpy(q),
+        from_numpy(cache_k),
+        from_numpy(cache_v),
+        spec=spec,
         terms=Terms(Lengths(queries, keys), pages=from_numpy(pages)),
-    )  # fmt: skip
+    )
     k, v = (cache[pages].reshape(2, 3 * block, G, -1) for cache in (cache_k, cache_v))
-    plain = ops.attention_forward(
-        rt, *map(from_numpy, (q, k, v)), spec=spec, terms=Terms(Lengths(queries, keys))
-    )  # fmt: skip
+    plain = ops.attention_forward(rt, *map(from_numpy, (q, k, v)), spec=spec, terms=Terms(Lengths(queries, keys)))
     np.testing.assert_array_equal(found.out.numpy(), plain.out.numpy())
 
 

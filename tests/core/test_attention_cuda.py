@@ -208,11 +208,18 @@ def test_threads_share_plans(fresh):
 @pytest.mark.parametrize(
     "changes",
     [
-        {}, {"left": 31}, {"bias": "alibi", "default_slopes": True}, {"bias": "alibi"}, {"softmax": "learnable"},
-        {"softmax": "off-by-one"}, {"max_logit": True}, {"dropout": 0.2}, {"softcap": 9.0},
+        {},
+        {"left": 31},
+        {"bias": "alibi", "default_slopes": True},
+        {"bias": "alibi"},
+        {"softmax": "learnable"},
+        {"softmax": "off-by-one"},
+        {"max_logit": True},
+        {"dropout": 0.2},
+        {"softcap": 9.0},
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_a_captured_step_replays_with_new_values(changes):
     """New queries, keys, values, gradients and seeds in the old memory give what an eager step gives of them."""
     torch = pytest.importorskip("torch")

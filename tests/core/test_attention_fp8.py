@@ -45,7 +45,7 @@ def test_pairs_of_scales(rt: Runtime) -> None:
     vector, places = rt.tensor(values), rt.zeros((4,), dtypes.float32)
     pairs = ops.scale_pairs(
         rt, [element(vector, i) for i in range(4)], [None, element(places, 1), None, element(places, 3)]
-    )  # fmt: skip
+    )
     inverse = np.float32(1) / values
     np.testing.assert_array_equal(rt.numpy(pairs), np.stack([values, inverse], 1))
     np.testing.assert_array_equal(rt.numpy(places), [0, inverse[1], 0, inverse[3]])
@@ -102,12 +102,29 @@ def test_the_cpu_does_what_is_stated(case: str, types: tuple[str, str]) -> None:
     out = _unlaid(rt, done.out, form) / used["o"]
     assert snr_db(out, reference.held(expected, used["o"], types[0])) > DB["fp8 attention exact"]
     grads = ops.attention_fp8_backward(
-        rt, dy, q, k, v, done.out, done.stats, spec=spec, terms=terms, grad_dtype=dtypes.dtype(types[1]),
+        rt,
+        dy,
+        q,
+        k,
+        v,
+        done.out,
+        done.stats,
+        spec=spec,
+        terms=terms,
+        grad_dtype=dtypes.dtype(types[1]),
         scales=BackwardScales(
-            one["q"], one["k"], one["v"], one["o"], one["dy"], replace_amax(scaled("s")), scaled("dp"), scaled("dq"),
-            scaled("dk"), scaled("dv"),
+            one["q"],
+            one["k"],
+            one["v"],
+            one["o"],
+            one["dy"],
+            replace_amax(scaled("s")),
+            scaled("dp"),
+            scaled("dq"),
+            scaled("dk"),
+            scaled("dv"),
         ),
-    )  # fmt: skip
+    )
     *wanted, ds = reference.backward(
         values["dy"], values["q"], values["k"], values["v"], out, problem, (used["s"], used["dp"]), types
     )
@@ -130,9 +147,13 @@ def test_a_maximum_is_raised_and_never_lowered(rt: Runtime) -> None:
         held = rt.tensor(np.array([before], np.float32))
         unit = rt.tensor(np.ones(1, np.float32))
         ops.attention_fp8_forward(
-            rt, q, k, v, spec=AttentionSpec(1.0, "bshd", "bshd"),
+            rt,
+            q,
+            k,
+            v,
+            spec=AttentionSpec(1.0, "bshd", "bshd"),
             scales=ForwardScales(unit, unit, unit, Scaled(unit, unit, None), Scaled(unit, unit, held)),
-        )  # fmt: skip
+        )
         assert rt.numpy(held)[0] == after
 
 
@@ -172,9 +193,16 @@ def _spec(rule: AttentionPrecision, form: str = "sbhd", **changes: Any) -> Atten
     core = AttentionSpec(SCALE, form, form, right=0)
     options = {"packing": "separate", "interleaved": False, "recompute": False, "groups": 2} | changes
     attention = AttentionLayerSpec(
-        core, H, options["groups"], HEAD, HEAD, AttentionNeeds(True, True, True), options["packing"],
-        options["interleaved"], options["recompute"],
-    )  # fmt: skip
+        core,
+        H,
+        options["groups"],
+        HEAD,
+        HEAD,
+        AttentionNeeds(True, True, True),
+        options["packing"],
+        options["interleaved"],
+        options["recompute"],
+    )
     return AttentionFp8Spec(attention, rule, dtypes.bfloat16)
 
 
@@ -379,9 +407,12 @@ def test_what_has_no_fp8_is_refused(changes: dict[str, Any], what: str) -> None:
         rule = replace(rule, qkv=replace(rule.qkv, scaling="mxfp8"))
     spec = _spec(rule)
     attention = replace(
-        spec.attention, core=replace(spec.attention.core, **changes.get("core", {})),
-        d_qk=changes.get("d_qk", HEAD), groups=1, needs=AttentionNeeds(True, True, True, bias=True),
-    )  # fmt: skip
+        spec.attention,
+        core=replace(spec.attention.core, **changes.get("core", {})),
+        d_qk=changes.get("d_qk", HEAD),
+        groups=1,
+        needs=AttentionNeeds(True, True, True, bias=True),
+    )
     with pytest.raises(UnsupportedError, match=what):
         layer.check(replace(spec, attention=attention))
 
@@ -415,9 +446,7 @@ def _quantized(rt: Runtime, values: Array) -> Tensor:
     return rt.tensor(values.astype(quantize.FP8[E4M3]))
 
 
-def _terms(
-    rt: Runtime, spec: AttentionSpec, lengths: tuple[Array, Array], sq: int, skv: int
-) -> tuple[Terms, Problem]:  # fmt: skip
+def _terms(rt: Runtime, spec: AttentionSpec, lengths: tuple[Array, Array], sq: int, skv: int) -> tuple[Terms, Problem]:
     given: dict[str, Any] = {}
     problem = Problem(
         SCALE, spec.left, spec.right, spec.bottom_right, softmax=spec.softmax, softcap=spec.softcap, p=spec.dropout

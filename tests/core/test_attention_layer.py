@@ -38,9 +38,7 @@ def step(rt: Runtime, fmt: str, heads: tuple[int, int], packing: str, interleave
     bf16 = dtypes.bfloat16.numpy
     recompute = bool(options.pop("recompute", False))
     core = AttentionSpec(0.2, fmt, fmt, right=0, padded=fmt == "thd", max_q=16, max_kv=16, **options)  # type: ignore[arg-type]
-    spec = AttentionLayerSpec(
-        core, h, g, D, DV, AttentionNeeds(True, True, True), packing, interleaved, recompute
-    )  # fmt: skip
+    spec = AttentionLayerSpec(core, h, g, D, DV, AttentionNeeds(True, True, True), packing, interleaved, recompute)
     inputs = [None if t is None else rt.tensor(t.astype(bf16)) for t in packed(parts, packing, interleaved)]
     cu = rt.tensor(np.array([0, 5, 18], np.int32)) if fmt == "thd" else None
     rng = rt.tensor(np.array([7, 3], np.int64)) if core.dropout else None

@@ -194,12 +194,7 @@ def test_half_precision_overflows_to_infinity(ex, dtype):
 
 
 @pytest.mark.parametrize("numpy", [np.float32, ml_dtypes.bfloat16, np.float16])
-@given(
-    seed=st.integers(0, 999),
-    count=st.integers(1, 200),
-    nans=st.integers(0, 3),
-    sign=st.sampled_from([-1, 0, 1]),
-)
+@given(seed=st.integers(0, 999), count=st.integers(1, 200), nans=st.integers(0, 3), sign=st.sampled_from([-1, 0, 1]))
 def test_amax_ignores_nan(numpy, seed, count, nans, sign):
     rng = np.random.default_rng(seed)
     values = (rng.standard_normal(count) * 10.0 ** rng.integers(-8, 4, count)).astype(numpy)

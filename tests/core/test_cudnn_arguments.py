@@ -52,9 +52,12 @@ def test_fp8_looks_at_all_that_it_is_given(fake):
     wide = tuple(2 * n for n in q.row_major_strides())
     longer = tensor(rt, (2, 257, 8, 128), dy.dtype, (257 * 1024, 1024, 128, 1))
     for name, wrong in (
-        ("dy", odd), ("dy", tensor(rt, q.shape, dy.dtype, wide)), ("result|out", tensor(rt, q.shape, q.dtype, wide)),
-        ("stats", tensor(rt, (2, 8, 255), F32)), ("result", longer),
-    ):  # fmt: skip
+        ("dy", odd),
+        ("dy", tensor(rt, q.shape, dy.dtype, wide)),
+        ("result|out", tensor(rt, q.shape, q.dtype, wide)),
+        ("stats", tensor(rt, (2, 8, 255), F32)),
+        ("result", longer),
+    ):
         changed = {"grads": (longer, *given["grads"][1:])} if name == "result" else {name.split("|")[-1]: wrong}
         with pytest.raises(ArgumentError, match=name):
             backward(**changed)

@@ -43,9 +43,13 @@ def both(rt, q, k, v, spec, terms, **options):
     """Forward and backward; what they gave."""
     y = attention_forward(rt, q, k, v, spec=spec, terms=terms)
     dy = tensor(rt, y.out.shape, q.dtype)
-    return y, dy, attention_backward(
-        rt, dy, q, k, v, y.out, y.stats, spec=replace(spec, max_logit=False), terms=terms, **options
-    )  # fmt: skip
+    return (
+        y,
+        dy,
+        attention_backward(
+            rt, dy, q, k, v, y.out, y.stats, spec=replace(spec, max_logit=False), terms=terms, **options
+        ),
+    )
 
 
 def where(run):
@@ -53,7 +57,7 @@ def where(run):
     return {
         attention_graph.OPERANDS[uid - 1]: (tuple(p.known["dim"]), tuple(p.known["stride"]))
         for uid, p in run.graph.parts.items()
-    }  # fmt: skip
+    }
 
 
 # ---------------------------------------------------------------------------------------------- addresses
@@ -118,11 +122,13 @@ def test_bands_in_cudnns_words(fake):
     """cuDNN counts the diagonal in the left bound; equal corners are top-left."""
     rt, calls = fake
     for changes, size, wanted in (
-        ({"right": 0}, {}, ("top left", None, 0)), ({"left": 5, "right": 3}, {}, ("top left", 6, 3)),
-        ({"left": 0}, {}, ("top left", 1, None)), ({"bottom_right": True}, {"sq": 128}, (None, None, None)),
+        ({"right": 0}, {}, ("top left", None, 0)),
+        ({"left": 5, "right": 3}, {}, ("top left", 6, 3)),
+        ({"left": 0}, {}, ("top left", 1, None)),
+        ({"bottom_right": True}, {"sq": 128}, (None, None, None)),
         ({"right": 0, "bottom_right": True}, {}, ("top left", None, 0)),
         ({"left": 5, "right": 0, "bottom_right": True}, {"sq": 128}, ("bottom right", 6, 0)),
-    ):  # fmt: skip
+    ):
         attention_forward(rt, *qkv(rt, **size), spec=replace(SPEC, **changes))
         options = calls.runs[-1].graph.options
         found = [
@@ -283,9 +289,11 @@ def test_alibi_of_cudnn_or_of_ours(fake):
     run, launches = ask(own)
     assert run.graph.options["use_alibi_mask"] is True and "bias" not in run.at and not launches
     for spec, size, bound in (
-        (replace(own, default_slopes=False), {}, 0), (replace(own, right=-1), {}, None), (replace(own, left=4), {}, 0),
+        (replace(own, default_slopes=False), {}, 0),
+        (replace(own, right=-1), {}, None),
+        (replace(own, left=4), {}, 0),
         (replace(own, bottom_right=True), {"sq": 128}, None),
-    ):  # fmt: skip
+    ):
         run, (launch,) = ask(spec, **size)
         sq = size.get("sq", 256)
         assert launch[:4] == (slopes.ptr, run.at["bias"], 0, 256) and launch[6:9] == (2, sq, 256)
@@ -335,9 +343,15 @@ def test_fp8_scales_and_maxima(fake):
     y = fp8.attention_fp8_forward(rt, q, k, v, spec=replace(SPEC, left=7, right=0), scales=scales)
     run, places = calls.runs[0], calls.zeroed[0].ptr
     wanted = {
-        "q_inverse": scales.q, "k_inverse": scales.k, "v_inverse": scales.v, "s_scale": s.scale,
-        "s_inverse": s.inverse, "out_scale": out.scale, "out": y.out, "stats": y.stats,
-    }  # fmt: skip
+        "q_inverse": scales.q,
+        "k_inverse": scales.k,
+        "v_inverse": scales.v,
+        "s_scale": s.scale,
+        "s_inverse": s.inverse,
+        "out_scale": out.scale,
+        "out": y.out,
+        "stats": y.stats,
+    }
     assert {n: run.at[n] for n in wanted} == {n: t.ptr for n, t in wanted.items()}
     assert (run.at["s_amax"], run.at["out_amax"]) == (places, places + 16)
     assert calls.args("attention_amax") == [(places, s.amax.ptr, 0, 0, 0)]
@@ -350,20 +364,30 @@ def test_fp8_scales_and_maxima(fake):
     grads = fp8.attention_fp8_backward(rt, dy, q, k, v, y.out, y.stats, spec=SPEC, scales=back)
     run = calls.runs[1]
     wanted = {
-        "q_inverse": back.q, "k_inverse": back.k, "v_inverse": back.v, "out_inverse": back.out, "dy_inverse": back.dy,
-        "s_scale": back.s.scale, "s_inverse": back.s.inverse, "dp_scale": dp.scale, "dp_inverse": dp.inverse,
-        "dq_scale": dq.scale, "dk_scale": dk.scale, "dv_scale": dv.scale, "dy": dy, "dq": grads[0], "dk": grads[1],
+        "q_inverse": back.q,
+        "k_inverse": back.k,
+        "v_inverse": back.v,
+        "out_inverse": back.out,
+        "dy_inverse": back.dy,
+        "s_scale": back.s.scale,
+        "s_inverse": back.s.inverse,
+        "dp_scale": dp.scale,
+        "dp_inverse": dp.inverse,
+        "dq_scale": dq.scale,
+        "dk_scale": dk.scale,
+        "dv_scale": dv.scale,
+        "dy": dy,
+        "dq": grads[0],
+        "dk": grads[1],
         "dv": grads[2],
-    }  # fmt: skip
+    }
     assert {n: run.at[n] for n in wanted} == {n: t.ptr for n, t in wanted.items()}
     order = ["dq_amax", "dk_amax", "dv_amax", "dp_amax"]
     assert [run.at[n] for n in order] == [places + 16 * i for i in range(4)] and len(calls.zeroed) == 1
     assert calls.args("attention_amax")[1] == (places, *(x.amax.ptr for x in (dq, dk, dv, dp)))
-    by_name = {
-        "descale_q": "q_inverse", "descale_o": "out_inverse", "descale_dO": "dy_inverse", "descale_s": "s_inverse",
-        "descale_dP": "dp_inverse", "scale_s": "s_scale", "scale_dQ": "dq_scale", "scale_dK": "dk_scale",
-        "scale_dV": "dv_scale", "scale_dP": "dp_scale", "dO": "dy", "o": "out",
-    }  # fmt: skip
+    by_name = {f"descale_{theirs}": f"{ours}_inverse" for theirs, ours in (("q", "q"), ("o", "out"), ("s", "s"))}
+    by_name |= {"descale_dO": "dy_inverse", "descale_dP": "dp_inverse", "scale_s": "s_scale", "dO": "dy", "o": "out"}
+    by_name |= {f"scale_d{name}": f"d{name.lower()}_scale" for name in "QKVP"}
     for option, name in by_name.items():
         assert run.graph.options[option].known["name"] == name
     assert run.graph.parts[attention_graph.UIDS["dq"]].known["data_type"] == "FP8_E5M2"
@@ -508,9 +532,11 @@ def test_bad_files_are_written_anew(fake, tmp_path, damage):
 def test_what_a_stored_plan_depends_on(fake):
     target = cudnn.Target("NVIDIA H200", 132, 1)
     keys = {
-        cudnn.disk_key(target, "a"), cudnn.disk_key(target, "b"), cudnn.disk_key(replace(target, name="H100"), "a"),
+        cudnn.disk_key(target, "a"),
+        cudnn.disk_key(target, "b"),
+        cudnn.disk_key(replace(target, name="H100"), "a"),
         cudnn.disk_key(replace(target, multiprocessors=114), "a"),
-    }  # fmt: skip
+    }
     fe = cudnn._frontend
     for changed in (replace(fe, version=(9, 20, 0)), replace(fe, frontend="1.33.0")):
         cudnn._frontend = changed

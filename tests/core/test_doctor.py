@@ -131,9 +131,11 @@ def test_each_hint_names_the_package_that_is_missing(monkeypatch):
     faults: list[str] = []
     found = hints(faults)
     for name, package in {
-        "cudart": "nvidia-cuda-runtime<14", "nvrtc": "nvidia-cuda-nvrtc<14", "cublasLt": "nvidia-cublas<14",
+        "cudart": "nvidia-cuda-runtime<14",
+        "nvrtc": "nvidia-cuda-nvrtc<14",
+        "cublasLt": "nvidia-cublas<14",
         "CuPy": "cupy-cuda13x<15",
-    }.items():  # fmt: skip
+    }.items():
         assert found[name].endswith(f'missing   pip install "{package}"'), found[name]
     assert '"nvidia-cudnn-cu13<10" "nvidia-cublas<14" "nvidia-cuda-nvrtc<14"' in found["cudnn"]
     assert found["cuDNN's"].endswith('"nvidia-cudnn-frontend<2")') and "nvidia-cudnn-cu13<10" in found["cuDNN's"]

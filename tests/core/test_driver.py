@@ -158,8 +158,12 @@ def test_order_streams():
     driver.order_streams(0, 5, 6)
     driver.order_streams(0, 0, 6)
     assert [name for name in lib.log if "Event" in name] == [
-        "cuEventCreate", "cuEventRecord", "cuStreamWaitEvent", "cuEventRecord", "cuStreamWaitEvent"
-    ]  # fmt: skip
+        "cuEventCreate",
+        "cuEventRecord",
+        "cuStreamWaitEvent",
+        "cuEventRecord",
+        "cuStreamWaitEvent",
+    ]
     # The producer's work is marked, and the consumer waits for the mark (stream 1: the legacy default).
     marks = [(what, getattr(event, "value", event), stream) for what, event, stream in lib.order]
     assert marks == [("record", 77, 5), ("wait", 77, 6), ("record", 77, 1), ("wait", 77, 6)]
@@ -187,9 +191,13 @@ def test_constants_are_there_at_once_and_on_no_callers_stream():
     assert lib.copied == [(b"12345678", 555, 2)]  # the stream made for it, in relaxed mode
     used = [name for name in lib.log if "Stream" in name or "Memcpy" in name]
     assert used == [
-        "cuThreadExchangeStreamCaptureMode", "cuStreamCreate", "cuMemcpyHtoDAsync_v2", "cuStreamSynchronize",
-        "cuStreamDestroy_v2", "cuThreadExchangeStreamCaptureMode",
-    ]  # fmt: skip
+        "cuThreadExchangeStreamCaptureMode",
+        "cuStreamCreate",
+        "cuMemcpyHtoDAsync_v2",
+        "cuStreamSynchronize",
+        "cuStreamDestroy_v2",
+        "cuThreadExchangeStreamCaptureMode",
+    ]
 
 
 def test_failures_name_the_call():

@@ -16,11 +16,24 @@ from te_core.dtypes import ALL, dtype
 INT, UINT, FLOAT, BFLOAT, BOOL = 0, 1, 2, 4, 6
 E4M3FN, E5M2, E8M0, E2M1 = 10, 12, 14, 17
 CODES = {
-    "float64": (FLOAT, 64), "float32": (FLOAT, 32), "float16": (FLOAT, 16), "bfloat16": (BFLOAT, 16),
-    "float8_e4m3": (E4M3FN, 8), "float8_e5m2": (E5M2, 8), "float8_e8m0": (E8M0, 8), "float4_e2m1": (E2M1, 4),
-    "int8": (INT, 8), "int16": (INT, 16), "int32": (INT, 32), "int64": (INT, 64),
-    "uint8": (UINT, 8), "uint16": (UINT, 16), "uint32": (UINT, 32), "uint64": (UINT, 64), "bool": (BOOL, 8),
-}  # fmt: skip
+    "float64": (FLOAT, 64),
+    "float32": (FLOAT, 32),
+    "float16": (FLOAT, 16),
+    "bfloat16": (BFLOAT, 16),
+    "float8_e4m3": (E4M3FN, 8),
+    "float8_e5m2": (E5M2, 8),
+    "float8_e8m0": (E8M0, 8),
+    "float4_e2m1": (E2M1, 4),
+    "int8": (INT, 8),
+    "int16": (INT, 16),
+    "int32": (INT, 32),
+    "int64": (INT, 64),
+    "uint8": (UINT, 8),
+    "uint16": (UINT, 16),
+    "uint32": (UINT, 32),
+    "uint64": (UINT, 64),
+    "bool": (BOOL, 8),
+}
 
 
 def test_the_table_is_complete():

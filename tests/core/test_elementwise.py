@@ -21,8 +21,11 @@ def test_reference_known_answers():
     assert philox((0, 0, 0, 0), (0, 0)) == (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)
     assert philox((ones,) * 4, (ones, ones)) == (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)
     assert philox((0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344), (0xA4093822, 0x299F31D0)) == (
-        0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1,
-    )  # fmt: skip
+        0xD16CFE09,
+        0x94FDCCEB,
+        0x5001E420,
+        0x24126EA1,
+    )
 
 
 def rng_of(rt, seed, offset):
@@ -56,20 +59,21 @@ def expected_sum(x, bias, residual, p, mask):
 def test_bias_dropout_add(rt, dtype):
     rt = poisoned(rt)
     for i, shape in enumerate(SHAPES):
-        x, residual, bias = (
-            values(shape, dtype, i),
-            values(shape, dtype, i + 50),
-            values(shape[1:], dtype, i + 90),
-        )
+        x, residual, bias = (values(shape, dtype, i), values(shape, dtype, i + 50), values(shape[1:], dtype, i + 90))
         bias, residual, p = (None if i % 4 == 1 else bias), (None if i % 4 == 2 else residual), P[i % 4]
         seed, offset, site = 2**64 - 1 - i, (i << 40) + 12345, (i * 0x9E3779B9) & 0x7FFFFFFF
         mask = keep(x.size, p, seed, offset, site).reshape(shape)
         rng = rng_of(rt, seed, offset)
         for shift in (0, 1):
             out = ops.bias_dropout_add(
-                rt, placed(rt, x, shift), None if bias is None else placed(rt, bias),
-                None if residual is None else placed(rt, residual), p=p, rng=rng, site=site,
-            )  # fmt: skip
+                rt,
+                placed(rt, x, shift),
+                None if bias is None else placed(rt, bias),
+                None if residual is None else placed(rt, residual),
+                p=p,
+                rng=rng,
+                site=site,
+            )
             expected = expected_sum(x, bias, residual, p, mask)
             np.testing.assert_array_equal(rt.numpy(out).astype(np.float32), expected.astype(np.float32))
             # Backward draws the same mask.
@@ -122,9 +126,10 @@ def test_statistics(rt):
         assert np.abs(kept.mean(axis=1) - (1 - p)).max() < 5.5 * sigma / np.sqrt(cols)
     one = mask(0.5)
     np.testing.assert_array_equal(one, mask(0.5))
-    others = [mask(0.5, **{name: value}) for name, value in (
-        ("seed", 2), ("seed", 1 + (1 << 32)), ("offset", 3), ("offset", 2 + (1 << 32)), ("site", 4),
-    )]  # fmt: skip
+    others = [
+        mask(0.5, **{name: value})
+        for name, value in (("seed", 2), ("seed", 1 + (1 << 32)), ("offset", 3), ("offset", 2 + (1 << 32)), ("site", 4))
+    ]
     for other in (*others, np.roll(one, 1, axis=0), np.roll(one, 1, axis=1)):
         assert abs((one == other).mean() - 0.5) < 5 * 0.5 / np.sqrt(rows * cols)
 

@@ -164,18 +164,27 @@ def test_a_program_starts_whatever_is_set() -> None:
 def doctor(*arguments: str, **variables: str) -> str:
     given = {k: v for k, v in os.environ.items() if not k.startswith(("NVTE_", "TE_CORE_", "XDG_"))}
     ran = subprocess.run(
-        [sys.executable, "-m", "te_core.doctor", *arguments], env={**given, **variables}, cwd=ROOT,
-        capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+        [sys.executable, "-m", "te_core.doctor", *arguments],
+        env={**given, **variables},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert ran.returncode == 0, ran.stderr
     return ran.stdout
 
 
 def test_the_doctor_shows_what_is_set() -> None:
     said = doctor(
-        NVTE_FUSED_ATTN="0", NVTE_FLASH_ATTN="yes", NVTE_DPA_FP8_RECIPE="FP7", NVTE_TORCH_COMPILE="1",
-        NVTE_FUSED_ATN="1", NVTE_NOBODY="1", TE_CORE_CACHE_DIR="/tmp/a" + BYTES,
-    )  # fmt: skip
+        NVTE_FUSED_ATTN="0",
+        NVTE_FLASH_ATTN="yes",
+        NVTE_DPA_FP8_RECIPE="FP7",
+        NVTE_TORCH_COMPILE="1",
+        NVTE_FUSED_ATN="1",
+        NVTE_NOBODY="1",
+        TE_CORE_CACHE_DIR="/tmp/a" + BYTES,
+    )
     lines = {line.split("=")[0].strip(): line for line in said.splitlines() if "=" in line}
     assert "no FusedAttention backend" in lines["NVTE_FUSED_ATTN"] and "NOT" not in lines["NVTE_FUSED_ATTN"]
     assert "NOT understood: 0 or 1" in lines["NVTE_FLASH_ATTN"]

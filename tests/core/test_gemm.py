@@ -19,8 +19,13 @@ from tests.tolerances import DB, snr_db
 SIZES = [(64, 48, 32), (7, 13, 5), (1, 1, 1), (33, 65, 129), (128, 8, 17)]
 TRANSPOSES = list(itertools.product((False, True), repeat=2))
 BOUND = {D.bfloat16: DB["bf16"], D.float16: DB["fp16"], D.float32: DB["fp32"]}
-PAIRS = [(D.bfloat16, D.bfloat16), (D.bfloat16, D.float32), (D.float16, D.float16), (D.float16, D.float32),
-         (D.float32, D.float32)]  # fmt: skip
+PAIRS = [
+    (D.bfloat16, D.bfloat16),
+    (D.bfloat16, D.float32),
+    (D.float16, D.float16),
+    (D.float16, D.float32),
+    (D.float32, D.float32),
+]
 
 
 def values(rt: Runtime, shape: tuple[int, ...], dtype: D.DType, seed: int, scale: float = 1.0):
@@ -77,11 +82,20 @@ def test_tf32(rt, size):
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
-@pytest.mark.parametrize(("dtype", "bias_dtype", "out"), [
-    (D.bfloat16, D.bfloat16, D.bfloat16), (D.bfloat16, D.float32, D.bfloat16), (D.float16, D.float16, D.float16),
-    (D.bfloat16, D.float32, D.float32), (D.bfloat16, D.bfloat16, D.float32), (D.float32, D.float32, D.float32),
-    (D.float16, D.float32, D.float32), (D.float32, D.bfloat16, D.float32),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    ("dtype", "bias_dtype", "out"),
+    [
+        (D.bfloat16, D.bfloat16, D.bfloat16),
+        (D.bfloat16, D.float32, D.bfloat16),
+        (D.float16, D.float16, D.float16),
+        (D.bfloat16, D.float32, D.float32),
+        (D.bfloat16, D.bfloat16, D.float32),
+        (D.float32, D.float32, D.float32),
+        (D.float16, D.float32, D.float32),
+        (D.float32, D.bfloat16, D.float32),
+    ],
+    ids=str,
+)
 def test_bias(rt, dtype, bias_dtype, out, size):
     fresh(rt)
     (a, av), (b, bv) = operands(rt, size, dtype)
@@ -254,10 +268,18 @@ def test_fp8(rt, size, a_dtype, b_dtype, out, split):
 
 
 @pytest.mark.parametrize("epilogue", [None, "gelu", "gelu+aux", "dgelu"])
-@pytest.mark.parametrize(("bias_dtype", "out"), [
-    (None, D.bfloat16), (D.bfloat16, D.bfloat16), (D.float32, D.bfloat16), (D.float16, D.float16),
-    (D.bfloat16, D.float32), (D.float32, D.float32),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    ("bias_dtype", "out"),
+    [
+        (None, D.bfloat16),
+        (D.bfloat16, D.bfloat16),
+        (D.float32, D.bfloat16),
+        (D.float16, D.float16),
+        (D.bfloat16, D.float32),
+        (D.float32, D.float32),
+    ],
+    ids=str,
+)
 def test_fp8_epilogues(rt, bias_dtype, out, epilogue):
     fresh(rt)
     m, n, k = 40, 48, 64
@@ -283,12 +305,7 @@ def test_fp8_accumulates_and_sums(rt, out):
     target, old = values(rt, (32, 48), out, 5, 3.0)
     sums = rt.empty((32,), D.float32)
     gemm(rt, a, b, **scales, out=target, accumulate=True, a_sum=sums)
-    check(
-        rt,
-        target,
-        reference.gemm(av, bv, trans_b=True, scale=0.375).out + old,
-        min(BOUND[out], DB["fp8 split"]),
-    )
+    check(rt, target, reference.gemm(av, bv, trans_b=True, scale=0.375).out + old, min(BOUND[out], DB["fp8 split"]))
     check(rt, sums, av.sum(1) * 0.125, DB["fp32"])
 
 
@@ -326,11 +343,12 @@ WRONG = {
     "accumulate into nothing": lambda rt: gemm(rt, bf16(rt, 4, 8), bf16(rt, 8, 4), accumulate=True),
     "out shape": lambda rt: gemm(rt, bf16(rt, 4, 8), bf16(rt, 8, 4), out=bf16(rt, 4, 5)),
     "e5m2 pair": lambda rt: gemm(
-        rt, rt.empty((16, 16), D.float8_e5m2), rt.empty((16, 16), D.float8_e5m2), trans_b=True),
+        rt, rt.empty((16, 16), D.float8_e5m2), rt.empty((16, 16), D.float8_e5m2), trans_b=True
+    ),
     "fp8 not along K": lambda rt: gemm(rt, e4m3(rt, 16, 16), e4m3(rt, 16, 16)),
     "fp8 odd K": lambda rt: gemm(rt, e4m3(rt, 16, 20), e4m3(rt, 16, 20), trans_b=True),
     "fp8 without scales": lambda rt: gemm(rt, e4m3(rt, 16, 16), e4m3(rt, 16, 16), trans_b=True),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", WRONG)

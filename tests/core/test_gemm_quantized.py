@@ -29,10 +29,23 @@ MX, MX_TILES, MX_WIDE = Format(E4M3, "mxfp8"), Format(E4M3, "mxfp8", True), Form
 NV, NV_TILES, NV_ROWS = Format(E2M1, "nvfp4"), Format(E2M1, "nvfp4", True), Format(E2M1, "nvfp4", False, True)
 NV_256 = Format(E2M1, "nvfp4", False, False, 256)
 PAIRS = [
-    (TENSOR, TENSOR), (WIDE, TENSOR), (TENSOR, WIDE), (WIDE, WIDE), (PIECES, TILES), (TILES, PIECES), (PIECES, PIECES),
-    (WIDE_PIECES, TILES), (WIDE_PIECES, PIECES), (MX, MX), (MX, MX_TILES), (MX_WIDE, MX), (NV, NV), (NV, NV_TILES),
-    (NV_ROWS, NV_TILES), (NV_256, NV),
-]  # fmt: skip
+    (TENSOR, TENSOR),
+    (WIDE, TENSOR),
+    (TENSOR, WIDE),
+    (WIDE, WIDE),
+    (PIECES, TILES),
+    (TILES, PIECES),
+    (PIECES, PIECES),
+    (WIDE_PIECES, TILES),
+    (WIDE_PIECES, PIECES),
+    (MX, MX),
+    (MX, MX_TILES),
+    (MX_WIDE, MX),
+    (NV, NV),
+    (NV, NV_TILES),
+    (NV_ROWS, NV_TILES),
+    (NV_256, NV),
+]
 pairs = pytest.mark.parametrize("pair", PAIRS, ids=lambda p: f"{p[0]} with {p[1]}")
 COPIES = [(False, False), (False, True), (True, True)]
 copies = pytest.mark.parametrize("columns", COPIES, ids=["fprop", "dgrad", "wgrad"])
@@ -140,8 +153,11 @@ def pretend(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], **opti
 
 HOPPER, ADA, BLACKWELL, DESKTOP = (9, 0), (8, 9), (10, 0), (12, 0)
 NATIVE = {
-    HOPPER: {"tensor", "block"}, ADA: {"tensor"}, BLACKWELL: {"tensor", "mxfp8", "nvfp4"}, DESKTOP: {"tensor", "nvfp4"},
-}  # fmt: skip
+    HOPPER: {"tensor", "block"},
+    ADA: {"tensor"},
+    BLACKWELL: {"tensor", "mxfp8", "nvfp4"},
+    DESKTOP: {"tensor", "nvfp4"},
+}
 
 
 @pytest.mark.parametrize("capability", NATIVE, ids=str)
@@ -169,12 +185,17 @@ def test_routes_without_a_gpu(monkeypatch: pytest.MonkeyPatch, pair) -> None:
 @pytest.mark.parametrize(
     ("capability", "pair", "why"),
     [
-        (HOPPER, (MX, MX), "10.0"), (HOPPER, (NV, NV_TILES), "10.0"), (ADA, (PIECES, TILES), "9.x"),
-        (BLACKWELL, (PIECES, TILES), "9.x"), (BLACKWELL, (NV_ROWS, NV_TILES), "not one a row"),
-        (HOPPER, (TILES, TILES), "one operand only"), (HOPPER, (TENSOR, PIECES), "no product mixes"),
-        (HOPPER, (WIDE_PIECES, WIDE_PIECES), "E5M2 by E5M2"), (DESKTOP, (MX, MX), "nobody has tried"),
+        (HOPPER, (MX, MX), "10.0"),
+        (HOPPER, (NV, NV_TILES), "10.0"),
+        (ADA, (PIECES, TILES), "9.x"),
+        (BLACKWELL, (PIECES, TILES), "9.x"),
+        (BLACKWELL, (NV_ROWS, NV_TILES), "not one a row"),
+        (HOPPER, (TILES, TILES), "one operand only"),
+        (HOPPER, (TENSOR, PIECES), "no product mixes"),
+        (HOPPER, (WIDE_PIECES, WIDE_PIECES), "E5M2 by E5M2"),
+        (DESKTOP, (MX, MX), "nobody has tried"),
     ],
-)  # fmt: skip
+)
 def test_refusals(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], pair, why: str) -> None:
     """What the device cannot do is an error that says what it can; nothing is dequantized unasked."""
     info = pretend(monkeypatch, capability)

@@ -68,9 +68,16 @@ def block_product(rt: Runtime, pair, size, **options):
     m, n, k = size
     (a_form, b_form), (a, av), (b, bv) = pair, stored(pair[0], m, k, 1), stored(pair[1], n, k, 2)
     y = gemm(
-        rt, rt.tensor(a[0]), rt.tensor(b[0]), trans_b=True, a_scale=rt.tensor(a[1]), b_scale=rt.tensor(b[1]),
-        a_format=a_form, b_format=b_form, **options,
-    )  # fmt: skip
+        rt,
+        rt.tensor(a[0]),
+        rt.tensor(b[0]),
+        trans_b=True,
+        a_scale=rt.tensor(a[1]),
+        b_scale=rt.tensor(b[1]),
+        a_format=a_form,
+        b_format=b_form,
+        **options,
+    )
     assert y.shape == (up(m, 16), up(n, 16))
     return y, av @ bv.T
 
@@ -125,9 +132,11 @@ def test_block_accumulates(out, pair):
 
 @requires_blocks
 @pytest.mark.parametrize("pair", PAIRS)
-@pytest.mark.parametrize(("bias_dtype", "out"), [
-    (D.bfloat16, D.bfloat16), (D.float16, D.float16), (D.float32, D.bfloat16), (D.float32, D.float32),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    ("bias_dtype", "out"),
+    [(D.bfloat16, D.bfloat16), (D.float16, D.float16), (D.float32, D.bfloat16), (D.float32, D.float32)],
+    ids=str,
+)
 def test_block_bias(bias_dtype, out, pair):
     rt = cuda_runtime()
     fresh(rt)
@@ -233,16 +242,32 @@ def call(rt: Runtime, scaling: str, **changed):
     fp8, fp4 = Format(D.float8_e4m3, scaling), Format(D.float4_e2m1, "nvfp4")
     made = {
         "block": lambda: {
-            "a": rt.empty((M, K), D.float8_e4m3), "b": rt.empty((N, K), D.float8_e4m3), "a_format": fp8,
-            "b_format": TILES, "a_scale": rt.empty((3, M), D.float32), "b_scale": rt.empty((2, 4), D.float32)},
+            "a": rt.empty((M, K), D.float8_e4m3),
+            "b": rt.empty((N, K), D.float8_e4m3),
+            "a_format": fp8,
+            "b_format": TILES,
+            "a_scale": rt.empty((3, M), D.float32),
+            "b_scale": rt.empty((2, 4), D.float32),
+        },
         "mxfp8": lambda: {
-            "a": rt.empty((M, K), D.float8_e4m3), "b": rt.empty((N, K), D.float8_e4m3), "a_format": fp8,
-            "b_format": fp8, "a_scale": scale(M, 32), "b_scale": scale(N, 32)},
+            "a": rt.empty((M, K), D.float8_e4m3),
+            "b": rt.empty((N, K), D.float8_e4m3),
+            "a_format": fp8,
+            "b_format": fp8,
+            "a_scale": scale(M, 32),
+            "b_scale": scale(N, 32),
+        },
         "nvfp4": lambda: {
-            "a": rt.empty((M, K // 2), D.uint8), "b": rt.empty((N, K // 2), D.uint8), "a_format": fp4,
-            "b_format": Format(D.float4_e2m1, "nvfp4", True, bound=256), "a_scale": scale(M, 16),
-            "b_scale": scale(N, 16), "a_amax": one, "b_amax": one},
-    }[scaling]()  # fmt: skip
+            "a": rt.empty((M, K // 2), D.uint8),
+            "b": rt.empty((N, K // 2), D.uint8),
+            "a_format": fp4,
+            "b_format": Format(D.float4_e2m1, "nvfp4", True, bound=256),
+            "a_scale": scale(M, 16),
+            "b_scale": scale(N, 16),
+            "a_amax": one,
+            "b_amax": one,
+        },
+    }[scaling]()
     arguments = {"trans_b": True, **made, **changed}
     return gemm(rt, arguments.pop("a"), arguments.pop("b"), **arguments)
 
@@ -369,9 +394,9 @@ def prepared(spy: Runtime, scaling: str, **changed):
 FP8, FP4, BF16 = lt_.DATA_TYPES[D.float8_e4m3], 33, lt_.DATA_TYPES[D.bfloat16]
 
 
-@pytest.mark.parametrize(("scaling", "modes", "dtype"), [
-    ("block", (5, 4), FP8), ("mxfp8", (2, 2), FP8), ("nvfp4", (1, 1), FP4),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("scaling", "modes", "dtype"), [("block", (5, 4), FP8), ("mxfp8", (2, 2), FP8), ("nvfp4", (1, 1), FP4)]
+)
 def test_descriptors(spy, scaling, modes, dtype):
     """cuBLASLt's A is our b and its B our a: scale modes, types and sizes in its own order, sizes in elements."""
     lt, _ = prepared(spy, scaling)

@@ -26,11 +26,15 @@ SPLITS = [48, 0, 17, 33]
 CURRENT, BLOCK = Float8CurrentScaling(), Float8BlockScaling()
 PRECISIONS = {
     "mixed": (CURRENT, None, BLOCK, CURRENT),
-    "overrides": (Float8CurrentScaling(backward_override="high_precision"), BLOCK, None,
-                  Float8BlockScaling(backward_override="dequantized")),
+    "overrides": (
+        Float8CurrentScaling(backward_override="high_precision"),
+        BLOCK,
+        None,
+        Float8BlockScaling(backward_override="dequantized"),
+    ),
     "one": (BLOCK,) * 4,
     "mxfp8": (MXFP8BlockScaling(),) * 4,
-}  # fmt: skip
+}
 
 
 def precision_of(recipe):

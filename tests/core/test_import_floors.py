@@ -33,9 +33,7 @@ UPWARD = {("te_core.runtime", "te_core.backends")}
 # What te_core may import from outside the standard library: at any time, and only where CUDA code runs.
 ALWAYS = {"numpy", "ml_dtypes"}
 CUDA_LIBRARIES = {"cupy", "cupy_backends", "cuda", "cudnn", "nvmath"}
-CUDA_ROOMS = tuple(
-    f"te_core.{room}" for room in ("backends.cuda", "kernels", "libraries", "driver", "device", "tools")
-)
+CUDA_ROOMS = tuple(f"te_core.{room}" for room in ("backends.cuda", "kernels", "libraries", "driver", "device", "tools"))
 
 
 @cache
@@ -72,9 +70,7 @@ def imports(module: str) -> list[tuple[str, int, str]]:
             if node.level:
                 above = package.split(".")
                 base = ".".join([*above[: len(above) - node.level + 1], *filter(None, [base])])
-            for (
-                alias
-            ) in node.names:  # `from te_core import dtypes` names a module, `... import Runtime` does not
+            for alias in node.names:  # `from te_core import dtypes` names a module, `... import Runtime` does not
                 full = f"{base}.{alias.name}"
                 found.append((full if full in sources() else base, node.lineno, when))
         elif isinstance(node, ast.Call):

@@ -55,8 +55,12 @@ def step(rows: int, sink: Sink | None = None) -> tuple[int, list[Any]]:
         return rt.tensor(draw.standard_normal(shape).astype(BF16.numpy))
 
     x, gamma, w1, w2, dy = (
-        normal(rows, WIDTH), normal(WIDTH), normal(2 * INNER, WIDTH), normal(WIDTH, INNER), normal(rows, WIDTH),
-    )  # fmt: skip
+        normal(rows, WIDTH),
+        normal(WIDTH),
+        normal(2 * INNER, WIDTH),
+        normal(WIDTH, INNER),
+        normal(rows, WIDTH),
+    )
     needs = Needs(True, True, False)
     linear = LinearSpec(BF16, None, needs)
     spec = mlp.MLPSpec(linear, linear, NormSpec(BF16, "RMSNorm", 1e-5), "swiglu")

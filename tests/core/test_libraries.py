@@ -82,9 +82,7 @@ def test_missing_library_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setattr(libraries, "candidates", lambda name: [str(tmp_path / "libcudnn.so.9"), "libno-such-cudnn.so"])
     monkeypatch.setattr(libraries, "_handles", {"cublasLt": None, "nvrtc": None, "cudnn": None})
     libraries._handles.pop("cudnn")
-    monkeypatch.setattr(
-        libraries, "KNOWN", libraries.KNOWN | {"cudnn": libraries._Known("libcudnn", (9,), ("x",))}
-    )
+    monkeypatch.setattr(libraries, "KNOWN", libraries.KNOWN | {"cudnn": libraries._Known("libcudnn", (9,), ("x",))})
     with pytest.raises(LibraryError, match=r'load cudnn: got libno-such-cudnn.so.*To do: pip install "nvidia-cudnn-'):
         libraries.load("cudnn")
 

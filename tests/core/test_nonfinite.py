@@ -46,10 +46,12 @@ def test_every_cast_counts(rt):
     for counter in (rt.tensor(np.zeros(2, np.int64)), None):
         cast = Cast(dtypes.float8_e4m3, rowwise=True, columnwise=True, scale=one, nonfinite=counter)
         made = [
-            ops.quantize(rt, x, cast), ops.norm_forward(rt, x, gamma, None, kind="RMSNorm", eps=1e-5, cast=cast)[1],
+            ops.quantize(rt, x, cast),
+            ops.norm_forward(rt, x, gamma, None, kind="RMSNorm", eps=1e-5, cast=cast)[1],
             ops.activation_forward(rt, x, "relu", cast=cast)[1],
-            ops.activation_backward(rt, x, x, "relu", cast=cast)[1], *ops.quantize_many(rt, [x, x], [cast, cast]),
-        ]  # fmt: skip
+            ops.activation_backward(rt, x, x, "relu", cast=cast)[1],
+            *ops.quantize_many(rt, [x, x], [cast, cast]),
+        ]
         found.append([rt.numpy(q.rowwise).view(np.uint8) for q in made])
         if counter is not None:
             seen = rt.numpy(counter).tolist()

@@ -300,18 +300,21 @@ CASTS = [  # kind, x, gamma, out, shape
 @pytest.mark.parametrize("scaling", ["delayed", "current"])
 @pytest.mark.parametrize(("kind", "x", "gamma", "out", "shape"), CASTS)
 def test_fused_equals_unfused_bit_for_bit(
-    rt: Runtime, kind: str, x: str, gamma: str, out: str, shape: tuple[int, int], scaling: str,
-    ways: tuple[bool, bool],
-) -> None:  # fmt: skip
+    rt: Runtime, kind: str, x: str, gamma: str, out: str, shape: tuple[int, int], scaling: str, ways: tuple[bool, bool]
+) -> None:
     case, (rowwise, columnwise) = Case(kind, x, gamma, shape, seed=3), ways
     fp8 = dtypes.float8_e5m2 if columnwise and not rowwise else dtypes.float8_e4m3
     scale = rt.tensor(np.array([37.5], np.float32)) if scaling == "delayed" else None
 
     def cast(amax: float) -> Cast:
         return Cast(
-            fp8, rowwise=rowwise, columnwise=columnwise, scale=scale, amax=rt.tensor(np.array([amax], np.float32)),
+            fp8,
+            rowwise=rowwise,
+            columnwise=columnwise,
+            scale=scale,
+            amax=rt.tensor(np.array([amax], np.float32)),
             power_of_two=kind == "RMSNorm",
-        )  # fmt: skip
+        )
 
     options = {"zero_centered": kind == "RMSNorm", "out_dtype": dtypes.dtype(out)}
     y, _, mean, rstd = case.forward(rt, **options)
@@ -340,9 +343,12 @@ def test_amax_passes_over_not_a_number(rt: Runtime, columnwise: bool) -> None:
     case.x[3, 5] = np.nan
     for scale in (rt.tensor(np.array([2.0], np.float32)), None):
         cast = Cast(
-            dtypes.float8_e4m3, rowwise=True, columnwise=columnwise, scale=scale,
+            dtypes.float8_e4m3,
+            rowwise=True,
+            columnwise=columnwise,
+            scale=scale,
             amax=rt.tensor(np.zeros(1, np.float32)),
-        )  # fmt: skip
+        )
         y, q, _, _ = case.forward(rt, cast=cast, keep=True)
         assert np.isnan(y[3].astype(np.float32)).all()
         assert rt.numpy(cast.amax)[0] == np.nanmax(np.abs(y.astype(np.float32)))
@@ -355,11 +361,7 @@ def test_amax_passes_over_not_a_number(rt: Runtime, columnwise: bool) -> None:
 def test_the_reference_gradients_are_slopes() -> None:
     random = np.random.default_rng(5)
     for kind in KINDS:
-        x, dy, gamma = (
-            random.standard_normal((3, 6)),
-            random.standard_normal((3, 6)),
-            random.standard_normal(6),
-        )
+        x, dy, gamma = (random.standard_normal((3, 6)), random.standard_normal((3, 6)), random.standard_normal(6))
         beta = random.standard_normal(6) if kind == "LayerNorm" else None
         operands = {"x": x, "gamma": gamma, **({} if beta is None else {"beta": beta})}
         grads = reference.backward(dy, x, gamma, kind=kind, eps=1e-3, zero_centered=True)

@@ -116,9 +116,10 @@ def test_a_sum_and_its_norm_in_one(
 def test_a_branch_may_lie_anywhere(rt: Runtime, moved: str, by: int) -> None:
     case = Case("RMSNorm", "bf16", "bf16", (19, 512))
     arrays = {
-        "residual": case.random.standard_normal(case.x.shape), "bias": case.random.standard_normal(512),
+        "residual": case.random.standard_normal(case.x.shape),
+        "bias": case.random.standard_normal(512),
         "sum": np.zeros(case.x.shape),
-    }  # fmt: skip
+    }
     placed = {
         name: misplaced(rt, a.astype(ml_dtypes.bfloat16), by if name == moved else 0) for name, a in arrays.items()
     }

@@ -78,9 +78,10 @@ def tensors(rt: Runtime) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("wrong", [spaced, elsewhere], ids=lambda f: f.__name__)
 @pytest.mark.parametrize(
-    ("call", "name"), [(call, name) for call, names in CALLS.items() for name in names],
+    ("call", "name"),
+    [(call, name) for call, names in CALLS.items() for name in names],
     ids=lambda x: x if isinstance(x, str) else x.__name__,
-)  # fmt: skip
+)
 def test_a_plan_hides_no_wrong_tensor(
     rt: Runtime, call: Callable[..., None], name: str, wrong: Callable[[Tensor], Tensor]
 ) -> None:

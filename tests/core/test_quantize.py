@@ -26,9 +26,14 @@ def make_cast(rt, fp8, orientation=(True, True), *, scale=None, amax=None, epsil
         return None if v is None else rt.tensor(np.array([v], np.float32))
 
     return Cast(
-        dtypes.dtype(fp8), rowwise=orientation[0], columnwise=orientation[1], scale=vector(scale), amax=vector(amax),
-        epsilon=epsilon, power_of_two=power_of_two,
-    )  # fmt: skip
+        dtypes.dtype(fp8),
+        rowwise=orientation[0],
+        columnwise=orientation[1],
+        scale=vector(scale),
+        amax=vector(amax),
+        epsilon=epsilon,
+        power_of_two=power_of_two,
+    )
 
 
 def check_storage(rt, q, expected, orientation, scale):
@@ -157,9 +162,7 @@ def test_any_bits_cuda():
     for fp8 in FP8:
         for dtype in ("bfloat16", "float16"):
             check_any_bits(
-                cuda_runtime(),
-                np.arange(65536, dtype=np.uint16).view(numpy_dtype(dtype)).reshape(256, 256),
-                fp8,
+                cuda_runtime(), np.arange(65536, dtype=np.uint16).view(numpy_dtype(dtype)).reshape(256, 256), fp8
             )
         floats = rng.integers(0, 1 << 32, (1024, 1024), np.uint32).view(np.float32)
         check_any_bits(cuda_runtime(), floats, fp8)
@@ -278,12 +281,7 @@ def test_cuda_equals_cpu_on_large():
                     cast = make_cast(rt, fp8, scale=scale, amax=0.0)
                     q = ops.quantize(rt, placed(rt, x), cast)
                     results.append(
-                        [
-                            codes(rt, q.rowwise),
-                            codes(rt, q.columnwise),
-                            rt.numpy(q.scale_inv),
-                            rt.numpy(cast.amax),
-                        ]
+                        [codes(rt, q.rowwise), codes(rt, q.columnwise), rt.numpy(q.scale_inv), rt.numpy(cast.amax)]
                     )
                 for a, b in zip(*results, strict=True):
                     np.testing.assert_array_equal(a, b)
@@ -325,10 +323,7 @@ def test_cuda_cast_with_partials():
         check_storage(rt, q, ref.cast(x, scale, "float8_e4m3"), (True, True), scale)
         exact = x.astype(np.float64)
         assert np.allclose(
-            rt.numpy(sums),
-            exact.sum(axis=0),
-            rtol=0,
-            atol=1e-5 * np.abs(exact).sum(axis=0).max(initial=0) + 1e-9,
+            rt.numpy(sums), exact.sum(axis=0), rtol=0, atol=1e-5 * np.abs(exact).sum(axis=0).max(initial=0) + 1e-9
         )
 
 
@@ -339,10 +334,4 @@ def test_cuda_update_launches():
     from te_core.backends.cuda import quantize as cuda
 
     states, _ = update_case(rt, np.random.default_rng(1), 801, 3)
-    assert [len(cuda.plan_update(rt, states[:n], "max").launches) for n in (1, 100, 101, 800, 801)] == [
-        1,
-        1,
-        1,
-        1,
-        2,
-    ]
+    assert [len(cuda.plan_update(rt, states[:n], "max").launches) for n in (1, 100, 101, 800, 801)] == [1, 1, 1, 1, 2]

@@ -28,9 +28,7 @@ DATA = Path(__file__).parent.parent / "data"
 
 def make_cast(fp8, tiled, orientation=(True, True), *, epsilon=0.0, power_of_two=True):
     form = Format(dtypes.dtype(fp8), "block", tiled=tiled)
-    return Cast(
-        form, rowwise=orientation[0], columnwise=orientation[1], epsilon=epsilon, power_of_two=power_of_two
-    )  # fmt: skip
+    return Cast(form, rowwise=orientation[0], columnwise=orientation[1], epsilon=epsilon, power_of_two=power_of_two)
 
 
 def bits(rt, t):
@@ -60,9 +58,7 @@ def test_quantize(rt, dtype, fp8, tiled):
     rt = poisoned(rt)
     for i, shape in enumerate(BLOCKS):
         x = values(shape, dtype, i, special=i % 4 == 3)
-        cast = make_cast(
-            fp8, tiled, ORIENTATIONS[(i + 2) % 3], epsilon=(0.0, 0.0, 0.5)[i % 3], power_of_two=i % 2 == 0
-        )  # fmt: skip
+        cast = make_cast(fp8, tiled, ORIENTATIONS[(i + 2) % 3], epsilon=(0.0, 0.0, 0.5)[i % 3], power_of_two=i % 2 == 0)
         check(rt, ops.quantize(rt, placed(rt, x), cast), x, cast)
 
 
@@ -133,8 +129,9 @@ def test_golden(rt):
         np.testing.assert_array_equal(codes(rt, q.rowwise)[:m, :k], golden["rowwise_data"], err_msg=name)
         np.testing.assert_array_equal(codes(rt, q.columnwise)[:k, :m], columnwise, err_msg=name)
         for scale, copy, (rows, along) in (
-            (q.rowwise_scale, "rowwise", (m, k)), (q.columnwise_scale, "columnwise", (k, m)),
-        ):  # fmt: skip
+            (q.rowwise_scale, "rowwise", (m, k)),
+            (q.columnwise_scale, "columnwise", (k, m)),
+        ):
             blocks = -(-along // 128)
             held = np.s_[:, :blocks] if tiled else np.s_[:, :rows]
             np.testing.assert_array_equal(
@@ -197,9 +194,7 @@ def test_dequantize(rt, dtype, fp8, tiled):
         q = ops.quantize(rt, placed(rt, x), cast)
         for columnwise in (False, True):
             source = x.T if columnwise else x
-            got_codes, scales = ref.quantize(
-                source, fp8, tiled=tiled, epsilon=0.0, power_of_two=cast.power_of_two
-            )  # fmt: skip
+            got_codes, scales = ref.quantize(source, fp8, tiled=tiled, epsilon=0.0, power_of_two=cast.power_of_two)
             inverse = np.float32(1) / scales
             inverse = np.repeat(inverse, 128, axis=1)[:, : source.shape[1]]
             if tiled:

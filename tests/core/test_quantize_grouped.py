@@ -43,7 +43,7 @@ def make_casts(rt, name, count, orientation=(True, True), seed=0):
     held = np.arange(count, dtype=np.float32)  # some above the maximum, which then must stay
     return [
         Cast(form, **options, scale=rt.tensor(scales[i]), amax=rt.tensor(held[i : i + 1] * 50)) for i in range(count)
-    ]  # fmt: skip
+    ]
 
 
 def pieces(rt, q):
@@ -148,9 +148,12 @@ def test_refusals(rt):
     other = Cast(dtypes.float8_e4m3, rowwise=True, columnwise=True)
     finer = Cast(dtypes.float8_e4m3, rowwise=True, columnwise=False, epsilon=1.0)
     for splits, casts, what in (
-        ([4, 5], [cast, cast], "add up"), ([9, -1], [cast, cast], "add up"), ([4, 4], [cast], "one cast"),
-        ([4, 4], [cast, other], "tensors only"), ([4, 4], [cast, finer], "tensors only"),
-    ):  # fmt: skip
+        ([4, 5], [cast, cast], "add up"),
+        ([9, -1], [cast, cast], "add up"),
+        ([4, 4], [cast], "one cast"),
+        ([4, 4], [cast, other], "tensors only"),
+        ([4, 4], [cast, finer], "tensors only"),
+    ):
         with pytest.raises(ArgumentError, match=what):
             ops.quantize_grouped(rt, x, splits, casts)
     with pytest.raises(ArgumentError, match="one width"):

@@ -34,9 +34,15 @@ def make_cast(rt, options=OPTIONS[0], orientation=(True, True), *, bound=448, rn
     form = Format(dtypes.float4_e2m1, "nvfp4", tiled, row_scaled, bound)
     state = rt.tensor(np.array(rng, np.uint64).view(np.int64)) if stochastic else None
     return Cast(
-        form, rowwise=orientation[0], columnwise=orientation[1], transform=transform, stochastic=stochastic, rng=state,
-        site=site, four_over_six=four_over_six,
-    )  # fmt: skip
+        form,
+        rowwise=orientation[0],
+        columnwise=orientation[1],
+        transform=transform,
+        stochastic=stochastic,
+        rng=state,
+        site=site,
+        four_over_six=four_over_six,
+    )
 
 
 def expected(x, options, *, bound=448, rng=(7, 9), site=SITE):
@@ -96,11 +102,15 @@ def test_every_dtype_and_extremes(rt, dtype, options):
     rng = np.random.default_rng(1)
     base = rng.standard_normal((48, 48))
     kinds = {
-        "zeros": np.zeros((48, 48)), "negative zeros": np.full((48, 48), -0.0), "nan": np.full((48, 48), np.nan),
-        "a nan": np.where(rng.random((48, 48)) < 0.02, np.nan, base), "huge": np.clip(base * top, -top, top),
-        "tiny": np.rint(base * 4) * tiny, "an infinity": np.where(rng.random((48, 48)) < 0.01, -np.inf, base),
+        "zeros": np.zeros((48, 48)),
+        "negative zeros": np.full((48, 48), -0.0),
+        "nan": np.full((48, 48), np.nan),
+        "a nan": np.where(rng.random((48, 48)) < 0.02, np.nan, base),
+        "huge": np.clip(base * top, -top, top),
+        "tiny": np.rint(base * 4) * tiny,
+        "an infinity": np.where(rng.random((48, 48)) < 0.01, -np.inf, base),
         "wide": base * 2.0 ** rng.integers(-14, 10, (48, 48)),
-    }  # fmt: skip
+    }
     for name, x in kinds.items():
         x = x.astype(numpy_dtype(dtype))
         with np.errstate(all="ignore"):

@@ -83,9 +83,7 @@ def most_recent(history):
 
 def test_formats_carry_their_maxima():
     maxima = {f.name: (f.value.max_fwd, f.value.max_bwd) for f in Format}
-    assert maxima == {
-        "E2M1": (6, 6), "E4M3": (448, 448), "E5M2": (57344, 57344), "HYBRID": (448, 57344),
-    }  # fmt: skip
+    assert maxima == {"E2M1": (6, 6), "E4M3": (448, 448), "E5M2": (57344, 57344), "HYBRID": (448, 57344)}
     assert str(Format.HYBRID).split(".")[1] == "HYBRID" and len(set(Format)) == 4
 
 
@@ -101,9 +99,12 @@ def test_documented_parameters():
     assert MMParams() == MMParams(True) and MMParams().use_split_accumulator
     fields = [(f.name, f.default) for f in dataclasses.fields(QParams)]
     assert fields == [
-        ("power_2_scale", False), ("amax_epsilon", 0.0), ("random_hadamard_transform", False),
-        ("stochastic_rounding", False), ("fp4_2d_quantization", False),
-    ]  # fmt: skip
+        ("power_2_scale", False),
+        ("amax_epsilon", 0.0),
+        ("random_hadamard_transform", False),
+        ("stochastic_rounding", False),
+        ("fp4_2d_quantization", False),
+    ]
     for frozen in (MMParams(), QParams()):
         with pytest.raises(dataclasses.FrozenInstanceError):
             setattr(frozen, dataclasses.fields(frozen)[0].name, False)
@@ -126,8 +127,7 @@ def test_recipes_compare_by_their_fields():
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize(
-    ("fmt", "forward", "backward"),
-    [(Format.HYBRID, E4M3, E5M2), (Format.E4M3, E4M3, E4M3), (Format.E5M2, E5M2, E5M2)],
+    ("fmt", "forward", "backward"), [(Format.HYBRID, E4M3, E5M2), (Format.E4M3, E4M3, E4M3), (Format.E5M2, E5M2, E5M2)]
 )
 def test_formats_by_role(recipe, fmt, forward, backward):
     if fmt is Format.E5M2 and recipe in (Float8BlockScaling, MXFP8BlockScaling):
@@ -160,8 +160,10 @@ def test_current_scaling_resolved():
 def test_block_scaling_resolved():
     p = Float8BlockScaling().resolve()
     assert [(o.scaling, o.tiled, o.power_of_two, o.epsilon) for o in (p.input, p.weight, p.grad)] == [
-        ("block", False, True, 0), ("block", True, True, 0), ("block", False, True, 0),
-    ]  # fmt: skip
+        ("block", False, True, 0),
+        ("block", True, True, 0),
+        ("block", False, True, 0),
+    ]
     assert {p.fprop, p.dgrad, p.wgrad} == {Gemm(True)} and p.history is None
     assert not any(o.power_of_two for o in _operands(Float8BlockScaling(use_f32_scales=True)))
     for dims in ((1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2)):
@@ -190,8 +192,10 @@ def test_nvfp4_resolved():
     x, w, dy = _operands(NVFP4BlockScaling())
     assert {(o.scaling, o.dtype) for o in (x, w, dy)} == {("nvfp4", E2M1)}
     assert [(o.transform, o.stochastic, o.tiled) for o in (x, w, dy)] == [
-        (True, False, False), (False, False, True), (True, True, False),
-    ]  # fmt: skip
+        (True, False, False),
+        (False, False, True),
+        (True, True, False),
+    ]
     assert not any(o.transform for o in _operands(NVFP4BlockScaling(disable_rht=True)))
     assert not any(o.stochastic for o in _operands(NVFP4BlockScaling(disable_stochastic_rounding=True)))
     assert not any(o.tiled for o in _operands(NVFP4BlockScaling(disable_2d_quantization=True)))
@@ -331,9 +335,7 @@ def test_environment_defaults_are_read_once_at_import():
         "r = Float8CurrentScaling(); print(r.use_power_2_scales, r.backward_override);"
         "r.backward_override = None; print(r.resolve().grad.power_of_two)"
     )
-    env = {
-        **os.environ, "NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES": "1", "NVTE_BACKWARD_OVERRIDE": "dequantized",
-    }  # fmt: skip
+    env = {**os.environ, "NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES": "1", "NVTE_BACKWARD_OVERRIDE": "dequantized"}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["True", "dequantized", "True"]
 

@@ -166,11 +166,17 @@ def test_split(rt: Runtime, case: Any, interleaved: bool) -> None:
     q_table, k_table = (None if t is None else placed_table if t is freqs else placed(rt, t) for t in tables)
     starts = np.array([1, 0, 2], np.int32)
     options = {
-        "heads": heads, "groups": groups, "head_dims": dims, "interleaved_groups": packing, "fmt": fmt,
-        "interleaved": interleaved, "cp_size": cp[0], "cp_rank": cp[1],
+        "heads": heads,
+        "groups": groups,
+        "head_dims": dims,
+        "interleaved_groups": packing,
+        "fmt": fmt,
+        "interleaved": interleaved,
+        "cp_size": cp[0],
+        "cp_rank": cp[1],
         "cu_seqlens": placed(rt, cu) if fmt == "thd" and rotated != "none" else None,
         "start_positions": placed(rt, starts) if rotated != "none" else None,
-    }  # fmt: skip
+    }
     parts = reference.split(row.reshape(-1, width), heads, groups, dims, packing)
     for offset in (0, 1):
         given = ops.rope_qkv(rt, placed(rt, row, offset), q_table, k_table, **options)
@@ -255,6 +261,4 @@ def test_a_plan_hides_no_wrong_argument(rt: Runtime) -> None:
     with pytest.raises(ArgumentError, match="start_positions"):
         ops.rope_qkv(rt, packed, table, table, start_positions=rt.tensor(np.zeros(1, np.int32)), **split)
     with pytest.raises(ArgumentError, match="dv"):
-        ops.rope_qkv_backward(
-            rt, *parts[:2], rt.tensor(np.ones((4, 2, 2, 8), np.float16)), table, table, **split
-        )  # fmt: skip
+        ops.rope_qkv_backward(rt, *parts[:2], rt.tensor(np.ones((4, 2, 2, 8), np.float16)), table, table, **split)

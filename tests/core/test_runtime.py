@@ -182,9 +182,14 @@ def test_eight_threads_one_plan_each_its_own_tensors():
             plain = rt.numpy(ops.gemm(rt, x, w, trans_b=True, out_dtype=dtypes.float32))
             q, p = ops.quantize(rt, x, cast), ops.quantize(rt, w, cast)
             low = ops.gemm(
-                rt, q.rowwise, p.rowwise, trans_b=True, a_scale=q.scale_inv, b_scale=p.scale_inv,
+                rt,
+                q.rowwise,
+                p.rowwise,
+                trans_b=True,
+                a_scale=q.scale_inv,
+                b_scale=p.scale_inv,
                 out_dtype=dtypes.float32,
-            )  # fmt: skip
+            )
             # Small integers are exact in every type here, and so are their products' sums.
             if not (np.array_equal(plain, a @ b.T) and np.array_equal(rt.numpy(low), a @ b.T)):
                 wrong.append(number)
@@ -329,7 +334,7 @@ def gemms(rt: Runtime) -> list[Any]:
         ops.gemm(rt, a, a, trans_a=True, out=rt.zeros((K, K), F32), accumulate=True, a_sum=rt.zeros((K,), F32)),
         ops.gemm(rt, qa, qb, **scales),
         ops.gemm(rt, qa, qb, **scales, out_dtype=dtypes.float16),
-    ]  # fmt: skip
+    ]
 
 
 def norms(rt: Runtime) -> list[Any]:
@@ -363,19 +368,24 @@ def quantizations(rt: Runtime) -> list[Any]:
     both, delayed = casts(rt)
     q = ops.quantize(rt, x, both, column_sum=rt.zeros((K,), F32))
     return [
-        q, ops.quantize(rt, x, delayed), ops.dequantize(rt, q, BF16),
-        ops.transpose(rt, q.rowwise), ops.amax(rt, x), ops.amax(rt, x, out=rt.zeros((1,), F32)),
+        q,
+        ops.quantize(rt, x, delayed),
+        ops.dequantize(rt, q, BF16),
+        ops.transpose(rt, q.rowwise),
+        ops.amax(rt, x),
+        ops.amax(rt, x, out=rt.zeros((1,), F32)),
         ops.update_scales(rt, [], "max"),
-    ]  # fmt: skip
+    ]
 
 
 def elementwise(rt: Runtime) -> list[Any]:
     x, rng = rt.zeros((M, K), BF16), rt.zeros((2,), dtypes.int64)
     return [
-        ops.add(rt, x, x), ops.add(rt, x, x, out=x),
+        ops.add(rt, x, x),
+        ops.add(rt, x, x, out=x),
         ops.bias_dropout_add(rt, x, rt.zeros((K,), BF16), x, p=0.1, rng=rng),
         ops.bias_dropout_add_backward(rt, x, p=0.1, rng=rng, column_sum=rt.zeros((K,), F32)),
-    ]  # fmt: skip
+    ]
 
 
 @pytest.mark.parametrize("group", [gemms, norms, activations, quantizations, elementwise])

@@ -74,15 +74,21 @@ def test_softmax(rt: Runtime, case: Any) -> None:
     cu = {"cu_seqlens_q": cumulated(rt, lengths, 0), "cu_seqlens_kv": cumulated(rt, lengths, 1)}
     for offset in (0, 1):
         y, kept = ops.softmax_forward(
-            rt, placed(rt, x, offset), scale=scale, band=band, mask=None if mask is None else placed(rt, mask, offset),
-            sink=None if sink is None else placed(rt, sink), **cu,
-        )  # fmt: skip
+            rt,
+            placed(rt, x, offset),
+            scale=scale,
+            band=band,
+            mask=None if mask is None else placed(rt, mask, offset),
+            sink=None if sink is None else placed(rt, sink),
+            **cu,
+        )
         host = rt.numpy(y)
         close(host, expected, dtype)
         assert (host[~visible] == 0).all()
         assert (kept is None) == (sink is None)
-        dx, dsink = ops.softmax_backward(rt, placed(rt, dy, offset), placed(rt, host, offset), kept, scale=scale,
-                                         band=band, **cu)  # fmt: skip
+        dx, dsink = ops.softmax_backward(
+            rt, placed(rt, dy, offset), placed(rt, host, offset), kept, scale=scale, band=band, **cu
+        )
         weights = host.astype(np.float64)
         own = share if kept is None else rt.numpy(kept).transpose(0, 2, 1).astype(np.float64)
         close(own, share, "float32")
@@ -237,9 +243,10 @@ def test_a_plan_hides_no_wrong_argument(rt: Runtime) -> None:
     wide = Tensor(x.ptr, (2, 3, 4, 4), x.dtype, x.device, x, (96, 32, 8, 2))
     ops.softmax_forward(rt, rt.tensor(np.zeros((2, 3, 4, 4), np.float32)))
     for call in (
-        lambda: ops.softmax_forward(rt, x, out=half), lambda: ops.softmax_forward(rt, wide),
+        lambda: ops.softmax_forward(rt, x, out=half),
+        lambda: ops.softmax_forward(rt, wide),
         lambda: ops.softmax_forward(rt, x, cu_seqlens_q=long, cu_seqlens_kv=cu, sink=sink),
         lambda: ops.softmax_backward(rt, half, y, share),
-    ):  # fmt: skip
+    ):
         with pytest.raises(ArgumentError):
             call()

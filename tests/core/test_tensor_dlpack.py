@@ -68,9 +68,13 @@ def jax_library(device: Any) -> Library:
 
     narrow = [d for d in BYTE_SIZED if d.bits < 64]  # JAX has no 64-bit types unless it is told to
     return Library(
-        narrow, lambda a: jax.device_put(a, device), jax.dlpack.from_dlpack,
-        lambda a: a.unsafe_buffer_pointer(), lambda a: raw(np.asarray(a)), strided=False,
-    )  # fmt: skip
+        narrow,
+        lambda a: jax.device_put(a, device),
+        jax.dlpack.from_dlpack,
+        lambda a: a.unsafe_buffer_pointer(),
+        lambda a: raw(np.asarray(a)),
+        strided=False,
+    )
 
 
 def cupy_library() -> Library:
@@ -348,10 +352,7 @@ def test_an_imported_capsule_is_released_exactly_once(versioned):
 
 
 def test_a_capsule_that_cannot_be_used_stays_the_producers():
-    for producer, reason in (
-        (Producer(device=(10, 0)), "DLPack device 10"),
-        (Producer(kind=5, bits=64), "code 5"),
-    ):
+    for producer, reason in ((Producer(device=(10, 0)), "DLPack device 10"), (Producer(kind=5, bits=64), "code 5")):
         with pytest.raises(ArgumentError, match=reason):
             from_dlpack(producer)
         gc.collect()
@@ -506,11 +507,15 @@ def test_an_empty_tensor_is_dense_whatever_its_strides():
 def test_misused_tensors_say_how_to_mend_it():
     ours = from_numpy(np.zeros((4, 6), np.float32))
     for wrong in (
-        lambda: ours.reshape(5, 5), lambda: ours.reshape(-2, -12),
-        lambda: from_numpy(np.zeros((4, 6)).T).reshape(24), lambda: ours.rows(1, 5), lambda: ours.rows(3, 2),
+        lambda: ours.reshape(5, 5),
+        lambda: ours.reshape(-2, -12),
+        lambda: from_numpy(np.zeros((4, 6)).T).reshape(24),
+        lambda: ours.rows(1, 5),
+        lambda: ours.rows(3, 2),
         lambda: Tensor(0, (1,), dtypes.float32, cuda_device(0), None).numpy(),
-        lambda: ours.view_as(dtypes.float16), lambda: Device("tpu"),
-    ):  # fmt: skip
+        lambda: ours.view_as(dtypes.float16),
+        lambda: Device("tpu"),
+    ):
         with pytest.raises(ArgumentError, match="To do"):
             wrong()
 

@@ -24,9 +24,11 @@ def fp8_call(rt, seed):
     scale = np.float32(2.0 ** (seed % 7 - 3))
     a, b = (rt.tensor(x) for x in arrays)
     kept = {
-        "a_scale": rt.tensor(np.array([scale])), "b_scale": rt.tensor(np.array([1.5], np.float32)),
-        "bias": rt.tensor(bias), "out": rt.empty((m, n), D.bfloat16),
-    }  # fmt: skip
+        "a_scale": rt.tensor(np.array([scale])),
+        "b_scale": rt.tensor(np.array([1.5], np.float32)),
+        "bias": rt.tensor(bias),
+        "out": rt.empty((m, n), D.bfloat16),
+    }
     want = reference.gemm(*arrays, trans_b=True, scale=scale * 1.5, bias=bias).out
     return lambda: gemm(rt, a, b, trans_b=True, **kept), want
 

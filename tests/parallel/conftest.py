@@ -23,10 +23,7 @@ def ranks_of() -> Iterator[Callable[[int, str], Ranks]]:
         found.close()
 
 
-GLOO = [
-    pytest.param((2, "cpu"), id="2 ranks"),
-    pytest.param((4, "cpu"), id="4 ranks", marks=pytest.mark.more),
-]
+GLOO = [pytest.param((2, "cpu"), id="2 ranks"), pytest.param((4, "cpu"), id="4 ranks", marks=pytest.mark.more)]
 
 
 @pytest.fixture(scope="module", params=[*GLOO, pytest.param((2, "cuda"), id="2 GPUs", marks=requires_gpus(2))])

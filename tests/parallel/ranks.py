@@ -165,9 +165,14 @@ class _Process:
             env["CUDA_VISIBLE_DEVICES"] = ""  # torch.compile asks for a stream, and many processes crowd a GPU
         fields = (rank.number, rank.world, rank.device, theirs.fileno(), lifeline)
         self._popen = subprocess.Popen(
-            [sys.executable, "-c", f"from tests.parallel.ranks import _serve; _serve{fields}"], cwd=ROOT, env=env,
-            stdin=subprocess.DEVNULL, stdout=handle, stderr=handle, pass_fds=(theirs.fileno(), lifeline),
-        )  # fmt: skip
+            [sys.executable, "-c", f"from tests.parallel.ranks import _serve; _serve{fields}"],
+            cwd=ROOT,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=handle,
+            stderr=handle,
+            pass_fds=(theirs.fileno(), lifeline),
+        )
         theirs.close()
         os.close(handle)
         os.close(lifeline)
@@ -256,9 +261,12 @@ def _in_a_group(rank: Rank, function: Callable[..., Any], args: Any, store: str,
     meeting.set(f"here {rank.number}", "")  # a short timeout shall not count what another rank still imports
     meeting.wait([f"here {i}" for i in range(rank.world)], timedelta(seconds=START))
     dist.init_process_group(
-        "nccl" if rank.device == "cuda" else "gloo", store=dist.PrefixStore("group", meeting), rank=rank.number,
-        world_size=rank.world, timeout=timedelta(seconds=seconds),
-    )  # fmt: skip
+        "nccl" if rank.device == "cuda" else "gloo",
+        store=dist.PrefixStore("group", meeting),
+        rank=rank.number,
+        world_size=rank.world,
+        timeout=timedelta(seconds=seconds),
+    )
     try:
         value = function(rank, *args)
         if dist.is_initialized():

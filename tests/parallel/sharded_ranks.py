@@ -23,9 +23,12 @@ from te_core.recipe import (
 from tests.module_steps import values
 
 RECIPES: dict[str, Any] = {
-    "delayed": DelayedScaling(amax_history_len=4), "current": Float8CurrentScaling(), "block": Float8BlockScaling(),
-    "mxfp8": MXFP8BlockScaling(), "nvfp4": NVFP4BlockScaling(disable_stochastic_rounding=True),
-}  # fmt: skip
+    "delayed": DelayedScaling(amax_history_len=4),
+    "current": Float8CurrentScaling(),
+    "block": Float8BlockScaling(),
+    "mxfp8": MXFP8BlockScaling(),
+    "nvfp4": NVFP4BlockScaling(disable_stochastic_rounding=True),
+}
 STEPS, ROWS, WIDTH = 3, 32, 256
 
 
@@ -67,9 +70,12 @@ def run(rank: int, world: int) -> dict[str, Any]:
             outputs = train(model, recipe, range(rank, rank + 1))
             shard = weight.to_local()
             found[f"{name} {reshard}"] = {
-                "y": outputs, "class": type(shard).__name__, "shard": shard.dequantize(),
-                "scale": getattr(shard, "_scale_inv", torch.ones(1)), "sharded": model[0].is_fsdp2,
-            }  # fmt: skip
+                "y": outputs,
+                "class": type(shard).__name__,
+                "shard": shard.dequantize(),
+                "scale": getattr(shard, "_scale_inv", torch.ones(1)),
+                "sharded": model[0].is_fsdp2,
+            }
     return found
 
 

@@ -166,11 +166,12 @@ def another_rule(rank: Rank, rule: dict[str, Any]) -> Any:
 @pytest.mark.parametrize(
     "rule, shown",
     [
-        ({"margin": 1}, "margin 1"), ({"amax_history_len": 8}, "history of 8"),
+        ({"margin": 1}, "margin 1"),
+        ({"amax_history_len": 8}, "history of 8"),
         ({"amax_compute_algo": "most_recent"}, "most_recent"),
         ({"fp8_format": Format.E5M2}, "float8_e5m2"),
     ],
-)  # fmt: skip
+)
 def test_another_rule(rule: dict[str, Any], shown: str, ranks: Ranks) -> None:
     """Scales would differ although the maxima are the same."""
     for number, error in enumerate(ranks.run(another_rule, rule)):

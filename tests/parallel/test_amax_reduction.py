@@ -40,7 +40,7 @@ from tests.parallel.amax_steps import (
     step,
     together,
     train,
-)  # fmt: skip
+)
 from tests.parallel.ranks import Rank, Ranks
 
 

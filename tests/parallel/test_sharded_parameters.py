@@ -20,9 +20,12 @@ ROOT = Path(__file__).parents[2]
 FACE = [name for name in ("lo", "lo0") if Path(f"/sys/class/net/{name}").exists()]
 WORLD = 2
 CLASSES = {
-    "delayed": "Float8Tensor", "current": "Float8Tensor", "block": "Float8BlockwiseQTensor", "mxfp8": "MXFP8Tensor",
+    "delayed": "Float8Tensor",
+    "current": "Float8Tensor",
+    "block": "Float8BlockwiseQTensor",
+    "mxfp8": "MXFP8Tensor",
     "nvfp4": "NVFP4Tensor",
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")
@@ -34,11 +37,15 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         env["GLOO_SOCKET_IFNAME"] = FACE[0]
     started = [
         subprocess.Popen(
-            [sys.executable, "-m", "tests.parallel.sharded_ranks", str(rank), str(WORLD), str(folder)], cwd=ROOT,
-            env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            [sys.executable, "-m", "tests.parallel.sharded_ranks", str(rank), str(WORLD), str(folder)],
+            cwd=ROOT,
+            env=env,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
         )
         for rank in range(WORLD)
-    ]  # fmt: skip
+    ]
     try:
         outputs = [process.communicate(timeout=240)[0] for process in started]
     finally:

@@ -6,9 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-GATED = {
-    "geglu": "gelu", "glu": "sigmoid", "qgeglu": "qgelu", "reglu": "relu", "sreglu": "srelu", "swiglu": "silu",
-}  # fmt: skip
+GATED = {"geglu": "gelu", "glu": "sigmoid", "qgeglu": "qgelu", "reglu": "relu", "sreglu": "srelu", "swiglu": "silu"}
 _C = 0.7978845608
 
 

@@ -64,9 +64,7 @@ def forward(module: torch.nn.Module, x: torch.Tensor, p: Params) -> list[torch.T
     return [linear(activation(module.activation, h), p["fc2_weight"], last_bias), n]
 
 
-def results(
-    module: torch.nn.Module, x: torch.Tensor, *output_grads: torch.Tensor | None
-) -> dict[str, torch.Tensor]:
+def results(module: torch.nn.Module, x: torch.Tensor, *output_grads: torch.Tensor | None) -> dict[str, torch.Tensor]:
     """y (and norm), dx and the gradient of every parameter, for these gradients of the outputs."""
     leaf = x.detach().cpu().double().requires_grad_()
     p = {name: t.detach().cpu().double().requires_grad_() for name, t in module.named_parameters()}

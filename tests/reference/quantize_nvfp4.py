@@ -123,9 +123,15 @@ def random_bytes(lines: int, length: int, seed: int, offset: int, site: int) -> 
 
 
 def quantize(
-    lines: np.ndarray, bound: int = 448, *, tiled: bool = False, row_scaled: bool = False, four_over_six=None,
-    random: np.ndarray | None = None, columns: bool = False,
-) -> Stored:  # fmt: skip
+    lines: np.ndarray,
+    bound: int = 448,
+    *,
+    tiled: bool = False,
+    row_scaled: bool = False,
+    four_over_six=None,
+    random: np.ndarray | None = None,
+    columns: bool = False,
+) -> Stored:
     """A copy of [lines, length]; `columns`: its lines are the columns of x (an error is summed over rows of x)."""
     count, length = lines.shape
     v = np.zeros((ceil_to(count, 16), ceil_to(length, 16)), F)

@@ -31,9 +31,16 @@ def matrix(angles: Array, d: int, interleaved: bool) -> Array:
 
 
 def turn(
-    t: Array, freqs: Array, fmt: str, *, interleaved: bool = False, cu_seqlens: Any = None, starts: Any = None,
-    cp: tuple[int, int] = (1, 0), backward: bool = False,
-) -> Array:  # fmt: skip
+    t: Array,
+    freqs: Array,
+    fmt: str,
+    *,
+    interleaved: bool = False,
+    cu_seqlens: Any = None,
+    starts: Any = None,
+    cp: tuple[int, int] = (1, 0),
+    backward: bool = False,
+) -> Array:
     """t turned, or a gradient turned back; tokens of no sequence (thd) stay as they are."""
     table = freqs.reshape(freqs.shape[0], -1)
     out = t.astype(np.float64)

@@ -10,9 +10,14 @@ Array = np.ndarray[Any, Any]
 
 
 def seen(
-    shape: tuple[int, ...], *, left: int = -1, right: int = -1, bottom_right: bool = False, lengths: Any = None,
+    shape: tuple[int, ...],
+    *,
+    left: int = -1,
+    right: int = -1,
+    bottom_right: bool = False,
+    lengths: Any = None,
     mask: Array | None = None,
-) -> Array:  # fmt: skip
+) -> Array:
     """[b, h, sq, sk]: whether row i sees column j. `lengths`: one pair (queries, keys) for each batch entry."""
     b, h, sq, sk = shape
     out = np.zeros(shape, np.bool_)

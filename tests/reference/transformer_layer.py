@@ -27,9 +27,14 @@ def below(p: Params, prefix: str) -> dict[str, torch.Tensor]:
 
 
 def hidden_pairs(
-    mask: str, sq: int, skv: int, lengths: list[tuple[int, int]] | None = None, window: tuple[int, int] = (-1, -1),
-    bottom_right: bool | None = None, given: torch.Tensor | None = None,
-) -> torch.Tensor:  # fmt: skip
+    mask: str,
+    sq: int,
+    skv: int,
+    lengths: list[tuple[int, int]] | None = None,
+    window: tuple[int, int] = (-1, -1),
+    bottom_right: bool | None = None,
+    given: torch.Tensor | None = None,
+) -> torch.Tensor:
     """[b, 1, sq, skv], True where query i does not see key j; pair by pair, as the rules are written."""
     batch = 1 if lengths is None else len(lengths)
     hidden = torch.zeros(batch, 1, sq, skv, dtype=torch.bool)
@@ -63,9 +68,15 @@ def turned(t: torch.Tensor, angles: torch.Tensor, interleaved: bool = False) -> 
 
 
 def dot_product(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, hidden: torch.Tensor, *, softmax: str = "vanilla",
-    sink: torch.Tensor | None = None, bias: torch.Tensor | None = None,
-) -> torch.Tensor:  # fmt: skip
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    hidden: torch.Tensor,
+    *,
+    softmax: str = "vanilla",
+    sink: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
     """[s, b, h * d] of heads q [s, b, h, d], k and v [s, b, g, d]; bias is added to the scaled scores."""
     h, g = q.shape[2], k.shape[2]
     k, v = (t.repeat_interleave(h // g, dim=2) for t in (k, v))
@@ -102,10 +113,16 @@ def _rows(p: Params, parts: list[str], counts: list[int], groups: int, d: int, i
 
 
 def multihead(
-    p: Params, x: torch.Tensor, o: Options, *, hidden: torch.Tensor, encoded: torch.Tensor | None = None,
-    angles: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None), bias: torch.Tensor | None = None,
+    p: Params,
+    x: torch.Tensor,
+    o: Options,
+    *,
+    hidden: torch.Tensor,
+    encoded: torch.Tensor | None = None,
+    angles: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
+    bias: torch.Tensor | None = None,
     add_bias: bool = True,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(output, output of the input norm or x itself). Without `add_bias` the last bias is left out."""
     h = o["num_attention_heads"]
     g = o.get("num_gqa_groups") or h
@@ -136,9 +153,14 @@ def multihead(
     for step in steps:
         q, k = step((q, k))
     attended = dot_product(
-        q, k, v, hidden, softmax=o.get("softmax_type", "vanilla"), sink=p.get("core_attention.softmax_offset"),
+        q,
+        k,
+        v,
+        hidden,
+        softmax=o.get("softmax_type", "vanilla"),
+        sink=p.get("core_attention.softmax_offset"),
         bias=bias,
-    )  # fmt: skip
+    )
     return linear(attended, p["proj.weight"], p.get("proj.bias") if add_bias else None), n
 
 
@@ -162,10 +184,16 @@ def _norm(p: Params, prefix: str, x: torch.Tensor, o: Options, eps: float, zero_
 
 
 def layer(
-    p: Params, x: torch.Tensor, o: Options, *, hidden: torch.Tensor, encoded: torch.Tensor | None = None,
-    cross_hidden: torch.Tensor | None = None, keep: Callable[[str, torch.Tensor], torch.Tensor] | None = None,
+    p: Params,
+    x: torch.Tensor,
+    o: Options,
+    *,
+    hidden: torch.Tensor,
+    encoded: torch.Tensor | None = None,
+    cross_hidden: torch.Tensor | None = None,
+    keep: Callable[[str, torch.Tensor], torch.Tensor] | None = None,
     **attention: Any,
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     """The layer's output. `keep(part, t)` stands for the dropout behind a part; default: none."""
     drop = keep or (lambda part, t: t)
     eps, zero_centered = o.get("layernorm_epsilon", 1e-5), o.get("zero_centered_gamma", False)
@@ -191,9 +219,8 @@ def layer(
 
 
 def results(
-    forward: Callable[[Params, torch.Tensor], torch.Tensor], module: torch.nn.Module, x: torch.Tensor,
-    dy: torch.Tensor,
-) -> dict[str, torch.Tensor]:  # fmt: skip
+    forward: Callable[[Params, torch.Tensor], torch.Tensor], module: torch.nn.Module, x: torch.Tensor, dy: torch.Tensor
+) -> dict[str, torch.Tensor]:
     """y, dx and the gradient of every parameter of `module`, by `forward(parameters, x)` in float64."""
     leaf = x.detach().cpu().double().requires_grad_()
     p = {name: t.detach().cpu().double().requires_grad_() for name, t in module.named_parameters()}

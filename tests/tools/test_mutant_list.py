@@ -21,12 +21,8 @@ def test_listed_fault_can_be_applied(mutant: Mutant) -> None:
 
 
 def test_engine_judges_each_kind(tmp_path: Path) -> None:
-    (tmp_path / "sums.py").write_text(
-        "def half(x):\n    return x / 2\n\n\ndef odd(x):\n    return x % 2 == 1\n"
-    )
-    (tmp_path / "test_sums.py").write_text(
-        "from sums import half\n\ndef test_half():\n    assert half(8) == 4\n"
-    )
+    (tmp_path / "sums.py").write_text("def half(x):\n    return x / 2\n\n\ndef odd(x):\n    return x % 2 == 1\n")
+    (tmp_path / "test_sums.py").write_text("from sums import half\n\ndef test_half():\n    assert half(8) == 4\n")
     (tmp_path / "pyproject.toml").write_text('[tool.pytest.ini_options]\npythonpath = ["."]\n')
 
     def verdict(old: str, new: str) -> str:

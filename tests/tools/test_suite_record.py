@@ -50,10 +50,16 @@ def xml(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def record(folder: Path, name: str, **changes: object) -> None:
     base = {
-        "time": "2026-01-02T00:00:00Z", "about": {"device": "NVIDIA H200", "torch": "2.11", "commit": "abc"},
-        "shard": "1/1", "sources": suite_record.sources(), "passed": 1200, "failed": 0, "failed tests": [],
-        "skipped": 3, "skipped by reason": {"needs sm_100": 3},
-    }  # fmt: skip
+        "time": "2026-01-02T00:00:00Z",
+        "about": {"device": "NVIDIA H200", "torch": "2.11", "commit": "abc"},
+        "shard": "1/1",
+        "sources": suite_record.sources(),
+        "passed": 1200,
+        "failed": 0,
+        "failed tests": [],
+        "skipped": 3,
+        "skipped by reason": {"needs sm_100": 3},
+    }
     (folder / name).write_text(json.dumps({**base, **changes}))
 
 
@@ -63,9 +69,7 @@ def test_what_a_record_says(xml: Path, tmp_path: Path) -> None:
     assert path.name.endswith("-suite.json") and found["shard"] == "2/3"
     assert (found["passed"], found["failed"], found["skipped"]) == (3, 2, 4)
     assert sorted(name.partition("::")[2] for name in found["failed tests"]) == ["test_never_begins", "test_wrong"]
-    assert found["skipped by reason"] == {
-        "needs sm_100": 2, "needs 2 GPUs": 1, "expected to fail: a known one": 1,
-    }  # fmt: skip
+    assert found["skipped by reason"] == {"needs sm_100": 2, "needs 2 GPUs": 1, "expected to fail: a known one": 1}
     assert found["about"]["commit"] == "0123456789ab" and found["about"]["device"] == harness.device_name()
     again = suite_record.write(xml, "3/3", tmp_path, "")
     assert again.name.endswith("-suite-2.json") and path.is_file()

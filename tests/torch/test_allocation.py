@@ -31,8 +31,11 @@ def test_outputs_are_as_torch_empty_makes_them(device: str, quick: bool, monkeyp
             wanted = torch.empty(shape, dtype=TO_TORCH[dtype], device=device)
             got = made.owner
             assert (got.shape, got.stride(), got.dtype, got.device) == (
-                wanted.shape, wanted.stride(), wanted.dtype, wanted.device
-            )  # fmt: skip
+                wanted.shape,
+                wanted.stride(),
+                wanted.dtype,
+                wanted.device,
+            )
             assert made.ptr == got.data_ptr() and not got.requires_grad and got.is_contiguous()
             assert got.untyped_storage().nbytes() == wanted.untyped_storage().nbytes()
 

@@ -289,8 +289,11 @@ def test_the_shipped_table() -> None:
     for capability, entry in table["measured"].items():
         assert re.fullmatch(r"\d+\.\d", capability) and entry["device"] and entry["versions"]
         for name, times in entry["microseconds"].items():
-            assert re.fullmatch(r"(train|infer)/(dense|packed)/d(64|128|192|256)/(decode|short|medium|long)/"
-                                r"(banded|full)", name)  # fmt: skip
+            assert re.fullmatch(
+                r"(train|infer)/(dense|packed)/d(64|128|192|256)/(decode|short|medium|long)/"
+                r"(banded|full)",
+                name,
+            )
             assert set(times) <= set(choose.BACKENDS) and all(t > 0 for t in times.values())
 
 
@@ -533,9 +536,7 @@ def test_the_variable_alone_shows_the_choice() -> None:
 
 @pytest.mark.parametrize("value", ["yes", os.fsdecode(b"\xff"), "-1", "2" * 5000])
 @pytest.mark.parametrize("name", ["NVTE_FUSED_ATTN", "NVTE_DEBUG_LEVEL", "NVTE_DPA_FP8DS_AMAX_HISTLEN"])
-def test_what_cannot_be_made_out_counts_as_the_default(
-    monkeypatch: pytest.MonkeyPatch, name: str, value: str
-) -> None:
+def test_what_cannot_be_made_out_counts_as_the_default(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
     monkeypatch.setattr(variables, "_warned", set())
     before = env.now(), env.fp8_now()
     monkeypatch.setenv("NVTE_DEBUG", "0")
@@ -558,8 +559,13 @@ def test_get_attention_backend(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.skip("hardware: says what the CPU would use")
     params = utils.AttentionParams(qkv_layout="bshd_bshd_bshd", attn_mask_type="causal")
     assert utils.get_attention_backend(params) == (
-        False, None, True, "F16_arbitrary_seqlen", False, [False, True, True]
-    )  # fmt: skip
+        False,
+        None,
+        True,
+        "F16_arbitrary_seqlen",
+        False,
+        [False, True, True],
+    )
     monkeypatch.setenv("NVTE_FUSED_ATTN", "0")
     assert utils.get_attention_backend(params) == (False, None, False, None, True, [False, False, True])
     monkeypatch.setenv("NVTE_FUSED_ATTN", "1")

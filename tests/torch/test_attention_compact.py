@@ -274,9 +274,15 @@ def test_compiled(layout: str, backend: str, use: Any) -> None:
 def test_compiled_without_a_break() -> None:
     torch._dynamo.reset()
     layer = te.TransformerLayer(
-        64, 96, 4, self_attn_mask_type="padding_causal", hidden_dropout=0.0, attention_dropout=0.0,
-        attn_input_format="bshd", device="cpu",
-    )  # fmt: skip
+        64,
+        96,
+        4,
+        self_attn_mask_type="padding_causal",
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        attn_input_format="bshd",
+        device="cpu",
+    )
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     x, mask = values(BATCH, SEQ, 64, seed=1), mask_of("left")
     assert torch.equal(compiled(x, attention_mask=mask), layer(x, attention_mask=mask))
@@ -330,9 +336,11 @@ def moved(x: torch.Tensor) -> torch.Tensor:
 
 
 FP8: dict[str, Any] = {
-    "plain": None, "delayed dpa": DelayedScaling(fp8_dpa=True),
-    "delayed mha": DelayedScaling(fp8_dpa=True, fp8_mha=True), "current dpa": Float8CurrentScaling(fp8_dpa=True),
-}  # fmt: skip
+    "plain": None,
+    "delayed dpa": DelayedScaling(fp8_dpa=True),
+    "delayed mha": DelayedScaling(fp8_dpa=True, fp8_mha=True),
+    "current dpa": Float8CurrentScaling(fp8_dpa=True),
+}
 
 
 @pytest.mark.parametrize("form", ["sbhd", "bshd"])
@@ -343,9 +351,16 @@ def test_a_layer(options: dict[str, Any], recipe: str, form: str) -> None:
 
     def run(left: bool, rule: Any) -> dict[str, torch.Tensor]:
         layer = te.TransformerLayer(
-            64, 96, 4, self_attn_mask_type="padding_causal", hidden_dropout=0.0, attention_dropout=0.0,
-            attn_input_format=form, device="cpu", **options,
-        )  # fmt: skip
+            64,
+            96,
+            4,
+            self_attn_mask_type="padding_causal",
+            hidden_dropout=0.0,
+            attention_dropout=0.0,
+            attn_input_format=form,
+            device="cpu",
+            **options,
+        )
         randomise(layer)
         mask, x = mask_of("left"), values(BATCH, SEQ, 64, seed=1)
         dy = values(BATCH, SEQ, 64, seed=2) * ~mask.view(BATCH, SEQ, 1)
@@ -393,10 +408,17 @@ def test_texts_of_unequal_length_in_one_batch() -> None:
     embed = torch.nn.Embedding(50, 32)
     layers = [
         te.TransformerLayer(
-            32, 64, 4, self_attn_mask_type="padding_causal", hidden_dropout=0.0, attention_dropout=0.0,
-            attn_input_format="bshd", device="cpu",
-        ).eval() for _ in range(2)
-    ]  # fmt: skip
+            32,
+            64,
+            4,
+            self_attn_mask_type="padding_causal",
+            hidden_dropout=0.0,
+            attention_dropout=0.0,
+            attn_input_format="bshd",
+            device="cpu",
+        ).eval()
+        for _ in range(2)
+    ]
     angles = te.RotaryPositionEmbedding(8).cpu()(64)
 
     @torch.no_grad()

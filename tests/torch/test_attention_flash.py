@@ -26,9 +26,15 @@ HEADS, GROUPS, WIDTH = 4, 2, 16
 
 
 def reference(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, left: int = -1, right: int = -1, cap: float = 0.0,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    left: int = -1,
+    right: int = -1,
+    cap: float = 0.0,
     slopes: torch.Tensor | None = None,
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     """Attention of one sequence [s, h, d] in float64, its diagonal ending bottom-right."""
     sq, skv, times = q.shape[0], k.shape[0], q.shape[1] // k.shape[1]
     k, v = (t.repeat_interleave(times, 1).double() for t in (k, v))
@@ -86,8 +92,10 @@ class Package:
         o = self._bind(self.packed_names, args, options)
         q, k, v, cu_q, cu_k = (o[n] for n in ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k"))
         out = torch.full((q.shape[0], q.shape[1], v.shape[2]), math.nan, dtype=q.dtype)  # what nobody writes
-        used_q, used_k = (o.get(n) if o.get(n) is not None else cu[1:] - cu[:-1]
-                          for n, cu in (("seqused_q", cu_q), ("seqused_k", cu_k)))  # fmt: skip
+        used_q, used_k = (
+            o.get(n) if o.get(n) is not None else cu[1:] - cu[:-1]
+            for n, cu in (("seqused_q", cu_q), ("seqused_k", cu_k))
+        )
         for t, cu, used in ((q, cu_q, used_q), (k, cu_k, used_k), (v, cu_k, used_k)):
             if t.requires_grad:
                 t.register_hook(partial(poisoned, at=outside(cu, used, len(t))))
@@ -104,10 +112,12 @@ V3 = "softmax_scale causal qv window_size softcap num_splits deterministic"
 V4 = "softmax_scale causal window_size softcap num_splits"
 PACKAGES = {
     FLASH2: ("flash_attn", lambda: Package(f"q k v {COMMON}", f"q k v {LENGTHS} {COMMON}")),
-    FLASH3: ("flash_attn_interface",
-             lambda: Package(f"q k v {V3}", f"q k v {LENGTHS} seqused_q seqused_k {V3}", pair=True)),
+    FLASH3: (
+        "flash_attn_interface",
+        lambda: Package(f"q k v {V3}", f"q k v {LENGTHS} seqused_q seqused_k {V3}", pair=True),
+    ),
     FLASH4: ("flash_attn.cute", lambda: Package(f"q k v {V4}", f"q k v cu_seqlens_q cu_seqlens_k {V4}", pair=True)),
-}  # fmt: skip
+}
 
 
 def install(monkeypatch: pytest.MonkeyPatch, backend: str) -> Package:
@@ -149,14 +159,15 @@ DENSE: list[tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = [
     ({"mask_type": "no_mask", "window": (1, 0)}, {"left": 1, "right": 0}, tuple(PACKAGES)),
     ({"mask_type": "no_mask", "softcap": 0.5}, {"cap": 0.5}, tuple(PACKAGES)),
     ({"mask_type": "causal_bottom_right", "bias_type": "alibi"}, {"right": 0, "slopes": True}, (FLASH2,)),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("form", ["bshd", "sbhd"])
 @pytest.mark.parametrize(
-    ("changes", "means", "backend"), [(c, m, b) for c, m, backends in DENSE for b in backends],
+    ("changes", "means", "backend"),
+    [(c, m, b) for c, m, backends in DENSE for b in backends],
     ids=lambda x: x if isinstance(x, str) else "-".join(map(str, x.values())),
-)  # fmt: skip
+)
 def test_dense(
     monkeypatch: pytest.MonkeyPatch, backend: str, changes: dict[str, Any], means: dict[str, Any], form: str
 ) -> None:
@@ -186,9 +197,13 @@ def test_packed(monkeypatch: pytest.MonkeyPatch, backend: str, mask: str, gaps: 
     plan = plan_for(
         backend, q, k, form="thd", kv_form="thd", mask_type=mask, cu=(4, False, gaps, True), max_q=5, max_kv=5
     )
-    out, _ = flash.run(plan, q, k, v, Terms(cu_q=cu_q, cu_kv=cu_kv, **(
-        {"cu_q_padded": places[0], "cu_kv_padded": places[1]} if gaps else {}
-    )))  # fmt: skip
+    out, _ = flash.run(
+        plan,
+        q,
+        k,
+        v,
+        Terms(cu_q=cu_q, cu_kv=cu_kv, **({"cu_q_padded": places[0], "cu_kv_padded": places[1]} if gaps else {})),
+    )
     for i in range(3):
         (a, m), (b, n) = ((int(at[i]), int(cu[i + 1] - cu[i])) for at, cu in zip(places, (cu_q, cu_kv), strict=True))
         if m:
@@ -208,12 +223,15 @@ def test_flash2_of_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
     package = install(monkeypatch, FLASH2)
     q, k, v = tensors(2, 5)
     for version, has in (
-        ((2, 2), set()), ((2, 3), {"window_size"}), ((2, 4), {"window_size", "alibi_slopes"}),
+        ((2, 2), set()),
+        ((2, 3), {"window_size"}),
+        ((2, 4), {"window_size", "alibi_slopes"}),
         ((2, 5), {"window_size", "alibi_slopes", "deterministic"}),
         ((2, 6), {"window_size", "alibi_slopes", "deterministic", "softcap"}),
-    ):  # fmt: skip
-        plan = plan_for(FLASH2, q, k, form="bshd", kv_form="bshd", mask_type="no_mask",
-                        installed=Installed(flash2=version))  # fmt: skip
+    ):
+        plan = plan_for(
+            FLASH2, q, k, form="bshd", kv_form="bshd", mask_type="no_mask", installed=Installed(flash2=version)
+        )
         flash.run(plan, q, k, v, Terms())
         assert set(package.seen[-1]) - {"q", "k", "v", "dropout_p", "softmax_scale", "causal"} == has
 
@@ -226,8 +244,16 @@ def fake_backward(seen: list[Any]) -> Any:
 
     def backward(*tensors: Any, **options: Any) -> None:
         dout, q, k, v, out, lse, dq, dk, dv = tensors
-        names = ("dropout_p", "softmax_scale", "causal", "window_size_left", "window_size_right", "softcap",
-                 "alibi_slopes", "deterministic")  # fmt: skip
+        names = (
+            "dropout_p",
+            "softmax_scale",
+            "causal",
+            "window_size_left",
+            "window_size_right",
+            "softcap",
+            "alibi_slopes",
+            "deterministic",
+        )
         assert set(options) == set(names) and options["dropout_p"] == 0
         causal, softmax_scale = options["causal"], options["softmax_scale"]
         seen.append((causal, options["window_size_left"], options["window_size_right"]))
@@ -241,8 +267,10 @@ def fake_backward(seen: list[Any]) -> Any:
         dp = torch.einsum("bqhd,bkhd->bhqk", grad, values)
         ds = p * (dp - (grad * result).sum(-1).transpose(1, 2)[..., None]) * softmax_scale
         dq.copy_(torch.einsum("bhqk,bkhd->bqhd", ds, keys))
-        for target, found in ((dk, torch.einsum("bhqk,bqhd->bkhd", ds, q.double())),
-                              (dv, torch.einsum("bhqk,bqhd->bkhd", p, grad))):  # fmt: skip
+        for target, found in (
+            (dk, torch.einsum("bhqk,bqhd->bkhd", ds, q.double())),
+            (dv, torch.einsum("bhqk,bqhd->bkhd", p, grad)),
+        ):
             target.copy_(found.unflatten(2, (-1, times)).sum(3))
 
     return backward
@@ -282,9 +310,12 @@ def test_where_the_backward_of_flash2_applies() -> None:
     plan.request, plan.layer = wanted, needs
     assert flash.takes_backward(plan)
     for change in (
-        {"switches": env.Switches()}, {"installed": Installed(flash2=(2, 6))}, {"installed": Installed()},
-        {"dtype": choose.dtypes.float32}, {"spec": replace(plan.spec, softmax="off-by-one")},
-    ):  # fmt: skip
+        {"switches": env.Switches()},
+        {"installed": Installed(flash2=(2, 6))},
+        {"installed": Installed()},
+        {"dtype": choose.dtypes.float32},
+        {"spec": replace(plan.spec, softmax="off-by-one")},
+    ):
         plan.request = replace(wanted, **change)
         assert not flash.takes_backward(plan), change
     plan.request, plan.layer = wanted, replace(needs, needs=needs.needs._replace(q=False))

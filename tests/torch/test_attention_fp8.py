@@ -108,8 +108,11 @@ def test_checkpoints_carry_the_state(device: str) -> None:
         step(module, delayed(), inputs)
     saved = {n: t.clone() for n, t in module.state_dict().items()}
     assert {n.removeprefix("fp8_state.") for n in saved} == {
-        "scale_fwd", "scale_bwd", "amax_history_fwd", "amax_history_bwd"
-    }  # fmt: skip
+        "scale_fwd",
+        "scale_bwd",
+        "amax_history_fwd",
+        "amax_history_bwd",
+    }
     other = DotProductAttention(HEADS, WIDTH)
     other.load_state_dict(saved)
     for a, b in zip(step(module, delayed(), inputs), step(other, delayed(), inputs), strict=True):
@@ -121,8 +124,10 @@ def test_checkpoints_carry_the_state(device: str) -> None:
 def test_entries_made_ahead_are_those_of_training() -> None:
     """Of attention only where the recipe has it in FP8; its history is its own rule's."""
     for recipe, rows in (
-        (DelayedScaling(amax_history_len=5), None), (delayed(), 3), (Float8CurrentScaling(fp8_dpa=True), 1),
-    ):  # fmt: skip
+        (DelayedScaling(amax_history_len=5), None),
+        (delayed(), 3),
+        (Float8CurrentScaling(fp8_dpa=True), 1),
+    ):
         module = DotProductAttention(HEADS, WIDTH)
         assert te.prepare_state(module, recipe) == ([] if rows is None else [""])
         assert module.fp8_state is None if rows is None else module.fp8_state.amax_history_fwd.shape == (rows, 9)
@@ -214,9 +219,16 @@ def test_a_block_hands_over_what_is_quantized(
     torch.manual_seed(0)
     width = HEADS * WIDTH
     block = MultiheadAttention(
-        width, HEADS, num_gqa_groups=groups, attention_dropout=0.0, attn_mask_type="causal", fuse_qkv_params=True,
-        layer_number=1, params_dtype=torch.bfloat16, device=device,
-    )  # fmt: skip
+        width,
+        HEADS,
+        num_gqa_groups=groups,
+        attention_dropout=0.0,
+        attn_mask_type="causal",
+        fuse_qkv_params=True,
+        layer_number=1,
+        params_dtype=torch.bfloat16,
+        device=device,
+    )
     x = torch.randn(64, 2, width, device=device).bfloat16().requires_grad_()
     dy = torch.randn(64, 2, width, device=device).bfloat16()
     inputs = [x, *block.parameters()]
@@ -246,9 +258,16 @@ def test_a_layer_without_biases(options: dict[str, Any], mha: bool, device: str)
     """Its last projection reads FP8 and returns the bias that it has not."""
     torch.manual_seed(0)
     layer = te.TransformerLayer(
-        HEADS * WIDTH, 512, HEADS, bias=False, hidden_dropout=0.0, attention_dropout=0.0, params_dtype=torch.bfloat16,
-        device=device, **options,
-    )  # fmt: skip
+        HEADS * WIDTH,
+        512,
+        HEADS,
+        bias=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        params_dtype=torch.bfloat16,
+        device=device,
+        **options,
+    )
     x = torch.randn(64, 2, HEADS * WIDTH, device=device).bfloat16().requires_grad_()
     inputs, dy = [x, *layer.parameters()], torch.randn(64, 2, HEADS * WIDTH, device=device).bfloat16()
     found = []
@@ -420,9 +439,15 @@ def test_packed_queries_with_a_cache_in_rows() -> None:
     for form in ("bshd", "thd"):
         torch.manual_seed(0)
         module = MultiheadAttention(
-            64, 4, num_gqa_groups=2, attention_dropout=0.0, attn_mask_type="padding_causal", qkv_format=form,
-            layer_number=1, device="cpu",
-        ).eval()  # fmt: skip
+            64,
+            4,
+            num_gqa_groups=2,
+            attention_dropout=0.0,
+            attn_mask_type="padding_causal",
+            qkv_format=form,
+            layer_number=1,
+            device="cpu",
+        ).eval()
         cache = te.InferenceParams(
             2, 16, num_heads_kv=2, head_dim_k=16, dtype=torch.float32, qkv_format=form, max_ctx_len=5, device="cpu"
         )

@@ -96,9 +96,15 @@ def test_a_packed_row_comes_apart(heads: int, groups: int, packing: str, interle
         pieces = [t[..., i, :] for t in tensors for i in range(t.shape[-2])]
     row = torch.cat(pieces, -1)
     layer = AttentionLayerSpec(
-        AttentionSpec(1.0, "bshd", "bshd"), heads, groups, d_qk, d_v, AttentionNeeds(True, True, True), packing,
+        AttentionSpec(1.0, "bshd", "bshd"),
+        heads,
+        groups,
+        d_qk,
+        d_v,
+        AttentionNeeds(True, True, True),
+        packing,
         interleaved,
-    )  # fmt: skip
+    )
     a, b = (row, None) if packing == "qkv" else (q, row)
     for got, wanted in zip(apart(layer, a, b, None), (q, k, v), strict=True):
         assert torch.equal(got, wanted)
@@ -174,14 +180,23 @@ def test_longest_length() -> None:
 
 
 WINDOWS: list[tuple[str, Any, tuple[int, int] | type, bool]] = [
-    ("causal", None, (-1, 0), False), ("causal", (-1, 0), (-1, 0), False), ("causal", (-1, -1), (-1, 0), True),
-    ("padding_causal", (4, 0), (4, 0), False), ("causal_bottom_right", (4, 2), (4, 0), True),
-    ("causal", (4, -1), (4, 0), True), ("causal", (-1, 3), AssertionError, False),
+    ("causal", None, (-1, 0), False),
+    ("causal", (-1, 0), (-1, 0), False),
+    ("causal", (-1, -1), (-1, 0), True),
+    ("padding_causal", (4, 0), (4, 0), False),
+    ("causal_bottom_right", (4, 2), (4, 0), True),
+    ("causal", (4, -1), (4, 0), True),
+    ("causal", (-1, 3), AssertionError, False),
     ("causal", (-2, 0), AssertionError, False),
-    ("no_mask", None, (-1, -1), False), ("no_mask", (-1, -1), (-1, -1), False), ("padding", (-1, 0), (-1, -1), True),
-    ("arbitrary", (4, 2), (4, 2), False), ("no_mask", (4, 0), (4, 0), False), ("no_mask", (0, 0), (0, 0), False),
-    ("no_mask", (-1, 3), AssertionError, False), ("padding", (3, -1), AssertionError, False),
-]  # fmt: skip
+    ("no_mask", None, (-1, -1), False),
+    ("no_mask", (-1, -1), (-1, -1), False),
+    ("padding", (-1, 0), (-1, -1), True),
+    ("arbitrary", (4, 2), (4, 2), False),
+    ("no_mask", (4, 0), (4, 0), False),
+    ("no_mask", (0, 0), (0, 0), False),
+    ("no_mask", (-1, 3), AssertionError, False),
+    ("padding", (3, -1), AssertionError, False),
+]
 
 
 @pytest.mark.parametrize(("mask", "window", "wanted", "warned"), WINDOWS)

@@ -24,24 +24,42 @@ from tests.tolerances import DB
 
 DEVICES = devices()
 TORCH = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-NAMES = {"flash": "FlashAttention", "fused": "FusedAttention", "unfused": "UnfusedDotProductAttention",
-         "plain torch": "UnfusedDotProductAttention"}  # fmt: skip
+NAMES = {
+    "flash": "FlashAttention",
+    "fused": "FusedAttention",
+    "unfused": "UnfusedDotProductAttention",
+    "plain torch": "UnfusedDotProductAttention",
+}
 
 OPTIONS: dict[str, tuple[Any, ...]] = {
     "dtype": ("fp32", "bf16", "fp16"),
     "format": ("sbhd", "bshd", "thd", "thd_gaps"),
     "packing": ("separate", "qkv-3", "qkv-2", "kv-3", "kv-2"),
     "mask": (
-        "no_mask", "padding", "causal", "padding_causal", "padding,causal", "causal_bottom_right",
-        "padding_causal_bottom_right", "arbitrary",
+        "no_mask",
+        "padding",
+        "causal",
+        "padding_causal",
+        "padding,causal",
+        "causal_bottom_right",
+        "padding_causal_bottom_right",
+        "arbitrary",
     ),
     "lengths_as": ("mask", "cu_seqlens"),
     "window": (None, (6, 0), (5, 3)),
     "corner": (None, True, False),
     "shared": (1, 2, HEADS),
     "bias": (
-        "no_bias", "pre_scale_bias 1hss", "post_scale_bias 11ss", "post_scale_bias 1hss", "post_scale_bias b1ss",
-        "post_scale_bias bhss", "post_scale_bias 111s", "alibi", "alibi h", "alibi bh",
+        "no_bias",
+        "pre_scale_bias 1hss",
+        "post_scale_bias 11ss",
+        "post_scale_bias 1hss",
+        "post_scale_bias b1ss",
+        "post_scale_bias bhss",
+        "post_scale_bias 111s",
+        "alibi",
+        "alibi h",
+        "alibi bh",
     ),
     "softmax": ("vanilla", "off-by-one", "learnable"),
     "dims": ((32, 32), (64, 64), (40, 72), (128, 128), (192, 128)),
@@ -50,7 +68,7 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "max_logit": (False, True),
     "checkpoint": (False, True),
     "told": ("constructor", "forward"),
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)
@@ -127,10 +145,14 @@ class Prepared:
         self._seen()
         self._bias()
         self.module = te.DotProductAttention(
-            HEADS, d_qk if d_qk == d_v else u.dims, num_gqa_groups=HEADS // u.shared, softmax_scale=u.scale,
-            softmax_type=u.softmax, return_max_logit=u.max_logit,
+            HEADS,
+            d_qk if d_qk == d_v else u.dims,
+            num_gqa_groups=HEADS // u.shared,
+            softmax_scale=u.scale,
+            softmax_type=u.softmax,
+            return_max_logit=u.max_logit,
             **(self.told if u.told == "constructor" else {"attn_mask_type": "no_mask"}),
-        ).to(device)  # fmt: skip
+        ).to(device)
         if u.told == "forward":
             self.options |= self.told
         if u.softmax == "learnable":
@@ -160,8 +182,10 @@ class Prepared:
             return
         self.problem |= {"len_q": self.q_place.lengths, "len_kv": self.kv_place.lengths}
         if u.lengths_as == "mask":
-            masks = [torch.arange(at.longest) >= torch.from_numpy(at.lengths)[:, None, None, None]
-                     for at in (self.q_place, self.kv_place)]  # fmt: skip
+            masks = [
+                torch.arange(at.longest) >= torch.from_numpy(at.lengths)[:, None, None, None]
+                for at in (self.q_place, self.kv_place)
+            ]
             masks = [m.to(self.device) for m in masks]
             self.options["attention_mask"] = masks[0] if s.square else tuple(masks)
             return
@@ -219,9 +243,10 @@ class Prepared:
         times = scale if u.bias.startswith("pre") else 1.0
         bias = None if self.bias is None else _numpy(self.bias) * times
         p = reference.Problem(scale, softmax=u.softmax, bias=bias, **self.problem)
-        operands = [at.canonical(_numpy(t)) for at, t in zip(
-            (self.q_place, self.kv_place, self.kv_place), (self.q, self.k, self.v), strict=True
-        )]  # fmt: skip
+        operands = [
+            at.canonical(_numpy(t))
+            for at, t in zip((self.q_place, self.kv_place, self.kv_place), (self.q, self.k, self.v), strict=True)
+        ]
         dy = self.q_place.canonical(_numpy(self.dy))
         want = reference.forward(*operands, p)
         full, plain = (reference.backward(dy, *operands, p, centred=centred) for centred in (True, False))
@@ -286,16 +311,27 @@ def documented(u: Use, family: str) -> bool:
     common = u.dtype == "fp32" or u.mask == "arbitrary" or u.bias.startswith("pre")
     if family == "fused":
         return common or (
-            u.dims[0] != u.dims[1] or u.softmax != "vanilla" or u.max_logit or u.bias != "no_bias"
-            or (u.window is not None and s.sq > s.skv) or (u.corner is True and not s.square)
-            or (u.window is not None and not s.square) or (u.mask.endswith("bottom_right") and s.sq > s.skv)
+            u.dims[0] != u.dims[1]
+            or u.softmax != "vanilla"
+            or u.max_logit
+            or u.bias != "no_bias"
+            or (u.window is not None and s.sq > s.skv)
+            or (u.corner is True and not s.square)
+            or (u.window is not None and not s.square)
+            or (u.mask.endswith("bottom_right") and s.sq > s.skv)
             or (u.window is not None and not u.causal)
-        )  # fmt: skip
+        )
     corner = not s.square and (u.causal or u.window is not None)
     return common or (
-        u.bias != "no_bias" or u.softmax != "vanilla" or u.max_logit or u.dims[0] != u.dims[1] or corner
-        or u.format == "thd_gaps" or (u.padded and u.form != "thd") or u.window is not None
-    )  # fmt: skip
+        u.bias != "no_bias"
+        or u.softmax != "vanilla"
+        or u.max_logit
+        or u.dims[0] != u.dims[1]
+        or corner
+        or u.format == "thd_gaps"
+        or (u.padded and u.form != "thd")
+        or u.window is not None
+    )
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -307,15 +343,25 @@ def test_whatever_is_chosen(use, device):
 
 #: What training code is made of: never refused by cuDNN on a GPU that it supports.
 ESSENTIAL = [
-    *(Use(format=f, mask=m, lengths=n) for f in ("sbhd", "bshd") for m in ("no_mask", "causal", "padding_causal")
-      for n in ("odd", "tiles")),
+    *(
+        Use(format=f, mask=m, lengths=n)
+        for f in ("sbhd", "bshd")
+        for m in ("no_mask", "causal", "padding_causal")
+        for n in ("odd", "tiles")
+    ),
     *(Use(format="thd", mask=m, lengths="tiles") for m in ("padding", "padding_causal")),
-    *(Use(mask="causal", packing=p) for p in OPTIONS["packing"]), *(Use(mask="causal", shared=n) for n in (2, 4)),
-    *(Use(mask="causal", dims=(n, n)) for n in (32, 128)), Use(mask="causal", dtype="fp16"),
-    Use(mask="causal", window=(6, 0)), Use(mask="causal_bottom_right", lengths="cross"),
-    Use(bias="post_scale_bias 1hss"), Use(mask="causal", bias="alibi"), Use(mask="causal", dims=(192, 128)),
-    Use(mask="causal", softmax="learnable"), Use(mask="causal", softmax="off-by-one"),
-]  # fmt: skip
+    *(Use(mask="causal", packing=p) for p in OPTIONS["packing"]),
+    *(Use(mask="causal", shared=n) for n in (2, 4)),
+    *(Use(mask="causal", dims=(n, n)) for n in (32, 128)),
+    Use(mask="causal", dtype="fp16"),
+    Use(mask="causal", window=(6, 0)),
+    Use(mask="causal_bottom_right", lengths="cross"),
+    Use(bias="post_scale_bias 1hss"),
+    Use(mask="causal", bias="alibi"),
+    Use(mask="causal", dims=(192, 128)),
+    Use(mask="causal", softmax="learnable"),
+    Use(mask="causal", softmax="off-by-one"),
+]
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -326,8 +372,12 @@ def test_essential(monkeypatch, use, device):
     assert run_or_reason(Prepared(use, device), "fused") is None
 
 
-PLAIN = [Use(mask=m, dims=d, dtype=t) for m in ("no_mask", "causal") for d in ((64, 64), (128, 128))
-         for t in ("bf16", "fp16")]  # fmt: skip
+PLAIN = [
+    Use(mask=m, dims=d, dtype=t)
+    for m in ("no_mask", "causal")
+    for d in ((64, 64), (128, 128))
+    for t in ("bf16", "fp16")
+]
 
 
 @pytest.mark.parametrize("use", [*PLAIN, Use(format="sbhd", mask="causal", shared=2)], ids=str)

@@ -176,16 +176,22 @@ def test_formats(device, form):
     first = run(attention(device, attn_mask_type="causal"), rows, dy)
     if form == "bshd":
         turned = run(
-            attention(device, attn_mask_type="causal"), [t.transpose(0, 1).contiguous() for t in rows],
-            dy.transpose(0, 1).contiguous(), qkv_format="sbhd",
-        )  # fmt: skip
+            attention(device, attn_mask_type="causal"),
+            [t.transpose(0, 1).contiguous() for t in rows],
+            dy.transpose(0, 1).contiguous(),
+            qkv_format="sbhd",
+        )
         assert not equal(first, [t.transpose(0, 1) for t in turned])
         return
     running = torch.arange(0, B * S + 1, S, dtype=torch.int32, device=device)
     packed = run(
-        attention(device, attn_mask_type="padding_causal"), [t.flatten(0, 1) for t in rows], dy.flatten(0, 1),
-        qkv_format="thd", cu_seqlens_q=running, cu_seqlens_kv=running,
-    )  # fmt: skip
+        attention(device, attn_mask_type="padding_causal"),
+        [t.flatten(0, 1) for t in rows],
+        dy.flatten(0, 1),
+        qkv_format="thd",
+        cu_seqlens_q=running,
+        cu_seqlens_kv=running,
+    )
     for a, b in zip(first, packed, strict=True):
         assert snr_db(a.flatten(0, 1), b) >= DB["bf16"]
 
@@ -211,9 +217,7 @@ def test_recomputation(device, how, p):
         second = seeded(device, lambda: run(module, rows, checkpoint_core_attention=True))
     else:
         reentrant = how.endswith("reentrant")
-        second = seeded(
-            device, lambda: run(lambda *leaves: checkpoint(module, *leaves, use_reentrant=reentrant), rows)
-        )  # fmt: skip
+        second = seeded(device, lambda: run(lambda *leaves: checkpoint(module, *leaves, use_reentrant=reentrant), rows))
     assert not equal(first, second)
     assert seeded(device, lambda: not equal(first, run(module, rows)))
 

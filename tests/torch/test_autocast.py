@@ -44,9 +44,12 @@ def changed(module: torch.nn.Module, before: dict[str, torch.Tensor]) -> set[str
 def quantized(module: torch.nn.Module, x: torch.Tensor) -> bool:
     """Whether the module computes in FP8 here, by its error."""
     with torch.no_grad():
-        noise = snr_db(module(x), reference.forward(module, x.cpu().double(), {
-            n: p.detach().cpu().double() for n, p in module.named_parameters()
-        })[0])  # fmt: skip
+        noise = snr_db(
+            module(x),
+            reference.forward(
+                module, x.cpu().double(), {n: p.detach().cpu().double() for n, p in module.named_parameters()}
+            )[0],
+        )
     assert noise >= DB["fp8 linear"]
     return noise < DB["bf16"]
 
@@ -283,9 +286,10 @@ def test_backward_inside_a_region(where: str, device: str) -> None:
         wanted = step(module, (i + 1) * x, SHORT)
         leaf = ((i + 1) * x).requires_grad_()
         around = {
-            "same region": region(SHORT), "another region": te.autocast(recipe=Float8CurrentScaling()),
+            "same region": region(SHORT),
+            "another region": te.autocast(recipe=Float8CurrentScaling()),
             "disabled region": te.autocast(enabled=False),
-        }[where]  # fmt: skip
+        }[where]
         with region(SHORT):
             y = checkpoint(other, leaf, use_reentrant=False)
         with around:
@@ -383,9 +387,10 @@ def test_formats(kind: str, recipe: Any, fmt: Format, device: str) -> None:
     if kind == "Linear":  # and it is the format that was asked for: a mantissa bit more or less shows
         fine, mixed, coarse = (26.5, 40), (23.6, 26.5), (19, 23.6)
         expected = {
-            Format.E4M3: {"y": fine, "dx": fine}, Format.HYBRID: {"y": fine, "dx": mixed},
+            Format.E4M3: {"y": fine, "dx": fine},
+            Format.HYBRID: {"y": fine, "dx": mixed},
             Format.E5M2: {"y": coarse, "dx": coarse},
-        }[fmt]  # fmt: skip
+        }[fmt]
         assert all(low < noise[name] < high for name, (low, high) in expected.items()), noise
 
 
@@ -402,9 +407,7 @@ def test_custom_algorithms(device: str) -> None:
         seen.append(("scale", amax.clone(), scale.clone(), fp8_max, given))
         return torch.where(amax > 0, fp8_max / (4 * amax), scale)
 
-    rule = DelayedScaling(
-        margin=1, amax_history_len=3, amax_compute_algo=amax_of, scaling_factor_compute_algo=scale_of
-    )
+    rule = DelayedScaling(margin=1, amax_history_len=3, amax_compute_algo=amax_of, scaling_factor_compute_algo=scale_of)
     module, x = linear(device), batch(device)
     w = module.weight.detach().abs().max().item()
     for i in (1.0, 2.0, 3.0):
@@ -503,9 +506,7 @@ def train(model: torch.nn.Module, recipe: Any, steps: range, device: str) -> Any
 def test_two_models_side_by_side(pair: tuple[Any, Any], device: str) -> None:
     """Their losses are, to the last bit, those they have alone."""
     alone = [list(train(model(device, s), r, range(6), device)) for s, r in enumerate(pair)]
-    together = list(
-        zip(*(train(model(device, s), r, range(6), device) for s, r in enumerate(pair)), strict=True)
-    )
+    together = list(zip(*(train(model(device, s), r, range(6), device) for s, r in enumerate(pair)), strict=True))
     assert [list(losses) for losses in zip(*together, strict=True)] == alone
     assert alone[0] != alone[1] and alone[0][-1] < alone[0][0]
 

@@ -68,11 +68,15 @@ def test_answers(info: DeviceInfo | None) -> None:
 @pytest.mark.parametrize(
     ("made_up", "recipe"),
     [
-        (None, DelayedScaling), (gpu(8, 9), DelayedScaling), (gpu(9, 0), DelayedScaling),
-        (gpu(10, 0), MXFP8BlockScaling), (gpu(10, 3), MXFP8BlockScaling),
-        (gpu(12, 0), Float8CurrentScaling), (gpu(12, 1), Float8CurrentScaling),
+        (None, DelayedScaling),
+        (gpu(8, 9), DelayedScaling),
+        (gpu(9, 0), DelayedScaling),
+        (gpu(10, 0), MXFP8BlockScaling),
+        (gpu(10, 3), MXFP8BlockScaling),
+        (gpu(12, 0), Float8CurrentScaling),
+        (gpu(12, 1), Float8CurrentScaling),
     ],
-)  # fmt: skip
+)
 def test_the_default_recipe(made_up: DeviceInfo | None, recipe: type, monkeypatch: pytest.MonkeyPatch) -> None:
     """api.md 3.2, on every architecture."""
     monkeypatch.setattr(import_module("te_torch.autocast"), "current_device", lambda: made_up)
@@ -133,9 +137,13 @@ def test_this_device() -> None:
 
 
 ALIGNMENT = [
-    (DelayedScaling(), 16), (Float8CurrentScaling(), 16), (Float8BlockScaling(), 16), (MXFP8BlockScaling(), 32),
-    (NVFP4BlockScaling(), 128), (CustomRecipe(qfactory=lambda role: None, quantization_alignment=48), 48),
-]  # fmt: skip
+    (DelayedScaling(), 16),
+    (Float8CurrentScaling(), 16),
+    (Float8BlockScaling(), 16),
+    (MXFP8BlockScaling(), 32),
+    (NVFP4BlockScaling(), 128),
+    (CustomRecipe(qfactory=lambda role: None, quantization_alignment=48), 48),
+]
 
 
 @pytest.mark.parametrize(("recipe", "rows"), ALIGNMENT, ids=lambda v: type(v).__name__)

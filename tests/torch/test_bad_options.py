@@ -79,12 +79,25 @@ BAD: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 #: Arguments that are judged elsewhere, or change nothing whatever they are.
 ELSEWHERE = {
-    "tp_group", "cp_group", "cp_global_ranks", "cp_stream", "cp_comm_type",  # groups: refused unless of one rank
-    "ub_overlap_ag", "ub_overlap_rs", "ub_overlap_rs_dgrad", "ub_bulk_dgrad", "ub_bulk_wgrad", "ub_tp_comm_overlap",
-    "ub_name", "symmetric_ar_type", "save_original_input",  # not built: refused unless off
-    "seq_length", "micro_batch_size",  # without effect, as documented
-    "parameters_split", "use_grouped_tensor",  # tests of their own, with the documented TypeError
-}  # fmt: skip
+    "tp_group",
+    "cp_group",
+    "cp_global_ranks",
+    "cp_stream",
+    "cp_comm_type",  # groups: refused unless of one rank
+    "ub_overlap_ag",
+    "ub_overlap_rs",
+    "ub_overlap_rs_dgrad",
+    "ub_bulk_dgrad",
+    "ub_bulk_wgrad",
+    "ub_tp_comm_overlap",
+    "ub_name",
+    "symmetric_ar_type",
+    "save_original_input",  # not built: refused unless off
+    "seq_length",
+    "micro_batch_size",  # without effect, as documented
+    "parameters_split",
+    "use_grouped_tensor",  # tests of their own, with the documented TypeError
+}
 
 CASES = [
     (kind, name, value)
@@ -119,9 +132,12 @@ def test_refused_where_it_enters(kind: str, name: str, value: Any) -> None:
     assert name.removeprefix("self_").removeprefix("enc_dec_") in error.value.got and repr(value) in error.value.got
     assert error.value.allowed and error.value.do and not error.value.where
     # Some options have their own judge in the part that they are handed to.
-    assert error.value.operation == kind or name in (
-        "activation", "activation_params", "qk_norm_type", "softmax_type", "attention_dropout", "window_size",
-    ) or "mask_type" in name  # fmt: skip
+    assert (
+        error.value.operation == kind
+        or name
+        in ("activation", "activation_params", "qk_norm_type", "softmax_type", "attention_dropout", "window_size")
+        or "mask_type" in name
+    )
 
 
 def test_wrong_values_are_the_documented_assertion_too() -> None:

@@ -53,10 +53,13 @@ MODULES: dict[str, Callable[[], torch.nn.Module]] = {
 }
 # Norms know no recipe; plain attention only an FP8 one of its own.
 CASES = [
-    (name, recipe) for name in MODULES for recipe in RECIPES
-    if recipe is None or not name.startswith(("LayerNorm", "RMSNorm", "DotProduct"))
+    (name, recipe)
+    for name in MODULES
+    for recipe in RECIPES
+    if recipe is None
+    or not name.startswith(("LayerNorm", "RMSNorm", "DotProduct"))
     or name in ("LayerNormLinear", "LayerNormMLP")
-]  # fmt: skip
+]
 CASES += [(name, "fp8_dpa") for name in ("DotProductAttention", "TransformerLayer")]  # it takes no dropout
 
 

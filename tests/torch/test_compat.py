@@ -13,7 +13,7 @@ from tests.backends import devices
 ROOT = Path(__file__).resolve().parents[2]
 
 # As such scripts are found in the wild; not one line of it knows this project.
-SCRIPT = '''
+SCRIPT = """
 import sys
 import torch
 import transformer_engine.pytorch as te
@@ -56,7 +56,7 @@ with torch.no_grad(), te.autocast(recipe=fp8_recipe):
     assert torch.equal(again(x), model(x))
 assert y.device.type == device
 print("trained", type(model.first).__module__)
-'''
+"""
 
 START = """
 import runpy
@@ -73,7 +73,7 @@ def python(code: str, *arguments: str, path: str = "") -> subprocess.CompletedPr
     )
 
 
-TRANSFORMER = '''
+TRANSFORMER = """
 import sys
 import torch
 import transformer_engine.pytorch as te
@@ -126,7 +126,7 @@ with torch.no_grad(), te.fp8_autocast(enabled=True, fp8_recipe=fp8_recipe):
     later[9:] = 0
     assert torch.equal(model(later)[:9], seen[:9]), "causal"
 print("trained", type(model.layers[0]).__module__)
-'''
+"""
 
 
 @pytest.mark.parametrize("script", [SCRIPT, TRANSFORMER], ids=["modules", "transformer"])

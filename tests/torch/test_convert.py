@@ -106,9 +106,14 @@ def test_what_became_of_it(device: str) -> None:
     state = block.state_dict()
     report = convert(block)
     assert became(report) == {
-        "norm": "LayerNorm", "qkv": "LayerNormLinear", "down": "Linear", "mlp": "LayerNormMLP", "again": "Linear",
-        "tied": "Linear", "planes": "LayerNorm",
-    }  # fmt: skip
+        "norm": "LayerNorm",
+        "qkv": "LayerNormLinear",
+        "down": "Linear",
+        "mlp": "LayerNormMLP",
+        "again": "Linear",
+        "tied": "Linear",
+        "planes": "LayerNorm",
+    }
     assert report.kept == [] and block.again is block.down and block.tied.weight is block.down.weight
     new = dict(block.named_parameters())
     assert {report.keys.get(name, name) for name in parameters} == set(new)
@@ -116,11 +121,17 @@ def test_what_became_of_it(device: str) -> None:
         assert new[report.keys.get(name, name)] is parameter
     assert not block.down.weight.requires_grad and block.down.training and not block.qkv.training
     assert report.keys == {
-        "qkv.0.weight": "qkv.layer_norm_weight", "qkv.0.bias": "qkv.layer_norm_bias", "qkv.1.weight": "qkv.weight",
-        "qkv.1.bias": "qkv.bias", "mlp.0.weight": "mlp.layer_norm_weight", "mlp.0.bias": "mlp.layer_norm_bias",
-        "mlp.1.weight": "mlp.fc1_weight", "mlp.1.bias": "mlp.fc1_bias", "mlp.3.weight": "mlp.fc2_weight",
+        "qkv.0.weight": "qkv.layer_norm_weight",
+        "qkv.0.bias": "qkv.layer_norm_bias",
+        "qkv.1.weight": "qkv.weight",
+        "qkv.1.bias": "qkv.bias",
+        "mlp.0.weight": "mlp.layer_norm_weight",
+        "mlp.0.bias": "mlp.layer_norm_bias",
+        "mlp.1.weight": "mlp.fc1_weight",
+        "mlp.1.bias": "mlp.fc1_bias",
+        "mlp.3.weight": "mlp.fc2_weight",
         "mlp.3.bias": "mlp.fc2_bias",
-    }  # fmt: skip
+    }
     assert block.qkv.eps == block.mlp.eps == 1e-3 and block.norm.eps == 1e-4
     block.load_state_dict({report.keys.get(k, k): v for k, v in state.items()}, strict=True)
 
@@ -205,9 +216,12 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     **{
         kind: (lambda kind=kind: hooked(nn.Linear(4, 4), kind), f"it has {name}")
         for kind, name in {
-            "forward_hook": "forward_hooks", "forward_pre_hook": "forward_pre_hooks",
-            "full_backward_hook": "backward_hooks", "full_backward_pre_hook": "backward_pre_hooks",
-            "state_dict_post_hook": "state_dict_hooks", "load_state_dict_pre_hook": "load_state_dict_pre_hooks",
+            "forward_hook": "forward_hooks",
+            "forward_pre_hook": "forward_pre_hooks",
+            "full_backward_hook": "backward_hooks",
+            "full_backward_pre_hook": "backward_pre_hooks",
+            "state_dict_post_hook": "state_dict_hooks",
+            "load_state_dict_pre_hook": "load_state_dict_pre_hooks",
         }.items()
     },
     "patched": (lambda: patched(nn.Linear(4, 4)), "replaced on the instance"),
@@ -222,7 +236,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "long rows": (lambda: nn.LayerNorm(65537), "65536"),
     "embedding": (lambda: nn.Embedding(4, 4), "nothing here replaces it"),
     "attention": (lambda: nn.MultiheadAttention(4, 1), "nothing here replaces it"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", REFUSED)
@@ -247,7 +261,8 @@ NOT_FUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "tanh": (lambda: seq(nn.LayerNorm(4), nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)), "no activation equal"),
     "width": (lambda: seq(nn.LayerNorm(4), nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 5)), "widths are hidden, ffn"),
     "one bias": (
-        lambda: seq(nn.LayerNorm(4), nn.Linear(4, 8, bias=False), nn.ReLU(), nn.Linear(8, 4)), "two biases or none"
+        lambda: seq(nn.LayerNorm(4), nn.Linear(4, 8, bias=False), nn.ReLU(), nn.Linear(8, 4)),
+        "two biases or none",
     ),
     "planes": (lambda: seq(nn.LayerNorm((2, 4)), nn.Linear(4, 8)), "the norm is over (2, 4)"),
     "hook": (lambda: hooked(seq(nn.LayerNorm(4), nn.Linear(4, 8)), "forward_hook"), "it has forward_hooks"),
@@ -257,7 +272,7 @@ NOT_FUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     ),
     "hook inside": (lambda: seq(nn.LayerNorm(4), hooked(nn.Linear(4, 8), "forward_hook")), "1: it has forward_hooks"),
     "dtypes": (lambda: seq(nn.LayerNorm(4).half(), nn.Linear(4, 8)), "differ in dtype"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", NOT_FUSED)
@@ -301,8 +316,20 @@ def test_filter() -> None:
         return isinstance(module, nn.Linear) and name != "tied"
 
     report = convert(block, filter=only_linear)
-    assert set(asked) == {"norm", "qkv", "qkv.0", "qkv.1", "down", "mlp", "mlp.0", "mlp.1", "mlp.3", "again", "tied",
-                          "planes"}  # fmt: skip
+    assert set(asked) == {
+        "norm",
+        "qkv",
+        "qkv.0",
+        "qkv.1",
+        "down",
+        "mlp",
+        "mlp.0",
+        "mlp.1",
+        "mlp.3",
+        "again",
+        "tied",
+        "planes",
+    }
     assert {row.name for row in report.converted} == {"qkv.1", "down", "mlp.1", "mlp.3", "again"}
     assert all(row.note == "the filter said no" for row in report.kept)
     assert block.tied.weight is block.down.weight and type(block.tied) is nn.Linear

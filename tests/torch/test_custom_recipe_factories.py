@@ -15,9 +15,11 @@ from te_torch.custom_recipes import quantizer_factory_zoo as zoo
 ROLES = {kind: T.QuantizerRole("linear", kind, "fc1") for kind in ("input", "weight", "grad_output")}
 
 BUILT_IN: dict[str, Any] = {
-    "current_scaling": R.Float8CurrentScaling, "float8_block_scaling": R.Float8BlockScaling,
-    "mxfp8": R.MXFP8BlockScaling, "nvfp4": R.NVFP4BlockScaling,
-}  # fmt: skip
+    "current_scaling": R.Float8CurrentScaling,
+    "float8_block_scaling": R.Float8BlockScaling,
+    "mxfp8": R.MXFP8BlockScaling,
+    "nvfp4": R.NVFP4BlockScaling,
+}
 
 
 @pytest.mark.parametrize("name", BUILT_IN)
@@ -34,8 +36,11 @@ def test_high_precision_and_delayed() -> None:
     assert plain.delayed_scaling_factory(ROLES["input"]) == T.DelayedScalingRequest()
     request, recipe = T.DelayedScalingRequest(), R.DelayedScaling()
     assert (request.fp8_format, request.margin, request.amax_history_len, request.reduce_amax) == (
-        recipe.fp8_format, recipe.margin, recipe.amax_history_len, recipe.reduce_amax
-    )  # fmt: skip
+        recipe.fp8_format,
+        recipe.margin,
+        recipe.amax_history_len,
+        recipe.reduce_amax,
+    )
 
 
 def sides(factory: Any, kind: str) -> tuple[Any, Any]:

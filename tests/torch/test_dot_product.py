@@ -81,13 +81,24 @@ def test_the_learnable_softmax_has_a_parameter() -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"num_gqa_groups": 3}, {"num_gqa_groups": 0}, {"tp_size": 3}, {"attention_type": "both"},
-        {"softmax_type": "hard"}, {"attention_dropout": 1.5}, {"window_size": (-1, 3)}, {"num_gqa_groups": -4},
-        {"num_attention_heads": 0}, {"num_attention_heads": -4, "num_gqa_groups": -2}, {"kv_channels": 0},
-        {"kv_channels": -16}, {"kv_channels": (16,)}, {"kv_channels": (16, 0)}, {"kv_channels": [16, 16, 16]},
+        {"num_gqa_groups": 3},
+        {"num_gqa_groups": 0},
+        {"tp_size": 3},
+        {"attention_type": "both"},
+        {"softmax_type": "hard"},
+        {"attention_dropout": 1.5},
+        {"window_size": (-1, 3)},
+        {"num_gqa_groups": -4},
+        {"num_attention_heads": 0},
+        {"num_attention_heads": -4, "num_gqa_groups": -2},
+        {"kv_channels": 0},
+        {"kv_channels": -16},
+        {"kv_channels": (16,)},
+        {"kv_channels": (16, 0)},
+        {"kv_channels": [16, 16, 16]},
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_constructor_errors(options: dict[str, Any]) -> None:
     with pytest.raises(AssertionError, match="To do:"):
         DotProductAttention(**{"num_attention_heads": HEADS, "kv_channels": WIDTH, **options})
@@ -253,9 +264,7 @@ def test_an_arbitrary_mask_says_all(backend: str, use: Any) -> None:
 def test_windows_and_diagonals_by_call_or_by_module(backend: str, use: Any) -> None:
     use(backend)
     by_call = step(make(), inputs(skv=9), attn_mask_type="no_mask", window_size=(2, 1), bottom_right_diagonal=False)
-    by_module = step(
-        make(attn_mask_type="no_mask", window_size=(2, 1), bottom_right_diagonal=False), inputs(skv=9)
-    )  # fmt: skip
+    by_module = step(make(attn_mask_type="no_mask", window_size=(2, 1), bottom_right_diagonal=False), inputs(skv=9))
     assert same(by_call, by_module)
     default = step(make(attn_mask_type="no_mask", window_size=(2, 1)), inputs(skv=9))
     assert not same(by_call, default)
@@ -476,9 +485,10 @@ def test_inference_mode_and_then_training(kind: str, device: str, backend: str, 
     module, tensors = make(attn_mask_type="padding" if kind != "alibi" else "causal").to(device), inputs(device)
     call_inputs._slopes.clear()
     options: dict[str, Any] = {
-        "mask": {"attention_mask": padding([1, 6, 4], device=device)}, "alibi": {"core_attention_bias_type": "alibi"},
+        "mask": {"attention_mask": padding([1, 6, 4], device=device)},
+        "alibi": {"core_attention_bias_type": "alibi"},
         "thd": {"qkv_format": "thd", "cu_seqlens_q": sums([4, 2], device), "cu_seqlens_kv": sums([4, 2], device)},
-    }[kind]  # fmt: skip
+    }[kind]
     if kind == "thd":
         tensors = [t.detach()[0].requires_grad_() for t in tensors]
     with torch.inference_mode():

@@ -66,7 +66,7 @@ ARGUMENTS: list[tuple[str, list[str], str]] = [
     *[("microbatches", [f"--{name}", n], f"--{name}") for name in ("steps", "microbatches") for n in NUMBERS],
     *[("generate", [f"--{name}", n], f"--{name}") for name in ("count", "batch") for n in NUMBERS],
     ("generate", ["--prompt", ""], "--prompt"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("program", "arguments", "said"), ARGUMENTS, ids=[" ".join([p, *a]) for p, a, _ in ARGUMENTS])
@@ -248,8 +248,12 @@ def test_a_disk_that_fills_up(trained: Path, tmp_path: Path, monkeypatch: pytest
 
 def test_the_example_for_gpus_says_what_it_needs() -> None:
     ran = subprocess.run(
-        [sys.executable, str(ROOT / "examples" / "core_cupy.py")], env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
+        [sys.executable, str(ROOT / "examples" / "core_cupy.py")],
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
     assert ran.returncode == 1 and re.search("CuPy and an NVIDIA GPU.*core_numpy", ran.stderr), ran.stderr
     assert "Traceback" not in ran.stderr

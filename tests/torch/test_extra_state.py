@@ -32,9 +32,14 @@ RECIPES = {
 }
 STATES = load("extra_state")
 STATEFUL = sorted(k for k, t in STATES.items() if t.numel())
-MODULES = sorted({tuple(k.split("/")[:2]) for k in STATEFUL if k.split("/")[0] in ("Linear", "LayerNormLinear")} | {
-    tuple(k.split("/")[:2]) for k in STATEFUL if k.startswith("LayerNormMLP") and k.split("/")[0] != "LayerNormMLP_relu"
-})  # fmt: skip
+MODULES = sorted(
+    {tuple(k.split("/")[:2]) for k in STATEFUL if k.split("/")[0] in ("Linear", "LayerNormLinear")}
+    | {
+        tuple(k.split("/")[:2])
+        for k in STATEFUL
+        if k.startswith("LayerNormMLP") and k.split("/")[0] != "LayerNormMLP_relu"
+    }
+)
 
 
 def entry(case: str, recipe: str) -> torch.Tensor:
@@ -224,10 +229,14 @@ def old_payload(recipe: Any = None) -> dict[str, Any]:
         "scale_inv_bwd": torch.ones(2),
         "global_fp8_buffer": {"FWD_AMAX_1": [torch.ones(3)]},
         "extra_fp8_variables": {
-            "num_gemms": 1, "fp8_max_fwd": 448.0, "global_fp8_buffer_pos_fwd_recompute": 5, "fp8_checkpoint": True,
-            "update_amax": (1, [2, "x"], None), "large": 1 << 40,
+            "num_gemms": 1,
+            "fp8_max_fwd": 448.0,
+            "global_fp8_buffer_pos_fwd_recompute": 5,
+            "fp8_checkpoint": True,
+            "update_amax": (1, [2, "x"], None),
+            "large": 1 << 40,
         },
-    }  # fmt: skip
+    }
     return state if recipe is None else {"recipe": recipe, **state}
 
 
@@ -260,9 +269,12 @@ def test_older_payloads(writer: str, with_recipe: bool, peer: types.ModuleType, 
 
 
 def test_other_types_of_tensor() -> None:
-    state = {name: t.to(dtype) for (name, t), dtype in zip(
-        tensors().items(), (torch.float64, torch.float16, torch.bfloat16, torch.float32), strict=True
-    )}  # fmt: skip
+    state = {
+        name: t.to(dtype)
+        for (name, t), dtype in zip(
+            tensors().items(), (torch.float64, torch.float16, torch.bfloat16, torch.float32), strict=True
+        )
+    }
     strided = state["amax_history_fwd"].t().contiguous().t()
     assert not strided.is_contiguous()
     read = read_extra_state(pickle.dumps({**state, "amax_history_fwd": strided}))
@@ -341,12 +353,16 @@ CALLS = {
     ),
     "a call in the storage": lambda path: in_tensor(
         Call(torch.storage._load_from_bytes, saved(Call(os.system, f"touch {path}"), **OLD).getvalue()),
-        0, (3,), (1,), False, None,
+        0,
+        (3,),
+        (1,),
+        False,
+        None,
     ),
     "a zip in the storage": lambda path: in_tensor(
         Call(torch.storage._load_from_bytes, saved(torch.ones(3)).getvalue()), 0, (3,), (1,), False, None
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("where", ["alone", "with the state", "in a list", "zip", "legacy"])
@@ -413,11 +429,11 @@ RAW = {
     "shapes that do not fit": pickle.dumps({**tensors(), "scale_bwd": torch.ones(3)}),
     "an empty history": pickle.dumps({**tensors(), "amax_history_bwd": torch.ones(0, 2)}),
     "a tensor alone": pickle.dumps(torch.ones(3)),
-    "a storage announced larger": pickle.dumps(in_tensor(
-        Call(torch.storage._load_from_bytes, announced(1 << 50)), 0, (3,), (1,), False, None
-    )),
+    "a storage announced larger": pickle.dumps(
+        in_tensor(Call(torch.storage._load_from_bytes, announced(1 << 50)), 0, (3,), (1,), False, None)
+    ),
     "cut zip": saved(tensors()).getvalue()[:-30],
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", RAW)

@@ -199,9 +199,11 @@ def test_tensors_may_lie_in_one_storage() -> None:
     """Views of one buffer, as a flattened checkpoint has them: its bytes count once."""
     flat = torch.arange(1.0, 21.0)
     state = {
-        "scale_fwd": flat[:3], "amax_history_fwd": flat[3:12].view(3, 3),
-        "scale_bwd": flat[12:14], "amax_history_bwd": flat[14:20].view(3, 2),
-    }  # fmt: skip
+        "scale_fwd": flat[:3],
+        "amax_history_fwd": flat[3:12].view(3, 3),
+        "scale_bwd": flat[12:14],
+        "amax_history_bwd": flat[14:20].view(3, 2),
+    }
     for written in (saved(state), saved(state, **OLD), pickle.dumps(state)):
         read = read_extra_state(written)
         assert read is not None and all(torch.equal(read[name], t) for name, t in state.items())

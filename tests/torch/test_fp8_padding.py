@@ -80,9 +80,11 @@ def test_splits_as_a_tensor(device: str) -> None:
 
 
 ALIGNMENT = [
-    (Float8CurrentScaling(), 16), (MXFP8BlockScaling(), 32), (NVFP4BlockScaling(), 128),
+    (Float8CurrentScaling(), 16),
+    (MXFP8BlockScaling(), 32),
+    (NVFP4BlockScaling(), 128),
     (CustomRecipe(qfactory=lambda role: None, quantization_alignment=40), 40),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("recipe", "align"), ALIGNMENT, ids=lambda v: type(v).__name__)
@@ -98,10 +100,7 @@ def test_alignment_of_the_region(recipe: Any, align: int) -> None:
     assert Fp8Padding(1)(x, [4])[0].shape[0] in (16, 32), "outside of a region: the default recipe's"
 
 
-@given(
-    splits=st.lists(st.integers(0, 40), min_size=1, max_size=5).filter(any),
-    align=st.sampled_from([1, 2, 16, 32]),
-)
+@given(splits=st.lists(st.integers(0, 40), min_size=1, max_size=5).filter(any), align=st.sampled_from([1, 2, 16, 32]))
 def test_any_splits(splits: list[int], align: int) -> None:
     x = values(sum(splits), 3)
     padded, sizes = Fp8Padding(len(splits), align)(x, splits)

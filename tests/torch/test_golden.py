@@ -71,14 +71,20 @@ def make(case: str, width: int, params: dict[str, torch.Tensor], device: str) ->
         module = te.Linear(width, params["weight"].shape[0], device=device)
     elif kind == "LayerNormLinear":
         module = te.LayerNormLinear(
-            width, params["weight"].shape[0], device=device,
+            width,
+            params["weight"].shape[0],
+            device=device,
             normalization="LayerNorm" if "layer_norm_bias" in params else "RMSNorm",
-        )  # fmt: skip
+        )
     elif kind == "LayerNormMLP":
         module = te.LayerNormMLP(
-            width, params["fc2_weight"].shape[1], activation=variant, device=device, bias="fc1_bias" in params,
+            width,
+            params["fc2_weight"].shape[1],
+            activation=variant,
+            device=device,
+            bias="fc1_bias" in params,
             normalization="LayerNorm" if "layer_norm_bias" in params else "RMSNorm",
-        )  # fmt: skip
+        )
     elif kind == "LayerNorm":
         module = te.LayerNorm(width, zero_centered_gamma=variant == "zc", device=device)
     else:

@@ -57,9 +57,13 @@ def separate(module: Any, **kw: Any) -> list[Any]:
     for i in range(module.num_gemms):
         weight = getattr(module, f"weight{i}")
         linear = te.Linear(
-            module.in_features, module.out_features, bias=module.use_bias, params_dtype=weight.dtype,
-            device=weight.device, **kw,
-        )  # fmt: skip
+            module.in_features,
+            module.out_features,
+            bias=module.use_bias,
+            params_dtype=weight.dtype,
+            device=weight.device,
+            **kw,
+        )
         with torch.no_grad():
             linear.weight.copy_(weight)
             if module.use_bias:
@@ -103,8 +107,9 @@ def parameter_pairs(module: Any, linears: list[Any]) -> list[tuple[str, Any, Any
     kinds = ("weight", "bias") if module.use_bias else ("weight",)
     return [
         (f"{kind}{i}", getattr(module, f"{kind}{i}"), getattr(linear, kind))
-        for kind in kinds for i, linear in enumerate(linears)
-    ]  # fmt: skip
+        for kind in kinds
+        for i, linear in enumerate(linears)
+    ]
 
 
 def check_gradients(module: Any, linears: list[Any]) -> None:
@@ -243,10 +248,12 @@ def test_buffers(device: str) -> None:
         assert all(torch.equal(p.grad, g) for p, g in zip(module.parameters(), grads, strict=True))
         module.zero_grad()
     wrong = [
-        torch.empty(rows - 1, N, device=device, dtype=x.dtype), torch.empty(rows, N, device=device),
-        torch.empty(rows, K, device=device, dtype=x.dtype), torch.empty(N, rows, device=device, dtype=x.dtype).T,
+        torch.empty(rows - 1, N, device=device, dtype=x.dtype),
+        torch.empty(rows, N, device=device),
+        torch.empty(rows, K, device=device, dtype=x.dtype),
+        torch.empty(N, rows, device=device, dtype=x.dtype).T,
         torch.empty(rows, N, device=device, dtype=x.dtype, requires_grad=True),
-    ]  # fmt: skip
+    ]
     for buffer in wrong:
         with pytest.raises(ArgumentError, match="buffer"):
             module(x, splits, out=buffer)
@@ -321,8 +328,10 @@ def test_frozen_groups(device: str) -> None:
 def test_weights_held_quantized(name: str, device: str) -> None:
     """Made inside quantized_model_init: no other copy of a weight, and the bits of separate modules made so."""
     made = []
-    for make in (lambda: [te.GroupedLinear(GROUPS, K, N, device=device)],
-                 lambda: [te.Linear(K, N, device=device) for _ in range(GROUPS)]):  # fmt: skip
+    for make in (
+        lambda: [te.GroupedLinear(GROUPS, K, N, device=device)],
+        lambda: [te.Linear(K, N, device=device) for _ in range(GROUPS)],
+    ):
         torch.manual_seed(0)
         with quantized_model_init(recipe=RECIPES[name]):
             made.append(make())
@@ -398,8 +407,11 @@ def test_modes(device: str) -> None:
 def test_parameters(device: str) -> None:
     module = te.GroupedLinear(2, 8, 16, device=device)
     assert {n: tuple(p.shape) for n, p in module.named_parameters()} == {
-        "weight0": (16, 8), "bias0": (16,), "weight1": (16, 8), "bias1": (16,)
-    }  # fmt: skip
+        "weight0": (16, 8),
+        "bias0": (16,),
+        "weight1": (16, 8),
+        "bias1": (16,),
+    }
     assert set(te.GroupedLinear(2, 8, 16, bias=False, device=device).state_dict()) == {"weight0", "weight1"}
     module = te.GroupedLinear(2, 64, 64, device="meta", init_method=lambda w: w.fill_(3))
     assert module(torch.empty(6, 64, device="meta"), [2, 4]).shape == (6, 64)
@@ -429,8 +441,12 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
         return te.GroupedLinear(**{"num_gemms": 2, "in_features": 8, "out_features": 8, "device": "cpu", **kw})
 
     for wrong in (
-        {"ub_overlap_rs": True}, {"ub_overlap_ag": True}, {"tp_size": 2}, {"parallel_mode": "both"}, {"num_gemms": 0}
-    ):  # fmt: skip
+        {"ub_overlap_rs": True},
+        {"ub_overlap_ag": True},
+        {"tp_size": 2},
+        {"parallel_mode": "both"},
+        {"num_gemms": 0},
+    ):
         with pytest.raises(ValueError):
             make(**wrong)
     with pytest.raises(UnsupportedError):

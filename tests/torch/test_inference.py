@@ -119,8 +119,9 @@ def check_lengths(p, step, before, cu_q, cu_kv, rows):
     new = list(step.values()) + [0] * (ROWS - len(step))
     had = list(before.values()) + [0] * (ROWS - len(step))
     for cu, all_rows, counts in (
-        (cu_q, p.cu_seqlens_q, new), (cu_kv, p.cu_seqlens_kv, [a + b for a, b in zip(new, had, strict=True)])
-    ):  # fmt: skip
+        (cu_q, p.cu_seqlens_q, new),
+        (cu_kv, p.cu_seqlens_kv, [a + b for a, b in zip(new, had, strict=True)]),
+    ):
         sums = [sum(counts[:i]) for i in range(ROWS + 1)]
         assert all_rows.dtype == torch.int32 and all_rows.tolist() == sums and cu.tolist() == sums[: rows + 1]
     assert p.get_seqlens_pre_step().dtype == torch.int32 and p.get_seqlens_pre_step().tolist() == had
@@ -219,14 +220,24 @@ def test_continuation_by_several_tokens_is_refused():
     assert p.sequences == {1: 4}
 
 
-@pytest.mark.parametrize("arguments", [
-    {"num_heads_kv": None}, {"head_dim_k": None}, {"dtype": None}, {"qkv_format": "bhsd"}, {"qkv_format": "thd"},
-    {"is_paged": True}, {"is_paged": True, "page_size": 5, "total_num_pages": 19},
-    {"is_paged": True, "page_size": 4, "total_num_pages": 23},
-    {"is_paged": True, "page_size": -4, "total_num_pages": -24}, {"max_batch_size": 0}, {"max_sequence_length": -1},
-    {"num_heads_kv": None, "head_dim_k": None, "dtype": None, "is_paged": True},
-    {"num_heads_kv": None, "head_dim_k": None, "dtype": None, "qkv_format": "thd", "max_ctx_len": 8},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"num_heads_kv": None},
+        {"head_dim_k": None},
+        {"dtype": None},
+        {"qkv_format": "bhsd"},
+        {"qkv_format": "thd"},
+        {"is_paged": True},
+        {"is_paged": True, "page_size": 5, "total_num_pages": 19},
+        {"is_paged": True, "page_size": 4, "total_num_pages": 23},
+        {"is_paged": True, "page_size": -4, "total_num_pages": -24},
+        {"max_batch_size": 0},
+        {"max_sequence_length": -1},
+        {"num_heads_kv": None, "head_dim_k": None, "dtype": None, "is_paged": True},
+        {"num_heads_kv": None, "head_dim_k": None, "dtype": None, "qkv_format": "thd", "max_ctx_len": 8},
+    ],
+)
 def test_documented_assertions(arguments):
     usual = {"num_heads_kv": HEADS, "head_dim_k": D_K, "dtype": torch.float32, "device": "cpu"}
     sizes = {"max_batch_size": ROWS, "max_sequence_length": CAPACITY}
@@ -342,12 +353,20 @@ class Tiny(torch.nn.Module):
         self.embedding = torch.nn.Embedding(64, 32)
         self.layers = torch.nn.ModuleList(
             TransformerLayer(
-                32, 64, 4, num_gqa_groups=HEADS, layer_number=n + 1, self_attn_mask_type="padding_causal",
-                hidden_dropout=0.0, attention_dropout=0.0, normalization="RMSNorm", attn_input_format=form,
+                32,
+                64,
+                4,
+                num_gqa_groups=HEADS,
+                layer_number=n + 1,
+                self_attn_mask_type="padding_causal",
+                hidden_dropout=0.0,
+                attention_dropout=0.0,
+                normalization="RMSNorm",
+                attn_input_format=form,
                 device="cpu",  # so that both devices get one model
             )
             for n in range(2)
-        )  # fmt: skip
+        )
         self.angles = RotaryPositionEmbedding(D_K).to(device)(CAPACITY)
         for weight in self.parameters():  # large, so that attention counts beside the residual
             torch.nn.init.normal_(weight, 1.0 if weight.ndim == 1 else 0.0, 0.3)

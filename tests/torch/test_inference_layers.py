@@ -82,9 +82,16 @@ def test_a_decoder(device, paged):
     """Queries of cross attention stand where the cache ends, too; what they look at is not kept."""
     torch.manual_seed(3)
     layer = TransformerLayer(
-        32, 64, 4, num_gqa_groups=HEADS, layer_number=1, layer_type="decoder", self_attn_mask_type="padding_causal",
-        attn_input_format="bshd", device=device,
-    ).eval()  # fmt: skip
+        32,
+        64,
+        4,
+        num_gqa_groups=HEADS,
+        layer_number=1,
+        layer_type="decoder",
+        self_attn_mask_type="padding_causal",
+        attn_input_format="bshd",
+        device=device,
+    ).eval()
     for weight in layer.parameters():
         torch.nn.init.normal_(weight, 1.0 if weight.ndim == 1 else 0.0, 0.3)
     x, encoded = torch.randn(2, 7, 32, device=device), torch.randn(2, 9, 32, device=device)

@@ -42,9 +42,19 @@ def test_what_is_drawn() -> None:
     assert {d.kind for d in draws} == {"TransformerLayer", "MultiheadAttention", "Linears"}
     ways = {name for d in draws for name in d.way}
     assert ways >= {
-        "amp", "cache", "calibrating", "checkpoint", "eval", "frozen", "grad", "inner", "main_grad", "microbatches",
-        "quantized", "unfused",
-    }  # fmt: skip
+        "amp",
+        "cache",
+        "calibrating",
+        "checkpoint",
+        "eval",
+        "frozen",
+        "grad",
+        "inner",
+        "main_grad",
+        "microbatches",
+        "quantized",
+        "unfused",
+    }
     lengths = {(d.form, d.call["lengths"]) for d in draws}
     assert {how for _, how in lengths} == {"mask", "left mask", "mask of holes", "cu_seqlens", "gaps"}
     assert sum(any(d.low) for d in draws) > 50 and sum(d.low[1] for d in draws) > 20
@@ -53,9 +63,16 @@ def test_what_is_drawn() -> None:
 # -------------------------------------------------------------------------------------- what would be a fault
 
 LAYER = {
-    "hidden_size": 32, "ffn_hidden_size": 64, "num_attention_heads": 2, "kv_channels": 16, "hidden_dropout": 0.0,
-    "attention_dropout": 0.0, "attn_input_format": "bshd", "params_dtype": "bf16", "self_attn_mask_type": "causal",
-}  # fmt: skip
+    "hidden_size": 32,
+    "ffn_hidden_size": 64,
+    "num_attention_heads": 2,
+    "kv_channels": 16,
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+    "attn_input_format": "bshd",
+    "params_dtype": "bf16",
+    "self_attn_mask_type": "causal",
+}
 PLAIN = Draw(0, "cpu", "TransformerLayer", LAYER, "current", {}, (8, 2, 1), {"lengths": "mask"}, {})
 
 
@@ -74,7 +91,7 @@ FAULTS: dict[str, tuple[Any, str]] = {
     "a gradient of other numbers": (turned, "gradients"),
     "an error of torch's": (lambda t: t @ t.new_zeros(3, 3), "RuntimeError"),
     "an error of Python's": (lambda t: [] + len(t), "TypeError"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -98,9 +115,12 @@ def test_results_are_looked_at_by_themselves() -> None:
     layer, given = layer_draws.build(PLAIN, None), layer_draws.inputs(PLAIN)
     y = torch.zeros_like(given.x, dtype=torch.bfloat16)
     for got, said in (
-        ({"y": y, "dx": None}, "dx is missing"), ({"y": y[1:]}, "y of shape"), ({"y": y, "dx": y[0]}, "dx of shape"),
-        ({"y": y / 0}, "y is not finite"), ({"y": y.float()}, "y of torch.float32"),
-    ):  # fmt: skip
+        ({"y": y, "dx": None}, "dx is missing"),
+        ({"y": y[1:]}, "y of shape"),
+        ({"y": y, "dx": y[0]}, "dx of shape"),
+        ({"y": y / 0}, "y is not finite"),
+        ({"y": y.float()}, "y of torch.float32"),
+    ):
         assert said in layer_draws.complaint(PLAIN, layer, given, got)
 
 
@@ -122,8 +142,10 @@ def test_which_refusals_are_clear() -> None:
     assert is_clear(error_of(lambda: layer(torch.zeros(2, 3))))
     assert is_clear(error_of(lambda: Linear(4, 4, parameters_split=5)))
     for call in (
-        lambda: layer(torch.zeros(2, 4), bias=1), lambda: layer(None), lambda: torch.zeros(2) @ torch.zeros(3),
-    ):  # fmt: skip
+        lambda: layer(torch.zeros(2, 4), bias=1),
+        lambda: layer(None),
+        lambda: torch.zeros(2) @ torch.zeros(3),
+    ):
         assert not is_clear(error_of(call))
 
 

@@ -14,9 +14,11 @@ from tests.golden import load, tree
 from tests.tolerances import DB, snr_db
 
 RECIPES = {
-    "high": None, "delayed": DelayedScaling(amax_history_len=4), "current": Float8CurrentScaling(),
+    "high": None,
+    "delayed": DelayedScaling(amax_history_len=4),
+    "current": Float8CurrentScaling(),
     "block": Float8BlockScaling(),
-}  # fmt: skip
+}
 CASES = sorted({tuple(k.split("/")[:2]) for k in load("layers")})
 
 #: Constructor arguments besides the sizes, as the parameters' names and shapes tell; the rest are defaults.
@@ -24,10 +26,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "MultiheadAttention": {"input_layernorm": True},
     "TransformerLayer_gpt": {},
     "TransformerLayer_llama": {
-        "normalization": "RMSNorm", "activation": "swiglu", "bias": False, "num_gqa_groups": 2, "fuse_qkv_params": True,
+        "normalization": "RMSNorm",
+        "activation": "swiglu",
+        "bias": False,
+        "num_gqa_groups": 2,
+        "fuse_qkv_params": True,
     },
     "TransformerLayer_qknorm": {"qk_norm_type": "RMSNorm"},
-}  # fmt: skip
+}
 
 
 def build(case: str, device: str) -> torch.nn.Module:

@@ -57,8 +57,9 @@ def test_parameters_and_gradients(device: str) -> None:
     model = nn.ModuleDict({"a": te.Linear(32, 16, device=device), "b": te.Linear(16, 8, bias=False, device=device)})
     model["b"].bfloat16()
     assert memory_report(model).as_dict()["layers"] == {
-        "a": {"parameters": 4 * (32 * 16 + 16)}, "b": {"parameters": 2 * 16 * 8}
-    }  # fmt: skip
+        "a": {"parameters": 4 * (32 * 16 + 16)},
+        "b": {"parameters": 2 * 16 * 8},
+    }
     model["a"](values(4, 32, device=device)).sum().backward()
     model["b"].weight.main_grad = torch.zeros(8, 16, device=device)
     report = memory_report(model)

@@ -203,9 +203,18 @@ def moved(module: torch.nn.Module) -> None:
 
 
 CHANGES: list[Callable[[torch.nn.Module], None]] = [
-    in_place, one_element, other_data, other_data_freed, optimizer_step, adam_step, load, load_assigned,
-    new_parameter, converted, moved,
-]  # fmt: skip
+    in_place,
+    one_element,
+    other_data,
+    other_data_freed,
+    optimizer_step,
+    adam_step,
+    load,
+    load_assigned,
+    new_parameter,
+    converted,
+    moved,
+]
 
 
 @on_devices

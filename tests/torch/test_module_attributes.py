@@ -80,9 +80,10 @@ def test_what_the_last_forward_ran_in(device: str, kind: str, recipe: Any) -> No
     assert type(meta["recipe"]) is type(recipe) and meta["fp8_max_fwd"] == 448
     assert len(quantizers["scaling_fwd"]) == 3 * n and len(quantizers["scaling_bwd"]) == 2 * n
     made = {
-        DelayedScaling: T.Float8Quantizer, Float8CurrentScaling: T.Float8CurrentScalingQuantizer,
+        DelayedScaling: T.Float8Quantizer,
+        Float8CurrentScaling: T.Float8CurrentScalingQuantizer,
         MXFP8BlockScaling: T.MXFP8Quantizer,
-    }[type(recipe)]  # fmt: skip
+    }[type(recipe)]
     for i in range(n):
         x, w, _ = quantizers["scaling_fwd"][3 * i : 3 * i + 3]
         assert type(x) is type(w) is type(quantizers["scaling_bwd"][2 * i]) is made

@@ -63,9 +63,11 @@ def test_wrappers_and_holders_change_nothing() -> None:
     """Of the whole model, of a part, chains of them, and what holds the model beside something else."""
     model = GPT()
     held = [
-        Holder(module=torch.compile(model, backend="eager")), Holder(model=model, metrics=torch.nn.Linear(2, 2)),
-        torch.compile(model.blocks[0], backend="eager"), Sequential(Sequential(model.blocks[1].fc1)),
-    ]  # fmt: skip
+        Holder(module=torch.compile(model, backend="eager")),
+        Holder(model=model, metrics=torch.nn.Linear(2, 2)),
+        torch.compile(model.blocks[0], backend="eager"),
+        Sequential(Sequential(model.blocks[1].fc1)),
+    ]
     assert names(model) == BLOCKS
     del held
 

@@ -85,9 +85,12 @@ def test_norm_options(kind: str, normalization: str, zero_centered: bool, recipe
     for _ in range(2):
         got = step(module, x, recipe)
     check(
-        got, reference.results(module, x, gradient_for(got["y"])),
-        DB["fp32"] if recipe == "plain" else DB["fp8 linear"], DB["fp32"], kind,
-    )  # fmt: skip
+        got,
+        reference.results(module, x, gradient_for(got["y"])),
+        DB["fp32"] if recipe == "plain" else DB["fp8 linear"],
+        DB["fp32"],
+        kind,
+    )
 
 
 @on_devices
@@ -391,23 +394,29 @@ def test_frozen_parts(kind: str, frozen: str, recipe: str, device: str) -> None:
         needed = name == "dx" if frozen == "input only" else name != "dx" and not FREEZE[frozen](name)
         assert (grad is not None) == needed, name
         assert grad is None or torch.equal(grad, wanted[name]), name
-    assert not differences(fp8_state(part), fp8_state(part) | {
-        n: t for n, t in fp8_state(module).items() if "fwd" in n
-    })  # fmt: skip
+    assert not differences(
+        fp8_state(part), fp8_state(part) | {n: t for n, t in fp8_state(module).items() if "fwd" in n}
+    )
     assert activations_kept(kept(part, leaf, recipe)) == NEEDED[kind, frozen]
 
 
 #: Activations that backward reads: "x" as wide as the input, "h" as wide as the MLP's inside.
 NEEDED = {
-    ("Linear", "input only"): set(), ("Linear", "matrices only"): {"x"}, ("Linear", "last matrix only"): {"x"},
+    ("Linear", "input only"): set(),
+    ("Linear", "matrices only"): {"x"},
+    ("Linear", "last matrix only"): {"x"},
     ("Linear", "biases only"): set(),
-    ("LayerNormLinear", "input only"): {"x"}, ("LayerNormLinear", "matrices only"): {"x"},
-    ("LayerNormLinear", "last matrix only"): {"x"}, ("LayerNormLinear", "biases only"): set(),
+    ("LayerNormLinear", "input only"): {"x"},
+    ("LayerNormLinear", "matrices only"): {"x"},
+    ("LayerNormLinear", "last matrix only"): {"x"},
+    ("LayerNormLinear", "biases only"): set(),
     ("LayerNormLinear", "norm only"): {"x"},
-    ("LayerNormMLP", "input only"): {"x", "h"}, ("LayerNormMLP", "matrices only"): {"x", "h"},
-    ("LayerNormMLP", "last matrix only"): {"h"}, ("LayerNormMLP", "biases only"): {"h"},
+    ("LayerNormMLP", "input only"): {"x", "h"},
+    ("LayerNormMLP", "matrices only"): {"x", "h"},
+    ("LayerNormMLP", "last matrix only"): {"h"},
+    ("LayerNormMLP", "biases only"): {"h"},
     ("LayerNormMLP", "norm only"): {"x", "h"},
-}  # fmt: skip
+}
 
 
 def activations_kept(tensors: list[torch.Tensor]) -> set[str]:

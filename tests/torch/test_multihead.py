@@ -92,11 +92,9 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "cross, rope": (CROSS, ROPE),
     "cross, rope, fused": ({**CROSS, **FUSED, **GQA}, {"rotary_pos_emb": ("full", "part")}),
     "cross, qk RMSNorm, rope": ({**CROSS, "qk_norm_type": "RMSNorm"}, ROPE),
-    "cross, qk LayerNorm before rope": (
-        {**CROSS, "qk_norm_type": "LayerNorm", "qk_norm_before_rope": True}, ROPE
-    ),
+    "cross, qk LayerNorm before rope": ({**CROSS, "qk_norm_type": "LayerNorm", "qk_norm_before_rope": True}, ROPE),
     "cross, causal_bottom_right": ({**CROSS, "attn_mask_type": "causal_bottom_right"}, {}),
-}  # fmt: skip
+}
 LENGTHS = [(7, 7), (S, S)]
 ENCODED = 9  # tokens of what cross attention looks at
 
@@ -120,9 +118,10 @@ def arguments(
     theirs["hidden"] = reference.hidden_pairs(mask, S, skv, lengths, window, None, given)
     if "rotary_pos_emb" in call:
         tables = {
-            "full": angles(ENCODED + S), "part": 0.7 * angles(ENCODED + S, 8),
+            "full": angles(ENCODED + S),
+            "part": 0.7 * angles(ENCODED + S, 8),
             "pairs": angles(ENCODED + S, interleaved=True),
-        }  # fmt: skip
+        }
         theirs["angles"] = tuple(tables[name] for name in call["rotary_pos_emb"])
         q, k = (t.to(device) for t in theirs["angles"])
         ours["rotary_pos_emb"] = q if call["rotary_pos_emb"][0] == call["rotary_pos_emb"][1] else (q, k)
@@ -158,10 +157,8 @@ def test_against_float64(case: str, form: str, device: str) -> None:
     got = step(lambda t: module(t, **ours), laid(x), None, dy=laid(dy), owner=module)
     on(device, *got.values())
     wanted = reference.results(
-        lambda p, t: reference.multihead(
-            p, t, {"num_attention_heads": HEADS, **options}, **theirs
-        )[0], module, x, dy,
-    )  # fmt: skip
+        lambda p, t: reference.multihead(p, t, {"num_attention_heads": HEADS, **options}, **theirs)[0], module, x, dy
+    )
     got |= {"y": laid(got["y"]), "dx": laid(got["dx"])}
     inside = dy.abs().sum(-1, keepdim=True) > 0
     got["y"], wanted["y"] = got["y"] * inside, wanted["y"] * inside.cpu()

@@ -192,8 +192,9 @@ def quantized(recipe: Any) -> torch.nn.Module:
 
 def test_recipe_mismatch() -> None:
     model = Model(lambda: quantized(Float8CurrentScaling()))
-    with pytest.raises(RuntimeError, match=rf"Recipe mismatch for {PATH}\.weight: "), te.autocast(
-        recipe=MXFP8BlockScaling()
+    with (
+        pytest.raises(RuntimeError, match=rf"Recipe mismatch for {PATH}\.weight: "),
+        te.autocast(recipe=MXFP8BlockScaling()),
     ):
         model(X)
     model.blocks[2].proj = quantized(Float8CurrentScaling())
@@ -224,8 +225,9 @@ def test_a_custom_recipe() -> None:
     wanted = "weight"
     model = torch.nn.ModuleDict({"blocks": torch.nn.ModuleList([torch.nn.Identity(), Block()])})
     model.forward = lambda x: model["blocks"][1].proj(x)
-    with pytest.raises(ValueError, match=rf"^{PATH}: all DelayedScalingRequests"), te.autocast(
-        recipe=CustomRecipe(qfactory=factory)
+    with (
+        pytest.raises(ValueError, match=rf"^{PATH}: all DelayedScalingRequests"),
+        te.autocast(recipe=CustomRecipe(qfactory=factory)),
     ):
         model(X)
 

@@ -21,10 +21,17 @@ NAN, INF = float("nan"), float("inf")
 
 #: What the products show of one such value in an operand: what docs/precision.md says.
 SHOWN = {
-    ("delayed", NAN): "NaN", ("delayed", INF): "finite", ("current", NAN): "NaN", ("current", INF): "finite",
-    ("block", NAN): "NaN", ("block", INF): "finite", ("mxfp8", NAN): "NaN", ("mxfp8", INF): "inf",
-    ("nvfp4", NAN): "finite", ("nvfp4", INF): "NaN",
-}  # fmt: skip
+    ("delayed", NAN): "NaN",
+    ("delayed", INF): "finite",
+    ("current", NAN): "NaN",
+    ("current", INF): "finite",
+    ("block", NAN): "NaN",
+    ("block", INF): "finite",
+    ("mxfp8", NAN): "NaN",
+    ("mxfp8", INF): "inf",
+    ("nvfp4", NAN): "finite",
+    ("nvfp4", INF): "NaN",
+}
 
 
 def kind(t: torch.Tensor) -> str:

@@ -125,8 +125,13 @@ def test_operators_under_symbolic_sizes(recipe: str | None, device: str, monkeyp
 
 @pytest.mark.more
 @pytest.mark.parametrize("device", devices())
-@pytest.mark.parametrize(("kind", "recipe", "size"), [pytest.param(*case, marks=[pytest.mark.full] * (i % 5 > 0))
-    for i, case in enumerate((k, r, s) for k in MODULES for r in KINDS for s in ROWS)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "recipe", "size"),
+    [
+        pytest.param(*case, marks=[pytest.mark.full] * (i % 5 > 0))
+        for i, case in enumerate((k, r, s) for k in MODULES for r in KINDS for s in ROWS)
+    ],
+)
 def test_the_default_backend_trains(kind: str, recipe: str | None, size: str, device: str) -> None:
     """Two steps of torch.compile as users write it. It fuses what lies between products, and rounds less often there,
     so a whole layer is only near the eager one."""

@@ -29,19 +29,23 @@ ORDERS: dict[str, tuple[Any, str]] = {
     "linear without bias": (lambda **kw: te.Linear(32, 48, bias=False, **kw), "weight"),
     "linear split": (lambda **kw: te.Linear(32, 48, parameters_split=("query", "key_", "value"), **kw), QKV),
     "linear split by sizes": (
-        lambda **kw: te.Linear(32, 48, parameters_split={"b": 32, "a": 16}, bias=False, **kw), "b_weight a_weight",
+        lambda **kw: te.Linear(32, 48, parameters_split={"b": 32, "a": 16}, bias=False, **kw),
+        "b_weight a_weight",
     ),
     "layernorm linear": (lambda **kw: te.LayerNormLinear(32, 48, **kw), f"{NORM} weight bias"),
     "rmsnorm linear": (
-        lambda **kw: te.LayerNormLinear(32, 48, normalization="RMSNorm", **kw), "layer_norm_weight weight bias",
+        lambda **kw: te.LayerNormLinear(32, 48, normalization="RMSNorm", **kw),
+        "layer_norm_weight weight bias",
     ),
     "layernorm linear split": (
-        lambda **kw: te.LayerNormLinear(32, 48, parameters_split=["query", "key", "value"], **kw), f"{NORM} {QKV}",
+        lambda **kw: te.LayerNormLinear(32, 48, parameters_split=["query", "key", "value"], **kw),
+        f"{NORM} {QKV}",
     ),
     "mlp": (lambda **kw: te.LayerNormMLP(32, 48, **kw), MLP),
     "gated mlp": (lambda **kw: te.LayerNormMLP(32, 48, activation="swiglu", **kw), MLP),
     "mlp with rmsnorm": (
-        lambda **kw: te.LayerNormMLP(32, 48, normalization="RMSNorm", **kw), MLP.replace("layer_norm_bias ", ""),
+        lambda **kw: te.LayerNormMLP(32, 48, normalization="RMSNorm", **kw),
+        MLP.replace("layer_norm_bias ", ""),
     ),
     "mlp without bias": (lambda **kw: te.LayerNormMLP(32, 48, bias=False, **kw), f"{NORM} fc1_weight fc2_weight"),
     "grouped": (lambda **kw: te.GroupedLinear(3, 32, 48, **kw), "weight0 bias0 weight1 bias1 weight2 bias2"),
@@ -49,7 +53,8 @@ ORDERS: dict[str, tuple[Any, str]] = {
     "layernorm": (lambda **kw: te.LayerNorm(32, device=kw["device"]), "weight bias"),
     "rmsnorm": (lambda **kw: te.RMSNorm(32, device=kw["device"]), "weight"),
     "attention": (
-        lambda **kw: te.MultiheadAttention(32, 2, **kw), f"{under('qkv', QKV)} {under('proj', 'weight bias')}",
+        lambda **kw: te.MultiheadAttention(32, 2, **kw),
+        f"{under('qkv', QKV)} {under('proj', 'weight bias')}",
     ),
     "attention with everything": (
         lambda **kw: te.MultiheadAttention(
@@ -70,7 +75,7 @@ ORDERS: dict[str, tuple[Any, str]] = {
         f"{under('inter_attention.key_value', 'key_weight value_weight key_bias value_bias')} "
         f"{under('inter_attention.proj', 'weight bias')} {under('layernorm_mlp', MLP)} layernorm.weight layernorm.bias",
     ),
-}  # fmt: skip
+}
 orders = pytest.mark.parametrize("name", ORDERS)
 
 

@@ -15,14 +15,7 @@ from te_core.device import DeviceInfo
 from te_core.errors import UnsupportedError
 from te_core.layers.explain import PRODUCTS
 from te_core.ops import gemm_quantized
-from te_core.recipe import (
-    DelayedScaling,
-    Float8BlockScaling,
-    Float8CurrentScaling,
-    Format,
-    MXFP8BlockScaling,
-    resolve,
-)
+from te_core.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Format, MXFP8BlockScaling, resolve
 from te_core.tensor import cuda_device
 from te_torch.attention import env
 from te_torch.precision_report import precision_report
@@ -189,10 +182,15 @@ def test_calibrating(kind: str, device: str) -> None:
 @on_devices
 def test_idle_modules_and_names(device: str) -> None:
     """Rows in the model's order under its names; what has not run is listed, what is no layer of ours is not."""
-    model = torch.nn.ModuleDict({
-        "a": make("Linear", device), "other": torch.nn.Linear(4, 4), "norm": make("LayerNorm", device),
-        "mlp": make("LayerNormMLP", device), "never": make("LayerNormLinear", device),
-    })  # fmt: skip
+    model = torch.nn.ModuleDict(
+        {
+            "a": make("Linear", device),
+            "other": torch.nn.Linear(4, 4),
+            "norm": make("LayerNorm", device),
+            "mlp": make("LayerNormMLP", device),
+            "never": make("LayerNormLinear", device),
+        }
+    )
     assert precision_report(model).idle == ["a", "mlp", "never"] and not precision_report(model).rows
     x = values(4, WIDTH, device=device)
     with region("current"):
@@ -263,17 +261,25 @@ def test_equal_layers_are_printed_once() -> None:
     model(x)
     report = precision_report(model)
     assert shown(report) == [
-        "layers.{0..31}.mlp.fc1 x32", "layers.{0..31}.mlp.fc2 x32", "layers.{0..31}.experts.{0..2} x96", "head",
-    ]  # fmt: skip
+        "layers.{0..31}.mlp.fc1 x32",
+        "layers.{0..31}.mlp.fc2 x32",
+        "layers.{0..31}.experts.{0..2} x96",
+        "head",
+    ]
     assert len(str(report).splitlines()) < 20
     assert len(report.as_dict()["gemms"]) == len(report.rows) == 3 * (32 * 5 + 1), "programs get all of it"
     model(x, plain=(0, 7, 8))
     report = precision_report(model)
     rest = "layers.{1..6,9..31}"
     assert shown(report) == [
-        "layers.{0,7..8}.mlp.fc1 x3", "layers.{0,7..8}.mlp.fc2 x3", "layers.{0,7..8}.experts.{0..2} x9",
-        f"{rest}.mlp.fc1 x29", f"{rest}.mlp.fc2 x29", f"{rest}.experts.{{0..2}} x87", "head",
-    ]  # fmt: skip
+        "layers.{0,7..8}.mlp.fc1 x3",
+        "layers.{0,7..8}.mlp.fc2 x3",
+        "layers.{0,7..8}.experts.{0..2} x9",
+        f"{rest}.mlp.fc1 x29",
+        f"{rest}.mlp.fc2 x29",
+        f"{rest}.experts.{{0..2}} x87",
+        "head",
+    ]
     fresh = Deep(8)
     fresh(x, left_out=(3, 5))
     idle = "not run yet: layers.{3,5}.mlp x2, layers.{3,5}.experts.{0..2} x6"
@@ -287,8 +293,10 @@ def test_groups_of_layers_are_exact() -> None:
     model.layers[2]["experts"][1](x)  # outside of a region
     text = shown(precision_report(model))
     assert [cell for cell in text if "experts" in cell] == [
-        "layers.{0..1,3}.experts.{0..2} x9", "layers.2.experts.{0,2} x2", "layers.2.experts.1",
-    ]  # fmt: skip
+        "layers.{0..1,3}.experts.{0..2} x9",
+        "layers.2.experts.{0,2} x2",
+        "layers.2.experts.1",
+    ]
     grouped = te.GroupedLinear(3, 16, 16, device="cpu", name="experts")
     with region("current"):
         grouped(x, [5, 0, 11])
@@ -445,10 +453,15 @@ def kind_of_kernel(name: str) -> str:
 def test_the_profiler_agrees(kind: str, recipe: str | None) -> None:
     """The kernels of a step, in order, are of the kind that the report says of each GEMM."""
     rules = {
-        None: None, "delayed": DelayedScaling(), "current": Float8CurrentScaling(), "block": Float8BlockScaling(),
-        "block f32": Float8BlockScaling(use_f32_scales=True), "e5m2": DelayedScaling(fp8_format=Format.E5M2),
-        "mxfp8": MXFP8BlockScaling(), "override": Float8CurrentScaling(backward_override="dequantized"),
-    }  # fmt: skip
+        None: None,
+        "delayed": DelayedScaling(),
+        "current": Float8CurrentScaling(),
+        "block": Float8BlockScaling(),
+        "block f32": Float8BlockScaling(use_f32_scales=True),
+        "e5m2": DelayedScaling(fp8_format=Format.E5M2),
+        "mxfp8": MXFP8BlockScaling(),
+        "override": Float8CurrentScaling(backward_override="dequantized"),
+    }
     module = getattr(te, kind)(512, 1024, params_dtype=torch.bfloat16)
     x = torch.randn(256, 512, dtype=torch.bfloat16, device="cuda", requires_grad=True)
 

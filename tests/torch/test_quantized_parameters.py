@@ -398,7 +398,7 @@ READERS: dict[str, Any] = {
     "LayerNormLinear": lambda d: te.LayerNormLinear(96, 64, params_dtype=torch.bfloat16, device=d),
     "LayerNormMLP": lambda d: te.LayerNormMLP(96, 64, params_dtype=torch.bfloat16, device=d),
     "MultiheadAttention": lambda d: te.MultiheadAttention(96, 3, 32, 0.0, params_dtype=torch.bfloat16, device=d),
-}  # fmt: skip
+}
 
 
 @on_devices
@@ -546,9 +546,9 @@ def test_roles() -> None:
         module(torch.randn(4, 32))
         module(torch.randn(4, 32))
     parts = ("input", "weight", "grad_output")
-    assert asked == [
-        f"module_type=linear|tensor_type={t}|name=mlp.{g}" for g in ("fc1", "fc2") for t in parts
-    ], "each role once"
+    assert asked == [f"module_type=linear|tensor_type={t}|name=mlp.{g}" for g in ("fc1", "fc2") for t in parts], (
+        "each role once"
+    )
     linear = te.Linear(32, 32, name="head", device="cpu")
     linear.output_quantizer_role = te.QuantizerRole("", "", "boundary")
     del asked[:]

@@ -251,9 +251,13 @@ def test_fused_norm_equals_the_parts(normalization: str, recipe: str, device: st
 
 
 PARTS = {
-    "first.layer_norm_weight": "layer_norm_weight", "first.layer_norm_bias": "layer_norm_bias",
-    "first.weight": "fc1_weight", "first.bias": "fc1_bias", "second.weight": "fc2_weight", "second.bias": "fc2_bias",
-}  # fmt: skip
+    "first.layer_norm_weight": "layer_norm_weight",
+    "first.layer_norm_bias": "layer_norm_bias",
+    "first.weight": "fc1_weight",
+    "first.bias": "fc1_bias",
+    "second.weight": "fc2_weight",
+    "second.bias": "fc2_bias",
+}
 
 
 class Parts(torch.nn.Module):
@@ -340,9 +344,13 @@ def dequantized(t: torch.Tensor, operand: Operand) -> torch.Tensor:
     """The values of a rowwise copy."""
     rt = runtime_for(t)
     cast = Cast(
-        operand.format, rowwise=True, columnwise=False, power_of_two=operand.power_of_two, epsilon=operand.epsilon,
+        operand.format,
+        rowwise=True,
+        columnwise=False,
+        power_of_two=operand.power_of_two,
+        epsilon=operand.epsilon,
         four_over_six=operand.four_over_six,
-    )  # fmt: skip
+    )
     return to_torch(ops.dequantize(rt, ops.quantize(rt, to_core(t.detach()), cast), dtypes.float32)).view(t.shape)
 
 
@@ -444,10 +452,7 @@ def test_float32_weights_under_torch_autocast(kind: str, device: str) -> None:
     for chosen, enabled in ((override, True), (DelayedScaling(), False)):
         module.zero_grad()
         leaf = x.clone().requires_grad_()
-        with (
-            torch.autocast(device, torch.bfloat16),
-            te.autocast(enabled, calibrating=not enabled, recipe=chosen),
-        ):
+        with torch.autocast(device, torch.bfloat16), te.autocast(enabled, calibrating=not enabled, recipe=chosen):
             y = module(leaf)
         y.sum().backward()
         assert y.dtype is torch.bfloat16

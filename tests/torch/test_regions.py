@@ -59,11 +59,13 @@ def test_enabled_is_a_bool(enabled: Any) -> None:
 @pytest.mark.parametrize(
     ("make_region", "given", "wanted"),
     [
-        (te.autocast, "fp8_recipe", "recipe="), (te.autocast, "fp8_group", "amax_reduction_group="),
-        (te.fp8_autocast, "recipe", "fp8_recipe="), (te.fp8_autocast, "amax_reduction_group", "fp8_group="),
+        (te.autocast, "fp8_recipe", "recipe="),
+        (te.autocast, "fp8_group", "amax_reduction_group="),
+        (te.fp8_autocast, "recipe", "fp8_recipe="),
+        (te.fp8_autocast, "amax_reduction_group", "fp8_group="),
         (te.autocast, "recipes", "correct the name"),
     ],
-)  # fmt: skip
+)
 def test_the_other_functions_names(make_region: Any, given: str, wanted: str) -> None:
     with pytest.raises(TypeError, match=f"{given}=.*{wanted}"):
         make_region(**{given: CURRENT})
@@ -272,16 +274,25 @@ def elsewhere_in_evaluation(module: Any) -> None:
     module.train()
 
 
-BETWEEN = {f.__name__: f for f in (
-    nothing, elsewhere_without_grad, elsewhere_in_another_recipe, elsewhere_with_grad, elsewhere_in_evaluation
-)}  # fmt: skip
+BETWEEN = {
+    f.__name__: f
+    for f in (
+        nothing,
+        elsewhere_without_grad,
+        elsewhere_in_another_recipe,
+        elsewhere_with_grad,
+        elsewhere_in_evaluation,
+    )
+}
 
 
 # A whole layer is tried with the two that matter most.
 WITHIN = [
-    (name, between) for name in MODULES for between in BETWEEN
+    (name, between)
+    for name in MODULES
+    for between in BETWEEN
     if name == "Linear" or between in ("nothing", "elsewhere_in_another_recipe")
-]  # fmt: skip
+]
 
 
 @on_devices

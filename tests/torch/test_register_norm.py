@@ -172,7 +172,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     "no bias": (lambda: LlamaNorm(8), {"like": te.LayerNorm}, "LayerNorm here has a bias"),
     "float64 weight": (lambda: LlamaNorm(8).double(), {}, "float64"),
     "long rows": (lambda: LlamaNorm(65537), {}, "65536"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", REFUSED)

@@ -17,17 +17,7 @@ from te_torch.modules.base import random_pair
 from te_torch.modules.residual import ADD, Branch, DropPath, bias_dropout_add
 from te_torch.report import measure_saved
 from tests.backends import devices
-from tests.module_steps import (
-    RECIPES,
-    WIDTH,
-    differences,
-    fp8_state,
-    gradient_for,
-    make,
-    on,
-    region,
-    values,
-)
+from tests.module_steps import RECIPES, WIDTH, differences, fp8_state, gradient_for, make, on, region, values
 from tests.reference.elementwise import keep
 from tests.tolerances import DB, snr_db
 
@@ -89,8 +79,10 @@ def test_without_training_nothing_is_dropped(device: str) -> None:
 @on_devices
 def test_everything_dropped(device: str) -> None:
     """With a probability of one the residual is left: no gradient of what was dropped is anything but zero."""
-    x, bias, residual = (values(*shape, device=device, seed=i).requires_grad_()
-                         for i, shape in enumerate(((8, 3, 16), (16,), (8, 3, 16))))  # fmt: skip
+    x, bias, residual = (
+        values(*shape, device=device, seed=i).requires_grad_()
+        for i, shape in enumerate(((8, 3, 16), (16,), (8, 3, 16)))
+    )
     with torch.no_grad():
         x[0, 0, 0] = torch.inf
     y = bias_dropout_add(x, bias, residual, 1.0)

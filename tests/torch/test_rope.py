@@ -81,9 +81,15 @@ def test_against_the_formula(device: str, fused: bool, fmt: str) -> None:
             whole = cu * cp[0]
             given = t.clone().to(device).requires_grad_()
             y = apply_rotary_pos_emb(
-                given, freqs.to(device), fmt, None if first is None else first.to(device), interleaved, fused,
-                whole.to(device) if fmt == "thd" else None, *cp,
-            )  # fmt: skip
+                given,
+                freqs.to(device),
+                fmt,
+                None if first is None else first.to(device),
+                interleaved,
+                fused,
+                whole.to(device) if fmt == "thd" else None,
+                *cp,
+            )
             (gradient,) = torch.autograd.grad(y, given, g.to(device))
             assert y.dtype == dtype
             options = {"interleaved": interleaved, "cu_seqlens": whole, "starts": first, "cp": cp}
@@ -187,10 +193,18 @@ def test_documented_errors() -> None:
             apply_rotary_pos_emb(t[0], freqs, "thd", fused=fused)
     one = torch.zeros(1, dtype=torch.int32)
     for wrong in (  # all of which would spread one row, or one start, to several positions, or take a wrong row
-        {"freqs": freqs[:1]}, {"freqs": freqs[:3]}, {"start_positions": one}, {"cp_size": 2}, {"cp_rank": 1},
-        {"tensor_format": "thd", "t": t[:, 0], "cu_seqlens": torch.tensor([0, 2, 4]),
-         "start_positions": torch.tensor([0, 3])},
-    ):  # fmt: skip
+        {"freqs": freqs[:1]},
+        {"freqs": freqs[:3]},
+        {"start_positions": one},
+        {"cp_size": 2},
+        {"cp_rank": 1},
+        {
+            "tensor_format": "thd",
+            "t": t[:, 0],
+            "cu_seqlens": torch.tensor([0, 2, 4]),
+            "start_positions": torch.tensor([0, 3]),
+        },
+    ):
         with pytest.raises(AssertionError, match="apply_rotary_pos_emb: got"):
             apply_rotary_pos_emb(**{"t": t, "freqs": freqs, **wrong})
     with pytest.raises(AssertionError, match="freqs on meta beside cpu"):
@@ -206,9 +220,13 @@ def test_documented_errors() -> None:
     packed: dict[str, Any] = {"tensor_format": "thd", "cu_seqlens": torch.tensor([0, 1, 4], dtype=torch.int32)}
     for fused in (False, True):
         for wrong in (
-            {"freqs": freqs[..., :7]}, {"freqs": freqs[..., :1]}, {"freqs": freqs.repeat(1, 1, 1, 2)}, {"t": t[0]},
-            {"t": t, **packed}, {"t": t[:, 0], "freqs": freqs[..., :7], **packed},
-        ):  # fmt: skip
+            {"freqs": freqs[..., :7]},
+            {"freqs": freqs[..., :1]},
+            {"freqs": freqs.repeat(1, 1, 1, 2)},
+            {"t": t[0]},
+            {"t": t, **packed},
+            {"t": t[:, 0], "freqs": freqs[..., :7], **packed},
+        ):
             with pytest.raises(ValueError, match=r"rope|apply_rotary_pos_emb: got .*To do: "):
                 apply_rotary_pos_emb(**{"t": t, "freqs": freqs, "fused": fused, **wrong})
     for wrong in ({"freqs": freqs[:, 0, 0]}, {"t": torch.ones(5, 2, 8), **packed}):

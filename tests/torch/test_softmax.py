@@ -50,11 +50,12 @@ def test_fused_softmax(device: str, learnt: bool) -> None:
     for fused in (True, False):
         t = x.clone().requires_grad_()
         y = (
-            fused_softmax(t, scale=0.3, mask=hidden, causal="bottom_right", cu_seqlens_q=cu[0], cu_seqlens_kv=cu[1],
-                          sink=sink)
+            fused_softmax(
+                t, scale=0.3, mask=hidden, causal="bottom_right", cu_seqlens_q=cu[0], cu_seqlens_kv=cu[1], sink=sink
+            )
             if fused
             else plain(t, 0.3, everything, sink)
-        )  # fmt: skip
+        )
         wanted = [t] if sink is None else [t, sink]
         results.append((y, *torch.autograd.grad((y * w).sum(), wanted)))
     for ours, theirs in zip(*results, strict=True):
@@ -153,9 +154,14 @@ def fill(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     ids=str,
 )
 def test_module(
-    device: str, shape: Any, mask_type: str, masked: bool, dtype: torch.dtype, fused: bool,
+    device: str,
+    shape: Any,
+    mask_type: str,
+    masked: bool,
+    dtype: torch.dtype,
+    fused: bool,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     """Either path gives the same probabilities; which one ran is what the conditions say."""
     calls = []
     real = module.fused_softmax

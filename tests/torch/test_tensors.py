@@ -56,14 +56,24 @@ def core_bytes(x: torch.Tensor, rule: Operand, **given: Any) -> dict[str, np.nda
     rt = Runtime.cpu()
     matrix = x.reshape(-1, x.shape[-1]).cpu().float().numpy().astype(ml_dtypes.bfloat16)
     cast = Cast(
-        rule.format, rowwise=True, columnwise=True, epsilon=rule.epsilon, power_of_two=rule.power_of_two,
-        transform=rule.transform, four_over_six=rule.four_over_six, **given,
-    )  # fmt: skip
+        rule.format,
+        rowwise=True,
+        columnwise=True,
+        epsilon=rule.epsilon,
+        power_of_two=rule.power_of_two,
+        transform=rule.transform,
+        four_over_six=rule.four_over_six,
+        **given,
+    )
     q = ops.quantize(rt, from_numpy(matrix), cast)
     pieces = {
-        "_row_data": q.rowwise, "_row_scale": q.rowwise_scale, "_row_amax": q.rowwise_amax,
-        "_col_data": q.columnwise, "_col_scale": q.columnwise_scale, "_col_amax": q.columnwise_amax,
-    }  # fmt: skip
+        "_row_data": q.rowwise,
+        "_row_scale": q.rowwise_scale,
+        "_row_amax": q.rowwise_amax,
+        "_col_data": q.columnwise,
+        "_col_scale": q.columnwise_scale,
+        "_col_amax": q.columnwise_amax,
+    }
     return {n: p.numpy().view(np.uint8).copy() for n, p in pieces.items() if p is not None}
 
 
@@ -542,9 +552,11 @@ def test_master_weights_are_checked_before_anything_is_written() -> None:
     before, amax = good.dequantize(), good._quantizer.amax.clone()
     master = values((2048,), seed=6, dtype=torch.float32)
     for weight, start, shard, error in (
-        (empty, 0, None, ArgumentError), (torch.ones(32, 64), 0, None, ArgumentError), (other, 1, None, ArgumentError),
+        (empty, 0, None, ArgumentError),
+        (torch.ones(32, 64), 0, None, ArgumentError),
+        (other, 1, None, ArgumentError),
         (other, 0, torch.zeros(2048, dtype=torch.uint8), UnsupportedError),
-    ):  # fmt: skip
+    ):
         with pytest.raises(error, match="quantize_master_weights"):
             utils.quantize_master_weights([good, weight], [master, master], [0, start], None, [None, shard])
         assert torch.equal(good.dequantize(), before) and torch.equal(good._quantizer.amax, amax)

@@ -119,8 +119,10 @@ def test_assigned_data_is_the_very_same(name: str) -> None:
 @all_makers
 def test_assigned_data_may_be_of_another_shape_type_and_place(device: str, name: str) -> None:
     for new in (
-        values((64, 32), device), values((32, 64), device, dtype=torch.float16), values((64, 64), device, seed=2).t(),
-    ):  # fmt: skip
+        values((64, 32), device),
+        values((32, 64), device, dtype=torch.float16),
+        values((64, 64), device, seed=2).t(),
+    ):
         for given in (new, ALL[name](device)(new)):
             p = parameter(name, device)
             p.data = given
@@ -192,9 +194,14 @@ def test_which_quantizers_give_the_same_again() -> None:
 
 def test_recipes_of_quantizers() -> None:
     recipes = {
-        "delayed": DelayedScaling, "current": Float8CurrentScaling, "block": Float8BlockScaling,
-        "mxfp8": MXFP8BlockScaling, "nvfp4": NVFP4BlockScaling, "hybrid": CustomRecipe, "identity": CustomRecipe,
-    }  # fmt: skip
+        "delayed": DelayedScaling,
+        "current": Float8CurrentScaling,
+        "block": Float8BlockScaling,
+        "mxfp8": MXFP8BlockScaling,
+        "nvfp4": NVFP4BlockScaling,
+        "hybrid": CustomRecipe,
+        "identity": CustomRecipe,
+    }
     for name, recipe in recipes.items():
         assert ALL[name]("cpu")._get_compatible_recipe() is recipe
 

@@ -342,16 +342,21 @@ def test_fsdp_shards_of_nvfp4_with_maxima_of_their_own() -> None:
 
 
 GATHERED = {
-    "delayed": ("_data",), "current": ("_data",), "current_pow2": ("_data",), "identity": ("_hp_data",),
+    "delayed": ("_data",),
+    "current": ("_data",),
+    "current_pow2": ("_data",),
+    "identity": ("_hp_data",),
     "tile": ("_rowwise_data", "_rowwise_scale_inv"),
     "mxfp8": ("_rowwise_data", "_rowwise_scale_inv", "_columnwise_data", "_columnwise_scale_inv"),
     "mxfp8_tile": ("_rowwise_data", "_rowwise_scale_inv", "_columnwise_data", "_columnwise_scale_inv"),
     "nvfp4_tile": ("_rowwise_data", "_rowwise_scale_inv", "_amax_rowwise"),
     "mixed": (
-        "_rowwise_storage._rowwise_data", "_rowwise_storage._rowwise_scale_inv",
-        "_columnwise_storage._columnwise_data", "_columnwise_storage._columnwise_scale_inv",
+        "_rowwise_storage._rowwise_data",
+        "_rowwise_storage._rowwise_scale_inv",
+        "_columnwise_storage._columnwise_data",
+        "_columnwise_storage._columnwise_scale_inv",
     ),
-}  # fmt: skip
+}
 
 
 @on_devices

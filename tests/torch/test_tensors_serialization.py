@@ -54,9 +54,13 @@ def test_pickle(name: str, protocol: int) -> None:
     t = p.detach()
     same(pickle.loads(pickle.dumps(t, protocol)), t)
     names = {
-        "Float8Tensor": "float8", "Float8BlockwiseQTensor": "float8_blockwise", "MXFP8Tensor": "mxfp8",
-        "NVFP4Tensor": "nvfp4", "HybridQuantizedTensor": "hybrid_quantized", "IdentityTensor": "identity",
-    }  # fmt: skip
+        "Float8Tensor": "float8",
+        "Float8BlockwiseQTensor": "float8_blockwise",
+        "MXFP8Tensor": "mxfp8",
+        "NVFP4Tensor": "nvfp4",
+        "HybridQuantizedTensor": "hybrid_quantized",
+        "IdentityTensor": "identity",
+    }
     assert f"_make_{names[type(t).__name__]}_tensor_in_reduce_ex".encode() in pickle.dumps(t, 0)
 
 

@@ -29,11 +29,15 @@ SHOWN = {
     "Float8BlockwiseQTensor": ("_rowwise_data", "_columnwise_data", "_rowwise_scale_inv", "_columnwise_scale_inv"),
     "MXFP8Tensor": ("_rowwise_data", "_columnwise_data", "_rowwise_scale_inv", "_columnwise_scale_inv"),
     "NVFP4Tensor": (
-        "_rowwise_data", "_columnwise_data", "_rowwise_scale_inv", "_columnwise_scale_inv", "_amax_rowwise",
+        "_rowwise_data",
+        "_columnwise_data",
+        "_rowwise_scale_inv",
+        "_columnwise_scale_inv",
+        "_amax_rowwise",
         "_amax_columnwise",
     ),
     "IdentityTensor": ("_hp_data",),
-}  # fmt: skip
+}
 
 
 def shown(t: Any) -> list[torch.Tensor]:
@@ -151,9 +155,13 @@ def matrix(t: torch.Tensor) -> tuple[int, int]:
 @cuts
 @pytest.mark.parametrize(
     ("name", "shape", "columnwise"),
-    [("current", (32, 64), True), ("delayed", (13, 17), True), ("current_pow2", (4, 6, 16), False),
-     ("delayed", (5, 4, 3, 7), True)],
-)  # fmt: skip
+    [
+        ("current", (32, 64), True),
+        ("delayed", (13, 17), True),
+        ("current_pow2", (4, 6, 16), False),
+        ("delayed", (5, 4, 3, 7), True),
+    ],
+)
 def test_any_part_of_per_tensor_fp8_is_a_view(
     device: str, cut: str, name: str, shape: tuple[int, ...], columnwise: bool
 ) -> None:
@@ -163,8 +171,10 @@ def test_any_part_of_per_tensor_fp8_is_a_view(
     part, wanted = CUTS[cut](t), CUTS[cut](plain)
     assert type(part) is type(t) and torch.equal(part.dequantize(), wanted)
     assert (part.shape, part.stride(), part.storage_offset()) == (
-        wanted.shape, wanted.stride(), wanted.storage_offset()
-    )  # fmt: skip
+        wanted.shape,
+        wanted.stride(),
+        wanted.storage_offset(),
+    )
     assert part.get_usages() == {"rowwise": True, "columnwise": columnwise} and part._data.shape == part.shape
     if columnwise and part.ndim:
         assert torch.equal(part._transpose, part._data.movedim(-1, 0))
@@ -279,9 +289,12 @@ def test_blocks_of_rows_are_views_and_other_parts_are_plain_with_a_warning(devic
         assert type(part) is type(t) and torch.equal(part.dequantize(), values_)
         assert (part.stride(), part.storage_offset()) == (values_.stride(), values_.storage_offset())
     cuts_: list[Callable[[Any], Any]] = [
-        lambda a: torch.chunk(a, 2, dim=1)[1], lambda a: a[:, 3:7], lambda a: a[1:3], lambda a: a[5],
+        lambda a: torch.chunk(a, 2, dim=1)[1],
+        lambda a: a[:, 3:7],
+        lambda a: a[1:3],
+        lambda a: a[5],
         lambda a: a.as_strided((4, 4), (1, 2)),
-    ]  # fmt: skip
+    ]
     for cut in cuts_:
         with pytest.warns(UserWarning, match=f"{type(t).__name__} of shape .* plain tensor"):
             part = cut(t)
@@ -323,9 +336,19 @@ def test_gradients_flow_through_parts() -> None:
 @on_devices
 @per_tensor
 @pytest.mark.parametrize(
-    ("shape", "other"), [((24, 40), (40, 24)), ((13, 17), (17, 13)), ((24, 48), (2, 12, 48)), ((32, 64), (8, 256)),
-                         ((4, 3, 5, 7), (7, 5, 3, 4)), ((17,), (17, 1)), ((6, 10), (60,)), ((1,), ())], ids=str,
-)  # fmt: skip
+    ("shape", "other"),
+    [
+        ((24, 40), (40, 24)),
+        ((13, 17), (17, 13)),
+        ((24, 48), (2, 12, 48)),
+        ((32, 64), (8, 256)),
+        ((4, 3, 5, 7), (7, 5, 3, 4)),
+        ((17,), (17, 1)),
+        ((6, 10), (60,)),
+        ((1,), ()),
+    ],
+    ids=str,
+)
 def test_per_tensor_fp8_is_seen_in_any_shape(
     device: str, name: str, shape: tuple[int, ...], other: tuple[int, ...]
 ) -> None:
@@ -390,9 +413,7 @@ def test_strides_and_offset_are_kept(name: str) -> None:
         rest = {"rowwise_storage": t._rowwise_storage, "columnwise_storage": t._columnwise_storage}
     else:
         rest = {k: v for k, v in t.get_metadata().items() if k not in ("quantizer", "fake_dtype")}
-    made = type(t)(
-        t.shape, t.dtype, stride=(128, 2), storage_offset=3, quantizer=t._quantizer, **rest
-    )
+    made = type(t)(t.shape, t.dtype, stride=(128, 2), storage_offset=3, quantizer=t._quantizer, **rest)
     for same in (made, made.detach(), made.data, type(t).make_like(made), made.to_dtype(torch.float16), made[:]):
         assert same.stride() == (128, 2) and same.storage_offset() == 3 and not same.is_contiguous()
     for dense in (made.clone(), made.contiguous()):

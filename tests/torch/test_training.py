@@ -80,9 +80,7 @@ def start(out: Path, *arguments: str) -> subprocess.Popen[str]:
     """The program in a process of its own."""
     command = [sys.executable, "examples/train_gpt.py", *OPTIONS, "--out", str(out), *arguments]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        command, cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    )
+    return subprocess.Popen(command, cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
 
 def test_the_program_reports_and_writes_its_results(tmp_path: Path) -> None:

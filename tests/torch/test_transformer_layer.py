@@ -61,7 +61,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "late residual": (LATE, {}),
     "output norm": ({"output_layernorm": True}, {}),
     "output RMSNorm, zero-centered": (
-        {"output_layernorm": True, "normalization": "RMSNorm", "zero_centered_gamma": True}, {}
+        {"output_layernorm": True, "normalization": "RMSNorm", "zero_centered_gamma": True},
+        {},
     ),
     "output norm, late residual": ({"output_layernorm": True, **LATE}, {}),
     "parallel": ({"parallel_attention_mlp": True}, {}),
@@ -71,29 +72,29 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "decoder, late residual": ({**DECODER, **LATE}, {}),
     "decoder, output norm": ({**DECODER, "output_layernorm": True}, {}),
     "decoder, masks": (
-        {**DECODER, "self_attn_mask_type": "no_mask", "enc_dec_attn_mask_type": "causal_bottom_right"}, {}
+        {**DECODER, "self_attn_mask_type": "no_mask", "enc_dec_attn_mask_type": "causal_bottom_right"},
+        {},
     ),
     "decoder, masks at the call": (
-        DECODER, {"self_attn_mask_type": "no_mask", "enc_dec_attn_mask_type": "causal_bottom_right"}
+        DECODER,
+        {"self_attn_mask_type": "no_mask", "enc_dec_attn_mask_type": "causal_bottom_right"},
     ),
     "decoder, windows": (
-        {**DECODER, "window_size": (2, 0), "enc_dec_window_size": (3, 1), "enc_dec_bottom_right_diagonal": False}, {}
+        {**DECODER, "window_size": (2, 0), "enc_dec_window_size": (3, 1), "enc_dec_bottom_right_diagonal": False},
+        {},
     ),
     "decoder, windows at the call": (
-        DECODER, {"window_size": (2, 0), "enc_dec_window_size": (3, 1), "enc_dec_bottom_right_diagonal": False}
+        DECODER,
+        {"window_size": (2, 0), "enc_dec_window_size": (3, 1), "enc_dec_bottom_right_diagonal": False},
     ),
     "qk norm": ({"qk_norm_type": "RMSNorm", "qk_norm_eps": 0.1}, {"rotary_pos_emb": True}),
-    "qk norm before rope": (
-        {"qk_norm_type": "L2Normalization", "qk_norm_before_rope": True}, {"rotary_pos_emb": True}
-    ),
+    "qk norm before rope": ({"qk_norm_type": "L2Normalization", "qk_norm_before_rope": True}, {"rotary_pos_emb": True}),
     "interleaved rope": ({"rotary_pos_interleaved": True}, {"rotary_pos_emb": True}),
     "learnable": ({"softmax_type": "learnable"}, {}),
     "score bias": ({}, {"core_attention_bias_type": "post_scale_bias", "core_attention_bias": True}),
     "plain rows": ({"fuse_qkv_params": True, "qkv_weight_interleaved": False, "num_gqa_groups": 2}, {}),
-}  # fmt: skip
-ACTIVATIONS = (
-    "gelu", "geglu", "qgelu", "qgeglu", "relu", "reglu", "srelu", "sreglu", "silu", "swiglu", "squared_relu"
-)  # fmt: skip
+}
+ACTIVATIONS = ("gelu", "geglu", "qgelu", "qgeglu", "relu", "reglu", "srelu", "sreglu", "silu", "swiglu", "squared_relu")
 
 
 def arguments(
@@ -178,9 +179,10 @@ def test_hidden_dropout(part: str, bias: bool, device: str) -> None:
     options = {"layer_type": "decoder", "bias": bias}
     layer, x = make(device, hidden_dropout=p, **options), values(64, 8, WIDTH, device=device, seed=1)
     lasts = {
-        "self_attention": layer.self_attention.proj, "inter_attention": layer.inter_attention.proj,
+        "self_attention": layer.self_attention.proj,
+        "inter_attention": layer.inter_attention.proj,
         "layernorm_mlp": layer.layernorm_mlp,
-    }  # fmt: skip
+    }
     silent = [dict(last.named_parameters()) for name, last in lasts.items() if name != part]
     with torch.no_grad():
         [p.zero_() for last in silent for n, p in last.items() if n in ("weight", "bias", "fc2_weight", "fc2_bias")]
@@ -323,12 +325,12 @@ def test_packed_sequences_equal_padded_ones(case: str, device: str) -> None:
     encoded = values(3, ENCODED, WIDTH, device=device, seed=4)
     if "decoder" in case:
         shared["enc_dec_attn_mask_type"] = "padding"
-        wide_call |= {
-            "encoder_output": encoded, "enc_dec_attn_mask": (padding(S, lengths), padding(ENCODED, sources))
-        }  # fmt: skip
+        wide_call |= {"encoder_output": encoded, "enc_dec_attn_mask": (padding(S, lengths), padding(ENCODED, sources))}
         thd_call |= {
-            "encoder_output": packed(encoded, sources), "cu_seqlens_kv": running(sources), "max_seqlen_kv": ENCODED
-        }  # fmt: skip
+            "encoder_output": packed(encoded, sources),
+            "cu_seqlens_kv": running(sources),
+            "max_seqlen_kv": ENCODED,
+        }
     else:
         thd_call["cu_seqlens_kv"] = running([1, 1, 1])
     wide = make(device, attn_input_format="bshd", **options)
@@ -508,7 +510,7 @@ GOLDEN = {
     "TransformerLayer_gpt": lambda **kw: _golden_layer(**kw),
     "TransformerLayer_llama": lambda **kw: _golden_layer(**LLAMA, **kw),
     "TransformerLayer_qknorm": lambda **kw: _golden_layer(qk_norm_type="RMSNorm", **kw),
-}  # fmt: skip
+}
 
 
 def _golden_layer(**options: Any) -> TransformerLayer:

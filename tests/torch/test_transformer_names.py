@@ -69,8 +69,10 @@ def test_attention_parameters() -> None:
     assert named(bias=False, **FUSED) == {"qkv.weight": (128, 64)}
     assert named(**NORM, **FUSED) == both("layernorm_qkv.", 128) | {f"layernorm_qkv.{n}": s for n, s in norm.items()}
     assert named(**NORM, **FUSED, normalization="RMSNorm").keys() == {
-        "layernorm_qkv.layer_norm_weight", "layernorm_qkv.weight", "layernorm_qkv.bias"
-    }  # fmt: skip
+        "layernorm_qkv.layer_norm_weight",
+        "layernorm_qkv.weight",
+        "layernorm_qkv.bias",
+    }
     assert named(**CROSS) == split("query_layer.query", "key_value.key", "key_value.value")
     assert named(**CROSS, **FUSED) == both("query_layer.", 64) | both("key_value.", 64)
     assert named(**CROSS, **NORM) == split("layernorm_query.query", "key_value.key", "key_value.value") | {
@@ -79,8 +81,9 @@ def test_attention_parameters() -> None:
     normed = {"q_norm.weight": (16,), "k_norm.weight": (16,)}
     assert named(qk_norm_type="RMSNorm", **FUSED) == both("qkv.", 128) | normed
     assert named(qk_norm_type="LayerNorm", **FUSED) == both("qkv.", 128) | normed | {
-        "q_norm.bias": (16,), "k_norm.bias": (16,)
-    }  # fmt: skip
+        "q_norm.bias": (16,),
+        "k_norm.bias": (16,),
+    }
     assert named(qk_norm_type="L2Normalization", **FUSED) == both("qkv.", 128)
     assert named(softmax_type="learnable", **FUSED) == both("qkv.", 128) | {"core_attention.softmax_offset": (4,)}
 
@@ -96,9 +99,10 @@ def test_attention_initialisation_and_names() -> None:
     assert not module.proj.bias.any() and (module.layernorm_qkv.layer_norm_weight == 1).all()
     names = {n: m.name for n, m in module.named_modules() if n and hasattr(m, "name")}
     assert names == {
-        "layernorm_qkv": "N.self_attention.layernorm_linear_qkv", "core_attention": "N.self_attention.core_attention",
+        "layernorm_qkv": "N.self_attention.layernorm_linear_qkv",
+        "core_attention": "N.self_attention.core_attention",
         "proj": "N.self_attention.proj",
-    }  # fmt: skip
+    }
     assert attention("cpu", name="a").qkv.name == "a.linear_qkv"
     cross = attention("cpu", name="a", **CROSS)
     assert cross.key_value.name == "a.linear_kv" and cross.query_layer.name.startswith("Layer_")
@@ -185,35 +189,48 @@ def test_signatures() -> None:
 QKV = ("query_weight", "key_weight", "value_weight", "query_bias", "key_bias", "value_bias")
 LAYER_NORM = ("layer_norm_weight", "layer_norm_bias")
 KEYS = {
-    "self_attention.layernorm_qkv": (*LAYER_NORM, *QKV), "self_attention.proj": ("weight", "bias"),
+    "self_attention.layernorm_qkv": (*LAYER_NORM, *QKV),
+    "self_attention.proj": ("weight", "bias"),
     "layernorm_mlp": (*LAYER_NORM, "fc1_weight", "fc1_bias", "fc2_weight", "fc2_bias"),
-}  # fmt: skip
+}
 #: What options change: entries of a part, None where the part is gone.
 CHANGED: dict[str, tuple[dict[str, Any], dict[str, tuple[str, ...] | None]]] = {
     "default": ({}, {}),
     "fused": ({"fuse_qkv_params": True}, {"self_attention.layernorm_qkv": (*LAYER_NORM, "weight", "bias")}),
-    "RMSNorm": ({"normalization": "RMSNorm"}, {
-        "self_attention.layernorm_qkv": (LAYER_NORM[0], *QKV),
-        "layernorm_mlp": (LAYER_NORM[0], "fc1_weight", "fc1_bias", "fc2_weight", "fc2_bias"),
-    }),
-    "no bias": ({"bias": False}, {
-        "self_attention.layernorm_qkv": (*LAYER_NORM, *QKV[:3]), "self_attention.proj": ("weight",),
-        "layernorm_mlp": (*LAYER_NORM, "fc1_weight", "fc2_weight"),
-    }),
-    "output norm": ({"output_layernorm": True}, {
-        "self_attention.layernorm_qkv": None, "self_attention.qkv": QKV, "layernorm": ("weight", "bias"),
-    }),
-    "decoder": (DECODER, {
-        "inter_attention.layernorm_query": (*LAYER_NORM, "query_weight", "query_bias"),
-        "inter_attention.key_value": ("key_weight", "value_weight", "key_bias", "value_bias"),
-        "inter_attention.proj": ("weight", "bias"),
-    }),
+    "RMSNorm": (
+        {"normalization": "RMSNorm"},
+        {
+            "self_attention.layernorm_qkv": (LAYER_NORM[0], *QKV),
+            "layernorm_mlp": (LAYER_NORM[0], "fc1_weight", "fc1_bias", "fc2_weight", "fc2_bias"),
+        },
+    ),
+    "no bias": (
+        {"bias": False},
+        {
+            "self_attention.layernorm_qkv": (*LAYER_NORM, *QKV[:3]),
+            "self_attention.proj": ("weight",),
+            "layernorm_mlp": (*LAYER_NORM, "fc1_weight", "fc2_weight"),
+        },
+    ),
+    "output norm": (
+        {"output_layernorm": True},
+        {"self_attention.layernorm_qkv": None, "self_attention.qkv": QKV, "layernorm": ("weight", "bias")},
+    ),
+    "decoder": (
+        DECODER,
+        {
+            "inter_attention.layernorm_query": (*LAYER_NORM, "query_weight", "query_bias"),
+            "inter_attention.key_value": ("key_weight", "value_weight", "key_bias", "value_bias"),
+            "inter_attention.proj": ("weight", "bias"),
+        },
+    ),
     "learnable": ({"softmax_type": "learnable"}, {"self_attention.core_attention": ("softmax_offset",)}),
-    "qk norm": ({"qk_norm_type": "LayerNorm"}, {
-        "self_attention.q_norm": ("weight", "bias"), "self_attention.k_norm": ("weight", "bias"),
-    }),
+    "qk norm": (
+        {"qk_norm_type": "LayerNorm"},
+        {"self_attention.q_norm": ("weight", "bias"), "self_attention.k_norm": ("weight", "bias")},
+    ),
     "qk L2": ({"qk_norm_type": "L2Normalization"}, {}),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", CHANGED)
@@ -240,15 +257,17 @@ def test_names_of_parts() -> None:
     layer = make("cpu", name="N", layer_type="decoder")
     named = {n: m.name for n, m in layer.named_modules() if n and hasattr(m, "name")}
     assert named == {
-        "self_attention": "N.self_attention", "self_attention.layernorm_qkv": "N.self_attention.layernorm_linear_qkv",
+        "self_attention": "N.self_attention",
+        "self_attention.layernorm_qkv": "N.self_attention.layernorm_linear_qkv",
         "self_attention.core_attention": "N.self_attention.core_attention",
         "self_attention.proj": "N.self_attention.proj",
         "inter_attention": "N.inter_attention",
         "inter_attention.layernorm_query": "N.inter_attention.layernorm_linear_q",
         "inter_attention.key_value": "N.inter_attention.linear_kv",
         "inter_attention.core_attention": "N.inter_attention.core_attention",
-        "inter_attention.proj": "N.inter_attention.proj", "layernorm_mlp": "N.layernorm_mlp",
-    }  # fmt: skip
+        "inter_attention.proj": "N.inter_attention.proj",
+        "layernorm_mlp": "N.layernorm_mlp",
+    }
     roles = [layer.layernorm_mlp.quantizer_roles(gemm)[0].name for gemm in range(2)]
     assert roles == ["N.layernorm_mlp.fc1", "N.layernorm_mlp.fc2"]
     assert make("cpu", output_layernorm=True, name="N").self_attention.qkv.name == "N.self_attention.linear_qkv"
@@ -258,14 +277,24 @@ def test_names_of_parts() -> None:
 
 def test_initialisation() -> None:
     layer = TransformerLayer(
-        64, 96, 4, init_method=lambda w: w.fill_(3), output_layer_init_method=lambda w: w.fill_(5), device="cpu",
-        layer_type="decoder", seq_length=12, micro_batch_size=2, set_parallel_mode=True,
-    )  # fmt: skip
+        64,
+        96,
+        4,
+        init_method=lambda w: w.fill_(3),
+        output_layer_init_method=lambda w: w.fill_(5),
+        device="cpu",
+        layer_type="decoder",
+        seq_length=12,
+        micro_batch_size=2,
+        set_parallel_mode=True,
+    )
     cross = layer.inter_attention
     first = (
-        layer.self_attention.layernorm_qkv.query_weight, layer.layernorm_mlp.fc1_weight, cross.key_value.key_weight,
+        layer.self_attention.layernorm_qkv.query_weight,
+        layer.layernorm_mlp.fc1_weight,
+        cross.key_value.key_weight,
         cross.layernorm_query.query_weight,
-    )  # fmt: skip
+    )
     last = (layer.self_attention.proj.weight, layer.layernorm_mlp.fc2_weight, cross.proj.weight)
     assert all((w == 3).all() for w in first) and all((w == 5).all() for w in last)
     drops = (layer.hidden_dropout, layer.self_attention.core_attention.attention_dropout)
@@ -336,10 +365,13 @@ def test_refused() -> None:
         make("cpu", normalization="BatchNorm")
     for sizes, more, said in (
         ((100, 200, 7), {}, r"hidden_size=100 in num_attention_heads=7\. Allowed: .*kv_channels"),
-        ((64, 96, 0), {}, "num_attention_heads=0"), ((64, 96, -4), {}, "num_attention_heads=-4"),
-        ((64, 96, 4), {"num_gqa_groups": 0}, "num_gqa_groups=0"), ((64, 96, 4), {"num_gqa_groups": 3}, "groups=3"),
-        ((64, 96, 4), {"kv_channels": -8}, "kv_channels=-8"), ((0, 96, 4), {}, "hidden_size=0"),
-    ):  # fmt: skip
+        ((64, 96, 0), {}, "num_attention_heads=0"),
+        ((64, 96, -4), {}, "num_attention_heads=-4"),
+        ((64, 96, 4), {"num_gqa_groups": 0}, "num_gqa_groups=0"),
+        ((64, 96, 4), {"num_gqa_groups": 3}, "groups=3"),
+        ((64, 96, 4), {"kv_channels": -8}, "kv_channels=-8"),
+        ((0, 96, 4), {}, "hidden_size=0"),
+    ):
         with pytest.raises(AssertionError, match=f"TransformerLayer: got .*{said}"):
             TransformerLayer(*sizes, device="cpu", **more)
         with pytest.raises(AssertionError, match=f"MultiheadAttention: got .*{said}"):

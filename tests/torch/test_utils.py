@@ -16,10 +16,12 @@ from te_torch import utils
 @pytest.mark.parametrize(
     ("init", "sigma"),
     [
-        (utils.init_method_normal(0.5), 0.5), (utils.scaled_init_method_normal(0.5, 8), 0.125),
-        (utils.get_default_init_method(), 0.023), (utils.init_method_constant(2.0), 0.0),
+        (utils.init_method_normal(0.5), 0.5),
+        (utils.scaled_init_method_normal(0.5, 8), 0.125),
+        (utils.get_default_init_method(), 0.023),
+        (utils.init_method_constant(2.0), 0.0),
     ],
-)  # fmt: skip
+)
 def test_initialisers(init: utils.Init, sigma: float) -> None:
     """In place, of the width asked for; they can be pickled, and given to a layer."""
     weight = torch.empty(200, 300)
@@ -44,15 +46,21 @@ def test_mask_func() -> None:
     masked = utils.attention_mask_func(scores, mask)
     assert torch.equal(masked, torch.where(mask, torch.tensor(-10000.0), scores)) and not (scores == -10000).any()
     assert te.attention.softmax.FusedScaleMaskSoftmax(utils.attention_mask_func)(scores, mask, "padding").shape == (
-        2, 4, 6, 6,
-    )  # fmt: skip
+        2,
+        4,
+        6,
+        6,
+    )
 
 
 def test_whole_numbers() -> None:
     assert utils.divide(12, 4) == 3 and math.prod((utils.round_up_to_nearest_multiple(n, 16) for n in (1, 16, 17))) == (
         16 * 16 * 32
     )
-    for call in (lambda: utils.divide(12, 5), lambda: utils.ensure_divisibility(1, 0),
-                 lambda: utils.round_up_to_nearest_multiple(3, 0)):  # fmt: skip
+    for call in (
+        lambda: utils.divide(12, 5),
+        lambda: utils.ensure_divisibility(1, 0),
+        lambda: utils.round_up_to_nearest_multiple(3, 0),
+    ):
         with pytest.raises(ArgumentError):
             call()

@@ -34,20 +34,8 @@ from te_core.backends.cpu.attention_fp8 import (
 from te_core.backends.cpu.elementwise import add, bias_dropout_add, bias_dropout_add_backward
 from te_core.backends.cpu.executor import Executor
 from te_core.backends.cpu.gemm import gemm, plan_gemm
-from te_core.backends.cpu.kv_cache import (
-    kv_append,
-    kv_gather,
-    kv_move,
-    plan_kv_append,
-    plan_kv_gather,
-    plan_kv_move,
-)
-from te_core.backends.cpu.l2_norm import (
-    l2_norm_backward,
-    l2_norm_forward,
-    plan_l2_norm_backward,
-    plan_l2_norm_forward,
-)
+from te_core.backends.cpu.kv_cache import kv_append, kv_gather, kv_move, plan_kv_append, plan_kv_gather, plan_kv_move
+from te_core.backends.cpu.l2_norm import l2_norm_backward, l2_norm_forward, plan_l2_norm_backward, plan_l2_norm_forward
 from te_core.backends.cpu.matrix import column_sum, resize
 from te_core.backends.cpu.norm import norm_backward, norm_forward, plan_norm_backward, plan_norm_forward
 from te_core.backends.cpu.quantize import (
@@ -71,12 +59,7 @@ from te_core.backends.cpu.quantize_mxfp8 import (
 )
 from te_core.backends.cpu.quantize_nvfp4 import dequantize_nvfp4, plan_quantize_nvfp4, quantize_nvfp4
 from te_core.backends.cpu.rope import plan_rope, plan_rope_qkv, rope, rope_qkv
-from te_core.backends.cpu.softmax import (
-    plan_softmax_backward,
-    plan_softmax_forward,
-    softmax_backward,
-    softmax_forward,
-)
+from te_core.backends.cpu.softmax import plan_softmax_backward, plan_softmax_forward, softmax_backward, softmax_forward
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
 

@@ -22,15 +22,16 @@ from te_core.tensor import Tensor
 Array = np.ndarray[Any, Any]
 
 #: z(x) = linear * x + cubic * x^3
-_SIGMOID_OF = {
-    "gelu": (2 * 0.7978845608, 2 * 0.7978845608 * 0.044715),
-    "qgelu": (1.702, 0.0),
-    "silu": (1.0, 0.0),
-}
+_SIGMOID_OF = {"gelu": (2 * 0.7978845608, 2 * 0.7978845608 * 0.044715), "qgelu": (1.702, 0.0), "silu": (1.0, 0.0)}
 _PLAIN_OF = {
-    "geglu": "gelu", "glu": "sigmoid", "qgeglu": "qgelu", "reglu": "relu", "sreglu": "srelu", "swiglu": "silu",
+    "geglu": "gelu",
+    "glu": "sigmoid",
+    "qgeglu": "qgelu",
+    "reglu": "relu",
+    "sreglu": "srelu",
+    "swiglu": "silu",
     "clamped_swiglu": "clamped",
-}  # fmt: skip
+}
 _DEFAULT_CLAMP = (7.0, 1.702, 1.0)  # limit, alpha, offset
 # gelu' is exactly 0 or 1 in float32 well before this, and x^2 does not overflow up to here.
 _FLAT = 1e4
@@ -48,9 +49,8 @@ def plan_activation_backward(rt: Runtime, key: tuple[Any, ...]) -> Plan:
 
 @np.errstate(all="ignore")
 def activation_forward(
-    rt: Runtime, plan: Plan, x: Tensor, kind: str, y: Tensor | None, cast: Cast | None,
-    q: QuantizedTensor | None,
-) -> None:  # fmt: skip
+    rt: Runtime, plan: Plan, x: Tensor, kind: str, y: Tensor | None, cast: Cast | None, q: QuantizedTensor | None
+) -> None:
     """y = act(x), or act(a) * b for x = (a | b); then the cast."""
     ex, source = scratch(rt), x.numpy()
     gated, plain = kind in _PLAIN_OF, _PLAIN_OF.get(kind, kind)
@@ -75,9 +75,16 @@ def activation_forward(
 
 @np.errstate(all="ignore")
 def activation_backward(
-    rt: Runtime, plan: Plan, dy: Tensor, x: Tensor, kind: str, dx: Tensor | None, cast: Cast | None,
-    q: QuantizedTensor | None, column_sum: Tensor | None,
-) -> None:  # fmt: skip
+    rt: Runtime,
+    plan: Plan,
+    dy: Tensor,
+    x: Tensor,
+    kind: str,
+    dx: Tensor | None,
+    cast: Cast | None,
+    q: QuantizedTensor | None,
+    column_sum: Tensor | None,
+) -> None:
     """dx = dy * act'(x), or (dy * b * act'(a) | dy * act(a)); then its column sums and the cast."""
     ex, source, gradient = scratch(rt), x.numpy(), dy.numpy()
     gated, plain = kind in _PLAIN_OF, _PLAIN_OF.get(kind, kind)

@@ -32,9 +32,16 @@ def plan_attention_backward(rt: Runtime, spec: AttentionSpec, size: Sizes, *give
 
 @np.errstate(all="ignore")
 def attention_forward(
-    rt: Runtime, plan: Plan, q: Tensor, k: Tensor, v: Tensor, terms: Terms, out: Tensor, stats: Tensor | None,
+    rt: Runtime,
+    plan: Plan,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    terms: Terms,
+    out: Tensor,
+    stats: Tensor | None,
     max_logit: Tensor | None,
-) -> None:  # fmt: skip
+) -> None:
     """out = dropout(P) v, with the logs of the sums and the largest scores."""
     ex, problem = scratch(rt), Problem(plan.spec, terms, q, k)
     if problem.spec.padded:
@@ -64,9 +71,21 @@ def attention_forward(
 
 @np.errstate(all="ignore")
 def attention_backward(
-    rt: Runtime, plan: Plan, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, stats: Tensor, terms: Terms,
-    dq: Tensor, dk: Tensor, dv: Tensor, dbias: Tensor | None, dsink: Tensor | None,
-) -> None:  # fmt: skip
+    rt: Runtime,
+    plan: Plan,
+    dy: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    stats: Tensor,
+    terms: Terms,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    dbias: Tensor | None,
+    dsink: Tensor | None,
+) -> None:
     """The gradients through the weights, which are worked out again from the statistics."""
     ex, problem = scratch(rt), Problem(plan.spec, terms, q, k)
     scale = np.float32(problem.spec.scale)

@@ -45,9 +45,16 @@ def plan_attention_fp8_backward(rt: Runtime, spec: AttentionSpec, size: Sizes, *
 
 @np.errstate(all="ignore")
 def attention_fp8_forward(
-    rt: Runtime, plan: Plan, q: Tensor, k: Tensor, v: Tensor, terms: Terms, scales: ForwardScales, out: Tensor,
+    rt: Runtime,
+    plan: Plan,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    terms: Terms,
+    scales: ForwardScales,
+    out: Tensor,
     stats: Tensor | None,
-) -> None:  # fmt: skip
+) -> None:
     """out = dropout(P in FP8) v."""
     ex, problem = scratch(rt), Problem(plan.spec, terms, q, k)
     if problem.spec.padded:
@@ -74,9 +81,20 @@ def attention_fp8_forward(
 
 @np.errstate(all="ignore")
 def attention_fp8_backward(
-    rt: Runtime, plan: Plan, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, stats: Tensor, terms: Terms,
-    scales: BackwardScales, dq: Tensor, dk: Tensor, dv: Tensor,
-) -> None:  # fmt: skip
+    rt: Runtime,
+    plan: Plan,
+    dy: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    stats: Tensor,
+    terms: Terms,
+    scales: BackwardScales,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+) -> None:
     """Gradients by P in FP8 for dv, and dS in FP8 for dq and dk; D is summed from the output as it came."""
     ex, problem = scratch(rt), Problem(plan.spec, terms, q, k)
     scale = np.float32(problem.spec.scale)

@@ -97,9 +97,11 @@ class Problem:
             spans = [slice(begins[i], begins[i] + sums[i + 1] - sums[i]) for i in range(n)]
             if packed and any(s.start < 0 or s.stop > tokens for s in spans if s.start < s.stop):
                 raise ArgumentError(
-                    "attention", f"sequences from {begins[:n]} on, up to {max(s.stop for s in spans)}",
-                    f"sequences among the {tokens} tokens given", "correct cu_seqlens, or cu_seqlens_*_padded",
-                )  # fmt: skip
+                    "attention",
+                    f"sequences from {begins[:n]} on, up to {max(s.stop for s in spans)}",
+                    f"sequences among the {tokens} tokens given",
+                    "correct cu_seqlens, or cu_seqlens_*_padded",
+                )
             found.append(spans)
         return found[0], found[1]
 

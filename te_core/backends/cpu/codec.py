@@ -153,8 +153,4 @@ def amax(source: Array) -> np.float32:
     return np.float32(bits.view(source.dtype)[0])
 
 
-_INFINITY = {
-    np.dtype(np.float32): 0x7F800000,
-    np.dtype(np.float16): 0x7C00,
-    np.dtype(ml_dtypes.bfloat16): 0x7F80,
-}
+_INFINITY = {np.dtype(np.float32): 0x7F800000, np.dtype(np.float16): 0x7C00, np.dtype(ml_dtypes.bfloat16): 0x7F80}

@@ -32,9 +32,15 @@ def add(rt: Runtime, a: Tensor, b: Tensor, out: Tensor) -> None:
 
 @np.errstate(all="ignore")
 def bias_dropout_add(
-    rt: Runtime, x: Tensor, bias: Tensor | None, residual: Tensor | None, out: Tensor, p: float,
-    rng: Tensor | None, site: int,
-) -> None:  # fmt: skip
+    rt: Runtime,
+    x: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    out: Tensor,
+    p: float,
+    rng: Tensor | None,
+    site: int,
+) -> None:
     """out = residual + dropout(x + bias)."""
     ex, source, target, (m, n) = scratch(rt), x.numpy(), out.numpy(), x.shape
     added = None if bias is None else bias.numpy().astype(np.float32)

@@ -30,18 +30,30 @@ def plan_gemm(rt: Runtime, spec: GemmSpec) -> Plan:
     """The plan of `gemm`. Block formats are not decoded here: their products are those of dequantized operands."""
     if spec.a_format is not None:
         raise UnsupportedError(
-            "gemm", f"{spec.a_format} x {spec.b_format} on the CPU", "FP8 with one scale a tensor",
+            "gemm",
+            f"{spec.a_format} x {spec.b_format} on the CPU",
+            "FP8 with one scale a tensor",
             "dequantize both operands to float32 (te_core.ops.gemm_quantized does)",
-        )  # fmt: skip
+        )
     return Plan(spec)
 
 
 @np.errstate(all="ignore")
 def gemm(
-    rt: Runtime, plan: Plan, a: Tensor, b: Tensor, out: Tensor, a_scale: Tensor | None,
-    b_scale: Tensor | None, bias: Tensor | None, aux: Tensor | None, a_sum: Tensor | None,
-    out_sum: Tensor | None, a_amax: Tensor | None = None, b_amax: Tensor | None = None,
-) -> None:  # fmt: skip
+    rt: Runtime,
+    plan: Plan,
+    a: Tensor,
+    b: Tensor,
+    out: Tensor,
+    a_scale: Tensor | None,
+    b_scale: Tensor | None,
+    bias: Tensor | None,
+    aux: Tensor | None,
+    a_sum: Tensor | None,
+    out_sum: Tensor | None,
+    a_amax: Tensor | None = None,
+    b_amax: Tensor | None = None,
+) -> None:
     """out = epilogue(op(a) @ op(b) * scales + bias), plus what out held."""
     ex, spec = scratch(rt), plan.spec
     left, right = _operand(ex, "gemm a", a), _operand(ex, "gemm b", b)
@@ -76,9 +88,15 @@ def _store_row_sums(ex: Executor, left: F32, a_scale: Tensor | None, a_sum: Tens
 
 
 def _finish(
-    ex: Executor, spec: GemmSpec, product: F32, out: Tensor, scale: np.float32 | None, bias: Tensor | None,
-    aux: Tensor | None, out_sum: Tensor | None,
-) -> None:  # fmt: skip
+    ex: Executor,
+    spec: GemmSpec,
+    product: F32,
+    out: Tensor,
+    scale: np.float32 | None,
+    bias: Tensor | None,
+    aux: Tensor | None,
+    out_sum: Tensor | None,
+) -> None:
     target = out.numpy()
     added = None if bias is None else bias.numpy().astype(np.float32)
     kept = None if aux is None else aux.numpy()

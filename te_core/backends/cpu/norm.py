@@ -30,10 +30,19 @@ def plan_norm_backward(rt: Runtime, key: tuple[Any, ...]) -> Plan:
 
 @np.errstate(all="ignore")
 def norm_forward(
-    rt: Runtime, plan: Plan, x: Tensor, gamma: Tensor, beta: Tensor | None, y: Tensor | None,
-    cast: Cast | None, q: QuantizedTensor | None, mean: Tensor | None, rstd: Tensor, eps: float,
+    rt: Runtime,
+    plan: Plan,
+    x: Tensor,
+    gamma: Tensor,
+    beta: Tensor | None,
+    y: Tensor | None,
+    cast: Cast | None,
+    q: QuantizedTensor | None,
+    mean: Tensor | None,
+    rstd: Tensor,
+    eps: float,
     branch: Branch | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """y = normalised x * g + beta, with its statistics; then the cast. With a branch, x is its sum."""
     if branch is not None:
         bias_dropout_add(rt, x, branch.bias, branch.residual, branch.sum, branch.p, branch.rng, branch.site)
@@ -66,9 +75,18 @@ def norm_forward(
 
 @np.errstate(all="ignore")
 def norm_backward(
-    rt: Runtime, plan: Plan, dy: Tensor, x: Tensor, gamma: Tensor, mean: Tensor | None, rstd: Tensor,
-    add: Tensor | None, dx: Tensor, dgamma: Tensor, dbeta: Tensor | None,
-) -> None:  # fmt: skip
+    rt: Runtime,
+    plan: Plan,
+    dy: Tensor,
+    x: Tensor,
+    gamma: Tensor,
+    mean: Tensor | None,
+    rstd: Tensor,
+    add: Tensor | None,
+    dx: Tensor,
+    dgamma: Tensor,
+    dbeta: Tensor | None,
+) -> None:
     """dx = rstd * (w - mean(w) - xhat * mean(w * xhat)) + add, w = dy * g (RMSNorm: no mean(w)); dgamma, dbeta."""
     ex, source, gradient, target, (m, n) = scratch(rt), x.numpy(), dy.numpy(), dx.numpy(), x.shape
     factor = _gain(gamma, plan.spec[6])

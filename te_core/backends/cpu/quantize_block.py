@@ -49,10 +49,7 @@ def quantize_block(
     ex, values = scratch(rt), x.numpy()
     if column_sum is not None:
         store_column_sum(ex, values, column_sum)
-    copies = [
-        (out.rowwise, out.rowwise_scale, False),
-        (out.columnwise, out.columnwise_scale, True),
-    ]
+    copies = [(out.rowwise, out.rowwise_scale, False), (out.columnwise, out.columnwise_scale, True)]
     m, k = values.shape
     for data, scales, columnwise in copies:
         if data is not None and scales is not None:

@@ -22,9 +22,13 @@ def plan_quantize_grouped(
 
 
 def quantize_grouped(
-    rt: Runtime, plan: Plan, parts: Sequence[Tensor], casts: Sequence[Cast], outs: Sequence[QuantizedTensor],
+    rt: Runtime,
+    plan: Plan,
+    parts: Sequence[Tensor],
+    casts: Sequence[Cast],
+    outs: Sequence[QuantizedTensor],
     column_sums: Sequence[Tensor] | None,
-) -> None:  # fmt: skip
+) -> None:
     """Quantize each matrix as its cast says."""
     one = quantize_block if casts[0].format.scaling == "block" else quantize
     for i, (part, cast, out) in enumerate(zip(parts, casts, outs, strict=True)):

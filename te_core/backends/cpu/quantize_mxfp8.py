@@ -71,9 +71,7 @@ def quantize_mxfp8(
         part = _padded(ex, values[band], band.stop - band.start, k)
         tops = _magnitude(part).reshape(-1, _SIDE, k // _SIDE, _SIDE)  # row block, row, column block, column
         tiles = np.max(tops, axis=(1, 3), keepdims=True) if cast.format.tiled else None
-        for data, scales, along in (
-            (out.rowwise, out.rowwise_scale, 3), (out.columnwise, out.columnwise_scale, 1),
-        ):  # fmt: skip
+        for data, scales, along in ((out.rowwise, out.rowwise_scale, 3), (out.columnwise, out.columnwise_scale, 1)):
             if data is None or scales is None:
                 continue
             largest = np.max(tops, axis=along, keepdims=True) if tiles is None else tiles

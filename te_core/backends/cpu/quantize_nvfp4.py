@@ -61,9 +61,10 @@ def quantize_nvfp4(
 def _arrays(q: QuantizedTensor, columnwise: bool) -> tuple[Codes, Codes, F32]:
     """Data, scales and amax of a copy."""
     data, scale, amax = (
-        (q.columnwise, q.columnwise_scale, q.columnwise_amax) if columnwise
+        (q.columnwise, q.columnwise_scale, q.columnwise_amax)
+        if columnwise
         else (q.rowwise, q.rowwise_scale, q.rowwise_amax)
-    )  # fmt: skip
+    )
     assert data is not None and scale is not None  # the ops floor refuses a missing copy
     # An amax for each of no lines has no memory.
     return data.numpy(), scale.numpy(), np.empty(0, np.float32) if amax is None else amax.numpy()

@@ -43,9 +43,14 @@ def rope(
 
 @np.errstate(all="ignore")
 def rope_qkv(
-    rt: Runtime, plan: Plan, packed: Tensor, parts: tuple[Tensor | None, ...], freqs: tuple[Tensor | None, ...],
-    cu_seqlens: Tensor | None, starts: Tensor | None,
-) -> None:  # fmt: skip
+    rt: Runtime,
+    plan: Plan,
+    packed: Tensor,
+    parts: tuple[Tensor | None, ...],
+    freqs: tuple[Tensor | None, ...],
+    cu_seqlens: Tensor | None,
+    starts: Tensor | None,
+) -> None:
     """The parts q, k, v of the packed rows; backward: the packed rows of the parts."""
     operation, lead, *_ = plan.spec
     (heads, groups, dims, grouped), (fmt, interleaved, *cp) = plan.spec[8], plan.spec[9]

@@ -76,8 +76,9 @@ def _blocks(plan: Plan, shape: tuple[int, ...], lengths: Pair) -> Iterator[tuple
     band = plan.spec[3]
     column = np.arange(sk)
     for b in range(batch):
-        len_q, len_kv = (n if cu is None else int(np.diff(cu.numpy()[b : b + 2])[0]) for cu, n in
-                         zip(lengths, (sq, sk), strict=True))  # fmt: skip
+        len_q, len_kv = (
+            n if cu is None else int(np.diff(cu.numpy()[b : b + 2])[0]) for cu, n in zip(lengths, (sq, sk), strict=True)
+        )
         for rows in row_blocks(sq, sk):
             row = np.arange(rows.start, rows.stop)[:, None]
             diagonal = row + (len_kv - len_q if band.bottom_right else 0)

@@ -164,9 +164,11 @@ class CudaBackend:
         _check_place("copy_from_host", rt, out)
         if not out.is_contiguous or not array.flags.c_contiguous or array.nbytes != out.nbytes:
             raise ArgumentError(
-                "copy_from_host", f"{array.shape} of {array.dtype} into {out!r}", "dense memory of equal size",
+                "copy_from_host",
+                f"{array.shape} of {array.dtype} into {out!r}",
+                "dense memory of equal size",
                 "copy to a dense tensor of the array's shape and dtype",
-            )  # fmt: skip
+            )
         if out.size:
             driver = libraries.driver()
             with driver.on(rt.device.index):

@@ -29,9 +29,14 @@ from te_core.runtime import Runtime
 from te_core.tensor import Tensor
 
 _GATED = {
-    "geglu": "gelu", "glu": "sigmoid", "qgeglu": "qgelu", "reglu": "relu", "sreglu": "srelu", "swiglu": "silu",
+    "geglu": "gelu",
+    "glu": "sigmoid",
+    "qgeglu": "qgelu",
+    "reglu": "relu",
+    "sreglu": "srelu",
+    "swiglu": "silu",
     "clamped_swiglu": "clamped",
-}  # fmt: skip
+}
 
 #: dy, x, y, rowwise, columnwise, source, scale_inv, amax, column_sum, rows, cols, steps, limit, alpha, offset
 _ARGS = "pppppppppqqifff"
@@ -56,9 +61,15 @@ class ActivationPlan:
 
 
 def _plan(
-    rt: Runtime, x: tuple[tuple[int, ...], DType, int], kind: str, cast_key: tuple[Any, ...] | None, keep: bool,
-    sum_dtype: DType | None, backward: bool, clamp: tuple[float, ...] | None,
-) -> ActivationPlan:  # fmt: skip
+    rt: Runtime,
+    x: tuple[tuple[int, ...], DType, int],
+    kind: str,
+    cast_key: tuple[Any, ...] | None,
+    keep: bool,
+    sum_dtype: DType | None,
+    backward: bool,
+    clamp: tuple[float, ...] | None,
+) -> ActivationPlan:
     """`x` is its shape, its dtype and how far its address (and that of dy) is off the 16-byte grid."""
     shape, dtype, misalignment = x
     gated = kind in _GATED
@@ -70,11 +81,21 @@ def _plan(
     columnwise = cast_key is not None and delayed and cast_key[2]
     tall = columnwise or current or sum_dtype is not None
     kernel = loader.get(
-        rt, "activation", args=_ARGS, DTYPE=TYPES[dtype], KIND=_GATED.get(kind, kind).upper(), GATED=int(gated),
-        BACKWARD=int(backward), FORMAT=FORMATS[cast_key[0].dtype] if cast_key is not None and delayed else "E4M3",
-        SCALING=scaling, TALL=int(tall), COLUMNWISE=int(columnwise), COLUMN_SUM=int(sum_dtype is not None),
-        KEEP=int(keep or not delayed), ALIGNED=int(not misalignment and cols % (16 // dtype.itemsize) == 0),
-    )  # fmt: skip
+        rt,
+        "activation",
+        args=_ARGS,
+        DTYPE=TYPES[dtype],
+        KIND=_GATED.get(kind, kind).upper(),
+        GATED=int(gated),
+        BACKWARD=int(backward),
+        FORMAT=FORMATS[cast_key[0].dtype] if cast_key is not None and delayed else "E4M3",
+        SCALING=scaling,
+        TALL=int(tall),
+        COLUMNWISE=int(columnwise),
+        COLUMN_SUM=int(sum_dtype is not None),
+        KEEP=int(keep or not delayed),
+        ALIGNED=int(not misalignment and cols % (16 // dtype.itemsize) == 0),
+    )
     # Partial maxima are read again by every block of the second pass: no more of them than blocks run at once.
     bounded = BLOCKS_PER_SM * multiprocessors(rt) if current else 0
     tiles = tiling(rows, cols, dtype, tall=tall, flat_rows=4, outputs=outputs, max_blocks=bounded)
@@ -85,15 +106,30 @@ def _plan(
         family += f"+{cast.family}"
     operands, stages = 1 + gated + backward, 4 if tall and not gated and not backward else 2  # as in activation.cu
     return ActivationPlan(
-        family, kernel, tiles, rows, cols, outputs * cols, operands * stages * STAGE_BYTES,
-        tiles.blocks if current else 0, sum_kernel(rt, sum_dtype), cast, tuple(clamp or _DEFAULT_CLAMP),
-    )  # fmt: skip
+        family,
+        kernel,
+        tiles,
+        rows,
+        cols,
+        outputs * cols,
+        operands * stages * STAGE_BYTES,
+        tiles.blocks if current else 0,
+        sum_kernel(rt, sum_dtype),
+        cast,
+        tuple(clamp or _DEFAULT_CLAMP),
+    )
 
 
 def _run(
-    rt: Runtime, plan: ActivationPlan, dy: Tensor | None, x: Tensor, out: Tensor | None, cast: Cast | None,
-    q: QuantizedTensor | None, column_sum: Tensor | None,
-) -> None:  # fmt: skip
+    rt: Runtime,
+    plan: ActivationPlan,
+    dy: Tensor | None,
+    x: Tensor,
+    out: Tensor | None,
+    cast: Cast | None,
+    q: QuantizedTensor | None,
+    column_sum: Tensor | None,
+) -> None:
     tiles = plan.tiling
     rowwise = columnwise = source = scale_inv = largest = 0
     if plan.cast is not None:
@@ -105,10 +141,24 @@ def _run(
         largest = 0 if cast.amax is None else cast.amax.ptr
     sums = 0 if column_sum is None else column_workspace(rt, tiles.grid[1], plan.width)
     plan.kernel(
-        rt, tiles.grid, THREADS, 0 if dy is None else dy.ptr, x.ptr, 0 if out is None else out.ptr,
-        rowwise, columnwise, source, scale_inv, largest, sums, plan.rows, plan.cols, tiles.steps, *plan.clamp,
+        rt,
+        tiles.grid,
+        THREADS,
+        0 if dy is None else dy.ptr,
+        x.ptr,
+        0 if out is None else out.ptr,
+        rowwise,
+        columnwise,
+        source,
+        scale_inv,
+        largest,
+        sums,
+        plan.rows,
+        plan.cols,
+        tiles.steps,
+        *plan.clamp,
         shared=plan.shared,
-    )  # fmt: skip
+    )
     if column_sum is not None:
         add_column_sums(rt, plan.sum_kernel, sums, tiles.grid[1], plan.width, column_sum.ptr)
     if plan.cast is not None and out is not None and cast is not None and q is not None:
@@ -122,9 +172,14 @@ def plan_activation_forward(rt: Runtime, key: tuple[Any, ...]) -> ActivationPlan
 
 
 def activation_forward(
-    rt: Runtime, plan: ActivationPlan, x: Tensor, kind: str, y: Tensor | None, cast: Cast | None,
+    rt: Runtime,
+    plan: ActivationPlan,
+    x: Tensor,
+    kind: str,
+    y: Tensor | None,
+    cast: Cast | None,
     q: QuantizedTensor | None,
-) -> None:  # fmt: skip
+) -> None:
     """y = act(x), or act(a) * b for x = (a | b), and its cast."""
     _run(rt, plan, None, x, y, cast, q, None)
 
@@ -136,8 +191,15 @@ def plan_activation_backward(rt: Runtime, key: tuple[Any, ...]) -> ActivationPla
 
 
 def activation_backward(
-    rt: Runtime, plan: ActivationPlan, dy: Tensor, x: Tensor, kind: str, dx: Tensor | None, cast: Cast | None,
-    q: QuantizedTensor | None, column_sum: Tensor | None,
-) -> None:  # fmt: skip
+    rt: Runtime,
+    plan: ActivationPlan,
+    dy: Tensor,
+    x: Tensor,
+    kind: str,
+    dx: Tensor | None,
+    cast: Cast | None,
+    q: QuantizedTensor | None,
+    column_sum: Tensor | None,
+) -> None:
     """dx = dy * act'(x), or (dy * b * act'(a) | dy * act(a)), its column sums and its cast."""
     _run(rt, plan, dy, x, dx, cast, q, column_sum)

@@ -93,9 +93,11 @@ class AttentionPlan:
         number = ".".join(map(str, cudnn.frontend().version))
         lines.append(f"  runs cuDNN {number}, workspace {self.graph.workspace}, a plan {self.graph.source}")
         for kernel, name in (
-            (self.around.lengths, "lengths"), (self.slopes, "bias"), (self.logits, "logits"),
+            (self.around.lengths, "lengths"),
+            (self.slopes, "bias"),
+            (self.logits, "logits"),
             (self.around.rows, "rows"),
-        ):  # fmt: skip
+        ):
             lines += [f"  and attention_{name}.cu"] if kernel is not None else []
         return "\n".join(lines)
 
@@ -126,9 +128,13 @@ def plan_attention_forward(
     slopes, added = _added(rt, frame, terms)
     pages = terms.pages
     wants = graph_spec(
-        frame, q.dtype, found, maxima=spec.max_logit, **added,
+        frame,
+        q.dtype,
+        found,
+        maxima=spec.max_logit,
+        **added,
         pages=None if pages is None else (size.batch, pages.shape[1], size.skv),
-    )  # fmt: skip
+    )
     graph = graph_of(rt, wants)
     constants = _constants(rt, wants)
     names = _FORWARD + tuple(name for name, _ in near.places) + (CONSTANTS if spec.softcap else ())
@@ -188,9 +194,16 @@ def _added(rt: Runtime, frame: Frame, terms: Terms) -> tuple[Slopes | None, dict
 
 
 def attention_forward(
-    rt: Runtime, plan: AttentionPlan, q: Tensor, k: Tensor, v: Tensor, terms: Terms, out: Tensor,
-    stats: Tensor | None, max_logit: Tensor | None,
-) -> None:  # fmt: skip
+    rt: Runtime,
+    plan: AttentionPlan,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    terms: Terms,
+    out: Tensor,
+    stats: Tensor | None,
+    max_logit: Tensor | None,
+) -> None:
     """Run a plan."""
     near, lengths = plan.around, terms.lengths
     if plan.graph is None:
@@ -211,11 +224,28 @@ def attention_forward(
             )
     seed = 0 if rng is None else rng.ptr
     table = 0 if pages is None else pages.ptr
-    cudnn.execute(rt, plan.graph, plan.pick((
-        q.ptr, k.ptr, v.ptr, out.ptr, 0 if kept is None else kept.ptr, 0 if exponentials is None else exponentials.ptr,
-        0 if bias is None else bias.ptr, 0 if sink is None else sink.ptr, seed, seed + 8, table, table,
-        *near.prepare(rt, lengths), *plan.constants,
-    )))  # fmt: skip
+    cudnn.execute(
+        rt,
+        plan.graph,
+        plan.pick(
+            (
+                q.ptr,
+                k.ptr,
+                v.ptr,
+                out.ptr,
+                0 if kept is None else kept.ptr,
+                0 if exponentials is None else exponentials.ptr,
+                0 if bias is None else bias.ptr,
+                0 if sink is None else sink.ptr,
+                seed,
+                seed + 8,
+                table,
+                table,
+                *near.prepare(rt, lengths),
+                *plan.constants,
+            )
+        ),
+    )
     if plan.logits is not None:
         assert kept is not None and exponentials is not None and max_logit is not None
         _largest(rt, plan, terms, kept.ptr, exponentials.ptr, max_logit)
@@ -229,28 +259,52 @@ def _largest(rt: Runtime, plan: AttentionPlan, terms: Terms, stats: int, sums_of
     packed = spec.q_format == "thd"
     rows = 0 if plan.graph is None else plan.stats[0] if packed else size.batch * size.sq
     plan.logits(
-        rt, size.heads, 1024, stats, sums_of, max_logit.ptr, rows, *statistics_strides(spec, size),
-        *sums(terms.lengths), size.batch, size.sq, size.skv, *band_of(spec), int(packed),
-    )  # fmt: skip
+        rt,
+        size.heads,
+        1024,
+        stats,
+        sums_of,
+        max_logit.ptr,
+        rows,
+        *statistics_strides(spec, size),
+        *sums(terms.lengths),
+        size.batch,
+        size.sq,
+        size.skv,
+        *band_of(spec),
+        int(packed),
+    )
 
 
 # ---------------------------------------------------------------------------------------------- backward
 
-_BACKWARD = (
-    "q", "k", "v", "out", "stats", "dy", "dq", "dk", "dv", "bias", "dbias", "sink", "dsink", "seed", "offset",
-)  # fmt: skip
+_BACKWARD = ("q", "k", "v", "out", "stats", "dy", "dq", "dk", "dv", "bias", "dbias", "sink", "dsink", "seed", "offset")
 
 
 def plan_attention_backward(
-    rt: Runtime, spec: AttentionSpec, size: Sizes, q: Tensor, k: Tensor, v: Tensor, terms: Terms,
-    grads: tuple[Tensor, Tensor, Tensor] | None, bias_grad: bool,
-) -> AttentionPlan:  # fmt: skip
+    rt: Runtime,
+    spec: AttentionSpec,
+    size: Sizes,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    terms: Terms,
+    grads: tuple[Tensor, Tensor, Tensor] | None,
+    bias_grad: bool,
+) -> AttentionPlan:
     """Find or build the graph."""
     results = grads or dense_like(q, k, v)
     require(
-        rt, "attention_backward", spec, size, q.dtype, (q, k, v, *results), training=True, terms=terms,
+        rt,
+        "attention_backward",
+        spec,
+        size,
+        q.dtype,
+        (q, k, v, *results),
+        training=True,
+        terms=terms,
         bias_grad=bias_grad,
-    )  # fmt: skip
+    )
     _require_alike((q, k, v), results, (spec.q_format, spec.kv_format, spec.kv_format))
     frame = frame_of(spec, size, terms, backward=True)
     empty = not q.size or not k.size
@@ -262,9 +316,16 @@ def plan_attention_backward(
         return AttentionPlan(spec, size, None, None, near)
     slopes, added = _added(rt, frame, terms)
     wants = graph_spec(
-        frame, q.dtype, found, backward=True, deterministic=spec.deterministic, bias_grad=bias_grad,
-        sink_grad=spec.softmax == "learnable", tokens=tokens_of(frame, found, q, k), **added,
-    )  # fmt: skip
+        frame,
+        q.dtype,
+        found,
+        backward=True,
+        deterministic=spec.deterministic,
+        bias_grad=bias_grad,
+        sink_grad=spec.softmax == "learnable",
+        tokens=tokens_of(frame, found, q, k),
+        **added,
+    )
     graph = graph_of(rt, wants)
     names = _BACKWARD + tuple(name for name, _ in near.places) + (CONSTANTS if spec.softcap else ())
     pick = picker(graph, _without_sink(names, spec))
@@ -276,9 +337,11 @@ def _require_alike(tensors: tuple[Tensor, ...], grads: tuple[Tensor, ...], forms
     for t, grad, form in zip(tensors, grads, forms, strict=True):
         if form == "thd" and t.shape[0] > 1 and t.row_major_strides()[0] != grad.row_major_strides()[0]:
             raise UnsupportedError(
-                "attention_backward", f"a packed tensor {t!r} and its gradient {grad!r}", "as many elements from a "
-                "token to the next in both", "make the tensor dense, or give `grads` of its strides",
-            )  # fmt: skip
+                "attention_backward",
+                f"a packed tensor {t!r} and its gradient {grad!r}",
+                "as many elements from a token to the next in both",
+                "make the tensor dense, or give `grads` of its strides",
+            )
 
 
 def tokens_of(frame: Frame, found: dict[str, Layout], q: Tensor, k: Tensor) -> tuple[int, int] | None:
@@ -290,9 +353,21 @@ def tokens_of(frame: Frame, found: dict[str, Layout], q: Tensor, k: Tensor) -> t
 
 
 def attention_backward(
-    rt: Runtime, plan: AttentionPlan, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, stats: Tensor,
-    terms: Terms, dq: Tensor, dk: Tensor, dv: Tensor, dbias: Tensor | None, dsink: Tensor | None,
-) -> None:  # fmt: skip
+    rt: Runtime,
+    plan: AttentionPlan,
+    dy: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    stats: Tensor,
+    terms: Terms,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    dbias: Tensor | None,
+    dsink: Tensor | None,
+) -> None:
     """Run a plan."""
     near, lengths = plan.around, terms.lengths
     bias, sink, rng = terms.bias, terms.sink, terms.rng
@@ -306,9 +381,29 @@ def attention_backward(
     if plan.slopes is not None:
         bias = plan.slopes.write(rt, terms)
     seed = 0 if rng is None else rng.ptr
-    cudnn.execute(rt, plan.graph, plan.pick((
-        q.ptr, k.ptr, v.ptr, out.ptr, stats.ptr, dy.ptr, dq.ptr, dk.ptr, dv.ptr, 0 if bias is None else bias.ptr,
-        0 if dbias is None else dbias.ptr, 0 if sink is None else sink.ptr, 0 if dsink is None else dsink.ptr, seed,
-        seed + 8, *near.prepare(rt, lengths), *plan.constants,
-    )))  # fmt: skip
+    cudnn.execute(
+        rt,
+        plan.graph,
+        plan.pick(
+            (
+                q.ptr,
+                k.ptr,
+                v.ptr,
+                out.ptr,
+                stats.ptr,
+                dy.ptr,
+                dq.ptr,
+                dk.ptr,
+                dv.ptr,
+                0 if bias is None else bias.ptr,
+                0 if dbias is None else dbias.ptr,
+                0 if sink is None else sink.ptr,
+                0 if dsink is None else dsink.ptr,
+                seed,
+                seed + 8,
+                *near.prepare(rt, lengths),
+                *plan.constants,
+            )
+        ),
+    )
     near.tidy(rt, lengths, dq, dk, dv, None)

@@ -53,9 +53,20 @@ class Fp8Plan:
 
 
 _FORWARD = (
-    "q", "k", "v", "out", "stats", "q_inverse", "k_inverse", "v_inverse", "s_scale", "s_inverse", "out_scale",
-    "s_amax", "out_amax",
-)  # fmt: skip
+    "q",
+    "k",
+    "v",
+    "out",
+    "stats",
+    "q_inverse",
+    "k_inverse",
+    "v_inverse",
+    "s_scale",
+    "s_inverse",
+    "out_scale",
+    "s_amax",
+    "out_amax",
+)
 _BACKWARD = (
     "q", "k", "v", "out", "stats", "dy", "dq", "dk", "dv", "q_inverse", "k_inverse", "v_inverse", "out_inverse",
     "dy_inverse", "s_scale", "s_inverse", "dp_scale", "dp_inverse", "dq_scale", "dk_scale", "dv_scale",
@@ -67,32 +78,57 @@ def plan_attention_fp8_forward(
     rt: Runtime, spec: AttentionSpec, size: Sizes, q: Tensor, k: Tensor, v: Tensor, terms: Terms, stats: bool
 ) -> Fp8Plan:
     """Find or build the graph."""
-    require(
-        rt, "attention_fp8_forward", spec, size, q.dtype, (q, k, v), training=False, terms=terms, fp8=True
-    )  # fmt: skip
+    require(rt, "attention_fp8_forward", spec, size, q.dtype, (q, k, v), training=False, terms=terms, fp8=True)
     out = Tensor(0, (*q.shape[:-1], v.shape[-1]), q.dtype, q.device, None)
     return _plan(rt, spec, size, (q, k, v), terms, (out,), stats, _FORWARD, backward=False)
 
 
 def plan_attention_fp8_backward(
-    rt: Runtime, spec: AttentionSpec, size: Sizes, q: Tensor, k: Tensor, v: Tensor, terms: Terms, dy_dtype: DType,
-    grad_dtype: DType, grads: tuple[Tensor, Tensor, Tensor] | None = None,
-) -> Fp8Plan:  # fmt: skip
+    rt: Runtime,
+    spec: AttentionSpec,
+    size: Sizes,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    terms: Terms,
+    dy_dtype: DType,
+    grad_dtype: DType,
+    grads: tuple[Tensor, Tensor, Tensor] | None = None,
+) -> Fp8Plan:
     """Find or build the graph."""
     results = grads or dense_like(q, k, v)
     require(
         rt, "attention_fp8_backward", spec, size, q.dtype, (q, k, v, *results), training=True, terms=terms, fp8=True
-    )  # fmt: skip
+    )
     return _plan(
-        rt, spec, size, (q, k, v), terms, results, True, _BACKWARD, backward=True, deterministic=spec.deterministic,
-        dy_dtype=dy_dtype.name, grad_dtype=grad_dtype.name,
-    )  # fmt: skip
+        rt,
+        spec,
+        size,
+        (q, k, v),
+        terms,
+        results,
+        True,
+        _BACKWARD,
+        backward=True,
+        deterministic=spec.deterministic,
+        dy_dtype=dy_dtype.name,
+        grad_dtype=grad_dtype.name,
+    )
 
 
 def _plan(
-    rt: Runtime, spec: AttentionSpec, size: Sizes, inputs: tuple[Tensor, Tensor, Tensor], terms: Terms,
-    results: tuple[Tensor, ...], stats: bool, names: tuple[str, ...], *, backward: bool, **options: Any,
-) -> Fp8Plan:  # fmt: skip
+    rt: Runtime,
+    spec: AttentionSpec,
+    size: Sizes,
+    inputs: tuple[Tensor, Tensor, Tensor],
+    terms: Terms,
+    results: tuple[Tensor, ...],
+    stats: bool,
+    names: tuple[str, ...],
+    *,
+    backward: bool,
+    **options: Any,
+) -> Fp8Plan:
     q, k, v = inputs
     frame = frame_of(spec, size, terms, backward)
     empty = not q.size or not k.size
@@ -120,9 +156,16 @@ def _raise(rt: Runtime, plan: Fp8Plan, found: int, *scaled: Scaled | None) -> No
 
 
 def attention_fp8_forward(
-    rt: Runtime, plan: Fp8Plan, q: Tensor, k: Tensor, v: Tensor, terms: Terms, scales: ForwardScales, out: Tensor,
+    rt: Runtime,
+    plan: Fp8Plan,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    terms: Terms,
+    scales: ForwardScales,
+    out: Tensor,
     stats: Tensor | None,
-) -> None:  # fmt: skip
+) -> None:
     """Run a plan."""
     near, lengths = plan.around, terms.lengths
     if plan.graph is None:
@@ -130,18 +173,47 @@ def attention_fp8_forward(
         return
     assert scales.out is not None
     s, found = scales.s, _amaxes(rt)
-    cudnn.execute(rt, plan.graph, plan.pick((
-        q.ptr, k.ptr, v.ptr, out.ptr, 0 if stats is None else stats.ptr, scales.q.ptr, scales.k.ptr, scales.v.ptr,
-        s.scale.ptr, s.inverse.ptr, scales.out.scale.ptr, found, found + 16, *near.prepare(rt, lengths),
-    )))  # fmt: skip
+    cudnn.execute(
+        rt,
+        plan.graph,
+        plan.pick(
+            (
+                q.ptr,
+                k.ptr,
+                v.ptr,
+                out.ptr,
+                0 if stats is None else stats.ptr,
+                scales.q.ptr,
+                scales.k.ptr,
+                scales.v.ptr,
+                s.scale.ptr,
+                s.inverse.ptr,
+                scales.out.scale.ptr,
+                found,
+                found + 16,
+                *near.prepare(rt, lengths),
+            )
+        ),
+    )
     _raise(rt, plan, found, s, scales.out)
     near.tidy(rt, lengths, out, None, None, stats)
 
 
 def attention_fp8_backward(
-    rt: Runtime, plan: Fp8Plan, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, stats: Tensor, terms: Terms,
-    scales: BackwardScales, dq: Tensor, dk: Tensor, dv: Tensor,
-) -> None:  # fmt: skip
+    rt: Runtime,
+    plan: Fp8Plan,
+    dy: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    stats: Tensor,
+    terms: Terms,
+    scales: BackwardScales,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+) -> None:
     """Run a plan."""
     near, lengths = plan.around, terms.lengths
     if plan.graph is None:
@@ -149,11 +221,39 @@ def attention_fp8_backward(
         return
     s, dp, found = scales.s, scales.dp, _amaxes(rt)
     assert scales.out is not None and scales.dq is not None and scales.dk is not None and scales.dv is not None
-    cudnn.execute(rt, plan.graph, plan.pick((
-        q.ptr, k.ptr, v.ptr, out.ptr, stats.ptr, dy.ptr, dq.ptr, dk.ptr, dv.ptr, scales.q.ptr, scales.k.ptr,
-        scales.v.ptr, scales.out.ptr, scales.dy.ptr, s.scale.ptr, s.inverse.ptr, dp.scale.ptr, dp.inverse.ptr,
-        scales.dq.scale.ptr, scales.dk.scale.ptr, scales.dv.scale.ptr, found, found + 16, found + 32, found + 48,
-        *near.prepare(rt, lengths),
-    )))  # fmt: skip
+    cudnn.execute(
+        rt,
+        plan.graph,
+        plan.pick(
+            (
+                q.ptr,
+                k.ptr,
+                v.ptr,
+                out.ptr,
+                stats.ptr,
+                dy.ptr,
+                dq.ptr,
+                dk.ptr,
+                dv.ptr,
+                scales.q.ptr,
+                scales.k.ptr,
+                scales.v.ptr,
+                scales.out.ptr,
+                scales.dy.ptr,
+                s.scale.ptr,
+                s.inverse.ptr,
+                dp.scale.ptr,
+                dp.inverse.ptr,
+                scales.dq.scale.ptr,
+                scales.dk.scale.ptr,
+                scales.dv.scale.ptr,
+                found,
+                found + 16,
+                found + 32,
+                found + 48,
+                *near.prepare(rt, lengths),
+            )
+        ),
+    )
     _raise(rt, plan, found, scales.dq, scales.dk, scales.dv, dp)
     near.tidy(rt, lengths, dq, dk, dv, None)

@@ -22,16 +22,41 @@ Four = tuple[int, int, int, int]
 #: What is packed has a second operand: its offsets.
 PACKED = ("q", "k", "v", "out", "stats", "dy", "dq", "dk", "dv")
 SCALES = (
-    "q_inverse", "k_inverse", "v_inverse", "s_scale", "s_inverse", "out_scale", "out_inverse", "dy_inverse",
-    "dp_scale", "dp_inverse", "dq_scale", "dk_scale", "dv_scale",
-)  # fmt: skip
+    "q_inverse",
+    "k_inverse",
+    "v_inverse",
+    "s_scale",
+    "s_inverse",
+    "out_scale",
+    "out_inverse",
+    "dy_inverse",
+    "dp_scale",
+    "dp_inverse",
+    "dq_scale",
+    "dk_scale",
+    "dv_scale",
+)
 #: Of a soft-cap: numbers in memory, since cuDNN 9.19 computes NaN with scalars that are passed by value.
 CONSTANTS = ("cap", "uncap", "hidden", "reach")
 AMAXES = ("s_amax", "out_amax", "dq_amax", "dk_amax", "dv_amax", "dp_amax")
 OPERANDS = (
-    *PACKED, *(f"{name}_at" for name in PACKED), "sum_exp", "bias", "dbias", "sink", "dsink", "seed", "offset",
-    "len_q", "len_kv", "k_pages", "v_pages", *SCALES, *AMAXES, *CONSTANTS,
-)  # fmt: skip
+    *PACKED,
+    *(f"{name}_at" for name in PACKED),
+    "sum_exp",
+    "bias",
+    "dbias",
+    "sink",
+    "dsink",
+    "seed",
+    "offset",
+    "len_q",
+    "len_kv",
+    "k_pages",
+    "v_pages",
+    *SCALES,
+    *AMAXES,
+    *CONSTANTS,
+)
 UIDS = {name: number + 1 for number, name in enumerate(OPERANDS)}
 
 #: Sequences of a packed graph are a power of two, at least so many: an empty one costs a few idle blocks.
@@ -129,9 +154,14 @@ class _Maker:
         self.spec, self.made, self.fe = spec, made, cudnn.frontend()
         types = self.fe.types
         self.types = {
-            "float32": types.FLOAT, "bfloat16": types.BFLOAT16, "float16": types.HALF, "int32": types.INT32,
-            "int64": types.INT64, "float8_e4m3": types.FP8_E4M3, "float8_e5m2": types.FP8_E5M2,
-        }  # fmt: skip
+            "float32": types.FLOAT,
+            "bfloat16": types.BFLOAT16,
+            "float16": types.HALF,
+            "int32": types.INT32,
+            "int64": types.INT64,
+            "float8_e4m3": types.FP8_E4M3,
+            "float8_e5m2": types.FP8_E5M2,
+        }
         self.layouts = dict(spec.tensors)
         self._before_tanh: Any = None
 
@@ -149,9 +179,16 @@ class _Maker:
 
     def _tensor(self, name: str, dim: Four, stride: Four, dtype: str, offsets: Any = None) -> Any:
         return self.made._make_tensor(
-            dim=list(dim), stride=list(stride), data_type=self.types[dtype], is_virtual=False, is_pass_by_value=False,
-            ragged_offset=offsets, reordering_type=self.fe.module.tensor_reordering.NONE, name=name, uid=UIDS[name],
-        )  # fmt: skip
+            dim=list(dim),
+            stride=list(stride),
+            data_type=self.types[dtype],
+            is_virtual=False,
+            is_pass_by_value=False,
+            ragged_offset=offsets,
+            reordering_type=self.fe.module.tensor_reordering.NONE,
+            name=name,
+            uid=UIDS[name],
+        )
 
     def _dense(self, name: str, dim: Four, dtype: str) -> Any:
         _, h, s, d = dim
@@ -248,9 +285,13 @@ class _Maker:
             options["paged_attention_max_seq_len_kv"] = longest
         statistics = not spec.maxima and "stats" in self.layouts
         out, stats = self.made.sdpa(
-            q=self._input("q", dtype), k=self._input("k", dtype), v=self._input("v", dtype), attn_scale=spec.scale,
-            generate_stats=statistics, **options,
-        )  # fmt: skip
+            q=self._input("q", dtype),
+            k=self._input("k", dtype),
+            v=self._input("v", dtype),
+            attn_scale=spec.scale,
+            generate_stats=statistics,
+            **options,
+        )
         self._output(out, "out", dtype)
         if statistics:
             self._output(stats, "stats", "float32")
@@ -274,10 +315,16 @@ class _Maker:
         if spec.tokens is not None:
             options["max_total_seq_len_q"], options["max_total_seq_len_kv"] = spec.tokens
         grads = self.made.sdpa_backward(
-            q=self._input("q", dtype), k=self._input("k", dtype), v=self._input("v", dtype),
-            o=self._input("out", dtype), dO=self._input("dy", dtype), stats=self._input("stats", "float32"),
-            attn_scale=spec.scale, use_deterministic_algorithm=spec.deterministic, **options,
-        )  # fmt: skip
+            q=self._input("q", dtype),
+            k=self._input("k", dtype),
+            v=self._input("v", dtype),
+            o=self._input("out", dtype),
+            dO=self._input("dy", dtype),
+            stats=self._input("stats", "float32"),
+            attn_scale=spec.scale,
+            use_deterministic_algorithm=spec.deterministic,
+            **options,
+        )
         for made, name in zip(grads, ("dq", "dk", "dv"), strict=True):
             self._output(made, name, dtype)
 
@@ -311,13 +358,22 @@ class _Maker:
     def _fp8_forward(self) -> None:
         spec, dtype = self.spec, self.spec.dtype
         out, stats, s_amax, out_amax = self.made.sdpa_fp8(
-            q=self._input("q", dtype), k=self._input("k", dtype), v=self._input("v", dtype),
-            descale_q=self._number("q_inverse"), descale_k=self._number("k_inverse"),
-            descale_v=self._number("v_inverse"), descale_s=self._number("s_inverse"),
-            scale_s=self._number("s_scale"), scale_o=self._number("out_scale"), attn_scale=spec.scale,
-            generate_stats="stats" in self.layouts, **self._lengths(), **self._band(""), **self._dropout(),
+            q=self._input("q", dtype),
+            k=self._input("k", dtype),
+            v=self._input("v", dtype),
+            descale_q=self._number("q_inverse"),
+            descale_k=self._number("k_inverse"),
+            descale_v=self._number("v_inverse"),
+            descale_s=self._number("s_inverse"),
+            scale_s=self._number("s_scale"),
+            scale_o=self._number("out_scale"),
+            attn_scale=spec.scale,
+            generate_stats="stats" in self.layouts,
+            **self._lengths(),
+            **self._band(""),
+            **self._dropout(),
             **self._sink(),
-        )  # fmt: skip
+        )
         self._output(out, "out", dtype)
         if "stats" in self.layouts:
             self._output(stats, "stats", "float32")
@@ -327,16 +383,29 @@ class _Maker:
     def _fp8_backward(self) -> None:
         spec, dtype = self.spec, self.spec.dtype
         results = self.made.sdpa_fp8_backward(
-            q=self._input("q", dtype), k=self._input("k", dtype), v=self._input("v", dtype),
-            o=self._input("out", dtype), dO=self._input("dy", spec.dy_dtype), stats=self._input("stats", "float32"),
-            descale_q=self._number("q_inverse"), descale_k=self._number("k_inverse"),
-            descale_v=self._number("v_inverse"), descale_o=self._number("out_inverse"),
-            descale_dO=self._number("dy_inverse"), descale_s=self._number("s_inverse"),
-            descale_dP=self._number("dp_inverse"), scale_s=self._number("s_scale"),
-            scale_dQ=self._number("dq_scale"), scale_dK=self._number("dk_scale"), scale_dV=self._number("dv_scale"),
-            scale_dP=self._number("dp_scale"), attn_scale=spec.scale,
-            use_deterministic_algorithm=spec.deterministic, **self._lengths(), **self._band(""),
-        )  # fmt: skip
+            q=self._input("q", dtype),
+            k=self._input("k", dtype),
+            v=self._input("v", dtype),
+            o=self._input("out", dtype),
+            dO=self._input("dy", spec.dy_dtype),
+            stats=self._input("stats", "float32"),
+            descale_q=self._number("q_inverse"),
+            descale_k=self._number("k_inverse"),
+            descale_v=self._number("v_inverse"),
+            descale_o=self._number("out_inverse"),
+            descale_dO=self._number("dy_inverse"),
+            descale_s=self._number("s_inverse"),
+            descale_dP=self._number("dp_inverse"),
+            scale_s=self._number("s_scale"),
+            scale_dQ=self._number("dq_scale"),
+            scale_dK=self._number("dk_scale"),
+            scale_dV=self._number("dv_scale"),
+            scale_dP=self._number("dp_scale"),
+            attn_scale=spec.scale,
+            use_deterministic_algorithm=spec.deterministic,
+            **self._lengths(),
+            **self._band(""),
+        )
         for made, name in zip(results[:3], ("dq", "dk", "dv"), strict=True):
             self._output(made, name, spec.grad_dtype)
         for made, name in zip(results[3:7], ("dq_amax", "dk_amax", "dv_amax", "dp_amax"), strict=True):

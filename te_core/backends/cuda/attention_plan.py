@@ -73,20 +73,39 @@ def frame_of(spec: AttentionSpec, size: Sizes, terms: Terms, backward: bool) -> 
 
 
 def require(
-    rt: Runtime, operation: str, spec: AttentionSpec, size: Sizes, dtype: DType, tensors: tuple[Tensor, ...],
-    *, training: bool, terms: Terms, fp8: bool = False, bias_grad: bool = False,
-) -> None:  # fmt: skip
+    rt: Runtime,
+    operation: str,
+    spec: AttentionSpec,
+    size: Sizes,
+    dtype: DType,
+    tensors: tuple[Tensor, ...],
+    *,
+    training: bool,
+    terms: Terms,
+    fp8: bool = False,
+    bias_grad: bool = False,
+) -> None:
     """Raise `UnsupportedError` with the reason of the rule that refuses."""
     able, reason = cudnn_attention(
-        device.info(rt.device.index), libraries.version("cudnn"), spec, size, dtype, training, fp8,
-        paged=terms.pages is not None, bias_grad=bias_grad, aligned=all(map(aligned, tensors)),
+        device.info(rt.device.index),
+        libraries.version("cudnn"),
+        spec,
+        size,
+        dtype,
+        training,
+        fp8,
+        paged=terms.pages is not None,
+        bias_grad=bias_grad,
+        aligned=all(map(aligned, tensors)),
         bias_rows=0 if terms.bias is None else terms.bias.shape[2],
-    )  # fmt: skip
+    )
     if not able:
         raise UnsupportedError(
-            operation, reason.rstrip("."), "what te_core.attention_rules lists for cuDNN",
+            operation,
+            reason.rstrip("."),
+            "what te_core.attention_rules lists for cuDNN",
             "change the option named, or use another attention backend",
-        )  # fmt: skip
+        )
 
 
 def aligned(t: Tensor) -> bool:
@@ -96,17 +115,23 @@ def aligned(t: Tensor) -> bool:
 
 
 def layouts(
-    frame: Frame, q: Tensor, k: Tensor, v: Tensor, paged: bool, stats: bool,
+    frame: Frame,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    paged: bool,
+    stats: bool,
     grads: tuple[Tensor, Tensor, Tensor] | None = None,
-) -> dict[str, Layout]:  # fmt: skip
+) -> dict[str, Layout]:
     """The tensors of a graph; `grads` are backward's, dense where they are q's, k's and v's shape only."""
     spec = frame.spec
     kv_form = "bshd" if paged else spec.kv_format
     found = {
-        "q": layout(q, spec.q_format, frame.batch, frame.sq), "k": layout(k, kv_form, frame.batch, frame.skv),
+        "q": layout(q, spec.q_format, frame.batch, frame.sq),
+        "k": layout(k, kv_form, frame.batch, frame.skv),
         "v": layout(v, kv_form, frame.batch, frame.skv),
         "out": layout(_dense((*q.shape[:-1], v.shape[-1]), q), spec.q_format, frame.batch, frame.sq),
-    }  # fmt: skip
+    }
     if stats:
         found["stats"] = statistics(frame.size.heads, spec.q_format, frame.batch, frame.sq)
     if grads is not None:
@@ -156,24 +181,43 @@ class Around:
         addresses = tuple([base + offset for _, offset in self.places])
         len_q, len_kv, zeros = addresses[:3]
         self.lengths(
-            rt, -(-self.threads // 128), 128, *sums(lengths), *self.after_lengths, len_q, len_kv, zeros,
-            *self.after_places[:1], base + self.after_places[1], *self.after_places[2:],
-        )  # fmt: skip
+            rt,
+            -(-self.threads // 128),
+            128,
+            *sums(lengths),
+            *self.after_lengths,
+            len_q,
+            len_kv,
+            zeros,
+            *self.after_places[:1],
+            base + self.after_places[1],
+            *self.after_places[2:],
+        )
         return addresses
 
     def tidy(
-        self, rt: Runtime, lengths: Lengths | None, a: Tensor, b: Tensor | None, c: Tensor | None,
-        stats: Tensor | None,
-    ) -> None:  # fmt: skip
+        self, rt: Runtime, lengths: Lengths | None, a: Tensor, b: Tensor | None, c: Tensor | None, stats: Tensor | None
+    ) -> None:
         """Zeros where nothing was attended to: in the output, or in the gradients of q, k and v."""
         if self.rows is None:
             return
         fixed, grid, a_strides, b_strides, c_strides, widths, s_strides = self.rows_sizes
         self.rows(
-            rt, (grid, 1 if b is None else 3), 256, *sums(lengths), *fixed, a.ptr, *a_strides,
-            0 if b is None else b.ptr, *b_strides, 0 if c is None else c.ptr, *c_strides, *widths,
-            0 if stats is None else stats.ptr, *s_strides,
-        )  # fmt: skip
+            rt,
+            (grid, 1 if b is None else 3),
+            256,
+            *sums(lengths),
+            *fixed,
+            a.ptr,
+            *a_strides,
+            0 if b is None else b.ptr,
+            *b_strides,
+            0 if c is None else c.ptr,
+            *c_strides,
+            *widths,
+            0 if stats is None else stats.ptr,
+            *s_strides,
+        )
 
 
 def sums(lengths: Lengths | None) -> tuple[int, int, int, int]:
@@ -181,9 +225,7 @@ def sums(lengths: Lengths | None) -> tuple[int, int, int, int]:
     if lengths is None:
         return 0, 0, 0, 0
     cu_q, cu_kv, q_padded, kv_padded = lengths
-    return (
-        cu_q.ptr, cu_kv.ptr, 0 if q_padded is None else q_padded.ptr, 0 if kv_padded is None else kv_padded.ptr
-    )  # fmt: skip
+    return (cu_q.ptr, cu_kv.ptr, 0 if q_padded is None else q_padded.ptr, 0 if kv_padded is None else kv_padded.ptr)
 
 
 def around(rt: Runtime, frame: Frame, found: dict[str, Layout], tidied: tuple[Tensor, ...], zero_sink: bool) -> Around:
@@ -211,9 +253,13 @@ def around(rt: Runtime, frame: Frame, found: dict[str, Layout], tidied: tuple[Te
     return Around(
         loader.get(rt, "attention_lengths", args=LENGTHS_ARGS),
         loader.get(rt, "attention_rows", args=ROWS_ARGS) if frame.padded else None,
-        tuple(places), base + 8 * pitch * (len(steps[0]) + len(steps[1])), max(slots + 1, heads),
-        (size.batch, slots, size.sq, size.skv), (heads, base, pitch, *strides), _rows_sizes(frame, tidied),
-    )  # fmt: skip
+        tuple(places),
+        base + 8 * pitch * (len(steps[0]) + len(steps[1])),
+        max(slots + 1, heads),
+        (size.batch, slots, size.sq, size.skv),
+        (heads, base, pitch, *strides),
+        _rows_sizes(frame, tidied),
+    )
 
 
 def band_of(spec: AttentionSpec) -> tuple[int, int, int]:
@@ -237,9 +283,7 @@ def _rows_sizes(frame: Frame, tidied: tuple[Tensor, ...]) -> tuple[Any, ...]:
         pieces.append(t.shape[-1] // per)
     strides += [(0, 0, 0)] * (3 - len(strides))
     pieces += [1] * (3 - len(pieces))
-    fixed = (
-        size.batch, size.sq, size.skv, *band_of(spec), int(packed_q), int(packed_kv), rows_q, rows_kv,
-    )  # fmt: skip
+    fixed = (size.batch, size.sq, size.skv, *band_of(spec), int(packed_q), int(packed_kv), rows_q, rows_kv)
     grid = max(1, -(-max(rows_q, rows_kv) // 8))
     return fixed, grid, *strides, (size.heads, size.groups, *pieces), statistics_strides(spec, size)
 
@@ -256,11 +300,22 @@ def graph_spec(frame: Frame, dtype: DType, found: dict[str, Layout], **options: 
     """The graph's spec: the frame's, unless an option says otherwise."""
     spec = frame.spec
     values: dict[str, Any] = {
-        "backward": False, "fp8": False, "dtype": dtype.name, "dy_dtype": "", "grad_dtype": "",
-        "tensors": tuple(found.items()), "scale": spec.scale, "left": spec.left, "right": spec.right,
-        "bottom_right": frame.bottom_right, "padded": frame.padded, "softcap": spec.softcap, "dropout": spec.dropout,
-        "deterministic": False, "sink": spec.softmax != "vanilla",
-    }  # fmt: skip
+        "backward": False,
+        "fp8": False,
+        "dtype": dtype.name,
+        "dy_dtype": "",
+        "grad_dtype": "",
+        "tensors": tuple(found.items()),
+        "scale": spec.scale,
+        "left": spec.left,
+        "right": spec.right,
+        "bottom_right": frame.bottom_right,
+        "padded": frame.padded,
+        "softcap": spec.softcap,
+        "dropout": spec.dropout,
+        "deterministic": False,
+        "sink": spec.softmax != "vanilla",
+    }
     return GraphSpec(**{**values, **options})
 
 

@@ -24,9 +24,13 @@ COMPUTE_32F, COMPUTE_32F_FAST_TF32 = 68, 77
 
 #: cudaDataType_t of our types.
 DATA_TYPES: dict[DType, int] = {
-    dtypes.float32: 0, dtypes.float16: 2, dtypes.bfloat16: 14, dtypes.float8_e4m3: 28, dtypes.float8_e5m2: 29,
+    dtypes.float32: 0,
+    dtypes.float16: 2,
+    dtypes.bfloat16: 14,
+    dtypes.float8_e4m3: 28,
+    dtypes.float8_e5m2: 29,
     dtypes.float4_e2m1: 33,
-}  # fmt: skip
+}
 R_32F = 0
 
 # cublasLtMatmulDescAttributes_t
@@ -38,17 +42,27 @@ POINTERS_ON_DEVICE = 1
 
 #: cublasLtMatmulMatrixScale_t by (scaling, tiled). The square tiles of mxfp8 and nvfp4 are stored piece by piece.
 SCALE_MODES = {
-    ("block", False): 4, ("block", True): 5, ("mxfp8", False): 2, ("mxfp8", True): 2, ("nvfp4", False): 1,
+    ("block", False): 4,
+    ("block", True): 5,
+    ("mxfp8", False): 2,
+    ("mxfp8", True): 2,
+    ("nvfp4", False): 1,
     ("nvfp4", True): 1,
-}  # fmt: skip
+}
 
 # cublasLtEpilogue_t
 DEFAULT, BIAS, GELU, GELU_BIAS, GELU_AUX, GELU_AUX_BIAS = 1, 4, 32, 36, 160, 164
 DGELU, BGRADB = 192, 512
 EPILOGUE_NAMES = {
-    DEFAULT: "none", BIAS: "BIAS", GELU: "GELU", GELU_BIAS: "GELU_BIAS", GELU_AUX: "GELU_AUX",
-    GELU_AUX_BIAS: "GELU_AUX_BIAS", DGELU: "DGELU", BGRADB: "BGRADB",
-}  # fmt: skip
+    DEFAULT: "none",
+    BIAS: "BIAS",
+    GELU: "GELU",
+    GELU_BIAS: "GELU_BIAS",
+    GELU_AUX: "GELU_AUX",
+    GELU_AUX_BIAS: "GELU_AUX_BIAS",
+    DGELU: "DGELU",
+    BGRADB: "BGRADB",
+}
 
 # cublasLtMatmulPreferenceAttributes_t
 PREF_WORKSPACE, PREF_REDUCTION_MASK, PREF_ALIGNMENTS = 1, 3, (5, 6, 7, 8)

@@ -85,16 +85,20 @@ def _import() -> Frontend:
         native.backend_graph, native.create_handle, native._raw_set_stream  # noqa: B018
     except (ImportError, AttributeError) as error:
         raise LibraryError(
-            "load the cuDNN frontend", str(error), "nvidia-cudnn-frontend 1.28 or newer",
+            "load the cuDNN frontend",
+            str(error),
+            "nvidia-cudnn-frontend 1.28 or newer",
             libraries.pip_install("cuDNN's frontend"),
-        ) from error  # fmt: skip
+        ) from error
     number = int(module.backend_version())
     found = number // 10000, number // 100 % 100, number % 100
     if found != version:
         raise LibraryError(
-            "load the cuDNN frontend", f"a frontend over cuDNN {found}, while the process uses {version}", "one cuDNN",
+            "load the cuDNN frontend",
+            f"a frontend over cuDNN {found}, while the process uses {version}",
+            "one cuDNN",
             "import te_core (or torch) before cudnn, or set LD_LIBRARY_PATH to the folder of the cuDNN to use",
-        )  # fmt: skip
+        )
     return Frontend(module, native, version, str(getattr(module, "__version__", "?")))
 
 
@@ -163,9 +167,11 @@ def execute(rt: Runtime, graph: Graph, pointers: tuple[int, ...]) -> None:
         (executor.attention or handle(rt)).execute(graph, pointers, scratch, rt.stream)
     except RuntimeError as error:
         raise LibraryError(
-            "attention", f"cuDNN: {error}", "success",
+            "attention",
+            f"cuDNN: {error}",
+            "success",
             "check that every tensor is alive, starts at 16 bytes and is on the runtime's device",
-        ) from error  # fmt: skip
+        ) from error
     finally:
         if entered:
             executor.driver.leave()
@@ -311,9 +317,11 @@ def build(target: Target, describe: Describe) -> Any:
         made.build_plans()
     except (RuntimeError, fe.module.cudnnGraphNotSupportedError) as error:
         raise UnsupportedError(
-            "attention", "a graph that cuDNN " + ".".join(map(str, fe.version)) + f" refuses: {_short(error)}",
-            "what te_core.attention_rules lists", "change the options named, or use the unfused attention",
-        ) from error  # fmt: skip
+            "attention",
+            "a graph that cuDNN " + ".".join(map(str, fe.version)) + f" refuses: {_short(error)}",
+            "what te_core.attention_rules lists",
+            "change the options named, or use the unfused attention",
+        ) from error
     finally:
         if release is not None:
             release()

@@ -35,9 +35,15 @@ def add(rt: Runtime, a: Tensor, b: Tensor, out: Tensor) -> None:
     plan = rt.plans.get(key)
     if plan is None:
         kernel = loader.get(
-            rt, "elementwise", entry="add", args="pppq", DTYPE=TYPES[a.dtype], ALIGNED=int(aligned), DROPOUT=0,
+            rt,
+            "elementwise",
+            entry="add",
+            args="pppq",
+            DTYPE=TYPES[a.dtype],
+            ALIGNED=int(aligned),
+            DROPOUT=0,
             COLUMN_SUM=0,
-        )  # fmt: skip
+        )
         tiles = Tiling((min(1 << 20, max(1, -(-count * a.dtype.itemsize // (256 * 2 * 16)))), 1), 1)
         plan = rt.plans.put(key, StripPlan("add", kernel, tiles, None, 0, 1.0))
     plan.kernel(rt, plan.tiling.grid[0], 256, a.ptr, b.ptr, out.ptr, count)
@@ -48,9 +54,15 @@ def _plan(rt: Runtime, key: tuple[Any, ...], entry: str, args: str) -> StripPlan
     _, (rows, cols), dtype, p, aligned, sum_dtype = key
     vector = 16 // dtype.itemsize
     kernel = loader.get(
-        rt, "elementwise", entry=entry, args=args, DTYPE=TYPES[dtype], DROPOUT=int(p > 0.0),
-        COLUMN_SUM=int(sum_dtype is not None), ALIGNED=int(aligned and cols % vector == 0),
-    )  # fmt: skip
+        rt,
+        "elementwise",
+        entry=entry,
+        args=args,
+        DTYPE=TYPES[dtype],
+        DROPOUT=int(p > 0.0),
+        COLUMN_SUM=int(sum_dtype is not None),
+        ALIGNED=int(aligned and cols % vector == 0),
+    )
     across = max(1, -(-cols // (_LANES * vector)))
     down = max(1, -(-rows // _TILE_ROWS))
     # Two tiles a block, or as many as keep the partial sums few.
@@ -74,9 +86,15 @@ def signed(word: int) -> int:
 
 
 def bias_dropout_add(
-    rt: Runtime, x: Tensor, bias: Tensor | None, residual: Tensor | None, out: Tensor, p: float, rng: Tensor | None,
+    rt: Runtime,
+    x: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    out: Tensor,
+    p: float,
+    rng: Tensor | None,
     site: int,
-) -> None:  # fmt: skip
+) -> None:
     """out = residual + dropout(x + bias)."""
     b, r = (0 if bias is None else bias.ptr), (0 if residual is None else residual.ptr)
     aligned = not (x.ptr | b | r | out.ptr) & 15
@@ -85,9 +103,21 @@ def bias_dropout_add(
     if plan is None:
         plan = _plan(rt, key, "bias_dropout_add", "pppppqqiiif")
     plan.kernel(
-        rt, plan.tiling.grid, THREADS, x.ptr, b, r, out.ptr, None if rng is None else rng.ptr, x.shape[0], x.shape[1],
-        plan.tiling.steps, signed(site), plan.threshold, plan.factor,
-    )  # fmt: skip
+        rt,
+        plan.tiling.grid,
+        THREADS,
+        x.ptr,
+        b,
+        r,
+        out.ptr,
+        None if rng is None else rng.ptr,
+        x.shape[0],
+        x.shape[1],
+        plan.tiling.steps,
+        signed(site),
+        plan.threshold,
+        plan.factor,
+    )
 
 
 def bias_dropout_add_backward(
@@ -103,8 +133,19 @@ def bias_dropout_add_backward(
     rows, cols = dy.shape
     sums = 0 if column_sum is None else column_workspace(rt, plan.tiling.grid[1], cols)
     plan.kernel(
-        rt, plan.tiling.grid, THREADS, dy.ptr, dx.ptr, None if rng is None else rng.ptr, sums, rows, cols,
-        plan.tiling.steps, signed(site), plan.threshold, plan.factor,
-    )  # fmt: skip
+        rt,
+        plan.tiling.grid,
+        THREADS,
+        dy.ptr,
+        dx.ptr,
+        None if rng is None else rng.ptr,
+        sums,
+        rows,
+        cols,
+        plan.tiling.steps,
+        signed(site),
+        plan.threshold,
+        plan.factor,
+    )
     if column_sum is not None:
         add_column_sums(rt, plan.sum_kernel, sums, plan.tiling.grid[1], cols, column_sum.ptr)

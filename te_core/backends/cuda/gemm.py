@@ -115,16 +115,20 @@ def plan_gemm(rt: Runtime, spec: GemmSpec) -> GemmPlan:
 def _plan(rt: Runtime, spec: GemmSpec) -> GemmPlan:
     if _narrow(spec) and spec.alignment < 16:
         raise ArgumentError(
-            "gemm (FP8)", f"addresses aligned to {spec.alignment} bytes", "addresses divisible by 16",
+            "gemm (FP8)",
+            f"addresses aligned to {spec.alignment} bytes",
+            "addresses divisible by 16",
             "pass tensors that start at a multiple of 16 bytes",
-        )  # fmt: skip
+        )
     if spec.a_format is not None and spec.b_format is not None:
         able, reason = device.gemm_supported(_info(rt), spec.a_format, spec.b_format)
         if not able:
             raise UnsupportedError(
-                "gemm", f"{spec.a_format} x {spec.b_format}: {reason}", "formats that the device multiplies "
-                "(python -m te_core.doctor)", "choose another recipe, or dequantize the operands",
-            )  # fmt: skip
+                "gemm",
+                f"{spec.a_format} x {spec.b_format}: {reason}",
+                "formats that the device multiplies (python -m te_core.doctor)",
+                "choose another recipe, or dequantize the operands",
+            )
     if spec.m == 0 or spec.n == 0 or spec.k == 0:
         finish = _finish_kernel(rt, spec) if spec.m and spec.n else None
         return GemmPlan(spec, None, finish=finish, sum_a=_sum_a(rt, spec), sum_out=_sum_out(rt, spec))
@@ -138,19 +142,26 @@ def _plan(rt: Runtime, spec: GemmSpec) -> GemmPlan:
             refused.append(f"{lt_.EPILOGUE_NAMES[route.epilogue]} into {route.out}: {chosen}")
             continue
         plan = GemmPlan(
-            spec, route, chosen.algorithm, chosen.workspace, chosen.source, tuple(refused),
+            spec,
+            route,
+            chosen.algorithm,
+            chosen.workspace,
+            chosen.source,
+            tuple(refused),
             _finish_kernel(rt, spec) if route.unfused else None,
             _sum_a(rt, spec) if route.a_sum else None,
             _sum_out(rt, spec) if route.out_sum else None,
             loader.get(rt, "gemm_alpha", args=_ALPHA_ARGS) if _alpha_on_device(spec) else None,
             ctypes.addressof(chosen.algorithm),
-        )  # fmt: skip
+        )
         cache.put(plan, prepared.finished(plan))
         return plan
     raise UnsupportedError(
-        "gemm", f"{spec}", "what cuBLASLt " + ".".join(map(str, _version())) + " offers an algorithm for",
+        "gemm",
+        f"{spec}",
+        "what cuBLASLt " + ".".join(map(str, _version())) + " offers an algorithm for",
         "it said: " + "; ".join(refused) + ". Copy the operands to aligned memory, or use other dtypes",
-    )  # fmt: skip
+    )
 
 
 def _routes(spec: GemmSpec, fused: Fused | str) -> Iterator[Route]:
@@ -232,11 +243,17 @@ def _info(rt: Runtime) -> device.DeviceInfo:
 def _finish_kernel(rt: Runtime, spec: GemmSpec) -> Kernel:
     """epilogue.cu for this spec: (acc, bias, aux, out, m, n)."""
     return loader.get(
-        rt, "epilogue", args="ppppqq",
-        OUT=TYPES[spec.out], BIAS=TYPES[spec.bias or dtypes.float32], HAS_BIAS=spec.bias is not None,
-        AUX=TYPES[spec.aux or dtypes.float32], HAS_AUX=spec.aux is not None,
-        ACTIVATION={None: 0, "gelu": 1, "dgelu": 2}[spec.epilogue], ACCUMULATE=spec.accumulate,
-    )  # fmt: skip
+        rt,
+        "epilogue",
+        args="ppppqq",
+        OUT=TYPES[spec.out],
+        BIAS=TYPES[spec.bias or dtypes.float32],
+        HAS_BIAS=spec.bias is not None,
+        AUX=TYPES[spec.aux or dtypes.float32],
+        HAS_AUX=spec.aux is not None,
+        ACTIVATION={None: 0, "gelu": 1, "dgelu": 2}[spec.epilogue],
+        ACCUMULATE=spec.accumulate,
+    )
 
 
 def _sum_a(rt: Runtime, spec: GemmSpec) -> ColumnSum | RowSum | None:
@@ -258,9 +275,22 @@ class Prepared:
     """A plan's descriptors in one executor: the addresses a run sets are written into them."""
 
     __slots__ = (
-        "_last", "_matmul", "_set", "a_layout", "algo", "alpha", "attributes", "b_layout", "beta", "cache", "desc",
-        "needs", "out_layout", "values", "values_at",
-    )  # fmt: skip
+        "_last",
+        "_matmul",
+        "_set",
+        "a_layout",
+        "algo",
+        "alpha",
+        "attributes",
+        "b_layout",
+        "beta",
+        "cache",
+        "desc",
+        "needs",
+        "out_layout",
+        "values",
+        "values_at",
+    )
 
     def __init__(self, cache: GemmCache, spec: GemmSpec, route: Route) -> None:
         lt = cache.lt
@@ -319,9 +349,23 @@ class Prepared:
             self._point(pointers)
         cache, needs = self.cache, self.needs
         self._matmul(
-            cache.handle, self.desc, self.alpha, b, self.a_layout, a, self.b_layout, self.beta, out, self.out_layout,
-            out, self.out_layout, self.algo, rt.workspace("cublasLt", cache.limit) if needs else 0, needs, rt.stream,
-        )  # fmt: skip
+            cache.handle,
+            self.desc,
+            self.alpha,
+            b,
+            self.a_layout,
+            a,
+            self.b_layout,
+            self.beta,
+            out,
+            self.out_layout,
+            out,
+            self.out_layout,
+            self.algo,
+            rt.workspace("cublasLt", cache.limit) if needs else 0,
+            needs,
+            rt.stream,
+        )
 
     def __del__(self) -> None:
         lt = self.cache.lt
@@ -372,10 +416,20 @@ def _cache(rt: Runtime) -> GemmCache:
 
 
 def gemm(
-    rt: Runtime, plan: GemmPlan, a: Tensor, b: Tensor, out: Tensor, a_scale: Tensor | None, b_scale: Tensor | None,
-    bias: Tensor | None, aux: Tensor | None, a_sum: Tensor | None, out_sum: Tensor | None,
-    a_amax: Tensor | None = None, b_amax: Tensor | None = None,
-) -> None:  # fmt: skip
+    rt: Runtime,
+    plan: GemmPlan,
+    a: Tensor,
+    b: Tensor,
+    out: Tensor,
+    a_scale: Tensor | None,
+    b_scale: Tensor | None,
+    bias: Tensor | None,
+    aux: Tensor | None,
+    a_sum: Tensor | None,
+    out_sum: Tensor | None,
+    a_amax: Tensor | None = None,
+    b_amax: Tensor | None = None,
+) -> None:
     """Run a plan."""
     executor = rt.executor()
     entered = executor.driver.enter(executor.context) if executor.context else False
@@ -398,9 +452,11 @@ def gemm(
         if status is None:
             raise
         raise LibraryError(
-            "gemm", f"cuBLASLt status {status} ({error}) from {plan.explain()}", "success",
+            "gemm",
+            f"cuBLASLt status {status} ({error}) from {plan.explain()}",
+            "success",
             "check that every tensor is alive and on the runtime's device; report it with this message",
-        ) from error  # fmt: skip
+        ) from error
     finally:
         if entered:
             executor.driver.leave()
@@ -435,9 +491,16 @@ def _run_unfused(
     bias, aux = operands[_BIAS], operands[_AUX]
     assert plan.finish is not None
     plan.finish(
-        rt, (-(-spec.n // 128), min(-(-spec.m // 8), 4096)), (128, 1),
-        acc.ptr, bias and bias.ptr, aux and aux.ptr, out.ptr, spec.m, spec.n,
-    )  # fmt: skip
+        rt,
+        (-(-spec.n // 128), min(-(-spec.m // 8), 4096)),
+        (128, 1),
+        acc.ptr,
+        bias and bias.ptr,
+        aux and aux.ptr,
+        out.ptr,
+        spec.m,
+        spec.n,
+    )
 
 
 def tune(rt: Runtime, spec: GemmSpec) -> GemmPlan:

@@ -119,9 +119,17 @@ def _heuristic(spec: GemmSpec, route: Route, prepared: Prepared, wanted: int) ->
         for attribute in lt_.PREF_ALIGNMENTS:
             lt_.set_preference(lt, preference, attribute, spec.alignment)
         lt.matmul_algo_get_heuristic(
-            prepared.cache.handle, prepared.desc, prepared.a_layout, prepared.b_layout, prepared.out_layout,
-            prepared.out_layout, preference, wanted, ctypes.addressof(results), ctypes.addressof(count),
-        )  # fmt: skip
+            prepared.cache.handle,
+            prepared.desc,
+            prepared.a_layout,
+            prepared.b_layout,
+            prepared.out_layout,
+            prepared.out_layout,
+            preference,
+            wanted,
+            ctypes.addressof(results),
+            ctypes.addressof(count),
+        )
     except Exception as error:  # nvmath's error type
         if getattr(error, "status", None) not in lt_.REFUSALS:
             raise
@@ -152,9 +160,15 @@ def _check(prepared: Prepared, stored: bytes, source: str) -> Choice | None:
     result = ctypes.create_string_buffer(lt_.RESULT_BYTES)
     try:
         lt.matmul_algo_check(
-            prepared.cache.handle, prepared.desc, prepared.a_layout, prepared.b_layout, prepared.out_layout,
-            prepared.out_layout, ctypes.addressof(algorithm), ctypes.addressof(result),
-        )  # fmt: skip
+            prepared.cache.handle,
+            prepared.desc,
+            prepared.a_layout,
+            prepared.b_layout,
+            prepared.out_layout,
+            prepared.out_layout,
+            ctypes.addressof(algorithm),
+            ctypes.addressof(result),
+        )
     except Exception as error:  # nvmath's error type
         if getattr(error, "status", None) not in lt_.REFUSALS:
             raise

@@ -53,9 +53,18 @@ def kv_append(
     if plan.grid[0]:
         pages = 0 if cache.pages is None else cache.pages.ptr
         plan.kernel(
-            rt, plan.grid, plan.block, new_k.ptr, new_v.ptr, cache.k.ptr, cache.v.ptr, cu_new.ptr, cu_cached.ptr,
-            pages, *plan.numbers,
-        )  # fmt: skip
+            rt,
+            plan.grid,
+            plan.block,
+            new_k.ptr,
+            new_v.ptr,
+            cache.k.ptr,
+            cache.v.ptr,
+            cu_new.ptr,
+            cu_cached.ptr,
+            pages,
+            *plan.numbers,
+        )
 
 
 def plan_kv_move(rt: Runtime, cache: KVCache, longest: int) -> CopyPlan:
@@ -69,9 +78,7 @@ def plan_kv_move(rt: Runtime, cache: KVCache, longest: int) -> CopyPlan:
 def kv_move(rt: Runtime, plan: CopyPlan, cache: KVCache, moves: Tensor) -> None:
     """Move row after row."""
     if plan.grid[0]:
-        plan.kernel(
-            rt, plan.grid, plan.block, cache.k.ptr, cache.v.ptr, moves.ptr, moves.shape[0], *plan.numbers
-        )  # fmt: skip
+        plan.kernel(rt, plan.grid, plan.block, cache.k.ptr, cache.v.ptr, moves.ptr, moves.shape[0], *plan.numbers)
 
 
 def plan_kv_gather(rt: Runtime, cache: KVCache, rows: int) -> CopyPlan:
@@ -87,9 +94,17 @@ def kv_gather(rt: Runtime, plan: CopyPlan, cache: KVCache, cu_cached: Tensor, k:
     """Copy the tokens of each sequence from its pages."""
     if plan.grid[0] and cache.pages is not None:
         plan.kernel(
-            rt, plan.grid, plan.block, cache.k.ptr, cache.v.ptr, k.ptr, v.ptr, cu_cached.ptr, cache.pages.ptr,
+            rt,
+            plan.grid,
+            plan.block,
+            cache.k.ptr,
+            cache.v.ptr,
+            k.ptr,
+            v.ptr,
+            cu_cached.ptr,
+            cache.pages.ptr,
             *plan.numbers,
-        )  # fmt: skip
+        )
 
 
 def _width(*tensors: Tensor) -> int:

@@ -31,9 +31,17 @@ def _plan(rt: Runtime, key: tuple[Any, ...], args: str) -> L2NormPlan:
     width = tiling.vector_width(cols, alignment, (dtype.itemsize,), 16 // dtype.itemsize)
     team = tiling.forward_team(cols, width, dtype.itemsize).in_blocks_of(_THREADS)
     kernel = loader.get(
-        rt, "l2_norm", entry=entry, args=args, DTYPE=TYPES[dtype], VEC=width, SIZE=team.size, ITERS=team.iters,
-        FULL=int(team.is_full(cols)), TEAMS=team.teams,
-    )  # fmt: skip
+        rt,
+        "l2_norm",
+        entry=entry,
+        args=args,
+        DTYPE=TYPES[dtype],
+        VEC=width,
+        SIZE=team.size,
+        ITERS=team.iters,
+        FULL=int(team.is_full(cols)),
+        TEAMS=team.teams,
+    )
     return L2NormPlan(entry, kernel, -(-rows // team.teams), team.threads)
 
 

@@ -80,11 +80,19 @@ def plan_norm_forward(rt: Runtime, key: tuple[Any, ...]) -> ForwardPlan:
     width = tiling.vector_width(cols, alignment, sizes, 16 // x_dtype.itemsize)
     team = tiling.forward_team(cols, width, x_dtype.itemsize)
     constants: dict[str, Any] = {
-        "IN": TYPES[x_dtype], "GAMMA": TYPES[gamma_dtype], "OUT": TYPES[out_dtype], "KIND": _KINDS[kind],
-        "ZERO_CENTERED": int(zero_centered), "VEC": width, "SIZE": team.size, "ITERS": team.iters,
-        "FULL": int(team.is_full(cols)), "RESIDUAL": int(more is not None), "BIAS": int(bias),
+        "IN": TYPES[x_dtype],
+        "GAMMA": TYPES[gamma_dtype],
+        "OUT": TYPES[out_dtype],
+        "KIND": _KINDS[kind],
+        "ZERO_CENTERED": int(zero_centered),
+        "VEC": width,
+        "SIZE": team.size,
+        "ITERS": team.iters,
+        "FULL": int(team.is_full(cols)),
+        "RESIDUAL": int(more is not None),
+        "BIAS": int(bias),
         "DROPOUT": int(p > 0.0),
-    }  # fmt: skip
+    }
     form, rowwise, columnwise, delayed, has_amax, *_ = cast or (Format(dtypes.float8_e4m3), False, False, False, False)
     fp8 = form.dtype
     turn = delayed and columnwise
@@ -99,19 +107,39 @@ def plan_norm_forward(rt: Runtime, key: tuple[Any, ...]) -> ForwardPlan:
     stages = tiling.stages(row_bytes, side_by_side, most, limits(rt)) if team.iters else 0
     height = tiling.TILE_ROWS if turn else team.teams
     kernel = loader.get(
-        rt, "norm_forward", args=_FORWARD_ARGS + ("" if more is None else _BRANCH_ARGS), **constants,
-        TEAMS=team.teams, ROWS=height, STAGES=stages, VALUES=int(keep or not delayed), CAST=int(delayed),
-        ROWWISE=int(rowwise), COLUMNWISE=int(turn), AMAX=use, FORMAT=FORMATS[fp8], MIN_BLOCKS=side_by_side,
-    )  # fmt: skip
+        rt,
+        "norm_forward",
+        args=_FORWARD_ARGS + ("" if more is None else _BRANCH_ARGS),
+        **constants,
+        TEAMS=team.teams,
+        ROWS=height,
+        STAGES=stages,
+        VALUES=int(keep or not delayed),
+        CAST=int(delayed),
+        ROWWISE=int(rowwise),
+        COLUMNWISE=int(turn),
+        AMAX=use,
+        FORMAT=FORMATS[fp8],
+        MIN_BLOCKS=side_by_side,
+    )
     shared = stages * row_bytes
     steps = -(-(padded(rows) if delayed else rows) // height)
     grid = min(steps, _blocks(rt, team.threads, kernel, shared, margin))
     # A cast is launched for no rows too: it writes the scale's inverse, or the partial maximum 0.
     grid = max(grid, 1 if cast else 0)
     return ForwardPlan(
-        f"norm_forward_{'transposed' if turn else 'rows'}", kernel, grid, team.threads, shared, rows, cols, 1.0 / cols,
-        use == "PARTIALS", 0 if rowwise or not turn else grid * height * padded(cols), mask_of(p),
-    )  # fmt: skip
+        f"norm_forward_{'transposed' if turn else 'rows'}",
+        kernel,
+        grid,
+        team.threads,
+        shared,
+        rows,
+        cols,
+        1.0 / cols,
+        use == "PARTIALS",
+        0 if rowwise or not turn else grid * height * padded(cols),
+        mask_of(p),
+    )
 
 
 def _blocks(rt: Runtime, threads: int, kernel: Kernel, shared: int, margin: int) -> int:
@@ -123,9 +151,19 @@ def _blocks(rt: Runtime, threads: int, kernel: Kernel, shared: int, margin: int)
 
 
 def norm_forward(
-    rt: Runtime, plan: ForwardPlan, x: Tensor, gamma: Tensor, beta: Tensor | None, y: Tensor | None, cast: Cast | None,
-    q: QuantizedTensor | None, mean: Tensor | None, rstd: Tensor, eps: float, branch: Branch | None = None,
-) -> None:  # fmt: skip
+    rt: Runtime,
+    plan: ForwardPlan,
+    x: Tensor,
+    gamma: Tensor,
+    beta: Tensor | None,
+    y: Tensor | None,
+    cast: Cast | None,
+    q: QuantizedTensor | None,
+    mean: Tensor | None,
+    rstd: Tensor,
+    eps: float,
+    branch: Branch | None = None,
+) -> None:
     """Run a plan of `plan_norm_forward`."""
     if not plan.grid:
         return
@@ -141,14 +179,35 @@ def norm_forward(
     more: tuple[Any, ...] = ()
     if branch is not None:
         more = (
-            branch.residual.ptr, branch.bias.ptr if branch.bias is not None else 0, branch.sum.ptr,
-            branch.rng.ptr if branch.rng is not None else 0, signed(branch.site), *plan.mask,
-        )  # fmt: skip
+            branch.residual.ptr,
+            branch.bias.ptr if branch.bias is not None else 0,
+            branch.sum.ptr,
+            branch.rng.ptr if branch.rng is not None else 0,
+            signed(branch.site),
+            *plan.mask,
+        )
     plan.kernel(
-        rt, plan.grid, plan.block, x.ptr, gamma.ptr, beta.ptr if beta is not None else 0,
-        y.ptr if y is not None else 0, rowwise, columnwise, mean.ptr if mean is not None else 0, rstd.ptr, scale,
-        scale_inv, amax, plan.rows, plan.cols, plan.inverse, eps, *more, shared=plan.shared,
-    )  # fmt: skip
+        rt,
+        plan.grid,
+        plan.block,
+        x.ptr,
+        gamma.ptr,
+        beta.ptr if beta is not None else 0,
+        y.ptr if y is not None else 0,
+        rowwise,
+        columnwise,
+        mean.ptr if mean is not None else 0,
+        rstd.ptr,
+        scale,
+        scale_inv,
+        amax,
+        plan.rows,
+        plan.cols,
+        plan.inverse,
+        eps,
+        *more,
+        shared=plan.shared,
+    )
     if plan.partials and cast is not None and q is not None and y is not None:
         cast_with_partials(rt, y, cast, q, amax, plan.grid)
 
@@ -181,9 +240,14 @@ def plan_norm_backward(rt: Runtime, key: tuple[Any, ...]) -> BackwardPlan:
     sizes = (x_dtype.itemsize, dy_dtype.itemsize, gamma_dtype.itemsize)
     width = tiling.vector_width(cols, alignment, sizes, 16 // max(sizes[:2]))
     constants: dict[str, Any] = {
-        "IN": TYPES[x_dtype], "DY": TYPES[dy_dtype], "GAMMA": TYPES[gamma_dtype], "KIND": _KINDS[kind],
-        "ZERO_CENTERED": int(zero_centered), "VEC": width, "ADD": int(add),
-    }  # fmt: skip
+        "IN": TYPES[x_dtype],
+        "DY": TYPES[dy_dtype],
+        "GAMMA": TYPES[gamma_dtype],
+        "KIND": _KINDS[kind],
+        "ZERO_CENTERED": int(zero_centered),
+        "VEC": width,
+        "ADD": int(add),
+    }
     team = tiling.backward_team(cols, width)
     if team is None:
         return _plan_wide(rt, rows, cols, margin, width, gamma_dtype, constants)
@@ -193,16 +257,33 @@ def plan_norm_backward(rt: Runtime, key: tuple[Any, ...]) -> BackwardPlan:
     stage_bytes = team.row_bytes(sizes[0] * (1 + add) + sizes[1])
     stages = max(1, tiling.stages(stage_bytes, side_by_side, tiling.BACKWARD_STAGES, limits(rt)))
     kernel = loader.get(
-        rt, "norm_backward", args="ppppppppqif", **constants, SIZE=team.size, ITERS=team.iters,
-        FULL=int(team.is_full(cols)), TEAMS=team.teams, STAGES=stages,
-    )  # fmt: skip
+        rt,
+        "norm_backward",
+        args="ppppppppqif",
+        **constants,
+        SIZE=team.size,
+        ITERS=team.iters,
+        FULL=int(team.is_full(cols)),
+        TEAMS=team.teams,
+        STAGES=stages,
+    )
     # The same memory serves the addition of the teams' sums at the end.
     shared = max(stages * stage_bytes, team.teams // 2 * cols * 4)
     grid = min(-(-rows // team.teams), max(1, limits(rt).multiprocessors - margin) * side_by_side)
     return BackwardPlan(
-        "norm_backward_rows", kernel, grid, team.threads, shared, None, (0, 0), *_total(rt, cols, gamma_dtype, kind),
-        grid, rows, cols, 1.0 / cols,
-    )  # fmt: skip
+        "norm_backward_rows",
+        kernel,
+        grid,
+        team.threads,
+        shared,
+        None,
+        (0, 0),
+        *_total(rt, cols, gamma_dtype, kind),
+        grid,
+        rows,
+        cols,
+        1.0 / cols,
+    )
 
 
 def _plan_wide(
@@ -218,9 +299,19 @@ def _plan_wide(
     parts = min(rows, max(1, 8 * free // across))
     kind = "LayerNorm" if constants["KIND"] == "LAYER" else "RMSNorm"
     return BackwardPlan(
-        "norm_backward_wide", kernel, min(rows, free if margin else 2 * free), 1024, 0, columns, (across, parts),
-        *_total(rt, cols, gamma_dtype, kind), parts, rows, cols, 1.0 / cols,
-    )  # fmt: skip
+        "norm_backward_wide",
+        kernel,
+        min(rows, free if margin else 2 * free),
+        1024,
+        0,
+        columns,
+        (across, parts),
+        *_total(rt, cols, gamma_dtype, kind),
+        parts,
+        rows,
+        cols,
+        1.0 / cols,
+    )
 
 
 def _total(rt: Runtime, cols: int, gamma_dtype: DType, kind: str) -> tuple[Kernel, tuple[int, int]]:
@@ -229,24 +320,57 @@ def _total(rt: Runtime, cols: int, gamma_dtype: DType, kind: str) -> tuple[Kerne
 
 
 def norm_backward(
-    rt: Runtime, plan: BackwardPlan, dy: Tensor, x: Tensor, gamma: Tensor, mean: Tensor | None, rstd: Tensor,
-    add: Tensor | None, dx: Tensor, dgamma: Tensor, dbeta: Tensor | None,
-) -> None:  # fmt: skip
+    rt: Runtime,
+    plan: BackwardPlan,
+    dy: Tensor,
+    x: Tensor,
+    gamma: Tensor,
+    mean: Tensor | None,
+    rstd: Tensor,
+    add: Tensor | None,
+    dx: Tensor,
+    dgamma: Tensor,
+    dbeta: Tensor | None,
+) -> None:
     """Run a plan of `plan_norm_backward`."""
     add_ptr = add.ptr if add is not None else 0
     mean_ptr = mean.ptr if mean is not None else 0
     partial = rt.workspace("norm backward", 8 * plan.parts * plan.cols)
     if plan.columns is not None and plan.rows:
         plan.kernel(
-            rt, plan.grid, plan.block, dy.ptr, x.ptr, gamma.ptr, mean_ptr, rstd.ptr, add_ptr, dx.ptr, plan.rows,
-            plan.cols, plan.inverse,
-        )  # fmt: skip
+            rt,
+            plan.grid,
+            plan.block,
+            dy.ptr,
+            x.ptr,
+            gamma.ptr,
+            mean_ptr,
+            rstd.ptr,
+            add_ptr,
+            dx.ptr,
+            plan.rows,
+            plan.cols,
+            plan.inverse,
+        )
         plan.columns(rt, plan.columns_grid, 128, dy.ptr, x.ptr, mean_ptr, rstd.ptr, partial, plan.rows, plan.cols)
     elif plan.rows:
         plan.kernel(
-            rt, plan.grid, plan.block, dy.ptr, x.ptr, gamma.ptr, mean_ptr, rstd.ptr, add_ptr, dx.ptr, partial,
-            plan.rows, plan.cols, plan.inverse, shared=plan.shared,
-        )  # fmt: skip
+            rt,
+            plan.grid,
+            plan.block,
+            dy.ptr,
+            x.ptr,
+            gamma.ptr,
+            mean_ptr,
+            rstd.ptr,
+            add_ptr,
+            dx.ptr,
+            partial,
+            plan.rows,
+            plan.cols,
+            plan.inverse,
+            shared=plan.shared,
+        )
     plan.total(
         rt, plan.total_grid, 512, partial, dgamma.ptr, dbeta.ptr if dbeta is not None else 0, plan.parts, plan.cols
     )

@@ -100,16 +100,27 @@ _QUANTIZE_ARGS = "pppppppifiqqi"
 
 
 def plan_cast(
-    rt: Runtime, shape: tuple[int, ...], dtype: DType, fp8: DType, scaling: str, columnwise: bool,
-    sum_dtype: DType | None, max_blocks: int = 0,
-) -> CastPlan:  # fmt: skip
+    rt: Runtime,
+    shape: tuple[int, ...],
+    dtype: DType,
+    fp8: DType,
+    scaling: str,
+    columnwise: bool,
+    sum_dtype: DType | None,
+    max_blocks: int = 0,
+) -> CastPlan:
     """The plan of one launch over x of this shape: scaling is NO_CAST, GIVEN_SCALE or OWN_SCALE."""
     aligned = shape[1] % (16 // dtype.itemsize) == 0
     tall = columnwise or sum_dtype is not None
     constants: dict[str, Any] = {
-        "DTYPE": TYPES[dtype], "FORMAT": FORMATS[fp8], "SCALING": scaling, "TALL": int(tall),
-        "COLUMNWISE": int(columnwise), "COLUMN_SUM": int(sum_dtype is not None), "ALIGNED": int(aligned),
-    }  # fmt: skip
+        "DTYPE": TYPES[dtype],
+        "FORMAT": FORMATS[fp8],
+        "SCALING": scaling,
+        "TALL": int(tall),
+        "COLUMNWISE": int(columnwise),
+        "COLUMN_SUM": int(sum_dtype is not None),
+        "ALIGNED": int(aligned),
+    }
     return CastPlan(
         family=f"quantize_{'tall' if tall else 'flat'}_{scaling.lower()}",
         kernel=loader.get(rt, "quantize", args=_QUANTIZE_ARGS, **constants),
@@ -122,27 +133,51 @@ def plan_cast(
 
 
 def run_cast(
-    rt: Runtime, plan: CastPlan, x: Tensor, cast: Cast, q: QuantizedTensor, source: int, n_partials: int,
+    rt: Runtime,
+    plan: CastPlan,
+    x: Tensor,
+    cast: Cast,
+    q: QuantizedTensor,
+    source: int,
+    n_partials: int,
     column_sum: Tensor | None,
-) -> None:  # fmt: skip
+) -> None:
     """Cast x into q with the scale at `source`, or the one that follows from the partial maxima there."""
     rows, cols = plan.shape
     tiles = plan.tiling
     sums = 0 if column_sum is None else column_workspace(rt, tiles.grid[1], cols)
     plan.kernel_for(rt, x)(
-        rt, tiles.grid, THREADS, x.ptr,
-        0 if q.rowwise is None else q.rowwise.ptr, 0 if q.columnwise is None else q.columnwise.ptr,
-        source, q.scale_inv.ptr, 0 if cast.amax is None else cast.amax.ptr, sums,
-        n_partials, cast.epsilon, cast.power_of_two, rows, cols, tiles.steps, shared=_SHARED,
-    )  # fmt: skip
+        rt,
+        tiles.grid,
+        THREADS,
+        x.ptr,
+        0 if q.rowwise is None else q.rowwise.ptr,
+        0 if q.columnwise is None else q.columnwise.ptr,
+        source,
+        q.scale_inv.ptr,
+        0 if cast.amax is None else cast.amax.ptr,
+        sums,
+        n_partials,
+        cast.epsilon,
+        cast.power_of_two,
+        rows,
+        cols,
+        tiles.steps,
+        shared=_SHARED,
+    )
     if column_sum is not None:
         add_column_sums(rt, plan.sum_kernel, sums, tiles.grid[1], cols, column_sum.ptr)
 
 
 def cast_with_partials(
-    rt: Runtime, x: Tensor, cast: Cast, q: QuantizedTensor, partials_ptr: int, n_partials: int,
+    rt: Runtime,
+    x: Tensor,
+    cast: Cast,
+    q: QuantizedTensor,
+    partials_ptr: int,
+    n_partials: int,
     column_sum: Tensor | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """The second pass of current scaling: cast the matrix x with the scale that its partial maxima imply.
 
     The maximum over the float32 values at `partials_ptr` (none: 0) is max |x|. Every block works out the scale by
@@ -166,9 +201,24 @@ def no_cast(rt: Runtime, plan: CastPlan, x: Tensor, partials: int, column_sum: T
     (rows, cols), tiles = plan.shape, plan.tiling
     sums = column_workspace(rt, tiles.grid[1], cols)
     plan.kernel_for(rt, x)(
-        rt, tiles.grid, THREADS, x.ptr, None, None, None, None, partials, sums, 0, 0.0, 0, rows, cols, tiles.steps,
+        rt,
+        tiles.grid,
+        THREADS,
+        x.ptr,
+        None,
+        None,
+        None,
+        None,
+        partials,
+        sums,
+        0,
+        0.0,
+        0,
+        rows,
+        cols,
+        tiles.steps,
         shared=_SHARED,
-    )  # fmt: skip
+    )
     add_column_sums(rt, plan.sum_kernel, sums, tiles.grid[1], cols, column_sum.ptr)
 
 
@@ -272,9 +322,14 @@ def dequantize(rt: Runtime, q: QuantizedTensor, out: Tensor, columnwise: bool) -
     assert source is not None  # the ops floor refuses a missing copy
     vector = cols % 4 == 0 and out.ptr % (4 * out.dtype.itemsize) == 0
     kernel = loader.get(
-        rt, "dequantize", args="pppqq", DTYPE=TYPES[out.dtype], FORMAT=FORMATS[q.dtype], COLUMNWISE=int(columnwise),
+        rt,
+        "dequantize",
+        args="pppqq",
+        DTYPE=TYPES[out.dtype],
+        FORMAT=FORMATS[q.dtype],
+        COLUMNWISE=int(columnwise),
         VECTOR=int(vector),
-    )  # fmt: skip
+    )
     tile_m, tile_n = (8 * PAD, 64) if columnwise else (16, 32 * PAD)
     grid = (-(-cols // tile_n), -(-rows // tile_m))
     kernel(rt, grid, THREADS, source.ptr, q.scale_inv.ptr, out.ptr, rows, cols)

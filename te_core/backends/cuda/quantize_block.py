@@ -54,9 +54,14 @@ def plan_quantize_block(
     vector = 16 // dtype.itemsize
     aligned = shape[1] % vector == 0
     constants: dict[str, Any] = {
-        "DTYPE": TYPES[dtype], "FORMAT": FORMATS[form.dtype], "TILED": int(form.tiled), "ROWWISE": int(rowwise),
-        "COLUMNWISE": int(columnwise), "COLUMN_SUM": int(sum_dtype is not None), "ALIGNED": int(aligned),
-    }  # fmt: skip
+        "DTYPE": TYPES[dtype],
+        "FORMAT": FORMATS[form.dtype],
+        "TILED": int(form.tiled),
+        "ROWWISE": int(rowwise),
+        "COLUMNWISE": int(columnwise),
+        "COLUMN_SUM": int(sum_dtype is not None),
+        "ALIGNED": int(aligned),
+    }
     copies = "both" if rowwise and columnwise else "rowwise" if rowwise else "columnwise"
     grain = f"{_SIDE if form.tiled else 1}x{_SIDE}"
     return BlockPlan(
@@ -82,13 +87,22 @@ def quantize_block(
     blocks = plan.across * plan.down
     if blocks:
         plan.kernel_for(rt, x)(
-            rt, blocks, plan.threads, x.ptr,
+            rt,
+            blocks,
+            plan.threads,
+            x.ptr,
             0 if out.rowwise is None else out.rowwise.ptr,
             0 if out.rowwise_scale is None else out.rowwise_scale.ptr,
             0 if out.columnwise is None else out.columnwise.ptr,
             0 if out.columnwise_scale is None else out.columnwise_scale.ptr,
-            sums, cast.epsilon, cast.power_of_two, rows, cols, plan.across, shared=plan.shared,
-        )  # fmt: skip
+            sums,
+            cast.epsilon,
+            cast.power_of_two,
+            rows,
+            cols,
+            plan.across,
+            shared=plan.shared,
+        )
     if column_sum is not None:
         add_column_sums(rt, plan.sum_kernel, sums, plan.down, cols, column_sum.ptr)
 
@@ -102,9 +116,15 @@ def dequantize_block(rt: Runtime, q: QuantizedTensor, out: Tensor, columnwise: b
     assert source is not None and scales is not None  # the ops floor refuses a missing copy
     vector = cols % 4 == 0 and out.ptr % (4 * out.dtype.itemsize) == 0
     kernel = loader.get(
-        rt, "dequantize_block", args="pppqq", DTYPE=TYPES[out.dtype], FORMAT=FORMATS[q.dtype],
-        COLUMNWISE=int(columnwise), TILED=int(q.format.tiled), VECTOR=int(vector),
-    )  # fmt: skip
+        rt,
+        "dequantize_block",
+        args="pppqq",
+        DTYPE=TYPES[out.dtype],
+        FORMAT=FORMATS[q.dtype],
+        COLUMNWISE=int(columnwise),
+        TILED=int(q.format.tiled),
+        VECTOR=int(vector),
+    )
     tile_m, tile_n = (8 * PAD, 64) if columnwise else (16, 32 * PAD)
     grid = (-(-rows // tile_m), -(-cols // tile_n))
     kernel(rt, grid, DEQUANTIZE_THREADS, source.ptr, scales.ptr, out.ptr, rows, cols)

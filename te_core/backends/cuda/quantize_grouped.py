@@ -78,14 +78,21 @@ def plan_quantize_grouped(
     """The launches of `quantize_grouped`, for any number of rows."""
     form, rowwise, columnwise, delayed = cast_key[:4]
     adds = sum_dtype is not None
-    sums = None if sum_dtype is None else loader.get(
-        rt, "column_sum", entry="column_sum_grouped", args="b", DTYPE=TYPES[sum_dtype]
-    )  # fmt: skip
+    sums = (
+        None
+        if sum_dtype is None
+        else loader.get(rt, "column_sum", entry="column_sum_grouped", args="b", DTYPE=TYPES[sum_dtype])
+    )
     if form.scaling == "block":
         constants = {
-            "DTYPE": TYPES[dtype], "FORMAT": FORMATS[form.dtype], "TILED": int(form.tiled), "ROWWISE": int(rowwise),
-            "COLUMNWISE": int(columnwise), "COLUMN_SUM": int(adds), "GROUPED": 1,
-        }  # fmt: skip
+            "DTYPE": TYPES[dtype],
+            "FORMAT": FORMATS[form.dtype],
+            "TILED": int(form.tiled),
+            "ROWWISE": int(rowwise),
+            "COLUMNWISE": int(columnwise),
+            "COLUMN_SUM": int(adds),
+            "GROUPED": 1,
+        }
         cast = Variant("quantize_block", "quantize_block_grouped", tuple(constants.items()))
         return GroupedPlan("quantize_block_grouped", width, dtype, cast, True, 0, sums=sums)
     most = BLOCKS_PER_SM * multiprocessors(rt)
@@ -100,16 +107,24 @@ def plan_quantize_grouped(
 
 def _variant(dtype: DType, fp8: DType, scaling: str, columnwise: bool, adds: bool) -> Variant:
     constants = {
-        "DTYPE": TYPES[dtype], "FORMAT": FORMATS[fp8], "SCALING": scaling, "TALL": int(columnwise or adds),
-        "COLUMNWISE": int(columnwise), "COLUMN_SUM": int(adds),
-    }  # fmt: skip
+        "DTYPE": TYPES[dtype],
+        "FORMAT": FORMATS[fp8],
+        "SCALING": scaling,
+        "TALL": int(columnwise or adds),
+        "COLUMNWISE": int(columnwise),
+        "COLUMN_SUM": int(adds),
+    }
     return Variant("quantize_grouped", "quantize_grouped", tuple(constants.items()))
 
 
 def quantize_grouped(
-    rt: Runtime, plan: GroupedPlan, parts: Sequence[Tensor], casts: Sequence[Cast], outs: Sequence[QuantizedTensor],
+    rt: Runtime,
+    plan: GroupedPlan,
+    parts: Sequence[Tensor],
+    casts: Sequence[Cast],
+    outs: Sequence[QuantizedTensor],
     column_sums: Sequence[Tensor] | None,
-) -> None:  # fmt: skip
+) -> None:
     """Quantize all matrices as planned."""
     capacity = _LARGE if len(parts) > _SMALL and _roomy() else _SMALL
     vector = 16 // plan.dtype.itemsize
@@ -128,9 +143,15 @@ class _Chunk:
     """As many matrices as one table holds."""
 
     def __init__(
-        self, rt: Runtime, plan: GroupedPlan, parts: Sequence[Tensor], casts: Sequence[Cast],
-        outs: Sequence[QuantizedTensor], aligned: bool, capacity: int,
-    ) -> None:  # fmt: skip
+        self,
+        rt: Runtime,
+        plan: GroupedPlan,
+        parts: Sequence[Tensor],
+        casts: Sequence[Cast],
+        outs: Sequence[QuantizedTensor],
+        aligned: bool,
+        capacity: int,
+    ) -> None:
         self.plan, self.parts, self.casts, self.outs = plan, parts, casts, outs
         self.aligned, self.capacity = aligned, capacity
 
@@ -189,13 +210,22 @@ class _Chunk:
     ) -> None:
         rows = [
             (
-                part.ptr, _pointer(q.rowwise), _pointer(q.columnwise), source, q.scale_inv.ptr, _pointer(cast.amax),
-                total, part.shape[0], t.grid[1], t.steps, count,
+                part.ptr,
+                _pointer(q.rowwise),
+                _pointer(q.columnwise),
+                source,
+                q.scale_inv.ptr,
+                _pointer(cast.amax),
+                total,
+                part.shape[0],
+                t.grid[1],
+                t.steps,
+                count,
             )
             for part, cast, q, t, source, count, total in zip(
                 self.parts, self.casts, self.outs, tiles, sources, counts, sums, strict=True
             )
-        ]  # fmt: skip
+        ]
         self._launch(rt, self.plan.cast, rows, tiles)
 
     def _launch(self, rt: Runtime, variant: Variant, rows: Sequence[tuple[int, ...]], tiles: Sequence[Tiling]) -> None:
@@ -227,9 +257,18 @@ class _Chunk:
         blocks = 0
         for i, (part, q) in enumerate(zip(self.parts, self.outs, strict=True)):
             _TILES.pack_into(
-                table, i * _TILES.size, part.ptr, _pointer(q.rowwise), _pointer(q.rowwise_scale),
-                _pointer(q.columnwise), _pointer(q.columnwise_scale), sums[i], part.shape[0], blocks, 0,
-            )  # fmt: skip
+                table,
+                i * _TILES.size,
+                part.ptr,
+                _pointer(q.rowwise),
+                _pointer(q.rowwise_scale),
+                _pointer(q.columnwise),
+                _pointer(q.columnwise_scale),
+                sums[i],
+                part.shape[0],
+                blocks,
+                0,
+            )
             blocks += across * down[i]
         if blocks:
             self._finish(table, _TILES.size, across)

@@ -52,9 +52,14 @@ def plan_quantize_mxfp8(
     form, rowwise, columnwise = cast_key[:3]
     aligned = shape[1] % (16 // dtype.itemsize) == 0
     constants: dict[str, Any] = {
-        "DTYPE": TYPES[dtype], "FORMAT": FORMATS[form.dtype], "ROWWISE": int(rowwise), "COLUMNWISE": int(columnwise),
-        "TILED": int(form.tiled), "COLUMN_SUM": int(sum_dtype is not None), "ALIGNED": int(aligned),
-    }  # fmt: skip
+        "DTYPE": TYPES[dtype],
+        "FORMAT": FORMATS[form.dtype],
+        "ROWWISE": int(rowwise),
+        "COLUMNWISE": int(columnwise),
+        "TILED": int(form.tiled),
+        "COLUMN_SUM": int(sum_dtype is not None),
+        "ALIGNED": int(aligned),
+    }
     copies = "_".join(name for name, wanted in (("rows", rowwise), ("columns", columnwise)) if wanted)
     grain = "tiled_" if form.tiled else ""
     return Mxfp8Plan(
@@ -90,9 +95,16 @@ def quantize_mxfp8(
     sums = 0 if column_sum is None else column_workspace(rt, down, cols)
     if across and down:
         plan.kernel_for(rt, x)(
-            rt, plan.grid, THREADS, x.ptr, *_addresses(out.rowwise, out.rowwise_scale),
-            *_addresses(out.columnwise, out.columnwise_scale), sums, rows, cols,
-        )  # fmt: skip
+            rt,
+            plan.grid,
+            THREADS,
+            x.ptr,
+            *_addresses(out.rowwise, out.rowwise_scale),
+            *_addresses(out.columnwise, out.columnwise_scale),
+            sums,
+            rows,
+            cols,
+        )
     if column_sum is not None:
         add_column_sums(rt, plan.sum_kernel, sums, down, cols, column_sum.ptr)
 
@@ -110,9 +122,14 @@ def dequantize_mxfp8(rt: Runtime, q: QuantizedTensor, out: Tensor, columnwise: b
     assert data is not None and scales is not None  # the ops floor refuses a missing copy
     vector = 16 // out.dtype.itemsize
     kernel = loader.get(
-        rt, "dequantize_mxfp8", args="pppqq", DTYPE=TYPES[out.dtype], FORMAT=FORMATS[q.dtype],
-        COLUMNWISE=int(columnwise), ALIGNED=int(cols % vector == 0 and not out.ptr & 15),
-    )  # fmt: skip
+        rt,
+        "dequantize_mxfp8",
+        args="pppqq",
+        DTYPE=TYPES[out.dtype],
+        FORMAT=FORMATS[q.dtype],
+        COLUMNWISE=int(columnwise),
+        ALIGNED=int(cols % vector == 0 and not out.ptr & 15),
+    )
     grid = (-(-cols // (32 * vector)), min(-(-rows // _SIDE), _MAX_GRID_Y))
     kernel(rt, grid, THREADS, data.ptr, scales.ptr, out.ptr, rows, cols)
 

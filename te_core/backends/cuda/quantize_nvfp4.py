@@ -67,15 +67,25 @@ def plan_quantize_nvfp4(
         amax = plan_amax(rt, rows * cols, dtype)
         partials = amax.blocks
     constants = {
-        "DTYPE": TYPES[dtype], "ALIGNED": int(cols % (16 // dtype.itemsize) == 0), "TILED": int(form.tiled),
-        "TRANSFORM": int(transform), "STOCHASTIC": int(stochastic), "ROW_SCALED": int(form.row_scaled),
+        "DTYPE": TYPES[dtype],
+        "ALIGNED": int(cols % (16 // dtype.itemsize) == 0),
+        "TILED": int(form.tiled),
+        "TRANSFORM": int(transform),
+        "STOCHASTIC": int(stochastic),
+        "ROW_SCALED": int(form.row_scaled),
         "FOUR_OVER_SIX": _FOUR_OVER_SIX[four_over_six],
-    }  # fmt: skip
+    }
     first = "line_maxima" if form.row_scaled else "maxima" if transform else "amax"
     return Nvfp4Plan(
-        f"{first}+quantize_nvfp4", shape, constants, across, across * down, partials, amax,
+        f"{first}+quantize_nvfp4",
+        shape,
+        constants,
+        across,
+        across * down,
+        partials,
+        amax,
         None if sum_dtype is None else ColumnSum(rt, rows, cols, dtype, sum_dtype),
-    )  # fmt: skip
+    )
 
 
 def quantize_nvfp4(
@@ -94,10 +104,21 @@ def quantize_nvfp4(
     else:
         _line_maxima(rt, plan, x, out)
     plan.kernel(rt, "quantize_nvfp4", _QUANTIZE_ARGS, x)(
-        rt, plan.blocks, THREADS, x.ptr, *_addresses(out, False), *_addresses(out, True), partials, plan.partials,
-        0 if cast.rng is None else cast.rng.ptr, c_int32(cast.site & 0xFFFFFFFF).value, 6.0 * cast.format.bound,
-        rows, cols, plan.across,
-    )  # fmt: skip
+        rt,
+        plan.blocks,
+        THREADS,
+        x.ptr,
+        *_addresses(out, False),
+        *_addresses(out, True),
+        partials,
+        plan.partials,
+        0 if cast.rng is None else cast.rng.ptr,
+        c_int32(cast.site & 0xFFFFFFFF).value,
+        6.0 * cast.format.bound,
+        rows,
+        cols,
+        plan.across,
+    )
     if plan.sums is not None and column_sum is not None:
         plan.sums(rt, x.ptr, 0, column_sum.ptr)
 
@@ -132,9 +153,13 @@ def dequantize_nvfp4(rt: Runtime, q: QuantizedTensor, out: Tensor, columnwise: b
     count, length = (cols, padded(rows)) if columnwise else (rows, cols)
     form = q.format
     kernel = loader.get(
-        rt, "dequantize_nvfp4", args="ppppfqqq", DTYPE=TYPES[out.dtype], COLUMNWISE=int(columnwise),
+        rt,
+        "dequantize_nvfp4",
+        args="ppppfqqq",
+        DTYPE=TYPES[out.dtype],
+        COLUMNWISE=int(columnwise),
         ROW_SCALED=int(form.row_scaled),
-    )  # fmt: skip
+    )
     across = -(-length // _SIDE)
     blocks = across * -(-count // _SIDE)
     addresses = _addresses(q, columnwise)

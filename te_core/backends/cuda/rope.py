@@ -61,16 +61,26 @@ def plan_rope(rt: Runtime, key: tuple[Any, ...]) -> RopePlan:
     steps = strides or dense_strides(shape)
     width = _width(dtype, alignment, (d, d2 // 2, *steps[:-1]))
     kernel = loader.get(
-        rt, "rope", args=_ARGS, DTYPE=TYPES[dtype], FORMAT=fmt.upper(), INTERLEAVED=int(interleaved),
-        BACKWARD=int(backward), VEC=width,
-    )  # fmt: skip
+        rt,
+        "rope",
+        args=_ARGS,
+        DTYPE=TYPES[dtype],
+        FORMAT=fmt.upper(),
+        INTERLEAVED=int(interleaved),
+        BACKWARD=int(backward),
+        VEC=width,
+    )
     sequence_step = 0 if fmt == "thd" else steps[1 if fmt == "sbhd" else 0]
     token_step = steps[1 if fmt == "bshd" else 0]
     tokens, sequences = _extent(shape[:-2], fmt, 0 if cu is None else cu[0] - 1)
     return RopePlan(
-        f"rope_{fmt}", kernel, prod(shape[:-2]) if prod(shape[-2:]) else 0, _threads(heads * (d - d2 // 2) // width),
-        8 * d2, (tokens, sequences, token_step, sequence_step, steps[-2], table[0], heads, d, d2, cp_size, cp_rank),
-    )  # fmt: skip
+        f"rope_{fmt}",
+        kernel,
+        prod(shape[:-2]) if prod(shape[-2:]) else 0,
+        _threads(heads * (d - d2 // 2) // width),
+        8 * d2,
+        (tokens, sequences, token_step, sequence_step, steps[-2], table[0], heads, d, d2, cp_size, cp_rank),
+    )
 
 
 def rope(
@@ -79,9 +89,17 @@ def rope(
     """out = t turned (or turned back)."""
     if plan.blocks:
         plan.kernel(
-            rt, plan.blocks, plan.threads, t.ptr, out.ptr, freqs.ptr, 0 if cu_seqlens is None else cu_seqlens.ptr,
-            0 if starts is None else starts.ptr, *plan.sizes, shared=plan.shared,
-        )  # fmt: skip
+            rt,
+            plan.blocks,
+            plan.threads,
+            t.ptr,
+            out.ptr,
+            freqs.ptr,
+            0 if cu_seqlens is None else cu_seqlens.ptr,
+            0 if starts is None else starts.ptr,
+            *plan.sizes,
+            shared=plan.shared,
+        )
 
 
 def plan_rope_qkv(rt: Runtime, key: tuple[Any, ...]) -> RopePlan:
@@ -91,25 +109,51 @@ def plan_rope_qkv(rt: Runtime, key: tuple[Any, ...]) -> RopePlan:
     (q_rows, dq2), (k_rows, dk2) = ((0, 0) if s is None else (s[0], s[-1]) for s in (q_shape, k_shape))
     width = _width(dtype, alignment, (dq if heads else 0, dk, dv, dq2 // 2, dk2 // 2))
     kernel = loader.get(
-        rt, "rope", entry="rope_qkv", args=_QKV_ARGS, DTYPE=TYPES[dtype], FORMAT=fmt.upper(),
-        INTERLEAVED=int(interleaved), BACKWARD=int(operation.endswith("backward")), VEC=width,
-    )  # fmt: skip
+        rt,
+        "rope",
+        entry="rope_qkv",
+        args=_QKV_ARGS,
+        DTYPE=TYPES[dtype],
+        FORMAT=fmt.upper(),
+        INTERLEAVED=int(interleaved),
+        BACKWARD=int(operation.endswith("backward")),
+        VEC=width,
+    )
     tokens, sequences = _extent(lead, fmt, 0 if cu is None else cu[0] - 1)
     return RopePlan(
-        f"{operation}_{fmt}", kernel, prod(lead), _threads(max(heads * (dq - dq2 // 2), groups * dk) // width),
+        f"{operation}_{fmt}",
+        kernel,
+        prod(lead),
+        _threads(max(heads * (dq - dq2 // 2), groups * dk) // width),
         8 * (dq2 + (0 if shared else dk2)),
         (tokens, sequences, q_rows, k_rows, heads, groups, dq, dk, dv, dq2, dk2, int(grouped), cp_size, cp_rank),
-    )  # fmt: skip
+    )
 
 
 def rope_qkv(
-    rt: Runtime, plan: RopePlan, packed: Tensor, parts: tuple[Tensor | None, ...], freqs: tuple[Tensor | None, ...],
-    cu_seqlens: Tensor | None, starts: Tensor | None,
-) -> None:  # fmt: skip
+    rt: Runtime,
+    plan: RopePlan,
+    packed: Tensor,
+    parts: tuple[Tensor | None, ...],
+    freqs: tuple[Tensor | None, ...],
+    cu_seqlens: Tensor | None,
+    starts: Tensor | None,
+) -> None:
     """The parts q, k, v of the packed rows; backward: the packed rows of the parts."""
     if plan.blocks:
         q, k, v, q_freqs, k_freqs, cu, start = (0 if t is None else t.ptr for t in (*parts, *freqs, cu_seqlens, starts))
         plan.kernel(
-            rt, plan.blocks, plan.threads, packed.ptr, q, k, v, q_freqs, k_freqs, cu, start, *plan.sizes,
+            rt,
+            plan.blocks,
+            plan.threads,
+            packed.ptr,
+            q,
+            k,
+            v,
+            q_freqs,
+            k_freqs,
+            cu,
+            start,
+            *plan.sizes,
             shared=plan.shared,
-        )  # fmt: skip
+        )

@@ -74,9 +74,18 @@ def _plan(
     banded = options["BANDED"]
     full = not banded and team.size * team.iters * team.width == cols
     kernel = loader.get(
-        rt, "softmax", entry=entry, args=args, DTYPE=TYPES[dtype], VEC=team.width, SIZE=team.size, ITERS=team.iters,
-        TEAMS=team.teams, FULL=int(full), **{name: int(on) for name, on in options.items()},
-    )  # fmt: skip
+        rt,
+        "softmax",
+        entry=entry,
+        args=args,
+        DTYPE=TYPES[dtype],
+        VEC=team.width,
+        SIZE=team.size,
+        ITERS=team.iters,
+        TEAMS=team.teams,
+        FULL=int(full),
+        **{name: int(on) for name, on in options.items()},
+    )
     rows = batch * heads * sq
     sums = None
     if entry == "softmax_backward" and options["SINK"]:
@@ -84,9 +93,13 @@ def _plan(
     how = "held" if team.iters else "streamed"
     writes = cols or (entry == "softmax_forward" and options["SINK"])  # a row of no scores is all the sink's
     return SoftmaxPlan(
-        f"{entry}_{how}", kernel, -(-rows // team.teams) if writes else 0, team.size * team.teams,
-        (*steps, rows, cols, sq, heads, band.left, band.right, int(band.bottom_right)), sums,
-    )  # fmt: skip
+        f"{entry}_{how}",
+        kernel,
+        -(-rows // team.teams) if writes else 0,
+        team.size * team.teams,
+        (*steps, rows, cols, sq, heads, band.left, band.right, int(band.bottom_right)),
+        sums,
+    )
 
 
 def plan_softmax_forward(rt: Runtime, key: tuple[Any, ...]) -> SoftmaxPlan:
@@ -103,9 +116,15 @@ def plan_softmax_forward(rt: Runtime, key: tuple[Any, ...]) -> SoftmaxPlan:
 
 
 def softmax_forward(
-    rt: Runtime, plan: SoftmaxPlan, x: Tensor, mask: Tensor | None, lengths: Pair, sinks: Pair, out: Tensor,
+    rt: Runtime,
+    plan: SoftmaxPlan,
+    x: Tensor,
+    mask: Tensor | None,
+    lengths: Pair,
+    sinks: Pair,
+    out: Tensor,
     scale: float,
-) -> None:  # fmt: skip
+) -> None:
     """out = softmax(scale * x) over what is seen; of `sinks` the second, the share, is written."""
     if plan.blocks:
         addresses = (0 if t is None else t.ptr for t in (mask, *sinks, *lengths))
@@ -131,8 +150,17 @@ def softmax_backward(
     partials = 0 if share is None else rt.workspace("softmax sinks", share.nbytes)
     addresses = (0 if t is None else t.ptr for t in lengths)
     plan.kernel(
-        rt, plan.blocks, plan.threads, dy.ptr, y.ptr, dx.ptr, 0 if share is None else share.ptr, partials, *addresses,
-        *plan.sizes, scale,
-    )  # fmt: skip
+        rt,
+        plan.blocks,
+        plan.threads,
+        dy.ptr,
+        y.ptr,
+        dx.ptr,
+        0 if share is None else share.ptr,
+        partials,
+        *addresses,
+        *plan.sizes,
+        scale,
+    )
     if plan.sums is not None and dsink is not None:
         plan.sums(rt, partials, 0, dsink.ptr)

@@ -95,6 +95,12 @@ class RowSum:
 def _get(rt: Runtime, entry: str, args: str, source: DType, out: DType, wide: int) -> Kernel:
     fp8 = FORMATS.get(source)
     return loader.get(
-        rt, "sums", entry=entry, args=args, IN="u8" if fp8 else TYPES[source], FP8=fp8 or "E4M3",
-        OUT=TYPES[out], WIDE=wide,
-    )  # fmt: skip
+        rt,
+        "sums",
+        entry=entry,
+        args=args,
+        IN="u8" if fp8 else TYPES[source],
+        FP8=fp8 or "E4M3",
+        OUT=TYPES[out],
+        WIDE=wide,
+    )

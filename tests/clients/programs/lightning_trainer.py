@@ -45,10 +45,17 @@ class Converted(Fitted):
 def fit(module, steps, ckpt_path=None, **options):
     batches = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*task("cpu")), batch_size=32)
     runs = L.Trainer(
-        accelerator="cpu" if given.device == "cpu" else "cuda", devices=1, max_steps=steps, max_epochs=-1, logger=False,
-        enable_progress_bar=False, enable_checkpointing=False, enable_model_summary=False,
-        default_root_dir=given.folder, **options,
-    )  # fmt: skip
+        accelerator="cpu" if given.device == "cpu" else "cuda",
+        devices=1,
+        max_steps=steps,
+        max_epochs=-1,
+        logger=False,
+        enable_progress_bar=False,
+        enable_checkpointing=False,
+        enable_model_summary=False,
+        default_root_dir=given.folder,
+        **options,
+    )
     runs.fit(module, batches, ckpt_path=ckpt_path)
     layers = [m for m in module.modules() if isinstance(m, te.Linear)]
     assert len(layers) == 2 and all(layer.weight.dtype is torch.bfloat16 for layer in layers)

@@ -30,9 +30,11 @@ def plain_model(width: int = 32) -> torch.nn.Module:
     """Of torch's layers alone: for clients to convert."""
     torch.manual_seed(1)
     return torch.nn.Sequential(
-        torch.nn.Linear(width, 2 * width), torch.nn.GELU(), torch.nn.LayerNorm(2 * width),
+        torch.nn.Linear(width, 2 * width),
+        torch.nn.GELU(),
+        torch.nn.LayerNorm(2 * width),
         torch.nn.Linear(2 * width, width),
-    )  # fmt: skip
+    )
 
 
 def check_fp8(model: torch.nn.Module, layers: int, backward: tuple[str, ...] = ("dgrad", "wgrad")) -> None:

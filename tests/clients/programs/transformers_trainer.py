@@ -9,14 +9,7 @@ import torch
 import transformer_engine.pytorch as te
 from support import arguments, check_fp8, falls, keep, kept
 from transformer_engine.common.recipe import DelayedScaling
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    PretrainedConfig,
-    PreTrainedModel,
-    Trainer,
-    TrainingArguments,
-)
+from transformers import LlamaConfig, LlamaForCausalLM, PretrainedConfig, PreTrainedModel, Trainer, TrainingArguments
 from transformers.modeling_outputs import CausalLMOutput
 
 given = arguments()
@@ -35,9 +28,14 @@ class Small(PreTrainedModel):
         super().__init__(config)
         self.embed = torch.nn.Embedding(config.vocab_size, config.hidden_size)
         self.layer = te.TransformerLayer(
-            config.hidden_size, 64, 4, hidden_dropout=0.0, attention_dropout=0.0, attn_input_format="bshd",
+            config.hidden_size,
+            64,
+            4,
+            hidden_dropout=0.0,
+            attention_dropout=0.0,
+            attn_input_format="bshd",
             device=torch.get_default_device(),
-        )  # fmt: skip
+        )
         self.head = te.LayerNormLinear(config.hidden_size, config.vocab_size, device=torch.get_default_device())
         self.post_init()
 
@@ -64,9 +62,14 @@ def fresh():
 def trainer(model, steps):
     options = {"use_cpu": given.device == "cpu", "report_to": [], "logging_steps": 1, "disable_tqdm": True}
     made = TrainingArguments(
-        str(given.folder / "runs"), max_steps=steps, per_device_train_batch_size=8, save_steps=10, learning_rate=1e-2,
-        lr_scheduler_type="constant", **options,
-    )  # fmt: skip
+        str(given.folder / "runs"),
+        max_steps=steps,
+        per_device_train_batch_size=8,
+        save_steps=10,
+        learning_rate=1e-2,
+        lr_scheduler_type="constant",
+        **options,
+    )
     rows = [{"input_ids": (torch.arange(16) + i) % 64, "labels": (torch.arange(16) + i) % 64} for i in range(64)]
     return Trainer(model, made, train_dataset=rows)
 
