@@ -100,13 +100,13 @@ _saved_from: dict[str, tuple[int | None, ...]] = {}
 _grads_given: dict[str, tuple[bool, ...]] = {}  # per call: which input gradients backward returns
 
 
-def register(layer: Layer, spec: Any, needs_grad: bool, inspector: Any = None) -> Call:
-    """The call of this spec; modules that do the same share one, unless an inspector tells them apart."""
+def register(layer: Layer, spec: Any, needs_grad: bool, inspectors: Sequence[Any] | None = None) -> Call:
+    """The call of this spec; modules that do the same share one, unless inspectors tell them apart."""
     identity = (layer.name, spec, needs_grad)
-    found = _by_spec.get(identity) if inspector is None else None
+    found = _by_spec.get(identity) if inspectors is None else None
     if found is None:
-        found = Call(layer, spec, needs_grad, {} if inspector is None else {"inspector": inspector})
-        if inspector is None:
+        found = Call(layer, spec, needs_grad, {} if inspectors is None else {"inspectors": inspectors})
+        if inspectors is None:
             _by_spec[identity] = found
     return found
 

@@ -13,24 +13,22 @@ from dataclasses import dataclass
 
 from te_core.arguments import explained
 from te_core.dtypes import DType
+from te_core.layers.inspector import Inspector
 from te_core.layers.linear import (
     LinearSpec,
+    Made,
+    Product,
     Sink,
-    Site,
-    backward_weight,
-    bias_dtype,
     flattened,
+    gradient_dtype,
     gradient_operand,
     input_operand,
-    kept,
-    multiply,
-    weight_gradient,
     weight_operand,
 )
 from te_core.ops import raw as ops
 from te_core.ops.quantize_grouped import bounds_of, groups_in
 from te_core.precision import Operand, Precision
-from te_core.quantize.operands import Uses, Value, dense, is_plain_rule, restored, saved
+from te_core.quantize.operands import Uses, Value, dense, is_plain_rule, restored
 from te_core.quantize.state import INPUT, WEIGHT, Scales, backward_cast, forward_cast
 from te_core.quantized import QuantizedTensor
 from te_core.runtime import Runtime
@@ -63,9 +61,9 @@ class GroupedSpec:
 
     @property
     def together(self) -> bool:
-        """Whether one rule holds for all groups, so that one launch can quantize them."""
+        """Whether one rule holds for all groups, so that one launch quantizes them, and nobody looks at one alone."""
         first = self.parts[0].precision
-        return first is not None and all(p.precision is first for p in self.parts)
+        return first is not None and all(p.precision is first and p.inspect is None for p in self.parts)
 
 
 class Groups:
@@ -113,6 +111,17 @@ class GroupedSaved(tuple[Value | None, ...]):
         return self[1 + 2 * (len(self) // 3) :]  # type: ignore[return-value]
 
 
+def _products(
+    spec: GroupedSpec,
+    scales: Scales | None,
+    inspectors: Sequence[Inspector | None] | None,
+    sinks: Sequence[Sink | None] | None = None,
+) -> list[Product]:
+    none = [None] * spec.num_gemms
+    seen = zip(spec.parts, inspectors or none, sinks or none, strict=True)
+    return [Product(part, scales, i, inspector, sink) for i, (part, inspector, sink) in enumerate(seen)]
+
+
 @explained
 def forward(
     rt: Runtime,
@@ -121,6 +130,7 @@ def forward(
     spec: GroupedSpec,
     splits: Groups,
     scales: Scales | None = None,
+    inspectors: Sequence[Inspector | None] | None = None,
     ready: Sequence[QuantizedTensor | None] | None = None,
 ) -> tuple[tuple[Tensor], GroupedSaved]:
     """((y,), saved). `inputs` are the weights [N, K], the biases [N] or None, and the draws (or None)."""
@@ -130,19 +140,25 @@ def forward(
     assert isinstance(x2, Tensor)
     width = weights[0].shape[0]  # type: ignore[union-attr]
     out = splits.out if splits.out is not None else rt.empty((*leading, width), spec.dtype)
-    y = out.matrix()
-    xs, kept_x = _inputs(rt, x2, spec, scales, splits)
-    ws = _weights(rt, weights, spec, scales, ready or [None] * n)  # type: ignore[arg-type]
-    for part, a, b, bias, (start, stop) in zip(spec.parts, xs, ws, biases, splits.bounds, strict=True):
+    products = _products(spec, scales, inspectors)
+    xs, whole = _inputs(rt, x2, spec, products, splits)
+    ws = _weights(rt, weights, spec, products, ready or [None] * n)  # type: ignore[arg-type]
+    kept_x: list[Tensor | None] = []
+    kept_w: list[Tensor | None] = []
+    for product, a, b, bias, (start, stop) in zip(products, xs, ws, biases, splits.bounds, strict=True):
+        held = product.keep(rt, a, b) if start < stop else (None, None)
+        # A view of x is saved as x: autograd knows whole tensors.
+        kept_x.append(x2 if held[0] is not None and held[0] is a[0] else held[0])
+        kept_w.append(held[1])
         if start < stop:
-            multiply(rt, "fprop", a.rows, b.rows, y.rows(start, stop), part, vector=bias)  # type: ignore[arg-type]
+            y = out.matrix().rows(start, stop)
+            made = product.fprop(rt, a, b, y, bias)  # type: ignore[arg-type]
+            if made is not y:  # an inspector's
+                ops.resize(rt, made.matrix(), *y.shape, out=y)
+    if whole is not None:
+        kept_x = [whole, *[None] * (n - 1)]
     used = any(any(part.needs) for part in spec.parts)
-    return (out,), GroupedSaved(
-        rng if used else None,
-        *kept_x,
-        *[w if used else None for w in weights],
-        *[_kept_weight(w, uses, part) for w, uses, part in zip(weights, ws, spec.parts, strict=True)],
-    )
+    return (out,), GroupedSaved(rng if used else None, *kept_x, *[w if used else None for w in weights], *kept_w)
 
 
 @explained
@@ -154,39 +170,37 @@ def backward(
     spec: GroupedSpec,
     splits: Groups,
     scales: Scales | None = None,
+    inspectors: Sequence[Inspector | None] | None = None,
     sinks: Sequence[Sink | None] | None = None,
 ) -> tuple[Tensor | None, ...]:
     """(dx, a dweight for each group, a dbias for each), None where `spec` or a sink says so."""
-    weights = saved.weight
-    sinks = sinks or [None] * spec.num_gemms
+    weights: Sequence[Value] = saved.weight  # type: ignore[assignment]  # a layer without needs has no backward
+    products = _products(spec, scales, inspectors, sinks)
     leading, dy2 = flattened(dy)
     dy2 = dense(rt, dy2, spec.dtype)
-    n, k = weights[0].shape  # type: ignore[union-attr]
-    dbs = [
-        rt.empty((n,), bias_dtype(part, w)) if part.needs.bias else None  # type: ignore[arg-type]
-        for part, w in zip(spec.parts, weights, strict=True)
-    ]
-    gs = _gradients(rt, dy2, spec, scales, splits, dbs, saved.rng, sinks)
+    n, k = weights[0].shape
+    dbs = [product.bias_gradient(rt, w) for product, w in zip(products, weights, strict=True)]
+    gs = _gradients(rt, dy2, spec, products, splits, dbs, saved.rng)
     dx = None
     if spec.parts[0].needs.input:
         dx = splits.dx if splits.dx is not None else rt.empty((*leading, k), spec.dtype)
-        rows = dx.matrix()
-        for i, (part, (start, stop)) in enumerate(zip(spec.parts, splits.bounds, strict=True)):
+        for i, (start, stop) in enumerate(splits.bounds):
             if start < stop:
-                w = backward_weight(rt, saved.w[i], weights[i], part)  # type: ignore[arg-type]
-                multiply(rt, "dgrad", gs[i][0].rows, w, rows.rows(start, stop), part)
+                rows = dx.matrix().rows(start, stop)
+                made = products[i].dgrad(rt, gs[i][0], weights[i], saved.w[i], rows)
+                if made is not rows:
+                    ops.resize(rt, made.matrix(), *rows.shape, out=rows)
     dws: list[Tensor | None] = []
-    xs = _restored_inputs(rt, saved.x, k, spec, splits)
-    for i, part in enumerate(spec.parts):
-        dtype = bias_dtype(part, weights[i])  # type: ignore[arg-type]
-        if not part.needs.weight:
+    xs = _restored_inputs(rt, saved.x, k, spec, products, splits)
+    for i, product in enumerate(products):
+        if not product.spec.needs.weight:
             dws.append(None)
         elif not splits.sizes[i]:
-            dws.append(_no_gradient(rt, (n, k), dtype, sinks[i]))
+            dws.append(_no_gradient(rt, (n, k), gradient_dtype(product.spec, weights[i]), product.sink))
         else:
             (operand, left), x = gs[i], xs[i]
             assert x is not None  # kept for every group whose weight wants a gradient
-            dws.append(weight_gradient(rt, operand.columns, x, (n, k), part, left, sinks[i], dtype))
+            dws.append(product.wgrad(rt, operand, x, weights[i], left))
     return dx, *dws, *dbs
 
 
@@ -202,39 +216,38 @@ def _shared_rule(spec: GroupedSpec, role: str) -> Operand | None:
 
 
 def _inputs(
-    rt: Runtime, x: Tensor, spec: GroupedSpec, scales: Scales | None, splits: Groups
-) -> tuple[list[Uses], list[Tensor | None]]:
-    """(x of each group as fprop and wgrad read it, what is kept of it)."""
-    none: list[Tensor | None] = [None] * (spec.num_gemms - 1)
+    rt: Runtime, x: Tensor, spec: GroupedSpec, products: Sequence[Product], splits: Groups
+) -> tuple[list[Made], Tensor | None]:
+    """(x of each group as fprop and wgrad read it, what is kept of all of them if that is one tensor)."""
     wanted = any(part.needs.weight for part in spec.parts)
     rule = _shared_rule(spec, "input")
     if rule is not None:
         assert spec.precision is not None
         override = spec.precision.backward
         columnwise = wanted and override is None
-        casts = [
-            forward_cast(rule, scales, i, INPUT, rowwise=True, columnwise=columnwise) for i in range(spec.num_gemms)
-        ]
+        casts = [forward_cast(rule, p.scales, p.gemm, INPUT, rowwise=True, columnwise=columnwise) for p in products]
         qs = ops.quantize_grouped(rt, x, splits.sizes, casts)
         whole = x if override == "high_precision" else qs[0].block
-        return [Uses(q, q, None) for q in qs], [whole if wanted else None, *none]
+        return [(q, Uses(q, q, None)) for q in qs], whole if wanted else None
     parts = [x.rows(start, stop) for start, stop in splits.bounds]
     if all(part.precision is None for part in spec.parts):
-        return [Uses(p, p, None) for p in parts], [x if wanted else None, *none]
-    made, keep = [], []
-    for i, (part, rows) in enumerate(zip(spec.parts, parts, strict=True)):
-        uses = input_operand(rt, rows, Site(part, scales, i)) if rows.shape[0] else Uses(rows, rows, None)
-        held = kept(rows, uses, part.precision)
-        # A view of x is saved as x: autograd knows whole tensors.
-        keep.append(saved(x if held is rows else held, part.needs.weight and rows.shape[0] > 0))
-        made.append(uses)
-    return made, keep
+        watched = any(part.inspect is not None for part in spec.parts)
+        return [(p, Uses(p, p, None)) for p in parts], x if wanted and not watched else None
+    return [
+        (rows, input_operand(rt, rows, product) if rows.shape[0] else Uses(rows, rows, None))
+        for product, rows in zip(products, parts, strict=True)
+    ], None
 
 
 def _restored_inputs(
-    rt: Runtime, held: Sequence[Tensor | None], width: int, spec: GroupedSpec, splits: Groups
+    rt: Runtime,
+    held: Sequence[Tensor | None],
+    width: int,
+    spec: GroupedSpec,
+    products: Sequence[Product],
+    splits: Groups,
 ) -> list[Value | None]:
-    """x of each group as wgrad reads it, of what `_inputs` kept."""
+    """x of each group as wgrad reads it, of what forward kept."""
     rule, precision = _shared_rule(spec, "input"), spec.precision
     whole = held[0]
     if rule is not None and whole is not None and precision is not None and precision.backward != "high_precision":
@@ -243,14 +256,16 @@ def _restored_inputs(
         if columnwise:
             return list(groups)
         return [ops.dequantize(rt, q, spec.dtype) if q.shape[0] else None for q in groups]
-    alone = rule is not None or all(part.precision is None for part in spec.parts)
+    watched = any(part.inspect is not None for part in spec.parts)
+    alone = not watched and (rule is not None or all(part.precision is None for part in spec.parts))
     found: list[Value | None] = []
-    for i, (part, (start, stop)) in enumerate(zip(spec.parts, splits.bounds, strict=True)):
-        kept_x = whole if alone else held[i]
-        if not part.needs.weight or start == stop:
+    for i, (product, (start, stop)) in enumerate(zip(products, splits.bounds, strict=True)):
+        if not product.spec.needs.weight or start == stop:
             found.append(None)
             continue
+        part = product.spec
         part_rule = None if part.precision is None else part.precision.input
+        kept_x = whole if alone else held[i]
         value = restored(rt, kept_x, (stop - start, width), part_rule, part.precision, spec.dtype)
         if isinstance(value, Tensor) and value.shape[0] != stop - start:
             value = value.rows(start, stop)
@@ -262,41 +277,32 @@ def _weights(
     rt: Runtime,
     weights: Sequence[Value],
     spec: GroupedSpec,
-    scales: Scales | None,
+    products: Sequence[Product],
     ready: Sequence[QuantizedTensor | None],
-) -> list[Uses]:
+) -> list[Made]:
     """The weights as fprop and dgrad read them; those of empty groups too, whose maxima count."""
     rule = _shared_rule(spec, "weight")
     if rule is not None and all(type(w) is Tensor for w in weights) and not any(ready):
         assert spec.precision is not None
         columnwise = spec.parts[0].needs.input and spec.precision.backward is None
-        casts = [
-            forward_cast(rule, scales, i, WEIGHT, rowwise=True, columnwise=columnwise) for i in range(len(weights))
-        ]
-        return [Uses(q, q, None) for q in ops.quantize_many(rt, weights, casts)]  # type: ignore[arg-type]
+        casts = [forward_cast(rule, p.scales, p.gemm, WEIGHT, rowwise=True, columnwise=columnwise) for p in products]
+        qs = ops.quantize_many(rt, weights, casts)  # type: ignore[arg-type]
+        return [(w, Uses(q, q, None)) for w, q in zip(weights, qs, strict=True)]
     return [
-        weight_operand(rt, weight, Site(part, scales, i), ready[i])
-        for i, (part, weight) in enumerate(zip(spec.parts, weights, strict=True))
+        (weight, weight_operand(rt, weight, product, ready[i]))
+        for i, (product, weight) in enumerate(zip(products, weights, strict=True))
     ]
-
-
-def _kept_weight(weight: Value | None, uses: Uses, part: LinearSpec) -> Tensor | None:
-    held = kept(weight, uses, part.precision)  # type: ignore[arg-type]
-    if isinstance(held, QuantizedTensor) and held.owner is not None:
-        return None
-    return saved(held, part.needs.input)
 
 
 def _gradients(
     rt: Runtime,
     dy: Tensor,
     spec: GroupedSpec,
-    scales: Scales | None,
+    products: Sequence[Product],
     splits: Groups,
     dbs: Sequence[Tensor | None],
     rng: Tensor | None,
-    sinks: Sequence[Sink | None],
-) -> list[tuple[Uses, Tensor | None]]:
+) -> list[tuple[Made, Tensor | None]]:
     """For each group (dy as dgrad and wgrad read it, the db that wgrad still has to fill)."""
     rule, precision = _shared_rule(spec, "grad"), spec.precision
     wanted = any(part.needs.weight for part in spec.parts)
@@ -304,20 +310,20 @@ def _gradients(
         rowwise = spec.parts[0].needs.input
         if rowwise or wanted:
             casts = [
-                backward_cast(rule, scales, i, rowwise=rowwise, columnwise=wanted, rng=rng)
-                for i in range(spec.num_gemms)
+                backward_cast(rule, p.scales, p.gemm, rowwise=rowwise, columnwise=wanted, rng=rng) for p in products
             ]
             qs = ops.quantize_grouped(rt, dy, splits.sizes, casts, _all_sums(rt, dbs))
-            return [(Uses(q, q, None), None) for q in qs]
-    made = []
-    for i, (part, (start, stop)) in enumerate(zip(spec.parts, splits.bounds, strict=True)):
-        rows, db = dy.rows(start, stop), dbs[i]
+            return [((q, Uses(q, q, None)), None) for q in qs]
+    made: list[tuple[Made, Tensor | None]] = []
+    for product, db, (start, stop) in zip(products, dbs, splits.bounds, strict=True):
+        rows = dy.rows(start, stop)
         if start < stop:
-            made.append(gradient_operand(rt, rows, Site(part, scales, i), db, rng, sinks[i]))
+            uses, left = gradient_operand(rt, rows, product, db, rng)
+            made.append(((rows, uses), left))
             continue
         if db is not None:
             rt.backend.zero(rt, db)
-        made.append((Uses(rows, rows, None), None))
+        made.append(((rows, Uses(rows, rows, None)), None))
     return made
 
 

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from te_core.dtypes import DType
 from te_core.errors import ArgumentError
-from te_core.ops import dequantize
 from te_core.quantized import Cast, QuantizedTensor
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
@@ -48,7 +46,8 @@ class Inspector(Protocol):
         """Called at a point with the high-precision value and, for a quantized operand, how it was cast and to what.
 
         Returns None to leave it, or a replacement, plain or quantized in the orientation that the GEMM reads. If
-        the other operand of the GEMM is then of another kind, the quantized one is dequantized.
+        the other operand of the GEMM is then of another kind, the quantized one is dequantized, from the copy that the
+        GEMM would have read.
         """
         ...
 
@@ -79,12 +78,3 @@ def offer_result(rt: Runtime, inspector: Inspector | None, point: tuple[str, str
             f"inspect {point}", repr(result), "None or a plain tensor in place of a result", "dequantize it first"
         )
     return result
-
-
-def alike(rt: Runtime, a: Operand, b: Operand, dtype: DType) -> tuple[Operand, Operand]:
-    """Both operands plain if one of them is: an FP8 GEMM takes no other pair."""
-    if isinstance(a, QuantizedTensor) and not isinstance(b, QuantizedTensor):
-        return dequantize(rt, a, dtype), b
-    if isinstance(b, QuantizedTensor) and not isinstance(a, QuantizedTensor):
-        return a, dequantize(rt, b, dtype)
-    return a, b

@@ -1,7 +1,7 @@
 """The one linear: y = x w^T + b and its gradients, in any precision. Every module's GEMMs go through this file.
 
-Top: `forward` and `backward`, the Linear layer. Below: what the norm+linear, MLP and grouped layers share: the product
-of two operands that may be plain or quantized, and where a weight's gradient goes.
+Top: `forward` and `backward`, the Linear layer. Below: `Product`, the three GEMMs of one weight, which the norm+linear,
+MLP and grouped layers have too, and the operands of these GEMMs.
 
 Shapes: x [.., K], w [N, K], b [N], y [.., N]; M is the product of the leading dimensions.
 """
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from te_core import dtypes
 from te_core.arguments import explained, settle
 from te_core.dtypes import DType
-from te_core.layers.inspector import Inspector, Request, alike, offer, offer_result
+from te_core.layers.inspector import Inspector, Request, offer, offer_result
 from te_core.ops import raw as ops
 from te_core.precision import Gemm, Operand, Precision
 from te_core.quantize.operands import Uses, Value, as_asked, dense, quantize_forward, quantize_gradient, restored, saved
@@ -58,14 +58,6 @@ class LinearSaved(NamedTuple):
     rng: Tensor | None  # the draws of stochastic rounding
 
 
-class Site(NamedTuple):
-    """One GEMM triple of a call: its spec, the scaling state, and its number in that state."""
-
-    spec: LinearSpec
-    scales: Scales | None
-    gemm: int = 0
-
-
 class Sink:
     """Where a weight gradient goes instead of a fresh tensor.
 
@@ -89,41 +81,19 @@ def forward(
     *,
     spec: LinearSpec,
     scales: Scales | None = None,
-    inspector: Inspector | None = None,
+    inspectors: Sequence[Inspector | None] = (None,),
     ready: Sequence[QuantizedTensor | None] = (None,),
 ) -> tuple[tuple[Value], LinearSaved]:
     """((y,), saved). `scales` is the delayed-scaling state, if the recipe keeps one; `ready` the weight quantized
     before, if it is."""
-    needs, precision = spec.needs, spec.precision
     leading, x2 = flattened(x)
     out = rt.empty((*leading, weight.shape[0]), spec.dtype)
-    site = Site(spec, scales)
-    xs, ws = input_operand(rt, x2, site), weight_operand(rt, weight, site, ready[0])
-    a, b = xs.rows, ws.rows
-    kept_x, kept_w = kept(x2, xs, precision), kept(weight, ws, precision)
-    if spec.inspect is not None:
-        high_x, high_w = dense(rt, x2, spec.dtype), dense(rt, weight, spec.dtype)
-        if needs.weight:
-            kept_x = offer(rt, inspector, ("wgrad", "activation"), high_x, xs.cast, kept_x)
-        if needs.input:
-            kept_w = offer(rt, inspector, ("dgrad", "weight"), high_w, ws.cast, kept_w)
-        a = offer(rt, inspector, ("fprop", "activation"), high_x, xs.cast, a)
-        b = offer(rt, inspector, ("fprop", "weight"), high_w, ws.cast, b)
-        a, b = alike(rt, a, b, spec.dtype)
-    multiply(rt, "fprop", a, b, out.matrix(), spec, vector=bias)
-    if spec.inspect is not None:
-        out = offer_result(rt, inspector, ("fprop", "output"), out)
-    y: Value = out
-    if spec.quantize_output and precision is not None and precision.output is not None:
-        y = ops.quantize(
-            rt, out.matrix(), forward_cast(precision.output, scales, 0, OUTPUT, rowwise=True, columnwise=False)
-        )
-    return (y,), LinearSaved(
-        saved(kept_x, needs.weight),
-        weight if any(needs) else None,
-        None if isinstance(kept_w, QuantizedTensor) and kept_w.owner is not None else saved(kept_w, needs.input),
-        rng if any(needs) else None,
-    )
+    product = Product(spec, scales, 0, inspectors[0])
+    xs, ws = (x2, input_operand(rt, x2, product)), (weight, weight_operand(rt, weight, product, ready[0]))
+    kept_x, kept_w = product.keep(rt, xs, ws)
+    y = product.delivered(rt, product.fprop(rt, xs, ws, out, bias))
+    used = any(spec.needs)
+    return (y,), LinearSaved(kept_x, weight if used else None, kept_w, rng if used else None)
 
 
 @explained
@@ -134,46 +104,138 @@ def backward(
     *,
     spec: LinearSpec,
     scales: Scales | None = None,
-    inspector: Inspector | None = None,
+    inspectors: Sequence[Inspector | None] = (None,),
     sinks: Sequence[Sink | None] = (None,),
 ) -> tuple[Value | None, Tensor | None, Tensor | None]:
     """(dx, dweight, dbias), None where `spec.needs` or a sink says so."""
     weight = saved.weight
     assert weight is not None  # a layer without needs has no backward
-    needs, precision = spec.needs, spec.precision
-    n, k = weight.shape
+    product = Product(spec, scales, 0, inspectors[0], sinks[0])
     leading, dy2 = flattened(dy)
-    db = rt.empty((n,), bias_dtype(spec, weight)) if needs.bias else None
-    g, db_left = gradient_operand(rt, dy2, Site(spec, scales), db, saved.rng, sinks[0])
+    db = product.bias_gradient(rt, weight)
+    g, db_left = gradient_operand(rt, dy2, product, db, saved.rng)
     dx: Value | None = None
     dw = None
-    if needs.input:
-        a, b = g.rows, backward_weight(rt, saved.w, weight, spec)
-        if spec.inspect is not None:
-            a = offer(rt, inspector, ("dgrad", "gradient"), dense(rt, dy2, spec.dtype), g.cast, a)
-            a, b = alike(rt, a, b, spec.dtype)
-        plain_dx = rt.empty((*leading, k), spec.dtype)
-        multiply(rt, "dgrad", a, b, plain_dx.matrix(), spec)
-        if spec.inspect is not None:
-            plain_dx = offer_result(rt, inspector, ("dgrad", "dgrad"), plain_dx)
-        dx = plain_dx
-        if spec.quantize_grad and precision is not None and precision.grad_input is not None:
-            cast = backward_cast(precision.grad_input, scales, 0, rowwise=True, columnwise=False, slot=GRAD_INPUT)
-            dx = ops.quantize(rt, plain_dx.matrix(), cast)
-        drop_rows(g)
-    if needs.weight:
-        rule = None if precision is None else precision.input
-        a, b = g.columns, restored(rt, saved.x, (dy2.shape[0], k), rule, precision, spec.dtype)
-        if spec.inspect is not None:
-            a = offer(rt, inspector, ("wgrad", "gradient"), dense(rt, dy2, spec.dtype), g.cast, a)
-            a, b = alike(rt, a, b, spec.dtype)
-        dw = weight_gradient(rt, a, b, (n, k), spec, db_left, sinks[0], bias_dtype(spec, weight))
-        if dw is not None and spec.inspect is not None:
-            dw = offer_result(rt, inspector, ("wgrad", "wgrad"), dw)
+    if spec.needs.input:
+        out = rt.empty((*leading, weight.shape[1]), spec.dtype)
+        dx = product.delivered_gradient(rt, product.dgrad(rt, (dy2, g), weight, saved.w, out))
+    if spec.needs.weight:
+        dw = product.wgrad(rt, (dy2, g), product.restored(rt, saved.x, dy2.shape[0], weight), weight, db_left)
     return dx, dw, db
 
 
-# --------------------------------------------------------------------------------------- the three GEMMs
+# ------------------------------------------------------------------------------------------------- one weight
+
+#: An operand: the values that it was made of, and how the GEMMs read it.
+Made = tuple[Value, Uses]
+
+
+class Product(NamedTuple):
+    """The three GEMMs of one weight in one call, and what stands around each of them.
+
+    fprop  out [M, N] = x [M, K] w [N, K]^T + bias
+    dgrad  out [M, K] = dy [M, N] w
+    wgrad  dw  [N, K] = dy^T x
+
+    It shows an inspector the operands and the result of each, says what backward will read, delivers quantized what the
+    spec wants so, and takes a weight's gradient where it goes. Where the operands come from is the layers' own.
+    """
+
+    spec: LinearSpec
+    scales: Scales | None = None
+    gemm: int = 0  # its number in the scaling state
+    inspector: Inspector | None = None
+    sink: Sink | None = None
+
+    def keep(self, rt: Runtime, x: Made, w: Made) -> tuple[Tensor | None, Tensor | None]:
+        """(x, w) as backward reads them; None for what it does not read, and for a weight that is quantized itself."""
+        spec, (high_x, xs), (high_w, ws) = self.spec, x, w
+        kept_x, kept_w = kept(high_x, xs, spec.precision), kept(high_w, ws, spec.precision)
+        if spec.inspect is not None:
+            if spec.needs.weight:
+                high = dense(rt, high_x, spec.dtype)
+                kept_x = offer(rt, self.inspector, ("wgrad", "activation"), high, xs.cast, kept_x)
+            if spec.needs.input:
+                high = dense(rt, high_w, spec.dtype)
+                kept_w = offer(rt, self.inspector, ("dgrad", "weight"), high, ws.cast, kept_w)
+        itself = isinstance(kept_w, QuantizedTensor) and kept_w.owner is not None
+        return saved(kept_x, spec.needs.weight), None if itself else saved(kept_w, spec.needs.input)
+
+    def fprop(self, rt: Runtime, x: Made, w: Made, out: Tensor, bias: Tensor | None) -> Tensor:
+        """x w^T + bias, in `out` [.., N]."""
+        spec, (high_x, xs), (high_w, ws) = self.spec, x, w
+        a, b = xs.rows, ws.rows
+        if spec.inspect is None:
+            multiply(rt, "fprop", a, b, out.matrix(), spec, vector=bias)
+            return out
+        a = offer(rt, self.inspector, ("fprop", "activation"), dense(rt, high_x, spec.dtype), xs.cast, a)
+        b = offer(rt, self.inspector, ("fprop", "weight"), dense(rt, high_w, spec.dtype), ws.cast, b)
+        multiply(rt, "fprop", a, b, out.matrix(), spec, vector=bias)
+        return offer_result(rt, self.inspector, ("fprop", "output"), out)
+
+    def dgrad(self, rt: Runtime, dy: Made, weight: Value, kept_w: Tensor | None, out: Tensor) -> Tensor:
+        """dy w, in `out` [.., K]; what only dgrad reads of dy is let go of."""
+        spec, (high, g) = self.spec, dy
+        a, b = g.rows, backward_weight(rt, kept_w, weight, spec)
+        if spec.inspect is not None:
+            a = offer(rt, self.inspector, ("dgrad", "gradient"), dense(rt, high, spec.dtype), g.cast, a)
+        multiply(rt, "dgrad", a, b, out.matrix(), spec)
+        if spec.inspect is not None:
+            out = offer_result(rt, self.inspector, ("dgrad", "dgrad"), out)
+        drop_rows(g)
+        return out
+
+    def wgrad(self, rt: Runtime, dy: Made, x: Value, weight: Value, db: Tensor | None) -> Tensor | None:
+        """dy^T x, fresh or in its sink; with plain operands the same GEMM sums dy into db [N]."""
+        spec, sink, (high, g) = self.spec, self.sink, dy
+        a = g.columns
+        if spec.inspect is not None:
+            a = offer(rt, self.inspector, ("wgrad", "gradient"), dense(rt, high, spec.dtype), g.cast, a)
+        out_dtype = gradient_dtype(spec, weight)
+        if out_dtype is not spec.dtype and (isinstance(a, Tensor) or isinstance(x, Tensor)):
+            out_dtype = dtypes.float32  # a product of plain halves comes in their dtype or in float32
+        shape = weight.shape
+
+        def run(rt: Runtime) -> Tensor | None:
+            main = None if sink is None else sink.main
+            dw = rt.empty(shape, out_dtype) if main is None else main
+            into = sink is not None and main is not None and sink.accumulate
+            multiply(rt, "wgrad", a, x, dw, spec, vector=db, accumulate=into)
+            if main is not None:
+                return None
+            return dw if spec.inspect is None else offer_result(rt, self.inspector, ("wgrad", "wgrad"), dw)
+
+        if sink is not None and sink.queue is not None:
+            sink.queue.append(run)
+            return None
+        return run(rt)
+
+    def restored(self, rt: Runtime, kept_x: Tensor | None, rows: int, weight: Value) -> Value:
+        """x as wgrad reads it, of what `keep` kept."""
+        precision = self.spec.precision
+        rule = None if precision is None else precision.input
+        return restored(rt, kept_x, (rows, weight.shape[1]), rule, precision, self.spec.dtype)
+
+    def bias_gradient(self, rt: Runtime, weight: Value) -> Tensor | None:
+        """Memory for the bias's gradient, if it is wanted."""
+        return rt.empty((weight.shape[0],), gradient_dtype(self.spec, weight)) if self.spec.needs.bias else None
+
+    def delivered(self, rt: Runtime, out: Tensor) -> Value:
+        """The output as the spec wants it."""
+        spec = self.spec
+        if not spec.quantize_output or spec.precision is None or spec.precision.output is None:
+            return out
+        cast = forward_cast(spec.precision.output, self.scales, self.gemm, OUTPUT, rowwise=True, columnwise=False)
+        return ops.quantize(rt, out.matrix(), cast)
+
+    def delivered_gradient(self, rt: Runtime, dx: Tensor) -> Value:
+        """The gradient of x as the spec wants it."""
+        spec = self.spec
+        if not spec.quantize_grad or spec.precision is None or spec.precision.grad_input is None:
+            return dx
+        rule = spec.precision.grad_input
+        cast = backward_cast(rule, self.scales, self.gemm, rowwise=True, columnwise=False, slot=GRAD_INPUT)
+        return ops.quantize(rt, dx.matrix(), cast)
 
 
 #: Which operands of a GEMM are contracted along their columns.
@@ -191,11 +253,9 @@ def multiply(
     vector: Tensor | None = None,
     accumulate: bool = False,
 ) -> None:
-    """One of the three products, quantized where both operands are.
+    """One of the three products (`Product`), quantized where both operands are: a and b in the order of its formula.
 
-    fprop  out [M, N] = a [M, K] b [N, K]^T + vector
-    dgrad  out [M, K] = a [M, N] b [N, K]
-    wgrad  out [N, K] = a [M, N]^T b [M, K]; with plain operands the same GEMM sums a into vector [N]
+    `vector` is fprop's bias. In wgrad of plain operands the GEMM sets it to the sums of a's columns.
     """
     columns = _COLUMNS[gemm]
     bias, a_sum = (None, vector) if gemm == "wgrad" else (vector, None)
@@ -239,33 +299,6 @@ def dense_columns(rt: Runtime, x: Value, dtype: DType, columns: bool) -> Tensor:
     return ops.dequantize(rt, x, dtype, columnwise=columns if held else not columns).rows(0, x.shape[0])
 
 
-def weight_gradient(
-    rt: Runtime,
-    dy: Value,
-    x: Value,
-    shape: tuple[int, int],
-    spec: LinearSpec,
-    db: Tensor | None,
-    sink: Sink | None,
-    out_dtype: DType,
-) -> Tensor | None:
-    """dw [N, K] = dy^T x, fresh or into its sink; with plain operands the same GEMM sums dy into db [N]."""
-    if out_dtype is not spec.dtype and (isinstance(dy, Tensor) or isinstance(x, Tensor)):
-        out_dtype = dtypes.float32  # a product of plain halves comes in their dtype or in float32
-
-    def run(rt: Runtime) -> Tensor | None:
-        main = None if sink is None else sink.main
-        dw = rt.empty(shape, out_dtype) if main is None else main
-        into = sink is not None and main is not None and sink.accumulate
-        multiply(rt, "wgrad", dy, x, dw, spec, vector=db, accumulate=into)
-        return dw if main is None else None
-
-    if sink is not None and sink.queue is not None:
-        sink.queue.append(run)
-        return None
-    return run(rt)
-
-
 def drop_rows(uses: Uses) -> None:
     """Free the rowwise copy of a gradient once dgrad has read it: backward is where memory peaks."""
     q = uses.columns
@@ -281,9 +314,9 @@ def flattened(x: Value) -> tuple[tuple[int, ...], Value]:
     return (x.shape[:-1], x.matrix()) if isinstance(x, Tensor) else ((x.shape[0],), x)
 
 
-def input_operand(rt: Runtime, x: Value, site: Site) -> Uses:
+def input_operand(rt: Runtime, x: Value, product: Product) -> Uses:
     """x as fprop and wgrad read it."""
-    spec = site.spec
+    spec = product.spec
     precision = spec.precision
     if precision is None:
         values = dense(rt, x, spec.dtype)
@@ -291,14 +324,14 @@ def input_operand(rt: Runtime, x: Value, site: Site) -> Uses:
     rule = precision.input
     if precision.backward is not None:  # backward reads what this call has made, in a block of its own
         value: Value = dense(rt, x, spec.dtype)
-        return quantize_forward(rt, value, rule, site[1:], INPUT, rowwise=True, columnwise=False)
+        return quantize_forward(rt, value, rule, product[1:3], INPUT, rowwise=True, columnwise=False)
     value = as_asked(rt, x, rule, spec.dtype)
-    return quantize_forward(rt, value, rule, site[1:], INPUT, rowwise=True, columnwise=spec.needs.weight)
+    return quantize_forward(rt, value, rule, product[1:3], INPUT, rowwise=True, columnwise=spec.needs.weight)
 
 
-def weight_operand(rt: Runtime, weight: Value, site: Site, ready: QuantizedTensor | None) -> Uses:
+def weight_operand(rt: Runtime, weight: Value, product: Product, ready: QuantizedTensor | None) -> Uses:
     """A weight as fprop and dgrad read it: quantized before (`ready`), itself quantized, or quantized now."""
-    spec = site.spec
+    spec = product.spec
     precision = spec.precision
     if precision is None:
         return Uses(dense(rt, weight, spec.dtype), weight, None)
@@ -311,7 +344,7 @@ def weight_operand(rt: Runtime, weight: Value, site: Site, ready: QuantizedTenso
             return Uses(value, value, None)
         weight = value
     columnwise = spec.needs.input and precision.backward is None
-    return quantize_forward(rt, weight, rule, site[1:], WEIGHT, rowwise=True, columnwise=columnwise)
+    return quantize_forward(rt, weight, rule, product[1:3], WEIGHT, rowwise=True, columnwise=columnwise)
 
 
 def kept(high: Value, uses: Uses, precision: Precision | None) -> Value:
@@ -337,19 +370,19 @@ def backward_weight(rt: Runtime, kept_w: Tensor | None, weight: Value, spec: Lin
     return uses.columns  # type: ignore[no-any-return]
 
 
-def bias_dtype(spec: LinearSpec, weight: Value) -> DType:
+def gradient_dtype(spec: LinearSpec, weight: Value) -> DType:
     """The dtype of a weight's and its bias's gradient."""
     return spec.weight_dtype or (weight.dtype if isinstance(weight, Tensor) else spec.dtype)
 
 
 def gradient_operand(
-    rt: Runtime, dy: Value, site: Site, db: Tensor | None, rng: Tensor | None, sink: Sink | None
+    rt: Runtime, dy: Value, product: Product, db: Tensor | None, rng: Tensor | None
 ) -> tuple[Uses, Tensor | None]:
     """(dy as dgrad and wgrad read it, the db that wgrad still has to fill).
 
     The bias gradient costs no pass of its own: it is summed while dy is quantized or by the wgrad GEMM.
     """
-    spec = site.spec
+    spec = product.spec
     needs, precision = spec.needs, spec.precision
     if not (needs.input or needs.weight):
         if db is not None:
@@ -357,13 +390,13 @@ def gradient_operand(
         return Uses(dy, dy, None), None
     if precision is None or precision.backward is not None or precision.grad is None:
         plain = dense(rt, dy, spec.dtype)
-        by_wgrad = needs.weight and (sink is None or sink.queue is None) and precision is None
+        by_wgrad = needs.weight and precision is None and (product.sink is None or product.sink.queue is None)
         if db is not None and not by_wgrad:
             ops.column_sum(rt, plain, db)
             db = None
         return Uses(plain, plain, None), db
     value = as_asked(rt, dy, precision.grad, spec.dtype)
     uses = quantize_gradient(
-        rt, value, precision.grad, site[1:], rowwise=needs.input, columnwise=needs.weight, column_sum=db, rng=rng
+        rt, value, precision.grad, product[1:3], rowwise=needs.input, columnwise=needs.weight, column_sum=db, rng=rng
     )
     return uses, None

@@ -17,26 +17,15 @@ from typing import NamedTuple
 
 from te_core.arguments import explained
 from te_core.dtypes import DType
-from te_core.layers.linear import (
-    LinearSpec,
-    Sink,
-    Site,
-    backward_weight,
-    bias_dtype,
-    drop_rows,
-    gradient_operand,
-    kept,
-    multiply,
-    weight_gradient,
-    weight_operand,
-)
+from te_core.layers.inspector import Inspector
+from te_core.layers.linear import LinearSpec, Made, Product, Sink, gradient_dtype, gradient_operand, weight_operand
 from te_core.layers.norm import NormSpec
-from te_core.layers.norm_linear import norm_gradients, normalize
+from te_core.layers.norm_linear import NormKept, norm_gradients, normalize
 from te_core.layers.residual import Stream, entered, left, returned_gradients
 from te_core.ops import raw as ops
 from te_core.ops.activation import Clamp
 from te_core.ops.norm import Branch
-from te_core.quantize.operands import Uses, Value, is_plain_rule, quantize_forward, quantize_gradient, restored, saved
+from te_core.quantize.operands import Uses, Value, is_plain_rule, quantize_forward, quantize_gradient
 from te_core.quantize.state import INPUT, Scales, backward_cast, forward_cast
 from te_core.quantized import QuantizedTensor
 from te_core.runtime import Runtime
@@ -81,16 +70,25 @@ class MLPSaved(NamedTuple):
 
 
 class _Inside(NamedTuple):
-    """What forward makes before fc2."""
+    """What forward makes before fc2; n and w1 as backward reads them, if it is to keep them."""
 
     normed: Tensor | None
-    n: Uses
     mean: Tensor | None
     rstd: Tensor
-    w1: Uses
+    n: Tensor | None
+    w1: Tensor | None
     h: Tensor
-    y: Tensor | None
-    a: Uses
+    a: Made
+
+
+def _products(
+    spec: MLPSpec,
+    scales: Scales | None,
+    inspectors: Sequence[Inspector | None],
+    sinks: Sequence[Sink | None] = (None, None),
+) -> tuple[Product, Product]:
+    fc1, fc2 = inspectors
+    return Product(spec.fc1, scales, FC1, fc1, sinks[FC1]), Product(spec.fc2, scales, FC2, fc2, sinks[FC2])
 
 
 @explained
@@ -110,15 +108,15 @@ def forward(
     *,
     spec: MLPSpec,
     scales: Scales | None = None,
+    inspectors: Sequence[Inspector | None] = (None, None),
     ready: Sequence[QuantizedTensor | None] = (None, None),
 ) -> tuple[tuple[Tensor, ...], MLPSaved]:
     """((y,), saved); with `return_norm` the norm's output comes next, with `stream` what the norm read comes last."""
-    fc2 = spec.fc2
+    fc1, fc2 = products = _products(spec, scales, inspectors)
     total, branch = entered(rt, x, spec.stream, residual, branch_bias, branch_rng)
-    vs = weight_operand(rt, w2, Site(fc2, scales, FC2), ready[1])
-    inside = _inside(rt, (x, gamma, beta, w1, b1), spec, scales, ready[0], branch)
-    out = rt.empty((*x.shape[:-1], w2.shape[0]), fc2.dtype)
-    multiply(rt, "fprop", inside.a.rows, vs.rows, out.matrix(), fc2, vector=b2)
+    vs = w2, weight_operand(rt, w2, fc2, ready[FC2])
+    inside = _inside(rt, (x, gamma, beta, w1, b1), spec, products, ready[FC1], branch, keep=not spec.checkpoint)
+    out = fc2.fprop(rt, inside.a, vs, rt.empty((*x.shape[:-1], w2.shape[0]), spec.fc2.dtype), b2)
     outputs: tuple[Tensor, ...] = (out,)
     if spec.return_norm:
         assert inside.normed is not None
@@ -126,7 +124,7 @@ def forward(
     if spec.stream is not None:
         outputs = (*outputs, total)
     if not spec.checkpoint:
-        saved = _saved(spec, inside, (total, gamma, w1, w2), vs, rng)
+        saved = _saved(spec, inside, (total, gamma, w1, w2), fc2.keep(rt, inside.a, vs), rng)
         return outputs, saved._replace(branch_rng=branch_rng)
     scale = None
     if scales is not None and scales.forward_scale is not None:
@@ -145,45 +143,33 @@ def _inside(
     rt: Runtime,
     given: _Operands,
     spec: MLPSpec,
-    scales: Scales | None,
+    products: tuple[Product, Product],
     ready: QuantizedTensor | None,
     branch: Branch | None = None,
+    *,
+    keep: bool,
 ) -> _Inside:
     """Norm, fc1 and activation."""
     x, gamma, beta, w1, b1 = given
-    fc1 = spec.fc1
-    first, second = Site(fc1, scales, FC1), Site(spec.fc2, scales, FC2)
-    us = weight_operand(rt, w1, first, ready)
-    normed, ns, mean, rstd = normalize(rt, x, gamma, beta, spec.norm, first, spec.return_norm, branch)
-    h = rt.empty((ns.rows.shape[0], w1.shape[0]), fc1.dtype)
-    multiply(rt, "fprop", ns.rows, us.rows, h, fc1, vector=b1)
-    y, activated = _activate(rt, h, spec, second)
-    return _Inside(normed, ns, mean, rstd, us, h, y, activated)
+    fc1, fc2 = products
+    us = w1, weight_operand(rt, w1, fc1, ready)
+    normed, ns, mean, rstd = normalize(rt, x, gamma, beta, spec.norm, fc1, spec.return_norm, branch)
+    n, kept_w1 = fc1.keep(rt, ns, us) if keep else (None, None)
+    h = fc1.fprop(rt, ns, us, rt.empty((ns[1].rows.shape[0], w1.shape[0]), spec.fc1.dtype), b1)
+    return _Inside(normed, mean, rstd, n, kept_w1, h, _activate(rt, h, spec, fc2))
 
 
 def _saved(
-    spec: MLPSpec, inside: _Inside, given: tuple[Tensor, Tensor, Value, Value], vs: Uses, rng: Tensor | None
+    spec: MLPSpec,
+    inside: _Inside,
+    given: tuple[Tensor, Tensor, Value, Value],
+    fc2: tuple[Tensor | None, Tensor | None],
+    rng: Tensor | None,
 ) -> MLPSaved:
-    fc1, fc2 = spec.fc1, spec.fc2
     x, gamma, w1, w2 = given
-    through = fc1.needs.input
-    kept_n = kept(inside.n.rows if inside.normed is None else inside.normed, inside.n, fc1.precision)
-    kept_a = kept(inside.a.rows if inside.y is None else inside.y, inside.a, fc2.precision)
-    return MLPSaved(
-        x if through else None,
-        gamma if through else None,
-        inside.mean if through else None,
-        inside.rstd if through else None,
-        saved(kept_n, fc1.needs.weight),
-        inside.h if fc2.needs.input else None,
-        saved(kept_a, fc2.needs.weight),
-        w1,
-        w2,
-        _saved_weight(w1, inside.w1, fc1),
-        _saved_weight(w2, vs, fc2),
-        rng,
-        None,
-    )
+    (a, w2q), h = fc2, inside.h if spec.fc2.needs.input else None
+    norm: NormKept = (x, gamma, inside.mean, inside.rstd) if spec.fc1.needs.input else (None, None, None, None)
+    return MLPSaved(*norm, inside.n, h, a, w1, w2, inside.w1, w2q, rng, None)
 
 
 def _computed_again(
@@ -193,34 +179,31 @@ def _computed_again(
     assert kept.x is not None and kept.gamma is not None and kept.w1 is not None and kept.w2 is not None
     if scales is not None:
         scales = Scales(kept.scale, None, scales.backward_scale, scales.backward_amax, None, scales.backward_nonfinite)
-    inside = _inside(rt, (kept.x, kept.gamma, kept.beta, kept.w1, kept.b1), spec, scales, ready[0])
-    vs = weight_operand(rt, kept.w2, Site(spec.fc2, scales, FC2), ready[1])
-    found = _saved(spec, inside, (kept.x, kept.gamma, kept.w1, kept.w2), vs, kept.rng)
+    products = _products(spec, scales, (None, None))
+    given = kept.x, kept.gamma, kept.beta, kept.w1, kept.b1
+    inside = _inside(rt, given, spec, products, ready[FC1], keep=True)
+    vs = kept.w2, weight_operand(rt, kept.w2, products[FC2], ready[FC2])
+    fc2 = products[FC2].keep(rt, inside.a, vs)
+    found = _saved(spec, inside, (kept.x, kept.gamma, kept.w1, kept.w2), fc2, kept.rng)
     # Views of their own: backward lets go of them, and what is behind them may be a cache's.
     w1q, w2q = (None if t is None else t.reshape(*t.shape) for t in (found.w1q, found.w2q))
     return found._replace(w1q=w1q, w2q=w2q, branch_rng=kept.branch_rng)
 
 
-def _saved_weight(w: Value, uses: Uses, spec: LinearSpec) -> Tensor | None:
-    value = kept(w, uses, spec.precision)
-    itself = isinstance(value, QuantizedTensor) and value.owner is not None
-    return None if itself else saved(value, spec.needs.input)
-
-
-def _activate(rt: Runtime, h: Tensor, spec: MLPSpec, site: Site) -> tuple[Tensor | None, Uses]:
-    """(plain activation output if it is needed as such, fc2's operand)."""
-    p, needs = site.spec.precision, site.spec.needs
+def _activate(rt: Runtime, h: Tensor, spec: MLPSpec, fc2: Product) -> Made:
+    """The activation as fc2's operand; its plain values only where somebody reads them."""
+    p, needs = fc2.spec.precision, fc2.spec.needs
     rule = None if p is None else p.input
     columnwise = needs.weight and (p is None or p.backward is None)
-    keep = p is not None and p.backward == "high_precision"
+    keep = fc2.spec.inspect is not None or (p is not None and p.backward == "high_precision")
     cast = None
     if rule is not None and is_plain_rule(rule):
-        cast = forward_cast(rule, site.scales, FC2, INPUT, rowwise=True, columnwise=columnwise)
+        cast = forward_cast(rule, fc2.scales, FC2, INPUT, rowwise=True, columnwise=columnwise)
     y, q = ops.activation_forward(rt, h, spec.activation, clamp=spec.clamp, cast=cast, keep=keep)
     if q is not None:
-        return y, Uses(q, q, cast)
+        return q if y is None else y, Uses(q, q, cast)
     assert y is not None
-    return y, quantize_forward(rt, y, rule, site[1:], INPUT, rowwise=True, columnwise=columnwise)
+    return y, quantize_forward(rt, y, rule, fc2[1:3], INPUT, rowwise=True, columnwise=columnwise)
 
 
 @explained
@@ -233,6 +216,7 @@ def backward(
     *,
     spec: MLPSpec,
     scales: Scales | None = None,
+    inspectors: Sequence[Inspector | None] = (None, None),
     sinks: Sequence[Sink | None] = (None, None),
     release: bool = False,
     ready: Sequence[QuantizedTensor | None] = (None, None),
@@ -242,63 +226,49 @@ def backward(
 
     With `release` nobody will read `saved` again: its tensors are let go of as soon as they were read.
     """
-    fc1, fc2 = spec.fc1, spec.fc2
+    fc1, fc2 = _products(spec, scales, inspectors, sinks)
     dnorm, dstream = returned_gradients(second, third, spec.return_norm, spec.stream)
     if spec.checkpoint:
         saved, release = _computed_again(rt, saved, spec, scales, ready), True
     w1, w2 = saved.w1, saved.w2
     assert w1 is not None and w2 is not None
     dy2: Value = dy.matrix() if isinstance(dy, Tensor) else dy
-    m, f = dy2.shape[0], w2.shape[1]
-    db2 = rt.empty((w2.shape[0],), bias_dtype(fc2, w2)) if fc2.needs.bias else None
-    g, db2_left = gradient_operand(rt, dy2, Site(fc2, scales, FC2), db2, saved.rng, sinks[1])
-    dw2 = dw1 = db1 = dx = dgamma = dbeta = dresidual = dbranch_bias = None
-    dh = Uses(None, None, None)
-    first = release and fc2.needs.weight and _frees_more(saved.a, w2.shape, bias_dtype(fc2, w2), sinks[1])
+    m = dy2.shape[0]
+    db2 = fc2.bias_gradient(rt, w2)
+    g, db2_left = gradient_operand(rt, dy2, fc2, db2, saved.rng)
+    dw2 = dw1 = db1 = dx = dgamma = dbeta = dresidual = dbranch_bias = dh = None
+    first = release and spec.fc2.needs.weight and _frees_more(saved.a, w2.shape, gradient_dtype(spec.fc2, w2), fc2.sink)
     if first:
-        dw2 = _fc2_weight_gradient(rt, g.columns, saved, m, fc2, db2_left, sinks[1], release)
-    if fc2.needs.input:
-        da = [rt.empty((m, f), fc2.dtype)]
-        multiply(rt, "dgrad", g.rows, backward_weight(rt, saved.w2q, w2, fc2), da[0], fc2)
-        drop_rows(g)
-        db1 = rt.empty((w1.shape[0],), bias_dtype(fc1, w1)) if fc1.needs.bias else None
-        dh = _activation_gradient(rt, da, saved, spec, scales, db1)
+        dw2 = _fc2_weight_gradient(rt, (dy2, g), saved, fc2, db2_left, release)
+    if spec.fc2.needs.input:
+        da = [fc2.dgrad(rt, (dy2, g), w2, saved.w2q, rt.empty((m, w2.shape[1]), spec.fc2.dtype))]
+        db1 = fc1.bias_gradient(rt, w1)
+        dh = _activation_gradient(rt, da, saved, spec, fc1, db1)
         if release:
             _let_go(saved.h, None if saved.w2q is w2 else saved.w2q)  # a plain weight is the caller's
-    if fc2.needs.weight and not first:
-        dw2 = _fc2_weight_gradient(rt, g.columns, saved, m, fc2, db2_left, sinks[1], release)
+    if spec.fc2.needs.weight and not first:
+        dw2 = _fc2_weight_gradient(rt, (dy2, g), saved, fc2, db2_left, release)
     del g
-    if fc1.needs.input:
-        dn = rt.empty((m, w1.shape[1]), fc1.dtype)
-        multiply(rt, "dgrad", dh.rows, backward_weight(rt, saved.w1q, w1, fc1), dn, fc1)
-        drop_rows(dh)
+    if spec.fc1.needs.input:
+        assert dh is not None
+        dn = fc1.dgrad(rt, dh, w1, saved.w1q, rt.empty((m, w1.shape[1]), spec.fc1.dtype))
         if dnorm is not None:
             dn = ops.add(rt, dn, dnorm.matrix(), out=dn)
         dx, dgamma, dbeta = norm_gradients(rt, dn, saved, spec.norm, dstream)
         del dn
         dx, dresidual, dbranch_bias = left(rt, dx, spec.stream, saved.branch_rng)
-    if fc1.needs.weight:
-        rule = None if fc1.precision is None else fc1.precision.input
-        n = restored(rt, saved.n, (m, w1.shape[1]), rule, fc1.precision, fc1.dtype)
-        dw1 = weight_gradient(rt, dh.columns, n, w1.shape, fc1, None, sinks[0], bias_dtype(fc1, w1))  # type: ignore[arg-type]
+    if spec.fc1.needs.weight:
+        assert dh is not None
+        dw1 = fc1.wgrad(rt, dh, fc1.restored(rt, saved.n, m, w1), w1, None)
     return dx, dgamma, dbeta, dw1, db1, dw2, db2, None, dresidual, dbranch_bias
 
 
 def _fc2_weight_gradient(
-    rt: Runtime,
-    dy: Value,
-    saved: MLPSaved,
-    rows: int,
-    fc2: LinearSpec,
-    db2: Tensor | None,
-    sink: Sink | None,
-    release: bool,
+    rt: Runtime, dy: Made, saved: MLPSaved, fc2: Product, db2: Tensor | None, release: bool
 ) -> Tensor | None:
     assert saved.w2 is not None
-    shape, rule = saved.w2.shape, None if fc2.precision is None else fc2.precision.input
-    a = restored(rt, saved.a, (rows, shape[1]), rule, fc2.precision, fc2.dtype)
-    found = weight_gradient(rt, dy, a, shape, fc2, db2, sink, bias_dtype(fc2, saved.w2))  # type: ignore[arg-type]
-    if release and (sink is None or sink.queue is None):
+    found = fc2.wgrad(rt, dy, fc2.restored(rt, saved.a, dy[0].shape[0], saved.w2), saved.w2, db2)
+    if release and (fc2.sink is None or fc2.sink.queue is None):
         _let_go(saved.a)
     return found
 
@@ -318,28 +288,32 @@ def _let_go(*tensors: Tensor | None) -> None:
 
 
 def _activation_gradient(
-    rt: Runtime, da: list[Tensor], saved: MLPSaved, spec: MLPSpec, scales: Scales | None, db1: Tensor | None
-) -> Uses:
+    rt: Runtime, da: list[Tensor], saved: MLPSaved, spec: MLPSpec, fc1: Product, db1: Tensor | None
+) -> Made:
     """dh as fc1's dgrad and wgrad read it; its column sums are b1's gradient, taken in the same pass.
 
     `da` comes in a list, from which it is taken: where dh is quantized by a launch of its own, da is freed before.
+    Plain values are handed on to an inspector only.
     """
-    p, needs = spec.fc1.precision, spec.fc1.needs
+    p, needs, inspected = fc1.spec.precision, fc1.spec.needs, fc1.spec.inspect is not None
     assert saved.h is not None
     rule = None
     if p is not None and p.backward is None and (needs.input or needs.weight):
         rule = p.grad
-    if rule is None or rule.scaling in ("delayed", "current"):
+    per_tensor = rule is not None and rule.scaling in ("delayed", "current") and is_plain_rule(rule)
+    if rule is None or (per_tensor and not inspected):
         cast = None
         if rule is not None:
-            cast = backward_cast(rule, scales, FC1, rowwise=needs.input, columnwise=needs.weight)
+            cast = backward_cast(rule, fc1.scales, FC1, rowwise=needs.input, columnwise=needs.weight)
         dh, q = ops.activation_backward(
             rt, da.pop(), saved.h, spec.activation, clamp=spec.clamp, cast=cast, column_sum=db1
         )
         operand = q if q is not None else dh
-        return Uses(operand, operand, cast)
+        assert operand is not None
+        return operand, Uses(operand, operand, cast)
     dh, _ = ops.activation_backward(rt, da.pop(), saved.h, spec.activation, clamp=spec.clamp)
     assert dh is not None
-    return quantize_gradient(
-        rt, dh, rule, (scales, FC1), rowwise=needs.input, columnwise=needs.weight, column_sum=db1, rng=saved.rng
+    uses = quantize_gradient(
+        rt, dh, rule, fc1[1:3], rowwise=needs.input, columnwise=needs.weight, column_sum=db1, rng=saved.rng
     )
+    return dh if inspected else uses.columns if needs.weight else uses.rows, uses

@@ -121,7 +121,8 @@ class BaseModule(Documented, CallingModule):
         super().__init__()
         prepare_default()
         self.name = name if name is not None else next_name()
-        self.inspector: Any = None  # an object of te_core.layers.inspector.Inspector's kind
+        #: Of te_core.layers.inspector.Inspector's kind: one for all products of the module, or one for each (or None).
+        self.inspector: Any = None
         self.register_module("fp8_state", None)
         self._initialisers: dict[str, Callable[[torch.Tensor], Any]] = {}
         self._fork: Callable[[], Any] | None = None
@@ -134,6 +135,36 @@ class BaseModule(Documented, CallingModule):
         self._linked = 0
         self._wgrad_hooks: list[Callable[[], Any]] = []
         self._quantize_later: list[Any] = []  # weights on the meta device that quantized_model_init will quantize
+
+    # ------------------------------------------------------------------------------------ inspectors
+
+    def _inspectors(self) -> tuple[Any, ...] | None:
+        """One for each product; None where nobody looks."""
+        given = self.inspector
+        if given is None:
+            return None
+        found = tuple(given) if isinstance(given, (tuple, list)) else (given,) * self.gemms
+        wrong = next(
+            (i for i in found if i is not None and not (hasattr(i, "request") and hasattr(i, "inspect"))), None
+        )
+        if wrong is not None or len(found) != self.gemms:
+            raise ArgumentError(
+                f"{type(self).__name__}.inspector",
+                f"{len(found)} inspectors" if wrong is None else f"{wrong!r} without `request` and `inspect`",
+                f"one inspector for all products, or {self.gemms}: one for each, or None",
+                "correct module.inspector; te_core.layers.inspector.Inspector says what one has",
+            )
+        return found
+
+    def _watched(self) -> tuple[int, ...] | None:
+        """What a call's key says of them: which objects they are (a call keeps its own alive)."""
+        found = self._inspectors()
+        return None if found is None else tuple([id(inspector) for inspector in found])
+
+    def _requests(self) -> tuple[Any, ...]:
+        """The points that each of them wants to see."""
+        found = self._inspectors() or (None,) * self.gemms
+        return tuple(None if inspector is None else frozenset(inspector.request) for inspector in found)
 
     # ------------------------------------------------------------------------------------ parameters
 

@@ -148,13 +148,6 @@ class GroupedLinear(BaseModule):
                 f"GroupedLinear.forward{within(self)}: got a quantized input. Allowed: a plain one. To do: dequantize."
             )
         check_input("GroupedLinear.forward", inp, self.in_features)
-        if self.inspector is not None:
-            raise UnsupportedError(
-                "GroupedLinear.forward",
-                "an inspector",
-                "inspector=None in this release",
-                "inspect a Linear for each group",
-            )
         sizes = self._sizes(inp, m_splits)
         inp, precision, state, recompute = self._enter(inp)
         dtype, grad = inp.dtype, torch.is_grad_enabled()
@@ -167,6 +160,7 @@ class GroupedLinear(BaseModule):
             grad and inp.requires_grad,
             tuple([grad and w.requires_grad for w in weights]),
             tuple([grad and b is not None and b.requires_grad for b in added]),
+            None if self.inspector is None else self._watched(),
             weights[0].dtype if self._primary else None,
         )
         extra = None
@@ -213,18 +207,19 @@ class GroupedLinear(BaseModule):
         return [b if b.dtype == dtype else b.to(dtype) for b in found]
 
     def _new_call(self, precision: int, dtype: torch.dtype, *key: Any) -> Call:
-        before, weights, biases, weight_dtype = key
+        before, weights, biases, _, weight_dtype = key
         rules = [self._precision(precision, gemm) if precision else None for gemm in range(self.num_gemms)]
         if self._primary:
             check_recipe_fits(self, rules[0])
         kind = None if weight_dtype is None else TO_CORE[weight_dtype]
         spec = core.GroupedSpec(
             tuple(
-                LinearSpec(TO_CORE[dtype], rule, Needs(before, weight, bias), None, kind)
-                for rule, weight, bias in zip(rules, weights, biases, strict=True)
+                LinearSpec(TO_CORE[dtype], rule, Needs(before, weight, bias), request, kind)
+                for rule, weight, bias, request in zip(rules, weights, biases, self._requests(), strict=True)
             )
         )
-        return register(_layer(self.num_gemms), spec, before or any(weights) or any(biases))
+        needed = before or any(weights) or any(biases)
+        return register(_layer(self.num_gemms), spec, needed, self._inspectors())
 
     def _options(self) -> dict[str, Any]:
         return {

@@ -168,7 +168,7 @@ class LayerNormLinear(NormParameters, SplitParameters):
             grad and wants_grad(inp, gamma, beta, *more),
             grad and wants_grad(weight),
             grad and wants_grad(added),
-            self.inspector and id(self.inspector),
+            None if self.inspector is None else self._watched(),
             weight.dtype if self._primary else None,
             fp8_output,
             fp8_grad,
@@ -186,4 +186,4 @@ class LayerNormLinear(NormParameters, SplitParameters):
     def _new_call(self, training: bool, stream: Any, precision: int, dtype: torch.dtype, *key: Any) -> Call:
         linear = self._linear_spec(precision, dtype, *key)
         spec = core.NormLinearSpec(self._norm_spec(dtype), linear, self.return_layernorm_output, stream_of(stream))
-        return register(NORM_LINEAR, spec, any(linear.needs), self.inspector)
+        return register(NORM_LINEAR, spec, any(linear.needs), self._inspectors())

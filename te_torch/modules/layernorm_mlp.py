@@ -148,13 +148,6 @@ class LayerNormMLP(NormParameters):
         check_input("LayerNormMLP.forward", inp, self.hidden_size)
         if isinstance(inp, QuantizedTorch):
             inp = inp.dequantize()
-        if self.inspector is not None:
-            raise UnsupportedError(
-                "LayerNormMLP.forward",
-                "an inspector",
-                "inspector=None in this release",
-                "inspect LayerNormLinear and Linear, of which it is made",
-            )
         grad = torch.is_grad_enabled()
         inp, precision, state, recompute = self._enter(inp)
         gamma, beta = self._norm_parameters(inp.dtype)
@@ -173,6 +166,7 @@ class LayerNormMLP(NormParameters):
             grad and wants_grad(w2),
             grad and wants_grad(added),
             self.training,
+            None if self.inspector is None else self._watched(),
             w1.dtype if self._primary else None,
         )
         rng = random_pair(inp) if draws(precision) else None
@@ -192,7 +186,7 @@ class LayerNormMLP(NormParameters):
         return bias if bias.dtype == dtype else bias.to(dtype)
 
     def _new_call(self, stream: Any, precision: int, dtype: torch.dtype, *key: Any) -> Call:
-        before, w1, b1, w2, b2, _, weight_dtype = key
+        before, w1, b1, w2, b2, *_, weight_dtype = key
         fc1 = Needs(before, w1, b1)
         fc2 = Needs(any(fc1), w2, b2)
         kind = None if weight_dtype is None else TO_CORE[weight_dtype]
@@ -200,7 +194,8 @@ class LayerNormMLP(NormParameters):
         if self._primary:
             check_recipe_fits(self, rules[0])
         first, second = (
-            LinearSpec(TO_CORE[dtype], rule, needs, None, kind) for rule, needs in zip(rules, (fc1, fc2), strict=True)
+            LinearSpec(TO_CORE[dtype], rule, needs, request, kind)
+            for rule, needs, request in zip(rules, (fc1, fc2), self._requests(), strict=True)
         )
         spec = core.MLPSpec(
             first,
@@ -210,9 +205,9 @@ class LayerNormMLP(NormParameters):
             self.return_layernorm_output,
             self._clamp,
             stream_of(stream),
-            self.checkpoint,
+            self.checkpoint and self.inspector is None,  # who looks on sees everything once
         )
-        return register(MLP, spec, any(fc2))
+        return register(MLP, spec, any(fc2), self._inspectors())
 
 
 def clamp_of(activation: str, given: dict[str, float] | None) -> Clamp | None:

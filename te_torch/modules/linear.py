@@ -75,7 +75,6 @@ class SplitParameters(BaseModule):
 
     def _linear_spec(self, precision: int, dtype: torch.dtype, *key: Any) -> core.LinearSpec:
         *needs, _, weight_dtype, fp8_output, fp8_grad = key
-        request = None if self.inspector is None else frozenset(self.inspector.request)
         rule = precision_of(precision)
         if self._primary:
             check_recipe_fits(self, rule)
@@ -83,7 +82,7 @@ class SplitParameters(BaseModule):
             TO_CORE[dtype],
             rule,
             core.Needs(*needs),
-            request,
+            self._requests()[0],
             None if weight_dtype is None else TO_CORE[weight_dtype],
             fp8_output,
             fp8_grad,
@@ -224,7 +223,7 @@ class Linear(SplitParameters):
             grad and inp.requires_grad,
             grad and weight.requires_grad,
             grad and added is not None and added.requires_grad,
-            self.inspector and id(self.inspector),
+            None if self.inspector is None else self._watched(),
             weight.dtype if self._primary else None,
             fp8_output,
             fp8_grad,
@@ -240,4 +239,4 @@ class Linear(SplitParameters):
 
     def _new_call(self, precision: int, dtype: torch.dtype, *key: Any) -> Call:
         spec = self._linear_spec(precision, dtype, *key)
-        return register(LINEAR, spec, any(spec.needs), self.inspector)
+        return register(LINEAR, spec, any(spec.needs), self._inspectors())

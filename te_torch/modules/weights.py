@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from te_core.errors import ArgumentError, UnsupportedError
-from te_core.layers.linear import LinearSpec, Needs, Site, weight_operand
+from te_core.layers.linear import LinearSpec, Needs, Product, weight_operand
 from te_core.precision import Precision
 from te_core.quantize.state import Scales
 from te_core.quantized import QuantizedTensor
@@ -113,8 +113,8 @@ def _cached(
         with torch.no_grad():
             rt = runtime_for(weight)
             needs = Needs(input=columnwise, weight=False, bias=False)
-            site = Site(LinearSpec(TO_CORE[weight.dtype], precision, needs), scales, gemm)
-            uses = weight_operand(rt, to_core(weight.detach().contiguous()), site, None)
+            product = Product(LinearSpec(TO_CORE[weight.dtype], precision, needs), scales, gemm)
+            uses = weight_operand(rt, to_core(weight.detach().contiguous()), product, None)
         if not isinstance(uses.rows, QuantizedTensor) or uses.columns is not uses.rows:
             return None
         held = module._weight_cache[name] = CachedWeight(parts, precision, uses.rows)

@@ -16,8 +16,6 @@ import torch
 import te_torch as te
 from te_core import Runtime, dtypes
 from te_core.layers import linear
-from te_core.layers.inspector import POINTS
-from te_core.quantized import QuantizedTensor
 from te_core.recipe import DelayedScaling, Float8CurrentScaling, resolve
 from tests.backends import devices, requires_cuda
 from tests.tolerances import DB, snr_db
@@ -262,66 +260,6 @@ def test_two_threads_two_streams(pair: tuple[str, str], device: str) -> None:
     for which in (0, 1):
         assert results[which] is not None, "the thread failed"
         assert all(same(a, b) for a, b in zip(results[which], expected[which], strict=True))
-
-
-class Recorder:
-    """An inspector that writes down every point."""
-
-    request = POINTS
-
-    def __init__(self) -> None:
-        self.seen: list[tuple[str, str, bool]] = []
-
-    def inspect(self, rt: Any, gemm: str, tensor: str, value: Any, cast: Any, out: Any) -> None:
-        assert value.dtype is dtypes.bfloat16
-        self.seen.append((gemm, tensor, isinstance(out, QuantizedTensor)))
-
-
-@on_devices
-@recipes
-def test_inspector_records_every_point_and_changes_nothing(recipe: str, device: str) -> None:
-    plain, x = make(device), batch(device)
-    watched = copy.deepcopy(plain)
-    watched.inspector = recorder = Recorder()
-    for i in range(2):
-        assert same(step(watched, x * (i + 1), recipe), step(plain, x * (i + 1), recipe))
-    points = {(g, t) for g, t, _ in recorder.seen}
-    assert points == POINTS
-    assert len(recorder.seen) == 2 * len(POINTS)
-    results = {("fprop", "output"), ("dgrad", "dgrad"), ("wgrad", "wgrad")}
-    quantized = POINTS - results if recipe != "bf16" else set()
-    assert {(g, t) for g, t, was_quantized in recorder.seen if was_quantized} == quantized
-
-
-class Unquantize:
-    """An inspector that gives one operand back in bf16."""
-
-    def __init__(self, *points: tuple[str, str]) -> None:
-        self.request = frozenset(points)
-
-    def inspect(self, rt: Any, gemm: str, tensor: str, value: Any, cast: Any, out: Any) -> Any:
-        return value
-
-
-@on_devices
-@pytest.mark.parametrize("recipe", ["delayed", "current"])
-def test_inspector_replaces_an_operand(recipe: str, device: str) -> None:
-    """Both operands of fprop in bf16: the output is the bf16 one; one of them: better than FP8, worse than bf16."""
-    x = batch(device)
-    quality = {}
-    for name, points in {
-        "none": (),
-        "activation": (("fprop", "activation"),),
-        "both": (("fprop", "activation"), ("fprop", "weight")),
-    }.items():
-        module = make(device)
-        module.inspector = Unquantize(*points) if points else None
-        for _ in range(3):
-            results = step(module, x, recipe)
-        quality[name] = snr_db(results[0], reference(module, x)[0])
-        assert DB["fp8 linear"] <= snr_db(results[2], reference(module, x)[2]) < 45  # wgrad stays FP8
-    assert quality["none"] + 1 < quality["activation"] < quality["both"]
-    assert quality["both"] >= DB["bf16"]
 
 
 def _numpy_linear(rt: Runtime, recipe: str, x: Any, w: Any, b: Any, dy: Any) -> list[np.ndarray]:

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import te_torch as te
 from te_core import errors
-from te_core.errors import ArgumentError, UnsupportedError
+from te_core.errors import ArgumentError
 from te_core.recipe import CustomRecipe, DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling
 from te_torch.module_names import path_of
 
@@ -299,8 +299,8 @@ def test_a_printed_layer_shows_its_sizes() -> None:
         assert line in lines, repr(layer)
 
 
-def test_unsupported_says_where(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_inspector_says_where(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Model()
     model.blocks[2].mlp.inspector = object()
-    with pytest.raises(UnsupportedError, match=r"^LayerNormMLP\.forward in blocks\.2\.mlp: got an inspector"):
+    with pytest.raises(ArgumentError, match=r"^LayerNormMLP\.inspector in blocks\.2\.mlp: got <object .* without `req"):
         model(X)
