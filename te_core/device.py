@@ -98,20 +98,6 @@ def gemm_supported(device: DeviceInfo, a: Format, b: Format) -> Answer:
     return _PRODUCTS[a.scaling](device)
 
 
-def fp8_any_layout(device: DeviceInfo) -> Answer:
-    """Whether FP8 operands need not lie along the contraction (else transposed copies are kept for backward)."""
-    if device.capability[0] == 10:
-        return True, "Blackwell's data-centre chips read FP8 in every layout"
-    return False, f"compute capability {_cc(device)} reads both FP8 operands along the contraction"
-
-
-def split_accumulator_matters(device: DeviceInfo) -> Answer:
-    """Whether fast and split FP8 accumulation differ."""
-    if device.capability[0] == 9:
-        return True, "Hopper keeps FP8 partial sums in 14 bits unless told to promote them"
-    return False, "both are exact here"
-
-
 def _at_least(device: DeviceInfo, capability: tuple[int, int]) -> Answer:
     wanted = f"{capability[0]}.{capability[1]}"
     if device.capability >= capability:

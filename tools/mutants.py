@@ -1,6 +1,6 @@
 """Apply named faults to a copy of the tree, one at a time, and see that the tests notice each.
 
-tests/mutants.toml lists the faults; docs/mutants.md gets the table. A fault whose tests still pass has
+tests/mutants.toml lists the faults; build/mutants.md gets the table. A fault whose tests still pass has
 survived: the run fails. So does one that cannot be judged: its text is not there exactly once, its tests fail
 without it, or they cannot even be collected with it. A crash or a hang counts as noticed.
 """
@@ -30,7 +30,7 @@ except ModuleNotFoundError:  # Python 3.10
 
 ROOT = Path(__file__).resolve().parent.parent
 LIST = ROOT / "tests" / "mutants.toml"
-TABLE = ROOT / "docs" / "mutants.md"
+TABLE = ROOT / "build" / "mutants.md"
 SKIP = shutil.ignore_patterns(
     ".git", ".venv", ".whl", "build", "results", "__pycache__", ".*_cache", ".hypothesis", "*.egg-info"
 )

@@ -34,15 +34,13 @@ _lock = RLock()
 class Arguments:
     """One executor's argument block: the values, and the array of their addresses that a launch takes."""
 
-    __slots__ = ("_addresses", "cell", "cell_address", "pointers", "values")
+    __slots__ = ("_addresses", "pointers", "values")
 
     def __init__(self) -> None:
         self.values = (ctypes.c_uint64 * MAX_ARGUMENTS)()
         base = ctypes.addressof(self.values)
         self._addresses = (ctypes.c_void_p * MAX_ARGUMENTS)(*(base + 8 * i for i in range(MAX_ARGUMENTS)))
         self.pointers = ctypes.addressof(self._addresses)
-        self.cell = ctypes.c_uint64()  # for the one argument of a kernel that takes a struct
-        self.cell_address = ctypes.addressof(self.cell)
 
 
 class Kernel:

@@ -254,7 +254,7 @@ def backward(
         dn = fc1.dgrad(rt, dh, w1, saved.w1q, rt.empty((m, w1.shape[1]), spec.fc1.dtype))
         if dnorm is not None:
             dn = ops.add(rt, dn, dnorm.matrix(), out=dn)
-        dx, dgamma, dbeta = norm_gradients(rt, dn, saved, spec.norm, dstream)
+        dx, dgamma, dbeta = norm_gradients(rt, dn, saved[:4], spec.norm, dstream)
         del dn
         dx, dresidual, dbranch_bias = left(rt, dx, spec.stream, saved.branch_rng)
     if spec.fc1.needs.weight:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from te_core.arguments import explained
 from te_core.layers.inspector import Inspector
@@ -22,9 +22,6 @@ from te_core.quantize.state import INPUT, Scales, forward_cast
 from te_core.quantized import QuantizedTensor
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
-
-if TYPE_CHECKING:
-    from te_core.layers.mlp import MLPSaved
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +160,7 @@ def backward(
         dn = product.dgrad(rt, (dy2, g), weight, saved.w, rt.empty((rows, weight.shape[1]), linear.dtype))
         if dnorm is not None:
             dn = ops.add(rt, dn, dnorm.matrix(), out=dn)
-        total, dgamma, dbeta = norm_gradients(rt, dn, saved, spec.norm, dstream)
+        total, dgamma, dbeta = norm_gradients(rt, dn, saved[:4], spec.norm, dstream)
         del dn
         plain_dx, dresidual, dbranch_bias = left(rt, total, spec.stream, saved.branch_rng)
         dx = None if plain_dx is None else product.delivered_gradient(rt, plain_dx)
@@ -173,18 +170,19 @@ def backward(
 
 
 def norm_gradients(
-    rt: Runtime, dn: Tensor, saved: NormLinearSaved | MLPSaved, norm: NormSpec, dstream: Tensor | None
+    rt: Runtime, dn: Tensor, kept: NormKept, norm: NormSpec, dstream: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """(dx, dgamma, dbeta) from the gradients of the norm's output and of its input round the norm."""
-    assert saved.x is not None and saved.gamma is not None and saved.rstd is not None
-    dx = rt.empty(saved.x.shape, saved.x.dtype)
+    x, gamma, mean, rstd = kept
+    assert x is not None and gamma is not None and rstd is not None
+    dx = rt.empty(x.shape, x.dtype)
     _, dgamma, dbeta = ops.norm_backward(
         rt,
         dn,
-        saved.x.matrix(),
-        saved.gamma,
-        saved.mean,
-        saved.rstd,
+        x.matrix(),
+        gamma,
+        mean,
+        rstd,
         kind=norm.kind,
         zero_centered=norm.zero_centered,
         sm_margin=norm.backward_margin,

@@ -14,7 +14,6 @@ from typing import Any
 
 from te_core.attention import DIMENSIONS, bucket
 from te_core.backends.cuda import cudnn
-from te_core.dtypes import DType
 from te_core.tensor import Tensor
 
 Four = tuple[int, int, int, int]
@@ -410,8 +409,3 @@ class _Maker:
             self._output(made, name, spec.grad_dtype)
         for made, name in zip(results[3:7], ("dq_amax", "dk_amax", "dv_amax", "dp_amax"), strict=True):
             self._number_output(made, name)
-
-
-def name_of(dtype: DType | None) -> str:
-    """A data type's name; empty without one."""
-    return "" if dtype is None else dtype.name
