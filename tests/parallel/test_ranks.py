@@ -122,7 +122,7 @@ def test_what_travels(pair: Ranks) -> None:
     first, _ = pair.outcomes(unpicklable)
     assert first.how == "raised" and "pickle" in first.text.lower()
     first, _ = pair.outcomes(noisy)
-    assert first.error == "ValueError" and len(first.output) < 5000
+    assert first.error == "ValueError" and len(first.output) < 5000, str(first)
     assert first.output.startswith("begun") and first.output.rstrip().endswith("ended")
 
 
