@@ -86,7 +86,7 @@ def test_keys_are_of_what_they_name(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_recipe_can_be_named_for_all_processes(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(function, "_of_programs", {})
     calls = calls_of("Linear", recipe, 24, "cpu")
-    monkeypatch.setattr(program_names, "_THIS_PROCESS", "another")
+    monkeypatch.setattr(program_names, "_SECRET", "another")
     for key in {key for _, key, _ in calls}:
         call = function._of_programs[key]
         assert name_of_program(call.layer.name, (call.spec, call.needs_grad)) == key
@@ -98,7 +98,7 @@ def test_what_has_no_description_is_this_processs_own(monkeypatch: pytest.Monkey
 
     plain, kind, function_ = names()
     private = name_of_program("a", 1, shared=False)
-    monkeypatch.setattr(program_names, "_THIS_PROCESS", "another")
+    monkeypatch.setattr(program_names, "_SECRET", "another")
     assert names()[:2] == [plain, kind] and names()[2] != function_
     assert name_of_program("a", 1, shared=False) != private != plain
 
@@ -109,7 +109,7 @@ def test_inspected_programs_are_this_processs_own(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(function, "_of_programs", {})
     here = [function.key_of(c) for c in calls]
     monkeypatch.setattr(function, "_of_programs", {})
-    monkeypatch.setattr(program_names, "_THIS_PROCESS", "another")
+    monkeypatch.setattr(program_names, "_SECRET", "another")
     there = [function.key_of(c) for c in calls]
     assert here[0] == there[0] and here[1] != there[1]
 
@@ -122,13 +122,28 @@ def test_two_that_read_the_same_have_two_keys(monkeypatch: pytest.MonkeyPatch) -
     assert [function._of_programs[k] for k in keys] == calls
 
 
+def test_a_forked_process_has_a_name_of_its_own() -> None:
+    here = program_names.this_process()
+    read, write = os.pipe()
+    if (child := os.fork()) == 0:
+        os.write(write, program_names.this_process().encode())
+        os._exit(0)  # pytest is not to end twice
+    os.waitpid(child, 0)
+    os.close(write)
+    with os.fdopen(read) as pipe:
+        there = pipe.read()
+    assert there.split()[0] == here.split()[0] and there != here == program_names.this_process()
+
+
 def test_the_build_is_of_all_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert build() == build.__wrapped__() != program_names._THIS_PROCESS
+    sources = program_names._sources
+    assert build() == sources() == sources.__wrapped__() != program_names.this_process()
     monkeypatch.setattr(program_names, "_PACKAGES", (tmp_path,))
-    assert build.__wrapped__() == program_names._THIS_PROCESS  # no sources are there
+    monkeypatch.setattr(program_names, "_sources", sources.__wrapped__)
+    assert build() == program_names.this_process()  # no sources are there
     found = set()
     for name, content in (("a.py", "1"), ("a.py", "2"), ("b/a.py", "2")):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(content)
-        found.add(build.__wrapped__())
+        found.add(build())
     assert len(found) == 3
