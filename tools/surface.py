@@ -65,8 +65,9 @@ def _lines(name: str, value: Any) -> Iterator[str]:
         yield f"{name} is {value.__module__}.{value.__qualname__}"
     elif inspect.isclass(value):
         above = ", ".join(base.__name__ for base in value.__bases__ if base in _ours(value))
-        yield f"{name}{_arguments(value)}{' of ' * bool(above)}{above}"
-        if issubclass(value, enum.Enum):
+        members = issubclass(value, enum.Enum)  # its arguments are Python's own, and differ from version to version
+        yield f"{name}{'' if members else _arguments(value)}{' of ' * bool(above)}{above}"
+        if members:
             yield f"  {' '.join(value.__members__)}"
             return
         for member in sorted(m for m in vars(value) if not m.startswith("_")):

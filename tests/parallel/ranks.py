@@ -126,6 +126,8 @@ class Ranks:
             waiting = {p.pipe: p for p in self._processes if p.rank.number not in found}
             for pipe in connection.wait(list(waiting), left):
                 outcome = waiting[pipe].outcome()  # type: ignore[index]
+                if outcome is None:
+                    continue
                 found[outcome.rank] = outcome
                 if outcome.how != "returned":
                     deadline = min(deadline, time.monotonic() + group_timeout + GRACE)
@@ -184,16 +186,15 @@ class _Process:
         except OSError:
             pass  # it ended between two runs: `outcome` says so
 
-    def outcome(self) -> Outcome:
-        """What it sent, or how it ended."""
+    def outcome(self) -> Outcome | None:
+        """What it sent, or how it ended; None of its first word, which says only that it is there."""
         number = self.rank.number
         try:
-            while not (sent := pickle.loads(self.pipe.recv_bytes())):  # its first word
-                pass
+            sent = pickle.loads(self.pipe.recv_bytes())
         except (EOFError, OSError):
             code = self._popen.wait()
             return Outcome(number, "died", text=f"exit code {code}", output=self._output())
-        return Outcome(number, **sent, output=self._output())
+        return Outcome(number, **sent, output=self._output()) if sent else None
 
     def hung(self) -> Outcome:
         """It did not answer in time: where it stands."""

@@ -94,8 +94,13 @@ def hangs(rank: Rank) -> bool:
     return True
 
 
-def test_a_hang(pair: Ranks) -> None:
-    """It is ended, and shown with the line where it stood."""
+@pytest.mark.parametrize("fresh", [True, False])
+def test_a_hang(pair: Ranks, fresh: bool) -> None:
+    """It is ended, and shown with the line where it stood: in the first run of its processes, and in a later one."""
+    if fresh:
+        pair.stop()
+    else:
+        pair.run(everyones_sum, 0)
     start = time.monotonic()
     _, second = pair.outcomes(hangs, group_timeout=2)
     assert time.monotonic() - start < 60

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections import Counter
 from typing import Any
 
@@ -140,8 +141,8 @@ FACTORIES = {
 }
 
 
-def high_at(base: Any, name: str, point: tuple[str, str]) -> CustomRecipe:
-    """The recipe of `base`, but for one operand of one GEMM of the product of this name, which stays in bf16."""
+def high_at(base: Any, name: str, point: tuple[str, str]) -> Any:
+    """The factory `base`, but for one operand of one GEMM of the product of this name, which stays in bf16."""
     tensor, rows = OPERANDS[point]
 
     def factory(role: Any) -> Any:
@@ -152,7 +153,7 @@ def high_at(base: Any, name: str, point: tuple[str, str]) -> CustomRecipe:
         row, column = (high, found) if rows else (found, high)
         return HybridQuantizer(rowwise_quantizer=row, columnwise_quantizer=column)
 
-    return CustomRecipe(qfactory=factory)
+    return factory
 
 
 @on_devices
@@ -168,12 +169,13 @@ def test_one_operand_in_high_precision(kind: str, point: tuple[str, str], recipe
         inspectors[number] = Unquantize(point)
         watched.inspector = inspectors
         name = asked.quantizer_roles(number)[0].name
-        own = te.autocast(recipe=high_at(base, name, point))
-        all_low = te.autocast(recipe=CustomRecipe(qfactory=base))
-        want = step(asked, own, device)
-        found = step(watched, te.autocast(recipe=CustomRecipe(qfactory=base)), device)
-        assert not differences(found, want)
-        assert differences(found, step(make(kind, device), all_low, device)), "the operand counts"
+        own, all_low = (
+            functools.partial(te.autocast, recipe=CustomRecipe(qfactory=factory), emulate=True)
+            for factory in (high_at(base, name, point), base)
+        )
+        found = step(watched, all_low(), device)
+        assert not differences(found, step(asked, own(), device))
+        assert differences(found, step(make(kind, device), all_low(), device)), "the operand counts"
 
 
 @on_devices
