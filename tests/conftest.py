@@ -4,10 +4,21 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
 import sys
 import zlib
 from collections import Counter
 from collections.abc import Iterator
+
+
+def _gpus() -> int:
+    """How many this machine has, found without opening one."""
+    try:
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return 0
+    return sum(line.startswith("GPU ") for line in listed.splitlines())
+
 
 # Before numpy or torch is imported: test processes share the cores, and each BLAS pool would take them all. They have
 # the environment of the process that started them, so what that one has set for itself counts for nothing here.
@@ -18,6 +29,14 @@ _OF_STARTER = os.environ.get("TE_TESTS_POOLS", "").split() if _WORKERS else []
 _OURS = [pool for pool in _POOLS if pool not in os.environ or pool in _OF_STARTER]
 os.environ.update(dict.fromkeys(_OURS, _SHARE))
 os.environ["TE_TESTS_POOLS"] = " ".join(_OURS)
+# They share the GPUs, too: each finds all of them, and begins with another one. JAX would take three quarters of one.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+if not _WORKERS and "CUDA_VISIBLE_DEVICES" not in os.environ and "TE_TESTS_GPUS" not in os.environ:
+    os.environ["TE_TESTS_GPUS"] = str(_gpus())
+elif _WORKERS and (_GPUS := int(os.environ.get("TE_TESTS_GPUS", "0"))) > 1:
+    _FIRST = int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw"))
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(str((_FIRST + i) % _GPUS) for i in range(_GPUS))
+    os.environ["TE_TESTS_GPUS"] = "1"  # for a suite that a test starts
 # NumPy's BLAS threads poll after a product, in the way of torch's (te_core/backends/cpu/gemm.py has the figures).
 os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "4")
 

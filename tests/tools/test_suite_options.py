@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -102,6 +103,24 @@ def test_processes_share_the_cores(suite: Path) -> None:
     """What starts them takes all for itself, and hands its environment to them."""
     shown = run(suite, "-n", "2", "-k", "test_threads_and_examples")[1]
     assert "1 passed" in shown, shown
+
+
+def test_processes_share_the_gpus(tmp_path: Path) -> None:
+    """Each sees all of them, and begins with another one; who chose some already keeps them."""
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\nprintf 'GPU 0: a\\nGPU 1: b\\nGPU 2: c\\n'\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    bare = {name: os.environ[name] for name in ("HOME", "PYTHONPATH") if name in os.environ}
+    bare["PATH"] = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+
+    def found(**env: str) -> list[str | None]:
+        show = "import json, os, tests.conftest; names = ('CUDA_VISIBLE_DEVICES', 'TE_TESTS_GPUS')"
+        command = [sys.executable, "-c", f"{show}; print(json.dumps([os.environ.get(n) for n in names]))"]
+        return json.loads(subprocess.run(command, cwd=ROOT, env={**bare, **env}, capture_output=True).stdout)
+
+    assert found() == [None, "3"] and found(CUDA_VISIBLE_DEVICES="1") == ["1", None]
+    worker = {"PYTEST_XDIST_WORKER_COUNT": "6", "PYTEST_XDIST_WORKER": "gw4"}
+    assert found(TE_TESTS_GPUS="3", **worker) == ["1,2,0", "1"]
+    assert found(CUDA_VISIBLE_DEVICES="1", **worker) == ["1", None]
 
 
 def test_required_cuda_turns_its_skips_into_failures(suite: Path) -> None:
