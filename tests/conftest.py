@@ -109,6 +109,15 @@ def _memory_goes_back() -> Iterator[None]:
         torch.cuda.empty_cache()
 
 
+@pytest.fixture(autouse=True)
+def _no_hooks_stay() -> Iterator[None]:
+    """What torch does with saved tensors is a setting of the thread: the next test would be computed otherwise."""
+    yield
+    torch = sys.modules.get("torch")
+    hooks = torch and torch._C._autograd._top_saved_tensors_default_hooks(True)
+    assert not hooks, "hooks for saved tensors are left: of a context that was not closed, or of a kept traceback"
+
+
 def _skip_reason(report: pytest.TestReport | pytest.CollectReport) -> str:
     where = report.longrepr
     return str(where[2] if isinstance(where, tuple) else where).removeprefix("Skipped: ")
