@@ -277,9 +277,7 @@ class Driver:
         """The address of these bytes in device memory, for good: there when this returns, also during a capture."""
         host = ctypes.create_string_buffer(content, len(content))
         with self.at_first_use(index):
-            made = c_void_p()  # a stream of its own: the caller's may be capturing, another may be the first to read
-            self._check(self._lib.cuStreamCreate(byref(made), _NON_BLOCKING), "cuStreamCreate")
-            stream = made.value or 0
+            stream = self.create_stream()  # its own: the caller's may be capturing, another may be the first to read
             try:
                 address = self.allocate(index, len(content), stream)
                 self.copy_to_device(address, ctypes.addressof(host), len(content), stream)
@@ -311,6 +309,12 @@ class Driver:
         status = c_int(0)
         self._check(self._lib.cuStreamIsCapturing(stream, byref(status)), "cuStreamIsCapturing")
         return status.value != 0
+
+    def create_stream(self) -> int:
+        """A stream of the current context that waits for no other by itself."""
+        made = c_void_p()
+        self._check(self._lib.cuStreamCreate(byref(made), _NON_BLOCKING), "cuStreamCreate")
+        return made.value or 0
 
     def create_event(self, *, timing: bool = False) -> int:
         """An event of the current context."""

@@ -176,12 +176,14 @@ class QuantizedTensor:
         "columnwise",
         "columnwise_amax",
         "columnwise_scale",
+        "columnwise_swizzled",
         "dtype",
         "format",
         "owner",
         "rowwise",
         "rowwise_amax",
         "rowwise_scale",
+        "rowwise_swizzled",
         "shape",
     )
 
@@ -204,6 +206,9 @@ class QuantizedTensor:
         self.columnwise_amax: Tensor | None
         self.rowwise, self.rowwise_scale, self.rowwise_amax = rowwise or (None, None, None)
         self.columnwise, self.columnwise_scale, self.columnwise_amax = columnwise or (None, None, None)
+        # Their scales in cuBLASLt's order, once a product asked for it (te_core/ops/swizzle.py).
+        self.rowwise_swizzled: Tensor | None = None
+        self.columnwise_swizzled: Tensor | None = None
         # uint8: the memory that begins with the columnwise copy (or with the rowwise one, if that is all there is)
         self.block = block
         self.owner: Any = None  # a framework's tensor of which this is the core's view
@@ -228,6 +233,19 @@ class QuantizedTensor:
     def __repr__(self) -> str:
         held = [n for n in ("rowwise", "columnwise") if getattr(self, n) is not None]
         return f"QuantizedTensor({self.format} {tuple(self.shape)}, {' and '.join(held) or 'empty'})"
+
+
+class CastKey(NamedTuple):
+    """What a plan depends on of a cast: its tensors and the epsilon are run-time values."""
+
+    format: Format
+    rowwise: bool
+    columnwise: bool
+    delayed: bool  # the scale is given
+    amax: bool  # a maximum is raised
+    transform: bool
+    stochastic: bool
+    four_over_six: str | None
 
 
 class Cast:
@@ -291,14 +309,6 @@ class Cast:
         self.site = site
         self.four_over_six = four_over_six
         self.nonfinite = nonfinite
-        #: What a plan depends on (the tensors and the epsilon are run-time values).
-        self.key = (
-            self.format,
-            rowwise,
-            columnwise,
-            scale is not None,
-            amax is not None,
-            transform,
-            stochastic,
-            four_over_six,
+        self.key = CastKey(
+            self.format, rowwise, columnwise, scale is not None, amax is not None, transform, stochastic, four_over_six
         )

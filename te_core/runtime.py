@@ -18,16 +18,18 @@ from __future__ import annotations
 
 from _thread import get_ident
 from importlib import import_module
-from threading import local
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 
-from te_core import dtypes
+from te_core import dtypes, libraries
 from te_core.dtypes import DType
 from te_core.errors import ArgumentError
 from te_core.plan_cache import PlanCache
 from te_core.tensor import CPU, META, Device, Tensor, cuda_device, from_numpy
+
+if TYPE_CHECKING:
+    from te_core.backend import Backend
 
 
 class Allocator(Protocol):
@@ -37,36 +39,22 @@ class Allocator(Protocol):
         """Uninitialised dense memory, alive as long as the tensor's owner, ready for use on `stream`."""
         ...
 
+    def record_stream(self, tensor: Tensor, stream: int) -> None:
+        """Give the tensor's memory to nobody, once it is free, before the work that is on `stream` then is done.
 
-class Backend(Protocol):
-    """The operations of one kind of device. Argument checks and outputs are the ops floor's business."""
-
-    name: str
-
-    def executors(self, rt: Runtime) -> local:
-        """Where threads keep their executors, as `executor`: one place for all runtimes that may share them."""
+        Memory that is not the allocator's is its owner's to keep.
+        """
         ...
 
-    def executor(self, rt: Runtime) -> Any:
-        """An executor for the calling thread, which has none."""
-        ...
-
-    def copy_to_host(self, rt: Runtime, tensor: Tensor) -> np.ndarray[Any, Any]:
-        """The values as a NumPy array; waits for the runtime's stream."""
-        ...
-
-    def copy_from_host(self, rt: Runtime, array: np.ndarray[Any, Any], out: Tensor) -> None:
-        """Fill a tensor from a NumPy array."""
-        ...
-
-    def zero(self, rt: Runtime, out: Tensor) -> None:
-        """Fill a dense tensor with zero bytes."""
+    def beside(self, stream: int) -> Allocator:
+        """What gives memory for use on another stream: itself, if `empty` goes by the stream that it is told."""
         ...
 
 
-def _load_backend(name: str) -> Any:
+def _load_backend(name: str) -> Backend:
     """The one upward import of this project: a backend found by name at first use."""
-    return import_module(f"te_core.backends.{name}").BACKEND
+    found: Any = import_module(f"te_core.backends.{name}.backend")
+    return cast("Backend", found)
 
 
 class HostAllocator:
@@ -79,16 +67,26 @@ class HostAllocator:
         t = from_numpy(np.empty(shape, dtype.numpy))
         return Tensor(t.ptr, t.shape, dtype, CPU, t.owner)
 
+    def record_stream(self, tensor: Tensor, stream: int) -> None:
+        """The host has one stream."""
+
+    def beside(self, stream: int) -> HostAllocator:
+        """Itself."""
+        return self
+
 
 class _ByteOwner:
     """Frees a block of a byte-level allocator when the last tensor over it is gone."""
 
-    __slots__ = ("free", "ptr", "stream")
+    __slots__ = ("device", "free", "others", "ptr", "stream")
 
-    def __init__(self, ptr: int, stream: int, free: Any) -> None:
-        self.ptr, self.stream, self.free = ptr, stream, free
+    def __init__(self, ptr: int, stream: int, free: Any, device: Device) -> None:
+        self.ptr, self.stream, self.free, self.device = ptr, stream, free, device
+        self.others: tuple[int, ...] = ()  # streams that use it, too
 
     def __del__(self) -> None:
+        for other in self.others:
+            libraries.driver().order_streams(self.device.index, other, self.stream)
         self.free(self.ptr, self.stream)
 
 
@@ -104,7 +102,18 @@ class ByteAllocator:
         for n in shape:
             count *= n
         ptr = self._alloc(max(1, dtype.nbytes(count)), stream)
-        return Tensor(ptr, tuple(shape), dtype, self._device, _ByteOwner(ptr, stream, self._free))
+        return Tensor(ptr, tuple(shape), dtype, self._device, _ByteOwner(ptr, stream, self._free, self._device))
+
+    def record_stream(self, tensor: Tensor, stream: int) -> None:
+        """Free the block on its own stream, which then waits for `stream`."""
+        owner = tensor.memory
+        known = isinstance(owner, _ByteOwner) and stream not in (owner.stream, *owner.others)
+        if known and self._device.kind == "cuda":
+            owner.others = (*owner.others, stream)
+
+    def beside(self, stream: int) -> ByteAllocator:
+        """Itself: blocks are asked for with their stream."""
+        return self
 
 
 def _settled(shape: Any, dtype: Any) -> tuple[tuple[int, ...], DType]:
@@ -123,6 +132,7 @@ class Runtime:
     __slots__ = (
         "_apart",
         "_outgrown",
+        "_sides",
         "_threads",
         "_workspaces",
         "allocator",
@@ -136,7 +146,7 @@ class Runtime:
     _cpu: Runtime | None = None
     _plans: dict[Device, PlanCache] = {}
 
-    def __init__(self, device: Device, stream: int, allocator: Allocator, backend: Any) -> None:
+    def __init__(self, device: Device, stream: int, allocator: Allocator, backend: Backend) -> None:
         self.device = device
         self.stream = stream
         self.allocator = allocator
@@ -146,6 +156,7 @@ class Runtime:
         self._workspaces: dict[tuple[int, str], Tensor] = {}
         self._outgrown: list[Tensor] = []
         self._apart: Runtime | None = None
+        self._sides: dict[str, Runtime] = {}
         #: Whether small results that belong together may share one block of memory.
         self.joins = True
 
@@ -181,6 +192,49 @@ class Runtime:
             found._workspaces, found._outgrown, found.joins = self._workspaces, self._outgrown, False
             self._apart = found
         return found
+
+    def side(self, name: str = "side") -> Runtime:
+        """This device on another stream, made once for each name; where there is one stream only, this runtime.
+
+        Nothing orders the two but `wait`, and memory that both use is to be told to the other's allocator:
+
+            side.wait(rt)                 what side does from here on sees what rt has done
+            ...                           work on side, and work on rt beside it
+            side.record(x)                x is rt's: its memory is not given away before side has read it
+            rt.wait(side)                 and back again, before rt's caller goes on
+        """
+        found = self._sides.get(name)
+        if found is None:
+            stream = self.backend.stream(self, name)
+            if stream == self.stream:
+                return self
+            found = self._sides[name] = Runtime(self.device, stream, self._of_allocator("beside")(stream), self.backend)
+        return found
+
+    def wait(self, other: Runtime) -> None:
+        """Later work of this runtime waits for all work that `other` has been given by now; the host does not."""
+        if other.device is not self.device:
+            raise ArgumentError("Runtime.wait", f"{other!r} for {self!r}", "runtimes of one device", "use its runtime")
+        if other.stream != self.stream:
+            self.backend.order(self, other.stream, self.stream)
+
+    def record(self, *tensors: Tensor) -> None:
+        """Note that work on this runtime's stream uses these, which another stream's allocator may own."""
+        record = self._of_allocator("record_stream")
+        for tensor in tensors:
+            record(tensor, self.stream)
+
+    def _of_allocator(self, name: str) -> Any:
+        """What only those need who work on several streams."""
+        try:
+            return getattr(self.allocator, name)
+        except AttributeError:
+            raise ArgumentError(
+                "Runtime.side",
+                f"a {type(self.allocator).__name__} without {name}",
+                "an allocator with `beside` and `record_stream` (te_core.runtime.Allocator)",
+                "add them, or work on one stream",
+            ) from None
 
     @classmethod
     def meta(cls, allocator: Allocator) -> Runtime:

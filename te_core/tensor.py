@@ -69,6 +69,14 @@ class Tensor:
         self.strides = strides
 
     @property
+    def memory(self) -> Any:
+        """What keeps the memory alive: the owner, or of a piece the owner of the block that it lies in."""
+        owner = self.owner
+        while type(owner) is Tensor:
+            owner = owner.owner
+        return owner
+
+    @property
     def ndim(self) -> int:
         """Number of dimensions."""
         return len(self.shape)

@@ -139,6 +139,32 @@ class TorchAllocator:
             t = self._quick(tuple(shape), _strides(shape), TO_TORCH[dtype])
         return Tensor(t.data_ptr(), shape, dtype, self.device, t)
 
+    def record_stream(self, tensor: Tensor, stream: int) -> None:
+        """torch gives the memory to nobody before the work that is on `stream` when it is freed is done."""
+        owner = tensor.memory
+        if self._index is not None and isinstance(owner, torch.Tensor):
+            owner.record_stream(torch.cuda.ExternalStream(stream, self.torch_device))
+
+    def beside(self, stream: int) -> TorchAllocator:
+        """One whose memory belongs to another stream than torch's current one."""
+        return self if self._index is None else _StreamAllocator(self.torch_device, self.device, stream)
+
+
+class _StreamAllocator(TorchAllocator):
+    """The same for a stream that is not torch's current one."""
+
+    __slots__ = ("_stream",)
+
+    def __init__(self, torch_device: torch.device, device: Device, stream: int) -> None:
+        super().__init__(torch_device, device)
+        self._stream = torch.cuda.ExternalStream(stream, torch_device)
+
+    def empty(self, shape: tuple[int, ...], dtype: DType, stream: int) -> Tensor:
+        """Uninitialised memory of that stream."""
+        with torch.cuda.stream(self._stream):
+            t = torch.empty(shape, dtype=TO_TORCH[dtype], device=self.torch_device)
+        return Tensor(t.data_ptr(), shape, dtype, self.device, t)
+
 
 class ShapeAllocator(TorchAllocator):
     """The same for tensors without memory (meta and fake ones)."""

@@ -303,7 +303,7 @@ def drop_rows(uses: Uses) -> None:
     """Free the rowwise copy of a gradient once dgrad has read it: backward is where memory peaks."""
     q = uses.columns
     if isinstance(q, QuantizedTensor) and q.columnwise is not None:
-        q.rowwise = q.rowwise_scale = q.rowwise_amax = None
+        q.rowwise = q.rowwise_scale = q.rowwise_amax = q.rowwise_swizzled = None
 
 
 # --------------------------------------------------------------------------------------- their operands

@@ -74,6 +74,16 @@ def on_device(operation: str, device: Device, *tensors: Tensor | None) -> None:
             )
 
 
+def shape(t: Tensor | None) -> tuple[int, ...] | None:
+    """The shape of a tensor that may be missing."""
+    return None if t is None else t.shape
+
+
+def dtype(t: Tensor | None) -> DType | None:
+    """The dtype of a tensor that may be missing."""
+    return None if t is None else t.dtype
+
+
 def facts(t: Tensor) -> tuple[Any, ...]:
     """What checks look at of a tensor: in a plan's key, so that a plan made for right ones lets no wrong one pass."""
     return t.dtype, t.shape, t.strides, t.device

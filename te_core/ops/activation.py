@@ -15,12 +15,13 @@ float32 and the result is rounded to the dtype of x; a cast starts from exactly 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from te_core.dtypes import ACTIVATION_DTYPES
+from te_core.dtypes import ACTIVATION_DTYPES, DType
 from te_core.ops import _check
-from te_core.ops.quantize import allocate, check_cast, quantize
-from te_core.quantized import Cast, QuantizedTensor
+from te_core.ops.quantize import allocate, check_cast, key_of, quantize
+from te_core.quantized import Cast, CastKey, QuantizedTensor
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
 
@@ -46,6 +47,31 @@ class Clamp(NamedTuple):
     offset: float = 1.0
 
 
+@dataclass(frozen=True, slots=True)
+class ActivationSpec:
+    """All that the plan of an activation depends on."""
+
+    kind: str
+    clamp: Clamp  # read by clamped_swiglu
+    shape: tuple[int, ...]
+    dtype: DType
+    cast: CastKey | None
+    keep: bool
+    alignment: int  # how far addresses are off the 16-byte grid, all of them together
+    sum: DType | None = None  # of the column sums of a backward
+
+
+class ActivationOperands(NamedTuple):
+    """What an activation reads and writes: forward y of x, backward dx of dy and x."""
+
+    x: Tensor
+    dy: Tensor | None
+    out: Tensor | None
+    cast: Cast | None
+    q: QuantizedTensor | None
+    column_sum: Tensor | None
+
+
 def is_gated(kind: str) -> bool:
     """Whether the activation halves the width."""
     return kind in GATED
@@ -68,12 +94,13 @@ def activation_forward(
     if plan is None:
         _check_input("activation_forward", x, kind, cast, clamp)
         _check.on_device("activation_forward", rt.device, x)
-        plan = rt.plans.put(key, rt.backend.plan_activation_forward(rt, key))
+        spec = ActivationSpec(kind, clamp or Clamp(), x.shape, x.dtype, key_of(cast), keep, x.ptr & 15)
+        plan = rt.plans.put(key, rt.backend.plan_activation_forward(rt, spec))
     shape = (x.shape[0], x.shape[1] // 2 if kind in GATED else x.shape[1])
     wants_y = cast is None or keep or cast.scale is None
     y = rt.empty(shape, x.dtype) if wants_y else None
     q = allocate(rt, shape, cast) if cast is not None else None
-    rt.backend.activation_forward(rt, plan, x, kind, y, cast, q)
+    rt.backend.activation_forward(rt, plan, ActivationOperands(x, None, y, cast, q, None))
     return (y if cast is None or keep else None), q
 
 
@@ -117,11 +144,13 @@ def activation_backward(
         )
         _check.vector(op, "column_sum", column_sum, x.shape[1], ACTIVATION_DTYPES)
         _check.on_device(op, rt.device, dy, x, column_sum)
-        plan = rt.plans.put(key, rt.backend.plan_activation_backward(rt, key))
+        sums = _check.dtype(column_sum)
+        spec = ActivationSpec(kind, clamp or Clamp(), x.shape, x.dtype, key_of(cast), keep, (x.ptr | dy.ptr) & 15, sums)
+        plan = rt.plans.put(key, rt.backend.plan_activation_backward(rt, spec))
     wants_dx = cast is None or keep or cast.scale is None
     dx = rt.empty(x.shape, x.dtype) if wants_dx else None
     q = allocate(rt, x.shape, cast) if cast is not None else None  # type: ignore[arg-type]
-    rt.backend.activation_backward(rt, plan, dy, x, kind, dx, cast, q, column_sum)
+    rt.backend.activation_backward(rt, plan, ActivationOperands(x, dy, dx, cast, q, column_sum))
     return (dx if cast is None or keep else None), q
 
 

@@ -19,11 +19,12 @@ side that the copy was quantized along:
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 from te_core import dtypes
 from te_core.dtypes import ACTIVATION_DTYPES, DType
 from te_core.ops import _check
+from te_core.ops.swizzle import Scales
 from te_core.quantized import BLOCK, PAD, Format, up
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
@@ -56,6 +57,37 @@ class GemmSpec:
     b_format: Format | None = None
 
 
+class GemmOperands(NamedTuple):
+    """What a product reads and writes, each None where the spec does not ask for it."""
+
+    a: Tensor
+    b: Tensor
+    out: Tensor
+    a_scale: Tensor | None = None
+    b_scale: Tensor | None = None
+    bias: Tensor | None = None
+    aux: Tensor | None = None
+    a_sum: Tensor | None = None
+    out_sum: Tensor | None = None
+    a_amax: Tensor | None = None
+    b_amax: Tensor | None = None
+
+
+class GemmPlan(Protocol):
+    """How a product is computed, by whatever kernel. Immutable, and shared by threads."""
+
+    @property
+    def spec(self) -> GemmSpec:
+        """What is computed."""
+
+    @property
+    def swizzled(self) -> bool:
+        """Whether it reads scales of mxfp8 and nvfp4 in cuBLASLt's order, and not as `quantize` leaves them."""
+
+    def run(self, rt: Runtime, operands: GemmOperands) -> None:
+        """Compute it on the runtime's stream."""
+
+
 def gemm(
     rt: Runtime,
     a: Tensor,
@@ -63,8 +95,8 @@ def gemm(
     *,
     trans_a: bool = False,
     trans_b: bool = False,
-    a_scale: Tensor | None = None,
-    b_scale: Tensor | None = None,
+    a_scale: Tensor | Scales | None = None,
+    b_scale: Tensor | Scales | None = None,
     bias: Tensor | None = None,
     epilogue: str | None = None,
     aux: Tensor | None = None,
@@ -89,7 +121,8 @@ def gemm(
     out_sum   [N], set to the column sums of out with "dgelu": the bias gradient of the layer before.
     split_accumulator  FP8 only: promote partial sums to fp32 (False is the faster, less exact mode).
     tf32      fp32 operands only: multiply in TF32.
-    a_format, b_format  the formats of operands with a scale for each block; a_amax, b_amax  those of nvfp4.
+    a_format, b_format  the formats of operands with a scale for each block; a_amax, b_amax  those of nvfp4. Scales of
+              these that are `Scales` come in the order that the plan wants.
 
     out is of the operands' dtype or float32; of float32, FP8 and FP4 operands it may be any activation dtype.
     """
@@ -102,8 +135,8 @@ def gemm(
             address |= 0 if t is None else t.ptr
     scaled = None
     if a_format is not None or b_format is not None or a_amax is not None:
-        scales = (a_scale, b_scale, a_amax, b_amax)
-        scaled = (a_format, b_format, *[t and (*_check.facts(t), t.ptr & 15) for t in scales])
+        scales = (_stored(a_scale), _stored(b_scale), a_amax, b_amax)
+        scaled = (type(a_scale) is Scales, a_format, b_format, *[t and (*_check.facts(t), t.ptr & 15) for t in scales])
     # Everything that the checks below look at: what was checked once need not be checked again.
     key = (
         "gemm",
@@ -133,18 +166,45 @@ def gemm(
     )
     plan = rt.plans.get(key)
     if plan is None:
-        spec = _spec(rt, key, a, b, (a_scale, b_scale, a_amax, b_amax), (bias, a_sum, out_sum), aux, out)
+        scales, vectors = (_stored(a_scale), _stored(b_scale), a_amax, b_amax), (bias, a_sum, out_sum)
+        flags = (bool(accumulate), bool(split_accumulator), bool(tf32))
+        asked = _Asked(bool(trans_a), bool(trans_b), dt, epilogue, flags, address & -address & 255, a_format, b_format)
+        spec = _checked(rt, asked, a, b, scales, vectors, aux, out)
         plan = rt.plans.put(key, rt.backend.plan_gemm(rt, spec))
     if out is None:
-        spec = plan.spec
-        out = rt.empty((spec.m, spec.n), dt)
-    rt.backend.gemm(rt, plan, a, b, out, a_scale, b_scale, bias, aux, a_sum, out_sum, a_amax, b_amax)
+        out = rt.empty((plan.spec.m, plan.spec.n), dt)
+    read: Any = (a_scale, b_scale) if scaled is None else _in_order(rt, plan, a_scale, b_scale)
+    plan.run(rt, GemmOperands(a, b, out, read[0], read[1], bias, aux, a_sum, out_sum, a_amax, b_amax))
     return out
 
 
-def _spec(
+class _Asked(NamedTuple):
+    """What a call asks for besides its tensors."""
+
+    trans_a: bool
+    trans_b: bool
+    out: DType
+    epilogue: str | None
+    flags: tuple[bool, bool, bool]  # accumulate, split_accumulator, tf32
+    alignment: int  # 0: any
+    a_format: Format | None
+    b_format: Format | None
+
+
+def _stored(scale: Tensor | Scales | None) -> Tensor | None:
+    return scale.stored if isinstance(scale, Scales) else scale
+
+
+def _in_order(rt: Runtime, plan: GemmPlan, *scales: Tensor | Scales | None) -> list[Tensor | None]:
+    """The scales as the plan reads them; a tensor is in that order."""
+    if not plan.swizzled:
+        return [_stored(scale) for scale in scales]
+    return [scale.swizzled(rt) if isinstance(scale, Scales) else scale for scale in scales]
+
+
+def _checked(
     rt: Runtime,
-    key: tuple[Any, ...],
+    asked: _Asked,
     a: Tensor,
     b: Tensor,
     scales: tuple[Tensor | None, ...],
@@ -152,10 +212,10 @@ def _spec(
     aux: Tensor | None,
     out: Tensor | None,
 ) -> GemmSpec:
-    bias, a_sum, out_sum = vectors
-    dt, trans_a, trans_b = key[5:8]
-    epilogue, accumulate, split, tf32, alignment, scaled = key[13], *key[18:23]
-    formats: tuple[Format | None, Format | None] = scaled[:2] if scaled else (None, None)
+    """The spec of a product, if it can be multiplied."""
+    trans_a, trans_b, formats = asked.trans_a, asked.trans_b, (asked.a_format, asked.b_format)
+    a_sum = vectors[1]
+    scaled = formats != (None, None) or scales[2] is not None
     op = "gemm"
     _check.on_device(op, rt.device, a, b, *scales, *vectors, aux, out)
     for name, t in (("a", a), ("b", b)):
@@ -165,15 +225,15 @@ def _spec(
     flips = [" transposed" if flag else "" for flag in (trans_a, trans_b)]
     shapes = f"a {tuple(a.shape)}{flips[0]}, b {tuple(b.shape)}{flips[1]}"
     _check.require(k == kb, op, shapes, "equal contraction sizes", "check the shapes and the trans_ flags")
-    _check.one_of(op, "epilogue", epilogue, EPILOGUES)
+    _check.one_of(op, "epilogue", asked.epilogue, EPILOGUES)
     types = a.dtype, b.dtype
     if scaled:
-        types, k = _check_formats(shapes, (a, b), scales, formats, bool(trans_a), bool(trans_b), (m, n, k))
+        types, k = _check_formats(shapes, (a, b), scales, formats, trans_a, trans_b, (m, n, k))
         _check.require(
             a_sum is None, op, f"a_sum with {formats[0]}", "a_sum with one scale a tensor", "sum a before it is cast"
         )
     elif a.dtype.is_fp8 or b.dtype.is_fp8:
-        _check_fp8(shapes, a, b, scales[:2], not trans_a and bool(trans_b), (m, n, k))
+        _check_fp8(shapes, a, b, scales[:2], not trans_a and trans_b, (m, n, k))
     else:
         _check.require(
             a.dtype is b.dtype and a.dtype in ACTIVATION_DTYPES,
@@ -183,26 +243,25 @@ def _spec(
             "convert one of them",
         )
     outs = ACTIVATION_DTYPES if types[0].bits <= 8 or a.dtype is dtypes.float32 else (a.dtype, dtypes.float32)
-    _check.one_of(op, "output dtype", dt, outs)
-    _check.require(not accumulate or out is not None, op, "accumulate=True without out", "an out", "pass out=")
-    _check_results((m, n), out, vectors, epilogue, aux)
+    _check.one_of(op, "output dtype", asked.out, outs)
+    _check.require(not asked.flags[0] or out is not None, op, "accumulate=True without out", "an out", "pass out=")
+    _check_results((m, n), out, vectors, asked.epilogue, aux)
+    bias, _, out_sum = vectors
     return GemmSpec(
         m,
         n,
         k,
-        bool(trans_a),
-        bool(trans_b),
+        trans_a,
+        trans_b,
         *types,
-        dt,
-        bias.dtype if bias is not None else None,
-        epilogue,
-        aux.dtype if aux is not None else None,
-        a_sum.dtype if a_sum is not None else None,
-        out_sum.dtype if out_sum is not None else None,
-        bool(accumulate),
-        bool(split),
-        bool(tf32),
-        int(alignment) or 256,
+        asked.out,
+        _check.dtype(bias),
+        asked.epilogue,
+        _check.dtype(aux),
+        _check.dtype(a_sum),
+        _check.dtype(out_sum),
+        *asked.flags,
+        asked.alignment or 256,
         *formats,
     )
 

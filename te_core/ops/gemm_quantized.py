@@ -21,7 +21,7 @@ from te_core.ops.elementwise import add
 from te_core.ops.gemm import gemm
 from te_core.ops.matrix import resize
 from te_core.ops.quantize import dequantize
-from te_core.ops.swizzle import swizzle_scales
+from te_core.ops.swizzle import Scales
 from te_core.quantized import Format, QuantizedTensor, padded
 from te_core.runtime import Runtime
 from te_core.tensor import META, Device, Tensor
@@ -148,9 +148,7 @@ def _native(
         high = rows
     else:
         high = left.shape[0] if form.transposed or not a_columnwise else left.shape[1]
-    if form.scaling in ("mxfp8", "nvfp4"):
-        left_scale = swizzle_scales(rt, left_scale, transposed=a_columnwise and not form.transposed)
-        right_scale = swizzle_scales(rt, right_scale, transposed=b_columnwise and not form.transposed)
+    two_orders = form.scaling in ("mxfp8", "nvfp4")
     wide = right.shape[0] if b.format.transposed or not b_columnwise else right.shape[1]
     exact = (high, wide) == (rows, cols)
     if bias is not None and wide != cols:
@@ -163,8 +161,8 @@ def _native(
         right,
         trans_a=a_columnwise and not form.transposed,
         trans_b=b.format.transposed or not b_columnwise,
-        a_scale=left_scale,
-        b_scale=right_scale,
+        a_scale=Scales(a, a_columnwise) if two_orders else left_scale,
+        b_scale=Scales(b, b_columnwise) if two_orders else right_scale,
         bias=bias,
         out=full,
         accumulate=accumulate and exact,

@@ -5,12 +5,23 @@ In float32, rounded once to x's dtype. Backward computes r again: dx = r * (dy -
 
 from __future__ import annotations
 
-from te_core.dtypes import ACTIVATION_DTYPES
+from dataclasses import dataclass
+
+from te_core.dtypes import ACTIVATION_DTYPES, DType
 from te_core.ops import _check
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
 
 MAX_ROW = 65536
+
+
+@dataclass(frozen=True, slots=True)
+class L2NormOpSpec:
+    """All that a plan depends on."""
+
+    shape: tuple[int, ...]
+    dtype: DType
+    alignment: int  # how far addresses are off the 16-byte grid, all of them together
 
 
 def l2_norm_forward(rt: Runtime, x: Tensor, *, eps: float) -> Tensor:
@@ -19,7 +30,7 @@ def l2_norm_forward(rt: Runtime, x: Tensor, *, eps: float) -> Tensor:
     plan = rt.plans.get(key)
     if plan is None:
         _check_rows("l2_norm_forward", rt, x)
-        plan = rt.plans.put(key, rt.backend.plan_l2_norm_forward(rt, key))
+        plan = rt.plans.put(key, rt.backend.plan_l2_norm_forward(rt, L2NormOpSpec(x.shape, x.dtype, x.ptr & 15)))
     y = rt.empty(x.shape, x.dtype)
     rt.backend.l2_norm_forward(rt, plan, x, y, eps)
     return y
@@ -40,7 +51,8 @@ def l2_norm_backward(rt: Runtime, dy: Tensor, x: Tensor, *, eps: float) -> Tenso
             "correct dy",
         )
         _check.on_device(op, rt.device, dy)
-        plan = rt.plans.put(key, rt.backend.plan_l2_norm_backward(rt, key))
+        spec = L2NormOpSpec(x.shape, x.dtype, (x.ptr | dy.ptr) & 15)
+        plan = rt.plans.put(key, rt.backend.plan_l2_norm_backward(rt, spec))
     dx = rt.empty(x.shape, x.dtype)
     rt.backend.l2_norm_backward(rt, plan, dy, x, dx, eps)
     return dx

@@ -11,14 +11,15 @@ which `ops.bias_dropout_add` would form bit for bit; backward adds the gradient 
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from te_core import dtypes
 from te_core.dtypes import ACTIVATION_DTYPES, DType
 from te_core.ops import _check
 from te_core.ops.elementwise import check_dropout, check_pair
-from te_core.ops.quantize import allocate, check_cast, quantize
-from te_core.quantized import Cast, QuantizedTensor
+from te_core.ops.quantize import allocate, check_cast, key_of, quantize
+from te_core.quantized import Cast, CastKey, QuantizedTensor
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
 
@@ -38,13 +39,62 @@ class Branch(NamedTuple):
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """What a plan depends on, first whether there is a bias and the probability."""
-        return self.bias is not None, self.p, _check.seen(self.residual, self.sum, self.bias, self.rng)
+        """What a plan depends on."""
+        return self.p, _check.seen(self.residual, self.sum, self.bias, self.rng)
 
     @property
     def address(self) -> int:
         """The bitwise or of all addresses."""
         return self.residual.ptr | self.sum.ptr | (0 if self.bias is None else self.bias.ptr)
+
+
+@dataclass(frozen=True, slots=True)
+class NormOpSpec:
+    """All that the plan of a norm depends on."""
+
+    kind: str
+    shape: tuple[int, ...]
+    x: DType
+    gamma: DType
+    out: DType  # of backward: dy's
+    zero_centered: bool
+    sm_margin: int
+    alignment: int  # how far addresses are off the 16-byte grid, all of them together
+    cast: CastKey | None = None
+    keep: bool = False
+    branch: bool = False  # forward: the sum of a branch is normed
+    bias: bool = False  # of the branch
+    p: float = 0.0
+    add: bool = False  # backward: a gradient goes into dx
+
+
+class NormOperands(NamedTuple):
+    """What a forward reads and writes."""
+
+    x: Tensor
+    gamma: Tensor
+    beta: Tensor | None
+    y: Tensor | None
+    cast: Cast | None
+    q: QuantizedTensor | None
+    mean: Tensor | None
+    rstd: Tensor
+    eps: float
+    branch: Branch | None
+
+
+class NormGradients(NamedTuple):
+    """What a backward reads and writes."""
+
+    dy: Tensor
+    x: Tensor
+    gamma: Tensor
+    mean: Tensor | None
+    rstd: Tensor
+    add: Tensor | None
+    dx: Tensor
+    dgamma: Tensor
+    dbeta: Tensor | None
 
 
 def norm_forward(
@@ -86,13 +136,9 @@ def norm_forward(
     address = x.ptr | gamma.ptr | (0 if beta is None else beta.ptr) | (0 if branch is None else branch.address)
     key = (
         "norm_forward",
-        x.shape,
-        x.dtype,
-        gamma.dtype,
         out_dtype,
         kind,
         zero_centered,
-        beta is not None,
         cast and cast.key,
         keep,
         sm_margin,
@@ -117,14 +163,18 @@ def norm_forward(
             _check_branch("norm_forward", x, branch)
         if cast is not None:
             check_cast("norm_forward", cast)
-        plan = rt.plans.put(key, rt.backend.plan_norm_forward(rt, key))
+        spec = NormOpSpec(kind, x.shape, x.dtype, gamma.dtype, out_dtype, zero_centered, sm_margin, address & 15)
+        spec = replace(spec, cast=key_of(cast), keep=keep)
+        if branch is not None:
+            spec = replace(spec, branch=True, bias=branch.bias is not None, p=branch.p)
+        plan = rt.plans.put(key, rt.backend.plan_norm_forward(rt, spec))
     # Current scaling needs the whole result before it can cast, so the rounded values are always written there.
     wants_y = cast is None or keep or cast.scale is None
     y = rt.empty(x.shape, out_dtype) if wants_y else None
     q = allocate(rt, x.shape, cast) if cast is not None else None  # type: ignore[arg-type]
     mean = rt.empty((x.shape[0],), dtypes.float32) if kind == "LayerNorm" else None
     rstd = rt.empty((x.shape[0],), dtypes.float32)
-    rt.backend.norm_forward(rt, plan, x, gamma, beta, y, cast, q, mean, rstd, eps, branch)
+    rt.backend.norm_forward(rt, plan, NormOperands(x, gamma, beta, y, cast, q, mean, rstd, eps, branch))
     return (y if cast is None or keep else None), q, mean, rstd
 
 
@@ -147,17 +197,13 @@ def norm_backward(
 
     `add`, of x's shape and dtype, goes into dx before its one rounding: the gradient that reaches x round the norm.
     """
+    address = x.ptr | dy.ptr | gamma.ptr | (0 if add is None else add.ptr) | (0 if out is None else out.ptr)
     key = (
         "norm_backward",
-        x.shape,
-        x.dtype,
-        dy.dtype,
-        gamma.dtype,
         kind,
         zero_centered,
         sm_margin,
-        (x.ptr | dy.ptr | gamma.ptr | (add.ptr if add is not None else 0) | (out.ptr if out is not None else 0)) & 15,
-        add is not None,
+        address & 15,
         _check.seen(dy, x, gamma, mean, rstd, add, out),
     )
     plan = rt.plans.get(key)
@@ -173,11 +219,14 @@ def norm_backward(
         for other in (add, out):
             if other is not None:
                 check_pair(op, x, other)
-        plan = rt.plans.put(key, rt.backend.plan_norm_backward(rt, key))
+        spec = NormOpSpec(
+            kind, x.shape, x.dtype, gamma.dtype, dy.dtype, zero_centered, sm_margin, address & 15, add=add is not None
+        )
+        plan = rt.plans.put(key, rt.backend.plan_norm_backward(rt, spec))
     dx = rt.empty(x.shape, x.dtype) if out is None else out
     dgamma = rt.empty(gamma.shape, gamma.dtype)
     dbeta = rt.empty(gamma.shape, gamma.dtype) if kind == "LayerNorm" else None
-    rt.backend.norm_backward(rt, plan, dy, x, gamma, mean, rstd, add, dx, dgamma, dbeta)
+    rt.backend.norm_backward(rt, plan, NormGradients(dy, x, gamma, mean, rstd, add, dx, dgamma, dbeta))
     return dx, dgamma, dbeta
 
 

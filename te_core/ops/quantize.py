@@ -15,12 +15,27 @@ from te_core import dtypes
 from te_core.dtypes import ACTIVATION_DTYPES, DType
 from te_core.errors import ArgumentError
 from te_core.ops import _check, quantize_nvfp4
-from te_core.quantized import ONE_BLOCK, PAD, Cast, Copy, QuantizedTensor, padded, pieces_of
+from te_core.quantized import ONE_BLOCK, PAD, Cast, CastKey, Copy, QuantizedTensor, padded, pieces_of
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
 
 #: Backends name the functions of a scaling so; per-tensor ones have no suffix.
 SUFFIX = {"tensor": "", "block": "_block", "mxfp8": "_mxfp8", "nvfp4": "_nvfp4"}
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizeSpec:
+    """All that the plan of a quantization depends on besides addresses."""
+
+    shape: tuple[int, ...]  # of groups: (0, width), they have any number of rows
+    dtype: DType
+    cast: CastKey
+    sum: DType | None  # of the column sums, if they are wanted
+
+
+def key_of(cast: Cast | None) -> CastKey | None:
+    """The key of a cast that may be missing."""
+    return None if cast is None else cast.key
 
 
 def allocate(rt: Runtime, shape: tuple[int, int], cast: Cast) -> QuantizedTensor:
@@ -130,11 +145,12 @@ def quantize(
         _check.vector(op, "column_sum", column_sum, x.shape[1], ACTIVATION_DTYPES)
         check_cast(op, cast)
         _check.on_device(op, rt.device, x, cast.scale, cast.amax, cast.rng, column_sum)
-        sum_dtype = None if column_sum is None else column_sum.dtype
-        plan_quantize = getattr(rt.backend, f"plan_quantize{suffix}")
-        plan = rt.plans.put(key, plan_quantize(rt, x.shape, x.dtype, cast.key, sum_dtype))
+        spec = QuantizeSpec(x.shape, x.dtype, cast.key, _check.dtype(column_sum))
+        plan = rt.plans.put(key, getattr(rt.backend, f"plan_quantize{suffix}")(rt, spec))
     if out is None:
         out = allocate(rt, x.shape, cast)  # type: ignore[arg-type]
+    else:
+        out.rowwise_swizzled = out.columnwise_swizzled = None
     if suffix:
         getattr(rt.backend, f"quantize{suffix}")(rt, plan, x, cast, out, column_sum)
     else:

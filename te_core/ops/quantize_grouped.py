@@ -13,7 +13,7 @@ from itertools import accumulate
 from te_core import dtypes
 from te_core.dtypes import ACTIVATION_DTYPES
 from te_core.ops import _check
-from te_core.ops.quantize import allocate, check_cast, count_nonfinite, quantize
+from te_core.ops.quantize import QuantizeSpec, allocate, check_cast, count_nonfinite, quantize
 from te_core.quantized import ONE_BLOCK, Cast, Copy, Format, QuantizedTensor, pieces_of, up
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
@@ -90,7 +90,8 @@ def _quantize_all(
     if plan is None:
         _check.one_of(op, "dtype of x", x.dtype, ACTIVATION_DTYPES)
         check_cast(op, first)
-        plan = rt.plans.put(key, rt.backend.plan_quantize_grouped(rt, x.shape[1], x.dtype, first.key, sum_dtype))
+        spec = QuantizeSpec((0, x.shape[1]), x.dtype, first.key, sum_dtype)
+        plan = rt.plans.put(key, rt.backend.plan_quantize_grouped(rt, spec))
     rt.backend.quantize_grouped(rt, plan, parts, casts, outs, column_sums)
     for part, cast in zip(parts, casts, strict=True):
         if cast.nonfinite is not None:

@@ -15,17 +15,65 @@ turned. A position that the table does not have gives NaN: it is known on the de
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from math import prod
-from typing import Any
 
 from te_core import dtypes
-from te_core.dtypes import ACTIVATION_DTYPES
+from te_core.dtypes import ACTIVATION_DTYPES, DType
 from te_core.ops import _check
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
 
 #: Which dimension is the token's and which the sequence's (thd has none).
 FORMATS: dict[str, tuple[int, int | None]] = {"sbhd": (0, 1), "bshd": (1, 0), "thd": (0, None)}
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """By what rule tokens are turned."""
+
+    fmt: str
+    interleaved: bool
+    cp_size: int
+    cp_rank: int
+    backward: bool
+    cu_seqlens: int | None  # how many
+
+
+@dataclass(frozen=True, slots=True)
+class RopeOpSpec:
+    """All that a plan of `rope` depends on."""
+
+    turn: Turn
+    shape: tuple[int, ...]
+    strides: tuple[int, ...] | None
+    dtype: DType
+    table: tuple[int, ...]  # the shape of freqs
+    alignment: int  # how far addresses are off the 16-byte grid, all of them together
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """How a packed row is made of heads."""
+
+    heads: int
+    groups: int
+    dims: tuple[int, int, int]
+    interleaved: bool  # by groups
+
+
+@dataclass(frozen=True, slots=True)
+class RopeQkvOpSpec:
+    """All that a plan of `rope_qkv` depends on."""
+
+    turn: Turn
+    split: Split
+    lead: tuple[int, ...]  # the token dimensions
+    dtype: DType
+    q_table: tuple[int, ...] | None  # the shape of freqs; None: not turned
+    k_table: tuple[int, ...] | None
+    one_table: bool
+    alignment: int
 
 
 def rope(
@@ -72,7 +120,8 @@ def rope(
             "correct fmt or t",
         )
         _check_table(op, "freqs", freqs, t.shape[-1])
-        _check_positions(op, t.shape, freqs, (fmt, cp_size, cp_rank), cu_seqlens, start_positions)
+        turn = Turn(fmt, interleaved, cp_size, cp_rank, backward, _count(cu_seqlens))
+        _check_positions(op, t.shape, freqs, turn, cu_seqlens, start_positions)
         if out is not None:
             _check.require(
                 tuple(out.shape) == tuple(t.shape) and out.dtype is t.dtype and out.is_contiguous,
@@ -82,7 +131,8 @@ def rope(
                 "correct out",
             )
         _check.on_device(op, rt.device, t, freqs, cu_seqlens, start_positions, out)
-        plan = rt.plans.put(key, rt.backend.plan_rope(rt, key))
+        spec = RopeOpSpec(turn, t.shape, t.strides, t.dtype, freqs.shape, address & 15)
+        plan = rt.plans.put(key, rt.backend.plan_rope(rt, spec))
     if out is None:
         out = rt.empty(t.shape, t.dtype)
     rt.backend.rope(rt, plan, t, freqs, cu_seqlens, start_positions, out)
@@ -111,24 +161,17 @@ def rope_qkv(
     The row is [q heads of the group, k, v] for each group if `interleaved_groups`, else all q, all k, all v; it may be
     several dimensions. q or k is turned if it has freqs; v is copied. With heads=0 there is no q (None).
     """
-    split = (heads, groups, tuple(head_dims), interleaved_groups)
     lead = qkv.shape[: len(fmt) - 2]
-    key = _key(
-        "rope_qkv",
-        lead,
-        qkv,
-        q_freqs,
-        k_freqs,
-        split,
-        (fmt, interleaved, cp_size, cp_rank),
-        cu_seqlens,
-        (start_positions,),
-        qkv.ptr,
-    )
+    one = _is_one(q_freqs, k_freqs)
+    seen = _check.seen(qkv, q_freqs, k_freqs, cu_seqlens, start_positions)
+    rule = (heads, groups, tuple(head_dims), interleaved_groups, fmt, interleaved, cp_size, cp_rank)
+    key = ("rope_qkv", rule, one, seen, qkv.ptr & 15)
     plan = rt.plans.get(key)
     if plan is None:
         op = "rope_qkv"
-        _check_split(op, lead, qkv.dtype, split, (fmt, cp_size, cp_rank), q_freqs, k_freqs, cu_seqlens, start_positions)
+        split = Split(heads, groups, head_dims, interleaved_groups)
+        turn = Turn(fmt, interleaved, cp_size, cp_rank, False, _count(cu_seqlens))
+        _check_split(op, lead, qkv.dtype, split, turn, (q_freqs, k_freqs), cu_seqlens, start_positions)
         width = packed_width(heads, groups, head_dims)
         _check.require(
             qkv.is_contiguous and qkv.ndim > len(lead) and qkv.size == prod(lead) * width,
@@ -138,7 +181,9 @@ def rope_qkv(
             "correct qkv or the numbers of heads",
         )
         _check.on_device(op, rt.device, qkv, q_freqs, k_freqs, cu_seqlens, start_positions)
-        plan = rt.plans.put(key, rt.backend.plan_rope_qkv(rt, key))
+        tables = (_check.shape(q_freqs), _check.shape(k_freqs))
+        spec = RopeQkvOpSpec(turn, split, lead, qkv.dtype, *tables, one, qkv.ptr & 15)
+        plan = rt.plans.put(key, rt.backend.plan_rope_qkv(rt, spec))
     q = rt.empty((*lead, heads, head_dims[0]), qkv.dtype) if heads else None
     k = rt.empty((*lead, groups, head_dims[1]), qkv.dtype)
     v = rt.empty((*lead, groups, head_dims[2]), qkv.dtype)
@@ -166,26 +211,19 @@ def rope_qkv_backward(
     cp_rank: int = 0,
 ) -> Tensor:
     """The gradient of `rope_qkv`'s packed input, [token dimensions, channels]."""
-    split = (heads, groups, tuple(head_dims), interleaved_groups)
     lead = dk.shape[: len(fmt) - 2]
     address = dk.ptr | dv.ptr | (0 if dq is None else dq.ptr)
-    key = _key(
-        "rope_qkv_backward",
-        lead,
-        dk,
-        q_freqs,
-        k_freqs,
-        split,
-        (fmt, interleaved, cp_size, cp_rank),
-        cu_seqlens,
-        (start_positions, dq, dv),
-        address,
-    )
+    one = _is_one(q_freqs, k_freqs)
+    seen = _check.seen(dq, dk, dv, q_freqs, k_freqs, cu_seqlens, start_positions)
+    rule = (heads, groups, tuple(head_dims), interleaved_groups, fmt, interleaved, cp_size, cp_rank)
+    key = ("rope_qkv_backward", rule, one, seen, address & 15)
     plan = rt.plans.get(key)
     width = packed_width(heads, groups, head_dims)
     if plan is None:
         op = "rope_qkv_backward"
-        _check_split(op, lead, dk.dtype, split, (fmt, cp_size, cp_rank), q_freqs, k_freqs, cu_seqlens, start_positions)
+        split = Split(heads, groups, head_dims, interleaved_groups)
+        turn = Turn(fmt, interleaved, cp_size, cp_rank, True, _count(cu_seqlens))
+        _check_split(op, lead, dk.dtype, split, turn, (q_freqs, k_freqs), cu_seqlens, start_positions)
         for name, t, n, d in (
             ("dq", dq, heads, head_dims[0]),
             ("dk", dk, groups, head_dims[1]),
@@ -200,7 +238,9 @@ def rope_qkv_backward(
                 f"correct {name}",
             )
         _check.on_device(op, rt.device, dq, dk, dv, q_freqs, k_freqs, cu_seqlens, start_positions)
-        plan = rt.plans.put(key, rt.backend.plan_rope_qkv(rt, key))
+        tables = (_check.shape(q_freqs), _check.shape(k_freqs))
+        spec = RopeQkvOpSpec(turn, split, lead, dk.dtype, *tables, one, address & 15)
+        plan = rt.plans.put(key, rt.backend.plan_rope_qkv(rt, spec))
     dqkv = rt.empty((*lead, width), dk.dtype)
     rt.backend.rope_qkv(rt, plan, dqkv, (dq, dk, dv), (q_freqs, k_freqs), cu_seqlens, start_positions)
     return dqkv
@@ -211,32 +251,8 @@ def packed_width(heads: int, groups: int, head_dims: tuple[int, int, int]) -> in
     return heads * head_dims[0] + groups * (head_dims[1] + head_dims[2])
 
 
-def _key(
-    operation: str,
-    lead: tuple[int, ...],
-    t: Tensor,
-    q_freqs: Tensor | None,
-    k_freqs: Tensor | None,
-    split: tuple[Any, ...],
-    rotation: tuple[Any, ...],
-    *others: Any,
-) -> tuple[Any, ...]:
-    cu_seqlens, more, address = others
-    return (
-        operation,
-        lead,
-        t.shape,
-        t.dtype,
-        t.strides,
-        q_freqs and q_freqs.shape,
-        k_freqs and k_freqs.shape,
-        _is_one(q_freqs, k_freqs),
-        split,
-        rotation,
-        cu_seqlens and cu_seqlens.shape,
-        _check.seen(t, q_freqs, k_freqs, cu_seqlens, *more),
-        address & 15,
-    )
+def _count(cu_seqlens: Tensor | None) -> int | None:
+    return None if cu_seqlens is None else cu_seqlens.shape[0]
 
 
 def _is_one(q_freqs: Tensor | None, k_freqs: Tensor | None) -> bool:
@@ -249,13 +265,15 @@ def _is_one(q_freqs: Tensor | None, k_freqs: Tensor | None) -> bool:
 def _check_split(
     op: str,
     lead: tuple[int, ...],
-    dtype: Any,
-    split: tuple[Any, ...],
-    place: tuple[str, int, int],
-    *others: Tensor | None,
+    dtype: DType,
+    split: Split,
+    turn: Turn,
+    tables: tuple[Tensor | None, Tensor | None],
+    cu_seqlens: Tensor | None,
+    start_positions: Tensor | None,
 ) -> None:
-    (heads, groups, dims, _), (fmt, *_), (q_freqs, k_freqs, cu_seqlens, start_positions) = split, place, others
-    _check.one_of(op, "fmt", fmt, tuple(FORMATS))
+    heads, groups, dims = split.heads, split.groups, split.dims
+    _check.one_of(op, "fmt", turn.fmt, tuple(FORMATS))
     _check.one_of(op, "dtype", dtype, ACTIVATION_DTYPES)
     _check.require(
         groups > 0 and heads % groups == 0 and len(dims) == 3 and min(dims) > 0,
@@ -264,10 +282,10 @@ def _check_split(
         "heads a multiple of groups, three sizes above 0",
         "correct the numbers of heads",
     )
-    for name, freqs, d in (("q_freqs", q_freqs, dims[0]), ("k_freqs", k_freqs, dims[1])):
+    for name, freqs, d in (("q_freqs", tables[0], dims[0]), ("k_freqs", tables[1], dims[1])):
         if freqs is not None:
             _check_table(op, name, freqs, d)
-            _check_positions(op, (*lead, 1, d), freqs, place, cu_seqlens, start_positions)
+            _check_positions(op, (*lead, 1, d), freqs, turn, cu_seqlens, start_positions)
 
 
 def _check_table(op: str, name: str, freqs: Tensor, d: int) -> None:
@@ -295,12 +313,12 @@ def _check_positions(
     op: str,
     shape: tuple[int, ...],
     freqs: Tensor,
-    place: tuple[str, int, int],
+    turn: Turn,
     cu_seqlens: Tensor | None,
     start_positions: Tensor | None,
 ) -> None:
     """Where the tokens of heads of this shape stand, as far as the host can know."""
-    fmt, cp_size, cp_rank = place
+    fmt, cp_size, cp_rank = turn.fmt, turn.cp_size, turn.cp_rank
     token, batch = FORMATS[fmt]
     _check.require(
         cp_size >= 1 and 0 <= cp_rank < cp_size,

@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from te_core import dtypes
-from te_core.dtypes import ACTIVATION_DTYPES
+from te_core.dtypes import ACTIVATION_DTYPES, DType
 from te_core.errors import ArgumentError
 from te_core.ops import _check
 from te_core.runtime import Runtime
@@ -39,6 +39,20 @@ class Band:
     def bounded(self) -> bool:
         """Whether it hides anything."""
         return self.left >= 0 or self.right >= 0
+
+
+@dataclass(frozen=True, slots=True)
+class SoftmaxOpSpec:
+    """All that the plan of a softmax depends on. Alignments: how far addresses are off the 16-byte grid."""
+
+    shape: tuple[int, ...]
+    dtype: DType
+    band: Band
+    mask: tuple[int, ...] | None  # its shape
+    lengths: bool
+    sink: bool
+    alignment: int
+    mask_alignment: int = 0
 
 
 def band_of(causal: str | None, left: int = -1, right: int = -1, bottom_right: bool = True) -> Band:
@@ -109,7 +123,17 @@ def softmax_forward(
                 "correct out",
             )
         _check.on_device(op, rt.device, x, mask, cu_seqlens_q, cu_seqlens_kv, sink, out)
-        plan = rt.plans.put(key, rt.backend.plan_softmax_forward(rt, key))
+        spec = SoftmaxOpSpec(
+            x.shape,
+            x.dtype,
+            band,
+            _check.shape(mask),
+            cu_seqlens_q is not None,
+            sink is not None,
+            address & 15,
+            0 if mask is None else mask.ptr & 15,
+        )
+        plan = rt.plans.put(key, rt.backend.plan_softmax_forward(rt, spec))
     if out is None:
         out = rt.empty(x.shape, x.dtype)
     share = None if sink is None else rt.empty((x.shape[0], x.shape[2], x.shape[1]), dtypes.float32)
@@ -164,7 +188,9 @@ def softmax_backward(
             "pass forward's second result",
         )
         _check.on_device(op, rt.device, dy, y, share, cu_seqlens_q, cu_seqlens_kv)
-        plan = rt.plans.put(key, rt.backend.plan_softmax_backward(rt, key))
+        alignment = (dy.ptr | y.ptr) & 15
+        spec = SoftmaxOpSpec(y.shape, y.dtype, band, None, cu_seqlens_q is not None, share is not None, alignment)
+        plan = rt.plans.put(key, rt.backend.plan_softmax_backward(rt, spec))
     dx = rt.empty(y.shape, y.dtype)
     dsink = None if share is None else rt.empty((y.shape[1],), dtypes.float32)
     rt.backend.softmax_backward(rt, plan, dy, y, (cu_seqlens_q, cu_seqlens_kv), (share, dsink), dx, scale)

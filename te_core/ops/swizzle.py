@@ -1,14 +1,25 @@
-"""The order in which cuBLASLt reads the scales of mxfp8 and nvfp4."""
+"""The order in which cuBLASLt reads the scales of mxfp8 and nvfp4. `Scales` has both orders of an operand's."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from te_core import dtypes
 from te_core.ops import _check
+from te_core.quantized import QuantizedTensor
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
 
 #: cuBLASLt reads scales in tiles of so many rows and blocks; `te_core.quantized` rounds up to whole ones.
 TILE = (128, 4)
+
+
+@dataclass(frozen=True, slots=True)
+class SwizzleSpec:
+    """All that a plan depends on."""
+
+    shape: tuple[int, ...]
+    transposed: bool
 
 
 def swizzle_scales(rt: Runtime, scale: Tensor, *, transposed: bool = False) -> Tensor:
@@ -34,7 +45,35 @@ def swizzle_scales(rt: Runtime, scale: Tensor, *, transposed: bool = False) -> T
             f"whole tiles of {TILE[0]} rows and {TILE[1]} blocks",
             "pass the whole padded scale of a copy",
         )
-        plan = rt.plans.put(key, rt.backend.plan_swizzle_scales(rt, scale.shape, transposed))
+        plan = rt.plans.put(key, rt.backend.plan_swizzle_scales(rt, SwizzleSpec(scale.shape, transposed)))
     out = rt.empty(scale.shape, scale.dtype)
     rt.backend.swizzle_scales(rt, plan, scale, out)
     return out
+
+
+class Scales:
+    """The scales of one copy of an operand, in the order that a plan wants. Swizzled ones are made once, and kept."""
+
+    __slots__ = ("_columnwise", "_q")
+
+    def __init__(self, q: QuantizedTensor, columnwise: bool) -> None:
+        self._q, self._columnwise = q, columnwise
+
+    @property
+    def stored(self) -> Tensor:
+        """As `quantize` left them."""
+        scale = self._q.columnwise_scale if self._columnwise else self._q.rowwise_scale
+        assert scale is not None
+        return scale
+
+    def swizzled(self, rt: Runtime) -> Tensor:
+        """As cuBLASLt reads them."""
+        q, columnwise = self._q, self._columnwise
+        found = q.columnwise_swizzled if columnwise else q.rowwise_swizzled
+        if found is None:
+            found = swizzle_scales(rt, self.stored, transposed=columnwise and not q.format.transposed)
+            if columnwise:
+                q.columnwise_swizzled = found
+            else:
+                q.rowwise_swizzled = found
+        return found

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from te_core import device, libraries
-from te_core.backends.cuda import BACKEND, attention_graph, cudnn
+from te_core.backends.cuda import attention_graph, backend, cudnn, executor
 from te_core.device import DeviceInfo
 from te_core.dtypes import DType
 from te_core.kernels import loader
@@ -192,9 +192,9 @@ def runtime(monkeypatch: Any, folder: Any, stream: int = 5) -> tuple[Runtime, Ca
     monkeypatch.setattr(cudnn, "COUNTS", cudnn.Counts())
     monkeypatch.setattr(device, "info", lambda index=0: H200)
     monkeypatch.setattr(libraries, "version", lambda name: VERSION)
-    monkeypatch.setattr(type(BACKEND), "zero", lambda self, rt, t: calls.zeroed.append(t))
-    monkeypatch.setattr(type(BACKEND), "copy_from_host", lambda self, rt, array, out: None)
-    monkeypatch.setattr(type(BACKEND), "copy_to_host", lambda self, rt, t: None)
+    monkeypatch.setattr(backend, "zero", lambda rt, t: calls.zeroed.append(t))
+    monkeypatch.setattr(backend, "copy_from_host", lambda rt, array, out: None)
+    monkeypatch.setattr(backend, "copy_to_host", lambda rt, t: None)
 
     def kernel(rt: Runtime, name: str, *, entry: str | None = None, args: str, **constants: Any) -> Any:
         def launch(rt: Runtime, grid: Any, block: Any, *given: Any, shared: int = 0) -> None:
@@ -204,12 +204,12 @@ def runtime(monkeypatch: Any, folder: Any, stream: int = 5) -> tuple[Runtime, Ca
         return launch
 
     monkeypatch.setattr(loader, "get", kernel)
-    rt = Runtime(cuda_device(INDEX), stream, Memory(), BACKEND)
+    rt = Runtime(cuda_device(INDEX), stream, Memory(), backend)
     rt.plans = PlanCache()
     found = driver(calls)
     monkeypatch.setattr(libraries, "driver", lambda: found)
-    BACKEND._executors.pop(INDEX, None)
-    rt._threads = BACKEND.executors(rt)
+    executor._executors.pop(INDEX, None)
+    rt._threads = backend.executors(rt)
     return rt, calls
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from te_core import dtypes, ops
 from te_core.errors import ArgumentError
-from te_core.ops.activation import GATED, KINDS, Clamp
+from te_core.ops.activation import GATED, KINDS, ActivationSpec, Clamp
 from te_core.quantized import Cast
 from tests.backends import cuda_runtime, requires_cuda
 from tests.core.inputs import DTYPES, FP8, codes, numpy_dtype, placed, poisoned
@@ -213,12 +213,12 @@ def test_cuda_kernel_families():
     bf16, fp8 = dtypes.bfloat16, dtypes.float8_e4m3
 
     def forward(cast_key):
-        key = ("activation_forward", None, (128, 256), bf16, "gelu", cast_key, False, 0, ())
-        return backend.plan_activation_forward(rt, key).family
+        spec = ActivationSpec("gelu", Clamp(), (128, 256), bf16, cast_key, False, 0)
+        return backend.plan_activation_forward(rt, spec).family
 
     def backward(cast_key):
-        key = ("activation_backward", None, (128, 256), bf16, bf16, "swiglu", cast_key, False, bf16, 0, ())
-        return backend.plan_activation_backward(rt, key).family
+        spec = ActivationSpec("swiglu", Clamp(), (128, 256), bf16, cast_key, False, 0, bf16)
+        return backend.plan_activation_backward(rt, spec).family
 
     def key(columnwise, scale):
         return Cast(fp8, rowwise=True, columnwise=columnwise, scale=scale, amax=scale).key

@@ -9,7 +9,7 @@ import pytest
 
 from te_core import dtypes as D
 from te_core.errors import ArgumentError
-from te_core.ops.gemm import gemm
+from te_core.ops.gemm import GemmOperands, gemm
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
 from tests.backends import requires_cuda
@@ -421,7 +421,7 @@ def test_tuned_choice_is_kept(tmp_path, monkeypatch):
     assert again.source == "an earlier timing"
     assert bytes(again.algorithm) == bytes(tuned.algorithm)
     out = rt.empty((256, 512), D.bfloat16)
-    rt.backend.gemm(rt, again, a, b, out, scales["a_scale"], scales["b_scale"], None, None, None, None)
+    again.run(rt, GemmOperands(a, b, out, **scales))
     check(rt, out, reference.gemm(av, bv, trans_b=True, scale=0.375).out, DB["bf16"])
 
 

@@ -17,7 +17,7 @@ import pytest
 from te_core import dtypes as D
 from te_core.backends.cuda import cublaslt as lt_
 from te_core.backends.cuda import gemm as cuda_gemm
-from te_core.backends.cuda import gemm_tune
+from te_core.backends.cuda import gemm_run, gemm_tune
 from te_core.errors import ArgumentError, UnsupportedError
 from te_core.kernels import loader
 from te_core.ops.gemm import gemm
@@ -218,9 +218,9 @@ class Spy:
 
     def plan_gemm(self, rt, spec):
         self.spec = spec
-        return SimpleNamespace(spec=spec)
+        return SimpleNamespace(spec=spec, swizzled=True, run=self.run)
 
-    def gemm(self, rt, plan, *operands):
+    def run(self, rt, operands):
         self.ran = operands
 
 
@@ -388,7 +388,7 @@ def prepared(spy: Runtime, scaling: str, **changed):
     route = next(cuda_gemm._routes(spec, cuda_gemm._fused_epilogue(spec)))
     recorder = Recorder()
     cache = SimpleNamespace(lt=recorder, handle=7)
-    return recorder, cuda_gemm.Prepared(cache, spec, route)
+    return recorder, gemm_run.Prepared(cache, spec, route)
 
 
 FP8, FP4, BF16 = lt_.DATA_TYPES[D.float8_e4m3], 33, lt_.DATA_TYPES[D.bfloat16]
@@ -437,10 +437,10 @@ def test_nvfp4_reads_alpha_and_beta_where_they_are_made(spy, monkeypatch):
     lt, made = prepared(spy, "nvfp4", out=spy.empty((M, N), D.float32), accumulate=True)
     spec, launched = spy.backend.spec, []
     route = next(cuda_gemm._routes(spec, cuda_gemm._fused_epilogue(spec)))
-    plan = cuda_gemm.GemmPlan(spec, route, make_alpha=lambda rt, *args: launched.append(args))
-    monkeypatch.setattr(cuda_gemm, "_cache", lambda rt: SimpleNamespace(get=lambda plan: made))
+    plan = gemm_run.GemmPlan(spec, route, make_alpha=lambda rt, *args: launched.append(args))
+    monkeypatch.setattr(gemm_run, "cache_of", lambda rt: SimpleNamespace(get=lambda plan: made))
     maxima = [SimpleNamespace(ptr=0x100), SimpleNamespace(ptr=0x200)]
-    cuda_gemm._make_alpha(spy, plan, *maxima)
+    gemm_run._make_alpha(spy, plan, *maxima)
     at = spy.workspace("gemm alpha", 8)
     assert launched == [(1, 1, 0x100, 0x200, at, pytest.approx(1 / (36 * 448 * 256)), 1.0)]
     made.run(SimpleNamespace(stream=5), 1, 2, 3, [4, 5])

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from te_core import dtypes, ops
-from te_core.ops.quantize import ScalingState, allocate
+from te_core.ops.quantize import QuantizeSpec, ScalingState, allocate
 from te_core.quantized import Cast
 from te_core.runtime import Runtime
 from tests.backends import cuda_runtime, requires_cuda
@@ -298,7 +298,7 @@ def test_cuda_kernel_families():
 
     def family(rowwise, columnwise, scale=None, sums=None):
         cast = Cast(fp8, rowwise=rowwise, columnwise=columnwise, scale=scale, amax=scale)
-        return rt.backend.plan_quantize(rt, (128, 256), x, cast.key, sums).family
+        return rt.backend.plan_quantize(rt, QuantizeSpec((128, 256), x, cast.key, sums)).family
 
     assert family(True, False, one) == "quantize_flat_given_scale"
     assert family(True, True, one) == "quantize_tall_given_scale"

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from te_core import dtypes, ops
+from te_core.ops.quantize import QuantizeSpec
 from te_core.quantized import Cast, Format
 from te_core.runtime import Runtime
 from tests.backends import cuda_runtime, requires_cuda
@@ -250,7 +251,7 @@ def test_cuda_kernel_families():
 
     def family(tiled, rowwise, columnwise, sums=None):
         cast = make_cast("float8_e4m3", tiled, (rowwise, columnwise))
-        return rt.backend.plan_quantize_block(rt, (128, 256), dtypes.bfloat16, cast.key, sums).family
+        return rt.backend.plan_quantize_block(rt, QuantizeSpec((128, 256), dtypes.bfloat16, cast.key, sums)).family
 
     assert family(False, True, True) == "quantize_block_1x128_both"
     assert family(False, False, True, dtypes.bfloat16) == "quantize_block_1x128_columnwise_sums"

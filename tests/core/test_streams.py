@@ -10,7 +10,7 @@ import pytest
 
 from te_core import dtypes
 from te_core.attention import AttentionSpec
-from te_core.backends.cuda import BACKEND
+from te_core.backends.cuda import executor
 from te_core.ops import attention_fp8 as fp8
 from te_core.ops.attention import attention_forward
 from te_core.runtime import Runtime
@@ -88,7 +88,7 @@ def test_threads_have_handles_of_their_own_and_leave_them(fake):
         late.start()
         late.join()
         gc.collect()
-    assert set(seen) == {77, 78} and len(BACKEND._executors[rt.device.index].left) == 2
+    assert set(seen) == {77, 78} and len(executor._executors[rt.device.index].left) == 2
 
 
 def test_scratch_memory_stays_with_its_stream_and_its_capture(fake):

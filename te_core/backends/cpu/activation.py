@@ -8,16 +8,17 @@ derivative s + x s (1 - s) z'.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from te_core.backends.cpu import codec
 from te_core.backends.cpu.executor import F32, Executor, Plan, row_blocks, scratch
 from te_core.backends.cpu.quantize import deliver, store_column_sum
-from te_core.quantized import Cast, QuantizedTensor
 from te_core.runtime import Runtime
-from te_core.tensor import Tensor
+
+if TYPE_CHECKING:
+    from te_core.ops.activation import ActivationOperands, ActivationSpec
 
 Array = np.ndarray[Any, Any]
 
@@ -32,29 +33,27 @@ _PLAIN_OF = {
     "swiglu": "silu",
     "clamped_swiglu": "clamped",
 }
-_DEFAULT_CLAMP = (7.0, 1.702, 1.0)  # limit, alpha, offset
 # gelu' is exactly 0 or 1 in float32 well before this, and x^2 does not overflow up to here.
 _FLAT = 1e4
 
 
-def plan_activation_forward(rt: Runtime, key: tuple[Any, ...]) -> Plan:
+def plan_activation_forward(rt: Runtime, spec: ActivationSpec) -> Plan:
     """The plan of `activation_forward`."""
-    return Plan(key)
+    return Plan(spec)
 
 
-def plan_activation_backward(rt: Runtime, key: tuple[Any, ...]) -> Plan:
+def plan_activation_backward(rt: Runtime, spec: ActivationSpec) -> Plan:
     """The plan of `activation_backward`."""
-    return Plan(key)
+    return Plan(spec)
 
 
 @np.errstate(all="ignore")
-def activation_forward(
-    rt: Runtime, plan: Plan, x: Tensor, kind: str, y: Tensor | None, cast: Cast | None, q: QuantizedTensor | None
-) -> None:
+def activation_forward(rt: Runtime, plan: Plan, operands: ActivationOperands) -> None:
     """y = act(x), or act(a) * b for x = (a | b); then the cast."""
-    ex, source = scratch(rt), x.numpy()
+    x, _, y, cast, q, _ = operands
+    ex, source, kind = scratch(rt), x.numpy(), plan.spec.kind
     gated, plain = kind in _PLAIN_OF, _PLAIN_OF.get(kind, kind)
-    limit, alpha, offset = plan.spec[1] or _DEFAULT_CLAMP
+    limit, alpha, offset = plan.spec.clamp
     m, n = x.shape[0], x.shape[1] // 2 if gated else x.shape[1]
     result = y.numpy() if y is not None else np.empty((m, n), x.dtype.numpy)
     for block in row_blocks(m, n):
@@ -74,21 +73,13 @@ def activation_forward(
 
 
 @np.errstate(all="ignore")
-def activation_backward(
-    rt: Runtime,
-    plan: Plan,
-    dy: Tensor,
-    x: Tensor,
-    kind: str,
-    dx: Tensor | None,
-    cast: Cast | None,
-    q: QuantizedTensor | None,
-    column_sum: Tensor | None,
-) -> None:
+def activation_backward(rt: Runtime, plan: Plan, operands: ActivationOperands) -> None:
     """dx = dy * act'(x), or (dy * b * act'(a) | dy * act(a)); then its column sums and the cast."""
-    ex, source, gradient = scratch(rt), x.numpy(), dy.numpy()
+    x, dy, dx, cast, q, column_sum = operands
+    assert dy is not None
+    ex, source, gradient, kind = scratch(rt), x.numpy(), dy.numpy(), plan.spec.kind
     gated, plain = kind in _PLAIN_OF, _PLAIN_OF.get(kind, kind)
-    limit, alpha, offset = plan.spec[1] or _DEFAULT_CLAMP
+    limit, alpha, offset = plan.spec.clamp
     m, n = dy.shape
     result = dx.numpy() if dx is not None else np.empty(x.shape, x.dtype.numpy)
     for block in row_blocks(m, n):

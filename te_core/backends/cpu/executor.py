@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
+from threading import local
 from typing import Any
 
 import numpy as np
@@ -58,10 +59,20 @@ class Executor:
         return block[:size].reshape(shape)
 
 
+def executors(rt: Runtime) -> local:
+    """A place for this runtime alone, whose allocator gives the scratch memory; it goes when the thread ends."""
+    return local()
+
+
+def executor(rt: Runtime) -> Executor:
+    """Scratch memory for the calling thread."""
+    return Executor(rt.allocator)
+
+
 def scratch(rt: Runtime) -> Executor:
     """The calling thread's executor."""
-    executor: Executor = rt.executor()
-    return executor
+    found: Executor = rt.executor()
+    return found
 
 
 def row_blocks(rows: int, columns: int) -> Iterator[slice]:

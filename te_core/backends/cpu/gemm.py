@@ -12,18 +12,19 @@ imported, so it is for the program to set; this project's own programs do.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from te_core.backends.cpu import activation, codec
-from te_core.backends.cpu.executor import F32, Executor, Plan, row_blocks, scratch
+from te_core.backends.cpu.executor import F32, Executor, row_blocks, scratch
 from te_core.errors import UnsupportedError
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
 
 if TYPE_CHECKING:
-    from te_core.ops.gemm import GemmSpec
+    from te_core.ops.gemm import GemmOperands, GemmSpec
 
 
 def plan_gemm(rt: Runtime, spec: GemmSpec) -> Plan:
@@ -38,24 +39,24 @@ def plan_gemm(rt: Runtime, spec: GemmSpec) -> Plan:
     return Plan(spec)
 
 
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A product by NumPy."""
+
+    spec: GemmSpec
+    family: str = "cpu"
+    swizzled: bool = False
+
+    def run(self, rt: Runtime, operands: GemmOperands) -> None:
+        """Multiply."""
+        multiply(rt, self.spec, operands)
+
+
 @np.errstate(all="ignore")
-def gemm(
-    rt: Runtime,
-    plan: Plan,
-    a: Tensor,
-    b: Tensor,
-    out: Tensor,
-    a_scale: Tensor | None,
-    b_scale: Tensor | None,
-    bias: Tensor | None,
-    aux: Tensor | None,
-    a_sum: Tensor | None,
-    out_sum: Tensor | None,
-    a_amax: Tensor | None = None,
-    b_amax: Tensor | None = None,
-) -> None:
+def multiply(rt: Runtime, spec: GemmSpec, operands: GemmOperands) -> None:
     """out = epilogue(op(a) @ op(b) * scales + bias), plus what out held."""
-    ex, spec = scratch(rt), plan.spec
+    a, b, out, a_scale, b_scale, bias, aux, a_sum, out_sum, *_ = operands
+    ex = scratch(rt)
     left, right = _operand(ex, "gemm a", a), _operand(ex, "gemm b", b)
     left, right = left.T if spec.trans_a else left, right.T if spec.trans_b else right
     if a_sum is not None:

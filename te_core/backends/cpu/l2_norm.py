@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -11,15 +11,18 @@ from te_core.backends.cpu.executor import F32, Plan, row_blocks, scratch
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
 
+if TYPE_CHECKING:
+    from te_core.ops.l2_norm import L2NormOpSpec
 
-def plan_l2_norm_forward(rt: Runtime, key: tuple[Any, ...]) -> Plan:
+
+def plan_l2_norm_forward(rt: Runtime, spec: L2NormOpSpec) -> Plan:
     """The plan of `l2_norm_forward`."""
-    return Plan(key)
+    return Plan(spec)
 
 
-def plan_l2_norm_backward(rt: Runtime, key: tuple[Any, ...]) -> Plan:
+def plan_l2_norm_backward(rt: Runtime, spec: L2NormOpSpec) -> Plan:
     """The plan of `l2_norm_backward`."""
-    return Plan(key)
+    return Plan(spec)
 
 
 @np.errstate(all="ignore")

@@ -12,13 +12,12 @@ import numpy as np
 
 from te_core.backends.cpu import codec
 from te_core.backends.cpu.executor import F32, Executor, Plan, row_blocks, scratch
-from te_core.dtypes import DType
 from te_core.quantized import Cast, QuantizedTensor
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
 
 if TYPE_CHECKING:
-    from te_core.ops.quantize import ScalingState
+    from te_core.ops.quantize import QuantizeSpec, ScalingState
 
 Array = np.ndarray[Any, Any]
 _FLT_MAX = np.finfo(np.float32).max
@@ -27,11 +26,9 @@ _ONE = np.float32(1)
 _WORTH_A_TABLE = 1 << 17
 
 
-def plan_quantize(
-    rt: Runtime, shape: tuple[int, ...], dtype: DType, cast_key: tuple[Any, ...], sums: DType | None
-) -> Plan:
+def plan_quantize(rt: Runtime, spec: QuantizeSpec) -> Plan:
     """The plan of `quantize`."""
-    return Plan(("quantize", shape, dtype, cast_key, sums))
+    return Plan(spec)
 
 
 def quantize(rt: Runtime, plan: Plan, x: Tensor, cast: Cast, out: QuantizedTensor, column_sum: Tensor | None) -> None:

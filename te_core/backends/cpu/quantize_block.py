@@ -12,7 +12,7 @@ its rows and along its columns, and its float32 values (64 KiB) stay in the core
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +25,9 @@ from te_core.quantized import BLOCK, Cast, QuantizedTensor
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
 
+if TYPE_CHECKING:
+    from te_core.ops.quantize import QuantizeSpec
+
 Array = np.ndarray[Any, Any]
 Bits = npt.NDArray[np.uint32]
 Tile = tuple[slice, slice]
@@ -34,11 +37,9 @@ _ONE = np.float32(1)
 _INFINITY = np.uint32(0x7F800000)
 
 
-def plan_quantize_block(
-    rt: Runtime, shape: tuple[int, ...], dtype: DType, cast_key: tuple[Any, ...], sum_dtype: DType | None
-) -> Plan:
+def plan_quantize_block(rt: Runtime, spec: QuantizeSpec) -> Plan:
     """The plan of `quantize_block`."""
-    return Plan(("quantize_block", shape, dtype, cast_key, sum_dtype))
+    return Plan(spec)
 
 
 @np.errstate(all="ignore")

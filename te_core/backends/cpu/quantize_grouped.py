@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from te_core.backends.cpu.executor import Plan
 from te_core.backends.cpu.quantize import quantize
 from te_core.backends.cpu.quantize_block import quantize_block
-from te_core.dtypes import DType
 from te_core.quantized import Cast, QuantizedTensor
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
 
+if TYPE_CHECKING:
+    from te_core.ops.quantize import QuantizeSpec
 
-def plan_quantize_grouped(
-    rt: Runtime, width: int, dtype: DType, cast_key: tuple[Any, ...], sum_dtype: DType | None
-) -> Plan:
+
+def plan_quantize_grouped(rt: Runtime, spec: QuantizeSpec) -> Plan:
     """The plan of `quantize_grouped`."""
-    return Plan(("quantize_grouped", width, dtype, cast_key, sum_dtype))
+    return Plan(spec)
 
 
 def quantize_grouped(

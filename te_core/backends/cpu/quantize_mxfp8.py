@@ -14,7 +14,7 @@ The rest of the scale tensors, beyond the padded matrix, is 0.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,10 +22,13 @@ import numpy.typing as npt
 from te_core.backends.cpu import codec
 from te_core.backends.cpu.executor import CHUNK, F32, Executor, Plan, scratch
 from te_core.backends.cpu.quantize import store_column_sum
-from te_core.dtypes import DType
 from te_core.quantized import BLOCK, Cast, QuantizedTensor, up
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
+
+if TYPE_CHECKING:
+    from te_core.ops.quantize import QuantizeSpec
+    from te_core.ops.swizzle import SwizzleSpec
 
 Array = np.ndarray[Any, Any]
 Codes = npt.NDArray[np.uint8]
@@ -46,11 +49,9 @@ _SCALE = np.where(_CODES < 255, _powers(_CODES), np.float32(np.nan))
 _INVERSE = np.where(_CODES < 255, _powers(np.maximum(254 - _CODES, 0)), np.float32(np.nan))
 
 
-def plan_quantize_mxfp8(
-    rt: Runtime, shape: tuple[int, ...], dtype: DType, cast_key: tuple[Any, ...], sum_dtype: DType | None
-) -> Plan:
+def plan_quantize_mxfp8(rt: Runtime, spec: QuantizeSpec) -> Plan:
     """The plan of `quantize_mxfp8`."""
-    return Plan(("quantize_mxfp8", shape, dtype, cast_key, sum_dtype))
+    return Plan(spec)
 
 
 @np.errstate(all="ignore")
@@ -147,15 +148,14 @@ def _e8m0(amax: F32, limit: float) -> Codes:
 # ------------------------------------------------------------------------------------------------ swizzle
 
 
-def plan_swizzle_scales(rt: Runtime, shape: tuple[int, ...], transposed: bool) -> Plan:
+def plan_swizzle_scales(rt: Runtime, spec: SwizzleSpec) -> Plan:
     """The plan of `swizzle_scales`."""
-    return Plan((shape, transposed))
+    return Plan(spec)
 
 
 def swizzle_scales(rt: Runtime, plan: Plan, scale: Tensor, out: Tensor) -> None:
     """Scales in the order in which cuBLASLt reads them."""
-    _, transposed = plan.spec
-    source = scale.numpy().T if transposed else scale.numpy()
+    source = scale.numpy().T if plan.spec.transposed else scale.numpy()
     rows, blocks = source.shape
     tiles = source.reshape(rows // 128, 4, 32, blocks // 4, 4).transpose(0, 3, 2, 1, 4)
     out.numpy().reshape(tiles.shape)[...] = tiles

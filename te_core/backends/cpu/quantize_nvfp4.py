@@ -6,7 +6,7 @@ A copy is walked in strips of whole lines, 16 or a multiple: a strip has all tha
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
 import numpy as np
@@ -17,10 +17,12 @@ from te_core.backends.cpu import codec
 from te_core.backends.cpu.elementwise import philox_words
 from te_core.backends.cpu.executor import CHUNK, F32, Plan, scratch
 from te_core.backends.cpu.quantize import store_column_sum
-from te_core.dtypes import DType
 from te_core.quantized import BLOCK, Cast, Format, QuantizedTensor, up
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
+
+if TYPE_CHECKING:
+    from te_core.ops.quantize import QuantizeSpec
 
 Array = np.ndarray[Any, Any]
 Codes = npt.NDArray[np.uint8]
@@ -37,11 +39,9 @@ _SIGNED_QUARTERS = np.array([1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -
 _COLUMNWISE_SITE = 0x40000000
 
 
-def plan_quantize_nvfp4(
-    rt: Runtime, shape: tuple[int, ...], dtype: DType, cast_key: tuple[Any, ...], sum_dtype: DType | None
-) -> Plan:
+def plan_quantize_nvfp4(rt: Runtime, spec: QuantizeSpec) -> Plan:
     """The plan of `quantize_nvfp4`."""
-    return Plan(("quantize_nvfp4", shape, dtype, cast_key, sum_dtype))
+    return Plan(spec)
 
 
 @np.errstate(all="ignore")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -12,19 +12,22 @@ from te_core.backends.cpu.executor import F32, Plan, row_blocks
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
 
+if TYPE_CHECKING:
+    from te_core.ops.rope import RopeOpSpec, RopeQkvOpSpec, Split, Turn
+
 Array = np.ndarray[Any, Any]
 
 _NOWHERE = -(2**62)
 
 
-def plan_rope(rt: Runtime, key: tuple[Any, ...]) -> Plan:
+def plan_rope(rt: Runtime, spec: RopeOpSpec) -> Plan:
     """The plan of `rope`."""
-    return Plan(key)
+    return Plan(spec)
 
 
-def plan_rope_qkv(rt: Runtime, key: tuple[Any, ...]) -> Plan:
+def plan_rope_qkv(rt: Runtime, spec: RopeQkvOpSpec) -> Plan:
     """The plan of `rope_qkv` and of its backward."""
-    return Plan(key)
+    return Plan(spec)
 
 
 @np.errstate(all="ignore")
@@ -32,13 +35,12 @@ def rope(
     rt: Runtime, plan: Plan, t: Tensor, freqs: Tensor, cu_seqlens: Tensor | None, starts: Tensor | None, out: Tensor
 ) -> None:
     """out = t turned (or turned back)."""
-    _, shape, _, _, _, fmt, interleaved, cp_size, cp_rank, backward, *_ = plan.spec
+    shape, turn = plan.spec.shape, plan.spec.turn
     heads = (prod(shape[:-2]), *shape[-2:])
     source, target = t.numpy().reshape(heads), out.numpy().reshape(heads)
-    positions = _positions(shape, fmt, (cp_size, cp_rank), cu_seqlens, starts)
-    own, other, row = _table(freqs, positions, 1, interleaved, backward)
+    own, other, row = _table(freqs, _positions(shape, turn, cu_seqlens, starts), 1, turn)
     for block in row_blocks(heads[0], shape[-2] * shape[-1]):
-        _turn(source[block], target[block], own[row[block]], other[row[block]], interleaved)
+        _turn(source[block], target[block], own[row[block]], other[row[block]], turn.interleaved)
 
 
 @np.errstate(all="ignore")
@@ -52,28 +54,26 @@ def rope_qkv(
     starts: Tensor | None,
 ) -> None:
     """The parts q, k, v of the packed rows; backward: the packed rows of the parts."""
-    operation, lead, *_ = plan.spec
-    (heads, groups, dims, grouped), (fmt, interleaved, *cp) = plan.spec[8], plan.spec[9]
-    backward = operation.endswith("backward")
-    rows, per = prod(lead), heads // groups
-    slots = _slots(packed.numpy(), rows, (per, groups, dims), grouped)
+    lead, turn, groups = plan.spec.lead, plan.spec.turn, plan.spec.split.groups
+    rows, per = prod(lead), plan.spec.split.heads // groups
+    slots = _slots(packed.numpy(), rows, plan.spec.split)
     for part, slot, table, n in zip(parts, slots, (*freqs, None), (per, 1, 1), strict=True):
         if part is None:
             continue
         dense = part.numpy().reshape(rows, groups, n, part.shape[-1])
-        source, target = (dense, slot) if backward else (slot, dense)
+        source, target = (dense, slot) if turn.backward else (slot, dense)
         if table is None:
             target[...] = source
             continue
-        positions = _positions((*lead, 1, 1), fmt, cp, cu_seqlens, starts)
-        own, other, row = _table(table, positions, 2, interleaved, backward)
+        own, other, row = _table(table, _positions((*lead, 1, 1), turn, cu_seqlens, starts), 2, turn)
         for block in row_blocks(rows, groups * n * part.shape[-1]):
-            _turn(source[block], target[block], own[row[block]], other[row[block]], interleaved)
+            _turn(source[block], target[block], own[row[block]], other[row[block]], turn.interleaved)
 
 
-def _slots(packed: Array, rows: int, split: tuple[Any, ...], grouped: bool) -> list[Array]:
+def _slots(packed: Array, rows: int, split: Split) -> list[Array]:
     """Views [rows, groups, heads, d] of q, k and v in the packed rows."""
-    per, groups, (dq, dk, dv) = split
+    groups, (dq, dk, dv), grouped = split.groups, split.dims, split.interleaved
+    per = split.heads // groups
     sizes = (per * dq, dk, dv)
     views, first = [], 0
     row = packed.reshape(rows, groups, sum(sizes)) if grouped else packed.reshape(rows, groups * sum(sizes))
@@ -86,10 +86,10 @@ def _slots(packed: Array, rows: int, split: tuple[Any, ...], grouped: bool) -> l
 
 
 def _positions(
-    shape: tuple[int, ...], fmt: str, cp: Any, cu_seqlens: Tensor | None, starts: Tensor | None
+    shape: tuple[int, ...], turn: Turn, cu_seqlens: Tensor | None, starts: Tensor | None
 ) -> npt.NDArray[np.int64]:
     """The position of each token in the order of memory; `_NOWHERE` for a token of no sequence."""
-    cp_size, cp_rank = cp
+    fmt, cp_size, cp_rank = turn.fmt, turn.cp_size, turn.cp_rank
     if fmt == "thd":
         assert cu_seqlens is not None
         bounds = cu_seqlens.numpy().astype(np.int64) // cp_size
@@ -113,7 +113,7 @@ def _positions(
 
 
 def _table(
-    freqs: Tensor, positions: npt.NDArray[np.int64], heads: int, interleaved: bool, backward: bool
+    freqs: Tensor, positions: npt.NDArray[np.int64], heads: int, turn: Turn
 ) -> tuple[F32, F32, npt.NDArray[np.int64]]:
     """(what each channel [positions, 1 .., d2] is multiplied by, and its pair; each token's row of them).
 
@@ -127,9 +127,9 @@ def _table(
     angle[distinct == _NOWHERE] = 0
     angle = angle.reshape(len(distinct), *[1] * heads, angles.shape[1])
     own, sin = np.cos(angle), np.sin(angle)
-    (first, second), other = _pairs(angles.shape[1], interleaved), np.empty_like(sin)
+    (first, second), other = _pairs(angles.shape[1], turn.interleaved), np.empty_like(sin)
     sin_a, sin_b = sin[..., first], sin[..., second]
-    other[..., first], other[..., second] = (sin_b, -sin_a) if backward else (-sin_a, sin_b)
+    other[..., first], other[..., second] = (sin_b, -sin_a) if turn.backward else (-sin_a, sin_b)
     return own, other, row.reshape(-1)
 
 

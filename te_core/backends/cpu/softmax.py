@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -11,18 +11,21 @@ from te_core.backends.cpu.executor import Plan, row_blocks
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
 
+if TYPE_CHECKING:
+    from te_core.ops.softmax import SoftmaxOpSpec
+
 Array = np.ndarray[Any, Any]
 Pair = tuple[Tensor | None, Tensor | None]
 
 
-def plan_softmax_forward(rt: Runtime, key: tuple[Any, ...]) -> Plan:
+def plan_softmax_forward(rt: Runtime, spec: SoftmaxOpSpec) -> Plan:
     """The plan of `softmax_forward`."""
-    return Plan(key)
+    return Plan(spec)
 
 
-def plan_softmax_backward(rt: Runtime, key: tuple[Any, ...]) -> Plan:
+def plan_softmax_backward(rt: Runtime, spec: SoftmaxOpSpec) -> Plan:
     """The plan of `softmax_backward`."""
-    return Plan(key)
+    return Plan(spec)
 
 
 @np.errstate(all="ignore")
@@ -73,7 +76,7 @@ def softmax_backward(
 def _blocks(plan: Plan, shape: tuple[int, ...], lengths: Pair) -> Iterator[tuple[tuple[int, int, slice], Array]]:
     """Index (batch, head, rows) and what those rows see by place and length, [rows, sk]."""
     batch, heads, sq, sk = shape
-    band = plan.spec[3]
+    band = plan.spec.band
     column = np.arange(sk)
     for b in range(batch):
         len_q, len_kv = (

@@ -7,7 +7,7 @@ the contract keeps for it, and their partial maxima; the second is `quantize.cas
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from te_core.backends.cuda.quantize import (
     BLOCKS_PER_SM,
@@ -21,12 +21,12 @@ from te_core.backends.cuda.quantize import (
     tiling,
 )
 from te_core.backends.cuda.sums import FORMATS, TYPES, add_column_sums, column_workspace, sum_kernel
-from te_core.dtypes import DType
 from te_core.kernels import loader
 from te_core.kernels.loader import Kernel
-from te_core.quantized import Cast, QuantizedTensor
 from te_core.runtime import Runtime
-from te_core.tensor import Tensor
+
+if TYPE_CHECKING:
+    from te_core.ops.activation import ActivationOperands, ActivationSpec
 
 _GATED = {
     "geglu": "gelu",
@@ -40,7 +40,6 @@ _GATED = {
 
 #: dy, x, y, rowwise, columnwise, source, scale_inv, amax, column_sum, rows, cols, steps, limit, alpha, offset
 _ARGS = "pppppppppqqifff"
-_DEFAULT_CLAMP = (7.0, 1.702, 1.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,26 +59,16 @@ class ActivationPlan:
     clamp: tuple[float, ...]
 
 
-def _plan(
-    rt: Runtime,
-    x: tuple[tuple[int, ...], DType, int],
-    kind: str,
-    cast_key: tuple[Any, ...] | None,
-    keep: bool,
-    sum_dtype: DType | None,
-    backward: bool,
-    clamp: tuple[float, ...] | None,
-) -> ActivationPlan:
-    """`x` is its shape, its dtype and how far its address (and that of dy) is off the 16-byte grid."""
-    shape, dtype, misalignment = x
+def _plan(rt: Runtime, spec: ActivationSpec, backward: bool) -> ActivationPlan:
+    kind, (rows, width), dtype, cast_key = spec.kind, spec.shape, spec.dtype, spec.cast
     gated = kind in _GATED
-    rows, cols = shape[0], shape[1] // (1 + gated)
+    cols = width // (1 + gated)
     outputs = 2 if gated and backward else 1
-    current = cast_key is not None and not cast_key[3]
+    current = cast_key is not None and not cast_key.delayed
     delayed = cast_key is not None and not current
     scaling = "GIVEN_SCALE" if delayed else "NO_CAST"
-    columnwise = cast_key is not None and delayed and cast_key[2]
-    tall = columnwise or current or sum_dtype is not None
+    columnwise = cast_key is not None and delayed and cast_key.columnwise
+    tall = columnwise or current or spec.sum is not None
     kernel = loader.get(
         rt,
         "activation",
@@ -88,13 +77,13 @@ def _plan(
         KIND=_GATED.get(kind, kind).upper(),
         GATED=int(gated),
         BACKWARD=int(backward),
-        FORMAT=FORMATS[cast_key[0].dtype] if cast_key is not None and delayed else "E4M3",
+        FORMAT=FORMATS[cast_key.format.dtype] if cast_key is not None and delayed else "E4M3",
         SCALING=scaling,
         TALL=int(tall),
         COLUMNWISE=int(columnwise),
-        COLUMN_SUM=int(sum_dtype is not None),
-        KEEP=int(keep or not delayed),
-        ALIGNED=int(not misalignment and cols % (16 // dtype.itemsize) == 0),
+        COLUMN_SUM=int(spec.sum is not None),
+        KEEP=int(spec.keep or not delayed),
+        ALIGNED=int(not spec.alignment and cols % (16 // dtype.itemsize) == 0),
     )
     # Partial maxima are read again by every block of the second pass: no more of them than blocks run at once.
     bounded = BLOCKS_PER_SM * multiprocessors(rt) if current else 0
@@ -102,7 +91,8 @@ def _plan(
     cast = None
     family = f"activation_{'backward' if backward else 'forward'}_{'tall' if tall else 'flat'}_{scaling.lower()}"
     if current and cast_key is not None:
-        cast = plan_cast(rt, (rows, outputs * cols), dtype, cast_key[0].dtype, "OWN_SCALE", cast_key[2], None)
+        fp8, own = cast_key.format.dtype, (rows, outputs * cols)
+        cast = plan_cast(rt, own, dtype, fp8, "OWN_SCALE", cast_key.columnwise, None)
         family += f"+{cast.family}"
     operands, stages = 1 + gated + backward, 4 if tall and not gated and not backward else 2  # as in activation.cu
     return ActivationPlan(
@@ -114,22 +104,24 @@ def _plan(
         outputs * cols,
         operands * stages * STAGE_BYTES,
         tiles.blocks if current else 0,
-        sum_kernel(rt, sum_dtype),
+        sum_kernel(rt, spec.sum),
         cast,
-        tuple(clamp or _DEFAULT_CLAMP),
+        spec.clamp,
     )
 
 
-def _run(
-    rt: Runtime,
-    plan: ActivationPlan,
-    dy: Tensor | None,
-    x: Tensor,
-    out: Tensor | None,
-    cast: Cast | None,
-    q: QuantizedTensor | None,
-    column_sum: Tensor | None,
-) -> None:
+def plan_activation_forward(rt: Runtime, spec: ActivationSpec) -> ActivationPlan:
+    """The launches of `activation_forward`."""
+    return _plan(rt, spec, backward=False)
+
+
+def plan_activation_backward(rt: Runtime, spec: ActivationSpec) -> ActivationPlan:
+    """The launches of `activation_backward`."""
+    return _plan(rt, spec, backward=True)
+
+
+def _run(rt: Runtime, plan: ActivationPlan, operands: ActivationOperands) -> None:
+    x, dy, out, cast, q, column_sum = operands
     tiles = plan.tiling
     rowwise = columnwise = source = scale_inv = largest = 0
     if plan.cast is not None:
@@ -165,41 +157,11 @@ def _run(
         run_cast(rt, plan.cast, out, cast, q, largest, plan.partials, None)
 
 
-def plan_activation_forward(rt: Runtime, key: tuple[Any, ...]) -> ActivationPlan:
-    """The launches of `activation_forward` (the key is the op's)."""
-    _, clamp, shape, dtype, kind, cast_key, keep, misalignment, _ = key
-    return _plan(rt, (shape, dtype, misalignment), kind, cast_key, keep, None, backward=False, clamp=clamp)
-
-
-def activation_forward(
-    rt: Runtime,
-    plan: ActivationPlan,
-    x: Tensor,
-    kind: str,
-    y: Tensor | None,
-    cast: Cast | None,
-    q: QuantizedTensor | None,
-) -> None:
+def activation_forward(rt: Runtime, plan: ActivationPlan, operands: ActivationOperands) -> None:
     """y = act(x), or act(a) * b for x = (a | b), and its cast."""
-    _run(rt, plan, None, x, y, cast, q, None)
+    _run(rt, plan, operands)
 
 
-def plan_activation_backward(rt: Runtime, key: tuple[Any, ...]) -> ActivationPlan:
-    """The launches of `activation_backward` (the key is the op's)."""
-    _, clamp, shape, dtype, _, kind, cast_key, keep, sum_dtype, misalignment, _ = key
-    return _plan(rt, (shape, dtype, misalignment), kind, cast_key, keep, sum_dtype, backward=True, clamp=clamp)
-
-
-def activation_backward(
-    rt: Runtime,
-    plan: ActivationPlan,
-    dy: Tensor,
-    x: Tensor,
-    kind: str,
-    dx: Tensor | None,
-    cast: Cast | None,
-    q: QuantizedTensor | None,
-    column_sum: Tensor | None,
-) -> None:
+def activation_backward(rt: Runtime, plan: ActivationPlan, operands: ActivationOperands) -> None:
     """dx = dy * act'(x), or (dy * b * act'(a) | dy * act(a)), its column sums and its cast."""
-    _run(rt, plan, dy, x, dx, cast, q, column_sum)
+    _run(rt, plan, operands)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 from te_core.backends.cuda.quantize import BLOCKS_PER_SM, THREADS, Tiling, multiprocessors
 from te_core.backends.cuda.sums import TYPES, add_column_sums, column_workspace, sum_kernel
+from te_core.dtypes import DType
 from te_core.kernels import loader
 from te_core.kernels.loader import Kernel
 from te_core.runtime import Runtime
@@ -49,9 +50,19 @@ def add(rt: Runtime, a: Tensor, b: Tensor, out: Tensor) -> None:
     plan.kernel(rt, plan.tiling.grid[0], 256, a.ptr, b.ptr, out.ptr, count)
 
 
-def _plan(rt: Runtime, key: tuple[Any, ...], entry: str, args: str) -> StripPlan:
-    """The key is (operation, shape, dtype, p, aligned, type of the column sums)."""
-    _, (rows, cols), dtype, p, aligned, sum_dtype = key
+class _Strips(NamedTuple):
+    """The key of a plan."""
+
+    operation: str
+    shape: tuple[int, ...]
+    dtype: DType
+    p: float
+    aligned: bool
+    sum: DType | None = None  # of the column sums
+
+
+def _plan(rt: Runtime, key: _Strips, entry: str, args: str) -> StripPlan:
+    (rows, cols), dtype, p, sum_dtype = key.shape, key.dtype, key.p, key.sum
     vector = 16 // dtype.itemsize
     kernel = loader.get(
         rt,
@@ -61,7 +72,7 @@ def _plan(rt: Runtime, key: tuple[Any, ...], entry: str, args: str) -> StripPlan
         DTYPE=TYPES[dtype],
         DROPOUT=int(p > 0.0),
         COLUMN_SUM=int(sum_dtype is not None),
-        ALIGNED=int(aligned and cols % vector == 0),
+        ALIGNED=int(key.aligned and cols % vector == 0),
     )
     across = max(1, -(-cols // (_LANES * vector)))
     down = max(1, -(-rows // _TILE_ROWS))
@@ -98,7 +109,7 @@ def bias_dropout_add(
     """out = residual + dropout(x + bias)."""
     b, r = (0 if bias is None else bias.ptr), (0 if residual is None else residual.ptr)
     aligned = not (x.ptr | b | r | out.ptr) & 15
-    key = ("bias_dropout_add", x.shape, x.dtype, p, aligned, None)
+    key = _Strips("bias_dropout_add", x.shape, x.dtype, p, aligned)
     plan = rt.plans.get(key)
     if plan is None:
         plan = _plan(rt, key, "bias_dropout_add", "pppppqqiiif")
@@ -126,7 +137,7 @@ def bias_dropout_add_backward(
     """dx = dy where the mask kept the element, scaled; its column sums."""
     aligned = not (dy.ptr | dx.ptr) & 15
     sum_dtype = None if column_sum is None else column_sum.dtype
-    key = ("bias_dropout_add_backward", dy.shape, dy.dtype, p, aligned, sum_dtype)
+    key = _Strips("bias_dropout_add_backward", dy.shape, dy.dtype, p, aligned, sum_dtype)
     plan = rt.plans.get(key)
     if plan is None:
         plan = _plan(rt, key, "dropout_backward", "ppppqqiiif")

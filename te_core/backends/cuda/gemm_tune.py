@@ -21,13 +21,13 @@ import numpy as np
 
 from te_core import cache, device, dtypes, env, libraries
 from te_core.backends.cuda import cublaslt as lt_
+from te_core.backends.cuda.gemm_run import Prepared, Route
 from te_core.dtypes import DType
 from te_core.quantized import pieces
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
 
 if TYPE_CHECKING:
-    from te_core.backends.cuda.gemm import Prepared, Route
     from te_core.ops.gemm import GemmSpec
 
 CANDIDATES = 16

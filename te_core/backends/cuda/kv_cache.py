@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from te_core.attention import DIMENSIONS
-from te_core.kernels import get
+from te_core.kernels import loader
 from te_core.kernels.loader import Kernel
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
@@ -41,7 +41,7 @@ def plan_kv_append(rt: Runtime, form: str, new_k: Tensor, new_v: Tensor, cache: 
     groups, tokens = cache.k.shape[2], new_k.shape[token]
     numbers = (*strides, k, v, groups, rows, tokens, cache.capacity, cache.k.shape[1], cache.k.shape[0])
     constants = {"WIDTH": width, "PACKED": int(batch is None), "PAGED": int(cache.pages is not None)}
-    kernel = get(rt, "kv_cache", entry="kv_append", args="p" * 7 + "q" * 6 + "i" * 8, **constants)
+    kernel = loader.get(rt, "kv_cache", entry="kv_append", args="p" * 7 + "q" * 6 + "i" * 8, **constants)
     slots = tokens if batch is None else rows * tokens
     return CopyPlan(kernel, *_shares(slots if rows else 0, groups * (k + v)), numbers)
 
@@ -71,7 +71,7 @@ def plan_kv_move(rt: Runtime, cache: KVCache, longest: int) -> CopyPlan:
     """All rows of a place in them are one thread's."""
     width = _width(cache.k, cache.v)
     k, v = _vectors(cache, width)
-    kernel = get(rt, "kv_cache", entry="kv_move", args="pppiiiiii", WIDTH=width, PACKED=0, PAGED=0)
+    kernel = loader.get(rt, "kv_cache", entry="kv_move", args="pppiiiiii", WIDTH=width, PACKED=0, PAGED=0)
     return CopyPlan(kernel, *_shares(longest, k + v), (longest, cache.capacity, k, v, cache.rows))
 
 
@@ -85,7 +85,7 @@ def plan_kv_gather(rt: Runtime, cache: KVCache, rows: int) -> CopyPlan:
     """A thread for each vector of the result, zeros included."""
     width = _width(cache.k, cache.v)
     k, v = _vectors(cache, width)
-    kernel = get(rt, "kv_cache", entry="kv_gather", args="p" * 6 + "i" * 6, WIDTH=width, PACKED=0, PAGED=1)
+    kernel = loader.get(rt, "kv_cache", entry="kv_gather", args="p" * 6 + "i" * 6, WIDTH=width, PACKED=0, PAGED=1)
     numbers = (k, v, rows, cache.capacity, cache.k.shape[1], cache.k.shape[0])
     return CopyPlan(kernel, *_shares(rows * cache.capacity, k + v), numbers)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from te_core.backends.cuda import norm_tiling as tiling
 from te_core.backends.cuda.sums import TYPES
@@ -11,6 +11,9 @@ from te_core.kernels import loader
 from te_core.kernels.loader import Kernel
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
+
+if TYPE_CHECKING:
+    from te_core.ops.l2_norm import L2NormOpSpec
 
 _THREADS = 256  # of a block
 
@@ -25,10 +28,9 @@ class L2NormPlan:
     threads: int
 
 
-def _plan(rt: Runtime, key: tuple[Any, ...], args: str) -> L2NormPlan:
-    """The key begins (operation, shape, dtype, how far addresses are off the 16-byte grid)."""
-    entry, (rows, cols), dtype, alignment, *_ = key
-    width = tiling.vector_width(cols, alignment, (dtype.itemsize,), 16 // dtype.itemsize)
+def _plan(rt: Runtime, entry: str, spec: L2NormOpSpec, args: str) -> L2NormPlan:
+    (rows, cols), dtype = spec.shape, spec.dtype
+    width = tiling.vector_width(cols, spec.alignment, (dtype.itemsize,), 16 // dtype.itemsize)
     team = tiling.forward_team(cols, width, dtype.itemsize).in_blocks_of(_THREADS)
     kernel = loader.get(
         rt,
@@ -45,9 +47,9 @@ def _plan(rt: Runtime, key: tuple[Any, ...], args: str) -> L2NormPlan:
     return L2NormPlan(entry, kernel, -(-rows // team.teams), team.threads)
 
 
-def plan_l2_norm_forward(rt: Runtime, key: tuple[Any, ...]) -> L2NormPlan:
+def plan_l2_norm_forward(rt: Runtime, spec: L2NormOpSpec) -> L2NormPlan:
     """The launch of `l2_norm_forward`."""
-    return _plan(rt, key, "ppqif")
+    return _plan(rt, "l2_norm_forward", spec, "ppqif")
 
 
 def l2_norm_forward(rt: Runtime, plan: L2NormPlan, x: Tensor, y: Tensor, eps: float) -> None:
@@ -56,9 +58,9 @@ def l2_norm_forward(rt: Runtime, plan: L2NormPlan, x: Tensor, y: Tensor, eps: fl
         plan.kernel(rt, plan.blocks, plan.threads, x.ptr, y.ptr, x.shape[0], x.shape[1], eps)
 
 
-def plan_l2_norm_backward(rt: Runtime, key: tuple[Any, ...]) -> L2NormPlan:
+def plan_l2_norm_backward(rt: Runtime, spec: L2NormOpSpec) -> L2NormPlan:
     """The launch of `l2_norm_backward`."""
-    return _plan(rt, key, "pppqif")
+    return _plan(rt, "l2_norm_backward", spec, "pppqif")
 
 
 def l2_norm_backward(rt: Runtime, plan: L2NormPlan, dy: Tensor, x: Tensor, dx: Tensor, eps: float) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from te_core.backends.cuda.sums import ColumnSum
-from te_core.kernels import get
+from te_core.kernels import loader
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
 
@@ -15,7 +15,7 @@ def resize(rt: Runtime, x: Tensor, out: Tensor) -> None:
     rows, cols = out.shape
     if not rows * cols:
         return
-    kernel = get(rt, "resize", args="ppqqqq", SIZE=out.dtype.bits // 8)
+    kernel = loader.get(rt, "resize", args="ppqqqq", SIZE=out.dtype.bits // 8)
     blocks = -(-rows * cols // THREADS)
     kernel(rt, blocks, THREADS, x.ptr, out.ptr, x.shape[0], x.shape[1], rows, cols)
 

@@ -17,15 +17,14 @@ from te_core.backends.cuda import norm_tiling as tiling
 from te_core.backends.cuda.elementwise import mask_of, signed
 from te_core.backends.cuda.quantize import cast_with_partials
 from te_core.backends.cuda.sums import FORMATS, TYPES
-from te_core.dtypes import DType
 from te_core.kernels import loader
 from te_core.kernels.loader import Kernel
-from te_core.quantized import Cast, Format, QuantizedTensor, padded
+from te_core.quantized import padded
 from te_core.runtime import Runtime
-from te_core.tensor import Device, Tensor
+from te_core.tensor import Device
 
 if TYPE_CHECKING:
-    from te_core.ops.norm import Branch
+    from te_core.ops.norm import NormGradients, NormOperands, NormOpSpec
 
 _KINDS = {"LayerNorm": "LAYER", "RMSNorm": "RMS"}
 _limits: dict[Device, tiling.Limits] = {}
@@ -71,37 +70,35 @@ class ForwardPlan:
     mask: tuple[int, float]
 
 
-def plan_norm_forward(rt: Runtime, key: tuple[Any, ...]) -> ForwardPlan:
-    """The launches of `norm_forward` for the key that ops.norm makes."""
-    _, (rows, cols), x_dtype, gamma_dtype, out_dtype, kind, zero_centered, _, *options = key
-    cast, keep, margin, alignment, more, _ = options
-    bias, p, *_ = more or (False, 0.0)
-    sizes = (x_dtype.itemsize, gamma_dtype.itemsize, out_dtype.itemsize)
-    width = tiling.vector_width(cols, alignment, sizes, 16 // x_dtype.itemsize)
-    team = tiling.forward_team(cols, width, x_dtype.itemsize)
+def plan_norm_forward(rt: Runtime, spec: NormOpSpec) -> ForwardPlan:
+    """The launches of `norm_forward`."""
+    (rows, cols), cast, margin = spec.shape, spec.cast, spec.sm_margin
+    sizes = (spec.x.itemsize, spec.gamma.itemsize, spec.out.itemsize)
+    width = tiling.vector_width(cols, spec.alignment, sizes, 16 // sizes[0])
+    team = tiling.forward_team(cols, width, sizes[0])
     constants: dict[str, Any] = {
-        "IN": TYPES[x_dtype],
-        "GAMMA": TYPES[gamma_dtype],
-        "OUT": TYPES[out_dtype],
-        "KIND": _KINDS[kind],
-        "ZERO_CENTERED": int(zero_centered),
+        "IN": TYPES[spec.x],
+        "GAMMA": TYPES[spec.gamma],
+        "OUT": TYPES[spec.out],
+        "KIND": _KINDS[spec.kind],
+        "ZERO_CENTERED": int(spec.zero_centered),
         "VEC": width,
         "SIZE": team.size,
         "ITERS": team.iters,
         "FULL": int(team.is_full(cols)),
-        "RESIDUAL": int(more is not None),
-        "BIAS": int(bias),
-        "DROPOUT": int(p > 0.0),
+        "RESIDUAL": int(spec.branch),
+        "BIAS": int(spec.bias),
+        "DROPOUT": int(spec.p > 0.0),
     }
-    form, rowwise, columnwise, delayed, has_amax, *_ = cast or (Format(dtypes.float8_e4m3), False, False, False, False)
-    fp8 = form.dtype
-    turn = delayed and columnwise
-    use = "PARTIALS" if cast and not delayed else "RAISE" if has_amax else "KEEP_NONE"
+    delayed = cast is not None and cast.delayed
+    rowwise = cast is not None and cast.rowwise
+    turn = cast is not None and delayed and cast.columnwise
+    use = "KEEP_NONE" if cast is None else "PARTIALS" if not delayed else "RAISE" if cast.amax else "KEEP_NONE"
     if turn:
         team = tiling.transposing_team(team)
     else:
         team = team.in_blocks_of(1024 if margin else tiling.FORWARD_THREADS)
-    row_bytes = team.row_bytes(sizes[0]) * (1 if more is None else 2)
+    row_bytes = team.row_bytes(sizes[0]) * (1 + spec.branch)
     side_by_side = 1 if margin else max(1, (tiling.TILE_RESIDENT if turn else tiling.FORWARD_RESIDENT) // team.threads)
     most = tiling.TILE_STAGES if turn else tiling.FORWARD_STAGES
     stages = tiling.stages(row_bytes, side_by_side, most, limits(rt)) if team.iters else 0
@@ -109,17 +106,17 @@ def plan_norm_forward(rt: Runtime, key: tuple[Any, ...]) -> ForwardPlan:
     kernel = loader.get(
         rt,
         "norm_forward",
-        args=_FORWARD_ARGS + ("" if more is None else _BRANCH_ARGS),
+        args=_FORWARD_ARGS + (_BRANCH_ARGS if spec.branch else ""),
         **constants,
         TEAMS=team.teams,
         ROWS=height,
         STAGES=stages,
-        VALUES=int(keep or not delayed),
+        VALUES=int(spec.keep or not delayed),
         CAST=int(delayed),
         ROWWISE=int(rowwise),
         COLUMNWISE=int(turn),
         AMAX=use,
-        FORMAT=FORMATS[fp8],
+        FORMAT=FORMATS[dtypes.float8_e4m3 if cast is None else cast.format.dtype],
         MIN_BLOCKS=side_by_side,
     )
     shared = stages * row_bytes
@@ -138,7 +135,7 @@ def plan_norm_forward(rt: Runtime, key: tuple[Any, ...]) -> ForwardPlan:
         1.0 / cols,
         use == "PARTIALS",
         0 if rowwise or not turn else grid * height * padded(cols),
-        mask_of(p),
+        mask_of(spec.p),
     )
 
 
@@ -150,23 +147,11 @@ def _blocks(rt: Runtime, threads: int, kernel: Kernel, shared: int, margin: int)
     return limits(rt).multiprocessors * limits(rt).blocks_per_multiprocessor(threads, kernel.attribute(4), shared)
 
 
-def norm_forward(
-    rt: Runtime,
-    plan: ForwardPlan,
-    x: Tensor,
-    gamma: Tensor,
-    beta: Tensor | None,
-    y: Tensor | None,
-    cast: Cast | None,
-    q: QuantizedTensor | None,
-    mean: Tensor | None,
-    rstd: Tensor,
-    eps: float,
-    branch: Branch | None = None,
-) -> None:
+def norm_forward(rt: Runtime, plan: ForwardPlan, operands: NormOperands) -> None:
     """Run a plan of `plan_norm_forward`."""
     if not plan.grid:
         return
+    x, gamma, beta, y, cast, q, mean, rstd, eps, branch = operands
     rowwise = columnwise = scale = scale_inv = amax = 0
     if plan.partials:
         amax = rt.workspace("norm amax", 4 * plan.grid)
@@ -234,27 +219,27 @@ class BackwardPlan:
     inverse: float
 
 
-def plan_norm_backward(rt: Runtime, key: tuple[Any, ...]) -> BackwardPlan:
-    """The launches of `norm_backward` for the key that ops.norm makes."""
-    _, (rows, cols), x_dtype, dy_dtype, gamma_dtype, kind, zero_centered, margin, alignment, add, _ = key
-    sizes = (x_dtype.itemsize, dy_dtype.itemsize, gamma_dtype.itemsize)
-    width = tiling.vector_width(cols, alignment, sizes, 16 // max(sizes[:2]))
+def plan_norm_backward(rt: Runtime, spec: NormOpSpec) -> BackwardPlan:
+    """The launches of `norm_backward`."""
+    (rows, cols), margin = spec.shape, spec.sm_margin
+    sizes = (spec.x.itemsize, spec.out.itemsize, spec.gamma.itemsize)
+    width = tiling.vector_width(cols, spec.alignment, sizes, 16 // max(sizes[:2]))
     constants: dict[str, Any] = {
-        "IN": TYPES[x_dtype],
-        "DY": TYPES[dy_dtype],
-        "GAMMA": TYPES[gamma_dtype],
-        "KIND": _KINDS[kind],
-        "ZERO_CENTERED": int(zero_centered),
+        "IN": TYPES[spec.x],
+        "DY": TYPES[spec.out],
+        "GAMMA": TYPES[spec.gamma],
+        "KIND": _KINDS[spec.kind],
+        "ZERO_CENTERED": int(spec.zero_centered),
         "VEC": width,
-        "ADD": int(add),
+        "ADD": int(spec.add),
     }
     team = tiling.backward_team(cols, width)
     if team is None:
-        return _plan_wide(rt, rows, cols, margin, width, gamma_dtype, constants)
+        return _plan_wide(rt, spec, width, constants)
     # One large block a multiprocessor is enough: fewer blocks, fewer partial sums.
     resident = tiling.BACKWARD_THREADS if team.iters * width > 8 else 1024
     side_by_side = 1 if margin else max(1, resident // team.threads)
-    stage_bytes = team.row_bytes(sizes[0] * (1 + add) + sizes[1])
+    stage_bytes = team.row_bytes(sizes[0] * (1 + spec.add) + sizes[1])
     stages = max(1, tiling.stages(stage_bytes, side_by_side, tiling.BACKWARD_STAGES, limits(rt)))
     kernel = loader.get(
         rt,
@@ -278,7 +263,7 @@ def plan_norm_backward(rt: Runtime, key: tuple[Any, ...]) -> BackwardPlan:
         shared,
         None,
         (0, 0),
-        *_total(rt, cols, gamma_dtype, kind),
+        *_total(rt, spec),
         grid,
         rows,
         cols,
@@ -286,9 +271,8 @@ def plan_norm_backward(rt: Runtime, key: tuple[Any, ...]) -> BackwardPlan:
     )
 
 
-def _plan_wide(
-    rt: Runtime, rows: int, cols: int, margin: int, width: int, gamma_dtype: DType, constants: dict[str, Any]
-) -> BackwardPlan:
+def _plan_wide(rt: Runtime, spec: NormOpSpec, width: int, constants: dict[str, Any]) -> BackwardPlan:
+    (rows, cols), margin = spec.shape, spec.sm_margin
     free = max(1, limits(rt).multiprocessors - margin)
     kernel = loader.get(rt, "norm_backward_wide", args="pppppppqif", **constants, SIZE=1024)
     columns = loader.get(
@@ -297,7 +281,6 @@ def _plan_wide(
     across = -(-cols // (128 * width))
     # About 8 blocks a multiprocessor; each part is another row of partial sums to add.
     parts = min(rows, max(1, 8 * free // across))
-    kind = "LayerNorm" if constants["KIND"] == "LAYER" else "RMSNorm"
     return BackwardPlan(
         "norm_backward_wide",
         kernel,
@@ -306,7 +289,7 @@ def _plan_wide(
         0,
         columns,
         (across, parts),
-        *_total(rt, cols, gamma_dtype, kind),
+        *_total(rt, spec),
         parts,
         rows,
         cols,
@@ -314,25 +297,14 @@ def _plan_wide(
     )
 
 
-def _total(rt: Runtime, cols: int, gamma_dtype: DType, kind: str) -> tuple[Kernel, tuple[int, int]]:
-    kernel = loader.get(rt, "norm_backward_sum", args="pppii", GAMMA=TYPES[gamma_dtype])
-    return kernel, (-(-cols // 32), 2 if kind == "LayerNorm" else 1)
+def _total(rt: Runtime, spec: NormOpSpec) -> tuple[Kernel, tuple[int, int]]:
+    kernel = loader.get(rt, "norm_backward_sum", args="pppii", GAMMA=TYPES[spec.gamma])
+    return kernel, (-(-spec.shape[1] // 32), 2 if spec.kind == "LayerNorm" else 1)
 
 
-def norm_backward(
-    rt: Runtime,
-    plan: BackwardPlan,
-    dy: Tensor,
-    x: Tensor,
-    gamma: Tensor,
-    mean: Tensor | None,
-    rstd: Tensor,
-    add: Tensor | None,
-    dx: Tensor,
-    dgamma: Tensor,
-    dbeta: Tensor | None,
-) -> None:
+def norm_backward(rt: Runtime, plan: BackwardPlan, operands: NormGradients) -> None:
     """Run a plan of `plan_norm_backward`."""
+    dy, x, gamma, mean, rstd, add, dx, dgamma, dbeta = operands
     add_ptr = add.ptr if add is not None else 0
     mean_ptr = mean.ptr if mean is not None else 0
     partial = rt.workspace("norm backward", 8 * plan.parts * plan.cols)

@@ -22,7 +22,7 @@ from te_core.runtime import Runtime
 from te_core.tensor import Tensor
 
 if TYPE_CHECKING:
-    from te_core.ops.quantize import ScalingState
+    from te_core.ops.quantize import QuantizeSpec, ScalingState
 
 #: Threads of a block of quantize.cu, activation.cu and elementwise.cu.
 THREADS = 128
@@ -233,13 +233,12 @@ class QuantizePlan:
     sums: CastPlan | None
 
 
-def plan_quantize(
-    rt: Runtime, shape: tuple[int, ...], dtype: DType, cast_key: tuple[Any, ...], sum_dtype: DType | None
-) -> QuantizePlan:
-    """The launches of `quantize`; `sum_dtype` is the type of the column sums, if they are wanted."""
-    fp8, columnwise, delayed = cast_key[0].dtype, cast_key[2], cast_key[3]
+def plan_quantize(rt: Runtime, spec: QuantizeSpec) -> QuantizePlan:
+    """The launches of `quantize`."""
+    shape, dtype, sum_dtype = spec.shape, spec.dtype, spec.sum
+    fp8, columnwise = spec.cast.format.dtype, spec.cast.columnwise
     limit = BLOCKS_PER_SM * multiprocessors(rt)
-    if delayed:
+    if spec.cast.delayed:
         tall = columnwise or sum_dtype is not None  # flat tiles are faster in many small blocks
         cast = plan_cast(rt, shape, dtype, fp8, "GIVEN_SCALE", columnwise, sum_dtype, max_blocks=limit if tall else 0)
         return QuantizePlan(cast.family, cast, True, None, None)

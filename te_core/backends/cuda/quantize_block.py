@@ -6,16 +6,18 @@ One launch makes both copies; column sums add a small one that adds up the parti
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from te_core.backends.cuda.quantize import THREADS as DEQUANTIZE_THREADS
 from te_core.backends.cuda.sums import FORMATS, TYPES, add_column_sums, column_workspace, sum_kernel
-from te_core.dtypes import DType
 from te_core.kernels import loader
 from te_core.kernels.loader import Kernel
 from te_core.quantized import BLOCK, PAD, Cast, QuantizedTensor
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
+
+if TYPE_CHECKING:
+    from te_core.ops.quantize import QuantizeSpec
 
 _SIDE = BLOCK["block"]
 #: Rows of a thread of quantize_block.cu; its columns fill 16 bytes.
@@ -46,11 +48,10 @@ class BlockPlan:
         return self.kernel
 
 
-def plan_quantize_block(
-    rt: Runtime, shape: tuple[int, ...], dtype: DType, cast_key: tuple[Any, ...], sum_dtype: DType | None
-) -> BlockPlan:
-    """The launch of `quantize_block`; `sum_dtype` is the type of the column sums, if they are wanted."""
-    form, rowwise, columnwise = cast_key[:3]
+def plan_quantize_block(rt: Runtime, spec: QuantizeSpec) -> BlockPlan:
+    """The launch of `quantize_block`."""
+    shape, dtype, sum_dtype = spec.shape, spec.dtype, spec.sum
+    form, rowwise, columnwise = spec.cast.format, spec.cast.rowwise, spec.cast.columnwise
     vector = 16 // dtype.itemsize
     aligned = shape[1] % vector == 0
     constants: dict[str, Any] = {

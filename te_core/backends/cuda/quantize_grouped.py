@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from ctypes import Array, addressof, c_char, create_string_buffer
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from te_core import libraries
 from te_core.backends.cuda.quantize import BLOCKS_PER_SM, STAGE_BYTES, THREADS, Tiling, multiprocessors, tiling
@@ -23,6 +23,9 @@ from te_core.kernels.loader import Kernel
 from te_core.quantized import BLOCK, Cast, QuantizedTensor
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
+
+if TYPE_CHECKING:
+    from te_core.ops.quantize import QuantizeSpec
 
 #: Entries that a launch's parameters hold, as in scale_update: 4 KB everywhere, 32,764 bytes since CUDA 12.1.
 _SMALL, _LARGE = 48, 384
@@ -72,11 +75,10 @@ class GroupedPlan:
         return self.cast.name == "quantize_block"
 
 
-def plan_quantize_grouped(
-    rt: Runtime, width: int, dtype: DType, cast_key: tuple[Any, ...], sum_dtype: DType | None
-) -> GroupedPlan:
+def plan_quantize_grouped(rt: Runtime, spec: QuantizeSpec) -> GroupedPlan:
     """The launches of `quantize_grouped`, for any number of rows."""
-    form, rowwise, columnwise, delayed = cast_key[:4]
+    (_, width), dtype, sum_dtype = spec.shape, spec.dtype, spec.sum
+    form, columnwise = spec.cast.format, spec.cast.columnwise
     adds = sum_dtype is not None
     sums = (
         None
@@ -88,7 +90,7 @@ def plan_quantize_grouped(
             "DTYPE": TYPES[dtype],
             "FORMAT": FORMATS[form.dtype],
             "TILED": int(form.tiled),
-            "ROWWISE": int(rowwise),
+            "ROWWISE": int(spec.cast.rowwise),
             "COLUMNWISE": int(columnwise),
             "COLUMN_SUM": int(adds),
             "GROUPED": 1,
@@ -96,7 +98,7 @@ def plan_quantize_grouped(
         cast = Variant("quantize_block", "quantize_block_grouped", tuple(constants.items()))
         return GroupedPlan("quantize_block_grouped", width, dtype, cast, True, 0, sums=sums)
     most = BLOCKS_PER_SM * multiprocessors(rt)
-    if delayed:
+    if spec.cast.delayed:
         tall = columnwise or adds
         cast = _variant(dtype, form.dtype, "GIVEN_SCALE", columnwise, adds)
         return GroupedPlan("quantize_grouped", width, dtype, cast, tall, most if tall else 0, sums=sums)

@@ -7,7 +7,7 @@ sums of the blocks in a fixed order.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from te_core.backends.cuda.quantize import BLOCKS_PER_SM, THREADS, multiprocessors
 from te_core.backends.cuda.sums import FORMATS, TYPES, add_column_sums, column_workspace, sum_kernel
@@ -17,6 +17,10 @@ from te_core.kernels.loader import Kernel
 from te_core.quantized import Cast, QuantizedTensor, up
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
+
+if TYPE_CHECKING:
+    from te_core.ops.quantize import QuantizeSpec
+    from te_core.ops.swizzle import SwizzleSpec
 
 #: Rows of a block of threads.
 _SIDE = 32
@@ -45,11 +49,10 @@ class Mxfp8Plan:
         return self.kernel
 
 
-def plan_quantize_mxfp8(
-    rt: Runtime, shape: tuple[int, ...], dtype: DType, cast_key: tuple[Any, ...], sum_dtype: DType | None
-) -> Mxfp8Plan:
-    """The launch of `quantize_mxfp8`; `sum_dtype` is the type of the column sums, if they are wanted."""
-    form, rowwise, columnwise = cast_key[:3]
+def plan_quantize_mxfp8(rt: Runtime, spec: QuantizeSpec) -> Mxfp8Plan:
+    """The launch of `quantize_mxfp8`."""
+    shape, dtype, sum_dtype = spec.shape, spec.dtype, spec.sum
+    form, rowwise, columnwise = spec.cast.format, spec.cast.rowwise, spec.cast.columnwise
     aligned = shape[1] % (16 // dtype.itemsize) == 0
     constants: dict[str, Any] = {
         "DTYPE": TYPES[dtype],
@@ -148,9 +151,10 @@ class SwizzlePlan:
     blocks: int
 
 
-def plan_swizzle_scales(rt: Runtime, shape: tuple[int, ...], transposed: bool) -> SwizzlePlan:
+def plan_swizzle_scales(rt: Runtime, spec: SwizzleSpec) -> SwizzlePlan:
     """The launch of `swizzle_scales`."""
-    rows, blocks = shape[::-1] if transposed else shape
+    transposed = spec.transposed
+    rows, blocks = spec.shape[::-1] if transposed else spec.shape
     kernel = loader.get(rt, "swizzle_scales", args="ppqq", TRANSPOSED=int(transposed))
     down, across = rows // 128, blocks // 4  # tiles; a block of threads takes 32 of all, or 8 beside one another
     grid = -(-(down * across) // 32) if transposed else down * -(-across // 8)

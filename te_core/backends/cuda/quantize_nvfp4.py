@@ -8,16 +8,18 @@ from __future__ import annotations
 
 from ctypes import c_int32
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from te_core.backends.cuda.quantize import BLOCKS_PER_SM, THREADS, AmaxPlan, multiprocessors, plan_amax
 from te_core.backends.cuda.sums import TYPES, ColumnSum
-from te_core.dtypes import DType
 from te_core.kernels import loader
 from te_core.kernels.loader import Kernel
-from te_core.quantized import Cast, Format, QuantizedTensor, padded, up
+from te_core.quantized import Cast, QuantizedTensor, padded, up
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
+
+if TYPE_CHECKING:
+    from te_core.ops.quantize import QuantizeSpec
 
 _SIDE = 64  # of the tiles of nvfp4.cuh
 _FOUR_OVER_SIX = {None: 0, "MAE": 1, "MSE": 2}
@@ -49,17 +51,13 @@ class Nvfp4Plan:
         return loader.get(rt, "quantize_nvfp4", entry=entry, args=args, **constants)
 
 
-def plan_quantize_nvfp4(
-    rt: Runtime, shape: tuple[int, int], dtype: DType, cast_key: tuple[Any, ...], sum_dtype: DType | None
-) -> Nvfp4Plan:
-    """The launches over an x of this shape."""
-    form: Format = cast_key[0]
-    rowwise, columnwise, transform, stochastic, four_over_six = cast_key[1], cast_key[2], *cast_key[5:8]
-    rows, cols = shape
-    transform = transform and columnwise
+def plan_quantize_nvfp4(rt: Runtime, spec: QuantizeSpec) -> Nvfp4Plan:
+    """The launches of `quantize_nvfp4`."""
+    cast, form, dtype, (rows, cols) = spec.cast, spec.cast.format, spec.dtype, spec.shape
+    transform = cast.transform and cast.columnwise
     # The scales of a copy reach to a multiple of 128 lines and of 64 elements along them.
-    across = max(1, up(cols, 128 if columnwise else _SIDE) // _SIDE)
-    down = max(1, up(rows, 128 if rowwise else _SIDE) // _SIDE)
+    across = max(1, up(cols, 128 if cast.columnwise else _SIDE) // _SIDE)
+    down = max(1, up(rows, 128 if cast.rowwise else _SIDE) // _SIDE)
     partials, amax = 0, None
     if transform:
         partials = min(BLOCKS_PER_SM * multiprocessors(rt), max(1, -(-cols // _SIDE) * -(-rows // _SIDE)))
@@ -71,20 +69,20 @@ def plan_quantize_nvfp4(
         "ALIGNED": int(cols % (16 // dtype.itemsize) == 0),
         "TILED": int(form.tiled),
         "TRANSFORM": int(transform),
-        "STOCHASTIC": int(stochastic),
+        "STOCHASTIC": int(cast.stochastic),
         "ROW_SCALED": int(form.row_scaled),
-        "FOUR_OVER_SIX": _FOUR_OVER_SIX[four_over_six],
+        "FOUR_OVER_SIX": _FOUR_OVER_SIX[cast.four_over_six],
     }
     first = "line_maxima" if form.row_scaled else "maxima" if transform else "amax"
     return Nvfp4Plan(
         f"{first}+quantize_nvfp4",
-        shape,
+        (rows, cols),
         constants,
         across,
         across * down,
         partials,
         amax,
-        None if sum_dtype is None else ColumnSum(rt, rows, cols, dtype, sum_dtype),
+        None if spec.sum is None else ColumnSum(rt, rows, cols, dtype, spec.sum),
     )
 
 

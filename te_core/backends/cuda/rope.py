@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING
 
 from te_core.backends.cuda.sums import TYPES
 from te_core.dtypes import DType
@@ -12,6 +12,9 @@ from te_core.kernels import loader
 from te_core.kernels.loader import Kernel
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor, dense_strides
+
+if TYPE_CHECKING:
+    from te_core.ops.rope import RopeOpSpec, RopeQkvOpSpec, Turn
 
 _THREADS = 256
 _UNITS = 2  # of a token in one thread, where there are enough: the angles are made by fewer threads, but all of them
@@ -47,39 +50,39 @@ def _threads(units: int) -> int:
     return max(32, min(_THREADS, -(-units // _UNITS) + 31 & -32))
 
 
-def _extent(lead: tuple[int, ...], fmt: str, sequences: int) -> tuple[int, int]:
+def _extent(lead: tuple[int, ...], turn: Turn) -> tuple[int, int]:
     """(tokens of a sequence, sequences)."""
-    if fmt == "thd":
-        return 0, sequences
-    return (lead[0], lead[1]) if fmt == "sbhd" else (lead[1], lead[0])
+    if turn.fmt == "thd":
+        return 0, (turn.cu_seqlens or 1) - 1
+    return (lead[0], lead[1]) if turn.fmt == "sbhd" else (lead[1], lead[0])
 
 
-def plan_rope(rt: Runtime, key: tuple[Any, ...]) -> RopePlan:
-    """The launch of `rope` (the key is the op's)."""
-    _, shape, strides, dtype, table, fmt, interleaved, cp_size, cp_rank, backward, alignment, cu, _ = key
+def plan_rope(rt: Runtime, spec: RopeOpSpec) -> RopePlan:
+    """The launch of `rope`."""
+    shape, table, turn, fmt = spec.shape, spec.table, spec.turn, spec.turn.fmt
     heads, d, d2 = shape[-2], shape[-1], table[-1]
-    steps = strides or dense_strides(shape)
-    width = _width(dtype, alignment, (d, d2 // 2, *steps[:-1]))
+    steps = spec.strides or dense_strides(shape)
+    width = _width(spec.dtype, spec.alignment, (d, d2 // 2, *steps[:-1]))
     kernel = loader.get(
         rt,
         "rope",
         args=_ARGS,
-        DTYPE=TYPES[dtype],
+        DTYPE=TYPES[spec.dtype],
         FORMAT=fmt.upper(),
-        INTERLEAVED=int(interleaved),
-        BACKWARD=int(backward),
+        INTERLEAVED=int(turn.interleaved),
+        BACKWARD=int(turn.backward),
         VEC=width,
     )
     sequence_step = 0 if fmt == "thd" else steps[1 if fmt == "sbhd" else 0]
     token_step = steps[1 if fmt == "bshd" else 0]
-    tokens, sequences = _extent(shape[:-2], fmt, 0 if cu is None else cu[0] - 1)
+    tokens, sequences = _extent(shape[:-2], turn)
     return RopePlan(
         f"rope_{fmt}",
         kernel,
         prod(shape[:-2]) if prod(shape[-2:]) else 0,
         _threads(heads * (d - d2 // 2) // width),
         8 * d2,
-        (tokens, sequences, token_step, sequence_step, steps[-2], table[0], heads, d, d2, cp_size, cp_rank),
+        (tokens, sequences, token_step, sequence_step, steps[-2], table[0], heads, d, d2, turn.cp_size, turn.cp_rank),
     )
 
 
@@ -102,31 +105,31 @@ def rope(
         )
 
 
-def plan_rope_qkv(rt: Runtime, key: tuple[Any, ...]) -> RopePlan:
-    """The launch of `rope_qkv` or of its backward (the key is the op's)."""
-    operation, lead, _, dtype, _, q_shape, k_shape, shared, split, rotation, cu, _, alignment = key
-    (heads, groups, (dq, dk, dv), grouped), (fmt, interleaved, cp_size, cp_rank) = split, rotation
-    (q_rows, dq2), (k_rows, dk2) = ((0, 0) if s is None else (s[0], s[-1]) for s in (q_shape, k_shape))
-    width = _width(dtype, alignment, (dq if heads else 0, dk, dv, dq2 // 2, dk2 // 2))
+def plan_rope_qkv(rt: Runtime, spec: RopeQkvOpSpec) -> RopePlan:
+    """The launch of `rope_qkv` or of its backward."""
+    turn, split, lead = spec.turn, spec.split, spec.lead
+    heads, groups, (dq, dk, dv) = split.heads, split.groups, split.dims
+    (q_rows, dq2), (k_rows, dk2) = ((0, 0) if s is None else (s[0], s[-1]) for s in (spec.q_table, spec.k_table))
+    width = _width(spec.dtype, spec.alignment, (dq if heads else 0, dk, dv, dq2 // 2, dk2 // 2))
     kernel = loader.get(
         rt,
         "rope",
         entry="rope_qkv",
         args=_QKV_ARGS,
-        DTYPE=TYPES[dtype],
-        FORMAT=fmt.upper(),
-        INTERLEAVED=int(interleaved),
-        BACKWARD=int(operation.endswith("backward")),
+        DTYPE=TYPES[spec.dtype],
+        FORMAT=turn.fmt.upper(),
+        INTERLEAVED=int(turn.interleaved),
+        BACKWARD=int(turn.backward),
         VEC=width,
     )
-    tokens, sequences = _extent(lead, fmt, 0 if cu is None else cu[0] - 1)
+    sizes = (*_extent(lead, turn), q_rows, k_rows, heads, groups, dq, dk, dv, dq2, dk2)
     return RopePlan(
-        f"{operation}_{fmt}",
+        f"rope_qkv{'_backward' * turn.backward}_{turn.fmt}",
         kernel,
         prod(lead),
         _threads(max(heads * (dq - dq2 // 2), groups * dk) // width),
-        8 * (dq2 + (0 if shared else dk2)),
-        (tokens, sequences, q_rows, k_rows, heads, groups, dq, dk, dv, dq2, dk2, int(grouped), cp_size, cp_rank),
+        8 * (dq2 + (0 if spec.one_table else dk2)),
+        (*sizes, int(split.interleaved), turn.cp_size, turn.cp_rank),
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from te_core import dtypes
 from te_core.backends.cuda.sums import TYPES, ColumnSum
@@ -11,6 +11,9 @@ from te_core.kernels import loader
 from te_core.kernels.loader import Kernel
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
+
+if TYPE_CHECKING:
+    from te_core.ops.softmax import SoftmaxOpSpec
 
 _HELD = 32  # elements of a row in one thread; a longer row is read again instead
 _VECTORS = 4  # of a row in one thread, where a row is that long
@@ -66,12 +69,12 @@ def _power_from(n: int) -> int:
 
 
 def _plan(
-    rt: Runtime, entry: str, args: str, scores: tuple[Any, ...], options: dict[str, bool], steps: tuple[int, ...] = ()
+    rt: Runtime, entry: str, args: str, spec: SoftmaxOpSpec, alignment: int, steps: tuple[int, ...] = ()
 ) -> SoftmaxPlan:
-    """`scores`: shape, dtype, band, alignment; `steps`: what stands before the sizes."""
-    (batch, heads, sq, cols), dtype, band, alignment = scores
+    """`steps`: what stands before the sizes."""
+    (batch, heads, sq, cols), dtype, band = spec.shape, spec.dtype, spec.band
     team = team_of(cols, dtype.itemsize, alignment)
-    banded = options["BANDED"]
+    banded = band.bounded or spec.lengths
     full = not banded and team.size * team.iters * team.width == cols
     kernel = loader.get(
         rt,
@@ -84,14 +87,16 @@ def _plan(
         ITERS=team.iters,
         TEAMS=team.teams,
         FULL=int(full),
-        **{name: int(on) for name, on in options.items()},
+        BANDED=int(banded),
+        MASK=int(spec.mask is not None),
+        SINK=int(spec.sink),
     )
     rows = batch * heads * sq
     sums = None
-    if entry == "softmax_backward" and options["SINK"]:
+    if entry == "softmax_backward" and spec.sink:
         sums = ColumnSum(rt, batch * sq, heads, dtypes.float32, dtypes.float32)
     how = "held" if team.iters else "streamed"
-    writes = cols or (entry == "softmax_forward" and options["SINK"])  # a row of no scores is all the sink's
+    writes = cols or (entry == "softmax_forward" and spec.sink)  # a row of no scores is all the sink's
     return SoftmaxPlan(
         f"{entry}_{how}",
         kernel,
@@ -102,17 +107,15 @@ def _plan(
     )
 
 
-def plan_softmax_forward(rt: Runtime, key: tuple[Any, ...]) -> SoftmaxPlan:
-    """The launch of `softmax_forward` (the key is the op's)."""
-    _, shape, dtype, band, mask, lengths, sink, alignment, mask_alignment, *_ = key
-    steps = (0, 0, 0)
-    if mask is not None:
-        b, h, q, k = mask
+def plan_softmax_forward(rt: Runtime, spec: SoftmaxOpSpec) -> SoftmaxPlan:
+    """The launch of `softmax_forward`."""
+    steps, alignment = (0, 0, 0), spec.alignment
+    if spec.mask is not None:
+        b, h, q, k = spec.mask
         steps = (0 if b == 1 else h * q * k, 0 if h == 1 else q * k, 0 if q == 1 else k)
         # A vector of mask bytes stands at its columns: on its boundary as the scores are, in bytes of its own.
-        alignment |= mask_alignment * dtype.itemsize
-    options = {"BANDED": band.bounded or lengths, "MASK": mask is not None, "SINK": sink}
-    return _plan(rt, "softmax_forward", _FORWARD_ARGS, (shape, dtype, band, alignment), options, steps)
+        alignment |= spec.mask_alignment * spec.dtype.itemsize
+    return _plan(rt, "softmax_forward", _FORWARD_ARGS, spec, alignment, steps)
 
 
 def softmax_forward(
@@ -131,11 +134,9 @@ def softmax_forward(
         plan.kernel(rt, plan.blocks, plan.threads, x.ptr, out.ptr, *addresses, *plan.sizes, scale)
 
 
-def plan_softmax_backward(rt: Runtime, key: tuple[Any, ...]) -> SoftmaxPlan:
-    """The launches of `softmax_backward` (the key is the op's)."""
-    _, shape, dtype, band, lengths, sink, alignment, *_ = key
-    options = {"BANDED": band.bounded or lengths, "MASK": False, "SINK": sink}
-    return _plan(rt, "softmax_backward", _BACKWARD_ARGS, (shape, dtype, band, alignment), options)
+def plan_softmax_backward(rt: Runtime, spec: SoftmaxOpSpec) -> SoftmaxPlan:
+    """The launches of `softmax_backward`."""
+    return _plan(rt, "softmax_backward", _BACKWARD_ARGS, spec, spec.alignment)
 
 
 def softmax_backward(

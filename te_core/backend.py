@@ -1,0 +1,226 @@
+"""`Backend`: what a kind of device can do. Argument checks and outputs are the ops floor's business.
+
+A backend is a module, `te_core/backends/<name>/backend.py`, that gathers functions of the files beside it, which are
+named as in te_core/ops. A type checker compares it with this protocol (te_core/backends/every.py).
+
+A `plan_` function decides all that follows from a spec; the plan is immutable and shared by threads, and what runs it
+fills in addresses and launches. The ops floor says what specs and operands are, and what is computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from threading import local
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from te_core.quantized import Cast, QuantizedTensor
+from te_core.tensor import Device, Tensor
+
+if TYPE_CHECKING:
+    from te_core.attention import AttentionSpec, Sizes
+    from te_core.ops.activation import ActivationOperands, ActivationSpec
+    from te_core.ops.gemm import GemmPlan, GemmSpec
+    from te_core.ops.kv_cache import KVCache
+    from te_core.ops.l2_norm import L2NormOpSpec
+    from te_core.ops.norm import NormGradients, NormOperands, NormOpSpec
+    from te_core.ops.quantize import QuantizeSpec, ScalingState
+    from te_core.ops.rope import RopeOpSpec, RopeQkvOpSpec
+    from te_core.ops.softmax import SoftmaxOpSpec
+    from te_core.ops.swizzle import SwizzleSpec
+    from te_core.runtime import Allocator, Runtime
+
+Pair = tuple[Tensor | None, Tensor | None]
+
+
+class Backend(Protocol):
+    """The operations of one kind of device."""
+
+    name: str
+
+    # ------------------------------------------------------------------------------------------ where things run
+
+    def executors(self, rt: Runtime, /) -> local:
+        """Where threads keep their executors, as `executor`: one place for all runtimes that may share them."""
+
+    def executor(self, rt: Runtime, /) -> Any:
+        """An executor for the calling thread, which has none."""
+
+    def default_allocator(self, device: Device, /) -> Allocator:
+        """Where memory comes from if nobody says so."""
+
+    def stream(self, rt: Runtime, name: str, /) -> int:
+        """A stream beside the runtime's own, always the same for a name."""
+
+    def order(self, rt: Runtime, producer: int, consumer: int, /) -> None:
+        """Later work of one stream waits for the work that is on another one now."""
+
+    # ---------------------------------------------------------------------------------------------------- bytes
+
+    def copy_to_host(self, rt: Runtime, tensor: Tensor, /) -> np.ndarray[Any, Any]:
+        """The values as a NumPy array; waits for the runtime's stream."""
+
+    def copy_from_host(self, rt: Runtime, array: np.ndarray[Any, Any], out: Tensor, /) -> None:
+        """Fill a tensor from a NumPy array."""
+
+    def zero(self, rt: Runtime, out: Tensor, /) -> None:
+        """Fill a dense tensor with zero bytes."""
+
+    def resize(self, rt: Runtime, x: Tensor, out: Tensor, /) -> None: ...
+    def transpose(self, rt: Runtime, x: Tensor, out: Tensor, /) -> None: ...
+
+    # ------------------------------------------------------------------------------------------------- products
+
+    def plan_gemm(self, rt: Runtime, spec: GemmSpec, /) -> GemmPlan:
+        """Its plan runs itself: kernels of several kinds may stand beside one another."""
+
+    # ------------------------------------------------------------------------------------------ narrow formats
+
+    def plan_quantize(self, rt: Runtime, spec: QuantizeSpec, /) -> Any: ...
+    def quantize(
+        self, rt: Runtime, plan: Any, x: Tensor, cast: Cast, out: QuantizedTensor, column_sum: Tensor | None, /
+    ) -> None: ...
+    def dequantize(self, rt: Runtime, q: QuantizedTensor, out: Tensor, columnwise: bool, /) -> None: ...
+
+    def plan_quantize_block(self, rt: Runtime, spec: QuantizeSpec, /) -> Any: ...
+    def quantize_block(
+        self, rt: Runtime, plan: Any, x: Tensor, cast: Cast, out: QuantizedTensor, column_sum: Tensor | None, /
+    ) -> None: ...
+    def dequantize_block(self, rt: Runtime, q: QuantizedTensor, out: Tensor, columnwise: bool, /) -> None: ...
+
+    def plan_quantize_mxfp8(self, rt: Runtime, spec: QuantizeSpec, /) -> Any: ...
+    def quantize_mxfp8(
+        self, rt: Runtime, plan: Any, x: Tensor, cast: Cast, out: QuantizedTensor, column_sum: Tensor | None, /
+    ) -> None: ...
+    def dequantize_mxfp8(self, rt: Runtime, q: QuantizedTensor, out: Tensor, columnwise: bool, /) -> None: ...
+
+    def plan_quantize_nvfp4(self, rt: Runtime, spec: QuantizeSpec, /) -> Any: ...
+    def quantize_nvfp4(
+        self, rt: Runtime, plan: Any, x: Tensor, cast: Cast, out: QuantizedTensor, column_sum: Tensor | None, /
+    ) -> None: ...
+    def dequantize_nvfp4(self, rt: Runtime, q: QuantizedTensor, out: Tensor, columnwise: bool, /) -> None: ...
+
+    def plan_quantize_grouped(self, rt: Runtime, spec: QuantizeSpec, /) -> Any: ...
+    def quantize_grouped(
+        self,
+        rt: Runtime,
+        plan: Any,
+        parts: Sequence[Tensor],
+        casts: Sequence[Cast],
+        outs: Sequence[QuantizedTensor],
+        column_sums: Sequence[Tensor] | None,
+        /,
+    ) -> None: ...
+
+    def plan_swizzle_scales(self, rt: Runtime, spec: SwizzleSpec, /) -> Any: ...
+    def swizzle_scales(self, rt: Runtime, plan: Any, scale: Tensor, out: Tensor, /) -> None: ...
+
+    def amax(self, rt: Runtime, x: Tensor, out: Tensor, /) -> None: ...
+    def count_nonfinite(self, rt: Runtime, x: Tensor, out: Tensor, /) -> None: ...
+    def plan_update(self, rt: Runtime, states: list[ScalingState], algo: str, /) -> Any: ...
+    def run_update(self, rt: Runtime, plan: Any, /) -> None: ...
+
+    # ------------------------------------------------------------------------------------------ rows of a matrix
+
+    def plan_norm_forward(self, rt: Runtime, spec: NormOpSpec, /) -> Any: ...
+    def norm_forward(self, rt: Runtime, plan: Any, operands: NormOperands, /) -> None: ...
+    def plan_norm_backward(self, rt: Runtime, spec: NormOpSpec, /) -> Any: ...
+    def norm_backward(self, rt: Runtime, plan: Any, operands: NormGradients, /) -> None: ...
+
+    def plan_l2_norm_forward(self, rt: Runtime, spec: L2NormOpSpec, /) -> Any: ...
+    def l2_norm_forward(self, rt: Runtime, plan: Any, x: Tensor, y: Tensor, eps: float, /) -> None: ...
+    def plan_l2_norm_backward(self, rt: Runtime, spec: L2NormOpSpec, /) -> Any: ...
+    def l2_norm_backward(self, rt: Runtime, plan: Any, dy: Tensor, x: Tensor, dx: Tensor, eps: float, /) -> None: ...
+
+    def plan_activation_forward(self, rt: Runtime, spec: ActivationSpec, /) -> Any: ...
+    def activation_forward(self, rt: Runtime, plan: Any, operands: ActivationOperands, /) -> None: ...
+    def plan_activation_backward(self, rt: Runtime, spec: ActivationSpec, /) -> Any: ...
+    def activation_backward(self, rt: Runtime, plan: Any, operands: ActivationOperands, /) -> None: ...
+
+    def column_sum(self, rt: Runtime, x: Tensor, out: Tensor, /) -> None: ...
+    def add(self, rt: Runtime, a: Tensor, b: Tensor, out: Tensor, /) -> None: ...
+    def bias_dropout_add(
+        self,
+        rt: Runtime,
+        x: Tensor,
+        bias: Tensor | None,
+        residual: Tensor | None,
+        out: Tensor,
+        p: float,
+        rng: Tensor | None,
+        site: int,
+        /,
+    ) -> None: ...
+    def bias_dropout_add_backward(
+        self, rt: Runtime, dy: Tensor, dx: Tensor, p: float, rng: Tensor | None, site: int, column_sum: Tensor | None, /
+    ) -> None: ...
+
+    # ------------------------------------------------------------------------------------------------ attention
+
+    def plan_attention_forward(self, rt: Runtime, spec: AttentionSpec, size: Sizes, /, *given: Any) -> Any: ...
+    def attention_forward(self, rt: Runtime, plan: Any, /, *operands: Any) -> None: ...
+    def plan_attention_backward(self, rt: Runtime, spec: AttentionSpec, size: Sizes, /, *given: Any) -> Any: ...
+    def attention_backward(self, rt: Runtime, plan: Any, /, *operands: Any) -> None: ...
+
+    def plan_attention_fp8_forward(self, rt: Runtime, spec: AttentionSpec, size: Sizes, /, *given: Any) -> Any: ...
+    def attention_fp8_forward(self, rt: Runtime, plan: Any, /, *operands: Any) -> None: ...
+    def plan_attention_fp8_backward(self, rt: Runtime, spec: AttentionSpec, size: Sizes, /, *given: Any) -> Any: ...
+    def attention_fp8_backward(self, rt: Runtime, plan: Any, /, *operands: Any) -> None: ...
+    def scale_pairs(
+        self, rt: Runtime, scales: Sequence[Tensor], places: Sequence[Tensor | None], out: Tensor, /
+    ) -> None: ...
+
+    def plan_softmax_forward(self, rt: Runtime, spec: SoftmaxOpSpec, /) -> Any: ...
+    def softmax_forward(
+        self,
+        rt: Runtime,
+        plan: Any,
+        x: Tensor,
+        mask: Tensor | None,
+        lengths: Pair,
+        sinks: Pair,
+        out: Tensor,
+        scale: float,
+        /,
+    ) -> None: ...
+    def plan_softmax_backward(self, rt: Runtime, spec: SoftmaxOpSpec, /) -> Any: ...
+    def softmax_backward(
+        self, rt: Runtime, plan: Any, dy: Tensor, y: Tensor, lengths: Pair, sinks: Pair, dx: Tensor, scale: float, /
+    ) -> None: ...
+
+    def plan_rope(self, rt: Runtime, spec: RopeOpSpec, /) -> Any: ...
+    def rope(
+        self,
+        rt: Runtime,
+        plan: Any,
+        t: Tensor,
+        freqs: Tensor,
+        cu_seqlens: Tensor | None,
+        starts: Tensor | None,
+        out: Tensor,
+        /,
+    ) -> None: ...
+    def plan_rope_qkv(self, rt: Runtime, spec: RopeQkvOpSpec, /) -> Any: ...
+    def rope_qkv(
+        self,
+        rt: Runtime,
+        plan: Any,
+        packed: Tensor,
+        parts: tuple[Tensor | None, ...],
+        freqs: tuple[Tensor | None, ...],
+        cu_seqlens: Tensor | None,
+        starts: Tensor | None,
+        /,
+    ) -> None: ...
+
+    def plan_kv_append(
+        self, rt: Runtime, form: str, new_k: Tensor, new_v: Tensor, cache: KVCache, rows: int, /
+    ) -> Any: ...
+    def kv_append(
+        self, rt: Runtime, plan: Any, new_k: Tensor, new_v: Tensor, cache: KVCache, cu_new: Tensor, cu_cached: Tensor, /
+    ) -> None: ...
+    def plan_kv_move(self, rt: Runtime, cache: KVCache, longest: int, /) -> Any: ...
+    def kv_move(self, rt: Runtime, plan: Any, cache: KVCache, moves: Tensor, /) -> None: ...
+    def plan_kv_gather(self, rt: Runtime, cache: KVCache, rows: int, /) -> Any: ...
+    def kv_gather(self, rt: Runtime, plan: Any, cache: KVCache, cu_cached: Tensor, k: Tensor, v: Tensor, /) -> None: ...

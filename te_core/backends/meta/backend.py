@@ -1,0 +1,95 @@
+"""The backend that computes nothing: the ops floor checks arguments and makes outputs, and that is all.
+
+A layer run on it tells the shapes and dtypes of its outputs, which is what a tracing compiler asks for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from threading import local
+from typing import Any
+
+import numpy as np
+
+from te_core.errors import UnsupportedError
+from te_core.runtime import Runtime
+from te_core.tensor import Device, Tensor
+
+name = "meta"
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Its own description."""
+
+    spec: Any
+    family: str = "meta"
+    swizzled: bool = False
+
+    def run(self, rt: Runtime, operands: Any) -> None:
+        """Nothing."""
+
+
+def _plan(rt: Runtime, spec: Any, *rest: Any) -> Plan:
+    return Plan(spec)
+
+
+def _run(rt: Runtime, *operands: Any) -> None:
+    pass
+
+
+plan_activation_backward = plan_activation_forward = _plan
+activation_backward = activation_forward = _run
+plan_attention_backward = plan_attention_forward = _plan
+attention_backward = attention_forward = _run
+plan_attention_fp8_backward = plan_attention_fp8_forward = _plan
+attention_fp8_backward = attention_fp8_forward = scale_pairs = _run
+add = bias_dropout_add = bias_dropout_add_backward = _run
+plan_gemm = _plan
+plan_kv_append = plan_kv_gather = plan_kv_move = _plan
+kv_append = kv_gather = kv_move = _run
+plan_l2_norm_backward = plan_l2_norm_forward = _plan
+l2_norm_backward = l2_norm_forward = _run
+column_sum = resize = _run
+plan_norm_backward = plan_norm_forward = _plan
+norm_backward = norm_forward = _run
+plan_quantize = plan_update = _plan
+amax = count_nonfinite = dequantize = quantize = run_update = transpose = _run
+plan_quantize_block = _plan
+dequantize_block = quantize_block = _run
+plan_quantize_grouped = _plan
+quantize_grouped = _run
+plan_quantize_mxfp8 = plan_swizzle_scales = _plan
+dequantize_mxfp8 = quantize_mxfp8 = swizzle_scales = _run
+plan_quantize_nvfp4 = _plan
+dequantize_nvfp4 = quantize_nvfp4 = _run
+plan_rope = plan_rope_qkv = _plan
+rope = rope_qkv = _run
+plan_softmax_backward = plan_softmax_forward = _plan
+softmax_backward = softmax_forward = _run
+
+
+def executors(rt: Runtime) -> local:
+    """A place for nothing."""
+    return local()
+
+
+def executor(rt: Runtime) -> None:
+    """Nothing to write into."""
+
+
+def default_allocator(device: Device) -> Any:
+    """None: who asks for shapes brings what makes them."""
+
+
+def stream(rt: Runtime, name: str) -> int:
+    """Nothing runs on any."""
+    return 0
+
+
+def copy_to_host(rt: Runtime, tensor: Tensor) -> np.ndarray[Any, Any]:
+    """There are no values."""
+    raise UnsupportedError("copy_to_host", f"{tensor!r}", "tensors with memory", "run on a device, cpu or cuda")
+
+
+order = zero = copy_from_host = _run
