@@ -1,4 +1,4 @@
-"""What every benchmark shares: clocks, inputs, what is recorded beside the figures, JSON, tables and plots.
+"""What every benchmark shares: clocks, inputs, what is recorded beside the figures, JSON, tables.
 
 Method. GPU time: before each run L2 is flushed and the GPU kept busy for some milliseconds, so that the host's
 launches are hidden; the run stands between two events; the figure is the median of RUNS. What is compared is
@@ -212,6 +212,12 @@ def write_record(name: str, content: dict[str, Any], folder: Path, commit: str =
     raise RuntimeError(f"{folder} holds a thousand results of {stem}: clear it up")
 
 
+def read(path: Path) -> dict[str, Any]:
+    """A record that was written."""
+    record: dict[str, Any] = json.loads(path.read_text())
+    return record
+
+
 def _plain(value: Any) -> Any:
     """JSON knows no nan, and five digits are more than a measurement has."""
     if isinstance(value, (list, tuple)):
@@ -221,7 +227,7 @@ def _plain(value: Any) -> Any:
     return value
 
 
-# --------------------------------------------------------------------------------------- tables and plots
+# ------------------------------------------------------------------------------------------------- tables
 
 
 def columns_of(rows: Sequence[Row]) -> list[str]:
@@ -252,35 +258,6 @@ def table(rows: Sequence[Row], columns: Sequence[str] = ()) -> str:
         first = line[0].ljust(widths[0])
         lines.append("  ".join([first, *[text.rjust(w) for text, w in zip(line[1:], widths[1:], strict=True)]]))
     return "\n".join(line.rstrip() for line in lines)
-
-
-def draw(record: dict[str, Any], path: Path, ratio: str, reference: str) -> bool:
-    """A bar for every row that has this ratio, with a line at 1; False without matplotlib or without such rows."""
-    rows = [row for row in record["rows"] if isinstance(row.get(ratio), (int, float))]
-    try:
-        import matplotlib
-    except ImportError:
-        return False
-    if not rows:
-        return False
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    # The same bytes from the same figures: `make docs` must not change what has not changed.
-    with matplotlib.rc_context({"svg.hashsalt": record["name"], "svg.fonttype": "none"}):
-        figure, axes = plt.subplots(figsize=(9, 0.8 + 0.26 * len(rows)), layout="constrained")
-        labels = [label(row) for row in rows]
-        axes.barh(range(len(rows)), [row[ratio] for row in rows], height=0.7)
-        axes.set_yticks(range(len(rows)), labels, fontsize=8)
-        axes.invert_yaxis()
-        axes.axvline(1.0, color="black", linewidth=0.8)
-        axes.set_xlabel(reference)
-        axes.set_title(f"{record['name']}, {record['about']['device']}, {record['time'][:10]}", fontsize=10)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        options = {"metadata": {"Date": None}} if path.suffix == ".svg" else {}
-        figure.savefig(path, **options)
-        plt.close(figure)
-    return True
 
 
 def label(row: Row) -> str:

@@ -7,39 +7,22 @@ The same results give the same bytes. Results of a CPU are left out: they only s
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from pathlib import Path
-from typing import Any
 
 from benchmarks import harness
-from benchmarks.run import BENCHMARKS
+from benchmarks.catalogue import BENCHMARKS
+from benchmarks.pictures import draw_record
 
 PICTURES = harness.ROOT / "docs" / "benchmarks"
-
-
-def read(path: Path) -> dict[str, Any]:
-    """A result file."""
-    record: dict[str, Any] = json.loads(path.read_text())
-    return record
 
 
 def newest(name: str, folder: Path = harness.RESULTS) -> Path | None:
     """The latest result of a benchmark on a GPU."""
     named = re.compile(rf"\d{{4}}-\d\d-\d\d-(?!cpu-).+-{name}(-\d+)?\.json")
     found = [path for path in folder.glob("*.json") if named.fullmatch(path.name)]
-    return max(found, key=lambda path: (read(path)["time"], path.name), default=None)
-
-
-def draw_record(record: dict[str, Any], path: Path) -> bool:
-    """The picture of a result; the training benchmark has curves of its own."""
-    if record["name"] == "training":
-        from benchmarks.training import draw_curves
-
-        return draw_curves(record, path)
-    spec = BENCHMARKS[record["name"]]
-    return harness.draw(record, path, spec.ratio, spec.reference)
+    return max(found, key=lambda path: (harness.read(path)["time"], path.name), default=None)
 
 
 def markdown(rows: list[harness.Row], columns: tuple[str, ...]) -> str:
@@ -55,7 +38,7 @@ def section(name: str) -> str:
     path = newest(name)
     if path is None:
         return f"Not measured yet: `python -m benchmarks.run {name}` on a machine with a GPU."
-    record = read(path)
+    record = harness.read(path)
     about = ", ".join(f"{key} {value}" for key, value in record["about"].items() if key != "device")
     lines = [
         f"{record['about']['device']}, {record['time'][:10]}: {about}. All figures: "

@@ -16,7 +16,6 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -151,30 +150,6 @@ def measure(
             if recipe in PLAIN_BLOCKS:
                 rows.append(shown(train(size, recipe, seed, text, device, everywhere=True), bf16, size))
     return rows + [verdict(rows, recipe) for recipe in dict.fromkeys(r["recipe"] for r in rows) if recipe != "bf16"]
-
-
-def draw_curves(record: dict[str, Any], path: Path) -> bool:
-    """The losses of the first seed; False without matplotlib."""
-    try:
-        import matplotlib
-    except ImportError:
-        return False
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    rows: Sequence[harness.Row] = [row for row in record["rows"] if row.get("seed") == record["rows"][0]["seed"]]
-    with matplotlib.rc_context({"svg.hashsalt": record["name"], "svg.fonttype": "none"}):
-        figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
-        for row in rows:
-            style = ":" if "frozen" in row["recipe"] else "-"
-            axes.plot(range(1, len(row["losses"]) + 1), row["losses"], style, linewidth=1, label=row["recipe"])
-        axes.set(xlabel="step", ylabel="training loss (nats a byte)")
-        axes.set_title(f"training, {record['about']['device']}, {record['time'][:10]}", fontsize=10)
-        axes.legend(fontsize=8)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, **({"metadata": {"Date": None}} if path.suffix == ".svg" else {}))
-        plt.close(figure)
-    return True
 
 
 if __name__ == "__main__":

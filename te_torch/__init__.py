@@ -14,7 +14,6 @@ from te_core import __version__ as __version__
 from te_torch import constants, not_built
 from te_torch.attention.dot_product import DotProductAttention
 from te_torch.attention.inference import InferenceParams
-from te_torch.attention.multihead import MultiheadAttention
 from te_torch.attention.rope import RotaryPositionEmbedding
 from te_torch.autocast import autocast, fp8_autocast, get_default_recipe
 from te_torch.availability import (
@@ -26,23 +25,24 @@ from te_torch.availability import (
     is_mxfp8_available,
     is_nvfp4_available,
 )
-from te_torch.checkpoint_state import plain_state_dict, prepare_state
-from te_torch.convert import convert
-from te_torch.foreign_norms import register_norm
+from te_torch.base.checkpoint_state import plain_state_dict, prepare_state
+from te_torch.base.quantized_init import fp8_model_init, quantized_model_init
 from te_torch.modules.grouped_linear import GroupedLinear
 from te_torch.modules.layernorm_linear import LayerNormLinear
 from te_torch.modules.layernorm_mlp import LayerNormMLP
 from te_torch.modules.linear import Linear
 from te_torch.modules.norm import LayerNorm, RMSNorm
 from te_torch.modules.padding import Fp8Padding, Fp8Unpadding
-from te_torch.modules.transformer_layer import TransformerLayer
 from te_torch.nonfinite import nonfinite_report
-from te_torch.precision_report import precision_report
-from te_torch.quantized_init import fp8_model_init, quantized_model_init
-from te_torch.report import measure_saved, memory_report
 from te_torch.tensors import *  # noqa: F403  the quantized tensor classes and their quantizers
 from te_torch.tensors import __all__ as _tensors
+from te_torch.tools.convert import convert
+from te_torch.tools.foreign_norms import register_norm
+from te_torch.tools.memory_report import measure_saved, memory_report
+from te_torch.tools.precision_report import precision_report
 from te_torch.training.checkpoint import checkpoint
+from te_torch.transformer.layer import TransformerLayer
+from te_torch.transformer.multihead import MultiheadAttention
 from te_torch.utils import deinterleave_glu_tensor, interleave_glu_tensor
 
 __all__ = [

@@ -17,6 +17,7 @@ from te_core import device, libraries
 from te_core.device import Answer, DeviceInfo
 from te_core.errors import ArgumentError, UnsupportedError
 from te_core.recipe import Format, Recipe, resolve
+from te_torch.tensors.dtype import DType
 
 NO_GPU = "no GPU; the CPU backend emulates it"
 
@@ -190,17 +191,13 @@ def get_fp8_torch_dtype(fp8_recipe: Any, fprop_tensor: bool = True) -> torch.dty
     return torch.float8_e4m3fn if _is_e4m3(fp8_recipe, fprop_tensor) else torch.float8_e5m2
 
 
-def get_fp8_te_dtype(fp8_recipe: Any, fprop_tensor: bool = True) -> Any:
+def get_fp8_te_dtype(fp8_recipe: Any, fprop_tensor: bool = True) -> DType:
     """The same as a member of the documented `DType`."""
-    from te_torch.tensors.dtype import DType  # a region that asks for support needs no tensor classes
-
     return DType.kFloat8E4M3 if _is_e4m3(fp8_recipe, fprop_tensor) else DType.kFloat8E5M2
 
 
-def get_fp4_te_dtype(fp4_recipe: Any) -> Any:
+def get_fp4_te_dtype(fp4_recipe: Any) -> DType:
     """The `DType` of a recipe's 4-bit format."""
-    from te_torch.tensors.dtype import DType
-
     if getattr(fp4_recipe, "fp4_format", None) is not Format.E2M1:
         raise ArgumentError(
             "get_fp4_te_dtype", repr(fp4_recipe), "a recipe with an FP4 format", "pass NVFP4BlockScaling()"

@@ -16,6 +16,7 @@ from te_core.tensor import META, Tensor
 from te_torch.module_names import name_of
 from te_torch.precisions import number_of_precision, precision_of, recipe_of
 from te_torch.runtime import to_core, to_torch
+from te_torch.tensors import DelayedScalingRequest, Quantizer
 
 
 class UserQuantizer:
@@ -76,8 +77,6 @@ def _rules(module: Any, base: Precision, gemm: int) -> tuple[list[Operand | None
 
 
 def _rule(given: Any, role: Any, backward: bool) -> tuple[Operand | None, History | None]:
-    from te_torch.tensors import DelayedScalingRequest, Quantizer
-
     if isinstance(given, DelayedScalingRequest):
         wide = given.fp8_format is Format.E5M2 or (backward and given.fp8_format is Format.HYBRID)
         history = History(

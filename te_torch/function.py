@@ -27,8 +27,9 @@ from te_core.tensor import META, Device, Tensor
 from te_torch import state as scaling
 from te_torch.autocast import active, forward_ad, in_backward
 from te_torch.program_names import name_of_program
-from te_torch.quantized import QuantizedTorch, core_of, from_core
+from te_torch.quantized import QuantizedTorch, core_of
 from te_torch.runtime import TO_CORE, constant_at_trace, runtime_for, shape_runtime, to_core, to_core_shape, to_torch
+from te_torch.tensors.wrap import from_core
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,7 +18,7 @@ import torch
 
 from te_core.layers import attention_fp8
 from te_core.quantize.state import BACKWARD_SLOTS, FORWARD_SLOTS, Scales
-from te_torch.report import table
+from te_torch.listing import table
 from te_torch.runtime import to_core
 from te_torch.state import ScalingState
 

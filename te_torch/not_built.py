@@ -229,16 +229,7 @@ PACKAGES: Mapping[str, tuple[str, str]] = {
 }
 
 #: Documented submodules of transformer_engine.pytorch that exist under that name only, behind `import te_torch.compat`.
-BEHIND_ALIAS = (
-    "distributed",
-    "float8_tensor",
-    "fp8",
-    "module",
-    "quantization",
-    "quantized_tensor",
-    "tensor",
-    "transformer",
-)
+BEHIND_ALIAS = ("distributed", "float8_tensor", "fp8", "module", "quantization", "quantized_tensor", "tensor")
 
 
 class NotBuiltError(UnsupportedError, AttributeError):

@@ -1,4 +1,4 @@
-"""The door from the modules to the quantized tensor classes, which are imported when the first one is made."""
+"""What those who meet a tensor have to know of quantized ones: how to tell one, and what the core sees of it."""
 
 from __future__ import annotations
 
@@ -6,12 +6,18 @@ from typing import Any
 
 import torch
 
-from te_core.precision import Operand
 from te_core.quantized import QuantizedTensor
 
 
 class QuantizedTorch(torch.Tensor):
     """What every quantized tensor class is, for those who have to tell one from a plain tensor."""
+
+    _quantizer: Any
+    # What the storage beside it in a concrete class gives.
+    _dense_values: Any
+    _requantize: Any
+    _takes_bytes_of: Any
+    _copy_bytes: Any
 
 
 def core_of(t: Any) -> QuantizedTensor:
@@ -19,18 +25,3 @@ def core_of(t: Any) -> QuantizedTensor:
     q: QuantizedTensor = t.to_core()
     q.owner = t
     return q
-
-
-def from_core(q: QuantizedTensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """A quantized torch tensor over the storage of a core one."""
-    from te_torch.tensors import wrap
-
-    made: torch.Tensor = wrap.from_core(q, shape, dtype)
-    return made
-
-
-def quantizer_of(rule: Operand, device: torch.device) -> Any:
-    """The quantizer that follows an operand rule."""
-    from te_torch.tensors import wrap
-
-    return wrap.quantizer_of(rule, device)

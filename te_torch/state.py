@@ -257,6 +257,19 @@ class ScalingState(torch.nn.Module):
         return found
 
 
+def make_state(module: Any, device: torch.device, precision: Precision, recipe: Any = None) -> ScalingState:
+    """The module's scaling state, following this precision's rule; made if there is none."""
+    assert precision.history is not None
+    state: ScalingState | None = module.fp8_state
+    if state is None or state.scale_fwd.is_meta and device.type != "meta":  # its module was materialised since
+        state = module.fp8_state = ScalingState(module.gemms, precision.history.length, device)
+    if state.precision is not precision:
+        if state.scale_fwd.device != device:  # a module without parameters cannot tell where a checkpoint belongs
+            state.to(device)
+        state.prepare(precision, recipe)
+    return state
+
+
 _watched: dict[int, None] = {}  # in the order of tracing, which is every process's
 
 

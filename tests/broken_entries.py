@@ -294,7 +294,7 @@ CAUSES = (
 
 def outcome(data: bytes) -> str:
     """What the reader did: "read", "none", "refused", or what it must not come to."""
-    from te_torch.extra_state import KEYS, read_extra_state
+    from te_torch.base.extra_state import KEYS, read_extra_state
 
     try:
         found = read_extra_state(data)

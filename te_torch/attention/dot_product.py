@@ -36,10 +36,9 @@ from te_torch.attention.masks import (
 )
 from te_torch.attention.plan import OPERATION, Fact, Key, Plan, Static, checked_widths, explain_plan, make_plan
 from te_torch.autocast import Region, precision_now
+from te_torch.base.module import BaseModule, fork_of, module_of, random_pair
+from te_torch.base.options import check_values
 from te_torch.function import key_of
-from te_torch.modules.base import BaseModule, module_of, random_pair
-from te_torch.modules.linear import fork_of
-from te_torch.modules.options import check_values
 from te_torch.quantized import QuantizedTorch
 from te_torch.runtime import constant_at_trace, default_device, untraced
 

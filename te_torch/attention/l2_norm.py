@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from te_core.layers import l2_norm as core
+from te_torch.base.module import CallingModule
+from te_torch.base.options import check_values
 from te_torch.function import Call, Layer, apply, register
-from te_torch.modules.base import CallingModule
-from te_torch.modules.options import check_values
 from te_torch.runtime import check_dtype
 
 L2_NORM = Layer("l2_norm", core.forward, core.backward, core.L2NormSaved)

@@ -14,8 +14,8 @@ import torch
 from te_core.errors import ArgumentError
 from te_core.layers import rope as core
 from te_torch.attention.masks import AttentionArgumentError, check_beside
+from te_torch.base.options import check_values
 from te_torch.function import Call, Layer, apply, key_of, register
-from te_torch.modules.options import check_values
 from te_torch.quantized import QuantizedTorch
 from te_torch.runtime import check_dtype, constant_at_trace, default_device, outside_autocast
 

@@ -22,8 +22,8 @@ from te_torch.attention import kv_cache as _kv_cache
 from te_torch.attention import rope as _rope
 from te_torch.attention import softmax as _softmax
 from te_torch.attention import utils as _attention_utils
+from te_torch.base.module import BaseModule
 from te_torch.custom_recipes import quantizer_factories, quantizer_factory_zoo
-from te_torch.modules.base import BaseModule
 from te_torch.tensors import float8, float8_blockwise, hybrid, identity, mxfp8, nvfp4
 from te_torch.tensors import utils as _tensor_utils
 

@@ -18,15 +18,15 @@ from te_core.errors import ArgumentError, UnsupportedError
 from te_core.layers import grouped_linear as core
 from te_core.layers.linear import LinearSpec, Needs
 from te_torch.autocast import active
+from te_torch.base.module import BaseModule, check_input, fork_of, normal_init, random_pair
+from te_torch.base.options import check_values, mode_of, refuse_unbuilt
+from te_torch.base.quantized_init import check_recipe_fits
+from te_torch.base.weights import Gradients
 from te_torch.function import Call, Extra, Layer, apply, register
 from te_torch.module_names import within
-from te_torch.modules.base import BaseModule, check_input, normal_init, random_pair
-from te_torch.modules.linear import empty_bias, fork_of
-from te_torch.modules.options import check_values, mode_of, refuse_unbuilt
-from te_torch.modules.weights import Gradients
+from te_torch.modules.linear import empty_bias
 from te_torch.precisions import draws
 from te_torch.quantized import QuantizedTorch
-from te_torch.quantized_init import check_recipe_fits
 from te_torch.runtime import TO_CORE, constant_at_trace, default_device, to_core, to_core_shape, untraced
 
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)

@@ -11,12 +11,12 @@ import torch
 from te_core.errors import UnsupportedError
 from te_core.layers import norm
 from te_core.layers import norm_linear as core
+from te_torch.base.module import BaseModule, check_input, fork_of, random_pair, wants_grad
+from te_torch.base.options import check_options
+from te_torch.base.residual import Branch, enter_stream, stream_of
 from te_torch.function import Call, Layer, apply, register
-from te_torch.modules.base import BaseModule, check_input, random_pair, wants_grad
-from te_torch.modules.linear import SplitParameters, empty_bias, fork_of
+from te_torch.modules.linear import SplitParameters, empty_bias
 from te_torch.modules.norm import init_norm_weight, margin_of, sm_margins
-from te_torch.modules.options import check_options
-from te_torch.modules.residual import Branch, enter_stream, stream_of
 from te_torch.precisions import draws
 from te_torch.quantized import QuantizedTorch
 from te_torch.runtime import TO_CORE, default_device

@@ -11,15 +11,15 @@ from te_core.errors import UnsupportedError
 from te_core.layers import mlp as core
 from te_core.layers.linear import LinearSpec, Needs
 from te_core.ops.activation import GATED, KINDS, Clamp
+from te_torch.base.module import check_input, fork_of, normal_init, random_pair, wants_grad
+from te_torch.base.options import check_options
+from te_torch.base.quantized_init import check_recipe_fits
+from te_torch.base.residual import Branch, enter_stream, stream_of
 from te_torch.function import Call, Layer, apply, register
-from te_torch.modules.base import check_input, normal_init, random_pair, wants_grad
 from te_torch.modules.layernorm_linear import NormParameters
-from te_torch.modules.linear import empty_bias, fork_of
-from te_torch.modules.options import check_options
-from te_torch.modules.residual import Branch, enter_stream, stream_of
+from te_torch.modules.linear import empty_bias
 from te_torch.precisions import draws
 from te_torch.quantized import QuantizedTorch
-from te_torch.quantized_init import check_recipe_fits
 from te_torch.runtime import TO_CORE, default_device
 
 MLP = Layer(

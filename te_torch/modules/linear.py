@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 
 from te_core.errors import ArgumentError
 from te_core.layers import linear as core
+from te_torch.base.module import BaseModule, check_input, fork_of, normal_init, random_pair
+from te_torch.base.options import check_options, is_size, mode_of
+from te_torch.base.quantized_init import check_recipe_fits
+from te_torch.base.weights import check_whole
 from te_torch.function import Call, Layer, apply, register
-from te_torch.modules.base import BaseModule, check_input, normal_init, random_pair
-from te_torch.modules.options import check_options, is_size, mode_of
-from te_torch.modules.weights import check_whole
 from te_torch.precisions import draws, precision_of
-from te_torch.quantized_init import check_recipe_fits
 from te_torch.runtime import TO_CORE, default_device, outside_autocast
 
 LINEAR = Layer("linear", core.forward, core.backward, core.LinearSaved, weights=(1,), linears=lambda s: (s,))
@@ -146,15 +145,6 @@ def split_sizes(operation: str, split: Any, total: int) -> dict[str, int]:
             "rename one",
         )
     return parts
-
-
-def fork_of(get_rng_state_tracker: Callable[[], Any] | None, name: str | None) -> Callable[[], Any] | None:
-    """A context in which weights are initialised, if an RNG tracker was given."""
-    return None if get_rng_state_tracker is None else partial(_fork, get_rng_state_tracker, name)
-
-
-def _fork(get_rng_state_tracker: Callable[[], Any], name: str | None) -> Any:
-    return get_rng_state_tracker().fork() if name is None else get_rng_state_tracker().fork(name)
 
 
 class Linear(SplitParameters):

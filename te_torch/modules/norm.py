@@ -12,9 +12,9 @@ import torch
 from te_core import env
 from te_core.errors import ArgumentError
 from te_core.layers import norm as core
+from te_torch.base.module import CallingModule, materialised
+from te_torch.base.options import check_values
 from te_torch.function import Call, Layer, apply, register
-from te_torch.modules.base import CallingModule, materialised
-from te_torch.modules.options import check_values
 from te_torch.quantized import QuantizedTorch
 from te_torch.runtime import TO_CORE, amp_dtype, check_dtype, default_device
 

@@ -14,7 +14,7 @@ from te_core.errors import ArgumentError
 from te_core.quantized import up
 from te_torch.autocast import active, get_default_recipe
 from te_torch.availability import get_align_size_for_quantization
-from te_torch.modules.options import check_values
+from te_torch.base.options import check_values
 from te_torch.runtime import outside_autocast
 
 

@@ -15,7 +15,7 @@ from te_core.precision import Operand
 from te_core.quantized import Format as StorageFormat
 from te_core.recipe import Format
 from te_torch.runtime import default_device
-from te_torch.tensors import run
+from te_torch.tensors import kinds, run
 from te_torch.tensors.buffers import Buffers, matrix_of
 
 
@@ -128,13 +128,13 @@ class Quantizer:
             return run.quantize(x, rule, rowwise, columnwise, **self._inputs(x))
 
     def _wrap(self, buffers: Buffers, shape: Sequence[int], dtype: torch.dtype, requires_grad: bool = False) -> Any:
-        from te_torch.tensors.wrap import classes_of
-
-        storage, tensor = classes_of(self.format)
+        kind = kinds.of_format(self.format)
         kept = self.copy()
         if self.internal:
-            return storage._of(tuple(shape), dtype, self.format, buffers, kept, self._options())
-        return tensor._of(tuple(shape), dtype, self.format, buffers, kept, self._options(), requires_grad=requires_grad)
+            return kind.storage._of(tuple(shape), dtype, self.format, buffers, kept, self._options())
+        return kind.tensor._of(
+            tuple(shape), dtype, self.format, buffers, kept, self._options(), requires_grad=requires_grad
+        )
 
     def update_quantized(self, src: torch.Tensor, dst: Any, *, noop_flag: torch.Tensor | None = None) -> Any:
         """Quantize `src` into the buffers of `dst`; not if `noop_flag` (float32, on the device) is 1."""

@@ -12,9 +12,10 @@ from torch.autograd.graph import increment_version
 from torch.utils._pytree import tree_map
 
 from te_core.errors import UnsupportedError
+from te_torch.quantized import QuantizedTorch
 from te_torch.runtime import FLOATS
 from te_torch.tensors.buffers import Buffers
-from te_torch.tensors.tensor import QuantizedTensor
+from te_torch.tensors.storage import resolve_shape
 from te_torch.tensors.views import Part
 
 aten = torch.ops.aten
@@ -40,10 +41,10 @@ def _on_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     changed: list[tuple[Any, torch.Tensor]] = []
 
     def values(t: Any) -> Any:
-        return t._dense_values(t.dtype) if isinstance(t, QuantizedTensor) else t
+        return t._dense_values(t.dtype) if isinstance(t, QuantizedTorch) else t
 
     def changing(t: Any) -> Any:
-        if not isinstance(t, QuantizedTensor):
+        if not isinstance(t, QuantizedTorch):
             return t
         dense = t._dense_values(t.dtype)
         changed.append((t, dense))
@@ -95,8 +96,6 @@ def _clone(func: Any, t: Any, *, memory_format: Any = None) -> Any:
 
 @_keeps(aten.view.default, aten._unsafe_view.default)
 def _view(func: Any, t: Any, shape: Sequence[int]) -> Any:
-    from te_torch.tensors.storage import resolve_shape
-
     made = t._viewed(resolve_shape(t.shape, (list(shape),)))
     if made is None:
         raise NotImplementedError(
@@ -125,13 +124,13 @@ def _to(func: Any, t: Any, **kwargs: Any) -> Any:
 
 @_keeps(aten.copy_.default)
 def _copy(func: Any, dst: Any, src: Any, non_blocking: bool = False) -> Any:
-    if not isinstance(dst, QuantizedTensor):
+    if not isinstance(dst, QuantizedTorch):
         dtype = dst.dtype if dst.dtype in FLOATS else torch.float32
         return dst.copy_(src._dense_values(dtype), non_blocking)
-    if isinstance(src, QuantizedTensor) and dst._takes_bytes_of(src):
+    if isinstance(src, QuantizedTorch) and dst._takes_bytes_of(src):
         dst._copy_bytes(src)
     else:
-        values = src._dense_values(src.dtype) if isinstance(src, QuantizedTensor) else src
+        values = src._dense_values(src.dtype) if isinstance(src, QuantizedTorch) else src
         if values.shape != dst.shape:
             values = values.expand(dst.shape)
         dst._requantize(values.to(dst.device))

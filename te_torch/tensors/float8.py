@@ -17,9 +17,11 @@ from te_core.precision import Operand
 from te_core.quantized import Format
 from te_core.recipe import DelayedScaling, Float8CurrentScaling
 from te_torch.runtime import runtime_for, to_core, to_torch
+from te_torch.tensors import kinds
 from te_torch.tensors.base import Quantizer, spans
 from te_torch.tensors.buffers import Buffers, matrix_of, matrix_of_data, packed
 from te_torch.tensors.dtype import DType, fp8, of_core
+from te_torch.tensors.pickling import rebuilt
 from te_torch.tensors.storage import QuantizedTensorStorage
 from te_torch.tensors.tensor import QuantizedTensor
 from te_torch.tensors.transposing import columnwise_of
@@ -513,6 +515,12 @@ def scale_of(amax: torch.Tensor, top: float, power_of_two: bool, epsilon: float)
 
 def _make_float8_tensor_in_reduce_ex(*args: Any) -> Any:
     """Unpickles a `Float8Tensor`."""
-    from te_torch.tensors.pickling import rebuilt
-
     return rebuilt(Float8Tensor, *args)
+
+
+kinds.enter(
+    kinds.Kind(Float8TensorStorage, Float8Tensor, _make_float8_tensor_in_reduce_ex),
+    Float8Quantizer,
+    Float8CurrentScalingQuantizer,
+    scaling="tensor",
+)

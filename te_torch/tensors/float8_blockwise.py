@@ -13,10 +13,12 @@ from te_core.errors import ArgumentError
 from te_core.precision import Operand
 from te_core.quantized import Format
 from te_core.recipe import Float8BlockScaling
+from te_torch.tensors import kinds
 from te_torch.tensors.base import Quantizer
 from te_torch.tensors.block_scaled import BlockScaledStorage, documented_scale_shape
 from te_torch.tensors.buffers import Buffers, matrix_of
 from te_torch.tensors.dtype import DType, fp8, of_core
+from te_torch.tensors.pickling import rebuilt
 from te_torch.tensors.tensor import QuantizedTensor
 
 
@@ -159,6 +161,11 @@ class Float8BlockQuantizer(Quantizer):
 
 def _make_float8_blockwise_tensor_in_reduce_ex(*args: Any) -> Any:
     """Unpickles a `Float8BlockwiseQTensor`."""
-    from te_torch.tensors.pickling import rebuilt
-
     return rebuilt(Float8BlockwiseQTensor, *args)
+
+
+kinds.enter(
+    kinds.Kind(Float8BlockwiseQTensorStorage, Float8BlockwiseQTensor, _make_float8_blockwise_tensor_in_reduce_ex),
+    Float8BlockQuantizer,
+    scaling="block",
+)

@@ -16,9 +16,11 @@ from te_core.quantized import Copy
 from te_core.quantized import QuantizedTensor as Core
 from te_core.recipe import CustomRecipe
 from te_torch.runtime import default_device
+from te_torch.tensors import kinds
 from te_torch.tensors.base import Quantizer, QuantizerRequest
 from te_torch.tensors.buffers import NAMES, Buffers, form_of
 from te_torch.tensors.identity import IdentityQuantizer, IdentityTensorStorage
+from te_torch.tensors.pickling import put_together
 from te_torch.tensors.storage import QuantizedTensorStorage
 from te_torch.tensors.tensor import QuantizedTensor
 from te_torch.tensors.tracing import Kept
@@ -218,6 +220,10 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
         if any(p is not None and made is None for p, made in zip(self._parts, parts, strict=True)):
             return None
         return self._like(part.shape, parts, place=part.place)
+
+    def _to_pickle(self, requires_grad: bool, is_param: bool) -> tuple[Any, ...]:
+        parts = [None if p is None else p._as_part() for p in self._parts]
+        return self.dtype, tuple(self.shape), *parts, self._quantizer, requires_grad, is_param
 
     def _zero(self) -> None:
         for p in self._parts:
@@ -518,8 +524,6 @@ def _make_hybrid_quantized_tensor_in_reduce_ex(
     dtype: torch.dtype, shape: Any, row: Any, column: Any, quantizer: Any, requires_grad: bool, is_param: bool
 ) -> Any:
     """Unpickles a `HybridQuantizedTensor`."""
-    from te_torch.tensors.pickling import put_together
-    from te_torch.tensors.wrap import classes_of
 
     def part(state: Any) -> Any:
         if state is None:
@@ -527,10 +531,16 @@ def _make_hybrid_quantized_tensor_in_reduce_ex(
         if state[0] == "identity":
             return IdentityTensorStorage._over(state[1], tuple(shape), dtype, state[2])
         *held, own = state
-        return put_together(classes_of(form_of(tuple(held[0])))[0], dtype, shape, held, own)
+        return put_together(kinds.of_format(form_of(tuple(held[0]))).storage, dtype, shape, held, own)
 
     made = HybridQuantizedTensor._over((part(row), part(column)), tuple(shape), dtype, quantizer)
     made.requires_grad_(requires_grad)
     if is_param:
         made._is_param = True
     return made
+
+
+kinds.enter(
+    kinds.Kind(HybridQuantizedTensorStorage, HybridQuantizedTensor, _make_hybrid_quantized_tensor_in_reduce_ex),
+    HybridQuantizer,
+)

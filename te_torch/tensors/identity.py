@@ -9,6 +9,7 @@ import torch
 
 from te_core.recipe import CustomRecipe
 from te_torch.runtime import to_core
+from te_torch.tensors import kinds
 from te_torch.tensors.base import Quantizer, _dense
 from te_torch.tensors.storage import QuantizedTensorStorage, kept_or_new
 from te_torch.tensors.tensor import QuantizedTensor
@@ -118,6 +119,12 @@ class IdentityTensorStorage(QuantizedTensorStorage):
         assert self._hp_data is not None
         values = look(self._hp_data)
         return None if values is None else self._like(part.shape, values, place=part.place)
+
+    def _to_pickle(self, requires_grad: bool, is_param: bool) -> tuple[Any, ...]:
+        return self._hp_data, self.dtype, tuple(self.shape), self._quantizer, requires_grad, is_param
+
+    def _as_part(self) -> tuple[Any, ...]:
+        return "identity", self._hp_data, self._quantizer
 
     def _build_default_quantizer(self) -> Any:
         return IdentityQuantizer()
@@ -276,3 +283,6 @@ def _make_identity_tensor_in_reduce_ex(
     if is_param:
         made._is_param = True
     return made
+
+
+kinds.enter(kinds.Kind(IdentityTensorStorage, IdentityTensor, _make_identity_tensor_in_reduce_ex), IdentityQuantizer)

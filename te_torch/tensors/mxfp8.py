@@ -12,10 +12,12 @@ from te_core.dtypes import DType as CoreType
 from te_core.precision import Operand
 from te_core.quantized import Format
 from te_core.recipe import MXFP8BlockScaling
+from te_torch.tensors import kinds
 from te_torch.tensors.base import Quantizer
 from te_torch.tensors.block_scaled import BlockScaledStorage, documented_scale_shape
 from te_torch.tensors.buffers import Buffers, matrix_of
 from te_torch.tensors.dtype import DType, fp8, of_core
+from te_torch.tensors.pickling import rebuilt
 from te_torch.tensors.tensor import QuantizedTensor
 
 
@@ -170,6 +172,9 @@ class MXFP8Quantizer(Quantizer):
 
 def _make_mxfp8_tensor_in_reduce_ex(*args: Any) -> Any:
     """Unpickles an `MXFP8Tensor`."""
-    from te_torch.tensors.pickling import rebuilt
-
     return rebuilt(MXFP8Tensor, *args)
+
+
+kinds.enter(
+    kinds.Kind(MXFP8TensorStorage, MXFP8Tensor, _make_mxfp8_tensor_in_reduce_ex), MXFP8Quantizer, scaling="mxfp8"
+)

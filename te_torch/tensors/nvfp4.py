@@ -13,11 +13,13 @@ from te_core.errors import ArgumentError, UnsupportedError
 from te_core.precision import Operand
 from te_core.quantized import Format
 from te_core.recipe import NVFP4BlockScaling
+from te_torch.tensors import kinds
 from te_torch.tensors.base import Quantizer, spans
 from te_torch.tensors.block_scaled import BlockScaledStorage, documented_scale_shape
 from te_torch.tensors.buffers import Buffers, matrix_of
 from te_torch.tensors.dtype import DType
 from te_torch.tensors.mxfp8 import refuse_swizzled
+from te_torch.tensors.pickling import rebuilt
 from te_torch.tensors.tensor import QuantizedTensor
 
 
@@ -310,6 +312,9 @@ class NVFP4Quantizer(Quantizer):
 
 def _make_nvfp4_tensor_in_reduce_ex(*args: Any) -> Any:
     """Unpickles an `NVFP4Tensor`."""
-    from te_torch.tensors.pickling import rebuilt
-
     return rebuilt(NVFP4Tensor, *args)
+
+
+kinds.enter(
+    kinds.Kind(NVFP4TensorStorage, NVFP4Tensor, _make_nvfp4_tensor_in_reduce_ex), NVFP4Quantizer, scaling="nvfp4"
+)

@@ -11,59 +11,32 @@ from typing import Any
 import torch
 
 from te_core import naming
-from te_torch.tensors import float8, float8_blockwise, hybrid, identity, mxfp8, nvfp4
+from te_torch.tensors import kinds
 from te_torch.tensors.buffers import Buffers, form_key, form_of, packed
 from te_torch.tensors.dtype import DType
 from te_torch.tensors.views import Seen
 
-_MAKERS: dict[Any, Any] = {
-    float8.Float8Tensor: float8._make_float8_tensor_in_reduce_ex,
-    float8_blockwise.Float8BlockwiseQTensor: float8_blockwise._make_float8_blockwise_tensor_in_reduce_ex,
-    mxfp8.MXFP8Tensor: mxfp8._make_mxfp8_tensor_in_reduce_ex,
-    nvfp4.NVFP4Tensor: nvfp4._make_nvfp4_tensor_in_reduce_ex,
-    identity.IdentityTensor: identity._make_identity_tensor_in_reduce_ex,
-    hybrid.HybridQuantizedTensor: hybrid._make_hybrid_quantized_tensor_in_reduce_ex,
-}
-#: The tensor class over a storage class.
-_TENSORS: dict[Any, Any] = {c: t for t in _MAKERS for c in t.__mro__ if c.__name__ == f"{t.__name__}Storage"}
-
 
 def reduced(t: Any) -> tuple[Any, tuple[Any, ...]]:
     """What pickle needs of a tensor, or of a storage. A user's own subclass comes back as itself."""
-    kind = next(c for c in type(t).__mro__ if c in _MAKERS or c in _TENSORS)
-    marks = (False, False)
-    if kind in _MAKERS:
-        marks = (t.requires_grad, bool(getattr(t, "_is_param", False)))
-    arguments: tuple[Any, ...]
-    if issubclass(kind, identity.IdentityTensorStorage):
-        arguments = (t._hp_data, t.dtype, tuple(t.shape), t._quantizer, *marks)
-    elif issubclass(kind, hybrid.HybridQuantizedTensorStorage):
-        parts = [None if s is None else _part(s) for s in t._parts]
-        arguments = (t.dtype, tuple(t.shape), *parts, t._quantizer, *marks)
-    else:
-        arguments = (t.dtype, tuple(t.shape), held(t), t._quantizer, marks)
-    maker = _MAKERS[_TENSORS.get(kind, kind)]
-    if type(t) in _MAKERS:
-        return maker, arguments
-    return of_kind, (None if type(t) in _TENSORS else type(t), maker, arguments)
+    kind = kinds.of_class(type(t))
+    a_tensor = isinstance(t, torch.Tensor)
+    arguments = t._to_pickle(a_tensor and t.requires_grad, a_tensor and bool(getattr(t, "_is_param", False)))
+    if type(t) is kind.tensor:
+        return kind.maker, arguments
+    return of_kind, (None if type(t) is kind.storage else type(t), kind.maker, arguments)
 
 
 def of_kind(kind: Any, maker: Any, arguments: tuple[Any, ...]) -> Any:
     """A tensor of a subclass, or (without a kind) a storage, over the buffers that its format's maker puts together."""
     made = maker(*arguments)
-    kind = kind or next(c for c in type(made).__mro__ if c in _TENSORS)
+    kind = kind or kinds.of_class(type(made)).storage
     other = made._like(made.shape, made._buffers, kind=kind)
     if not isinstance(other, torch.Tensor):
         return other
     if getattr(made, "_is_param", False):
         other._is_param = True
     return other.requires_grad_(made.requires_grad)
-
-
-def _part(storage: Any) -> tuple[Any, ...]:
-    if isinstance(storage, identity.IdentityTensorStorage):
-        return "identity", storage._hp_data, storage._quantizer
-    return (*held(storage), storage._quantizer)
 
 
 def held(t: Any) -> tuple[Any, ...]:
@@ -96,26 +69,4 @@ def rebuilt(kind: Any, dtype: torch.dtype, shape: Any, state: Any, quantizer: An
     return made
 
 
-# By the name that files have, which is not what a class says while te_torch.compat is installed.
-torch.serialization.add_safe_globals(
-    [
-        naming.named,
-        *_MAKERS.values(),
-        of_kind,
-        *(
-            (cls, f"{naming.home_of(cls)}.{cls.__qualname__}")
-            for cls in (
-                DType,
-                *_MAKERS,
-                *_TENSORS,
-                float8.Float8Quantizer,
-                float8.Float8CurrentScalingQuantizer,
-                mxfp8.MXFP8Quantizer,
-                float8_blockwise.Float8BlockQuantizer,
-                nvfp4.NVFP4Quantizer,
-                hybrid.HybridQuantizer,
-                identity.IdentityQuantizer,
-            )
-        ),
-    ]
-)
+torch.serialization.add_safe_globals([naming.named, of_kind, (DType, f"{naming.home_of(DType)}.{DType.__qualname__}")])

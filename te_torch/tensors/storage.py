@@ -13,7 +13,7 @@ import torch
 from te_core.errors import ArgumentError
 from te_core.quantized import Format, QuantizedTensor
 from te_torch.runtime import FLOATS
-from te_torch.tensors import run
+from te_torch.tensors import pickling, run
 from te_torch.tensors.buffers import (
     NAMES,
     Buffers,
@@ -28,6 +28,7 @@ from te_torch.tensors.buffers import (
     without,
 )
 from te_torch.tensors.tracing import Kept
+from te_torch.tensors.transposing import columnwise_of
 from te_torch.tensors.views import WHOLE, CoreViews, Look, Memory, Part, Place, Seen
 
 
@@ -195,9 +196,15 @@ class QuantizedTensorStorage:
         return self._matrix(), self._buffers
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        from te_torch.tensors import pickling
-
         return pickling.reduced(self)
+
+    def _to_pickle(self, requires_grad: bool, is_param: bool) -> tuple[Any, ...]:
+        """The arguments of the function that unpickles it."""
+        return self.dtype, tuple(self.shape), pickling.held(self), self._quantizer, (requires_grad, is_param)
+
+    def _as_part(self) -> tuple[Any, ...]:
+        """The same of a storage inside another one."""
+        return (*pickling.held(self), self._quantizer)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         made = memo[id(self)] = self.make_copy()
@@ -297,8 +304,6 @@ class QuantizedTensorStorage:
 
     def _make_columnwise(self) -> None:
         """Tiles share scales both ways, so that the copy is the transpose of data and scales."""
-        from te_torch.tensors.transposing import columnwise_of
-
         made = columnwise_of(self._format, self._matrix(), self._buffers)
         self._set_buffers(Buffers(*self._buffers[:3], *made[3:]))
 

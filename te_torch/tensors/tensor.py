@@ -12,7 +12,9 @@ from torch.autograd.graph import increment_version
 from te_core.errors import ArgumentError
 from te_core.quantized import Format
 from te_torch.quantized import QuantizedTorch
+from te_torch.tensors import pickling
 from te_torch.tensors.buffers import Buffers
+from te_torch.tensors.dispatch import dispatch
 from te_torch.tensors.storage import QuantizedTensorStorage
 from te_torch.tensors.views import Place
 
@@ -23,13 +25,6 @@ class QuantizedTensor(QuantizedTorch):
     An operation that its class does not know runs on the dequantized values; one that changes them in place quantizes
     the result into the same buffers.
     """
-
-    _quantizer: Any
-    # What the storage beside it in a concrete class gives.
-    _dense_values: Any
-    _requantize: Any
-    _takes_bytes_of: Any
-    _copy_bytes: Any
 
     def __new__(
         cls,
@@ -88,8 +83,6 @@ class QuantizedTensor(QuantizedTorch):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        from te_torch.tensors.dispatch import dispatch
-
         return dispatch(func, args, kwargs or {})
 
     # ---------------------------------------------------------------------------------------------- values
@@ -241,8 +234,6 @@ class QuantizedTensor(QuantizedTorch):
         return type(self).make_like(self, requires_grad=self.requires_grad)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        from te_torch.tensors import pickling
-
         return pickling.reduced(self)
 
     def _stable_hash_for_caching(self) -> str:

@@ -10,32 +10,17 @@ import torch
 
 from te_core.errors import ArgumentError
 from te_core.precision import Operand
-from te_core.quantized import Format, QuantizedTensor
+from te_core.quantized import QuantizedTensor
+from te_torch.tensors import kinds
 from te_torch.tensors.base import Quantizer
 from te_torch.tensors.buffers import of_core as buffers_of_core
 from te_torch.tensors.dtype import of_core
-from te_torch.tensors.float8 import Float8CurrentScalingQuantizer, Float8Quantizer, Float8Tensor, Float8TensorStorage
-from te_torch.tensors.float8_blockwise import (
-    Float8BlockQuantizer,
-    Float8BlockwiseQTensor,
-    Float8BlockwiseQTensorStorage,
-)
+from te_torch.tensors.float8 import Float8CurrentScalingQuantizer, Float8Quantizer
+from te_torch.tensors.float8_blockwise import Float8BlockQuantizer
 from te_torch.tensors.hybrid import HybridQuantizer
 from te_torch.tensors.identity import IdentityQuantizer
-from te_torch.tensors.mxfp8 import MXFP8Quantizer, MXFP8Tensor, MXFP8TensorStorage
-from te_torch.tensors.nvfp4 import NVFP4Quantizer, NVFP4Tensor, NVFP4TensorStorage
-
-_CLASSES: dict[str, tuple[Any, Any]] = {
-    "tensor": (Float8TensorStorage, Float8Tensor),
-    "block": (Float8BlockwiseQTensorStorage, Float8BlockwiseQTensor),
-    "mxfp8": (MXFP8TensorStorage, MXFP8Tensor),
-    "nvfp4": (NVFP4TensorStorage, NVFP4Tensor),
-}
-
-
-def classes_of(form: Format) -> tuple[Any, Any]:
-    """The storage and the tensor class of a format."""
-    return _CLASSES[form.scaling]
+from te_torch.tensors.mxfp8 import MXFP8Quantizer
+from te_torch.tensors.nvfp4 import NVFP4Quantizer
 
 
 def from_core(
@@ -43,10 +28,11 @@ def from_core(
 ) -> Any:
     """A tensor (or storage) over what a torch runtime quantized."""
     options = () if quantizer is None else quantizer._options()
-    kind = classes_of(q.format)[0 if internal else 1]
+    kind = kinds.of_format(q.format)
+    cls = kind.storage if internal else kind.tensor
     if q.format.scaling == "nvfp4" and not options:
         options = (False,)
-    return kind._of(tuple(shape), dtype, q.format, buffers_of_core(q), quantizer, options)
+    return cls._of(tuple(shape), dtype, q.format, buffers_of_core(q), quantizer, options)
 
 
 def quantizer_of(rule: Operand | None, device: torch.device | None = None) -> Quantizer:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import re
 import subprocess
 import sys
 from functools import cache
@@ -16,6 +15,8 @@ GROUND = (
     "dtypes tensor dlpack quantized attention attention_rules precision runtime plan_cache libraries driver device "
     "recipe errors env cache arguments naming hints"
 )
+TORCH_GROUND = "runtime quantized precisions program_names module_names module_paths listing recipe utils not_built"
+TORCH_STATE = "amax_disagreement amax_reduction availability state autocast function custom nonfinite"
 FLOORS: dict[str, list[str]] = {
     "ground": [f"te_core.{room}" for room in GROUND.split()],
     "kernels": ["te_core.kernels"],
@@ -23,10 +24,28 @@ FLOORS: dict[str, list[str]] = {
     "ops": ["te_core.ops"],
     "quantize": ["te_core.quantize"],
     "layers": ["te_core.layers"],
-    "face": [f"te_core.{room}" for room in ("functional", "tools", "doctor", "warmup", "tune")] + ["te_core"],
-    "adapters": ["te_torch", "te_jax"],
+    "face": ["te_core.tools", "te_core.doctor", "te_core"],
+    "torch ground": [f"te_torch.{room}" for room in TORCH_GROUND.split()],
+    "torch tensors": ["te_torch.tensors"],
+    "torch state": [f"te_torch.{room}" for room in TORCH_STATE.split()],
+    "torch base": ["te_torch.base"],
+    "torch modules": ["te_torch.modules", "te_torch.attention"],
+    "torch transformer": ["te_torch.transformer"],
+    "torch face": [f"te_torch.{room}" for room in ("tools", "training", "custom_recipes", "constants", "compat")]
+    + ["te_torch"],
+    "jax": ["te_jax"],
 }
 ORDER = list(FLOORS)
+
+# Packages whose own `__init__` stands higher than what is in them: these names stand for nothing but themselves.
+FACES = ("te_core", "te_torch")
+
+# Rooms of one floor, or of one house, that do not know each other.
+SIDE_BY_SIDE = (
+    ("te_core.backends.cpu", "te_core.backends.cuda", "te_core.backends.meta"),
+    ("te_torch.modules", "te_torch.attention"),
+    ("te_torch", "te_jax"),
+)
 
 # The one upward reference: Runtime finds its backend by name, at first use; its type is a protocol.
 UPWARD = {("te_core.runtime", "te_core.backends"): "running", ("te_core.runtime", "te_core.backend"): "typing"}
@@ -39,26 +58,41 @@ CUDA_ROOMS = tuple(f"te_core.{room}" for room in ("backends.cuda", "kernels", "l
 
 @cache
 def sources() -> dict[str, Path]:
-    """Every module of the project by its dotted name."""
+    """Every module of the packages by its dotted name."""
+    return _modules("te_core", "te_torch", "bindings/jax/te_jax")
+
+
+@cache
+def programs() -> dict[str, Path]:
+    """Those that nothing of the packages imports."""
+    return _modules("benchmarks", "examples", "tools", "tests")
+
+
+def _modules(*folders: str) -> dict[str, Path]:
     found: dict[str, Path] = {}
-    for top in (ROOT / "te_core", ROOT / "te_torch", ROOT / "bindings" / "jax" / "te_jax"):
+    for top in (ROOT / folder for folder in folders):
         for path in sorted(top.rglob("*.py")):
             parts = path.relative_to(top.parent).with_suffix("").parts
             found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
     return found
 
 
+def within(module: str, room: str) -> bool:
+    return module == room or module.startswith(room + ".")
+
+
 def floor(module: str) -> str | None:
-    """The floor a module stands on, by its longest listed prefix (`te_core` itself by its exact name)."""
+    """The floor a module stands on."""
     for name, rooms in FLOORS.items():
-        if any(module == room or (room != "te_core" and module.startswith(room + ".")) for room in rooms):
+        if any(module == room or (room not in FACES and within(module, room)) for room in rooms):
             return name
     return None
 
 
 def imports(module: str) -> list[tuple[str, int, str]]:
     """What a module imports: (dotted name, line, when: "loading", "running" or "typing")."""
-    path = sources()[module]
+    known = sources() | programs()
+    path = known[module]
     tree = ast.parse(path.read_text())
     package = module if path.name == "__init__.py" else module.rpartition(".")[0]
     found: list[tuple[str, int, str]] = []
@@ -73,7 +107,7 @@ def imports(module: str) -> list[tuple[str, int, str]]:
                 base = ".".join([*above[: len(above) - node.level + 1], *filter(None, [base])])
             for alias in node.names:  # `from te_core import dtypes` names a module, `... import Runtime` does not
                 full = f"{base}.{alias.name}"
-                found.append((full if full in sources() else base, node.lineno, when))
+                found.append((full if full in known else base, node.lineno, when))
         elif isinstance(node, ast.Call):
             found.extend((name, node.lineno, when) for name in _imported_by_call(node))
         if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
@@ -98,7 +132,7 @@ def _imported_by_call(call: ast.Call) -> list[str]:
 
 
 def edges() -> list[tuple[str, str, str, str]]:
-    """(importer, imported, place in the source, when) over the whole project."""
+    """(importer, imported, place in the source, when) over the packages."""
     return [
         (module, name, f"{path.relative_to(ROOT)}:{line}", when)
         for module, path in sources().items()
@@ -111,27 +145,20 @@ def ours(name: str) -> bool:
 
 
 #: Modules that import one another, at whatever time. A tensor's doors are DLPack's, and DLPack's are tensors.
-CIRCLES = {
-    ("te_core.dlpack", "te_core.tensor"),
-    # Still to be cut: each format registers with its base, which knows them all; modules and what begins their weights.
-    ("te_torch.quantized", "te_torch.tensors"),
-    ("te_torch.checkpoint_state", "te_torch.modules.base", "te_torch.modules.documented", "te_torch.modules.weights",
-     "te_torch.quantized_init"),
-}  # fmt: skip
+CIRCLES = {("te_core.dlpack", "te_core.tensor")}
 
 
 def circles() -> set[tuple[str, ...]]:
-    """Modules that reach one another by imports; those of te_torch.tensors as one."""
-    known = sources()
-    graph: dict[str, set[str]] = {module: set() for module in known}
-    for importer, imported, _, _ in edges():
-        if imported in known and (importer, imported) not in UPWARD:
-            graph[importer].add(imported)
+    """Modules that reach one another by imports, those of programs among them."""
+    known = sources() | programs()
+    graph = {
+        module: {name for name, _, _ in imports(module) if name in known and (module, name) not in UPWARD}
+        for module in known
+    }
     reached = {module: _reached(graph, module) for module in graph}
-    found = {
+    return {
         tuple(sorted(m for m in reached[start] if start in reached[m])) for start in graph if start in reached[start]
     }
-    return {tuple(sorted({re.sub(r"^(te_torch\.tensors)\..*", r"\1", m) for m in circle})) for circle in found}
 
 
 def _reached(graph: dict[str, set[str]], start: str) -> set[str]:
@@ -151,6 +178,8 @@ def test_no_circle_but_these() -> None:
 def test_every_module_stands_on_a_floor() -> None:
     homeless = [module for module in sources() if floor(module) is None]
     assert not homeless, f"put these on a floor in FLOORS: {homeless}"
+    empty = [room for rooms in FLOORS.values() for room in rooms if not any(within(m, room) for m in sources())]
+    assert not empty, f"nothing is in these rooms of FLOORS: {empty}"
 
 
 def test_imports_go_downward() -> None:
@@ -174,24 +203,29 @@ def test_the_upward_import_is_the_listed_one() -> None:
         assert uses == [allowed], f"{importer} -> {imported}: {uses}"
 
 
-def test_backends_do_not_know_each_other() -> None:
+def test_neighbours_do_not_know_each_other() -> None:
+    def room(module: str, rooms: tuple[str, ...]) -> str | None:
+        return next((room for room in rooms if within(module, room)), None)
+
     wrong = []
     for importer, imported, place, _ in edges():
-        own, other = importer.split(".")[2:3], imported.split(".")[2:3]
-        both = importer.startswith("te_core.backends.") and imported.startswith("te_core.backends.")
-        if both and own != other and {*own, *other} <= {"cpu", "cuda", "meta"}:
-            wrong.append(f"{place}: {importer} imports {imported}")
+        for rooms in SIDE_BY_SIDE:
+            own, other = room(importer, rooms), room(imported, rooms)
+            if own and other and own != other:
+                wrong.append(f"{place}: {importer} imports {imported}")
     assert not wrong, "\n".join(wrong)
 
 
-def test_adapters_keep_away_from_backends_and_from_each_other() -> None:
-    wrong = []
-    for importer, imported, place, _ in edges():
-        if floor(importer) != "adapters" or not ours(imported):
-            continue
-        foreign = floor(imported) == "adapters" and imported.split(".")[0] != importer.split(".")[0]
-        if foreign or floor(imported) == "backends":
-            wrong.append(f"{place}: {importer} imports {imported}")
+def adapter(module: str) -> bool:
+    return within(module, "te_torch") or within(module, "te_jax")
+
+
+def test_adapters_keep_away_from_backends() -> None:
+    wrong = [
+        f"{place}: {importer} imports {imported}"
+        for importer, imported, place, _ in edges()
+        if adapter(importer) and floor(imported) == "backends"
+    ]
     assert not wrong, "\n".join(wrong)
 
 
@@ -200,9 +234,9 @@ def test_te_core_imports_no_framework() -> None:
     wrong = []
     for importer, imported, place, when in edges():
         top = imported.split(".")[0]
-        if floor(importer) == "adapters" or ours(imported) or top in ALWAYS or top in sys.stdlib_module_names:
+        if adapter(importer) or ours(imported) or top in ALWAYS or top in sys.stdlib_module_names:
             continue
-        room = next((r for r in CUDA_ROOMS if importer == r or importer.startswith(r + ".")), None)
+        room = next((r for r in CUDA_ROOMS if within(importer, r)), None)
         too_early = when == "loading" and room != "te_core.backends.cuda"
         if top not in CUDA_LIBRARIES or room is None or too_early:
             wrong.append(f"{place}: {importer} imports {imported} while {when}")
@@ -254,5 +288,5 @@ def test_import_te_core_touches_no_framework_and_no_cuda() -> None:
 
 def test_te_core_works_on_the_cpu_without_frameworks_or_driver() -> None:
     """Every module but the CUDA backend's can be imported, and the CPU runtime runs."""
-    modules = [m for m in sources() if floor(m) != "adapters" and not m.startswith("te_core.backends.cuda")]
+    modules = [m for m in sources() if not adapter(m) and not within(m, "te_core.backends.cuda")]
     _run_blocked(modules, run=True)

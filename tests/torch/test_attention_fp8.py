@@ -16,10 +16,10 @@ from te_core.recipe import DelayedScaling, Float8CurrentScaling, Format, MXFP8Bl
 from te_torch.attention import env, fp8
 from te_torch.attention.choose import NoBackendError
 from te_torch.attention.dot_product import DotProductAttention
-from te_torch.attention.multihead import MultiheadAttention
 from te_torch.autocast import number_of, precision_of
 from te_torch.quantized import QuantizedTorch
 from te_torch.tensors import Float8Tensor
+from te_torch.transformer.multihead import MultiheadAttention
 from tests.backends import devices
 from tests.tolerances import DB, snr_db
 

@@ -15,8 +15,8 @@ from torch.nn.utils import prune
 import te_torch as te
 from te_core.errors import ArgumentError
 from te_core.recipe import CustomRecipe, DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling
-from te_torch.convert import convert
-from te_torch.quantized_init import quantized_model_init
+from te_torch.base.quantized_init import quantized_model_init
+from te_torch.tools.convert import convert
 from tests.backends import devices
 from tests.module_steps import NO_REGION, on, randomise, step, values
 from tests.tolerances import DB, snr_db

@@ -21,7 +21,7 @@ import torch
 import te_torch as te
 from te_core.errors import ArgumentError
 from te_core.recipe import DelayedScaling, Format
-from te_torch.extra_state import KEYS, read_extra_state
+from te_torch.base.extra_state import KEYS, read_extra_state
 from tests.golden import load, tree
 from tests.module_steps import differences, fp8_state, make, step, values
 

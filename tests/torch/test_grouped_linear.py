@@ -22,8 +22,8 @@ from te_core.recipe import (
     NVFP4BlockScaling,
 )
 from te_torch.autocast import active
+from te_torch.base.quantized_init import quantized_model_init
 from te_torch.quantized import QuantizedTorch
-from te_torch.quantized_init import quantized_model_init
 from tests.backends import devices, requires_cuda
 from tests.module_steps import randomise, values
 

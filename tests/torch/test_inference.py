@@ -15,7 +15,7 @@ from te_torch.attention.dot_product import DotProductAttention
 from te_torch.attention.inference import InferenceParams
 from te_torch.attention.kv_cache import KVCacheManager, NonPagedKVCacheManager, PagedKVCacheManager, _moves
 from te_torch.attention.rope import RotaryPositionEmbedding
-from te_torch.modules.transformer_layer import TransformerLayer
+from te_torch.transformer.layer import TransformerLayer
 from tests.backends import devices, requires_cuda
 
 FORMS = ("sbhd", "bshd", "thd")

@@ -14,7 +14,7 @@ import torch
 from examples.generate import parse
 from te_torch.attention.inference import InferenceParams
 from te_torch.attention.rope import RotaryPositionEmbedding
-from te_torch.modules.transformer_layer import TransformerLayer
+from te_torch.transformer.layer import TransformerLayer
 from tests.backends import devices
 from tests.torch.test_inference import CAPACITY, D_K, HEADS, ROWS, Tiny, params
 

@@ -13,8 +13,9 @@ from te_core import dtypes, ops
 from te_core.errors import ArgumentError
 from te_core.quantized import Cast, Format
 from te_core.recipe import DelayedScaling, Float8CurrentScaling
-from te_torch.report import OUTSIDE, measure_saved, memory_report, table
+from te_torch.listing import table
 from te_torch.runtime import runtime_for, to_core
+from te_torch.tools.memory_report import OUTSIDE, measure_saved, memory_report
 from tests.backends import devices
 from tests.module_steps import values
 

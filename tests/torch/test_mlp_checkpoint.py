@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import te_torch as te
-from te_torch.modules.residual import Branch
+from te_torch.base.residual import Branch
 from tests import recipes as every
 from tests.backends import devices
 from tests.module_steps import RECIPES, WIDTH, differences, fp8_state, gradient_for, make, region, values

@@ -1,4 +1,4 @@
-"""The documented attributes of modules (te_torch/modules/documented.py, and what constructors set)."""
+"""The documented attributes of modules (te_torch/base/documented.py, and what constructors set)."""
 
 from __future__ import annotations
 

@@ -10,8 +10,8 @@ from torch.utils.checkpoint import checkpoint
 
 import te_torch as te
 from te_core.recipe import DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling
-from te_torch.attention.multihead import HandOver, MultiheadAttention
 from te_torch.attention.rope import RotaryPositionEmbedding
+from te_torch.transformer.multihead import HandOver, MultiheadAttention
 from tests.backends import devices
 from tests.module_steps import differences, gradient_for, on, randomise, step, values
 from tests.recipes import KINDS, region
@@ -511,7 +511,7 @@ def test_nothing_is_copied_where_strides_lead(monkeypatch: pytest.MonkeyPatch) -
     def refuse(*args: Any, **kw: Any) -> None:
         raise AssertionError("split")
 
-    monkeypatch.setattr("te_torch.attention.multihead.split_heads", refuse)
+    monkeypatch.setattr("te_torch.transformer.multihead.split_heads", refuse)
     for case, (options, call) in CASES.items():
         ours, _ = arguments(options, call, "cpu")
         module, x = make("cpu", **options), values(S, B, WIDTH, seed=1)

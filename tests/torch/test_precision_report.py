@@ -18,7 +18,7 @@ from te_core.ops import gemm_quantized
 from te_core.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Format, MXFP8BlockScaling, resolve
 from te_core.tensor import cuda_device
 from te_torch.attention import env
-from te_torch.precision_report import precision_report
+from te_torch.tools.precision_report import precision_report
 from tests.backends import capability, devices, requires_cuda
 from tests.module_steps import GEMM_MODULES, WIDTH, gradient_for, make, values
 from tests.recipes import KINDS, OVERRIDES, RECIPES, region, rule

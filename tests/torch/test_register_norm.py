@@ -12,8 +12,8 @@ from torch import nn
 
 import te_torch as te
 from te_core.errors import ArgumentError
-from te_torch import foreign_norms
-from te_torch.convert import convert
+from te_torch.tools import foreign_norms
+from te_torch.tools.convert import convert
 from tests.backends import devices
 from tests.module_steps import randomise, values
 from tests.tolerances import DB, snr_db

@@ -12,10 +12,11 @@ import torch
 import te_torch as te
 from te_core.errors import UnsupportedError
 from te_core.layers.residual import AddSpec, BranchNeeds
+from te_torch.base.module import random_pair
+from te_torch.base.residual import ADD, Branch, bias_dropout_add
 from te_torch.function import key_of, register
-from te_torch.modules.base import random_pair
-from te_torch.modules.residual import ADD, Branch, DropPath, bias_dropout_add
-from te_torch.report import measure_saved
+from te_torch.tools.memory_report import measure_saved
+from te_torch.transformer.drop_path import DropPath
 from tests.backends import devices
 from tests.module_steps import RECIPES, WIDTH, differences, fp8_state, gradient_for, make, on, region, values
 from tests.reference.elementwise import keep

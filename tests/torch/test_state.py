@@ -17,7 +17,7 @@ from te_core.recipe import (
     MXFP8BlockScaling,
     NVFP4BlockScaling,
 )
-from te_torch.checkpoint_state import plain_state_dict, prepare_state
+from te_torch.base.checkpoint_state import plain_state_dict, prepare_state
 from tests.backends import devices
 from tests.module_steps import GEMM_MODULES, MODULES, differences, fp8_state, gradient_for, make, region, step, values
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from te_core.recipe import DelayedScaling, Float8CurrentScaling
-from te_torch.attention.multihead import MultiheadAttention
-from te_torch.modules.transformer_layer import TransformerLayer
+from te_torch.transformer.layer import TransformerLayer
+from te_torch.transformer.multihead import MultiheadAttention
 from tests.backends import devices
 from tests.golden import load, tree
 from tests.module_steps import differences, gradient_for, on, randomise, step, values
@@ -437,7 +437,7 @@ def test_compiled(case: str, recipe: str | None, device: str) -> None:
 def test_residuals_are_added_by_the_norms(monkeypatch: pytest.MonkeyPatch) -> None:
     """One pass of its own is left, at the end; the norm of each part that follows forms its sum on the way."""
     passes = []
-    from te_torch.modules import residual
+    from te_torch.base import residual
 
     def counted(*args: Any, **kw: Any) -> torch.Tensor:
         passes.append(args)
@@ -445,7 +445,7 @@ def test_residuals_are_added_by_the_norms(monkeypatch: pytest.MonkeyPatch) -> No
 
     plain = residual.bias_dropout_add
     monkeypatch.setattr(residual, "bias_dropout_add", counted)
-    monkeypatch.setattr("te_torch.modules.transformer_layer.bias_dropout_add", counted)
+    monkeypatch.setattr("te_torch.transformer.layer.bias_dropout_add", counted)
     for options in ({}, {"layer_type": "decoder", "hidden_dropout": 0.1}, LATE, {"parallel_attention_mlp": True}):
         passes.clear()
         make("cpu", **options)(inputs("cpu"), encoder_output=inputs("cpu"))

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from te_core.errors import ArgumentError, UnsupportedError
-from te_torch.attention.multihead import MultiheadAttention
-from te_torch.modules.transformer_layer import TransformerLayer
+from te_torch.transformer.layer import TransformerLayer
+from te_torch.transformer.multihead import MultiheadAttention
 from tests.module_steps import step, values
 from tests.torch.test_multihead import CROSS, ENCODED, FUSED, GQA, NORM, WIDTH, B, S
 from tests.torch.test_multihead import make as attention

@@ -1,4 +1,4 @@
-"""Residual connections: `bias_dropout_add`, `DropPath`, and `Branch`, which a module beginning with a norm adds itself.
+"""Residual connections: `bias_dropout_add`, and `Branch`, which a module beginning with a norm adds itself.
 
     x1 = bias_dropout_add(y, bias, x, p, training)          one pass forward, one backward
     out = mlp(x1)
@@ -17,8 +17,8 @@ import torch
 
 from te_core.layers import residual as core
 from te_core.layers.residual import AddSpec, BranchNeeds, Stream
+from te_torch.base.module import random_pair, wants_grad
 from te_torch.function import Call, Layer, apply, key_of, register
-from te_torch.modules.base import random_pair, wants_grad
 from te_torch.runtime import constant_at_trace
 
 ADD = Layer("bias_dropout_add", core.forward, core.backward, core.AddSaved, twins=(0, 2))
@@ -109,25 +109,3 @@ def _add(p: float, *needs: bool) -> Call:
 @constant_at_trace
 def _traced_add(p: float, x: bool, bias: bool, residual: bool) -> str:
     return key_of(_add(p, x, bias, residual))
-
-
-class DropPath(torch.nn.Module):
-    """Zeroes whole samples (of the first dimension) with probability drop_prob in training, and scales up the rest."""
-
-    def __init__(self, drop_prob: float = 0.0) -> None:
-        super().__init__()
-        self.drop_prob = drop_prob
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x, each sample either 0 or x / (1 - drop_prob)."""
-        if self.drop_prob == 0.0 or not self.training:
-            return x
-        keep = 1.0 - self.drop_prob
-        shape = (x.shape[0],) + (1,) * (x.ndim - 1)
-        kept = torch.rand(shape, device=x.device) < keep
-        scaled = x / keep if keep else x  # a division by zero would leave its NaN in the gradient
-        return torch.where(kept, scaled, torch.zeros((), dtype=x.dtype, device=x.device))
-
-    def extra_repr(self) -> str:
-        """What a printed module shows."""
-        return f"drop_prob={self.drop_prob}"

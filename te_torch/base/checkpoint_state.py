@@ -1,8 +1,8 @@
 """FP8 state in checkpoints: what a module takes from one before its entries are loaded, and what it puts in.
 
 A stateful module has four float32 entries under `fp8_state`, and no others. Loading accepts them whether or not the
-module has run, the peer's `_extra_state` in their place (te_torch.extra_state), and a checkpoint that has neither, by
-which a module starts anew. None of these is missing or unexpected.
+module has run, the peer's `_extra_state` in their place (`extra_state.py`), and a checkpoint that has neither, by which
+a module starts anew. None of these is missing or unexpected.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from te_core.errors import ArgumentError
 from te_core.precision import Precision
 from te_core.quantize.state import BACKWARD_SLOTS, FORWARD_SLOTS
 from te_core.recipe import Recipe, resolve
-from te_torch.extra_state import read_extra_state
+from te_torch.base.extra_state import read_extra_state
+from te_torch.base.quantized_init import set_own_scale
 from te_torch.precisions import number_of, precision_of
-from te_torch.quantized_init import set_own_scale
 from te_torch.runtime import FLOATS, default_device
 from te_torch.state import BACKWARD, FORWARD, NAMES, ScalingState, require_usable
 

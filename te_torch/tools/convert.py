@@ -30,15 +30,15 @@ from te_core.precision import Operand, Precision
 from te_core.quantized import up
 from te_core.recipe import Recipe, resolve
 from te_torch.availability import recipe_support
-from te_torch.foreign_norms import ForeignNorm, difference, looks_like_a_norm, registered
-from te_torch.modules.base import BaseModule, CallingModule
+from te_torch.base.module import BaseModule, CallingModule
+from te_torch.base.quantized_init import initialisation, initialising, quantize_parameter, quantized_model_init
+from te_torch.listing import table, together
 from te_torch.modules.layernorm_linear import LayerNormLinear
 from te_torch.modules.layernorm_mlp import LayerNormMLP
 from te_torch.modules.linear import Linear
 from te_torch.modules.norm import LayerNorm, RMSNorm
-from te_torch.quantized_init import initialisation, initialising, quantize_parameter, quantized_model_init
-from te_torch.report import table, together
 from te_torch.runtime import FLOATS
+from te_torch.tools.foreign_norms import ForeignNorm, difference, looks_like_a_norm, registered
 
 Filter = Callable[[str, nn.Module], bool]
 

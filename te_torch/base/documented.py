@@ -13,9 +13,11 @@ from te_core.layers.linear import LinearSpec
 from te_core.precision import Operand, Precision
 from te_core.quantize.state import BACKWARD_SLOTS, FORWARD_SLOTS
 from te_torch.autocast import active
+from te_torch.base.quantized_init import point
 from te_torch.precisions import number_of_precision, precision_of, recipe_of
-from te_torch.quantized_init import point, quantizer_of
 from te_torch.runtime import TO_TORCH, default_device
+from te_torch.state import make_state
+from te_torch.tensors.wrap import quantizer_of
 
 
 class ScalingMeta(NamedTuple):
@@ -125,13 +127,11 @@ class Documented(torch.nn.Module):
 
     def init_fp8_metadata(self, num_gemms: int = 1) -> None:
         """Make the state that the active region's recipe keeps in this module; its next forward would."""
-        from te_torch.modules.base import make_state
-
         region = active.region
         number = 0 if region is None else region.precision
         rule = precision_of(number)
         if rule is not None and rule.history is not None:
-            make_state(self, self._place(), rule, recipe_of(number))  # type: ignore[arg-type]
+            make_state(self, self._place(), rule, recipe_of(number))
 
     def _place(self) -> torch.device:
         return next((p.device for p in self.parameters()), default_device())

@@ -15,9 +15,9 @@ from te_core.layers.linear import LinearSpec, Needs, Product, weight_operand
 from te_core.precision import Precision
 from te_core.quantize.state import Scales
 from te_core.quantized import QuantizedTensor
+from te_torch.base.quantized_init import initialising
 from te_torch.function import Extra
 from te_torch.quantized import QuantizedTorch
-from te_torch.quantized_init import initialising
 from te_torch.runtime import TO_CORE, runtime_for, to_core
 
 
@@ -146,22 +146,4 @@ def check_whole(operation: str, parts: Collection[str], special: bool) -> None:
             f"parameters_split with {len(parts)} parts inside quantized_model_init",
             "a weight in one piece: it is held as one quantized tensor",
             "leave parameters_split out, or construct the module outside",
-        )
-
-
-def check_qkv_whole(operation: str, fused: bool, accumulates: bool) -> None:
-    """The same of attention's projections, by the option that decides about them there."""
-    if accumulates and not fused:
-        raise ArgumentError(
-            operation,
-            "fuse_wgrad_accumulation with fuse_qkv_params=False",
-            "fuse_qkv_params=True: a fused gradient needs query, key and value weights in one piece",
-            "pass fuse_qkv_params=True",
-        )
-    if initialising() and not fused:
-        raise UnsupportedError(
-            operation,
-            "fuse_qkv_params=False inside quantized_model_init",
-            "fuse_qkv_params=True: query, key and value weights are held as one quantized tensor",
-            "pass fuse_qkv_params=True, or construct the layer outside",
         )

@@ -20,10 +20,10 @@ from te_core.tensor import CPU, Device, cuda_device
 from te_torch.attention import choose, flash
 from te_torch.attention.dot_product import DotProductAttention
 from te_torch.attention.plan import Plan
+from te_torch.base.module import BaseModule
+from te_torch.listing import table, together
 from te_torch.module_names import known_as
-from te_torch.modules.base import BaseModule
 from te_torch.quantized import QuantizedTorch, core_of
-from te_torch.report import table, together
 
 
 class Row(NamedTuple):

@@ -16,10 +16,13 @@ from te_core.precision import Operand, Precision
 from te_core.quantize.state import FORWARD_SLOTS, WEIGHT
 from te_core.recipe import Recipe, resolve
 from te_torch.autocast import get_default_recipe
+from te_torch.base.options import is_flag
+from te_torch.custom import custom_precisions
 from te_torch.module_names import name_of, warn_once
-from te_torch.modules.options import is_flag
 from te_torch.precisions import number_of, precision_of
-from te_torch.quantized import QuantizedTorch, quantizer_of
+from te_torch.quantized import QuantizedTorch
+from te_torch.state import make_state
+from te_torch.tensors.wrap import quantizer_of
 
 
 class _Regions(threading.local):
@@ -85,8 +88,6 @@ def quantize_parameter(module: Any, name: str, gemm: int, how: tuple[Recipe, boo
     weight: torch.nn.Parameter = module._parameters[name]
     precision = resolve(recipe)
     if precision.factory is not None:
-        from te_torch.custom import custom_precisions
-
         precision = precision_of(custom_precisions(module, number_of(recipe))[gemm])  # type: ignore[assignment]
     rule = precision.weight
     if rule is None:
@@ -110,8 +111,6 @@ def _quantize(
     derivable = rule.format.scaling == "tensor" or (rule.format.scaling == "block" and rule.tiled)
     quantizer.set_usage(rowwise=True, columnwise=trains and not derivable)
     if rule.scaling == "delayed":
-        from te_torch.modules.base import make_state
-
         state = make_state(module, weight.device, precision, recipe)
         set_own_scale(state.scale_fwd, gemm, weight, rule, 0 if precision.history is None else precision.history.margin)
         point(quantizer, state, "fwd", FORWARD_SLOTS * gemm + WEIGHT)
@@ -136,7 +135,7 @@ def point(quantizer: Any, state: Any, way: str, index: int) -> None:
 def link(weight: torch.Tensor, state: Any, gemm: int) -> None:
     """Let a quantized weight requantize with the scale in this state, and note its maximum there."""
     if isinstance(weight, QuantizedTorch):
-        quantizer = weight._quantizer  # type: ignore[attr-defined]
+        quantizer = weight._quantizer
         if quantizer is not None and quantizer.operand is not None and quantizer.operand.scaling == "delayed":
             point(quantizer, state, "fwd", FORWARD_SLOTS * gemm + WEIGHT)
 
@@ -147,7 +146,7 @@ def check_recipe_fits(module: Any, precision: Precision | None) -> None:
         weight = getattr(module, name)
         if not isinstance(weight, QuantizedTorch):
             continue
-        quantizer = weight._quantizer  # type: ignore[attr-defined]
+        quantizer = weight._quantizer
         rule = None if quantizer is None else quantizer.operand
         if precision is None or precision.weight is None:
             warn_once(module, f"{name} is held quantized and used outside autocast: it is dequantized at each use")

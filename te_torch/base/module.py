@@ -5,26 +5,27 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from te_core.errors import ArgumentError, UnsupportedError
 from te_core.precision import Precision
-from te_core.recipe import Recipe
 from te_torch.autocast import Outstanding, Region, group_around_trace, precision_now, prepare_default
-from te_torch.checkpoint_state import adopt
+from te_torch.base.checkpoint_state import adopt
+from te_torch.base.documented import Documented
+from te_torch.base.options import refuse_unbuilt
+from te_torch.base.quantized_init import carry_over, initialisation, initialising, link, quantize_parameter
+from te_torch.base.weights import CachedWeight, Gradients, add_gradient, extra_for
 from te_torch.custom import custom_precisions
 from te_torch.function import Call, Extra, key_of
 from te_torch.module_names import name_of, next_name, shown, within
-from te_torch.modules.documented import Documented
-from te_torch.modules.options import refuse_unbuilt
-from te_torch.modules.weights import CachedWeight, Gradients, add_gradient, extra_for
 from te_torch.nonfinite import counted
 from te_torch.precisions import custom_numbers, precision_of, reads_quantized, recipe_of
-from te_torch.quantized_init import carry_over, initialisation, initialising, link, quantize_parameter
 from te_torch.runtime import FLOATS, amp_cast, amp_dtype, check_dtype, constant_at_trace, default_device, drawn
-from te_torch.state import BACKWARD, FORWARD, ScalingState
+from te_torch.state import BACKWARD, FORWARD, ScalingState, make_state
+from te_torch.tensors import QuantizerRole
 from te_torch.utils import get_default_init_method
 
 _MOST_CALLS = 256  # that a module keeps
@@ -273,8 +274,6 @@ class BaseModule(Documented, CallingModule):
 
     def quantizer_roles(self, gemm: int) -> tuple[Any, ...]:
         """The roles of a GEMM's input, weight, output gradient, output and input gradient, for a custom recipe."""
-        from te_torch.tensors import QuantizerRole
-
         name = self.name if self.gemms == 1 else f"{self.name}.{self._gemm_name(gemm)}"
         inp, weight, grad = (QuantizerRole(self.module_type, t, name) for t in ("input", "weight", "grad_output"))
         return (
@@ -464,21 +463,6 @@ def _refuse_traced_gradients() -> None:
     )
 
 
-def make_state(
-    module: BaseModule, device: torch.device, precision: Precision, recipe: Recipe | None = None
-) -> ScalingState:
-    """The module's scaling state, following this precision's rule; made if there is none."""
-    assert precision.history is not None
-    state = module.fp8_state
-    if state is None or state.scale_fwd.is_meta and device.type != "meta":  # its module was materialised since
-        state = module.fp8_state = ScalingState(module.gemms, precision.history.length, device)
-    if state.precision is not precision:
-        if state.scale_fwd.device != device:  # a module without parameters cannot tell where a checkpoint belongs
-            state.to(device)
-        state.prepare(precision, recipe)
-    return state
-
-
 # A tracing compiler calls these two at trace time, outside the graph, before it has looked at what they change.
 
 
@@ -500,6 +484,15 @@ def _trace_state(token: int, device: torch.device, precision: int, watched: bool
     if watched:  # a region inside the trace updates by itself what ran in it
         state.watch(group_around_trace())
     return True
+
+
+def fork_of(get_rng_state_tracker: Callable[[], Any] | None, name: str | None) -> Callable[[], Any] | None:
+    """A context in which weights are initialised, if an RNG tracker was given."""
+    return None if get_rng_state_tracker is None else partial(_fork, get_rng_state_tracker, name)
+
+
+def _fork(get_rng_state_tracker: Callable[[], Any], name: str | None) -> Any:
+    return get_rng_state_tracker().fork() if name is None else get_rng_state_tracker().fork(name)
 
 
 def random_pair(like: torch.Tensor) -> torch.Tensor:
@@ -529,6 +522,3 @@ def check_input(operation: str, inp: torch.Tensor, width: int) -> None:
         raise ArgumentError(
             operation, f"an input of shape {tuple(inp.shape)}", f"[*, {width}]", "check the module's in_features"
         )
-
-
-__all__ = ["BaseModule", "CallingModule", "check_input", "make_state", "normal_init", "random_pair", "wants_grad"]

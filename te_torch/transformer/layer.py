@@ -15,14 +15,14 @@ import torch
 from te_core.attention import canonical_mask
 from te_core.errors import ArgumentError
 from te_torch.attention.inference import InferenceParams
-from te_torch.attention.multihead import MultiheadAttention, head_sizes
+from te_torch.base.options import check_options, refuse_unbuilt
+from te_torch.base.residual import Branch, bias_dropout_add
 from te_torch.module_names import next_name, shown
 from te_torch.modules.layernorm_mlp import LayerNormMLP
 from te_torch.modules.norm import LayerNorm, RMSNorm
-from te_torch.modules.options import check_options, refuse_unbuilt
-from te_torch.modules.residual import Branch, DropPath, bias_dropout_add
-from te_torch.modules.weights import check_qkv_whole
 from te_torch.runtime import amp_cast
+from te_torch.transformer.drop_path import DropPath
+from te_torch.transformer.multihead import MultiheadAttention, check_qkv_whole, head_sizes
 
 LAYER_TYPES = ("encoder", "decoder")
 _NORMS = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}

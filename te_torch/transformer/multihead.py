@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from te_core.attention import DIMENSIONS, canonical_mask
-from te_core.errors import ArgumentError
+from te_core.errors import ArgumentError, UnsupportedError
 from te_torch.attention.dot_product import DotProductAttention
 from te_torch.attention.fp8 import attention_number
 from te_torch.attention.inference import InferenceParams
@@ -20,13 +20,13 @@ from te_torch.attention.l2_norm import L2Normalization
 from te_torch.attention.masks import AttentionArgumentError
 from te_torch.attention.rope import apply_rotary_pos_emb, split_heads
 from te_torch.autocast import precision_now
+from te_torch.base.options import check_options, refuse_unbuilt
+from te_torch.base.quantized_init import initialising
+from te_torch.base.residual import Branch
 from te_torch.module_names import next_name, shown
 from te_torch.modules.layernorm_linear import LayerNormLinear
 from te_torch.modules.linear import Linear
 from te_torch.modules.norm import LayerNorm, RMSNorm
-from te_torch.modules.options import check_options, refuse_unbuilt
-from te_torch.modules.residual import Branch
-from te_torch.modules.weights import check_qkv_whole
 from te_torch.precisions import precision_of
 from te_torch.runtime import constant_at_trace, default_device
 
@@ -66,6 +66,24 @@ def head_sizes(operation: str, hidden: int, heads: int, groups: int | None, chan
         if not ok:
             raise AttentionArgumentError(operation, got, allowed, do)
     return groups, channels or hidden // heads
+
+
+def check_qkv_whole(operation: str, fused: bool, accumulates: bool) -> None:
+    """Fused weight gradients and quantized weights need the weights of queries, keys and values in one piece."""
+    if accumulates and not fused:
+        raise ArgumentError(
+            operation,
+            "fuse_wgrad_accumulation with fuse_qkv_params=False",
+            "fuse_qkv_params=True: a fused gradient needs query, key and value weights in one piece",
+            "pass fuse_qkv_params=True",
+        )
+    if initialising() and not fused:
+        raise UnsupportedError(
+            operation,
+            "fuse_qkv_params=False inside quantized_model_init",
+            "fuse_qkv_params=True: query, key and value weights are held as one quantized tensor",
+            "pass fuse_qkv_params=True, or construct the layer outside",
+        )
 
 
 class MultiheadAttention(torch.nn.Module):

@@ -1,0 +1,50 @@
+"""The benchmarks by name: which functions measure, what is shown of the rows that they return."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """Which functions measure, what its table shows, and what its picture is about."""
+
+    functions: tuple[str, ...] = ("measure",)
+    columns: tuple[str, ...] = ()  # of the table; all of them if none are named
+    ratio: str = "of_copy"
+    reference: str = "rate, 1 = device-to-device copy in the same process"
+    on_cpu: bool = False  # whether a reduced run on a CPU says anything
+
+
+#: By the module's name. A measuring function takes no argument and returns rows: dicts with a "case".
+BENCHMARKS = {
+    "gemm": Benchmark(
+        columns=("case", "mode", "shape", "us", "TFLOP/s", "torch_us", "of_torch", "target", "ok"),
+        ratio="of_torch", reference="speed, 1 = torch's call of the same library", on_cpu=True,
+    ),
+    "norms": Benchmark(
+        ("device_times", "host_times"),
+        columns=("case", "shape", "dtype", "us", "of_copy", "of_linear", "TB/s"),
+    ),
+    "quantize": Benchmark(
+        ("measure_device", "measure_host"),
+        columns=("case", "shape", "us", "of_copy", "clean_us", "clean_of_copy"),
+    ),
+    "modules": Benchmark(
+        columns=("case", "recipe", "fwd us", "fwd+bwd us", "peak MiB", "peer fwd us", "peer fwd+bwd us",
+                 "peer peak MiB", "of_peer", "of_linear fwd", "of_linear", "target", "ok"),
+        ratio="of_peer", reference="fwd+bwd GPU time, 1 = the peer on an H200", on_cpu=True,
+    ),
+    "attention": Benchmark(
+        ("measure", "measure_torch", "measure_start"),
+        columns=("case", "recipe", "fwd us", "fwd+bwd us", "peak MiB", "peer fwd us", "peer fwd+bwd us",
+                 "peer peak MiB", "of_peer", "of_linear fwd", "of_linear", "of_torch", "seconds", "plans built",
+                 "target", "ok"),
+        ratio="of_peer", reference="fwd+bwd GPU time, 1 = the peer on an H200", on_cpu=True,
+    ),
+    "attention_kernels": Benchmark(columns=("case", "shape", "us", "of_copy", "TB/s")),
+    "training": Benchmark(
+        columns=("case", "recipe", "seed", "last loss", "of_bf16", "held-out loss", "below unigram", "seconds", "ok"),
+        ratio="of_bf16", reference="training loss, 1 = bf16", on_cpu=True,
+    ),
+}  # fmt: skip

@@ -1,0 +1,1 @@
+"""What looks at a whole model: reports, and the conversion of one."""
