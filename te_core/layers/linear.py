@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from te_core import dtypes
 from te_core.arguments import explained, settle
@@ -130,6 +130,18 @@ def backward(
 Made = tuple[Value, Uses]
 
 
+class Parallel(Protocol):
+    """What stands around the products of a weight that is spread over ranks: gather before, scatter after."""
+
+    def gather(self, rt: Runtime, gemm: str, a: Value, b: Value) -> tuple[Value, Value]:
+        """The operands of a GEMM ("fprop", "dgrad", "wgrad"), whole where this rank holds a part."""
+        ...
+
+    def scatter(self, rt: Runtime, gemm: str, out: Tensor) -> Tensor:
+        """The result, of which each rank may hold a summand: their sum, or this rank's part of it."""
+        ...
+
+
 class Product(NamedTuple):
     """The three GEMMs of one weight in one call, and what stands around each of them.
 
@@ -138,7 +150,8 @@ class Product(NamedTuple):
     wgrad  dw  [N, K] = dy^T x
 
     It shows an inspector the operands and the result of each, says what backward will read, delivers quantized what the
-    spec wants so, and takes a weight's gradient where it goes. Where the operands come from is the layers' own.
+    spec wants so, takes a weight's gradient where it goes, and gathers and scatters around a weight that is spread over
+    ranks. Where the operands come from is the layers' own.
     """
 
     spec: LinearSpec
@@ -146,6 +159,7 @@ class Product(NamedTuple):
     gemm: int = 0  # its number in the scaling state
     inspector: Inspector | None = None
     sink: Sink | None = None
+    parallel: Parallel | None = None  # None: the weight is whole, and so are its operands
 
     def keep(self, rt: Runtime, x: Made, w: Made) -> tuple[Tensor | None, Tensor | None]:
         """(x, w) as backward reads them; None for what it does not read, and for a weight that is quantized itself."""
@@ -165,13 +179,10 @@ class Product(NamedTuple):
         """x w^T + bias, in `out` [.., N]."""
         spec, (high_x, xs), (high_w, ws) = self.spec, x, w
         a, b = xs.rows, ws.rows
-        if spec.inspect is None:
-            multiply(rt, "fprop", a, b, out.matrix(), spec, vector=bias)
-            return out
-        a = offer(rt, self.inspector, ("fprop", "activation"), dense(rt, high_x, spec.dtype), xs.cast, a)
-        b = offer(rt, self.inspector, ("fprop", "weight"), dense(rt, high_w, spec.dtype), ws.cast, b)
-        multiply(rt, "fprop", a, b, out.matrix(), spec, vector=bias)
-        return offer_result(rt, self.inspector, ("fprop", "output"), out)
+        if spec.inspect is not None:
+            a = offer(rt, self.inspector, ("fprop", "activation"), dense(rt, high_x, spec.dtype), xs.cast, a)
+            b = offer(rt, self.inspector, ("fprop", "weight"), dense(rt, high_w, spec.dtype), ws.cast, b)
+        return self._shown(rt, ("fprop", "output"), self._multiplied(rt, "fprop", a, b, out, bias))
 
     def dgrad(self, rt: Runtime, dy: Made, weight: Value, kept_w: Tensor | None, out: Tensor) -> Tensor:
         """dy w, in `out` [.., K]; what only dgrad reads of dy is let go of."""
@@ -179,9 +190,7 @@ class Product(NamedTuple):
         a, b = g.rows, backward_weight(rt, kept_w, weight, spec)
         if spec.inspect is not None:
             a = offer(rt, self.inspector, ("dgrad", "gradient"), dense(rt, high, spec.dtype), g.cast, a)
-        multiply(rt, "dgrad", a, b, out.matrix(), spec)
-        if spec.inspect is not None:
-            out = offer_result(rt, self.inspector, ("dgrad", "dgrad"), out)
+        out = self._shown(rt, ("dgrad", "dgrad"), self._multiplied(rt, "dgrad", a, b, out))
         drop_rows(g)
         return out
 
@@ -198,17 +207,35 @@ class Product(NamedTuple):
 
         def run(rt: Runtime) -> Tensor | None:
             main = None if sink is None else sink.main
-            dw = rt.empty(shape, out_dtype) if main is None else main
-            into = sink is not None and main is not None and sink.accumulate
-            multiply(rt, "wgrad", a, x, dw, spec, vector=db, accumulate=into)
-            if main is not None:
-                return None
-            return dw if spec.inspect is None else offer_result(rt, self.inspector, ("wgrad", "wgrad"), dw)
+            if sink is None or main is None:
+                dw = self._multiplied(rt, "wgrad", a, x, rt.empty(shape, out_dtype), db)
+                return self._shown(rt, ("wgrad", "wgrad"), dw)
+            self._multiplied(rt, "wgrad", a, x, main, db, sink.accumulate)
+            return None
 
         if sink is not None and sink.queue is not None:
             sink.queue.append(run)
             return None
         return run(rt)
+
+    def _multiplied(
+        self,
+        rt: Runtime,
+        gemm: str,
+        a: Value,
+        b: Value,
+        out: Tensor,
+        vector: Tensor | None = None,
+        accumulate: bool = False,
+    ) -> Tensor:
+        parallel = self.parallel
+        if parallel is not None:
+            a, b = parallel.gather(rt, gemm, a, b)
+        multiply(rt, gemm, a, b, out.matrix(), self.spec, vector=vector, accumulate=accumulate)
+        return out if parallel is None else parallel.scatter(rt, gemm, out)
+
+    def _shown(self, rt: Runtime, point: tuple[str, str], out: Tensor) -> Tensor:
+        return out if self.spec.inspect is None else offer_result(rt, self.inspector, point, out)
 
     def restored(self, rt: Runtime, kept_x: Tensor | None, rows: int, weight: Value) -> Value:
         """x as wgrad reads it, of what `keep` kept."""
