@@ -1,0 +1,62 @@
+"""Two trees beside one another: figures are matched by their case, medians of rounds that take turns."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import beside
+
+STANDIN = """
+import json, pathlib, sys
+state = pathlib.Path("turns.txt")
+turn = len(state.read_text()) if state.exists() else 0
+state.write_text("x" * (turn + 1))
+with open({log!r}, "a") as log:
+    log.write({name!r})
+rows = [{{"case": "Linear", "recipe": "bf16", "fwd us": {times!r}[turn], "peak MiB": {peak}, "ok": True}}]
+out = pathlib.Path(sys.argv[sys.argv.index("--out") + 1])
+(out / "record.json").write_text(json.dumps({{"rows": rows}}))
+"""
+
+
+def tree(folder: Path, name: str, times: list[float], peak: float) -> Path:
+    made = folder / name
+    (made / "benchmarks").mkdir(parents=True)
+    (made / "benchmarks" / "__init__.py").touch()
+    standin = STANDIN.format(log=str(folder / "log.txt"), name=name[0], times=times, peak=peak)
+    (made / "benchmarks" / "run.py").write_text(standin)
+    return made
+
+
+def test_rounds_take_turns_and_medians_are_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = tree(tmp_path, "before", [4.0, 100.0, 5.0], 10.0)
+    monkeypatch.setattr(beside.harness, "ROOT", tree(tmp_path, "now", [10.0, 9.0, 1.0], 5.0))
+    assert beside.main([str(other), "modules", "--rounds", "3", "--out", str(tmp_path / "out")]) == 0
+    assert (tmp_path / "log.txt").read_text() == "bnbnbn"
+    (record,) = (tmp_path / "out").glob("*beside.json")
+    rows: list[dict[str, Any]] = json.loads(record.read_text())["rows"]
+    assert [(r["case"], r["figure"], r["before"], r["now"], r["ratio"]) for r in rows] == [
+        ("Linear | bf16", "fwd us", 5.0, 9.0, 1.8),
+        ("Linear | bf16", "peak MiB", 10.0, 5.0, 0.5),
+    ]
+    assert "Linear | bf16" in capsys.readouterr().out
+
+
+def test_wrong_calls(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in ([str(tmp_path), "modules"], [str(tree(tmp_path, "a", [], 0)), "modules", "--rounds", "0"]):
+        with pytest.raises(SystemExit):
+            beside.main(arguments)
+    shown = capsys.readouterr().err
+    assert "is no tree of this project" in shown and "--rounds 0" in shown
+
+
+def test_a_benchmark_that_fails_says_why(tmp_path: Path) -> None:
+    other = tree(tmp_path, "broken", [], 0)
+    with pytest.raises(SystemExit, match="IndexError"):
+        beside.main([str(other), "modules", "--rounds", "1"])
