@@ -437,7 +437,7 @@ def test_nvfp4_reads_alpha_and_beta_where_they_are_made(spy, monkeypatch):
     lt, made = prepared(spy, "nvfp4", out=spy.empty((M, N), D.float32), accumulate=True)
     spec, launched = spy.backend.spec, []
     route = next(cuda_gemm._routes(spec, cuda_gemm._fused_epilogue(spec)))
-    plan = gemm_run.GemmPlan(spec, route, make_alpha=lambda rt, *args: launched.append(args))
+    plan = gemm_run.LtPlan(spec, route, make_alpha=lambda rt, *args: launched.append(args))
     monkeypatch.setattr(gemm_run, "cache_of", lambda rt: SimpleNamespace(get=lambda plan: made))
     maxima = [SimpleNamespace(ptr=0x100), SimpleNamespace(ptr=0x200)]
     gemm_run._make_alpha(spy, plan, *maxima)

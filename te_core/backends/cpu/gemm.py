@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from te_core.ops.gemm import GemmOperands, GemmSpec
 
 
-def plan_gemm(rt: Runtime, spec: GemmSpec) -> Plan:
+def plan_gemm(rt: Runtime, spec: GemmSpec) -> NumpyPlan:
     """The plan of `gemm`. Block formats are not decoded here: their products are those of dequantized operands."""
     if spec.a_format is not None:
         raise UnsupportedError(
@@ -36,11 +36,11 @@ def plan_gemm(rt: Runtime, spec: GemmSpec) -> Plan:
             "FP8 with one scale a tensor",
             "dequantize both operands to float32 (te_core.ops.gemm_quantized does)",
         )
-    return Plan(spec)
+    return NumpyPlan(spec)
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class NumpyPlan:
     """A product by NumPy."""
 
     spec: GemmSpec

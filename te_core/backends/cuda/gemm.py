@@ -26,9 +26,9 @@ from te_core.backends.cuda.gemm_run import (
     AUX,
     B_SCALE,
     BIAS,
-    GemmPlan,
+    LtPlan,
+    LtRoute,
     Prepared,
-    Route,
     alpha_on_device,
     cache_of,
     narrow,
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 _ALPHA_ARGS = "pppff"
 
 
-def plan_gemm(rt: Runtime, spec: GemmSpec) -> GemmPlan:
+def plan_gemm(rt: Runtime, spec: GemmSpec) -> LtPlan:
     """Choose the route and the algorithm.
 
     On an H200's host: 155 us for whole tiles, nearly all of it cuBLASLt's heuristic, and 55 us for a ragged number
@@ -57,7 +57,7 @@ def plan_gemm(rt: Runtime, spec: GemmSpec) -> GemmPlan:
         return _plan(rt, spec)
 
 
-def _plan(rt: Runtime, spec: GemmSpec) -> GemmPlan:
+def _plan(rt: Runtime, spec: GemmSpec) -> LtPlan:
     if narrow(spec) and spec.alignment < 16:
         raise ArgumentError(
             "gemm (FP8)",
@@ -76,7 +76,7 @@ def _plan(rt: Runtime, spec: GemmSpec) -> GemmPlan:
             )
     if spec.m == 0 or spec.n == 0 or spec.k == 0:
         finish = _finish_kernel(rt, spec) if spec.m and spec.n else None
-        return GemmPlan(spec, None, finish=finish, sum_a=_sum_a(rt, spec), sum_out=_sum_out(rt, spec))
+        return LtPlan(spec, None, finish=finish, sum_a=_sum_a(rt, spec), sum_out=_sum_out(rt, spec))
     cache = cache_of(rt)
     fused = _fused_epilogue(spec)
     refused = [fused] if isinstance(fused, str) else []
@@ -86,7 +86,7 @@ def _plan(rt: Runtime, spec: GemmSpec) -> GemmPlan:
         if isinstance(chosen, str):
             refused.append(f"{lt_.EPILOGUE_NAMES[route.epilogue]} into {route.out}: {chosen}")
             continue
-        plan = GemmPlan(
+        plan = LtPlan(
             spec,
             route,
             chosen.algorithm,
@@ -109,7 +109,7 @@ def _plan(rt: Runtime, spec: GemmSpec) -> GemmPlan:
     )
 
 
-def _routes(spec: GemmSpec, fused: Fused | str) -> Iterator[Route]:
+def _routes(spec: GemmSpec, fused: Fused | str) -> Iterator[LtRoute]:
     """Ways to carry out a spec, shortest first."""
     fp8 = narrow(spec)
     scales = ((lt_.A_SCALE_POINTER, B_SCALE), (lt_.B_SCALE_POINTER, A_SCALE)) if fp8 else ()
@@ -121,12 +121,12 @@ def _routes(spec: GemmSpec, fused: Fused | str) -> Iterator[Route]:
         # takes 640 us at 8192 x 4096 x 4096 in bf16, where DGELU and a sum of their own take 380 + 30.)
         if code == lt_.DEFAULT and spec.a_sum is not None and not fp8:
             pointer = ((lt_.BIAS_POINTER, A_SUM),)
-            yield Route(lt_.BGRADB, spec.out, spec.accumulate, spec.a_sum, attributes + pointer)
+            yield LtRoute(lt_.BGRADB, spec.out, spec.accumulate, spec.a_sum, attributes + pointer)
         bias = spec.bias if code in (lt_.BIAS, lt_.GELU_BIAS, lt_.GELU_AUX_BIAS) else None
-        yield Route(code, spec.out, spec.accumulate, bias, attributes, **sums)
+        yield LtRoute(code, spec.out, spec.accumulate, bias, attributes, **sums)
     whole = not isinstance(fused, str) and fused[0] == lt_.DEFAULT  # the product needs nothing after it
     if not whole or (fp8 and (spec.out is not dtypes.float32 or spec.accumulate)):
-        yield Route(lt_.DEFAULT, dtypes.float32, False, None, scales, unfused=True, **sums)
+        yield LtRoute(lt_.DEFAULT, dtypes.float32, False, None, scales, unfused=True, **sums)
 
 
 #: cuBLASLt's epilogue, and (descriptor attribute, operand) of each pointer that it takes.
@@ -204,7 +204,7 @@ def _sum_out(rt: Runtime, spec: GemmSpec) -> ColumnSum | None:
     return None if spec.out_sum is None else ColumnSum(rt, spec.m, spec.n, spec.out, spec.out_sum)
 
 
-def tune(rt: Runtime, spec: GemmSpec) -> GemmPlan:
+def tune(rt: Runtime, spec: GemmSpec) -> LtPlan:
     """Time the candidate algorithms of a GEMM, remember the fastest on disk, and return its plan."""
     with gemm_tune.forced():
         return plan_gemm(rt, spec)

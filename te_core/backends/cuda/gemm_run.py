@@ -34,7 +34,7 @@ B_SCALE, A_SCALE, BIAS, AUX, A_SUM = range(5)
 
 
 @dataclass(frozen=True, slots=True)
-class Route:
+class LtRoute:
     """One way to carry out a spec: what the cuBLASLt call does, and what is left to kernels."""
 
     epilogue: int  # cuBLASLt's
@@ -48,11 +48,11 @@ class Route:
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class GemmPlan:
+class LtPlan:
     """All that was decided about one GEMM."""
 
     spec: GemmSpec
-    route: Route | None  # None: no product to form (an empty operand)
+    route: LtRoute | None  # None: no product to form (an empty operand)
     algorithm: Any = None  # ALGO_BYTES of cuBLASLt's
     workspace: int = 0
     source: str = ""  # who chose the algorithm: the heuristic, or the autotuner
@@ -153,7 +153,7 @@ class Prepared:
         "values_at",
     )
 
-    def __init__(self, cache: GemmCache, spec: GemmSpec, route: Route) -> None:
+    def __init__(self, cache: GemmCache, spec: GemmSpec, route: LtRoute) -> None:
         lt = cache.lt
         self.cache, self._matmul, self._set = cache, lt.matmul, lt.matmul_desc_set_attribute
         self.desc = self.a_layout = self.b_layout = self.out_layout = 0
@@ -190,7 +190,7 @@ class Prepared:
         self._point([(1 << 20) + spec.alignment] * len(self.attributes))
         self.algo = self.needs = 0
 
-    def finished(self, plan: GemmPlan) -> Prepared:
+    def finished(self, plan: LtPlan) -> Prepared:
         """Take the algorithm that the plan settled on."""
         self.algo, self.needs = plan.algo, plan.workspace
         return self
@@ -246,10 +246,10 @@ class GemmCache:
         self.lt = lt_.bindings()
         # Of a workspace, by generation: what cuBLAS's documentation asks for. Always whole, so that it never moves.
         self.limit = (32 << 20) if device.info(rt.device.index).capability >= (9, 0) else (4 << 20)
-        self._prepared: OrderedDict[GemmPlan, Prepared] = OrderedDict()
+        self._prepared: OrderedDict[LtPlan, Prepared] = OrderedDict()
         self.handle = self.lt.create()
 
-    def get(self, plan: GemmPlan) -> Prepared:
+    def get(self, plan: LtPlan) -> Prepared:
         """The descriptors of a plan."""
         found = self._prepared.get(plan)
         if found is None:
@@ -259,7 +259,7 @@ class GemmCache:
             self._prepared.move_to_end(plan)
         return found
 
-    def put(self, plan: GemmPlan, prepared: Prepared) -> Prepared:
+    def put(self, plan: LtPlan, prepared: Prepared) -> Prepared:
         """Keep new descriptors; the oldest make room, and their destructor frees them."""
         self._prepared[plan] = prepared
         if len(self._prepared) > _PREPARED:
@@ -277,7 +277,7 @@ def cache_of(rt: Runtime) -> GemmCache:
     return found
 
 
-def _make_alpha(rt: Runtime, plan: GemmPlan, a_amax: Tensor | None, b_amax: Tensor | None) -> None:
+def _make_alpha(rt: Runtime, plan: LtPlan, a_amax: Tensor | None, b_amax: Tensor | None) -> None:
     """Leave alpha and beta where the product's call will read them: in scratch memory."""
     spec, route = plan.spec, plan.route
     assert plan.make_alpha is not None and route is not None and spec.a_format is not None
@@ -290,7 +290,7 @@ def _make_alpha(rt: Runtime, plan: GemmPlan, a_amax: Tensor | None, b_amax: Tens
 
 
 def _run_unfused(
-    rt: Runtime, plan: GemmPlan, a: Tensor, b: Tensor, out: Tensor, operands: tuple[Tensor | None, ...]
+    rt: Runtime, plan: LtPlan, a: Tensor, b: Tensor, out: Tensor, operands: tuple[Tensor | None, ...]
 ) -> None:
     """The product in float32, then epilogue.cu."""
     spec, route = plan.spec, plan.route

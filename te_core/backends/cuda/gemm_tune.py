@@ -21,7 +21,7 @@ import numpy as np
 
 from te_core import cache, device, dtypes, env, libraries
 from te_core.backends.cuda import cublaslt as lt_
-from te_core.backends.cuda.gemm_run import Prepared, Route
+from te_core.backends.cuda.gemm_run import LtRoute, Prepared
 from te_core.dtypes import DType
 from te_core.quantized import pieces
 from te_core.runtime import Runtime
@@ -51,7 +51,7 @@ class Choice:
     source: str
 
 
-def choose(rt: Runtime, spec: GemmSpec, route: Route, prepared: Prepared) -> Choice | str:
+def choose(rt: Runtime, spec: GemmSpec, route: LtRoute, prepared: Prepared) -> Choice | str:
     """The algorithm for a route, or cuBLASLt's reason for having none."""
     tuning = getattr(_local, "forced", False) or env.autotune()
     if _stored() and not getattr(_local, "forced", False):
@@ -79,7 +79,7 @@ def choose(rt: Runtime, spec: GemmSpec, route: Route, prepared: Prepared) -> Cho
     return Choice(found[best].algorithm, found[best].workspace, f"timing {len(found)} algorithms")
 
 
-def _ragged_key(rt: Runtime, spec: GemmSpec, route: Route) -> Hashable:
+def _ragged_key(rt: Runtime, spec: GemmSpec, route: LtRoute) -> Hashable:
     """What sizes share one algorithm: nearby numbers of rows that are no whole tiles, as batches of varying length
     have them. A query of the heuristic takes 200 us, a check of a known algorithm a tenth.
 
@@ -106,7 +106,7 @@ def forced() -> Iterator[None]:
         _local.forced = False
 
 
-def _heuristic(spec: GemmSpec, route: Route, prepared: Prepared, wanted: int) -> list[Choice] | str:
+def _heuristic(spec: GemmSpec, route: LtRoute, prepared: Prepared, wanted: int) -> list[Choice] | str:
     lt = lt_.bindings()
     preference = lt.matmul_preference_create()
     results = ctypes.create_string_buffer(lt_.RESULT_BYTES * wanted)
@@ -180,7 +180,7 @@ def _check(prepared: Prepared, stored: bytes, source: str) -> Choice | None:
 # ---------------------------------------------------------------------------------------------- timing
 
 
-def _time_all(rt: Runtime, spec: GemmSpec, route: Route, prepared: Prepared, found: list[Choice]) -> list[float]:
+def _time_all(rt: Runtime, spec: GemmSpec, route: LtRoute, prepared: Prepared, found: list[Choice]) -> list[float]:
     """Milliseconds of each algorithm on random operands: the best of a few runs, taken in turns."""
     driver = libraries.driver()
     operands = _operands(rt, spec, route)
@@ -205,7 +205,7 @@ def _time_all(rt: Runtime, spec: GemmSpec, route: Route, prepared: Prepared, fou
     return best
 
 
-def _operands(rt: Runtime, spec: GemmSpec, route: Route) -> list[Tensor]:
+def _operands(rt: Runtime, spec: GemmSpec, route: LtRoute) -> list[Tensor]:
     """a, b, out, and what each of the route's pointers is to point at."""
     out = rt.zeros((spec.m, spec.n), route.out)
     made = [_random(rt, (spec.m, spec.k), spec.a), _random(rt, (spec.k, spec.n), spec.b), out]
@@ -234,7 +234,7 @@ def _random(rt: Runtime, shape: tuple[int, int], dtype: DType) -> Tensor:
 # ---------------------------------------------------------------------------------------------- the store
 
 
-def _key(rt: Runtime, spec: GemmSpec, route: Route) -> str:
+def _key(rt: Runtime, spec: GemmSpec, route: LtRoute) -> str:
     version = lt_.bindings().get_version()
     parts = [getattr(spec, name) for name in type(spec).__slots__] + [route.epilogue, route.out]
     return f"{device.info(rt.device.index).name} | {version} | " + " ".join(map(str, parts))
