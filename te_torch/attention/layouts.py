@@ -8,7 +8,7 @@ import torch
 
 from te_core.attention import FORMATS
 from te_core.errors import ArgumentError
-from te_core.layers.attention import AttentionLayerSpec
+from te_core.layers.attention import AttentionInputs, AttentionLayerSpec
 
 #: The documented names. A 3 or 2 marks tensors that are one in memory, and where they alternate.
 QKV_LAYOUTS = (
@@ -81,19 +81,15 @@ def check_packed(layer: tuple[int, int, int, int], t: torch.Tensor, packing: str
         )
 
 
-def apart(
-    layer: AttentionLayerSpec, a: torch.Tensor, b: torch.Tensor | None, c: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def apart(layer: AttentionLayerSpec, inputs: AttentionInputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """q, k and v [.., heads, d] as views of what they are packed into (`te_core.layers.attention` says how)."""
     if layer.packing == "separate":
-        assert b is not None and c is not None
-        return a, b, c
+        return inputs.a, inputs.b, inputs.c
     sizes = (layer.heads, layer.groups, layer.d_qk, layer.d_v)
     if layer.packing == "qkv":
-        return heads_of(a, len(layer.core.q_format) - 2, sizes, layer.interleaved)
-    assert b is not None
-    _, k, v = heads_of(b, len(layer.core.kv_format) - 2, (0, *sizes[1:]), layer.interleaved)
-    return a, k, v
+        return heads_of(inputs.a, len(layer.core.q_format) - 2, sizes, layer.interleaved)
+    _, k, v = heads_of(inputs.b, len(layer.core.kv_format) - 2, (0, *sizes[1:]), layer.interleaved)
+    return inputs.a, k, v
 
 
 def heads_of(

@@ -56,6 +56,7 @@ class Key(NamedTuple):
     packing: str = "separate"  # as te_core.layers.attention.AttentionLayerSpec has it
     interleaved: bool = False
     bias: Fact | None = None
+    bias_grad: bool = False  # it has a gradient where grad mode is on: a checkpoint's first forward is without it
     slopes: tuple[int, ...] | None = None  # their shape
     sink_grad: bool = False
     mask: tuple[Any, ...] | None = None  # the shape of attention_mask, or of both of a tuple
@@ -78,22 +79,31 @@ class Key(NamedTuple):
     cached: bool = False
     pages: tuple[int, ...] | None = None  # the shape of a paged cache's table
     fp8: str = ""
-    bias_grad: bool = False  # the bias has a gradient where grad mode is on: a checkpoint's first forward is without it
+
+
+class Preparation(NamedTuple):
+    """What is done to the tensors of a call before they are computed on (`inputs.layer_inputs`), in constants."""
+
+    lengths: str = ""  # where they come from: "given", "mask", "masks" (one for q, one for k), or ""
+    keys: int = 0  # that a mask has to be spread over, 0: it is not read
+    rows: int = 0  # queries that a bias without any has to be spread over: cuDNN's backward needs it
+    bias: str = "no_bias"  # its type
+    draws: bool = False  # the numbers of dropout; torch's own kernels draw themselves
 
 
 @dataclass(eq=False, slots=True)
 class Plan:
-    """How a call runs."""
+    """All that follows from a call's key: how its tensors are prepared, what is computed, and by whom."""
 
     key: Key
     static: Static
     request: choose.Request
     backend: str
     layer: AttentionLayerSpec
-    lengths: str  # where they come from: "given", "mask", "masks" (one for q, one for k), or ""
+    prepare: Preparation
+    bare: bool  # nothing is computed on but q, k and v
     call: Any = None  # the core layer's (te_torch.function)
-    run: Any = None  # computes it: (plan, a, b, c, terms) -> (out, largest logits or None)
-    bare: bool = False  # it takes no tensors besides q, k and v
+    run: Any = None  # computes it: (plan, AttentionInputs) -> (out, largest logits or None)
 
     @property
     def spec(self) -> AttentionSpec:
@@ -101,20 +111,24 @@ class Plan:
         return self.layer.core
 
     @property
-    def bias_rows(self) -> int:
-        """The queries that a bias without any has to be spread over, 0 if none: cuDNN's backward needs it."""
-        bias, needs = self.key.bias, self.layer.needs
-        if self.backend != choose.FUSED or self.request.device is None or bias is None or not any(needs):
-            return 0
-        return self.request.sizes.sq if bias.shape[2] == 1 else 0
+    def draws(self) -> bool:
+        """Whether the backend draws from torch's generator itself."""
+        return self.backend in choose.FLASH and self.spec.dropout > 0
 
 
-def make_plan(static: Static, key: Key, switches: env.Switches) -> Plan:
-    """The plan of a call; every complaint about its arguments is made here."""
-    canonical = key._replace(mask_type=canonical_mask(OPERATION, key.mask_type))
-    request, lengths = _request(static, canonical, switches)
-    backend = choose.choose(request)
-    return Plan(canonical, static, request, backend, _layer(static, canonical, request.spec), lengths)
+def make_plan(static: Static, key: Key, switches: env.Switches, backend: str | None = None) -> Plan:
+    """The plan of a call, or of one by this backend; every complaint about its arguments is made here."""
+    key = key._replace(mask_type=canonical_mask(OPERATION, key.mask_type))
+    request, lengths = _request(static, key, switches)
+    backend = backend or choose.choose(request)
+    spec, layer, rows = request.spec, _layer(static, key, request.spec), 0
+    if backend == choose.FUSED and request.device is not None and key.bias is not None and key.bias.shape[2] == 1:
+        rows = request.sizes.sq if any(layer.needs) else 0
+    keys = request.sizes.skv if spec.masked else 0
+    draws = spec.dropout > 0 and backend not in choose.FLASH
+    prepare = Preparation(lengths, keys, rows, key.bias_type, draws)
+    bare = not (key.pages or spec.dropout or spec.softmax != "vanilla") and prepare == Preparation()
+    return Plan(key, static, request, backend, layer, prepare, bare)
 
 
 def _request(static: Static, key: Key, switches: env.Switches) -> tuple[choose.Request, str]:
