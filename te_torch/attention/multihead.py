@@ -49,23 +49,18 @@ _NOTHING = HandOver()
 def head_sizes(operation: str, hidden: int, heads: int, groups: int | None, channels: int | None) -> tuple[int, int]:
     """(groups, width of a head), once it is clear that these sizes make whole heads."""
     groups = heads if groups is None else groups
-    for ok, got, allowed, do in (
-        (
-            heads % groups == 0,
+    if heads % groups:
+        got, allowed, do = (
             f"{heads} heads in num_gqa_groups={groups}",
             "a number of groups that divides them",
             "correct it",
-        ),
-        (
-            channels or hidden % heads == 0,
-            f"hidden_size={hidden} in num_attention_heads={heads}",
-            "heads that divide it, or kv_channels",
-            "say how wide a head is: kv_channels",
-        ),
-    ):
-        if not ok:
-            raise AttentionArgumentError(operation, got, allowed, do)
-    return groups, channels or hidden // heads
+        )
+    elif not channels and hidden % heads:
+        got, allowed = f"hidden_size={hidden} in num_attention_heads={heads}", "heads that divide it, or kv_channels"
+        do = "say how wide a head is: kv_channels"
+    else:
+        return groups, channels or hidden // heads
+    raise AttentionArgumentError(operation, got, allowed, do)
 
 
 class MultiheadAttention(torch.nn.Module):
@@ -130,7 +125,7 @@ class MultiheadAttention(torch.nn.Module):
         self.rotary_pos_interleaved, self.qk_norm_before_rope = rotary_pos_interleaved, qk_norm_before_rope
         self.name = next_name() if name is None else name
         self._cp_size, self._cp_rank = 1, 0
-        self._check_names()
+        self._check_type()
         self._add_qk_norms(qk_norm_type, qk_norm_eps, params_dtype, device)
         linear: dict[str, Any] = {
             "bias": bias,
@@ -166,12 +161,10 @@ class MultiheadAttention(torch.nn.Module):
             **linear,
         )
 
-    def _check_names(self) -> None:
-        for ok, got, allowed in (
-            (self.attention_type in ATTENTION_TYPES, f"attention_type={self.attention_type!r}", "'self' or 'cross'"),
-        ):
-            if not ok:
-                raise AttentionArgumentError("MultiheadAttention", got, allowed, "correct it")
+    def _check_type(self) -> None:
+        if self.attention_type not in ATTENTION_TYPES:
+            got = f"attention_type={self.attention_type!r}"
+            raise AttentionArgumentError("MultiheadAttention", got, "'self' or 'cross'", "correct it")
 
     def _add_qk_norms(self, kind: str | None, eps: float, params_dtype: Any, device: Any) -> None:
         if kind is not None and kind not in QK_NORMS:
@@ -289,8 +282,7 @@ class MultiheadAttention(torch.nn.Module):
             "pad_between_seqs": pad_between_seqs,
             "fp8_output": handed.out,
         }
-        attend: Any = self._attend_self if self.attention_type == "self" else self._attend_cross
-        context, *returned = attend(*inputs, is_first_microbatch, handed, angles, options)
+        context, *returned = self._attend(inputs, is_first_microbatch, handed, angles, options)
         if isinstance(hidden_states, Branch) and not self.input_layernorm:
             returned = [inputs[0]]
         out = self._part("proj")(context, is_first_microbatch, False, handed.grad)
@@ -352,54 +344,43 @@ class MultiheadAttention(torch.nn.Module):
 
     # ------------------------------------------------------------------- queries, keys and values
 
-    def _attend_self(
-        self, hidden: Any, first: bool | None, handed: HandOver, angles: Any, options: dict[str, Any]
+    def _attend(
+        self,
+        inputs: tuple[Any, ...],
+        first: bool | None,
+        handed: HandOver,
+        angles: tuple[torch.Tensor | None, torch.Tensor | None],
+        options: dict[str, Any],
     ) -> tuple[torch.Tensor, ...]:
         """The attention's output, and what the projection returns beside its own: norm output, stream."""
-        project = self._part("layernorm_qkv" if self.input_layernorm else "qkv")
-        packed, *returned = _listed(project(hidden, first, handed.qkv))
-        interleaved = self.qkv_weight_interleaved
+        hidden, *encoded = inputs
+        places, interleaved = options, self.qkv_weight_interleaved
+        if encoded:
+            packed = self.key_value(*encoded, first, fp8_output=handed.qkv)
+            project = self.layernorm_query if self.input_layernorm else self.query_layer
+            q, *returned = _listed(project(hidden, first, fp8_output=handed.qkv))
+            q = q.view(*q.shape[:-1], self.num_attention_heads, self.kv_channels)
+            # A cache says where queries stand; it keeps nothing of encoder_output.
+            options = {**options, "inference_params": None}
+        else:
+            project = self._part("layernorm_qkv" if self.input_layernorm else "qkv")
+            packed, *returned = _listed(project(hidden, first, handed.qkv))
         if self._is_plain(angles, options):
-            return self._part("core_attention")._attend_packed(packed, None, interleaved, **options), *returned
-        where = self._places(options, "q", packed)
+            operands = (q, packed) if encoded else (packed, None)
+            return self._part("core_attention")._attend_packed(*operands, interleaved, **options), *returned
         early = self.q_norm is not None and self.qk_norm_before_rope
-        q, k, v = self._split(packed, self.num_attention_heads, (None, None) if early else angles, where)
+        turns = (None, None) if early else angles
+        if encoded:
+            where = self._places(places, "q", q), self._places(options, "kv", packed)
+            q = self._turn(q, turns[0], where[0])
+            k, v = self._split(packed, 0, (None, turns[1]), where[1])
+        else:
+            where = (self._places(options, "q", packed),) * 2
+            q, k, v = self._split(packed, self.num_attention_heads, turns, where[0])
         if self.q_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if early:
-            q, k = (self._turn(t, freqs, where) for t, freqs in zip((q, k), angles, strict=True))
-        return self.core_attention(q, k, v, **options), *returned
-
-    def _attend_cross(
-        self,
-        hidden: Any,
-        encoded: torch.Tensor,
-        first: bool | None,
-        handed: HandOver,
-        angles: Any,
-        options: dict[str, Any],
-    ) -> tuple[torch.Tensor, ...]:
-        packed = self.key_value(encoded, first, fp8_output=handed.qkv)
-        project = self.layernorm_query if self.input_layernorm else self.query_layer
-        q, *returned = _listed(project(hidden, first, fp8_output=handed.qkv))
-        q = q.view(*q.shape[:-1], self.num_attention_heads, self.kv_channels)
-        interleaved = self.qkv_weight_interleaved
-        # A cache says where queries stand; it keeps nothing of encoder_output.
-        queries, options = options, {**options, "inference_params": None}
-        if self._is_plain(angles, options):
-            return self.core_attention._attend_packed(q, packed, interleaved, **options), *returned
-        early = self.q_norm is not None and self.qk_norm_before_rope
-        where = self._places(queries, "q", q), self._places(options, "kv", packed)
-        k, v = self._split(packed, 0, (None, None if early else angles[1]), where[1])
-        if self.q_norm is None:
-            q = self._turn(q, angles[0], where[0])
-        elif early:
-            q, k = (
-                self._turn(norm(t), freqs, place)
-                for norm, t, freqs, place in zip((self.q_norm, self.k_norm), (q, k), angles, where, strict=True)
-            )
-        else:
-            q, k = self.q_norm(self._turn(q, angles[0], where[0])), self.k_norm(k)
+            q, k = (self._turn(t, freqs, place) for t, freqs, place in zip((q, k), angles, where, strict=True))
         return self.core_attention(q, k, v, **options), *returned
 
     def _is_plain(self, angles: Any, options: dict[str, Any]) -> bool:
