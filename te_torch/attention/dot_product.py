@@ -28,6 +28,7 @@ from te_torch.attention.plan import (
     Plan,
     Preparation,
     Static,
+    SumsFact,
     checked_widths,
     explain_plan,
     make_plan,
@@ -322,7 +323,7 @@ class DotProductAttention(BaseModule):
         cu = shape = None
         if cu_q is not None and cu_kv is not None:
             alike = cu_q.dtype == cu_kv.dtype == torch.int32 and cu_q.shape == cu_kv.shape
-            cu = (cu_q.shape[0], cu_q is cu_kv, given.cu_seqlens_q_padded is not None, alike)
+            cu = SumsFact(cu_q.shape[0], cu_q is cu_kv, given.cu_seqlens_q_padded is not None, alike)
         if mask is not None:
             shape = tuple(m.shape for m in mask) if isinstance(mask, (tuple, list)) else mask.shape
         return Key(

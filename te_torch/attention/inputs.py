@@ -10,8 +10,8 @@ import torch
 
 from te_core.attention import alibi_slopes, canonical_mask
 from te_core.layers.attention import AttentionInputs
-from te_torch.attention.masks import AttentionArgumentError, check_beside, lasting, lengths_of_mask, longest
-from te_torch.attention.plan import OPERATION, Preparation
+from te_torch.attention.masks import check_beside, lasting, lengths_of_mask, longest
+from te_torch.attention.plan import OPERATION, Preparation, wrong
 from te_torch.modules.base import random_pair
 from te_torch.runtime import amp_cast, constant_at_trace
 
@@ -89,12 +89,8 @@ def step(inference: Any, mask: str, layer_number: int, k: Any, v: Any, form: str
     if inference is None:
         return None
     if "padding" not in canonical_mask(OPERATION, mask) and not getattr(inference, "is_older_form", False):
-        raise AttentionArgumentError(
-            OPERATION,
-            f"attn_mask_type={mask!r} with inference_params",
-            "a mask type with padding",
-            "choose padding_causal, say",
-        )
+        got = f"attn_mask_type={mask!r} with inference_params"
+        raise wrong(got, "a mask type with padding", "choose padding_causal, say")
     stepped: tuple[Any, ...] = inference.step(layer_number, k, v, form)
     return stepped
 
@@ -175,12 +171,8 @@ def layer_inputs(module: Any, given: Given, how: Preparation) -> AttentionInputs
 def _whole_mask(mask: torch.Tensor, keys: int) -> torch.Tensor:
     """A mask with all four dimensions and all keys, dense."""
     if mask.dtype != torch.bool:
-        raise AttentionArgumentError(
-            OPERATION,
-            f"an attention_mask of {mask.dtype}",
-            "torch.bool, True where a key is hidden",
-            "convert it, or pass a mask of numbers as core_attention_bias",
-        )
+        do = "convert it, or pass a mask of numbers as core_attention_bias"
+        raise wrong(f"an attention_mask of {mask.dtype}", "torch.bool, True where a key is hidden", do)
     mask = mask[(None,) * (4 - mask.ndim)]
     return mask.expand(*mask.shape[:-1], keys).contiguous()
 

@@ -7,6 +7,7 @@ its gradient there; otherwise one launch splits and turns it.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -44,6 +45,7 @@ class HandOver(NamedTuple):
 
 
 _NOTHING = HandOver()
+_wrong = partial(ArgumentError, "MultiheadAttention.forward")
 
 
 def head_sizes(operation: str, hidden: int, heads: int, groups: int | None, channels: int | None) -> tuple[int, int]:
@@ -298,26 +300,14 @@ class MultiheadAttention(torch.nn.Module):
         """What queries are projected from, and in cross attention what keys and values are."""
         x = hidden_states.x if isinstance(hidden_states, Branch) else hidden_states
         if x.ndim != len(self.qkv_format) - 1:
-            raise ArgumentError(
-                "MultiheadAttention.forward",
-                f"hidden_states of shape {tuple(x.shape)}",
-                f"{len(self.qkv_format) - 1} dimensions in {self.qkv_format}",
-                "correct the shape, or qkv_format",
-            )
+            allowed = f"{len(self.qkv_format) - 1} dimensions in {self.qkv_format}"
+            raise _wrong(f"hidden_states of shape {tuple(x.shape)}", allowed, "correct the shape, or qkv_format")
         if self.attention_type == "cross" and encoder_output is None:
-            raise ArgumentError(
-                "MultiheadAttention.forward",
-                "attention_type='cross' without encoder_output",
-                "encoder_output, which keys and values are made of",
-                "pass encoder_output",
-            )
+            allowed = "encoder_output, which keys and values are made of"
+            raise _wrong("attention_type='cross' without encoder_output", allowed, "pass encoder_output")
         if inference is not None and self.layer_number is None:
-            raise ArgumentError(
-                "MultiheadAttention.forward",
-                "inference_params for a layer without layer_number",
-                "a layer_number of its own for each layer that shares a cache",
-                "pass layer_number to the constructor",
-            )
+            got, do = "inference_params for a layer without layer_number", "pass layer_number to the constructor"
+            raise _wrong(got, "a layer_number of its own for each layer that shares a cache", do)
         if isinstance(hidden_states, Branch) and not self.input_layernorm:
             hidden_states = hidden_states.added()  # there is no norm that would
         return (hidden_states,) if self.attention_type == "self" else (hidden_states, encoder_output)
@@ -431,12 +421,8 @@ class MultiheadAttention(torch.nn.Module):
             rows = cu.shape[0] - 1 if batch is None else t.shape[batch]
             starts = inference.get_seqlens_pre_step()[:rows]
             if starts.shape[0] < rows:
-                raise ArgumentError(
-                    "MultiheadAttention.forward",
-                    f"{rows} sequences with inference_params",
-                    f"at most max_batch_size={starts.shape[0]}",
-                    "make room for more in InferenceParams",
-                )
+                got, allowed = f"{rows} sequences with inference_params", f"at most max_batch_size={starts.shape[0]}"
+                raise _wrong(got, allowed, "make room for more in InferenceParams")
         return {
             "interleaved": self.rotary_pos_interleaved,
             "cu_seqlens": cu if self.qkv_format == "thd" else None,
@@ -463,12 +449,8 @@ def _pair(angles: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     if not isinstance(angles, (tuple, list)):
         return angles, angles
     if len(angles) != 2:
-        raise ArgumentError(
-            "MultiheadAttention.forward",
-            f"a rotary_pos_emb of {len(angles)} tensors",
-            "one tensor for both, or one for queries and one for keys",
-            "pass one, or two",
-        )
+        allowed = "one tensor for both, or one for queries and one for keys"
+        raise _wrong(f"a rotary_pos_emb of {len(angles)} tensors", allowed, "pass one, or two")
     return angles[0], angles[1]
 
 

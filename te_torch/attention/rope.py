@@ -7,7 +7,7 @@ MultiheadAttention uses: it takes any packed projection apart, and turns q and k
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 
@@ -23,6 +23,7 @@ ROPE = Layer("rope", core.forward, core.backward, core.RopeSaved, strided=True)
 SPLIT_QKV = Layer("split_qkv", core.split_forward, core.split_backward, core.SplitSaved, outputs=3, partial=True)
 SPLIT_KV = Layer("split_kv", core.split_forward, core.split_backward, core.SplitSaved, outputs=2, partial=True)
 _FORMATS = ("sbhd", "bshd", "thd")
+_wrong = partial(AttentionArgumentError, "apply_rotary_pos_emb")
 
 
 class RotaryPositionEmbedding(torch.nn.Module):
@@ -257,12 +258,9 @@ def _rows_of_rank(freqs: torch.Tensor, length: int, cp_size: int, cp_rank: int) 
     half, whole = length // 2, cp_size * length
     # Slices would end early, and one row that is left would spread to all positions.
     if not 0 <= cp_rank < cp_size or whole > freqs.shape[0] or (cp_size > 1 and length % 2):
-        raise AttentionArgumentError(
-            "apply_rotary_pos_emb",
-            f"{length} tokens of rank {cp_rank} of {cp_size}, freqs of {freqs.shape[0]} rows",
-            "a row of freqs for each position, and an even number of tokens on each of several ranks",
-            "make freqs for the longest sequence and start position",
-        )
+        got = f"{length} tokens of rank {cp_rank} of {cp_size}, freqs of {freqs.shape[0]} rows"
+        allowed = "a row of freqs for each position, and an even number of tokens on each of several ranks"
+        raise _wrong(got, allowed, "make freqs for the longest sequence and start position")
     if cp_size == 1:
         return freqs[:length]
     first = freqs[cp_rank * half : (cp_rank + 1) * half]
@@ -277,12 +275,8 @@ def _angles_of_rows(
         return _rows_of_rank(freqs, t.shape[token], *cp)
     length, batch = t.shape[token], t.shape[1 - token]
     if start_positions.shape[0] < batch:
-        raise AttentionArgumentError(
-            "apply_rotary_pos_emb",
-            f"{start_positions.shape[0]} start_positions for {batch} sequences",
-            "int32, one for each sequence",
-            "correct start_positions",
-        )
+        got = f"{start_positions.shape[0]} start_positions for {batch} sequences"
+        raise _wrong(got, "int32, one for each sequence", "correct start_positions")
     if int(start_positions.max()) + length * cp[0] > freqs.shape[0]:
         raise AssertionError(
             f"apply_rotary_pos_emb: positions up to {int(start_positions.max()) + length * cp[0]}, freqs has "

@@ -17,7 +17,7 @@ from te_core.device import DeviceInfo
 from te_core.layers.attention import AttentionInputs
 from te_torch.attention import DotProductAttention, choose, env, flash
 from te_torch.attention.choose import FLASH2, FLASH3, FLASH4, FLASH_TORCH, Installed
-from te_torch.attention.plan import Fact, Key, Plan, make_plan
+from te_torch.attention.plan import Fact, Key, Plan, SumsFact, make_plan
 from tests.backends import requires_cuda
 from tests.tolerances import DB, snr_db
 
@@ -195,7 +195,7 @@ def test_packed(monkeypatch: pytest.MonkeyPatch, backend: str, mask: str, gaps: 
     cu_q, cu_kv = (torch.tensor(x, dtype=torch.int32) for x in ([0, 3, 3, 8], [0, 4, 5, 10]))
     places = [cu + torch.tensor([0, 1, 1, 2], dtype=torch.int32) if gaps else cu for cu in (cu_q, cu_kv)]
     plan = plan_for(
-        backend, q, k, form="thd", kv_form="thd", mask_type=mask, cu=(4, False, gaps, True), max_q=5, max_kv=5
+        backend, q, k, form="thd", kv_form="thd", mask_type=mask, cu=SumsFact(4, False, gaps, True), max_q=5, max_kv=5
     )
     padded = {"cu_q_padded": places[0], "cu_kv_padded": places[1]} if gaps else {}
     out, _ = flash.run(plan, AttentionInputs(q, k, v, cu_q=cu_q, cu_kv=cu_kv, **padded))
