@@ -138,7 +138,7 @@ def forward(
         spec=core,
         terms=terms_of(inputs),
         stats=any(spec.needs) and not spec.recompute,
-        out=out.reshape(*q.shape[:-1], spec.d_v),
+        out=Tensor(out.ptr, (*q.shape[:-1], spec.d_v), out.dtype, out.device, out.owner),
     )
     outputs = (out,) if done.max_logit is None else (out, done.max_logit)
     return outputs, AttentionSaved(*inputs, None if spec.recompute else out, done.stats)

@@ -20,7 +20,7 @@ from te_torch.attention.compact import moved_back, orders_of, to_front
 from te_torch.attention.inputs import Given, autocast, from_cache, layer_inputs, packed_sequences, step
 from te_torch.attention.kv_cache import CACHE_FORMAT
 from te_torch.attention.layouts import check_packed, heads_of, packed_inputs
-from te_torch.attention.masks import AttentionArgumentError, check_set_window_size
+from te_torch.attention.masks import check_set_window_size
 from te_torch.attention.plan import (
     OPERATION,
     Fact,
@@ -32,6 +32,7 @@ from te_torch.attention.plan import (
     checked_widths,
     explain_plan,
     make_plan,
+    wrong,
 )
 from te_torch.autocast import Region, precision_now
 from te_torch.function import key_of
@@ -151,22 +152,18 @@ class DotProductAttention(BaseModule):
         self, cp_group: Any, cp_global_ranks: Any = None, cp_stream: Any = None, cp_comm_type: str = "p2p"
     ) -> None:
         """Set the group over which sequences are spread (one rank only in this release)."""
+        operation = f"{OPERATION}.set_context_parallel_group"
         groups = cp_group if isinstance(cp_group, (list, tuple)) else [cp_group]
         ranks = [torch.distributed.get_world_size(group) for group in groups if group is not None]
         if any(n > 1 for n in ranks):
-            raise UnsupportedError(
-                f"{OPERATION}.set_context_parallel_group",
+            got, do = (
                 f"a group of {' x '.join(map(str, ranks))} ranks",
-                "one rank in this release",
                 "leave cp_group out; context parallelism comes later",
             )
+            raise UnsupportedError(operation, got, "one rank in this release", do)
         if cp_comm_type not in ("p2p", "all_gather", "a2a", "a2a+p2p"):
-            raise ArgumentError(
-                f"{OPERATION}.set_context_parallel_group",
-                f"cp_comm_type={cp_comm_type!r}",
-                "p2p, all_gather, a2a, a2a+p2p",
-                "choose one of these",
-            )
+            got = f"cp_comm_type={cp_comm_type!r}"
+            raise ArgumentError(operation, got, "p2p, all_gather, a2a, a2a+p2p", "choose one of these")
         self.cp_group, self.cp_global_ranks, self.cp_stream = cp_group, cp_global_ranks, cp_stream
         self.cp_comm_type = cp_comm_type
 
@@ -222,9 +219,11 @@ class DotProductAttention(BaseModule):
             )
             check_packed(self._static[:4], a if b is None else b, packing, form)
         if a is None:
-            raise AttentionArgumentError(OPERATION, "no queries", "query_layer or qkv_layer", "pass one of them")
+            raise wrong("no queries", "query_layer or qkv_layer", "pass one of them")
         mask_type = self.attn_mask_type if attn_mask_type is None else attn_mask_type
-        stepped = step(inference_params, mask_type, self.layer_number, b, c, form)
+        stepped = None
+        if inference_params is not None:
+            stepped = step(inference_params, mask_type, self.layer_number, b, c, form)
         given = Given(
             a,
             b,
@@ -412,12 +411,9 @@ class DotProductAttention(BaseModule):
     def explain(self, *args: Any, **options: Any) -> choose.Choice:
         """Print what would compute `forward` with these arguments: each backend with its reason, and the choice."""
         if options.get("inference_params") is not None:
-            raise ArgumentError(
-                f"{OPERATION}.explain",
-                "inference_params, to which forward would append",
-                "the other arguments",
-                "pass keys and values of the cache's length, with cu_seqlens_q and cu_seqlens_kv",
-            )
+            got, allowed = "inference_params, to which forward would append", "the other arguments"
+            do = "pass keys and values of the cache's length, with cu_seqlens_q and cu_seqlens_kv"
+            raise ArgumentError(f"{OPERATION}.explain", got, allowed, do)
         _asked.choice = True
         try:
             found: choose.Choice = self.forward(*args, **options)

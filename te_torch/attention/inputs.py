@@ -67,6 +67,8 @@ def packed_sequences(given: Given) -> Given:
     q_padded, kv_padded = given.cu_seqlens_q_padded, given.cu_seqlens_kv_padded
     if cu_q is None or cu_kv is None:
         return given  # the plan complains
+    if None not in (given.max_seqlen_q, given.max_seqlen_kv) and q_padded is None and kv_padded is None:
+        return given
     if (q_padded is None) != (kv_padded is None):
         q_padded, kv_padded = (cu_q if q_padded is None else q_padded), (cu_kv if kv_padded is None else kv_padded)
     # With pad_between_seqs=True as without: sequences begin in memory where their sums say if nothing else does.
@@ -81,13 +83,11 @@ def packed_sequences(given: Given) -> Given:
     return given.but(max_seqlen_q=max_q, max_seqlen_kv=max_kv, **places)
 
 
-def step(inference: Any, mask: str, layer_number: int, k: Any, v: Any, form: str) -> tuple[Any, ...] | None:
-    """What a cache, if there is one, holds after this call's k and v.
+def step(inference: Any, mask: str, layer_number: int, k: Any, v: Any, form: str) -> tuple[Any, ...]:
+    """What a cache holds after this call's k and v.
 
     A KV cache goes with mask types that have padding; its older form takes all, and means these.
     """
-    if inference is None:
-        return None
     if "padding" not in canonical_mask(OPERATION, mask) and not getattr(inference, "is_older_form", False):
         got = f"attn_mask_type={mask!r} with inference_params"
         raise wrong(got, "a mask type with padding", "choose padding_causal, say")
@@ -136,16 +136,15 @@ def _say_unread() -> None:
 
 def layer_inputs(module: Any, given: Given, how: Preparation) -> AttentionInputs:
     """The tensors of a call as the core's layer, and every other backend, takes them."""
-    a, bias, slopes, mask, rng, cu = given.a, given.core_attention_bias, given.alibi_slopes, None, None, {}
+    a, bias, slopes, mask, rng = given.a, given.core_attention_bias, given.alibi_slopes, None, None
+    cu_q = cu_kv = q_padded = kv_padded = None
     if how.lengths == "given":
-        cu = {"cu_q": given.cu_seqlens_q, "cu_kv": given.cu_seqlens_kv}
-        cu |= {"cu_q_padded": given.cu_seqlens_q_padded, "cu_kv_padded": given.cu_seqlens_kv_padded}
+        cu_q, cu_kv = given.cu_seqlens_q, given.cu_seqlens_kv
+        q_padded, kv_padded = given.cu_seqlens_q_padded, given.cu_seqlens_kv_padded
     elif how.lengths == "mask":
-        cu_q = lengths_of_mask(given.attention_mask)
-        cu = {"cu_q": cu_q, "cu_kv": cu_q}
+        cu_q = cu_kv = lengths_of_mask(given.attention_mask)
     elif how.lengths == "masks":
         cu_q, cu_kv = (lengths_of_mask(m) for m in given.attention_mask)
-        cu = {"cu_q": cu_q, "cu_kv": cu_kv}
     if bias is not None:
         if how.bias == "pre_scale_bias":
             bias = bias * module.softmax_scale
@@ -161,11 +160,12 @@ def layer_inputs(module: Any, given: Given, how: Preparation) -> AttentionInputs
     if how.draws:
         with nullcontext() if module._fork is None else module._fork():
             rng = random_pair(a)
-    found = AttentionInputs(a, given.b, given.c, bias, slopes, sink, **cu, mask=mask, pages=given.pages, rng=rng)
-    for t in found:
-        if t is not None and t.device != a.device:
-            check_beside(OPERATION, a, **found._asdict())
-    return found
+    parts = (bias, slopes, sink, cu_q, cu_kv, q_padded, kv_padded, mask, given.pages, rng)
+    inputs, device = AttentionInputs(a, given.b, given.c, *parts), a.device
+    for t in parts:
+        if t is not None and t.device != device:
+            check_beside(OPERATION, a, **inputs._asdict())
+    return inputs
 
 
 def _whole_mask(mask: torch.Tensor, keys: int) -> torch.Tensor:

@@ -52,12 +52,9 @@ def check_set_window_size(attn_mask_type: str, window_size: tuple[int, int] | No
         )
     allowed = (-1, 0) if causal else (-1, -1)
     if found != allowed and min(found) < 0:
-        raise AttentionArgumentError(
-            "window_size",
-            f"{(left, right)} with attn_mask_type={attn_mask_type!r}",
-            f"{allowed}, or bounds >= 0" + (" with 0 on the right" if causal else ""),
-            "correct window_size",
-        )
+        bounds = f"{allowed}, or bounds >= 0" + (" with 0 on the right" if causal else "")
+        got = f"{(left, right)} with attn_mask_type={attn_mask_type!r}"
+        raise AttentionArgumentError("window_size", got, bounds, "correct window_size")
     return found
 
 
@@ -163,12 +160,12 @@ def longest(cu: torch.Tensor) -> int:
 
 def _longest(cu: torch.Tensor) -> int:
     if cu.is_cuda and torch.cuda.is_current_stream_capturing():
-        raise AttentionArgumentError(
-            "DotProductAttention",
+        got, allowed = (
             "packed sequences without max_seqlen inside a CUDA graph's capture",
-            "max_seqlen_q and max_seqlen_kv, as numbers",
-            "pass the longest length that may occur",
+            "max_seqlen_q and max_seqlen_kv",
         )
+        do = "pass the longest length that may occur"
+        raise AttentionArgumentError("DotProductAttention", got, f"{allowed}, as numbers", do)
     return max(1, -(-int((cu[1:] - cu[:-1]).max()) // 64)) * 64  # 64 where all sequences are empty, too
 
 

@@ -263,7 +263,8 @@ class MultiheadAttention(torch.nn.Module):
             attn_mask_type = canonical_mask("MultiheadAttention.forward", attn_mask_type)
         inputs = self._inputs(hidden_states, encoder_output, inference_params)
         angles = _pair(rotary_pos_emb)
-        handed = self._hand_over(rotary_pos_emb is not None or inference_params is not None or self._watched())
+        watched = self._watched()
+        handed = self._hand_over(rotary_pos_emb is not None or inference_params is not None or watched)
         options: dict[str, Any] = {
             "attention_mask": attention_mask,
             "cu_seqlens_q": cu_seqlens_q,
@@ -284,7 +285,7 @@ class MultiheadAttention(torch.nn.Module):
             "pad_between_seqs": pad_between_seqs,
             "fp8_output": handed.out,
         }
-        context, *returned = self._attend(inputs, is_first_microbatch, handed, angles, options)
+        context, *returned = self._attend(inputs, is_first_microbatch, handed, angles, options, watched)
         if isinstance(hidden_states, Branch) and not self.input_layernorm:
             returned = [inputs[0]]
         out = self._part("proj")(context, is_first_microbatch, False, handed.grad)
@@ -341,6 +342,7 @@ class MultiheadAttention(torch.nn.Module):
         handed: HandOver,
         angles: tuple[torch.Tensor | None, torch.Tensor | None],
         options: dict[str, Any],
+        watched: bool,
     ) -> tuple[torch.Tensor, ...]:
         """The attention's output, and what the projection returns beside its own: norm output, stream."""
         hidden, *encoded = inputs
@@ -355,7 +357,7 @@ class MultiheadAttention(torch.nn.Module):
         else:
             project = self._part("layernorm_qkv" if self.input_layernorm else "qkv")
             packed, *returned = _listed(project(hidden, first, handed.qkv))
-        if self._is_plain(angles, options):
+        if self._is_plain(angles, options) and not watched:
             operands = (q, packed) if encoded else (packed, None)
             return self._part("core_attention")._attend_packed(*operands, interleaved, **options), *returned
         early = self.q_norm is not None and self.qk_norm_before_rope
@@ -374,9 +376,9 @@ class MultiheadAttention(torch.nn.Module):
         return self.core_attention(q, k, v, **options), *returned
 
     def _is_plain(self, angles: Any, options: dict[str, Any]) -> bool:
-        """Whether attention can read the projections as they are."""
+        """Whether nothing is done to the projections before attention reads them."""
         turned = angles[0] is not None or angles[1] is not None
-        return self.q_norm is None and not turned and options["inference_params"] is None and not self._watched()
+        return self.q_norm is None and not turned and options["inference_params"] is None
 
     def _watched(self) -> bool:
         """Whether the attention has hooks, or another module is in its place: these are given q, k and v."""

@@ -42,12 +42,9 @@ class RotaryPositionEmbedding(torch.nn.Module):
         super().__init__()
         turned = int(dim * rotary_percent) if rotary_percent < 1.0 else dim
         if turned < 2 or turned % 2:
-            raise ArgumentError(
-                "RotaryPositionEmbedding",
-                f"dim={dim} with rotary_percent={rotary_percent}, that is {turned} channels",
-                "an even number of channels, which are turned in pairs",
-                "correct dim, or rotary_percent",
-            )
+            got = f"dim={dim} with rotary_percent={rotary_percent}, that is {turned} channels"
+            allowed, do = "an even number of channels, which are turned in pairs", "correct dim, or rotary_percent"
+            raise ArgumentError("RotaryPositionEmbedding", got, allowed, do)
         self.seq_len_interpolation_factor = seq_len_interpolation_factor
         self.pretrained_max_position_embeddings = pretrained_max_position_embeddings
         self.rotary_base = rotary_base
@@ -296,12 +293,8 @@ def _unfused_packed(
 ) -> torch.Tensor:
     lengths = (cu_seqlens // cp[0]).diff().tolist()
     if sum(lengths) != t.shape[0]:
-        raise ArgumentError(
-            "apply_rotary_pos_emb",
-            f"{t.shape[0]} tokens in thd, sequences of {lengths}",
-            "as many tokens in all",
-            "correct cu_seqlens",
-        )
+        got = f"{t.shape[0]} tokens in thd, sequences of {lengths}"
+        raise ArgumentError("apply_rotary_pos_emb", got, "as many tokens in all", "correct cu_seqlens")
     starts = [0] * len(lengths) if start_positions is None else start_positions.tolist()
     pieces = [
         _unfused(x[:, None], _rows_of_rank(freqs[start:], len(x), *cp), interleaved)
