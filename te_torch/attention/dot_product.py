@@ -156,10 +156,8 @@ class DotProductAttention(BaseModule):
         groups = cp_group if isinstance(cp_group, (list, tuple)) else [cp_group]
         ranks = [torch.distributed.get_world_size(group) for group in groups if group is not None]
         if any(n > 1 for n in ranks):
-            got, do = (
-                f"a group of {' x '.join(map(str, ranks))} ranks",
-                "leave cp_group out; context parallelism comes later",
-            )
+            got = f"a group of {' x '.join(map(str, ranks))} ranks"
+            do = "leave cp_group out; context parallelism comes later"
             raise UnsupportedError(operation, got, "one rank in this release", do)
         if cp_comm_type not in ("p2p", "all_gather", "a2a", "a2a+p2p"):
             got = f"cp_comm_type={cp_comm_type!r}"
@@ -313,12 +311,7 @@ class DotProductAttention(BaseModule):
     def _key(self, given: Given, fp8: str) -> Key:
         grad = torch.is_grad_enabled()
         a, b, c, form, mask = given.a, given.b, given.c, given.qkv_format, given.attention_mask
-        cu_q, cu_kv, window, bias = (
-            given.cu_seqlens_q,
-            given.cu_seqlens_kv,
-            given.window_size,
-            given.core_attention_bias,
-        )
+        cu_q, cu_kv, bias = given.cu_seqlens_q, given.cu_seqlens_kv, given.core_attention_bias
         cu = shape = None
         if cu_q is not None and cu_kv is not None:
             alike = cu_q.dtype == cu_kv.dtype == torch.int32 and cu_q.shape == cu_kv.shape
@@ -340,7 +333,7 @@ class DotProductAttention(BaseModule):
             form,
             CACHE_FORMAT if given.cached else form,
             self.attn_mask_type if given.attn_mask_type is None else given.attn_mask_type,
-            self._window if window is None else tuple(window),  # type: ignore[arg-type]
+            self._window if given.window_size is None else tuple(given.window_size),  # type: ignore[arg-type]
             self.bottom_right_diagonal if given.bottom_right_diagonal is None else given.bottom_right_diagonal,
             given.core_attention_bias_type,
             given.max_seqlen_q or 0,

@@ -105,11 +105,8 @@ class InferenceParams:
         if qkv_format not in FORMATS:
             raise _wrong(f"qkv_format={qkv_format!r}", " or ".join(FORMATS), "choose one of these")
         if qkv_format == "thd" and (self.max_ctx_len is None or self.is_older_form):
-            got, do = (
-                f"qkv_format='thd' with max_ctx_len={self.max_ctx_len}",
-                "pass max_ctx_len, and the sizes of the cache",
-            )
-            raise _wrong(got, "the longest context of a new sequence", do)
+            got, do = f"'thd' with max_ctx_len={self.max_ctx_len}", "pass max_ctx_len, and the sizes of the cache"
+            raise _wrong(f"qkv_format={got}", "the longest context of a new sequence", do)
         if not self.is_paged or custom:
             return
         size, count = self.page_size, self.total_num_pages
@@ -244,11 +241,9 @@ class InferenceParams:
         counts = self._new_tokens
         least = sum(counts) if batch is None else max(counts, default=0)
         if not self.batch_size <= rows <= self.max_batch_size or tokens < least or not counts:
-            allowed = (
-                f"{self.batch_size} to {self.max_batch_size} rows and at least {least} tokens, as pre_step announced"
-            )
+            allowed = f"{self.batch_size} to {self.max_batch_size} rows and at least {least} tokens"
             do = "call pre_step with the sequences of this step before the model"
-            raise _refused("step", f"k {tuple(new_k.shape)} in {form}", allowed, do)
+            raise _refused("step", f"k {tuple(new_k.shape)} in {form}", f"{allowed}, as pre_step announced", do)
         return rows
 
     def _step_at_offset(self, layer_number: int, new_k: torch.Tensor, new_v: torch.Tensor, form: str) -> Stepped:

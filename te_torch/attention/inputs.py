@@ -47,8 +47,8 @@ class Given(NamedTuple):
     bf16_backward: bool = False
     num_splits: int = 1
     score_mod: bool = False
-    cached: bool = False  # k and v come out of a cache, in rows or in
-    pages: torch.Tensor | None = None
+    cached: bool = False  # k and v come out of a cache
+    pages: torch.Tensor | None = None  # the table of a paged one
 
     def but(self, **changes: Any) -> Given:
         """With other values in some places."""
@@ -67,14 +67,14 @@ def packed_sequences(given: Given) -> Given:
     q_padded, kv_padded = given.cu_seqlens_q_padded, given.cu_seqlens_kv_padded
     if cu_q is None or cu_kv is None:
         return given  # the plan complains
-    if None not in (given.max_seqlen_q, given.max_seqlen_kv) and q_padded is None and kv_padded is None:
-        return given
+    max_q, max_kv = given.max_seqlen_q, given.max_seqlen_kv
+    if q_padded is None and kv_padded is None and max_q is not None and max_kv is not None:
+        return given  # nothing is missing
     if (q_padded is None) != (kv_padded is None):
         q_padded, kv_padded = (cu_q if q_padded is None else q_padded), (cu_kv if kv_padded is None else kv_padded)
     # With pad_between_seqs=True as without: sequences begin in memory where their sums say if nothing else does.
     if given.pad_between_seqs is False or (q_padded is cu_q and kv_padded is cu_kv):
         q_padded = kv_padded = None
-    max_q, max_kv = given.max_seqlen_q, given.max_seqlen_kv
     if max_q is None:
         max_q = longest(cu_q if q_padded is None else q_padded)
     if max_kv is None:

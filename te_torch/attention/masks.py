@@ -160,12 +160,9 @@ def longest(cu: torch.Tensor) -> int:
 
 def _longest(cu: torch.Tensor) -> int:
     if cu.is_cuda and torch.cuda.is_current_stream_capturing():
-        got, allowed = (
-            "packed sequences without max_seqlen inside a CUDA graph's capture",
-            "max_seqlen_q and max_seqlen_kv",
-        )
-        do = "pass the longest length that may occur"
-        raise AttentionArgumentError("DotProductAttention", got, f"{allowed}, as numbers", do)
+        got = "packed sequences without max_seqlen inside a CUDA graph's capture"
+        allowed, do = "max_seqlen_q and max_seqlen_kv, as numbers", "pass the longest length that may occur"
+        raise AttentionArgumentError("DotProductAttention", got, allowed, do)
     return max(1, -(-int((cu[1:] - cu[:-1]).max()) // 64)) * 64  # 64 where all sequences are empty, too
 
 

@@ -52,11 +52,8 @@ def head_sizes(operation: str, hidden: int, heads: int, groups: int | None, chan
     """(groups, width of a head), once it is clear that these sizes make whole heads."""
     groups = heads if groups is None else groups
     if heads % groups:
-        got, allowed, do = (
-            f"{heads} heads in num_gqa_groups={groups}",
-            "a number of groups that divides them",
-            "correct it",
-        )
+        got, do = f"{heads} heads in num_gqa_groups={groups}", "correct it"
+        allowed = "a number of groups that divides them"
     elif not channels and hidden % heads:
         got, allowed = f"hidden_size={hidden} in num_attention_heads={heads}", "heads that divide it, or kv_channels"
         do = "say how wide a head is: kv_channels"

@@ -327,9 +327,8 @@ def _lengths_source(key: Key) -> str:
         allowed = "cu_seqlens_q and cu_seqlens_kv, int32 [b + 1]"
         raise wrong("packed sequences (thd) without cu_seqlens", allowed, "pass both")
     if key.mask is None:
-        allowed = (
-            "attention_mask [b, 1, 1, s] (a tuple of two for different q and k), or cu_seqlens_q and cu_seqlens_kv"
-        )
+        allowed = "attention_mask [b, 1, 1, s] (a tuple of two for different q and k)"
+        allowed = f"{allowed}, or cu_seqlens_q and cu_seqlens_kv"
         raise wrong(f"{got} without a mask", allowed, "pass one of these")
     return "masks" if key.mask and isinstance(key.mask[0], tuple) else "mask"
 

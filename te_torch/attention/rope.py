@@ -89,9 +89,8 @@ def apply_rotary_pos_emb(
         raise AssertionError("apply_rotary_pos_emb: tensor_format 'thd' needs cu_seqlens, int32 [b + 1]")
     if fused:
         if tensor_format not in _FORMATS:
-            raise AssertionError(
-                f"apply_rotary_pos_emb: tensor_format is {tensor_format!r}, fused takes sbhd, bshd or thd"
-            )
+            got = f"tensor_format is {tensor_format!r}"
+            raise AssertionError(f"apply_rotary_pos_emb: {got}, fused takes sbhd, bshd or thd")
         cu_seqlens = cu_seqlens if tensor_format == "thd" else None
         return _fused(t, freqs, start_positions, cu_seqlens, (tensor_format, interleaved, cp_size, cp_rank))
     _check_unfused(t, freqs, tensor_format)
@@ -275,10 +274,8 @@ def _angles_of_rows(
         got = f"{start_positions.shape[0]} start_positions for {batch} sequences"
         raise _wrong(got, "int32, one for each sequence", "correct start_positions")
     if int(start_positions.max()) + length * cp[0] > freqs.shape[0]:
-        raise AssertionError(
-            f"apply_rotary_pos_emb: positions up to {int(start_positions.max()) + length * cp[0]}, freqs has "
-            f"{freqs.shape[0]}"
-        )
+        last = int(start_positions.max()) + length * cp[0]
+        raise AssertionError(f"apply_rotary_pos_emb: positions up to {last}, freqs has {freqs.shape[0]}")
     shifted = [_rows_of_rank(freqs[int(p) :], length, *cp) for p in start_positions[:batch]]
     return torch.cat(shifted, dim=1)
 

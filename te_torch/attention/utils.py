@@ -218,25 +218,10 @@ def get_attention_backend(
 class _FlashAttentionUtils:
     """Which flash-attn packages this process has."""
 
-    @property
-    def is_installed(self) -> bool:
-        """flash-attn 2."""
-        return choose.installed().flash2 is not None
-
-    @property
-    def v3_is_installed(self) -> bool:
-        """flash-attn 3."""
-        return choose.installed().flash3 is not None
-
-    @property
-    def v4_is_installed(self) -> bool:
-        """flash-attn 4."""
-        return choose.installed().flash4 is not None
-
-    @property
-    def version(self) -> tuple[int, ...] | None:
-        """The version of flash-attn 2."""
-        return choose.installed().flash2
+    version = property(lambda self: choose.installed().flash2, doc="The version of flash-attn 2.")
+    is_installed = property(lambda self: choose.installed().flash2 is not None, doc="flash-attn 2.")
+    v3_is_installed = property(lambda self: choose.installed().flash3 is not None, doc="flash-attn 3.")
+    v4_is_installed = property(lambda self: choose.installed().flash4 is not None, doc="flash-attn 4.")
 
 
 FlashAttentionUtils = _FlashAttentionUtils()
