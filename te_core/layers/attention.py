@@ -8,7 +8,7 @@ unless a group's query heads lie where no stride of the format leads.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -44,6 +44,11 @@ class AttentionLayerSpec:
     packing: str = "separate"  # or "kv", "qkv"; interleaved with 1 < groups < heads: [.., width of a token]
     interleaved: bool = False
     recompute: bool = False  # backward computes the output again instead of having it kept
+    #: Whether q, k and v have to be copied apart first.
+    copies: bool = field(init=False, repr=False, compare=False, default=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "copies", not (self._straight or self.joined))
 
     @property
     def joined(self) -> bool:
@@ -57,20 +62,31 @@ class AttentionLayerSpec:
     def _straight(self) -> bool:
         return self.packing != "qkv" or not self.interleaved or self.groups in (1, self.heads)
 
-    @property
-    def copies(self) -> bool:
-        """Whether q, k and v have to be copied apart first."""
-        return not (self._straight or self.joined)
+
+class AttentionInputs(NamedTuple):
+    """The layer's tensors, in the order in which it takes them. An adapter fills this with tensors of its own."""
+
+    a: Any
+    b: Any = None
+    c: Any = None
+    bias: Any = None
+    slopes: Any = None
+    sink: Any = None
+    cu_q: Any = None
+    cu_kv: Any = None
+    cu_q_padded: Any = None
+    cu_kv_padded: Any = None
+    mask: Any = None
+    pages: Any = None
+    rng: Any = None
 
 
 class AttentionSaved(NamedTuple):
-    """What backward reads; a, b and c are the inputs, or q, k and v where they were copied apart."""
+    """What backward reads: the inputs (q, k and v where they were copied apart), and what forward made."""
 
     a: Tensor
     b: Tensor | None
     c: Tensor | None
-    out: Tensor | None
-    stats: Tensor | None
     bias: Tensor | None
     slopes: Tensor | None
     sink: Tensor | None
@@ -79,7 +95,10 @@ class AttentionSaved(NamedTuple):
     cu_q_padded: Tensor | None
     cu_kv_padded: Tensor | None
     mask: Tensor | None
+    pages: None
     rng: Tensor | None
+    out: Tensor | None
+    stats: Tensor | None
 
 
 @explained
@@ -108,9 +127,7 @@ def forward(
         assert q is not None
         a = q
     bias = None if bias is None else on_boundary(rt, bias)
-    terms = terms_of(cu_q, cu_kv, cu_q_padded, cu_kv_padded, mask, bias, slopes, sink, rng, pages)
-    needs = spec.needs
-    training = any(needs)
+    inputs = AttentionInputs(a, b, c, bias, slopes, sink, cu_q, cu_kv, cu_q_padded, cu_kv_padded, mask, pages, rng)
     core, q, k, v = views(spec, a, b, c)
     out = rt.empty((*_lead(a, spec.core.q_format), spec.heads * spec.d_v), q.dtype)
     done = ops.attention_forward(
@@ -119,15 +136,12 @@ def forward(
         k,
         v,
         spec=core,
-        terms=terms,
-        stats=training and not spec.recompute,
-        out=out.reshape(*q.shape[:-1], spec.d_v),
+        terms=terms_of(inputs),
+        stats=any(spec.needs) and not spec.recompute,
+        out=Tensor(out.ptr, (*q.shape[:-1], spec.d_v), out.dtype, out.device, out.owner),
     )
     outputs = (out,) if done.max_logit is None else (out, done.max_logit)
-    kept = None if spec.recompute else out
-    return outputs, AttentionSaved(
-        a, b, c, kept, done.stats, bias, slopes, sink, cu_q, cu_kv, cu_q_padded, cu_kv_padded, mask, rng
-    )
+    return outputs, AttentionSaved(*inputs, None if spec.recompute else out, done.stats)
 
 
 @explained
@@ -141,10 +155,10 @@ def backward(
     scales: Scales | None = None,
 ) -> tuple[Tensor | None, ...]:
     """(da, db, dc, dbias, None, dsink): gradients of the inputs as they came."""
-    s = saved
-    bias = None if s.bias is None else on_boundary(rt, s.bias)  # traced code saves the input, not forward's copy
-    terms = terms_of(s.cu_q, s.cu_kv, s.cu_q_padded, s.cu_kv_padded, s.mask, bias, s.slopes, s.sink, s.rng, None)
-    needs = spec.needs
+    s, needs = saved, spec.needs
+    if s.bias is not None:
+        s = s._replace(bias=on_boundary(rt, s.bias))  # traced code saves the input, not forward's copy
+    terms = terms_of(s)
     core, q, k, v = views(spec, s.a, s.b, s.c)
     if core.max_logit:
         core = replace(core, max_logit=False)
@@ -234,19 +248,13 @@ def _parts(spec: AttentionLayerSpec, lead: tuple[int, ...]) -> tuple[tuple[int, 
     return tuple((offset, (*lead, *tail), (*row, step, 1)) for offset, tail, step in heads)
 
 
-def terms_of(
-    cu_q: Tensor | None,
-    cu_kv: Tensor | None,
-    cu_q_padded: Tensor | None,
-    cu_kv_padded: Tensor | None,
-    *rest: Tensor | None,
-) -> Terms:
-    """The terms of an attention, whose lengths a bridge hands over one by one."""
+def terms_of(held: Any) -> Terms:
+    """The terms of an attention among a layer's tensors: its inputs, or what it saved."""
     lengths = None
-    if cu_q is not None:
-        assert cu_kv is not None
-        lengths = Lengths(cu_q, cu_kv, cu_q_padded, cu_kv_padded)
-    return Terms(lengths, *rest) if lengths is not None or any(rest) else NOTHING
+    if held.cu_q is not None:
+        lengths = Lengths(held.cu_q, held.cu_kv, held.cu_q_padded, held.cu_kv_padded)
+    terms = Terms(lengths, held.mask, held.bias, held.slopes, held.sink, held.rng, held.pages)
+    return terms if any(terms) else NOTHING
 
 
 def split_options(spec: AttentionLayerSpec) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from te_core.arguments import explained, settle
 from te_core.attention_rules import fp8_refusal
 from te_core.dtypes import DType
 from te_core.errors import ArgumentError, UnsupportedError
-from te_core.layers.attention import AttentionLayerSpec, on_boundary, split_options, terms_of, views
+from te_core.layers.attention import AttentionInputs, AttentionLayerSpec, on_boundary, split_options, terms_of, views
 from te_core.ops import raw as ops
 from te_core.ops.attention import Terms
 from te_core.ops.attention_fp8 import BackwardScales, ForwardScales, Scaled
@@ -74,19 +74,21 @@ class AttentionFp8Saved(NamedTuple):
     a: Value
     b: Value | None
     c: Value | None
-    out: Tensor | None  # the block of a quantized output, or the plain one
-    stats: Tensor | None
-    pairs: Tensor  # scale and inverse of P, and of a delayed output
-    frame_q: Tensor
-    frame_kv: Tensor
     bias: Tensor | None
     slopes: Tensor | None
+    sink: None
     cu_q: Tensor | None
     cu_kv: Tensor | None
     cu_q_padded: Tensor | None
     cu_kv_padded: Tensor | None
     mask: Tensor | None
+    pages: None
     rng: Tensor | None
+    frame_q: Tensor
+    frame_kv: Tensor
+    out: Tensor | None  # the block of a quantized output, or the plain one
+    stats: Tensor | None
+    pairs: Tensor  # scale and inverse of P, and of a delayed output
 
 
 @explained
@@ -97,11 +99,13 @@ def forward(
     c: Value | None,
     bias: Tensor | None = None,
     slopes: Tensor | None = None,
+    sink: Tensor | None = None,
     cu_q: Tensor | None = None,
     cu_kv: Tensor | None = None,
     cu_q_padded: Tensor | None = None,
     cu_kv_padded: Tensor | None = None,
     mask: Tensor | None = None,
+    pages: Tensor | None = None,
     rng: Tensor | None = None,
     frame_q: Tensor | None = None,
     frame_kv: Tensor | None = None,
@@ -118,7 +122,7 @@ def forward(
     if frame_kv is None:
         frame_kv = frame_q if b is None else _frame(rt, b)
     frames = frame_q, frame_kv
-    terms = terms_of(cu_q, cu_kv, cu_q_padded, cu_kv_padded, mask, bias, slopes, None, rng, None)
+    inputs = AttentionInputs(a, b, c, bias, slopes, sink, cu_q, cu_kv, cu_q_padded, cu_kv_padded, mask, pages, rng)
     held = _quantized(rt, _apart(rt, (a, b, c), frames, spec), spec, scales)
     at = [element(scales.forward_scale, FORWARD_SLOTS * gemm + slot) for gemm, slot in (P, OUT)]
     out: Value
@@ -128,7 +132,7 @@ def forward(
     else:
         out = rt.empty((*frame_q.shape[:-1], layer.heads * layer.d_v), spec.dtype)
         pairs = ops.scale_pairs(rt, at[:1], (None,))
-    stats = _attend(rt, held, frames, terms, spec, pairs, out, scales.forward_amax)
+    stats = _attend(rt, held, frames, terms_of(inputs), spec, pairs, out, scales.forward_amax)
     y: Value = out
     if isinstance(out, Tensor) and (spec.quantize_output or not rule.high_output):
         cast = forward_cast(rule.output, scales, *OUT, rowwise=True, columnwise=False)
@@ -137,26 +141,10 @@ def forward(
         out = out if rule.high_output else narrow
     elif isinstance(out, QuantizedTensor) and not spec.quantize_output:
         y = ops.dequantize(rt, out, spec.dtype).reshape(*frame_q.shape[:-1], out.shape[1])
-    kept = [_kept(x, given) for x, given in zip(held, (a, b, c), strict=False)]
+    kept = [_kept(x, came) for x, came in zip(held, (a, b, c), strict=False)]
     first, second, third = (*kept, None, None)[:3]
-    assert first is not None
-    return (y,), AttentionFp8Saved(
-        first,
-        second,
-        third,
-        None if layer.recompute else keep(out, True),
-        stats,
-        pairs,
-        *frames,
-        bias,
-        slopes,
-        cu_q,
-        cu_kv,
-        cu_q_padded,
-        cu_kv_padded,
-        mask,
-        rng,
-    )
+    inputs = inputs._replace(a=first, b=second, c=third)
+    return (y,), AttentionFp8Saved(*inputs, *frames, None if layer.recompute else keep(out, True), stats, pairs)
 
 
 @explained
@@ -168,7 +156,7 @@ def backward(
         raise without_state("the backward of attention in FP8")
     s, layer, rule = saved, spec.attention, spec.precision
     frames = s.frame_q, s.frame_kv
-    terms = terms_of(s.cu_q, s.cu_kv, s.cu_q_padded, s.cu_kv_padded, s.mask, s.bias, s.slopes, None, s.rng, None)
+    terms = terms_of(s)
     held = [
         _restored(x, _matrix(layer, frames[which], tail), rule.qkv)
         for x, (which, tail) in zip((s.a, s.b, s.c), _tails(layer), strict=False)

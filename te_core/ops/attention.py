@@ -132,7 +132,7 @@ def attention_backward(
 
     dy is dense in the output's format and dtype.
     """
-    key = ("attention_backward", spec, bias_grad, *given_key(dy, out, stats, grads), *plan_key(q, k, v, terms))
+    key = ("attention_backward", spec, bias_grad, *backward_key(dy, out, stats, grads), *plan_key(q, k, v, terms))
     plan = rt.plans.get(key)
     if plan is None:
         op = "attention_backward"
@@ -225,7 +225,9 @@ def check_stats(op: str, stats: Tensor, q: Tensor, spec: AttentionSpec) -> None:
     )
 
 
-def given_key(dy: Tensor, out: Tensor, stats: Tensor, grads: tuple[Tensor, Tensor, Tensor] | None) -> tuple[Any, ...]:
+def backward_key(
+    dy: Tensor, out: Tensor, stats: Tensor, grads: tuple[Tensor, Tensor, Tensor] | None
+) -> tuple[Any, ...]:
     """What a backward's plan depends on besides what forward's does."""
     read = (  # written out: this is what a call costs
         (dy.ptr | out.ptr) & 15,

@@ -22,9 +22,9 @@ from te_core.ops.attention import (
     NOTHING,
     Attended,
     Terms,
+    backward_key,
     check,
     check_stats,
-    given_key,
     is_dense,
     plan_key,
     sizes_of,
@@ -156,7 +156,7 @@ def attention_fp8_backward(
         grad_dtype,
         scales.out is None,
         scales.dq is None,
-        given_key(dy, out, stats, grads),
+        backward_key(dy, out, stats, grads),
         *plan_key(q, k, v, terms),
     )
     plan = rt.plans.get(key)

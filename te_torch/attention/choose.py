@@ -77,6 +77,11 @@ class Request:
         return self.spec.q_format == "thd"
 
     @property
+    def widest(self) -> int:
+        """The width of the widest head."""
+        return max(self.sizes.d_qk, self.sizes.d_v)
+
+    @property
     def aligned(self) -> bool:
         """Whether both ends of the diagonal are in corners, so that top-left and bottom-right are one."""
         return self.same_lengths if self.spec.padded else self.sizes.sq == self.sizes.skv
@@ -88,100 +93,59 @@ Rule = Callable[[Request], "str | None"]
 # ------------------------------------------------------------------------------------------------ the rules
 
 
-def _flash_allowed(r: Request) -> str | None:
-    return None if r.switches.flash else "NVTE_FLASH_ATTN=0"
+def _refuses(when: Callable[[Request], Any], reason: str) -> Rule:
+    """A rule for requests of this kind; the reason may quote fields of the request, `r`."""
+    return lambda r: reason.format(r=r) if when(r) else None
 
 
-def _on_gpu(r: Request) -> str | None:
-    return "it runs on GPUs only" if r.device is None else None
-
-
-def _f16(r: Request) -> str | None:
-    return None if r.dtype in (dtypes.float16, dtypes.bfloat16) else f"it takes float16 and bfloat16, not {r.dtype}"
-
-
-def _no_fp8(r: Request) -> str | None:
-    return "it has no FP8 attention" if r.fp8 else None
-
-
-def _no_splits(r: Request) -> str | None:
-    return None if r.num_splits == 1 else f"num_splits={r.num_splits} is FlashAttention 3's and 4's"
-
-
-def _no_max_logit(r: Request) -> str | None:
-    return "it does not return max_logit" if r.spec.max_logit else None
-
-
-def _no_score_mod(r: Request) -> str | None:
-    return "it takes no score_mod" if r.score_mod else None
-
-
-def _plain_softmax(r: Request) -> str | None:
-    return None if r.spec.softmax == "vanilla" else f"it has no softmax_type={r.spec.softmax!r}"
-
-
-def _no_mask_tensor(r: Request) -> str | None:
-    return "it takes no arbitrary mask" if r.spec.masked else None
-
-
-def _no_bias(r: Request) -> str | None:
-    return "it takes no bias" if r.spec.bias == "post_scale_bias" else None
-
-
-def _no_alibi(r: Request) -> str | None:
-    return "it has no ALiBi with gradients" if r.spec.bias == "alibi" else None
-
-
-def _no_dropout(r: Request) -> str | None:
-    return "it has no dropout" if r.spec.dropout else None
-
-
-def _keeps_any(r: Request) -> str | None:
-    return None if r.spec.dropout < 1.0 else "it takes no dropout of everything (p = 1)"
-
-
-def _no_softcap(r: Request) -> str | None:
-    return "it has no logit soft-cap" if r.spec.softcap else None
-
-
-def _no_gaps(r: Request) -> str | None:
-    return "it takes no tokens between sequences (pad_between_seqs)" if r.gaps else None
-
-
-def _no_rows_with_padding(r: Request) -> str | None:
-    if r.spec.padded and not r.packed:
-        return "its sequences with padding have to be packed (thd)"
-    return None
-
-
-def _diagonal_bottom_right(r: Request) -> str | None:
-    if r.spec.banded and not r.spec.bottom_right and not r.aligned:
-        return "its diagonal ends bottom-right, and q and k differ in length"
-    return None
-
-
-def _one_head_width(r: Request) -> str | None:
-    s = r.sizes
-    return None if s.d_qk == s.d_v else f"it takes one head width, not {s.d_qk} for q, k and {s.d_v} for v"
-
-
-def _no_cache(r: Request) -> str | None:
-    return "it does not read a KV cache" if r.cached else None
-
-
-def _deterministic_backward(r: Request) -> str | None:
-    return "its backward is not deterministic" if r.spec.deterministic and r.training else None
+_flash_allowed = _refuses(lambda r: not r.switches.flash, "NVTE_FLASH_ATTN=0")
+_on_gpu = _refuses(lambda r: r.device is None, "it runs on GPUs only")
+_f16 = _refuses(
+    lambda r: r.dtype not in (dtypes.float16, dtypes.bfloat16), "it takes float16 and bfloat16, not {r.dtype}"
+)
+_no_fp8 = _refuses(lambda r: r.fp8, "it has no FP8 attention")
+_no_splits = _refuses(lambda r: r.num_splits != 1, "num_splits={r.num_splits} is FlashAttention 3's and 4's")
+_no_max_logit = _refuses(lambda r: r.spec.max_logit, "it does not return max_logit")
+_no_score_mod = _refuses(lambda r: r.score_mod, "it takes no score_mod")
+_plain_softmax = _refuses(lambda r: r.spec.softmax != "vanilla", "it has no softmax_type={r.spec.softmax!r}")
+_no_mask_tensor = _refuses(lambda r: r.spec.masked, "it takes no arbitrary mask")
+_no_bias = _refuses(lambda r: r.spec.bias == "post_scale_bias", "it takes no bias")
+_no_alibi = _refuses(lambda r: r.spec.bias == "alibi", "it has no ALiBi with gradients")
+_no_dropout = _refuses(lambda r: r.spec.dropout, "it has no dropout")
+_keeps_any = _refuses(lambda r: r.spec.dropout >= 1.0, "it takes no dropout of everything (p = 1)")
+_no_softcap = _refuses(lambda r: r.spec.softcap, "it has no logit soft-cap")
+_no_gaps = _refuses(lambda r: r.gaps, "it takes no tokens between sequences (pad_between_seqs)")
+_no_rows_with_padding = _refuses(
+    lambda r: r.spec.padded and not r.packed, "its sequences with padding have to be packed (thd)"
+)
+_diagonal_bottom_right = _refuses(
+    lambda r: r.spec.banded and not r.spec.bottom_right and not r.aligned,
+    "its diagonal ends bottom-right, and q and k differ in length",
+)
+_one_head_width = _refuses(
+    lambda r: r.sizes.d_qk != r.sizes.d_v,
+    "it takes one head width, not {r.sizes.d_qk} for q, k and {r.sizes.d_v} for v",
+)
+_no_cache = _refuses(lambda r: r.cached, "it does not read a KV cache")
+_deterministic_backward = _refuses(lambda r: r.spec.deterministic and r.training, "its backward is not deterministic")
+_WIDE_BACKWARD = ((8, 0), (9, 0), (10, 0), (12, 0))
+_flash2_wide_heads = _refuses(
+    lambda r: r.widest > 192 and r.training and r.device and r.device.capability not in _WIDE_BACKWARD,
+    "its backward for head widths above 192 needs compute capability 8.0, 9.0, 10.0 or 12.0",
+)
+_flash3_deterministic = _refuses(
+    lambda r: r.spec.deterministic and r.training and r.widest >= 256,
+    "its backward for head widths of 256 and more is not deterministic",
+)
+_fused_score_mod = _refuses(lambda r: r.score_mod, "this release builds no graph from a score_mod")
+_unfused_allowed = _refuses(lambda r: not r.switches.unfused, "NVTE_UNFUSED_ATTN=0")
 
 
 def _widths_up_to(most: int, multiple: int = 8) -> Rule:
-    def rule(r: Request) -> str | None:
-        wide = max(r.sizes.d_qk, r.sizes.d_v)
-        if wide > most or r.sizes.d_qk % multiple or r.sizes.d_v % multiple:
-            widths = f"{r.sizes.d_qk}/{r.sizes.d_v}"
-            return f"its head widths are multiples of {multiple} up to {most}, not {widths}"
-        return None
-
-    return rule
+    return _refuses(
+        lambda r: r.widest > most or r.sizes.d_qk % multiple or r.sizes.d_v % multiple,
+        f"its head widths are multiples of {multiple} up to {most}, not {{r.sizes.d_qk}}/{{r.sizes.d_v}}",
+    )
 
 
 def _capability(least: tuple[int, int], most: tuple[int, int] = (99, 0)) -> Rule:
@@ -218,19 +182,6 @@ def _flash2_version(r: Request) -> str | None:
     return None
 
 
-def _flash2_wide_heads(r: Request) -> str | None:
-    if max(r.sizes.d_qk, r.sizes.d_v) > 192 and r.training and r.device is not None:
-        if r.device.capability not in ((8, 0), (9, 0), (10, 0), (12, 0)):
-            return "its backward for head widths above 192 needs compute capability 8.0, 9.0, 10.0 or 12.0"
-    return None
-
-
-def _flash3_deterministic(r: Request) -> str | None:
-    if r.spec.deterministic and r.training and max(r.sizes.d_qk, r.sizes.d_v) >= 256:
-        return "its backward for head widths of 256 and more is not deterministic"
-    return None
-
-
 def _fused_allowed(r: Request) -> str | None:
     if not r.switches.fused:
         return "NVTE_FUSED_ATTN=0"
@@ -238,10 +189,6 @@ def _fused_allowed(r: Request) -> str | None:
     if wanted is not None and wanted != (2 if r.fp8 else 1):
         return f"NVTE_FUSED_ATTN_BACKEND={wanted} is for {'FP8' if wanted == 2 else 'F16'} only"
     return None
-
-
-def _fused_score_mod(r: Request) -> str | None:
-    return "this release builds no graph from a score_mod" if r.score_mod else None
 
 
 def _cudnn(r: Request) -> str | None:
@@ -270,10 +217,6 @@ def _fused_fp8(r: Request) -> str | None:
 
 def _refused_fp8(r: Request, emulated: bool) -> str | None:
     return fp8_refusal(r.spec, r.fp8, r.fp8_rows, paged=r.paged, bias_grad=r.bias_grad, emulated=emulated)
-
-
-def _unfused_allowed(r: Request) -> str | None:
-    return None if r.switches.unfused else "NVTE_UNFUSED_ATTN=0"
 
 
 def _unfused_fp8(r: Request) -> str | None:
@@ -396,7 +339,7 @@ def shape_class(request: Request) -> str:
     sizes = request.sizes
     length = max(sizes.sq, sizes.skv)
     lengths = "decode" if sizes.sq <= 16 else "short" if length <= 512 else "medium" if length <= 2048 else "long"
-    width = next((w for w in (64, 128, 192) if max(sizes.d_qk, sizes.d_v) <= w), 256)
+    width = next((w for w in (64, 128, 192) if request.widest <= w), 256)
     return "/".join(
         (
             "train" if request.training else "infer",

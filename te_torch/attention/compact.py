@@ -86,19 +86,19 @@ def _among_all(places: torch.Tensor, form: str) -> torch.Tensor:
 
 
 def to_front(given: Given, orders: Orders) -> Given:
-    """The call with its tokens in front."""
+    """The call with its tokens in front; what comes of it has to be moved back, and so is not quantized."""
     q, kv = orders
-    moved: list[Any] = [
+    a, b, c = (
         t if t is None or order is None else _Moved.apply(t, order.there, order.again)
-        for t, order in zip(given[:3], (q, kv, kv), strict=True)
-    ]
-    bias = given.bias
+        for t, order in zip((given.a, given.b, given.c), (q, kv, kv), strict=True)
+    )
+    bias = given.core_attention_bias
     if bias is not None:
         if q is not None and bias.shape[2] > 1:
             bias = _taken(bias, q.front[:, None, :, None], 2)
         if kv is not None and bias.shape[3] > 1:
             bias = _taken(bias, kv.front[:, None, None, :], 3)
-    return given.but(**dict(zip("abc", moved, strict=True)), bias=bias)
+    return given.but(a=a, b=b, c=c, core_attention_bias=bias, fp8_output=False)
 
 
 def moved_back(out: torch.Tensor, orders: Orders) -> torch.Tensor:

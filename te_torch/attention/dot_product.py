@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from contextlib import nullcontext
+from functools import partial
 from inspect import signature
 from typing import Any
 
@@ -12,31 +12,30 @@ import torch
 
 from te_core.attention import canonical_mask
 from te_core.errors import ArgumentError, UnsupportedError
+from te_core.layers.attention import AttentionInputs
 from te_core.precision import AttentionPrecision
 from te_torch.attention import choose, env, flash, fused, unfused
 from te_torch.attention import fp8 as fp8_attention
 from te_torch.attention.compact import moved_back, orders_of, to_front
-from te_torch.attention.inputs import (
-    Given,
-    autocast,
-    check_cached,
-    default_slopes,
-    from_cache,
-    packed_sequences,
-    whole_mask,
-)
+from te_torch.attention.inputs import Given, autocast, from_cache, layer_inputs, packed_sequences, step
+from te_torch.attention.kv_cache import CACHE_FORMAT
 from te_torch.attention.layouts import check_packed, heads_of, packed_inputs
-from te_torch.attention.masks import (
-    NO_TERMS,
-    AttentionArgumentError,
-    Terms,
-    check_beside,
-    check_set_window_size,
-    lengths_of_mask,
+from te_torch.attention.masks import check_set_window_size
+from te_torch.attention.plan import (
+    OPERATION,
+    Fact,
+    Key,
+    Plan,
+    Preparation,
+    Static,
+    SumsFact,
+    checked_widths,
+    explain_plan,
+    make_plan,
+    wrong,
 )
-from te_torch.attention.plan import OPERATION, Fact, Key, Plan, Static, checked_widths, explain_plan, make_plan
 from te_torch.autocast import Region, precision_now
-from te_torch.base.module import BaseModule, fork_of, module_of, random_pair
+from te_torch.base.module import BaseModule, fork_of, module_of
 from te_torch.base.options import check_values
 from te_torch.function import key_of
 from te_torch.quantized import QuantizedTorch
@@ -152,22 +151,16 @@ class DotProductAttention(BaseModule):
         self, cp_group: Any, cp_global_ranks: Any = None, cp_stream: Any = None, cp_comm_type: str = "p2p"
     ) -> None:
         """Set the group over which sequences are spread (one rank only in this release)."""
+        operation = f"{OPERATION}.set_context_parallel_group"
         groups = cp_group if isinstance(cp_group, (list, tuple)) else [cp_group]
         ranks = [torch.distributed.get_world_size(group) for group in groups if group is not None]
         if any(n > 1 for n in ranks):
-            raise UnsupportedError(
-                f"{OPERATION}.set_context_parallel_group",
-                f"a group of {' x '.join(map(str, ranks))} ranks",
-                "one rank in this release",
-                "leave cp_group out; context parallelism comes later",
-            )
+            got = f"a group of {' x '.join(map(str, ranks))} ranks"
+            do = "leave cp_group out; context parallelism comes later"
+            raise UnsupportedError(operation, got, "one rank in this release", do)
         if cp_comm_type not in ("p2p", "all_gather", "a2a", "a2a+p2p"):
-            raise ArgumentError(
-                f"{OPERATION}.set_context_parallel_group",
-                f"cp_comm_type={cp_comm_type!r}",
-                "p2p, all_gather, a2a, a2a+p2p",
-                "choose one of these",
-            )
+            got = f"cp_comm_type={cp_comm_type!r}"
+            raise ArgumentError(operation, got, "p2p, all_gather, a2a, a2a+p2p", "choose one of these")
         self.cp_group, self.cp_global_ranks, self.cp_stream = cp_group, cp_global_ranks, cp_stream
         self.cp_comm_type = cp_comm_type
 
@@ -223,174 +216,135 @@ class DotProductAttention(BaseModule):
             )
             check_packed(self._static[:4], a if b is None else b, packing, form)
         if a is None:
-            raise AttentionArgumentError(OPERATION, "no queries", "query_layer or qkv_layer", "pass one of them")
+            raise wrong("no queries", "query_layer or qkv_layer", "pass one of them")
         mask_type = self.attn_mask_type if attn_mask_type is None else attn_mask_type
         stepped = None
         if inference_params is not None:
-            check_cached(mask_type, inference_params)
-            stepped = inference_params.step(self.layer_number, b, c, form)
+            stepped = step(inference_params, mask_type, self.layer_number, b, c, form)
         given = Given(
             a,
             b,
             c,
+            packing,
+            interleaved,
+            form,
             attention_mask,
             cu_seqlens_q,
             cu_seqlens_kv,
             cu_seqlens_q_padded,
             cu_seqlens_kv_padded,
-            core_attention_bias,
-            alibi_slopes,
-        )
-        options = (
-            form,
-            form,
-            mask_type,
-            self._window if window_size is None else tuple(window_size),
-            self.bottom_right_diagonal if bottom_right_diagonal is None else bottom_right_diagonal,
-            core_attention_bias_type,
             max_seqlen_q,
             max_seqlen_kv,
+            mask_type,
+            window_size,
+            bottom_right_diagonal,
             checkpoint_core_attention,
+            core_attention_bias_type,
+            core_attention_bias,
+            alibi_slopes,
+            pad_between_seqs,
+            fp8_output,
+            bf16_backward,
+            num_splits,
+            score_mod is not None,
+            inference_params is not None,
         )
-        if stepped is not None:
-            given, options = from_cache(given, options, inference_params, stepped)
-        extra = (num_splits, score_mod is not None, inference_params is not None)
-        return self._attend(given, packing, interleaved, options, pad_between_seqs, extra, (fp8_output, bf16_backward))
+        return self._attend(given if stepped is None else from_cache(given, inference_params, stepped))
 
-    def _attend_packed(self, a: torch.Tensor, b: torch.Tensor | None, interleaved: bool, **options: Any) -> Any:
+    def _attend_packed(
+        self,
+        a: torch.Tensor,
+        b: torch.Tensor | None,
+        interleaved: bool,
+        qkv_format: str | None = None,
+        inference_params: None = None,
+        fast_zero_fill: bool = True,
+        **options: Any,
+    ) -> Any:
         """`forward` of a projection as it is: (qkv [.., row], None) or (q [.., heads, d], kv [.., row]).
 
         `te_core.layers.attention` says how a row is laid out. The options are forward's keyword arguments.
         """
-        form = options.get("qkv_format") or self.qkv_format
+        form = self.qkv_format if qkv_format is None else qkv_format
         packing = "qkv" if b is None else "kv"
         check_packed(self._static[:4], a if b is None else b, packing, form)
-        o = options.get
-        given = Given(
-            a,
-            b,
-            None,
-            o("attention_mask"),
-            o("cu_seqlens_q"),
-            o("cu_seqlens_kv"),
-            o("cu_seqlens_q_padded"),
-            o("cu_seqlens_kv_padded"),
-            o("core_attention_bias"),
-            o("alibi_slopes"),
-        )
-        window, bottom_right = o("window_size"), o("bottom_right_diagonal")
-        scalars = (
-            form,
-            form,
-            o("attn_mask_type") or self.attn_mask_type,
-            self._window if window is None else tuple(window),
-            self.bottom_right_diagonal if bottom_right is None else bottom_right,
-            o("core_attention_bias_type", "no_bias"),
-            o("max_seqlen_q"),
-            o("max_seqlen_kv"),
-            o("checkpoint_core_attention", False),
-        )
-        fp8 = (o("fp8_output", False), o("bf16_backward", False))
-        return self._attend(given, packing, interleaved, scalars, o("pad_between_seqs"), (1, False, False), fp8)
+        return self._attend(Given(a, b, None, packing, interleaved, form, **options))
 
-    def _attend(
-        self,
-        given: Given,
-        packing: str,
-        interleaved: bool,
-        options: tuple[Any, ...],
-        gaps: bool | None,
-        extra: tuple[int, bool, bool],
-        fp8: tuple[bool, bool],
-    ) -> Any:
+    def _attend(self, given: Given) -> Any:
         if torch._C._is_any_autocast_enabled():
             given = autocast(given)
-        if options[0] == "thd":
-            given, options = packed_sequences(given, options, gaps)
-        if given.mask is not None and packing == "qkv" and isinstance(given.mask, (tuple, list)):
+        if given.qkv_format == "thd":
+            given = packed_sequences(given)
+        if given.packing == "qkv" and isinstance(given.attention_mask, (tuple, list)):
             # Queries and keys of other lengths, or in other places, are not rows of one tensor any more.
             whole = given.a.dequantize() if isinstance(given.a, QuantizedTorch) else given.a
-            q, k, v = heads_of(whole, len(options[0]) - 2, self._static[:4], interleaved)
-            given, packing, interleaved = given.but(a=q, b=k, c=v), "separate", False
+            q, k, v = heads_of(whole, len(given.qkv_format) - 2, self._static[:4], given.interleaved)
+            given = given.but(a=q, b=k, c=v, packing="separate", interleaved=False)
         now = precision_now(self)
         scaling = "" if now[2] is None and not now[0] else fp8_attention.scaling_of(now[0])
-        key = self._key(given, packing, interleaved, options, extra, scaling)
+        key = self._key(given, scaling)
         if torch.compiler.is_compiling():
-            return self._traced(key, given, fp8)
-        return self._run(key, given, fp8, now)
+            return self._traced(key, given)
+        return self._run(key, given, now)
 
-    def _run(
-        self, key: Key, given: Given, fp8: tuple[bool, bool], now: tuple[int, bool, Region | None] | None = None
-    ) -> Any:
+    def _run(self, key: Key, given: Given, now: tuple[int, bool, Region | None] | None = None) -> Any:
         if _asked.choice:
             return self.explain_key(key)
         plan = self._plan(key)
-        orders = orders_of(given.mask, key.form, given.a) if plan.lengths in _MASKED else None
+        orders = orders_of(given.attention_mask, key.form, given.a) if plan.prepare.lengths in _MASKED else None
         if orders is not None:
-            given, fp8 = to_front(given, orders), (False, fp8[1])
-            plan = self._plan(_with_bias(key, given.bias))
-        terms = self._terms(plan, given)
-        run = plan.run
-        if key.fp8:
-            out, largest = fp8_attention.run(self, plan, given, terms, fp8, now), None
-        elif key.checkpoint and plan.backend != choose.FUSED:  # FusedAttention's own layer computes again
-            out, largest = _checkpointed(self._dropout_context(plan), run, plan, given, terms)
-        elif plan.backend in choose.FLASH and plan.spec.dropout:
-            with self._dropout_context(plan):
-                out, largest = run(plan, given.a, given.b, given.c, terms)
+            given = to_front(given, orders)
+            plan = self._plan(_with_bias(key, given))
+        if plan.bare:
+            inputs = AttentionInputs(given.a, given.b, given.c)
         else:
-            out, largest = run(plan, given.a, given.b, given.c, terms)
+            inputs = layer_inputs(self, given, plan.prepare)
+        if key.fp8:
+            out, largest = fp8_attention.run(self, plan, inputs, (given.fp8_output, given.bf16_backward), now), None
+        else:
+            out, largest = plan.run(plan, inputs)
         if orders is not None:
             out = moved_back(out, orders)
         return out if largest is None else (out, largest)
 
-    def _key(
-        self,
-        given: Given,
-        packing: str,
-        interleaved: bool,
-        options: tuple[Any, ...],
-        extra: tuple[int, bool, bool],
-        fp8: str,
-    ) -> Key:
-        a, b, c, mask, cu_q, cu_kv, cu_q_padded, _, bias, slopes, pages = given
+    def _key(self, given: Given, fp8: str) -> Key:
         grad = torch.is_grad_enabled()
-        form, kv_form, mask_type, window, bottom_right, bias_type, max_q, max_kv, checkpoint = options
+        a, b, c, form, mask = given.a, given.b, given.c, given.qkv_format, given.attention_mask
+        cu_q, cu_kv, bias = given.cu_seqlens_q, given.cu_seqlens_kv, given.core_attention_bias
         cu = shape = None
         if cu_q is not None and cu_kv is not None:
             alike = cu_q.dtype == cu_kv.dtype == torch.int32 and cu_q.shape == cu_kv.shape
-            cu = (cu_q.shape[0], cu_q is cu_kv, cu_q_padded is not None, alike)
+            cu = SumsFact(cu_q.shape[0], cu_q is cu_kv, given.cu_seqlens_q_padded is not None, alike)
         if mask is not None:
             shape = tuple(m.shape for m in mask) if isinstance(mask, (tuple, list)) else mask.shape
-        sink = grad and self.softmax_type == "learnable" and self.softmax_offset.requires_grad
         return Key(
             _fact(a, grad),
             None if b is None else _fact(b, grad),
             None if c is None else _fact(c, grad),
-            packing,
-            interleaved,
+            given.packing,
+            given.interleaved,
             None if bias is None else _fact(bias, grad),
-            None if slopes is None else slopes.shape,
-            sink,
+            bias is not None and bias.requires_grad,
+            None if given.alibi_slopes is None else given.alibi_slopes.shape,
+            grad and self.softmax_type == "learnable" and self.softmax_offset.requires_grad,
             shape,
             cu,
             form,
-            kv_form,
-            mask_type,
-            window,
-            bottom_right,
-            bias_type,
-            max_q or 0,
-            max_kv or 0,
-            checkpoint,
+            CACHE_FORMAT if given.cached else form,
+            self.attn_mask_type if given.attn_mask_type is None else given.attn_mask_type,
+            self._window if given.window_size is None else tuple(given.window_size),  # type: ignore[arg-type]
+            self.bottom_right_diagonal if given.bottom_right_diagonal is None else given.bottom_right_diagonal,
+            given.core_attention_bias_type,
+            given.max_seqlen_q or 0,
+            given.max_seqlen_kv or 0,
+            given.checkpoint_core_attention,
             self.training,
             self.logit_softcap,
-            extra[0],
-            extra[1],
-            extra[2],
-            None if pages is None else pages.shape,
+            given.num_splits,
+            given.score_mod,
+            given.cached,
+            None if given.pages is None else given.pages.shape,
             fp8,
-            bias is not None and bias.requires_grad,
         )
 
     def _plan(self, key: Key) -> Plan:
@@ -409,89 +363,37 @@ class DotProductAttention(BaseModule):
     def _ready(self, plan: Plan) -> Plan:
         """The plan with what runs it."""
         plan.call = fused.call_of(plan)
-        plan.run = RUN[plan.backend]
-        key, spec = plan.key, plan.spec
-        plan.bare = not (
-            plan.lengths
-            or key.bias
-            or key.bias_type != "no_bias"
-            or key.pages
-            or spec.masked
-            or spec.dropout
-            or self.softmax_offset is not None
-        )
-        if plan.backend == choose.FUSED and flash.takes_backward(plan):
-            plan.run = flash.run_backward_only
+        run: Run = RUN[plan.backend]
+        if plan.backend == choose.FUSED:  # its own layer computes again if asked for
+            plan.run = flash.run_backward_only if flash.takes_backward(plan) else run
+            return plan
+        if plan.key.checkpoint:
+            run = partial(_checkpointed, run)
+        plan.run = partial(_forked, self._fork, run) if plan.draws and self._fork is not None else run
         return plan
-
-    def _terms(self, plan: Plan, given: Given) -> Terms:
-        """The tensors of a call in the form that all backends take."""
-        if plan.bare:
-            return NO_TERMS
-        draws = plan.spec.dropout > 0 and plan.backend not in choose.FLASH
-        keys = plan.request.sizes.skv if plan.spec.masked else 0
-        return self._make_terms(given, plan.lengths, (keys, plan.bias_rows), plan.key.bias_type, draws)
-
-    def _make_terms(self, given: Given, lengths: str, whole: tuple[int, int], bias_type: str, draws: bool) -> Terms:
-        """`whole`: how many keys a mask and how many queries a bias has to be spread over; 0 leaves it as it is."""
-        keys, rows = whole
-        a, bias, slopes, cu_q, cu_kv = given.a, given.bias, given.slopes, None, None
-        padded: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
-        if lengths == "given":
-            cu_q, cu_kv, padded = given.cu_q, given.cu_kv, (given.cu_q_padded, given.cu_kv_padded)
-        elif lengths == "mask":
-            cu_q = cu_kv = lengths_of_mask(given.mask)
-        elif lengths == "masks":
-            cu_q, cu_kv = (lengths_of_mask(m) for m in given.mask)
-        if bias is not None:
-            if bias_type == "pre_scale_bias":
-                bias = bias * self.softmax_scale
-            if rows:
-                bias = bias.expand(-1, -1, rows, -1)
-            bias = bias.to(a.dtype).contiguous()
-        if bias_type == "alibi":
-            slopes = default_slopes(self._static.heads, a.device) if slopes is None else slopes.float().contiguous()
-        sink = self.softmax_offset.float() if self.softmax_type == "learnable" else None  # a converted module's is not
-        mask = whole_mask(given.mask, keys) if keys else None
-        rng = None
-        if draws:
-            if self._fork is None:
-                rng = random_pair(a)
-            else:
-                with self._fork():
-                    rng = random_pair(a)
-        terms = Terms(bias, slopes, sink, cu_q, cu_kv, *padded, mask, given.pages, rng)
-        device = a.device
-        for t in terms:
-            if t is not None and t.device != device:
-                check_beside(OPERATION, a, **terms._asdict())
-        return terms
-
-    def _dropout_context(self, plan: Plan) -> Any:
-        """Where a backend draws from torch's generator itself."""
-        own = plan.backend in choose.FLASH and plan.spec.dropout
-        return self._fork() if own and self._fork is not None else nullcontext()
 
     def _of_custom(self, number: int) -> int:
         """Attention's own precision in a region of the one of this number."""
         return fp8_attention.attention_number(number)
 
-    def _traced(self, key: Key, given: Given, fp8: tuple[bool, bool]) -> Any:
+    def _traced(self, key: Key, given: Given) -> Any:
         """The call under a tracing compiler: FusedAttention as an operator; the other backends run eagerly."""
-        name, lengths, keys, rows, draws = _trace_plan(self._token, tuple(key))
+        name, *how = _trace_plan(self._token, tuple(key))
         if not name:
-            return _eager_run(self, key, given, fp8)
-        orders = orders_of(given.mask, key.form, given.a) if lengths in _MASKED else None
+            return _eager_run(self, key, given)
+        prepare = Preparation(*how)
+        orders = orders_of(given.attention_mask, key.form, given.a) if prepare.lengths in _MASKED else None
         if orders is not None:
             given = to_front(given, orders)
-            name, lengths, keys, rows, draws = _trace_plan(self._token, tuple(_with_bias(key, given.bias)))
-        terms = self._make_terms(given, lengths, (keys, rows), key.bias_type, draws)
+            name, *how = _trace_plan(self._token, tuple(_with_bias(key, given)))
+            prepare = Preparation(*how)
+        inputs = layer_inputs(self, given, prepare)
         # A compiler breaks its graph where an operator is given one tensor twice.
-        if terms.cu_kv is terms.cu_q and terms.cu_kv is not None:
-            terms = terms._replace(cu_kv=terms.cu_kv.clone())
-        if terms.cu_kv_padded is terms.cu_q_padded and terms.cu_kv_padded is not None:
-            terms = terms._replace(cu_kv_padded=terms.cu_kv_padded.clone())
-        out, largest = fused.run_call(name, key.packing, given.a, given.b, given.c, terms)
+        if inputs.cu_kv is inputs.cu_q and inputs.cu_kv is not None:
+            inputs = inputs._replace(cu_kv=inputs.cu_kv.clone())
+        if inputs.cu_kv_padded is inputs.cu_q_padded and inputs.cu_kv_padded is not None:
+            inputs = inputs._replace(cu_kv_padded=inputs.cu_kv_padded.clone())
+        out, largest = fused.run_call(name, key.packing, inputs)
         if orders is not None:
             out = moved_back(out, orders)
         return out if largest is None else (out, largest)
@@ -501,12 +403,9 @@ class DotProductAttention(BaseModule):
     def explain(self, *args: Any, **options: Any) -> choose.Choice:
         """Print what would compute `forward` with these arguments: each backend with its reason, and the choice."""
         if options.get("inference_params") is not None:
-            raise ArgumentError(
-                f"{OPERATION}.explain",
-                "inference_params, to which forward would append",
-                "the other arguments",
-                "pass keys and values of the cache's length, with cu_seqlens_q and cu_seqlens_kv",
-            )
+            got, allowed = "inference_params, to which forward would append", "the other arguments"
+            do = "pass keys and values of the cache's length, with cu_seqlens_q and cu_seqlens_kv"
+            raise ArgumentError(f"{OPERATION}.explain", got, allowed, do)
         _asked.choice = True
         try:
             found: choose.Choice = self.forward(*args, **options)
@@ -528,11 +427,8 @@ class DotProductAttention(BaseModule):
         return {**super().__getstate__(), "_plans": {}, "_last_plan": None, "_last_rule": None}
 
 
-RUN: dict[str, Callable[..., tuple[torch.Tensor, torch.Tensor | None]]] = {
-    choose.FUSED: fused.run,
-    choose.UNFUSED: unfused.run,
-    **dict.fromkeys(choose.FLASH, flash.run),
-}
+Run = Callable[[Plan, AttentionInputs], fused.Results]
+RUN: dict[str, Run] = {choose.FUSED: fused.run, choose.UNFUSED: unfused.run, **dict.fromkeys(choose.FLASH, flash.run)}
 _generation = [0]  # of choices: plans of earlier ones are not used any more
 
 
@@ -561,20 +457,24 @@ def _fact(t: torch.Tensor, grad: bool) -> Fact:
     return Fact(t.shape, t.dtype, t.device, grad and t.requires_grad)
 
 
-def _with_bias(key: Key, bias: torch.Tensor | None) -> Key:
-    """The key of a call whose bias was laid anew."""
+def _with_bias(key: Key, given: Given) -> Key:
+    """The key of a call whose bias may have been laid anew."""
+    bias = given.core_attention_bias
     return key if bias is None else key._replace(bias=_fact(bias, torch.is_grad_enabled()))
 
 
-def _checkpointed(
-    context: Any, run: Callable[..., Any], plan: Plan, given: Given, terms: Terms
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _checkpointed(run: Run, plan: Plan, inputs: AttentionInputs) -> fused.Results:
     """Run a backend so that backward computes it again: nothing but its inputs is kept."""
     from torch.utils.checkpoint import checkpoint
 
-    own = plan.backend in choose.FLASH and plan.spec.dropout > 0
-    with context:
-        return checkpoint(run, plan, given.a, given.b, given.c, terms, use_reentrant=False, preserve_rng_state=own)
+    found: fused.Results = checkpoint(run, plan, inputs, use_reentrant=False, preserve_rng_state=plan.draws)
+    return found
+
+
+def _forked(fork: Callable[[], Any], run: Run, plan: Plan, inputs: AttentionInputs) -> fused.Results:
+    """Run a backend that draws from torch's generator, with the tracker's state in it."""
+    with fork():
+        return run(plan, inputs)
 
 
 # ------------------------------------------------------------------------------------------------- traced
@@ -583,16 +483,13 @@ _eager_run: Any = None  # DotProductAttention._run for traced code: never traced
 
 
 @constant_at_trace
-def _trace_plan(token: int, key: tuple[Any, ...]) -> tuple[str, str, int, int, bool]:
-    """(the call's key or "" where the backend runs eagerly, where lengths come from, keys of a mask, rows of a bias,
-    whether it draws).
-    """
+def _trace_plan(token: int, key: tuple[Any, ...]) -> tuple[Any, ...]:
+    """(the call's key, or "" where the backend runs eagerly; the fields of its Preparation)."""
     global _eager_run
     module = module_of(token)
     assert isinstance(module, DotProductAttention)
     plan = module._plan(Key(*key))
     if plan.backend != choose.FUSED or plan.key.fp8:
         _eager_run = _eager_run or untraced(DotProductAttention._run, "this backend runs eagerly")
-        return "", "", 0, 0, False
-    keys = plan.request.sizes.skv if plan.spec.masked else 0
-    return key_of(plan.call), plan.lengths, keys, plan.bias_rows, plan.spec.dropout > 0
+        return ("",)
+    return (key_of(plan.call), *plan.prepare)

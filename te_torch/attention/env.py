@@ -13,22 +13,21 @@ import torch
 
 from te_core import env
 
-_READ = (
-    "NVTE_FLASH_ATTN",
-    "NVTE_FLASH_ATTN_V2",
-    "NVTE_FLASH_ATTN_V3",
-    "NVTE_FLASH_ATTN_V4",
-    "NVTE_FUSED_ATTN",
-    "NVTE_UNFUSED_ATTN",
-    "NVTE_FUSED_ATTN_BACKEND",
-    "NVTE_FUSED_ATTN_USE_FAv2_BWD",
-    "NVTE_ALLOW_NONDETERMINISTIC_ALGO",
-    "NVTE_APPLY_QK_LAYER_SCALING",
-    "NVTE_MASKED_SOFTMAX_FUSION",
-    "NVTE_UnfusedDPA_Emulate_FP8",
-    "NVTE_DEBUG",
-    "NVTE_DEBUG_LEVEL",
-)
+#: The variables that are a field of `Switches` as they stand.
+_SWITCHES = {
+    "flash": "NVTE_FLASH_ATTN",
+    "flash2": "NVTE_FLASH_ATTN_V2",
+    "flash3": "NVTE_FLASH_ATTN_V3",
+    "flash4": "NVTE_FLASH_ATTN_V4",
+    "fused": "NVTE_FUSED_ATTN",
+    "unfused": "NVTE_UNFUSED_ATTN",
+    "flash2_backward": "NVTE_FUSED_ATTN_USE_FAv2_BWD",
+    "layer_scaling": "NVTE_APPLY_QK_LAYER_SCALING",
+    "fused_softmax": "NVTE_MASKED_SOFTMAX_FUSION",
+    "emulate_fp8": "NVTE_UnfusedDPA_Emulate_FP8",
+}
+_OTHERS = ("NVTE_FUSED_ATTN_BACKEND", "NVTE_ALLOW_NONDETERMINISTIC_ALGO", "NVTE_DEBUG", "NVTE_DEBUG_LEVEL")
+_READ = (*_SWITCHES.values(), *_OTHERS)
 _FP8 = (
     "NVTE_DPA_FP8_RECIPE",
     "NVTE_DPA_FP8_RECIPE_DPA",
@@ -73,25 +72,14 @@ def switches(raw: _Raw) -> Switches:
     """What a snapshot says."""
     text = env.texts(_READ, raw)
 
-    def on(name: str) -> bool:
-        return env.switch(name, text[name])
-
+    found = {field: env.switch(name, text[name]) for field, name in _SWITCHES.items()}
     backend = env.number("NVTE_FUSED_ATTN_BACKEND", text["NVTE_FUSED_ATTN_BACKEND"])
     level = env.number("NVTE_DEBUG_LEVEL", text["NVTE_DEBUG_LEVEL"])
     return Switches(
-        flash=on("NVTE_FLASH_ATTN"),
-        flash2=on("NVTE_FLASH_ATTN_V2"),
-        flash3=on("NVTE_FLASH_ATTN_V3"),
-        flash4=on("NVTE_FLASH_ATTN_V4"),
-        fused=on("NVTE_FUSED_ATTN"),
-        unfused=on("NVTE_UNFUSED_ATTN"),
+        **found,
         fused_backend=backend if backend in (1, 2) else None,
-        flash2_backward=on("NVTE_FUSED_ATTN_USE_FAv2_BWD"),
-        deterministic=not on("NVTE_ALLOW_NONDETERMINISTIC_ALGO"),
-        layer_scaling=on("NVTE_APPLY_QK_LAYER_SCALING"),
-        fused_softmax=on("NVTE_MASKED_SOFTMAX_FUSION"),
-        emulate_fp8=on("NVTE_UnfusedDPA_Emulate_FP8"),
-        debug=level if on("NVTE_DEBUG") else -1,
+        deterministic=not env.switch("NVTE_ALLOW_NONDETERMINISTIC_ALGO", text["NVTE_ALLOW_NONDETERMINISTIC_ALGO"]),
+        debug=level if env.switch("NVTE_DEBUG", text["NVTE_DEBUG"]) else -1,
     )
 
 

@@ -12,33 +12,32 @@ from typing import Any
 import torch
 
 from te_core.attention import AttentionSpec
+from te_core.layers.attention import AttentionInputs
 from te_core.ops import raw as ops
-from te_core.ops.attention import Terms as CoreTerms
+from te_core.ops.attention import Terms
 from te_torch.attention import choose
+from te_torch.attention.fused import Results
 from te_torch.attention.layouts import apart
-from te_torch.attention.masks import Terms, loose_tokens
+from te_torch.attention.masks import loose_tokens
 from te_torch.attention.plan import Plan
 from te_torch.runtime import runtime_for, to_core, to_torch
 
-Results = tuple[torch.Tensor, "torch.Tensor | None"]
 
-
-def run(plan: Plan, a: torch.Tensor, b: torch.Tensor | None, c: torch.Tensor | None, terms: Terms) -> Results:
+def run(plan: Plan, inputs: AttentionInputs) -> Results:
     """(out [.., heads * d_v] in q's format, None)."""
-    q, k, v = apart(plan.layer, a, b, c)
+    q, k, v = apart(plan.layer, inputs)
     swap = plan.spec.q_format == "sbhd"
     if swap:
         q, k, v = (t.transpose(0, 1) for t in (q, k, v))
     if plan.spec.q_format != "thd":
-        out = _ATTEND[plan.backend](plan, q, k, v, terms)
+        out = _ATTEND[plan.backend](plan, q, k, v, inputs)
         return (out.transpose(0, 1) if swap else out).flatten(-2), None
     # They write no token that belongs to no sequence, neither in the output nor in gradients: memory as it was found.
-    assert terms.cu_q is not None and terms.cu_kv is not None
-    loose = loose_kv = loose_tokens(terms.cu_q, terms.cu_q_padded, q.shape[0])
-    if terms.cu_kv is not terms.cu_q or k.shape[0] != q.shape[0]:
-        loose_kv = loose_tokens(terms.cu_kv, terms.cu_kv_padded, k.shape[0])
+    loose = loose_kv = loose_tokens(inputs.cu_q, inputs.cu_q_padded, q.shape[0])
+    if inputs.cu_kv is not inputs.cu_q or k.shape[0] != q.shape[0]:
+        loose_kv = loose_tokens(inputs.cu_kv, inputs.cu_kv_padded, k.shape[0])
     q, k, v = _Held.apply(q, loose), _Held.apply(k, loose_kv), _Held.apply(v, loose_kv)
-    return _ATTEND[plan.backend](plan, q, k, v, terms).masked_fill(loose, 0.0).flatten(-2), None
+    return _ATTEND[plan.backend](plan, q, k, v, inputs).masked_fill(loose, 0.0).flatten(-2), None
 
 
 class _Held(torch.autograd.Function):
@@ -60,24 +59,24 @@ def _window(spec: AttentionSpec) -> tuple[int, int]:
     return spec.left, spec.right
 
 
-def _flash2(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, terms: Terms) -> torch.Tensor:
+def _flash2(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, inputs: AttentionInputs) -> torch.Tensor:
     module, spec = import_module("flash_attn"), plan.spec
     options: dict[str, Any] = {"dropout_p": spec.dropout, "softmax_scale": spec.scale, "causal": spec.causal}
     version = plan.request.installed.flash2 or (0,)
     if version >= (2, 3):
         options["window_size"] = _window(spec)
     if version >= (2, 4):
-        options["alibi_slopes"] = terms.slopes
+        options["alibi_slopes"] = inputs.slopes
     if version >= (2, 4, 1):
         options["deterministic"] = spec.deterministic
     if version >= (2, 6):
         options["softcap"] = spec.softcap
     if spec.q_format == "thd":
-        return module.flash_attn_varlen_func(q, k, v, terms.cu_q, terms.cu_kv, spec.max_q, spec.max_kv, **options)
+        return module.flash_attn_varlen_func(q, k, v, inputs.cu_q, inputs.cu_kv, spec.max_q, spec.max_kv, **options)
     return module.flash_attn_func(q, k, v, **options)
 
 
-def _flash3(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, terms: Terms) -> torch.Tensor:
+def _flash3(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, inputs: AttentionInputs) -> torch.Tensor:
     module, spec = import_module("flash_attn_interface"), plan.spec
     options: dict[str, Any] = {
         "softmax_scale": spec.scale,
@@ -91,14 +90,14 @@ def _flash3(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, terms
         return _first(module.flash_attn_func(q, k, v, **options))
     if plan.request.gaps:
         # Sequences begin where memory says, and are as long as they are.
-        options["seqused_q"], options["seqused_k"] = (cu[1:] - cu[:-1] for cu in (terms.cu_q, terms.cu_kv))  # type: ignore[index]
-        begin_q, begin_k = terms.cu_q_padded, terms.cu_kv_padded
+        options["seqused_q"], options["seqused_k"] = (cu[1:] - cu[:-1] for cu in (inputs.cu_q, inputs.cu_kv))
+        begin_q, begin_k = inputs.cu_q_padded, inputs.cu_kv_padded
     else:
-        begin_q, begin_k = terms.cu_q, terms.cu_kv
+        begin_q, begin_k = inputs.cu_q, inputs.cu_kv
     return _first(module.flash_attn_varlen_func(q, k, v, begin_q, begin_k, spec.max_q, spec.max_kv, **options))
 
 
-def _flash4(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, terms: Terms) -> torch.Tensor:
+def _flash4(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, inputs: AttentionInputs) -> torch.Tensor:
     module, spec = import_module("flash_attn.cute"), plan.spec
     left, right = (None if bound < 0 else bound for bound in _window(spec))
     options: dict[str, Any] = {
@@ -110,7 +109,7 @@ def _flash4(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, terms
     }
     if spec.q_format == "thd":
         return _first(
-            module.flash_attn_varlen_func(q, k, v, cu_seqlens_q=terms.cu_q, cu_seqlens_k=terms.cu_kv, **options)
+            module.flash_attn_varlen_func(q, k, v, cu_seqlens_q=inputs.cu_q, cu_seqlens_k=inputs.cu_kv, **options)
         )
     return _first(module.flash_attn_func(q, k, v, **options))
 
@@ -120,11 +119,11 @@ def _first(result: Any) -> torch.Tensor:
     return result[0] if isinstance(result, tuple) else result
 
 
-def _torch(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, terms: Terms) -> torch.Tensor:
+def _torch(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, inputs: AttentionInputs) -> torch.Tensor:
     spec = plan.spec
     left, right = (None if bound < 0 else bound for bound in _window(spec))
     if spec.q_format == "thd":
-        where = (terms.cu_q, terms.cu_kv, spec.max_q, spec.max_kv)
+        where = (inputs.cu_q, inputs.cu_kv, spec.max_q, spec.max_kv)
     else:
         where = (None, None, q.shape[1], k.shape[1])
     return torch.ops.aten._flash_attention_forward(
@@ -161,12 +160,10 @@ def takes_backward(plan: Plan) -> bool:
     )
 
 
-def run_backward_only(
-    plan: Plan, a: torch.Tensor, b: torch.Tensor | None, c: torch.Tensor | None, terms: Terms
-) -> Results:
+def run_backward_only(plan: Plan, inputs: AttentionInputs) -> Results:
     """FusedAttention forward, flash-attn 2 backward."""
-    q, k, v = apart(plan.layer, a, b, c)
-    return _Backward.apply(plan, q.contiguous(), k.contiguous(), v.contiguous(), terms.slopes).flatten(-2), None
+    q, k, v = (t.contiguous() for t in apart(plan.layer, inputs))
+    return _Backward.apply(plan, q, k, v, inputs.slopes).flatten(-2), None
 
 
 class _Backward(torch.autograd.Function):
@@ -174,7 +171,7 @@ class _Backward(torch.autograd.Function):
     def forward(
         ctx: Any, plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slopes: torch.Tensor | None
     ) -> torch.Tensor:
-        terms = CoreTerms(slopes=None if slopes is None else to_core(slopes))
+        terms = Terms(slopes=None if slopes is None else to_core(slopes))
         done = ops.attention_forward(runtime_for(q), to_core(q), to_core(k), to_core(v), spec=plan.spec, terms=terms)
         assert done.stats is not None
         out = to_torch(done.out)

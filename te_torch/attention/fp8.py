@@ -10,14 +10,13 @@ import torch
 
 from te_core import env as variables
 from te_core.layers import attention_fp8 as core
+from te_core.layers.attention import AttentionInputs
 from te_core.ops import raw as ops
 from te_core.precision import AttentionPrecision, History, Operand, Precision
 from te_core.quantize.state import backward_cast, forward_cast
 from te_core.quantized import Cast
 from te_core.recipe import DelayedScaling, Float8CurrentScaling, Format, MXFP8BlockScaling, Recipe, resolve, the_one
 from te_torch.attention import choose, env, unfused
-from te_torch.attention.inputs import Given
-from te_torch.attention.masks import Terms
 from te_torch.attention.plan import Plan
 from te_torch.autocast import Region
 from te_torch.function import Call, Layer, apply, register
@@ -129,19 +128,18 @@ def _from_environment(base: Precision, recipe: Recipe | None, switches: env.Fp8S
 def run(
     module: Any,
     plan: Plan,
-    given: Given,
-    terms: Terms,
-    fp8: tuple[bool, bool],
+    inputs: AttentionInputs,
+    asked: tuple[bool, bool],
     now: tuple[int, bool, Region | None] | None,
 ) -> torch.Tensor:
-    """out [.., heads * d_v]. `fp8`: whether it is quantized, and whether backward is in the activation dtype."""
-    a, b, c = given[:3]
-    fp8_output, high_backward = fp8
+    """out [.., heads * d_v]. `asked`: whether it is quantized, and whether backward is in the activation dtype."""
+    a, b, c = inputs.a, inputs.b, inputs.c
+    fp8_output, high_backward = asked
     _, number, state, recompute = module._enter(a, now)
     if plan.backend == choose.UNFUSED:
         low = _Low(precision_of(number), state, recompute, high_backward)
         module.__dict__["_last_rule"] = low.rule  # Module.__setattr__ would cost a microsecond
-        return _emulated(plan, low, (a, b, c), terms)
+        return _emulated(plan, low, inputs)
     key = (plan, number, a.dtype, isinstance(a, QuantizedTorch), fp8_output, high_backward)
     call = module._calls.get(key)
     if call is None:
@@ -159,10 +157,8 @@ def run(
         None if t is None else torch.empty((*t.shape[:n], 0), dtype=torch.uint8, device=t.device)
         for t, n in zip((a, b), dims, strict=False)
     ]
-    bias, slopes, _, cu_q, cu_kv, cu_q_padded, cu_kv_padded, mask, _, rng = terms
-    (out,) = apply(
-        call, state, recompute, *flat, bias, slopes, cu_q, cu_kv, cu_q_padded, cu_kv_padded, mask, rng, *frames
-    )
+    a, b, c = flat
+    (out,) = apply(call, state, recompute, *inputs._replace(a=a, b=b, c=c), *frames)
     return out
 
 
@@ -177,14 +173,13 @@ def _call(plan: Plan, number: int, dtype: torch.dtype, handed: bool, fp8_output:
 # ------------------------------------------------------------------------------------------- the emulation
 
 
-def _emulated(plan: Plan, low: _Low, inputs: tuple[torch.Tensor | None, ...], terms: Terms) -> torch.Tensor:
+def _emulated(plan: Plan, low: _Low, inputs: AttentionInputs) -> torch.Tensor:
     """UnfusedDotProductAttention on values as FP8 holds them, in the slots of FP8 attention; the result is plain."""
     a, b, c = (
         None if t is None else low(t.dequantize() if isinstance(t, QuantizedTorch) else t, core.QKV, core.DQKV)
-        for t in inputs
+        for t in (inputs.a, inputs.b, inputs.c)
     )
-    assert a is not None
-    out, _ = unfused.run(plan, a, b, c, terms, low)
+    out, _ = unfused.run(plan, inputs._replace(a=a, b=b, c=c), low)
     return low(out, core.OUT, core.DOUT)
 
 

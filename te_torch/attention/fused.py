@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from te_core.layers import attention as core
-from te_torch.attention.masks import NO_TERMS, Terms
+from te_core.layers.attention import AttentionInputs
 from te_torch.attention.plan import Plan
 from te_torch.function import Call, Layer, apply, register
 
@@ -21,6 +21,7 @@ ATTENTION = Layer(
     partial=True,
     differentiable=1,
 )
+Results = tuple[torch.Tensor, "torch.Tensor | None"]
 
 
 def call_of(plan: Plan) -> Call:
@@ -28,34 +29,25 @@ def call_of(plan: Plan) -> Call:
     return register(ATTENTION, plan.layer, any(plan.layer.needs))
 
 
-def run(
-    plan: Plan, a: torch.Tensor, b: torch.Tensor | None, c: torch.Tensor | None, terms: Terms
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+def run(plan: Plan, inputs: AttentionInputs) -> Results:
     """(out [.., heads * d_v] in q's format, largest logits or None)."""
-    if a.is_cuda:
+    if inputs.a.is_cuda:
         # Gradients of packed sequences have to lie as their tensors do, and ours are dense.
         dense = plan.layer.packing != "qkv" and "thd" in (plan.spec.q_format, plan.spec.kv_format)
         lay = _dense if dense and any(plan.layer.needs) else _aligned
-        a, b, c = lay(a), b if b is None else lay(b), c if c is None else lay(c)
-    return run_call(plan.call, plan.layer.packing, a, b, c, terms)
+        a, b, c = (None if t is None else lay(t) for t in (inputs.a, inputs.b, inputs.c))
+        inputs = inputs._replace(a=a, b=b, c=c)
+    return run_call(plan.call, plan.layer.packing, inputs, plan.bare)
 
 
-def run_call(
-    call: Any, packing: str, a: torch.Tensor, b: torch.Tensor | None, c: torch.Tensor | None, terms: Terms
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The same for a call, or under tracing for its key."""
+def run_call(call: Any, packing: str, inputs: AttentionInputs, bare: bool = False) -> Results:
+    """The same for a call, or under tracing for its key. `bare`: nothing is given but q, k and v."""
     if packing == "qkv":  # the layer reads a packed tensor by the strides of a dense one
-        a = a.contiguous()
+        inputs = inputs._replace(a=inputs.a.contiguous())
     elif packing == "kv":
-        assert b is not None
-        b = b.contiguous()
-    if terms is NO_TERMS and not torch.compiler.is_compiling():  # an autograd node's cost grows with its inputs
-        out = apply(call, None, False, a, b, c)
-    else:
-        bias, slopes, sink, cu_q, cu_kv, cu_q_padded, cu_kv_padded, mask, pages, rng = terms
-        out = apply(
-            call, None, False, a, b, c, bias, slopes, sink, cu_q, cu_kv, cu_q_padded, cu_kv_padded, mask, pages, rng
-        )
+        inputs = inputs._replace(b=inputs.b.contiguous())
+    # An autograd node's cost grows with its inputs.
+    out = apply(call, None, False, inputs.a, inputs.b, inputs.c) if bare else apply(call, None, False, *inputs)
     return out[0], out[1] if len(out) > 1 else None
 
 

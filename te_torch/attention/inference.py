@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -41,6 +42,7 @@ from te_torch.runtime import constant_at_trace, runtime_for, to_core, to_torch, 
 
 Stepped = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int, str]
 
+_wrong = partial(AttentionArgumentError, "InferenceParams")
 _ALIGNED = 64  # elements: each of the lengths that share a buffer begins at a round address
 
 
@@ -94,47 +96,31 @@ class InferenceParams:
 
     def _check(self, sizes: tuple[object, ...], qkv_format: str, custom: bool) -> None:
         """The documented conditions, and that the format exists."""
-        _require(
-            min(self.max_batch_size, self.max_sequence_length) > 0,
-            f"max_batch_size={self.max_batch_size}, max_sequence_length={self.max_sequence_length}",
-            "positive numbers",
-            "make room for a sequence and a token at least",
-        )
-        _require(
-            self.is_older_form or None not in sizes,
-            f"num_heads_kv, head_dim_k, dtype = {sizes}",
-            "all three of them (or only max_batch_size and max_sequence_length, the older form)",
-            "pass all three",
-        )
-        _require(qkv_format in FORMATS, f"qkv_format={qkv_format!r}", " or ".join(FORMATS), "choose one of these")
-        _require(
-            qkv_format != "thd" or (self.max_ctx_len is not None and not self.is_older_form),
-            f"qkv_format='thd' with max_ctx_len={self.max_ctx_len}",
-            "the longest context of a new sequence",
-            "pass max_ctx_len, and the sizes of the cache",
-        )
+        if min(self.max_batch_size, self.max_sequence_length) <= 0:
+            got = f"max_batch_size={self.max_batch_size}, max_sequence_length={self.max_sequence_length}"
+            raise _wrong(got, "positive numbers", "make room for a sequence and a token at least")
+        if not self.is_older_form and None in sizes:
+            allowed = "all three of them (or only max_batch_size and max_sequence_length, the older form)"
+            raise _wrong(f"num_heads_kv, head_dim_k, dtype = {sizes}", allowed, "pass all three")
+        if qkv_format not in FORMATS:
+            raise _wrong(f"qkv_format={qkv_format!r}", " or ".join(FORMATS), "choose one of these")
+        if qkv_format == "thd" and (self.max_ctx_len is None or self.is_older_form):
+            got, do = f"'thd' with max_ctx_len={self.max_ctx_len}", "pass max_ctx_len, and the sizes of the cache"
+            raise _wrong(f"qkv_format={got}", "the longest context of a new sequence", do)
         if not self.is_paged or custom:
             return
         size, count = self.page_size, self.total_num_pages
-        _require(
-            not self.is_older_form,
-            "is_paged in the two-argument form",
-            "a contiguous cache",
-            "pass num_heads_kv, head_dim_k and dtype",
-        )
-        _require(
-            size is not None and size > 0 and self.max_sequence_length % size == 0,
-            f"max_sequence_length={self.max_sequence_length} with page_size={size}",
-            "whole pages",
-            "choose a page_size that divides max_sequence_length",
-        )
-        wanted = self.max_batch_size * self.max_sequence_length // (size or 1)
-        _require(
-            count == wanted,
-            f"total_num_pages={count}",
-            f"{wanted}: max_batch_size * max_sequence_length / page_size",
-            "pass this number, or a PagedKVCacheManager with fewer pages as custom_cache_manager",
-        )
+        if self.is_older_form:
+            do = "pass num_heads_kv, head_dim_k and dtype"
+            raise _wrong("is_paged in the two-argument form", "a contiguous cache", do)
+        if size is None or size <= 0 or self.max_sequence_length % size:
+            got = f"max_sequence_length={self.max_sequence_length} with page_size={size}"
+            raise _wrong(got, "whole pages", "choose a page_size that divides max_sequence_length")
+        wanted = self.max_batch_size * self.max_sequence_length // size
+        if count != wanted:
+            allowed = f"{wanted}: max_batch_size * max_sequence_length / page_size"
+            do = "pass this number, or a PagedKVCacheManager with fewer pages as custom_cache_manager"
+            raise _wrong(f"total_num_pages={count}", allowed, do)
 
     def _place(self) -> None:
         """Memory for the lengths, on the device."""
@@ -175,12 +161,8 @@ class InferenceParams:
     def allocate_memory(self, layer_number: int) -> None:
         """Make the caches of a layer; its first `step` does it otherwise."""
         if self.cache_manager is None:
-            raise ArgumentError(
-                "InferenceParams.allocate_memory",
-                "the two-argument form",
-                "sizes that are known",
-                "leave it to the first step, or pass num_heads_kv, head_dim_k and dtype",
-            )
+            do = "leave it to the first step, or pass num_heads_kv, head_dim_k and dtype"
+            raise _refused("allocate_memory", "the two-argument form", "sizes that are known", do)
         self.cache_manager.allocate_memory(layer_number)
 
     def pre_step(self, step_dict: Sequences) -> None:
@@ -190,21 +172,13 @@ class InferenceParams:
         exactly one token. If there is no room, nothing has changed.
         """
         if self.is_older_form:
-            raise ArgumentError(
-                "InferenceParams.pre_step",
-                "the two-argument form",
-                "the form with sizes",
-                "pass num_heads_kv, head_dim_k and dtype, or advance sequence_len_offset instead",
-            )
+            do = "pass num_heads_kv, head_dim_k and dtype, or advance sequence_len_offset instead"
+            raise _refused("pre_step", "the two-argument form", "the form with sizes", do)
         if self.max_ctx_len is not None:
             most = max(step_dict.values(), default=0)
             if most > self.max_ctx_len:
-                raise ArgumentError(
-                    "InferenceParams.pre_step",
-                    f"{most} new tokens",
-                    f"at most max_ctx_len={self.max_ctx_len}",
-                    "raise max_ctx_len",
-                )
+                allowed = f"at most max_ctx_len={self.max_ctx_len}"
+                raise _refused("pre_step", f"{most} new tokens", allowed, "raise max_ctx_len")
         self.sequences = OrderedDict(self.cache_manager.pre_step(step_dict))
         if self.max_ctx_len is not None:
             # Two values only, so that the attention needs two plans: for prefill and for decoding.
@@ -241,22 +215,14 @@ class InferenceParams:
             stepped: Stepped = _eager_step(self, layer_number, new_k, new_v, form)
             return stepped
         if form not in FORMATS or (form == "thd" and self.max_ctx_len is None):
-            raise ArgumentError(
-                "InferenceParams.step",
-                f"qkv_format={form!r}, max_ctx_len={self.max_ctx_len}",
-                " or ".join(FORMATS) + ", thd with max_ctx_len",
-                "correct qkv_format, or pass max_ctx_len",
-            )
+            got, allowed = f"qkv_format={form!r}, max_ctx_len={self.max_ctx_len}", " or ".join(FORMATS)
+            raise _refused("step", got, f"{allowed}, thd with max_ctx_len", "correct qkv_format, or pass max_ctx_len")
         if new_k.device != self.device and self.is_older_form and self.cache_manager is None:
             self.device = new_k.device  # nothing is allocated before the first k and v say where they are
             self._place()
         if new_k.device != self.device:
-            raise ArgumentError(
-                "InferenceParams.step",
-                f"k on {new_k.device}",
-                f"{self.device}, where the cache is",
-                "pass device= to InferenceParams",
-            )
+            allowed = f"{self.device}, where the cache is"
+            raise _refused("step", f"k on {new_k.device}", allowed, "pass device= to InferenceParams")
         self.input_qkv_format, self.output_qkv_format = form, _output_format(form)
         if self.is_older_form:
             return self._step_at_offset(layer_number, new_k, new_v, form)
@@ -275,12 +241,9 @@ class InferenceParams:
         counts = self._new_tokens
         least = sum(counts) if batch is None else max(counts, default=0)
         if not self.batch_size <= rows <= self.max_batch_size or tokens < least or not counts:
-            raise ArgumentError(
-                "InferenceParams.step",
-                f"k {tuple(new_k.shape)} in {form}",
-                f"{self.batch_size} to {self.max_batch_size} rows and at least {least} tokens, as pre_step announced",
-                "call pre_step with the sequences of this step before the model",
-            )
+            allowed = f"{self.batch_size} to {self.max_batch_size} rows and at least {least} tokens"
+            do = "call pre_step with the sequences of this step before the model"
+            raise _refused("step", f"k {tuple(new_k.shape)} in {form}", f"{allowed}, as pre_step announced", do)
         return rows
 
     def _step_at_offset(self, layer_number: int, new_k: torch.Tensor, new_v: torch.Tensor, form: str) -> Stepped:
@@ -312,19 +275,12 @@ class InferenceParams:
         """k and v of the live sequences [batch_size, max_sequence_length, heads, head dim], zeros behind their ends."""
         manager = self.cache_manager
         if not isinstance(manager, PagedKVCacheManager):
-            raise ArgumentError(
-                "InferenceParams.convert_paged_to_nonpaged",
-                "a cache without pages",
-                "is_paged=True",
-                "read cache_manager.cache[layer_number], which is contiguous",
-            )
+            do = "read cache_manager.cache[layer_number], which is contiguous"
+            raise _refused("convert_paged_to_nonpaged", "a cache without pages", "is_paged=True", do)
         if layer_number not in manager.cache:
-            raise ArgumentError(
-                "InferenceParams.convert_paged_to_nonpaged",
-                f"layer_number={layer_number}",
-                f"a layer that has a cache: {', '.join(map(str, manager.cache)) or 'none yet'}",
-                "let the layer take a step, or call allocate_memory, before",
-            )
+            allowed = f"a layer that has a cache: {', '.join(map(str, manager.cache)) or 'none yet'}"
+            do = "let the layer take a step, or call allocate_memory, before"
+            raise _refused("convert_paged_to_nonpaged", f"layer_number={layer_number}", allowed, do)
         k, v = manager.cache[layer_number]
         cache = KVCache(to_core(k), to_core(v), manager._pages(self.batch_size))
         found = ops.kv_gather(runtime_for(k), cache, to_core(self.cu_seqlens_kv[: self.batch_size + 1]))
@@ -356,6 +312,5 @@ def _output_format(form: str) -> str:
     return f"{form}_2{CACHE_FORMAT}"
 
 
-def _require(ok: bool, got: str, allowed: str, do: str) -> None:
-    if not ok:
-        raise AttentionArgumentError("InferenceParams", got, allowed, do)
+def _refused(method: str, *said: str) -> ArgumentError:
+    return ArgumentError(f"InferenceParams.{method}", *said)

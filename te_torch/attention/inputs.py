@@ -1,90 +1,126 @@
-"""What a call of `DotProductAttention` brings, made ready for its plan: packed sequences, cached keys, slopes."""
+"""What a call of `DotProductAttention` was given, made ready for its plan, and then for what computes it."""
 
 from __future__ import annotations
 
 import warnings
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
 
 from te_core.attention import alibi_slopes, canonical_mask
-from te_torch.attention.masks import AttentionArgumentError, lasting, longest
-from te_torch.attention.plan import OPERATION
+from te_core.layers.attention import AttentionInputs
+from te_torch.attention.masks import check_beside, lasting, lengths_of_mask, longest
+from te_torch.attention.plan import OPERATION, Preparation, wrong
+from te_torch.base.module import random_pair
 from te_torch.runtime import amp_cast, constant_at_trace
 
 
 class Given(NamedTuple):
-    """The tensors of a call."""
+    """What one call of DotProductAttention was given: forward's arguments by their names. None: the module's own holds.
 
-    a: torch.Tensor
+    Torch 2.11 cannot carry over a graph break what `_replace` makes, hence `but`.
+    """
+
+    a: torch.Tensor  # the queries, or the packed tensor that holds them
     b: torch.Tensor | None = None
     c: torch.Tensor | None = None
-    mask: Any = None
-    cu_q: torch.Tensor | None = None
-    cu_kv: torch.Tensor | None = None
-    cu_q_padded: torch.Tensor | None = None
-    cu_kv_padded: torch.Tensor | None = None
-    bias: torch.Tensor | None = None
-    slopes: torch.Tensor | None = None
-    pages: torch.Tensor | None = None
+    packing: str = "separate"  # as te_core.layers.attention.AttentionLayerSpec has it
+    interleaved: bool = False
+    qkv_format: str = "sbhd"
+    attention_mask: Any = None
+    cu_seqlens_q: torch.Tensor | None = None
+    cu_seqlens_kv: torch.Tensor | None = None
+    cu_seqlens_q_padded: torch.Tensor | None = None
+    cu_seqlens_kv_padded: torch.Tensor | None = None
+    max_seqlen_q: int | None = None
+    max_seqlen_kv: int | None = None
+    attn_mask_type: str | None = None
+    window_size: tuple[int, int] | None = None
+    bottom_right_diagonal: bool | None = None
+    checkpoint_core_attention: bool = False
+    core_attention_bias_type: str = "no_bias"
+    core_attention_bias: torch.Tensor | None = None
+    alibi_slopes: torch.Tensor | None = None
+    pad_between_seqs: bool | None = None
+    fp8_output: bool = False
+    bf16_backward: bool = False
+    num_splits: int = 1
+    score_mod: bool = False
+    cached: bool = False  # k and v come out of a cache
+    pages: torch.Tensor | None = None  # the table of a paged one
 
     def but(self, **changes: Any) -> Given:
-        """With other tensors in some places. (torch 2.11 cannot carry what `_replace` makes over a graph break.)"""
+        """With other values in some places."""
         return Given(*[changes.get(name, held) for name, held in zip(Given._fields, self, strict=True)])
 
 
 def autocast(given: Given) -> Given:
     """Queries, keys and values in the dtype of torch.autocast."""
-    return given.but(
-        **{
-            name: amp_cast(t)
-            for name, t in zip("abc", given[:3], strict=True)
-            if t is not None and t.is_floating_point()
-        }
-    )
+    a, b, c = (t if t is None or not t.is_floating_point() else amp_cast(t) for t in (given.a, given.b, given.c))
+    return given.but(a=a, b=b, c=c)
 
 
-def packed_sequences(given: Given, options: tuple[Any, ...], gaps: bool | None) -> tuple[Given, tuple[Any, ...]]:
+def packed_sequences(given: Given) -> Given:
     """What packed sequences need besides: their longest lengths, and where they begin if tokens lie between them."""
-    cu_q, cu_kv, q_padded, kv_padded = given[4:8]
+    cu_q, cu_kv = given.cu_seqlens_q, given.cu_seqlens_kv
+    q_padded, kv_padded = given.cu_seqlens_q_padded, given.cu_seqlens_kv_padded
     if cu_q is None or cu_kv is None:
-        return given, options  # the plan complains
+        return given  # the plan complains
+    max_q, max_kv = given.max_seqlen_q, given.max_seqlen_kv
+    if q_padded is None and kv_padded is None and max_q is not None and max_kv is not None:
+        return given  # nothing is missing
     if (q_padded is None) != (kv_padded is None):
         q_padded, kv_padded = (cu_q if q_padded is None else q_padded), (cu_kv if kv_padded is None else kv_padded)
     # With pad_between_seqs=True as without: sequences begin in memory where their sums say if nothing else does.
-    if gaps is False or (q_padded is cu_q and kv_padded is cu_kv):
+    if given.pad_between_seqs is False or (q_padded is cu_q and kv_padded is cu_kv):
         q_padded = kv_padded = None
-    *head, max_q, max_kv, checkpoint = options
     if max_q is None:
         max_q = longest(cu_q if q_padded is None else q_padded)
     if max_kv is None:
         max_kv = longest(cu_kv if kv_padded is None else kv_padded)
-    given = given.but(cu_q_padded=q_padded, cu_kv_padded=kv_padded)
-    return given, (*head, max_q, max_kv, checkpoint)
+    places = {"cu_seqlens_q_padded": q_padded, "cu_seqlens_kv_padded": kv_padded}
+    return given.but(max_seqlen_q=max_q, max_seqlen_kv=max_kv, **places)
 
 
-def from_cache(
-    given: Given, options: tuple[Any, ...], inference: Any, stepped: tuple[Any, ...]
-) -> tuple[Given, tuple[Any, ...]]:
+def step(inference: Any, mask: str, layer_number: int, k: Any, v: Any, form: str) -> tuple[Any, ...]:
+    """What a cache holds after this call's k and v.
+
+    A KV cache goes with mask types that have padding; its older form takes all, and means these.
+    """
+    if "padding" not in canonical_mask(OPERATION, mask) and not getattr(inference, "is_older_form", False):
+        got = f"attn_mask_type={mask!r} with inference_params"
+        raise wrong(got, "a mask type with padding", "choose padding_causal, say")
+    stepped: tuple[Any, ...] = inference.step(layer_number, k, v, form)
+    return stepped
+
+
+def from_cache(given: Given, inference: Any, stepped: tuple[Any, ...]) -> Given:
     """The call with the keys and values that a cache holds: `stepped` is what its step gave for the new ones.
 
     (The step is taken before `given` is made: it breaks a tracing compiler's graph, and torch 2.11 shows a frame whose
     named tuples are not filled yet to code that reads them.)
     """
-    form, _, mask, *rest = options
-    mask = canonical_mask(OPERATION, mask)
+    assert given.attn_mask_type is not None
+    mask = canonical_mask(OPERATION, given.attn_mask_type)
     if "padding" not in mask:
         mask = {"no_mask": "padding", "causal": "padding_causal"}.get(mask, f"padding_{mask}")
-    if mask == "padding_causal":
-        mask = "padding_causal_bottom_right"
-    if given.mask is not None:
+    if given.attention_mask is not None:
         _say_unread()
     k, v, cu_q, cu_kv, capacity, _ = stepped
-    pages = inference.cache_manager.page_table[: cu_q.shape[0] - 1] if inference.is_paged else None
-    most = rest[-3] or getattr(inference, "max_seqlen_q", 0) or None
-    rest = [*rest[:-3], most, capacity, rest[-1]]  # no slice of it assigned: after a graph break it may be a tuple
-    given = given.but(b=k, c=v, mask=None, cu_q=cu_q, cu_kv=cu_kv, cu_q_padded=None, cu_kv_padded=None, pages=pages)
-    return given, (form, "bshd", mask, *rest)
+    return given.but(
+        b=k,
+        c=v,
+        attention_mask=None,
+        cu_seqlens_q=cu_q,
+        cu_seqlens_kv=cu_kv,
+        cu_seqlens_q_padded=None,
+        cu_seqlens_kv_padded=None,
+        max_seqlen_q=given.max_seqlen_q or getattr(inference, "max_seqlen_q", 0) or None,
+        max_seqlen_kv=capacity,
+        attn_mask_type="padding_causal_bottom_right" if mask == "padding_causal" else mask,
+        pages=inference.cache_manager.page_table[: cu_q.shape[0] - 1] if inference.is_paged else None,
+    )
 
 
 _said: list[bool] = []
@@ -98,26 +134,45 @@ def _say_unread() -> None:
         warnings.warn("attention_mask is not read with inference_params: lengths take its place", stacklevel=2)
 
 
-def check_cached(mask: str, inference: Any) -> None:
-    """A KV cache goes with mask types that have padding; its older form takes all, and means these."""
-    if "padding" not in canonical_mask(OPERATION, mask) and not getattr(inference, "is_older_form", False):
-        raise AttentionArgumentError(
-            OPERATION,
-            f"attn_mask_type={mask!r} with inference_params",
-            "a mask type with padding",
-            "choose padding_causal, say",
-        )
+def layer_inputs(module: Any, given: Given, how: Preparation) -> AttentionInputs:
+    """The tensors of a call as the core's layer, and every other backend, takes them."""
+    a, bias, slopes, mask, rng = given.a, given.core_attention_bias, given.alibi_slopes, None, None
+    cu_q = cu_kv = q_padded = kv_padded = None
+    if how.lengths == "given":
+        cu_q, cu_kv = given.cu_seqlens_q, given.cu_seqlens_kv
+        q_padded, kv_padded = given.cu_seqlens_q_padded, given.cu_seqlens_kv_padded
+    elif how.lengths == "mask":
+        cu_q = cu_kv = lengths_of_mask(given.attention_mask)
+    elif how.lengths == "masks":
+        cu_q, cu_kv = (lengths_of_mask(m) for m in given.attention_mask)
+    if bias is not None:
+        if how.bias == "pre_scale_bias":
+            bias = bias * module.softmax_scale
+        if how.rows:
+            bias = bias.expand(-1, -1, how.rows, -1)
+        bias = bias.to(a.dtype).contiguous()
+    if how.bias == "alibi":
+        slopes = default_slopes(module._static.heads, a.device) if slopes is None else slopes.float().contiguous()
+    # A converted module's offset is not in float32.
+    sink = module.softmax_offset.float() if module.softmax_type == "learnable" else None
+    if how.keys:
+        mask = _whole_mask(given.attention_mask, how.keys)
+    if how.draws:
+        with nullcontext() if module._fork is None else module._fork():
+            rng = random_pair(a)
+    parts = (bias, slopes, sink, cu_q, cu_kv, q_padded, kv_padded, mask, given.pages, rng)
+    inputs, device = AttentionInputs(a, given.b, given.c, *parts), a.device
+    for t in parts:
+        if t is not None and t.device != device:
+            check_beside(OPERATION, a, **inputs._asdict())
+    return inputs
 
 
-def whole_mask(mask: torch.Tensor, keys: int) -> torch.Tensor:
+def _whole_mask(mask: torch.Tensor, keys: int) -> torch.Tensor:
     """A mask with all four dimensions and all keys, dense."""
     if mask.dtype != torch.bool:
-        raise AttentionArgumentError(
-            OPERATION,
-            f"an attention_mask of {mask.dtype}",
-            "torch.bool, True where a key is hidden",
-            "convert it, or pass a mask of numbers as core_attention_bias",
-        )
+        do = "convert it, or pass a mask of numbers as core_attention_bias"
+        raise wrong(f"an attention_mask of {mask.dtype}", "torch.bool, True where a key is hidden", do)
     mask = mask[(None,) * (4 - mask.ndim)]
     return mask.expand(*mask.shape[:-1], keys).contiguous()
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 
 from te_core.attention import FORMATS
 from te_core.errors import ArgumentError
-from te_core.layers.attention import AttentionLayerSpec
+from te_core.layers.attention import AttentionInputs, AttentionLayerSpec
+
+_wrong = partial(ArgumentError, "DotProductAttention")
 
 #: The documented names. A 3 or 2 marks tensors that are one in memory, and where they alternate.
 QKV_LAYOUTS = (
@@ -35,35 +38,25 @@ def packed_inputs(
 ) -> tuple[torch.Tensor, torch.Tensor | None, str, bool]:
     """(a, b, packing, interleaved) of qkv_layer or kv_layer; `others` are key_layer and value_layer."""
     if (qkv is not None and (kv is not None or q is not None)) or any(t is not None for t in others):
-        raise _packed_error(
-            "qkv_layer or kv_layer beside tensors that it holds",
-            "qkv_layer alone, or query_layer with kv_layer",
-            "pass each of q, k and v once",
-        )
+        allowed = "qkv_layer alone, or query_layer with kv_layer"
+        raise _wrong("qkv_layer or kv_layer beside tensors that it holds", allowed, "pass each of q, k and v once")
     if cached:
-        raise _packed_error("packed inputs with inference_params", "q, k and v apart", "split the projection")
+        raise _wrong("packed inputs with inference_params", "q, k and v apart", "split the projection")
     if interleave_dim not in (-3, -2):
-        raise _packed_error(f"qkv_interleave_dim={interleave_dim}", "-3 (bs3hd) or -2 (bsh3d)", "correct it")
+        raise _wrong(f"qkv_interleave_dim={interleave_dim}", "-3 (bs3hd) or -2 (bsh3d)", "correct it")
     name, t, count = ("qkv_layer", qkv, 3) if qkv is not None else ("kv_layer", kv, 2)
     assert t is not None
     dims = len(form) + 1
     if t.ndim != dims or t.shape[interleave_dim] != count:
-        raise _packed_error(
-            f"{name} of shape {tuple(t.shape)}",
-            f"{dims} dimensions in {form} with {count} at {interleave_dim}",
-            "correct the shape, or qkv_interleave_dim",
-        )
+        allowed = f"{dims} dimensions in {form} with {count} at {interleave_dim}"
+        raise _wrong(f"{name} of shape {tuple(t.shape)}", allowed, "correct the shape, or qkv_interleave_dim")
     if t.stride(-1) != 1:
-        raise _packed_error(f"{name} with a last stride of {t.stride(-1)}", "a last stride of 1", "make it contiguous")
+        raise _wrong(f"{name} with a last stride of {t.stride(-1)}", "a last stride of 1", "make it contiguous")
     if qkv is not None:
         return t, None, "qkv", interleave_dim == -2
     if q is None:
-        raise _packed_error("kv_layer without query_layer", "query_layer with kv_layer", "pass query_layer")
+        raise _wrong("kv_layer without query_layer", "query_layer with kv_layer", "pass query_layer")
     return q, t, "kv", interleave_dim == -2
-
-
-def _packed_error(got: str, allowed: str, do: str) -> ArgumentError:
-    return ArgumentError("DotProductAttention", got, allowed, do)
 
 
 def check_packed(layer: tuple[int, int, int, int], t: torch.Tensor, packing: str, form: str) -> None:
@@ -74,26 +67,21 @@ def check_packed(layer: tuple[int, int, int, int], t: torch.Tensor, packing: str
     # Of qkv_layer and kv_layer the heads are dimensions, so they have to be alike; a projection is rows only.
     alike = d_qk == d_v and (packing == "kv" or heads == groups)
     if row != width or (t.ndim >= len(form) and not (alike and t.shape[-1] == d_qk)):
-        raise _packed_error(
-            f"a packed tensor of shape {tuple(t.shape)} in {form}, {row} a token",
-            f"{width} a token: {heads} heads and {groups} groups of widths {d_qk} and {d_v}",
-            "check num_attention_heads, num_gqa_groups and kv_channels; pass q, k and v apart where these differ",
-        )
+        got = f"a packed tensor of shape {tuple(t.shape)} in {form}, {row} a token"
+        allowed = f"{width} a token: {heads} heads and {groups} groups of widths {d_qk} and {d_v}"
+        do = "check num_attention_heads, num_gqa_groups and kv_channels; pass q, k and v apart where these differ"
+        raise _wrong(got, allowed, do)
 
 
-def apart(
-    layer: AttentionLayerSpec, a: torch.Tensor, b: torch.Tensor | None, c: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def apart(layer: AttentionLayerSpec, inputs: AttentionInputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """q, k and v [.., heads, d] as views of what they are packed into (`te_core.layers.attention` says how)."""
     if layer.packing == "separate":
-        assert b is not None and c is not None
-        return a, b, c
+        return inputs.a, inputs.b, inputs.c
     sizes = (layer.heads, layer.groups, layer.d_qk, layer.d_v)
     if layer.packing == "qkv":
-        return heads_of(a, len(layer.core.q_format) - 2, sizes, layer.interleaved)
-    assert b is not None
-    _, k, v = heads_of(b, len(layer.core.kv_format) - 2, (0, *sizes[1:]), layer.interleaved)
-    return a, k, v
+        return heads_of(inputs.a, len(layer.core.q_format) - 2, sizes, layer.interleaved)
+    _, k, v = heads_of(inputs.b, len(layer.core.kv_format) - 2, (0, *sizes[1:]), layer.interleaved)
+    return inputs.a, k, v
 
 
 def heads_of(

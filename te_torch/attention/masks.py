@@ -11,7 +11,8 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from functools import reduce
+from typing import Any
 
 import torch
 
@@ -21,24 +22,6 @@ from te_core.errors import ArgumentError
 
 class AttentionArgumentError(ArgumentError, AssertionError):
     """An argument that attention does not take. Also the documented AssertionError."""
-
-
-class Terms(NamedTuple):
-    """The tensors of an attention besides q, k and v; each None where the spec does not ask for it."""
-
-    bias: torch.Tensor | None = None
-    slopes: torch.Tensor | None = None
-    sink: torch.Tensor | None = None
-    cu_q: torch.Tensor | None = None
-    cu_kv: torch.Tensor | None = None
-    cu_q_padded: torch.Tensor | None = None
-    cu_kv_padded: torch.Tensor | None = None
-    mask: torch.Tensor | None = None
-    pages: torch.Tensor | None = None
-    rng: torch.Tensor | None = None
-
-
-NO_TERMS = Terms()
 
 
 def check_beside(operation: str, first: torch.Tensor, **others: torch.Tensor | None) -> None:
@@ -69,12 +52,9 @@ def check_set_window_size(attn_mask_type: str, window_size: tuple[int, int] | No
         )
     allowed = (-1, 0) if causal else (-1, -1)
     if found != allowed and min(found) < 0:
-        raise AttentionArgumentError(
-            "window_size",
-            f"{(left, right)} with attn_mask_type={attn_mask_type!r}",
-            f"{allowed}, or bounds >= 0" + (" with 0 on the right" if causal else ""),
-            "correct window_size",
-        )
+        bounds = f"{allowed}, or bounds >= 0" + (" with 0 on the right" if causal else "")
+        got = f"{(left, right)} with attn_mask_type={attn_mask_type!r}"
+        raise AttentionArgumentError("window_size", got, bounds, "correct window_size")
     return found
 
 
@@ -180,63 +160,59 @@ def longest(cu: torch.Tensor) -> int:
 
 def _longest(cu: torch.Tensor) -> int:
     if cu.is_cuda and torch.cuda.is_current_stream_capturing():
-        raise AttentionArgumentError(
-            "DotProductAttention",
-            "packed sequences without max_seqlen inside a CUDA graph's capture",
-            "max_seqlen_q and max_seqlen_kv, as numbers",
-            "pass the longest length that may occur",
-        )
+        got = "packed sequences without max_seqlen inside a CUDA graph's capture"
+        allowed, do = "max_seqlen_q and max_seqlen_kv, as numbers", "pass the longest length that may occur"
+        raise AttentionArgumentError("DotProductAttention", got, allowed, do)
     return max(1, -(-int((cu[1:] - cu[:-1]).max()) // 64)) * 64  # 64 where all sequences are empty, too
 
 
 # ------------------------------------------------------------------------------------------ the mask itself
 
 
-def hidden(spec: AttentionSpec, size: Sizes, terms: Terms, device: torch.device) -> torch.Tensor | None:
+Sums = tuple[Any, Any]  # cu_seqlens of queries and of keys, None both where none are given
+
+
+def hidden(
+    spec: AttentionSpec, size: Sizes, cu: Sums, mask: torch.Tensor | None, device: torch.device
+) -> torch.Tensor | None:
     """True where a key is not seen, [b|1, h|1, sq|1, skv]; None if every key is seen."""
-    parts: list[torch.Tensor] = []
-    if terms.mask is not None:
-        parts.append(terms.mask)
+    parts = [] if mask is None else [mask]
     if spec.padded:
-        q, kv = _lengths(terms)
-        rows = torch.arange(size.sq, device=device).view(1, 1, -1, 1) >= q
-        parts.append(rows | (torch.arange(size.skv, device=device).view(1, 1, 1, -1) >= kv))
+        q, kv = _lengths(cu)
+        parts.append((_places(size.sq, 2, device) >= q) | (_places(size.skv, 3, device) >= kv))
     if spec.banded:
-        distance = diagonal(spec, size, terms, device)
+        distance = diagonal(spec, size, cu, device)
         if spec.left >= 0:
             parts.append(distance < -spec.left)
         if spec.right >= 0:
             parts.append(distance > spec.right)
-    if not parts:
-        return None
-    found = parts[0]
-    for part in parts[1:]:
-        found = found | part
-    return found
+    return reduce(torch.bitwise_or, parts) if parts else None
 
 
-def diagonal(spec: AttentionSpec, size: Sizes, terms: Terms, device: torch.device) -> torch.Tensor:
+def diagonal(spec: AttentionSpec, size: Sizes, cu: Sums, device: torch.device) -> torch.Tensor:
     """j - (i + shift): how far behind its diagonal a key lies, [b|1, 1, sq, skv]."""
     shift: Any = 0
     if spec.bottom_right:
         shift = size.skv - size.sq
         if spec.padded:
-            q, kv = _lengths(terms)
+            q, kv = _lengths(cu)
             shift = kv - q
-    rows = torch.arange(size.sq, device=device).view(1, 1, -1, 1)
-    return torch.arange(size.skv, device=device).view(1, 1, 1, -1) - rows - shift
+    return _places(size.skv, 3, device) - _places(size.sq, 2, device) - shift
 
 
-def _lengths(terms: Terms) -> tuple[torch.Tensor, torch.Tensor]:
-    assert terms.cu_q is not None and terms.cu_kv is not None
-    return tuple((cu[1:] - cu[:-1]).view(-1, 1, 1, 1) for cu in (terms.cu_q, terms.cu_kv))  # type: ignore[return-value]
+def _places(count: int, dim: int, device: torch.device) -> torch.Tensor:
+    """0, 1, ... along one of four dimensions."""
+    return torch.arange(count, device=device).view([count if d == dim else 1 for d in range(4)])
 
 
-def alibi_bias(spec: AttentionSpec, size: Sizes, terms: Terms) -> torch.Tensor:
+def _lengths(cu: Sums) -> tuple[torch.Tensor, torch.Tensor]:
+    q, kv = ((sums[1:] - sums[:-1]).view(-1, 1, 1, 1) for sums in cu)
+    return q, kv
+
+
+def alibi_bias(spec: AttentionSpec, size: Sizes, cu: Sums, slopes: torch.Tensor) -> torch.Tensor:
     """-slope |i + shift - j| in float32, [b|1, h, sq, skv]."""
-    slopes = terms.slopes
-    assert slopes is not None
-    distance = diagonal(spec, size, terms, slopes.device).abs()
+    distance = diagonal(spec, size, cu, slopes.device).abs()
     return -slopes.view(-1, slopes.shape[-1], 1, 1) * distance
 
 

@@ -7,7 +7,7 @@ MultiheadAttention uses: it takes any packed projection apart, and turns q and k
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 
@@ -23,6 +23,7 @@ ROPE = Layer("rope", core.forward, core.backward, core.RopeSaved, strided=True)
 SPLIT_QKV = Layer("split_qkv", core.split_forward, core.split_backward, core.SplitSaved, outputs=3, partial=True)
 SPLIT_KV = Layer("split_kv", core.split_forward, core.split_backward, core.SplitSaved, outputs=2, partial=True)
 _FORMATS = ("sbhd", "bshd", "thd")
+_wrong = partial(AttentionArgumentError, "apply_rotary_pos_emb")
 
 
 class RotaryPositionEmbedding(torch.nn.Module):
@@ -41,12 +42,9 @@ class RotaryPositionEmbedding(torch.nn.Module):
         super().__init__()
         turned = int(dim * rotary_percent) if rotary_percent < 1.0 else dim
         if turned < 2 or turned % 2:
-            raise ArgumentError(
-                "RotaryPositionEmbedding",
-                f"dim={dim} with rotary_percent={rotary_percent}, that is {turned} channels",
-                "an even number of channels, which are turned in pairs",
-                "correct dim, or rotary_percent",
-            )
+            got = f"dim={dim} with rotary_percent={rotary_percent}, that is {turned} channels"
+            allowed, do = "an even number of channels, which are turned in pairs", "correct dim, or rotary_percent"
+            raise ArgumentError("RotaryPositionEmbedding", got, allowed, do)
         self.seq_len_interpolation_factor = seq_len_interpolation_factor
         self.pretrained_max_position_embeddings = pretrained_max_position_embeddings
         self.rotary_base = rotary_base
@@ -91,9 +89,8 @@ def apply_rotary_pos_emb(
         raise AssertionError("apply_rotary_pos_emb: tensor_format 'thd' needs cu_seqlens, int32 [b + 1]")
     if fused:
         if tensor_format not in _FORMATS:
-            raise AssertionError(
-                f"apply_rotary_pos_emb: tensor_format is {tensor_format!r}, fused takes sbhd, bshd or thd"
-            )
+            got = f"tensor_format is {tensor_format!r}"
+            raise AssertionError(f"apply_rotary_pos_emb: {got}, fused takes sbhd, bshd or thd")
         cu_seqlens = cu_seqlens if tensor_format == "thd" else None
         return _fused(t, freqs, start_positions, cu_seqlens, (tensor_format, interleaved, cp_size, cp_rank))
     _check_unfused(t, freqs, tensor_format)
@@ -257,12 +254,9 @@ def _rows_of_rank(freqs: torch.Tensor, length: int, cp_size: int, cp_rank: int) 
     half, whole = length // 2, cp_size * length
     # Slices would end early, and one row that is left would spread to all positions.
     if not 0 <= cp_rank < cp_size or whole > freqs.shape[0] or (cp_size > 1 and length % 2):
-        raise AttentionArgumentError(
-            "apply_rotary_pos_emb",
-            f"{length} tokens of rank {cp_rank} of {cp_size}, freqs of {freqs.shape[0]} rows",
-            "a row of freqs for each position, and an even number of tokens on each of several ranks",
-            "make freqs for the longest sequence and start position",
-        )
+        got = f"{length} tokens of rank {cp_rank} of {cp_size}, freqs of {freqs.shape[0]} rows"
+        allowed = "a row of freqs for each position, and an even number of tokens on each of several ranks"
+        raise _wrong(got, allowed, "make freqs for the longest sequence and start position")
     if cp_size == 1:
         return freqs[:length]
     first = freqs[cp_rank * half : (cp_rank + 1) * half]
@@ -277,17 +271,11 @@ def _angles_of_rows(
         return _rows_of_rank(freqs, t.shape[token], *cp)
     length, batch = t.shape[token], t.shape[1 - token]
     if start_positions.shape[0] < batch:
-        raise AttentionArgumentError(
-            "apply_rotary_pos_emb",
-            f"{start_positions.shape[0]} start_positions for {batch} sequences",
-            "int32, one for each sequence",
-            "correct start_positions",
-        )
+        got = f"{start_positions.shape[0]} start_positions for {batch} sequences"
+        raise _wrong(got, "int32, one for each sequence", "correct start_positions")
     if int(start_positions.max()) + length * cp[0] > freqs.shape[0]:
-        raise AssertionError(
-            f"apply_rotary_pos_emb: positions up to {int(start_positions.max()) + length * cp[0]}, freqs has "
-            f"{freqs.shape[0]}"
-        )
+        last = int(start_positions.max()) + length * cp[0]
+        raise AssertionError(f"apply_rotary_pos_emb: positions up to {last}, freqs has {freqs.shape[0]}")
     shifted = [_rows_of_rank(freqs[int(p) :], length, *cp) for p in start_positions[:batch]]
     return torch.cat(shifted, dim=1)
 
@@ -302,12 +290,8 @@ def _unfused_packed(
 ) -> torch.Tensor:
     lengths = (cu_seqlens // cp[0]).diff().tolist()
     if sum(lengths) != t.shape[0]:
-        raise ArgumentError(
-            "apply_rotary_pos_emb",
-            f"{t.shape[0]} tokens in thd, sequences of {lengths}",
-            "as many tokens in all",
-            "correct cu_seqlens",
-        )
+        got = f"{t.shape[0]} tokens in thd, sequences of {lengths}"
+        raise ArgumentError("apply_rotary_pos_emb", got, "as many tokens in all", "correct cu_seqlens")
     starts = [0] * len(lengths) if start_positions is None else start_positions.tolist()
     pieces = [
         _unfused(x[:, None], _rows_of_rank(freqs[start:], len(x), *cp), interleaved)

@@ -26,9 +26,9 @@ from te_core import cache
 from te_core.errors import ArgumentError
 from te_torch.attention import choose, env
 from te_torch.attention.dot_product import RUN, DotProductAttention
-from te_torch.attention.inputs import Given
+from te_torch.attention.inputs import Given, layer_inputs
 from te_torch.attention.masks import get_full_cu_seqlens
-from te_torch.attention.plan import Key, Plan, make_plan
+from te_torch.attention.plan import Key, make_plan
 from te_torch.runtime import default_device
 
 HEADS, GROUPS = 16, 4
@@ -71,16 +71,16 @@ def case_of(name: str, device: torch.device) -> Case:
 
     tensors = tensor(sq, HEADS, d_qk), tensor(skv, GROUPS, d_qk), tensor(skv, GROUPS, d_v)
     mask = "causal_bottom_right" if band == "banded" else "no_mask"
-    options: dict[str, Any] = {}
+    lengths: dict[str, Any] = {}
     if packed:
         mask = {"no_mask": "padding"}.get(mask, f"padding_{mask}")
-        options["cu_q"] = get_full_cu_seqlens(batch, sq, device)
-        options["cu_kv"] = options["cu_q"] if sq == skv else get_full_cu_seqlens(batch, skv, device)
+        cu_q = get_full_cu_seqlens(batch, sq, device)
+        cu_kv = cu_q if sq == skv else get_full_cu_seqlens(batch, skv, device)
+        lengths = {"cu_seqlens_q": cu_q, "cu_seqlens_kv": cu_kv, "max_seqlen_q": sq, "max_seqlen_kv": skv}
     layout = "thd" if packed else "bshd"
     module = DotProductAttention(HEADS, (d_qk, d_v), GROUPS, qkv_format=layout, attn_mask_type=mask).train(training)
-    given = Given(*tensors, **options)
-    scalars = (layout, layout, mask, None, None, "no_bias", sq if packed else None, skv if packed else None, False)
-    return Case(module, module._key(given, "separate", False, scalars, (1, False, False), ""), given, training)
+    given = Given(*tensors, qkv_format=layout, **lengths)
+    return Case(module, module._key(given, ""), given, training)
 
 
 def runs_of(case: Case) -> dict[str, Callable[[], Any]]:
@@ -93,15 +93,13 @@ def runs_of(case: Case) -> dict[str, Callable[[], Any]]:
 
 
 def _run_of(case: Case, backend: str) -> Callable[[], Any]:
-    plan = make_plan(case.module._static, case.key, env.now())
-    plan = case.module._ready(Plan(plan.key, plan.static, plan.request, backend, plan.layer, plan.lengths))
-    terms = case.module._terms(plan, case.given)
-    a, b, c = case.given[:3]
+    plan = case.module._ready(make_plan(case.module._static, case.key, env.now(), backend))
+    inputs = layer_inputs(case.module, case.given, plan.prepare)
     run = RUN[backend]
     if not case.training:
-        return lambda: run(plan, a, b, c, terms)
-    dy = torch.randn_like(run(plan, a, b, c, terms)[0])
-    return lambda: torch.autograd.grad(run(plan, a, b, c, terms)[0], (a, b, c), dy)  # type: ignore[arg-type]
+        return lambda: run(plan, inputs)
+    dy = torch.randn_like(run(plan, inputs)[0])
+    return lambda: torch.autograd.grad(run(plan, inputs)[0], inputs[:3], dy)
 
 
 def gpu_times(runs: dict[str, Callable[[], Any]]) -> dict[str, float]:

@@ -12,61 +12,50 @@ from typing import Any
 import torch
 
 from te_core.attention import AttentionSpec, Sizes
+from te_core.layers.attention import AttentionInputs
 from te_core.layers.attention_fp8 import DP, P
 from te_core.ops import raw as ops
+from te_torch.attention.fused import Results
 from te_torch.attention.layouts import apart
-from te_torch.attention.masks import Terms, alibi_bias, hidden, token_positions
+from te_torch.attention.masks import alibi_bias, hidden, token_positions
 from te_torch.attention.plan import Plan
 from te_torch.attention.softmax import fused_softmax
 from te_torch.runtime import amp_dtype, runtime_for, to_core, to_torch
 
-Results = tuple[torch.Tensor, "torch.Tensor | None"]
 
-
-def run(
-    plan: Plan, a: torch.Tensor, b: torch.Tensor | None, c: torch.Tensor | None, terms: Terms, low: Any = None
-) -> Results:
+def run(plan: Plan, inputs: AttentionInputs, low: Any = None) -> Results:
     """(out [.., heads * d_v] in q's format, largest logits or None). `low` rounds P, and dS, as FP8 holds them."""
-    q, k, v = apart(plan.layer, a, b, c)
+    kind = inputs.a.device.type
+    if amp_dtype(kind) is not None:
+        with torch.autocast(kind, enabled=False):
+            return _attend(plan, inputs, low)
+    return _attend(plan, inputs, low)
+
+
+def _attend(plan: Plan, inputs: AttentionInputs, low: Any) -> Results:
     spec, size = plan.spec, plan.request.sizes
-    if amp_dtype(a.device.type) is not None:
-        with torch.autocast(a.device.type, enabled=False):
-            return _attend(plan, spec, size, q, k, v, terms, low)
-    return _attend(plan, spec, size, q, k, v, terms, low)
-
-
-def _attend(
-    plan: Plan,
-    spec: AttentionSpec,
-    size: Sizes,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    terms: Terms,
-    low: Any,
-) -> Results:
+    q, k, v = apart(plan.layer, inputs)
     tokens = q.shape[0]
-    q = _rows(q, spec.q_format, size.sq, terms.cu_q, terms.cu_q_padded)
-    if terms.pages is not None:
-        k, v = (t[terms.pages.long()].flatten(1, 2) for t in (k, v))
+    q = _rows(q, spec.q_format, size.sq, inputs.cu_q, inputs.cu_q_padded)
+    if inputs.pages is not None:
+        k, v = (t[inputs.pages.long()].flatten(1, 2) for t in (k, v))
     else:
-        k, v = (_rows(t, spec.kv_format, size.skv, terms.cu_kv, terms.cu_kv_padded) for t in (k, v))
+        k, v = (_rows(t, spec.kv_format, size.skv, inputs.cu_kv, inputs.cu_kv_padded) for t in (k, v))
     # Queries of one group stand one behind another, so that no key is copied for the heads that share it.
     heads = size.batch * size.groups  # of keys; spelt out, as -1 is nothing that torch could infer of empty tensors
     together = q.unflatten(2, (size.groups, _times(size))).permute(0, 2, 3, 1, 4)
     together = together.reshape(heads, _times(size) * size.sq, size.d_qk)
     keys = k.transpose(1, 2).reshape(heads, size.skv, size.d_qk)
     values = v.transpose(1, 2).reshape(heads, size.skv, size.d_v)
-    weights, largest = _weights(plan, spec, size, together, keys, terms, low)
+    weights, largest = _weights(plan, together, keys, inputs, low)
     if low is not None:
         weights = low(weights, P, None)
     if spec.dropout:
-        assert terms.rng is not None
-        weights = _Dropout.apply(weights, terms.rng, spec.dropout)
+        weights = _Dropout.apply(weights, inputs.rng, spec.dropout)
     out = torch.bmm(weights.reshape(heads, _times(size) * size.sq, size.skv), values)
     out = out.view(size.batch, size.heads, size.sq, size.d_v).transpose(1, 2)
     if spec.q_format == "thd":
-        out = _tokens(out, tokens, terms)
+        out = _tokens(out, tokens, inputs)
     elif spec.q_format == "sbhd":
         out = out.transpose(0, 1)
     return out.reshape(*out.shape[:-2], size.heads * size.d_v), largest
@@ -76,10 +65,9 @@ def _times(size: Sizes) -> int:
     return size.heads // size.groups
 
 
-def _weights(
-    plan: Plan, spec: AttentionSpec, size: Sizes, q: torch.Tensor, k: torch.Tensor, terms: Terms, low: Any
-) -> Results:
+def _weights(plan: Plan, q: torch.Tensor, k: torch.Tensor, inputs: AttentionInputs, low: Any) -> Results:
     """P in q's dtype [b, h, sq, skv] and the largest logit of each head, if wanted."""
+    spec, size, cu = plan.spec, plan.request.sizes, (inputs.cu_q, inputs.cu_kv)
     # float16 overflows at 65504: held divided by the layer's number, scores stay small in deep layers.
     divide = plan.static.layer_number if plan.request.switches.layer_scaling and q.dtype == torch.float16 else 1
     scale = spec.scale if low is None else 1.0  # FP8 attention casts dS with the scale in it
@@ -90,35 +78,35 @@ def _weights(
     if spec.softcap:
         cap = spec.softcap / divide
         scores = (cap * torch.tanh(scores.float() / cap)).to(scores.dtype)
-    if terms.bias is not None:
-        scores = scores + (terms.bias if divide == 1 else terms.bias / divide)
+    if inputs.bias is not None:
+        scores = scores + (inputs.bias if divide == 1 else inputs.bias / divide)
     elif spec.bias == "alibi":
-        scores = scores + (alibi_bias(spec, size, terms) / divide).to(scores.dtype)
+        scores = scores + (alibi_bias(spec, size, cu, inputs.slopes) / divide).to(scores.dtype)
     fuse = plan.request.switches.fused_softmax
-    unseen = None if fuse and not spec.max_logit else hidden(spec, size, terms, q.device)
+    unseen = None if fuse and not spec.max_logit else hidden(spec, size, cu, inputs.mask, q.device)
     largest = None
     if spec.max_logit:
         seen = scores.detach().float() * divide
         seen = seen if unseen is None else seen.masked_fill(unseen, -torch.inf)
         largest = seen.amax((0, 2, 3))
     if fuse:
-        return _fused_softmax(spec, scores, terms, float(divide)), largest
-    return softmax(scores, unseen, spec.softmax, terms.sink, float(divide)), largest
+        return _fused_softmax(spec, scores, inputs, float(divide)), largest
+    return softmax(scores, unseen, spec.softmax, inputs.sink, float(divide)), largest
 
 
-def _fused_softmax(spec: AttentionSpec, scores: torch.Tensor, terms: Terms, times: float) -> torch.Tensor:
-    sink = terms.sink
+def _fused_softmax(spec: AttentionSpec, scores: torch.Tensor, inputs: AttentionInputs, times: float) -> torch.Tensor:
+    sink = inputs.sink
     if spec.softmax == "off-by-one":
         sink = scores.new_zeros(scores.shape[1], dtype=torch.float32)
     return fused_softmax(
         scores,
         scale=times,
-        mask=terms.mask,
+        mask=inputs.mask,
         left=spec.left,
         right=spec.right,
         bottom_right=spec.bottom_right,
-        cu_seqlens_q=terms.cu_q,
-        cu_seqlens_kv=terms.cu_kv,
+        cu_seqlens_q=inputs.cu_q,
+        cu_seqlens_kv=inputs.cu_kv,
         sink=sink,
     )
 
@@ -156,11 +144,10 @@ def _rows(t: torch.Tensor, form: str, rows: int, cu: torch.Tensor | None, begin:
     return padded.index_select(0, places.flatten()).view(*places.shape, *t.shape[1:])
 
 
-def _tokens(out: torch.Tensor, tokens: int, terms: Terms) -> torch.Tensor:
+def _tokens(out: torch.Tensor, tokens: int, inputs: AttentionInputs) -> torch.Tensor:
     """[t, h, d] of rows [b, s, h, d]; zeros where no sequence is."""
-    assert terms.cu_q is not None
-    begin = terms.cu_q if terms.cu_q_padded is None else terms.cu_q_padded
-    places = token_positions(terms.cu_q, begin, out.shape[1], tokens)
+    begin = inputs.cu_q if inputs.cu_q_padded is None else inputs.cu_q_padded
+    places = token_positions(inputs.cu_q, begin, out.shape[1], tokens)
     packed = out.new_zeros(tokens + 1, *out.shape[2:])
     return packed.index_copy(0, places.flatten(), out.flatten(0, 1))[:tokens]
 

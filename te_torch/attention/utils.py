@@ -18,7 +18,6 @@ from te_torch.attention import masks as _masks
 from te_torch.attention.compact import back_in_pairs, orders_of
 from te_torch.attention.layouts import QKV_LAYOUTS, get_qkv_format, get_qkv_layout
 from te_torch.attention.masks import (
-    Terms,
     check_set_window_size,
     get_cu_seqlens,
     get_cu_seqlens_and_indices,
@@ -64,33 +63,31 @@ def get_full_mask(
     name = canonical_mask("get_full_mask", attn_mask_type)
     window = check_set_window_size(name, window_size)
     spec = with_mask(AttentionSpec(1.0), name, window, diagonal_is_bottom_right(name, bottom_right_alignment))
-    terms = Terms(mask=attention_mask if name == "arbitrary" else None)
     batch, device, orders = 1, torch.device("cpu"), None
-    if spec.padded and attention_mask is None:
-        raise ArgumentError(
-            "get_full_mask",
-            f"attn_mask_type={attn_mask_type!r} without attention_mask",
-            "a padding mask [b, 1, 1, s], or a tuple of two",
-            "pass attention_mask",
-        )
+    cu: _masks.Sums = (None, None)
     if spec.padded:
+        if attention_mask is None:
+            raise ArgumentError(
+                "get_full_mask",
+                f"attn_mask_type={attn_mask_type!r} without attention_mask",
+                "a padding mask [b, 1, 1, s], or a tuple of two",
+                "pass attention_mask",
+            )
         given = attention_mask if isinstance(attention_mask, (tuple, list)) else (attention_mask,) * 2
         given = tuple(m.bool() for m in given)
-        cu_q, cu_kv = (get_cu_seqlens(m) for m in given)
-        terms, batch, device = Terms(cu_q=cu_q, cu_kv=cu_kv), cu_q.shape[0] - 1, cu_q.device
+        cu = cu_q, cu_kv = get_cu_seqlens(given[0]), get_cu_seqlens(given[1])
+        batch, device = cu_q.shape[0] - 1, cu_q.device
         orders = orders_of(given, "bshd", cu_q)
     elif attention_mask is not None and not isinstance(attention_mask, (tuple, list)):
         device = attention_mask.device
     size = Sizes(batch, max_seqlen_q, max_seqlen_kv, 1, 1, 1, 1)
-    found = _masks.hidden(spec, size, terms, device)
+    found = _masks.hidden(spec, size, cu, attention_mask if name == "arbitrary" else None, device)
     if orders is not None and found is not None:
         found = back_in_pairs(found, orders)
     if window not in ((-1, -1), (-1, 0)):
         name = "arbitrary"
-    if not spec.padded:
-        return name, found, None, None
-    assert terms.cu_q is not None and terms.cu_kv is not None
-    return name, found, terms.cu_q[1:] - terms.cu_q[:-1], terms.cu_kv[1:] - terms.cu_kv[:-1]
+    q, kv = (None if sums is None else sums[1:] - sums[:-1] for sums in cu)
+    return name, found, q, kv
 
 
 def get_alibi(
@@ -108,18 +105,13 @@ def get_alibi(
     device = next((t.device for t in (alibi_slopes, actual_seqlens_q) if t is not None), torch.device("cpu"))
     if alibi_slopes is None:
         alibi_slopes = torch.tensor(core.alibi_slopes(num_heads), dtype=torch.float32, device=device)
-    cu: list[torch.Tensor | None] = [None, None]
-    padded = actual_seqlens_q is not None and actual_seqlens_kv is not None
-    if padded:
-        cu = [_sums(actual_seqlens_q), _sums(actual_seqlens_kv)]  # type: ignore[arg-type]
-    spec = AttentionSpec(1.0, padded=padded, bottom_right=bottom_right_alignment)
+    cu: _masks.Sums = (None, None)
+    if actual_seqlens_q is not None and actual_seqlens_kv is not None:
+        q, kv = (torch.nn.functional.pad(n.flatten().cumsum(0), (1, 0)) for n in (actual_seqlens_q, actual_seqlens_kv))
+        cu = q, kv
+    spec = AttentionSpec(1.0, padded=cu[0] is not None, bottom_right=bottom_right_alignment)
     size = Sizes(1, max_seqlen_q, max_seqlen_kv, num_heads, num_heads, 1, 1)
-    terms = Terms(slopes=alibi_slopes, cu_q=cu[0], cu_kv=cu[1])
-    return alibi_slopes, _masks.alibi_bias(spec, size, terms).to(bias_dtype or torch.float32)
-
-
-def _sums(lengths: torch.Tensor) -> torch.Tensor:
-    return torch.nn.functional.pad(lengths.flatten().cumsum(0), (1, 0))
+    return alibi_slopes, _masks.alibi_bias(spec, size, cu, alibi_slopes).to(bias_dtype or torch.float32)
 
 
 @dataclass(eq=True)
@@ -226,25 +218,10 @@ def get_attention_backend(
 class _FlashAttentionUtils:
     """Which flash-attn packages this process has."""
 
-    @property
-    def is_installed(self) -> bool:
-        """flash-attn 2."""
-        return choose.installed().flash2 is not None
-
-    @property
-    def v3_is_installed(self) -> bool:
-        """flash-attn 3."""
-        return choose.installed().flash3 is not None
-
-    @property
-    def v4_is_installed(self) -> bool:
-        """flash-attn 4."""
-        return choose.installed().flash4 is not None
-
-    @property
-    def version(self) -> tuple[int, ...] | None:
-        """The version of flash-attn 2."""
-        return choose.installed().flash2
+    version = property(lambda self: choose.installed().flash2, doc="The version of flash-attn 2.")
+    is_installed = property(lambda self: choose.installed().flash2 is not None, doc="flash-attn 2.")
+    v3_is_installed = property(lambda self: choose.installed().flash3 is not None, doc="flash-attn 3.")
+    v4_is_installed = property(lambda self: choose.installed().flash4 is not None, doc="flash-attn 4.")
 
 
 FlashAttentionUtils = _FlashAttentionUtils()

@@ -7,6 +7,7 @@ its gradient there; otherwise one launch splits and turns it.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -44,28 +45,21 @@ class HandOver(NamedTuple):
 
 
 _NOTHING = HandOver()
+_wrong = partial(ArgumentError, "MultiheadAttention.forward")
 
 
 def head_sizes(operation: str, hidden: int, heads: int, groups: int | None, channels: int | None) -> tuple[int, int]:
     """(groups, width of a head), once it is clear that these sizes make whole heads."""
     groups = heads if groups is None else groups
-    for ok, got, allowed, do in (
-        (
-            heads % groups == 0,
-            f"{heads} heads in num_gqa_groups={groups}",
-            "a number of groups that divides them",
-            "correct it",
-        ),
-        (
-            channels or hidden % heads == 0,
-            f"hidden_size={hidden} in num_attention_heads={heads}",
-            "heads that divide it, or kv_channels",
-            "say how wide a head is: kv_channels",
-        ),
-    ):
-        if not ok:
-            raise AttentionArgumentError(operation, got, allowed, do)
-    return groups, channels or hidden // heads
+    if heads % groups:
+        got, do = f"{heads} heads in num_gqa_groups={groups}", "correct it"
+        allowed = "a number of groups that divides them"
+    elif not channels and hidden % heads:
+        got, allowed = f"hidden_size={hidden} in num_attention_heads={heads}", "heads that divide it, or kv_channels"
+        do = "say how wide a head is: kv_channels"
+    else:
+        return groups, channels or hidden // heads
+    raise AttentionArgumentError(operation, got, allowed, do)
 
 
 def check_qkv_whole(operation: str, fused: bool, accumulates: bool) -> None:
@@ -148,7 +142,7 @@ class MultiheadAttention(torch.nn.Module):
         self.rotary_pos_interleaved, self.qk_norm_before_rope = rotary_pos_interleaved, qk_norm_before_rope
         self.name = next_name() if name is None else name
         self._cp_size, self._cp_rank = 1, 0
-        self._check_names()
+        self._check_type()
         self._add_qk_norms(qk_norm_type, qk_norm_eps, params_dtype, device)
         linear: dict[str, Any] = {
             "bias": bias,
@@ -184,12 +178,10 @@ class MultiheadAttention(torch.nn.Module):
             **linear,
         )
 
-    def _check_names(self) -> None:
-        for ok, got, allowed in (
-            (self.attention_type in ATTENTION_TYPES, f"attention_type={self.attention_type!r}", "'self' or 'cross'"),
-        ):
-            if not ok:
-                raise AttentionArgumentError("MultiheadAttention", got, allowed, "correct it")
+    def _check_type(self) -> None:
+        if self.attention_type not in ATTENTION_TYPES:
+            got = f"attention_type={self.attention_type!r}"
+            raise AttentionArgumentError("MultiheadAttention", got, "'self' or 'cross'", "correct it")
 
     def _add_qk_norms(self, kind: str | None, eps: float, params_dtype: Any, device: Any) -> None:
         if kind is not None and kind not in QK_NORMS:
@@ -286,7 +278,8 @@ class MultiheadAttention(torch.nn.Module):
             attn_mask_type = canonical_mask("MultiheadAttention.forward", attn_mask_type)
         inputs = self._inputs(hidden_states, encoder_output, inference_params)
         angles = _pair(rotary_pos_emb)
-        handed = self._hand_over(rotary_pos_emb is not None or inference_params is not None or self._watched())
+        watched = self._watched()
+        handed = self._hand_over(rotary_pos_emb is not None or inference_params is not None or watched)
         options: dict[str, Any] = {
             "attention_mask": attention_mask,
             "cu_seqlens_q": cu_seqlens_q,
@@ -307,8 +300,7 @@ class MultiheadAttention(torch.nn.Module):
             "pad_between_seqs": pad_between_seqs,
             "fp8_output": handed.out,
         }
-        attend: Any = self._attend_self if self.attention_type == "self" else self._attend_cross
-        context, *returned = attend(*inputs, is_first_microbatch, handed, angles, options)
+        context, *returned = self._attend(inputs, is_first_microbatch, handed, angles, options, watched)
         if isinstance(hidden_states, Branch) and not self.input_layernorm:
             returned = [inputs[0]]
         out = self._part("proj")(context, is_first_microbatch, False, handed.grad)
@@ -324,26 +316,14 @@ class MultiheadAttention(torch.nn.Module):
         """What queries are projected from, and in cross attention what keys and values are."""
         x = hidden_states.x if isinstance(hidden_states, Branch) else hidden_states
         if x.ndim != len(self.qkv_format) - 1:
-            raise ArgumentError(
-                "MultiheadAttention.forward",
-                f"hidden_states of shape {tuple(x.shape)}",
-                f"{len(self.qkv_format) - 1} dimensions in {self.qkv_format}",
-                "correct the shape, or qkv_format",
-            )
+            allowed = f"{len(self.qkv_format) - 1} dimensions in {self.qkv_format}"
+            raise _wrong(f"hidden_states of shape {tuple(x.shape)}", allowed, "correct the shape, or qkv_format")
         if self.attention_type == "cross" and encoder_output is None:
-            raise ArgumentError(
-                "MultiheadAttention.forward",
-                "attention_type='cross' without encoder_output",
-                "encoder_output, which keys and values are made of",
-                "pass encoder_output",
-            )
+            allowed = "encoder_output, which keys and values are made of"
+            raise _wrong("attention_type='cross' without encoder_output", allowed, "pass encoder_output")
         if inference is not None and self.layer_number is None:
-            raise ArgumentError(
-                "MultiheadAttention.forward",
-                "inference_params for a layer without layer_number",
-                "a layer_number of its own for each layer that shares a cache",
-                "pass layer_number to the constructor",
-            )
+            got, do = "inference_params for a layer without layer_number", "pass layer_number to the constructor"
+            raise _wrong(got, "a layer_number of its own for each layer that shares a cache", do)
         if isinstance(hidden_states, Branch) and not self.input_layernorm:
             hidden_states = hidden_states.added()  # there is no norm that would
         return (hidden_states,) if self.attention_type == "self" else (hidden_states, encoder_output)
@@ -370,60 +350,50 @@ class MultiheadAttention(torch.nn.Module):
 
     # ------------------------------------------------------------------- queries, keys and values
 
-    def _attend_self(
-        self, hidden: Any, first: bool | None, handed: HandOver, angles: Any, options: dict[str, Any]
+    def _attend(
+        self,
+        inputs: tuple[Any, ...],
+        first: bool | None,
+        handed: HandOver,
+        angles: tuple[torch.Tensor | None, torch.Tensor | None],
+        options: dict[str, Any],
+        watched: bool,
     ) -> tuple[torch.Tensor, ...]:
         """The attention's output, and what the projection returns beside its own: norm output, stream."""
-        project = self._part("layernorm_qkv" if self.input_layernorm else "qkv")
-        packed, *returned = _listed(project(hidden, first, handed.qkv))
-        interleaved = self.qkv_weight_interleaved
-        if self._is_plain(angles, options):
-            return self._part("core_attention")._attend_packed(packed, None, interleaved, **options), *returned
-        where = self._places(options, "q", packed)
+        hidden, *encoded = inputs
+        places, interleaved = options, self.qkv_weight_interleaved
+        if encoded:
+            packed = self.key_value(*encoded, first, fp8_output=handed.qkv)
+            project = self.layernorm_query if self.input_layernorm else self.query_layer
+            q, *returned = _listed(project(hidden, first, fp8_output=handed.qkv))
+            q = q.view(*q.shape[:-1], self.num_attention_heads, self.kv_channels)
+            # A cache says where queries stand; it keeps nothing of encoder_output.
+            options = {**options, "inference_params": None}
+        else:
+            project = self._part("layernorm_qkv" if self.input_layernorm else "qkv")
+            packed, *returned = _listed(project(hidden, first, handed.qkv))
+        if self._is_plain(angles, options) and not watched:
+            operands = (q, packed) if encoded else (packed, None)
+            return self._part("core_attention")._attend_packed(*operands, interleaved, **options), *returned
         early = self.q_norm is not None and self.qk_norm_before_rope
-        q, k, v = self._split(packed, self.num_attention_heads, (None, None) if early else angles, where)
+        turns = (None, None) if early else angles
+        if encoded:
+            where = self._places(places, "q", q), self._places(options, "kv", packed)
+            q = self._turn(q, turns[0], where[0])
+            k, v = self._split(packed, 0, (None, turns[1]), where[1])
+        else:
+            where = (self._places(options, "q", packed),) * 2
+            q, k, v = self._split(packed, self.num_attention_heads, turns, where[0])
         if self.q_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if early:
-            q, k = (self._turn(t, freqs, where) for t, freqs in zip((q, k), angles, strict=True))
-        return self.core_attention(q, k, v, **options), *returned
-
-    def _attend_cross(
-        self,
-        hidden: Any,
-        encoded: torch.Tensor,
-        first: bool | None,
-        handed: HandOver,
-        angles: Any,
-        options: dict[str, Any],
-    ) -> tuple[torch.Tensor, ...]:
-        packed = self.key_value(encoded, first, fp8_output=handed.qkv)
-        project = self.layernorm_query if self.input_layernorm else self.query_layer
-        q, *returned = _listed(project(hidden, first, fp8_output=handed.qkv))
-        q = q.view(*q.shape[:-1], self.num_attention_heads, self.kv_channels)
-        interleaved = self.qkv_weight_interleaved
-        # A cache says where queries stand; it keeps nothing of encoder_output.
-        queries, options = options, {**options, "inference_params": None}
-        if self._is_plain(angles, options):
-            return self.core_attention._attend_packed(q, packed, interleaved, **options), *returned
-        early = self.q_norm is not None and self.qk_norm_before_rope
-        where = self._places(queries, "q", q), self._places(options, "kv", packed)
-        k, v = self._split(packed, 0, (None, None if early else angles[1]), where[1])
-        if self.q_norm is None:
-            q = self._turn(q, angles[0], where[0])
-        elif early:
-            q, k = (
-                self._turn(norm(t), freqs, place)
-                for norm, t, freqs, place in zip((self.q_norm, self.k_norm), (q, k), angles, where, strict=True)
-            )
-        else:
-            q, k = self.q_norm(self._turn(q, angles[0], where[0])), self.k_norm(k)
+            q, k = (self._turn(t, freqs, place) for t, freqs, place in zip((q, k), angles, where, strict=True))
         return self.core_attention(q, k, v, **options), *returned
 
     def _is_plain(self, angles: Any, options: dict[str, Any]) -> bool:
-        """Whether attention can read the projections as they are."""
+        """Whether nothing is done to the projections before attention reads them."""
         turned = angles[0] is not None or angles[1] is not None
-        return self.q_norm is None and not turned and options["inference_params"] is None and not self._watched()
+        return self.q_norm is None and not turned and options["inference_params"] is None
 
     def _watched(self) -> bool:
         """Whether the attention has hooks, or another module is in its place: these are given q, k and v."""
@@ -468,12 +438,8 @@ class MultiheadAttention(torch.nn.Module):
             rows = cu.shape[0] - 1 if batch is None else t.shape[batch]
             starts = inference.get_seqlens_pre_step()[:rows]
             if starts.shape[0] < rows:
-                raise ArgumentError(
-                    "MultiheadAttention.forward",
-                    f"{rows} sequences with inference_params",
-                    f"at most max_batch_size={starts.shape[0]}",
-                    "make room for more in InferenceParams",
-                )
+                got, allowed = f"{rows} sequences with inference_params", f"at most max_batch_size={starts.shape[0]}"
+                raise _wrong(got, allowed, "make room for more in InferenceParams")
         return {
             "interleaved": self.rotary_pos_interleaved,
             "cu_seqlens": cu if self.qkv_format == "thd" else None,
@@ -500,12 +466,8 @@ def _pair(angles: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     if not isinstance(angles, (tuple, list)):
         return angles, angles
     if len(angles) != 2:
-        raise ArgumentError(
-            "MultiheadAttention.forward",
-            f"a rotary_pos_emb of {len(angles)} tensors",
-            "one tensor for both, or one for queries and one for keys",
-            "pass one, or two",
-        )
+        allowed = "one tensor for both, or one for queries and one for keys"
+        raise _wrong(f"a rotary_pos_emb of {len(angles)} tensors", allowed, "pass one, or two")
     return angles[0], angles[1]
 
 

@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from te_core.device import DeviceInfo
+from te_core.layers.attention import AttentionInputs
 from te_torch.attention import DotProductAttention, choose, env, flash
 from te_torch.attention.choose import FLASH2, FLASH3, FLASH4, FLASH_TORCH, Installed
-from te_torch.attention.masks import Terms
-from te_torch.attention.plan import Fact, Key, Plan, make_plan
+from te_torch.attention.plan import Fact, Key, Plan, SumsFact, make_plan
 from tests.backends import requires_cuda
 from tests.tolerances import DB, snr_db
 
@@ -178,7 +178,7 @@ def test_dense(
     if form == "sbhd":
         q, k, v, wanted = (t.transpose(0, 1) for t in (q, k, v, wanted))
     plan = plan_for(backend, q, k, form=form, kv_form=form, **changes)
-    out, largest = flash.run(plan, q, k, v, Terms(slopes=slopes))
+    out, largest = flash.run(plan, AttentionInputs(q, k, v, slopes=slopes))
     assert largest is None and out.shape == (*q.shape[:2], HEADS * WIDTH)
     assert snr_db(out, wanted.flatten(-2)) > 100
     assert package.seen[0]["softmax_scale"] == SCALE
@@ -195,15 +195,10 @@ def test_packed(monkeypatch: pytest.MonkeyPatch, backend: str, mask: str, gaps: 
     cu_q, cu_kv = (torch.tensor(x, dtype=torch.int32) for x in ([0, 3, 3, 8], [0, 4, 5, 10]))
     places = [cu + torch.tensor([0, 1, 1, 2], dtype=torch.int32) if gaps else cu for cu in (cu_q, cu_kv)]
     plan = plan_for(
-        backend, q, k, form="thd", kv_form="thd", mask_type=mask, cu=(4, False, gaps, True), max_q=5, max_kv=5
+        backend, q, k, form="thd", kv_form="thd", mask_type=mask, cu=SumsFact(4, False, gaps, True), max_q=5, max_kv=5
     )
-    out, _ = flash.run(
-        plan,
-        q,
-        k,
-        v,
-        Terms(cu_q=cu_q, cu_kv=cu_kv, **({"cu_q_padded": places[0], "cu_kv_padded": places[1]} if gaps else {})),
-    )
+    padded = {"cu_q_padded": places[0], "cu_kv_padded": places[1]} if gaps else {}
+    out, _ = flash.run(plan, AttentionInputs(q, k, v, cu_q=cu_q, cu_kv=cu_kv, **padded))
     for i in range(3):
         (a, m), (b, n) = ((int(at[i]), int(cu[i + 1] - cu[i])) for at, cu in zip(places, (cu_q, cu_kv), strict=True))
         if m:
@@ -232,7 +227,7 @@ def test_flash2_of_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
         plan = plan_for(
             FLASH2, q, k, form="bshd", kv_form="bshd", mask_type="no_mask", installed=Installed(flash2=version)
         )
-        flash.run(plan, q, k, v, Terms())
+        flash.run(plan, AttentionInputs(q, k, v))
         assert set(package.seen[-1]) - {"q", "k", "v", "dropout_p", "softmax_scale", "causal"} == has
 
 

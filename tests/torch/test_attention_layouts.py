@@ -9,7 +9,7 @@ import torch
 
 from te_core.attention import AttentionSpec
 from te_core.errors import ArgumentError
-from te_core.layers.attention import AttentionLayerSpec, AttentionNeeds
+from te_core.layers.attention import AttentionInputs, AttentionLayerSpec, AttentionNeeds
 from te_torch.attention import masks, utils
 from te_torch.attention.layouts import QKV_LAYOUTS, apart
 from tests.backends import devices
@@ -106,7 +106,7 @@ def test_a_packed_row_comes_apart(heads: int, groups: int, packing: str, interle
         interleaved,
     )
     a, b = (row, None) if packing == "qkv" else (q, row)
-    for got, wanted in zip(apart(layer, a, b, None), (q, k, v), strict=True):
+    for got, wanted in zip(apart(layer, AttentionInputs(a, b)), (q, k, v), strict=True):
         assert torch.equal(got, wanted)
 
 
