@@ -53,6 +53,51 @@ class Gradients(NamedTuple):
     sink: Tensor | None
 
 
+class Asked(NamedTuple):
+    """What the plan of an attention is made of: of tensors only what their memory is like."""
+
+    spec: AttentionSpec
+    size: Sizes
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    terms: Terms
+    stats: bool = True  # forward: whether statistics are kept
+    grads: tuple[Tensor, Tensor, Tensor] | None = None  # backward: where the gradients go; None: dense
+    bias_grad: bool = False
+    dy: DType | None = None  # of FP8: its type, and that of the gradients
+    grad: DType | None = None
+
+
+class ForwardOperands(NamedTuple):
+    """What a forward reads and writes."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    terms: Terms
+    out: Tensor
+    stats: Tensor | None
+    max_logit: Tensor | None
+
+
+class BackwardOperands(NamedTuple):
+    """What a backward reads and writes."""
+
+    dy: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    stats: Tensor
+    terms: Terms
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    dbias: Tensor | None
+    dsink: Tensor | None
+
+
 NOTHING = Terms()
 
 #: Up to this many bytes, gradients that a backward makes lie in one block, each from a multiple of _ALIGNED on.
@@ -96,7 +141,7 @@ def attention_forward(
     if plan is None:
         check("attention_forward", rt, q, k, v, spec, terms)
         size = sizes_of(q, k, v, spec, terms)
-        plan = rt.plans.put(key, rt.backend.plan_attention_forward(rt, spec, size, q, k, v, terms, stats))
+        plan = rt.plans.put(key, rt.backend.plan_attention_forward(rt, Asked(spec, size, q, k, v, terms, stats)))
     if out is None:
         out = rt.empty((*q.shape[:-1], v.shape[-1]), q.dtype)
     elif not is_dense(out, (*q.shape[:-1], v.shape[-1]), q.dtype, q.device):
@@ -109,7 +154,7 @@ def attention_forward(
         )
     kept = rt.empty(stats_shape(q, spec), dtypes.float32) if stats else None
     largest = rt.empty((q.shape[DIMENSIONS[spec.q_format][2]],), dtypes.float32) if spec.max_logit else None
-    rt.backend.attention_forward(rt, plan, q, k, v, terms, out, kept, largest)
+    rt.backend.attention_forward(rt, plan, ForwardOperands(q, k, v, terms, out, kept, largest))
     return Attended(out, kept, largest)
 
 
@@ -158,16 +203,14 @@ def attention_backward(
                 f"{like.dtype} {tuple(like.shape)} whose last stride is 1",
                 f"correct {name}, or leave grads out",
             )
-        plan = rt.plans.put(
-            key,
-            rt.backend.plan_attention_backward(
-                rt, spec, sizes_of(q, k, v, spec, terms), q, k, v, terms, grads, bias_grad
-            ),
-        )
+        size = sizes_of(q, k, v, spec, terms)
+        asked = Asked(spec, size, q, k, v, terms, grads=grads, bias_grad=bias_grad)
+        plan = rt.plans.put(key, rt.backend.plan_attention_backward(rt, asked))
     dq, dk, dv = grads or _fresh(rt, q, k, v)
     dbias = rt.empty(terms.bias.shape, terms.bias.dtype) if bias_grad and terms.bias is not None else None
     dsink = None if terms.sink is None else rt.empty(terms.sink.shape, dtypes.float32)
-    rt.backend.attention_backward(rt, plan, dy, q, k, v, out, stats, terms, dq, dk, dv, dbias, dsink)
+    operands = BackwardOperands(dy, q, k, v, out, stats, terms, dq, dk, dv, dbias, dsink)
+    rt.backend.attention_backward(rt, plan, operands)
     return Gradients(dq, dk, dv, dbias, dsink)
 
 

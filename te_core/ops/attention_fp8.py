@@ -20,6 +20,7 @@ from te_core.errors import UnsupportedError
 from te_core.ops import _check
 from te_core.ops.attention import (
     NOTHING,
+    Asked,
     Attended,
     Terms,
     backward_key,
@@ -67,6 +68,34 @@ class BackwardScales(NamedTuple):
     dq: Scaled | None
     dk: Scaled | None
     dv: Scaled | None
+
+
+class Fp8ForwardOperands(NamedTuple):
+    """What a forward reads and writes."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    terms: Terms
+    scales: ForwardScales
+    out: Tensor
+    stats: Tensor | None
+
+
+class Fp8BackwardOperands(NamedTuple):
+    """What a backward reads and writes."""
+
+    dy: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    stats: Tensor
+    terms: Terms
+    scales: BackwardScales
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
 
 
 #: Scales that one `scale_pairs` takes.
@@ -126,9 +155,9 @@ def attention_fp8_forward(
         _check_dense(op, "out", out, shape, out.dtype, q)
         _check_scales(op, q, scales)
         size = sizes_of(q, k, v, spec, terms)
-        plan = rt.plans.put(key, rt.backend.plan_attention_fp8_forward(rt, spec, size, q, k, v, terms, stats))
+        plan = rt.plans.put(key, rt.backend.plan_attention_fp8_forward(rt, Asked(spec, size, q, k, v, terms, stats)))
     kept = rt.empty(stats_shape(q, spec), dtypes.float32) if stats else None
-    rt.backend.attention_fp8_forward(rt, plan, q, k, v, terms, scales, out, kept)
+    rt.backend.attention_fp8_forward(rt, plan, Fp8ForwardOperands(q, k, v, terms, scales, out, kept))
     return Attended(out, kept, None)
 
 
@@ -173,10 +202,10 @@ def attention_fp8_backward(
         check_stats(op, stats, q, spec)
         _check_scales(op, q, scales)
         size = sizes_of(q, k, v, spec, terms)
-        plan = rt.plans.put(
-            key, rt.backend.plan_attention_fp8_backward(rt, spec, size, q, k, v, terms, dy.dtype, grad_dtype, grads)
-        )
-    rt.backend.attention_fp8_backward(rt, plan, dy, q, k, v, out, stats, terms, scales, *grads)
+        asked = Asked(spec, size, q, k, v, terms, grads=grads, dy=dy.dtype, grad=grad_dtype)
+        plan = rt.plans.put(key, rt.backend.plan_attention_fp8_backward(rt, asked))
+    operands = Fp8BackwardOperands(dy, q, k, v, out, stats, terms, scales, *grads)
+    rt.backend.attention_fp8_backward(rt, plan, operands)
     return grads
 
 

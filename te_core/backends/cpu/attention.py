@@ -5,44 +5,33 @@ Backward's D = sum_j P dP is summed from the weights themselves, not from the ro
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from te_core.attention import AttentionSpec, Sizes
 from te_core.backends.cpu import codec
 from te_core.backends.cpu.attention_scores import Part, Problem, Tile, clear, folded, load, product, store
 from te_core.backends.cpu.executor import F32, Plan, scratch
 from te_core.runtime import Runtime
-from te_core.tensor import Tensor
 
 if TYPE_CHECKING:
-    from te_core.ops.attention import Terms
+    from te_core.ops.attention import Asked, BackwardOperands, ForwardOperands
 
 
-def plan_attention_forward(rt: Runtime, spec: AttentionSpec, size: Sizes, *given: Any) -> Plan:
+def plan_attention_forward(rt: Runtime, asked: Asked) -> Plan:
     """The plan of `attention_forward`."""
-    return Plan((spec, size))
+    return Plan((asked.spec, asked.size))
 
 
-def plan_attention_backward(rt: Runtime, spec: AttentionSpec, size: Sizes, *given: Any) -> Plan:
+def plan_attention_backward(rt: Runtime, asked: Asked) -> Plan:
     """The plan of `attention_backward`."""
-    return Plan((spec, size))
+    return Plan((asked.spec, asked.size))
 
 
 @np.errstate(all="ignore")
-def attention_forward(
-    rt: Runtime,
-    plan: Plan,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    terms: Terms,
-    out: Tensor,
-    stats: Tensor | None,
-    max_logit: Tensor | None,
-) -> None:
+def attention_forward(rt: Runtime, plan: Plan, operands: ForwardOperands) -> None:
     """out = dropout(P) v, with the logs of the sums and the largest scores."""
+    q, k, v, terms, out, stats, max_logit = operands
     ex, problem = scratch(rt), Problem(plan.spec, terms, q, k)
     if problem.spec.padded:
         clear(out)
@@ -70,23 +59,9 @@ def attention_forward(
 
 
 @np.errstate(all="ignore")
-def attention_backward(
-    rt: Runtime,
-    plan: Plan,
-    dy: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    stats: Tensor,
-    terms: Terms,
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    dbias: Tensor | None,
-    dsink: Tensor | None,
-) -> None:
+def attention_backward(rt: Runtime, plan: Plan, operands: BackwardOperands) -> None:
     """The gradients through the weights, which are worked out again from the statistics."""
+    dy, q, k, v, out, stats, terms, dq, dk, dv, dbias, dsink = operands
     ex, problem = scratch(rt), Problem(plan.spec, terms, q, k)
     scale = np.float32(problem.spec.scale)
     if problem.spec.padded:

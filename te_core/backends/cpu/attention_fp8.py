@@ -6,11 +6,10 @@ A GPU multiplies the codes and applies the scales afterwards; that differs in th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from te_core.attention import AttentionSpec, Sizes
 from te_core.backends.cpu import codec
 from te_core.backends.cpu.attention_scores import Array, Problem, clear, folded, load, product, store
 from te_core.backends.cpu.executor import F32, Executor, Plan, scratch
@@ -19,8 +18,8 @@ from te_core.runtime import Runtime
 from te_core.tensor import Tensor
 
 if TYPE_CHECKING:
-    from te_core.ops.attention import Terms
-    from te_core.ops.attention_fp8 import BackwardScales, ForwardScales, Scaled
+    from te_core.ops.attention import Asked
+    from te_core.ops.attention_fp8 import Fp8BackwardOperands, Fp8ForwardOperands, Scaled
 
 
 @np.errstate(all="ignore")
@@ -33,29 +32,20 @@ def scale_pairs(rt: Runtime, scales: Sequence[Tensor], places: Sequence[Tensor |
             place.numpy()[0] = pair[1]
 
 
-def plan_attention_fp8_forward(rt: Runtime, spec: AttentionSpec, size: Sizes, *given: Any) -> Plan:
+def plan_attention_fp8_forward(rt: Runtime, asked: Asked) -> Plan:
     """The plan of `attention_fp8_forward`."""
-    return Plan((spec, size))
+    return Plan((asked.spec, asked.size))
 
 
-def plan_attention_fp8_backward(rt: Runtime, spec: AttentionSpec, size: Sizes, *given: Any) -> Plan:
+def plan_attention_fp8_backward(rt: Runtime, asked: Asked) -> Plan:
     """The plan of `attention_fp8_backward`."""
-    return Plan((spec, size))
+    return Plan((asked.spec, asked.size))
 
 
 @np.errstate(all="ignore")
-def attention_fp8_forward(
-    rt: Runtime,
-    plan: Plan,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    terms: Terms,
-    scales: ForwardScales,
-    out: Tensor,
-    stats: Tensor | None,
-) -> None:
+def attention_fp8_forward(rt: Runtime, plan: Plan, operands: Fp8ForwardOperands) -> None:
     """out = dropout(P in FP8) v."""
+    q, k, v, terms, scales, out, stats = operands
     ex, problem = scratch(rt), Problem(plan.spec, terms, q, k)
     if problem.spec.padded:
         clear(out)
@@ -80,22 +70,9 @@ def attention_fp8_forward(
 
 
 @np.errstate(all="ignore")
-def attention_fp8_backward(
-    rt: Runtime,
-    plan: Plan,
-    dy: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    stats: Tensor,
-    terms: Terms,
-    scales: BackwardScales,
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-) -> None:
+def attention_fp8_backward(rt: Runtime, plan: Plan, operands: Fp8BackwardOperands) -> None:
     """Gradients by P in FP8 for dv, and dS in FP8 for dq and dk; D is summed from the output as it came."""
+    dy, q, k, v, out, stats, terms, scales, dq, dk, dv = operands
     ex, problem = scratch(rt), Problem(plan.spec, terms, q, k)
     scale = np.float32(problem.spec.scale)
     if problem.spec.padded:

@@ -40,7 +40,7 @@ from te_core.runtime import Runtime
 from te_core.tensor import Tensor
 
 if TYPE_CHECKING:
-    from te_core.ops.attention import Terms
+    from te_core.ops.attention import Asked, BackwardOperands, ForwardOperands, Terms
 
 #: Numbers of soft-caps by device, for good, as graphs are: a captured CUDA graph reads them after its plan has gone.
 _constants_held: dict[tuple[int, tuple[float, ...]], int] = {}
@@ -108,10 +108,9 @@ class AttentionPlan:
 _FORWARD = ("q", "k", "v", "out", "stats", "sum_exp", "bias", "sink", "seed", "offset", "k_pages", "v_pages")
 
 
-def plan_attention_forward(
-    rt: Runtime, spec: AttentionSpec, size: Sizes, q: Tensor, k: Tensor, v: Tensor, terms: Terms, stats: bool
-) -> AttentionPlan:
+def plan_attention_forward(rt: Runtime, asked: Asked) -> AttentionPlan:
     """Find or build the graph."""
+    spec, size, q, k, v, terms, stats, *_ = asked
     paged = terms.pages is not None
     require(rt, "attention_forward", spec, size, q.dtype, (q, k, v), training=False, terms=terms)
     frame = frame_of(spec, size, terms, backward=False)
@@ -193,18 +192,9 @@ def _added(rt: Runtime, frame: Frame, terms: Terms) -> tuple[Slopes | None, dict
     return slopes, options
 
 
-def attention_forward(
-    rt: Runtime,
-    plan: AttentionPlan,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    terms: Terms,
-    out: Tensor,
-    stats: Tensor | None,
-    max_logit: Tensor | None,
-) -> None:
+def attention_forward(rt: Runtime, plan: AttentionPlan, operands: ForwardOperands) -> None:
     """Run a plan."""
+    q, k, v, terms, out, stats, max_logit = operands
     near, lengths = plan.around, terms.lengths
     if plan.graph is None:
         near.tidy(rt, lengths, out, None, None, stats)
@@ -281,18 +271,9 @@ def _largest(rt: Runtime, plan: AttentionPlan, terms: Terms, stats: int, sums_of
 _BACKWARD = ("q", "k", "v", "out", "stats", "dy", "dq", "dk", "dv", "bias", "dbias", "sink", "dsink", "seed", "offset")
 
 
-def plan_attention_backward(
-    rt: Runtime,
-    spec: AttentionSpec,
-    size: Sizes,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    terms: Terms,
-    grads: tuple[Tensor, Tensor, Tensor] | None,
-    bias_grad: bool,
-) -> AttentionPlan:
+def plan_attention_backward(rt: Runtime, asked: Asked) -> AttentionPlan:
     """Find or build the graph."""
+    spec, size, q, k, v, terms, _, grads, bias_grad, *_ = asked
     results = grads or dense_like(q, k, v)
     require(
         rt,
@@ -352,23 +333,9 @@ def tokens_of(frame: Frame, found: dict[str, Layout], q: Tensor, k: Tensor) -> t
     return token_bound(q.shape[0], frame.batch, frame.sq), token_bound(k.shape[0], frame.batch, frame.skv)
 
 
-def attention_backward(
-    rt: Runtime,
-    plan: AttentionPlan,
-    dy: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    stats: Tensor,
-    terms: Terms,
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    dbias: Tensor | None,
-    dsink: Tensor | None,
-) -> None:
+def attention_backward(rt: Runtime, plan: AttentionPlan, operands: BackwardOperands) -> None:
     """Run a plan."""
+    dy, q, k, v, out, stats, terms, dq, dk, dv, dbias, dsink = operands
     near, lengths = plan.around, terms.lengths
     bias, sink, rng = terms.bias, terms.sink, terms.rng
     if dbias is not None:

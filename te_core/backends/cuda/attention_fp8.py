@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from te_core.attention import AttentionSpec, Sizes
 from te_core.backends.cuda import cudnn
 from te_core.backends.cuda.attention_plan import (
     Around,
@@ -22,15 +21,14 @@ from te_core.backends.cuda.attention_plan import (
     picker,
     require,
 )
-from te_core.dtypes import DType
 from te_core.kernels import loader
 from te_core.kernels.loader import Kernel
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
 
 if TYPE_CHECKING:
-    from te_core.ops.attention import Terms
-    from te_core.ops.attention_fp8 import BackwardScales, ForwardScales, Scaled
+    from te_core.ops.attention import Asked
+    from te_core.ops.attention_fp8 import Fp8BackwardOperands, Fp8ForwardOperands, Scaled
 
 _PLACES = 4  # maxima of a backward; 16 bytes each
 
@@ -74,62 +72,30 @@ _BACKWARD = (
 )  # fmt: skip
 
 
-def plan_attention_fp8_forward(
-    rt: Runtime, spec: AttentionSpec, size: Sizes, q: Tensor, k: Tensor, v: Tensor, terms: Terms, stats: bool
-) -> Fp8Plan:
+def plan_attention_fp8_forward(rt: Runtime, asked: Asked) -> Fp8Plan:
     """Find or build the graph."""
+    spec, size, q, k, v, terms, *_ = asked
     require(rt, "attention_fp8_forward", spec, size, q.dtype, (q, k, v), training=False, terms=terms, fp8=True)
     out = Tensor(0, (*q.shape[:-1], v.shape[-1]), q.dtype, q.device, None)
-    return _plan(rt, spec, size, (q, k, v), terms, (out,), stats, _FORWARD, backward=False)
+    return _plan(rt, asked, (out,), _FORWARD, backward=False)
 
 
-def plan_attention_fp8_backward(
-    rt: Runtime,
-    spec: AttentionSpec,
-    size: Sizes,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    terms: Terms,
-    dy_dtype: DType,
-    grad_dtype: DType,
-    grads: tuple[Tensor, Tensor, Tensor] | None = None,
-) -> Fp8Plan:
+def plan_attention_fp8_backward(rt: Runtime, asked: Asked) -> Fp8Plan:
     """Find or build the graph."""
-    results = grads or dense_like(q, k, v)
+    spec, size, q, k, v, terms, *_ = asked
+    results = asked.grads or dense_like(q, k, v)
     require(
         rt, "attention_fp8_backward", spec, size, q.dtype, (q, k, v, *results), training=True, terms=terms, fp8=True
     )
-    return _plan(
-        rt,
-        spec,
-        size,
-        (q, k, v),
-        terms,
-        results,
-        True,
-        _BACKWARD,
-        backward=True,
-        deterministic=spec.deterministic,
-        dy_dtype=dy_dtype.name,
-        grad_dtype=grad_dtype.name,
-    )
+    assert asked.dy is not None and asked.grad is not None
+    options = {"deterministic": spec.deterministic, "dy_dtype": asked.dy.name, "grad_dtype": asked.grad.name}
+    return _plan(rt, asked, results, _BACKWARD, backward=True, **options)
 
 
 def _plan(
-    rt: Runtime,
-    spec: AttentionSpec,
-    size: Sizes,
-    inputs: tuple[Tensor, Tensor, Tensor],
-    terms: Terms,
-    results: tuple[Tensor, ...],
-    stats: bool,
-    names: tuple[str, ...],
-    *,
-    backward: bool,
-    **options: Any,
+    rt: Runtime, asked: Asked, results: tuple[Tensor, ...], names: tuple[str, ...], *, backward: bool, **options: Any
 ) -> Fp8Plan:
-    q, k, v = inputs
+    spec, size, q, k, v, terms, stats, *_ = asked
     frame = frame_of(spec, size, terms, backward)
     empty = not q.size or not k.size
     if empty:
@@ -155,18 +121,9 @@ def _raise(rt: Runtime, plan: Fp8Plan, found: int, *scaled: Scaled | None) -> No
     plan.raise_amax(rt, 1, len(places), found, *places, *[0] * (_PLACES - len(places)))
 
 
-def attention_fp8_forward(
-    rt: Runtime,
-    plan: Fp8Plan,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    terms: Terms,
-    scales: ForwardScales,
-    out: Tensor,
-    stats: Tensor | None,
-) -> None:
+def attention_fp8_forward(rt: Runtime, plan: Fp8Plan, operands: Fp8ForwardOperands) -> None:
     """Run a plan."""
+    q, k, v, terms, scales, out, stats = operands
     near, lengths = plan.around, terms.lengths
     if plan.graph is None:
         near.tidy(rt, lengths, out, None, None, stats)
@@ -199,22 +156,9 @@ def attention_fp8_forward(
     near.tidy(rt, lengths, out, None, None, stats)
 
 
-def attention_fp8_backward(
-    rt: Runtime,
-    plan: Fp8Plan,
-    dy: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    stats: Tensor,
-    terms: Terms,
-    scales: BackwardScales,
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-) -> None:
+def attention_fp8_backward(rt: Runtime, plan: Fp8Plan, operands: Fp8BackwardOperands) -> None:
     """Run a plan."""
+    dy, q, k, v, out, stats, terms, scales, dq, dk, dv = operands
     near, lengths = plan.around, terms.lengths
     if plan.graph is None:
         near.tidy(rt, lengths, dq, dk, dv, None)
