@@ -9,8 +9,8 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import lru_cache
-from typing import Any, TypeVar
+from functools import lru_cache, wraps
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -40,10 +40,25 @@ _current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
 def constant_at_trace(function: F) -> F:
     """Mark a function of constants for tracing compilers: called at trace time, its result a constant of the graph.
 
-    What torch.compiler.assume_constant_result does, without its import of the whole compiler (two seconds).
+    What torch.compiler.assume_constant_result does, without its import of the whole compiler (two seconds). A number
+    that changed between calls is a compiler's symbol, which torch before 2.13 does not hand to such a function: it is
+    made a constant before, and another one is compiled anew. Tuples come as plain ones.
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
-    return function
+
+    @wraps(function)
+    def at_trace(*args: Any) -> Any:
+        return function(*(_fixed(args) if torch.compiler.is_compiling() else args))
+
+    del at_trace._dynamo_marked_constant  # type: ignore[attr-defined]  # wraps copied it
+    return cast("F", at_trace)
+
+
+def _fixed(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple([_fixed(element) for element in value])
+    # A key of a dictionary is what a compiler makes a constant of, be it a number of either kind.
+    return list({value: None})[0] if isinstance(value, (int, float)) else value
 
 
 def untraced(function: F, reason: str) -> F:

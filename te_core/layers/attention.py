@@ -18,7 +18,7 @@ from te_core.ops import raw as ops
 from te_core.ops.attention import NOTHING, Terms
 from te_core.quantize.state import Scales
 from te_core.runtime import Runtime
-from te_core.tensor import Tensor, dense_strides
+from te_core.tensor import META, Tensor, dense_strides
 
 
 class AttentionNeeds(NamedTuple):
@@ -211,7 +211,8 @@ def views(
         assert b is not None and c is not None
         return core, a, b, c
     packed, form = (a, core.q_format) if b is None else (b, core.kv_format)
-    t, parts = packed.dtype.itemsize, _parts(spec, _lead(packed, form))
+    find = _parts.__wrapped__ if packed.device is META else _parts  # a compiler's symbols make no keys
+    t, parts = packed.dtype.itemsize, find(spec, _lead(packed, form))
     pieces = [
         Tensor(packed.ptr + offset * t, shape, packed.dtype, packed.device, packed.owner, strides)
         for offset, shape, strides in parts

@@ -488,7 +488,7 @@ def _trace_plan(token: int, key: tuple[Any, ...]) -> tuple[Any, ...]:
     global _eager_run
     module = module_of(token)
     assert isinstance(module, DotProductAttention)
-    plan = module._plan(Key(*key))
+    plan = module._plan(Key.of(key))
     if plan.backend != choose.FUSED or plan.key.fp8:
         _eager_run = _eager_run or untraced(DotProductAttention._run, "this backend runs eagerly")
         return ("",)

@@ -89,6 +89,14 @@ class Key(NamedTuple):
     pages: tuple[int, ...] | None = None  # the shape of a paged cache's table
     fp8: str = ""
 
+    @classmethod
+    def of(cls, fields: tuple[Any, ...]) -> Key:
+        """The key whose fields these are, in tuples without names."""
+        key = cls(*fields)
+        a, b, c, bias = (None if t is None else Fact(*t) for t in (key.a, key.b, key.c, key.bias))
+        assert a is not None
+        return key._replace(a=a, b=b, c=c, bias=bias, cu=None if key.cu is None else SumsFact(*key.cu))
+
 
 class Preparation(NamedTuple):
     """What is done to the tensors of a call before they are computed on (`inputs.layer_inputs`), in constants."""
