@@ -134,6 +134,10 @@ def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
+def _stream_of(stream: int, device: torch.device) -> Any:
+    return torch.cuda.ExternalStream(stream, device) if stream else torch.cuda.default_stream(device)
+
+
 class TorchAllocator:
     """torch's caching allocator: every tensor's owner is the torch tensor of that shape and dtype."""
 
@@ -158,7 +162,7 @@ class TorchAllocator:
         """torch gives the memory to nobody before the work that is on `stream` when it is freed is done."""
         owner = tensor.memory
         if self._index is not None and isinstance(owner, torch.Tensor):
-            owner.record_stream(torch.cuda.ExternalStream(stream, self.torch_device))
+            owner.record_stream(_stream_of(stream, self.torch_device))
 
     def beside(self, stream: int) -> TorchAllocator:
         """One whose memory belongs to another stream than torch's current one."""
@@ -172,7 +176,7 @@ class _StreamAllocator(TorchAllocator):
 
     def __init__(self, torch_device: torch.device, device: Device, stream: int) -> None:
         super().__init__(torch_device, device)
-        self._stream = torch.cuda.ExternalStream(stream, torch_device)
+        self._stream = _stream_of(stream, torch_device)
 
     def empty(self, shape: tuple[int, ...], dtype: DType, stream: int) -> Tensor:
         """Uninitialised memory of that stream."""
