@@ -138,7 +138,8 @@ class Parallel(Protocol):
         ...
 
     def scatter(self, rt: Runtime, gemm: str, out: Tensor) -> Tensor:
-        """The result, of which each rank may hold a summand: their sum, or this rank's part of it."""
+        """The result, of which each rank may hold a summand: their sum, or this rank's part of it. A weight gradient that
+        went into a sink's memory has to stay there."""
         ...
 
 
