@@ -138,8 +138,10 @@ class Parallel(Protocol):
         ...
 
     def scatter(self, rt: Runtime, gemm: str, out: Tensor) -> Tensor:
-        """The result, of which each rank may hold a summand: their sum, or this rank's part of it. A weight gradient that
-        went into a sink's memory has to stay there."""
+        """The result, of which each rank may hold a summand: their sum, or this rank's part of it.
+
+        A weight gradient that went into a sink's memory has to stay there.
+        """
         ...
 
 
