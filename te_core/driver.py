@@ -95,6 +95,7 @@ class Driver:
         self.device_count = count.value
         self._contexts: dict[int, int] = {}
         self._pools: dict[int, int] = {}
+        self._refused: list[tuple[int, int, int, tuple[int, ...]]] = []  # memory that a capture would not let go
         self._lock = threading.Lock()
         self._local = threading.local()
         self.current_context = self._current_context if lib is not None else self._fast_current_context()
@@ -246,32 +247,67 @@ class Driver:
         self._check(self._lib.cuMemPoolSetAttribute(pool, 4, byref(keep_all)), "cuMemPoolSetAttribute")
         return pool.value or 0
 
+    # Both run with the thread's capture mode relaxed: on another stream than the one that is captured they would break
+    # the capture, and when a destructor runs, nobody chooses.
+
     def allocate(self, index: int, nbytes: int, stream: int) -> int:
         """Device memory, usable by work that follows on the stream."""
         pool = self.pool(index)
-        address = c_uint64(0)
+        address, mode = c_uint64(0), c_int(_RELAXED)
         context = self.attach(index)
         entered = self.enter(context) if context else False
-        if pool:
-            status = self._lib.cuMemAllocFromPoolAsync(byref(address), nbytes or 1, pool, stream)
-        else:
-            status = self._lib.cuMemAlloc_v2(byref(address), nbytes or 1)
-        if entered:
-            self.leave()
+        self._lib.cuThreadExchangeStreamCaptureMode(byref(mode))
+        try:
+            if self._refused:
+                refused, self._refused = self._refused, []
+                for block in refused:
+                    self._free(*block)
+            if pool:
+                status = self._lib.cuMemAllocFromPoolAsync(byref(address), nbytes or 1, pool, stream)
+            else:
+                status = self._lib.cuMemAlloc_v2(byref(address), nbytes or 1)
+        finally:
+            self._lib.cuThreadExchangeStreamCaptureMode(byref(mode))
+            if entered:
+                self.leave()
         if status:
             self._check(status, f"allocate {nbytes} bytes on cuda:{index}")
         return address.value
 
-    def free(self, index: int, address: int, stream: int) -> None:
-        """Give memory back once the work now on the stream is done. Silent: it runs in destructors."""
+    def free(self, index: int, address: int, stream: int, others: tuple[int, ...] = ()) -> None:
+        """Give memory back once the work now on the stream, and on the others, is done.
+
+        Silent: it runs in destructors. What a capture refuses is given back by an allocation after it.
+        """
+        mode = c_int(_RELAXED)
         context = self.attach(index)
         entered = self.enter(context) if context else False
-        if self._pools.get(index):
-            self._lib.cuMemFreeAsync(address, stream)
+        self._lib.cuThreadExchangeStreamCaptureMode(byref(mode))
+        try:
+            self._free(index, address, stream, others)
+        finally:
+            self._lib.cuThreadExchangeStreamCaptureMode(byref(mode))
+            if entered:
+                self.leave()
+
+    def _free(self, index: int, address: int, stream: int, others: tuple[int, ...]) -> None:
+        captured = self._captured(stream) if others else False
+        if any(self._captured(other) != captured for other in others):
+            status = -1  # waiting would draw one stream into the other's graph
         else:
-            self._lib.cuMemFree_v2(address)
-        if entered:
-            self.leave()
+            for other in others:
+                self.order_streams(index, other, stream)
+            if self._pools.get(index):
+                status = self._lib.cuMemFreeAsync(address, stream)
+            else:
+                status = self._lib.cuMemFree_v2(address)
+        if status:
+            self._refused.append((index, address, stream, others))
+
+    def _captured(self, stream: int) -> bool:
+        """Whether the stream is captured; also where the driver will not say, as of the default stream in a capture."""
+        status = c_int(0)
+        return self._lib.cuStreamIsCapturing(stream, byref(status)) != 0 or status.value != 0
 
     def constant(self, index: int, content: bytes) -> int:
         """The address of these bytes in device memory, for good: there when this returns, also during a capture."""

@@ -28,6 +28,8 @@ class FakeCuda:
     def __init__(self, devices=1):
         self.devices, self.log, self.thread, self.fails = devices, [], threading.local(), {}
         self.order = []  # (what, event, stream)
+        self.allocated, self.freed = [], []  # (stream, mode), (address, stream, mode)
+        self.captured = set()  # streams
         self.mode, self.copied = 0, []  # of captures; what was copied to the device: (bytes, stream, mode)
         for name in [*_SIGNATURES, "cuGetErrorName", "cuGetErrorString"]:
             setattr(self, name, Call(name, self))
@@ -70,7 +72,17 @@ class FakeCuda:
 
     def _cuMemAllocFromPoolAsync(self, out, nbytes, pool, stream):  # noqa: N802
         out._obj.value = 4096
+        self.allocated.append((stream, self.mode))
         return self.fails.get("alloc", 0)
+
+    def _cuMemFreeAsync(self, address, stream):  # noqa: N802
+        if "free" not in self.fails:
+            self.freed.append((address, stream, self.mode))
+        return self.fails.get("free", 0)
+
+    def _cuStreamIsCapturing(self, stream, out):  # noqa: N802
+        out._obj.value = stream in self.captured
+        return 0
 
     def _cuThreadExchangeStreamCaptureMode(self, mode):  # noqa: N802
         self.mode, mode._obj.value = mode._obj.value, self.mode
@@ -190,14 +202,50 @@ def test_constants_are_there_at_once_and_on_no_callers_stream():
     assert Driver(lib).constant(0, b"12345678") == 4096
     assert lib.copied == [(b"12345678", 555, 2)]  # the stream made for it, in relaxed mode
     used = [name for name in lib.log if "Stream" in name or "Memcpy" in name]
-    assert used == [
-        "cuThreadExchangeStreamCaptureMode",
+    exchange = "cuThreadExchangeStreamCaptureMode"
+    assert [name for name in used if name != exchange] == [
         "cuStreamCreate",
         "cuMemcpyHtoDAsync_v2",
         "cuStreamSynchronize",
         "cuStreamDestroy_v2",
-        "cuThreadExchangeStreamCaptureMode",
     ]
+    assert used[0] == used[-1] == exchange and lib.mode == 0
+
+
+def test_memory_goes_to_and_fro_beside_a_capture():
+    """Relaxed, whichever stream is captured; what a capture refuses is given back by the next allocation after it."""
+    lib = FakeCuda(1)
+    driver = Driver(lib)
+    address = driver.allocate(0, 100, 5)
+    driver.free(0, address, 5)
+    assert lib.freed == [(4096, 5, 2)] and lib.allocated == [(5, 2)] and lib.mode == 0
+    lib.fails["free"] = 1
+    driver.free(0, 8192, 6)
+    driver.allocate(0, 100, 5)  # still in the capture
+    del lib.fails["free"]
+    assert lib.freed == [(4096, 5, 2)]
+    driver.allocate(0, 100, 5)
+    driver.allocate(0, 100, 5)
+    assert lib.freed == [(4096, 5, 2), (8192, 6, 2)] and lib.mode == 0
+
+
+def test_memory_of_two_streams_goes_when_neither_is_alone_in_a_capture():
+    lib = FakeCuda(1)
+    driver = Driver(lib)
+    driver.free(0, driver.allocate(0, 100, 5), 5, (7,))
+    assert lib.freed == [(4096, 5, 2)]
+    assert [(what, stream) for what, _, stream in lib.order] == [("record", 7), ("wait", 5)]
+    for captured in ({5}, {7}):
+        lib.captured = captured
+        driver.free(0, 8192, 5, (7,))
+        driver.allocate(0, 100, 6)
+        assert len(lib.freed) == len(lib.order) / 2, "neither freed nor drawn into the graph"
+        lib.captured = set()
+        driver.allocate(0, 100, 6)
+        assert lib.freed[-1] == (8192, 5, 2) and len(lib.freed) == len(lib.order) / 2
+    lib.captured = {5, 7}
+    driver.free(0, 12288, 5, (7,))
+    assert lib.freed[-1] == (12288, 5, 2), "both are in the graph, where events order them, too"
 
 
 def test_failures_name_the_call():

@@ -421,7 +421,7 @@ def test_tuned_choice_is_kept(tmp_path, monkeypatch):
     assert again.source == "an earlier timing"
     assert bytes(again.algorithm) == bytes(tuned.algorithm)
     out = rt.empty((256, 512), D.bfloat16)
-    again.run(rt, GemmOperands(a, b, out, **scales))
+    again.run(rt, GemmOperands(a, b, out, scales["a_scale"], scales["b_scale"]))
     check(rt, out, reference.gemm(av, bv, trans_b=True, scale=0.375).out, DB["bf16"])
 
 

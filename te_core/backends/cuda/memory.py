@@ -29,9 +29,7 @@ class _Block:
             self._others = (*self._others, stream)
 
     def __del__(self) -> None:
-        for other in self._others:
-            self._driver.order_streams(self._index, other, self.stream)
-        self._driver.free(self._index, self.ptr, self.stream)
+        self._driver.free(self._index, self.ptr, self.stream, self._others)
 
 
 class PoolAllocator:
