@@ -8,6 +8,8 @@ host or depends on values it knows, so a captured graph goes on working while se
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from te_core import dtypes
@@ -38,6 +40,49 @@ class KVCache(NamedTuple):
         return self.k.shape[1] * (1 if self.pages is None else self.pages.shape[1])
 
 
+@dataclass(frozen=True, slots=True)
+class KVCacheSpec:
+    """A cache as plans know it; lengths of memory in bytes."""
+
+    rows: int  # sequences there is room for
+    capacity: int  # tokens of a sequence
+    blocks: int  # pages, or rows
+    tokens: int  # of a page, or of a row
+    paged: bool
+    groups: int
+    k_head: int
+    v_head: int
+    vector: int  # the widest one that divides every address, stride and head of all tensors of the call
+
+
+@dataclass(frozen=True, slots=True)
+class KVAppendSpec:
+    """The plan of `kv_append`."""
+
+    cache: KVCacheSpec
+    form: str
+    sequences: int
+    tokens: int  # in the token dimension of what is new
+    k_steps: tuple[int, int, int]  # bytes from a token, a sequence and a head to the next
+    v_steps: tuple[int, int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class KVMoveSpec:
+    """The plan of `kv_move`."""
+
+    cache: KVCacheSpec
+    longest: int
+
+
+@dataclass(frozen=True, slots=True)
+class KVGatherSpec:
+    """The plan of `kv_gather`."""
+
+    cache: KVCacheSpec
+    sequences: int
+
+
 def kv_append(
     rt: Runtime, new_k: Tensor, new_v: Tensor, cache: KVCache, cu_new: Tensor, cu_cached: Tensor, *, form: str
 ) -> None:
@@ -52,7 +97,10 @@ def kv_append(
     if plan is None:
         _check.on_device("kv_append", rt.device, new_k, new_v, *cache, cu_new, cu_cached)
         _check_append("kv_append", new_k, new_v, cache, cu_new, cu_cached, form)
-        plan = rt.plans.put(key, rt.backend.plan_kv_append(rt, form, new_k, new_v, cache, cu_new.shape[0] - 1))
+        tokens = new_k.shape[DIMENSIONS[form][1]]
+        steps = _steps(form, new_k), _steps(form, new_v)
+        spec = KVAppendSpec(_cache_spec(cache, new_k, new_v), form, cu_new.shape[0] - 1, tokens, *steps)
+        plan = rt.plans.put(key, rt.backend.plan_kv_append(rt, spec))
     rt.backend.kv_append(rt, plan, new_k, new_v, cache, cu_new, cu_cached)
 
 
@@ -77,7 +125,8 @@ def kv_move(rt: Runtime, cache: KVCache, moves: Tensor, *, longest: int) -> None
         )
         _check.require(longest >= 0, op, f"longest={longest}", "the tokens of the longest move", "correct longest")
         _check.on_device(op, rt.device, *cache, moves)
-        plan = rt.plans.put(key, rt.backend.plan_kv_move(rt, cache, min(longest, cache.capacity)))
+        spec = KVMoveSpec(_cache_spec(cache), min(longest, cache.capacity))
+        plan = rt.plans.put(key, rt.backend.plan_kv_move(rt, spec))
     rt.backend.kv_move(rt, plan, cache, moves)
 
 
@@ -91,7 +140,8 @@ def kv_gather(rt: Runtime, cache: KVCache, cu_cached: Tensor) -> tuple[Tensor, T
         _check.require(cache.pages is not None, op, "no pages", "a paged cache", "read the contiguous cache itself")
         _check_lengths(op, cache, cu_cached)
         _check.on_device(op, rt.device, *cache, cu_cached)
-        plan = rt.plans.put(key, rt.backend.plan_kv_gather(rt, cache, cu_cached.shape[0] - 1))
+        spec = KVGatherSpec(_cache_spec(cache), cu_cached.shape[0] - 1)
+        plan = rt.plans.put(key, rt.backend.plan_kv_gather(rt, spec))
     rows = cu_cached.shape[0] - 1
     k, v = (rt.empty((rows, cache.capacity, *t.shape[2:]), t.dtype) for t in (cache.k, cache.v))
     rt.backend.kv_gather(rt, plan, cache, cu_cached, k, v)
@@ -107,6 +157,32 @@ def _key(*tensors: Tensor | None) -> tuple[Any, ...]:
             key += (t.shape, t.strides, t.dtype, t.device)
             address |= t.ptr
     return (*key, address & 15)
+
+
+def _cache_spec(cache: KVCache, *others: Tensor) -> KVCacheSpec:
+    k, v, _ = cache
+    heads = (k.shape[3] * k.dtype.itemsize, v.shape[3] * v.dtype.itemsize)
+    bits = 16
+    for t in (k, v, *others):
+        bits |= t.ptr
+        for n in _byte_steps(t):
+            bits |= n
+    blocks, tokens, groups, _ = k.shape
+    paged = cache.pages is not None
+    return KVCacheSpec(cache.rows, cache.capacity, blocks, tokens, paged, groups, *heads, vector=bits & -bits)
+
+
+def _byte_steps(t: Tensor) -> Iterator[int]:
+    """The strides along which there is a next one, and the length of the last dimension."""
+    strides = t.row_major_strides()[:-1]
+    for n in (*(s for s, count in zip(strides, t.shape[:-1], strict=True) if count > 1), t.shape[-1]):
+        yield n * t.dtype.itemsize
+
+
+def _steps(form: str, new: Tensor) -> tuple[int, int, int]:
+    batch, token, head = DIMENSIONS[form]
+    strides, size = new.row_major_strides(), new.dtype.itemsize
+    return strides[token] * size, 0 if batch is None else strides[batch] * size, strides[head] * size
 
 
 def _check_append(

@@ -12,14 +12,17 @@ from te_core.runtime import Runtime
 from te_core.tensor import Tensor
 
 if TYPE_CHECKING:
-    from te_core.ops.kv_cache import KVCache
+    from te_core.ops.kv_cache import KVAppendSpec, KVCache, KVGatherSpec, KVMoveSpec
 
 Array = npt.NDArray[Any]
 
 
-def plan_kv_append(rt: Runtime, form: str, new_k: Tensor, new_v: Tensor, cache: KVCache, rows: int) -> Plan:
-    """The format is all there is to know."""
-    return Plan(form)
+def plan_kv_append(rt: Runtime, spec: KVAppendSpec | KVMoveSpec | KVGatherSpec) -> Plan:
+    """Nothing to choose."""
+    return Plan(spec)
+
+
+plan_kv_move = plan_kv_gather = plan_kv_append
 
 
 def kv_append(
@@ -29,7 +32,7 @@ def kv_append(
     first, last = cu_new.numpy(), cu_cached.numpy()
     for new, old in ((new_k.numpy(), cache.k.numpy()), (new_v.numpy(), cache.v.numpy())):
         for row in range(len(first) - 1):
-            tokens = _tokens(new, plan.spec, row, int(first[row]), int(first[row + 1]))
+            tokens = _tokens(new, plan.spec.form, row, int(first[row]), int(first[row + 1]))
             begin = int(last[row + 1] - last[row]) - int(first[row + 1] - first[row])
             position = np.arange(begin, begin + len(tokens))
             where, inside = _places(cache, row, position)
@@ -57,11 +60,6 @@ def _places(cache: KVCache, row: int, position: Array) -> tuple[Array, Array]:
     return (page * size + position % size)[exists], inside
 
 
-def plan_kv_move(rt: Runtime, cache: KVCache, longest: int) -> Plan:
-    """Nothing to choose."""
-    return Plan(longest)
-
-
 def kv_move(rt: Runtime, plan: Plan, cache: KVCache, moves: Tensor) -> None:
     """Copy row after row."""
     for store in (cache.k.numpy(), cache.v.numpy()):
@@ -69,13 +67,8 @@ def kv_move(rt: Runtime, plan: Plan, cache: KVCache, moves: Tensor) -> None:
         for to, source, tokens in moves.numpy():
             if max(to, source) >= cache.rows:
                 continue
-            n = min(tokens, plan.spec)
+            n = min(tokens, plan.spec.longest)
             (spare if to < 0 else store[to])[:n] = (spare if source < 0 else store[source])[:n]
-
-
-def plan_kv_gather(rt: Runtime, cache: KVCache, rows: int) -> Plan:
-    """Nothing to choose."""
-    return Plan(rows)
 
 
 def kv_gather(rt: Runtime, plan: Plan, cache: KVCache, cu_cached: Tensor, k: Tensor, v: Tensor) -> None:
@@ -83,6 +76,6 @@ def kv_gather(rt: Runtime, plan: Plan, cache: KVCache, cu_cached: Tensor, k: Ten
     lengths = np.diff(cu_cached.numpy())
     for old, out in ((cache.k.numpy(), k.numpy()), (cache.v.numpy(), v.numpy())):
         out[...] = 0
-        for row in range(plan.spec):
+        for row in range(plan.spec.sequences):
             where, inside = _places(cache, row, np.arange(lengths[row]))
             out[row, np.nonzero(inside)[0]] = old.reshape(-1, *old.shape[2:])[where]

@@ -5,14 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from te_core.attention import DIMENSIONS
 from te_core.kernels import loader
 from te_core.kernels.loader import Kernel
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
 
 if TYPE_CHECKING:
-    from te_core.ops.kv_cache import KVCache
+    from te_core.ops.kv_cache import KVAppendSpec, KVCache, KVCacheSpec, KVGatherSpec, KVMoveSpec
 
 THREADS = 256
 
@@ -28,22 +27,17 @@ class CopyPlan:
     family: str = "kv_cache"
 
 
-def plan_kv_append(rt: Runtime, form: str, new_k: Tensor, new_v: Tensor, cache: KVCache, rows: int) -> CopyPlan:
+def plan_kv_append(rt: Runtime, spec: KVAppendSpec) -> CopyPlan:
     """Strides and sizes in vectors."""
-    width = _width(cache.k, cache.v, new_k, new_v)
-    batch, token, head = DIMENSIONS[form]
-    strides = []
-    for t in (new_k, new_v):
-        step = t.row_major_strides()
-        counts = (step[token], 0 if batch is None else step[batch], step[head])
-        strides += [n * t.dtype.itemsize // width for n in counts]
-    k, v = (t.shape[3] * t.dtype.itemsize // width for t in (cache.k, cache.v))
-    groups, tokens = cache.k.shape[2], new_k.shape[token]
-    numbers = (*strides, k, v, groups, rows, tokens, cache.capacity, cache.k.shape[1], cache.k.shape[0])
-    constants = {"WIDTH": width, "PACKED": int(batch is None), "PAGED": int(cache.pages is not None)}
+    cache, width, packed = spec.cache, spec.cache.vector, spec.form == "thd"
+    steps = [n // width for n in (*spec.k_steps, *spec.v_steps)]
+    k, v = cache.k_head // width, cache.v_head // width
+    places = (cache.capacity, cache.tokens, cache.blocks)
+    numbers = (*steps, k, v, cache.groups, spec.sequences, spec.tokens, *places)
+    constants = {"WIDTH": width, "PACKED": int(packed), "PAGED": int(cache.paged)}
     kernel = loader.get(rt, "kv_cache", entry="kv_append", args="p" * 7 + "q" * 6 + "i" * 8, **constants)
-    slots = tokens if batch is None else rows * tokens
-    return CopyPlan(kernel, *_shares(slots if rows else 0, groups * (k + v)), numbers)
+    slots = spec.tokens if packed else spec.sequences * spec.tokens
+    return CopyPlan(kernel, *_shares(slots if spec.sequences else 0, cache.groups * (k + v)), numbers)
 
 
 def kv_append(
@@ -67,12 +61,13 @@ def kv_append(
         )
 
 
-def plan_kv_move(rt: Runtime, cache: KVCache, longest: int) -> CopyPlan:
+def plan_kv_move(rt: Runtime, spec: KVMoveSpec) -> CopyPlan:
     """All rows of a place in them are one thread's."""
-    width = _width(cache.k, cache.v)
-    k, v = _vectors(cache, width)
-    kernel = loader.get(rt, "kv_cache", entry="kv_move", args="pppiiiiii", WIDTH=width, PACKED=0, PAGED=0)
-    return CopyPlan(kernel, *_shares(longest, k + v), (longest, cache.capacity, k, v, cache.rows))
+    k, v = _vectors(spec.cache)
+    constants = {"WIDTH": spec.cache.vector, "PACKED": 0, "PAGED": 0}
+    kernel = loader.get(rt, "kv_cache", entry="kv_move", args="pppiiiiii", **constants)
+    numbers = (spec.longest, spec.cache.capacity, k, v, spec.cache.rows)
+    return CopyPlan(kernel, *_shares(spec.longest, k + v), numbers)
 
 
 def kv_move(rt: Runtime, plan: CopyPlan, cache: KVCache, moves: Tensor) -> None:
@@ -81,13 +76,14 @@ def kv_move(rt: Runtime, plan: CopyPlan, cache: KVCache, moves: Tensor) -> None:
         plan.kernel(rt, plan.grid, plan.block, cache.k.ptr, cache.v.ptr, moves.ptr, moves.shape[0], *plan.numbers)
 
 
-def plan_kv_gather(rt: Runtime, cache: KVCache, rows: int) -> CopyPlan:
+def plan_kv_gather(rt: Runtime, spec: KVGatherSpec) -> CopyPlan:
     """A thread for each vector of the result, zeros included."""
-    width = _width(cache.k, cache.v)
-    k, v = _vectors(cache, width)
-    kernel = loader.get(rt, "kv_cache", entry="kv_gather", args="p" * 6 + "i" * 6, WIDTH=width, PACKED=0, PAGED=1)
-    numbers = (k, v, rows, cache.capacity, cache.k.shape[1], cache.k.shape[0])
-    return CopyPlan(kernel, *_shares(rows * cache.capacity, k + v), numbers)
+    cache = spec.cache
+    k, v = _vectors(cache)
+    constants = {"WIDTH": cache.vector, "PACKED": 0, "PAGED": 1}
+    kernel = loader.get(rt, "kv_cache", entry="kv_gather", args="p" * 6 + "i" * 6, **constants)
+    numbers = (k, v, spec.sequences, cache.capacity, cache.tokens, cache.blocks)
+    return CopyPlan(kernel, *_shares(spec.sequences * cache.capacity, k + v), numbers)
 
 
 def kv_gather(rt: Runtime, plan: CopyPlan, cache: KVCache, cu_cached: Tensor, k: Tensor, v: Tensor) -> None:
@@ -107,21 +103,9 @@ def kv_gather(rt: Runtime, plan: CopyPlan, cache: KVCache, cu_cached: Tensor, k:
         )
 
 
-def _width(*tensors: Tensor) -> int:
-    """The bytes of the widest vector that divides every address, stride and head of these tensors."""
-    bits = 16
-    for t in tensors:
-        step = t.row_major_strides()
-        bits |= t.ptr
-        for n in (*(s for s, count in zip(step[:-1], t.shape[:-1], strict=True) if count > 1), t.shape[-1]):
-            bits |= n * t.dtype.itemsize
-    return bits & -bits
-
-
-def _vectors(cache: KVCache, width: int) -> tuple[int, int]:
+def _vectors(cache: KVCacheSpec) -> tuple[int, int]:
     """The vectors of a token of k and of v."""
-    k, v = (t.shape[2] * t.shape[3] * t.dtype.itemsize // width for t in (cache.k, cache.v))
-    return k, v
+    return cache.groups * cache.k_head // cache.vector, cache.groups * cache.v_head // cache.vector
 
 
 def _shares(tokens: int, vectors: int) -> tuple[tuple[int, int], tuple[int, int]]:
