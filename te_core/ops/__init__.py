@@ -18,6 +18,7 @@ column_sum = explained(raw.column_sum)
 count_nonfinite = explained(raw.count_nonfinite)
 dequantize = explained(raw.dequantize)
 gemm = explained(raw.gemm)
+gemm_grouped = explained(raw.gemm_grouped)
 gemm_quantized = explained(raw.gemm_quantized)
 kv_append = explained(raw.kv_append)
 kv_gather = explained(raw.kv_gather)
@@ -45,10 +46,9 @@ update_scales = explained(raw.update_scales)
 __all__ = [
     "KVCache", "activation_backward", "activation_forward", "add", "amax", "attention_backward",
     "attention_forward", "attention_fp8_backward", "attention_fp8_forward", "bias_dropout_add",
-    "bias_dropout_add_backward", "column_sum", "count_nonfinite", "dequantize", "gemm", "gemm_quantized",
-    "gemm_route", "is_gated",
-    "kv_append", "kv_gather", "kv_move", "l2_norm_backward", "l2_norm_forward", "norm_backward", "norm_forward",
-    "packed_width", "plan_update", "quantize", "quantize_grouped", "quantize_many", "resize", "rope", "rope_qkv",
-    "rope_qkv_backward", "run_update", "scale_pairs", "softmax_backward", "softmax_forward", "swizzle_scales",
-    "transpose", "update_scales",
+    "bias_dropout_add_backward", "column_sum", "count_nonfinite", "dequantize", "gemm", "gemm_grouped",
+    "gemm_quantized", "gemm_route", "is_gated", "kv_append", "kv_gather", "kv_move", "l2_norm_backward",
+    "l2_norm_forward", "norm_backward", "norm_forward", "packed_width", "plan_update", "quantize",
+    "quantize_grouped", "quantize_many", "resize", "rope", "rope_qkv", "rope_qkv_backward", "run_update",
+    "scale_pairs", "softmax_backward", "softmax_forward", "swizzle_scales", "transpose", "update_scales",
 ]  # fmt: skip

@@ -107,6 +107,10 @@ def operations(rt: Runtime) -> dict[str, Right]:
         "count_nonfinite": ((x, rt.tensor(np.zeros(2, np.int64))), {}),
         "dequantize": ((q8, dtypes.float32), {}),
         "gemm": ((x, w), {"trans_b": True, "bias": tensor(rt, OUT), "epilogue": "gelu", "aux": y, "out": y}),
+        "gemm_grouped": (
+            (x, [w, w], y, _cu(rt, 0, 8, 32)),
+            {"sizes": [8, 24], "trans_b": True, "bias": [None, tensor(rt, OUT)]},
+        ),
         "gemm_quantized": ((q8, w8, y), {"bias": tensor(rt, OUT)}),
         "kv_append": ((heads, heads, cache, _cu(rt, 0, 3, 5), _cu(rt, 0, 3, 5)), {"form": "sbhd"}),
         "kv_gather": ((paged, _cu(rt, 0, 3, 5)), {}),

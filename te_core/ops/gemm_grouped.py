@@ -1,0 +1,123 @@
+"""Products of groups of rows, each with a matrix of its own (experts).
+
+The rows of all groups lie in one tensor, one group after the other; `offsets` says where each begins: running sums,
+int32 [groups + 1], in device memory, where a kernel can read what the host never knew. What runs today is a loop of
+`gemm` or `gemm_quantized`. It needs the numbers on the host: `sizes`, where the caller has them; else it waits for
+the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from te_core import dtypes
+from te_core.errors import ArgumentError
+from te_core.ops import _check
+from te_core.ops.gemm import gemm
+from te_core.ops.gemm_quantized import gemm_quantized
+from te_core.ops.quantize_grouped import bounds_of
+from te_core.quantized import QuantizedTensor
+from te_core.runtime import Runtime
+from te_core.tensor import META, Tensor
+
+Rows = Tensor | Sequence[QuantizedTensor]  # of all groups; quantized ones as `quantize_grouped` gives them
+
+
+def gemm_grouped(
+    rt: Runtime,
+    a: Rows,
+    b: Rows | Sequence[Tensor],
+    out: Tensor | Sequence[Tensor],
+    offsets: Tensor | None = None,
+    *,
+    sizes: Sequence[int] | None = None,
+    trans_a: bool = False,
+    trans_b: bool = False,
+    bias: Sequence[Tensor | None] | None = None,
+    accumulate: bool = False,
+    split_accumulator: bool = True,
+    emulate: bool = False,
+    strict: bool = False,
+) -> None:
+    """out_i = op(a_i) @ op(b_i) + bias_i for each group i, bit for bit as `gemm` or `gemm_quantized` computes it alone.
+
+    Without `trans_a` the rows of a [T, K] are the groups', b is a matrix for each group, and out is [T, N]. With it a
+    [T, M] and b [T, N] both hold rows of the groups, which the product contracts, and out is a matrix [M, N] for each
+    group; that of an empty group is zero. Quantized operands are read by the copy along the contraction. The last four
+    are as `gemm_quantized` and `gemm` have them. One of `offsets` and `sizes` has to be given.
+    """
+    op = "gemm_grouped"
+    matrices = out if trans_a else b
+    _check.require(
+        isinstance(out, Tensor) != trans_a and not isinstance(matrices, Tensor) and (trans_a is False or bias is None),
+        op,
+        f"trans_a={trans_a} with {'one tensor' if isinstance(out, Tensor) else 'several tensors'} as out",
+        "without trans_a one out and several b, with trans_a several outs and no bias",
+        "correct the operands",
+    )
+    groups = len(matrices)  # type: ignore[arg-type]
+    bounds = bounds_of(_sizes(op, rt, groups, offsets, sizes))
+    rows = {name: t.shape[0] for name, t in (("a", a), ("b", b), ("out", out)) if isinstance(t, Tensor)}
+    counts = {name: len(t) for name, t in (("a", a), ("b", b), ("bias", bias or matrices)) if not isinstance(t, Tensor)}
+    _check.require(
+        all(n == bounds[-1][1] for n in rows.values()) and all(n == groups for n in counts.values())
+        if bounds
+        else True,
+        op,
+        f"{groups} groups of {[stop - start for start, stop in bounds]} rows, tensors of {rows} rows, {counts} parts",
+        "tensors with the rows of all groups, and a part of everything else for each group",
+        "correct the sizes or the operands",
+    )
+    for i, (start, stop) in enumerate(bounds):
+        result = out.rows(start, stop) if isinstance(out, Tensor) else out[i]
+        if start == stop:
+            if trans_a and not accumulate:
+                rt.backend.zero(rt, result)
+            continue
+        left, right = (t.rows(start, stop) if isinstance(t, Tensor) else t[i] for t in (a, b))
+        added = None if bias is None else bias[i]
+        if isinstance(left, QuantizedTensor) and isinstance(right, QuantizedTensor):
+            gemm_quantized(
+                rt,
+                left,
+                right,
+                result,
+                a_columnwise=trans_a,
+                b_columnwise=not trans_b,
+                bias=added,
+                accumulate=accumulate,
+                split_accumulator=split_accumulator,
+                emulate=emulate,
+                strict=strict,
+            )
+        elif isinstance(left, Tensor) and isinstance(right, Tensor):
+            gemm(rt, left, right, trans_a=trans_a, trans_b=trans_b, bias=added, out=result, accumulate=accumulate)
+        else:
+            raise ArgumentError(
+                op, f"a_{i} = {left!r}, b_{i} = {right!r}", "both quantized, or neither", "dequantize one"
+            )
+
+
+def _sizes(op: str, rt: Runtime, groups: int, offsets: Tensor | None, sizes: Sequence[int] | None) -> Sequence[int]:
+    """The rows of each group, on the host."""
+    _check.vector(op, "offsets", offsets, groups + 1, (dtypes.int32,))
+    _check.on_device(op, rt.device, offsets)
+    if sizes is None:
+        _check.require(
+            offsets is not None and offsets.device is not META,
+            op,
+            "neither sizes nor offsets with values",
+            "one of them",
+            "say where the groups begin",
+        )
+        ends = rt.numpy(offsets).tolist()  # type: ignore[arg-type]
+        sizes = [stop - start for start, stop in zip(ends, ends[1:], strict=False)]
+        _check.require(ends[0] == 0, op, f"offsets {ends}", "running sums that begin with 0", "correct the offsets")
+    _check.require(
+        len(sizes) == groups and min(sizes, default=0) >= 0,
+        op,
+        f"sizes {list(sizes)} of {groups} groups",
+        "a count of rows, 0 or more, for each",
+        "correct the sizes or the offsets",
+    )
+    return sizes
