@@ -1,6 +1,7 @@
 """The newest results as Markdown: what `make docs` puts into docs/benchmarks.md.
 
     python -m benchmarks.report gemm        the table of one benchmark, and its picture in docs/benchmarks/
+    python -m benchmarks.report beside      two trees, before and after a change, of all that was run of them
 
 The same results give the same bytes. Results of a CPU are left out: they only show that a benchmark runs.
 """
@@ -10,19 +11,21 @@ from __future__ import annotations
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 from benchmarks import harness
+from benchmarks.beside import FIGURES
 from benchmarks.catalogue import BENCHMARKS
 from benchmarks.pictures import draw_record
 
 PICTURES = harness.ROOT / "docs" / "benchmarks"
 
 
-def newest(name: str, folder: Path = harness.RESULTS) -> Path | None:
-    """The latest result of a benchmark on a GPU."""
+def by_age(name: str, folder: Path = harness.RESULTS) -> list[Path]:
+    """The results of a benchmark on a GPU, the latest last."""
     named = re.compile(rf"\d{{4}}-\d\d-\d\d-(?!cpu-).+-{name}(-\d+)?\.json")
     found = [path for path in folder.glob("*.json") if named.fullmatch(path.name)]
-    return max(found, key=lambda path: (harness.read(path)["time"], path.name), default=None)
+    return sorted(found, key=lambda path: (harness.read(path)["time"], path.name))
 
 
 def markdown(rows: list[harness.Row], columns: tuple[str, ...]) -> str:
@@ -33,19 +36,34 @@ def markdown(rows: list[harness.Row], columns: tuple[str, ...]) -> str:
     return "\n".join(lines)
 
 
+def introduction(record: dict[str, Any], paths: list[Path]) -> str:
+    """Where and when it was measured, and the files of all figures."""
+    about = ", ".join(f"{key} {value}" for key, value in record["about"].items() if key != "device")
+    files = ", ".join(f"[{path.name}](../{path.relative_to(harness.ROOT).as_posix()})" for path in paths)
+    return f"{record['about']['device']}, {record['time'][:10]}: {about}. All figures: {files}."
+
+
+def changes(paths: list[Path]) -> str:
+    """The records of `benchmarks.beside` that compare the same trees as the latest: a row for each case."""
+    records = {path: harness.read(path) for path in paths}
+    if not records:
+        return "Not measured yet: `python -m benchmarks.beside TREE modules` on a machine with a GPU."
+    last = records[paths[-1]]
+    same = [path for path in paths if records[path]["about"].get("commit") == last["about"].get("commit")]
+    rows: dict[str, harness.Row] = {}
+    for row in (row for path in same for row in records[path]["rows"]):
+        shown = f"{harness.cell(row['before'])} -> {harness.cell(row['now'])} ({row['ratio']:.2f})"
+        rows.setdefault(row["case"], {"case": row["case"].replace(" | ", ", ")})[row["figure"]] = shown
+    return "\n\n".join([introduction(last, same), markdown(list(rows.values()), ("case", *FIGURES))])
+
+
 def section(name: str) -> str:
     """What is known of one benchmark."""
-    path = newest(name)
-    if path is None:
+    paths = by_age(name)
+    if not paths:
         return f"Not measured yet: `python -m benchmarks.run {name}` on a machine with a GPU."
-    record = harness.read(path)
-    about = ", ".join(f"{key} {value}" for key, value in record["about"].items() if key != "device")
-    lines = [
-        f"{record['about']['device']}, {record['time'][:10]}: {about}. All figures: "
-        f"[{path.name}](../{path.relative_to(harness.ROOT).as_posix()}).",
-        "",
-        markdown(record["rows"], BENCHMARKS[name].columns),
-    ]
+    record = harness.read(paths[-1])
+    lines = [introduction(record, paths[-1:]), "", markdown(record["rows"], BENCHMARKS[name].columns)]
     picture = PICTURES / f"{name}.svg"
     if draw_record(record, picture):
         lines += ["", f"![{name}]({picture.relative_to(PICTURES.parent).as_posix()})"]
@@ -54,10 +72,10 @@ def section(name: str) -> str:
 
 def main() -> int:
     """Print the sections of the named benchmarks."""
-    unknown = set(sys.argv[1:]) - set(BENCHMARKS)
+    unknown = set(sys.argv[1:]) - {*BENCHMARKS, "beside"}
     if unknown or len(sys.argv) < 2:
-        sys.exit(f"report: name some of {', '.join(BENCHMARKS)}")
-    print("\n\n".join(section(name) for name in sys.argv[1:]))
+        sys.exit(f"report: name some of {', '.join(BENCHMARKS)}, beside")
+    print("\n\n".join(changes(by_age(name)) if name == "beside" else section(name) for name in sys.argv[1:]))
     return 0
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import beside
+from benchmarks import beside, report
 
 STANDIN = """
 import json, pathlib, sys
@@ -60,3 +60,20 @@ def test_a_benchmark_that_fails_says_why(tmp_path: Path) -> None:
     other = tree(tmp_path, "broken", [], 0)
     with pytest.raises(SystemExit, match="IndexError"):
         beside.main([str(other), "modules", "--rounds", "1"])
+
+
+def test_records_of_the_same_trees_become_one_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report.harness, "ROOT", tmp_path)
+    paths = []
+    for number, (commit, case, figure) in enumerate(
+        (("a..b", "Linear", "fwd us"), ("b..c", "Linear", "fwd us"), ("b..c", "Linear", "peak MiB"))
+    ):
+        path = tmp_path / f"2026-01-0{number + 1}-h200-beside.json"
+        rows = [{"case": case, "figure": figure, "before": 4.0, "now": 2.0 + number, "ratio": 0.5 + number}]
+        about = {"device": "H200", "commit": commit}
+        path.write_text(json.dumps({"time": f"2026-01-0{number + 1}T00:00:00Z", "about": about, "rows": rows}))
+        paths.append(path)
+    text = report.changes(report.by_age("beside", tmp_path))
+    assert "| Linear | 4.000 -> 3.000 (1.50) | 4.000 -> 4.000 (2.50) |" in text, text
+    assert paths[0].name not in text and all(path.name in text for path in paths[1:])
+    assert "Not measured" in report.changes([])
