@@ -38,7 +38,7 @@ format: env  ## lay out every Python file as `make check` wants it
 	.venv/bin/ruff format .
 	.venv/bin/ruff check --fix .
 
-check: env  ## layout, lint, types, import floors, size limits, and every kernel compiled for every architecture
+check: env  ## layout, lint, types, floors and circles of imports, sizes, documents, every kernel compiled
 	$(PY) tools/check.py $(ARGS)
 
 bench: env  ## run the benchmarks named in BENCH="gemm norms ..." into benchmarks/results

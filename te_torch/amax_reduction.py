@@ -48,13 +48,13 @@ def reduce(states: list[Any], direction: int, key: tuple[int, ...]) -> None:
     """
     if not (dist.is_available() and dist.is_initialized()):
         return
-    kept = states[0].update_plans
+    found = states[0].update_plans
     whole = ("reduce", dist.group.WORLD, *key, *[s.group for s in states])
-    plans = kept.get(whole)
+    plans = found.get(whole)
     if plans is None:
-        if len(kept) > _PLANS:
-            kept.clear()
-        plans = kept[whole] = _plan(states, direction)
+        if len(found) > _PLANS:
+            found.clear()
+        plans = found[whole] = _plan(states, direction)
     for plan in plans:
         plan.run()
 
@@ -93,7 +93,7 @@ class _Team:
         self.reductions = 0
         self.waiting: deque[tuple[_Mark, Report, int]] = deque()
         self.marks: dict[torch.device, list[_Mark]] = {}  # free ones
-        self.plans: weakref.WeakSet[_Plan] = weakref.WeakSet()
+        self.plans: weakref.WeakSet[_ReductionPlan] = weakref.WeakSet()
         # A name is given once, at a module's first reduction, and stays when the module is wrapped or moved. The
         # second module of a name is another one, also when the first is gone: ranks do not forget at the same time.
         self.names: weakref.WeakKeyDictionary[torch.nn.Module, str] = weakref.WeakKeyDictionary()
@@ -137,7 +137,7 @@ def _team(group: Any) -> _Team:
     return team
 
 
-def _plan(states: list[Any], direction: int) -> list[_Plan]:
+def _plan(states: list[Any], direction: int) -> list[_ReductionPlan]:
     """A plan for each group and device, in an order that is every rank's."""
     members: dict[tuple[Any, torch.device], list[Any]] = {}
     for state in states:
@@ -145,7 +145,7 @@ def _plan(states: list[Any], direction: int) -> list[_Plan]:
             group = dist.group.WORLD if state.group is None else state.group
             members.setdefault((group, state.scale_fwd.device), []).append(state)
     ordered = sorted(members, key=lambda m: (m[0].group_name, m[1].type, m[1].index or 0))
-    return [_Plan(group, members[group, device], direction) for group, device in ordered]
+    return [_ReductionPlan(group, members[group, device], direction) for group, device in ordered]
 
 
 def _looks_at_once(device: torch.device) -> bool:
@@ -162,7 +162,7 @@ def _placed(numbers: list[float], device: torch.device) -> torch.Tensor:
     return torch.tensor(numbers, pin_memory=pinned).to(device, non_blocking=pinned)
 
 
-class _Plan:
+class _ReductionPlan:
     """Rows of histories, the buffer that they are reduced in, and where each lies in it."""
 
     def __init__(self, group: Any, states: list[Any], direction: int) -> None:

@@ -69,20 +69,20 @@ class Call:
 class Extra:
     """What a call depends on besides its tensors: weights quantized before, where weight gradients go, group sizes."""
 
-    __slots__ = ("first", "fused", "parameters", "queue", "ready", "splits")
+    __slots__ = ("first_microbatch", "fused", "parameters", "queue", "ready", "splits")
 
     def __init__(
         self,
         ready: Sequence[QuantizedTensor | None] | None,
         fused: bool,
-        first: bool | None,
+        first_microbatch: bool | None,
         queue: list[list[Any]] | None,
         splits: Any = None,
         parameters: Sequence[torch.Tensor] | None = None,
     ) -> None:
         self.ready = ready  # one for each weight
         self.fused = fused  # weight gradients go into `main_grad` of their parameters
-        self.first = first  # is_first_microbatch: `main_grad` is overwritten, not added to
+        self.first_microbatch = first_microbatch  # then `main_grad` is overwritten, not added to
         self.queue = queue  # one for each weight: its gradient is computed later, by backward_dw()
         # Whose gradients these are: the weights, or, under torch.autocast, what they were converted from. One each.
         self.parameters = parameters
@@ -317,7 +317,7 @@ def _sink(weight: torch.Tensor, extra: Extra, index: int) -> Sink | None:
                 "weight.main_grad, a tensor of its shape",
                 "allocate it before backward: weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)",
             )
-        accumulate = extra.first is not True and not getattr(weight, "overwrite_main_grad", False)
+        accumulate = extra.first_microbatch is not True and not getattr(weight, "overwrite_main_grad", False)
     if main is None and extra.queue is None:
         return None
     queue = None if extra.queue is None else extra.queue[index]
@@ -408,8 +408,8 @@ def _backward_op(
     if scale is not None and maxima is not None:
         scales = Scales(maxima, None, convert(scale), maxima)
     views = [None if g is None else convert(g.contiguous()) for g in given]
-    held = call.layer.saved(*[None if t is None else convert(t.contiguous()) for t in saved])
-    results = call.layer.backward(rt, *views, held, spec=call.spec, scales=scales, **call.options)
+    kept = call.layer.saved(*[None if t is None else convert(t.contiguous()) for t in saved])
+    results = call.layer.backward(rt, *views, kept, spec=call.spec, scales=scales, **call.options)
     _grads_given[key] = tuple(t is not None for t in results)
     state = scaling.by_token(token) if token and not fake else None
     if state is not None:

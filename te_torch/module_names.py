@@ -100,11 +100,11 @@ def _first_argument(frame: FrameType) -> Any:
     code = frame.f_code
     if not code.co_argcount:
         return None
-    held = frame.f_locals
-    first = held.get(code.co_varnames[0])
+    scope = frame.f_locals
+    first = scope.get(code.co_varnames[0])
     # Before Python 3.13 this is a copy, which the frame keeps: what it holds would live until the function returns.
-    if sys.version_info < (3, 13) and sys.getrefcount(held) <= 3:  # else the function has asked for its locals() itself
-        held.clear()
+    if sys.version_info < (3, 13) and sys.getrefcount(scope) <= 3:  # else the function has asked for locals() itself
+        scope.clear()
     return first
 
 

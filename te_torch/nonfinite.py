@@ -58,11 +58,11 @@ class Counted:
         """The core's view for one backward."""
         return self._with(None if self.state is None else self.state.backward_scales(), None)
 
-    def _with(self, held: Scales | None, forward: Any) -> Scales:
+    def _with(self, own: Scales | None, forward: Any) -> Scales:
         back = to_core(self.backward)
-        if held is None:
+        if own is None:
             return Scales(None, None, None, None, forward, back)
-        return Scales(held.forward_scale, held.forward_amax, held.backward_scale, held.backward_amax, forward, back)
+        return Scales(own.forward_scale, own.forward_amax, own.backward_scale, own.backward_amax, forward, back)
 
 
 def counted(module: Any, state: ScalingState | None, device: torch.device) -> Counted:
@@ -135,8 +135,8 @@ def nonfinite_report(model: torch.nn.Module, reset: bool = False) -> NonfiniteRe
 def _found(module: Any, counts: Counted) -> Iterator[tuple[tuple[str, str], tuple[int, int]]]:
     """((gemm, tensor), (NaNs, infinities)) of each slot."""
     names = [name.removesuffix("_weight") for name in module._weight_names()]
-    for backward, held, slots in ((False, counts.forward, _FORWARD), (True, counts.backward, _BACKWARD)):
-        for i, (nans, infinities) in enumerate(held.tolist()):
+    for backward, counters, slots in ((False, counts.forward, _FORWARD), (True, counts.backward, _BACKWARD)):
+        for i, (nans, infinities) in enumerate(counters.tolist()):
             gemm, slot = divmod(i, len(slots))
             where = (names[gemm], slots[slot]) if names else _ATTENTION.get((backward, gemm, slot), ("", slots[slot]))
             yield where, (nans, infinities)

@@ -39,14 +39,14 @@ def require_usable(operation: str, entry: str, value: Any) -> None:
     """
     if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.is_meta:
         return  # values that are not here to be looked at
-    held = value.detach().float()  # as it will be
-    good = (held > 0) & torch.isfinite(held) if "scale_" in entry else held >= 0
+    numbers = value.detach().float()  # as it will be
+    good = (numbers > 0) & torch.isfinite(numbers) if "scale_" in entry else numbers >= 0
     if good.all():
         return
     index = (~good).nonzero()[0].tolist()
     raise ArgumentError(
         operation,
-        f"{entry}, whose {index} is {held[tuple(index)].item()}",
+        f"{entry}, whose {index} is {numbers[tuple(index)].item()}",
         "scales that are finite and above 0, and histories without NaN or anything below 0",
         "restore the entry from a sound checkpoint, or leave the four entries out to start scales anew",
     )

@@ -18,7 +18,9 @@ CHECKS = {
     "lint": ["-m", "ruff", "check", "--quiet", "--output-format=concise", "."],
     "types": ["-m", "mypy"],
     "floors": ["-m", "pytest", "-q", "tests/core/test_import_floors.py"],
+    "house": ["tools/house.py"],
     "tails": ["tools/tail_guards.py"],
+    "docs": ["tools/docs.py", "--check", "--no-examples"],
     "kernels": ["tools/compile_kernels.py"],
 }
 

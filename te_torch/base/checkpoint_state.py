@@ -59,12 +59,12 @@ def adopt(module: torch.nn.Module, state_dict: dict[str, Any], prefix: str) -> N
         if length:
             module.fp8_state.resize_history(length, direction, quiet=True)  # type: ignore[operator,union-attr]
     scales = state_dict.get(keys["scale_fwd"])
-    held = module.fp8_state.scale_fwd  # type: ignore[union-attr]
-    if getattr(module, "_primary", False) and isinstance(scales, torch.Tensor) and scales.shape == held.shape:
+    mine = module.fp8_state.scale_fwd  # type: ignore[union-attr]
+    if getattr(module, "_primary", False) and isinstance(scales, torch.Tensor) and scales.shape == mine.shape:
         # Plain values for a quantized weight are quantized as they are copied, which is before the state is loaded.
         module._link_weights(module.fp8_state)  # type: ignore[operator]
         with torch.no_grad():
-            held.copy_(scales)  # type: ignore[operator]
+            mine.copy_(scales)  # type: ignore[operator]
 
 
 def _start_from_weights(module: Any, state_dict: dict[str, Any], prefix: str, scales: torch.Tensor) -> None:

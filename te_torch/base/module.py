@@ -247,8 +247,8 @@ class BaseModule(Documented, CallingModule):
         else:
             rule = precision_of(precision)
             if rule.history is None:  # type: ignore[union-attr]
-                held = counted(self, None, inp.device) if rule.check_finite else None  # type: ignore[union-attr]
-                return inp, precision, held, recompute  # type: ignore[return-value]
+                counts = counted(self, None, inp.device) if rule.check_finite else None  # type: ignore[union-attr]
+                return inp, precision, counts, recompute  # type: ignore[return-value]
             state = self._modules["fp8_state"]  # type: ignore[assignment]  # a third of the cost of self.fp8_state
             if state is None or state.precision is not rule:
                 state = make_state(self, inp.device, rule, recipe_of(precision))  # type: ignore[arg-type]
@@ -313,7 +313,7 @@ class BaseModule(Documented, CallingModule):
         precision: int,
         state: ScalingState | None,
         recompute: bool,
-        first: bool | None,
+        first_microbatch: bool | None,
     ) -> Extra | None:
         """The weight cache, `main_grad` and delayed gradients of this forward; None where there are none."""
         if torch.compiler.is_compiling():
@@ -322,7 +322,7 @@ class BaseModule(Documented, CallingModule):
             return None  # a compiled graph quantizes its weights in every microbatch
         scales = None if state is None else state.scales(recompute)
         precisions = [self._precision(precision, i) if precision else None for i in range(len(weights))]
-        return extra_for(self, names, weights, [self._parts_of(n) for n in names], precisions, scales, first)
+        return extra_for(self, names, weights, [self._parts_of(n) for n in names], precisions, scales, first_microbatch)
 
     def _parts_of(self, name: str) -> list[torch.Tensor]:
         """The parameters that a GEMM's weight is made of."""
@@ -395,10 +395,10 @@ class BaseModule(Documented, CallingModule):
 
     def _weight(self, name: str, dtype: torch.dtype, precision: int, gemm: int = 0) -> torch.Tensor:
         """A GEMM weight in the compute dtype; one that is only read quantized, in the parameter's own."""
-        weight = self._held(name)
+        weight = self._tensor(name)
         return weight if weight.dtype == dtype else self._converted(name, weight, dtype, precision, gemm)
 
-    def _held(self, name: str) -> torch.Tensor:
+    def _tensor(self, name: str) -> torch.Tensor:
         """A parameter, or what stands in its place (a parametrization). Module.__getattr__ would cost a microsecond."""
         found = self._parameters.get(name)
         return getattr(self, name) if found is None else found

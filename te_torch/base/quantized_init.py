@@ -162,10 +162,10 @@ def check_recipe_fits(module: Any, precision: Precision | None) -> None:
 
 def carry_over(attributes: dict[str, Any], new: torch.Tensor) -> None:
     """Give a parameter that replaces another one what users and we have attached to that one."""
-    kept = {k: v for k, v in attributes.items() if k not in new.__dict__ and not isinstance(v, MethodType)}
-    new.__dict__.update(kept)
-    if "_high_precision_init_val" in kept:
-        _preserve(new, kept["_high_precision_init_val"])
+    attached = {k: v for k, v in attributes.items() if k not in new.__dict__ and not isinstance(v, MethodType)}
+    new.__dict__.update(attached)
+    if "_high_precision_init_val" in attached:
+        _preserve(new, attached["_high_precision_init_val"])
 
 
 def _preserve(parameter: torch.Tensor, value: torch.Tensor) -> None:

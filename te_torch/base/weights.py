@@ -33,8 +33,8 @@ class CachedWeight:
 
     def fits(self, weights: Sequence[torch.Tensor], precision: Precision, columnwise: bool) -> bool:
         """Whether the weights still are what was quantized, and every copy is there that will be read."""
-        held = not columnwise or self.value.columnwise is not None
-        return held and self.key == _identity(weights, precision)
+        there = not columnwise or self.value.columnwise is not None
+        return there and self.key == _identity(weights, precision)
 
     def to_core(self) -> QuantizedTensor:
         """The quantized weight."""
@@ -76,20 +76,20 @@ def extra_for(
     parts: Sequence[Sequence[torch.Tensor]],
     precisions: Sequence[Precision | None],
     scales: Scales | None,
-    first: bool | None,
+    first_microbatch: bool | None,
 ) -> Extra | None:
     """The `Extra` of a forward with these weights (each made of its `parts`), or None for a plain call."""
     ready: list[QuantizedTensor | None] | None = None
-    if first is not None and any(p is not None for p in precisions):
+    if first_microbatch is not None and any(p is not None for p in precisions):
         ready = [
-            _cached(module, name, i, weight, part, precision, scales, first)
+            _cached(module, name, i, weight, part, precision, scales, first_microbatch)
             for i, (name, weight, part, precision) in enumerate(zip(names, weights, parts, precisions, strict=True))
         ]
     queue = module.wgrad_store.queues if module.delay_wgrad_compute else None
     if ready is None and queue is None and not module.fuse_wgrad_accumulation:
         return None
     parameters = [part[0] if len(part) == 1 else weight for part, weight in zip(parts, weights, strict=True)]
-    return Extra(ready, module.fuse_wgrad_accumulation, first, queue, parameters=parameters)
+    return Extra(ready, module.fuse_wgrad_accumulation, first_microbatch, queue, parameters=parameters)
 
 
 def _cached(
@@ -100,7 +100,7 @@ def _cached(
     parts: Sequence[torch.Tensor],
     precision: Precision | None,
     scales: Scales | None,
-    first: bool,
+    first_microbatch: bool,
 ) -> QuantizedTensor | None:
     """The quantized weight of the running group of microbatches: made in the first, found in the others."""
     if precision is None or precision.weight is None or isinstance(weight, QuantizedTorch):
@@ -108,8 +108,8 @@ def _cached(
     if any(part.is_inference() for part in parts):  # these do not count their changes
         return None
     columnwise = torch.is_grad_enabled() and precision.backward is None
-    held: CachedWeight | None = module._weight_cache.get(name)
-    if first or held is None or not held.fits(parts, precision, columnwise):
+    cached: CachedWeight | None = module._weight_cache.get(name)
+    if first_microbatch or cached is None or not cached.fits(parts, precision, columnwise):
         with torch.no_grad():
             rt = runtime_for(weight)
             needs = Needs(input=columnwise, weight=False, bias=False)
@@ -117,8 +117,8 @@ def _cached(
             uses = weight_operand(rt, to_core(weight.detach().contiguous()), product, None)
         if not isinstance(uses.rows, QuantizedTensor) or uses.columns is not uses.rows:
             return None
-        held = module._weight_cache[name] = CachedWeight(parts, precision, uses.rows)
-    return held.value
+        cached = module._weight_cache[name] = CachedWeight(parts, precision, uses.rows)
+    return cached.value
 
 
 def add_gradient(weight: torch.Tensor, dw: torch.Tensor | None) -> None:

@@ -56,14 +56,14 @@ class Finder(DistributionFinder, Loader):
         """Fill the module."""
         full = module.__spec__.name if module.__spec__ else module.__name__
         place = full.partition(".")[2]
-        held = CONTENTS[place]
+        contents = CONTENTS[place]
         names = vars(module)
         # What annotations of its classes refer to: whoever evaluates them looks where the class says that it is.
         for home in _homes(place):
             names.update({n: v for n, v in vars(sys.modules[home]).items() if not n.startswith("__")})
-        names.update(held)
+        names.update(contents)
         names["__doc__"] = f"{full}, as te-runtime {te_core.__version__} provides it."
-        names["__all__"] = [n for n in held if not n.startswith("_")]
+        names["__all__"] = [n for n in contents if not n.startswith("_")]
         names["__getattr__"] = not_built.getter(full, place)
 
     def find_distributions(self, context: Any = DistributionFinder.Context()) -> Iterator[Distribution]:  # noqa: B008
@@ -74,8 +74,8 @@ class Finder(DistributionFinder, Loader):
 
 def _classes(place: str) -> list[type]:
     """The classes of ours that this place defines."""
-    held = (v for v in DEFINED.get(place, {}).values() if isinstance(v, type))
-    return [cls for cls in held if naming.home_of(cls).startswith(("te_core.", "te_torch."))]
+    values = (v for v in DEFINED.get(place, {}).values() if isinstance(v, type))
+    return [cls for cls in values if naming.home_of(cls).startswith(("te_core.", "te_torch."))]
 
 
 def _homes(place: str) -> list[str]:

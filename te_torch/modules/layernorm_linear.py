@@ -56,10 +56,10 @@ class NormParameters(BaseModule):
                 self._initialise(name)
 
     def _norm_parameters(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
-        gamma = self._held("layer_norm_weight")
+        gamma = self._tensor("layer_norm_weight")
         if gamma.dtype != dtype:
             self._require_autocast("layer_norm_weight", gamma, dtype)  # the norm itself takes any dtype
-        return gamma, self._held("layer_norm_bias")
+        return gamma, self._tensor("layer_norm_bias")
 
     def _options(self) -> dict[str, Any]:
         return {

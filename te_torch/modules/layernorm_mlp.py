@@ -182,7 +182,7 @@ class LayerNormMLP(NormParameters):
     def _bias(self, name: str, dtype: torch.dtype) -> torch.Tensor | None:
         if not self.use_bias:
             return None
-        bias = self._held(name)
+        bias = self._tensor(name)
         return bias if bias.dtype == dtype else bias.to(dtype)
 
     def _new_call(self, stream: Any, precision: int, dtype: torch.dtype, *key: Any) -> Call:

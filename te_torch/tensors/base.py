@@ -129,11 +129,11 @@ class Quantizer:
 
     def _wrap(self, buffers: Buffers, shape: Sequence[int], dtype: torch.dtype, requires_grad: bool = False) -> Any:
         kind = kinds.of_format(self.format)
-        kept = self.copy()
+        quantizer = self.copy()
         if self.internal:
-            return kind.storage._of(tuple(shape), dtype, self.format, buffers, kept, self._options())
+            return kind.storage._of(tuple(shape), dtype, self.format, buffers, quantizer, self._options())
         return kind.tensor._of(
-            tuple(shape), dtype, self.format, buffers, kept, self._options(), requires_grad=requires_grad
+            tuple(shape), dtype, self.format, buffers, quantizer, self._options(), requires_grad=requires_grad
         )
 
     def update_quantized(self, src: torch.Tensor, dst: Any, *, noop_flag: torch.Tensor | None = None) -> Any:

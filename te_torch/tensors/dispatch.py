@@ -167,8 +167,7 @@ def _zeros_like(func: Any, t: Any, **kwargs: Any) -> Any:
 def _made_empty(t: Any, shape: Sequence[int], kwargs: dict[str, Any]) -> Any:
     quantizer = t._get_quantizer().copy()
     quantizer.internal = False
-    held = t.get_usages()
-    quantizer.set_usage(**held)
+    quantizer.set_usage(**t.get_usages())
     return quantizer.make_empty(
         shape,
         dtype=kwargs.get("dtype") or t.dtype,

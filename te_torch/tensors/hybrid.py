@@ -23,7 +23,7 @@ from te_torch.tensors.identity import IdentityQuantizer, IdentityTensorStorage
 from te_torch.tensors.pickling import put_together
 from te_torch.tensors.storage import QuantizedTensorStorage
 from te_torch.tensors.tensor import QuantizedTensor
-from te_torch.tensors.tracing import Kept
+from te_torch.tensors.tracing import AsConstant
 from te_torch.tensors.views import Part, Place
 
 _SIDES = ("row", "col")
@@ -249,8 +249,8 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
 
     def fsdp_buffer_fields(self) -> tuple[str, ...]:
         """The buffers of both copies that an all-gather moves."""
-        held = zip(("_rowwise_storage", "_columnwise_storage"), self._parts, strict=True)
-        return tuple(f"{name}.{n}" for name, p in held if p is not None for n in p.fsdp_buffer_fields())
+        parts = zip(("_rowwise_storage", "_columnwise_storage"), self._parts, strict=True)
+        return tuple(f"{name}.{n}" for name, p in parts if p is not None for n in p.fsdp_buffer_fields())
 
     def fsdp_extract_buffers(self) -> tuple[list[torch.Tensor], dict[str, Any]]:
         """These buffers, and for each copy what else the gathered one needs."""
@@ -300,7 +300,7 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
             inner, meta = p.__tensor_flatten__()
             names += [f"_{side}_part{n}" for n in inner]
             parts.append((type(p), tuple(p.shape), meta))
-        return names, (self._dtype, tuple(parts), Kept(self._quantizer))
+        return names, (self._dtype, tuple(parts), AsConstant(self._quantizer))
 
     @staticmethod
     def _parts_of(inner: dict[str, torch.Tensor], parts: Any, outer_size: Any) -> tuple[Any, Any]:
@@ -530,8 +530,8 @@ def _make_hybrid_quantized_tensor_in_reduce_ex(
             return None
         if state[0] == "identity":
             return IdentityTensorStorage._over(state[1], tuple(shape), dtype, state[2])
-        *held, own = state
-        return put_together(kinds.of_format(form_of(tuple(held[0]))).storage, dtype, shape, held, own)
+        *contents, own = state
+        return put_together(kinds.of_format(form_of(tuple(contents[0]))).storage, dtype, shape, contents, own)
 
     made = HybridQuantizedTensor._over((part(row), part(column)), tuple(shape), dtype, quantizer)
     made.requires_grad_(requires_grad)

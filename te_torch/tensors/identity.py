@@ -11,9 +11,9 @@ from te_core.recipe import CustomRecipe
 from te_torch.runtime import to_core
 from te_torch.tensors import kinds
 from te_torch.tensors.base import Quantizer, _dense
-from te_torch.tensors.storage import QuantizedTensorStorage, kept_or_new
+from te_torch.tensors.storage import QuantizedTensorStorage, old_or_new
 from te_torch.tensors.tensor import QuantizedTensor
-from te_torch.tensors.tracing import Kept
+from te_torch.tensors.tracing import AsConstant
 from te_torch.tensors.views import Part, Place
 
 
@@ -81,8 +81,8 @@ class IdentityTensorStorage(QuantizedTensorStorage):
 
     def get_usages(self) -> dict[str, bool]:
         """Both, as long as there are values."""
-        held = self._hp_data is not None
-        return {"rowwise": held, "columnwise": held}
+        there = self._hp_data is not None
+        return {"rowwise": there, "columnwise": there}
 
     def update_usage(self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None) -> None:
         """Nothing can be dropped: the one copy serves both."""
@@ -102,7 +102,7 @@ class IdentityTensorStorage(QuantizedTensorStorage):
 
     def _update(self, quantizer: Any, src: torch.Tensor, noop_flag: torch.Tensor | None) -> None:
         assert self._hp_data is not None
-        self._hp_data.copy_(kept_or_new(noop_flag, self._hp_data, src.to(self._hp_data.dtype)))
+        self._hp_data.copy_(old_or_new(noop_flag, self._hp_data, src.to(self._hp_data.dtype)))
 
     def _takes_bytes_of(self, src: Any) -> bool:
         return isinstance(src, IdentityTensorStorage)
@@ -142,8 +142,8 @@ class IdentityTensorStorage(QuantizedTensorStorage):
 
     def prepare_for_saving(self) -> tuple[list[torch.Tensor | None], Any]:
         """The values, of which this object is stripped, and the object."""
-        held, self._hp_data = self._hp_data, None
-        return [held], self
+        values, self._hp_data = self._hp_data, None
+        return [values], self
 
     def restore_from_saved(self, tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """Take the values back from the head of the list; what is left of it."""
@@ -174,7 +174,7 @@ class IdentityTensorStorage(QuantizedTensorStorage):
         return self._over(values, values.shape, meta["fake_dtype"], meta["quantizer"])
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        return ["_hp_data"], (self._dtype, Kept(self._quantizer))
+        return ["_hp_data"], (self._dtype, AsConstant(self._quantizer))
 
     @classmethod
     def __tensor_unflatten__(cls, inner: dict[str, torch.Tensor], meta: Any, outer_size: Any, outer_stride: Any) -> Any:

@@ -39,7 +39,7 @@ def of_kind(kind: Any, maker: Any, arguments: tuple[Any, ...]) -> Any:
     return other.requires_grad_(made.requires_grad)
 
 
-def held(t: Any) -> tuple[Any, ...]:
+def contents(t: Any) -> tuple[Any, ...]:
     """Format, buffers and options of a tensor or storage, as plain values.
 
     torch.save refuses views of several types into one memory: float32 scales go as copies of their own.
@@ -50,7 +50,7 @@ def held(t: Any) -> tuple[Any, ...]:
 
 
 def put_together(kind: Any, dtype: torch.dtype, shape: Any, state: Any, quantizer: Any, **more: Any) -> Any:
-    """A tensor or storage of this class from what `held` said."""
+    """A tensor or storage of this class from what `contents` said."""
     key, buffers, options = state
     plain, folded = [o for o in options if type(o) is not tuple], [o for o in options if type(o) is tuple]
     form, own = form_of(tuple(key)), packed(Buffers(*buffers))

@@ -39,8 +39,8 @@ def dequantize(form: Format, shape: tuple[int, int], buffers: Buffers, dtype: to
         rt = runtime_for(first)
         return to_torch(ops.dequantize(rt, core_of(form, shape, buffers), TO_CORE[dtype]))
     inner = [b for b in buffers if b is not None]
-    held = "".join("0" if b is None else "1" for b in buffers)
-    return torch.ops.te_runtime.dequantize_pieces(inner, list(shape), json.dumps([*form_key(form), held]), dtype)
+    there = "".join("0" if b is None else "1" for b in buffers)
+    return torch.ops.te_runtime.dequantize_pieces(inner, list(shape), json.dumps([*form_key(form), there]), dtype)
 
 
 def quantize(
@@ -140,8 +140,8 @@ def _columns(t: torch.Tensor) -> int:
 
 @lru_cache(1024)
 def _form(text: str) -> tuple[Format, str]:
-    *key, held = json.loads(text)
-    return form_of(tuple(key)), held
+    *key, there = json.loads(text)
+    return form_of(tuple(key)), there
 
 
 @lru_cache(1024)
@@ -151,9 +151,9 @@ def _rule(text: str) -> Operand:
 
 
 def _dequantize_op(inner: list[torch.Tensor], shape: list[int], text: str, dtype: torch.dtype) -> torch.Tensor:
-    form, held = _form(text)
+    form, there = _form(text)
     given = iter(inner)
-    buffers = Buffers(*[next(given) if h == "1" else None for h in held])
+    buffers = Buffers(*[next(given) if h == "1" else None for h in there])
     rt = runtime_for(inner[0])
     return to_torch(ops.dequantize(rt, core_of(form, (shape[0], shape[1]), buffers), TO_CORE[dtype])).clone()
 

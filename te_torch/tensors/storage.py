@@ -27,7 +27,7 @@ from te_torch.tensors.buffers import (
     rows_of,
     without,
 )
-from te_torch.tensors.tracing import Kept
+from te_torch.tensors.tracing import AsConstant
 from te_torch.tensors.transposing import columnwise_of
 from te_torch.tensors.views import WHOLE, CoreViews, Look, Memory, Part, Place, Seen
 
@@ -153,9 +153,9 @@ class QuantizedTensorStorage:
         else:
             data = t if t.dtype is torch.uint8 else t.view(torch.uint8)
             setattr(self, name, self._as_matrix(data, name == "_col_data" and self._format.transposed))
-        held = getattr(self, name)
-        if t is not None and memory_of(held) == memory_of(t):
-            self._looks[name] = Look(held, t)
+        mine = getattr(self, name)
+        if t is not None and memory_of(mine) == memory_of(t):
+            self._looks[name] = Look(mine, t)
 
     def _move_data(self, data: torch.Tensor) -> None:
         """Hold the rowwise data in this memory, to which it was copied. Nothing of it keeps the old one."""
@@ -177,19 +177,19 @@ class QuantizedTensorStorage:
 
     def inner_meta(self) -> tuple[Any, ...]:
         """What `core_from_inner` needs besides the buffers; hashable."""
-        there = self._inner_names()
-        held = tuple(n in there for n in NAMES)
-        return (form_key(self._format), tuple(self._matrix()), held)
+        names = self._inner_names()
+        there = tuple(n in names for n in NAMES)
+        return (form_key(self._format), tuple(self._matrix()), there)
 
     def to_core(self) -> QuantizedTensor:
         """The core's view of the buffers. Its pieces are kept for the next call, if they need no copies."""
-        held = self._core_views
-        if held is None or not held.fit(self):
+        views = self._core_views
+        if views is None or not views.fit(self):
             q = core_of(self._format, *self._to_read())
-            self._core_views = held = CoreViews.of(self, q)
-            if held is None:
+            self._core_views = views = CoreViews.of(self, q)
+            if views is None:
                 return q
-        return held.view()
+        return views.view()
 
     def _to_read(self) -> tuple[tuple[int, int], Buffers]:
         """The matrix that a GEMM reads, and its buffers."""
@@ -200,11 +200,11 @@ class QuantizedTensorStorage:
 
     def _to_pickle(self, requires_grad: bool, is_param: bool) -> tuple[Any, ...]:
         """The arguments of the function that unpickles it."""
-        return self.dtype, tuple(self.shape), pickling.held(self), self._quantizer, (requires_grad, is_param)
+        return self.dtype, tuple(self.shape), pickling.contents(self), self._quantizer, (requires_grad, is_param)
 
     def _as_part(self) -> tuple[Any, ...]:
         """The same of a storage inside another one."""
-        return (*pickling.held(self), self._quantizer)
+        return (*pickling.contents(self), self._quantizer)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         made = memo[id(self)] = self.make_copy()
@@ -314,14 +314,14 @@ class QuantizedTensorStorage:
         return self._get_quantizer().update_quantized(tensor, self, noop_flag=noop_flag)
 
     def _update(self, quantizer: Any, src: torch.Tensor, noop_flag: torch.Tensor | None) -> None:
-        held = self.get_usages()
-        if not any(held.values()):
+        usages = self.get_usages()
+        if not any(usages.values()):
             raise RuntimeError(f"{type(self).__name__} holds no buffers to quantize into")
         noted = () if noop_flag is None else quantizer._notes()
         before = [t.clone() for t in noted]
-        self._write(quantizer._cast(src.reshape(self._matrix()), held["rowwise"], held["columnwise"]), noop_flag)
+        self._write(quantizer._cast(src.reshape(self._matrix()), usages["rowwise"], usages["columnwise"]), noop_flag)
         for t, old in zip(noted, before, strict=True):
-            t.copy_(kept_or_new(noop_flag, old, t))
+            t.copy_(old_or_new(noop_flag, old, t))
 
     def _requantize(self, values: torch.Tensor) -> None:
         """The same below autograd, where torch has counted the change already."""
@@ -334,7 +334,7 @@ class QuantizedTensorStorage:
             if given is None:
                 continue
             part = given if given.shape == mine.shape else _part(given, mine, name == "_col_data")
-            mine.copy_(kept_or_new(noop_flag, mine, part))
+            mine.copy_(old_or_new(noop_flag, mine, part))
         self._wrote()
 
     def _wrote(self) -> None:
@@ -518,15 +518,15 @@ class QuantizedTensorStorage:
         """Called on a shard with the mesh that holds the others, before they are gathered."""
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        meta = (self._dtype, form_key(self._format), self._options, self._seen, Kept(self._quantizer))
+        meta = (self._dtype, form_key(self._format), self._options, self._seen, AsConstant(self._quantizer))
         return self._inner_names(), meta
 
     @classmethod
     def __tensor_unflatten__(cls, inner: dict[str, torch.Tensor], meta: Any, outer_size: Any, outer_stride: Any) -> Any:
-        dtype, key, options, seen, kept = meta
+        dtype, key, options, seen, constant = meta
         buffers = Buffers(*[inner.get(n) for n in NAMES])
         place = None if outer_stride is None else (tuple(outer_stride), 0)
-        made = cls._of(tuple(outer_size), dtype, form_of(key), buffers, kept.quantizer, options, place=place)
+        made = cls._of(tuple(outer_size), dtype, form_of(key), buffers, constant.quantizer, options, place=place)
         made._seen = seen
         return made
 
@@ -545,7 +545,7 @@ def _two(t: torch.Tensor) -> tuple[int, int]:
     return (t.shape[0], t.shape[1]) if t.ndim == 2 else (1, t.numel())
 
 
-def kept_or_new(noop_flag: torch.Tensor | None, old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+def old_or_new(noop_flag: torch.Tensor | None, old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
     """What an update leaves, which a flag of 1 on the device skips."""
     return new if noop_flag is None else torch.where(noop_flag.reshape(()) == 1, old, new)
 

@@ -241,8 +241,8 @@ class QuantizedTensor(QuantizedTorch):
         names, meta = self.__tensor_flatten__()  # type: ignore[attr-defined]
         quantizer = self._quantizer
         rule = None if quantizer is None else (type(quantizer).__name__, getattr(quantizer, "operand", None))
-        kept = meta[-1]._key()[1:]  # of a quantizer without a value: what it holds
-        return f"{type(self).__name__} {names} {meta[:-1]} {rule} {kept}"
+        constant = meta[-1]._key()[1:]  # of a quantizer without a value: what it holds
+        return f"{type(self).__name__} {names} {meta[:-1]} {rule} {constant}"
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return QuantizedTensorStorage.__repr__(self)  # type: ignore[arg-type]

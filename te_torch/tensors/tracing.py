@@ -11,7 +11,7 @@ from te_torch.runtime import to_core, to_core_shape
 from te_torch.tensors.buffers import Buffers, core_of, form_of
 
 
-class Kept:
+class AsConstant:
     """A quantizer as a compiler's constant: guarded by its rule, and by the tensors it reads, not copied."""
 
     __slots__ = ("quantizer",)
@@ -25,17 +25,17 @@ class Kept:
             return (q,)
 
         def plain(v: Any) -> Any:
-            return id(v) if isinstance(v, torch.Tensor) else Kept(v) if hasattr(v, "rowwise_usage") else v
+            return id(v) if isinstance(v, torch.Tensor) else AsConstant(v) if hasattr(v, "rowwise_usage") else v
 
         return (type(q), *sorted((k, plain(v)) for k, v in vars(q).items()))
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Kept) and self._key() == other._key()
+        return isinstance(other, AsConstant) and self._key() == other._key()
 
     def __hash__(self) -> int:
         return hash(self._key())
 
-    def __deepcopy__(self, memo: Any) -> Kept:
+    def __deepcopy__(self, memo: Any) -> AsConstant:
         return self
 
 
@@ -54,7 +54,7 @@ def core_from_inner(meta: tuple[Any, ...], tensors: Sequence[torch.Tensor], *, s
             made.append(inner and core_from_inner(inner, tensors[at : at + count], shapes_only=shapes_only))
             at += count
         return tuple(made)
-    key, shape, held = meta
+    key, shape, there = meta
     given = iter(tensors)
-    buffers = Buffers(*[next(given) if h else None for h in held])
+    buffers = Buffers(*[next(given) if h else None for h in there])
     return core_of(form_of(key), shape, buffers, shapes_only)

@@ -101,9 +101,9 @@ def _check(weight: Any, master: torch.Tensor | None, start: int, shard: Any) -> 
 def _one_weight(weight: Any, master: torch.Tensor | None, start: int, group: Any, shard: Any) -> None:
     if isinstance(weight, IdentityTensorStorage):
         if master is not None:
-            held: Any = weight._hp_data if shard is None else shard
+            target: Any = weight._hp_data if shard is None else shard
             begin = start if shard is None else 0
-            held.view(-1)[begin : begin + master.numel()].copy_(master.view(-1))
+            target.view(-1)[begin : begin + master.numel()].copy_(master.view(-1))
         return
     if isinstance(weight, Float8TensorStorage):
         _per_tensor(weight, master, start, group, shard)

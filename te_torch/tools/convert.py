@@ -119,24 +119,24 @@ def convert(
         raise ArgumentError("convert", f"model={model!r}", "a torch.nn.Module", "pass the model itself")
     if recipe is not None and not isinstance(recipe, Recipe):
         raise ArgumentError("convert", f"recipe={recipe!r}", "a recipe, or None", "pass DelayedScaling(), say")
-    plan = _Plan(filter, None if recipe is None else resolve(recipe), _held_rule(recipe))
+    swaps = _Swaps(filter, None if recipe is None else resolve(recipe), _held_rule(recipe))
     root = _found(model)
     if root is not None:
-        plan.keep("(model)", model, "the model itself has no place to be swapped in: pass what contains it")
-    plan.visit(model, "")
-    held = plan.hold(model) if initialising() else {}
+        swaps.keep("(model)", model, "the model itself has no place to be swapped in: pass what contains it")
+    swaps.visit(model, "")
+    held = swaps.hold(model) if initialising() else {}
     words = "" if recipe is None else _in_words(recipe)
-    report = ConversionReport(plan.rows, plan.keys, words, dry_run, len(plan.ours))
+    report = ConversionReport(swaps.rows, swaps.keys, words, dry_run, len(swaps.ours))
     if not dry_run:
         # All are built before the first is swapped: a constructor that refuses leaves the model as it was.
         new: dict[int, nn.Module] = {}
         with quantized_model_init(enabled=False):  # the weights are taken over as they are
-            for _, _, old, swap, name in plan.places:
+            for _, _, old, swap, name in swaps.places:
                 if id(old) not in new:  # a shared module stays shared
                     new[id(old)] = _build(swap, old, name)
         for module in new.values():
             _quantize(module, held)
-        for parent, key, old, _, _ in plan.places:
+        for parent, key, old, _, _ in swaps.places:
             parent._modules[key] = new[id(old)]
     return report
 
@@ -157,7 +157,7 @@ def _held_rule(recipe: Recipe | None) -> Operand | None:
     return rule
 
 
-# --------------------------------------------------------------------------------------- the plan
+# --------------------------------------------------------------------------------------- the swaps
 
 
 @dataclass(frozen=True)
@@ -174,7 +174,7 @@ class _Swap:
         return [p for key, (_, p) in self.parameters.items() if self.products and key in _WEIGHTS]
 
 
-class _Plan:
+class _Swaps:
     def __init__(self, filter: Filter | None, precision: Precision | None, held: Operand | None) -> None:
         self.rows: list[Conversion] = []
         self.keys: dict[str, str] = {}

@@ -52,7 +52,7 @@ class MemoryReport:
     @property
     def totals(self) -> dict[str, int]:
         """Bytes by kind, of all layers together."""
-        return {kind: sum(held.get(kind, 0) for held in self.layers.values()) for kind in KINDS}
+        return {kind: sum(counts.get(kind, 0) for counts in self.layers.values()) for kind in KINDS}
 
     @property
     def total(self) -> int:
@@ -61,16 +61,16 @@ class MemoryReport:
 
     def as_dict(self) -> dict[str, Any]:
         """{"layers": {name: {kind: bytes}}, "totals": {kind: bytes}, "total": bytes, "measured": bool}."""
-        layers = {name: dict(held) for name, held in self.layers.items()}
+        layers = {name: dict(counts) for name, counts in self.layers.items()}
         return {"layers": layers, "totals": self.totals, "total": self.total, "measured": self.measured}
 
     def __str__(self) -> str:
         totals = self.totals
         kinds = [kind for kind in KINDS if totals[kind]]
         rows = []
-        for name, held in [*self.layers.items(), ("total", totals)]:
-            cells = [f"{held[kind]:,}" if held.get(kind) else "" for kind in kinds]
-            rows.append([name or "(model)", *cells, f"{sum(held.values()):,}"])
+        for name, counts in [*self.layers.items(), ("total", totals)]:
+            cells = [f"{counts[kind]:,}" if counts.get(kind) else "" for kind in kinds]
+            rows.append([name or "(model)", *cells, f"{sum(counts.values()):,}"])
         text = table(["bytes", *[KINDS[kind] for kind in kinds], "total"], rows, right=True)
         if self.measured and totals["saved"]:
             return text
@@ -82,16 +82,16 @@ def memory_report(model: torch.nn.Module, saved: measure_saved | None = None) ->
     """What the model's layers hold now; with `saved`, also what a measured forward kept for backward."""
     if saved is not None and saved.model is not model:
         raise ArgumentError("memory_report", "saved of another model", "measure_saved(model)", "measure this model")
-    held: dict[str, dict[str, int]] = {}
+    sizes: dict[str, dict[str, int]] = {}
     seen: set[Any] = set()
     state_of = {id(child): name for name, m in model.named_modules() for child in m.children() if _is_state(child)}
     for name, module in model.named_modules():
-        counts = held.setdefault(state_of.get(id(module), name), dict.fromkeys(KINDS, 0))
-        for kind, size in _held_by(module, seen):
+        counts = sizes.setdefault(state_of.get(id(module), name), dict.fromkeys(KINDS, 0))
+        for kind, size in _of_module(module, seen):
             counts[kind] += size
     for name, size in {} if saved is None else saved.by_layer.items():
-        held.setdefault(name, dict.fromkeys(KINDS, 0))["saved"] += size
-    layers = {name: {k: n for k, n in counts.items() if n} for name, counts in held.items()}
+        sizes.setdefault(name, dict.fromkeys(KINDS, 0))["saved"] += size
+    layers = {name: {k: n for k, n in counts.items() if n} for name, counts in sizes.items()}
     return MemoryReport({name: counts for name, counts in layers.items() if counts}, saved is not None)
 
 
@@ -99,7 +99,7 @@ def _is_state(module: torch.nn.Module) -> bool:
     return isinstance(module, ScalingState)
 
 
-def _held_by(module: torch.nn.Module, seen: set[Any]) -> Iterator[tuple[str, int]]:
+def _of_module(module: torch.nn.Module, seen: set[Any]) -> Iterator[tuple[str, int]]:
     """(kind, bytes) of everything that the module itself holds and nothing before it did."""
     for parameter in module.parameters(recurse=False):
         yield from _of_tensor(parameter, "parameters", seen)

@@ -11,7 +11,7 @@ import pytest
 from te_core import arguments
 from te_core.backends.cuda import gemm_tune, norm_tiling
 from te_core.quantize import state
-from tests.core.test_import_floors import sources
+from tools.house import sources
 
 #: Of a module or a class, and what keeps each finite. A new one has to find its place here.
 BOUNDS = {

@@ -16,7 +16,7 @@ import pytest
 
 from te_core import env
 from te_core.errors import ArgumentError
-from tests.core.test_import_floors import sources
+from tools.house import sources
 
 ROOT = Path(__file__).resolve().parents[2]
 #: What others read is put there, and taken back: the loader's path while the cuDNN frontend looks for its library.

@@ -7,8 +7,6 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from te_core import dtypes, ops
 from te_core.ops.quantize import QuantizeSpec
@@ -138,50 +136,6 @@ def test_golden(rt):
             np.testing.assert_array_equal(
                 rt.numpy(scale)[held], arrays[f"{name}/{copy}_scale_inv"][held], err_msg=f"{name} {copy}"
             )
-
-
-@pytest.mark.parametrize("tiled", GRAINS)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_column_sum(rt, dtype, tiled):
-    rt = poisoned(rt)
-    for i, shape in enumerate([(1, 1), (17, 33), (0, 32), (48, 0), (130, 264), (129, 257), (1500, 72)]):
-        x = values(shape, dtype, i)
-        out_type = (dtype, "float32")[i % 2]
-        cast = make_cast(FP8[i % 2], tiled, ORIENTATIONS[i % 3])
-        sums = [rt.empty((shape[1],), dtypes.dtype(out_type)) for _ in range(2)]
-        for s in sums:
-            check(rt, ops.quantize(rt, placed(rt, x), cast, column_sum=s), x, cast)
-        got = rt.numpy(sums[0])
-        np.testing.assert_array_equal(got.view(np.uint8), rt.numpy(sums[1]).view(np.uint8))  # the same every time
-        exact, scale = x.astype(np.float64).sum(axis=0), np.abs(x.astype(np.float64)).sum(axis=0)
-        eps = float(ml_dtypes.finfo(numpy_dtype(out_type)).eps)
-        assert (np.abs(got.astype(np.float64) - exact) <= 1e-5 * scale + eps * np.abs(exact)).all()
-
-
-@pytest.mark.parametrize("tiled", GRAINS)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_unaligned(rt, dtype, tiled):
-    """An address off the 16-byte grid, whatever the shape."""
-    rt = poisoned(rt)
-    for i, shape in enumerate([(40, 64), (33, 16), (130, 144), (16, 31), (2, 300)]):
-        x = values(shape, dtype, i, special=True)
-        cast = make_cast(FP8[i % 2], tiled)
-        sums = rt.empty((shape[1],), dtypes.float32)
-        check(rt, ops.quantize(rt, placed(rt, x, 1 + i), cast), x, cast)
-        check(rt, ops.quantize(rt, placed(rt, x, 1 + i), cast, column_sum=sums), x, cast)
-
-
-@given(data=st.data())
-def test_any_bits(data):
-    """Every bit pattern of every type, on the CPU."""
-    rt = Runtime.cpu()
-    dtype = numpy_dtype(data.draw(st.sampled_from(DTYPES)))
-    rows, cols = data.draw(st.integers(0, 40)), data.draw(st.integers(0, 40))
-    raw = data.draw(st.binary(min_size=rows * cols * dtype.itemsize, max_size=rows * cols * dtype.itemsize))
-    x = np.frombuffer(raw, dtype).reshape(rows, cols)
-    tiled, power_of_two = data.draw(st.booleans()), data.draw(st.booleans())
-    cast = make_cast(data.draw(st.sampled_from(FP8)), tiled, power_of_two=power_of_two)
-    check(rt, ops.quantize(rt, placed(rt, x), cast), x, cast)
 
 
 @pytest.mark.parametrize("tiled", GRAINS)

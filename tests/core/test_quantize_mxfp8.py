@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from te_core import dtypes, ops
 from te_core.errors import ArgumentError
@@ -112,47 +109,6 @@ def test_tile_shares_one_scale(rt):
     assert (columns[0, :96] == ordinary).all() and (columns[1, :64] == ordinary).all()
     assert (columns[1, 64:96] == 136).all()
     np.testing.assert_array_equal(codes(rt, q.rowwise), codes(rt, q.columnwise))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_unaligned(rt, dtype):
-    """An address off the 16-byte grid, whatever the shape."""
-    rt = poisoned(rt)
-    for i, shape in enumerate([(40, 64), (33, 16), (16, 31), (2, 300)]):
-        x = values(shape, dtype, i, special=True)
-        tiled = i % 2 == 1
-        q = ops.quantize(rt, placed(rt, x, 1 + i), make_cast(FP8[i % 2], tiled=tiled))
-        check(rt, q, x, FP8[i % 2], tiled=tiled)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_column_sum(rt, dtype):
-    rt = poisoned(rt)
-    for i, shape in enumerate([*SHAPES, (1500, 72), (40000, 24)]):
-        x = values(shape, dtype, i)
-        out_type = (dtype, "float32")[i % 2]
-        orientation, tiled = ORIENTATIONS[i % 3], i % 4 == 3
-        cast = make_cast(FP8[i % 2], orientation, tiled)
-        sums = [rt.empty((shape[1],), dtypes.dtype(out_type)) for _ in range(2)]
-        results = [ops.quantize(rt, placed(rt, x), cast, column_sum=s) for s in sums]
-        got = rt.numpy(sums[0])
-        # The same order of additions every time.
-        np.testing.assert_array_equal(got.view(np.uint8), rt.numpy(sums[1]).view(np.uint8))
-        exact, scale = x.astype(np.float64).sum(axis=0), np.abs(x.astype(np.float64)).sum(axis=0)
-        eps = float(ml_dtypes.finfo(numpy_dtype(out_type)).eps)
-        assert (np.abs(got.astype(np.float64) - exact) <= 1e-5 * scale + eps * np.abs(exact)).all()
-        check(rt, results[1], x, FP8[i % 2], orientation, tiled)
-
-
-@given(data=st.data())
-def test_any_bits(data):
-    """Every bit pattern of every type: the CPU backend against the formula."""
-    dtype = numpy_dtype(data.draw(st.sampled_from(DTYPES)))
-    rows, cols = data.draw(st.integers(0, 40)), data.draw(st.integers(0, 40))
-    bits = data.draw(st.binary(min_size=rows * cols * dtype.itemsize, max_size=rows * cols * dtype.itemsize))
-    x, rt = np.frombuffer(bits, dtype).reshape(rows, cols), Runtime.cpu()
-    fp8, tiled = data.draw(st.sampled_from(FP8)), data.draw(st.booleans())
-    check(rt, ops.quantize(rt, placed(rt, x), make_cast(fp8, tiled=tiled)), x, fp8, tiled=tiled)
 
 
 # ---------------------------------------------------------------------------------------------- and back

@@ -315,22 +315,6 @@ def test_rows_with_their_own_amax_are_independent(rt):
         np.testing.assert_array_equal(a[keep], b[keep])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_column_sum(rt, dtype):
-    rt = poisoned(rt)
-    for i, shape in enumerate([(0, 32), (33, 17), (300, 72)]):
-        x = values(shape, dtype, i)
-        for options in (OPTIONS[0], OPTIONS[3]):
-            sums = rt.empty((shape[1],), dtypes.float32)
-            cast = make_cast(rt, options)
-            summed = ops.quantize(rt, placed(rt, x, i % 2), cast, column_sum=sums)
-            exact, scale = x.astype(np.float64).sum(axis=0), np.abs(x.astype(np.float64)).sum(axis=0)
-            assert (np.abs(rt.numpy(sums) - exact) <= 1e-5 * scale + 1e-7 * np.abs(exact)).all()
-            plain = ops.quantize(rt, placed(rt, x), cast)
-            for name in ("rowwise", "columnwise", "rowwise_scale", "columnwise_scale"):
-                np.testing.assert_array_equal(codes(rt, getattr(plain, name)), codes(rt, getattr(summed, name)))
-
-
 def test_refusals(rt):
     """Options that exclude each other."""
     x = placed(rt, np.ones((16, 16), np.float32))

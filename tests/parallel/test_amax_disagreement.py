@@ -417,8 +417,8 @@ def test_new_on_one_rank_only(count: int, pair: Ranks) -> None:
 def settled_elsewhere(rank: Rank) -> Any:
     """A plan that one rank has forgotten is nothing new; and what a GPU settles once is not looked at again."""
     net, x, looks = Net(rank), batch(rank.number, 0, rank.device), []
-    plain = amax_reduction._Plan._settle
-    amax_reduction._Plan._settle = lambda plan: (looks.append(plan.entries), plain(plan))[1]
+    plain = amax_reduction._ReductionPlan._settle
+    amax_reduction._ReductionPlan._settle = lambda plan: (looks.append(plan.entries), plain(plan))[1]
     try:
         with late(rank):
             for number in range(6):
@@ -426,7 +426,7 @@ def settled_elsewhere(rank: Rank) -> Any:
                 if rank.number == 0 and number % 2:
                     net.float() if number == 1 else net.first.fp8_state.update_plans.clear()
     finally:
-        amax_reduction._Plan._settle = plain
+        amax_reduction._ReductionPlan._settle = plain
     return len(looks), fp8_state(net)
 
 

@@ -140,9 +140,100 @@ def test_refused_where_it_enters(kind: str, name: str, value: Any) -> None:
     )
 
 
-def test_wrong_values_are_the_documented_assertion_too() -> None:
-    with pytest.raises(AssertionError, match="'LayerNorm' or 'RMSNorm'"):
-        make("TransformerLayer", normalization="BatchNorm")
+#: Parts that come later.
+NOT_BUILT: dict[str, Any] = {
+    "tp_size": 2,
+    "ub_overlap_ag": True,
+    "ub_overlap_rs": True,
+    "ub_overlap_rs_dgrad": True,
+    "ub_bulk_dgrad": True,
+    "ub_bulk_wgrad": True,
+    "symmetric_ar_type": "one_shot",
+    "save_original_input": True,
+    "activation_params": {"limit": 7.0},
+    "activation": "tanh",
+}
+LATER = [
+    (kind, option)
+    for kind in ("Linear", "LayerNormLinear", "LayerNormMLP")
+    for option in NOT_BUILT
+    if option in inspect.signature(getattr(te, kind).__init__).parameters
+]
+
+
+@pytest.mark.parametrize(("kind", "option"), LATER)
+def test_refused_options(kind: str, option: str) -> None:
+    """Parts that come later are refused in four parts, never ignored."""
+    with pytest.raises(UnsupportedError) as error:
+        make(kind, **{option: NOT_BUILT[option]})
+    e = error.value
+    assert kind in e.operation and option in e.got and e.allowed and e.do
+    assert str(e) == f"{e.operation}: got {e.got}. Allowed: {e.allowed}. To do: {e.do}."
+
+
+WIDE = {"hidden_size": 64, "num_attention_heads": 4}
+LATE = {"apply_residual_connection_post_layernorm": True}
+#: (module, options, the documented kind of error, what it says).
+REFUSED: list[tuple[str, dict[str, Any], type[Exception], str]] = [
+    ("Linear", {"parallel_mode": "diagonal"}, ArgumentError, "parallel_mode"),
+    ("LayerNormLinear", {"parallel_mode": "row"}, NotImplementedError, "row"),
+    ("LayerNormLinear", {"normalization": "BatchNorm"}, AssertionError, "normalization"),
+    ("LayerNormMLP", {"normalization": "BatchNorm"}, AssertionError, "normalization"),
+    ("GroupedLinear", {"ub_overlap_rs": True}, ValueError, "ub_overlap_rs"),
+    ("GroupedLinear", {"ub_overlap_ag": True}, ValueError, "ub_overlap_ag"),
+    ("GroupedLinear", {"tp_size": 2}, ValueError, "tp_size"),
+    ("GroupedLinear", {"parallel_mode": "both"}, ValueError, "parallel_mode"),
+    ("GroupedLinear", {"num_gemms": 0}, ValueError, "num_gemms"),
+    ("GroupedLinear", {"tp_size": 2, "bias": False}, UnsupportedError, "tp_size"),
+    ("GroupedLinear", {"use_grouped_tensor": 1}, TypeError, "use_grouped_tensor"),
+    ("MultiheadAttention", {"num_gqa_groups": 3}, AssertionError, "num_gqa_groups=3"),
+    ("MultiheadAttention", {"layer_number": 0}, AssertionError, "layer_number=0"),
+    ("MultiheadAttention", {"attention_type": "both"}, AssertionError, "'self' or 'cross'"),
+    ("MultiheadAttention", {"qkv_format": "bhsd"}, ArgumentError, "bhsd"),
+    ("MultiheadAttention", {"qk_norm_type": "BatchNorm"}, ValueError, "L2Normalization"),
+    ("MultiheadAttention", {"tp_size": 2}, UnsupportedError, "tp_size"),
+    ("MultiheadAttention", {"ub_overlap_ag": True}, UnsupportedError, "ub_overlap_ag"),
+    ("MultiheadAttention", {"fuse_wgrad_accumulation": True}, ValueError, "fuse_qkv_params=True"),
+    ("MultiheadAttention", {"normalization": "BatchNorm", "input_layernorm": True}, AssertionError, "RMSNorm"),
+    ("TransformerLayer", {"layer_type": "both"}, ValueError, "'encoder' or 'decoder'"),
+    ("TransformerLayer", {"hidden_dropout": 1.5}, ValueError, "hidden_dropout=1.5. Allowed: a probability"),
+    ("TransformerLayer", {"drop_path_rate": 1.25}, ValueError, "drop_path_rate=1.25"),
+    ("TransformerLayer", {"drop_path_rate": -0.5}, ValueError, "drop_path_rate=-0.5"),
+    ("TransformerLayer", {"parallel_attention_mlp": True, "layer_type": "decoder"}, ValueError, "decoder"),
+    ("TransformerLayer", {"parallel_attention_mlp": True, **LATE}, ValueError, "post_layernorm"),
+    ("TransformerLayer", {"parallel_attention_mlp": True, "output_layernorm": True}, ValueError, "output_layernorm"),
+    ("TransformerLayer", {"fuse_wgrad_accumulation": True}, ValueError, "fuse_qkv_params"),
+    ("TransformerLayer", {"self_attn_mask_type": "diagonal"}, ValueError, "no_mask"),
+    ("TransformerLayer", {"enc_dec_attn_mask_type": "diagonal"}, ValueError, "no_mask"),
+    ("TransformerLayer", {"attn_input_format": "bhsd"}, ValueError, "bshd"),
+    ("TransformerLayer", {"qk_norm_type": "BatchNorm"}, ValueError, "L2Normalization"),
+    ("TransformerLayer", {"normalization": "BatchNorm"}, AssertionError, "'LayerNorm' or 'RMSNorm'"),
+    ("TransformerLayer", {"tp_size": 2}, UnsupportedError, "tp_size"),
+    ("TransformerLayer", {"tp_size": 2, "sequence_parallel": True}, UnsupportedError, "tp_size"),
+    ("TransformerLayer", {"ub_tp_comm_overlap": True}, UnsupportedError, "ub_tp_comm_overlap"),
+    *(
+        (kind, {**WIDE, **sizes}, AssertionError, f"{kind}: got .*{said}")
+        for kind in ("MultiheadAttention", "TransformerLayer")
+        for sizes, said in (
+            (
+                {"hidden_size": 100, "num_attention_heads": 7},
+                r"hidden_size=100 in num_attention_heads=7\. Allowed: .*kv_channels",
+            ),
+            ({"num_attention_heads": 0}, "num_attention_heads=0"),
+            ({"num_attention_heads": -4}, "num_attention_heads=-4"),
+            ({"num_gqa_groups": 0}, "num_gqa_groups=0"),
+            ({"num_gqa_groups": 3}, "groups=3"),
+            ({"kv_channels": -8}, "kv_channels=-8"),
+            ({"hidden_size": 0}, "hidden_size=0"),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(("kind", "options", "error", "said"), REFUSED, ids=[f"{k}-{o}" for k, o, _, _ in REFUSED])
+def test_documented_errors(kind: str, options: dict[str, Any], error: type[Exception], said: str) -> None:
+    with pytest.raises(error, match=said):
+        make(kind, **options)
 
 
 @pytest.mark.parametrize("kind", [k for k in GOOD if "dtype" in str(inspect.signature(getattr(te, k)))])

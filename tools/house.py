@@ -1,0 +1,218 @@
+"""`make check`: the shape of the house, drawn from the sources' syntax trees. Here stand the floors of
+docs/architecture.md, who imports whom, how many lines each package has, and which modules import one another.
+
+Fails on such a circle that CIRCLES does not list. tests/core/test_import_floors.py checks that imports go downward.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# From low to high. A floor lists its rooms; `te_core.ops` stands for everything below that package.
+GROUND = (
+    "dtypes tensor dlpack quantized attention attention_rules precision runtime plan_cache libraries driver device "
+    "recipe errors env cache arguments naming hints"
+)
+TORCH_GROUND = "runtime quantized precisions program_names module_names module_paths listing recipe utils not_built"
+TORCH_STATE = "amax_disagreement amax_reduction availability state autocast function custom nonfinite"
+FLOORS: dict[str, list[str]] = {
+    "ground": [f"te_core.{room}" for room in GROUND.split()],
+    "kernels": ["te_core.kernels"],
+    "backends": ["te_core.backends", "te_core.backend"],
+    "ops": ["te_core.ops"],
+    "quantize": ["te_core.quantize"],
+    "layers": ["te_core.layers"],
+    "face": ["te_core.tools", "te_core.doctor", "te_core"],
+    "torch ground": [f"te_torch.{room}" for room in TORCH_GROUND.split()],
+    "torch tensors": ["te_torch.tensors"],
+    "torch state": [f"te_torch.{room}" for room in TORCH_STATE.split()],
+    "torch base": ["te_torch.base"],
+    "torch modules": ["te_torch.modules", "te_torch.attention"],
+    "torch transformer": ["te_torch.transformer"],
+    "torch face": [f"te_torch.{room}" for room in ("tools", "training", "custom_recipes", "constants", "compat")]
+    + ["te_torch"],
+    "jax": ["te_jax"],
+}
+ORDER = list(FLOORS)
+
+# Packages whose own `__init__` stands higher than what is in them: these names stand for nothing but themselves.
+FACES = ("te_core", "te_torch")
+
+# The one upward reference: Runtime finds its backend by name, at first use; its type is a protocol.
+UPWARD = {("te_core.runtime", "te_core.backends"): "running", ("te_core.runtime", "te_core.backend"): "typing"}
+
+#: Modules that import one another, at whatever time. A tensor's doors are DLPack's, and DLPack's are tensors.
+CIRCLES = {("te_core.dlpack", "te_core.tensor")}
+
+
+@cache
+def sources() -> dict[str, Path]:
+    """Every module of the packages by its dotted name."""
+    return _modules("te_core", "te_torch", "bindings/jax/te_jax")
+
+
+@cache
+def programs() -> dict[str, Path]:
+    """Those that nothing of the packages imports."""
+    return _modules("benchmarks", "examples", "tools", "tests")
+
+
+def _modules(*folders: str) -> dict[str, Path]:
+    found: dict[str, Path] = {}
+    for top in (ROOT / folder for folder in folders):
+        for path in sorted(top.rglob("*.py")):
+            parts = path.relative_to(top.parent).with_suffix("").parts
+            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def within(module: str, room: str) -> bool:
+    return module == room or module.startswith(room + ".")
+
+
+def floor(module: str) -> str | None:
+    """The floor a module stands on."""
+    for name, rooms in FLOORS.items():
+        if any(module == room or (room not in FACES and within(module, room)) for room in rooms):
+            return name
+    return None
+
+
+@cache
+def imports(module: str) -> list[tuple[str, int, str]]:
+    """What a module imports: (dotted name, line, when: "loading", "running" or "typing")."""
+    known = sources() | programs()
+    path = known[module]
+    tree = ast.parse(path.read_text())
+    package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+    found: list[tuple[str, int, str]] = []
+
+    def visit(node: ast.AST, when: str) -> None:
+        if isinstance(node, ast.Import):
+            found.extend((alias.name, node.lineno, when) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                above = package.split(".")
+                base = ".".join([*above[: len(above) - node.level + 1], *filter(None, [base])])
+            for alias in node.names:  # `from te_core import dtypes` names a module, `... import Runtime` does not
+                full = f"{base}.{alias.name}"
+                found.append((full if full in known else base, node.lineno, when))
+        elif isinstance(node, ast.Call):
+            found.extend((name, node.lineno, when) for name in _imported_by_call(node))
+        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
+            when = "typing"
+        elif when == "loading" and isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+            when = "running"
+        for child in ast.iter_child_nodes(node):
+            visit(child, when)
+
+    visit(tree, "loading")
+    return found
+
+
+def _imported_by_call(call: ast.Call) -> list[str]:
+    """The module that `import_module("a.b")` or `import_module(f"a.{x}")` names."""
+    if ast.unparse(call.func).rpartition(".")[2] not in ("import_module", "__import__") or not call.args:
+        return []
+    arg = call.args[0]
+    if isinstance(arg, ast.JoinedStr) and arg.values:
+        arg = arg.values[0]
+    return [arg.value.rstrip(".")] if isinstance(arg, ast.Constant) and isinstance(arg.value, str) else []
+
+
+def circles() -> set[tuple[str, ...]]:
+    """Modules that reach one another by imports, those of programs among them."""
+    known = sources() | programs()
+    return circles_of(
+        {
+            module: {name for name, _, _ in imports(module) if name in known and (module, name) not in UPWARD}
+            for module in known
+        }
+    )
+
+
+def circles_of(graph: dict[str, set[str]]) -> set[tuple[str, ...]]:
+    """Those that reach one another where each leads to what it is given with."""
+    reached = {module: _reached(graph, module) for module in graph}
+    return {
+        tuple(sorted(m for m in reached[start] if start in reached[m])) for start in graph if start in reached[start]
+    }
+
+
+def _reached(graph: dict[str, set[str]], start: str) -> set[str]:
+    seen: set[str] = set()
+    waiting = [start]
+    while waiting:
+        for module in graph[waiting.pop()] - seen:
+            seen.add(module)
+            waiting.append(module)
+    return seen
+
+
+#: Parts across packages whose size is watched on its own.
+PARTS = {"all of attention": ("te_torch.attention", "te_torch.transformer.multihead")}
+LONGEST = 8  # files that are shown
+
+
+def lines(*paths: Path) -> int:
+    return sum(path.read_text().count("\n") for path in paths)
+
+
+def package(module: str) -> str:
+    """Of te_core, te_torch and te_jax, or the one below them that a module is in."""
+    parts = module.split(".")
+    deep = len(parts) > 2 or sources()[module].name == "__init__.py"
+    return ".".join(parts[: 2 if deep else 1])
+
+
+def rows() -> list[tuple[str, str, int, int]]:
+    """(floor, package, files, lines) from the highest floor to the lowest, what has none of them first."""
+    found: dict[tuple[str, str], list[int]] = {}
+    for module in sources():
+        found.setdefault((floor(module) or "none", package(module)), []).append(lines(sources()[module]))
+    order = {name: i for i, name in enumerate(ORDER)}
+    places = sorted(found, key=lambda place: (-order.get(place[0], len(order)), place[1]))
+    return [(*place, len(found[place]), sum(found[place])) for place in places]
+
+
+def table() -> list[str]:
+    """Files and lines of each floor's packages, of parts, and the longest files."""
+    text = [f"{'floor':<18}{'package':<25}{'files':>5}{'lines':>8}"]
+    above = None
+    for name, room, files, count in rows():
+        text.append(f"{'' if name == above else name:<18}{room:<25}{files:>5}{count:>8}")
+        above = name
+    kernels = [p for p in sorted((ROOT / "te_core" / "kernels").rglob("*")) if p.suffix in (".cu", ".cuh")]
+    text.append(f"{'besides':<18}{'CUDA of the kernels':<25}{len(kernels):>5}{lines(*kernels):>8}")
+    for name, rooms in PARTS.items():
+        inside = [path for m, path in sources().items() if any(within(m, room) for room in rooms)]
+        text.append(f"{'':<18}{name:<25}{len(inside):>5}{lines(*inside):>8}")
+    longest = sorted(sources().values(), key=lines, reverse=True)[:LONGEST]
+    text += [
+        f"{'longest' * (path == longest[0]):<18}{path.relative_to(ROOT)!s:<30}{lines(path):>8}" for path in longest
+    ]
+    return text
+
+
+def judged(found: set[tuple[str, ...]], listed: set[tuple[str, ...]]) -> tuple[list[str], bool]:
+    """The circles there are, and whether these are the listed ones."""
+    text = [f"circle: {' - '.join(c)}{'' if c in listed else ', which is not listed'}" for c in sorted(found)]
+    text += [f"circle: {' - '.join(c)} is listed and not there any more" for c in sorted(listed - found)]
+    return text or ["no circles"], found == listed
+
+
+def main() -> int:
+    """Show the house; 0 if its circles are the listed ones."""
+    text, good = judged(circles(), CIRCLES)
+    print(*table(), *text, sep="\n")
+    return not good
+
+
+if __name__ == "__main__":
+    sys.exit(main())
