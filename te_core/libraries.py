@@ -169,11 +169,11 @@ def candidates(name: str) -> list[str]:
     for folder in env.library_path():
         result += [str(folder / known.soname(m)) for m in majors]
     for m in majors:
-        result += [str(site / "nvidia" / known.folder(m) / known.soname(m)) for site in site_folders()]
+        result += [str(folder / "nvidia" / known.folder(m) / known.soname(m)) for folder in package_folders()]
     return result + [known.soname(m) for m in majors]
 
 
-def site_folders() -> list[Path]:
+def package_folders() -> list[Path]:
     """The import path's folders that carry NVIDIA wheels."""
     folders = (Path(p) for p in dict.fromkeys(sys.path) if p)
     return [p for p in folders if (p / "nvidia").is_dir()]
@@ -187,7 +187,7 @@ def cuda_major() -> int | None:
     if used:
         return used
     for major in majors:
-        folders = [site / "nvidia" / known.folder(major) for site in site_folders() for known in versioned]
+        folders = [folder / "nvidia" / known.folder(major) for folder in package_folders() for known in versioned]
         if any(folder.is_dir() for folder in folders):
             return major
     return next((major for major in majors if major <= driver_version()[0]), None)

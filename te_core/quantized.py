@@ -231,8 +231,8 @@ class QuantizedTensor:
         return cls(form, shape, None, Copy.at(block, 0, pieces_of(block.device, form, shape, True)), block)
 
     def __repr__(self) -> str:
-        held = [n for n in ("rowwise", "columnwise") if getattr(self, n) is not None]
-        return f"QuantizedTensor({self.format} {tuple(self.shape)}, {' and '.join(held) or 'empty'})"
+        copies = [n for n in ("rowwise", "columnwise") if getattr(self, n) is not None]
+        return f"QuantizedTensor({self.format} {tuple(self.shape)}, {' and '.join(copies) or 'empty'})"
 
 
 class CastKey(NamedTuple):

@@ -161,10 +161,10 @@ def the_one(precision: Precision) -> Precision:
     """The object that stands for all precisions equal to this one, while there are any."""
     with _resolving:
         try:
-            held = _resolved.get(precision)
+            reference = _resolved.get(precision)
         except TypeError:  # a user's function or quantizer that cannot be hashed stands for itself
             return precision
-        found = None if held is None else held()
+        found = None if reference is None else reference()
         if found is None:
             found = precision
             _resolved[precision] = weakref.ref(precision)

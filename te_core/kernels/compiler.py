@@ -158,7 +158,7 @@ def cuda_headers() -> list[Path]:
         return [given]
     major = _nvrtc_version()[0]
     wheels = [f"cu{major}/include", "cuda_runtime/include"]
-    places = [site / "nvidia" / wheel for site in libraries.site_folders() for wheel in wheels]
+    places = [folder / "nvidia" / wheel for folder in libraries.package_folders() for wheel in wheels]
     places += [Path(f"/usr/local/cuda-{major}/include"), Path("/usr/local/cuda/include")]
     for place in places:
         if (place / "cuda_fp8.h").is_file():

@@ -152,10 +152,10 @@ def attention_forward(
             f"a dense {(*q.shape[:-1], v.shape[-1])} of {q.dtype} beside q, on CUDA at a multiple of 16 bytes",
             "correct out, or leave it out",
         )
-    kept = rt.empty(stats_shape(q, spec), dtypes.float32) if stats else None
+    statistics = rt.empty(stats_shape(q, spec), dtypes.float32) if stats else None
     largest = rt.empty((q.shape[DIMENSIONS[spec.q_format][2]],), dtypes.float32) if spec.max_logit else None
-    rt.backend.attention_forward(rt, plan, ForwardOperands(q, k, v, terms, out, kept, largest))
-    return Attended(out, kept, largest)
+    rt.backend.attention_forward(rt, plan, ForwardOperands(q, k, v, terms, out, statistics, largest))
+    return Attended(out, statistics, largest)
 
 
 def attention_backward(

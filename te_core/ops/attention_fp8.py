@@ -156,9 +156,9 @@ def attention_fp8_forward(
         _check_scales(op, q, scales)
         size = sizes_of(q, k, v, spec, terms)
         plan = rt.plans.put(key, rt.backend.plan_attention_fp8_forward(rt, Asked(spec, size, q, k, v, terms, stats)))
-    kept = rt.empty(stats_shape(q, spec), dtypes.float32) if stats else None
-    rt.backend.attention_fp8_forward(rt, plan, Fp8ForwardOperands(q, k, v, terms, scales, out, kept))
-    return Attended(out, kept, None)
+    statistics = rt.empty(stats_shape(q, spec), dtypes.float32) if stats else None
+    rt.backend.attention_fp8_forward(rt, plan, Fp8ForwardOperands(q, k, v, terms, scales, out, statistics))
+    return Attended(out, statistics, None)
 
 
 def attention_fp8_backward(

@@ -392,8 +392,8 @@ def _check_formats(
     for name, t, part, rows, scale, amax in zip(
         "ab", operands, (form, other), (m, n), scales[:2], scales[2:], strict=True
     ):
-        held = dtypes.uint8 if scaling == "nvfp4" else part.dtype
-        _check.require(t.dtype is held, op, f"{name} {t.dtype} as {part}", held.name, "pass the copy's data")
+        stored = dtypes.uint8 if scaling == "nvfp4" else part.dtype
+        _check.require(t.dtype is stored, op, f"{name} {t.dtype} as {part}", stored.name, "pass the copy's data")
         _check_scale(op, f"{name}_scale", scale, part, rows, k)
         if scaling == "nvfp4":
             _check.require(amax is not None, op, f"{name}_amax=None", "a float32 [1] tensor", f"pass {name}_amax")

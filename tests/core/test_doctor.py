@@ -106,7 +106,7 @@ def nothing_here(monkeypatch, driver, *there):
     monkeypatch.setattr(libraries, "driver", NoDevices)
     monkeypatch.setattr(libraries, "version", missing)
     monkeypatch.setattr(libraries, "mapped", lambda: {name: [] for name in libraries.KNOWN})
-    monkeypatch.setattr(libraries, "site_folders", list)
+    monkeypatch.setattr(libraries, "package_folders", list)
     monkeypatch.setattr(libraries, "found", lambda name: name in there)
     monkeypatch.setattr(loader, "_cupy_driver", no_cupy)
     monkeypatch.setattr(compiler, "_nvrtc_version", lambda: missing("nvrtc"))

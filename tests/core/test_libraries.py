@@ -48,7 +48,7 @@ def test_mapped_reads_the_process_map(tmp_path):
 
 def nothing_mapped(monkeypatch, site: Path):
     monkeypatch.setattr(libraries, "mapped", lambda: {name: [] for name in libraries.KNOWN})
-    monkeypatch.setattr(libraries, "site_folders", lambda: [site])
+    monkeypatch.setattr(libraries, "package_folders", lambda: [site])
     monkeypatch.setattr(libraries, "driver_version", lambda: (13, 0))
 
 

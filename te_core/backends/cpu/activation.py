@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from te_core.backends.cpu import codec
-from te_core.backends.cpu.executor import F32, Executor, Plan, row_blocks, scratch
+from te_core.backends.cpu.executor import F32, CpuPlan, Executor, row_blocks, scratch
 from te_core.backends.cpu.quantize import deliver, store_column_sum
 from te_core.runtime import Runtime
 
@@ -37,18 +37,18 @@ _PLAIN_OF = {
 _FLAT = 1e4
 
 
-def plan_activation_forward(rt: Runtime, spec: ActivationSpec) -> Plan:
+def plan_activation_forward(rt: Runtime, spec: ActivationSpec) -> CpuPlan:
     """The plan of `activation_forward`."""
-    return Plan(spec)
+    return CpuPlan(spec)
 
 
-def plan_activation_backward(rt: Runtime, spec: ActivationSpec) -> Plan:
+def plan_activation_backward(rt: Runtime, spec: ActivationSpec) -> CpuPlan:
     """The plan of `activation_backward`."""
-    return Plan(spec)
+    return CpuPlan(spec)
 
 
 @np.errstate(all="ignore")
-def activation_forward(rt: Runtime, plan: Plan, operands: ActivationOperands) -> None:
+def activation_forward(rt: Runtime, plan: CpuPlan, operands: ActivationOperands) -> None:
     """y = act(x), or act(a) * b for x = (a | b); then the cast."""
     x, _, y, cast, q, _ = operands
     ex, source, kind = scratch(rt), x.numpy(), plan.spec.kind
@@ -73,7 +73,7 @@ def activation_forward(rt: Runtime, plan: Plan, operands: ActivationOperands) ->
 
 
 @np.errstate(all="ignore")
-def activation_backward(rt: Runtime, plan: Plan, operands: ActivationOperands) -> None:
+def activation_backward(rt: Runtime, plan: CpuPlan, operands: ActivationOperands) -> None:
     """dx = dy * act'(x), or (dy * b * act'(a) | dy * act(a)); then its column sums and the cast."""
     x, dy, dx, cast, q, column_sum = operands
     assert dy is not None

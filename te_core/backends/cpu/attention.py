@@ -11,25 +11,25 @@ import numpy as np
 
 from te_core.backends.cpu import codec
 from te_core.backends.cpu.attention_scores import Part, Problem, Tile, clear, folded, load, product, store
-from te_core.backends.cpu.executor import F32, Plan, scratch
+from te_core.backends.cpu.executor import F32, CpuPlan, scratch
 from te_core.runtime import Runtime
 
 if TYPE_CHECKING:
     from te_core.ops.attention import Asked, BackwardOperands, ForwardOperands
 
 
-def plan_attention_forward(rt: Runtime, asked: Asked) -> Plan:
+def plan_attention_forward(rt: Runtime, asked: Asked) -> CpuPlan:
     """The plan of `attention_forward`."""
-    return Plan((asked.spec, asked.size))
+    return CpuPlan((asked.spec, asked.size))
 
 
-def plan_attention_backward(rt: Runtime, asked: Asked) -> Plan:
+def plan_attention_backward(rt: Runtime, asked: Asked) -> CpuPlan:
     """The plan of `attention_backward`."""
-    return Plan((asked.spec, asked.size))
+    return CpuPlan((asked.spec, asked.size))
 
 
 @np.errstate(all="ignore")
-def attention_forward(rt: Runtime, plan: Plan, operands: ForwardOperands) -> None:
+def attention_forward(rt: Runtime, plan: CpuPlan, operands: ForwardOperands) -> None:
     """out = dropout(P) v, with the logs of the sums and the largest scores."""
     q, k, v, terms, out, stats, max_logit = operands
     ex, problem = scratch(rt), Problem(plan.spec, terms, q, k)
@@ -48,9 +48,9 @@ def attention_forward(rt: Runtime, plan: Plan, operands: ForwardOperands) -> Non
             if max_logit is not None:
                 largest[part.heads] = np.maximum(largest[part.heads], s.max(axis=(0, 2, 3), initial=-np.inf))
             p, log = problem.softmax(part, s)
-            kept = problem.drop(part, tile)
-            if kept is not None:
-                np.multiply(p, kept, out=p)
+            survives = problem.drop(part, tile)
+            if survives is not None:
+                np.multiply(p, survives, out=p)
             store(ex, product(p, values[:, :, cols]), target[:, :, rows])
             if logs is not None:
                 logs[..., rows] = log
@@ -59,7 +59,7 @@ def attention_forward(rt: Runtime, plan: Plan, operands: ForwardOperands) -> Non
 
 
 @np.errstate(all="ignore")
-def attention_backward(rt: Runtime, plan: Plan, operands: BackwardOperands) -> None:
+def attention_backward(rt: Runtime, plan: CpuPlan, operands: BackwardOperands) -> None:
     """The gradients through the weights, which are worked out again from the statistics."""
     dy, q, k, v, out, stats, terms, dq, dk, dv, dbias, dsink = operands
     ex, problem = scratch(rt), Problem(plan.spec, terms, q, k)
@@ -78,10 +78,10 @@ def attention_backward(rt: Runtime, plan: Plan, operands: BackwardOperands) -> N
             q_tile, dy_tile = (np.ascontiguousarray(a[:, :, rows]) for a in (queries, gradient))
             s, slope = problem.scores(part, tile, q_tile, keys[:, :, cols])
             p = problem.weights(s, logs[..., rows])
-            dp, kept = product(dy_tile, values[:, :, cols].swapaxes(2, 3)), problem.drop(part, tile)
-            value_sum[:, :, cols] += folded(p if kept is None else p * kept, dy_tile, keys.shape[1])
-            if kept is not None:
-                np.multiply(dp, kept, out=dp)
+            dp, survives = product(dy_tile, values[:, :, cols].swapaxes(2, 3)), problem.drop(part, tile)
+            value_sum[:, :, cols] += folded(p if survives is None else p * survives, dy_tile, keys.shape[1])
+            if survives is not None:
+                np.multiply(dp, survives, out=dp)
             along = np.multiply(p, dp).sum(axis=3)
             if problem.sink is not None:
                 share = np.exp(problem.sink[part.heads, None] - logs[..., rows])

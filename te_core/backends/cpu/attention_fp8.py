@@ -12,7 +12,7 @@ import numpy as np
 
 from te_core.backends.cpu import codec
 from te_core.backends.cpu.attention_scores import Array, Problem, clear, folded, load, product, store
-from te_core.backends.cpu.executor import F32, Executor, Plan, scratch
+from te_core.backends.cpu.executor import F32, CpuPlan, Executor, scratch
 from te_core.dtypes import DType
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
@@ -32,18 +32,18 @@ def scale_pairs(rt: Runtime, scales: Sequence[Tensor], places: Sequence[Tensor |
             place.numpy()[0] = pair[1]
 
 
-def plan_attention_fp8_forward(rt: Runtime, asked: Asked) -> Plan:
+def plan_attention_fp8_forward(rt: Runtime, asked: Asked) -> CpuPlan:
     """The plan of `attention_fp8_forward`."""
-    return Plan((asked.spec, asked.size))
+    return CpuPlan((asked.spec, asked.size))
 
 
-def plan_attention_fp8_backward(rt: Runtime, asked: Asked) -> Plan:
+def plan_attention_fp8_backward(rt: Runtime, asked: Asked) -> CpuPlan:
     """The plan of `attention_fp8_backward`."""
-    return Plan((asked.spec, asked.size))
+    return CpuPlan((asked.spec, asked.size))
 
 
 @np.errstate(all="ignore")
-def attention_fp8_forward(rt: Runtime, plan: Plan, operands: Fp8ForwardOperands) -> None:
+def attention_fp8_forward(rt: Runtime, plan: CpuPlan, operands: Fp8ForwardOperands) -> None:
     """out = dropout(P in FP8) v."""
     q, k, v, terms, scales, out, stats = operands
     ex, problem = scratch(rt), Problem(plan.spec, terms, q, k)
@@ -61,16 +61,16 @@ def attention_fp8_forward(rt: Runtime, plan: Plan, operands: Fp8ForwardOperands)
             s, _ = problem.scores(part, tile, np.ascontiguousarray(queries[:, :, rows]), keys[:, :, cols])
             p, log = problem.softmax(part, s)
             p = _through(ex, p, scales.s, q.dtype)
-            kept = problem.drop(part, tile)
-            if kept is not None:
-                np.multiply(p, kept, out=p)
+            survives = problem.drop(part, tile)
+            if survives is not None:
+                np.multiply(p, survives, out=p)
             _deliver(ex, product(p, values[:, :, cols]), scales.out, target[:, :, rows])
             if logs is not None:
                 logs[..., rows] = log
 
 
 @np.errstate(all="ignore")
-def attention_fp8_backward(rt: Runtime, plan: Plan, operands: Fp8BackwardOperands) -> None:
+def attention_fp8_backward(rt: Runtime, plan: CpuPlan, operands: Fp8BackwardOperands) -> None:
     """Gradients by P in FP8 for dv, and dS in FP8 for dq and dk; D is summed from the output as it came."""
     dy, q, k, v, out, stats, terms, scales, dq, dk, dv = operands
     ex, problem = scratch(rt), Problem(plan.spec, terms, q, k)
@@ -91,11 +91,11 @@ def attention_fp8_backward(rt: Runtime, plan: Plan, operands: Fp8BackwardOperand
             q_tile, dy_tile = (np.ascontiguousarray(a[:, :, rows]) for a in (queries, gradient))
             s, slope = problem.scores(part, tile, q_tile, keys[:, :, cols])
             p = problem.weights(s, logs[..., rows])
-            narrow, kept = _through(ex, p, scales.s, q.dtype), problem.drop(part, tile)
+            narrow, survives = _through(ex, p, scales.s, q.dtype), problem.drop(part, tile)
             dp = product(dy_tile, values[:, :, cols].swapaxes(2, 3))
-            if kept is not None:
-                np.multiply(narrow, kept, out=narrow)
-                np.multiply(dp, kept, out=dp)
+            if survives is not None:
+                np.multiply(narrow, survives, out=narrow)
+                np.multiply(dp, survives, out=dp)
             value_sum[:, :, cols] += folded(narrow, dy_tile, keys.shape[1])
             ds = np.multiply(p, np.subtract(dp, along[:, :, rows, None], out=dp), out=p)
             if slope is not None:
@@ -110,8 +110,8 @@ def attention_fp8_backward(rt: Runtime, plan: Plan, operands: Fp8BackwardOperand
 def _raise(values: F32, scaled: Scaled) -> None:
     """Raise the amax to the largest of the values."""
     if scaled.amax is not None:
-        held = scaled.amax.numpy()
-        held[0] = np.fmax(held[0], codec.amax(values))
+        amax = scaled.amax.numpy()
+        amax[0] = np.fmax(amax[0], codec.amax(values))
 
 
 def _through(ex: Executor, values: F32, scaled: Scaled, dtype: DType) -> F32:

@@ -115,11 +115,11 @@ class Problem:
             q, kv = spans[alike[0]]
             queries, keys = q.stop - q.start, kv.stop - kv.start
             shift = keys - queries if self.spec.bottom_right else 0
-            held = max(1, TILE // max(1, repeat * queries * keys))
-            for i in alike[:: max(1, held // groups)]:
-                sequences = slice(i, min(i + max(1, held // groups), alike[-1] + 1))
-                for first in range(0, groups, min(held, groups)):
-                    last = min(first + held, groups)
+            count = max(1, TILE // max(1, repeat * queries * keys))
+            for i in alike[:: max(1, count // groups)]:
+                sequences = slice(i, min(i + max(1, count // groups), alike[-1] + 1))
+                for first in range(0, groups, min(count, groups)):
+                    last = min(first + count, groups)
                     yield Part(sequences, slice(first, last), slice(first * repeat, last * repeat), q, kv, shift)
 
     def tiles(self, part: Part) -> Iterator[Tile]:

@@ -38,9 +38,9 @@ def fp8_codes(bits: Array, dtype: DType) -> npt.NDArray[np.uint8]:
     lowest = 128 - bias  # the fp32 exponent field of the format's smallest normal value
     # Below it the spacing no longer shrinks: more bits are cut off instead. All are gone at 25.
     cut = np.minimum(23 - mantissa + np.maximum(lowest - exponent, 0), 25)
-    kept = (significand + (1 << (cut - 1)) - 1 + ((significand >> cut) & 1)) >> cut
-    # `kept` still has its leading one, which makes the exponent's first step (and a carry the next).
-    code = np.minimum(kept + (np.maximum(exponent - lowest, 0) << mantissa), top)
+    rounded = (significand + (1 << (cut - 1)) - 1 + ((significand >> cut) & 1)) >> cut
+    # `rounded` still has its leading one, which makes the exponent's first step (and a carry the next).
+    code = np.minimum(rounded + (np.maximum(exponent - lowest, 0) << mantissa), top)
     code |= (wide >> 24) & 0x80
     code[magnitude > 0x7F800000] = NAN_CODE
     return np.asarray(code, np.uint8)

@@ -77,10 +77,10 @@ def _drop(v: F32, p: float, rng: npt.NDArray[np.int64], site: int, first: int) -
     if p == 1.0:
         v.fill(0.0)
         return
-    kept = philox_words(rng, site, first, v.size).reshape(v.shape) >= np.uint32(int(p * 2.0**32))
+    survives = philox_words(rng, site, first, v.size).reshape(v.shape) >= np.uint32(int(p * 2.0**32))
     np.multiply(v, np.float32(1.0 / (1.0 - p)), out=v)
     bits = v.view(np.int32)  # and-ing with all ones or none: a dropped infinity is 0, a product would be NaN
-    np.bitwise_and(bits, np.negative(kept.view(np.int8), dtype=np.int32), out=bits)
+    np.bitwise_and(bits, np.negative(survives.view(np.int8), dtype=np.int32), out=bits)
 
 
 def philox_words(rng: npt.NDArray[np.int64], site: int, first: int, count: int) -> npt.NDArray[np.uint32]:

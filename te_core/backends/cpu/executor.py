@@ -28,7 +28,7 @@ KEEP = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class CpuPlan:
     """What a run depends on. There is nothing to choose on a CPU: the plan is its own description."""
 
     spec: Any

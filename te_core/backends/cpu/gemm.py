@@ -100,7 +100,7 @@ def _finish(
 ) -> None:
     target = out.numpy()
     added = None if bias is None else bias.numpy().astype(np.float32)
-    kept = None if aux is None else aux.numpy()
+    aux_out = None if aux is None else aux.numpy()
     sums = np.zeros(spec.n, np.float64)
     for block in row_blocks(spec.m, spec.n):
         v = product[block]
@@ -109,12 +109,12 @@ def _finish(
         if added is not None:
             np.add(v, added, out=v)
         if spec.epilogue == "gelu":
-            if kept is not None:
-                codec.encode(ex, v, kept[block])
+            if aux_out is not None:
+                codec.encode(ex, v, aux_out[block])
             activation.forward(ex, "gelu", v, v)
         elif spec.epilogue == "dgelu":
-            assert kept is not None  # the ops floor requires it
-            before = codec.decode(ex, kept[block], ex.floats("gemm aux", *v.shape))
+            assert aux_out is not None  # the ops floor requires it
+            before = codec.decode(ex, aux_out[block], ex.floats("gemm aux", *v.shape))
             np.multiply(v, activation.derivative(ex, "gelu", before, before), out=v)
         if out_sum is not None:
             sums += v.sum(axis=0)

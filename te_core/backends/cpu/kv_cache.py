@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from te_core.backends.cpu.executor import Plan
+from te_core.backends.cpu.executor import CpuPlan
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
 
@@ -17,16 +17,16 @@ if TYPE_CHECKING:
 Array = npt.NDArray[Any]
 
 
-def plan_kv_append(rt: Runtime, spec: KVAppendSpec | KVMoveSpec | KVGatherSpec) -> Plan:
+def plan_kv_append(rt: Runtime, spec: KVAppendSpec | KVMoveSpec | KVGatherSpec) -> CpuPlan:
     """Nothing to choose."""
-    return Plan(spec)
+    return CpuPlan(spec)
 
 
 plan_kv_move = plan_kv_gather = plan_kv_append
 
 
 def kv_append(
-    rt: Runtime, plan: Plan, new_k: Tensor, new_v: Tensor, cache: KVCache, cu_new: Tensor, cu_cached: Tensor
+    rt: Runtime, plan: CpuPlan, new_k: Tensor, new_v: Tensor, cache: KVCache, cu_new: Tensor, cu_cached: Tensor
 ) -> None:
     """Copy each sequence's new tokens to its end."""
     first, last = cu_new.numpy(), cu_cached.numpy()
@@ -60,7 +60,7 @@ def _places(cache: KVCache, row: int, position: Array) -> tuple[Array, Array]:
     return (page * size + position % size)[exists], inside
 
 
-def kv_move(rt: Runtime, plan: Plan, cache: KVCache, moves: Tensor) -> None:
+def kv_move(rt: Runtime, plan: CpuPlan, cache: KVCache, moves: Tensor) -> None:
     """Copy row after row."""
     for store in (cache.k.numpy(), cache.v.numpy()):
         spare = np.empty(store.shape[1:], store.dtype)
@@ -71,7 +71,7 @@ def kv_move(rt: Runtime, plan: Plan, cache: KVCache, moves: Tensor) -> None:
             (spare if to < 0 else store[to])[:n] = (spare if source < 0 else store[source])[:n]
 
 
-def kv_gather(rt: Runtime, plan: Plan, cache: KVCache, cu_cached: Tensor, k: Tensor, v: Tensor) -> None:
+def kv_gather(rt: Runtime, plan: CpuPlan, cache: KVCache, cu_cached: Tensor, k: Tensor, v: Tensor) -> None:
     """Copy the tokens of each sequence from its pages."""
     lengths = np.diff(cu_cached.numpy())
     for old, out in ((cache.k.numpy(), k.numpy()), (cache.v.numpy(), v.numpy())):

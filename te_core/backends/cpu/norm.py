@@ -8,7 +8,7 @@ import numpy as np
 
 from te_core.backends.cpu import codec
 from te_core.backends.cpu.elementwise import bias_dropout_add
-from te_core.backends.cpu.executor import F32, Executor, Plan, row_blocks, scratch
+from te_core.backends.cpu.executor import F32, CpuPlan, Executor, row_blocks, scratch
 from te_core.backends.cpu.quantize import deliver
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
@@ -17,18 +17,18 @@ if TYPE_CHECKING:
     from te_core.ops.norm import NormGradients, NormOperands, NormOpSpec
 
 
-def plan_norm_forward(rt: Runtime, spec: NormOpSpec) -> Plan:
+def plan_norm_forward(rt: Runtime, spec: NormOpSpec) -> CpuPlan:
     """The plan of `norm_forward`."""
-    return Plan(spec)
+    return CpuPlan(spec)
 
 
-def plan_norm_backward(rt: Runtime, spec: NormOpSpec) -> Plan:
+def plan_norm_backward(rt: Runtime, spec: NormOpSpec) -> CpuPlan:
     """The plan of `norm_backward`."""
-    return Plan(spec)
+    return CpuPlan(spec)
 
 
 @np.errstate(all="ignore")
-def norm_forward(rt: Runtime, plan: Plan, operands: NormOperands) -> None:
+def norm_forward(rt: Runtime, plan: CpuPlan, operands: NormOperands) -> None:
     """y = normalised x * g + beta, with its statistics; then the cast. With a branch, x is its sum."""
     x, gamma, beta, y, cast, q, mean, rstd, eps, branch = operands
     if branch is not None:
@@ -60,7 +60,7 @@ def norm_forward(rt: Runtime, plan: Plan, operands: NormOperands) -> None:
 
 
 @np.errstate(all="ignore")
-def norm_backward(rt: Runtime, plan: Plan, operands: NormGradients) -> None:
+def norm_backward(rt: Runtime, plan: CpuPlan, operands: NormGradients) -> None:
     """dx = rstd * (w - mean(w) - xhat * mean(w * xhat)) + add, w = dy * g (RMSNorm: no mean(w)); dgamma, dbeta."""
     dy, x, gamma, mean, rstd, add, dx, dgamma, dbeta = operands
     ex, source, gradient, target, (m, n) = scratch(rt), x.numpy(), dy.numpy(), dx.numpy(), x.shape

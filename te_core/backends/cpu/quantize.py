@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from te_core.backends.cpu import codec
-from te_core.backends.cpu.executor import F32, Executor, Plan, row_blocks, scratch
+from te_core.backends.cpu.executor import F32, CpuPlan, Executor, row_blocks, scratch
 from te_core.quantized import Cast, QuantizedTensor
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
@@ -26,12 +26,14 @@ _ONE = np.float32(1)
 _WORTH_A_TABLE = 1 << 17
 
 
-def plan_quantize(rt: Runtime, spec: QuantizeSpec) -> Plan:
+def plan_quantize(rt: Runtime, spec: QuantizeSpec) -> CpuPlan:
     """The plan of `quantize`."""
-    return Plan(spec)
+    return CpuPlan(spec)
 
 
-def quantize(rt: Runtime, plan: Plan, x: Tensor, cast: Cast, out: QuantizedTensor, column_sum: Tensor | None) -> None:
+def quantize(
+    rt: Runtime, plan: CpuPlan, x: Tensor, cast: Cast, out: QuantizedTensor, column_sum: Tensor | None
+) -> None:
     """Quantize a matrix in the orientations that `out` holds."""
     ex, values = scratch(rt), x.numpy()
     if column_sum is not None:
@@ -45,8 +47,8 @@ def deliver(ex: Executor, values: Array, cast: Cast, out: QuantizedTensor) -> No
     if cast.scale is None or cast.amax is not None:
         largest = codec.amax(values)
         if cast.amax is not None:
-            held = cast.amax.numpy()
-            held[0] = np.fmax(held[0], largest)
+            amax = cast.amax.numpy()
+            amax[0] = np.fmax(amax[0], largest)
     if cast.scale is None:
         scale = current_scale(largest, cast.dtype.max, cast.epsilon, cast.power_of_two)
     else:

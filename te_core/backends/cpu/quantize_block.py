@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from te_core.backends.cpu import codec
-from te_core.backends.cpu.executor import F32, Executor, Plan, scratch
+from te_core.backends.cpu.executor import F32, CpuPlan, Executor, scratch
 from te_core.backends.cpu.quantize import store_column_sum
 from te_core.dtypes import DType
 from te_core.quantized import BLOCK, Cast, QuantizedTensor
@@ -37,14 +37,14 @@ _ONE = np.float32(1)
 _INFINITY = np.uint32(0x7F800000)
 
 
-def plan_quantize_block(rt: Runtime, spec: QuantizeSpec) -> Plan:
+def plan_quantize_block(rt: Runtime, spec: QuantizeSpec) -> CpuPlan:
     """The plan of `quantize_block`."""
-    return Plan(spec)
+    return CpuPlan(spec)
 
 
 @np.errstate(all="ignore")
 def quantize_block(
-    rt: Runtime, plan: Plan, x: Tensor, cast: Cast, out: QuantizedTensor, column_sum: Tensor | None
+    rt: Runtime, plan: CpuPlan, x: Tensor, cast: Cast, out: QuantizedTensor, column_sum: Tensor | None
 ) -> None:
     """Quantize a matrix in the orientations that `out` holds."""
     ex, values = scratch(rt), x.numpy()

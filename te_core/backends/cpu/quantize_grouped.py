@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from te_core.backends.cpu.executor import Plan
+from te_core.backends.cpu.executor import CpuPlan
 from te_core.backends.cpu.quantize import quantize
 from te_core.backends.cpu.quantize_block import quantize_block
 from te_core.quantized import Cast, QuantizedTensor
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
     from te_core.ops.quantize import QuantizeSpec
 
 
-def plan_quantize_grouped(rt: Runtime, spec: QuantizeSpec) -> Plan:
+def plan_quantize_grouped(rt: Runtime, spec: QuantizeSpec) -> CpuPlan:
     """The plan of `quantize_grouped`."""
-    return Plan(spec)
+    return CpuPlan(spec)
 
 
 def quantize_grouped(
     rt: Runtime,
-    plan: Plan,
+    plan: CpuPlan,
     parts: Sequence[Tensor],
     casts: Sequence[Cast],
     outs: Sequence[QuantizedTensor],

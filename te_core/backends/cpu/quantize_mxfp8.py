@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from te_core.backends.cpu import codec
-from te_core.backends.cpu.executor import CHUNK, F32, Executor, Plan, scratch
+from te_core.backends.cpu.executor import CHUNK, F32, CpuPlan, Executor, scratch
 from te_core.backends.cpu.quantize import store_column_sum
 from te_core.quantized import BLOCK, Cast, QuantizedTensor, up
 from te_core.runtime import Runtime
@@ -49,14 +49,14 @@ _SCALE = np.where(_CODES < 255, _powers(_CODES), np.float32(np.nan))
 _INVERSE = np.where(_CODES < 255, _powers(np.maximum(254 - _CODES, 0)), np.float32(np.nan))
 
 
-def plan_quantize_mxfp8(rt: Runtime, spec: QuantizeSpec) -> Plan:
+def plan_quantize_mxfp8(rt: Runtime, spec: QuantizeSpec) -> CpuPlan:
     """The plan of `quantize_mxfp8`."""
-    return Plan(spec)
+    return CpuPlan(spec)
 
 
 @np.errstate(all="ignore")
 def quantize_mxfp8(
-    rt: Runtime, plan: Plan, x: Tensor, cast: Cast, out: QuantizedTensor, column_sum: Tensor | None
+    rt: Runtime, plan: CpuPlan, x: Tensor, cast: Cast, out: QuantizedTensor, column_sum: Tensor | None
 ) -> None:
     """Quantize a matrix in the orientations that `out` holds."""
     ex, values = scratch(rt), x.numpy()
@@ -79,12 +79,12 @@ def quantize_mxfp8(
             codes = _e8m0(largest.view(np.float32), cast.dtype.max)
             scaled = np.multiply(part.reshape(tops.shape), _INVERSE[codes], out=ex.floats("mxfp8 scaled", *tops.shape))
             codec.encode(ex, scaled, data.numpy()[band])
-            held = scales.numpy()
+            target = scales.numpy()
             if along == 3:
-                held[band, : k // _SIDE] = np.broadcast_to(codes, (*tops.shape[:3], 1)).reshape(-1, k // _SIDE)
+                target[band, : k // _SIDE] = np.broadcast_to(codes, (*tops.shape[:3], 1)).reshape(-1, k // _SIDE)
             else:
                 block = slice(band.start // _SIDE, band.stop // _SIDE)
-                held[block, :k] = np.broadcast_to(codes, (tops.shape[0], 1, *tops.shape[2:])).reshape(-1, k)
+                target[block, :k] = np.broadcast_to(codes, (tops.shape[0], 1, *tops.shape[2:])).reshape(-1, k)
 
 
 @np.errstate(all="ignore")
@@ -148,12 +148,12 @@ def _e8m0(amax: F32, limit: float) -> Codes:
 # ------------------------------------------------------------------------------------------------ swizzle
 
 
-def plan_swizzle_scales(rt: Runtime, spec: SwizzleSpec) -> Plan:
+def plan_swizzle_scales(rt: Runtime, spec: SwizzleSpec) -> CpuPlan:
     """The plan of `swizzle_scales`."""
-    return Plan(spec)
+    return CpuPlan(spec)
 
 
-def swizzle_scales(rt: Runtime, plan: Plan, scale: Tensor, out: Tensor) -> None:
+def swizzle_scales(rt: Runtime, plan: CpuPlan, scale: Tensor, out: Tensor) -> None:
     """Scales in the order in which cuBLASLt reads them."""
     source = scale.numpy().T if plan.spec.transposed else scale.numpy()
     rows, blocks = source.shape

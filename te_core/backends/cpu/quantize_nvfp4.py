@@ -15,7 +15,7 @@ import numpy.typing as npt
 from te_core import dtypes
 from te_core.backends.cpu import codec
 from te_core.backends.cpu.elementwise import philox_words
-from te_core.backends.cpu.executor import CHUNK, F32, Plan, scratch
+from te_core.backends.cpu.executor import CHUNK, F32, CpuPlan, scratch
 from te_core.backends.cpu.quantize import store_column_sum
 from te_core.quantized import BLOCK, Cast, Format, QuantizedTensor, up
 from te_core.runtime import Runtime
@@ -39,14 +39,14 @@ _SIGNED_QUARTERS = np.array([1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -
 _COLUMNWISE_SITE = 0x40000000
 
 
-def plan_quantize_nvfp4(rt: Runtime, spec: QuantizeSpec) -> Plan:
+def plan_quantize_nvfp4(rt: Runtime, spec: QuantizeSpec) -> CpuPlan:
     """The plan of `quantize_nvfp4`."""
-    return Plan(spec)
+    return CpuPlan(spec)
 
 
 @np.errstate(all="ignore")
 def quantize_nvfp4(
-    rt: Runtime, plan: Plan, x: Tensor, cast: Cast, out: QuantizedTensor, column_sum: Tensor | None
+    rt: Runtime, plan: CpuPlan, x: Tensor, cast: Cast, out: QuantizedTensor, column_sum: Tensor | None
 ) -> None:
     """Quantize a matrix in the orientations that `out` holds."""
     values = x.numpy()
@@ -216,6 +216,6 @@ def dequantize_nvfp4(rt: Runtime, q: QuantizedTensor, out: Tensor, columnwise: b
         values = np.empty((stop - start, part.shape[1], 2), np.float32)
         values[..., 0], values[..., 1] = _VALUES[part & 15], _VALUES[part >> 4]
         blocks = values.reshape(stop - start, -1, _N)
-        held = largest[start:stop, None] if q.format.row_scaled else largest
-        blocks *= (_SCALES[scales[start:stop, : blocks.shape[1]]] * held * unit)[..., None]
+        maxima = largest[start:stop, None] if q.format.row_scaled else largest
+        blocks *= (_SCALES[scales[start:stop, : blocks.shape[1]]] * maxima * unit)[..., None]
         target[start:stop] = blocks.reshape(stop - start, -1)[:, :length]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from te_core.backends.cpu.executor import F32, Plan, row_blocks
+from te_core.backends.cpu.executor import F32, CpuPlan, row_blocks
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
 
@@ -20,19 +20,19 @@ Array = np.ndarray[Any, Any]
 _NOWHERE = -(2**62)
 
 
-def plan_rope(rt: Runtime, spec: RopeOpSpec) -> Plan:
+def plan_rope(rt: Runtime, spec: RopeOpSpec) -> CpuPlan:
     """The plan of `rope`."""
-    return Plan(spec)
+    return CpuPlan(spec)
 
 
-def plan_rope_qkv(rt: Runtime, spec: RopeQkvOpSpec) -> Plan:
+def plan_rope_qkv(rt: Runtime, spec: RopeQkvOpSpec) -> CpuPlan:
     """The plan of `rope_qkv` and of its backward."""
-    return Plan(spec)
+    return CpuPlan(spec)
 
 
 @np.errstate(all="ignore")
 def rope(
-    rt: Runtime, plan: Plan, t: Tensor, freqs: Tensor, cu_seqlens: Tensor | None, starts: Tensor | None, out: Tensor
+    rt: Runtime, plan: CpuPlan, t: Tensor, freqs: Tensor, cu_seqlens: Tensor | None, starts: Tensor | None, out: Tensor
 ) -> None:
     """out = t turned (or turned back)."""
     shape, turn = plan.spec.shape, plan.spec.turn
@@ -46,7 +46,7 @@ def rope(
 @np.errstate(all="ignore")
 def rope_qkv(
     rt: Runtime,
-    plan: Plan,
+    plan: CpuPlan,
     packed: Tensor,
     parts: tuple[Tensor | None, ...],
     freqs: tuple[Tensor | None, ...],

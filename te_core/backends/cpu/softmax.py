@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from te_core.backends.cpu.executor import Plan, row_blocks
+from te_core.backends.cpu.executor import CpuPlan, row_blocks
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
 
@@ -18,19 +18,19 @@ Array = np.ndarray[Any, Any]
 Pair = tuple[Tensor | None, Tensor | None]
 
 
-def plan_softmax_forward(rt: Runtime, spec: SoftmaxOpSpec) -> Plan:
+def plan_softmax_forward(rt: Runtime, spec: SoftmaxOpSpec) -> CpuPlan:
     """The plan of `softmax_forward`."""
-    return Plan(spec)
+    return CpuPlan(spec)
 
 
-def plan_softmax_backward(rt: Runtime, spec: SoftmaxOpSpec) -> Plan:
+def plan_softmax_backward(rt: Runtime, spec: SoftmaxOpSpec) -> CpuPlan:
     """The plan of `softmax_backward`."""
-    return Plan(spec)
+    return CpuPlan(spec)
 
 
 @np.errstate(all="ignore")
 def softmax_forward(
-    rt: Runtime, plan: Plan, x: Tensor, mask: Tensor | None, lengths: Pair, sinks: Pair, out: Tensor, scale: float
+    rt: Runtime, plan: CpuPlan, x: Tensor, mask: Tensor | None, lengths: Pair, sinks: Pair, out: Tensor, scale: float
 ) -> None:
     """out = softmax(scale * x) over what is seen; of `sinks` the second, the share, is written."""
     (sink, share), source, target = sinks, x.numpy(), out.numpy()
@@ -56,7 +56,7 @@ def softmax_forward(
 
 @np.errstate(all="ignore")
 def softmax_backward(
-    rt: Runtime, plan: Plan, dy: Tensor, y: Tensor, lengths: Pair, sinks: Pair, dx: Tensor, scale: float
+    rt: Runtime, plan: CpuPlan, dy: Tensor, y: Tensor, lengths: Pair, sinks: Pair, dx: Tensor, scale: float
 ) -> None:
     """dx = scale * y * (dy - sum(dy * y)); of `sinks`, (share, dsink), dsink = - sum of share * sum(dy * y)."""
     share, dsink = sinks
@@ -73,7 +73,7 @@ def softmax_backward(
         dsink.numpy()[...] = sums
 
 
-def _blocks(plan: Plan, shape: tuple[int, ...], lengths: Pair) -> Iterator[tuple[tuple[int, int, slice], Array]]:
+def _blocks(plan: CpuPlan, shape: tuple[int, ...], lengths: Pair) -> Iterator[tuple[tuple[int, int, slice], Array]]:
     """Index (batch, head, rows) and what those rows see by place and length, [rows, sk]."""
     batch, heads, sq, sk = shape
     band = plan.spec.band

@@ -149,11 +149,11 @@ def _constants(rt: Runtime, wants: GraphSpec) -> tuple[int, ...]:
     if not values:
         return ()
     key = (rt.device.index, values)
-    held = _constants_held.get(key)
-    if held is None:
+    address = _constants_held.get(key)
+    if address is None:
         content = np.array(values, np.float32).tobytes()
-        held = _constants_held.setdefault(key, rt.executor().driver.constant(rt.device.index, content))
-    return tuple(held + 4 * i for i in range(len(values)))
+        address = _constants_held.setdefault(key, rt.executor().driver.constant(rt.device.index, content))
+    return tuple(address + 4 * i for i in range(len(values)))
 
 
 def _without_sink(names: tuple[str, ...], spec: AttentionSpec) -> tuple[str, ...]:
@@ -204,12 +204,12 @@ def attention_forward(rt: Runtime, plan: AttentionPlan, operands: ForwardOperand
     bias, sink, rng, pages = terms.bias, terms.sink, terms.rng, terms.pages
     if plan.slopes is not None:
         bias = plan.slopes.write(rt, terms)
-    kept = stats
+    statistics = stats
     exponentials = None
     if plan.logits is not None:
         exponentials = scratch_tensor(rt, (2, *plan.stats))
-        if kept is None:
-            kept = Tensor(
+        if statistics is None:
+            statistics = Tensor(
                 exponentials.ptr + exponentials.nbytes // 2, plan.stats, dtypes.float32, rt.device, exponentials
             )
     seed = 0 if rng is None else rng.ptr
@@ -223,7 +223,7 @@ def attention_forward(rt: Runtime, plan: AttentionPlan, operands: ForwardOperand
                 k.ptr,
                 v.ptr,
                 out.ptr,
-                0 if kept is None else kept.ptr,
+                0 if statistics is None else statistics.ptr,
                 0 if exponentials is None else exponentials.ptr,
                 0 if bias is None else bias.ptr,
                 0 if sink is None else sink.ptr,
@@ -237,8 +237,8 @@ def attention_forward(rt: Runtime, plan: AttentionPlan, operands: ForwardOperand
         ),
     )
     if plan.logits is not None:
-        assert kept is not None and exponentials is not None and max_logit is not None
-        _largest(rt, plan, terms, kept.ptr, exponentials.ptr, max_logit)
+        assert statistics is not None and exponentials is not None and max_logit is not None
+        _largest(rt, plan, terms, statistics.ptr, exponentials.ptr, max_logit)
     near.tidy(rt, lengths, out, None, None, stats)
 
 

@@ -228,14 +228,14 @@ def _stand_in(name: str, folders: list[str]) -> ModuleType:
 
 def set_value(lt: Any, desc: int, attribute: int, value: int, nbytes: int = 4) -> None:
     """Set a small integer attribute of an operation descriptor."""
-    held = c_int64(value)  # little-endian: the low bytes are the value at any width
-    lt.matmul_desc_set_attribute(desc, attribute, ctypes.addressof(held), nbytes)
+    number = c_int64(value)  # little-endian: the low bytes are the value at any width
+    lt.matmul_desc_set_attribute(desc, attribute, ctypes.addressof(number), nbytes)
 
 
 def set_preference(lt: Any, preference: int, attribute: int, value: int, nbytes: int = 4) -> None:
     """Set an integer search preference."""
-    held = c_int64(value)
-    lt.matmul_preference_set_attribute(preference, attribute, ctypes.addressof(held), nbytes)
+    number = c_int64(value)
+    lt.matmul_preference_set_attribute(preference, attribute, ctypes.addressof(number), nbytes)
 
 
 def describe(algo: int) -> dict[str, int]:

@@ -232,8 +232,8 @@ _graphs: dict[tuple[int, Hashable], Graph] = {}
 @atexit.register
 def _let_go() -> None:
     """Free the graphs before the interpreter ends: the frontend's extension prints what is left of its objects."""
-    for held in _graphs.values():
-        held.built = held.run = None
+    for known in _graphs.values():
+        known.built = known.run = None
     _graphs.clear()
 
 

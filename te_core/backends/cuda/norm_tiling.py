@@ -103,8 +103,8 @@ def forward_team(cols: int, width: int, itemsize: int) -> Team:
     each = (FORWARD_VECTORS, 5, 3, 6, 2, 7, 8, 1) if width * itemsize == 16 else (16, 15, 14, 13, 12, 11, 10, 9, 8)
     size = _team_size(vectors, each)
     iters = -(-vectors // size)
-    held = iters * max(1, width * itemsize // 4) <= HELD_REGISTERS
-    return Team(size, iters if held else 0, width)
+    fits = iters * max(1, width * itemsize // 4) <= HELD_REGISTERS
+    return Team(size, iters if fits else 0, width)
 
 
 def stages(row_bytes: int, blocks: int, most: int, limits: Limits) -> int:

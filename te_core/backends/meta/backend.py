@@ -19,7 +19,7 @@ name = "meta"
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class MetaPlan:
     """Its own description."""
 
     spec: Any
@@ -30,8 +30,8 @@ class Plan:
         """Nothing."""
 
 
-def _plan(rt: Runtime, spec: Any, *rest: Any) -> Plan:
-    return Plan(spec)
+def _plan(rt: Runtime, spec: Any, *rest: Any) -> MetaPlan:
+    return MetaPlan(spec)
 
 
 def _run(rt: Runtime, *operands: Any) -> None:
