@@ -82,11 +82,14 @@ class AttentionInputs(NamedTuple):
 
 
 class AttentionSaved(NamedTuple):
-    """What backward reads: the inputs (q, k and v where they were copied apart), and what forward made."""
+    """What backward reads: the inputs (q, k and v where they were copied apart), and what forward made.
 
-    a: Tensor
-    b: Tensor | None
-    c: Tensor | None
+    In FP8 q, k and v stand here as themselves if they came quantized, else as blocks of their codes.
+    """
+
+    a: Any
+    b: Any
+    c: Any
     bias: Tensor | None
     slopes: Tensor | None
     sink: Tensor | None
@@ -97,8 +100,11 @@ class AttentionSaved(NamedTuple):
     mask: Tensor | None
     pages: None
     rng: Tensor | None
-    out: Tensor | None
+    out: Tensor | None  # or the block of a quantized one
     stats: Tensor | None
+    frame_q: Tensor | None = None  # this and the next two in FP8 only
+    frame_kv: Tensor | None = None
+    pairs: Tensor | None = None  # scale and inverse of P, and of a delayed output
 
 
 @explained
