@@ -234,21 +234,18 @@ def _lead(t: Tensor, form: str) -> tuple[int, ...]:
 @lru_cache(maxsize=1024)  # three times a step, for the same shapes in step after step
 def _parts(spec: AttentionLayerSpec, lead: tuple[int, ...]) -> tuple[tuple[int, tuple[int, ...], tuple[int, ...]], ...]:
     """Offset, shape and strides of (q,) k and v in a packed tensor of these leading dimensions."""
-    h, g, dk, dv = spec.heads, spec.groups, spec.d_qk, spec.d_v
+    h, g, dk, dv = 0 if spec.packing == "kv" else spec.heads, spec.groups, spec.d_qk, spec.d_v
     r = h // g
+    width, group = h * dk + g * (dk + dv), (r + 1) * dk + dv
     heads: tuple[tuple[int, tuple[int, int], int], ...]
-    if spec.packing == "kv":
-        width = g * (dk + dv)
-        between = (dk + dv, dk + dv) if spec.interleaved else (dk, dv)
-        heads = ((0, (g, dk), between[0]), (dk if spec.interleaved else g * dk, (g, dv), between[1]))
+    if spec.joined:
+        heads = ((0, (r, dk), dk), (r * dk, (1, dk), dk), ((r + 1) * dk, (1, dv), dv))
+    elif spec.interleaved:
+        heads = ((0, (h, dk), dk if g == 1 else group), (r * dk, (g, dk), group), ((r + 1) * dk, (g, dv), group))
     else:
-        width, group = h * dk + g * (dk + dv), (r + 1) * dk + dv
-        if spec.joined:
-            heads = ((0, (r, dk), dk), (r * dk, (1, dk), dk), ((r + 1) * dk, (1, dv), dv))
-        elif spec.interleaved:
-            heads = ((0, (h, dk), dk if g == 1 else group), (r * dk, (g, dk), group), ((r + 1) * dk, (g, dv), group))
-        else:
-            heads = ((0, (h, dk), dk), (h * dk, (g, dk), dk), ((h + g) * dk, (g, dv), dv))
+        heads = ((0, (h, dk), dk), (h * dk, (g, dk), dk), ((h + g) * dk, (g, dv), dv))
+    if spec.packing == "kv":
+        heads = heads[1:]
     row = tuple(width * step for step in dense_strides(lead))
     if spec.packing == "qkv" and spec.joined:  # a group is a row of the batch
         lead, row = (lead[0], lead[1] * g), (row[0], width // g)

@@ -105,10 +105,8 @@ def forward(
     held = _quantized(rt, _apart(rt, (a, b, c), frame_q, spec), spec, scales)
     at = [element(scales.forward_scale, FORWARD_SLOTS * gemm + slot) for gemm, slot in (P, OUT)]
     out = y = _room(rt, (*frame_q.shape[:-1], layer.heads * layer.d_v), rule.output, spec.dtype)
-    if isinstance(out, QuantizedTensor):
-        pairs = ops.scale_pairs(rt, at, (None, out.scale_inv))
-    else:
-        pairs = ops.scale_pairs(rt, at[:1], (None,))
+    places = [out.scale_inv] if isinstance(out, QuantizedTensor) else []
+    pairs = ops.scale_pairs(rt, at[: 1 + len(places)], (None, *places))
     saved = AttentionSaved(*inputs, None, None, frame_q, frame_kv, pairs)
     stats = _attend(rt, held, saved, spec, out, scales.forward_amax)
     if isinstance(out, Tensor) and (spec.quantize_output or not rule.high_output):
@@ -131,8 +129,8 @@ def backward(
         raise without_state("the backward of attention in FP8")
     layer, rule = spec.attention, spec.precision
     frames = _frames(saved)
-    shapes = [_matrix(frame, tail) for frame, tail in zip(frames, _tails(layer), strict=False)]
-    held = [_restored(x, shape, rule.qkv) for x, shape in zip(saved[:3], shapes, strict=False)]
+    parts = zip(saved[:3], frames, _tails(layer), strict=False)
+    held = [_restored(x, frame, prod(tail), rule.qkv) for x, frame, tail in parts]
     out: Value
     if layer.recompute:  # with the scales of then; nothing is recorded
         out = _room(rt, (*frames[0].shape[:-1], layer.heads * layer.d_v), rule.output, spec.dtype)
@@ -144,7 +142,7 @@ def backward(
         assert saved.out is not None
         out = saved.out
         if out.dtype is dtypes.uint8:
-            out = _restored(out, _matrix(frames[0], (layer.heads * layer.d_v,)), rule.output)
+            out = _restored(out, frames[0], layer.heads * layer.d_v, rule.output)
     if not rule.backward:
         return _plain_backward(rt, dense(rt, dy, spec.dtype), held, out, saved, spec)
     dy = as_asked(rt, dy, rule.grad, spec.dtype)
@@ -273,11 +271,6 @@ def _tails(layer: AttentionLayerSpec) -> list[tuple[int, ...]]:
     return [(h * dk + g * (dk + dv),)]
 
 
-def _matrix(frame: Tensor, tail: tuple[int, ...]) -> tuple[int, int]:
-    """The shape of a tensor with a row for each token."""
-    return prod(frame.shape[:-1]), prod(tail)
-
-
 def _frame(rt: Runtime, x: Value) -> Tensor:
     """An empty tensor that keeps an input's leading dimensions."""
     return rt.empty((*x.shape[:-1], 0), dtypes.uint8)
@@ -359,12 +352,12 @@ def _parts(layer: AttentionLayerSpec, held: Sequence[Value], saved: AttentionSav
     return _three([_as(x, (*frame.shape[:-1], *tail)) for x, frame, tail in parts])
 
 
-def _restored(x: Value | None, shape: tuple[int, int], rule: Operand) -> QuantizedTensor:
+def _restored(x: Value | None, frame: Tensor, width: int, rule: Operand) -> QuantizedTensor:
     """A matrix that was kept: as its block, or as itself."""
     if isinstance(x, QuantizedTensor):
         return x
     assert x is not None
-    return QuantizedTensor.rowwise_in(x, shape, rule.format)
+    return QuantizedTensor.rowwise_in(x, (prod(frame.shape[:-1]), width), rule.format)
 
 
 def _inverses(held: list[QuantizedTensor]) -> tuple[Tensor, Tensor, Tensor]:

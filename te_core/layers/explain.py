@@ -52,11 +52,9 @@ def explain_attention(
         backward = product not in PRODUCTS[:2]
         if family is None:
             found.append(_unneeded(product))
-        elif rule is None:
-            reason = "no FP8 attention was asked for (fp8_dpa)"
-            found.append(GemmFacts(product, dtype.name, dtype.name, "float32", family, True, reason))
-        elif backward and not rule.backward:
-            reason = "backward was asked for in the activation dtype"
+        elif rule is None or (backward and not rule.backward):
+            asked = "backward was asked for in the activation dtype"
+            reason = "no FP8 attention was asked for (fp8_dpa)" if rule is None else asked
             found.append(GemmFacts(product, dtype.name, dtype.name, "float32", family, True, reason))
         else:  # P is cast as q, k and v are, and dS as dO
             a, b = rule.grad.format if backward else rule.qkv.format, rule.qkv.format
@@ -98,17 +96,8 @@ def _facts(gemm: str, spec: LinearSpec, place: Device, weight: Format | None) ->
         return GemmFacts(gemm, str(a), str(b), accumulation, _family(place, a), True, note)
     if route.how == "refused" and not p.emulate:
         return GemmFacts(gemm, str(a), str(b), "", "refused", False, route.reason)
-    return GemmFacts(
-        gemm,
-        str(a),
-        str(b),
-        "float32",
-        f"{_library(place)} float32 after dequantizing"
-        if route.how != "dequantized"
-        else f"{_library(place)} {plain} after dequantizing",
-        False,
-        route.reason,
-    )
+    family = f"{_library(place)} {plain if route.how == 'dequantized' else 'float32'} after dequantizing"
+    return GemmFacts(gemm, str(a), str(b), "float32", family, False, route.reason)
 
 
 def _rules(gemm: str, p: Precision) -> tuple[tuple[str, str], tuple[Operand | None, Operand | None]]:

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from te_core.arguments import explained
 from te_core.ops import raw as ops
 from te_core.ops.norm import Branch
+from te_core.quantize.operands import Value
 from te_core.quantize.state import Scales
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
@@ -74,22 +75,24 @@ def backward(
     rt: Runtime, dy: Tensor, saved: AddSaved, *, spec: AddSpec, scales: Scales | None = None
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """(dx, dbias, dresidual); dresidual is dy itself."""
-    dx, dbias = branch_gradients(rt, dy, saved.rng, spec)
-    return dx, dbias, dy if spec.needs.residual else None
+    return branch_gradients(rt, dy, saved.rng, spec)
 
 
-def branch_gradients(rt: Runtime, d: Tensor, rng: Tensor | None, spec: AddSpec) -> tuple[Tensor | None, Tensor | None]:
-    """(dx, dbias) from the gradient of the sum. Without dropout dx is that gradient itself."""
+def branch_gradients(
+    rt: Runtime, d: Tensor, rng: Tensor | None, spec: AddSpec
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """(dx, dbias, dresidual) from the gradient of the sum, which is the residual's; without dropout x's, too."""
     needs = spec.needs
     dbias = rt.empty((d.shape[-1],), d.dtype) if needs.bias else None
+    dresidual = d if needs.residual else None
     if spec.p == 0.0:
         if dbias is not None:
             ops.column_sum(rt, d.matrix(), dbias)
-        return d if needs.x else None, dbias
+        return d if needs.x else None, dbias, dresidual
     if not needs.x and dbias is None:
-        return None, None
+        return None, None, dresidual
     dx = ops.bias_dropout_add_backward(rt, d.matrix(), p=spec.p, rng=rng, column_sum=dbias)
-    return dx.reshape(*d.shape) if needs.x else None, dbias
+    return dx.reshape(*d.shape) if needs.x else None, dbias, dresidual
 
 
 def entered(
@@ -106,12 +109,21 @@ def entered(
 def left(
     rt: Runtime, dx: Tensor | None, stream: Stream | None, rng: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """(gradient of the layer's input, of the residual, of the branch's bias) from that of what the norm read."""
+    """(gradient of the layer's input, of the branch's bias, of the residual) from that of what the norm read."""
     if dx is None or stream is None or stream.add is None:
         return dx, None, None
-    needs = stream.add.needs
-    branch, dbias = branch_gradients(rt, dx, rng, stream.add)
-    return branch, dx if needs.residual else None, dbias
+    return branch_gradients(rt, dx, rng, stream.add)
+
+
+def returned(
+    y: Value, normed: Tensor | None, read: Tensor, return_norm: bool, stream: Stream | None
+) -> tuple[Value, ...]:
+    """A layer's outputs: its result; the norm's output, if it is asked for; with a stream what the norm read."""
+    outputs: tuple[Value, ...] = (y,)
+    if return_norm:
+        assert normed is not None
+        outputs = (y, normed.reshape(*read.shape))
+    return outputs if stream is None else (*outputs, read)
 
 
 def returned_gradients(

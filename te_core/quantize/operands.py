@@ -182,6 +182,30 @@ def dense(rt: Runtime, x: Value, dtype: DType) -> Tensor:
     return x if isinstance(x, Tensor) else ops.dequantize(rt, x, dtype)
 
 
+def dense_columns(rt: Runtime, x: Value, dtype: DType, columns: bool) -> Tensor:
+    """The values of an operand that meets a plain one, from the copy that the GEMM would have read."""
+    if isinstance(x, Tensor):
+        return x
+    held = x.columnwise is not None if columns else x.rowwise is not None
+    return ops.dequantize(rt, x, dtype, columnwise=columns if held else not columns).rows(0, x.shape[0])
+
+
+def drop_rows(uses: Uses) -> None:
+    """Free the rowwise copy of a gradient once dgrad has read it: backward is where memory peaks."""
+    q = uses.columns
+    if isinstance(q, QuantizedTensor) and q.columnwise is not None:
+        q.rowwise = q.rowwise_scale = q.rowwise_amax = q.rowwise_swizzled = None
+
+
+def kept(high: Value, uses: Uses, precision: Precision | None) -> Value:
+    """What backward will read of an operand, by the recipe's `backward_override`."""
+    if precision is None or precision.backward is None:
+        return uses.columns  # type: ignore[no-any-return]
+    if precision.backward == "high_precision" and isinstance(high, Tensor):
+        return high
+    return uses.rows  # type: ignore[no-any-return]
+
+
 def saved(operand: Value | None, wanted: bool) -> Tensor | None:
     """An operand as one tensor: a quantized one as the block that begins with the copy backward reads."""
     if not wanted or operand is None:
@@ -190,17 +214,13 @@ def saved(operand: Value | None, wanted: bool) -> Tensor | None:
 
 
 def restored(
-    rt: Runtime,
-    kept: Tensor | None,
-    shape: tuple[int, int],
-    rule: Operand | None,
-    precision: Precision | None,
-    dtype: DType,
+    rt: Runtime, kept: Tensor | None, shape: tuple[int, int], precision: Precision | None, role: str, dtype: DType
 ) -> Value:
-    """The operand that `saved` kept, as backward's GEMM reads it along its columns."""
+    """The operand of this role ("input", "weight") that `saved` kept, as backward's GEMM reads it along its columns."""
     assert kept is not None
     if kept.dtype is not dtypes.uint8:
         return kept.matrix()
+    rule: Operand | None = getattr(precision, role)
     assert precision is not None and rule is not None
     if precision.backward is not None:  # then it is the copy that forward read which is kept, if it is quantized at all
         return ops.dequantize(rt, QuantizedTensor.rowwise_in(kept, shape, rule.format), dtype)
@@ -214,7 +234,10 @@ __all__ = [
     "Where",
     "as_asked",
     "dense",
+    "dense_columns",
+    "drop_rows",
     "is_plain_rule",
+    "kept",
     "quantize_forward",
     "quantize_gradient",
     "restored",
