@@ -134,14 +134,14 @@ def forward(
         a = q
     bias = None if bias is None else on_boundary(rt, bias)
     inputs = AttentionInputs(a, b, c, bias, slopes, sink, cu_q, cu_kv, cu_q_padded, cu_kv_padded, mask, pages, rng)
-    core, q, k, v = views(spec, a, b, c)
+    q, k, v = views(spec, a, b, c)
     out = rt.empty((*_lead(a, spec.core.q_format), spec.heads * spec.d_v), q.dtype)
     done = ops.attention_forward(
         rt,
         q,
         k,
         v,
-        spec=core,
+        spec=spec.core,
         terms=terms_of(inputs),
         stats=any(spec.needs) and not spec.recompute,
         out=Tensor(out.ptr, (*q.shape[:-1], spec.d_v), out.dtype, out.device, out.owner),
@@ -161,21 +161,19 @@ def backward(
     scales: Scales | None = None,
 ) -> tuple[Tensor | None, ...]:
     """(da, db, dc, dbias, None, dsink): gradients of the inputs as they came."""
-    s, needs = saved, spec.needs
-    if s.bias is not None:
-        s = s._replace(bias=on_boundary(rt, s.bias))  # traced code saves the input, not forward's copy
-    terms = terms_of(s)
-    core, q, k, v = views(spec, s.a, s.b, s.c)
-    if core.max_logit:
-        core = replace(core, max_logit=False)
-    out, stats = s.out, s.stats
+    if saved.bias is not None:
+        saved = saved._replace(bias=on_boundary(rt, saved.bias))  # traced code saves the input, not forward's copy
+    terms = terms_of(saved)
+    q, k, v = views(spec, *saved[:3])
+    core = replace(spec.core, max_logit=False) if spec.core.max_logit else spec.core
+    out, stats = saved.out, saved.stats
     if spec.recompute:
         out, stats, _ = ops.attention_forward(rt, q, k, v, spec=core, terms=terms)
     assert out is not None and stats is not None
     shape = (*q.shape[:-1], spec.d_v)
-    da, db, dc = (None if t is None else rt.empty(t.shape, t.dtype) for t in (s.a, s.b, s.c))
+    da, db, dc = (None if t is None else rt.empty(t.shape, t.dtype) for t in saved[:3])
     assert da is not None
-    _, dq, dk, dv = views(spec, da, db, dc)
+    dq, dk, dv = views(spec, da, db, dc)
     found = ops.attention_backward(
         rt,
         on_boundary(rt, dy).reshape(*shape),
@@ -187,18 +185,13 @@ def backward(
         spec=core,
         terms=terms,
         grads=(dq, dk, dv),
-        bias_grad=needs.bias,
+        bias_grad=spec.needs.bias,
     )
     if spec.copies:
         da, db, dc = ops.rope_qkv_backward(rt, dq, dk, dv, None, None, **split_options(spec)), None, None
-    return (
-        da if needs.q else None,
-        db if needs.k else None,
-        dc if needs.v else None,
-        found.bias if needs.bias else None,
-        None,
-        found.sink if needs.sink else None,
-    )
+    grads = zip((da, db, dc, found.bias, found.sink), spec.needs, strict=True)
+    da, db, dc, dbias, dsink = (grad if wanted else None for grad, wanted in grads)
+    return da, db, dc, dbias, None, dsink
 
 
 def on_boundary(rt: Runtime, t: Tensor) -> Tensor:
@@ -208,15 +201,12 @@ def on_boundary(rt: Runtime, t: Tensor) -> Tensor:
     return ops.add(rt, t, rt.zeros(t.shape, t.dtype))
 
 
-def views(
-    spec: AttentionLayerSpec, a: Tensor, b: Tensor | None, c: Tensor | None
-) -> tuple[AttentionSpec, Tensor, Tensor, Tensor]:
-    """(what to compute, q, k, v) as views of the inputs, or of a gradient of the inputs' shapes."""
-    core = spec.core
+def views(spec: AttentionLayerSpec, a: Tensor, b: Tensor | None, c: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v as views of the inputs, or of a gradient of the inputs' shapes."""
     if spec.packing == "separate" or spec.copies:
         assert b is not None and c is not None
-        return core, a, b, c
-    packed, form = (a, core.q_format) if b is None else (b, core.kv_format)
+        return a, b, c
+    packed, form = (a, spec.core.q_format) if b is None else (b, spec.core.kv_format)
     find = _parts.__wrapped__ if packed.device is META else _parts  # a compiler's symbols make no keys
     t, parts = packed.dtype.itemsize, find(spec, _lead(packed, form))
     pieces = [
@@ -224,7 +214,7 @@ def views(
         for offset, shape, strides in parts
     ]
     q, k, v = pieces if b is None else (a, *pieces)
-    return core, q, k, v
+    return q, k, v
 
 
 def _lead(t: Tensor, form: str) -> tuple[int, ...]:

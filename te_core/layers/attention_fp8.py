@@ -29,7 +29,7 @@ from te_core.ops import raw as ops
 from te_core.ops.attention_fp8 import BackwardScales, ForwardScales, Scaled
 from te_core.ops.quantize import allocate
 from te_core.precision import AttentionPrecision, Operand
-from te_core.quantize.operands import Value, as_asked, dense
+from te_core.quantize.operands import Value, as_asked, dense, quantize_together
 from te_core.quantize.operands import saved as keep
 from te_core.quantize.state import (
     BACKWARD_SLOTS,
@@ -98,9 +98,10 @@ def forward(
         raise without_state("the forward of attention in FP8")
     check(spec)
     layer, rule = spec.attention, spec.precision
-    frame_q = _frame(rt, a) if frame_q is None else frame_q
+    if frame_q is None:
+        frame_q = rt.empty((*a.shape[:-1], 0), dtypes.uint8)
     if frame_kv is None:
-        frame_kv = frame_q if b is None else _frame(rt, b)
+        frame_kv = frame_q if b is None else rt.empty((*b.shape[:-1], 0), dtypes.uint8)
     inputs = AttentionInputs(a, b, c, bias, slopes, sink, cu_q, cu_kv, cu_q_padded, cu_kv_padded, mask, pages, rng)
     held = _quantized(rt, _apart(rt, (a, b, c), frame_q, spec), spec, scales)
     at = [element(scales.forward_scale, FORWARD_SLOTS * gemm + slot) for gemm, slot in (P, OUT)]
@@ -179,12 +180,12 @@ def _attend(
     """Write the output; the statistics, if there will be a backward."""
     layer, pairs = spec.attention, saved.pairs
     assert pairs is not None
-    core, q, k, v = views(layer, *_parts(layer, held, saved))
+    q, k, v = views(layer, *_parts(layer, held, saved))
     p_at, o_at = (FORWARD_SLOTS * gemm + slot for gemm, slot in (P, OUT))
     scaled = _scaled(pairs, 1, amax, o_at) if isinstance(out, QuantizedTensor) else None
     scales = ForwardScales(*_inverses(held), _scaled(pairs, 0, amax, p_at), scaled)
     out = _as(out, (*q.shape[:-1], layer.d_v))
-    stats, terms = any(layer.needs), terms_of(saved)
+    core, stats, terms = layer.core, any(layer.needs), terms_of(saved)
     return ops.attention_fp8_forward(rt, q, k, v, spec=core, terms=terms, stats=stats, out=out, scales=scales).stats
 
 
@@ -199,7 +200,7 @@ def _fp8_backward(
 ) -> list[Value]:
     """The gradients of what was held, quantized under their one scale, or plain."""
     layer, rule = spec.attention, spec.precision
-    core, q, k, v = views(layer, *_parts(layer, held, saved))
+    q, k, v = views(layer, *_parts(layer, held, saved))
     assert saved.stats is not None and saved.pairs is not None and scales.backward_scale is not None
     dp_at, at = (BACKWARD_SLOTS * gemm + slot for gemm, slot in (DP, DQKV))
     dp_scale, scale = element(scales.backward_scale, dp_at), element(scales.backward_scale, at)
@@ -209,7 +210,7 @@ def _fp8_backward(
     p, dp = _scaled(saved.pairs, 0), _scaled(found, 0, scales.backward_amax, dp_at)
     scaled = _scaled(found, 1, scales.backward_amax, at) if places else None
     out_inverse = out.scale_inv if isinstance(out, QuantizedTensor) else None
-    _, dq, dk, dv = views(layer, *_parts(layer, made, saved))
+    dq, dk, dv = views(layer, *_parts(layer, made, saved))
     shape = (*q.shape[:-1], layer.d_v)
     ops.attention_fp8_backward(
         rt,
@@ -219,7 +220,7 @@ def _fp8_backward(
         v,
         _as(out, shape),
         saved.stats,
-        spec=core,
+        spec=layer.core,
         terms=terms_of(saved),
         grads=(dq, dk, dv),
         grad_dtype=dq.dtype,
@@ -271,11 +272,6 @@ def _tails(layer: AttentionLayerSpec) -> list[tuple[int, ...]]:
     return [(h * dk + g * (dk + dv),)]
 
 
-def _frame(rt: Runtime, x: Value) -> Tensor:
-    """An empty tensor that keeps an input's leading dimensions."""
-    return rt.empty((*x.shape[:-1], 0), dtypes.uint8)
-
-
 def _frames(saved: AttentionSaved) -> tuple[Tensor, Tensor, Tensor]:
     """Those of q, k and v."""
     assert saved.frame_q is not None and saved.frame_kv is not None
@@ -289,13 +285,11 @@ def _apart(rt: Runtime, inputs: tuple[Value | None, ...], frame: Tensor, spec: A
     assert inputs[0] is not None
     packed = dense(rt, inputs[0], spec.dtype)
     packed = packed.reshape(*frame.shape[:-1], packed.shape[-1])
-    q, k, v = ops.rope_qkv(rt, packed, None, None, **split_options(spec.attention))
-    assert q is not None
-    return [q, k, v]
+    return [x for x in ops.rope_qkv(rt, packed, None, None, **split_options(spec.attention)) if x is not None]
 
 
 def _quantized(rt: Runtime, inputs: list[Value], spec: AttentionFp8Spec, scales: Scales) -> list[QuantizedTensor]:
-    """Each input quantized, all in one launch where their widths agree; those that came so as they are."""
+    """Each input quantized, those that came so as they are."""
     rule = spec.precision.qkv
     cast = forward_cast(rule, scales, *QKV, rowwise=True, columnwise=False)
     given = [as_asked(rt, x, rule, spec.dtype) for x in inputs]
@@ -307,12 +301,8 @@ def _quantized(rt: Runtime, inputs: list[Value], spec: AttentionFp8Spec, scales:
             f"{len(tails)} of packing={spec.attention.packing!r}",
             "pass q, k and v as the spec's packing has them",
         )
-    plain = [x.reshape(-1, prod(tail)) for x, tail in zip(given, tails, strict=True) if isinstance(x, Tensor)]
-    if len(plain) > 1 and len({x.shape[1] for x in plain}) == 1:
-        made = iter(ops.quantize_many(rt, plain, [cast] * len(plain)))
-    else:
-        made = iter([ops.quantize(rt, x, cast) for x in plain])
-    return [x if isinstance(x, QuantizedTensor) else next(made) for x in given]
+    values = [x.reshape(-1, prod(tail)) if isinstance(x, Tensor) else x for x, tail in zip(given, tails, strict=True)]
+    return quantize_together(rt, values, cast)
 
 
 def _room(rt: Runtime, shape: tuple[int, ...], rule: Operand, dtype: DType) -> Value:

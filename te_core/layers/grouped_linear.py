@@ -20,7 +20,6 @@ from te_core.layers.linear import (
     Made,
     Product,
     Sink,
-    flattened,
     gradient_dtype,
     gradient_operand,
     input_operand,
@@ -30,7 +29,7 @@ from te_core.layers.linear import (
 from te_core.ops import raw as ops
 from te_core.ops.quantize_grouped import bounds_of, groups_in
 from te_core.precision import Operand, Precision
-from te_core.quantize.operands import Uses, Value, dense, is_plain_rule
+from te_core.quantize.operands import Uses, Value, dense, flattened, is_plain_rule
 from te_core.quantize.state import INPUT, WEIGHT, Scales, backward_cast, forward_cast
 from te_core.quantized import QuantizedTensor
 from te_core.runtime import Runtime
@@ -52,15 +51,10 @@ class GroupedSpec:
         return self.parts[0].dtype
 
     @property
-    def precision(self) -> Precision | None:
-        """The precision of all groups; of the first where they differ (`together` tells)."""
-        return self.parts[0].precision
-
-    @property
-    def together(self) -> bool:
-        """Whether one rule holds for all groups, so that one launch quantizes them, and nobody looks at one alone."""
+    def shared(self) -> Precision | None:
+        """By what one launch quantizes all groups; None where they differ, or where somebody looks at one alone."""
         first = self.parts[0].precision
-        return first is not None and all(p.precision is first and p.inspect is None for p in self.parts)
+        return first if all(p.precision is first and p.inspect is None for p in self.parts) else None
 
     @property
     def plain(self) -> bool:
@@ -178,30 +172,27 @@ def backward(
 # ---------------------------------------------------------------------------------------- operands of all groups
 
 
-def _shared_rule(spec: GroupedSpec, role: str) -> Operand | None:
-    """The rule by which one launch quantizes all groups of an operand; None if there is none."""
-    if not spec.together:
-        return None
-    rule: Operand | None = getattr(spec.precision, role)
-    return rule if rule is not None and is_plain_rule(rule) else None
+def _shared_rule(spec: GroupedSpec, role: str) -> tuple[Operand | None, str | None]:
+    """(the rule by which one launch quantizes all groups of an operand, if there is one, its `backward_override`)."""
+    precision = spec.shared
+    rule: Operand | None = getattr(precision, role, None)
+    return (None, None) if precision is None or rule is None or not is_plain_rule(rule) else (rule, precision.backward)
 
 
 def _inputs(
-    rt: Runtime, x: Tensor, spec: GroupedSpec, products: Sequence[Product], splits: Groups
+    rt: Runtime, x: Tensor, spec: GroupedSpec, each: Sequence[Product], splits: Groups
 ) -> tuple[list[Made], Tensor | None]:
     """(x of each group as fprop and wgrad read it, what is kept of all of them if that is one tensor)."""
     wanted = any(part.needs.weight for part in spec.parts)
-    rule = _shared_rule(spec, "input")
+    rule, override = _shared_rule(spec, "input")
     if rule is not None:
-        assert spec.precision is not None
-        override = spec.precision.backward
         columnwise = wanted and override is None
-        casts = [forward_cast(rule, p.scales, p.gemm, INPUT, rowwise=True, columnwise=columnwise) for p in products]
+        casts = [forward_cast(rule, p.scales, p.gemm, INPUT, rowwise=True, columnwise=columnwise) for p in each]
         qs = ops.quantize_grouped(rt, x, splits.sizes, casts)
         whole = x if override == "high_precision" else qs[0].block
         return [(q, Uses(q, q, None)) for q in qs], whole if wanted else None
     made: list[Made] = []
-    for product, (start, stop) in zip(products, splits.bounds, strict=True):
+    for product, (start, stop) in zip(each, splits.bounds, strict=True):
         rows = x.rows(start, stop)
         unread = product.spec.precision is None or start == stop
         made.append((rows, Uses(rows, rows, None) if unread else input_operand(rt, rows, product)))
@@ -213,21 +204,21 @@ def _restored_inputs(
     held: Sequence[Tensor | None],
     weights: Sequence[Value],
     spec: GroupedSpec,
-    products: Sequence[Product],
+    each: Sequence[Product],
     splits: Groups,
 ) -> Sequence[Value | None]:
     """x of each group as wgrad reads it, of what forward kept."""
-    rule, precision = _shared_rule(spec, "input"), spec.precision
+    rule, override = _shared_rule(spec, "input")
     whole = held[0]
-    if rule is not None and whole is not None and precision is not None and precision.backward != "high_precision":
-        groups = groups_in(whole, splits.sizes, weights[0].shape[1], rule.format, precision.backward is None)
-        if precision.backward is None:
+    if rule is not None and whole is not None and override != "high_precision":
+        groups = groups_in(whole, splits.sizes, weights[0].shape[1], rule.format, override is None)
+        if override is None:
             return groups
         return [ops.dequantize(rt, q, spec.dtype) if q.shape[0] else None for q in groups]
     if rule is not None or spec.plain:
         held = [whole] * len(held)
     found: list[Value | None] = []
-    for product, kept_x, weight, (start, stop) in zip(products, held, weights, splits.bounds, strict=True):
+    for product, kept_x, weight, (start, stop) in zip(each, held, weights, splits.bounds, strict=True):
         value = None
         if product.spec.needs.weight and start < stop:
             value = product.restored(rt, kept_x, stop - start, weight)
@@ -241,20 +232,19 @@ def _weights(
     rt: Runtime,
     weights: Sequence[Value],
     spec: GroupedSpec,
-    products: Sequence[Product],
+    each: Sequence[Product],
     ready: Sequence[QuantizedTensor | None],
 ) -> list[Made]:
     """The weights as fprop and dgrad read them; those of empty groups too, whose maxima count."""
-    rule = _shared_rule(spec, "weight")
+    rule, override = _shared_rule(spec, "weight")
     if rule is not None and all(type(w) is Tensor for w in weights) and not any(ready):
-        assert spec.precision is not None
-        columnwise = spec.parts[0].needs.input and spec.precision.backward is None
-        casts = [forward_cast(rule, p.scales, p.gemm, WEIGHT, rowwise=True, columnwise=columnwise) for p in products]
+        columnwise = spec.parts[0].needs.input and override is None
+        casts = [forward_cast(rule, p.scales, p.gemm, WEIGHT, rowwise=True, columnwise=columnwise) for p in each]
         qs = ops.quantize_many(rt, weights, casts)  # type: ignore[arg-type]
         return [(w, Uses(q, q, None)) for w, q in zip(weights, qs, strict=True)]
     return [
         (weight, weight_operand(rt, weight, product, ready[i]))
-        for i, (product, weight) in enumerate(zip(products, weights, strict=True))
+        for i, (product, weight) in enumerate(zip(each, weights, strict=True))
     ]
 
 
@@ -262,24 +252,23 @@ def _gradients(
     rt: Runtime,
     dy: Tensor,
     spec: GroupedSpec,
-    products: Sequence[Product],
+    each: Sequence[Product],
     splits: Groups,
     dbs: Sequence[Tensor | None],
     rng: Tensor | None,
 ) -> list[tuple[Made, Tensor | None]]:
     """For each group (dy as dgrad and wgrad read it, the db that wgrad still has to fill)."""
-    rule, precision = _shared_rule(spec, "grad"), spec.precision
+    rule, override = _shared_rule(spec, "grad")
     wanted = any(part.needs.weight for part in spec.parts)
-    if rule is not None and precision is not None and precision.backward is None:
-        rowwise = spec.parts[0].needs.input
-        if rowwise or wanted:
-            casts = [
-                backward_cast(rule, p.scales, p.gemm, rowwise=rowwise, columnwise=wanted, rng=rng) for p in products
-            ]
-            qs = ops.quantize_grouped(rt, dy, splits.sizes, casts, _all_sums(rt, dbs))
-            return [((q, Uses(q, q, None)), None) for q in qs]
+    rowwise = spec.parts[0].needs.input
+    if rule is not None and override is None and (rowwise or wanted):
+        casts = [backward_cast(rule, p.scales, p.gemm, rowwise=rowwise, columnwise=wanted, rng=rng) for p in each]
+        like = next((db for db in dbs if db is not None), None)
+        sums = None if like is None else [rt.empty(like.shape, like.dtype) if db is None else db for db in dbs]
+        qs = ops.quantize_grouped(rt, dy, splits.sizes, casts, sums)  # the columns of all are added, or of none
+        return [((q, Uses(q, q, None)), None) for q in qs]
     made: list[tuple[Made, Tensor | None]] = []
-    for product, db, (start, stop) in zip(products, dbs, splits.bounds, strict=True):
+    for product, db, (start, stop) in zip(each, dbs, splits.bounds, strict=True):
         rows = dy.rows(start, stop)
         if start < stop:
             uses, left = gradient_operand(rt, rows, product, db, rng)
@@ -289,14 +278,6 @@ def _gradients(
             rt.backend.zero(rt, db)
         made.append(((rows, Uses(rows, rows, None)), None))
     return made
-
-
-def _all_sums(rt: Runtime, dbs: Sequence[Tensor | None]) -> list[Tensor] | None:
-    """A vector for every group if one is wanted for any: a launch adds the columns of all."""
-    like = next((db for db in dbs if db is not None), None)
-    if like is None:
-        return None
-    return [rt.empty(like.shape, like.dtype) if db is None else db for db in dbs]
 
 
 def _no_gradient(rt: Runtime, weight: Value, product: Product) -> Tensor | None:

@@ -18,7 +18,7 @@ from te_core.dtypes import DType
 from te_core.layers.inspector import Inspector, Request, offer, offer_result
 from te_core.ops import raw as ops
 from te_core.ops.gemm_quantized import Route
-from te_core.precision import Gemm, Operand, Precision
+from te_core.precision import Gemm, Precision
 from te_core.quantize.operands import (
     Uses,
     Value,
@@ -26,6 +26,7 @@ from te_core.quantize.operands import (
     dense,
     dense_columns,
     drop_rows,
+    flattened,
     is_plain_rule,
     kept,
     quantize_forward,
@@ -359,11 +360,6 @@ def products(
 # --------------------------------------------------------------------------------------- their operands
 
 
-def flattened(x: Value) -> tuple[tuple[int, ...], Value]:
-    """(leading dimensions, x as a matrix)."""
-    return (x.shape[:-1], x.matrix()) if isinstance(x, Tensor) else ((x.shape[0],), x)
-
-
 def input_operand(rt: Runtime, x: Value, product: Product) -> Uses:
     """x as fprop and wgrad read it."""
     spec, precision = product.spec, product.spec.precision
@@ -378,20 +374,14 @@ def input_operand(rt: Runtime, x: Value, product: Product) -> Uses:
 
 def weight_operand(rt: Runtime, weight: Value, product: Product, ready: QuantizedTensor | None) -> Uses:
     """A weight as fprop and dgrad read it: quantized before (`ready`), itself quantized, or quantized now."""
-    spec = product.spec
-    precision = spec.precision
+    spec, precision = product.spec, product.spec.precision
     if precision is None:
         return Uses(dense(rt, weight, spec.dtype), weight, None)
-    if ready is not None:
-        return Uses(ready, ready, None)
-    rule: Operand | None = precision.weight
-    if isinstance(weight, QuantizedTensor):
-        value = as_asked(rt, weight, rule, spec.dtype)
-        if isinstance(value, QuantizedTensor):  # backward makes the columnwise copy, if there is none, and drops it
-            return Uses(value, value, None)
-        weight = value
+    value = as_asked(rt, weight, precision.weight, spec.dtype) if ready is None else ready
+    if isinstance(value, QuantizedTensor):  # backward makes the columnwise copy, if there is none, and drops it
+        return Uses(value, value, None)
     columnwise = spec.needs.input and precision.backward is None
-    return quantize_forward(rt, weight, rule, product[1:3], WEIGHT, rowwise=True, columnwise=columnwise)
+    return quantize_forward(rt, value, precision.weight, product[1:3], WEIGHT, rowwise=True, columnwise=columnwise)
 
 
 def backward_weight(rt: Runtime, kept_w: Tensor | None, weight: Value, spec: LinearSpec) -> Value:
@@ -419,13 +409,9 @@ def gradient_operand(
 
     The bias gradient costs no pass of its own: it is summed while dy is quantized or by the wgrad GEMM.
     """
-    spec = product.spec
-    needs, precision = spec.needs, spec.precision
-    if not (needs.input or needs.weight):
-        if db is not None:
-            ops.column_sum(rt, dense(rt, dy, spec.dtype), db)
-        return Uses(dy, dy, None), None
-    if precision is None or precision.backward is not None or precision.grad is None:
+    spec, needs, precision = product.spec, product.spec.needs, product.spec.precision
+    read = needs.input or needs.weight
+    if not read or precision is None or precision.backward is not None or precision.grad is None:
         plain = dense(rt, dy, spec.dtype)
         by_wgrad = needs.weight and precision is None and (product.sink is None or product.sink.queue is None)
         if db is not None and not by_wgrad:

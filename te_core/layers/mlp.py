@@ -115,12 +115,9 @@ def forward(
     )
 
 
-_Given = tuple[Tensor, Tensor, Tensor | None, Value, Tensor | None, Value]  # x, gamma, beta, w1, b1, w2
-
-
 def _inside(
     rt: Runtime,
-    given: _Given,
+    given: tuple[Tensor, Tensor, Tensor | None, Value, Tensor | None, Value],  # x, gamma, beta, w1, b1, w2
     spec: MLPSpec,
     both: tuple[Product, Product],
     ready: Sequence[QuantizedTensor | None],
@@ -257,9 +254,8 @@ def _activation_gradient(
     cast = None
     if rule is not None and fused:
         cast = backward_cast(rule, fc1.scales, FC1, rowwise=needs.input, columnwise=needs.weight)
-    sums = db1 if fused else None
     dh, q = ops.activation_backward(
-        rt, da.pop(), saved.h, spec.activation, clamp=spec.clamp, cast=cast, column_sum=sums
+        rt, da.pop(), saved.h, spec.activation, clamp=spec.clamp, cast=cast, column_sum=db1 if fused else None
     )
     if fused:
         operand = dh if q is None else q

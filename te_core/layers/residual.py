@@ -9,6 +9,7 @@ gradient that comes back along the stream while it computes the norm's own, so n
 from __future__ import annotations
 
 from dataclasses import dataclass
+from inspect import unwrap
 from typing import NamedTuple
 
 from te_core.arguments import explained
@@ -74,25 +75,21 @@ def forward(
 def backward(
     rt: Runtime, dy: Tensor, saved: AddSaved, *, spec: AddSpec, scales: Scales | None = None
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """(dx, dbias, dresidual); dresidual is dy itself."""
-    return branch_gradients(rt, dy, saved.rng, spec)
-
-
-def branch_gradients(
-    rt: Runtime, d: Tensor, rng: Tensor | None, spec: AddSpec
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """(dx, dbias, dresidual) from the gradient of the sum, which is the residual's; without dropout x's, too."""
+    """(dx, dbias, dresidual); dresidual is dy itself, and without dropout dx is, too."""
     needs = spec.needs
-    dbias = rt.empty((d.shape[-1],), d.dtype) if needs.bias else None
-    dresidual = d if needs.residual else None
+    dbias = rt.empty((dy.shape[-1],), dy.dtype) if needs.bias else None
+    dresidual = dy if needs.residual else None
     if spec.p == 0.0:
         if dbias is not None:
-            ops.column_sum(rt, d.matrix(), dbias)
-        return d if needs.x else None, dbias, dresidual
+            ops.column_sum(rt, dy.matrix(), dbias)
+        return dy if needs.x else None, dbias, dresidual
     if not needs.x and dbias is None:
         return None, None, dresidual
-    dx = ops.bias_dropout_add_backward(rt, d.matrix(), p=spec.p, rng=rng, column_sum=dbias)
-    return dx.reshape(*d.shape) if needs.x else None, dbias, dresidual
+    dx = ops.bias_dropout_add_backward(rt, dy.matrix(), p=spec.p, rng=saved.rng, column_sum=dbias)
+    return dx.reshape(*dy.shape) if needs.x else None, dbias, dresidual
+
+
+branch_gradients = unwrap(backward)  # called by layers that have checked
 
 
 def entered(
@@ -112,7 +109,8 @@ def left(
     """(gradient of the layer's input, of the branch's bias, of the residual) from that of what the norm read."""
     if dx is None or stream is None or stream.add is None:
         return dx, None, None
-    return branch_gradients(rt, dx, rng, stream.add)
+    dx, dbias, dresidual = branch_gradients(rt, dx, AddSaved(rng), spec=stream.add)
+    return dx, dbias, dresidual
 
 
 def returned(

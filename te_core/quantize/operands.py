@@ -8,6 +8,7 @@ What backward needs is saved as one tensor (`saved`) and made an operand again (
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 from te_core import dtypes
@@ -133,6 +134,16 @@ def _both(x: Tensor, rule: Operand, rowwise: bool, columnwise: bool, quantize: A
     return Uses(row, column, cast)
 
 
+def quantize_together(rt: Runtime, values: Sequence[Value], cast: Cast) -> list[QuantizedTensor]:
+    """Matrices by one cast, in one launch where their widths agree; those that came quantized as they are."""
+    plain = [x for x in values if isinstance(x, Tensor)]
+    if len(plain) > 1 and len({x.shape[1] for x in plain}) == 1:
+        made = iter(ops.quantize_many(rt, plain, [cast] * len(plain)))
+    else:
+        made = iter([ops.quantize(rt, x, cast) for x in plain])
+    return [x if isinstance(x, QuantizedTensor) else next(made) for x in values]
+
+
 def as_asked(rt: Runtime, x: Value, rule: Operand | None, dtype: DType) -> Value:
     """An operand that came quantized, if it came as this rule has it; else its values, to be quantized anew."""
     if isinstance(x, Tensor):
@@ -175,6 +186,11 @@ def with_columnwise(rt: Runtime, q: QuantizedTensor) -> QuantizedTensor:
     held = Copy(q.rowwise, q.rowwise_scale, q.rowwise_amax)
     column = Copy(made.columnwise, made.columnwise_scale, made.columnwise_amax)
     return QuantizedTensor(q.format, q.shape, held, column, made.block)
+
+
+def flattened(x: Value) -> tuple[tuple[int, ...], Value]:
+    """(leading dimensions, x as a matrix)."""
+    return (x.shape[:-1], x.matrix()) if isinstance(x, Tensor) else ((x.shape[0],), x)
 
 
 def dense(rt: Runtime, x: Value, dtype: DType) -> Tensor:
@@ -236,10 +252,12 @@ __all__ = [
     "dense",
     "dense_columns",
     "drop_rows",
+    "flattened",
     "is_plain_rule",
     "kept",
     "quantize_forward",
     "quantize_gradient",
+    "quantize_together",
     "restored",
     "saved",
     "with_columnwise",
