@@ -82,11 +82,14 @@ class AttentionInputs(NamedTuple):
 
 
 class AttentionSaved(NamedTuple):
-    """What backward reads: the inputs (q, k and v where they were copied apart), and what forward made."""
+    """What backward reads: the inputs (q, k and v where they were copied apart), and what forward made.
 
-    a: Tensor
-    b: Tensor | None
-    c: Tensor | None
+    In FP8 q, k and v stand here as themselves if they came quantized, else as blocks of their codes.
+    """
+
+    a: Any
+    b: Any
+    c: Any
     bias: Tensor | None
     slopes: Tensor | None
     sink: Tensor | None
@@ -97,8 +100,11 @@ class AttentionSaved(NamedTuple):
     mask: Tensor | None
     pages: None
     rng: Tensor | None
-    out: Tensor | None
+    out: Tensor | None  # or the block of a quantized one
     stats: Tensor | None
+    frame_q: Tensor | None = None  # this and the next two in FP8 only
+    frame_kv: Tensor | None = None
+    pairs: Tensor | None = None  # scale and inverse of P, and of a delayed output
 
 
 @explained
@@ -128,14 +134,14 @@ def forward(
         a = q
     bias = None if bias is None else on_boundary(rt, bias)
     inputs = AttentionInputs(a, b, c, bias, slopes, sink, cu_q, cu_kv, cu_q_padded, cu_kv_padded, mask, pages, rng)
-    core, q, k, v = views(spec, a, b, c)
+    q, k, v = views(spec, a, b, c)
     out = rt.empty((*_lead(a, spec.core.q_format), spec.heads * spec.d_v), q.dtype)
     done = ops.attention_forward(
         rt,
         q,
         k,
         v,
-        spec=core,
+        spec=spec.core,
         terms=terms_of(inputs),
         stats=any(spec.needs) and not spec.recompute,
         out=Tensor(out.ptr, (*q.shape[:-1], spec.d_v), out.dtype, out.device, out.owner),
@@ -155,21 +161,19 @@ def backward(
     scales: Scales | None = None,
 ) -> tuple[Tensor | None, ...]:
     """(da, db, dc, dbias, None, dsink): gradients of the inputs as they came."""
-    s, needs = saved, spec.needs
-    if s.bias is not None:
-        s = s._replace(bias=on_boundary(rt, s.bias))  # traced code saves the input, not forward's copy
-    terms = terms_of(s)
-    core, q, k, v = views(spec, s.a, s.b, s.c)
-    if core.max_logit:
-        core = replace(core, max_logit=False)
-    out, stats = s.out, s.stats
+    if saved.bias is not None:
+        saved = saved._replace(bias=on_boundary(rt, saved.bias))  # traced code saves the input, not forward's copy
+    terms = terms_of(saved)
+    q, k, v = views(spec, *saved[:3])
+    core = replace(spec.core, max_logit=False) if spec.core.max_logit else spec.core
+    out, stats = saved.out, saved.stats
     if spec.recompute:
         out, stats, _ = ops.attention_forward(rt, q, k, v, spec=core, terms=terms)
     assert out is not None and stats is not None
     shape = (*q.shape[:-1], spec.d_v)
-    da, db, dc = (None if t is None else rt.empty(t.shape, t.dtype) for t in (s.a, s.b, s.c))
+    da, db, dc = (None if t is None else rt.empty(t.shape, t.dtype) for t in saved[:3])
     assert da is not None
-    _, dq, dk, dv = views(spec, da, db, dc)
+    dq, dk, dv = views(spec, da, db, dc)
     found = ops.attention_backward(
         rt,
         on_boundary(rt, dy).reshape(*shape),
@@ -181,18 +185,13 @@ def backward(
         spec=core,
         terms=terms,
         grads=(dq, dk, dv),
-        bias_grad=needs.bias,
+        bias_grad=spec.needs.bias,
     )
     if spec.copies:
         da, db, dc = ops.rope_qkv_backward(rt, dq, dk, dv, None, None, **split_options(spec)), None, None
-    return (
-        da if needs.q else None,
-        db if needs.k else None,
-        dc if needs.v else None,
-        found.bias if needs.bias else None,
-        None,
-        found.sink if needs.sink else None,
-    )
+    grads = zip((da, db, dc, found.bias, found.sink), spec.needs, strict=True)
+    da, db, dc, dbias, dsink = (grad if wanted else None for grad, wanted in grads)
+    return da, db, dc, dbias, None, dsink
 
 
 def on_boundary(rt: Runtime, t: Tensor) -> Tensor:
@@ -202,15 +201,12 @@ def on_boundary(rt: Runtime, t: Tensor) -> Tensor:
     return ops.add(rt, t, rt.zeros(t.shape, t.dtype))
 
 
-def views(
-    spec: AttentionLayerSpec, a: Tensor, b: Tensor | None, c: Tensor | None
-) -> tuple[AttentionSpec, Tensor, Tensor, Tensor]:
-    """(what to compute, q, k, v) as views of the inputs, or of a gradient of the inputs' shapes."""
-    core = spec.core
+def views(spec: AttentionLayerSpec, a: Tensor, b: Tensor | None, c: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v as views of the inputs, or of a gradient of the inputs' shapes."""
     if spec.packing == "separate" or spec.copies:
         assert b is not None and c is not None
-        return core, a, b, c
-    packed, form = (a, core.q_format) if b is None else (b, core.kv_format)
+        return a, b, c
+    packed, form = (a, spec.core.q_format) if b is None else (b, spec.core.kv_format)
     find = _parts.__wrapped__ if packed.device is META else _parts  # a compiler's symbols make no keys
     t, parts = packed.dtype.itemsize, find(spec, _lead(packed, form))
     pieces = [
@@ -218,7 +214,7 @@ def views(
         for offset, shape, strides in parts
     ]
     q, k, v = pieces if b is None else (a, *pieces)
-    return core, q, k, v
+    return q, k, v
 
 
 def _lead(t: Tensor, form: str) -> tuple[int, ...]:
@@ -228,21 +224,18 @@ def _lead(t: Tensor, form: str) -> tuple[int, ...]:
 @lru_cache(maxsize=1024)  # three times a step, for the same shapes in step after step
 def _parts(spec: AttentionLayerSpec, lead: tuple[int, ...]) -> tuple[tuple[int, tuple[int, ...], tuple[int, ...]], ...]:
     """Offset, shape and strides of (q,) k and v in a packed tensor of these leading dimensions."""
-    h, g, dk, dv = spec.heads, spec.groups, spec.d_qk, spec.d_v
+    h, g, dk, dv = 0 if spec.packing == "kv" else spec.heads, spec.groups, spec.d_qk, spec.d_v
     r = h // g
+    width, group = h * dk + g * (dk + dv), (r + 1) * dk + dv
     heads: tuple[tuple[int, tuple[int, int], int], ...]
-    if spec.packing == "kv":
-        width = g * (dk + dv)
-        between = (dk + dv, dk + dv) if spec.interleaved else (dk, dv)
-        heads = ((0, (g, dk), between[0]), (dk if spec.interleaved else g * dk, (g, dv), between[1]))
+    if spec.joined:
+        heads = ((0, (r, dk), dk), (r * dk, (1, dk), dk), ((r + 1) * dk, (1, dv), dv))
+    elif spec.interleaved:
+        heads = ((0, (h, dk), dk if g == 1 else group), (r * dk, (g, dk), group), ((r + 1) * dk, (g, dv), group))
     else:
-        width, group = h * dk + g * (dk + dv), (r + 1) * dk + dv
-        if spec.joined:
-            heads = ((0, (r, dk), dk), (r * dk, (1, dk), dk), ((r + 1) * dk, (1, dv), dv))
-        elif spec.interleaved:
-            heads = ((0, (h, dk), dk if g == 1 else group), (r * dk, (g, dk), group), ((r + 1) * dk, (g, dv), group))
-        else:
-            heads = ((0, (h, dk), dk), (h * dk, (g, dk), dk), ((h + g) * dk, (g, dv), dv))
+        heads = ((0, (h, dk), dk), (h * dk, (g, dk), dk), ((h + g) * dk, (g, dv), dv))
+    if spec.packing == "kv":
+        heads = heads[1:]
     row = tuple(width * step for step in dense_strides(lead))
     if spec.packing == "qkv" and spec.joined:  # a group is a row of the batch
         lead, row = (lead[0], lead[1] * g), (row[0], width // g)

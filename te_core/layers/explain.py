@@ -52,11 +52,9 @@ def explain_attention(
         backward = product not in PRODUCTS[:2]
         if family is None:
             found.append(_unneeded(product))
-        elif rule is None:
-            reason = "no FP8 attention was asked for (fp8_dpa)"
-            found.append(GemmFacts(product, dtype.name, dtype.name, "float32", family, True, reason))
-        elif backward and not rule.backward:
-            reason = "backward was asked for in the activation dtype"
+        elif rule is None or (backward and not rule.backward):
+            asked = "backward was asked for in the activation dtype"
+            reason = "no FP8 attention was asked for (fp8_dpa)" if rule is None else asked
             found.append(GemmFacts(product, dtype.name, dtype.name, "float32", family, True, reason))
         else:  # P is cast as q, k and v are, and dS as dO
             a, b = rule.grad.format if backward else rule.qkv.format, rule.qkv.format
@@ -70,27 +68,33 @@ def _unneeded(gemm: str) -> GemmFacts:
     return GemmFacts(gemm, "", "", "", "", True, "not computed: nobody needs this gradient")
 
 
-def _facts(gemm: str, spec: LinearSpec, place: Device, weight: Format | None) -> GemmFacts:
+def _plain_because(gemm: str, spec: LinearSpec, weight: Format | None) -> str | None:
+    """Why a GEMM is computed in the activation dtype; None where it is not."""
     p = spec.precision
-    plain = spec.dtype.name
     if p is None:
-        reason = OUTSIDE
-        if weight is not None and gemm != "wgrad":
-            return _high(gemm, spec, place, False, f"{reason}; the weight is held as {weight} and dequantized")
-        return _high(gemm, spec, place, True, reason)
+        held = weight is not None and gemm != "wgrad"
+        return f"{OUTSIDE}; the weight is held as {weight} and dequantized" if held else OUTSIDE
     if gemm != "fprop" and p.backward is not None:
         which = "the original" if p.backward == "high_precision" else "the dequantized rowwise"
-        return _high(gemm, spec, place, True, f"backward_override={p.backward!r}: {which} operands")
-    names, rules = _rules(gemm, p)
-    missing = [name for name, rule in zip(names, rules, strict=True) if rule is None or rule.scaling == "calibrate"]
+        return f"backward_override={p.backward!r}: {which} operands"
+    rules = _rules(gemm, p)
+    missing = [name for name, rule in rules.items() if rule is None or rule.scaling == "calibrate"]
     if missing:
         calibrating = p.input is not None and p.input.scaling == "calibrate"
-        why = "calibrating: maxima are collected" if calibrating else f"the recipe leaves {' and '.join(missing)} plain"
-        return _high(gemm, spec, place, True, why)
-    if any(rule is not None and rule.custom is not None for rule in rules):
-        why = "a user's quantizer rounds the operands, which are then multiplied"
-        return _high(gemm, spec, place, True, f"{why} in {plain}")
-    a, b = (rule.format for rule in rules if rule is not None)
+        plain = f"the recipe leaves {' and '.join(missing)} plain"
+        return "calibrating: maxima are collected" if calibrating else plain
+    if any(rule is not None and rule.custom is not None for rule in rules.values()):
+        return f"a user's quantizer rounds the operands, which are then multiplied in {spec.dtype.name}"
+    return None
+
+
+def _facts(gemm: str, spec: LinearSpec, place: Device, weight: Format | None) -> GemmFacts:
+    p, plain, library = spec.precision, spec.dtype.name, "cublasLt" if place.kind == "cuda" else "NumPy"
+    reason = _plain_because(gemm, spec, weight)
+    if p is None or reason is not None:
+        as_asked = p is not None or reason == OUTSIDE
+        return GemmFacts(gemm, plain, plain, "float32", f"{library} {plain}", as_asked, reason or "")
+    a, b = (rule.format for rule in _rules(gemm, p).values() if rule is not None)
     route = ops.gemm_route(place, a, b)
     note = "an inspector may replace operands" if spec.inspect is not None else ""
     accumulation = "split" if getattr(p, gemm).split_accumulator else "fast"
@@ -98,34 +102,21 @@ def _facts(gemm: str, spec: LinearSpec, place: Device, weight: Format | None) ->
         return GemmFacts(gemm, str(a), str(b), accumulation, _family(place, a), True, note)
     if route.how == "refused" and not p.emulate:
         return GemmFacts(gemm, str(a), str(b), "", "refused", False, route.reason)
-    return GemmFacts(
-        gemm,
-        str(a),
-        str(b),
-        "float32",
-        f"{_library(place)} float32 after dequantizing"
-        if route.how != "dequantized"
-        else f"{_library(place)} {plain} after dequantizing",
-        False,
-        route.reason,
-    )
+    family = f"{library} {plain if route.how == 'dequantized' else 'float32'} after dequantizing"
+    return GemmFacts(gemm, str(a), str(b), "float32", family, False, route.reason)
 
 
-def _rules(gemm: str, p: Precision) -> tuple[tuple[str, str], tuple[Operand | None, Operand | None]]:
-    """The operands of a GEMM in the order (a, b), with the rule of the copy that it reads."""
+def _rules(gemm: str, p: Precision) -> dict[str, Operand | None]:
+    """The operands of a GEMM in the order of its formula, with the rule of the copy that it reads."""
     if gemm == "fprop":
-        return ("input", "weight"), (p.input, p.weight)
+        return {"input": p.input, "weight": p.weight}
     if gemm == "dgrad":
-        return ("gradient", "weight"), (p.grad, _columns(p.weight))
-    return ("gradient", "input"), (_columns(p.grad), _columns(p.input))
+        return {"gradient": p.grad, "weight": _columns(p.weight)}
+    return {"gradient": _columns(p.grad), "input": _columns(p.input)}
 
 
 def _columns(rule: Operand | None) -> Operand | None:
     return rule if rule is None or rule.columnwise is None else rule.columnwise
-
-
-def _library(place: Device) -> str:
-    return "cublasLt" if place.kind == "cuda" else "NumPy"
 
 
 def _family(place: Device, form: Format) -> str:
@@ -133,8 +124,3 @@ def _family(place: Device, form: Format) -> str:
         return "NumPy, exact emulation"
     kind = {"tensor": "FP8, a scale a tensor", "block": "FP8, a scale a block", "mxfp8": "MXFP8", "nvfp4": "NVFP4"}
     return f"cublasLt {kind[form.scaling]}"
-
-
-def _high(gemm: str, spec: LinearSpec, place: Device, as_asked: bool, reason: str) -> GemmFacts:
-    name = spec.dtype.name
-    return GemmFacts(gemm, name, name, "float32", f"{_library(place)} {name}", as_asked, reason)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from te_core.arguments import explained
 from te_core.dtypes import DType
@@ -19,16 +20,16 @@ from te_core.layers.linear import (
     Made,
     Product,
     Sink,
-    flattened,
     gradient_dtype,
     gradient_operand,
     input_operand,
+    products,
     weight_operand,
 )
 from te_core.ops import raw as ops
 from te_core.ops.quantize_grouped import bounds_of, groups_in
 from te_core.precision import Operand, Precision
-from te_core.quantize.operands import Uses, Value, dense, is_plain_rule, restored
+from te_core.quantize.operands import Uses, Value, dense, flattened, is_plain_rule
 from te_core.quantize.state import INPUT, WEIGHT, Scales, backward_cast, forward_cast
 from te_core.quantized import QuantizedTensor
 from te_core.runtime import Runtime
@@ -45,25 +46,20 @@ class GroupedSpec:
     parts: tuple[LinearSpec, ...]
 
     @property
-    def num_gemms(self) -> int:
-        """The number of groups."""
-        return len(self.parts)
-
-    @property
     def dtype(self) -> DType:
         """Of activations."""
         return self.parts[0].dtype
 
     @property
-    def precision(self) -> Precision | None:
-        """The precision of all groups; of the first where they differ (`together` tells)."""
-        return self.parts[0].precision
+    def shared(self) -> Precision | None:
+        """By what one launch quantizes all groups; None where they differ, or where somebody looks at one alone."""
+        first = self.parts[0].precision
+        return first if all(p.precision is first and p.inspect is None for p in self.parts) else None
 
     @property
-    def together(self) -> bool:
-        """Whether one rule holds for all groups, so that one launch quantizes them, and nobody looks at one alone."""
-        first = self.parts[0].precision
-        return first is not None and all(p.precision is first and p.inspect is None for p in self.parts)
+    def plain(self) -> bool:
+        """Whether nothing is quantized, and nobody looks at a group alone."""
+        return all(p.precision is None and p.inspect is None for p in self.parts)
 
 
 class Groups:
@@ -77,7 +73,7 @@ class Groups:
         self.out, self.dx = out, dx
 
 
-class GroupedSaved(tuple[Value | None, ...]):
+class GroupedSaved(tuple[Any, ...]):
     """What backward reads, as one flat tuple: rng, then x, weight and w of every group, as in `LinearSaved`.
 
     x stands once, as that of the first group, where all groups lie in one tensor: x itself or the block of its
@@ -89,37 +85,6 @@ class GroupedSaved(tuple[Value | None, ...]):
     def __new__(cls, *tensors: Value | None) -> GroupedSaved:
         """Of the flat list of its tensors."""
         return super().__new__(cls, tensors)
-
-    @property
-    def rng(self) -> Tensor | None:
-        """The draws of stochastic rounding."""
-        return self[0]  # type: ignore[return-value]
-
-    @property
-    def x(self) -> tuple[Tensor | None, ...]:
-        """Of each group."""
-        return self[1 : 1 + len(self) // 3]  # type: ignore[return-value]
-
-    @property
-    def weight(self) -> tuple[Value | None, ...]:
-        """The parameters themselves."""
-        return self[1 + len(self) // 3 : 1 + 2 * (len(self) // 3)]
-
-    @property
-    def w(self) -> tuple[Tensor | None, ...]:
-        """What dgrad reads of them, where it is not the parameter itself."""
-        return self[1 + 2 * (len(self) // 3) :]  # type: ignore[return-value]
-
-
-def _products(
-    spec: GroupedSpec,
-    scales: Scales | None,
-    inspectors: Sequence[Inspector | None] | None,
-    sinks: Sequence[Sink | None] | None = None,
-) -> list[Product]:
-    none = [None] * spec.num_gemms
-    seen = zip(spec.parts, inspectors or none, sinks or none, strict=True)
-    return [Product(part, scales, i, inspector, sink) for i, (part, inspector, sink) in enumerate(seen)]
 
 
 @explained
@@ -134,18 +99,18 @@ def forward(
     ready: Sequence[QuantizedTensor | None] | None = None,
 ) -> tuple[tuple[Tensor], GroupedSaved]:
     """((y,), saved). `inputs` are the weights [N, K], the biases [N] or None, and the draws (or None)."""
-    n = spec.num_gemms
+    n = len(spec.parts)
     weights, biases, rng = inputs[:n], inputs[n : 2 * n], inputs[2 * n]
     leading, x2 = flattened(x)
     assert isinstance(x2, Tensor)
     width = weights[0].shape[0]  # type: ignore[union-attr]
     out = splits.out if splits.out is not None else rt.empty((*leading, width), spec.dtype)
-    products = _products(spec, scales, inspectors)
-    xs, whole = _inputs(rt, x2, spec, products, splits)
-    ws = _weights(rt, weights, spec, products, ready or [None] * n)  # type: ignore[arg-type]
+    each = products(spec.parts, scales, inspectors)
+    xs, whole = _inputs(rt, x2, spec, each, splits)
+    ws = _weights(rt, weights, spec, each, ready or [None] * n)  # type: ignore[arg-type]
     kept_x: list[Tensor | None] = []
     kept_w: list[Tensor | None] = []
-    for product, a, b, bias, (start, stop) in zip(products, xs, ws, biases, splits.bounds, strict=True):
+    for product, a, b, bias, (start, stop) in zip(each, xs, ws, biases, splits.bounds, strict=True):
         held = product.keep(rt, a, b) if start < stop else (None, None)
         # A view of x is saved as x: autograd knows whole tensors.
         kept_x.append(x2 if held[0] is not None and held[0] is a[0] else held[0])
@@ -174,29 +139,29 @@ def backward(
     sinks: Sequence[Sink | None] | None = None,
 ) -> tuple[Tensor | None, ...]:
     """(dx, a dweight for each group, a dbias for each), None where `spec` or a sink says so."""
-    weights: Sequence[Value] = saved.weight  # type: ignore[assignment]  # a layer without needs has no backward
-    products = _products(spec, scales, inspectors, sinks)
+    count = len(spec.parts)
+    rng, held, weights, ws = saved[0], saved[1 : 1 + count], saved[1 + count : 1 + 2 * count], saved[1 + 2 * count :]
+    each = products(spec.parts, scales, inspectors, sinks)
     leading, dy2 = flattened(dy)
     dy2 = dense(rt, dy2, spec.dtype)
-    n, k = weights[0].shape
-    dbs = [product.bias_gradient(rt, w) for product, w in zip(products, weights, strict=True)]
-    gs = _gradients(rt, dy2, spec, products, splits, dbs, saved.rng)
+    dbs = [product.bias_gradient(rt, w) for product, w in zip(each, weights, strict=True)]
+    gs = _gradients(rt, dy2, spec, each, splits, dbs, rng)
     dx = None
     if spec.parts[0].needs.input:
-        dx = splits.dx if splits.dx is not None else rt.empty((*leading, k), spec.dtype)
+        dx = splits.dx if splits.dx is not None else rt.empty((*leading, weights[0].shape[1]), spec.dtype)
         for i, (start, stop) in enumerate(splits.bounds):
             if start < stop:
                 rows = dx.matrix().rows(start, stop)
-                made = products[i].dgrad(rt, gs[i][0], weights[i], saved.w[i], rows)
+                made = each[i].dgrad(rt, gs[i][0], weights[i], ws[i], rows)
                 if made is not rows:
                     ops.resize(rt, made.matrix(), *rows.shape, out=rows)
     dws: list[Tensor | None] = []
-    xs = _restored_inputs(rt, saved.x, k, spec, products, splits)
-    for i, product in enumerate(products):
+    xs = _restored_inputs(rt, held, weights, spec, each, splits)
+    for i, product in enumerate(each):
         if not product.spec.needs.weight:
             dws.append(None)
         elif not splits.sizes[i]:
-            dws.append(_no_gradient(rt, (n, k), gradient_dtype(product.spec, weights[i]), product.sink))
+            dws.append(_no_gradient(rt, weights[i], product))
         else:
             (operand, left), x = gs[i], xs[i]
             assert x is not None  # kept for every group whose weight wants a gradient
@@ -207,68 +172,58 @@ def backward(
 # ---------------------------------------------------------------------------------------- operands of all groups
 
 
-def _shared_rule(spec: GroupedSpec, role: str) -> Operand | None:
-    """The rule by which one launch quantizes all groups of an operand; None if there is none."""
-    if not spec.together:
-        return None
-    rule: Operand | None = getattr(spec.precision, role)
-    return rule if rule is not None and is_plain_rule(rule) else None
+def _shared_rule(spec: GroupedSpec, role: str) -> tuple[Operand | None, str | None]:
+    """(the rule by which one launch quantizes all groups of an operand, if there is one, its `backward_override`)."""
+    precision = spec.shared
+    rule: Operand | None = getattr(precision, role, None)
+    return (None, None) if precision is None or rule is None or not is_plain_rule(rule) else (rule, precision.backward)
 
 
 def _inputs(
-    rt: Runtime, x: Tensor, spec: GroupedSpec, products: Sequence[Product], splits: Groups
+    rt: Runtime, x: Tensor, spec: GroupedSpec, each: Sequence[Product], splits: Groups
 ) -> tuple[list[Made], Tensor | None]:
     """(x of each group as fprop and wgrad read it, what is kept of all of them if that is one tensor)."""
     wanted = any(part.needs.weight for part in spec.parts)
-    rule = _shared_rule(spec, "input")
+    rule, override = _shared_rule(spec, "input")
     if rule is not None:
-        assert spec.precision is not None
-        override = spec.precision.backward
         columnwise = wanted and override is None
-        casts = [forward_cast(rule, p.scales, p.gemm, INPUT, rowwise=True, columnwise=columnwise) for p in products]
+        casts = [forward_cast(rule, p.scales, p.gemm, INPUT, rowwise=True, columnwise=columnwise) for p in each]
         qs = ops.quantize_grouped(rt, x, splits.sizes, casts)
         whole = x if override == "high_precision" else qs[0].block
         return [(q, Uses(q, q, None)) for q in qs], whole if wanted else None
-    parts = [x.rows(start, stop) for start, stop in splits.bounds]
-    if all(part.precision is None for part in spec.parts):
-        watched = any(part.inspect is not None for part in spec.parts)
-        return [(p, Uses(p, p, None)) for p in parts], x if wanted and not watched else None
-    return [
-        (rows, input_operand(rt, rows, product) if rows.shape[0] else Uses(rows, rows, None))
-        for product, rows in zip(products, parts, strict=True)
-    ], None
+    made: list[Made] = []
+    for product, (start, stop) in zip(each, splits.bounds, strict=True):
+        rows = x.rows(start, stop)
+        unread = product.spec.precision is None or start == stop
+        made.append((rows, Uses(rows, rows, None) if unread else input_operand(rt, rows, product)))
+    return made, x if wanted and spec.plain else None
 
 
 def _restored_inputs(
     rt: Runtime,
     held: Sequence[Tensor | None],
-    width: int,
+    weights: Sequence[Value],
     spec: GroupedSpec,
-    products: Sequence[Product],
+    each: Sequence[Product],
     splits: Groups,
-) -> list[Value | None]:
+) -> Sequence[Value | None]:
     """x of each group as wgrad reads it, of what forward kept."""
-    rule, precision = _shared_rule(spec, "input"), spec.precision
+    rule, override = _shared_rule(spec, "input")
     whole = held[0]
-    if rule is not None and whole is not None and precision is not None and precision.backward != "high_precision":
-        columnwise = precision.backward is None
-        groups = groups_in(whole, splits.sizes, width, rule.format, columnwise)
-        if columnwise:
-            return list(groups)
+    if rule is not None and whole is not None and override != "high_precision":
+        groups = groups_in(whole, splits.sizes, weights[0].shape[1], rule.format, override is None)
+        if override is None:
+            return groups
         return [ops.dequantize(rt, q, spec.dtype) if q.shape[0] else None for q in groups]
-    watched = any(part.inspect is not None for part in spec.parts)
-    alone = not watched and (rule is not None or all(part.precision is None for part in spec.parts))
+    if rule is not None or spec.plain:
+        held = [whole] * len(held)
     found: list[Value | None] = []
-    for i, (product, (start, stop)) in enumerate(zip(products, splits.bounds, strict=True)):
-        if not product.spec.needs.weight or start == stop:
-            found.append(None)
-            continue
-        part = product.spec
-        part_rule = None if part.precision is None else part.precision.input
-        kept_x = whole if alone else held[i]
-        value = restored(rt, kept_x, (stop - start, width), part_rule, part.precision, spec.dtype)
-        if isinstance(value, Tensor) and value.shape[0] != stop - start:
-            value = value.rows(start, stop)
+    for product, kept_x, weight, (start, stop) in zip(each, held, weights, splits.bounds, strict=True):
+        value = None
+        if product.spec.needs.weight and start < stop:
+            value = product.restored(rt, kept_x, stop - start, weight)
+            if isinstance(value, Tensor) and value.shape[0] != stop - start:
+                value = value.rows(start, stop)
         found.append(value)
     return found
 
@@ -277,20 +232,19 @@ def _weights(
     rt: Runtime,
     weights: Sequence[Value],
     spec: GroupedSpec,
-    products: Sequence[Product],
+    each: Sequence[Product],
     ready: Sequence[QuantizedTensor | None],
 ) -> list[Made]:
     """The weights as fprop and dgrad read them; those of empty groups too, whose maxima count."""
-    rule = _shared_rule(spec, "weight")
+    rule, override = _shared_rule(spec, "weight")
     if rule is not None and all(type(w) is Tensor for w in weights) and not any(ready):
-        assert spec.precision is not None
-        columnwise = spec.parts[0].needs.input and spec.precision.backward is None
-        casts = [forward_cast(rule, p.scales, p.gemm, WEIGHT, rowwise=True, columnwise=columnwise) for p in products]
+        columnwise = spec.parts[0].needs.input and override is None
+        casts = [forward_cast(rule, p.scales, p.gemm, WEIGHT, rowwise=True, columnwise=columnwise) for p in each]
         qs = ops.quantize_many(rt, weights, casts)  # type: ignore[arg-type]
         return [(w, Uses(q, q, None)) for w, q in zip(weights, qs, strict=True)]
     return [
         (weight, weight_operand(rt, weight, product, ready[i]))
-        for i, (product, weight) in enumerate(zip(products, weights, strict=True))
+        for i, (product, weight) in enumerate(zip(each, weights, strict=True))
     ]
 
 
@@ -298,24 +252,23 @@ def _gradients(
     rt: Runtime,
     dy: Tensor,
     spec: GroupedSpec,
-    products: Sequence[Product],
+    each: Sequence[Product],
     splits: Groups,
     dbs: Sequence[Tensor | None],
     rng: Tensor | None,
 ) -> list[tuple[Made, Tensor | None]]:
     """For each group (dy as dgrad and wgrad read it, the db that wgrad still has to fill)."""
-    rule, precision = _shared_rule(spec, "grad"), spec.precision
+    rule, override = _shared_rule(spec, "grad")
     wanted = any(part.needs.weight for part in spec.parts)
-    if rule is not None and precision is not None and precision.backward is None:
-        rowwise = spec.parts[0].needs.input
-        if rowwise or wanted:
-            casts = [
-                backward_cast(rule, p.scales, p.gemm, rowwise=rowwise, columnwise=wanted, rng=rng) for p in products
-            ]
-            qs = ops.quantize_grouped(rt, dy, splits.sizes, casts, _all_sums(rt, dbs))
-            return [((q, Uses(q, q, None)), None) for q in qs]
+    rowwise = spec.parts[0].needs.input
+    if rule is not None and override is None and (rowwise or wanted):
+        casts = [backward_cast(rule, p.scales, p.gemm, rowwise=rowwise, columnwise=wanted, rng=rng) for p in each]
+        like = next((db for db in dbs if db is not None), None)
+        sums = None if like is None else [rt.empty(like.shape, like.dtype) if db is None else db for db in dbs]
+        qs = ops.quantize_grouped(rt, dy, splits.sizes, casts, sums)  # the columns of all are added, or of none
+        return [((q, Uses(q, q, None)), None) for q in qs]
     made: list[tuple[Made, Tensor | None]] = []
-    for product, db, (start, stop) in zip(products, dbs, splits.bounds, strict=True):
+    for product, db, (start, stop) in zip(each, dbs, splits.bounds, strict=True):
         rows = dy.rows(start, stop)
         if start < stop:
             uses, left = gradient_operand(rt, rows, product, db, rng)
@@ -327,28 +280,18 @@ def _gradients(
     return made
 
 
-def _all_sums(rt: Runtime, dbs: Sequence[Tensor | None]) -> list[Tensor] | None:
-    """A vector for every group if one is wanted for any: a launch adds the columns of all."""
-    like = next((db for db in dbs if db is not None), None)
-    if like is None:
-        return None
-    return [rt.empty(like.shape, like.dtype) if db is None else db for db in dbs]
-
-
-def _no_gradient(rt: Runtime, shape: tuple[int, int], dtype: DType, sink: Sink | None) -> Tensor | None:
+def _no_gradient(rt: Runtime, weight: Value, product: Product) -> Tensor | None:
     """The weight gradient of an empty group: zeros, fresh or in its sink."""
+    sink = product.sink
 
     def run(rt: Runtime) -> Tensor | None:
         if sink is None or sink.main is None:
-            return rt.zeros(shape, dtype)
+            return rt.zeros(weight.shape, gradient_dtype(product.spec, weight))
         if not sink.accumulate:
             rt.backend.zero(rt, sink.main)
         return None
 
-    if sink is not None and sink.queue is not None:
-        sink.queue.append(run)
-        return None
-    return run(rt)
+    return product.in_turn(rt, run)
 
 
 __all__ = ["GroupedSaved", "GroupedSpec", "Groups", "backward", "forward"]

@@ -9,27 +9,19 @@ from __future__ import annotations
 from typing import Protocol
 
 from te_core.errors import ArgumentError
+from te_core.quantize.operands import Value
 from te_core.quantized import Cast, QuantizedTensor
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
 
 #: (gemm, tensor): the two operands of each GEMM, and its result.
 POINTS = frozenset(
-    {
-        ("fprop", "activation"),
-        ("fprop", "weight"),
-        ("fprop", "output"),
-        ("dgrad", "gradient"),
-        ("dgrad", "weight"),
-        ("dgrad", "dgrad"),
-        ("wgrad", "activation"),
-        ("wgrad", "gradient"),
-        ("wgrad", "wgrad"),
-    }
+    {("fprop", tensor) for tensor in ("activation", "weight", "output")}
+    | {("dgrad", tensor) for tensor in ("gradient", "weight", "dgrad")}
+    | {("wgrad", tensor) for tensor in ("activation", "gradient", "wgrad")}
 )
 
 Request = frozenset[tuple[str, str]]  # the points an inspector wants to see
-Operand = Tensor | QuantizedTensor
 
 
 class Inspector(Protocol):
@@ -42,7 +34,7 @@ class Inspector(Protocol):
 
     def inspect(
         self, rt: Runtime, gemm: str, tensor: str, value: Tensor, cast: Cast | None, out: QuantizedTensor | None
-    ) -> Operand | None:
+    ) -> Value | None:
         """Called at a point with the high-precision value and, for a quantized operand, how it was cast and to what.
 
         Returns None to leave it, or a replacement, plain or quantized in the orientation that the GEMM reads. If
@@ -58,8 +50,8 @@ def offer(
     point: tuple[str, str],
     value: Tensor,
     cast: Cast | None = None,
-    current: Operand | None = None,
-) -> Operand:
+    current: Value | None = None,
+) -> Value:
     """What shall be used at this point: the inspector's replacement, or what there was (`current`, else `value`)."""
     if current is None:
         current = value

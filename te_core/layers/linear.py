@@ -8,8 +8,8 @@ Shapes: x [.., K], w [N, K], b [N], y [.., N]; M is the product of the leading d
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from te_core import dtypes
@@ -17,10 +17,25 @@ from te_core.arguments import explained, settle
 from te_core.dtypes import DType
 from te_core.layers.inspector import Inspector, Request, offer, offer_result
 from te_core.ops import raw as ops
-from te_core.precision import Gemm, Operand, Precision
-from te_core.quantize.operands import Uses, Value, as_asked, dense, quantize_forward, quantize_gradient, restored, saved
+from te_core.ops.gemm_quantized import Route
+from te_core.precision import Gemm, Precision
+from te_core.quantize.operands import (
+    Uses,
+    Value,
+    as_asked,
+    dense,
+    dense_columns,
+    drop_rows,
+    flattened,
+    is_plain_rule,
+    kept,
+    quantize_forward,
+    quantize_gradient,
+    restored,
+    saved,
+)
 from te_core.quantize.state import GRAD_INPUT, INPUT, OUTPUT, WEIGHT, Scales, backward_cast, forward_cast
-from te_core.quantized import QuantizedTensor
+from te_core.quantized import Cast, QuantizedTensor
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
 
@@ -44,6 +59,8 @@ class LinearSpec:
     weight_dtype: DType | None = None  # of the weight's gradient; None: the weight's own
     quantize_output: bool = False
     quantize_grad: bool = False  # the gradient of x is delivered quantized
+    #: How each GEMM multiplied the formats that it met last.
+    routes: list[Route | None] = field(init=False, repr=False, compare=False, default_factory=lambda: [None] * 3)
 
     def __post_init__(self) -> None:
         settle(self, "dtype", "precision", "weight_dtype")
@@ -178,6 +195,22 @@ class Product(NamedTuple):
         itself = isinstance(kept_w, QuantizedTensor) and kept_w.owner is not None
         return saved(kept_x, spec.needs.weight), None if itself else saved(kept_w, spec.needs.input)
 
+    def input_cast(self) -> tuple[Cast | None, bool]:
+        """(how what computes x quantizes it on its way, if it can, whether x is read plain, too)."""
+        spec, precision = self.spec, self.spec.precision
+        plain = spec.inspect is not None or (precision is not None and precision.backward == "high_precision")
+        if precision is None or precision.input is None or not is_plain_rule(precision.input):
+            return None, plain
+        columnwise = spec.needs.weight and precision.backward is None
+        return forward_cast(precision.input, *self[1:3], INPUT, rowwise=True, columnwise=columnwise), plain
+
+    def computed_input(self, rt: Runtime, x: Tensor | None, q: QuantizedTensor | None, cast: Cast | None) -> Made:
+        """x of what computed it, which quantized it by `cast` or leaves that to this."""
+        if q is not None:
+            return q if x is None else x, Uses(q, q, cast)
+        assert x is not None
+        return x, input_operand(rt, x, self)
+
     def fprop(self, rt: Runtime, x: Made, w: Made, out: Tensor, bias: Tensor | None) -> Tensor:
         """x w^T + bias, in `out` [.., N]."""
         spec, (high_x, xs), (high_w, ws) = self.spec, x, w
@@ -216,10 +249,14 @@ class Product(NamedTuple):
             self._multiplied(rt, "wgrad", a, x, main, db, sink.accumulate)
             return None
 
-        if sink is not None and sink.queue is not None:
-            sink.queue.append(run)
-            return None
-        return run(rt)
+        return self.in_turn(rt, run)
+
+    def in_turn(self, rt: Runtime, run: Callable[[Runtime], Tensor | None]) -> Tensor | None:
+        """A weight gradient of its function: now, or when its sink's queue comes to it."""
+        if self.sink is None or self.sink.queue is None:
+            return run(rt)
+        self.sink.queue.append(run)
+        return None
 
     def _multiplied(
         self,
@@ -231,10 +268,48 @@ class Product(NamedTuple):
         vector: Tensor | None = None,
         accumulate: bool = False,
     ) -> Tensor:
-        parallel = self.parallel
+        """One of the three GEMMs, quantized where both operands are: a and b in the order of its formula.
+
+        `vector` is fprop's bias. In wgrad of plain operands the GEMM sets it to the sums of a's columns.
+        """
+        spec, parallel = self.spec, self.parallel
         if parallel is not None:
             a, b = parallel.gather(rt, gemm, a, b)
-        multiply(rt, gemm, a, b, out.matrix(), self.spec, vector=vector, accumulate=accumulate)
+        number, a_columns, b_columns = _GEMMS[gemm]
+        bias, a_sum = (None, vector) if gemm == "wgrad" else (vector, None)
+        if isinstance(a, QuantizedTensor) and isinstance(b, QuantizedTensor):
+            precision = spec.precision
+            assert precision is not None and a_sum is None
+            rule: Gemm = getattr(precision, gemm)
+            route = spec.routes[number]
+            if route is None or route.a is not a.format or route.b is not b.format or route.place is not rt.device:
+                route = spec.routes[number] = ops.gemm_route(rt.device, a.format, b.format)
+            ops.gemm_quantized(
+                rt,
+                a,
+                b,
+                out.matrix(),
+                a_columnwise=a_columns,
+                b_columnwise=b_columns,
+                bias=bias,
+                accumulate=accumulate,
+                split_accumulator=rule.split_accumulator,
+                emulate=precision.emulate,
+                strict=precision.strict,
+                route=route,
+            )
+        else:
+            ops.gemm(
+                rt,
+                dense_columns(rt, a, spec.dtype, a_columns),
+                dense_columns(rt, b, spec.dtype, b_columns),
+                trans_a=a_columns,
+                trans_b=not b_columns,
+                bias=bias,
+                a_sum=a_sum,
+                out=out.matrix(),
+                accumulate=accumulate,
+            )
         return out if parallel is None else parallel.scatter(rt, gemm, out)
 
     def _shown(self, rt: Runtime, point: tuple[str, str], out: Tensor) -> Tensor:
@@ -242,9 +317,7 @@ class Product(NamedTuple):
 
     def restored(self, rt: Runtime, kept_x: Tensor | None, rows: int, weight: Value) -> Value:
         """x as wgrad reads it, of what `keep` kept."""
-        precision = self.spec.precision
-        rule = None if precision is None else precision.input
-        return restored(rt, kept_x, (rows, weight.shape[1]), rule, precision, self.spec.dtype)
+        return restored(rt, kept_x, (rows, weight.shape[1]), self.spec.precision, "input", self.spec.dtype)
 
     def bias_gradient(self, rt: Runtime, weight: Value) -> Tensor | None:
         """Memory for the bias's gradient, if it is wanted."""
@@ -268,130 +341,54 @@ class Product(NamedTuple):
         return ops.quantize(rt, dx.matrix(), cast)
 
 
-#: Which operands of a GEMM are contracted along their columns.
-_COLUMNS = {"fprop": (False, False), "dgrad": (False, True), "wgrad": (True, True)}
+#: The number of a GEMM among those of a spec, and which of its operands are contracted along their columns.
+_GEMMS = {"fprop": (0, False, False), "dgrad": (1, False, True), "wgrad": (2, True, True)}
 
 
-def multiply(
-    rt: Runtime,
-    gemm: str,
-    a: Value,
-    b: Value,
-    out: Tensor,
-    spec: LinearSpec,
-    *,
-    vector: Tensor | None = None,
-    accumulate: bool = False,
-) -> None:
-    """One of the three products (`Product`), quantized where both operands are: a and b in the order of its formula.
-
-    `vector` is fprop's bias. In wgrad of plain operands the GEMM sets it to the sums of a's columns.
-    """
-    columns = _COLUMNS[gemm]
-    bias, a_sum = (None, vector) if gemm == "wgrad" else (vector, None)
-    if isinstance(a, QuantizedTensor) and isinstance(b, QuantizedTensor):
-        precision = spec.precision
-        assert precision is not None and a_sum is None
-        rule: Gemm = getattr(precision, gemm)
-        ops.gemm_quantized(
-            rt,
-            a,
-            b,
-            out,
-            a_columnwise=columns[0],
-            b_columnwise=columns[1],
-            bias=bias,
-            accumulate=accumulate,
-            split_accumulator=rule.split_accumulator,
-            emulate=precision.emulate,
-            strict=precision.strict,
-        )
-        return
-    left, right = dense_columns(rt, a, spec.dtype, columns[0]), dense_columns(rt, b, spec.dtype, columns[1])
-    ops.gemm(
-        rt,
-        left,
-        right,
-        trans_a=columns[0],
-        trans_b=not columns[1],
-        bias=bias,
-        a_sum=a_sum,
-        out=out,
-        accumulate=accumulate,
-    )
-
-
-def dense_columns(rt: Runtime, x: Value, dtype: DType, columns: bool) -> Tensor:
-    """The values of an operand that meets a plain one, from the copy that the GEMM would have read."""
-    if isinstance(x, Tensor):
-        return x
-    held = x.columnwise is not None if columns else x.rowwise is not None
-    return ops.dequantize(rt, x, dtype, columnwise=columns if held else not columns).rows(0, x.shape[0])
-
-
-def drop_rows(uses: Uses) -> None:
-    """Free the rowwise copy of a gradient once dgrad has read it: backward is where memory peaks."""
-    q = uses.columns
-    if isinstance(q, QuantizedTensor) and q.columnwise is not None:
-        q.rowwise = q.rowwise_scale = q.rowwise_amax = q.rowwise_swizzled = None
+def products(
+    specs: Sequence[LinearSpec],
+    scales: Scales | None,
+    inspectors: Sequence[Inspector | None] | None,
+    sinks: Sequence[Sink | None] | None = None,
+) -> list[Product]:
+    """The products of a layer's weights, numbered in this order in its scaling state."""
+    none = [None] * len(specs)
+    seen = zip(specs, inspectors or none, sinks or none, strict=True)
+    return [Product(spec, scales, i, inspector, sink) for i, (spec, inspector, sink) in enumerate(seen)]
 
 
 # --------------------------------------------------------------------------------------- their operands
 
 
-def flattened(x: Value) -> tuple[tuple[int, ...], Value]:
-    """(leading dimensions, x as a matrix)."""
-    return (x.shape[:-1], x.matrix()) if isinstance(x, Tensor) else ((x.shape[0],), x)
-
-
 def input_operand(rt: Runtime, x: Value, product: Product) -> Uses:
     """x as fprop and wgrad read it."""
-    spec = product.spec
-    precision = spec.precision
-    if precision is None:
-        values = dense(rt, x, spec.dtype)
-        return Uses(values, values, None)
-    rule = precision.input
-    if precision.backward is not None:  # backward reads what this call has made, in a block of its own
+    spec, precision = product.spec, product.spec.precision
+    if precision is None or precision.backward is not None:  # then backward reads what this call has made
         value: Value = dense(rt, x, spec.dtype)
-        return quantize_forward(rt, value, rule, product[1:3], INPUT, rowwise=True, columnwise=False)
-    value = as_asked(rt, x, rule, spec.dtype)
-    return quantize_forward(rt, value, rule, product[1:3], INPUT, rowwise=True, columnwise=spec.needs.weight)
+        columnwise = False
+    else:
+        value, columnwise = as_asked(rt, x, precision.input, spec.dtype), spec.needs.weight
+    rule = None if precision is None else precision.input
+    return quantize_forward(rt, value, rule, product[1:3], INPUT, rowwise=True, columnwise=columnwise)
 
 
 def weight_operand(rt: Runtime, weight: Value, product: Product, ready: QuantizedTensor | None) -> Uses:
     """A weight as fprop and dgrad read it: quantized before (`ready`), itself quantized, or quantized now."""
-    spec = product.spec
-    precision = spec.precision
+    spec, precision = product.spec, product.spec.precision
     if precision is None:
         return Uses(dense(rt, weight, spec.dtype), weight, None)
-    if ready is not None:
-        return Uses(ready, ready, None)
-    rule: Operand | None = precision.weight
-    if isinstance(weight, QuantizedTensor):
-        value = as_asked(rt, weight, rule, spec.dtype)
-        if isinstance(value, QuantizedTensor):  # backward makes the columnwise copy, if there is none, and drops it
-            return Uses(value, value, None)
-        weight = value
+    value = as_asked(rt, weight, precision.weight, spec.dtype) if ready is None else ready
+    if isinstance(value, QuantizedTensor):  # backward makes the columnwise copy, if there is none, and drops it
+        return Uses(value, value, None)
     columnwise = spec.needs.input and precision.backward is None
-    return quantize_forward(rt, weight, rule, product[1:3], WEIGHT, rowwise=True, columnwise=columnwise)
-
-
-def kept(high: Value, uses: Uses, precision: Precision | None) -> Value:
-    """What backward will read of an operand, by the recipe's `backward_override`."""
-    if precision is None or precision.backward is None:
-        return uses.columns  # type: ignore[no-any-return]
-    if precision.backward == "high_precision" and isinstance(high, Tensor):
-        return high
-    return uses.rows  # type: ignore[no-any-return]
+    return quantize_forward(rt, value, precision.weight, product[1:3], WEIGHT, rowwise=True, columnwise=columnwise)
 
 
 def backward_weight(rt: Runtime, kept_w: Tensor | None, weight: Value, spec: LinearSpec) -> Value:
     """The weight as dgrad reads it."""
     precision = spec.precision
     if kept_w is not None:
-        rule = None if precision is None else precision.weight
-        return restored(rt, kept_w, weight.shape, rule, precision, spec.dtype)  # type: ignore[arg-type]
+        return restored(rt, kept_w, weight.shape, precision, "weight", spec.dtype)  # type: ignore[arg-type]
     if isinstance(weight, Tensor):
         return weight
     if precision is None or precision.backward is not None:
@@ -412,13 +409,9 @@ def gradient_operand(
 
     The bias gradient costs no pass of its own: it is summed while dy is quantized or by the wgrad GEMM.
     """
-    spec = product.spec
-    needs, precision = spec.needs, spec.precision
-    if not (needs.input or needs.weight):
-        if db is not None:
-            ops.column_sum(rt, dense(rt, dy, spec.dtype), db)
-        return Uses(dy, dy, None), None
-    if precision is None or precision.backward is not None or precision.grad is None:
+    spec, needs, precision = product.spec, product.spec.needs, product.spec.precision
+    read = needs.input or needs.weight
+    if not read or precision is None or precision.backward is not None or precision.grad is None:
         plain = dense(rt, dy, spec.dtype)
         by_wgrad = needs.weight and precision is None and (product.sink is None or product.sink.queue is None)
         if db is not None and not by_wgrad:

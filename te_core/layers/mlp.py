@@ -18,15 +18,23 @@ from typing import NamedTuple
 from te_core.arguments import explained
 from te_core.dtypes import DType
 from te_core.layers.inspector import Inspector
-from te_core.layers.linear import LinearSpec, Made, Product, Sink, gradient_dtype, gradient_operand, weight_operand
-from te_core.layers.norm import NormSpec
-from te_core.layers.norm_linear import NormKept, norm_gradients, normalize
-from te_core.layers.residual import Stream, entered, left, returned_gradients
+from te_core.layers.linear import (
+    LinearSpec,
+    Made,
+    Product,
+    Sink,
+    gradient_dtype,
+    gradient_operand,
+    products,
+    weight_operand,
+)
+from te_core.layers.norm import NormKept, NormSpec, norm_gradients, normalized
+from te_core.layers.residual import Stream, entered, left, returned, returned_gradients
 from te_core.ops import raw as ops
 from te_core.ops.activation import Clamp
 from te_core.ops.norm import Branch
-from te_core.quantize.operands import Uses, Value, is_plain_rule, quantize_forward, quantize_gradient
-from te_core.quantize.state import INPUT, Scales, backward_cast, forward_cast
+from te_core.quantize.operands import Uses, Value, is_plain_rule, quantize_gradient
+from te_core.quantize.state import Scales, backward_cast
 from te_core.quantized import QuantizedTensor
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
@@ -51,44 +59,22 @@ class MLPSpec:
 class MLPSaved(NamedTuple):
     """What backward reads; n and a as their wgrads read them."""
 
-    x: Tensor | None  # None, as the next three, where no gradient goes through the norm
-    gamma: Tensor | None
-    mean: Tensor | None
-    rstd: Tensor | None
-    n: Tensor | None
-    h: Tensor | None
-    a: Tensor | None
-    w1: Value | None  # the parameters themselves
-    w2: Value | None
-    w1q: Tensor | None  # and as their dgrads read them; None if the parameter is quantized itself
-    w2q: Tensor | None
-    rng: Tensor | None
-    branch_rng: Tensor | None
+    x: Tensor | None = None  # None, as the next three, where no gradient goes through the norm
+    gamma: Tensor | None = None
+    mean: Tensor | None = None
+    rstd: Tensor | None = None
+    n: Tensor | None = None
+    h: Tensor | None = None
+    a: Tensor | None = None
+    w1: Value | None = None  # the parameters themselves
+    w2: Value | None = None
+    w1q: Tensor | None = None  # and as their dgrads read them; None if the parameter is quantized itself
+    w2q: Tensor | None = None
+    rng: Tensor | None = None
+    branch_rng: Tensor | None = None
     beta: Tensor | None = None  # this and the next two only with `checkpoint`
     b1: Tensor | None = None
     scale: Tensor | None = None  # the scales that forward read
-
-
-class _Inside(NamedTuple):
-    """What forward makes before fc2; n and w1 as backward reads them, if it is to keep them."""
-
-    normed: Tensor | None
-    mean: Tensor | None
-    rstd: Tensor
-    n: Tensor | None
-    w1: Tensor | None
-    h: Tensor
-    a: Made
-
-
-def _products(
-    spec: MLPSpec,
-    scales: Scales | None,
-    inspectors: Sequence[Inspector | None],
-    sinks: Sequence[Sink | None] = (None, None),
-) -> tuple[Product, Product]:
-    fc1, fc2 = inspectors
-    return Product(spec.fc1, scales, FC1, fc1, sinks[FC1]), Product(spec.fc2, scales, FC2, fc2, sinks[FC2])
 
 
 @explained
@@ -110,66 +96,50 @@ def forward(
     scales: Scales | None = None,
     inspectors: Sequence[Inspector | None] = (None, None),
     ready: Sequence[QuantizedTensor | None] = (None, None),
-) -> tuple[tuple[Tensor, ...], MLPSaved]:
+) -> tuple[tuple[Value, ...], MLPSaved]:
     """((y,), saved); with `return_norm` the norm's output comes next, with `stream` what the norm read comes last."""
-    fc1, fc2 = products = _products(spec, scales, inspectors)
+    fc1, fc2 = products((spec.fc1, spec.fc2), scales, inspectors)
     total, branch = entered(rt, x, spec.stream, residual, branch_bias, branch_rng)
-    vs = w2, weight_operand(rt, w2, fc2, ready[FC2])
-    inside = _inside(rt, (x, gamma, beta, w1, b1), spec, products, ready[FC1], branch, keep=not spec.checkpoint)
-    out = fc2.fprop(rt, inside.a, vs, rt.empty((*x.shape[:-1], w2.shape[0]), spec.fc2.dtype), b2)
-    outputs: tuple[Tensor, ...] = (out,)
-    if spec.return_norm:
-        assert inside.normed is not None
-        outputs = (out, inside.normed.reshape(*x.shape))
-    if spec.stream is not None:
-        outputs = (*outputs, total)
+    given = x, gamma, beta, w1, b1, w2
+    normed, a, w2_made, saved = _inside(rt, given, spec, (fc1, fc2), ready, branch, keep=not spec.checkpoint)
+    out = fc2.fprop(rt, a, w2_made, rt.empty((*x.shape[:-1], w2.shape[0]), spec.fc2.dtype), b2)
+    outputs = returned(out, normed, total, spec.return_norm, spec.stream)
     if not spec.checkpoint:
-        saved = _saved(spec, inside, (total, gamma, w1, w2), fc2.keep(rt, inside.a, vs), rng)
-        return outputs, saved._replace(branch_rng=branch_rng)
+        return outputs, saved._replace(x=total if spec.fc1.needs.input else None, rng=rng, branch_rng=branch_rng)
     scale = None
     if scales is not None and scales.forward_scale is not None:
         vector = scales.forward_scale
         scale = ops.resize(rt, vector.reshape(1, vector.size), 1, vector.size).reshape(vector.size)
-    nothing = dict.fromkeys(MLPSaved._fields)
-    return outputs, MLPSaved(**nothing)._replace(
+    return outputs, MLPSaved(
         x=total, gamma=gamma, w1=w1, w2=w2, rng=rng, branch_rng=branch_rng, beta=beta, b1=b1, scale=scale
     )
 
 
-_Operands = tuple[Tensor, Tensor, Tensor | None, Value, Tensor | None]  # x, gamma, beta, w1, b1
-
-
 def _inside(
     rt: Runtime,
-    given: _Operands,
+    given: tuple[Tensor, Tensor, Tensor | None, Value, Tensor | None, Value],  # x, gamma, beta, w1, b1, w2
     spec: MLPSpec,
-    products: tuple[Product, Product],
-    ready: QuantizedTensor | None,
+    both: tuple[Product, Product],
+    ready: Sequence[QuantizedTensor | None],
     branch: Branch | None = None,
     *,
     keep: bool,
-) -> _Inside:
-    """Norm, fc1 and activation."""
-    x, gamma, beta, w1, b1 = given
-    fc1, fc2 = products
-    us = w1, weight_operand(rt, w1, fc1, ready)
-    normed, ns, mean, rstd = normalize(rt, x, gamma, beta, spec.norm, fc1, spec.return_norm, branch)
-    n, kept_w1 = fc1.keep(rt, ns, us) if keep else (None, None)
+) -> tuple[Tensor | None, Made, Made, MLPSaved]:
+    """Norm, fc1 and activation: (the norm's output, fc2's operands, what backward reads, if it is to be kept)."""
+    x, gamma, beta, w1, b1, w2 = given
+    fc1, fc2 = both
+    us, vs = (w1, weight_operand(rt, w1, fc1, ready[FC1])), (w2, weight_operand(rt, w2, fc2, ready[FC2]))
+    cast, plain = fc1.input_cast()
+    normed, q, mean, rstd = normalized(rt, x, gamma, beta, spec.norm, cast, plain or spec.return_norm, branch)
+    ns = fc1.computed_input(rt, normed, q, cast)
+    n, w1q = fc1.keep(rt, ns, us) if keep else (None, None)
     h = fc1.fprop(rt, ns, us, rt.empty((ns[1].rows.shape[0], w1.shape[0]), spec.fc1.dtype), b1)
-    return _Inside(normed, mean, rstd, n, kept_w1, h, _activate(rt, h, spec, fc2))
-
-
-def _saved(
-    spec: MLPSpec,
-    inside: _Inside,
-    given: tuple[Tensor, Tensor, Value, Value],
-    fc2: tuple[Tensor | None, Tensor | None],
-    rng: Tensor | None,
-) -> MLPSaved:
-    x, gamma, w1, w2 = given
-    (a, w2q), h = fc2, inside.h if spec.fc2.needs.input else None
-    norm: NormKept = (x, gamma, inside.mean, inside.rstd) if spec.fc1.needs.input else (None, None, None, None)
-    return MLPSaved(*norm, inside.n, h, a, w1, w2, inside.w1, w2q, rng, None)
+    cast, plain = fc2.input_cast()
+    activated, q = ops.activation_forward(rt, h, spec.activation, clamp=spec.clamp, cast=cast, keep=plain)
+    made = fc2.computed_input(rt, activated, q, cast)
+    a, w2q = fc2.keep(rt, made, vs) if keep else (None, None)
+    norm: NormKept = (x, gamma, mean, rstd) if spec.fc1.needs.input else (None, None, None, None)
+    return normed, made, vs, MLPSaved(*norm, n, h if spec.fc2.needs.input else None, a, w1, w2, w1q, w2q)
 
 
 def _computed_again(
@@ -179,31 +149,12 @@ def _computed_again(
     assert kept.x is not None and kept.gamma is not None and kept.w1 is not None and kept.w2 is not None
     if scales is not None:
         scales = Scales(kept.scale, None, scales.backward_scale, scales.backward_amax, None, scales.backward_nonfinite)
-    products = _products(spec, scales, (None, None))
-    given = kept.x, kept.gamma, kept.beta, kept.w1, kept.b1
-    inside = _inside(rt, given, spec, products, ready[FC1], keep=True)
-    vs = kept.w2, weight_operand(rt, kept.w2, products[FC2], ready[FC2])
-    fc2 = products[FC2].keep(rt, inside.a, vs)
-    found = _saved(spec, inside, (kept.x, kept.gamma, kept.w1, kept.w2), fc2, kept.rng)
+    given = kept.x, kept.gamma, kept.beta, kept.w1, kept.b1, kept.w2
+    fc1, fc2 = products((spec.fc1, spec.fc2), scales, None)
+    *_, found = _inside(rt, given, spec, (fc1, fc2), ready, keep=True)
     # Views of their own: backward lets go of them, and what is behind them may be a cache's.
     w1q, w2q = (None if t is None else t.reshape(*t.shape) for t in (found.w1q, found.w2q))
-    return found._replace(w1q=w1q, w2q=w2q, branch_rng=kept.branch_rng)
-
-
-def _activate(rt: Runtime, h: Tensor, spec: MLPSpec, fc2: Product) -> Made:
-    """The activation as fc2's operand; its plain values only where somebody reads them."""
-    p, needs = fc2.spec.precision, fc2.spec.needs
-    rule = None if p is None else p.input
-    columnwise = needs.weight and (p is None or p.backward is None)
-    keep = fc2.spec.inspect is not None or (p is not None and p.backward == "high_precision")
-    cast = None
-    if rule is not None and is_plain_rule(rule):
-        cast = forward_cast(rule, fc2.scales, FC2, INPUT, rowwise=True, columnwise=columnwise)
-    y, q = ops.activation_forward(rt, h, spec.activation, clamp=spec.clamp, cast=cast, keep=keep)
-    if q is not None:
-        return q if y is None else y, Uses(q, q, cast)
-    assert y is not None
-    return y, quantize_forward(rt, y, rule, fc2[1:3], INPUT, rowwise=True, columnwise=columnwise)
+    return found._replace(w1q=w1q, w2q=w2q, rng=kept.rng, branch_rng=kept.branch_rng)
 
 
 @explained
@@ -226,7 +177,7 @@ def backward(
 
     With `release` nobody will read `saved` again: its tensors are let go of as soon as they were read.
     """
-    fc1, fc2 = _products(spec, scales, inspectors, sinks)
+    fc1, fc2 = products((spec.fc1, spec.fc2), scales, inspectors, sinks)
     dnorm, dstream = returned_gradients(second, third, spec.return_norm, spec.stream)
     if spec.checkpoint:
         saved, release = _computed_again(rt, saved, spec, scales, ready), True
@@ -252,11 +203,9 @@ def backward(
     if spec.fc1.needs.input:
         assert dh is not None
         dn = fc1.dgrad(rt, dh, w1, saved.w1q, rt.empty((m, w1.shape[1]), spec.fc1.dtype))
-        if dnorm is not None:
-            dn = ops.add(rt, dn, dnorm.matrix(), out=dn)
-        dx, dgamma, dbeta = norm_gradients(rt, dn, saved[:4], spec.norm, dstream)
+        dx, dgamma, dbeta = norm_gradients(rt, dn, saved[:4], spec.norm, dnorm, dstream)
         del dn
-        dx, dresidual, dbranch_bias = left(rt, dx, spec.stream, saved.branch_rng)
+        dx, dbranch_bias, dresidual = left(rt, dx, spec.stream, saved.branch_rng)
     if spec.fc1.needs.weight:
         assert dh is not None
         dw1 = fc1.wgrad(rt, dh, fc1.restored(rt, saved.n, m, w1), w1, None)
@@ -301,17 +250,17 @@ def _activation_gradient(
     if p is not None and p.backward is None and (needs.input or needs.weight):
         rule = p.grad
     per_tensor = rule is not None and rule.scaling in ("delayed", "current") and is_plain_rule(rule)
-    if rule is None or (per_tensor and not inspected):
-        cast = None
-        if rule is not None:
-            cast = backward_cast(rule, fc1.scales, FC1, rowwise=needs.input, columnwise=needs.weight)
-        dh, q = ops.activation_backward(
-            rt, da.pop(), saved.h, spec.activation, clamp=spec.clamp, cast=cast, column_sum=db1
-        )
-        operand = q if q is not None else dh
+    fused = rule is None or (per_tensor and not inspected)
+    cast = None
+    if rule is not None and fused:
+        cast = backward_cast(rule, fc1.scales, FC1, rowwise=needs.input, columnwise=needs.weight)
+    dh, q = ops.activation_backward(
+        rt, da.pop(), saved.h, spec.activation, clamp=spec.clamp, cast=cast, column_sum=db1 if fused else None
+    )
+    if fused:
+        operand = dh if q is None else q
         assert operand is not None
         return operand, Uses(operand, operand, cast)
-    dh, _ = ops.activation_backward(rt, da.pop(), saved.h, spec.activation, clamp=spec.clamp)
     assert dh is not None
     uses = quantize_gradient(
         rt, dh, rule, fc1[1:3], rowwise=needs.input, columnwise=needs.weight, column_sum=db1, rng=saved.rng

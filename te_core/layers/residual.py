@@ -9,11 +9,13 @@ gradient that comes back along the stream while it computes the norm's own, so n
 from __future__ import annotations
 
 from dataclasses import dataclass
+from inspect import unwrap
 from typing import NamedTuple
 
 from te_core.arguments import explained
 from te_core.ops import raw as ops
 from te_core.ops.norm import Branch
+from te_core.quantize.operands import Value
 from te_core.quantize.state import Scales
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
@@ -73,23 +75,21 @@ def forward(
 def backward(
     rt: Runtime, dy: Tensor, saved: AddSaved, *, spec: AddSpec, scales: Scales | None = None
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """(dx, dbias, dresidual); dresidual is dy itself."""
-    dx, dbias = branch_gradients(rt, dy, saved.rng, spec)
-    return dx, dbias, dy if spec.needs.residual else None
-
-
-def branch_gradients(rt: Runtime, d: Tensor, rng: Tensor | None, spec: AddSpec) -> tuple[Tensor | None, Tensor | None]:
-    """(dx, dbias) from the gradient of the sum. Without dropout dx is that gradient itself."""
+    """(dx, dbias, dresidual); dresidual is dy itself, and without dropout dx is, too."""
     needs = spec.needs
-    dbias = rt.empty((d.shape[-1],), d.dtype) if needs.bias else None
+    dbias = rt.empty((dy.shape[-1],), dy.dtype) if needs.bias else None
+    dresidual = dy if needs.residual else None
     if spec.p == 0.0:
         if dbias is not None:
-            ops.column_sum(rt, d.matrix(), dbias)
-        return d if needs.x else None, dbias
+            ops.column_sum(rt, dy.matrix(), dbias)
+        return dy if needs.x else None, dbias, dresidual
     if not needs.x and dbias is None:
-        return None, None
-    dx = ops.bias_dropout_add_backward(rt, d.matrix(), p=spec.p, rng=rng, column_sum=dbias)
-    return dx.reshape(*d.shape) if needs.x else None, dbias
+        return None, None, dresidual
+    dx = ops.bias_dropout_add_backward(rt, dy.matrix(), p=spec.p, rng=saved.rng, column_sum=dbias)
+    return dx.reshape(*dy.shape) if needs.x else None, dbias, dresidual
+
+
+branch_gradients = unwrap(backward)  # called by layers that have checked
 
 
 def entered(
@@ -106,12 +106,22 @@ def entered(
 def left(
     rt: Runtime, dx: Tensor | None, stream: Stream | None, rng: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """(gradient of the layer's input, of the residual, of the branch's bias) from that of what the norm read."""
+    """(gradient of the layer's input, of the branch's bias, of the residual) from that of what the norm read."""
     if dx is None or stream is None or stream.add is None:
         return dx, None, None
-    needs = stream.add.needs
-    branch, dbias = branch_gradients(rt, dx, rng, stream.add)
-    return branch, dx if needs.residual else None, dbias
+    dx, dbias, dresidual = branch_gradients(rt, dx, AddSaved(rng), spec=stream.add)
+    return dx, dbias, dresidual
+
+
+def returned(
+    y: Value, normed: Tensor | None, read: Tensor, return_norm: bool, stream: Stream | None
+) -> tuple[Value, ...]:
+    """A layer's outputs: its result; the norm's output, if it is asked for; with a stream what the norm read."""
+    outputs: tuple[Value, ...] = (y,)
+    if return_norm:
+        assert normed is not None
+        outputs = (y, normed.reshape(*read.shape))
+    return outputs if stream is None else (*outputs, read)
 
 
 def returned_gradients(

@@ -64,7 +64,7 @@ def forward(
 ) -> tuple[tuple[Tensor], RopeSaved]:
     """((y,), saved) for heads t in the spec's format, of any strides."""
     saved = RopeSaved(freqs, cu_seqlens, start_positions)
-    return (_turn(rt, t, saved, spec, backward=False),), saved
+    return (ops.rope(rt, t, freqs, **_positions(saved, spec)),), saved
 
 
 @explained
@@ -72,22 +72,19 @@ def backward(
     rt: Runtime, dy: Tensor, saved: RopeSaved, *, spec: RopeSpec, scales: Scales | None = None
 ) -> tuple[Tensor]:
     """(dt,): the angles and positions have no gradient."""
-    return (_turn(rt, dy, saved, spec, backward=True),)
+    return (ops.rope(rt, dy, saved.freqs, backward=True, **_positions(saved, spec)),)
 
 
-def _turn(rt: Runtime, t: Tensor, saved: RopeSaved, spec: RopeSpec, *, backward: bool) -> Tensor:
-    return ops.rope(
-        rt,
-        t,
-        saved.freqs,
-        fmt=spec.fmt,
-        interleaved=spec.interleaved,
-        cu_seqlens=saved.cu_seqlens,
-        start_positions=saved.start_positions,
-        cp_size=spec.cp_size,
-        cp_rank=spec.cp_rank,
-        backward=backward,
-    )
+def _positions(saved: RopeSaved | SplitSaved, spec: RopeSpec) -> dict[str, Any]:
+    """How an operation finds the position of a token, and the channels that are turned together."""
+    return {
+        "fmt": spec.fmt,
+        "interleaved": spec.interleaved,
+        "cu_seqlens": saved.cu_seqlens,
+        "start_positions": saved.start_positions,
+        "cp_size": spec.cp_size,
+        "cp_rank": spec.cp_rank,
+    }
 
 
 @explained
@@ -128,16 +125,10 @@ def split_backward(
 
 
 def _options(saved: SplitSaved, spec: SplitSpec) -> dict[str, Any]:
-    rope = spec.rope
     return {
         "heads": spec.heads,
         "groups": spec.groups,
         "head_dims": spec.head_dims,
         "interleaved_groups": spec.interleaved_groups,
-        "fmt": rope.fmt,
-        "interleaved": rope.interleaved,
-        "cu_seqlens": saved.cu_seqlens,
-        "start_positions": saved.start_positions,
-        "cp_size": rope.cp_size,
-        "cp_rank": rope.cp_rank,
+        **_positions(saved, spec.rope),
     }

@@ -32,6 +32,9 @@ class Route(NamedTuple):
 
     how: str
     reason: str
+    place: Device | None = None
+    a: Format | None = None
+    b: Format | None = None
 
 
 _routes: dict[tuple[Device, Format, Format], Route] = {}
@@ -41,7 +44,7 @@ def gemm_route(place: Device, a: Format, b: Format) -> Route:
     """What a product of these formats takes on this device."""
     found = _routes.get((place, a, b))
     if found is None:
-        found = _routes[place, a, b] = _find_route(place, a, b)
+        found = _routes[place, a, b] = _find_route(place, a, b)._replace(place=place, a=a, b=b)
     return found
 
 
@@ -80,15 +83,19 @@ def gemm_quantized(
     split_accumulator: bool = True,
     emulate: bool = False,
     strict: bool = False,
+    route: Route | None = None,
 ) -> None:
     """out [r, c] = A B^T + bias, added to what out held if `accumulate`.
 
-    A is the rowwise copy of a [r, P] (contracted along P) or the columnwise copy of a [P, r]; likewise B.
+    A is the rowwise copy of a [r, P] (contracted along P) or the columnwise copy of a [P, r]; likewise B. `route` is
+    that of their formats here, where the caller has kept it.
     """
     place = rt.device
     if place is META:
         return
-    how, reason = _routes.get((place, a.format, b.format)) or gemm_route(place, a.format, b.format)
+    if route is None:
+        route = gemm_route(place, a.format, b.format)
+    how, reason = route.how, route.reason
     if how == "native":
         _native(rt, a, b, out, (a_columnwise, b_columnwise), bias, accumulate, split_accumulator)
         return

@@ -8,6 +8,7 @@ What backward needs is saved as one tensor (`saved`) and made an operand again (
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 from te_core import dtypes
@@ -133,6 +134,16 @@ def _both(x: Tensor, rule: Operand, rowwise: bool, columnwise: bool, quantize: A
     return Uses(row, column, cast)
 
 
+def quantize_together(rt: Runtime, values: Sequence[Value], cast: Cast) -> list[QuantizedTensor]:
+    """Matrices by one cast, in one launch where their widths agree; those that came quantized as they are."""
+    plain = [x for x in values if isinstance(x, Tensor)]
+    if len(plain) > 1 and len({x.shape[1] for x in plain}) == 1:
+        made = iter(ops.quantize_many(rt, plain, [cast] * len(plain)))
+    else:
+        made = iter([ops.quantize(rt, x, cast) for x in plain])
+    return [x if isinstance(x, QuantizedTensor) else next(made) for x in values]
+
+
 def as_asked(rt: Runtime, x: Value, rule: Operand | None, dtype: DType) -> Value:
     """An operand that came quantized, if it came as this rule has it; else its values, to be quantized anew."""
     if isinstance(x, Tensor):
@@ -177,9 +188,38 @@ def with_columnwise(rt: Runtime, q: QuantizedTensor) -> QuantizedTensor:
     return QuantizedTensor(q.format, q.shape, held, column, made.block)
 
 
+def flattened(x: Value) -> tuple[tuple[int, ...], Value]:
+    """(leading dimensions, x as a matrix)."""
+    return (x.shape[:-1], x.matrix()) if isinstance(x, Tensor) else ((x.shape[0],), x)
+
+
 def dense(rt: Runtime, x: Value, dtype: DType) -> Tensor:
     """The values of an operand; of a quantized one in this dtype."""
     return x if isinstance(x, Tensor) else ops.dequantize(rt, x, dtype)
+
+
+def dense_columns(rt: Runtime, x: Value, dtype: DType, columns: bool) -> Tensor:
+    """The values of an operand that meets a plain one, from the copy that the GEMM would have read."""
+    if isinstance(x, Tensor):
+        return x
+    held = x.columnwise is not None if columns else x.rowwise is not None
+    return ops.dequantize(rt, x, dtype, columnwise=columns if held else not columns).rows(0, x.shape[0])
+
+
+def drop_rows(uses: Uses) -> None:
+    """Free the rowwise copy of a gradient once dgrad has read it: backward is where memory peaks."""
+    q = uses.columns
+    if isinstance(q, QuantizedTensor) and q.columnwise is not None:
+        q.rowwise = q.rowwise_scale = q.rowwise_amax = q.rowwise_swizzled = None
+
+
+def kept(high: Value, uses: Uses, precision: Precision | None) -> Value:
+    """What backward will read of an operand, by the recipe's `backward_override`."""
+    if precision is None or precision.backward is None:
+        return uses.columns  # type: ignore[no-any-return]
+    if precision.backward == "high_precision" and isinstance(high, Tensor):
+        return high
+    return uses.rows  # type: ignore[no-any-return]
 
 
 def saved(operand: Value | None, wanted: bool) -> Tensor | None:
@@ -190,17 +230,13 @@ def saved(operand: Value | None, wanted: bool) -> Tensor | None:
 
 
 def restored(
-    rt: Runtime,
-    kept: Tensor | None,
-    shape: tuple[int, int],
-    rule: Operand | None,
-    precision: Precision | None,
-    dtype: DType,
+    rt: Runtime, kept: Tensor | None, shape: tuple[int, int], precision: Precision | None, role: str, dtype: DType
 ) -> Value:
-    """The operand that `saved` kept, as backward's GEMM reads it along its columns."""
+    """The operand of this role ("input", "weight") that `saved` kept, as backward's GEMM reads it along its columns."""
     assert kept is not None
     if kept.dtype is not dtypes.uint8:
         return kept.matrix()
+    rule: Operand | None = getattr(precision, role)
     assert precision is not None and rule is not None
     if precision.backward is not None:  # then it is the copy that forward read which is kept, if it is quantized at all
         return ops.dequantize(rt, QuantizedTensor.rowwise_in(kept, shape, rule.format), dtype)
@@ -214,9 +250,14 @@ __all__ = [
     "Where",
     "as_asked",
     "dense",
+    "dense_columns",
+    "drop_rows",
+    "flattened",
     "is_plain_rule",
+    "kept",
     "quantize_forward",
     "quantize_gradient",
+    "quantize_together",
     "restored",
     "saved",
     "with_columnwise",

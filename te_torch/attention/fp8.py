@@ -10,7 +10,7 @@ import torch
 
 from te_core import env as variables
 from te_core.layers import attention_fp8 as core
-from te_core.layers.attention import AttentionInputs
+from te_core.layers.attention import AttentionInputs, AttentionSaved
 from te_core.ops import raw as ops
 from te_core.precision import AttentionPrecision, History, Operand, Precision
 from te_core.quantize.state import backward_cast, forward_cast
@@ -25,7 +25,7 @@ from te_torch.quantized import QuantizedTorch
 from te_torch.runtime import TO_CORE, constant_at_trace, runtime_for, to_core, to_torch
 from te_torch.state import ScalingState, ran_backward, this_pass
 
-ATTENTION = Layer("attention_fp8", core.forward, core.backward, core.AttentionFp8Saved)
+ATTENTION = Layer("attention_fp8", core.forward, core.backward, AttentionSaved)
 
 _RECIPES: dict[str, type[Recipe]] = {
     "DelayedScaling": DelayedScaling,
