@@ -139,15 +139,14 @@ def _rows(t: torch.Tensor, form: str, rows: int, cu: torch.Tensor | None, begin:
     if form == "sbhd":
         return t.transpose(0, 1)
     assert cu is not None
-    places = token_positions(cu, cu if begin is None else begin, rows, t.shape[0])
+    places = token_positions(cu, begin, rows, t.shape[0])
     padded = torch.cat([t, t.new_zeros(1, *t.shape[1:])])
     return padded.index_select(0, places.flatten()).view(*places.shape, *t.shape[1:])
 
 
 def _tokens(out: torch.Tensor, tokens: int, inputs: AttentionInputs) -> torch.Tensor:
     """[t, h, d] of rows [b, s, h, d]; zeros where no sequence is."""
-    begin = inputs.cu_q if inputs.cu_q_padded is None else inputs.cu_q_padded
-    places = token_positions(inputs.cu_q, begin, out.shape[1], tokens)
+    places = token_positions(inputs.cu_q, inputs.cu_q_padded, out.shape[1], tokens)
     packed = out.new_zeros(tokens + 1, *out.shape[2:])
     return packed.index_copy(0, places.flatten(), out.flatten(0, 1))[:tokens]
 
