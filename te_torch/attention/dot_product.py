@@ -30,14 +30,14 @@ from te_torch.attention.plan import (
     Static,
     SumsFact,
     checked_widths,
-    explain_plan,
     make_plan,
+    request_of,
     wrong,
 )
 from te_torch.autocast import Region, precision_now
 from te_torch.base.module import BaseModule, fork_of, module_of
 from te_torch.base.options import check_values
-from te_torch.function import key_of
+from te_torch.function import key_of, register
 from te_torch.quantized import QuantizedTorch
 from te_torch.runtime import constant_at_trace, default_device, untraced
 
@@ -348,7 +348,7 @@ class DotProductAttention(BaseModule):
 
     def _ready(self, plan: Plan) -> Plan:
         """The plan with what runs it."""
-        plan.call = fused.call_of(plan)
+        plan.call = register(fused.ATTENTION, plan.layer, any(plan.layer.needs))
         run: Run = RUN[plan.backend]
         if plan.backend == choose.FUSED:  # its own layer computes again if asked for
             plan.run = flash.run_backward_only if flash.takes_backward(plan) else run
@@ -397,7 +397,7 @@ class DotProductAttention(BaseModule):
 
     def explain_key(self, key: Key) -> choose.Choice:
         """The choice for a call's key."""
-        return explain_plan(self._static, key, env.now())
+        return choose.decide(request_of(self._static, key, env.now())[1])
 
     def extra_repr(self) -> str:
         """What a printed module shows."""

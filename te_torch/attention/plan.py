@@ -135,7 +135,7 @@ class Plan:
 
 def make_plan(static: Static, key: Key, switches: env.Switches, backend: str | None = None) -> Plan:
     """The plan of a call, or of one by this backend; every complaint about its arguments is made here."""
-    key, request, layer, lengths = _request(static, key, switches)
+    key, request, layer, lengths = request_of(static, key, switches)
     backend = backend or choose.choose(request)
     spec, rows = request.spec, 0
     if backend == choose.FUSED and request.device is not None and key.bias is not None and key.bias.shape[2] == 1:
@@ -147,7 +147,7 @@ def make_plan(static: Static, key: Key, switches: env.Switches, backend: str | N
     return Plan(key, static, request, backend, layer, prepare, bare)
 
 
-def _request(static: Static, key: Key, switches: env.Switches) -> tuple[Key, choose.Request, AttentionLayerSpec, str]:
+def request_of(static: Static, key: Key, switches: env.Switches) -> tuple[Key, choose.Request, AttentionLayerSpec, str]:
     """(the key with canonical names, what the choice depends on, what is computed, where lengths come from)."""
     key = key._replace(mask_type=canonical_mask(OPERATION, key.mask_type))
     _check_names(key)
@@ -182,11 +182,6 @@ def _request(static: Static, key: Key, switches: env.Switches) -> tuple[Key, cho
         installed=choose.installed(),
     )
     return key, request, layer, lengths
-
-
-def explain_plan(static: Static, key: Key, switches: env.Switches) -> choose.Choice:
-    """What would be chosen for a call, and why."""
-    return choose.decide(_request(static, key, switches)[1])
 
 
 def spec_of(static: Static, key: Key, sizes: Sizes, deterministic: bool) -> AttentionSpec:
