@@ -11,9 +11,10 @@ in recomputation and in a capture. Requests can be made by hand to ask about a d
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module, metadata
 from pathlib import Path
@@ -137,8 +138,17 @@ _flash3_deterministic = _refuses(
     lambda r: r.spec.deterministic and r.training and r.widest >= 256,
     "its backward for head widths of 256 and more is not deterministic",
 )
+_fused_allowed = _refuses(lambda r: not r.switches.fused, "NVTE_FUSED_ATTN=0")
+_fused_is_f16 = _refuses(lambda r: r.switches.fused_backend == 1 and r.fp8, "NVTE_FUSED_ATTN_BACKEND=1 is for F16 only")
+_fused_is_fp8 = _refuses(
+    lambda r: r.switches.fused_backend == 2 and not r.fp8, "NVTE_FUSED_ATTN_BACKEND=2 is for FP8 only"
+)
 _fused_score_mod = _refuses(lambda r: r.score_mod, "this release builds no graph from a score_mod")
 _unfused_allowed = _refuses(lambda r: not r.switches.unfused, "NVTE_UNFUSED_ATTN=0")
+_unfused_emulates = _refuses(
+    lambda r: r.fp8 and not r.switches.emulate_fp8,
+    "it has no FP8 attention (NVTE_UnfusedDPA_Emulate_FP8=1 emulates it)",
+)
 
 
 def _widths_up_to(most: int, multiple: int = 8) -> Rule:
@@ -148,13 +158,13 @@ def _widths_up_to(most: int, multiple: int = 8) -> Rule:
     )
 
 
-def _capability(least: tuple[int, int], most: tuple[int, int] = (99, 0)) -> Rule:
+def _capability(least: tuple[int, int], only: bool = False) -> Rule:
     def rule(r: Request) -> str | None:
         here = r.device.capability if r.device is not None else (0, 0)
-        if least <= here <= most:
+        if here == least or (here > least and not only):
             return None
-        only = "" if most == (99, 0) else " only" if least[0] == most[0] else f" to {most[0]}.{most[1]}"
-        return f"it needs compute capability {least[0]}.{least[1]}{only}, this is {here[0]}.{here[1]}"
+        wanted = f"{least[0]}.{least[1]}" + (" only" if only else "")
+        return f"it needs compute capability {wanted}, this is {here[0]}.{here[1]}"
 
     return rule
 
@@ -168,32 +178,32 @@ def _package(field: str, name: str, switch: str) -> Rule:
     return rule
 
 
+#: Since which version flash-attn 2 has an argument.
+FLASH2_SINCE: dict[str, Version] = {
+    "window_size": (2, 3),
+    "alibi_slopes": (2, 4),
+    "deterministic": (2, 4, 1),
+    "softcap": (2, 6),
+}
+
+
 def _flash2_version(r: Request) -> str | None:
     spec, version = r.spec, r.installed.flash2 or (0,)
     wants = (
-        ((2, 3), spec.windowed, "a window"),
-        ((2, 4), spec.bias == "alibi", "ALiBi"),
-        ((2, 4, 1), spec.deterministic and r.training, "a deterministic backward"),
-        ((2, 6), spec.softcap, "a soft-cap"),
+        ("window_size", spec.windowed, "a window"),
+        ("alibi_slopes", spec.bias == "alibi", "ALiBi"),
+        ("deterministic", spec.deterministic and r.training, "a deterministic backward"),
+        ("softcap", spec.softcap, "a soft-cap"),
     )
-    for least, asked, what in wants:
-        if asked and version < least:
-            return f"{what} needs flash-attn {'.'.join(map(str, least))}"
-    return None
-
-
-def _fused_allowed(r: Request) -> str | None:
-    if not r.switches.fused:
-        return "NVTE_FUSED_ATTN=0"
-    wanted = r.switches.fused_backend
-    if wanted is not None and wanted != (2 if r.fp8 else 1):
-        return f"NVTE_FUSED_ATTN_BACKEND={wanted} is for {'FP8' if wanted == 2 else 'F16'} only"
+    for argument, asked, what in wants:
+        if asked and version < FLASH2_SINCE[argument]:
+            return f"{what} needs flash-attn {'.'.join(map(str, FLASH2_SINCE[argument]))}"
     return None
 
 
 def _cudnn(r: Request) -> str | None:
     if r.device is None:
-        return None  # te_core's own CPU backend, which takes everything but some FP8 (`_fused_fp8`)
+        return None  # te_core's own CPU backend, which takes everything but some FP8 (`_takes_fp8`)
     if r.installed.cudnn is None:
         return "cuDNN or nvidia-cudnn-frontend is not installed"
     able, reason = cudnn_attention(
@@ -211,18 +221,10 @@ def _cudnn(r: Request) -> str | None:
     return None if able else reason
 
 
-def _fused_fp8(r: Request) -> str | None:
-    return _refused_fp8(r, emulated=False) if r.fp8 else None
-
-
-def _refused_fp8(r: Request, emulated: bool) -> str | None:
+def _takes_fp8(r: Request, emulated: bool = False) -> str | None:
+    if not r.fp8:
+        return None
     return fp8_refusal(r.spec, r.fp8, r.fp8_rows, paged=r.paged, bias_grad=r.bias_grad, emulated=emulated)
-
-
-def _unfused_fp8(r: Request) -> str | None:
-    if r.fp8 and not r.switches.emulate_fp8:
-        return "it has no FP8 attention (NVTE_UnfusedDPA_Emulate_FP8=1 emulates it)"
-    return _refused_fp8(r, emulated=True) if r.fp8 else None
 
 
 _FLASH_COMMON: tuple[Rule, ...] = (
@@ -244,7 +246,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
     ),
     FLASH3: (
         _package("flash3", "flash-attn 3 (flash_attn_interface)", "NVTE_FLASH_ATTN_V3"), *_FLASH_COMMON,
-        _capability((9, 0), (9, 0)), _f16, _no_fp8, _one_head_width, _widths_up_to(256), _no_alibi, _no_dropout,
+        _capability((9, 0), only=True), _f16, _no_fp8, _one_head_width, _widths_up_to(256), _no_alibi, _no_dropout,
         _no_rows_with_padding, _flash3_deterministic, _no_cache,
     ),
     FLASH4: (
@@ -257,8 +259,10 @@ RULES: dict[str, tuple[Rule, ...]] = {
         _flash2_wide_heads, _no_alibi, _no_softcap, _no_gaps, _no_rows_with_padding,
         _deterministic_backward, _no_cache, _keeps_any,
     ),
-    FUSED: (_fused_allowed, _fused_score_mod, _no_splits, _cudnn, _fused_fp8),
-    UNFUSED: (_unfused_allowed, _no_score_mod, _no_splits, _unfused_fp8),
+    FUSED: (_fused_allowed, _fused_is_f16, _fused_is_fp8, _fused_score_mod, _no_splits, _cudnn, _takes_fp8),
+    UNFUSED: (
+        _unfused_allowed, _no_score_mod, _no_splits, _unfused_emulates, functools.partial(_takes_fp8, emulated=True),
+    ),
 }  # fmt: skip
 
 
@@ -340,15 +344,8 @@ def shape_class(request: Request) -> str:
     length = max(sizes.sq, sizes.skv)
     lengths = "decode" if sizes.sq <= 16 else "short" if length <= 512 else "medium" if length <= 2048 else "long"
     width = next((w for w in (64, 128, 192) if request.widest <= w), 256)
-    return "/".join(
-        (
-            "train" if request.training else "infer",
-            "packed" if request.packed else "dense",
-            f"d{width}",
-            lengths,
-            "banded" if request.spec.banded else "full",
-        )
-    )
+    use, form = "train" if request.training else "infer", "packed" if request.packed else "dense"
+    return f"{use}/{form}/d{width}/{lengths}/{'banded' if request.spec.banded else 'full'}"
 
 
 def ranking(request: Request) -> tuple[list[str], str]:
@@ -392,21 +389,22 @@ def is_table(content: Any) -> bool:
     measured = content.get("measured", {}) if isinstance(content, dict) else None
     if not isinstance(measured, dict) or not all(isinstance(entry, dict) for entry in measured.values()):
         return False
-    rows = [row for entry in measured.values() for row in _values(entry.get("microseconds", {}))]
-    return all(
+    parts = [entry.get("microseconds", {}) for entry in measured.values()]
+    return all(isinstance(part, dict) for part in parts) and all(
         isinstance(row, dict)
         and set(row) <= set(BACKENDS)
         and all(type(t) in (int, float) and 0 < t < float("inf") for t in row.values())
-        for row in rows
+        for part in parts
+        for row in part.values()
     )
 
 
-def _values(part: Any) -> Iterable[Any]:
-    return part.values() if isinstance(part, dict) else [None]
+generation = [0]  # of choices: plans of earlier ones are not used any more
 
 
 def forget() -> None:
     """Decide anew from now on: the tables or the installed packages have changed."""
+    generation[0] += 1
     for cached in (decide, _local_table, installed):
         cached.cache_clear()
 
@@ -449,10 +447,5 @@ def _cudnn_version() -> Version | None:
 
 
 def _version(text: str) -> Version:
-    found = []
-    for part in text.split("+")[0].split("."):
-        digits = "".join(c for c in part if c.isdigit())
-        if not digits or digits != part:
-            break
-        found.append(int(digits))
-    return tuple(found)
+    """The numbers that a version begins with."""
+    return tuple(map(int, itertools.takewhile(str.isdecimal, text.split("+")[0].split("."))))

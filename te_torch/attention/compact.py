@@ -1,12 +1,7 @@
 """Padding masks whose tokens do not lie at the beginning of their rows: padding before them, or in between.
 
 All backends take sequences by their lengths, from the beginning of a row on. So such tokens are moved to the front of
-their rows, attended to there, and moved back, on the device: any layout is right, and for one that needs no moving the
-result is the same, bit for bit. Distances (diagonals, windows, ALiBi) count tokens, as in packed sequences; a bias goes
-by places in the row.
-
-Whether tokens lie in front is looked at once for each mask, which on a GPU waits for it. Where nobody can look, or
-where it would have to be done again at each call (`masks.remembers`), tokens are moved whatever the layout is.
+their rows, attended to there, and moved back, on the device. What that means for a user: docs/attention.md.
 """
 
 from __future__ import annotations
@@ -59,7 +54,7 @@ def _order_of(mask: torch.Tensor, form: str, like: torch.Tensor) -> Order | None
 
 
 def _may_look(mask: torch.Tensor) -> bool:
-    """Whether to see what a mask says costs nothing, or once only."""
+    """Whether to see what a mask says costs nothing, or once only. Else tokens are moved whatever the layout is."""
     return not torch.compiler.is_compiling() and (mask.is_cpu or remembers(mask))
 
 

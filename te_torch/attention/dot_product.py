@@ -16,7 +16,7 @@ from te_core.layers.attention import AttentionInputs
 from te_core.precision import AttentionPrecision
 from te_torch.attention import choose, env, flash, fused, unfused
 from te_torch.attention import fp8 as fp8_attention
-from te_torch.attention.compact import moved_back, orders_of, to_front
+from te_torch.attention.compact import Orders, moved_back, orders_of, to_front
 from te_torch.attention.inputs import Given, autocast, from_cache, layer_inputs, packed_sequences, step
 from te_torch.attention.kv_cache import CACHE_FORMAT
 from te_torch.attention.layouts import check_packed, heads_of, packed_inputs
@@ -30,21 +30,20 @@ from te_torch.attention.plan import (
     Static,
     SumsFact,
     checked_widths,
-    explain_plan,
     make_plan,
+    request_of,
     wrong,
 )
 from te_torch.autocast import Region, precision_now
 from te_torch.base.module import BaseModule, fork_of, module_of
 from te_torch.base.options import check_values
-from te_torch.function import key_of
+from te_torch.function import key_of, register
 from te_torch.quantized import QuantizedTorch
 from te_torch.runtime import constant_at_trace, default_device, untraced
 
 #: `_attention_backends["backend_selection_requires_update"] = True` makes every module choose anew.
 _attention_backends: dict[str, Any] = {"backend_selection_requires_update": False}
 
-_MASKED = ("mask", "masks")  # where a plan's lengths come from, if from padding masks
 _PLANS = 2048  # of a module: packed batches differ in their longest sequence from step to step
 
 
@@ -105,7 +104,15 @@ class DotProductAttention(BaseModule):
         self.layer_number = 1 if layer_number is None else layer_number
         self.logit_softcap = float(logit_softcap)
         self.tp_size, self.tp_group, self.sequence_parallel = tp_size, tp_group, sequence_parallel
-        self._static = self._sizes(num_attention_heads, kv_channels, num_gqa_groups, softmax_scale)
+        groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
+        shapes = num_attention_heads, groups, kv_channels, tp_size
+        d_qk, d_v = checked_widths(*shapes, attention_type, softmax_type, attention_dropout)
+        self.num_attention_heads, self.num_gqa_groups = num_attention_heads, groups
+        self.hidden_size_per_attention_head_k, self.hidden_size_per_attention_head_v = d_qk, d_v
+        self.softmax_scale = d_qk**-0.5 if softmax_scale is None else float(softmax_scale)
+        sizes = num_attention_heads // tp_size, groups // tp_size, d_qk, d_v
+        weights = self.softmax_scale, softmax_type, float(attention_dropout)
+        self._static = Static(*sizes, *weights, return_max_logit, self.layer_number)
         # With sequence parallelism every rank has all heads of its tokens, and dropout of its own anyway.
         self._fork = None if sequence_parallel else fork_of(get_rng_state_tracker, None)
         self._add_softmax_offset()
@@ -114,26 +121,6 @@ class DotProductAttention(BaseModule):
         self._last_plan: Plan | None = None
         self._last_rule: AttentionPrecision | None = None
         self.set_context_parallel_group(cp_group, cp_global_ranks, cp_stream, cp_comm_type)
-
-    def _sizes(self, heads: int, channels: int | tuple[int, int], groups: int | None, scale: float | None) -> Static:
-        """Checks what the constructor was given."""
-        groups = heads if groups is None else groups
-        kinds = self.attention_type, self.softmax_type
-        d_qk, d_v = checked_widths(heads, groups, channels, self.tp_size, *kinds, self.attention_dropout)
-        self.num_attention_heads, self.num_gqa_groups = heads, groups
-        self.hidden_size_per_attention_head_k, self.hidden_size_per_attention_head_v = d_qk, d_v
-        self.softmax_scale = d_qk**-0.5 if scale is None else float(scale)
-        return Static(
-            heads // self.tp_size,
-            groups // self.tp_size,
-            d_qk,
-            d_v,
-            self.softmax_scale,
-            self.softmax_type,
-            float(self.attention_dropout),
-            self.return_max_logit,
-            self.layer_number,
-        )
 
     def _add_softmax_offset(self) -> None:
         place: dict[str, Any] = {"dtype": torch.float32, "device": default_device()}
@@ -214,7 +201,6 @@ class DotProductAttention(BaseModule):
             a, b, packing, interleaved = packed_inputs(
                 a, (b, c), qkv_layer, kv_layer, qkv_interleave_dim, form, inference_params is not None
             )
-            check_packed(self._static[:4], a if b is None else b, packing, form)
         if a is None:
             raise wrong("no queries", "query_layer or qkv_layer", "pass one of them")
         mask_type = self.attn_mask_type if attn_mask_type is None else attn_mask_type
@@ -266,11 +252,12 @@ class DotProductAttention(BaseModule):
         `te_core.layers.attention` says how a row is laid out. The options are forward's keyword arguments.
         """
         form = self.qkv_format if qkv_format is None else qkv_format
-        packing = "qkv" if b is None else "kv"
-        check_packed(self._static[:4], a if b is None else b, packing, form)
-        return self._attend(Given(a, b, None, packing, interleaved, form, **options))
+        return self._attend(Given(a, b, None, "qkv" if b is None else "kv", interleaved, form, **options))
 
     def _attend(self, given: Given) -> Any:
+        if given.packing != "separate":
+            packed = given.a if given.b is None else given.b
+            check_packed(self._static[:4], packed, given.packing, given.qkv_format)
         if torch._C._is_any_autocast_enabled():
             given = autocast(given)
         if given.qkv_format == "thd":
@@ -291,7 +278,7 @@ class DotProductAttention(BaseModule):
         if _asked.choice:
             return self.explain_key(key)
         plan = self._plan(key)
-        orders = orders_of(given.attention_mask, key.form, given.a) if plan.prepare.lengths in _MASKED else None
+        orders = _orders(key, given, plan.prepare)
         if orders is not None:
             given = to_front(given, orders)
             plan = self._plan(_with_bias(key, given))
@@ -303,9 +290,7 @@ class DotProductAttention(BaseModule):
             out, largest = fp8_attention.run(self, plan, inputs, (given.fp8_output, given.bf16_backward), now), None
         else:
             out, largest = plan.run(plan, inputs)
-        if orders is not None:
-            out = moved_back(out, orders)
-        return out if largest is None else (out, largest)
+        return _result(out, largest, orders)
 
     def _key(self, given: Given, fp8: str) -> Key:
         grad = torch.is_grad_enabled()
@@ -349,8 +334,9 @@ class DotProductAttention(BaseModule):
 
     def _plan(self, key: Key) -> Plan:
         if _attention_backends["backend_selection_requires_update"]:
-            _renew_choices()
-        world = (key, env.snapshot(), torch.are_deterministic_algorithms_enabled(), _generation[0])
+            choose.forget()
+            _attention_backends["backend_selection_requires_update"] = False
+        world = (key, env.snapshot(), torch.are_deterministic_algorithms_enabled(), choose.generation[0])
         plan = self._plans.get(world)
         if plan is None:
             plan = self._ready(make_plan(self._static, key, env.now()))
@@ -362,7 +348,7 @@ class DotProductAttention(BaseModule):
 
     def _ready(self, plan: Plan) -> Plan:
         """The plan with what runs it."""
-        plan.call = fused.call_of(plan)
+        plan.call = register(fused.ATTENTION, plan.layer, any(plan.layer.needs))
         run: Run = RUN[plan.backend]
         if plan.backend == choose.FUSED:  # its own layer computes again if asked for
             plan.run = flash.run_backward_only if flash.takes_backward(plan) else run
@@ -381,22 +367,17 @@ class DotProductAttention(BaseModule):
         name, *how = _trace_plan(self._token, tuple(key))
         if not name:
             return _eager_run(self, key, given)
-        prepare = Preparation(*how)
-        orders = orders_of(given.attention_mask, key.form, given.a) if prepare.lengths in _MASKED else None
+        orders = _orders(key, given, Preparation(*how))
         if orders is not None:
             given = to_front(given, orders)
             name, *how = _trace_plan(self._token, tuple(_with_bias(key, given)))
-            prepare = Preparation(*how)
-        inputs = layer_inputs(self, given, prepare)
+        inputs = layer_inputs(self, given, Preparation(*how))
         # A compiler breaks its graph where an operator is given one tensor twice.
         if inputs.cu_kv is inputs.cu_q and inputs.cu_kv is not None:
             inputs = inputs._replace(cu_kv=inputs.cu_kv.clone())
         if inputs.cu_kv_padded is inputs.cu_q_padded and inputs.cu_kv_padded is not None:
             inputs = inputs._replace(cu_kv_padded=inputs.cu_kv_padded.clone())
-        out, largest = fused.run_call(name, key.packing, inputs)
-        if orders is not None:
-            out = moved_back(out, orders)
-        return out if largest is None else (out, largest)
+        return _result(*fused.run_call(name, key.packing, inputs), orders)
 
     # --------------------------------------------------------------------------------------------- reports
 
@@ -416,7 +397,7 @@ class DotProductAttention(BaseModule):
 
     def explain_key(self, key: Key) -> choose.Choice:
         """The choice for a call's key."""
-        return explain_plan(self._static, key, env.now())
+        return choose.decide(request_of(self._static, key, env.now())[1])
 
     def extra_repr(self) -> str:
         """What a printed module shows."""
@@ -429,13 +410,6 @@ class DotProductAttention(BaseModule):
 
 Run = Callable[[Plan, AttentionInputs], fused.Results]
 RUN: dict[str, Run] = {choose.FUSED: fused.run, choose.UNFUSED: unfused.run, **dict.fromkeys(choose.FLASH, flash.run)}
-_generation = [0]  # of choices: plans of earlier ones are not used any more
-
-
-def _renew_choices() -> None:
-    choose.forget()
-    _generation[0] += 1
-    _attention_backends["backend_selection_requires_update"] = False
 
 
 def explain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> choose.Choice:
@@ -461,6 +435,18 @@ def _with_bias(key: Key, given: Given) -> Key:
     """The key of a call whose bias may have been laid anew."""
     bias = given.core_attention_bias
     return key if bias is None else key._replace(bias=_fact(bias, torch.is_grad_enabled()))
+
+
+def _orders(key: Key, given: Given, prepare: Preparation) -> Orders | None:
+    """How tokens have to be moved, if lengths come from padding masks."""
+    return orders_of(given.attention_mask, key.form, given.a) if prepare.lengths in ("mask", "masks") else None
+
+
+def _result(out: torch.Tensor, largest: torch.Tensor | None, orders: Orders | None) -> Any:
+    """What forward returns."""
+    if orders is not None:
+        out = moved_back(out, orders)
+    return out if largest is None else (out, largest)
 
 
 def _checkpointed(run: Run, plan: Plan, inputs: AttentionInputs) -> fused.Results:

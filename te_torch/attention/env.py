@@ -6,6 +6,7 @@ sense of them once for each combination.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -28,17 +29,18 @@ _SWITCHES = {
 }
 _OTHERS = ("NVTE_FUSED_ATTN_BACKEND", "NVTE_ALLOW_NONDETERMINISTIC_ALGO", "NVTE_DEBUG", "NVTE_DEBUG_LEVEL")
 _READ = (*_SWITCHES.values(), *_OTHERS)
-_FP8 = (
-    "NVTE_DPA_FP8_RECIPE",
-    "NVTE_DPA_FP8_RECIPE_DPA",
-    "NVTE_DPA_FP8_RECIPE_MHA",
-    "NVTE_DPA_FP8_FORMAT",
-    "NVTE_DPA_FP8DS_AMAX_ALGO",
-    "NVTE_DPA_FP8DS_AMAX_HISTLEN",
-    "NVTE_DPA_FP8DS_REDUCE_AMAX",
-    "NVTE_FP8_DPA_BWD",
-    "NVTE_DPA_FP8CS_O_in_F16",
-)
+#: Those that are the fields of `Fp8Switches`, and what reads them.
+_FP8: dict[str, Callable[[str, str], Any]] = {
+    "NVTE_DPA_FP8_RECIPE": env.word,
+    "NVTE_DPA_FP8_RECIPE_DPA": env.option,
+    "NVTE_DPA_FP8_RECIPE_MHA": env.option,
+    "NVTE_DPA_FP8_FORMAT": env.word,
+    "NVTE_DPA_FP8DS_AMAX_ALGO": env.word,
+    "NVTE_DPA_FP8DS_AMAX_HISTLEN": env.number,
+    "NVTE_DPA_FP8DS_REDUCE_AMAX": env.switch,
+    "NVTE_FP8_DPA_BWD": env.switch,
+    "NVTE_DPA_FP8CS_O_in_F16": env.switch,
+}
 _ACCEPTED = ("NVTE_FUSED_ATTN_FORCE_WORKSPACE_OPT", "NVTE_BATCH_MHA_P2P_COMM")
 
 VARIABLES: dict[str, str] = {name: env.VARIABLES[name].meaning for name in (*_READ, *_FP8, *_ACCEPTED)}
@@ -71,7 +73,6 @@ snapshot = env.watched(_READ)
 def switches(raw: _Raw) -> Switches:
     """What a snapshot says."""
     text = env.texts(_READ, raw)
-
     found = {field: env.switch(name, text[name]) for field, name in _SWITCHES.items()}
     backend = env.number("NVTE_FUSED_ATTN_BACKEND", text["NVTE_FUSED_ATTN_BACKEND"])
     level = env.number("NVTE_DEBUG_LEVEL", text["NVTE_DEBUG_LEVEL"])
@@ -108,7 +109,7 @@ class Fp8Switches(NamedTuple):
     high_output: bool = True
 
 
-_fp8_snapshot = env.watched(_FP8)
+_fp8_snapshot = env.watched(tuple(_FP8))
 
 
 def fp8_now() -> Fp8Switches:
@@ -118,7 +119,5 @@ def fp8_now() -> Fp8Switches:
 
 @lru_cache(maxsize=64)
 def _fp8_switches(raw: _Raw) -> Fp8Switches:
-    text = env.texts(_FP8, raw)
-
-    kinds = (env.word, env.option, env.option, env.word, env.word, env.number, env.switch, env.switch, env.switch)
-    return Fp8Switches(*(kind(name, text[name]) for kind, name in zip(kinds, _FP8, strict=True)))  # type: ignore[arg-type]
+    text = env.texts(tuple(_FP8), raw)
+    return Fp8Switches(*(read(name, text[name]) for name, read in _FP8.items()))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -27,30 +28,23 @@ from te_torch.state import ScalingState, ran_backward, this_pass
 
 ATTENTION = Layer("attention_fp8", core.forward, core.backward, AttentionSaved)
 
-_RECIPES: dict[str, type[Recipe]] = {
-    "DelayedScaling": DelayedScaling,
-    "Float8CurrentScaling": Float8CurrentScaling,
-    "MXFP8BlockScaling": MXFP8BlockScaling,
-}
+_RECIPES = {kind.__name__: kind for kind in (DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling)}
 _CALLS = 2048  # of a module, as its plans
 
 # ----------------------------------------------------------------------------------------- the precision
-
-_numbers: dict[tuple[int, env.Fp8Switches], int] = {}
 
 
 @constant_at_trace
 def attention_number(number: int) -> int:
     """The number of attention's own precision in a region of this one; 0: high precision."""
-    key = (number, env.fp8_now())
-    found = _numbers.get(key)
-    if found is None:
-        base = precision_of(number)
-        if len(_numbers) >= 256:
-            _numbers.clear()
-        own = None if base is None else attention_precision(base, recipe_of(number), key[1])
-        found = _numbers[key] = 0 if own is None else number_of_precision(the_one(own), recipe_of(number))
-    return found
+    return _number_of(number, env.fp8_now())
+
+
+@lru_cache(maxsize=256)
+def _number_of(number: int, switches: env.Fp8Switches) -> int:
+    base, recipe = precision_of(number), recipe_of(number)
+    own = None if base is None else attention_precision(base, recipe, switches)
+    return 0 if own is None else number_of_precision(the_one(own), recipe)
 
 
 @constant_at_trace
@@ -149,15 +143,14 @@ def run(
     module.__dict__["_last_rule"] = call.spec.precision
     # Packed queries may go with a cache in rows.
     dims = [len(form) - 2 for form in (plan.spec.q_format, plan.spec.kv_format, plan.spec.kv_format)]
-    flat = [
+    a, b, c = (
         None if t is None else t.reshape(*t.shape[:n], -1) if t.ndim > n + 1 else t
         for t, n in zip((a, b, c), dims, strict=True)
-    ]
+    )
     frames = [
         None if t is None else torch.empty((*t.shape[:n], 0), dtype=torch.uint8, device=t.device)
         for t, n in zip((a, b), dims, strict=False)
     ]
-    a, b, c = flat
     (out,) = apply(call, state, recompute, *inputs._replace(a=a, b=b, c=c), *frames)
     return out
 

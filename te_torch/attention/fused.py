@@ -9,7 +9,7 @@ import torch
 from te_core.layers import attention as core
 from te_core.layers.attention import AttentionInputs
 from te_torch.attention.plan import Plan
-from te_torch.function import Call, Layer, apply, register
+from te_torch.function import Layer, apply
 
 ATTENTION = Layer(
     "attention",
@@ -24,18 +24,14 @@ ATTENTION = Layer(
 Results = tuple[torch.Tensor, "torch.Tensor | None"]
 
 
-def call_of(plan: Plan) -> Call:
-    """The layer's call for this plan."""
-    return register(ATTENTION, plan.layer, any(plan.layer.needs))
-
-
 def run(plan: Plan, inputs: AttentionInputs) -> Results:
     """(out [.., heads * d_v] in q's format, largest logits or None)."""
     if inputs.a.is_cuda:
         # Gradients of packed sequences have to lie as their tensors do, and ours are dense.
-        dense = plan.layer.packing != "qkv" and "thd" in (plan.spec.q_format, plan.spec.kv_format)
-        lay = _dense if dense and any(plan.layer.needs) else _aligned
-        a, b, c = (None if t is None else lay(t) for t in (inputs.a, inputs.b, inputs.c))
+        packed = plan.layer.packing != "qkv" and "thd" in (plan.spec.q_format, plan.spec.kv_format)
+        dense = packed and any(plan.layer.needs)
+        given = (inputs.a, inputs.b, inputs.c)
+        a, b, c = (None if t is None else _aligned(t.contiguous() if dense else t) for t in given)
         inputs = inputs._replace(a=a, b=b, c=c)
     return run_call(plan.call, plan.layer.packing, inputs, plan.bare)
 
@@ -49,10 +45,6 @@ def run_call(call: Any, packing: str, inputs: AttentionInputs, bare: bool = Fals
     # An autograd node's cost grows with its inputs.
     out = apply(call, None, False, inputs.a, inputs.b, inputs.c) if bare else apply(call, None, False, *inputs)
     return out[0], out[1] if len(out) > 1 else None
-
-
-def _dense(t: torch.Tensor) -> torch.Tensor:
-    return _aligned(t.contiguous())
 
 
 def _aligned(t: torch.Tensor) -> torch.Tensor:

@@ -1,16 +1,11 @@
 """Keys and values kept between calls of a model that generates: `InferenceParams`, over the caches of kv_cache.py.
 
-    params = InferenceParams(max_batch_size, max_sequence_length, num_heads_kv, head_dim_k, dtype)
-    params.pre_step(OrderedDict({7: 12, 9: 5}))       # before each call: which sequences, how many new tokens each
-    model(hidden_states, inference_params=params)     # each layer's attention calls params.step
-
-Row i of the batch is the i-th sequence of that step. Lengths, page tables and caches keep their addresses, and a step
-depends on no value that the host knows: captured once, it serves all steps of the same shape.
+Before each call of the model `pre_step` says which sequences there are and how many new tokens each has; each layer's
+attention calls `step`. Row i of the batch is the i-th sequence of that step. Lengths, page tables and caches keep their
+addresses, and a step depends on no value that the host knows: captured once, it serves all steps of the same shape.
 
 The older form, `InferenceParams(max_batch_size, max_sequence_length)`, learns the sizes at the first use. All its
 sequences are equally long, and the caller advances `sequence_len_offset`.
-
-No gradient goes through a cache: generate under torch.no_grad() or torch.inference_mode().
 """
 
 from __future__ import annotations
@@ -87,8 +82,6 @@ class InferenceParams:
         self.batch_size = 0
         self.max_seqlen_q = max_ctx_len or 0  # thd: no sequence of this step has more new tokens
         self._new_tokens: list[int] = []
-        room = -(-(max_batch_size + 1) // _ALIGNED) * _ALIGNED
-        self._room = room
         self._place()
         self.cache_manager: Any = custom_cache_manager
         if custom_cache_manager is None and not self.is_older_form:
@@ -124,8 +117,9 @@ class InferenceParams:
 
     def _place(self) -> None:
         """Memory for the lengths, on the device."""
+        room = -(-(self.max_batch_size + 1) // _ALIGNED) * _ALIGNED
         with torch.inference_mode(False):
-            self._lengths = torch.zeros((3, self._room), dtype=torch.int32, device=self.device)
+            self._lengths = torch.zeros((3, room), dtype=torch.int32, device=self.device)
         self._divide()
 
     def _divide(self) -> None:
@@ -145,10 +139,10 @@ class InferenceParams:
 
     def _manager(self, heads: Any, head_dim_k: Any, head_dim_v: Any, dtype: Any) -> DeviceCacheManager:
         sizes = (self.max_batch_size, self.max_sequence_length, heads, head_dim_k, dtype, head_dim_v, self.device)
-        if self.is_paged:
-            pages: dict[str, Any] = {"total_num_pages": self.total_num_pages, "page_size": self.page_size}
-            return PagedKVCacheManager(*sizes, **pages)
-        return NonPagedKVCacheManager(*sizes)
+        if not self.is_paged:
+            return NonPagedKVCacheManager(*sizes)
+        pages: dict[str, Any] = {"total_num_pages": self.total_num_pages, "page_size": self.page_size}
+        return PagedKVCacheManager(*sizes, **pages)
 
     def reset(self) -> None:
         """Forget all sequences; the memory stays."""
@@ -253,22 +247,18 @@ class InferenceParams:
         rows, tokens = new_k.shape[batch], new_k.shape[token]
         first, begin = self.batch_size_offset, self.sequence_len_offset
         if begin + tokens > self.max_sequence_length or first + rows > self.max_batch_size:
-            raise full(
-                f"rows {first} to {first + rows}, tokens {begin} to {begin + tokens}",
-                f"max_batch_size={self.max_batch_size}, max_sequence_length={self.max_sequence_length}",
-            )
-        manager = self.cache_manager
-        if manager is None:
-            manager = self.cache_manager = self._manager(
-                new_k.shape[head], new_k.shape[-1], new_v.shape[-1], new_k.dtype
-            )
+            room = f"max_batch_size={self.max_batch_size}, max_sequence_length={self.max_sequence_length}"
+            raise full(f"rows {first} to {first + rows}, tokens {begin} to {begin + tokens}", room)
+        if self.cache_manager is None:
+            sizes = new_k.shape[head], new_k.shape[-1], new_v.shape[-1]
+            self.cache_manager = self._manager(*sizes, new_k.dtype)
         if self._spans is None or self._spans[0] != (rows, tokens, begin):
             with torch.inference_mode(False):
                 ends = torch.arange(rows + 1, dtype=torch.int32, device=self.device)
                 self._spans = ((rows, tokens, begin), ends * tokens, ends * (begin + tokens))
         _, self.cu_seqlens_q, self.cu_seqlens_kv = self._spans
         cu = (self.cu_seqlens_q, self.cu_seqlens_kv)
-        k, v = manager._append(layer_number, (new_k, new_v), cu, form, first)
+        k, v = self.cache_manager.step(layer_number, new_k, new_v, *cu, form, first)
         return k, v, *cu, self.max_sequence_length, self.output_qkv_format
 
     def convert_paged_to_nonpaged(self, layer_number: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -107,25 +107,6 @@ class DeviceCacheManager(KVCacheManager):
         self._views.clear()
         return {**self.__dict__, "_views": {}}
 
-    def _append(
-        self,
-        layer_number: int,
-        new: tuple[torch.Tensor, torch.Tensor],
-        cu: tuple[torch.Tensor, torch.Tensor],
-        form: str,
-        first: int = 0,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append to the rows from `first`; these rows, or all pages."""
-        rows = cu[0].shape[0] - 1
-        found = self._views.get((layer_number, first, rows))
-        if found is None:
-            found = self._view(layer_number, first, rows)
-        k, v, cache = found
-        ops.kv_append(
-            runtime_for(new[0]), _strided(new[0]), _strided(new[1]), cache, to_core(cu[0]), to_core(cu[1]), form=form
-        )
-        return k, v
-
     def _view(self, layer_number: int, first: int, rows: int) -> tuple[torch.Tensor, torch.Tensor, KVCache]:
         """What an append to these rows writes to, made once."""
         if layer_number not in self.cache:
@@ -146,9 +127,17 @@ class DeviceCacheManager(KVCacheManager):
         cu_new_seqlens: torch.Tensor,
         cu_cached_seqlens: torch.Tensor,
         qkv_format: str,
+        first: int = 0,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append the new tokens; the rows of these sequences, or all pages."""
-        return self._append(layer_number, (new_k, new_v), (cu_new_seqlens, cu_cached_seqlens), qkv_format)
+        """Append the new tokens to the rows from `first` on; these rows, or all pages."""
+        rows = cu_new_seqlens.shape[0] - 1
+        found = self._views.get((layer_number, first, rows))
+        if found is None:
+            found = self._view(layer_number, first, rows)
+        k, v, cache = found
+        new, cu = (_strided(new_k), _strided(new_v)), (to_core(cu_new_seqlens), to_core(cu_cached_seqlens))
+        ops.kv_append(runtime_for(new_k), *new, cache, *cu, form=qkv_format)
+        return k, v
 
     def _checked(self, step_dict: Sequences) -> Sequences:
         """The sequences after the step, if there is room for them."""
@@ -245,9 +234,6 @@ class PagedKVCacheManager(DeviceCacheManager):
         for row, (name, tokens) in enumerate(self.sequences.items()):
             pages = ", ".join(map(str, self.allocated_pages[name])) or "none"
             print(f"  row {row}: sequence {name}, {tokens} tokens in pages {pages}")
-
-
-# ------------------------------------------------------------------------------------------------------ helpers
 
 
 def _following(sequences: Sequences, step_dict: Sequences) -> Sequences:

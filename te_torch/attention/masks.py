@@ -231,8 +231,9 @@ def _loose_tokens(cu: torch.Tensor, begin: torch.Tensor, tokens: int) -> torch.T
     return (places - begin[own] >= (cu[1:] - cu[:-1])[own]).view(-1, 1, 1)
 
 
-def token_positions(cu: torch.Tensor, begin: torch.Tensor, rows: int, tokens: int) -> torch.Tensor:
+def token_positions(cu: torch.Tensor, begin: torch.Tensor | None, rows: int, tokens: int) -> torch.Tensor:
     """Where token i of sequence b lies in [t]: int64 [b, rows]; `tokens` (one behind the last) where there is none."""
+    begin = cu if begin is None else begin
     places = torch.arange(rows, device=cu.device)
     inside = places < (cu[1:] - cu[:-1]).view(-1, 1)
     return torch.where(inside, begin[:-1].view(-1, 1) + places, tokens).long()

@@ -135,10 +135,9 @@ class Plan:
 
 def make_plan(static: Static, key: Key, switches: env.Switches, backend: str | None = None) -> Plan:
     """The plan of a call, or of one by this backend; every complaint about its arguments is made here."""
-    key = _canonical(key)
-    request, lengths = _request(static, key, switches)
+    key, request, layer, lengths = request_of(static, key, switches)
     backend = backend or choose.choose(request)
-    spec, layer, rows = request.spec, _layer(static, key, request.spec), 0
+    spec, rows = request.spec, 0
     if backend == choose.FUSED and request.device is not None and key.bias is not None and key.bias.shape[2] == 1:
         rows = request.sizes.sq if any(layer.needs) else 0
     keys = request.sizes.skv if spec.masked else 0
@@ -148,16 +147,20 @@ def make_plan(static: Static, key: Key, switches: env.Switches, backend: str | N
     return Plan(key, static, request, backend, layer, prepare, bare)
 
 
-def _request(static: Static, key: Key, switches: env.Switches) -> tuple[choose.Request, str]:
+def request_of(static: Static, key: Key, switches: env.Switches) -> tuple[Key, choose.Request, AttentionLayerSpec, str]:
+    """(the key with canonical names, what the choice depends on, what is computed, where lengths come from)."""
+    key = key._replace(mask_type=canonical_mask(OPERATION, key.mask_type))
     _check_names(key)
     _check_tensors(static, key)
     lengths = _lengths_source(key)
     sizes = _sizes(static, key)
     _check_bias(key, sizes)
     _check_padding(key, lengths, sizes)
-    spec = _spec(static, key, switches, sizes)
-    needs = any(fact is not None and fact.grad for fact in (key.a, key.b, key.c, key.bias)) or key.sink_grad
-    training = key.training or needs
+    spec = spec_of(static, key, sizes, switches.deterministic)
+    q, k, v, bias = (fact is not None and fact.grad for fact in (key.a, key.b, key.c, key.bias))
+    needs = AttentionNeeds(q, k, v, bias, key.sink_grad)
+    layer = AttentionLayerSpec(spec, *static[:4], needs, key.packing, key.interleaved, key.checkpoint)
+    training = key.training or any(needs)
     request = choose.Request(
         device_info(key.a.device),
         TO_CORE[key.a.dtype],
@@ -168,7 +171,7 @@ def _request(static: Static, key: Key, switches: env.Switches) -> tuple[choose.R
         bias_grad=training and key.bias_grad,
         bias_rows=0 if key.bias is None else sizes.sq,
         fp8=key.fp8,
-        fp8_rows=row_widths(_layer(static, key, spec)) if key.fp8 else (),
+        fp8_rows=row_widths(layer) if key.fp8 else (),
         cached=key.cached,
         paged=key.pages is not None,
         gaps=key.form == "thd" and key.cu is not None and key.cu.gaps,
@@ -178,27 +181,11 @@ def _request(static: Static, key: Key, switches: env.Switches) -> tuple[choose.R
         switches=switches,
         installed=choose.installed(),
     )
-    return request, lengths
+    return key, request, layer, lengths
 
 
-def explain_plan(static: Static, key: Key, switches: env.Switches) -> choose.Choice:
-    """What would be chosen for a call, and why."""
-    return choose.decide(_request(static, _canonical(key), switches)[0])
-
-
-def _canonical(key: Key) -> Key:
-    return key._replace(mask_type=canonical_mask(OPERATION, key.mask_type))
-
-
-def _layer(static: Static, key: Key, spec: AttentionSpec) -> AttentionLayerSpec:
-    q, k, v, bias = (fact is not None and fact.grad for fact in (key.a, key.b, key.c, key.bias))
-    needs = AttentionNeeds(q, k, v, bias, key.sink_grad)
-    return AttentionLayerSpec(
-        spec, static.heads, static.groups, static.d_qk, static.d_v, needs, key.packing, key.interleaved, key.checkpoint
-    )
-
-
-def _spec(static: Static, key: Key, switches: env.Switches, sizes: Sizes) -> AttentionSpec:
+def spec_of(static: Static, key: Key, sizes: Sizes, deterministic: bool) -> AttentionSpec:
+    """What a call with this key computes."""
     bias = "post_scale_bias" if key.bias_type == "pre_scale_bias" else key.bias_type
     spec = AttentionSpec(
         static.scale,
@@ -210,7 +197,7 @@ def _spec(static: Static, key: Key, switches: env.Switches, sizes: Sizes) -> Att
         softcap=key.softcap,
         dropout=static.dropout if key.training else 0.0,
         max_logit=static.max_logit,
-        deterministic=switches.deterministic,
+        deterministic=deterministic,
         max_q=sizes.sq if key.form == "thd" else 0,
         max_kv=sizes.skv if key.kv_form == "thd" else 0,
     )

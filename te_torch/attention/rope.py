@@ -8,9 +8,11 @@ MultiheadAttention uses: it takes any packed projection apart, and turns q and k
 from __future__ import annotations
 
 from functools import lru_cache, partial
+from typing import Any
 
 import torch
 
+from te_core.attention import DIMENSIONS, FORMATS
 from te_core.errors import ArgumentError
 from te_core.layers import rope as core
 from te_torch.attention.masks import AttentionArgumentError, check_beside
@@ -22,7 +24,6 @@ from te_torch.runtime import check_dtype, constant_at_trace, default_device, out
 ROPE = Layer("rope", core.forward, core.backward, core.RopeSaved, strided=True)
 SPLIT_QKV = Layer("split_qkv", core.split_forward, core.split_backward, core.SplitSaved, outputs=3, partial=True)
 SPLIT_KV = Layer("split_kv", core.split_forward, core.split_backward, core.SplitSaved, outputs=2, partial=True)
-_FORMATS = ("sbhd", "bshd", "thd")
 _wrong = partial(AttentionArgumentError, "apply_rotary_pos_emb")
 
 
@@ -85,22 +86,25 @@ def apply_rotary_pos_emb(
     thd needs `cu_seqlens` (of the whole sequences, also with cp_size > 1) and starts each sequence at position 0;
     `start_positions` int32 [b] are added. Channels behind d2 pass through.
     """
-    if tensor_format == "thd" and cu_seqlens is None:
+    packed = tensor_format == "thd"
+    if packed and cu_seqlens is None:
         raise AssertionError("apply_rotary_pos_emb: tensor_format 'thd' needs cu_seqlens, int32 [b + 1]")
-    if fused:
-        if tensor_format not in _FORMATS:
-            got = f"tensor_format is {tensor_format!r}"
-            raise AssertionError(f"apply_rotary_pos_emb: {got}, fused takes sbhd, bshd or thd")
-        cu_seqlens = cu_seqlens if tensor_format == "thd" else None
-        return _fused(t, freqs, start_positions, cu_seqlens, (tensor_format, interleaved, cp_size, cp_rank))
-    _check_unfused(t, freqs, tensor_format)
-    with outside_autocast(t):
-        if tensor_format == "thd":
-            assert cu_seqlens is not None
-            return _unfused_packed(t, freqs, cu_seqlens, start_positions, interleaved, (cp_size, cp_rank))
-        token = 0 if tensor_format == "sbhd" else 1
-        angles = _angles_of_rows(t, freqs, token, start_positions, (cp_size, cp_rank))
-        return _unfused(t, angles if token == 0 else angles.transpose(0, 1), interleaved)
+    if fused and tensor_format not in FORMATS:
+        got = f"tensor_format is {tensor_format!r}"
+        raise AssertionError(f"apply_rotary_pos_emb: {got}, fused takes sbhd, bshd or thd")
+    _check_heads("apply_rotary_pos_emb", t, tensor_format)
+    cu_seqlens = cu_seqlens if packed else None
+    if not fused:
+        _check_shapes(t, freqs, tensor_format)
+        with outside_autocast(t):
+            angles = _angles(t, freqs, tensor_format, start_positions, cu_seqlens, (cp_size, cp_rank))
+            return _unfused(t, angles, interleaved)
+    check_dtype("apply_rotary_pos_emb", t)
+    check_beside("apply_rotary_pos_emb", t, freqs=freqs, cu_seqlens=cu_seqlens, start_positions=start_positions)
+    needs = torch.is_grad_enabled() and t.requires_grad
+    call = _call(FORMATS.index(tensor_format), interleaved, cp_size, cp_rank, needs)
+    (out,) = apply(call, None, False, t, _table(freqs), cu_seqlens, start_positions)
+    return out
 
 
 def apply_fused_qkv_rotary_pos_emb(
@@ -171,8 +175,7 @@ def split_heads(
     `te_core.ops.rope_qkv` says how the row is laid out.
     """
     operation = "split_heads"
-    _check_format(operation, fmt)
-    _check_plain(operation, packed)
+    _check_heads(operation, packed, fmt)
     check_dtype(operation, packed)
     rotates = q_freqs is not None or k_freqs is not None
     if rotates:
@@ -182,9 +185,8 @@ def split_heads(
     needs = torch.is_grad_enabled() and packed.requires_grad
     # Of one dimension it follows from the rest, and under tracing a size may be a symbol.
     row = packed.shape[len(fmt) - 2 :] if packed.ndim >= len(fmt) else ()
-    numbers = (heads, groups, *head_dims, interleaved_groups, _FORMATS.index(fmt), interleaved, cp_size, cp_rank, needs)
-    find = _split_key if torch.compiler.is_compiling() else _split_call
-    call = find(*[int(n) for n in (*numbers, *row)])
+    turn = (FORMATS.index(fmt), interleaved, cp_size, cp_rank, needs)
+    call = _call(*turn, heads, groups, *head_dims, interleaved_groups, *row)
     return apply(
         call,
         None,
@@ -197,48 +199,27 @@ def split_heads(
     )
 
 
-# ------------------------------------------------------------------------------------------------ fused
+def _call(*numbers: int) -> Call | str:
+    """`_new_call` of these numbers; under tracing its key."""
+    find: Any = _key if torch.compiler.is_compiling() else _new_call
+    found: Call | str = find(*[int(n) for n in numbers])
+    return found
 
 
-def _fused(
-    t: torch.Tensor,
-    freqs: torch.Tensor,
-    start_positions: torch.Tensor | None,
-    cu_seqlens: torch.Tensor | None,
-    place: tuple[str, bool, int, int],
-) -> torch.Tensor:
-    _check_plain("apply_rotary_pos_emb", t)
-    check_dtype("apply_rotary_pos_emb", t)
-    check_beside("apply_rotary_pos_emb", t, freqs=freqs, cu_seqlens=cu_seqlens, start_positions=start_positions)
-    needs = torch.is_grad_enabled() and t.requires_grad
-    fmt, *rest = place
-    find = _rope_key if torch.compiler.is_compiling() else _rope_call
-    call = find(_FORMATS.index(fmt), *[int(n) for n in (*rest, needs)])
-    (out,) = apply(call, None, False, t, _table(freqs), cu_seqlens, start_positions)
-    return out
-
-
-@lru_cache(maxsize=256)
-def _rope_call(fmt: int, interleaved: int, cp_size: int, cp_rank: int, needs: int) -> Call:
-    return register(ROPE, core.RopeSpec(_FORMATS[fmt], bool(interleaved), cp_size, cp_rank), bool(needs))
-
-
-@constant_at_trace
-def _rope_key(fmt: int, interleaved: int, cp_size: int, cp_rank: int, needs: int) -> str:
-    return key_of(_rope_call(fmt, interleaved, cp_size, cp_rank, needs))
-
-
-@lru_cache(maxsize=256)
-def _split_call(heads: int, groups: int, dq: int, dk: int, dv: int, *rest: int) -> Call:
-    interleaved_groups, fmt, interleaved, cp_size, cp_rank, needs, *row = rest
-    rotation = core.RopeSpec(_FORMATS[fmt], bool(interleaved), cp_size, cp_rank)
+@lru_cache(maxsize=512)
+def _new_call(fmt: int, interleaved: int, cp_size: int, cp_rank: int, needs: int, *split: int) -> Call:
+    """A tensor turned, or, with `split`, a projection of these sizes taken apart."""
+    rotation = core.RopeSpec(FORMATS[fmt], bool(interleaved), cp_size, cp_rank)
+    if not split:
+        return register(ROPE, rotation, bool(needs))
+    heads, groups, dq, dk, dv, interleaved_groups, *row = split
     spec = core.SplitSpec(heads, groups, (dq, dk, dv), bool(interleaved_groups), tuple(row), rotation)
     return register(SPLIT_QKV if heads else SPLIT_KV, spec, bool(needs))
 
 
 @constant_at_trace
-def _split_key(heads: int, groups: int, dq: int, dk: int, dv: int, *rest: int) -> str:
-    return key_of(_split_call(heads, groups, dq, dk, dv, *rest))
+def _key(*numbers: int) -> str:
+    return key_of(_new_call(*numbers))
 
 
 def _table(freqs: torch.Tensor | None) -> torch.Tensor | None:
@@ -263,41 +244,41 @@ def _rows_of_rank(freqs: torch.Tensor, length: int, cp_size: int, cp_rank: int) 
     return torch.cat((first, freqs[whole - (cp_rank + 1) * half : whole - cp_rank * half]))
 
 
-def _angles_of_rows(
-    t: torch.Tensor, freqs: torch.Tensor, token: int, start_positions: torch.Tensor | None, cp: tuple[int, int]
+def _angles(
+    t: torch.Tensor,
+    freqs: torch.Tensor,
+    fmt: str,
+    starts: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+    cp: tuple[int, int],
 ) -> torch.Tensor:
-    """[s, 1, 1, d2], or with start positions [s, b, 1, d2]: the angles of t's tokens, its dimension `token`."""
-    if start_positions is None:
-        return _rows_of_rank(freqs, t.shape[token], *cp)
-    length, batch = t.shape[token], t.shape[1 - token]
+    """The angles of t's tokens, in dimensions that spread over its own."""
+    if cu_seqlens is not None:
+        lengths = (cu_seqlens // cp[0]).diff().tolist()
+        if sum(lengths) != t.shape[0]:
+            got = f"{t.shape[0]} tokens in thd, sequences of {lengths}"
+            raise ArgumentError("apply_rotary_pos_emb", got, "as many tokens in all", "correct cu_seqlens")
+        begins = [0] * len(lengths) if starts is None else starts.tolist()
+        rows = [_rows_of_rank(freqs[p:], n, *cp) for p, n in zip(begins, lengths, strict=True)]
+        return torch.cat(rows).squeeze(1)
+    batch, token, _ = DIMENSIONS[fmt]
+    assert batch is not None
+    length = t.shape[token]
+    if starts is None:
+        angles = _rows_of_rank(freqs, length, *cp)
+    else:
+        _check_starts(starts, t.shape[batch], length * cp[0], freqs.shape[0])
+        angles = torch.cat([_rows_of_rank(freqs[int(p) :], length, *cp) for p in starts[: t.shape[batch]]], dim=1)
+    return angles if token == 0 else angles.transpose(0, 1)
+
+
+def _check_starts(start_positions: torch.Tensor, batch: int, length: int, positions: int) -> None:
     if start_positions.shape[0] < batch:
         got = f"{start_positions.shape[0]} start_positions for {batch} sequences"
         raise _wrong(got, "int32, one for each sequence", "correct start_positions")
-    if int(start_positions.max()) + length * cp[0] > freqs.shape[0]:
-        last = int(start_positions.max()) + length * cp[0]
-        raise AssertionError(f"apply_rotary_pos_emb: positions up to {last}, freqs has {freqs.shape[0]}")
-    shifted = [_rows_of_rank(freqs[int(p) :], length, *cp) for p in start_positions[:batch]]
-    return torch.cat(shifted, dim=1)
-
-
-def _unfused_packed(
-    t: torch.Tensor,
-    freqs: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    start_positions: torch.Tensor | None,
-    interleaved: bool,
-    cp: tuple[int, int],
-) -> torch.Tensor:
-    lengths = (cu_seqlens // cp[0]).diff().tolist()
-    if sum(lengths) != t.shape[0]:
-        got = f"{t.shape[0]} tokens in thd, sequences of {lengths}"
-        raise ArgumentError("apply_rotary_pos_emb", got, "as many tokens in all", "correct cu_seqlens")
-    starts = [0] * len(lengths) if start_positions is None else start_positions.tolist()
-    pieces = [
-        _unfused(x[:, None], _rows_of_rank(freqs[start:], len(x), *cp), interleaved)
-        for x, start in zip(t.split(lengths), starts, strict=True)
-    ]
-    return torch.cat(pieces).squeeze(1)
+    last = int(start_positions.max()) + length
+    if last > positions:
+        raise AssertionError(f"apply_rotary_pos_emb: positions up to {last}, freqs has {positions}")
 
 
 def _unfused(t: torch.Tensor, angles: torch.Tensor, interleaved: bool) -> torch.Tensor:
@@ -315,32 +296,26 @@ def _rotate_half(x: torch.Tensor, interleaved: bool) -> torch.Tensor:
     return torch.cat((-second, first), dim=-1)
 
 
-def _check_unfused(t: torch.Tensor, freqs: torch.Tensor, fmt: str) -> None:
+def _check_shapes(t: torch.Tensor, freqs: torch.Tensor, fmt: str) -> None:
     """What the kernel's operation checks itself: torch would spread a wrong shape, or fail far from here."""
-    operation = "apply_rotary_pos_emb"
-    _check_format(operation, fmt)
-    _check_plain(operation, t)
     width = freqs.shape[-1]
     if t.ndim != len(fmt) or freqs.ndim != 4 or width % 2 or width > t.shape[-1]:
         raise ArgumentError(
-            operation,
+            "apply_rotary_pos_emb",
             f"t of shape {tuple(t.shape)} in {fmt}, freqs of {tuple(freqs.shape)}",
             f"t of {len(fmt)} dimensions, freqs [positions, 1, 1, an even number of channels, at most those of t]",
             "correct tensor_format, t or freqs",
         )
 
 
-def _check_plain(operation: str, t: torch.Tensor) -> None:
-    """Heads are in high precision."""
+def _check_heads(operation: str, t: torch.Tensor, fmt: str) -> None:
+    """Heads are in a known format and in high precision."""
+    if fmt not in FORMATS:
+        raise ArgumentError(operation, f"tensor_format {fmt!r}", "sbhd, bshd or thd", "choose one of these")
     if isinstance(t, QuantizedTorch):
         raise AttentionArgumentError(
             operation, f"a {type(t).__name__}", "float32, bfloat16 or float16", "dequantize() it before it is turned"
         )
-
-
-def _check_format(operation: str, tensor_format: str) -> None:
-    if tensor_format not in _FORMATS:
-        raise ArgumentError(operation, f"tensor_format {tensor_format!r}", "sbhd, bshd or thd", "choose one of these")
 
 
 def _require(ok: bool, text: str) -> None:

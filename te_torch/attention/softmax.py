@@ -168,12 +168,8 @@ def _define(name: str, masked: bool, causal: str | None, dims: int) -> None:
     _library.define(f"{name}_bwd(Tensor dy, Tensor y, float scale) -> Tensor")
     for half, function in (("fwd", forward), ("bwd", backward)):
         _library.impl(f"{name}_{half}", function, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"te_softmax::{name}_{half}", _like_first, lib=_library)
+        torch.library.register_fake(f"te_softmax::{name}_{half}", lambda x, *_: x.new_empty(x.shape), lib=_library)
     torch.library.register_autograd(f"te_softmax::{name}_fwd", gradient_of, setup_context=keep, lib=_library)
-
-
-def _like_first(x: torch.Tensor, *rest: Any) -> torch.Tensor:
-    return x.new_empty(x.shape)
 
 
 for _name, _operator in _OPERATORS.items():

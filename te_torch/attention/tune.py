@@ -85,11 +85,8 @@ def case_of(name: str, device: torch.device) -> Case:
 
 def runs_of(case: Case) -> dict[str, Callable[[], Any]]:
     """What to time: for each eligible backend a function that runs it once."""
-    found = {}
-    for backend, reason in case.module.explain_key(case.key).reasons.items():
-        if reason is None:
-            found[backend] = _run_of(case, backend)
-    return found
+    reasons = case.module.explain_key(case.key).reasons
+    return {backend: _run_of(case, backend) for backend, reason in reasons.items() if reason is None}
 
 
 def _run_of(case: Case, backend: str) -> Callable[[], Any]:

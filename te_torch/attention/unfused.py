@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from te_core.attention import AttentionSpec, Sizes
+from te_core.attention import AttentionSpec
 from te_core.layers.attention import AttentionInputs
 from te_core.layers.attention_fp8 import DP, P
 from te_core.ops import raw as ops
@@ -43,8 +43,9 @@ def _attend(plan: Plan, inputs: AttentionInputs, low: Any) -> Results:
         k, v = (_rows(t, spec.kv_format, size.skv, inputs.cu_kv, inputs.cu_kv_padded) for t in (k, v))
     # Queries of one group stand one behind another, so that no key is copied for the heads that share it.
     heads = size.batch * size.groups  # of keys; spelt out, as -1 is nothing that torch could infer of empty tensors
-    together = q.unflatten(2, (size.groups, _times(size))).permute(0, 2, 3, 1, 4)
-    together = together.reshape(heads, _times(size) * size.sq, size.d_qk)
+    times = size.heads // size.groups
+    together = q.unflatten(2, (size.groups, times)).permute(0, 2, 3, 1, 4)
+    together = together.reshape(heads, times * size.sq, size.d_qk)
     keys = k.transpose(1, 2).reshape(heads, size.skv, size.d_qk)
     values = v.transpose(1, 2).reshape(heads, size.skv, size.d_v)
     weights, largest = _weights(plan, together, keys, inputs, low)
@@ -52,17 +53,13 @@ def _attend(plan: Plan, inputs: AttentionInputs, low: Any) -> Results:
         weights = low(weights, P, None)
     if spec.dropout:
         weights = _Dropout.apply(weights, inputs.rng, spec.dropout)
-    out = torch.bmm(weights.reshape(heads, _times(size) * size.sq, size.skv), values)
+    out = torch.bmm(weights.reshape(heads, times * size.sq, size.skv), values)
     out = out.view(size.batch, size.heads, size.sq, size.d_v).transpose(1, 2)
     if spec.q_format == "thd":
         out = _tokens(out, tokens, inputs)
     elif spec.q_format == "sbhd":
         out = out.transpose(0, 1)
     return out.reshape(*out.shape[:-2], size.heads * size.d_v), largest
-
-
-def _times(size: Sizes) -> int:
-    return size.heads // size.groups
 
 
 def _weights(plan: Plan, q: torch.Tensor, k: torch.Tensor, inputs: AttentionInputs, low: Any) -> Results:
@@ -139,15 +136,14 @@ def _rows(t: torch.Tensor, form: str, rows: int, cu: torch.Tensor | None, begin:
     if form == "sbhd":
         return t.transpose(0, 1)
     assert cu is not None
-    places = token_positions(cu, cu if begin is None else begin, rows, t.shape[0])
+    places = token_positions(cu, begin, rows, t.shape[0])
     padded = torch.cat([t, t.new_zeros(1, *t.shape[1:])])
     return padded.index_select(0, places.flatten()).view(*places.shape, *t.shape[1:])
 
 
 def _tokens(out: torch.Tensor, tokens: int, inputs: AttentionInputs) -> torch.Tensor:
     """[t, h, d] of rows [b, s, h, d]; zeros where no sequence is."""
-    begin = inputs.cu_q if inputs.cu_q_padded is None else inputs.cu_q_padded
-    places = token_positions(inputs.cu_q, begin, out.shape[1], tokens)
+    places = token_positions(inputs.cu_q, inputs.cu_q_padded, out.shape[1], tokens)
     packed = out.new_zeros(tokens + 1, *out.shape[2:])
     return packed.index_copy(0, places.flatten(), out.flatten(0, 1))[:tokens]
 

@@ -23,7 +23,7 @@ from te_torch.attention.masks import (
     get_cu_seqlens_and_indices,
     get_full_cu_seqlens,
 )
-from te_torch.attention.plan import device_info
+from te_torch.attention.plan import Fact, Key, Static, device_info, spec_of
 from te_torch.runtime import TO_CORE, default_device
 
 QKVLayouts = QKV_LAYOUTS
@@ -152,45 +152,37 @@ class AttentionParams:
 
     def request(self) -> choose.Request:
         """The same as the rules of `choose` know it, on the GPU where there is one, else on the CPU."""
-        name = canonical_mask("AttentionParams", self.attn_mask_type)
+        heads = (self.num_heads, self.num_gqa_groups, self.head_dim_qk, self.head_dim_v)
+        sizes = Sizes(self.batch_size, self.max_seqlen_q, self.max_seqlen_kv, *heads)
+        weights = (self.head_dim_qk**-0.5, self.softmax_type, self.attention_dropout, self.return_max_logit)
+        q = Fact((), self.qkv_dtype, default_device(), False)
         _, q_format, kv_format = get_qkv_format(self.qkv_layout, self.inference_params)
-        bias = "post_scale_bias" if self.core_attention_bias_type == "pre_scale_bias" else self.core_attention_bias_type
-        switches = env.now()
-        spec = AttentionSpec(
-            self.head_dim_qk**-0.5,
-            q_format,
-            kv_format,
-            bias=bias,
-            default_slopes=bias == "alibi" and self.alibi_slopes_shape is None,
-            softmax=self.softmax_type,
+        key = Key(
+            q,
+            None,
+            None,
+            slopes=self.alibi_slopes_shape,
+            form=q_format,
+            kv_form=kv_format,
+            mask_type=canonical_mask("AttentionParams", self.attn_mask_type),
+            window=self.window_size,
+            bottom_right=self.bottom_right_diagonal,
+            bias_type=self.core_attention_bias_type,
             softcap=self.logit_softcap,
-            dropout=self.attention_dropout,
-            max_logit=self.return_max_logit,
-            deterministic=self.deterministic or switches.deterministic,
-            max_q=self.max_seqlen_q if q_format == "thd" else 0,
-            max_kv=self.max_seqlen_kv if kv_format == "thd" else 0,
         )
-        spec = with_mask(spec, name, check_set_window_size(name, self.window_size), self.bottom_right_diagonal)
-        sizes = Sizes(
-            self.batch_size,
-            self.max_seqlen_q,
-            self.max_seqlen_kv,
-            self.num_heads,
-            self.num_gqa_groups,
-            self.head_dim_qk,
-            self.head_dim_v,
-        )
+        switches = env.now()
+        spec = spec_of(Static(*heads, *weights, 1), key, sizes, self.deterministic or switches.deterministic)
         return choose.Request(
-            device_info(default_device()),
-            TO_CORE[self.qkv_dtype],
+            device_info(q.device),
+            TO_CORE[q.dtype],
             spec,
             sizes,
-            name,
+            key.mask_type,
             training=self.is_training,
             fp8="delayed" if self.fp8 else "",
             cached=self.inference_params is not None,
             paged=self.qkv_layout.startswith("paged_kv"),
-            bias_grad=self.core_attention_bias_requires_grad and bias == "post_scale_bias",
+            bias_grad=self.core_attention_bias_requires_grad and spec.bias == "post_scale_bias",
             gaps=self.pad_between_seqs,
             same_lengths=self.max_seqlen_q == self.max_seqlen_kv,
             num_splits=self.num_splits,

@@ -17,7 +17,6 @@ from te_core.errors import ArgumentError, UnsupportedError
 from te_torch.attention.dot_product import DotProductAttention
 from te_torch.attention.fp8 import attention_number
 from te_torch.attention.inference import InferenceParams
-from te_torch.attention.l2_norm import L2Normalization
 from te_torch.attention.masks import AttentionArgumentError
 from te_torch.attention.rope import apply_rotary_pos_emb, split_heads
 from te_torch.autocast import precision_now
@@ -25,6 +24,7 @@ from te_torch.base.options import check_options, refuse_unbuilt
 from te_torch.base.quantized_init import initialising
 from te_torch.base.residual import Branch
 from te_torch.module_names import next_name, shown
+from te_torch.modules.l2_norm import L2Normalization
 from te_torch.modules.layernorm_linear import LayerNormLinear
 from te_torch.modules.linear import Linear
 from te_torch.modules.norm import LayerNorm, RMSNorm
@@ -142,7 +142,6 @@ class MultiheadAttention(torch.nn.Module):
         self.rotary_pos_interleaved, self.qk_norm_before_rope = rotary_pos_interleaved, qk_norm_before_rope
         self.name = next_name() if name is None else name
         self._cp_size, self._cp_rank = 1, 0
-        self._check_type()
         self._add_qk_norms(qk_norm_type, qk_norm_eps, params_dtype, device)
         linear: dict[str, Any] = {
             "bias": bias,
@@ -178,11 +177,6 @@ class MultiheadAttention(torch.nn.Module):
             **linear,
         )
 
-    def _check_type(self) -> None:
-        if self.attention_type not in ATTENTION_TYPES:
-            got = f"attention_type={self.attention_type!r}"
-            raise AttentionArgumentError("MultiheadAttention", got, "'self' or 'cross'", "correct it")
-
     def _add_qk_norms(self, kind: str | None, eps: float, params_dtype: Any, device: Any) -> None:
         if kind is not None and kind not in QK_NORMS:
             raise ArgumentError(
@@ -199,6 +193,9 @@ class MultiheadAttention(torch.nn.Module):
 
     def _add_projections(self, fused: bool, norm: dict[str, Any], linear: dict[str, Any]) -> None:
         """The modules that make queries, keys and values, under their documented names."""
+        if self.attention_type not in ATTENTION_TYPES:
+            got = f"attention_type={self.attention_type!r}"
+            raise AttentionArgumentError("MultiheadAttention", got, "'self' or 'cross'", "correct it")
         check_qkv_whole("MultiheadAttention", fused, linear["fuse_wgrad_accumulation"])
         q, kv = self.num_attention_heads * self.kv_channels, self.num_gqa_groups * self.kv_channels
         width, name = self.hidden_size, self.name
@@ -372,7 +369,8 @@ class MultiheadAttention(torch.nn.Module):
         else:
             project = self._part("layernorm_qkv" if self.input_layernorm else "qkv")
             packed, *returned = _listed(project(hidden, first, handed.qkv))
-        if self._is_plain(angles, options) and not watched:
+        touched = watched or self.q_norm is not None or angles[0] is not None or angles[1] is not None
+        if not touched and options["inference_params"] is None:  # attention reads the projections as they are
             operands = (q, packed) if encoded else (packed, None)
             return self._part("core_attention")._attend_packed(*operands, interleaved, **options), *returned
         early = self.q_norm is not None and self.qk_norm_before_rope
@@ -389,11 +387,6 @@ class MultiheadAttention(torch.nn.Module):
         if early:
             q, k = (self._turn(t, freqs, place) for t, freqs, place in zip((q, k), angles, where, strict=True))
         return self.core_attention(q, k, v, **options), *returned
-
-    def _is_plain(self, angles: Any, options: dict[str, Any]) -> bool:
-        """Whether nothing is done to the projections before attention reads them."""
-        turned = angles[0] is not None or angles[1] is not None
-        return self.q_norm is None and not turned and options["inference_params"] is None
 
     def _watched(self) -> bool:
         """Whether the attention has hooks, or another module is in its place: these are given q, k and v."""

@@ -47,9 +47,9 @@ def no_tables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     monkeypatch.setenv("TE_CORE_CACHE_DIR", str(tmp_path))
     for name in list(env.VARIABLES):
         monkeypatch.delenv(name, raising=False)
-    module_file._renew_choices()
+    choose.forget()
     yield
-    module_file._renew_choices()
+    choose.forget()
 
 
 @pytest.fixture

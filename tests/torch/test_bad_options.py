@@ -13,7 +13,7 @@ import te_torch as te
 from te_core.errors import ArgumentError, UnsupportedError
 from te_core.ops.norm import MAX_ROW
 from te_core.recipe import Float8CurrentScaling
-from te_torch.attention.l2_norm import L2Normalization
+from te_torch.modules.l2_norm import L2Normalization
 from tests.backends import cuda_devices, requires_cuda
 
 NAN, INF = float("nan"), float("inf")
