@@ -118,6 +118,11 @@ class Precision(_Weak):
     #: Names this object in keys that outlive it: unlike an id, it is never given again.
     serial: int = field(default_factory=_serials.__next__, init=False, repr=False, compare=False)
 
+    def of_product(self, gemm: str) -> dict[str, bool]:
+        """What `ops.gemm_quantized` is told for a GEMM ("fprop", "dgrad", "wgrad"), by name."""
+        rule: Gemm = getattr(self, gemm)
+        return {"split_accumulator": rule.split_accumulator, "emulate": self.emulate, "strict": self.strict}
+
     def __reduce__(self) -> tuple[Any, ...]:
         # A copy is another object, and has a serial of its own.
         return type(self), tuple(getattr(self, f.name) for f in fields(self) if f.init)

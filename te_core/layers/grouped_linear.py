@@ -2,13 +2,13 @@
 
 x [T, K] holds the rows of all groups, one group after the other; y [T, N] likewise. Each group is a Linear of its own
 in every respect (its scales, its gradients), so the result is bit for bit that of `num_gemms` separate ones; what is
-shared is the launches: one quantizes all groups of x, one all weights, one all groups of dy. The GEMMs run one after
-the other. The rows of the groups are an argument of the call and no part of the spec: they change with every step.
+shared is the launches: one quantizes all groups of x, one all weights, one all groups of dy. The rows of the groups are
+an argument of the call and no part of the spec: they change with every step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,16 +110,17 @@ def forward(
     ws = _weights(rt, weights, spec, each, ready or [None] * n)  # type: ignore[arg-type]
     kept_x: list[Tensor | None] = []
     kept_w: list[Tensor | None] = []
-    for product, a, b, bias, (start, stop) in zip(each, xs, ws, biases, splits.bounds, strict=True):
-        held = product.keep(rt, a, b) if start < stop else (None, None)
+    for product, a, b, rows in zip(each, xs, ws, splits.sizes, strict=True):
+        pair = product.keep(rt, a, b) if rows else (None, None)
         # A view of x is saved as x: autograd knows whole tensors.
-        kept_x.append(x2 if held[0] is not None and held[0] is a[0] else held[0])
-        kept_w.append(held[1])
-        if start < stop:
-            y = out.matrix().rows(start, stop)
-            made = product.fprop(rt, a, b, y, bias)  # type: ignore[arg-type]
-            if made is not y:  # an inspector's
-                ops.resize(rt, made.matrix(), *y.shape, out=y)
+        kept_x.append(x2 if pair[0] is not None and pair[0] is a[0] else pair[0])
+        kept_w.append(pair[1])
+    if spec.plain or spec.shared is not None:
+        left, right = [uses.rows for _, uses in xs], [uses.rows for _, uses in ws]
+        options: Any = {"bias": biases} | (spec.shared.of_product("fprop") if spec.shared is not None else {})
+        ops.gemm_grouped(rt, left, right, out.matrix(), sizes=splits.sizes, trans_b=True, **options)
+    else:
+        _each(rt, out, splits, lambda i, y: each[i].fprop(rt, xs[i], ws[i], y, biases[i]))  # type: ignore[arg-type]
     if whole is not None:
         kept_x = [whole, *[None] * (n - 1)]
     used = any(any(part.needs) for part in spec.parts)
@@ -149,12 +150,8 @@ def backward(
     dx = None
     if spec.parts[0].needs.input:
         dx = splits.dx if splits.dx is not None else rt.empty((*leading, weights[0].shape[1]), spec.dtype)
-        for i, (start, stop) in enumerate(splits.bounds):
-            if start < stop:
-                rows = dx.matrix().rows(start, stop)
-                made = each[i].dgrad(rt, gs[i][0], weights[i], ws[i], rows)
-                if made is not rows:
-                    ops.resize(rt, made.matrix(), *rows.shape, out=rows)
+        # One after the other: each lets go of its gradient's copy, and may make one of a weight for itself.
+        _each(rt, dx, splits, lambda i, rows: each[i].dgrad(rt, gs[i][0], weights[i], ws[i], rows))
     dws: list[Tensor | None] = []
     xs = _restored_inputs(rt, held, weights, spec, each, splits)
     for i, product in enumerate(each):
@@ -167,6 +164,16 @@ def backward(
             assert x is not None  # kept for every group whose weight wants a gradient
             dws.append(product.wgrad(rt, operand, x, weights[i], left))
     return dx, *dws, *dbs
+
+
+def _each(rt: Runtime, out: Tensor, splits: Groups, run: Callable[[int, Tensor], Tensor]) -> None:
+    """A product for each group that has rows, into its rows of `out`."""
+    for i, (start, stop) in enumerate(splits.bounds):
+        if start < stop:
+            rows = out.matrix().rows(start, stop)
+            made = run(i, rows)
+            if made is not rows:  # an inspector's
+                ops.resize(rt, made.matrix(), *rows.shape, out=rows)
 
 
 # ---------------------------------------------------------------------------------------- operands of all groups
@@ -292,6 +299,3 @@ def _no_gradient(rt: Runtime, weight: Value, product: Product) -> Tensor | None:
         return None
 
     return product.in_turn(rt, run)
-
-
-__all__ = ["GroupedSaved", "GroupedSpec", "Groups", "backward", "forward"]

@@ -18,13 +18,13 @@ from te_core.dtypes import DType
 from te_core.layers.inspector import Inspector, Request, offer, offer_result
 from te_core.ops import raw as ops
 from te_core.ops.gemm_quantized import Route
+from te_core.ops.quantize import dense_columns
 from te_core.precision import Gemm, Precision
 from te_core.quantize.operands import (
     Uses,
     Value,
     as_asked,
     dense,
-    dense_columns,
     drop_rows,
     flattened,
     is_plain_rule,

@@ -11,22 +11,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from te_core import dtypes
-from te_core.errors import ArgumentError
 from te_core.ops import _check
 from te_core.ops.gemm import gemm
 from te_core.ops.gemm_quantized import gemm_quantized
+from te_core.ops.quantize import dense_columns
 from te_core.ops.quantize_grouped import bounds_of
 from te_core.quantized import QuantizedTensor
 from te_core.runtime import Runtime
 from te_core.tensor import META, Tensor
 
-Rows = Tensor | Sequence[QuantizedTensor]  # of all groups; quantized ones as `quantize_grouped` gives them
+Rows = Tensor | Sequence[Tensor | QuantizedTensor]  # of all groups, or of each; `quantize_grouped` gives the latter
 
 
 def gemm_grouped(
     rt: Runtime,
     a: Rows,
-    b: Rows | Sequence[Tensor],
+    b: Rows,
     out: Tensor | Sequence[Tensor],
     offsets: Tensor | None = None,
     *,
@@ -43,8 +43,9 @@ def gemm_grouped(
 
     Without `trans_a` the rows of a [T, K] are the groups', b is a matrix for each group, and out is [T, N]. With it a
     [T, M] and b [T, N] both hold rows of the groups, which the product contracts, and out is a matrix [M, N] for each
-    group; that of an empty group is zero. Quantized operands are read by the copy along the contraction. The last four
-    are as `gemm_quantized` and `gemm` have them. One of `offsets` and `sizes` has to be given.
+    group; that of an empty group is zero. Quantized operands are read by the copy along the contraction; one that meets
+    a plain one is dequantized. The last four are as `gemm_quantized` and `gemm` have them. One of `offsets` and `sizes`
+    has to be given.
     """
     op = "gemm_grouped"
     matrices = out if trans_a else b
@@ -90,12 +91,10 @@ def gemm_grouped(
                 emulate=emulate,
                 strict=strict,
             )
-        elif isinstance(left, Tensor) and isinstance(right, Tensor):
-            gemm(rt, left, right, trans_a=trans_a, trans_b=trans_b, bias=added, out=result, accumulate=accumulate)
         else:
-            raise ArgumentError(
-                op, f"a_{i} = {left!r}, b_{i} = {right!r}", "both quantized, or neither", "dequantize one"
-            )
+            dtype = left.dtype if isinstance(left, Tensor) else right.dtype
+            left, right = dense_columns(rt, left, dtype, trans_a), dense_columns(rt, right, dtype, not trans_b)
+            gemm(rt, left, right, trans_a=trans_a, trans_b=trans_b, bias=added, out=result, accumulate=accumulate)
 
 
 def _sizes(op: str, rt: Runtime, groups: int, offsets: Tensor | None, sizes: Sequence[int] | None) -> Sequence[int]:

@@ -180,6 +180,14 @@ def dequantize(rt: Runtime, q: QuantizedTensor, dtype: DType, *, columnwise: boo
     return out
 
 
+def dense_columns(rt: Runtime, x: Tensor | QuantizedTensor, dtype: DType, columns: bool) -> Tensor:
+    """The values of an operand that meets a plain one, from the copy that the GEMM would have read."""
+    if isinstance(x, Tensor):
+        return x
+    there = x.columnwise is not None if columns else x.rowwise is not None
+    return dequantize(rt, x, dtype, columnwise=columns if there else not columns).rows(0, x.shape[0])
+
+
 def transpose(rt: Runtime, x: Tensor, *, out: Tensor | None = None) -> Tensor:
     """A dense transposed copy of a matrix of any 1-, 2- or 4-byte type."""
     _check.matrix("transpose", "x", x)

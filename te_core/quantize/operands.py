@@ -198,14 +198,6 @@ def dense(rt: Runtime, x: Value, dtype: DType) -> Tensor:
     return x if isinstance(x, Tensor) else ops.dequantize(rt, x, dtype)
 
 
-def dense_columns(rt: Runtime, x: Value, dtype: DType, columns: bool) -> Tensor:
-    """The values of an operand that meets a plain one, from the copy that the GEMM would have read."""
-    if isinstance(x, Tensor):
-        return x
-    held = x.columnwise is not None if columns else x.rowwise is not None
-    return ops.dequantize(rt, x, dtype, columnwise=columns if held else not columns).rows(0, x.shape[0])
-
-
 def drop_rows(uses: Uses) -> None:
     """Free the rowwise copy of a gradient once dgrad has read it: backward is where memory peaks."""
     q = uses.columns
@@ -250,7 +242,6 @@ __all__ = [
     "Where",
     "as_asked",
     "dense",
-    "dense_columns",
     "drop_rows",
     "flattened",
     "is_plain_rule",

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from importlib import import_module
 
 import numpy as np
 import pytest
 
 from te_core import dtypes
 from te_core.layers import grouped_linear, linear
+from te_core.layers.grouped_linear import GroupedSpec
 from te_core.layers.linear import LinearSpec, Needs, Sink
+from te_core.precision import Gemm
 from te_core.recipe import (
     Float8BlockScaling,
     Float8CurrentScaling,
@@ -21,6 +24,7 @@ from te_core.recipe import (
 )
 from tests.core.inputs import placed, values
 
+gemm_grouped = import_module("te_core.ops.gemm_grouped")  # the package's own name is the function
 K, N = 128, 256
 SPLITS = [48, 0, 17, 33]
 CURRENT, BLOCK = Float8CurrentScaling(), Float8BlockScaling()
@@ -72,6 +76,20 @@ def test_equals_linears(rt, name, needs):
     x, dy, weights, biases = operands(rt)
     specs = [spec_of(recipe, needs) for recipe in PRECISIONS[name]]
     check(rt, specs, x, dy, weights, biases)
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_the_products_are_told_what_the_recipe_says(rt, monkeypatch, split):
+    """(A CPU accumulates one way only: what it is told does not show in its results.)"""
+    told = []
+    real = gemm_grouped.gemm_quantized
+    monkeypatch.setattr(gemm_grouped, "gemm_quantized", lambda *a, **k: (told.append(k), real(*a, **k)))
+    precision = the_one(replace(resolve(CURRENT), fprop=Gemm(split), emulate=not split, strict=True))
+    x, _, weights, biases = operands(rt)
+    spec = GroupedSpec(tuple(LinearSpec(dtypes.bfloat16, precision, Needs(True, True, True)) for _ in SPLITS))
+    grouped_linear.forward(rt, x, *weights, *biases, None, spec=spec, splits=grouped_linear.Groups(SPLITS))
+    names = ("split_accumulator", "emulate", "strict")
+    assert [tuple(k[n] for n in names) for k in told] == [(split, not split, True)] * 3  # one group has no rows
 
 
 @pytest.mark.parametrize("name", ["one", "mixed"])

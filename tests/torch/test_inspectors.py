@@ -15,7 +15,7 @@ import te_torch as te
 from te_core import dtypes, ops
 from te_core.errors import ArgumentError
 from te_core.layers.inspector import POINTS
-from te_core.quantize.operands import dense_columns
+from te_core.ops.quantize import dense_columns
 from te_core.quantized import Cast, Format, QuantizedTensor
 from te_core.recipe import CustomRecipe
 from te_core.runtime import Runtime
