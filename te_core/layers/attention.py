@@ -242,12 +242,12 @@ def _parts(spec: AttentionLayerSpec, lead: tuple[int, ...]) -> tuple[tuple[int, 
     return tuple((offset, (*lead, *tail), (*row, step, 1)) for offset, tail, step in heads)
 
 
-def terms_of(held: Any) -> Terms:
+def terms_of(inputs: Any) -> Terms:
     """The terms of an attention among a layer's tensors: its inputs, or what it saved."""
     lengths = None
-    if held.cu_q is not None:
-        lengths = Lengths(held.cu_q, held.cu_kv, held.cu_q_padded, held.cu_kv_padded)
-    terms = Terms(lengths, held.mask, held.bias, held.slopes, held.sink, held.rng, held.pages)
+    if inputs.cu_q is not None:
+        lengths = Lengths(inputs.cu_q, inputs.cu_kv, inputs.cu_q_padded, inputs.cu_kv_padded)
+    terms = Terms(lengths, inputs.mask, inputs.bias, inputs.slopes, inputs.sink, inputs.rng, inputs.pages)
     return terms if any(terms) else NOTHING
 
 

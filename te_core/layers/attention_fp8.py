@@ -52,7 +52,7 @@ from te_core.tensor import META, Tensor
 QKV, OUT, P = (0, OUTPUT), (1, INPUT), (2, OUTPUT)
 DQKV, DOUT, DP = (0, GRAD_OUTPUT), (1, GRAD_INPUT), (2, GRAD_INPUT)
 
-Held = list[QuantizedTensor]  # q, k and v, or what they are packed into
+Operands = list[QuantizedTensor]  # q, k and v, or what they are packed into
 
 plain_backward = unwrap(attention.backward)  # what is asked of it was checked here
 
@@ -103,13 +103,13 @@ def forward(
     if frame_kv is None:
         frame_kv = frame_q if b is None else rt.empty((*b.shape[:-1], 0), dtypes.uint8)
     inputs = AttentionInputs(a, b, c, bias, slopes, sink, cu_q, cu_kv, cu_q_padded, cu_kv_padded, mask, pages, rng)
-    held = _quantized(rt, _apart(rt, (a, b, c), frame_q, spec), spec, scales)
+    operands = _quantized(rt, _apart(rt, (a, b, c), frame_q, spec), spec, scales)
     at = [element(scales.forward_scale, FORWARD_SLOTS * gemm + slot) for gemm, slot in (P, OUT)]
     out = y = _room(rt, (*frame_q.shape[:-1], layer.heads * layer.d_v), rule.output, spec.dtype)
     places = [out.scale_inv] if isinstance(out, QuantizedTensor) else []
     pairs = ops.scale_pairs(rt, at[: 1 + len(places)], (None, *places))
     saved = AttentionSaved(*inputs, None, None, frame_q, frame_kv, pairs)
-    stats = _attend(rt, held, saved, spec, out, scales.forward_amax)
+    stats = _attend(rt, operands, saved, spec, out, scales.forward_amax)
     if isinstance(out, Tensor) and (spec.quantize_output or not rule.high_output):
         cast = forward_cast(rule.output, scales, *OUT, rowwise=True, columnwise=False)
         narrow = ops.quantize(rt, out.matrix(), cast)
@@ -117,7 +117,7 @@ def forward(
         out = out if rule.high_output else narrow
     elif isinstance(out, QuantizedTensor) and not spec.quantize_output:
         y = ops.dequantize(rt, out, spec.dtype).reshape(*frame_q.shape[:-1], out.shape[1])
-    a, b, c = _three([x if x is came else x.block for x, came in zip(held, (a, b, c), strict=False)])
+    a, b, c = _three([x if x is came else x.block for x, came in zip(operands, (a, b, c), strict=False)])
     return (y,), saved._replace(a=a, b=b, c=c, out=None if layer.recompute else keep(out, True), stats=stats)
 
 
@@ -131,26 +131,26 @@ def backward(
     layer, rule = spec.attention, spec.precision
     frames = _frames(saved)
     parts = zip(saved[:3], frames, _tails(layer), strict=False)
-    held = [_restored(x, frame, prod(tail), rule.qkv) for x, frame, tail in parts]
+    operands = [_restored(x, frame, prod(tail), rule.qkv) for x, frame, tail in parts]
     out: Value
     if layer.recompute:  # with the scales of then; nothing is recorded
         out = _room(rt, (*frames[0].shape[:-1], layer.heads * layer.d_v), rule.output, spec.dtype)
         if isinstance(out, QuantizedTensor):
             assert out.rowwise is not None and saved.pairs is not None
             out = QuantizedTensor(out.format, out.shape, Copy(out.rowwise, element(saved.pairs, 3), None), None)
-        saved = saved._replace(stats=_attend(rt, held, saved, spec, out, None))
+        saved = saved._replace(stats=_attend(rt, operands, saved, spec, out, None))
     else:
         assert saved.out is not None
         out = saved.out
         if out.dtype is dtypes.uint8:
             out = _restored(out, frames[0], layer.heads * layer.d_v, rule.output)
     if not rule.backward:
-        return _plain_backward(rt, dense(rt, dy, spec.dtype), held, out, saved, spec)
+        return _plain_backward(rt, dense(rt, dy, spec.dtype), operands, out, saved, spec)
     dy = as_asked(rt, dy, rule.grad, spec.dtype)
     if isinstance(dy, Tensor):
         cast = backward_cast(rule.grad, scales, DOUT[0], rowwise=True, columnwise=False, slot=DOUT[1])
         dy = ops.quantize(rt, dy.matrix(), cast)
-    return _delivered(rt, _fp8_backward(rt, dy, held, out, saved, spec, scales), saved, spec)
+    return _delivered(rt, _fp8_backward(rt, dy, operands, out, saved, spec, scales), saved, spec)
 
 
 def check(spec: AttentionFp8Spec) -> None:
@@ -175,15 +175,15 @@ def row_widths(layer: AttentionLayerSpec) -> tuple[int, ...]:
 
 
 def _attend(
-    rt: Runtime, held: Held, saved: AttentionSaved, spec: AttentionFp8Spec, out: Value, amax: Tensor | None
+    rt: Runtime, operands: Operands, saved: AttentionSaved, spec: AttentionFp8Spec, out: Value, amax: Tensor | None
 ) -> Tensor | None:
     """Write the output; the statistics, if there will be a backward."""
     layer, pairs = spec.attention, saved.pairs
     assert pairs is not None
-    q, k, v = views(layer, *_parts(layer, held, saved))
+    q, k, v = views(layer, *_parts(layer, operands, saved))
     p_at, o_at = (FORWARD_SLOTS * gemm + slot for gemm, slot in (P, OUT))
     scaled = _scaled(pairs, 1, amax, o_at) if isinstance(out, QuantizedTensor) else None
-    scales = ForwardScales(*_inverses(held), _scaled(pairs, 0, amax, p_at), scaled)
+    scales = ForwardScales(*_inverses(operands), _scaled(pairs, 0, amax, p_at), scaled)
     out = _as(out, (*q.shape[:-1], layer.d_v))
     core, stats, terms = layer.core, any(layer.needs), terms_of(saved)
     return ops.attention_fp8_forward(rt, q, k, v, spec=core, terms=terms, stats=stats, out=out, scales=scales).stats
@@ -192,7 +192,7 @@ def _attend(
 def _fp8_backward(
     rt: Runtime,
     dy: QuantizedTensor,
-    held: Held,
+    operands: Operands,
     out: Value,
     saved: AttentionSaved,
     spec: AttentionFp8Spec,
@@ -200,11 +200,11 @@ def _fp8_backward(
 ) -> list[Value]:
     """The gradients of what was held, quantized under their one scale, or plain."""
     layer, rule = spec.attention, spec.precision
-    q, k, v = views(layer, *_parts(layer, held, saved))
+    q, k, v = views(layer, *_parts(layer, operands, saved))
     assert saved.stats is not None and saved.pairs is not None and scales.backward_scale is not None
     dp_at, at = (BACKWARD_SLOTS * gemm + slot for gemm, slot in (DP, DQKV))
     dp_scale, scale = element(scales.backward_scale, dp_at), element(scales.backward_scale, at)
-    made = [_room(rt, x.shape, rule.grad_input, spec.dtype) for x in held]
+    made = [_room(rt, x.shape, rule.grad_input, spec.dtype) for x in operands]
     places = [x.scale_inv for x in made if isinstance(x, QuantizedTensor)]
     found = ops.scale_pairs(rt, (dp_scale, *[scale] * len(places)), (None, *places))
     p, dp = _scaled(saved.pairs, 0), _scaled(found, 0, scales.backward_amax, dp_at)
@@ -224,16 +224,16 @@ def _fp8_backward(
         terms=terms_of(saved),
         grads=(dq, dk, dv),
         grad_dtype=dq.dtype,
-        scales=BackwardScales(*_inverses(held), out_inverse, dy.scale_inv, p, dp, scaled, scaled, scaled),
+        scales=BackwardScales(*_inverses(operands), out_inverse, dy.scale_inv, p, dp, scaled, scaled, scaled),
     )
     return made
 
 
 def _plain_backward(
-    rt: Runtime, dy: Tensor, held: Held, out: Value, saved: AttentionSaved, spec: AttentionFp8Spec
+    rt: Runtime, dy: Tensor, operands: Operands, out: Value, saved: AttentionSaved, spec: AttentionFp8Spec
 ) -> tuple[Value | None, ...]:
     """The gradients by attention in the activation dtype, from the values that forward used."""
-    a, b, c = _parts(spec.attention, [ops.dequantize(rt, x, spec.dtype) for x in held], saved)
+    a, b, c = _parts(spec.attention, [ops.dequantize(rt, x, spec.dtype) for x in operands], saved)
     plain = saved._replace(a=a, b=b, c=c, out=dense(rt, out, spec.dtype))
     grads = plain_backward(rt, dy, None, plain, spec=replace(spec.attention, recompute=False))
     rows = [(g, frame.shape[:-1]) for g, frame in zip(grads, _frames(saved), strict=False)]
@@ -336,9 +336,9 @@ def _three(found: Sequence[Any]) -> tuple[Any, Any, Any]:
     return first, second, third
 
 
-def _parts(layer: AttentionLayerSpec, held: Sequence[Value], saved: AttentionSaved) -> tuple[Tensor, Any, Any]:
+def _parts(layer: AttentionLayerSpec, operands: Sequence[Value], saved: AttentionSaved) -> tuple[Tensor, Any, Any]:
     """The matrices as the tensors that `views` takes."""
-    parts = zip(held, _frames(saved), _tails(layer), strict=False)
+    parts = zip(operands, _frames(saved), _tails(layer), strict=False)
     return _three([_as(x, (*frame.shape[:-1], *tail)) for x, frame, tail in parts])
 
 
@@ -350,9 +350,9 @@ def _restored(x: Value | None, frame: Tensor, width: int, rule: Operand) -> Quan
     return QuantizedTensor.rowwise_in(x, (prod(frame.shape[:-1]), width), rule.format)
 
 
-def _inverses(held: list[QuantizedTensor]) -> tuple[Tensor, Tensor, Tensor]:
+def _inverses(operands: list[QuantizedTensor]) -> tuple[Tensor, Tensor, Tensor]:
     """The inverse scales of q, k and v."""
-    return held[0].scale_inv, held[min(1, len(held) - 1)].scale_inv, held[-1].scale_inv
+    return operands[0].scale_inv, operands[min(1, len(operands) - 1)].scale_inv, operands[-1].scale_inv
 
 
 def _scaled(pairs: Tensor, row: int, maxima: Tensor | None = None, slot: int = 0) -> Scaled:

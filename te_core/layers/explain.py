@@ -72,8 +72,8 @@ def _plain_because(gemm: str, spec: LinearSpec, weight: Format | None) -> str | 
     """Why a GEMM is computed in the activation dtype; None where it is not."""
     p = spec.precision
     if p is None:
-        held = weight is not None and gemm != "wgrad"
-        return f"{OUTSIDE}; the weight is held as {weight} and dequantized" if held else OUTSIDE
+        quantized = weight is not None and gemm != "wgrad"
+        return f"{OUTSIDE}; the weight is held as {weight} and dequantized" if quantized else OUTSIDE
     if gemm != "fprop" and p.backward is not None:
         which = "the original" if p.backward == "high_precision" else "the dequantized rowwise"
         return f"backward_override={p.backward!r}: {which} operands"

@@ -141,7 +141,7 @@ def backward(
 ) -> tuple[Tensor | None, ...]:
     """(dx, a dweight for each group, a dbias for each), None where `spec` or a sink says so."""
     count = len(spec.parts)
-    rng, held, weights, ws = saved[0], saved[1 : 1 + count], saved[1 + count : 1 + 2 * count], saved[1 + 2 * count :]
+    rng, kept, weights, ws = saved[0], saved[1 : 1 + count], saved[1 + count : 1 + 2 * count], saved[1 + 2 * count :]
     each = products(spec.parts, scales, inspectors, sinks)
     leading, dy2 = flattened(dy)
     dy2 = dense(rt, dy2, spec.dtype)
@@ -153,7 +153,7 @@ def backward(
         # One after the other: each lets go of its gradient's copy, and may make one of a weight for itself.
         _each(rt, dx, splits, lambda i, rows: each[i].dgrad(rt, gs[i][0], weights[i], ws[i], rows))
     dws: list[Tensor | None] = []
-    xs = _restored_inputs(rt, held, weights, spec, each, splits)
+    xs = _restored_inputs(rt, kept, weights, spec, each, splits)
     for i, product in enumerate(each):
         if not product.spec.needs.weight:
             dws.append(None)
@@ -208,7 +208,7 @@ def _inputs(
 
 def _restored_inputs(
     rt: Runtime,
-    held: Sequence[Tensor | None],
+    kept: Sequence[Tensor | None],
     weights: Sequence[Value],
     spec: GroupedSpec,
     each: Sequence[Product],
@@ -216,16 +216,16 @@ def _restored_inputs(
 ) -> Sequence[Value | None]:
     """x of each group as wgrad reads it, of what forward kept."""
     rule, override = _shared_rule(spec, "input")
-    whole = held[0]
+    whole = kept[0]
     if rule is not None and whole is not None and override != "high_precision":
         groups = groups_in(whole, splits.sizes, weights[0].shape[1], rule.format, override is None)
         if override is None:
             return groups
         return [ops.dequantize(rt, q, spec.dtype) if q.shape[0] else None for q in groups]
     if rule is not None or spec.plain:
-        held = [whole] * len(held)
+        kept = [whole] * len(kept)
     found: list[Value | None] = []
-    for product, kept_x, weight, (start, stop) in zip(each, held, weights, splits.bounds, strict=True):
+    for product, kept_x, weight, (start, stop) in zip(each, kept, weights, splits.bounds, strict=True):
         value = None
         if product.spec.needs.weight and start < stop:
             value = product.restored(rt, kept_x, stop - start, weight)

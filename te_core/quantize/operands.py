@@ -77,12 +77,12 @@ def quantize_forward(
     return _both(x, rule, rowwise, columnwise, quantize)
 
 
-def _raise(rt: Runtime, held: Tensor, x: Tensor) -> None:
+def _raise(rt: Runtime, amax: Tensor, x: Tensor) -> None:
     """Raise a noted maximum to that of x."""
     both = rt.empty((2,), dtypes.float32)
     ops.amax(rt, x, out=element(both, 0))
-    ops.resize(rt, held.reshape(1, 1), 1, 1, out=element(both, 1).reshape(1, 1))
-    ops.amax(rt, both, out=held)
+    ops.resize(rt, amax.reshape(1, 1), 1, 1, out=element(both, 1).reshape(1, 1))
+    ops.amax(rt, both, out=amax)
 
 
 def quantize_gradient(
@@ -183,9 +183,9 @@ def with_columnwise(rt: Runtime, q: QuantizedTensor) -> QuantizedTensor:
     else:
         made = ops.quantize(rt, ops.dequantize(rt, q, dtypes.float32), cast)
     assert made.columnwise is not None and made.columnwise_scale is not None
-    held = Copy(q.rowwise, q.rowwise_scale, q.rowwise_amax)
+    row = Copy(q.rowwise, q.rowwise_scale, q.rowwise_amax)
     column = Copy(made.columnwise, made.columnwise_scale, made.columnwise_amax)
-    return QuantizedTensor(q.format, q.shape, held, column, made.block)
+    return QuantizedTensor(q.format, q.shape, row, column, made.block)
 
 
 def flattened(x: Value) -> tuple[tuple[int, ...], Value]:

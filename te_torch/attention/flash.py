@@ -38,11 +38,11 @@ def run(plan: Plan, inputs: AttentionInputs) -> Results:
     loose = loose_kv = loose_tokens(inputs.cu_q, inputs.cu_q_padded, q.shape[0])
     if inputs.cu_kv is not inputs.cu_q or k.shape[0] != q.shape[0]:
         loose_kv = loose_tokens(inputs.cu_kv, inputs.cu_kv_padded, k.shape[0])
-    q, k, v = _Held.apply(q, loose), _Held.apply(k, loose_kv), _Held.apply(v, loose_kv)
+    q, k, v = _WithoutLoose.apply(q, loose), _WithoutLoose.apply(k, loose_kv), _WithoutLoose.apply(v, loose_kv)
     return _ATTEND[plan.backend](plan, (q, k, v), inputs).masked_fill(loose, 0.0).flatten(-2), None
 
 
-class _Held(torch.autograd.Function):
+class _WithoutLoose(torch.autograd.Function):
     """The tensor as it is; gradients of tokens that belong to no sequence are zeros."""
 
     @staticmethod

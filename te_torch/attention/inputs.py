@@ -52,7 +52,7 @@ class Given(NamedTuple):
 
     def but(self, **changes: Any) -> Given:
         """With other values in some places."""
-        return Given(*[changes.get(name, held) for name, held in zip(Given._fields, self, strict=True)])
+        return Given(*[changes.get(name, value) for name, value in zip(Given._fields, self, strict=True)])
 
 
 def autocast(given: Given) -> Given:

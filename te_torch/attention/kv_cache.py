@@ -157,8 +157,8 @@ class NonPagedKVCacheManager(DeviceCacheManager):
         """Also moves rows, so that row i is the i-th sequence of the step."""
         after = self._checked(step_dict)
         rows = {name: row for row, name in enumerate(self.sequences)}
-        held = list(self.sequences.values())
-        moves = _moves({to: rows[name] for to, name in enumerate(after) if name in rows}, held)
+        lengths = list(self.sequences.values())
+        moves = _moves({to: rows[name] for to, name in enumerate(after) if name in rows}, lengths)
         if moves and self.cache:
             plan = to_core(staged(moves, self.device).to(self.device, non_blocking=True))
             longest = bucket(max(tokens for _, _, tokens in moves))

@@ -199,11 +199,11 @@ class MultiheadAttention(torch.nn.Module):
         check_qkv_whole("MultiheadAttention", fused, linear["fuse_wgrad_accumulation"])
         q, kv = self.num_attention_heads * self.kv_channels, self.num_gqa_groups * self.kv_channels
         width, name = self.hidden_size, self.name
-        first: dict[str, int] = {"query_": q, "key_": kv, "value_": kv}
+        rows: dict[str, int] = {"query_": q, "key_": kv, "value_": kv}
         if self.attention_type == "cross":
-            first = {"query_": q}
-        total = sum(first.values())
-        named = {"parameters_split": None if fused else first, **linear}
+            rows = {"query_": q}
+        total = sum(rows.values())
+        named = {"parameters_split": None if fused else rows, **linear}
         if self.input_layernorm:
             options = {**named, **norm, "return_layernorm_output": self.return_layernorm_output}
             if self.attention_type == "self":
@@ -350,7 +350,7 @@ class MultiheadAttention(torch.nn.Module):
     def _attend(
         self,
         inputs: tuple[Any, ...],
-        first: bool | None,
+        first_microbatch: bool | None,
         handed: HandOver,
         angles: tuple[torch.Tensor | None, torch.Tensor | None],
         options: dict[str, Any],
@@ -360,15 +360,15 @@ class MultiheadAttention(torch.nn.Module):
         hidden, *encoded = inputs
         places, interleaved = options, self.qkv_weight_interleaved
         if encoded:
-            packed = self.key_value(*encoded, first, fp8_output=handed.qkv)
+            packed = self.key_value(*encoded, first_microbatch, fp8_output=handed.qkv)
             project = self.layernorm_query if self.input_layernorm else self.query_layer
-            q, *returned = _listed(project(hidden, first, fp8_output=handed.qkv))
+            q, *returned = _listed(project(hidden, first_microbatch, fp8_output=handed.qkv))
             q = q.view(*q.shape[:-1], self.num_attention_heads, self.kv_channels)
             # A cache says where queries stand; it keeps nothing of encoder_output.
             options = {**options, "inference_params": None}
         else:
             project = self._part("layernorm_qkv" if self.input_layernorm else "qkv")
-            packed, *returned = _listed(project(hidden, first, handed.qkv))
+            packed, *returned = _listed(project(hidden, first_microbatch, handed.qkv))
         touched = watched or self.q_norm is not None or angles[0] is not None or angles[1] is not None
         if not touched and options["inference_params"] is None:  # attention reads the projections as they are
             operands = (q, packed) if encoded else (packed, None)
