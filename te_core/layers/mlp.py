@@ -188,10 +188,8 @@ def backward(
     db2 = fc2.bias_gradient(rt, w2)
     g, db2_left = gradient_operand(rt, dy2, fc2, db2, saved.rng)
     dw2 = dw1 = db1 = dx = dgamma = dbeta = dresidual = dbranch_bias = dh = None
-    weight_first = (
-        release and spec.fc2.needs.weight and _frees_more(saved.a, w2.shape, gradient_dtype(spec.fc2, w2), fc2.sink)
-    )
-    if weight_first:
+    early = release and spec.fc2.needs.weight and _frees_more(saved.a, w2.shape, gradient_dtype(spec.fc2, w2), fc2.sink)
+    if early:
         dw2 = _fc2_weight_gradient(rt, (dy2, g), saved, fc2, db2_left, release)
     if spec.fc2.needs.input:
         da = [fc2.dgrad(rt, (dy2, g), w2, saved.w2q, rt.empty((m, w2.shape[1]), spec.fc2.dtype))]
@@ -199,7 +197,7 @@ def backward(
         dh = _activation_gradient(rt, da, saved, spec, fc1, db1)
         if release:
             _let_go(saved.h, None if saved.w2q is w2 else saved.w2q)  # a plain weight is the caller's
-    if spec.fc2.needs.weight and not weight_first:
+    if spec.fc2.needs.weight and not early:
         dw2 = _fc2_weight_gradient(rt, (dy2, g), saved, fc2, db2_left, release)
     del g
     if spec.fc1.needs.input:
