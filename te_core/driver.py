@@ -277,7 +277,8 @@ class Driver:
     def free(self, index: int, address: int, stream: int, others: tuple[int, ...] = ()) -> None:
         """Give memory back once the work now on the stream, and on the others, is done.
 
-        Silent: it runs in destructors. What a capture refuses is given back by an allocation after it.
+        Silent: it runs in destructors. What is refused because of a capture is given back by an allocation after it;
+        what is refused otherwise (memory of a graph that is gone) is not tried again, for it may be another's by then.
         """
         mode = c_int(_RELAXED)
         context = self.attach(index)
@@ -293,15 +294,13 @@ class Driver:
     def _free(self, index: int, address: int, stream: int, others: tuple[int, ...]) -> None:
         captured = self._captured(stream) if others else False
         if any(self._captured(other) != captured for other in others):
-            status = -1  # waiting would draw one stream into the other's graph
-        else:
-            for other in others:
-                self.order_streams(index, other, stream)
-            if self._pools.get(index):
-                status = self._lib.cuMemFreeAsync(address, stream)
-            else:
-                status = self._lib.cuMemFree_v2(address)
-        if status:
+            self._refused.append((index, address, stream, others))  # waiting would draw one into the other's graph
+            return
+        for other in others:
+            self.order_streams(index, other, stream)
+        pooled = self._pools.get(index)
+        status = self._lib.cuMemFreeAsync(address, stream) if pooled else self._lib.cuMemFree_v2(address)
+        if status and self._captured(stream):
             self._refused.append((index, address, stream, others))
 
     def _captured(self, stream: int) -> bool:

@@ -9,7 +9,7 @@ an argument of the call and no part of the spec: they change with every step.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from te_core.arguments import explained
@@ -44,22 +44,21 @@ class GroupedSpec:
     """
 
     parts: tuple[LinearSpec, ...]
+    #: By what one launch quantizes all groups; None where they differ, or where somebody looks at one alone.
+    shared: Precision | None = field(init=False, repr=False, compare=False)
+    #: Whether nothing is quantized, and nobody looks at a group alone.
+    plain: bool = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        first = self.parts[0].precision
+        alike = all(p.precision is first and p.inspect is None for p in self.parts)
+        object.__setattr__(self, "shared", first if alike else None)
+        object.__setattr__(self, "plain", alike and first is None)
 
     @property
     def dtype(self) -> DType:
         """Of activations."""
         return self.parts[0].dtype
-
-    @property
-    def shared(self) -> Precision | None:
-        """By what one launch quantizes all groups; None where they differ, or where somebody looks at one alone."""
-        first = self.parts[0].precision
-        return first if all(p.precision is first and p.inspect is None for p in self.parts) else None
-
-    @property
-    def plain(self) -> bool:
-        """Whether nothing is quantized, and nobody looks at a group alone."""
-        return all(p.precision is None and p.inspect is None for p in self.parts)
 
 
 class Groups:

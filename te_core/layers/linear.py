@@ -108,7 +108,8 @@ def forward(
     product = Product(spec, scales, 0, inspectors[0])
     xs, ws = (x2, input_operand(rt, x2, product)), (weight, weight_operand(rt, weight, product, ready[0]))
     kept_x, kept_w = product.keep(rt, xs, ws)
-    y = product.delivered(rt, product.fprop(rt, xs, ws, out, bias))
+    made = product.fprop(rt, xs, ws, out, bias)
+    y = product.delivered(rt, made) if spec.quantize_output else made
     used = any(spec.needs)
     return (y,), LinearSaved(kept_x, weight if used else None, kept_w, rng if used else None)
 
@@ -135,7 +136,9 @@ def backward(
     dw = None
     if spec.needs.input:
         out = rt.empty((*leading, weight.shape[1]), spec.dtype)
-        dx = product.delivered_gradient(rt, product.dgrad(rt, (dy2, g), weight, saved.w, out))
+        dx = product.dgrad(rt, (dy2, g), weight, saved.w, out)
+        if spec.quantize_grad:
+            dx = product.delivered_gradient(rt, dx)
     if spec.needs.weight:
         dw = product.wgrad(rt, (dy2, g), product.restored(rt, saved.x, dy2.shape[0], weight), weight, db_left)
     return dx, dw, db
@@ -218,7 +221,8 @@ class Product(NamedTuple):
         if spec.inspect is not None:
             a = offer(rt, self.inspector, ("fprop", "activation"), dense(rt, high_x, spec.dtype), xs.cast, a)
             b = offer(rt, self.inspector, ("fprop", "weight"), dense(rt, high_w, spec.dtype), ws.cast, b)
-        return self._shown(rt, ("fprop", "output"), self._multiplied(rt, "fprop", a, b, out, bias))
+        out = self._multiplied(rt, "fprop", a, b, out, bias)
+        return out if spec.inspect is None else offer_result(rt, self.inspector, ("fprop", "output"), out)
 
     def dgrad(self, rt: Runtime, dy: Made, weight: Value, kept_w: Tensor | None, out: Tensor) -> Tensor:
         """dy w, in `out` [.., K]; what only dgrad reads of dy is let go of."""
@@ -226,9 +230,9 @@ class Product(NamedTuple):
         a, b = g.rows, backward_weight(rt, kept_w, weight, spec)
         if spec.inspect is not None:
             a = offer(rt, self.inspector, ("dgrad", "gradient"), dense(rt, high, spec.dtype), g.cast, a)
-        out = self._shown(rt, ("dgrad", "dgrad"), self._multiplied(rt, "dgrad", a, b, out))
+        out = self._multiplied(rt, "dgrad", a, b, out)
         drop_rows(g)
-        return out
+        return out if spec.inspect is None else offer_result(rt, self.inspector, ("dgrad", "dgrad"), out)
 
     def wgrad(self, rt: Runtime, dy: Made, x: Value, weight: Value, db: Tensor | None) -> Tensor | None:
         """dy^T x, fresh or in its sink; with plain operands the same GEMM sums dy into db [N]."""
@@ -245,11 +249,11 @@ class Product(NamedTuple):
             main = None if sink is None else sink.main
             if sink is None or main is None:
                 dw = self._multiplied(rt, "wgrad", a, x, rt.empty(shape, out_dtype), db)
-                return self._shown(rt, ("wgrad", "wgrad"), dw)
+                return dw if spec.inspect is None else offer_result(rt, self.inspector, ("wgrad", "wgrad"), dw)
             self._multiplied(rt, "wgrad", a, x, main, db, sink.accumulate)
             return None
 
-        return self.in_turn(rt, run)
+        return run(rt) if sink is None else self.in_turn(rt, run)
 
     def in_turn(self, rt: Runtime, run: Callable[[Runtime], Tensor | None]) -> Tensor | None:
         """A weight gradient of its function: now, or when its sink's queue comes to it."""
@@ -301,8 +305,8 @@ class Product(NamedTuple):
         else:
             ops.gemm(
                 rt,
-                dense_columns(rt, a, spec.dtype, a_columns),
-                dense_columns(rt, b, spec.dtype, b_columns),
+                a if isinstance(a, Tensor) else dense_columns(rt, a, spec.dtype, a_columns),
+                b if isinstance(b, Tensor) else dense_columns(rt, b, spec.dtype, b_columns),
                 trans_a=a_columns,
                 trans_b=not b_columns,
                 bias=bias,
@@ -311,9 +315,6 @@ class Product(NamedTuple):
                 accumulate=accumulate,
             )
         return out if parallel is None else parallel.scatter(rt, gemm, out)
-
-    def _shown(self, rt: Runtime, point: tuple[str, str], out: Tensor) -> Tensor:
-        return out if self.spec.inspect is None else offer_result(rt, self.inspector, point, out)
 
     def restored(self, rt: Runtime, kept_x: Tensor | None, rows: int, weight: Value) -> Value:
         """x as wgrad reads it, of what `keep` kept."""
@@ -363,13 +364,13 @@ def products(
 def input_operand(rt: Runtime, x: Value, product: Product) -> Uses:
     """x as fprop and wgrad read it."""
     spec, precision = product.spec, product.spec.precision
-    if precision is None or precision.backward is not None:  # then backward reads what this call has made
-        value: Value = dense(rt, x, spec.dtype)
-        columnwise = False
-    else:
-        value, columnwise = as_asked(rt, x, precision.input, spec.dtype), spec.needs.weight
-    rule = None if precision is None else precision.input
-    return quantize_forward(rt, value, rule, product[1:3], INPUT, rowwise=True, columnwise=columnwise)
+    if precision is None:
+        plain = dense(rt, x, spec.dtype)
+        return Uses(plain, plain, None)
+    alone = precision.backward is None  # else backward reads what this call has made
+    value = as_asked(rt, x, precision.input, spec.dtype) if alone else dense(rt, x, spec.dtype)
+    columnwise = alone and spec.needs.weight
+    return quantize_forward(rt, value, precision.input, product[1:3], INPUT, rowwise=True, columnwise=columnwise)
 
 
 def weight_operand(rt: Runtime, weight: Value, product: Product, ready: QuantizedTensor | None) -> Uses:

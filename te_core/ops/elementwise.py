@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from te_core import dtypes
 from te_core.dtypes import ACTIVATION_DTYPES
+from te_core.errors import ArgumentError
 from te_core.ops import _check
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
@@ -81,6 +82,8 @@ def check_dropout(op: str, x: Tensor, p: float, rng: Tensor | None) -> None:
     _check.matrix(op, "x", x)
     _check.one_of(op, "dtype", x.dtype, ACTIVATION_DTYPES)
     if p != 0.0:
-        _check.require(0.0 <= p <= 1.0, op, f"p={p}", "0 <= p <= 1", "choose a probability")
-        _check.require(rng is not None, op, f"p={p} without rng", "rng, an int64 tensor (seed, offset)", "pass rng=")
+        if not 0.0 <= p <= 1.0:
+            raise ArgumentError(op, f"p={p}", "0 <= p <= 1", "choose a probability")
+        if rng is None:
+            raise ArgumentError(op, f"p={p} without rng", "rng, an int64 tensor (seed, offset)", "pass rng=")
     _check.vector(op, "rng", rng, 2, (dtypes.int64,))

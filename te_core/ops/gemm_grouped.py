@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from te_core import dtypes
+from te_core.errors import ArgumentError
 from te_core.ops import _check
 from te_core.ops.gemm import gemm
 from te_core.ops.gemm_quantized import gemm_quantized
@@ -49,33 +50,34 @@ def gemm_grouped(
     """
     op = "gemm_grouped"
     matrices = out if trans_a else b
-    _check.require(
-        isinstance(out, Tensor) != trans_a and not isinstance(matrices, Tensor) and (trans_a is False or bias is None),
-        op,
-        f"trans_a={trans_a} with {'one tensor' if isinstance(out, Tensor) else 'several tensors'} as out",
-        "without trans_a one out and several b, with trans_a several outs and no bias",
-        "correct the operands",
-    )
-    groups = len(matrices)  # type: ignore[arg-type]
-    bounds = bounds_of(_sizes(op, rt, groups, offsets, sizes))
-    rows = {name: t.shape[0] for name, t in (("a", a), ("b", b), ("out", out)) if isinstance(t, Tensor)}
-    counts = {name: len(t) for name, t in (("a", a), ("b", b), ("bias", bias or matrices)) if not isinstance(t, Tensor)}
-    _check.require(
-        all(n == bounds[-1][1] for n in rows.values()) and all(n == groups for n in counts.values())
-        if bounds
-        else True,
-        op,
-        f"{groups} groups of {[stop - start for start, stop in bounds]} rows, tensors of {rows} rows, {counts} parts",
-        "tensors with the rows of all groups, and a part of everything else for each group",
-        "correct the sizes or the operands",
-    )
+    if isinstance(out, Tensor) is trans_a or isinstance(matrices, Tensor) or (trans_a and bias is not None):
+        raise ArgumentError(
+            op,
+            f"trans_a={trans_a} with {'one tensor' if isinstance(out, Tensor) else 'several tensors'} as out",
+            "without trans_a one out and several b, with trans_a several outs and no bias",
+            "correct the operands",
+        )
+    groups = len(matrices)
+    sizes = _sizes(op, rt, groups, offsets, sizes)
+    rows = sum(sizes)
+    for t in (a, b, out, matrices if bias is None else bias):
+        if t.shape[0] != rows if isinstance(t, Tensor) else len(t) != groups:
+            has = f"{t.shape[0]} rows" if isinstance(t, Tensor) else f"{len(t)} parts"
+            raise ArgumentError(
+                op,
+                f"an operand of {has} for {groups} groups of {list(sizes)} rows",
+                "tensors with the rows of all groups, and a part of everything else for each group",
+                "correct the sizes or the operands",
+            )
+    bounds = bounds_of(sizes)
     for i, (start, stop) in enumerate(bounds):
         result = out.rows(start, stop) if isinstance(out, Tensor) else out[i]
         if start == stop:
             if trans_a and not accumulate:
                 rt.backend.zero(rt, result)
             continue
-        left, right = (t.rows(start, stop) if isinstance(t, Tensor) else t[i] for t in (a, b))
+        left = a.rows(start, stop) if isinstance(a, Tensor) else a[i]
+        right = b.rows(start, stop) if isinstance(b, Tensor) else b[i]
         added = None if bias is None else bias[i]
         if isinstance(left, QuantizedTensor) and isinstance(right, QuantizedTensor):
             gemm_quantized(
@@ -92,15 +94,19 @@ def gemm_grouped(
                 strict=strict,
             )
         else:
-            dtype = left.dtype if isinstance(left, Tensor) else right.dtype
-            left, right = dense_columns(rt, left, dtype, trans_a), dense_columns(rt, right, dtype, not trans_b)
-            gemm(rt, left, right, trans_a=trans_a, trans_b=trans_b, bias=added, out=result, accumulate=accumulate)
+            x, y = left, right
+            if isinstance(x, QuantizedTensor):
+                x = dense_columns(rt, x, y.dtype, trans_a)
+            if isinstance(y, QuantizedTensor):
+                y = dense_columns(rt, y, x.dtype, not trans_b)
+            gemm(rt, x, y, trans_a=trans_a, trans_b=trans_b, bias=added, out=result, accumulate=accumulate)
 
 
 def _sizes(op: str, rt: Runtime, groups: int, offsets: Tensor | None, sizes: Sequence[int] | None) -> Sequence[int]:
     """The rows of each group, on the host."""
-    _check.vector(op, "offsets", offsets, groups + 1, (dtypes.int32,))
-    _check.on_device(op, rt.device, offsets)
+    if offsets is not None:
+        _check.vector(op, "offsets", offsets, groups + 1, (dtypes.int32,))
+        _check.on_device(op, rt.device, offsets)
     if sizes is None:
         _check.require(
             offsets is not None and offsets.device is not META,
@@ -112,11 +118,7 @@ def _sizes(op: str, rt: Runtime, groups: int, offsets: Tensor | None, sizes: Seq
         ends = rt.numpy(offsets).tolist()  # type: ignore[arg-type]
         sizes = [stop - start for start, stop in zip(ends, ends[1:], strict=False)]
         _check.require(ends[0] == 0, op, f"offsets {ends}", "running sums that begin with 0", "correct the offsets")
-    _check.require(
-        len(sizes) == groups and min(sizes, default=0) >= 0,
-        op,
-        f"sizes {list(sizes)} of {groups} groups",
-        "a count of rows, 0 or more, for each",
-        "correct the sizes or the offsets",
-    )
+    if len(sizes) != groups or min(sizes, default=0) < 0:
+        got, allowed = f"sizes {list(sizes)} of {groups} groups", "a count of rows, 0 or more, for each"
+        raise ArgumentError(op, got, allowed, "correct the sizes or the offsets")
     return sizes

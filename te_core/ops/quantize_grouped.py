@@ -12,6 +12,7 @@ from itertools import accumulate
 
 from te_core import dtypes
 from te_core.dtypes import ACTIVATION_DTYPES
+from te_core.errors import ArgumentError
 from te_core.ops import _check
 from te_core.ops.quantize import QuantizeSpec, allocate, check_cast, count_nonfinite, quantize
 from te_core.quantized import ONE_BLOCK, Cast, Copy, Format, QuantizedTensor, pieces_of, up
@@ -41,13 +42,9 @@ def quantize_grouped(
     """
     op = "quantize_grouped"
     _check.matrix(op, "x", x)
-    _check.require(
-        min(splits, default=0) >= 0 and sum(splits) == x.shape[0],
-        op,
-        f"splits {list(splits)} of {x.shape[0]} rows",
-        "row counts that add up to those of x",
-        "correct the splits",
-    )
+    if min(splits, default=0) < 0 or sum(splits) != x.shape[0]:
+        got, allowed = f"splits {list(splits)} of {x.shape[0]} rows", "row counts that add up to those of x"
+        raise ArgumentError(op, got, allowed, "correct the splits")
     outs = allocate_groups(rt, splits, x.shape[1], casts[0]) if casts else []
     parts = [x.rows(start, stop) for start, stop in bounds_of(splits)]
     _quantize_all(op, rt, parts, casts, outs, column_sums)
@@ -69,13 +66,9 @@ def _quantize_all(
     outs: list[QuantizedTensor],
     column_sums: Sequence[Tensor] | None,
 ) -> None:
-    _check.require(
-        len(parts) == len(casts) and (column_sums is None or len(column_sums) == len(parts)),
-        op,
-        f"{len(parts)} matrices, {len(casts)} casts",
-        "one cast (and one column sum) for each",
-        "correct the counts",
-    )
+    if len(parts) != len(casts) or (column_sums is not None and len(column_sums) != len(parts)):
+        got, allowed = f"{len(parts)} matrices, {len(casts)} casts", "one cast (and one column sum) for each"
+        raise ArgumentError(op, got, allowed, "correct the counts")
     if not parts:
         return
     x, first = parts[0], casts[0]
@@ -102,26 +95,15 @@ def _check_alike(op: str, parts: Sequence[Tensor], casts: Sequence[Cast], column
     """What one launch takes for granted of all matrices. In every call: the plan does not know them."""
     x, first = parts[0], casts[0]
     for part in parts:
-        _check.require(
-            part.ndim == 2
-            and part.shape[1] == x.shape[1]
-            and part.dtype is x.dtype
-            and part.device is x.device
-            and part.is_contiguous,
-            op,
-            f"{part!r} beside {x!r}",
-            "dense matrices of one width, type and device",
-            "quantize others separately",
-        )
+        one = part.ndim == 2 and part.shape[1] == x.shape[1] and part.dtype is x.dtype and part.device is x.device
+        if not (one and part.is_contiguous):
+            allowed = "dense matrices of one width, type and device"
+            raise ArgumentError(op, f"{part!r} beside {x!r}", allowed, "quantize others separately")
     rule = (first.key, first.epsilon, first.power_of_two)
     for cast in casts:
-        _check.require(
-            cast is first or (cast.key, cast.epsilon, cast.power_of_two) == rule,
-            op,
-            "casts of different rules",
-            "casts that differ in their tensors only",
-            "quantize others separately",
-        )
+        if cast is not first and (cast.key, cast.epsilon, cast.power_of_two) != rule:
+            allowed = "casts that differ in their tensors only"
+            raise ArgumentError(op, "casts of different rules", allowed, "quantize others separately")
     for total in column_sums or ():
         _check.vector(op, "column_sum", total, x.shape[1], (column_sums[0].dtype,))  # type: ignore[index]
 

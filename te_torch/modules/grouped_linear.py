@@ -172,7 +172,7 @@ class GroupedLinear(BaseModule):
             None if out is None else _buffer("out", out, inp, self.out_features),
             None if dgrad_out is None else _buffer("dgrad_out", dgrad_out, inp, self.in_features),
         )
-        rng = random_pair(inp) if draws(precision) else None
+        rng = random_pair(inp) if precision and draws(precision) else None
         (result,) = apply(self._find_call(key), state, recompute, inp, *weights, *added, rng, extra=extra)
         return (result, biases) if self.return_bias else result
 

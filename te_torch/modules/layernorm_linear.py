@@ -173,7 +173,7 @@ class LayerNormLinear(NormParameters, SplitParameters):
             fp8_output,
             fp8_grad,
         )
-        rng = random_pair(inp) if draws(precision) else None
+        rng = random_pair(inp) if precision and draws(precision) else None
         extra = None
         if self._special or is_first_microbatch is not None:
             extra = self._extra(("weight",), (weight,), precision, state, recompute, is_first_microbatch)

@@ -169,7 +169,7 @@ class LayerNormMLP(NormParameters):
             None if self.inspector is None else self._watched(),
             w1.dtype if self._primary else None,
         )
-        rng = random_pair(inp) if draws(precision) else None
+        rng = random_pair(inp) if precision and draws(precision) else None
         extra = None
         if self._special or is_first_microbatch is not None:
             extra = self._extra(self._weight_names(), (w1, w2), precision, state, recompute, is_first_microbatch)

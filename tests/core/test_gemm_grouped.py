@@ -107,7 +107,7 @@ def test_a_quantized_operand_meets_a_plain_one(rt):
         ({"sizes": (32, 0, 5)}, r"sizes \[32, 0, 5\] of 4 groups"),
         ({"sizes": (32, -1, 6, 75)}, r"sizes \[32, -1, 6, 75\]"),
         ({"sizes": (32, 0, 5, 70)}, "112"),
-        ({"bias": [None]}, "'bias': 1"),
+        ({"bias": [None]}, "an operand of 1 parts"),
         ({"out": None}, "trans_a=False with several tensors as out"),
         ({"trans_a": True}, "trans_a=True with one tensor as out"),
         ({"sizes": None, "offsets": [1, 32, 32, 37, 112]}, r"offsets \[1, 32"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,8 @@ from te_core.errors import UnsupportedError
 from te_core.layers.residual import AddSpec, BranchNeeds
 from te_torch.base.module import random_pair
 from te_torch.base.residual import ADD, Branch, bias_dropout_add
-from te_torch.function import key_of, register
+from te_torch.function import _gradients, key_of, register
+from te_torch.runtime import to_core
 from te_torch.tools.memory_report import measure_saved
 from te_torch.transformer.drop_path import DropPath
 from tests.backends import devices
@@ -317,6 +319,15 @@ def test_separate_gradients_of_one_sum(kind: str, device: str) -> None:
     (out.sum() + total.sum()).backward()
     assert torch.equal(given["x"].grad, given["residual"].grad)
     assert given["x"].grad.untyped_storage().data_ptr() != given["residual"].grad.untyped_storage().data_ptr()
+
+
+def test_one_gradient_of_two_leaves_is_one_tensor() -> None:
+    """Also where it comes in another shape than its memory was asked for: two views would be added to in place."""
+    memory = torch.zeros(4, WIDTH)
+    one = to_core(memory).reshape(2, 2, WIDTH)
+    layer: Any = SimpleNamespace(twins=(0, 1))
+    dx, dresidual = _gradients(layer, (one, one), (memory,))
+    assert dx is dresidual and dx is not None and dx.shape == (2, 2, WIDTH)
 
 
 @on_devices

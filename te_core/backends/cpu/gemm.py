@@ -47,31 +47,27 @@ class NumpyPlan:
     family: str = "cpu"
     swizzled: bool = False
 
+    @np.errstate(all="ignore")
     def run(self, rt: Runtime, operands: GemmOperands) -> None:
-        """Multiply."""
-        multiply(rt, self.spec, operands)
-
-
-@np.errstate(all="ignore")
-def multiply(rt: Runtime, spec: GemmSpec, operands: GemmOperands) -> None:
-    """out = epilogue(op(a) @ op(b) * scales + bias), plus what out held."""
-    a, b, out, a_scale, b_scale, bias, aux, a_sum, out_sum, *_ = operands
-    ex = scratch(rt)
-    left, right = _operand(ex, "gemm a", a), _operand(ex, "gemm b", b)
-    left, right = left.T if spec.trans_a else left, right.T if spec.trans_b else right
-    if a_sum is not None:
-        _store_row_sums(ex, left, a_scale, a_sum)
-    scale = None
-    if a_scale is not None and b_scale is not None:
-        scale = a_scale.numpy()[0] * b_scale.numpy()[0]
-    target = out.numpy()
-    if target.dtype == np.float32 and not spec.accumulate:
-        product = np.matmul(left, right, out=target)
-        if scale is None and bias is None and spec.epilogue is None:
-            return
-    else:
-        product = np.matmul(left, right, out=ex.floats("gemm product", spec.m, spec.n))
-    _finish(ex, spec, product, out, scale, bias, aux, out_sum)
+        """out = epilogue(op(a) @ op(b) * scales + bias), plus what out held."""
+        spec = self.spec
+        a, b, out, a_scale, b_scale, bias, aux, a_sum, out_sum, *_ = operands
+        ex = scratch(rt)
+        left, right = _operand(ex, "gemm a", a), _operand(ex, "gemm b", b)
+        left, right = left.T if spec.trans_a else left, right.T if spec.trans_b else right
+        if a_sum is not None:
+            _store_row_sums(ex, left, a_scale, a_sum)
+        scale = None
+        if a_scale is not None and b_scale is not None:
+            scale = a_scale.numpy()[0] * b_scale.numpy()[0]
+        target = out.numpy()
+        if target.dtype == np.float32 and not spec.accumulate:
+            product = np.matmul(left, right, out=target)
+            if scale is None and bias is None and spec.epilogue is None:
+                return
+        else:
+            product = np.matmul(left, right, out=ex.floats("gemm product", spec.m, spec.n))
+        _finish(ex, spec, product, out, scale, bias, aux, out_sum)
 
 
 def _operand(ex: Executor, slot: str, t: Tensor) -> F32:
