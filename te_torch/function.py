@@ -194,9 +194,9 @@ def _to_core_all(rt: Runtime, tensors: Sequence[torch.Tensor | None], strided: b
 
 def _check_devices(device: Device, tensors: Sequence[torch.Tensor | None]) -> None:
     """A core view of a tensor is stamped with the runtime's device, so no later check would notice another one."""
-    index = device.index if device.kind == "cuda" else -1
+    kind, index = device.kind, device.index
     for t in tensors:
-        if t is not None and (t.get_device() != index or (index < 0 and t.device.type != device.kind)):
+        if t is not None and (t.get_device() != index if kind == "cuda" else t.device.type != kind):
             raise ArgumentError(
                 "te_torch",
                 f"a tensor on {t.device} beside one on {device}",
@@ -251,7 +251,7 @@ class _Eager(torch.autograd.Function):
             return (None,) * (4 + ctx.inputs)
         kept = ctx.saved_tensors  # read once: a checkpoint computes them again at each read
         given = _complete(call.layer, grads, kept)
-        rt = runtime_for(next(g for g in given if g is not None))
+        rt = runtime_for(given[0] if given[0] is not None else next(g for g in given if g is not None))
         saved = call.layer.saved(*_to_core_all(rt, kept, call.layer.strided))
         views = _to_core_all(rt, given)
         scales = None

@@ -164,15 +164,17 @@ def backward(
     if saved.bias is not None:
         saved = saved._replace(bias=on_boundary(rt, saved.bias))  # traced code saves the input, not forward's copy
     terms = terms_of(saved)
-    q, k, v = views(spec, *saved[:3])
+    a, b, c = saved.a, saved.b, saved.c
+    q, k, v = views(spec, a, b, c)
     core = replace(spec.core, max_logit=False) if spec.core.max_logit else spec.core
     out, stats = saved.out, saved.stats
     if spec.recompute:
         out, stats, _ = ops.attention_forward(rt, q, k, v, spec=core, terms=terms)
     assert out is not None and stats is not None
     shape = (*q.shape[:-1], spec.d_v)
-    da, db, dc = (None if t is None else rt.empty(t.shape, t.dtype) for t in saved[:3])
-    assert da is not None
+    da = rt.empty(a.shape, a.dtype)
+    db = None if b is None else rt.empty(b.shape, b.dtype)
+    dc = None if c is None else rt.empty(c.shape, c.dtype)
     dq, dk, dv = views(spec, da, db, dc)
     found = ops.attention_backward(
         rt,
@@ -189,9 +191,15 @@ def backward(
     )
     if spec.copies:
         da, db, dc = ops.rope_qkv_backward(rt, dq, dk, dv, None, None, **split_options(spec)), None, None
-    grads = zip((da, db, dc, found.bias, found.sink), spec.needs, strict=True)
-    da, db, dc, dbias, dsink = (grad if wanted else None for grad, wanted in grads)
-    return da, db, dc, dbias, None, dsink
+    needs = spec.needs
+    return (
+        da if needs.q else None,
+        db if needs.k else None,
+        dc if needs.v else None,
+        found.bias if needs.bias else None,
+        None,
+        found.sink if needs.sink else None,
+    )
 
 
 def on_boundary(rt: Runtime, t: Tensor) -> Tensor:

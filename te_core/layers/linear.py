@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import count, repeat
 from typing import Any, NamedTuple, Protocol
 
 from te_core import dtypes
@@ -187,7 +188,9 @@ class Product(NamedTuple):
     def keep(self, rt: Runtime, x: Made, w: Made) -> tuple[Tensor | None, Tensor | None]:
         """(x, w) as backward reads them; None for what it does not read, and for a weight that is quantized itself."""
         spec, (high_x, xs), (high_w, ws) = self.spec, x, w
-        kept_x, kept_w = kept(high_x, xs, spec.precision), kept(high_w, ws, spec.precision)
+        precision, kept_x, kept_w = spec.precision, xs.columns, ws.columns
+        if precision is not None and precision.backward is not None:
+            kept_x, kept_w = kept(high_x, xs, precision), kept(high_w, ws, precision)
         if spec.inspect is not None:
             if spec.needs.weight:
                 high = dense(rt, high_x, spec.dtype)
@@ -280,6 +283,7 @@ class Product(NamedTuple):
         if parallel is not None:
             a, b = parallel.gather(rt, gemm, a, b)
         number, a_columns, b_columns = _GEMMS[gemm]
+        c = out if len(out.shape) == 2 else out.matrix()
         bias, a_sum = (None, vector) if gemm == "wgrad" else (vector, None)
         if isinstance(a, QuantizedTensor) and isinstance(b, QuantizedTensor):
             precision = spec.precision
@@ -292,7 +296,7 @@ class Product(NamedTuple):
                 rt,
                 a,
                 b,
-                out.matrix(),
+                c,
                 a_columnwise=a_columns,
                 b_columnwise=b_columns,
                 bias=bias,
@@ -311,7 +315,7 @@ class Product(NamedTuple):
                 trans_b=not b_columns,
                 bias=bias,
                 a_sum=a_sum,
-                out=out.matrix(),
+                out=c,
                 accumulate=accumulate,
             )
         return out if parallel is None else parallel.scatter(rt, gemm, out)
@@ -353,9 +357,8 @@ def products(
     sinks: Sequence[Sink | None] | None = None,
 ) -> list[Product]:
     """The products of a layer's weights, numbered in this order in its scaling state."""
-    none = [None] * len(specs)
-    seen = zip(specs, inspectors or none, sinks or none, strict=True)
-    return [Product(spec, scales, i, inspector, sink) for i, (spec, inspector, sink) in enumerate(seen)]
+    none = (None,) * len(specs)
+    return list(map(Product, specs, repeat(scales), count(), inspectors or none, sinks or none))
 
 
 # --------------------------------------------------------------------------------------- their operands

@@ -173,8 +173,10 @@ def gemm(
         plan = rt.plans.put(key, rt.backend.plan_gemm(rt, spec))
     if out is None:
         out = rt.empty((plan.spec.m, plan.spec.n), dt)
-    read: Any = (a_scale, b_scale) if scaled is None else _in_order(rt, plan, a_scale, b_scale)
-    plan.run(rt, GemmOperands(a, b, out, read[0], read[1], bias, aux, a_sum, out_sum, a_amax, b_amax))
+    if scaled is not None:
+        a_scale, b_scale = _in_order(rt, plan, a_scale, b_scale)
+    operands: Any = a, b, out, a_scale, b_scale, bias, aux, a_sum, out_sum, a_amax, b_amax  # scales are tensors by now
+    plan.run(rt, GemmOperands(*operands))
     return out
 
 

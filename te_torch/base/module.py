@@ -228,7 +228,6 @@ class BaseModule(Documented, CallingModule):
 
         `now` is what `precision_now` said, where the caller has asked already.
         """
-        tracing = torch.compiler.is_compiling()
         precision, recompute, region = precision_now(self) if now is None else now
         if torch._C._is_any_autocast_enabled():
             inp = amp_cast(inp)
@@ -238,6 +237,7 @@ class BaseModule(Documented, CallingModule):
             precision = self._of_custom(precision)
             if not precision:
                 return inp, 0, None, recompute
+        tracing = torch.compiler.is_compiling()
         collects = region is not None and region.traced == tracing and region.ran is not None
         if tracing:
             if not _trace_state(self._token, inp.device, precision, region is not None and not collects):

@@ -95,8 +95,7 @@ class SplitParameters(BaseModule):
     def _joined_bias(self, dtype: torch.dtype) -> torch.Tensor | None:
         if not self.use_bias:
             return None
-        parts = [self._tensor(f"{p}bias") for p in self._parts]
-        bias = parts[0] if len(parts) == 1 else _joined(parts)
+        bias = self._tensor("bias") if "" in self._parts else _joined([self._tensor(f"{p}bias") for p in self._parts])
         return bias if bias.dtype == dtype else bias.to(dtype)
 
 
