@@ -1,10 +1,11 @@
 """Two trees of this project beside one another, in turns: what a change costs, where machines differ more than trees.
 
     git worktree add ../before SHA
-    python -m benchmarks.beside ../before modules --rounds 3 --out benchmarks/results
+    python -m benchmarks.beside ../before modules host --rounds 3 --out benchmarks/results
 
 Each round runs the benchmark in the other tree and in this one, in a process of its own each; a figure is the median
-of its rounds. `ratio` is this tree over the other (times and bytes: lower is better).
+of its rounds. `ratio` is this tree over the other (times and bytes: lower is better). `--minutes` ends a benchmark's
+rounds in time: one that would not be over by then is not begun, and what was measured is written.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -70,22 +72,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("other", type=Path, help="folder of the other tree")
     parser.add_argument("names", nargs="+", choices=sorted(BENCHMARKS), help="benchmarks")
     parser.add_argument("--rounds", type=int, default=3, help="runs in each tree")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="for each benchmark")
     parser.add_argument("--out", type=Path, default=harness.RESULTS, help="folder of the results")
     parser.add_argument("--commit", default="", help="what is compared, where git cannot tell: BEFORE..NOW")
     given = parser.parse_args(arguments)
     if not (given.other / "benchmarks" / "run.py").is_file():
         parser.error(f"{given.other} is no tree of this project: it has no benchmarks/run.py")
-    if given.rounds < 1:
-        parser.error(f"got --rounds {given.rounds}. Allowed: 1 or more")
+    if given.rounds < 1 or not given.minutes > 0:
+        parser.error(f"got --rounds {given.rounds}, --minutes {given.minutes}. Allowed: 1 or more, more than 0")
     rows: list[harness.Row] = []
     for name in given.names:
         before: Figures = {}
         now: Figures = {}
+        began = time.monotonic()
         for i in range(given.rounds):
             for tree, figures in ((given.other.resolve(), before), (harness.ROOT, now)):
                 print(f"{name}, round {i + 1} of {given.rounds}: {tree}", flush=True)
                 collect(figures, rows_of(tree, name))
-        rows += [{"benchmark": name, **row} for row in compared(before, now)]
+            if (time.monotonic() - began) * (i + 2) / (i + 1) > given.minutes * 60:
+                print(f"{name}: ended after {i + 1} of {given.rounds} rounds, for want of time", flush=True)
+                break
+        rows += [{"benchmark": name, "rounds": i + 1, **row} for row in compared(before, now)]
     print(f"\n{harness.table(rows)}\n")
     path = harness.write_record("beside", {"rounds": given.rounds, "rows": rows}, given.out, given.commit)
     print(f"written: {path}")

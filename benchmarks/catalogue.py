@@ -42,6 +42,10 @@ BENCHMARKS = {
                  "target", "ok"),
         ratio="of_peer", reference="fwd+bwd GPU time, 1 = the peer on an H200", on_cpu=True,
     ),
+    "host": Benchmark(
+        columns=("case", "recipe", "fwd us", "fwd+bwd us", "of_linear fwd", "of_linear", "target", "ok"),
+        ratio="of_linear", reference="host time, 1 = torch.nn.Linear in the same process", on_cpu=True,
+    ),
     "attention_kernels": Benchmark(columns=("case", "shape", "us", "of_copy", "TB/s")),
     "training": Benchmark(
         columns=("case", "recipe", "seed", "last loss", "of_bf16", "held-out loss", "below unigram", "seconds", "ok"),

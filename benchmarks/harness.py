@@ -30,6 +30,7 @@ from te_core import libraries
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 RUNS = 15
+HOST_CALLS = 900  # of each work whose host time is taken
 BUSY_CYCLES = 14_000_000  # about 7 ms: longer than the host needs for any forward and backward
 L2_FLUSH = 64 << 20  # bytes written before each run; an H200's L2 holds 60 MB
 
@@ -80,7 +81,7 @@ def _wall_us(work: Work) -> float:
     return (time.perf_counter() - start) * 1e6
 
 
-def host_us(*works: Work, calls: int = 900) -> list[float]:
+def host_us(*works: Work, calls: int = HOST_CALLS) -> list[float]:
     """Microseconds to enqueue each work, all measured in turns: the median of fifteen rounds."""
     rounds = 15
     calls = calls if gpu() else rounds

@@ -159,14 +159,14 @@ def gpu_row(case: Case, recipe: str) -> harness.Row:
     return row
 
 
-def host_row(case: Case, recipe: str) -> harness.Row:
+def host_row(case: Case, recipe: str, calls: int = harness.HOST_CALLS) -> harness.Row:
     """Host times of one case, in turns with those of nn.Linear."""
     forward, both = build(case, recipe)
     linear = torch.nn.Linear(256, 256, device=harness.device(), dtype=torch.bfloat16)
     x = harness.matrix(generators.activations, 128, 256).requires_grad_()
     plain, plain_both = works(linear, x, None)
-    fwd, linear_fwd = harness.host_us(forward, plain)
-    total, linear_total = harness.host_us(both, plain_both)
+    fwd, linear_fwd = harness.host_us(forward, plain, calls=calls)
+    total, linear_total = harness.host_us(both, plain_both, calls=calls)
     row: harness.Row = {
         "case": f"host: {case.name}",
         "recipe": recipe,
@@ -186,7 +186,7 @@ def host_row(case: Case, recipe: str) -> harness.Row:
     return row
 
 
-def measure_all(large: Sequence[Case], tiny: Sequence[Case]) -> list[harness.Row]:
+def measure_all(large: Sequence[Case], tiny: Sequence[Case], calls: int = harness.HOST_CALLS) -> list[harness.Row]:
     """GPU times and memory of the large cases (not on a CPU), host times of the tiny ones."""
     rows = []
     for case in large if harness.gpu() else []:
@@ -195,7 +195,7 @@ def measure_all(large: Sequence[Case], tiny: Sequence[Case]) -> list[harness.Row
             harness.free()
     for case in tiny:
         for recipe in case.recipes:
-            rows.append(host_row(case, recipe))
+            rows.append(host_row(case, recipe, calls))
     return rows
 
 

@@ -164,7 +164,7 @@ def backward(
     if saved.bias is not None:
         saved = saved._replace(bias=on_boundary(rt, saved.bias))  # traced code saves the input, not forward's copy
     terms = terms_of(saved)
-    a, b, c = saved.a, saved.b, saved.c
+    a, b, c = saved[:3]
     q, k, v = views(spec, a, b, c)
     core = replace(spec.core, max_logit=False) if spec.core.max_logit else spec.core
     out, stats = saved.out, saved.stats
@@ -172,9 +172,7 @@ def backward(
         out, stats, _ = ops.attention_forward(rt, q, k, v, spec=core, terms=terms)
     assert out is not None and stats is not None
     shape = (*q.shape[:-1], spec.d_v)
-    da = rt.empty(a.shape, a.dtype)
-    db = None if b is None else rt.empty(b.shape, b.dtype)
-    dc = None if c is None else rt.empty(c.shape, c.dtype)
+    da, db, dc = rt.empty(a.shape, a.dtype), b and rt.empty(b.shape, b.dtype), c and rt.empty(c.shape, c.dtype)
     dq, dk, dv = views(spec, da, db, dc)
     found = ops.attention_backward(
         rt,
@@ -191,15 +189,9 @@ def backward(
     )
     if spec.copies:
         da, db, dc = ops.rope_qkv_backward(rt, dq, dk, dv, None, None, **split_options(spec)), None, None
-    needs = spec.needs
-    return (
-        da if needs.q else None,
-        db if needs.k else None,
-        dc if needs.v else None,
-        found.bias if needs.bias else None,
-        None,
-        found.sink if needs.sink else None,
-    )
+    to_q, to_k, to_v, bias, sink = spec.needs
+    dbias, dsink = found.bias if bias else None, found.sink if sink else None
+    return da if to_q else None, db if to_k else None, dc if to_v else None, dbias, None, dsink
 
 
 def on_boundary(rt: Runtime, t: Tensor) -> Tensor:

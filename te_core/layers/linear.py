@@ -282,8 +282,7 @@ class Product(NamedTuple):
         spec, parallel = self.spec, self.parallel
         if parallel is not None:
             a, b = parallel.gather(rt, gemm, a, b)
-        number, a_columns, b_columns = _GEMMS[gemm]
-        c = out if len(out.shape) == 2 else out.matrix()
+        (number, a_columns, b_columns), c = _GEMMS[gemm], out if len(out.shape) == 2 else out.matrix()
         bias, a_sum = (None, vector) if gemm == "wgrad" else (vector, None)
         if isinstance(a, QuantizedTensor) and isinstance(b, QuantizedTensor):
             precision = spec.precision

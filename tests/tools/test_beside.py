@@ -48,6 +48,19 @@ def test_rounds_take_turns_and_medians_are_compared(
     assert "Linear | bf16" in capsys.readouterr().out
 
 
+def test_rounds_end_in_time_and_what_was_measured_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = tree(tmp_path, "before", [4.0], 10.0)
+    monkeypatch.setattr(beside.harness, "ROOT", tree(tmp_path, "now", [10.0], 5.0))
+    options = ["--rounds", "3", "--minutes", "0.0001", "--out", str(tmp_path / "out")]
+    assert beside.main([str(other), "modules", *options]) == 0
+    assert (tmp_path / "log.txt").read_text() == "bn"
+    (record,) = (tmp_path / "out").glob("*beside.json")
+    assert [row["rounds"] for row in json.loads(record.read_text())["rows"]] == [1, 1]
+    assert "ended after 1 of 3 rounds" in capsys.readouterr().out
+
+
 def test_wrong_calls(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for arguments in ([str(tmp_path), "modules"], [str(tree(tmp_path, "a", [], 0)), "modules", "--rounds", "0"]):
         with pytest.raises(SystemExit):
