@@ -44,12 +44,16 @@ def introduction(record: dict[str, Any], paths: list[Path]) -> str:
 
 
 def changes(paths: list[Path]) -> str:
-    """The records of `benchmarks.beside` that compare the same trees as the latest: a row for each case."""
+    """The records of `benchmarks.beside` that set out from the same tree as the latest: a row for each case.
+
+    A figure that was taken again, of a later tree, is the later one.
+    """
     records = {path: harness.read(path) for path in paths}
     if not records:
         return "Not measured yet: `python -m benchmarks.beside TREE modules` on a machine with a GPU."
     last = records[paths[-1]]
-    same = [path for path in paths if records[path]["about"].get("commit") == last["about"].get("commit")]
+    before = [str(records[path]["about"].get("commit")).split("..")[0] for path in paths]
+    same = [path for path, tree in zip(paths, before, strict=True) if tree == before[-1]]
     rows: dict[str, harness.Row] = {}
     for row in (row for path in same for row in records[path]["rows"]):
         shown = f"{harness.cell(row['before'])} -> {harness.cell(row['now'])} ({row['ratio']:.2f})"
