@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from te_core.layers.explain import OUTSIDE, PRODUCTS, GemmFacts, explain_attention, explain_linear
 from te_core.layers.linear import LinearSpec
 from te_core.quantized import Format
 from te_core.tensor import CPU, Device, cuda_device
+from te_core.tools.explain import OUTSIDE, PRODUCTS, GemmFacts, explain_attention, explain_linear
 from te_torch.attention import choose, flash
 from te_torch.attention.dot_product import DotProductAttention
 from te_torch.attention.plan import Plan
