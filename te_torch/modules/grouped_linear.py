@@ -20,6 +20,7 @@ from te_core.layers.linear import LinearSpec, Needs
 from te_torch.autocast import active
 from te_torch.base.module import BaseModule, check_input, fork_of, normal_init, random_pair
 from te_torch.base.options import check_values, mode_of, refuse_unbuilt
+from te_torch.base.original_input import keeps_original
 from te_torch.base.quantized_init import check_recipe_fits
 from te_torch.base.weights import Gradients
 from te_torch.function import Call, Extra, Layer, apply, register
@@ -101,6 +102,7 @@ class GroupedLinear(BaseModule):
         self.wgrad_store = Gradients(num_gemms)
         self.in_features, self.out_features = in_features, out_features
         self.use_bias, self.return_bias = bias, return_bias
+        self.save_original_input = bool(save_original_input)
         self._fork = fork_of(get_rng_state_tracker, rng_tracker_name)
         self._names = tuple(f"weight{i}" for i in range(num_gemms))
         place: dict[str, Any] = {
@@ -212,10 +214,13 @@ class GroupedLinear(BaseModule):
         if self._primary:
             check_recipe_fits(self, rules[0])
         kind = None if weight_dtype is None else TO_CORE[weight_dtype]
+        original = [keeps_original(self, precision, rule) for rule in rules]
         spec = core.GroupedSpec(
             tuple(
-                LinearSpec(TO_CORE[dtype], rule, Needs(before, weight, bias), request, kind)
-                for rule, weight, bias, request in zip(rules, weights, biases, self._requests(), strict=True)
+                LinearSpec(TO_CORE[dtype], rule, Needs(before, weight, bias), request, kind, original_input=keep)
+                for rule, weight, bias, request, keep in zip(
+                    rules, weights, biases, self._requests(), original, strict=True
+                )
             )
         )
         needed = before or any(weights) or any(biases)
