@@ -12,6 +12,7 @@ import torch
 
 import te_torch as te
 from te_core import dtypes
+from te_core.ops import raw
 from te_core.precision import Operand
 from te_core.quantize.operands import repeats
 from te_core.recipe import CustomRecipe, DelayedScaling
@@ -216,6 +217,29 @@ def test_the_input_is_the_callers_own(kind: str, device: str) -> None:
         x.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
+
+
+@both
+def test_each_copy_is_made_where_it_is_read(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """x along rows in forward, along columns in backward: neither of them twice."""
+    made: list[tuple[bool, bool]] = []
+
+    def noted(name: str) -> Any:
+        run = getattr(raw, name)
+
+        def call(rt: Any, x: Any, *rest: Any, **options: Any) -> Any:
+            casts = rest[0] if name == "quantize" else rest[1][0]
+            if x.shape[1] == K and x.shape[0] == sum(SPLITS):
+                made.append((casts.rowwise, casts.columnwise))
+            return run(rt, x, *rest, **options)
+
+        return call
+
+    for name in ("quantize", "quantize_grouped"):
+        monkeypatch.setattr(raw, name, noted(name))
+    own, x = make(kind, "cpu", save_original_input=True), batch("cpu")
+    step(own, x, region("current"))
+    assert made == [(True, False), (False, True)]
 
 
 def test_compiled() -> None:
