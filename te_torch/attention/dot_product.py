@@ -18,6 +18,7 @@ from te_torch.attention import choose, env, flash, fused, unfused
 from te_torch.attention import fp8 as fp8_attention
 from te_torch.attention.compact import Orders, moved_back, orders_of, to_front
 from te_torch.attention.inputs import Given, autocast, from_cache, layer_inputs, packed_sequences, step
+from te_torch.attention.inference import cut_off
 from te_torch.attention.kv_cache import CACHE_FORMAT
 from te_torch.attention.layouts import check_packed, heads_of, packed_inputs
 from te_torch.attention.masks import check_set_window_size
@@ -235,7 +236,11 @@ class DotProductAttention(BaseModule):
             score_mod is not None,
             inference_params is not None,
         )
-        return self._attend(given if stepped is None else from_cache(given, inference_params, stepped))
+        if stepped is None:
+            return self._attend(given)
+        with torch.no_grad():
+            found = self._attend(from_cache(given, inference_params, stepped))
+        return cut_off(found, a, b, c, self.softmax_offset) if torch.is_grad_enabled() else found
 
     def _attend_packed(
         self,

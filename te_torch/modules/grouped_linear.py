@@ -261,7 +261,7 @@ def _make_eager() -> bool:
     return True
 
 
-#: By the address of a caller's buffer: the result that lies there. Another one makes autograd notice where it was saved.
+#: By the address of a caller's buffer: the result in it. The next one makes autograd notice where that was saved.
 _in_buffers: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
 
 
