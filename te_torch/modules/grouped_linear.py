@@ -19,6 +19,7 @@ from te_core import env
 from te_core.errors import ArgumentError, UnsupportedError
 from te_core.layers import grouped_linear as core
 from te_core.layers.linear import LinearSpec, Needs
+from te_core.tensor import dense_strides
 from te_torch.autocast import active
 from te_torch.base.module import BaseModule, check_input, fork_of, normal_init, random_pair
 from te_torch.base.options import check_values, mode_of, refuse_unbuilt
@@ -293,7 +294,8 @@ def _buffer(name: str, buffer: torch.Tensor, inp: torch.Tensor, width: int) -> A
         )
     # Not a view: it may be changed in place, and what else lies in a caller's pool has versions of its own.
     shape = (*inp.shape[:-1], width)
-    part = buffer.new_empty(0).set_(buffer.untyped_storage(), buffer.storage_offset(), shape)
+    place = buffer.untyped_storage(), buffer.storage_offset(), shape, dense_strides(shape)
+    part = buffer.new_empty(0).set_(*place)
     return to_core_shape(part) if part.is_meta else to_core(part)
 
 

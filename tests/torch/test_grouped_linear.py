@@ -260,7 +260,7 @@ def test_buffers(device: str) -> None:
 
 @on_devices
 def test_buffers_and_autograd(device: str) -> None:
-    """The gradient that leaves lies in its buffer too. A buffer used again before backward is noticed, a pool is not."""
+    """The gradient that leaves lies in its buffer too. One used again before backward is noticed, a pool is not."""
     module, splits = grouped(device), SPLITS[0]
     rows = sum(splits)
     x, dy = batch(splits, device, 0)

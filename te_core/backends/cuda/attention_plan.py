@@ -321,7 +321,11 @@ def graph_spec(frame: Frame, dtype: DType, found: dict[str, Layout], **options: 
 
 def graph_of(rt: Runtime, spec: GraphSpec) -> cudnn.Graph:
     """The graph of a spec."""
-    return cudnn.graph(rt, spec, OPERANDS, spec.describe)
+    if spec.score_mod is None:
+        return cudnn.graph(rt, spec, OPERANDS, spec.describe)
+    # On disk a key says nothing: it may name a function whose text has changed since.
+    keep = "process" if spec.score_mod.key is not None else "caller"
+    return cudnn.graph(rt, spec, spec.operands, spec.describe, keep=keep)
 
 
 def picker(graph: cudnn.Graph, names: tuple[str, ...]) -> Any:
