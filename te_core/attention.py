@@ -83,7 +83,9 @@ class ScoreMod:
     Two of one key make the same graph of the same tensors; without a key, no graph of them is kept.
     """
 
-    forward: Callable[[Any, Any, dict[str, Any]], Any] = field(compare=False, repr=False)  # (graph, score, tensors)
+    forward: Callable[[Any, Any, dict[str, Any]], Any] | None = field(
+        compare=False, repr=False
+    )  # (graph, score, tensors)
     backward: Callable[[Any, Any, dict[str, Any]], Any] | None = field(default=None, compare=False, repr=False)
     key: Hashable | None = None
 

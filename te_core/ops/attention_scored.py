@@ -146,7 +146,7 @@ def _plan(
 ) -> Any:
     """The plan: found again where the functions have a key, else made for this call alone."""
     seen = tuple((name, t.dtype, t.shape, t.strides) for name, t in given)
-    key = (op, spec, mod, seen, how, *plan_key(*tensors, NOTHING))
+    key = (op, spec, mod.key, seen, how, *plan_key(*tensors, NOTHING))
     plan = None if mod.key is None else rt.plans.get(key)
     if plan is None:
         check(op, rt, *tensors, spec, NOTHING, TYPES)

@@ -25,6 +25,8 @@ from te_torch.attention.fused import Results, aligned
 from te_torch.attention.plan import OPERATION, Plan, wrong
 from te_torch.runtime import runtime_for, to_core, to_torch
 
+_TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int32, torch.int64)
+
 
 class Functions(NamedTuple):
     """What a call was given to modify its scores with: the graph's functions and tensors, or one of torch."""
@@ -115,10 +117,13 @@ def _beside(q: torch.Tensor, name: str, t: torch.Tensor) -> torch.Tensor:
     if t.numel() == 1 and t.is_cpu:
         # cuDNN computes NaN with numbers that are passed by value: they are read from memory.
         kind = torch.float32 if t.dtype == torch.float64 else t.dtype
-        return t.reshape(1, 1, 1, 1).to(q.device, kind, non_blocking=True)
+        t = t.reshape(1, 1, 1, 1).to(q.device, kind, non_blocking=True)
     if t.device != q.device:
         allowed = f"tensors on {q.device}, or single numbers on the CPU"
         raise wrong(f"the tensor {name!r} of score_mod on {t.device}", allowed, "move it")
+    if t.dtype not in _TYPES:
+        allowed = ", ".join(str(kind).removeprefix("torch.") for kind in _TYPES)
+        raise wrong(f"the tensor {name!r} of score_mod of {t.dtype}", allowed, "convert it")
     return t.clone() if t.data_ptr() & 15 else t
 
 
@@ -136,7 +141,7 @@ class _Scored(torch.autograd.Function):
         k: torch.Tensor,
         v: torch.Tensor,
     ) -> torch.Tensor:
-        stats = any(ctx.needs_input_grad)
+        stats = any(plan.layer.needs)
         out, statistics = ops.attention_scored_forward(
             runtime_for(q), *map(to_core, (q, k, v)), spec=plan.spec, mod=mod, tensors=_core(tensors), stats=stats
         )

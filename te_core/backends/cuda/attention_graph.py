@@ -388,7 +388,7 @@ class _Maker:
     # ------------------------------------------------------------------------------ a user's functions
 
     def _user_forward(self, graph: Any, scores: Any) -> Any:
-        assert self._user is not None
+        assert self._user is not None and self._user.forward is not None
         return self._user.forward(graph, scores, self._given("forward"))
 
     def _user_backward(self, graph: Any, grad: Any) -> Any:
