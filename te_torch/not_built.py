@@ -148,7 +148,7 @@ MODULES: Mapping[str, tuple[str, str]] = {
     ),
     "pytorch.attention.dot_product_attention.flex_attention": (
         "score_mod's helpers",
-        "torch.nn.attention.flex_attention, or core_attention_bias",
+        "score_mod and torch_score_mod of te.DotProductAttention",
     ),
     "pytorch.cpp_extensions": (
         "fused_attn_bwd, fused_attn_fwd, general_gemm, general_grouped_gemm, general_grouped_gemm_for_grouped_tensor, "

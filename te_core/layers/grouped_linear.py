@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from te_core import dtypes
 from te_core.arguments import explained
 from te_core.dtypes import DType
 from te_core.layers.inspector import Inspector
@@ -192,10 +193,11 @@ def _inputs(
     wanted = any(part.needs.weight for part in spec.parts)
     rule, override = _shared_rule(spec, "input")
     if rule is not None:
-        columnwise = wanted and override is None
+        again = spec.parts[0].again
+        columnwise = wanted and override is None and not again
         casts = [forward_cast(rule, p.scales, p.gemm, INPUT, rowwise=True, columnwise=columnwise) for p in each]
         qs = ops.quantize_grouped(rt, x, splits.sizes, casts)
-        whole = x if override == "high_precision" else qs[0].block
+        whole = x if again or override == "high_precision" else qs[0].block
         return [(q, Uses(q, q, None)) for q in qs], whole if wanted else None
     made: list[Made] = []
     for product, (start, stop) in zip(each, splits.bounds, strict=True):
@@ -216,6 +218,9 @@ def _restored_inputs(
     """x of each group as wgrad reads it, of what forward kept."""
     rule, override = _shared_rule(spec, "input")
     whole = kept[0]
+    if rule is not None and whole is not None and spec.parts[0].again:
+        cast = forward_cast(rule, None, 0, INPUT, rowwise=False, columnwise=True)
+        return ops.quantize_grouped(rt, whole.matrix(), splits.sizes, [cast] * len(each))
     if rule is not None and whole is not None and override != "high_precision":
         groups = groups_in(whole, splits.sizes, weights[0].shape[1], rule.format, override is None)
         if override is None:
@@ -227,9 +232,9 @@ def _restored_inputs(
     for product, kept_x, weight, (start, stop) in zip(each, kept, weights, splits.bounds, strict=True):
         value = None
         if product.spec.needs.weight and start < stop:
+            if kept_x is not None and kept_x.dtype is not dtypes.uint8 and kept_x.matrix().shape[0] != stop - start:
+                kept_x = kept_x.matrix().rows(start, stop)  # of all of x
             value = product.restored(rt, kept_x, stop - start, weight)
-            if isinstance(value, Tensor) and value.shape[0] != stop - start:
-                value = value.rows(start, stop)
         found.append(value)
     return found
 

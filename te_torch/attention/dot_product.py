@@ -17,6 +17,7 @@ from te_core.precision import AttentionPrecision
 from te_torch.attention import choose, env, flash, fused, unfused
 from te_torch.attention import fp8 as fp8_attention
 from te_torch.attention.compact import Orders, moved_back, orders_of, to_front
+from te_torch.attention.inference import cut_off
 from te_torch.attention.inputs import Given, autocast, from_cache, layer_inputs, packed_sequences, step
 from te_torch.attention.kv_cache import CACHE_FORMAT
 from te_torch.attention.layouts import check_packed, heads_of, packed_inputs
@@ -34,6 +35,7 @@ from te_torch.attention.plan import (
     request_of,
     wrong,
 )
+from te_torch.attention.score_mod import functions, run_graph
 from te_torch.autocast import Region, precision_now
 from te_torch.base.module import BaseModule, fork_of, module_of
 from te_torch.base.options import check_values
@@ -190,23 +192,24 @@ class DotProductAttention(BaseModule):
         qkv_layer: torch.Tensor | None = None,
         kv_layer: torch.Tensor | None = None,
         qkv_interleave_dim: int = -3,
+        *,
+        torch_score_mod: Any = None,
     ) -> Any:
         """[.., heads * d_v] in the format of q [.., heads, d]; or (that, largest logits [heads]) if asked for.
 
         Masks are True where something is hidden. `fast_zero_fill` and, without FP8, `bf16_backward` change nothing.
+        Functions of the scores: te_torch.attention.score_mod.
         """
         form = self.qkv_format if qkv_format is None else qkv_format
         a, b, c, packing, interleaved = query_layer, key_layer, value_layer, "separate", False
         if qkv_layer is not None or kv_layer is not None:
-            a, b, packing, interleaved = packed_inputs(
-                a, (b, c), qkv_layer, kv_layer, qkv_interleave_dim, form, inference_params is not None
-            )
+            layers = qkv_layer, kv_layer, qkv_interleave_dim
+            a, b, packing, interleaved = packed_inputs(a, (b, c), *layers, form, inference_params is not None)
         if a is None:
             raise wrong("no queries", "query_layer or qkv_layer", "pass one of them")
         mask_type = self.attn_mask_type if attn_mask_type is None else attn_mask_type
-        stepped = None
-        if inference_params is not None:
-            stepped = step(inference_params, mask_type, self.layer_number, b, c, form)
+        cached = inference_params is not None
+        stepped = step(inference_params, mask_type, self.layer_number, b, c, form) if cached else None
         given = Given(
             a,
             b,
@@ -232,10 +235,19 @@ class DotProductAttention(BaseModule):
             fp8_output,
             bf16_backward,
             num_splits,
-            score_mod is not None,
-            inference_params is not None,
+            functions(score_mod, score_mod_bprop, score_mod_tensors, score_mod_bprop_tensors, torch_score_mod),
+            cached,
         )
-        return self._attend(given if stepped is None else from_cache(given, inference_params, stepped))
+        return self._attend(given) if stepped is None else self._attend_cache(given, inference_params, stepped)
+
+    def _attend_cache(self, given: Given, inference: Any, stepped: tuple[Any, ...]) -> Any:
+        """Attention over a cache: it keeps nothing for backward, which has none."""
+        cached = from_cache(given, inference, stepped)
+        with torch.no_grad():
+            found = self._attend(cached)
+        if not torch.is_grad_enabled():
+            return found
+        return cut_off(found, given.a, given.b, given.c, self.softmax_offset)
 
     def _attend_packed(
         self,
@@ -279,15 +291,20 @@ class DotProductAttention(BaseModule):
             return self.explain_key(key)
         plan = self._plan(key)
         orders = _orders(key, given, plan.prepare)
+        modifier = given.functions
         if orders is not None:
             given = to_front(given, orders)
             plan = self._plan(_with_bias(key, given))
+            if modifier is not None:  # it is told where tokens stood
+                modifier = modifier._replace(q_idx=orders.q and orders.q.front, kv_idx=orders.kv and orders.kv.front)
         if plan.bare:
             inputs = AttentionInputs(given.a, given.b, given.c)
         else:
             inputs = layer_inputs(self, given, plan.prepare)
         if key.fp8:
             out, largest = fp8_attention.run(self, plan, inputs, (given.fp8_output, given.bf16_backward), now), None
+        elif modifier is not None:
+            out, largest = plan.run(plan, inputs, functions=modifier)
         else:
             out, largest = plan.run(plan, inputs)
         return _result(out, largest, orders)
@@ -326,7 +343,8 @@ class DotProductAttention(BaseModule):
             self.training,
             self.logit_softcap,
             given.num_splits,
-            given.score_mod,
+            "" if given.functions is None else "torch" if given.functions.graph is None else "graph",
+            given.functions is not None and given.fp8_output,
             given.cached,
             None if given.pages is None else given.pages.shape,
             fp8,
@@ -350,6 +368,9 @@ class DotProductAttention(BaseModule):
         """The plan with what runs it."""
         plan.call = register(fused.ATTENTION, plan.layer, any(plan.layer.needs))
         run: Run = RUN[plan.backend]
+        if plan.key.score_mod == "graph":
+            plan.run = run_graph
+            return plan
         if plan.backend == choose.FUSED:  # its own layer computes again if asked for
             plan.run = flash.run_backward_only if flash.takes_backward(plan) else run
             return plan
@@ -408,7 +429,7 @@ class DotProductAttention(BaseModule):
         return {**super().__getstate__(), "_plans": {}, "_last_plan": None, "_last_rule": None}
 
 
-Run = Callable[[Plan, AttentionInputs], fused.Results]
+Run = Callable[..., fused.Results]
 RUN: dict[str, Run] = {choose.FUSED: fused.run, choose.UNFUSED: unfused.run, **dict.fromkeys(choose.FLASH, flash.run)}
 
 
@@ -449,11 +470,12 @@ def _result(out: torch.Tensor, largest: torch.Tensor | None, orders: Orders | No
     return out if largest is None else (out, largest)
 
 
-def _checkpointed(run: Run, plan: Plan, inputs: AttentionInputs) -> fused.Results:
+def _checkpointed(run: Run, plan: Plan, inputs: AttentionInputs, **options: Any) -> fused.Results:
     """Run a backend so that backward computes it again: nothing but its inputs is kept."""
     from torch.utils.checkpoint import checkpoint
 
-    found: fused.Results = checkpoint(run, plan, inputs, use_reentrant=False, preserve_rng_state=plan.draws)
+    draws = plan.draws or bool(options)  # a user's function may draw
+    found: fused.Results = checkpoint(run, plan, inputs, use_reentrant=False, preserve_rng_state=draws, **options)
     return found
 
 
@@ -475,7 +497,7 @@ def _trace_plan(token: int, key: tuple[Any, ...]) -> tuple[Any, ...]:
     module = module_of(token)
     assert isinstance(module, DotProductAttention)
     plan = module._plan(Key.of(key))
-    if plan.backend != choose.FUSED or plan.key.fp8:
+    if plan.backend != choose.FUSED or plan.key.fp8 or plan.key.score_mod:
         _eager_run = _eager_run or untraced(DotProductAttention._run, "this backend runs eagerly")
         return ("",)
     return (key_of(plan.call), *plan.prepare)

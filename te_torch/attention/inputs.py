@@ -46,7 +46,7 @@ class Given(NamedTuple):
     fp8_output: bool = False
     bf16_backward: bool = False
     num_splits: int = 1
-    score_mod: bool = False
+    functions: Any = None  # te_torch.attention.score_mod.Functions
     cached: bool = False  # k and v come out of a cache
     pages: torch.Tensor | None = None  # the table of a paged one
 

@@ -19,20 +19,24 @@ from te_torch.attention.fused import Results
 from te_torch.attention.layouts import apart
 from te_torch.attention.masks import alibi_bias, hidden, token_positions
 from te_torch.attention.plan import Plan
+from te_torch.attention.score_mod import Functions, modified
 from te_torch.attention.softmax import fused_softmax
 from te_torch.runtime import amp_dtype, runtime_for, to_core, to_torch
 
 
-def run(plan: Plan, inputs: AttentionInputs, low: Any = None) -> Results:
-    """(out [.., heads * d_v] in q's format, largest logits or None). `low` rounds P, and dS, as FP8 holds them."""
+def run(plan: Plan, inputs: AttentionInputs, low: Any = None, functions: Functions | None = None) -> Results:
+    """(out [.., heads * d_v] in q's format, largest logits or None). `low` rounds P, and dS, as FP8 holds them.
+
+    A function of the scores that gives -inf hides that pair, as a mask does.
+    """
     kind = inputs.a.device.type
     if amp_dtype(kind) is not None:
         with torch.autocast(kind, enabled=False):
-            return _attend(plan, inputs, low)
-    return _attend(plan, inputs, low)
+            return _attend(plan, inputs, low, functions)
+    return _attend(plan, inputs, low, functions)
 
 
-def _attend(plan: Plan, inputs: AttentionInputs, low: Any) -> Results:
+def _attend(plan: Plan, inputs: AttentionInputs, low: Any, functions: Functions | None) -> Results:
     spec, size = plan.spec, plan.request.sizes
     q, k, v = apart(plan.layer, inputs)
     tokens = q.shape[0]
@@ -48,7 +52,7 @@ def _attend(plan: Plan, inputs: AttentionInputs, low: Any) -> Results:
     together = together.reshape(heads, times * size.sq, size.d_qk)
     keys = k.transpose(1, 2).reshape(heads, size.skv, size.d_qk)
     values = v.transpose(1, 2).reshape(heads, size.skv, size.d_v)
-    weights, largest = _weights(plan, together, keys, inputs, low)
+    weights, largest = _weights(plan, together, keys, inputs, low, functions)
     if low is not None:
         weights = low(weights, P, None)
     if spec.dropout:
@@ -62,7 +66,9 @@ def _attend(plan: Plan, inputs: AttentionInputs, low: Any) -> Results:
     return out.reshape(*out.shape[:-2], size.heads * size.d_v), largest
 
 
-def _weights(plan: Plan, q: torch.Tensor, k: torch.Tensor, inputs: AttentionInputs, low: Any) -> Results:
+def _weights(
+    plan: Plan, q: torch.Tensor, k: torch.Tensor, inputs: AttentionInputs, low: Any, functions: Functions | None
+) -> Results:
     """P in q's dtype [b, h, sq, skv] and the largest logit of each head, if wanted."""
     spec, size, cu = plan.spec, plan.request.sizes, (inputs.cu_q, inputs.cu_kv)
     # float16 overflows at 65504: held divided by the layer's number, scores stay small in deep layers.
@@ -75,12 +81,19 @@ def _weights(plan: Plan, q: torch.Tensor, k: torch.Tensor, inputs: AttentionInpu
     if spec.softcap:
         cap = spec.softcap / divide
         scores = (cap * torch.tanh(scores.float() / cap)).to(scores.dtype)
+    removed = None
+    if functions is not None:
+        scores = (modified(functions, scores * divide) / divide).to(q.dtype)
+        removed = scores.detach().isneginf()  # hidden, as by a mask: `softmax` says why it gets no -inf
+        scores = scores.masked_fill(removed, 0.0)
     if inputs.bias is not None:
         scores = scores + (inputs.bias if divide == 1 else inputs.bias / divide)
     elif spec.bias == "alibi":
         scores = scores + (alibi_bias(spec, size, cu, inputs.slopes) / divide).to(scores.dtype)
-    fuse = plan.request.switches.fused_softmax
+    fuse = plan.request.switches.fused_softmax and removed is None
     unseen = None if fuse and not spec.max_logit else hidden(spec, size, cu, inputs.mask, q.device)
+    if removed is not None:
+        unseen = removed if unseen is None else unseen | removed
     largest = None
     if spec.max_logit:
         seen = scores.detach().float() * divide

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from te_core.errors import ArgumentError
 from te_core.layers import linear as core
 from te_torch.base.module import BaseModule, check_input, fork_of, normal_init, random_pair
 from te_torch.base.options import check_options, is_size, mode_of
+from te_torch.base.original_input import keeps_original
 from te_torch.base.quantized_init import check_recipe_fits
 from te_torch.base.weights import check_whole
 from te_torch.function import Call, Layer, apply, register
@@ -180,7 +182,7 @@ class Linear(SplitParameters):
         check_options("Linear", {k: v for k, v in locals().items() if k not in ("self", "__class__")})
         super().__init__(name)
         self.in_features, self.out_features = in_features, out_features
-        self.return_bias = return_bias
+        self.return_bias, self.save_original_input = return_bias, bool(save_original_input)
         self._fork = fork_of(get_rng_state_tracker, rng_tracker_name)
         self._add_linear_parameters(
             (out_features, in_features),
@@ -228,4 +230,6 @@ class Linear(SplitParameters):
 
     def _new_call(self, precision: int, dtype: torch.dtype, *key: Any) -> Call:
         spec = self._linear_spec(precision, dtype, *key)
+        if keeps_original(self, precision, spec.precision):
+            spec = replace(spec, original_input=True)
         return register(LINEAR, spec, any(spec.needs), self._inspectors())

@@ -104,7 +104,11 @@ EXCLUSIONS: list[tuple[str, dict[str, Any], tuple[str, ...], str]] = [
     ("FP8, bias", {"fp8": "delayed", "switches": EMULATE, **spec(bias="post_scale_bias")}, (*FLASHES, FUSED), " bias"),
     ("splits", {"num_splits": 4}, (FLASH2, FLASH_TORCH, FUSED, UNFUSED), "num_splits=4"),
     ("max_logit", spec(max_logit=True), FLASHES, "max_logit"),
-    ("score_mod", {"score_mod": True}, (*FLASHES, FUSED, UNFUSED), "score_mod"),
+    ("torch_score_mod", {"score_mod": "torch"}, (*FLASHES, FUSED), "torch_score_mod"),
+    ("torch_score_mod, FP8", {"score_mod": "torch", "fp8": "delayed", "switches": EMULATE}, (*FLASHES, FUSED, UNFUSED),
+     "torch_score_mod"),
+    ("torch_score_mod, cache", {"score_mod": "torch", "cached": True}, (*FLASHES, FUSED, UNFUSED), "torch_score_mod"),
+    ("score_mod", {"score_mod": "graph", "mask": "causal"}, (*FLASHES, FUSED, UNFUSED), "score_mod"),
     ("off-by-one", spec(softmax="off-by-one"), FLASHES, "softmax_type='off-by-one'"),
     ("learnable", spec(softmax="learnable"), FLASHES, "softmax_type='learnable'"),
     ("arbitrary", spec(masked=True, right=-1), FLASHES, "arbitrary mask"),
@@ -416,8 +420,41 @@ def test_no_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     assert chosen(module, *tensors) is None
 
 
+BARE: dict[str, Any] = {"score_mod": "graph", **spec(right=-1), "mask": "no_mask"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "part"),
+    [
+        ({}, None),
+        ({"device": None}, "needs a GPU"),
+        ({"mask": "causal"}, "attn_mask_type='no_mask', not 'causal'"),
+        (spec(right=-1, left=3), "a window"),
+        ({"dtype": dtypes.float32}, "float16 and bfloat16, not float32"),
+        ({"fp8": "delayed"}, "FP8"),
+        ({"fp8_output": True}, "FP8"),
+        ({"cached": True}, "KV cache"),
+        ({"checkpoint": True}, "checkpoint_core_attention"),
+        ({"gaps": True}, "pad_between_seqs"),
+        ({"num_splits": 2}, "num_splits=2"),
+        (spec(right=-1, bias="post_scale_bias"), "a bias and ALiBi"),
+        (spec(right=-1, bias="alibi"), "a bias and ALiBi"),
+        (spec(right=-1, softmax="learnable"), "softmax_type='learnable'"),
+        (spec(right=-1, softcap=1.0), "logit_softcap"),
+        (spec(right=-1, dropout=0.5), "dropout"),
+        (spec(right=-1, max_logit=True), "return_max_logit"),
+        ({"spec": replace(THD["spec"], right=-1)}, "sbhd and bshd"),
+    ],
+)
+def test_the_graph_of_a_score_mod(changes: dict[str, Any], part: str | None, cudnn: Any) -> None:
+    """FusedAttention alone builds it, and what else is asked for excludes it."""
+    found = choose.eligible(replace(PLAIN, **{**BARE, **changes}))
+    assert all(reason for name, reason in found.items() if name != FUSED), found
+    assert found[FUSED] is None if part is None else part in (found[FUSED] or ""), found[FUSED]
+
+
 def test_score_mod_is_refused_with_reasons() -> None:
-    with pytest.raises(ValueError, match="no graph from a score_mod"):
+    with pytest.raises(ValueError, match="a score_mod needs a GPU .torch_score_mod is its form"):
         DotProductAttention(4, 16, 2)(*inputs(), score_mod=lambda *a: a)
 
 

@@ -259,6 +259,58 @@ def test_buffers(device: str) -> None:
 
 
 @on_devices
+def test_buffers_and_autograd(device: str) -> None:
+    """The gradient that leaves lies in its buffer too. One used again before backward is noticed, a pool is not."""
+    module, splits = grouped(device), SPLITS[0]
+    rows = sum(splits)
+    x, dy = batch(splits, device, 0)
+    plain = module(x, splits)
+    plain.backward(dy)
+    once, x.grad = x.grad, None
+    pool = torch.empty(2 * rows, N, device=device, dtype=x.dtype)
+    dgrad_out = torch.empty(rows, K, device=device, dtype=x.dtype)
+    h, seen = x * 1, []
+    h.register_hook(lambda g: seen.append(g.data_ptr()))
+    y = module(h, splits, out=pool[:rows], dgrad_out=dgrad_out)
+    squares = y.pow(2)  # keeps y
+    other = module(x.detach(), splits, out=pool[rows:])
+    assert other.data_ptr() == pool[rows:].data_ptr() and torch.equal(other, y)
+    (squares.sum() * 0 + (y * dy).sum()).backward()
+    assert seen == [dgrad_out.data_ptr()] and torch.equal(x.grad, once)
+    x.grad = None
+    for _ in range(2):  # gradients of a leaf add up, though both came in one buffer
+        module(x, splits, dgrad_out=dgrad_out).backward(dy)
+    assert torch.equal(x.grad, once + once)
+    stale = module(x, splits, out=pool[:rows]).pow(2).sum()
+    module(x, splits, out=pool[:rows])
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        stale.backward()
+    y = module(x, splits, out=pool[:rows])
+    y.add_(1)  # no view of anything
+    y.backward(dy)
+
+
+@on_devices
+def test_buffers_that_are_refused(device: str) -> None:
+    """One memory for two purposes, a tensor of inference mode outside of it, what is no tensor."""
+    module, splits = te.GroupedLinear(GROUPS, K, K, params_dtype=torch.bfloat16, device=device), SPLITS[0]
+    x, _ = batch(splits, device, 0)
+    for name in ("out", "dgrad_out"):
+        with pytest.raises(ArgumentError, match=f"{name} in the memory of inp"):
+            module(x.detach(), splits, **{name: x.detach()})
+    both = torch.empty_like(x.detach())
+    with pytest.raises(ArgumentError, match="dgrad_out in the memory of out"):
+        module(x, splits, out=both, dgrad_out=both)
+    with torch.inference_mode():
+        buffer = torch.empty_like(both)
+        assert torch.equal(module(x, splits, out=buffer), module(x, splits))
+    with pytest.raises(ArgumentError, match="made in inference mode"):
+        module(x, splits, out=buffer)
+    with pytest.raises(TypeError, match="out must be a tensor, not list"):
+        module(x, splits, out=[])
+
+
+@on_devices
 def test_splits(device: str) -> None:
     """A list, a tuple, a tensor on either side: the same; only a tensor on the GPU is copied, once."""
     module, splits = grouped(device), SPLITS[0]

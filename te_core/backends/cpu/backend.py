@@ -25,6 +25,7 @@ from te_core.backends.cpu.attention_fp8 import (
     plan_attention_fp8_forward,
     scale_pairs,
 )
+from te_core.backends.cpu.attention_scored import attention_scored, plan_attention_scored
 from te_core.backends.cpu.elementwise import add, bias_dropout_add, bias_dropout_add_backward
 from te_core.backends.cpu.executor import executor, executors
 from te_core.backends.cpu.gemm import plan_gemm

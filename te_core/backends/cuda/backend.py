@@ -23,6 +23,7 @@ from te_core.backends.cuda.attention_fp8 import (
     plan_attention_fp8_backward,
     plan_attention_fp8_forward,
 )
+from te_core.backends.cuda.attention_scored import attention_scored, plan_attention_scored
 from te_core.backends.cuda.elementwise import add, bias_dropout_add, bias_dropout_add_backward
 from te_core.backends.cuda.executor import executor, executors
 from te_core.backends.cuda.gemm import plan_gemm

@@ -44,6 +44,8 @@ plan_attention_backward = plan_attention_forward = _plan
 attention_backward = attention_forward = _run
 plan_attention_fp8_backward = plan_attention_fp8_forward = _plan
 attention_fp8_backward = attention_fp8_forward = scale_pairs = _run
+plan_attention_scored = _plan
+attention_scored = _run
 add = bias_dropout_add = bias_dropout_add_backward = _run
 plan_gemm = _plan
 plan_kv_append = plan_kv_gather = plan_kv_move = _plan
