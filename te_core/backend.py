@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from te_core.ops.kv_cache import KVAppendSpec, KVCache, KVGatherSpec, KVMoveSpec
     from te_core.ops.l2_norm import L2NormOpSpec
     from te_core.ops.norm import NormGradients, NormOperands, NormOpSpec
+    from te_core.ops.permute import Operands as PermuteOperands
+    from te_core.ops.permute import PermuteSpec, RowMapSpec
     from te_core.ops.quantize import QuantizeSpec, ScalingState
     from te_core.ops.rope import RopeOpSpec, RopeQkvOpSpec
     from te_core.ops.softmax import SoftmaxOpSpec
@@ -226,3 +228,29 @@ class Backend(Protocol):
     def kv_move(self, rt: Runtime, plan: Any, cache: KVCache, moves: Tensor, /) -> None: ...
     def plan_kv_gather(self, rt: Runtime, spec: KVGatherSpec, /) -> Any: ...
     def kv_gather(self, rt: Runtime, plan: Any, cache: KVCache, cu_cached: Tensor, k: Tensor, v: Tensor, /) -> None: ...
+
+    # ------------------------------------------------------------------------------------- tokens and experts
+
+    def plan_row_map(self, rt: Runtime, spec: RowMapSpec, /) -> Any: ...
+    def row_map(
+        self, rt: Runtime, plan: Any, source: Tensor, order: Tensor | None, out: Tensor, rows: int, /
+    ) -> None: ...
+    def plan_permute(self, rt: Runtime, spec: PermuteSpec, /) -> Any: ...
+    def permute(
+        self, rt: Runtime, plan: Any, operands: PermuteOperands, out: Tensor, row_probs: Tensor | None, /
+    ) -> None: ...
+    def plan_unpermute(self, rt: Runtime, spec: PermuteSpec, /) -> Any: ...
+    def unpermute(
+        self,
+        rt: Runtime,
+        plan: Any,
+        operands: PermuteOperands,
+        row_probs: Tensor | None,
+        out: Tensor,
+        probs: Tensor | None,
+        /,
+    ) -> None: ...
+    def plan_unpermute_backward(self, rt: Runtime, spec: PermuteSpec, /) -> Any: ...
+    def unpermute_backward(
+        self, rt: Runtime, plan: Any, dy: Tensor, operands: PermuteOperands, dx: Tensor, d_weights: Tensor, /
+    ) -> None: ...

@@ -15,7 +15,6 @@ import te_core
 from te_core.errors import UnsupportedError
 
 _OVERLAP = "leave it out, and the ub_* options too: overlap with communication is not built"
-_PERMUTE = "order = expert_ids.argsort(stable=True), tokens.index_select(0, order), and index_add_ on the way back"
 _OFFLOAD = "torch.autograd.graph.save_on_cpu(pin_memory=True) around the layers"
 _GROUPED = "a list of tensors, one a group; GroupedLinear takes all rows in one and keeps a weight for each group"
 _STATE = "te.autocast and its recipe: a module keeps its own state, in the child `fp8_state`"
@@ -71,12 +70,6 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         "load_framework_extension": "nothing: there is no extension to load",
         "make_graphed_callables": "torch.cuda.make_graphed_callables, or a capture by torch.cuda.graph",
         "mark_not_offload": _OFFLOAD,
-        "moe_permute": _PERMUTE,
-        "moe_permute_and_pad_with_probs": f"{_PERMUTE}; te.Fp8Padding pads groups",
-        "moe_permute_with_probs": _PERMUTE,
-        "moe_sort_chunks_by_index": "torch.cat of the chunks that torch.split gives, in the new order",
-        "moe_sort_chunks_by_index_with_probs": "torch.cat of the chunks that torch.split gives, in the new order",
-        "moe_unpermute": _PERMUTE,
         "newton_schulz": _MUON,
         "onnx_export": _EXPORT,
         "parallel_cross_entropy": "torch.nn.functional.cross_entropy on whole rows, in float32",
@@ -207,11 +200,6 @@ MODULES: Mapping[str, tuple[str, str]] = {
     "pytorch.optimizers": (
         "FusedAdam, FusedSGD, MultiTensorApply, multi_tensor_applier, multi_tensor_adam and the other multi_tensor_*",
         "torch.optim.AdamW(fused=True), torch.optim.SGD(fused=True), torch._foreach_*",
-    ),
-    "pytorch.permutation": (
-        "moe_permute, moe_permute_and_pad_with_probs, moe_permute_with_probs, moe_sort_chunks_by_index, "
-        "moe_sort_chunks_by_index_with_probs, moe_unpermute",
-        _PERMUTE,
     ),
     "pytorch.router": (
         "RoutingMapFormat, fused_compute_score_for_moe_aux_loss, fused_moe_aux_loss, fused_topk_with_score_function",

@@ -59,6 +59,14 @@ _CHECKS = (
     "get_fp4_te_dtype",
     "get_fp8_max",
 )
+_MOE = (
+    "moe_permute",
+    "moe_permute_with_probs",
+    "moe_permute_and_pad_with_probs",
+    "moe_unpermute",
+    "moe_sort_chunks_by_index",
+    "moe_sort_chunks_by_index_with_probs",
+)
 _SAVING = (
     "QuantizedTensor",
     "QuantizedTensorStorage",
@@ -137,6 +145,7 @@ DEFINED: dict[str, dict[str, Any]] = {
     "pytorch.module.layernorm_mlp": _of(te_torch, ("LayerNormMLP",)),
     "pytorch.module.linear": _of(te_torch, ("Linear",)),
     "pytorch.module.rmsnorm": _of(te_torch, ("RMSNorm",)),
+    "pytorch.permutation": _of(te_torch, _MOE),
     "pytorch.quantization": _of(te_torch, (*_AVAILABLE, *_REGIONS, *_REQUESTS))
     | _of(_availability, (*_CHECKS, "get_align_size_for_quantization")),
     "pytorch.quantized_tensor": _of(te_torch, _SAVING),
