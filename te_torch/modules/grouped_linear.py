@@ -18,7 +18,8 @@ from te_core.errors import ArgumentError, UnsupportedError
 from te_core.layers import grouped_linear as core
 from te_core.layers.linear import LinearSpec, Needs
 from te_torch.autocast import active
-from te_torch.base.module import BaseModule, check_input, fork_of, normal_init, random_pair
+from te_torch.base.draws import fork_of, random_pair
+from te_torch.base.module import BaseModule, check_input, normal_init
 from te_torch.base.options import check_values, mode_of, refuse_unbuilt
 from te_torch.base.quantized_init import check_recipe_fits
 from te_torch.base.weights import Gradients
@@ -172,7 +173,7 @@ class GroupedLinear(BaseModule):
             None if out is None else _buffer("out", out, inp, self.out_features),
             None if dgrad_out is None else _buffer("dgrad_out", dgrad_out, inp, self.in_features),
         )
-        rng = random_pair(inp) if precision and draws(precision) else None
+        rng = random_pair(inp, self._fork) if precision and draws(precision) else None
         (result,) = apply(self._find_call(key), state, recompute, inp, *weights, *added, rng, extra=extra)
         return (result, biases) if self.return_bias else result
 
