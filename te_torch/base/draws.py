@@ -141,7 +141,7 @@ class _Stand:
         for index in gpus:
             default = torch.cuda.default_generators[index]
             self.gpus.append((index, default.graphsafe_get_state(), default.get_state()))
-        self.trackers = [tracker.mark() for tracker in list(trackers)]
+        self.trackers = [tracker._mark() for tracker in list(trackers)]
         self.trackers += [_mark(tracker) for tracker in others if tracker not in trackers]
 
     def restore(self) -> None:

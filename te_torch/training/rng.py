@@ -127,7 +127,7 @@ class CudaRNGStatesTracker:
             self.states_[name] = _read(place)
             _write(place, before if outer is None else self.states_[outer])
 
-    def mark(self) -> Callable[[], None]:
+    def _mark(self) -> Callable[[], None]:
         """A function that sets all streams back to where they stand now."""
         states, forked = dict(self.states_), self._forked
         generators = [(state, state.get_state()) for state in states.values() if isinstance(state, torch.Generator)]

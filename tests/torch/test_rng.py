@@ -246,7 +246,7 @@ def batch(device: str) -> torch.Tensor:
 
 
 def outputs(device: str, seeds: tuple[int, ...], torch_seeds: tuple[int, ...], **options: Any) -> list[torch.Tensor]:
-    """The output of a layer of the same weights on each rank, whose tracker and torch's own generator have these seeds."""
+    """The output of a layer of the same weights on each rank; seeds of its tracker and of torch's own generator."""
     found, weights = [], None
     for seed, own in zip(seeds, torch_seeds, strict=True):
         tracker = tracker_of(device, seed)
@@ -321,7 +321,7 @@ def test_copies_draw_from_the_same_tracker(device: str) -> None:
     )
     again = copy.deepcopy(module)
     qkv = [batch(device).view(TOKENS, BATCH, HEADS, 16) for _ in range(3)]
-    start = tracker.mark()
+    start = tracker._mark()
     first, second = module(*qkv), again(*qkv)
     assert not torch.equal(first, second), "one stream"
     start()
@@ -336,7 +336,7 @@ def test_compiled_draws_come_from_the_tracker(device: str) -> None:
     tracker = tracker_of(device)
     eager = layer(tracker, device, **options)
     compiled = torch.compile(eager, backend="aot_eager")
-    start, results = tracker.mark(), []
+    start, results = tracker._mark(), []
     for model in (eager, compiled):
         start()
         for _ in range(2):
