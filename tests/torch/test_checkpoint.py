@@ -161,7 +161,7 @@ def drops(tracker: Any) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def gradient(run: Callable[..., torch.Tensor], tracker: Any, around: bool = False) -> list[torch.Tensor]:
-    """Of two calls, the first of which is computed again after the second; then what the streams give next."""
+    """Of two calls, computed again in the other order; then what the streams give next."""
     device = tracker._place().type if isinstance(tracker, CudaRNGStatesTracker) else "cpu"
     torch.manual_seed(1)
     xs = [batch(device, i).requires_grad_() for i in (1, 2)]
@@ -170,7 +170,7 @@ def gradient(run: Callable[..., torch.Tensor], tracker: Any, around: bool = Fals
             ys = [run(drops(tracker), x) for x in xs]
     else:
         ys = [run(drops(tracker), x) for x in xs]
-    for y in ys:
+    for y in reversed(ys):  # the first call's numbers come last: generators do not end by themselves where they were
         y.sum().backward()
     with tracker.fork():
         left = torch.rand(3, device=device)
