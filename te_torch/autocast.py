@@ -74,6 +74,8 @@ class _Active(threading.local):
         # Inside of `te_torch.checkpoint`, which knows the region of what it runs again: the hook that keeps what is
         # saved there, or True where it is reentrant.
         self.carried: Any = None
+        # Whether this is what a checkpoint runs; and what it runs again.
+        self.checkpointed = self.recomputing = False
 
 
 active = _Active()
@@ -175,7 +177,7 @@ def precision_now(module: Any, peek: bool = False) -> tuple[int, bool, Region | 
     number = 0 if region is None else region.precision
     if not peek and may_run_again():
         module._outstanding.note(module.training, number)
-    return number, False, region
+    return number, region is not None and region.recompute, region
 
 
 def may_run_again() -> bool:
@@ -324,7 +326,7 @@ class autocast:  # noqa: N801  the documented name
         if self.enabled or (self.calibrating and self.recipe.delayed()):  # other recipes have nothing to calibrate
             mode = self._mode if self.enabled else CALIBRATE
             precision = number_at_trace(self.recipe.token, mode) if tracing else number_of(self.recipe, mode)
-        recompute = not tracing and in_backward()
+        recompute = not tracing and (in_backward() or active.recomputing)
         ran: Ran | None = None
         if not tracing or outer is None or outer.ran is not None and outer.traced:
             # A region around a backward pass is none of the regions that a checkpoint runs again in that pass.

@@ -482,7 +482,8 @@ def _check_recomputation(call: Call, inputs: Sequence[torch.Tensor | None]) -> N
 
 def _scale_op(scale: torch.Tensor, used: torch.Tensor, token: int) -> torch.Tensor:
     state = scaling.by_token(token)
-    return (scale if state is not None and state.is_due() else used).clone()
+    reads = not in_backward() or (state is not None and state.is_due())
+    return (scale if reads else used).clone()
 
 
 _library.define("scale_of_first_run(Tensor scale, Tensor used, int token) -> Tensor")
@@ -508,13 +509,29 @@ def _gives(key: str) -> tuple[bool, ...]:
     return _grads_given[key]
 
 
+@constant_at_trace
+def _in_checkpoint() -> bool:
+    """Whether what is traced now is in a checkpoint, of whatever kind, that is part of the graph."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    try:
+        tracer: Any = InstructionTranslator.current_tx().output.current_tracer
+    except AttributeError:  # torch.export without a compiler's frame: it runs nothing again
+        return False
+    while tracer is not None and "checkpoint" not in str(tracer.source_target):
+        tracer = tracer.parent
+    return tracer is not None
+
+
 def _apply_traced(
     key: str, state: scaling.ScalingState | None, recompute: bool, inputs: Sequence[torch.Tensor | None]
 ) -> tuple[torch.Tensor, ...]:
     if state is None:
         return _Traced.apply(key, 0, None, None, None, *inputs)
     scale = state.scale_fwd
-    if recompute:  # it quantizes as its first run did, and records nothing
+    # What runs again quantizes as its first run did, and records nothing. A checkpoint in the graph is one program for
+    # both runs, with an update of the scales between them.
+    if recompute or _in_checkpoint():
         scale = torch.ops.te_runtime.scale_of_first_run(scale, state.used_fwd, state.token)
     *outputs, maxima = _Traced.apply(key, state.token, scale, state.scale_bwd, state.amax_history_bwd, *inputs)
     if not recompute:

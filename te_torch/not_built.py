@@ -44,22 +44,15 @@ _GLOBAL_STATE = {
     **_RECIPE_STATES,
 }
 
-_RNG_TRACKER = "an object of your own with get_states, set_states and fork, over torch.Generator"
 _DISTRIBUTED = (
-    "FullyShardedDataParallel, activation_recompute_forward, allreduce, gather_along_first_dim, "
-    "gather_split_1d_tensor, get_activation_recompute_contexts, get_all_rng_states, get_distributed_rank, "
-    "get_distributed_world_size, get_symmetric_memory_tensor, graph_safe_rng_available, has_te_modules, "
-    "in_fp8_activation_recompute_phase, initialize_affine_weight_gpu, is_fp8_activation_recompute_enabled, "
-    "is_graph_safe_rng_state, prepare_te_modules_for_fsdp, reduce_scatter_along_first_dim, "
-    "release_symm_mem_pool, set_all_rng_states, set_tensor_model_parallel_attributes, "
-    "split_tensor_into_1d_equal_chunks, symm_mem_alloc, symmetric_all_reduce, "
-    "use_reentrant_activation_recompute"
+    "FullyShardedDataParallel, allreduce, gather_along_first_dim, gather_split_1d_tensor, "
+    "get_symmetric_memory_tensor, prepare_te_modules_for_fsdp, reduce_scatter_along_first_dim, "
+    "release_symm_mem_pool, split_tensor_into_1d_equal_chunks, symm_mem_alloc, symmetric_all_reduce"
 )
 
 #: Module (below transformer_engine) -> documented name -> what to use in its place.
 NAMES: Mapping[str, Mapping[str, str]] = {
     "pytorch": {
-        "CudaRNGStatesTracker": _RNG_TRACKER,
         "CusolverMpCtx": _MUON,
         "FusedMLAQUpProjRopeQuant": "te.Linear, then apply_rotary_pos_emb",
         "ManualOffloadSynchronizer": _OFFLOAD,
@@ -88,10 +81,7 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         "is_ub_initialized": _OVERLAP,
         "using_cublasmp_backend": _OVERLAP,
     },
-    "pytorch.distributed": {
-        "CudaRNGStatesTracker": _RNG_TRACKER,
-        **dict.fromkeys(_DISTRIBUTED.split(", "), "torch.distributed; FSDP as torch has it"),
-    },
+    "pytorch.distributed": dict.fromkeys(_DISTRIBUTED.split(", "), "torch.distributed; FSDP as torch has it"),
     "pytorch.tensor": {"GroupedTensor": _GROUPED, "GroupedTensorStorage": _GROUPED},
     "pytorch.attention": {"FusedMLAQUpProjRopeQuant": "te.Linear, then apply_rotary_pos_emb"},
     "pytorch.attention.dot_product_attention.utils": {

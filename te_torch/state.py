@@ -452,9 +452,12 @@ def ran_backward(state: ScalingState, within: int = -1) -> None:
 
 
 def this_pass() -> int:
-    """The number of the running backward pass, at whose end the states that wait for it are updated."""
+    """The number of the running backward pass, at whose end the states that wait for it are updated; -1 outside of one.
+
+    (What a user runs again by himself need not run in one.)
+    """
     task = torch._C._current_graph_task_id()
-    if task not in _pending:
+    if task != -1 and task not in _pending:
         while len(_pending) > 64:  # passes that an exception ended never called back
             _pending.pop(next(iter(_pending)), None)
         _pending[task] = []

@@ -37,7 +37,8 @@ from te_torch.attention.plan import (
 )
 from te_torch.attention.score_mod import functions, run_graph
 from te_torch.autocast import Region, precision_now
-from te_torch.base.module import BaseModule, fork_of, module_of
+from te_torch.base.draws import Fork, Repeated, fork_of
+from te_torch.base.module import BaseModule, module_of
 from te_torch.base.options import check_values
 from te_torch.function import key_of, register
 from te_torch.quantized import QuantizedTorch
@@ -474,12 +475,12 @@ def _checkpointed(run: Run, plan: Plan, inputs: AttentionInputs, **options: Any)
     """Run a backend so that backward computes it again: nothing but its inputs is kept."""
     from torch.utils.checkpoint import checkpoint
 
-    draws = plan.draws or bool(options)  # a user's function may draw
-    found: fused.Results = checkpoint(run, plan, inputs, use_reentrant=False, preserve_rng_state=draws, **options)
+    again = Repeated(run) if plan.draws or options else run  # a user's function may draw
+    found: fused.Results = checkpoint(again, plan, inputs, use_reentrant=False, preserve_rng_state=False, **options)
     return found
 
 
-def _forked(fork: Callable[[], Any], run: Run, plan: Plan, inputs: AttentionInputs) -> fused.Results:
+def _forked(fork: Fork, run: Run, plan: Plan, inputs: AttentionInputs) -> fused.Results:
     """Run a backend that draws from torch's generator, with the tracker's state in it."""
     with fork():
         return run(plan, inputs)
@@ -497,7 +498,8 @@ def _trace_plan(token: int, key: tuple[Any, ...]) -> tuple[Any, ...]:
     module = module_of(token)
     assert isinstance(module, DotProductAttention)
     plan = module._plan(Key.of(key))
-    if plan.backend != choose.FUSED or plan.key.fp8 or plan.key.score_mod:
+    forked = plan.prepare.draws and module._fork is not None  # from a generator that a compiler does not know
+    if plan.backend != choose.FUSED or plan.key.fp8 or plan.key.score_mod or forked:
         _eager_run = _eager_run or untraced(DotProductAttention._run, "this backend runs eagerly")
         return ("",)
     return (key_of(plan.call), *plan.prepare)

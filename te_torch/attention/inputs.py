@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +11,7 @@ from te_core.attention import alibi_slopes, canonical_mask
 from te_core.layers.attention import AttentionInputs
 from te_torch.attention.masks import check_beside, lasting, lengths_of_mask, longest
 from te_torch.attention.plan import OPERATION, Preparation, wrong
-from te_torch.base.module import random_pair
+from te_torch.base.draws import random_pair
 from te_torch.runtime import amp_cast, constant_at_trace
 
 
@@ -158,8 +157,7 @@ def layer_inputs(module: Any, given: Given, how: Preparation) -> AttentionInputs
     if how.keys:
         mask = _whole_mask(given.attention_mask, how.keys)
     if how.draws:
-        with nullcontext() if module._fork is None else module._fork():
-            rng = random_pair(a)
+        rng = random_pair(a, module._fork)
     parts = (bias, slopes, sink, cu_q, cu_kv, q_padded, kv_padded, mask, given.pages, rng)
     inputs, device = AttentionInputs(a, given.b, given.c, *parts), a.device
     for t in parts:

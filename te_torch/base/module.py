@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from te_core.precision import Precision
 from te_torch.autocast import Outstanding, Region, group_around_trace, precision_now, prepare_default
 from te_torch.base.checkpoint_state import adopt
 from te_torch.base.documented import Documented
+from te_torch.base.draws import Fork
 from te_torch.base.options import refuse_unbuilt
 from te_torch.base.quantized_init import carry_over, initialisation, initialising, link, quantize_parameter
 from te_torch.base.weights import CachedWeight, Gradients, add_gradient, extra_for
@@ -126,7 +126,7 @@ class BaseModule(Documented, CallingModule):
         self.inspector: Any = None
         self.register_module("fp8_state", None)
         self._initialisers: dict[str, Callable[[torch.Tensor], Any]] = {}
-        self._fork: Callable[[], Any] | None = None
+        self._fork: Fork | None = None  # what it draws in, if it was given an RNG tracker
         self.fuse_wgrad_accumulation = self.delay_wgrad_compute = False
         self.wgrad_store = Gradients(self.gemms)
         self._weight_cache: dict[str, CachedWeight] = {}
@@ -484,26 +484,6 @@ def _trace_state(token: int, device: torch.device, precision: int, watched: bool
     if watched:  # a region inside the trace updates by itself what ran in it
         state.watch(group_around_trace())
     return True
-
-
-def fork_of(get_rng_state_tracker: Callable[[], Any] | None, name: str | None) -> Callable[[], Any] | None:
-    """A context in which weights are initialised, if an RNG tracker was given."""
-    return None if get_rng_state_tracker is None else partial(_fork, get_rng_state_tracker, name)
-
-
-def _fork(get_rng_state_tracker: Callable[[], Any], name: str | None) -> Any:
-    return get_rng_state_tracker().fork() if name is None else get_rng_state_tracker().fork(name)
-
-
-def random_pair(like: torch.Tensor) -> torch.Tensor:
-    """(seed, offset) for the draws of one forward and its backward, from torch's generator of the device."""
-    if torch.compiler.is_compiling():
-        return _new_pair(like.device)
-    return drawn(_new_pair, like.device)
-
-
-def _new_pair(device: torch.device) -> torch.Tensor:
-    return torch.randint(1 << 62, (2,), dtype=torch.int64, device=device)
 
 
 def wants_grad(*tensors: torch.Tensor | None) -> bool:

@@ -17,7 +17,8 @@ import torch
 
 from te_core.layers import residual as core
 from te_core.layers.residual import AddSpec, BranchNeeds, Stream
-from te_torch.base.module import random_pair, wants_grad
+from te_torch.base.draws import random_pair
+from te_torch.base.module import wants_grad
 from te_torch.function import Call, Layer, apply, key_of, register
 from te_torch.runtime import constant_at_trace
 

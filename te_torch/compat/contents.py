@@ -26,6 +26,9 @@ from te_torch.base.module import BaseModule
 from te_torch.custom_recipes import quantizer_factories, quantizer_factory_zoo
 from te_torch.tensors import float8, float8_blockwise, hybrid, identity, mxfp8, nvfp4
 from te_torch.tensors import utils as _tensor_utils
+from te_torch.training import checkpoint as _checkpoint
+from te_torch.training import distributed as _distributed
+from te_torch.training import rng as _rng
 
 ROOT = "transformer_engine"
 #: Of the API that the name stands for; ours is beside it, as `__te_runtime__`.
@@ -83,6 +86,27 @@ _TENSOR_UTILS = (
     "clear_columnwise_cache",
     "is_custom",
 )
+_RECOMPUTE = (
+    "activation_recompute_forward",
+    "get_activation_recompute_contexts",
+    "has_te_modules",
+    "in_fp8_activation_recompute_phase",
+    "is_fp8_activation_recompute_enabled",
+    "use_reentrant_activation_recompute",
+)
+_RNG = (
+    "CudaRNGStatesTracker",
+    "get_all_rng_states",
+    "graph_safe_rng_available",
+    "is_graph_safe_rng_state",
+    "set_all_rng_states",
+)
+_RANKS = (
+    "get_distributed_rank",
+    "get_distributed_world_size",
+    "initialize_affine_weight_gpu",
+    "set_tensor_model_parallel_attributes",
+)
 #: Of our own, with no place in the documented package.
 OURS = (
     "convert",
@@ -129,7 +153,10 @@ DEFINED: dict[str, dict[str, Any]] = {
     "pytorch.constants": _of(_constants, _constants.__all__),
     "pytorch.custom_recipes.quantizer_factories": _ending(quantizer_factories, "_factory"),
     "pytorch.custom_recipes.quantizer_factory_zoo": _ending(quantizer_factory_zoo, "_factory"),
-    "pytorch.distributed": _of(te_torch, ("checkpoint",)),
+    "pytorch.distributed": _of(_checkpoint, _RECOMPUTE)
+    | _of(_rng, _RNG)
+    | _of(_distributed, _RANKS)
+    | {"checkpoint": te_torch.checkpoint},
     "pytorch.module.base": {
         "TransformerEngineBaseModule": BaseModule,
         # Whether a GEMM accumulates in full precision where the recipe does not say.

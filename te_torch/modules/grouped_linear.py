@@ -21,7 +21,8 @@ from te_core.layers import grouped_linear as core
 from te_core.layers.linear import LinearSpec, Needs
 from te_core.tensor import dense_strides
 from te_torch.autocast import active
-from te_torch.base.module import BaseModule, check_input, fork_of, normal_init, random_pair
+from te_torch.base.draws import fork_of, random_pair
+from te_torch.base.module import BaseModule, check_input, normal_init
 from te_torch.base.options import check_values, mode_of, refuse_unbuilt
 from te_torch.base.original_input import keeps_original
 from te_torch.base.quantized_init import check_recipe_fits
@@ -175,7 +176,7 @@ class GroupedLinear(BaseModule):
         extra = extra or Extra(None, False, None, None)
         given = out is not None or dgrad_out is not None
         extra.splits = self._into(sizes, inp, out, dgrad_out) if given else core.Groups(sizes)
-        rng = random_pair(inp) if precision and draws(precision) else None
+        rng = random_pair(inp, self._fork) if precision and draws(precision) else None
         (result,) = apply(self._find_call(key), state, recompute, inp, *weights, *added, rng, extra=extra)
         if out is not None and result.requires_grad:
             _in_buffers[out.data_ptr()] = result

@@ -11,7 +11,8 @@ import torch
 from te_core.errors import UnsupportedError
 from te_core.layers import norm
 from te_core.layers import norm_linear as core
-from te_torch.base.module import BaseModule, check_input, fork_of, random_pair, wants_grad
+from te_torch.base.draws import fork_of, random_pair
+from te_torch.base.module import BaseModule, check_input, wants_grad
 from te_torch.base.options import check_options
 from te_torch.base.residual import Branch, enter_stream, stream_of
 from te_torch.function import Call, Layer, apply, register
@@ -173,7 +174,7 @@ class LayerNormLinear(NormParameters, SplitParameters):
             fp8_output,
             fp8_grad,
         )
-        rng = random_pair(inp) if precision and draws(precision) else None
+        rng = random_pair(inp, self._fork) if precision and draws(precision) else None
         extra = None
         if self._special or is_first_microbatch is not None:
             extra = self._extra(("weight",), (weight,), precision, state, recompute, is_first_microbatch)

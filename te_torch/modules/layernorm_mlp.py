@@ -11,7 +11,8 @@ from te_core.errors import UnsupportedError
 from te_core.layers import mlp as core
 from te_core.layers.linear import LinearSpec, Needs
 from te_core.ops.activation import GATED, KINDS, Clamp
-from te_torch.base.module import check_input, fork_of, normal_init, random_pair, wants_grad
+from te_torch.base.draws import fork_of, random_pair
+from te_torch.base.module import check_input, normal_init, wants_grad
 from te_torch.base.options import check_options
 from te_torch.base.quantized_init import check_recipe_fits
 from te_torch.base.residual import Branch, enter_stream, stream_of
@@ -169,7 +170,7 @@ class LayerNormMLP(NormParameters):
             None if self.inspector is None else self._watched(),
             w1.dtype if self._primary else None,
         )
-        rng = random_pair(inp) if precision and draws(precision) else None
+        rng = random_pair(inp, self._fork) if precision and draws(precision) else None
         extra = None
         if self._special or is_first_microbatch is not None:
             extra = self._extra(self._weight_names(), (w1, w2), precision, state, recompute, is_first_microbatch)

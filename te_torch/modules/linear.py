@@ -10,7 +10,8 @@ import torch
 
 from te_core.errors import ArgumentError
 from te_core.layers import linear as core
-from te_torch.base.module import BaseModule, check_input, fork_of, normal_init, random_pair
+from te_torch.base.draws import fork_of, random_pair
+from te_torch.base.module import BaseModule, check_input, normal_init
 from te_torch.base.options import check_options, is_size, mode_of
 from te_torch.base.original_input import keeps_original
 from te_torch.base.quantized_init import check_recipe_fits
@@ -219,7 +220,7 @@ class Linear(SplitParameters):
             fp8_output,
             fp8_grad,
         )
-        rng = random_pair(inp) if precision and draws(precision) else None
+        rng = random_pair(inp, self._fork) if precision and draws(precision) else None
         extra = None
         if self._special or is_first_microbatch is not None:
             extra = self._extra(("weight",), (weight,), precision, state, recompute, is_first_microbatch)

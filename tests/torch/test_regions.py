@@ -464,11 +464,11 @@ def test_arguments_of_checkpoint() -> None:
 
 def test_the_older_order_of_checkpoint() -> None:
     x = torch.ones(3, requires_grad=True)
-    with pytest.raises(UnsupportedError, match="get_rng_state_tracker"), pytest.warns(DeprecationWarning):
-        te.checkpoint(torch.sin, False, lambda: None, None, x)
+    with pytest.warns(DeprecationWarning, match="by name"):
+        te.checkpoint(torch.sin, False, te.CudaRNGStatesTracker, None, x)
     with pytest.raises(ArgumentError, match="callable"):
         te.checkpoint(x, torch.sin)
-    te.checkpoint(torch.sin, x, distribute_saved_activations=True, tp_group=None).sum().backward()
+    te.checkpoint(torch.sin, x, tp_group=None).sum().backward()
     assert torch.equal(x.grad, torch.cos(x.detach()))
 
 
