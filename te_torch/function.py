@@ -234,9 +234,8 @@ class _Eager(torch.autograd.Function):
         outputs, saved = _run(call, state, recompute, extra, inputs)
         ctx.set_materialize_grads(False)
         if offloading.active.context is not None:
-            made = [inputs[i] for i in call.layer.weights]
-            made += [None if t is None else t.owner for t in call.layer.copies(saved)]
-            offloading.note_copies_of_weights(made)
+            offloading.note_copies_of_weights([inputs[i] for i in call.layer.weights])
+            offloading.note_copies_of_weights([t.owner for t in call.layer.copies(saved) if t is not None])
         # An owner is the caller's own tensor where an input was saved, so its version is checked by autograd.
         ctx.save_for_backward(*[None if t is None else t.owner for t in saved])
         ctx.call, ctx.state, ctx.inputs, ctx.extra = call, state, len(inputs), extra

@@ -31,7 +31,7 @@ class View:
         """The bytes of the storage that it covers."""
         size = self.dtype.itemsize
         last = sum((n - 1) * step for n, step in zip(self.shape, self.stride, strict=True))
-        return self.offset * size, (self.offset + last + 1) * size
+        return int(self.offset) * size, int(self.offset + last + 1) * size
 
     def note_changes(self) -> None:
         """See whether the tensor was changed in place since it was saved: then it is not what backward needs."""

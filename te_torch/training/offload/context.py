@@ -39,7 +39,8 @@ def get_cpu_offload_context(
     The older order (enabled, num_layers, offload_activations, offload_weights) is known by its third argument.
     """
     if isinstance(model_layers, bool):
-        model_layers, offload_activations, offload_weights = 1, model_layers, offload_activations
+        offload_weights, offload_activations = bool(offload_activations), model_layers
+        model_layers = 1
     if not enabled:
         return (nullcontext(), _same, None) if manual_synchronization else (nullcontext(), _same)
     _check(num_layers, model_layers, manual_synchronization, offload_stream)

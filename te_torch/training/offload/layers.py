@@ -60,7 +60,6 @@ class OffloadableLayerState:
         self._known = weakref.WeakValueDictionary() if blocks is None else blocks  # of the whole pass, by storage
         self._blocks: list[weakref.ref[Block]] = []
         self._weights: dict[int, Weight] = {}
-        self._leaving: list[Weight] = []
         self._tickets: list[tuple[Side, Any]] = []
         self._moving: list[tuple[Side, torch.Tensor]] = []  # what copies on their way read or write on the device
 
@@ -72,7 +71,9 @@ class OffloadableLayerState:
         weights = self.rules.weights
         if parameter is not None:
             if weights is not None and not hasattr(parameter, STAYS):
-                self._weights.update((id(w), w) for w in weights.of(parameter, self.rules.side_of))
+                for weight in weights.of(parameter, self.rules.side_of):
+                    self._weights[id(weight)] = weight
+                    weight.users.add(self)
             return Stays(t)
         travels = self.rules.activations if not hasattr(t, OF_WEIGHT) else weights is not None
         if not travels or hasattr(t, STAYS) or (t._is_view() and hasattr(t._base, STAYS)):
@@ -123,7 +124,8 @@ class OffloadableLayerState:
         if self.state == RELOADING:
             self._land()
             self.state = HERE
-        return held.tensor()  # type: ignore[no-any-return]
+        found: torch.Tensor = held.tensor()
+        return found
 
     # ---------------------------------------------------------------------------------------- its journey
 
@@ -137,8 +139,8 @@ class OffloadableLayerState:
             block.started = True
             assert block.host is not None
             pairs.append((block.side, (block.host, block.source())))
-        self._leaving = [w for w in self._weights.values() if not w.away]
-        pairs += [(w.side, w.leave()) for w in self._leaving]
+        leaving = [w for w in self._weights.values() if not w.away and w.leaving is not self._known]
+        pairs += [(w.side, w.leave(self._known)) for w in leaving]
         self.offloaded_bytes = sum(source.numel() for _, (_, source) in pairs)
         self._copy(pairs, of_device=1)
         self.state = STARTED
@@ -154,7 +156,7 @@ class OffloadableLayerState:
                 if not block.users:
                     block.release()
         if self.rules.weights is not None:
-            self.rules.weights.release(self._leaving)
+            self.rules.weights.release(self, self._known, self._weights.values())
         self.state = FINISHED
 
     def start_reload(self) -> None:

@@ -103,6 +103,7 @@ class OffloadSynchronizer:
         self.current: Pass | None = None
         self._hooks: Any = None
         self._outer: Any = None
+        self._begun = 0
 
     # -------------------------------------------------------------------------------------------- entries
 
@@ -110,13 +111,9 @@ class OffloadSynchronizer:
         self._check_entry()
         self._hooks = None
         if torch.is_grad_enabled():
-            index = self._new_layer()
-            state = self._pass()
-            layer = state.layers[index]
-            self.forward_step(index)
-            self._hooks = torch.autograd.graph.saved_tensors_hooks(
-                lambda t: (state, layer, layer.push_tensor(t)), self._unpack
-            )
+            self._begin_layer()
+            self._begun = 0
+            self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
             self._hooks.__enter__()
             self._outer, active.context = active.context, self
         self.inside = True
@@ -149,11 +146,21 @@ class OffloadSynchronizer:
                 "put the checkpoint inside of the context: with context: y = te.checkpoint(layer, x)",
             )  # fmt: skip
 
-    def _new_layer(self) -> int:
+    def _begin_layer(self) -> None:
         state = self.current
         if state is None or state.ended or len(state.layers) == self.model_layers:
             self.current = state = Pass(self._schedule(state), self.rules)
-        return state.enter()
+        self.forward_step(state.enter())
+
+    def transformer_layer_begins(self) -> None:
+        """Called by each TransformerLayer inside of the context.
+
+        Where nobody has said how many layers there are the context may be entered once around the whole model: then
+        each TransformerLayer in it is a layer.
+        """
+        self._begun += 1
+        if self._begun > 1 and self.model_layers is None:
+            self._begin_layer()
 
     def _schedule(self, last: Pass | None) -> Schedule:
         """That of a pass after this one."""
@@ -174,6 +181,11 @@ class OffloadSynchronizer:
 
     def backward_step(self, state: Pass, index: int) -> None:
         """Called before the backward of layer `index`."""
+
+    def _pack(self, t: torch.Tensor) -> tuple[Pass, OffloadableLayerState, Any]:
+        state = self._pass()
+        layer = state.layers[-1]
+        return state, layer, layer.push_tensor(t)
 
     def _unpack(self, held: tuple[Pass, OffloadableLayerState, Any]) -> torch.Tensor:
         state, layer, kept = held

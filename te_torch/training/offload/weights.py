@@ -8,7 +8,7 @@ its own back first, and so does an optimizer that is about to step. At the end o
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -26,14 +26,15 @@ _OPERATION = "get_cpu_offload_context(offload_weights=True)"
 class Weight:
     """The memory of a parameter."""
 
-    __slots__ = ("__weakref__", "away", "flat", "host", "nbytes", "side", "ticket")
+    __slots__ = ("__weakref__", "away", "flat", "host", "leaving", "nbytes", "side", "users")
 
     def __init__(self, storage: torch.UntypedStorage, side: Side) -> None:
         self.side, self.nbytes = side, storage.nbytes()
         # A view of the storage, which it keeps: where its bytes are is asked anew for every copy.
         self.flat = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
         self.host: torch.Tensor | None = None
-        self.ticket: Any = None
+        self.users: weakref.WeakSet[Any] = weakref.WeakSet()  # layers that have not let go of it
+        self.leaving: Any = None  # the pass for which it was copied and may be let go of
         self.away = False
 
     @property
@@ -41,16 +42,17 @@ class Weight:
         """The memory itself."""
         return self.flat.untyped_storage()
 
-    def leave(self) -> Pair:
+    def leave(self, of_pass: Any) -> Pair:
         """The copy that has to be made before it is released."""
         if self.host is None:
             self.host = self.side.host(self.nbytes)
+        self.leaving = of_pass
         return self.host, self.flat
 
     def release(self) -> None:
         """Let go of the device's memory. The copy must have been waited for."""
         self.storage.resize_(0)
-        self.away = True
+        self.leaving, self.away = None, True
 
     def come_back(self) -> Pair:
         """Memory on the device, and the copy on the host that is to fill it."""
@@ -84,10 +86,11 @@ class Weights:
             found.append(weight)
         return found
 
-    def release(self, weights: Sequence[Weight]) -> None:
-        """Let go of their memory on the device, and watch over who might read it."""
+    def release(self, layer: Any, of_pass: Any, weights: Iterable[Weight]) -> None:
+        """Let go of what no other layer wants on the device, and watch over who might read it."""
         for weight in weights:
-            if not weight.away:
+            weight.users.discard(layer)
+            if weight.leaving is of_pass and not weight.users:
                 weight.release()
                 self._away[weight.storage._cdata] = weight
         if self._away and not self._hooks:
