@@ -49,6 +49,7 @@ from te_torch.training.moe import (
     moe_sort_chunks_by_index_with_probs,
     moe_unpermute,
 )
+from te_torch.training.offload import ManualOffloadSynchronizer, get_cpu_offload_context, mark_not_offload
 from te_torch.training.rng import CudaRNGStatesTracker
 from te_torch.transformer.layer import TransformerLayer
 from te_torch.transformer.multihead import MultiheadAttention
@@ -56,14 +57,15 @@ from te_torch.utils import deinterleave_glu_tensor, interleave_glu_tensor
 
 __all__ = [
     "CudaRNGStatesTracker", "DotProductAttention", "Fp8Padding", "Fp8Unpadding", "GroupedLinear", "InferenceParams",
-    "LayerNorm", "LayerNormLinear", "LayerNormMLP", "Linear", "MultiheadAttention", "RMSNorm",
-    "RotaryPositionEmbedding", "TransformerLayer", "autocast", "checkpoint", "constants", "convert",
-    "deinterleave_glu_tensor", "fp8_autocast", "fp8_model_init", "get_cudnn_version", "get_default_recipe",
-    "get_device_compute_capability", "interleave_glu_tensor", "is_bf16_available", "is_fp8_available",
-    "is_fp8_block_scaling_available", "is_mxfp8_available", "is_nvfp4_available", "measure_saved", "memory_report",
-    "moe_permute", "moe_permute_and_pad_with_probs", "moe_permute_with_probs", "moe_sort_chunks_by_index",
-    "moe_sort_chunks_by_index_with_probs", "moe_unpermute", "nonfinite_report", "plain_state_dict",
-    "precision_report", "prepare_state", "quantized_model_init", "register_norm", *_tensors,
+    "LayerNorm", "LayerNormLinear", "LayerNormMLP", "Linear", "ManualOffloadSynchronizer", "MultiheadAttention",
+    "RMSNorm", "RotaryPositionEmbedding", "TransformerLayer", "autocast", "checkpoint", "constants", "convert",
+    "deinterleave_glu_tensor", "fp8_autocast", "fp8_model_init", "get_cpu_offload_context", "get_cudnn_version",
+    "get_default_recipe", "get_device_compute_capability", "interleave_glu_tensor", "is_bf16_available",
+    "is_fp8_available", "is_fp8_block_scaling_available", "is_mxfp8_available", "is_nvfp4_available",
+    "mark_not_offload", "measure_saved", "memory_report", "moe_permute", "moe_permute_and_pad_with_probs",
+    "moe_permute_with_probs", "moe_sort_chunks_by_index", "moe_sort_chunks_by_index_with_probs", "moe_unpermute",
+    "nonfinite_report", "plain_state_dict", "precision_report", "prepare_state", "quantized_model_init",
+    "register_norm", *_tensors,
 ]  # fmt: skip
 
 __getattr__ = not_built.getter(__name__, "pytorch", not_built.BEHIND_ALIAS)

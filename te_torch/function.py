@@ -24,6 +24,7 @@ from te_core.quantize.state import Scales
 from te_core.quantized import QuantizedTensor
 from te_core.runtime import Runtime
 from te_core.tensor import META, Device, Tensor
+from te_torch import offloading
 from te_torch import state as scaling
 from te_torch.autocast import active, forward_ad, in_backward
 from te_torch.program_names import name_of_program
@@ -49,6 +50,7 @@ class Layer:
     strided: bool = False  # takes inputs of any strides whose last one is 1; otherwise they are made contiguous
     partial: bool = False  # its backward takes None for the gradient of an output that nobody used
     differentiable: int | None = None  # so many of its outputs have gradients, the first ones; None: all
+    copies: Callable[[Any], Sequence[Any]] = lambda saved: ()  # what of the saved was made of weights
     linears: Callable[[Any], tuple[LinearSpec, ...]] = lambda spec: ()  # the specs of its linears, one a weight
 
     def __post_init__(self) -> None:
@@ -231,6 +233,9 @@ class _Eager(torch.autograd.Function):
     ) -> Any:
         outputs, saved = _run(call, state, recompute, extra, inputs)
         ctx.set_materialize_grads(False)
+        if offloading.active.context is not None:
+            offloading.note_copies_of_weights([inputs[i] for i in call.layer.weights])
+            offloading.note_copies_of_weights([t.owner for t in call.layer.copies(saved) if t is not None])
         # An owner is the caller's own tensor where an input was saved, so its version is checked by autograd.
         ctx.save_for_backward(*[None if t is None else t.owner for t in saved])
         ctx.call, ctx.state, ctx.inputs, ctx.extra = call, state, len(inputs), extra

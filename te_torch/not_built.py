@@ -15,7 +15,6 @@ import te_core
 from te_core.errors import UnsupportedError
 
 _OVERLAP = "leave it out, and the ub_* options too: overlap with communication is not built"
-_OFFLOAD = "torch.autograd.graph.save_on_cpu(pin_memory=True) around the layers"
 _GROUPED = "a list of tensors, one a group; GroupedLinear takes all rows in one and keeps a weight for each group"
 _STATE = "te.autocast and its recipe: a module keeps its own state, in the child `fp8_state`"
 _MUON = "torch.optim.Muon, or the iteration in torch on a matrix that one process holds"
@@ -55,14 +54,11 @@ NAMES: Mapping[str, Mapping[str, str]] = {
     "pytorch": {
         "CusolverMpCtx": _MUON,
         "FusedMLAQUpProjRopeQuant": "te.Linear, then apply_rotary_pos_emb",
-        "ManualOffloadSynchronizer": _OFFLOAD,
         "UserBufferQuantizationMode": _OVERLAP,
         "destroy_ub": _OVERLAP,
-        "get_cpu_offload_context": _OFFLOAD,
         "initialize_ub": _OVERLAP,
         "load_framework_extension": "nothing: there is no extension to load",
         "make_graphed_callables": "torch.cuda.make_graphed_callables, or a capture by torch.cuda.graph",
-        "mark_not_offload": _OFFLOAD,
         "newton_schulz": _MUON,
         "onnx_export": _EXPORT,
         "parallel_cross_entropy": "torch.nn.functional.cross_entropy on whole rows, in float32",
@@ -138,12 +134,6 @@ MODULES: Mapping[str, tuple[str, str]] = {
         "layernorm_bwd; FusedAttnBackend, META_*, QKVFormat, get_cublas_workspace_size_bytes",
         "te_core.ops, on te_core tensors",
     ),
-    "pytorch.cpu_offload": (
-        "DefaultOffloadSynchronizer, OffloadSynchronizer, OffloadableLayerState, get_cpu_offload_context, "
-        "is_cpu_offload_enabled, mark_activation_offload, mark_not_offload, start_offload",
-        _OFFLOAD,
-    ),
-    "pytorch.cpu_offload_v1": ("get_cpu_offload_context", _OFFLOAD),
     "pytorch.cross_entropy": ("parallel_cross_entropy", "torch.nn.functional.cross_entropy on whole rows, in float32"),
     "pytorch.custom_recipes.gemm": ("GEMMType, MMParams, custom_gemm", "te_core.ops.gemm"),
     "pytorch.custom_recipes.reference_current_scaling": (
@@ -207,7 +197,17 @@ PACKAGES: Mapping[str, tuple[str, str]] = {
 }
 
 #: Documented submodules of transformer_engine.pytorch that exist under that name only, behind `import te_torch.compat`.
-BEHIND_ALIAS = ("distributed", "float8_tensor", "fp8", "module", "quantization", "quantized_tensor", "tensor")
+BEHIND_ALIAS = (
+    "cpu_offload",
+    "cpu_offload_v1",
+    "distributed",
+    "float8_tensor",
+    "fp8",
+    "module",
+    "quantization",
+    "quantized_tensor",
+    "tensor",
+)
 
 
 class NotBuiltError(UnsupportedError, AttributeError):

@@ -94,8 +94,8 @@ def markdown(found: list[tuple[Path, dict[str, Any]]]) -> str:
         return "The suite has not run on a GPU yet: `make gpu`."
     about = found[-1][1]["about"]
     lines = [
-        f"The suite on {_count(found[-1][1])}{about['device']}, {found[-1][1]['time'][:10]}, at commit `{about['commit']}` "
-        f"(torch {about['torch']}, `--require-cuda`):",
+        f"The suite on {_count(found[-1][1])}{about['device']}, {found[-1][1]['time'][:10]}, at commit "
+        f"`{about['commit']}` (torch {about['torch']}, `--require-cuda`):",
         "",
         "| shard | passed | failed | skipped | record |",
         "|---|---|---|---|---|",

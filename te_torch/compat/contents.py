@@ -28,6 +28,7 @@ from te_torch.tensors import float8, float8_blockwise, hybrid, identity, mxfp8, 
 from te_torch.tensors import utils as _tensor_utils
 from te_torch.training import checkpoint as _checkpoint
 from te_torch.training import distributed as _distributed
+from te_torch.training import offload as _offload
 from te_torch.training import rng as _rng
 
 ROOT = "transformer_engine"
@@ -151,6 +152,7 @@ DEFINED: dict[str, dict[str, Any]] = {
     "pytorch.attention.multi_head_attention": _of(te_torch, ("MultiheadAttention",)),
     "pytorch.attention.rope": _of(_rope, ("RotaryPositionEmbedding", *_ROPE)),
     "pytorch.constants": _of(_constants, _constants.__all__),
+    "pytorch.cpu_offload": _of(_offload, _offload.__all__),
     "pytorch.custom_recipes.quantizer_factories": _ending(quantizer_factories, "_factory"),
     "pytorch.custom_recipes.quantizer_factory_zoo": _ending(quantizer_factory_zoo, "_factory"),
     "pytorch.distributed": _of(_checkpoint, _RECOMPUTE)
@@ -198,6 +200,7 @@ GATHERED: dict[str, dict[str, Any]] = {
     "pytorch": _of(te_torch, [n for n in te_torch.__all__ if n not in OURS]) | _MAKERS,
     "pytorch.attention": _of(te_torch, _ATTENTION) | _of(_rope, _ROPE),
     "pytorch.attention.dot_product_attention": _DOT_PRODUCT,
+    "pytorch.cpu_offload_v1": _of(te_torch, ("get_cpu_offload_context",)),  # NVTE_CPU_OFFLOAD_V1=1's
     "pytorch.custom_recipes": {},
     "pytorch.float8_tensor": _of(te_torch, ("Float8Tensor",)),
     "pytorch.fp8": {  # the older name of quantization

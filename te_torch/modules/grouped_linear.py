@@ -57,6 +57,7 @@ def _layer(num_gemms: int) -> Layer:
         core.GroupedSaved,
         weights=tuple(range(1, 1 + num_gemms)),
         linears=lambda spec: spec.parts,
+        copies=lambda saved: saved[3::3],
     )
 
 

@@ -31,6 +31,7 @@ NORM_LINEAR = Layer(
     weights=(3,),
     twins=(0, 6),
     linears=lambda s: (s.linear,),
+    copies=lambda saved: (saved.w,),
 )
 
 

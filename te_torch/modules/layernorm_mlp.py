@@ -35,6 +35,7 @@ MLP = Layer(
     recomputes=True,
     twins=(0, 8),
     linears=lambda s: (s.fc1, s.fc2),
+    copies=lambda saved: (saved.w1q, saved.w2q),
 )
 ALIASES = {"squared_relu": "srelu"}  # an older documentation's spelling
 #: The documented names of clamped_swiglu's parameters, in the order of `Clamp`.

@@ -20,7 +20,15 @@ from te_torch.function import Call, Layer, apply, register
 from te_torch.precisions import draws, precision_of
 from te_torch.runtime import TO_CORE, default_device, outside_autocast
 
-LINEAR = Layer("linear", core.forward, core.backward, core.LinearSaved, weights=(1,), linears=lambda s: (s,))
+LINEAR = Layer(
+    "linear",
+    core.forward,
+    core.backward,
+    core.LinearSaved,
+    weights=(1,),
+    linears=lambda s: (s,),
+    copies=lambda saved: (saved.w,),
+)
 
 
 class SplitParameters(BaseModule):

@@ -14,6 +14,7 @@ import torch
 
 from te_core.attention import canonical_mask
 from te_core.errors import ArgumentError
+from te_torch import offloading
 from te_torch.attention.inference import InferenceParams
 from te_torch.base.draws import fork_of, random_pair
 from te_torch.base.options import check_options, refuse_unbuilt
@@ -248,7 +249,7 @@ class TransformerLayer(torch.nn.Module):
             raise ArgumentError(
                 operation, "a decoder layer without encoder_output", "encoder_output", "pass encoder_output"
             )
-        x = amp_cast(hidden_states) if torch._C._is_any_autocast_enabled() else hidden_states
+        x = _begun(hidden_states)
         # Module.__getattr__ would cost a microsecond; keyword arguments, which a module's call packs anew twice, five.
         attention: Any = self._modules["self_attention"]
         mlp: Any = self._modules["layernorm_mlp"]
@@ -333,6 +334,13 @@ class TransformerLayer(torch.nn.Module):
             layer_type=self.layer_type,
             layer_number=self.layer_number,
         )
+
+
+def _begun(hidden_states: torch.Tensor) -> torch.Tensor:
+    """What a layer that begins computes with; an offload context around it is told."""
+    if not torch.compiler.is_compiling() and offloading.active.context is not None:
+        offloading.active.context.transformer_layer_begins()
+    return amp_cast(hidden_states) if torch._C._is_any_autocast_enabled() else hidden_states
 
 
 def _check_masks(operation: str, **masks: Any) -> None:
