@@ -69,7 +69,6 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         "get_cpu_offload_context": _OFFLOAD,
         "initialize_ub": _OVERLAP,
         "load_framework_extension": "nothing: there is no extension to load",
-        "make_graphed_callables": "torch.cuda.make_graphed_callables, or a capture by torch.cuda.graph",
         "mark_not_offload": _OFFLOAD,
         "moe_permute": _PERMUTE,
         "moe_permute_and_pad_with_probs": f"{_PERMUTE}; te.Fp8Padding pads groups",
@@ -188,10 +187,6 @@ MODULES: Mapping[str, tuple[str, str]] = {
         "torch.distributed.all_to_all_single",
     ),
     "pytorch.export": ("assert_warmed_up, is_in_onnx_export_mode, onnx_export, te_translation_table", _EXPORT),
-    "pytorch.graph": (
-        "graph_pool_handle, is_graph_capturing, make_graphed_callables, set_capture_end, set_capture_start",
-        "torch.cuda.make_graphed_callables, torch.cuda.is_current_stream_capturing",
-    ),
     "pytorch.jit": (
         "dgelu_fused_, l2normalization_backward_fused, l2normalization_fused, l2normalization_fwd_fused, "
         "no_torch_dynamo, set_jit_fusion_options, warmup_jit_*",

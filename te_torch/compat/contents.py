@@ -26,6 +26,7 @@ from te_torch.base.module import BaseModule
 from te_torch.custom_recipes import quantizer_factories, quantizer_factory_zoo
 from te_torch.tensors import float8, float8_blockwise, hybrid, identity, mxfp8, nvfp4
 from te_torch.tensors import utils as _tensor_utils
+from te_torch.training.graphs import make as _graphs
 
 ROOT = "transformer_engine"
 #: Of the API that the name stands for; ours is beside it, as `__te_runtime__`.
@@ -67,6 +68,7 @@ _SAVING = (
     "restore_from_saved",
     "restore_from_func_ctx",
 )
+_GRAPHS = ("graph_pool_handle", "is_graph_capturing", "make_graphed_callables", "set_capture_end", "set_capture_start")
 _TENSOR_UTILS = (
     "replace_raw_data",
     "quantize_master_weights",
@@ -122,6 +124,7 @@ DEFINED: dict[str, dict[str, Any]] = {
     "pytorch.custom_recipes.quantizer_factories": _ending(quantizer_factories, "_factory"),
     "pytorch.custom_recipes.quantizer_factory_zoo": _ending(quantizer_factory_zoo, "_factory"),
     "pytorch.distributed": _of(te_torch, ("checkpoint",)),
+    "pytorch.graph": _of(_graphs, _GRAPHS),
     "pytorch.module.base": {
         "TransformerEngineBaseModule": BaseModule,
         # Whether a GEMM accumulates in full precision where the recipe does not say.
