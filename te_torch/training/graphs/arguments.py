@@ -57,7 +57,7 @@ def newer(given: dict[str, Any]) -> dict[str, Any]:
                 raise ArgumentError(
                     OPERATION, f"both {old} and {new}", "one of the two, which are the same", f"leave {old} out"
                 )
-            warnings.warn(f"{OPERATION}: {old} is the older name of {new}", DeprecationWarning, stacklevel=4)
+            warnings.warn(f"{OPERATION}: {old} is the older name of {new}", DeprecationWarning, stacklevel=3)
         found[new] = given[old] if given[new] is None else given[new]
     for name in ("calibrating", "cache_quantized_params"):
         if found[name] not in (None, True, False):

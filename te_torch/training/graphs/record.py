@@ -87,8 +87,7 @@ class _Spot:
         self.parameter = parameter
         #: The buffers of a quantized one that were there; another one may be made of them later.
         self.parts: list[str] | None = _buffers_of(parameter)
-        fused = isinstance(module, BaseModule) and module.fuse_wgrad_accumulation
-        self.main = main_grad(parameter) if fused and name in module._weight_names() else None
+        self.main = main_grad(parameter) if isinstance(module, BaseModule) and module.fuse_wgrad_accumulation else None
         self.addresses = self._addresses()
 
     def _addresses(self) -> list[int]:
@@ -108,7 +107,7 @@ class _Spot:
 
 
 def _buffers_of(parameter: Any) -> list[str] | None:
-    return parameter._inner_names() if isinstance(parameter, QuantizedTorch) else None  # type: ignore[operator]
+    return parameter._inner_names() if isinstance(parameter, QuantizedTorch) else None
 
 
 def _addresses(state: ScalingState) -> list[int]:

@@ -136,22 +136,25 @@ class Unit:
         """Its backward, by which the parameters that have no gradient are found."""
         if self.grad_outputs:
             self.call_hooks("backward_pre_hooks")
-            self._sort_out(self.backward())
+            grads = self.backward()
+            self._check_inputs(grads)
+            self._sort_out(grads[self._inputs_with_grad() :])
             self.call_hooks("backward_hooks")
         self.live = []
         self.warmed += 1
 
-    def _sort_out(self, grads: list[torch.Tensor | None]) -> None:
-        """Forget the parameters without a gradient, in the first run; raise for inputs without one."""
-        count = len(grads) - len(self.parameters)
-        if any(g is None for g in grads[:count]) and not self.options.allow_unused:
+    def _check_inputs(self, grads: list[torch.Tensor | None]) -> None:
+        if any(g is None for g in grads[: self._inputs_with_grad()]) and not self.options.allow_unused:
             raise UnsupportedError(
                 OPERATION,
                 f"sample_args of {type(self.module).__name__} that require grad and get none",
                 "inputs that the outputs depend on",
                 "clear requires_grad of the others, or pass allow_unused_input=True",
             )
-        used = [p for p, grad in zip(self.parameters, grads[count:], strict=True) if grad is not None]
+
+    def _sort_out(self, grads: list[torch.Tensor | None]) -> None:
+        """Forget the parameters without a gradient, in the first run."""
+        used = [p for p, grad in zip(self.parameters, grads, strict=True) if grad is not None]
         if self.warmed and len(used) != len(self.parameters):
             raise UnsupportedError(
                 OPERATION,
@@ -199,9 +202,7 @@ class Unit:
         self.call_hooks("backward_pre_hooks")
         self.grads = self.capture("backward", self.backward, generators, pool)
         self.call_hooks("backward_hooks")
-        if not self.warmed:
-            self._sort_out(self.grads)
-            self.grads = [g for i, g in enumerate(self.grads) if g is not None or i < self._inputs_with_grad()]
+        self._check_inputs(self.grads)
         self.told = [p for p in flags if p.grad_added_to_main_grad]
         self._captured()
 
