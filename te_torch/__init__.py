@@ -52,8 +52,9 @@ __all__ = [
     "TransformerLayer", "autocast", "checkpoint", "constants", "convert", "deinterleave_glu_tensor", "fp8_autocast",
     "fp8_model_init", "get_cudnn_version", "get_default_recipe", "get_device_compute_capability",
     "interleave_glu_tensor", "is_bf16_available", "is_fp8_available", "is_fp8_block_scaling_available",
-    "is_mxfp8_available", "is_nvfp4_available", "make_graphed_callables", "measure_saved", "memory_report", "nonfinite_report",
-    "plain_state_dict", "precision_report", "prepare_state", "quantized_model_init", "register_norm", *_tensors,
+    "is_mxfp8_available", "is_nvfp4_available", "make_graphed_callables", "measure_saved", "memory_report",
+    "nonfinite_report", "plain_state_dict", "precision_report", "prepare_state", "quantized_model_init",
+    "register_norm", *_tensors,
 ]  # fmt: skip
 
 __getattr__ = not_built.getter(__name__, "pytorch", not_built.BEHIND_ALIAS)

@@ -248,7 +248,7 @@ def test_orders_that_are_refused(case: str) -> None:
 
 
 def test_the_alias() -> None:
-    import te_torch.compat  # noqa: F401
+    import te_torch.compat
 
     try:
         import transformer_engine.pytorch as documented

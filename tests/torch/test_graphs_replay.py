@@ -1,5 +1,5 @@
-"""make_graphed_callables on a device that runs the captured Python again (tests/fake_graphs.py): what replays mark, what
-they refuse, what capture leaves behind. What only a GPU shows is in test_graphs.py.
+"""make_graphed_callables on a device that runs the captured Python again (tests/fake_graphs.py): what replays mark and
+refuse, what capture leaves behind. What only a GPU shows is in test_graphs.py.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from te_torch import state as scaling
 from te_torch.training.graphs import device as seam
 from te_torch.training.graphs import make as graphs
 from tests.fake_graphs import FakeDevice
-from tests.module_steps import fp8_state, randomise, values
+from tests.graph_steps import PIPELINES, Pipeline
+from tests.module_steps import differences, fp8_state, randomise, values
 
 WIDTH = 32
 DELAYED = DelayedScaling(amax_history_len=3)
@@ -115,11 +116,6 @@ def step(call: Any, owner: torch.nn.Module, i: int, recipe: str | None, late: bo
     return found | fp8_state(owner)
 
 
-def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> list[str]:
-    assert set(a) == set(b), set(a) ^ set(b)
-    return [name for name in a if not torch.equal(a[name], b[name])]
-
-
 MODULES: dict[str, Callable[[], torch.nn.Module]] = {
     "Linear": linear,
     "LayerNormMLP": mlp,
@@ -139,7 +135,7 @@ def test_replays_are_eager_steps(name: str, late: bool, recipe: str | None, fake
     graphed = graph(fake, module, recipe)
     assert graphed is module
     for i in range(5):
-        assert not same(step(graphed, module, i, recipe, late), step(eager, eager, i, recipe, late)), i
+        assert not differences(step(graphed, module, i, recipe, late), step(eager, eager, i, recipe, late)), i
     assert fake.graphs[0].replays == 5
     if recipe == "delayed":
         assert all((t != 1).any() for n, t in fp8_state(module).items() if "scale" in n)
@@ -153,7 +149,7 @@ def test_containers_and_keyword_arguments(recipe: str | None, fake: FakeDevice) 
     for i in range(3):
         shift = values(WIDTH, seed=50 + i)
         a, b = (step(call, call, i, recipe, shift=shift) for call in (graphed, eager))
-        assert not same(a, b), i
+        assert not differences(a, b), i
 
 
 @pytest.mark.parametrize("around", [False, True])
@@ -164,7 +160,7 @@ def test_a_region_of_its_own(around: bool, fake: FakeDevice) -> None:
     graphed = graph(fake, module, None)
     for i in range(3):
         recipe = "delayed" if around else None
-        assert not same(step(graphed, module, i, recipe), step(eager, eager, i, recipe)), i
+        assert not differences(step(graphed, module, i, recipe), step(eager, eager, i, recipe)), i
     with torch.no_grad():  # nothing is updated
         before = fp8_state(module)["inner.fp8_state.scale_fwd"]
         graphed(number(9))
@@ -182,7 +178,7 @@ def test_several_microbatches_in_one_region(fake: FakeDevice) -> None:
                 for j in range(2):
                     y = call(number(2 * i + j).requires_grad_())
                     y.sum().backward()
-        assert not same(fp8_state(module), fp8_state(eager))
+        assert not differences(fp8_state(module), fp8_state(eager))
 
 
 @pytest.mark.parametrize("ran_before", [False, True])
@@ -336,7 +332,7 @@ def test_memory_that_stays_is_replayed(fake: FakeDevice) -> None:
             with torch.no_grad():
                 for p in owner.parameters():
                     p.mul_(0.9)
-        assert not same(step(graphed, module, round_, "delayed"), step(eager, eager, round_, "delayed")), round_
+        assert not differences(step(graphed, module, round_, "delayed"), step(eager, eager, round_, "delayed")), round_
 
 
 def test_histories_of_another_length_are_refused(fake: FakeDevice) -> None:
@@ -426,7 +422,7 @@ def test_state_dict_and_copies(fake: FakeDevice) -> None:
     for other in (copy.deepcopy(graphed), torch.load(file, weights_only=False)):
         eager = mlp()
         eager.load_state_dict(other.state_dict())
-        assert not same(step(other, other, 2, "delayed"), step(eager, eager, 2, "delayed"))
+        assert not differences(step(other, other, 2, "delayed"), step(eager, eager, 2, "delayed"))
         other.reset(), other.backward_dw()
         with torch.no_grad():
             other.fc1_weight.add_(1)
@@ -511,7 +507,7 @@ def test_no_warm_up(count: int, fake: FakeDevice) -> None:
         eager = copy.deepcopy(module)
         graphed = graph(fake, module, num_warmup_iters=count)
         for i in range(2):
-            assert not same(step(graphed, module, i, "delayed"), step(eager, eager, i, "delayed"))
+            assert not differences(step(graphed, module, i, "delayed"), step(eager, eager, i, "delayed"))
 
 
 def test_unused_inputs(fake: FakeDevice) -> None:
@@ -555,12 +551,12 @@ def test_cached_weights(split: bool, fake: FakeDevice) -> None:
         firsts = (True, False, False)
         if changed:
             a = cached_steps(graphed, module, firsts)
-            assert not same(a, cached_steps(eager, eager, firsts))
+            assert not differences(a, cached_steps(eager, eager, firsts))
             for owner in (module, eager):
                 with torch.no_grad():
                     next(p for p in owner.parameters() if p.ndim == 2).mul_(2)
             firsts = (False, False)
-        assert not same(cached_steps(graphed, module, firsts), cached_steps(eager, eager, firsts))
+        assert not differences(cached_steps(graphed, module, firsts), cached_steps(eager, eager, firsts))
         assert casts.replays == number_of_casts
     assert forward.replays == 3 + 3 + 3 + 2
     assert not module._weight_cache
@@ -656,67 +652,13 @@ def test_delayed_gradients(fake: FakeDevice) -> None:
 # ------------------------------------------------------------------------------------------------- pipelines
 
 
-class Pipeline:
-    """Layers in chunks, run in an order, by functions or eagerly."""
-
-    def __init__(self, layers: list[torch.nn.Module], chunks: list[int], order: list[float]) -> None:
-        self.layers, self.order = layers, order
-        self.firsts = [sum(chunks[:c]) for c in range(len(chunks))]
-        self.chunks = chunks
-        self.microbatches = order.count(1)
-
-    def run(self, functions: Any) -> dict[str, torch.Tensor]:
-        done: dict[Any, int] = {}
-        inputs: dict[Any, torch.Tensor] = {}
-        outputs: dict[Any, torch.Tensor] = {}
-        found: dict[str, torch.Tensor] = {}
-        with region("delayed"):
-            for entry in self.order:
-                c = int(abs(entry)) if entry == int(entry) else abs(-int(-entry // 1))
-                kind = "w" if entry != int(entry) else "f" if entry > 0 else "b"
-                m = done[kind, c] = done.get((kind, c), -1) + 1
-                calls = [self.call(functions, c - 1, m, k) for k in range(self.chunks[c - 1])]
-                if kind == "f":
-                    inputs[c, m] = y = number(10 * c + m).requires_grad_()
-                    for call in calls:
-                        y = call(y)
-                    outputs[c, m] = y
-                    found[f"y{c}{m}"] = y.detach().clone()
-                elif kind == "b":
-                    outputs.pop((c, m)).sum().mul(m + 1).backward()
-                    found[f"dx{c}{m}"] = inputs[c, m].grad.clone()
-                else:
-                    for call in calls:
-                        call.backward_dw()
-        for i, layer in enumerate(self.layers):
-            found |= {f"{i}.{n}": p.grad.clone() for n, p in layer.named_parameters()} | {
-                f"{i}.{n}": t for n, t in fp8_state(layer).items()
-            }
-            layer.zero_grad(set_to_none=True)
-        return found
-
-    def call(self, functions: Any, c: int, m: int, k: int) -> Any:
-        if functions is None:
-            return self.layers[self.firsts[c] + k]
-        return functions[self.firsts[c] * self.microbatches + m * self.chunks[c] + k]
-
-
-PIPELINES: dict[str, tuple[list[int], Any, list[float]]] = {
-    "1F1B": ([2], None, [1, 1, -1, 1, -1, -1]),
-    "interleaved": ([1, 1], None, [1, 1, 2, 2, -2, -2, -1, -1]),
-    "unequal": ([2, 1], [2, 1], [1, 2, -2, -1, 1, 2, -2, -1]),
-    "apart": ([1, 1], 1, [1, 1, 2, 2, -2, -2.5, -2, -1, -2.5, -1, -1.5, -1.5]),
-    "apart, by forwards": ([1], None, [1, -1, 0.5, 1, -1, 0.5]),
-}
-
-
 @pytest.mark.parametrize("reuse", [False, True])
 @pytest.mark.parametrize("name", PIPELINES)
 def test_pipelines(name: str, reuse: bool, fake: FakeDevice) -> None:
     chunks, given, order = PIPELINES[name]
     layers = tuple(linear(delay_wgrad_compute="apart" in name) for _ in range(sum(chunks)))
     eager = copy.deepcopy(layers)
-    pipeline = Pipeline(list(layers), chunks, order)
+    pipeline = Pipeline(list(layers), chunks, order, DELAYED, number)
     x = number(0).requires_grad_()
     samples = tuple((x,) for _ in range(len(layers) * pipeline.microbatches))
     fake.roots = layers
@@ -724,9 +666,9 @@ def test_pipelines(name: str, reuse: bool, fake: FakeDevice) -> None:
     functions = graph(fake, layers, sample=samples, _order=order, **options)
     assert type(functions) is tuple and len(functions) == len(samples)
     assert all("forward" not in layer.__dict__ for layer in layers)
-    other = Pipeline(list(eager), chunks, order)
+    other = Pipeline(list(eager), chunks, order, DELAYED, number)
     for _ in range(3):
-        assert not same(pipeline.run(functions), other.run(None))
+        assert not differences(pipeline.run(functions), other.run(None))
     statics = {f.__closure__[0].cell_contents.unit.inputs[0].data_ptr() for f in functions}
     overlap = {"1F1B": 2 * 2, "interleaved": 2 * 2, "unequal": 3, "apart": 4, "apart, by forwards": 1}
     assert len(statics) == (overlap[name] if reuse else len(functions))

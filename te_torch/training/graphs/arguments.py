@@ -151,8 +151,8 @@ def samples(given: Any, kwargs: Any, several: bool) -> list[tuple[tuple[Any, ...
     """(arguments, keyword arguments) of each callable."""
     if not isinstance(given, tuple | list):
         raise TypeError(
-            f"{OPERATION}: got sample_args of {type(given).__name__}. Allowed: a tuple of tensors, or of such tuples for "
-            "several callables. To do: wrap it in a tuple."
+            f"{OPERATION}: got sample_args of {type(given).__name__}. Allowed: a tuple of tensors, or of such tuples "
+            "for several callables. To do: wrap it in a tuple."
         )
     args = list(given) if several else [given]
     for one in args:

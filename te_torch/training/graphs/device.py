@@ -51,12 +51,12 @@ class Cuda:
     def require(self, tensors: Iterable[torch.Tensor]) -> None:
         """Raise for what cannot be captured."""
         for t in tensors:
-            if t.device.type != "cuda":
+            if t.device.type != "cuda" or t.get_device() != torch.cuda.current_device():
                 raise UnsupportedError(
                     OPERATION,
                     f"a tensor on {t.device}",
-                    "parameters and sample_args on a CUDA device",
-                    "move them there",
+                    "parameters and sample_args on the current CUDA device",
+                    "move them there, or call torch.cuda.set_device",
                 )
 
     def pool(self) -> Any:

@@ -167,7 +167,7 @@ class Record:
                 _refuse(self.module, f"whose parameter {spot.name} lies elsewhere than at the capture")
 
     def mark_forward(self) -> bool:
-        """Mark the states as an eager forward does; whether they are to be updated now, as the caller is in no region."""
+        """Mark the states as an eager forward does; whether to update them now, as the caller is in no region."""
         region = active.region
         for place in self.forward:
             inner = not self.how.number  # the callable enters its own region, whose group it is
