@@ -1,4 +1,4 @@
-"""A pipeline's schedule, run by graphed functions or eagerly."""
+"""What the tests of graphed callables share: small modules and steps of them, a pipeline's schedule."""
 
 from __future__ import annotations
 
@@ -8,8 +8,59 @@ from typing import Any
 import torch
 
 import te_torch as te
-from te_core.recipe import Recipe
-from tests.module_steps import fp8_state
+from te_core.recipe import DelayedScaling, Float8CurrentScaling, Recipe
+from tests.fake_graphs import FakeDevice
+from tests.module_steps import fp8_state, randomise, values
+
+WIDTH = 32
+DELAYED = DelayedScaling(amax_history_len=3)
+CURRENT = Float8CurrentScaling()
+RECIPES = {None: None, "delayed": DELAYED, "current": CURRENT}
+
+
+def region(recipe: str | None, **options: Any) -> te.autocast:
+    return te.autocast(enabled=recipe is not None, recipe=RECIPES[recipe], **options)
+
+
+def linear(**options: Any) -> te.Linear:
+    module = te.Linear(WIDTH, WIDTH, device="cpu", **options)
+    randomise(module)
+    return module
+
+
+def mlp(**options: Any) -> te.LayerNormMLP:
+    module = te.LayerNormMLP(WIDTH, 48, device="cpu", **options)
+    randomise(module)
+    return module
+
+
+def number(i: int, rows: int = 6) -> torch.Tensor:
+    """An input, larger from step to step."""
+    return values(rows, WIDTH, seed=i) * (1 + i)
+
+
+def graph(fake: FakeDevice, module: Any, recipe: str | None = "delayed", sample: Any = None, **options: Any) -> Any:
+    fake.roots = module if isinstance(module, tuple) else (module,)
+    sample = (number(0).requires_grad_(),) if sample is None else sample
+    return te.make_graphed_callables(module, sample, enabled=recipe is not None, recipe=RECIPES[recipe], **options)
+
+
+def step(call: Any, owner: torch.nn.Module, i: int, recipe: str | None, late: bool = True, **kwargs: Any) -> Any:
+    """Everything that one step gives and leaves; its backward is behind the region, or (not late) inside."""
+    x = number(i).requires_grad_()
+    with region(recipe):
+        out = call(x, **kwargs)
+        y = out["y"] if isinstance(out, dict) else out
+        if not late:
+            y.backward(values(*y.shape, seed=100 + i) * (1 + i))
+    if late:
+        y.backward(values(*y.shape, seed=100 + i) * (1 + i))
+    found = {"y": y.detach().clone(), "dx": x.grad}
+    if isinstance(out, dict):
+        found["where"] = out["where"].clone()
+    found |= {n: p.grad.clone() for n, p in owner.named_parameters() if p.grad is not None}
+    owner.zero_grad(set_to_none=True)
+    return found | fp8_state(owner)
 
 
 class Pipeline:
