@@ -46,6 +46,11 @@ BENCHMARKS = {
         columns=("case", "recipe", "fwd us", "fwd+bwd us", "of_linear fwd", "of_linear", "target", "ok"),
         ratio="of_linear", reference="host time, 1 = torch.nn.Linear in the same process", on_cpu=True,
     ),
+    "graphs": Benchmark(
+        columns=("case", "recipe", "eager wall us", "wall us", "eager events us", "events us", "eager gpu us",
+                 "gpu us", "of_eager"),
+        ratio="of_eager", reference="time of a step, 1 = the same step eagerly in the same process",
+    ),
     "attention_kernels": Benchmark(columns=("case", "shape", "us", "of_copy", "TB/s")),
     "training": Benchmark(
         columns=("case", "recipe", "seed", "last loss", "of_bf16", "held-out loss", "below unigram", "seconds", "ok"),

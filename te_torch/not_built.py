@@ -58,7 +58,6 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         "destroy_ub": _OVERLAP,
         "initialize_ub": _OVERLAP,
         "load_framework_extension": "nothing: there is no extension to load",
-        "make_graphed_callables": "torch.cuda.make_graphed_callables, or a capture by torch.cuda.graph",
         "newton_schulz": _MUON,
         "onnx_export": _EXPORT,
         "parallel_cross_entropy": "torch.nn.functional.cross_entropy on whole rows, in float32",
@@ -161,10 +160,6 @@ MODULES: Mapping[str, tuple[str, str]] = {
         "torch.distributed.all_to_all_single",
     ),
     "pytorch.export": ("assert_warmed_up, is_in_onnx_export_mode, onnx_export, te_translation_table", _EXPORT),
-    "pytorch.graph": (
-        "graph_pool_handle, is_graph_capturing, make_graphed_callables, set_capture_end, set_capture_start",
-        "torch.cuda.make_graphed_callables, torch.cuda.is_current_stream_capturing",
-    ),
     "pytorch.jit": (
         "dgelu_fused_, l2normalization_backward_fused, l2normalization_fused, l2normalization_fwd_fused, "
         "no_torch_dynamo, set_jit_fusion_options, warmup_jit_*",

@@ -15,7 +15,8 @@ from __future__ import annotations
 import itertools
 import warnings
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -243,6 +244,10 @@ class ScalingState(torch.nn.Module):
         if not recompute:
             self.__dict__["due"] = True  # Module.__setattr__ would cost a microsecond
             return views[0]
+        if _noted and (notes := _noted.get(self.token)) is not None:
+            notes.again[self.token] = None
+            if (kept := notes.scales.get(self.token)) is not None:
+                return Scales(to_core(kept), None, views[0].backward_scale, views[0].backward_amax)
         return views[2 if self.due else 1]
 
     def core(self, direction: int, limit: float) -> CoreState:
@@ -445,10 +450,39 @@ def ran_backward(state: ScalingState, within: int = -1) -> None:
     `within` is the pass in which the forward was recomputed, if it was: a reentrant checkpoint then runs the
     backward in an inner pass of its own, but it is the outer one that counts.
     """
+    if _noted and (notes := _noted.get(state.token)) is not None:
+        notes.backward[state.token] = None
+        return
     waiting = _pending.get(within)
     if waiting is None:
         waiting = _pending[this_pass()]
     waiting.append(state.token)
+
+
+class Notes:
+    """What a capture learns of states, which it must not mark as run: only replays run (te_torch.training.graphs)."""
+
+    def __init__(self) -> None:
+        self.backward: dict[int, None] = {}  # tokens whose backward ran, in this order
+        self.again: dict[int, None] = {}  # tokens whose forward a checkpoint ran again
+        # What these read then: replays may update between a forward and its backward or not, a captured address knows
+        # of one of the two.
+        self.scales: dict[int, torch.Tensor] = {}
+
+
+_noted: dict[int, Notes] = {}  # by token: states in a backward that is warmed up or captured
+
+
+@contextmanager
+def noting(tokens: Iterable[int], notes: Notes) -> Iterator[None]:
+    """Inside, a backward of these states is noted here, and no update waits for it."""
+    own = dict.fromkeys(tokens, notes)
+    _noted.update(own)
+    try:
+        yield
+    finally:
+        for token in own:
+            _noted.pop(token, None)
 
 
 def this_pass() -> int:

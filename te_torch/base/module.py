@@ -116,6 +116,8 @@ class BaseModule(Documented, CallingModule):
     #: Roles of a quantized output and input gradient under a custom recipe; None: the factory is not asked for them.
     output_quantizer_role: Any = None
     grad_input_quantizer_role: Any = None
+    #: What a capture says of the microbatch where the caller does not; `_special` is set then.
+    _microbatch: bool | None = None
     fp8_state: ScalingState | None
 
     def __init__(self, name: str | None = None) -> None:
@@ -320,6 +322,8 @@ class BaseModule(Documented, CallingModule):
             if self._special:
                 _refuse_traced_gradients()
             return None  # a compiled graph quantizes its weights in every microbatch
+        if first_microbatch is None:
+            first_microbatch = self._microbatch
         scales = None if state is None else state.scales(recompute)
         precisions = [self._precision(precision, i) if precision else None for i in range(len(weights))]
         return extra_for(self, names, weights, [self._parts_of(n) for n in names], precisions, scales, first_microbatch)

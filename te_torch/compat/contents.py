@@ -30,6 +30,7 @@ from te_torch.training import checkpoint as _checkpoint
 from te_torch.training import distributed as _distributed
 from te_torch.training import offload as _offload
 from te_torch.training import rng as _rng
+from te_torch.training.graphs import make as _graphs
 
 ROOT = "transformer_engine"
 #: Of the API that the name stands for; ours is beside it, as `__te_runtime__`.
@@ -79,6 +80,7 @@ _SAVING = (
     "restore_from_saved",
     "restore_from_func_ctx",
 )
+_GRAPHS = ("graph_pool_handle", "is_graph_capturing", "make_graphed_callables", "set_capture_end", "set_capture_start")
 _TENSOR_UTILS = (
     "replace_raw_data",
     "quantize_master_weights",
@@ -159,6 +161,7 @@ DEFINED: dict[str, dict[str, Any]] = {
     | _of(_rng, _RNG)
     | _of(_distributed, _RANKS)
     | {"checkpoint": te_torch.checkpoint},
+    "pytorch.graph": _of(_graphs, _GRAPHS),
     "pytorch.module.base": {
         "TransformerEngineBaseModule": BaseModule,
         # Whether a GEMM accumulates in full precision where the recipe does not say.
