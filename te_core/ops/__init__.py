@@ -12,8 +12,6 @@ attention_backward = explained(raw.attention_backward)
 attention_forward = explained(raw.attention_forward)
 attention_fp8_backward = explained(raw.attention_fp8_backward)
 attention_fp8_forward = explained(raw.attention_fp8_forward)
-attention_scored_backward = explained(raw.attention_scored_backward)
-attention_scored_forward = explained(raw.attention_scored_forward)
 bias_dropout_add = explained(raw.bias_dropout_add)
 bias_dropout_add_backward = explained(raw.bias_dropout_add_backward)
 column_sum = explained(raw.column_sum)
@@ -47,8 +45,7 @@ update_scales = explained(raw.update_scales)
 
 __all__ = [
     "KVCache", "activation_backward", "activation_forward", "add", "amax", "attention_backward",
-    "attention_forward", "attention_fp8_backward", "attention_fp8_forward",
-    "attention_scored_backward", "attention_scored_forward", "bias_dropout_add",
+    "attention_forward", "attention_fp8_backward", "attention_fp8_forward", "bias_dropout_add",
     "bias_dropout_add_backward", "column_sum", "count_nonfinite", "dequantize", "gemm", "gemm_grouped",
     "gemm_quantized", "gemm_route", "is_gated", "kv_append", "kv_gather", "kv_move", "l2_norm_backward",
     "l2_norm_forward", "norm_backward", "norm_forward", "packed_width", "plan_update", "quantize",
