@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from te_core import dtypes, ops
+from te_core import dtypes
 from te_core.attention import AttentionSpec, ScoreMod
 from te_core.backends.cuda import cudnn
 from te_core.errors import ArgumentError, UnsupportedError
+from te_core.ops import raw as ops
 from te_core.ops.attention_scored import Kept
 from te_core.runtime import Runtime
 from tests.core import fake_cudnn

@@ -420,39 +420,6 @@ def test_no_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     assert chosen(module, *tensors) is None
 
 
-BARE: dict[str, Any] = {"score_mod": "graph", **spec(right=-1), "mask": "no_mask"}
-
-
-@pytest.mark.parametrize(
-    ("changes", "part"),
-    [
-        ({}, None),
-        ({"device": None}, "needs a GPU"),
-        ({"mask": "causal"}, "attn_mask_type='no_mask', not 'causal'"),
-        (spec(right=-1, left=3), "a window"),
-        ({"dtype": dtypes.float32}, "float16 and bfloat16, not float32"),
-        ({"fp8": "delayed"}, "FP8"),
-        ({"fp8_output": True}, "FP8"),
-        ({"cached": True}, "KV cache"),
-        ({"checkpoint": True}, "checkpoint_core_attention"),
-        ({"gaps": True}, "pad_between_seqs"),
-        ({"num_splits": 2}, "num_splits=2"),
-        (spec(right=-1, bias="post_scale_bias"), "a bias and ALiBi"),
-        (spec(right=-1, bias="alibi"), "a bias and ALiBi"),
-        (spec(right=-1, softmax="learnable"), "softmax_type='learnable'"),
-        (spec(right=-1, softcap=1.0), "logit_softcap"),
-        (spec(right=-1, dropout=0.5), "dropout"),
-        (spec(right=-1, max_logit=True), "return_max_logit"),
-        ({"spec": replace(THD["spec"], right=-1)}, "sbhd and bshd"),
-    ],
-)
-def test_the_graph_of_a_score_mod(changes: dict[str, Any], part: str | None, cudnn: Any) -> None:
-    """FusedAttention alone builds it, and what else is asked for excludes it."""
-    found = choose.eligible(replace(PLAIN, **{**BARE, **changes}))
-    assert all(reason for name, reason in found.items() if name != FUSED), found
-    assert found[FUSED] is None if part is None else part in (found[FUSED] or ""), found[FUSED]
-
-
 def test_score_mod_is_refused_with_reasons() -> None:
     with pytest.raises(ValueError, match="a score_mod needs a GPU .torch_score_mod is its form"):
         DotProductAttention(4, 16, 2)(*inputs(), score_mod=lambda *a: a)

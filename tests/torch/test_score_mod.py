@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from te_core import dtypes
 from te_core.backends.cuda import cudnn
 from te_core.errors import ArgumentError, UnsupportedError
+from te_torch.attention import choose
 from te_torch.attention import score_mod as functions
 from te_torch.attention.dot_product import DotProductAttention
 from te_torch.attention.inference import InferenceParams
 from tests.backends import devices, requires_cuda
 from tests.module_steps import values
+from tests.torch.test_attention_choice import PLAIN, THD, spec
 
 on_devices = pytest.mark.parametrize("device", devices())
 B, S, HEADS, GROUPS, D = 2, 24, 4, 2, 16
@@ -212,6 +216,40 @@ def test_arguments_that_are_refused(options: dict[str, Any], part: str) -> None:
     with pytest.raises(AssertionError) as caught:
         attention()(*qkv("cpu"), **options)
     assert isinstance(caught.value, ArgumentError) and part in str(caught.value) and "To do: " in str(caught.value)
+
+
+BARE: dict[str, Any] = {"score_mod": "graph", **spec(right=-1), "mask": "no_mask"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "part"),
+    [
+        ({}, None),
+        ({"device": None}, "needs a GPU"),
+        ({"mask": "causal"}, "attn_mask_type='no_mask', not 'causal'"),
+        (spec(right=-1, left=3), "a window"),
+        ({"dtype": dtypes.float32}, "float16 and bfloat16, not float32"),
+        ({"fp8": "delayed"}, "FP8"),
+        ({"fp8_output": True}, "FP8"),
+        ({"cached": True}, "KV cache"),
+        ({"checkpoint": True}, "checkpoint_core_attention"),
+        ({"gaps": True}, "pad_between_seqs"),
+        ({"num_splits": 2}, "num_splits=2"),
+        (spec(right=-1, bias="post_scale_bias"), "a bias and ALiBi"),
+        (spec(right=-1, bias="alibi"), "a bias and ALiBi"),
+        (spec(right=-1, softmax="learnable"), "softmax_type='learnable'"),
+        (spec(right=-1, softcap=1.0), "logit_softcap"),
+        (spec(right=-1, dropout=0.5), "dropout"),
+        (spec(right=-1, max_logit=True), "return_max_logit"),
+        ({"spec": replace(THD["spec"], right=-1)}, "sbhd and bshd"),
+    ],
+)
+def test_the_graph_of_a_score_mod(changes: dict[str, Any], part: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FusedAttention alone builds it, and what else is asked for excludes it."""
+    monkeypatch.setattr(choose, "cudnn_attention", lambda *_, **__: (True, ""))
+    found = choose.eligible(replace(PLAIN, **{**BARE, **changes}))
+    assert all(reason for name, reason in found.items() if name != choose.FUSED), found
+    assert found[choose.FUSED] is None if part is None else part in (found[choose.FUSED] or ""), found[choose.FUSED]
 
 
 def test_a_graph_on_the_cpu_names_the_other_form() -> None:
