@@ -35,6 +35,7 @@ class FakeGraph:
         finally:
             self.device.inside = None
         self.device.graphs.append(self)
+        self.due = self._due()  # what a captured address stands for
         return self.made
 
     def replay(self) -> None:
@@ -51,9 +52,14 @@ class FakeGraph:
     def reset(self) -> None:
         self.work = self.made = None
 
+    def _due(self) -> dict[Any, bool]:
+        return {m.fp8_state: m.fp8_state.due for m, _ in self.seen if m.fp8_state is not None}
+
     @contextmanager
     def _as_it_was(self) -> Iterator[None]:
-        states = {m.fp8_state: m.fp8_state.due for m, _ in self.seen if m.fp8_state is not None}
+        states = self._due()
+        for state, due in self.due.items():
+            state.__dict__["due"] = due
         now = [(m, {name: m.__dict__.get(name) for name in _SEEN}) for m, _ in self.seen]
         for m, values in self.seen:
             m.__dict__.update(values)

@@ -158,6 +158,17 @@ def test_capture_leaves_nothing_behind(ran_before: bool, fake: FakeDevice) -> No
     assert not scaling._noted and not scaling._pending
 
 
+def test_a_step_updates_once(fake: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a capture not at all: what it captured would reduce over processes, and update, inside of the graph."""
+    directions: list[int] = []
+    monkeypatch.setattr(scaling.amax_reduction, "reduce", lambda states, direction, key: directions.append(direction))
+    module = mlp()
+    graphed = graph(fake, module)
+    assert directions == []
+    step(graphed, module, 1, "delayed")
+    assert directions == [scaling.FORWARD, scaling.BACKWARD]
+
+
 def test_random_numbers_of_a_tracker_are_put_back(fake: FakeDevice) -> None:
     class Tracker:
         def __init__(self) -> None:
