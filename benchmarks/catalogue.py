@@ -52,6 +52,7 @@ BENCHMARKS = {
         ratio="of_eager", reference="time of a step, 1 = the same step eagerly in the same process",
     ),
     "attention_kernels": Benchmark(columns=("case", "shape", "us", "of_copy", "TB/s")),
+    "moe": Benchmark(columns=("case", "shape", "us", "of_copy", "TB/s", "target", "ok")),
     "training": Benchmark(
         columns=("case", "recipe", "seed", "last loss", "of_bf16", "held-out loss", "below unigram", "seconds", "ok"),
         ratio="of_bf16", reference="training loss, 1 = bf16", on_cpu=True,
