@@ -53,6 +53,11 @@ BENCHMARKS = {
     ),
     "attention_kernels": Benchmark(columns=("case", "shape", "us", "of_copy", "TB/s")),
     "moe": Benchmark(columns=("case", "shape", "us", "of_copy", "TB/s", "target", "ok")),
+    "offload": Benchmark(
+        columns=("case", "recipe", "ms", "offloaded ms", "of_plain", "MiB away", "peak MiB", "offloaded peak MiB",
+                 "copy ms", "behind ms", "overlap", "target", "ok"),
+        ratio="of_plain", reference="fwd+bwd GPU time, 1 = without offloading in the same process",
+    ),
     "training": Benchmark(
         columns=("case", "recipe", "seed", "last loss", "of_bf16", "held-out loss", "below unigram", "seconds", "ok"),
         ratio="of_bf16", reference="training loss, 1 = bf16", on_cpu=True,

@@ -1,13 +1,15 @@
 """A device that is not there, for offloading: CPU tensors count as a device's, and what is done is noted in order.
 
 Copies are late: a copy's bytes move when somebody waits for it, or when the next copy begins, as a slow bus would do.
-Memory that is to be filled holds ones until then, so whoever reads before waiting computes nonsense.
+Memory that is to be filled holds ones until then, so whoever reads before waiting computes nonsense, and what is let go
+of before its copy was made is noticed.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -26,7 +28,7 @@ class RecordedSide:
         self.in_capture = False
         self.buffers = 0  # of the host that were made
         self._hosts: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()  # by id
-        self._waiting: list[tuple[object, list[Pair]]] = []
+        self._waiting: list[tuple[object, list[tuple[torch.Tensor, Callable[[], torch.Tensor | None]]]]] = []
 
     def host(self, nbytes: int) -> torch.Tensor:
         """Memory that counts as pinned."""
@@ -48,9 +50,12 @@ class RecordedSide:
         """Note the copies; they are made when somebody waits."""
         self._settle(None)
         ticket = object()
+        late: list[tuple[torch.Tensor, Callable[[], torch.Tensor | None]]] = []
         for to, source in pairs:
-            self.copied.append(("out" if id(to) in self._hosts else "back", source.numel()))
-        self._waiting.append((ticket, list(pairs)))
+            out = id(to) in self._hosts
+            self.copied.append(("out" if out else "back", source.numel()))
+            late.append((to, weakref.ref(source) if out else partial(_itself, source)))
+        self._waiting.append((ticket, late))
         return ticket
 
     def wait(self, ticket: Any) -> None:
@@ -61,14 +66,17 @@ class RecordedSide:
         if ticket is None or any(t is ticket for t, _ in self._waiting):
             while self._waiting:
                 done, pairs = self._waiting.pop(0)
-                for to, source in pairs:
+                for to, find in pairs:
+                    source = find()
+                    assert source is not None, "memory was let go of before the copy of it was made"
                     to.copy_(source)
                 if done is ticket:
                     break
 
     def forget(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Note how many copies nobody will wait for."""
+        """Note how many copies nobody will wait for; they are made."""
         self.forgotten += len(list(tensors))
+        self._settle(None)
 
     def capturing(self) -> bool:
         """Whether a test says that a capture runs."""
@@ -77,6 +85,10 @@ class RecordedSide:
     def moved(self, way: str) -> int:
         """Bytes that went this way."""
         return sum(n for direction, n in self.copied if direction == way)
+
+
+def _itself(t: torch.Tensor) -> torch.Tensor:
+    return t
 
 
 @pytest.fixture
