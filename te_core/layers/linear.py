@@ -210,6 +210,12 @@ class Product(NamedTuple):
         itself = isinstance(kept_w, QuantizedTensor) and kept_w.owner is not None
         return saved(kept_x, spec.needs.weight), None if itself else saved(kept_w, spec.needs.input)
 
+    def kept_input(self, x: Made) -> Tensor | None:
+        """x as backward reads it, of a product that nobody inspects."""
+        precision, (high, uses) = self.spec.precision, x
+        found = uses.columns if precision is None or precision.backward is None else kept(high, uses, precision)
+        return saved(found, self.spec.needs.weight)
+
     def input_cast(self) -> tuple[Cast | None, bool]:
         """(how what computes x quantizes it on its way, if it can, whether x is read plain, too)."""
         spec, precision = self.spec, self.spec.precision

@@ -51,12 +51,11 @@ update_scales = explained(raw.update_scales)
 
 __all__ = [
     "KVCache", "activation_backward", "activation_forward", "add", "amax", "attention_backward",
-    "attention_forward", "attention_fp8_backward", "attention_fp8_forward", "attention_scored_backward",
-    "attention_scored_forward", "bias_dropout_add", "bias_dropout_add_backward", "chunk_row_map", "column_sum",
-    "count_nonfinite", "dequantize", "gemm", "gemm_grouped", "gemm_quantized", "gemm_route", "index_row_map",
-    "is_gated", "kv_append", "kv_gather", "kv_move", "l2_norm_backward", "l2_norm_forward", "mask_row_map",
-    "norm_backward", "norm_forward", "packed_width", "permute", "plan_update", "quantize", "quantize_grouped",
-    "quantize_many", "resize", "rope", "rope_qkv", "rope_qkv_backward", "run_update", "scale_pairs",
-    "softmax_backward", "softmax_forward", "swizzle_scales", "transpose", "unpermute", "unpermute_backward",
-    "update_scales",
+    "attention_forward", "attention_fp8_backward", "attention_fp8_forward", "bias_dropout_add",
+    "bias_dropout_add_backward", "chunk_row_map", "column_sum", "count_nonfinite", "dequantize", "gemm",
+    "gemm_grouped", "gemm_quantized", "gemm_route", "index_row_map", "is_gated", "kv_append", "kv_gather",
+    "kv_move", "l2_norm_backward", "l2_norm_forward", "mask_row_map", "norm_backward", "norm_forward",
+    "packed_width", "permute", "plan_update", "quantize", "quantize_grouped", "quantize_many", "resize", "rope",
+    "rope_qkv", "rope_qkv_backward", "run_update", "scale_pairs", "softmax_backward", "softmax_forward",
+    "swizzle_scales", "transpose", "unpermute", "unpermute_backward", "update_scales",
 ]  # fmt: skip

@@ -36,7 +36,13 @@ NORM_LINEAR = Layer(
 
 
 class NormParameters(BaseModule):
-    """A module that begins with a norm over its input: `layer_norm_weight`, `layer_norm_bias`."""
+    """A module that begins with a norm over its input: `layer_norm_weight`, `layer_norm_bias`.
+
+    With `recompute_norm_output = True`, an attribute to be set at any time, backward computes the norm's output again
+    instead of keeping it: a byte or two less for each element of the input, and no bit changes.
+    """
+
+    recompute_norm_output = False
 
     def _add_norm(self, width: int, normalization: str, eps: float, zero_centered: bool, **placement: Any) -> None:
         self.normalization, self.eps, self.zero_centered_gamma = normalization, eps, zero_centered
@@ -163,6 +169,7 @@ class LayerNormLinear(NormParameters, SplitParameters):
         added = None if self.return_bias else bias
         stream, more = (None, ()) if branch is None else enter_stream(branch, inp, grad)
         key = (
+            self.recompute_norm_output,
             self.training,
             stream,
             precision,
@@ -185,7 +192,9 @@ class LayerNormLinear(NormParameters, SplitParameters):
             outputs = (outputs[0], empty_bias(outputs[0]) if bias is None else bias, *outputs[1:])
         return outputs if len(outputs) > 1 else outputs[0]
 
-    def _new_call(self, training: bool, stream: Any, precision: int, dtype: torch.dtype, *key: Any) -> Call:
-        linear = self._linear_spec(precision, dtype, *key)
-        spec = core.NormLinearSpec(self._norm_spec(dtype), linear, self.return_layernorm_output, stream_of(stream))
+    def _new_call(
+        self, again: bool, training: bool, stream: Any, precision: int, dtype: torch.dtype, *key: Any
+    ) -> Call:
+        linear, norm_spec = self._linear_spec(precision, dtype, *key), self._norm_spec(dtype)
+        spec = core.NormLinearSpec(norm_spec, linear, self.return_layernorm_output, stream_of(stream), bool(again))
         return register(NORM_LINEAR, spec, any(linear.needs), self._inspectors())

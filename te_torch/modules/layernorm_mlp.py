@@ -159,6 +159,7 @@ class LayerNormMLP(NormParameters):
         added = None if self.return_bias else b2
         stream, more = (None, ()) if branch is None else enter_stream(branch, inp, grad)
         key = (
+            self.recompute_norm_output,
             stream,
             precision,
             dtype,
@@ -187,7 +188,7 @@ class LayerNormMLP(NormParameters):
         bias = self._tensor(name)
         return bias if bias.dtype == dtype else bias.to(dtype)
 
-    def _new_call(self, stream: Any, precision: int, dtype: torch.dtype, *key: Any) -> Call:
+    def _new_call(self, again: bool, stream: Any, precision: int, dtype: torch.dtype, *key: Any) -> Call:
         before, w1, b1, w2, b2, *_, weight_dtype = key
         fc1 = Needs(before, w1, b1)
         fc2 = Needs(any(fc1), w2, b2)
@@ -208,6 +209,7 @@ class LayerNormMLP(NormParameters):
             self._clamp,
             stream_of(stream),
             self.checkpoint and self.inspector is None,  # who looks on sees everything once
+            bool(again),
         )
         return register(MLP, spec, any(fc2), self._inspectors())
 
