@@ -99,6 +99,7 @@ class CudaRNGStatesTracker:
     @contextmanager
     def _exchanged(self, generator: torch.Generator) -> Iterator[None]:
         """torch's generator of the GPU refers to the numbers of this one: no copy, so it works in a capture."""
+        torch.cuda.init()  # a process that has not used its GPU yet has no generator there
         default = torch.cuda.default_generators[generator.device.index]
         before = default.graphsafe_get_state()
         default.graphsafe_set_state(generator)

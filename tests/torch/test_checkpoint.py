@@ -77,9 +77,8 @@ def step(model: Any, run: Callable[..., Any], recipe: str | None, device: str, n
     return {name: t.clone() for name, t in found.items()}
 
 
-@on_devices
 @forms
-@pytest.mark.parametrize("recipe", [None, *recipes.RECIPES, *recipes.OVERRIDES])
+@pytest.mark.parametrize(("recipe", "device"), recipes.on_devices())
 def test_equals_a_plain_step(recipe: str | None, reentrant: bool, device: str) -> None:
     """Over steps whose scales change: outputs, gradients, scales, histories, and where the generator stands."""
     torch.manual_seed(0)
@@ -92,8 +91,8 @@ def test_equals_a_plain_step(recipe: str | None, reentrant: bool, device: str) -
             assert not differences(got, want)
             continue
         for name, t in want.items():  # sums of one order in forward only
-            close = torch.equal if "fp8_state" not in name and name.endswith((" y", "left")) else torch.allclose
-            assert close(got[name], t), name
+            exact = name.endswith((" y", "left"))
+            assert torch.equal(got[name], t) if exact else torch.allclose(got[name], t, 2e-2, 2e-2), name
 
 
 @on_devices
@@ -518,7 +517,7 @@ def test_a_captured_step(recipe: str | None, reentrant: bool) -> None:
     drop = torch.nn.Dropout(0.5)
     leaf = torch.ones(TOKENS, BATCH, 256, device="cuda", dtype=torch.bfloat16)
     factor = torch.ones_like(leaf, requires_grad=True)
-    after = torch.ones_like(leaf, requires_grad=True)
+    after = torch.full_like(leaf, 64.0, requires_grad=True)  # so that nothing else is zero
     masks = torch.zeros_like(leaf)
 
     def function(x: torch.Tensor, f: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
