@@ -51,6 +51,10 @@ BENCHMARKS = {
                  "gpu us", "of_eager"),
         ratio="of_eager", reference="time of a step, 1 = the same step eagerly in the same process",
     ),
+    "recompute": Benchmark(
+        columns=("case", "recipe", "kept MiB", "bytes an element", "fwd+bwd us", "of_keeping"),
+        ratio="of_keeping", reference="fwd+bwd speed, 1 = everything kept", on_cpu=True,
+    ),
     "attention_kernels": Benchmark(columns=("case", "shape", "us", "of_copy", "TB/s")),
     "moe": Benchmark(columns=("case", "shape", "us", "of_copy", "TB/s", "target", "ok")),
     "offload": Benchmark(

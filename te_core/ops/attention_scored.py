@@ -150,7 +150,8 @@ def _plan(
     plan = None if mod.key is None else rt.plans.get(key)
     if plan is None:
         check(op, rt, *tensors, spec, NOTHING, TYPES)
-        plain = AttentionSpec(spec.scale, spec.q_format, spec.kv_format, deterministic=spec.deterministic)
+        how_else = {"bottom_right": spec.bottom_right, "deterministic": spec.deterministic}  # a corner without a band
+        plain = AttentionSpec(spec.scale, spec.q_format, spec.kv_format, **how_else)
         _check.require(
             spec == plain and "thd" not in (spec.q_format, spec.kv_format),
             op,

@@ -99,7 +99,9 @@ class CudaRNGStatesTracker:
     @contextmanager
     def _exchanged(self, generator: torch.Generator) -> Iterator[None]:
         """torch's generator of the GPU refers to the numbers of this one: no copy, so it works in a capture."""
-        default = torch.cuda.default_generators[generator.device.index]
+        torch.cuda.init()  # a process that has not used its GPU yet has no generator there
+        index = generator.device.index  # None for one of "cuda", whose numbers are the current device's
+        default = torch.cuda.default_generators[torch.cuda.current_device() if index is None else index]
         before = default.graphsafe_get_state()
         default.graphsafe_set_state(generator)
         try:

@@ -77,9 +77,8 @@ def step(model: Any, run: Callable[..., Any], recipe: str | None, device: str, n
     return {name: t.clone() for name, t in found.items()}
 
 
-@on_devices
 @forms
-@pytest.mark.parametrize("recipe", [None, *recipes.RECIPES, *recipes.OVERRIDES])
+@pytest.mark.parametrize(("recipe", "device"), recipes.on_devices())
 def test_equals_a_plain_step(recipe: str | None, reentrant: bool, device: str) -> None:
     """Over steps whose scales change: outputs, gradients, scales, histories, and where the generator stands."""
     torch.manual_seed(0)
@@ -92,8 +91,8 @@ def test_equals_a_plain_step(recipe: str | None, reentrant: bool, device: str) -
             assert not differences(got, want)
             continue
         for name, t in want.items():  # sums of one order in forward only
-            close = torch.equal if "fp8_state" not in name and name.endswith((" y", "left")) else torch.allclose
-            assert close(got[name], t), name
+            exact = name.endswith((" y", "left"))
+            assert torch.equal(got[name], t) if exact else torch.allclose(got[name], t, 2e-2, 2e-2), name
 
 
 @on_devices
@@ -455,37 +454,46 @@ class ByHand(torch.autograd.Function):
         return None, None, x.grad
 
 
-@pytest.mark.parametrize("early", [False, True], ids=["in backward", "before"])
-@pytest.mark.parametrize("region_outside", [False, True])
-def test_a_checkpoint_of_ones_own(region_outside: bool, early: bool) -> None:
+def in_backward(module: Any, recipe: Any, x: torch.Tensor) -> torch.Tensor:
+    with te.autocast(recipe=recipe):
+        return ByHand.apply(module, recipe, x)
+
+
+def before_backward(region_outside: bool, module: Any, recipe: Any, x: torch.Tensor) -> torch.Tensor:
+    """Run once without gradients, and again before anything goes back."""
+    first, again = get_activation_recompute_contexts()
+    with te.autocast(recipe=recipe), torch.no_grad(), first:
+        expected = module(x)
+    before, region = fp8_state(module), te.autocast(recipe=recipe)
+    outer, inner = (region, again) if region_outside else (again, region)
+    with outer, inner:
+        y = module(x)
+    assert torch.equal(y, expected)
+    after = fp8_state(module)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    return y
+
+
+def plain(module: Any, recipe: Any, x: torch.Tensor) -> torch.Tensor:
+    with te.autocast(recipe=recipe):
+        return module(x)
+
+
+@pytest.mark.parametrize(
+    "run",
+    [in_backward, partial(before_backward, True), partial(before_backward, False)],
+    ids=["in backward", "region outside", "region inside"],
+)
+def test_a_checkpoint_of_ones_own(run: Callable[..., torch.Tensor]) -> None:
     """It reads the scales of the first run and leaves histories alone, wherever it is that it runs again."""
     torch.manual_seed(0)
     module, recipe = te.LayerNormMLP(WIDTH, 2 * WIDTH, device="cpu"), DelayedScaling(amax_history_len=4)
     twin = copy.deepcopy(module)
     results = []
-    for each in (module, twin):
+    for each, how in ((module, run), (twin, plain)):
         for number in (1, 3):
             x = (number * batch("cpu")).requires_grad_()
-            with te.autocast(recipe=recipe):
-                if each is twin:
-                    y = each(x)
-                elif early:
-                    with torch.no_grad(), get_activation_recompute_contexts()[0]:
-                        first = each(x)
-                else:
-                    y = ByHand.apply(each, recipe, x)
-            if each is module and early:
-                again = get_activation_recompute_contexts()[1]
-                before = fp8_state(each)
-                if region_outside:
-                    with te.autocast(recipe=recipe), again:
-                        y = each(x)
-                else:
-                    with again, te.autocast(recipe=recipe):
-                        y = each(x)
-                assert torch.equal(y, first)
-                after = fp8_state(each)
-                assert all(torch.equal(before[name], after[name]) for name in before)
+            y = how(each, recipe, x)
             y.backward(batch("cpu", 4))
         results.append({"y": y, "dx": x.grad, **{n: p.grad for n, p in each.named_parameters()}, **fp8_state(each)})
     assert not differences(*results)
@@ -509,7 +517,7 @@ def test_a_captured_step(recipe: str | None, reentrant: bool) -> None:
     drop = torch.nn.Dropout(0.5)
     leaf = torch.ones(TOKENS, BATCH, 256, device="cuda", dtype=torch.bfloat16)
     factor = torch.ones_like(leaf, requires_grad=True)
-    after = torch.ones_like(leaf, requires_grad=True)
+    after = torch.full_like(leaf, 64.0, requires_grad=True)  # so that nothing else is zero
     masks = torch.zeros_like(leaf)
 
     def function(x: torch.Tensor, f: torch.Tensor, a: torch.Tensor) -> torch.Tensor:

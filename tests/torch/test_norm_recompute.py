@@ -50,9 +50,8 @@ def steps(module: Any, recipe: str | None, x: torch.Tensor, **more: Any) -> list
     return found
 
 
-@on_devices
 @pytest.mark.parametrize("name", MODULES)
-@pytest.mark.parametrize("recipe", [None, *recipes.RECIPES, *recipes.OVERRIDES])
+@pytest.mark.parametrize(("recipe", "device"), recipes.on_devices())
 def test_no_bit_changes(recipe: str | None, name: str, device: str) -> None:
     module, twin = pair(name, device)
     x = values(2, 24, WIDTH, device=device, dtype=torch.bfloat16, seed=1)

@@ -48,6 +48,9 @@ class _CudaGraph:
 class Cuda:
     """A CUDA device, as graphs need it."""
 
+    def __init__(self) -> None:
+        self._streams: dict[int, torch.cuda.Stream] = {}  # of warm-ups, by device
+
     def require(self, tensors: Iterable[torch.Tensor]) -> None:
         """Raise for what cannot be captured."""
         for t in tensors:
@@ -69,9 +72,15 @@ class Cuda:
 
     @contextmanager
     def warming(self) -> Iterator[None]:
-        """Where what will be captured runs first: on a stream of its own, which nothing overlaps."""
+        """Where what will be captured runs first: on a stream of its own, which nothing overlaps.
+
+        One for each device: a stream keeps its scratch memory for good.
+        """
         torch.cuda.synchronize()
-        with torch.cuda.stream(torch.cuda.Stream()):
+        index = torch.cuda.current_device()
+        if index not in self._streams:
+            self._streams[index] = torch.cuda.Stream()
+        with torch.cuda.stream(self._streams[index]):
             yield
         torch.cuda.synchronize()
 
