@@ -150,8 +150,13 @@ def _plan(
     plan = None if mod.key is None else rt.plans.get(key)
     if plan is None:
         check(op, rt, *tensors, spec, NOTHING, TYPES)
-        how_else = {"bottom_right": spec.bottom_right, "deterministic": spec.deterministic}  # a corner without a band
-        plain = AttentionSpec(spec.scale, spec.q_format, spec.kv_format, **how_else)
+        plain = AttentionSpec(
+            spec.scale,
+            spec.q_format,
+            spec.kv_format,
+            bottom_right=spec.bottom_right,  # of a band that is not there
+            deterministic=spec.deterministic,
+        )
         _check.require(
             spec == plain and "thd" not in (spec.q_format, spec.kv_format),
             op,
