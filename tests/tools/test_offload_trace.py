@@ -43,7 +43,8 @@ def test_trace_without_copies() -> None:
     assert math.isnan(offload.overlap(KERNELS))
 
 
-def test_benchmark_runs_without_a_gpu() -> None:
+def test_benchmark_runs_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its steps are right; on a CPU nothing is offloaded."""
+    monkeypatch.setattr(offload.harness, "gpu", lambda: False)
     row = offload.measure_case(offload.Case("1 of 8 layers", 1, again="mlp"))
     assert row["MiB away"] == 0
