@@ -22,6 +22,8 @@ from te_torch.base.module import BaseModule, check_input, fork_of, normal_init, 
 from te_torch.base.options import check_values, mode_of, refuse_unbuilt
 from te_torch.base.quantized_init import check_recipe_fits
 from te_torch.base.weights import Gradients
+from te_torch.export import layers
+from te_torch.export.mode import exporting, not_exported
 from te_torch.function import Call, Extra, Layer, apply, register
 from te_torch.module_names import within
 from te_torch.modules.linear import empty_bias
@@ -52,6 +54,7 @@ def _layer(num_gemms: int) -> Layer:
         core.GroupedSaved,
         weights=tuple(range(1, 1 + num_gemms)),
         linears=lambda spec: spec.parts,
+        plain=layers.grouped_linear,
     )
 
 
@@ -138,7 +141,7 @@ class GroupedLinear(BaseModule):
         The rows of inp are sorted by group, `m_splits` says how many each group has (0 allowed). `out` and
         `dgrad_out` are buffers of at least as many rows for the result and for the gradient of inp.
         """
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() and not exporting.on:
             if active.region is not None and active.region.traced:  # eager code cannot note there what ran
                 _refuse_region_inside()
             _make_eager()
@@ -179,6 +182,8 @@ class GroupedLinear(BaseModule):
     def _sizes(self, inp: torch.Tensor, m_splits: Sequence[int] | torch.Tensor) -> list[int]:
         """The rows of each group, on the host."""
         if isinstance(m_splits, torch.Tensor):
+            if exporting.on:
+                raise not_exported("m_splits in a tensor", "a list of numbers, which are part of the file", "pass a list")
             if m_splits.dtype not in _INTEGERS:
                 raise ArgumentError(
                     "GroupedLinear.forward",

@@ -14,6 +14,7 @@ from te_core.layers import norm_linear as core
 from te_torch.base.module import BaseModule, check_input, fork_of, random_pair, wants_grad
 from te_torch.base.options import check_options
 from te_torch.base.residual import Branch, enter_stream, stream_of
+from te_torch.export import layers
 from te_torch.function import Call, Layer, apply, register
 from te_torch.modules.linear import SplitParameters, empty_bias
 from te_torch.modules.norm import init_norm_weight, margin_of, sm_margins
@@ -30,6 +31,7 @@ NORM_LINEAR = Layer(
     weights=(3,),
     twins=(0, 6),
     linears=lambda s: (s.linear,),
+    plain=layers.norm_linear,
 )
 
 

@@ -13,11 +13,20 @@ from te_torch.base.module import BaseModule, check_input, fork_of, normal_init, 
 from te_torch.base.options import check_options, is_size, mode_of
 from te_torch.base.quantized_init import check_recipe_fits
 from te_torch.base.weights import check_whole
+from te_torch.export import layers
 from te_torch.function import Call, Layer, apply, register
 from te_torch.precisions import draws, precision_of
 from te_torch.runtime import TO_CORE, default_device, outside_autocast
 
-LINEAR = Layer("linear", core.forward, core.backward, core.LinearSaved, weights=(1,), linears=lambda s: (s,))
+LINEAR = Layer(
+    "linear",
+    core.forward,
+    core.backward,
+    core.LinearSaved,
+    weights=(1,),
+    linears=lambda s: (s,),
+    plain=layers.linear,
+)
 
 
 class SplitParameters(BaseModule):
