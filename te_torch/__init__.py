@@ -41,6 +41,7 @@ from te_torch.tools.foreign_norms import register_norm
 from te_torch.tools.memory_report import measure_saved, memory_report
 from te_torch.tools.precision_report import precision_report
 from te_torch.training.checkpoint import checkpoint
+from te_torch.training.export import onnx_export
 from te_torch.transformer.layer import TransformerLayer
 from te_torch.transformer.multihead import MultiheadAttention
 from te_torch.utils import deinterleave_glu_tensor, interleave_glu_tensor
@@ -51,7 +52,7 @@ __all__ = [
     "TransformerLayer", "autocast", "checkpoint", "constants", "convert", "deinterleave_glu_tensor", "fp8_autocast",
     "fp8_model_init", "get_cudnn_version", "get_default_recipe", "get_device_compute_capability",
     "interleave_glu_tensor", "is_bf16_available", "is_fp8_available", "is_fp8_block_scaling_available",
-    "is_mxfp8_available", "is_nvfp4_available", "measure_saved", "memory_report", "nonfinite_report",
+    "is_mxfp8_available", "is_nvfp4_available", "measure_saved", "memory_report", "nonfinite_report", "onnx_export",
     "plain_state_dict", "precision_report", "prepare_state", "quantized_model_init", "register_norm", *_tensors,
 ]  # fmt: skip
 

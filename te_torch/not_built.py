@@ -20,7 +20,6 @@ _OFFLOAD = "torch.autograd.graph.save_on_cpu(pin_memory=True) around the layers"
 _GROUPED = "a list of tensors, one a group; GroupedLinear takes all rows in one and keeps a weight for each group"
 _STATE = "te.autocast and its recipe: a module keeps its own state, in the child `fp8_state`"
 _MUON = "torch.optim.Muon, or the iteration in torch on a matrix that one process holds"
-_EXPORT = "torch.onnx.export of the model in torch.nn layers, with the weights of te.plain_state_dict(model)"
 _NVTX = "torch.cuda.nvtx.range_push and range_pop"
 _CHECK_SIZE = "nothing: storage is padded, every size runs"
 
@@ -78,7 +77,6 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         "moe_sort_chunks_by_index_with_probs": "torch.cat of the chunks that torch.split gives, in the new order",
         "moe_unpermute": _PERMUTE,
         "newton_schulz": _MUON,
-        "onnx_export": _EXPORT,
         "parallel_cross_entropy": "torch.nn.functional.cross_entropy on whole rows, in float32",
         "torch_version": "torch.__version__",
     },
@@ -187,7 +185,6 @@ MODULES: Mapping[str, tuple[str, str]] = {
         "release_symm_mem_pool, symm_mem_alloc",
         "torch.distributed.all_to_all_single",
     ),
-    "pytorch.export": ("assert_warmed_up, is_in_onnx_export_mode, onnx_export, te_translation_table", _EXPORT),
     "pytorch.graph": (
         "graph_pool_handle, is_graph_capturing, make_graphed_callables, set_capture_end, set_capture_start",
         "torch.cuda.make_graphed_callables, torch.cuda.is_current_stream_capturing",

@@ -14,7 +14,7 @@ from te_core.attention import canonical_mask
 from te_core.errors import ArgumentError, UnsupportedError
 from te_core.layers.attention import AttentionInputs
 from te_core.precision import AttentionPrecision
-from te_torch.attention import choose, env, flash, fused, unfused
+from te_torch.attention import choose, env, exported, flash, fused, unfused
 from te_torch.attention import fp8 as fp8_attention
 from te_torch.attention.compact import Orders, moved_back, orders_of, to_front
 from te_torch.attention.inputs import Given, autocast, from_cache, layer_inputs, packed_sequences, step
@@ -37,8 +37,7 @@ from te_torch.attention.plan import (
 from te_torch.autocast import Region, precision_now
 from te_torch.base.module import BaseModule, fork_of, module_of
 from te_torch.base.options import check_values
-from te_torch.export.layers import dropout_refused
-from te_torch.export.mode import exporting, not_exported
+from te_torch.export.mode import exporting
 from te_torch.function import key_of, register
 from te_torch.quantized import QuantizedTorch
 from te_torch.runtime import constant_at_trace, default_device, untraced
@@ -367,7 +366,7 @@ class DotProductAttention(BaseModule):
     def _traced(self, key: Key, given: Given) -> Any:
         """The call under a tracing compiler: FusedAttention as an operator; the other backends run eagerly."""
         if exporting.on:
-            return self._exported(key, given)
+            return exported.attention(self, key, given)
         name, *how = _trace_plan(self._token, tuple(key))
         if not name:
             return _eager_run(self, key, given)
@@ -382,24 +381,6 @@ class DotProductAttention(BaseModule):
         if inputs.cu_kv_padded is inputs.cu_q_padded and inputs.cu_kv_padded is not None:
             inputs = inputs._replace(cu_kv_padded=inputs.cu_kv_padded.clone())
         return _result(*fused.run_call(name, key.packing, inputs), orders)
-
-    def _exported(self, key: Key, given: Given) -> Any:
-        """The call as an exporter traces it: UnfusedDotProductAttention, whose sizes may be symbols."""
-        if key.score_mod:
-            raise wrong("score_mod in an export", "attention without it", "leave score_mod out of what is exported")
-        if key.fp8:
-            got, do = "attention in FP8 (fp8_dpa, fp8_mha)", "export with fp8_dpa=False and fp8_mha=False"
-            raise not_exported(got, "attention in high precision between FP8 products", do)
-        switches = env.now()._replace(fused_softmax=False)
-        plan = make_plan(self._static, key, switches, choose.UNFUSED)
-        if plan.spec.dropout:
-            raise dropout_refused()
-        orders = _orders(key, given, plan.prepare)
-        if orders is not None:
-            given = to_front(given, orders)
-            plan = make_plan(self._static, _with_bias(key, given), switches, choose.UNFUSED)
-        out, largest = unfused.run(plan, layer_inputs(self, given, plan.prepare))
-        return _result(out, largest, orders)
 
     # --------------------------------------------------------------------------------------------- reports
 

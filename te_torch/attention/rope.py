@@ -15,7 +15,7 @@ import torch
 from te_core.attention import DIMENSIONS, FORMATS
 from te_core.errors import ArgumentError
 from te_core.layers import rope as core
-from te_torch.attention import exported
+from te_torch.attention import exported_rope as exported
 from te_torch.attention.masks import AttentionArgumentError, check_beside
 from te_torch.base.options import check_values
 from te_torch.function import Call, Layer, apply, key_of, register

@@ -49,7 +49,7 @@ def quantized(x: torch.Tensor, rule: Operand, scale: Maybe) -> torch.Tensor:
 
 
 def _current_scale(x: torch.Tensor, rule: Operand) -> torch.Tensor:
-    largest = x.detach().abs().amax().float().clamp(min=rule.epsilon)
+    largest = x.detach().abs().flatten().amax(0).float().clamp(min=rule.epsilon)
     limit = torch.finfo(TO_TORCH[rule.dtype]).max
     scale = (limit / largest).clamp(max=torch.finfo(torch.float32).max)
     if rule.power_of_two:
@@ -161,11 +161,16 @@ def dropout_refused() -> Exception:
 _PLAIN: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu": lambda x: F.gelu(x, approximate="tanh"),
     "qgelu": lambda x: x * torch.sigmoid(1.702 * x),
-    "relu": F.relu,
-    "srelu": lambda x: F.relu(x).square(),
+    "relu": lambda x: _positive(x),
+    "srelu": lambda x: _positive(x).square(),
     "silu": F.silu,
     "sigmoid": torch.sigmoid,
 }
+
+
+def _positive(x: torch.Tensor) -> torch.Tensor:
+    """max(x, 0). As ONNX's Relu before a QuantizeLinear, onnxruntime would take it for one that the cast makes idle."""
+    return torch.maximum(x, torch.zeros_like(x))
 
 
 def activated(h: torch.Tensor, kind: str, clamp: Clamp | None) -> torch.Tensor:
@@ -179,4 +184,3 @@ def activated(h: torch.Tensor, kind: str, clamp: Clamp | None) -> torch.Tensor:
     limit, alpha, offset = clamp or Clamp()
     a = a.clamp(max=limit)
     return (a * torch.sigmoid(alpha * a) * (b.clamp(-limit, limit) + offset)).to(h.dtype)
-

@@ -69,8 +69,8 @@ def _mxfp8_quantize(x: torch.Tensor, dtype: torch.dtype, tiled: bool = False) ->
         above = torch.nn.functional.pad(amax, (0, 0, 0, 0, 0, -x.shape[0] % BLOCK)).unflatten(0, (-1, BLOCK))
         amax = above.amax(1).repeat_interleave(BLOCK, 0)[: x.shape[0]]
     e = _mxfp8_exponents(amax, dtype)
-    q = _saturated(blocks * torch.exp2(-e), dtype)
-    return q.flatten(-2)[..., : x.shape[-1]], (e + 127.0).squeeze(-1).to(torch.uint8)
+    rows = (blocks * torch.exp2(-e)).flatten(-2)[..., : x.shape[-1]]
+    return _saturated(rows, dtype), (e + 127.0).squeeze(-1).to(torch.uint8)
 
 
 def _mxfp8_dequantize(q: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
@@ -118,13 +118,19 @@ def _symbolic(name: str, inputs: tuple[torch.Tensor, ...], **result: Any) -> tor
 
 @register_decomposition(fp8_quantize.default)
 def _as_quantize_linear(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    zero = torch.zeros((), device=x.device).to(dtype)  # its type is the result's
-    return _symbolic("QuantizeLinear", (x, scale.reciprocal(), zero), dtype=dtype, shape=x.shape)
+    inputs = (x, scale.reciprocal(), _zero(x, dtype))  # the type of the zero point is the result's
+    return _symbolic("QuantizeLinear", inputs, dtype=dtype, shape=x.shape)
 
 
 @register_decomposition(fp8_dequantize.default)
 def _as_dequantize_linear(q: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    return _symbolic("DequantizeLinear", (q, scale.reciprocal()), dtype=torch.float32, shape=q.shape)
+    # Without a zero point onnxruntime's optimizer, where it moves the operator, takes the values for unsigned integers.
+    inputs = (q, scale.reciprocal(), _zero(q, q.dtype))
+    return _symbolic("DequantizeLinear", inputs, dtype=torch.float32, shape=q.shape)
+
+
+def _zero(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return torch.zeros((), device=x.device).to(dtype)
 
 
 register_decomposition(mxfp8_quantize.default)(_mxfp8_quantize)

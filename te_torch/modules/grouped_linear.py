@@ -183,7 +183,9 @@ class GroupedLinear(BaseModule):
         """The rows of each group, on the host."""
         if isinstance(m_splits, torch.Tensor):
             if exporting.on:
-                raise not_exported("m_splits in a tensor", "a list of numbers, which are part of the file", "pass a list")
+                raise not_exported(
+                    "m_splits in a tensor", "a list of numbers, which are part of the file", "pass a list"
+                )
             if m_splits.dtype not in _INTEGERS:
                 raise ArgumentError(
                     "GroupedLinear.forward",

@@ -19,13 +19,7 @@ from te_torch.precisions import draws, precision_of
 from te_torch.runtime import TO_CORE, default_device, outside_autocast
 
 LINEAR = Layer(
-    "linear",
-    core.forward,
-    core.backward,
-    core.LinearSaved,
-    weights=(1,),
-    linears=lambda s: (s,),
-    plain=layers.linear,
+    "linear", core.forward, core.backward, core.LinearSaved, weights=(1,), linears=lambda s: (s,), plain=layers.linear
 )
 
 
