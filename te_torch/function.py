@@ -26,19 +26,10 @@ from te_core.runtime import Runtime
 from te_core.tensor import META, Device, Tensor
 from te_torch import state as scaling
 from te_torch.autocast import active, forward_ad, in_backward
-from te_torch.export.mode import exporting, not_exported
+from te_torch.export.mode import exporting, expressed
 from te_torch.program_names import name_of_program
 from te_torch.quantized import QuantizedTorch, core_of
-from te_torch.runtime import (
-    TO_CORE,
-    constant_at_trace,
-    outside_autocast,
-    runtime_for,
-    shape_runtime,
-    to_core,
-    to_core_shape,
-    to_torch,
-)
+from te_torch.runtime import TO_CORE, constant_at_trace, runtime_for, shape_runtime, to_core, to_core_shape, to_torch
 from te_torch.tensors.wrap import from_core
 
 
@@ -142,7 +133,7 @@ def apply(
     """The layer's outputs, differentiable where the call needs gradients. Under tracing a call comes as its key."""
     if isinstance(call, str):
         if exporting.on:
-            return _expressed(call, state, extra, inputs)
+            return expressed(_of_programs[call], state, extra, inputs)
         return _apply_traced(call, state, recompute, inputs)
     if call.needs_grad and torch.is_grad_enabled():
         if _functorch_active():
@@ -151,26 +142,6 @@ def apply(
         return _eager_apply(call, state, recompute, extra, *inputs)
     outputs, _ = _run(call, state, recompute, extra, inputs)
     return _own(outputs, inputs)
-
-
-def _expressed(
-    key: str, state: scaling.ScalingState | None, extra: Extra | None, inputs: Sequence[torch.Tensor | None]
-) -> tuple[torch.Tensor, ...]:
-    """The layer in torch's operators, as an exporter shall trace it: nothing in them belongs to this process."""
-    call = _of_programs[key]
-    layer = call.layer
-    if call.options:
-        raise not_exported("a module with an inspector", "modules that nobody inspects", "set module.inspector = None")
-    if layer.plain is None:
-        raise not_exported(f"a layer of kind {layer.name!r}", "the documented modules", "leave it out of the model")
-    options = {} if extra is None or extra.splits is None else {"sizes": extra.splits.sizes}
-    first = inputs[0]
-    assert first is not None
-    with outside_autocast(first):
-        made: tuple[torch.Tensor, ...] = layer.plain(
-            inputs, call.spec, None if state is None else state.scale_fwd, **options
-        )
-    return made
 
 
 def _own(outputs: Sequence[Any], inputs: Sequence[Any]) -> tuple[torch.Tensor, ...]:

@@ -8,6 +8,7 @@ and rounded where the layers round; high-precision products are in the activatio
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -35,11 +36,11 @@ Outputs = tuple[torch.Tensor, ...]
 
 def quantized(x: torch.Tensor, rule: Operand, scale: Maybe) -> torch.Tensor:
     """The values, in float32, that x has in the rule's format. `scale` is that of delayed scaling."""
-    dtype = TO_TORCH[rule.dtype]
     if rule.custom is not None or rule.scaling not in ("delayed", "current", "mxfp8"):
         what = "a quantizer of yours" if rule.custom is not None else f"{rule.format}"
         allowed = "per-tensor FP8 (DelayedScaling, Float8CurrentScaling), MXFP8, or high precision"
         raise not_exported(f"a product whose operand is in {what}", allowed, "export in one of these recipes")
+    dtype = TO_TORCH[rule.dtype]
     if rule.scaling == "mxfp8":
         return operators.mxfp8_dequantize(*operators.mxfp8_quantize(x, dtype, rule.tiled))
     if rule.scaling == "current":
@@ -74,17 +75,28 @@ def linear(inputs: Sequence[Maybe], spec: LinearSpec, scales: Maybe, gemm: int =
     if isinstance(x, QuantizedTorch) or spec.quantize_output:
         got = "FP8 from module to module (fp8_output, or attention in FP8 with fp8_mha)"
         raise not_exported(got, "modules that hand over the activation dtype", "leave it out for the export")
-    if isinstance(w, QuantizedTorch):
-        w = w.dequantize()
     dtype, precision = TO_TORCH[spec.dtype], spec.precision
+    form, w = _held(w)
     rows = columns = None
     if precision is not None:
         rows = _operand(x, precision.input, scales, gemm, INPUT)
-        columns = _operand(w, precision.weight, scales, gemm, WEIGHT)
+        as_held = form is not None and precision.weight is not None and precision.weight.format is form
+        columns = w if as_held else _operand(w, precision.weight, scales, gemm, WEIGHT)
     if rows is None or columns is None:
         x, w = (t if q is None else q for t, q in ((x, rows), (w, columns)))
         return (F.linear(x.to(dtype), w.to(dtype), bias),)
     return (F.linear(rows, columns, None if bias is None else bias.float()).to(dtype),)
+
+
+def _held(w: torch.Tensor) -> tuple[Any, torch.Tensor]:
+    """(the format that a weight is held in or None, its values)."""
+    if not isinstance(w, QuantizedTorch):
+        return None, w
+    if w.requires_grad:  # type: ignore[attr-defined]
+        got, do = "a weight that is held quantized and requires a gradient", "call model.requires_grad_(False) before"
+        raise not_exported(got, "one that does not: torch's exporter takes its bytes for a parameter", do)
+    weight: Any = w
+    return weight._format, weight.dequantize(dtype=torch.float32)
 
 
 def norm(inputs: Sequence[Maybe], spec: NormSpec, scales: Maybe = None) -> Outputs:

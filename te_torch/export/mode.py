@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
 
 from te_core.errors import ArgumentError, UnsupportedError
+from te_torch.runtime import outside_autocast
 
 
 class _Exporting(threading.local):
@@ -43,3 +48,19 @@ def not_warmed_up(module: str) -> NotWarmedUpError:
         "modules that have run once in the recipe of the export, so that their scales exist",
         "call the model once on the example inputs, in the same te.autocast region, before the export",
     )
+
+
+def expressed(call: Any, state: Any, extra: Any, inputs: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor, ...]:
+    """A call (te_torch.function.Call) in torch's operators, with nothing in them that belongs to this process."""
+    layer, first = call.layer, inputs[0]
+    if call.options:
+        raise not_exported("a module with an inspector", "modules that nobody inspects", "set module.inspector = None")
+    if layer.plain is None:
+        raise not_exported(f"a layer of kind {layer.name!r}", "the documented modules", "leave it out of the model")
+    options = {} if extra is None or extra.splits is None else {"sizes": extra.splits.sizes}
+    assert first is not None  # every layer's first input is there
+    with outside_autocast(first):
+        made: tuple[torch.Tensor, ...] = layer.plain(
+            inputs, call.spec, None if state is None else state.scale_fwd, **options
+        )
+    return made

@@ -107,13 +107,32 @@ mxfp8_dequantize = _register(
 )
 
 
+def held_values(codes: torch.Tensor, scale: torch.Tensor, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
+    """The values, in float32, of a matrix held in FP8: its codes and its scales as they are stored, padding and all.
+
+    ONNX cannot take bytes for FP8, so sign, exponent and mantissa are worked out in numbers; the file keeps the bytes.
+    """
+    bits = 3 if dtype == torch.float8_e4m3fn else 2
+    step = float(2**bits)
+    c = codes[: shape[0], : shape[1]].float()
+    negative = c >= 128.0
+    c = torch.where(negative, c - 128.0, c)
+    e = torch.floor(c / step)
+    m = c - e * step
+    value = torch.where(e > 0, (m + step) * torch.exp2(e - 1.0), m) * torch.finfo(dtype).smallest_normal / step
+    value = torch.where(negative, -value, value)
+    if scale.dtype == torch.float32:
+        return value * scale
+    return _mxfp8_dequantize(value, scale[: shape[0], : -(-shape[1] // BLOCK)])
+
+
 # -------------------------------------------------------------------------------------------- what ONNX calls them
 
 
 def _symbolic(name: str, inputs: tuple[torch.Tensor, ...], **result: Any) -> torch.Tensor:
     import torch.onnx.ops  # only exporters come here
 
-    return torch.onnx.ops.symbolic(name, inputs, **result)
+    return torch.onnx.ops.symbolic(name, inputs, version=19, **result)
 
 
 @register_decomposition(fp8_quantize.default)

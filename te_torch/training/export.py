@@ -14,6 +14,7 @@ import torch
 
 from te_core.errors import ArgumentError
 from te_torch.base.module import CallingModule
+from te_torch.export import torchscript
 from te_torch.export.mode import exporting, is_in_onnx_export_mode, not_warmed_up
 from te_torch.module_names import within
 
@@ -34,6 +35,8 @@ def onnx_export(enabled: bool = False) -> Iterator[None]:
     """
     if enabled is not True and enabled is not False:
         raise ArgumentError("onnx_export", f"enabled={enabled!r}", "True or False", "pass onnx_export(enabled=True)")
+    if enabled:
+        torchscript.register()
     compiler: Any = torch.compiler
     before, flag = exporting.on, compiler._is_compiling_flag
     exporting.on = enabled
