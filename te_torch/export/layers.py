@@ -92,7 +92,7 @@ def _held(w: torch.Tensor) -> tuple[Any, torch.Tensor]:
     """(the format that a weight is held in or None, its values)."""
     if not isinstance(w, QuantizedTorch):
         return None, w
-    if w.requires_grad:  # type: ignore[attr-defined]
+    if w.requires_grad:
         got, do = "a weight that is held quantized and requires a gradient", "call model.requires_grad_(False) before"
         raise not_exported(got, "one that does not: torch's exporter takes its bytes for a parameter", do)
     weight: Any = w

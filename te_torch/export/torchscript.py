@@ -14,12 +14,11 @@ _E5M2 = 23  # TorchScript's number of torch.float8_e5m2
 @cache
 def register() -> None:
     """Tell the exporter what per-tensor FP8 is in ONNX; once a process."""
-    import torch.onnx
-    from torch.onnx.symbolic_helper import parse_args
+    from torch.onnx import symbolic_helper, utils
 
-    quantize = parse_args("v", "v", "i")(_quantize)
+    quantize = symbolic_helper.parse_args("v", "v", "i")(_quantize)
     for name, symbolic in (("fp8_quantize", quantize), ("fp8_dequantize", _dequantize)):
-        torch.onnx.register_custom_op_symbolic(f"tex::{name}", symbolic, OPSET)
+        utils.register_custom_op_symbolic(f"tex::{name}", symbolic, OPSET)
 
 
 def _quantize(g: Any, x: Any, scale: Any, dtype: int) -> Any:
