@@ -18,7 +18,9 @@ from te_core.recipe import CustomRecipe, DelayedScaling, Float8BlockScaling, Flo
 from te_torch.export.mode import exporting as mode
 from te_torch.export.operators import fp8_quantize, held_values, mxfp8_dequantize, mxfp8_quantize, power_of_two
 from te_torch.training.export import assert_warmed_up, is_in_onnx_export_mode, te_translation_table
+from tests.backends import requires_cuda
 from tests.export_cases import KINDS, OTHERS, PRODUCTS, RECIPES, eager, exporting, listed, made, region
+from tests.tolerances import DB, snr_db
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -298,3 +300,24 @@ def test_warmed_up() -> None:
         assert_warmed_up(model)
     model(torch.randn(2, 8))
     assert_warmed_up(model)
+
+
+# --------------------------------------------------------------------------------------------------------- on a GPU
+
+
+@requires_cuda
+@pytest.mark.parametrize("kind", ["high", "delayed", "current"])
+def test_on_a_gpu(kind: str) -> None:
+    """The program of a model on a GPU, beside the FP8 products of its tensor cores, whose sums keep fewer digits."""
+    recipe = RECIPES[kind]
+    for name, least in (("Linear", DB["fp8 fast"] - 4), ("TransformerLayer", DB["fp8 gemm"])):
+        module, args, _ = made(PRODUCTS[name], None)
+        module, args = module.cuda(), tuple(t.cuda() for t in args)
+        for _ in range(2):
+            with region(recipe):
+                module(*args)
+        wanted = eager(module, recipe, args, {})[0]
+        with exporting(recipe):
+            program = torch.export.export(module, args)
+        value = program.module()(*args).detach()
+        assert value.is_cuda and snr_db(value.cpu(), wanted.cpu()) > least
