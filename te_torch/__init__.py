@@ -41,6 +41,7 @@ from te_torch.tools.foreign_norms import register_norm
 from te_torch.tools.memory_report import measure_saved, memory_report
 from te_torch.tools.precision_report import precision_report
 from te_torch.training.checkpoint import checkpoint
+from te_torch.training.export import onnx_export
 from te_torch.training.graphs.make import make_graphed_callables
 from te_torch.training.moe import (
     moe_permute,
@@ -65,7 +66,7 @@ __all__ = [
     "is_fp8_available", "is_fp8_block_scaling_available", "is_mxfp8_available", "is_nvfp4_available",
     "make_graphed_callables", "mark_not_offload", "measure_saved", "memory_report", "moe_permute",
     "moe_permute_and_pad_with_probs", "moe_permute_with_probs", "moe_sort_chunks_by_index",
-    "moe_sort_chunks_by_index_with_probs", "moe_unpermute", "nonfinite_report", "plain_state_dict",
+    "moe_sort_chunks_by_index_with_probs", "moe_unpermute", "nonfinite_report", "onnx_export", "plain_state_dict",
     "precision_report", "prepare_state", "quantized_model_init", "register_norm", *_tensors,
 ]  # fmt: skip
 

@@ -21,6 +21,7 @@ from te_core.recipe import DelayedScaling, Float8CurrentScaling, MXFP8BlockScali
 from te_torch import amax_reduction
 from te_torch import state as scaling
 from te_torch.availability import current_device
+from te_torch.export.mode import exporting
 from te_torch.precisions import CALIBRATE, CHECK, EMULATE, STRICT, number_at_trace, number_of, precision_of
 from te_torch.runtime import constant_at_trace
 
@@ -332,7 +333,7 @@ class autocast:  # noqa: N801  the documented name
             # A region around a backward pass is none of the regions that a checkpoint runs again in that pass.
             ran = Ran() if outer is None or recompute and not outer.recompute else outer.ran
             ran.open += 1  # type: ignore[union-attr]
-        if tracing and outer is None:
+        if tracing and outer is None and not exporting.on:
             _refuse_traced_reduction(precision)
         group = None if tracing else self.amax_reduction_group
         self._region = active.region = Region(

@@ -27,6 +27,7 @@ from te_core.tensor import META, Device, Tensor
 from te_torch import offloading
 from te_torch import state as scaling
 from te_torch.autocast import active, forward_ad, in_backward
+from te_torch.export.mode import exporting, expressed
 from te_torch.program_names import name_of_program
 from te_torch.quantized import QuantizedTorch, core_of
 from te_torch.runtime import TO_CORE, constant_at_trace, runtime_for, shape_runtime, to_core, to_core_shape, to_torch
@@ -52,6 +53,7 @@ class Layer:
     differentiable: int | None = None  # so many of its outputs have gradients, the first ones; None: all
     copies: Callable[[Any], Sequence[Any]] = lambda saved: ()  # what of the saved was made of weights
     linears: Callable[[Any], tuple[LinearSpec, ...]] = lambda spec: ()  # the specs of its linears, one a weight
+    plain: Callable[..., Any] | None = None  # its forward in torch's operators, for exporters (te_torch/export)
 
     def __post_init__(self) -> None:
         for name in ("forward", "backward"):  # modules have checked what they pass: it need not be explained
@@ -132,6 +134,8 @@ def apply(
 ) -> tuple[torch.Tensor, ...]:
     """The layer's outputs, differentiable where the call needs gradients. Under tracing a call comes as its key."""
     if isinstance(call, str):
+        if exporting.on:
+            return expressed(_of_programs[call], state, extra, inputs)
         return _apply_traced(call, state, recompute, inputs)
     if call.needs_grad and torch.is_grad_enabled():
         if _functorch_active():

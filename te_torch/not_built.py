@@ -18,7 +18,6 @@ _OVERLAP = "leave it out, and the ub_* options too: overlap with communication i
 _GROUPED = "a list of tensors, one a group; GroupedLinear takes all rows in one and keeps a weight for each group"
 _STATE = "te.autocast and its recipe: a module keeps its own state, in the child `fp8_state`"
 _MUON = "torch.optim.Muon, or the iteration in torch on a matrix that one process holds"
-_EXPORT = "torch.onnx.export of the model in torch.nn layers, with the weights of te.plain_state_dict(model)"
 _NVTX = "torch.cuda.nvtx.range_push and range_pop"
 _CHECK_SIZE = "nothing: storage is padded, every size runs"
 
@@ -59,7 +58,6 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         "initialize_ub": _OVERLAP,
         "load_framework_extension": "nothing: there is no extension to load",
         "newton_schulz": _MUON,
-        "onnx_export": _EXPORT,
         "parallel_cross_entropy": "torch.nn.functional.cross_entropy on whole rows, in float32",
         "torch_version": "torch.__version__",
     },
@@ -159,7 +157,6 @@ MODULES: Mapping[str, tuple[str, str]] = {
         "release_symm_mem_pool, symm_mem_alloc",
         "torch.distributed.all_to_all_single",
     ),
-    "pytorch.export": ("assert_warmed_up, is_in_onnx_export_mode, onnx_export, te_translation_table", _EXPORT),
     "pytorch.jit": (
         "dgelu_fused_, l2normalization_backward_fused, l2normalization_fused, l2normalization_fwd_fused, "
         "no_torch_dynamo, set_jit_fusion_options, warmup_jit_*",

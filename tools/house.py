@@ -19,7 +19,8 @@ GROUND = (
     "recipe errors env cache arguments naming hints"
 )
 TORCH_GROUND = (
-    "runtime quantized precisions program_names module_names module_paths listing offloading recipe utils not_built"
+    "export runtime quantized precisions program_names module_names module_paths listing offloading recipe utils "
+    "not_built"
 )
 TORCH_STATE = "amax_disagreement amax_reduction availability state autocast function custom nonfinite"
 FLOORS: dict[str, list[str]] = {

@@ -14,7 +14,7 @@ from te_core.attention import canonical_mask
 from te_core.errors import ArgumentError, UnsupportedError
 from te_core.layers.attention import AttentionInputs
 from te_core.precision import AttentionPrecision
-from te_torch.attention import choose, env, flash, fused, unfused
+from te_torch.attention import choose, env, exported, flash, fused, unfused
 from te_torch.attention import fp8 as fp8_attention
 from te_torch.attention.compact import Orders, moved_back, orders_of, to_front
 from te_torch.attention.inference import cut_off
@@ -40,6 +40,7 @@ from te_torch.autocast import Region, precision_now
 from te_torch.base.draws import Fork, Repeated, fork_of
 from te_torch.base.module import BaseModule, module_of
 from te_torch.base.options import check_values
+from te_torch.export.mode import exporting
 from te_torch.function import key_of, register
 from te_torch.quantized import QuantizedTorch
 from te_torch.runtime import constant_at_trace, default_device, untraced
@@ -386,6 +387,8 @@ class DotProductAttention(BaseModule):
 
     def _traced(self, key: Key, given: Given) -> Any:
         """The call under a tracing compiler: FusedAttention as an operator; the other backends run eagerly."""
+        if exporting.on:
+            return exported.attention(self, key, given)
         name, *how = _trace_plan(self._token, tuple(key))
         if not name:
             return _eager_run(self, key, given)

@@ -12,6 +12,7 @@ from te_core.layers.attention import AttentionInputs
 from te_torch.attention.masks import check_beside, lasting, lengths_of_mask, longest
 from te_torch.attention.plan import OPERATION, Preparation, wrong
 from te_torch.base.draws import random_pair
+from te_torch.export.mode import exporting, not_exported
 from te_torch.runtime import amp_cast, constant_at_trace
 
 
@@ -87,6 +88,8 @@ def step(inference: Any, mask: str, layer_number: int, k: Any, v: Any, form: str
 
     A KV cache goes with mask types that have padding; its older form takes all, and means these.
     """
+    if exporting.on:
+        raise not_exported("inference_params: a cache that a call changes", "a call without a cache", "pass all keys")
     if "padding" not in canonical_mask(OPERATION, mask) and not getattr(inference, "is_older_form", False):
         got = f"attn_mask_type={mask!r} with inference_params"
         raise wrong(got, "a mask type with padding", "choose padding_causal, say")

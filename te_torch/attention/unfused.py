@@ -40,11 +40,11 @@ def _attend(plan: Plan, inputs: AttentionInputs, low: Any, functions: Functions 
     spec, size = plan.spec, plan.request.sizes
     q, k, v = apart(plan.layer, inputs)
     tokens = q.shape[0]
-    q = _rows(q, spec.q_format, size.sq, inputs.cu_q, inputs.cu_q_padded)
+    q = padded_rows(q, spec.q_format, size.sq, inputs.cu_q, inputs.cu_q_padded)
     if inputs.pages is not None:
         k, v = (t[inputs.pages.long()].flatten(1, 2) for t in (k, v))
     else:
-        k, v = (_rows(t, spec.kv_format, size.skv, inputs.cu_kv, inputs.cu_kv_padded) for t in (k, v))
+        k, v = (padded_rows(t, spec.kv_format, size.skv, inputs.cu_kv, inputs.cu_kv_padded) for t in (k, v))
     # Queries of one group stand one behind another, so that no key is copied for the heads that share it.
     heads = size.batch * size.groups  # of keys; spelt out, as -1 is nothing that torch could infer of empty tensors
     times = size.heads // size.groups
@@ -60,7 +60,7 @@ def _attend(plan: Plan, inputs: AttentionInputs, low: Any, functions: Functions 
     out = torch.bmm(weights.reshape(heads, times * size.sq, size.skv), values)
     out = out.view(size.batch, size.heads, size.sq, size.d_v).transpose(1, 2)
     if spec.q_format == "thd":
-        out = _tokens(out, tokens, inputs)
+        out = packed_tokens(out, tokens, inputs)
     elif spec.q_format == "sbhd":
         out = out.transpose(0, 1)
     return out.reshape(*out.shape[:-2], size.heads * size.d_v), largest
@@ -142,7 +142,9 @@ def softmax(
     return p.to(scores.dtype)
 
 
-def _rows(t: torch.Tensor, form: str, rows: int, cu: torch.Tensor | None, begin: torch.Tensor | None) -> torch.Tensor:
+def padded_rows(
+    t: torch.Tensor, form: str, rows: int, cu: torch.Tensor | None, begin: torch.Tensor | None
+) -> torch.Tensor:
     """[b, s, h, d] of a tensor in any format; behind the tokens of a packed sequence are zeros."""
     if form == "bshd":
         return t
@@ -154,7 +156,7 @@ def _rows(t: torch.Tensor, form: str, rows: int, cu: torch.Tensor | None, begin:
     return padded.index_select(0, places.flatten()).view(*places.shape, *t.shape[1:])
 
 
-def _tokens(out: torch.Tensor, tokens: int, inputs: AttentionInputs) -> torch.Tensor:
+def packed_tokens(out: torch.Tensor, tokens: int, inputs: AttentionInputs) -> torch.Tensor:
     """[t, h, d] of rows [b, s, h, d]; zeros where no sequence is."""
     places = token_positions(inputs.cu_q, inputs.cu_q_padded, out.shape[1], tokens)
     packed = out.new_zeros(tokens + 1, *out.shape[2:])

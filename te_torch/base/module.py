@@ -19,6 +19,7 @@ from te_torch.base.options import refuse_unbuilt
 from te_torch.base.quantized_init import carry_over, initialisation, initialising, link, quantize_parameter
 from te_torch.base.weights import CachedWeight, Gradients, add_gradient, extra_for
 from te_torch.custom import custom_precisions
+from te_torch.export.mode import exporting, not_exported, not_warmed_up
 from te_torch.function import Call, Extra, key_of
 from te_torch.module_names import name_of, next_name, shown, within
 from te_torch.nonfinite import counted
@@ -236,10 +237,14 @@ class BaseModule(Documented, CallingModule):
         if not precision:
             return inp, 0, None, recompute
         if precision in custom_numbers or self.own_precision:
+            if exporting.on and precision in custom_numbers:
+                raise _custom_recipe()
             precision = self._of_custom(precision)
             if not precision:
                 return inp, 0, None, recompute
         tracing = torch.compiler.is_compiling()
+        if tracing and exporting.on:
+            return inp, precision, self._state_to_export(precision), recompute
         collects = region is not None and region.traced == tracing and region.ran is not None
         if tracing:
             if not _trace_state(self._token, inp.device, precision, region is not None and not collects):
@@ -264,6 +269,15 @@ class BaseModule(Documented, CallingModule):
             if rule.check_finite:  # type: ignore[union-attr]
                 return inp, precision, counted(self, state, inp.device), recompute  # type: ignore[return-value]
         return inp, precision, state, recompute
+
+    def _state_to_export(self, precision: int) -> ScalingState | None:
+        """The scales that go into an exported program: those there are, for a trace makes none."""
+        rule, state = precision_of(precision), self.fp8_state
+        if rule is None or rule.history is None:
+            return None
+        if state is None:
+            raise not_warmed_up(f"{type(self).__name__}{within(self)}")
+        return state
 
     def _of_custom(self, number: int) -> int:
         """The number of what a custom recipe's factory says for this module (for its first GEMM)."""
@@ -455,6 +469,11 @@ class BaseModule(Documented, CallingModule):
         whole = object.__new__(type(self))
         whole.__dict__.update(self.__dict__, _modules={k: m for k, m in self._modules.items() if m is not None})
         return torch.nn.Module.__repr__(whole)
+
+
+def _custom_recipe() -> Exception:
+    got, do = "a CustomRecipe, whose factory is a function of this process", "choose one of these"
+    return not_exported(got, "DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling or high precision", do)
 
 
 @constant_at_trace

@@ -28,6 +28,7 @@ from te_torch.tensors import float8, float8_blockwise, hybrid, identity, mxfp8, 
 from te_torch.tensors import utils as _tensor_utils
 from te_torch.training import checkpoint as _checkpoint
 from te_torch.training import distributed as _distributed
+from te_torch.training import export as _export
 from te_torch.training import offload as _offload
 from te_torch.training import rng as _rng
 from te_torch.training.graphs import make as _graphs
@@ -162,6 +163,7 @@ DEFINED: dict[str, dict[str, Any]] = {
     | _of(_distributed, _RANKS)
     | {"checkpoint": te_torch.checkpoint},
     "pytorch.graph": _of(_graphs, _GRAPHS),
+    "pytorch.export": _of(_export, _export.__all__),
     "pytorch.module.base": {
         "TransformerEngineBaseModule": BaseModule,
         # Whether a GEMM accumulates in full precision where the recipe does not say.

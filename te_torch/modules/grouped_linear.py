@@ -27,6 +27,8 @@ from te_torch.base.options import check_values, mode_of, refuse_unbuilt
 from te_torch.base.original_input import keeps_original
 from te_torch.base.quantized_init import check_recipe_fits
 from te_torch.base.weights import Gradients
+from te_torch.export import layers
+from te_torch.export.mode import exporting, not_exported
 from te_torch.function import Call, Extra, Layer, apply, register
 from te_torch.module_names import within
 from te_torch.modules.linear import empty_bias
@@ -58,6 +60,7 @@ def _layer(num_gemms: int) -> Layer:
         weights=tuple(range(1, 1 + num_gemms)),
         linears=lambda spec: spec.parts,
         copies=lambda saved: saved[3::3],
+        plain=layers.grouped_linear,
     )
 
 
@@ -146,7 +149,7 @@ class GroupedLinear(BaseModule):
         `dgrad_out` are buffers of at least as many rows for the result and for the gradient of inp, which then
         lie in them.
         """
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() and not exporting.on:
             if active.region is not None and active.region.traced:  # eager code cannot note there what ran
                 _refuse_region_inside()
             _make_eager()
@@ -186,6 +189,10 @@ class GroupedLinear(BaseModule):
     def _sizes(self, inp: torch.Tensor, m_splits: Sequence[int] | torch.Tensor) -> list[int]:
         """The rows of each group, on the host."""
         if isinstance(m_splits, torch.Tensor):
+            if exporting.on:
+                raise not_exported(
+                    "m_splits in a tensor", "a list of numbers, which are part of the file", "pass a list"
+                )
             if m_splits.dtype not in _INTEGERS:
                 raise ArgumentError(
                     "GroupedLinear.forward",

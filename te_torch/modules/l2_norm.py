@@ -7,10 +7,11 @@ import torch
 from te_core.layers import l2_norm as core
 from te_torch.base.module import CallingModule
 from te_torch.base.options import check_values
+from te_torch.export import layers
 from te_torch.function import Call, Layer, apply, register
 from te_torch.runtime import check_dtype
 
-L2_NORM = Layer("l2_norm", core.forward, core.backward, core.L2NormSaved)
+L2_NORM = Layer("l2_norm", core.forward, core.backward, core.L2NormSaved, plain=layers.l2_norm)
 
 
 class L2Normalization(CallingModule):

@@ -15,6 +15,7 @@ from te_torch.base.draws import fork_of, random_pair
 from te_torch.base.module import BaseModule, check_input, wants_grad
 from te_torch.base.options import check_options
 from te_torch.base.residual import Branch, enter_stream, stream_of
+from te_torch.export import layers
 from te_torch.function import Call, Layer, apply, register
 from te_torch.modules.linear import SplitParameters, empty_bias
 from te_torch.modules.norm import init_norm_weight, margin_of, sm_margins
@@ -32,6 +33,7 @@ NORM_LINEAR = Layer(
     twins=(0, 6),
     linears=lambda s: (s.linear,),
     copies=lambda saved: (saved.w,),
+    plain=layers.norm_linear,
 )
 
 

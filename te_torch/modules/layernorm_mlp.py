@@ -16,6 +16,7 @@ from te_torch.base.module import check_input, normal_init, wants_grad
 from te_torch.base.options import check_options
 from te_torch.base.quantized_init import check_recipe_fits
 from te_torch.base.residual import Branch, enter_stream, stream_of
+from te_torch.export import layers
 from te_torch.function import Call, Layer, apply, register
 from te_torch.modules.layernorm_linear import NormParameters
 from te_torch.modules.linear import empty_bias
@@ -36,6 +37,7 @@ MLP = Layer(
     twins=(0, 8),
     linears=lambda s: (s.fc1, s.fc2),
     copies=lambda saved: (saved.w1q, saved.w2q),
+    plain=layers.mlp,
 )
 ALIASES = {"squared_relu": "srelu"}  # an older documentation's spelling
 #: The documented names of clamped_swiglu's parameters, in the order of `Clamp`.

@@ -16,6 +16,7 @@ from te_torch.base.options import check_options, is_size, mode_of
 from te_torch.base.original_input import keeps_original
 from te_torch.base.quantized_init import check_recipe_fits
 from te_torch.base.weights import check_whole
+from te_torch.export import layers
 from te_torch.function import Call, Layer, apply, register
 from te_torch.precisions import draws, precision_of
 from te_torch.runtime import TO_CORE, default_device, outside_autocast
@@ -28,6 +29,7 @@ LINEAR = Layer(
     weights=(1,),
     linears=lambda s: (s,),
     copies=lambda saved: (saved.w,),
+    plain=layers.linear,
 )
 
 

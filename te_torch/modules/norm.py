@@ -14,11 +14,12 @@ from te_core.errors import ArgumentError
 from te_core.layers import norm as core
 from te_torch.base.module import CallingModule, materialised
 from te_torch.base.options import check_values
+from te_torch.export import layers
 from te_torch.function import Call, Layer, apply, register
 from te_torch.quantized import QuantizedTorch
 from te_torch.runtime import TO_CORE, amp_dtype, check_dtype, default_device
 
-NORM = Layer("norm", core.forward, core.backward, core.NormSaved, weight="gamma")
+NORM = Layer("norm", core.forward, core.backward, core.NormSaved, weight="gamma", plain=layers.norm)
 
 
 def sm_margins(given: int | Mapping[str, int]) -> dict[str, int]:
