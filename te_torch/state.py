@@ -6,8 +6,8 @@ row 0 of a history; the update, once a step, reads the histories and sets the sc
 (`te_core.ops.update_scales` states the rule). There is no other FP8 state anywhere. Where several processes train
 together the maxima are reduced first (te_torch.amax_reduction).
 
-A state is referred to by its token, a number under which it is found as long as it lives: a weak reference that
-compiled code can hold too.
+A state is referred to by its token, a number under which it is found as long as it lives: a weak reference. Compiled
+code, which layers of one shape share, knows a state by its tensors alone: `of_tensor` finds it by one of them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from te_core.errors import ArgumentError
+from te_core.errors import ArgumentError, UnsupportedError
 from te_core.ops import raw as ops
 from te_core.ops.quantize import ScalingState as CoreState
 from te_core.precision import History, Operand, Precision
@@ -54,6 +54,7 @@ def require_usable(operation: str, entry: str, value: Any) -> None:
 
 _tokens = itertools.count(1)
 _by_token: weakref.WeakValueDictionary[int, ScalingState] = weakref.WeakValueDictionary()
+_by_address: weakref.WeakValueDictionary[int, ScalingState] = weakref.WeakValueDictionary()  # of `scale_bwd`
 _moves = 0  # how often a state may have got other memory: plans of updates are of one such time
 
 
@@ -66,6 +67,8 @@ class ScalingState(torch.nn.Module):
     amax_history_bwd: torch.Tensor
     used_fwd: torch.Tensor
     used_bwd: torch.Tensor
+    #: False: it was made beside that of another module, whose compiled code this one may run too, and nothing ran yet.
+    in_use = True
 
     def __init__(self, gemms: int, history_length: int, device: torch.device) -> None:
         super().__init__()
@@ -86,6 +89,8 @@ class ScalingState(torch.nn.Module):
         """Everything derived from the buffers, after they were replaced."""
         self.token = next(_tokens)
         _by_token[self.token] = self
+        if self.scale_bwd.data_ptr():
+            _by_address[self.scale_bwd.data_ptr()] = self
         self.precision: Precision | None = None  # the recipe of the last forward: the rule of the next update
         self._views: tuple[Scales, Scales, Scales] | None = None
         self._core: dict[tuple[int, float], CoreState] = {}
@@ -122,7 +127,14 @@ class ScalingState(torch.nn.Module):
                 self.used_fwd.fill_(1), self.used_bwd.fill_(1)
         return self
 
+    def _save_to_state_dict(self, *args: Any, **options: Any) -> None:
+        if self.in_use:
+            super()._save_to_state_dict(*args, **options)
+
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        if not self.in_use and not any(prefix + name in state_dict for name in NAMES):
+            return
+        self.in_use = True
         for name in NAMES:
             require_usable("load_state_dict", prefix + name, state_dict.get(prefix + name))
         before = list(self._buffers.values())
@@ -148,6 +160,7 @@ class ScalingState(torch.nn.Module):
 
     def assign(self, values: dict[str, list[torch.Tensor]] | None) -> None:
         """Take over what `copies` gave, or begin anew."""
+        self.in_use = self.in_use or values is not None
         new = self.start() if values is None else self._given(values)
         with torch.no_grad():
             for name, value in new.items():
@@ -204,12 +217,26 @@ class ScalingState(torch.nn.Module):
         self.precision = precision
         self.recipe = recipe
 
-    def watch(self, group: Any) -> None:
-        """Called when a compiler traces the module: from now on its runs show in the history's version."""
-        self.group = group
+    def watch(self) -> None:
+        """Called as compiled code first runs: from now on its runs show in the history's version."""
         if self.seen_version is None:
             self.seen_version = self.amax_history_fwd._version
             _watched[self.token] = None
+
+    def ran_compiled(self, rule: Precision, recipe: Any, region: Any) -> None:
+        """Called by compiled code as it runs: the updates follow its rule, as after `prepare`."""
+        self.in_use = True
+        if self.precision is not rule:
+            if self.precision is not None:
+                self._renew()
+            self.precision, self.recipe = rule, recipe
+            if self.amax_history_fwd.shape[0] != rule.history.length:  # type: ignore[union-attr]
+                _to_resize[self.token] = (FORWARD, BACKWARD)
+        if region is not None:
+            self.watch()  # where it is a CUDA graph that runs again, nobody calls this
+            self.due = True
+            self.group = region.group
+            region.ran.states[self.token] = None
 
     def is_due(self) -> bool:
         """Whether a forward, eager or compiled, ran whose maxima no update has read yet."""
@@ -260,17 +287,55 @@ class ScalingState(torch.nn.Module):
 def make_state(module: Any, device: torch.device, precision: Precision, recipe: Any = None) -> ScalingState:
     """The module's scaling state, following this precision's rule; made if there is none."""
     assert precision.history is not None
-    state: ScalingState | None = module.fp8_state
-    if state is None or state.scale_fwd.is_meta and device.type != "meta":  # its module was materialised since
-        state = module.fp8_state = ScalingState(module.gemms, precision.history.length, device)
+    state = _beginning(module, device, precision)
     if state.precision is not precision:
         if state.scale_fwd.device != device:  # a module without parameters cannot tell where a checkpoint belongs
             state.to(device)
         state.prepare(precision, recipe)
+        state.in_use = True
     return state
 
 
-_watched: dict[int, None] = {}  # in the order of tracing, which is every process's
+def _beginning(module: Any, device: torch.device, precision: Precision, in_use: bool = True) -> ScalingState:
+    """The module's state, of any rule; made if there is none."""
+    state: ScalingState | None = module.fp8_state
+    if state is None or state.scale_fwd.is_meta and device.type != "meta":  # its module was materialised since
+        assert precision.history is not None
+        state = ScalingState(module.gemms, precision.history.length, device)
+        state.in_use = in_use
+        module.fp8_state = state
+    return state
+
+
+def make_states(modules: list[Any], device: torch.device, precision: Precision, recipe: Any) -> None:
+    """States for modules of which a compiler traces one: all of them may run what it compiles, without being traced.
+
+    Nothing shows of a state that was made for another one's sake until its module runs. One that is in use stays as it
+    is, but where there is no doubt whose it is: `ran_compiled` says what the next update does.
+    """
+    assert precision.history is not None
+    for module in modules:
+        state = _beginning(module, device, precision, in_use=False)
+        if len(modules) == 1:
+            make_state(module, device, precision, recipe)
+            continue
+        if state.scale_fwd.device != device and next(module.parameters(), None) is None:
+            state.to(device)
+        if not state.in_use:
+            state.resize_history(precision.history.length)
+
+
+_watched: dict[int, None] = {}  # in the order of running, which is every process's
+#: Whose histories are longer or shorter than the rule of the next update says, with the directions in which they are.
+_to_resize: dict[int, tuple[int, ...]] = {}
+
+
+def region_begins() -> None:
+    """What compiled code wrote before is none of this region's."""
+    for token in list(_watched):
+        state = _by_token.get(token)
+        if state is not None:
+            state.seen_version = state.amax_history_fwd._version
 
 
 def traced_that_ran(group: Any) -> list[int]:
@@ -290,9 +355,14 @@ def traced_that_ran(group: Any) -> list[int]:
     return ran
 
 
-def by_token(token: int) -> ScalingState | None:
-    """The living state of this number (how compiled code names a state)."""
-    return _by_token.get(token)
+def of_tensor(scale_bwd: torch.Tensor) -> ScalingState | None:
+    """The living state with this tensor."""
+    address = scale_bwd.data_ptr()
+    found = _by_address.get(address)
+    if found is None and address:  # memory that was moved in place, as on its way to another process
+        _by_address.update({state.scale_bwd.data_ptr(): state for state in _by_token.values()})
+        found = _by_address.get(address)
+    return found if found is None or found.scale_bwd.data_ptr() == address else None
 
 
 # ------------------------------------------------------------------------------------------- the update
@@ -300,12 +370,14 @@ def by_token(token: int) -> ScalingState | None:
 
 def update(tokens: Iterable[int], direction: int, only_due: bool = False) -> None:
     """The delayed-scaling step of these states, each once: one launch per device and rule."""
-    states = []
-    for token in dict.fromkeys(tokens):
+    tokens, states = list(dict.fromkeys(tokens)), []
+    if _to_resize:
+        tokens = _resized(tokens, direction)
+    for token in tokens:
         state = _by_token.get(token)
         if state is None or state.precision is None or (only_due and not state.due):
             continue
-        if _operand(state, direction) is None:
+        if _operand(state.precision, direction) is None:
             continue
         states.append(state)
     if not states:
@@ -327,11 +399,38 @@ def update(tokens: Iterable[int], direction: int, only_due: bool = False) -> Non
         ops.run_update(runtime_for(anchor), launch)
     for token in tokens_by_callables:
         state = _by_token[token]
-        _update_by_callables(state, direction, _rule(state))
+        _update_by_callables(state, direction, state.precision, state.recipe)  # type: ignore[arg-type]
     if direction == FORWARD:
         for state in states:
             if state.seen_version is not None:
                 state.seen_version = state.amax_history_fwd._version
+
+
+def _resized(tokens: list[int], direction: int) -> list[int]:
+    """The tokens of these states once their histories are as long as their rules say: the maxima of this step stay.
+
+    Each direction in its own update: a backward that is still to come writes the history that its forward was given.
+    """
+    for token in [token for token in _to_resize if token not in _by_token]:
+        del _to_resize[token]
+    found = []
+    for token in tokens:
+        state = _by_token.get(token)
+        left = _to_resize.get(token, ())
+        if state is None or direction not in left:
+            found.append(token)
+            continue
+        del _to_resize[token]
+        kept = {name: getattr(state, name) for name in ("precision", "recipe", "due")}
+        watched, rule = state.seen_version is not None, kept["precision"].history
+        state.resize_history(rule.length, direction)
+        state.__dict__.update(kept)
+        if watched:
+            state.watch()
+        if others := tuple(d for d in left if d != direction):
+            _to_resize[state.token] = others
+        found.append(state.token)
+    return found
 
 
 def abandon(tokens: Iterable[int], group: Any, precision: Precision, only_due: bool = False) -> None:
@@ -356,26 +455,27 @@ def _plan_update(states: list[ScalingState], direction: int) -> tuple[list[tuple
     launches = []
     for (_, algo), members in groups.items():
         anchor = members[0].scale_fwd
-        parts = [s.core(direction, _limit(s, direction)) for s in members]
+        parts = [s.core(direction, _limit(s.precision, direction)) for s in members]  # type: ignore[arg-type]
         launches.append((anchor, ops.plan_update(runtime_for(anchor), parts, algo)))
     return launches, by_callables
 
 
-def update_traced(states: list[ScalingState]) -> None:
-    """The forward update of the states that ran in a region inside a compiled function."""
+def update_traced(ran: list[tuple[ScalingState, Any, Any]]) -> None:
+    """The forward update of the states that ran in a region inside a compiled function, with rules and recipes."""
     for algo in ("max", "most_recent"):
-        of_algo = [s for s in states if _rule(s).amax_algo == algo and _rule(s).scale_algo is None]
+        of_algo = [(s, p) for s, p, _ in ran if p.history.amax_algo == algo and p.history.scale_algo is None]
         if of_algo:
             torch.ops.te_runtime.update(
-                [s.scale_fwd for s in of_algo],
-                [s.amax_history_fwd for s in of_algo],
-                [s.used_fwd for s in of_algo],
-                [_limit(s, FORWARD) for s in of_algo],
+                [s.scale_fwd for s, _ in of_algo],
+                [s.amax_history_fwd for s, _ in of_algo],
+                [s.used_fwd for s, _ in of_algo],
+                [_limit(p, FORWARD) for _, p in of_algo],
+                [p.history.length for _, p in of_algo],
                 algo,
             )
-    for s in states:
-        if callable(_rule(s).amax_algo) or _rule(s).scale_algo is not None:
-            _update_by_callables(s, FORWARD, _rule(s))
+    for s, p, recipe in ran:
+        if callable(p.history.amax_algo) or p.history.scale_algo is not None:
+            _update_by_callables(s, FORWARD, p, recipe)
 
 
 def _rule(state: ScalingState) -> History:
@@ -385,14 +485,29 @@ def _rule(state: ScalingState) -> History:
 
 _library = torch.library.Library("te_runtime", "FRAGMENT")
 _library.define(
-    "update(Tensor(a!)[] scales, Tensor(b!)[] histories, Tensor(c!)[] used, float[] limits, str algo) -> ()"
+    "update(Tensor(a!)[] scales, Tensor(b!)[] histories, Tensor(c!)[] used, float[] limits, int[] lengths, "
+    "str algo) -> ()"
 )
 
 
 def _update_op(
-    scales: list[torch.Tensor], histories: list[torch.Tensor], used: list[torch.Tensor], limits: list[float], algo: str
+    scales: list[torch.Tensor],
+    histories: list[torch.Tensor],
+    used: list[torch.Tensor],
+    limits: list[float],
+    lengths: list[int],
+    algo: str,
 ) -> None:
-    parts = zip(scales, histories, used, limits, strict=True)
+    for history, length in zip(histories, lengths, strict=True):
+        if len(history) < length:
+            raise UnsupportedError(
+                "autocast inside a compiled function",
+                f"an amax history of {len(history)} rows and a recipe that asks for {length}",
+                "a history that is long enough",
+                "call te_torch.prepare_state(model, recipe) before, or put the region around the compiled function",
+            )
+    rows = [history[:length] for history, length in zip(histories, lengths, strict=True)]
+    parts = zip(scales, rows, used, limits, strict=True)
     states = [CoreState(to_core(s), to_core(h), to_core(u), limit) for s, h, u, limit in parts]
     ops.update_scales(runtime_for(scales[0]), states, algo)
 
@@ -401,22 +516,23 @@ _library.impl("update", _update_op, "CompositeExplicitAutograd")
 torch.library.register_fake("te_runtime::update", lambda *args: None, lib=_library)
 
 
-def _operand(state: ScalingState, direction: int) -> Operand | None:
-    """The rule whose format the scales of a direction fill; None where the last precision quantized nothing."""
-    assert state.precision is not None
-    return state.precision.input if direction == FORWARD else state.precision.grad
+def _operand(precision: Precision, direction: int) -> Operand | None:
+    """The rule whose format the scales of a direction fill; None where the precision quantizes nothing."""
+    return precision.input if direction == FORWARD else precision.grad
 
 
-def _limit(state: ScalingState, direction: int) -> float:
-    operand = _operand(state, direction)
-    assert operand is not None
-    return operand.dtype.max * 2.0 ** -_rule(state).margin
+def _limit(precision: Precision, direction: int) -> float:
+    operand, history = _operand(precision, direction), precision.history
+    assert operand is not None and history is not None
+    return operand.dtype.max * 2.0**-history.margin
 
 
-def _update_by_callables(state: ScalingState, direction: int, rule: History) -> None:
+def _update_by_callables(state: ScalingState, direction: int, precision: Precision, recipe: Any) -> None:
     """The documented order for user-supplied rules: amax from the whole history, roll, scale, in torch."""
     suffix = ("fwd", "bwd")[direction]
     scale, history, used = (getattr(state, f"{n}_{suffix}") for n in ("scale", "amax_history", "used"))
+    operand, rule = _operand(precision, direction), precision.history
+    assert operand is not None and rule is not None
     used.copy_(scale)
     if callable(rule.amax_algo):
         amax = rule.amax_algo(history)
@@ -425,10 +541,8 @@ def _update_by_callables(state: ScalingState, direction: int, rule: History) -> 
     if history.shape[0] > 1:
         history.copy_(torch.roll(history, -1, 0))
     history[0].zero_()
-    operand = _operand(state, direction)
-    assert operand is not None
     if rule.scale_algo is not None:
-        new = rule.scale_algo(amax, scale, operand.dtype.max, state.recipe)
+        new = rule.scale_algo(amax, scale, operand.dtype.max, recipe)
     else:
         new = (operand.dtype.max / amax) / 2.0**rule.margin
         new = torch.where((amax > 0) & torch.isfinite(amax), new, scale)

@@ -35,7 +35,7 @@ from te_torch.attention.plan import (
     wrong,
 )
 from te_torch.autocast import Region, precision_now
-from te_torch.base.module import BaseModule, fork_of, module_of
+from te_torch.base.module import BaseModule, alike, fork_of
 from te_torch.base.options import check_values
 from te_torch.function import key_of, register
 from te_torch.quantized import QuantizedTorch
@@ -362,15 +362,19 @@ class DotProductAttention(BaseModule):
         """Attention's own precision in a region of the one of this number."""
         return fp8_attention.attention_number(number)
 
+    def _facts(self) -> tuple[Any, ...]:
+        return *super()._facts(), *self._static, self._fork is None
+
     def _traced(self, key: Key, given: Given) -> Any:
         """The call under a tracing compiler: FusedAttention as an operator; the other backends run eagerly."""
-        name, *how = _trace_plan(self._token, tuple(key))
+        facts = self._kind, self._facts()
+        name, *how = _trace_plan(*facts, tuple(key))
         if not name:
             return _eager_run(self, key, given)
         orders = _orders(key, given, Preparation(*how))
         if orders is not None:
             given = to_front(given, orders)
-            name, *how = _trace_plan(self._token, tuple(_with_bias(key, given)))
+            name, *how = _trace_plan(*facts, tuple(_with_bias(key, given)))
         inputs = layer_inputs(self, given, Preparation(*how))
         # A compiler breaks its graph where an operator is given one tensor twice.
         if inputs.cu_kv is inputs.cu_q and inputs.cu_kv is not None:
@@ -469,12 +473,13 @@ _eager_run: Any = None  # DotProductAttention._run for traced code: never traced
 
 
 @constant_at_trace
-def _trace_plan(token: int, key: tuple[Any, ...]) -> tuple[Any, ...]:
+def _trace_plan(kind: int, facts: tuple[Any, ...], key: tuple[Any, ...]) -> tuple[Any, ...]:
     """(the call's key, or "" where the backend runs eagerly; the fields of its Preparation)."""
     global _eager_run
-    module = module_of(token)
-    assert isinstance(module, DotProductAttention)
-    plan = module._plan(Key.of(key))
+    modules = alike(kind, facts)
+    plan = modules[0]._plan(Key.of(key))
+    for module in modules[1:]:
+        module._last_plan = module._last_plan or plan
     if plan.backend != choose.FUSED or plan.key.fp8:
         _eager_run = _eager_run or untraced(DotProductAttention._run, "this backend runs eagerly")
         return ("",)
