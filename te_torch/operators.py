@@ -9,7 +9,9 @@ What they run is named by its spec, and a state is known by its tensors: modules
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -26,15 +28,20 @@ from te_torch.autocast import active, forward_ad, in_backward
 from te_torch.calls import Call, call_of, complete
 from te_torch.precisions import precision_of, recipe_of
 from te_torch.program_names import name_of_program
+from te_torch.quantized import QuantizedTorch
 from te_torch.runtime import constant_at_trace, runtime_for, shape_runtime, to_core, to_core_shape, to_torch
+from te_torch.tensors.dispatch import keeps
+from te_torch.tensors.tracing import core_from_inner
 
 # Per call, where each saved tensor comes from: input i is i, output i is -2 - i, neither is -1; None if absent.
 _saved_from: dict[str, tuple[int | None, ...]] = {}
 _grads_given: dict[str, tuple[bool, ...]] = {}  # per call: which input gradients backward returns
 
 _library = torch.library.Library("te_runtime", "FRAGMENT")
-_library.define("forward(Tensor?[] inputs, Tensor? scale, Tensor? scale_bwd, str key, str rule) -> Tensor[]")
-_library.define("backward(Tensor?[] grads, Tensor?[] saved, Tensor? scale, str key) -> Tensor[]")
+_library.define(
+    'forward(Tensor?[] inputs, Tensor? scale, Tensor? scale_bwd, str key, str rule, str held="") -> Tensor[]'
+)
+_library.define('backward(Tensor?[] grads, Tensor?[] saved, Tensor? scale, str key, str held="") -> Tensor[]')
 
 
 class Traced(NamedTuple):
@@ -64,28 +71,24 @@ def _forward_op(
     scale_bwd: torch.Tensor | None,
     key: str,
     rule: str,
+    held: str = "",
     fake: bool = False,
 ) -> list[torch.Tensor]:
     """Outputs, then what is saved and is no input, then the maxima. `scale_bwd` tells whose state it is."""
     call = call_of(key)
-    if scale_bwd is not None and not fake and (state := scaling.of_tensor(scale_bwd)) is not None:
-        state.ran_compiled(*_rules[rule], active.region)
     first = inputs[0]
     assert first is not None
-    if not fake and call.layer.weights:
-        weight = inputs[call.layer.weights[0]]
-        assert weight is not None
-        _note(call, weight)
-        _check_recomputation(call, weight)
-    rt, convert = _world(first, fake)
-    inputs = [None if t is None else t.contiguous() for t in inputs]
-    views = [None if t is None else convert(t) for t in inputs]
-    maxima = _new_maxima(rt, scale)
+    rt, convert = world(first, fake)
+    views = core_views(inputs, held, convert)
+    if not fake:
+        note_run(call, views, scale_bwd, rule)
+    maxima = new_maxima(rt, scale)
     scales = None
     if scale is not None and maxima is not None:
         scales = Scales(convert(scale), maxima, maxima, None)
     outputs, saved = call.layer.forward(rt, *views, spec=call.spec, scales=scales, **call.options)
-    given = {id(t): i for i, t in enumerate(inputs)} | {id(t.owner): -2 - i for i, t in enumerate(outputs)}
+    given = {id(t.owner): i for i, t in enumerate(views) if t is not None}
+    given |= {id(t.owner): -2 - i for i, t in enumerate(outputs)}
     origins = [None if t is None else given.get(id(t.owner), -1) for t in saved]
     _saved_from[key] = tuple(origins)
     made = [t for t, origin in zip(saved, origins, strict=True) if origin == -1]
@@ -97,18 +100,19 @@ def _backward_op(
     saved: list[torch.Tensor | None],
     scale: torch.Tensor | None,
     key: str,
+    held: str = "",
     fake: bool = False,
 ) -> list[torch.Tensor]:
     """The input gradients that are given, then the maxima. `scale` is the state's own tensor."""
     call = call_of(key)
-    given = complete(call.layer, grads, saved)
-    rt, convert = _world(next(g for g in given if g is not None), fake)
-    maxima = _new_maxima(rt, scale)
+    given = complete(call.layer, grads, saved) if grads[0] is not None else _completed(call, grads, saved, held)
+    rt, convert = world(next(g for g in given if g is not None), fake)
+    maxima = new_maxima(rt, scale)
     scales = None
     if scale is not None and maxima is not None:
         scales = Scales(maxima, None, convert(scale), maxima)
     views = [None if g is None else convert(g.contiguous()) for g in given]
-    kept = call.layer.saved(*[None if t is None else convert(t.contiguous()) for t in saved])
+    kept = call.layer.saved(*core_views(saved, held, convert))
     results = call.layer.backward(rt, *views, kept, spec=call.spec, scales=scales, **call.options)
     _grads_given[key] = tuple(t is not None for t in results)
     if scale is not None and not fake and (state := scaling.of_tensor(scale)) is not None:
@@ -126,13 +130,15 @@ def _distinct(results: Sequence[Tensor], taken: set[int]) -> list[torch.Tensor]:
     return made
 
 
-def _world(t: torch.Tensor, fake: bool) -> tuple[Runtime, Callable[[torch.Tensor], Tensor]]:
+def world(t: torch.Tensor, fake: bool) -> tuple[Runtime, Callable[[torch.Tensor], Tensor]]:
+    """The runtime of an operator, and what makes core views for it."""
     if fake or t.is_meta:
         return shape_runtime(t.device), to_core_shape
     return runtime_for(t).apart(), to_core
 
 
-def _new_maxima(rt: Runtime, scale: torch.Tensor | None) -> Tensor | None:
+def new_maxima(rt: Runtime, scale: torch.Tensor | None) -> Tensor | None:
+    """Memory for the maxima of a run."""
     return None if scale is None else rt.zeros((scale.shape[0],), dtypes.float32)
 
 
@@ -140,12 +146,91 @@ _library.impl("forward", _forward_op, "CompositeExplicitAutograd")
 _library.impl("backward", _backward_op, "CompositeExplicitAutograd")
 torch.library.register_fake(
     "te_runtime::forward",
-    lambda inputs, scale, scale_bwd, key, rule: _forward_op(inputs, scale, scale_bwd, key, rule, True),
+    lambda inputs, scale, scale_bwd, key, rule, held="": _forward_op(inputs, scale, scale_bwd, key, rule, held, True),
     lib=_library,
 )
 torch.library.register_fake(
-    "te_runtime::backward", lambda grads, saved, scale, key: _backward_op(grads, saved, scale, key, True), lib=_library
+    "te_runtime::backward",
+    lambda grads, saved, scale, key, held="": _backward_op(grads, saved, scale, key, held, True),
+    lib=_library,
 )
+
+
+# --------------------------------------------------------------------------------- weights that are held quantized
+
+
+def core_views(tensors: Sequence[torch.Tensor | None], held: str, convert: Callable[..., Tensor]) -> list[Any]:
+    """Core views of an operator's tensors; `held` says which are the buffers of quantized ones."""
+    if not held:
+        return [None if t is None else convert(t.contiguous()) for t in tensors]
+    given, views = iter(tensors), []
+    for meta in _parsed(held):
+        if meta is None:
+            t = next(given)
+            views.append(None if t is None else convert(t.contiguous()))
+        else:
+            inner: Any = [next(given) for _ in range(sum(meta[2]))]
+            q = core_from_inner(meta, inner, shapes_only=convert is to_core_shape)
+            q.owner = _Held()
+            views.append(q)
+    return views
+
+
+class _Held:
+    """In the place of the tensor that a quantized one is to the core."""
+
+
+@lru_cache(maxsize=1024)
+def _parsed(held: str) -> list[Any]:
+    return [None if m is None else (tuple(m[0]), tuple(m[1]), tuple(m[2])) for m in json.loads(held)]
+
+
+def flattened(tensors: Sequence[Any], allowed: Sequence[int] | None) -> tuple[list[torch.Tensor | None], str]:
+    """(the tensors with the buffers of quantized ones in their places, where these are)."""
+    flat: list[torch.Tensor | None] = []
+    metas: list[Any] = []
+    for i, t in enumerate(tensors):
+        meta: Any = t.inner_meta() if isinstance(t, QuantizedTorch) else None  # type: ignore[attr-defined]
+        if meta is not None and (meta[0] in ("hybrid", "identity") or (allowed is not None and i not in allowed)):
+            t, meta = t._dense_values(t.dtype), None
+        metas.append(meta)
+        flat += [t] if meta is None else t.flatten_inner()
+    return flat, json.dumps(metas) if any(metas) else ""
+
+
+@keeps(torch.ops.te_runtime.forward.default)
+def _forward_of_held(
+    func: Any, inputs: Sequence[Any], scale: Any, scale_bwd: Any, key: str, rule: str, held: str = ""
+) -> Any:
+    flat, held = flattened(inputs, call_of(key).layer.weights)
+    return func(flat, scale, scale_bwd, key, rule, held)
+
+
+@keeps(torch.ops.te_runtime.backward.default)
+def _backward_of_held(func: Any, grads: Any, saved: Sequence[Any], scale: Any, key: str, held: str = "") -> Any:
+    flat, held = flattened(saved, None)
+    return func(
+        [g._dense_values(g.dtype) if isinstance(g, QuantizedTorch) else g for g in grads], flat, scale, key, held
+    )
+
+
+def _completed(call: Call, grads: Sequence[Any], saved: Sequence[Any], held: str) -> list[Any]:
+    """`complete`, of a layer whose weight may be held quantized."""
+    return complete(call.layer, grads, core_views(saved, held, to_core_shape))
+
+
+# ------------------------------------------------------------------------------------------- what runs, for eager code
+
+
+def note_run(call: Call, views: Sequence[Any], scale_bwd: torch.Tensor | None, rule: str) -> None:
+    """Called by compiled code as it runs a call: tell the state, reports and checkpoints."""
+    if scale_bwd is not None and (state := scaling.of_tensor(scale_bwd)) is not None:
+        state.ran_compiled(*_rules[rule], active.region)
+    if call.layer.weights:
+        weight = views[call.layer.weights[0]]
+        if isinstance(weight, Tensor):
+            _note(call, weight.owner)
+            _check_recomputation(call, weight.owner)
 
 
 class _Last(NamedTuple):
@@ -241,11 +326,12 @@ def apply_traced(
         scale, rule = torch.ops.te_runtime.scale_of_first_run(scale, state.used_fwd, state.scale_bwd), ""
     *outputs, maxima = _Traced.apply(key, rule, scale, state.scale_bwd, state.amax_history_bwd, *inputs)
     if not recompute:
-        _raise(state.amax_history_fwd, maxima)
+        merge(state.amax_history_fwd, maxima)
     return tuple(outputs)
 
 
-def _raise(history: torch.Tensor, maxima: torch.Tensor) -> None:
+def merge(history: torch.Tensor, maxima: torch.Tensor) -> None:
+    """Raise a history's first row to the maxima of a run, where compilers see it."""
     history[0].copy_(torch.maximum(history[0], maxima))
 
 
@@ -254,7 +340,7 @@ class _Traced(torch.autograd.Function):
     def forward(
         ctx: Any, key: str, rule: str, scale_fwd: Any, scale_bwd: Any, history_bwd: Any, *inputs: torch.Tensor | None
     ) -> Any:
-        dense = [None if t is None else t.contiguous() for t in inputs]
+        dense = [t if t is None or isinstance(t, QuantizedTorch) else t.contiguous() for t in inputs]
         results = torch.ops.te_runtime.forward(dense, scale_fwd, scale_bwd if rule else None, key, rule)
         origins = _origins(key)
         made = [o for o in origins if o == -1]
@@ -282,7 +368,7 @@ class _Traced(torch.autograd.Function):
             grads = grads[:-1]  # the maxima have none
         results = torch.ops.te_runtime.backward(list(grads), saved, scale_bwd, ctx.key)
         if scale_bwd is not None:
-            _raise(history_bwd, results[-1])
+            merge(history_bwd, results[-1])
         fresh = iter(results)
         found = [next(fresh) if g else None for g in _gives(ctx.key)]
         return (None, None, None, None, None, *found, *[None] * (ctx.inputs - len(found)))

@@ -16,6 +16,7 @@ from te_torch.autocast import active
 from te_torch.base.quantized_init import point
 from te_torch.operators import last_compiled
 from te_torch.precisions import number_of_precision, precision_of, recipe_of
+from te_torch.quantized import QuantizedTorch
 from te_torch.runtime import TO_TORCH, default_device
 from te_torch.state import make_state
 from te_torch.tensors.wrap import quantizer_of
@@ -57,7 +58,8 @@ class Documented(torch.nn.Module):
         """Of the last forward, eager or compiled."""
         names = self._weight_names()
         first = self._parameters.get(names[0]) if names else None
-        return (None if first is None or first.is_meta else last_compiled(first)) or self._last
+        known = first is not None and not first.is_meta and not isinstance(first, QuantizedTorch)
+        return (last_compiled(first) if known else None) or self._last  # type: ignore[arg-type]
 
     def _ran_in(self) -> list[Precision]:
         return [spec.precision for spec in self._ran() if spec.precision is not None]

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import te_torch as te
@@ -219,6 +221,26 @@ def test_layers_that_hold_their_weights_quantized(recipe: str, device: str) -> N
     compiled(layers, counter)
     train(layers, eager, rule, device, steps=2)
     assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("recipe", recipes.KINDS)
+@pytest.mark.parametrize("kind", ["Linear", "LayerNormLinear", "LayerNormMLP"])
+def test_held_weights_are_never_dequantized(kind: str, recipe: str) -> None:
+    """Nothing but the layer's two operators is in the programs, which take the quantized bytes as they are."""
+    rule = recipes.RECIPES["nvfp4 nearest" if recipe == "nvfp4" else recipe]
+    with te.quantized_model_init(recipe=rule):
+        torch.manual_seed(0)
+        layer = MODULES[kind](params_dtype=BF16, device="cpu")
+    eager = copy.deepcopy(layer)
+    ours: list[str] = []
+
+    def look(graph: Any, inputs: Any) -> Any:
+        ours.extend(str(node.target) for node in graph.graph.nodes if "te_runtime" in str(node.target))
+        return make_boxed_func(graph.forward)
+
+    layer.compile(fullgraph=True, backend=aot_autograd(fw_compiler=look, bw_compiler=look))
+    train([layer], [eager], rule, "cpu", steps=2)
+    assert ours == ["te_runtime.forward.default", "te_runtime.backward.default"]
 
 
 # ---------------------------------------------------------------------------- what other modules see of it
