@@ -354,7 +354,7 @@ class autocast:  # noqa: N801  the documented name
                 rules = [(state, precision_of(number), recipe_of(number)) for state, number in ran.traced]
                 scaling.update_traced(rules)
             return
-        tokens = [*ran.states, *scaling.traced_that_ran(region.group)]
+        tokens = [*ran.states, *scaling.traced_that_ran(region.group, ran.states)]
         # What a recomputation runs was updated before, unless its first forward ran without grad mode.
         if kind is None:
             scaling.update(tokens, scaling.FORWARD, only_due=region.recompute)

@@ -330,19 +330,27 @@ _watched: dict[int, None] = {}  # in the order of running, which is every proces
 _to_resize: dict[int, tuple[int, ...]] = {}
 
 
+#: Whose compiled code was run again as a CUDA graph: no operator says that it ran, nor that its backward did.
+_replayed: dict[int, None] = {}
+
+
 def region_begins() -> None:
-    """What compiled code wrote before is none of this region's."""
+    """What compiled code wrote before is none of this region's. Backwards that nobody told of have ended."""
+    if _replayed:
+        tokens = list(_replayed)
+        _replayed.clear()
+        update(tokens, BACKWARD)
     for token in list(_watched):
         state = _by_token.get(token)
         if state is not None:
             state.seen_version = state.amax_history_fwd._version
 
 
-def traced_that_ran(group: Any) -> list[int]:
+def traced_that_ran(group: Any, told: dict[int, None]) -> list[int]:
     """The states into whose history compiled code has merged maxima since their last update, in a region of `group`.
 
     Compiled code leaves no other trace that it would not have to be compiled again for: it writes the history as any
-    tensor, which autograd counts.
+    tensor, which autograd counts. `told`: those of which an operator told as it ran.
     """
     ran = []
     for token in list(_watched):
@@ -352,6 +360,8 @@ def traced_that_ran(group: Any) -> list[int]:
         elif state.amax_history_fwd._version != state.seen_version:
             state.group = group
             ran.append(token)
+            if token not in told:
+                _replayed[token] = None
     return ran
 
 
