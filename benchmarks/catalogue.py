@@ -46,6 +46,10 @@ BENCHMARKS = {
         columns=("case", "recipe", "fwd us", "fwd+bwd us", "of_linear fwd", "of_linear", "target", "ok"),
         ratio="of_linear", reference="host time, 1 = torch.nn.Linear in the same process", on_cpu=True,
     ),
+    "compiled": Benchmark(
+        columns=("case", "recipe", "eager us", "compiled us", "graphs us", "of_eager", "target", "ok"),
+        ratio="of_eager", reference="host time of a step, 1 = eager in the same process", on_cpu=True,
+    ),
     "attention_kernels": Benchmark(columns=("case", "shape", "us", "of_copy", "TB/s")),
     "training": Benchmark(
         columns=("case", "recipe", "seed", "last loss", "of_bf16", "held-out loss", "below unigram", "seconds", "ok"),
