@@ -8,7 +8,7 @@ import sys
 
 from benchmarks import attention, harness, modules
 
-CALLS = 300  # of each work: a step's ten thousandth call says no more
+CALLS = 300  # of each work of a module or layer; attention's few rows take harness.HOST_CALLS
 
 
 def measure() -> list[harness.Row]:
