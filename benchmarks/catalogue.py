@@ -55,6 +55,10 @@ BENCHMARKS = {
         columns=("case", "recipe", "kept MiB", "bytes an element", "fwd+bwd us", "of_keeping"),
         ratio="of_keeping", reference="fwd+bwd speed, 1 = everything kept", on_cpu=True,
     ),
+    "compiled": Benchmark(
+        columns=("case", "recipe", "eager us", "compiled us", "graphs us", "of_eager", "target", "ok"),
+        ratio="of_eager", reference="host time of a step, 1 = eager in the same process", on_cpu=True,
+    ),
     "attention_kernels": Benchmark(columns=("case", "shape", "us", "of_copy", "TB/s")),
     "moe": Benchmark(columns=("case", "shape", "us", "of_copy", "TB/s", "target", "ok")),
     "offload": Benchmark(

@@ -22,7 +22,9 @@ TORCH_GROUND = (
     "export runtime quantized precisions program_names module_names module_paths listing offloading recipe utils "
     "not_built"
 )
-TORCH_STATE = "amax_disagreement amax_reduction availability state autocast function custom nonfinite"
+TORCH_STATE = (
+    "calls operators amax_disagreement amax_reduction availability state updates autocast function custom nonfinite"
+)
 FLOORS: dict[str, list[str]] = {
     "ground": [f"te_core.{room}" for room in GROUND.split()],
     "kernels": ["te_core.kernels"],

@@ -100,12 +100,48 @@ def forward(
 ) -> tuple[tuple[Tensor], GroupedSaved]:
     """((y,), saved). `inputs` are the weights [N, K], the biases [N] or None, and the draws (or None)."""
     n = len(spec.parts)
-    weights, biases, rng = inputs[:n], inputs[n : 2 * n], inputs[2 * n]
-    leading, x2 = flattened(x)
-    assert isinstance(x2, Tensor)
+    weights, biases = inputs[:n], inputs[n : 2 * n]
+    leading, _ = flattened(x)
     width = weights[0].shape[0]  # type: ignore[union-attr]
     out = splits.out if splits.out is not None else rt.empty((*leading, width), spec.dtype)
     each = products(spec.parts, scales, inspectors)
+    xs, ws, saved = _operands(rt, x, inputs, spec, each, splits, ready)
+    if spec.plain or spec.shared is not None:
+        left, right = [uses.rows for _, uses in xs], [uses.rows for _, uses in ws]
+        options: Any = {"bias": biases} | (spec.shared.of_product("fprop") if spec.shared is not None else {})
+        ops.gemm_grouped(rt, left, right, out.matrix(), sizes=splits.sizes, trans_b=True, **options)
+    else:
+        _each(rt, out, splits, lambda i, y: each[i].fprop(rt, xs[i], ws[i], y, biases[i]))  # type: ignore[arg-type]
+    return (out,), saved
+
+
+def kept(
+    rt: Runtime,
+    x: Tensor,
+    *inputs: Value | None,
+    spec: GroupedSpec,
+    splits: Groups,
+    scales: Scales | None = None,
+    inspectors: Sequence[Inspector | None] | None = None,
+) -> GroupedSaved:
+    """What `forward` with these arguments saves, without its products."""
+    return _operands(rt, x, inputs, spec, products(spec.parts, scales, inspectors), splits, None)[2]
+
+
+def _operands(
+    rt: Runtime,
+    x: Tensor,
+    inputs: Sequence[Value | None],
+    spec: GroupedSpec,
+    each: Sequence[Product],
+    splits: Groups,
+    ready: Sequence[QuantizedTensor | None] | None,
+) -> tuple[list[Made], list[Made], GroupedSaved]:
+    """(x and the weight of each group as the products read them, what is saved)."""
+    n = len(spec.parts)
+    weights, rng = inputs[:n], inputs[2 * n]
+    _, x2 = flattened(x)
+    assert isinstance(x2, Tensor)
     xs, whole = _inputs(rt, x2, spec, each, splits)
     ws = _weights(rt, weights, spec, each, ready or [None] * n)  # type: ignore[arg-type]
     kept_x: list[Tensor | None] = []
@@ -115,16 +151,10 @@ def forward(
         # A view of x is saved as x: autograd knows whole tensors.
         kept_x.append(x2 if pair[0] is not None and pair[0] is a[0] else pair[0])
         kept_w.append(pair[1])
-    if spec.plain or spec.shared is not None:
-        left, right = [uses.rows for _, uses in xs], [uses.rows for _, uses in ws]
-        options: Any = {"bias": biases} | (spec.shared.of_product("fprop") if spec.shared is not None else {})
-        ops.gemm_grouped(rt, left, right, out.matrix(), sizes=splits.sizes, trans_b=True, **options)
-    else:
-        _each(rt, out, splits, lambda i, y: each[i].fprop(rt, xs[i], ws[i], y, biases[i]))  # type: ignore[arg-type]
     if whole is not None:
         kept_x = [whole, *[None] * (n - 1)]
     used = any(any(part.needs) for part in spec.parts)
-    return (out,), GroupedSaved(rng if used else None, *kept_x, *[w if used else None for w in weights], *kept_w)
+    return xs, ws, GroupedSaved(rng if used else None, *kept_x, *[w if used else None for w in weights], *kept_w)
 
 
 @explained

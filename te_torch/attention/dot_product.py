@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -38,7 +39,7 @@ from te_torch.attention.plan import (
 from te_torch.attention.score_mod import functions, run_graph
 from te_torch.autocast import Region, precision_now
 from te_torch.base.draws import Fork, Repeated, fork_of
-from te_torch.base.module import BaseModule, module_of
+from te_torch.base.module import BaseModule, alike
 from te_torch.base.options import check_values
 from te_torch.export.mode import exporting
 from te_torch.function import key_of, register
@@ -285,7 +286,7 @@ class DotProductAttention(BaseModule):
         scaling = "" if now[2] is None and not now[0] else fp8_attention.scaling_of(now[0])
         key = self._key(given, scaling)
         if torch.compiler.is_compiling():
-            return self._traced(key, given)
+            return self._traced(key, given, now[0])
         return self._run(key, given, now)
 
     def _run(self, key: Key, given: Given, now: tuple[int, bool, Region | None] | None = None) -> Any:
@@ -385,23 +386,34 @@ class DotProductAttention(BaseModule):
         """Attention's own precision in a region of the one of this number."""
         return fp8_attention.attention_number(number)
 
-    def _traced(self, key: Key, given: Given) -> Any:
-        """The call under a tracing compiler: FusedAttention as an operator; the other backends run eagerly."""
+    def _facts(self) -> tuple[Any, ...]:
+        return *super()._facts(), *self._static, self._fork is None
+
+    def _traced(self, key: Key, given: Given, number: int) -> Any:
+        """The call under a tracing compiler: its backend as an operator, or traced. Some run eagerly."""
         if exporting.on:
             return exported.attention(self, key, given)
-        name, *how = _trace_plan(self._token, tuple(key))
-        if not name:
+        asked = number, given.fp8_output or isinstance(given.a, QuantizedTorch), given.bf16_backward
+        facts = self._kind, self._facts()
+        backend, name, *how = _trace_plan(*facts, tuple(key), asked)
+        if not backend:
             return _eager_run(self, key, given)
         orders = _orders(key, given, Preparation(*how))
         if orders is not None:
             given = to_front(given, orders)
-            name, *how = _trace_plan(self._token, tuple(_with_bias(key, given)))
+            backend, name, *how = _trace_plan(*facts, tuple(_with_bias(key, given)), asked)
         inputs = layer_inputs(self, given, Preparation(*how))
         # A compiler breaks its graph where an operator is given one tensor twice.
         if inputs.cu_kv is inputs.cu_q and inputs.cu_kv is not None:
             inputs = inputs._replace(cu_kv=inputs.cu_kv.clone())
         if inputs.cu_kv_padded is inputs.cu_q_padded and inputs.cu_kv_padded is not None:
             inputs = inputs._replace(cu_kv_padded=inputs.cu_kv_padded.clone())
+        if backend == choose.UNFUSED:
+            return _result(*unfused.run(getattr(_programs, name), inputs), orders)
+        if key.fp8:
+            _, _, state, recompute = self._enter(inputs.a)
+            forms = len(key.form) - 2, len(key.kv_form) - 2
+            return _result(fp8_attention.run_call(name, state, recompute, inputs, forms), None, orders)
         return _result(*fused.run_call(name, key.packing, inputs), orders)
 
     # --------------------------------------------------------------------------------------------- reports
@@ -494,15 +506,36 @@ def _forked(fork: Fork, run: Run, plan: Plan, inputs: AttentionInputs) -> fused.
 _eager_run: Any = None  # DotProductAttention._run for traced code: never traced
 
 
+class _Programs:
+    """The plans of traced code, each an attribute: a compiler guards on one without looking at the others."""
+
+
+_programs = _Programs()
+_names = itertools.count(1)
+
+
 @constant_at_trace
-def _trace_plan(token: int, key: tuple[Any, ...]) -> tuple[Any, ...]:
-    """(the call's key, or "" where the backend runs eagerly; the fields of its Preparation)."""
+def _trace_plan(
+    kind: int, facts: tuple[Any, ...], key: tuple[Any, ...], asked: tuple[int, bool, bool]
+) -> tuple[Any, ...]:
+    """(the backend, "" where it runs eagerly; the call's or plan's name; the fields of its Preparation).
+
+    `asked`: the region's precision; whether what goes in or out is quantized, and backward is in the activation dtype.
+    """
     global _eager_run
-    module = module_of(token)
-    assert isinstance(module, DotProductAttention)
-    plan = module._plan(Key.of(key))
-    forked = plan.prepare.draws and module._fork is not None  # from a generator that a compiler does not know
-    if plan.backend != choose.FUSED or plan.key.fp8 or plan.key.score_mod or forked:
+    modules = alike(kind, facts)
+    plan = modules[0]._plan(Key.of(key))
+    for module in modules[1:]:
+        module._last_plan = module._last_plan or plan
+    forked = plan.prepare.draws and modules[0]._fork is not None  # from a generator that a compiler does not know
+    eager = forked or plan.key.checkpoint or plan.key.score_mod
+    if plan.backend == choose.UNFUSED and not plan.key.fp8 and not eager:
+        name = f"plan_{next(_names)}"
+        setattr(_programs, name, plan)
+        return (plan.backend, name, *plan.prepare)
+    number, handed, high_backward = asked
+    if plan.backend != choose.FUSED or eager or (plan.key.fp8 and handed):
         _eager_run = _eager_run or untraced(DotProductAttention._run, "this backend runs eagerly")
-        return ("",)
-    return (key_of(plan.call), *plan.prepare)
+        return ("", "")
+    call = fp8_attention.traced_call(modules[0], plan, number, high_backward) if plan.key.fp8 else plan.call
+    return (plan.backend, key_of(call), *plan.prepare)

@@ -21,6 +21,7 @@ from te_torch.attention.masks import alibi_bias, hidden, token_positions
 from te_torch.attention.plan import Plan
 from te_torch.attention.score_mod import Functions, modified
 from te_torch.attention.softmax import fused_softmax
+from te_torch.base.residual import bias_dropout_add
 from te_torch.runtime import amp_dtype, runtime_for, to_core, to_torch
 
 
@@ -56,7 +57,10 @@ def _attend(plan: Plan, inputs: AttentionInputs, low: Any, functions: Functions 
     if low is not None:
         weights = low(weights, P, None)
     if spec.dropout:
-        weights = _Dropout.apply(weights, inputs.rng, spec.dropout)
+        if torch.compiler.is_compiling():  # the same numbers, by operators that a compiler knows
+            weights = bias_dropout_add(weights, None, None, spec.dropout, True, inputs.rng)
+        else:
+            weights = _Dropout.apply(weights, inputs.rng, spec.dropout)
     out = torch.bmm(weights.reshape(heads, times * size.sq, size.skv), values)
     out = out.view(size.batch, size.heads, size.sq, size.d_v).transpose(1, 2)
     if spec.q_format == "thd":

@@ -20,7 +20,6 @@ from te_core.errors import ArgumentError, UnsupportedError
 from te_core.layers import grouped_linear as core
 from te_core.layers.linear import LinearSpec, Needs
 from te_core.tensor import dense_strides
-from te_torch.autocast import active
 from te_torch.base.draws import fork_of, random_pair
 from te_torch.base.module import BaseModule, check_input, normal_init
 from te_torch.base.options import check_values, mode_of, refuse_unbuilt
@@ -28,26 +27,14 @@ from te_torch.base.original_input import keeps_original
 from te_torch.base.quantized_init import check_recipe_fits
 from te_torch.base.weights import Gradients
 from te_torch.export import layers
-from te_torch.export.mode import exporting, not_exported
+from te_torch.export.mode import exporting
 from te_torch.function import Call, Extra, Layer, apply, register
 from te_torch.module_names import within
+from te_torch.modules.grouped_traced import apply_traced, checked_sizes, on_host_copy, rows_of
 from te_torch.modules.linear import empty_bias
 from te_torch.precisions import draws
 from te_torch.quantized import QuantizedTorch
 from te_torch.runtime import TO_CORE, constant_at_trace, default_device, to_core, to_core_shape, untraced
-
-_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-
-
-@constant_at_trace
-def _refuse_region_inside() -> None:
-    """Called at trace time: compilers pass on an error raised there, but cannot trace one with fields of its own."""
-    raise UnsupportedError(
-        "GroupedLinear under torch.compile",
-        "an autocast region inside the compiled function",
-        "a region around it",
-        "enter autocast outside, or do not compile this function",
-    )
 
 
 @lru_cache
@@ -67,8 +54,8 @@ def _layer(num_gemms: int) -> Layer:
 class GroupedLinear(BaseModule):
     """y_i = x_i w_i^T + b_i for groups of rows x_i of one input, in the precision of the active `autocast` region.
 
-    Each group is quantized by itself, with scales of its own. Under `torch.compile` a call is a graph break: it runs
-    eagerly.
+    Each group is quantized by itself, with scales of its own. Under `torch.compile` the splits may be a list, whose
+    numbers the compiler guards on, or a tensor, whose values no program depends on.
     """
 
     #: Forwards that had to copy their splits from a GPU, over all modules.
@@ -149,9 +136,8 @@ class GroupedLinear(BaseModule):
         `dgrad_out` are buffers of at least as many rows for the result and for the gradient of inp, which then
         lie in them.
         """
-        if torch.compiler.is_compiling() and not exporting.on:
-            if active.region is not None and active.region.traced:  # eager code cannot note there what ran
-                _refuse_region_inside()
+        tracing = torch.compiler.is_compiling() and not exporting.on
+        if tracing and (out is not None or dgrad_out is not None):
             _make_eager()
             return _eager(self, inp, m_splits, is_first_microbatch, out, dgrad_out)
         if isinstance(inp, QuantizedTorch):
@@ -159,7 +145,7 @@ class GroupedLinear(BaseModule):
                 f"GroupedLinear.forward{within(self)}: got a quantized input. Allowed: a plain one. To do: dequantize."
             )
         check_input("GroupedLinear.forward", inp, self.in_features)
-        sizes = self._sizes(inp, m_splits)
+        sizes = None if tracing else checked_sizes(self.num_gemms, rows_of(inp), m_splits)
         inp, precision, state, recompute = self._enter(inp)
         dtype, grad = inp.dtype, torch.is_grad_enabled()
         weights = [self._weight(name, dtype, precision, i) for i, name in enumerate(self._names)]
@@ -177,43 +163,20 @@ class GroupedLinear(BaseModule):
         extra = None
         if self._special or is_first_microbatch is not None:
             extra = self._extra(self._names, weights, precision, state, recompute, is_first_microbatch)
+        rng = random_pair(inp, self._fork) if precision and draws(precision) else None
+        call = self._find_call(key)
+        if tracing:
+            inputs = (inp, *weights, *added, rng)
+            result = apply_traced(call, state, recompute, m_splits, inputs)  # type: ignore[arg-type]
+            return (result, biases) if self.return_bias else result
         extra = extra or Extra(None, False, None, None)
+        assert sizes is not None
         given = out is not None or dgrad_out is not None
         extra.splits = self._into(sizes, inp, out, dgrad_out) if given else core.Groups(sizes)
-        rng = random_pair(inp, self._fork) if precision and draws(precision) else None
-        (result,) = apply(self._find_call(key), state, recompute, inp, *weights, *added, rng, extra=extra)
+        (result,) = apply(call, state, recompute, inp, *weights, *added, rng, extra=extra)
         if out is not None and result.requires_grad:
             _in_buffers[out.data_ptr()] = result
         return (result, biases) if self.return_bias else result
-
-    def _sizes(self, inp: torch.Tensor, m_splits: Sequence[int] | torch.Tensor) -> list[int]:
-        """The rows of each group, on the host."""
-        if isinstance(m_splits, torch.Tensor):
-            if exporting.on:
-                raise not_exported(
-                    "m_splits in a tensor", "a list of numbers, which are part of the file", "pass a list"
-                )
-            if m_splits.dtype not in _INTEGERS:
-                raise ArgumentError(
-                    "GroupedLinear.forward",
-                    f"m_splits of {m_splits.dtype}",
-                    "a list of int or an integer tensor",
-                    "convert it: m_splits.to(torch.int64)",
-                )
-            if m_splits.device.type not in ("cpu", "meta"):
-                GroupedLinear.host_copies += 1
-            sizes = m_splits.flatten().tolist()
-        else:
-            sizes = [int(m) for m in m_splits]
-        rows = inp.numel() // inp.shape[-1] if inp.shape[-1] else inp.shape[0]
-        if len(sizes) != self.num_gemms or min(sizes, default=0) < 0 or sum(sizes) != rows:
-            raise ArgumentError(
-                "GroupedLinear.forward",
-                f"m_splits={sizes} with an input of {rows} rows",
-                f"{self.num_gemms} sizes, none negative, that add up to the rows",
-                "correct m_splits",
-            )
-        return sizes
 
     def _into(
         self, sizes: list[int], inp: torch.Tensor, out: torch.Tensor | None, dgrad_out: torch.Tensor | None
@@ -231,6 +194,9 @@ class GroupedLinear(BaseModule):
         """In the activation dtype."""
         found = [getattr(self, f"bias{i}") for i in range(self.num_gemms)]
         return [b if b.dtype == dtype else b.to(dtype) for b in found]
+
+    def _facts(self) -> tuple[Any, ...]:
+        return *super()._facts(), self.save_original_input
 
     def _new_call(self, precision: int, dtype: torch.dtype, *key: Any) -> Call:
         before, weights, biases, _, weight_dtype = key
@@ -260,14 +226,19 @@ class GroupedLinear(BaseModule):
         }
 
 
-_eager: Any = None  # GroupedLinear.forward for traced code: never traced, its GEMMs have the sizes of one step
+def _count_copy() -> None:
+    GroupedLinear.host_copies += 1
+
+
+on_host_copy.append(_count_copy)
+_eager: Any = None  # GroupedLinear.forward for traced code: never traced, it writes into memory of the caller's
 
 
 @constant_at_trace
 def _make_eager() -> bool:
     """Make `_eager`, at trace time."""
     global _eager
-    _eager = _eager or untraced(GroupedLinear.forward, "GroupedLinear runs eagerly")
+    _eager = _eager or untraced(GroupedLinear.forward, "GroupedLinear with buffers of the caller's runs eagerly")
     return True
 
 

@@ -29,6 +29,9 @@ class L2Normalization(CallingModule):
         (out,) = apply(call, None, False, inp)
         return out
 
+    def _facts(self) -> tuple[float]:
+        return (self.eps,)
+
     def _new_call(self, needs: bool) -> Call:
         return register(L2_NORM, core.L2NormSpec(self.eps), needs)
 

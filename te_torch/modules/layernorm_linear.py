@@ -18,7 +18,7 @@ from te_torch.base.residual import Branch, enter_stream, stream_of
 from te_torch.export import layers
 from te_torch.function import Call, Layer, apply, register
 from te_torch.modules.linear import SplitParameters, empty_bias
-from te_torch.modules.norm import init_norm_weight, margin_of, sm_margins
+from te_torch.modules.norm import init_norm_weight, margin_facts, margin_of, sm_margins
 from te_torch.precisions import draws
 from te_torch.quantized import QuantizedTorch
 from te_torch.runtime import TO_CORE, default_device
@@ -79,6 +79,10 @@ class NormParameters(BaseModule):
             "zero_centered_gamma": self.zero_centered_gamma,
             "return_layernorm_output": self.return_layernorm_output,
         }
+
+    def _facts(self) -> tuple[Any, ...]:
+        norm_facts = self.normalization, self.eps, self.zero_centered_gamma, self.training, *margin_facts(self._margins)
+        return *super()._facts(), *norm_facts, self.return_layernorm_output
 
     def _norm_spec(self, dtype: torch.dtype) -> norm.NormSpec:
         margin = self._margins["forward" if self.training else "inference"]

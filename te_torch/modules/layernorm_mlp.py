@@ -190,6 +190,10 @@ class LayerNormMLP(NormParameters):
         bias = self._tensor(name)
         return bias if bias.dtype == dtype else bias.to(dtype)
 
+    def _facts(self) -> tuple[Any, ...]:
+        clamp = None if self._clamp is None else (self._clamp.limit, self._clamp.alpha, self._clamp.offset)
+        return *super()._facts(), self.activation, clamp, self.checkpoint
+
     def _new_call(self, again: bool, stream: Any, precision: int, dtype: torch.dtype, *key: Any) -> Call:
         before, w1, b1, w2, b2, *_, weight_dtype = key
         fc1 = Needs(before, w1, b1)

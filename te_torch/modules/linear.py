@@ -239,6 +239,9 @@ class Linear(SplitParameters):
             return out, (empty_bias(out) if bias is None else bias)
         return out
 
+    def _facts(self) -> tuple[Any, ...]:
+        return *super()._facts(), self.save_original_input
+
     def _new_call(self, precision: int, dtype: torch.dtype, *key: Any) -> Call:
         spec = self._linear_spec(precision, dtype, *key)
         if keeps_original(self, precision, spec.precision):

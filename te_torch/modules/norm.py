@@ -29,6 +29,11 @@ def sm_margins(given: int | Mapping[str, int]) -> dict[str, int]:
     return {"forward": given, "backward": given, "inference": given} | env.norm_sm_margins()
 
 
+def margin_facts(margins: Mapping[str, int]) -> tuple[int, int, int]:
+    """Margins as a module's facts have them."""
+    return margins["forward"], margins["backward"], margins["inference"]
+
+
 def margin_of(phase: str) -> Any:
     """An attribute that is the margin of a phase."""
 
@@ -115,6 +120,9 @@ class _Norm(CallingModule):
             bias = None if bias is None else bias.reshape(width)
         (out,) = apply(call, None, False, inp, weight, bias)
         return out if out.shape == shape else out.reshape(shape)
+
+    def _facts(self) -> tuple[Any, ...]:
+        return self.eps, self.zero_centered_gamma, *margin_facts(self._margins)
 
     def _new_call(self, dtype: torch.dtype, needs: bool, training: bool) -> Call:
         margin = self._margins["forward" if training else "inference"]

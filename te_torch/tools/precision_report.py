@@ -104,7 +104,7 @@ def precision_report(model: torch.nn.Module) -> PrecisionReport:
             else:
                 rows += [Row(name, facts) for facts in _products(module, module._last_plan)]
             continue
-        if module._last is None:
+        if module._last_call() is None:
             idle.append(name)
             continue
         for part, spec, weight in _linears(module):
@@ -115,9 +115,9 @@ def precision_report(model: torch.nn.Module) -> PrecisionReport:
 
 def _linears(module: BaseModule) -> Iterator[tuple[str, LinearSpec, torch.Tensor]]:
     """(suffix of the layer's name, spec, weight) of each GEMM triple of a module's last call."""
-    assert module._last is not None
+    last = module._last_call()
     names = module._weight_names()
-    specs = module._last.layer.linears(module._last.spec)
+    specs = last.layer.linears(last.spec)
     for i, spec in enumerate(specs):
         part = f".{names[i].removesuffix('_weight')}" if len(specs) > 1 else ""
         yield part, spec, getattr(module, names[i])

@@ -16,6 +16,7 @@ import te_torch as te
 from te_core.errors import ArgumentError, UnsupportedError
 from te_core.recipe import DelayedScaling
 from te_torch import state as scaling
+from te_torch import updates
 from te_torch.training.graphs import device as seam
 from te_torch.training.graphs import make as graphs
 from tests.fake_graphs import FakeDevice
@@ -155,13 +156,13 @@ def test_capture_leaves_nothing_behind(ran_before: bool, fake: FakeDevice) -> No
         assert torch.equal(t, used.get(n, torch.ones_like(t) if "history" not in n else torch.zeros_like(t))), n
     assert all(p.grad is grads[n] and (p.grad == 3).all() for n, p in module.named_parameters())
     assert module.first.fp8_state.due is ran_before and not module.second.fp8_state.due
-    assert not scaling._noted and not scaling._pending
+    assert not scaling.noted and not updates._pending
 
 
 def test_a_step_updates_once(fake: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     """And a capture not at all: what it captured would reduce over processes, and update, inside of the graph."""
     directions: list[int] = []
-    monkeypatch.setattr(scaling.amax_reduction, "reduce", lambda states, direction, key: directions.append(direction))
+    monkeypatch.setattr(updates.amax_reduction, "reduce", lambda states, direction, key: directions.append(direction))
     module = mlp()
     graphed = graph(fake, module)
     assert directions == []

@@ -15,6 +15,7 @@ import torch
 
 from te_core.errors import ArgumentError, UnsupportedError
 from te_torch import state as scaling
+from te_torch import updates
 from te_torch.autocast import Ran, Region, active, in_backward, may_run_again
 from te_torch.base.module import BaseModule
 from te_torch.precisions import precision_of, recipe_of
@@ -41,7 +42,7 @@ def captured_in(how: How) -> Iterator[Ran]:
 
 def versions() -> dict[int, int]:
     """How often the history of each state that compiled code may write was written."""
-    found = ((token, scaling.by_token(token)) for token in list(scaling._watched))
+    found = ((token, scaling.by_token(token)) for token in list(scaling.watched))
     return {token: state.amax_history_fwd._version for token, state in found if state is not None}
 
 
@@ -179,12 +180,12 @@ class Record:
 
     def update(self) -> None:
         """The forward update of a callable that enters its own region, at the end of that."""
-        scaling.update([place.token for place in self.forward], scaling.FORWARD)
+        updates.update([place.token for place in self.forward], scaling.FORWARD)
 
     def mark_backward(self) -> None:
         """Let the states wait for the end of the running backward pass, as an eager backward does."""
         for place in self.backward:
-            scaling.ran_backward(place.state)
+            updates.ran_backward(place.state)
 
 
 def _in_words(number: int) -> str:
