@@ -135,7 +135,9 @@ def world(t: torch.Tensor, fake: bool) -> tuple[Runtime, Callable[[torch.Tensor]
     """The runtime of an operator, and what makes core views for it."""
     if fake or t.is_meta:
         return shape_runtime(t.device), to_core_shape
-    return runtime_for(t).apart(), to_core
+    rt = runtime_for(t)
+    # On a stream of its own a compiler runs once, eagerly, what it captures next: memory that stays is a leak to it.
+    return (rt.fresh() if rt.stream else rt).apart(), to_core
 
 
 def new_maxima(rt: Runtime, scale: torch.Tensor | None) -> Tensor | None:
