@@ -172,9 +172,13 @@ class Graphed:
         made = iter(unit.grads)
         found: list[torch.Tensor | None] = [next(made) if needs else None for needs in self._needs]
         found = [g if g is None else g.detach() for g in found]
-        for grad, bare in zip(made, self._bare, strict=True):
-            found.append(grad if grad is None else grad.detach() if bare else grad.clone())
-        return found
+        grads = list(zip(made, self._bare, strict=True))
+        copied = [grad for grad, bare in grads if grad is not None and not bare]
+        fresh = [torch.empty_like(grad) for grad in copied]
+        if copied:
+            torch._foreach_copy_(fresh, copied)  # in a launch or two
+        copies = iter(fresh)
+        return [*found, *[g if g is None else g.detach() if bare else next(copies) for g, bare in grads]]
 
     def backward_dw(self) -> None:
         """The weight gradients that the last backward put off."""
