@@ -1,10 +1,10 @@
 """Attention of bfloat16 tensors in float64, and how far from it a backend may be that rounds where all of them do.
 
 A fused attention rounds to bfloat16: P before its product with v and with dy, the output (from which the backward takes
-the row sums of P dP), dS before its products with k and q, and each result. So the error of a result has a size that is
-known for each element, from the terms it is a sum of. Operations of torch round dP besides. A bound for all elements alike cannot be right: where a
-function of the scores lets all queries look at a few keys, gradients of those keys are sums of hundreds of terms, and
-an element of them that happens to be near zero is as wrong as the others.
+the row sums of P dP), dS before its products with k and q, and each result; operations of torch round dP, too. So the
+error of a result has a size that is known for each element, from the terms it is a sum of. A bound for all elements
+alike cannot be right: where a function of the scores lets all queries look at a few keys, gradients of those keys are
+sums of hundreds of terms, and an element of them that happens to be near zero is as wrong as the others.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """UnfusedDotProductAttention: torch operations, for any device, dtype, format, mask and softmax.
 
-Scores are formed in q's dtype, with a bias added in it, but in float32 where a user's function changes them; the softmax
-is float32; the weights go back to q's dtype before dropout and the product with v. Dropout draws its mask from (seed,
-offset) as every dropout here does, so computing an attention again gives the same bits.
+Scores are formed in q's dtype, with a bias added in it, but in float32 where a user's function changes them; the
+softmax is float32; the weights go back to q's dtype before dropout and the product with v. Dropout draws its mask from
+(seed, offset) as every dropout here does, so computing an attention again gives the same bits.
 """
 
 from __future__ import annotations
