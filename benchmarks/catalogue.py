@@ -62,8 +62,8 @@ BENCHMARKS = {
     "attention_kernels": Benchmark(columns=("case", "shape", "us", "of_copy", "TB/s")),
     "moe": Benchmark(columns=("case", "shape", "us", "of_copy", "TB/s", "target", "ok")),
     "offload": Benchmark(
-        columns=("case", "recipe", "ms", "offloaded ms", "of_plain", "MiB away", "peak MiB", "offloaded peak MiB",
-                 "copy ms", "behind ms", "overlap", "target", "ok"),
+        columns=("case", "recipe", "ms", "offloaded ms", "of_plain", "MiB away", "held MiB", "offloaded held MiB",
+                 "held less", "peak MiB", "offloaded peak MiB", "copy ms", "behind ms", "overlap", "target", "ok"),
         ratio="of_plain", reference="fwd+bwd GPU time, 1 = without offloading in the same process",
     ),
     "training": Benchmark(

@@ -5,6 +5,10 @@ backward, without offloading and with it, in turns in one process. A case is jud
 compute, that is where what leaves, at COPY_RATE, takes less time than the forward of the layers behind which it leaves:
 then a step must take at most 10 % longer. `overlap` is read from a trace of torch's profiler: the share of the time of
 copies during which a kernel runs.
+
+What is saved shows in `held MiB`: what the GPU holds more at the end of forward than between steps, without offloading
+and with it; `held less` is the difference. Peaks of a whole step show it only where they lie there, too: where much is
+computed again they lie in backward, at the gradients of all layers, which offloading does not change.
 """
 
 from __future__ import annotations
@@ -80,8 +84,8 @@ def build(size: dict[str, int], again: str) -> torch.nn.ModuleList:
     return made
 
 
-def step(model: Any, made: Any, case: Case, x: torch.Tensor) -> Callable[[], None]:
-    """One forward and backward as a work."""
+def step(model: Any, made: Any, case: Case, x: torch.Tensor, held: list[int] | None = None) -> Callable[[], None]:
+    """One forward and backward as a work; `held` gets the bytes that the GPU holds where forward ends."""
     context, sync = made
     call = te.checkpoint if case.again == "layer" else (lambda layer, y: layer(y))
 
@@ -92,12 +96,27 @@ def step(model: Any, made: Any, case: Case, x: torch.Tensor) -> Callable[[], Non
                 with context:
                     y = call(layer, y)
                 y = sync(y)
+        if held is not None:
+            held.append(torch.cuda.memory_allocated())
         y.sum().backward()
         for p in model.parameters():
             p.grad = None
         x.grad = None
 
     return work
+
+
+def held_mib(model: Any, made: Any, case: Case, x: torch.Tensor) -> float:
+    """MiB that the end of forward holds above what is held between steps; nan on a CPU."""
+    if not harness.gpu():
+        return float("nan")
+    held: list[int] = []
+    work = step(model, made, case, x, held)
+    work()
+    torch.cuda.synchronize()
+    resting = torch.cuda.memory_allocated()
+    work()
+    return (held[-1] - resting) / 2**20
 
 
 def forward_us(model: Any, case: Case, x: torch.Tensor) -> float:
@@ -120,9 +139,11 @@ def measure_case(case: Case) -> harness.Row:
         made = te.get_cpu_offload_context(
             True, case.away, LAYERS, offload_weights=case.weights, double_buffering=case.double
         )
-    plain, away = step(model, (nullcontext(), lambda y: y), case, x), step(model, made, case, x)
+    none = (nullcontext(), lambda y: y)
+    plain, away = step(model, none, case, x), step(model, made, case, x)
     plain_us, away_us = harness.gpu_us(plain, away)
     peaks = [harness.peak_mib(work) for work in (plain, away)]
+    held = [held_mib(model, each, case, x) for each in (none, made)]
     nbytes = sum(layer.offloaded_bytes for layer in made[0].current.layers)
     behind = forward_us(model, case, x) * (LAYERS - 1)
     fits = nbytes / COPY_RATE * 1e6 <= behind
@@ -133,6 +154,9 @@ def measure_case(case: Case) -> harness.Row:
         "offloaded ms": away_us / 1e3,
         "of_plain": away_us / plain_us,
         "MiB away": nbytes / 2**20,
+        "held MiB": held[0],
+        "offloaded held MiB": held[1],
+        "held less": held[0] - held[1],
         "peak MiB": peaks[0],
         "offloaded peak MiB": peaks[1],
         "copy ms": nbytes / COPY_RATE * 1e3,

@@ -20,8 +20,9 @@ _SEEN = ("_weight_cache", "_special", "_microbatch", "wgrad_store")
 class FakeGraph:
     """Work, the tensors that it returned at first, and what the modules looked like."""
 
-    def __init__(self, device: FakeDevice) -> None:
+    def __init__(self, device: FakeDevice, generators: Iterable[torch.Generator] = ()) -> None:
         self.device = device
+        self.generators = list(generators)
         self.replays = 0
 
     def capture(self, work: Callable[[], Any], pool: Any) -> Any:
@@ -35,7 +36,7 @@ class FakeGraph:
         finally:
             self.device.inside = None
         self.device.graphs.append(self)
-        self.due = self._due()  # what a captured address stands for
+        self.marks = self._marks()  # what a captured address stands for
         return self.made
 
     def replay(self) -> None:
@@ -52,14 +53,15 @@ class FakeGraph:
     def reset(self) -> None:
         self.work = self.made = None
 
-    def _due(self) -> dict[Any, bool]:
-        return {m.fp8_state: m.fp8_state.due for m, _ in self.seen if m.fp8_state is not None}
+    def _marks(self) -> dict[Any, dict[str, Any]]:
+        states = [m.fp8_state for m, _ in self.seen if m.fp8_state is not None]
+        return {state: {"due": state.due, "group": state.group} for state in states}
 
     @contextmanager
     def _as_it_was(self) -> Iterator[None]:
-        states = self._due()
-        for state, due in self.due.items():
-            state.__dict__["due"] = due
+        states = self._marks()
+        for state, marks in self.marks.items():
+            state.__dict__.update(marks)
         now = [(m, {name: m.__dict__.get(name) for name in _SEEN}) for m, _ in self.seen]
         for m, values in self.seen:
             m.__dict__.update(values)
@@ -68,8 +70,8 @@ class FakeGraph:
         finally:
             for m, values in now:
                 m.__dict__.update(values)
-            for state, due in states.items():
-                state.__dict__["due"] = due
+            for state, marks in states.items():
+                state.__dict__.update(marks)
 
 
 class FakeDevice:
@@ -93,7 +95,10 @@ class FakeDevice:
         return object()
 
     def graph(self, generators: Iterable[torch.Generator]) -> FakeGraph:
-        return FakeGraph(self)
+        return FakeGraph(self, generators)
+
+    def holds(self, generator: torch.Generator) -> bool:
+        return True
 
     @contextmanager
     def warming(self) -> Iterator[None]:

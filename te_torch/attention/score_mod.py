@@ -3,7 +3,8 @@
     score_mod(graph, score, tensors) -> score                 FusedAttention on a GPU; score_mod_bprop is its gradient's
     torch_score_mod(score, b, h, q_idx, kv_idx) -> score      UnfusedDotProductAttention; autograd differentiates it
 
-Both are given scores that are scaled already. A cuDNN graph is kept where `callback_key` can tell functions apart.
+Both are given scores that are scaled already, in float32, and what they give goes into the softmax as it is. A cuDNN
+graph is kept where `callback_key` can tell functions apart.
 """
 
 from __future__ import annotations
@@ -233,15 +234,15 @@ def _frozen(value: Any) -> Hashable:
 
 
 def modified(functions: Functions, scores: torch.Tensor) -> torch.Tensor:
-    """The scores [b, h, sq, skv] in float32 after the function of torch."""
+    """The scores [b, h, sq, skv], float32 before and after the function of torch."""
     batch, heads, sq, skv = scores.shape
     b, h, q, kv = (torch.arange(n, device=scores.device) for n in (batch, heads, sq, skv))
     rows = q.view(1, 1, -1, 1) if functions.q_idx is None else functions.q_idx[:, None, :, None]
     columns = kv if functions.kv_idx is None else functions.kv_idx[:, None, None, :]
     assert functions.pointwise is not None
-    found = functions.pointwise(scores.float(), b.view(-1, 1, 1, 1), h.view(1, -1, 1, 1), rows, columns)
+    found = functions.pointwise(scores, b.view(-1, 1, 1, 1), h.view(1, -1, 1, 1), rows, columns)
     if not isinstance(found, torch.Tensor) or not found.is_floating_point() or found.shape != scores.shape:
         got = f"{found.dtype} {tuple(found.shape)}" if isinstance(found, torch.Tensor) else repr(found)
         allowed = f"a float tensor of the shape of its scores, {tuple(scores.shape)}"
         raise wrong(f"a torch_score_mod that gives {got}", allowed, "give back scores of all pairs")
-    return found
+    return found.float()

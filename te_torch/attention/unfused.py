@@ -1,8 +1,8 @@
 """UnfusedDotProductAttention: torch operations, for any device, dtype, format, mask and softmax.
 
-Scores are formed in q's dtype, with a bias added in it; the softmax is float32; the weights go back to q's dtype before
-dropout and the product with v. Dropout draws its mask from (seed, offset) as every dropout here does, so computing an
-attention again gives the same bits.
+Scores are formed in q's dtype, with a bias added in it, but in float32 where a user's function changes them; the
+softmax is float32; the weights go back to q's dtype before dropout and the product with v. Dropout draws its mask from
+(seed, offset) as every dropout here does, so computing an attention again gives the same bits.
 """
 
 from __future__ import annotations
@@ -75,6 +75,9 @@ def _weights(
 ) -> Results:
     """P in q's dtype [b, h, sq, skv] and the largest logit of each head, if wanted."""
     spec, size, cu = plan.spec, plan.request.sizes, (inputs.cu_q, inputs.cu_kv)
+    kind = q.dtype
+    if functions is not None:  # bfloat16 holds a score of 200, as a distance makes it, to the next whole number
+        q, k = q.float(), k.float()
     # float16 overflows at 65504: held divided by the layer's number, scores stay small in deep layers.
     divide = plan.static.layer_number if plan.request.switches.layer_scaling and q.dtype == torch.float16 else 1
     scale = spec.scale if low is None else 1.0  # FP8 attention casts dS with the scale in it
@@ -87,7 +90,7 @@ def _weights(
         scores = (cap * torch.tanh(scores.float() / cap)).to(scores.dtype)
     removed = None
     if functions is not None:
-        scores = (modified(functions, scores * divide) / divide).to(q.dtype)
+        scores = modified(functions, scores)
         removed = scores.detach().isneginf()  # hidden, as by a mask: `softmax` says why it gets no -inf
         scores = scores.masked_fill(removed, 0.0)
     if inputs.bias is not None:
@@ -105,7 +108,7 @@ def _weights(
         largest = seen.amax((0, 2, 3))
     if fuse:
         return _fused_softmax(spec, scores, inputs, float(divide)), largest
-    return softmax(scores, unseen, spec.softmax, inputs.sink, float(divide)), largest
+    return softmax(scores, unseen, spec.softmax, inputs.sink, float(divide)).to(kind), largest
 
 
 def _fused_softmax(spec: AttentionSpec, scores: torch.Tensor, inputs: AttentionInputs, times: float) -> torch.Tensor:

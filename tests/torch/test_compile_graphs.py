@@ -35,7 +35,7 @@ def fresh_compiler() -> None:
 
 @requires_cuda
 @pytest.mark.timeout(900)  # a compiler of kernels
-@pytest.mark.parametrize("recipe", [None, "delayed", "current"])
+@pytest.mark.parametrize("recipe", [None, "delayed", "current", "block"])
 @pytest.mark.parametrize("kind", MODULES)
 def test_reduce_overhead(kind: str, recipe: str | None) -> None:
     """No reason to leave the graph out is found, and scales follow as in eager mode, steps of replays included."""

@@ -178,6 +178,37 @@ def test_a_checkpoint_inside(use_reentrant: bool) -> None:
         assert not differences(got, wanted), number
 
 
+@pytest.mark.timeout(600)  # a compiler of kernels
+@pytest.mark.parametrize("recipe", [None, "delayed", "current"])
+@pytest.mark.parametrize("how", ["around", "inside"])
+def test_compiled_modules(how: str, recipe: str | None) -> None:
+    """Graphs of compiled code, whose replays update the states that it ran."""
+    torch._dynamo.reset()
+    module = Tensors("LayerNormMLP")
+    eager = copy.deepcopy(module)
+    torch.manual_seed(0)
+    call: Any = torch.compile(module) if how == "around" else Outside(torch.compile(module))
+    graphed(call, recipe, module.sample())
+    for number in range(4):
+        got, wanted = step(call, module, recipe, number), step(eager, eager, recipe, number)
+        assert got.keys() == wanted.keys()
+        for name, t in wanted.items():  # compiled code may round in another place
+            noise = (got[name].float() - t.float()).norm() / t.float().norm().clamp_min(1e-6)
+            assert noise < 0.02, (number, name, noise)
+    torch._dynamo.reset()
+
+
+class Outside(torch.nn.Module):
+    """A module around a compiled one."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)  # type: ignore[no-any-return]
+
+
 # ------------------------------------------------------------------------------- microbatches and pipelines
 
 
@@ -293,6 +324,47 @@ def test_a_tracker_draws_anew() -> None:
     call = te.make_graphed_callables(module, (x,))
     for _ in range(3):
         assert torch.equal(call(x), torch.rand(64, device="cuda", generator=wanted_from))
+
+
+def test_layers_and_modules_draw_from_trackers() -> None:
+    """Attention's dropout by a layer that was given a tracker, a fork in a module's own code, torch's own generator:
+    replays are the eager steps of a twin whose streams stand where these did, and go on from step to step.
+    """
+
+    class Draws(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            given, self.untold = te.CudaRNGStatesTracker(), te.CudaRNGStatesTracker()
+            given.add("model-parallel-rng", 11)
+            self.untold.add("mine", 12)
+            options = {"attention_dropout": 0.2, "hidden_dropout": 0.2, "get_rng_state_tracker": lambda: given}
+            self.layer = te.TransformerLayer(HIDDEN, 2 * HIDDEN, 4, **options, **BF16)
+            self.streams = [s for t in (given, self.untold) for s in t.get_states().values()]
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with self.untold.fork("mine"):
+                x = torch.nn.functional.dropout(x, 0.5)
+            return torch.nn.functional.dropout(self.layer(x), 0.1)
+
+    inner, eager = Draws(), Draws()
+    eager.load_state_dict(inner.state_dict())
+    pairs = list(zip(inner.streams, eager.streams, strict=True))
+    for mine, other in pairs:
+        other.set_state(mine.get_state())
+    before = [mine.get_state() for mine, _ in pairs]
+    module = Tensors("TransformerLayer", inner)
+    call = graphed(module, "current", module.sample())
+    assert all(torch.equal(a, mine.get_state()) for a, (mine, _) in zip(before, pairs, strict=True))
+    (x,) = module.sample(1)
+    seen = []
+    for run in (call, eager):
+        torch.manual_seed(3)
+        for _ in range(3):
+            with region("current"):
+                seen.append(run(x).detach().clone())
+    assert all(torch.equal(a, b) for a, b in zip(seen[:3], seen[3:], strict=True))
+    assert not torch.equal(seen[0], seen[1]) and not torch.equal(seen[1], seen[2])
+    assert all(torch.equal(mine.get_state(), other.get_state()) for mine, other in pairs)
 
 
 def test_capture_leaves_nothing_behind() -> None:

@@ -19,6 +19,7 @@ from te_torch import state as scaling
 from te_torch import updates
 from te_torch.training.graphs import device as seam
 from te_torch.training.graphs import make as graphs
+from te_torch.training.rng import get_all_rng_states
 from tests.fake_graphs import FakeDevice
 from tests.graph_steps import DELAYED, RECIPES, WIDTH, graph, linear, mlp, number, region, step
 from tests.module_steps import differences, fp8_state, values
@@ -119,6 +120,26 @@ def test_a_region_of_its_own(around: bool, fake: FakeDevice) -> None:
         assert torch.equal(before, module.inner.fp8_state.scale_fwd)
 
 
+@recipes
+@pytest.mark.parametrize("how", ["around", "in place", "inside"])
+def test_compiled_modules(how: str, recipe: str | None, fake: FakeDevice) -> None:
+    """A compiled module is captured: graphs hold what the compiler made, and tell which states it ran."""
+    torch._dynamo.reset()
+    module = mlp()
+    eager = copy.deepcopy(module)
+    given: torch.nn.Module = module
+    if how == "in place":
+        module.compile(backend="aot_eager")
+    else:
+        compiled: Any = torch.compile(module, backend="aot_eager")
+        given = compiled if how == "around" else torch.nn.Sequential(compiled, torch.nn.Identity())
+    graphed = graph(fake, given, recipe)
+    for i in range(3):
+        assert not differences(step(graphed, module, i, recipe), step(eager, eager, i, recipe)), i
+    assert [g.replays for g in fake.graphs] == [3, 3]
+    torch._dynamo.reset()
+
+
 def test_several_microbatches_in_one_region(fake: FakeDevice) -> None:
     """One update, of the maxima of all."""
     module = mlp()
@@ -189,6 +210,37 @@ def test_random_numbers_of_a_tracker_are_put_back(fake: FakeDevice) -> None:
     graph(fake, whole, None, pre_warmup_hook=lambda: torch.rand(3, generator=tracker.generator))
     assert torch.equal(before, tracker.generator.get_state())
     assert tracker.set == {"mine": tracker.generator}
+    assert all(g.generators == [tracker.generator] for g in fake.graphs)
+
+
+def test_graphs_know_all_trackers(fake: FakeDevice) -> None:
+    """Also one that the module draws from by itself, as a trainer's global one; names stay whose they were."""
+    tracker, other = te.CudaRNGStatesTracker(device="cpu"), te.CudaRNGStatesTracker(device="cpu")
+    tracker.add("ranks", 5)
+    other.add("experts", 6)
+    generator = torch.Generator().manual_seed(7)
+    other.states_["held"] = generator  # as all are on CUDA
+
+    class Draws(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with tracker.fork("ranks"):
+                first = torch.rand(x.shape)
+            return x * first * torch.rand(x.shape) * torch.rand(x.shape, generator=generator)
+
+    states = {name: state.clone() for name, state in get_all_rng_states().items() if isinstance(state, torch.Tensor)}
+    numbers, before = generator.get_state(), torch.get_rng_state()
+    module = Draws()
+    graphed = graph(fake, module, None)
+    assert all(generator in g.generators for g in fake.graphs)
+    assert torch.equal(before, torch.get_rng_state()) and torch.equal(numbers, generator.get_state())
+    assert {"ranks", "experts"} <= set(states) == {n for n in get_all_rng_states() if n != "held"}
+    assert all(torch.equal(state, get_all_rng_states()[name]) for name, state in states.items())
+    seen = [graphed(number(1)).clone() for _ in range(2)]
+    assert not torch.equal(*seen)
+    torch.set_rng_state(before)
+    generator.set_state(numbers)
+    tracker.states_["ranks"] = states["ranks"]
+    assert all(torch.equal(module.forward.does.eager(number(1)), y) for y in seen), "what eager code would draw"
 
 
 # ------------------------------------------------------------------------------------ what is refused, and what is not

@@ -224,3 +224,40 @@ def test_capture(recipe: str | None) -> None:
         assert torch.equal(y, expected["y"])
         assert torch.equal(x.grad, expected["dx"])
         assert all(torch.equal(p.grad, expected[name]) for name, p in other.named_parameters())
+
+
+@pytest.mark.parametrize("recipe", [None, "delayed"])
+def test_weights_are_read_while_they_are_away(recipe: str | None) -> None:
+    """Files, copies, addresses and products: whoever reads one has it back, and gradients are as ever."""
+    plain, other = stack(), stack()
+    made = te.get_cpu_offload_context(True, AWAY, LAYERS, offload_weights=True)
+    for model, each in ((plain, NONE), (other, made)):
+        step(model, each, recipe)
+    expected = step(plain, NONE, recipe, seed=2)
+    twin = {name: p.detach().clone() for name, p in plain.named_parameters()}
+    leaf = data(2).requires_grad_()
+    y = forward(other, made, recipe, leaf)
+    weight = other[0].layernorm_mlp.fc1_weight
+    with torch._C.DisableTorchFunctionSubclass():
+        assert not weight.untyped_storage().nbytes()
+    ones = torch.ones(HIDDEN, device="cuda", dtype=torch.bfloat16)
+    assert torch.equal(weight.detach() @ ones, twin["0.layernorm_mlp.fc1_weight"] @ ones)
+    assert torch.equal(other[1].layernorm_mlp.fc2_weight.cpu(), twin["1.layernorm_mlp.fc2_weight"].cpu())
+    assert other[0].self_attention.layernorm_qkv.weight.data_ptr()
+    saved = {name: t for name, t in other.state_dict().items() if name in twin}
+    assert saved.keys() == twin.keys() and not [n for n, t in saved.items() if not torch.equal(t, twin[n])]
+    y.backward(gradient_for(y, seed=2))
+    found = {"y": y.detach(), "dx": leaf.grad, **{name: p.grad for name, p in other.named_parameters()}}
+    assert_equal(found, expected)
+
+
+def test_reads_in_a_capture_are_refused() -> None:
+    model = stack()
+    made = te.get_cpu_offload_context(True, AWAY, LAYERS, offload_weights=True)
+    step(model, made, None)
+    y = forward(model, made, None, data().requires_grad_())
+    torch.cuda.synchronize()
+    with pytest.raises(RuntimeError, match="a read of a weight that is away"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        model[0].layernorm_mlp.fc1_weight + 1
+    y.sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())

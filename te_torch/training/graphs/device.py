@@ -66,8 +66,12 @@ class Cuda:
         """A new pool of memory for graphs."""
         return torch.cuda.graph_pool_handle()
 
+    def holds(self, generator: torch.Generator) -> bool:
+        """Whether graphs here can draw from this generator."""
+        return generator.device.type == "cuda" and generator.device.index in (None, torch.cuda.current_device())
+
     def graph(self, generators: Iterable[torch.Generator]) -> Graph:
-        """A new graph."""
+        """A new graph, which draws from these generators besides."""
         return _CudaGraph(generators)
 
     @contextmanager

@@ -10,10 +10,12 @@ from typing import Any
 
 import torch
 
+from te_torch.base import draws
 from te_torch.base.module import BaseModule
 from te_torch.base.weights import Gradients
 from te_torch.runtime import drawn
 from te_torch.state import NAMES, ScalingState
+from te_torch.training.graphs import device as seam
 
 _BUFFERS = (*NAMES, "used_fwd", "used_bwd")
 
@@ -112,24 +114,32 @@ def told(parts: Iterable[torch.nn.Module]) -> list[Any]:
 
 
 class Random:
-    """The random numbers of the host, of the devices and of trackers."""
+    """The random numbers of the host, of the devices and of trackers: of all our own, and of others that modules have.
+
+    A module may draw from a tracker that it was not given, in its own `forward`: so no tracker of ours is left out.
+    """
 
     def __init__(self, parts: Iterable[torch.nn.Module], devices: Iterable[torch.device]) -> None:
         self.host = torch.get_rng_state()
         self.devices = {d: drawn(torch.cuda.get_rng_state, d) for d in devices if d.type == "cuda"}
-        trackers = {id(t): t for t in map(_tracker, parts) if t is not None}
-        self.trackers = [(tracker, dict(tracker.get_states())) for tracker in trackers.values()]
-        found = [s for _, states in self.trackers for s in states.values() if isinstance(s, torch.Generator)]
+        own = list(draws.trackers)
+        others = {id(t): t for t in map(_tracker, parts) if t is not None and not any(t is one for one in own)}
+        self.own = [tracker._mark() for tracker in own]
+        self.others = [(tracker, dict(tracker.get_states())) for tracker in others.values()]
+        states = [s for tracker in (*own, *others.values()) for s in tracker.get_states().values()]
+        found = list(dict.fromkeys(s for s in states if isinstance(s, torch.Generator)))
         #: What a graph has to know of besides the device's own.
-        self.generators = [g for g in dict.fromkeys(found) if g.device.type == "cuda"]
-        self.values = [(g, g.get_state()) for g in dict.fromkeys(found)]
+        self.generators = [g for g in found if seam.device.holds(g)]
+        self.values = [(g, g.get_state()) for g in found]
 
     def put_back(self) -> None:
         """Set all of them to what they were."""
         torch.set_rng_state(self.host)
         for device, state in self.devices.items():
             torch.cuda.set_rng_state(state, device)
-        for tracker, states in self.trackers:
+        for restore in self.own:
+            restore()
+        for tracker, states in self.others:
             tracker.set_states(states)
         for generator, state in self.values:
             generator.set_state(state)

@@ -1,14 +1,14 @@
 """Parameters that travel: their memory goes to the host and comes back, the parameter stays the same object.
 
 A parameter's storage is made empty and filled again, so that whoever holds the parameter, or a view of it, sees it
-leave and return. Whoever reads it in between would read nothing: so, while any is away, each module that is called gets
-its own back first, and so does an optimizer that is about to step. At the end of a backward pass all are back.
+leave and return. Whoever reads a parameter in between has it back first (`absent.py`); each module that is called gets
+its own back at once, and an optimizer that is about to step all. At the end of a backward pass all are back.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from te_core.errors import UnsupportedError
 from te_torch.quantized import QuantizedTorch
+from te_torch.training.offload import absent
 from te_torch.training.offload.device import THRESHOLD, Pair, Side
 
 _OPERATION = "get_cpu_offload_context(offload_weights=True)"
@@ -26,7 +27,7 @@ _OPERATION = "get_cpu_offload_context(offload_weights=True)"
 class Weight:
     """The memory of a parameter."""
 
-    __slots__ = ("__weakref__", "away", "flat", "host", "leaving", "nbytes", "side", "users")
+    __slots__ = ("__weakref__", "away", "flat", "host", "leaving", "nbytes", "side", "tensors", "users")
 
     def __init__(self, storage: torch.UntypedStorage, side: Side) -> None:
         self.side, self.nbytes = side, storage.nbytes()
@@ -34,6 +35,7 @@ class Weight:
         self.flat = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
         self.host: torch.Tensor | None = None
         self.users: weakref.WeakSet[Any] = weakref.WeakSet()  # layers that have not let go of it
+        self.tensors: dict[int, weakref.ref[torch.Tensor]] = {}  # by which it is read, by their ids
         self.leaving: Any = None  # the pass for which it was copied and may be let go of
         self.away = False
 
@@ -49,17 +51,27 @@ class Weight:
         self.leaving = of_pass
         return self.host, self.flat
 
-    def release(self) -> None:
-        """Let go of the device's memory. The copy must have been waited for."""
+    def release(self, bring_back: Callable[[], None]) -> None:
+        """Let go of the device's memory. The copy must have been waited for. Who reads it calls `bring_back`."""
         self.storage.resize_(0)
         self.leaving, self.away = None, True
+        for t in self._alive():
+            absent.went(t, bring_back)
 
     def come_back(self) -> Pair:
         """Memory on the device, and the copy on the host that is to fill it."""
         assert self.host is not None
+        for t in self._alive():
+            absent.came(t)
         self.storage.resize_(self.nbytes)
         self.away = False
         return self.flat, self.host
+
+    def _alive(self) -> Iterator[torch.Tensor]:
+        for ref in self.tensors.values():
+            t = ref()
+            if t is not None:
+                yield t
 
 
 class Weights:
@@ -78,11 +90,12 @@ class Weights:
             side = side_of(t.device)
             if side is None or t.numel() < THRESHOLD:
                 continue
-            storage = t.untyped_storage()
+            storage = _storage_of(t)
             weight = self._known.get(storage._cdata)
             if weight is None:
                 _check(parameter, t, side)
                 weight = self._known[storage._cdata] = Weight(storage, side)
+            weight.tensors[id(t)] = weakref.ref(t)
             found.append(weight)
         return found
 
@@ -91,7 +104,7 @@ class Weights:
         for weight in weights:
             weight.users.discard(layer)
             if weight.leaving is of_pass and not weight.users:
-                weight.release()
+                weight.release(partial(self.bring_back, [weight]))
                 self._away[weight.storage._cdata] = weight
         if self._away and not self._hooks:
             self._hooks = [
@@ -103,7 +116,9 @@ class Weights:
         """The copies that bring back those of them that are away; they count as here from now on."""
         found = []
         for weight in weights:
-            if self._away.pop(weight.storage._cdata, None) is not None:
+            if self._away.get(weight.storage._cdata) is weight:
+                _check_no_capture(weight.side, "a read of a weight that is away")
+                del self._away[weight.storage._cdata]
                 found.append((weight.side, weight.come_back()))
         if not self._away:
             for hook in self._hooks:
@@ -128,7 +143,7 @@ class Weights:
         mine = []
         for parameter in module.parameters():
             for t in _tensors(parameter):
-                weight = self._away.get(t.untyped_storage()._cdata)
+                weight = self._away.get(_storage_of(t)._cdata)
                 if weight is not None:
                     mine.append(weight)
         if mine:
@@ -152,6 +167,21 @@ def _tensors(parameter: Any) -> Iterator[torch.Tensor]:
     yield from (t for t in (buffers.row_data, buffers.col_data) if t is not None)
 
 
+def _storage_of(t: torch.Tensor) -> torch.UntypedStorage:
+    with torch._C.DisableTorchFunctionSubclass():  # no read: an absent tensor stays where it is
+        return t.untyped_storage()
+
+
+def _check_no_capture(side: Side, what: str) -> None:
+    if side.capturing():
+        raise UnsupportedError(
+            _OPERATION,
+            f"{what} in a capture of a CUDA graph",
+            "offload_weights outside of captures: a graph keeps the addresses of weights",
+            "leave offload_weights out of what is captured, and capture when all weights are here",
+        )
+
+
 def _check(parameter: Any, t: torch.Tensor, side: Side) -> None:
     refuse = partial(UnsupportedError, _OPERATION)
     storage = t.untyped_storage()
@@ -161,12 +191,7 @@ def _check(parameter: Any, t: torch.Tensor, side: Side) -> None:
             "plain and quantized parameters, whose memory nobody else moves",
             "leave offload_weights out where weights are sharded",
         )
-    if side.capturing():
-        raise refuse(
-            "a capture of a CUDA graph",
-            "offload_weights outside of captures: a graph keeps the addresses of weights",
-            "leave offload_weights out of what is captured",
-        )
+    _check_no_capture(side, "a weight")
     if not storage.nbytes():
         raise refuse(
             "a weight whose memory somebody else has taken away",
