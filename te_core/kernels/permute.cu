@@ -120,6 +120,15 @@ __device__ __forceinline__ void put(V* p, V v) {
     else *p = v;
 }
 
+// A thread's vectors of a row, of which so many are left from its first on; or zeros.
+__device__ __forceinline__ void put_all(V* to, const V (&held)[COPIES], i64 left, bool zero) {
+    const int step = blockDim.x;
+#pragma unroll
+    for (int i = 0; i < COPIES; ++i) {
+        if (FULL || i * step < left) put(to + i * step, zero ? V{} : held[i]);
+    }
+}
+
 // What is written of copy j beside the row.
 __device__ __forceinline__ void note_row(const Map& map, const P* __restrict__ probs, P* __restrict__ row_probs,
                                          u8* __restrict__ marks, i64 token, int j, i64 row) {
@@ -148,11 +157,7 @@ extern "C" __global__ void __launch_bounds__(256)
 #pragma unroll
             for (int k = 0; k < HELD; ++k) {
                 if (places.row[k] < 0) continue;
-                V* const to = out + i64(places.row[k]) * vectors + first;
-#pragma unroll
-                for (int i = 0; i < COPIES; ++i) {
-                    if (FULL || first + i * step < vectors) put(to + i * step, places.zero[k] ? V{} : held[i]);
-                }
+                put_all(out + i64(places.row[k]) * vectors + first, held, vectors - first, places.zero[k]);
             }
         }
     }

@@ -204,7 +204,7 @@ def _permute(
     else:
         check_dtype(op, inp)
         out, row_probs = operators.permute(inp, row_map, given, pad_offsets, starts, rows, fill)
-    return out, None if probs is None else row_probs.to(probs.dtype)
+    return out, row_probs if given is probs else row_probs.to(probs.dtype)  # type: ignore[union-attr]
 
 
 def _in_core(probs: torch.Tensor) -> torch.Tensor:
@@ -318,6 +318,11 @@ def _check_map_type(op: str, map_type: str) -> None:
 
 def _check_tokens(op: str, inp: torch.Tensor, **beside: torch.Tensor) -> None:
     """Matrices of as many rows, on one device."""
+    shape, device = inp.shape, inp.device
+    if len(shape) == 2 and all(
+        [t.ndim == 2 and t.shape[0] == shape[0] and t.device == device for t in beside.values()]
+    ):
+        return
     _check_matrix(op, "inp", inp)
     _check_devices(op, inp, **beside)
     for name, t in beside.items():

@@ -26,9 +26,8 @@ _CHUNK_ROWS = 1024  # of a block of chunk_map
 _COPIES = 4  # vectors of a thread in permute_rows
 _BULK_BYTES = 1024  # a row's, from which permute_bulk takes it
 _BULK_PIECE = 8192  # bytes of a piece of a row, at most
-_BULK_WARPS, _BULK_STAGES = 4, 3  # of a block; pieces of a warp in shared memory
-_BULK = True
-_SHARED = "shared_per_multiprocessor"
+_BULK_WARPS, _BULK_STAGES, _BULK_SIDE = 4, 3, 16  # of a block; pieces of a warp; blocks side by side, at most
+_BULK = True  # whether there is permute_bulk, for a probe to turn off
 _TEAM_BLOCK = 128  # threads of a block of unpermute_backward
 
 _SOURCES = {dtypes.bool_: "u8", dtypes.uint8: "u8", dtypes.int32: "int", dtypes.int64: "i64"}
@@ -209,9 +208,8 @@ def _plan_bulk(
     pieces = -(-vectors // (_BULK_PIECE // 16))
     piece = -(-vectors // pieces)
     shared = 16 * piece * (_BULK_WARPS * _BULK_STAGES + constants["PROBS"])
-    side_by_side = min(
-        2048 // (32 * _BULK_WARPS), libraries.driver().attribute(rt.device.index, _SHARED) // (shared + 1024)
-    )
+    room = libraries.driver().attribute(rt.device.index, "shared_per_multiprocessor")
+    side_by_side = min(_BULK_SIDE, 64 // _BULK_WARPS, room // (shared + 1024))
     most = multiprocessors(rt) * max(1, side_by_side)
     blocks = min(most, -(-spec.tokens * pieces // _BULK_WARPS)) if spec.rows else 0
     constants = {**constants, "STAGED": _BULK_STAGES}
