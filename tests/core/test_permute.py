@@ -211,6 +211,9 @@ def test_rows_that_nobody_gets(rt: Runtime, size: tuple[int, int, int], align: i
         np.testing.assert_array_equal(rt.numpy(out), wanted[0])
         if row_probs is not None:
             np.testing.assert_array_equal(rt.numpy(row_probs), wanted[1])
+    nobody = ops.mask_row_map(rt, rt.tensor(np.zeros_like(routing)))
+    out, _ = ops.permute(rt, placed(rt, x), nobody, rows=count)
+    assert not rt.numpy(out).any()
 
 
 @pytest.mark.parametrize("kind", DTYPES)
