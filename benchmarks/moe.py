@@ -44,7 +44,7 @@ def forwards() -> Iterator[Case]:
     x, out = normal(TOKENS).detach(), TOKENS * TOP
     rows, weights = normal(out).detach(), torch.rand(TOKENS, TOP, device="cuda")
     once, many = x.nbytes, rows.nbytes
-    row_map, index = operators.mask_map(mask), operators.index_map(ids, out)
+    row_map, index = operators.mask_map(mask)[0], operators.index_map(ids, out)
     yield "moe_permute, mask", once + many, lambda: te.moe_permute(x, mask, out)
     yield "moe_permute_with_probs", once + many, lambda: te.moe_permute_with_probs(x, probs, mask, out)
     yield "moe_permute, index", once + many, lambda: te.moe_permute(x, ids, out, map_type="index")
@@ -66,7 +66,7 @@ def backwards() -> Iterator[Case]:
     x, rows, out = normal(TOKENS), normal(TOKENS * TOP), TOKENS * TOP
     probs.requires_grad_()
     once, many = x.nbytes, rows.nbytes
-    row_map = operators.mask_map(mask)
+    row_map, _ = operators.mask_map(mask)
 
     def gradients(result: torch.Tensor, inputs: tuple[torch.Tensor, ...], dy: torch.Tensor) -> Callable[[], Any]:
         return lambda: torch.autograd.grad(result, inputs, dy, retain_graph=True)

@@ -26,7 +26,7 @@ from te_core.ops import _check
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
 
-#: The shared memory of the kernels that make maps: (2 + 8) * experts, and 3 * chunks, of 4 bytes each.
+#: The shared memory of the kernels that make maps: 3 * experts, and 3 * chunks, of 4 bytes each.
 MAX_EXPERTS = 2048
 MAX_CHUNKS = 8192
 
@@ -41,6 +41,7 @@ class Operands(NamedTuple):
     row_map: Tensor
     probs: Tensor | None  # or weights
     pad_offsets: Tensor | None
+    starts: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,26 +69,32 @@ class PermuteSpec:
     probs: DType | None
     alignment: int  # how far addresses are off the 16-byte grid, all of them together
     fill: bool
+    starts: bool = False  # whether the rows to be filled are known by them
 
 
 # ---------------------------------------------------------------------------------------------------- maps
 
 
-def mask_row_map(rt: Runtime, routing: Tensor) -> Tensor:
-    """The mask's map of `routing` [tokens, experts], which is not 0 where a token goes to an expert."""
+def mask_row_map(rt: Runtime, routing: Tensor, *, starts: Tensor | None = None) -> Tensor:
+    """The mask's map of `routing` [tokens, experts], which is not 0 where a token goes to an expert.
+
+    `starts`, if given, int32 [experts + 1], gets the first row of each expert, and last the number of rows: so
+    `permute` need not look for the rows that nobody gets.
+    """
     op = "mask_row_map"
-    key = (op, *_check.seen(routing))
+    key = (op, *_check.seen(routing, starts))
     plan = rt.plans.get(key)
     if plan is None:
         _check.matrix(op, "routing", routing)
         _check.one_of(op, "dtype of routing", routing.dtype, _MASKS)
-        _check.on_device(op, rt.device, routing)
         tokens, experts = routing.shape
+        _check.vector(op, "starts", starts, experts + 1, (dtypes.int32,))
+        _check.on_device(op, rt.device, routing, starts)
         _check_size(op, tokens * experts)
         _check_count(op, "experts", experts, MAX_EXPERTS)
         plan = _plan_map(rt, key, RowMapSpec("mask", tokens, experts, routing.dtype, None))
     out = rt.empty((routing.shape[0], 2 * routing.shape[1] + 1), dtypes.int32)
-    rt.backend.row_map(rt, plan, routing, None, out, 0)
+    rt.backend.row_map(rt, plan, routing, starts, out, 0)
     return out
 
 
@@ -140,15 +147,17 @@ def permute(
     rows: int,
     probs: Tensor | None = None,
     pad_offsets: Tensor | None = None,
+    starts: Tensor | None = None,
     fill: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
     """(x's rows [tokens, H] in all their places [rows, H], the probability of each row or None).
 
     probs [tokens, experts], with a mask's map: a copy whose probability is 0 is a row of zeros. `fill`: rows that no
-    copy goes to are zeros, too; without it they are not written.
+    copy goes to are zeros, too; without it they are not written. `starts`: what `mask_row_map` gave with this map; the
+    rows to be filled are then those before each expert that pad_offsets says and those behind the last.
     """
     op = "permute"
-    operands = Operands(x, row_map, probs, pad_offsets)
+    operands = Operands(x, row_map, probs, pad_offsets, starts if fill else None)
     key = (op, rows, fill, x.ptr & 15, *_check.seen(*operands))
     plan = rt.plans.get(key)
     if plan is None:
@@ -236,7 +245,7 @@ def _spec(
     rt: Runtime, op: str, operands: Operands, tokens: int, rows: int, mode: str, *, fill: bool = False, address: int = 0
 ) -> PermuteSpec:
     """What all moves depend on; x is checked by its caller."""
-    x, row_map, probs, pad_offsets = operands
+    x, row_map, probs, pad_offsets, starts = operands
     masked = row_map.ndim == 2
     choices = (row_map.shape[1] - 1) // 2 if masked else row_map.shape[0] // max(tokens, 1) if row_map.ndim == 1 else 0
     shapes = {1: (choices * tokens,), 2: (tokens, 2 * choices + 1)}
@@ -261,11 +270,16 @@ def _spec(
     if pad_offsets is not None:
         _check.require(masked, op, "pad_offsets with an index map", "a mask's map", "leave pad_offsets out")
         _check.vector(op, "pad_offsets", pad_offsets, choices, (dtypes.int64,))
-    _check.on_device(op, rt.device, x, row_map, probs, pad_offsets)
+    if starts is not None:
+        _check.require(masked, op, "starts with an index map", "a mask's map", "leave starts out")
+        _check.vector(op, "starts", starts, choices + 1, (dtypes.int32,))
+    _check.on_device(op, rt.device, x, row_map, probs, pad_offsets, starts)
     _check_size(op, rows)
     kind = None if probs is None else probs.dtype
     aligned = (x.ptr | address) & 15
-    return PermuteSpec(tokens, rows, x.shape[1], x.dtype, masked, choices, mode, kind, aligned, fill)
+    return PermuteSpec(
+        tokens, rows, x.shape[1], x.dtype, masked, choices, mode, kind, aligned, fill, starts is not None
+    )
 
 
 def _check_size(op: str, entries: int) -> None:

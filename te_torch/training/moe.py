@@ -47,12 +47,13 @@ def moe_permute(
     if map_type == "mask":
         routing = _mask(op, routing_map)
         rows = _rows_of_mask(op, num_out_tokens, routing)
-        row_map = operators.mask_map(routing)
-    else:
-        experts = _expert_ids(op, routing_map)
-        rows = _rows_of_index(op, num_out_tokens, experts)
-        row_map = operators.index_map(experts, rows)
-    out, _ = _permute(op, inp, row_map, rows=rows)
+        row_map, starts = operators.mask_map(routing)
+        out, _ = _permute(op, inp, row_map, starts, rows=rows)
+        return out, row_map
+    experts = _expert_ids(op, routing_map)
+    rows = _rows_of_index(op, num_out_tokens, experts)
+    row_map = operators.index_map(experts, rows)
+    out, _ = _permute(op, inp, row_map, rows=rows, fill=rows > experts.shape[0] * experts.shape[1])
     return out, row_map
 
 
@@ -70,8 +71,8 @@ def moe_permute_with_probs(
     _check_probs(op, probs, routing_map)
     routing = _mask(op, routing_map)
     rows = _rows_of_mask(op, num_out_tokens, routing)
-    row_map = operators.mask_map(routing)
-    out, row_probs = _permute(op, inp, row_map, probs, rows=rows)
+    row_map, starts = operators.mask_map(routing)
+    out, row_probs = _permute(op, inp, row_map, starts, probs, rows=rows)
     return out, row_probs, row_map
 
 
@@ -102,8 +103,8 @@ def moe_permute_and_pad_with_probs(
         return inp.clone(), _no_probs(probs), _empty_map(inp), offsets, targets
     _check_tokens(op, inp, routing_map=routing_map, probs=probs)
     _check_probs(op, probs, routing_map)
-    row_map = operators.mask_map(_mask(op, routing_map))
-    out, row_probs = _permute(op, inp, row_map, probs, offsets, rows=rows)
+    row_map, starts = operators.mask_map(_mask(op, routing_map))
+    out, row_probs = _permute(op, inp, row_map, starts, probs, offsets, rows=rows)
     return out, row_probs, row_map, offsets, targets
 
 
@@ -175,7 +176,7 @@ def moe_sort_chunks_by_index_with_probs(
     row_map = _chunk_map(op, inp, split_sizes, sorted_index)
     rows = inp.shape[0]
     out, _ = _permute(op, inp, row_map, rows=rows, fill=False)
-    moved, _ = operators.permute(_in_core(probs).reshape(rows, 1), row_map, None, None, rows, False)
+    moved, _ = operators.permute(_in_core(probs).reshape(rows, 1), row_map, None, None, None, rows, False)
     return out, moved.reshape(probs.shape).to(probs.dtype)
 
 
@@ -186,6 +187,7 @@ def _permute(
     op: str,
     inp: torch.Tensor,
     row_map: torch.Tensor,
+    starts: torch.Tensor | None = None,
     probs: torch.Tensor | None = None,
     pad_offsets: torch.Tensor | None = None,
     *,
@@ -198,11 +200,11 @@ def _permute(
         if torch.compiler.is_compiling():
             allowed = "float32, bfloat16 or float16 under torch.compile"
             raise UnsupportedError(op, f"a {type(inp).__name__}", allowed, "permute outside of the compiled function")
-        out, row_probs = operators.permute_fp8(op, inp, row_map, given, pad_offsets, rows)
+        out, row_probs = operators.permute_fp8(op, inp, row_map, given, pad_offsets, starts, rows)
     else:
         check_dtype(op, inp)
-        out, row_probs = operators.permute(inp, row_map, given, pad_offsets, rows, fill)
-    return out, None if probs is None else row_probs.to(probs.dtype)
+        out, row_probs = operators.permute(inp, row_map, given, pad_offsets, starts, rows, fill)
+    return out, row_probs if given is probs else row_probs.to(probs.dtype)  # type: ignore[union-attr]
 
 
 def _in_core(probs: torch.Tensor) -> torch.Tensor:
@@ -316,6 +318,11 @@ def _check_map_type(op: str, map_type: str) -> None:
 
 def _check_tokens(op: str, inp: torch.Tensor, **beside: torch.Tensor) -> None:
     """Matrices of as many rows, on one device."""
+    shape, device = inp.shape, inp.device
+    if len(shape) == 2 and all(
+        [t.ndim == 2 and t.shape[0] == shape[0] and t.device == device for t in beside.values()]
+    ):
+        return
     _check_matrix(op, "inp", inp)
     _check_devices(op, inp, **beside)
     for name, t in beside.items():

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from te_core import dtypes
 from te_core.errors import UnsupportedError
 from te_core.ops import raw as ops
 from te_core.runtime import Runtime
@@ -24,8 +25,8 @@ Maybe = torch.Tensor | None
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
-def mask_map(routing: torch.Tensor) -> torch.Tensor:
-    """The map of a mask, int32 [tokens, 2 * experts + 1]."""
+def mask_map(routing: torch.Tensor) -> Pair:
+    """(the map of a mask, int32 [tokens, 2 * experts + 1]; where its experts begin, int32 [experts + 1])."""
     return _call("mask_map", routing)
 
 
@@ -39,9 +40,11 @@ def chunk_map(sizes: torch.Tensor, order: torch.Tensor, rows: int) -> torch.Tens
     return _call("chunk_map", sizes, order, rows)
 
 
-def permute(inp: torch.Tensor, row_map: torch.Tensor, probs: Maybe, pad_offsets: Maybe, rows: int, fill: bool) -> Pair:
+def permute(
+    inp: torch.Tensor, row_map: torch.Tensor, probs: Maybe, pad_offsets: Maybe, starts: Maybe, rows: int, fill: bool
+) -> Pair:
     """(rows, their probabilities; nothing without `probs`); differentiable in both."""
-    args = (inp, row_map, probs, pad_offsets, rows, fill)
+    args = (inp, row_map, probs, pad_offsets, starts, rows, fill)
     if torch.compiler.is_compiling():
         found: Pair = torch.ops.te_runtime.moe_permute(*args)
         return found
@@ -64,10 +67,10 @@ def unpermute(
 
 
 def permute_fp8(
-    operation: str, tokens: Any, row_map: torch.Tensor, probs: Maybe, pad_offsets: Maybe, rows: int
+    operation: str, tokens: Any, row_map: torch.Tensor, probs: Maybe, pad_offsets: Maybe, starts: Maybe, rows: int
 ) -> tuple[Any, Any]:
     """The same of quantized tokens, in their class."""
-    args = (operation, tokens, row_map, probs, pad_offsets, rows)
+    args = (operation, tokens, row_map, probs, pad_offsets, starts, rows)
     if torch.is_grad_enabled() and (tokens.requires_grad or (probs is not None and probs.requires_grad)):
         return _apply(_PermuteQuantized, *args)
     return permute_quantized(*args)
@@ -87,9 +90,10 @@ def _torch(t: Tensor | None, like: torch.Tensor) -> torch.Tensor:
     return like.new_empty(0) if t is None else to_torch(t)
 
 
-def _mask_map(routing: torch.Tensor, fake: bool = False) -> torch.Tensor:
-    rt, views = _core(fake, routing)
-    return to_torch(ops.mask_row_map(rt, *views))
+def _mask_map(routing: torch.Tensor, fake: bool = False) -> Pair:
+    rt, (given,) = _core(fake, routing)
+    starts = rt.empty((routing.shape[1] + 1,), dtypes.int32)
+    return to_torch(ops.mask_row_map(rt, given, starts=starts)), to_torch(starts)
 
 
 def _index_map(experts: torch.Tensor, rows: int, fake: bool = False) -> torch.Tensor:
@@ -107,12 +111,13 @@ def _permute(
     row_map: torch.Tensor,
     probs: Maybe,
     pad_offsets: Maybe,
+    starts: Maybe,
     rows: int,
     fill_rows: bool,
     fake: bool = False,
 ) -> Pair:
-    rt, (x, to, p, pad) = _core(fake, inp, row_map, probs, pad_offsets)
-    out, row_probs = ops.permute(rt, x, to, rows=rows, probs=p, pad_offsets=pad, fill=fill_rows)
+    rt, (x, to, p, pad, first) = _core(fake, inp, row_map, probs, pad_offsets, starts)
+    out, row_probs = ops.permute(rt, x, to, rows=rows, probs=p, pad_offsets=pad, starts=first, fill=fill_rows)
     return to_torch(out), _torch(row_probs, inp)
 
 
@@ -153,12 +158,12 @@ def _unpermute_backward(
 
 #: Name: its function, its schema's arguments and results.
 _OPERATORS: dict[str, tuple[Callable[..., Any], str]] = {
-    "mask_map": (_mask_map, "(Tensor routing) -> Tensor"),
+    "mask_map": (_mask_map, "(Tensor routing) -> (Tensor, Tensor)"),
     "index_map": (_index_map, "(Tensor experts, SymInt rows) -> Tensor"),
     "chunk_map": (_chunk_map, "(Tensor sizes, Tensor order, SymInt rows) -> Tensor"),
     "permute": (
         _permute,
-        "(Tensor inp, Tensor row_map, Tensor? probs, Tensor? pad_offsets, SymInt rows, bool fill_rows)"
+        "(Tensor inp, Tensor row_map, Tensor? probs, Tensor? pad_offsets, Tensor? starts, SymInt rows, bool fill_rows)"
         " -> (Tensor, Tensor)",
     ),
     "permute_backward": (
@@ -197,7 +202,7 @@ def _direct(name: str, *args: Any) -> Any:
 
 
 def _keep_permute(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    inp, row_map, probs, pad_offsets, rows, _ = inputs
+    inp, row_map, probs, pad_offsets, _, rows, _ = inputs
     ctx.save_for_backward(row_map, probs, pad_offsets)
     ctx.tokens, ctx.rows, ctx.like = inp.shape[0], rows, (inp.dtype, inp.device)
     ctx.set_materialize_grads(False)
@@ -219,7 +224,7 @@ def _permute_gradients(
         found = run("permute_backward", d_rows, row_map, probs, d_row_probs if used else None, pad_offsets, ctx.tokens)
         dx = found[0] if wants[0] and d_rows.shape[1] else None
         d_probs = found[1] if used else None
-    return dx, None, d_probs, None, None, None
+    return dx, None, d_probs, None, None, None, None
 
 
 def _keep_unpermute(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -235,9 +240,9 @@ def _unpermute_gradients(ctx: Any, run: Callable[..., Any], dy: Maybe) -> tuple[
         return None, None, None, None, None
     if weights is None:
         if isinstance(dy, QuantizedTorch):
-            dx, _ = permute_quantized("moe_unpermute's backward", dy, row_map, None, pad_offsets, ctx.rows)
+            dx, _ = permute_quantized("moe_unpermute's backward", dy, row_map, None, pad_offsets, None, ctx.rows)
         else:
-            dx, _ = run("permute", dy, row_map, None, pad_offsets, ctx.rows, True)
+            dx, _ = run("permute", dy, row_map, None, pad_offsets, None, ctx.rows, True)
         return dx, None, None, None, None
     if isinstance(dy, QuantizedTorch):
         dy = dy.dequantize()
@@ -272,7 +277,7 @@ class _PermuteQuantized(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         _refuse_double_backward()
         found = _permute_gradients(ctx, _direct, 1, *grads)
-        return None, *found[:5]
+        return None, *found[:6]
 
 
 class _Unpermute(torch.autograd.Function):

@@ -10,7 +10,6 @@ from te_core import dtypes
 from te_core.errors import ArgumentError
 from te_core.ops import raw as ops
 from te_core.quantized import up
-from te_core.runtime import Runtime
 from te_core.tensor import Tensor
 from te_torch.quantized import core_of
 from te_torch.runtime import runtime_for, to_core, to_torch
@@ -24,6 +23,7 @@ def permute_quantized(
     row_map: torch.Tensor,
     probs: torch.Tensor | None,
     pad_offsets: torch.Tensor | None,
+    starts: torch.Tensor | None,
     rows: int,
 ) -> tuple[Any, Any]:
     """`te_core.ops.permute` of a tensor in FP8: (the rows in its class, their probabilities or None).
@@ -44,15 +44,20 @@ def permute_quantized(
             operation, "tokens without a rowwise copy", "one along the rows", "quantize with rowwise=True"
         )
     rt, count = runtime_for(scale), q.shape[0]
-    to, p, pad = (None if t is None else to_core(t.contiguous()) for t in (row_map, probs, pad_offsets))
+    given = (row_map, probs, pad_offsets, starts)
+    to, p, pad, first = (None if t is None else to_core(t.contiguous()) for t in given)
     assert to is not None
     stored = up(rows, form.pad)
-    data, row_probs = ops.permute(rt, _rows(q.rowwise, count), to, rows=stored, probs=p, pad_offsets=pad)
+    data, row_probs = ops.permute(rt, _rows(q.rowwise, count), to, rows=stored, probs=p, pad_offsets=pad, starts=first)
+
+    def moved(scales: torch.Tensor, count: int) -> torch.Tensor:
+        out, _ = ops.permute(rt, to_core(scales.contiguous()), to, rows=count, pad_offsets=pad, starts=first)
+        return to_torch(out)
+
     if form.scaling == "block":  # a column a token
-        turned = _moved(rt, scale[:, :count].t().contiguous(), to, stored, pad)
-        scale = turned.t().contiguous()
+        scale = moved(scale[:, :count].t(), stored).t().contiguous()
     elif form.scaling == "mxfp8":
-        scale = _moved(rt, scale[:count].contiguous(), to, up(rows, 128), pad)
+        scale = moved(scale[:count], up(rows, 128))
     quantizer = tokens._quantizer
     if quantizer is not None:
         quantizer = quantizer.copy()
@@ -66,8 +71,3 @@ def permute_quantized(
 def _rows(data: Tensor, count: int) -> Tensor:
     """The rows that hold tokens, as bytes."""
     return data.rows(0, count).view_as(dtypes.uint8)
-
-
-def _moved(rt: Runtime, scale: torch.Tensor, to: Tensor, rows: int, pad: Tensor | None) -> torch.Tensor:
-    out, _ = ops.permute(rt, to_core(scale), to, rows=rows, pad_offsets=pad)
-    return to_torch(out)

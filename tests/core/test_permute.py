@@ -14,8 +14,10 @@ from te_core.tensor import Tensor
 from tests.core.inputs import DTYPES, numpy_dtype, placed, poisoned
 from tests.reference import permute as reference
 
-#: Tokens, experts or slots, columns: one of all, odd vectors, more experts than a warp, more tokens than a block.
+#: Tokens, experts or slots, columns: one of all, odd vectors, more experts than a warp, more tokens than a block, rows
+#: that are copied in bulk, in one piece and in several.
 SIZES = [(1, 1, 1), (12, 5, 16), (33, 40, 9), (700, 64, 24), (70, 3, 1000), (20, 130, 264), (300, 8, 4096)]
+LONG = [(40, 70, 1200), (9, 5, 6000)]
 #: Half a unit in the last place of a result, and of the float32 that it is summed in.
 ROUNDING = {"float32": 0.0, "bfloat16": 2.0**-8, "float16": 2.0**-11}
 SINGLE = 2.0**-23
@@ -83,22 +85,32 @@ def test_map_of_a_mask(rt: Runtime, size: tuple[int, int, int], kind: str) -> No
     tokens, experts, _ = size
     routing = routed(tokens, experts)
     given = rt.tensor(routing.astype(kind) * (3 if kind.startswith("int") else 1))
-    made = rt.numpy(ops.mask_row_map(poisoned(rt), given))
+    starts = poisoned(rt).empty((experts + 1,), dtypes.int32)
+    made = rt.numpy(ops.mask_row_map(poisoned(rt), given, starts=starts))
     assert entries(made, experts) == set(reference.mask_copies(routing))
+    np.testing.assert_array_equal(rt.numpy(starts), [0, *np.cumsum(routing.sum(0))])
+    np.testing.assert_array_equal(rt.numpy(ops.mask_row_map(rt, given))[:, -1], routing.sum(1))
 
 
-def test_map_of_a_large_mask(rt: Runtime) -> None:
-    """Several tiles a block, and blocks of tokens that nobody gets."""
-    routing = np.random.default_rng(3).random((40000, 24)) < 0.2
-    routing[3000:9000] = False
-    made = rt.numpy(ops.mask_row_map(poisoned(rt), rt.tensor(routing)))
-    counts = made[:, 48]
+@pytest.mark.parametrize("kind", ["bool", "int32"])
+@pytest.mark.parametrize("size", [(40000, 24), (513, 1), (640, 33), (700, 1100), (9000, 64)], ids=str)
+def test_map_of_a_large_mask(rt: Runtime, size: tuple[int, int], kind: str) -> None:
+    """Several blocks, several tiles a block, and blocks of tokens that nobody gets."""
+    tokens, experts = size
+    routing = np.random.default_rng(3).random(size) < 0.2
+    routing[tokens // 13 : tokens // 4] = False
+    starts = poisoned(rt).empty((experts + 1,), dtypes.int32)
+    made = rt.numpy(ops.mask_row_map(poisoned(rt), rt.tensor(routing.astype(kind)), starts=starts))
+    counts = made[:, 2 * experts]
     np.testing.assert_array_equal(counts, routing.sum(1))
+    np.testing.assert_array_equal(rt.numpy(starts), [0, *np.cumsum(routing.sum(0))])
     place = np.zeros(routing.shape, np.int64)
     place.T[routing.T] = np.arange(routing.sum())
-    for j in range(24):
+    for j in range(counts.max()):
         token = np.nonzero(counts > j)[0]
-        np.testing.assert_array_equal(made[token, j], place[token, made[token, 24 + j]])
+        expert = made[token, experts + j]
+        assert j == 0 or (expert < made[token, experts + j - 1]).all()
+        np.testing.assert_array_equal(made[token, j], place[token, expert])
 
 
 @pytest.mark.parametrize("rows", ["all", "some", "none", "more"])
@@ -154,7 +166,7 @@ def test_chunks_of_many_rows(rt: Runtime) -> None:
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, "uint8"])
-@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize("size", SIZES + LONG, ids=str)
 def test_permute(rt: Runtime, size: tuple[int, int, int], dtype: str) -> None:
     """Bit for bit, in as many rows as there are copies and in more: the others are zeros."""
     rt = poisoned(rt)
@@ -168,6 +180,40 @@ def test_permute(rt: Runtime, size: tuple[int, int, int], dtype: str) -> None:
         out, none = ops.permute(rt, placed(rt, x, offset), row_map, rows=rows)
         assert none is None
         np.testing.assert_array_equal(rt.numpy(out), reference.permuted(x, copies, rows)[0])
+
+
+@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize("probs", [False, True])
+@pytest.mark.parametrize("align", [1, 16])
+@pytest.mark.parametrize("size", SIZES + LONG, ids=str)
+def test_rows_that_nobody_gets(rt: Runtime, size: tuple[int, int, int], align: int, probs: bool, known: bool) -> None:
+    """They are zeros, before each expert and behind all, whether or not the map's starts say which; twice, for what a
+    call leaves behind.
+    """
+    rt = poisoned(rt)
+    tokens, experts, columns = size
+    routing = routed(tokens, experts)
+    pad, count = paddings(routing, align)
+    x, given = normal((tokens, columns), "float32"), probabilities(routing, "float32")
+    starts = rt.empty((experts + 1,), dtypes.int32)
+    row_map = ops.mask_row_map(rt, rt.tensor(routing), starts=starts)
+    for rows in (count, count + 70, count + 70, max(count - 3, 0)):
+        out, row_probs = ops.permute(
+            rt,
+            placed(rt, x),
+            row_map,
+            rows=rows,
+            probs=rt.tensor(given) if probs else None,
+            pad_offsets=None if align == 1 else rt.tensor(pad),
+            starts=starts if known else None,
+        )
+        wanted = reference.permuted(x, reference.mask_copies(routing, pad), rows, given if probs else None)
+        np.testing.assert_array_equal(rt.numpy(out), wanted[0])
+        if row_probs is not None:
+            np.testing.assert_array_equal(rt.numpy(row_probs), wanted[1])
+    nobody = ops.mask_row_map(rt, rt.tensor(np.zeros_like(routing)))
+    out, _ = ops.permute(rt, placed(rt, x), nobody, rows=count)
+    assert not rt.numpy(out).any()
 
 
 @pytest.mark.parametrize("kind", DTYPES)
@@ -189,7 +235,7 @@ def test_permute_with_probabilities(rt: Runtime, size: tuple[int, int, int], ali
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize("size", SIZES + LONG, ids=str)
 def test_permute_by_an_index_map(rt: Runtime, size: tuple[int, int, int], dtype: str) -> None:
     rt = poisoned(rt)
     tokens, slots, columns = size[0], min(size[1], 9), size[2]
@@ -361,6 +407,10 @@ def test_nothing(rt: Runtime) -> None:
             assert back.shape == (tokens, columns) and not rt.numpy(back).any()
             more, _ = ops.permute(rt, x, row_map, rows=5)
             assert not rt.numpy(more).any()
+            starts = rt.empty((experts + 1,), dtypes.int32)
+            ops.mask_row_map(rt, rt.tensor(np.zeros((tokens, experts), bool)), starts=starts)
+            more, _ = ops.permute(rt, x, row_map, rows=5, starts=starts)
+            assert not rt.numpy(more).any() and not rt.numpy(starts).any()
             weights = rt.tensor(np.ones((tokens, experts), np.float32))
             dx, d_weights = ops.unpermute_backward(rt, x, more, row_map, weights)
             assert not rt.numpy(dx).any() and not rt.numpy(d_weights).any()
@@ -376,6 +426,9 @@ def test_refusals(rt: Runtime) -> None:
     for call, part in (
         (lambda: ops.mask_row_map(rt, probs), "dtype of routing"),
         (lambda: ops.mask_row_map(rt, rt.tensor(np.zeros(4, bool))), "routing"),
+        (lambda: ops.mask_row_map(rt, routing, starts=rt.tensor(np.zeros(3, np.int32))), "starts"),
+        (lambda: ops.permute(rt, x, row_map, rows=3, starts=rt.tensor(np.zeros(3, np.int32))), "starts"),
+        (lambda: ops.permute(rt, x, index, rows=3, starts=rt.tensor(np.zeros(4, np.int32))), "index map"),
         (lambda: ops.index_row_map(rt, rt.tensor(np.zeros((4, 2), np.int64)), rows=8), "dtype of experts"),
         (lambda: ops.chunk_row_map(rt, routing, routing, rows=4), "sizes"),
         (lambda: ops.chunk_row_map(rt, *(rt.tensor(np.zeros(n, np.int32)) for n in (2, 3)), rows=4), "order"),

@@ -49,7 +49,7 @@ def test_operators(device: str) -> None:
     x, probs = normal(T, H, device=device).requires_grad_(), probabilities(mask).requires_grad_()
     rows = int(mask.sum())
     call = torch.ops.te_runtime
-    row_map = moe_operators.mask_map(mask)
+    row_map, starts = moe_operators.mask_map(mask)
     pad = torch.zeros(E, dtype=torch.int64, device=device)
     moved = normal(rows, H, device=device).requires_grad_()
     ids, tests = mask[:, :K].contiguous(), ("test_schema", "test_faketensor", "test_autograd_registration")
@@ -57,8 +57,8 @@ def test_operators(device: str) -> None:
         (call.moe_mask_map, (mask,)),
         (call.moe_index_map, (ids, 50)),
         (call.moe_chunk_map, (torch.tensor([3, 4], device=device), torch.tensor([1, 0], device=device), 9)),
-        (call.moe_permute, (x, row_map, probs, pad, rows + 3, True)),
-        (call.moe_permute, (x, row_map, None, None, rows, False)),
+        (call.moe_permute, (x, row_map, probs, pad, starts, rows + 3, True)),
+        (call.moe_permute, (x, row_map, None, None, None, rows, False)),
         (call.moe_unpermute, (moved, row_map, probs, None, T)),
         (call.moe_unpermute, (moved, row_map, None, pad, T)),
         (call.moe_permute_backward, (moved.detach(), row_map, probs.detach(), moved.detach()[:, 0].clone(), None, T)),

@@ -31,17 +31,20 @@ plan_permute = plan_unpermute = plan_unpermute_backward = plan_row_map
 # ---------------------------------------------------------------------------------------------------- maps
 
 
-def row_map(rt: Runtime, plan: CpuPlan, source: Tensor, order: Tensor | None, out: Tensor, rows: int) -> None:
-    """Number the entries."""
+def row_map(rt: Runtime, plan: CpuPlan, source: Tensor, beside: Tensor | None, out: Tensor, rows: int) -> None:
+    """Number the entries; `beside` are the order of chunks, or the starts that a mask's map shall give."""
     if plan.spec.kind == "mask":
-        out.numpy()[...] = _mask_map(source.numpy() != 0)
+        routed = source.numpy() != 0
+        out.numpy()[...] = _mask_map(routed)
+        if beside is not None:
+            beside.numpy()[...] = np.concatenate(([0], np.cumsum(routed.sum(0))))
     elif plan.spec.kind == "index":
         ids = source.numpy()
         places = np.empty(ids.size, np.int64)
         places[np.argsort(ids.reshape(-1), kind="stable")] = np.arange(ids.size)
         out.numpy()[...] = np.where(places < rows, places, -1).reshape(ids.shape).T.reshape(-1)
-    elif order is not None:
-        out.numpy()[...] = _chunk_map(source.numpy().astype(np.int64), order.numpy().astype(np.int64), rows)
+    elif beside is not None:
+        out.numpy()[...] = _chunk_map(source.numpy().astype(np.int64), beside.numpy().astype(np.int64), rows)
 
 
 def _mask_map(routed: Array) -> Array:

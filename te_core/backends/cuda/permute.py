@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from te_core import dtypes
+from te_core import device, dtypes, libraries
+from te_core.backends.cuda.quantize import multiprocessors
 from te_core.backends.cuda.sums import TYPES
 from te_core.kernels import loader
 from te_core.kernels.loader import Kernel
@@ -16,11 +17,17 @@ if TYPE_CHECKING:
     from te_core.ops.permute import Operands, PermuteSpec, RowMapSpec
 
 _THREADS = 256
-_WARPS = _THREADS // 32
 _BINS = 1024  # of index_count and index_place
-_MAP_BLOCKS = 64  # at most: each block of the second launch reads the counts of all
-_CHUNK_ROWS = 4096  # of a block of chunk_map
+_MAP_BLOCKS = 128  # at most: each block of the second launch reads the counts of all
+_MAP_COUNTS = 32768  # of all blocks, at most, as long as these are 16
+_TILE = 128  # tokens of mask_count and mask_place at a time
+_AT_ONCE = 4 * _TILE  # tokens whose map one block makes
+_CHUNK_ROWS = 1024  # of a block of chunk_map
 _COPIES = 4  # vectors of a thread in permute_rows
+_BULK_BYTES = 1024  # a row's, from which permute_bulk takes it
+_BULK_PIECE = 8192  # bytes of a piece of a row, at most
+_BULK_WARPS, _BULK_STAGES, _BULK_SIDE = 4, 3, 16  # of a block; pieces of a warp; blocks side by side, at most
+_BULK = True  # whether there is permute_bulk, for a probe to turn off
 _TEAM_BLOCK = 128  # threads of a block of unpermute_backward
 
 _SOURCES = {dtypes.bool_: "u8", dtypes.uint8: "u8", dtypes.int32: "int", dtypes.int64: "i64"}
@@ -47,13 +54,16 @@ def plan_row_map(rt: Runtime, spec: RowMapSpec) -> RowMapPlan:
     entries: tuple[tuple[str, str], ...]
     constants = {"SOURCE": _SOURCES[spec.source], "ORDER": "int" if spec.order is None else _SOURCES[spec.order]}
     if kind == "mask":
-        tiles = max(1, -(-tokens // (_THREADS * _MAP_BLOCKS)))
-        entries = (("mask_count", "ppqii"), ("mask_place", "pppqii"))
-        blocks, share = -(-tokens // (_THREADS * tiles)), tiles
+        most = min(2 * _MAP_BLOCKS, max(16, _MAP_COUNTS // max(spec.choices, 1)))
+        share = max(1, -(-tokens // (_TILE * most)))
+        blocks = -(-tokens // (_TILE * share))
+        entries = (("mask_count", "pppqii"), ("mask_place", "ppppqii"))
+        if tokens <= _AT_ONCE:
+            entries = (("mask_map", "ppppqi"),)
     elif kind == "index":
-        count = tokens * spec.choices
-        share = max(2 * _THREADS, -(-count // (_THREADS * _MAP_BLOCKS)) * _THREADS)
-        entries = (("index_count", "pppqq"), ("index_place", "pppppqqqqi"), ("index_rest", "pppppqqqii"))
+        count, tile = tokens * spec.choices, 4 * _THREADS
+        share = max(1, -(-count // (tile * _MAP_BLOCKS))) * tile
+        entries = (("index_count", "ppppqq"), ("index_place", "pppppppqqqqi"))
         blocks = -(-count // share)
     else:
         entries, share = (("chunk_map", "pppqii"),), _CHUNK_ROWS
@@ -62,41 +72,47 @@ def plan_row_map(rt: Runtime, spec: RowMapSpec) -> RowMapPlan:
     return RowMapPlan(f"row_map_{kind}", spec, tuple(kernels), blocks if spec.choices or kind == "chunks" else 0, share)
 
 
-def row_map(rt: Runtime, plan: RowMapPlan, source: Tensor, order: Tensor | None, out: Tensor, rows: int) -> None:
-    """Number the entries; nothing is known to the host."""
+def row_map(rt: Runtime, plan: RowMapPlan, source: Tensor, beside: Tensor | None, out: Tensor, rows: int) -> None:
+    """Number the entries; nothing is known to the host. `beside`: the order of chunks, or a mask's starts to be."""
+    kind = plan.spec.kind
     if not plan.blocks:
-        if out.size:  # tokens, and no experts
-            rt.backend.zero(rt, out)
-        return
-    if order is not None:
-        _chunk_map(rt, plan, source, order, out, rows)
-    elif plan.spec.kind == "index":
+        for t in (out, beside if kind == "mask" else None):  # no tokens, or no experts
+            if t is not None and t.size:
+                rt.backend.zero(rt, t)
+    elif kind == "mask":
+        _mask_map(rt, plan, source, 0 if beside is None else beside.ptr, out)
+    elif kind == "index":
         _index_map(rt, plan, source, out, rows)
-    else:
-        _mask_map(rt, plan, source, out)
+    elif beside is not None:
+        _chunk_map(rt, plan, source, beside, out, rows)
 
 
-def _mask_map(rt: Runtime, plan: RowMapPlan, routing: Tensor, out: Tensor) -> None:
+def _mask_map(rt: Runtime, plan: RowMapPlan, routing: Tensor, starts: int, out: Tensor) -> None:
     tokens, experts = plan.spec.tokens, plan.spec.choices
-    counts = rt.workspace("row map", 4 * plan.blocks * experts)
+    columns = rt.workspace("row map", 4 * (-(-tokens // 32) + plan.blocks) * experts)
+    shared = 12 * (-(-experts // 32) * 32)
+    if len(plan.kernels) == 1:
+        plan.kernels[0](rt, 1, _THREADS, routing.ptr, columns, out.ptr, starts, tokens, experts, shared=shared)
+        return
+    counts = columns + 4 * -(-tokens // 32) * experts
     count, place = plan.kernels
     sizes = (tokens, experts, plan.share)
-    count(rt, plan.blocks, _THREADS, routing.ptr, counts, *sizes, shared=4 * experts)
-    place(rt, plan.blocks, _THREADS, routing.ptr, counts, out.ptr, *sizes, shared=4 * (2 + _WARPS) * experts)
+    count(rt, plan.blocks, _THREADS, routing.ptr, columns, counts, *sizes, shared=4 * experts)
+    place(rt, plan.blocks, _THREADS, columns, counts, out.ptr, starts, *sizes, shared=shared)
 
 
 def _index_map(rt: Runtime, plan: RowMapPlan, ids: Tensor, out: Tensor, rows: int) -> None:
     tokens, slots = plan.spec.tokens, plan.spec.choices
     entries, blocks, share = tokens * slots, plan.blocks, plan.share
-    counts = rt.workspace("row map", 4 * (blocks * (_BINS + 1) + 2 * entries))
-    odd = counts + 4 * blocks * _BINS
-    ordered = odd + 4 * blocks
+    counts = rt.workspace("row map", 4 * (blocks * (_BINS + 1) + 1 + 2 * entries))
+    used = counts + 4 * blocks * _BINS
+    done = used + 4 * blocks
+    ordered = done + 4
     spare = ordered + 4 * entries
-    count, place, rest = plan.kernels
-    ends = (tokens, rows, slots)
-    count(rt, blocks, _THREADS, ids.ptr, counts, odd, entries, share)
-    place(rt, blocks, _THREADS, ids.ptr, counts, odd, out.ptr, ordered, entries, share, *ends)
-    rest(rt, 1, 1024, ids.ptr, odd, out.ptr, ordered, spare, entries, *ends, blocks)
+    count, place = plan.kernels
+    sizes = (entries, share)
+    count(rt, blocks, _THREADS, ids.ptr, counts, used, done, *sizes)
+    place(rt, blocks, _THREADS, ids.ptr, counts, used, done, out.ptr, ordered, spare, *sizes, tokens, rows, slots)
 
 
 def _chunk_map(rt: Runtime, plan: RowMapPlan, sizes: Tensor, order: Tensor, out: Tensor, rows: int) -> None:
@@ -111,14 +127,18 @@ def _chunk_map(rt: Runtime, plan: RowMapPlan, sizes: Tensor, order: Tensor, out:
 
 @dataclass(frozen=True, slots=True)
 class PermutePlan:
-    """One launch over the tokens, and one that fills up rows (`fill`; its blocks have 256 rows each)."""
+    """One launch over the tokens, and one that fills up rows (`fill`; its blocks have 256 rows each).
+
+    A `fill` goes by marks that the first launch makes, without which it fills up by itself where `starts` are given.
+    """
 
     family: str
     kernel: Kernel
     blocks: int
     threads: tuple[int, int]
-    sizes: tuple[int, ...]  # vectors of a row, tokens, rows, choices
+    sizes: tuple[int, ...]  # vectors of a row, tokens, rows, choices; of permute_bulk also those of a piece, and pieces
     fill: Kernel | None
+    shared: int = 0
 
 
 def _constants(spec: PermuteSpec, width: int, full: bool, team: int = 32) -> dict[str, Any]:
@@ -155,26 +175,52 @@ def _threads(vectors: int, each: int) -> tuple[int, int]:
 
 def _fill(rt: Runtime, spec: PermuteSpec, constants: dict[str, Any]) -> Kernel | None:
     """What zeros the rows that nothing is written to; they are known by marks."""
-    if not spec.fill or not spec.rows:
+    if not spec.fill or not spec.rows or (spec.starts and spec.tokens and spec.columns):
         return None
     return loader.get(rt, "permute", entry="fill_rows", args="pppqq", **constants)
 
 
 def plan_permute(rt: Runtime, spec: PermuteSpec) -> PermutePlan:
-    """Threads of a token copy its row to all places."""
+    """Threads of a token copy its row to all places; of long rows a warp has bulk copies do it, where there are any."""
     width = _width(spec)
     vectors = spec.columns * spec.dtype.itemsize // width
+    sizes = (vectors, spec.tokens, spec.rows, spec.choices)
     across, down = _threads(vectors, _COPIES)
     constants = _constants(spec, width, vectors % (_COPIES * across) == 0)
-    kernel = loader.get(rt, "permute", entry="permute_rows", args="ppppppp" + "qqqi", **constants)
+    fill = _fill(rt, spec, constants)
+    if _in_bulk(rt, width, vectors):
+        return _plan_bulk(rt, spec, constants, sizes, fill)
+    kernel = loader.get(rt, "permute", entry="permute_rows", args="pppppppp" + "qqqi", **constants)
     blocks = -(-spec.tokens // down) if vectors and spec.rows else 0
-    sizes = (vectors, spec.tokens, spec.rows, spec.choices)
-    return PermutePlan("permute", kernel, blocks, (across, down), sizes, _fill(rt, spec, constants))
+    return PermutePlan("permute", kernel, blocks, (across, down), sizes, fill)
+
+
+def _in_bulk(rt: Runtime, width: int, vectors: int) -> bool:
+    """Whether rows are long enough for permute_bulk, aligned for it, and the device has what it takes."""
+    return _BULK and width == 16 and 16 * vectors >= _BULK_BYTES and device.info(rt.device.index).capability >= (9, 0)
+
+
+def _plan_bulk(
+    rt: Runtime, spec: PermuteSpec, constants: dict[str, Any], sizes: tuple[int, ...], fill: Kernel | None
+) -> PermutePlan:
+    """As many blocks as run at a time; their warps take the pieces of rows in turn."""
+    vectors = sizes[0]
+    pieces = -(-vectors // (_BULK_PIECE // 16))
+    piece = -(-vectors // pieces)
+    shared = 16 * piece * (_BULK_WARPS * _BULK_STAGES + constants["PROBS"])
+    room = libraries.driver().attribute(rt.device.index, "shared_per_multiprocessor")
+    side_by_side = min(_BULK_SIDE, 64 // _BULK_WARPS, room // (shared + 1024))
+    most = multiprocessors(rt) * max(1, side_by_side)
+    blocks = min(most, -(-spec.tokens * pieces // _BULK_WARPS)) if spec.rows else 0
+    constants = {**constants, "STAGED": _BULK_STAGES}
+    kernel = loader.get(rt, "permute", entry="permute_bulk", args="pppppppp" + "qqqiii", **constants)
+    sizes = (*sizes, piece, pieces)
+    return PermutePlan("permute", kernel, blocks, (32 * _BULK_WARPS, 1), sizes, fill, shared)
 
 
 def permute(rt: Runtime, plan: PermutePlan, operands: Operands, out: Tensor, row_probs: Tensor | None) -> None:
     """Copy rows; then zeros into those that no token went to."""
-    x, row_map, probs, pad = operands
+    x, row_map, probs, pad, starts = operands
     marks = _marks(rt, plan)
     to_probs = 0 if row_probs is None else row_probs.ptr
     if plan.blocks:
@@ -188,21 +234,23 @@ def permute(rt: Runtime, plan: PermutePlan, operands: Operands, out: Tensor, row
             0 if pad is None else pad.ptr,
             0 if probs is None else probs.ptr,
             to_probs,
-            0 if marks is None else marks.ptr,
+            marks,
+            0 if starts is None else starts.ptr,
             *plan.sizes,
+            shared=plan.shared,
         )
     _run_fill(rt, plan, out, to_probs, marks)
 
 
-def _marks(rt: Runtime, plan: PermutePlan) -> Tensor | None:
-    """A zero for each row of the result."""
-    return None if plan.fill is None else rt.zeros((plan.sizes[2],), dtypes.uint8)
+def _marks(rt: Runtime, plan: PermutePlan) -> int:
+    """A zero for each row of the result, which fill_rows leaves behind; 0 if it is not needed."""
+    return 0 if plan.fill is None else rt.workspace("marks of rows", plan.sizes[2], zeroed=True)
 
 
-def _run_fill(rt: Runtime, plan: PermutePlan, out: Tensor, to_probs: int, marks: Tensor | None) -> None:
-    if plan.fill is not None and marks is not None:
-        vectors, _, rows, _ = plan.sizes
-        plan.fill(rt, -(-rows // _THREADS), _THREADS, out.ptr, to_probs, marks.ptr, vectors, rows)
+def _run_fill(rt: Runtime, plan: PermutePlan, out: Tensor, to_probs: int, marks: int) -> None:
+    if plan.fill is not None:
+        vectors, rows = plan.sizes[0], plan.sizes[2]
+        plan.fill(rt, -(-rows // _THREADS), _THREADS, out.ptr, to_probs, marks, vectors, rows)
 
 
 def plan_unpermute(rt: Runtime, spec: PermuteSpec) -> PermutePlan:
@@ -222,7 +270,7 @@ def unpermute(
     rt: Runtime, plan: PermutePlan, operands: Operands, row_probs: Tensor | None, out: Tensor, probs: Tensor | None
 ) -> None:
     """Add up rows; without any there are zeros."""
-    x, row_map, given, pad = operands
+    x, row_map, given, pad, _ = operands
     if not plan.sizes[2]:
         for t in (out, probs):
             if t is not None:
@@ -260,7 +308,7 @@ def unpermute_backward(
     rt: Runtime, plan: PermutePlan, dy: Tensor, operands: Operands, dx: Tensor, d_weights: Tensor
 ) -> None:
     """Weighted gradients to all places, zeros elsewhere; and the weights' own."""
-    x, row_map, weights, pad = operands
+    x, row_map, weights, pad, _ = operands
     if not plan.sizes[2]:
         rt.backend.zero(rt, d_weights)
         return
@@ -277,7 +325,7 @@ def unpermute_backward(
             0 if pad is None else pad.ptr,
             0 if weights is None else weights.ptr,
             d_weights.ptr,
-            0 if marks is None else marks.ptr,
+            marks,
             *plan.sizes,
         )
     _run_fill(rt, plan, dx, 0, marks)
