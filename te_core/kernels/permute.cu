@@ -199,7 +199,7 @@ extern "C" __global__ void permute_bulk(const V* __restrict__ x, V* __restrict__
                                         P* __restrict__ row_probs, u8* __restrict__ marks,
                                         const int* __restrict__ starts, i64 vectors, i64 tokens, i64 rows, int choices,
                                         int piece, int pieces) {
-#if __CUDA_ARCH__ >= 900
+#if __CUDA_ARCH__ >= 900 && WIDTH == 16
     extern __shared__ __align__(128) u8 staged[];
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
     V* const zeros = reinterpret_cast<V*>(staged) + warps * STAGED * piece;
