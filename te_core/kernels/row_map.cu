@@ -22,7 +22,7 @@ constexpr int TILE_GROUPS = 4, TILE = 32 * TILE_GROUPS;  // tokens of a mask tha
 constexpr int ITEMS = 4, PART = 32 * ITEMS;              // expert ids of a thread, of a warp at a time
 constexpr int LOW_BITS = 10, BINS = 1 << LOW_BITS;       // of an expert id: index_count, index_place
 constexpr int REST_BITS = 8, REST_BINS = 1 << REST_BITS;
-constexpr int BATCH = 16;  // loads of a thread on their way
+constexpr int BATCH = 32;  // loads of a thread on their way
 
 // ---- sums over a block -------------------------------------------------------------------------------------
 

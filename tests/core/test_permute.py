@@ -15,7 +15,7 @@ from tests.core.inputs import DTYPES, numpy_dtype, placed, poisoned
 from tests.reference import permute as reference
 
 #: Tokens, experts or slots, columns: one of all, odd vectors, more experts than a warp, more tokens than a block, rows
-#: that are copied in bulk, in one piece and in several.
+#: longer than the threads of a token copy at once.
 SIZES = [(1, 1, 1), (12, 5, 16), (33, 40, 9), (700, 64, 24), (70, 3, 1000), (20, 130, 264), (300, 8, 4096)]
 LONG = [(40, 70, 1200), (9, 5, 6000)]
 #: Half a unit in the last place of a result, and of the float32 that it is summed in.

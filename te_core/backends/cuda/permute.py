@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from te_core import device, dtypes, libraries
-from te_core.backends.cuda.quantize import multiprocessors
+from te_core import dtypes
 from te_core.backends.cuda.sums import TYPES
 from te_core.kernels import loader
 from te_core.kernels.loader import Kernel
@@ -23,11 +22,7 @@ _MAP_COUNTS = 32768  # of all blocks, at most, as long as these are 16
 _TILE = 128  # tokens of mask_count and mask_place at a time
 _AT_ONCE = 4 * _TILE  # tokens whose map one block makes
 _CHUNK_ROWS = 1024  # of a block of chunk_map
-_COPIES = 4  # vectors of a thread in permute_rows
-_BULK_BYTES = 1024  # a row's, from which permute_bulk takes it
-_BULK_PIECE = 8192  # bytes of a piece of a row, at most
-_BULK_WARPS, _BULK_STAGES, _BULK_SIDE = 4, 3, 16  # of a block; pieces of a warp; blocks side by side, at most
-_BULK = True  # whether there is permute_bulk, for a probe to turn off
+_COPIES = 8  # vectors of a thread in permute_rows
 _TEAM_BLOCK = 128  # threads of a block of unpermute_backward
 
 _SOURCES = {dtypes.bool_: "u8", dtypes.uint8: "u8", dtypes.int32: "int", dtypes.int64: "i64"}
@@ -136,12 +131,13 @@ class PermutePlan:
     kernel: Kernel
     blocks: int
     threads: tuple[int, int]
-    sizes: tuple[int, ...]  # vectors of a row, tokens, rows, choices; of permute_bulk also those of a piece, and pieces
+    sizes: tuple[int, ...]  # vectors of a row, tokens, rows, choices
     fill: Kernel | None
-    shared: int = 0
 
 
-def _constants(spec: PermuteSpec, width: int, full: bool, team: int = 32) -> dict[str, Any]:
+def _constants(
+    spec: PermuteSpec, width: int, full: bool, batch: tuple[int, int] = (1, 1), team: int = 32
+) -> dict[str, Any]:
     return {
         "WIDTH": width,
         "MASK": int(spec.masked),
@@ -151,14 +147,16 @@ def _constants(spec: PermuteSpec, width: int, full: bool, team: int = 32) -> dic
         "DTYPE": TYPES.get(spec.dtype, "bf16"),
         "MODE": _MODES[spec.mode],
         "TEAM_SIZE": team,
-        "BATCH_ROWS": _batch(spec)[0],
-        "BATCH_COLUMNS": _batch(spec)[1],
+        "BATCH_ROWS": batch[0],
+        "BATCH_COLUMNS": batch[1],
     }
 
 
-def _batch(spec: PermuteSpec) -> tuple[int, int]:
+def _batch(spec: PermuteSpec, backward: bool = False) -> tuple[int, int]:
     """How many rows and vectors of each a thread of unpermute_* reads at a time."""
-    return (1, 4) if not spec.masked and spec.choices == 1 else (4, 2)
+    if not spec.masked and spec.choices == 1:
+        return 1, 4
+    return (8, 1) if backward else (4, 2)
 
 
 def _width(spec: PermuteSpec) -> int:
@@ -181,41 +179,16 @@ def _fill(rt: Runtime, spec: PermuteSpec, constants: dict[str, Any]) -> Kernel |
 
 
 def plan_permute(rt: Runtime, spec: PermuteSpec) -> PermutePlan:
-    """Threads of a token copy its row to all places; of long rows a warp has bulk copies do it, where there are any."""
+    """Threads of a token copy its row to all places."""
     width = _width(spec)
     vectors = spec.columns * spec.dtype.itemsize // width
     sizes = (vectors, spec.tokens, spec.rows, spec.choices)
     across, down = _threads(vectors, _COPIES)
     constants = _constants(spec, width, vectors % (_COPIES * across) == 0)
     fill = _fill(rt, spec, constants)
-    if _in_bulk(rt, width, vectors):
-        return _plan_bulk(rt, spec, constants, sizes, fill)
     kernel = loader.get(rt, "permute", entry="permute_rows", args="pppppppp" + "qqqi", **constants)
     blocks = -(-spec.tokens // down) if vectors and spec.rows else 0
     return PermutePlan("permute", kernel, blocks, (across, down), sizes, fill)
-
-
-def _in_bulk(rt: Runtime, width: int, vectors: int) -> bool:
-    """Whether rows are long enough for permute_bulk, aligned for it, and the device has what it takes."""
-    return _BULK and width == 16 and 16 * vectors >= _BULK_BYTES and device.info(rt.device.index).capability >= (9, 0)
-
-
-def _plan_bulk(
-    rt: Runtime, spec: PermuteSpec, constants: dict[str, Any], sizes: tuple[int, ...], fill: Kernel | None
-) -> PermutePlan:
-    """As many blocks as run at a time; their warps take the pieces of rows in turn."""
-    vectors = sizes[0]
-    pieces = -(-vectors // (_BULK_PIECE // 16))
-    piece = -(-vectors // pieces)
-    shared = 16 * piece * (_BULK_WARPS * _BULK_STAGES + constants["PROBS"])
-    room = libraries.driver().attribute(rt.device.index, "shared_per_multiprocessor")
-    side_by_side = min(_BULK_SIDE, 64 // _BULK_WARPS, room // (shared + 1024))
-    most = multiprocessors(rt) * max(1, side_by_side)
-    blocks = min(most, -(-spec.tokens * pieces // _BULK_WARPS)) if spec.rows else 0
-    constants = {**constants, "STAGED": _BULK_STAGES}
-    kernel = loader.get(rt, "permute", entry="permute_bulk", args="pppppppp" + "qqqiii", **constants)
-    sizes = (*sizes, piece, pieces)
-    return PermutePlan("permute", kernel, blocks, (32 * _BULK_WARPS, 1), sizes, fill, shared)
 
 
 def permute(rt: Runtime, plan: PermutePlan, operands: Operands, out: Tensor, row_probs: Tensor | None) -> None:
@@ -237,7 +210,6 @@ def permute(rt: Runtime, plan: PermutePlan, operands: Operands, out: Tensor, row
             marks,
             0 if starts is None else starts.ptr,
             *plan.sizes,
-            shared=plan.shared,
         )
     _run_fill(rt, plan, out, to_probs, marks)
 
@@ -257,9 +229,9 @@ def plan_unpermute(rt: Runtime, spec: PermuteSpec) -> PermutePlan:
     """Threads of a token add up its rows."""
     width = _width(spec)
     vectors = spec.columns * spec.dtype.itemsize // width
-    _, columns = _batch(spec)
-    across, down = _threads(vectors, columns)
-    constants = _constants(spec, width, vectors % (columns * across) == 0)
+    batch = _batch(spec)
+    across, down = _threads(vectors, batch[1])
+    constants = _constants(spec, width, vectors % (batch[1] * across) == 0, batch)
     kernel = loader.get(rt, "permute", entry="unpermute_rows", args="ppppppp" + "qqqi", **constants)
     blocks = -(-spec.tokens // down)
     sizes = (vectors, spec.tokens, spec.rows, spec.choices)
@@ -295,9 +267,9 @@ def plan_unpermute_backward(rt: Runtime, spec: PermuteSpec) -> PermutePlan:
     """A warp has a token, or, of long rows, a block."""
     width = _width(spec)
     vectors = spec.columns * spec.dtype.itemsize // width
-    _, columns = _batch(spec)
-    team = 32 if vectors < 4 * 32 * columns else _TEAM_BLOCK
-    constants = _constants(spec, width, vectors % (columns * team) == 0, team)
+    batch = _batch(spec, backward=True)
+    team = 32 if vectors < 8 * 32 else _TEAM_BLOCK
+    constants = _constants(spec, width, vectors % (batch[1] * team) == 0, batch, team)
     kernel = loader.get(rt, "permute", entry="unpermute_backward", args="pppppppp" + "qqqi", **constants)
     blocks = -(-spec.tokens // (_TEAM_BLOCK // team))
     sizes = (vectors, spec.tokens, spec.rows, spec.choices)
