@@ -29,6 +29,7 @@ from te_torch.operators import apply_traced
 from te_torch.quantized import QuantizedTorch, core_of
 from te_torch.runtime import TO_CORE, runtime_for, to_core, to_core_shape, to_torch
 from te_torch.tensors.wrap import from_core
+from te_torch.weight_copies import Copies
 
 
 class Extra:
@@ -63,20 +64,23 @@ def apply(
     state: scaling.ScalingState | Traced | None,
     recompute: bool,
     *inputs: torch.Tensor | None,
-    extra: Extra | None = None,
+    extra: Extra | Copies | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    """The layer's outputs, differentiable where the call needs gradients. Under tracing a call comes as its key."""
+    """The layer's outputs, differentiable where the call needs gradients.
+
+    Under tracing a call comes as its key, and what it depends on besides its tensors as `Copies`.
+    """
     if isinstance(call, str):
         if exporting.on:
             return expressed(call_of(call), state, extra, inputs)
-        return apply_traced(call, state, recompute, inputs)  # type: ignore[arg-type]
+        return apply_traced(call, state, recompute, inputs, extra)  # type: ignore[arg-type]
     assert not isinstance(state, Traced)
     if call.needs_grad and torch.is_grad_enabled():
         if _functorch_active():
             return _Eager.apply(call, state, recompute, extra, *inputs)
         # Function.apply looks for functorch wrappers in every argument: 3 us of the 9 that a call costs.
         return _eager_apply(call, state, recompute, extra, *inputs)
-    outputs, _ = _run(call, state, recompute, extra, inputs)
+    outputs, _ = _run(call, state, recompute, extra, inputs)  # type: ignore[arg-type]
     return _own(outputs, inputs)
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -33,16 +33,21 @@ from te_torch.quantized import QuantizedTorch
 from te_torch.runtime import constant_at_trace, runtime_for, shape_runtime, to_core, to_core_shape, to_torch
 from te_torch.tensors.dispatch import keeps
 from te_torch.tensors.tracing import core_from_inner
+from te_torch.weight_copies import Copies, for_backward, given_of, held_in, made_of, parsed, ready_for
 
-# Per call, where each saved tensor comes from: input i is i, output i is -2 - i, neither is -1; None if absent.
-_saved_from: dict[str, tuple[int | None, ...]] = {}
+# Per call and plan of copies, where each saved tensor comes from: input i is i, output i is -2 - i (kept copies of
+# weights come behind the outputs), neither is -1; None if absent.
+_saved_from: dict[tuple[str, str], tuple[int | None, ...]] = {}
 _grads_given: dict[str, tuple[bool, ...]] = {}  # per call: which input gradients backward returns
 
 _library = torch.library.Library("te_runtime", "FRAGMENT")
 _library.define(
-    'forward(Tensor?[] inputs, Tensor? scale, Tensor? scale_bwd, str key, str rule, str held="") -> Tensor[]'
+    'forward(Tensor?[] inputs, Tensor? scale, Tensor? scale_bwd, str key, str rule, str held="", str copies="") '
+    "-> Tensor[]"
 )
-_library.define('backward(Tensor?[] grads, Tensor?[] saved, Tensor? scale, str key, str held="") -> Tensor[]')
+_library.define(
+    'backward(Tensor?[] grads, Tensor?[] saved, Tensor? scale, str key, str held="", str copies="") -> Tensor[]'
+)
 
 
 class Traced(NamedTuple):
@@ -73,9 +78,13 @@ def _forward_op(
     key: str,
     rule: str,
     held: str = "",
+    copies: str = "",
     fake: bool = False,
 ) -> list[torch.Tensor]:
-    """Outputs, then what is saved and is no input, then the maxima. `scale_bwd` tells whose state it is."""
+    """Outputs, then what is saved and is no input, copies of weights that are kept, and the maxima.
+
+    `scale_bwd` tells whose state it is, `copies` what comes behind the layer's inputs (te_torch.weight_copies).
+    """
     call = call_of(key)
     first = inputs[0]
     assert first is not None
@@ -87,13 +96,19 @@ def _forward_op(
     scales = None
     if scale is not None and maxima is not None:
         scales = Scales(convert(scale), maxima, maxima, None)
-    outputs, saved = call.layer.forward(rt, *views, spec=call.spec, scales=scales, **call.options)
+    own, options = views, call.options
+    kept: list[torch.Tensor] = []
+    if copies:
+        own, ready, kept = ready_for(rt, call, copies, views, scales, check=not fake)
+        options = {**options, "ready": ready}
+    outputs, saved = call.layer.forward(rt, *own, spec=call.spec, scales=scales, **options)
     given = {id(t.owner): i for i, t in enumerate(views) if t is not None}
-    given |= {id(t.owner): -2 - i for i, t in enumerate(outputs)}
+    given |= {id(t): -2 - i for i, t in enumerate([*[y.owner for y in outputs], *kept])}
     origins = [None if t is None else given.get(id(t.owner), -1) for t in saved]
-    _saved_from[key] = tuple(origins)
+    _saved_from[key, copies] = tuple(origins)
     made = [t for t, origin in zip(saved, origins, strict=True) if origin == -1]
-    return [to_torch(t) for t in (*outputs, *made, *([] if maxima is None else [maxima]))]
+    results = [*map(to_torch, outputs), *map(to_torch, made), *kept]
+    return results if maxima is None else [*results, to_torch(maxima)]
 
 
 def _backward_op(
@@ -102,10 +117,15 @@ def _backward_op(
     scale: torch.Tensor | None,
     key: str,
     held: str = "",
+    copies: str = "",
     fake: bool = False,
 ) -> list[torch.Tensor]:
     """The input gradients that are given, then the maxima. `scale` is the state's own tensor."""
     call = call_of(key)
+    blocks: list[Any] = []
+    if copies:
+        count = len(saved) - parsed(copies).tensors
+        saved, blocks = saved[:count], saved[count:]
     given = complete(call.layer, grads, saved) if grads[0] is not None else _completed(call, grads, saved, held)
     rt, convert = world(next(g for g in given if g is not None), fake)
     maxima = new_maxima(rt, scale)
@@ -114,7 +134,10 @@ def _backward_op(
         scales = Scales(maxima, None, convert(scale), maxima)
     views = [None if g is None else convert(g.contiguous()) for g in given]
     kept = call.layer.saved(*core_views(saved, held, convert))
-    results = call.layer.backward(rt, *views, kept, spec=call.spec, scales=scales, **call.options)
+    options = call.options
+    if copies:
+        options = {**options, "ready": held_in(call, parsed(copies), [convert(t) for t in blocks], (kept.w1, kept.w2))}
+    results = call.layer.backward(rt, *views, kept, spec=call.spec, scales=scales, **options)
     _grads_given[key] = tuple(t is not None for t in results)
     if scale is not None and not fake and (state := scaling.of_tensor(scale)) is not None:
         updates.ran_backward(state)
@@ -147,16 +170,8 @@ def new_maxima(rt: Runtime, scale: torch.Tensor | None) -> Tensor | None:
 
 _library.impl("forward", _forward_op, "CompositeExplicitAutograd")
 _library.impl("backward", _backward_op, "CompositeExplicitAutograd")
-torch.library.register_fake(
-    "te_runtime::forward",
-    lambda inputs, scale, scale_bwd, key, rule, held="": _forward_op(inputs, scale, scale_bwd, key, rule, held, True),
-    lib=_library,
-)
-torch.library.register_fake(
-    "te_runtime::backward",
-    lambda grads, saved, scale, key, held="": _backward_op(grads, saved, scale, key, held, True),
-    lib=_library,
-)
+torch.library.register_fake("te_runtime::forward", partial(_forward_op, fake=True), lib=_library)
+torch.library.register_fake("te_runtime::backward", partial(_backward_op, fake=True), lib=_library)
 
 
 # --------------------------------------------------------------------------------- weights that are held quantized
@@ -203,18 +218,19 @@ def flattened(tensors: Sequence[Any], allowed: Sequence[int] | None) -> tuple[li
 
 @keeps(torch.ops.te_runtime.forward.default)
 def _forward_of_held(
-    func: Any, inputs: Sequence[Any], scale: Any, scale_bwd: Any, key: str, rule: str, held: str = ""
+    func: Any, inputs: Sequence[Any], scale: Any, scale_bwd: Any, key: str, rule: str, held: str = "", copies: str = ""
 ) -> Any:
     flat, held = flattened(inputs, call_of(key).layer.weights)
-    return func(flat, scale, scale_bwd, key, rule, held)
+    return func(flat, scale, scale_bwd, key, rule, held, copies)
 
 
 @keeps(torch.ops.te_runtime.backward.default)
-def _backward_of_held(func: Any, grads: Any, saved: Sequence[Any], scale: Any, key: str, held: str = "") -> Any:
+def _backward_of_held(
+    func: Any, grads: Any, saved: Sequence[Any], scale: Any, key: str, held: str = "", copies: str = ""
+) -> Any:
     flat, held = flattened(saved, None)
-    return func(
-        [g._dense_values(g.dtype) if isinstance(g, QuantizedTorch) else g for g in grads], flat, scale, key, held
-    )
+    dense = [g._dense_values(g.dtype) if isinstance(g, QuantizedTorch) else g for g in grads]
+    return func(dense, flat, scale, key, held, copies)
 
 
 def _completed(call: Call, grads: Sequence[Any], saved: Sequence[Any], held: str) -> list[Any]:
@@ -304,9 +320,16 @@ torch.library.register_fake(
 
 
 @constant_at_trace
-def _origins(key: str) -> tuple[int | None, ...]:
+def _origins(key: str, copies: str) -> tuple[int | None, ...]:
     """Where each saved tensor comes from; known since the operator's shapes were worked out."""
-    return _saved_from[key]
+    return _saved_from[key, copies]
+
+
+@constant_at_trace
+def _reads_copies(key: str) -> bool:
+    """Whether backward reads quantized weights besides what is saved."""
+    call = call_of(key)
+    return call.layer.recomputes and call.spec.checkpoint
 
 
 @constant_at_trace
@@ -320,7 +343,7 @@ def _gives(key: str) -> tuple[bool, ...]:
 
 
 @constant_at_trace
-def _in_checkpoint() -> bool:
+def in_checkpoint() -> bool:
     """Whether what is traced now is in a checkpoint, of whatever kind, that is part of the graph."""
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
@@ -340,23 +363,31 @@ def scale_to_read(given: Traced, recompute: bool) -> tuple[torch.Tensor, str]:
     both runs, with an update of the scales between them.
     """
     state, rule = given
-    if not recompute and not _in_checkpoint():
+    if not recompute and not in_checkpoint():
         return state.scale_fwd, rule
     scale = torch.ops.te_runtime.scale_of_first_run(state.scale_fwd, state.used_fwd, state.scale_bwd)
     return scale, "" if recompute else rule
 
 
 def apply_traced(
-    key: str, given: Traced | None, recompute: bool, inputs: Sequence[torch.Tensor | None]
+    key: str, given: Traced | None, recompute: bool, inputs: Sequence[torch.Tensor | None], copies: Copies | None = None
 ) -> tuple[torch.Tensor, ...]:
     """The layer's outputs, as traced code computes them."""
+    text, more = ("", []) if copies is None else (copies.text, copies.tensors)
     if given is None:
-        return _Traced.apply(key, "", None, None, None, *inputs)
-    state, (scale, rule) = given.state, scale_to_read(given, recompute)
-    *outputs, maxima = _Traced.apply(key, rule, scale, state.scale_bwd, state.amax_history_bwd, *inputs)
-    if not recompute:
-        merge(state.amax_history_fwd, maxima)
-    return tuple(outputs)
+        outputs = list(_Traced.apply(key, "", text, None, None, None, *inputs, *more))
+    else:
+        state, (scale, rule) = given.state, scale_to_read(given, recompute)
+        *outputs, maxima = _Traced.apply(
+            key, rule, text, scale, state.scale_bwd, state.amax_history_bwd, *inputs, *more
+        )
+        if not recompute:
+            merge(state.amax_history_fwd, maxima)
+    made = made_of(text)
+    if copies is None or not made:
+        return tuple(outputs)
+    copies.keep(outputs[len(outputs) - made :])
+    return tuple(outputs[: len(outputs) - made])
 
 
 def merge(history: torch.Tensor, maxima: torch.Tensor) -> None:
@@ -367,37 +398,47 @@ def merge(history: torch.Tensor, maxima: torch.Tensor) -> None:
 class _Traced(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, key: str, rule: str, scale_fwd: Any, scale_bwd: Any, history_bwd: Any, *inputs: torch.Tensor | None
+        ctx: Any,
+        key: str,
+        rule: str,
+        copies: str,
+        scale_fwd: Any,
+        scale_bwd: Any,
+        history_bwd: Any,
+        *inputs: torch.Tensor | None,
     ) -> Any:
         dense = [t if t is None or isinstance(t, QuantizedTorch) else t.contiguous() for t in inputs]
-        results = torch.ops.te_runtime.forward(dense, scale_fwd, scale_bwd if rule else None, key, rule)
-        origins = _origins(key)
+        results = torch.ops.te_runtime.forward(dense, scale_fwd, scale_bwd if rule else None, key, rule, "", copies)
+        origins = _origins(key, copies)
         made = [o for o in origins if o == -1]
         end = len(results) - (0 if scale_fwd is None else 1)
-        outputs = results[: end - len(made)]
-        fresh = iter(results[end - len(made) : end])
+        last = end - made_of(copies)  # where copies that are kept begin
+        outputs, kept = results[: last - len(made)], results[last:end]
+        fresh, own = iter(results[last - len(made) : last]), [*outputs, *kept]
         saved = [
-            None if o is None else (next(fresh) if o == -1 else inputs[o] if o >= 0 else outputs[-2 - o])
-            for o in origins
+            None if o is None else (next(fresh) if o == -1 else inputs[o] if o >= 0 else own[-2 - o]) for o in origins
         ]
+        ctx.key, ctx.inputs, ctx.copies = key, len(inputs), ""
+        ctx.outputs = len(outputs)
+        if copies and _reads_copies(key):
+            ctx.copies = for_backward(copies)
+            saved += kept or given_of(copies, inputs)
         ctx.save_for_backward(*saved, scale_bwd, history_bwd)
-        ctx.key, ctx.inputs = key, len(inputs)
         end_of_differentiable = _differentiable(key)
         others = [] if end_of_differentiable is None else outputs[end_of_differentiable:]
         if scale_fwd is None:
-            ctx.mark_non_differentiable(*others)
-            return tuple(outputs)
-        ctx.mark_non_differentiable(*others, results[end])
-        return (*outputs, results[end])
+            ctx.mark_non_differentiable(*others, *kept)
+            return tuple(own)
+        ctx.mark_non_differentiable(*others, *kept, results[end])
+        return (*own, results[end])
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         *saved, scale_bwd, history_bwd = ctx.saved_tensors
-        if scale_bwd is not None:
-            grads = grads[:-1]  # the maxima have none
-        results = torch.ops.te_runtime.backward(list(grads), saved, scale_bwd, ctx.key)
+        grads = grads[: ctx.outputs]  # copies of weights and maxima have none
+        results = torch.ops.te_runtime.backward(list(grads), saved, scale_bwd, ctx.key, "", ctx.copies)
         if scale_bwd is not None:
             merge(history_bwd, results[-1])
         fresh = iter(results)
         found = [next(fresh) if g else None for g in _gives(ctx.key)]
-        return (None, None, None, None, None, *found, *[None] * (ctx.inputs - len(found)))
+        return (None, None, None, None, None, None, *found, *[None] * (ctx.inputs - len(found)))

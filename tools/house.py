@@ -23,7 +23,8 @@ TORCH_GROUND = (
     "not_built"
 )
 TORCH_STATE = (
-    "calls operators amax_disagreement amax_reduction availability state updates autocast function custom nonfinite"
+    "calls weight_copies operators amax_disagreement amax_reduction availability state updates autocast function "
+    "custom nonfinite"
 )
 FLOORS: dict[str, list[str]] = {
     "ground": [f"te_core.{room}" for room in GROUND.split()],

@@ -123,9 +123,10 @@ def kept(
     splits: Groups,
     scales: Scales | None = None,
     inspectors: Sequence[Inspector | None] | None = None,
+    ready: Sequence[QuantizedTensor | None] | None = None,
 ) -> GroupedSaved:
     """What `forward` with these arguments saves, without its products."""
-    return _operands(rt, x, inputs, spec, products(spec.parts, scales, inspectors), splits, None)[2]
+    return _operands(rt, x, inputs, spec, products(spec.parts, scales, inspectors), splits, ready)[2]
 
 
 def _operands(

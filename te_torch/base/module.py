@@ -24,7 +24,7 @@ from te_torch.export.mode import exporting, not_exported, not_warmed_up
 from te_torch.function import Extra
 from te_torch.module_names import name_of, next_name, shown, within
 from te_torch.nonfinite import counted
-from te_torch.operators import Traced, rule_key
+from te_torch.operators import Traced, in_checkpoint, rule_key
 from te_torch.precisions import (
     custom_numbers,
     is_custom,
@@ -38,6 +38,7 @@ from te_torch.runtime import FLOATS, amp_cast, amp_dtype, check_dtype, constant_
 from te_torch.state import BACKWARD, FORWARD, ScalingState, make_state, make_states
 from te_torch.tensors import QuantizerRole
 from te_torch.utils import get_default_init_method
+from te_torch.weight_copies import Copies, Held, copies_at_trace
 
 _MOST_CALLS = 256  # that a module keeps
 
@@ -156,6 +157,7 @@ class BaseModule(Documented, CallingModule):
         self.fuse_wgrad_accumulation = self.delay_wgrad_compute = False
         self.wgrad_store = Gradients(self.gemms)
         self._weight_cache: dict[str, CachedWeight] = {}
+        self._copies = Held()  # the same of compiled code
         self._custom: dict[int, int] = {}  # by a custom recipe's number: that of its precisions for the module's GEMMs
         self._special = False  # weight gradients are fused or delayed
         self._primary = False  # weights are held quantized
@@ -365,14 +367,17 @@ class BaseModule(Documented, CallingModule):
         state: ScalingState | None,
         recompute: bool,
         first_microbatch: bool | None,
-    ) -> Extra | None:
+    ) -> Extra | Copies | None:
         """The weight cache, `main_grad` and delayed gradients of this forward; None where there are none."""
+        if first_microbatch is None:
+            first_microbatch = self._microbatch
         if torch.compiler.is_compiling():
             if self._special:
                 _refuse_traced_gradients()
-            return None  # a compiled graph quantizes its weights in every microbatch
-        if first_microbatch is None:
-            first_microbatch = self._microbatch
+            if exporting.on or first_microbatch is None or not precision:
+                return None
+            parts = [self._parts_of(n) for n in names]
+            return copies_at_trace(self._copies, precision, weights, parts, first_microbatch, not in_checkpoint())
         scales = None if state is None else state.scales(recompute)
         precisions = [self._precision(precision, i) if precision else None for i in range(len(weights))]
         return extra_for(self, names, weights, [self._parts_of(n) for n in names], precisions, scales, first_microbatch)
@@ -432,6 +437,7 @@ class BaseModule(Documented, CallingModule):
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         """As every module's; what is attached to quantized weights stays with them."""
+        self._copies = Held()
         if not self._primary:
             return super()._apply(fn, recurse)
         before = {name: dict(self._parameters[name].__dict__) for name in self._weight_names()}
@@ -489,7 +495,7 @@ class BaseModule(Documented, CallingModule):
             self.fp8_state.assign(fp8_meta_tensors)  # type: ignore[union-attr]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_weight_cache": {}, "_custom": {}, "_linked": 0}
+        return {**super().__getstate__(), "_weight_cache": {}, "_copies": Held(), "_custom": {}, "_linked": 0}
 
     def extra_repr(self) -> str:
         """What a printed module shows."""

@@ -167,12 +167,12 @@ class GroupedLinear(BaseModule):
         call = self._find_call(key)
         if tracing:
             inputs = (inp, *weights, *added, rng)
-            result = apply_traced(call, state, recompute, m_splits, inputs)  # type: ignore[arg-type]
+            result = apply_traced(call, state, recompute, m_splits, inputs, extra)  # type: ignore[arg-type]
             return (result, biases) if self.return_bias else result
         extra = extra or Extra(None, False, None, None)
         assert sizes is not None
         given = out is not None or dgrad_out is not None
-        extra.splits = self._into(sizes, inp, out, dgrad_out) if given else core.Groups(sizes)
+        extra.splits = self._into(sizes, inp, out, dgrad_out) if given else core.Groups(sizes)  # type: ignore[union-attr]
         (result,) = apply(call, state, recompute, inp, *weights, *added, rng, extra=extra)
         if out is not None and result.requires_grad:
             _in_buffers[out.data_ptr()] = result

@@ -23,17 +23,18 @@ from te_torch.operators import Traced, core_views, flattened, merge, new_maxima,
 from te_torch.quantized import QuantizedTorch
 from te_torch.runtime import TO_TORCH, constant_at_trace, to_core_shape, to_torch
 from te_torch.tensors.dispatch import keeps
+from te_torch.weight_copies import Copies, for_backward, given_of, made_of, own_inputs, ready_for
 
 _library = torch.library.Library("te_runtime", "FRAGMENT")
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _SIZES = "SymInt[] sizes, Tensor? counts"
 _library.define(
     f"grouped_forward(Tensor?[] inputs, {_SIZES}, Tensor? scale, Tensor? scale_bwd, str key, str rule, "
-    'str held="") -> Tensor[]'
+    'str held="", str copies="") -> Tensor[]'
 )
 _library.define(
     f"grouped_backward(Tensor dy, Tensor?[] inputs, {_SIZES}, Tensor? scale, Tensor? scale_bwd, str key, "
-    'str held="") -> Tensor[]'
+    'str held="", str copies="") -> Tensor[]'
 )
 
 
@@ -87,8 +88,10 @@ def _forward_op(
     key: str,
     rule: str,
     held: str = "",
+    copies: str = "",
 ) -> list[torch.Tensor]:
-    """y; with a scale also the scale that was read, which the next update changes, and the maxima."""
+    """y, copies of weights that are kept; with a scale also the one that was read, which the next update changes, and
+    the maxima."""
     call, x = call_of(key), inputs[0]
     assert x is not None
     rt, convert = world(x, False)
@@ -96,18 +99,35 @@ def _forward_op(
     note_run(call, views, scale_bwd, rule)
     maxima = new_maxima(rt, scale)
     scales = None if scale is None or maxima is None else Scales(convert(scale), maxima, maxima, None)
-    splits = _groups(call, x, sizes, counts)
-    (y,), _ = call.layer.forward(rt, *views, spec=call.spec, scales=scales, splits=splits, **call.options)
-    return [to_torch(y)] if scale is None or maxima is None else [to_torch(y), scale.clone(), to_torch(maxima)]
+    options = {"splits": _groups(call, x, sizes, counts), **call.options}
+    kept: list[torch.Tensor] = []
+    if copies:
+        views, options["ready"], kept = ready_for(rt, call, copies, views, scales, check=True)
+    (y,), _ = call.layer.forward(rt, *views, spec=call.spec, scales=scales, **options)
+    made = [to_torch(y), *kept]
+    return made if scale is None or maxima is None else [*made, scale.clone(), to_torch(maxima)]
 
 
 def _forward_fake(
-    inputs: list[Any], sizes: Any, counts: Any, scale: Any, scale_bwd: Any, key: str, rule: str, held: str = ""
+    inputs: list[Any],
+    sizes: Any,
+    counts: Any,
+    scale: Any,
+    scale_bwd: Any,
+    key: str,
+    rule: str,
+    held: str = "",
+    copies: str = "",
 ) -> list[torch.Tensor]:
     call, x = call_of(key), inputs[0]
-    weight = core_views(inputs, held, to_core_shape)[1]
-    y = x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=TO_TORCH[call.spec.dtype])
-    return [y] if scale is None else [y, torch.empty_like(scale), torch.empty_like(scale)]
+    views = core_views(inputs, held, to_core_shape)
+    made = [x.new_empty((*x.shape[:-1], views[1].shape[0]), dtype=TO_TORCH[call.spec.dtype])]
+    if copies:
+        rt, scales = world(x, True)[0], None
+        if scale is not None:
+            scales = Scales(to_core_shape(scale), new_maxima(rt, scale), None, None)
+        made += ready_for(rt, call, copies, views, scales, check=False)[2]
+    return made if scale is None else [*made, torch.empty_like(scale), torch.empty_like(scale)]
 
 
 def _backward_op(
@@ -119,6 +139,7 @@ def _backward_op(
     scale_bwd: torch.Tensor | None,
     key: str,
     held: str = "",
+    copies: str = "",
 ) -> list[torch.Tensor]:
     """The gradients of `given`, then the maxima."""
     call, x = call_of(key), inputs[0]
@@ -132,14 +153,25 @@ def _backward_op(
         if (state := scaling.of_tensor(scale_bwd)) is not None:
             updates.ran_backward(state)
     spec, options = call.spec, {"scales": scales, "splits": splits, **call.options}
-    saved = core.kept(rt, *views, spec=spec, **options)
+    ready = None
+    if copies:
+        views, ready, _ = ready_for(rt, call, copies, views, scales, check=False)
+    saved = core.kept(rt, *views, spec=spec, ready=ready, **options)
     found = call.layer.backward(rt, convert(dy.contiguous()), saved, spec=spec, **options)
     grads = [to_torch(t) for t in found if t is not None]
     return grads if maxima is None else [*grads, to_torch(maxima)]
 
 
 def _backward_fake(
-    dy: Any, inputs: list[Any], sizes: Any, counts: Any, scale: Any, scale_bwd: Any, key: str, held: str = ""
+    dy: Any,
+    inputs: list[Any],
+    sizes: Any,
+    counts: Any,
+    scale: Any,
+    scale_bwd: Any,
+    key: str,
+    held: str = "",
+    copies: str = "",
 ) -> list[torch.Tensor]:
     spec, x = call_of(key).spec, inputs[0]
     views = core_views(inputs, held, to_core_shape)
@@ -162,13 +194,13 @@ for _name, _run, _fake in (("forward", _forward_op, _forward_fake), ("backward",
 @keeps(torch.ops.te_runtime.grouped_forward.default)
 def _forward_of_held(func: Any, inputs: Sequence[Any], sizes: Any, counts: Any, scale: Any, *others: Any) -> Any:
     flat, held = flattened(inputs, call_of(others[1]).layer.weights)
-    return func(flat, sizes, counts, scale, *others[:3], held)
+    return func(flat, sizes, counts, scale, *others[:3], held, *others[4:])
 
 
 @keeps(torch.ops.te_runtime.grouped_backward.default)
 def _backward_of_held(func: Any, dy: Any, inputs: Sequence[Any], sizes: Any, counts: Any, *others: Any) -> Any:
     flat, held = flattened(inputs, call_of(others[2]).layer.weights)
-    return func(dy, flat, sizes, counts, *others[:3], held)
+    return func(dy, flat, sizes, counts, *others[:3], held, *others[4:])
 
 
 @constant_at_trace
@@ -184,15 +216,23 @@ def apply_traced(
     recompute: bool,
     splits: Sequence[int] | torch.Tensor,
     inputs: Sequence[torch.Tensor | None],
+    copies: Copies | None = None,
 ) -> torch.Tensor:
     """The output, as traced code computes it."""
     sizes, counts = ([], splits) if isinstance(splits, torch.Tensor) else (list(splits), None)
+    text, more = ("", []) if copies is None else (copies.text, copies.tensors)
     if given is None:
-        return _Traced.apply(key, "", sizes, counts, None, None, None, *inputs)
-    state, (scale, rule) = given.state, scale_to_read(given, recompute)
-    out, maxima = _Traced.apply(key, rule, sizes, counts, scale, state.scale_bwd, state.amax_history_bwd, *inputs)
-    if not recompute:
-        merge(state.amax_history_fwd, maxima)
+        out, *made = _Traced.apply(key, "", sizes, counts, text, None, None, None, *inputs, *more)
+    else:
+        state, (scale, rule) = given.state, scale_to_read(given, recompute)
+        history = state.amax_history_bwd
+        out, *made, maxima = _Traced.apply(
+            key, rule, sizes, counts, text, scale, state.scale_bwd, history, *inputs, *more
+        )
+        if not recompute:
+            merge(state.amax_history_fwd, maxima)
+    if copies is not None and made:
+        copies.keep(made)
     return out
 
 
@@ -204,6 +244,7 @@ class _Traced(torch.autograd.Function):
         rule: str,
         sizes: list[int],
         counts: Any,
+        copies: str,
         scale: Any,
         scale_bwd: Any,
         history_bwd: Any,
@@ -211,21 +252,29 @@ class _Traced(torch.autograd.Function):
     ) -> Any:
         dense = [t if t is None or isinstance(t, QuantizedTorch) else t.contiguous() for t in inputs]
         own = scale_bwd if rule else None
-        results = torch.ops.te_runtime.grouped_forward(dense, sizes, counts, scale, own, key, rule)
-        used = None if scale is None else results[1]
-        ctx.save_for_backward(*inputs, counts, used, scale_bwd, history_bwd)
-        ctx.key, ctx.sizes = key, sizes
+        results = torch.ops.te_runtime.grouped_forward(dense, sizes, counts, scale, own, key, rule, "", copies)
+        made = results[1 : 1 + made_of(copies)]
+        used = None if scale is None else results[-2]
+        read = list(inputs)
+        ctx.copies = ""
+        if copies:
+            ctx.copies, read = for_backward(copies), own_inputs(copies, inputs) + (made or given_of(copies, inputs))
+        ctx.save_for_backward(*read, counts, used, scale_bwd, history_bwd)
+        ctx.key, ctx.sizes, ctx.inputs = key, sizes, len(inputs)
         if scale is None:
-            return results[0]
-        ctx.mark_non_differentiable(results[2])
-        return results[0], results[2]
+            ctx.mark_non_differentiable(*made)
+            return (results[0], *made)
+        ctx.mark_non_differentiable(*made, results[-1])
+        return (results[0], *made, results[-1])
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         *inputs, counts, used, scale_bwd, history_bwd = ctx.saved_tensors
-        results = torch.ops.te_runtime.grouped_backward(grads[0], inputs, ctx.sizes, counts, used, scale_bwd, ctx.key)
+        results = torch.ops.te_runtime.grouped_backward(
+            grads[0], inputs, ctx.sizes, counts, used, scale_bwd, ctx.key, "", ctx.copies
+        )
         if scale_bwd is not None:
             merge(history_bwd, results[-1])
         fresh = iter(results)
         found = [next(fresh) if g else None for g in _given(ctx.key)]
-        return (None,) * 7 + (*found, *[None] * (len(inputs) - len(found)))
+        return (None,) * 8 + (*found, *[None] * (ctx.inputs - len(found)))
