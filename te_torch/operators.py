@@ -102,13 +102,19 @@ def _forward_op(
         own, ready, kept = ready_for(rt, call, copies, views, scales, check=not fake)
         options = {**options, "ready": ready}
     outputs, saved = call.layer.forward(rt, *own, spec=call.spec, scales=scales, **options)
-    given = {id(t.owner): i for i, t in enumerate(views) if t is not None}
-    given |= {id(t): -2 - i for i, t in enumerate([*[y.owner for y in outputs], *kept])}
-    origins = [None if t is None else given.get(id(t.owner), -1) for t in saved]
-    _saved_from[key, copies] = tuple(origins)
+    origins = None if fake else _saved_from.get((key, copies))
+    if origins is None:
+        origins = _saved_from[key, copies] = _origins_of(views, (*[y.owner for y in outputs], *kept), saved)
     made = [t for t, origin in zip(saved, origins, strict=True) if origin == -1]
     results = [*map(to_torch, outputs), *map(to_torch, made), *kept]
     return results if maxima is None else [*results, to_torch(maxima)]
+
+
+def _origins_of(views: Sequence[Any], results: Sequence[torch.Tensor], saved: Sequence[Any]) -> tuple[int | None, ...]:
+    """Where each saved tensor comes from: an input, a result, or neither."""
+    given = {id(t.owner): i for i, t in enumerate(views) if t is not None}
+    given |= {id(t): -2 - i for i, t in enumerate(results)}
+    return tuple([None if t is None else given.get(id(t.owner), -1) for t in saved])
 
 
 def _backward_op(

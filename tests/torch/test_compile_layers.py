@@ -13,6 +13,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import te_torch as te
 from te_core.recipe import CustomRecipe, DelayedScaling, Recipe
+from te_torch.quantized import QuantizedTorch
 from te_torch.tensors import Float8CurrentScalingQuantizer
 from tests import recipes
 from tests.backends import devices
@@ -241,6 +242,42 @@ def test_held_weights_are_never_dequantized(kind: str, recipe: str) -> None:
     layer.compile(fullgraph=True, backend=aot_autograd(fw_compiler=look, bw_compiler=look))
     train([layer], [eager], rule, "cpu", steps=2)
     assert ours == ["te_runtime.forward.default", "te_runtime.backward.default"]
+
+
+@pytest.mark.parametrize("recipe", recipes.KINDS)
+def test_held_weights_of_attention_and_experts(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The projections of a TransformerLayer and the weights of groups are read as they are, too."""
+    rule = recipes.RECIPES["nvfp4 nearest" if recipe == "nvfp4" else recipe]
+    options: Any = {"params_dtype": BF16, "device": "cpu"}
+    with te.quantized_model_init(recipe=rule):
+        torch.manual_seed(0)
+        layer = te.TransformerLayer(
+            64, 128, 4, hidden_dropout=0.0, attention_dropout=0.0, fuse_qkv_params=True, **options
+        )
+        experts = te.GroupedLinear(2, 64, 64, **options)
+    seen: list[str] = []
+    for storage in {type(p) for p in (*layer.parameters(), *experts.parameters()) if isinstance(p, QuantizedTorch)}:
+        real = storage._dense_values
+
+        def noted(self: Any, *args: Any, real: Any = real) -> Any:
+            seen.append(type(self).__name__)
+            return real(self, *args)
+
+        monkeypatch.setattr(storage, "_dense_values", noted)
+    eager = [copy.deepcopy(module) for module in (layer, experts)]
+    compiled([layer, experts], counting())
+    seen.clear()
+    for modules in ([layer, experts], eager):
+        for _ in range(2):
+            x = values(32, 64, dtype=BF16)
+            with region(rule):
+                y = modules[1](modules[0](x.view(32, 1, 64)).view(32, 64), [16, 16])
+            y.sum().backward()
+        if modules[0] is layer:
+            assert not seen
+            wanted = y.detach()
+    assert torch.equal(wanted, y)
+    assert experts.weight0.detach().sum().isfinite() and seen  # what has no way of its own does
 
 
 # ---------------------------------------------------------------------------- what other modules see of it
