@@ -60,11 +60,11 @@ class CallingModule(torch.nn.Module):
     that is like it: so modules that are alike share what is compiled, as layers do that are compiled one by one.
     """
 
-    _kind = 0  # the class, by number
+    _number = 0  # the class, by number
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        cls._kind = next(_kinds)
+        cls._number = next(_kinds)
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,11 +75,13 @@ class CallingModule(torch.nn.Module):
         self._last: Call | None = None  # of the last forward: what precision_report() reads
         self._outstanding = Outstanding()  # forwards that a checkpoint may run again
         self._token = next(_tokens)
+        # Kept here, too: a stand-in of torch's tracers has our `__dict__`, and a class of its own.
+        self._kind = self._number
         _by_token[self._token] = self
 
     def __getstate__(self) -> dict[str, Any]:
         """Without calls, token and compiled code, which belong to this process and this object."""
-        of_this = ("_calls", "_compiled_call_impl", "_last", "_nonfinite", "_outstanding", "_token")
+        of_this = ("_calls", "_compiled_call_impl", "_kind", "_last", "_nonfinite", "_outstanding", "_token")
         return {k: v for k, v in self.__dict__.items() if k not in of_this}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
