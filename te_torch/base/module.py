@@ -307,7 +307,8 @@ class BaseModule(Documented, CallingModule):
         if not rule:
             return None
         state = self.fp8_state
-        assert state is not None
+        if state is None:  # of an export, which makes none
+            raise not_warmed_up(f"{type(self).__name__}{within(self)}", "torch.export")
         if collects:
             ran: Any = region.ran  # type: ignore[union-attr]
             ran.traced = [*[pair for pair in ran.traced if pair[0] is not state], (state, precision)]
@@ -543,6 +544,8 @@ def _trace_state(kind: int, facts: tuple[Any, ...], device: torch.device, precis
         )
     if rule is None or rule.history is None:
         return ""
+    if torch.compiler.is_exporting():  # buffers are those of the trace: states that were made now would not last
+        return rule_key(precision)
     modules = [m for m in alike(kind, facts) if next((p.device for p in m.parameters()), device) == device]
     make_states(modules, device, rule, recipe_of(precision))
     return rule_key(precision)
