@@ -12,7 +12,13 @@ from typing import Any
 import torch
 
 from te_core.layers.linear import LinearSpec
+from te_torch.export.mode import exporting
 from te_torch.program_names import name_of_program
+from te_torch.program_specs import not_written, read, unknown, written
+
+#: Layers by name, for programs of other processes. Of a family there is one for each number.
+_layers: dict[str, Layer] = {}
+families: dict[str, Callable[[int], Layer]] = {}
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,6 +45,7 @@ class Layer:
     def __post_init__(self) -> None:
         for name in ("forward", "backward"):  # modules have checked what they pass: it need not be explained
             object.__setattr__(self, name, unwrap(getattr(self, name)))
+        _layers[self.name] = self
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,7 +75,14 @@ def register(layer: Layer, spec: Any, needs_grad: bool, inspectors: Sequence[Any
 
 
 def key_of(call: Call) -> str:
-    """The name by which a compiled program calls it, which it may do for good."""
+    """The name by which a program calls it, which it may do for good: a digest, or all there is to say where the
+    program is exported, to other processes."""
+    if torch.compiler.is_exporting() and not exporting.on:
+        if call.options:
+            raise not_written("an inspector")
+        key = f"{call.layer.name} {written((call.spec, call.needs_grad))}"
+        _of_programs.setdefault(key, call)
+        return key
     name = name_of_program(call.layer.name, (call.spec, call.needs_grad), shared=not call.options)
     key, others = name, itertools.count(1)
     while _of_programs.setdefault(key, call) is not call:  # another one that reads the same, such as one inspected
@@ -78,7 +92,20 @@ def key_of(call: Call) -> str:
 
 def call_of(key: str) -> Call:
     """The call of this name, in a program."""
-    return _of_programs[key]
+    found = _of_programs.get(key)
+    return _read(key) if found is None else found
+
+
+def _read(key: str) -> Call:
+    """The call of a program that another process exported."""
+    name, _, text = key.partition(" ")
+    layer, (family, _, number) = _layers.get(name), name.rpartition("_")
+    if layer is None and family in families and number.isdecimal():
+        layer = families[family](int(number))
+    if layer is None or not text:
+        raise unknown(key)
+    spec, needs_grad = read(text)
+    return _of_programs.setdefault(key, register(layer, spec, needs_grad))
 
 
 def complete(layer: Layer, grads: Sequence[torch.Tensor | None], saved: Sequence[torch.Tensor | None]) -> list[Any]:

@@ -29,6 +29,7 @@ from te_torch.autocast import active, forward_ad, in_backward
 from te_torch.calls import Call, call_of, complete
 from te_torch.precisions import precision_of, recipe_of
 from te_torch.program_names import name_of_program
+from te_torch.program_specs import read, written
 from te_torch.quantized import QuantizedTorch
 from te_torch.runtime import constant_at_trace, runtime_for, shape_runtime, to_core, to_core_shape, to_torch
 from te_torch.tensors.dispatch import keeps
@@ -64,6 +65,10 @@ def rule_key(number: int) -> str:
     """The name by which a compiled program tells the state which precision it ran in."""
     rule, recipe = precision_of(number), recipe_of(number)
     assert rule is not None
+    if torch.compiler.is_exporting():
+        key = written(rule)
+        _rules[key] = rule, recipe
+        return key
     name = name_of_program("rule", rule)
     key, others = name, itertools.count(1)
     while _rules.setdefault(key, (rule, recipe))[0] is not rule:
@@ -251,7 +256,8 @@ def note_run(call: Call, views: Sequence[Any], scale_bwd: torch.Tensor | None, r
     """Called by compiled code as it runs a call: tell the state, reports and checkpoints."""
     told = scale_bwd is not None and not in_backward()  # what a checkpoint in the graph runs again has been told
     if told and (state := scaling.of_tensor(scale_bwd)) is not None:  # type: ignore[arg-type]
-        state.ran_compiled(*_rules[rule], active.region)
+        precision, recipe = _rules.get(rule) or (read(rule), None)
+        state.ran_compiled(precision, recipe, active.region)
     if call.layer.weights:
         weight = views[call.layer.weights[0]]
         if isinstance(weight, Tensor):

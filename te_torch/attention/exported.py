@@ -66,10 +66,11 @@ def _attend(
     q, k, v = apart(plan.layer, inputs)
     tokens = q.shape[0]
     q = padded_rows(q, spec.q_format, size.sq, inputs.cu_q, inputs.cu_q_padded).transpose(1, 2)
-    k, v = (padded_rows(t, spec.kv_format, size.skv, inputs.cu_kv, inputs.cu_kv_padded).transpose(1, 2) for t in (k, v))
+    k, v = (padded_rows(t, spec.kv_format, size.skv, inputs.cu_kv, inputs.cu_kv_padded) for t in (k, v))
     times = size.heads // size.groups
-    if times > 1:
-        k, v = (t.unsqueeze(2).expand(-1, -1, times, -1, -1).flatten(1, 2) for t in (k, v))
+    if times > 1:  # before heads and tokens change places: torch 2.11 guards on the strides of a copy made after it
+        k, v = (t.unsqueeze(3).expand(-1, -1, -1, times, -1).flatten(2, 3) for t in (k, v))
+    k, v = k.transpose(1, 2), v.transpose(1, 2)
     # Before the product, where float16 has room.
     scores = (q * spec.scale) @ k.transpose(-1, -2)
     if spec.softcap:

@@ -61,11 +61,11 @@ class CallingModule(torch.nn.Module):
     that is like it: so modules that are alike share what is compiled, as layers do that are compiled one by one.
     """
 
-    _kind = 0  # the class, by number
+    _number = 0  # the class, by number
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        cls._kind = next(_kinds)
+        cls._number = next(_kinds)
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,11 +76,13 @@ class CallingModule(torch.nn.Module):
         self._last: Call | None = None  # of the last forward: what precision_report() reads
         self._outstanding = Outstanding()  # forwards that a checkpoint may run again
         self._token = next(_tokens)
+        # Kept here, too: a stand-in of torch's tracers has our `__dict__`, and a class of its own.
+        self._kind = self._number
         _by_token[self._token] = self
 
     def __getstate__(self) -> dict[str, Any]:
         """Without calls, token and compiled code, which belong to this process and this object."""
-        of_this = ("_calls", "_compiled_call_impl", "_last", "_nonfinite", "_outstanding", "_token")
+        of_this = ("_calls", "_compiled_call_impl", "_kind", "_last", "_nonfinite", "_outstanding", "_token")
         return {k: v for k, v in self.__dict__.items() if k not in of_this}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -307,7 +309,8 @@ class BaseModule(Documented, CallingModule):
         if not rule:
             return None
         state = self.fp8_state
-        assert state is not None
+        if state is None:  # of an export, which makes none
+            raise not_warmed_up(f"{type(self).__name__}{within(self)}", "torch.export")
         if collects:
             ran: Any = region.ran  # type: ignore[union-attr]
             ran.traced = [*[pair for pair in ran.traced if pair[0] is not state], (state, precision)]
@@ -547,6 +550,8 @@ def _trace_state(kind: int, facts: tuple[Any, ...], device: torch.device, precis
         )
     if rule is None or rule.history is None:
         return ""
+    if torch.compiler.is_exporting():  # buffers are those of the trace: states that were made now would not last
+        return rule_key(precision)
     modules = [m for m in alike(kind, facts) if next((p.device for p in m.parameters()), device) == device]
     make_states(modules, device, rule, recipe_of(precision))
     return rule_key(precision)

@@ -40,10 +40,10 @@ def not_exported(got: str, allowed: str, do: str) -> NotExportedError:
     return NotExportedError("onnx_export", got, allowed, do)
 
 
-def not_warmed_up(module: str) -> NotWarmedUpError:
+def not_warmed_up(module: str, operation: str = "onnx_export") -> NotWarmedUpError:
     """The error for a module without the scales that an exported program needs."""
     return NotWarmedUpError(
-        "onnx_export",
+        operation,
         f"{module}, which has not run yet",
         "modules that have run once in the recipe of the export, so that their scales exist",
         "call the model once on the example inputs, in the same te.autocast region, before the export",

@@ -11,11 +11,15 @@ ONNX's own operators: so no translation table is needed, and constants are folde
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
 from torch._decomp import register_decomposition
 
+from te_torch.export.mode import not_exported
+
+OPSET = 19  # the first that has FP8
 BLOCK = 32  # elements that share a scale in MXFP8
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _FLT_MAX = torch.finfo(torch.float32).max
@@ -132,7 +136,8 @@ def held_values(codes: torch.Tensor, scale: torch.Tensor, shape: tuple[int, int]
 def _symbolic(name: str, inputs: tuple[torch.Tensor, ...], **result: Any) -> torch.Tensor:
     import torch.onnx.ops  # only exporters come here
 
-    return torch.onnx.ops.symbolic(name, inputs, version=19, **result)
+    _check_opset()
+    return torch.onnx.ops.symbolic(name, inputs, version=OPSET, **result)
 
 
 @register_decomposition(fp8_quantize.default)
@@ -152,5 +157,34 @@ def _zero(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.zeros((), device=x.device).to(dtype)
 
 
-register_decomposition(mxfp8_quantize.default)(_mxfp8_quantize)
+@register_decomposition(mxfp8_quantize.default)
+def _as_standard_operators(
+    x: torch.Tensor, dtype: torch.dtype, tiled: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    _check_opset()
+    return _mxfp8_quantize(x, dtype, tiled)
+
+
 register_decomposition(mxfp8_dequantize.default)(_mxfp8_dequantize)
+
+
+def _check_opset() -> None:
+    """Refuse an opset without FP8. A decomposition is not told of it: what torch.onnx.export got is on the stack."""
+    frame: Any = sys._getframe()
+    while frame is not None and frame.f_code is not torch.onnx.export.__code__:
+        frame = frame.f_back
+    if frame is None:
+        return
+    default: int = getattr(getattr(torch.onnx, "_constants", None), "ONNX_DEFAULT_OPSET", OPSET)
+    asked: int | None = frame.f_locals["opset_version"]
+    opset = default if asked is None else asked
+    if opset < OPSET:
+        raise opset_refused(opset)
+
+
+def opset_refused(asked: int) -> Exception:
+    """The error for a file that could not hold FP8."""
+    got = f"FP8 in a file of opset_version={asked}"
+    return not_exported(
+        got, f"{OPSET} or newer, the first opset with FP8", "pass opset_version=20, or export without FP8"
+    )

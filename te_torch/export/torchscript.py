@@ -7,18 +7,31 @@ from typing import Any
 
 import torch
 
-OPSET = 19  # the first that has FP8
+from te_torch.export.mode import not_exported
+from te_torch.export.operators import OPSET, opset_refused
+
+_OLDEST = 7  # opset that this exporter writes
 _E5M2 = 23  # TorchScript's number of torch.float8_e5m2
 
 
 @cache
 def register() -> None:
-    """Tell the exporter what per-tensor FP8 is in ONNX; once a process."""
+    """Tell the exporter what per-tensor FP8 is in ONNX, and to refuse what it cannot write; once a process."""
     from torch.onnx import symbolic_helper, utils
 
     quantize = symbolic_helper.parse_args("v", "v", "i")(_quantize)
     for name, symbolic in (("fp8_quantize", quantize), ("fp8_dequantize", _dequantize)):
+        utils.register_custom_op_symbolic(f"tex::{name}", _too_old, _OLDEST)
         utils.register_custom_op_symbolic(f"tex::{name}", symbolic, OPSET)
+    utils.register_custom_op_symbolic("tex::mxfp8_quantize", _no_blocks, _OLDEST)
+
+
+def _too_old(g: Any, *args: Any) -> Any:
+    raise opset_refused(g.opset)
+
+
+def _no_blocks(g: Any, *args: Any) -> Any:
+    raise not_exported("MXFP8 by torch's older exporter", "torch.onnx.export(.., dynamo=True)", "pass dynamo=True")
 
 
 def _quantize(g: Any, x: Any, scale: Any, dtype: int) -> Any:

@@ -26,6 +26,7 @@ from te_torch.base.options import check_values, mode_of, refuse_unbuilt
 from te_torch.base.original_input import keeps_original
 from te_torch.base.quantized_init import check_recipe_fits
 from te_torch.base.weights import Gradients
+from te_torch.calls import families
 from te_torch.export import layers
 from te_torch.export.mode import exporting
 from te_torch.function import Call, Extra, Layer, apply, register
@@ -49,6 +50,9 @@ def _layer(num_gemms: int) -> Layer:
         copies=lambda saved: saved[3::3],
         plain=layers.grouped_linear,
     )
+
+
+families["grouped_linear"] = _layer
 
 
 class GroupedLinear(BaseModule):

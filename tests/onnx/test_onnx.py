@@ -18,8 +18,15 @@ import pytest
 import torch
 
 import te_torch as te
+from te_core.layers.inspector import Inspector
+from te_core.recipe import CustomRecipe
 from te_torch.training.export import te_translation_table
 from tests.export_cases import KINDS, OTHERS, PRODUCTS, RECIPES, Case, eager, exporting, made
+
+
+class Looking(Inspector):
+    request = frozenset({("fprop", "activation")})
+
 
 ROOT = Path(__file__).resolve().parents[2]
 #: Of the largest value. In float32 only the order of sums differs: an FP8 value next to a tie may fall on its other
@@ -188,6 +195,76 @@ def test_a_module_that_never_ran_is_named(tmp_path: Path) -> None:
     with exporting(RECIPES["delayed"]), redirect_stdout(io.StringIO()):
         with pytest.raises(Exception, match="Linear.*which has not run yet.*call the model once"):
             torch.onnx.export(model, (torch.randn(8, 64),), tmp_path / "m.onnx")
+
+
+@pytest.mark.parametrize("dynamo", [True, False])
+@pytest.mark.parametrize("kind", ["delayed", "current", "mxfp8"])
+def test_an_opset_without_fp8_is_refused(kind: str, dynamo: bool, tmp_path: Path) -> None:
+    module, args, _ = made(PRODUCTS["Linear"], RECIPES[kind])
+    says = "opset_version=18. Allowed: 19 or newer.*pass opset_version=20"
+    if kind == "mxfp8" and not dynamo:
+        says = "MXFP8 by torch's older exporter.*pass dynamo=True"
+    with pytest.raises(Exception, match=says):
+        export(module, args, {}, RECIPES[kind], tmp_path / "m.onnx", opset_version=18, dynamo=dynamo)
+    assert not (tmp_path / "m.onnx").exists()
+    check(PRODUCTS["Linear"], "high", tmp_path / "m.onnx", opset_version=18, dynamo=dynamo)
+
+
+def test_a_program_of_torch_export_is_refused_such_an_opset_too(tmp_path: Path) -> None:
+    """Also outside of the context: it was traced in it."""
+    recipe = RECIPES["delayed"]
+    module, args, named = made(PRODUCTS["Linear"], recipe)
+    with exporting(recipe):
+        program = torch.export.export(module, args)
+    with pytest.raises(Exception, match="opset_version=18. Allowed: 19 or newer"), redirect_stdout(io.StringIO()):
+        torch.onnx.export(program, (), tmp_path / "m.onnx", opset_version=18)
+    with redirect_stdout(io.StringIO()):
+        torch.onnx.export(program, (), tmp_path / "m.onnx", opset_version=20)
+    compare(run(tmp_path / "m.onnx", args, {}), eager(module, recipe, args, named), TOLERANCE[torch.float32])
+
+
+class Twice(torch.nn.Module):
+    """One layer in two places."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.first = self.second = te.LayerNormLinear(64, 64, device="cpu", **options)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x))
+
+
+class Padded(torch.nn.Module):
+    """Groups whose rows are filled up, as grouped products in FP8 want them."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.pad, self.unpad = te.Fp8Padding(3), te.Fp8Unpadding(3)
+        self.layer = te.GroupedLinear(3, 64, 32, device="cpu", **options)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        padded, sizes = self.pad(x, [7, 0, 5])
+        return self.unpad(self.layer(padded, sizes), [7, 0, 5])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("model", [Twice, Padded])
+def test_modules_in_a_model(model: Any, kind: str, tmp_path: Path) -> None:
+    check(Case(model, lambda: (torch.randn(12, 64),)), kind, tmp_path / "m.onnx")
+
+
+def test_a_users_mistakes_are_named(tmp_path: Path) -> None:
+    """In torch's error, whatever it wraps around: an inspector, a custom recipe, dropout in training."""
+    inspected, custom, training = (made(PRODUCTS["TransformerLayer"], None)[0] for _ in range(3))
+    inspected.self_attention.proj.inspector = Looking()
+    args, recipe = (torch.randn(6, 2, 64),), CustomRecipe(qfactory=lambda role: None)
+    for module, given, says in (
+        (inspected, None, "module.inspector = None"),
+        (custom, recipe, "CustomRecipe, whose factory"),
+        (training.train(), None, r"call model.eval\(\) before the export"),
+    ):
+        with pytest.raises(Exception, match=says):
+            export(module, args, {}, given, tmp_path / "m.onnx")
 
 
 def test_the_document_is_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import subprocess
 import sys
 import threading
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._decomp import decomposition_table
 
 import te_torch as te
 from te_core.layers.inspector import Inspector
@@ -292,6 +294,34 @@ def test_fp8_output_is_not_handed_over() -> None:
     module = te.Linear(64, 64, device="cpu").eval()
     with exporting(recipe), pytest.raises(NotImplementedError, match="fp8_output"):
         module(torch.randn(32, 64), fp8_output=True)
+
+
+@pytest.mark.parametrize("missing", ["onnx", "onnxscript"])
+def test_packages_that_are_missing_are_named(missing: str) -> None:
+    """By torch's exporter, whose packages they are; the context itself needs none."""
+    script = (
+        f"import sys; sys.modules[{missing!r}] = None\n"
+        "import torch, te_torch as te\n"
+        "module = te.Linear(8, 8, device='cpu').eval()\n"
+        "with te.onnx_export(enabled=True): torch.onnx.export(module, (torch.randn(2, 8),), 'm.onnx', dynamo=True)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1 and re.search(r"(Import|ModuleNotFound)Error: .*onnx", done.stderr), done.stderr[-500:]
+
+
+def test_an_opset_without_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A decomposition finds what torch.onnx.export was given, however far down it is called."""
+    decomposed = decomposition_table[mxfp8_quantize.default]
+
+    def export(opset_version: int | None = None) -> None:
+        (lambda: decomposed(torch.ones(2, 32), torch.float8_e4m3fn))()
+
+    monkeypatch.setattr(torch.onnx, "export", export)
+    for opset in (None, 19, 24):
+        export(opset)
+    decomposed(torch.ones(2, 32), torch.float8_e4m3fn)
+    with pytest.raises(NotImplementedError, match="opset_version=18. Allowed: 19 or newer.*pass opset_version=20"):
+        export(18)
 
 
 def test_warmed_up() -> None:
