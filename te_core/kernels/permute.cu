@@ -67,7 +67,8 @@ struct Map {
 // Zeros into the rows that no token goes to, if `starts` [experts + 1] says where an expert's rows begin before padding
 // moves them: those inserted before experts, a block for each of these gaps, and all behind the last, by all blocks.
 __device__ __forceinline__ void fill_gaps(V* __restrict__ out, P* __restrict__ row_probs, const int* __restrict__ starts,
-                                          const i64* __restrict__ pad, i64 vectors, i64 rows, int experts) {
+                                          const i64* __restrict__ pad, i64 vectors, i64 rows, i64 behind,
+                                          int experts) {
     const int rank = threadIdx.y * blockDim.x + threadIdx.x, lane = rank & 31, warp = rank >> 5;
     const int warps = int(blockDim.x * blockDim.y) >> 5;
     const auto zero = [&](i64 first, i64 last, i64 step) {
@@ -80,7 +81,6 @@ __device__ __forceinline__ void fill_gaps(V* __restrict__ out, P* __restrict__ r
         const i64 begin = starts[e], before = e > 0 ? pad[e - 1] : 0;
         zero(begin + before + warp, min(begin + pad[e], rows), warps);
     }
-    const i64 behind = starts[experts] + (pad == nullptr ? 0 : pad[experts - 1]);
     zero(behind + i64(blockIdx.x) * warps + warp, rows, i64(gridDim.x) * warps);
 }
 
@@ -124,6 +124,8 @@ extern "C" __global__ void __launch_bounds__(256)
     const i64 token = i64(blockIdx.x) * blockDim.y + threadIdx.y;
     const Map map = {row_map, pad, tokens, rows, choices};
     const int copies = token < tokens ? map.count(token) : 0, step = blockDim.x;
+    i64 behind = rows;  // the first row that no expert has; asked for early
+    if (starts != nullptr) behind = starts[choices] + (pad == nullptr ? 0 : pad[choices - 1]);
     for (i64 first = threadIdx.x; token < tokens && first < vectors; first += COPIES * step) {
         const V* const from = x + token * vectors + first;
         V held[COPIES];
@@ -144,7 +146,7 @@ extern "C" __global__ void __launch_bounds__(256)
         const i64 row = map.row(token, j);
         if (row >= 0) note_row(map, probs, row_probs, marks, token, j, row);
     }
-    if (starts != nullptr) fill_gaps(out, row_probs, starts, pad, vectors, rows, choices);
+    if (starts != nullptr) fill_gaps(out, row_probs, starts, pad, vectors, rows, behind, choices);
 }
 
 // A warp looks at 32 rows, and leaves zeros for the next who marks.

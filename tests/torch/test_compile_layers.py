@@ -266,13 +266,14 @@ def test_held_weights_of_attention_and_experts(recipe: str, monkeypatch: pytest.
         monkeypatch.setattr(storage, "_dense_values", noted)
     eager = [copy.deepcopy(module) for module in (layer, experts)]
     compiled([layer, experts], counting())
-    seen.clear()
     for modules in ([layer, experts], eager):
-        for _ in range(2):
+        for i in range(3):
             x = values(32, 64, dtype=BF16)
             with region(rule):
                 y = modules[1](modules[0](x.view(32, 1, 64)).view(32, 64), [16, 16])
             y.sum().backward()
+            if i == 0:
+                seen.clear()  # torch 2.11 prints tensors, with their values, as it compiles
         if modules[0] is layer:
             assert not seen
             wanted = y.detach()
