@@ -535,6 +535,8 @@ def _trace_plan(
         return (plan.backend, name, *plan.prepare)
     number, handed, high_backward = asked
     if plan.backend != choose.FUSED or eager or (plan.key.fp8 and handed):
+        if torch.compiler.is_exporting():
+            raise exported.not_traced(plan.backend)
         _eager_run = _eager_run or untraced(DotProductAttention._run, "this backend runs eagerly")
         return ("", "")
     call = fp8_attention.traced_call(modules[0], plan, number, high_backward) if plan.key.fp8 else plan.call

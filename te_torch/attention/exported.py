@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from te_core.attention import AttentionSpec, Sizes
+from te_core.errors import UnsupportedError
 from te_core.layers.attention import AttentionInputs
 from te_torch.attention import choose, env
 from te_torch.attention.inputs import Given, layer_inputs
@@ -46,6 +47,16 @@ def attention(module: Any, key: Key, given: Given) -> Any:
     with outside_autocast(given.a):
         out, largest = _attend(plan, inputs, masks)
     return out if largest is None else (out, largest)
+
+
+def not_traced(backend: str) -> UnsupportedError:
+    """The error of a plain torch.export for attention that is no operator of a program."""
+    return UnsupportedError(
+        "torch.export",
+        f"attention that {backend} computes outside of compiled graphs",
+        "attention without score_mod and checkpoint, plain tensors in and out of FP8, no FlashAttention",
+        "export with fp8_dpa=False and fp8_mha=False, without these options, NVTE_FLASH_ATTN=0; or in te.onnx_export",
+    )
 
 
 def _padding(plan: Plan, mask: Any) -> tuple[torch.Tensor, torch.Tensor] | None:

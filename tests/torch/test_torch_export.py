@@ -126,6 +126,13 @@ def test_what_no_other_process_has_is_refused() -> None:
             program_of(module, recipe, (x,))
 
 
+def test_attention_that_runs_eagerly_is_refused() -> None:
+    recipe = DelayedScaling(fp8_dpa=True)
+    module, args, _ = made(PRODUCTS["TransformerLayer"], recipe)
+    with pytest.raises(RuntimeError, match="outside of compiled graphs.*export with fp8_dpa=False"):
+        program_of(module, recipe, args)
+
+
 def test_texts_are_read_as_data_of_this_library_alone() -> None:
     spec = call_of_linear().spec
     assert read(written((spec, 1.5, None, True, float("inf")))) == (spec, 1.5, None, True, float("inf"))
