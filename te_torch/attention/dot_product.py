@@ -535,7 +535,7 @@ def _trace_plan(
         return (plan.backend, name, *plan.prepare)
     number, handed, high_backward = asked
     if plan.backend != choose.FUSED or eager or (plan.key.fp8 and handed):
-        if torch.compiler.is_exporting():
+        if torch.compiler.is_exporting() and (plan.key.fp8 or plan.backend == choose.FUSED):
             raise exported.not_traced(plan.backend)
         _eager_run = _eager_run or untraced(DotProductAttention._run, "this backend runs eagerly")
         return ("", "")

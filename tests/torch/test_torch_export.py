@@ -16,6 +16,7 @@ from te_core.layers.inspector import Inspector
 from te_core.recipe import CustomRecipe, DelayedScaling
 from te_torch.calls import call_of
 from te_torch.program_specs import read, written
+from tests.backends import requires_cuda
 from tests.export_cases import OTHERS, PRODUCTS, RECIPES, eager, made, region
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -160,3 +161,25 @@ def test_a_module_that_stands_in_two_places() -> None:
         with te.onnx_export(enabled=True):
             program = torch.export.export(model, (x,))
         torch.testing.assert_close(program.module()(x), model(x), rtol=0, atol=2e-6)
+
+
+@requires_cuda
+@pytest.mark.parametrize("kind", ["high", "delayed", "current"])
+def test_on_a_gpu(kind: str, tmp_path: Path) -> None:
+    """The program of a model on a GPU, here and in another process: the same kernels."""
+    recipe = RECIPES[kind]
+    module, args, _ = made(PRODUCTS["TransformerLayer with GQA"], None, torch.bfloat16)
+    module, args = module.cuda(), tuple(t.cuda() for t in args)
+    for _ in range(2):
+        with region(recipe), torch.no_grad():
+            module(*args)
+    wanted = eager(module, recipe, args, {})
+    program = program_of(module, recipe, args)
+    torch.testing.assert_close(program.module()(*args), wanted[0])
+    torch.export.save(program, tmp_path / "layer.pt2")
+    torch.save((args, {}, wanted), tmp_path / "layer.pt")
+    exact = "assert torch.equal(value, reference), path.name"
+    assert exact in ELSEWHERE
+    script = ELSEWHERE.replace(exact, "torch.testing.assert_close(value, reference)")
+    done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
