@@ -46,7 +46,26 @@ BENCHMARKS = {
         columns=("case", "recipe", "fwd us", "fwd+bwd us", "of_linear fwd", "of_linear", "target", "ok"),
         ratio="of_linear", reference="host time, 1 = torch.nn.Linear in the same process", on_cpu=True,
     ),
+    "graphs": Benchmark(
+        columns=("case", "recipe", "eager wall us", "wall us", "eager events us", "events us", "eager gpu us",
+                 "gpu us", "of_eager"),
+        ratio="of_eager", reference="time of a step, 1 = the same step eagerly in the same process",
+    ),
+    "recompute": Benchmark(
+        columns=("case", "recipe", "kept MiB", "bytes an element", "fwd+bwd us", "of_keeping"),
+        ratio="of_keeping", reference="fwd+bwd speed, 1 = everything kept", on_cpu=True,
+    ),
+    "compiled": Benchmark(
+        columns=("case", "recipe", "eager us", "compiled us", "graphs us", "of_eager", "target", "ok"),
+        ratio="of_eager", reference="host time of a step, 1 = eager in the same process", on_cpu=True,
+    ),
     "attention_kernels": Benchmark(columns=("case", "shape", "us", "of_copy", "TB/s")),
+    "moe": Benchmark(columns=("case", "shape", "us", "of_copy", "TB/s", "target", "ok")),
+    "offload": Benchmark(
+        columns=("case", "recipe", "ms", "offloaded ms", "of_plain", "MiB away", "held MiB", "offloaded held MiB",
+                 "held less", "peak MiB", "offloaded peak MiB", "copy ms", "behind ms", "overlap", "target", "ok"),
+        ratio="of_plain", reference="fwd+bwd GPU time, 1 = without offloading in the same process",
+    ),
     "training": Benchmark(
         columns=("case", "recipe", "seed", "last loss", "of_bf16", "held-out loss", "below unigram", "seconds", "ok"),
         ratio="of_bf16", reference="training loss, 1 = bf16", on_cpu=True,

@@ -43,6 +43,11 @@ def gpu() -> bool:
     return torch.cuda.is_available()
 
 
+def gpus() -> int:
+    """How many of them a run can see."""
+    return torch.cuda.device_count()
+
+
 def device() -> torch.device:
     """Where benchmarks run."""
     return torch.device("cuda" if gpu() else "cpu")

@@ -13,8 +13,9 @@ Query head h reads key and value head h // (heads / groups). All in float32, rou
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 from te_core.errors import ArgumentError
 from te_core.tensor import Tensor
@@ -73,6 +74,20 @@ class AttentionSpec:
     def banded(self) -> bool:
         """Whether the diagonal matters at all."""
         return self.left >= 0 or self.right >= 0
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreMod:
+    """A user's functions that put operations on the scaled scores into a cuDNN graph, and on their gradients.
+
+    Two of one key make the same graph of the same tensors; without a key, no graph of them is kept.
+    """
+
+    forward: Callable[[Any, Any, dict[str, Any]], Any] | None = field(
+        compare=False, repr=False
+    )  # (graph, score, tensors)
+    backward: Callable[[Any, Any, dict[str, Any]], Any] | None = field(default=None, compare=False, repr=False)
+    key: Hashable | None = None
 
 
 class Lengths(NamedTuple):

@@ -18,10 +18,11 @@ import torch
 from te_core import device
 from te_core.errors import ArgumentError, UnsupportedError
 from te_core.recipe import DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling, Recipe
-from te_torch import amax_reduction
+from te_torch import amax_reduction, updates
 from te_torch import state as scaling
 from te_torch.availability import current_device
-from te_torch.precisions import CALIBRATE, CHECK, EMULATE, STRICT, number_at_trace, number_of, precision_of
+from te_torch.export.mode import exporting
+from te_torch.precisions import CALIBRATE, CHECK, EMULATE, STRICT, number_at_trace, number_of, precision_of, recipe_of
 from te_torch.runtime import constant_at_trace
 
 
@@ -54,15 +55,16 @@ class Region:
 class Ran:
     """What ran in an outermost region and those inside it.
 
-    `states` holds tokens, which are weak references; for a region inside a compiler's trace, which ends with it, the
-    states themselves. (States that ran in a compiled function inside an eager region are found by
-    scaling.traced_that_ran: what a trace writes into a container, it also guards on.)
+    `states` holds tokens, which are weak references. A region inside a compiler's trace, which ends with it, has the
+    states themselves in `traced`, with the numbers of their precisions. (States that ran in a compiled function inside
+    an eager region are found by updates.traced_that_ran: what a trace writes into a container, it also guards on.)
     """
 
-    __slots__ = ("open", "states")
+    __slots__ = ("open", "states", "traced")
 
     def __init__(self) -> None:
-        self.states: dict[int, Any] = {}
+        self.states: dict[int, None] = {}
+        self.traced: list[tuple[Any, int]] = []
         self.open = 0  # regions that have not ended
 
 
@@ -74,15 +76,11 @@ class _Active(threading.local):
         # Inside of `te_torch.checkpoint`, which knows the region of what it runs again: the hook that keeps what is
         # saved there, or True where it is reentrant.
         self.carried: Any = None
+        # Whether this is what a checkpoint runs; and what it runs again.
+        self.checkpointed = self.recomputing = False
 
 
 active = _Active()
-
-
-def group_around_trace() -> Any:
-    """At trace time: the group of the eager region that the traced code is in."""
-    region = active.region
-    return None if region is None else region.group
 
 
 @constant_at_trace
@@ -175,7 +173,7 @@ def precision_now(module: Any, peek: bool = False) -> tuple[int, bool, Region | 
     number = 0 if region is None else region.precision
     if not peek and may_run_again():
         module._outstanding.note(module.training, number)
-    return number, False, region
+    return number, region is not None and region.recompute, region
 
 
 def may_run_again() -> bool:
@@ -324,14 +322,17 @@ class autocast:  # noqa: N801  the documented name
         if self.enabled or (self.calibrating and self.recipe.delayed()):  # other recipes have nothing to calibrate
             mode = self._mode if self.enabled else CALIBRATE
             precision = number_at_trace(self.recipe.token, mode) if tracing else number_of(self.recipe, mode)
-        recompute = not tracing and in_backward()
+        recompute = not tracing and (in_backward() or active.recomputing)
         ran: Ran | None = None
         if not tracing or outer is None or outer.ran is not None and outer.traced:
             # A region around a backward pass is none of the regions that a checkpoint runs again in that pass.
             ran = Ran() if outer is None or recompute and not outer.recompute else outer.ran
             ran.open += 1  # type: ignore[union-attr]
-        if tracing and outer is None:
-            _refuse_traced_reduction(precision)
+        if outer is None:
+            if not tracing:
+                updates.region_begins()
+            elif not exporting.on:
+                _refuse_traced_reduction(precision)
         group = None if tracing else self.amax_reduction_group
         self._region = active.region = Region(
             self.recipe, precision, self.calibrating, ran, recompute, tracing, outer, group
@@ -353,16 +354,17 @@ class autocast:  # noqa: N801  the documented name
             return
         if region.traced:
             if kind is None:
-                scaling.update_traced(list(ran.states.values()))
+                rules = [(state, precision_of(number), recipe_of(number)) for state, number in ran.traced]
+                updates.update_traced(rules)
             return
-        tokens = [*ran.states, *scaling.traced_that_ran(region.group)]
+        tokens = [*ran.states, *updates.traced_that_ran(region.group, ran.states)]
         # What a recomputation runs was updated before, unless its first forward ran without grad mode.
         if kind is None:
-            scaling.update(tokens, scaling.FORWARD, only_due=region.recompute)
+            updates.update(tokens, scaling.FORWARD, only_due=region.recompute)
         else:
             rule = precision_of(region.precision)
             assert rule is not None  # so has every region that is on
-            scaling.abandon(tokens, region.group, rule, only_due=region.recompute)
+            updates.abandon(tokens, region.group, rule, only_due=region.recompute)
 
 
 def _leave(region: Region) -> None:

@@ -15,7 +15,7 @@ from te_core.runtime import Runtime
 from te_core.tensor import META, Tensor
 from te_torch.module_names import name_of
 from te_torch.precisions import number_of_precision, precision_of, recipe_of
-from te_torch.runtime import to_core, to_torch
+from te_torch.runtime import piece_to_torch, to_core
 from te_torch.tensors import DelayedScalingRequest, Quantizer
 
 
@@ -29,7 +29,7 @@ class UserQuantizer:
         """x rounded by the user's quantize()."""
         if x.device is META:
             return x
-        plain = to_torch(x)
+        plain = piece_to_torch(x)  # a group of rows is a piece of its tensor
         with torch.no_grad():
             made = self.quantizer.quantize(plain)
             values = made.dequantize() if hasattr(made, "dequantize") else made

@@ -15,12 +15,9 @@ import te_core
 from te_core.errors import UnsupportedError
 
 _OVERLAP = "leave it out, and the ub_* options too: overlap with communication is not built"
-_PERMUTE = "order = expert_ids.argsort(stable=True), tokens.index_select(0, order), and index_add_ on the way back"
-_OFFLOAD = "torch.autograd.graph.save_on_cpu(pin_memory=True) around the layers"
 _GROUPED = "a list of tensors, one a group; GroupedLinear takes all rows in one and keeps a weight for each group"
 _STATE = "te.autocast and its recipe: a module keeps its own state, in the child `fp8_state`"
 _MUON = "torch.optim.Muon, or the iteration in torch on a matrix that one process holds"
-_EXPORT = "torch.onnx.export of the model in torch.nn layers, with the weights of te.plain_state_dict(model)"
 _NVTX = "torch.cuda.nvtx.range_push and range_pop"
 _CHECK_SIZE = "nothing: storage is padded, every size runs"
 
@@ -45,40 +42,22 @@ _GLOBAL_STATE = {
     **_RECIPE_STATES,
 }
 
-_RNG_TRACKER = "an object of your own with get_states, set_states and fork, over torch.Generator"
 _DISTRIBUTED = (
-    "FullyShardedDataParallel, activation_recompute_forward, allreduce, gather_along_first_dim, "
-    "gather_split_1d_tensor, get_activation_recompute_contexts, get_all_rng_states, get_distributed_rank, "
-    "get_distributed_world_size, get_symmetric_memory_tensor, graph_safe_rng_available, has_te_modules, "
-    "in_fp8_activation_recompute_phase, initialize_affine_weight_gpu, is_fp8_activation_recompute_enabled, "
-    "is_graph_safe_rng_state, prepare_te_modules_for_fsdp, reduce_scatter_along_first_dim, "
-    "release_symm_mem_pool, set_all_rng_states, set_tensor_model_parallel_attributes, "
-    "split_tensor_into_1d_equal_chunks, symm_mem_alloc, symmetric_all_reduce, "
-    "use_reentrant_activation_recompute"
+    "FullyShardedDataParallel, allreduce, gather_along_first_dim, gather_split_1d_tensor, "
+    "get_symmetric_memory_tensor, prepare_te_modules_for_fsdp, reduce_scatter_along_first_dim, "
+    "release_symm_mem_pool, split_tensor_into_1d_equal_chunks, symm_mem_alloc, symmetric_all_reduce"
 )
 
 #: Module (below transformer_engine) -> documented name -> what to use in its place.
 NAMES: Mapping[str, Mapping[str, str]] = {
     "pytorch": {
-        "CudaRNGStatesTracker": _RNG_TRACKER,
         "CusolverMpCtx": _MUON,
         "FusedMLAQUpProjRopeQuant": "te.Linear, then apply_rotary_pos_emb",
-        "ManualOffloadSynchronizer": _OFFLOAD,
         "UserBufferQuantizationMode": _OVERLAP,
         "destroy_ub": _OVERLAP,
-        "get_cpu_offload_context": _OFFLOAD,
         "initialize_ub": _OVERLAP,
         "load_framework_extension": "nothing: there is no extension to load",
-        "make_graphed_callables": "torch.cuda.make_graphed_callables, or a capture by torch.cuda.graph",
-        "mark_not_offload": _OFFLOAD,
-        "moe_permute": _PERMUTE,
-        "moe_permute_and_pad_with_probs": f"{_PERMUTE}; te.Fp8Padding pads groups",
-        "moe_permute_with_probs": _PERMUTE,
-        "moe_sort_chunks_by_index": "torch.cat of the chunks that torch.split gives, in the new order",
-        "moe_sort_chunks_by_index_with_probs": "torch.cat of the chunks that torch.split gives, in the new order",
-        "moe_unpermute": _PERMUTE,
         "newton_schulz": _MUON,
-        "onnx_export": _EXPORT,
         "parallel_cross_entropy": "torch.nn.functional.cross_entropy on whole rows, in float32",
         "torch_version": "torch.__version__",
     },
@@ -95,10 +74,7 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         "is_ub_initialized": _OVERLAP,
         "using_cublasmp_backend": _OVERLAP,
     },
-    "pytorch.distributed": {
-        "CudaRNGStatesTracker": _RNG_TRACKER,
-        **dict.fromkeys(_DISTRIBUTED.split(", "), "torch.distributed; FSDP as torch has it"),
-    },
+    "pytorch.distributed": dict.fromkeys(_DISTRIBUTED.split(", "), "torch.distributed; FSDP as torch has it"),
     "pytorch.tensor": {"GroupedTensor": _GROUPED, "GroupedTensorStorage": _GROUPED},
     "pytorch.attention": {"FusedMLAQUpProjRopeQuant": "te.Linear, then apply_rotary_pos_emb"},
     "pytorch.attention.dot_product_attention.utils": {
@@ -148,19 +124,13 @@ MODULES: Mapping[str, tuple[str, str]] = {
     ),
     "pytorch.attention.dot_product_attention.flex_attention": (
         "score_mod's helpers",
-        "torch.nn.attention.flex_attention, or core_attention_bias",
+        "score_mod and torch_score_mod of te.DotProductAttention",
     ),
     "pytorch.cpp_extensions": (
         "fused_attn_bwd, fused_attn_fwd, general_gemm, general_grouped_gemm, general_grouped_gemm_for_grouped_tensor, "
         "layernorm_bwd; FusedAttnBackend, META_*, QKVFormat, get_cublas_workspace_size_bytes",
         "te_core.ops, on te_core tensors",
     ),
-    "pytorch.cpu_offload": (
-        "DefaultOffloadSynchronizer, OffloadSynchronizer, OffloadableLayerState, get_cpu_offload_context, "
-        "is_cpu_offload_enabled, mark_activation_offload, mark_not_offload, start_offload",
-        _OFFLOAD,
-    ),
-    "pytorch.cpu_offload_v1": ("get_cpu_offload_context", _OFFLOAD),
     "pytorch.cross_entropy": ("parallel_cross_entropy", "torch.nn.functional.cross_entropy on whole rows, in float32"),
     "pytorch.custom_recipes.gemm": ("GEMMType, MMParams, custom_gemm", "te_core.ops.gemm"),
     "pytorch.custom_recipes.reference_current_scaling": (
@@ -187,11 +157,6 @@ MODULES: Mapping[str, tuple[str, str]] = {
         "release_symm_mem_pool, symm_mem_alloc",
         "torch.distributed.all_to_all_single",
     ),
-    "pytorch.export": ("assert_warmed_up, is_in_onnx_export_mode, onnx_export, te_translation_table", _EXPORT),
-    "pytorch.graph": (
-        "graph_pool_handle, is_graph_capturing, make_graphed_callables, set_capture_end, set_capture_start",
-        "torch.cuda.make_graphed_callables, torch.cuda.is_current_stream_capturing",
-    ),
     "pytorch.jit": (
         "dgelu_fused_, l2normalization_backward_fused, l2normalization_fused, l2normalization_fwd_fused, "
         "no_torch_dynamo, set_jit_fusion_options, warmup_jit_*",
@@ -207,11 +172,6 @@ MODULES: Mapping[str, tuple[str, str]] = {
     "pytorch.optimizers": (
         "FusedAdam, FusedSGD, MultiTensorApply, multi_tensor_applier, multi_tensor_adam and the other multi_tensor_*",
         "torch.optim.AdamW(fused=True), torch.optim.SGD(fused=True), torch._foreach_*",
-    ),
-    "pytorch.permutation": (
-        "moe_permute, moe_permute_and_pad_with_probs, moe_permute_with_probs, moe_sort_chunks_by_index, "
-        "moe_sort_chunks_by_index_with_probs, moe_unpermute",
-        _PERMUTE,
     ),
     "pytorch.router": (
         "RoutingMapFormat, fused_compute_score_for_moe_aux_loss, fused_moe_aux_loss, fused_topk_with_score_function",
@@ -229,7 +189,19 @@ PACKAGES: Mapping[str, tuple[str, str]] = {
 }
 
 #: Documented submodules of transformer_engine.pytorch that exist under that name only, behind `import te_torch.compat`.
-BEHIND_ALIAS = ("distributed", "float8_tensor", "fp8", "module", "quantization", "quantized_tensor", "tensor")
+BEHIND_ALIAS = (
+    "cpu_offload",
+    "cpu_offload_v1",
+    "distributed",
+    "float8_tensor",
+    "fp8",
+    "graph",
+    "module",
+    "permutation",
+    "quantization",
+    "quantized_tensor",
+    "tensor",
+)
 
 
 class NotBuiltError(UnsupportedError, AttributeError):

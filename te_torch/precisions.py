@@ -27,12 +27,14 @@ _KEPT = 64  # precisions with a user's functions
 class _Numbered(NamedTuple):
     precision: Precision | None
     recipe: Recipe | None  # what it was resolved from, as it was then
+    parts: tuple[int, ...] = ()  # the numbers of a module's GEMMs, where they differ; the precision is the first one's
 
 
 _by_number: dict[int, _Numbered] = {0: _Numbered(None, None)}
 _numbers: dict[int, int] = {}  # by the precision's serial
 _users: OrderedDict[int, None] = OrderedDict()  # numbers of precisions with a user's functions, oldest first
 _modes: dict[tuple[int, int], Precision] = {}  # by serial and mode
+_together: dict[tuple[int, ...], int] = {}  # numbers of several precisions as one
 _counter = itertools.count(1)
 #: Those of custom recipes, which say something else for each module.
 custom_numbers: set[int] = set()
@@ -85,6 +87,24 @@ def number_of_precision(precision: Precision, recipe: Recipe | None) -> int:
     return number
 
 
+def number_of_several(numbers: tuple[int, ...]) -> int:
+    """One number for the precisions of a module's GEMMs; that of all of them where they are the same."""
+    if len(set(numbers)) == 1:
+        return numbers[0]
+    number = _together.get(numbers)
+    if number is None:
+        first = _known(numbers[0])
+        number = _together[numbers] = next(_counter)
+        _by_number[number] = _Numbered(first.precision, first.recipe, numbers)
+    return number
+
+
+def part_of(number: int, gemm: int) -> int:
+    """The number of the precision of one GEMM, of the number that its module has."""
+    parts = _known(number).parts
+    return parts[gemm] if parts else number
+
+
 def _has_functions(precision: Precision) -> bool:
     history = precision.history
     rules = (precision.input, precision.weight, precision.grad, precision.output, precision.grad_input)
@@ -100,6 +120,8 @@ def _forget(number: int) -> None:
     assert old is not None
     del _numbers[old.serial]
     custom_numbers.discard(number)
+    for numbers in [numbers for numbers in _together if number in numbers]:
+        del _by_number[_together.pop(numbers)]
     for key in [key for key in _modes if key[0] == old.serial]:
         del _modes[key]
 
@@ -128,9 +150,15 @@ def number_at_trace(token: int, mode: int) -> int:
 
 
 @constant_at_trace
-def reads_quantized(number: int) -> bool:
+def is_custom(number: int) -> bool:
+    """Whether a custom recipe says something else for each module. (A compiler would guard on the set itself.)"""
+    return number in custom_numbers
+
+
+@constant_at_trace
+def reads_quantized(number: int, gemm: int = 0) -> bool:
     """Whether no GEMM of this precision reads the weight itself, which then need not be in the activation dtype."""
-    precision = precision_of(number)
+    precision = precision_of(part_of(number, gemm))
     rule = None if precision is None else precision.weight
     if rule is None or precision.backward == "high_precision":  # type: ignore[union-attr]
         return False

@@ -15,6 +15,7 @@ class QuantizedTorch(torch.Tensor):
     _quantizer: Any
     # What the storage beside it in a concrete class gives.
     _dense_values: Any
+    _inner_names: Any
     _requantize: Any
     _takes_bytes_of: Any
     _copy_bytes: Any

@@ -2,12 +2,11 @@
 
 A module that runs under a recipe with a history gets a child named `fp8_state`, so that its checkpoint has the
 fixed float32 entries `fp8_state.scale_fwd`, `.amax_history_fwd`, `.scale_bwd`, `.amax_history_bwd`. Casts raise
-row 0 of a history; the update, once a step, reads the histories and sets the scales
-(`te_core.ops.update_scales` states the rule). There is no other FP8 state anywhere. Where several processes train
-together the maxima are reduced first (te_torch.amax_reduction).
+row 0 of a history; the update (te_torch.updates), once a step, reads the histories and sets the scales. There is no
+other FP8 state anywhere.
 
-A state is referred to by its token, a number under which it is found as long as it lives: a weak reference that
-compiled code can hold too.
+A state is referred to by its token, a number under which it is found as long as it lives: a weak reference. Compiled
+code, which layers of one shape share, knows a state by its tensors alone: `of_tensor` finds it by one of them.
 """
 
 from __future__ import annotations
@@ -15,18 +14,17 @@ from __future__ import annotations
 import itertools
 import warnings
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from te_core.errors import ArgumentError
-from te_core.ops import raw as ops
 from te_core.ops.quantize import ScalingState as CoreState
-from te_core.precision import History, Operand, Precision
+from te_core.precision import Precision
 from te_core.quantize.state import BACKWARD_SLOTS, FORWARD_SLOTS, Scales
-from te_torch import amax_reduction
-from te_torch.runtime import runtime_for, to_core, to_core_shape
+from te_torch.runtime import to_core, to_core_shape
 
 NAMES = ("scale_fwd", "amax_history_fwd", "scale_bwd", "amax_history_bwd")
 FORWARD, BACKWARD = 0, 1
@@ -54,7 +52,8 @@ def require_usable(operation: str, entry: str, value: Any) -> None:
 
 _tokens = itertools.count(1)
 _by_token: weakref.WeakValueDictionary[int, ScalingState] = weakref.WeakValueDictionary()
-_moves = 0  # how often a state may have got other memory: plans of updates are of one such time
+_by_address: weakref.WeakValueDictionary[int, ScalingState] = weakref.WeakValueDictionary()  # of `scale_bwd`
+moves = 0  # how often a state may have got other memory: plans of updates are of one such time
 
 
 class ScalingState(torch.nn.Module):
@@ -66,6 +65,8 @@ class ScalingState(torch.nn.Module):
     amax_history_bwd: torch.Tensor
     used_fwd: torch.Tensor
     used_bwd: torch.Tensor
+    #: False: it was made beside that of another module, whose compiled code this one may run too, and nothing ran yet.
+    in_use = True
 
     def __init__(self, gemms: int, history_length: int, device: torch.device) -> None:
         super().__init__()
@@ -86,6 +87,8 @@ class ScalingState(torch.nn.Module):
         """Everything derived from the buffers, after they were replaced."""
         self.token = next(_tokens)
         _by_token[self.token] = self
+        if self.scale_bwd.data_ptr():
+            _by_address[self.scale_bwd.data_ptr()] = self
         self.precision: Precision | None = None  # the recipe of the last forward: the rule of the next update
         self._views: tuple[Scales, Scales, Scales] | None = None
         self._core: dict[tuple[int, float], CoreState] = {}
@@ -95,9 +98,9 @@ class ScalingState(torch.nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what is derived."""
-        global _moves
+        global moves
         if self.scale_fwd.is_cpu:  # torch moves it into shared memory, in place, if this is for another process
-            _moves += 1
+            moves += 1
             self._views, self._core = None, {}
         derived = ("token", "precision", "_views", "_core", "update_plans", "seen_version", "due")
         return {**{k: v for k, v in self.__dict__.items() if k not in derived}, "group": None}
@@ -122,7 +125,14 @@ class ScalingState(torch.nn.Module):
                 self.used_fwd.fill_(1), self.used_bwd.fill_(1)
         return self
 
+    def _save_to_state_dict(self, *args: Any, **options: Any) -> None:
+        if self.in_use:
+            super()._save_to_state_dict(*args, **options)
+
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        if not self.in_use and not any(prefix + name in state_dict for name in NAMES):
+            return
+        self.in_use = True
         for name in NAMES:
             require_usable("load_state_dict", prefix + name, state_dict.get(prefix + name))
         before = list(self._buffers.values())
@@ -148,6 +158,7 @@ class ScalingState(torch.nn.Module):
 
     def assign(self, values: dict[str, list[torch.Tensor]] | None) -> None:
         """Take over what `copies` gave, or begin anew."""
+        self.in_use = self.in_use or values is not None
         new = self.start() if values is None else self._given(values)
         with torch.no_grad():
             for name, value in new.items():
@@ -204,12 +215,26 @@ class ScalingState(torch.nn.Module):
         self.precision = precision
         self.recipe = recipe
 
-    def watch(self, group: Any) -> None:
-        """Called when a compiler traces the module: from now on its runs show in the history's version."""
-        self.group = group
+    def watch(self) -> None:
+        """Called as compiled code first runs: from now on its runs show in the history's version."""
         if self.seen_version is None:
             self.seen_version = self.amax_history_fwd._version
-            _watched[self.token] = None
+            watched[self.token] = None
+
+    def ran_compiled(self, rule: Precision, recipe: Any, region: Any) -> None:
+        """Called by compiled code as it runs: the updates follow its rule, as after `prepare`."""
+        self.in_use = True
+        if self.precision is not rule:
+            if self.precision is not None:
+                self._renew()
+            self.precision, self.recipe = rule, recipe
+            if self.amax_history_fwd.shape[0] != rule.history.length:  # type: ignore[union-attr]
+                to_resize[self.token] = (FORWARD, BACKWARD)
+        if region is not None:
+            self.watch()  # where it is a CUDA graph that runs again, nobody calls this
+            self.due = True
+            self.group = region.group
+            region.ran.states[self.token] = None
 
     def is_due(self) -> bool:
         """Whether a forward, eager or compiled, ran whose maxima no update has read yet."""
@@ -243,6 +268,10 @@ class ScalingState(torch.nn.Module):
         if not recompute:
             self.__dict__["due"] = True  # Module.__setattr__ would cost a microsecond
             return views[0]
+        if noted and (notes := noted.get(self.token)) is not None:
+            notes.again[self.token] = None
+            if (kept := notes.scales.get(self.token)) is not None:
+                return Scales(to_core(kept), None, views[0].backward_scale, views[0].backward_amax)
         return views[2 if self.due else 1]
 
     def core(self, direction: int, limit: float) -> CoreState:
@@ -260,207 +289,86 @@ class ScalingState(torch.nn.Module):
 def make_state(module: Any, device: torch.device, precision: Precision, recipe: Any = None) -> ScalingState:
     """The module's scaling state, following this precision's rule; made if there is none."""
     assert precision.history is not None
-    state: ScalingState | None = module.fp8_state
-    if state is None or state.scale_fwd.is_meta and device.type != "meta":  # its module was materialised since
-        state = module.fp8_state = ScalingState(module.gemms, precision.history.length, device)
+    state = _beginning(module, device, precision)
     if state.precision is not precision:
         if state.scale_fwd.device != device:  # a module without parameters cannot tell where a checkpoint belongs
             state.to(device)
         state.prepare(precision, recipe)
+        state.in_use = True
     return state
 
 
-_watched: dict[int, None] = {}  # in the order of tracing, which is every process's
+def _beginning(module: Any, device: torch.device, precision: Precision, in_use: bool = True) -> ScalingState:
+    """The module's state, of any rule; made if there is none."""
+    state: ScalingState | None = module.fp8_state
+    if state is None or state.scale_fwd.is_meta and device.type != "meta":  # its module was materialised since
+        assert precision.history is not None
+        state = ScalingState(module.gemms, precision.history.length, device)
+        state.in_use = in_use
+        module.fp8_state = state
+    return state
 
 
-def traced_that_ran(group: Any) -> list[int]:
-    """The states into whose history compiled code has merged maxima since their last update, in a region of `group`.
+def make_states(modules: list[Any], device: torch.device, precision: Precision, recipe: Any) -> None:
+    """States for modules of which a compiler traces one: all of them may run what it compiles, without being traced.
 
-    Compiled code leaves no other trace that it would not have to be compiled again for: it writes the history as any
-    tensor, which autograd counts.
+    Nothing shows of a state that was made for another one's sake until its module runs. One that is in use stays as it
+    is, but where there is no doubt whose it is: `ran_compiled` says what the next update does.
     """
-    ran = []
-    for token in list(_watched):
-        state = _by_token.get(token)
-        if state is None:
-            _watched.pop(token, None)
-        elif state.amax_history_fwd._version != state.seen_version:
-            state.group = group
-            ran.append(token)
-    return ran
+    assert precision.history is not None
+    for module in modules:
+        state = _beginning(module, device, precision, in_use=False)
+        if len(modules) == 1:
+            make_state(module, device, precision, recipe)
+            continue
+        if state.scale_fwd.device != device and next(module.parameters(), None) is None:
+            state.to(device)
+        if not state.in_use:
+            state.resize_history(precision.history.length)
+
+
+#: States that compiled code has run, in the order of running, which is every process's.
+watched: dict[int, None] = {}
+#: Whose histories are longer or shorter than the rule of the next update says, with the directions in which they are.
+to_resize: dict[int, tuple[int, ...]] = {}
 
 
 def by_token(token: int) -> ScalingState | None:
-    """The living state of this number (how compiled code names a state)."""
+    """The living state of this number."""
     return _by_token.get(token)
 
 
-# ------------------------------------------------------------------------------------------- the update
+def of_tensor(scale_bwd: torch.Tensor) -> ScalingState | None:
+    """The living state with this tensor."""
+    address = scale_bwd.data_ptr()
+    found = _by_address.get(address)
+    if found is None and address:  # memory that was moved in place, as on its way to another process
+        _by_address.update({state.scale_bwd.data_ptr(): state for state in _by_token.values()})
+        found = _by_address.get(address)
+    return found if found is None or found.scale_bwd.data_ptr() == address else None
 
 
-def update(tokens: Iterable[int], direction: int, only_due: bool = False) -> None:
-    """The delayed-scaling step of these states, each once: one launch per device and rule."""
-    states = []
-    for token in dict.fromkeys(tokens):
-        state = _by_token.get(token)
-        if state is None or state.precision is None or (only_due and not state.due):
-            continue
-        if _operand(state, direction) is None:
-            continue
-        states.append(state)
-    if not states:
-        return
-    # A step usually updates the states that the last one did: its plan is kept with the first of them.
-    key = (direction, _moves, *[s.token for s in states])
-    amax_reduction.reduce(states, direction, key)
-    if direction == FORWARD:
-        for state in states:
-            state.__dict__["due"] = False
-    plans = states[0].update_plans
-    plan = plans.get(key)
-    if plan is None:
-        if len(plans) > 16:
-            plans.clear()
-        plan = plans[key] = _plan_update(states, direction)
-    launches, tokens_by_callables = plan
-    for anchor, launch in launches:
-        ops.run_update(runtime_for(anchor), launch)
-    for token in tokens_by_callables:
-        state = _by_token[token]
-        _update_by_callables(state, direction, _rule(state))
-    if direction == FORWARD:
-        for state in states:
-            if state.seen_version is not None:
-                state.seen_version = state.amax_history_fwd._version
+class Notes:
+    """What a capture learns of states, which it must not mark as run: only replays run (te_torch.training.graphs)."""
+
+    def __init__(self) -> None:
+        self.backward: dict[int, None] = {}  # tokens whose backward ran, in this order
+        self.again: dict[int, None] = {}  # tokens whose forward a checkpoint ran again
+        # What these read then: replays may update between a forward and its backward or not, a captured address knows
+        # of one of the two.
+        self.scales: dict[int, torch.Tensor] = {}
 
 
-def abandon(tokens: Iterable[int], group: Any, precision: Precision, only_due: bool = False) -> None:
-    """An exception has ended a region of this group in which these states ran: there is no update."""
-    states = [state for token in tokens if (state := _by_token.get(token)) is not None]
-    if only_due and not any(state.due for state in states):  # as torch's checkpoint stops what it runs again
-        return
-    amax_reduction.abandoned({group, *[state.group for state in states]}, precision)
+noted: dict[int, Notes] = {}  # by token: states in a backward that is warmed up or captured
 
 
-def _plan_update(states: list[ScalingState], direction: int) -> tuple[list[tuple[torch.Tensor, Any]], list[int]]:
-    groups: dict[Any, list[ScalingState]] = {}
-    by_callables = []
-    for state in states:
-        rule = _rule(state)
-        if state.scale_fwd.is_meta:  # nothing was computed
-            continue
-        if callable(rule.amax_algo) or rule.scale_algo is not None:
-            by_callables.append(state.token)
-        else:
-            groups.setdefault((state.scale_fwd.device, rule.amax_algo), []).append(state)
-    launches = []
-    for (_, algo), members in groups.items():
-        anchor = members[0].scale_fwd
-        parts = [s.core(direction, _limit(s, direction)) for s in members]
-        launches.append((anchor, ops.plan_update(runtime_for(anchor), parts, algo)))
-    return launches, by_callables
-
-
-def update_traced(states: list[ScalingState]) -> None:
-    """The forward update of the states that ran in a region inside a compiled function."""
-    for algo in ("max", "most_recent"):
-        of_algo = [s for s in states if _rule(s).amax_algo == algo and _rule(s).scale_algo is None]
-        if of_algo:
-            torch.ops.te_runtime.update(
-                [s.scale_fwd for s in of_algo],
-                [s.amax_history_fwd for s in of_algo],
-                [s.used_fwd for s in of_algo],
-                [_limit(s, FORWARD) for s in of_algo],
-                algo,
-            )
-    for s in states:
-        if callable(_rule(s).amax_algo) or _rule(s).scale_algo is not None:
-            _update_by_callables(s, FORWARD, _rule(s))
-
-
-def _rule(state: ScalingState) -> History:
-    assert state.precision is not None and state.precision.history is not None
-    return state.precision.history
-
-
-_library = torch.library.Library("te_runtime", "FRAGMENT")
-_library.define(
-    "update(Tensor(a!)[] scales, Tensor(b!)[] histories, Tensor(c!)[] used, float[] limits, str algo) -> ()"
-)
-
-
-def _update_op(
-    scales: list[torch.Tensor], histories: list[torch.Tensor], used: list[torch.Tensor], limits: list[float], algo: str
-) -> None:
-    parts = zip(scales, histories, used, limits, strict=True)
-    states = [CoreState(to_core(s), to_core(h), to_core(u), limit) for s, h, u, limit in parts]
-    ops.update_scales(runtime_for(scales[0]), states, algo)
-
-
-_library.impl("update", _update_op, "CompositeExplicitAutograd")
-torch.library.register_fake("te_runtime::update", lambda *args: None, lib=_library)
-
-
-def _operand(state: ScalingState, direction: int) -> Operand | None:
-    """The rule whose format the scales of a direction fill; None where the last precision quantized nothing."""
-    assert state.precision is not None
-    return state.precision.input if direction == FORWARD else state.precision.grad
-
-
-def _limit(state: ScalingState, direction: int) -> float:
-    operand = _operand(state, direction)
-    assert operand is not None
-    return operand.dtype.max * 2.0 ** -_rule(state).margin
-
-
-def _update_by_callables(state: ScalingState, direction: int, rule: History) -> None:
-    """The documented order for user-supplied rules: amax from the whole history, roll, scale, in torch."""
-    suffix = ("fwd", "bwd")[direction]
-    scale, history, used = (getattr(state, f"{n}_{suffix}") for n in ("scale", "amax_history", "used"))
-    used.copy_(scale)
-    if callable(rule.amax_algo):
-        amax = rule.amax_algo(history)
-    else:
-        amax = history.amax(dim=0) if rule.amax_algo == "max" else history[0].clone()
-    if history.shape[0] > 1:
-        history.copy_(torch.roll(history, -1, 0))
-    history[0].zero_()
-    operand = _operand(state, direction)
-    assert operand is not None
-    if rule.scale_algo is not None:
-        new = rule.scale_algo(amax, scale, operand.dtype.max, state.recipe)
-    else:
-        new = (operand.dtype.max / amax) / 2.0**rule.margin
-        new = torch.where((amax > 0) & torch.isfinite(amax), new, scale)
-        new = torch.where(torch.isinf(new), torch.full_like(new, torch.finfo(torch.float32).max), new)
-    scale.copy_(new)
-
-
-_pending: dict[int, list[int]] = {}  # backward pass -> states whose backward ran in it
-
-
-def ran_backward(state: ScalingState, within: int = -1) -> None:
-    """Called by a module's backward: its gradient state is updated once, when this backward pass ends.
-
-    `within` is the pass in which the forward was recomputed, if it was: a reentrant checkpoint then runs the
-    backward in an inner pass of its own, but it is the outer one that counts.
-    """
-    waiting = _pending.get(within)
-    if waiting is None:
-        waiting = _pending[this_pass()]
-    waiting.append(state.token)
-
-
-def this_pass() -> int:
-    """The number of the running backward pass, at whose end the states that wait for it are updated."""
-    task = torch._C._current_graph_task_id()
-    if task not in _pending:
-        while len(_pending) > 64:  # passes that an exception ended never called back
-            _pending.pop(next(iter(_pending)), None)
-        _pending[task] = []
-        torch.autograd.Variable._execution_engine.queue_callback(lambda: _pass_ended(task))
-    return task
-
-
-def _pass_ended(task: int) -> None:
-    update(_pending.pop(task, ()), BACKWARD)
+@contextmanager
+def noting(tokens: Iterable[int], notes: Notes) -> Iterator[None]:
+    """Inside, a backward of these states is noted here, and no update waits for it."""
+    own = dict.fromkeys(tokens, notes)
+    noted.update(own)
+    try:
+        yield
+    finally:
+        for token in own:
+            noted.pop(token, None)

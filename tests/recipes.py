@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import pytest
+
 import te_torch as te
 from te_core.recipe import (
     DelayedScaling,
@@ -15,7 +17,7 @@ from te_core.recipe import (
     NVFP4BlockScaling,
     Recipe,
 )
-from tests.backends import capability
+from tests.backends import capability, requires_cuda
 
 _NEAREST = {"disable_stochastic_rounding": True}
 _UNTURNED = {"disable_rht": True}
@@ -51,6 +53,14 @@ OVERRIDES: dict[str, Recipe] = {
     for name in KINDS[1:]
     for override in ("high_precision", "dequantized")
 }
+
+
+def on_devices() -> list[Any]:
+    """(recipe, device): every recipe and none on the CPU; on a GPU one of each kind, which is as much in less time."""
+    others = (None, *KINDS, *OVERRIDES)
+    return [pytest.param(name, "cpu", id=f"{name}-cpu") for name in (None, *RECIPES, *OVERRIDES)] + [
+        pytest.param(name, "cuda", id=f"{name}-cuda", marks=requires_cuda) for name in others
+    ]
 
 
 def rule(name: str | None) -> Recipe | None:

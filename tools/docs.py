@@ -2,7 +2,7 @@
 
 * renews what is generated: the text between `<!-- output of: python ... -->` and `<!-- end of output -->`;
 * runs the examples: the ```python blocks of a page in one process, in order, but for one that stands under
-  `<!-- not run: the reason -->`;
+  `<!-- not run: the reason -->`. Those that are not run because `it needs a GPU` are run with --gpu;
 * follows every link to a file of the repository.
 
 With --check nothing is written; a page whose generated text has changed then fails. --no-examples runs none of them,
@@ -25,6 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 TIMEOUT = 300  # seconds for a page's examples or one generated text
 
 _OUTPUT = re.compile(r"(?P<head><!-- output of: (?P<command>.*?) -->\n).*?(?P<tail><!-- end of output -->)", re.DOTALL)
+_NEEDS_GPU = "<!-- not run: it needs a GPU -->"
 _EXAMPLE = re.compile(r"(?P<skip><!-- not run: .+? -->\n+)?^```python\n(?P<code>.*?)^```", re.DOTALL | re.MULTILINE)
 _FENCE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 _LINK = re.compile(r"\]\((?!\w+:)([^)#\s]+)(?:#[^)\s]*)?\)")
@@ -62,11 +63,18 @@ def renew(text: str) -> str:
         return _OUTPUT.sub(lambda _: next(parts), text)
 
 
-def run_examples(text: str) -> str | None:
-    """Run a page's examples; the error they end in, if any. Line numbers in it are the page's."""
+def needs_gpu(text: str) -> bool:
+    """Whether a page has examples that need a GPU."""
+    return any(_NEEDS_GPU in (match["skip"] or "") for match in _EXAMPLE.finditer(text))
+
+
+def run_examples(text: str, gpu: bool = False) -> str | None:
+    """Run a page's examples, with `gpu` those too that need one; the error they end in, if any. Line numbers in it are
+    the page's.
+    """
     code, at = "", 1
     for match in _EXAMPLE.finditer(text):
-        if not match["skip"]:
+        if not match["skip"] or (gpu and _NEEDS_GPU in match["skip"]):
             line = text.count("\n", 0, match.start("code")) + 1
             code += "\n" * (line - at) + match["code"]
             at = line + match["code"].count("\n")
@@ -88,6 +96,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing, fail on generated text that changed")
     parser.add_argument("--no-examples", action="store_true", help="run no examples")
+    parser.add_argument("--gpu", action="store_true", help="run the examples that need a GPU, too")
     given = parser.parse_args()
     problems = 0
     for page in pages():
@@ -99,7 +108,7 @@ def main() -> int:
                 found.append("its generated text is out of date: make docs")
             elif new != text:
                 page.write_text(new)
-            if not given.no_examples and (error := run_examples(new)):
+            if not given.no_examples and (error := run_examples(new, given.gpu)):
                 found.append(f"an example fails:\n{error}")
         except (ValueError, subprocess.TimeoutExpired) as failed:
             found.append(str(failed))

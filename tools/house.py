@@ -18,8 +18,14 @@ GROUND = (
     "dtypes tensor dlpack quantized attention attention_rules precision runtime plan_cache libraries driver device "
     "recipe errors env cache arguments naming hints"
 )
-TORCH_GROUND = "runtime quantized precisions program_names module_names module_paths listing recipe utils not_built"
-TORCH_STATE = "amax_disagreement amax_reduction availability state autocast function custom nonfinite"
+TORCH_GROUND = (
+    "export runtime quantized precisions program_names program_specs module_names module_paths listing offloading "
+    "recipe utils not_built"
+)
+TORCH_STATE = (
+    "calls weight_copies operators amax_disagreement amax_reduction availability state updates autocast function "
+    "custom nonfinite"
+)
 FLOORS: dict[str, list[str]] = {
     "ground": [f"te_core.{room}" for room in GROUND.split()],
     "kernels": ["te_core.kernels"],

@@ -70,7 +70,7 @@ def _reason(skip: ET.Element) -> str:
 
 def write(xml: Path, shard: str, out: Path, commit: str, arguments: str = "") -> Path:
     """The record of one run, as a new file."""
-    content = {"shard": shard, "arguments": arguments, "sources": sources(), **outcome(xml)}
+    content = {"shard": shard, "arguments": arguments, "sources": sources(), "gpus": harness.gpus(), **outcome(xml)}
     return harness.write_record("suite", content, out, commit)
 
 
@@ -83,14 +83,19 @@ def newest(folder: Path = harness.RESULTS) -> list[tuple[Path, dict[str, Any]]]:
     return [of_last[shard] for shard in sorted(of_last)]
 
 
+def _count(record: dict[str, Any]) -> str:
+    """How many GPUs took part, where the record says."""
+    return f"{record['gpus']} " if record.get("gpus", 1) > 1 else ""
+
+
 def markdown(found: list[tuple[Path, dict[str, Any]]]) -> str:
     """The records as README.md shows them."""
     if not found:
         return "The suite has not run on a GPU yet: `make gpu`."
     about = found[-1][1]["about"]
     lines = [
-        f"The suite on one {about['device']}, {found[-1][1]['time'][:10]}, at commit `{about['commit']}` "
-        f"(torch {about['torch']}, `--require-cuda`):",
+        f"The suite on {_count(found[-1][1])}{about['device']}, {found[-1][1]['time'][:10]}, at commit "
+        f"`{about['commit']}` (torch {about['torch']}, `--require-cuda`):",
         "",
         "| shard | passed | failed | skipped | record |",
         "|---|---|---|---|---|",

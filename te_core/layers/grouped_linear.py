@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from te_core import dtypes
 from te_core.arguments import explained
 from te_core.dtypes import DType
 from te_core.layers.inspector import Inspector
@@ -99,12 +100,49 @@ def forward(
 ) -> tuple[tuple[Tensor], GroupedSaved]:
     """((y,), saved). `inputs` are the weights [N, K], the biases [N] or None, and the draws (or None)."""
     n = len(spec.parts)
-    weights, biases, rng = inputs[:n], inputs[n : 2 * n], inputs[2 * n]
-    leading, x2 = flattened(x)
-    assert isinstance(x2, Tensor)
+    weights, biases = inputs[:n], inputs[n : 2 * n]
+    leading, _ = flattened(x)
     width = weights[0].shape[0]  # type: ignore[union-attr]
     out = splits.out if splits.out is not None else rt.empty((*leading, width), spec.dtype)
     each = products(spec.parts, scales, inspectors)
+    xs, ws, saved = _operands(rt, x, inputs, spec, each, splits, ready)
+    if spec.plain or spec.shared is not None:
+        left, right = [uses.rows for _, uses in xs], [uses.rows for _, uses in ws]
+        options: Any = {"bias": biases} | (spec.shared.of_product("fprop") if spec.shared is not None else {})
+        ops.gemm_grouped(rt, left, right, out.matrix(), sizes=splits.sizes, trans_b=True, **options)
+    else:
+        _each(rt, out, splits, lambda i, y: each[i].fprop(rt, xs[i], ws[i], y, biases[i]))  # type: ignore[arg-type]
+    return (out,), saved
+
+
+def kept(
+    rt: Runtime,
+    x: Tensor,
+    *inputs: Value | None,
+    spec: GroupedSpec,
+    splits: Groups,
+    scales: Scales | None = None,
+    inspectors: Sequence[Inspector | None] | None = None,
+    ready: Sequence[QuantizedTensor | None] | None = None,
+) -> GroupedSaved:
+    """What `forward` with these arguments saves, without its products."""
+    return _operands(rt, x, inputs, spec, products(spec.parts, scales, inspectors), splits, ready)[2]
+
+
+def _operands(
+    rt: Runtime,
+    x: Tensor,
+    inputs: Sequence[Value | None],
+    spec: GroupedSpec,
+    each: Sequence[Product],
+    splits: Groups,
+    ready: Sequence[QuantizedTensor | None] | None,
+) -> tuple[list[Made], list[Made], GroupedSaved]:
+    """(x and the weight of each group as the products read them, what is saved)."""
+    n = len(spec.parts)
+    weights, rng = inputs[:n], inputs[2 * n]
+    _, x2 = flattened(x)
+    assert isinstance(x2, Tensor)
     xs, whole = _inputs(rt, x2, spec, each, splits)
     ws = _weights(rt, weights, spec, each, ready or [None] * n)  # type: ignore[arg-type]
     kept_x: list[Tensor | None] = []
@@ -114,16 +152,10 @@ def forward(
         # A view of x is saved as x: autograd knows whole tensors.
         kept_x.append(x2 if pair[0] is not None and pair[0] is a[0] else pair[0])
         kept_w.append(pair[1])
-    if spec.plain or spec.shared is not None:
-        left, right = [uses.rows for _, uses in xs], [uses.rows for _, uses in ws]
-        options: Any = {"bias": biases} | (spec.shared.of_product("fprop") if spec.shared is not None else {})
-        ops.gemm_grouped(rt, left, right, out.matrix(), sizes=splits.sizes, trans_b=True, **options)
-    else:
-        _each(rt, out, splits, lambda i, y: each[i].fprop(rt, xs[i], ws[i], y, biases[i]))  # type: ignore[arg-type]
     if whole is not None:
         kept_x = [whole, *[None] * (n - 1)]
     used = any(any(part.needs) for part in spec.parts)
-    return (out,), GroupedSaved(rng if used else None, *kept_x, *[w if used else None for w in weights], *kept_w)
+    return xs, ws, GroupedSaved(rng if used else None, *kept_x, *[w if used else None for w in weights], *kept_w)
 
 
 @explained
@@ -192,10 +224,11 @@ def _inputs(
     wanted = any(part.needs.weight for part in spec.parts)
     rule, override = _shared_rule(spec, "input")
     if rule is not None:
-        columnwise = wanted and override is None
+        again = spec.parts[0].again
+        columnwise = wanted and override is None and not again
         casts = [forward_cast(rule, p.scales, p.gemm, INPUT, rowwise=True, columnwise=columnwise) for p in each]
         qs = ops.quantize_grouped(rt, x, splits.sizes, casts)
-        whole = x if override == "high_precision" else qs[0].block
+        whole = x if again or override == "high_precision" else qs[0].block
         return [(q, Uses(q, q, None)) for q in qs], whole if wanted else None
     made: list[Made] = []
     for product, (start, stop) in zip(each, splits.bounds, strict=True):
@@ -216,6 +249,9 @@ def _restored_inputs(
     """x of each group as wgrad reads it, of what forward kept."""
     rule, override = _shared_rule(spec, "input")
     whole = kept[0]
+    if rule is not None and whole is not None and spec.parts[0].again:
+        cast = forward_cast(rule, None, 0, INPUT, rowwise=False, columnwise=True)
+        return ops.quantize_grouped(rt, whole.matrix(), splits.sizes, [cast] * len(each))
     if rule is not None and whole is not None and override != "high_precision":
         groups = groups_in(whole, splits.sizes, weights[0].shape[1], rule.format, override is None)
         if override is None:
@@ -227,9 +263,9 @@ def _restored_inputs(
     for product, kept_x, weight, (start, stop) in zip(each, kept, weights, splits.bounds, strict=True):
         value = None
         if product.spec.needs.weight and start < stop:
+            if kept_x is not None and kept_x.dtype is not dtypes.uint8 and kept_x.matrix().shape[0] != stop - start:
+                kept_x = kept_x.matrix().rows(start, stop)  # of all of x
             value = product.restored(rt, kept_x, stop - start, weight)
-            if isinstance(value, Tensor) and value.shape[0] != stop - start:
-                value = value.rows(start, stop)
         found.append(value)
     return found
 

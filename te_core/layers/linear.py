@@ -60,11 +60,18 @@ class LinearSpec:
     weight_dtype: DType | None = None  # of the weight's gradient; None: the weight's own
     quantize_output: bool = False
     quantize_grad: bool = False  # the gradient of x is delivered quantized
+    original_input: bool = False  # a plain x is kept as it came (where `operands.repeats` its rule)
     #: How each GEMM multiplied the formats that it met last.
     routes: list[Route | None] = field(init=False, repr=False, compare=False, default_factory=lambda: [None] * 3)
+    #: Whether backward quantizes a plain x again. (Inspectors see each point once, so then it is not.)
+    again: bool = field(init=False, repr=False, compare=False, default=False)
 
     def __post_init__(self) -> None:
         settle(self, "dtype", "precision", "weight_dtype")
+        if self.original_input and self.inspect is None and self.precision is not None:
+            rule = self.precision.input
+            quantized = rule is not None and rule.scaling != "calibrate"
+            object.__setattr__(self, "again", quantized and self.precision.backward is None)
 
 
 class LinearSaved(NamedTuple):
@@ -191,6 +198,8 @@ class Product(NamedTuple):
         precision, kept_x, kept_w = spec.precision, xs.columns, ws.columns
         if precision is not None and precision.backward is not None:
             kept_x, kept_w = kept(high_x, xs, precision), kept(high_w, ws, precision)
+        elif spec.again and isinstance(high_x, Tensor):
+            kept_x = high_x
         if spec.inspect is not None:
             if spec.needs.weight:
                 high = dense(rt, high_x, spec.dtype)
@@ -200,6 +209,12 @@ class Product(NamedTuple):
                 kept_w = offer(rt, self.inspector, ("dgrad", "weight"), high, ws.cast, kept_w)
         itself = isinstance(kept_w, QuantizedTensor) and kept_w.owner is not None
         return saved(kept_x, spec.needs.weight), None if itself else saved(kept_w, spec.needs.input)
+
+    def kept_input(self, x: Made) -> Tensor | None:
+        """x as backward reads it, of a product that nobody inspects."""
+        precision, (high, uses) = self.spec.precision, x
+        found = uses.columns if precision is None or precision.backward is None else kept(high, uses, precision)
+        return saved(found, self.spec.needs.weight)
 
     def input_cast(self) -> tuple[Cast | None, bool]:
         """(how what computes x quantizes it on its way, if it can, whether x is read plain, too)."""
@@ -321,7 +336,12 @@ class Product(NamedTuple):
 
     def restored(self, rt: Runtime, kept_x: Tensor | None, rows: int, weight: Value) -> Value:
         """x as wgrad reads it, of what `keep` kept."""
-        return restored(rt, kept_x, (rows, weight.shape[1]), self.spec.precision, "input", self.spec.dtype)
+        x = restored(rt, kept_x, (rows, weight.shape[1]), self.spec.precision, "input", self.spec.dtype)
+        if not self.spec.again or isinstance(x, QuantizedTensor):
+            return x
+        rule = self.spec.precision.input  # type: ignore[union-attr]
+        uses = quantize_forward(rt, x, rule, (None, 0), INPUT, rowwise=False, columnwise=True)
+        return uses.columns  # type: ignore[no-any-return]
 
     def bias_gradient(self, rt: Runtime, weight: Value) -> Tensor | None:
         """Memory for the bias's gradient, if it is wanted."""
@@ -371,7 +391,7 @@ def input_operand(rt: Runtime, x: Value, product: Product) -> Uses:
         return Uses(plain, plain, None)
     alone = precision.backward is None  # else backward reads what this call has made
     value = as_asked(rt, x, precision.input, spec.dtype) if alone else dense(rt, x, spec.dtype)
-    columnwise = alone and spec.needs.weight
+    columnwise = alone and spec.needs.weight and not (spec.again and isinstance(x, Tensor))
     return quantize_forward(rt, value, precision.input, product[1:3], INPUT, rowwise=True, columnwise=columnwise)
 
 

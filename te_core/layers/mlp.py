@@ -29,6 +29,7 @@ from te_core.layers.linear import (
     weight_operand,
 )
 from te_core.layers.norm import NormKept, NormSpec, norm_gradients, normalized
+from te_core.layers.norm_linear import comes_again, kept_scale, norm_again
 from te_core.layers.residual import Stream, entered, left, returned, returned_gradients
 from te_core.ops import raw as ops
 from te_core.ops.activation import Clamp
@@ -54,6 +55,7 @@ class MLPSpec:
     clamp: Clamp | None = None  # of clamped_swiglu
     stream: Stream | None = None
     checkpoint: bool = False
+    again: bool = False  # without `checkpoint`: backward computes the norm's output again, where it can
 
 
 class MLPSaved(NamedTuple):
@@ -72,7 +74,7 @@ class MLPSaved(NamedTuple):
     w2q: Tensor | None = None
     rng: Tensor | None = None
     branch_rng: Tensor | None = None
-    beta: Tensor | None = None  # this and the next two only with `checkpoint`
+    beta: Tensor | None = None  # this and the next two only where something is computed again
     b1: Tensor | None = None
     scale: Tensor | None = None  # the scales that forward read
 
@@ -105,13 +107,20 @@ def forward(
     out = fc2.fprop(rt, a, w2_made, rt.empty((*x.shape[:-1], w2.shape[0]), spec.fc2.dtype), b2)
     outputs = returned(out, normed, total, spec.return_norm, spec.stream)
     if not spec.checkpoint:
-        return outputs, saved._replace(x=total if spec.fc1.needs.input else None, rng=rng, branch_rng=branch_rng)
-    scale = None
-    if scales is not None and scales.forward_scale is not None:
-        vector = scales.forward_scale
-        scale = ops.resize(rt, vector.reshape(1, vector.size), 1, vector.size).reshape(vector.size)
+        saved = saved._replace(x=total if spec.fc1.needs.input else None, rng=rng, branch_rng=branch_rng)
+        if spec.again and comes_again(spec.fc1):
+            saved = saved._replace(n=None, beta=beta, scale=kept_scale(rt, scales))
+        return outputs, saved
     return outputs, MLPSaved(
-        x=total, gamma=gamma, w1=w1, w2=w2, rng=rng, branch_rng=branch_rng, beta=beta, b1=b1, scale=scale
+        x=total,
+        gamma=gamma,
+        w1=w1,
+        w2=w2,
+        rng=rng,
+        branch_rng=branch_rng,
+        beta=beta,
+        b1=b1,
+        scale=kept_scale(rt, scales),
     )
 
 
@@ -208,7 +217,10 @@ def backward(
         dx, dbranch_bias, dresidual = left(rt, dx, spec.stream, saved.branch_rng)
     if spec.fc1.needs.weight:
         assert dh is not None
-        dw1 = fc1.wgrad(rt, dh, fc1.restored(rt, saved.n, m, w1), w1, None)
+        n = saved.n
+        if spec.again and not spec.checkpoint and comes_again(spec.fc1):
+            n = norm_again(rt, (saved.x, saved.gamma, saved.beta), spec.norm, spec.fc1, saved.scale)
+        dw1 = fc1.wgrad(rt, dh, fc1.restored(rt, n, m, w1), w1, None)
     return dx, dgamma, dbeta, dw1, db1, dw2, db2, None, dresidual, dbranch_bias
 
 

@@ -15,6 +15,7 @@ from te_core.layers.inspector import Inspector
 from te_core.layers.linear import LinearSpec, Product, Sink, gradient_operand, weight_operand
 from te_core.layers.norm import NormKept, NormSpec, norm_gradients, normalized
 from te_core.layers.residual import Stream, entered, left, returned, returned_gradients
+from te_core.ops import raw as ops
 from te_core.quantize.operands import Value
 from te_core.quantize.state import Scales
 from te_core.quantized import QuantizedTensor
@@ -30,6 +31,7 @@ class NormLinearSpec:
     linear: LinearSpec  # needs.input: a gradient of x, gamma or beta is wanted
     return_norm: bool = False
     stream: Stream | None = None
+    again: bool = False  # backward computes the norm's output again, where it has what that takes
 
 
 class NormLinearSaved(NamedTuple):
@@ -44,6 +46,8 @@ class NormLinearSaved(NamedTuple):
     w: Tensor | None
     rng: Tensor | None
     branch_rng: Tensor | None
+    beta: Tensor | None = None  # this and the next only where n is computed again
+    scale: Tensor | None = None  # what forward read
 
 
 @explained
@@ -77,9 +81,41 @@ def forward(
     y = product.delivered(rt, product.fprop(rt, ns, ws, out, bias))
     used = any(linear.needs)
     norm: NormKept = (total, gamma, mean, rstd) if linear.needs.input else (None, None, None, None)
-    return returned(y, normed, total, spec.return_norm, spec.stream), NormLinearSaved(
+    kept = NormLinearSaved(
         *norm, n, weight if used else None, w, rng if used else None, branch_rng if linear.needs.input else None
     )
+    if spec.again and comes_again(linear):
+        kept = kept._replace(n=None, beta=beta, scale=kept_scale(rt, scales))
+    return returned(y, normed, total, spec.return_norm, spec.stream), kept
+
+
+def comes_again(linear: LinearSpec) -> bool:
+    """Whether wgrad's operand can be made again: what the norm read is kept, and nobody looks on."""
+    return linear.needs.input and linear.needs.weight and linear.inspect is None
+
+
+def kept_scale(rt: Runtime, scales: Scales | None) -> Tensor | None:
+    """A copy of the scales that this forward reads: they may be updated before backward."""
+    if scales is None or scales.forward_scale is None:
+        return None
+    vector = scales.forward_scale
+    return ops.resize(rt, vector.reshape(1, vector.size), 1, vector.size).reshape(vector.size)
+
+
+def norm_again(
+    rt: Runtime,
+    read: tuple[Tensor | None, Tensor | None, Tensor | None],
+    norm: NormSpec,
+    linear: LinearSpec,
+    scale: Tensor | None,
+) -> Tensor | None:
+    """The norm's output as wgrad reads it, of `read`: x, gamma, beta. Nothing is recorded."""
+    x, gamma, beta = read
+    assert x is not None and gamma is not None
+    product = Product(linear, None if scale is None else Scales(scale, None, None, None))
+    cast, plain = product.input_cast()
+    normed, q, _, _ = normalized(rt, x, gamma, beta, norm, cast, plain)
+    return product.kept_input(product.computed_input(rt, normed, q, cast))
 
 
 @explained
@@ -114,5 +150,8 @@ def backward(
         plain_dx, dbranch_bias, dresidual = left(rt, total, spec.stream, saved.branch_rng)
         dx = None if plain_dx is None else product.delivered_gradient(rt, plain_dx)
     if linear.needs.weight:
-        dw = product.wgrad(rt, (dy2, g), product.restored(rt, saved.n, rows, weight), weight, db_left)
+        n = saved.n
+        if spec.again and comes_again(linear):
+            n = norm_again(rt, (saved.x, saved.gamma, saved.beta), spec.norm, linear, saved.scale)
+        dw = product.wgrad(rt, (dy2, g), product.restored(rt, n, rows, weight), weight, db_left)
     return dx, dgamma, dbeta, dw, db, None, dresidual, dbranch_bias

@@ -14,19 +14,23 @@ attention_fp8_backward = explained(raw.attention_fp8_backward)
 attention_fp8_forward = explained(raw.attention_fp8_forward)
 bias_dropout_add = explained(raw.bias_dropout_add)
 bias_dropout_add_backward = explained(raw.bias_dropout_add_backward)
+chunk_row_map = explained(raw.chunk_row_map)
 column_sum = explained(raw.column_sum)
 count_nonfinite = explained(raw.count_nonfinite)
 dequantize = explained(raw.dequantize)
 gemm = explained(raw.gemm)
 gemm_grouped = explained(raw.gemm_grouped)
 gemm_quantized = explained(raw.gemm_quantized)
+index_row_map = explained(raw.index_row_map)
 kv_append = explained(raw.kv_append)
 kv_gather = explained(raw.kv_gather)
 kv_move = explained(raw.kv_move)
 l2_norm_backward = explained(raw.l2_norm_backward)
 l2_norm_forward = explained(raw.l2_norm_forward)
+mask_row_map = explained(raw.mask_row_map)
 norm_backward = explained(raw.norm_backward)
 norm_forward = explained(raw.norm_forward)
+permute = explained(raw.permute)
 plan_update = explained(raw.plan_update)
 quantize = explained(raw.quantize)
 quantize_grouped = explained(raw.quantize_grouped)
@@ -41,14 +45,17 @@ softmax_backward = explained(raw.softmax_backward)
 softmax_forward = explained(raw.softmax_forward)
 swizzle_scales = explained(raw.swizzle_scales)
 transpose = explained(raw.transpose)
+unpermute = explained(raw.unpermute)
+unpermute_backward = explained(raw.unpermute_backward)
 update_scales = explained(raw.update_scales)
 
 __all__ = [
     "KVCache", "activation_backward", "activation_forward", "add", "amax", "attention_backward",
     "attention_forward", "attention_fp8_backward", "attention_fp8_forward", "bias_dropout_add",
-    "bias_dropout_add_backward", "column_sum", "count_nonfinite", "dequantize", "gemm", "gemm_grouped",
-    "gemm_quantized", "gemm_route", "is_gated", "kv_append", "kv_gather", "kv_move", "l2_norm_backward",
-    "l2_norm_forward", "norm_backward", "norm_forward", "packed_width", "plan_update", "quantize",
-    "quantize_grouped", "quantize_many", "resize", "rope", "rope_qkv", "rope_qkv_backward", "run_update",
-    "scale_pairs", "softmax_backward", "softmax_forward", "swizzle_scales", "transpose", "update_scales",
+    "bias_dropout_add_backward", "chunk_row_map", "column_sum", "count_nonfinite", "dequantize", "gemm",
+    "gemm_grouped", "gemm_quantized", "gemm_route", "index_row_map", "is_gated", "kv_append", "kv_gather",
+    "kv_move", "l2_norm_backward", "l2_norm_forward", "mask_row_map", "norm_backward", "norm_forward",
+    "packed_width", "permute", "plan_update", "quantize", "quantize_grouped", "quantize_many", "resize", "rope",
+    "rope_qkv", "rope_qkv_backward", "run_update", "scale_pairs", "softmax_backward", "softmax_forward",
+    "swizzle_scales", "transpose", "unpermute", "unpermute_backward", "update_scales",
 ]  # fmt: skip

@@ -3,6 +3,7 @@
 from te_core.ops.activation import activation_backward, activation_forward, is_gated
 from te_core.ops.attention import attention_backward, attention_forward
 from te_core.ops.attention_fp8 import attention_fp8_backward, attention_fp8_forward, scale_pairs
+from te_core.ops.attention_scored import attention_scored_backward, attention_scored_forward
 from te_core.ops.elementwise import add, bias_dropout_add, bias_dropout_add_backward
 from te_core.ops.gemm import gemm
 from te_core.ops.gemm_grouped import gemm_grouped
@@ -11,6 +12,7 @@ from te_core.ops.kv_cache import KVCache, kv_append, kv_gather, kv_move
 from te_core.ops.l2_norm import l2_norm_backward, l2_norm_forward
 from te_core.ops.matrix import column_sum, resize
 from te_core.ops.norm import norm_backward, norm_forward
+from te_core.ops.permute import chunk_row_map, index_row_map, mask_row_map, permute, unpermute, unpermute_backward
 from te_core.ops.quantize import (
     amax,
     count_nonfinite,
@@ -28,10 +30,12 @@ from te_core.ops.swizzle import swizzle_scales
 
 __all__ = [
     "KVCache", "activation_backward", "activation_forward", "add", "amax", "attention_backward",
-    "attention_forward", "attention_fp8_backward", "attention_fp8_forward", "bias_dropout_add",
-    "bias_dropout_add_backward", "column_sum", "count_nonfinite", "dequantize", "gemm", "gemm_grouped",
-    "gemm_quantized", "gemm_route", "is_gated", "kv_append", "kv_gather", "kv_move", "l2_norm_backward",
-    "l2_norm_forward", "norm_backward", "norm_forward", "packed_width", "plan_update", "quantize",
-    "quantize_grouped", "quantize_many", "resize", "rope", "rope_qkv", "rope_qkv_backward", "run_update",
-    "scale_pairs", "softmax_backward", "softmax_forward", "swizzle_scales", "transpose", "update_scales",
+    "attention_forward", "attention_fp8_backward", "attention_fp8_forward", "attention_scored_backward",
+    "attention_scored_forward", "bias_dropout_add", "bias_dropout_add_backward", "chunk_row_map", "column_sum",
+    "count_nonfinite", "dequantize", "gemm", "gemm_grouped", "gemm_quantized", "gemm_route", "index_row_map",
+    "is_gated", "kv_append", "kv_gather", "kv_move", "l2_norm_backward", "l2_norm_forward", "mask_row_map",
+    "norm_backward", "norm_forward", "packed_width", "permute", "plan_update", "quantize", "quantize_grouped",
+    "quantize_many", "resize", "rope", "rope_qkv", "rope_qkv_backward", "run_update", "scale_pairs",
+    "softmax_backward", "softmax_forward", "swizzle_scales", "transpose", "unpermute", "unpermute_backward",
+    "update_scales",
 ]  # fmt: skip

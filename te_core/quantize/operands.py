@@ -48,6 +48,15 @@ def is_plain_rule(rule: Operand) -> bool:
     return rule.columnwise is None and rule.custom is None and rule.scaling != "calibrate"
 
 
+def repeats(rule: Operand | None) -> bool:
+    """Whether backward can quantize an input by this rule and get what forward would have kept for it.
+
+    Not where the scale may have moved on, where values are rounded at random, and where only a user knows how.
+    """
+    column = None if rule is None else rule.columnwise or rule
+    return column is None or not (column.scaling in ("delayed", "custom") or column.stochastic)
+
+
 def quantize_forward(
     rt: Runtime, x: Value, rule: Operand | None, where: Where, slot: int, *, rowwise: bool, columnwise: bool
 ) -> Uses:
@@ -249,6 +258,7 @@ __all__ = [
     "quantize_forward",
     "quantize_gradient",
     "quantize_together",
+    "repeats",
     "restored",
     "saved",
     "with_columnwise",

@@ -68,7 +68,9 @@ class Request:
     gaps: bool = False  # thd: tokens between sequences that belong to none
     same_lengths: bool = True  # q and k, v have the same lengths, sequence by sequence
     num_splits: int = 1
-    score_mod: bool = False
+    score_mod: str = ""  # what functions of the scores are of: "graph" (cuDNN's) or "torch"
+    fp8_output: bool = False  # with a score_mod
+    checkpoint: bool = False  # backward is to compute the attention again
     switches: Switches = Switches()
     installed: Installed = Installed()
 
@@ -107,7 +109,7 @@ _f16 = _refuses(
 _no_fp8 = _refuses(lambda r: r.fp8, "it has no FP8 attention")
 _no_splits = _refuses(lambda r: r.num_splits != 1, "num_splits={r.num_splits} is FlashAttention 3's and 4's")
 _no_max_logit = _refuses(lambda r: r.spec.max_logit, "it does not return max_logit")
-_no_score_mod = _refuses(lambda r: r.score_mod, "it takes no score_mod")
+_no_score_mod = _refuses(lambda r: r.score_mod, "it takes no score_mod and no torch_score_mod")
 _plain_softmax = _refuses(lambda r: r.spec.softmax != "vanilla", "it has no softmax_type={r.spec.softmax!r}")
 _no_mask_tensor = _refuses(lambda r: r.spec.masked, "it takes no arbitrary mask")
 _no_bias = _refuses(lambda r: r.spec.bias == "post_scale_bias", "it takes no bias")
@@ -143,7 +145,43 @@ _fused_is_f16 = _refuses(lambda r: r.switches.fused_backend == 1 and r.fp8, "NVT
 _fused_is_fp8 = _refuses(
     lambda r: r.switches.fused_backend == 2 and not r.fp8, "NVTE_FUSED_ATTN_BACKEND=2 is for FP8 only"
 )
-_fused_score_mod = _refuses(lambda r: r.score_mod, "this release builds no graph from a score_mod")
+_no_torch_score_mod = _refuses(lambda r: r.score_mod == "torch", "it takes no torch_score_mod")
+_no_graph_score_mod = _refuses(
+    lambda r: r.score_mod == "graph", "it takes no score_mod of a cuDNN graph (torch_score_mod is its form on torch)"
+)
+_no_score_mod_in_fp8 = _refuses(lambda r: r.fp8 and r.score_mod, "a torch_score_mod excludes FP8 attention")
+_no_score_mod_of_cache = _refuses(
+    lambda r: r.cached and r.score_mod,
+    "a torch_score_mod excludes a KV cache, whose queries have no places of their own",
+)
+
+
+def _fused_score_mod(r: Request) -> str | None:
+    """A score_mod's graph has nothing in it but the product, the scale and its functions."""
+    if r.score_mod != "graph":
+        return None
+    spec = r.spec
+    for against, what in (
+        (r.device is None, "needs a GPU (torch_score_mod is its form on torch, for any device)"),
+        (r.packed or spec.kv_format == "thd", "takes dense formats, sbhd and bshd"),
+        (r.dtype not in (dtypes.float16, dtypes.bfloat16), f"takes float16 and bfloat16, not {r.dtype}"),
+        (r.fp8 or r.fp8_output, "excludes FP8"),
+        (r.cached or r.paged, "excludes a KV cache"),
+        (r.mask != "no_mask", f"goes with attn_mask_type='no_mask', not {r.mask!r}"),
+        (spec.left >= 0 or spec.right >= 0, "excludes a window"),
+        (spec.bias != "no_bias", "excludes a bias and ALiBi"),
+        (spec.softmax != "vanilla", f"excludes softmax_type={spec.softmax!r}"),
+        (spec.softcap, "excludes logit_softcap"),
+        (spec.dropout, "excludes dropout"),
+        (spec.max_logit, "excludes return_max_logit"),
+        (r.checkpoint, "excludes checkpoint_core_attention"),
+        (r.gaps, "excludes pad_between_seqs"),
+    ):
+        if against:
+            return f"a score_mod {what}"
+    return None
+
+
 _unfused_allowed = _refuses(lambda r: not r.switches.unfused, "NVTE_UNFUSED_ATTN=0")
 _unfused_emulates = _refuses(
     lambda r: r.fp8 and not r.switches.emulate_fp8,
@@ -259,9 +297,13 @@ RULES: dict[str, tuple[Rule, ...]] = {
         _flash2_wide_heads, _no_alibi, _no_softcap, _no_gaps, _no_rows_with_padding,
         _deterministic_backward, _no_cache, _keeps_any,
     ),
-    FUSED: (_fused_allowed, _fused_is_f16, _fused_is_fp8, _fused_score_mod, _no_splits, _cudnn, _takes_fp8),
+    FUSED: (
+        _fused_allowed, _fused_is_f16, _fused_is_fp8, _no_torch_score_mod, _fused_score_mod, _no_splits,
+        _cudnn, _takes_fp8,
+    ),
     UNFUSED: (
-        _unfused_allowed, _no_score_mod, _no_splits, _unfused_emulates, functools.partial(_takes_fp8, emulated=True),
+        _unfused_allowed, _no_graph_score_mod, _no_score_mod_in_fp8, _no_score_mod_of_cache, _no_splits,
+        _unfused_emulates, functools.partial(_takes_fp8, emulated=True),
     ),
 }  # fmt: skip
 

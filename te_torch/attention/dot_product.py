@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -14,9 +15,10 @@ from te_core.attention import canonical_mask
 from te_core.errors import ArgumentError, UnsupportedError
 from te_core.layers.attention import AttentionInputs
 from te_core.precision import AttentionPrecision
-from te_torch.attention import choose, env, flash, fused, unfused
+from te_torch.attention import choose, env, exported, flash, fused, unfused
 from te_torch.attention import fp8 as fp8_attention
 from te_torch.attention.compact import Orders, moved_back, orders_of, to_front
+from te_torch.attention.inference import cut_off
 from te_torch.attention.inputs import Given, autocast, from_cache, layer_inputs, packed_sequences, step
 from te_torch.attention.kv_cache import CACHE_FORMAT
 from te_torch.attention.layouts import check_packed, heads_of, packed_inputs
@@ -34,9 +36,12 @@ from te_torch.attention.plan import (
     request_of,
     wrong,
 )
+from te_torch.attention.score_mod import functions, run_graph
 from te_torch.autocast import Region, precision_now
-from te_torch.base.module import BaseModule, fork_of, module_of
+from te_torch.base.draws import Fork, Repeated, fork_of
+from te_torch.base.module import BaseModule, alike
 from te_torch.base.options import check_values
+from te_torch.export.mode import exporting
 from te_torch.function import key_of, register
 from te_torch.quantized import QuantizedTorch
 from te_torch.runtime import constant_at_trace, default_device, untraced
@@ -190,23 +195,24 @@ class DotProductAttention(BaseModule):
         qkv_layer: torch.Tensor | None = None,
         kv_layer: torch.Tensor | None = None,
         qkv_interleave_dim: int = -3,
+        *,
+        torch_score_mod: Any = None,
     ) -> Any:
         """[.., heads * d_v] in the format of q [.., heads, d]; or (that, largest logits [heads]) if asked for.
 
         Masks are True where something is hidden. `fast_zero_fill` and, without FP8, `bf16_backward` change nothing.
+        Functions of the scores: te_torch.attention.score_mod.
         """
         form = self.qkv_format if qkv_format is None else qkv_format
         a, b, c, packing, interleaved = query_layer, key_layer, value_layer, "separate", False
         if qkv_layer is not None or kv_layer is not None:
-            a, b, packing, interleaved = packed_inputs(
-                a, (b, c), qkv_layer, kv_layer, qkv_interleave_dim, form, inference_params is not None
-            )
+            layers = qkv_layer, kv_layer, qkv_interleave_dim
+            a, b, packing, interleaved = packed_inputs(a, (b, c), *layers, form, inference_params is not None)
         if a is None:
             raise wrong("no queries", "query_layer or qkv_layer", "pass one of them")
         mask_type = self.attn_mask_type if attn_mask_type is None else attn_mask_type
-        stepped = None
-        if inference_params is not None:
-            stepped = step(inference_params, mask_type, self.layer_number, b, c, form)
+        cached = inference_params is not None
+        stepped = step(inference_params, mask_type, self.layer_number, b, c, form) if cached else None
         given = Given(
             a,
             b,
@@ -232,10 +238,19 @@ class DotProductAttention(BaseModule):
             fp8_output,
             bf16_backward,
             num_splits,
-            score_mod is not None,
-            inference_params is not None,
+            functions(score_mod, score_mod_bprop, score_mod_tensors, score_mod_bprop_tensors, torch_score_mod),
+            cached,
         )
-        return self._attend(given if stepped is None else from_cache(given, inference_params, stepped))
+        return self._attend(given) if stepped is None else self._attend_cache(given, inference_params, stepped)
+
+    def _attend_cache(self, given: Given, inference: Any, stepped: tuple[Any, ...]) -> Any:
+        """Attention over a cache: it keeps nothing for backward, which has none."""
+        cached = from_cache(given, inference, stepped)
+        with torch.no_grad():
+            found = self._attend(cached)
+        if not torch.is_grad_enabled():
+            return found
+        return cut_off(found, given.a, given.b, given.c, self.softmax_offset)
 
     def _attend_packed(
         self,
@@ -271,7 +286,7 @@ class DotProductAttention(BaseModule):
         scaling = "" if now[2] is None and not now[0] else fp8_attention.scaling_of(now[0])
         key = self._key(given, scaling)
         if torch.compiler.is_compiling():
-            return self._traced(key, given)
+            return self._traced(key, given, now[0])
         return self._run(key, given, now)
 
     def _run(self, key: Key, given: Given, now: tuple[int, bool, Region | None] | None = None) -> Any:
@@ -279,15 +294,20 @@ class DotProductAttention(BaseModule):
             return self.explain_key(key)
         plan = self._plan(key)
         orders = _orders(key, given, plan.prepare)
+        modifier = given.functions
         if orders is not None:
             given = to_front(given, orders)
             plan = self._plan(_with_bias(key, given))
+            if modifier is not None:  # it is told where tokens stood
+                modifier = modifier._replace(q_idx=orders.q and orders.q.front, kv_idx=orders.kv and orders.kv.front)
         if plan.bare:
             inputs = AttentionInputs(given.a, given.b, given.c)
         else:
             inputs = layer_inputs(self, given, plan.prepare)
         if key.fp8:
             out, largest = fp8_attention.run(self, plan, inputs, (given.fp8_output, given.bf16_backward), now), None
+        elif modifier is not None:
+            out, largest = plan.run(plan, inputs, functions=modifier)
         else:
             out, largest = plan.run(plan, inputs)
         return _result(out, largest, orders)
@@ -326,7 +346,8 @@ class DotProductAttention(BaseModule):
             self.training,
             self.logit_softcap,
             given.num_splits,
-            given.score_mod,
+            "" if given.functions is None else "torch" if given.functions.graph is None else "graph",
+            given.functions is not None and given.fp8_output,
             given.cached,
             None if given.pages is None else given.pages.shape,
             fp8,
@@ -350,6 +371,9 @@ class DotProductAttention(BaseModule):
         """The plan with what runs it."""
         plan.call = register(fused.ATTENTION, plan.layer, any(plan.layer.needs))
         run: Run = RUN[plan.backend]
+        if plan.key.score_mod == "graph":
+            plan.run = run_graph
+            return plan
         if plan.backend == choose.FUSED:  # its own layer computes again if asked for
             plan.run = flash.run_backward_only if flash.takes_backward(plan) else run
             return plan
@@ -362,21 +386,34 @@ class DotProductAttention(BaseModule):
         """Attention's own precision in a region of the one of this number."""
         return fp8_attention.attention_number(number)
 
-    def _traced(self, key: Key, given: Given) -> Any:
-        """The call under a tracing compiler: FusedAttention as an operator; the other backends run eagerly."""
-        name, *how = _trace_plan(self._token, tuple(key))
-        if not name:
+    def _facts(self) -> tuple[Any, ...]:
+        return *super()._facts(), *self._static, self._fork is None
+
+    def _traced(self, key: Key, given: Given, number: int) -> Any:
+        """The call under a tracing compiler: its backend as an operator, or traced. Some run eagerly."""
+        if exporting.on:
+            return exported.attention(self, key, given)
+        asked = number, given.fp8_output or isinstance(given.a, QuantizedTorch), given.bf16_backward
+        facts = self._kind, self._facts()
+        backend, name, *how = _trace_plan(*facts, tuple(key), asked)
+        if not backend:
             return _eager_run(self, key, given)
         orders = _orders(key, given, Preparation(*how))
         if orders is not None:
             given = to_front(given, orders)
-            name, *how = _trace_plan(self._token, tuple(_with_bias(key, given)))
+            backend, name, *how = _trace_plan(*facts, tuple(_with_bias(key, given)), asked)
         inputs = layer_inputs(self, given, Preparation(*how))
         # A compiler breaks its graph where an operator is given one tensor twice.
         if inputs.cu_kv is inputs.cu_q and inputs.cu_kv is not None:
             inputs = inputs._replace(cu_kv=inputs.cu_kv.clone())
         if inputs.cu_kv_padded is inputs.cu_q_padded and inputs.cu_kv_padded is not None:
             inputs = inputs._replace(cu_kv_padded=inputs.cu_kv_padded.clone())
+        if backend == choose.UNFUSED:
+            return _result(*unfused.run(getattr(_programs, name), inputs), orders)
+        if key.fp8:
+            _, _, state, recompute = self._enter(inputs.a)
+            forms = len(key.form) - 2, len(key.kv_form) - 2
+            return _result(fp8_attention.run_call(name, state, recompute, inputs, forms), None, orders)
         return _result(*fused.run_call(name, key.packing, inputs), orders)
 
     # --------------------------------------------------------------------------------------------- reports
@@ -408,7 +445,7 @@ class DotProductAttention(BaseModule):
         return {**super().__getstate__(), "_plans": {}, "_last_plan": None, "_last_rule": None}
 
 
-Run = Callable[[Plan, AttentionInputs], fused.Results]
+Run = Callable[..., fused.Results]
 RUN: dict[str, Run] = {choose.FUSED: fused.run, choose.UNFUSED: unfused.run, **dict.fromkeys(choose.FLASH, flash.run)}
 
 
@@ -449,15 +486,16 @@ def _result(out: torch.Tensor, largest: torch.Tensor | None, orders: Orders | No
     return out if largest is None else (out, largest)
 
 
-def _checkpointed(run: Run, plan: Plan, inputs: AttentionInputs) -> fused.Results:
+def _checkpointed(run: Run, plan: Plan, inputs: AttentionInputs, **options: Any) -> fused.Results:
     """Run a backend so that backward computes it again: nothing but its inputs is kept."""
     from torch.utils.checkpoint import checkpoint
 
-    found: fused.Results = checkpoint(run, plan, inputs, use_reentrant=False, preserve_rng_state=plan.draws)
+    again = Repeated(run) if plan.draws or options else run  # a user's function may draw
+    found: fused.Results = checkpoint(again, plan, inputs, use_reentrant=False, preserve_rng_state=False, **options)
     return found
 
 
-def _forked(fork: Callable[[], Any], run: Run, plan: Plan, inputs: AttentionInputs) -> fused.Results:
+def _forked(fork: Fork, run: Run, plan: Plan, inputs: AttentionInputs) -> fused.Results:
     """Run a backend that draws from torch's generator, with the tracker's state in it."""
     with fork():
         return run(plan, inputs)
@@ -468,14 +506,38 @@ def _forked(fork: Callable[[], Any], run: Run, plan: Plan, inputs: AttentionInpu
 _eager_run: Any = None  # DotProductAttention._run for traced code: never traced
 
 
+class _Programs:
+    """The plans of traced code, each an attribute: a compiler guards on one without looking at the others."""
+
+
+_programs = _Programs()
+_names = itertools.count(1)
+
+
 @constant_at_trace
-def _trace_plan(token: int, key: tuple[Any, ...]) -> tuple[Any, ...]:
-    """(the call's key, or "" where the backend runs eagerly; the fields of its Preparation)."""
+def _trace_plan(
+    kind: int, facts: tuple[Any, ...], key: tuple[Any, ...], asked: tuple[int, bool, bool]
+) -> tuple[Any, ...]:
+    """(the backend, "" where it runs eagerly; the call's or plan's name; the fields of its Preparation).
+
+    `asked`: the region's precision; whether what goes in or out is quantized, and backward is in the activation dtype.
+    """
     global _eager_run
-    module = module_of(token)
-    assert isinstance(module, DotProductAttention)
-    plan = module._plan(Key.of(key))
-    if plan.backend != choose.FUSED or plan.key.fp8:
+    modules = alike(kind, facts)
+    plan = modules[0]._plan(Key.of(key))
+    for module in modules[1:]:
+        module._last_plan = module._last_plan or plan
+    forked = plan.prepare.draws and modules[0]._fork is not None  # from a generator that a compiler does not know
+    eager = forked or plan.key.checkpoint or plan.key.score_mod
+    if plan.backend == choose.UNFUSED and not plan.key.fp8 and not eager:
+        name = f"plan_{next(_names)}"
+        setattr(_programs, name, plan)
+        return (plan.backend, name, *plan.prepare)
+    number, handed, high_backward = asked
+    if plan.backend != choose.FUSED or eager or (plan.key.fp8 and handed):
+        if torch.compiler.is_exporting() and (plan.key.fp8 or plan.backend == choose.FUSED):
+            raise exported.not_traced(plan.backend)
         _eager_run = _eager_run or untraced(DotProductAttention._run, "this backend runs eagerly")
-        return ("",)
-    return (key_of(plan.call), *plan.prepare)
+        return ("", "")
+    call = fp8_attention.traced_call(modules[0], plan, number, high_backward) if plan.key.fp8 else plan.call
+    return (plan.backend, key_of(call), *plan.prepare)

@@ -24,7 +24,8 @@ from te_torch.function import Call, Layer, apply, register
 from te_torch.precisions import number_of_precision, precision_of, recipe_of
 from te_torch.quantized import QuantizedTorch
 from te_torch.runtime import TO_CORE, constant_at_trace, runtime_for, to_core, to_torch
-from te_torch.state import ScalingState, ran_backward, this_pass
+from te_torch.state import ScalingState
+from te_torch.updates import ran_backward, this_pass
 
 ATTENTION = Layer("attention_fp8", core.forward, core.backward, AttentionSaved)
 
@@ -127,7 +128,7 @@ def run(
     now: tuple[int, bool, Region | None] | None,
 ) -> torch.Tensor:
     """out [.., heads * d_v]. `asked`: whether it is quantized, and whether backward is in the activation dtype."""
-    a, b, c = inputs.a, inputs.b, inputs.c
+    a = inputs.a
     fp8_output, high_backward = asked
     _, number, state, recompute = module._enter(a, now)
     if plan.backend == choose.UNFUSED:
@@ -141,18 +142,33 @@ def run(
             module._calls.clear()
         call = module._calls[key] = _call(*key)
     module.__dict__["_last_rule"] = call.spec.precision
+    dims = len(plan.spec.q_format) - 2, len(plan.spec.kv_format) - 2
+    return run_call(call, state, recompute, inputs, dims)
+
+
+def run_call(call: Any, state: Any, recompute: bool, inputs: AttentionInputs, dims: tuple[int, int]) -> torch.Tensor:
+    """The same for a call, or under tracing for its key. `dims`: of q, and of k and v, before the heads."""
     # Packed queries may go with a cache in rows.
-    dims = [len(form) - 2 for form in (plan.spec.q_format, plan.spec.kv_format, plan.spec.kv_format)]
-    a, b, c = (
-        None if t is None else t.reshape(*t.shape[:n], -1) if t.ndim > n + 1 else t
-        for t, n in zip((a, b, c), dims, strict=True)
-    )
-    frames = [
-        None if t is None else torch.empty((*t.shape[:n], 0), dtype=torch.uint8, device=t.device)
-        for t, n in zip((a, b), dims, strict=False)
-    ]
+    of_q, of_kv = dims
+    a, b, c = _in_rows(inputs.a, of_q), _in_rows(inputs.b, of_kv), _in_rows(inputs.c, of_kv)
+    frames = _frame(a, of_q), _frame(b, of_kv)
     (out,) = apply(call, state, recompute, *inputs._replace(a=a, b=b, c=c), *frames)
     return out
+
+
+def _in_rows(t: torch.Tensor | None, n: int) -> Any:
+    return None if t is None else t.reshape(*t.shape[:n], -1) if t.ndim > n + 1 else t
+
+
+def _frame(t: torch.Tensor | None, n: int) -> torch.Tensor | None:
+    return None if t is None else torch.empty((*t.shape[:n], 0), dtype=torch.uint8, device=t.device)
+
+
+def traced_call(module: Any, plan: Plan, number: int, high_backward: bool) -> Call:
+    """The call of a plan in a region of this precision, for traced code."""
+    call = _call(plan, attention_number(number), plan.key.a.dtype, False, False, high_backward)
+    module.__dict__["_last_rule"] = call.spec.precision
+    return call
 
 
 def _call(plan: Plan, number: int, dtype: torch.dtype, handed: bool, fp8_output: bool, high_backward: bool) -> Call:

@@ -31,7 +31,7 @@ def run(plan: Plan, inputs: AttentionInputs) -> Results:
         packed = plan.layer.packing != "qkv" and "thd" in (plan.spec.q_format, plan.spec.kv_format)
         dense = packed and any(plan.layer.needs)
         given = (inputs.a, inputs.b, inputs.c)
-        a, b, c = (None if t is None else _aligned(t.contiguous() if dense else t) for t in given)
+        a, b, c = (None if t is None else aligned(t.contiguous() if dense else t) for t in given)
         inputs = inputs._replace(a=a, b=b, c=c)
     return run_call(plan.call, plan.layer.packing, inputs, plan.bare)
 
@@ -47,7 +47,7 @@ def run_call(call: Any, packing: str, inputs: AttentionInputs, bare: bool = Fals
     return out[0], out[1] if len(out) > 1 else None
 
 
-def _aligned(t: torch.Tensor) -> torch.Tensor:
+def aligned(t: torch.Tensor) -> torch.Tensor:
     """The tensor, or a copy where cuDNN, which reads 16 bytes at a time, could not read it."""
     if t.data_ptr() & 15:
         return t.clone(memory_format=torch.contiguous_format)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from te_core.attention import DIMENSIONS, FORMATS
-from te_core.errors import ArgumentError
+from te_core.errors import ArgumentError, UnsupportedError
 from te_core.ops import KVCache
 from te_core.ops import raw as ops
 from te_torch.attention.kv_cache import (
@@ -33,6 +33,7 @@ from te_torch.attention.kv_cache import (
     staged,
 )
 from te_torch.attention.masks import AttentionArgumentError
+from te_torch.base.module import wants_grad
 from te_torch.runtime import constant_at_trace, runtime_for, to_core, to_torch, untraced
 
 Stepped = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int, str]
@@ -279,15 +280,46 @@ class InferenceParams:
 
 # ------------------------------------------------------------------------------------------------------ helpers
 
-_eager_step: Any = None  # InferenceParams.step for traced code: never traced, what it looks at changes in each step
+# For traced code, and never traced: InferenceParams.step, as what it looks at changes in each step, and `cut_off`.
+_eager_step: Any = None
+_eager_cut_off: Any = None
 
 
 @constant_at_trace
 def _make_eager() -> bool:
     """Make `_eager_step`, at trace time."""
-    global _eager_step
+    global _eager_step, _eager_cut_off
     _eager_step = _eager_step or untraced(InferenceParams.step, "a KV cache runs eagerly")
+    _eager_cut_off = _eager_cut_off or untraced(cut_off, "a KV cache runs eagerly")
     return True
+
+
+class _CutOff(torch.autograd.Function):
+    """A result whose gradient nobody can have: what it was computed of lies in a cache, as numbers."""
+
+    @staticmethod
+    def forward(ctx: Any, out: torch.Tensor, *made_of: torch.Tensor | None) -> torch.Tensor:
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> Any:
+        raise UnsupportedError(
+            "DotProductAttention",
+            "a backward through inference_params, whose cache holds keys and values without their gradients",
+            "a KV cache in inference",
+            "leave inference_params out where gradients are wanted, or call the model in torch.no_grad()",
+        )
+
+
+def cut_off(found: Any, *made_of: torch.Tensor | None) -> Any:
+    """What attention over a cache gave, so that a backward says that there is none; forward alone goes on as ever."""
+    if not wants_grad(*made_of):
+        return found
+    if torch.compiler.is_compiling() and _make_eager():
+        return _eager_cut_off(found, *made_of)
+    out, *others = found if isinstance(found, tuple) else (found,)
+    cut = _CutOff.apply(out, *made_of)
+    return (cut, *others) if others else cut
 
 
 def _running_sums(lengths: Iterable[int], size: int) -> list[int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +11,8 @@ from te_core.attention import alibi_slopes, canonical_mask
 from te_core.layers.attention import AttentionInputs
 from te_torch.attention.masks import check_beside, lasting, lengths_of_mask, longest
 from te_torch.attention.plan import OPERATION, Preparation, wrong
-from te_torch.base.module import random_pair
+from te_torch.base.draws import random_pair
+from te_torch.export.mode import exporting, not_exported
 from te_torch.runtime import amp_cast, constant_at_trace
 
 
@@ -46,7 +46,7 @@ class Given(NamedTuple):
     fp8_output: bool = False
     bf16_backward: bool = False
     num_splits: int = 1
-    score_mod: bool = False
+    functions: Any = None  # te_torch.attention.score_mod.Functions
     cached: bool = False  # k and v come out of a cache
     pages: torch.Tensor | None = None  # the table of a paged one
 
@@ -88,6 +88,8 @@ def step(inference: Any, mask: str, layer_number: int, k: Any, v: Any, form: str
 
     A KV cache goes with mask types that have padding; its older form takes all, and means these.
     """
+    if exporting.on:
+        raise not_exported("inference_params: a cache that a call changes", "a call without a cache", "pass all keys")
     if "padding" not in canonical_mask(OPERATION, mask) and not getattr(inference, "is_older_form", False):
         got = f"attn_mask_type={mask!r} with inference_params"
         raise wrong(got, "a mask type with padding", "choose padding_causal, say")
@@ -158,8 +160,7 @@ def layer_inputs(module: Any, given: Given, how: Preparation) -> AttentionInputs
     if how.keys:
         mask = _whole_mask(given.attention_mask, how.keys)
     if how.draws:
-        with nullcontext() if module._fork is None else module._fork():
-            rng = random_pair(a)
+        rng = random_pair(a, module._fork)
     parts = (bias, slopes, sink, cu_q, cu_kv, q_padded, kv_padded, mask, given.pages, rng)
     inputs, device = AttentionInputs(a, given.b, given.c, *parts), a.device
     for t in parts:

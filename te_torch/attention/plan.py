@@ -84,7 +84,8 @@ class Key(NamedTuple):
     training: bool = True
     softcap: float = 0.0
     num_splits: int = 1
-    score_mod: bool = False
+    score_mod: str = ""  # "graph" or "torch": what the functions of the scores are of
+    quantized: bool = False  # with a score_mod: its output is asked for so
     cached: bool = False
     pages: tuple[int, ...] | None = None  # the shape of a paged cache's table
     fp8: str = ""
@@ -178,6 +179,8 @@ def request_of(static: Static, key: Key, switches: env.Switches) -> tuple[Key, c
         same_lengths=lengths == "mask" or (key.cu is not None and key.cu.shared),
         num_splits=key.num_splits,
         score_mod=key.score_mod,
+        fp8_output=key.quantized,
+        checkpoint=key.checkpoint,
         switches=switches,
         installed=choose.installed(),
     )

@@ -15,15 +15,18 @@ import torch
 from te_core.attention import DIMENSIONS, FORMATS
 from te_core.errors import ArgumentError
 from te_core.layers import rope as core
+from te_torch.attention import exported_rope as exported
 from te_torch.attention.masks import AttentionArgumentError, check_beside
 from te_torch.base.options import check_values
 from te_torch.function import Call, Layer, apply, key_of, register
 from te_torch.quantized import QuantizedTorch
 from te_torch.runtime import check_dtype, constant_at_trace, default_device, outside_autocast
 
-ROPE = Layer("rope", core.forward, core.backward, core.RopeSaved, strided=True)
-SPLIT_QKV = Layer("split_qkv", core.split_forward, core.split_backward, core.SplitSaved, outputs=3, partial=True)
-SPLIT_KV = Layer("split_kv", core.split_forward, core.split_backward, core.SplitSaved, outputs=2, partial=True)
+ROPE = Layer("rope", core.forward, core.backward, core.RopeSaved, strided=True, plain=exported.rope)
+SPLIT_QKV, SPLIT_KV = (
+    Layer(name, core.split_forward, core.split_backward, core.SplitSaved, n, partial=True, plain=exported.split)
+    for name, n in (("split_qkv", 3), ("split_kv", 2))
+)
 _wrong = partial(AttentionArgumentError, "apply_rotary_pos_emb")
 
 
@@ -285,15 +288,8 @@ def _unfused(t: torch.Tensor, angles: torch.Tensor, interleaved: bool) -> torch.
     """t * cos + rotate_half(t) * sin over the first channels; the rest passes through."""
     turned, rest = t[..., : angles.shape[-1]], t[..., angles.shape[-1] :]
     cos, sin = angles.float().cos().to(t.dtype), angles.float().sin().to(t.dtype)
-    turned = turned * cos + _rotate_half(turned, interleaved) * sin
+    turned = turned * cos + exported.rotate_half(turned, interleaved) * sin
     return torch.cat((turned, rest), dim=-1)
-
-
-def _rotate_half(x: torch.Tensor, interleaved: bool) -> torch.Tensor:
-    if interleaved:
-        return torch.stack((-x[..., 1::2], x[..., 0::2]), dim=-1).flatten(-2)
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((-second, first), dim=-1)
 
 
 def _check_shapes(t: torch.Tensor, freqs: torch.Tensor, fmt: str) -> None:

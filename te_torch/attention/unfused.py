@@ -1,8 +1,8 @@
 """UnfusedDotProductAttention: torch operations, for any device, dtype, format, mask and softmax.
 
-Scores are formed in q's dtype, with a bias added in it; the softmax is float32; the weights go back to q's dtype before
-dropout and the product with v. Dropout draws its mask from (seed, offset) as every dropout here does, so computing an
-attention again gives the same bits.
+Scores are formed in q's dtype, with a bias added in it, but in float32 where a user's function changes them; the
+softmax is float32; the weights go back to q's dtype before dropout and the product with v. Dropout draws its mask from
+(seed, offset) as every dropout here does, so computing an attention again gives the same bits.
 """
 
 from __future__ import annotations
@@ -19,28 +19,33 @@ from te_torch.attention.fused import Results
 from te_torch.attention.layouts import apart
 from te_torch.attention.masks import alibi_bias, hidden, token_positions
 from te_torch.attention.plan import Plan
+from te_torch.attention.score_mod import Functions, modified
 from te_torch.attention.softmax import fused_softmax
+from te_torch.base.residual import bias_dropout_add
 from te_torch.runtime import amp_dtype, runtime_for, to_core, to_torch
 
 
-def run(plan: Plan, inputs: AttentionInputs, low: Any = None) -> Results:
-    """(out [.., heads * d_v] in q's format, largest logits or None). `low` rounds P, and dS, as FP8 holds them."""
+def run(plan: Plan, inputs: AttentionInputs, low: Any = None, functions: Functions | None = None) -> Results:
+    """(out [.., heads * d_v] in q's format, largest logits or None). `low` rounds P, and dS, as FP8 holds them.
+
+    A function of the scores that gives -inf hides that pair, as a mask does.
+    """
     kind = inputs.a.device.type
     if amp_dtype(kind) is not None:
         with torch.autocast(kind, enabled=False):
-            return _attend(plan, inputs, low)
-    return _attend(plan, inputs, low)
+            return _attend(plan, inputs, low, functions)
+    return _attend(plan, inputs, low, functions)
 
 
-def _attend(plan: Plan, inputs: AttentionInputs, low: Any) -> Results:
+def _attend(plan: Plan, inputs: AttentionInputs, low: Any, functions: Functions | None) -> Results:
     spec, size = plan.spec, plan.request.sizes
     q, k, v = apart(plan.layer, inputs)
     tokens = q.shape[0]
-    q = _rows(q, spec.q_format, size.sq, inputs.cu_q, inputs.cu_q_padded)
+    q = padded_rows(q, spec.q_format, size.sq, inputs.cu_q, inputs.cu_q_padded)
     if inputs.pages is not None:
         k, v = (t[inputs.pages.long()].flatten(1, 2) for t in (k, v))
     else:
-        k, v = (_rows(t, spec.kv_format, size.skv, inputs.cu_kv, inputs.cu_kv_padded) for t in (k, v))
+        k, v = (padded_rows(t, spec.kv_format, size.skv, inputs.cu_kv, inputs.cu_kv_padded) for t in (k, v))
     # Queries of one group stand one behind another, so that no key is copied for the heads that share it.
     heads = size.batch * size.groups  # of keys; spelt out, as -1 is nothing that torch could infer of empty tensors
     times = size.heads // size.groups
@@ -48,23 +53,31 @@ def _attend(plan: Plan, inputs: AttentionInputs, low: Any) -> Results:
     together = together.reshape(heads, times * size.sq, size.d_qk)
     keys = k.transpose(1, 2).reshape(heads, size.skv, size.d_qk)
     values = v.transpose(1, 2).reshape(heads, size.skv, size.d_v)
-    weights, largest = _weights(plan, together, keys, inputs, low)
+    weights, largest = _weights(plan, together, keys, inputs, low, functions)
     if low is not None:
         weights = low(weights, P, None)
     if spec.dropout:
-        weights = _Dropout.apply(weights, inputs.rng, spec.dropout)
+        if torch.compiler.is_compiling():  # the same numbers, by operators that a compiler knows
+            weights = bias_dropout_add(weights, None, None, spec.dropout, True, inputs.rng)
+        else:
+            weights = _Dropout.apply(weights, inputs.rng, spec.dropout)
     out = torch.bmm(weights.reshape(heads, times * size.sq, size.skv), values)
     out = out.view(size.batch, size.heads, size.sq, size.d_v).transpose(1, 2)
     if spec.q_format == "thd":
-        out = _tokens(out, tokens, inputs)
+        out = packed_tokens(out, tokens, inputs)
     elif spec.q_format == "sbhd":
         out = out.transpose(0, 1)
     return out.reshape(*out.shape[:-2], size.heads * size.d_v), largest
 
 
-def _weights(plan: Plan, q: torch.Tensor, k: torch.Tensor, inputs: AttentionInputs, low: Any) -> Results:
+def _weights(
+    plan: Plan, q: torch.Tensor, k: torch.Tensor, inputs: AttentionInputs, low: Any, functions: Functions | None
+) -> Results:
     """P in q's dtype [b, h, sq, skv] and the largest logit of each head, if wanted."""
     spec, size, cu = plan.spec, plan.request.sizes, (inputs.cu_q, inputs.cu_kv)
+    kind = q.dtype
+    if functions is not None:  # bfloat16 holds a score of 200, as a distance makes it, to the next whole number
+        q, k = q.float(), k.float()
     # float16 overflows at 65504: held divided by the layer's number, scores stay small in deep layers.
     divide = plan.static.layer_number if plan.request.switches.layer_scaling and q.dtype == torch.float16 else 1
     scale = spec.scale if low is None else 1.0  # FP8 attention casts dS with the scale in it
@@ -75,12 +88,19 @@ def _weights(plan: Plan, q: torch.Tensor, k: torch.Tensor, inputs: AttentionInpu
     if spec.softcap:
         cap = spec.softcap / divide
         scores = (cap * torch.tanh(scores.float() / cap)).to(scores.dtype)
+    removed = None
+    if functions is not None:
+        scores = modified(functions, scores)
+        removed = scores.detach().isneginf()  # hidden, as by a mask: `softmax` says why it gets no -inf
+        scores = scores.masked_fill(removed, 0.0)
     if inputs.bias is not None:
         scores = scores + (inputs.bias if divide == 1 else inputs.bias / divide)
     elif spec.bias == "alibi":
         scores = scores + (alibi_bias(spec, size, cu, inputs.slopes) / divide).to(scores.dtype)
-    fuse = plan.request.switches.fused_softmax
+    fuse = plan.request.switches.fused_softmax and removed is None
     unseen = None if fuse and not spec.max_logit else hidden(spec, size, cu, inputs.mask, q.device)
+    if removed is not None:
+        unseen = removed if unseen is None else unseen | removed
     largest = None
     if spec.max_logit:
         seen = scores.detach().float() * divide
@@ -88,7 +108,7 @@ def _weights(plan: Plan, q: torch.Tensor, k: torch.Tensor, inputs: AttentionInpu
         largest = seen.amax((0, 2, 3))
     if fuse:
         return _fused_softmax(spec, scores, inputs, float(divide)), largest
-    return softmax(scores, unseen, spec.softmax, inputs.sink, float(divide)), largest
+    return softmax(scores, unseen, spec.softmax, inputs.sink, float(divide)).to(kind), largest
 
 
 def _fused_softmax(spec: AttentionSpec, scores: torch.Tensor, inputs: AttentionInputs, times: float) -> torch.Tensor:
@@ -129,7 +149,9 @@ def softmax(
     return p.to(scores.dtype)
 
 
-def _rows(t: torch.Tensor, form: str, rows: int, cu: torch.Tensor | None, begin: torch.Tensor | None) -> torch.Tensor:
+def padded_rows(
+    t: torch.Tensor, form: str, rows: int, cu: torch.Tensor | None, begin: torch.Tensor | None
+) -> torch.Tensor:
     """[b, s, h, d] of a tensor in any format; behind the tokens of a packed sequence are zeros."""
     if form == "bshd":
         return t
@@ -141,7 +163,7 @@ def _rows(t: torch.Tensor, form: str, rows: int, cu: torch.Tensor | None, begin:
     return padded.index_select(0, places.flatten()).view(*places.shape, *t.shape[1:])
 
 
-def _tokens(out: torch.Tensor, tokens: int, inputs: AttentionInputs) -> torch.Tensor:
+def packed_tokens(out: torch.Tensor, tokens: int, inputs: AttentionInputs) -> torch.Tensor:
     """[t, h, d] of rows [b, s, h, d]; zeros where no sequence is."""
     places = token_positions(inputs.cu_q, inputs.cu_q_padded, out.shape[1], tokens)
     packed = out.new_zeros(tokens + 1, *out.shape[2:])

@@ -41,7 +41,7 @@ def adopt(module: torch.nn.Module, state_dict: dict[str, Any], prefix: str) -> N
             for name, t in read.items():
                 require_usable("load_state_dict", f"{name} of {prefix}{_ENTRY}", t)
             state_dict.update({keys[name]: t for name, t in read.items()})
-        elif state is not None and _has_parameters(module, state_dict, prefix):
+        elif state is not None and state.in_use and _has_parameters(module, state_dict, prefix):
             # Saved by a module that never ran in FP8: start as it would.
             start = state.start()
             _start_from_weights(module, state_dict, prefix, start["scale_fwd"])
@@ -148,6 +148,7 @@ def prepare_state(model: torch.nn.Module, recipe: Recipe) -> list[str]:
             module.fp8_state = ScalingState(module.gemms, precision.history.length, device)
             made.append(name)
         module.fp8_state.prepare(precision, recipe)
+        module.fp8_state.in_use = True
     return made
 
 

@@ -14,7 +14,9 @@ from te_core.precision import Operand, Precision
 from te_core.quantize.state import BACKWARD_SLOTS, FORWARD_SLOTS
 from te_torch.autocast import active
 from te_torch.base.quantized_init import point
+from te_torch.operators import last_compiled
 from te_torch.precisions import number_of_precision, precision_of, recipe_of
+from te_torch.quantized import QuantizedTorch
 from te_torch.runtime import TO_TORCH, default_device
 from te_torch.state import make_state
 from te_torch.tensors.wrap import quantizer_of
@@ -41,10 +43,23 @@ class Documented(torch.nn.Module):
     fp8_state: Any
     _last: Any
     _weight_cache: dict[str, Any]
+    _weight_names: Any
+
+    def _scaling(self) -> Any:
+        """The scaling state, if it is in use."""
+        return None if self.fp8_state is None or not self.fp8_state.in_use else self.fp8_state
 
     def _ran(self) -> list[LinearSpec]:
         """What the GEMMs of the last forward were asked for."""
-        return [] if self._last is None else list(self._last.layer.linears(self._last.spec))
+        last = self._last_call()
+        return [] if last is None else list(last.layer.linears(last.spec))
+
+    def _last_call(self) -> Any:
+        """Of the last forward, eager or compiled."""
+        names = self._weight_names()
+        first = self._parameters.get(names[0]) if names else None
+        known = first is not None and not first.is_meta and not isinstance(first, QuantizedTorch)
+        return (last_compiled(first) if known else None) or self._last  # type: ignore[arg-type]
 
     def _ran_in(self) -> list[Precision]:
         return [spec.precision for spec in self._ran() if spec.precision is not None]
@@ -65,7 +80,7 @@ class Documented(torch.nn.Module):
     @property
     def fp8_initialized(self) -> bool:
         """Whether a forward ran in low precision, or scaling state was loaded."""
-        return self.fp8_state is not None or bool(self._ran_in())
+        return self._scaling() is not None or bool(self._ran_in())
 
     @property
     def activation_dtype(self) -> torch.dtype | None:
@@ -86,7 +101,7 @@ class Documented(torch.nn.Module):
     @property
     def fp8_meta(self) -> dict[str, Any]:
         """The recipe of the last forward and the scaling state, under the documented keys that ours has."""
-        state, ran = self.fp8_state, self._ran_in()
+        state, ran = self._scaling(), self._ran_in()
         meta: dict[str, Any] = {"fp8_checkpoint": state is not None, "fp8_group": None, "num_gemms": self.gemms}
         if ran:
             meta["recipe"] = recipe_of(number_of_precision(ran[0], None))
@@ -104,7 +119,7 @@ class Documented(torch.nn.Module):
     @property
     def quantizers(self) -> dict[str, list[Any]]:
         """A quantizer for each slot that the last forward had a rule for, else None: three a GEMM forward, two back."""
-        state = self.fp8_state
+        state = self._scaling()
         found: dict[str, list[Any]] = {"scaling_fwd": [], "scaling_bwd": []}
         for gemm, spec in enumerate(self._ran()):
             p = spec.precision

@@ -115,7 +115,7 @@ _RULES: dict[str, _Rule] = {
          "return_layernorm_output", "return_layernorm_output_gathered", "input_layernorm", "output_layernorm",
          "parallel_attention_mlp", "apply_residual_connection_post_layernorm", "fuse_qkv_params",
          "qkv_weight_interleaved", "rotary_pos_interleaved", "qk_norm_before_rope", "return_max_logit",
-         "single_grouped_weight", "single_grouped_bias", "interleaved"),
+         "save_original_input", "single_grouped_weight", "single_grouped_bias", "interleaved"),
         _FLAG,
     ),
     **dict.fromkeys(
@@ -189,7 +189,6 @@ _OVERLAP = (
     "symmetric_ar_type",
     "ub_tp_comm_overlap",
 )
-_LATER = ("save_original_input",)
 
 
 def refuse_unbuilt(operation: str, options: Mapping[str, Any]) -> None:
@@ -201,7 +200,7 @@ def refuse_unbuilt(operation: str, options: Mapping[str, Any]) -> None:
                 raise ArgumentError(operation, f"parallel_mode={value!r}", "None, 'column' or 'row'", "correct it")
             continue
         off = _PARALLEL.get(name, False)
-        if name in _PARALLEL or name in _OVERLAP or name in _LATER:
+        if name in _PARALLEL or name in _OVERLAP:
             if name == "tp_group" and _is_single(value):
                 continue
             if value not in (off, None, False):

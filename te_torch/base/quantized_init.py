@@ -97,6 +97,7 @@ def quantize_parameter(module: Any, name: str, gemm: int, how: tuple[Recipe, boo
         quantized = _quantize(module, weight, rule, precision, recipe, gemm, trains)
     parameter = torch.nn.Parameter(quantized, weight.requires_grad)
     carry_over(weight.__dict__, parameter)
+    module._held = (*module._held, f"{gemm} {rule.scaling} {rule.format}")
     if preserve:
         _preserve(parameter, weight.detach().cpu())
     module._parameters[name] = parameter

@@ -17,11 +17,13 @@ import torch
 
 from te_core.layers import residual as core
 from te_core.layers.residual import AddSpec, BranchNeeds, Stream
-from te_torch.base.module import random_pair, wants_grad
+from te_torch.base.draws import random_pair
+from te_torch.base.module import wants_grad
+from te_torch.export import layers
 from te_torch.function import Call, Layer, apply, key_of, register
 from te_torch.runtime import constant_at_trace
 
-ADD = Layer("bias_dropout_add", core.forward, core.backward, core.AddSaved, twins=(0, 2))
+ADD = Layer("bias_dropout_add", core.forward, core.backward, core.AddSaved, twins=(0, 2), plain=layers.bias_dropout_add)
 
 #: What a module's call depends on of a stream: adds, p, and which gradients are wanted (x, bias, residual).
 StreamKey = tuple[bool, float, bool, bool, bool]

@@ -18,17 +18,21 @@ from te_core.quantized import QuantizedTensor
 from te_torch.base.quantized_init import initialising
 from te_torch.function import Extra
 from te_torch.quantized import QuantizedTorch
-from te_torch.runtime import TO_CORE, runtime_for, to_core
+from te_torch.runtime import TO_CORE, outside_autocast, runtime_for, to_core
 
 
 class CachedWeight:
     """A weight quantized for several microbatches, and of which contents of which memory it is the copy."""
 
-    __slots__ = ("key", "storages", "value")
+    __slots__ = ("dtype", "key", "product", "storages", "value")
 
-    def __init__(self, weights: Sequence[torch.Tensor], precision: Precision, value: QuantizedTensor) -> None:
+    def __init__(
+        self, weights: Sequence[torch.Tensor], product: Product, dtype: torch.dtype, value: QuantizedTensor
+    ) -> None:
         self.storages = [w.untyped_storage() for w in weights]  # held, so that no other tensor gets their address
-        self.key = _identity(weights, precision)
+        assert product.spec.precision is not None
+        self.key = _identity(weights, product.spec.precision)
+        self.product, self.dtype = product, dtype  # by which it is quantized, and what
         self.value = value
 
     def fits(self, weights: Sequence[torch.Tensor], precision: Precision, columnwise: bool) -> bool:
@@ -110,15 +114,31 @@ def _cached(
     columnwise = torch.is_grad_enabled() and precision.backward is None
     cached: CachedWeight | None = module._weight_cache.get(name)
     if first_microbatch or cached is None or not cached.fits(parts, precision, columnwise):
-        with torch.no_grad():
-            rt = runtime_for(weight)
-            needs = Needs(input=columnwise, weight=False, bias=False)
-            product = Product(LinearSpec(TO_CORE[weight.dtype], precision, needs), scales, gemm)
-            uses = weight_operand(rt, to_core(weight.detach().contiguous()), product, None)
-        if not isinstance(uses.rows, QuantizedTensor) or uses.columns is not uses.rows:
+        needs = Needs(input=columnwise, weight=False, bias=False)
+        product = Product(LinearSpec(TO_CORE[weight.dtype], precision, needs), scales, gemm)
+        value = _quantized(weight, product)
+        if value is None:
             return None
-        cached = module._weight_cache[name] = CachedWeight(parts, precision, uses.rows)
+        cached = module._weight_cache[name] = CachedWeight(parts, product, weight.dtype, value)
     return cached.value
+
+
+def _quantized(weight: torch.Tensor, product: Product) -> QuantizedTensor | None:
+    """The copy that every microbatch can read; None where a recipe asks for two formats."""
+    with torch.no_grad():
+        uses = weight_operand(runtime_for(weight), to_core(weight.detach().contiguous()), product, None)
+    return uses.rows if isinstance(uses.rows, QuantizedTensor) and uses.columns is uses.rows else None
+
+
+def cache_again(module: Any, name: str) -> None:
+    """Quantize a weight that is in the cache anew, as a first microbatch does, into memory of its own."""
+    cached: CachedWeight = module._weight_cache[name]
+    parts = module._parts_of(name)
+    with torch.no_grad(), outside_autocast(parts[0]):
+        weight = (parts[0] if len(parts) == 1 else torch.cat(parts)).to(cached.dtype)
+        value = _quantized(weight, cached.product)
+    assert value is not None  # it was one before
+    module._weight_cache[name] = CachedWeight(parts, cached.product, cached.dtype, value)
 
 
 def add_gradient(weight: torch.Tensor, dw: torch.Tensor | None) -> None:

@@ -26,6 +26,12 @@ from te_torch.base.module import BaseModule
 from te_torch.custom_recipes import quantizer_factories, quantizer_factory_zoo
 from te_torch.tensors import float8, float8_blockwise, hybrid, identity, mxfp8, nvfp4
 from te_torch.tensors import utils as _tensor_utils
+from te_torch.training import checkpoint as _checkpoint
+from te_torch.training import distributed as _distributed
+from te_torch.training import export as _export
+from te_torch.training import offload as _offload
+from te_torch.training import rng as _rng
+from te_torch.training.graphs import make as _graphs
 
 ROOT = "transformer_engine"
 #: Of the API that the name stands for; ours is beside it, as `__te_runtime__`.
@@ -59,6 +65,14 @@ _CHECKS = (
     "get_fp4_te_dtype",
     "get_fp8_max",
 )
+_MOE = (
+    "moe_permute",
+    "moe_permute_with_probs",
+    "moe_permute_and_pad_with_probs",
+    "moe_unpermute",
+    "moe_sort_chunks_by_index",
+    "moe_sort_chunks_by_index_with_probs",
+)
 _SAVING = (
     "QuantizedTensor",
     "QuantizedTensorStorage",
@@ -67,6 +81,7 @@ _SAVING = (
     "restore_from_saved",
     "restore_from_func_ctx",
 )
+_GRAPHS = ("graph_pool_handle", "is_graph_capturing", "make_graphed_callables", "set_capture_end", "set_capture_start")
 _TENSOR_UTILS = (
     "replace_raw_data",
     "quantize_master_weights",
@@ -74,6 +89,27 @@ _TENSOR_UTILS = (
     "post_all_gather_processing",
     "clear_columnwise_cache",
     "is_custom",
+)
+_RECOMPUTE = (
+    "activation_recompute_forward",
+    "get_activation_recompute_contexts",
+    "has_te_modules",
+    "in_fp8_activation_recompute_phase",
+    "is_fp8_activation_recompute_enabled",
+    "use_reentrant_activation_recompute",
+)
+_RNG = (
+    "CudaRNGStatesTracker",
+    "get_all_rng_states",
+    "graph_safe_rng_available",
+    "is_graph_safe_rng_state",
+    "set_all_rng_states",
+)
+_RANKS = (
+    "get_distributed_rank",
+    "get_distributed_world_size",
+    "initialize_affine_weight_gpu",
+    "set_tensor_model_parallel_attributes",
 )
 #: Of our own, with no place in the documented package.
 OURS = (
@@ -119,9 +155,15 @@ DEFINED: dict[str, dict[str, Any]] = {
     "pytorch.attention.multi_head_attention": _of(te_torch, ("MultiheadAttention",)),
     "pytorch.attention.rope": _of(_rope, ("RotaryPositionEmbedding", *_ROPE)),
     "pytorch.constants": _of(_constants, _constants.__all__),
+    "pytorch.cpu_offload": _of(_offload, _offload.__all__),
     "pytorch.custom_recipes.quantizer_factories": _ending(quantizer_factories, "_factory"),
     "pytorch.custom_recipes.quantizer_factory_zoo": _ending(quantizer_factory_zoo, "_factory"),
-    "pytorch.distributed": _of(te_torch, ("checkpoint",)),
+    "pytorch.distributed": _of(_checkpoint, _RECOMPUTE)
+    | _of(_rng, _RNG)
+    | _of(_distributed, _RANKS)
+    | {"checkpoint": te_torch.checkpoint},
+    "pytorch.graph": _of(_graphs, _GRAPHS),
+    "pytorch.export": _of(_export, _export.__all__),
     "pytorch.module.base": {
         "TransformerEngineBaseModule": BaseModule,
         # Whether a GEMM accumulates in full precision where the recipe does not say.
@@ -137,6 +179,7 @@ DEFINED: dict[str, dict[str, Any]] = {
     "pytorch.module.layernorm_mlp": _of(te_torch, ("LayerNormMLP",)),
     "pytorch.module.linear": _of(te_torch, ("Linear",)),
     "pytorch.module.rmsnorm": _of(te_torch, ("RMSNorm",)),
+    "pytorch.permutation": _of(te_torch, _MOE),
     "pytorch.quantization": _of(te_torch, (*_AVAILABLE, *_REGIONS, *_REQUESTS))
     | _of(_availability, (*_CHECKS, "get_align_size_for_quantization")),
     "pytorch.quantized_tensor": _of(te_torch, _SAVING),
@@ -162,6 +205,7 @@ GATHERED: dict[str, dict[str, Any]] = {
     "pytorch": _of(te_torch, [n for n in te_torch.__all__ if n not in OURS]) | _MAKERS,
     "pytorch.attention": _of(te_torch, _ATTENTION) | _of(_rope, _ROPE),
     "pytorch.attention.dot_product_attention": _DOT_PRODUCT,
+    "pytorch.cpu_offload_v1": _of(te_torch, ("get_cpu_offload_context",)),  # NVTE_CPU_OFFLOAD_V1=1's
     "pytorch.custom_recipes": {},
     "pytorch.float8_tensor": _of(te_torch, ("Float8Tensor",)),
     "pytorch.fp8": {  # the older name of quantization

@@ -7,8 +7,10 @@ the host, so a tensor on the GPU costs one copy in each forward, counted in `Gro
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -17,30 +19,23 @@ from te_core import env
 from te_core.errors import ArgumentError, UnsupportedError
 from te_core.layers import grouped_linear as core
 from te_core.layers.linear import LinearSpec, Needs
-from te_torch.autocast import active
-from te_torch.base.module import BaseModule, check_input, fork_of, normal_init, random_pair
+from te_core.tensor import dense_strides
+from te_torch.base.draws import fork_of, random_pair
+from te_torch.base.module import BaseModule, check_input, normal_init
 from te_torch.base.options import check_values, mode_of, refuse_unbuilt
+from te_torch.base.original_input import keeps_original
 from te_torch.base.quantized_init import check_recipe_fits
 from te_torch.base.weights import Gradients
+from te_torch.calls import families
+from te_torch.export import layers
+from te_torch.export.mode import exporting
 from te_torch.function import Call, Extra, Layer, apply, register
 from te_torch.module_names import within
+from te_torch.modules.grouped_traced import apply_traced, checked_sizes, on_host_copy, rows_of
 from te_torch.modules.linear import empty_bias
 from te_torch.precisions import draws
 from te_torch.quantized import QuantizedTorch
 from te_torch.runtime import TO_CORE, constant_at_trace, default_device, to_core, to_core_shape, untraced
-
-_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-
-
-@constant_at_trace
-def _refuse_region_inside() -> None:
-    """Called at trace time: compilers pass on an error raised there, but cannot trace one with fields of its own."""
-    raise UnsupportedError(
-        "GroupedLinear under torch.compile",
-        "an autocast region inside the compiled function",
-        "a region around it",
-        "enter autocast outside, or do not compile this function",
-    )
 
 
 @lru_cache
@@ -52,14 +47,19 @@ def _layer(num_gemms: int) -> Layer:
         core.GroupedSaved,
         weights=tuple(range(1, 1 + num_gemms)),
         linears=lambda spec: spec.parts,
+        copies=lambda saved: saved[3::3],
+        plain=layers.grouped_linear,
     )
+
+
+families["grouped_linear"] = _layer
 
 
 class GroupedLinear(BaseModule):
     """y_i = x_i w_i^T + b_i for groups of rows x_i of one input, in the precision of the active `autocast` region.
 
-    Each group is quantized by itself, with scales of its own. Under `torch.compile` a call is a graph break: it runs
-    eagerly.
+    Each group is quantized by itself, with scales of its own. Under `torch.compile` the splits may be a list, whose
+    numbers the compiler guards on, or a tensor, whose values no program depends on.
     """
 
     #: Forwards that had to copy their splits from a GPU, over all modules.
@@ -101,6 +101,7 @@ class GroupedLinear(BaseModule):
         self.wgrad_store = Gradients(num_gemms)
         self.in_features, self.out_features = in_features, out_features
         self.use_bias, self.return_bias = bias, return_bias
+        self.save_original_input = bool(save_original_input)
         self._fork = fork_of(get_rng_state_tracker, rng_tracker_name)
         self._names = tuple(f"weight{i}" for i in range(num_gemms))
         place: dict[str, Any] = {
@@ -136,11 +137,11 @@ class GroupedLinear(BaseModule):
         """out [*, out_features], or (out, biases) with `return_bias`, where the biases are not added.
 
         The rows of inp are sorted by group, `m_splits` says how many each group has (0 allowed). `out` and
-        `dgrad_out` are buffers of at least as many rows for the result and for the gradient of inp.
+        `dgrad_out` are buffers of at least as many rows for the result and for the gradient of inp, which then
+        lie in them.
         """
-        if torch.compiler.is_compiling():
-            if active.region is not None and active.region.traced:  # eager code cannot note there what ran
-                _refuse_region_inside()
+        tracing = torch.compiler.is_compiling() and not exporting.on
+        if tracing and (out is not None or dgrad_out is not None):
             _make_eager()
             return _eager(self, inp, m_splits, is_first_microbatch, out, dgrad_out)
         if isinstance(inp, QuantizedTorch):
@@ -148,7 +149,7 @@ class GroupedLinear(BaseModule):
                 f"GroupedLinear.forward{within(self)}: got a quantized input. Allowed: a plain one. To do: dequantize."
             )
         check_input("GroupedLinear.forward", inp, self.in_features)
-        sizes = self._sizes(inp, m_splits)
+        sizes = None if tracing else checked_sizes(self.num_gemms, rows_of(inp), m_splits)
         inp, precision, state, recompute = self._enter(inp)
         dtype, grad = inp.dtype, torch.is_grad_enabled()
         weights = [self._weight(name, dtype, precision, i) for i, name in enumerate(self._names)]
@@ -166,45 +167,40 @@ class GroupedLinear(BaseModule):
         extra = None
         if self._special or is_first_microbatch is not None:
             extra = self._extra(self._names, weights, precision, state, recompute, is_first_microbatch)
+        rng = random_pair(inp, self._fork) if precision and draws(precision) else None
+        call = self._find_call(key)
+        if tracing:
+            inputs = (inp, *weights, *added, rng)
+            result = apply_traced(call, state, recompute, m_splits, inputs, extra)  # type: ignore[arg-type]
+            return (result, biases) if self.return_bias else result
         extra = extra or Extra(None, False, None, None)
-        extra.splits = core.Groups(
-            sizes,
-            None if out is None else _buffer("out", out, inp, self.out_features),
-            None if dgrad_out is None else _buffer("dgrad_out", dgrad_out, inp, self.in_features),
-        )
-        rng = random_pair(inp) if precision and draws(precision) else None
-        (result,) = apply(self._find_call(key), state, recompute, inp, *weights, *added, rng, extra=extra)
+        assert sizes is not None
+        given = out is not None or dgrad_out is not None
+        extra.splits = self._into(sizes, inp, out, dgrad_out) if given else core.Groups(sizes)  # type: ignore[union-attr]
+        (result,) = apply(call, state, recompute, inp, *weights, *added, rng, extra=extra)
+        if out is not None and result.requires_grad:
+            _in_buffers[out.data_ptr()] = result
         return (result, biases) if self.return_bias else result
 
-    def _sizes(self, inp: torch.Tensor, m_splits: Sequence[int] | torch.Tensor) -> list[int]:
-        """The rows of each group, on the host."""
-        if isinstance(m_splits, torch.Tensor):
-            if m_splits.dtype not in _INTEGERS:
-                raise ArgumentError(
-                    "GroupedLinear.forward",
-                    f"m_splits of {m_splits.dtype}",
-                    "a list of int or an integer tensor",
-                    "convert it: m_splits.to(torch.int64)",
-                )
-            if m_splits.device.type not in ("cpu", "meta"):
-                GroupedLinear.host_copies += 1
-            sizes = m_splits.flatten().tolist()
-        else:
-            sizes = [int(m) for m in m_splits]
-        rows = inp.numel() // inp.shape[-1] if inp.shape[-1] else inp.shape[0]
-        if len(sizes) != self.num_gemms or min(sizes, default=0) < 0 or sum(sizes) != rows:
-            raise ArgumentError(
-                "GroupedLinear.forward",
-                f"m_splits={sizes} with an input of {rows} rows",
-                f"{self.num_gemms} sizes, none negative, that add up to the rows",
-                "correct m_splits",
-            )
-        return sizes
+    def _into(
+        self, sizes: list[int], inp: torch.Tensor, out: torch.Tensor | None, dgrad_out: torch.Tensor | None
+    ) -> core.Groups:
+        """The groups, with the caller's buffers for their results."""
+        y = None if out is None else _buffer("out", out, inp, self.out_features)
+        dx = None if dgrad_out is None else _buffer("dgrad_out", dgrad_out, inp, self.in_features)
+        _check_apart(inp=inp, out=out, dgrad_out=dgrad_out)
+        before = None if out is None else _in_buffers.get(out.data_ptr())
+        if before is not None:
+            torch.autograd.graph.increment_version(before)
+        return core.Groups(sizes, y, dx)
 
     def _biases(self, dtype: torch.dtype) -> list[torch.Tensor]:
         """In the activation dtype."""
         found = [getattr(self, f"bias{i}") for i in range(self.num_gemms)]
         return [b if b.dtype == dtype else b.to(dtype) for b in found]
+
+    def _facts(self) -> tuple[Any, ...]:
+        return *super()._facts(), self.save_original_input
 
     def _new_call(self, precision: int, dtype: torch.dtype, *key: Any) -> Call:
         before, weights, biases, _, weight_dtype = key
@@ -212,10 +208,13 @@ class GroupedLinear(BaseModule):
         if self._primary:
             check_recipe_fits(self, rules[0])
         kind = None if weight_dtype is None else TO_CORE[weight_dtype]
+        original = [keeps_original(self, precision, rule) for rule in rules]
         spec = core.GroupedSpec(
             tuple(
-                LinearSpec(TO_CORE[dtype], rule, Needs(before, weight, bias), request, kind)
-                for rule, weight, bias, request in zip(rules, weights, biases, self._requests(), strict=True)
+                LinearSpec(TO_CORE[dtype], rule, Needs(before, weight, bias), request, kind, original_input=keep)
+                for rule, weight, bias, request, keep in zip(
+                    rules, weights, biases, self._requests(), original, strict=True
+                )
             )
         )
         needed = before or any(weights) or any(biases)
@@ -231,22 +230,38 @@ class GroupedLinear(BaseModule):
         }
 
 
-_eager: Any = None  # GroupedLinear.forward for traced code: never traced, its GEMMs have the sizes of one step
+def _count_copy() -> None:
+    GroupedLinear.host_copies += 1
+
+
+on_host_copy.append(_count_copy)
+_eager: Any = None  # GroupedLinear.forward for traced code: never traced, it writes into memory of the caller's
 
 
 @constant_at_trace
 def _make_eager() -> bool:
     """Make `_eager`, at trace time."""
     global _eager
-    _eager = _eager or untraced(GroupedLinear.forward, "GroupedLinear runs eagerly")
+    _eager = _eager or untraced(GroupedLinear.forward, "GroupedLinear with buffers of the caller's runs eagerly")
     return True
+
+
+#: By the address of a caller's buffer: the result in it. The next one makes autograd notice where that was saved.
+_in_buffers: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
 
 
 def _buffer(name: str, buffer: torch.Tensor, inp: torch.Tensor, width: int) -> Any:
     """The part of a caller's buffer that this call fills, as the core sees it."""
     rows = inp.numel() // max(1, inp.shape[-1])
+    if not isinstance(buffer, torch.Tensor):
+        raise TypeError(
+            f"GroupedLinear.forward: {name} must be a tensor, not {type(buffer).__name__}. To do: pass one."
+        )
+    lasting = torch.is_inference_mode_enabled() or not buffer.is_inference()
     if (
         buffer.ndim != 2
+        or not lasting
+        or type(buffer) not in (torch.Tensor, torch.nn.Parameter)
         or not buffer.is_contiguous()
         or buffer.requires_grad
         or buffer.dtype != inp.dtype
@@ -254,16 +269,32 @@ def _buffer(name: str, buffer: torch.Tensor, inp: torch.Tensor, width: int) -> A
         or buffer.shape[0] < rows
         or buffer.shape[1] != width
     ):
-        grad = ", requires_grad" if buffer.requires_grad else ""
+        grad = ", requires_grad" if buffer.requires_grad else "" if lasting else ", made in inference mode"
         raise ArgumentError(
             "GroupedLinear.forward",
             f"{name} {tuple(buffer.shape)} of {buffer.dtype} on {buffer.device}{grad}",
             f"a dense [{rows} or more, {width}] of {inp.dtype} on {inp.device} without gradient",
             "correct the buffer",
         )
-    with torch.no_grad():
-        part = buffer[:rows].view(*inp.shape[:-1], width)
+    # Not a view: it may be changed in place, and what else lies in a caller's pool has versions of its own.
+    shape = (*inp.shape[:-1], width)
+    place = buffer.untyped_storage(), buffer.storage_offset(), shape, dense_strides(shape)
+    part = buffer.new_empty(0).set_(*place)
     return to_core_shape(part) if part.is_meta else to_core(part)
+
+
+def _check_apart(**tensors: torch.Tensor | None) -> None:
+    """Refuse memory of two purposes: the GEMMs of groups would read what others have written."""
+    spans = [
+        (name, t.data_ptr(), t.data_ptr() + t.numel() * t.element_size())
+        for name, t in tensors.items()
+        if t is not None and not t.is_meta
+    ]
+    for (name, begin, end), (other, first, last) in combinations(spans, 2):
+        if begin < last and first < end:
+            raise ArgumentError(
+                "GroupedLinear.forward", f"{other} in the memory of {name}", "memory of its own", "pass another buffer"
+            )
 
 
 def _check_options(options: dict[str, Any]) -> None:

@@ -7,10 +7,11 @@ import torch
 from te_core.layers import l2_norm as core
 from te_torch.base.module import CallingModule
 from te_torch.base.options import check_values
+from te_torch.export import layers
 from te_torch.function import Call, Layer, apply, register
 from te_torch.runtime import check_dtype
 
-L2_NORM = Layer("l2_norm", core.forward, core.backward, core.L2NormSaved)
+L2_NORM = Layer("l2_norm", core.forward, core.backward, core.L2NormSaved, plain=layers.l2_norm)
 
 
 class L2Normalization(CallingModule):
@@ -27,6 +28,9 @@ class L2Normalization(CallingModule):
         call = self._find_call((torch.is_grad_enabled() and inp.requires_grad,))
         (out,) = apply(call, None, False, inp)
         return out
+
+    def _facts(self) -> tuple[float]:
+        return (self.eps,)
 
     def _new_call(self, needs: bool) -> Call:
         return register(L2_NORM, core.L2NormSpec(self.eps), needs)

@@ -11,12 +11,14 @@ import torch
 from te_core.errors import UnsupportedError
 from te_core.layers import norm
 from te_core.layers import norm_linear as core
-from te_torch.base.module import BaseModule, check_input, fork_of, random_pair, wants_grad
+from te_torch.base.draws import fork_of, random_pair
+from te_torch.base.module import BaseModule, check_input, wants_grad
 from te_torch.base.options import check_options
 from te_torch.base.residual import Branch, enter_stream, stream_of
+from te_torch.export import layers
 from te_torch.function import Call, Layer, apply, register
 from te_torch.modules.linear import SplitParameters, empty_bias
-from te_torch.modules.norm import init_norm_weight, margin_of, sm_margins
+from te_torch.modules.norm import init_norm_weight, margin_facts, margin_of, sm_margins
 from te_torch.precisions import draws
 from te_torch.quantized import QuantizedTorch
 from te_torch.runtime import TO_CORE, default_device
@@ -30,11 +32,19 @@ NORM_LINEAR = Layer(
     weights=(3,),
     twins=(0, 6),
     linears=lambda s: (s.linear,),
+    copies=lambda saved: (saved.w,),
+    plain=layers.norm_linear,
 )
 
 
 class NormParameters(BaseModule):
-    """A module that begins with a norm over its input: `layer_norm_weight`, `layer_norm_bias`."""
+    """A module that begins with a norm over its input: `layer_norm_weight`, `layer_norm_bias`.
+
+    With `recompute_norm_output = True`, an attribute to be set at any time, backward computes the norm's output again
+    instead of keeping it: a byte or two less for each element of the input, and no bit changes.
+    """
+
+    recompute_norm_output = False
 
     def _add_norm(self, width: int, normalization: str, eps: float, zero_centered: bool, **placement: Any) -> None:
         self.normalization, self.eps, self.zero_centered_gamma = normalization, eps, zero_centered
@@ -69,6 +79,10 @@ class NormParameters(BaseModule):
             "zero_centered_gamma": self.zero_centered_gamma,
             "return_layernorm_output": self.return_layernorm_output,
         }
+
+    def _facts(self) -> tuple[Any, ...]:
+        norm_facts = self.normalization, self.eps, self.zero_centered_gamma, self.training, *margin_facts(self._margins)
+        return *super()._facts(), *norm_facts, self.return_layernorm_output
 
     def _norm_spec(self, dtype: torch.dtype) -> norm.NormSpec:
         margin = self._margins["forward" if self.training else "inference"]
@@ -161,6 +175,7 @@ class LayerNormLinear(NormParameters, SplitParameters):
         added = None if self.return_bias else bias
         stream, more = (None, ()) if branch is None else enter_stream(branch, inp, grad)
         key = (
+            self.recompute_norm_output,
             self.training,
             stream,
             precision,
@@ -173,7 +188,7 @@ class LayerNormLinear(NormParameters, SplitParameters):
             fp8_output,
             fp8_grad,
         )
-        rng = random_pair(inp) if precision and draws(precision) else None
+        rng = random_pair(inp, self._fork) if precision and draws(precision) else None
         extra = None
         if self._special or is_first_microbatch is not None:
             extra = self._extra(("weight",), (weight,), precision, state, recompute, is_first_microbatch)
@@ -183,7 +198,9 @@ class LayerNormLinear(NormParameters, SplitParameters):
             outputs = (outputs[0], empty_bias(outputs[0]) if bias is None else bias, *outputs[1:])
         return outputs if len(outputs) > 1 else outputs[0]
 
-    def _new_call(self, training: bool, stream: Any, precision: int, dtype: torch.dtype, *key: Any) -> Call:
-        linear = self._linear_spec(precision, dtype, *key)
-        spec = core.NormLinearSpec(self._norm_spec(dtype), linear, self.return_layernorm_output, stream_of(stream))
+    def _new_call(
+        self, again: bool, training: bool, stream: Any, precision: int, dtype: torch.dtype, *key: Any
+    ) -> Call:
+        linear, norm_spec = self._linear_spec(precision, dtype, *key), self._norm_spec(dtype)
+        spec = core.NormLinearSpec(norm_spec, linear, self.return_layernorm_output, stream_of(stream), bool(again))
         return register(NORM_LINEAR, spec, any(linear.needs), self._inspectors())

@@ -11,10 +11,12 @@ from te_core.errors import UnsupportedError
 from te_core.layers import mlp as core
 from te_core.layers.linear import LinearSpec, Needs
 from te_core.ops.activation import GATED, KINDS, Clamp
-from te_torch.base.module import check_input, fork_of, normal_init, random_pair, wants_grad
+from te_torch.base.draws import fork_of, random_pair
+from te_torch.base.module import check_input, normal_init, wants_grad
 from te_torch.base.options import check_options
 from te_torch.base.quantized_init import check_recipe_fits
 from te_torch.base.residual import Branch, enter_stream, stream_of
+from te_torch.export import layers
 from te_torch.function import Call, Layer, apply, register
 from te_torch.modules.layernorm_linear import NormParameters
 from te_torch.modules.linear import empty_bias
@@ -34,6 +36,8 @@ MLP = Layer(
     recomputes=True,
     twins=(0, 8),
     linears=lambda s: (s.fc1, s.fc2),
+    copies=lambda saved: (saved.w1q, saved.w2q),
+    plain=layers.mlp,
 )
 ALIASES = {"squared_relu": "srelu"}  # an older documentation's spelling
 #: The documented names of clamped_swiglu's parameters, in the order of `Clamp`.
@@ -157,6 +161,7 @@ class LayerNormMLP(NormParameters):
         added = None if self.return_bias else b2
         stream, more = (None, ()) if branch is None else enter_stream(branch, inp, grad)
         key = (
+            self.recompute_norm_output,
             stream,
             precision,
             dtype,
@@ -169,7 +174,7 @@ class LayerNormMLP(NormParameters):
             None if self.inspector is None else self._watched(),
             w1.dtype if self._primary else None,
         )
-        rng = random_pair(inp) if precision and draws(precision) else None
+        rng = random_pair(inp, self._fork) if precision and draws(precision) else None
         extra = None
         if self._special or is_first_microbatch is not None:
             extra = self._extra(self._weight_names(), (w1, w2), precision, state, recompute, is_first_microbatch)
@@ -185,7 +190,11 @@ class LayerNormMLP(NormParameters):
         bias = self._tensor(name)
         return bias if bias.dtype == dtype else bias.to(dtype)
 
-    def _new_call(self, stream: Any, precision: int, dtype: torch.dtype, *key: Any) -> Call:
+    def _facts(self) -> tuple[Any, ...]:
+        clamp = None if self._clamp is None else (self._clamp.limit, self._clamp.alpha, self._clamp.offset)
+        return *super()._facts(), self.activation, clamp, self.checkpoint
+
+    def _new_call(self, again: bool, stream: Any, precision: int, dtype: torch.dtype, *key: Any) -> Call:
         before, w1, b1, w2, b2, *_, weight_dtype = key
         fc1 = Needs(before, w1, b1)
         fc2 = Needs(any(fc1), w2, b2)
@@ -206,6 +215,7 @@ class LayerNormMLP(NormParameters):
             self._clamp,
             stream_of(stream),
             self.checkpoint and self.inspector is None,  # who looks on sees everything once
+            bool(again),
         )
         return register(MLP, spec, any(fc2), self._inspectors())
 

@@ -3,21 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from te_core.errors import ArgumentError
 from te_core.layers import linear as core
-from te_torch.base.module import BaseModule, check_input, fork_of, normal_init, random_pair
+from te_torch.base.draws import fork_of, random_pair
+from te_torch.base.module import BaseModule, check_input, normal_init
 from te_torch.base.options import check_options, is_size, mode_of
+from te_torch.base.original_input import keeps_original
 from te_torch.base.quantized_init import check_recipe_fits
 from te_torch.base.weights import check_whole
+from te_torch.export import layers
 from te_torch.function import Call, Layer, apply, register
 from te_torch.precisions import draws, precision_of
 from te_torch.runtime import TO_CORE, default_device, outside_autocast
 
-LINEAR = Layer("linear", core.forward, core.backward, core.LinearSaved, weights=(1,), linears=lambda s: (s,))
+LINEAR = Layer(
+    "linear",
+    core.forward,
+    core.backward,
+    core.LinearSaved,
+    weights=(1,),
+    linears=lambda s: (s,),
+    copies=lambda saved: (saved.w,),
+    plain=layers.linear,
+)
 
 
 class SplitParameters(BaseModule):
@@ -180,7 +193,7 @@ class Linear(SplitParameters):
         check_options("Linear", {k: v for k, v in locals().items() if k not in ("self", "__class__")})
         super().__init__(name)
         self.in_features, self.out_features = in_features, out_features
-        self.return_bias = return_bias
+        self.return_bias, self.save_original_input = return_bias, bool(save_original_input)
         self._fork = fork_of(get_rng_state_tracker, rng_tracker_name)
         self._add_linear_parameters(
             (out_features, in_features),
@@ -217,7 +230,7 @@ class Linear(SplitParameters):
             fp8_output,
             fp8_grad,
         )
-        rng = random_pair(inp) if precision and draws(precision) else None
+        rng = random_pair(inp, self._fork) if precision and draws(precision) else None
         extra = None
         if self._special or is_first_microbatch is not None:
             extra = self._extra(("weight",), (weight,), precision, state, recompute, is_first_microbatch)
@@ -226,6 +239,11 @@ class Linear(SplitParameters):
             return out, (empty_bias(out) if bias is None else bias)
         return out
 
+    def _facts(self) -> tuple[Any, ...]:
+        return *super()._facts(), self.save_original_input
+
     def _new_call(self, precision: int, dtype: torch.dtype, *key: Any) -> Call:
         spec = self._linear_spec(precision, dtype, *key)
+        if keeps_original(self, precision, spec.precision):
+            spec = replace(spec, original_input=True)
         return register(LINEAR, spec, any(spec.needs), self._inspectors())

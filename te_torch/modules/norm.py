@@ -14,11 +14,12 @@ from te_core.errors import ArgumentError
 from te_core.layers import norm as core
 from te_torch.base.module import CallingModule, materialised
 from te_torch.base.options import check_values
+from te_torch.export import layers
 from te_torch.function import Call, Layer, apply, register
 from te_torch.quantized import QuantizedTorch
 from te_torch.runtime import TO_CORE, amp_dtype, check_dtype, default_device
 
-NORM = Layer("norm", core.forward, core.backward, core.NormSaved, weight="gamma")
+NORM = Layer("norm", core.forward, core.backward, core.NormSaved, weight="gamma", plain=layers.norm)
 
 
 def sm_margins(given: int | Mapping[str, int]) -> dict[str, int]:
@@ -26,6 +27,11 @@ def sm_margins(given: int | Mapping[str, int]) -> dict[str, int]:
     if isinstance(given, Mapping):
         return {phase: int(given.get(phase, 0)) for phase in ("forward", "backward", "inference")}
     return {"forward": given, "backward": given, "inference": given} | env.norm_sm_margins()
+
+
+def margin_facts(margins: Mapping[str, int]) -> tuple[int, int, int]:
+    """Margins as a module's facts have them."""
+    return margins["forward"], margins["backward"], margins["inference"]
 
 
 def margin_of(phase: str) -> Any:
@@ -114,6 +120,9 @@ class _Norm(CallingModule):
             bias = None if bias is None else bias.reshape(width)
         (out,) = apply(call, None, False, inp, weight, bias)
         return out if out.shape == shape else out.reshape(shape)
+
+    def _facts(self) -> tuple[Any, ...]:
+        return self.eps, self.zero_centered_gamma, *margin_facts(self._margins)
 
     def _new_call(self, dtype: torch.dtype, needs: bool, training: bool) -> Call:
         margin = self._margins["forward" if training else "inference"]

@@ -75,7 +75,9 @@ def _on_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return tree_map(lambda r: back.get(id(r), r) if isinstance(r, torch.Tensor) else r, result)
 
 
-def _keeps(*operators: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def keeps(*operators: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Mark a function as what these operators do with quantized tensors."""
+
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
         for operator in operators:
             _KEEPING[operator] = function
@@ -84,17 +86,17 @@ def _keeps(*operators: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]
     return register
 
 
-@_keeps(aten.detach.default, aten.alias.default)
+@keeps(aten.detach.default, aten.alias.default)
 def _same(func: Any, t: Any) -> Any:
     return t._like(t.shape, t._buffers, place=t._place)
 
 
-@_keeps(aten.clone.default)
+@keeps(aten.clone.default)
 def _clone(func: Any, t: Any, *, memory_format: Any = None) -> Any:
     return t.make_copy()
 
 
-@_keeps(aten.view.default, aten._unsafe_view.default)
+@keeps(aten.view.default, aten._unsafe_view.default)
 def _view(func: Any, t: Any, shape: Sequence[int]) -> Any:
     made = t._viewed(resolve_shape(t.shape, (list(shape),)))
     if made is None:
@@ -104,12 +106,12 @@ def _view(func: Any, t: Any, shape: Sequence[int]) -> Any:
     return made
 
 
-@_keeps(aten.contiguous.default)
+@keeps(aten.contiguous.default)
 def _contiguous(func: Any, t: Any, *, memory_format: Any = None) -> Any:
     return t
 
 
-@_keeps(aten._to_copy.default)
+@keeps(aten._to_copy.default)
 def _to(func: Any, t: Any, **kwargs: Any) -> Any:
     dtype = kwargs.get("dtype")
     device = kwargs.get("device")
@@ -122,7 +124,7 @@ def _to(func: Any, t: Any, **kwargs: Any) -> Any:
     return made
 
 
-@_keeps(aten.copy_.default)
+@keeps(aten.copy_.default)
 def _copy(func: Any, dst: Any, src: Any, non_blocking: bool = False) -> Any:
     if not isinstance(dst, QuantizedTorch):
         dtype = dst.dtype if dst.dtype in FLOATS else torch.float32
@@ -137,7 +139,7 @@ def _copy(func: Any, dst: Any, src: Any, non_blocking: bool = False) -> Any:
     return dst
 
 
-@_keeps(aten.empty_like.default, aten.new_empty.default)
+@keeps(aten.empty_like.default, aten.new_empty.default)
 def _empty(func: Any, t: Any, shape: Any = None, **kwargs: Any) -> Any:
     if t._quantizer is None:  # as documented; what reads or changes a tensor makes itself a quantizer instead
         raise UnsupportedError(
@@ -149,7 +151,7 @@ def _empty(func: Any, t: Any, shape: Any = None, **kwargs: Any) -> Any:
     return _made_empty(t, t.shape if shape is None else shape, kwargs)
 
 
-@_keeps(aten.new_zeros.default)
+@keeps(aten.new_zeros.default)
 def _new_zeros(func: Any, t: Any, shape: Sequence[int], **kwargs: Any) -> Any:
     if kwargs.get("dtype") not in (None, t.dtype):
         return NotImplemented
@@ -158,7 +160,7 @@ def _new_zeros(func: Any, t: Any, shape: Sequence[int], **kwargs: Any) -> Any:
     return made
 
 
-@_keeps(aten.zeros_like.default)
+@keeps(aten.zeros_like.default)
 def _zeros_like(func: Any, t: Any, **kwargs: Any) -> Any:
     """A plain tensor: an optimizer's state has to hold more than the quantized values could."""
     return torch.zeros(t.shape, dtype=kwargs.get("dtype") or t.dtype, device=kwargs.get("device") or t.device)
@@ -179,7 +181,7 @@ def _made_empty(t: Any, shape: Sequence[int], kwargs: dict[str, Any]) -> Any:
 # ----------------------------------------------------------------------------------------- parts of a tensor
 
 
-@_keeps(aten.split.Tensor)
+@keeps(aten.split.Tensor)
 def _split(func: Any, t: Any, size: int, dim: int = 0) -> Any:
     if size <= 0 or not t.ndim:
         return NotImplemented
@@ -187,7 +189,7 @@ def _split(func: Any, t: Any, size: int, dim: int = 0) -> Any:
     return _slices(func, t, dim, [(at, min(at + size, n)) for at in range(0, n, size)] or [(0, 0)])
 
 
-@_keeps(aten.split_with_sizes.default)
+@keeps(aten.split_with_sizes.default)
 def _split_sizes(func: Any, t: Any, sizes: Sequence[int], dim: int = 0) -> Any:
     ends = [0, *accumulate(sizes)]
     if not t.ndim or min(sizes, default=0) < 0 or ends[-1] != t.shape[dim]:
@@ -201,7 +203,7 @@ def _slices(func: Any, t: Any, dim: int, spans: Sequence[tuple[int, int]]) -> An
     return _plain(func, t) if any(m is None for m in made) else made
 
 
-@_keeps(aten.slice.Tensor)
+@keeps(aten.slice.Tensor)
 def _slice(func: Any, t: Any, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> Any:
     if not t.ndim or step < 1:
         return NotImplemented
@@ -220,7 +222,7 @@ def _sliced(t: Any, dim: int, first: int, last: int, step: int) -> Any:
     return _part(t, part, lambda data: aten.slice.Tensor(data, dim, first, last, step))
 
 
-@_keeps(aten.select.int)
+@keeps(aten.select.int)
 def _select(func: Any, t: Any, dim: int, index: int) -> Any:
     if not t.ndim or not -t.shape[dim] <= index < t.shape[dim]:
         return NotImplemented
@@ -235,7 +237,7 @@ def _select(func: Any, t: Any, dim: int, index: int) -> Any:
     return _plain(func, t) if made is None else made
 
 
-@_keeps(aten.as_strided.default)
+@keeps(aten.as_strided.default)
 def _as_strided(func: Any, t: Any, size: Sequence[int], stride: Sequence[int], storage_offset: Any = None) -> Any:
     offset = t.storage_offset() if storage_offset is None else storage_offset
     part = Part(tuple(size), tuple(stride), offset)

@@ -12,6 +12,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+from torch._decomp import register_decomposition
 
 from te_core import dtypes
 from te_core.ops import raw as ops
@@ -19,8 +20,10 @@ from te_core.ops.quantize import allocate
 from te_core.precision import Operand
 from te_core.quantized import Cast, Format, QuantizedTensor
 from te_core.runtime import Runtime
+from te_torch.export.mode import not_exported
+from te_torch.export.operators import held_values
 from te_torch.program_names import build
-from te_torch.runtime import FLOATS, TO_CORE, runtime_for, shape_runtime, to_core, to_core_shape, to_torch
+from te_torch.runtime import FLOATS, TO_CORE, TO_TORCH, runtime_for, shape_runtime, to_core, to_core_shape, to_torch
 from te_torch.tensors.buffers import Buffers, core_of, form_key, form_of, of_core
 
 _PLAIN = [f.name for f in fields(Operand) if f.name not in ("dtype", "columnwise", "custom")]
@@ -198,3 +201,15 @@ _library.impl("dequantize_pieces", _dequantize_op, "CompositeExplicitAutograd")
 _library.impl("quantize_pieces", _quantize_op, "CompositeExplicitAutograd")
 torch.library.register_fake("te_runtime::dequantize_pieces", _dequantize_fake, lib=_library)
 torch.library.register_fake("te_runtime::quantize_pieces", _quantize_fake, lib=_library)
+
+
+@register_decomposition(torch.ops.te_runtime.dequantize_pieces.default)
+def _dequantize_for_onnx(inner: list[torch.Tensor], shape: list[int], form: str, dtype: torch.dtype) -> torch.Tensor:
+    """What torch's exporter to ONNX takes the operator apart to."""
+    *key, there = json.loads(form)
+    kind = form_of(tuple(key))
+    if kind.scaling not in ("tensor", "mxfp8") or there[0] == "0":
+        got, allowed = f"a tensor held in {kind}", "per-tensor FP8 or MXFP8 with its rowwise copy, or plain tensors"
+        raise not_exported(got, allowed, "load te.plain_state_dict(model) into a model of plain weights")
+    rows, columns = shape
+    return held_values(inner[0], inner[1], (rows, columns), TO_TORCH[kind.dtype]).to(dtype)

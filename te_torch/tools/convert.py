@@ -292,6 +292,7 @@ def _quantize(module: nn.Module, held: dict[int, nn.Parameter | None]) -> None:
         if made is not None:
             module._parameters[name] = made
             module._primary = True
+            module._held = (*module._held, f"{gemm} {type(made).__name__} of another module")
         elif quantize_parameter(module, name, gemm, initialisation()):
             held[id(weight)] = module._parameters[name]
             module._primary = True

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from te_core.layers.explain import OUTSIDE, PRODUCTS, GemmFacts, explain_attention, explain_linear
 from te_core.layers.linear import LinearSpec
 from te_core.quantized import Format
 from te_core.tensor import CPU, Device, cuda_device
+from te_core.tools.explain import OUTSIDE, PRODUCTS, GemmFacts, explain_attention, explain_linear
 from te_torch.attention import choose, flash
 from te_torch.attention.dot_product import DotProductAttention
 from te_torch.attention.plan import Plan
@@ -104,7 +104,7 @@ def precision_report(model: torch.nn.Module) -> PrecisionReport:
             else:
                 rows += [Row(name, facts) for facts in _products(module, module._last_plan)]
             continue
-        if module._last is None:
+        if module._last_call() is None:
             idle.append(name)
             continue
         for part, spec, weight in _linears(module):
@@ -115,9 +115,9 @@ def precision_report(model: torch.nn.Module) -> PrecisionReport:
 
 def _linears(module: BaseModule) -> Iterator[tuple[str, LinearSpec, torch.Tensor]]:
     """(suffix of the layer's name, spec, weight) of each GEMM triple of a module's last call."""
-    assert module._last is not None
+    last = module._last_call()
     names = module._weight_names()
-    specs = module._last.layer.linears(module._last.spec)
+    specs = last.layer.linears(last.spec)
     for i, spec in enumerate(specs):
         part = f".{names[i].removesuffix('_weight')}" if len(specs) > 1 else ""
         yield part, spec, getattr(module, names[i])

@@ -1,16 +1,25 @@
-"""`checkpoint`: what is computed in forward is not kept but computed again in backward, in the precision it had."""
+"""`checkpoint`: what is computed in forward is not kept but computed again in backward, in the precision it had.
+
+What is computed again draws the same random numbers, and touches neither histories nor scales: a module's state keeps
+the scales that its forward read until its backward is through.
+"""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager, ContextDecorator
+from functools import partial
 from typing import Any
 
 import torch
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
+from torch.utils.checkpoint import noop_context_fn
 
 from te_core.errors import ArgumentError, UnsupportedError
 from te_torch.autocast import Ran, Region, active, in_backward, keeping_hook, may_run_again, prepare_default
+from te_torch.base.draws import Repeated, capturing, not_a_tracker
+from te_torch.base.module import CallingModule
 
 #: Keyword arguments that are torch's own, not the function's.
 _OF_TORCH = ("preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop")
@@ -27,8 +36,13 @@ def checkpoint(
 ) -> Any:
     """function(*args, **kwargs), of which only the inputs are kept; backward computes the rest again.
 
-    As torch.utils.checkpoint, whose options it takes; besides, the region that it is called in is carried along:
-    what is computed again is computed in the same precision, whatever regions and forwards come in between.
+    As torch.utils.checkpoint, whose options it takes (`context_fn` with use_reentrant=True, too); besides, the region
+    that it is called in is carried along: what is computed again is computed in the same precision, whatever regions
+    and forwards come in between. A module without any of ours in it goes to torch's.
+
+    Random numbers are the same in both runs: torch's own, those of every CudaRNGStatesTracker, and those of the tracker
+    that `get_rng_state_tracker` returns. `distribute_saved_activations` and `tp_group` change nothing with one rank,
+    and with several they are refused in this release.
     """
     if _is_older_form(args):
         warnings.warn(
@@ -40,18 +54,52 @@ def checkpoint(
         args = tuple(rest)
     if not callable(function):
         raise ArgumentError("checkpoint", f"function={function!r}", "a callable", "pass the module or function first")
-    _refuse_unbuilt(distribute_saved_activations, get_rng_state_tracker, tp_group)
+    if distribute_saved_activations:
+        _check_distribution(tp_group, use_reentrant)
     options = {name: kwargs.pop(name) for name in _OF_TORCH if name in kwargs}
     if torch.compiler.is_compiling():  # there the region is part of the program, in both runs
         return torch_checkpoint(function, *args, use_reentrant=False, **options, **kwargs)
-    return torch_checkpoint(_Run(function, kwargs), *args, use_reentrant=use_reentrant, **options)
+    global _reentrant
+    _reentrant = bool(use_reentrant)
+    others = () if get_rng_state_tracker is None else (_tracker_of(get_rng_state_tracker),)
+    ours = has_te_modules(function) or bool(others) or capturing()
+    if kwargs:
+        function = _Bound(function, kwargs)
+        args += tuple(function.tensors())
+    if not ours:
+        return torch_checkpoint(function, *args, use_reentrant=use_reentrant, **options)
+    contexts = options.pop("context_fn", noop_context_fn)()
+    if options.pop("preserve_rng_state", True):
+        function = Repeated(function, others)
+    run = _Run(function, contexts)
+    return torch_checkpoint(run, *args, use_reentrant=use_reentrant, preserve_rng_state=False, **options)
+
+
+class _Bound:
+    """A function with keyword arguments. Those that are tensors come last of the others: a reentrant checkpoint keeps
+    and differentiates what it is given by position."""
+
+    def __init__(self, function: Callable[..., Any], kwargs: dict[str, Any]) -> None:
+        self.function = function
+        self.names = [name for name, value in kwargs.items() if isinstance(value, torch.Tensor)]
+        self._tensors = [kwargs[name] for name in self.names]
+        self.rest = {name: value for name, value in kwargs.items() if name not in self.names}
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Them, once: they are the checkpoint's to keep."""
+        found, self._tensors = self._tensors, []
+        return found
+
+    def __call__(self, *args: Any) -> Any:
+        first = len(args) - len(self.names)
+        return self.function(*args[:first], **self.rest, **dict(zip(self.names, args[first:], strict=True)))
 
 
 class _Run:
-    """The function with its keyword arguments: first where it is called, then in backward as it was there."""
+    """The function: first where it is called, then in backward as it was there."""
 
-    def __init__(self, function: Callable[..., Any], kwargs: dict[str, Any]) -> None:
-        self.function, self.kwargs = function, kwargs
+    def __init__(self, function: Callable[..., Any], contexts: tuple[AbstractContextManager[Any], ...]) -> None:
+        self.function, self.contexts = function, contexts
         self.ran = False
         region = self.region = active.region
         # In a backward pass it is called by another checkpoint, run again. torch's own does not know the region: then
@@ -62,39 +110,145 @@ class _Run:
     def __call__(self, *args: Any) -> Any:
         if self.ran and self.knows:
             return self._again(args)
+        context = self.contexts[self.ran]
         self.ran = True
         before = active.carried
         active.carried = (keeping_hook() or True) if self.carries else None
         try:
-            return self.function(*args, **self.kwargs)
+            with _phase(active.recomputing), context:
+                return self.function(*args)
         finally:
             active.carried = before
 
     def _again(self, args: tuple[Any, ...]) -> Any:
-        then, now = self.region, active.region
-        recipe, precision, calibrating, group = prepare_default(), 0, False, None
-        if then is not None:
-            recipe, precision, calibrating, group = then.recipe, then.precision, then.calibrating, then.group
+        now = active.region
         # Its Ran counts no open region: one that the function enters itself updates what its first run did not.
-        active.region = Region(recipe, precision, calibrating, Ran(), True, False, now, group)
+        active.region = _run_again(self.region, now)
         try:
-            return self.function(*args, **self.kwargs)
+            with _phase(True), self.contexts[1]:
+                return self.function(*args)
         finally:
             active.region = now
 
 
+def _run_again(then: Region | None, now: Region | None) -> Region:
+    """The region `then`, for what ran in it and runs again inside of `now`."""
+    recipe, precision, calibrating, group = prepare_default(), 0, False, None
+    if then is not None:
+        recipe, precision, calibrating, group = then.recipe, then.precision, then.calibrating, then.group
+    return Region(recipe, precision, calibrating, Ran(), True, False, now, group)
+
+
 def _is_older_form(args: tuple[Any, ...]) -> bool:
     """(bool, callable, group or None, argument, ...): the documented older order."""
-    return len(args) > 3 and isinstance(args[0], bool) and callable(args[1]) and not isinstance(args[2], torch.Tensor)
+    return len(args) > 3 and isinstance(args[0], bool) and callable(args[1]) and (args[2] is None or _is_group(args[2]))
 
 
-def _refuse_unbuilt(distribute: bool, tracker: Any, group: Any) -> None:
-    ranks = 1 if group is None or not torch.distributed.is_initialized() else torch.distributed.get_world_size(group)
-    for name, value, on in (
-        ("distribute_saved_activations", distribute, bool(distribute) and ranks > 1),
-        ("get_rng_state_tracker", tracker, tracker is not None),
+def _is_group(value: Any) -> bool:
+    return torch.distributed.is_available() and isinstance(value, torch.distributed.ProcessGroup)
+
+
+def _check_distribution(group: Any, reentrant: bool) -> None:
+    """What is kept is to be spread over the ranks of a group."""
+    if not reentrant:
+        warnings.warn("checkpoint: distribute_saved_activations changes nothing with use_reentrant=False", stacklevel=3)
+        return
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        raise UnsupportedError(
+            "checkpoint",
+            "distribute_saved_activations=True without a process group",
+            "it where torch.distributed is initialized",
+            "call torch.distributed.init_process_group first, or leave it out",
+        )
+    ranks = torch.distributed.get_world_size(group)
+    if ranks > 1:
+        raise UnsupportedError(
+            "checkpoint",
+            f"distribute_saved_activations=True over {ranks} ranks",
+            "one rank in this release",
+            "leave distribute_saved_activations out: each rank keeps its own",
+        )
+
+
+def _tracker_of(get_rng_state_tracker: Any) -> Any:
+    tracker = get_rng_state_tracker() if callable(get_rng_state_tracker) else get_rng_state_tracker
+    if not callable(get_rng_state_tracker) or any(
+        not hasattr(tracker, name) for name in ("get_states", "set_states", "fork")
     ):
-        if on:
-            raise UnsupportedError(
-                "checkpoint", f"{name}={value!r}", "its default in this release", f"leave {name} out"
-            )
+        raise not_a_tracker("checkpoint(get_rng_state_tracker=...)", tracker)
+    return tracker
+
+
+def has_te_modules(network: Any) -> bool:
+    """Whether a checkpoint of this has to know regions: a module with one of ours in it, or any plain function.
+
+    (What a function calls cannot be seen from outside.)
+    """
+    if not isinstance(network, torch.nn.Module):
+        return True
+    return any(isinstance(module, CallingModule) for module in network.modules())
+
+
+# --------------------------------------------------------------------------------- phases, for whoever builds his own
+
+_reentrant = True  # what the last checkpoint was
+
+
+class _phase:  # noqa: N801  a context, as the public ones
+    """Inside is what a checkpoint runs: the first time, or again."""
+
+    __slots__ = ("again", "before")
+
+    def __init__(self, again: bool) -> None:
+        self.again = again
+
+    def __enter__(self) -> None:
+        self.before = active.checkpointed, active.recomputing
+        active.checkpointed, active.recomputing = True, self.again
+
+    def __exit__(self, *exc: object) -> None:
+        active.checkpointed, active.recomputing = self.before
+
+
+class activation_recompute_forward(ContextDecorator):  # noqa: N801  the documented name
+    """Context around what a checkpoint of the user's own runs: first, and again with recompute_phase=True.
+
+    What runs again reads the scales that its first run read, and records nothing; also where it is not a backward pass
+    that runs it. Regions may be entered inside or outside of it.
+    """
+
+    def __init__(self, activation_recompute: bool = False, recompute_phase: bool = False) -> None:
+        super().__init__()
+        self.activation_recompute, self.recompute_phase = activation_recompute, recompute_phase
+        self._before: list[tuple[bool, bool, Region | None]] = []
+
+    def __enter__(self) -> None:
+        self._before.append((active.checkpointed, active.recomputing, active.region))
+        again = self.activation_recompute and self.recompute_phase
+        active.checkpointed, active.recomputing = self.activation_recompute, again
+        if again and active.region is not None and not active.region.recompute:
+            active.region = _run_again(active.region, active.region)
+
+    def __exit__(self, *exc: object) -> None:
+        active.checkpointed, active.recomputing, active.region = self._before.pop()
+
+
+def get_activation_recompute_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """A context for what a checkpoint runs first, and one for what it runs again: what a `context_fn` returns."""
+    made = partial(activation_recompute_forward, activation_recompute=True)
+    return made(recompute_phase=False), made(recompute_phase=True)
+
+
+def is_fp8_activation_recompute_enabled() -> bool:
+    """Whether this is what a checkpoint runs, in low precision."""
+    return active.checkpointed and active.region is not None and active.region.precision != 0
+
+
+def in_fp8_activation_recompute_phase() -> bool:
+    """Whether it is what a checkpoint runs again."""
+    return bool(active.recomputing)
+
+
+def use_reentrant_activation_recompute() -> bool:
+    """Whether the last checkpoint was a reentrant one."""
+    return _reentrant

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+
+from te_torch.base.draws import Fork, drawn_in
 
 
 class DropPath(torch.nn.Module):
     """Zeroes whole samples (of the first dimension) with probability drop_prob in training, and scales up the rest."""
 
-    def __init__(self, drop_prob: float = 0.0) -> None:
+    def __init__(self, drop_prob: float = 0.0, fork: Fork | None = None) -> None:
         super().__init__()
         self.drop_prob = drop_prob
+        self._fork = fork  # of an RNG tracker; None: torch's own generator
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x, each sample either 0 or x / (1 - drop_prob)."""
@@ -18,10 +23,17 @@ class DropPath(torch.nn.Module):
             return x
         keep = 1.0 - self.drop_prob
         shape = (x.shape[0],) + (1,) * (x.ndim - 1)
-        kept = torch.rand(shape, device=x.device) < keep
+        subject = shape, x.device
+        numbers = _uniform(subject) if self._fork is None else drawn_in(self._fork, _uniform, subject)
+        kept = numbers < keep
         scaled = x / keep if keep else x  # a division by zero would leave its NaN in the gradient
         return torch.where(kept, scaled, torch.zeros((), dtype=x.dtype, device=x.device))
 
     def extra_repr(self) -> str:
         """What a printed module shows."""
         return f"drop_prob={self.drop_prob}"
+
+
+def _uniform(subject: tuple[Any, torch.device]) -> torch.Tensor:
+    shape, device = subject
+    return torch.rand(shape, device=device)

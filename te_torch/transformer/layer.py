@@ -14,7 +14,9 @@ import torch
 
 from te_core.attention import canonical_mask
 from te_core.errors import ArgumentError
+from te_torch import offloading
 from te_torch.attention.inference import InferenceParams
+from te_torch.base.draws import fork_of, random_pair
 from te_torch.base.options import check_options, refuse_unbuilt
 from te_torch.base.residual import Branch, bias_dropout_add
 from te_torch.module_names import next_name, shown
@@ -127,7 +129,9 @@ class TransformerLayer(torch.nn.Module):
         self.parallel_attention_mlp, self.output_layernorm = parallel_attention_mlp, output_layernorm
         self.hidden_dropout, self.use_bias = hidden_dropout, bias
         _check_options(given)
-        self.drop_path = DropPath(drop_path_rate) if drop_path_rate > 0 else None
+        # What is dropped of the stream is the same on all tensor-parallel ranks, unless each has tokens of its own.
+        self._fork = fork_of(get_rng_state_tracker, None) if sequence_parallel else None
+        self.drop_path = DropPath(drop_path_rate, self._fork) if drop_path_rate > 0 else None
         self._add_parts(given)
 
     def _add_parts(self, given: dict[str, Any]) -> None:
@@ -245,7 +249,7 @@ class TransformerLayer(torch.nn.Module):
             raise ArgumentError(
                 operation, "a decoder layer without encoder_output", "encoder_output", "pass encoder_output"
             )
-        x = amp_cast(hidden_states) if torch._C._is_any_autocast_enabled() else hidden_states
+        x = _begun(hidden_states)
         # Module.__getattr__ would cost a microsecond; keyword arguments, which a module's call packs anew twice, five.
         attention: Any = self._modules["self_attention"]
         mlp: Any = self._modules["layernorm_mlp"]
@@ -316,9 +320,10 @@ class TransformerLayer(torch.nn.Module):
         out, bias, residual = returned[:3]
         bias = bias if self.use_bias else None
         p = self.hidden_dropout if self.training else 0.0
+        rng = random_pair(out, self._fork) if p > 0.0 and self._fork is not None else None
         if drop_path is None:
-            return Branch(out, residual, bias, p)
-        return Branch(residual + drop_path(bias_dropout_add(out, bias, None, p)))
+            return Branch(out, residual, bias, p, rng)
+        return Branch(residual + drop_path(bias_dropout_add(out, bias, None, p, True, rng)))
 
     def extra_repr(self) -> str:
         """What a printed module shows; its parts show the rest."""
@@ -329,6 +334,13 @@ class TransformerLayer(torch.nn.Module):
             layer_type=self.layer_type,
             layer_number=self.layer_number,
         )
+
+
+def _begun(hidden_states: torch.Tensor) -> torch.Tensor:
+    """What a layer that begins computes with; an offload context around it is told."""
+    if not torch.compiler.is_compiling() and offloading.active.context is not None:
+        offloading.active.context.transformer_layer_begins()
+    return amp_cast(hidden_states) if torch._C._is_any_autocast_enabled() else hidden_states
 
 
 def _check_masks(operation: str, **masks: Any) -> None:

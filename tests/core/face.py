@@ -92,6 +92,9 @@ def operations(rt: Runtime) -> dict[str, Right]:
     dy8 = tensor(rt, 8, 2, HEADS, D, dtype=E5M2, value=1.0)
     split = {"heads": HEADS, "groups": HEADS, "head_dims": (D, D, D), "interleaved_groups": False}
     wide = rt.tensor(np.ones((128, 4), np.uint8))
+    routing, experts = rt.tensor(np.eye(ROWS, 4, dtype=np.int32)), rt.tensor(np.zeros((ROWS, 2), np.int32))
+    row_map, pads, probs = ops.mask_row_map(rt, routing), rt.tensor(np.zeros(4, np.int64)), tensor(rt, ROWS, 4)
+    chunks = rt.tensor(np.array([3, 5], np.int32)), rt.tensor(np.array([1, 0], np.int32))
     calls: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
         "activation_forward": ((x, "gelu"), {"cast": cast(rt)}),
         "activation_backward": ((x, x, "gelu"), {"cast": cast(rt), "column_sum": vector}),
@@ -103,6 +106,7 @@ def operations(rt: Runtime) -> dict[str, Right]:
         "attention_fp8_backward": ((dy8, small, small, small, small, done8.stats), {"spec": spec, "scales": backward}),
         "bias_dropout_add": ((x, vector, x), {"p": 0.5, "rng": rng}),
         "bias_dropout_add_backward": ((x,), {"p": 0.5, "rng": rng, "column_sum": vector}),
+        "chunk_row_map": (chunks, {"rows": ROWS}),
         "column_sum": ((x, vector), {}),
         "count_nonfinite": ((x, rt.tensor(np.zeros(2, np.int64))), {}),
         "dequantize": ((q8, dtypes.float32), {}),
@@ -112,16 +116,19 @@ def operations(rt: Runtime) -> dict[str, Right]:
             {"sizes": [8, 24], "trans_b": True, "bias": [None, tensor(rt, OUT)]},
         ),
         "gemm_quantized": ((q8, w8, y), {"bias": tensor(rt, OUT)}),
+        "index_row_map": ((experts,), {"rows": 2 * ROWS}),
         "kv_append": ((heads, heads, cache, _cu(rt, 0, 3, 5), _cu(rt, 0, 3, 5)), {"form": "sbhd"}),
         "kv_gather": ((paged, _cu(rt, 0, 3, 5)), {}),
         "kv_move": ((cache, rt.tensor(np.array([[0, 1, 3]], np.int32))), {"longest": 8}),
         "l2_norm_forward": ((x,), {"eps": 1e-6}),
         "l2_norm_backward": ((x, x), {"eps": 1e-6}),
+        "mask_row_map": ((routing,), {}),
         "norm_forward": (
             (x, vector, vector),
             {"kind": "LayerNorm", "eps": 1e-5, "cast": cast(rt), "branch": Branch(x, tensor(rt, ROWS, WIDTH), vector)},
         ),
         "norm_backward": ((x, x, vector, rows, rows), {"kind": "LayerNorm", "add": x}),
+        "permute": ((x, row_map), {"rows": ROWS, "probs": probs, "pad_offsets": pads}),
         "quantize": ((x, cast(rt)), {"column_sum": vector}),
         "quantize_grouped": ((x, [16, 16], [cast(rt, False)] * 2, [tensor(rt, WIDTH) for _ in range(2)]), {}),
         "quantize_many": (([x, w], [cast(rt, False)] * 2), {}),
@@ -134,6 +141,8 @@ def operations(rt: Runtime) -> dict[str, Right]:
         "softmax_backward": ((scores, scores, tensor(rt, 2, 8, HEADS)), {}),
         "swizzle_scales": ((wide,), {}),
         "transpose": ((x,), {}),
+        "unpermute": ((x, row_map), {"tokens": ROWS, "gates": probs, "row_probs": rows, "pad_offsets": pads}),
+        "unpermute_backward": ((x, x, row_map, probs), {"pad_offsets": pads}),
         "update_scales": (([state], "max"), {}),
         "plan_update": (([state], "max"), {}),
     }

@@ -58,7 +58,10 @@ class Run:
 
     def __init__(self, graph: Built, pointers: dict[int, int], workspace: int, handle: int) -> None:
         self.graph, self.workspace, self.handle = graph, workspace, handle
-        self.at = {attention_graph.OPERANDS[uid - 1]: p for uid, p in pointers.items()}
+        ours = attention_graph.OPERANDS
+        self.at = {
+            ours[uid - 1] if uid <= len(ours) else graph.parts[uid].known["name"]: p for uid, p in pointers.items()
+        }
 
 
 class Part:

@@ -18,6 +18,7 @@ BOUNDS = {
     "arguments._hint": "the annotations of functions and classes",
     "backends.cuda.attention._constants_held": "the soft-caps of a program; for good, as captured graphs read them",
     "backends.cuda.cudnn._graphs": "for good, as captured graphs run them (docs/architecture.md, known limits)",
+    "backends.cuda.cudnn._passing": "64 graphs of functions without a name, the oldest goes",
     "backends.cuda.cudnn._source": "the files that describe graphs",
     "backends.cuda.executor._executors": "devices",
     "backends.cuda.gemm_tune._neighbours": "_MOST_NEIGHBOURS",

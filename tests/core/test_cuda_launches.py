@@ -111,6 +111,11 @@ def every(rt: Runtime) -> dict[str, Right]:
     )
     clamp = Clamp(5.0, 1.5, 0.5)
     found["clamped"] = Right(ops.activation_forward, (rt, tensor(rt, 32, 64), "clamped_swiglu"), {"clamp": clamp})
+    index = ops.index_row_map(rt, rt.tensor(np.zeros((32, 2), "int32")), rows=64)
+    found["unpermute weighted"] = Right(ops.unpermute, (rt, x, index), {"tokens": 32, "weights": tensor(rt, 32, 2)})
+    masked = ops.mask_row_map(rt, rt.tensor(np.zeros((600, 4), "int32")))
+    found["map of many tokens"] = Right(ops.mask_row_map, (rt, rt.tensor(np.zeros((600, 4), "int32"))), {})
+    found["permute long rows"] = Right(ops.permute, (rt, tensor(rt, 600, 6000), masked), {"rows": 64})
     heads, freqs, cu = tensor(rt, 8, 2, 16), tensor(rt, 8, 16), rt.tensor(np.array([0, 3, 8], "int32"))
     found["rope thd"] = Right(ops.rope, (rt, heads, freqs), {"fmt": "thd", "cu_seqlens": cu, "interleaved": True})
     return found

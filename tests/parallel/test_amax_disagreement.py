@@ -21,7 +21,7 @@ from torch.nn import Module, ModuleList, Sequential
 import te_torch as te
 from te_core.errors import ArgumentError
 from te_core.recipe import DelayedScaling, Format
-from te_torch import amax_reduction
+from te_torch import amax_reduction, updates
 from te_torch import state as scaling
 from tests.module_steps import differences, values
 from tests.parallel.amax_steps import RULE, batch, counted, error_of, forward, fp8_state, make, step, train
@@ -444,13 +444,13 @@ def without_host_waits(rank: Rank) -> Any:
         return True
     tokens = [m.fp8_state.token for m in (net.first, net.second)]
     for direction in (scaling.FORWARD, scaling.BACKWARD):  # settled in this order (backward ran in the other)
-        scaling.update(tokens, direction)
+        updates.update(tokens, direction)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
         for _ in range(3):
             for direction in (scaling.FORWARD, scaling.BACKWARD):
-                scaling.update(tokens, direction)
+                updates.update(tokens, direction)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     return True

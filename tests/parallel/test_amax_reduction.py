@@ -19,7 +19,7 @@ from torch.nn import ModuleList
 import te_torch as te
 from te_core.errors import UnsupportedError
 from te_core.recipe import DelayedScaling, Float8CurrentScaling
-from te_torch import amax_reduction
+from te_torch import amax_reduction, updates
 from te_torch import state as scaling
 from te_torch.state import ScalingState
 from tests.backends import requires_gpus
@@ -397,7 +397,7 @@ def captured(rank: Rank) -> Any:
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            scaling.update([state.token], scaling.FORWARD)
+            updates.update([state.token], scaling.FORWARD)
         return graph
 
     refused = error_of(lambda: capture(fresh.fp8_state), UnsupportedError)

@@ -61,3 +61,11 @@ def test_generated_text_is_made_anew(page: Path, monkeypatch: pytest.MonkeyPatch
     page.write_text(PAGE.format(**RIGHT | {"text": "old\nlines"}))
     assert run(monkeypatch) == 0
     assert page.read_text() == PAGE.format(**RIGHT)
+
+
+def test_examples_for_a_gpu_are_run_where_one_is_said_to_be() -> None:
+    text = "```python\na = 1\n```\n\n<!-- not run: it needs a GPU -->\n```python\nassert a == 2\n```\n"
+    other = text.replace("it needs a GPU", "for another reason")
+    assert docs.needs_gpu(text) and not docs.needs_gpu(other)
+    assert docs.run_examples(text) is None and docs.run_examples(other, gpu=True) is None
+    assert "AssertionError" in (docs.run_examples(text, gpu=True) or "")

@@ -104,7 +104,11 @@ EXCLUSIONS: list[tuple[str, dict[str, Any], tuple[str, ...], str]] = [
     ("FP8, bias", {"fp8": "delayed", "switches": EMULATE, **spec(bias="post_scale_bias")}, (*FLASHES, FUSED), " bias"),
     ("splits", {"num_splits": 4}, (FLASH2, FLASH_TORCH, FUSED, UNFUSED), "num_splits=4"),
     ("max_logit", spec(max_logit=True), FLASHES, "max_logit"),
-    ("score_mod", {"score_mod": True}, (*FLASHES, FUSED, UNFUSED), "score_mod"),
+    ("torch_score_mod", {"score_mod": "torch"}, (*FLASHES, FUSED), "torch_score_mod"),
+    ("torch_score_mod, FP8", {"score_mod": "torch", "fp8": "delayed", "switches": EMULATE}, (*FLASHES, FUSED, UNFUSED),
+     "torch_score_mod"),
+    ("torch_score_mod, cache", {"score_mod": "torch", "cached": True}, (*FLASHES, FUSED, UNFUSED), "torch_score_mod"),
+    ("score_mod", {"score_mod": "graph", "mask": "causal"}, (*FLASHES, FUSED, UNFUSED), "score_mod"),
     ("off-by-one", spec(softmax="off-by-one"), FLASHES, "softmax_type='off-by-one'"),
     ("learnable", spec(softmax="learnable"), FLASHES, "softmax_type='learnable'"),
     ("arbitrary", spec(masked=True, right=-1), FLASHES, "arbitrary mask"),
@@ -417,7 +421,7 @@ def test_no_backend(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_score_mod_is_refused_with_reasons() -> None:
-    with pytest.raises(ValueError, match="no graph from a score_mod"):
+    with pytest.raises(ValueError, match="a score_mod needs a GPU .torch_score_mod is its form"):
         DotProductAttention(4, 16, 2)(*inputs(), score_mod=lambda *a: a)
 
 

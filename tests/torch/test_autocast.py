@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import te_torch as te
 from te_core.errors import ArgumentError
 from te_core.recipe import DelayedScaling, Float8CurrentScaling, Format, QParams
-from te_torch import amax_reduction
+from te_torch import amax_reduction, updates
 from te_torch import state as scaling
 from tests.backends import devices
 from tests.module_steps import GEMM_MODULES, differences, fp8_state, gradient_for, make, on, region, step, values
@@ -533,7 +533,7 @@ def test_both_models_in_one_region(device: str) -> None:
 @on_devices
 def test_no_state_outlives_its_module(device: str) -> None:
     gc.collect()
-    before, pending = len(scaling._by_token), dict(scaling._pending)
+    before, pending = len(scaling._by_token), dict(updates._pending)
     held = model(device, 0)
     x = values(32, 48, device=device)
     step(held, x, SHORT)
@@ -543,7 +543,7 @@ def test_no_state_outlives_its_module(device: str) -> None:
         del held, y
         gc.collect()
         assert len(scaling._by_token) == before, "a region keeps nothing alive"
-    assert scaling._pending == pending
+    assert updates._pending == pending
 
 
 @on_devices

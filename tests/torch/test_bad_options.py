@@ -55,7 +55,7 @@ BAD: dict[str, tuple[Any, ...]] = {
          "return_layernorm_output", "return_layernorm_output_gathered", "input_layernorm", "output_layernorm",
          "parallel_attention_mlp", "apply_residual_connection_post_layernorm", "fuse_qkv_params",
          "qkv_weight_interleaved", "rotary_pos_interleaved", "qk_norm_before_rope", "return_max_logit",
-         "single_grouped_weight", "single_grouped_bias", "interleaved"), FLAG,
+         "save_original_input", "single_grouped_weight", "single_grouped_bias", "interleaved"), FLAG,
     ),
     **dict.fromkeys(
         ("sequence_parallel", "set_parallel_mode", "bottom_right_diagonal", "enc_dec_bottom_right_diagonal"),
@@ -92,7 +92,6 @@ ELSEWHERE = {
     "ub_tp_comm_overlap",
     "ub_name",
     "symmetric_ar_type",
-    "save_original_input",  # not built: refused unless off
     "seq_length",
     "micro_batch_size",  # without effect, as documented
     "parameters_split",
@@ -149,7 +148,6 @@ NOT_BUILT: dict[str, Any] = {
     "ub_bulk_dgrad": True,
     "ub_bulk_wgrad": True,
     "symmetric_ar_type": "one_shot",
-    "save_original_input": True,
     "activation_params": {"limit": 7.0},
     "activation": "tanh",
 }

@@ -181,6 +181,51 @@ def test_a_replay_is_an_eager_step(name: str, recipe: str | None) -> None:
         assert not torch.equal(graphed.results(y)["y"], got["y"])
 
 
+@pytest.mark.parametrize("recipe", [None, "delayed", "current", "block"])
+def test_a_whole_step_with_its_optimizer(recipe: str | None) -> None:
+    """Weights, moments, scales and histories after a hundred replays are those after a hundred eager steps."""
+    torch.manual_seed(0)
+    options = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "params_dtype": torch.bfloat16}
+    model = torch.nn.Sequential(*[te.TransformerLayer(HIDDEN, 2 * HIDDEN, 4, **options) for _ in range(2)])
+    models = [model, copy.deepcopy(model)]
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-3, fused=True, capturable=True) for m in models]
+    x = torch.zeros(SEQ, BATCH, HIDDEN, device="cuda", dtype=torch.bfloat16)
+
+    def fill(number: int) -> None:
+        x.copy_(torch.randn(x.shape, device="cuda", generator=torch.Generator("cuda").manual_seed(number)))
+        x.mul_(1 + number / 10)
+
+    def one(i: int) -> torch.Tensor:
+        optimizers[i].zero_grad(set_to_none=True)
+        with region(recipe):
+            loss = (models[i](x) - x.roll(1, 0)).float().square().mean()
+        loss.backward()
+        optimizers[i].step()
+        return loss
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for i in (0, 1):
+            for number in range(3):
+                fill(number)
+                one(i)
+    torch.cuda.current_stream().wait_stream(side)
+    gc.collect()
+    graph, loss = capture(lambda: one(0))
+    losses = set()
+    for number in range(3, 103):
+        fill(number)
+        graph.replay()
+        assert torch.equal(loss, one(1)), number
+        losses.add(loss.item())
+    assert len(losses) > 90
+    found, wanted = ({n: t for n, t in m.state_dict().items() if torch.is_tensor(t)} for m in models)
+    assert not unequal(found, wanted) and not unequal(fp8_state(models[0]), fp8_state(models[1]))
+    moments = [[t for s in o.state.values() for t in s.values()] for o in optimizers]
+    assert all(torch.equal(a, b) for a, b in zip(*moments, strict=True))
+
+
 @pytest.mark.parametrize("recipe", [None, "delayed", "fp8_dpa"])
 def test_forward_alone(recipe: str | None) -> None:
     step = Step("TransformerLayer", recipe)

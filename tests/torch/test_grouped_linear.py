@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import te_torch as te
 from te_core.errors import ArgumentError
@@ -20,11 +21,10 @@ from te_core.recipe import (
     MXFP8BlockScaling,
     NVFP4BlockScaling,
 )
-from te_torch.autocast import active
 from te_torch.base.quantized_init import quantized_model_init
 from te_torch.quantized import QuantizedTorch
 from tests.backends import devices, requires_cuda
-from tests.module_steps import randomise, values
+from tests.module_steps import differences, fp8_state, randomise, values
 
 on_devices = pytest.mark.parametrize("device", devices())
 RECIPES: dict[str, Any] = {
@@ -259,6 +259,58 @@ def test_buffers(device: str) -> None:
 
 
 @on_devices
+def test_buffers_and_autograd(device: str) -> None:
+    """The gradient that leaves lies in its buffer too. One used again before backward is noticed, a pool is not."""
+    module, splits = grouped(device), SPLITS[0]
+    rows = sum(splits)
+    x, dy = batch(splits, device, 0)
+    plain = module(x, splits)
+    plain.backward(dy)
+    once, x.grad = x.grad, None
+    pool = torch.empty(2 * rows, N, device=device, dtype=x.dtype)
+    dgrad_out = torch.empty(rows, K, device=device, dtype=x.dtype)
+    h, seen = x * 1, []
+    h.register_hook(lambda g: seen.append(g.data_ptr()))
+    y = module(h, splits, out=pool[:rows], dgrad_out=dgrad_out)
+    squares = y.pow(2)  # keeps y
+    other = module(x.detach(), splits, out=pool[rows:])
+    assert other.data_ptr() == pool[rows:].data_ptr() and torch.equal(other, y)
+    (squares.sum() * 0 + (y * dy).sum()).backward()
+    assert seen == [dgrad_out.data_ptr()] and torch.equal(x.grad, once)
+    x.grad = None
+    for _ in range(2):  # gradients of a leaf add up, though both came in one buffer
+        module(x, splits, dgrad_out=dgrad_out).backward(dy)
+    assert torch.equal(x.grad, once + once)
+    stale = module(x, splits, out=pool[:rows]).pow(2).sum()
+    module(x, splits, out=pool[:rows])
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        stale.backward()
+    y = module(x, splits, out=pool[:rows])
+    y.add_(1)  # no view of anything
+    y.backward(dy)
+
+
+@on_devices
+def test_buffers_that_are_refused(device: str) -> None:
+    """One memory for two purposes, a tensor of inference mode outside of it, what is no tensor."""
+    module, splits = te.GroupedLinear(GROUPS, K, K, params_dtype=torch.bfloat16, device=device), SPLITS[0]
+    x, _ = batch(splits, device, 0)
+    for name in ("out", "dgrad_out"):
+        with pytest.raises(ArgumentError, match=f"{name} in the memory of inp"):
+            module(x.detach(), splits, **{name: x.detach()})
+    both = torch.empty_like(x.detach())
+    with pytest.raises(ArgumentError, match="dgrad_out in the memory of out"):
+        module(x, splits, out=both, dgrad_out=both)
+    with torch.inference_mode():
+        buffer = torch.empty_like(both)
+        assert torch.equal(module(x, splits, out=buffer), module(x, splits))
+    with pytest.raises(ArgumentError, match="made in inference mode"):
+        module(x, splits, out=buffer)
+    with pytest.raises(TypeError, match="out must be a tensor, not list"):
+        module(x, splits, out=[])
+
+
+@on_devices
 def test_splits(device: str) -> None:
     """A list, a tuple, a tensor on either side: the same; only a tensor on the GPU is copied, once."""
     module, splits = grouped(device), SPLITS[0]
@@ -444,27 +496,69 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
         module(x[:, :4], [1, 1])
 
 
-def test_compiled() -> None:
-    """A call in a compiled function is a graph break, and right; a region inside such a function is refused."""
+@on_devices
+@pytest.mark.parametrize("held", [False, True])
+@pytest.mark.parametrize("name", [name for name in RECIPES if "nvfp4" not in name])  # which draws
+def test_compiled(name: str, held: bool, device: str) -> None:
+    """Equal to eager, whatever the splits are: no graph break, and one program for all that come as a tensor."""
+    torch._dynamo.reset()
+    with quantized_model_init(enabled=held and RECIPES[name] is not None, recipe=RECIPES[name]):
+        module = grouped(device)
+    if not module.primary_weights_in_fp8:
+        randomise(module)
+    eager = copy.deepcopy(module)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(lambda x, splits: module(x, splits), fullgraph=True, backend=counter)
+    count = module.num_gemms
+    for form in (torch.tensor, list):
+        for i in range(3):
+            splits = [16 * ((i + j) % count) for j in range(count)]
+            x, dy = batch(splits, device, i)
+            results = []
+            for call, owner in ((compiled, module), (eager, eager)):
+                leaf = x.detach().clone().requires_grad_()
+                with region(name):
+                    y = call(leaf, form(splits))
+                y.backward(dy)
+                results.append({"y": y.detach(), "dx": leaf.grad} | {n: p.grad for n, p in owner.named_parameters()})
+                owner.zero_grad()
+            assert not differences(*results), (form, i)
+            assert not differences(fp8_state(module), fp8_state(eager)), (form, i)
+        if form is torch.tensor:
+            assert counter.frame_count == 1
+
+
+@on_devices
+def test_compiled_with_the_region_inside(device: str) -> None:
+    torch._dynamo.reset()
+    module = grouped(device)
+    randomise(module)
+    eager = copy.deepcopy(module)
+    splits = [16] * module.num_gemms
+    x, _ = batch(splits, device, 0)
+
+    def run(owner: Any, x: torch.Tensor) -> torch.Tensor:
+        with te.autocast(recipe=RECIPES["delayed"]):
+            return owner(x, splits)
+
+    compiled = torch.compile(lambda x: run(module, x), fullgraph=True, backend="aot_eager")
+    for i in range(3):
+        assert torch.equal(compiled(x * (i + 1)), run(eager, x * (i + 1)))
+        assert not differences(fp8_state(module), fp8_state(eager))
+
+
+def test_compiled_refuses_wrong_splits() -> None:
+    torch._dynamo.reset()
     module = te.GroupedLinear(2, 16, 32, device="cpu")
-    calls: list[Any] = []
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    with pytest.raises(ArgumentError, match=r"m_splits=\[2, 3\] with an input of 6 rows"):
+        compiled(values(6, 16), torch.tensor([2, 3]))
 
-    def backend(graph: Any, inputs: Any) -> Any:
-        calls.append(graph)
-        return graph.forward
 
-    compiled = torch.compile(lambda x, splits: torch.relu(module(x * 2, splits)), backend=backend)
+def test_compiled_with_buffers_breaks_the_graph() -> None:
+    torch._dynamo.reset()
+    module, out = te.GroupedLinear(2, 16, 32, device="cpu"), torch.empty(6, 32)
     x = values(6, 16)
-    for splits in ([2, 4], [6, 0]):
-        for recipe in (None, Float8CurrentScaling()):
-            with te.autocast(enabled=recipe is not None, recipe=recipe):
-                assert torch.equal(compiled(x, splits), torch.relu(module(x * 2, splits)))
-    assert calls
-
-    def inside(x: torch.Tensor) -> torch.Tensor:
-        with te.autocast(recipe=Float8CurrentScaling()):
-            return module(x, [2, 4])
-
-    with pytest.raises(Exception, match="autocast region inside the compiled function"):  # torch wraps it
-        torch.compile(inside, backend=backend)(x)
-    assert active.region is None
+    compiled = torch.compile(lambda x: torch.relu(module(x * 2, [2, 4], out=out)), backend="eager")
+    with torch.no_grad():
+        assert torch.equal(compiled(x), torch.relu(module(x * 2, [2, 4])))

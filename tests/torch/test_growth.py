@@ -9,14 +9,14 @@ import torch
 
 import te_torch as te
 from te_core.recipe import DelayedScaling, Float8CurrentScaling
-from te_torch import function, precisions
+from te_torch import calls, precisions
 from te_torch.attention import masks
 from te_torch.attention.dot_product import _PLANS
 
 
 def _calls() -> int:
     gc.collect()
-    return sum(type(o) is function.Call for o in gc.get_objects())
+    return sum(type(o) is calls.Call for o in gc.get_objects())
 
 
 class Looks:

@@ -12,6 +12,8 @@ import pytest
 import torch
 
 from examples.generate import parse
+from te_core.errors import UnsupportedError
+from te_torch.attention.dot_product import DotProductAttention
 from te_torch.attention.inference import InferenceParams
 from te_torch.attention.rope import RotaryPositionEmbedding
 from te_torch.transformer.layer import TransformerLayer
@@ -131,3 +133,45 @@ def test_refusals_of_the_example(option, value, said, monkeypatch, capsys):
     with pytest.raises(SystemExit):
         parse()
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("kind", ["rows", "pages", "older"])
+@pytest.mark.parametrize("frozen", ["", "query", "keys"])
+@torch.enable_grad()
+def test_no_gradient_through_a_cache(device, kind, frozen):
+    """Forward in grad mode is what it is without; a backward says in one sentence that there is none."""
+    model = Tiny("bshd", device).eval()
+    for name, parameter in model.named_parameters():
+        if frozen and ("query" in name) == (frozen == "query"):
+            parameter.requires_grad_(False)
+    tokens = torch.arange(6, device=device).view(2, 3)
+
+    def cache():
+        if kind == "older":
+            return InferenceParams(2, CAPACITY, device=device)
+        p = params(device, paged=kind == "pages", dtype=torch.float32, d_v=D_K)
+        p.pre_step(OrderedDict({1: 3, 2: 3}))
+        return p
+
+    got = model(tokens, inference_params=cache())
+    with torch.no_grad():
+        want = model(tokens, inference_params=cache())
+    assert got.requires_grad and torch.equal(got, want)
+    with pytest.raises(
+        UnsupportedError, match=r"DotProductAttention: got a backward through inference_params.*no_grad"
+    ):
+        got.sum().backward()
+
+
+@pytest.mark.parametrize("device", devices())
+@torch.enable_grad()
+def test_grad_mode_costs_a_cache_no_memory(device):
+    """Who forgets torch.no_grad() keeps nothing of the attention for a backward that cannot be."""
+    attention = DotProductAttention(HEADS, D_K, qkv_format="bshd", attn_mask_type="padding_causal", layer_number=1)
+    q, k, v = (torch.randn(2, 3, HEADS, D_K, device=device, requires_grad=True) for _ in range(3))
+    p, kept = InferenceParams(2, CAPACITY, device=device), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        out = attention(q, k, v, inference_params=p)
+    assert not kept and out.requires_grad and not p.cache_manager.cache[1][0].requires_grad
+    assert not attention(q.detach(), k.detach(), v.detach(), inference_params=p).requires_grad

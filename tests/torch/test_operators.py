@@ -15,7 +15,7 @@ import torch
 
 import te_torch as te
 from te_core.tensor import Tensor
-from te_torch import function
+from te_torch import operators
 from te_torch.runtime import TorchAllocator
 from tests import recipes
 from tests.backends import devices
@@ -57,7 +57,7 @@ def noted(device: str) -> Iterator[dict[tuple[Any, ...], Any]]:
         return run
 
     with torch.library._scoped_library("te_runtime", "IMPL") as library:
-        for name, implementation in (("forward", function._forward_op), ("backward", function._backward_op)):
+        for name, implementation in (("forward", operators._forward_op), ("backward", operators._backward_op)):
             library.impl(name, note(name, implementation), device.upper())
         yield calls
 

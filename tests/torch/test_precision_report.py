@@ -13,10 +13,10 @@ import te_torch as te
 from te_core import device as devices_of_core
 from te_core.device import DeviceInfo
 from te_core.errors import UnsupportedError
-from te_core.layers.explain import PRODUCTS
 from te_core.ops import gemm_quantized
 from te_core.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Format, MXFP8BlockScaling, resolve
 from te_core.tensor import cuda_device
+from te_core.tools.explain import PRODUCTS
 from te_torch.attention import env
 from te_torch.tools.precision_report import precision_report
 from tests.backends import capability, devices, requires_cuda

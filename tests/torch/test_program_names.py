@@ -14,7 +14,9 @@ import torch
 
 import te_torch as te
 from te_core.recipe import Float8BlockScaling, Float8CurrentScaling
-from te_torch import function, program_names
+from te_torch import calls as registry
+from te_torch import program_names
+from te_torch.calls import Call, Layer, key_of
 from te_torch.program_names import build, name_of_program
 from tests.torch.test_operators import EVERY, calls_of
 
@@ -65,13 +67,13 @@ def test_a_process_takes_only_its_own_kind_of_program_from_disk(tmp_path: Path) 
 def keys_of(recipe: Any, monkeypatch: pytest.MonkeyPatch) -> set[str]:
     """The keys of a layer's programs, in tables as a new process finds them."""
     for table in ("_of_programs", "_by_spec"):
-        monkeypatch.setattr(function, table, {} if table == "_of_programs" else weakref.WeakValueDictionary())
+        monkeypatch.setattr(registry, table, {} if table == "_of_programs" else weakref.WeakValueDictionary())
     torch._dynamo.reset()
     layer = torch.compile(te.Linear(16, 16, device="cpu"), backend="aot_eager")
     x = torch.randn(16, 16, requires_grad=True)
     with te.autocast(recipe=recipe):
         layer(x).sum().backward()
-    return set(function._of_programs)
+    return set(registry._of_programs)
 
 
 def test_keys_are_of_what_they_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,11 +86,11 @@ def test_keys_are_of_what_they_name(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("recipe", [r for r in EVERY if r is not None and "custom" not in r])
 def test_every_recipe_can_be_named_for_all_processes(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(function, "_of_programs", {})
+    monkeypatch.setattr(registry, "_of_programs", {})
     calls = calls_of("Linear", recipe, 24, "cpu")
     monkeypatch.setattr(program_names, "_SECRET", "another")
     for key in {key for _, key, _ in calls}:
-        call = function._of_programs[key]
+        call = registry._of_programs[key]
         assert name_of_program(call.layer.name, (call.spec, call.needs_grad)) == key
 
 
@@ -105,21 +107,21 @@ def test_what_has_no_description_is_this_processs_own(monkeypatch: pytest.Monkey
 
 def test_inspected_programs_are_this_processs_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever looks on may put something else in an operand's place."""
-    calls = [function.Call(function.Layer("a", print, print, print), 1, True, o) for o in ({}, {"inspector": None})]
-    monkeypatch.setattr(function, "_of_programs", {})
-    here = [function.key_of(c) for c in calls]
-    monkeypatch.setattr(function, "_of_programs", {})
+    calls = [Call(Layer("a", print, print, print), 1, True, o) for o in ({}, {"inspector": None})]
+    monkeypatch.setattr(registry, "_of_programs", {})
+    here = [key_of(c) for c in calls]
+    monkeypatch.setattr(registry, "_of_programs", {})
     monkeypatch.setattr(program_names, "_SECRET", "another")
-    there = [function.key_of(c) for c in calls]
+    there = [key_of(c) for c in calls]
     assert here[0] == there[0] and here[1] != there[1]
 
 
 def test_two_that_read_the_same_have_two_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(function, "_of_programs", {})
-    calls = [function.Call(function.Layer("a", print, print, print), 1, True, {}) for _ in range(3)]
-    keys = [function.key_of(c) for c in calls]
-    assert len(set(keys)) == 3 and [function.key_of(c) for c in calls] == keys
-    assert [function._of_programs[k] for k in keys] == calls
+    monkeypatch.setattr(registry, "_of_programs", {})
+    calls = [Call(Layer("a", print, print, print), 1, True, {}) for _ in range(3)]
+    keys = [key_of(c) for c in calls]
+    assert len(set(keys)) == 3 and [key_of(c) for c in calls] == keys
+    assert [registry._of_programs[k] for k in keys] == calls
 
 
 def test_a_forked_process_has_a_name_of_its_own() -> None:

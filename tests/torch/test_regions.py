@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 import te_torch as te
 from te_core.errors import ArgumentError, UnsupportedError
 from te_core.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
-from te_torch import state as scaling
+from te_torch import updates
 from te_torch.autocast import active
 from tests.backends import devices
 from tests.module_steps import differences, fp8_state, values
@@ -464,11 +464,11 @@ def test_arguments_of_checkpoint() -> None:
 
 def test_the_older_order_of_checkpoint() -> None:
     x = torch.ones(3, requires_grad=True)
-    with pytest.raises(UnsupportedError, match="get_rng_state_tracker"), pytest.warns(DeprecationWarning):
-        te.checkpoint(torch.sin, False, lambda: None, None, x)
+    with pytest.warns(DeprecationWarning, match="by name"):
+        te.checkpoint(torch.sin, False, te.CudaRNGStatesTracker, None, x)
     with pytest.raises(ArgumentError, match="callable"):
         te.checkpoint(x, torch.sin)
-    te.checkpoint(torch.sin, x, distribute_saved_activations=True, tp_group=None).sum().backward()
+    te.checkpoint(torch.sin, x, tp_group=None).sum().backward()
     assert torch.equal(x.grad, torch.cos(x.detach()))
 
 
@@ -499,10 +499,10 @@ def test_a_backward_pass_inside_another(device: str) -> None:
         middle, b = second(x), second(y)
         a = first(middle)
     middle.register_hook(lambda g: (b.backward(torch.ones_like(b)), g)[1])  # when first's backward has run
-    before = set(scaling._pending)  # of passes that ended in an error
+    before = set(updates._pending)  # of passes that ended in an error
     a.sum().backward()
     for module in (first, second):
-        assert (module.fp8_state.scale_bwd[0] != 1).all() and set(scaling._pending) == before
+        assert (module.fp8_state.scale_bwd[0] != 1).all() and set(updates._pending) == before
     with region(DELAYED):
         c, d = plain[0](plain[1](x.detach())), plain[1](y.detach())
     d.sum().backward()

@@ -13,7 +13,7 @@ import torch
 import te_torch as te
 from te_core.errors import UnsupportedError
 from te_core.layers.residual import AddSpec, BranchNeeds
-from te_torch.base.module import random_pair
+from te_torch.base.draws import random_pair
 from te_torch.base.residual import ADD, Branch, bias_dropout_add
 from te_torch.function import _gradients, key_of, register
 from te_torch.runtime import to_core
@@ -422,9 +422,9 @@ def test_operators_return_no_argument_and_nothing_twice(device: str) -> None:
     """What a compiled graph is made of is free of aliases, also where eager hands one gradient on to two inputs."""
     key = key_of(register(ADD, AddSpec(0.0, BranchNeeds(True, False, True)), True))
     x, residual, dy = (values(*SHAPE, device=device, seed=i) for i in range(3))
-    (out,) = torch.ops.te_runtime.forward([x, None, residual, None], None, key)
+    (out,) = torch.ops.te_runtime.forward([x, None, residual, None], None, None, key, "")
     assert torch.equal(out, x + residual)
-    gradients = torch.ops.te_runtime.backward([dy], [None], None, key, 0)
+    gradients = torch.ops.te_runtime.backward([dy], [None], None, key)
     assert len(gradients) == 2 and all(torch.equal(g, dy) for g in gradients)
     assert len({t.untyped_storage().data_ptr() for t in (dy, *gradients)}) == 3
 

@@ -25,6 +25,7 @@ from te_core.backends.cpu.attention_fp8 import (
     plan_attention_fp8_forward,
     scale_pairs,
 )
+from te_core.backends.cpu.attention_scored import attention_scored, plan_attention_scored
 from te_core.backends.cpu.elementwise import add, bias_dropout_add, bias_dropout_add_backward
 from te_core.backends.cpu.executor import executor, executors
 from te_core.backends.cpu.gemm import plan_gemm
@@ -33,6 +34,16 @@ from te_core.backends.cpu.l2_norm import l2_norm_backward, l2_norm_forward, plan
 from te_core.backends.cpu.matrix import column_sum, resize
 from te_core.backends.cpu.memory import copy_from_host, copy_to_host, default_allocator, order, stream, zero
 from te_core.backends.cpu.norm import norm_backward, norm_forward, plan_norm_backward, plan_norm_forward
+from te_core.backends.cpu.permute import (
+    permute,
+    plan_permute,
+    plan_row_map,
+    plan_unpermute,
+    plan_unpermute_backward,
+    row_map,
+    unpermute,
+    unpermute_backward,
+)
 from te_core.backends.cpu.quantize import (
     amax,
     count_nonfinite,

@@ -9,10 +9,10 @@ The number of a tensor in a graph is its place in `OPERANDS` plus one.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from te_core.attention import DIMENSIONS, bucket
+from te_core.attention import DIMENSIONS, ScoreMod, bucket
 from te_core.backends.cuda import cudnn
 from te_core.tensor import Tensor
 
@@ -72,6 +72,16 @@ class Layout:
 
 
 @dataclass(frozen=True, slots=True)
+class Given:
+    """A tensor for a `ScoreMod`: "forward" or "backward", a dot, and what its function calls it."""
+
+    name: str
+    dim: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
 class GraphSpec:
     """All that a graph depends on."""
 
@@ -97,6 +107,13 @@ class GraphSpec:
     maxima: bool = False  # the largest score and the sum of exponentials in place of the statistics
     tokens: tuple[int, int] | None = None  # packed, backward: no more tokens than these
     pages: tuple[int, int, int] | None = None  # batch, pages a sequence, the longest cache
+    score_mod: ScoreMod | None = None
+    given: tuple[Given, ...] = ()  # the tensors of its functions
+
+    @property
+    def operands(self) -> tuple[str, ...]:
+        """The names of the graph's tensors, in the order of their numbers."""
+        return (*OPERANDS, *(t.name for t in self.given))
 
     def describe(self, made: Any) -> Callable[[], None]:
         """Put the operations into an empty graph; call the result when it is built."""
@@ -163,6 +180,7 @@ class _Maker:
         }
         self.layouts = dict(spec.tensors)
         self._before_tanh: Any = None
+        self._user: ScoreMod | None = spec.score_mod
 
     def make(self) -> None:
         if self.spec.fp8:
@@ -171,12 +189,21 @@ class _Maker:
             self._backward() if self.spec.backward else self._forward()
 
     def release(self) -> None:
-        """Let go of the graph, which itself keeps the functions that modify scores."""
-        self.made = self._before_tanh = None
+        """Let go of the graph, which itself keeps the functions that modify scores, and of a user's."""
+        self.made = self._before_tanh = self._user = None
+        self.spec = replace(self.spec, score_mod=None)
 
     # ------------------------------------------------------------------------------ tensors
 
-    def _tensor(self, name: str, dim: Four, stride: Four, dtype: str, offsets: Any = None) -> Any:
+    def _tensor(
+        self,
+        name: str,
+        dim: tuple[int, ...],
+        stride: tuple[int, ...],
+        dtype: str,
+        offsets: Any = None,
+        number: int | None = None,
+    ) -> Any:
         return self.made._make_tensor(
             dim=list(dim),
             stride=list(stride),
@@ -186,7 +213,7 @@ class _Maker:
             ragged_offset=offsets,
             reordering_type=self.fe.module.tensor_reordering.NONE,
             name=name,
-            uid=UIDS[name],
+            uid=number or UIDS[name],
         )
 
     def _dense(self, name: str, dim: Four, dtype: str) -> Any:
@@ -271,6 +298,8 @@ class _Maker:
         }
         if spec.softcap:
             options["score_mod"] = self._score_mod
+        if spec.score_mod is not None:
+            options["score_mod"] = self._user_forward
         if spec.maxima:
             found, offsets = self.layouts["stats"], self._offsets("stats")
             for option, name in (("score_max", "stats"), ("score_sum_exp", "sum_exp")):
@@ -307,6 +336,10 @@ class _Maker:
         if spec.softcap:
             options["score_mod"] = self._score_mod
             options["score_mod_bprop"] = self._score_mod_backward
+        if spec.score_mod is not None:
+            options["score_mod"] = self._user_forward
+            if spec.score_mod.backward is not None:  # else cuDNN derives it, where it can
+                options["score_mod_bprop"] = self._user_backward
         if spec.bias_grad and spec.bias is not None:
             options["dBias"] = self._dense("dbias", spec.bias[1], spec.bias[0])
         if spec.sink_grad:
@@ -351,6 +384,25 @@ class _Maker:
         if self.spec.reach:
             ahead = graph.sub(a=ahead, b=self._number("reach"))
         return graph.add(a=scores, b=graph.mul(a=graph.relu(input=ahead), b=self._number("hidden")))
+
+    # ------------------------------------------------------------------------------ a user's functions
+
+    def _user_forward(self, graph: Any, scores: Any) -> Any:
+        assert self._user is not None and self._user.forward is not None
+        return self._user.forward(graph, scores, self._given("forward"))
+
+    def _user_backward(self, graph: Any, grad: Any) -> Any:
+        assert self._user is not None and self._user.backward is not None
+        return self._user.backward(graph, grad, self._given("backward"))
+
+    def _given(self, direction: str) -> dict[str, Any]:
+        """The tensors of one of the functions, by the names that it knows."""
+        found = {}
+        for number, t in enumerate(self.spec.given, len(OPERANDS) + 1):
+            side, _, name = t.name.partition(".")
+            if side == direction:
+                found[name] = self._tensor(t.name, t.dim, t.stride, t.dtype, number=number)
+        return found
 
     # ------------------------------------------------------------------------------ FP8
 

@@ -11,7 +11,7 @@ bands in which a query may see no key, which cuDNN takes with lengths only.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
@@ -321,7 +321,13 @@ def graph_spec(frame: Frame, dtype: DType, found: dict[str, Layout], **options: 
 
 def graph_of(rt: Runtime, spec: GraphSpec) -> cudnn.Graph:
     """The graph of a spec."""
-    return cudnn.graph(rt, spec, OPERANDS, spec.describe)
+    if spec.score_mod is None:
+        return cudnn.graph(rt, spec, OPERANDS, spec.describe)
+    # On disk a key says nothing: it may name a function whose text has changed since.
+    mod = spec.score_mod
+    named = replace(spec, score_mod=replace(mod, forward=None, backward=None))  # equal, and keeps no function alive
+    keep = "process" if mod.key is not None else "caller"
+    return cudnn.graph(rt, named, spec.operands, spec.describe, keep=keep)
 
 
 def picker(graph: cudnn.Graph, names: tuple[str, ...]) -> Any:

@@ -23,6 +23,7 @@ from te_core.backends.cuda.attention_fp8 import (
     plan_attention_fp8_backward,
     plan_attention_fp8_forward,
 )
+from te_core.backends.cuda.attention_scored import attention_scored, plan_attention_scored
 from te_core.backends.cuda.elementwise import add, bias_dropout_add, bias_dropout_add_backward
 from te_core.backends.cuda.executor import executor, executors
 from te_core.backends.cuda.gemm import plan_gemm
@@ -31,6 +32,16 @@ from te_core.backends.cuda.l2_norm import l2_norm_backward, l2_norm_forward, pla
 from te_core.backends.cuda.matrix import column_sum, resize
 from te_core.backends.cuda.memory import copy_from_host, copy_to_host, default_allocator, order, stream, zero
 from te_core.backends.cuda.norm import norm_backward, norm_forward, plan_norm_backward, plan_norm_forward
+from te_core.backends.cuda.permute import (
+    permute,
+    plan_permute,
+    plan_row_map,
+    plan_unpermute,
+    plan_unpermute_backward,
+    row_map,
+    unpermute,
+    unpermute_backward,
+)
 from te_core.backends.cuda.quantize import (
     amax,
     count_nonfinite,

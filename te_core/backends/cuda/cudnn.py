@@ -18,6 +18,7 @@ import hashlib
 import os
 import struct
 import sys
+from collections import deque
 from collections.abc import Callable, Hashable
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -227,32 +228,46 @@ class Counts:
 COUNTS = Counts()
 #: By device and spec, for good: a captured CUDA graph may hold a graph's kernels.
 _graphs: dict[tuple[int, Hashable], Graph] = {}
+#: The last graphs that only their callers keep: the GPU may still run one that its caller has dropped.
+_passing: deque[Graph] = deque(maxlen=64)
 
 
 @atexit.register
 def _let_go() -> None:
     """Free the graphs before the interpreter ends: the frontend's extension prints what is left of its objects."""
-    for known in _graphs.values():
+    for known in (*_graphs.values(), *_passing):
         known.built = known.run = None
     _graphs.clear()
+    _passing.clear()
 
 
-def graph(rt: Runtime, spec: Hashable, names: tuple[str, ...], describe: Describe) -> Graph:
+def graph(rt: Runtime, spec: Hashable, names: tuple[str, ...], describe: Describe, *, keep: str = "disk") -> Graph:
     """The graph of a spec: from memory, from disk, or built.
 
-    Building takes a second, reading from disk 2 ms.
+    Building takes a second, reading from disk 2 ms. `keep` says for how long: on "disk", in this "process", or for the
+    "caller" alone, where nothing tells two specs apart.
     """
     key = (rt.device.index, spec)
+    if keep == "caller":
+        _passing.append(made := _new_graph(rt, spec, names, describe, keep))
+        return made
     found = _graphs.get(key)
     if found is None:
         with _lock:  # threads that want the same graph shall not build it twice
             found = _graphs.get(key)
             if found is None:
-                known = device.info(rt.device.index)
-                with rt.executor().driver.at_first_use(rt.device.index):
-                    target = Target(known.name, known.multiprocessors, handle(rt).raw, capability=known.capability)
-                    found = _graphs[key] = load_or_build(target, spec, names, describe)
+                found = _graphs[key] = _new_graph(rt, spec, names, describe, keep)
     return found
+
+
+def _new_graph(rt: Runtime, spec: Hashable, names: tuple[str, ...], describe: Describe, keep: str) -> Graph:
+    known = device.info(rt.device.index)
+    with rt.executor().driver.at_first_use(rt.device.index):
+        target = Target(known.name, known.multiprocessors, handle(rt).raw, capability=known.capability)
+        if keep == "disk":
+            return load_or_build(target, spec, names, describe)
+        COUNTS.built += 1
+        return Graph(build(target, describe), names, "built")
 
 
 def load_or_build(target: Target, spec: Hashable, names: tuple[str, ...], describe: Describe) -> Graph:

@@ -44,6 +44,8 @@ plan_attention_backward = plan_attention_forward = _plan
 attention_backward = attention_forward = _run
 plan_attention_fp8_backward = plan_attention_fp8_forward = _plan
 attention_fp8_backward = attention_fp8_forward = scale_pairs = _run
+plan_attention_scored = _plan
+attention_scored = _run
 add = bias_dropout_add = bias_dropout_add_backward = _run
 plan_gemm = _plan
 plan_kv_append = plan_kv_gather = plan_kv_move = _plan
@@ -53,6 +55,8 @@ l2_norm_backward = l2_norm_forward = _run
 column_sum = resize = _run
 plan_norm_backward = plan_norm_forward = _plan
 norm_backward = norm_forward = _run
+plan_permute = plan_row_map = plan_unpermute = plan_unpermute_backward = _plan
+permute = row_map = unpermute = unpermute_backward = _run
 plan_quantize = plan_update = _plan
 amax = count_nonfinite = dequantize = quantize = run_update = transpose = _run
 plan_quantize_block = _plan

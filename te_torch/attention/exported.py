@@ -1,0 +1,127 @@
+"""Attention as an exporter sees it: UnfusedDotProductAttention's rules in four dimensions, whose sizes may be symbols.
+
+Keys and values are spread over the heads that share them. Folding heads into the batch would spare that, but
+onnxscript's optimizer takes the reshapes around such a product for removable where sizes happen to agree.
+A padding mask is read where it lies: nothing is sorted, and no length is asked for.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from te_core.attention import AttentionSpec, Sizes
+from te_core.errors import UnsupportedError
+from te_core.layers.attention import AttentionInputs
+from te_torch.attention import choose, env
+from te_torch.attention.inputs import Given, layer_inputs
+from te_torch.attention.layouts import apart
+from te_torch.attention.masks import check_padding_mask, diagonal, hidden
+from te_torch.attention.plan import Key, Plan, make_plan, wrong
+from te_torch.attention.unfused import packed_tokens, padded_rows, softmax
+from te_torch.export.layers import dropout_refused
+from te_torch.export.mode import not_exported
+from te_torch.runtime import outside_autocast
+
+
+class _Pairs(NamedTuple):
+    """What is said of pairs of a query and a key, [b|1, h|1, sq|1, skv]."""
+
+    unseen: torch.Tensor | None  # None: every key is seen
+    distance: torch.Tensor | None  # from the diagonal; None where nothing asks for it
+
+
+def attention(module: Any, key: Key, given: Given) -> Any:
+    """What DotProductAttention gives for this call."""
+    if key.score_mod:
+        raise wrong("score_mod in an export", "attention without it", "leave score_mod out of what is exported")
+    if key.fp8:
+        got, do = "attention in FP8 (fp8_dpa, fp8_mha)", "export with fp8_dpa=False and fp8_mha=False"
+        raise not_exported(got, "attention in high precision between FP8 products", do)
+    plan = make_plan(module._static, key, env.now(), choose.UNFUSED)
+    if plan.spec.dropout:
+        raise dropout_refused()
+    masks = _padding(plan, given.attention_mask)
+    inputs = layer_inputs(module, given, plan.prepare if masks is None else plan.prepare._replace(lengths=""))
+    with outside_autocast(given.a):
+        out, largest = _attend(plan, inputs, masks)
+    return out if largest is None else (out, largest)
+
+
+def not_traced(backend: str) -> UnsupportedError:
+    """The error of a plain torch.export for attention that is no operator of a program."""
+    return UnsupportedError(
+        "torch.export",
+        f"attention that {backend} computes outside of compiled graphs",
+        "attention without score_mod and checkpoint, and in FP8 with plain tensors in and out",
+        "export with fp8_dpa=False and fp8_mha=False, and without these options; or in te.onnx_export",
+    )
+
+
+def _padding(plan: Plan, mask: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """The padding of queries and of keys [b, s], if a mask says it."""
+    if plan.prepare.lengths not in ("mask", "masks"):
+        return None
+    both = mask if isinstance(mask, (tuple, list)) else (mask, mask)
+    for one in both:
+        check_padding_mask(one)
+    q, kv = (one.flatten(1) for one in both)
+    return q, kv
+
+
+def _attend(
+    plan: Plan, inputs: AttentionInputs, masks: tuple[torch.Tensor, torch.Tensor] | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    spec, size = plan.spec, plan.request.sizes
+    q, k, v = apart(plan.layer, inputs)
+    tokens = q.shape[0]
+    q = padded_rows(q, spec.q_format, size.sq, inputs.cu_q, inputs.cu_q_padded).transpose(1, 2)
+    k, v = (padded_rows(t, spec.kv_format, size.skv, inputs.cu_kv, inputs.cu_kv_padded) for t in (k, v))
+    times = size.heads // size.groups
+    if times > 1:  # before heads and tokens change places: torch 2.11 guards on the strides of a copy made after it
+        k, v = (t.unsqueeze(3).expand(-1, -1, -1, times, -1).flatten(2, 3) for t in (k, v))
+    k, v = k.transpose(1, 2), v.transpose(1, 2)
+    # Before the product, where float16 has room.
+    scores = (q * spec.scale) @ k.transpose(-1, -2)
+    if spec.softcap:
+        scores = (spec.softcap * torch.tanh(scores.float() / spec.softcap)).to(scores.dtype)
+    pairs = _pairs(spec, size, inputs, masks)
+    if inputs.bias is not None:
+        scores = scores + inputs.bias
+    elif spec.bias == "alibi":
+        assert pairs.distance is not None
+        slopes = inputs.slopes.view(-1, inputs.slopes.shape[-1], 1, 1)
+        scores = scores + (-slopes * pairs.distance.abs()).to(scores.dtype)
+    largest = None
+    if spec.max_logit:
+        seen = scores.float()
+        seen = seen if pairs.unseen is None else seen.masked_fill(pairs.unseen, -torch.inf)
+        largest = seen.amax((0, 2, 3))
+    out = (softmax(scores, pairs.unseen, spec.softmax, inputs.sink) @ v).transpose(1, 2)
+    if spec.q_format == "thd":
+        out = packed_tokens(out, tokens, inputs)
+    elif spec.q_format == "sbhd":
+        out = out.transpose(0, 1)
+    return out.flatten(-2), largest
+
+
+def _pairs(
+    spec: AttentionSpec, size: Sizes, inputs: AttentionInputs, masks: tuple[torch.Tensor, torch.Tensor] | None
+) -> _Pairs:
+    if masks is None:
+        cu, device = (inputs.cu_q, inputs.cu_kv), inputs.a.device
+        distance = diagonal(spec, size, cu, device) if spec.bias == "alibi" else None
+        return _Pairs(hidden(spec, size, cu, inputs.mask, device), distance)
+    q, kv = masks
+    # A token's place is that among the tokens before it that are no padding.
+    q_place, kv_place = ((~m).cumsum(1, dtype=torch.int64) for m in masks)
+    distance = kv_place[:, None, None, :] - q_place[:, None, :, None]
+    if spec.bottom_right:
+        distance = distance - (kv_place[:, -1] - q_place[:, -1]).view(-1, 1, 1, 1)
+    unseen = q[:, None, :, None] | kv[:, None, None, :]
+    if spec.left >= 0:
+        unseen = unseen | (distance < -spec.left)
+    if spec.right >= 0:
+        unseen = unseen | (distance > spec.right)
+    return _Pairs(unseen, distance)

@@ -1,0 +1,122 @@
+"""Layers of the core, and calls of them: made once, run often, and named for compiled programs."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from inspect import unwrap
+from typing import Any
+
+import torch
+
+from te_core.layers.linear import LinearSpec
+from te_torch.export.mode import exporting
+from te_torch.program_names import name_of_program
+from te_torch.program_specs import not_written, read, unknown, written
+
+#: Layers by name, for programs of other processes. Of a family there is one for each number.
+_layers: dict[str, Layer] = {}
+families: dict[str, Callable[[int], Layer]] = {}
+
+
+@dataclass(frozen=True, eq=False)
+class Layer:
+    """A layer of the core: its two functions, the tuple it saves, and what its outputs are."""
+
+    name: str
+    forward: Callable[..., Any]
+    backward: Callable[..., Any]
+    saved: Callable[..., Any]
+    outputs: int = 1  # at most; backward takes as many gradients
+    weight: str = "weight"  # the saved tensor whose rows are the width of the first output
+    weights: tuple[int, ...] = ()  # which inputs are the weights of its GEMMs
+    releases: bool = False  # its backward takes `release`
+    recomputes: bool = False  # its backward takes `ready`
+    twins: tuple[int, int] | None = None  # two inputs that may have one gradient
+    strided: bool = False  # takes inputs of any strides whose last one is 1; otherwise they are made contiguous
+    partial: bool = False  # its backward takes None for the gradient of an output that nobody used
+    differentiable: int | None = None  # so many of its outputs have gradients, the first ones; None: all
+    copies: Callable[[Any], Sequence[Any]] = lambda saved: ()  # what of the saved was made of weights
+    linears: Callable[[Any], tuple[LinearSpec, ...]] = lambda spec: ()  # the specs of its linears, one a weight
+    plain: Callable[..., Any] | None = None  # its forward in torch's operators, for exporters (te_torch/export)
+
+    def __post_init__(self) -> None:
+        for name in ("forward", "backward"):  # modules have checked what they pass: it need not be explained
+            object.__setattr__(self, name, unwrap(getattr(self, name)))
+        _layers[self.name] = self
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """A layer with its spec: what one module does in one precision. Made once, then shared by all its calls."""
+
+    layer: Layer
+    spec: Any
+    needs_grad: bool
+    options: dict[str, Any]  # further keyword arguments of the layer's functions
+
+
+# Calls live as long as a module has them, those of compiled programs for good.
+_by_spec: weakref.WeakValueDictionary[Any, Call] = weakref.WeakValueDictionary()
+_of_programs: dict[str, Call] = {}
+
+
+def register(layer: Layer, spec: Any, needs_grad: bool, inspectors: Sequence[Any] | None = None) -> Call:
+    """The call of this spec; modules that do the same share one, unless inspectors tell them apart."""
+    identity = (layer.name, spec, needs_grad)
+    found = _by_spec.get(identity) if inspectors is None else None
+    if found is None:
+        found = Call(layer, spec, needs_grad, {} if inspectors is None else {"inspectors": inspectors})
+        if inspectors is None:
+            _by_spec[identity] = found
+    return found
+
+
+def key_of(call: Call) -> str:
+    """The name by which a program calls it, which it may do for good: a digest, or all there is to say where the
+    program is exported, to other processes."""
+    if torch.compiler.is_exporting() and not exporting.on:
+        if call.options:
+            raise not_written("an inspector")
+        key = f"{call.layer.name} {written((call.spec, call.needs_grad))}"
+        _of_programs.setdefault(key, call)
+        return key
+    name = name_of_program(call.layer.name, (call.spec, call.needs_grad), shared=not call.options)
+    key, others = name, itertools.count(1)
+    while _of_programs.setdefault(key, call) is not call:  # another one that reads the same, such as one inspected
+        key = f"{name}-{next(others)}"
+    return key
+
+
+def call_of(key: str) -> Call:
+    """The call of this name, in a program."""
+    found = _of_programs.get(key)
+    return _read(key) if found is None else found
+
+
+def _read(key: str) -> Call:
+    """The call of a program that another process exported."""
+    name, _, text = key.partition(" ")
+    layer, (family, _, number) = _layers.get(name), name.rpartition("_")
+    if layer is None and family in families and number.isdecimal():
+        layer = families[family](int(number))
+    if layer is None or not text:
+        raise unknown(key)
+    spec, needs_grad = read(text)
+    return _of_programs.setdefault(key, register(layer, spec, needs_grad))
+
+
+def complete(layer: Layer, grads: Sequence[torch.Tensor | None], saved: Sequence[torch.Tensor | None]) -> list[Any]:
+    """A gradient for each output the layer can have; the first as zeros if only another output was used."""
+    first, rest = grads[0], grads[1:]
+    if first is not None and layer.outputs == 1:
+        return [first]
+    if layer.partial:
+        return [*grads, *[None] * (layer.outputs - len(grads))]
+    if first is None:
+        weight = getattr(layer.saved(*saved), layer.weight)
+        other = next(g for g in rest if g is not None)
+        first = other.new_zeros(*other.shape[:-1], weight.shape[0])
+    return [first, *rest, *[None] * (layer.outputs - 1 - len(rest))]

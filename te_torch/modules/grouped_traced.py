@@ -1,0 +1,280 @@
+"""`GroupedLinear` as tracing compilers see it: two operators that are told the rows of each group as they run.
+
+Nothing in a program depends on these rows. So what backward reads is not what forward quantized, whose shapes do: it
+keeps the inputs, and the scales that were read, and quantizes again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from te_core.errors import ArgumentError
+from te_core.layers import grouped_linear as core
+from te_core.layers.linear import gradient_dtype
+from te_core.quantize.state import Scales
+from te_torch import state as scaling
+from te_torch import updates
+from te_torch.calls import Call, call_of
+from te_torch.export.mode import exporting, not_exported
+from te_torch.operators import Traced, core_views, flattened, merge, new_maxima, note_run, scale_to_read, world
+from te_torch.quantized import QuantizedTorch
+from te_torch.runtime import TO_TORCH, constant_at_trace, to_core_shape, to_torch
+from te_torch.tensors.dispatch import keeps
+from te_torch.weight_copies import Copies, for_backward, given_of, made_of, own_inputs, ready_for
+
+_library = torch.library.Library("te_runtime", "FRAGMENT")
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+_SIZES = "SymInt[] sizes, Tensor? counts"
+_library.define(
+    f"grouped_forward(Tensor?[] inputs, {_SIZES}, Tensor? scale, Tensor? scale_bwd, str key, str rule, "
+    'str held="", str copies="") -> Tensor[]'
+)
+_library.define(
+    f"grouped_backward(Tensor dy, Tensor?[] inputs, {_SIZES}, Tensor? scale, Tensor? scale_bwd, str key, "
+    'str held="", str copies="") -> Tensor[]'
+)
+
+
+def rows_of(inp: torch.Tensor) -> int:
+    """The rows of the matrix that an input is."""
+    return inp.numel() // inp.shape[-1] if inp.shape[-1] else inp.shape[0]
+
+
+#: Told of every forward that copies its splits from a GPU.
+on_host_copy: list[Callable[[], None]] = []
+
+
+def checked_sizes(count: int, rows: int, m_splits: Sequence[int] | torch.Tensor) -> list[int]:
+    """The rows of each group, on the host."""
+    if isinstance(m_splits, torch.Tensor):
+        if exporting.on:
+            raise not_exported("m_splits in a tensor", "a list of numbers, which are part of the file", "pass a list")
+        if m_splits.dtype not in _INTEGERS:
+            raise ArgumentError(
+                "GroupedLinear.forward",
+                f"m_splits of {m_splits.dtype}",
+                "a list of int or an integer tensor",
+                "convert it: m_splits.to(torch.int64)",
+            )
+        if m_splits.device.type not in ("cpu", "meta"):
+            for tell in on_host_copy:
+                tell()
+        sizes = m_splits.flatten().tolist()
+    else:
+        sizes = [int(m) for m in m_splits]
+    if len(sizes) != count or min(sizes, default=0) < 0 or sum(sizes) != rows:
+        raise ArgumentError(
+            "GroupedLinear.forward",
+            f"m_splits={sizes} with an input of {rows} rows",
+            f"{count} sizes, none negative, that add up to the rows",
+            "correct m_splits",
+        )
+    return sizes
+
+
+def _groups(call: Call, x: torch.Tensor, sizes: Sequence[int], counts: torch.Tensor | None) -> core.Groups:
+    return core.Groups(checked_sizes(len(call.spec.parts), rows_of(x), sizes if counts is None else counts))
+
+
+def _forward_op(
+    inputs: list[torch.Tensor | None],
+    sizes: list[int],
+    counts: torch.Tensor | None,
+    scale: torch.Tensor | None,
+    scale_bwd: torch.Tensor | None,
+    key: str,
+    rule: str,
+    held: str = "",
+    copies: str = "",
+) -> list[torch.Tensor]:
+    """y, copies of weights that are kept; with a scale also the one that was read, which the next update changes, and
+    the maxima."""
+    call, x = call_of(key), inputs[0]
+    assert x is not None
+    rt, convert = world(x, False)
+    views = core_views(inputs, held, convert)
+    note_run(call, views, scale_bwd, rule)
+    maxima = new_maxima(rt, scale)
+    scales = None if scale is None or maxima is None else Scales(convert(scale), maxima, maxima, None)
+    options = {"splits": _groups(call, x, sizes, counts), **call.options}
+    kept: list[torch.Tensor] = []
+    if copies:
+        views, options["ready"], kept = ready_for(rt, call, copies, views, scales, check=True)
+    (y,), _ = call.layer.forward(rt, *views, spec=call.spec, scales=scales, **options)
+    made = [to_torch(y), *kept]
+    return made if scale is None or maxima is None else [*made, scale.clone(), to_torch(maxima)]
+
+
+def _forward_fake(
+    inputs: list[Any],
+    sizes: Any,
+    counts: Any,
+    scale: Any,
+    scale_bwd: Any,
+    key: str,
+    rule: str,
+    held: str = "",
+    copies: str = "",
+) -> list[torch.Tensor]:
+    call, x = call_of(key), inputs[0]
+    views = core_views(inputs, held, to_core_shape)
+    made = [x.new_empty((*x.shape[:-1], views[1].shape[0]), dtype=TO_TORCH[call.spec.dtype])]
+    if copies:
+        rt, scales = world(x, True)[0], None
+        if scale is not None:
+            scales = Scales(to_core_shape(scale), new_maxima(rt, scale), None, None)
+        made += ready_for(rt, call, copies, views, scales, check=False)[2]
+    return made if scale is None else [*made, torch.empty_like(scale), torch.empty_like(scale)]
+
+
+def _backward_op(
+    dy: torch.Tensor,
+    inputs: list[torch.Tensor | None],
+    sizes: list[int],
+    counts: torch.Tensor | None,
+    scale: torch.Tensor | None,
+    scale_bwd: torch.Tensor | None,
+    key: str,
+    held: str = "",
+    copies: str = "",
+) -> list[torch.Tensor]:
+    """The gradients of `given`, then the maxima."""
+    call, x = call_of(key), inputs[0]
+    assert x is not None
+    rt, convert = world(x, False)
+    views, splits = core_views(inputs, held, convert), _groups(call, x, sizes, counts)
+    unused, maxima = new_maxima(rt, scale), new_maxima(rt, scale_bwd)
+    scales = None
+    if scale is not None and scale_bwd is not None:
+        scales = Scales(convert(scale), unused, convert(scale_bwd), maxima)
+        if (state := scaling.of_tensor(scale_bwd)) is not None:
+            updates.ran_backward(state)
+    spec, options = call.spec, {"scales": scales, "splits": splits, **call.options}
+    ready = None
+    if copies:
+        views, ready, _ = ready_for(rt, call, copies, views, scales, check=False)
+    saved = core.kept(rt, *views, spec=spec, ready=ready, **options)
+    found = call.layer.backward(rt, convert(dy.contiguous()), saved, spec=spec, **options)
+    grads = [to_torch(t) for t in found if t is not None]
+    return grads if maxima is None else [*grads, to_torch(maxima)]
+
+
+def _backward_fake(
+    dy: Any,
+    inputs: list[Any],
+    sizes: Any,
+    counts: Any,
+    scale: Any,
+    scale_bwd: Any,
+    key: str,
+    held: str = "",
+    copies: str = "",
+) -> list[torch.Tensor]:
+    spec, x = call_of(key).spec, inputs[0]
+    views = core_views(inputs, held, to_core_shape)
+    parts = list(zip(spec.parts, views[1:], strict=False))
+    grads = [torch.empty_like(x, memory_format=torch.contiguous_format)] if spec.parts[0].needs.input else []
+    for part, w in parts:
+        if part.needs.weight:
+            grads.append(x.new_empty(w.shape, dtype=TO_TORCH[gradient_dtype(part, w)]))
+    for part, w in parts:
+        if part.needs.bias:
+            grads.append(x.new_empty((w.shape[0],), dtype=TO_TORCH[gradient_dtype(part, w)]))
+    return grads if scale_bwd is None else [*grads, torch.empty_like(scale_bwd)]
+
+
+for _name, _run, _fake in (("forward", _forward_op, _forward_fake), ("backward", _backward_op, _backward_fake)):
+    _library.impl(f"grouped_{_name}", _run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"te_runtime::grouped_{_name}", _fake, lib=_library)
+
+
+@keeps(torch.ops.te_runtime.grouped_forward.default)
+def _forward_of_held(func: Any, inputs: Sequence[Any], sizes: Any, counts: Any, scale: Any, *others: Any) -> Any:
+    flat, held = flattened(inputs, call_of(others[1]).layer.weights)
+    return func(flat, sizes, counts, scale, *others[:3], held, *others[4:])
+
+
+@keeps(torch.ops.te_runtime.grouped_backward.default)
+def _backward_of_held(func: Any, dy: Any, inputs: Sequence[Any], sizes: Any, counts: Any, *others: Any) -> Any:
+    flat, held = flattened(inputs, call_of(others[2]).layer.weights)
+    return func(dy, flat, sizes, counts, *others[:3], held, *others[4:])
+
+
+@constant_at_trace
+def _given(key: str) -> tuple[bool, ...]:
+    """Which inputs backward gives a gradient."""
+    parts = call_of(key).spec.parts
+    return (parts[0].needs.input, *[p.needs.weight for p in parts], *[p.needs.bias for p in parts])
+
+
+def apply_traced(
+    key: str,
+    given: Traced | None,
+    recompute: bool,
+    splits: Sequence[int] | torch.Tensor,
+    inputs: Sequence[torch.Tensor | None],
+    copies: Copies | None = None,
+) -> torch.Tensor:
+    """The output, as traced code computes it."""
+    sizes, counts = ([], splits) if isinstance(splits, torch.Tensor) else (list(splits), None)
+    text, more = ("", []) if copies is None else (copies.text, copies.tensors)
+    if given is None:
+        out, *made = _Traced.apply(key, "", sizes, counts, text, None, None, None, *inputs, *more)
+    else:
+        state, (scale, rule) = given.state, scale_to_read(given, recompute)
+        history = state.amax_history_bwd
+        out, *made, maxima = _Traced.apply(
+            key, rule, sizes, counts, text, scale, state.scale_bwd, history, *inputs, *more
+        )
+        if not recompute:
+            merge(state.amax_history_fwd, maxima)
+    if copies is not None and made:
+        copies.keep(made)
+    return out
+
+
+class _Traced(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        key: str,
+        rule: str,
+        sizes: list[int],
+        counts: Any,
+        copies: str,
+        scale: Any,
+        scale_bwd: Any,
+        history_bwd: Any,
+        *inputs: Any,
+    ) -> Any:
+        dense = [t if t is None or isinstance(t, QuantizedTorch) else t.contiguous() for t in inputs]
+        own = scale_bwd if rule else None
+        results = torch.ops.te_runtime.grouped_forward(dense, sizes, counts, scale, own, key, rule, "", copies)
+        made = results[1 : 1 + made_of(copies)]
+        used = None if scale is None else results[-2]
+        read = list(inputs)
+        ctx.copies = ""
+        if copies:
+            ctx.copies, read = for_backward(copies), own_inputs(copies, inputs) + (made or given_of(copies, inputs))
+        ctx.save_for_backward(*read, counts, used, scale_bwd, history_bwd)
+        ctx.key, ctx.sizes, ctx.inputs = key, sizes, len(inputs)
+        if scale is None:
+            ctx.mark_non_differentiable(*made)
+            return (results[0], *made)
+        ctx.mark_non_differentiable(*made, results[-1])
+        return (results[0], *made, results[-1])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        *inputs, counts, used, scale_bwd, history_bwd = ctx.saved_tensors
+        results = torch.ops.te_runtime.grouped_backward(
+            grads[0], inputs, ctx.sizes, counts, used, scale_bwd, ctx.key, "", ctx.copies
+        )
+        if scale_bwd is not None:
+            merge(history_bwd, results[-1])
+        fresh = iter(results)
+        found = [next(fresh) if g else None for g in _given(ctx.key)]
+        return (None,) * 8 + (*found, *[None] * (ctx.inputs - len(found)))

@@ -1,0 +1,362 @@
+"""MoE: tokens to their experts and back. The documented functions over the kernels of `te_core.ops.permute`.
+
+Eager code calls the core; a compiler sees functional operators `te_runtime::moe_*` with shapes and derivatives of their
+own, so that nothing here breaks a graph. Values never leave the device, and the host waits for nothing, but where a
+result's size has to be found out: `num_out_tokens=-1` with a mask, and padding.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import torch
+
+from te_core.errors import ArgumentError, UnsupportedError
+from te_torch.quantized import QuantizedTorch
+from te_torch.runtime import FLOATS, check_dtype
+from te_torch.training import moe_operators as operators
+
+_MASKS = (torch.bool, torch.uint8, torch.int32, torch.int64)
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+#: What takes its own time to find the size of its result, and how not to need it.
+_GIVE_SIZE = "pass num_out_tokens, the number of rows of the result"
+
+
+def moe_permute(
+    inp: torch.Tensor,
+    routing_map: torch.Tensor,
+    num_out_tokens: int | None = -1,
+    max_token_num: int = -1,
+    map_type: str = "mask",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(a row for each token and expert it goes to, ordered by expert and then by token; the map back).
+
+    routing_map: with map_type "mask" [tokens, experts], not 0 where a token goes to an expert; with "index" expert ids
+    int32 [tokens, top k]. `num_out_tokens` is the number of rows: what lies behind is dropped, rows that are left are
+    zeros. -1 or None drops nothing; with a mask the host then waits for the number. `max_token_num` is not needed.
+    """
+    op = "moe_permute"
+    _check_map_type(op, map_type)
+    if not inp.numel():
+        return inp.clone(), _empty_map(inp)
+    _check_tokens(op, inp, routing_map=routing_map)
+    if map_type == "mask":
+        routing = _mask(op, routing_map)
+        rows = _rows_of_mask(op, num_out_tokens, routing)
+        row_map, starts = operators.mask_map(routing)
+        out, _ = _permute(op, inp, row_map, starts, rows=rows)
+        return out, row_map
+    experts = _expert_ids(op, routing_map)
+    rows = _rows_of_index(op, num_out_tokens, experts)
+    row_map = operators.index_map(experts, rows)
+    out, _ = _permute(op, inp, row_map, rows=rows, fill=rows > experts.shape[0] * experts.shape[1])
+    return out, row_map
+
+
+def moe_permute_with_probs(
+    inp: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor, num_out_tokens: int | None = -1
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(rows, the probability of each row, the map back) by a mask; probs [tokens, experts] of any float dtype.
+
+    A copy whose probability is exactly 0 is a row of zeros, and gives no gradient to its token.
+    """
+    op = "moe_permute_with_probs"
+    if not inp.numel():
+        return inp.clone(), _no_probs(probs), _empty_map(inp)
+    _check_tokens(op, inp, routing_map=routing_map, probs=probs)
+    _check_probs(op, probs, routing_map)
+    routing = _mask(op, routing_map)
+    rows = _rows_of_mask(op, num_out_tokens, routing)
+    row_map, starts = operators.mask_map(routing)
+    out, row_probs = _permute(op, inp, row_map, starts, probs, rows=rows)
+    return out, row_probs, row_map
+
+
+def moe_permute_and_pad_with_probs(
+    inp: torch.Tensor,
+    probs: torch.Tensor,
+    routing_map: torch.Tensor,
+    tokens_per_expert: torch.Tensor | Sequence[int] | None,
+    align_size: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """(rows, their probabilities, the map back, pad_offsets, rows of each expert): as `moe_permute_with_probs`, with
+    the rows of each expert filled up with zeros to a multiple of `align_size`.
+
+    tokens_per_expert [experts] counts what the mask sends to each. `pad_offsets` is what `moe_unpermute` needs beside
+    the map; None if nothing was to be padded. If the counts are on a GPU the host waits for their sum.
+    """
+    op = "moe_permute_and_pad_with_probs"
+    if tokens_per_expert is None:
+        allowed = "how many tokens go to each expert, [experts]"
+        raise ArgumentError(op, "tokens_per_expert=None", allowed, "pass routing_map.sum(dim=0)")
+    if align_size <= 0:
+        raise ArgumentError(op, f"align_size={align_size}", "a positive number", "pass what the recipe needs, 16 or 32")
+    counts = torch.as_tensor(tokens_per_expert)
+    targets, offsets, rows = _padding(op, counts, align_size, routing_map.shape[-1])
+    if offsets is not None:
+        offsets = offsets.to(inp.device)
+    if not inp.numel():
+        return inp.clone(), _no_probs(probs), _empty_map(inp), offsets, targets
+    _check_tokens(op, inp, routing_map=routing_map, probs=probs)
+    _check_probs(op, probs, routing_map)
+    row_map, starts = operators.mask_map(_mask(op, routing_map))
+    out, row_probs = _permute(op, inp, row_map, starts, probs, offsets, rows=rows)
+    return out, row_probs, row_map, offsets, targets
+
+
+def moe_unpermute(
+    inp: torch.Tensor,
+    row_id_map: torch.Tensor,
+    merging_probs: torch.Tensor | None = None,
+    restore_shape: Sequence[int] | None = None,
+    map_type: str = "mask",
+    probs: torch.Tensor | None = None,
+    pad_offsets: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The rows of each token added up, weighted by `merging_probs` [tokens, experts] if given: the way back.
+
+    With map_type "index" weights are float32 [tokens, top k]; without them nothing is added: row k * tokens + t of the
+    result is copy k of token t, zeros if it was dropped. `restore_shape` (mask) is the shape of the result. `probs` is
+    the older name of merging_probs.
+    """
+    op = "moe_unpermute"
+    if probs is not None:
+        if merging_probs is not None:
+            raise ArgumentError(op, "probs and merging_probs", "one of them", "pass merging_probs alone")
+        warnings.warn("moe_unpermute: probs is the older name of merging_probs", DeprecationWarning, stacklevel=2)
+        merging_probs = probs
+    _check_map_type(op, map_type)
+    if not inp.numel() and not row_id_map.numel():
+        return inp.clone()
+    if isinstance(inp, QuantizedTorch):
+        raise AssertionError(f"{op}: got a {type(inp).__name__}, which cannot be added up; dequantize() it first")
+    check_dtype(op, inp)
+    _check_matrix(op, "inp", inp)
+    _check_devices(op, inp, row_id_map=row_id_map, merging_probs=merging_probs, pad_offsets=pad_offsets)
+    if map_type == "mask":
+        return _unpermute_by_mask(op, inp, row_id_map, merging_probs, restore_shape, pad_offsets)
+    if pad_offsets is not None:
+        raise ArgumentError(op, "pad_offsets with map_type='index'", "a mask's map", "leave pad_offsets out")
+    tokens = row_id_map.numel()
+    if merging_probs is not None:
+        tokens = merging_probs.shape[0]
+        if merging_probs.ndim != 2 or merging_probs.numel() != row_id_map.numel():
+            got = f"merging_probs {tuple(merging_probs.shape)} for a map of {row_id_map.numel()} entries"
+            raise ArgumentError(op, got, "[tokens, top k], a weight for each entry", "correct merging_probs")
+        if merging_probs.dtype != torch.float32:
+            warnings.warn(f"{op}: merging_probs is {merging_probs.dtype}; made float32", stacklevel=2)
+            merging_probs = merging_probs.float()
+    return operators.unpermute(inp, row_id_map, merging_probs, None, tokens)
+
+
+def moe_sort_chunks_by_index(inp: torch.Tensor, split_sizes: torch.Tensor, sorted_index: torch.Tensor) -> torch.Tensor:
+    """inp's rows in chunks of `split_sizes`, in the order of `sorted_index`; rows behind the chunks stay."""
+    op = "moe_sort_chunks_by_index"
+    if not inp.numel():
+        return inp.clone()
+    out, _ = _permute(op, inp, _chunk_map(op, inp, split_sizes, sorted_index), rows=inp.shape[0], fill=False)
+    return out
+
+
+def moe_sort_chunks_by_index_with_probs(
+    inp: torch.Tensor, probs: torch.Tensor, split_sizes: torch.Tensor, sorted_index: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same, and probs [rows] in the same order."""
+    op = "moe_sort_chunks_by_index_with_probs"
+    if probs.shape[:1] != inp.shape[:1] or probs.numel() != inp.shape[0]:
+        got = f"probs {tuple(probs.shape)} for {inp.shape[0]} rows"
+        raise ArgumentError(op, got, "a probability for each row", "correct probs")
+    if not inp.numel():
+        return inp.clone(), probs.clone()
+    _check_devices(op, inp, probs=probs)
+    row_map = _chunk_map(op, inp, split_sizes, sorted_index)
+    rows = inp.shape[0]
+    out, _ = _permute(op, inp, row_map, rows=rows, fill=False)
+    moved, _ = operators.permute(_in_core(probs).reshape(rows, 1), row_map, None, None, None, rows, False)
+    return out, moved.reshape(probs.shape).to(probs.dtype)
+
+
+# ------------------------------------------------------------------------------------------------- helpers
+
+
+def _permute(
+    op: str,
+    inp: torch.Tensor,
+    row_map: torch.Tensor,
+    starts: torch.Tensor | None = None,
+    probs: torch.Tensor | None = None,
+    pad_offsets: torch.Tensor | None = None,
+    *,
+    rows: int,
+    fill: bool = True,
+) -> tuple[torch.Tensor, Any]:
+    """Rows and their probabilities, of plain or quantized tokens."""
+    given = None if probs is None else _in_core(probs)
+    if isinstance(inp, QuantizedTorch):
+        if torch.compiler.is_compiling():
+            allowed = "float32, bfloat16 or float16 under torch.compile"
+            raise UnsupportedError(op, f"a {type(inp).__name__}", allowed, "permute outside of the compiled function")
+        out, row_probs = operators.permute_fp8(op, inp, row_map, given, pad_offsets, starts, rows)
+    else:
+        check_dtype(op, inp)
+        out, row_probs = operators.permute(inp, row_map, given, pad_offsets, starts, rows, fill)
+    return out, row_probs if given is probs else row_probs.to(probs.dtype)  # type: ignore[union-attr]
+
+
+def _in_core(probs: torch.Tensor) -> torch.Tensor:
+    """Probabilities in a type that kernels read."""
+    return probs if probs.dtype in FLOATS else probs.float()
+
+
+def _unpermute_by_mask(
+    op: str,
+    inp: torch.Tensor,
+    row_map: torch.Tensor,
+    weights: torch.Tensor | None,
+    shape: Sequence[int] | None,
+    pad_offsets: torch.Tensor | None,
+) -> torch.Tensor:
+    if row_map.ndim != 2 or row_map.shape[1] % 2 == 0:
+        got = f"row_id_map {tuple(row_map.shape)} with map_type='mask'"
+        raise ArgumentError(op, got, "what moe_permute returned for a mask", "pass that map, or map_type='index'")
+    tokens, experts = row_map.shape[0], (row_map.shape[1] - 1) // 2
+    if weights is not None and tuple(weights.shape) != (tokens, experts):
+        got = f"merging_probs {tuple(weights.shape)}"
+        raise ArgumentError(op, got, f"[{tokens}, {experts}], tokens and experts of the map", "correct merging_probs")
+    if shape is not None and (prod(shape) != tokens * inp.shape[1] or shape[-1] != inp.shape[1]):
+        got = f"restore_shape={tuple(shape)} for {tokens} tokens of {inp.shape[1]}"
+        raise ArgumentError(op, got, f"({tokens}, {inp.shape[1]}), those of the map", "correct restore_shape")
+    if pad_offsets is not None and pad_offsets.dtype != torch.int64:
+        pad_offsets = pad_offsets.to(torch.int64)
+    out = operators.unpermute(inp, row_map, None if weights is None else _in_core(weights), pad_offsets, tokens)
+    return out if shape is None or len(shape) == 2 else out.view(*shape)
+
+
+def _padding(op: str, counts: torch.Tensor, align: int, experts: int) -> tuple[torch.Tensor, torch.Tensor | None, int]:
+    """(rows of each expert, what is inserted before each or None, rows in all)."""
+    if tuple(counts.shape) != (experts,) or counts.dtype not in _INTEGERS:
+        got = f"tokens_per_expert {counts.dtype} {tuple(counts.shape)}"
+        raise ArgumentError(op, got, f"{experts} whole numbers, one an expert", "correct tokens_per_expert")
+    counts = counts.to(torch.int64)
+    targets = torch.div(counts + (align - 1), align, rounding_mode="floor") * align
+    both = torch.stack((targets, targets - counts))
+    ends = both.cumsum(1)
+    rows, inserted = ends[:, -1].tolist() if experts else (0, 0)
+    return targets, (ends[1] - both[1] if inserted else None), rows
+
+
+def _chunk_map(op: str, inp: torch.Tensor, split_sizes: torch.Tensor, sorted_index: torch.Tensor) -> torch.Tensor:
+    _check_matrix(op, "inp", inp)
+    _check_devices(op, inp, split_sizes=split_sizes, sorted_index=sorted_index)
+    given = {"split_sizes": split_sizes, "sorted_index": sorted_index}
+    for name, t in given.items():
+        if t.ndim != 1 or t.shape != split_sizes.shape or t.dtype not in _INTEGERS:
+            got = f"{name} {t.dtype} {tuple(t.shape)}"
+            raise ArgumentError(op, got, "whole numbers, one for each chunk", f"correct {name}")
+    sizes, order = (t if t.dtype in (torch.int32, torch.int64) else t.int() for t in given.values())
+    return operators.chunk_map(sizes, order, inp.shape[0])
+
+
+def _mask(op: str, routing_map: torch.Tensor) -> torch.Tensor:
+    if routing_map.dtype in _MASKS:
+        return routing_map
+    if routing_map.dtype not in _INTEGERS:
+        allowed = "int32 or bool, not 0 where a token goes to an expert"
+        raise ArgumentError(op, f"a routing_map of {routing_map.dtype}", allowed, "pass routing_map != 0, or its int()")
+    return routing_map.int()
+
+
+def _expert_ids(op: str, routing_map: torch.Tensor) -> torch.Tensor:
+    if routing_map.dtype == torch.int32:
+        return routing_map
+    if routing_map.dtype not in _INTEGERS:
+        got = f"a routing_map of {routing_map.dtype} with map_type='index'"
+        raise ArgumentError(op, got, "expert ids, int32", "pass the ids, or map_type='mask'")
+    warnings.warn(f"{op}: routing_map is {routing_map.dtype}; made int32", stacklevel=3)
+    return routing_map.int()
+
+
+def _rows_of_mask(op: str, wanted: int | None, routing: torch.Tensor) -> int:
+    """The rows of the result. To count them is to wait for the device."""
+    if wanted is not None and wanted != -1:
+        if wanted <= 0:
+            raise AssertionError(f"{op}: num_out_tokens={wanted}; pass the rows of the result, or -1 to drop nothing")
+        return wanted
+    if routing.is_cuda and not torch.compiler.is_compiling() and torch.cuda.is_current_stream_capturing():
+        got = "num_out_tokens=-1 in the capture of a CUDA graph, which cannot wait for a number"
+        raise UnsupportedError(op, got, "a number", _GIVE_SIZE)
+    return int(torch.count_nonzero(routing).item())
+
+
+def _rows_of_index(op: str, wanted: int | None, experts: torch.Tensor) -> int:
+    if wanted is None or wanted in (-1, 0):
+        return experts.shape[0] * experts.shape[1]
+    if wanted < 0:
+        raise AssertionError(f"{op}: num_out_tokens={wanted}; pass the rows of the result, or 0 to drop nothing")
+    return wanted
+
+
+# -------------------------------------------------------------------------------------------------- checks
+
+
+def _empty_map(inp: torch.Tensor) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.int32, device=inp.device)
+
+
+def _no_probs(probs: torch.Tensor) -> torch.Tensor:
+    return probs.new_empty(0)
+
+
+def _check_map_type(op: str, map_type: str) -> None:
+    if map_type not in ("mask", "index"):
+        raise ArgumentError(op, f"map_type={map_type!r}", "'mask' or 'index'", "choose one of these")
+
+
+def _check_tokens(op: str, inp: torch.Tensor, **beside: torch.Tensor) -> None:
+    """Matrices of as many rows, on one device."""
+    shape, device = inp.shape, inp.device
+    if len(shape) == 2 and all(
+        [t.ndim == 2 and t.shape[0] == shape[0] and t.device == device for t in beside.values()]
+    ):
+        return
+    _check_matrix(op, "inp", inp)
+    _check_devices(op, inp, **beside)
+    for name, t in beside.items():
+        _check_matrix(op, name, t)
+        if t.shape[0] != inp.shape[0]:
+            got = f"{name} of {t.shape[0]} rows for {inp.shape[0]} tokens"
+            raise ArgumentError(op, got, "a row for each token", f"correct {name}, or flatten inp to [tokens, hidden]")
+
+
+def _check_probs(op: str, probs: torch.Tensor, routing_map: torch.Tensor) -> None:
+    if probs.shape != routing_map.shape or not probs.is_floating_point():
+        got = f"probs {probs.dtype} {tuple(probs.shape)} with a routing_map {tuple(routing_map.shape)}"
+        raise ArgumentError(op, got, "floats, [tokens, experts] as the map", "correct probs")
+
+
+def _check_matrix(op: str, name: str, t: torch.Tensor) -> None:
+    if t.ndim != 2:
+        got = f"{name} of shape {tuple(t.shape)}"
+        raise ArgumentError(op, got, "a matrix, a row for each token", f"flatten {name} with view(-1, its last size)")
+
+
+def _check_devices(op: str, inp: torch.Tensor, **beside: torch.Tensor | None) -> None:
+    """Kernels read what an address holds on their own device."""
+    for name, t in beside.items():
+        if t is not None and t.device != inp.device:
+            got = f"{name} on {t.device} beside tokens on {inp.device}"
+            raise ArgumentError(op, got, "all tensors on one device", f"move {name} to {inp.device}")
+
+
+__all__ = [
+    "moe_permute",
+    "moe_permute_and_pad_with_probs",
+    "moe_permute_with_probs",
+    "moe_sort_chunks_by_index",
+    "moe_sort_chunks_by_index_with_probs",
+    "moe_unpermute",
+]

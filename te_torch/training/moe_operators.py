@@ -1,0 +1,336 @@
+"""What `moe.py` calls: maps and moves of rows, differentiable, in eager code and as operators that compilers see.
+
+Each is one function of this file. Eager code runs it inside an autograd function; traced code calls the operator
+`te_runtime::moe_<name>`, whose shapes come from the same function on the meta backend and whose derivative is the same
+rule, in operators.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from te_core import dtypes
+from te_core.errors import UnsupportedError
+from te_core.ops import raw as ops
+from te_core.runtime import Runtime
+from te_core.tensor import Tensor
+from te_torch.quantized import QuantizedTorch
+from te_torch.runtime import runtime_for, shape_runtime, to_core, to_core_shape, to_torch
+from te_torch.training.moe_quantized import permute_quantized
+
+Maybe = torch.Tensor | None
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+def mask_map(routing: torch.Tensor) -> Pair:
+    """(the map of a mask, int32 [tokens, 2 * experts + 1]; where its experts begin, int32 [experts + 1])."""
+    return _call("mask_map", routing)
+
+
+def index_map(experts: torch.Tensor, rows: int) -> torch.Tensor:
+    """The map of expert ids, int32 [slots * tokens]."""
+    return _call("index_map", experts, rows)
+
+
+def chunk_map(sizes: torch.Tensor, order: torch.Tensor, rows: int) -> torch.Tensor:
+    """Where each row goes when chunks are put in order, int32 [rows]."""
+    return _call("chunk_map", sizes, order, rows)
+
+
+def permute(
+    inp: torch.Tensor, row_map: torch.Tensor, probs: Maybe, pad_offsets: Maybe, starts: Maybe, rows: int, fill: bool
+) -> Pair:
+    """(rows, their probabilities; nothing without `probs`); differentiable in both."""
+    args = (inp, row_map, probs, pad_offsets, starts, rows, fill)
+    if torch.compiler.is_compiling():
+        found: Pair = torch.ops.te_runtime.moe_permute(*args)
+        return found
+    if torch.is_grad_enabled() and (inp.requires_grad or (probs is not None and probs.requires_grad)):
+        return _apply(_Permute, *args)
+    return _permute(*args)
+
+
+def unpermute(
+    inp: torch.Tensor, row_map: torch.Tensor, weights: Maybe, pad_offsets: Maybe, tokens: int
+) -> torch.Tensor:
+    """The (weighted) sum of each token's rows; differentiable in rows and weights."""
+    args = (inp, row_map, weights, pad_offsets, tokens)
+    if torch.compiler.is_compiling():
+        found: torch.Tensor = torch.ops.te_runtime.moe_unpermute(*args)
+        return found
+    if torch.is_grad_enabled() and (inp.requires_grad or (weights is not None and weights.requires_grad)):
+        return _apply(_Unpermute, *args)
+    return _unpermute(*args)
+
+
+def permute_fp8(
+    operation: str, tokens: Any, row_map: torch.Tensor, probs: Maybe, pad_offsets: Maybe, starts: Maybe, rows: int
+) -> tuple[Any, Any]:
+    """The same of quantized tokens, in their class."""
+    args = (operation, tokens, row_map, probs, pad_offsets, starts, rows)
+    if torch.is_grad_enabled() and (tokens.requires_grad or (probs is not None and probs.requires_grad)):
+        return _apply(_PermuteQuantized, *args)
+    return permute_quantized(*args)
+
+
+# --------------------------------------------------------------------------------------------- what is run
+
+
+def _core(fake: bool, first: torch.Tensor, *others: Maybe) -> tuple[Runtime, list[Any]]:
+    """The runtime, and views of dense tensors; `fake`: of shapes alone."""
+    if fake or first.is_meta:
+        return shape_runtime(first.device), [None if t is None else to_core_shape(t) for t in (first, *others)]
+    return runtime_for(first), [None if t is None else to_core(t.contiguous()) for t in (first, *others)]
+
+
+def _torch(t: Tensor | None, like: torch.Tensor) -> torch.Tensor:
+    return like.new_empty(0) if t is None else to_torch(t)
+
+
+def _mask_map(routing: torch.Tensor, fake: bool = False) -> Pair:
+    rt, (given,) = _core(fake, routing)
+    starts = rt.empty((routing.shape[1] + 1,), dtypes.int32)
+    return to_torch(ops.mask_row_map(rt, given, starts=starts)), to_torch(starts)
+
+
+def _index_map(experts: torch.Tensor, rows: int, fake: bool = False) -> torch.Tensor:
+    rt, views = _core(fake, experts)
+    return to_torch(ops.index_row_map(rt, *views, rows=rows))
+
+
+def _chunk_map(sizes: torch.Tensor, order: torch.Tensor, rows: int, fake: bool = False) -> torch.Tensor:
+    rt, views = _core(fake, sizes, order)
+    return to_torch(ops.chunk_row_map(rt, *views, rows=rows))
+
+
+def _permute(
+    inp: torch.Tensor,
+    row_map: torch.Tensor,
+    probs: Maybe,
+    pad_offsets: Maybe,
+    starts: Maybe,
+    rows: int,
+    fill_rows: bool,
+    fake: bool = False,
+) -> Pair:
+    rt, (x, to, p, pad, first) = _core(fake, inp, row_map, probs, pad_offsets, starts)
+    out, row_probs = ops.permute(rt, x, to, rows=rows, probs=p, pad_offsets=pad, starts=first, fill=fill_rows)
+    return to_torch(out), _torch(row_probs, inp)
+
+
+def _permute_backward(
+    grad: torch.Tensor,
+    row_map: torch.Tensor,
+    probs: Maybe,
+    grad_probs: Maybe,
+    pad_offsets: Maybe,
+    tokens: int,
+    fake: bool = False,
+) -> Pair:
+    rt, (dy, of, p, d_rows, pad) = _core(fake, grad, row_map, probs, grad_probs, pad_offsets)
+    dx, d_probs = ops.unpermute(rt, dy, of, tokens=tokens, gates=p, row_probs=d_rows, pad_offsets=pad)
+    return to_torch(dx), _torch(d_probs, grad)
+
+
+def _unpermute(
+    inp: torch.Tensor, row_map: torch.Tensor, weights: Maybe, pad_offsets: Maybe, tokens: int, fake: bool = False
+) -> torch.Tensor:
+    rt, (x, of, w, pad) = _core(fake, inp, row_map, weights, pad_offsets)
+    out, _ = ops.unpermute(rt, x, of, tokens=tokens, weights=w, pad_offsets=pad)
+    return to_torch(out)
+
+
+def _unpermute_backward(
+    grad: torch.Tensor,
+    inp: torch.Tensor,
+    row_map: torch.Tensor,
+    weights: torch.Tensor,
+    pad_offsets: Maybe,
+    fake: bool = False,
+) -> Pair:
+    rt, (dy, x, of, w, pad) = _core(fake, grad, inp, row_map, weights, pad_offsets)
+    dx, d_weights = ops.unpermute_backward(rt, dy, x, of, w, pad_offsets=pad)
+    return to_torch(dx), to_torch(d_weights)
+
+
+#: Name: its function, its schema's arguments and results.
+_OPERATORS: dict[str, tuple[Callable[..., Any], str]] = {
+    "mask_map": (_mask_map, "(Tensor routing) -> (Tensor, Tensor)"),
+    "index_map": (_index_map, "(Tensor experts, SymInt rows) -> Tensor"),
+    "chunk_map": (_chunk_map, "(Tensor sizes, Tensor order, SymInt rows) -> Tensor"),
+    "permute": (
+        _permute,
+        "(Tensor inp, Tensor row_map, Tensor? probs, Tensor? pad_offsets, Tensor? starts, SymInt rows, bool fill_rows)"
+        " -> (Tensor, Tensor)",
+    ),
+    "permute_backward": (
+        _permute_backward,
+        "(Tensor grad, Tensor row_map, Tensor? probs, Tensor? grad_probs, Tensor? pad_offsets, SymInt tokens)"
+        " -> (Tensor, Tensor)",
+    ),
+    "unpermute": (
+        _unpermute,
+        "(Tensor inp, Tensor row_map, Tensor? weights, Tensor? pad_offsets, SymInt tokens) -> Tensor",
+    ),
+    "unpermute_backward": (
+        _unpermute_backward,
+        "(Tensor grad, Tensor inp, Tensor row_map, Tensor weights, Tensor? pad_offsets) -> (Tensor, Tensor)",
+    ),
+}
+
+
+def _call(name: str, *args: Any) -> Any:
+    """The function itself, or under tracing its operator."""
+    if torch.compiler.is_compiling():
+        return getattr(torch.ops.te_runtime, f"moe_{name}")(*args)
+    return _OPERATORS[name][0](*args)
+
+
+def _operator(name: str, *args: Any) -> Any:
+    return getattr(torch.ops.te_runtime, f"moe_{name}")(*args)
+
+
+def _direct(name: str, *args: Any) -> Any:
+    return _OPERATORS[name][0](*args)
+
+
+# --------------------------------------------------------------------------------------------- derivatives
+# One rule each, for eager code and for operators: `run` is what runs a function of the table.
+
+
+def _keep_permute(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    inp, row_map, probs, pad_offsets, _, rows, _ = inputs
+    ctx.save_for_backward(row_map, probs, pad_offsets)
+    ctx.tokens, ctx.rows, ctx.like = inp.shape[0], rows, (inp.dtype, inp.device)
+    ctx.set_materialize_grads(False)
+
+
+def _permute_gradients(
+    ctx: Any, run: Callable[..., Any], first: int, d_rows: Maybe, d_row_probs: Maybe
+) -> tuple[Any, ...]:
+    """Of the inputs from the `first` on."""
+    row_map, probs, pad_offsets = ctx.saved_tensors
+    wants = ctx.needs_input_grad[first:]
+    dx = d_probs = None
+    used = d_row_probs is not None and probs is not None and wants[2]
+    if d_rows is not None and wants[0] or used:
+        if d_rows is None or not wants[0]:  # the probabilities alone
+            d_rows = torch.empty((ctx.rows, 0), dtype=ctx.like[0], device=ctx.like[1])
+        elif isinstance(d_rows, QuantizedTorch):
+            d_rows = d_rows.dequantize()
+        found = run("permute_backward", d_rows, row_map, probs, d_row_probs if used else None, pad_offsets, ctx.tokens)
+        dx = found[0] if wants[0] and d_rows.shape[1] else None
+        d_probs = found[1] if used else None
+    return dx, None, d_probs, None, None, None, None
+
+
+def _keep_unpermute(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    inp, row_map, weights, pad_offsets, _ = inputs
+    ctx.save_for_backward(None if weights is None else inp, row_map, weights, pad_offsets)
+    ctx.rows = inp.shape[0]
+    ctx.set_materialize_grads(False)
+
+
+def _unpermute_gradients(ctx: Any, run: Callable[..., Any], dy: Maybe) -> tuple[Any, ...]:
+    inp, row_map, weights, pad_offsets = ctx.saved_tensors
+    if dy is None:
+        return None, None, None, None, None
+    if weights is None:
+        if isinstance(dy, QuantizedTorch):
+            dx, _ = permute_quantized("moe_unpermute's backward", dy, row_map, None, pad_offsets, None, ctx.rows)
+        else:
+            dx, _ = run("permute", dy, row_map, None, pad_offsets, None, ctx.rows, True)
+        return dx, None, None, None, None
+    if isinstance(dy, QuantizedTorch):
+        dy = dy.dequantize()
+    dx, d_weights = run("unpermute_backward", dy, inp, row_map, weights, pad_offsets)
+    wants = ctx.needs_input_grad
+    return dx if wants[0] else None, None, d_weights if wants[2] else None, None, None
+
+
+class _Permute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Any:
+        output = _permute(*inputs)
+        _keep_permute(ctx, inputs, output)
+        if inputs[2] is None:
+            ctx.mark_non_differentiable(output[1])
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        _refuse_double_backward()
+        return _permute_gradients(ctx, _direct, 0, *grads)
+
+
+class _PermuteQuantized(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, operation: str, *inputs: Any) -> Any:
+        out, row_probs = permute_quantized(operation, *inputs)
+        _keep_permute(ctx, (*inputs, True), None)
+        return out, row_probs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        _refuse_double_backward()
+        found = _permute_gradients(ctx, _direct, 1, *grads)
+        return None, *found[:6]
+
+
+class _Unpermute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Any:
+        output = _unpermute(*inputs)
+        _keep_unpermute(ctx, inputs, output)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        _refuse_double_backward()
+        return _unpermute_gradients(ctx, _direct, *grads)
+
+
+#: Function.apply looks for functorch's wrappers in every argument, which takes 3 us; there are none outside of them.
+_base: Any = torch.autograd.Function
+_quick_apply: dict[Any, Any] = {cls: super(_base, cls).apply for cls in (_Permute, _PermuteQuantized, _Unpermute)}
+_functorch_active = torch._C._are_functorch_transforms_active
+
+
+def _apply(cls: Any, *args: Any) -> Any:
+    return cls.apply(*args) if _functorch_active() else _quick_apply[cls](*args)
+
+
+def _refuse_double_backward() -> None:
+    if torch.is_grad_enabled():  # only create_graph=True runs a backward in grad mode
+        raise UnsupportedError(
+            "moe_permute's backward", "create_graph=True", "first derivatives", "use index_select and index_add_"
+        )
+
+
+_library = torch.library.Library("te_runtime", "FRAGMENT")
+
+
+def _define(name: str, function: Callable[..., Any], schema: str) -> None:
+    _library.define(f"moe_{name}{schema}")
+    _library.impl(f"moe_{name}", function, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"te_runtime::moe_{name}", lambda *args: function(*args, fake=True), lib=_library)
+
+
+for _name, (_function, _schema) in _OPERATORS.items():
+    _define(_name, _function, _schema)
+
+torch.library.register_autograd(
+    "te_runtime::moe_permute",
+    lambda ctx, *grads: _permute_gradients(ctx, _operator, 0, *grads),
+    setup_context=_keep_permute,
+    lib=_library,
+)
+torch.library.register_autograd(
+    "te_runtime::moe_unpermute",
+    lambda ctx, dy: _unpermute_gradients(ctx, _operator, dy),
+    setup_context=_keep_unpermute,
+    lib=_library,
+)

@@ -1,0 +1,106 @@
+"""Compiled layers under DDP and FSDP2: as eager ones, without graph breaks, without compiling from step to step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed as dist
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import te_torch as te
+from te_core.recipe import DelayedScaling, Float8CurrentScaling
+from tests.module_steps import WIDTH, fp8_state, randomise, region, values
+from tests.parallel.ranks import Rank, Ranks
+
+RECIPES = {"plain": None, "delayed": DelayedScaling(amax_history_len=4), "current": Float8CurrentScaling()}
+LAYERS = 3
+recipes = pytest.mark.parametrize("recipe", RECIPES)
+
+
+def layers(device: str) -> torch.nn.Sequential:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*[te.LayerNormMLP(WIDTH, 80, device=device) for _ in range(LAYERS)])
+    randomise(model)
+    return model
+
+
+def train(rank: Rank, model: Any, recipe: str) -> list[torch.Tensor]:
+    """Steps of an optimizer, with two microbatches each; losses, and what the model then is."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    losses = []
+    for i in range(4):
+        for j in range(2):
+            x = values(32, WIDTH, device=rank.device, seed=100 * rank.number + 10 * i + j) * (1 + i)
+            x.requires_grad_()  # as the inputs of the layers behind the first one do: another program otherwise
+            with region(RECIPES[recipe]):
+                y = model(x)
+            loss = y.square().mean()
+            loss.backward()
+            losses.append(loss.detach().cpu())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def equal(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def as_compiled_and_eager(rank: Rank, recipe: str, spread: Any, one_by_one: bool) -> tuple[bool, bool, bool, int, int]:
+    """(losses, parameters and FP8 states are alike; programs compiled, and graph breaks)."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    counter = CompileCounterWithBackend("aot_eager")
+    plain, model = layers(rank.device), layers(rank.device)
+    theirs = train(rank, spread(plain, rank), recipe)
+    if one_by_one:
+        compiled: Any = torch.nn.Sequential(*[torch.compile(m, fullgraph=True, backend=counter) for m in model])
+    else:
+        compiled = torch.compile(model, fullgraph=True, backend=counter)
+    mine = train(rank, spread(compiled, rank), recipe)
+
+    def whole(module: Any) -> list[torch.Tensor]:
+        return [t.full_tensor() if hasattr(t, "full_tensor") else t.detach() for t in module.parameters()]
+
+    states = [list(fp8_state(module).values()) for module in (plain, model)]
+    assert bool(states[0]) == (recipe == "delayed")
+    breaks = sum(torch._dynamo.utils.counters["graph_break"].values())
+    return equal(mine, theirs), equal(whole(model), whole(plain)), equal(*states), counter.frame_count, breaks
+
+
+def replicated(model: Any, rank: Rank) -> Any:
+    return torch.nn.parallel.DistributedDataParallel(model, device_ids=[0] if rank.device == "cuda" else None)
+
+
+def sharded(model: Any, rank: Rank) -> Any:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh(rank.device, (dist.get_world_size(),))
+    for part in model:
+        fully_shard(part, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def under_ddp(rank: Rank, recipe: str, one_by_one: bool) -> Any:
+    return as_compiled_and_eager(rank, recipe, replicated, one_by_one)
+
+
+def under_fsdp(rank: Rank, recipe: str) -> Any:
+    return as_compiled_and_eager(rank, recipe, sharded, True)
+
+
+@recipes
+@pytest.mark.parametrize("one_by_one", [True, False])
+def test_ddp(recipe: str, one_by_one: bool, pair: Ranks) -> None:
+    """Layers that are compiled each by itself, or the model as a whole, before it is wrapped."""
+    for found in pair.run(under_ddp, recipe, one_by_one):
+        assert found == (True, True, True, 1, 0)
+
+
+@recipes
+def test_fsdp(recipe: str, pair: Ranks) -> None:
+    for found in pair.run(under_fsdp, recipe):
+        assert found == (True, True, True, 1, 0)

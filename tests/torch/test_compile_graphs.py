@@ -1,0 +1,79 @@
+"""torch.compile(mode="reduce-overhead"): compiled code that runs as a CUDA graph calls no operator of ours."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+import te_torch as te
+from te_torch import state as scaling
+from te_torch import updates
+from tests import recipes
+from tests.backends import requires_cuda
+from tests.module_steps import differences, fp8_state, make, step, values
+
+BF16 = torch.bfloat16
+WIDTH = 256
+STEPS = 8
+MODULES: dict[str, Any] = {
+    "Linear": lambda: te.Linear(WIDTH, WIDTH, params_dtype=BF16, device="cuda"),
+    "LayerNormMLP": lambda: te.LayerNormMLP(WIDTH, 2 * WIDTH, params_dtype=BF16, device="cuda"),
+    "TransformerLayer": lambda: te.TransformerLayer(
+        WIDTH, 2 * WIDTH, 4, hidden_dropout=0.0, attention_dropout=0.0, params_dtype=BF16, device="cuda"
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> None:
+    torch._dynamo.reset()
+
+
+@requires_cuda
+@pytest.mark.timeout(900)  # a compiler of kernels
+@pytest.mark.parametrize("recipe", [None, "delayed", "current", "block"])
+@pytest.mark.parametrize("kind", MODULES)
+def test_reduce_overhead(kind: str, recipe: str | None) -> None:
+    """No reason to leave the graph out is found, and scales follow as in eager mode, steps of replays included."""
+    torch.manual_seed(0)
+    module = MODULES[kind]()
+    eager = copy.deepcopy(module)
+    counters.clear()
+    compiled = torch.compile(module, mode="reduce-overhead", fullgraph=True)
+    rule = recipes.rule(recipe)
+    for i in range(STEPS):
+        torch.compiler.cudagraph_mark_step_begin()
+        x = values(128, 1, WIDTH, device="cuda", dtype=BF16, seed=i) * (1 + i)
+        got, wanted = step(compiled, x, rule, owner=module), step(eager, x, rule)
+        for name in ("y", "dx"):
+            noise = (got[name].float() - wanted[name].float()).norm() / wanted[name].float().norm()
+            assert noise < (0.1 if kind == "TransformerLayer" else 1e-6), (i, name, noise)
+    assert counters["inductor"]["cudagraph_skips"] == 0
+    with te.autocast(enabled=False):  # what begins after it knows that the last backward has ended
+        pass
+    mine, theirs = fp8_state(module), fp8_state(eager)
+    assert bool(mine) == (recipe == "delayed")
+    for name in mine:
+        torch.testing.assert_close(mine[name], theirs[name], rtol=0.05, atol=0.05)
+
+
+def test_scales_follow_what_no_operator_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a replay: the histories are written, and nobody says so."""
+    module = make("Linear", dtype=BF16)
+    eager = copy.deepcopy(module)
+    module.compile(fullgraph=True, backend="aot_eager")
+    told = updates.ran_backward
+    for i in range(5):
+        if i == 1:
+            mute: Any = monkeypatch.setattr
+            mute(scaling.ScalingState, "ran_compiled", lambda *args: None)
+            mute(updates, "ran_backward", lambda state, *w: told(state, *w) if state is eager.fp8_state else None)
+        x = values(16, 48, dtype=BF16, seed=i) * (1 + i)
+        assert not differences(step(module, x, "delayed"), step(eager, x, "delayed")), i
+    with te.autocast(enabled=False):
+        pass
+    assert not differences(fp8_state(module), fp8_state(eager))

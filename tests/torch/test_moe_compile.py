@@ -1,0 +1,67 @@
+"""Tokens to their experts and back in compiled programs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import te_torch as te
+from te_torch.training import moe_operators
+from tests.backends import devices
+from tests.moe_cases import E, H, K, T, by_index, normal, probabilities, routing, through_experts
+
+DEVICES = devices()
+
+
+def sums_and_chunks(x: torch.Tensor, probs: torch.Tensor, mask: torch.Tensor, rows: int) -> torch.Tensor:
+    out, row_map = te.moe_permute(x, mask, rows)
+    sizes = mask.sum(0)
+    out, moved = te.moe_sort_chunks_by_index_with_probs(out, out[:, 0], sizes, sizes.argsort(stable=True))
+    return te.moe_unpermute(torch.sin(out) * moved[:, None], row_map) * probs.sum()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.more)])
+@pytest.mark.parametrize("function", [through_experts, by_index, sums_and_chunks])
+def test_compiled(function: Callable[..., torch.Tensor], backend: str, device: str) -> None:
+    """One graph, forward and backward, equal to eager; other sizes too."""
+    torch._dynamo.reset()
+    compiled = torch.compile(function, fullgraph=True, backend=backend)
+    for tokens in (T, 50, 64):
+        mask = routing(device, tokens)
+        rows = int(mask.sum())
+        results = []
+        for run in (function, compiled):
+            x = normal(tokens, H, device=device, dtype=torch.float32).requires_grad_()
+            probs = probabilities(mask).requires_grad_()
+            run(x, probs, mask, rows).backward(normal(tokens, H, device=device, seed=9))
+            results.append((x.grad, probs.grad))
+        for eager, other in zip(*results, strict=True):
+            torch.testing.assert_close(other, eager, rtol=2e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_operators(device: str) -> None:
+    """Schemas, shapes and derivatives of each, as torch checks operators."""
+    mask = routing(device)
+    x, probs = normal(T, H, device=device).requires_grad_(), probabilities(mask).requires_grad_()
+    rows = int(mask.sum())
+    call = torch.ops.te_runtime
+    row_map, starts = moe_operators.mask_map(mask)
+    pad = torch.zeros(E, dtype=torch.int64, device=device)
+    moved = normal(rows, H, device=device).requires_grad_()
+    ids, tests = mask[:, :K].contiguous(), ("test_schema", "test_faketensor", "test_autograd_registration")
+    for operator, args in (
+        (call.moe_mask_map, (mask,)),
+        (call.moe_index_map, (ids, 50)),
+        (call.moe_chunk_map, (torch.tensor([3, 4], device=device), torch.tensor([1, 0], device=device), 9)),
+        (call.moe_permute, (x, row_map, probs, pad, starts, rows + 3, True)),
+        (call.moe_permute, (x, row_map, None, None, None, rows, False)),
+        (call.moe_unpermute, (moved, row_map, probs, None, T)),
+        (call.moe_unpermute, (moved, row_map, None, pad, T)),
+        (call.moe_permute_backward, (moved.detach(), row_map, probs.detach(), moved.detach()[:, 0].clone(), None, T)),
+        (call.moe_unpermute_backward, (x.detach(), moved.detach(), row_map, probs.detach(), None)),
+    ):
+        torch.library.opcheck(operator.default, args, test_utils=tests)

@@ -1,0 +1,185 @@
+"""`torch.export` of modules as they are: its programs run in other processes, and say there what they compute."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import te_torch as te
+from te_core.layers.inspector import Inspector
+from te_core.recipe import CustomRecipe, DelayedScaling
+from te_torch.calls import call_of
+from te_torch.program_specs import read, written
+from tests.backends import requires_cuda
+from tests.export_cases import OTHERS, PRODUCTS, RECIPES, eager, made, region
+
+ROOT = Path(__file__).resolve().parents[2]
+#: Loads each program, runs it, and compares all bits; what is exported is not imported.
+ELSEWHERE = """
+import sys, torch, te_torch
+from pathlib import Path
+torch.set_num_threads(1)
+for path in sorted(Path(sys.argv[1]).glob("*.pt2")):
+    args, named, wanted = torch.load(path.with_suffix(".pt"), weights_only=False)
+    made = torch.export.load(path).module()(*args, **named)
+    for value, reference in zip(made if isinstance(made, (tuple, list)) else [made], wanted, strict=True):
+        assert torch.equal(value, reference), path.name
+"""
+BRIEF = [
+    ("Linear", "delayed"),
+    ("LayerNormMLP", "current"),
+    ("GroupedLinear", "delayed"),
+    ("TransformerLayer with GQA", "delayed"),
+    ("TransformerLayer with GQA", "mxfp8"),
+    ("padding_causal", "high"),
+    ("learnable", "high"),
+    ("interleaved", "high"),
+    ("packed", "high"),
+]
+ALL = [(name, kind) for name in {**PRODUCTS, **OTHERS} for kind in (RECIPES if name in PRODUCTS else ("high",))]
+
+
+def program_of(module: Any, recipe: Any, args: Any, named: Any = None) -> Any:
+    with torch.no_grad(), region(recipe):
+        return torch.export.export(module, args, named)
+
+
+@pytest.mark.parametrize("cases", [BRIEF, pytest.param(ALL, marks=pytest.mark.more)], ids=["some", "all"])
+def test_programs_run_in_another_process(cases: list[tuple[str, str]], tmp_path: Path) -> None:
+    for i, (name, kind) in enumerate(cases):
+        recipe = RECIPES[kind]
+        module, args, named = made({**PRODUCTS, **OTHERS}[name], recipe)
+        wanted = eager(module, recipe, args, named)
+        program = program_of(module, recipe, args, named)
+        torch.export.save(program, tmp_path / f"{i} {name} {kind}.pt2")
+        torch.save((args, named, wanted), tmp_path / f"{i} {name} {kind}.pt")
+    done = subprocess.run([sys.executable, "-c", ELSEWHERE, str(tmp_path)], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_a_program_says_what_it_computes() -> None:
+    """In place of a name: the layer and its spec, of which another process makes the same."""
+    recipe = RECIPES["delayed"]
+    module, args, _ = made(PRODUCTS["Linear"], recipe)
+    program = program_of(module, recipe, args)
+    (node,) = (n for n in program.graph.nodes if "te_runtime" in str(n.target))
+    key, rule = (a for a in node.args if isinstance(a, str))
+    name, _, text = key.partition(" ")
+    spec, needs_grad = read(text)
+    assert name == "linear" and spec == call_of(key).spec and needs_grad is False
+    assert read(rule) == spec.precision and read(rule).history.length == 2
+
+
+def test_an_export_makes_no_states() -> None:
+    """Neither for the module, nor for others like it: in a trace they would be made of nothing."""
+    recipe = RECIPES["delayed"]
+    other = te.Linear(64, 96, device="cpu").eval()
+    with pytest.raises(AssertionError, match="which has not run yet.*call the model once"):
+        program_of(te.Linear(64, 96, device="cpu").eval(), recipe, (torch.randn(8, 64),))
+    module, args, _ = made(PRODUCTS["Linear"], recipe)
+    program_of(module, recipe, args)
+    assert other.fp8_state is None
+    with region(recipe):
+        other(*args)
+
+
+class Looking(Inspector):
+    request = frozenset({("fprop", "activation")})
+
+
+@dataclass(frozen=True)
+class Foreign:
+    number: int
+
+
+class Doubled(te.Quantizer):  # type: ignore[misc]
+    """A quantizer of a user's own."""
+
+    def __init__(self) -> None:
+        super().__init__(rowwise=True, columnwise=True)
+
+    def quantize_impl(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+
+def _largest(history: torch.Tensor) -> torch.Tensor:
+    return history.amax(0)
+
+
+def test_what_no_other_process_has_is_refused() -> None:
+    x = torch.randn(32, 64)
+    module = te.Linear(64, 64, device="cpu").eval()
+    module.inspector = Looking()
+    with pytest.raises(RuntimeError, match=r"a module with an inspector.*module.inspector = None"):
+        program_of(module, None, (x,))
+    says = "which no other process has.*a recipe of te_core.recipe without functions"
+    for recipe in (CustomRecipe(qfactory=lambda role: Doubled()), DelayedScaling(amax_compute_algo=_largest)):
+        module = te.Linear(64, 64, device="cpu").eval()
+        with region(recipe):
+            module(x)
+        with pytest.raises(RuntimeError, match=says):
+            program_of(module, recipe, (x,))
+
+
+def test_attention_that_runs_eagerly_is_refused() -> None:
+    recipe = DelayedScaling(fp8_dpa=True)
+    module, args, _ = made(PRODUCTS["TransformerLayer"], recipe)
+    with pytest.raises(RuntimeError, match="outside of compiled graphs.*export with fp8_dpa=False"):
+        program_of(module, recipe, args)
+
+
+def test_texts_are_read_as_data_of_this_library_alone() -> None:
+    spec = call_of_linear().spec
+    assert read(written((spec, 1.5, None, True, float("inf")))) == (spec, 1.5, None, True, float("inf"))
+    assert read(written(spec)).precision is read(written(spec)).precision
+    with pytest.raises(RuntimeError, match="'Foreign'"):
+        written(Foreign(1))
+    for text in ('["os:system","true"]', '["te_core.env:chosen",{}]', '["te_torch.nothing:Spec",{}]'):
+        with pytest.raises((ValueError, ImportError)):
+            read(text)
+    with pytest.raises(ValueError, match="export the model again with this version"):
+        call_of("linear/0123456789abcdef")
+
+
+def call_of_linear() -> Any:
+    module, _, _ = made(PRODUCTS["Linear"], RECIPES["delayed"])
+    return module._last
+
+
+def test_a_module_that_stands_in_two_places() -> None:
+    """torch's tracer gives such modules stand-ins, of classes of its own."""
+    layer = te.LayerNormLinear(64, 64, device="cpu").eval()
+    model, x = torch.nn.Sequential(layer, torch.nn.Tanh(), layer), torch.randn(4, 64)
+    with torch.no_grad():
+        torch.testing.assert_close(program_of(model, None, (x,)).module()(x), model(x), rtol=0, atol=0)
+        with te.onnx_export(enabled=True):
+            program = torch.export.export(model, (x,))
+        torch.testing.assert_close(program.module()(x), model(x), rtol=0, atol=2e-6)
+
+
+@requires_cuda
+@pytest.mark.parametrize("kind", ["high", "delayed", "current"])
+def test_on_a_gpu(kind: str, tmp_path: Path) -> None:
+    """The program of a model on a GPU, here and in another process: the same kernels."""
+    recipe = RECIPES[kind]
+    module, args, _ = made(PRODUCTS["TransformerLayer with GQA"], None, torch.bfloat16)
+    module, args = module.cuda(), tuple(t.cuda() for t in args)
+    for _ in range(2):
+        with region(recipe), torch.no_grad():
+            module(*args)
+    wanted = eager(module, recipe, args, {})
+    program = program_of(module, recipe, args)
+    torch.testing.assert_close(program.module()(*args), wanted[0])
+    torch.export.save(program, tmp_path / "layer.pt2")
+    torch.save((args, {}, wanted), tmp_path / "layer.pt")
+    exact = "assert torch.equal(value, reference), path.name"
+    assert exact in ELSEWHERE
+    script = ELSEWHERE.replace(exact, "torch.testing.assert_close(value, reference)")
+    done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
