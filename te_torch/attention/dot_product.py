@@ -38,7 +38,8 @@ from te_torch.attention.plan import (
 )
 from te_torch.attention.score_mod import functions, run_graph
 from te_torch.autocast import Region, precision_now
-from te_torch.base.draws import Fork, Repeated, fork_of
+from te_torch.base.draws import Repeated
+from te_torch.base.forks import Fork, fork_of
 from te_torch.base.module import BaseModule, alike
 from te_torch.base.options import check_values
 from te_torch.export.mode import exporting
@@ -527,8 +528,7 @@ def _trace_plan(
     plan = modules[0]._plan(Key.of(key))
     for module in modules[1:]:
         module._last_plan = module._last_plan or plan
-    forked = plan.prepare.draws and modules[0]._fork is not None  # from a generator that a compiler does not know
-    eager = forked or plan.key.checkpoint or plan.key.score_mod
+    eager = plan.key.checkpoint or plan.key.score_mod
     if plan.backend == choose.UNFUSED and not plan.key.fp8 and not eager:
         name = f"plan_{next(_names)}"
         setattr(_programs, name, plan)

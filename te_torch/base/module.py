@@ -14,7 +14,7 @@ from te_core.precision import Precision
 from te_torch.autocast import Outstanding, Region, precision_now, prepare_default
 from te_torch.base.checkpoint_state import adopt
 from te_torch.base.documented import Documented
-from te_torch.base.draws import Fork
+from te_torch.base.forks import Fork
 from te_torch.base.options import refuse_unbuilt
 from te_torch.base.quantized_init import carry_over, initialisation, initialising, link, quantize_parameter
 from te_torch.base.weights import CachedWeight, Gradients, add_gradient, extra_for
