@@ -42,6 +42,7 @@ from te_torch.base.draws import Repeated
 from te_torch.base.forks import Fork, fork_of
 from te_torch.base.module import BaseModule, alike
 from te_torch.base.options import check_values
+from te_torch.carried import Carried
 from te_torch.export.mode import exporting
 from te_torch.function import key_of, register
 from te_torch.quantized import QuantizedTorch
@@ -394,7 +395,7 @@ class DotProductAttention(BaseModule):
         """The call under a tracing compiler: its backend as an operator, or traced. Some run eagerly."""
         if exporting.on:
             return exported.attention(self, key, given)
-        asked = number, given.fp8_output or isinstance(given.a, QuantizedTorch), given.bf16_backward
+        asked = number, isinstance(given.a, Carried), given.fp8_output or "", given.bf16_backward
         facts = self._kind, self._facts()
         backend, name, *how = _trace_plan(*facts, tuple(key), asked)
         if not backend:
@@ -517,11 +518,12 @@ _names = itertools.count(1)
 
 @constant_at_trace
 def _trace_plan(
-    kind: int, facts: tuple[Any, ...], key: tuple[Any, ...], asked: tuple[int, bool, bool]
+    kind: int, facts: tuple[Any, ...], key: tuple[Any, ...], asked: tuple[int, bool, Any, bool]
 ) -> tuple[Any, ...]:
     """(the backend, "" where it runs eagerly; the call's or plan's name; the fields of its Preparation).
 
-    `asked`: the region's precision; whether what goes in or out is quantized, and backward is in the activation dtype.
+    `asked`: the region's precision; whether q is quantized; how the output is to be (te_torch.carried; True: by the
+    user); whether backward is in the activation dtype.
     """
     global _eager_run
     modules = alike(kind, facts)
@@ -533,11 +535,13 @@ def _trace_plan(
         name = f"plan_{next(_names)}"
         setattr(_programs, name, plan)
         return (plan.backend, name, *plan.prepare)
-    number, handed, high_backward = asked
-    if plan.backend != choose.FUSED or eager or (plan.key.fp8 and handed):
+    number, handed, output, high_backward = asked
+    if plan.backend != choose.FUSED or eager:
         if torch.compiler.is_exporting() and (plan.key.fp8 or plan.backend == choose.FUSED):
             raise exported.not_traced(plan.backend)
         _eager_run = _eager_run or untraced(DotProductAttention._run, "this backend runs eagerly")
         return ("", "")
-    call = fp8_attention.traced_call(modules[0], plan, number, high_backward) if plan.key.fp8 else plan.call
-    return (plan.backend, key_of(call), *plan.prepare)
+    if not plan.key.fp8:
+        return (plan.backend, key_of(plan.call), *plan.prepare)
+    call = fp8_attention.traced_call(modules[0], plan, number, (handed, bool(output), high_backward))
+    return (plan.backend, key_of(call) + (output if isinstance(output, str) else ""), *plan.prepare)

@@ -164,9 +164,12 @@ def _frame(t: torch.Tensor | None, n: int) -> torch.Tensor | None:
     return None if t is None else torch.empty((*t.shape[:n], 0), dtype=torch.uint8, device=t.device)
 
 
-def traced_call(module: Any, plan: Plan, number: int, high_backward: bool) -> Call:
-    """The call of a plan in a region of this precision, for traced code."""
-    call = _call(plan, attention_number(number), plan.key.a.dtype, False, False, high_backward)
+def traced_call(module: Any, plan: Plan, number: int, asked: tuple[bool, bool, bool]) -> Call:
+    """The call of a plan in a region of this precision, for traced code.
+
+    `asked`: whether q came quantized, the output is quantized, and backward is in the activation dtype.
+    """
+    call = _call(plan, attention_number(number), plan.key.a.dtype, *asked)
     module.__dict__["_last_rule"] = call.spec.precision
     return call
 

@@ -97,7 +97,7 @@ class SplitParameters(BaseModule):
             core.Needs(*needs),
             self._requests()[0],
             None if weight_dtype is None else TO_CORE[weight_dtype],
-            fp8_output,
+            bool(fp8_output),
             fp8_grad,
         )
 
