@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 from math import prod
+from typing import Any
 
 import torch
 
@@ -19,7 +20,7 @@ from te_core.ops import raw as ops
 from te_core.quantized import Format, QuantizedTensor
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
-from te_torch.runtime import TO_CORE, constant_at_trace, to_torch
+from te_torch.runtime import TO_CORE, constant_at_trace, runtime_for, to_torch
 from te_torch.tensors.buffers import Buffers, core_of, of_core
 
 _SCALE = 4  # bytes
@@ -77,9 +78,25 @@ class Carried:
         """The same values in another shape."""
         return Carried(self.t.view(*shape), self.form, self.grad)
 
+    def values(self) -> torch.Tensor:
+        """In its dtype; their gradient is plain, as `grad` has to say."""
+        assert not self.grad
+        found: torch.Tensor = _Values.apply(self.t, self.form)
+        return found
+
     def reshape(self, *shape: int) -> Carried:
         """The same values in another shape."""
         return Carried(self.t.reshape(*shape), self.form, self.grad)
+
+
+class _Values(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, t: torch.Tensor, form: str) -> Any:
+        return torch.ops.te_runtime.values_of_carried(t, form)
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> Any:
+        return dy, None
 
 
 def form_name(form: Format) -> str:
@@ -177,6 +194,19 @@ def plain_or_closed(
             "torch.compile", "a plain gradient", f"one of {name}, as was agreed on", "report this as a bug, please"
         )
     return to_torch(t)
+
+
+def _values_op(t: torch.Tensor, form: str) -> torch.Tensor:
+    made = ops.dequantize(runtime_for(t), opened(t, form, False), TO_CORE[t.dtype])
+    return to_torch(made).view(t.shape)
+
+
+_library = torch.library.Library("te_runtime", "FRAGMENT")
+_library.define("values_of_carried(Tensor t, str form) -> Tensor")
+_library.impl("values_of_carried", _values_op, "CompositeExplicitAutograd")
+torch.library.register_fake(
+    "te_runtime::values_of_carried", lambda t, form: torch.empty(t.shape, dtype=t.dtype, device=t.device), lib=_library
+)
 
 
 @lru_cache(maxsize=16)

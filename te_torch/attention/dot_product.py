@@ -42,9 +42,10 @@ from te_torch.base.draws import Repeated
 from te_torch.base.forks import Fork, fork_of
 from te_torch.base.module import BaseModule, alike
 from te_torch.base.options import check_values
-from te_torch.carried import Carried
+from te_torch.carried import Carried, carry
 from te_torch.export.mode import exporting
 from te_torch.function import key_of, register
+from te_torch.precisions import precision_of
 from te_torch.quantized import QuantizedTorch
 from te_torch.runtime import constant_at_trace, default_device, untraced
 
@@ -399,6 +400,9 @@ class DotProductAttention(BaseModule):
         facts = self._kind, self._facts()
         backend, name, *how = _trace_plan(*facts, tuple(key), asked)
         if not backend:
+            if isinstance(given.a, Carried):
+                a, b = given.a.values(), given.b.values() if isinstance(given.b, Carried) else given.b
+                given = given.but(a=a, b=b)
             return _eager_run(self, key, given)
         orders = _orders(key, given, Preparation(*how))
         if orders is not None:
@@ -410,12 +414,16 @@ class DotProductAttention(BaseModule):
             inputs = inputs._replace(cu_kv=inputs.cu_kv.clone())
         if inputs.cu_kv_padded is inputs.cu_q_padded and inputs.cu_kv_padded is not None:
             inputs = inputs._replace(cu_kv_padded=inputs.cu_kv_padded.clone())
-        if backend == choose.UNFUSED:
-            return _result(*unfused.run(getattr(_programs, name), inputs), orders)
         if key.fp8:
             _, _, state, recompute = self._enter(inputs.a)
+            if backend == choose.UNFUSED:
+                low = fp8_attention.TracedLow(fp8_attention.emulation(*asked, key.a.dtype), state, recompute)
+                return _result(fp8_attention.emulated_at_trace(getattr(_programs, name), low, inputs), None, orders)
             forms = len(key.form) - 2, len(key.kv_form) - 2
-            return _result(fp8_attention.run_call(name, state, recompute, inputs, forms), None, orders)
+            out = fp8_attention.run_call(name, state, recompute, inputs, forms)
+            return carry(out, asked[2]) if isinstance(asked[2], str) and asked[2] else _result(out, None, orders)
+        if backend == choose.UNFUSED:
+            return _result(*unfused.run(getattr(_programs, name), inputs), orders)
         return _result(*fused.run_call(name, key.packing, inputs), orders)
 
     # --------------------------------------------------------------------------------------------- reports
@@ -530,8 +538,10 @@ def _trace_plan(
     plan = modules[0]._plan(Key.of(key))
     for module in modules[1:]:
         module._last_plan = module._last_plan or plan
-    eager = plan.key.checkpoint or plan.key.score_mod
-    if plan.backend == choose.UNFUSED and not plan.key.fp8 and not eager:
+    eager = (plan.key.checkpoint and plan.backend != choose.FUSED) or plan.key.score_mod
+    if plan.backend == choose.UNFUSED and not eager:
+        if plan.key.fp8:
+            modules[0].__dict__["_last_rule"] = precision_of(fp8_attention.attention_number(asked[0])).attention
         name = f"plan_{next(_names)}"
         setattr(_programs, name, plan)
         return (plan.backend, name, *plan.prepare)

@@ -14,6 +14,7 @@ import torch
 
 from te_core.attention import DIMENSIONS, canonical_mask
 from te_core.errors import ArgumentError, UnsupportedError
+from te_torch.attention import env
 from te_torch.attention.dot_product import DotProductAttention
 from te_torch.attention.fp8 import attention_number
 from te_torch.attention.inference import InferenceParams
@@ -303,8 +304,6 @@ class MultiheadAttention(torch.nn.Module):
         context, *returned = self._attend(inputs, is_first_microbatch, handed, angles, options, watched)
         if isinstance(hidden_states, Branch) and not self.input_layernorm:
             returned = [inputs[0]]
-        if isinstance(handed.out, str):
-            context = carry(context, handed.out)
         out = self._part("proj")(context, is_first_microbatch, False, handed.grad)
         outputs = (*(out if self.return_bias else (out,)), *returned)
         return outputs if len(outputs) > 1 else outputs[0]
@@ -341,7 +340,10 @@ class MultiheadAttention(torch.nn.Module):
         between = between or self.q_norm is not None
         if torch.compiler.is_compiling() and not exporting.on:
             known = not moved and all([_is_plainly_called(self._modules.get(name)) for name in _PROJECTIONS])
-            found = _handed_at_trace(number, between, self.attention_type == "self") if known else _NOTHING
+            # Queries that are interleaved with several groups are copied apart, and their gradients are plain.
+            straight = not self.qkv_weight_interleaved or self.num_gqa_groups in (1, self.num_attention_heads)
+            of_self = self.attention_type == "self" and straight
+            found = _handed_at_trace(number, between, of_self) if known else _NOTHING
             return HandOver(*found)
         return HandOver(*_handed(number, between))
 
@@ -483,7 +485,8 @@ def _handed_at_trace(number: int, between: bool, of_self: bool) -> tuple[Any, An
     rule, given, of_q = own.attention, "", ""
     if grad and base.grad_input is not None:
         given = form_name(base.grad_input.format)
-    if of_self and rule.backward and rule.grad_input.scaling == "delayed":
+    # The emulation gives plain gradients, and whether it runs is known too late.
+    if of_self and rule.backward and not env.now().emulate_fp8 and rule.grad_input.scaling == "delayed":
         of_q = form_name(rule.grad_input.format)
     told = handing(form_name(base.output.format), of_q) if qkv and base.output is not None else False
     return told, handing(form_name(rule.output.format), given) if out else False, grad
