@@ -541,7 +541,8 @@ def _trace_plan(
     eager = (plan.key.checkpoint and plan.backend != choose.FUSED) or plan.key.score_mod
     if plan.backend == choose.UNFUSED and not eager:
         if plan.key.fp8:
-            modules[0].__dict__["_last_rule"] = precision_of(fp8_attention.attention_number(asked[0])).attention
+            own = precision_of(fp8_attention.attention_number(asked[0]))
+            modules[0].__dict__["_last_rule"] = own and own.attention
         name = f"plan_{next(_names)}"
         setattr(_programs, name, plan)
         return (plan.backend, name, *plan.prepare)

@@ -374,6 +374,8 @@ class MultiheadAttention(torch.nn.Module):
         watched: bool,
     ) -> tuple[torch.Tensor, ...]:
         """The attention's output, and what the projection returns beside its own: norm output, stream."""
+        q: Any
+        packed: Any
         hidden, *encoded = inputs
         places, interleaved = options, self.qkv_weight_interleaved
         if encoded:
