@@ -23,8 +23,8 @@ TORCH_GROUND = (
     "recipe utils not_built"
 )
 TORCH_STATE = (
-    "calls weight_copies operators amax_disagreement amax_reduction availability state updates autocast function "
-    "custom nonfinite"
+    "calls carried weight_copies operators amax_disagreement amax_reduction availability state updates autocast "
+    "function custom nonfinite"
 )
 FLOORS: dict[str, list[str]] = {
     "ground": [f"te_core.{room}" for room in GROUND.split()],

@@ -14,11 +14,12 @@ from te_core.precision import Precision
 from te_torch.autocast import Outstanding, Region, precision_now, prepare_default
 from te_torch.base.checkpoint_state import adopt
 from te_torch.base.documented import Documented
-from te_torch.base.draws import Fork
+from te_torch.base.forks import Fork
 from te_torch.base.options import refuse_unbuilt
 from te_torch.base.quantized_init import carry_over, initialisation, initialising, link, quantize_parameter
 from te_torch.base.weights import CachedWeight, Gradients, add_gradient, extra_for
 from te_torch.calls import Call, key_of
+from te_torch.carried import HANDING
 from te_torch.custom import custom_precisions
 from te_torch.export.mode import exporting, not_exported, not_warmed_up
 from te_torch.function import Extra
@@ -131,7 +132,7 @@ def _trace_call(kind: int, facts: tuple[Any, ...], key: tuple[Any, ...]) -> str:
     found: Call = modules[0]._new_call(*key)
     if len(modules) == 1:  # otherwise it cannot be told which of them is traced; what runs says so (`last_compiled`)
         modules[0]._last = found
-    return key_of(found)
+    return key_of(found) + next((k for k in key if isinstance(k, str) and k.startswith(HANDING)), "")
 
 
 class BaseModule(Documented, CallingModule):

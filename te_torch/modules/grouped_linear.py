@@ -20,7 +20,8 @@ from te_core.errors import ArgumentError, UnsupportedError
 from te_core.layers import grouped_linear as core
 from te_core.layers.linear import LinearSpec, Needs
 from te_core.tensor import dense_strides
-from te_torch.base.draws import fork_of, random_pair
+from te_torch.base.draws import random_pair
+from te_torch.base.forks import fork_of
 from te_torch.base.module import BaseModule, check_input, normal_init
 from te_torch.base.options import check_values, mode_of, refuse_unbuilt
 from te_torch.base.original_input import keeps_original

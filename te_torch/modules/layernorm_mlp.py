@@ -11,7 +11,8 @@ from te_core.errors import UnsupportedError
 from te_core.layers import mlp as core
 from te_core.layers.linear import LinearSpec, Needs
 from te_core.ops.activation import GATED, KINDS, Clamp
-from te_torch.base.draws import fork_of, random_pair
+from te_torch.base.draws import random_pair
+from te_torch.base.forks import fork_of
 from te_torch.base.module import check_input, normal_init, wants_grad
 from te_torch.base.options import check_options
 from te_torch.base.quantized_init import check_recipe_fits

@@ -10,7 +10,8 @@ import torch
 
 from te_core.errors import ArgumentError
 from te_core.layers import linear as core
-from te_torch.base.draws import fork_of, random_pair
+from te_torch.base.draws import random_pair
+from te_torch.base.forks import fork_of
 from te_torch.base.module import BaseModule, check_input, normal_init
 from te_torch.base.options import check_options, is_size, mode_of
 from te_torch.base.original_input import keeps_original
@@ -96,7 +97,7 @@ class SplitParameters(BaseModule):
             core.Needs(*needs),
             self._requests()[0],
             None if weight_dtype is None else TO_CORE[weight_dtype],
-            fp8_output,
+            bool(fp8_output),
             fp8_grad,
         )
 
