@@ -1,8 +1,8 @@
 """What `moe.py` calls: maps and moves of rows, differentiable, in eager code and as operators that compilers see.
 
 Each is one function of this file. Eager code runs it inside an autograd function; traced code calls the operator
-`te_runtime::moe_<name>`, whose derivative is the same rule, in operators. What an operator says of its results are plain
-sums of sizes, not a run on the meta backend: rows that are counted as a program runs are a size without a number.
+`te_runtime::moe_<name>`, whose derivative is the same rule, in operators. Its shapes are written out, and not a run
+on the meta backend: rows that are counted as a program runs are a size without a number.
 """
 
 from __future__ import annotations
