@@ -1,0 +1,1 @@
+"""Precision debugging: which layer, which GEMM and which tensor loses the precision (docs/debugging.md)."""
