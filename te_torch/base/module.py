@@ -112,6 +112,23 @@ class CallingModule(torch.nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
+class Choice:
+    """Stands in the place of a module's inspectors where these are chosen anew, in the first forward of an iteration."""
+
+    current: tuple[Any, ...] | None  # what was chosen for the forward that runs
+
+    def choose(self, module: Any, precision: int) -> None:
+        """Set `current` for a forward in this precision (0: high precision), or `module.inspector` to None."""
+        raise NotImplementedError
+
+
+class Watching:
+    """Who is told of every new module that has inspectors: nobody, or precision debugging (te_torch/debug/routing.py)."""
+
+    new: Callable[[Any], None] | None = None
+
+
+watching = Watching()
 _kinds = itertools.count(1)
 _tokens = itertools.count(1)
 _by_token: weakref.WeakValueDictionary[int, CallingModule] = weakref.WeakValueDictionary()
@@ -163,12 +180,16 @@ class BaseModule(Documented, CallingModule):
         self._linked = 0
         self._wgrad_hooks: list[Callable[[], Any]] = []
         self._quantize_later: list[Any] = []  # weights on the meta device that quantized_model_init will quantize
+        if watching.new is not None:
+            watching.new(self)
 
     # ------------------------------------------------------------------------------------ inspectors
 
     def _inspectors(self) -> tuple[Any, ...] | None:
         """One for each product; None where nobody looks."""
         given = self.inspector
+        if isinstance(given, Choice):
+            given = given.current
         if given is None:
             return None
         found = tuple(given) if isinstance(given, (tuple, list)) else (given,) * self.gemms
@@ -184,8 +205,10 @@ class BaseModule(Documented, CallingModule):
             )
         return found
 
-    def _watched(self) -> tuple[int, ...] | None:
-        """What a call's key says of them: which objects they are (a call keeps its own alive)."""
+    def _watched(self, precision: int) -> tuple[int, ...] | None:
+        """What the key of a call in this precision says of them: which objects they are (a call keeps its own alive)."""
+        if isinstance(self.inspector, Choice):
+            self.inspector.choose(self, precision)
         found = self._inspectors()
         return None if found is None else tuple([id(inspector) for inspector in found])
 
@@ -489,7 +512,15 @@ class BaseModule(Documented, CallingModule):
             self.fp8_state.assign(fp8_meta_tensors)  # type: ignore[union-attr]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_weight_cache": {}, "_custom": {}, "_linked": 0}
+        state = {**super().__getstate__(), "_weight_cache": {}, "_custom": {}, "_linked": 0}
+        if isinstance(self.inspector, Choice):
+            state["inspector"] = None
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if watching.new is not None:
+            watching.new(self)
 
     def extra_repr(self) -> str:
         """What a printed module shows."""
