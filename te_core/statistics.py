@@ -1,8 +1,8 @@
 """What is known of a tensor's values, and of what a cast made of them: a record of float64 numbers that merges.
 
-A record is SLOTS numbers. Each either adds up, or is a maximum, or a minimum, so records of microbatches and of ranks merge
-slot by slot (`merge`), in any order. `te_core.ops.statistics` merges a tensor into a record on the device; `Statistics`
-reads one on the host.
+A record is SLOTS numbers. Each either adds up, or is a maximum, or a minimum, so records of microbatches and of ranks
+merge slot by slot (`merge`), in any order. `te_core.ops.statistics` merges a tensor into a record on the device;
+`Statistics` reads one on the host.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ def merge(records: F64) -> F64:
 class Statistics:
     """A record, read: the numbers by their names, and what follows from them.
 
-    Of the values: count, sum, squares (their sum), magnitudes (the sum of |x|), nonzero, nans, infinities; max, min, amax
-    (max |x|), amin (the smallest |x| that is not 0). NaN is left out of these four, which are +-inf if nothing is left.
-    Of those that were compared with what a cast made of them: compared (how many), underflows (nonzero values that
-    became 0), overflows (|x| above the largest value that the format has with the scale there was), saturated (codes that
-    are the largest), noise and signal (sums of (x - q)^2 and x^2), scale_inv_max and scale_inv_min.
+    Of the values: count, sum, squares (their sum), magnitudes (the sum of |x|), nonzero, nans, infinities; max, min,
+    amax (max |x|), amin (the smallest |x| that is not 0). NaN is left out of these four, which are +-inf if nothing is
+    left. Of those that were compared with what a cast made of them: compared (how many), underflows (nonzero values
+    that became 0), overflows (|x| above the largest value of the format at the scale there was), saturated (codes
+    that are the largest), noise and signal (sums of (x - q)^2 and x^2), scale_inv_max and scale_inv_min.
     """
 
     __slots__ = ("record",)

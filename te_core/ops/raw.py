@@ -37,6 +37,6 @@ __all__ = [
     "is_gated", "kv_append", "kv_gather", "kv_move", "l2_norm_backward", "l2_norm_forward", "mask_row_map",
     "norm_backward", "norm_forward", "packed_width", "permute", "plan_update", "quantize", "quantize_grouped",
     "quantize_many", "resize", "rope", "rope_qkv", "rope_qkv_backward", "run_update", "scale_pairs",
-    "softmax_backward", "softmax_forward", "statistics", "swizzle_scales", "transpose", "unpermute", "unpermute_backward",
-    "update_scales",
+    "softmax_backward", "softmax_forward", "statistics", "swizzle_scales", "transpose", "unpermute",
+    "unpermute_backward", "update_scales",
 ]  # fmt: skip

@@ -1,8 +1,8 @@
 """Statistics of a tensor, and of what a cast made of it, merged into a record on the device in one pass.
 
-A record is what `te_core.statistics` says: `merge` tells how its float64 numbers join. Values are taken as float32, and so
-are squares and differences; sums are float64 (on a GPU the 16 bytes that a thread reads at once are added in float32). Added in an order
-that only shapes decide, so the same tensors give the same record.
+A record is what `te_core.statistics` says: `merge` tells how its float64 numbers join. Values are taken as float32, and
+so are squares and differences; sums are float64 (on a GPU the 16 bytes that a thread reads at once are added in
+float32). Added in an order that only shapes decide, so the same tensors give the same record.
 
 Where there is a quantized tensor, each value x meets its code c and the scale_inv s of its tensor, piece or tile:
 underflow  x != 0 and c is a zero;  overflow  |x| > largest value of the format * s;  saturated  c is the largest code;

@@ -17,6 +17,7 @@ from te_torch.base.documented import Documented
 from te_torch.base.draws import Fork
 from te_torch.base.options import refuse_unbuilt
 from te_torch.base.quantized_init import carry_over, initialisation, initialising, link, quantize_parameter
+from te_torch.base.watching import Choice, watching
 from te_torch.base.weights import CachedWeight, Gradients, add_gradient, extra_for
 from te_torch.calls import Call, key_of
 from te_torch.custom import custom_precisions
@@ -112,23 +113,6 @@ class CallingModule(torch.nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
-class Choice:
-    """Stands in the place of a module's inspectors where these are chosen anew, in the first forward of an iteration."""
-
-    current: tuple[Any, ...] | None  # what was chosen for the forward that runs
-
-    def choose(self, module: Any, precision: int) -> None:
-        """Set `current` for a forward in this precision (0: high precision), or `module.inspector` to None."""
-        raise NotImplementedError
-
-
-class Watching:
-    """Who is told of every new module that has inspectors: nobody, or precision debugging (te_torch/debug/routing.py)."""
-
-    new: Callable[[Any], None] | None = None
-
-
-watching = Watching()
 _kinds = itertools.count(1)
 _tokens = itertools.count(1)
 _by_token: weakref.WeakValueDictionary[int, CallingModule] = weakref.WeakValueDictionary()
@@ -206,7 +190,7 @@ class BaseModule(Documented, CallingModule):
         return found
 
     def _watched(self, precision: int) -> tuple[int, ...] | None:
-        """What the key of a call in this precision says of them: which objects they are (a call keeps its own alive)."""
+        """What the key of a call in this precision says of them: which objects they are (a call keeps its own)."""
         if isinstance(self.inspector, Choice):
             self.inspector.choose(self, precision)
         found = self._inspectors()

@@ -1,7 +1,8 @@
-"""What happens to the tensors of one product in the place of its fused path: the calls of the features, in their order.
+"""What happens to the tensors of one product that features look at: their calls, in the documented order.
 
-Of an operand: it was quantized already, if the recipe does; `modify_tensor` for the GEMM that reads its columns, then for
-the one that reads its rows; `inspect_tensor`; `inspect_tensor_postquantize`. Of a result: `modify_tensor`, `inspect_tensor`.
+Of an operand: it was quantized already, if the recipe does; `modify_tensor` for the GEMM that reads its columns, then
+for the one that reads its rows; `inspect_tensor`; `inspect_tensor_postquantize`. (Backward's GEMMs come one by one: its
+gradient is shown before the second one.) Of a result: `modify_tensor`, `inspect_tensor`.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class _Tensor:
 
     def __init__(self, value: Tensor, cast: Cast | None, out: QuantizedTensor | None) -> None:
         self.dtype = TO_TORCH[value.dtype]
-        self._value, self._cast, self._out = value, cast, out
+        self.value, self.out, self._cast = value, out, cast
         self.held = out is not None and out.owner is not None  # a parameter that is quantized itself
         self._plain: torch.Tensor | None = None
         self._quantized: Any = None
@@ -42,21 +43,21 @@ class _Tensor:
     def plain(self) -> torch.Tensor:
         """In high precision."""
         if self._plain is None:
-            self._plain = piece_to_torch(self._value)
+            self._plain = piece_to_torch(self.value)
         return self._plain
 
     @property
     def quantized(self) -> Any:
         """As the recipe quantized it; None if it did not."""
-        if self._quantized is None and self._out is not None:
-            self._quantized = self._out.owner if self.held else from_core(self._out, self._out.shape, self.dtype)
+        if self._quantized is None and self.out is not None:
+            self._quantized = self.out.owner if self.held else from_core(self.out, self.out.shape, self.dtype)
         return self._quantized
 
     @property
     def quantizer(self) -> Any:
         """What the recipe quantizes it by."""
-        if self._quantizer is None and (self._cast is not None or self._out is not None):
-            self._quantizer = quantizer_for(self._cast, self._out, self.plain.device)
+        if self._quantizer is None and (self._cast is not None or self.out is not None):
+            self._quantizer = quantizer_for(self._cast, self.out, self.plain.device)
         return self._quantizer
 
 
@@ -81,7 +82,7 @@ class GemmInspector:
         if (gemm, tensor) in self.plan.modified:
             made = self._modified(gemm, tensor, seen)
             if isinstance(made, QuantizedTorch):
-                made = made.dequantize(dtype=seen.dtype)
+                made = made.dequantize().to(seen.dtype)
         if tensor in self.plan.inspected and (tensor != "output" or _graph_task() == -1):
             self._inspected(tensor, seen.plain if made is None else made, None, None, None)
         return None if made is None else _as_core(made, seen)
@@ -89,7 +90,7 @@ class GemmInspector:
     def _operand(
         self, gemm: str, tensor: str, value: Tensor, cast: Cast | None, out: QuantizedTensor | None
     ) -> Value | None:
-        seen, plan = _Tensor(value, cast, out), self.plan
+        seen, plan = self._seen(tensor, value, cast, out), self.plan
         point, other = (gemm, tensor), _COLUMNS[tensor] if gemm == _ROWS[tensor] else _ROWS[tensor]
         high = point in plan.high
         made = self._modified(gemm, tensor, seen) if point in plan.modified else None
@@ -101,10 +102,10 @@ class GemmInspector:
                 self._shown(tensor, seen, gemm, read, beside)
             self._postquantized(gemm, tensor, seen, read)
         elif gemm == _COLUMNS[tensor]:  # forward shows what backward will read, and then what it reads itself
-            self._kept()[tensor] = value.ptr, read
+            self._kept()[tensor] = seen, read
         else:
-            where, beside = self._kept().pop(tensor, (None, None))
-            there = where == value.ptr
+            before, beside = self._kept().pop(tensor, (None, None))
+            there = before is not None and before.value.ptr == value.ptr
             if _graph_task() == -1:  # else a checkpoint runs it again: its tensors were seen in the first run
                 self._shown(tensor, seen, gemm, read, beside if there else None)
                 if there:
@@ -118,6 +119,13 @@ class GemmInspector:
         if tensor in self.plan.inspected:
             pair = (read, beside) if gemm == _ROWS[tensor] else (beside, read)
             self._inspected(tensor, None if seen.held else seen.plain, *pair, seen.quantizer)
+
+    def _seen(self, tensor: str, value: Tensor, cast: Cast | None, out: QuantizedTensor | None) -> _Tensor:
+        """The same object where both GEMMs read the same quantized tensor."""
+        before = self._kept().get(tensor, (None, None))[0]
+        if before is not None and before.out is out and before.value.ptr == value.ptr:
+            return before  # type: ignore[no-any-return]
+        return _Tensor(value, cast, out)
 
     def _kept(self) -> dict[str, Any]:
         found: dict[str, Any] | None = getattr(self._local, "kept", None)

@@ -17,19 +17,19 @@ class Layer(NamedTuple):
 
     name: str
     module: Any
-    index: int  # among the module's products: the place of its inspector, its slots in the scaling state
+    number: int  # among the module's products: the place of its inspector, its slots in the scaling state
 
 
 def product_names(module: Any, name: str) -> tuple[str, ...]:
     """The names of a module's products: its own, or below it `fc1` and `fc2`, `gemm_0` and so on."""
-    parts = _PARTS.get(type(module).__name__)
+    parts: tuple[str, ...] | None = _PARTS.get(type(module).__name__)
     if parts is None and type(module).__name__ == "GroupedLinear":
         parts = tuple(f"gemm_{i}" for i in range(module.gemms))
     return (name,) if parts is None else tuple(f"{name}.{part}" for part in parts)
 
 
 def layers(model: torch.nn.Module, named: bool = False) -> Iterator[Layer]:
-    """The products of a model, by their modules' paths in it, or (`named`) by the names that modules have themselves."""
+    """A model's products by their modules' paths in it, or (`named`) by the names that modules have themselves."""
     for path, module in model.named_modules():
         if isinstance(module, BaseModule) and hasattr(module, "_inspectors") and module._weight_names():
             own = module.name if named or not path else path

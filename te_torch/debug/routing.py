@@ -1,9 +1,9 @@
-"""How a layer comes to be looked at while nvdlfw_inspect is initialised, and how it runs its fast path when nobody looks.
+"""How a layer comes to be looked at while nvdlfw_inspect is initialised, and how it runs its fast path otherwise.
 
-A module's attribute `inspector` is then a `Door`, until the calls of the features were asked in the layer's first forward
-of an iteration. If none wants anything the attribute is None, as without debugging, until the iteration that the features
-named; else the door stays, and gives an inspector for each product. An inspector belongs to what it does (its `Plan`): two
-iterations with the same plan are the same call of the layer.
+A module's attribute `inspector` is then a `Door`, until the features were asked in the layer's first forward of an
+iteration. If none wants anything the attribute is None, as without debugging, until the iteration that the features
+named; else the door stays, and gives an inspector for each product. An inspector belongs to what it does (its
+`Plan`): two iterations with the same plan are the same call of the layer.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import torch
 from te_core.errors import UnsupportedError
 from te_core.layers.inspector import Request
 from te_torch.base import module as modules
-from te_torch.base.module import BaseModule, Choice
+from te_torch.base.module import BaseModule
+from te_torch.base.watching import Choice, watching
 from te_torch.debug.gemm import GemmInspector
 from te_torch.debug.layers import product_names
 from te_torch.module_names import within
@@ -214,7 +215,7 @@ def begin() -> None:
     for module in list(modules._by_token.values()):
         if isinstance(module, BaseModule):
             _attach(module)
-    modules.watching.new = _attach
+    watching.new = _attach
 
 
 def stepped() -> None:
@@ -229,7 +230,7 @@ def stepped() -> None:
 
 def end() -> None:
     """Nobody asks any more."""
-    modules.watching.new = None
+    watching.new = None
     for module, door in _doors():
         del module.__dict__["_door"]
         if module.__dict__["inspector"] is door:

@@ -1,7 +1,6 @@
 """Statistics between two `step()`: fed on the device, reduced over ranks and written when an iteration ends.
 
-What is fed is known by (layer, tensor, variant); a variant is the values themselves, or a format that they were cast to.
-Several features may ask for statistics of one variant: each is fed once a call.
+What is fed is known by (layer, tensor, variant); a variant is the values themselves, or what they were cast to.
 """
 
 from __future__ import annotations
@@ -92,7 +91,8 @@ class StatsBuffers:
             for name in asked.extremes:
                 log(name, extremes[name], asked.iteration)
             asked.iteration = -1
-            asked.formulas.clear(), asked.extremes.clear()
+            asked.formulas.clear()
+            asked.extremes.clear()
         if fed:
             self.records.reset()
         self._extremes.clear()
@@ -138,7 +138,7 @@ def write() -> None:
 
 
 def _logs_in(iteration: int) -> bool:
-    """Whether the configuration wants statistics of this iteration: what all ranks agree on, whichever layers they have."""
+    """Whether the configuration wants statistics of this iteration: all ranks agree on that."""
     from nvdlfw_inspect.config_manager import ConfigManager
 
     from te_torch.debug.schedule import asked

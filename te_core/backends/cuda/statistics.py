@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from te_core.backends.cuda.quantize import BLOCKS_PER_SM, multiprocessors
 from te_core.backends.cuda.sums import FORMATS, TYPES
 from te_core.kernels import loader
@@ -41,17 +43,17 @@ def statistics(
 
 def _kernels(rt: Runtime, x: Tensor, kind: str, vec: int, index: str, form: Format | None) -> tuple[Kernel, Kernel]:
     """The pass over the tensor, and what joins its parts."""
-    options = {
-        "DTYPE": TYPES[x.dtype],
-        "KIND": kind,
-        "VEC": vec,
-        "FORMAT": "E4M3" if form is None else FORMATS[form.dtype],
-        "INDEX": index,
-    }
-    return (
-        loader.get(rt, "statistics", args="ppppqqqq", **options),
-        loader.get(rt, "statistics", entry="statistics_finish", args="ppi", **options),
+    get = partial(
+        loader.get,
+        rt,
+        "statistics",
+        DTYPE=TYPES[x.dtype],
+        KIND=kind,
+        VEC=vec,
+        FORMAT="E4M3" if form is None else FORMATS[form.dtype],
+        INDEX=index,
     )
+    return get(args="ppppqqqq"), get(entry="statistics_finish", args="ppi")
 
 
 def _kind(data: Tensor | None, form: Format | None, columnwise: bool) -> str:

@@ -77,7 +77,7 @@ class TEConfigAPIMapper(BaseConfigAPIMapper):
 
 
 class TEDefaultFeatures:
-    """Every call that a layer makes, with what it gets where no feature answers. `iteration` counts debug_api.step()."""
+    """Every call that a layer makes, and what it gets where no feature answers. `iteration` counts steps."""
 
     def fp8_gemm_enabled(self, config: Any, layer_name: str, gemm: str, iteration: int) -> Any:
         """Whether this GEMM runs quantized (in any format), and when the answer may change (None: never)."""
@@ -177,7 +177,7 @@ class TransformerEngineAPI(BaseNamespaceAPI):
         if api_name.startswith("inspect_tensor_postquantize"):
             by_gemm = "gemm" in kwargs and any(name in config for name in ("gemms", "gemms_struct"))
         by_tensor = "tensor_name" in _REQUIRED[api_name]
-        return feature_obj.parse_config_and_api(config, gemm_parsing=by_gemm, tensor_parsing=by_tensor, **kwargs)  # type: ignore[no-any-return]
+        return feature_obj.parse_config_and_api(config, gemm_parsing=by_gemm, tensor_parsing=by_tensor, **kwargs)
 
     def output_assertions_hook(self, api_name: str, ret: Any, **kwargs: Any) -> None:
         """An answer is what its call asks for."""

@@ -19,4 +19,4 @@ class DisableFP8GEMM(DisableQuantizationGEMM):
     ) -> tuple[bool, int | None]:
         """As under the newer name."""
         warnings.warn("DisableFP8GEMM is the older name of DisableQuantizationGEMM", DeprecationWarning, stacklevel=2)
-        return super().fp8_gemm_enabled(config, layer_name, gemm, iteration)  # type: ignore[no-any-return]
+        return super().fp8_gemm_enabled(config, layer_name, gemm, iteration)

@@ -72,7 +72,7 @@ def recipe_of(form: Format, quantizer: Any) -> str:
 
 def core_tensor(t: Any) -> QuantizedTensor:
     """The core's view of a quantized tensor."""
-    return core_of(t) if isinstance(t, QuantizedTorch) else t.to_core()  # type: ignore[no-any-return]
+    return core_of(t) if isinstance(t, QuantizedTorch) else t.to_core()
 
 
 class LogFp8TensorStats(TEConfigAPIMapper):
@@ -163,8 +163,8 @@ def check_recipe(stat: Asked, running: str, tensor: torch.Tensor | None) -> None
     """A statistic can be had of this tensor."""
     if stat.recipe == "fp8_delayed_scaling" and running != stat.recipe:
         raise ValueError(
-            f"LogFp8TensorStats: {stat.name!r} under {running}: delayed scaling needs a history of maxima, so it can only "
-            "be logged where it is in use."
+            f"LogFp8TensorStats: {stat.name!r} under {running}: delayed scaling needs a history of maxima: "
+            "it can only be logged where it is in use."
         )
     recipe = stat.recipe or running
     if stat.stat == "overflows%" and recipe != "fp8_delayed_scaling":
