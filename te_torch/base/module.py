@@ -192,6 +192,9 @@ class BaseModule(Documented, CallingModule):
     def _watched(self, precision: int) -> tuple[int, ...] | None:
         """What the key of a call in this precision says of them: which objects they are (a call keeps its own)."""
         if isinstance(self.inspector, Choice):
+            if torch.compiler.is_compiling():
+                _refuse_traced_choice(self._token, precision, self.inspector.generation)
+                return None
             self.inspector.choose(self, precision)
         found = self._inspectors()
         return None if found is None else tuple([id(inspector) for inspector in found])
@@ -538,6 +541,12 @@ def _refuse_traced_gradients() -> None:
         "these in eager mode",
         "leave the option out, or do not compile this module",
     )
+
+
+@constant_at_trace
+def _refuse_traced_choice(token: int, precision: int, generation: str) -> None:
+    module = _by_token[token]
+    module.inspector.refuse_traced(module, precision)
 
 
 # A tracing compiler calls these two at trace time, outside the graph, before it has looked at what they change.

@@ -10,9 +10,14 @@ class Choice:
     """Stands in the place of a module's inspectors where a forward chooses them."""
 
     current: tuple[Any, ...] | None  # what was chosen for the forward that runs
+    generation = ""  # another one when a compiled program has to ask again
 
     def choose(self, module: Any, precision: int) -> None:
         """Set `current` for a forward in this precision (0: high precision), or `module.inspector` to None."""
+        raise NotImplementedError
+
+    def refuse_traced(self, module: Any, precision: int) -> None:
+        """At trace time: an error, unless nobody looks at a forward in this precision."""
         raise NotImplementedError
 
 

@@ -68,6 +68,7 @@ class Door(Choice):
     def __init__(self) -> None:
         self.current: tuple[Any, ...] | None = None  # what was chosen for the forward that runs
         self.due = 0  # the iteration in which the features have to be asked again
+        self.traced = False  # a compiled program was made while nobody looked
         self._iteration = -1
         self._decided: dict[bool, tuple[Any, ...] | None] = {}
         self._made: dict[tuple[str, Plan], GemmInspector] = {}
@@ -75,22 +76,33 @@ class Door(Choice):
 
     def choose(self, module: Any, precision: int) -> None:
         """Ask the features what they want of a forward in this precision; in an iteration once."""
-        manager = _manager()
-        if manager is None:
+        if _manager() is None:
             self.current = None
             _set(module, None)
             return
-        now = manager._trainer_iteration_count
+        now = iteration_now()
+        self._choose(module, bool(precision), now)
+        if self.current is not None:
+            _refuse_capture(module)
+        elif self.due > now:
+            _set(module, None)
+
+    def refuse_traced(self, module: Any, precision: int) -> None:
+        """A compiled step is one that nobody looks at, or it is refused. What was decided is part of the program."""
+        if _manager() is None:
+            return
+        now = iteration_now()
+        self._choose(module, bool(precision), now)
+        self.traced = self.due > now
+        if self.current is not None:
+            raise _refused(module, "a step that torch.compile compiles", "do not compile it, or leave the layer out")
+
+    def _choose(self, module: Any, quantized: bool, now: int) -> None:
         if now != self._iteration:
             self._iteration, self._decided = now, {}
-        quantized = bool(precision)
         if quantized not in self._decided:
             self._decided[quantized] = self._decide(module, quantized, now)
-        found = self.current = self._decided[quantized]
-        if found is None and self.due > now:
-            _set(module, None)
-        elif found is not None:
-            _refuse_capture(module)
+        self.current = self._decided[quantized]
 
     def _decide(self, module: Any, quantized: bool, now: int) -> tuple[Any, ...] | None:
         names = product_names(module, module.name)
@@ -183,17 +195,17 @@ def _ask(name: str, quantized: bool, now: int) -> tuple[Plan, int]:
 
 def _refuse_capture(module: Any) -> None:
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-        raise UnsupportedError(
-            f"precision debugging of {type(module).__name__}{within(module)}",
-            "a step that a CUDA graph captures",
-            "features in eager steps",
-            "capture the step before nvdlfw_inspect.api.initialize, or leave the layer out of the configuration",
-        )
+        raise _refused(module, "a step that a CUDA graph captures", "capture it without, or leave the layer out")
+
+
+def _refused(module: Any, what: str, do: str) -> UnsupportedError:
+    where = f"precision debugging of {type(module).__name__}{within(module)}"
+    return UnsupportedError(where, what, "features in eager steps", f"{do} of the configuration")
 
 
 # -------------------------------------------------------------------------------------------- while it is on
 
-_last = -1  # the iteration of the last step
+_last: int | None = None  # the iteration of the last step
 
 
 def _attach(module: Any) -> None:
@@ -212,6 +224,8 @@ def _doors() -> Iterator[tuple[Any, Door]]:
 
 def begin() -> None:
     """All modules, those there are and those to come, ask the features before they run."""
+    global _last
+    _last = None
     for module in list(modules._by_token.values()):
         if isinstance(module, BaseModule):
             _attach(module)
@@ -222,10 +236,13 @@ def stepped() -> None:
     """An iteration has begun: wake the layers whose features may want something now."""
     global _last
     now = iteration_now()
-    expected, _last = _last + 1, now
+    expected, _last = now if _last is None else _last + 1, now
     for module, door in _doors():
-        if (door.due <= now or now != expected) and module.__dict__["inspector"] is None:
+        awake = door.due <= now or now != expected
+        if awake and module.__dict__["inspector"] is None:
             _set(module, door)
+        elif awake and door.traced:
+            door.generation, door.traced = str(now), False
 
 
 def end() -> None:

@@ -154,11 +154,7 @@ def test_older_names_warn(debugging: Debugging) -> None:
         ({"DisableQuantizationLayer": {"gemms": ["fprop"]}}, ValueError, "gemms"),
         ({"DisableQuantizationGEMM": {}}, ValueError, "gemms_struct"),
         ({"FakeQuant": {"gemms": ["fprop"], "tensors": ["weight"]}}, ValueError, "quant_format"),
-        (
-            {"FakeQuant": {"gemms": ["fprop"], "tensors": ["weight"], "quant_format": "FP8E4M3", "x": 1}},
-            ValueError,
-            "x",
-        ),
+        ({"FakeQuant": {"gemms": ["fprop"], "tensors": ["weight"], "x": 1}}, ValueError, "x"),
         ({"LogTensorStats": {"stats": ["median"], "tensors": ["weight"]}}, AssertionError, "median"),
         ({"LogFp8TensorStats": {"stats": ["median"], "tensors": ["weight"]}}, ValueError, "median"),
         ({"PerTensorScaling": {"gemms": ["fprop"], "tensors": ["weight"]}}, AssertionError, "DelayedScaling"),
