@@ -545,7 +545,7 @@ def _refuse_traced_gradients() -> None:
 
 @constant_at_trace
 def _refuse_traced_choice(token: int, precision: int, generation: str) -> None:
-    module = _by_token[token]
+    module: Any = _by_token[token]
     module.inspector.refuse_traced(module, precision)
 
 
