@@ -107,7 +107,10 @@ NAMES: Mapping[str, Mapping[str, str]] = {
 
 #: Module of which nothing is built -> (the names it documents, what to use in their place).
 MODULES: Mapping[str, tuple[str, str]] = {
-    "debug": ("features, pytorch, set_weight_tensor_tp_group_reduce", "te.precision_report(model), te.memory_report"),
+    "debug.pytorch.debug_quantization": (
+        "DebugQuantizedTensor, DebugQuantizer, HIGH_PRECISION, STANDARD_QUANTIZE",
+        "the quantizer and the quantized tensors that inspect_tensor is given",
+    ),
     "jax": ("the JAX modules", "te_core and the package te_jax, on JAX arrays"),
     "pytorch._extra_state": (
         "CheckpointExtraStatePolicy, UNSAFE_PICKLE_EXTRA_STATE_ENV, should_load_extra_state_pickle",
@@ -185,7 +188,7 @@ MODULES: Mapping[str, tuple[str, str]] = {
 #: Other top packages that belong to the documented one.
 PACKAGES: Mapping[str, tuple[str, str]] = {
     "transformer_engine_torch": ("the backend's functions and enums (`tex`)", "te_core.ops; enums in te.constants"),
-    "nvdlfw_inspect": ("api, base, logging, registry, utils", "te.precision_report(model), te.memory_report"),
+    "nvdlfw_inspect": ("api, base, logging, registry, utils", "pip install nvdlfw-inspect (the extra `debug`)"),
 }
 
 #: Documented submodules of transformer_engine.pytorch that exist under that name only, behind `import te_torch.compat`.

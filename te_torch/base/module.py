@@ -17,6 +17,7 @@ from te_torch.base.documented import Documented
 from te_torch.base.draws import Fork
 from te_torch.base.options import refuse_unbuilt
 from te_torch.base.quantized_init import carry_over, initialisation, initialising, link, quantize_parameter
+from te_torch.base.watching import Choice, watching
 from te_torch.base.weights import CachedWeight, Gradients, add_gradient, extra_for
 from te_torch.calls import Call, key_of
 from te_torch.custom import custom_precisions
@@ -167,12 +168,16 @@ class BaseModule(Documented, CallingModule):
         self._linked = 0
         self._wgrad_hooks: list[Callable[[], Any]] = []
         self._quantize_later: list[Any] = []  # weights on the meta device that quantized_model_init will quantize
+        if watching.new is not None:
+            watching.new(self)
 
     # ------------------------------------------------------------------------------------ inspectors
 
     def _inspectors(self) -> tuple[Any, ...] | None:
         """One for each product; None where nobody looks."""
         given = self.inspector
+        if isinstance(given, Choice):
+            given = given.current
         if given is None:
             return None
         found = tuple(given) if isinstance(given, (tuple, list)) else (given,) * self.gemms
@@ -188,8 +193,13 @@ class BaseModule(Documented, CallingModule):
             )
         return found
 
-    def _watched(self) -> tuple[int, ...] | None:
-        """What a call's key says of them: which objects they are (a call keeps its own alive)."""
+    def _watched(self, precision: int) -> tuple[int, ...] | None:
+        """What the key of a call in this precision says of them: which objects they are (a call keeps its own)."""
+        if isinstance(self.inspector, Choice):
+            if torch.compiler.is_compiling():
+                _refuse_traced_choice(self._token, precision, self.inspector.generation)
+                return None
+            self.inspector.choose(self, precision)
         found = self._inspectors()
         return None if found is None else tuple([id(inspector) for inspector in found])
 
@@ -498,7 +508,16 @@ class BaseModule(Documented, CallingModule):
             self.fp8_state.assign(fp8_meta_tensors)  # type: ignore[union-attr]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_weight_cache": {}, "_copies": Held(), "_custom": {}, "_linked": 0}
+        fresh = {"_weight_cache": {}, "_copies": Held(), "_custom": {}, "_linked": 0}
+        state = {**super().__getstate__(), **fresh}
+        if isinstance(self.inspector, Choice):
+            state["inspector"] = None
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if watching.new is not None:
+            watching.new(self)
 
     def extra_repr(self) -> str:
         """What a printed module shows."""
@@ -532,6 +551,12 @@ def _refuse_traced_gradients() -> None:
         "these in eager mode",
         "leave the option out, or do not compile this module",
     )
+
+
+@constant_at_trace
+def _refuse_traced_choice(token: int, precision: int, generation: str) -> None:
+    module: Any = _by_token[token]
+    module.inspector.refuse_traced(module, precision)
 
 
 # A tracing compiler calls these two at trace time, outside the graph, before it has looked at what they change.

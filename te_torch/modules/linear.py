@@ -225,7 +225,7 @@ class Linear(SplitParameters):
             grad and inp.requires_grad,
             grad and weight.requires_grad,
             grad and added is not None and added.requires_grad,
-            None if self.inspector is None else self._watched(),
+            None if self.inspector is None else self._watched(precision),
             weight.dtype if self._primary else None,
             fp8_output,
             fp8_grad,
