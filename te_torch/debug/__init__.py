@@ -1,0 +1,6 @@
+"""Where precision is lost: `inspect` looks at the tensors of every GEMM, `bisect` names the GEMMs that spoil a result."""
+
+from te_torch.debug.inspection import Inspection, inspect
+from te_torch.debug.report import Report, Series
+
+__all__ = ["Inspection", "Report", "Series", "inspect"]

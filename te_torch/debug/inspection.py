@@ -1,0 +1,309 @@
+"""`inspect`: statistics of every layer, GEMM and tensor over steps, with nothing to configure and nothing else to install.
+
+    with te_torch.debug.inspect(model) as seen:
+        for batch in batches:
+            train(model, batch)
+            seen.step()
+    print(seen)
+    seen.to_html("precision.html")
+
+The layers run as they do without it; an inspector of their own goes on acting, and what is measured is what it leaves.
+Sums stay on the device until the result is read.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from te_core.errors import ArgumentError, UnsupportedError
+from te_core.layers.inspector import POINTS
+from te_torch.attention.dot_product import DotProductAttention
+from te_torch.autocast import active, first_of_a_checkpoint, in_backward
+from te_torch.base.draws import capturing
+from te_torch.base.module import BaseModule
+from te_torch.debug.ledger import Ledger
+from te_torch.debug.report import Report, Series
+from te_torch.module_names import known_as
+
+#: The points in the order in which a step meets them.
+ORDER = (
+    ("fprop", "activation"), ("fprop", "weight"), ("fprop", "output"),
+    ("dgrad", "gradient"), ("dgrad", "weight"), ("dgrad", "dgrad"),
+    ("wgrad", "activation"), ("wgrad", "gradient"), ("wgrad", "wgrad"),
+)  # fmt: skip
+assert frozenset(ORDER) == POINTS
+#: What forward shows of what backward will read.
+_KEPT = frozenset((("wgrad", "activation"), ("dgrad", "weight")))
+
+
+def products_of(model: torch.nn.Module) -> Iterator[tuple[str, BaseModule, int]]:
+    """(name of the layer, its module, number of the product) of all that multiplies weights in a model."""
+    for path, module in model.named_modules():
+        if not isinstance(module, BaseModule) or isinstance(module, DotProductAttention):
+            continue
+        name, weights = path or known_as(module), module._weight_names()
+        for number in range(module.gemms):
+            yield (f"{name}.{weights[number].removesuffix('_weight')}" if module.gemms > 1 else name), module, number
+
+
+def chosen(operation: str, names: list[str], layers: Any) -> set[str]:
+    """The names that a regular expression, or one of several, is found in; None: all of them."""
+    if layers is None:
+        return set(names)
+    if callable(layers):
+        found = {name for name in names if layers(name)}
+    else:
+        patterns = [layers] if isinstance(layers, (str, re.Pattern)) else list(layers)
+        found = {name for name in names if any(re.search(pattern, name) for pattern in patterns)}
+    if not found:
+        raise ArgumentError(operation, f"layers={layers!r}, in no name", ", ".join(names) or "no layer", "correct it")
+    return found
+
+
+def _some(what: str, given: Iterable[str] | None, allowed: tuple[str, ...]) -> frozenset[str]:
+    """A selection of these names."""
+    names = allowed if given is None else (given,) if isinstance(given, str) else tuple(given)
+    for name in names:
+        if name not in allowed:
+            raise ArgumentError("inspect", f"{what}={name!r}", ", ".join(allowed), "correct the name")
+    return frozenset(names)
+
+
+class Watch:
+    """The inspector of one product, around the one that its module has of its own."""
+
+    def __init__(self, session: Inspection, number: int, own: Any) -> None:
+        self._session, self._number, self._own = session, number, own
+
+    @property
+    def request(self) -> frozenset[tuple[str, str]]:
+        """What it looks at, and what the module's own does."""
+        if torch._guards.TracingContext.try_get() is not None:
+            raise _not_compiled()
+        own = frozenset() if self._own is None else frozenset(self._own.request)
+        return own | self._session.points
+
+    def inspect(self, rt: Any, gemm: str, tensor: str, value: Any, cast: Any, out: Any) -> Any:
+        """The module's own inspector acts; what it leaves is measured."""
+        replaced = None
+        if self._own is not None and (gemm, tensor) in self._own.request:
+            replaced = self._own.inspect(rt, gemm, tensor, value, cast, out)
+        self._session.look(rt, self._number, (gemm, tensor), value, cast, out if replaced is None else replaced)
+        return replaced
+
+
+class Looks(tuple):  # noqa: SLOT001  the session is one of its attributes
+    """A module's watches, in the place of its inspectors. A copy of the module has the module's own again."""
+
+    session: Inspection
+    before: Any
+
+    def __reduce__(self) -> Any:
+        return _same, (self.before,)
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _without_closed(inspectors: Any) -> Any:
+    """What a module had before, without sessions that have ended meanwhile."""
+    while isinstance(inspectors, Looks) and inspectors.session.closed:
+        inspectors = inspectors.before
+    return inspectors
+
+
+def _not_compiled() -> UnsupportedError:
+    return UnsupportedError(
+        "inspect",
+        "a compiled model",
+        "layers that run eagerly: what is looked at changes from step to step, which a compiled program cannot",
+        "inspect the model before torch.compile, or compile none of its layers while it is inspected",
+    )
+
+
+class Inspection:
+    """What `inspect` gives: `step()` ends a step; printed or written to a file it is the report of what was seen."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        layers: str | re.Pattern[str] | Iterable[str] | Callable[[str], bool] | None,
+        points: frozenset[tuple[str, str]],
+        when: tuple[int, int, int | None],
+        group: Any,
+    ) -> None:
+        products = list(products_of(model))
+        if not products:
+            raise ArgumentError(
+                "inspect",
+                f"a {type(model).__name__} without a layer of te_torch that multiplies matrices",
+                "a model with te_torch layers",
+                "put them in the place of torch's with te.convert(model)",
+            )
+        names = chosen("inspect", [name for name, _, _ in products], layers)
+        self.names = [name for name, _, _ in products if name in names]
+        self._modules: dict[BaseModule, list[int | None]] = {}  # the number among `names` of each product
+        for name, module, _ in products:
+            number = self.names.index(name) if name in names else None
+            self._modules.setdefault(module, []).append(number)
+        self._modules = {m: numbers for m, numbers in self._modules.items() if any(n is not None for n in numbers)}
+        self._model, self.points, self._when, self._group = model, points, when, group
+        self._watches: dict[BaseModule, Looks] = {}
+        first = next(model.parameters(), None)
+        self._ledger = Ledger(len(self.names) * len(ORDER), torch.device("cpu") if first is None else first.device)
+        self._slots = {point: i for i, point in enumerate(ORDER)}
+        self._read: tuple[int, Report] | None = None
+        self.current = 0  # the number of the step
+        self._seen = self._looking = False  # something, in this step; whether this step is looked at
+        self.closed = True
+
+    # ------------------------------------------------------------------------------------- the steps
+
+    def __enter__(self) -> Inspection:
+        compiled = (m for m in self._model.modules() if hasattr(m, "_orig_mod") or m._compiled_call_impl is not None)
+        if next(compiled, None) is not None:
+            raise _not_compiled()
+        if not self.closed:
+            raise RuntimeError("this inspect is already active: make another one for a nested region")
+        self.closed = False
+        self._look_or_not()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._seen:
+            self.step()
+        self.closed = True
+        self._looking = False
+        for module, looks in self._watches.items():
+            self._take_away(module)
+            of_us = {id(watch) for watch in looks}
+            for key in [k for k in module._calls if any(isinstance(p, tuple) and of_us & set(p) for p in k)]:
+                del module._calls[key]  # it holds the watches
+        self._watches.clear()
+
+    def step(self) -> None:
+        """End a step: what comes now belongs to the next one. With a group all its ranks have to call it alike."""
+        if self.closed:
+            raise RuntimeError("step() belongs inside of `with inspect(model) as seen:`")
+        if self._looking:
+            self._ledger.close(self.current, self._group)
+        self._seen = False
+        self.current += 1
+        self._look_or_not()
+
+    def _look_or_not(self) -> None:
+        """In a step that nobody looks at, layers run as if there were no inspection."""
+        every, start, end = self._when
+        self._looking = self.current % every == 0 and self.current >= start and (end is None or self.current <= end)
+        for module in self._modules:
+            self._put(module) if self._looking else self._take_away(module)
+
+    def _put(self, module: BaseModule) -> None:
+        found = module.inspector
+        while isinstance(found, Looks) and found.session is not self:
+            found = found.before
+        if isinstance(found, Looks):  # below those of another inspection
+            return
+        looks = self._watches.get(module)
+        if looks is None or looks.before is not module.inspector:
+            own = module._inspectors() or (None,) * module.gemms
+            numbers = self._modules[module]
+            looks = Looks(o if n is None else Watch(self, n, o) for n, o in zip(numbers, own, strict=True))
+            looks.session, looks.before = self, module.inspector
+            self._watches[module] = looks
+        module.inspector = looks
+
+    def _take_away(self, module: BaseModule) -> None:
+        """What the module had before, unless somebody has put something else there since."""
+        if isinstance(module.inspector, Looks) and module.inspector.session is self:
+            module.inspector = _without_closed(module.inspector.before)
+
+    def look(self, rt: Any, number: int, point: tuple[str, str], value: Any, cast: Any, out: Any) -> None:
+        """Called by a watch: measure a tensor. What a checkpoint runs again was seen, or will be seen then."""
+        if not self._looking or point not in self.points:
+            return
+        if point in _KEPT:
+            if first_of_a_checkpoint():
+                return
+        elif point[0] == "fprop" and (active.recomputing or in_backward()):
+            return
+        if rt.device.kind == "cuda" and capturing():
+            raise UnsupportedError(
+                "inspect", "a CUDA graph that is being captured", "steps that run eagerly", "capture it outside"
+            )
+        slot = number * len(ORDER) + self._slots[point]
+        if point[1] == "weight" and self._ledger.has(slot):  # the same in every microbatch
+            return
+        self._seen = True
+        self._ledger.enter(rt, slot, point, value, cast, out)
+
+    # ------------------------------------------------------------------------------------ the result
+
+    def report(self) -> Report:
+        """All that was seen in the steps that have ended. Waits for the device."""
+        if self._read is None or self._read[0] != self.current or not self.closed:
+            self._read = self.current, self._made()
+        return self._read[1]
+
+    def _made(self) -> Report:
+        steps, columns = self._ledger.read()
+        series, seen = [], set()
+        for slot, (order, kind, figures) in columns.items():
+            number, point = divmod(slot, len(ORDER))
+            seen.add(self.names[number])
+            series.append(Series(self.names[number], *ORDER[point], kind, **figures, order=order))
+        return Report(steps, series, [name for name in self.names if name not in seen])
+
+    def to_html(self, path: str | Path, title: str = "Precision") -> Path:
+        """Write the report as a page that needs nothing but a browser: no network, no second file."""
+        return self.report().to_html(path, title)
+
+    def to_png(self, folder: str | Path) -> list[Path]:
+        """Draw a heat map of layers and steps, and the curves of the worst layers. Needs matplotlib."""
+        return self.report().to_png(folder)
+
+    def to_json(self, path: str | Path) -> Path:
+        """Write all figures to a file."""
+        return self.report().to_json(path)
+
+    def __str__(self) -> str:
+        return str(self.report())
+
+
+def inspect(
+    model: torch.nn.Module,
+    layers: str | re.Pattern[str] | Iterable[str] | Callable[[str], bool] | None = None,
+    *,
+    gemms: Iterable[str] | None = None,
+    tensors: Iterable[str] | None = None,
+    freq: int = 1,
+    start_step: int = 0,
+    end_step: int | None = None,
+    group: Any = None,
+) -> Inspection:
+    """Context: look at the tensors of a model's GEMMs. `step()` of what it gives ends a step, and so does its end.
+
+    layers: a regular expression, several, or a function of the name; None: all. gemms: of fprop, dgrad and wgrad.
+    tensors: of activation, weight, gradient (of the output), output, dgrad and wgrad. Steps `start_step` to `end_step`
+    are looked at, every `freq`-th; in the others layers run as fast as without. What microbatches add up to is one
+    step. group: over which processes the statistics are reduced, at each `step()`; None: each has its own.
+    """
+    given = _some("gemms", gemms, ("fprop", "dgrad", "wgrad"))
+    named = _some("tensors", tensors, ("activation", "weight", "gradient", "output", "dgrad", "wgrad"))
+    points = frozenset(point for point in ORDER if point[0] in given and point[1] in named)
+    if not points:
+        got = f"gemms={sorted(given)} with tensors={sorted(named)}"
+        raise ArgumentError("inspect", got, ", ".join(" ".join(p) for p in ORDER), "choose a tensor of these GEMMs")
+    if not isinstance(freq, int) or freq < 1:
+        raise ArgumentError("inspect", f"freq={freq!r}", "an integer >= 1", "correct it")
+    if group is not None and not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        raise ArgumentError(
+            "inspect", "a group without torch.distributed", "group=None in one process", "call init_process_group first"
+        )
+    return Inspection(model, layers, points, (freq, start_step, end_step), group)
