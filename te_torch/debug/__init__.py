@@ -1,6 +1,7 @@
 """Where precision is lost: `inspect` looks at the tensors of every GEMM, `bisect` names the GEMMs that spoil a result."""
 
+from te_torch.debug.bisection import Bisection, Culprit, bisect
 from te_torch.debug.inspection import Inspection, inspect
 from te_torch.debug.report import Report, Series
 
-__all__ = ["Inspection", "Report", "Series", "inspect"]
+__all__ = ["Bisection", "Culprit", "Inspection", "Report", "Series", "bisect", "inspect"]

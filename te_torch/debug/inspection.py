@@ -13,8 +13,7 @@ Sums stay on the device until the result is read.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +21,12 @@ import torch
 
 from te_core.errors import ArgumentError, UnsupportedError
 from te_core.layers.inspector import POINTS
-from te_torch.attention.dot_product import DotProductAttention
 from te_torch.autocast import active, first_of_a_checkpoint, in_backward
 from te_torch.base.draws import capturing
 from te_torch.base.module import BaseModule
 from te_torch.debug.ledger import Ledger
 from te_torch.debug.report import Report, Series
-from te_torch.module_names import known_as
+from te_torch.debug.watched import Guest, Layers, chosen, products_of, refuse_traces
 
 #: The points in the order in which a step meets them.
 ORDER = (
@@ -39,30 +37,6 @@ ORDER = (
 assert frozenset(ORDER) == POINTS
 #: What forward shows of what backward will read.
 _KEPT = frozenset((("wgrad", "activation"), ("dgrad", "weight")))
-
-
-def products_of(model: torch.nn.Module) -> Iterator[tuple[str, BaseModule, int]]:
-    """(name of the layer, its module, number of the product) of all that multiplies weights in a model."""
-    for path, module in model.named_modules():
-        if not isinstance(module, BaseModule) or isinstance(module, DotProductAttention):
-            continue
-        name, weights = path or known_as(module), module._weight_names()
-        for number in range(module.gemms):
-            yield (f"{name}.{weights[number].removesuffix('_weight')}" if module.gemms > 1 else name), module, number
-
-
-def chosen(operation: str, names: list[str], layers: Any) -> set[str]:
-    """The names that a regular expression, or one of several, is found in; None: all of them."""
-    if layers is None:
-        return set(names)
-    if callable(layers):
-        found = {name for name in names if layers(name)}
-    else:
-        patterns = [layers] if isinstance(layers, (str, re.Pattern)) else list(layers)
-        found = {name for name in names if any(re.search(pattern, name) for pattern in patterns)}
-    if not found:
-        raise ArgumentError(operation, f"layers={layers!r}, in no name", ", ".join(names) or "no layer", "correct it")
-    return found
 
 
 def _some(what: str, given: Iterable[str] | None, allowed: tuple[str, ...]) -> frozenset[str]:
@@ -83,8 +57,7 @@ class Watch:
     @property
     def request(self) -> frozenset[tuple[str, str]]:
         """What it looks at, and what the module's own does."""
-        if torch._guards.TracingContext.try_get() is not None:
-            raise _not_compiled()
+        refuse_traces("inspect")
         own = frozenset() if self._own is None else frozenset(self._own.request)
         return own | self._session.points
 
@@ -97,95 +70,49 @@ class Watch:
         return replaced
 
 
-class Looks(tuple):  # noqa: SLOT001  the session is one of its attributes
-    """A module's watches, in the place of its inspectors. A copy of the module has the module's own again."""
-
-    session: Inspection
-    before: Any
-
-    def __reduce__(self) -> Any:
-        return _same, (self.before,)
-
-
-def _same(value: Any) -> Any:
-    return value
-
-
-def _without_closed(inspectors: Any) -> Any:
-    """What a module had before, without sessions that have ended meanwhile."""
-    while isinstance(inspectors, Looks) and inspectors.session.closed:
-        inspectors = inspectors.before
-    return inspectors
-
-
-def _not_compiled() -> UnsupportedError:
-    return UnsupportedError(
-        "inspect",
-        "a compiled model",
-        "layers that run eagerly: what is looked at changes from step to step, which a compiled program cannot",
-        "inspect the model before torch.compile, or compile none of its layers while it is inspected",
-    )
-
-
-class Inspection:
+class Inspection(Guest):
     """What `inspect` gives: `step()` ends a step; printed or written to a file it is the report of what was seen."""
 
     def __init__(
         self,
         model: torch.nn.Module,
-        layers: str | re.Pattern[str] | Iterable[str] | Callable[[str], bool] | None,
+        layers: Layers,
         points: frozenset[tuple[str, str]],
         when: tuple[int, int, int | None],
         group: Any,
     ) -> None:
-        products = list(products_of(model))
-        if not products:
-            raise ArgumentError(
-                "inspect",
-                f"a {type(model).__name__} without a layer of te_torch that multiplies matrices",
-                "a model with te_torch layers",
-                "put them in the place of torch's with te.convert(model)",
-            )
+        super().__init__()
+        products = products_of("inspect", model)
         names = chosen("inspect", [name for name, _, _ in products], layers)
-        self.names = [name for name, _, _ in products if name in names]
+        self.names: list[str] = []
         self._modules: dict[BaseModule, list[int | None]] = {}  # the number among `names` of each product
         for name, module, _ in products:
-            number = self.names.index(name) if name in names else None
-            self._modules.setdefault(module, []).append(number)
+            self._modules.setdefault(module, []).append(len(self.names) if name in names else None)
+            self.names += [name] if name in names else []
         self._modules = {m: numbers for m, numbers in self._modules.items() if any(n is not None for n in numbers)}
         self._model, self.points, self._when, self._group = model, points, when, group
-        self._watches: dict[BaseModule, Looks] = {}
         first = next(model.parameters(), None)
         self._ledger = Ledger(len(self.names) * len(ORDER), torch.device("cpu") if first is None else first.device)
         self._slots = {point: i for i, point in enumerate(ORDER)}
         self._read: tuple[int, Report] | None = None
         self.current = 0  # the number of the step
         self._seen = self._looking = False  # something, in this step; whether this step is looked at
-        self.closed = True
 
     # ------------------------------------------------------------------------------------- the steps
 
     def __enter__(self) -> Inspection:
-        compiled = (m for m in self._model.modules() if hasattr(m, "_orig_mod") or m._compiled_call_impl is not None)
-        if next(compiled, None) is not None:
-            raise _not_compiled()
         if not self.closed:
             raise RuntimeError("this inspect is already active: make another one for a nested region")
         self.closed = False
         self._look_or_not()
         return self
 
-    def __exit__(self, *exc: object) -> None:
-        if self._seen:
-            self.step()
-        self.closed = True
-        self._looking = False
-        for module, looks in self._watches.items():
-            self._take_away(module)
-            of_us = {id(watch) for watch in looks}
-            for key in [k for k in module._calls if any(isinstance(p, tuple) and of_us & set(p) for p in k)]:
-                del module._calls[key]  # it holds the watches
-        self._watches.clear()
+    def __exit__(self, kind: Any, *exc: object) -> None:
+        if self._seen:  # a step that an error ended on this rank is not reduced: the others may not come to it
+            self._ledger.close(self.current, self._group if kind is None else None)
+            self.current += 1
+        self._seen = self._looking = False
+        self.leave()
 
     def step(self) -> None:
         """End a step: what comes now belongs to the next one. With a group all its ranks have to call it alike."""
@@ -201,28 +128,11 @@ class Inspection:
         """In a step that nobody looks at, layers run as if there were no inspection."""
         every, start, end = self._when
         self._looking = self.current % every == 0 and self.current >= start and (end is None or self.current <= end)
-        for module in self._modules:
-            self._put(module) if self._looking else self._take_away(module)
-
-    def _put(self, module: BaseModule) -> None:
-        found = module.inspector
-        while isinstance(found, Looks) and found.session is not self:
-            found = found.before
-        if isinstance(found, Looks):  # below those of another inspection
-            return
-        looks = self._watches.get(module)
-        if looks is None or looks.before is not module.inspector:
-            own = module._inspectors() or (None,) * module.gemms
-            numbers = self._modules[module]
-            looks = Looks(o if n is None else Watch(self, n, o) for n, o in zip(numbers, own, strict=True))
-            looks.session, looks.before = self, module.inspector
-            self._watches[module] = looks
-        module.inspector = looks
-
-    def _take_away(self, module: BaseModule) -> None:
-        """What the module had before, unless somebody has put something else there since."""
-        if isinstance(module.inspector, Looks) and module.inspector.session is self:
-            module.inspector = _without_closed(module.inspector.before)
+        for module, numbers in self._modules.items():
+            if self._looking:
+                self.put(module, lambda i, own, n=numbers: own if n[i] is None else Watch(self, n[i], own))
+            else:
+                self.take(module)
 
     def look(self, rt: Any, number: int, point: tuple[str, str], value: Any, cast: Any, out: Any) -> None:
         """Called by a watch: measure a tensor. What a checkpoint runs again was seen, or will be seen then."""
@@ -257,7 +167,8 @@ class Inspection:
         for slot, (order, kind, figures) in columns.items():
             number, point = divmod(slot, len(ORDER))
             seen.add(self.names[number])
-            series.append(Series(self.names[number], *ORDER[point], kind, **figures, order=order))
+            gemm, tensor = ORDER[point]
+            series.append(Series(self.names[number], (gemm,), tensor, kind, **figures, order=order))
         return Report(steps, series, [name for name in self.names if name not in seen])
 
     def to_html(self, path: str | Path, title: str = "Precision") -> Path:
@@ -278,7 +189,7 @@ class Inspection:
 
 def inspect(
     model: torch.nn.Module,
-    layers: str | re.Pattern[str] | Iterable[str] | Callable[[str], bool] | None = None,
+    layers: Layers = None,
     *,
     gemms: Iterable[str] | None = None,
     tensors: Iterable[str] | None = None,

@@ -68,6 +68,10 @@ class Page {
     this.rows = 40;
     this.layer = facts.series.length ? facts.series[0].layer : null;
     this.hidden = new Set();
+    for (const numbers of this.layers.values()) {
+      const names = numbers.map((i) => facts.series[i].tensor);
+      numbers.forEach((i, k) => { facts.series[i].twice = names.indexOf(names[k]) !== names.lastIndexOf(names[k]); });
+    }
     this.tip = document.body.appendChild(make("div", { id: "tip" }));
   }
 
@@ -188,7 +192,7 @@ class Page {
       const { values, which } = found[y];
       const s = this.facts.series[which[x]];
       this.show(event, make("div", {}, names[y]), make("div", {}, this.steps(x)),
-        make("div", {}, s ? `${s.gemm} ${s.tensor}: ${shown(values[x])} ${m.unit}` : "not seen"));
+        make("div", {}, s ? `${s.tensor} (${s.gemm}): ${shown(values[x])} ${m.unit}` : "not seen"));
     });
     canvas.addEventListener("mouseleave", () => this.hide());
     canvas.addEventListener("click", (event) => this.choose(names[cell(event)[1]]));
@@ -206,10 +210,10 @@ class Page {
       const s = this.facts.series[i];
       const toggle = () => { this.hidden.has(i) ? this.hidden.delete(i) : this.hidden.add(i); this.detail(); };
       return make("button", { type: "button", "aria-pressed": String(!this.hidden.has(i)), title: s.format || "not quantized", onclick: toggle },
-        make("i", { style: `background:${tint.get(i)}` }), `${s.gemm} ${s.tensor}`);
+        make("i", { style: `background:${tint.get(i)}` }), `${s.tensor}${s.twice ? ` (${s.gemm})` : ""}`);
     }));
     const said = all.map((i) => this.facts.series[i]).filter((s) => s.why).map((s) =>
-      make("p", { class: "why" }, make("b", {}, `${s.gemm} ${s.tensor}: `), s.why));
+      make("p", { class: "why" }, make("b", {}, `${s.tensor} (${s.gemm}): `), s.why));
     const drawn = all.filter((i) => !this.hidden.has(i));
     const charts = CHARTS.map(([figure, name, note, log]) =>
       make("div", { class: "chart" }, make("h3", {}, name, make("span", {}, `  ${note}`)), this.chart(drawn, tint, figure, log)));
@@ -256,7 +260,7 @@ class Page {
       cross.setAttribute("visibility", "visible");
       this.show(event, make("div", {}, this.steps(bin)), ...lines.map(([i]) => {
         const s = this.facts.series[i];
-        return make("div", {}, make("i", { style: `background:${tint.get(i)}` }), `${s.gemm} ${s.tensor}`, make("b", {}, shown(this.of(i, figure)[bin])));
+        return make("div", {}, make("i", { style: `background:${tint.get(i)}` }), `${s.tensor}${s.twice ? ` (${s.gemm})` : ""}`, make("b", {}, shown(this.of(i, figure)[bin])));
       }));
     });
     svg.addEventListener("mouseleave", () => { cross.setAttribute("visibility", "hidden"); this.hide(); });
@@ -276,12 +280,12 @@ class Page {
     const node = document.getElementById("tensors");
     const wanted = this.filter.toLowerCase();
     const all = this.facts.series.map((s, i) => [s, i]).filter(([s]) => s.layer.toLowerCase().includes(wanted));
-    const heads = [["layer"], ["GEMM"], ["tensor"], ["format"], ["dB lost", 1], ["over steps"], ["SNR dB", 1], ["underflow %", 1], ["overflow %", 1], ["amax", 1], ["why"]];
+    const heads = [["layer"], ["tensor"], ["GEMMs"], ["format"], ["dB lost", 1], ["over steps"], ["SNR dB", 1], ["underflow %", 1], ["overflow %", 1], ["amax", 1], ["why"]];
     const body = all.slice(0, this.rows).map(([s, i]) => {
       const pick = () => { this.choose(s.layer); document.getElementById("detail").scrollIntoView({ behavior: "smooth", block: "nearest" }); };
       const number = (v) => make("td", { class: "number" }, shown(v));
       return make("tr", { tabindex: 0, onclick: pick, onkeydown: (event) => event.key === "Enter" && pick() },
-        make("td", {}, s.layer), make("td", {}, s.gemm), make("td", {}, s.tensor), make("td", {}, s.format || "–"),
+        make("td", {}, s.layer), make("td", {}, s.tensor), make("td", {}, s.gemm), make("td", {}, s.format || "–"),
         number(s.trouble), make("td", {}, this.spark(i)), number(s.snr), number(s.underflow), number(s.overflow), number(s.amax),
         make("td", { class: "said" }, s.why));
     });

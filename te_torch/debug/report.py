@@ -33,10 +33,10 @@ class Kind(NamedTuple):
 
 
 class Series(NamedTuple):
-    """One tensor of one GEMM of one layer, over the steps of a report."""
+    """One tensor of a layer as its GEMMs read or made it, over the steps of a report."""
 
     layer: str
-    gemm: str
+    gemms: tuple[str, ...]  # two where both read the same
     tensor: str
     kind: Kind | None  # None: it is not quantized
     amax: Array
@@ -48,9 +48,14 @@ class Series(NamedTuple):
     order: int  # in which the layers ran
 
     @property
+    def gemm(self) -> str:
+        """The GEMMs, in words."""
+        return ", ".join(self.gemms)
+
+    @property
     def name(self) -> str:
-        """layer gemm tensor."""
-        return f"{self.layer} {self.gemm} {self.tensor}"
+        """Layer, tensor, and of which GEMMs."""
+        return f"{self.layer} {self.tensor} ({self.gemm})"
 
     def lost(self) -> Array:
         """dB lost in each step: below what the format can do, and by elements that became zero."""
@@ -78,13 +83,14 @@ class Series(NamedTuple):
         if (frozen := self._frozen()) is not None:
             said.append(frozen)
         over, under = _mean(self.overflow), _mean(self.underflow)
-        used = _mean(np.log2(np.maximum(self.amax * self.scale, 1e-30) / self.kind.largest))
+        used = np.maximum(self.amax * self.scale, 1e-30) / self.kind.largest
         if over > 0:
-            said.append(f"values up to 2^{max(used, 0):.1f} beyond the largest that its scale can hold")
+            said.append(f"{over:.3g} % beyond what its scale can hold, the largest {_most(used):.3g} times")
         if under >= 1:
-            room = f"its scale leaves 2^{-used:.0f} unused" if used < -3 else "its values spread too wide for it"
+            room = -_mean(np.log2(used))
+            room = f"its scale is 2^{room:.0f} too small" if room > 3 else "its values spread too wide for it"
             said.append(f"{under:.3g} % became zero: {room}")
-        return "; ".join(said) or "its values spread too wide for one scale"
+        return "; ".join(said) or "its values spread too wide for the format"
 
     def _frozen(self) -> str | None:
         """Whether the scale stood still while what it is made for moved."""
@@ -100,6 +106,7 @@ class Report:
 
     def __init__(self, steps: list[int], series: list[Series], unseen: list[str]) -> None:
         self.steps = steps  # those that were looked at
+        series = _merged(series)
         nonfinite = [s for s in series if (s.nonfinite > 0).any()]
         # What is no number spreads: the first step counts, and there the first layer that ran.
         nonfinite.sort(key=lambda s: (int(np.argmax(s.nonfinite > 0)), s.order))
@@ -118,13 +125,13 @@ class Report:
         return list(dict.fromkeys(s.layer for s in self.series))
 
     def as_dict(self) -> dict[str, Any]:
-        """{"steps": [...], "series": [{"layer": ..., "gemm": ..., "snr": [...], ...}], "unseen": [layer, ...]}."""
+        """{"steps": [...], "series": [{"layer": ..., "gemms": [...], "snr": [...], ...}], "unseen": [layer, ...]}."""
         return {
             "steps": self.steps,
             "series": [
                 {
                     "layer": s.layer,
-                    "gemm": s.gemm,
+                    "gemms": list(s.gemms),
                     "tensor": s.tensor,
                     "format": None if s.kind is None else s.kind.words,
                     "trouble": s.trouble(),
@@ -154,13 +161,13 @@ class Report:
             return f"nothing was seen: no layer of te_torch ran in a step that was looked at{idle}"
         cells = [
             (
-                s.layer, s.gemm, s.tensor, "-" if s.kind is None else s.kind.words, f"{s.trouble():.1f}",
+                s.layer, s.tensor, s.gemm, "-" if s.kind is None else s.kind.words, f"{s.trouble():.1f}",
                 _figure(_mean(s.snr), ".1f"), _figure(_mean(s.underflow), ".3g"), _figure(_mean(s.overflow), ".3g"),
                 _figure(_most(s.amax), ".3g"), _figure(_last(s.scale), ".3g"), s.why(),
             )
             for s in self.series[:SHOWN]
         ]  # fmt: skip
-        headings = ("layer", "gemm", "tensor", "format", "dB lost", "SNR dB", "underflow %", "overflow %", "amax",
+        headings = ("layer", "tensor", "gemms", "format", "dB lost", "SNR dB", "underflow %", "overflow %", "amax",
                     "scale", "why")  # fmt: skip
         left = len(self.series) - len(cells)
         lines = [table(headings, cells), ""]
@@ -181,6 +188,16 @@ class Report:
 
 
 FIGURES = ("amax", "underflow", "overflow", "snr", "scale", "nonfinite")
+
+
+def _merged(series: list[Series]) -> list[Series]:
+    """One for what two GEMMs read alike, as they do where both copies share one scale."""
+    found: dict[Any, Series] = {}
+    for s in series:
+        key = (s.layer, s.tensor, s.kind, *[getattr(s, name).tobytes() for name in FIGURES])
+        other = found.get(key)
+        found[key] = s if other is None else other._replace(gemms=(*other.gemms, *s.gemms))
+    return list(found.values())
 
 
 def _mean(values: Array) -> float:
