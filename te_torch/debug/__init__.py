@@ -1,4 +1,7 @@
-"""Where precision is lost: `inspect` looks at the tensors of every GEMM, `bisect` names the GEMMs that spoil a result."""
+"""Precision debugging: which layer, which GEMM and which tensor loses the precision (docs/debugging.md).
+
+`inspect` looks at the tensors of every GEMM, `bisect` names the GEMMs that spoil a result.
+"""
 
 from te_torch.debug.bisection import Bisection, Culprit, bisect
 from te_torch.debug.inspection import Inspection, inspect

@@ -79,7 +79,9 @@ class Bisection:
             return f"not among these {self.candidates}: with all in high precision the {what} are off by {_share(self.left)}"
         ends = f"from {_share(self.off)} off to {_share(self.left)}"
         if self.verdict == "everything":
-            text = f"no single layer is at fault: it takes {count} in high precision to bring the {what} {ends} ({runs})"
+            text = (
+                f"no single layer is at fault: it takes {count} in high precision to bring the {what} {ends} ({runs})"
+            )
             return f"{text}\nthe recipe as a whole is too coarse here, or the step is not the same in each run"
         cells = [(c.layer, ", ".join(c.gemms), _share(c.without)) for c in self.culprits]
         head = f"{count} in high precision bring the {what} {ends} ({runs}):"

@@ -21,6 +21,7 @@ import torch
 
 from te_core.errors import ArgumentError, UnsupportedError
 from te_core.layers.inspector import POINTS
+from te_core.quantized import QuantizedTensor
 from te_torch.autocast import active, first_of_a_checkpoint, in_backward
 from te_torch.base.draws import capturing
 from te_torch.base.module import BaseModule
@@ -37,6 +38,8 @@ ORDER = (
 assert frozenset(ORDER) == POINTS
 #: What forward shows of what backward will read.
 _KEPT = frozenset((("wgrad", "activation"), ("dgrad", "weight")))
+#: Which of them their GEMM reads along the columns.
+_COLUMNS = frozenset((("dgrad", "weight"), ("wgrad", "activation"), ("wgrad", "gradient")))
 
 
 def _some(what: str, given: Iterable[str] | None, allowed: tuple[str, ...]) -> frozenset[str]:
@@ -96,7 +99,10 @@ class Inspection(Guest):
         self._slots = {point: i for i, point in enumerate(ORDER)}
         self._read: tuple[int, Report] | None = None
         self.current = 0  # the number of the step
-        self._seen = self._looking = False  # something, in this step; whether this step is looked at
+        self._last: dict[tuple[int, str], tuple[int, int, int]] = {}  # by layer and tensor: what was shown last
+        self._twins: dict[int, int] = {}  # rows that are as good as others
+        self._shown: set[int] = set()  # rows, in this step
+        self._looking = False  # whether this step is looked at
 
     # ------------------------------------------------------------------------------------- the steps
 
@@ -108,10 +114,10 @@ class Inspection(Guest):
         return self
 
     def __exit__(self, kind: Any, *exc: object) -> None:
-        if self._seen:  # a step that an error ended on this rank is not reduced: the others may not come to it
+        if self._shown:  # a step that an error ended on this rank is not reduced: the others may not come to it
             self._ledger.close(self.current, self._group if kind is None else None)
             self.current += 1
-        self._seen = self._looking = False
+        self._looking = False
         self.leave()
 
     def step(self) -> None:
@@ -120,7 +126,8 @@ class Inspection(Guest):
             raise RuntimeError("step() belongs inside of `with inspect(model) as seen:`")
         if self._looking:
             self._ledger.close(self.current, self._group)
-        self._seen = False
+        self._shown.clear()
+        self._last.clear()
         self.current += 1
         self._look_or_not()
 
@@ -148,10 +155,24 @@ class Inspection(Guest):
                 "inspect", "a CUDA graph that is being captured", "steps that run eagerly", "capture it outside"
             )
         slot = number * len(ORDER) + self._slots[point]
-        if point[1] == "weight" and self._ledger.has(slot):  # the same in every microbatch
+        if point[1] == "weight" and slot in self._shown:  # the same in every microbatch
             return
-        self._seen = True
-        self._ledger.enter(rt, slot, point, value, cast, out)
+        self._shown.add(slot)
+        if self._is_known(number, point, slot, value, out):
+            return
+        self._ledger.enter(rt, slot, value, cast, out, point in _COLUMNS)
+
+    def _is_known(self, number: int, point: tuple[str, str], slot: int, value: Any, out: Any) -> bool:
+        """Whether the other GEMM that reads this tensor has shown the same: the same codes, if it is quantized."""
+        if isinstance(out, QuantizedTensor) and out.format.scaling != "tensor":
+            return False
+        this = slot, value.ptr, id(out)
+        other = self._last.pop((number, point[1]), None)
+        if other is not None and other[0] != slot and other[1:] == this[1:]:
+            self._twins[slot] = other[0]
+            return True
+        self._last[number, point[1]] = this
+        return False
 
     # ------------------------------------------------------------------------------------ the result
 
@@ -164,12 +185,13 @@ class Inspection(Guest):
     def _made(self) -> Report:
         steps, columns = self._ledger.read()
         series, seen = [], set()
-        for slot, (order, kind, figures) in columns.items():
-            number, point = divmod(slot, len(ORDER))
-            seen.add(self.names[number])
-            gemm, tensor = ORDER[point]
-            series.append(Series(self.names[number], (gemm,), tensor, kind, **figures, order=order))
-        return Report(steps, series, [name for name in self.names if name not in seen])
+        for slot, (order, kind, figures) in sorted(columns.items()):
+            number, place = divmod(slot, len(ORDER))
+            twins = [twin for twin, other in self._twins.items() if other == slot and twin not in columns]
+            gemms = [ORDER[i][0] for i in sorted({place, *[twin % len(ORDER) for twin in twins]})]
+            seen.add(number)
+            series.append(Series(self.names[number], tuple(gemms), ORDER[place][1], kind, **figures, order=order))
+        return Report(steps, series, [name for i, name in enumerate(self.names) if i not in seen])
 
     def to_html(self, path: str | Path, title: str = "Precision") -> Path:
         """Write the report as a page that needs nothing but a browser: no network, no second file."""

@@ -1,121 +1,115 @@
-"""The sums behind the figures of a report: on the device, one row for each tensor, closed at the end of each step."""
+"""The records behind the figures of a report: on the device, a row for each tensor, put aside at the end of each step."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from te_core import dtypes
-from te_core.ops.quantize import dense_columns
+from te_core.ops import raw as ops
 from te_core.quantized import QuantizedTensor
-from te_torch.debug.report import Kind
-from te_torch.runtime import to_torch
+from te_core.runtime import Runtime
+from te_core.statistics import ADDED, LOWERED, RAISED, empty, merge
+from te_core.tensor import Tensor
+from te_torch.runtime import to_core
 
-#: Added up over microbatches and ranks: elements, NaNs and infinities; of quantized ones elements, those that are not
-#: zero before and after, those beyond the largest, squares, squares of errors.
-SUMS = ("count", "nonfinite", "cast", "nonzero", "left", "over", "squares", "errors")
-#: The largest counts: amax, and of the scales by which values come back the largest and the smallest (negated).
-MAXIMA = ("amax", "widest", "narrowest")
-_COLUMNS = frozenset((("dgrad", "weight"), ("wgrad", "activation"), ("wgrad", "gradient")))
+NAMES = (*ADDED, *RAISED, *LOWERED)
+_ADDED, _RAISED = len(ADDED), len(ADDED) + len(RAISED)
+
+
+class Kind(NamedTuple):
+    """How an operand was quantized."""
+
+    element: str  # "float8_e4m3"
+    words: str  # "float8_e4m3 per tensor"
+    largest: float  # that the element type holds
+    stochastic: bool = False
+
+
+class Column(NamedTuple):
+    """What a row held over the steps."""
+
+    order: int  # when it was first entered
+    kind: Kind | None  # None: it was not quantized
+    figures: dict[str, Any]
 
 
 class Ledger:
-    """Rows of sums, closed step by step; nothing waits for the device before `read`."""
+    """Rows of statistics, put aside step by step; nothing waits for the device before `read`."""
 
     def __init__(self, rows: int, device: torch.device) -> None:
         self._rows, self._device = rows, device
-        self._open: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._closed: list[tuple[int, list[tuple[torch.Tensor, torch.Tensor]]]] = []
-        self._entered: set[int] = set()  # in this step
-        self._order: dict[int, int] = {}  # when a row was first seen
+        self._open: dict[torch.device, torch.Tensor] = {}
+        self._empty: dict[torch.device, torch.Tensor] = {}
+        self._closed: list[tuple[int, list[torch.Tensor]]] = []
+        self._order: dict[int, int] = {}
         self._kinds: dict[int, Kind] = {}
 
-    def has(self, row: int) -> bool:
-        """Whether this row has been seen in this step."""
-        return row in self._entered
-
-    def _buffers(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    def _records(self, device: torch.device) -> torch.Tensor:
         found = self._open.get(device)
         if found is None:
-            with torch.inference_mode(False):
-                sums = torch.zeros(self._rows, len(SUMS), dtype=torch.float64, device=device)
-                maxima = torch.full((self._rows, len(MAXIMA)), -torch.inf, device=device)
-            found = self._open[device] = sums, maxima
+            with torch.inference_mode(False), torch.no_grad():
+                if device not in self._empty:
+                    self._empty[device] = torch.from_numpy(empty(self._rows)).to(device)
+                found = self._open[device] = self._empty[device].clone()
         return found
 
-    def enter(self, rt: Any, row: int, point: tuple[str, str], value: Any, cast: Any, out: Any) -> None:
-        """Add a tensor to its row."""
-        self._entered.add(row)
+    def enter(self, rt: Runtime, row: int, x: Tensor, cast: Any, out: Any, columns: bool) -> None:
+        """Merge a tensor into its row; `columns`: its GEMM reads the columnwise copy of `out`."""
         self._order.setdefault(row, len(self._order))
-        if isinstance(out, QuantizedTensor):
+        q = out if isinstance(out, QuantizedTensor) else None
+        if q is not None:
             stochastic = cast is not None and cast.stochastic
-            self._kinds[row] = Kind(out.dtype.name, repr(out.format), out.dtype.max, stochastic)
-        with torch.no_grad():
-            x = to_torch(value)
-            sums, maxima = self._buffers(x.device)
-            new_sums, new_maxima = measured(rt, x, out, point in _COLUMNS)
-            sums[row] += new_sums
-            maxima[row] = torch.maximum(maxima[row], new_maxima)
+            self._kinds[row] = Kind(q.dtype.name, repr(q.format), q.dtype.max, stochastic)
+            if q.format.scaling == "nvfp4" and columns:
+                q = None  # it may be transformed: there is nothing to compare it with
+            elif q.format.scaling == "tensor":  # one scale, and equal codes: the copy that costs less
+                columns = q.rowwise is None
+        place = torch.device("cuda", rt.device.index) if rt.device.kind == "cuda" else torch.device("cpu")
+        ops.statistics(rt, x, to_core(self._records(place)[row]), q, columnwise=columns)
 
     def close(self, step: int, group: Any) -> None:
-        """The end of a step: its rows are put aside, reduced over the ranks of the group if there is one."""
+        """The end of a step: its rows are put aside, merged over the ranks of the group if there is one."""
         if group is not None:
-            sums, maxima = self._buffers(self._device)  # also of a rank that has seen nothing
-            torch.distributed.all_reduce(sums, torch.distributed.ReduceOp.SUM, group)
-            torch.distributed.all_reduce(maxima, torch.distributed.ReduceOp.MAX, group)
+            self._reduce(self._records(self._device), group)  # also on a rank that has seen nothing
         if self._open:
             self._closed.append((step, list(self._open.values())))
         self._open = {}
-        self._entered = set()
 
-    def read(self) -> tuple[list[int], dict[int, tuple[int, Kind | None, dict[str, Any]]]]:
-        """(steps, for each row that was seen: its order, its kind, its figures over the steps)."""
-        n = len(self._closed)
-        sums = np.zeros((n, self._rows, len(SUMS)))
-        maxima = np.full((n, self._rows, len(MAXIMA)), -np.inf)
-        for i, (_, parts) in enumerate(self._closed):
-            for part_sums, part_maxima in parts:
-                sums[i] += part_sums.cpu().numpy()
-                maxima[i] = np.maximum(maxima[i], part_maxima.cpu().numpy())
+    def _reduce(self, records: torch.Tensor, group: Any) -> None:
+        kinds = torch.distributed.ReduceOp
+        parts = (slice(0, _ADDED), kinds.SUM), (slice(_ADDED, _RAISED), kinds.MAX), (slice(_RAISED, None), kinds.MIN)
+        for part, kind in parts:
+            numbers = records[:, part].contiguous()
+            torch.distributed.all_reduce(numbers, kind, group)
+            records[:, part] = numbers
+
+    def read(self) -> tuple[list[int], dict[int, Column]]:
+        """(steps, the rows that were entered, each over these steps). Waits for the device."""
+        steps = [step for step, _ in self._closed]
+        if not steps:
+            return steps, {}
+        records = np.stack([merge(np.stack([part.cpu().numpy() for part in parts])) for _, parts in self._closed])
         found = {}
-        for row in sorted(self._order, key=self._order.__getitem__):
-            if sums[:, row, 0].any():
-                of_row = dict(zip(SUMS, sums[:, row].T, strict=True)) | dict(zip(MAXIMA, maxima[:, row].T, strict=True))
-                found[row] = self._order[row], self._kinds.get(row), figures(of_row)
-        return [step for step, _ in self._closed], found
+        for row in np.flatnonzero(records[:, :, 0].any(0)).tolist():
+            numbers = dict(zip(NAMES, records[:, row].T, strict=True))
+            # Of a row that only other ranks have entered this one does not know when, nor of what kind it is.
+            found[row] = Column(self._order.get(row, len(self._order)), self._kinds.get(row), figures(numbers))
+        return steps, found
 
 
-def measured(rt: Any, x: torch.Tensor, out: Any, columns: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """(sums, maxima) of one tensor, as SUMS and MAXIMA name them."""
-    x = x.reshape(-1, x.shape[-1]).float()
-    finite = torch.isfinite(x)
-    zero = torch.zeros((), dtype=torch.float64, device=x.device)
-    count = torch.full_like(zero, x.numel())
-    amax = torch.where(finite, x, 0).abs().amax() if x.numel() else zero.float()
-    bad = (~finite).sum()
-    low = torch.full_like(amax, -torch.inf)
-    if not isinstance(out, QuantizedTensor):
-        return torch.stack([count, bad.double(), *[zero] * 6]), torch.stack([amax, low, low])
-    q = to_torch(dense_columns(rt, out, dtypes.float32, columns)).float()
-    scale = to_torch(out.scale_inv)
-    over = (x.abs() > out.dtype.max * scale.max()).sum()
-    error = (x - q).double()
-    parts = [count, bad, count, (x != 0).sum(), (q != 0).sum(), over, x.double().square().sum(), error.square().sum()]
-    return torch.stack([p.double() for p in parts]), torch.stack([amax, scale.max(), -scale.min()])
-
-
-def figures(of_row: dict[str, Any]) -> dict[str, Any]:
-    """What a report shows of the sums and maxima of a tensor, over steps."""
-    s = of_row
+def figures(numbers: dict[str, Any]) -> dict[str, Any]:
+    """What a report shows of a tensor's records over steps; NaN where there was none, or nothing quantized."""
+    seen, compared = numbers["count"] > 0, numbers["compared"] > 0
     with np.errstate(divide="ignore", invalid="ignore"):
-        share = 100 / np.where(s["cast"] > 0, s["cast"], np.nan)
+        share = 100 / np.where(compared, numbers["compared"], np.nan)
+        scale = 1 / numbers["scale_inv_max"]
         return {
-            "amax": np.where(s["count"] > 0, s["amax"], np.nan),
-            "underflow": (s["nonzero"] - s["left"]) * share,
-            "overflow": s["over"] * share,
-            "snr": np.where(s["cast"] > 0, 10 * np.log10(s["squares"] / s["errors"]), np.nan),
-            "scale": np.where(s["cast"] > 0, 1 / s["widest"], np.nan),
-            "nonfinite": np.where(s["count"] > 0, s["nonfinite"], 0.0),
+            "amax": np.where(seen & np.isfinite(numbers["amax"]), numbers["amax"], np.nan),
+            "underflow": numbers["underflows"] * share,
+            "overflow": numbers["overflows"] * share,
+            "snr": np.where(compared, 10 * np.log10(numbers["signal"] / numbers["noise"]), np.nan),
+            "scale": np.where(compared & np.isfinite(scale) & (scale > 0), scale, np.nan),
+            "nonfinite": numbers["nans"] + numbers["infinities"],
         }

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from te_torch.debug.ledger import Kind
 from te_torch.debug.page import page
 from te_torch.debug.pictures import draw
 from te_torch.listing import table
@@ -21,15 +22,6 @@ WORST = 60.0
 SHOWN = 20  # rows of a printed table
 
 Array = Any  # np.ndarray of float64, one element for each step; NaN where nothing was seen
-
-
-class Kind(NamedTuple):
-    """How an operand was quantized."""
-
-    element: str  # "float8_e4m3"
-    words: str  # "float8_e4m3 per tensor"
-    largest: float  # that the element type holds
-    stochastic: bool = False
 
 
 class Series(NamedTuple):
@@ -106,7 +98,6 @@ class Report:
 
     def __init__(self, steps: list[int], series: list[Series], unseen: list[str]) -> None:
         self.steps = steps  # those that were looked at
-        series = _merged(series)
         nonfinite = [s for s in series if (s.nonfinite > 0).any()]
         # What is no number spreads: the first step counts, and there the first layer that ran.
         nonfinite.sort(key=lambda s: (int(np.argmax(s.nonfinite > 0)), s.order))
@@ -188,16 +179,6 @@ class Report:
 
 
 FIGURES = ("amax", "underflow", "overflow", "snr", "scale", "nonfinite")
-
-
-def _merged(series: list[Series]) -> list[Series]:
-    """One for what two GEMMs read alike, as they do where both copies share one scale."""
-    found: dict[Any, Series] = {}
-    for s in series:
-        key = (s.layer, s.tensor, s.kind, *[getattr(s, name).tobytes() for name in FIGURES])
-        other = found.get(key)
-        found[key] = s if other is None else other._replace(gemms=(*other.gemms, *s.gemms))
-    return list(found.values())
 
 
 def _mean(values: Array) -> float:

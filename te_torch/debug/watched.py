@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from te_core.errors import ArgumentError, UnsupportedError
-from te_torch.attention.dot_product import DotProductAttention
 from te_torch.base.module import BaseModule
+from te_torch.debug.layers import product_names
 from te_torch.module_names import known_as
 
 Layers = str | re.Pattern[str] | Iterable[str] | Callable[[str], bool] | None
@@ -32,11 +32,9 @@ def products_of(operation: str, model: torch.nn.Module) -> list[tuple[str, BaseM
 
 def _products(model: torch.nn.Module) -> Iterator[tuple[str, BaseModule, int]]:
     for path, module in model.named_modules():
-        if isinstance(module, BaseModule) and not isinstance(module, DotProductAttention):
-            name, weights = path or known_as(module), module._weight_names()
-            for number in range(module.gemms):
-                part = f".{weights[number].removesuffix('_weight')}" if module.gemms > 1 else ""
-                yield name + part, module, number
+        if isinstance(module, BaseModule) and module._weight_names():
+            for number, name in enumerate(product_names(module, path or known_as(module))):
+                yield name, module, number
 
 
 def chosen(operation: str, names: list[str], layers: Layers) -> set[str]:
@@ -51,7 +49,9 @@ def chosen(operation: str, names: list[str], layers: Layers) -> set[str]:
         patterns = layers = list(layers)
         found = {name for name in names if any(re.search(pattern, name) for pattern in patterns)}
     if not found:
-        raise ArgumentError(operation, f"layers={layers!r}", f"what is in a layer's name: {', '.join(names)}", "correct it")
+        raise ArgumentError(
+            operation, f"layers={layers!r}", f"what is in a layer's name: {', '.join(names)}", "correct it"
+        )
     return found
 
 
