@@ -39,7 +39,9 @@ FLOORS: dict[str, list[str]] = {
     "torch base": ["te_torch.base"],
     "torch modules": ["te_torch.modules", "te_torch.attention"],
     "torch transformer": ["te_torch.transformer"],
-    "torch face": [f"te_torch.{room}" for room in ("tools", "training", "custom_recipes", "constants", "compat")]
+    "torch face": [
+        f"te_torch.{room}" for room in ("tools", "training", "custom_recipes", "constants", "compat", "debug")
+    ]
     + ["te_torch"],
     "jax": ["te_jax"],
 }

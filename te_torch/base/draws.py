@@ -145,6 +145,7 @@ class Stand:
         self.trackers += [_mark(tracker) for tracker in others if tracker not in trackers]
 
     def restore(self) -> None:
+        """Have all of them stand there again."""
         torch.set_rng_state(self.cpu)
         for index, reference, numbers in self.gpus:
             default = torch.cuda.default_generators[index]

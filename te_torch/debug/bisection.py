@@ -28,10 +28,14 @@ from te_torch.listing import table
 GEMMS = ("fprop", "dgrad", "wgrad")
 Unit = tuple[str, tuple[str, ...]]  # a layer, and those of its GEMMs that are switched together
 
-#: What a result may be off by, of what it is off by with nothing switched.
+#: Where no tolerance is given: what a result may be off by, of what it is off by with nothing switched.
 PART = 1 / 3
+#: What a fault by itself comes to, of all that is wrong: up to four that are alike.
+ALONE = 0.45
 #: Below this nothing is at fault: what the rounding of healthy GEMMs may come to.
 HEALTHY = {"loss": 1e-3, "gradients": 0.02}
+#: More than so many, or than a quarter of all, are not faults but what every GEMM loses.
+FEW = 6
 
 
 class Culprit(NamedTuple):
@@ -45,9 +49,9 @@ class Culprit(NamedTuple):
 class Bisection:
     """The smallest set that was found. Printable; `as_dict()` for programs.
 
-    verdict: "found"; "nothing", where the result is as good as in high precision; "everything", where more than half
-    have to be in high precision, or no smaller set was found in the runs there were: then it is no single layer's fault;
-    "elsewhere", where all of the layers that were chosen in high precision do not make it good.
+    verdict: "found"; "nothing", where the result is as good as in high precision; "everything", where no few GEMMs
+    stand out, or no small set was found in the runs there were: then it is the recipe's fault, and not a layer's;
+    "elsewhere", where the layers that were chosen, all in high precision, do not make it good.
     """
 
     def __init__(
@@ -74,15 +78,17 @@ class Bisection:
         what, runs = self.compared, f"{self.runs} runs"
         if self.verdict == "nothing":
             return f"nothing is at fault: the {what} are off by {_share(self.off)} from high precision ({runs})"
-        count = f"{len(self.culprits)} of {self.candidates}"
         if self.verdict == "elsewhere":
-            return f"not among these {self.candidates}: with all in high precision the {what} are off by {_share(self.left)}"
+            off = _share(self.left)
+            return f"not among these {self.candidates}: with all in high precision the {what} are off by {off}"
+        count = f"{len(self.culprits)} of {self.candidates}"
         ends = f"from {_share(self.off)} off to {_share(self.left)}"
         if self.verdict == "everything":
             text = (
-                f"no single layer is at fault: it takes {count} in high precision to bring the {what} {ends} ({runs})"
+                f"no layer is at fault: the {what} are off by {_share(self.off)} ({runs}), and no few GEMMs stand out"
             )
-            return f"{text}\nthe recipe as a whole is too coarse here, or the step is not the same in each run"
+            takes = f"\nit takes {count} in high precision to bring them {ends}" if self.culprits else ""
+            return f"{text}{takes}\nevery GEMM loses a little: a finer recipe helps, not one for a layer"
         cells = [(c.layer, ", ".join(c.gemms), _share(c.without)) for c in self.culprits]
         head = f"{count} in high precision bring the {what} {ends} ({runs}):"
         return f"{head}\n\n{table(('layer', 'in high precision', 'off without it'), cells)}"
@@ -159,7 +165,7 @@ class _Steps(Guest):
             return math.nan, grads
         if not isinstance(loss, (int, float, torch.Tensor)) or isinstance(loss, torch.Tensor) and loss.numel() != 1:
             raise _bad_step(f"returned {type(loss).__name__}", "return the loss, one number")
-        return float(loss), []
+        return float(loss.detach() if isinstance(loss, torch.Tensor) else loss), []
 
     def _left(self) -> bool:
         return any(_gradient(p) is not None for p in self._model.parameters())
@@ -198,25 +204,31 @@ class _Search:
     """The smallest set of units that makes the result good, by halves; results are kept."""
 
     def __init__(self, steps: _Steps, want: Any, tolerance: float, most_runs: int, told: Callable[[str], None]) -> None:
-        self._steps, self._want, self._most, self._told = steps, want, most_runs, told
+        self.steps, self._want, self._most, self._told = steps, want, most_runs, told
         self.tolerance = tolerance
         self._known: dict[frozenset[Unit], float] = {}
         self.best: list[Unit] = []  # the smallest good set so far
+        self.few: float = math.inf  # at most so many are looked for
+        self._needed = 0
 
     def off(self, units: Sequence[Unit]) -> float:
         """What the result is off by with these in high precision."""
         key = frozenset(units)
         if key not in self._known:
-            if self._steps.runs >= self._most:
+            if self.steps.runs >= self._most:
                 raise _Enough
             high = [(layer, gemm) for layer, gemms in units for gemm in gemms]
-            off = self._known[key] = _off(self._steps.run(high), self._want, self._steps.compare or "loss")
+            off = self._known[key] = _off(self.steps.run(high), self._want, self.steps.compare or "loss")
             good = off <= self.tolerance
-            self._told(f"run {self._steps.runs}: {len(units)} in high precision: off by {_share(off)}"
+            self._told(f"run {self.steps.runs}: {len(units)} in high precision: off by {_share(off)}"
                        f"{', good' if good else ''}")  # fmt: skip
             if good and (not self.best or len(units) < len(self.best)):
                 self.best = list(units)
         return self._known[key]
+
+    def known(self, units: Sequence[Unit]) -> float:
+        """The same if it has been run; NaN otherwise."""
+        return self._known.get(frozenset(units), math.nan)
 
     def good(self, units: Sequence[Unit]) -> bool:
         """Whether the result is good with these in high precision."""
@@ -227,10 +239,28 @@ class _Search:
         if added and self.good(given):
             return []
         if len(units) == 1:
+            self._needed += 1
+            if self._needed > self.few:
+                raise _Enough
             return units
         left, right = units[: len(units) // 2], units[len(units) // 2 :]
         of_right = self.smallest(given + left, True, right)
         return self.smallest(given + of_right, bool(of_right), left) + of_right
+
+    def faults(self, given: list[Unit], units: list[Unit]) -> list[Unit]:
+        """Those without which the result is much worse: what every healthy GEMM adds is no fault.
+
+        A tolerance may lie below that; then it takes some of the healthy ones as well, of which each matters little.
+        """
+        self._needed, off = 0, self.off(given)
+        self.tolerance = 0.1 if math.isinf(off) else PART * off
+        try:
+            found = self.smallest(given, True, units)
+            worse = [self.off(given + [u for u in found if u is not unit]) for unit in found]
+        except _Enough:
+            return []
+        few = 2 * len(found) <= len(units) or len(units) < 3
+        return [unit for unit, without in zip(found, worse, strict=True) if few and without >= ALONE * off]
 
 
 def bisect(
@@ -248,12 +278,13 @@ def bisect(
     """Find the fewest GEMMs that, in high precision, bring the result of `step_fn(model)` back.
 
     step_fn runs the model in its region, over one step or several, and returns the loss; if it leaves gradients, these
-    are compared, else the loss (`compare`: "loss" or "gradients"). It has to do the same each time: before every run the
-    model, its gradients, its FP8 state and all generators are set back, and what `restore` lists (optimizers and
+    are compared, else the loss (`compare`: "loss" or "gradients"). It has to do the same each time: before every run
+    the model, its gradients, its FP8 state and all generators are set back, and what `restore` lists (optimizers and
     schedulers, whose state_dict is loaded). Afterwards everything is as it was before.
 
     level: "gemm" switches the GEMMs of a layer one by one, "layer" all together. tolerance: what a good result may be
-    off by, as a share (of the loss, or of the gradient of the worst parameter); None: a third of what it is off by now.
+    off by, as a share (of the loss, or of the gradient of the worst parameter); None: what stands out of what healthy
+    GEMMs lose is found.
     """
     told = (lambda line: print(f"bisect: {line}", file=sys.stderr, flush=True)) if progress else lambda line: None
     _check(level, compare, tolerance)
@@ -271,34 +302,51 @@ def bisect(
             raise _bad_step("gives another result when it is run again", "fix its data and generators, or use restore=")
         if off <= (HEALTHY[compared] if tolerance is None else tolerance):
             return Bisection("nothing", [], (off, off), compared, steps.runs, len(units))
-        search = _Search(steps, want, PART * off if tolerance is None else tolerance, most_runs, told)
-        if math.isinf(off) and tolerance is None:
-            search.tolerance = 0.1
-        return _searched(search, units, off, steps)
+        if tolerance is None:
+            return _stand_out(search, units, off, steps)
+        search = _Search(steps, want, tolerance, most_runs, told)
+        return _within(search, units, off, steps)
 
 
-def _searched(search: _Search, units: list[Unit], off: float, steps: _Steps) -> Bisection:
-    compared = str(steps.compare)
+def _stand_out(search: _Search, units: list[Unit], off: float, steps: _Steps) -> Bisection:
+    """Faults, the worst first: with these in high precision there may be others that they hid."""
+    search.few = max(FEW, len(units) // 4)
+    found: list[Unit] = []
+    try:
+        if search.off(units) > PART * off:
+            return _made("elsewhere", [], search, units, (off, search.off(units)))
+        while search.off(found) > max(HEALTHY[str(steps.compare)], off / 10):
+            more = search.faults(found, [unit for unit in units if unit not in found])
+            found += more
+            if not more or steps.compare == "loss":  # in a loss errors of both signs meet: what is left says little
+                break
+    except _Enough:
+        pass
+    found.sort(key=units.index)
+    return _made("found" if found else "everything", found, search, units, (off, search.known(found)))
+
+
+def _within(search: _Search, units: list[Unit], off: float, steps: _Steps) -> Bisection:
+    """The smallest set that brings the result within a tolerance."""
     try:
         if not search.good(units):
-            return _made("elsewhere", [], [], (off, search.off(units)), steps, units)
+            return _made("elsewhere", [], search, units, (off, search.off(units)))
         found = search.smallest([], True, units)
-        without = [search.off([u for u in found if u is not unit]) for unit in found] if len(found) < 9 else []
-        left = search.off(found)
+        spread = 2 * len(found) > len(units) > 2 or not search.good(found)
     except _Enough:
-        found, without = search.best or units, []
-        left = search._known.get(frozenset(found), math.nan)
-        return _made("everything", found, without, (off, left), steps, units)
-    spread = 2 * len(found) > len(units) and len(units) > 2 or left > search.tolerance
-    return _made("everything" if spread else "found", found, without, (off, left), steps, units)
+        found, spread = search.best or units, True
+    return _made("everything" if spread else "found", found, search, units, (off, search.known(found)))
 
 
-def _made(
-    verdict: str, found: list[Unit], without: list[float], off: tuple[float, float], steps: _Steps, units: list[Unit]
-) -> Bisection:
-    rest = [*without, *[math.nan] * (len(found) - len(without))]
-    culprits = [Culprit(layer, gemms, w) for (layer, gemms), w in zip(found, rest, strict=True)]
-    return Bisection(verdict, culprits, off, str(steps.compare), steps.runs, len(units))
+def _made(verdict: str, found: list[Unit], search: _Search, units: list[Unit], off: tuple[float, float]) -> Bisection:
+    culprits = []
+    for unit in found:
+        try:
+            without = search.off([u for u in found if u is not unit]) if len(found) <= 8 else math.nan
+        except _Enough:
+            without = math.nan
+        culprits.append(Culprit(*unit, without))
+    return Bisection(verdict, culprits, off, str(search.steps.compare), search.steps.runs, len(units))
 
 
 def _check(level: str, compare: str | None, tolerance: float | None) -> None:

@@ -1,4 +1,4 @@
-"""`inspect`: statistics of every layer, GEMM and tensor over steps, with nothing to configure and nothing else to install.
+"""`inspect`: statistics of every layer, GEMM and tensor over steps. Nothing to configure, nothing else to install.
 
     with te_torch.debug.inspect(model) as seen:
         for batch in batches:
@@ -114,8 +114,10 @@ class Inspection(Guest):
         return self
 
     def __exit__(self, kind: Any, *exc: object) -> None:
-        if self._shown:  # a step that an error ended on this rank is not reduced: the others may not come to it
-            self._ledger.close(self.current, self._group if kind is None else None)
+        if self._shown:
+            # All ranks reduce or none: what follows a step(), or is ended by an error, only some of them may see.
+            alone = self.current > 0 or kind is not None
+            self._ledger.close(self.current, None if alone else self._group)
             self.current += 1
         self._looking = False
         self.leave()

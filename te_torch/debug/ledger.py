@@ -1,4 +1,4 @@
-"""The records behind the figures of a report: on the device, a row for each tensor, put aside at the end of each step."""
+"""The records behind the figures of a report: on the device, a row for each tensor, put aside at each step's end."""
 
 from __future__ import annotations
 
@@ -106,6 +106,7 @@ def figures(numbers: dict[str, Any]) -> dict[str, Any]:
         share = 100 / np.where(compared, numbers["compared"], np.nan)
         scale = 1 / numbers["scale_inv_max"]
         return {
+            "count": numbers["count"],
             "amax": np.where(seen & np.isfinite(numbers["amax"]), numbers["amax"], np.nan),
             "underflow": numbers["underflows"] * share,
             "overflow": numbers["overflows"] * share,

@@ -1,4 +1,4 @@
-"""What `inspect` saw, as figures over steps: the table, and where the HTML page, the pictures and the JSON come from."""
+"""What `inspect` saw, as figures over steps: the table, and what the HTML page, the pictures and the JSON show."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ class Series(NamedTuple):
     gemms: tuple[str, ...]  # two where both read the same
     tensor: str
     kind: Kind | None  # None: it is not quantized
+    count: Array  # elements
     amax: Array
     underflow: Array  # % of its elements that became zero
     overflow: Array  # % beyond the largest that its scale can hold
@@ -178,7 +179,7 @@ class Report:
         return f"{looked}: {bad} of {len(self.series)} tensors lose precision, most of all {self.worst.name}"
 
 
-FIGURES = ("amax", "underflow", "overflow", "snr", "scale", "nonfinite")
+FIGURES = ("count", "amax", "underflow", "overflow", "snr", "scale", "nonfinite")
 
 
 def _mean(values: Array) -> float:

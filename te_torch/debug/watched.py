@@ -68,7 +68,7 @@ def refuse_traces(operation: str) -> None:
         raise not_compiled(operation)
 
 
-class Inspectors(tuple):  # noqa: SLOT001  it has attributes
+class Inspectors(tuple):
     """A module's inspectors, around those that it had before. A copy of the module has these alone."""
 
     guest: Any
