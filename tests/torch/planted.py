@@ -15,8 +15,14 @@ from tests import recipes
 
 WIDTH, ROWS = 64, 48
 BF16: dict[str, Any] = {"params_dtype": torch.bfloat16}
-#: Every layer counts in the result.
-LARGE: dict[str, Any] = {**BF16, "init_method": lambda w: torch.nn.init.normal_(w, std=1.5 * w.shape[1] ** -0.5)}
+
+
+def large(weight: torch.Tensor) -> torch.Tensor:
+    """Every layer counts in the result."""
+    return torch.nn.init.normal_(weight, std=1.5 * weight.shape[1] ** -0.5)
+
+
+LARGE: dict[str, Any] = {**BF16, "init_method": large}
 OF_INPUT = (("fprop", "activation"), ("wgrad", "activation"))
 OF_GRADIENT = (("dgrad", "gradient"), ("wgrad", "gradient"))
 
