@@ -286,7 +286,7 @@ class Page {
       const number = (v) => make("td", { class: "number" }, shown(v));
       return make("tr", { tabindex: 0, onclick: pick, onkeydown: (event) => event.key === "Enter" && pick() },
         make("td", {}, s.layer), make("td", {}, s.tensor), make("td", {}, s.gemm), make("td", {}, s.format || "–"),
-        number(s.trouble), make("td", {}, this.spark(i)), number(s.snr), number(s.underflow), number(s.overflow), number(s.amax),
+        make("td", { class: "number" }, s.trouble === null ? "–" : s.trouble.toFixed(1)), make("td", {}, this.spark(i)), number(s.snr), number(s.underflow), number(s.overflow), number(s.amax),
         make("td", { class: "said" }, s.why));
     });
     const table = make("table", {}, make("thead", {}, make("tr", {}, ...heads.map(([name, right]) => make("th", right ? { class: "number" } : {}, name)))), make("tbody", {}, ...body));

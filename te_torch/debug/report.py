@@ -77,7 +77,7 @@ class Series(NamedTuple):
             said.append(frozen)
         over, under = _mean(self.overflow), _mean(self.underflow)
         used = np.maximum(self.amax * self.scale, 1e-30) / self.kind.largest
-        if over > 0:
+        if over > 0 and _most(used) > 1.01:  # a current scale is rounded
             said.append(f"{over:.3g} % beyond what its scale can hold, the largest {_most(used):.3g} times")
         if under >= 1:
             room = -_mean(np.log2(used))

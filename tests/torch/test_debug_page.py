@@ -39,6 +39,7 @@ def large(layers: int = 200, steps: int = 1000) -> Report:
             if layer == 137 and tensor == "activation":
                 found["snr"][steps // 2 :] -= 20
                 found["overflow"][steps // 2 :] = 3
+                found["scale"][steps // 2 :] *= 4
             if not quantized:
                 found |= dict.fromkeys(("underflow", "overflow", "snr", "scale"), no)
             part = ("self_attention.qkv", "self_attention.proj", "mlp.fc1", "mlp.fc2")[layer % 4]
