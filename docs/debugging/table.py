@@ -18,6 +18,7 @@ sys.path.insert(0, str(HERE.parents[1]))
 
 
 def examples() -> list[str]:
+    """The code of the page, in order."""
     return re.findall(r"^```python\n(.*?)^```", (HERE.parent / "debugging.md").read_text(), re.DOTALL | re.MULTILINE)
 
 
@@ -33,6 +34,7 @@ def run(count: int) -> tuple[dict[str, Any], str]:
 
 
 def draw() -> None:
+    """The pictures of the page."""
     from tools import browser
 
     names, _ = run(2)
@@ -43,6 +45,7 @@ def draw() -> None:
 
 
 def main() -> None:
+    """What the page shows of the examples, as a block of text."""
     what = sys.argv[1] if len(sys.argv) > 1 else "report"
     if what == "pictures":
         draw()

@@ -23,7 +23,7 @@ const METRICS = {
 const CHARTS = [
   ["amax", "amax", "largest magnitude", true],
   ["underflow", "underflow, %", "elements that became zero", false],
-  ["overflow", "overflow, %", "elements beyond the largest of the format", false],
+  ["overflow", "overflow, %", "elements beyond the largest", false],
   ["snr", "SNR, dB", "of the quantization: more is better", false],
   ["scale", "scale", "what values are multiplied by", true],
 ];
@@ -228,7 +228,7 @@ class Page {
     let low = seen.reduce((a, b) => Math.min(a, b), Infinity);
     let high = seen.reduce((a, b) => Math.max(a, b), -Infinity);
     if (!seen.length) [low, high] = [0, 1];
-    if (!log) low = Math.min(low, 0);
+    if (!log) [low, high] = [Math.min(low, 0), Math.max(high, 1)]; // less than 1 % is drawn as little
     if (high - low < 1e-9) [low, high] = [low - (log ? 1 : 0), low + 1];
     const marks = ticks(low, high, log);
     [low, high] = [Math.min(low, marks[0]), Math.max(high, marks[marks.length - 1])];

@@ -38,7 +38,7 @@ def draw(report: Report, folder: Path) -> list[Path]:
     made = []
     with matplotlib.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
         for name, fill in (("heat", _heat), ("curves", _curves)):
-            figure = Figure(layout="constrained", dpi=110)
+            figure = Figure(layout="constrained", dpi=96)
             FigureCanvasAgg(figure)
             fill(figure, report)
             figure.savefig(folder / f"{name}.png", metadata={"Software": None})
@@ -90,8 +90,8 @@ def _curves(figure: Any, report: Report) -> None:
         axes.grid(axis="y", linewidth=0.4, alpha=0.5)
         if logarithmic:
             axes.set_yscale("log", base=2)
-        elif name != "snr":
-            axes.set_ylim(bottom=0)
+        else:
+            axes.set_ylim(bottom=min(0, axes.get_ylim()[0]), top=max(1, axes.get_ylim()[1]))
     for axes in figure.axes[2:]:
         axes.set_xlabel("step")
     if worst:

@@ -118,6 +118,18 @@ def test_nothing_where_nothing_is_quantized() -> None:
     assert found.verdict == "nothing" and found.off == 0
 
 
+def test_an_outlier_that_is_all_the_energy() -> None:
+    """One element keeps the SNR where it is, and takes all others to zero."""
+    module = te.Linear(64, 64, device="cpu", **planted.BF16)
+    x = torch.randn(32, 64).bfloat16()
+    x[3, 3] = 1e7
+    with inspect(module) as seen, planted.recipes.region("current"):
+        module(x)
+    worst = seen.report().worst
+    assert worst is not None and worst.tensor == "activation" and worst.snr[0] > 30
+    assert "its values spread too wide" in worst.why()
+
+
 def test_a_fault_outside_of_the_chosen_layers() -> None:
     net, step = planted_in("0.up", "current", "cpu", planted.overflowing())
     found = bisect(step, net, layers=r"^[12]\.", progress=False)
