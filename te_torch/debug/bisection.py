@@ -16,12 +16,13 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
 from te_core.errors import ArgumentError
-from te_torch.debug.snapshot import Snapshot
+from te_torch.debug.snapshot import Snapshot, main_gradient
 from te_torch.debug.watched import Guest, Layers, chosen, products_of, refuse_traces
 from te_torch.listing import table
 
@@ -36,6 +37,8 @@ ALONE = 0.45
 HEALTHY = {"loss": 1e-3, "gradients": 0.02}
 #: More than so many, or than a quarter of all, are not faults but what every GEMM loses.
 FEW = 6
+#: Then the best set so far has to do.
+MOST_RUNS = 200
 
 
 class Culprit(NamedTuple):
@@ -140,8 +143,11 @@ class _Steps(Guest):
         for name, module, _ in self._products:
             by_module.setdefault(module, []).append(name)
         for module, names in by_module.items():
-            self.put(module, lambda i, own, names=names: _High(names[i], self._high, own))
+            self.put(module, partial(self._high_of, names))
         return self
+
+    def _high_of(self, names: list[str], number: int, own: Any) -> _High:
+        return _High(names[number], self._high, own)
 
     def __exit__(self, *exc: object) -> None:
         self.leave()
@@ -172,8 +178,8 @@ class _Steps(Guest):
 
 
 def _gradient(p: Any) -> torch.Tensor | None:
-    main = getattr(p, "main_grad", None)
-    found = main if isinstance(main, torch.Tensor) else p.grad
+    main = main_gradient(p)
+    found = p.grad if main is None else main
     return None if found is None else found.detach().float().clone()
 
 
@@ -272,7 +278,6 @@ def bisect(
     compare: str | None = None,
     tolerance: float | None = None,
     restore: Sequence[Any] = (),
-    most_runs: int = 200,
     progress: bool = True,
 ) -> Bisection:
     """Find the fewest GEMMs that, in high precision, bring the result of `step_fn(model)` back.
@@ -290,13 +295,13 @@ def bisect(
     _check(level, compare, tolerance)
     with _Steps(step_fn, model, compare, restore) as steps:
         names = chosen("bisect", steps.names, layers)
-        groups = [GEMMS] if level == "layer" else [(gemm,) for gemm in GEMMS]
-        units = [(name, gemms) for name in steps.names if name in names for gemms in groups]
+        groups: list[tuple[str, ...]] = [GEMMS] if level == "layer" else [(gemm,) for gemm in GEMMS]
+        units: list[Unit] = [(name, gemms) for name in steps.names if name in names for gemms in groups]
         want = steps.run([(name, gemm) for name in steps.names for gemm in GEMMS])
         compared = str(steps.compare)
         if compared == "loss" and not math.isfinite(want[0]):
             raise _bad_step("returns no number in high precision either", "look at the model: it is not the precision")
-        search = _Search(steps, want, math.inf, most_runs, told)
+        search = _Search(steps, want, math.inf, MOST_RUNS, told)
         off = search.off([])
         if off != _off(steps.run([]), want, compared):
             raise _bad_step("gives another result when it is run again", "fix its data and generators, or use restore=")
@@ -304,7 +309,7 @@ def bisect(
             return Bisection("nothing", [], (off, off), compared, steps.runs, len(units))
         if tolerance is None:
             return _stand_out(search, units, off, steps)
-        search = _Search(steps, want, tolerance, most_runs, told)
+        search = _Search(steps, want, tolerance, MOST_RUNS, told)
         return _within(search, units, off, steps)
 
 

@@ -14,6 +14,7 @@ Sums stay on the device until the result is read.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -139,9 +140,13 @@ class Inspection(Guest):
         self._looking = self.current % every == 0 and self.current >= start and (end is None or self.current <= end)
         for module, numbers in self._modules.items():
             if self._looking:
-                self.put(module, lambda i, own, n=numbers: own if n[i] is None else Watch(self, n[i], own))
+                self.put(module, partial(self._watch, numbers))
             else:
                 self.take(module)
+
+    def _watch(self, numbers: list[int | None], product: int, own: Any) -> Any:
+        number = numbers[product]
+        return own if number is None else Watch(self, number, own)
 
     def look(self, rt: Any, number: int, point: tuple[str, str], value: Any, cast: Any, out: Any) -> None:
         """Called by a watch: measure a tensor. What a checkpoint runs again was seen, or will be seen then."""

@@ -12,12 +12,9 @@ import json
 import math
 import zlib
 from importlib.resources import files
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
-
-if TYPE_CHECKING:
-    from te_torch.debug.report import Report, Series
 
 BINS = 240  # columns of a heat map, points of a curve
 #: The figures of a page, and which of several steps stands for them all.
@@ -32,7 +29,7 @@ SHOWN = (
 )
 
 
-def page(report: Report, title: str) -> str:
+def page(report: Any, title: str) -> str:
     """The whole page as text."""
     edges = np.linspace(0, len(report.steps), min(len(report.steps), BINS) + 1).astype(int)
     figures = np.stack([_figures(s, edges) for s in report.series]) if report.series else np.zeros((0, 0, 0))
@@ -56,7 +53,7 @@ def page(report: Report, title: str) -> str:
     )
 
 
-def _facts(s: Series) -> dict[str, Any]:
+def _facts(s: Any) -> dict[str, Any]:
     found: dict[str, Any] = {"layer": s.layer, "gemm": s.gemm, "tensor": s.tensor, "why": s.why()}
     found |= {"format": None if s.kind is None else s.kind.words, "order": s.order}
     for name, worst in (("snr", "mean"), ("underflow", "mean"), ("overflow", "mean"), ("amax", "max")):
@@ -70,7 +67,7 @@ def _number(value: float) -> float | None:
     return float(f"{value:.4g}") if math.isfinite(value) else None
 
 
-def _figures(s: Series, edges: Any) -> Any:
+def _figures(s: Any, edges: Any) -> Any:
     """[figure, bin]."""
     rows = []
     for name, worst in SHOWN:

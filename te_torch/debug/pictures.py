@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from te_core.errors import MissingPackageError
-
-if TYPE_CHECKING:
-    from te_torch.debug.report import Report, Series
 
 ROWS = 40  # layers in the heat map, the worst
 CURVES = 6  # tensors in the picture of curves, the worst
@@ -23,7 +20,7 @@ CHARTS = (
 )
 
 
-def draw(report: Report, folder: Path) -> list[Path]:
+def draw(report: Any, folder: Path) -> list[Path]:
     """heat.png, a row for each layer, and curves.png, of the tensors in the most trouble."""
     try:
         import matplotlib
@@ -46,7 +43,7 @@ def draw(report: Report, folder: Path) -> list[Path]:
     return made
 
 
-def by_layer(report: Report) -> dict[str, Any]:
+def by_layer(report: Any) -> dict[str, Any]:
     """dB lost over the steps by the worst tensor of each layer, the worst layer first."""
     found: dict[str, Any] = {}
     for s in report.series:
@@ -55,7 +52,7 @@ def by_layer(report: Report) -> dict[str, Any]:
     return found
 
 
-def _heat(figure: Any, report: Report) -> None:
+def _heat(figure: Any, report: Any) -> None:
     rows = by_layer(report)
     shown = list(rows)[:ROWS]
     figure.set_size_inches(8, 1.4 + 0.24 * max(len(shown), 2))
@@ -79,9 +76,9 @@ def _heat(figure: Any, report: Report) -> None:
     figure.colorbar(image, ax=axes, label="dB", extend="max", pad=0.01)
 
 
-def _curves(figure: Any, report: Report) -> None:
+def _curves(figure: Any, report: Any) -> None:
     figure.set_size_inches(8.5, 5.6)
-    worst: list[Series] = [s for s in report.series if s.kind is not None][:CURVES]
+    worst: list[Any] = [s for s in report.series if s.kind is not None][:CURVES]
     for axes, (name, label, logarithmic) in zip(figure.subplots(2, 2, sharex=True).flat, CHARTS, strict=True):
         for s in worst:
             marker = "o" if len(report.steps) < 3 else None

@@ -80,8 +80,8 @@ class Series(NamedTuple):
         if over > 0 and _most(used) > 1.01:  # a current scale is rounded
             said.append(f"{over:.3g} % beyond what its scale can hold, the largest {_most(used):.3g} times")
         if under >= 1:
-            room = -_mean(np.log2(used))
-            room = f"its scale is 2^{room:.0f} too small" if room > 3 else "its values spread too wide for it"
+            unused = -_mean(np.log2(used))
+            room = f"its scale is 2^{unused:.0f} too small" if unused > 3 else "its values spread too wide for it"
             said.append(f"{under:.3g} % became zero: {room}")
         return "; ".join(said) or "its values spread too wide for the format"
 

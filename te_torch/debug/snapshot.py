@@ -12,6 +12,7 @@ import torch
 
 from te_core.errors import ArgumentError
 from te_torch.base.draws import Stand
+from te_torch.base.module import BaseModule
 from te_torch.state import ScalingState
 
 #: What a ScalingState knows besides its buffers.
@@ -33,14 +34,14 @@ class Snapshot:
         self._modules = list(model.modules())
         self._parameters = [(p, _copied(p)) for p in model.parameters()]
         self._gradients = [(p, p.grad, _copied(p.grad)) for p, _ in self._parameters]
-        self._main = [(p.main_grad, _copied(p.main_grad)) for p, _ in self._parameters if _has_main(p)]
+        self._main = [(main, _copied(main)) for p, _ in self._parameters if (main := main_gradient(p)) is not None]
         self._buffers = [(m, n, t, _copied(t)) for m in self._modules for n, t in m._buffers.items()]
         self._states = [(m, m._modules["fp8_state"]) for m in self._modules if "fp8_state" in m._modules]
         self._known = {
             s: {name: getattr(s, name) for name in _OF_STATE} for s in self._modules if isinstance(s, ScalingState)
         }
         self._training = [(m, m.training) for m in self._modules]
-        self._caches = [(m, dict(m._weight_cache)) for m in self._modules if hasattr(m, "_weight_cache")]
+        self._caches = [(m, dict(m._weight_cache)) for m in self._modules if isinstance(m, BaseModule)]
         self._stand = Stand(range(torch.cuda.device_count()) if torch.cuda.is_initialized() else (), ())
         self._random, self._numpy = random.getstate(), np.random.get_state()
         self._others = [(other, copy.deepcopy(other.state_dict())) for other in others]
@@ -76,9 +77,11 @@ class Snapshot:
             module._weight_cache = dict(cache)
         self._stand.restore()
         random.setstate(self._random), np.random.set_state(self._numpy)
-        for other, state in self._others:
-            other.load_state_dict(copy.deepcopy(state))
+        for other, kept in self._others:
+            other.load_state_dict(copy.deepcopy(kept))
 
 
-def _has_main(p: Any) -> bool:
-    return isinstance(getattr(p, "main_grad", None), torch.Tensor)
+def main_gradient(p: Any) -> torch.Tensor | None:
+    """Where a trainer has gradients added up, if it does."""
+    main = getattr(p, "main_grad", None)
+    return main if isinstance(main, torch.Tensor) else None

@@ -42,8 +42,8 @@ def chosen(operation: str, names: list[str], layers: Layers) -> set[str]:
     if layers is None:
         return set(names)
     if isinstance(layers, (str, re.Pattern)):
-        layers = [layers]
-    if callable(layers):
+        found = {name for name in names if re.search(layers, name)}
+    elif callable(layers):
         found = {name for name in names if layers(name)}
     else:
         patterns = layers = list(layers)

@@ -10,7 +10,7 @@ import torch
 
 import te_torch as te
 from te_core.errors import ArgumentError, UnsupportedError
-from te_torch.debug import bisect
+from te_torch.debug import bisect, bisection
 from te_torch.debug.bisection import GEMMS, _Search, _Steps
 from te_torch.debug.snapshot import Snapshot
 from tests import recipes
@@ -69,8 +69,9 @@ def same(a: list[Any], b: list[Any]) -> bool:
 
 @pytest.mark.parametrize("ran", [False, True], ids=["fresh", "trained"])
 @pytest.mark.parametrize("recipe", ["delayed", "block"])
-def test_every_run_begins_alike_and_all_is_put_back(recipe: str, ran: bool) -> None:
+def test_every_run_begins_alike_and_all_is_put_back(recipe: str, ran: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of steps that draw, and train, with an optimizer."""
+    monkeypatch.setattr(bisection, "MOST_RUNS", 6)
     net = planted.model()
     one = planted.step_of(recipe)
     optimizer = torch.optim.Adam(net.parameters(), lr=1e-3)
@@ -90,7 +91,7 @@ def test_every_run_begins_alike_and_all_is_put_back(recipe: str, ran: bool) -> N
         return loss
 
     before = everything(net, optimizer)
-    bisect(train, net, restore=[optimizer], most_runs=6, progress=False)
+    bisect(train, net, restore=[optimizer], progress=False)
     assert len(began) > 4 and all(same(before, run) for run in began)
     assert same(before, everything(net, optimizer))
 
