@@ -57,7 +57,7 @@ class Snapshot:
             if grad is not None:
                 grad.copy_(value)  # type: ignore[arg-type]
         for main, value in self._main:
-            main.copy_(value)
+            main.copy_(value)  # type: ignore[arg-type]
         for module, state in self._states:
             module._modules["fp8_state"] = state
         moved = set()
