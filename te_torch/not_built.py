@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from importlib import import_module
 from opcode import opmap
 from typing import Any
 
@@ -219,16 +220,21 @@ class NotBuiltModuleError(UnsupportedError, ModuleNotFoundError):
     """A documented module that is not built."""
 
 
-def getter(module: str, place: str, behind_alias: tuple[str, ...] = ()) -> Callable[[str], Any]:
+def getter(
+    module: str, place: str, behind_alias: tuple[str, ...] = (), at_first_use: tuple[str, ...] = ()
+) -> Callable[[str], Any]:
     """The `__getattr__` of a module that stands at this documented place.
 
-    `behind_alias`: submodules that exist under the documented name only.
+    `behind_alias`: submodules that exist under the documented name only. `at_first_use`: those that are imported when
+    they are asked for.
     """
     names = dict(NAMES.get(place, {}))
     names |= {below.rpartition(".")[2]: do for below, (_, do) in MODULES.items() if below.rpartition(".")[0] == place}
 
     def __getattr__(name: str) -> Any:  # noqa: N807
         told: tuple[str, str, str]
+        if name in at_first_use:
+            return import_module(f"{module}.{name}")
         if name in names:
             told = (*_not_built(), names[name])
         elif name in behind_alias:

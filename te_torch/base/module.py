@@ -21,7 +21,7 @@ from te_torch.base.watching import Choice, watching
 from te_torch.base.weights import CachedWeight, Gradients, add_gradient, extra_for
 from te_torch.calls import Call, key_of
 from te_torch.custom import custom_precisions
-from te_torch.export.mode import exporting, not_exported, not_warmed_up
+from te_torch.export.mode import custom_recipe, exporting, not_warmed_up
 from te_torch.function import Extra
 from te_torch.module_names import name_of, next_name, shown, within
 from te_torch.nonfinite import counted
@@ -277,7 +277,7 @@ class BaseModule(Documented, CallingModule):
         tracing = torch.compiler.is_compiling()
         if self.own_precision or (is_custom(precision) if tracing else precision in custom_numbers):
             if exporting.on and precision in custom_numbers:
-                raise _custom_recipe()
+                raise custom_recipe()
             precision = self._of_custom(precision)
             if not precision:
                 return inp, 0, None, recompute
@@ -536,11 +536,6 @@ class BaseModule(Documented, CallingModule):
             _modules={k: m for k, m in self._modules.items() if m is not None and getattr(m, "in_use", True)},
         )
         return torch.nn.Module.__repr__(whole)
-
-
-def _custom_recipe() -> Exception:
-    got, do = "a CustomRecipe, whose factory is a function of this process", "choose one of these"
-    return not_exported(got, "DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling or high precision", do)
 
 
 @constant_at_trace
