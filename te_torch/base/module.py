@@ -508,11 +508,9 @@ class BaseModule(Documented, CallingModule):
             self.fp8_state.assign(fp8_meta_tensors)  # type: ignore[union-attr]
 
     def __getstate__(self) -> dict[str, Any]:
-        fresh = {"_weight_cache": {}, "_copies": Held(), "_custom": {}, "_linked": 0}
-        state = {**super().__getstate__(), **fresh}
-        if isinstance(self.inspector, Choice):
-            state["inspector"] = None
-        return state
+        seen = None if isinstance(self.inspector, Choice) else self.inspector
+        fresh = {"_weight_cache": {}, "_copies": Held(), "_custom": {}, "_linked": 0, "inspector": seen}
+        return {**super().__getstate__(), **fresh}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
