@@ -509,8 +509,8 @@ class BaseModule(Documented, CallingModule):
 
     def __getstate__(self) -> dict[str, Any]:
         seen = None if isinstance(self.inspector, Choice) else self.inspector
-        fresh = {"_weight_cache": {}, "_copies": Held(), "_custom": {}, "_linked": 0, "inspector": seen}
-        return {**super().__getstate__(), **fresh}
+        fresh: dict[str, Any] = {"_weight_cache": {}, "_copies": Held(), "_custom": {}, "_linked": 0}
+        return {**super().__getstate__(), **fresh, "inspector": seen}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

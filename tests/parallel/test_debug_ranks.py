@@ -31,10 +31,11 @@ def looked(rank: Rank, alone: bool) -> Any:
     net = planted.model(rank.device, blocks=1)
     with inspect(net, group=None if alone else dist.group.WORLD) as seen:
         for i in range(2):
-            for number in range(rank.world) if alone else [rank.number]:
-                if i == 0 or number == 0:  # in the second step one rank alone has something to do
-                    with recipes.region("current"), torch.no_grad():
-                        net(data(number).to(rank.device))
+            numbers = range(rank.world) if alone else [rank.number]
+            # In the second step one rank alone has something to do.
+            for x in [data(number).to(rank.device) for number in numbers if i == 0 or number == 0]:
+                with recipes.region("current"), torch.no_grad():
+                    net(x)
             seen.step()
     return figures(seen)
 
