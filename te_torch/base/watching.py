@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from te_torch.base import feature_folders
+
 
 class Choice:
     """Stands in the place of a module's inspectors where a forward chooses them."""
@@ -28,3 +30,4 @@ class Watching:
 
 
 watching = Watching()
+feature_folders.watch()

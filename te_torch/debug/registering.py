@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from nvdlfw_inspect.registry import Registry
 
+from te_torch.debug import selection
 from te_torch.debug.features import (
     disable_fp8_gemm,
     disable_fp8_layer,
@@ -38,6 +39,7 @@ FEATURES = (
 
 def register() -> None:
     """Once for each `initialize`: what is registered already stays."""
+    selection.adapt()
     known = Registry.data.get(NAMESPACE)
     if known is None or known.api is None:
         Registry.register_namespace_api(namespace=NAMESPACE)(TransformerEngineAPI)
