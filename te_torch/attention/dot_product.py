@@ -393,6 +393,8 @@ class DotProductAttention(BaseModule):
         """The call under a tracing compiler: its backend as an operator, or traced. Some run eagerly."""
         if exporting.on:
             return exported.attention(self, key, given)
+        if key.fp8 and self.inspector is not None:
+            self._watched(number)
         asked = number, given.fp8_output or isinstance(given.a, QuantizedTorch), given.bf16_backward
         facts = self._kind, self._facts()
         backend, name, *how = _trace_plan(*facts, tuple(key), asked)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from te_core.errors import UnsupportedError
-from te_core.layers.inspector import Request
+from te_core.layers.inspector import ATTENTION_POINTS, Request
 from te_core.quantized import Cast, QuantizedTensor
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
@@ -73,9 +73,17 @@ class GemmInspector:
     ) -> Value | None:
         """At a point: what the GEMM reads, or its result, in the place of what there was."""
         with torch.no_grad():
+            if (gemm, tensor) in ATTENTION_POINTS:
+                self._attended(gemm, tensor, _Tensor(value, cast, out))
+                return None
             if tensor not in _ROWS:
                 return self._result(gemm, tensor, _Tensor(value, None, None))
             return self._operand(gemm, tensor, value, cast, out)
+
+    def _attended(self, gemm: str, tensor: str, seen: _Tensor) -> None:
+        """A tensor of attention: seen in the first run, if a checkpoint runs it again."""
+        if gemm != "fprop" or _graph_task() == -1:
+            self._inspected(tensor, seen.plain, seen.quantized, None, seen.quantizer)
 
     def _result(self, gemm: str, tensor: str, seen: _Tensor) -> Value | None:
         made = None

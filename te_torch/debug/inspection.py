@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from te_core.errors import ArgumentError, UnsupportedError
-from te_core.layers.inspector import POINTS
+from te_core.layers.inspector import ATTENTION_POINTS, POINTS
 from te_core.quantized import QuantizedTensor
 from te_torch.autocast import active, first_of_a_checkpoint, in_backward
 from te_torch.base.draws import capturing
@@ -35,8 +35,11 @@ ORDER = (
     ("fprop", "activation"), ("fprop", "weight"), ("fprop", "output"),
     ("dgrad", "gradient"), ("dgrad", "weight"), ("dgrad", "dgrad"),
     ("wgrad", "activation"), ("wgrad", "gradient"), ("wgrad", "wgrad"),
+    ("fprop", "q"), ("fprop", "k"), ("fprop", "v"), ("fprop", "kv"), ("fprop", "qkv"), ("fprop", "s"),
+    ("dgrad", "do"), ("dgrad", "dp"),
 )  # fmt: skip
-assert frozenset(ORDER) == POINTS
+assert frozenset(ORDER) == POINTS | ATTENTION_POINTS
+TENSORS = tuple(dict.fromkeys(tensor for _, tensor in ORDER))
 #: What forward shows of what backward will read.
 _KEPT = frozenset((("wgrad", "activation"), ("dgrad", "weight")))
 #: Which of them their GEMM reads along the columns.
@@ -86,12 +89,15 @@ class Inspection(Guest):
         group: Any,
     ) -> None:
         super().__init__()
-        products = products_of("inspect", model)
+        products = products_of("inspect", model, attention=True)
         names = chosen("inspect", [name for name, _, _ in products], layers)
         self.names: list[str] = []
+        self._attention: set[int] = set()  # numbers of those that are attention, which is seen in FP8 only
         self._modules: dict[BaseModule, list[int | None]] = {}  # the number among `names` of each product
         for name, module, _ in products:
             self._modules.setdefault(module, []).append(len(self.names) if name in names else None)
+            if name in names and not module._weight_names():
+                self._attention.add(len(self.names))
             self.names += [name] if name in names else []
         self._modules = {m: numbers for m, numbers in self._modules.items() if any(n is not None for n in numbers)}
         self._model, self.points, self._when, self._group = model, points, when, group
@@ -145,7 +151,7 @@ class Inspection(Guest):
                 self.take(module)
 
     def _watch(self, numbers: list[int | None], product: int, own: Any) -> Any:
-        number = numbers[product]
+        number = numbers[product % len(numbers)]  # attention is one product, of three slots
         return own if number is None else Watch(self, number, own)
 
     def look(self, rt: Any, number: int, point: tuple[str, str], value: Any, cast: Any, out: Any) -> None:
@@ -198,7 +204,8 @@ class Inspection(Guest):
             gemms = [ORDER[i][0] for i in sorted({place, *[twin % len(ORDER) for twin in twins]})]
             seen.add(number)
             series.append(Series(self.names[number], tuple(gemms), ORDER[place][1], kind, **figures, order=order))
-        return Report(steps, series, [name for i, name in enumerate(self.names) if i not in seen])
+        idle = [name for i, name in enumerate(self.names) if i not in seen and i not in self._attention]
+        return Report(steps, series, idle)
 
     def to_html(self, path: str | Path, title: str = "Precision") -> Path:
         """Write the report as a page that needs nothing but a browser: no network, no second file."""
@@ -230,12 +237,13 @@ def inspect(
     """Context: look at the tensors of a model's GEMMs. `step()` of what it gives ends a step, and so does its end.
 
     layers: a regular expression, several, or a function of the name; None: all. gemms: of fprop, dgrad and wgrad.
-    tensors: of activation, weight, gradient (of the output), output, dgrad and wgrad. Steps `start_step` to `end_step`
-    are looked at, every `freq`-th; in the others layers run as fast as without. What microbatches add up to is one
-    step. group: over which processes the statistics are reduced, at each `step()`; None: each has its own.
+    tensors: of activation, weight, gradient (of the output), output, dgrad and wgrad, and of attention in FP8: q, k, v
+    (kv or qkv where they are packed), s (softmax's result) and dp where they are tensors, do. Steps `start_step` to
+    `end_step` are looked at, every `freq`-th; in the others layers run as fast as without. What microbatches add up to
+    is one step. group: over which processes the statistics are reduced, at each `step()`; None: each has its own.
     """
     given = _some("gemms", gemms, ("fprop", "dgrad", "wgrad"))
-    named = _some("tensors", tensors, ("activation", "weight", "gradient", "output", "dgrad", "wgrad"))
+    named = _some("tensors", tensors, TENSORS)
     points = frozenset(point for point in ORDER if point[0] in given and point[1] in named)
     if not points:
         got = f"gemms={sorted(given)} with tensors={sorted(named)}"

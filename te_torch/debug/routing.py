@@ -8,13 +8,13 @@ named; else the door stays, and gives an inspector for each product. An inspecto
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 
 from te_core.errors import UnsupportedError
-from te_core.layers.inspector import Request
+from te_core.layers.inspector import ATTENTION_POINTS, Request
 from te_torch.base import module as modules
 from te_torch.base.module import BaseModule
 from te_torch.base.watching import Choice, watching
@@ -26,6 +26,9 @@ _NEVER = 1 << 62
 #: Each tensor of a product, and the GEMMs that it is in: along its rows, along its columns.
 _OPERANDS = {"activation": ("fprop", "wgrad"), "weight": ("fprop", "dgrad"), "gradient": ("dgrad", "wgrad")}
 _RESULTS = {"output": "fprop", "wgrad": "wgrad", "dgrad": "dgrad"}
+#: Those of attention in FP8, which are looked at and not changed.
+_OF_ATTENTION = {tensor: (direction,) for direction, tensor in sorted(ATTENTION_POINTS)}
+_POINTS = _OPERANDS | {tensor: (gemm,) for tensor, gemm in _RESULTS.items()} | _OF_ATTENTION
 
 
 class Plan(NamedTuple):
@@ -46,8 +49,7 @@ class Plan(NamedTuple):
         """The points that an inspector has to see."""
         points = set(self.high | self.modified | self.older)
         for tensor in self.inspected:
-            gemms = (_RESULTS[tensor],) if tensor in _RESULTS else _OPERANDS[tensor]
-            points.update((gemm, tensor) for gemm in gemms)
+            points.update((gemm, tensor) for gemm in _POINTS[tensor])
         return frozenset(points)
 
 
@@ -109,13 +111,15 @@ class Door(Choice):
         settled = [_settled(name) for name in names]
         due, found = _NEVER, []
         for name, configured in zip(names, settled, strict=True):
-            plan, again = _ask(name, quantized, now) if configured else (Plan(*[frozenset()] * 4), _NEVER)
-            self._tell(name, plan, quantized)
+            ask = _ask if module._weight_names() else _ask_attention
+            plan, again = ask(name, quantized, now) if configured else (Plan(*[frozenset()] * 4), _NEVER)
+            if module._weight_names():
+                self._tell(name, plan, quantized)
             due = min(due, again)
             found.append(None if plan.idle else self._inspector(name, plan))
         # What features say of a layer in high precision tells nothing about it in a quantized one.
         self.due = now + 1 if any(found) else now if any(settled) and not quantized else max(due, now + 1)
-        return tuple(found) if any(found) else None
+        return tuple(found * (module.gemms // len(names))) if any(found) else None
 
     def _inspector(self, name: str, plan: Plan) -> GemmInspector:
         made = self._made.get((name, plan))
@@ -161,8 +165,8 @@ def _settled(name: str) -> bool:
     return bool(config.get("transformer_engine"))
 
 
-def _ask(name: str, quantized: bool, now: int) -> tuple[Plan, int]:
-    """What the features want of a product now, and the first iteration in which they may want something else."""
+def _questions(name: str, now: int) -> tuple[Callable[..., bool], list[int]]:
+    """(asks the features of a layer, the iterations in which their answers may be others)."""
     later: list[int] = []
 
     def says(call: str, **what: Any) -> bool:
@@ -173,6 +177,19 @@ def _ask(name: str, quantized: bool, now: int) -> tuple[Plan, int]:
         later.append(_NEVER if after is None else max(int(after), now + 1))
         return bool(yes)
 
+    return says, later
+
+
+def _ask_attention(name: str, quantized: bool, now: int) -> tuple[Plan, int]:
+    """What the features want to see of attention."""
+    says, later = _questions(name, now)
+    seen = frozenset(tensor for tensor in _OF_ATTENTION if says("inspect_tensor_enabled", tensor_name=tensor))
+    return Plan(frozenset(), frozenset(), seen, frozenset()), min(later)
+
+
+def _ask(name: str, quantized: bool, now: int) -> tuple[Plan, int]:
+    """What the features want of a product now, and the first iteration in which they may want something else."""
+    says, later = _questions(name, now)
     high, modified, inspected, older = set(), set(), set(), set()
     for tensor, gemms in _OPERANDS.items():
         if says("inspect_tensor_enabled", tensor_name=tensor):

@@ -16,13 +16,16 @@ from te_torch.module_names import known_as
 Layers = str | re.Pattern[str] | Iterable[str] | Callable[[str], bool] | None
 
 
-def products_of(operation: str, model: torch.nn.Module) -> list[tuple[str, BaseModule, int]]:
-    """(name of the layer, its module, number of the product) of all that multiplies weights in a model."""
+def products_of(operation: str, model: torch.nn.Module, attention: bool = False) -> list[tuple[str, BaseModule, int]]:
+    """(name of the layer, its module, number of the product) of all that multiplies weights in a model.
+
+    attention: that too, as one product.
+    """
     if not isinstance(model, torch.nn.Module):
         raise ArgumentError(operation, repr(model)[:100], "a torch.nn.Module", "pass the model")
     if any(hasattr(m, "_orig_mod") or m._compiled_call_impl is not None for m in model.modules()):
         raise not_compiled(operation)
-    found = list(_products(model))
+    found = list(_products(model, attention))
     if not found:
         got = f"a {type(model).__name__} without a layer of te_torch that multiplies by weights"
         do = "put them in the place of torch's with te_torch.convert(model)"
@@ -30,9 +33,9 @@ def products_of(operation: str, model: torch.nn.Module) -> list[tuple[str, BaseM
     return found
 
 
-def _products(model: torch.nn.Module) -> Iterator[tuple[str, BaseModule, int]]:
+def _products(model: torch.nn.Module, attention: bool) -> Iterator[tuple[str, BaseModule, int]]:
     for path, module in model.named_modules():
-        if isinstance(module, BaseModule) and module._weight_names():
+        if isinstance(module, BaseModule) and (module._weight_names() or attention and module.gemms > 1):
             for number, name in enumerate(product_names(module, path or known_as(module))):
                 yield name, module, number
 
