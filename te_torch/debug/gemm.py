@@ -18,6 +18,7 @@ from te_core.quantized import Cast, QuantizedTensor
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
 from te_torch.debug.quantizers import quantizer_for
+from te_torch.debug.stats import STATS_BUFFERS
 from te_torch.quantized import QuantizedTorch, core_of
 from te_torch.runtime import TO_TORCH, piece_to_torch, to_core
 from te_torch.tensors.wrap import from_core
@@ -181,6 +182,7 @@ class GemmInspector:
             columnwise_quantized_tensor=columnwise,
             quantizer=quantizer,
         )
+        STATS_BUFFERS.flush()
 
     def _postquantized(self, gemm: str, tensor: str, seen: _Tensor, read: Any) -> None:
         if (gemm, tensor) in self.plan.older:

@@ -1,10 +1,13 @@
 """Statistics between two `step()`: fed on the device, reduced over ranks and written when an iteration ends.
 
-What is fed is known by (layer, tensor, variant); a variant is the values themselves, or what they were cast to.
+What is fed is known by (layer, tensor, variant); a variant is the values themselves, or what they were cast to. One
+pass over a tensor has both, so it waits until all features have seen the tensor (`flush`), and its record says which
+variants it holds: a statistic is that of all records which hold its variant.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,6 +36,15 @@ class _Asked:
     iteration: int = -1
 
 
+@dataclass
+class _Waiting:
+    """A tensor that was fed and not measured yet: each variant with the copy that it is compared with."""
+
+    where: tuple[str, str]
+    tensor: torch.Tensor
+    variants: dict[Hashable, tuple[QuantizedTensor | None, bool]] = field(default_factory=dict)
+
+
 class StatsBuffers:
     """All that was fed since the last step."""
 
@@ -40,6 +52,7 @@ class StatsBuffers:
         self.records = Records()
         self.weights_reduced_in_tp_group = True
         self._asked: dict[tuple[str, str, Hashable], _Asked] = {}
+        self._local = threading.local()  # what waits
         self._extremes: dict[str, torch.Tensor] = {}  # float64 maxima on their devices, by the name they are written by
 
     def expects(self, layer: str, tensor: str, variant: Hashable) -> bool:
@@ -59,9 +72,32 @@ class StatsBuffers:
         """Merge a tensor, with what it was cast to, and have these statistics of it written: {name: formula}."""
         asked = self._ask(where, iteration)
         asked.formulas.update(formulas)
-        x: Tensor = to_core(tensor.contiguous())
-        if x.size:
-            self.records.feed(runtime_for(tensor), where, x, quantized, columnwise=columnwise)
+        if not tensor.numel():
+            return
+        layer, name, variant = where
+        waiting: _Waiting | None = getattr(self._local, "waiting", None)
+        same = waiting is not None and waiting.where == (layer, name) and waiting.tensor is tensor
+        if waiting is None or not same or variant in waiting.variants:
+            self.flush()
+            waiting = self._local.waiting = _Waiting((layer, name), tensor)
+        waiting.variants[variant] = quantized, columnwise
+
+    def flush(self) -> None:
+        """Measure what waits: values by themselves in a pass of their own only where no cast is measured."""
+        waiting: _Waiting | None = getattr(self._local, "waiting", None)
+        if waiting is None:
+            return
+        self._local.waiting = None
+        x: Tensor = to_core(waiting.tensor.contiguous())
+        rt = runtime_for(waiting.tensor)
+        # Rows before columns, for which the values may have to be turned.
+        casts = sorted((v for v in waiting.variants.items() if v[1][0] is not None), key=lambda v: v[1][1])
+        values = [variant for variant, (q, _) in waiting.variants.items() if q is None]
+        if values and not casts:
+            self.records.feed(rt, (*waiting.where, tuple(values)), x)
+        for variant, (q, columnwise) in casts:
+            self.records.feed(rt, (*waiting.where, (*values, variant)), x, q, columnwise=columnwise)
+            values = []
 
     def raise_to(self, where: tuple[str, str, Hashable], name: str, iteration: int, value: torch.Tensor) -> None:
         """Raise a maximum that no record has (float64, of one element), to be written under this name."""
@@ -78,14 +114,19 @@ class StatsBuffers:
 
     def write(self, group: Any, log: Callable[[str, float, int], None], together: bool) -> None:
         """Read what was fed, reduce it over the ranks of `group` (`together`), log it, begin anew."""
+        self.flush()
         fed = {where: asked for where, asked in self._asked.items() if asked.iteration >= 0}
-        numbers: dict[Any, Any] = self.records.numbers() if fed else {}
+        numbers: dict[Any, Any] = {w: n for w, n in (self.records.numbers() if fed else {}).items() if n[0] > 0}
         extremes = {name: value.item() for name, value in self._extremes.items()}
         if together:
-            numbers, extremes = _reduced(group, {w: numbers[w] for w in fed if w in numbers}, extremes)
+            numbers, extremes = _reduced(group, numbers, extremes)
+        found: dict[Any, list[np.ndarray[Any, Any]]] = {}
+        for (layer, tensor, variants), record in numbers.items():
+            for variant in variants:
+                found.setdefault((layer, tensor, variant), []).append(record)
         for where, asked in fed.items():
-            if where in numbers and numbers[where][0] > 0:
-                statistics = Statistics(numbers[where])
+            if where in found:
+                statistics = Statistics(merge(np.stack(found[where])))
                 for name, formula in asked.formulas.items():
                     log(f"{where[0]}_{where[1]}_{name}", formula(statistics), asked.iteration)
             for name in asked.extremes:

@@ -522,12 +522,6 @@ def test_features_of_a_users_own(debugging: Debugging, tmp_path: Path) -> None:
     ]
 
 
-def test_a_folder_that_is_not_there(debugging: Debugging, tmp_path: Path, capfd: Any) -> None:
-    with pytest.raises(AssertionError, match="nowhere"):
-        debugging(config(DisableQuantizationLayer={}), tmp_path / "nowhere")
-    assert "nowhere" in capfd.readouterr().err
-
-
 def test_the_folder_of_the_alias() -> None:
     import te_torch.compat
     from te_torch.compat.finder import FOLDER
