@@ -108,10 +108,6 @@ NAMES: Mapping[str, Mapping[str, str]] = {
 
 #: Module of which nothing is built -> (the names it documents, what to use in their place).
 MODULES: Mapping[str, tuple[str, str]] = {
-    "debug.pytorch.debug_quantization": (
-        "DebugQuantizedTensor, DebugQuantizer, HIGH_PRECISION, STANDARD_QUANTIZE",
-        "the quantizer and the quantized tensors that inspect_tensor is given",
-    ),
     "jax": ("the JAX modules", "te_core and the package te_jax, on JAX arrays"),
     "pytorch._extra_state": (
         "CheckpointExtraStatePolicy, UNSAFE_PICKLE_EXTRA_STATE_ENV, should_load_extra_state_pickle",

@@ -24,6 +24,7 @@ from te_torch.attention import softmax as _softmax
 from te_torch.attention import utils as _attention_utils
 from te_torch.base.module import BaseModule
 from te_torch.custom_recipes import quantizer_factories, quantizer_factory_zoo
+from te_torch.debug import debug_quantization as _debug_quantization
 from te_torch.debug import state as _debug_state
 from te_torch.debug import stats as _debug_stats
 from te_torch.tensors import float8, float8_blockwise, hybrid, identity, mxfp8, nvfp4
@@ -150,6 +151,9 @@ _DOT_PRODUCT = _of(_dot_product, ("DotProductAttention", "_attention_backends"))
 
 DEFINED: dict[str, dict[str, Any]] = {
     "common.recipe": _RECIPES,
+    "debug.pytorch.debug_quantization": _of(
+        _debug_quantization, ("DebugQuantizedTensor", "DebugQuantizer", "HIGH_PRECISION", "STANDARD_QUANTIZE")
+    ),
     "debug.pytorch.debug_state": _of(_debug_state, ("TEDebugState", "set_weight_tensor_tp_group_reduce")),
     "pytorch.attention.dot_product_attention.dot_product_attention": _DOT_PRODUCT,
     "pytorch.attention.dot_product_attention.softmax": _of(_softmax, ("FusedScaleMaskSoftmax",)),

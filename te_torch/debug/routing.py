@@ -21,6 +21,7 @@ from te_torch.base.watching import Choice, watching
 from te_torch.debug.gemm import GemmInspector
 from te_torch.debug.layers import product_names
 from te_torch.module_names import within
+from te_torch.precisions import precision_of
 
 _NEVER = 1 << 62
 #: Each tensor of a product, and the GEMMs that it is in: along its rows, along its columns.
@@ -86,6 +87,7 @@ class Door(Choice):
         self._choose(module, bool(precision), now)
         if self.current is not None:
             _refuse_capture(module)
+            _refuse_options(module, precision)
         elif self.due > now:
             _set(module, None)
 
@@ -213,6 +215,15 @@ def _ask(name: str, quantized: bool, now: int) -> tuple[Plan, int]:
 def _refuse_capture(module: Any) -> None:
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         raise _refused(module, "a step that a CUDA graph captures", "capture it without, or leave the layer out")
+
+
+def _refuse_options(module: Any, precision: int) -> None:
+    """What a layer that features touch cannot do."""
+    if module.delay_wgrad_compute:
+        raise _refused(module, "delay_wgrad_compute=True", "make the layer without it, or leave it out")
+    rule = precision_of(precision)
+    if rule is not None and rule.input is not None and rule.input.scaling == "calibrate":
+        raise _refused(module, "a region that calibrates", "calibrate without features, or leave the layer out")
 
 
 def _refused(module: Any, what: str, do: str) -> UnsupportedError:
