@@ -70,7 +70,7 @@ def test_one_pass(debugging: Any, passes: list[int], device: str, recipe: str) -
 def test_casts_of_two_recipes(debugging: Any, passes: list[int]) -> None:
     """What another recipe would make is a pass of its own; the values are in the first one."""
     casts = {"stats": ["mse", "mxfp8_mse", "mxfp8_mse_columnwise"], "tensors": ["activation"]}
-    values = {"stats": ["max"], "tensors": ["activation"]}
+    values = {"stats": ["max", "l1_norm"], "tensors": ["activation"]}
     session = debugging(config(LogTensorStats=values, LogFp8TensorStats=casts))
     layer = te.Linear(64, 96, params_dtype=torch.bfloat16, device="cpu", name="layer")
     x = torch.randn(32, 64).bfloat16()
@@ -80,4 +80,5 @@ def test_casts_of_two_recipes(debugging: Any, passes: list[int]) -> None:
     assert len(passes) == 3
     found = session.statistics()
     assert found["layer_activation_max", 0] == pytest.approx(x.max().item(), abs=1e-4)
-    assert len(found) == 4
+    assert found["layer_activation_l1_norm", 0] == pytest.approx(x.double().abs().sum().item(), rel=1e-5)
+    assert len(found) == 5
