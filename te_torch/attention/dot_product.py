@@ -396,6 +396,8 @@ class DotProductAttention(BaseModule):
         """The call under a tracing compiler: its backend as an operator, or traced. Some run eagerly."""
         if exporting.on:
             return exported.attention(self, key, given)
+        if key.fp8 and self.inspector is not None:
+            self._watched(number)
         asked = number, isinstance(given.a, Carried), given.fp8_output or "", given.bf16_backward
         facts = self._kind, self._facts()
         backend, name, *how = _trace_plan(*facts, tuple(key), asked)
@@ -539,6 +541,8 @@ def _trace_plan(
     for module in modules[1:]:
         module._last_plan = module._last_plan or plan
     eager = (plan.key.checkpoint and plan.backend != choose.FUSED) or plan.key.score_mod
+    if plan.key.fp8 and plan.backend == choose.UNFUSED and modules[0]._inspectors() is not None:
+        eager = True  # a traced rounding shows nothing to an inspector
     if plan.backend == choose.UNFUSED and not eager:
         if plan.key.fp8:
             own = precision_of(fp8_attention.attention_number(asked[0]))

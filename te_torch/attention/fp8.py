@@ -13,6 +13,7 @@ from te_core import env as variables
 from te_core.dtypes import DType
 from te_core.layers import attention_fp8 as core
 from te_core.layers.attention import AttentionInputs, AttentionSaved
+from te_core.layers.inspector import offer
 from te_core.ops import raw as ops
 from te_core.precision import AttentionPrecision, History, Operand, Precision
 from te_core.quantize.state import Scales, backward_cast, forward_cast
@@ -135,16 +136,18 @@ def run(
     a = inputs.a
     fp8_output, high_backward = asked
     _, number, state, recompute = module._enter(a, now)
+    watched = None if module.inspector is None else module._watched(number)
     if plan.backend == choose.UNFUSED:
         low = _Low(precision_of(number), state, recompute, high_backward)
+        low.inspector = None if watched is None else module._inspectors()[0]
         module.__dict__["_last_rule"] = low.rule  # Module.__setattr__ would cost a microsecond
         return _emulated(plan, low, inputs)
-    key = (plan, number, a.dtype, isinstance(a, QuantizedTorch), fp8_output, high_backward)
+    key = (plan, number, a.dtype, isinstance(a, QuantizedTorch), fp8_output, high_backward, watched)
     call = module._calls.get(key)
     if call is None:
         if len(module._calls) >= _CALLS:
             module._calls.clear()
-        call = module._calls[key] = _call(*key)
+        call = module._calls[key] = _call(*key[:-1], inspectors=None if watched is None else module._inspectors())
     module.__dict__["_last_rule"] = call.spec.precision
     dims = len(plan.spec.q_format) - 2, len(plan.spec.kv_format) - 2
     return run_call(call, state, recompute, inputs, dims)
@@ -173,17 +176,28 @@ def traced_call(module: Any, plan: Plan, number: int, asked: tuple[bool, bool, b
 
     `asked`: whether q came quantized, the output is quantized, and backward is in the activation dtype.
     """
-    call = _call(plan, attention_number(number), plan.key.a.dtype, *asked)
+    own, inspectors = attention_number(number), module._inspectors()
+    if inspectors is not None:
+        module._requests()  # an inspector that looks at no traces says so here
+    call = _call(plan, own, plan.key.a.dtype, *asked, inspectors)
     module.__dict__["_last_rule"] = call.spec.precision
     return call
 
 
-def _call(plan: Plan, number: int, dtype: torch.dtype, handed: bool, fp8_output: bool, high_backward: bool) -> Call:
+def _call(
+    plan: Plan,
+    number: int,
+    dtype: torch.dtype,
+    handed: bool,
+    fp8_output: bool,
+    high_backward: bool,
+    inspectors: tuple[Any, ...] | None = None,
+) -> Call:
     precision = precision_of(number)
     assert precision is not None and precision.attention is not None
     rule = replace(precision.attention, backward=False) if high_backward else precision.attention
     spec = core.AttentionFp8Spec(plan.layer, rule, TO_CORE[dtype], fp8_output, quantize_grad=handed)
-    return register(ATTENTION, spec, any(plan.layer.needs))
+    return register(ATTENTION, spec, any(plan.layer.needs), inspectors)
 
 
 # ------------------------------------------------------------------------------------------- the emulation
@@ -191,9 +205,10 @@ def _call(plan: Plan, number: int, dtype: torch.dtype, handed: bool, fp8_output:
 
 def _emulated(plan: Plan, low: _Low, inputs: AttentionInputs) -> torch.Tensor:
     """UnfusedDotProductAttention on values as FP8 holds them, in the slots of FP8 attention; the result is plain."""
+    names = core.names_of(plan.layer.packing)
     a, b, c = (
-        None if t is None else low(t.dequantize() if isinstance(t, QuantizedTorch) else t, core.QKV, core.DQKV)
-        for t in (inputs.a, inputs.b, inputs.c)
+        None if t is None else low(t.dequantize() if isinstance(t, QuantizedTorch) else t, core.QKV, core.DQKV, name)
+        for t, name in zip((inputs.a, inputs.b, inputs.c), (*names, "", "", ""), strict=False)
     )
     out, _ = unfused.run(plan, inputs._replace(a=a, b=b, c=c), low)
     return low(out, core.OUT, core.DOUT)
@@ -214,9 +229,18 @@ class _Low:
         self.state, self.scales = state, state.scales(recompute)
         self.within = this_pass() if recompute else -1
 
-    def __call__(self, t: torch.Tensor, slot: Any, grad_slot: Any) -> torch.Tensor:
-        """The tensor through these slots; None leaves it as it is."""
-        return _Through.apply(t, self, slot, grad_slot)
+    inspector: Any = None
+
+    def __call__(self, t: torch.Tensor, slot: Any, grad_slot: Any, name: str = "s") -> torch.Tensor:
+        """The tensor through these slots; None leaves it as it is. `name`: for an inspector."""
+        return _Through.apply(t, self, slot, grad_slot, name)
+
+    def through(self, t: torch.Tensor, cast: Cast, point: tuple[str, str]) -> torch.Tensor:
+        """What a cast leaves of a tensor, which is shown to an inspector that wants to see it."""
+        rt, x = runtime_for(t), to_core(t.contiguous()).matrix()
+        q = ops.quantize(rt, x, cast)
+        offer(rt, self.inspector, point, x, cast, q)
+        return to_torch(ops.dequantize(rt, q, TO_CORE[t.dtype])).view(t.shape)
 
 
 @dataclass(frozen=True)
@@ -302,27 +326,24 @@ def emulated_at_trace(plan: Plan, low: TracedLow, inputs: AttentionInputs) -> to
 
 class _Through(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, t: torch.Tensor, low: _Low, slot: Any, grad_slot: Any) -> torch.Tensor:
+    def forward(ctx: Any, t: torch.Tensor, low: _Low, slot: Any, grad_slot: Any, name: str) -> torch.Tensor:
         ctx.low, ctx.slot = low, grad_slot if low.rule.backward else None
         if slot is None:
             return t.view_as(t)
         cast = forward_cast(low.rules[slot], low.scales, *slot, rowwise=True, columnwise=False)
-        return _there_and_back(t, cast)
+        return low.through(t, cast, ("fprop", "o" if slot == core.OUT else name))
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> Any:
         low, slot = ctx.low, ctx.slot
         ran_backward(low.state, low.within)
         if isinstance(dy, QuantizedTorch):
-            return dy.dequantize(), None, None, None
+            return dy.dequantize(), None, None, None, None
         if slot is not None:
             scales, (gemm, which) = low.state.backward_scales(), slot
             cast = backward_cast(low.grad_rules[slot], scales, gemm, rowwise=True, columnwise=False, slot=which)
-            dy = _there_and_back(dy, cast)
-        return dy, None, None, None
+            dy = low.through(dy, cast, ("dgrad", _GRADIENTS[slot]))
+        return dy, None, None, None, None
 
 
-def _there_and_back(t: torch.Tensor, cast: Cast) -> torch.Tensor:
-    rt, dense = runtime_for(t), t.contiguous()
-    made = ops.dequantize(rt, ops.quantize(rt, to_core(dense).matrix(), cast), TO_CORE[t.dtype])
-    return to_torch(made).view(t.shape)
+_GRADIENTS = {core.DQKV: "dqkv", core.DOUT: "do", core.DP: "dp"}

@@ -48,7 +48,7 @@ class Repeated:
     def __init__(self, function: Callable[..., Any], others: Iterable[Any] = ()) -> None:
         self._function = function
         self._others = tuple(others)  # trackers that are not our own
-        self._drawn: _Stand | _Kept | None = None
+        self._drawn: Stand | _Kept | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run it: for the first time, or again."""
@@ -56,7 +56,7 @@ class Repeated:
             with self._drawn.again():
                 return self._function(*args, **kwargs)
         if not capturing():
-            self._drawn = _Stand(_devices((*args, *kwargs.values())), self._others)
+            self._drawn = Stand(_devices((*args, *kwargs.values())), self._others)
             return self._function(*args, **kwargs)
         self._drawn = _Kept()
         with self._drawn.first():
@@ -81,7 +81,7 @@ def _devices(values: Iterable[Any]) -> set[int]:
     return found
 
 
-class _Stand:
+class Stand:
     """Where all generators stand: torch's own of the CPU and of these GPUs, and those of trackers.
 
     Inside a fork torch's generator of a GPU has the tracker's numbers, by reference: so the reference is noted too.
@@ -98,6 +98,7 @@ class _Stand:
         self.trackers += [_mark(tracker) for tracker in others if tracker not in trackers]
 
     def restore(self) -> None:
+        """Have all of them stand there again."""
         torch.set_rng_state(self.cpu)
         for index, reference, numbers in self.gpus:
             default = torch.cuda.default_generators[index]
@@ -109,7 +110,7 @@ class _Stand:
     @contextmanager
     def again(self) -> Iterator[None]:
         """Everything stands as then, and afterwards as before."""
-        before = _Stand([index for index, *_ in self.gpus], self.others)
+        before = Stand([index for index, *_ in self.gpus], self.others)
         of_then = [(reference, reference.get_state()) for _, reference, _ in self.gpus]
         self.restore()
         try:

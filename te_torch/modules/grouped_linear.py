@@ -162,7 +162,7 @@ class GroupedLinear(BaseModule):
             grad and inp.requires_grad,
             tuple([grad and w.requires_grad for w in weights]),
             tuple([grad and b is not None and b.requires_grad for b in added]),
-            None if self.inspector is None else self._watched(),
+            None if self.inspector is None else self._watched(precision),
             weights[0].dtype if self._primary else None,
         )
         extra = None

@@ -184,7 +184,7 @@ class LayerNormLinear(NormParameters, SplitParameters):
             grad and wants_grad(inp, gamma, beta, *more),
             grad and wants_grad(weight),
             grad and wants_grad(added),
-            None if self.inspector is None else self._watched(),
+            None if self.inspector is None else self._watched(precision),
             weight.dtype if self._primary else None,
             fp8_output,
             fp8_grad,

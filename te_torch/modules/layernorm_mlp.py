@@ -172,7 +172,7 @@ class LayerNormMLP(NormParameters):
             grad and wants_grad(w2),
             grad and wants_grad(added),
             self.training,
-            None if self.inspector is None else self._watched(),
+            None if self.inspector is None else self._watched(precision),
             w1.dtype if self._primary else None,
         )
         rng = random_pair(inp, self._fork) if precision and draws(precision) else None
@@ -215,7 +215,7 @@ class LayerNormMLP(NormParameters):
             self.return_layernorm_output,
             self._clamp,
             stream_of(stream),
-            self.checkpoint and self.inspector is None,  # who looks on sees everything once
+            self.checkpoint and self._inspectors() is None,  # who looks on sees everything once
             bool(again),
         )
         return register(MLP, spec, any(fc2), self._inspectors())

@@ -220,6 +220,8 @@ class MultiheadAttention(torch.nn.Module):
         if self.attention_type == "cross":  # behind the queries, as documented: optimizers number parameters
             split = None if fused else {"key_": kv, "value_": kv}
             self.key_value = Linear(width, 2 * kv, parameters_split=split, name=f"{name}.linear_kv", **linear)
+        for part in self.children():
+            part.hands_over = True  # type: ignore[assignment]
 
     # --------------------------------------------------------------------------------------- groups
 
