@@ -32,6 +32,7 @@ test: env  ## run the tests (ARGS="tests/core -k gemm" picks some, ARGS=--full a
 
 test-more:  ## run the heavy tests that `make test` leaves out, programs of others on this package among them
 	@$(PYTHON) tools/setup_env.py clients onnx
+	@$(PYTHON) tools/browser.py
 	$(PY) -m pytest -n $(JOBS) --dist worksteal -m more $(ARGS)
 
 format: env  ## lay out every Python file as `make check` wants it

@@ -66,6 +66,11 @@ BENCHMARKS = {
                  "held less", "peak MiB", "offloaded peak MiB", "copy ms", "behind ms", "overlap", "target", "ok"),
         ratio="of_plain", reference="fwd+bwd GPU time, 1 = without offloading in the same process",
     ),
+    "debugging": Benchmark(
+        ("measure_inspect", "measure_features"),
+        columns=("case", "us", "of_plain", "host us", "more us", "target", "ok"),
+        ratio="of_plain", reference="fwd+bwd time, 1 = the plain FP8 step in the same process", on_cpu=True,
+    ),
     "training": Benchmark(
         columns=("case", "recipe", "seed", "last loss", "of_bf16", "held-out loss", "below unigram", "seconds", "ok"),
         ratio="of_bf16", reference="training loss, 1 = bf16", on_cpu=True,

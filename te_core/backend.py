@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from te_core.quantized import Cast, QuantizedTensor
+from te_core.quantized import Cast, Format, QuantizedTensor
 from te_core.tensor import Device, Tensor
 
 if TYPE_CHECKING:
@@ -122,6 +122,19 @@ class Backend(Protocol):
 
     def amax(self, rt: Runtime, x: Tensor, out: Tensor, /) -> None: ...
     def count_nonfinite(self, rt: Runtime, x: Tensor, out: Tensor, /) -> None: ...
+    def statistics(
+        self,
+        rt: Runtime,
+        x: Tensor,
+        data: Tensor | None,
+        scale: Tensor | None,
+        form: Format | None,
+        columnwise: bool,
+        record: Tensor,
+        /,
+    ) -> None:
+        """`data` is a copy of x that lies as x does: codes of `form` with their scales, or float32 values."""
+
     def plan_update(self, rt: Runtime, states: list[ScalingState], algo: str, /) -> Any: ...
     def run_update(self, rt: Runtime, plan: Any, /) -> None: ...
 

@@ -70,4 +70,4 @@ __all__ = [
     "precision_report", "prepare_state", "quantized_model_init", "register_norm", *_tensors,
 ]  # fmt: skip
 
-__getattr__ = not_built.getter(__name__, "pytorch", not_built.BEHIND_ALIAS)
+__getattr__ = not_built.getter(__name__, "pytorch", not_built.BEHIND_ALIAS, ("debug",))

@@ -194,7 +194,7 @@ def keeping_hook() -> Any:
     return hooks[0] if hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint" else None
 
 
-def _first_of_a_checkpoint() -> bool:
+def first_of_a_checkpoint() -> bool:
     """Whether this is the first run of a checkpoint that keeps by hooks: where it runs again they have another name."""
     hook = keeping_hook()
     return hook is not None and hook.__qualname__.startswith("_checkpoint_hook")
@@ -213,7 +213,7 @@ def _in_backward(module: Any, region: Region | None, peek: bool) -> tuple[int, b
             return 0 if region is None else region.precision, False, region
         number, again = found, None
     if not peek:
-        if grad and not _first_of_a_checkpoint():
+        if grad and not first_of_a_checkpoint():
             module._outstanding.done(module.training, number)
         else:  # in a checkpoint inside one that is run again: it will be run again itself
             module._outstanding.expect(module.training, number)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from importlib import import_module
 from opcode import opmap
 from typing import Any
 
@@ -107,7 +108,6 @@ NAMES: Mapping[str, Mapping[str, str]] = {
 
 #: Module of which nothing is built -> (the names it documents, what to use in their place).
 MODULES: Mapping[str, tuple[str, str]] = {
-    "debug": ("features, pytorch, set_weight_tensor_tp_group_reduce", "te.precision_report(model), te.memory_report"),
     "jax": ("the JAX modules", "te_core and the package te_jax, on JAX arrays"),
     "pytorch._extra_state": (
         "CheckpointExtraStatePolicy, UNSAFE_PICKLE_EXTRA_STATE_ENV, should_load_extra_state_pickle",
@@ -185,7 +185,7 @@ MODULES: Mapping[str, tuple[str, str]] = {
 #: Other top packages that belong to the documented one.
 PACKAGES: Mapping[str, tuple[str, str]] = {
     "transformer_engine_torch": ("the backend's functions and enums (`tex`)", "te_core.ops; enums in te.constants"),
-    "nvdlfw_inspect": ("api, base, logging, registry, utils", "te.precision_report(model), te.memory_report"),
+    "nvdlfw_inspect": ("api, base, logging, registry, utils", "pip install nvdlfw-inspect (the extra `debug`)"),
 }
 
 #: Documented submodules of transformer_engine.pytorch that exist under that name only, behind `import te_torch.compat`.
@@ -216,16 +216,21 @@ class NotBuiltModuleError(UnsupportedError, ModuleNotFoundError):
     """A documented module that is not built."""
 
 
-def getter(module: str, place: str, behind_alias: tuple[str, ...] = ()) -> Callable[[str], Any]:
+def getter(
+    module: str, place: str, behind_alias: tuple[str, ...] = (), at_first_use: tuple[str, ...] = ()
+) -> Callable[[str], Any]:
     """The `__getattr__` of a module that stands at this documented place.
 
-    `behind_alias`: submodules that exist under the documented name only.
+    `behind_alias`: submodules that exist under the documented name only. `at_first_use`: those that are imported when
+    they are asked for.
     """
     names = dict(NAMES.get(place, {}))
     names |= {below.rpartition(".")[2]: do for below, (_, do) in MODULES.items() if below.rpartition(".")[0] == place}
 
     def __getattr__(name: str) -> Any:  # noqa: N807
         told: tuple[str, str, str]
+        if name in at_first_use:
+            return import_module(f"{module}.{name}")
         if name in names:
             told = (*_not_built(), names[name])
         elif name in behind_alias:

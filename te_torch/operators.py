@@ -21,12 +21,15 @@ from te_core import dtypes
 from te_core.errors import UnsupportedError
 from te_core.precision import Precision
 from te_core.quantize.state import Scales
+from te_core.quantized import QuantizedTensor
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
 from te_torch import state as scaling
 from te_torch import updates
 from te_torch.autocast import active, forward_ad, in_backward
 from te_torch.calls import Call, call_of, complete
+from te_torch.carried import Carried, apart, closed, inputs_carried, opened, plain_or_closed, saved_carried
+from te_torch.carried import parsed as parsed_carried
 from te_torch.precisions import precision_of, recipe_of
 from te_torch.program_names import name_of_program
 from te_torch.program_specs import read, written
@@ -36,18 +39,19 @@ from te_torch.tensors.dispatch import keeps
 from te_torch.tensors.tracing import core_from_inner
 from te_torch.weight_copies import Copies, for_backward, given_of, held_in, made_of, parsed, ready_for
 
-# Per call and plan of copies, where each saved tensor comes from: input i is i, output i is -2 - i (kept copies of
-# weights come behind the outputs), neither is -1; None if absent.
-_saved_from: dict[tuple[str, str], tuple[int | None, ...]] = {}
+# Per call, plan of copies and carried inputs, where each saved tensor comes from: input i is i, output i is -2 - i
+# (kept copies of weights come behind the outputs), neither is -1; None if absent.
+_saved_from: dict[tuple[str, str, str], tuple[int | None, ...]] = {}
 _grads_given: dict[str, tuple[bool, ...]] = {}  # per call: which input gradients backward returns
 
 _library = torch.library.Library("te_runtime", "FRAGMENT")
 _library.define(
-    'forward(Tensor?[] inputs, Tensor? scale, Tensor? scale_bwd, str key, str rule, str held="", str copies="") '
-    "-> Tensor[]"
+    'forward(Tensor?[] inputs, Tensor? scale, Tensor? scale_bwd, str key, str rule, str held="", str copies="", '
+    'str carried="") -> Tensor[]'
 )
 _library.define(
-    'backward(Tensor?[] grads, Tensor?[] saved, Tensor? scale, str key, str held="", str copies="") -> Tensor[]'
+    'backward(Tensor?[] grads, Tensor?[] saved, Tensor? scale, str key, str held="", str copies="", str carried="", '
+    'str kept="") -> Tensor[]'
 )
 
 
@@ -84,17 +88,20 @@ def _forward_op(
     rule: str,
     held: str = "",
     copies: str = "",
+    carried: str = "",
     fake: bool = False,
 ) -> list[torch.Tensor]:
     """Outputs, then what is saved and is no input, copies of weights that are kept, and the maxima.
 
-    `scale_bwd` tells whose state it is, `copies` what comes behind the layer's inputs (te_torch.weight_copies).
+    `scale_bwd` tells whose state it is, `copies` what comes behind the layer's inputs (te_torch.weight_copies), and
+    `carried` which inputs are quantized tensors (te_torch.carried).
     """
-    call = call_of(key)
+    name, form, _ = apart(key)
+    call = call_of(name)
     first = inputs[0]
     assert first is not None
     rt, convert = world(first, fake)
-    views = core_views(inputs, held, convert)
+    views = core_views(inputs, held, convert, carried)
     if not fake:
         note_run(call, views, scale_bwd, rule)
     maxima = new_maxima(rt, scale)
@@ -107,12 +114,43 @@ def _forward_op(
         own, ready, kept = ready_for(rt, call, copies, views, scales, check=not fake)
         options = {**options, "ready": ready}
     outputs, saved = call.layer.forward(rt, *own, spec=call.spec, scales=scales, **options)
-    origins = None if fake else _saved_from.get((key, copies))
+    if type(outputs[0]) is QuantizedTensor:
+        given = _closed_output(outputs[0], first, form, fake), *map(to_torch, outputs[1:])
+    else:
+        given = tuple(map(to_torch, outputs))
+        if carried and 0 in parsed_carried(carried):
+            given = tuple([_in_rows_of(first, t) for t in given])
+    origins = None if fake else _saved_from.get((key, copies, carried))
     if origins is None:
-        origins = _saved_from[key, copies] = _origins_of(views, (*[y.owner for y in outputs], *kept), saved)
-    made = [t for t, origin in zip(saved, origins, strict=True) if origin == -1]
-    results = [*map(to_torch, outputs), *map(to_torch, made), *kept]
+        origins = _saved_from[key, copies, carried] = _origins_of(views, (*[y.owner for y in outputs], *kept), saved)
+    made = [to_torch(t) for t, origin in zip(saved, origins, strict=True) if origin == -1]
+    if carried and not fake:
+        made = _own_memory(made, inputs)
+    results = [*given, *made, *kept]
     return results if maxima is None else [*results, to_torch(maxima)]
+
+
+def _closed_output(out: QuantizedTensor, first: torch.Tensor, form: str, fake: bool) -> torch.Tensor:
+    """A quantized output as it goes to the next operator."""
+    if not form:
+        raise UnsupportedError(
+            "torch.compile",
+            "fp8_output=True in a module that is compiled by itself",
+            "fp8_output inside a compiled MultiheadAttention or TransformerLayer",
+            "leave fp8_output out, or do not compile this module",
+        )
+    return closed(out, (*first.shape[:-1], out.shape[1]), first.dtype, form, fake)
+
+
+def _in_rows_of(first: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+    """What a layer made of a quantized tensor, which to the core is a matrix, with the leading dimensions of that."""
+    return t.view(*first.shape[:-1], t.shape[1]) if t.ndim == 2 else t
+
+
+def _own_memory(made: Sequence[torch.Tensor], inputs: Sequence[Any]) -> list[torch.Tensor]:
+    """What an operator returns is in none of its inputs, where a carried one lies."""
+    taken = {t.untyped_storage()._cdata for t in inputs if t is not None}
+    return [t.clone() if t.untyped_storage()._cdata in taken else t for t in made]
 
 
 def _origins_of(views: Sequence[Any], results: Sequence[torch.Tensor], saved: Sequence[Any]) -> tuple[int | None, ...]:
@@ -129,10 +167,17 @@ def _backward_op(
     key: str,
     held: str = "",
     copies: str = "",
+    carried: str = "",
+    saved_ones: str = "",
     fake: bool = False,
 ) -> list[torch.Tensor]:
-    """The input gradients that are given, then the maxima. `scale` is the state's own tensor."""
-    call = call_of(key)
+    """The input gradients that are given, then the maxima. `scale` is the state's own tensor.
+
+    `carried` says which inputs were quantized tensors, and what their gradients have to be; `saved_ones` which of the
+    saved.
+    """
+    name, _, grad_form = apart(key)
+    call = call_of(name)
     blocks: list[Any] = []
     if copies:
         count = len(saved) - parsed(copies).tensors
@@ -143,17 +188,38 @@ def _backward_op(
     scales = None
     if scale is not None and maxima is not None:
         scales = Scales(maxima, None, convert(scale), maxima)
-    views = [None if g is None else convert(g.contiguous()) for g in given]
-    kept = call.layer.saved(*core_views(saved, held, convert))
+    views: list[Any] = [None if g is None else convert(g.contiguous()) for g in given]
+    if grad_form:
+        views[0] = opened(given[0], grad_form, convert is to_core_shape)
+    kept = call.layer.saved(*core_views(saved, held, convert, saved_ones))
     options = call.options
     if copies:
         options = {**options, "ready": held_in(call, parsed(copies), [convert(t) for t in blocks], (kept.w1, kept.w2))}
     results = call.layer.backward(rt, *views, kept, spec=call.spec, scales=scales, **options)
-    _grads_given[key] = tuple(t is not None for t in results)
+    _grads_given[name] = tuple(t is not None for t in results)
     if scale is not None and not fake and (state := scaling.of_tensor(scale)) is not None:
         updates.ran_backward(state)
-    made = _distinct([t for t in results if t is not None], {id(v.owner) for v in views if v is not None})
+    taken = {id(v.owner) for v in views if v is not None}
+    if carried or any(type(t) is QuantizedTensor for t in results):
+        results = _gradients_to_carry(rt, results, given[0], carried, fake)
+    made = _distinct([t for t in results if t is not None], taken)
+    if grad_form and results[0] is not None:
+        made[0] = _in_rows_of(given[0], made[0])
     return made if maxima is None else [*made, to_torch(maxima)]
+
+
+def _gradients_to_carry(
+    rt: Runtime, results: Sequence[Any], dy: torch.Tensor, carried: str, fake: bool
+) -> list[Tensor | None]:
+    """The gradients, those of carried inputs as was agreed on, and all others plain."""
+    forms, found = parsed_carried(carried), []
+    for i, t in enumerate(results):
+        if t is not None and (type(t) is QuantizedTensor or i in forms):
+            shape = (*dy.shape[:-1], t.shape[-1])
+            made = plain_or_closed(rt, t, forms.get(i, ("", ""))[1], shape, dy.dtype, fake)
+            t = to_core_shape(made) if fake or made.is_meta else to_core(made)
+        found.append(t)
+    return found
 
 
 def _distinct(results: Sequence[Tensor], taken: set[int]) -> list[torch.Tensor]:
@@ -188,18 +254,29 @@ torch.library.register_fake("te_runtime::backward", partial(_backward_op, fake=T
 # --------------------------------------------------------------------------------- weights that are held quantized
 
 
-def core_views(tensors: Sequence[torch.Tensor | None], held: str, convert: Callable[..., Tensor]) -> list[Any]:
-    """Core views of an operator's tensors; `held` says which are the buffers of quantized ones."""
+def core_views(
+    tensors: Sequence[torch.Tensor | None], held: str, convert: Callable[..., Tensor], carried: str = ""
+) -> list[Any]:
+    """Core views of an operator's tensors.
+
+    `held` says which are the buffers of quantized ones, `carried` in which of them quantized ones lie.
+    """
+    forms, fake = parsed_carried(carried) if carried else {}, convert is to_core_shape
+
+    def view(i: int, t: torch.Tensor | None) -> Any:
+        if t is None:
+            return None
+        return opened(t, forms[i][0], fake) if i in forms else convert(t.contiguous())
+
     if not held:
-        return [None if t is None else convert(t.contiguous()) for t in tensors]
+        return [view(i, t) for i, t in enumerate(tensors)]
     given, views = iter(tensors), []
-    for meta in _parsed(held):
+    for i, meta in enumerate(_parsed(held)):
         if meta is None:
-            t = next(given)
-            views.append(None if t is None else convert(t.contiguous()))
+            views.append(view(i, next(given)))
         else:
             inner: Any = [next(given) for _ in range(sum(meta[2]))]
-            q = core_from_inner(meta, inner, shapes_only=convert is to_core_shape)
+            q = core_from_inner(meta, inner, shapes_only=fake)
             q.owner = _Held()
             views.append(q)
     return views
@@ -229,19 +306,35 @@ def flattened(tensors: Sequence[Any], allowed: Sequence[int] | None) -> tuple[li
 
 @keeps(torch.ops.te_runtime.forward.default)
 def _forward_of_held(
-    func: Any, inputs: Sequence[Any], scale: Any, scale_bwd: Any, key: str, rule: str, held: str = "", copies: str = ""
+    func: Any,
+    inputs: Sequence[Any],
+    scale: Any,
+    scale_bwd: Any,
+    key: str,
+    rule: str,
+    held: str = "",
+    copies: str = "",
+    carried: str = "",
 ) -> Any:
-    flat, held = flattened(inputs, call_of(key).layer.weights)
-    return func(flat, scale, scale_bwd, key, rule, held, copies)
+    flat, held = flattened(inputs, call_of(apart(key)[0]).layer.weights)
+    return func(flat, scale, scale_bwd, key, rule, held, copies, carried)
 
 
 @keeps(torch.ops.te_runtime.backward.default)
 def _backward_of_held(
-    func: Any, grads: Any, saved: Sequence[Any], scale: Any, key: str, held: str = "", copies: str = ""
+    func: Any,
+    grads: Any,
+    saved: Sequence[Any],
+    scale: Any,
+    key: str,
+    held: str = "",
+    copies: str = "",
+    carried: str = "",
+    kept: str = "",
 ) -> Any:
     flat, held = flattened(saved, None)
     dense = [g._dense_values(g.dtype) if isinstance(g, QuantizedTorch) else g for g in grads]
-    return func(dense, flat, scale, key, held, copies)
+    return func(dense, flat, scale, key, held, copies, carried, kept)
 
 
 def _completed(call: Call, grads: Sequence[Any], saved: Sequence[Any], held: str) -> list[Any]:
@@ -332,26 +425,26 @@ torch.library.register_fake(
 
 
 @constant_at_trace
-def _origins(key: str, copies: str) -> tuple[int | None, ...]:
+def _origins(key: str, copies: str, carried: str) -> tuple[int | None, ...]:
     """Where each saved tensor comes from; known since the operator's shapes were worked out."""
-    return _saved_from[key, copies]
+    return _saved_from[key, copies, carried]
 
 
 @constant_at_trace
 def _reads_copies(key: str) -> bool:
     """Whether backward reads quantized weights besides what is saved."""
-    call = call_of(key)
+    call = call_of(apart(key)[0])
     return call.layer.recomputes and call.spec.checkpoint
 
 
 @constant_at_trace
 def _differentiable(key: str) -> int | None:
-    return call_of(key).layer.differentiable
+    return call_of(apart(key)[0]).layer.differentiable
 
 
 @constant_at_trace
 def _gives(key: str) -> tuple[bool, ...]:
-    return _grads_given[key]
+    return _grads_given[apart(key)[0]]
 
 
 @constant_at_trace
@@ -382,16 +475,20 @@ def scale_to_read(given: Traced, recompute: bool) -> tuple[torch.Tensor, str]:
 
 
 def apply_traced(
-    key: str, given: Traced | None, recompute: bool, inputs: Sequence[torch.Tensor | None], copies: Copies | None = None
+    key: str, given: Traced | None, recompute: bool, inputs: Sequence[Any], copies: Copies | None = None
 ) -> tuple[torch.Tensor, ...]:
-    """The layer's outputs, as traced code computes them."""
+    """The layer's outputs, as traced code computes them. An input may be `Carried`."""
     text, more = ("", []) if copies is None else (copies.text, copies.tensors)
+    carried = ""
+    if any([isinstance(t, Carried) for t in inputs]):
+        carried = inputs_carried(tuple([f"{t.form}:{t.grad}" if isinstance(t, Carried) else "" for t in inputs]))
+        inputs = [t.t if isinstance(t, Carried) else t for t in inputs]
     if given is None:
-        outputs = list(_Traced.apply(key, "", text, None, None, None, *inputs, *more))
+        outputs = list(_Traced.apply(key, "", text, carried, None, None, None, *inputs, *more))
     else:
         state, (scale, rule) = given.state, scale_to_read(given, recompute)
         *outputs, maxima = _Traced.apply(
-            key, rule, text, scale, state.scale_bwd, state.amax_history_bwd, *inputs, *more
+            key, rule, text, carried, scale, state.scale_bwd, state.amax_history_bwd, *inputs, *more
         )
         if not recompute:
             merge(state.amax_history_fwd, maxima)
@@ -414,14 +511,17 @@ class _Traced(torch.autograd.Function):
         key: str,
         rule: str,
         copies: str,
+        carried: str,
         scale_fwd: Any,
         scale_bwd: Any,
         history_bwd: Any,
         *inputs: torch.Tensor | None,
     ) -> Any:
         dense = [t if t is None or isinstance(t, QuantizedTorch) else t.contiguous() for t in inputs]
-        results = torch.ops.te_runtime.forward(dense, scale_fwd, scale_bwd if rule else None, key, rule, "", copies)
-        origins = _origins(key, copies)
+        results = torch.ops.te_runtime.forward(
+            dense, scale_fwd, scale_bwd if rule else None, key, rule, "", copies, carried
+        )
+        origins = _origins(key, copies, carried)
         made = [o for o in origins if o == -1]
         end = len(results) - (0 if scale_fwd is None else 1)
         last = end - made_of(copies)  # where copies that are kept begin
@@ -432,6 +532,7 @@ class _Traced(torch.autograd.Function):
         ]
         ctx.key, ctx.inputs, ctx.copies = key, len(inputs), ""
         ctx.outputs = len(outputs)
+        ctx.carried, ctx.kept = carried, saved_carried(carried, origins) if carried else ""
         if copies and _reads_copies(key):
             ctx.copies = for_backward(copies)
             saved += kept or given_of(copies, inputs)
@@ -448,9 +549,11 @@ class _Traced(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         *saved, scale_bwd, history_bwd = ctx.saved_tensors
         grads = grads[: ctx.outputs]  # copies of weights and maxima have none
-        results = torch.ops.te_runtime.backward(list(grads), saved, scale_bwd, ctx.key, "", ctx.copies)
+        results = torch.ops.te_runtime.backward(
+            list(grads), saved, scale_bwd, ctx.key, "", ctx.copies, ctx.carried, ctx.kept
+        )
         if scale_bwd is not None:
             merge(history_bwd, results[-1])
         fresh = iter(results)
         found = [next(fresh) if g else None for g in _gives(ctx.key)]
-        return (None, None, None, None, None, None, *found, *[None] * (ctx.inputs - len(found)))
+        return (None, None, None, None, None, None, None, *found, *[None] * (ctx.inputs - len(found)))

@@ -16,15 +16,15 @@ ROOT = Path(__file__).resolve().parent.parent
 # From low to high. A floor lists its rooms; `te_core.ops` stands for everything below that package.
 GROUND = (
     "dtypes tensor dlpack quantized attention attention_rules precision runtime plan_cache libraries driver device "
-    "recipe errors env cache arguments naming hints"
+    "recipe errors env cache arguments naming hints statistics"
 )
 TORCH_GROUND = (
     "export runtime quantized precisions program_names program_specs module_names module_paths listing offloading "
     "recipe utils not_built"
 )
 TORCH_STATE = (
-    "calls weight_copies operators amax_disagreement amax_reduction availability state updates autocast function "
-    "custom nonfinite"
+    "calls carried weight_copies operators amax_disagreement amax_reduction availability state updates autocast "
+    "function custom nonfinite"
 )
 FLOORS: dict[str, list[str]] = {
     "ground": [f"te_core.{room}" for room in GROUND.split()],
@@ -40,7 +40,9 @@ FLOORS: dict[str, list[str]] = {
     "torch base": ["te_torch.base"],
     "torch modules": ["te_torch.modules", "te_torch.attention"],
     "torch transformer": ["te_torch.transformer"],
-    "torch face": [f"te_torch.{room}" for room in ("tools", "training", "custom_recipes", "constants", "compat")]
+    "torch face": [
+        f"te_torch.{room}" for room in ("tools", "training", "custom_recipes", "constants", "debug", "compat")
+    ]
     + ["te_torch"],
     "jax": ["te_jax"],
 }

@@ -25,6 +25,7 @@ from te_core.dtypes import DType
 from te_core.errors import ArgumentError, UnsupportedError
 from te_core.layers import attention
 from te_core.layers.attention import AttentionInputs, AttentionLayerSpec, AttentionSaved, split_options, terms_of, views
+from te_core.layers.inspector import Inspector, offer
 from te_core.ops import raw as ops
 from te_core.ops.attention_fp8 import BackwardScales, ForwardScales, Scaled
 from te_core.ops.quantize import allocate
@@ -92,6 +93,7 @@ def forward(
     *,
     spec: AttentionFp8Spec,
     scales: Scales | None = None,
+    inspectors: Sequence[Inspector | None] = (None,),
 ) -> tuple[tuple[Value], AttentionSaved]:
     """((out,), saved)."""
     if scales is None or scales.forward_scale is None:  # P and dS always have a history
@@ -103,7 +105,7 @@ def forward(
     if frame_kv is None:
         frame_kv = frame_q if b is None else rt.empty((*b.shape[:-1], 0), dtypes.uint8)
     inputs = AttentionInputs(a, b, c, bias, slopes, sink, cu_q, cu_kv, cu_q_padded, cu_kv_padded, mask, pages, rng)
-    operands = _quantized(rt, _apart(rt, (a, b, c), frame_q, spec), spec, scales)
+    operands = _quantized(rt, _apart(rt, (a, b, c), frame_q, spec), spec, scales, inspectors[0])
     at = [element(scales.forward_scale, FORWARD_SLOTS * gemm + slot) for gemm, slot in (P, OUT)]
     out = y = _room(rt, (*frame_q.shape[:-1], layer.heads * layer.d_v), rule.output, spec.dtype)
     places = [out.scale_inv] if isinstance(out, QuantizedTensor) else []
@@ -123,7 +125,13 @@ def forward(
 
 @explained
 def backward(
-    rt: Runtime, dy: Value, saved: AttentionSaved, *, spec: AttentionFp8Spec, scales: Scales | None = None
+    rt: Runtime,
+    dy: Value,
+    saved: AttentionSaved,
+    *,
+    spec: AttentionFp8Spec,
+    scales: Scales | None = None,
+    inspectors: Sequence[Inspector | None] = (None,),
 ) -> tuple[Value | None, ...]:
     """(da, db, dc): gradients of the inputs as they came, in the activation dtype or quantized."""
     if scales is None:
@@ -145,11 +153,14 @@ def backward(
         if out.dtype is dtypes.uint8:
             out = _restored(out, frames[0], layer.heads * layer.d_v, rule.output)
     if not rule.backward:
-        return _plain_backward(rt, dense(rt, dy, spec.dtype), operands, out, saved, spec)
-    dy = as_asked(rt, dy, rule.grad, spec.dtype)
+        dy = dense(rt, dy, spec.dtype)
+        offer(rt, inspectors[0], ("dgrad", "do"), dy)
+        return _plain_backward(rt, dy, operands, out, saved, spec)
+    dy = given = as_asked(rt, dy, rule.grad, spec.dtype)
+    cast = backward_cast(rule.grad, scales, DOUT[0], rowwise=True, columnwise=False, slot=DOUT[1])
     if isinstance(dy, Tensor):
-        cast = backward_cast(rule.grad, scales, DOUT[0], rowwise=True, columnwise=False, slot=DOUT[1])
         dy = ops.quantize(rt, dy.matrix(), cast)
+    _show(rt, inspectors[0], ("dgrad", "do"), given, cast, dy, spec)
     return _delivered(rt, _fp8_backward(rt, dy, operands, out, saved, spec, scales), saved, spec)
 
 
@@ -288,7 +299,28 @@ def _apart(rt: Runtime, inputs: tuple[Value | None, ...], frame: Tensor, spec: A
     return [x for x in ops.rope_qkv(rt, packed, None, None, **split_options(spec.attention)) if x is not None]
 
 
-def _quantized(rt: Runtime, inputs: list[Value], spec: AttentionFp8Spec, scales: Scales) -> list[QuantizedTensor]:
+def names_of(packing: str) -> tuple[str, ...]:
+    """What an inspector knows the inputs by."""
+    return {"separate": ("q", "k", "v"), "kv": ("q", "kv"), "qkv": ("qkv",)}[packing]
+
+
+def _show(
+    rt: Runtime,
+    inspector: Inspector | None,
+    point: tuple[str, str],
+    given: Value,
+    cast: Cast,
+    made: QuantizedTensor,
+    spec: AttentionFp8Spec,
+) -> None:
+    """A tensor and its cast to who wants to see it; what came quantized as the values that it holds."""
+    if inspector is not None and point in inspector.request:
+        offer(rt, inspector, point, dense(rt, given, spec.dtype).matrix(), cast, made)
+
+
+def _quantized(
+    rt: Runtime, inputs: list[Value], spec: AttentionFp8Spec, scales: Scales, inspector: Inspector | None
+) -> list[QuantizedTensor]:
     """Each input quantized, those that came so as they are."""
     rule = spec.precision.qkv
     cast = forward_cast(rule, scales, *QKV, rowwise=True, columnwise=False)
@@ -302,7 +334,12 @@ def _quantized(rt: Runtime, inputs: list[Value], spec: AttentionFp8Spec, scales:
             "pass q, k and v as the spec's packing has them",
         )
     values = [x.reshape(-1, prod(tail)) if isinstance(x, Tensor) else x for x, tail in zip(given, tails, strict=True)]
-    return quantize_together(rt, values, cast)
+    made = quantize_together(rt, values, cast)
+    if inspector is not None:
+        names = names_of("separate" if spec.attention.copies else spec.attention.packing)
+        for name, value, q in zip(names, values, made, strict=True):
+            _show(rt, inspector, ("fprop", name), value, cast, q, spec)
+    return made
 
 
 def _room(rt: Runtime, shape: tuple[int, ...], rule: Operand, dtype: DType) -> Value:

@@ -21,6 +21,12 @@ POINTS = frozenset(
     | {("wgrad", tensor) for tensor in ("activation", "gradient", "wgrad")}
 )
 
+#: The same of attention in FP8, which shows its tensors and takes no replacement: its inputs, apart or as they are
+#: packed, and the gradient of its output; where scores are tensors, what softmax made of them and their gradient.
+ATTENTION_POINTS = frozenset(
+    {("fprop", tensor) for tensor in ("q", "k", "v", "kv", "qkv", "s")} | {("dgrad", tensor) for tensor in ("do", "dp")}
+)
+
 Request = frozenset[tuple[str, str]]  # the points an inspector wants to see
 
 

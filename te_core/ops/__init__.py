@@ -43,6 +43,7 @@ run_update = explained(raw.run_update)
 scale_pairs = explained(raw.scale_pairs)
 softmax_backward = explained(raw.softmax_backward)
 softmax_forward = explained(raw.softmax_forward)
+statistics = explained(raw.statistics)
 swizzle_scales = explained(raw.swizzle_scales)
 transpose = explained(raw.transpose)
 unpermute = explained(raw.unpermute)
@@ -57,5 +58,5 @@ __all__ = [
     "kv_move", "l2_norm_backward", "l2_norm_forward", "mask_row_map", "norm_backward", "norm_forward",
     "packed_width", "permute", "plan_update", "quantize", "quantize_grouped", "quantize_many", "resize", "rope",
     "rope_qkv", "rope_qkv_backward", "run_update", "scale_pairs", "softmax_backward", "softmax_forward",
-    "swizzle_scales", "transpose", "unpermute", "unpermute_backward", "update_scales",
+    "statistics", "swizzle_scales", "transpose", "unpermute", "unpermute_backward", "update_scales",
 ]  # fmt: skip

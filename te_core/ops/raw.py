@@ -26,6 +26,7 @@ from te_core.ops.quantize import (
 from te_core.ops.quantize_grouped import quantize_grouped, quantize_many
 from te_core.ops.rope import packed_width, rope, rope_qkv, rope_qkv_backward
 from te_core.ops.softmax import softmax_backward, softmax_forward
+from te_core.ops.statistics import statistics
 from te_core.ops.swizzle import swizzle_scales
 
 __all__ = [
@@ -36,6 +37,6 @@ __all__ = [
     "is_gated", "kv_append", "kv_gather", "kv_move", "l2_norm_backward", "l2_norm_forward", "mask_row_map",
     "norm_backward", "norm_forward", "packed_width", "permute", "plan_update", "quantize", "quantize_grouped",
     "quantize_many", "resize", "rope", "rope_qkv", "rope_qkv_backward", "run_update", "scale_pairs",
-    "softmax_backward", "softmax_forward", "swizzle_scales", "transpose", "unpermute", "unpermute_backward",
-    "update_scales",
+    "softmax_backward", "softmax_forward", "statistics", "swizzle_scales", "transpose", "unpermute",
+    "unpermute_backward", "update_scales",
 ]  # fmt: skip

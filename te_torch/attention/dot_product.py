@@ -38,11 +38,14 @@ from te_torch.attention.plan import (
 )
 from te_torch.attention.score_mod import functions, run_graph
 from te_torch.autocast import Region, precision_now
-from te_torch.base.draws import Fork, Repeated, fork_of
+from te_torch.base.draws import Repeated
+from te_torch.base.forks import Fork, fork_of
 from te_torch.base.module import BaseModule, alike
 from te_torch.base.options import check_values
+from te_torch.carried import Carried, carry
 from te_torch.export.mode import exporting
 from te_torch.function import key_of, register
+from te_torch.precisions import precision_of
 from te_torch.quantized import QuantizedTorch
 from te_torch.runtime import constant_at_trace, default_device, untraced
 
@@ -393,10 +396,15 @@ class DotProductAttention(BaseModule):
         """The call under a tracing compiler: its backend as an operator, or traced. Some run eagerly."""
         if exporting.on:
             return exported.attention(self, key, given)
-        asked = number, given.fp8_output or isinstance(given.a, QuantizedTorch), given.bf16_backward
+        if key.fp8 and self.inspector is not None:
+            self._watched(number)
+        asked = number, isinstance(given.a, Carried), given.fp8_output or "", given.bf16_backward
         facts = self._kind, self._facts()
         backend, name, *how = _trace_plan(*facts, tuple(key), asked)
         if not backend:
+            if isinstance(given.a, Carried):
+                a, b = given.a.values(), given.b.values() if isinstance(given.b, Carried) else given.b
+                given = given.but(a=a, b=b)
             return _eager_run(self, key, given)
         orders = _orders(key, given, Preparation(*how))
         if orders is not None:
@@ -408,12 +416,16 @@ class DotProductAttention(BaseModule):
             inputs = inputs._replace(cu_kv=inputs.cu_kv.clone())
         if inputs.cu_kv_padded is inputs.cu_q_padded and inputs.cu_kv_padded is not None:
             inputs = inputs._replace(cu_kv_padded=inputs.cu_kv_padded.clone())
-        if backend == choose.UNFUSED:
-            return _result(*unfused.run(getattr(_programs, name), inputs), orders)
         if key.fp8:
             _, _, state, recompute = self._enter(inputs.a)
+            if backend == choose.UNFUSED:
+                low = fp8_attention.TracedLow(fp8_attention.emulation(*asked, key.a.dtype), state, recompute)
+                return _result(fp8_attention.emulated_at_trace(getattr(_programs, name), low, inputs), None, orders)
             forms = len(key.form) - 2, len(key.kv_form) - 2
-            return _result(fp8_attention.run_call(name, state, recompute, inputs, forms), None, orders)
+            out = fp8_attention.run_call(name, state, recompute, inputs, forms)
+            return carry(out, asked[2]) if isinstance(asked[2], str) and asked[2] else _result(out, None, orders)
+        if backend == choose.UNFUSED:
+            return _result(*unfused.run(getattr(_programs, name), inputs), orders)
         return _result(*fused.run_call(name, key.packing, inputs), orders)
 
     # --------------------------------------------------------------------------------------------- reports
@@ -516,28 +528,35 @@ _names = itertools.count(1)
 
 @constant_at_trace
 def _trace_plan(
-    kind: int, facts: tuple[Any, ...], key: tuple[Any, ...], asked: tuple[int, bool, bool]
+    kind: int, facts: tuple[Any, ...], key: tuple[Any, ...], asked: tuple[int, bool, Any, bool]
 ) -> tuple[Any, ...]:
     """(the backend, "" where it runs eagerly; the call's or plan's name; the fields of its Preparation).
 
-    `asked`: the region's precision; whether what goes in or out is quantized, and backward is in the activation dtype.
+    `asked`: the region's precision; whether q is quantized; how the output is to be (te_torch.carried; True: by the
+    user); whether backward is in the activation dtype.
     """
     global _eager_run
     modules = alike(kind, facts)
     plan = modules[0]._plan(Key.of(key))
     for module in modules[1:]:
         module._last_plan = module._last_plan or plan
-    forked = plan.prepare.draws and modules[0]._fork is not None  # from a generator that a compiler does not know
-    eager = forked or plan.key.checkpoint or plan.key.score_mod
-    if plan.backend == choose.UNFUSED and not plan.key.fp8 and not eager:
+    eager = (plan.key.checkpoint and plan.backend != choose.FUSED) or plan.key.score_mod
+    if plan.key.fp8 and plan.backend == choose.UNFUSED and modules[0]._inspectors() is not None:
+        eager = True  # a traced rounding shows nothing to an inspector
+    if plan.backend == choose.UNFUSED and not eager:
+        if plan.key.fp8:
+            own = precision_of(fp8_attention.attention_number(asked[0]))
+            modules[0].__dict__["_last_rule"] = own and own.attention
         name = f"plan_{next(_names)}"
         setattr(_programs, name, plan)
         return (plan.backend, name, *plan.prepare)
-    number, handed, high_backward = asked
-    if plan.backend != choose.FUSED or eager or (plan.key.fp8 and handed):
+    number, handed, output, high_backward = asked
+    if plan.backend != choose.FUSED or eager:
         if torch.compiler.is_exporting() and (plan.key.fp8 or plan.backend == choose.FUSED):
             raise exported.not_traced(plan.backend)
         _eager_run = _eager_run or untraced(DotProductAttention._run, "this backend runs eagerly")
         return ("", "")
-    call = fp8_attention.traced_call(modules[0], plan, number, high_backward) if plan.key.fp8 else plan.call
-    return (plan.backend, key_of(call), *plan.prepare)
+    if not plan.key.fp8:
+        return (plan.backend, key_of(plan.call), *plan.prepare)
+    call = fp8_attention.traced_call(modules[0], plan, number, (handed, bool(output), high_backward))
+    return (plan.backend, key_of(call) + (output if isinstance(output, str) else ""), *plan.prepare)

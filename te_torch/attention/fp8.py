@@ -3,27 +3,32 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
 import torch
 
 from te_core import env as variables
+from te_core.dtypes import DType
 from te_core.layers import attention_fp8 as core
 from te_core.layers.attention import AttentionInputs, AttentionSaved
+from te_core.layers.inspector import offer
 from te_core.ops import raw as ops
 from te_core.precision import AttentionPrecision, History, Operand, Precision
-from te_core.quantize.state import backward_cast, forward_cast
+from te_core.quantize.state import Scales, backward_cast, forward_cast
 from te_core.quantized import Cast
 from te_core.recipe import DelayedScaling, Float8CurrentScaling, Format, MXFP8BlockScaling, Recipe, resolve, the_one
+from te_core.runtime import Runtime
+from te_core.tensor import META, Tensor
 from te_torch.attention import choose, env, unfused
 from te_torch.attention.plan import Plan
 from te_torch.autocast import Region
-from te_torch.function import Call, Layer, apply, register
+from te_torch.carried import Carried, apart
+from te_torch.function import Call, Layer, apply, key_of, register
 from te_torch.precisions import number_of_precision, precision_of, recipe_of
 from te_torch.quantized import QuantizedTorch
-from te_torch.runtime import TO_CORE, constant_at_trace, runtime_for, to_core, to_torch
+from te_torch.runtime import TO_CORE, constant_at_trace, runtime_for, to_core, to_core_shape, to_torch
 from te_torch.state import ScalingState
 from te_torch.updates import ran_backward, this_pass
 
@@ -131,16 +136,18 @@ def run(
     a = inputs.a
     fp8_output, high_backward = asked
     _, number, state, recompute = module._enter(a, now)
+    watched = None if module.inspector is None else module._watched(number)
     if plan.backend == choose.UNFUSED:
         low = _Low(precision_of(number), state, recompute, high_backward)
+        low.inspector = None if watched is None else module._inspectors()[0]
         module.__dict__["_last_rule"] = low.rule  # Module.__setattr__ would cost a microsecond
         return _emulated(plan, low, inputs)
-    key = (plan, number, a.dtype, isinstance(a, QuantizedTorch), fp8_output, high_backward)
+    key = (plan, number, a.dtype, isinstance(a, QuantizedTorch), fp8_output, high_backward, watched)
     call = module._calls.get(key)
     if call is None:
         if len(module._calls) >= _CALLS:
             module._calls.clear()
-        call = module._calls[key] = _call(*key)
+        call = module._calls[key] = _call(*key[:-1], inspectors=None if watched is None else module._inspectors())
     module.__dict__["_last_rule"] = call.spec.precision
     dims = len(plan.spec.q_format) - 2, len(plan.spec.kv_format) - 2
     return run_call(call, state, recompute, inputs, dims)
@@ -164,19 +171,33 @@ def _frame(t: torch.Tensor | None, n: int) -> torch.Tensor | None:
     return None if t is None else torch.empty((*t.shape[:n], 0), dtype=torch.uint8, device=t.device)
 
 
-def traced_call(module: Any, plan: Plan, number: int, high_backward: bool) -> Call:
-    """The call of a plan in a region of this precision, for traced code."""
-    call = _call(plan, attention_number(number), plan.key.a.dtype, False, False, high_backward)
+def traced_call(module: Any, plan: Plan, number: int, asked: tuple[bool, bool, bool]) -> Call:
+    """The call of a plan in a region of this precision, for traced code.
+
+    `asked`: whether q came quantized, the output is quantized, and backward is in the activation dtype.
+    """
+    own, inspectors = attention_number(number), module._inspectors()
+    if inspectors is not None:
+        module._requests()  # an inspector that looks at no traces says so here
+    call = _call(plan, own, plan.key.a.dtype, *asked, inspectors)
     module.__dict__["_last_rule"] = call.spec.precision
     return call
 
 
-def _call(plan: Plan, number: int, dtype: torch.dtype, handed: bool, fp8_output: bool, high_backward: bool) -> Call:
+def _call(
+    plan: Plan,
+    number: int,
+    dtype: torch.dtype,
+    handed: bool,
+    fp8_output: bool,
+    high_backward: bool,
+    inspectors: tuple[Any, ...] | None = None,
+) -> Call:
     precision = precision_of(number)
     assert precision is not None and precision.attention is not None
     rule = replace(precision.attention, backward=False) if high_backward else precision.attention
     spec = core.AttentionFp8Spec(plan.layer, rule, TO_CORE[dtype], fp8_output, quantize_grad=handed)
-    return register(ATTENTION, spec, any(plan.layer.needs))
+    return register(ATTENTION, spec, any(plan.layer.needs), inspectors)
 
 
 # ------------------------------------------------------------------------------------------- the emulation
@@ -184,9 +205,10 @@ def _call(plan: Plan, number: int, dtype: torch.dtype, handed: bool, fp8_output:
 
 def _emulated(plan: Plan, low: _Low, inputs: AttentionInputs) -> torch.Tensor:
     """UnfusedDotProductAttention on values as FP8 holds them, in the slots of FP8 attention; the result is plain."""
+    names = core.names_of(plan.layer.packing)
     a, b, c = (
-        None if t is None else low(t.dequantize() if isinstance(t, QuantizedTorch) else t, core.QKV, core.DQKV)
-        for t in (inputs.a, inputs.b, inputs.c)
+        None if t is None else low(t.dequantize() if isinstance(t, QuantizedTorch) else t, core.QKV, core.DQKV, name)
+        for t, name in zip((inputs.a, inputs.b, inputs.c), (*names, "", "", ""), strict=False)
     )
     out, _ = unfused.run(plan, inputs._replace(a=a, b=b, c=c), low)
     return low(out, core.OUT, core.DOUT)
@@ -207,34 +229,121 @@ class _Low:
         self.state, self.scales = state, state.scales(recompute)
         self.within = this_pass() if recompute else -1
 
+    inspector: Any = None
+
+    def __call__(self, t: torch.Tensor, slot: Any, grad_slot: Any, name: str = "s") -> torch.Tensor:
+        """The tensor through these slots; None leaves it as it is. `name`: for an inspector."""
+        return _Through.apply(t, self, slot, grad_slot, name)
+
+    def through(self, t: torch.Tensor, cast: Cast, point: tuple[str, str]) -> torch.Tensor:
+        """What a cast leaves of a tensor, which is shown to an inspector that wants to see it."""
+        rt, x = runtime_for(t), to_core(t.contiguous()).matrix()
+        q = ops.quantize(rt, x, cast)
+        offer(rt, self.inspector, point, x, cast, q)
+        return to_torch(ops.dequantize(rt, q, TO_CORE[t.dtype])).view(t.shape)
+
+
+@dataclass(frozen=True)
+class RoundingSpec:
+    """What a rounding to FP8 depends on: rule and place in the state of each direction; None: nothing is rounded."""
+
+    dtype: DType
+    rule: Operand | None
+    slot: tuple[int, int]
+    grad_rule: Operand | None
+    grad_slot: tuple[int, int]
+
+
+def _round(rt: Runtime, t: Tensor, *, spec: RoundingSpec, scales: Scales | None = None) -> Any:
+    if spec.rule is None:
+        return (_copied(rt, t),), ()
+    cast = forward_cast(spec.rule, scales, *spec.slot, rowwise=True, columnwise=False)
+    return (ops.dequantize(rt, ops.quantize(rt, t.matrix(), cast), spec.dtype).reshape(*t.shape),), ()
+
+
+def _round_gradient(rt: Runtime, dy: Tensor, saved: Any, *, spec: RoundingSpec, scales: Scales | None = None) -> Any:
+    if spec.grad_rule is None:
+        return (dy,)
+    gemm, slot = spec.grad_slot
+    cast = backward_cast(spec.grad_rule, scales, gemm, rowwise=True, columnwise=False, slot=slot)
+    return (ops.dequantize(rt, ops.quantize(rt, dy.matrix(), cast), spec.dtype).reshape(*dy.shape),)
+
+
+def _copied(rt: Runtime, t: Tensor) -> Tensor:
+    """What an operator returns is no argument of it."""
+    made = to_torch(t).clone()
+    return to_core_shape(made) if rt.device is META else to_core(made)
+
+
+ROUNDING = Layer("fp8_rounding", _round, _round_gradient, lambda: ())
+_NOWHERE = (0, 0)
+
+
+@constant_at_trace
+def emulation(
+    number: int, handed: bool, output: Any, high_backward: bool, dtype: torch.dtype
+) -> tuple[str, str, str, str]:
+    """The calls that round q, k and v, the scores' gradient, P, and the output, for traced code in this region."""
+    precision = precision_of(attention_number(number))
+    assert precision is not None and precision.attention is not None
+    rule, back = precision.attention, precision.attention.backward and not high_backward
+    came = isinstance(output, str) and apart(output)[2] != ""  # the output's gradient was quantized
+    core_type = TO_CORE[dtype]
+    specs = (
+        RoundingSpec(core_type, rule.qkv, core.QKV, rule.grad_input if back else None, core.DQKV),
+        RoundingSpec(core_type, None, _NOWHERE, precision.grad if back else None, core.DP),
+        RoundingSpec(core_type, precision.input, core.P, None, _NOWHERE),
+        RoundingSpec(core_type, rule.output, core.OUT, rule.grad if back and not came else None, core.DOUT),
+    )
+    q, scores, weights, out = [key_of(register(ROUNDING, spec, True)) for spec in specs]
+    return q, scores, weights, out
+
+
+class TracedLow:
+    """`_Low` of traced code: each rounding is an operator."""
+
+    def __init__(self, keys: tuple[str, str, str, str], state: Any, recompute: bool) -> None:
+        self.qkv, self.scores, self.weights, self.out = keys
+        self.state, self.recompute = state, recompute
+
     def __call__(self, t: torch.Tensor, slot: Any, grad_slot: Any) -> torch.Tensor:
-        """The tensor through these slots; None leaves it as it is."""
-        return _Through.apply(t, self, slot, grad_slot)
+        """P, or with no slot the scores."""
+        return self.through(self.scores if slot is None else self.weights, t)
+
+    def through(self, key: str, t: torch.Tensor) -> torch.Tensor:
+        """The tensor through one of the roundings."""
+        return apply(key, self.state, self.recompute, t)[0]
+
+
+def emulated_at_trace(plan: Plan, low: TracedLow, inputs: AttentionInputs) -> torch.Tensor:
+    """`_emulated` of traced code."""
+    a, b, c = [
+        None if t is None else low.through(low.qkv, t.values() if isinstance(t, Carried) else t) for t in inputs[:3]
+    ]
+    out, _ = unfused.run(plan, inputs._replace(a=a, b=b, c=c), low)
+    return low.through(low.out, out)
 
 
 class _Through(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, t: torch.Tensor, low: _Low, slot: Any, grad_slot: Any) -> torch.Tensor:
+    def forward(ctx: Any, t: torch.Tensor, low: _Low, slot: Any, grad_slot: Any, name: str) -> torch.Tensor:
         ctx.low, ctx.slot = low, grad_slot if low.rule.backward else None
         if slot is None:
             return t.view_as(t)
         cast = forward_cast(low.rules[slot], low.scales, *slot, rowwise=True, columnwise=False)
-        return _there_and_back(t, cast)
+        return low.through(t, cast, ("fprop", "o" if slot == core.OUT else name))
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> Any:
         low, slot = ctx.low, ctx.slot
         ran_backward(low.state, low.within)
         if isinstance(dy, QuantizedTorch):
-            return dy.dequantize(), None, None, None
+            return dy.dequantize(), None, None, None, None
         if slot is not None:
             scales, (gemm, which) = low.state.backward_scales(), slot
             cast = backward_cast(low.grad_rules[slot], scales, gemm, rowwise=True, columnwise=False, slot=which)
-            dy = _there_and_back(dy, cast)
-        return dy, None, None, None
+            dy = low.through(dy, cast, ("dgrad", _GRADIENTS[slot]))
+        return dy, None, None, None, None
 
 
-def _there_and_back(t: torch.Tensor, cast: Cast) -> torch.Tensor:
-    rt, dense = runtime_for(t), t.contiguous()
-    made = ops.dequantize(rt, ops.quantize(rt, to_core(dense).matrix(), cast), TO_CORE[t.dtype])
-    return to_torch(made).view(t.shape)
+_GRADIENTS = {core.DQKV: "dqkv", core.DOUT: "do", core.DP: "dp"}

@@ -9,17 +9,14 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from te_core.errors import ArgumentError
-from te_torch.runtime import constant_at_trace, drawn, untraced
-
-Fork = Callable[[], AbstractContextManager[Any]]
+from te_torch.base.forks import Fork, drawn_in, new_pair, traced_pair
+from te_torch.runtime import drawn
 
 #: Trackers of our own that are alive: what is run again draws from them as it did, told of them or not.
 trackers: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -28,58 +25,14 @@ trackers: weakref.WeakSet[Any] = weakref.WeakSet()
 # ------------------------------------------------------------------------------------------ where they come from
 
 
-def fork_of(get_rng_state_tracker: Callable[[], Any] | None, name: str | None) -> Fork | None:
-    """A context in which a module draws, if an RNG tracker was given."""
-    return None if get_rng_state_tracker is None else partial(_fork, get_rng_state_tracker, name)
-
-
-def _fork(get_rng_state_tracker: Callable[[], Any], name: str | None) -> Any:
-    tracker = get_rng_state_tracker()
-    if not hasattr(tracker, "fork"):
-        raise not_a_tracker("get_rng_state_tracker", tracker)
-    return tracker.fork() if name is None else tracker.fork(name)
-
-
-def not_a_tracker(operation: str, given: Any) -> ArgumentError:
-    """The error for what a user's `get_rng_state_tracker` returned."""
-    return ArgumentError(
-        operation,
-        f"a function that returns {given!r}",
-        "one that returns an RNG tracker: an object with get_states, set_states and fork",
-        "return a CudaRNGStatesTracker, say",
-    )
-
-
 def random_pair(like: torch.Tensor, fork: Fork | None = None) -> torch.Tensor:
     """(seed, offset) for the draws of one forward and its backward, from torch's generator of the device."""
+    if torch.compiler.is_compiling():
+        return new_pair(like.device) if fork is None else traced_pair(fork, like.device)
     if fork is not None:
-        return drawn_in(fork, _new_pair, like.device)
-    if torch.compiler.is_compiling():
-        return _new_pair(like.device)
-    return drawn(_new_pair, like.device)
-
-
-def _new_pair(device: torch.device) -> torch.Tensor:
-    return torch.randint(1 << 62, (2,), dtype=torch.int64, device=device)
-
-
-def drawn_in(fork: Fork, draw: Callable[[Any], torch.Tensor], subject: Any) -> torch.Tensor:
-    """draw(subject) inside a tracker's fork. Behind a graph break: a compiler knows torch's own generators alone."""
-    if torch.compiler.is_compiling():
-        _prepare_trace()
-        return _untraced_draw(fork, draw, subject)
-    with fork():
-        return drawn(draw, subject)
-
-
-_untraced_draw: Any = None
-
-
-@constant_at_trace
-def _prepare_trace() -> None:
-    global _untraced_draw
-    reason = "an RNG tracker's generator is not one that a compiler knows"
-    _untraced_draw = _untraced_draw or untraced(drawn_in, reason)
+        found: torch.Tensor = drawn_in(fork, new_pair, like.device)
+        return found
+    return drawn(new_pair, like.device)
 
 
 # --------------------------------------------------------------------------------------------- drawn once more
@@ -95,7 +48,7 @@ class Repeated:
     def __init__(self, function: Callable[..., Any], others: Iterable[Any] = ()) -> None:
         self._function = function
         self._others = tuple(others)  # trackers that are not our own
-        self._drawn: _Stand | _Kept | None = None
+        self._drawn: Stand | _Kept | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run it: for the first time, or again."""
@@ -103,7 +56,7 @@ class Repeated:
             with self._drawn.again():
                 return self._function(*args, **kwargs)
         if not capturing():
-            self._drawn = _Stand(_devices((*args, *kwargs.values())), self._others)
+            self._drawn = Stand(_devices((*args, *kwargs.values())), self._others)
             return self._function(*args, **kwargs)
         self._drawn = _Kept()
         with self._drawn.first():
@@ -128,7 +81,7 @@ def _devices(values: Iterable[Any]) -> set[int]:
     return found
 
 
-class _Stand:
+class Stand:
     """Where all generators stand: torch's own of the CPU and of these GPUs, and those of trackers.
 
     Inside a fork torch's generator of a GPU has the tracker's numbers, by reference: so the reference is noted too.
@@ -145,6 +98,7 @@ class _Stand:
         self.trackers += [_mark(tracker) for tracker in others if tracker not in trackers]
 
     def restore(self) -> None:
+        """Have all of them stand there again."""
         torch.set_rng_state(self.cpu)
         for index, reference, numbers in self.gpus:
             default = torch.cuda.default_generators[index]
@@ -156,7 +110,7 @@ class _Stand:
     @contextmanager
     def again(self) -> Iterator[None]:
         """Everything stands as then, and afterwards as before."""
-        before = _Stand([index for index, *_ in self.gpus], self.others)
+        before = Stand([index for index, *_ in self.gpus], self.others)
         of_then = [(reference, reference.get_state()) for _, reference, _ in self.gpus]
         self.restore()
         try:

@@ -14,13 +14,15 @@ from te_core.precision import Precision
 from te_torch.autocast import Outstanding, Region, precision_now, prepare_default
 from te_torch.base.checkpoint_state import adopt
 from te_torch.base.documented import Documented
-from te_torch.base.draws import Fork
+from te_torch.base.forks import Fork
 from te_torch.base.options import refuse_unbuilt
 from te_torch.base.quantized_init import carry_over, initialisation, initialising, link, quantize_parameter
+from te_torch.base.watching import Choice, watching
 from te_torch.base.weights import CachedWeight, Gradients, add_gradient, extra_for
 from te_torch.calls import Call, key_of
+from te_torch.carried import HANDING
 from te_torch.custom import custom_precisions
-from te_torch.export.mode import exporting, not_exported, not_warmed_up
+from te_torch.export.mode import custom_recipe, exporting, not_warmed_up
 from te_torch.function import Extra
 from te_torch.module_names import name_of, next_name, shown, within
 from te_torch.nonfinite import counted
@@ -131,7 +133,7 @@ def _trace_call(kind: int, facts: tuple[Any, ...], key: tuple[Any, ...]) -> str:
     found: Call = modules[0]._new_call(*key)
     if len(modules) == 1:  # otherwise it cannot be told which of them is traced; what runs says so (`last_compiled`)
         modules[0]._last = found
-    return key_of(found)
+    return key_of(found) + next((k for k in key if isinstance(k, str) and k.startswith(HANDING)), "")
 
 
 class BaseModule(Documented, CallingModule):
@@ -167,12 +169,16 @@ class BaseModule(Documented, CallingModule):
         self._linked = 0
         self._wgrad_hooks: list[Callable[[], Any]] = []
         self._quantize_later: list[Any] = []  # weights on the meta device that quantized_model_init will quantize
+        if watching.new is not None:
+            watching.new(self)
 
     # ------------------------------------------------------------------------------------ inspectors
 
     def _inspectors(self) -> tuple[Any, ...] | None:
         """One for each product; None where nobody looks."""
         given = self.inspector
+        if isinstance(given, Choice):
+            given = given.current
         if given is None:
             return None
         found = tuple(given) if isinstance(given, (tuple, list)) else (given,) * self.gemms
@@ -188,8 +194,13 @@ class BaseModule(Documented, CallingModule):
             )
         return found
 
-    def _watched(self) -> tuple[int, ...] | None:
-        """What a call's key says of them: which objects they are (a call keeps its own alive)."""
+    def _watched(self, precision: int) -> tuple[int, ...] | None:
+        """What the key of a call in this precision says of them: which objects they are (a call keeps its own)."""
+        if isinstance(self.inspector, Choice):
+            if torch.compiler.is_compiling():
+                _refuse_traced_choice(self._token, precision, self.inspector.generation)
+                return None
+            self.inspector.choose(self, precision)
         found = self._inspectors()
         return None if found is None else tuple([id(inspector) for inspector in found])
 
@@ -267,7 +278,7 @@ class BaseModule(Documented, CallingModule):
         tracing = torch.compiler.is_compiling()
         if self.own_precision or (is_custom(precision) if tracing else precision in custom_numbers):
             if exporting.on and precision in custom_numbers:
-                raise _custom_recipe()
+                raise custom_recipe()
             precision = self._of_custom(precision)
             if not precision:
                 return inp, 0, None, recompute
@@ -498,7 +509,14 @@ class BaseModule(Documented, CallingModule):
             self.fp8_state.assign(fp8_meta_tensors)  # type: ignore[union-attr]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_weight_cache": {}, "_copies": Held(), "_custom": {}, "_linked": 0}
+        seen = None if isinstance(self.inspector, Choice) else self.inspector
+        fresh: dict[str, Any] = {"_weight_cache": {}, "_copies": Held(), "_custom": {}, "_linked": 0}
+        return {**super().__getstate__(), **fresh, "inspector": seen}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if watching.new is not None:
+            watching.new(self)
 
     def extra_repr(self) -> str:
         """What a printed module shows."""
@@ -519,11 +537,6 @@ class BaseModule(Documented, CallingModule):
         return torch.nn.Module.__repr__(whole)
 
 
-def _custom_recipe() -> Exception:
-    got, do = "a CustomRecipe, whose factory is a function of this process", "choose one of these"
-    return not_exported(got, "DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling or high precision", do)
-
-
 @constant_at_trace
 def _refuse_traced_gradients() -> None:
     raise UnsupportedError(
@@ -532,6 +545,12 @@ def _refuse_traced_gradients() -> None:
         "these in eager mode",
         "leave the option out, or do not compile this module",
     )
+
+
+@constant_at_trace
+def _refuse_traced_choice(token: int, precision: int, generation: str) -> None:
+    module: Any = _by_token[token]
+    module.inspector.refuse_traced(module, precision)
 
 
 # A tracing compiler calls these two at trace time, outside the graph, before it has looked at what they change.

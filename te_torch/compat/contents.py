@@ -24,6 +24,9 @@ from te_torch.attention import softmax as _softmax
 from te_torch.attention import utils as _attention_utils
 from te_torch.base.module import BaseModule
 from te_torch.custom_recipes import quantizer_factories, quantizer_factory_zoo
+from te_torch.debug import debug_quantization as _debug_quantization
+from te_torch.debug import state as _debug_state
+from te_torch.debug import stats as _debug_stats
 from te_torch.tensors import float8, float8_blockwise, hybrid, identity, mxfp8, nvfp4
 from te_torch.tensors import utils as _tensor_utils
 from te_torch.training import checkpoint as _checkpoint
@@ -148,6 +151,10 @@ _DOT_PRODUCT = _of(_dot_product, ("DotProductAttention", "_attention_backends"))
 
 DEFINED: dict[str, dict[str, Any]] = {
     "common.recipe": _RECIPES,
+    "debug.pytorch.debug_quantization": _of(
+        _debug_quantization, ("DebugQuantizedTensor", "DebugQuantizer", "HIGH_PRECISION", "STANDARD_QUANTIZE")
+    ),
+    "debug.pytorch.debug_state": _of(_debug_state, ("TEDebugState", "set_weight_tensor_tp_group_reduce")),
     "pytorch.attention.dot_product_attention.dot_product_attention": _DOT_PRODUCT,
     "pytorch.attention.dot_product_attention.softmax": _of(_softmax, ("FusedScaleMaskSoftmax",)),
     "pytorch.attention.dot_product_attention.utils": _of(_attention_utils, _attention_utils.__all__),
@@ -202,6 +209,12 @@ GATHERED: dict[str, dict[str, Any]] = {
         **_of(_availability, ("is_nccl_ep_available", "require_nccl_ep")),
     },
     "common": {},
+    # What of its `features` needs nvdlfw_inspect are files of the alias's folder.
+    "debug": _of(_debug_state, ("set_weight_tensor_tp_group_reduce",)),
+    "debug.features": {},
+    "debug.features.utils": {},
+    "debug.features.utils.stats_buffer": {"STATS_BUFFERS": _debug_stats.STATS_BUFFERS},
+    "debug.pytorch": {},
     "pytorch": _of(te_torch, [n for n in te_torch.__all__ if n not in OURS]) | _MAKERS,
     "pytorch.attention": _of(te_torch, _ATTENTION) | _of(_rope, _ROPE),
     "pytorch.attention.dot_product_attention": _DOT_PRODUCT,

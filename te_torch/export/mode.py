@@ -40,6 +40,12 @@ def not_exported(got: str, allowed: str, do: str) -> NotExportedError:
     return NotExportedError("onnx_export", got, allowed, do)
 
 
+def custom_recipe() -> NotExportedError:
+    """The error for a recipe that asks a user's function."""
+    got, do = "a CustomRecipe, whose factory is a function of this process", "choose one of these"
+    return not_exported(got, "DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling or high precision", do)
+
+
 def not_warmed_up(module: str, operation: str = "onnx_export") -> NotWarmedUpError:
     """The error for a module without the scales that an exported program needs."""
     return NotWarmedUpError(

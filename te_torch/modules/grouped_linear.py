@@ -20,7 +20,8 @@ from te_core.errors import ArgumentError, UnsupportedError
 from te_core.layers import grouped_linear as core
 from te_core.layers.linear import LinearSpec, Needs
 from te_core.tensor import dense_strides
-from te_torch.base.draws import fork_of, random_pair
+from te_torch.base.draws import random_pair
+from te_torch.base.forks import fork_of
 from te_torch.base.module import BaseModule, check_input, normal_init
 from te_torch.base.options import check_values, mode_of, refuse_unbuilt
 from te_torch.base.original_input import keeps_original
@@ -161,7 +162,7 @@ class GroupedLinear(BaseModule):
             grad and inp.requires_grad,
             tuple([grad and w.requires_grad for w in weights]),
             tuple([grad and b is not None and b.requires_grad for b in added]),
-            None if self.inspector is None else self._watched(),
+            None if self.inspector is None else self._watched(precision),
             weights[0].dtype if self._primary else None,
         )
         extra = None

@@ -11,7 +11,8 @@ import torch
 from te_core.errors import UnsupportedError
 from te_core.layers import norm
 from te_core.layers import norm_linear as core
-from te_torch.base.draws import fork_of, random_pair
+from te_torch.base.draws import random_pair
+from te_torch.base.forks import fork_of
 from te_torch.base.module import BaseModule, check_input, wants_grad
 from te_torch.base.options import check_options
 from te_torch.base.residual import Branch, enter_stream, stream_of
@@ -183,7 +184,7 @@ class LayerNormLinear(NormParameters, SplitParameters):
             grad and wants_grad(inp, gamma, beta, *more),
             grad and wants_grad(weight),
             grad and wants_grad(added),
-            None if self.inspector is None else self._watched(),
+            None if self.inspector is None else self._watched(precision),
             weight.dtype if self._primary else None,
             fp8_output,
             fp8_grad,

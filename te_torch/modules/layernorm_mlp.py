@@ -11,7 +11,8 @@ from te_core.errors import UnsupportedError
 from te_core.layers import mlp as core
 from te_core.layers.linear import LinearSpec, Needs
 from te_core.ops.activation import GATED, KINDS, Clamp
-from te_torch.base.draws import fork_of, random_pair
+from te_torch.base.draws import random_pair
+from te_torch.base.forks import fork_of
 from te_torch.base.module import check_input, normal_init, wants_grad
 from te_torch.base.options import check_options
 from te_torch.base.quantized_init import check_recipe_fits
@@ -171,7 +172,7 @@ class LayerNormMLP(NormParameters):
             grad and wants_grad(w2),
             grad and wants_grad(added),
             self.training,
-            None if self.inspector is None else self._watched(),
+            None if self.inspector is None else self._watched(precision),
             w1.dtype if self._primary else None,
         )
         rng = random_pair(inp, self._fork) if precision and draws(precision) else None
@@ -214,7 +215,7 @@ class LayerNormMLP(NormParameters):
             self.return_layernorm_output,
             self._clamp,
             stream_of(stream),
-            self.checkpoint and self.inspector is None,  # who looks on sees everything once
+            self.checkpoint and self._inspectors() is None,  # who looks on sees everything once
             bool(again),
         )
         return register(MLP, spec, any(fc2), self._inspectors())

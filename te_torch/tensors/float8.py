@@ -19,11 +19,12 @@ from te_core.recipe import DelayedScaling, Float8CurrentScaling
 from te_torch.runtime import runtime_for, to_core, to_torch
 from te_torch.tensors import kinds
 from te_torch.tensors.base import Quantizer, spans
-from te_torch.tensors.buffers import Buffers, matrix_of, matrix_of_data, packed
+from te_torch.tensors.buffers import Buffers, matrix_of, matrix_of_data, memory_of, packed
 from te_torch.tensors.dtype import DType, fp8, of_core
 from te_torch.tensors.pickling import rebuilt
 from te_torch.tensors.storage import QuantizedTensorStorage
 from te_torch.tensors.tensor import QuantizedTensor
+from te_torch.tensors.tracing import AsConstant
 from te_torch.tensors.transposing import columnwise_of
 from te_torch.tensors.views import WHOLE, Memory, Part, Place
 
@@ -287,6 +288,9 @@ class Float8TensorStorage(QuantizedTensorStorage):
             turned = src._transpose
             self._transpose.copy_(self._data.movedim(-1, 0) if turned is None else turned)  # type: ignore[union-attr]
         self._wrote()
+        mine, other = self._quantizer, src._quantizer
+        if isinstance(mine, Float8Quantizer) and isinstance(other, Float8Quantizer) and other.amax is not mine.amax:
+            mine.take_amax_of(other)
 
     def _update(self, quantizer: Any, src: torch.Tensor, noop_flag: torch.Tensor | None) -> None:
         """A shard of a parameter with current scaling takes the maximum of all shards: they share one scale.
@@ -354,6 +358,30 @@ class Float8Tensor(QuantizedTensor, Float8TensorStorage):  # type: ignore[misc]
     ) -> None:
         self._given(data, fp8_scale_inv, fp8_dtype, dtype, data_transpose, quantizer)
 
+    # What a quantizer of delayed scaling reads and raises are inputs of a compiled program, not its constants: programs
+    # are shared by tensors that differ in them.
+
+    @property
+    def _scale_to_read(self) -> torch.Tensor:
+        return self._quantizer.scale
+
+    @property
+    def _amax_to_raise(self) -> torch.Tensor:
+        return self._quantizer.amax
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        names, meta = super().__tensor_flatten__()
+        if not isinstance(self._quantizer, Float8Quantizer):
+            return names, meta
+        return [*names, "_scale_to_read", "_amax_to_raise"], (*meta[:-1], AsConstant(self._quantizer.over(None, None)))
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: dict[str, torch.Tensor], meta: Any, outer_size: Any, outer_stride: Any) -> Any:
+        made = super().__tensor_unflatten__(inner, meta, outer_size, outer_stride)
+        if "_scale_to_read" in inner:
+            made._quantizer = meta[-1].quantizer.over(inner["_scale_to_read"], inner["_amax_to_raise"])
+        return made
+
 
 @cache
 def _rule(dtype: CoreType, scaling: str, power_of_two: bool, epsilon: float) -> Operand:
@@ -420,6 +448,19 @@ class Float8Quantizer(_PerTensor):
         self.amax = amax
         self.dtype = DType.cast(fp8_dtype)
         fp8(self.dtype)
+
+    def over(self, scale: torch.Tensor | None, amax: torch.Tensor | None) -> Any:
+        """A copy that reads and raises these; of None: the rule alone."""
+        made = self.copy()
+        made.scale, made.amax = scale, amax
+        return made
+
+    def take_amax_of(self, other: Float8Quantizer) -> None:
+        """Raise the amax to that of another quantizer with this very scale: of what a program that returns its changes
+        gives back for the tensor that it was given.
+        """
+        if memory_of(other.scale) == memory_of(self.scale):
+            self.amax.copy_(torch.maximum(self.amax, other.amax))
 
     @property
     def operand(self) -> Operand:

@@ -18,7 +18,8 @@ from torch.utils.checkpoint import noop_context_fn
 
 from te_core.errors import ArgumentError, UnsupportedError
 from te_torch.autocast import Ran, Region, active, in_backward, keeping_hook, may_run_again, prepare_default
-from te_torch.base.draws import Repeated, capturing, not_a_tracker
+from te_torch.base.draws import Repeated, capturing
+from te_torch.base.forks import not_a_tracker
 from te_torch.base.module import CallingModule
 
 #: Keyword arguments that are torch's own, not the function's.

@@ -41,7 +41,7 @@ def moe_permute(
     """
     op = "moe_permute"
     _check_map_type(op, map_type)
-    if not inp.numel():
+    if _is_empty(inp):
         return inp.clone(), _empty_map(inp)
     _check_tokens(op, inp, routing_map=routing_map)
     if map_type == "mask":
@@ -65,7 +65,7 @@ def moe_permute_with_probs(
     A copy whose probability is exactly 0 is a row of zeros, and gives no gradient to its token.
     """
     op = "moe_permute_with_probs"
-    if not inp.numel():
+    if _is_empty(inp):
         return inp.clone(), _no_probs(probs), _empty_map(inp)
     _check_tokens(op, inp, routing_map=routing_map, probs=probs)
     _check_probs(op, probs, routing_map)
@@ -99,7 +99,7 @@ def moe_permute_and_pad_with_probs(
     targets, offsets, rows = _padding(op, counts, align_size, routing_map.shape[-1])
     if offsets is not None:
         offsets = offsets.to(inp.device)
-    if not inp.numel():
+    if _is_empty(inp):
         return inp.clone(), _no_probs(probs), _empty_map(inp), offsets, targets
     _check_tokens(op, inp, routing_map=routing_map, probs=probs)
     _check_probs(op, probs, routing_map)
@@ -130,7 +130,7 @@ def moe_unpermute(
         warnings.warn("moe_unpermute: probs is the older name of merging_probs", DeprecationWarning, stacklevel=2)
         merging_probs = probs
     _check_map_type(op, map_type)
-    if not inp.numel() and not row_id_map.numel():
+    if not row_id_map.numel() and _is_empty(inp):
         return inp.clone()
     if isinstance(inp, QuantizedTorch):
         raise AssertionError(f"{op}: got a {type(inp).__name__}, which cannot be added up; dequantize() it first")
@@ -156,7 +156,7 @@ def moe_unpermute(
 def moe_sort_chunks_by_index(inp: torch.Tensor, split_sizes: torch.Tensor, sorted_index: torch.Tensor) -> torch.Tensor:
     """inp's rows in chunks of `split_sizes`, in the order of `sorted_index`; rows behind the chunks stay."""
     op = "moe_sort_chunks_by_index"
-    if not inp.numel():
+    if _is_empty(inp):
         return inp.clone()
     out, _ = _permute(op, inp, _chunk_map(op, inp, split_sizes, sorted_index), rows=inp.shape[0], fill=False)
     return out
@@ -170,7 +170,7 @@ def moe_sort_chunks_by_index_with_probs(
     if probs.shape[:1] != inp.shape[:1] or probs.numel() != inp.shape[0]:
         got = f"probs {tuple(probs.shape)} for {inp.shape[0]} rows"
         raise ArgumentError(op, got, "a probability for each row", "correct probs")
-    if not inp.numel():
+    if _is_empty(inp):
         return inp.clone(), probs.clone()
     _check_devices(op, inp, probs=probs)
     row_map = _chunk_map(op, inp, split_sizes, sorted_index)
@@ -289,7 +289,10 @@ def _rows_of_mask(op: str, wanted: int | None, routing: torch.Tensor) -> int:
     if routing.is_cuda and not torch.compiler.is_compiling() and torch.cuda.is_current_stream_capturing():
         got = "num_out_tokens=-1 in the capture of a CUDA graph, which cannot wait for a number"
         raise UnsupportedError(op, got, "a number", _GIVE_SIZE)
-    return int(torch.count_nonzero(routing).item())
+    rows = int(torch.count_nonzero(routing).item())
+    if torch.compiler.is_compiling():
+        torch._check(rows >= 0)
+    return rows
 
 
 def _rows_of_index(op: str, wanted: int | None, experts: torch.Tensor) -> int:
@@ -301,6 +304,15 @@ def _rows_of_index(op: str, wanted: int | None, experts: torch.Tensor) -> int:
 
 
 # -------------------------------------------------------------------------------------------------- checks
+
+
+def _is_empty(inp: torch.Tensor) -> bool:
+    """Whether there is nothing to move. Rows that a program only counts as it runs do not tell: operators take none."""
+    if torch.compiler.is_compiling():
+        from torch.fx.experimental.symbolic_shapes import guard_or_false
+
+        return guard_or_false(inp.numel() == 0)
+    return not inp.numel()
 
 
 def _empty_map(inp: torch.Tensor) -> torch.Tensor:

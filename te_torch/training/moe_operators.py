@@ -1,14 +1,14 @@
 """What `moe.py` calls: maps and moves of rows, differentiable, in eager code and as operators that compilers see.
 
 Each is one function of this file. Eager code runs it inside an autograd function; traced code calls the operator
-`te_runtime::moe_<name>`, whose shapes come from the same function on the meta backend and whose derivative is the same
-rule, in operators.
+`te_runtime::moe_<name>`, whose derivative is the same rule, in operators. Its shapes are written out, and not a run
+on the meta backend: rows that are counted as a program runs are a size without a number.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -79,9 +79,9 @@ def permute_fp8(
 # --------------------------------------------------------------------------------------------- what is run
 
 
-def _core(fake: bool, first: torch.Tensor, *others: Maybe) -> tuple[Runtime, list[Any]]:
-    """The runtime, and views of dense tensors; `fake`: of shapes alone."""
-    if fake or first.is_meta:
+def _core(first: torch.Tensor, *others: Maybe) -> tuple[Runtime, list[Any]]:
+    """The runtime, and views of dense tensors."""
+    if first.is_meta:
         return shape_runtime(first.device), [None if t is None else to_core_shape(t) for t in (first, *others)]
     return runtime_for(first), [None if t is None else to_core(t.contiguous()) for t in (first, *others)]
 
@@ -90,19 +90,19 @@ def _torch(t: Tensor | None, like: torch.Tensor) -> torch.Tensor:
     return like.new_empty(0) if t is None else to_torch(t)
 
 
-def _mask_map(routing: torch.Tensor, fake: bool = False) -> Pair:
-    rt, (given,) = _core(fake, routing)
+def _mask_map(routing: torch.Tensor) -> Pair:
+    rt, (given,) = _core(routing)
     starts = rt.empty((routing.shape[1] + 1,), dtypes.int32)
     return to_torch(ops.mask_row_map(rt, given, starts=starts)), to_torch(starts)
 
 
-def _index_map(experts: torch.Tensor, rows: int, fake: bool = False) -> torch.Tensor:
-    rt, views = _core(fake, experts)
+def _index_map(experts: torch.Tensor, rows: int) -> torch.Tensor:
+    rt, views = _core(experts)
     return to_torch(ops.index_row_map(rt, *views, rows=rows))
 
 
-def _chunk_map(sizes: torch.Tensor, order: torch.Tensor, rows: int, fake: bool = False) -> torch.Tensor:
-    rt, views = _core(fake, sizes, order)
+def _chunk_map(sizes: torch.Tensor, order: torch.Tensor, rows: int) -> torch.Tensor:
+    rt, views = _core(sizes, order)
     return to_torch(ops.chunk_row_map(rt, *views, rows=rows))
 
 
@@ -114,69 +114,110 @@ def _permute(
     starts: Maybe,
     rows: int,
     fill_rows: bool,
-    fake: bool = False,
 ) -> Pair:
-    rt, (x, to, p, pad, first) = _core(fake, inp, row_map, probs, pad_offsets, starts)
+    rt, (x, to, p, pad, first) = _core(inp, row_map, probs, pad_offsets, starts)
     out, row_probs = ops.permute(rt, x, to, rows=rows, probs=p, pad_offsets=pad, starts=first, fill=fill_rows)
     return to_torch(out), _torch(row_probs, inp)
 
 
 def _permute_backward(
-    grad: torch.Tensor,
-    row_map: torch.Tensor,
-    probs: Maybe,
-    grad_probs: Maybe,
-    pad_offsets: Maybe,
-    tokens: int,
-    fake: bool = False,
+    grad: torch.Tensor, row_map: torch.Tensor, probs: Maybe, grad_probs: Maybe, pad_offsets: Maybe, tokens: int
 ) -> Pair:
-    rt, (dy, of, p, d_rows, pad) = _core(fake, grad, row_map, probs, grad_probs, pad_offsets)
+    rt, (dy, of, p, d_rows, pad) = _core(grad, row_map, probs, grad_probs, pad_offsets)
     dx, d_probs = ops.unpermute(rt, dy, of, tokens=tokens, gates=p, row_probs=d_rows, pad_offsets=pad)
     return to_torch(dx), _torch(d_probs, grad)
 
 
 def _unpermute(
-    inp: torch.Tensor, row_map: torch.Tensor, weights: Maybe, pad_offsets: Maybe, tokens: int, fake: bool = False
+    inp: torch.Tensor, row_map: torch.Tensor, weights: Maybe, pad_offsets: Maybe, tokens: int
 ) -> torch.Tensor:
-    rt, (x, of, w, pad) = _core(fake, inp, row_map, weights, pad_offsets)
+    rt, (x, of, w, pad) = _core(inp, row_map, weights, pad_offsets)
     out, _ = ops.unpermute(rt, x, of, tokens=tokens, weights=w, pad_offsets=pad)
     return to_torch(out)
 
 
 def _unpermute_backward(
-    grad: torch.Tensor,
-    inp: torch.Tensor,
-    row_map: torch.Tensor,
-    weights: torch.Tensor,
-    pad_offsets: Maybe,
-    fake: bool = False,
+    grad: torch.Tensor, inp: torch.Tensor, row_map: torch.Tensor, weights: torch.Tensor, pad_offsets: Maybe
 ) -> Pair:
-    rt, (dy, x, of, w, pad) = _core(fake, grad, inp, row_map, weights, pad_offsets)
+    rt, (dy, x, of, w, pad) = _core(grad, inp, row_map, weights, pad_offsets)
     dx, d_weights = ops.unpermute_backward(rt, dy, x, of, w, pad_offsets=pad)
     return to_torch(dx), to_torch(d_weights)
 
 
-#: Name: its function, its schema's arguments and results.
-_OPERATORS: dict[str, tuple[Callable[..., Any], str]] = {
-    "mask_map": (_mask_map, "(Tensor routing) -> (Tensor, Tensor)"),
-    "index_map": (_index_map, "(Tensor experts, SymInt rows) -> Tensor"),
-    "chunk_map": (_chunk_map, "(Tensor sizes, Tensor order, SymInt rows) -> Tensor"),
-    "permute": (
+# What operators give, in shapes.
+
+
+def _mask_map_shapes(routing: torch.Tensor) -> Pair:
+    tokens, experts = routing.shape
+    return (
+        routing.new_empty((tokens, 2 * experts + 1), dtype=torch.int32),
+        routing.new_empty((experts + 1,), dtype=torch.int32),
+    )
+
+
+def _index_map_shapes(experts: torch.Tensor, rows: int) -> torch.Tensor:
+    return experts.new_empty((experts.shape[0] * experts.shape[1],), dtype=torch.int32)
+
+
+def _chunk_map_shapes(sizes: torch.Tensor, order: torch.Tensor, rows: int) -> torch.Tensor:
+    return sizes.new_empty((rows,), dtype=torch.int32)
+
+
+def _permute_shapes(inp: torch.Tensor, row_map: torch.Tensor, probs: Maybe, *others: Any) -> Pair:
+    rows = others[2]
+    out = inp.new_empty((rows, inp.shape[1]))
+    return out, inp.new_empty(0) if probs is None else probs.new_empty((rows,))
+
+
+def _permute_backward_shapes(
+    grad: torch.Tensor, row_map: torch.Tensor, probs: Maybe, grad_probs: Maybe, pad_offsets: Maybe, tokens: int
+) -> Pair:
+    dx = grad.new_empty((tokens, grad.shape[1]))
+    return dx, grad.new_empty(0) if probs is None or grad_probs is None else probs.new_empty(probs.shape)
+
+
+def _unpermute_shapes(
+    inp: torch.Tensor, row_map: torch.Tensor, weights: Maybe, pad_offsets: Maybe, tokens: int
+) -> torch.Tensor:
+    return inp.new_empty((tokens, inp.shape[1]))
+
+
+def _unpermute_backward_shapes(
+    grad: torch.Tensor, inp: torch.Tensor, row_map: torch.Tensor, weights: torch.Tensor, pad_offsets: Maybe
+) -> Pair:
+    return inp.new_empty(inp.shape), weights.new_empty(weights.shape)
+
+
+class _Operator(NamedTuple):
+    run: Callable[..., Any]
+    shapes: Callable[..., Any]
+    schema: str
+
+
+_OPERATORS = {
+    "mask_map": _Operator(_mask_map, _mask_map_shapes, "(Tensor routing) -> (Tensor, Tensor)"),
+    "index_map": _Operator(_index_map, _index_map_shapes, "(Tensor experts, SymInt rows) -> Tensor"),
+    "chunk_map": _Operator(_chunk_map, _chunk_map_shapes, "(Tensor sizes, Tensor order, SymInt rows) -> Tensor"),
+    "permute": _Operator(
         _permute,
+        _permute_shapes,
         "(Tensor inp, Tensor row_map, Tensor? probs, Tensor? pad_offsets, Tensor? starts, SymInt rows, bool fill_rows)"
         " -> (Tensor, Tensor)",
     ),
-    "permute_backward": (
+    "permute_backward": _Operator(
         _permute_backward,
+        _permute_backward_shapes,
         "(Tensor grad, Tensor row_map, Tensor? probs, Tensor? grad_probs, Tensor? pad_offsets, SymInt tokens)"
         " -> (Tensor, Tensor)",
     ),
-    "unpermute": (
+    "unpermute": _Operator(
         _unpermute,
+        _unpermute_shapes,
         "(Tensor inp, Tensor row_map, Tensor? weights, Tensor? pad_offsets, SymInt tokens) -> Tensor",
     ),
-    "unpermute_backward": (
+    "unpermute_backward": _Operator(
         _unpermute_backward,
+        _unpermute_backward_shapes,
         "(Tensor grad, Tensor inp, Tensor row_map, Tensor weights, Tensor? pad_offsets) -> (Tensor, Tensor)",
     ),
 }
@@ -186,7 +227,7 @@ def _call(name: str, *args: Any) -> Any:
     """The function itself, or under tracing its operator."""
     if torch.compiler.is_compiling():
         return getattr(torch.ops.te_runtime, f"moe_{name}")(*args)
-    return _OPERATORS[name][0](*args)
+    return _OPERATORS[name].run(*args)
 
 
 def _operator(name: str, *args: Any) -> Any:
@@ -194,7 +235,7 @@ def _operator(name: str, *args: Any) -> Any:
 
 
 def _direct(name: str, *args: Any) -> Any:
-    return _OPERATORS[name][0](*args)
+    return _OPERATORS[name].run(*args)
 
 
 # --------------------------------------------------------------------------------------------- derivatives
@@ -313,14 +354,10 @@ def _refuse_double_backward() -> None:
 _library = torch.library.Library("te_runtime", "FRAGMENT")
 
 
-def _define(name: str, function: Callable[..., Any], schema: str) -> None:
-    _library.define(f"moe_{name}{schema}")
-    _library.impl(f"moe_{name}", function, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"te_runtime::moe_{name}", lambda *args: function(*args, fake=True), lib=_library)
-
-
-for _name, (_function, _schema) in _OPERATORS.items():
-    _define(_name, _function, _schema)
+for _name, _given in _OPERATORS.items():
+    _library.define(f"moe_{_name}{_given.schema}")
+    _library.impl(f"moe_{_name}", _given.run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"te_runtime::moe_{_name}", _given.shapes, lib=_library)
 
 torch.library.register_autograd(
     "te_runtime::moe_permute",

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
-from te_torch.base.draws import Fork, drawn_in
+from te_torch.base.forks import Fork, drawn_in, traced_uniform, uniform
 
 
 class DropPath(torch.nn.Module):
@@ -24,7 +22,12 @@ class DropPath(torch.nn.Module):
         keep = 1.0 - self.drop_prob
         shape = (x.shape[0],) + (1,) * (x.ndim - 1)
         subject = shape, x.device
-        numbers = _uniform(subject) if self._fork is None else drawn_in(self._fork, _uniform, subject)
+        if self._fork is None:
+            numbers = uniform(subject)
+        elif torch.compiler.is_compiling():
+            numbers = traced_uniform(self._fork, *subject)
+        else:
+            numbers = drawn_in(self._fork, uniform, subject)
         kept = numbers < keep
         scaled = x / keep if keep else x  # a division by zero would leave its NaN in the gradient
         return torch.where(kept, scaled, torch.zeros((), dtype=x.dtype, device=x.device))
@@ -32,8 +35,3 @@ class DropPath(torch.nn.Module):
     def extra_repr(self) -> str:
         """What a printed module shows."""
         return f"drop_prob={self.drop_prob}"
-
-
-def _uniform(subject: tuple[Any, torch.device]) -> torch.Tensor:
-    shape, device = subject
-    return torch.rand(shape, device=device)

@@ -16,7 +16,8 @@ from te_core.attention import canonical_mask
 from te_core.errors import ArgumentError
 from te_torch import offloading
 from te_torch.attention.inference import InferenceParams
-from te_torch.base.draws import fork_of, random_pair
+from te_torch.base.draws import random_pair
+from te_torch.base.forks import fork_of
 from te_torch.base.options import check_options, refuse_unbuilt
 from te_torch.base.residual import Branch, bias_dropout_add
 from te_torch.module_names import next_name, shown

@@ -14,6 +14,7 @@ import torch
 
 from te_core.attention import DIMENSIONS, canonical_mask
 from te_core.errors import ArgumentError, UnsupportedError
+from te_torch.attention import env
 from te_torch.attention.dot_product import DotProductAttention
 from te_torch.attention.fp8 import attention_number
 from te_torch.attention.inference import InferenceParams
@@ -23,12 +24,14 @@ from te_torch.autocast import precision_now
 from te_torch.base.options import check_options, refuse_unbuilt
 from te_torch.base.quantized_init import initialising
 from te_torch.base.residual import Branch
+from te_torch.carried import carry, form_name, handing
+from te_torch.export.mode import exporting
 from te_torch.module_names import next_name, shown
 from te_torch.modules.l2_norm import L2Normalization
 from te_torch.modules.layernorm_linear import LayerNormLinear
 from te_torch.modules.linear import Linear
 from te_torch.modules.norm import LayerNorm, RMSNorm
-from te_torch.precisions import precision_of
+from te_torch.precisions import is_custom, precision_of
 from te_torch.runtime import constant_at_trace, default_device
 
 ATTENTION_TYPES = ("self", "cross")
@@ -39,8 +42,8 @@ QK_NORMS = ("L2Normalization", *_QK_NORMS)
 class HandOver(NamedTuple):
     """What goes between the parts of the module in FP8."""
 
-    qkv: bool = False  # the projection, to the attention
-    out: bool = False  # the attention's output, to the last projection
+    qkv: Any = False  # the projection, to the attention; in traced code what its call is told (te_torch.carried)
+    out: Any = False  # the attention's output, to the last projection; likewise
     grad: bool = False  # and its gradient back
 
 
@@ -217,6 +220,8 @@ class MultiheadAttention(torch.nn.Module):
         if self.attention_type == "cross":  # behind the queries, as documented: optimizers number parameters
             split = None if fused else {"key_": kv, "value_": kv}
             self.key_value = Linear(width, 2 * kv, parameters_split=split, name=f"{name}.linear_kv", **linear)
+        for part in self.children():
+            part.hands_over = True  # type: ignore[assignment]
 
     # --------------------------------------------------------------------------------------- groups
 
@@ -276,7 +281,8 @@ class MultiheadAttention(torch.nn.Module):
         inputs = self._inputs(hidden_states, encoder_output, inference_params)
         angles = _pair(rotary_pos_emb)
         watched = self._watched()
-        handed = self._hand_over(rotary_pos_emb is not None or inference_params is not None or watched)
+        between = rotary_pos_emb is not None or inference_params is not None or watched
+        handed = self._hand_over(between, attention_mask is not None or watched)
         options: dict[str, Any] = {
             "attention_mask": attention_mask,
             "cu_seqlens_q": cu_seqlens_q,
@@ -325,10 +331,23 @@ class MultiheadAttention(torch.nn.Module):
             hidden_states = hidden_states.added()  # there is no norm that would
         return (hidden_states,) if self.attention_type == "self" else (hidden_states, encoder_output)
 
-    def _hand_over(self, between: bool) -> HandOver:
-        """What this call leaves in FP8, by the precision of the region; `between`: keys are turned, or cached."""
+    def _hand_over(self, between: bool, moved: bool) -> HandOver:
+        """What this call leaves in FP8, by the precision of the region.
+
+        `between`: keys are turned, or cached; `moved`: tokens of what comes out may have to be moved, or it is watched.
+        """
         number, _, _ = precision_now(self._part("proj"), peek=True)
-        return HandOver(*_handed(number, between or self.q_norm is not None)) if number else _NOTHING
+        if not number:
+            return _NOTHING
+        between = between or self.q_norm is not None
+        if torch.compiler.is_compiling() and not exporting.on:
+            known = not moved and all([_is_plainly_called(self._modules.get(name)) for name in _PROJECTIONS])
+            # Queries that are interleaved with several groups are copied apart, and their gradients are plain.
+            straight = not self.qkv_weight_interleaved or self.num_gqa_groups in (1, self.num_attention_heads)
+            of_self = self.attention_type == "self" and straight
+            found = _handed_at_trace(number, between, of_self) if known else _NOTHING
+            return HandOver(*found)
+        return HandOver(*_handed(number, between))
 
     def extra_repr(self) -> str:
         """What a printed module shows; its parts show the rest."""
@@ -357,18 +376,24 @@ class MultiheadAttention(torch.nn.Module):
         watched: bool,
     ) -> tuple[torch.Tensor, ...]:
         """The attention's output, and what the projection returns beside its own: norm output, stream."""
+        q: Any
+        packed: Any
         hidden, *encoded = inputs
         places, interleaved = options, self.qkv_weight_interleaved
         if encoded:
             packed = self.key_value(*encoded, first_microbatch, fp8_output=handed.qkv)
             project = self.layernorm_query if self.input_layernorm else self.query_layer
             q, *returned = _listed(project(hidden, first_microbatch, fp8_output=handed.qkv))
+            if isinstance(handed.qkv, str):
+                q, packed = carry(q, handed.qkv), carry(packed, handed.qkv)
             q = q.view(*q.shape[:-1], self.num_attention_heads, self.kv_channels)
             # A cache says where queries stand; it keeps nothing of encoder_output.
             options = {**options, "inference_params": None}
         else:
             project = self._part("layernorm_qkv" if self.input_layernorm else "qkv")
             packed, *returned = _listed(project(hidden, first_microbatch, handed.qkv))
+            if isinstance(handed.qkv, str):
+                packed = carry(packed, handed.qkv)
         touched = watched or self.q_norm is not None or angles[0] is not None or angles[1] is not None
         if not touched and options["inference_params"] is None:  # attention reads the projections as they are
             operands = (q, packed) if encoded else (packed, None)
@@ -452,6 +477,34 @@ def _handed(number: int, between: bool) -> tuple[bool, bool, bool]:
     kind = rule.qkv.scaling
     out = rule.handed or kind != "custom"
     return rule.handed and not between and kind != "current", out, out and kind != "current"
+
+
+@constant_at_trace
+def _handed_at_trace(number: int, between: bool, of_self: bool) -> tuple[Any, Any, bool]:
+    """The same for traced code: in place of True, what a call is told. `of_self`: q, k and v are one tensor."""
+    base, own = precision_of(number), precision_of(attention_number(number))
+    qkv, out, grad = _handed(number, between)
+    if base is None or own is None or own.attention is None or is_custom(number):
+        return False, False, False
+    rule, given, of_q = own.attention, "", ""
+    if grad and base.grad_input is not None:
+        given = form_name(base.grad_input.format)
+    # The emulation gives plain gradients, and whether it runs is known too late.
+    if of_self and rule.backward and not env.now().emulate_fp8 and rule.grad_input.scaling == "delayed":
+        of_q = form_name(rule.grad_input.format)
+    told = handing(form_name(base.output.format), of_q) if qkv and base.output is not None else False
+    return told, handing(form_name(rule.output.format), given) if out else False, grad
+
+
+_PROJECTIONS = ("proj", "qkv", "layernorm_qkv", "key_value", "query_layer", "layernorm_query")
+
+
+def _is_plainly_called(module: torch.nn.Module | None) -> bool:
+    """Whether a projection is one of ours, and nobody else sees what goes in or comes out."""
+    if module is None:
+        return True
+    hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    return type(module) in (Linear, LayerNormLinear) and not hooks
 
 
 def _pair(angles: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:

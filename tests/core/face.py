@@ -30,6 +30,7 @@ from te_core.quantize.state import Scales
 from te_core.quantized import Cast, Format
 from te_core.recipe import DelayedScaling, Recipe, resolve
 from te_core.runtime import Runtime
+from te_core.statistics import empty
 from te_core.tensor import Tensor
 
 E4M3, E5M2 = dtypes.float8_e4m3, dtypes.float8_e5m2
@@ -139,6 +140,7 @@ def operations(rt: Runtime) -> dict[str, Right]:
         "scale_pairs": (([one], [none]), {}),
         "softmax_forward": ((scores,), {"mask": rt.tensor(np.zeros((1, 1, 8, 8), bool)), "sink": tensor(rt, HEADS)}),
         "softmax_backward": ((scores, scores, tensor(rt, 2, 8, HEADS)), {}),
+        "statistics": ((x, rt.tensor(empty()), q8), {}),
         "swizzle_scales": ((wide,), {}),
         "transpose": ((x,), {}),
         "unpermute": ((x, row_map), {"tokens": ROWS, "gates": probs, "row_probs": rows, "pad_offsets": pads}),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -130,7 +131,8 @@ for place, names in CONTENTS.items():
     for name, cls in names.items():
         if not isinstance(cls, type) or name == "dist_group_type":
             continue
-        part = "common.recipe" if cls.__module__.endswith("common.recipe") else "pytorch"
+        part = next((p for p in ("common.recipe", "debug.pytorch") if place.startswith(p)), "pytorch")
+        part = "common.recipe" if cls.__module__.endswith("common.recipe") else part
         assert cls.__module__.startswith(f"transformer_engine.{part}"), (name, cls.__module__)
         assert getattr(importlib.import_module(cls.__module__), cls.__name__) is cls, name
         seen.add(cls)
@@ -405,7 +407,8 @@ print(transformer_engine_torch.real, nvdlfw_inspect.real)
 def test_packages_of_others_are_found_where_they_are(tmp_path: Path) -> None:
     for name in ("transformer_engine_torch", "nvdlfw_inspect"):
         done = python(f"import te_torch.compat\nimport {name}")
-        assert f"NotBuiltModuleError: {name}" in done.stderr and "To do:" in done.stderr
+        there = find_spec(name) is not None  # the extra `debug` brings one of them
+        assert there or (f"NotBuiltModuleError: {name}" in done.stderr and "To do:" in done.stderr)
         (tmp_path / f"{name}.py").write_text("real = 'theirs'")
     assert runs(OTHERS, path=str(tmp_path)).split() == ["theirs", "theirs"]
 

@@ -212,16 +212,53 @@ def test_custom_recipes_share(device: str) -> None:
 
 
 @on_devices
-@pytest.mark.parametrize("recipe", [kind for kind in recipes.KINDS if kind != "delayed"])
-def test_layers_that_hold_their_weights_quantized(recipe: str, device: str) -> None:
+@pytest.mark.parametrize("kind", ["Linear", "LayerNormMLP"])
+@pytest.mark.parametrize("recipe", recipes.KINDS)
+def test_layers_that_hold_their_weights_quantized(recipe: str, kind: str, device: str) -> None:
     rule = recipes.RECIPES["nvfp4 nearest" if recipe == "nvfp4" else recipe]
     with te.quantized_model_init(recipe=rule):
-        layers = [te.Linear(WIDTH, 64, params_dtype=BF16, device=device) for _ in range(COUNT)]
+        layers = [MODULES[kind](params_dtype=BF16, device=device) for _ in range(COUNT)]
     eager = [copy.deepcopy(layer) for layer in layers]
     counter = counting()
     compiled(layers, counter)
     train(layers, eager, rule, device, steps=2)
     assert counter.frame_count == 1
+
+
+@on_devices
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.more)])
+@pytest.mark.parametrize("recipe", ["delayed", "current"])
+def test_a_compiled_optimizer_quantizes_each_weight_by_its_own_state(recipe: str, backend: str, device: str) -> None:
+    """One step of SGD over the weights of two layers, whose scales differ; what it saw goes to each one's history."""
+    rule = recipes.RECIPES[recipe]
+    with te.quantized_model_init(recipe=rule):
+        torch.manual_seed(0)
+        layers = [MODULES[kind](params_dtype=BF16, device=device) for kind in ("Linear", "LayerNormMLP")]
+    eager = [copy.deepcopy(layer) for layer in layers]
+    held = [
+        [p for layer in side for p in layer.parameters() if isinstance(p, QuantizedTorch)] for side in (layers, eager)
+    ]
+    assert len(held[0]) == 3
+    for side in held:
+        for number, weight in enumerate(side):
+            if recipe == "delayed":
+                weight._quantizer.scale.mul_(2.0**-number)
+    counter = CompileCounterWithBackend(backend)
+    optimizers = [torch.optim.SGD(side, lr=0.5) for side in held]
+    steps = [torch.compile(optimizers[0].step, backend=counter), optimizers[1].step]
+    for i in range(3):
+        for side, run in zip(held, steps, strict=True):
+            for number, weight in enumerate(side):
+                weight.grad = values(*weight.shape, device=device, dtype=BF16, seed=i) * (1 + number)
+            run()
+        for one, other in zip(*held, strict=True):
+            assert torch.equal(one.dequantize(), other.dequantize()) and torch.equal(one._scale_inv, other._scale_inv)
+        for layer, other in zip(layers, eager, strict=True):
+            assert not differences(fp8_state(layer), fp8_state(other))
+            if recipe == "delayed":
+                layer.fp8_state.amax_history_fwd.zero_(), other.fp8_state.amax_history_fwd.zero_()
+    assert counter.frame_count == 1
+    train(layers, eager, rule, device, steps=1)
 
 
 @pytest.mark.parametrize("recipe", recipes.KINDS)

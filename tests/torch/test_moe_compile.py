@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import te_torch as te
+from te_core.recipe import Float8CurrentScaling
 from te_torch.training import moe_operators
 from tests.backends import devices
 from tests.moe_cases import E, H, K, T, by_index, normal, probabilities, routing, through_experts
@@ -40,6 +43,51 @@ def test_compiled(function: Callable[..., torch.Tensor], backend: str, device: s
             results.append((x.grad, probs.grad))
         for eager, other in zip(*results, strict=True):
             torch.testing.assert_close(other, eager, rtol=2e-4, atol=2e-5)
+
+
+RECIPE = Float8CurrentScaling()
+
+
+def all_rows(x: torch.Tensor, probs: torch.Tensor, mask: torch.Tensor, experts: Any) -> torch.Tensor:
+    out, row_map = te.moe_permute(x, mask)
+    return te.moe_unpermute(torch.tanh(out), row_map, probs)
+
+
+def all_rows_through_experts(x: torch.Tensor, probs: torch.Tensor, mask: torch.Tensor, experts: Any) -> torch.Tensor:
+    """Two moves in a row, a GEMM for each group, and the way back: nothing on it asks how many rows there are."""
+    out, row_probs, row_map = te.moe_permute_with_probs(x, probs, mask)
+    counts, turn = mask.sum(0), torch.arange(E - 1, -1, -1, device=x.device)
+    out = te.moe_sort_chunks_by_index(out, counts, turn)
+    with te.autocast(recipe=RECIPE):
+        out = experts(out, counts.flip(0))
+    out = te.moe_sort_chunks_by_index(out, counts.flip(0), turn)
+    return te.moe_unpermute(out * row_probs[:, None], row_map, restore_shape=x.shape)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.more)])
+@pytest.mark.parametrize("function", [all_rows, all_rows_through_experts])
+def test_rows_that_a_program_counts(function: Callable[..., torch.Tensor], backend: str, device: str) -> None:
+    """`num_out_tokens=-1`: one program for all numbers of rows, none too."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    counter = CompileCounterWithBackend(backend)
+    compiled = torch.compile(function, fullgraph=True, backend=counter)
+    experts = te.GroupedLinear(E, H, H, device=device)
+    for step in range(4):
+        drawn = torch.rand(T, E, generator=torch.Generator().manual_seed(step))
+        mask = (drawn < 0.3 * step).int().to(device)
+        results = []
+        for run in (function, compiled):
+            x = normal(T, H, device=device).requires_grad_()
+            probs = probabilities(mask).requires_grad_()
+            experts.zero_grad()
+            y = run(x, probs, mask, experts)
+            y.backward(normal(T, H, device=device, seed=9))
+            results.append((y, x.grad, probs.grad, experts.weight0.grad))
+        for eager, other in zip(*results, strict=True):
+            torch.testing.assert_close(other, eager)
+    assert counter.frame_count == 1 and not torch._dynamo.utils.counters["graph_break"]
 
 
 @pytest.mark.parametrize("device", DEVICES)

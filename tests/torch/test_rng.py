@@ -18,7 +18,7 @@ import te_torch as te
 from te_core.errors import ArgumentError, UnsupportedError
 from te_core.recipe import NVFP4BlockScaling
 from te_torch import CudaRNGStatesTracker
-from te_torch.base.draws import drawn_in
+from te_torch.base.forks import drawn_in
 from te_torch.training.distributed import get_distributed_rank, get_distributed_world_size, initialize_affine_weight_gpu
 from te_torch.training.rng import (
     get_all_rng_states,
@@ -330,12 +330,12 @@ def test_copies_draw_from_the_same_tracker(device: str) -> None:
 
 @on_devices
 def test_compiled_draws_come_from_the_tracker(device: str) -> None:
-    """Behind a graph break: the same numbers as in eager code, and both go on along one stream."""
+    """The same numbers as in eager code, and both go on along one stream."""
     torch._dynamo.reset()
     options = {"attention_dropout": 0.3, "hidden_dropout": 0.3, "drop_path_rate": 0.2, "sequence_parallel": True}
     tracker = tracker_of(device)
     eager = layer(tracker, device, **options)
-    compiled = torch.compile(eager, backend="aot_eager")
+    compiled = torch.compile(eager, backend="aot_eager", fullgraph=True)
     start, results = tracker._mark(), []
     for model in (eager, compiled):
         start()

@@ -66,5 +66,6 @@ from te_core.backends.cpu.quantize_mxfp8 import (
 from te_core.backends.cpu.quantize_nvfp4 import dequantize_nvfp4, plan_quantize_nvfp4, quantize_nvfp4
 from te_core.backends.cpu.rope import plan_rope, plan_rope_qkv, rope, rope_qkv
 from te_core.backends.cpu.softmax import plan_softmax_backward, plan_softmax_forward, softmax_backward, softmax_forward
+from te_core.backends.cpu.statistics import statistics
 
 name = "cpu"

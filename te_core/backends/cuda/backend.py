@@ -65,5 +65,6 @@ from te_core.backends.cuda.quantize_nvfp4 import dequantize_nvfp4, plan_quantize
 from te_core.backends.cuda.rope import plan_rope, plan_rope_qkv, rope, rope_qkv
 from te_core.backends.cuda.scale_pairs import scale_pairs
 from te_core.backends.cuda.softmax import plan_softmax_backward, plan_softmax_forward, softmax_backward, softmax_forward
+from te_core.backends.cuda.statistics import statistics
 
 name = "cuda"

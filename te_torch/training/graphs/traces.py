@@ -5,7 +5,6 @@ are written in place, weight gradients that wait, cached weights.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from functools import partial
 from typing import Any
 
 import torch
@@ -148,5 +147,5 @@ class Random:
 def _tracker(part: torch.nn.Module) -> Any:
     """The tracker from which a module draws, if it was given one: whatever has get_states, set_states and fork."""
     fork = part.__dict__.get("_fork")
-    get = fork.args[0] if isinstance(fork, partial) else getattr(part, "get_rng_state_tracker", None)
+    get = getattr(part if fork is None else fork, "get_rng_state_tracker", None)
     return get() if callable(get) else None

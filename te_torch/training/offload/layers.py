@@ -94,7 +94,11 @@ class OffloadableLayerState:
         if t.numel() < THRESHOLD:
             return self._stays(t)
         names, meta = t.__tensor_flatten__()
-        return Quantized(t, meta, {name: self.push_tensor(getattr(t, name)) for name in names})
+        buffers = {id(buffer) for buffer in t.flatten_inner()}
+        inner = {name: getattr(t, name) for name in names}
+        # What a quantizer reads and raises is its state's: that does not travel.
+        parts = {name: (self.push_tensor if id(b) in buffers else self._stays)(b) for name, b in inner.items()}
+        return Quantized(t, meta, parts)
 
     def _block(self, t: torch.Tensor, side: Side) -> Block:
         """The memory that the tensor is a view of."""

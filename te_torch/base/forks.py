@@ -1,0 +1,189 @@
+"""Forks of RNG trackers: contexts in which modules draw, and what a tracing compiler sees of a draw in one.
+
+A compiler knows torch's own generators alone. It is given an operator for each draw, which has an effect: such are run
+in the order of the program, once each, and a checkpoint that is part of the graph keeps what they gave.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+import torch
+
+from te_core.errors import ArgumentError, UnsupportedError
+from te_torch.runtime import constant_at_trace, drawn
+
+
+class Fork:
+    """Called, a context in which torch draws from a tracker: `get_rng_state_tracker().fork(name)`."""
+
+    def __init__(self, get_rng_state_tracker: Callable[[], Any], name: str | None = None) -> None:
+        self.get_rng_state_tracker, self.name = get_rng_state_tracker, name
+        number = next(_numbers)
+        #: By which a program finds it. A tensor, and so an input: modules with trackers of their own share a program.
+        with torch.inference_mode(False):
+            self.number = torch.tensor(number, device="cpu")
+        _forks[number] = self
+
+    def __call__(self) -> AbstractContextManager[Any]:
+        """The context."""
+        tracker = self.get_rng_state_tracker()
+        if not hasattr(tracker, "fork"):
+            raise not_a_tracker("get_rng_state_tracker", tracker)
+        found: AbstractContextManager[Any] = tracker.fork() if self.name is None else tracker.fork(self.name)
+        return found
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Fork, (self.get_rng_state_tracker, self.name)
+
+
+_numbers = itertools.count(1)
+_forks: weakref.WeakValueDictionary[int, Fork] = weakref.WeakValueDictionary()
+
+
+def fork_of(get_rng_state_tracker: Callable[[], Any] | None, name: str | None) -> Fork | None:
+    """A context in which a module draws, if an RNG tracker was given."""
+    return None if get_rng_state_tracker is None else Fork(get_rng_state_tracker, name)
+
+
+def not_a_tracker(operation: str, given: Any) -> ArgumentError:
+    """The error for what a user's `get_rng_state_tracker` returned."""
+    return ArgumentError(
+        operation,
+        f"a function that returns {given!r}",
+        "one that returns an RNG tracker: an object with get_states, set_states and fork",
+        "return a CudaRNGStatesTracker, say",
+    )
+
+
+# ------------------------------------------------------------------------------------------------- what is drawn
+
+
+def new_pair(device: torch.device) -> torch.Tensor:
+    """(seed, offset), from torch's generator of the device."""
+    return torch.randint(1 << 62, (2,), dtype=torch.int64, device=device)
+
+
+def uniform(subject: tuple[Sequence[int], torch.device]) -> torch.Tensor:
+    """Numbers of [0, 1) in this shape, from torch's generator of the device."""
+    shape, device = subject
+    return torch.rand(shape, device=device)
+
+
+def drawn_in(fork: Callable[[], AbstractContextManager[Any]], draw: Callable[[Any], Any], subject: Any) -> Any:
+    """draw(subject) inside a tracker's fork."""
+    with fork():
+        return drawn(draw, subject)
+
+
+def traced_pair(fork: Fork, device: torch.device) -> torch.Tensor:
+    """`new_pair` inside a tracker's fork, for traced code."""
+    _prepare_trace()
+    found: torch.Tensor = torch.ops.te_runtime.draw_pair(fork.number, device)
+    return found
+
+
+def traced_uniform(fork: Fork, shape: Sequence[int], device: torch.device) -> torch.Tensor:
+    """`uniform` inside a tracker's fork, for traced code."""
+    _prepare_trace()
+    found: torch.Tensor = torch.ops.te_runtime.draw_uniform(fork.number, shape, device)
+    return found
+
+
+# --------------------------------------------------------------------------------------------------- operators
+
+_library = torch.library.Library("te_runtime", "FRAGMENT")
+# What a program draws in its own CUDA graph would be of no generator that the graph knows.
+_tags = [torch.Tag.nondeterministic_seeded]
+_tags += [torch.Tag.cudagraph_unsafe] if hasattr(torch.Tag, "cudagraph_unsafe") else []
+_library.define("draw_pair(Tensor fork, Device device) -> Tensor", tags=_tags)
+_library.define("draw_uniform(Tensor fork, SymInt[] shape, Device device) -> Tensor", tags=_tags)
+
+
+def _pair(fork: torch.Tensor, device: torch.device) -> torch.Tensor:
+    found: torch.Tensor = drawn_in(_forks[int(fork)], new_pair, device)
+    return found
+
+
+def _uniform(fork: torch.Tensor, shape: Sequence[int], device: torch.device) -> torch.Tensor:
+    found: torch.Tensor = drawn_in(_forks[int(fork)], uniform, (shape, device))
+    return found
+
+
+_library.impl("draw_pair", _pair, "CompositeExplicitAutograd")
+_library.impl("draw_uniform", _uniform, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("te_runtime::draw_pair", lib=_library)
+def _(fork: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return torch.empty(2, dtype=torch.int64, device=device)
+
+
+@torch.library.register_fake("te_runtime::draw_uniform", lib=_library)
+def _(fork: torch.Tensor, shape: Sequence[int], device: torch.device) -> torch.Tensor:
+    return torch.empty(shape, device=device)
+
+
+_ready: list[bool] = []
+
+
+@constant_at_trace
+def _prepare_trace() -> None:
+    """Say, before the first of them is traced, that these operators have an effect (which imports the compiler)."""
+    if torch.compiler.is_exporting():
+        raise UnsupportedError(
+            "torch.export",
+            "a module that draws from an RNG tracker, which is an object of this process",
+            "a module that draws from torch's generators, or nothing",
+            "call eval() before, or leave get_rng_state_tracker out",
+        )
+    if _ready:
+        return
+    from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
+    from torch._subclasses.functional_tensor import FunctionalTensorMode
+    from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
+
+    operators: tuple[Any, ...] = (torch.ops.te_runtime.draw_pair.default, torch.ops.te_runtime.draw_uniform.default)
+    for operator in operators:
+        _register_effectful_op(operator, _EffectType.ORDERED)
+        operator.py_impl(FunctionalTensorMode)(partial(_saved, operator))
+        operator.py_impl(_CachingTorchDispatchMode)(partial(_first, operator))
+        operator.py_impl(_CachedTorchDispatchMode)(partial(_again, operator))
+    _ready.append(True)
+
+
+# A checkpoint in the graph tells of each operator whether backward computes it again. Of these it does not: what they
+# gave is kept, which is two numbers. (Such a checkpoint is a mark on the nodes in torch 2.11, and two modes in 2.13.)
+
+
+def _saved(operator: Any, mode: Any, *args: Any) -> Any:
+    """The operator on its way into a graph."""
+    from torch.fx.traceback import current_meta
+    from torch.utils.checkpoint import CheckpointPolicy
+
+    before = current_meta.get("recompute")
+    current_meta["recompute"] = CheckpointPolicy.MUST_SAVE
+    try:
+        return mode.__torch_dispatch__(operator, (), args, {})
+    finally:
+        if before is None:
+            del current_meta["recompute"]
+        else:
+            current_meta["recompute"] = before
+
+
+def _first(operator: Any, mode: Any, *args: Any) -> Any:
+    found = operator(*args)
+    mode.storage.setdefault(_library, []).append(found)
+    return found
+
+
+def _again(operator: Any, mode: Any, *args: Any) -> Any:
+    kept = mode.storage[_library]
+    kept.append(kept.pop(0))  # for a second backward, too
+    return kept[-1]

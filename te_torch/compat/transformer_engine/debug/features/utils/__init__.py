@@ -1,0 +1,1 @@
+"""Where statistics wait for the end of an iteration, under documented names."""

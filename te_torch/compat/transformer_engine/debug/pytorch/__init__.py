@@ -1,0 +1,1 @@
+"""A part of the alias: see te_torch/compat/contents.py."""

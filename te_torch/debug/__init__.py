@@ -1,0 +1,14 @@
+"""Precision debugging: which layer, which GEMM and which tensor loses the precision (docs/debugging.md).
+
+`inspect` looks at the tensors of every GEMM, `bisect` names the GEMMs that spoil a result.
+"""
+
+from te_torch.debug.bisection import Bisection, Culprit, bisect
+from te_torch.debug.inspection import Inspection, inspect
+from te_torch.debug.report import Report, Series
+from te_torch.debug.state import TEDebugState, set_weight_tensor_tp_group_reduce
+
+__all__ = [
+    "Bisection", "Culprit", "Inspection", "Report", "Series", "TEDebugState", "bisect", "inspect",
+    "set_weight_tensor_tp_group_reduce",
+]  # fmt: skip

@@ -1,0 +1,249 @@
+"""The namespace `transformer_engine` of nvdlfw_inspect: its calls, what they answer where no feature does, and how a
+feature's configuration is read.
+
+A feature of a user's own is derived from `TEConfigAPIMapper` and has methods of `TEDefaultFeatures` with @api_method.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import warnings
+from typing import Any
+
+import torch
+from nvdlfw_inspect.base import BaseConfigAPIMapper, BaseNamespaceAPI
+from nvdlfw_inspect.logging import custom_assert
+from nvdlfw_inspect.registry import api_method
+
+from te_torch.debug import routing, stats
+from te_torch.tensors import QuantizedTensor, QuantizedTensorStorage
+
+_GEMMS = ("fprop", "dgrad", "wgrad")
+#: What selects GEMMs and tensors: not a parameter of a feature.
+SELECTORS = frozenset(("enabled", "gemm", "gemms", "gemms_struct", "tensor", "tensors", "tensors_struct"))
+
+
+class TEConfigAPIMapper(BaseConfigAPIMapper):
+    """Reads `gemms`, `gemms_struct`, `tensors` and `tensors_struct` of a feature's configuration.
+
+    A `_struct` gives parameters to one GEMM or tensor, which count before those beside it; `tensors` and
+    `tensors_struct` may stand inside an element of `gemms_struct`.
+    """
+
+    def parse_config_and_api(self, config: dict[str, Any], **kwargs: Any) -> tuple[bool, dict[str, Any] | None]:
+        """(whether the configuration means the GEMM and tensor of this call, its parameters for them)."""
+        found: Any = copy.deepcopy(config)
+        if kwargs.get("gemm_parsing"):
+            found = self._process_transformer_engine_config(found, kwargs)
+        elif kwargs.get("tensor_parsing"):
+            found = self._process_tensor_config(found, kwargs["tensor_name"])
+        if not found:
+            return False, None
+        found.pop("enabled", None)
+        return True, found
+
+    def _process_transformer_engine_config(self, config: dict[str, Any], call: dict[str, Any]) -> dict[str, Any] | None:
+        gemm = call["gemm"]
+        if "gemms_struct" in config:
+            chosen = self._of_struct(config.pop("gemms_struct"), gemm)
+            if chosen is None:
+                return None
+            if any(name in chosen for name in ("tensors", "tensors_struct")):
+                config.pop("tensors", None), config.pop("tensors_struct", None)
+            config.update(chosen)
+        elif "gemms" in config:
+            gemms = config.pop("gemms")
+            self._validate_gemm(*gemms)
+            if gemm not in gemms:
+                return None
+            config["gemm"] = gemm
+        else:
+            raise ValueError(
+                "Provide 'gemms_struct: List[Dict]' or 'gemms: List[str]' in the config yaml, "
+                f"with GEMMs of {', '.join(_GEMMS)}."
+            )
+        return self._process_tensor_config(config, call["tensor_name"]) if call.get("tensor_parsing") else config
+
+    def _of_struct(self, struct: list[dict[str, Any]], gemm: str) -> dict[str, Any] | None:
+        for element in struct:
+            custom_assert("enabled" not in element, "'enabled' stands beside gemms_struct, not inside of it.")
+            self._validate_gemm(element.get("gemm"))
+        return next((copy.deepcopy(e) for e in struct if e["gemm"] == gemm), None)
+
+    def _validate_gemm(self, *gemms: Any) -> None:
+        for gemm in gemms:
+            custom_assert(gemm in _GEMMS, f"Invalid gemm: {gemm}. It must be one of {', '.join(_GEMMS)}.")
+
+
+class TEDefaultFeatures:
+    """Every call that a layer makes, and what it gets where no feature answers. `iteration` counts steps."""
+
+    def fp8_gemm_enabled(self, config: Any, layer_name: str, gemm: str, iteration: int) -> Any:
+        """Whether this GEMM runs quantized (in any format), and when the answer may change (None: never)."""
+        return True, None
+
+    def modify_tensor_enabled(self, config: Any, layer_name: str, gemm: str, tensor_name: str, iteration: int) -> Any:
+        """Whether `modify_tensor` shall be called for this tensor of this GEMM, and when the answer may change."""
+        return False, None
+
+    def modify_tensor(
+        self,
+        config: Any,
+        layer_name: str,
+        gemm: str,
+        tensor_name: str,
+        tensor: torch.Tensor,
+        default_quantizer: Any,
+        iteration: int,
+        out: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> Any:
+        """What the GEMM reads in the place of the tensor: plain or quantized; nothing if it was written to `out`."""
+        raise NotImplementedError("modify_tensor_enabled said yes, and no feature has modify_tensor for this tensor.")
+
+    def inspect_tensor_enabled(self, config: Any, layer_name: str, tensor_name: str, iteration: int) -> Any:
+        """Whether `inspect_tensor` shall be called, and when the answer may change."""
+        return False, None
+
+    def inspect_tensor(
+        self,
+        config: Any,
+        layer_name: str,
+        tensor_name: str,
+        iteration: int,
+        tp_group: Any,
+        tensor: torch.Tensor | None,
+        rowwise_quantized_tensor: Any = None,
+        columnwise_quantized_tensor: Any = None,
+        quantizer: Any = None,
+        tp_size: int = 1,
+    ) -> None:
+        """Look at a tensor and what it was quantized to; `tensor` is None for a weight that is held quantized."""
+
+    def inspect_tensor_postquantize_enabled(
+        self, config: Any, layer_name: str, gemm: str, tensor_name: str, iteration: int
+    ) -> Any:
+        """The older call: whether `inspect_tensor_postquantize` shall be called."""
+        return False, None
+
+    def inspect_tensor_postquantize(
+        self, config: Any, layer_name: str, tensor_name: str, tensor: Any, iteration: int, tp_group: Any, rowwise: bool
+    ) -> None:
+        """The older call: look at what a GEMM reads."""
+
+
+_OPERANDS = ("gemm", "tensor_name", "iteration")
+#: What a call has to bring.
+_REQUIRED = {
+    "fp8_gemm_enabled": ("gemm", "iteration"),
+    "modify_tensor_enabled": _OPERANDS,
+    "modify_tensor": (*_OPERANDS, "tensor", "default_quantizer"),
+    "inspect_tensor_enabled": ("tensor_name", "iteration"),
+    "inspect_tensor": ("tensor_name", "iteration", "tensor"),
+    "inspect_tensor_postquantize_enabled": _OPERANDS,
+    "inspect_tensor_postquantize": ("tensor_name", "iteration", "tensor"),
+}
+#: The argument by which a routed call is found again.
+_CACHED_BY = {name: [k for k in keys if k in ("gemm", "tensor_name")] for name, keys in _REQUIRED.items()}
+_CACHED_BY["inspect_tensor_postquantize"] = ["gemm", "tensor_name"]
+_ONE_FEATURE = ("modify_tensor", "modify_tensor_enabled")
+
+
+class TransformerEngineAPI(BaseNamespaceAPI):
+    """Routes the calls of layers to features. One exists from `initialize` to `end_debug`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._default_api_impl = TEDefaultFeatures()
+        self._cacheable_api_kwargs_map = _CACHED_BY
+        self._signatures: dict[Any, frozenset[str] | None] = {}
+        routing.begin()
+
+    def is_multiple_feature_invocation_allowed(self, api_name: str) -> bool:
+        """Several features may look at a tensor, and one may change it."""
+        return api_name not in _ONE_FEATURE
+
+    def input_assertions_hook(self, api_name: str, **kwargs: Any) -> None:
+        """A call brings what it has to."""
+        for name in _REQUIRED.get(api_name, ()):
+            custom_assert(name in kwargs, f"Missing argument `{name}` in a call of {api_name}.")
+
+    def routing_condition(
+        self, api_name: str, config: dict[str, Any], layer_name: str, feature_obj: Any, **kwargs: Any
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Whether a feature's configuration means this call."""
+        by_gemm = "gemm" in _REQUIRED[api_name]
+        if api_name.startswith("inspect_tensor_postquantize"):
+            by_gemm = "gemm" in kwargs and any(name in config for name in ("gemms", "gemms_struct"))
+        by_tensor = "tensor_name" in _REQUIRED[api_name]
+        return feature_obj.parse_config_and_api(config, gemm_parsing=by_gemm, tensor_parsing=by_tensor, **kwargs)
+
+    def output_assertions_hook(self, api_name: str, ret: Any, **kwargs: Any) -> None:
+        """An answer is what its call asks for."""
+        if api_name.endswith("_enabled"):
+            value = ret[0] if isinstance(ret, tuple) else ret
+            custom_assert(
+                isinstance(value, bool), f"{api_name} must return a bool, or (bool, int or None): got {ret!r}."
+            )
+        elif api_name == "modify_tensor":
+            if kwargs.get("out") is not None:
+                custom_assert(ret is None, "modify_tensor with `out` must return None.")
+                return
+            allowed = isinstance(ret, (torch.Tensor, QuantizedTensor, QuantizedTensorStorage))
+            custom_assert(allowed, f"modify_tensor must return a torch.Tensor or a quantized tensor, not {type(ret)}.")
+            dtype = kwargs.get("dtype")
+            if dtype is not None and type(ret) is torch.Tensor:
+                custom_assert(ret.dtype == dtype, f"modify_tensor must return {dtype} here, not {ret.dtype}.")
+
+    def handle_multi_feature_output(
+        self, api_name: str, multi_feature_outputs: list[Any], features_to_invoke: Any, **kwargs: Any
+    ) -> Any:
+        """One yes is a yes; the answers together may change when the first of them may."""
+        if not api_name.endswith("_enabled"):
+            return None
+        pairs = [out if isinstance(out, tuple) else (out, None) for out in multi_feature_outputs]
+        nexts = [after for _, after in pairs if after is not None]
+        if not all(isinstance(out, tuple) for out in multi_feature_outputs):
+            return any(yes for yes, _ in pairs)
+        return any(yes for yes, _ in pairs), min(nexts, default=None)
+
+    def call_feature(self, call: Any, feat_config: dict[str, Any], layer_name: str, **kwargs: Any) -> Any:
+        """The feature's method with the arguments that it names: older ones lack some."""
+        if call.__name__ == "inspect_tensor_postquantize" and not isinstance(
+            getattr(call, "__self__", None), TEDefaultFeatures
+        ):
+            _warn_older()
+        names = self._accepted(call)
+        given = kwargs if names is None else {k: v for k, v in kwargs.items() if k in names}
+        return call(feat_config, layer_name, **given)
+
+    def _accepted(self, call: Any) -> frozenset[str] | None:
+        """The names of its parameters; None if it takes any."""
+        key = getattr(call, "__func__", call)
+        if key not in self._signatures:
+            parameters = inspect.signature(call).parameters.values()
+            takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
+            self._signatures[key] = None if takes_any else frozenset(p.name for p in parameters)
+        return self._signatures[key]
+
+    def step(self) -> None:
+        """An iteration has ended: write its statistics, and ask layers anew whose answers may have changed."""
+        stats.write()
+        routing.stepped()
+
+    def end_debug(self) -> None:
+        """Layers run as they do without debugging."""
+        stats.clear()
+        routing.end()
+
+
+def _warn_older() -> None:
+    warnings.warn(
+        "inspect_tensor_postquantize is the older call: inspect_tensor gets the quantized tensors, too",
+        DeprecationWarning,
+        stacklevel=3,
+    )
+
+
+__all__ = ["SELECTORS", "TEConfigAPIMapper", "TEDefaultFeatures", "TransformerEngineAPI", "api_method"]

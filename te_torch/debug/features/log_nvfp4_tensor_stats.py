@@ -1,0 +1,69 @@
+"""`LogNvfp4TensorStats`: what NVFP4 makes of a tensor."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from nvdlfw_inspect import api as debug_api
+from nvdlfw_inspect.registry import api_method
+
+from te_torch.debug.features.api import TEConfigAPIMapper
+from te_torch.debug.features.log_fp8_tensor_stats import core_tensor, held_copy
+from te_torch.debug.schedule import asked
+from te_torch.debug.stats import STATS_BUFFERS, Formula
+
+FORMULAS: dict[str, Formula] = {
+    "underflows%": lambda s: s.underflow_percent,
+    "mse": lambda s: s.mse,
+    "snr_db": lambda s: s.snr_db,
+}
+
+
+class LogNvfp4TensorStats(TEConfigAPIMapper):
+    """Logs what NVFP4 makes of tensors; names are written with nvfp4_ before them.
+
+    stats:      underflows%, mse, snr_db
+    tensors, tensors_struct:  activation, weight, gradient
+    freq, start_step, end_step, start_end_list:  in which iterations; all ends are included
+    """
+
+    @api_method
+    def inspect_tensor_enabled(
+        self, config: dict[str, Any], layer_name: str, tensor_name: str, iteration: int
+    ) -> tuple[bool, int | None]:
+        """In the configured iterations."""
+        for name in config.get("stats", ()):
+            if name not in FORMULAS:
+                raise ValueError(f"LogNvfp4TensorStats: {name!r} is no statistic. Allowed: {', '.join(FORMULAS)}.")
+        return asked(config, iteration)
+
+    @api_method
+    def inspect_tensor(
+        self,
+        config: dict[str, Any],
+        layer_name: str,
+        tensor_name: str,
+        iteration: int,
+        tp_group: Any,
+        tensor: torch.Tensor | None,
+        rowwise_quantized_tensor: Any = None,
+        columnwise_quantized_tensor: Any = None,
+        quantizer: Any = None,
+    ) -> None:
+        """Merge the tensor and its cast into a record."""
+        held = held_copy(self, layer_name, tensor_name, rowwise_quantized_tensor, columnwise_quantized_tensor)
+        if held is None:
+            return
+        q = core_tensor(held)
+        if q.format.scaling != "nvfp4":
+            raise ValueError(f"LogNvfp4TensorStats of {layer_name}, {tensor_name}: it is {q.format}. Allowed: NVFP4.")
+        where = (layer_name, tensor_name, "nvfp4")
+        if tensor is not None and tensor.numel() and q.rowwise is not None and STATS_BUFFERS.expects(*where):
+            formulas = {f"nvfp4_{name}": FORMULAS[name] for name in config["stats"]}
+            STATS_BUFFERS.feed(where, formulas, iteration, tensor, q)
+        debug_api.log_message(
+            f"Feature={type(self).__name__}, API=inspect_tensor: {tensor_name}",
+            layer_name,
+            extra_cachable_args=(tensor_name,),
+        )

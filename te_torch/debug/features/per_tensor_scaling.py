@@ -1,0 +1,67 @@
+"""`PerTensorScaling`: current scaling of some tensors under delayed scaling."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from nvdlfw_inspect import api as debug_api
+from nvdlfw_inspect.logging import custom_assert
+from nvdlfw_inspect.registry import api_method
+
+from te_torch.debug.features.api import SELECTORS, TEConfigAPIMapper
+from te_torch.tensors import Float8CurrentScalingQuantizer, Float8Quantizer
+
+
+class PerTensorScaling(TEConfigAPIMapper):
+    """Scales tensors by their own maximum, in a region of DelayedScaling.
+
+    gemms, gemms_struct:      fprop, dgrad, wgrad
+    tensors, tensors_struct:  activation, weight, gradient
+    """
+
+    @api_method
+    def fp8_gemm_enabled(
+        self, config: dict[str, Any], layer_name: str, gemm: str, iteration: int
+    ) -> tuple[bool, int | None]:
+        """They run in FP8."""
+        return True, None
+
+    @api_method
+    def modify_tensor_enabled(
+        self, config: dict[str, Any], layer_name: str, gemm: str, tensor_name: str, iteration: int
+    ) -> tuple[bool, int | None]:
+        """Those that are configured."""
+        for name in config:
+            if name not in SELECTORS:
+                raise ValueError(f"PerTensorScaling has no key {name!r}. Allowed: {', '.join(sorted(SELECTORS))}.")
+        return True, iteration + 1
+
+    @api_method
+    def modify_tensor(
+        self,
+        config: dict[str, Any],
+        layer_name: str,
+        gemm: str,
+        tensor_name: str,
+        tensor: torch.Tensor,
+        default_quantizer: Any,
+        iteration: int,
+        out: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> Any:
+        """The tensor by its own scale."""
+        custom_assert(
+            type(default_quantizer) is Float8Quantizer,
+            f"PerTensorScaling of {layer_name}: it needs a region of DelayedScaling, not {type(default_quantizer)}.",
+        )
+        debug_api.log_message(
+            f"Feature={type(self).__name__}, API=process_tensor: {gemm}, {tensor_name}",
+            layer_name,
+            extra_cachable_args=(gemm, tensor_name),
+        )
+        quantizer = Float8CurrentScalingQuantizer(default_quantizer.dtype, tensor.device)
+        if out is None:
+            return quantizer.quantize(tensor, dtype=dtype)
+        quantizer.update_quantized(tensor, out)
+        return None

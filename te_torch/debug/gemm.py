@@ -1,0 +1,227 @@
+"""What happens to the tensors of one product that features look at: their calls, in the documented order.
+
+Of an operand: it was quantized already, if the recipe does; `modify_tensor` for the GEMM that reads its columns, then
+for the one that reads its rows; `inspect_tensor`; `inspect_tensor_postquantize`. (Backward's GEMMs come one by one: its
+gradient is shown before the second one.) Of a result: `modify_tensor`, `inspect_tensor`.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+
+from te_core.errors import UnsupportedError
+from te_core.layers.inspector import ATTENTION_POINTS, Request
+from te_core.quantized import Cast, QuantizedTensor
+from te_core.runtime import Runtime
+from te_core.tensor import Tensor
+from te_torch.debug.quantizers import quantizer_for
+from te_torch.debug.stats import STATS_BUFFERS
+from te_torch.quantized import QuantizedTorch, core_of
+from te_torch.runtime import TO_TORCH, piece_to_torch, to_core
+from te_torch.tensors.wrap import from_core
+
+Value = Tensor | QuantizedTensor
+_ROWS = {"activation": "fprop", "weight": "fprop", "gradient": "dgrad"}
+_COLUMNS = {"activation": "wgrad", "weight": "dgrad", "gradient": "wgrad"}
+_graph_task = torch._C._current_graph_task_id
+
+
+class _Tensor:
+    """An operand or result as a feature gets it: torch's views of what the core has, made when they are asked for."""
+
+    def __init__(self, value: Tensor, cast: Cast | None, out: QuantizedTensor | None) -> None:
+        self.dtype = TO_TORCH[value.dtype]
+        self.value, self.out, self._cast = value, out, cast
+        self.held = out is not None and out.owner is not None  # a parameter that is quantized itself
+        self._plain: torch.Tensor | None = None
+        self._quantized: Any = None
+        self._quantizer: Any = None
+
+    @property
+    def plain(self) -> torch.Tensor:
+        """In high precision."""
+        if self._plain is None:
+            self._plain = piece_to_torch(self.value)
+        return self._plain
+
+    @property
+    def quantized(self) -> Any:
+        """As the recipe quantized it; None if it did not."""
+        if self._quantized is None and self.out is not None:
+            self._quantized = self.out.owner if self.held else from_core(self.out, self.out.shape, self.dtype)
+        return self._quantized
+
+    @property
+    def quantizer(self) -> Any:
+        """What the recipe quantizes it by."""
+        if self._quantizer is None and (self._cast is not None or self.out is not None):
+            self._quantizer = quantizer_for(self._cast, self.out, self.plain.device)
+        return self._quantizer
+
+
+class GemmInspector:
+    """The inspector of one product for one plan."""
+
+    def __init__(self, layer: str, request: Request, plan: Any) -> None:
+        self.layer, self.request, self.plan = layer, request, plan
+        self._local = threading.local()  # what was made for the other GEMM of an operand
+
+    def inspect(
+        self, rt: Runtime, gemm: str, tensor: str, value: Tensor, cast: Cast | None, out: QuantizedTensor | None
+    ) -> Value | None:
+        """At a point: what the GEMM reads, or its result, in the place of what there was."""
+        with torch.no_grad():
+            if (gemm, tensor) in ATTENTION_POINTS:
+                self._attended(gemm, tensor, _Tensor(value, cast, out))
+                return None
+            if tensor not in _ROWS:
+                return self._result(gemm, tensor, _Tensor(value, None, None))
+            return self._operand(gemm, tensor, value, cast, out)
+
+    def _attended(self, gemm: str, tensor: str, seen: _Tensor) -> None:
+        """A tensor of attention: seen in the first run, if a checkpoint runs it again."""
+        if gemm != "fprop" or _graph_task() == -1:
+            self._inspected(tensor, seen.plain, seen.quantized, None, seen.quantizer)
+
+    def _result(self, gemm: str, tensor: str, seen: _Tensor) -> Value | None:
+        made = None
+        if (gemm, tensor) in self.plan.modified:
+            made = self._modified(gemm, tensor, seen)
+            if isinstance(made, QuantizedTorch):
+                made = made.dequantize().to(seen.dtype)
+        if tensor in self.plan.inspected and (tensor != "output" or _graph_task() == -1):
+            self._inspected(tensor, seen.plain if made is None else made, None, None, None)
+        return None if made is None else _as_core(made, seen)
+
+    def _operand(
+        self, gemm: str, tensor: str, value: Tensor, cast: Cast | None, out: QuantizedTensor | None
+    ) -> Value | None:
+        seen, plan = self._seen(tensor, value, cast, out), self.plan
+        point, other = (gemm, tensor), _COLUMNS[tensor] if gemm == _ROWS[tensor] else _ROWS[tensor]
+        high = point in plan.high
+        made = self._modified(gemm, tensor, seen) if point in plan.modified else None
+        read = made if made is not None else None if high else seen.quantized
+        if tensor == "gradient":
+            # Backward's GEMMs come one by one, and the second one may not come.
+            beside = None if (other, tensor) in plan.high else seen.quantized
+            if not self._was_first(other, gemm, value):
+                self._shown(tensor, seen, gemm, read, beside)
+            self._postquantized(gemm, tensor, seen, read)
+        elif gemm == _COLUMNS[tensor]:  # forward shows what backward will read, and then what it reads itself
+            self._kept()[tensor] = seen, read
+        else:
+            before, beside = self._kept().pop(tensor, (None, None))
+            there = before is not None and before.value.ptr == value.ptr
+            if _graph_task() == -1:  # else a checkpoint runs it again: its tensors were seen in the first run
+                self._shown(tensor, seen, gemm, read, beside if there else None)
+                if there:
+                    self._postquantized(other, tensor, seen, beside)
+                self._postquantized(gemm, tensor, seen, read)
+        if made is not None:
+            return _as_core(made, seen)
+        return value if high else None
+
+    def _shown(self, tensor: str, seen: _Tensor, gemm: str, read: Any, beside: Any) -> None:
+        if tensor in self.plan.inspected:
+            pair = (read, beside) if gemm == _ROWS[tensor] else (beside, read)
+            self._inspected(tensor, None if seen.held else seen.plain, *pair, seen.quantizer)
+
+    def _seen(self, tensor: str, value: Tensor, cast: Cast | None, out: QuantizedTensor | None) -> _Tensor:
+        """The same object where both GEMMs read the same quantized tensor."""
+        before = self._kept().get(tensor, (None, None))[0]
+        if before is not None and before.out is out and before.value.ptr == value.ptr:
+            return before
+        return _Tensor(value, cast, out)
+
+    def _kept(self) -> dict[str, Any]:
+        found: dict[str, Any] | None = getattr(self._local, "kept", None)
+        if found is None:
+            found = self._local.kept = {}
+        return found
+
+    def _was_first(self, other: str, gemm: str, value: Tensor) -> bool:
+        """Whether the other GEMM of a gradient has shown it already."""
+        where = (_graph_task(), value.ptr)
+        if getattr(self._local, "gradient", None) == (where, other):
+            self._local.gradient = None
+            return True
+        self._local.gradient = where, gemm
+        return False
+
+    # ------------------------------------------------------------------------------------ the calls
+
+    def _modified(self, gemm: str, tensor: str, seen: _Tensor) -> Any:
+        if seen.held:
+            raise AssertionError(
+                f"{self.layer}: modify_tensor of {tensor} in {gemm}: the weight is held quantized. "
+                "Allowed: weights in high precision. To do: leave out quantized_model_init, or the feature."
+            )
+        api = _api()
+        return api.modify_tensor(
+            layer_name=self.layer,
+            gemm=gemm,
+            tensor_name=tensor,
+            tensor=seen.plain,
+            default_quantizer=seen.quantizer,
+            iteration=_iteration(),
+            dtype=seen.dtype,
+        )
+
+    def _inspected(self, tensor: str, plain: Any, rowwise: Any, columnwise: Any, quantizer: Any) -> None:
+        _api().inspect_tensor(
+            layer_name=self.layer,
+            tensor_name=tensor,
+            tensor=plain,
+            iteration=_iteration(),
+            tp_group=None,
+            tp_size=1,
+            rowwise_quantized_tensor=rowwise,
+            columnwise_quantized_tensor=columnwise,
+            quantizer=quantizer,
+        )
+        STATS_BUFFERS.flush()
+
+    def _postquantized(self, gemm: str, tensor: str, seen: _Tensor, read: Any) -> None:
+        if (gemm, tensor) in self.plan.older:
+            _api().inspect_tensor_postquantize(
+                layer_name=self.layer,
+                gemm=gemm,
+                tensor_name=tensor,
+                tensor=seen.plain if read is None else read,
+                iteration=_iteration(),
+                tp_group=None,
+                tp_size=1,
+                rowwise=gemm == _ROWS[tensor],
+            )
+
+
+def _api() -> Any:
+    from nvdlfw_inspect import api
+
+    if api.DEBUG_MANAGER is None:
+        raise UnsupportedError(
+            "precision debugging",
+            "a backward after end_debug() of a forward before it",
+            "a step that begins and ends before end_debug()",
+            "call nvdlfw_inspect.api.end_debug() after the backward",
+        )
+    return api.transformer_engine
+
+
+def _iteration() -> int:
+    from nvdlfw_inspect import api
+
+    return int(api.DEBUG_MANAGER._trainer_iteration_count)
+
+
+def _as_core(made: Any, seen: _Tensor) -> Value:
+    """What a feature gave back, as the GEMM reads it."""
+    if isinstance(made, QuantizedTorch):
+        return core_of(made)
+    if not isinstance(made, torch.Tensor):  # a storage without a tensor around it
+        return core_of(made)
+    shape = seen.plain.shape
+    return to_core(made.to(seen.dtype).reshape(shape).contiguous())

@@ -1,0 +1,282 @@
+"""How a layer comes to be looked at while nvdlfw_inspect is initialised, and how it runs its fast path otherwise.
+
+A module's attribute `inspector` is then a `Door`, until the features were asked in the layer's first forward of an
+iteration. If none wants anything the attribute is None, as without debugging, until the iteration that the features
+named; else the door stays, and gives an inspector for each product. An inspector belongs to what it does (its
+`Plan`): two iterations with the same plan are the same call of the layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from te_core.errors import UnsupportedError
+from te_core.layers.inspector import ATTENTION_POINTS, Request
+from te_torch.base import module as modules
+from te_torch.base.module import BaseModule
+from te_torch.base.watching import Choice, watching
+from te_torch.debug.gemm import GemmInspector
+from te_torch.debug.layers import product_names
+from te_torch.module_names import within
+from te_torch.precisions import precision_of
+
+_NEVER = 1 << 62
+#: Each tensor of a product, and the GEMMs that it is in: along its rows, along its columns.
+_OPERANDS = {"activation": ("fprop", "wgrad"), "weight": ("fprop", "dgrad"), "gradient": ("dgrad", "wgrad")}
+_RESULTS = {"output": "fprop", "wgrad": "wgrad", "dgrad": "dgrad"}
+#: Those of attention in FP8, which are looked at and not changed.
+_OF_ATTENTION = {tensor: (direction,) for direction, tensor in sorted(ATTENTION_POINTS)}
+_POINTS = _OPERANDS | {tensor: (gemm,) for tensor, gemm in _RESULTS.items()} | _OF_ATTENTION
+
+
+class Plan(NamedTuple):
+    """What is done with the tensors of a product in an iteration; pairs are (gemm, tensor)."""
+
+    high: frozenset[tuple[str, str]]  # operands that stay in high precision
+    modified: frozenset[tuple[str, str]]
+    inspected: frozenset[str]  # tensors
+    older: frozenset[tuple[str, str]]  # operands for the older call
+
+    @property
+    def idle(self) -> bool:
+        """Whether the layer may run as it does without debugging."""
+        return not any(self)
+
+    @property
+    def request(self) -> Request:
+        """The points that an inspector has to see."""
+        points = set(self.high | self.modified | self.older)
+        for tensor in self.inspected:
+            points.update((gemm, tensor) for gemm in _POINTS[tensor])
+        return frozenset(points)
+
+
+def _manager() -> Any:
+    from nvdlfw_inspect import api
+
+    return api.DEBUG_MANAGER
+
+
+def iteration_now() -> int:
+    """The iteration: how often debug_api.step() was called."""
+    return int(_manager()._trainer_iteration_count)
+
+
+class Door(Choice):
+    """Stands in the place of a module's inspectors, and says which ones there are."""
+
+    def __init__(self) -> None:
+        self.current: tuple[Any, ...] | None = None  # what was chosen for the forward that runs
+        self.due = 0  # the iteration in which the features have to be asked again
+        self.traced = False  # a compiled program was made while nobody looked
+        self._iteration = -1
+        self._decided: dict[bool, tuple[Any, ...] | None] = {}
+        self._made: dict[tuple[str, Plan], GemmInspector] = {}
+        self._told: set[tuple[str, bool]] = set()
+
+    def choose(self, module: Any, precision: int) -> None:
+        """Ask the features what they want of a forward in this precision; in an iteration once."""
+        if _manager() is None:
+            self.current = None
+            _set(module, None)
+            return
+        now = iteration_now()
+        self._choose(module, bool(precision), now)
+        if self.current is not None:
+            _refuse_capture(module)
+            _refuse_options(module, precision)
+        elif self.due > now:
+            _set(module, None)
+
+    def refuse_traced(self, module: Any, precision: int) -> None:
+        """A compiled step is one that nobody looks at, or it is refused. What was decided is part of the program."""
+        if _manager() is None:
+            return
+        now = iteration_now()
+        self._choose(module, bool(precision), now)
+        self.traced = self.due > now
+        if self.current is not None:
+            raise _refused(module, "a step that torch.compile compiles", "do not compile it, or leave the layer out")
+
+    def _choose(self, module: Any, quantized: bool, now: int) -> None:
+        if now != self._iteration:
+            self._iteration, self._decided = now, {}
+        if quantized not in self._decided:
+            self._decided[quantized] = self._decide(module, quantized, now)
+        self.current = self._decided[quantized]
+
+    def _decide(self, module: Any, quantized: bool, now: int) -> tuple[Any, ...] | None:
+        names = product_names(module, module.name)
+        settled = [_settled(name) for name in names]
+        due, found = _NEVER, []
+        for name, configured in zip(names, settled, strict=True):
+            ask = _ask if module._weight_names() else _ask_attention
+            plan, again = ask(name, quantized, now) if configured else (Plan(*[frozenset()] * 4), _NEVER)
+            if module._weight_names():
+                self._tell(name, plan, quantized)
+            due = min(due, again)
+            found.append(None if plan.idle else self._inspector(name, plan))
+        # What features say of a layer in high precision tells nothing about it in a quantized one.
+        self.due = now + 1 if any(found) else now if any(settled) and not quantized else max(due, now + 1)
+        return tuple(found * (module.gemms // len(names))) if any(found) else None
+
+    def _inspector(self, name: str, plan: Plan) -> GemmInspector:
+        made = self._made.get((name, plan))
+        if made is None:
+            made = self._made[name, plan] = GemmInspector(name, plan.request, plan)
+        return made
+
+    def _tell(self, name: str, plan: Plan, quantized: bool) -> None:
+        """The lines of the log that say what happens to each operand: once for each layer."""
+        if (name, quantized) in self._told or not quantized and (name, True) in self._told:
+            return
+        self._told.add((name, quantized))
+        from nvdlfw_inspect import api
+
+        for tensor, gemms in _OPERANDS.items():
+            for gemm in gemms:
+                how = "FP8 quantization" if quantized and (gemm, tensor) not in plan.high else "High precision"
+                if (gemm, tensor) in plan.modified:
+                    how = "modify_tensor()"
+                text = f"Tensor: {tensor}, gemm {gemm} - {how}"
+                api.log_message(text, layer_name=name, extra_cachable_args=(gemm, tensor, how))
+
+    def __deepcopy__(self, memo: Any) -> Door:
+        return Door()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Door, ()
+
+
+def _set(module: Any, value: Any) -> None:
+    module.__dict__["inspector"] = value  # Module.__setattr__ would cost a microsecond
+
+
+def _settled(name: str) -> bool:
+    """Whether the configuration names features of ours for the layer. The older name of the QKV projection counts."""
+    from nvdlfw_inspect.config_manager import ConfigManager
+
+    config = ConfigManager.get_config_for_layer(name)
+    if not config and ".layernorm_linear_q" in name:
+        config = ConfigManager.get_config_for_layer(name.replace(".layernorm_linear_q", ".layernorm_q"))
+        if config:
+            ConfigManager.layer_name_to_config_cache[name] = config
+    return bool(config.get("transformer_engine"))
+
+
+def _questions(name: str, now: int) -> tuple[Callable[..., bool], list[int]]:
+    """(asks the features of a layer, the iterations in which their answers may be others)."""
+    later: list[int] = []
+
+    def says(call: str, **what: Any) -> bool:
+        from nvdlfw_inspect import api
+
+        answer = getattr(api.transformer_engine, call)(layer_name=name, iteration=now, **what)
+        yes, after = answer if isinstance(answer, tuple) else (answer, now + 1)
+        later.append(_NEVER if after is None else max(int(after), now + 1))
+        return bool(yes)
+
+    return says, later
+
+
+def _ask_attention(name: str, quantized: bool, now: int) -> tuple[Plan, int]:
+    """What the features want to see of attention."""
+    says, later = _questions(name, now)
+    seen = frozenset(tensor for tensor in _OF_ATTENTION if says("inspect_tensor_enabled", tensor_name=tensor))
+    return Plan(frozenset(), frozenset(), seen, frozenset()), min(later)
+
+
+def _ask(name: str, quantized: bool, now: int) -> tuple[Plan, int]:
+    """What the features want of a product now, and the first iteration in which they may want something else."""
+    says, later = _questions(name, now)
+    high, modified, inspected, older = set(), set(), set(), set()
+    for tensor, gemms in _OPERANDS.items():
+        if says("inspect_tensor_enabled", tensor_name=tensor):
+            inspected.add(tensor)
+        for gemm in gemms:
+            if says("inspect_tensor_postquantize_enabled", gemm=gemm, tensor_name=tensor):
+                older.add((gemm, tensor))
+        for gemm in gemms:
+            if says("modify_tensor_enabled", gemm=gemm, tensor_name=tensor):
+                modified.add((gemm, tensor))
+            elif quantized and not says("fp8_gemm_enabled", gemm=gemm):
+                high.add((gemm, tensor))
+    for tensor, gemm in _RESULTS.items():
+        if says("inspect_tensor_enabled", tensor_name=tensor):
+            inspected.add(tensor)
+        if says("modify_tensor_enabled", gemm=gemm, tensor_name=tensor):
+            modified.add((gemm, tensor))
+    return Plan(frozenset(high), frozenset(modified), frozenset(inspected), frozenset(older)), min(later)
+
+
+def _refuse_capture(module: Any) -> None:
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        raise _refused(module, "a step that a CUDA graph captures", "capture it without, or leave the layer out")
+
+
+def _refuse_options(module: Any, precision: int) -> None:
+    """What a layer that features touch cannot do."""
+    if module.delay_wgrad_compute:
+        raise _refused(module, "delay_wgrad_compute=True", "make the layer without it, or leave it out")
+    rule = precision_of(precision)
+    if rule is not None and rule.input is not None and rule.input.scaling == "calibrate":
+        raise _refused(module, "a region that calibrates", "calibrate without features, or leave the layer out")
+
+
+def _refused(module: Any, what: str, do: str) -> UnsupportedError:
+    where = f"precision debugging of {type(module).__name__}{within(module)}"
+    return UnsupportedError(where, what, "features in eager steps", f"{do} of the configuration")
+
+
+# -------------------------------------------------------------------------------------------- while it is on
+
+_last: int | None = None  # the iteration of the last step
+
+
+def _attach(module: Any) -> None:
+    if module.__dict__.get("inspector") is None:
+        door = Door()
+        module.__dict__["_door"] = door
+        _set(module, door)
+
+
+def _doors() -> Iterator[tuple[Any, Door]]:
+    for module in list(modules._by_token.values()):
+        door = module.__dict__.get("_door")
+        if door is not None:
+            yield module, door
+
+
+def begin() -> None:
+    """All modules, those there are and those to come, ask the features before they run."""
+    global _last
+    _last = None
+    for module in list(modules._by_token.values()):
+        if isinstance(module, BaseModule):
+            _attach(module)
+    watching.new = _attach
+
+
+def stepped() -> None:
+    """An iteration has begun: wake the layers whose features may want something now."""
+    global _last
+    now = iteration_now()
+    expected, _last = now if _last is None else _last + 1, now
+    for module, door in _doors():
+        awake = door.due <= now or now != expected
+        if awake and module.__dict__["inspector"] is None:
+            _set(module, door)
+        elif awake and door.traced:
+            door.generation, door.traced = str(now), False
+
+
+def end() -> None:
+    """Nobody asks any more."""
+    watching.new = None
+    for module, door in _doors():
+        del module.__dict__["_door"]
+        if module.__dict__["inspector"] is door:
+            _set(module, None)

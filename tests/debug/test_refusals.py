@@ -1,0 +1,80 @@
+"""What a layer cannot do while a feature touches it, and does where none does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import te_torch as te
+from te_core.recipe import DelayedScaling
+from tests.debug.conftest import config
+
+pytest.importorskip("nvdlfw_inspect", reason="the extra `debug` brings nvdlfw_inspect")
+
+STATS: dict[str, Any] = {"LogTensorStats": {"stats": ["max"], "tensors": ["activation"]}}
+BF16: dict[str, Any] = {"params_dtype": torch.bfloat16, "device": "cpu"}
+
+
+def step(layer: Any, region: dict[str, Any] | None = None, **options: Any) -> None:
+    with te.autocast(**(region or {"recipe": DelayedScaling()})):
+        layer(torch.randn(32, 32).bfloat16(), **options)
+
+
+@pytest.mark.parametrize("touched", [True, False])
+@pytest.mark.parametrize(
+    ("made", "called", "error", "says"),
+    [
+        ({"delay_wgrad_compute": True}, {}, RuntimeError, "delay_wgrad_compute"),
+        (
+            {},
+            {"region": {"enabled": False, "calibrating": True, "recipe": DelayedScaling()}},
+            RuntimeError,
+            "calibrates",
+        ),
+        ({}, {"fp8_output": True}, AssertionError, "fp8_output"),
+    ],
+)
+def test_refused(debugging: Any, touched: bool, made: Any, called: Any, error: Any, says: str) -> None:
+    debugging(config({"layer_types": ["layer" if touched else "nobody"]}, **STATS))
+    layer = te.Linear(32, 32, name="layer", **made, **BF16)
+    if touched:
+        with pytest.raises(error, match=says):
+            step(layer, **called)
+    else:
+        step(layer, **called)
+
+
+def test_attention_is_handed_quantized_tensors(debugging: Any) -> None:
+    """That a module around the layer asks for: the step is the one without features, bit for bit."""
+    found = []
+    for features in (False, True):
+        if features:
+            session = debugging(config(LogTensorStats={"stats": ["max"], "tensors": ["qkv", "output", "do"]}))
+        torch.manual_seed(0)
+        layer = te.TransformerLayer(64, 128, 2, name="t", hidden_dropout=0.0, attention_dropout=0.0, **BF16)
+        x = torch.randn(32, 2, 64).bfloat16().requires_grad_()
+        for _ in range(2):
+            with te.autocast(recipe=DelayedScaling(fp8_dpa=True, fp8_mha=True)):
+                out = layer(x)
+            out.float().square().sum().backward()
+        found.append((out.detach(), x.grad))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    session.step()
+    assert ("t.self_attention.core_attention_qkv_max", 0) in session.statistics()
+
+
+def test_names_of_the_documented_classes() -> None:
+    import te_torch.compat
+
+    te_torch.compat.install()
+    from transformer_engine.debug.pytorch.debug_quantization import DebugQuantizedTensor, DebugQuantizer
+
+    x = torch.randn(16, 16)
+    quantizer = te.Float8CurrentScalingQuantizer(torch.float8_e4m3fn, "cpu")
+    for made, like in ((quantizer, quantizer.quantize(x).dequantize()), (None, x)):
+        tensor = DebugQuantizer("layer", "activation", made).quantize(x)
+        assert isinstance(tensor, DebugQuantizedTensor)
+        got = tensor.get_tensor(transpose=False)
+        assert torch.equal(got if made is None else got.dequantize(), like)

@@ -1,0 +1,71 @@
+"""Which folders are loaded and which layers are selected, where nvdlfw_inspect itself would end in an error."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import te_torch as te
+from tests.debug.conftest import FEATURES, config
+
+pytest.importorskip("nvdlfw_inspect", reason="the extra `debug` brings nvdlfw_inspect")
+
+STATS: dict[str, Any] = {"stats": ["max"], "tensors": ["activation"]}
+NAMES = ("net.1.fc1", "net.1.fc2", "net.2.fc1")
+
+
+def logged(session: Any) -> set[str]:
+    """The layers of which statistics are written."""
+    x = torch.randn(16, 32)
+    for name in NAMES:
+        te.Linear(32, 32, name=name, device="cpu")(x)
+    session.step()
+    return {name.removesuffix("_activation_max") for name, _ in session.statistics()}
+
+
+@pytest.mark.parametrize(
+    ("layers", "selected"),
+    [
+        ({"layer_numbers": 1}, NAMES[:2]),
+        ({"layer_numbers": [2]}, NAMES[2:]),
+        ({"layer_numbers": ["0-1"], "layer_types": ["fc2"]}, NAMES[1:2]),
+        ({"exact_layer_names": [NAMES[1]]}, NAMES[1:2]),
+        ({"exact_layer_names": ["nobody"]}, ()),
+    ],
+)
+def test_selected(debugging: Any, layers: dict[str, Any], selected: tuple[str, ...]) -> None:
+    assert logged(debugging(config(layers, LogTensorStats=STATS))) == set(selected)
+
+
+def test_two_sections_by_name(debugging: Any) -> None:
+    """Each selects its own: neither knows the other's layers."""
+    sections = {
+        name: config({"exact_layer_names": [name]}, LogTensorStats=STATS)["one"] for name in (NAMES[0], NAMES[2])
+    }
+    assert logged(debugging(sections)) == {NAMES[0], NAMES[2]}
+
+
+def test_a_folder_that_is_not_there(debugging: Any, tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="nowhere does not exist"):
+        session = debugging(config(LogTensorStats=STATS), tmp_path / "nowhere")
+    assert [line for line in session.lines() if line.startswith("WARNING") and "nowhere" in line]
+    assert logged(session) == set(NAMES)
+
+
+def test_a_package_imported_before(tmp_path: Path) -> None:
+    given = [str(tmp_path / "a"), str(FEATURES)]
+    script = f"""
+import nvdlfw_inspect.debug_manager, te_torch, nvdlfw_inspect.api as api
+api.initialize({config(LogTensorStats=STATS)!r}, {given!r}, log_dir={str(tmp_path)!r})
+api.end_debug()
+api.initialize("", {str(tmp_path / "b")!r}, log_dir={str(tmp_path)!r})
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    for name in "ab":
+        assert f"WARNING - feature_dirs: {tmp_path / name} does not exist" in done.stderr
