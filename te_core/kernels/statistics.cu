@@ -35,8 +35,8 @@ constexpr u32 TOP_CODE = FORMAT == E4M3 ? 0x7e : 0x7b;
 struct Found {
     double sum = 0., squares = 0., magnitudes = 0., noise = 0.;
     u32 nonzero = 0, nans = 0, infinities = 0, underflows = 0, overflows = 0, saturated = 0;
-    float top = -INFINITY, amax = -INFINITY, scale_top = -INFINITY;
-    float bottom = INFINITY, amin = INFINITY, scale_bottom = INFINITY;
+    float top = -infinity(), amax = -infinity(), scale_top = -infinity();
+    float bottom = infinity(), amin = infinity(), scale_bottom = infinity();
 };
 
 // Where the scale of an element lies. `across` is the pitch of the scales.

@@ -21,7 +21,7 @@ LOOKS = {"stats": ["max"], "tensors": ["activation"]}
 def test_a_compiled_step(debugging: Debugging) -> None:
     session = debugging(config({"layer_types": ["watched"]}, LogTensorStats={**LOOKS, "start_step": 1}))
     torch.compiler.reset()
-    other, watched = (te.Linear(32, 32, name=name) for name in ("other", "watched"))
+    other, watched = (te.Linear(32, 32, device="cpu", name=name) for name in ("other", "watched"))
     step = torch.compile(lambda layer, x: layer(x).sum(), backend="aot_eager")
     x = torch.randn(16, 32)
     with recipes.region("current"):

@@ -348,7 +348,7 @@ def test_names_of_products(debugging: Debugging) -> None:
     session = debugging(logging(["max"], "activation"))
     for kind in ("LayerNormMLP", "GroupedLinear"):
         run(made(kind), values(), recipes.region("current"))
-    layer = te.TransformerLayer(WIDTH, WIDE, 4, name="t", hidden_dropout=0.0, attention_dropout=0.0)
+    layer = te.TransformerLayer(WIDTH, WIDE, 4, name="t", hidden_dropout=0.0, attention_dropout=0.0, device="cpu")
     layer(torch.randn(4, 2, WIDTH)).sum().backward()
     session.step()
     names = {name.removesuffix("_activation_max") for name, _ in session.statistics()}
@@ -365,7 +365,7 @@ def test_names_of_products(debugging: Debugging) -> None:
 def test_the_older_name_of_the_qkv_projection(debugging: Debugging) -> None:
     found = config({"layer_types": ["layernorm_qkv"]}, LogTensorStats={"stats": ["max"], "tensors": ["activation"]})
     session = debugging(found)
-    layer = te.TransformerLayer(WIDTH, WIDE, 4, name="t", hidden_dropout=0.0, attention_dropout=0.0)
+    layer = te.TransformerLayer(WIDTH, WIDE, 4, name="t", hidden_dropout=0.0, attention_dropout=0.0, device="cpu")
     layer(torch.randn(4, 2, WIDTH))
     session.step()
     assert [name for name, _ in session.statistics()] == ["t.self_attention.layernorm_linear_qkv_activation_max"]

@@ -443,13 +443,13 @@ def test_what_is_handed_over_in_fp8(kind: str, turned: bool) -> None:
     recipe = None if kind == "none" else recipes[kind.split()[0]](**flags)
     module = make("cpu")
     with te.autocast(enabled=recipe is not None, recipe=recipe, emulate=True):
-        assert module._hand_over(turned) == HANDED[kind, turned]
+        assert module._hand_over(turned, False) == HANDED[kind, turned]
         with te.autocast(enabled=False):
-            assert module._hand_over(turned) == HandOver()
+            assert module._hand_over(turned, False) == HandOver()
     seen = []
 
     def part(x: torch.Tensor) -> torch.Tensor:
-        seen.append(module._hand_over(turned))
+        seen.append(module._hand_over(turned, False))
         return module.proj(x)
 
     x = torch.ones(16, module.proj.in_features, requires_grad=True)
@@ -458,12 +458,12 @@ def test_what_is_handed_over_in_fp8(kind: str, turned: bool) -> None:
     y = y[0] if isinstance(y, tuple) else y
     y.sum().backward()
     assert seen == [HANDED[kind, turned]] * 2
-    assert module._hand_over(turned) == HandOver()
+    assert module._hand_over(turned, False) == HandOver()
     normed = make("cpu", qk_norm_type="RMSNorm")
     with te.autocast(enabled=recipe is not None, recipe=recipe, emulate=True):
-        assert not normed._hand_over(False).qkv, "norms do not read FP8"
+        assert not normed._hand_over(False, False).qkv, "norms do not read FP8"
     with te.autocast(enabled=False, calibrating=True, recipe=recipe):
-        assert module._hand_over(turned) == HandOver()
+        assert module._hand_over(turned, False) == HandOver()
 
 
 @on_devices

@@ -14,6 +14,9 @@ typedef unsigned long long u64;
 typedef __nv_bfloat16 bf16;
 typedef __half fp16;
 
+// NVRTC 13.0 knows no INFINITY: a later one finds it in a header that these include.
+__device__ __forceinline__ float infinity() { return __uint_as_float(0x7f800000u); }
+
 // ---- conversions: round to nearest even everywhere -------------------------------------------------------
 
 __device__ __forceinline__ float to_float(float v) { return v; }
