@@ -1,7 +1,9 @@
 """Quantized weights that compiled code keeps from a step's first microbatch to the others (`is_first_microbatch`).
 
-They are ordinary tensors: the first microbatch's program returns them, traced code keeps them with the module, and the
-program of the others is given them. A compiler guards on what they are, which is the same in every step.
+They are ordinary tensors of lasting memory, made as a program is traced: what a program returns lies in memory that the
+next step of `mode="reduce-overhead"` takes again. The first microbatch's program returns what it quantized, traced code
+writes that into the module's tensors, and the program of the others is given these. A compiler guards on what they are,
+which is the same in every step.
 Whether they still are copies of what the weights now hold only shows as a program runs; where they are not, as after a
 step of the optimizer without a first microbatch, they are made anew in their places, as eager code makes them anew.
 """
@@ -22,17 +24,30 @@ from te_core.quantized import Copy, QuantizedTensor, pieces_of
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
 from te_torch.calls import Call
+from te_torch.likeness import alike
 from te_torch.precisions import part_of, precision_of
 from te_torch.quantized import QuantizedTorch
-from te_torch.runtime import constant_at_trace, to_torch
+from te_torch.runtime import constant_at_trace, shape_runtime, to_core_shape, to_torch
+
+_MOST_KINDS = 4  # of copies at a time: recipes and modes that a step changes between
 
 
 class Held:
-    """The copies of one module, and what they are in words; a copy of the module begins without."""
+    """The copies of one module; a copy of the module begins without.
 
-    def __init__(self) -> None:
-        self.what = ""
-        self.tensors: tuple[torch.Tensor, ...] = ()
+    Those of each kind are an attribute, by what they are in words: a compiler guards on one without the others.
+    """
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """All memory of copies."""
+        return [t for of_kind in self.__dict__.values() for t in of_kind]
+
+    def take(self, what: str, tensors: tuple[torch.Tensor, ...]) -> None:
+        """Keep memory for this kind; the oldest gives way."""
+        if len(self.__dict__) >= _MOST_KINDS:
+            del self.__dict__[next(iter(self.__dict__))]
+        self.__dict__[what] = tensors
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Held, ()
@@ -46,13 +61,16 @@ class Plan(NamedTuple):
     parts: tuple[int, ...]  # by weight: of how many parameters it was made, which come last; 0: it is one itself
 
     def __str__(self) -> str:
-        kinds = "".join("-" if c is None else "2" if c else "1" for c in self.columnwise)
-        return f"{'first' if self.first else 'later'} {kinds} {' '.join(map(str, self.parts))}"
+        return f"{'first' if self.first else 'later'} {_letters(self.columnwise)} {' '.join(map(str, self.parts))}"
 
     @property
     def tensors(self) -> int:
         """How many tensors the copies are: one for each orientation."""
         return sum(0 if c is None else 1 + c for c in self.columnwise)
+
+
+def _letters(columnwise: Sequence[bool | None]) -> str:
+    return "".join("-" if c is None else "2" if c else "1" for c in columnwise)
 
 
 @lru_cache(maxsize=1024)
@@ -66,16 +84,17 @@ def parsed(text: str) -> Plan:
 class Copies:
     """The copies of one traced call: `text` is the operator's plan, `tensors` what comes behind the layer's inputs."""
 
-    def __init__(self, held: Held, text: str, what: str, tensors: list[torch.Tensor]) -> None:
-        self.held, self.text, self.what, self.tensors = held, text, what, tensors
+    def __init__(self, text: str, kept: tuple[torch.Tensor, ...], parts: list[torch.Tensor]) -> None:
+        self.text, self.kept, self.tensors = text, kept, [*kept, *parts]
 
     def keep(self, made: list[torch.Tensor]) -> None:
         """Keep what a first microbatch has made."""
-        self.held.tensors, self.held.what = tuple(made), self.what
+        for old, new in zip(self.kept, made, strict=True):
+            old.copy_(new)
 
 
 def copies_at_trace(
-    held: Held,
+    module: Any,
     number: int,
     weights: Sequence[torch.Tensor],
     parts: Sequence[Sequence[torch.Tensor]],
@@ -90,49 +109,104 @@ def copies_at_trace(
     counts = tuple(
         [0 if len(p) == 1 and p[0].dtype == w.dtype else len(p) for w, p in zip(weights, parts, strict=True)]
     )
-    there = "" if first else held.what
-    text, what = plan_at_trace(number, plain, counts, torch.is_grad_enabled(), there)
-    if not text or (not lasting and made_of(text)):
+    sizes = tuple([(w.shape[0], w.shape[1], w.dtype) for w in weights])
+    shapes = tuple([tuple(p.shape) for of_one in parts for p in of_one])
+    learns = any([p.requires_grad for of_one in parts for p in of_one])
+    owner = module._kind, module._facts(), weights[0].device, learns, shapes
+    what = room_at_trace(owner, number, plain, sizes, torch.is_grad_enabled(), lasting)
+    kept = getattr(module._copies, what, None) if what else None
+    if kept is None or (first and not lasting):
         return None
-    tensors = [] if made_of(text) else list(held.tensors)
-    for own, count in zip(parts, counts, strict=True):
-        if count:
-            tensors += [t.detach() for t in own]
-    return Copies(held, text, what, tensors)
+    text = plan_at_trace(what, counts, first)
+    return Copies(text, kept, [p.detach() for own, n in zip(parts, counts, strict=True) if n for p in own])
 
 
 @constant_at_trace
-def plan_at_trace(
-    number: int, plain: tuple[bool, ...], parts: tuple[int, ...], grad: bool, there: str
-) -> tuple[str, str]:
-    """(the operator's plan, or "" where nothing is kept; in words what the copies are).
+def room_at_trace(
+    owner: tuple[int, tuple[Any, ...], torch.device, bool, tuple[Any, ...]],
+    number: int,
+    plain: tuple[bool, ...],
+    sizes: tuple[tuple[int, int, torch.dtype], ...],
+    grad: bool,
+    lasting: bool,
+) -> str:
+    """What the copies are, in words, for which all modules that run this program now have memory; "": there are none.
 
-    `plain`: which weights came plain; `grad`: whether a backward may follow; `there`: the words of copies to be read.
+    `owner`: what the modules are like, down to where the weights are, whether they want gradients (a copy of the model
+    that is never trained needs no memory) and their shapes; `plain`: which weights came plain; `grad`: whether a
+    backward may follow; `lasting`: whether there may be more than there is.
     """
     rules = [precision_of(part_of(number, i)) for i in range(len(plain))]
-    columnwise = [
-        grad and rule.backward is None if given and rule is not None and _is_kept(rule) else None
-        for rule, given in zip(rules, plain, strict=True)
-    ]
+    modules = _owners(*owner)
+    for with_columns in dict.fromkeys((True, grad)):  # what a backward reads is enough where none follows
+        what, columnwise = _kind(rules, plain, with_columns)
+        if not columnwise:
+            return ""
+        if with_columns is grad or any(what in module._copies.__dict__ for module in modules):
+            break
+    without = [module._copies for module in modules if what not in module._copies.__dict__]
+    if lasting and without:
+        shapes = _shapes(number, columnwise, sizes, owner[2])
+        for held in without:
+            held.take(what, tuple([_lasting(shape, owner[2]) for shape in shapes]))
+    return what
+
+
+def _owners(
+    kind: int, facts: tuple[Any, ...], device: torch.device, learns: bool, shapes: tuple[tuple[int, ...], ...]
+) -> list[Any]:
+    """The modules that run a program, whose weights are as those of the one that is traced."""
+    found = []
+    for module in alike(kind, facts):
+        weights = [module._parameters[name] for name in module._weight_names()]
+        if any(w.requires_grad for w in weights) == learns and tuple([tuple(w.shape) for w in weights]) == shapes:
+            found += [module] * all(w.device == device for w in weights)
+    return found
+
+
+def _kind(rules: Sequence[Precision | None], plain: Sequence[bool], grad: bool) -> tuple[str, tuple[bool | None, ...]]:
+    """(copies by these rules in words; by weight, whether its copy is also one along columns, None: it is not kept)."""
+    columnwise = tuple(
+        [
+            grad and rule.backward is None if given and rule is not None and _is_kept(rule) else None
+            for rule, given in zip(rules, plain, strict=True)
+        ]
+    )
     if all(c is None for c in columnwise):
-        return "", ""
-    if there:
-        words, _, kinds = there.partition(" of ")
-        before = parsed(f"later {kinds} {' '.join('0' for _ in plain)}").columnwise
-        enough = all((a is None) == (b is None) and (not b or a) for a, b in zip(before, columnwise, strict=True))
-        if enough and words == _words(rules):
-            return str(Plan(False, before, parts)), there
-    found = Plan(True, tuple(columnwise), parts)
-    return str(found), f"{_words(rules)} of {str(found).split(' ')[1]}"
+        return "", ()
+    words = ",".join("" if rule is None else str(rule.serial) for rule in rules)
+    return f"{words} of {_letters(columnwise)}", columnwise
+
+
+def _lasting(shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    made = torch.empty(shape, dtype=torch.uint8, device=device)
+    torch._dynamo.mark_static_address(made, guard=False)  # else a captured program copies it in, and is not given it
+    return made
+
+
+def _shapes(
+    number: int, columnwise: Sequence[bool | None], sizes: Sequence[tuple[int, int, torch.dtype]], device: torch.device
+) -> list[tuple[int, ...]]:
+    """Of the bytes of each copy: what quantizing weights of these sizes makes."""
+    rt, found = shape_runtime(device), []
+    one = to_core_shape(torch.empty(3 * len(sizes), device="meta"))
+    for i, (c, (rows, cols, dtype)) in enumerate(zip(columnwise, sizes, strict=True)):
+        if c is not None:
+            weight = to_core_shape(torch.empty(rows, cols, dtype=dtype, device="meta"))
+            product = _product(precision_of(part_of(number, i)), weight, c, Scales(one, one, one, None), i)
+            found += [tuple(t.shape) for t in _memory(quantized(rt, weight, product))]
+    return found
+
+
+@constant_at_trace
+def plan_at_trace(what: str, parts: tuple[int, ...], first: bool) -> str:
+    """The operator's plan with copies that are this."""
+    return f"{'first' if first else 'later'} {what.partition(' of ')[2]} {' '.join(map(str, parts))}"
 
 
 def _is_kept(rule: Precision) -> bool:
     """Whether a weight by this rule is one quantized tensor."""
     return rule.weight is not None and is_plain_rule(rule.weight)
-
-
-def _words(rules: Sequence[Precision | None]) -> str:
-    return ",".join("" if rule is None else str(rule.serial) for rule in rules)
 
 
 @constant_at_trace
@@ -145,7 +219,7 @@ def made_of(text: str) -> int:
 def _behind(text: str) -> tuple[int, int]:
     """How many tensors of copies, and then of parts, come behind the layer's inputs."""
     plan = parsed(text)
-    return (0 if plan.first else plan.tensors), sum(plan.parts)
+    return plan.tensors, sum(plan.parts)
 
 
 def own_inputs(text: str, inputs: Sequence[Any]) -> list[Any]:
@@ -179,9 +253,9 @@ def ready_for(
     `check`: whether there are values, of which the copies may not be any more.
     """
     plan = parsed(text)
-    count = len(views) - sum(plan.parts) - (0 if plan.first else plan.tensors)
+    count = len(views) - sum(plan.parts) - plan.tensors
     own, rest = list(views[:count]), iter(views[count:])
-    given = [] if plan.first else [next(rest) for _ in range(plan.tensors)]
+    given = [next(rest) for _ in range(plan.tensors)]
     weights = [own[i] for i in call.layer.weights]
     products = [
         None if c is None else _product(spec.precision, weight, c, scales, i)
@@ -191,8 +265,9 @@ def ready_for(
     if plan.first:
         ready = [None if p is None else quantized(rt, w, p) for w, p in zip(weights, products, strict=True)]
         made = [t for q in ready if q is not None for t in _memory(q)]
-        if identity is not None:
+        if identity is not None:  # traced code writes them into what is given, or hands them on in their place
             _note(made, identity)
+            _note([t.owner for t in given], identity)
         return own, ready, made
     if check and (identity is None or _of_what.get(given[0].ptr) != identity):
         fresh = [_memory(quantized(rt, w, p)) for w, p in zip(weights, products, strict=True) if p is not None]

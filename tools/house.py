@@ -19,8 +19,8 @@ GROUND = (
     "recipe errors env cache arguments naming hints statistics"
 )
 TORCH_GROUND = (
-    "export runtime quantized precisions program_names program_specs module_names module_paths listing offloading "
-    "recipe utils not_built"
+    "export runtime quantized precisions program_names program_specs module_names likeness module_paths "
+    "listing offloading recipe utils not_built"
 )
 TORCH_STATE = (
     "calls carried weight_copies operators amax_disagreement amax_reduction availability state updates autocast "

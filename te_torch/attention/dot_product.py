@@ -40,11 +40,12 @@ from te_torch.attention.score_mod import functions, run_graph
 from te_torch.autocast import Region, precision_now
 from te_torch.base.draws import Repeated
 from te_torch.base.forks import Fork, fork_of
-from te_torch.base.module import BaseModule, alike
+from te_torch.base.module import BaseModule
 from te_torch.base.options import check_values
 from te_torch.carried import Carried, carry
 from te_torch.export.mode import exporting
 from te_torch.function import key_of, register
+from te_torch.likeness import alike
 from te_torch.precisions import precision_of
 from te_torch.quantized import QuantizedTorch
 from te_torch.runtime import constant_at_trace, default_device, untraced

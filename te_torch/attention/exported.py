@@ -54,8 +54,8 @@ def not_traced(backend: str) -> UnsupportedError:
     return UnsupportedError(
         "torch.export",
         f"attention that {backend} computes outside of compiled graphs",
-        "attention without score_mod and checkpoint, and in FP8 with plain tensors in and out",
-        "export with fp8_dpa=False and fp8_mha=False, and without these options; or in te.onnx_export",
+        "attention without score_mod, checkpoint_core_attention and an inspector",
+        "export without them",
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,6 +23,7 @@ from te_torch.carried import HANDING
 from te_torch.custom import custom_precisions
 from te_torch.export.mode import custom_recipe, exporting, not_warmed_up
 from te_torch.function import Extra
+from te_torch.likeness import alike, enrolled, of_token
 from te_torch.module_names import name_of, next_name, shown, within
 from te_torch.nonfinite import counted
 from te_torch.operators import Traced, in_checkpoint, rule_key
@@ -77,10 +77,9 @@ class CallingModule(torch.nn.Module):
         self._calls: dict[Any, Call] = {}
         self._last: Call | None = None  # of the last forward: what precision_report() reads
         self._outstanding = Outstanding()  # forwards that a checkpoint may run again
-        self._token = next(_tokens)
+        self._token = enrolled(self)
         # Kept here, too: a stand-in of torch's tracers has our `__dict__`, and a class of its own.
         self._kind = self._number
-        _by_token[self._token] = self
 
     def __getstate__(self) -> dict[str, Any]:
         """Without calls, token and compiled code, which belong to this process and this object."""
@@ -118,13 +117,6 @@ class CallingModule(torch.nn.Module):
 
 
 _kinds = itertools.count(1)
-_tokens = itertools.count(1)
-_by_token: weakref.WeakValueDictionary[int, CallingModule] = weakref.WeakValueDictionary()
-
-
-def alike(kind: int, facts: tuple[Any, ...]) -> list[Any]:
-    """The living modules of this class that are like this: what is compiled for one of them serves all."""
-    return [module for module in list(_by_token.values()) if module._kind == kind and module._facts() == facts]
 
 
 @constant_at_trace
@@ -391,7 +383,7 @@ class BaseModule(Documented, CallingModule):
             if exporting.on or first_microbatch is None or not precision:
                 return None
             parts = [self._parts_of(n) for n in names]
-            return copies_at_trace(self._copies, precision, weights, parts, first_microbatch, not in_checkpoint())
+            return copies_at_trace(self, precision, weights, parts, first_microbatch, not in_checkpoint())
         scales = None if state is None else state.scales(recompute)
         precisions = [self._precision(precision, i) if precision else None for i in range(len(weights))]
         return extra_for(self, names, weights, [self._parts_of(n) for n in names], precisions, scales, first_microbatch)
@@ -549,7 +541,7 @@ def _refuse_traced_gradients() -> None:
 
 @constant_at_trace
 def _refuse_traced_choice(token: int, precision: int, generation: str) -> None:
-    module: Any = _by_token[token]
+    module = of_token(token)
     module.inspector.refuse_traced(module, precision)
 
 

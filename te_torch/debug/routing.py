@@ -15,11 +15,11 @@ import torch
 
 from te_core.errors import UnsupportedError
 from te_core.layers.inspector import ATTENTION_POINTS, Request
-from te_torch.base import module as modules
 from te_torch.base.module import BaseModule
 from te_torch.base.watching import Choice, watching
 from te_torch.debug.gemm import GemmInspector
 from te_torch.debug.layers import product_names
+from te_torch.likeness import living
 from te_torch.module_names import within
 from te_torch.precisions import precision_of
 
@@ -244,7 +244,7 @@ def _attach(module: Any) -> None:
 
 
 def _doors() -> Iterator[tuple[Any, Door]]:
-    for module in list(modules._by_token.values()):
+    for module in living():
         door = module.__dict__.get("_door")
         if door is not None:
             yield module, door
@@ -254,7 +254,7 @@ def begin() -> None:
     """All modules, those there are and those to come, ask the features before they run."""
     global _last
     _last = None
-    for module in list(modules._by_token.values()):
+    for module in living():
         if isinstance(module, BaseModule):
             _attach(module)
     watching.new = _attach

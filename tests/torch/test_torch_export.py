@@ -13,7 +13,7 @@ import torch
 
 import te_torch as te
 from te_core.layers.inspector import Inspector
-from te_core.recipe import CustomRecipe, DelayedScaling
+from te_core.recipe import CustomRecipe, DelayedScaling, Float8CurrentScaling
 from te_torch.calls import call_of
 from te_torch.program_specs import read, written
 from tests.backends import requires_cuda
@@ -127,11 +127,30 @@ def test_what_no_other_process_has_is_refused() -> None:
             program_of(module, recipe, (x,))
 
 
-def test_attention_that_runs_eagerly_is_refused() -> None:
+def test_attention_that_runs_eagerly_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NVTE_FUSED_ATTN", "0")
+    monkeypatch.setenv("NVTE_UnfusedDPA_Emulate_FP8", "1")
     recipe = DelayedScaling(fp8_dpa=True)
     module, args, _ = made(PRODUCTS["TransformerLayer"], recipe)
-    with pytest.raises(RuntimeError, match="outside of compiled graphs.*export with fp8_dpa=False"):
-        program_of(module, recipe, args)
+    with pytest.raises(RuntimeError, match="outside of compiled graphs.*without score_mod, checkpoint_core"):
+        program_of(module.train(), recipe, args, {"checkpoint_core_attention": True})
+
+
+@pytest.mark.parametrize("emulated", [False, True])
+@pytest.mark.parametrize("recipe", [Float8CurrentScaling, DelayedScaling])
+def test_attention_in_fp8(recipe: Any, emulated: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between projections that hand FP8 on, too; where scores are tensors, their rounding is in the program."""
+    if emulated:
+        monkeypatch.setenv("NVTE_FUSED_ATTN", "0")
+        monkeypatch.setenv("NVTE_UnfusedDPA_Emulate_FP8", "1")
+    for i, handed in enumerate((False, True)):
+        rule = recipe(fp8_dpa=True, fp8_mha=handed)
+        module, args, named = made(PRODUCTS["TransformerLayer"], rule)
+        wanted = eager(module, rule, args, named)
+        torch.export.save(program_of(module, rule, args, named), tmp_path / f"{i}.pt2")
+        torch.save((args, named, wanted), tmp_path / f"{i}.pt")
+    done = subprocess.run([sys.executable, "-c", ELSEWHERE, str(tmp_path)], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
 def test_texts_are_read_as_data_of_this_library_alone() -> None:
