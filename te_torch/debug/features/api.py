@@ -148,6 +148,23 @@ _REQUIRED = {
 _CACHED_BY = {name: [k for k in keys if k in ("gemm", "tensor_name")] for name, keys in _REQUIRED.items()}
 _CACHED_BY["inspect_tensor_postquantize"] = ["gemm", "tensor_name"]
 _ONE_FEATURE = ("modify_tensor", "modify_tensor_enabled")
+_TENSORS = (torch.Tensor, QuantizedTensor, QuantizedTensorStorage)
+
+
+class _Quiet:
+    """A tensor on its way through the package: to print it would wait for the GPU."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __repr__(self) -> str:
+        return f"<{type(self.value).__name__}>"
+
+
+def _opened(kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {k: v.value if type(v) is _Quiet else v for k, v in kwargs.items()}
 
 
 class TransformerEngineAPI(BaseNamespaceAPI):
@@ -164,6 +181,11 @@ class TransformerEngineAPI(BaseNamespaceAPI):
         """Several features may look at a tensor, and one may change it."""
         return api_name not in _ONE_FEATURE
 
+    def route_api(self, layer_name: str, api_name: str, **kwargs: Any) -> Any:
+        """Where several features answer, the package prints all arguments of each call: tensors stay out of that."""
+        quiet = {k: _Quiet(v) if isinstance(v, _TENSORS) else v for k, v in kwargs.items()}
+        return super().route_api(layer_name, api_name, **quiet)
+
     def input_assertions_hook(self, api_name: str, **kwargs: Any) -> None:
         """A call brings what it has to."""
         for name in _REQUIRED.get(api_name, ()):
@@ -177,7 +199,8 @@ class TransformerEngineAPI(BaseNamespaceAPI):
         if api_name.startswith("inspect_tensor_postquantize"):
             by_gemm = "gemm" in kwargs and any(name in config for name in ("gemms", "gemms_struct"))
         by_tensor = "tensor_name" in _REQUIRED[api_name]
-        return feature_obj.parse_config_and_api(config, gemm_parsing=by_gemm, tensor_parsing=by_tensor, **kwargs)
+        parse = feature_obj.parse_config_and_api
+        return parse(config, gemm_parsing=by_gemm, tensor_parsing=by_tensor, **_opened(kwargs))
 
     def output_assertions_hook(self, api_name: str, ret: Any, **kwargs: Any) -> None:
         """An answer is what its call asks for."""
@@ -214,7 +237,7 @@ class TransformerEngineAPI(BaseNamespaceAPI):
             getattr(call, "__self__", None), TEDefaultFeatures
         ):
             _warn_older()
-        names = self._accepted(call)
+        names, kwargs = self._accepted(call), _opened(kwargs)
         given = kwargs if names is None else {k: v for k, v in kwargs.items() if k in names}
         return call(feat_config, layer_name, **given)
 
