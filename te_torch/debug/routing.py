@@ -76,6 +76,7 @@ class Door(Choice):
         self._decided: dict[bool, tuple[Any, ...] | None] = {}
         self._made: dict[tuple[str, Plan], GemmInspector] = {}
         self._told: set[tuple[str, bool]] = set()
+        self._never: set[Any] = set()
 
     def choose(self, module: Any, precision: int) -> None:
         """Ask the features what they want of a forward in this precision; in an iteration once."""
@@ -114,7 +115,7 @@ class Door(Choice):
         due, found = _NEVER, []
         for name, configured in zip(names, settled, strict=True):
             ask = _ask if module._weight_names() else _ask_attention
-            plan, again = ask(name, quantized, now) if configured else (Plan(*[frozenset()] * 4), _NEVER)
+            plan, again = ask(name, quantized, now, self._never) if configured else (Plan(*[frozenset()] * 4), _NEVER)
             if module._weight_names():
                 self._tell(name, plan, quantized)
             due = min(due, again)
@@ -167,31 +168,39 @@ def _settled(name: str) -> bool:
     return bool(config.get("transformer_engine"))
 
 
-def _questions(name: str, now: int) -> tuple[Callable[..., bool], list[int]]:
-    """(asks the features of a layer, the iterations in which their answers may be others)."""
+def _questions(name: str, now: int, never: set[Any]) -> tuple[Callable[..., bool], list[int]]:
+    """(asks the features of a layer, the iterations in which their answers may be others).
+
+    `never`: the questions that were answered by no, for good.
+    """
     later: list[int] = []
 
     def says(call: str, **what: Any) -> bool:
         from nvdlfw_inspect import api
 
+        question = (name, call, *what.values())
+        if question in never:
+            return call == "fp8_gemm_enabled"
         answer = getattr(api.transformer_engine, call)(layer_name=name, iteration=now, **what)
         yes, after = answer if isinstance(answer, tuple) else (answer, now + 1)
+        if after is None and bool(yes) == (call == "fp8_gemm_enabled"):
+            never.add(question)
         later.append(_NEVER if after is None else max(int(after), now + 1))
         return bool(yes)
 
     return says, later
 
 
-def _ask_attention(name: str, quantized: bool, now: int) -> tuple[Plan, int]:
+def _ask_attention(name: str, quantized: bool, now: int, never: set[Any]) -> tuple[Plan, int]:
     """What the features want to see of attention."""
-    says, later = _questions(name, now)
+    says, later = _questions(name, now, never)
     seen = frozenset(tensor for tensor in _OF_ATTENTION if says("inspect_tensor_enabled", tensor_name=tensor))
-    return Plan(frozenset(), frozenset(), seen, frozenset()), min(later)
+    return Plan(frozenset(), frozenset(), seen, frozenset()), min(later, default=_NEVER)
 
 
-def _ask(name: str, quantized: bool, now: int) -> tuple[Plan, int]:
+def _ask(name: str, quantized: bool, now: int, never: set[Any]) -> tuple[Plan, int]:
     """What the features want of a product now, and the first iteration in which they may want something else."""
-    says, later = _questions(name, now)
+    says, later = _questions(name, now, never)
     high, modified, inspected, older = set(), set(), set(), set()
     for tensor, gemms in _OPERANDS.items():
         if says("inspect_tensor_enabled", tensor_name=tensor):
@@ -209,7 +218,9 @@ def _ask(name: str, quantized: bool, now: int) -> tuple[Plan, int]:
             inspected.add(tensor)
         if says("modify_tensor_enabled", gemm=gemm, tensor_name=tensor):
             modified.add((gemm, tensor))
-    return Plan(frozenset(high), frozenset(modified), frozenset(inspected), frozenset(older)), min(later)
+    return Plan(frozenset(high), frozenset(modified), frozenset(inspected), frozenset(older)), min(
+        later, default=_NEVER
+    )
 
 
 def _refuse_capture(module: Any) -> None:

@@ -8,7 +8,7 @@ variants it holds: a statistic is that of all records which hold its variant.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -112,12 +112,13 @@ class StatsBuffers:
         asked.iteration = iteration
         return asked
 
-    def write(self, group: Any, log: Callable[[str, float, int], None], together: bool) -> None:
-        """Read what was fed, reduce it over the ranks of `group` (`together`), log it, begin anew."""
+    def write(self, group: Any, together: bool) -> list[tuple[str, float, int]]:
+        """Read what was fed, reduce it over the ranks of `group` (`together`), begin anew: (name, value, iteration)."""
+        scalars: list[tuple[str, float, int]] = []
         self.flush()
         fed = {where: asked for where, asked in self._asked.items() if asked.iteration >= 0}
         numbers: dict[Any, Any] = {w: n for w, n in (self.records.numbers() if fed else {}).items() if n[0] > 0}
-        extremes = {name: value.item() for name, value in self._extremes.items()}
+        extremes = dict(zip(self._extremes, _read([*self._extremes.values()]), strict=True))
         if together:
             numbers, extremes = _reduced(group, numbers, extremes)
         found: dict[Any, list[np.ndarray[Any, Any]]] = {}
@@ -128,19 +129,30 @@ class StatsBuffers:
             if where in found:
                 statistics = Statistics(merge(np.stack(found[where])))
                 for name, formula in asked.formulas.items():
-                    log(f"{where[0]}_{where[1]}_{name}", formula(statistics), asked.iteration)
+                    scalars.append((f"{where[0]}_{where[1]}_{name}", formula(statistics), asked.iteration))
             for name in asked.extremes:
-                log(name, extremes[name], asked.iteration)
+                scalars.append((name, extremes[name], asked.iteration))
             asked.iteration = -1
             asked.formulas.clear()
             asked.extremes.clear()
         if fed:
             self.records.reset()
         self._extremes.clear()
+        return scalars
 
     def clear(self) -> None:
         """Forget everything."""
         self.__init__()  # type: ignore[misc]
+
+
+def _read(values: Sequence[torch.Tensor]) -> list[float]:
+    """Numbers of one element each, by one wait for each device."""
+    found = [0.0] * len(values)
+    for device in {v.device for v in values}:
+        of_it = [i for i, v in enumerate(values) if v.device == device]
+        for i, number in zip(of_it, torch.cat([values[i].reshape(1) for i in of_it]).tolist(), strict=True):
+            found[i] = number
+    return found
 
 
 def _reduced(
@@ -166,16 +178,13 @@ STATS_BUFFERS = StatsBuffers()
 def write() -> None:
     """Write the statistics of the iteration that ended."""
     from nvdlfw_inspect import api
-    from nvdlfw_inspect.logging import MetricLogger
+
+    from te_torch.debug import lines
 
     group = api.get_tensor_reduction_group()
     ended = api.DEBUG_MANAGER._trainer_iteration_count - 1
     together = dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1 and _logs_in(ended)
-
-    def log(name: str, value: float, iteration: int) -> None:
-        MetricLogger.log_scalar(name, value, iteration=iteration)
-
-    STATS_BUFFERS.write(group, log, together)
+    lines.log(STATS_BUFFERS.write(group, together))
 
 
 def _logs_in(iteration: int) -> bool:
