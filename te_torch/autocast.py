@@ -10,7 +10,6 @@ compiler follows it and guards on it (it does where the class gives the attribut
 from __future__ import annotations
 
 import threading
-import warnings
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from te_torch import state as scaling
 from te_torch.availability import current_device
 from te_torch.export.mode import exporting
 from te_torch.precisions import CALIBRATE, CHECK, EMULATE, STRICT, number_at_trace, number_of, precision_of, recipe_of
-from te_torch.runtime import constant_at_trace
+from te_torch.runtime import constant_at_trace, warn
 
 
 class Region:
@@ -396,5 +395,5 @@ def fp8_autocast(
     """The documented older name of `autocast`."""
     if misnamed:
         _refuse_names("fp8_autocast", misnamed, _OLDER_NAMES, "enabled, calibrating, fp8_recipe, fp8_group")
-    warnings.warn("fp8_autocast is the older name of autocast(recipe=...)", DeprecationWarning, stacklevel=2)
+    warn("fp8_autocast is the older name of autocast(recipe=...)", DeprecationWarning, 2)
     return autocast(enabled, calibrating, fp8_recipe, fp8_group, _graph)

@@ -61,6 +61,12 @@ def _fixed(value: Any) -> Any:
     return list({value: None})[0] if isinstance(value, (int, float)) else value
 
 
+@constant_at_trace
+def warn(text: str, category: type[Warning] = UserWarning, stacklevel: int = 2) -> None:
+    """warnings.warn of the function that calls this; in traced code as it is traced, where a compiler would break."""
+    warnings.warn(text, category, stacklevel=stacklevel + 2)
+
+
 def untraced(function: F, reason: str) -> F:
     """The function as traced code calls it: never traced. To be asked for at trace time (`constant_at_trace`): to
     import the compiler takes two seconds that others need not wait.

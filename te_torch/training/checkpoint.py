@@ -6,7 +6,6 @@ the scales that its forward read until its backward is through.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ContextDecorator
 from functools import partial
@@ -21,6 +20,7 @@ from te_torch.autocast import Ran, Region, active, in_backward, keeping_hook, ma
 from te_torch.base.draws import Repeated, capturing
 from te_torch.base.forks import not_a_tracker
 from te_torch.base.module import CallingModule
+from te_torch.runtime import warn
 
 #: Keyword arguments that are torch's own, not the function's.
 _OF_TORCH = ("preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop")
@@ -46,10 +46,10 @@ def checkpoint(
     and with several they are refused in this release.
     """
     if _is_older_form(args):
-        warnings.warn(
+        warn(
             "checkpoint: pass distribute_saved_activations, get_rng_state_tracker and tp_group by name",
             DeprecationWarning,
-            stacklevel=2,
+            2,
         )
         distribute_saved_activations, get_rng_state_tracker, tp_group, *rest = args
         args = tuple(rest)
@@ -152,7 +152,7 @@ def _is_group(value: Any) -> bool:
 def _check_distribution(group: Any, reentrant: bool) -> None:
     """What is kept is to be spread over the ranks of a group."""
     if not reentrant:
-        warnings.warn("checkpoint: distribute_saved_activations changes nothing with use_reentrant=False", stacklevel=3)
+        warn("checkpoint: distribute_saved_activations changes nothing with use_reentrant=False", UserWarning, 3)
         return
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         raise UnsupportedError(

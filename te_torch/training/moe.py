@@ -7,7 +7,6 @@ result's size has to be found out: `num_out_tokens=-1` with a mask, and padding.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from math import prod
 from typing import Any
@@ -16,7 +15,7 @@ import torch
 
 from te_core.errors import ArgumentError, UnsupportedError
 from te_torch.quantized import QuantizedTorch
-from te_torch.runtime import FLOATS, check_dtype
+from te_torch.runtime import FLOATS, check_dtype, warn
 from te_torch.training import moe_operators as operators
 
 _MASKS = (torch.bool, torch.uint8, torch.int32, torch.int64)
@@ -127,7 +126,7 @@ def moe_unpermute(
     if probs is not None:
         if merging_probs is not None:
             raise ArgumentError(op, "probs and merging_probs", "one of them", "pass merging_probs alone")
-        warnings.warn("moe_unpermute: probs is the older name of merging_probs", DeprecationWarning, stacklevel=2)
+        warn("moe_unpermute: probs is the older name of merging_probs", DeprecationWarning, 2)
         merging_probs = probs
     _check_map_type(op, map_type)
     if not row_id_map.numel() and _is_empty(inp):
@@ -148,7 +147,7 @@ def moe_unpermute(
             got = f"merging_probs {tuple(merging_probs.shape)} for a map of {row_id_map.numel()} entries"
             raise ArgumentError(op, got, "[tokens, top k], a weight for each entry", "correct merging_probs")
         if merging_probs.dtype != torch.float32:
-            warnings.warn(f"{op}: merging_probs is {merging_probs.dtype}; made float32", stacklevel=2)
+            warn(f"{op}: merging_probs is {merging_probs.dtype}; made float32", UserWarning, 2)
             merging_probs = merging_probs.float()
     return operators.unpermute(inp, row_id_map, merging_probs, None, tokens)
 
@@ -276,7 +275,7 @@ def _expert_ids(op: str, routing_map: torch.Tensor) -> torch.Tensor:
     if routing_map.dtype not in _INTEGERS:
         got = f"a routing_map of {routing_map.dtype} with map_type='index'"
         raise ArgumentError(op, got, "expert ids, int32", "pass the ids, or map_type='mask'")
-    warnings.warn(f"{op}: routing_map is {routing_map.dtype}; made int32", stacklevel=3)
+    warn(f"{op}: routing_map is {routing_map.dtype}; made int32", UserWarning, 3)
     return routing_map.int()
 
 

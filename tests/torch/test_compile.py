@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -127,6 +129,26 @@ def test_region_inside(recipe: str, device: str) -> None:
 
 
 @pytest.mark.timeout(900)  # a C++ compiler among many processes
+def test_older_names_inside() -> None:
+    """What warns does not break the graph: the region's older name, and older arguments of functions."""
+    module, x = make("Linear"), values(16, 48)
+    again = copy.deepcopy(module)
+    routing = torch.tensor([[0, 1]] * 16)
+
+    def run(t: torch.Tensor, owner: Any) -> torch.Tensor:
+        with te.fp8_autocast(enabled=True):
+            y = owner(t)
+        rows, order = te.moe_permute(y, routing, num_out_tokens=32, map_type="index")
+        return te.moe_unpermute(rows, order, probs=torch.ones(16, 2).bfloat16(), map_type="index")
+
+    with pytest.warns(DeprecationWarning, match="fp8_autocast is the older name") as said:
+        wanted = run(x, module)
+    assert {Path(w.filename).name for w in said if "older name" in str(w.message)} == {Path(__file__).name}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert torch.equal(torch.compile(run, fullgraph=True, backend="aot_eager")(x, again), wanted)
+
+
 @on_devices
 @pytest.mark.parametrize("kind", ["LayerNormLinear", "LayerNormMLP"])
 @recipes
