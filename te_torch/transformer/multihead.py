@@ -340,8 +340,11 @@ class MultiheadAttention(torch.nn.Module):
         if not number:
             return _NOTHING
         between = between or self.q_norm is not None
-        if torch.compiler.is_compiling() and not exporting.on:
-            known = not moved and all([_is_plainly_called(self._modules.get(name)) for name in _PROJECTIONS])
+        if torch.compiler.is_compiling():
+            # An exported program reads padding where it lies.
+            known = not (self._watched() if exporting.on else moved) and all(
+                [_is_plainly_called(self._modules.get(name)) for name in _PROJECTIONS]
+            )
             # Queries that are interleaved with several groups are copied apart, and their gradients are plain.
             straight = not self.qkv_weight_interleaved or self.num_gqa_groups in (1, self.num_attention_heads)
             of_self = self.attention_type == "self" and straight
