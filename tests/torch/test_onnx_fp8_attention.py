@@ -10,7 +10,9 @@ import torch
 import te_torch as te
 from te_core.layers.inspector import Inspector
 from te_core.recipe import CustomRecipe, DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling
+from te_torch.attention import choose
 from te_torch.export.handed import Handed
+from tests.backends import requires_cuda
 from tests.export_cases import (
     ATTENTION,
     FP8_ATTENTION,
@@ -28,6 +30,7 @@ from tests.export_cases import (
     region,
     rows,
 )
+from tests.tolerances import DB, snr_db
 
 QKV, OUT, P = 2, 3, 8  # the places of attention's scales
 
@@ -269,3 +272,28 @@ def test_what_has_no_form_says_so_in_one_sentence(what: str) -> None:
     with pytest.raises(error, match=says) as raised:
         attend(**call)
     assert "To do: " in str(raised.value) and str(raised.value).endswith(".")
+
+
+# --------------------------------------------------------------------------------------------------------- on a GPU
+
+
+@requires_cuda
+@pytest.mark.parametrize("kind", FP8_ATTENTION)
+def test_on_a_gpu(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The program beside cuDNN, whose exponentials and sums keep fewer digits; current scaling is emulated there."""
+    monkeypatch.setenv("NVTE_UnfusedDPA_Emulate_FP8", "1")
+    recipe = FP8_ATTENTION[kind]
+    torch.manual_seed(0)
+    options: dict[str, Any] = {"attention_dropout": 0.0, "params_dtype": torch.bfloat16, "device": "cuda"}
+    module = te.MultiheadAttention(256, 2, **options).eval()
+    args = (torch.randn(64, 2, 256, dtype=torch.bfloat16, device="cuda"),)
+    for _ in range(2):
+        with region(recipe):
+            module(*args)
+    wanted = eager(module, recipe, args, {})[0]
+    plan = module.core_attention._last_plan
+    assert plan is not None and (plan.backend == choose.UNFUSED) == (kind == "current")
+    with exporting(recipe):
+        program = torch.export.export(module, args)
+    value = program.module()(*args).detach()
+    assert value.is_cuda and snr_db(value.cpu(), wanted.cpu()) > DB["fp8 gemm"]
