@@ -20,6 +20,7 @@ from te_core.ops import raw as ops
 from te_core.quantized import Format, QuantizedTensor
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
+from te_torch.export.handed import Handed
 from te_torch.runtime import TO_CORE, constant_at_trace, runtime_for, to_torch
 from te_torch.tensors.buffers import Buffers, core_of, of_core
 
@@ -116,8 +117,10 @@ def apart(key: str) -> tuple[str, str, str]:
     return name, form, grad
 
 
-def carry(t: torch.Tensor, text: str) -> Carried:
-    """The first output of a call that was told this by `handing`."""
+def carry(t: Any, text: str) -> Any:
+    """The first output of a call that was told this by `handing`; in an export it is a tensor's stand-in already."""
+    if isinstance(t, Handed):
+        return t
     _, form, grad = _apart_at_trace(text)
     return Carried(t, form, grad)
 

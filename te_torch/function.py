@@ -23,6 +23,7 @@ from te_torch.calls import Layer as Layer
 from te_torch.calls import call_of, complete
 from te_torch.calls import key_of as key_of
 from te_torch.calls import register as register
+from te_torch.carried import apart
 from te_torch.export.mode import exporting, expressed
 from te_torch.operators import Traced as Traced
 from te_torch.operators import apply_traced
@@ -72,7 +73,8 @@ def apply(
     """
     if isinstance(call, str):
         if exporting.on:
-            return expressed(call_of(call), state, extra, inputs)
+            name, handing, _ = apart(call)
+            return expressed(call_of(name), state, extra, inputs, handing)
         return apply_traced(call, state, recompute, inputs, extra)  # type: ignore[arg-type]
     assert not isinstance(state, Traced)
     if call.needs_grad and torch.is_grad_enabled():

@@ -22,6 +22,12 @@ RECIPES: dict[str, Recipe | None] = {
     "mxfp8": MXFP8BlockScaling(),
     "mxfp8 tiled": MXFP8BlockScaling(enable_2d_quantization=True),
 }
+#: Attention in FP8, too.
+FP8_ATTENTION: dict[str, Recipe] = {
+    "delayed": DelayedScaling(amax_history_len=2, amax_compute_algo="most_recent", fp8_dpa=True),
+    "delayed mha": DelayedScaling(amax_history_len=2, amax_compute_algo="most_recent", fp8_dpa=True, fp8_mha=True),
+    "current": Float8CurrentScaling(fp8_dpa=True),
+}
 #: One of each kind that an export knows.
 KINDS = ("high", "delayed", "current", "mxfp8")
 ACTIVATIONS = ("gelu", "qgelu", "relu", "srelu", "silu")
@@ -157,6 +163,42 @@ OTHERS: dict[str, Case] = {
         for kind in itertools.chain(ACTIVATIONS, GATED)
     },
 }
+
+#: Those with attention, and what it can do in FP8.
+ATTENTION: dict[str, Case] = {
+    **{n: PRODUCTS[n] for n in ("MultiheadAttention", "TransformerLayer", "TransformerLayer with GQA")},
+    **{
+        n: OTHERS[n]
+        for n in ("decoder", "cross", "padding", "padding_causal", "arbitrary", "window", "no_mask", "off-by-one")
+    },
+    **{n: OTHERS[n] for n in ("alibi", "DotProductAttention", "softcap", "packed", "bottom right")},
+    "interleaved groups": Case(
+        _module("MultiheadAttention", H, HEADS, num_gqa_groups=2, fuse_qkv_params=True, qkv_format="bshd"), rows
+    ),
+    "left padding": Case(
+        _attention(4, 16, attn_mask_type="padding_causal"),
+        lambda: heads(4, 4, 4),
+        lambda: {"attention_mask": padding(4, 6, left=True)},
+    ),
+    "two masks": Case(
+        _module("MultiheadAttention", H, HEADS, attn_mask_type="padding"),
+        lambda: (*rows(), (padding(6, 4), padding(6, 3))),
+    ),
+}
+
+
+def alike_in_fp8(value: Any, reference: Any) -> None:
+    """Equal, but for sums in another order and what comes of them: an FP8 value next to a tie on its other side.
+
+    Such a value has moved by a step of E4M3, at most an eighth of it, and with it what its row leads to. So no element
+    is further off than an eighth of the largest, and few rows are off at all.
+    """
+    a, b = (torch.as_tensor(t).double() for t in (value, reference))
+    assert a.shape == b.shape
+    if b.numel():
+        error = (a - b).abs() / b.abs().max()
+        off = (error > 4e-6).double().mean().item()
+        assert error.max() <= 1 / 8 and off <= 1 / 4, f"{off:.0%} are off, by {error.max():.1e} at most"
 
 
 def made(case: Case, recipe: Recipe | None, dtype: torch.dtype = torch.float32, **options: Any) -> Any:

@@ -43,6 +43,7 @@ from te_torch.base.forks import Fork, fork_of
 from te_torch.base.module import BaseModule
 from te_torch.base.options import check_values
 from te_torch.carried import Carried, carry
+from te_torch.export.handed import Handed
 from te_torch.export.mode import exporting
 from te_torch.function import key_of, register
 from te_torch.likeness import alike
@@ -283,7 +284,7 @@ class DotProductAttention(BaseModule):
             given = packed_sequences(given)
         if given.packing == "qkv" and isinstance(given.attention_mask, (tuple, list)):
             # Queries and keys of other lengths, or in other places, are not rows of one tensor any more.
-            whole = given.a.dequantize() if isinstance(given.a, QuantizedTorch) else given.a
+            whole = given.a.dequantize() if isinstance(given.a, (QuantizedTorch, Handed)) else given.a
             q, k, v = heads_of(whole, len(given.qkv_format) - 2, self._static[:4], given.interleaved)
             given = given.but(a=q, b=k, c=v, packing="separate", interleaved=False)
         now = precision_now(self)

@@ -15,13 +15,13 @@ from te_core.attention import AttentionSpec, Sizes
 from te_core.errors import UnsupportedError
 from te_core.layers.attention import AttentionInputs
 from te_torch.attention import choose, env
+from te_torch.attention.exported_fp8 import Rounding, rounding
 from te_torch.attention.inputs import Given, layer_inputs
 from te_torch.attention.layouts import apart
 from te_torch.attention.masks import check_padding_mask, diagonal, hidden
 from te_torch.attention.plan import Key, Plan, make_plan, wrong
 from te_torch.attention.unfused import packed_tokens, padded_rows, softmax
 from te_torch.export.layers import dropout_refused
-from te_torch.export.mode import not_exported
 from te_torch.runtime import outside_autocast
 
 
@@ -36,16 +36,16 @@ def attention(module: Any, key: Key, given: Given) -> Any:
     """What DotProductAttention gives for this call."""
     if key.score_mod:
         raise wrong("score_mod in an export", "attention without it", "leave score_mod out of what is exported")
-    if key.fp8:
-        got, do = "attention in FP8 (fp8_dpa, fp8_mha)", "export with fp8_dpa=False and fp8_mha=False"
-        raise not_exported(got, "attention in high precision between FP8 products", do)
     plan = make_plan(module._static, key, env.now(), choose.UNFUSED)
     if plan.spec.dropout:
         raise dropout_refused()
+    low = rounding(module, plan, given.a) if key.fp8 else None
     masks = _padding(plan, given.attention_mask)
     inputs = layer_inputs(module, given, plan.prepare if masks is None else plan.prepare._replace(lengths=""))
     with outside_autocast(given.a):
-        out, largest = _attend(plan, inputs, masks)
+        out, largest = _attend(plan, inputs, masks, low)
+        if low is not None:
+            out = low.output(out, given.fp8_output)
     return out if largest is None else (out, largest)
 
 
@@ -71,10 +71,10 @@ def _padding(plan: Plan, mask: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
 
 
 def _attend(
-    plan: Plan, inputs: AttentionInputs, masks: tuple[torch.Tensor, torch.Tensor] | None
+    plan: Plan, inputs: AttentionInputs, masks: tuple[torch.Tensor, torch.Tensor] | None, low: Rounding | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     spec, size = plan.spec, plan.request.sizes
-    q, k, v = apart(plan.layer, inputs)
+    q, k, v = apart(plan.layer, inputs) if low is None else low.operands(plan.layer, inputs)
     tokens = q.shape[0]
     q = padded_rows(q, spec.q_format, size.sq, inputs.cu_q, inputs.cu_q_padded).transpose(1, 2)
     k, v = (padded_rows(t, spec.kv_format, size.skv, inputs.cu_kv, inputs.cu_kv_padded) for t in (k, v))
@@ -82,8 +82,8 @@ def _attend(
     if times > 1:  # before heads and tokens change places: torch 2.11 guards on the strides of a copy made after it
         k, v = (t.unsqueeze(3).expand(-1, -1, -1, times, -1).flatten(2, 3) for t in (k, v))
     k, v = k.transpose(1, 2), v.transpose(1, 2)
-    # Before the product, where float16 has room.
-    scores = (q * spec.scale) @ k.transpose(-1, -2)
+    # Before the product, where float16 has room; in FP8 behind it, as eager code has it.
+    scores = (q * spec.scale) @ k.transpose(-1, -2) if low is None else (q @ k.transpose(-1, -2)) * spec.scale
     if spec.softcap:
         scores = (spec.softcap * torch.tanh(scores.float() / spec.softcap)).to(scores.dtype)
     pairs = _pairs(spec, size, inputs, masks)
@@ -98,7 +98,9 @@ def _attend(
         seen = scores.float()
         seen = seen if pairs.unseen is None else seen.masked_fill(pairs.unseen, -torch.inf)
         largest = seen.amax((0, 2, 3))
-    out = (softmax(scores, pairs.unseen, spec.softmax, inputs.sink) @ v).transpose(1, 2)
+    weights = softmax(scores, pairs.unseen, spec.softmax, inputs.sink)
+    weights = weights if low is None else low.probabilities(weights)
+    out = (weights @ v).transpose(1, 2)
     if spec.q_format == "thd":
         out = packed_tokens(out, tokens, inputs)
     elif spec.q_format == "sbhd":

@@ -22,9 +22,10 @@ from te_core.layers.norm_linear import NormLinearSpec
 from te_core.layers.residual import AddSpec
 from te_core.ops.activation import GATED, Clamp
 from te_core.precision import Operand
-from te_core.quantize.state import FORWARD_SLOTS, INPUT, WEIGHT
+from te_core.quantize.state import FORWARD_SLOTS, INPUT, OUTPUT, WEIGHT
 from te_torch.export import operators
-from te_torch.export.mode import not_exported
+from te_torch.export.handed import Handed, as_handed, plain
+from te_torch.export.mode import module_to_module, not_exported
 from te_torch.quantized import QuantizedTorch
 from te_torch.runtime import TO_TORCH
 
@@ -72,20 +73,30 @@ def linear(inputs: Sequence[Maybe], spec: LinearSpec, scales: Maybe, gemm: int =
     """(x w^T + b,) of (x, w, b, ..)."""
     x, w, bias = inputs[:3]
     assert x is not None and w is not None
-    if isinstance(x, QuantizedTorch) or spec.quantize_output:
-        got = "FP8 from module to module (fp8_output, or attention in FP8 with fp8_mha)"
-        raise not_exported(got, "modules that hand over the activation dtype", "leave it out for the export")
+    if isinstance(x, QuantizedTorch):
+        raise module_to_module()
     dtype, precision = TO_TORCH[spec.dtype], spec.precision
     form, w = _held(w)
     rows = columns = None
+    if precision is not None and precision.input is not None and precision.backward is None:
+        rows = as_handed(x, precision.input.format)
+    x = plain(x)
     if precision is not None:
-        rows = _operand(x, precision.input, scales, gemm, INPUT)
+        rows = _operand(x, precision.input, scales, gemm, INPUT) if rows is None else rows
         as_held = form is not None and precision.weight is not None and precision.weight.format is form
         columns = w if as_held else _operand(w, precision.weight, scales, gemm, WEIGHT)
     if rows is None or columns is None:
         x, w = (t if q is None else q for t, q in ((x, rows), (w, columns)))
-        return (F.linear(x.to(dtype), w.to(dtype), bias),)
-    return (F.linear(rows, columns, None if bias is None else bias.float()).to(dtype),)
+        return (_delivered(F.linear(x.to(dtype), w.to(dtype), bias), spec, scales, gemm),)
+    out = F.linear(rows, columns, None if bias is None else bias.float()).to(dtype)
+    return (_delivered(out, spec, scales, gemm),)
+
+
+def _delivered(out: torch.Tensor, spec: LinearSpec, scales: Maybe, gemm: int) -> Any:
+    """The output as the spec wants it."""
+    rule = None if spec.precision is None else spec.precision.output
+    values = _operand(out, rule, scales, gemm, OUTPUT) if spec.quantize_output else None
+    return out if rule is None or values is None else Handed(values, out.dtype, rule.format)
 
 
 def _held(w: torch.Tensor) -> tuple[Any, torch.Tensor]:

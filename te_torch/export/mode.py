@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from te_core.errors import ArgumentError, UnsupportedError
+from te_torch.export.handed import Handed
 from te_torch.runtime import outside_autocast
 
 
@@ -46,6 +47,17 @@ def custom_recipe() -> NotExportedError:
     return not_exported(got, "DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling or high precision", do)
 
 
+def inspected() -> NotExportedError:
+    """The error for a module that somebody looks into."""
+    return not_exported("a module with an inspector", "modules that nobody inspects", "set module.inspector = None")
+
+
+def module_to_module() -> NotExportedError:
+    """The error for a call that a user asked to hand over FP8."""
+    got, allowed = "FP8 from module to module (fp8_output)", "modules that hand over the activation dtype"
+    return not_exported(f"{got} outside of a MultiheadAttention", allowed, "leave it out for the export")
+
+
 def not_warmed_up(module: str, operation: str = "onnx_export") -> NotWarmedUpError:
     """The error for a module without the scales that an exported program needs."""
     return NotWarmedUpError(
@@ -56,11 +68,16 @@ def not_warmed_up(module: str, operation: str = "onnx_export") -> NotWarmedUpErr
     )
 
 
-def expressed(call: Any, state: Any, extra: Any, inputs: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor, ...]:
-    """A call (te_torch.function.Call) in torch's operators, with nothing in them that belongs to this process."""
+def expressed(
+    call: Any, state: Any, extra: Any, inputs: Sequence[torch.Tensor | None], handing: str = ""
+) -> tuple[torch.Tensor, ...]:
+    """A call (te_torch.function.Call) in torch's operators, with nothing in them that belongs to this process.
+
+    `handing`: not "" where the module that takes its output takes it in FP8.
+    """
     layer, first = call.layer, inputs[0]
     if call.options:
-        raise not_exported("a module with an inspector", "modules that nobody inspects", "set module.inspector = None")
+        raise inspected()
     if layer.plain is None:
         raise not_exported(f"a layer of kind {layer.name!r}", "the documented modules", "leave it out of the model")
     options = {} if extra is None or extra.splits is None else {"sizes": extra.splits.sizes}
@@ -69,4 +86,6 @@ def expressed(call: Any, state: Any, extra: Any, inputs: Sequence[torch.Tensor |
         made: tuple[torch.Tensor, ...] = layer.plain(
             inputs, call.spec, None if state is None else state.scale_fwd, **options
         )
+    if isinstance(made[0], Handed) and not handing:
+        raise module_to_module()
     return made

@@ -25,7 +25,7 @@ from te_torch.base.options import check_options, refuse_unbuilt
 from te_torch.base.quantized_init import initialising
 from te_torch.base.residual import Branch
 from te_torch.carried import carry, form_name, handing
-from te_torch.export.mode import exporting
+from te_torch.export.mode import exporting, not_exported
 from te_torch.module_names import next_name, shown
 from te_torch.modules.l2_norm import L2Normalization
 from te_torch.modules.layernorm_linear import LayerNormLinear
@@ -340,14 +340,25 @@ class MultiheadAttention(torch.nn.Module):
         if not number:
             return _NOTHING
         between = between or self.q_norm is not None
-        if torch.compiler.is_compiling() and not exporting.on:
-            known = not moved and all([_is_plainly_called(self._modules.get(name)) for name in _PROJECTIONS])
+        if torch.compiler.is_compiling():
+            known = all([_is_plainly_called(self._modules.get(name)) for name in _PROJECTIONS])
+            if exporting.on:  # padding is read where it lies
+                return self._hand_over_exported(number, between, known and not self._watched())
+            known = known and not moved
             # Queries that are interleaved with several groups are copied apart, and their gradients are plain.
             straight = not self.qkv_weight_interleaved or self.num_gqa_groups in (1, self.num_attention_heads)
             of_self = self.attention_type == "self" and straight
             found = _handed_at_trace(number, between, of_self) if known else _NOTHING
             return HandOver(*found)
         return HandOver(*_handed(number, between))
+
+    def _hand_over_exported(self, number: int, between: bool, known: bool) -> HandOver:
+        found = HandOver(*_handed_at_trace(number, between, False))
+        if (found.qkv or found.out) and not known:
+            got = "FP8 between the parts of a MultiheadAttention, of which one has hooks or is a module of yours"
+            do = "remove the hooks, merge an adapter into its weight, or export with fp8_dpa=False and fp8_mha=False"
+            raise not_exported(got, "its own parts without hooks", do)
+        return found
 
     def extra_repr(self) -> str:
         """What a printed module shows; its parts show the rest."""
@@ -418,7 +429,7 @@ class MultiheadAttention(torch.nn.Module):
         core = self._modules["core_attention"]
         assert core is not None
         hooks = core._forward_hooks or core._forward_pre_hooks or core._backward_hooks or core._backward_pre_hooks
-        return bool(hooks) or type(core) is not DotProductAttention
+        return bool(hooks) or (type(core) is not DotProductAttention and not _is_a(core, DotProductAttention))
 
     def _split(
         self,
@@ -504,7 +515,12 @@ def _is_plainly_called(module: torch.nn.Module | None) -> bool:
     if module is None:
         return True
     hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    return type(module) in (Linear, LayerNormLinear) and not hooks
+    return (_is_a(module, Linear) or _is_a(module, LayerNormLinear)) and not hooks
+
+
+def _is_a(module: torch.nn.Module, kind: type[torch.nn.Module]) -> bool:
+    """Whether it is one of ours. An exporter's stand-in for a module that stands in two places is, too."""
+    return type(module) is kind or (exporting.on and type(module).forward is kind.forward)
 
 
 def _pair(angles: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:

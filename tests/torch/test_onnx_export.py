@@ -255,13 +255,6 @@ def _cached() -> None:
         te.DotProductAttention(4, 16, attn_mask_type="padding_causal")(q, q, q, inference_params=cache)
 
 
-def _fp8_attention() -> None:
-    recipe = DelayedScaling(fp8_dpa=True)
-    q = torch.randn(6, 2, 4, 16)
-    with exporting(recipe):
-        te.DotProductAttention(4, 16)(q, q, q)
-
-
 class Looking(Inspector):
     request = frozenset({("fprop", "activation")})
 
@@ -275,7 +268,6 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
     "dropout": (_attend(p=0.1), NotImplementedError, r"call model.eval\(\) before"),
     "splits": (_grouped, NotImplementedError, "m_splits in a tensor.*pass a list"),
     "cache": (_cached, NotImplementedError, "inference_params"),
-    "fp8 attention": (_fp8_attention, NotImplementedError, "fp8_dpa=False"),
     "enabled": (lambda: te.onnx_export(1).__enter__(), ValueError, r"onnx_export\(enabled=True\)"),  # type: ignore[arg-type]
 }
 
