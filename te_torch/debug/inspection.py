@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from te_core.errors import ArgumentError, UnsupportedError
-from te_core.layers.inspector import ATTENTION_POINTS, POINTS
+from te_core.layers.inspector import ATTENTION_POINTS, POINTS, finished
 from te_core.quantized import QuantizedTensor
 from te_torch.autocast import active, first_of_a_checkpoint, in_backward
 from te_torch.base.draws import capturing
@@ -75,6 +75,10 @@ class Watch:
             replaced = self._own.inspect(rt, gemm, tensor, value, cast, out)
         self._session.look(rt, self._number, (gemm, tensor), value, cast, out if replaced is None else replaced)
         return replaced
+
+    def finished(self, rt: Any, tensor: str) -> None:
+        """For the module's own."""
+        finished(rt, self._own, tensor)
 
 
 class Inspection(Guest):

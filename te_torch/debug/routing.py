@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from te_core.errors import UnsupportedError
-from te_core.layers.inspector import ATTENTION_POINTS, Request
+from te_core.layers.inspector import ATTENTION_POINTS, PLAIN, Request
 from te_torch.base import module as modules
 from te_torch.base.module import BaseModule
 from te_torch.base.watching import Choice, watching
@@ -47,8 +47,10 @@ class Plan(NamedTuple):
 
     @property
     def request(self) -> Request:
-        """The points that an inspector has to see."""
+        """The points that an inspector has to see, and those of them where it always has something else."""
         points = set(self.high | self.modified | self.older)
+        points.update((_OPERANDS[tensor][0], tensor) for _, tensor in self.older)
+        points.update(PLAIN[point] for point in self.high | self.modified if point in PLAIN)
         for tensor in self.inspected:
             points.update((gemm, tensor) for gemm in _POINTS[tensor])
         return frozenset(points)
