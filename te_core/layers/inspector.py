@@ -21,8 +21,8 @@ POINTS = frozenset(
     | {("wgrad", tensor) for tensor in ("activation", "gradient", "wgrad")}
 )
 
-#: The same of attention in FP8, which shows its tensors and takes no replacement: its inputs, apart or as they are
-#: packed, and the gradient of its output; where scores are tensors, what softmax made of them and their gradient.
+#: The same of attention in FP8: its inputs, apart or as they are packed, and the gradient of its output; where scores
+#: are tensors, what softmax made of them and their gradient. Only there a replacement is taken, and is plain.
 ATTENTION_POINTS = frozenset(
     {("fprop", tensor) for tensor in ("q", "k", "v", "kv", "qkv", "s")} | {("dgrad", tensor) for tensor in ("do", "dp")}
 )
@@ -36,6 +36,8 @@ PLAIN = {
     for gemm, tensor in sorted(POINTS)
     if tensor in ("activation", "weight", "gradient")
 }
+#: The same of attention: nothing is rounded in this direction that no inspector rounds.
+PLAIN_ATTENTION = {gemm: (gemm, "plain attention") for gemm in ("fprop", "dgrad")}
 
 
 class Inspector(Protocol):

@@ -67,6 +67,7 @@ class GemmInspector:
 
     def __init__(self, layer: str, request: Request, plan: Any) -> None:
         self.layer, self.request, self.plan = layer, request, plan
+        self.changes = plan.modified & ATTENTION_POINTS  # of attention, which takes them in its emulation only
         self._looked = plan.inspected | {tensor for _, tensor in plan.older}
         self._local = threading.local()  # what was made for the other GEMM of an operand
 
@@ -76,16 +77,18 @@ class GemmInspector:
         """At a point: what the GEMM reads, or its result, in the place of what there was."""
         with torch.no_grad():
             if (gemm, tensor) in ATTENTION_POINTS:
-                self._attended(gemm, tensor, _Tensor(value, cast, out))
-                return None
+                return self._attended(gemm, tensor, _Tensor(value, cast, out))
             if tensor not in _ROWS:
                 return self._result(gemm, tensor, _Tensor(value, None, None))
             return self._operand(gemm, tensor, value, cast, out)
 
-    def _attended(self, gemm: str, tensor: str, seen: _Tensor) -> None:
+    def _attended(self, gemm: str, tensor: str, seen: _Tensor) -> Value | None:
         """A tensor of attention: seen in the first run, if a checkpoint runs it again."""
-        if gemm != "fprop" or _graph_task() == -1:
-            self._inspected(tensor, seen.plain, seen.quantized, None, seen.quantizer)
+        made = self._modified(gemm, tensor, seen) if (gemm, tensor) in self.plan.modified else None
+        if tensor in self.plan.inspected and (gemm != "fprop" or _graph_task() == -1):
+            read = seen.quantized if made is None else made
+            self._inspected(tensor, seen.plain, read, None, seen.quantizer)
+        return None if made is None else _as_core(made, seen)
 
     def _result(self, gemm: str, tensor: str, seen: _Tensor) -> Value | None:
         made = None

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from te_core.errors import UnsupportedError
-from te_core.layers.inspector import ATTENTION_POINTS, PLAIN, Request
+from te_core.layers.inspector import ATTENTION_POINTS, PLAIN, PLAIN_ATTENTION, Request
 from te_torch.base import module as modules
 from te_torch.base.module import BaseModule
 from te_torch.base.watching import Choice, watching
@@ -27,7 +27,7 @@ _NEVER = 1 << 62
 #: Each tensor of a product, and the GEMMs that it is in: along its rows, along its columns.
 _OPERANDS = {"activation": ("fprop", "wgrad"), "weight": ("fprop", "dgrad"), "gradient": ("dgrad", "wgrad")}
 _RESULTS = {"output": "fprop", "wgrad": "wgrad", "dgrad": "dgrad"}
-#: Those of attention in FP8, which are looked at and not changed.
+#: Those of attention in FP8.
 _OF_ATTENTION = {tensor: (direction,) for direction, tensor in sorted(ATTENTION_POINTS)}
 _POINTS = _OPERANDS | {tensor: (gemm,) for tensor, gemm in _RESULTS.items()} | _OF_ATTENTION
 
@@ -50,6 +50,7 @@ class Plan(NamedTuple):
         """The points that an inspector has to see, and those of them where it always has something else."""
         points = set(self.high | self.modified | self.older)
         points.update((_OPERANDS[tensor][0], tensor) for _, tensor in self.older)
+        points.update(PLAIN_ATTENTION[gemm] for gemm, tensor in self.high if tensor == "attention")
         points.update(PLAIN[point] for point in self.high | self.modified if point in PLAIN)
         for tensor in self.inspected:
             points.update((gemm, tensor) for gemm in _POINTS[tensor])
@@ -78,6 +79,16 @@ class Door(Choice):
         self._decided: dict[bool, tuple[Any, ...] | None] = {}
         self._made: dict[tuple[str, Plan], GemmInspector] = {}
         self._told: set[tuple[str, bool]] = set()
+
+    @property
+    def high(self) -> tuple[bool, bool]:
+        """Of attention. What features put in the place of its tensors only FP8 attention takes: then that is rounded
+        at nothing else."""
+        plan = self.current[0].plan if self.current else None
+        if plan is None:
+            return False, False
+        forward, backward = (("fprop", "attention") in plan.high, ("dgrad", "attention") in plan.high)
+        return (False, False) if plan.modified else (forward, forward or backward)
 
     def choose(self, module: Any, precision: int) -> None:
         """Ask the features what they want of a forward in this precision; in an iteration once."""
@@ -185,10 +196,14 @@ def _questions(name: str, now: int) -> tuple[Callable[..., bool], list[int]]:
 
 
 def _ask_attention(name: str, quantized: bool, now: int) -> tuple[Plan, int]:
-    """What the features want to see of attention."""
+    """What the features want of attention, whose forward is called fprop and whose backward dgrad."""
+    if not quantized:  # it is not looked at, and has nothing to switch
+        return Plan(*[frozenset()] * 4), _NEVER
     says, later = _questions(name, now)
     seen = frozenset(tensor for tensor in _OF_ATTENTION if says("inspect_tensor_enabled", tensor_name=tensor))
-    return Plan(frozenset(), frozenset(), seen, frozenset()), min(later)
+    modified = frozenset(p for p in ATTENTION_POINTS if says("modify_tensor_enabled", gemm=p[0], tensor_name=p[1]))
+    high = frozenset((gemm, "attention") for gemm in PLAIN_ATTENTION if not says("fp8_gemm_enabled", gemm=gemm))
+    return Plan(high, modified, seen, frozenset()), min(later)
 
 
 def _ask(name: str, quantized: bool, now: int) -> tuple[Plan, int]:
