@@ -114,6 +114,7 @@ class Inspection(Guest):
         self._twins: dict[int, int] = {}  # rows that are as good as others
         self._shown: set[int] = set()  # rows, in this step
         self._looking = False  # whether this step is looked at
+        self._blind = 0  # how many steps were looked at in vain
 
     # ------------------------------------------------------------------------------------- the steps
 
@@ -138,6 +139,7 @@ class Inspection(Guest):
         if self.closed:
             raise RuntimeError("step() belongs inside of `with inspect(model) as seen:`")
         if self._looking:
+            self._blind += self._group is None and not self._shown
             self._ledger.close(self.current, self._group)
         self._shown.clear()
         self._last.clear()
@@ -209,7 +211,7 @@ class Inspection(Guest):
             seen.add(number)
             series.append(Series(self.names[number], tuple(gemms), ORDER[place][1], kind, **figures, order=order))
         idle = [name for i, name in enumerate(self.names) if i not in seen and i not in self._attention]
-        return Report(steps, series, idle)
+        return Report(steps, series, idle, self._blind)
 
     def to_html(self, path: str | Path, title: str = "Precision") -> Path:
         """Write the report as a page that needs nothing but a browser: no network, no second file."""
