@@ -179,7 +179,7 @@ class StatsBuffers:
 def _reduced(
     group: Any, numbers: dict[Any, Any], extremes: dict[str, float]
 ) -> tuple[dict[Any, Any], dict[str, float]]:
-    """Records (of each rank) and maxima of all ranks. Those of weights are each rank's own: ranks hold the same ones."""
+    """Records of each rank, maxima of all. Those of weights are each rank's own: ranks hold the same ones."""
     shared = {w: n for w, n in numbers.items() if w[1] != "weight"}
     lists: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(lists, (shared, {n: v for n, v in extremes.items() if "_weight_" not in n}), group=group)

@@ -66,7 +66,7 @@ def test_a_large_report_is_light() -> None:
 
 
 def wide(layers: int = 32, steps: int = 500) -> Report:
-    """Of Transformer layers in a block format: every product with a row for each GEMM that reads a tensor, and attention;
+    """Of Transformer layers in a block format: each product with a row for each GEMM that reads a tensor, attention, and
     figures that do not compress."""
     rng = np.random.default_rng(1)
     kind = Kind("float8_e4m3", "float8_e4m3 1x128", 448.0)
