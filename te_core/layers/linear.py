@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Protocol
 from te_core import dtypes
 from te_core.arguments import explained, settle
 from te_core.dtypes import DType
+from te_core.errors import UnsupportedError
 from te_core.layers.inspector import PLAIN, Inspector, Request, finished, offer, offer_result
 from te_core.ops import raw as ops
 from te_core.ops.gemm_quantized import Route
@@ -26,6 +27,7 @@ from te_core.quantize.operands import (
     Uses,
     Value,
     as_asked,
+    columns_alone,
     dense,
     drop_rows,
     flattened,
@@ -208,13 +210,21 @@ class Product(NamedTuple):
             kept_x = high_x
         if spec.inspect is not None:
             if spec.needs.weight:
-                high = dense(rt, high_x, spec.dtype)
-                kept_x = offer(rt, self.inspector, ("wgrad", "activation"), high, xs.cast, kept_x)
+                kept_x = self._kept(rt, ("wgrad", "activation"), high_x, xs.cast, kept_x)
             if spec.needs.input:
-                high = dense(rt, high_w, spec.dtype)
-                kept_w = offer(rt, self.inspector, ("dgrad", "weight"), high, ws.cast, kept_w)
+                kept_w = self._kept(rt, ("dgrad", "weight"), high_w, ws.cast, kept_w)
         itself = isinstance(kept_w, QuantizedTensor) and kept_w.owner is not None
         return saved(kept_x, spec.needs.weight), None if itself else saved(kept_w, spec.needs.input)
+
+    def _kept(self, rt: Runtime, point: tuple[str, str], high: Value, cast: Cast | None, kept: Value | None) -> Value:
+        """What backward will read after an inspector has seen it, so that `saved` can keep it."""
+        precision, dtype = self.spec.precision, self.spec.dtype
+        made = offer(rt, self.inspector, point, dense(rt, high, dtype), cast, kept)
+        if made is kept or not isinstance(made, QuantizedTensor):
+            return made
+        rule = None if precision is None else precision.weight if point[1] == "weight" else precision.input
+        fits = rule is not None and made.format is (rule.columnwise or rule).format and made.format.scaling != "nvfp4"
+        return columns_alone(rt, made) if fits else dense_columns(rt, made, dtype, made.rowwise is None)
 
     def kept_input(self, x: Made) -> Tensor | None:
         """x as backward reads it, of a product that nobody inspects."""
@@ -346,6 +356,8 @@ class Product(NamedTuple):
                 route=route,
             )
         else:
+            if spec.inspect is not None and gemm == "wgrad":
+                _refuse_transformed(spec, a, b)
             ops.gemm(
                 rt,
                 a if isinstance(a, Tensor) else dense_columns(rt, a, spec.dtype, a_columns),
@@ -388,6 +400,20 @@ class Product(NamedTuple):
         rule = spec.precision.grad_input
         cast = backward_cast(rule, self.scales, self.gemm, rowwise=True, columnwise=False, slot=GRAD_INPUT)
         return ops.quantize(rt, dx.matrix(), cast)
+
+
+def _refuse_transformed(spec: LinearSpec, a: Value, b: Value) -> None:
+    """Operands that were transformed have no values of their own: a plain one beside them would not fit."""
+    rules = [] if spec.precision is None else [spec.precision.grad, spec.precision.input]
+    for value, rule in zip((a, b), rules, strict=False):
+        transformed = rule is not None and (rule.columnwise or rule).transform
+        if transformed and isinstance(value, QuantizedTensor) and value.format.scaling == "nvfp4":
+            raise UnsupportedError(
+                "inspect wgrad",
+                "another value for one operand (modify_tensor) where NVFP4 turns both (random Hadamard transform)",
+                "both operands exchanged, wgrad in high precision, or no transform",
+                "change both, disable the GEMM (fp8_gemm_enabled), or set disable_rht=True in the recipe",
+            )
 
 
 #: The number of a GEMM among those of a spec, and which of its operands are contracted along their columns.

@@ -20,7 +20,6 @@ from te_torch.base.module import BaseModule
 from te_torch.base.watching import Choice, watching
 from te_torch.debug.gemm import GemmInspector
 from te_torch.debug.layers import product_names
-from te_torch.module_names import within
 from te_torch.precisions import precision_of
 
 _NEVER = 1 << 62
@@ -112,6 +111,8 @@ class Door(Choice):
         self._choose(module, bool(precision), now)
         self.traced = self.due > now
         if self.current is not None:
+            if torch.compiler.is_exporting():
+                raise _refused(module, "a program that is exported", "export it without, or leave the layer out")
             raise _refused(module, "a step that torch.compile compiles", "do not compile it, or leave the layer out")
 
     def _choose(self, module: Any, quantized: bool, now: int) -> None:
@@ -230,6 +231,9 @@ def _ask(name: str, quantized: bool, now: int) -> tuple[Plan, int]:
 
 
 def _refuse_capture(module: Any) -> None:
+    if module._microbatch is not None:  # the documented error
+        got = "a CUDA graph that is to keep quantized weights for its microbatches"
+        raise AssertionError(str(_refused(module, got, "capture it without, or leave the layer out")))
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         raise _refused(module, "a step that a CUDA graph captures", "capture it without, or leave the layer out")
 
@@ -244,7 +248,7 @@ def _refuse_options(module: Any, precision: int) -> None:
 
 
 def _refused(module: Any, what: str, do: str) -> UnsupportedError:
-    where = f"precision debugging of {type(module).__name__}{within(module)}"
+    where = f"precision debugging of {type(module).__name__} {module.name!r}"
     return UnsupportedError(where, what, "features in eager steps", f"{do} of the configuration")
 
 

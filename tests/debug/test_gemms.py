@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import te_torch as te
+from te_core.errors import UnsupportedError
 from tests import recipes
 from tests.backends import devices
 from tests.debug.conftest import config
@@ -152,7 +153,9 @@ class Writes(TEConfigAPIMapper):
     def inspect_tensor(self, config, layer_name, tensor_name, iteration, tp_group, tensor, rowwise_quantized_tensor,
                        columnwise_quantized_tensor, quantizer, tp_size):
         def first(t):
-            return None if t is None else (t if type(t).__name__ == "Tensor" else t.dequantize()).flatten()[0].item()
+            if t is None or type(t).__name__ == "NVFP4Tensor":
+                return None
+            return (t if type(t).__name__ == "Tensor" else t.dequantize()).flatten()[0].item()
         SEEN.append(("inspect", tensor_name, first(tensor), first(rowwise_quantized_tensor),
                      first(columnwise_quantized_tensor), layer_name))
 """
@@ -205,6 +208,61 @@ def test_a_gradient_that_one_gemm_reads(debugging: Any, tmp_path: Path) -> None:
     y.backward(torch.ones_like(y))
     calls = [call[:-1] for call in seen if "gradient" in call]
     assert calls == [("modify", "dgrad", "gradient"), ("inspect", "gradient", 1.0, 2.0, None)]
+
+
+CHANGED = {
+    "y": ("fprop activation", "fprop weight"),
+    "x": ("dgrad gradient", "dgrad weight"),
+    "weight": ("wgrad activation", "wgrad gradient"),
+}
+
+
+@on_devices
+@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize("place", [0, 1])
+@pytest.mark.parametrize("recipe", ["delayed", "current", "block", "mxfp8", "nvfp4 no rht"])
+def test_a_change_acts_in_its_gemm(
+    debugging: Any, tmp_path: Path, recipe: str, place: int, quantized: bool, device: str
+) -> None:
+    """Whatever a feature gives back: twice or three times the operand makes so much of the result."""
+    want = step(made("Linear", device), device, recipe)
+    if recipe == "delayed":  # scales of 1: the change has to fit, too
+        quantized = False
+    points = [points[place] for points in CHANGED.values()]
+    written(debugging, tmp_path / "features", *points, quantized=quantized)
+    found = step(made("Linear", device), device, recipe)
+    for (name, points), point in zip(CHANGED.items(), points, strict=True):
+        factor = 2 if points[0].startswith("fprop") or point == "dgrad gradient" else 3
+        off = (found[name].float() / factor - want[name].float()).norm() / want[name].float().norm()
+        assert off < (0.25 if recipe.startswith("nvfp4") else 0.08), name
+
+
+def test_a_change_beside_an_operand_that_is_turned(debugging: Any, tmp_path: Path) -> None:
+    """NVFP4's wgrad multiplies Hadamard transforms: no value can be put in the place of one of them."""
+    session, _ = written(debugging, tmp_path / "features", "wgrad gradient")
+    with pytest.raises(UnsupportedError, match="one operand.*Allowed: both operands.*disable_rht"):
+        step(made("Linear", "cpu"), "cpu", "nvfp4")
+    session.api.end_debug()
+
+
+@on_devices
+@pytest.mark.parametrize("recipe", ["current", "block"])
+def test_a_changed_weight_that_is_kept_for_microbatches(
+    debugging: Any, tmp_path: Path, recipe: str, device: str
+) -> None:
+    """The change acts in each of them."""
+    want = step(made("Linear", device), device, recipe)
+    _, seen = written(debugging, tmp_path / "features", "fprop weight", "dgrad weight", quantized=True)
+    module = made("Linear", device)
+    for first in (True, False, False):
+        found = step(module, device, recipe, is_first_microbatch=first)
+        for name, factor in (("y", 2), ("x", 3)):
+            off = (found[name].float() / factor - want[name].float()).norm() / want[name].float().norm()
+            assert off < 0.08, name
+    assert [call[:3] for call in seen if call[0] == "modify"] == 3 * [
+        ("modify", "dgrad", "weight"),
+        ("modify", "fprop", "weight"),
+    ]
 
 
 # ------------------------------------------------------------------------------------------- main_grad

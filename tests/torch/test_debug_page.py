@@ -66,8 +66,8 @@ def test_a_large_report_is_light() -> None:
 
 
 def wide(layers: int = 32, steps: int = 500) -> Report:
-    """Of Transformer layers in a block format: each product with a row for each GEMM that reads a tensor, attention, and
-    figures that do not compress."""
+    """Of Transformer layers in a block format: a row for each GEMM that reads a tensor, attention; figures that do not
+    compress."""
     rng = np.random.default_rng(1)
     kind = Kind("float8_e4m3", "float8_e4m3 1x128", 448.0)
     places = [(gemm, tensor) for gemm, tensor in ORDER if (gemm, tensor) in POINTS]
