@@ -315,7 +315,19 @@ def _show(
 ) -> None:
     """A tensor and its cast to who wants to see it; what came quantized as the values that it holds."""
     if inspector is not None and point in inspector.request:
-        offer(rt, inspector, point, dense(rt, given, spec.dtype).matrix(), cast, made)
+        left = offer(rt, inspector, point, dense(rt, given, spec.dtype).matrix(), cast, made)
+        if left is not made:
+            raise unchangeable(point[1])
+
+
+def unchangeable(tensor: str) -> UnsupportedError:
+    """The error for a tensor of fused attention that an inspector would exchange."""
+    return UnsupportedError(
+        "FP8 attention",
+        f"another {tensor} from an inspector or a feature (modify_tensor)",
+        "looking at it, the layer in high precision (DisableQuantizationLayer), changes in UnfusedDotProductAttention",
+        "leave attention out of the feature's tensors, or set NVTE_FUSED_ATTN=0 and NVTE_UnfusedDPA_Emulate_FP8=1",
+    )
 
 
 def _quantized(

@@ -21,13 +21,23 @@ POINTS = frozenset(
     | {("wgrad", tensor) for tensor in ("activation", "gradient", "wgrad")}
 )
 
-#: The same of attention in FP8, which shows its tensors and takes no replacement: its inputs, apart or as they are
-#: packed, and the gradient of its output; where scores are tensors, what softmax made of them and their gradient.
+#: The same of attention in FP8: its inputs, apart or as they are packed, and the gradient of its output; where scores
+#: are tensors, what softmax made of them and their gradient. Only there a replacement is taken, and is plain.
 ATTENTION_POINTS = frozenset(
     {("fprop", tensor) for tensor in ("q", "k", "v", "kv", "qkv", "s")} | {("dgrad", tensor) for tensor in ("do", "dp")}
 )
 
 Request = frozenset[tuple[str, str]]  # the points an inspector wants to see
+
+#: The mark that a request has beside an operand's point if the inspector always puts something in its place: nothing is
+#: quantized for that GEMM then, and no maximum recorded.
+PLAIN = {
+    (gemm, tensor): (gemm, f"plain {tensor}")
+    for gemm, tensor in sorted(POINTS)
+    if tensor in ("activation", "weight", "gradient")
+}
+#: The same of attention: nothing is rounded in this direction that no inspector rounds.
+PLAIN_ATTENTION = {gemm: (gemm, "plain attention") for gemm in ("fprop", "dgrad")}
 
 
 class Inspector(Protocol):
@@ -46,6 +56,10 @@ class Inspector(Protocol):
         Returns None to leave it, or a replacement, plain or quantized in the orientation that the GEMM reads. If
         the other operand of the GEMM is then of another kind, the quantized one is dequantized, from the copy that the
         GEMM would have read.
+
+        Of an operand the GEMM that reads its columns comes first (wgrad's activation and gradient, dgrad's weight). An
+        inspector may have a method `finished(rt, tensor)`: it is called when both GEMMs of a gradient were offered, or
+        the one that there is.
         """
         ...
 
@@ -66,6 +80,13 @@ def offer(
     quantized = current if isinstance(current, QuantizedTensor) else None
     replaced = inspector.inspect(rt, *point, value, cast, quantized)
     return current if replaced is None else replaced
+
+
+def finished(rt: Runtime, inspector: Inspector | None, tensor: str) -> None:
+    """Tell an inspector that wants to know it that all GEMMs which read this tensor were offered."""
+    told = getattr(inspector, "finished", None)
+    if told is not None:
+        told(rt, tensor)
 
 
 def offer_result(rt: Runtime, inspector: Inspector | None, point: tuple[str, str], value: Tensor) -> Tensor:

@@ -26,6 +26,8 @@ from te_core.layers.linear import (
     gradient_dtype,
     gradient_operand,
     products,
+    quantized_gradient,
+    shown_gradient,
     weight_operand,
 )
 from te_core.layers.norm import NormKept, NormSpec, norm_gradients, normalized
@@ -34,7 +36,7 @@ from te_core.layers.residual import Stream, entered, left, returned, returned_gr
 from te_core.ops import raw as ops
 from te_core.ops.activation import Clamp
 from te_core.ops.norm import Branch
-from te_core.quantize.operands import Uses, Value, is_plain_rule, quantize_gradient
+from te_core.quantize.operands import Uses, Value, is_plain_rule
 from te_core.quantize.state import Scales, backward_cast
 from te_core.quantized import QuantizedTensor
 from te_core.runtime import Runtime
@@ -272,9 +274,8 @@ def _activation_gradient(
     if fused:
         operand = dh if q is None else q
         assert operand is not None
-        return operand, Uses(operand, operand, cast)
+        uses = Uses(operand, operand, cast)
+        return operand, shown_gradient(rt, operand, uses, fc1) if inspected else uses
     assert dh is not None
-    uses = quantize_gradient(
-        rt, dh, rule, fc1[1:3], rowwise=needs.input, columnwise=needs.weight, column_sum=db1, rng=saved.rng
-    )
-    return dh if inspected else uses.columns if needs.weight else uses.rows, uses
+    uses = quantized_gradient(rt, dh, rule, fc1, db1, saved.rng)
+    return (dh, shown_gradient(rt, dh, uses, fc1)) if inspected else (uses.columns if needs.weight else uses.rows, uses)

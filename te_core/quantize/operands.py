@@ -197,6 +197,19 @@ def with_columnwise(rt: Runtime, q: QuantizedTensor) -> QuantizedTensor:
     return QuantizedTensor(q.format, q.shape, row, column, made.block)
 
 
+def columns_alone(rt: Runtime, q: QuantizedTensor) -> QuantizedTensor:
+    """The columnwise copy in a block of its own, as `saved` keeps it, of a tensor whose copies lie anywhere."""
+    if q.columnwise is None:
+        return with_columnwise(rt, q)
+    made = allocate(rt, q.shape, Cast(q.format, rowwise=False, columnwise=True))
+    for name in ("columnwise", "columnwise_scale"):
+        there, here = getattr(q, name), getattr(made, name)
+        if there.shape == (1,):
+            there, here = there.reshape(1, 1), here.reshape(1, 1)
+        ops.resize(rt, there, *here.shape, out=here)
+    return made
+
+
 def flattened(x: Value) -> tuple[tuple[int, ...], Value]:
     """(leading dimensions, x as a matrix)."""
     return (x.shape[:-1], x.matrix()) if isinstance(x, Tensor) else ((x.shape[0],), x)
@@ -250,6 +263,7 @@ __all__ = [
     "Value",
     "Where",
     "as_asked",
+    "columns_alone",
     "dense",
     "drop_rows",
     "flattened",

@@ -289,6 +289,9 @@ class DotProductAttention(BaseModule):
             given = given.but(a=q, b=k, c=v, packing="separate", interleaved=False)
         now = precision_now(self)
         scaling = "" if now[2] is None and not now[0] else fp8_attention.scaling_of(now[0])
+        if scaling and self.inspector is not None and not torch.compiler.is_compiling():
+            forward, backward = fp8_attention.kept_high(self, now[0])
+            scaling, given = "" if forward else scaling, given.but(bf16_backward=True) if backward else given
         key = self._key(given, scaling)
         if torch.compiler.is_compiling():
             return self._traced(key, given, now[0])

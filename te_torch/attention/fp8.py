@@ -13,9 +13,10 @@ from te_core import env as variables
 from te_core.dtypes import DType
 from te_core.layers import attention_fp8 as core
 from te_core.layers.attention import AttentionInputs, AttentionSaved
-from te_core.layers.inspector import offer
+from te_core.layers.inspector import PLAIN_ATTENTION, offer
 from te_core.ops import raw as ops
 from te_core.precision import AttentionPrecision, History, Operand, Precision
+from te_core.quantize.operands import dense
 from te_core.quantize.state import Scales, backward_cast, forward_cast
 from te_core.quantized import Cast
 from te_core.recipe import DelayedScaling, Float8CurrentScaling, Format, MXFP8BlockScaling, Recipe, resolve, the_one
@@ -24,6 +25,7 @@ from te_core.tensor import META, Tensor
 from te_torch.attention import choose, env, unfused
 from te_torch.attention.plan import Plan
 from te_torch.autocast import Region
+from te_torch.base.watching import Choice
 from te_torch.carried import Carried, apart
 from te_torch.function import Call, Layer, apply, key_of, register
 from te_torch.precisions import number_of_precision, precision_of, recipe_of
@@ -122,6 +124,15 @@ def _from_environment(base: Precision, recipe: Recipe | None, switches: env.Fp8S
     return rule
 
 
+def kept_high(module: Any, number: int) -> tuple[bool, bool]:
+    """Whether features keep this module's forward in high precision, and its backward, in this region's precision."""
+    choice = module.inspector
+    if not isinstance(choice, Choice):
+        return False, False
+    choice.choose(module, attention_number(number))
+    return choice.high
+
+
 # ---------------------------------------------------------------------------------------------- the call
 
 
@@ -147,10 +158,18 @@ def run(
     if call is None:
         if len(module._calls) >= _CALLS:
             module._calls.clear()
-        call = module._calls[key] = _call(*key[:-1], inspectors=None if watched is None else module._inspectors())
+        call = module._calls[key] = _call(*key[:-1], inspectors=None if watched is None else _lookers(module))
     module.__dict__["_last_rule"] = call.spec.precision
     dims = len(plan.spec.q_format) - 2, len(plan.spec.kv_format) - 2
     return run_call(call, state, recompute, inputs, dims)
+
+
+def _lookers(module: Any) -> tuple[Any, ...]:
+    """The module's inspectors, none of which says that it will exchange a tensor."""
+    found: tuple[Any, ...] = module._inspectors()
+    for _, tensor in sorted(getattr(found[0], "changes", ())):
+        raise core.unchangeable(tensor)
+    return found
 
 
 def run_call(call: Any, state: Any, recompute: bool, inputs: AttentionInputs, dims: tuple[int, int]) -> torch.Tensor:
@@ -237,10 +256,10 @@ class _Low:
 
     def through(self, t: torch.Tensor, cast: Cast, point: tuple[str, str]) -> torch.Tensor:
         """What a cast leaves of a tensor, which is shown to an inspector that wants to see it."""
-        rt, x = runtime_for(t), to_core(t.contiguous()).matrix()
-        q = ops.quantize(rt, x, cast)
-        offer(rt, self.inspector, point, x, cast, q)
-        return to_torch(ops.dequantize(rt, q, TO_CORE[t.dtype])).view(t.shape)
+        rt, x, seen = runtime_for(t), to_core(t.contiguous()).matrix(), self.inspector
+        plain = seen is not None and PLAIN_ATTENTION[point[0]] in seen.request
+        left = offer(rt, seen, point, x, cast, None if plain else ops.quantize(rt, x, cast))
+        return to_torch(left if left is x else dense(rt, left, TO_CORE[t.dtype])).view(t.shape)
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,11 @@ class Choice:
     current: tuple[Any, ...] | None  # what was chosen for the forward that runs
     generation = ""  # another one when a compiled program has to ask again
 
+    @property
+    def high(self) -> tuple[bool, bool]:
+        """Of attention: whether its forward stays in high precision, and its backward."""
+        return False, False
+
     def choose(self, module: Any, precision: int) -> None:
         """Set `current` for a forward in this precision (0: high precision), or `module.inspector` to None."""
         raise NotImplementedError

@@ -115,7 +115,8 @@ def _cached(
     cached: CachedWeight | None = module._weight_cache.get(name)
     if first_microbatch or cached is None or not cached.fits(parts, precision, columnwise):
         needs = Needs(input=columnwise, weight=False, bias=False)
-        product = Product(LinearSpec(TO_CORE[weight.dtype], precision, needs), scales, gemm)
+        spec = LinearSpec(TO_CORE[weight.dtype], precision, needs, module._requests()[gemm])
+        product = Product(spec, scales, gemm)
         value = _quantized(weight, product)
         if value is None:
             return None

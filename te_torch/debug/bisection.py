@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 
 from te_core.errors import ArgumentError
+from te_core.layers.inspector import finished
 from te_torch.debug.snapshot import Snapshot, main_gradient
 from te_torch.debug.watched import Guest, Layers, chosen, products_of, refuse_traces
 from te_torch.listing import table
@@ -123,6 +124,10 @@ class _High:
         point = gemm, tensor
         replaced = self._own.inspect(rt, gemm, tensor, value, cast, out) if point in self._asked else None
         return value if point in self._points and (self._layer, gemm) in self._high else replaced
+
+    def finished(self, rt: Any, tensor: str) -> None:
+        """For the module's own."""
+        finished(rt, self._own, tensor)
 
 
 class _Steps(Guest):

@@ -1,8 +1,8 @@
 """What happens to the tensors of one product that features look at: their calls, in the documented order.
 
-Of an operand: it was quantized already, if the recipe does; `modify_tensor` for the GEMM that reads its columns, then
-for the one that reads its rows; `inspect_tensor`; `inspect_tensor_postquantize`. (Backward's GEMMs come one by one: its
-gradient is shown before the second one.) Of a result: `modify_tensor`, `inspect_tensor`.
+Of an operand: it was quantized already, if a GEMM reads what the recipe makes of it; `modify_tensor` for the GEMM that
+reads its columns, then for the one that reads its rows; `inspect_tensor`; `inspect_tensor_postquantize`. Of a result:
+`modify_tensor`, `inspect_tensor`.
 """
 
 from __future__ import annotations
@@ -67,6 +67,8 @@ class GemmInspector:
 
     def __init__(self, layer: str, request: Request, plan: Any) -> None:
         self.layer, self.request, self.plan = layer, request, plan
+        self.changes = plan.modified & ATTENTION_POINTS  # of attention, which takes them in its emulation only
+        self._looked = plan.inspected | {tensor for _, tensor in plan.older}
         self._local = threading.local()  # what was made for the other GEMM of an operand
 
     def inspect(
@@ -75,16 +77,18 @@ class GemmInspector:
         """At a point: what the GEMM reads, or its result, in the place of what there was."""
         with torch.no_grad():
             if (gemm, tensor) in ATTENTION_POINTS:
-                self._attended(gemm, tensor, _Tensor(value, cast, out))
-                return None
+                return self._attended(gemm, tensor, _Tensor(value, cast, out))
             if tensor not in _ROWS:
                 return self._result(gemm, tensor, _Tensor(value, None, None))
             return self._operand(gemm, tensor, value, cast, out)
 
-    def _attended(self, gemm: str, tensor: str, seen: _Tensor) -> None:
+    def _attended(self, gemm: str, tensor: str, seen: _Tensor) -> Value | None:
         """A tensor of attention: seen in the first run, if a checkpoint runs it again."""
-        if gemm != "fprop" or _graph_task() == -1:
-            self._inspected(tensor, seen.plain, seen.quantized, None, seen.quantizer)
+        made = self._modified(gemm, tensor, seen) if (gemm, tensor) in self.plan.modified else None
+        if tensor in self.plan.inspected and (gemm != "fprop" or _graph_task() == -1):
+            read = seen.quantized if made is None else made
+            self._inspected(tensor, seen.plain, read, None, seen.quantizer)
+        return None if made is None else _as_core(made, seen)
 
     def _result(self, gemm: str, tensor: str, seen: _Tensor) -> Value | None:
         made = None
@@ -100,34 +104,42 @@ class GemmInspector:
         self, gemm: str, tensor: str, value: Tensor, cast: Cast | None, out: QuantizedTensor | None
     ) -> Value | None:
         seen, plan = self._seen(tensor, value, cast, out), self.plan
-        point, other = (gemm, tensor), _COLUMNS[tensor] if gemm == _ROWS[tensor] else _ROWS[tensor]
+        point = gemm, tensor
         high = point in plan.high
         made = self._modified(gemm, tensor, seen) if point in plan.modified else None
         read = made if made is not None else None if high else seen.quantized
-        if tensor == "gradient":
-            # Backward's GEMMs come one by one, and the second one may not come.
-            beside = None if (other, tensor) in plan.high else seen.quantized
-            if not self._was_first(other, gemm, value):
-                self._shown(tensor, seen, gemm, read, beside)
-            self._postquantized(gemm, tensor, seen, read)
-        elif gemm == _COLUMNS[tensor]:  # forward shows what backward will read, and then what it reads itself
+        if tensor not in self._looked:
+            pass
+        elif gemm == _COLUMNS[tensor]:  # comes first: what backward will read, of forward's operands
             self._kept()[tensor] = seen, read
-        else:
+        elif tensor == "gradient":
+            self._kept()["rows"] = seen, read
+        elif _graph_task() == -1:  # else a checkpoint runs it again: its tensors were seen in the first run
             before, beside = self._kept().pop(tensor, (None, None))
             there = before is not None and before.value.ptr == value.ptr
-            if _graph_task() == -1:  # else a checkpoint runs it again: its tensors were seen in the first run
-                self._shown(tensor, seen, gemm, read, beside if there else None)
-                if there:
-                    self._postquantized(other, tensor, seen, beside)
-                self._postquantized(gemm, tensor, seen, read)
+            self._shown(tensor, seen, (read, beside if there else None), (True, there))
+        else:
+            self._kept().pop(tensor, None)
         if made is not None:
             return _as_core(made, seen)
         return value if high else None
 
-    def _shown(self, tensor: str, seen: _Tensor, gemm: str, read: Any, beside: Any) -> None:
+    def finished(self, rt: Runtime, tensor: str) -> None:
+        """Show a gradient as both GEMMs read it; one of them may not be wanted."""
+        columns, rows = (self._kept().pop(name, None) for name in (tensor, "rows"))
+        seen, _ = rows or columns or (None, None)
+        if seen is not None:
+            with torch.no_grad():
+                reads = rows and rows[1], columns and columns[1]
+                self._shown(tensor, seen, reads, (rows is not None, columns is not None))
+
+    def _shown(self, tensor: str, seen: _Tensor, reads: tuple[Any, Any], there: tuple[bool, bool]) -> None:
+        """What the GEMM along the rows and the one along the columns read; `there`: whether they run."""
         if tensor in self.plan.inspected:
-            pair = (read, beside) if gemm == _ROWS[tensor] else (beside, read)
-            self._inspected(tensor, None if seen.held else seen.plain, *pair, seen.quantizer)
+            self._inspected(tensor, None if seen.held else seen.plain, *reads, seen.quantizer)
+        for gemms, read, runs in zip((_COLUMNS, _ROWS), reversed(reads), reversed(there), strict=True):
+            if runs:
+                self._postquantized(gemms[tensor], tensor, seen, read)
 
     def _seen(self, tensor: str, value: Tensor, cast: Cast | None, out: QuantizedTensor | None) -> _Tensor:
         """The same object where both GEMMs read the same quantized tensor."""
@@ -141,15 +153,6 @@ class GemmInspector:
         if found is None:
             found = self._local.kept = {}
         return found
-
-    def _was_first(self, other: str, gemm: str, value: Tensor) -> bool:
-        """Whether the other GEMM of a gradient has shown it already."""
-        where = (_graph_task(), value.ptr)
-        if getattr(self._local, "gradient", None) == (where, other):
-            self._local.gradient = None
-            return True
-        self._local.gradient = where, gemm
-        return False
 
     # ------------------------------------------------------------------------------------ the calls
 

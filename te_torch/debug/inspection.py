@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from te_core.errors import ArgumentError, UnsupportedError
-from te_core.layers.inspector import ATTENTION_POINTS, POINTS
+from te_core.layers.inspector import ATTENTION_POINTS, POINTS, finished
 from te_core.quantized import QuantizedTensor
 from te_torch.autocast import active, first_of_a_checkpoint, in_backward
 from te_torch.base.draws import capturing
@@ -76,6 +76,10 @@ class Watch:
         self._session.look(rt, self._number, (gemm, tensor), value, cast, out if replaced is None else replaced)
         return replaced
 
+    def finished(self, rt: Any, tensor: str) -> None:
+        """For the module's own."""
+        finished(rt, self._own, tensor)
+
 
 class Inspection(Guest):
     """What `inspect` gives: `step()` ends a step; printed or written to a file it is the report of what was seen."""
@@ -110,6 +114,7 @@ class Inspection(Guest):
         self._twins: dict[int, int] = {}  # rows that are as good as others
         self._shown: set[int] = set()  # rows, in this step
         self._looking = False  # whether this step is looked at
+        self._blind = 0  # how many steps were looked at in vain
 
     # ------------------------------------------------------------------------------------- the steps
 
@@ -134,6 +139,7 @@ class Inspection(Guest):
         if self.closed:
             raise RuntimeError("step() belongs inside of `with inspect(model) as seen:`")
         if self._looking:
+            self._blind += self._group is None and not self._shown
             self._ledger.close(self.current, self._group)
         self._shown.clear()
         self._last.clear()
@@ -205,7 +211,7 @@ class Inspection(Guest):
             seen.add(number)
             series.append(Series(self.names[number], tuple(gemms), ORDER[place][1], kind, **figures, order=order))
         idle = [name for i, name in enumerate(self.names) if i not in seen and i not in self._attention]
-        return Report(steps, series, idle)
+        return Report(steps, series, idle, self._blind)
 
     def to_html(self, path: str | Path, title: str = "Precision") -> Path:
         """Write the report as a page that needs nothing but a browser: no network, no second file."""

@@ -37,7 +37,7 @@ def page(report: Any, title: str) -> str:
         "figures": [name for name, _ in SHOWN],
         "steps": [report.steps[i] for i in edges[:-1]],
         "ends": [report.steps[i - 1] for i in edges[1:]],
-        "verdict": report.verdict() if report.series else "Nothing was seen.",
+        "verdict": report.verdict(),
         "unseen": report.unseen,
         "series": [_facts(s) for s in report.series],
     }

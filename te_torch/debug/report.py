@@ -97,13 +97,14 @@ class Series(NamedTuple):
 class Report:
     """What was seen. Printable, worst first; `to_html`, `to_png` and `to_json` write it, `as_dict` is for programs."""
 
-    def __init__(self, steps: list[int], series: list[Series], unseen: list[str]) -> None:
+    def __init__(self, steps: list[int], series: list[Series], unseen: list[str], blind: int = 0) -> None:
         self.steps = steps  # those that were looked at
         nonfinite = [s for s in series if (s.nonfinite > 0).any()]
         # What is no number spreads: the first step counts, and there the first layer that ran.
         nonfinite.sort(key=lambda s: (int(np.argmax(s.nonfinite > 0)), s.order))
         others = sorted((s for s in series if not (s.nonfinite > 0).any()), key=lambda s: (-s.trouble(), s.order))
         self.series = nonfinite + others  # the worst first
+        self.blind = blind  # how many steps were looked at in vain: no layer ran eagerly
         self.unseen = unseen  # layers that were asked for and did not run where they can be looked at
 
     @property
@@ -150,7 +151,7 @@ class Report:
     def __str__(self) -> str:
         if not self.series:
             idle = f"\nnot seen: {', '.join(self.unseen)}" if self.unseen else ""
-            return f"nothing was seen: no layer of te_torch ran in a step that was looked at{idle}"
+            return f"{self.verdict()}{idle}"
         cells = [
             (
                 s.layer, s.tensor, s.gemm, "-" if s.kind is None else s.kind.words, f"{s.trouble():.1f}",
@@ -172,13 +173,19 @@ class Report:
 
     def verdict(self) -> str:
         """The report in one sentence."""
+        if not self.series:
+            return f"nothing was seen: no layer of te_torch ran eagerly in a step that was looked at ({REPLAYED})"
         looked = f"{len(self.steps)} step{'s' * (len(self.steps) != 1)} of {len(self.layers())} layers"
+        if self.blind:
+            looked += f" (in {self.blind} more no layer ran eagerly: {REPLAYED})"
         if self.worst is None:
             return f"{looked}: every tensor keeps what its format can hold"
         bad = sum(s.trouble() >= 0.5 for s in self.series)
         return f"{looked}: {bad} of {len(self.series)} tensors lose precision, most of all {self.worst.name}"
 
 
+#: Why nobody may have seen a step.
+REPLAYED = "what a replayed CUDA graph or a compiled program computes is not seen: let the steps run eagerly"
 FIGURES = ("count", "amax", "underflow", "overflow", "snr", "scale", "nonfinite")
 
 

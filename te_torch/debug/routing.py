@@ -14,20 +14,19 @@ from typing import Any, NamedTuple
 import torch
 
 from te_core.errors import UnsupportedError
-from te_core.layers.inspector import ATTENTION_POINTS, Request
+from te_core.layers.inspector import ATTENTION_POINTS, PLAIN, PLAIN_ATTENTION, Request
 from te_torch.base.module import BaseModule
 from te_torch.base.watching import Choice, watching
 from te_torch.debug.gemm import GemmInspector
 from te_torch.debug.layers import product_names
 from te_torch.likeness import living
-from te_torch.module_names import within
 from te_torch.precisions import precision_of
 
 _NEVER = 1 << 62
 #: Each tensor of a product, and the GEMMs that it is in: along its rows, along its columns.
 _OPERANDS = {"activation": ("fprop", "wgrad"), "weight": ("fprop", "dgrad"), "gradient": ("dgrad", "wgrad")}
 _RESULTS = {"output": "fprop", "wgrad": "wgrad", "dgrad": "dgrad"}
-#: Those of attention in FP8, which are looked at and not changed.
+#: Those of attention in FP8.
 _OF_ATTENTION = {tensor: (direction,) for direction, tensor in sorted(ATTENTION_POINTS)}
 _POINTS = _OPERANDS | {tensor: (gemm,) for tensor, gemm in _RESULTS.items()} | _OF_ATTENTION
 
@@ -47,8 +46,11 @@ class Plan(NamedTuple):
 
     @property
     def request(self) -> Request:
-        """The points that an inspector has to see."""
+        """The points that an inspector has to see, and those of them where it always has something else."""
         points = set(self.high | self.modified | self.older)
+        points.update((_OPERANDS[tensor][0], tensor) for _, tensor in self.older)
+        points.update(PLAIN_ATTENTION[gemm] for gemm, tensor in self.high if tensor == "attention")
+        points.update(PLAIN[point] for point in self.high | self.modified if point in PLAIN)
         for tensor in self.inspected:
             points.update((gemm, tensor) for gemm in _POINTS[tensor])
         return frozenset(points)
@@ -78,6 +80,16 @@ class Door(Choice):
         self._told: set[tuple[str, bool]] = set()
         self._never: set[Any] = set()
 
+    @property
+    def high(self) -> tuple[bool, bool]:
+        """Of attention. What features put in the place of its tensors only FP8 attention takes: then that is rounded
+        at nothing else."""
+        plan = self.current[0].plan if self.current else None
+        if plan is None:
+            return False, False
+        forward, backward = (("fprop", "attention") in plan.high, ("dgrad", "attention") in plan.high)
+        return (False, False) if plan.modified else (forward, forward or backward)
+
     def choose(self, module: Any, precision: int) -> None:
         """Ask the features what they want of a forward in this precision; in an iteration once."""
         if _manager() is None:
@@ -100,6 +112,8 @@ class Door(Choice):
         self._choose(module, bool(precision), now)
         self.traced = self.due > now
         if self.current is not None:
+            if torch.compiler.is_exporting():
+                raise _refused(module, "a program that is exported", "export it without, or leave the layer out")
             raise _refused(module, "a step that torch.compile compiles", "do not compile it, or leave the layer out")
 
     def _choose(self, module: Any, quantized: bool, now: int) -> None:
@@ -192,10 +206,14 @@ def _questions(name: str, now: int, never: set[Any]) -> tuple[Callable[..., bool
 
 
 def _ask_attention(name: str, quantized: bool, now: int, never: set[Any]) -> tuple[Plan, int]:
-    """What the features want to see of attention."""
+    """What the features want of attention, whose forward is called fprop and whose backward dgrad."""
+    if not quantized:  # it is not looked at, and has nothing to switch
+        return Plan(*[frozenset()] * 4), _NEVER
     says, later = _questions(name, now, never)
     seen = frozenset(tensor for tensor in _OF_ATTENTION if says("inspect_tensor_enabled", tensor_name=tensor))
-    return Plan(frozenset(), frozenset(), seen, frozenset()), min(later, default=_NEVER)
+    modified = frozenset(p for p in ATTENTION_POINTS if says("modify_tensor_enabled", gemm=p[0], tensor_name=p[1]))
+    high = frozenset((gemm, "attention") for gemm in PLAIN_ATTENTION if not says("fp8_gemm_enabled", gemm=gemm))
+    return Plan(high, modified, seen, frozenset()), min(later, default=_NEVER)
 
 
 def _ask(name: str, quantized: bool, now: int, never: set[Any]) -> tuple[Plan, int]:
@@ -224,6 +242,9 @@ def _ask(name: str, quantized: bool, now: int, never: set[Any]) -> tuple[Plan, i
 
 
 def _refuse_capture(module: Any) -> None:
+    if module._microbatch is not None:  # the documented error
+        got = "a CUDA graph that is to keep quantized weights for its microbatches"
+        raise AssertionError(str(_refused(module, got, "capture it without, or leave the layer out")))
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         raise _refused(module, "a step that a CUDA graph captures", "capture it without, or leave the layer out")
 
@@ -238,7 +259,7 @@ def _refuse_options(module: Any, precision: int) -> None:
 
 
 def _refused(module: Any, what: str, do: str) -> UnsupportedError:
-    where = f"precision debugging of {type(module).__name__}{within(module)}"
+    where = f"precision debugging of {type(module).__name__} {module.name!r}"
     return UnsupportedError(where, what, "features in eager steps", f"{do} of the configuration")
 
 

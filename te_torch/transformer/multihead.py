@@ -16,7 +16,7 @@ from te_core.attention import DIMENSIONS, canonical_mask
 from te_core.errors import ArgumentError, UnsupportedError
 from te_torch.attention import env
 from te_torch.attention.dot_product import DotProductAttention
-from te_torch.attention.fp8 import attention_number
+from te_torch.attention.fp8 import attention_number, kept_high
 from te_torch.attention.inference import InferenceParams
 from te_torch.attention.masks import AttentionArgumentError
 from te_torch.attention.rope import apply_rotary_pos_emb, split_heads
@@ -350,7 +350,12 @@ class MultiheadAttention(torch.nn.Module):
             of_self = self.attention_type == "self" and straight
             found = _handed_at_trace(number, between, of_self) if known else _NOTHING
             return HandOver(*found)
-        return HandOver(*_handed(number, between))
+        qkv, out, grad = _handed(number, between)
+        core = self._part("core_attention")
+        if out and isinstance(core, DotProductAttention) and core.inspector is not None:
+            forward, backward = kept_high(core, number)
+            qkv, out, grad = qkv and not forward, out and not forward, grad and not backward
+        return HandOver(qkv, out, grad)
 
     def _hand_over_exported(self, number: int, between: bool, known: bool) -> HandOver:
         found = HandOver(*_handed_at_trace(number, between, False))

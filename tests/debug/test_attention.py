@@ -1,19 +1,24 @@
-"""Features on attention in FP8: they look at its tensors, and at nothing where it is in high precision."""
+"""Features on attention in FP8: they look at its tensors, keep it in high precision, change what its emulation has."""
 
 from __future__ import annotations
 
+import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import te_torch as te
+from te_core.errors import UnsupportedError
 from te_core.recipe import DelayedScaling, Float8CurrentScaling
+from tests.backends import devices
 from tests.debug.conftest import config
 
 pytest.importorskip("nvdlfw_inspect", reason="the extra `debug` brings nvdlfw_inspect")
 
 HEADS, WIDTH = 2, 64
+DEPTH, TOKENS = 128, 64  # heads that cuDNN takes in FP8
 TENSORS = ["q", "k", "v", "kv", "qkv", "do"]
 RECIPES = {"delayed": DelayedScaling(fp8_dpa=True), "current": Float8CurrentScaling(fp8_dpa=True)}
 
@@ -72,3 +77,160 @@ def test_a_layer_looked_at_as_a_whole(debugging: Any) -> None:
         "t.layernorm_mlp.fc1_activation_max",
         "t.layernorm_mlp.fc2_activation_max",
     }
+
+
+# ------------------------------------------------------------------------------------- what features change
+
+HIGH: dict[str, dict[str, Any]] = {
+    "DisableFP8Layer": {},
+    "DisableQuantizationLayer": {},
+    "DisableFP8GEMM": {"gemms": ["fprop", "dgrad", "wgrad"]},
+    "DisableQuantizationGEMM": {"gemms": ["fprop"]},  # a backward reads what its forward kept
+}
+OPTIONS: dict[str, Any] = {"attention_dropout": 0.0, "hidden_dropout": 0.0, "params_dtype": torch.bfloat16}
+
+
+def results(net: Any, recipe: Any, device: str, steps: int = 2) -> list[torch.Tensor]:
+    """Outputs and gradients."""
+    shape = (TOKENS, 2, HEADS, DEPTH) if isinstance(net, te.DotProductAttention) else (TOKENS, 2, HEADS * DEPTH)
+    torch.manual_seed(5)
+    x = [torch.randn(shape).to(device, torch.bfloat16).requires_grad_() for _ in range(3 if len(shape) == 4 else 1)]
+    found = [run(net, recipe, x) for _ in range(steps)]
+    return [*found, *[t.grad for t in x], *[p.grad for p in net.parameters()]]  # type: ignore[list-item]
+
+
+def attention() -> Any:
+    return te.DotProductAttention(HEADS, DEPTH, attention_dropout=0.0, name="t.core_attention")
+
+
+def differ(a: list[torch.Tensor], b: list[torch.Tensor]) -> list[int]:
+    return [i for i, pair in enumerate(zip(a, b, strict=True)) if not torch.equal(*pair)]
+
+
+@pytest.mark.filterwarnings("ignore:DisableFP8", "ignore:fp8_mha")
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("mha", [False, True])
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("feature", HIGH)
+def test_attention_in_high_precision(
+    debugging: Any, monkeypatch: pytest.MonkeyPatch, feature: str, name: str, mha: bool, device: str
+) -> None:
+    monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
+    selected = {"layer_types": ["core_attention"]} if mha else {"layer_name_regex_pattern": r"core_att\w+$"}
+    recipe = dataclasses.replace(RECIPES[name], fp8_mha=mha)
+    without = dataclasses.replace(recipe, fp8_dpa=False, fp8_mha=False)
+
+    def made(recipe: Any) -> list[list[torch.Tensor]]:
+        torch.manual_seed(3)
+        layer = te.TransformerLayer(HEADS * DEPTH, WIDTH, HEADS, name="t", device=device, **OPTIONS)
+        return [results(net, recipe, device) for net in (attention(), layer)]
+
+    low, want = made(recipe), made(without)
+    debugging(config(selected, **{feature: HIGH[feature]}))
+    for got, other, fp8 in zip(made(recipe), want, low, strict=True):
+        assert differ(got, other) == []
+        assert differ(got, fp8)
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("name", RECIPES)
+def test_its_backward_alone_in_high_precision(
+    debugging: Any, monkeypatch: pytest.MonkeyPatch, name: str, device: str
+) -> None:
+    monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
+    net = attention()
+    torch.manual_seed(5)
+    x = [torch.randn(TOKENS, 2, HEADS, DEPTH).to(device, torch.bfloat16).requires_grad_() for _ in range(3)]
+
+    def step(**options: Any) -> list[torch.Tensor]:
+        net = attention()
+        with te.autocast(recipe=RECIPES[name]):
+            out = net(*x, **options)
+        out.float().square().sum().backward()
+        found = [out.detach(), *[t.grad for t in x]]
+        for t in x:
+            t.grad = None
+        return found  # type: ignore[return-value]
+
+    want, low = step(bf16_backward=True), step()
+    debugging(config({"exact_layer_names": [net.name]}, DisableQuantizationGEMM={"gemms": ["dgrad"]}))
+    found = step()
+    assert differ(found, want) == [] and differ(found, low) == [1, 2, 3]
+
+
+def test_a_layer_that_comes_back(debugging: Any) -> None:
+    """Features are asked in each iteration; what was not theirs runs as before."""
+    session = debugging(config({"layer_types": ["another"]}, DisableQuantizationLayer={}))
+    net = attention()
+    first = results(net, RECIPES["current"], "cpu", 1)
+    session.api.end_debug()
+    other = attention()
+    assert differ(results(other, RECIPES["current"], "cpu", 1), first) == []
+    assert net.inspector is None
+
+
+CHANGES = {
+    "FakeQuant": {"gemms": ["fprop"], "tensors": ["q", "k", "v"], "quant_format": "FP8E5M2"},
+    "PerTensorScaling": {"gemms": ["fprop"], "tensors": ["q"]},
+}
+
+
+@pytest.mark.parametrize("feature", CHANGES)
+def test_changes_of_fused_attention_are_refused(debugging: Any, feature: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    debugging(config(**{feature: CHANGES[feature]}))
+    monkeypatch.delenv("NVTE_UnfusedDPA_Emulate_FP8", raising=False)
+    with pytest.raises(UnsupportedError, match=r"another [kq].*modify_tensor.*looking at it.*NVTE_FUSED_ATTN=0"):
+        results(attention(), RECIPES["delayed"], "cpu")
+
+
+@pytest.fixture
+def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"NVTE_FUSED_ATTN": "0", "NVTE_FLASH_ATTN": "0", "NVTE_UnfusedDPA_Emulate_FP8": "1"}.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.mark.usefixtures("emulated")
+def test_fake_quantization_in_the_emulation(debugging: Any) -> None:
+    """q, k and v are rounded by the feature, and nothing else is."""
+    torch.manual_seed(5)
+    x = [torch.randn(TOKENS, 2, HEADS, DEPTH).bfloat16().requires_grad_() for _ in range(3)]
+    gemms = {"gemms": ["fprop", "dgrad"], "tensors": ["q", "k", "v"], "quant_format": "FP8E5M2"}
+    debugging(config(FakeQuant=gemms))
+    found = run(attention(), RECIPES["current"], x)
+    scales = [57344 / t.detach().abs().max().float() for t in x]
+    rounded = [
+        ((t.detach().float() * s).to(torch.float8_e5m2).float() / s).bfloat16() for t, s in zip(x, scales, strict=True)
+    ]
+    q, k, v = (t.float().permute(1, 2, 0, 3) for t in rounded)
+    want = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    plain = torch.nn.functional.scaled_dot_product_attention(
+        *(t.detach().float().permute(1, 2, 0, 3) for t in x), is_causal=True
+    )
+    want, plain = (t.permute(2, 0, 1, 3).reshape(found.shape) for t in (want, plain))
+    assert (found.float() - want).norm() < 0.01 * want.norm() < 0.2 * (plain - want).norm()
+
+
+@pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize("tensor", ["q", "k", "v", "s", "do", "dp"])
+def test_a_tensor_changed_in_the_emulation(debugging: Any, tmp_path: Path, tensor: str) -> None:
+    from tests.debug.test_gemms import written
+
+    gemm = "dgrad" if tensor.startswith("d") else "fprop"
+    before = results(attention(), RECIPES["current"], "cpu", 1)
+    _, seen = written(debugging, tmp_path / "features", f"{gemm} {tensor}")
+    after = results(attention(), RECIPES["current"], "cpu", 1)
+    assert ("modify", gemm, tensor, "t.core_attention") in seen
+    (shown,) = [call for call in seen if call[:2] == ("inspect", tensor)]
+    factor = 2 if gemm == "fprop" else 3
+    assert shown[3] == pytest.approx(factor * shown[2], rel=0.01)
+    assert differ(before, after), "the change acts"
+    assert torch.equal(before[0], after[0]) == (gemm == "dgrad")
+
+
+def test_a_change_of_backward_is_refused_in_forward(debugging: Any, tmp_path: Path) -> None:
+    from tests.debug.test_gemms import written
+
+    written(debugging, tmp_path / "features", "dgrad do")
+    x = [torch.randn(TOKENS, 2, HEADS, DEPTH).bfloat16().requires_grad_() for _ in range(3)]
+    with te.autocast(recipe=RECIPES["current"]), pytest.raises(UnsupportedError, match="another do"):
+        attention()(*x)

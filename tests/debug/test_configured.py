@@ -517,8 +517,8 @@ def test_features_of_a_users_own(debugging: Debugging, tmp_path: Path) -> None:
         ("postquantize", "fprop", "activation", "Tensor"),
         ("inspect_tensor", "layer", "output", (ROWS, WIDE)),
         ("inspect_tensor", "layer", "gradient", (ROWS, WIDE)),
-        ("postquantize", "dgrad", "gradient", "Float8Tensor"),
         ("postquantize", "wgrad", "gradient", "Float8Tensor"),
+        ("postquantize", "dgrad", "gradient", "Float8Tensor"),
     ]
 
 

@@ -82,3 +82,52 @@ def test_casts_of_two_recipes(debugging: Any, passes: list[int]) -> None:
     assert found["layer_activation_max", 0] == pytest.approx(x.max().item(), abs=1e-4)
     assert found["layer_activation_l1_norm", 0] == pytest.approx(x.double().abs().sum().item(), rel=1e-5)
     assert len(found) == 5
+
+
+@pytest.mark.parametrize("device", devices())
+def test_a_weight_that_is_held_quantized(debugging: Any, passes: list[int], device: str) -> None:
+    session = debugging(
+        config(
+            LogTensorStats={"stats": ["max", "std"], "tensors": ["weight"]},
+            LogFp8TensorStats={"stats": ["scale_inv_max"], "tensors": ["weight"]},
+        )
+    )
+    with te.quantized_model_init(recipe=recipes.RECIPES["current"]):
+        layer = te.Linear(64, 96, params_dtype=torch.bfloat16, device=device, name="layer")
+    for _ in range(2):
+        with recipes.region("current"):
+            layer(torch.randn(32, 64, device=device).bfloat16())
+    session.step()
+    assert passes == [64 * 96]
+    found, held = session.statistics(), layer.weight.dequantize().double()
+    assert found["layer_weight_max", 0] == pytest.approx(held.max().item(), abs=1e-4)
+    assert found["layer_weight_std", 0] == pytest.approx(held.std().item(), abs=1e-4)
+    assert ("layer_weight_scale_inv_max", 0) in found
+
+
+def documented_std(buffers: list[torch.Tensor]) -> float:
+    """By the formula of the specification."""
+    count = [b.numel() for b in buffers]
+    mean = sum(b.double().sum().item() for b in buffers) / sum(count)
+    terms = [n * (b.double().var() - (b.double().mean() - mean) ** 2) for n, b in zip(count, buffers, strict=True)]
+    total = sum(t.item() for t in terms) / sum(count)
+    return math.sqrt(total) if total >= 0 else math.nan
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("shift", [0.0, 0.3, 4.0])
+def test_the_standard_deviation_over_microbatches(debugging: Any, device: str, shift: float) -> None:
+    """As documented, of the one of each: neither that of all values nor a mean of them."""
+    session = debugging(config(LogTensorStats={"stats": ["std", "mean", "l2_norm"], "tensors": ["activation"]}))
+    layer = te.Linear(64, 96, params_dtype=torch.bfloat16, device=device, name="layer")
+    torch.manual_seed(0)
+    buffers = [(torch.randn(rows, 64) + shift * i).bfloat16() for i, rows in enumerate((32, 16, 48))]
+    for step in range(2):  # the second one begins anew
+        for x in buffers[step:]:
+            layer(x.to(device))
+        session.step()
+        found, together = session.statistics(), torch.cat(buffers[step:]).double()
+        want = documented_std(buffers[step:])
+        assert found["layer_activation_std", step] == pytest.approx(want, abs=1e-4, nan_ok=True)
+        assert found["layer_activation_mean", step] == pytest.approx(together.mean().item(), abs=1e-4)
+        assert found["layer_activation_l2_norm", step] == pytest.approx(together.norm().item(), rel=1e-5)

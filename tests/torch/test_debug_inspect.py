@@ -19,6 +19,7 @@ from te_core.layers.inspector import POINTS
 from te_core.ops.quantize import dense_columns
 from te_core.quantized import QuantizedTensor
 from te_torch.debug import inspect
+from te_torch.debug.page import page
 from te_torch.runtime import to_torch
 from tests import recipes
 from tests.backends import devices, requires_cuda
@@ -303,3 +304,34 @@ def test_captures_are_refused() -> None:
         with inspect(net), pytest.raises(UnsupportedError, match="a CUDA graph that is being captured"):
             with torch.cuda.graph(torch.cuda.CUDAGraph()):
                 net(x)
+
+
+def test_steps_in_which_nobody_could_look() -> None:
+    """As where a program that was made before runs: the report says so, and the page."""
+    net, step = planted.model(blocks=1), planted.step_of("current")
+    with inspect(net) as seen:
+        for _ in range(3):
+            seen.step()
+    said = "nothing was seen: no layer of te_torch ran eagerly in a step that was looked at (what a replayed CUDA graph"
+    assert str(seen).startswith(said) and str(seen).count("\n") == 1
+    assert said in page(seen.report(), "x")
+    with inspect(net) as seen:
+        seen.step()
+        step(net)
+        seen.step()
+    assert seen.report().verdict().startswith("1 step of 2 layers (in 1 more no layer ran eagerly: what a replayed")
+    assert seen.report().steps == [1]
+    with inspect(net) as seen:
+        step(net)
+    assert "eagerly" not in str(seen)
+
+
+@requires_cuda
+def test_graphs_that_were_captured_before_are_not_seen() -> None:
+    layer, x = te.Linear(32, 32, device="cuda"), torch.randn(16, 32, device="cuda", requires_grad=True)
+    graphed = te.make_graphed_callables(layer, (x,))
+    with inspect(torch.nn.Sequential(layer)) as seen:
+        for _ in range(2):
+            graphed(x).sum().backward()
+            seen.step()
+    assert str(seen).startswith("nothing was seen") and "a replayed CUDA graph" in str(seen)

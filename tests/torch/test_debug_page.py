@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import html
+import json
 import re
+from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from te_core.layers.inspector import POINTS
 from te_torch.debug import inspect
+from te_torch.debug.inspection import ORDER
 from te_torch.debug.ledger import Kind
 from te_torch.debug.page import BINS, page
 from te_torch.debug.report import FIGURES, Report, Series
@@ -60,6 +65,71 @@ def test_a_large_report_is_light() -> None:
     assert str(report).count("\n") < 30
 
 
+def wide(layers: int = 32, steps: int = 500) -> Report:
+    """Of Transformer layers in a block format: a row for each GEMM that reads a tensor, attention; figures that do not
+    compress."""
+    rng = np.random.default_rng(1)
+    kind = Kind("float8_e4m3", "float8_e4m3 1x128", 448.0)
+    places = [(gemm, tensor) for gemm, tensor in ORDER if (gemm, tensor) in POINTS]
+    parts = ("self_attention.layernorm_linear_qkv", "self_attention.proj", "layernorm_mlp.fc1", "layernorm_mlp.fc2")
+    rows = [(part, *place) for part in parts for place in places]
+    rows += [("self_attention.core_attention", "fprop", t) for t in "qkv"]
+    rows += [("self_attention.core_attention", "dgrad", "do")]
+    series = []
+    for layer in range(layers):
+        for part, gemm, tensor in rows:
+            found = {name: np.exp2(rng.uniform(-20, 20, steps)) for name in FIGURES}
+            found["nonfinite"] = np.zeros(steps)
+            series.append(Series(f"decoder.layers.{layer}.{part}", (gemm,), tensor, kind, order=len(series), **found))
+    return Report(list(range(steps)), series, [])
+
+
+def test_a_page_of_many_layers_opens() -> None:
+    report = wide()
+    assert len(report.series) == 32 * 40
+    text = page(report, "32 layers, 500 steps")
+    assert 1e6 < len(text.encode()) <= 10e6
+
+
+NAMES = (
+    "<img src=x onerror=alert(1)>",
+    "\"'><b>",
+    "&amp;",
+    "{0}{title}",
+    "</script><!--",
+    "</pre>",
+    "a\u2028b",
+    "${x}`",
+)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_names_are_text(name: str) -> None:
+    """Of a layer, of one that was not seen, in the title: what a page has is the name, and no element more."""
+    report = large(1, 2)
+    plain = tags(page(Report(report.steps, [s._replace(layer="x") for s in report.series], ["x"]), "x"))
+    text = page(Report(report.steps, [s._replace(layer=name) for s in report.series], [name]), name)
+    assert tags(text) == plain
+    facts = json.loads(re.search(r'id="facts">(.*?)</script>', text, re.DOTALL)[1])  # type: ignore[index]
+    assert {s["layer"] for s in facts["series"]} == set(facts["unseen"]) == {name}
+    assert f"<title>{html.escape(name)}</title>" in text
+
+
+def tags(text: str) -> list[tuple[str, list[Any]]]:
+    """Every element of a page, with its attributes, as a browser parses it."""
+    found: list[tuple[str, list[Any]]] = []
+
+    class Elements(HTMLParser):
+        def handle_starttag(self, tag: str, attrs: list[Any]) -> None:
+            found.append((tag, attrs))
+
+        def handle_comment(self, data: str) -> None:
+            found.append(("comment", [data]))
+
+    Elements().feed(text)
+    return found
+
+
 def test_no_text_ends_the_script() -> None:
     report = large(1, 2)
     named = Report(report.steps, [s._replace(layer="</script><b>") for s in report.series], ["<!--"])
@@ -98,3 +168,14 @@ def test_a_large_page_draws(tmp_path: Path) -> None:
     path.write_text(page(large(), "200 layers over 1000 steps"))
     dom = opened(path, "large")
     assert f'width="{BINS}" height="200"' in dom and "1200" in dom
+
+
+@pytest.mark.more
+@pytest.mark.skipif(browser.find() is None, reason="needs a browser: python tools/browser.py")
+def test_a_page_draws_names_as_text(tmp_path: Path) -> None:
+    name = "<img src=x onerror=console.error(1)><b>"
+    report = large(1, 4)
+    path = tmp_path / "names.html"
+    path.write_text(page(Report(report.steps, [s._replace(layer=name) for s in report.series], [name]), name))
+    dom = opened(path, "names")
+    assert "<img" not in dom and "<b>" not in dom and html.escape(name, quote=False) in dom

@@ -121,7 +121,7 @@ class LogFp8TensorStats(TEConfigAPIMapper):
             recipe = running if stat.recipe in ("", running) else stat.recipe
             groups.setdefault((recipe, columnwise), {})[stat.name] = FORMULAS[stat.stat]
         if tensor is None:
-            tensor = held.dequantize()
+            tensor = STATS_BUFFERS.plain_of(held)
         for (recipe, columnwise), formulas in groups.items():
             where = (layer_name, tensor_name, (recipe, columnwise))
             if tensor.numel() and STATS_BUFFERS.expects(*where):

@@ -12,7 +12,7 @@ from nvdlfw_inspect.registry import api_method
 from te_core.statistics import Statistics
 from te_torch.debug.features.api import TEConfigAPIMapper
 from te_torch.debug.schedule import asked
-from te_torch.debug.stats import STATS_BUFFERS, Formula
+from te_torch.debug.stats import STATS_BUFFERS, Formula, combined_std
 
 
 def _unless_nan(name: str) -> Formula:
@@ -24,7 +24,7 @@ FORMULAS: dict[str, Formula] = {
     "min": _unless_nan("min"),
     "max": _unless_nan("max"),
     "mean": lambda s: s.mean,
-    "std": lambda s: s.std,
+    "std": combined_std,
     "l1_norm": lambda s: s.l1_norm,
     "l2_norm": lambda s: s.l2_norm,
     "cur_amax": _unless_nan("amax"),
@@ -65,7 +65,7 @@ class LogTensorStats(TEConfigAPIMapper):
         """Merge the tensor into its record."""
         if tensor is None:
             held = columnwise_quantized_tensor if rowwise_quantized_tensor is None else rowwise_quantized_tensor
-            tensor = held.dequantize()
+            tensor = STATS_BUFFERS.plain_of(held)
         values, blockwise = split_stats(config.get("stats", ()))
         where = (layer_name, tensor_name, "values")
         if not tensor.numel() or not STATS_BUFFERS.expects(*where):

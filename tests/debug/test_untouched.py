@@ -1,0 +1,99 @@
+"""A layer that no feature touches: what its forward does more while nvdlfw_inspect is initialised."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+
+import te_torch as te
+from te_core.recipe import DelayedScaling, Float8CurrentScaling
+from tests.debug.conftest import config
+
+pytest.importorskip("nvdlfw_inspect", reason="the extra `debug` brings nvdlfw_inspect")
+
+HIDDEN = 32
+MODULES: dict[str, Callable[..., Any]] = {
+    "Linear": lambda **kw: te.Linear(HIDDEN, HIDDEN, **kw),
+    "LayerNormLinear": lambda **kw: te.LayerNormLinear(HIDDEN, HIDDEN, **kw),
+    "LayerNormMLP": lambda **kw: te.LayerNormMLP(HIDDEN, 2 * HIDDEN, **kw),
+    "GroupedLinear": lambda **kw: te.GroupedLinear(2, HIDDEN, HIDDEN, **kw),
+    "TransformerLayer": lambda **kw: te.TransformerLayer(HIDDEN, 2 * HIDDEN, 2, **kw),
+}
+RECIPES = {
+    "none": None,
+    "current": Float8CurrentScaling(),
+    "delayed": DelayedScaling(),
+    "attention": Float8CurrentScaling(fp8_dpa=True),
+}
+
+
+def opcodes(call: Callable[[], Any]) -> int:
+    """How many instructions of Python a call runs."""
+    count = 0
+
+    def trace(frame: FrameType, event: str, arg: Any) -> Any:
+        nonlocal count
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        count += event == "opcode"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+def forward_of(kind: str, recipe: Any) -> tuple[Any, Callable[[], Any]]:
+    torch.manual_seed(0)
+    module, x = MODULES[kind](device="cpu", name="layer"), torch.randn(64, 1, HIDDEN)
+    given = (x.view(64, HIDDEN), [32, 32]) if kind == "GroupedLinear" else (x,)
+
+    def run() -> None:
+        with te.autocast(enabled=recipe is not None, recipe=recipe):
+            module(*given)
+
+    return module, run
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("kind", MODULES)
+def test_it_costs_an_attribute_test(debugging: Any, kind: str, recipe: str) -> None:
+    def counted(run: Callable[[], Any]) -> int:
+        for _ in range(3):
+            run()
+        return min(opcodes(run) for _ in range(3))
+
+    counted(forward_of(kind, RECIPES[recipe])[1])  # what is made once in a process
+    before = counted(forward_of(kind, RECIPES[recipe])[1])
+    session = debugging(config({"layer_types": ["another"]}, LogTensorStats={"stats": ["max"], "tensors": ["weight"]}))
+    _, run = forward_of(kind, RECIPES[recipe])
+    assert counted(run) <= before + 40
+    for _ in range(2):
+        session.step()
+        assert opcodes(run) <= before + 40, "the first forward of a step, too"
+
+
+def test_a_layer_between_the_iterations_that_are_looked_at(debugging: Any) -> None:
+    """It is asked in these iterations, and in the others costs as little."""
+    before = forward_of("Linear", RECIPES["current"])[1]
+    for _ in range(3):
+        before()
+    want = opcodes(before)
+    stats = {"stats": ["max"], "tensors": ["activation"], "freq": 4}
+    session = debugging(config(LogTensorStats=stats))
+    _, run = forward_of("Linear", RECIPES["current"])
+    found = []
+    for _ in range(8):
+        run()
+        found.append(opcodes(run))
+        session.step()
+    looked = [count > want + 40 for count in found]
+    assert looked == [True, False, False, False] * 2
