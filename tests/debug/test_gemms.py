@@ -231,8 +231,8 @@ def test_a_change_acts_in_its_gemm(
     points = [points[place] for points in CHANGED.values()]
     written(debugging, tmp_path / "features", *points, quantized=quantized)
     found = step(made("Linear", device), device, recipe)
-    for (name, points), point in zip(CHANGED.items(), points, strict=True):
-        factor = 2 if points[0].startswith("fprop") or point == "dgrad gradient" else 3
+    for (name, of), point in zip(CHANGED.items(), points, strict=True):
+        factor = 2 if of[0].startswith("fprop") or point == "dgrad gradient" else 3
         off = (found[name].float() / factor - want[name].float()).norm() / want[name].float().norm()
         assert off < (0.25 if recipe.startswith("nvfp4") else 0.08), name
 
