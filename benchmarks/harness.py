@@ -86,6 +86,18 @@ def _wall_us(work: Work) -> float:
     return (time.perf_counter() - start) * 1e6
 
 
+def row_us(work: Work, runs: int) -> float:
+    """Microseconds of wall time for each of several in a row: where the host is slower than the GPU, its time."""
+    for _ in range(3 if gpu() else 1):
+        work()
+    wait()
+    start = time.perf_counter()
+    for _ in range(runs if gpu() else 1):
+        work()
+    wait()
+    return (time.perf_counter() - start) / (runs if gpu() else 1) * 1e6
+
+
 def host_us(*works: Work, calls: int = HOST_CALLS) -> list[float]:
     """Microseconds to enqueue each work, all measured in turns: the median of fifteen rounds."""
     rounds = 15

@@ -18,7 +18,7 @@ import torch
 from te_core.ops import raw as ops
 from te_core.quantized import QuantizedTensor
 from te_core.runtime import Runtime
-from te_core.statistics import SLOTS, Statistics, empty, merge
+from te_core.statistics import Statistics, empty, merge
 from te_core.tensor import Tensor
 from te_torch.runtime import to_core
 
@@ -54,6 +54,11 @@ class _Rows:
                 buffer.copy_(self.unused.expand_as(buffer))
 
 
+def merged(parts: list[np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
+    """One record of several."""
+    return parts[0] if len(parts) == 1 else merge(np.stack(parts))
+
+
 class Records:
     """A row for each key and device."""
 
@@ -79,20 +84,21 @@ class Records:
         ops.statistics(rt, x, to_core(self.row(key, device)), q, columnwise=columnwise)
 
     def numbers(self) -> dict[Hashable, np.ndarray[Any, Any]]:
-        """The record of each key as it is, [SLOTS]; those of several devices merged. Waits for the devices."""
+        """The record of each key that was fed, [SLOTS]; those of several devices merged. Waits for the devices."""
         found: dict[Hashable, list[np.ndarray[Any, Any]]] = {}
         for device, rows in self._devices.items():
             if not rows.buffers:
                 continue
             whole = torch.cat(rows.buffers)[: len(rows.rows)].cpu().numpy()
+            fed = set(whole[:, 0].nonzero()[0].tolist())  # a count is the first number
             for (place_device, key), place in self._places.items():
-                if place_device == device:
+                if place in fed and place_device == device:
                     found.setdefault(key, []).append(whole[place])
-        return {key: merge(np.stack(parts).reshape(-1, SLOTS)) for key, parts in found.items()}
+        return {key: merged(parts) for key, parts in found.items()}
 
     def read(self, reset: bool = True) -> dict[Hashable, Statistics]:
         """What was fed since the last reading, by key (keys that were not fed are left out)."""
-        found = {key: Statistics(numbers) for key, numbers in self.numbers().items() if numbers[0] > 0}
+        found = {key: Statistics(numbers) for key, numbers in self.numbers().items()}
         if reset:
             self.reset()
         return found

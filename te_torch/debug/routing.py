@@ -8,7 +8,7 @@ named; else the door stays, and gives an inspector for each product. An inspecto
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +19,7 @@ from te_torch.base.module import BaseModule
 from te_torch.base.watching import Choice, watching
 from te_torch.debug.gemm import GemmInspector
 from te_torch.debug.layers import product_names
+from te_torch.debug.schedule import EveryOne
 from te_torch.likeness import living
 from te_torch.precisions import precision_of
 
@@ -56,6 +57,9 @@ class Plan(NamedTuple):
         return frozenset(points)
 
 
+_NOTHING = Plan(*[frozenset()] * 4)
+
+
 def _manager() -> Any:
     from nvdlfw_inspect import api
 
@@ -78,7 +82,8 @@ class Door(Choice):
         self._decided: dict[bool, tuple[Any, ...] | None] = {}
         self._made: dict[tuple[str, Plan], GemmInspector] = {}
         self._told: set[tuple[str, bool]] = set()
-        self._never: set[Any] = set()
+        self._settled: dict[Any, bool] = {}  # questions that were answered for good
+        self._for_good: dict[tuple[str, bool], Plan] = {}
 
     @property
     def high(self) -> tuple[bool, bool]:
@@ -128,8 +133,7 @@ class Door(Choice):
         settled = [_settled(name) for name in names]
         due, found = _NEVER, []
         for name, configured in zip(names, settled, strict=True):
-            ask = _ask if module._weight_names() else _ask_attention
-            plan, again = ask(name, quantized, now, self._never) if configured else (Plan(*[frozenset()] * 4), _NEVER)
+            plan, again = self._asked(module, name, quantized, now) if configured else (_NOTHING, _NEVER)
             if module._weight_names():
                 self._tell(name, plan, quantized)
             due = min(due, again)
@@ -137,6 +141,18 @@ class Door(Choice):
         # What features say of a layer in high precision tells nothing about it in a quantized one.
         self.due = now + 1 if any(found) else now if any(settled) and not quantized else max(due, now + 1)
         return tuple(found * (module.gemms // len(names))) if any(found) else None
+
+    def _asked(self, module: Any, name: str, quantized: bool, now: int) -> tuple[Plan, int]:
+        """(what the features want, the first iteration in which that may be something else)."""
+        plan = self._for_good.get((name, quantized))
+        if plan is None:
+            questions = _Questions(name, now, self._settled)
+            ask = _ask if module._weight_names() else _ask_attention
+            plan = ask(questions, quantized)
+            if questions.open:
+                return plan, min(questions.later, default=_NEVER)
+            self._for_good[name, quantized] = plan
+        return plan, _NEVER
 
     def _inspector(self, name: str, plan: Plan) -> GemmInspector:
         made = self._made.get((name, plan))
@@ -182,43 +198,43 @@ def _settled(name: str) -> bool:
     return bool(config.get("transformer_engine"))
 
 
-def _questions(name: str, now: int, never: set[Any]) -> tuple[Callable[..., bool], list[int]]:
-    """(asks the features of a layer, the iterations in which their answers may be others).
+class _Questions:
+    """Asks the features of a layer, but for what is settled."""
 
-    `never`: the questions that were answered by no, for good.
-    """
-    later: list[int] = []
+    def __init__(self, name: str, now: int, settled: dict[Any, bool]) -> None:
+        self.name, self.now, self.settled = name, now, settled
+        self.later: list[int] = []  # the iterations in which answers may be others
+        self.open = False  # whether there are such
 
-    def says(call: str, **what: Any) -> bool:
+    def __call__(self, call: str, **what: Any) -> bool:
         from nvdlfw_inspect import api
 
-        question = (name, call, *what.values())
-        if question in never:
-            return call == "fp8_gemm_enabled"
-        answer = getattr(api.transformer_engine, call)(layer_name=name, iteration=now, **what)
-        yes, after = answer if isinstance(answer, tuple) else (answer, now + 1)
-        if after is None and bool(yes) == (call == "fp8_gemm_enabled"):
-            never.add(question)
-        later.append(_NEVER if after is None else max(int(after), now + 1))
+        question = (self.name, call, *what.values())
+        if question in self.settled:
+            return self.settled[question]
+        answer = getattr(api.transformer_engine, call)(layer_name=self.name, iteration=self.now, **what)
+        yes, after = answer if isinstance(answer, tuple) else (answer, self.now + 1)
+        never = after is None and bool(yes) == (call == "fp8_gemm_enabled")
+        if never or isinstance(after, EveryOne):
+            self.settled[question] = bool(yes)
+        else:
+            self.open = True
+        self.later.append(_NEVER if after is None else max(int(after), self.now + 1))
         return bool(yes)
 
-    return says, later
 
-
-def _ask_attention(name: str, quantized: bool, now: int, never: set[Any]) -> tuple[Plan, int]:
+def _ask_attention(says: _Questions, quantized: bool) -> Plan:
     """What the features want of attention, whose forward is called fprop and whose backward dgrad."""
     if not quantized:  # it is not looked at, and has nothing to switch
-        return Plan(*[frozenset()] * 4), _NEVER
-    says, later = _questions(name, now, never)
+        return _NOTHING
     seen = frozenset(tensor for tensor in _OF_ATTENTION if says("inspect_tensor_enabled", tensor_name=tensor))
     modified = frozenset(p for p in ATTENTION_POINTS if says("modify_tensor_enabled", gemm=p[0], tensor_name=p[1]))
     high = frozenset((gemm, "attention") for gemm in PLAIN_ATTENTION if not says("fp8_gemm_enabled", gemm=gemm))
-    return Plan(high, modified, seen, frozenset()), min(later, default=_NEVER)
+    return Plan(high, modified, seen, frozenset())
 
 
-def _ask(name: str, quantized: bool, now: int, never: set[Any]) -> tuple[Plan, int]:
-    """What the features want of a product now, and the first iteration in which they may want something else."""
-    says, later = _questions(name, now, never)
+def _ask(says: _Questions, quantized: bool) -> Plan:
+    """What the features want of a product now."""
     high, modified, inspected, older = set(), set(), set(), set()
     for tensor, gemms in _OPERANDS.items():
         if says("inspect_tensor_enabled", tensor_name=tensor):
@@ -236,9 +252,7 @@ def _ask(name: str, quantized: bool, now: int, never: set[Any]) -> tuple[Plan, i
             inspected.add(tensor)
         if says("modify_tensor_enabled", gemm=gemm, tensor_name=tensor):
             modified.add((gemm, tensor))
-    return Plan(frozenset(high), frozenset(modified), frozenset(inspected), frozenset(older)), min(
-        later, default=_NEVER
-    )
+    return Plan(frozenset(high), frozenset(modified), frozenset(inspected), frozenset(older))
 
 
 def _refuse_capture(module: Any) -> None:

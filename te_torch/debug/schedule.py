@@ -7,6 +7,10 @@ from typing import Any
 from te_core.errors import ArgumentError
 
 
+class EveryOne(int):
+    """The next iteration, and every one behind it: a yes that needs no further question."""
+
+
 def asked(config: dict[str, Any], iteration: int) -> tuple[bool, int | None]:
     """(whether this iteration is one of the configured ones, the first later one that is; None: no more)."""
     freq = config.get("freq", 1)
@@ -19,6 +23,8 @@ def asked(config: dict[str, Any], iteration: int) -> tuple[bool, int | None]:
         start <= iteration and (end is None or iteration <= end) for start, end in spans
     )
     later = [found for span in spans if (found := _next(iteration + 1, *span, freq)) is not None]
+    if freq == 1 and any(start <= iteration and end is None for start, end in spans):
+        return now, EveryOne(iteration + 1)
     return now, min(later, default=None)
 
 

@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 
 from te_core.quantized import QuantizedTensor
-from te_core.statistics import Statistics, merge
+from te_core.statistics import Statistics
 from te_core.tensor import Tensor
-from te_torch.debug.records import Records
+from te_torch.debug.records import Records, merged
 from te_torch.runtime import runtime_for, to_core
 
 #: Gives the value of a statistic from a record.
@@ -148,7 +148,7 @@ class StatsBuffers:
         scalars: list[tuple[str, float, int]] = []
         self.flush()
         fed = {where: asked for where, asked in self._asked.items() if asked.iteration >= 0}
-        numbers: dict[Any, Any] = {w: [n] for w, n in (self.records.numbers() if fed else {}).items() if n[0] > 0}
+        numbers: dict[Any, Any] = {w: [n] for w, n in (self.records.numbers() if fed else {}).items()}
         extremes = dict(zip(self._extremes, _read([*self._extremes.values()]), strict=True))
         if together:
             numbers, extremes = _reduced(group, numbers, extremes)
@@ -158,9 +158,10 @@ class StatsBuffers:
                 found.setdefault((layer, tensor, variant), []).extend(records)
         for where, asked in fed.items():
             if where in found:
-                parts, statistics = list(map(Statistics, found[where])), Statistics(merge(np.stack(found[where])))
+                statistics = Statistics(merged(found[where]))
                 for name, formula in asked.formulas.items():
-                    value = combined_std(parts) if formula is combined_std else formula(statistics)
+                    apart = formula is combined_std
+                    value = combined_std([*map(Statistics, found[where])]) if apart else formula(statistics)
                     scalars.append((f"{where[0]}_{where[1]}_{name}", value, asked.iteration))
             for name in asked.extremes:
                 scalars.append((name, extremes[name], asked.iteration))

@@ -187,7 +187,7 @@ def test_a_tensor_is_shown_after_both_gemms_have_it(
         *changes, shown = [call[:-1] for call in seen if call[-1] == layer and tensor in call]
         assert changes == [("modify", columns, tensor), ("modify", rows, tensor)]
         value, by_rows, by_columns = shown[2:]
-        close = {"rel": 0.08, "abs": 1e-5} if quantized else {"rel": 0.01}
+        close = {"rel": 0.13, "abs": 1e-5} if quantized else {"rel": 0.01}  # a step of E5M2
         assert by_rows == pytest.approx(2 * value, **close)
         assert by_columns == pytest.approx(3 * value, **close)
 

@@ -17,11 +17,26 @@ from nvdlfw_inspect.logging import custom_assert
 from nvdlfw_inspect.registry import api_method
 
 from te_torch.debug import routing, stats
+from te_torch.debug.schedule import EveryOne
 from te_torch.tensors import QuantizedTensor, QuantizedTensorStorage
 
 _GEMMS = ("fprop", "dgrad", "wgrad")
+_CONSTANTS = frozenset((str, int, float, bool, type(None)))
 #: What selects GEMMs and tensors: not a parameter of a feature.
 SELECTORS = frozenset(("enabled", "gemm", "gemms", "gemms_struct", "tensor", "tensors", "tensors_struct"))
+
+
+def _copied(config: dict[str, Any]) -> dict[str, Any]:
+    """A copy that may be changed in any depth; of the usual values cheaper than deepcopy."""
+    return {key: _copied_value(value) for key, value in config.items()}
+
+
+def _copied_value(value: Any) -> Any:
+    if type(value) in _CONSTANTS:
+        return value
+    if type(value) is list and all(type(element) in _CONSTANTS for element in value):
+        return value[:]
+    return copy.deepcopy(value)
 
 
 class TEConfigAPIMapper(BaseConfigAPIMapper):
@@ -33,7 +48,7 @@ class TEConfigAPIMapper(BaseConfigAPIMapper):
 
     def parse_config_and_api(self, config: dict[str, Any], **kwargs: Any) -> tuple[bool, dict[str, Any] | None]:
         """(whether the configuration means the GEMM and tensor of this call, its parameters for them)."""
-        found: Any = copy.deepcopy(config)
+        found: Any = _copied(config)
         if kwargs.get("gemm_parsing"):
             found = self._process_transformer_engine_config(found, kwargs)
         elif kwargs.get("tensor_parsing"):
@@ -229,7 +244,9 @@ class TransformerEngineAPI(BaseNamespaceAPI):
         nexts = [after for _, after in pairs if after is not None]
         if not all(isinstance(out, tuple) for out in multi_feature_outputs):
             return any(yes for yes, _ in pairs)
-        return any(yes for yes, _ in pairs), min(nexts, default=None)
+        if nexts and all(isinstance(after, EveryOne) for after in nexts):
+            return any(yes for yes, _ in pairs), nexts[0]
+        return any(yes for yes, _ in pairs), min(map(int, nexts), default=None)
 
     def call_feature(self, call: Any, feat_config: dict[str, Any], layer_name: str, **kwargs: Any) -> Any:
         """The feature's method with the arguments that it names: older ones lack some."""
