@@ -14,6 +14,10 @@ class Choice:
     current: tuple[Any, ...] | None  # what was chosen for the forward that runs
     generation = ""  # another one when a compiled program has to ask again
 
+    def touches(self, module: Any) -> bool:
+        """Whether anybody may look at this module in some iteration."""
+        return False
+
     @property
     def high(self) -> tuple[bool, bool]:
         """Of attention: whether its forward stays in high precision, and its backward."""

@@ -32,10 +32,10 @@ _graph_task = torch._C._current_graph_task_id
 class _Tensor:
     """An operand or result as a feature gets it: torch's views of what the core has, made when they are asked for."""
 
-    def __init__(self, value: Tensor, cast: Cast | None, out: QuantizedTensor | None) -> None:
+    def __init__(self, value: Tensor, cast: Cast | None, out: QuantizedTensor | None, weight: bool = False) -> None:
         self.dtype = TO_TORCH[value.dtype]
         self.value, self.out, self._cast = value, out, cast
-        self.held = out is not None and out.owner is not None  # a parameter that is quantized itself
+        self.held = weight and out is not None and out.owner is not None  # a parameter that is quantized itself
         self._plain: torch.Tensor | None = None
         self._quantized: Any = None
         self._quantizer: Any = None
@@ -51,7 +51,8 @@ class _Tensor:
     def quantized(self) -> Any:
         """As the recipe quantized it; None if it did not."""
         if self._quantized is None and self.out is not None:
-            self._quantized = self.out.owner if self.held else from_core(self.out, self.out.shape, self.dtype)
+            owner = self.out.owner  # of a held weight, and of what came quantized
+            self._quantized = from_core(self.out, self.out.shape, self.dtype) if owner is None else owner
         return self._quantized
 
     @property
@@ -136,7 +137,8 @@ class GemmInspector:
     def _shown(self, tensor: str, seen: _Tensor, reads: tuple[Any, Any], there: tuple[bool, bool]) -> None:
         """What the GEMM along the rows and the one along the columns read; `there`: whether they run."""
         if tensor in self.plan.inspected:
-            self._inspected(tensor, None if seen.held else seen.plain, *reads, seen.quantizer)
+            only_quantized = seen.held and any(read is not None for read in reads)
+            self._inspected(tensor, None if only_quantized else seen.plain, *reads, seen.quantizer)
         for gemms, read, runs in zip((_COLUMNS, _ROWS), reversed(reads), reversed(there), strict=True):
             if runs:
                 self._postquantized(gemms[tensor], tensor, seen, read)
@@ -146,7 +148,7 @@ class GemmInspector:
         before = self._kept().get(tensor, (None, None))[0]
         if before is not None and before.out is out and before.value.ptr == value.ptr:
             return before
-        return _Tensor(value, cast, out)
+        return _Tensor(value, cast, out, tensor == "weight")
 
     def _kept(self) -> dict[str, Any]:
         found: dict[str, Any] | None = getattr(self._local, "kept", None)

@@ -85,6 +85,10 @@ class Door(Choice):
         self._settled: dict[Any, bool] = {}  # questions that were answered for good
         self._for_good: dict[tuple[str, bool], Plan] = {}
 
+    def touches(self, module: Any) -> bool:
+        """Whether the configuration names features for a layer of this module."""
+        return _manager() is not None and any([_settled(name) for name in product_names(module, module.name)])
+
     @property
     def high(self) -> tuple[bool, bool]:
         """Of attention. What features put in the place of its tensors only FP8 attention takes: then that is rounded

@@ -10,6 +10,7 @@ import torch
 
 from te_core.errors import ArgumentError, UnsupportedError
 from te_torch.base.module import BaseModule
+from te_torch.base.watching import Choice
 from te_torch.debug.layers import product_names
 from te_torch.module_names import known_as
 
@@ -99,6 +100,15 @@ class Guest:
             found = found.before
         if isinstance(found, Inspectors):  # below those of another guest
             return
+        choice = module.__dict__.get("_door")  # in iterations that nobody looks at the inspector is None
+        if isinstance(choice, Choice) and choice.touches(module):
+            self.leave()
+            raise UnsupportedError(
+                "te_torch.debug",
+                f"a layer that a feature of nvdlfw_inspect's configuration touches ({known_as(module)})",
+                "inspect or bisect of layers that no feature touches",
+                "leave the layer out of the configuration, or call nvdlfw_inspect.api.end_debug() before",
+            )
         inspectors = self._put.get(module)
         if inspectors is None or inspectors.before is not module.inspector:
             own: Sequence[Any] = module._inspectors() or (None,) * module.gemms

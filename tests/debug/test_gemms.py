@@ -105,6 +105,34 @@ def test_the_casts_that_run(debugging: Any, monkeypatch: pytest.MonkeyPatch, off
     assert sum(cast.rowwise + cast.columnwise for cast in copies) == 2 * (3 - len(off))
 
 
+@pytest.mark.parametrize("held", [False, True])
+@pytest.mark.parametrize("recipe", ["delayed", "current", "block", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize("off", SETS, ids="-".join)
+def test_statistics_beside_disabled_gemms(debugging: Any, off: tuple[str, ...], recipe: str, held: bool) -> None:
+    """Whatever copy there is: the values have theirs in any case, casts those of what a GEMM reads quantized."""
+    if held and recipe == "nvfp4":
+        pytest.skip("no weights are held so")
+    tensors = ["activation", "gradient", *([] if held else ["weight"])]
+    session = debugging(
+        config(
+            DisableQuantizationGEMM={"gemms": list(off)},
+            LogTensorStats={"stats": ["max"], "tensors": ["activation", "gradient", "weight"]},
+            LogFp8TensorStats={"stats": ["underflows%"], "tensors": tensors},
+        )
+    )
+    with te.quantized_model_init(enabled=held, recipe=recipes.RECIPES[recipe]):
+        module = made("Linear", "cpu")
+    step(module, "cpu", recipe)
+    session.step()
+    found = {name for name, _ in session.statistics()}
+    on, rows = set(GEMMS) - set(off), {"activation": "fprop", "weight": "fprop", "gradient": "dgrad"}
+    columns = {"activation": "wgrad", "weight": "dgrad", "gradient": "wgrad"}
+    want = {t for t in tensors if rows[t] in on or columns[t] in on and recipe != "nvfp4"}
+    assert found == {f"layer_{t}_max" for t in rows} | {f"layer_{t}_underflows%" for t in want}
+    lines = [line for line in session.lines() if "WARNING" in line and "nothing to log" in line]
+    assert len(lines) == len(tensors) - len(want)
+
+
 def test_a_cached_weight(debugging: Any) -> None:
     """A weight that no GEMM reads quantized is not kept quantized between microbatches either."""
     session = debugging(config(DisableQuantizationLayer={}))

@@ -78,3 +78,20 @@ def test_names_of_the_documented_classes() -> None:
         assert isinstance(tensor, DebugQuantizedTensor)
         got = tensor.get_tensor(transpose=False)
         assert torch.equal(got if made is None else got.dequantize(), like)
+
+
+def test_inspect_beside_features(debugging: Any) -> None:
+    """Of other layers; of one that features touch it would hide what they do."""
+    debugging(config({"layer_types": ["touched"]}, **STATS))
+    touched, free = (torch.nn.Sequential(te.Linear(32, 32, name=name, **BF16)) for name in ("touched", "free"))
+    with te.debug.inspect(free) as seen:
+        step(free)
+    assert seen.report().series
+    with pytest.raises(RuntimeError, match=r"feature.*touches \(touched\).*end_debug"), te.debug.inspect(touched):
+        pass
+    both = torch.nn.Sequential(*free, *touched)
+    with pytest.raises(RuntimeError, match="touches"), te.debug.inspect(both):
+        pass
+    assert not isinstance(free[0].inspector, tuple), "nothing stays behind"
+    step(both)
+    assert touched[0].inspector is not None

@@ -143,19 +143,21 @@ class LogFp8Stats(LogFp8TensorStats):
 def held_copy(feature: Any, layer: str, tensor: str, rowwise: Any, columnwise: Any) -> Any:
     """The quantized tensor; None, with a warning, where the layer runs in high precision."""
     name = type(feature).__name__
+
+    def nothing(why: str) -> None:
+        text = f"Feature={name}: {tensor} is {why} here, so there is nothing to log."
+        debug_api.log_message(text, layer, level=logging.WARNING, extra_cachable_args=(tensor, why))
+
     if rowwise is None and columnwise is None:
-        debug_api.log_message(
-            f"Feature={name}: {tensor} is in high precision here, so there is nothing to log.",
-            layer,
-            level=logging.WARNING,
-            extra_cachable_args=(tensor, "high"),
-        )
-        return None
+        return nothing("in high precision")
     both = rowwise if rowwise is not None else columnwise
     custom_assert(
         rowwise is columnwise or rowwise is None or columnwise is None,
         f"{name} of {layer}, {tensor}: both GEMMs have to read the same quantized tensor; leave out what changes one.",
     )
+    q = core_tensor(both)
+    if q.format.scaling == "nvfp4" and q.rowwise is None:
+        return nothing("quantized to NVFP4 along its columns alone, which may be transformed,")
     return both
 
 
