@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import enum
+import subprocess
+import sys
 
 from tools import surface
 
 
 def test_the_surface_is_as_it_was() -> None:
-    kept, now = surface.KEPT.read_text().splitlines(), surface.text().splitlines()
+    """In a process of its own: where the alias was imported, classes say that they are of its modules."""
+    made = subprocess.run([sys.executable, surface.__file__], capture_output=True, text=True, check=True).stdout
+    kept, now = surface.KEPT.read_text().splitlines(), made.splitlines()
     gone, new = [line for line in kept if line not in now], [line for line in now if line not in kept]
     assert kept == now, f"gone: {gone}, new: {new}. If it is meant: python tools/surface.py write, and tell users"
 
