@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -36,8 +37,27 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return _on_values(func, args, kwargs)
 
 
+@lru_cache(256)
+def _changes_first(func: Any) -> bool:
+    """Whether an operator changes its first argument, a tensor, alone: what optimizers do, once for each parameter."""
+    writes = [i for i, a in enumerate(func._schema.arguments) if a.alias_info is not None and a.alias_info.is_write]
+    return writes == [0] and str(func._schema.arguments[0].type) == "Tensor"
+
+
+def _change_first(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    changed = args[0]
+    dense = changed._dense_values(changed.dtype)
+    others = [t._dense_values(t.dtype) if isinstance(t, QuantizedTorch) else t for t in args[1:]]
+    func(dense, *others, **kwargs)
+    changed._requantize(dense)
+    return changed
+
+
 def _on_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run on dequantized values; what the operator changed is quantized into the argument that it changed."""
+    if _changes_first(func) and isinstance(args[0], QuantizedTorch):
+        if not any(isinstance(v, QuantizedTorch | list | tuple) for v in kwargs.values()):
+            return _change_first(func, args, kwargs)
     changed: list[tuple[Any, torch.Tensor]] = []
 
     def values(t: Any) -> Any:

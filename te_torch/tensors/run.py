@@ -46,6 +46,11 @@ def dequantize(form: Format, shape: tuple[int, int], buffers: Buffers, dtype: to
     return torch.ops.te_runtime.dequantize_pieces(inner, list(shape), json.dumps([*form_key(form), there]), dtype)
 
 
+def values(q: QuantizedTensor, first: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The values of a core tensor, one of whose buffers is `first`."""
+    return to_torch(ops.dequantize(runtime_for(first), q, TO_CORE[dtype]))
+
+
 def quantize(
     x: torch.Tensor,
     rule: Operand,
@@ -64,6 +69,14 @@ def quantize(
     if amax is not None:
         amax.copy_(torch.maximum(amax, inner[-1]))
     return _sorted_in(inner, rule.format, rowwise, columnwise)
+
+
+def quantize_into(
+    out: QuantizedTensor, x: torch.Tensor, rule: Operand, scale: Any = None, amax: Any = None, rng: Any = None
+) -> None:
+    """The same into the memory of another one, whose copies are written. For tensors with memory."""
+    rowwise, columnwise = out.rowwise is not None, out.columnwise is not None
+    _quantize(runtime_for(x), x, rule, rowwise, columnwise, scale, amax, rng, out)
 
 
 def _sorted_in(inner: list[torch.Tensor], form: Format, rowwise: bool, columnwise: bool) -> Buffers:
@@ -85,6 +98,7 @@ def _quantize(
     scale: torch.Tensor | None,
     amax: torch.Tensor | None,
     rng: torch.Tensor | None,
+    out: QuantizedTensor | None = None,
 ) -> QuantizedTensor:
     convert = to_core_shape if x.is_meta else to_core
     cast = Cast(
@@ -100,7 +114,7 @@ def _quantize(
         rng=None if rng is None else convert(rng),
         four_over_six=rule.four_over_six,
     )
-    return ops.quantize(rt, convert(x), cast)
+    return ops.quantize(rt, convert(x), cast, out=out)
 
 
 def empty(form: Format, shape: tuple[int, int], rowwise: bool, columnwise: bool, device: torch.device) -> Buffers:

@@ -27,6 +27,7 @@ from te_torch.tensors.buffers import (
     rows_of,
     without,
 )
+from te_torch.tensors.sharding import first_rows, same_memory
 from te_torch.tensors.tracing import AsConstant
 from te_torch.tensors.transposing import columnwise_of
 from te_torch.tensors.views import WHOLE, CoreViews, Look, Memory, Part, Place, Seen
@@ -191,6 +192,14 @@ class QuantizedTensorStorage:
                 return q
         return views.view()
 
+    def _views_to_write(self) -> QuantizedTensor | None:
+        """The core's view of the buffers where all of it may be written; None where it reads a copy of some."""
+        first = self._row_data if self._row_data is not None else self._col_data
+        if first is None or not run.is_real(first) or first.is_meta or self._shares_scale():
+            return None
+        q = self.to_core()
+        return None if self._core_views is None else q
+
     def _to_read(self) -> tuple[tuple[int, int], Buffers]:
         """The matrix that a GEMM reads, and its buffers."""
         return self._matrix(), self._buffers
@@ -278,10 +287,14 @@ class QuantizedTensorStorage:
         return self._dense_values(dtype or self._dtype)
 
     def _dense_values(self, dtype: torch.dtype) -> torch.Tensor:
-        if not any(self.get_usages().values()):
+        first = self._row_data if self._row_data is not None else self._col_data
+        if first is None:
             raise RuntimeError(f"{type(self).__name__} holds no data to dequantize")
         kind = dtype if dtype in FLOATS else torch.float32
-        dense = run.dequantize(self._format, self._matrix(), self._buffers, kind).view(self.shape)
+        if self._core_views is not None and run.is_real(first):  # a GEMM, or a change, has read it
+            dense = run.values(self.to_core(), first, kind).view(self.shape)
+        else:
+            dense = run.dequantize(self._format, self._matrix(), self._buffers, kind).view(self.shape)
         return dense if kind == dtype else dense.to(dtype)
 
     def update_usage(self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None) -> None:
@@ -317,6 +330,9 @@ class QuantizedTensorStorage:
         usages = self.get_usages()
         if not any(usages.values()):
             raise RuntimeError(f"{type(self).__name__} holds no buffers to quantize into")
+        if noop_flag is None and quantizer._cast_into(src.reshape(self._matrix()), self):
+            self._wrote()
+            return
         noted = () if noop_flag is None else quantizer._notes()
         before = [t.clone() for t in noted]
         self._write(quantizer._cast(src.reshape(self._matrix()), usages["rowwise"], usages["columnwise"]), noop_flag)
@@ -490,7 +506,7 @@ class QuantizedTensorStorage:
         fields = self.fsdp_buffer_fields()
         metadata = {
             "field_names": fields,
-            "usages": self.get_usages(),
+            "usages": {"rowwise": self._row_data is not None, "columnwise": self._col_data is not None},
             "quantizer": self._quantizer,
             "fake_dtype": self._dtype,
             "format": self._format,
@@ -502,8 +518,14 @@ class QuantizedTensorStorage:
         return getattr(self, field)
 
     def fsdp_assign_gathered(self, gathered: Sequence[torch.Tensor], meta: dict[str, Any]) -> None:
-        """Hold gathered buffers in the place of those that are here."""
-        self._set_buffers(self._of_gathered(gathered, meta, matrix_of(self.shape)))
+        """Hold gathered buffers in the place of those that are here: what is over the same memory stays."""
+        shape = matrix_of(self.shape)
+        gathered_rows = shape[0] // max(self.shape[0], 1) * gathered[0].shape[0]
+        new = self._of_gathered(gathered, meta, (gathered_rows, shape[1]))
+        new = first_rows(meta["format"], (gathered_rows, shape[1]), new, shape[0])
+        if any(a is not b and not same_memory(a, b) for a, b in zip(self._buffers, new, strict=True)):
+            self._set_buffers(new)
+        self._wrote()
 
     def _gathered(self, gathered: Sequence[torch.Tensor], meta: dict[str, Any]) -> Any:
         """A new one of this kind over the gathered buffers of all shards."""
