@@ -15,8 +15,8 @@ from torch.utils._pytree import tree_map
 from te_core.errors import UnsupportedError
 from te_torch.quantized import QuantizedTorch
 from te_torch.runtime import FLOATS
-from te_torch.tensors.buffers import Buffers
-from te_torch.tensors.storage import resolve_shape
+from te_torch.tensors import arriving
+from te_torch.tensors.buffers import Buffers, resolve_shape
 from te_torch.tensors.views import Part
 
 aten = torch.ops.aten
@@ -155,7 +155,10 @@ def _copy(func: Any, dst: Any, src: Any, non_blocking: bool = False) -> Any:
         values = src._dense_values(src.dtype) if isinstance(src, QuantizedTorch) else src
         if values.shape != dst.shape:
             values = values.expand(dst.shape)
-        dst._requantize(values.to(dst.device))
+        if isinstance(src, QuantizedTorch) and arriving.is_part(dst):
+            arriving.write(dst, src, values.to(dst.device))
+        else:
+            dst._requantize(values.to(dst.device))
     return dst
 
 

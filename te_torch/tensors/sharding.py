@@ -53,6 +53,17 @@ def filled(sent: torch.Tensor, rows: int) -> torch.Tensor:
     return made
 
 
+def in_one(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The bytes of several buffers in one: of a mesh of one rank FSDP2 (torch 2.13) takes the first buffer alone."""
+    return torch.cat([t.view(-1).view(torch.uint8) for t in tensors])
+
+
+def apart(one: torch.Tensor, like: Sequence[tuple[torch.Size, torch.dtype]]) -> list[torch.Tensor]:
+    """Such buffers again, as views."""
+    sizes = [shape.numel() * dtype.itemsize for shape, dtype in like]
+    return [t.view(d).view(s) for t, (s, d) in zip(one.view(-1).split(sizes), like, strict=True)]
+
+
 def same_memory(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
     """Whether both are the same view of the same memory, wherever that is now."""
     return a is not None and b is not None and a.shape == b.shape and memory_of(a) == memory_of(b)

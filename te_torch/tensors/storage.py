@@ -24,6 +24,7 @@ from te_torch.tensors.buffers import (
     matrix_of_data,
     memory_of,
     packed,
+    resolve_shape,
     rows_of,
     without,
 )
@@ -355,8 +356,12 @@ class QuantizedTensorStorage:
 
     def _wrote(self) -> None:
         """Note a change of the data."""
-        self._memory.writes += 1
-        self._memory.blank = False
+        memory = self._memory
+        memory.writes += 1
+        if memory.blank or memory.alone is not None:
+            which = self._which_part()
+            memory.alone = which if memory.blank or memory.alone == which else None
+            memory.blank = False
 
     def _takes_bytes_of(self, src: Any) -> bool:
         """Whether `src` holds the same copies in the same way."""
@@ -452,6 +457,7 @@ class QuantizedTensorStorage:
         one_for_all = form.scaling == "tensor" or (form.scaling == "nvfp4" and not form.row_scaled)
         part = whole._seen.part or (one_for_all and prod(self.shape) != prod(whole.shape))
         self._seen = self._seen._replace(part=part)
+        self._memory.size = max(self._memory.size, prod(whole.shape))
         return self
 
     def _by_itself(self) -> Any:
@@ -461,7 +467,14 @@ class QuantizedTensorStorage:
 
     def _shares_scale(self) -> bool:
         """Whether other values would change with the scale."""
-        return self._seen.part and not self._memory.blank
+        memory = self._memory
+        if not self._seen.part or memory.blank:
+            return False
+        return memory.alone is None or memory.alone != self._which_part()
+
+    def _which_part(self) -> Any:
+        """Where in its memory a part lies; None of what is no part."""
+        return (self.storage_offset(), tuple(self.shape)) if self._seen.part else None  # type: ignore[attr-defined]
 
     def _may_take_scale(self, theirs: torch.Tensor | None, mine: torch.Tensor | None) -> bool:
         """Whether bytes that were made with another scale may come here, and their scale with them."""
@@ -525,6 +538,8 @@ class QuantizedTensorStorage:
         new = first_rows(meta["format"], (gathered_rows, shape[1]), new, shape[0])
         if any(a is not b and not same_memory(a, b) for a, b in zip(self._buffers, new, strict=True)):
             self._set_buffers(new)
+        elif self._core_views is not None and not self._core_views.stay():
+            self._core_views = None
         self._wrote()
 
     def _gathered(self, gathered: Sequence[torch.Tensor], meta: dict[str, Any]) -> Any:
@@ -581,16 +596,3 @@ def _part(given: torch.Tensor, mine: torch.Tensor, turned: bool) -> torch.Tensor
         rows, columns = (first, mine.numel() // first) if turned else (mine.numel() // last, last)
         given = given[:rows, :columns]
     return given.reshape(mine.shape)
-
-
-def resolve_shape(old: Sequence[int], shape: Sequence[Any]) -> tuple[int, ...]:
-    """The arguments of view() as sizes, a -1 worked out."""
-    sizes = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], Sequence) else tuple(shape)
-    if -1 not in sizes:
-        return sizes
-    total = known = 1
-    for n in old:
-        total *= n
-    for n in sizes:
-        known *= 1 if n == -1 else n
-    return tuple(total // known if n == -1 and known else max(n, 0) for n in sizes)

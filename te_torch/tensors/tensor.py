@@ -15,7 +15,7 @@ from te_torch.quantized import QuantizedTorch
 from te_torch.tensors import pickling
 from te_torch.tensors.buffers import Buffers
 from te_torch.tensors.dispatch import dispatch
-from te_torch.tensors.sharding import filled, known_signature, rows_of_a_shard
+from te_torch.tensors.sharding import apart, filled, in_one, known_signature, rows_of_a_shard
 from te_torch.tensors.storage import QuantizedTensorStorage
 from te_torch.tensors.views import Place
 
@@ -211,6 +211,9 @@ class QuantizedTensor(QuantizedTorch):
         tensors, metadata = self.fsdp_extract_buffers()  # type: ignore[attr-defined]
         if rows != self.shape[0]:
             tensors = [filled(t, rows) for t in tensors]
+        if len(tensors) > 1 and mesh is not None and mesh.size() == 1:
+            metadata["in one"] = [(t.shape, t.dtype) for t in tensors]
+            tensors = [in_one(tensors)]
         return tuple(tensors), metadata
 
     _shards: tuple[Any, Any, int] | None = None  # mesh, whole shape and rows a rank, as FSDP2 last said them
@@ -226,10 +229,13 @@ class QuantizedTensor(QuantizedTorch):
         self, all_gather_outputs: tuple[torch.Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Any = None
     ) -> Any:
         """The whole parameter over what FSDP2 gathered, and what it may free when it shards again."""
+        gathered = all_gather_outputs
+        if "in one" in metadata:
+            gathered = tuple(apart(gathered[0], metadata["in one"]))
         if out is not None:
-            out.fsdp_assign_gathered(all_gather_outputs, metadata)
+            out.fsdp_assign_gathered(gathered, metadata)
             return None
-        return self._gathered(all_gather_outputs, metadata), all_gather_outputs  # type: ignore[attr-defined]
+        return self._gathered(gathered, metadata), all_gather_outputs  # type: ignore[attr-defined]
 
     # --------------------------------------------------------------------------------- copies, files, compilers
 
