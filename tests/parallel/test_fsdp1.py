@@ -32,13 +32,14 @@ class Block(torch.nn.Module):
 
 def steps(rank: Rank, name: str | None, prepared: bool, checkpointed: bool = False) -> dict[str, Any]:
     torch.manual_seed(0)
-    block, placed = Block(rank.device), {}
-    if rank.device == "cuda":
-        placed["device_id"] = torch.device("cuda", rank.number)
+    block, place = (
+        Block(rank.device),
+        torch.device("cuda", rank.number) if rank.device == "cuda" else torch.device("cpu"),
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         wrap = fsdp.FullyShardedDataParallel if prepared else TorchFSDP
-        model = wrap(block, use_orig_params=True, **placed)
+        model = wrap(block, use_orig_params=True, device_id=place)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     outputs, sent = [], []
     for i in range(3):
@@ -57,16 +58,16 @@ def steps(rank: Rank, name: str | None, prepared: bool, checkpointed: bool = Fal
 @pytest.mark.parametrize("name", [None, "delayed", "current", "block"])
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_steps_are_the_same(ranks: Ranks, name: str | None, checkpointed: bool) -> None:
-    spread, whole = ranks.run(steps, name, True, checkpointed), ranks.run(steps, name, False, checkpointed)
+    spread, whole = (ranks.run(steps, name, prepared, checkpointed, group_timeout=30) for prepared in (True, False))
     for a, b in zip(spread, whole, strict=True):
         assert all(torch.equal(p, q) for p, q in zip(a["y"], b["y"], strict=True))
         assert a["wrapped"] == [(True, True)] * 2 and b["wrapped"] == [(False, False)] * 2
         more = len(a["sent"]) - len(b["sent"])
         # Three weights, of which a copy was spread; what a checkpoint runs again is not.
         assert more == (0 if name is None or checkpointed else 3), (a["sent"], b["sent"])
-        if more:  # a byte an element, and its scales, in equal parts; FSDP1's own gathers are larger
+        if more:  # a byte an element and copy (a small one has both in a block), its scales, in equal parts
             n = WIDTH * WIDTH // ranks.world
-            assert all(n <= size < 1.1 * n for size in sorted(a["sent"])[:3]), a["sent"]
+            assert all(n <= size < 2.2 * n for size in sorted(a["sent"])[:3]), a["sent"]
 
 
 def refused(rank: Rank) -> list[str]:
