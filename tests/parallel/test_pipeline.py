@@ -134,7 +134,8 @@ def test_two_stages(ranks: Ranks, name: str | None) -> None:
     if ranks.world != 2:
         pytest.skip("two stages")
     for found, wanted in zip(ranks.run(pipelined, name, False), in_one(name, ranks.device), strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+        for a, b in zip(found, wanted, strict=True):  # bf16 products add in another order on several threads
+            assert torch.equal(a, b) or (name is None and torch.allclose(a, b, rtol=0.02, atol=1e-3))
 
 
 @pytest.mark.parametrize("name", ["delayed", "current"])
