@@ -235,7 +235,7 @@ def test_a_rank_with_fewer_rows(ranks: Ranks, name: str, width: int) -> None:
     assert snr_db(ys, wanted[-1]) > 20
 
 
-@pytest.mark.parametrize(("name", "width", "step_rows"), [("block", 384, 128), ("mxfp8", 96, 32), ("block", 255, 128)])
+@pytest.mark.parametrize(("name", "width", "step_rows"), [("block", 384, 128), ("mxfp8", 96, 32)])
 def test_shards_that_cut_through_a_block(pair: Ranks, name: str, width: int, step_rows: int) -> None:
     """Every rank says so, and what to do; none waits for another."""
     outcomes = pair.outcomes(uneven, name, width, group_timeout=20)
@@ -243,6 +243,12 @@ def test_shards_that_cut_through_a_block(pair: Ranks, name: str, width: int, ste
         assert outcome.how == "raised" and outcome.error == "UnsupportedError", str(outcome)
         assert f"{step_rows} a block" in outcome.text and f"multiple of {2 * step_rows}" in outcome.text
         assert "outside quantized_model_init" in outcome.text
+
+
+def test_a_last_shard_that_ends_within_a_block(pair: Ranks) -> None:
+    """That rank's shard is no quantized tensor: it warns, and waits for the others, which say what is wrong."""
+    first, last = pair.outcomes(uneven, "block", 255, group_timeout=8)
+    assert first.error == "UnsupportedError" and "128 a block" in first.text and last.how == "raised", str(last)
 
 
 def along_columns(rank: Rank) -> str:
