@@ -1,4 +1,4 @@
-"""A Llama-shaped model on several GPUs, its weights sharded by FSDP2: `torchrun --nproc-per-node 8 examples/train_llama.py`.
+"""A Llama-shaped model on several GPUs, its weights sharded by FSDP2.
 
     torchrun --nproc-per-node 2 examples/train_llama.py --recipe current --quantized
     torchrun --nproc-per-node 4 examples/train_llama.py --replicas 2       # a mesh of 2 x 2: shards, and copies of them

@@ -1,7 +1,7 @@
-"""Parts of a tensor with one scale, as a distributed checkpoint brings them: shards of another one, one after another.
+"""Parts of a tensor with one scale, as a distributed checkpoint brings them: shards of another, one after another.
 
-Each comes with the scale that its whole had. Written by itself it is quantized anew, with the scale that the rest of the
-tensor has, for the rest's values must not change. Once parts of one scale have come for all of the tensor, it holds
+Each comes with the scale that its whole had. Written by itself it is quantized anew, with the scale that the rest of
+the tensor has, for the rest's values must not change. Once parts of one scale have come for all of the tensor, it holds
 their bytes and that scale: what was saved, exactly.
 """
 

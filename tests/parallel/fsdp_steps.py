@@ -1,4 +1,4 @@
-"""Models sharded by FSDP2 and steps of them, as the ranks of test_fsdp2.py and test_distributed_checkpoint.py run them."""
+"""Models sharded by FSDP2 and steps of them, for the ranks of test_fsdp2.py and test_distributed_checkpoint.py."""
 
 from __future__ import annotations
 

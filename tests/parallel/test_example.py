@@ -1,4 +1,4 @@
-"""The example of a sharded Llama under torchrun: it learns, and goes on from a checkpoint on another number of ranks."""
+"""The example of a sharded Llama under torchrun: it learns, and goes on from a checkpoint on fewer ranks."""
 
 from __future__ import annotations
 

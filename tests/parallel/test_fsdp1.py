@@ -41,18 +41,18 @@ def steps(rank: Rank, name: str | None, prepared: bool, checkpointed: bool = Fal
         wrap = fsdp.FullyShardedDataParallel if prepared else TorchFSDP
         model = wrap(block, use_orig_params=True, device_id=place)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    outputs, sent = [], []
+    outputs = []
     for i in range(3):
         x = values(64, WIDTH, dtype=torch.bfloat16, seed=10 * i + rank.number, device=rank.device)
         with region(name):
             y = te.checkpoint(model, x.requires_grad_()) if checkpointed else model(x)
-        with sent_in_gathers() as sent:
+        with sent_in_gathers() as gathers:
             y.float().square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
         outputs.append(y.detach().cpu())
     modules = [m for m in model.modules() if isinstance(m, te.LayerNormLinear | te.LayerNormMLP)]
-    return {"y": outputs, "sent": sent, "wrapped": [(m.fsdp_wrapped, m.fsdp_group is not None) for m in modules]}
+    return {"y": outputs, "sent": gathers, "wrapped": [(m.fsdp_wrapped, m.fsdp_group is not None) for m in modules]}
 
 
 @pytest.mark.parametrize("name", [None, "delayed", "current", "block"])
