@@ -31,6 +31,12 @@ class Arriving:
         return all(torch.equal(scale, came._scale_inv.cpu()) for _, came in others)
 
 
+def has_one_scale(t: Any) -> bool:
+    """Whether a tensor is FP8 with one scale."""
+    form = getattr(t, "_format", None)
+    return form is not None and form.scaling == "tensor" and t._scale_inv is not None
+
+
 def is_part(t: Any) -> bool:
     """Whether a tensor is a part of one with one scale, beside other values."""
     form = getattr(t, "_format", None)

@@ -180,6 +180,10 @@ def _new_zeros(func: Any, t: Any, shape: Sequence[int], **kwargs: Any) -> Any:
         return NotImplemented
     made = _made_empty(t, shape, kwargs)
     made._zero()
+    if arriving.has_one_scale(t) and arriving.has_one_scale(
+        made
+    ):  # zeros in any: a shard without rows knows its whole's
+        made._scale_inv.copy_(t._scale_inv)
     return made
 
 

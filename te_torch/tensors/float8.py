@@ -305,6 +305,11 @@ class Float8TensorStorage(QuantizedTensorStorage):
         elif self.amax_reduction_group is not None and isinstance(quantizer, Float8CurrentScalingQuantizer):
             quantizer = quantizer.copy()
             quantizer.with_amax_reduction, quantizer.amax_reduction_group = True, self.amax_reduction_group
+        if not src.numel() and noop_flag is None:  # a shard without rows: its scale is that of the others all the same
+            scale = quantizer._inputs(src.new_zeros(1, 1)).get("scale")
+            if scale is not None:
+                self._scale_inv.copy_(scale.reciprocal())  # type: ignore[union-attr]
+            return
         super()._update(quantizer, src, noop_flag)
 
     def _write(self, new: Buffers, noop_flag: torch.Tensor | None = None) -> None:
