@@ -66,6 +66,11 @@ BENCHMARKS = {
                  "held less", "peak MiB", "offloaded peak MiB", "copy ms", "behind ms", "overlap", "target", "ok"),
         ratio="of_plain", reference="fwd+bwd GPU time, 1 = without offloading in the same process",
     ),
+    "sharded": Benchmark(
+        columns=("case", "recipe", "bf16 ms", "ms", "of_bf16", "bf16 gathered MiB", "gathered MiB", "of_bytes",
+                 "target", "ok"),
+        ratio="of_bf16", reference="time of a step, 1 = bf16 weights in the same processes", on_cpu=True,
+    ),
     "debugging": Benchmark(
         ("measure_inspect", "measure_features"),
         columns=("case", "us", "of_plain", "host us", "more us", "target", "ok"),

@@ -177,7 +177,7 @@ class _Eager(torch.autograd.Function):
     ) -> Any:
         outputs, saved = _run(call, state, recompute, extra, inputs)
         ctx.set_materialize_grads(False)
-        if offloading.active.context is not None:
+        if offloading.active.noting:
             offloading.note_copies_of_weights([inputs[i] for i in call.layer.weights])
             offloading.note_copies_of_weights([t.owner for t in call.layer.copies(saved) if t is not None])
         # An owner is the caller's own tensor where an input was saved, so its version is checked by autograd.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -14,8 +15,8 @@ from torch.utils._pytree import tree_map
 from te_core.errors import UnsupportedError
 from te_torch.quantized import QuantizedTorch
 from te_torch.runtime import FLOATS
-from te_torch.tensors.buffers import Buffers
-from te_torch.tensors.storage import resolve_shape
+from te_torch.tensors import arriving
+from te_torch.tensors.buffers import Buffers, resolve_shape
 from te_torch.tensors.views import Part
 
 aten = torch.ops.aten
@@ -36,8 +37,27 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return _on_values(func, args, kwargs)
 
 
+@lru_cache(256)
+def _changes_first(func: Any) -> bool:
+    """Whether an operator changes its first argument, a tensor, alone: what optimizers do, once for each parameter."""
+    writes = [i for i, a in enumerate(func._schema.arguments) if a.alias_info is not None and a.alias_info.is_write]
+    return writes == [0] and str(func._schema.arguments[0].type) == "Tensor"
+
+
+def _change_first(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    changed = args[0]
+    dense = changed._dense_values(changed.dtype)
+    others = [t._dense_values(t.dtype) if isinstance(t, QuantizedTorch) else t for t in args[1:]]
+    func(dense, *others, **kwargs)
+    changed._requantize(dense)
+    return changed
+
+
 def _on_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run on dequantized values; what the operator changed is quantized into the argument that it changed."""
+    if _changes_first(func) and isinstance(args[0], QuantizedTorch):
+        if not any(isinstance(v, QuantizedTorch | list | tuple) for v in kwargs.values()):
+            return _change_first(func, args, kwargs)
     changed: list[tuple[Any, torch.Tensor]] = []
 
     def values(t: Any) -> Any:
@@ -135,7 +155,10 @@ def _copy(func: Any, dst: Any, src: Any, non_blocking: bool = False) -> Any:
         values = src._dense_values(src.dtype) if isinstance(src, QuantizedTorch) else src
         if values.shape != dst.shape:
             values = values.expand(dst.shape)
-        dst._requantize(values.to(dst.device))
+        if isinstance(src, QuantizedTorch) and arriving.is_part(dst):
+            arriving.write(dst, src, values.to(dst.device))
+        else:
+            dst._requantize(values.to(dst.device))
     return dst
 
 
@@ -157,6 +180,10 @@ def _new_zeros(func: Any, t: Any, shape: Sequence[int], **kwargs: Any) -> Any:
         return NotImplemented
     made = _made_empty(t, shape, kwargs)
     made._zero()
+    if arriving.has_one_scale(t) and arriving.has_one_scale(
+        made
+    ):  # zeros in any: a shard without rows knows its whole's
+        made._scale_inv.copy_(t._scale_inv)
     return made
 
 

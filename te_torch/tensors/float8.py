@@ -305,6 +305,11 @@ class Float8TensorStorage(QuantizedTensorStorage):
         elif self.amax_reduction_group is not None and isinstance(quantizer, Float8CurrentScalingQuantizer):
             quantizer = quantizer.copy()
             quantizer.with_amax_reduction, quantizer.amax_reduction_group = True, self.amax_reduction_group
+        if not src.numel() and noop_flag is None:  # a shard without rows: its scale is that of the others all the same
+            scale = quantizer._inputs(src.new_zeros(1, 1)).get("scale")
+            if scale is not None:
+                self._scale_inv.copy_(scale.reciprocal())  # type: ignore[union-attr]
+            return
         super()._update(quantizer, src, noop_flag)
 
     def _write(self, new: Buffers, noop_flag: torch.Tensor | None = None) -> None:
@@ -545,10 +550,11 @@ class Float8CurrentScalingQuantizer(_PerTensor):
 
 def scale_of(amax: torch.Tensor, top: float, power_of_two: bool, epsilon: float) -> torch.Tensor:
     """The scale of current scaling for maxima that are already reduced (float32)."""
-    amax = torch.where(amax < epsilon, torch.full_like(amax, epsilon), amax)
-    usable = torch.isfinite(amax) & (amax > 0)
-    scale = torch.where(usable, top / torch.where(usable, amax, torch.ones_like(amax)), torch.ones_like(amax))
-    scale = scale.clamp(max=torch.finfo(torch.float32).max)
+    if epsilon:
+        amax = torch.where(amax < epsilon, epsilon, amax)
+    usable = (amax > 0) & (amax < torch.inf)
+    scale = torch.full_like(amax, top).div_(amax).clamp_(max=torch.finfo(torch.float32).max)
+    scale = torch.where(usable, scale, 1.0)
     if power_of_two:
         scale = (scale.view(torch.int32) & 0x7F800000).view(torch.float32)
     return scale

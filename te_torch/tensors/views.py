@@ -41,11 +41,14 @@ WHOLE = Seen()
 class Memory:
     """What all tensors over the same data know of it, or of parts of it."""
 
-    __slots__ = ("blank", "writes")
+    __slots__ = ("alone", "arriving", "blank", "size", "writes")
 
     def __init__(self) -> None:
         self.writes = 0
+        self.size = 0  # elements of the tensor that parts were made of
+        self.arriving: Any = None  # parts of another tensor that were written to it (arriving.py)
         self.blank = False  # all zeros, to which any scale fits
+        self.alone: Any = None  # the one part that was written since, beside which all is zero (FSDP2 fills shards up)
 
 
 class Look:
@@ -123,6 +126,15 @@ class CoreViews:
             and (self.row is None or self.row.data.ptr == b[0].data_ptr())
             and (self.column is None or self.column.data.ptr == b[3].data_ptr())
         )
+
+    def stay(self) -> bool:
+        """Whether the buffers' memory, freed and allocated again in between, is where it was: that of each of them."""
+        b = self.buffers
+        for copy, at in ((self.row, 0), (self.column, 3)):
+            pieces = () if copy is None else zip((copy.data, copy.scale, copy.amax), b[at : at + 3], strict=True)
+            if any(core is not None and t is not None and core.ptr != t.data_ptr() for core, t in pieces):
+                return False
+        return True
 
     def view(self) -> QuantizedTensor:
         """A core tensor of these pieces: its owner is who takes it."""

@@ -1,0 +1,89 @@
+"""What FSDP2's hooks have to know of shards: whether ranks' bytes can stand one after another, and what fills them up.
+
+FSDP2 cuts a parameter along its first dimension into pieces of one size, of which the last ones may be smaller, or
+empty. Each rank decides by the parameter's size, which all know: one that judged its own piece would leave the others
+waiting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from inspect import Signature, signature
+from typing import Any
+
+import torch
+
+from te_core.errors import UnsupportedError
+from te_core.quantized import BLOCK
+from te_torch.tensors.buffers import Buffers, memory_of, rows_of
+
+
+def rows_of_a_shard(shard: Any, mesh: Any, whole: Sequence[int] | None) -> int:
+    """The rows that each rank sends of a parameter of this shape: a rank that has fewer fills up."""
+    if mesh is None or whole is None:
+        return int(shard.shape[0])
+    if tuple(shard.shape[1:]) != tuple(whole[1:]):
+        raise UnsupportedError(
+            "fully_shard",
+            f"a {type(shard).__name__} of shape {tuple(whole)} in shards of {tuple(shard.shape)}",
+            "quantized weights cut along their first dimension",
+            "leave it out in shard_placement_fn, or construct this layer outside quantized_model_init",
+        )
+    ranks = mesh.size()
+    rows = -(-whole[0] // ranks)
+    formats = {p._format for p in getattr(shard, "_parts", (shard,)) if getattr(p, "_format", None) is not None}
+    step = max([BLOCK.get(form.scaling, 1) for form in formats], default=1)
+    uneven = whole[0] % (step * ranks)
+    if ranks > 1 and uneven and (step > 1 or not formats or hasattr(shard, "_parts")):
+        why = f"shards of {rows} rows cut through a block of {step}" if rows % step else "the last shards are smaller"
+        raise UnsupportedError(
+            "fully_shard",
+            f"a {type(shard).__name__} of shape {tuple(whole)} over {ranks} ranks: {why}",
+            f"rows that are a multiple of {step * ranks} ({step} a block, {ranks} ranks)",
+            "shard over fewer ranks (a mesh of two dimensions replicates over the rest), choose another size, or "
+            "construct this layer outside quantized_model_init",
+        )
+    return rows
+
+
+def filled(sent: torch.Tensor, rows: int) -> torch.Tensor:
+    """The data of a shard as that of one of so many rows."""
+    made = sent.new_zeros((rows, *sent.shape[1:]))
+    made[: sent.shape[0]] = sent
+    return made
+
+
+def in_one(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The bytes of several buffers in one: of a mesh of one rank FSDP2 (torch 2.13) takes the first buffer alone."""
+    return torch.cat([t.view(-1).view(torch.uint8) for t in tensors])
+
+
+def apart(one: torch.Tensor, like: Sequence[tuple[torch.Size, torch.dtype]]) -> list[torch.Tensor]:
+    """Such buffers again, as views."""
+    sizes = [shape.numel() * dtype.itemsize for shape, dtype in like]
+    return [t.view(d).view(s) for t, (s, d) in zip(one.view(-1).split(sizes), like, strict=True)]
+
+
+def same_memory(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
+    """Whether both are the same view of the same memory, wherever that is now."""
+    return a is not None and b is not None and a.shape == b.shape and memory_of(a) == memory_of(b)
+
+
+def first_rows(form: Any, shape: tuple[int, int], buffers: Buffers, rows: int) -> Buffers:
+    """The buffers of a gathered matrix without the rows that filled up."""
+    if shape[0] == rows:
+        return buffers
+    if form.scaling != "tensor":
+        found = rows_of(form, shape, buffers, 0, rows)
+        assert found is not None  # whole blocks were gathered
+        return found
+    row = buffers.row_data
+    assert row is not None and buffers.col_data is None
+    return buffers._replace(row_data=row[:rows])
+
+
+def known_signature(method: Any) -> Any:
+    """Keep a method's signature with it: FSDP2 asks for it in each all-gather of each parameter (15 us)."""
+    found: Signature = signature(method)
+    method.__signature__ = found
+    return method
