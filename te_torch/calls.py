@@ -63,8 +63,15 @@ _by_spec: weakref.WeakValueDictionary[Any, Call] = weakref.WeakValueDictionary()
 _of_programs: dict[str, Call] = {}
 
 
-def register(layer: Layer, spec: Any, needs_grad: bool, inspectors: Sequence[Any] | None = None) -> Call:
-    """The call of this spec; modules that do the same share one, unless inspectors tell them apart."""
+def register(
+    layer: Layer, spec: Any, needs_grad: bool, inspectors: Sequence[Any] | None = None, comm: Any = None
+) -> Call:
+    """The call of this spec; modules that do the same share one, unless inspectors tell them apart, or ranks that they
+    are spread over."""
+    if comm is not None:
+        return Call(
+            layer, spec, needs_grad, {"comm": comm} | ({} if inspectors is None else {"inspectors": inspectors})
+        )
     identity = (layer.name, spec, needs_grad)
     found = _by_spec.get(identity) if inspectors is None else None
     if found is None:
