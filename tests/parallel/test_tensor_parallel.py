@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from tests.parallel.ranks import Ranks
-from tests.parallel.tensor_steps import STEPS, alone, cut_ends, cut_of, joined, spread
+from tests.parallel.tensor_steps import alone, cut_ends, cut_of, joined, spread
 from tests.recipes import KINDS
 from tests.tolerances import snr_db
 
 #: dB that results agree to. Sums of bf16 parts, and FP8 scales of parts (an output gradient's columns, an input's).
-AGREES = {None: 38.0, "delayed": 20.0, "current": 20.0, "block": 20.0, "mxfp8": 20.0, "nvfp4": 6.0}
+AGREES = {None: 35.0, "delayed": 20.0, "current": 20.0, "block": 20.0, "mxfp8": 20.0, "nvfp4": 8.0}
 ALIGNED, ODD = 128, 20  # rows of a sequence: parts of whole blocks, and parts of none
 
 
@@ -27,27 +27,33 @@ def compare(ranks: Ranks, kind: str, recipe: str | None, sequence: bool, rows: i
     """Run on the ranks and in one process, and compare all that can be."""
     found = ranks.run(spread, kind, recipe, sequence, rows, options)
     wanted, least = whole(kind, recipe, rows, ranks.device), AGREES[recipe]
-    ends = cut_ends(kind, sequence)
+    if recipe is not None and kind in ("attention", "layer", "gated layer"):  # errors of several products add up
+        least = max(least - 5, 8.0)
+    vector = least if recipe is None else 4.0 if recipe == "nvfp4" else max(least - 8, 8.0)
 
-    def agree(parts: list[torch.Tensor], dim: int | None, one: torch.Tensor, what: str) -> None:
-        made = parts[0] if dim is None else torch.cat(parts, dim)
-        if dim is None:
-            assert all(torch.equal(p, parts[0]) for p in parts), f"{what} differs from rank to rank"
-        assert made.shape == one.shape, what
-        assert snr_db(made, one) > least, f"{what}: {snr_db(made, one):.1f} dB"
+    def agree(made: torch.Tensor, one: torch.Tensor, what: str) -> None:
+        found = snr_db(made, one)
+        assert made.shape == one.shape and found > (least if one.ndim > 1 else vector), f"{what}: {found:.1f} dB"
 
-    for step in range(STEPS):
-        agree([f["y"][step] for f in found], ends[1], wanted["y"][step], f"y of step {step}")
-        agree([f["dx"][step] for f in found], ends[0], wanted["dx"][step], f"dx of step {step}")
-        for name, one in wanted["grads"][step].items():
-            made = joined([f["grads"][step][name] for f in found], cut_of(kind, name))
-            assert snr_db(made, one) > least, f"gradient of {name}, step {step}: {snr_db(made, one):.1f} dB"
-    for name, one in wanted["weights"].items():
+    def alike(parts: list[torch.Tensor], what: str) -> None:
+        assert all(torch.equal(p, parts[0]) for p in parts), f"{what} differs from rank to rank"
+
+    for name, end in zip(("dx", "y"), cut_ends(kind, sequence), strict=True):
+        for step, one in enumerate(wanted[name]):
+            parts = [f[name][step] for f in found]
+            if end is None:
+                alike(parts, name)
+            agree(parts[0] if end is None else torch.cat(parts, end), one, f"{name} of step {step}")
+    for name in wanted["weights"]:
         cut = cut_of(kind, name)
+        if name.endswith("key_bias"):  # softmax does not change with it: its gradient is rounding
+            continue
+        for step, grads in enumerate(wanted["grads"]):
+            agree(joined([f["grads"][step][name] for f in found], cut), grads[name], f"{name}'s gradient, {step}")
         parts = [f["weights"][name] for f in found]
         if cut is None:
-            assert all(torch.equal(p, parts[0]) for p in parts), f"{name} differs from rank to rank"
-        assert snr_db(joined(parts, cut), one) > least
+            alike(parts, name)
+        agree(joined(parts, cut), wanted["weights"][name], name)
     return found
 
 
@@ -62,3 +68,16 @@ def test_a_linear(ranks: Ranks, kind: str, sequence: bool, recipe: str | None) -
 @pytest.mark.parametrize("kind", ["column", "row"])
 def test_parts_of_no_whole_blocks(ranks: Ranks, kind: str, recipe: str) -> None:
     compare(ranks, kind, recipe, True, ODD)
+
+
+@pytest.mark.parametrize("recipe", [None, *KINDS])
+@pytest.mark.parametrize("sequence", [False, True], ids=["whole sequences", "sequence parallel"])
+@pytest.mark.parametrize("kind", ["norm column", "mlp", "gated", "layer"])
+def test_layers(ranks: Ranks, kind: str, sequence: bool, recipe: str | None) -> None:
+    compare(ranks, kind, recipe, sequence, ALIGNED)
+
+
+@pytest.mark.parametrize("recipe", [None, "current", "block"])
+@pytest.mark.parametrize("kind", ["mlp again", "attention", "gated layer"])
+def test_more_layers(ranks: Ranks, kind: str, recipe: str | None) -> None:
+    compare(ranks, kind, recipe, True, ALIGNED)
