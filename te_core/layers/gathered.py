@@ -5,7 +5,7 @@ rank. A columnwise copy has blocks along M, so it can be put together where m is
 turned, so that a rank's part is one piece of memory. Formats whose two copies share their scales (per tensor, 128x128
 tiles) send the rowwise bytes for both: the columnwise copy is their exact transpose.
 
-Data and scales of the padding are zeros, as they are in a matrix that was quantized whole.
+The padding is zeros, scales included.
 """
 
 from __future__ import annotations

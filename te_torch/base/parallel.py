@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from te_core.errors import ArgumentError, UnsupportedError
@@ -14,6 +13,7 @@ from te_torch.autocast import active
 from te_torch.base.documented import Documented
 from te_torch.module_names import within
 from te_torch.parallel.communicator import GroupCommunicator
+from te_torch.runtime import constant_at_trace, untraced
 
 
 class Team:
@@ -175,21 +175,23 @@ def local(operation: str, name: str, size: int, ranks: int) -> int:
     return size // ranks
 
 
-def refuse_traced(module: torch.nn.Module) -> Any:
-    """What runs in the place of a spread module's forward while torch.compile traces: the same, eagerly."""
-    return torch.compiler.disable(type(module).forward, reason=_REASON)
+def eagerly(module: Any, *args: Any) -> Any:
+    """What torch.compile runs in the place of a spread module's forward: the same, behind a graph break."""
+    _make_eager()
+    return _eager(module, *args)
 
 
-_REASON = (
-    "a module whose weights are spread over ranks (tp_size above 1) runs eagerly: its collectives are no operators"
-)
+_eager: Any = None
 
-__all__ = [
-    "Team",
-    "TensorParallel",
-    "check_group",
-    "local",
-    "refuse_traced",
-    "set_tensor_parallel_attributes",
-    "size_of",
-]
+
+def _forward(module: Any, *args: Any) -> Any:
+    return module.forward(*args)
+
+
+@constant_at_trace
+def _make_eager() -> bool:
+    global _eager
+    _eager = _eager or untraced(
+        _forward, "a module whose weights are spread over ranks runs eagerly: its collectives are no operators"
+    )
+    return True

@@ -15,6 +15,7 @@ from te_torch.base.draws import random_pair
 from te_torch.base.forks import fork_of
 from te_torch.base.module import BaseModule, check_input, wants_grad
 from te_torch.base.options import check_options
+from te_torch.base.parallel import eagerly
 from te_torch.base.residual import Branch, enter_stream, stream_of
 from te_torch.export import layers
 from te_torch.function import Call, Layer, apply, register
@@ -171,6 +172,8 @@ class LayerNormLinear(NormParameters, SplitParameters):
                 return (*out, total) if isinstance(out, tuple) else (out, total)
             branch = inp
             inp = branch.x
+        if self.tp_size > 1 and torch.compiler.is_compiling():
+            return eagerly(self, inp, is_first_microbatch, fp8_output, fp8_grad)
         check_input("LayerNormLinear.forward", inp, self.in_features)
         if isinstance(inp, QuantizedTorch):
             inp = inp.dequantize()

@@ -15,6 +15,7 @@ from te_torch.base.draws import random_pair
 from te_torch.base.forks import fork_of
 from te_torch.base.module import check_input, normal_init, wants_grad
 from te_torch.base.options import check_options
+from te_torch.base.parallel import eagerly
 from te_torch.base.quantized_init import check_recipe_fits
 from te_torch.base.residual import Branch, enter_stream, stream_of
 from te_torch.export import layers
@@ -153,6 +154,8 @@ class LayerNormMLP(NormParameters):
                 return (*out, total) if isinstance(out, tuple) else (out, total)
             branch = inp
             inp = branch.x
+        if self.tp_size > 1 and torch.compiler.is_compiling():
+            return eagerly(self, inp, is_first_microbatch)
         check_input("LayerNormMLP.forward", inp, self.hidden_size)
         if isinstance(inp, QuantizedTorch):
             inp = inp.dequantize()

@@ -15,6 +15,7 @@ from te_torch.base.forks import fork_of
 from te_torch.base.module import BaseModule, check_input, normal_init
 from te_torch.base.options import check_options, is_size, mode_of
 from te_torch.base.original_input import keeps_original
+from te_torch.base.parallel import eagerly
 from te_torch.base.quantized_init import check_recipe_fits
 from te_torch.base.watching import Choice
 from te_torch.base.weights import check_whole
@@ -253,6 +254,8 @@ class Linear(SplitParameters):
         fp8_grad: bool = False,
     ) -> Any:
         """out [*, out_features], or (out, bias) with `return_bias`, where the bias is not added."""
+        if self.tp_size > 1 and torch.compiler.is_compiling():
+            return eagerly(self, inp, is_first_microbatch, fp8_output, fp8_grad)
         check_input("Linear.forward", inp, self.in_features)
         grad = torch.is_grad_enabled()
         inp, precision, state, recompute = self._enter(inp)
