@@ -197,7 +197,7 @@ class _Eager(torch.autograd.Function):
         if grads[0] is None and not any(g is not None for g in grads):
             return (None,) * (4 + ctx.inputs)
         kept = ctx.saved_tensors  # read once: a checkpoint computes them again at each read
-        given = complete(call.layer, grads, kept)
+        given = complete(call.layer, grads, kept, call)
         rt = runtime_for(given[0] if given[0] is not None else next(g for g in given if g is not None))
         saved = call.layer.saved(*_to_core_all(rt, kept, call.layer.strided))
         views = _to_core_all(rt, given)

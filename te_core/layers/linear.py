@@ -120,7 +120,7 @@ def forward(
     parallel = None
     if comm is not None:
         parallel = spread(spec, comm, scales, 0)
-        meet(rt, comm, "Linear", spec, x.shape, weight.shape)
+        meet(rt, comm, "Linear", (spec,), x.shape, weight.shape)
         leading, x2 = parallel.leading("fprop", leading), parallel.whole_at_once(rt, "input", x2, spec.dtype)
     out = rt.empty((*leading, weight.shape[0]), spec.dtype)
     product = Product(spec, scales, 0, inspectors[0], None, parallel)

@@ -77,7 +77,8 @@ def forward(
     leading, parallel = x.shape[:-1], None
     if comm is not None:
         parallel = spread(linear, comm, scales, 0)
-        meet(rt, comm, "LayerNormLinear", spec, x.shape, weight.shape)
+        what = f"LayerNormLinear{' that gathers the norm' * spec.gather_norm}"
+        meet(rt, comm, what, (linear,), x.shape, weight.shape)
         leading = parallel.leading("fprop", leading)
     product = Product(linear, scales, 0, inspectors[0], None, parallel)
     ws = weight, weight_operand(rt, weight, product, ready[0])

@@ -16,7 +16,7 @@ wgrad reads travels while dgrad is computed, and dgrad's sum while wgrad is.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -294,11 +294,34 @@ class Spread:
             handle.wait()
 
 
-def meet(rt: Runtime, comm: Communicator, operation: str, spec: Any, *shapes: Any) -> None:
-    """At the first call on this communicator, see that all ranks run the same."""
+def meet(rt: Runtime, comm: Communicator, what: str, specs: Sequence[Any], *shapes: Sequence[int]) -> None:
+    """At the first call on this communicator, see that all ranks run the same: a layer (`what` it is, in words), its
+    linears, the shapes of its input and weights."""
     if not comm.met:
-        comm.agree(rt, operation, f"{spec!r} of shapes {[tuple(s) for s in shapes]}")
+        sizes = " x ".join(str(tuple(shape)) for shape in shapes)
+        comm.agree(rt, "tensor parallelism", f"{what} {sizes}, {' and '.join(map(_told, specs))}")
         comm.met = True
+
+
+def _told(spec: Any) -> str:
+    """All that the collectives of a linear depend on, in words."""
+    split: Split = spec.parallel
+    words = [f"{split.mode}-parallel over {split.size}", "sequence parallel"][: 1 + split.sequence]
+    words += [spec.dtype.name, *(f"{name}'s gradient" for name in ("input", "weight") if getattr(spec.needs, name))]
+    precision: Precision | None = spec.precision
+    if precision is not None:
+        words += [f"{role} {_told_rule(getattr(precision, role))}" for role in ("input", "grad")]
+        words += [f"backward {precision.backward}"] if precision.backward else []
+    words += ["inspected"] if spec.inspect is not None else []
+    words += ["original input"] if spec.again else []
+    return ", ".join([*words, split.symmetric] if split.symmetric else words)
+
+
+def _told_rule(rule: Operand | None) -> str:
+    if rule is None:
+        return "plain"
+    column = "" if rule.columnwise is None else f" and {_told_rule(rule.columnwise)}"
+    return f"{rule.format} {rule.scaling}{column}"
 
 
 def gathered_plain(rt: Runtime, comm: Communicator, part: Tensor) -> Tensor:

@@ -25,7 +25,16 @@ from tests.recipes import RECIPES
 
 RT = Runtime.cpu()
 #: Formats that hold small integers exactly, so that a sum over parts is bit for bit the sum over all.
-EXACT = ("delayed", "current e4m3 pow2", "block", "block no tiles", "block tiled x", "mxfp8", "mxfp8 tiled", "nvfp4 no rht")
+EXACT = (
+    "delayed",
+    "current e4m3 pow2",
+    "block",
+    "block no tiles",
+    "block tiled x",
+    "mxfp8",
+    "mxfp8 tiled",
+    "nvfp4 no rht",
+)
 FP32 = dtypes.float32
 
 
@@ -99,7 +108,9 @@ def test_parts_of_no_whole_blocks(mode: str, recipe: str | None, rows: int) -> N
         assert np.array_equal(made, one)
 
 
-@pytest.mark.parametrize("recipe", ["current", "nvfp4", "nvfp4 rows", "nvfp4 4over6 all MAE", "block hybrid", "mxfp8 hybrid"])
+@pytest.mark.parametrize(
+    "recipe", ["current", "nvfp4", "nvfp4 rows", "nvfp4 4over6 all MAE", "block hybrid", "mxfp8 hybrid"]
+)
 @pytest.mark.parametrize("mode", ["column", "row"])
 def test_formats_that_round(mode: str, recipe: str) -> None:
     """What is not exact runs, and is about right."""
@@ -183,7 +194,10 @@ def gathers(recipe: str | None, m: int, width: int, mode: str) -> list[tuple[str
     if recipe == "block":  # a float32 scale for each 1x128
         return [("all_gather", m * width), ("all_gather", 4 * m * width // 128)] * 2
     if recipe == "mxfp8":  # scales along the rows are padded to four a row, along the columns to 128 columns
-        return [("all_gather", m * width)] * 2 + [("all_gather", m * max(4, width // 32)), ("all_gather", m // 32 * width)]
+        return [("all_gather", m * width)] * 2 + [
+            ("all_gather", m * max(4, width // 32)),
+            ("all_gather", m // 32 * width),
+        ]
     half = [("all_gather", m * width // 2)] * 2
     return half + [("all_gather", m * max(4, width // 16)), ("all_gather", m // 16 * width), *agreed]
 

@@ -147,7 +147,9 @@ def steps(
 def spread(rank: Rank, kind: str, recipe: str | None, sequence: bool, rows: int, options: dict[str, Any]) -> Any:
     """What a rank finds, with its parts of the whole layer's parameters."""
     whole = make(kind, rank.device)
-    module = make(kind, rank.device, tp_group=dist.group.WORLD, tp_size=rank.world, sequence_parallel=sequence, **options)
+    module = make(
+        kind, rank.device, tp_group=dist.group.WORLD, tp_size=rank.world, sequence_parallel=sequence, **options
+    )
     values = dict(whole.named_parameters())
     with torch.no_grad():
         for name, p in module.named_parameters():
