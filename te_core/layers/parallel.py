@@ -17,7 +17,7 @@ wgrad reads travels while dgrad is computed, and dgrad's sum while wgrad is.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from te_core import dtypes
@@ -45,6 +45,8 @@ class Split:
     size: int
     sequence: bool = False
     symmetric: str | None = None  # how the sum of a row-parallel output is computed; None: as the library likes
+    #: By GEMM, how its gathered operand came last: what reports show.
+    came: dict[str, str] = field(init=False, repr=False, compare=False, default_factory=dict)
 
     @property
     def gathered(self) -> str | None:
@@ -200,12 +202,12 @@ class Spread:
         """The operands of a GEMM, whole where this rank has a part."""
         if self.gathered == "input":
             if gemm == "fprop":
-                return self._as_read(rt, gather(rt, self.comm, a).wait(), "input", False), b
+                return self._as_read(rt, self._came("fprop", gather(rt, self.comm, a).wait()), "input", False), b
             if gemm == "wgrad":
                 return a, self._columns(rt, b, "input")
         elif self.gathered == "grad":
             if gemm == "dgrad":
-                whole = gather(rt, self.comm, a).wait()
+                whole = self._came("dgrad", gather(rt, self.comm, a).wait())
                 self._kept, self._read = whole, a
                 return self._as_read(rt, whole, "grad", False), b
             if gemm == "wgrad":
@@ -220,7 +222,12 @@ class Spread:
             whole = coming.wait()
         elif whole is None or part is not read or not (isinstance(part, Tensor) or turns(part.format)):
             whole = gather(rt, self.comm, part, columns=True).wait()
-        return self._as_read(rt, whole, role, True)
+        return self._as_read(rt, self._came("wgrad", whole), role, True)
+
+    def _came(self, gemm: str, whole: Value) -> Value:
+        """Note for reports how an operand came."""
+        self.split.came[gemm] = str(whole.format if isinstance(whole, QuantizedTensor) else whole.dtype)
+        return whole
 
     def _as_read(self, rt: Runtime, whole: Value, role: str, columns: bool) -> Value:
         """What arrived as the GEMM reads it: turned, or quantized where it came in high precision."""

@@ -286,6 +286,21 @@ def test_compiled(pair: Ranks) -> None:
     assert all("weights are spread over ranks runs eagerly" in said for said in pair.run(compiled, True))
 
 
+def reported(rank: Rank, recipe: str, rows: int) -> list[str]:
+    module = make("column", rank.device, **options(rank))
+    with region(recipe):
+        y = module(inputs(rows, H, 0).to(rank.device).requires_grad_())
+    y.sum().backward()
+    return [row.facts.reason for row in te.precision_report(module).rows]
+
+
+def test_the_report_says_what_travelled(pair: Ranks) -> None:
+    fprop, dgrad, wgrad = pair.run(reported, "mxfp8", 64)[0]
+    assert "gathered over 2 ranks as float8_e4m3 1x32" in fprop and fprop == wgrad and "gathered" not in dgrad
+    fprop, _, wgrad = pair.run(reported, "mxfp8", 20)[0]
+    assert "as float8_e4m3 1x32" in fprop and "in bfloat16, and quantized whole" in wgrad
+
+
 def grouped(rank: Rank) -> Any:
     module = te.GroupedLinear(
         2, H, F, bias=False, parallel_mode="row", tp_group=dist.group.WORLD, tp_size=rank.world, device=rank.device
