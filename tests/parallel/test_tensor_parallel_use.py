@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import os
 import pickle
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ import torch.distributed as dist
 
 import te_torch as te
 from te_core.recipe import DelayedScaling
-from tests.parallel.ranks import Rank, Ranks
+from tests.parallel.ranks import LOOPBACK, ROOT, Rank, Ranks
 from tests.parallel.tensor_steps import BATCH, F, H, counted, cut_of, inputs, joined, make, part, piece
 from tests.recipes import KINDS, region
 from tests.tolerances import snr_db
@@ -416,3 +418,17 @@ def test_joined_parts() -> None:
     t = torch.arange(24.0).view(8, 3)
     for cut in ((0, 1), (0, 2), None):
         assert torch.equal(joined([part(t, cut, rank, 2) for rank in range(2)], cut), t)
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.more)])
+def test_the_example_learns(world: int) -> None:
+    """As documented: tp 2, and tp 2 x dp 2."""
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    if LOOPBACK:
+        env["GLOO_SOCKET_IFNAME"] = LOOPBACK[0]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
+    script = [str(ROOT / "examples" / "tensor_parallel.py"), "--tp", "2", "--steps", "16"]
+    ended = subprocess.run([*command, *script], env=env, capture_output=True, text=True, timeout=240)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    losses = [float(line.rpartition(" ")[2]) for line in ended.stdout.splitlines() if line.startswith("step ")]
+    assert len(losses) == 4 and losses[-1] < 0.8 * losses[0], losses
