@@ -116,10 +116,7 @@ def _read(key: str) -> Call:
 
 
 def complete(
-    layer: Layer,
-    grads: Sequence[torch.Tensor | None],
-    saved: Sequence[torch.Tensor | None],
-    call: Call | None = None,
+    layer: Layer, grads: Sequence[torch.Tensor | None], saved: Sequence[torch.Tensor | None], call: Call | None = None
 ) -> list[Any]:
     """A gradient for each output the layer can have; the first as zeros if only another output was used."""
     first, rest = grads[0], grads[1:]

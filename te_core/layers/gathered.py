@@ -80,7 +80,7 @@ def turned(rt: Runtime, whole: QuantizedTensor) -> QuantizedTensor:
     data, scale, form = ops.transpose(rt, whole.rowwise), whole.rowwise_scale, whole.format
     if form.tiled:
         shape = pieces_of(rt.device, form, whole.shape, True).scale
-        scale = ops.resize(rt, ops.transpose(rt, scale), *shape)  # type: ignore[misc]
+        scale = ops.resize(rt, ops.transpose(rt, scale), *shape)
     return QuantizedTensor(form, whole.shape, None, Copy(data, scale, None))
 
 
@@ -119,7 +119,7 @@ def _gather_rows(rt: Runtime, comm: Communicator, part: QuantizedTensor) -> Gath
         def finish() -> Value:
             target = whole.rowwise_scale
             assert target is not None
-            ops.resize(rt, ops.transpose(rt, scales), *target.shape, out=target)  # type: ignore[misc]
+            ops.resize(rt, ops.transpose(rt, scales), *target.shape, out=target)
             return whole
 
     found = Gathering(rt, comm, finish)
@@ -158,7 +158,7 @@ def _gather_columns(rt: Runtime, comm: Communicator, part: QuantizedTensor) -> G
     def finish() -> Value:
         ops.transpose(rt, lines, out=target)
         if by_block:
-            ops.resize(rt, ops.transpose(rt, blocks), *scales.shape, out=scales)  # type: ignore[misc]
+            ops.resize(rt, ops.transpose(rt, blocks), *scales.shape, out=scales)
         return whole
 
     found = Gathering(rt, comm, finish)

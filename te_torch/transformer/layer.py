@@ -194,7 +194,7 @@ class TransformerLayer(torch.nn.Module):
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
         """Set the tensor-parallel group of every part, before the first forward."""
         for part in self.children():
-            if hasattr(part, "set_tensor_parallel_group"):
+            if isinstance(part, MultiheadAttention | LayerNormMLP):
                 part.set_tensor_parallel_group(tp_group)
 
     def set_context_parallel_group(
