@@ -66,6 +66,10 @@ BENCHMARKS = {
                  "held less", "peak MiB", "offloaded peak MiB", "copy ms", "behind ms", "overlap", "target", "ok"),
         ratio="of_plain", reference="fwd+bwd GPU time, 1 = without offloading in the same process",
     ),
+    "parallel": Benchmark(
+        columns=("case", "recipe", "ranks", "one ms", "ms", "speed-up", "communication ms", "hidden", "MiB a step"),
+        ratio="speed-up", reference="fwd+bwd speed, 1 = one GPU with the whole layer", on_cpu=True,
+    ),
     "debugging": Benchmark(
         ("measure_inspect", "measure_features"),
         columns=("case", "us", "of_plain", "host us", "more us", "target", "ok"),
