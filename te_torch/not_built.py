@@ -44,9 +44,8 @@ _GLOBAL_STATE = {
 }
 
 _DISTRIBUTED = (
-    "FullyShardedDataParallel, allreduce, gather_along_first_dim, gather_split_1d_tensor, "
-    "get_symmetric_memory_tensor, prepare_te_modules_for_fsdp, reduce_scatter_along_first_dim, "
-    "release_symm_mem_pool, split_tensor_into_1d_equal_chunks, symm_mem_alloc, symmetric_all_reduce"
+    "FullyShardedDataParallel, gather_split_1d_tensor, prepare_te_modules_for_fsdp, "
+    "release_symm_mem_pool, split_tensor_into_1d_equal_chunks, symm_mem_alloc"
 )
 
 #: Module (below transformer_engine) -> documented name -> what to use in its place.

@@ -27,6 +27,7 @@ from te_torch.custom_recipes import quantizer_factories, quantizer_factory_zoo
 from te_torch.debug import debug_quantization as _debug_quantization
 from te_torch.debug import state as _debug_state
 from te_torch.debug import stats as _debug_stats
+from te_torch.parallel import collectives as _collectives
 from te_torch.tensors import float8, float8_blockwise, hybrid, identity, mxfp8, nvfp4
 from te_torch.tensors import utils as _tensor_utils
 from te_torch.training import checkpoint as _checkpoint
@@ -114,6 +115,13 @@ _RANKS = (
     "initialize_affine_weight_gpu",
     "set_tensor_model_parallel_attributes",
 )
+_COLLECTIVES = (
+    "allreduce",
+    "gather_along_first_dim",
+    "get_symmetric_memory_tensor",
+    "reduce_scatter_along_first_dim",
+    "symmetric_all_reduce",
+)
 #: Of our own, with no place in the documented package.
 OURS = (
     "convert",
@@ -168,6 +176,7 @@ DEFINED: dict[str, dict[str, Any]] = {
     "pytorch.distributed": _of(_checkpoint, _RECOMPUTE)
     | _of(_rng, _RNG)
     | _of(_distributed, _RANKS)
+    | _of(_collectives, _COLLECTIVES)
     | {"checkpoint": te_torch.checkpoint},
     "pytorch.graph": _of(_graphs, _GRAPHS),
     "pytorch.export": _of(_export, _export.__all__),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -12,7 +13,9 @@ from te_core.errors import ArgumentError, UnsupportedError
 WAYS = ("one_shot", "two_shot")
 MULTICAST = "multimem_all_reduce"
 
-_buffers: dict[tuple[Any, ...], torch.Tensor] = {}
+#: By group: buffers by their size and what they are for.
+_buffers: weakref.WeakKeyDictionary[Any, dict[tuple[Any, ...], torch.Tensor]] = weakref.WeakKeyDictionary()
+_MOST_BUFFERS = 64  # of a group; all ranks make, and forget, the same ones
 
 
 def check_way(operation: str, how: Any) -> None:
@@ -30,28 +33,38 @@ def check_way(operation: str, how: Any) -> None:
         )
 
 
-def symmetric_sum(t: torch.Tensor, group: Any, how: str) -> None:
-    """t = the sum of all ranks' tensors, through symmetric memory."""
-    if not t.is_cuda:
+def symmetric_buffer(numel: int, dtype: torch.dtype, device: torch.device, group: Any, tag: Any = None) -> torch.Tensor:
+    """Memory of this size that all ranks of the group have mapped; made by all of them together at its first use."""
+    if device.type != "cuda":
         raise UnsupportedError(
-            "symmetric_ar_type",
-            f"{how!r} of a tensor on {t.device}",
+            "symmetric memory",
+            f"a tensor on {device}",
             "tensors on GPUs that are connected by NVLink",
             "leave symmetric_ar_type out",
         )
     import torch.distributed._symmetric_memory as symmetric
 
-    name = group.group_name
-    key = (name, t.device, t.dtype, t.numel())
-    buffer = _buffers.get(key)
-    if buffer is None:  # made by all ranks together: what they sum has one size
-        buffer = symmetric.empty(t.numel(), dtype=t.dtype, device=t.device)
+    found = _buffers.setdefault(group, {})
+    key = (numel, dtype, device, tag)
+    buffer = found.get(key)
+    if buffer is None:
+        if len(found) >= _MOST_BUFFERS:
+            found.clear()
+        with torch.inference_mode(False):
+            buffer = symmetric.empty(numel, dtype=dtype, device=device)
         symmetric.rendezvous(buffer, group=group)
-        _buffers[key] = buffer
+        found[key] = buffer
+    return buffer
+
+
+def symmetric_sum(t: torch.Tensor, group: Any, how: str) -> None:
+    """t = the sum of all ranks' tensors, through symmetric memory."""
     flat = t.view(-1)
-    buffer.copy_(flat)
+    width = 16 // t.element_size()  # the kernels read 16 bytes at a time
+    buffer = symmetric_buffer(-(-flat.numel() // width) * width, t.dtype, t.device, group)
+    buffer[: flat.numel()].copy_(flat)
     if how == "one_shot":
-        torch.ops.symm_mem.one_shot_all_reduce_out(buffer, "sum", name, flat)
+        total = torch.ops.symm_mem.one_shot_all_reduce(buffer, "sum", group.group_name)
     else:
-        torch.ops.symm_mem.two_shot_all_reduce_(buffer, "sum", name)
-        flat.copy_(buffer)
+        total = torch.ops.symm_mem.two_shot_all_reduce_(buffer, "sum", group.group_name)
+    flat.copy_(total[: flat.numel()])
