@@ -124,7 +124,10 @@ def forward(
         leading, x2 = parallel.leading("fprop", leading), parallel.whole_at_once(rt, "input", x2, spec.dtype)
     out = rt.empty((*leading, weight.shape[0]), spec.dtype)
     product = Product(spec, scales, 0, inspectors[0], None, parallel)
-    xs, ws = (x2, input_operand(rt, x2, product)), (weight, weight_operand(rt, weight, product, ready[0]))
+    xs = x2, input_operand(rt, x2, product)
+    if parallel is not None:
+        parallel.send(rt, xs[1])
+    ws = weight, weight_operand(rt, weight, product, ready[0])
     kept_x, kept_w = product.keep(rt, xs, ws)
     made = product.fprop(rt, xs, ws, out, bias)
     y = product.delivered(rt, made) if spec.quantize_output else made

@@ -151,11 +151,13 @@ def _inside(
     """Norm, fc1 and activation: (the norm's output, fc2's operands, what backward reads, if it is to be kept)."""
     x, gamma, beta, w1, b1, w2 = given
     fc1, fc2 = both
-    us, vs = (w1, weight_operand(rt, w1, fc1, ready[FC1])), (w2, weight_operand(rt, w2, fc2, ready[FC2]))
     rows, parallel = prod(x.shape[:-1]), fc1.parallel
     cast, plain = fc1.input_cast(rows)
     normed, q, mean, rstd = normalized(rt, x, gamma, beta, spec.norm, cast, plain or spec.return_norm, branch)
     ns = fc1.computed_input(rt, normed, q, cast)
+    if parallel is not None:
+        parallel.send(rt, ns[1])
+    us, vs = (w1, weight_operand(rt, w1, fc1, ready[FC1])), (w2, weight_operand(rt, w2, fc2, ready[FC2]))
     n, w1q = fc1.keep(rt, ns, us) if keep else (None, None)
     if parallel is not None:
         (rows,) = parallel.leading("fprop", (rows,))

@@ -202,7 +202,9 @@ class Spread:
         """The operands of a GEMM, whole where this rank has a part."""
         if self.gathered == "input":
             if gemm == "fprop":
-                return self._as_read(rt, self._came("fprop", gather(rt, self.comm, a).wait()), "input", False), b
+                coming, self._coming = self._coming, None
+                whole = (gather(rt, self.comm, a) if coming is None else coming).wait()
+                return self._as_read(rt, self._came("fprop", whole), "input", False), b
             if gemm == "wgrad":
                 return a, self._columns(rt, b, "input")
         elif self.gathered == "grad":
@@ -264,6 +266,11 @@ class Spread:
             part = dy.columns
             if isinstance(part, QuantizedTensor) and not turns(part.format):
                 self._coming = gather(rt, self.comm, part, columns=True)
+
+    def send(self, rt: Runtime, x: Uses) -> None:
+        """Have what fprop reads travel, while the weight is quantized."""
+        if self.gathered == "input":
+            self._coming = gather(rt, self.comm, x.rows)
 
     def begun(self) -> Value | None:
         """The part of x that `begin` was given."""

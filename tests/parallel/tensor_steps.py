@@ -14,7 +14,7 @@ from te_torch.parallel.communicator import _ALL_GATHER, _REDUCE_SCATTER
 from tests.parallel.ranks import Rank
 from tests.recipes import region
 
-H, F, BATCH = 64, 96, 2
+H, F, BATCH, HEADS, GROUPS = 64, 96, 2, 8, 4
 STEPS = 3
 #: How parameters are cut, by the end of their names: dimension, and into how many equal pieces before (gated: 2).
 CUTS = {
@@ -50,14 +50,20 @@ def make(kind: str, device: str, **parallel: Any) -> Any:
         return te.LayerNormMLP(H, F, checkpoint=True, **options)
     if kind == "attention":
         return te.MultiheadAttention(
-            H, 4, num_gqa_groups=2, attention_dropout=0.0, input_layernorm=True, fuse_qkv_params=False, **options
+            H,
+            HEADS,
+            num_gqa_groups=GROUPS,
+            attention_dropout=0.0,
+            input_layernorm=True,
+            fuse_qkv_params=False,
+            **options,
         )
     if kind in ("layer", "gated layer"):
         return te.TransformerLayer(
             H,
             F,
-            4,
-            num_gqa_groups=2,
+            HEADS,
+            num_gqa_groups=GROUPS,
             hidden_dropout=0.0,
             attention_dropout=0.0,
             activation="gelu" if kind == "layer" else "swiglu",

@@ -14,7 +14,7 @@ from tests.recipes import KINDS
 from tests.tolerances import snr_db
 
 #: dB that results agree to. Sums of bf16 parts, and FP8 scales of parts (an output gradient's columns, an input's).
-AGREES = {None: 35.0, "delayed": 20.0, "current": 20.0, "block": 20.0, "mxfp8": 20.0, "nvfp4": 8.0}
+AGREES = {None: 35.0, "delayed": 20.0, "current": 18.0, "block": 20.0, "mxfp8": 20.0, "nvfp4": 8.0}
 ALIGNED, ODD = 128, 20  # rows of a sequence: parts of whole blocks, and parts of none
 
 

@@ -15,12 +15,23 @@ import torch.distributed as dist
 
 import te_torch as te
 from te_core.recipe import DelayedScaling
+from tests.backends import requires_gpus
 from tests.parallel.ranks import LOOPBACK, ROOT, Rank, Ranks
 from tests.parallel.tensor_steps import BATCH, F, H, counted, cut_of, inputs, joined, make, part, piece
 from tests.recipes import KINDS, region
 from tests.tolerances import snr_db
 
 ROWS = 64
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param("cpu", id="2 ranks"), pytest.param("cuda", id="2 GPUs", marks=requires_gpus(2))],
+)
+def two(request: pytest.FixtureRequest, ranks_of: Any) -> Ranks:
+    """Two ranks, over gloo and over NCCL."""
+    found: Ranks = ranks_of(2, request.param)
+    return found
 
 
 def options(rank: Rank, sequence: bool = True) -> dict[str, Any]:
@@ -64,9 +75,9 @@ def microbatches(rank: Rank, recipe: str, cached: bool) -> Any:
 
 
 @pytest.mark.parametrize("recipe", ["current", "block", "mxfp8"])
-def test_microbatches(pair: Ranks, recipe: str) -> None:
+def test_microbatches(two: Ranks, recipe: str) -> None:
     """A weight that is quantized once is the weight that is quantized each time."""
-    for one, other in zip(pair.run(microbatches, recipe, True), pair.run(microbatches, recipe, False), strict=True):
+    for one, other in zip(two.run(microbatches, recipe, True), two.run(microbatches, recipe, False), strict=True):
         for a, b in zip(one[0], other[0], strict=True):
             assert torch.equal(a["y"], b["y"]) and torch.equal(a["dx"], b["dx"])
         assert all(torch.equal(one[1][n], other[1][n]) for n in one[1])
@@ -113,9 +124,9 @@ WAYS = [
 
 @pytest.mark.parametrize("recipe", [None, "current", "mxfp8"])
 @pytest.mark.parametrize(("kind", "way"), WAYS, ids=[f"{k}-{w}" for k, w in WAYS])
-def test_ways_change_nothing(pair: Ranks, kind: str, way: str, recipe: str | None) -> None:
+def test_ways_change_nothing(two: Ranks, kind: str, way: str, recipe: str | None) -> None:
     for (a, grads), (b, plain) in zip(
-        pair.run(with_options, kind, recipe, way), pair.run(with_options, kind, recipe, "plain"), strict=True
+        two.run(with_options, kind, recipe, way), two.run(with_options, kind, recipe, "plain"), strict=True
     ):
         assert torch.equal(a["y"], b["y"]) and torch.equal(a["dx"], b["dx"])
         assert grads.keys() == plain.keys()
@@ -136,10 +147,10 @@ def held_quantized(rank: Rank, recipe: str) -> Any:
 
 
 @pytest.mark.parametrize("recipe", KINDS)
-def test_weights_held_quantized(pair: Ranks, recipe: str) -> None:
-    plain = pair.run(with_options, "gated", recipe, "plain")
-    for (a, grads, shape), (b, other) in zip(pair.run(held_quantized, recipe), plain, strict=True):
-        assert shape == (2 * F // pair.world, H)
+def test_weights_held_quantized(two: Ranks, recipe: str) -> None:
+    plain = two.run(with_options, "gated", recipe, "plain")
+    for (a, grads, shape), (b, other) in zip(two.run(held_quantized, recipe), plain, strict=True):
+        assert shape == (2 * F // two.world, H)
         least = 5 if recipe == "nvfp4" else 18
         assert snr_db(a["y"], b["y"]) > least and snr_db(a["dx"], b["dx"]) > least
         assert snr_db(grads["fc1_weight"], other["fc1_weight"]) > least
@@ -163,9 +174,9 @@ def norm_output(rank: Rank, kind: str, gathered: bool) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["norm column", "gated"])
-def test_gathered_norm_output(pair: Ranks, kind: str) -> None:
+def test_gathered_norm_output(two: Ranks, kind: str) -> None:
     """It is that of all rows on every rank, and its gradient comes back as the sum over the ranks."""
-    whole, parts = pair.run(norm_output, kind, True), pair.run(norm_output, kind, False)
+    whole, parts = two.run(norm_output, kind, True), two.run(norm_output, kind, False)
     joined_rows = torch.cat([norm for norm, _, _ in parts])
     for (norm, dx, dgamma), (_, dx_one, dgamma_one) in zip(whole, parts, strict=True):
         assert torch.equal(norm, joined_rows) and norm.shape == (ROWS, BATCH, H)
@@ -196,8 +207,8 @@ def looked_at(rank: Rank, kind: str, recipe: str | None) -> Any:
 
 @pytest.mark.parametrize("recipe", [None, "current", "mxfp8"])
 @pytest.mark.parametrize("kind", ["column", "row", "norm column", "gated"])
-def test_inspectors(pair: Ranks, kind: str, recipe: str | None) -> None:
-    for (one, grads), (seen, others), shapes in pair.run(looked_at, kind, recipe):
+def test_inspectors(two: Ranks, kind: str, recipe: str | None) -> None:
+    for (one, grads), (seen, others), shapes in two.run(looked_at, kind, recipe):
         assert snr_db(seen["y"], one["y"]) > 30 and snr_db(seen["dx"], one["dx"]) > 30
         assert all(snr_db(others[n], grads[n]) > 30 for n in grads)
         rows = ROWS * BATCH // (2 if kind == "row" else 1)  # its input has all rows of this test's part
@@ -266,8 +277,8 @@ def states(rank: Rank) -> Any:
     return module.fp8_state.scale_fwd.cpu(), module.fp8_state.scale_bwd.cpu()
 
 
-def test_scales_are_those_of_all_ranks(pair: Ranks) -> None:
-    first, second = pair.run(states)
+def test_scales_are_those_of_all_ranks(two: Ranks) -> None:
+    first, second = two.run(states)
     assert torch.equal(first[0], second[0]) and torch.equal(first[1], second[1]) and (first[0] != 1).any()
 
 
@@ -296,10 +307,10 @@ def reported(rank: Rank, recipe: str, rows: int) -> list[str]:
     return [row.facts.reason for row in te.precision_report(module).rows]
 
 
-def test_the_report_says_what_travelled(pair: Ranks) -> None:
-    fprop, dgrad, wgrad = pair.run(reported, "mxfp8", 64)[0]
+def test_the_report_says_what_travelled(two: Ranks) -> None:
+    fprop, dgrad, wgrad = two.run(reported, "mxfp8", 64)[0]
     assert "gathered over 2 ranks as float8_e4m3 1x32" in fprop and fprop == wgrad and "gathered" not in dgrad
-    fprop, _, wgrad = pair.run(reported, "mxfp8", 20)[0]
+    fprop, _, wgrad = two.run(reported, "mxfp8", 20)[0]
     assert "as float8_e4m3 1x32" in fprop and "in bfloat16, and quantized whole" in wgrad
 
 
