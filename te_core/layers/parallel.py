@@ -286,7 +286,7 @@ class Spread:
             handle = self.comm.all_reduce(rt, out, how=split.symmetric if gemm == "fprop" else None)
             made = out
         else:
-            if out.shape[0] % split.size:
+            if len(out.shape) < 2 or out.shape[0] % split.size:
                 raise ArgumentError(
                     "sequence parallelism",
                     f"a result of shape {tuple(out.shape)} over {split.size} ranks",

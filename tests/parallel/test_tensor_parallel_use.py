@@ -505,3 +505,30 @@ def test_documented_collectives(pair: Ranks) -> None:
 
 
 quantizers_by_name = ("delayed", "current", "unagreed", "block", "mxfp8", "nvfp4")
+
+
+# ------------------------------------------------------------------------------------------- FP8 from module to module
+
+
+def attention_in_fp8(rank: Rank, options_of_recipe: dict[str, Any], spread: bool) -> Any:
+    recipe = DelayedScaling(amax_history_len=2, **options_of_recipe)
+    module = make("layer", rank.device, **options(rank)) if spread else make("layer", rank.device)
+    if spread:
+        filled("layer", rank, module)
+    ys = []
+    for number in range(2):
+        x = inputs(ROWS, H, number).to(rank.device)
+        x = piece(x, 0 if spread else None, rank.number, rank.world).requires_grad_()
+        with te.autocast(recipe=recipe):
+            y = module(x)
+        y.float().square().sum().backward()
+        ys += [y.detach().cpu(), x.grad.cpu()]  # type: ignore[union-attr]
+    return ys
+
+
+@pytest.mark.parametrize("more", [{"fp8_dpa": True}, {"fp8_dpa": True, "fp8_mha": True}], ids=["dpa", "mha"])
+def test_attention_in_fp8(two: Ranks, more: dict[str, Any]) -> None:
+    """Heads of a rank are attended to in FP8; what goes from module to module stays quantized."""
+    parts, (whole, _) = two.run(attention_in_fp8, more, True), two.run(attention_in_fp8, more, False)
+    for made, one in zip(zip(*parts, strict=True), whole, strict=True):
+        assert snr_db(torch.cat(made), one) > 12
