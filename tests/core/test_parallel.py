@@ -20,6 +20,7 @@ from te_core.precision import Operand, Precision
 from te_core.quantized import BLOCK, Cast, QuantizedTensor
 from te_core.recipe import resolve, the_one
 from te_core.runtime import Runtime
+from tests.backends import runtimes
 from tests.core.face import scales
 from tests.recipes import RECIPES
 
@@ -66,7 +67,8 @@ class Case:
         """y, dx, dw, db of this rank."""
         rank, size = (0, 1) if comm is None else (comm.rank, comm.size)
         x, dy = integers(1, self.rows, k), integers(3, self.rows, n)
-        x[0], dy[-1] = 0, 0  # ranks with other maxima
+        for t in (x, dy):  # the first ranks' maximum is half of the others'
+            t[: self.rows // 2] = np.sign(t[: self.rows // 2])
         w, b = integers(2, n, k), integers(4, n)
         cut = (lambda t, dim: part(t, dim, rank, size)) if comm is not None else (lambda t, dim: t)
         options: dict[str, Any] = {"spec": self.spec, "scales": scales(RT, 1), "comm": comm}
@@ -290,3 +292,35 @@ def test_late_collectives(mode: str, recipe: str | None) -> None:
     one = Case(mode, False, 1, recipe).step(None)
     for i, dim in enumerate((case.y, case.x, case.w)):
         assert np.array_equal(np.concatenate([f[i] for f in found], dim), one[i])  # type: ignore[arg-type]
+
+
+# --------------------------------------------------------------------------------------------- given maxima
+
+
+@pytest.mark.parametrize("rt", runtimes())
+@pytest.mark.parametrize("sums", [False, True])
+@pytest.mark.parametrize("recipe", ["current", "current e4m3 pow2", "nvfp4", "nvfp4 no rht", "nvfp4 4over6 all MAE"])
+def test_a_part_by_the_maximum_of_the_whole(rt: Runtime, recipe: str, sums: bool) -> None:
+    """On every device: the bytes of the part are those that the whole has there."""
+    rule: Operand = precision_of(recipe).input  # type: ignore[union-attr,assignment]
+    x = np.random.default_rng(0).standard_normal((128, 64)).astype(np.float32)
+    x[64:] *= 3
+    options: dict[str, Any] = {
+        "power_of_two": rule.power_of_two,
+        "transform": rule.transform,
+        "four_over_six": rule.four_over_six,
+    }
+    both = Cast(rule.format, rowwise=True, columnwise=True, **options)
+    whole = ops.quantize(rt, rt.tensor(x), both)
+    maxima = rt.tensor([np.abs(x).max(), np.abs(x).max()], FP32)
+    if rule.scaling == "nvfp4":
+        pair = [float(rt.numpy(amax)[0]) for amax in (whole.rowwise_amax, whole.columnwise_amax)]  # type: ignore[arg-type]
+        maxima = rt.tensor(pair, FP32)
+    total = rt.empty((64,), FP32) if sums else None
+    part = ops.quantize(rt, rt.tensor(x[:64]), both.scaled_by(maxima), column_sum=total)
+    as_bytes = [rt.numpy(q.rowwise.view_as(dtypes.uint8)) for q in (part, whole)]  # type: ignore[union-attr]
+    assert np.array_equal(as_bytes[0][:64], as_bytes[1][:64])
+    if rule.scaling != "nvfp4":
+        assert np.array_equal(rt.numpy(part.scale_inv), rt.numpy(whole.scale_inv))
+    if total is not None:
+        assert np.allclose(rt.numpy(total), x[:64].sum(0), atol=1e-4)
