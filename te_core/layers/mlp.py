@@ -151,16 +151,17 @@ def _inside(
     """Norm, fc1 and activation: (the norm's output, fc2's operands, what backward reads, if it is to be kept)."""
     x, gamma, beta, w1, b1, w2 = given
     fc1, fc2 = both
-    rows, parallel = prod(x.shape[:-1]), fc1.parallel
-    cast, plain = fc1.input_cast(rows)
+    parallel = fc1.parallel
+    cast, plain = fc1.input_cast(0 if parallel is None else prod(x.shape[:-1]))
     normed, q, mean, rstd = normalized(rt, x, gamma, beta, spec.norm, cast, plain or spec.return_norm, branch)
     ns = fc1.computed_input(rt, normed, q, cast)
     if parallel is not None:
         parallel.send(rt, ns[1])
     us, vs = (w1, weight_operand(rt, w1, fc1, ready[FC1])), (w2, weight_operand(rt, w2, fc2, ready[FC2]))
     n, w1q = fc1.keep(rt, ns, us) if keep else (None, None)
+    rows = ns[1].rows.shape[0]
     if parallel is not None:
-        (rows,) = parallel.leading("fprop", (rows,))
+        (rows,) = parallel.leading("fprop", (prod(x.shape[:-1]),))
     h = fc1.fprop(rt, ns, us, rt.empty((rows, w1.shape[0]), spec.fc1.dtype), b1)
     cast, plain = fc2.input_cast()
     activated, q = ops.activation_forward(rt, h, spec.activation, clamp=spec.clamp, cast=cast, keep=plain)
