@@ -176,7 +176,13 @@ def local(operation: str, name: str, size: int, ranks: int) -> int:
 
 
 def eagerly(module: Any, *args: Any) -> Any:
-    """What torch.compile runs in the place of a spread module's forward: the same, behind a graph break."""
+    """What torch.compile runs in the place of a spread module's forward: the same, behind a graph break.
+
+    A region that traced code has entered does not reach over it, so there it is an error, and not another precision.
+    """
+    region = active.region
+    if region is not None and region.traced:
+        _refuse_traced_region()
     _make_eager()
     return _eager(module, *args)
 
@@ -186,6 +192,16 @@ _eager: Any = None
 
 def _forward(module: Any, *args: Any) -> Any:
     return module.forward(*args)
+
+
+@constant_at_trace
+def _refuse_traced_region() -> None:
+    raise UnsupportedError(
+        "torch.compile",
+        "te.autocast inside the compiled function, around a module whose weights are spread over ranks",
+        "a region around the compiled function: such modules run eagerly, behind a graph break",
+        "move the region out of the compiled function",
+    )
 
 
 @constant_at_trace

@@ -294,6 +294,22 @@ def compiled(rank: Rank, fullgraph: bool) -> Any:
     return torch.equal(found["y"], plain["y"] * 2)
 
 
+def compiled_with_its_region(rank: Rank) -> str:
+    module = make("column", rank.device, **options(rank))
+
+    @torch.compile(backend="eager")
+    def function(x: torch.Tensor) -> Any:
+        with region("current"):
+            return module(x)
+
+    return error_of(lambda: function(torch.randn(8, H, dtype=torch.bfloat16)))
+
+
+def test_a_region_inside_a_compiled_function(pair: Ranks) -> None:
+    """It would not reach the module, which runs behind a graph break: an error, and not another precision."""
+    assert all("move the region out of the compiled function" in said for said in pair.run(compiled_with_its_region))
+
+
 def test_compiled(pair: Ranks) -> None:
     assert pair.run(compiled, False) == [True, True]
     assert all("weights are spread over ranks runs eagerly" in said for said in pair.run(compiled, True))
