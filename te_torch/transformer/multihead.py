@@ -197,8 +197,11 @@ class MultiheadAttention(torch.nn.Module):
         if kind == "L2Normalization":  # no parameters, so one serves both
             self.q_norm = self.k_norm = L2Normalization(eps=eps)
         elif kind is not None:
+            # They see the heads of one rank only: as with parts of a sequence, gradients are to be summed.
+            marked = True if self.tp_size > 1 else None
             self.q_norm, self.k_norm = (
-                _QK_NORMS[kind](self.kv_channels, eps=eps, dtype=params_dtype, device=device) for _ in range(2)
+                _QK_NORMS[kind](self.kv_channels, eps=eps, dtype=params_dtype, device=device, sequence_parallel=marked)
+                for _ in range(2)
             )
 
     def _add_projections(self, fused: bool, norm: dict[str, Any], linear: dict[str, Any]) -> None:

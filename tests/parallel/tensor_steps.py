@@ -33,6 +33,20 @@ CUTS["layer"] = CUTS["attention"] | CUTS["mlp"]
 CUTS["gated layer"] = CUTS["attention"] | CUTS["gated"]
 
 
+class Turned(torch.nn.Module):
+    """Attention with rotary embeddings."""
+
+    def __init__(self, attention: Any, device: str) -> None:
+        super().__init__()
+        self.attention = attention
+        self.angles = te.RotaryPositionEmbedding(H // HEADS)(512).to(device)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The attention's output."""
+        out: torch.Tensor = self.attention(x, rotary_pos_emb=self.angles)
+        return out
+
+
 def make(kind: str, device: str, **parallel: Any) -> Any:
     """A layer by name: whole, or with its group and mode this rank's part."""
     options: dict[str, Any] = {"params_dtype": torch.bfloat16, "device": device, **parallel}
@@ -58,6 +72,9 @@ def make(kind: str, device: str, **parallel: Any) -> Any:
             fuse_qkv_params=False,
             **options,
         )
+    if kind == "turned attention":
+        options |= {"qk_norm_type": "RMSNorm", "fuse_qkv_params": False, "bias": False}
+        return Turned(te.MultiheadAttention(H, HEADS, num_gqa_groups=GROUPS, attention_dropout=0.0, **options), device)
     if kind in ("layer", "gated layer"):
         return te.TransformerLayer(
             H,
@@ -73,7 +90,7 @@ def make(kind: str, device: str, **parallel: Any) -> Any:
 
 
 def cuts_of(kind: str) -> dict[str, tuple[int, int]]:
-    return CUTS[{"norm column": "column", "mlp again": "mlp"}.get(kind, kind)]
+    return CUTS[{"norm column": "column", "mlp again": "mlp", "turned attention": "attention"}.get(kind, kind)]
 
 
 def cut_of(kind: str, name: str) -> tuple[int, int] | None:
