@@ -210,3 +210,15 @@ def counted() -> Iterator[list[tuple[str, int]]]:
     finally:
         for name, function in before.items():
             setattr(dist, name, function)
+
+
+def options(rank: Rank, sequence: bool = True) -> dict[str, Any]:
+    return {"tp_group": dist.group.WORLD, "tp_size": rank.world, "sequence_parallel": sequence}
+
+
+def error_of(action: Any) -> str:
+    try:
+        action()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
