@@ -71,6 +71,10 @@ BENCHMARKS = {
                  "target", "ok"),
         ratio="of_bf16", reference="time of a step, 1 = bf16 weights in the same processes", on_cpu=True,
     ),
+    "parallel": Benchmark(
+        columns=("case", "recipe", "ranks", "one ms", "ms", "speed-up", "communication ms", "hidden", "MiB a step"),
+        ratio="speed-up", reference="fwd+bwd speed, 1 = one GPU with the whole layer", on_cpu=True,
+    ),
     "debugging": Benchmark(
         ("measure_inspect", "measure_features"),
         columns=("case", "us", "of_plain", "host us", "more us", "target", "ok"),

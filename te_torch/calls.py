@@ -63,8 +63,15 @@ _by_spec: weakref.WeakValueDictionary[Any, Call] = weakref.WeakValueDictionary()
 _of_programs: dict[str, Call] = {}
 
 
-def register(layer: Layer, spec: Any, needs_grad: bool, inspectors: Sequence[Any] | None = None) -> Call:
-    """The call of this spec; modules that do the same share one, unless inspectors tell them apart."""
+def register(
+    layer: Layer, spec: Any, needs_grad: bool, inspectors: Sequence[Any] | None = None, comm: Any = None
+) -> Call:
+    """The call of this spec; modules that do the same share one, unless inspectors tell them apart, or ranks that they
+    are spread over."""
+    if comm is not None:
+        return Call(
+            layer, spec, needs_grad, {"comm": comm} | ({} if inspectors is None else {"inspectors": inspectors})
+        )
     identity = (layer.name, spec, needs_grad)
     found = _by_spec.get(identity) if inspectors is None else None
     if found is None:
@@ -108,7 +115,9 @@ def _read(key: str) -> Call:
     return _of_programs.setdefault(key, register(layer, spec, needs_grad))
 
 
-def complete(layer: Layer, grads: Sequence[torch.Tensor | None], saved: Sequence[torch.Tensor | None]) -> list[Any]:
+def complete(
+    layer: Layer, grads: Sequence[torch.Tensor | None], saved: Sequence[torch.Tensor | None], call: Call | None = None
+) -> list[Any]:
     """A gradient for each output the layer can have; the first as zeros if only another output was used."""
     first, rest = grads[0], grads[1:]
     if first is not None and layer.outputs == 1:
@@ -117,6 +126,22 @@ def complete(layer: Layer, grads: Sequence[torch.Tensor | None], saved: Sequence
         return [*grads, *[None] * (layer.outputs - len(grads))]
     if first is None:
         weight = getattr(layer.saved(*saved), layer.weight)
-        other = next(g for g in rest if g is not None)
-        first = other.new_zeros(*other.shape[:-1], weight.shape[0])
+        which, other = next((i, g) for i, g in enumerate(rest) if g is not None)
+        leading = other.shape[:-1]
+        if call is not None and "comm" in call.options:
+            leading = _leading_of_first(call, tuple(leading), which)
+        first = other.new_zeros(*leading, weight.shape[0])
     return [first, *rest, *[None] * (layer.outputs - 1 - len(rest))]
+
+
+def _leading_of_first(call: Call, leading: tuple[int, ...], which: int) -> Any:
+    """The leading dimensions of a spread layer's first output, given those of another one: the norm's output, or the
+    stream. With sequence parallelism each has all rows or this rank's."""
+    last = call.layer.linears(call.spec)[-1].parallel
+    if last is None or not last.sequence:
+        return leading
+    whole = call.spec.gather_norm and which == 0
+    if whole == (last.mode == "column"):
+        return leading
+    rows, *rest = leading
+    return (rows // last.size if whole else rows * last.size, *rest)

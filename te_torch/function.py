@@ -94,14 +94,21 @@ def _own(outputs: Sequence[Any], inputs: Sequence[Any]) -> tuple[torch.Tensor, .
     for t in outputs:
         shape = t.shape
         if quantized and len(shape) == 2:  # to the core it is a matrix
-            shape = (*first.shape[:-1], shape[1])
+            shape = (*_leading(first, shape[0]), shape[1])
         if type(t) is QuantizedTensor:
-            made.append(from_core(t, (*first.shape[:-1], t.shape[1]), first.dtype))
+            made.append(from_core(t, (*_leading(first, t.shape[0]), t.shape[1]), first.dtype))
             continue
         if t.owner.shape != shape:
             t.owner.resize_(shape)
         made.append(t.owner)
     return tuple(made)
+
+
+def _leading(like: torch.Tensor, rows: int) -> tuple[int, ...]:
+    """The leading dimensions of a matrix that was made of this tensor; over ranks it may have more rows, or less."""
+    leading = like.shape[:-1]
+    count = leading.numel()
+    return leading if count == rows else (leading[0] * rows // count, *leading[1:])
 
 
 def _run(
@@ -199,7 +206,7 @@ class _Eager(torch.autograd.Function):
         if grads[0] is None and not any(g is not None for g in grads):
             return (None,) * (4 + ctx.inputs)
         kept = ctx.saved_tensors  # read once: a checkpoint computes them again at each read
-        given = complete(call.layer, grads, kept)
+        given = complete(call.layer, grads, kept, call)
         rt = runtime_for(given[0] if given[0] is not None else next(g for g in given if g is not None))
         saved = call.layer.saved(*_to_core_all(rt, kept, call.layer.strided))
         views = _to_core_all(rt, given)
@@ -227,14 +234,15 @@ def _gradients(layer: Layer, results: Sequence[Any], given: Sequence[torch.Tenso
         if type(t) is Tensor:
             found.append(to_torch(t))
         else:
-            found.append(None if t is None else from_core(t, (*given[0].shape[:-1], t.shape[1]), given[0].dtype))
+            shape = () if t is None else (*_leading(given[0], t.shape[0]), t.shape[1])
+            found.append(None if t is None else from_core(t, shape, given[0].dtype))
     if layer.twins is not None:
         a, b = layer.twins
         if results[a] is results[b]:
             found[b] = found[a]
     dx = found[0]
     if dx is not None and isinstance(given[0], QuantizedTorch) and dx.ndim == 2:  # a matrix to the core, as dy was
-        found[0] = dx.view(*given[0].shape[:-1], dx.shape[1])
+        found[0] = dx.view(*_leading(given[0], dx.shape[0]), dx.shape[1])
     return found
 
 

@@ -24,7 +24,7 @@ TORCH_GROUND = (
 )
 TORCH_STATE = (
     "calls carried weight_copies operators amax_disagreement amax_reduction availability state updates autocast "
-    "function custom nonfinite"
+    "function custom nonfinite parallel"
 )
 FLOORS: dict[str, list[str]] = {
     "ground": [f"te_core.{room}" for room in GROUND.split()],

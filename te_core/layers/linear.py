@@ -12,13 +12,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count, repeat
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from te_core import dtypes
 from te_core.arguments import explained, settle
 from te_core.dtypes import DType
 from te_core.errors import UnsupportedError
+from te_core.layers.communicator import Communicator
+from te_core.layers.gathered import turns
 from te_core.layers.inspector import PLAIN, Inspector, Request, finished, offer, offer_result
+from te_core.layers.parallel import Split, Spread, meet
 from te_core.ops import raw as ops
 from te_core.ops.gemm_quantized import Route
 from te_core.ops.quantize import dense_columns
@@ -64,6 +67,7 @@ class LinearSpec:
     quantize_output: bool = False
     quantize_grad: bool = False  # the gradient of x is delivered quantized
     original_input: bool = False  # a plain x is kept as it came (where `operands.repeats` its rule)
+    parallel: Split | None = None  # how the weight is spread over ranks; None: it is whole, and nothing communicates
     #: How each GEMM multiplied the formats that it met last.
     routes: list[Route | None] = field(init=False, repr=False, compare=False, default_factory=lambda: [None] * 3)
     #: Whether backward quantizes a plain x again. (Inspectors see each point once, so then it is not.)
@@ -116,13 +120,22 @@ def forward(
     scales: Scales | None = None,
     inspectors: Sequence[Inspector | None] = (None,),
     ready: Sequence[QuantizedTensor | None] = (None,),
+    comm: Communicator | None = None,
 ) -> tuple[tuple[Value], LinearSaved]:
     """((y,), saved). `scales` is the delayed-scaling state, if the recipe keeps one; `ready` the weight quantized
-    before, if it is."""
+    before, if it is; `comm` connects the ranks of a weight that is spread."""
     leading, x2 = flattened(x)
+    parallel = None
+    if comm is not None:
+        parallel = spread(spec, comm, scales, 0)
+        meet(rt, comm, "Linear", (spec,), x.shape, weight.shape)
+        leading, x2 = parallel.leading("fprop", leading), parallel.whole_at_once(rt, "input", x2, spec.dtype)
     out = rt.empty((*leading, weight.shape[0]), spec.dtype)
-    product = Product(spec, scales, 0, inspectors[0])
-    xs, ws = (x2, input_operand(rt, x2, product)), (weight, weight_operand(rt, weight, product, ready[0]))
+    product = Product(spec, scales, 0, inspectors[0], None, parallel)
+    xs = x2, input_operand(rt, x2, product)
+    if parallel is not None:
+        parallel.send(rt, xs[1])
+    ws = weight, weight_operand(rt, weight, product, ready[0])
     kept_x, kept_w = product.keep(rt, xs, ws)
     made = product.fprop(rt, xs, ws, out, bias)
     y = product.delivered(rt, made) if spec.quantize_output else made
@@ -140,14 +153,22 @@ def backward(
     scales: Scales | None = None,
     inspectors: Sequence[Inspector | None] = (None,),
     sinks: Sequence[Sink | None] = (None,),
+    comm: Communicator | None = None,
 ) -> tuple[Value | None, Tensor | None, Tensor | None]:
     """(dx, dweight, dbias), None where `spec.needs` or a sink says so."""
     weight = saved.weight
     assert weight is not None  # a layer without needs has no backward
-    product = Product(spec, scales, 0, inspectors[0], sinks[0])
+    parallel = None if comm is None else spread(spec, comm, scales, 0)
+    product = Product(spec, scales, 0, inspectors[0], sinks[0], parallel)
     leading, dy2 = flattened(dy)
     db = product.bias_gradient(rt, weight)
-    g, db_left = gradient_operand(rt, dy2, product, db, saved.rng)
+    left = db
+    if parallel is not None:
+        leading = parallel.leading("dgrad", leading)
+        dy2, left = gradient_part(rt, dy2, product, db, saved.rng)
+    g, db_left = gradient_operand(rt, dy2, product, left, saved.rng)
+    if parallel is not None:
+        product.begin(rt, g, saved.x, dy2.shape[0], weight)
     dx: Value | None = None
     dw = None
     if spec.needs.input:
@@ -157,6 +178,8 @@ def backward(
             dx = product.delivered_gradient(rt, dx)
     if spec.needs.weight:
         dw = product.wgrad(rt, (dy2, g), product.restored(rt, saved.x, dy2.shape[0], weight), weight, db_left)
+    if parallel is not None:
+        parallel.settle()
     return dx, dw, db
 
 
@@ -164,21 +187,6 @@ def backward(
 
 #: An operand: the values that it was made of, and how the GEMMs read it.
 Made = tuple[Value, Uses]
-
-
-class Parallel(Protocol):
-    """What stands around the products of a weight that is spread over ranks: gather before, scatter after."""
-
-    def gather(self, rt: Runtime, gemm: str, a: Value, b: Value) -> tuple[Value, Value]:
-        """The operands of a GEMM ("fprop", "dgrad", "wgrad"), whole where this rank holds a part."""
-        ...
-
-    def scatter(self, rt: Runtime, gemm: str, out: Tensor) -> Tensor:
-        """The result, of which each rank may hold a summand: their sum, or this rank's part of it.
-
-        A weight gradient that went into a sink's memory has to stay there.
-        """
-        ...
 
 
 class Product(NamedTuple):
@@ -198,7 +206,7 @@ class Product(NamedTuple):
     gemm: int = 0  # its number in the scaling state
     inspector: Inspector | None = None
     sink: Sink | None = None
-    parallel: Parallel | None = None  # None: the weight is whole, and so are its operands
+    parallel: Spread | None = None  # None: the weight is whole, and so are its operands
 
     def keep(self, rt: Runtime, x: Made, w: Made) -> tuple[Tensor | None, Tensor | None]:
         """(x, w) as backward reads them; None for what it does not read, and for a weight that is quantized itself."""
@@ -232,23 +240,38 @@ class Product(NamedTuple):
         found = uses.columns if precision is None or precision.backward is None else kept(high, uses, precision)
         return saved(found, self.spec.needs.weight)
 
-    def input_cast(self) -> tuple[Cast | None, bool]:
-        """(how what computes x quantizes it on its way, if it can, whether x is read plain, too)."""
-        spec, precision = self.spec, self.spec.precision
+    def input_cast(self, rows: int = 0) -> tuple[Cast | None, bool]:
+        """(how what computes x, of so many rows, quantizes it on its way, if it can, whether x is read plain, too)."""
+        spec, precision, parallel = self.spec, self.spec.precision, self.parallel
         plain = spec.inspect is not None or (precision is not None and precision.backward == "high_precision")
         if precision is None or precision.input is None or not is_plain_rule(precision.input):
             return None, plain
         if not spec.plain.isdisjoint(_INPUT_POINTS):
             return None, True
         columnwise = spec.needs.weight and precision.backward is None
+        if parallel is not None and parallel.split.gathered == "input":
+            if spec.inspect is not None:
+                return None, True
+            cast, too = parallel.input_cast(precision.input, self.forward_cast, rows, columnwise)
+            return cast, plain or too
         return forward_cast(precision.input, *self[1:3], INPUT, rowwise=True, columnwise=columnwise), plain
 
     def computed_input(self, rt: Runtime, x: Tensor | None, q: QuantizedTensor | None, cast: Cast | None) -> Made:
         """x of what computed it, which quantized it by `cast` or leaves that to this."""
+        parallel = self.parallel
         if q is not None:
-            return q if x is None else x, Uses(q, q, cast)
+            high: Value = q if x is None else x
+            spread = parallel is not None and parallel.gathered == "input"
+            return high, parallel.uses(high, q, cast) if spread else Uses(q, q, cast)  # type: ignore[union-attr]
         assert x is not None
+        if parallel is not None and self.spec.inspect is not None:
+            x = parallel.whole_at_once(rt, "input", x, self.spec.dtype)  # type: ignore[assignment]
+            assert x is not None
         return x, input_operand(rt, x, self)
+
+    def forward_cast(self, rule: Operand, rowwise: bool, columnwise: bool) -> Cast:
+        """How x is quantized."""
+        return forward_cast(rule, *self[1:3], INPUT, rowwise=rowwise, columnwise=columnwise)
 
     def fprop(self, rt: Runtime, x: Made, w: Made, out: Tensor, bias: Tensor | None) -> Tensor:
         """x w^T + bias, in `out` [.., N]."""
@@ -330,8 +353,11 @@ class Product(NamedTuple):
         `vector` is fprop's bias. In wgrad of plain operands the GEMM sets it to the sums of a's columns.
         """
         spec, parallel = self.spec, self.parallel
+        later = None
         if parallel is not None:
             a, b = parallel.gather(rt, gemm, a, b)
+            if gemm == "fprop" and parallel.split.summed == "fprop":
+                later, vector = vector, None  # to the sum of all ranks it is added once
         (number, a_columns, b_columns), c = _GEMMS[gemm], out if len(out.shape) == 2 else out.matrix()
         bias, a_sum = (None, vector) if gemm == "wgrad" else (vector, None)
         if isinstance(a, QuantizedTensor) and isinstance(b, QuantizedTensor):
@@ -369,10 +395,45 @@ class Product(NamedTuple):
                 out=c,
                 accumulate=accumulate,
             )
-        return out if parallel is None else parallel.scatter(rt, gemm, out)
+        if parallel is None:
+            return out
+        out = parallel.scatter(rt, gemm, out)
+        if later is not None:
+            made = out.matrix()
+            ops.bias_dropout_add(rt, made, later, None, p=0.0, out=made)
+        return out
+
+    def begin(self, rt: Runtime, dy: Uses, kept_x: Tensor | None, rows: int, weight: Value) -> None:
+        """Of a spread weight: have what wgrad alone reads travel beside dgrad's GEMM."""
+        parallel = self.parallel
+        if parallel is not None and self.spec.needs.weight and (self.sink is None or self.sink.queue is None):
+            parallel.begin(rt, dy, self.restored(rt, kept_x, rows, weight))
+
+    def _restored_part(self, rt: Runtime, parallel: Spread, kept_x: Tensor | None, rows: int, weight: Value) -> Value:
+        """This rank's part of x as it travels for wgrad."""
+        found = parallel.begun()
+        if found is not None:
+            return found
+        spec, shape = self.spec, (parallel.input_rows(rows), weight.shape[1])
+        rule = None if spec.precision is None else spec.precision.input
+        if kept_x is not None and kept_x.dtype is dtypes.uint8 and parallel.gathered == "input":
+            assert rule is not None
+            column = rule.columnwise or rule
+            if spec.precision.backward is None and turns(column.format):  # type: ignore[union-attr]
+                return QuantizedTensor.rowwise_in(kept_x, shape, column.format)
+        x = restored(rt, kept_x, shape, spec.precision, "input", spec.dtype)
+        if not spec.again or isinstance(x, QuantizedTensor):
+            return x
+        if parallel.gathered == "input":
+            made = parallel.quantized(rt, x, rule, self.forward_cast, (False, True))  # type: ignore[arg-type]
+            return made.columns  # type: ignore[no-any-return]
+        uses = quantize_forward(rt, x, rule, (None, 0), INPUT, rowwise=False, columnwise=True)
+        return uses.columns  # type: ignore[no-any-return]
 
     def restored(self, rt: Runtime, kept_x: Tensor | None, rows: int, weight: Value) -> Value:
         """x as wgrad reads it, of what `keep` kept."""
+        if self.parallel is not None:
+            return self._restored_part(rt, self.parallel, kept_x, rows, weight)
         x = restored(rt, kept_x, (rows, weight.shape[1]), self.spec.precision, "input", self.spec.dtype)
         if not self.spec.again or isinstance(x, QuantizedTensor):
             return x
@@ -398,6 +459,8 @@ class Product(NamedTuple):
         if not spec.quantize_grad or spec.precision is None or spec.precision.grad_input is None:
             return dx
         rule = spec.precision.grad_input
+        if self.parallel is not None:
+            self.parallel.settle()
         cast = backward_cast(rule, self.scales, self.gemm, rowwise=True, columnwise=False, slot=GRAD_INPUT)
         return ops.quantize(rt, dx.matrix(), cast)
 
@@ -425,10 +488,18 @@ def products(
     scales: Scales | None,
     inspectors: Sequence[Inspector | None] | None,
     sinks: Sequence[Sink | None] | None = None,
+    comm: Communicator | None = None,
 ) -> list[Product]:
     """The products of a layer's weights, numbered in this order in its scaling state."""
     none = (None,) * len(specs)
-    return list(map(Product, specs, repeat(scales), count(), inspectors or none, sinks or none))
+    spreads = none if comm is None else [spread(spec, comm, scales, i) for i, spec in enumerate(specs)]
+    return list(map(Product, specs, repeat(scales), count(), inspectors or none, sinks or none, spreads))
+
+
+def spread(spec: LinearSpec, comm: Communicator, scales: Scales | None, gemm: int) -> Spread:
+    """What stands around the GEMMs of a weight that is spread over ranks."""
+    assert spec.parallel is not None
+    return Spread(spec.parallel, comm, spec.precision, (scales, gemm), spec.inspect is not None)
 
 
 # --------------------------------------------------------------------------------------- their operands
@@ -441,6 +512,13 @@ def input_operand(rt: Runtime, x: Value, product: Product) -> Uses:
         plain = dense(rt, x, spec.dtype)
         return Uses(plain, plain, None)
     alone = precision.backward is None  # else backward reads what this call has made
+    parallel = product.parallel
+    if parallel is not None and parallel.gathered == "input":
+        rule, part = precision.input, dense(rt, x, spec.dtype)
+        if rule is not None and rule.scaling != "calibrate":
+            wanted = alone and spec.needs.weight and not spec.again
+            return parallel.quantized(rt, part, rule, product.forward_cast, (True, wanted))
+        return quantize_forward(rt, part, rule, product[1:3], INPUT, rowwise=True, columnwise=False)
     value = as_asked(rt, x, precision.input, spec.dtype) if alone else dense(rt, x, spec.dtype)
     columnwise = alone and spec.needs.weight and not (spec.again and isinstance(x, Tensor))
     if spec.plain:
@@ -505,6 +583,24 @@ def gradient_dtype(spec: LinearSpec, weight: Value) -> DType:
     return spec.weight_dtype or (weight.dtype if isinstance(weight, Tensor) else spec.dtype)
 
 
+def gradient_part(
+    rt: Runtime, dy: Value, product: Product, db: Tensor | None, rng: Tensor | None
+) -> tuple[Value, Tensor | None]:
+    """Of a weight that is spread: (dy as `gradient_operand` takes it, the db that is still to be filled).
+
+    A bias's gradient is the sum over the rows that this rank was given.
+    """
+    parallel, spec = product.parallel, product.spec
+    assert parallel is not None
+    parallel.rng = rng
+    if parallel.split.gathered != "grad":
+        return dy, db
+    if db is not None and (spec.inspect is not None or spec.precision is None):
+        ops.column_sum(rt, dense(rt, dy, spec.dtype), db)
+        db = None
+    return parallel.whole_at_once(rt, "grad", dy, spec.dtype), db
+
+
 def gradient_operand(
     rt: Runtime, dy: Value, product: Product, db: Tensor | None, rng: Tensor | None
 ) -> tuple[Uses, Tensor | None]:
@@ -562,6 +658,14 @@ def _gradient_operand(
             ops.column_sum(rt, plain, db)
             db = None
         return Uses(plain, plain, None), db
+    parallel = product.parallel
+    if parallel is not None and parallel.gathered == "grad" and precision.grad.scaling != "calibrate":
+
+        def cast_of(rule: Operand, rowwise: bool, columnwise: bool) -> Cast:
+            return backward_cast(rule, *product[1:3], rowwise=rowwise, columnwise=columnwise, rng=rng)
+
+        part = dense(rt, dy, spec.dtype)
+        return parallel.quantized(rt, part, precision.grad, cast_of, (needs.input, needs.weight), db), None
     value = as_asked(rt, dy, precision.grad, spec.dtype)
     # A wgrad that stays plain sums the columns as that of a layer without a precision does.
     left = db if needs.weight and spec.plain >= _WGRAD_POINTS and not _queued(product) else None

@@ -96,7 +96,7 @@ def _facts(gemm: str, spec: LinearSpec, place: Device, weight: Format | None) ->
         return GemmFacts(gemm, plain, plain, "float32", f"{library} {plain}", as_asked, reason or "")
     a, b = (rule.format for rule in _rules(gemm, p).values() if rule is not None)
     route = ops.gemm_route(place, a, b)
-    note = "an inspector may replace operands" if spec.inspect is not None else ""
+    note = "an inspector may replace operands" if spec.inspect is not None else _travelled(gemm, spec)
     accumulation = "split" if getattr(p, gemm).split_accumulator else "fast"
     if route.how == "native" or route.how == "emulated":  # the reference backend emulates all formats exactly
         return GemmFacts(gemm, str(a), str(b), accumulation, _family(place, a), True, note)
@@ -104,6 +104,21 @@ def _facts(gemm: str, spec: LinearSpec, place: Device, weight: Format | None) ->
         return GemmFacts(gemm, str(a), str(b), "", "refused", False, route.reason)
     family = f"{library} {plain if route.how == 'dequantized' else 'float32'} after dequantizing"
     return GemmFacts(gemm, str(a), str(b), "float32", family, False, route.reason)
+
+
+def _travelled(gemm: str, spec: LinearSpec) -> str:
+    """How an operand came that the ranks have parts of; "" where they have none."""
+    split = spec.parallel
+    came = None if split is None else split.came.get(gemm)
+    if split is None or came is None:
+        return ""
+    name = "the input" if split.gathered == "input" else "the gradient"
+    if came != spec.dtype.name:
+        return f"{name} is gathered over {split.size} ranks as {came}"
+    return (
+        f"{name} is gathered over {split.size} ranks in {came}, and quantized whole: this format needs parts of whole "
+        "blocks of rows"
+    )
 
 
 def _rules(gemm: str, p: Precision) -> dict[str, Operand | None]:

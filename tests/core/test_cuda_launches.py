@@ -99,6 +99,11 @@ def every(rt: Runtime) -> dict[str, Right]:
     current = Cast(dtypes.float8_e4m3, rowwise=True, columnwise=True)
     found["quantize current"] = Right(ops.quantize, (rt, x, current), {"column_sum": vector})
     found["quantize current, no sums"] = Right(ops.quantize, (rt, x, current), {})
+    maxima = tensor(rt, 2)
+    agreed = Cast(Format(dtypes.float4_e2m1, "nvfp4"), rowwise=True, columnwise=True, transform=True, maxima=maxima)
+    found["quantize nvfp4 by given maxima"] = Right(ops.quantize, (rt, x, agreed), {})
+    found["quantize current by given maxima"] = Right(ops.quantize, (rt, x, current.scaled_by(maxima)), {})
+    found["the same with sums"] = Right(ops.quantize, (rt, x, current.scaled_by(maxima)), {"column_sum": vector})
     found["norm current"] = Right(
         ops.norm_forward, (rt, x, vector, None), {"kind": "RMSNorm", "eps": 1e-5, "cast": current}
     )
@@ -129,6 +134,19 @@ def test_every_operation_launches(device: Device) -> None:
         assert first or name in (*OTHERS, "gemm_grouped", "gemm_quantized"), name
         call.run()  # by the plan that is there now
         assert device.launches == [*first, *first], name
+
+
+def test_given_maxima_are_not_looked_for(device: Device) -> None:
+    """What ranks have agreed on saves the launch that finds a maximum; column sums still come by one of their own."""
+    calls = every(device.rt)
+    for name, wanted in (
+        ("quantize current by given maxima", ["quantize"]),
+        ("the same with sums", ["quantize", "column_sum", "quantize"]),
+        ("quantize nvfp4 by given maxima", ["quantize_nvfp4"]),
+    ):
+        device.launches.clear()
+        calls[name].run()
+        assert [n for n in device.launches if "sum" not in n] == [n for n in wanted if "sum" not in n], name
 
 
 def test_what_a_plan_is_called(device: Device) -> None:

@@ -256,6 +256,10 @@ def quantize(
     """Quantize x as planned."""
     if cast.scale is not None:
         run_cast(rt, plan.cast, x, cast, out, cast.scale.ptr, 0, column_sum)
+    elif cast.maxima is not None:
+        if plan.sums is not None and column_sum is not None:
+            no_cast(rt, plan.sums, x, rt.workspace("amax", 4 * plan.sums.tiling.blocks), column_sum)
+        run_cast(rt, plan.cast, x, cast, out, cast.maxima.ptr, 1, None)
     elif plan.amax is not None:
         partials = rt.workspace("amax", 4 * plan.amax.blocks)
         plan.amax.kernel(rt, plan.amax.blocks, 256, x.ptr, partials, plan.amax.count)
