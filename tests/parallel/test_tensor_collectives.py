@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import te_torch as te
 from tests.backends import requires_gpus
 from tests.parallel.ranks import Rank, Ranks
-from tests.parallel.tensor_steps import BATCH, H, counted, error_of, inputs, make, options
+from tests.parallel.tensor_steps import BATCH, H, counted, inputs, make, options
 from tests.recipes import region
 from tests.tolerances import snr_db
 
@@ -84,62 +83,3 @@ def test_symmetric_memory(ranks_of: Any, how: str) -> None:
 
 
 # ------------------------------------------------------------------------------------- documented collectives
-
-
-def quantizers() -> dict[str, Any]:
-    from te_torch import tensors
-
-    scale = torch.full((1,), 4.0)
-    kind = tensors.DType.kFloat8E4M3
-    return {
-        "delayed": tensors.Float8Quantizer(scale, torch.zeros(1), kind),
-        "current": tensors.Float8CurrentScalingQuantizer(
-            kind, torch.device("cpu"), with_amax_reduction=True, amax_reduction_group=dist.group.WORLD
-        ),
-        "unagreed": tensors.Float8CurrentScalingQuantizer(kind, torch.device("cpu")),
-        "block": tensors.Float8BlockQuantizer(kind, rowwise=True, columnwise=True),
-        "mxfp8": tensors.MXFP8Quantizer(kind),
-        "nvfp4": tensors.NVFP4Quantizer(),
-    }
-
-
-def collectives(rank: Rank) -> dict[str, Any]:
-    from te_torch.training import collectives as d
-
-    mine = torch.arange(6.0).view(2, 3) + 10 * rank.number
-    gathered, none = d.gather_along_first_dim(mine, None)
-    later, handle = d.reduce_scatter_along_first_dim(gathered.clone(), None, async_op=True)
-    handle.wait()
-    total, _ = d.allreduce(mine.clone())
-    found: dict[str, Any] = {"gather": gathered, "scatter": later, "sum": total, "none": none is None}
-    for name, quantizer in quantizers().items():
-        for rows in (128, 20):
-            x = torch.randn(rows, 96, generator=torch.Generator().manual_seed(rank.number)) * (1 + rank.number)
-            with counted() as calls:
-                made, _ = d.gather_along_first_dim(x, dist.group.WORLD, quantizer=quantizer)
-            sent = sum(size for what, size in calls if what == "all_gather")
-            values = made.dequantize()
-            found[name, rows] = tuple(made.shape), snr_db(values[rows * rank.number :][:rows], x), sent / x.numel()
-    found["type"] = error_of(lambda: d.symmetric_all_reduce(mine, None, all_reduce_type="ring"))
-    found["async"] = error_of(lambda: d.symmetric_all_reduce(mine, None, True, all_reduce_type="one_shot"))
-    found["multicast"] = error_of(lambda: d.symmetric_all_reduce(mine))
-    return found
-
-
-def test_documented_collectives(pair: Ranks) -> None:
-    first, second = pair.run(collectives)
-    parts = [torch.arange(6.0).view(2, 3) + 10 * i for i in range(2)]
-    assert torch.equal(first["gather"], torch.cat(parts)) and torch.equal(first["sum"], parts[0] + parts[1])
-    assert torch.equal(torch.cat([first["scatter"], second["scatter"]]), 2 * torch.cat(parts)) and first["none"]
-    for found in (first, second):
-        for name in quantizers_by_name:
-            for rows in (128, 20):
-                shape, found_db, sent = found[name, rows]
-                assert shape == (2 * rows, 96) and found_db > (12 if name == "nvfp4" else 25), (name, rows)
-                whole = name == "unagreed" or name == "nvfp4" or (rows == 20 and name in ("block", "mxfp8"))
-                assert (sent == 4.0) if whole else sent < 2.2, (name, rows, sent)
-        assert found["type"].startswith("TypeError") and found["async"].startswith("RuntimeError")
-        assert "multicast" in found["multicast"]
-
-
-quantizers_by_name = ("delayed", "current", "unagreed", "block", "mxfp8", "nvfp4")
