@@ -17,11 +17,12 @@ from typing import Any, NamedTuple
 from te_core import dtypes
 from te_core.arguments import explained, settle
 from te_core.dtypes import DType
-from te_core.errors import UnsupportedError
+from te_core.layers import watched
 from te_core.layers.communicator import Communicator
 from te_core.layers.gathered import turns
-from te_core.layers.inspector import PLAIN, Inspector, Request, finished, offer, offer_result
+from te_core.layers.inspector import PLAIN, Inspector, Request, offer, offer_result
 from te_core.layers.parallel import Split, Spread, meet
+from te_core.layers.watched import INPUT_POINTS, WGRAD_POINTS
 from te_core.ops import raw as ops
 from te_core.ops.gemm_quantized import Route
 from te_core.ops.quantize import dense_columns
@@ -30,7 +31,6 @@ from te_core.quantize.operands import (
     Uses,
     Value,
     as_asked,
-    columns_alone,
     dense,
     drop_rows,
     flattened,
@@ -217,22 +217,15 @@ class Product(NamedTuple):
         elif spec.again and isinstance(high_x, Tensor):
             kept_x = high_x
         if spec.inspect is not None:
+            offered = rt, self.inspector, spec.dtype
             if spec.needs.weight:
-                kept_x = self._kept(rt, ("wgrad", "activation"), high_x, xs.cast, kept_x)
+                rule = None if precision is None else precision.input
+                kept_x = watched.kept_for_backward(*offered, ("wgrad", "activation"), (high_x, kept_x), xs.cast, rule)
             if spec.needs.input:
-                kept_w = self._kept(rt, ("dgrad", "weight"), high_w, ws.cast, kept_w)
+                rule = None if precision is None else precision.weight
+                kept_w = watched.kept_for_backward(*offered, ("dgrad", "weight"), (high_w, kept_w), ws.cast, rule)
         itself = isinstance(kept_w, QuantizedTensor) and kept_w.owner is not None
         return saved(kept_x, spec.needs.weight), None if itself else saved(kept_w, spec.needs.input)
-
-    def _kept(self, rt: Runtime, point: tuple[str, str], high: Value, cast: Cast | None, kept: Value | None) -> Value:
-        """What backward will read after an inspector has seen it, so that `saved` can keep it."""
-        precision, dtype = self.spec.precision, self.spec.dtype
-        made = offer(rt, self.inspector, point, dense(rt, high, dtype), cast, kept)
-        if made is kept or not isinstance(made, QuantizedTensor):
-            return made
-        rule = None if precision is None else precision.weight if point[1] == "weight" else precision.input
-        fits = rule is not None and made.format is (rule.columnwise or rule).format and made.format.scaling != "nvfp4"
-        return columns_alone(rt, made) if fits else dense_columns(rt, made, dtype, made.rowwise is None)
 
     def kept_input(self, x: Made) -> Tensor | None:
         """x as backward reads it, of a product that nobody inspects."""
@@ -246,7 +239,7 @@ class Product(NamedTuple):
         plain = spec.inspect is not None or (precision is not None and precision.backward == "high_precision")
         if precision is None or precision.input is None or not is_plain_rule(precision.input):
             return None, plain
-        if not spec.plain.isdisjoint(_INPUT_POINTS):
+        if not spec.plain.isdisjoint(INPUT_POINTS):
             return None, True
         columnwise = spec.needs.weight and precision.backward is None
         if parallel is not None and parallel.split.gathered == "input":
@@ -309,27 +302,13 @@ class Product(NamedTuple):
                 dw = self._multiplied(rt, "wgrad", a, x, rt.empty(shape, out_dtype), db)
                 return dw if spec.inspect is None else offer_result(rt, self.inspector, ("wgrad", "wgrad"), dw)
             if spec.inspect is not None and ("wgrad", "wgrad") in spec.inspect:
-                return self._shown_and_added(rt, a, x, main, db, sink.accumulate)
+                multiplied = partial(self._multiplied, rt, "wgrad", a, x)
+                watched.add_shown(rt, self.inspector, multiplied, main, db, sink.accumulate)
+                return None
             self._multiplied(rt, "wgrad", a, x, main, db, sink.accumulate)
             return None
 
         return run(rt) if sink is None else self.in_turn(rt, run)
-
-    def _shown_and_added(
-        self, rt: Runtime, a: Value, x: Value, main: Tensor, db: Tensor | None, accumulate: bool
-    ) -> None:
-        """A weight gradient that goes into memory of the caller's, after an inspector has seen it.
-
-        What is shown is what this call adds. If it stays it is added by a GEMM of its own, as without an inspector.
-        """
-        dw = self._multiplied(rt, "wgrad", a, x, rt.empty(main.shape, main.dtype), db)
-        made = offer_result(rt, self.inspector, ("wgrad", "wgrad"), dw)
-        if not accumulate:
-            ops.resize(rt, made, *main.shape, out=main)
-        elif made is dw:
-            self._multiplied(rt, "wgrad", a, x, main, None, accumulate)
-        else:
-            ops.add(rt, main, made, out=main)
 
     def in_turn(self, rt: Runtime, run: Callable[[Runtime], Tensor | None]) -> Tensor | None:
         """A weight gradient of its function: now, or when its sink's queue comes to it."""
@@ -383,7 +362,7 @@ class Product(NamedTuple):
             )
         else:
             if spec.inspect is not None and gemm == "wgrad":
-                _refuse_transformed(spec, a, b)
+                watched.refuse_transformed(spec.precision, a, b)
             ops.gemm(
                 rt,
                 a if isinstance(a, Tensor) else dense_columns(rt, a, spec.dtype, a_columns),
@@ -465,20 +444,6 @@ class Product(NamedTuple):
         return ops.quantize(rt, dx.matrix(), cast)
 
 
-def _refuse_transformed(spec: LinearSpec, a: Value, b: Value) -> None:
-    """Operands that were transformed have no values of their own: a plain one beside them would not fit."""
-    rules = [] if spec.precision is None else [spec.precision.grad, spec.precision.input]
-    for value, rule in zip((a, b), rules, strict=False):
-        transformed = rule is not None and (rule.columnwise or rule).transform
-        if transformed and isinstance(value, QuantizedTensor) and value.format.scaling == "nvfp4":
-            raise UnsupportedError(
-                "inspect wgrad",
-                "another value for one operand (modify_tensor) where NVFP4 turns both (random Hadamard transform)",
-                "both operands exchanged, wgrad in high precision, or no transform",
-                "change both, disable the GEMM (fp8_gemm_enabled), or set disable_rht=True in the recipe",
-            )
-
-
 #: The number of a GEMM among those of a spec, and which of its operands are contracted along their columns.
 _GEMMS = {"fprop": (0, False, False), "dgrad": (1, False, True), "wgrad": (2, True, True)}
 
@@ -522,7 +487,7 @@ def input_operand(rt: Runtime, x: Value, product: Product) -> Uses:
     value = as_asked(rt, x, precision.input, spec.dtype) if alone else dense(rt, x, spec.dtype)
     columnwise = alone and spec.needs.weight and not (spec.again and isinstance(x, Tensor))
     if spec.plain:
-        return _partly_quantized(rt, value, precision.input, product, "activation", (True, columnwise))
+        return watched.partly_quantized(rt, value, precision.input, product[1:3], spec.plain, "activation", columnwise)
     return quantize_forward(rt, value, precision.input, product[1:3], INPUT, rowwise=True, columnwise=columnwise)
 
 
@@ -536,33 +501,8 @@ def weight_operand(rt: Runtime, weight: Value, product: Product, ready: Quantize
         return Uses(value, value, None)
     columnwise = spec.needs.input and precision.backward is None
     if spec.plain:
-        return _partly_quantized(rt, value, precision.weight, product, "weight", (True, columnwise))
+        return watched.partly_quantized(rt, value, precision.weight, product[1:3], spec.plain, "weight", columnwise)
     return quantize_forward(rt, value, precision.weight, product[1:3], WEIGHT, rowwise=True, columnwise=columnwise)
-
-
-_INPUT_POINTS = frozenset((("fprop", "activation"), ("wgrad", "activation")))
-#: The GEMM that reads an operand along its rows, the one that reads its columns, and its slot in the scaling state.
-_READ_BY = {"activation": ("fprop", "wgrad", INPUT), "weight": ("fprop", "dgrad", WEIGHT)}
-
-
-def _partly_quantized(
-    rt: Runtime, x: Value, rule: Operand | None, product: Product, tensor: str, wanted: tuple[bool, bool]
-) -> Uses:
-    """An operand of which an inspector replaces what a GEMM reads: quantized for the other one, if that wants it."""
-    row, column, slot = _READ_BY[tensor]
-    plain, where = product.spec.plain, product[1:3]
-    rows, columns = (row, tensor) not in plain, wanted[1] and (column, tensor) not in plain
-    if not (rows or columns):
-        return Uses(x, x, _unused(rule, partial(forward_cast, scales=where[0], gemm=where[1], slot=slot)))
-    uses = quantize_forward(rt, x, rule, where, slot, rowwise=rows, columnwise=columns)
-    return Uses(uses.rows if rows else x, uses.columns if columns or not wanted[1] else x, uses.cast)
-
-
-def _unused(rule: Operand | None, cast: Callable[..., Cast]) -> Cast | None:
-    """How an operand would be quantized: an inspector may do it."""
-    if rule is None or not is_plain_rule(rule):
-        return None
-    return cast(rule, rowwise=True, columnwise=True)
 
 
 def backward_weight(rt: Runtime, kept_w: Tensor | None, weight: Value, spec: LinearSpec) -> Value:
@@ -609,21 +549,13 @@ def gradient_operand(
     The bias gradient costs no pass of its own: it is summed while dy is quantized or by the wgrad GEMM.
     """
     uses, left = _gradient_operand(rt, dy, product, db, rng)
-    return (uses, left) if product.spec.inspect is None else (shown_gradient(rt, dy, uses, product), left)
+    return (uses if product.spec.inspect is None else shown(rt, dy, uses, product)), left
 
 
-def shown_gradient(rt: Runtime, dy: Value, uses: Uses, product: Product) -> Uses:
-    """A gradient as its GEMMs read it after an inspector has seen it for both of them."""
-    spec, inspector, (rows, columns, cast) = product.spec, product.inspector, uses
-    if not (spec.needs.input or spec.needs.weight) or inspector is None:
-        return uses
-    high = dense(rt, dy, spec.dtype)
-    if spec.needs.weight:
-        columns = offer(rt, inspector, ("wgrad", "gradient"), high, cast, columns)
-    if spec.needs.input:
-        rows = offer(rt, inspector, ("dgrad", "gradient"), high, cast, rows)
-    finished(rt, inspector, "gradient")
-    return Uses(rows, columns, cast)
+def shown(rt: Runtime, dy: Value, uses: Uses, product: Product) -> Uses:
+    """A gradient as its GEMMs read it after the product's inspector has seen it."""
+    spec = product.spec
+    return watched.shown_gradient(rt, product.inspector, dense(rt, dy, spec.dtype), uses, spec.needs[:2])
 
 
 def quantized_gradient(
@@ -634,16 +566,7 @@ def quantized_gradient(
     rows, columns = spec.needs.input, spec.needs.weight
     if not spec.plain:
         return quantize_gradient(rt, dy, rule, where, rowwise=rows, columnwise=columns, column_sum=db, rng=rng)
-    along_rows = rows and ("dgrad", "gradient") not in spec.plain
-    along_columns = columns and ("wgrad", "gradient") not in spec.plain
-    if along_rows or along_columns:
-        uses = quantize_gradient(
-            rt, dy, rule, where, rowwise=along_rows, columnwise=along_columns, column_sum=db, rng=rng
-        )
-        return Uses(uses.rows if along_rows else dy, uses.columns if along_columns else dy, uses.cast)
-    if db is not None:
-        ops.column_sum(rt, dense(rt, dy, spec.dtype), db)
-    return Uses(dy, dy, _unused(rule, partial(backward_cast, scales=where[0], gemm=where[1], rng=rng)))
+    return watched.partly_quantized_gradient(rt, dy, rule, where, spec.plain, spec.needs[:2], (spec.dtype, db), rng)
 
 
 def _gradient_operand(
@@ -668,11 +591,8 @@ def _gradient_operand(
         return parallel.quantized(rt, part, precision.grad, cast_of, (needs.input, needs.weight), db), None
     value = as_asked(rt, dy, precision.grad, spec.dtype)
     # A wgrad that stays plain sums the columns as that of a layer without a precision does.
-    left = db if needs.weight and spec.plain >= _WGRAD_POINTS and not _queued(product) else None
+    left = db if needs.weight and spec.plain >= WGRAD_POINTS and not _queued(product) else None
     return quantized_gradient(rt, value, precision.grad, product, None if left is not None else db, rng), left
-
-
-_WGRAD_POINTS = frozenset((("wgrad", "activation"), ("wgrad", "gradient")))
 
 
 def _queued(product: Product) -> bool:

@@ -29,7 +29,7 @@ from te_core.layers.linear import (
     gradient_part,
     products,
     quantized_gradient,
-    shown_gradient,
+    shown,
     weight_operand,
 )
 from te_core.layers.norm import NormKept, NormSpec, norm_gradients, normalized
@@ -323,7 +323,7 @@ def _activation_gradient(
         operand = dh if q is None else q
         assert operand is not None
         uses = Uses(operand, operand, cast)
-        return operand, shown_gradient(rt, operand, uses, fc1) if inspected else uses
+        return operand, shown(rt, operand, uses, fc1) if inspected else uses
     assert dh is not None
     uses = quantized_gradient(rt, dh, rule, fc1, db1, saved.rng)
-    return (dh, shown_gradient(rt, dh, uses, fc1)) if inspected else (uses.columns if needs.weight else uses.rows, uses)
+    return (dh, shown(rt, dh, uses, fc1)) if inspected else (uses.columns if needs.weight else uses.rows, uses)

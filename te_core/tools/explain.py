@@ -103,7 +103,7 @@ def _facts(gemm: str, spec: LinearSpec, place: Device, weight: Format | None) ->
     if route.how == "refused" and not p.emulate:
         return GemmFacts(gemm, str(a), str(b), "", "refused", False, route.reason)
     family = f"{library} {plain if route.how == 'dequantized' else 'float32'} after dequantizing"
-    return GemmFacts(gemm, str(a), str(b), "float32", family, False, route.reason)
+    return GemmFacts(gemm, str(a), str(b), "float32", family, False, "; ".join(filter(None, (route.reason, note))))
 
 
 def _travelled(gemm: str, spec: LinearSpec) -> str:

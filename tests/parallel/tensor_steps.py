@@ -15,6 +15,7 @@ from tests.parallel.ranks import Rank
 from tests.recipes import region
 
 H, F, BATCH, HEADS, GROUPS = 64, 96, 2, 8, 4
+WIDE = 4 * 128  # hidden size with heads of 128, of which cuDNN has FP8 attention
 STEPS = 3
 #: How parameters are cut, by the end of their names: dimension, and into how many equal pieces before (gated: 2).
 CUTS = {
@@ -30,6 +31,7 @@ CUTS = {
     },
 }
 CUTS["layer"] = CUTS["attention"] | CUTS["mlp"]
+CUTS["wide heads"] = CUTS["layer"]
 CUTS["gated layer"] = CUTS["attention"] | CUTS["gated"]
 
 
@@ -75,6 +77,8 @@ def make(kind: str, device: str, **parallel: Any) -> Any:
     if kind == "turned attention":
         options |= {"qk_norm_type": "RMSNorm", "fuse_qkv_params": False, "bias": False}
         return Turned(te.MultiheadAttention(H, HEADS, num_gqa_groups=GROUPS, attention_dropout=0.0, **options), device)
+    if kind == "wide heads":
+        return te.TransformerLayer(WIDE, F, 4, hidden_dropout=0.0, attention_dropout=0.0, **options)
     if kind in ("layer", "gated layer"):
         return te.TransformerLayer(
             H,

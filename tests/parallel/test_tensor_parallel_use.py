@@ -18,6 +18,7 @@ from te_core.recipe import DelayedScaling
 from tests.parallel.ranks import LOOPBACK, ROOT, Rank, Ranks
 from tests.parallel.tensor_steps import (
     BATCH,
+    WIDE,
     F,
     H,
     counted,
@@ -146,10 +147,12 @@ def held_quantized(rank: Rank, recipe: str) -> Any:
 
 @pytest.mark.parametrize("recipe", KINDS)
 def test_weights_held_quantized(two: Ranks, recipe: str) -> None:
-    plain = two.run(with_options, "gated", recipe, "plain")
+    """As a weight that is quantized in forward; with delayed scaling, whose first step has the scale 1 and not that of
+    the weight, as near to high precision."""
+    delayed, least = recipe == "delayed", 5 if recipe == "nvfp4" else 17 if recipe == "delayed" else 18
+    plain = two.run(with_options, "gated", None if delayed else recipe, "plain")
     for (a, grads, shape), (b, other) in zip(two.run(held_quantized, recipe), plain, strict=True):
         assert shape == (2 * F // two.world, H)
-        least = 5 if recipe == "nvfp4" else 18
         assert snr_db(a["y"], b["y"]) > least and snr_db(a["dx"], b["dx"]) > least
         assert snr_db(grads["fc1_weight"], other["fc1_weight"]) > least
 
@@ -322,6 +325,7 @@ def reported(rank: Rank, recipe: str, rows: int) -> list[str]:
 
 
 def test_the_report_says_what_travelled(two: Ranks) -> None:
+    """Also where what travelled is multiplied after dequantizing, which is why a product is not as asked."""
     fprop, dgrad, wgrad = two.run(reported, "mxfp8", 64)[0]
     assert "gathered over 2 ranks as float8_e4m3 1x32" in fprop and fprop == wgrad and "gathered" not in dgrad
     fprop, _, wgrad = two.run(reported, "mxfp8", 20)[0]
@@ -456,12 +460,12 @@ def test_the_example_learns(world: int) -> None:
 
 def attention_in_fp8(rank: Rank, options_of_recipe: dict[str, Any], spread: bool) -> Any:
     recipe = DelayedScaling(amax_history_len=2, **options_of_recipe)
-    module = make("layer", rank.device, **options(rank)) if spread else make("layer", rank.device)
+    module = make("wide heads", rank.device, **options(rank) if spread else {})
     if spread:
-        filled("layer", rank, module)
+        filled("wide heads", rank, module)
     ys = []
     for number in range(2):
-        x = inputs(ROWS, H, number).to(rank.device)
+        x = inputs(ROWS, WIDE, number).to(rank.device)
         x = piece(x, 0 if spread else None, rank.number, rank.world).requires_grad_()
         with te.autocast(recipe=recipe):
             y = module(x)
@@ -475,4 +479,4 @@ def test_attention_in_fp8(two: Ranks, more: dict[str, Any]) -> None:
     """Heads of a rank are attended to in FP8; what goes from module to module stays quantized."""
     parts, (whole, _) = two.run(attention_in_fp8, more, True), two.run(attention_in_fp8, more, False)
     for made, one in zip(zip(*parts, strict=True), whole, strict=True):
-        assert snr_db(torch.cat(made), one) > 12
+        assert snr_db(torch.cat(made), one) > 25
