@@ -245,7 +245,7 @@ class QuantizedTensor(QuantizedTorch):
         made = self.detach().make_copy()  # type: ignore[attr-defined]
         made.requires_grad_(self.requires_grad)
         memo[id(self)] = made
-        own = {*made.__dict__, "_core_views", "_shards"} - {"_quantizer"}
+        own = {*made.__dict__, "_core_views", "_kept", "_shards"} - {"_quantizer"}
         made.__dict__.update({k: copy.deepcopy(v, memo) for k, v in self.__dict__.items() if k not in own})
         return made
 
