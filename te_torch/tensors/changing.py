@@ -24,7 +24,7 @@ from te_torch.tensors import run
 class Kept:
     """What all changes of a tensor share, for as long as it has these buffers and this quantizer."""
 
-    __slots__ = ("cast", "group", "kind", "lasting", "nominal", "pointers", "q", "quantizer", "rule", "views")
+    __slots__ = ("cast", "group", "kind", "lasting", "nominal", "pointers", "q", "rule", "views")
 
     @classmethod
     def of(cls, t: Any) -> Kept | None:
@@ -49,7 +49,7 @@ class Kept:
         if t._core_views is None or rule.format is not t._format:
             return None
         made = cls()
-        made.views, made.q, made.quantizer, made.rule = t._core_views, q, quantizer, rule
+        made.views, made.q, made.rule = t._core_views, q, rule
         made.nominal, made.kind, made.group = t.dtype, TO_CORE[t.dtype], group
         made.lasting, made.pointers = lasting, tuple([s.data_ptr() for s in lasting])
         scale, amax = [to_core(s.view(1)) for s in lasting] or (None, None)
@@ -71,14 +71,13 @@ class Kept:
     nominal: torch.dtype
     pointers: tuple[int, ...]
     q: Any
-    quantizer: Any
     rule: Any
     views: Any
 
     def fits(self, t: Any) -> bool:
         """Whether a change of the tensor now is one as before."""
         quantizer = t._quantizer
-        if self.quantizer is not quantizer or self.views is not t._core_views or self.nominal is not t.dtype:
+        if quantizer is None or self.views is not t._core_views or self.nominal is not t.dtype:
             return False
         if quantizer.operand is not self.rule or not self.views.fit(t):
             return False

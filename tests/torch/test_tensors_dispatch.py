@@ -443,7 +443,11 @@ def test_a_change_follows_another_quantizer(device: str) -> None:
     """What a change leaves for the next one is of no use once the quantizer, or what it reads, is another."""
     t = T.Float8CurrentScalingQuantizer(E4M3, device)(values((32, 64), device))
     t.mul_(2)
-    t.mul_(0.5)
+    t.mul_(0.75)
+    assert torch.frexp(t._scale_inv)[0].item() != 0.5
+    t._quantizer.force_pow_2_scales = True
+    t.mul_(1)
+    assert torch.frexp(t._scale_inv)[0].item() == 0.5, "a power of two"
     scale, amax = torch.full((1,), 8.0, device=device), torch.zeros(1, device=device)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
