@@ -54,6 +54,11 @@ class Quantizer:
         """The tensors that this cast reads besides x (scale, amax, rng)."""
         return {}
 
+    def _lasting(self) -> tuple[torch.Tensor, ...] | None:
+        """The scale and the amax of all its casts, or nothing; None where a cast reads others, or is no common one."""
+        cls = type(self)
+        return () if cls._inputs is Quantizer._inputs and cls._cast is Quantizer._cast else None
+
     def _notes(self) -> tuple[torch.Tensor, ...]:
         """The tensors that this cast writes besides its result: an update that is skipped leaves them alone."""
         return ()

@@ -35,6 +35,7 @@ class Float8TensorStorage(QuantizedTensorStorage):
     `_data` uint8 of the tensor's shape, `_transpose` uint8 (K, ...), `_scale_inv` float32 [1].
     """
 
+    _CHANGES = True
     amax_reduction_group: Any = None  # of the processes that hold the other shards of an FSDP2 parameter
 
     def __init__(
@@ -331,6 +332,11 @@ class Float8TensorStorage(QuantizedTensorStorage):
     def _of_gathered(self, gathered: Sequence[torch.Tensor], meta: dict[str, Any], shape: tuple[int, int]) -> Buffers:
         return Buffers(gathered[0].view(shape), meta["fp8_scale_inv"])
 
+    @property
+    def _group_of_shards(self) -> Any:
+        group = self.amax_reduction_group
+        return group if group is not None and isinstance(self._quantizer, Float8CurrentScalingQuantizer) else None
+
     def _note_shards(self, mesh: Any) -> None:
         if isinstance(self._quantizer, Float8CurrentScalingQuantizer) and mesh is not None:
             self.amax_reduction_group = mesh.get_group() if mesh.ndim == 1 else mesh.get_group("shard")
@@ -475,6 +481,11 @@ class Float8Quantizer(_PerTensor):
     def _inputs(self, x: torch.Tensor) -> dict[str, torch.Tensor | None]:
         return {"scale": self.scale, "amax": self.amax.view(1)}
 
+    def _lasting(self) -> tuple[torch.Tensor, ...] | None:
+        cls = type(self)
+        common = cls._inputs is Float8Quantizer._inputs and cls._cast is Quantizer._cast
+        return (self.scale, self.amax) if common else None
+
     def _notes(self) -> tuple[torch.Tensor, ...]:
         return (self.amax,)
 
@@ -497,6 +508,7 @@ class Float8CurrentScalingQuantizer(_PerTensor):
     """Current scaling: the scale follows from the tensor's own maximum, or from that over a process group."""
 
     _VALUE = ("dtype", "with_amax_reduction", "force_pow_2_scales", "amax_epsilon")
+    agreed: torch.Tensor | None = None  # the maximum that a group agreed on, of a quantizer for one update
 
     def __init__(
         self,
@@ -530,11 +542,18 @@ class Float8CurrentScalingQuantizer(_PerTensor):
         return _rule(self.dtype.core, "current", self.force_pow_2_scales, self.amax_epsilon)
 
     def _inputs(self, x: torch.Tensor) -> dict[str, torch.Tensor | None]:
-        if not spans(self.with_amax_reduction, self.amax_reduction_group):
-            return {}
-        amax = to_torch(ops.amax(runtime_for(x), to_core(x)))
-        dist.all_reduce(amax, dist.ReduceOp.MAX, group=self.amax_reduction_group)
+        amax = self.agreed
+        if amax is None:
+            if not spans(self.with_amax_reduction, self.amax_reduction_group):
+                return {}
+            amax = to_torch(ops.amax(runtime_for(x), to_core(x)))
+            dist.all_reduce(amax, dist.ReduceOp.MAX, group=self.amax_reduction_group)
         return {"scale": scale_of(amax, self.dtype.core.max, self.force_pow_2_scales, self.amax_epsilon)}
+
+    def _lasting(self) -> tuple[torch.Tensor, ...] | None:
+        cls = type(self)
+        common = cls._inputs is Float8CurrentScalingQuantizer._inputs and cls._cast is Quantizer._cast
+        return () if common and not self.with_amax_reduction and self.agreed is None else None
 
     def _onnx_scale(self, tensor: torch.Tensor) -> torch.Tensor:
         amax = tensor.float().abs().amax().reshape(1)

@@ -82,6 +82,102 @@ def first_rows(form: Any, shape: tuple[int, int], buffers: Buffers, rows: int) -
     return buffers._replace(row_data=row[:rows])
 
 
+class Sent:
+    """What a shard sends in each all-gather: views of its buffers, and what the whole parameter needs besides."""
+
+    __slots__ = ("format", "held", "metadata", "nominal", "options", "quantizer", "tensors")
+
+    @classmethod
+    def of(cls, shard: Any, tensors: Sequence[torch.Tensor], metadata: Any) -> Sent | None:
+        """That which was made now; None if some of it is a copy, which a change of the shard would not reach."""
+        held = _held(shard)
+        if not held or not all(any(_starts_as(t, h) for h in held if h is not None) for t in tensors):
+            return None
+        made = cls()
+        made.held, made.tensors, made.metadata = held, tuple(tensors), metadata
+        made.format, made.options, made.quantizer = shard._format, shard._options, shard._quantizer
+        made.nominal = shard._dtype
+        return made
+
+    format: Any
+    held: tuple[torch.Tensor | None, ...]
+    metadata: Any
+    nominal: torch.dtype
+    options: Any
+    quantizer: Any
+    tensors: tuple[torch.Tensor, ...]
+
+    def fits(self, shard: Any) -> bool:
+        """Whether the shard holds the same."""
+        return (
+            self.quantizer is shard._quantizer
+            and self.format is shard._format
+            and self.options is shard._options
+            and self.nominal is shard._dtype
+            and _same(self.held, _held(shard))
+        )
+
+
+class Arrived:
+    """What came last of all shards, where a parameter's buffers are views of it."""
+
+    __slots__ = ("held", "metadata", "order")
+
+    @classmethod
+    def of(cls, whole: Any, gathered: Sequence[torch.Tensor], metadata: Any) -> Arrived | None:
+        """That of a parameter over what was gathered; None where its buffers are copies of some of it."""
+        held = _held(whole)
+        order = [next((h for h in held if h is not None and _is_all_of(g, h)), None) for g in gathered]
+        known = [*order, metadata.get("fp8_scale_inv")]
+        if not held or any(h is None for h in order):
+            return None
+        if any(h is not None and not any(h is k for k in known) for h in held):  # made of what was gathered
+            return None
+        made = cls()
+        made.held, made.metadata, made.order = held, metadata, tuple(order)
+        return made
+
+    held: tuple[torch.Tensor | None, ...]
+    metadata: Any
+    order: tuple[Any, ...]
+
+    def fits(self, whole: Any, gathered: Sequence[torch.Tensor], metadata: Any) -> bool:
+        """Whether the same has come again, into the memory of the same buffers."""
+        if self.metadata is not metadata or not _same(self.held, _held(whole)):
+            return False
+        for g, h in zip(gathered, self.order, strict=True):
+            if g.data_ptr() != h.data_ptr() or g.numel() != h.numel():
+                return False
+        return True
+
+    def note(self, whole: Any) -> None:
+        """Note that other bytes are in the buffers' memory, which may have been freed and be elsewhere now."""
+        views = whole._core_views
+        if views is not None and not views.stay():
+            whole._core_views = None
+        whole._wrote()
+
+
+def _held(t: Any) -> tuple[torch.Tensor | None, ...]:
+    """The buffers of a tensor that has any of its own, as they are held."""
+    if getattr(t, "_format", None) is None:
+        return ()
+    return (t._row_data, t._row_scale, t._row_amax, t._col_data, t._col_scale, t._col_amax)
+
+
+def _same(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
+    return len(a) == len(b) and all([x is y for x, y in zip(a, b, strict=True)])
+
+
+def _starts_as(t: torch.Tensor, held: torch.Tensor) -> bool:
+    """Whether a tensor is a view of all of a buffer, or of its first rows."""
+    return t.numel() > 0 and t.data_ptr() == held.data_ptr() and t.dtype is held.dtype
+
+
+def _is_all_of(t: torch.Tensor, held: torch.Tensor) -> bool:
+    return t.numel() == held.numel() and _starts_as(t, held)
+
+
 def known_signature(method: Any) -> Any:
     """Keep a method's signature with it: FSDP2 asks for it in each all-gather of each parameter (15 us)."""
     found: Signature = signature(method)

@@ -49,6 +49,9 @@ class QuantizedTensorStorage:
     _quantizer: Any
     _shape: tuple[int, ...]
     _core_views: CoreViews | None = None
+    _CHANGES: ClassVar[bool] = False  # whether a change in place needs no more than `changing.Kept` knows
+    _kept: Any = None  # by it
+    _group_of_shards: Any = None  # the processes that agree on the maximum of the values, if several do
     _looks: dict[str, Look]
     _memory: Memory
     _seen: Seen = WHOLE
@@ -328,8 +331,7 @@ class QuantizedTensorStorage:
         return self._get_quantizer().update_quantized(tensor, self, noop_flag=noop_flag)
 
     def _update(self, quantizer: Any, src: torch.Tensor, noop_flag: torch.Tensor | None) -> None:
-        usages = self.get_usages()
-        if not any(usages.values()):
+        if not any((usages := self.get_usages()).values()):
             raise RuntimeError(f"{type(self).__name__} holds no buffers to quantize into")
         if noop_flag is None and quantizer._cast_into(src.reshape(self._matrix()), self):
             self._wrote()

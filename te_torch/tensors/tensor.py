@@ -15,7 +15,7 @@ from te_torch.quantized import QuantizedTorch
 from te_torch.tensors import pickling
 from te_torch.tensors.buffers import Buffers
 from te_torch.tensors.dispatch import dispatch
-from te_torch.tensors.sharding import apart, filled, in_one, known_signature, rows_of_a_shard
+from te_torch.tensors.sharding import Arrived, Sent, apart, filled, in_one, known_signature, rows_of_a_shard
 from te_torch.tensors.storage import QuantizedTensorStorage
 from te_torch.tensors.views import Place
 
@@ -208,13 +208,19 @@ class QuantizedTensor(QuantizedTorch):
     ) -> tuple[tuple[torch.Tensor, ...], Any]:
         """The buffers of this shard that FSDP2 gathers, and what else the whole parameter needs."""
         rows = self._noted_shards(mesh, orig_size)
+        if self._sent is not None and self._sent.fits(self):
+            return self._sent.tensors, self._sent.metadata
         tensors, metadata = self.fsdp_extract_buffers()  # type: ignore[attr-defined]
         if rows != self.shape[0]:
             tensors = [filled(t, rows) for t in tensors]
         if len(tensors) > 1 and mesh is not None and mesh.size() == 1:
             metadata["in one"] = [(t.shape, t.dtype) for t in tensors]
             tensors = [in_one(tensors)]
+        self._sent = Sent.of(self, tensors, metadata)
         return tuple(tensors), metadata
+
+    _sent: Sent | None = None
+    _arrived: Arrived | None = None
 
     _shards: tuple[Any, Any, int] | None = None  # mesh, whole shape and rows a rank, as FSDP2 last said them
 
@@ -230,10 +236,14 @@ class QuantizedTensor(QuantizedTorch):
     ) -> Any:
         """The whole parameter over what FSDP2 gathered, and what it may free when it shards again."""
         gathered = all_gather_outputs
+        if out is not None and out._arrived is not None and out._arrived.fits(out, gathered, metadata):
+            out._arrived.note(out)
+            return None
         if "in one" in metadata:
             gathered = tuple(apart(gathered[0], metadata["in one"]))
         if out is not None:
             out.fsdp_assign_gathered(gathered, metadata)
+            out._arrived = None if "in one" in metadata else Arrived.of(out, gathered, metadata)
             return None
         return self._gathered(gathered, metadata), all_gather_outputs  # type: ignore[attr-defined]
 
@@ -245,7 +255,7 @@ class QuantizedTensor(QuantizedTorch):
         made = self.detach().make_copy()  # type: ignore[attr-defined]
         made.requires_grad_(self.requires_grad)
         memo[id(self)] = made
-        own = {*made.__dict__, "_core_views", "_shards"} - {"_quantizer"}
+        own = {*made.__dict__, "_arrived", "_core_views", "_kept", "_sent", "_shards"} - {"_quantizer"}
         made.__dict__.update({k: copy.deepcopy(v, memo) for k, v in self.__dict__.items() if k not in own})
         return made
 

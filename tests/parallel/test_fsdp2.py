@@ -6,9 +6,11 @@ import gc
 import warnings
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 import te_torch as te
@@ -275,3 +277,56 @@ def test_one_rank(ranks_of: Callable[..., Ranks]) -> None:
         (found,) = alone.run(trained, name, True, True)
         wanted = train(build(name, True, "cpu"), name, range(1), "cpu")
         assert all(snr_db(a, b) > 30 for a, b in zip(found["y"], wanted, strict=True)), name
+
+
+# ------------------------------------------------------------------------------------- what is made once, and when not
+
+
+def agreed(rank: Rank, options: dict[str, Any]) -> dict[str, Any]:
+    model = build("current", True, rank.device)
+    shard(model, mesh_of(rank.device, rank.world))
+    optimizer = optimizer_of(model, "AdamW", **options)
+    step(model, optimizer, "current", batch(rank.number, 0, rank.device))
+    sizes: list[int] = []
+    reduce = dist.all_reduce
+
+    def noting(t: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        sizes.append(t.numel())
+        return reduce(t, *args, **kwargs)
+
+    for layer in model:
+        layer.weight.grad = torch.zeros_like(layer.weight)  # type: ignore[assignment]
+    with mock.patch.object(dist, "all_reduce", noting):
+        optimizer.step()
+    return {"sizes": sizes, "scales": [layer.weight.to_local()._scale_inv.cpu() for layer in model]}  # type: ignore[operator]
+
+
+def test_shards_agree_in_one_message(pair: Ranks) -> None:
+    """Of all weights that one operator changes; and by themselves where each is changed by its own."""
+    together, other = pair.run(agreed, {"fused": True})
+    assert together["sizes"] == [2] and all(map(torch.equal, together["scales"], other["scales"]))
+    each, other = pair.run(agreed, {"foreach": False})
+    assert each["sizes"] == [1] * 4 and all(map(torch.equal, each["scales"], other["scales"]))
+
+
+def arrivals(rank: Rank, name: str) -> None:
+    """What FSDP2 hands over, in the memory of before and in another one."""
+    weight = build(name, True, rank.device)[0].weight.detach()  # type: ignore[operator]
+    sent, metadata = weight.fsdp_pre_all_gather(None, None, None, None, None)  # type: ignore[operator]
+    again, same = weight.fsdp_pre_all_gather(None, None, None, None, None)  # type: ignore[operator]
+    assert same is metadata and all(a is b for a, b in zip(sent, again, strict=True))
+    came = tuple(t.clone() for t in sent)
+    whole, _ = weight.fsdp_post_all_gather(came, metadata, torch.bfloat16)  # type: ignore[operator]
+    for memory in (came, came, tuple(t.clone() for t in sent), came):
+        with torch.no_grad():
+            weight.mul_(-1)
+        for to, t in zip(memory, weight.fsdp_pre_all_gather(None, None, None, None, None)[0], strict=True):  # type: ignore[operator]
+            to.copy_(t)
+        weight.fsdp_post_all_gather(memory, metadata, torch.bfloat16, out=whole)  # type: ignore[operator]
+        assert torch.equal(plain(whole), plain(weight))
+        assert whole._row_data.data_ptr() == memory[0].data_ptr()
+
+
+@pytest.mark.parametrize("name", ["delayed", "current", "block", "mxfp8"])
+def test_bytes_that_arrive_elsewhere(ranks_of: Callable[..., Ranks], name: str) -> None:
+    ranks_of(1, "cpu").run(arrivals, name)
