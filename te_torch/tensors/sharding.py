@@ -154,7 +154,7 @@ class Arrived:
         """Note that other bytes are in the buffers' memory, which may have been freed and be elsewhere now."""
         views = whole._core_views
         if views is not None and not views.stay():
-            whole._core_views = None
+            whole._core_views = views.moved()
         whole._wrote()
 
 

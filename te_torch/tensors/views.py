@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from te_core.quantized import Copy, Format, QuantizedTensor
+from te_core.tensor import Tensor
 from te_torch.tensors.buffers import Apart, Buffers
 
 #: Strides and offset of a tensor, as torch says them.
@@ -136,6 +137,18 @@ class CoreViews:
                 return False
         return True
 
+    def moved(self) -> CoreViews | None:
+        """The same of the same buffers where they are now; None if these are one block, or a GEMM could not read it."""
+        if self.pack is None or self.buffers.row_amax is not None or self.buffers.col_amax is not None:
+            return None
+        made = type(self)()
+        made.buffers, made.form, made.shape = self.buffers, self.form, self.shape
+        made.block, made.pack = None, self.pack
+        made.row, made.column = _moved(self.row, self.buffers[:3]), _moved(self.column, self.buffers[3:])
+        if any(copy is not None and copy.data.ptr % 16 for copy in (made.row, made.column)):
+            return None
+        return made
+
     def view(self) -> QuantizedTensor:
         """A core tensor of these pieces: its owner is who takes it."""
         if self.pack is None:
@@ -143,3 +156,15 @@ class CoreViews:
         made = Apart(self.form, self.shape, self.row, self.column)
         made.pack = self.pack
         return made
+
+
+def _moved(copy: Copy | None, buffers: Sequence[Any]) -> Copy | None:
+    if copy is None:
+        return None
+    data, scale, _ = buffers
+    scale_now = copy.scale if scale is None else _at(copy.scale, scale.data_ptr())
+    return Copy(_at(copy.data, data.data_ptr()), scale_now, None)
+
+
+def _at(core: Tensor, ptr: int) -> Tensor:
+    return core if core.ptr == ptr else Tensor(ptr, core.shape, core.dtype, core.device, core.owner, core.strides)
