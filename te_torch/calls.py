@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from inspect import unwrap
 from typing import Any
 
 import torch
 
 from te_core.layers.linear import LinearSpec
+from te_core.tape.taped import Taped
 from te_torch.export.mode import exporting
 from te_torch.program_names import name_of_program
 from te_torch.program_specs import not_written, read, unknown, written
@@ -56,6 +57,13 @@ class Call:
     spec: Any
     needs_grad: bool
     options: dict[str, Any]  # further keyword arguments of the layer's functions
+    forward: Taped = field(init=False, repr=False)  # the layer's functions with this spec, as they are called
+    backward: Taped = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        for name in ("forward", "backward"):
+            taped = Taped(f"{self.layer.name} {name}", getattr(self.layer, name), self.spec)
+            object.__setattr__(self, name, taped)
 
 
 # Calls live as long as a module has them, those of compiled programs for good.

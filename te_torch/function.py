@@ -126,8 +126,8 @@ def _run(
         options = {**call.options, **extra.options()}
         if extra.ready is not None:
             options["ready"] = extra.ready
-        return call.layer.forward(rt, *views, spec=call.spec, scales=scales, **options)
-    return call.layer.forward(rt, *views, spec=call.spec, scales=scales, **call.options)
+        return call.forward(rt, *views, scales=scales, **options)
+    return call.forward(rt, *views, scales=scales, **call.options)
 
 
 def _to_core_all(rt: Runtime, tensors: Sequence[torch.Tensor | None], strided: bool = False) -> list[Any]:
@@ -221,7 +221,7 @@ class _Eager(torch.autograd.Function):
             del kept
         if ctx.extra is not None:
             return _backward_with(ctx, rt, views, saved, scales, options)
-        results = call.layer.backward(rt, *views, saved, spec=call.spec, scales=scales, **options)
+        results = call.backward(rt, *views, saved, scales=scales, **options)
         found = _gradients(call.layer, results, given)
         missing = ctx.inputs - len(found)  # less than none where inputs at the end were left out
         return (None, None, None, None, *found[: ctx.inputs], *[None] * missing)
@@ -255,7 +255,7 @@ def _backward_with(
     options = {**options, **extra.options(), "sinks": sinks}
     if call.layer.recomputes and extra.ready is not None:
         options["ready"] = extra.ready
-    results = list(call.layer.backward(rt, *views, saved, spec=call.spec, scales=scales, **options))
+    results = list(call.backward(rt, *views, saved, scales=scales, **options))
     grads = _gradients(call.layer, results, [v.owner for v in views if v is not None])
     for position, weight, sink in zip(call.layer.weights, weights, sinks, strict=True):
         if sink is not None and sink.main is not None:

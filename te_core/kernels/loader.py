@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
+from collections.abc import Sequence
 from threading import RLock
 from typing import Any
 
@@ -18,6 +19,7 @@ from te_core import libraries
 from te_core.errors import ArgumentError, LibraryError
 from te_core.kernels.compiler import Constant, architecture, cached, compile_checks, compile_source, source_path
 from te_core.runtime import Runtime
+from te_core.symbols import patches
 
 __all__ = ["Arguments", "Kernel", "compile_checks", "compile_source", "get", "source_path"]
 
@@ -61,6 +63,9 @@ class Kernel:
         self, rt: Runtime, grid: int | tuple[int, ...], block: int | tuple[int, ...], *args: Any, shared: int = 0
     ) -> None:
         """Launch on the runtime's stream. A pointer argument is an address or None; `shared` is dynamic bytes."""
+        if rt.recorder is not None:
+            rt.recorder.add(Launch(self, _three(grid) + _three(block) + (shared,), args, rt.recorder.bases))
+            return
         executor = rt.executor()
         arguments = executor.arguments
         try:
@@ -90,6 +95,8 @@ class Kernel:
 
     def by_value(self, rt: Runtime, grid: int, block: int, address: int, shared: int = 0) -> None:
         """Launch a kernel whose one argument (args="b") is a struct passed by value, found at this host address."""
+        if rt.recorder is not None:
+            raise rt.recorder.refused(f"{self.name} takes a table of addresses")
         pointer = ctypes.c_uint64(address)  # the driver copies the struct before the call returns
         at = ctypes.addressof(pointer)
         executor = rt.executor()
@@ -122,8 +129,35 @@ class Kernel:
         return f"Kernel({self.name}, args {self._args!r})"
 
 
+class Launch:
+    """A recorded launch: all that it takes, with symbolic addresses in their places."""
+
+    __slots__ = ("args", "kernel", "patches", "sizes")
+
+    def __init__(self, kernel: Kernel, sizes: tuple[int, ...], args: tuple[Any, ...], bases: Sequence[int]) -> None:
+        self.kernel, self.sizes = kernel, sizes  # grid and block, three each, and dynamic bytes
+        self.args = [0 if a is None else a for a in args]
+        self.patches = patches(
+            [a if letter == "p" else None for a, letter in zip(args, kernel._args, strict=True)], bases
+        )
+
+    def run(self, rt: Runtime, executor: Any, at: Sequence[int], held: Sequence[Any]) -> None:
+        """Launch with the addresses of now."""
+        kernel, args, arguments = self.kernel, self.args.copy(), executor.arguments
+        for index, slot, offset in self.patches:
+            args[index] = at[slot] + offset
+        kernel._pack(arguments.values, 0, *args)
+        gx, gy, gz, bx, by, bz, shared = self.sizes
+        if shared > kernel._shared:
+            kernel._raise_shared(shared)
+        kernel._launch(kernel._function, gx, gy, gz, bx, by, bz, shared, rt.stream, arguments.pointers, 0)
+
+    def __repr__(self) -> str:
+        return f"{self.kernel.name} {self.sizes[:3]} x {self.sizes[3:6]}"
+
+
 def _three(size: Any) -> tuple[int, int, int]:
-    return (*size, 1, 1)[:3]
+    return (size, 1, 1) if size.__class__ is int else (*size, 1, 1)[:3]
 
 
 def get(rt: Runtime, name: str, *, entry: str | None = None, args: str, **constants: Constant) -> Kernel:

@@ -1,0 +1,97 @@
+"""The tensors in what layers and backends take and give: found in order, and exchanged for others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import copy
+from typing import Any
+
+from te_core.layers.linear import Sink
+from te_core.ops.swizzle import Scales as OrderedScales
+from te_core.quantize.state import Scales
+from te_core.quantized import Cast, QuantizedTensor
+from te_core.tensor import Tensor
+
+
+class Unrecordable(Exception):
+    """Why a call runs as it always has, in words."""
+
+
+#: The tensors of a quantized one, in the order in which they are slots.
+PIECES = (
+    "rowwise",
+    "rowwise_scale",
+    "rowwise_amax",
+    "columnwise",
+    "columnwise_scale",
+    "columnwise_amax",
+    "rowwise_swizzled",
+    "columnwise_swizzled",
+    "block",
+)
+STATE = ("forward_scale", "forward_amax", "backward_scale", "backward_amax", "forward_nonfinite", "backward_nonfinite")
+_OF_CAST = ("scale", "amax", "rng", "nonfinite", "maxima")
+_PLAIN = frozenset((bool, int, float, str, type(None)))
+
+
+def facts(value: Any, found: list[Tensor], wholes: list[QuantizedTensor], device: Any) -> Any:
+    """What a recording depends on of an argument besides addresses; its tensors join `found`, in order, and the
+    quantized tensors that some of them are of join `wholes`.
+    """
+    kind = value.__class__
+    if kind is Tensor:
+        if value.device is not device:
+            raise Unrecordable("a tensor of another device")
+        found.append(value)
+        return value.shape, value.dtype, value.strides
+    if kind in _PLAIN:
+        return value
+    if kind is QuantizedTensor:
+        return _facts_of_quantized(value, found, wholes, device)
+    if kind is Scales:
+        return tuple([facts(getattr(value, name), found, wholes, device) for name in STATE])
+    if kind is Sink:
+        if value.queue is not None:
+            raise Unrecordable("weight gradients that are computed later")
+        return facts(value.main, found, wholes, device), value.accumulate
+    if kind is tuple or kind is list or isinstance(value, tuple):
+        return (len(value), *[facts(part, found, wholes, device) for part in value])
+    raise Unrecordable(f"an argument of type {kind.__name__}")
+
+
+def _facts_of_quantized(q: QuantizedTensor, found: list[Tensor], wholes: list[QuantizedTensor], device: Any) -> Any:
+    if q.format.scaling in ("mxfp8", "nvfp4") and device.kind == "cuda" and q.owner is not None:
+        # A product brings the scales of a lasting tensor into its order once; the tensor then keeps them.
+        for copy_, ordered in ((q.rowwise, q.rowwise_swizzled), (q.columnwise, q.columnwise_swizzled)):
+            if copy_ is not None and ordered is None:
+                raise Unrecordable("scales that are not in the order of products yet")
+    wholes.append(q)
+    pieces = [facts(getattr(q, name), found, wholes, device) for name in PIECES]
+    return q.format, q.shape, q.owner is None, *pieces
+
+
+def exchanged(value: Any, leaf: Callable[[Tensor], Tensor], wholes: list[Any] | None = None) -> Any:
+    """The same of other tensors: `leaf` gives one for each, in the order of `facts`. Quantized ones join `wholes`."""
+    kind = value.__class__
+    if kind is Tensor:
+        return leaf(value)
+    if kind in _PLAIN:
+        return value
+    if kind is tuple or kind is list:
+        return kind([exchanged(part, leaf, wholes) for part in value])
+    if isinstance(value, tuple):
+        return kind(*[exchanged(part, leaf, wholes) for part in value])
+    if kind is OrderedScales:
+        return OrderedScales(exchanged(value._q, leaf, wholes), value._columnwise)
+    if kind is Scales:
+        return Scales(*[exchanged(getattr(value, name), leaf, wholes) for name in STATE])
+    if kind is Sink:
+        return Sink(exchanged(value.main, leaf, wholes), value.accumulate, value.queue)
+    if kind is QuantizedTensor or kind is Cast:
+        made = copy(value)
+        for name in PIECES if kind is QuantizedTensor else _OF_CAST:
+            setattr(made, name, exchanged(getattr(value, name), leaf, wholes))
+        if wholes is not None and kind is QuantizedTensor:
+            wholes.append(made)
+        return made
+    return value
