@@ -15,9 +15,9 @@ _SLOTS = 1 << 17
 
 
 class Patch(NamedTuple):
-    """Argument `index` of a step is the address of this slot plus an offset."""
+    """A step's argument of this number is the address of the slot plus an offset."""
 
-    index: int
+    number: int
     slot: int
     offset: int
 
@@ -42,7 +42,7 @@ def patches(arguments: Sequence[object], bases: Sequence[int]) -> tuple[Patch, .
     """Which of a step's arguments are symbolic addresses. `bases`: of each slot, its base."""
     found = []
     for index, value in enumerate(arguments):
-        if value.__class__ is int and value >= _MARK:  # type: ignore[operator]
-            slot = slot_of(value)  # type: ignore[arg-type]
-            found.append(Patch(index, slot, value - bases[slot]))  # type: ignore[operator]
+        if value.__class__ is int and value >= _MARK:
+            slot = slot_of(value)
+            found.append(Patch(index, slot, value - bases[slot]))
     return tuple(found)

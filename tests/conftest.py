@@ -39,6 +39,8 @@ elif _WORKERS and (_GPUS := int(os.environ.get("TE_TESTS_GPUS", "0"))) > 1:
     _FIRST = int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw"))
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(str((_FIRST + i) % _GPUS) for i in range(_GPUS))
     os.environ["TE_TESTS_GPUS"] = "1"  # for a suite that a test starts
+# Every test of a layer runs its tape (te_core/tape).
+os.environ.setdefault("TE_CORE_TAPES", "first")
 # NumPy's BLAS threads poll after a product, in the way of torch's (te_core/backends/cpu/gemm.py has the figures).
 os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "4")
 

@@ -1,8 +1,8 @@
 """When a tape takes its memory, and when it lets go of it.
 
-Memory is taken before the first step that reads or writes it, and let go of behind the last; what the result holds stays.
-Small temporaries lie in one block, side by side while they live together, where that takes no more bytes at the peak
-than the layer itself took.
+Memory is taken before the first step that reads or writes it, and let go of behind the last; what the result holds
+stays. Small temporaries lie in one block, side by side while they live together, where that takes no more bytes at the
+peak than the layer itself took.
 """
 
 from __future__ import annotations
@@ -116,6 +116,6 @@ def _moved(step: Step, places: dict[int, int], block: int) -> Step:
     """The step with the temporaries in their block."""
     if any(patch.slot in places for patch in step.patches):
         step.patches = tuple(  # type: ignore[misc]
-            Patch(p.index, block, p.offset + places[p.slot]) if p.slot in places else p for p in step.patches
+            Patch(p.number, block, p.offset + places[p.slot]) if p.slot in places else p for p in step.patches
         )
     return step

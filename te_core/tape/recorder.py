@@ -18,7 +18,7 @@ from te_core.symbols import Patch
 from te_core.tape.layout import laid_out
 from te_core.tape.result import Result
 from te_core.tape.tape import Slot, Step, Tape
-from te_core.tape.walk import Unrecordable, exchanged
+from te_core.tape.walk import NotRecordedError, exchanged
 from te_core.tensor import Tensor
 
 #: Of a backend's functions those that wait for the device, or ask for what a tape cannot hold.
@@ -89,9 +89,9 @@ class Recorder:
         """A call of the CPU backend."""
         self.steps.append(Called(function, arguments, self.bases))
 
-    def refused(self, reason: str) -> Unrecordable:
+    def refused(self, reason: str) -> NotRecordedError:
         """What is raised where something cannot be recorded."""
-        return Unrecordable(reason)
+        return NotRecordedError(reason)
 
 
 class Called:
@@ -158,7 +158,7 @@ class _Backend:
 
     def __getattr__(self, name: str) -> Any:
         if name in _REFUSED:
-            raise Unrecordable(f"{name} in a layer")
+            raise NotRecordedError(f"{name} in a layer")
         found: Any = getattr(self._rt.backend, name)
         if name.startswith("plan_"):
             return lambda rt, *arguments: found(self._rt, *arguments)
@@ -192,7 +192,7 @@ class RecordingRuntime(Runtime):
         return self.real.executor()
 
     def _not_here(self, *arguments: Any, **options: Any) -> Any:
-        raise Unrecordable("work on another stream or on the host")
+        raise NotRecordedError("work on another stream or on the host")
 
     side = wait = record = fresh = apart = tensor = numpy = _not_here
 
@@ -202,7 +202,7 @@ def record(
 ) -> Tape:
     """The tape of function(rt, *call[0], **call[1]), whose tensors all have this alignment.
 
-    Raises `Unrecordable`, or what the function raises; then nothing has happened.
+    Raises `NotRecordedError`, or what the function raises; then nothing has happened.
     """
     recorder = Recorder(rt, alignment)
     arguments, options = call

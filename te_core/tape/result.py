@@ -7,7 +7,7 @@ from typing import Any
 
 from te_core.quantized import QuantizedTensor
 from te_core.symbols import slot_of
-from te_core.tape.walk import PIECES, Unrecordable
+from te_core.tape.walk import PIECES, NotRecordedError
 from te_core.tensor import Tensor
 
 #: Makes a tensor of: addresses and tensors by slot, the quantized tensors among the inputs, what was made before it.
@@ -59,7 +59,7 @@ class Result:
         if isinstance(value, tuple):
             parts = [self._of(part) for part in value]
             return lambda made: kind(*[part(made) for part in parts])
-        raise Unrecordable(f"a result of type {kind.__name__}")
+        raise NotRecordedError(f"a result of type {kind.__name__}")
 
     def _leaf(self, value: Any) -> int:
         found = self._places.get(id(value))
@@ -87,7 +87,7 @@ class Result:
             return lambda at, held, wholes, made: wholes[number]
         form, shape, owner = q.format, q.shape, q.owner
         if owner is not None:
-            raise Unrecordable("a result that belongs to a tensor of the caller's")
+            raise NotRecordedError("a result that belongs to a tensor of the caller's")
         pieces = [(name, self._leaf(t)) for name in PIECES if (t := getattr(q, name)) is not None]
 
         def make(at: list[int], held: list[Any], wholes: Sequence[Any], made: list[Any]) -> QuantizedTensor:

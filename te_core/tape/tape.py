@@ -1,8 +1,8 @@
 """`Tape`: what a layer did in one call, as a list of steps over slots of memory, to be done again in another.
 
-A slot is memory: one that the caller brings (its inputs come first), one that is taken from the allocator for the call,
-or scratch memory of the replaying thread. Steps hold plans and, in the places of addresses, slots and offsets; so a tape
-is immutable, belongs to no thread, stream or memory, and `print(tape)` says all that the layer does.
+A slot is memory: what the caller brings (these come first), what is taken from the allocator for the call, or scratch
+memory of the replaying thread. Steps hold plans and, in the places of addresses, slots and offsets; so a tape is
+immutable, belongs to no thread, stream or memory, and `print(tape)` says all that the layer does.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from te_core.quantized import QuantizedTensor
 from te_core.runtime import Runtime
 from te_core.tape.recorder import record
 from te_core.tape.tape import Tape
-from te_core.tape.walk import Unrecordable, facts
+from te_core.tape.walk import NotRecordedError, facts
 from te_core.tensor import META, Tensor
 
 #: When a call is recorded: when its key is met first, when it is met again, never.
@@ -112,7 +112,7 @@ class Taped:
                     COUNTS.replayed += 1
                     del arguments, options  # a replay frees what its caller has given up
                     return found.replay(rt, tensors, wholes)
-            except Unrecordable as error:
+            except NotRecordedError as error:
                 reason = str(error)
         COUNTS.interpreted[reason or "tapes are off"] += 1
         return self.function(rt, *arguments, spec=self.spec, **options)
@@ -141,7 +141,7 @@ class Taped:
             return None, found.reason
         try:
             tape = record(rt, self.name, partial(self.function, spec=self.spec), (arguments, options), key[4])
-        except Unrecordable as error:
+        except NotRecordedError as error:
             _tapes.put(key, _Seen(str(error)))
             return None, str(error)
         except Exception as error:  # if it is the call that is wrong, the function itself will say so

@@ -13,7 +13,7 @@ from te_core.quantized import Cast, QuantizedTensor
 from te_core.tensor import Tensor
 
 
-class Unrecordable(Exception):
+class NotRecordedError(Exception):
     """Why a call runs as it always has, in words."""
 
 
@@ -41,7 +41,7 @@ def facts(value: Any, found: list[Tensor], wholes: list[QuantizedTensor], device
     kind = value.__class__
     if kind is Tensor:
         if value.device is not device:
-            raise Unrecordable("a tensor of another device")
+            raise NotRecordedError("a tensor of another device")
         found.append(value)
         return value.shape, value.dtype, value.strides
     if kind in _PLAIN:
@@ -52,11 +52,11 @@ def facts(value: Any, found: list[Tensor], wholes: list[QuantizedTensor], device
         return tuple([facts(getattr(value, name), found, wholes, device) for name in STATE])
     if kind is Sink:
         if value.queue is not None:
-            raise Unrecordable("weight gradients that are computed later")
+            raise NotRecordedError("weight gradients that are computed later")
         return facts(value.main, found, wholes, device), value.accumulate
     if kind is tuple or kind is list or isinstance(value, tuple):
         return (len(value), *[facts(part, found, wholes, device) for part in value])
-    raise Unrecordable(f"an argument of type {kind.__name__}")
+    raise NotRecordedError(f"an argument of type {kind.__name__}")
 
 
 def _facts_of_quantized(q: QuantizedTensor, found: list[Tensor], wholes: list[QuantizedTensor], device: Any) -> Any:
@@ -64,7 +64,7 @@ def _facts_of_quantized(q: QuantizedTensor, found: list[Tensor], wholes: list[Qu
         # A product brings the scales of a lasting tensor into its order once; the tensor then keeps them.
         for copy_, ordered in ((q.rowwise, q.rowwise_swizzled), (q.columnwise, q.columnwise_swizzled)):
             if copy_ is not None and ordered is None:
-                raise Unrecordable("scales that are not in the order of products yet")
+                raise NotRecordedError("scales that are not in the order of products yet")
     wholes.append(q)
     pieces = [facts(getattr(q, name), found, wholes, device) for name in PIECES]
     return q.format, q.shape, q.owner is None, *pieces
