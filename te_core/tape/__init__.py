@@ -1,0 +1,1 @@
+"""Layers that are recorded once and replayed."""

@@ -41,8 +41,8 @@ class Owner:
 class Recorder:
     """What a recording has found so far."""
 
-    def __init__(self, rt: Runtime, alignment: int) -> None:
-        self.alignment = alignment  # of the inputs
+    def __init__(self, rt: Runtime, alignment: int | Sequence[int]) -> None:
+        self.alignment = alignment  # of all inputs, or of each
         self.promise = rt.alignment if rt.device.kind == "cuda" else 256
         self.slots: list[Slot] = []
         self.bases: list[int] = []
@@ -58,7 +58,9 @@ class Recorder:
 
     def input(self, name: str, given: Tensor) -> Tensor:
         """A symbolic tensor in the place of one that the caller brings."""
-        number = self._slot(Slot("input", name, given.shape, given.dtype, given.nbytes), self.alignment)
+        each = self.alignment
+        alignment = each if isinstance(each, int) else each[len(self.bases)]
+        number = self._slot(Slot("input", name, given.shape, given.dtype, given.nbytes), alignment)
         owner = Owner(number)
         return Tensor(self.bases[number], given.shape, given.dtype, given.device, owner, given.strides)
 
@@ -198,9 +200,13 @@ class RecordingRuntime(Runtime):
 
 
 def record(
-    rt: Runtime, what: str, function: Callable[..., Any], call: tuple[tuple[Any, ...], dict[str, Any]], alignment: int
+    rt: Runtime,
+    what: str,
+    function: Callable[..., Any],
+    call: tuple[tuple[Any, ...], dict[str, Any]],
+    alignment: int | Sequence[int],
 ) -> Tape:
-    """The tape of function(rt, *call[0], **call[1]), whose tensors all have this alignment.
+    """The tape of function(rt, *call[0], **call[1]), whose tensors have this alignment: all, or each its own.
 
     Raises `NotRecordedError`, or what the function raises; then nothing has happened.
     """
