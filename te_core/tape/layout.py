@@ -54,18 +54,19 @@ def laid_out(
             lives[i] = first, end + 1 if i in kept else last
     begins, ends = interpreted
     before = {i: (begins[i], end + 1 if i in kept else ends.get(i, end)) for i in begins}
-    size = {i: slots[i].nbytes for i in before}
-    limit = _peak(before, size)
+    size = {i: slots[i].nbytes for i in (*before, *released)}
+    given_up = {i: (0, uses[i][1] if i in uses else 0) for i in released}
+    limit = _peak(before | {i: (0, ends.get(i, end)) for i in released}, size)
     places, block = _shared(lives, size, kept)
     if block:
         where = len(slots)
         alone = {i: life for i, life in lives.items() if i not in places}
         alone[where] = min(lives[i][0] for i in places), max(lives[i][1] for i in places)
-        if _peak(alone, {**size, where: block}) <= limit:
+        if _peak(alone | given_up, {**size, where: block}) <= limit:
             slots = [*slots, Slot("memory", "temporaries", (block,), dtypes.uint8, block)]
             steps = [_moved(step, places, where) for step in steps]
             lives, size = alone, {**size, where: block}
-    final: list[Any] = []
+    final: list[Any] = [Drop(s, True) for s in released if s not in uses]
     for i in range(end + 1):
         final += [Take(s, slots[s].shape, slots[s].dtype, alignment) for s, life in lives.items() if life[0] == i]
         if i < end:

@@ -30,12 +30,11 @@ class Owner:
 
     __slots__ = ("recorder", "slot")
 
-    def __init__(self, slot: int, recorder: Recorder | None = None) -> None:
+    def __init__(self, slot: int, recorder: Recorder) -> None:
         self.slot, self.recorder = slot, recorder
 
     def __del__(self) -> None:
-        if self.recorder is not None:
-            self.recorder.ends[self.slot] = len(self.recorder.steps)
+        self.recorder.ends[self.slot] = len(self.recorder.steps)
 
 
 class Recorder:
@@ -48,7 +47,7 @@ class Recorder:
         self.bases: list[int] = []
         self.steps: list[Step] = []
         self.begins: dict[int, int] = {}  # memory, by slot: the step before which the layer took it,
-        self.ends: dict[int, int] = {}  # and that before which the layer let go of it
+        self.ends: dict[int, int] = {}  # and that before which the layer let go of it; also of what it was given
         self._scratch: dict[str, int] = {}
 
     def _slot(self, slot: Slot, alignment: int) -> int:
@@ -61,7 +60,7 @@ class Recorder:
         each = self.alignment
         alignment = each if isinstance(each, int) else each[len(self.bases)]
         number = self._slot(Slot("input", name, given.shape, given.dtype, given.nbytes), alignment)
-        owner = Owner(number)
+        owner = Owner(number, self)
         return Tensor(self.bases[number], given.shape, given.dtype, given.device, owner, given.strides)
 
     def memory(self, shape: tuple[int, ...], dtype: DType, device: Any) -> Tensor:
