@@ -62,7 +62,7 @@ def laid_out(
         alone = {i: life for i, life in lives.items() if i not in places}
         alone[where] = min(lives[i][0] for i in places), max(lives[i][1] for i in places)
         if _peak(alone, {**size, where: block}) <= limit:
-            slots = [*slots, Slot("memory", "temporaries", (block,), dtypes.uint8, block)]
+            slots = [*slots, Slot("memory", "temporaries", (block,), dtypes.uint8, block, 0)]
             steps = [_moved(step, places, where) for step in steps]
             lives, size = alone, {**size, where: block}
     final: list[Any] = []

@@ -51,14 +51,15 @@ class Recorder:
         self.ends: dict[int, int] = {}  # and that before which the layer let go of it
         self._scratch: dict[str, int] = {}
 
-    def _slot(self, slot: Slot, alignment: int) -> int:
-        self.slots.append(slot)
-        self.bases.append(symbols.base(len(self.bases), alignment))
-        return len(self.bases) - 1
+    def _slot(self, kind: str, name: str, like: tuple[tuple[int, ...], DType, int], alignment: int, *more: bool) -> int:
+        number = len(self.slots)
+        self.bases.append(symbols.base(number, alignment))
+        self.slots.append(Slot(kind, name, *like, self.bases[-1], *more))
+        return number
 
     def input(self, name: str, given: Tensor) -> Tensor:
         """A symbolic tensor in the place of one that the caller brings."""
-        number = self._slot(Slot("input", name, given.shape, given.dtype, given.nbytes), self.alignment)
+        number = self._slot("input", name, (given.shape, given.dtype, given.nbytes), self.alignment)
         owner = Owner(number)
         return Tensor(self.bases[number], given.shape, given.dtype, given.device, owner, given.strides)
 
@@ -67,7 +68,7 @@ class Recorder:
         count = 1
         for n in shape:
             count *= n
-        number = self._slot(Slot("memory", "", tuple(shape), dtype, dtype.nbytes(count)), self.promise)
+        number = self._slot("memory", "", (tuple(shape), dtype, dtype.nbytes(count)), self.promise)
         self.begins[number] = len(self.steps)
         return Tensor(self.bases[number], shape, dtype, device, Owner(number, self))
 
@@ -75,8 +76,8 @@ class Recorder:
         """The address of scratch memory; the most that is asked for under a name."""
         number = self._scratch.get(name)
         if number is None:
-            slot = Slot("scratch", name, (nbytes,), dtypes.uint8, nbytes, zeroed)
-            number = self._scratch[name] = self._slot(slot, self.promise)
+            like = (nbytes,), dtypes.uint8, nbytes
+            number = self._scratch[name] = self._slot("scratch", name, like, self.promise, zeroed)
         elif self.slots[number].nbytes < nbytes:
             self.slots[number] = self.slots[number]._replace(nbytes=nbytes, shape=(nbytes,))
         return self.bases[number]
@@ -216,7 +217,7 @@ def record(
     given = exchanged((*arguments, *options.values()), symbolic, wholes)
     on = RecordingRuntime(rt, recorder)
     result = function(on, *given[: len(arguments)], **dict(zip(options, given[len(arguments) :], strict=True)))
-    made = Result(result, inputs, wholes, recorder.bases)
+    made = Result(result, inputs, wholes, recorder.slots)
     released = frozenset(i for i, t in enumerate(inputs) if t.owner is None)
     interpreted = recorder.begins, recorder.ends
     places = laid_out(recorder.slots, recorder.steps, interpreted, made.slots, released, rt.alignment)

@@ -36,6 +36,7 @@ class Slot(NamedTuple):
     shape: tuple[int, ...]
     dtype: DType
     nbytes: int
+    base: int  # its symbolic address
     zeroed: bool = False  # scratch memory that begins as zeros
 
 

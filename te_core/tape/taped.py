@@ -121,14 +121,21 @@ class Taped:
         self, rt: Runtime, arguments: Any, options: dict[str, Any], tensors: list[Tensor], wholes: list[QuantizedTensor]
     ) -> tuple[Any, ...]:
         device = rt.device
-        parts = [facts(value, tensors, wholes, device) for value in arguments]
+        parts: list[Any] = [self._number, device, rt.joins, rt.alignment, 0]
+        for value in arguments:
+            if value.__class__ is Tensor and value.device is device:
+                tensors.append(value)
+                parts += (value.shape, value.dtype, value.strides)
+            else:
+                parts.append(None if value is None else facts(value, tensors, wholes, device))
         for name, value in options.items():
-            parts += (name, facts(value, tensors, wholes, device))
+            parts += (name, None if value is None else facts(value, tensors, wholes, device))
         bits = 256
         if device.kind == "cuda":
             for t in tensors:
                 bits |= t.ptr
-        return self._number, device, rt.joins, rt.alignment, bits & -bits, *parts
+        parts[4] = bits & -bits
+        return tuple(parts)
 
     def _first(
         self, rt: Runtime, key: tuple[Any, ...], found: _Seen | None, arguments: Any, options: dict[str, Any]

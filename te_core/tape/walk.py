@@ -49,7 +49,7 @@ def facts(value: Any, found: list[Tensor], wholes: list[QuantizedTensor], device
     if kind is QuantizedTensor:
         return _facts_of_quantized(value, found, wholes, device)
     if kind is Scales:
-        return tuple([facts(getattr(value, name), found, wholes, device) for name in STATE])
+        return _facts_of_scales(value, found, device)
     if kind is Sink:
         if value.queue is not None:
             raise NotRecordedError("weight gradients that are computed later")
@@ -57,6 +57,18 @@ def facts(value: Any, found: list[Tensor], wholes: list[QuantizedTensor], device
     if kind is tuple or kind is list or isinstance(value, tuple):
         return (len(value), *[facts(part, found, wholes, device) for part in value])
     raise NotRecordedError(f"an argument of type {kind.__name__}")
+
+
+def _facts_of_scales(scales: Scales, found: list[Tensor], device: Any) -> Any:
+    """Views of a state are made once and used for many calls: so are their facts."""
+    known = scales.facts
+    if known is None:
+        tensors: list[Tensor] = []
+        parts = [facts(getattr(scales, name), tensors, [], device) for name in STATE]
+        known = scales.facts = (*parts, device), tensors
+    key, tensors = known
+    found += tensors
+    return key
 
 
 def _facts_of_quantized(q: QuantizedTensor, found: list[Tensor], wholes: list[QuantizedTensor], device: Any) -> Any:
