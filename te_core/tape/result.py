@@ -13,8 +13,7 @@ from te_core.tape.tape import Slot
 from te_core.tape.walk import PIECES, NotRecordedError
 from te_core.tensor import Device, Tensor
 
-#: What a tensor is made of: slot, offset, shape, dtype, device, strides, and the number of the tensor that it is a piece
-#: of, if it is.
+#: What a tensor is made of: slot, offset, shape, dtype, device, strides; and of a piece the number of its block.
 _Made = tuple[int, int, tuple[int, ...], DType, Device, "tuple[int, ...] | None", "int | None"]
 #: Makes of the list of tensors what stands in its place.
 _Build = Callable[[list[Any]], Any]
@@ -41,8 +40,9 @@ class Result:
         self._build: _Build = (lambda made: made[found]) if isinstance(found, int) else found
         del self._inputs, self._wholes, self._places, self._slots, self._bases  # of the recording, which is over
 
-    def __call__(self, at: list[int], held: list[Any], wholes: Sequence[Any]) -> Any:
+    def __call__(self, at: list[int], held: list[Any]) -> Any:
         """The result over this memory."""
+        wholes: Sequence[Any] = held[-1]
         made: list[Any] = [None]
         for leaf in self._leaves:
             if leaf.__class__ is int:
@@ -66,11 +66,11 @@ class Result:
             return lambda made: value
         if not isinstance(value, (tuple, list)):
             raise NotRecordedError(f"a result of type {kind.__name__}")
-        parts = [self._of(part) for part in value]
+        parts: list[Any] = [self._of(part) for part in value]
         make = list if kind is list else partial(tuple.__new__, kind)
-        if all(isinstance(part, int) for part in parts):
-            return lambda made: make([made[part] for part in parts])  # type: ignore[index]
-        return lambda made: make([made[part] if part.__class__ is int else part(made) for part in parts])  # type: ignore[index, operator]
+        if all(part.__class__ is int for part in parts):
+            return lambda made: make([made[part] for part in parts])
+        return lambda made: make([made[part] if part.__class__ is int else part(made) for part in parts])
 
     def _leaf(self, value: Any) -> int:
         found = self._places.get(id(value))

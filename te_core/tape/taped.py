@@ -18,7 +18,6 @@ from te_core import env
 from te_core.errors import ArgumentError
 from te_core.plan_cache import PlanCache
 from te_core.precision import Operand
-from te_core.quantized import QuantizedTensor
 from te_core.runtime import Runtime
 from te_core.tape.recorder import record
 from te_core.tape.tape import Tape
@@ -118,7 +117,7 @@ class Taped:
         return self.function(rt, *arguments, spec=self.spec, **options)
 
     def _key(
-        self, rt: Runtime, arguments: Any, options: dict[str, Any], tensors: list[Tensor], wholes: list[QuantizedTensor]
+        self, rt: Runtime, arguments: Any, options: dict[str, Any], tensors: list[Tensor], wholes: list[Any]
     ) -> tuple[Any, ...]:
         device = rt.device
         parts: list[Any] = [self._number, device, rt.joins, rt.alignment, 0]
