@@ -14,6 +14,7 @@ from typing import Any
 from te_core import dtypes, symbols
 from te_core.dtypes import DType
 from te_core.plan_cache import PlanCache
+from te_core.quantized import QuantizedTensor
 from te_core.runtime import Runtime
 from te_core.symbols import Patch
 from te_core.tape.collectives import RecordedCommunicator
@@ -137,7 +138,10 @@ class Called:
             found.append(t)
             return _without_memory(t)
 
-        self.arguments = exchanged(arguments, seen)  # nothing of it keeps the recording's memory alive
+        wholes: list[QuantizedTensor] = []
+        self.arguments = exchanged(arguments, seen, wholes)  # nothing of it keeps the recording's memory alive,
+        for q in wholes:
+            q.owner = None  # nor the caller's
         self.patches = tuple(
             Patch(i, symbols.slot_of(t.ptr), t.ptr - bases[symbols.slot_of(t.ptr)]) for i, t in enumerate(found)
         )

@@ -113,8 +113,9 @@ class Taped:
                     return found.replay(rt, tensors, wholes)
             except NotRecordedError as error:
                 reason = str(error)
-        COUNTS.interpreted[reason or "tapes are off"] += 1
-        return self.function(rt, *arguments, spec=self.spec, **options)
+        result = self.function(rt, *arguments, spec=self.spec, **options)
+        COUNTS.interpreted[reason or "tapes are off"] += 1  # not of a call that is refused
+        return result
 
     def _key(
         self, rt: Runtime, arguments: Any, options: dict[str, Any], tensors: list[Tensor], wholes: list[Any]
