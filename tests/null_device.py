@@ -11,7 +11,6 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -35,13 +34,13 @@ LAUNCHES: list[str] = []
 class Driver:
     """CuPy's binding: a launch does nothing."""
 
-    def launchKernel(self, *arguments: Any) -> None:
+    def launchKernel(self, *arguments: Any) -> None:  # noqa: N802
         pass
 
-    def funcGetAttribute(self, number: int, function: int) -> int:
+    def funcGetAttribute(self, number: int, function: int) -> int:  # noqa: N802
         return 64 if number == 4 else 0
 
-    def funcSetAttribute(self, function: int, number: int, value: int) -> None:
+    def funcSetAttribute(self, function: int, number: int, value: int) -> None:  # noqa: N802
         pass
 
 

@@ -43,6 +43,13 @@ class Counts:
         total = self.replayed + self.interpreted.total()
         return self.replayed / total if total else 0.0
 
+    def __str__(self) -> str:
+        total = self.replayed + self.interpreted.total()
+        if not total:
+            return "no layer was called yet"
+        reasons = [f"{count} not ({reason})" for reason, count in self.interpreted.most_common(8)]
+        return ", ".join([f"{self.replayed} of {total} calls of layers replayed ({self.share:.0%})", *reasons])
+
 
 #: A reason that begins so, of a call that went well, is a fault of ours: tests look for it.
 FAILED = "the recording failed"
@@ -66,6 +73,11 @@ def set_when(chosen: str | None) -> None:
     if chosen is not None and chosen not in WHEN:
         raise ArgumentError("tapes", repr(chosen), " or ".join(WHEN), "choose one of these")
     _when = chosen
+
+
+def tapes() -> list[Tape]:
+    """Those that are kept, the youngest last."""
+    return [found for found in _tapes.values() if isinstance(found, Tape)]
 
 
 def forget() -> None:
