@@ -46,14 +46,15 @@ def laid_out(
     end = len(steps)
     begins, ends = interpreted
     before = {i: (begins[i], end + 1 if i in kept else ends.get(i, end)) for i in begins}
-    size = {i: slots[i].nbytes for i in before}
+    size = {i: slots[i].nbytes for i in (*before, *released)}
+    given_up = {i: (0, uses[i][1] if i in uses else 0) for i in released}
     places, block = _shared(lives, size, kept, _SMALL, _BLOCK)
     if block:
         together = _together(lives, places, len(slots))
-        if _peak(together, {**size, len(slots): block}) <= _peak(before, size):
+        limit = _peak(before | {i: (0, ends.get(i, end)) for i in released}, size)
+        if _peak(together | given_up, {**size, len(slots): block}) <= limit:
             slots, steps = _moved(slots, steps, places, block)
             lives, size = together, {**size, len(slots) - 1: block}
-    given_up = {i: uses[i][1] for i in released if i in uses}
     return Places(list(slots), _with_memory(slots, steps, lives, kept, given_up, alignment), _peak(lives, size))
 
 
@@ -68,7 +69,7 @@ def in_one_block(tape: Tape, alignment: int = _STEP) -> Tape:
     slots, steps = _moved(tape.slots, steps, places, block)
     if places:
         lives, size = _together(lives, places, len(slots) - 1), {**size, len(slots) - 1: block}
-    given_up = {i: uses[i][1] for i in tape.released if i in uses}
+    given_up = {i: (0, uses[i][1] if i in uses else 0) for i in tape.released}
     final = _with_memory(slots, steps, lives, kept, given_up, alignment)
     return Tape(tape.what, slots, final, _peak(lives, size), tape.result, tape.keeps)
 
@@ -96,21 +97,17 @@ def _together(lives: Lives, places: dict[int, int], block: int) -> Lives:
 
 
 def _with_memory(
-    slots: Sequence[Slot],
-    steps: Sequence[Step],
-    lives: Lives,
-    kept: Collection[int],
-    given_up: dict[int, int],
-    alignment: int,
+    slots: Sequence[Slot], steps: Sequence[Step], lives: Lives, kept: Collection[int], given_up: Lives, alignment: int
 ) -> list[Any]:
     """The steps, with takes before and drops behind them."""
-    end, final = len(steps), []  # type: tuple[int, list[Any]]
+    end = len(steps)
+    final: list[Any] = [Drop(s, True) for s, (_, last) in given_up.items() if not last]
     for i in range(end + 1):
         final += [Take(s, slots[s].shape, slots[s].dtype, alignment) for s, life in lives.items() if life[0] == i]
         if i < end:
             final.append(steps[i])
             final += [Drop(s, False) for s, life in lives.items() if life[1] == i + 1 and s not in kept]
-            final += [Drop(s, True) for s, last in given_up.items() if last == i + 1]
+            final += [Drop(s, True) for s, (_, last) in given_up.items() if last == i + 1]
     return final
 
 
