@@ -122,6 +122,14 @@ def _no_hooks_stay() -> Iterator[None]:
     assert not hooks, "hooks for saved tensors are left: of a context that was not closed, or of a kept traceback"
 
 
+@pytest.fixture(autouse=True)
+def _recordings_go_well() -> Iterator[None]:
+    from tests.recordings import going_well
+
+    with going_well():
+        yield
+
+
 def _skip_reason(report: pytest.TestReport | pytest.CollectReport) -> str:
     where = report.longrepr
     return str(where[2] if isinstance(where, tuple) else where).removeprefix("Skipped: ")

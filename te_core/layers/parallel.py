@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from te_core import dtypes
@@ -204,12 +205,12 @@ class Spread:
             if gemm == "fprop":
                 coming, self._coming = self._coming, None
                 whole = (gather(rt, self.comm, a) if coming is None else coming).wait()
-                return self._as_read(rt, self._came("fprop", whole), "input", False), b
+                return self._as_read(rt, self._came(rt, "fprop", whole), "input", False), b
             if gemm == "wgrad":
                 return a, self._columns(rt, b, "input")
         elif self.gathered == "grad":
             if gemm == "dgrad":
-                whole = self._came("dgrad", gather(rt, self.comm, a).wait())
+                whole = self._came(rt, "dgrad", gather(rt, self.comm, a).wait())
                 self._kept, self._read = whole, a
                 return self._as_read(rt, whole, "grad", False), b
             if gemm == "wgrad":
@@ -224,11 +225,14 @@ class Spread:
             whole = coming.wait()
         elif whole is None or part is not read or not (isinstance(part, Tensor) or turns(part.format)):
             whole = gather(rt, self.comm, part, columns=True).wait()
-        return self._as_read(rt, self._came("wgrad", whole), role, True)
+        return self._as_read(rt, self._came(rt, "wgrad", whole), role, True)
 
-    def _came(self, gemm: str, whole: Value) -> Value:
+    def _came(self, rt: Runtime, gemm: str, whole: Value) -> Value:
         """Note for reports how an operand came."""
-        self.split.came[gemm] = str(whole.format if isinstance(whole, QuantizedTensor) else whole.dtype)
+        came = str(whole.format if isinstance(whole, QuantizedTensor) else whole.dtype)
+        self.split.came[gemm] = came
+        if rt.recorder is not None:
+            rt.recorder.add_note("operand came", partial(self.split.came.__setitem__, gemm, came))
         return whole
 
     def _as_read(self, rt: Runtime, whole: Value, role: str, columns: bool) -> Value:

@@ -1,1 +1,1 @@
-"""Layers that are recorded once and replayed."""
+"""Calls of layers, recorded once and replayed: `taped.py` decides, `recorder.py` records, `tape.py` replays."""

@@ -7,12 +7,13 @@ peak than the layer itself took.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from copy import copy
 from typing import Any, NamedTuple
 
 from te_core import dtypes
 from te_core.symbols import Patch
-from te_core.tape.tape import Drop, Slot, Step, Take
+from te_core.tape.tape import Drop, Slot, Step, Take, Tape
 
 #: Temporaries up to this many bytes may share the block, and the block has no more.
 _SMALL, _BLOCK = 1 << 18, 1 << 20
@@ -41,6 +42,40 @@ def laid_out(
     alignment: int,
 ) -> Places:
     """The steps with takes and drops. `interpreted`: before which steps the layer took and let go of memory."""
+    lives, uses = _lives(slots, steps, kept)
+    end = len(steps)
+    begins, ends = interpreted
+    before = {i: (begins[i], end + 1 if i in kept else ends.get(i, end)) for i in begins}
+    size = {i: slots[i].nbytes for i in (*before, *released)}
+    given_up = {i: (0, uses[i][1] if i in uses else 0) for i in released}
+    places, block = _shared(lives, size, kept, _SMALL, _BLOCK)
+    if block:
+        together = _together(lives, places, len(slots))
+        limit = _peak(before | {i: (0, ends.get(i, end)) for i in released}, size)
+        if _peak(together | given_up, {**size, len(slots): block}) <= limit:
+            slots, steps = _moved(slots, steps, places, block)
+            lives, size = together, {**size, len(slots) - 1: block}
+    return Places(list(slots), _with_memory(slots, steps, lives, kept, given_up, alignment), _peak(lives, size))
+
+
+def in_one_block(tape: Tape, alignment: int = _STEP) -> Tape:
+    """The same with all memory that is not the result's in one block, for a host that must know its size beforehand:
+    that of the slot `temporaries`, the last one. It is larger than the peak where lives do not fit one another."""
+    steps = [copy(step) for step in tape.steps if not isinstance(step, (Take, Drop))]
+    kept = tape.kept
+    lives, uses = _lives(tape.slots, steps, kept)
+    size = {i: tape.slots[i].nbytes for i in lives}
+    places, block = _shared(lives, size, kept, None, None)
+    slots, steps = _moved(tape.slots, steps, places, block)
+    if places:
+        lives, size = _together(lives, places, len(slots) - 1), {**size, len(slots) - 1: block}
+    given_up = {i: (0, uses[i][1] if i in uses else 0) for i in tape.released}
+    final = _with_memory(slots, steps, lives, kept, given_up, alignment)
+    return Tape(tape.what, slots, final, _peak(lives, size), tape.result, tape.keeps)
+
+
+def _lives(slots: Sequence[Slot], steps: Sequence[Step], kept: Collection[int]) -> tuple[Lives, Lives]:
+    """(of memory that is used or kept, its first step and the one behind its last; the same of all slots)."""
     uses: Lives = {}
     for i, step in enumerate(steps):
         for patch in step.patches:
@@ -52,28 +87,28 @@ def laid_out(
         if slot.kind == "memory" and (i in uses or i in kept):
             first, last = uses.get(i, (end, end))
             lives[i] = first, end + 1 if i in kept else last
-    begins, ends = interpreted
-    before = {i: (begins[i], end + 1 if i in kept else ends.get(i, end)) for i in begins}
-    size = {i: slots[i].nbytes for i in (*before, *released)}
-    given_up = {i: (0, uses[i][1] if i in uses else 0) for i in released}
-    limit = _peak(before | {i: (0, ends.get(i, end)) for i in released}, size)
-    places, block = _shared(lives, size, kept)
-    if block:
-        where = len(slots)
-        alone = {i: life for i, life in lives.items() if i not in places}
-        alone[where] = min(lives[i][0] for i in places), max(lives[i][1] for i in places)
-        if _peak(alone | given_up, {**size, where: block}) <= limit:
-            slots = [*slots, Slot("memory", "temporaries", (block,), dtypes.uint8, block)]
-            steps = [_moved(step, places, where) for step in steps]
-            lives, size = alone, {**size, where: block}
-    final: list[Any] = [Drop(s, True) for s in released if s not in uses]
+    return lives, uses
+
+
+def _together(lives: Lives, places: dict[int, int], block: int) -> Lives:
+    """The lives where those in the block are one."""
+    alone = {i: life for i, life in lives.items() if i not in places}
+    return {**alone, block: (min(lives[i][0] for i in places), max(lives[i][1] for i in places))}
+
+
+def _with_memory(
+    slots: Sequence[Slot], steps: Sequence[Step], lives: Lives, kept: Collection[int], given_up: Lives, alignment: int
+) -> list[Any]:
+    """The steps, with takes before and drops behind them."""
+    end = len(steps)
+    final: list[Any] = [Drop(s, True) for s, (_, last) in given_up.items() if not last]
     for i in range(end + 1):
         final += [Take(s, slots[s].shape, slots[s].dtype, alignment) for s, life in lives.items() if life[0] == i]
         if i < end:
             final.append(steps[i])
             final += [Drop(s, False) for s, life in lives.items() if life[1] == i + 1 and s not in kept]
-            final += [Drop(s, True) for s in released if s in uses and uses[s][1] == i + 1]
-    return Places(list(slots), final, _peak(lives, size))
+            final += [Drop(s, True) for s, (_, last) in given_up.items() if last == i + 1]
+    return final
 
 
 def _peak(lives: Lives, size: dict[int, int]) -> int:
@@ -90,12 +125,17 @@ def _peak(lives: Lives, size: dict[int, int]) -> int:
     return most
 
 
-def _shared(lives: Lives, size: dict[int, int], kept: set[int]) -> tuple[dict[int, int], int]:
-    """(where each small temporary lies in the block, the block's bytes); none if there are less than two."""
-    small = [i for i in lives if i not in kept and size[i] <= _SMALL]
+def _shared(
+    lives: Lives, size: dict[int, int], kept: Collection[int], largest: int | None, limit: int | None
+) -> tuple[dict[int, int], int]:
+    """(where each temporary up to this size lies in a block up to this limit, the block's bytes).
+
+    None where fewer than two would share it, if there is a limit.
+    """
+    fitting = [i for i in lives if i not in kept and (largest is None or size[i] <= largest)]
     places: dict[int, int] = {}
     block = 0
-    for i in sorted(small, key=lambda i: -size[i]):
+    for i in sorted(fitting, key=lambda i: -size[i]):
         (first, last), nbytes = lives[i], -(-max(size[i], 1) // _STEP) * _STEP
         beside = sorted(
             (places[j], places[j] + -(-max(size[j], 1) // _STEP) * _STEP)
@@ -107,16 +147,20 @@ def _shared(lives: Lives, size: dict[int, int], kept: set[int]) -> tuple[dict[in
             if begin - at >= nbytes:
                 break
             at = max(at, stop)
-        if at + nbytes <= _BLOCK:
+        if limit is None or at + nbytes <= limit:
             places[i] = at
             block = max(block, at + nbytes)
-    return (places, block) if len(places) > 1 else ({}, 0)
+    return (places, block) if len(places) > 1 or limit is None else ({}, 0)
 
 
-def _moved(step: Step, places: dict[int, int], block: int) -> Step:
-    """The step with the temporaries in their block."""
-    if any(patch.slot in places for patch in step.patches):
-        step.patches = tuple(  # type: ignore[misc]
-            Patch(p.number, block, p.offset + places[p.slot]) if p.slot in places else p for p in step.patches
-        )
-    return step
+def _moved(
+    slots: Sequence[Slot], steps: Sequence[Step], places: dict[int, int], block: int
+) -> tuple[list[Slot], list[Step]]:
+    """The steps with temporaries at these places of a block, which becomes the last slot."""
+    where = len(slots)
+    for step in steps:
+        if any(patch.slot in places for patch in step.patches):
+            step.patches = tuple(  # type: ignore[misc]
+                Patch(p.number, where, p.offset + places[p.slot]) if p.slot in places else p for p in step.patches
+            )
+    return [*slots, Slot("memory", "temporaries", (block,), dtypes.uint8, block, 0)], list(steps)

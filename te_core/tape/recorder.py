@@ -8,17 +8,20 @@ the backend.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from inspect import signature
 from typing import Any
 
 from te_core import dtypes, symbols
 from te_core.dtypes import DType
 from te_core.plan_cache import PlanCache
+from te_core.quantized import QuantizedTensor
 from te_core.runtime import Runtime
 from te_core.symbols import Patch
+from te_core.tape.collectives import RecordedCommunicator
 from te_core.tape.layout import laid_out
 from te_core.tape.result import Result
 from te_core.tape.tape import Slot, Step, Tape
-from te_core.tape.walk import NotRecordedError, exchanged
+from te_core.tape.walk import NotRecordedError, exchanged, names_of
 from te_core.tensor import Tensor
 
 #: Of a backend's functions those that wait for the device, or ask for what a tape cannot hold.
@@ -50,16 +53,17 @@ class Recorder:
         self.ends: dict[int, int] = {}  # and that before which the layer let go of it; also of what it was given
         self._scratch: dict[str, int] = {}
 
-    def _slot(self, slot: Slot, alignment: int) -> int:
-        self.slots.append(slot)
-        self.bases.append(symbols.base(len(self.bases), alignment))
-        return len(self.bases) - 1
+    def _slot(self, kind: str, name: str, like: tuple[tuple[int, ...], DType, int], alignment: int, *more: bool) -> int:
+        number = len(self.slots)
+        self.bases.append(symbols.base(number, alignment))
+        self.slots.append(Slot(kind, name, *like, self.bases[-1], *more))
+        return number
 
     def input(self, name: str, given: Tensor) -> Tensor:
         """A symbolic tensor in the place of one that the caller brings."""
         each = self.alignment
         alignment = each if isinstance(each, int) else each[len(self.bases)]
-        number = self._slot(Slot("input", name, given.shape, given.dtype, given.nbytes), alignment)
+        number = self._slot("input", name, (given.shape, given.dtype, given.nbytes), alignment)
         owner = Owner(number, self)
         return Tensor(self.bases[number], given.shape, given.dtype, given.device, owner, given.strides)
 
@@ -68,7 +72,7 @@ class Recorder:
         count = 1
         for n in shape:
             count *= n
-        number = self._slot(Slot("memory", "", tuple(shape), dtype, dtype.nbytes(count)), self.promise)
+        number = self._slot("memory", "", (tuple(shape), dtype, dtype.nbytes(count)), self.promise)
         self.begins[number] = len(self.steps)
         return Tensor(self.bases[number], shape, dtype, device, Owner(number, self))
 
@@ -76,39 +80,69 @@ class Recorder:
         """The address of scratch memory; the most that is asked for under a name."""
         number = self._scratch.get(name)
         if number is None:
-            slot = Slot("scratch", name, (nbytes,), dtypes.uint8, nbytes, zeroed)
-            number = self._scratch[name] = self._slot(slot, self.promise)
+            like = (nbytes,), dtypes.uint8, nbytes
+            number = self._scratch[name] = self._slot("scratch", name, like, self.promise, zeroed)
         elif self.slots[number].nbytes < nbytes:
             self.slots[number] = self.slots[number]._replace(nbytes=nbytes, shape=(nbytes,))
         return self.bases[number]
+
+    def handle(self, name: str) -> int:
+        """A place for a collective on its way."""
+        return self._slot("handle", name, ((), dtypes.uint8, 0), 1)
 
     def add(self, step: Step) -> None:
         """Something that would run."""
         self.steps.append(step)
 
-    def add_call(self, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    def add_call(self, function: Callable[..., None], arguments: tuple[Any, ...], what: str = "") -> None:
         """A call of the CPU backend."""
-        self.steps.append(Called(function, arguments, self.bases))
+        self.steps.append(Called(what or function.__name__, function, arguments, self.bases))
+
+    def add_note(self, what: str, function: Callable[[], Any]) -> None:
+        """Something that reports read, to be noted by every replay."""
+        self.steps.append(Noted(what, function))
 
     def refused(self, reason: str) -> NotRecordedError:
         """What is raised where something cannot be recorded."""
         return NotRecordedError(reason)
 
 
+class Noted:
+    """A recorded note."""
+
+    __slots__ = ("_function", "_what")
+    patches: tuple[Patch, ...] = ()
+
+    def __init__(self, what: str, function: Callable[[], Any]) -> None:
+        self._what, self._function = what, function
+
+    def run(self, rt: Runtime, executor: Any, at: list[int], held: list[Any]) -> None:
+        """Note it."""
+        self._function()
+
+    def __repr__(self) -> str:
+        return f"note: {self._what}"
+
+
 class Called:
     """A recorded call of a function of the CPU backend."""
 
-    __slots__ = ("arguments", "function", "patches")
+    __slots__ = ("arguments", "function", "patches", "what")
 
-    def __init__(self, function: Callable[..., None], arguments: tuple[Any, ...], bases: Sequence[int]) -> None:
-        self.function = function
+    def __init__(
+        self, what: str, function: Callable[..., None], arguments: tuple[Any, ...], bases: Sequence[int]
+    ) -> None:
+        self.what, self.function = what, function
         found: list[Tensor] = []
 
         def seen(t: Tensor) -> Tensor:
             found.append(t)
             return _without_memory(t)
 
-        self.arguments = exchanged(arguments, seen)  # nothing of it keeps the recording's memory alive
+        wholes: list[QuantizedTensor] = []
+        self.arguments = exchanged(arguments, seen, wholes)  # nothing of it keeps the recording's memory alive,
+        for q in wholes:
+            q.owner = None  # nor the caller's
         self.patches = tuple(
             Patch(i, symbols.slot_of(t.ptr), t.ptr - bases[symbols.slot_of(t.ptr)]) for i, t in enumerate(found)
         )
@@ -124,7 +158,7 @@ class Called:
         self.function(rt, *exchanged(self.arguments, real))
 
     def __repr__(self) -> str:
-        return getattr(self.function, "__name__", "gemm")
+        return self.what
 
 
 def _without_memory(t: Tensor) -> Tensor:
@@ -213,15 +247,21 @@ def record(
     arguments, options = call
     inputs: list[Tensor] = []
     wholes: list[Any] = []
+    parameters = [*signature(function).parameters][1 : 1 + len(arguments)]
+    names = names_of(dict(zip(parameters, arguments, strict=True)) | options)
 
     def symbolic(t: Tensor) -> Tensor:
-        inputs.append(recorder.input(f"{len(inputs)}", t))
+        inputs.append(recorder.input(next(names), t))
         return inputs[-1]
 
     given = exchanged((*arguments, *options.values()), symbolic, wholes)
+    for i, part in enumerate(given):
+        if hasattr(part, "all_gather"):
+            number = next(i for i, whole in enumerate(wholes) if whole is part)
+            given = (*given[:i], RecordedCommunicator(recorder, number, part), *given[i + 1 :])
     on = RecordingRuntime(rt, recorder)
     result = function(on, *given[: len(arguments)], **dict(zip(options, given[len(arguments) :], strict=True)))
-    made = Result(result, inputs, wholes, recorder.bases)
+    made = Result(result, inputs, wholes, recorder.slots)
     released = frozenset(i for i, t in enumerate(inputs) if t.owner is None)
     interpreted = recorder.begins, recorder.ends
     places = laid_out(recorder.slots, recorder.steps, interpreted, made.slots, released, rt.alignment)

@@ -7,7 +7,7 @@ immutable, belongs to no thread, stream or memory, and `print(tape)` says all th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 from te_core.dtypes import DType
@@ -25,17 +25,27 @@ class Step(Protocol):
         """Where it takes addresses."""
 
     def run(self, rt: Runtime, executor: Any, at: list[int], held: list[Any]) -> None:
-        """Do it: `at` has the address of each slot, `held` the tensor over it."""
+        """Do it. `at` has the address of each slot, `held` the tensor over it and, last, the call's other objects."""
+
+
+class Result(Protocol):
+    """What the layer returned, over the memory of a call."""
+
+    slots: set[int]  # whose memory is in it
+
+    def __call__(self, at: list[int], held: list[Any]) -> Any:
+        """Make it."""
 
 
 class Slot(NamedTuple):
     """Memory of a tape."""
 
-    kind: str  # "input", "memory", "scratch"
+    kind: str  # "input", "memory", "scratch"; "handle" of a collective on its way
     name: str
     shape: tuple[int, ...]
     dtype: DType
     nbytes: int
+    base: int  # its symbolic address
     zeroed: bool = False  # scratch memory that begins as zeros
 
 
@@ -90,16 +100,10 @@ class Drop:
 class Tape:
     """A recorded call."""
 
-    __slots__ = ("_result", "_scratch", "inputs", "keeps", "peak", "slots", "steps", "what")
+    __slots__ = ("_scratch", "inputs", "keeps", "peak", "result", "slots", "steps", "what")
 
     def __init__(
-        self,
-        what: str,
-        slots: Sequence[Slot],
-        steps: Sequence[Step],
-        peak: int,
-        result: Callable[[list[int], list[Any], Sequence[Any]], Any],
-        keeps: Sequence[Any],
+        self, what: str, slots: Sequence[Slot], steps: Sequence[Step], peak: int, result: Result, keeps: Sequence[Any]
     ) -> None:
         self.what = what
         self.slots = tuple(slots)
@@ -107,7 +111,7 @@ class Tape:
         self.inputs = sum(slot.kind == "input" for slot in slots)
         self.keeps = tuple(keeps)  # plans whose constants the steps point at
         self.peak = peak  # the most bytes that it takes at once
-        self._result = result
+        self.result = result
         self._scratch = tuple(
             (i, slot.name, slot.nbytes, slot.zeroed) for i, slot in enumerate(slots) if slot.kind == "scratch"
         )
@@ -115,10 +119,10 @@ class Tape:
     def replay(self, rt: Runtime, inputs: Sequence[Tensor], wholes: Sequence[Any]) -> Any:
         """Do it again on these inputs: what the layer would have returned.
 
-        `wholes` are the quantized tensors that some of the inputs are pieces of.
+        `wholes` are its other objects: quantized tensors that some of the inputs are pieces of, communicators.
         """
         more = len(self.slots) - self.inputs
-        at, held = [t.ptr for t in inputs] + [0] * more, [*inputs, *[None] * more]
+        at, held = [t.ptr for t in inputs] + [0] * more, [*inputs, *[None] * more, wholes]
         for slot, name, nbytes, zeroed in self._scratch:
             at[slot] = rt.workspace(name, nbytes, zeroed)
         executor = rt.executor()
@@ -129,7 +133,17 @@ class Tape:
         finally:
             if entered:
                 executor.driver.leave()
-        return self._result(at, held, wholes)
+        return self.result(at, held)
+
+    @property
+    def kept(self) -> frozenset[int]:
+        """The slots whose memory is the result's."""
+        return frozenset(self.result.slots)
+
+    @property
+    def released(self) -> frozenset[int]:
+        """The inputs that the caller gives up."""
+        return frozenset(step.slot for step in self.steps if isinstance(step, Drop) and step.given)
 
     def __repr__(self) -> str:
         return f"Tape({self.what}: {self.inputs} inputs, {len(self.steps)} steps, {self.peak} bytes)"
@@ -137,7 +151,7 @@ class Tape:
     def __str__(self) -> str:
         lines = [self.what]
         for number, slot in enumerate(self.slots):
-            if slot.kind != "memory":
+            if slot.kind in ("input", "scratch"):
                 size = f"{slot.dtype}{list(slot.shape)}" if slot.kind == "input" else f"{slot.nbytes} bytes"
                 lines.append(f"  t{number} {slot.kind} {slot.name}: {size}")
         for step in self.steps:

@@ -18,7 +18,6 @@ from te_core import env
 from te_core.errors import ArgumentError
 from te_core.plan_cache import PlanCache
 from te_core.precision import Operand
-from te_core.quantized import QuantizedTensor
 from te_core.runtime import Runtime
 from te_core.tape.recorder import record
 from te_core.tape.tape import Tape
@@ -46,6 +45,13 @@ class Counts:
         total = self.replayed + self.interpreted.total()
         return self.replayed / total if total else 0.0
 
+    def __str__(self) -> str:
+        total = self.replayed + self.interpreted.total()
+        if not total:
+            return "no layer was called yet"
+        reasons = [f"{count} not ({reason})" for reason, count in self.interpreted.most_common(8)]
+        return ", ".join([f"{self.replayed} of {total} calls of layers replayed ({self.share:.0%})", *reasons])
+
 
 #: A reason that begins so, of a call that went well, is a fault of ours: tests look for it.
 FAILED = "the recording failed"
@@ -69,6 +75,11 @@ def set_when(chosen: str | None) -> None:
     if chosen is not None and chosen not in WHEN:
         raise ArgumentError("tapes", repr(chosen), " or ".join(WHEN), "choose one of these")
     _when = chosen
+
+
+def tapes() -> list[Tape]:
+    """Those that are kept, the youngest last."""
+    return [found for found in _tapes.values() if isinstance(found, Tape)]
 
 
 def forget() -> None:
@@ -116,25 +127,31 @@ class Taped:
                     return found.replay(rt, tensors, wholes)
             except NotRecordedError as error:
                 reason = str(error)
-        COUNTS.interpreted[reason or "tapes are off"] += 1
-        return self.function(rt, *arguments, spec=self.spec, **options)
+        result = self.function(rt, *arguments, spec=self.spec, **options)
+        COUNTS.interpreted[reason or "tapes are off"] += 1  # not of a call that is refused
+        return result
 
     def _key(
-        self, rt: Runtime, arguments: Any, options: dict[str, Any], tensors: list[Tensor], wholes: list[QuantizedTensor]
+        self, rt: Runtime, arguments: Any, options: dict[str, Any], tensors: list[Tensor], wholes: list[Any]
     ) -> tuple[Any, ...]:
         device = rt.device
-        parts = [facts(value, tensors, wholes, device) for value in arguments]
+        parts: list[Any] = [self._number, device, rt.joins, rt.alignment, 0]
+        for value in arguments:
+            if value.__class__ is Tensor and value.device is device:
+                tensors.append(value)
+                parts += (value.shape, value.dtype, value.strides)
+            else:
+                parts.append(None if value is None else facts(value, tensors, wholes, device))
         for name, value in options.items():
-            parts += (name, facts(value, tensors, wholes, device))
+            parts += (name, None if value is None else facts(value, tensors, wholes, device))
         bits = 256
         if device.kind == "cuda":
             for t in tensors:
                 bits |= t.ptr
-        lowest = bits & -bits
-        alignment: int | tuple[int, ...] = lowest
+        parts[4] = lowest = bits & -bits
         if lowest < _ENOUGH:  # what does not read the crooked tensor is planned as if it were not there
-            alignment = tuple([(t.ptr | _ENOUGH) & -(t.ptr | _ENOUGH) for t in tensors])
-        return self._number, device, rt.joins, rt.alignment, alignment, *parts
+            parts[4] = tuple([(t.ptr | _ENOUGH) & -(t.ptr | _ENOUGH) for t in tensors])
+        return tuple(parts)
 
     def _first(
         self, rt: Runtime, key: tuple[Any, ...], found: _Seen | None, arguments: Any, options: dict[str, Any]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from copy import copy
 from typing import Any
 
@@ -34,9 +34,9 @@ _OF_CAST = ("scale", "amax", "rng", "nonfinite", "maxima")
 _PLAIN = frozenset((bool, int, float, str, type(None)))
 
 
-def facts(value: Any, found: list[Tensor], wholes: list[QuantizedTensor], device: Any) -> Any:
-    """What a recording depends on of an argument besides addresses; its tensors join `found`, in order, and the
-    quantized tensors that some of them are of join `wholes`.
+def facts(value: Any, found: list[Tensor], wholes: list[Any], device: Any) -> Any:
+    """What a recording depends on of an argument besides addresses; its tensors join `found`, in order, and objects
+    that a recording has to be given again join `wholes`: quantized tensors, communicators.
     """
     kind = value.__class__
     if kind is Tensor:
@@ -49,17 +49,34 @@ def facts(value: Any, found: list[Tensor], wholes: list[QuantizedTensor], device
     if kind is QuantizedTensor:
         return _facts_of_quantized(value, found, wholes, device)
     if kind is Scales:
-        return tuple([facts(getattr(value, name), found, wholes, device) for name in STATE])
+        return _facts_of_scales(value, found, device)
     if kind is Sink:
         if value.queue is not None:
             raise NotRecordedError("weight gradients that are computed later")
         return facts(value.main, found, wholes, device), value.accumulate
     if kind is tuple or kind is list or isinstance(value, tuple):
         return (len(value), *[facts(part, found, wholes, device) for part in value])
+    if hasattr(value, "all_gather"):  # a communicator
+        if not value.met:
+            raise NotRecordedError("ranks that have not met")
+        wholes.append(value)
+        return value.rank, value.size
     raise NotRecordedError(f"an argument of type {kind.__name__}")
 
 
-def _facts_of_quantized(q: QuantizedTensor, found: list[Tensor], wholes: list[QuantizedTensor], device: Any) -> Any:
+def _facts_of_scales(scales: Scales, found: list[Tensor], device: Any) -> Any:
+    """Views of a state are made once and used for many calls: so are their facts."""
+    known = scales.facts
+    if known is None:
+        tensors: list[Tensor] = []
+        parts = [facts(getattr(scales, name), tensors, [], device) for name in STATE]
+        known = scales.facts = (*parts, device), tensors
+    key, tensors = known
+    found += tensors
+    return key
+
+
+def _facts_of_quantized(q: QuantizedTensor, found: list[Tensor], wholes: list[Any], device: Any) -> Any:
     if q.format.scaling in ("mxfp8", "nvfp4") and device.kind == "cuda" and q.owner is not None:
         # A product brings the scales of a lasting tensor into its order once; the tensor then keeps them.
         for copy_, ordered in ((q.rowwise, q.rowwise_swizzled), (q.columnwise, q.columnwise_swizzled)):
@@ -71,7 +88,7 @@ def _facts_of_quantized(q: QuantizedTensor, found: list[Tensor], wholes: list[Qu
 
 
 def exchanged(value: Any, leaf: Callable[[Tensor], Tensor], wholes: list[Any] | None = None) -> Any:
-    """The same of other tensors: `leaf` gives one for each, in the order of `facts`. Quantized ones join `wholes`."""
+    """The same of other tensors: `leaf` gives one for each, in the order of `facts`. Objects join `wholes` as there."""
     kind = value.__class__
     if kind is Tensor:
         return leaf(value)
@@ -94,4 +111,26 @@ def exchanged(value: Any, leaf: Callable[[Tensor], Tensor], wholes: list[Any] | 
         if wholes is not None and kind is QuantizedTensor:
             wholes.append(made)
         return made
+    if wholes is not None and hasattr(value, "all_gather"):
+        wholes.append(value)
     return value
+
+
+def names_of(value: Any, name: str = "") -> Iterator[str]:
+    """What each tensor is called, in the order of `facts`."""
+    kind = value.__class__
+    parts: dict[str, Any] = {}
+    if kind is Tensor:
+        yield name
+    elif kind is dict:
+        parts = value
+    elif kind is QuantizedTensor or kind is Scales:
+        parts = {part: getattr(value, part) for part in (STATE if kind is Scales else PIECES)}
+    elif kind is Sink:
+        parts = {"main": value.main}
+    elif isinstance(value, (tuple, list)):
+        parts = (
+            value._asdict() if hasattr(value, "_asdict") else dict(zip(map(str, range(len(value))), value, strict=True))
+        )
+    for key, part in parts.items():
+        yield from names_of(part, f"{name}.{key}" if name else key)

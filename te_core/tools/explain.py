@@ -1,6 +1,6 @@
 """What the GEMMs of a linear and the products of attention are computed in, and why where not as the recipe asks.
 
-Answers come from the spec of a call and from `ops.gemm_route`, which dispatch asks too; nothing is recorded.
+Answers come from the spec of a call and from `ops.gemm_route`, which dispatch asks too; nothing is noted as layers run.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from te_core.layers.linear import LinearSpec
 from te_core.ops import raw as ops
 from te_core.precision import AttentionPrecision, Operand, Precision
 from te_core.quantized import Format
+from te_core.tape import taped
 from te_core.tensor import Device
 
 
@@ -139,3 +140,10 @@ def _family(place: Device, form: Format) -> str:
         return "NumPy, exact emulation"
     kind = {"tensor": "FP8, a scale a tensor", "block": "FP8, a scale a block", "mxfp8": "MXFP8", "nvfp4": "NVFP4"}
     return f"cublasLt {kind[form.scaling]}"
+
+
+def explain_tapes(whole: bool = False) -> str:
+    """How many calls of layers were replayed, why others were not, and the tapes that there are; all of their steps,
+    if `whole`."""
+    kept = taped.tapes()
+    return "\n".join([str(taped.COUNTS), f"{len(kept)} tapes", *(str(t) if whole else repr(t) for t in kept)])

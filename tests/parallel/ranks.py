@@ -45,6 +45,8 @@ from multiprocessing import Pipe, connection
 from pathlib import Path
 from typing import Any
 
+from tests.recordings import going_well
+
 ROOT = Path(__file__).resolve().parents[2]
 LOOPBACK = [name for name in ("lo", "lo0") if Path(f"/sys/class/net/{name}").exists()]
 START = 180.0  # seconds in which a process has to be there, or to have imported what it is to run
@@ -246,7 +248,9 @@ def _result(rank: Rank, order: bytes) -> bytes:
         function: Any = importlib.import_module(module)
         for part in name.split("."):
             function = getattr(function, part)
-        return pickle.dumps({"how": "returned", "value": _in_a_group(rank, function, args, store, seconds)})
+        with going_well():
+            value = _in_a_group(rank, function, args, store, seconds)
+        return pickle.dumps({"how": "returned", "value": value})
     except BaseException as error:  # also what pytest.fail and pytest.skip raise
         return pickle.dumps({"how": "raised", "error": type(error).__name__, "text": traceback.format_exc()})
 

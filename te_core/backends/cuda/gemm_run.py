@@ -116,12 +116,19 @@ class LtPlan:
 
 def multiply(rt: Runtime, executor: Any, plan: LtPlan, addresses: Sequence[int]) -> None:
     """One call of cuBLASLt, or its record. Addresses: a, b, out, alpha (0: it is known), then those that a run sets."""
+    scratch = rt.workspace("cublasLt", (executor.gemms or cache_of(rt)).limit) if plan.workspace else 0
     if rt.recorder is not None:
-        rt.recorder.add(Multiplied(plan, addresses, rt.recorder.bases))
-        return
-    a, b, out, alpha, *pointers = addresses
+        rt.recorder.add(Multiplied(plan, (scratch, *addresses), rt.recorder.bases))
+    else:
+        run(rt, executor, plan, scratch, *addresses)
+
+
+def run(
+    rt: Runtime, executor: Any, plan: LtPlan, scratch: int, a: int, b: int, out: int, alpha: int, *pointers: int
+) -> None:
+    """Call cuBLASLt with the thread's descriptors."""
     try:
-        (executor.gemms or cache_of(rt)).get(plan).run(rt, a, b, out, pointers, alpha)
+        (executor.gemms or cache_of(rt)).get(plan).run(rt, a, b, out, pointers, scratch, alpha)
     except Exception as error:
         status = getattr(error, "status", None)
         if status is None:
@@ -147,7 +154,7 @@ class Multiplied:
         addresses = self.addresses.copy()
         for index, slot, offset in self.patches:
             addresses[index] = at[slot] + offset
-        multiply(rt, executor, self.plan, addresses)
+        run(rt, executor, self.plan, *addresses)
 
     def __repr__(self) -> str:
         spec = self.plan.spec
@@ -217,7 +224,7 @@ class Prepared:
         self.beta = _ONE if route.accumulate else _ZERO
         self.values = (ctypes.c_uint64 * max(1, len(self.attributes)))()
         self.values_at = ctypes.addressof(self.values)
-        self._last: list[int] | None = None
+        self._last: Sequence[int] | None = None
         # The heuristic looks at whether a pointer is set and how it is aligned, not at where it points.
         self._point([(1 << 20) + spec.alignment] * len(self.attributes))
         self.algo = self.needs = 0
@@ -227,7 +234,7 @@ class Prepared:
         self.algo, self.needs = plan.algo, plan.workspace
         return self
 
-    def _point(self, pointers: list[int]) -> None:
+    def _point(self, pointers: Sequence[int]) -> None:
         values, at, last = self.values, self.values_at, self._last
         self._last = None  # until all are set
         for i, attribute in enumerate(self.attributes):
@@ -236,13 +243,12 @@ class Prepared:
                 self._set(self.desc, attribute, at + 8 * i, 8)
         self._last = pointers
 
-    def run(self, rt: Runtime, a: int, b: int, out: int, pointers: list[int], alpha: int = 0) -> None:
+    def run(self, rt: Runtime, a: int, b: int, out: int, pointers: Sequence[int], scratch: int, alpha: int = 0) -> None:
         """Launch on the runtime's stream; with alpha and, behind it, beta at this address of the device, if given."""
         if pointers != self._last:
             self._point(pointers)
-        cache, needs = self.cache, self.needs
         self._matmul(
-            cache.handle,
+            self.cache.handle,
             self.desc,
             alpha or self.alpha,
             b,
@@ -255,8 +261,8 @@ class Prepared:
             out,
             self.out_layout,
             self.algo,
-            rt.workspace("cublasLt", cache.limit) if needs else 0,
-            needs,
+            scratch,
+            self.needs,
             rt.stream,
         )
 
