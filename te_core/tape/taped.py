@@ -164,11 +164,11 @@ class Taped:
             return None, found.reason
         try:
             tape = record(rt, self.name, partial(self.function, spec=self.spec), (arguments, options), key[4])
-        except NotRecordedError as error:
-            _tapes.put(key, _Seen(str(error)))
-            return None, str(error)
         except Exception as error:  # if it is the call that is wrong, the function itself will say so
-            return None, f"{FAILED}: {error!r}"
+            known = isinstance(error, NotRecordedError)
+            reason = str(error) if known else f"{FAILED}: {error!r}"
+            _tapes.put(key, _Seen(reason))
+            return None, reason
         COUNTS.recorded += 1
         return _tapes.put(key, tape), ""
 
