@@ -45,7 +45,7 @@ class Recorder:
 
     def __init__(self, rt: Runtime, alignment: int | Sequence[int]) -> None:
         self.alignment = alignment  # of all inputs, or of each
-        self.promise = rt.alignment if rt.device.kind == "cuda" else 256
+        self.promise = min(rt.alignment, 256) if rt.device.kind == "cuda" else 256
         self.slots: list[Slot] = []
         self.bases: list[int] = []
         self.steps: list[Step] = []
