@@ -33,12 +33,11 @@ class Owner:
 
     __slots__ = ("recorder", "slot")
 
-    def __init__(self, slot: int, recorder: Recorder | None = None) -> None:
+    def __init__(self, slot: int, recorder: Recorder) -> None:
         self.slot, self.recorder = slot, recorder
 
     def __del__(self) -> None:
-        if self.recorder is not None:
-            self.recorder.ends[self.slot] = len(self.recorder.steps)
+        self.recorder.ends[self.slot] = len(self.recorder.steps)
 
 
 class Recorder:
@@ -51,7 +50,7 @@ class Recorder:
         self.bases: list[int] = []
         self.steps: list[Step] = []
         self.begins: dict[int, int] = {}  # memory, by slot: the step before which the layer took it,
-        self.ends: dict[int, int] = {}  # and that before which the layer let go of it
+        self.ends: dict[int, int] = {}  # and that before which the layer let go of it, or of an input
         self._scratch: dict[str, int] = {}
 
     def _slot(self, kind: str, name: str, like: tuple[tuple[int, ...], DType, int], alignment: int, *more: bool) -> int:
@@ -63,7 +62,7 @@ class Recorder:
     def input(self, name: str, given: Tensor) -> Tensor:
         """A symbolic tensor in the place of one that the caller brings."""
         number = self._slot("input", name, (given.shape, given.dtype, given.nbytes), self.alignment)
-        owner = Owner(number)
+        owner = Owner(number, self)
         return Tensor(self.bases[number], given.shape, given.dtype, given.device, owner, given.strides)
 
     def memory(self, shape: tuple[int, ...], dtype: DType, device: Any) -> Tensor:
@@ -259,5 +258,6 @@ def record(
     made = Result(result, inputs, wholes, recorder.slots)
     released = frozenset(i for i, t in enumerate(inputs) if t.owner is None)
     interpreted = recorder.begins, recorder.ends
-    places = laid_out(recorder.slots, recorder.steps, interpreted, made.slots, released, rt.alignment)
+    alignment = rt.alignment if rt.device.kind == "cuda" else 1
+    places = laid_out(recorder.slots, recorder.steps, interpreted, made.slots, released, alignment)
     return Tape(what, *places, made, tuple(on.plans.found.values()))
