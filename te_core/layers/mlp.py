@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
 
+from te_core import dtypes
 from te_core.arguments import explained
 from te_core.dtypes import DType
 from te_core.layers.communicator import Communicator
@@ -239,7 +240,7 @@ def backward(
         db1 = fc1.bias_gradient(rt, w1)
         dh = _activation_gradient(rt, da, saved, spec, fc1, db1)
         if release:
-            _let_go(saved.h, None if saved.w2q is w2 else saved.w2q)  # a plain weight is the caller's
+            _let_go(saved.h, _made_by_forward(saved.w2q))
     if spec.fc2.needs.weight and not early:
         dw2 = _fc2_weight_gradient(rt, (dy2, g), saved, fc2, db2_left, release)
     del g
@@ -289,6 +290,11 @@ def _frees_more(a: Tensor | None, w2: tuple[int, ...], dtype: DType, sink: Sink 
     peaks at the activation's gradient."""
     made = dtype.nbytes(prod(w2)) if sink is None or sink.main is None else 0
     return a is not None and a.nbytes > made and (sink is None or sink.queue is None)
+
+
+def _made_by_forward(w: Tensor | None) -> Tensor | None:
+    """A saved weight that forward quantized: bytes. A plain one is the caller's own."""
+    return w if w is not None and w.dtype is dtypes.uint8 else None
 
 
 def _let_go(*tensors: Tensor | None) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from copy import copy
-from itertools import product
 from typing import Any, NamedTuple
 
 from te_core import dtypes
@@ -42,21 +41,20 @@ def laid_out(
     released: frozenset[int],
     alignment: int,
 ) -> Places:
-    """The steps with takes and drops. `interpreted`: before which steps the layer took memory, and let go of it and of
-    what its caller gives up."""
+    """The steps with takes and drops. `interpreted`: before which steps the layer took and let go of memory."""
     lives, uses = _lives(slots, steps, kept)
     end = len(steps)
     begins, ends = interpreted
     before = {i: (begins[i], end + 1 if i in kept else ends.get(i, end)) for i in begins}
     size = {i: slots[i].nbytes for i in (*before, *released)}
-    given_up = _given_up(released, uses, kept)
-    given = {i: ((0, last), (0, ends.get(i, end))) for i, last in given_up.items()}
+    given_up = {i: (0, uses[i][1] if i in uses else 0) for i in released}
     places, block = _shared(lives, size, kept, _SMALL, _BLOCK)
     if block:
-        together, sizes = _together(lives, places, len(slots)), {**size, len(slots): block}
-        if _never_above(together, before, given, sizes):
+        together = _together(lives, places, len(slots))
+        limit = _peak(before | {i: (0, ends.get(i, end)) for i in released}, size)
+        if _peak(together | given_up, {**size, len(slots): block}) <= limit:
             slots, steps = _moved(slots, steps, places, block)
-            lives, size = together, sizes
+            lives, size = together, {**size, len(slots) - 1: block}
     return Places(list(slots), _with_memory(slots, steps, lives, kept, given_up, alignment), _peak(lives, size))
 
 
@@ -71,7 +69,7 @@ def in_one_block(tape: Tape, alignment: int = _STEP) -> Tape:
     slots, steps = _moved(tape.slots, steps, places, block)
     if places:
         lives, size = _together(lives, places, len(slots) - 1), {**size, len(slots) - 1: block}
-    given_up = _given_up(tape.released, uses, kept)
+    given_up = {i: (0, uses[i][1] if i in uses else 0) for i in tape.released}
     final = _with_memory(slots, steps, lives, kept, given_up, alignment)
     return Tape(tape.what, slots, final, _peak(lives, size), tape.result, tape.keeps)
 
@@ -92,27 +90,6 @@ def _lives(slots: Sequence[Slot], steps: Sequence[Step], kept: Collection[int]) 
     return lives, uses
 
 
-def _given_up(released: Collection[int], uses: Lives, kept: Collection[int]) -> dict[int, int]:
-    """Of inputs that the caller gives up: behind which step they go. Not those that the result is over."""
-    return {i: uses[i][1] if i in uses else 0 for i in sorted(released) if i not in kept}
-
-
-def _never_above(
-    lives: Lives, before: Lives, given: dict[int, tuple[tuple[int, int], tuple[int, int]]], size: dict[int, int]
-) -> bool:
-    """Whether these lives take no more bytes at the peak than those before.
-
-    Of `given`, what the caller gives up (when it goes now, and when before), anything may live on elsewhere, as a
-    weight does that backward reads plain: it must hold whatever does.
-    """
-    for chosen in product((False, True), repeat=len(given)):
-        goes = [(i, now, then) for (i, (now, then)), one in zip(given.items(), chosen, strict=True) if one]
-        now, then = {i: n for i, n, _ in goes}, {i: t for i, _, t in goes}
-        if _peak({**lives, **now}, size) > _peak({**before, **then}, size):
-            return False
-    return True
-
-
 def _together(lives: Lives, places: dict[int, int], block: int) -> Lives:
     """The lives where those in the block are one."""
     alone = {i: life for i, life in lives.items() if i not in places}
@@ -120,22 +97,17 @@ def _together(lives: Lives, places: dict[int, int], block: int) -> Lives:
 
 
 def _with_memory(
-    slots: Sequence[Slot],
-    steps: Sequence[Step],
-    lives: Lives,
-    kept: Collection[int],
-    given_up: dict[int, int],
-    alignment: int,
+    slots: Sequence[Slot], steps: Sequence[Step], lives: Lives, kept: Collection[int], given_up: Lives, alignment: int
 ) -> list[Any]:
     """The steps, with takes before and drops behind them."""
     end = len(steps)
-    final: list[Any] = [Drop(s, True) for s, last in given_up.items() if last == 0]
+    final: list[Any] = [Drop(s, True) for s, (_, last) in given_up.items() if not last]
     for i in range(end + 1):
         final += [Take(s, slots[s].shape, slots[s].dtype, alignment) for s, life in lives.items() if life[0] == i]
         if i < end:
             final.append(steps[i])
             final += [Drop(s, False) for s, life in lives.items() if life[1] == i + 1 and s not in kept]
-            final += [Drop(s, True) for s, last in given_up.items() if last == i + 1]
+            final += [Drop(s, True) for s, (_, last) in given_up.items() if last == i + 1]
     return final
 
 

@@ -43,14 +43,14 @@ class Owner:
 class Recorder:
     """What a recording has found so far."""
 
-    def __init__(self, rt: Runtime, alignment: int) -> None:
-        self.alignment = alignment  # of the inputs
+    def __init__(self, rt: Runtime, alignment: int | Sequence[int]) -> None:
+        self.alignment = alignment  # of all inputs, or of each
         self.promise = rt.alignment if rt.device.kind == "cuda" else 256
         self.slots: list[Slot] = []
         self.bases: list[int] = []
         self.steps: list[Step] = []
         self.begins: dict[int, int] = {}  # memory, by slot: the step before which the layer took it,
-        self.ends: dict[int, int] = {}  # and that before which the layer let go of it, or of an input
+        self.ends: dict[int, int] = {}  # and that before which the layer let go of it; also of what it was given
         self._scratch: dict[str, int] = {}
 
     def _slot(self, kind: str, name: str, like: tuple[tuple[int, ...], DType, int], alignment: int, *more: bool) -> int:
@@ -61,7 +61,9 @@ class Recorder:
 
     def input(self, name: str, given: Tensor) -> Tensor:
         """A symbolic tensor in the place of one that the caller brings."""
-        number = self._slot("input", name, (given.shape, given.dtype, given.nbytes), self.alignment)
+        each = self.alignment
+        alignment = each if isinstance(each, int) else each[len(self.bases)]
+        number = self._slot("input", name, (given.shape, given.dtype, given.nbytes), alignment)
         owner = Owner(number, self)
         return Tensor(self.bases[number], given.shape, given.dtype, given.device, owner, given.strides)
 
@@ -231,9 +233,13 @@ class RecordingRuntime(Runtime):
 
 
 def record(
-    rt: Runtime, what: str, function: Callable[..., Any], call: tuple[tuple[Any, ...], dict[str, Any]], alignment: int
+    rt: Runtime,
+    what: str,
+    function: Callable[..., Any],
+    call: tuple[tuple[Any, ...], dict[str, Any]],
+    alignment: int | Sequence[int],
 ) -> Tape:
-    """The tape of function(rt, *call[0], **call[1]), whose tensors all have this alignment.
+    """The tape of function(rt, *call[0], **call[1]), whose tensors have this alignment: all, or each its own.
 
     Raises `NotRecordedError`, or what the function raises; then nothing has happened.
     """
@@ -258,6 +264,6 @@ def record(
     made = Result(result, inputs, wholes, recorder.slots)
     released = frozenset(i for i, t in enumerate(inputs) if t.owner is None)
     interpreted = recorder.begins, recorder.ends
-    alignment = rt.alignment if rt.device.kind == "cuda" else 1
-    places = laid_out(recorder.slots, recorder.steps, interpreted, made.slots, released, alignment)
+    promised = rt.alignment if rt.device.kind == "cuda" else 1  # the host reads any address
+    places = laid_out(recorder.slots, recorder.steps, interpreted, made.slots, released, promised)
     return Tape(what, *places, made, tuple(on.plans.found.values()))

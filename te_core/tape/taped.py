@@ -1,8 +1,8 @@
 """A layer's function that is recorded for each key of its arguments, and replayed.
 
 The key has all that a recording depends on: shapes, dtypes, strides, which arguments are there, what quantized ones
-hold, the device, and the lowest alignment of all addresses. What cannot be recorded runs as it always has, and `COUNTS`
-says why.
+hold, the device, and how addresses are aligned. What cannot be recorded runs as it always has, and `COUNTS` says
+why.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ from te_core.tensor import META, Tensor
 #: When a call is recorded: when its key is met first, when it is met again, never.
 WHEN = ("first", "second", "never")
 _MOST_TAPES = 2048
+#: What every kernel and library is content with. Where all inputs have it, their lowest alignment stands for all.
+_ENOUGH = 16
 
 
 @dataclass
@@ -146,7 +148,9 @@ class Taped:
         if device.kind == "cuda":
             for t in tensors:
                 bits |= t.ptr
-        parts[4] = bits & -bits
+        parts[4] = lowest = bits & -bits
+        if lowest < _ENOUGH:  # what does not read the crooked tensor is planned as if it were not there
+            parts[4] = tuple([(t.ptr | _ENOUGH) & -(t.ptr | _ENOUGH) for t in tensors])
         return tuple(parts)
 
     def _first(
@@ -160,11 +164,11 @@ class Taped:
             return None, found.reason
         try:
             tape = record(rt, self.name, partial(self.function, spec=self.spec), (arguments, options), key[4])
-        except NotRecordedError as error:
-            _tapes.put(key, _Seen(str(error)))
-            return None, str(error)
         except Exception as error:  # if it is the call that is wrong, the function itself will say so
-            return None, f"{FAILED}: {error!r}"
+            known = isinstance(error, NotRecordedError)
+            reason = str(error) if known else f"{FAILED}: {error!r}"
+            _tapes.put(key, _Seen(reason))
+            return None, reason
         COUNTS.recorded += 1
         return _tapes.put(key, tape), ""
 

@@ -37,6 +37,8 @@ class _Block:
 class PoolAllocator:
     """Memory from a pool of the driver, allocated and freed in stream order (no synchronisation)."""
 
+    alignment = 256  # of all that the driver allocates
+
     def __init__(self, device: Device) -> None:
         self._device = device
         self._driver = libraries.driver()
