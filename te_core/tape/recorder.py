@@ -270,5 +270,6 @@ def record(
     made = Result(result, inputs, wholes, recorder.slots)
     released = frozenset(i for i, t in enumerate(inputs) if t.owner is None)
     interpreted = recorder.begins, recorder.ends
-    places = laid_out(recorder.slots, recorder.steps, interpreted, made.slots, released, rt.alignment)
+    promised = rt.alignment if rt.device.kind == "cuda" else 1  # the host reads any address
+    places = laid_out(recorder.slots, recorder.steps, interpreted, made.slots, released, promised)
     return Tape(what, *places, made, tuple(on.plans.found.values()))
