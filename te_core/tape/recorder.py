@@ -247,8 +247,8 @@ def record(
     arguments, options = call
     inputs: list[Tensor] = []
     wholes: list[Any] = []
-    parameters = [*signature(function).parameters][1 : 1 + len(arguments)]
-    names = names_of(dict(zip(parameters, arguments, strict=True)) | options)
+    bound = signature(function).bind_partial(rt, *arguments).arguments  # (a tuple, of those that have one name)
+    names = names_of(dict([*bound.items()][1:]) | options)
 
     def symbolic(t: Tensor) -> Tensor:
         inputs.append(recorder.input(next(names), t))
