@@ -8,7 +8,7 @@ the backend.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from inspect import Parameter, signature
+from inspect import signature
 from typing import Any
 
 from te_core import dtypes, symbols
@@ -232,13 +232,6 @@ class RecordingRuntime(Runtime):
     side = wait = record = fresh = apart = tensor = numpy = _not_here
 
 
-def _named(function: Callable[..., Any], arguments: tuple[Any, ...]) -> dict[str, Any]:
-    """A function's arguments behind the runtime, by name; those that it takes without one by their number."""
-    kinds = signature(function).parameters.values()
-    known = [p.name for p in kinds if p.kind is Parameter.POSITIONAL_OR_KEYWORD][1:]
-    return {known[i] if i < len(known) else str(i): value for i, value in enumerate(arguments)}
-
-
 def record(
     rt: Runtime,
     what: str,
@@ -254,7 +247,8 @@ def record(
     arguments, options = call
     inputs: list[Tensor] = []
     wholes: list[Any] = []
-    names = names_of(_named(function, arguments) | options)
+    bound = signature(function).bind_partial(rt, *arguments).arguments  # (a tuple, of those that have one name)
+    names = names_of(dict([*bound.items()][1:]) | options)
 
     def symbolic(t: Tensor) -> Tensor:
         inputs.append(recorder.input(next(names), t))
@@ -270,5 +264,6 @@ def record(
     made = Result(result, inputs, wholes, recorder.slots)
     released = frozenset(i for i, t in enumerate(inputs) if t.owner is None)
     interpreted = recorder.begins, recorder.ends
-    places = laid_out(recorder.slots, recorder.steps, interpreted, made.slots, released, rt.alignment)
+    promised = rt.alignment if rt.device.kind == "cuda" else 1  # the host reads any address
+    places = laid_out(recorder.slots, recorder.steps, interpreted, made.slots, released, promised)
     return Tape(what, *places, made, tuple(on.plans.found.values()))
