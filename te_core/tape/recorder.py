@@ -247,8 +247,7 @@ def record(
     arguments, options = call
     inputs: list[Tensor] = []
     wholes: list[Any] = []
-    parameters = [*signature(function).parameters][1 : 1 + len(arguments)]
-    names = names_of(dict(zip(parameters, arguments, strict=True)) | options)
+    names = names_of(dict(zip(_parameters(function, len(arguments)), arguments, strict=True)) | options)
 
     def symbolic(t: Tensor) -> Tensor:
         inputs.append(recorder.input(next(names), t))
@@ -267,3 +266,9 @@ def record(
     promised = rt.alignment if rt.device.kind == "cuda" else 1  # the host reads any address
     places = laid_out(recorder.slots, recorder.steps, interpreted, made.slots, released, promised)
     return Tape(what, *places, made, tuple(on.plans.found.values()))
+
+
+def _parameters(function: Callable[..., Any], count: int) -> list[str]:
+    """What a layer's function calls so many arguments behind the runtime; those that it has no names for by number."""
+    known = [p.name for p in signature(function).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD][1:]
+    return [known[i] if i < len(known) else str(i) for i in range(count)]
