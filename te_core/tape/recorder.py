@@ -45,7 +45,7 @@ class Recorder:
 
     def __init__(self, rt: Runtime, alignment: int | Sequence[int]) -> None:
         self.alignment = alignment  # of all inputs, or of each
-        self.promise = rt.alignment if rt.device.kind == "cuda" else 256
+        self.promise = min(rt.alignment, 256) if rt.device.kind == "cuda" else 256
         self.slots: list[Slot] = []
         self.bases: list[int] = []
         self.steps: list[Step] = []
@@ -247,7 +247,8 @@ def record(
     arguments, options = call
     inputs: list[Tensor] = []
     wholes: list[Any] = []
-    names = names_of(dict(zip(_parameters(function, len(arguments)), arguments, strict=True)) | options)
+    bound = signature(function).bind_partial(rt, *arguments).arguments  # (a tuple, of those that have one name)
+    names = names_of(dict([*bound.items()][1:]) | options)
 
     def symbolic(t: Tensor) -> Tensor:
         inputs.append(recorder.input(next(names), t))
@@ -266,9 +267,3 @@ def record(
     promised = rt.alignment if rt.device.kind == "cuda" else 1  # the host reads any address
     places = laid_out(recorder.slots, recorder.steps, interpreted, made.slots, released, promised)
     return Tape(what, *places, made, tuple(on.plans.found.values()))
-
-
-def _parameters(function: Callable[..., Any], count: int) -> list[str]:
-    """What a layer's function calls so many arguments behind the runtime; those that it has no names for by number."""
-    known = [p.name for p in signature(function).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD][1:]
-    return [known[i] if i < len(known) else str(i) for i in range(count)]
