@@ -221,9 +221,12 @@ def dense(rt: Runtime, x: Value, dtype: DType) -> Tensor:
 
 
 def drop_rows(uses: Uses) -> None:
-    """Free the rowwise copy of a gradient once dgrad has read it: backward is where memory peaks."""
+    """Free the rowwise copy of a gradient once dgrad has read it: backward is where memory peaks.
+
+    Without a cast it came quantized, and is the caller's.
+    """
     q = uses.columns
-    if isinstance(q, QuantizedTensor) and q.columnwise is not None:
+    if uses.cast is not None and isinstance(q, QuantizedTensor) and q.columnwise is not None:
         q.rowwise = q.rowwise_scale = q.rowwise_amax = q.rowwise_swizzled = None
 
 

@@ -45,7 +45,7 @@ class Recorder:
 
     def __init__(self, rt: Runtime, alignment: int | Sequence[int]) -> None:
         self.alignment = alignment  # of all inputs, or of each
-        self.promise = rt.alignment if rt.device.kind == "cuda" else 256
+        self.promise = min(rt.alignment, 256) if rt.device.kind == "cuda" else 256
         self.slots: list[Slot] = []
         self.bases: list[int] = []
         self.steps: list[Step] = []
@@ -264,5 +264,6 @@ def record(
     made = Result(result, inputs, wholes, recorder.slots)
     released = frozenset(i for i, t in enumerate(inputs) if t.owner is None)
     interpreted = recorder.begins, recorder.ends
-    places = laid_out(recorder.slots, recorder.steps, interpreted, made.slots, released, rt.alignment)
+    promised = rt.alignment if rt.device.kind == "cuda" else 1  # the host reads any address
+    places = laid_out(recorder.slots, recorder.steps, interpreted, made.slots, released, promised)
     return Tape(what, *places, made, tuple(on.plans.found.values()))

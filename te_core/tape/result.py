@@ -10,7 +10,7 @@ from te_core.dtypes import DType
 from te_core.quantized import QuantizedTensor
 from te_core.symbols import slot_of
 from te_core.tape.tape import Slot
-from te_core.tape.walk import PIECES, NotRecordedError
+from te_core.tape.walk import ADDED, PIECES, NotRecordedError
 from te_core.tensor import Device, Tensor
 
 #: What a tensor is made of: slot, offset, shape, dtype, device, strides; and of a piece the number of its block.
@@ -23,10 +23,11 @@ _PLAIN = frozenset((bool, int, float, str))
 class Result:
     """A result as a list of tensors to make, and the structure that they stand in.
 
-    Inputs stand in it as themselves. An object that stands in several places is one object again.
+    Inputs stand in it as themselves. An object that stands in several places is one object again. What the layer added
+    to a quantized tensor of the caller's is added to it again.
     """
 
-    __slots__ = ("_bases", "_build", "_inputs", "_leaves", "_places", "_slots", "_wholes", "slots")
+    __slots__ = ("_added", "_bases", "_build", "_inputs", "_leaves", "_places", "_slots", "_wholes", "slots")
 
     def __init__(self, value: Any, inputs: Sequence[Tensor], wholes: Sequence[Any], recorded: Sequence[Slot]) -> None:
         self.slots: set[int] = set()  # whose memory is in it
@@ -38,6 +39,12 @@ class Result:
         self._places: dict[int, int] = {}  # of what was met, by id
         found = self._of(value)
         self._build: _Build = (lambda made: made[found]) if isinstance(found, int) else found
+        self._added = [
+            (i, name, self._leaf(t))
+            for i, q in enumerate(wholes)
+            for name in ADDED
+            if (t := getattr(q, name, None)) is not None and id(t) not in self._inputs
+        ]
         del self._inputs, self._wholes, self._places, self._slots, self._bases  # of the recording, which is over
 
     def __call__(self, at: list[int], held: list[Any]) -> Any:
@@ -53,6 +60,8 @@ class Result:
                 made.append(Tensor(at[slot] + offset, shape, dtype, device, block, strides))
             else:
                 made.append(leaf(wholes, made))  # type: ignore[operator]
+        for i, name, number in self._added:
+            setattr(wholes[i], name, made[number])
         return self._build(made)
 
     def _of(self, value: Any) -> int | _Build:

@@ -27,8 +27,8 @@ from te_core.tensor import META, Tensor
 #: When a call is recorded: when its key is met first, when it is met again, never.
 WHEN = ("first", "second", "never")
 _MOST_TAPES = 2048
-#: What every kernel and library is content with. Where all inputs have it, their lowest alignment stands for all.
-_ENOUGH = 16
+#: As far as plans look at the alignment of an address.
+_ALIGNED = 256
 
 
 @dataclass
@@ -145,13 +145,12 @@ class Taped:
                 parts.append(None if value is None else facts(value, tensors, wholes, device))
         for name, value in options.items():
             parts += (name, None if value is None else facts(value, tensors, wholes, device))
-        bits = 256
+        bits = parts[4] = _ALIGNED
         if device.kind == "cuda":
             for t in tensors:
                 bits |= t.ptr
-        parts[4] = lowest = bits & -bits
-        if lowest < _ENOUGH:  # what does not read the crooked tensor is planned as if it were not there
-            parts[4] = tuple([(t.ptr | _ENOUGH) & -(t.ptr | _ENOUGH) for t in tensors])
+        if bits & (_ALIGNED - 1):  # what does not read the crooked ones is planned as if they were not there
+            parts[4] = tuple([(t.ptr | _ALIGNED) & -(t.ptr | _ALIGNED) for t in tensors])
         return tuple(parts)
 
     def _first(

@@ -29,6 +29,8 @@ PIECES = (
     "columnwise_swizzled",
     "block",
 )
+#: Those of them that a product adds: scales in its own order, made once for a tensor.
+ADDED = ("rowwise_swizzled", "columnwise_swizzled")
 STATE = ("forward_scale", "forward_amax", "backward_scale", "backward_amax", "forward_nonfinite", "backward_nonfinite")
 _OF_CAST = ("scale", "amax", "rng", "nonfinite", "maxima")
 _PLAIN = frozenset((bool, int, float, str, type(None)))
@@ -77,11 +79,6 @@ def _facts_of_scales(scales: Scales, found: list[Tensor], device: Any) -> Any:
 
 
 def _facts_of_quantized(q: QuantizedTensor, found: list[Tensor], wholes: list[Any], device: Any) -> Any:
-    if q.format.scaling in ("mxfp8", "nvfp4") and device.kind == "cuda" and q.owner is not None:
-        # A product brings the scales of a lasting tensor into its order once; the tensor then keeps them.
-        for copy_, ordered in ((q.rowwise, q.rowwise_swizzled), (q.columnwise, q.columnwise_swizzled)):
-            if copy_ is not None and ordered is None:
-                raise NotRecordedError("scales that are not in the order of products yet")
     wholes.append(q)
     pieces = [facts(getattr(q, name), found, wholes, device) for name in PIECES]
     return q.format, q.shape, q.owner is None, *pieces
