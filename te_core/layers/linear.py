@@ -225,29 +225,31 @@ class Product(NamedTuple):
         found = uses.columns if precision is None or precision.backward is None else kept(high, uses, precision)
         return saved(found, self.spec.needs.weight)
 
-    def input_cast(self, rows: int = 0) -> tuple[Cast | None, bool]:
-        """(how what computes x, of so many rows, quantizes it on its way, if it can, whether x is read plain, too)."""
-        spec, precision, parallel = self.spec, self.spec.precision, self.parallel
+    def input_cast(self, source: Tensor | None = None) -> tuple[Cast | None, bool]:
+        """(how what computes x quantizes it on its way, if it can, whether x is read plain, too). Of a spread weight
+        `source` is that of which a norm makes x."""
+        spec, precision = self.spec, self.spec.precision
         plain = spec.inspect is not None or (precision is not None and precision.backward == "high_precision")
         if precision is None or precision.input is None or not is_plain_rule(precision.input):
             return None, plain
         if not spec.plain.isdisjoint(INPUT_POINTS):
             return None, True
         columnwise = spec.needs.weight and precision.backward is None
-        if parallel is not None and parallel.gathered == "input":
-            cast, too = parallel.input_cast(precision.input, self.forward_cast, rows, columnwise)
+        if self.parallel is not None and self.parallel.gathered == "input":
+            rows = source.matrix().shape[0]  # type: ignore[union-attr]
+            cast, too = self.parallel.input_cast(precision.input, self.forward_cast, rows, columnwise)
             return cast, plain or too
         return forward_cast(precision.input, *self[1:3], INPUT, rowwise=True, columnwise=columnwise), plain
 
     def computed_input(self, rt: Runtime, x: Tensor | None, q: QuantizedTensor | None, cast: Cast | None) -> Made:
         """x of what computed it, which quantized it by `cast` or leaves that to this."""
-        parallel = self.parallel
-        if q is not None:
-            high: Value = q if x is None else x
-            spread = parallel is not None and parallel.gathered == "input"
-            return high, parallel.uses(high, q, cast) if spread else Uses(q, q, cast)  # type: ignore[union-attr]
-        assert x is not None
-        return x, input_operand(rt, x, self)
+        high: Value | None = q if x is None else x
+        assert high is not None
+        if q is None:
+            return high, input_operand(rt, high, self)
+        if self.parallel is not None and self.parallel.gathered == "input":
+            return high, self.parallel.uses(high, q, cast)
+        return high, Uses(q, q, cast)
 
     def forward_cast(self, rule: Operand, rowwise: bool, columnwise: bool) -> Cast:
         """How x is quantized."""
@@ -422,8 +424,10 @@ def products(
 ) -> list[Product]:
     """The products of a layer's weights, numbered in this order in its scaling state."""
     none = (None,) * len(specs)
-    spreads = none if comm is None else [spread(spec, comm, scales, i) for i, spec in enumerate(specs)]
-    return list(map(Product, specs, repeat(scales), count(), inspectors or none, sinks or none, spreads))
+    made = map(Product, specs, repeat(scales), count(), inspectors or none, sinks or none)
+    if comm is None:
+        return list(made)
+    return [product._replace(parallel=spread(product.spec, comm, scales, i)) for i, product in enumerate(made)]
 
 
 def spread(spec: LinearSpec, comm: Communicator, scales: Scales | None, gemm: int) -> Spread:
@@ -442,14 +446,13 @@ def input_operand(rt: Runtime, x: Value, product: Product) -> Uses:
         plain = dense(rt, x, spec.dtype)
         return Uses(plain, plain, None)
     alone = precision.backward is None  # else backward reads what this call has made
-    parallel = product.parallel
-    if parallel is not None and parallel.gathered == "input":
+    if product.parallel is not None and product.parallel.gathered == "input":
         rule, part = precision.input, dense(rt, x, spec.dtype)
         if rule is not None and rule.scaling != "calibrate":
             wanted = True, alone and spec.needs.weight and not spec.again
             if spec.plain:
                 wanted = watched.still_quantized(spec.plain, "activation", *wanted)
-            return parallel.quantized(rt, part, rule, product.forward_cast, wanted)
+            return product.parallel.quantized(rt, part, rule, product.forward_cast, wanted)
         return quantize_forward(rt, part, rule, product[1:3], INPUT, rowwise=True, columnwise=False)
     value = as_asked(rt, x, precision.input, spec.dtype) if alone else dense(rt, x, spec.dtype)
     columnwise = alone and spec.needs.weight and not (spec.again and isinstance(x, Tensor))
@@ -543,8 +546,7 @@ def _gradient_operand(
             ops.column_sum(rt, plain, db)
             db = None
         return Uses(plain, plain, None), db
-    parallel = product.parallel
-    if parallel is not None and parallel.gathered == "grad" and precision.grad.scaling != "calibrate":
+    if product.parallel is not None and product.parallel.gathered == "grad" and precision.grad.scaling != "calibrate":
 
         def cast_of(rule: Operand, rowwise: bool, columnwise: bool) -> Cast:
             return backward_cast(rule, *product[1:3], rowwise=rowwise, columnwise=columnwise, rng=rng)
@@ -552,7 +554,7 @@ def _gradient_operand(
         part, wanted = dense(rt, dy, spec.dtype), (needs.input, needs.weight)
         if spec.plain:
             wanted = watched.still_quantized(spec.plain, "gradient", *wanted)
-        return parallel.quantized(rt, part, precision.grad, cast_of, wanted, db), None
+        return product.parallel.quantized(rt, part, precision.grad, cast_of, wanted, db), None
     value = as_asked(rt, dy, precision.grad, spec.dtype)
     # A wgrad that stays plain sums the columns as that of a layer without a precision does.
     left = db if needs.weight and spec.plain >= WGRAD_POINTS and not _queued(product) else None

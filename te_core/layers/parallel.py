@@ -384,10 +384,14 @@ def _plain_in(block: Tensor, shape: Sequence[int], dtype: DType) -> Tensor:
 
 def meet(rt: Runtime, comm: Communicator, what: str, specs: Sequence[Any], *shapes: Sequence[int]) -> None:
     """At the first call on this communicator, see that all ranks run the same: a layer (`what` it is, in words), its
-    linears, the shapes of its input and weights."""
+    linears, the shapes of its input and weights. What they have agreed on before they do not compare again: a rank that
+    alone has made its call anew would wait for the others."""
     if not comm.met:
         sizes = " x ".join(str(tuple(shape)) for shape in shapes)
-        comm.agree(rt, "tensor parallelism", f"{what} {sizes}, {' and '.join(map(_told, specs))}")
+        text = f"{what} {sizes}, {' and '.join(map(_told, specs))}"
+        if text not in comm.agreed:
+            comm.agree(rt, "tensor parallelism", text)
+            comm.agreed.add(text)
         comm.met = True
 
 
@@ -400,7 +404,7 @@ def _told(spec: Any) -> str:
     if precision is not None:
         words += [f"{role} {_told_rule(getattr(precision, role))}" for role in ("input", "grad")]
         words += [f"backward {precision.backward}"] if precision.backward else []
-    if spec.inspect is not None:
+    if spec.inspect is not None and split.sequence:
         words += ["inspected", *(f"{tensor} of {gemm} left plain" for gemm, tensor in sorted(spec.plain))]
     words += ["original input"] if spec.again else []
     return ", ".join([*words, split.symmetric] if split.symmetric else words)

@@ -257,6 +257,28 @@ def test_moves_between_ranks() -> None:
     assert first == ([0, 1, 10, 11], [10, 11, 12, 13]) and second == ([2, 3, 12, 13], [0, 1, 2, 3])
 
 
+@pytest.mark.parametrize("recipe", [None, *EXACT, "nvfp4"])
+@pytest.mark.parametrize("mode", ["column", "row"])
+def test_the_host_moves_no_numbers(mode: str, recipe: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once the ranks have met: inside a CUDA graph's capture nothing may be read from the device."""
+    case, ranks = Case(mode, True, 2, recipe), InProcessRanks(2)
+    comms = [ranks.of(rank) for rank in range(2)]
+    shapes = ((128, 256), (64, 256), (256, 64)) if mode == "column" else ((256, 128), (128, 128), (128, 128))
+    tensors = [[RT.tensor(integers(i + rank, *shape)) for i, shape in enumerate(shapes)] for rank in range(2)]
+    rng, options = RT.tensor([1, 2], dtypes.int64), {"spec": case.spec, "scales": scales(RT, 1)}
+
+    def step(comm: InProcessCommunicator) -> int:
+        (x, w, dy), own = tensors[comm.rank], comms[comm.rank]
+        (y,), saved = linear.forward(RT, x, w, RT.zeros((w.shape[0],), FP32), rng, comm=own, **options)
+        linear.backward(RT, dy, saved, comm=own, **options)
+        return y.size
+
+    ranks.run(step)
+    for moved in ("copy_to_host", "copy_from_host"):
+        monkeypatch.setattr(RT.backend, moved, lambda *_: pytest.fail("numbers came to the host, or from there"))
+    assert ranks.run(step) == [256 * 64 if mode == "column" else 128 * 128] * 2
+
+
 @pytest.mark.parametrize("mode", ["column", "row"])
 def test_weight_gradients_that_wait(mode: str) -> None:
     """Into memory of the caller's, or computed later."""
