@@ -27,10 +27,10 @@ from te_core.layers.linear import (
     Sink,
     gradient_dtype,
     gradient_operand,
-    gradient_part,
     products,
     quantized_gradient,
     shown,
+    sums_of_part,
     weight_operand,
 )
 from te_core.layers.norm import NormKept, NormSpec, norm_gradients, normalized
@@ -226,7 +226,7 @@ def backward(
     left_db = db2 = fc2.bias_gradient(rt, w2)
     if comm is not None:
         (m,) = fc2.parallel.leading("dgrad", (m,))  # type: ignore[union-attr]
-        dy2, left_db = gradient_part(rt, dy2, fc2, db2, saved.rng)
+        left_db = sums_of_part(rt, dy2, fc2, db2, saved.rng)
     g, db2_left = gradient_operand(rt, dy2, fc2, left_db, saved.rng)
     if comm is not None:
         fc2.begin(rt, g, saved.a, dy2.shape[0], w2)

@@ -55,6 +55,7 @@ class Counts:
 
 #: A reason that begins so, of a call that went well, is a fault of ours: tests look for it.
 FAILED = "the recording failed"
+OFF = "tapes are off"
 COUNTS = Counts()
 _tapes = PlanCache(_MOST_TAPES)
 _numbers = itertools.count()
@@ -128,7 +129,7 @@ class Taped:
             except NotRecordedError as error:
                 reason = str(error)
         result = self.function(rt, *arguments, spec=self.spec, **options)
-        COUNTS.interpreted[reason or "tapes are off"] += 1  # not of a call that is refused
+        COUNTS.interpreted[reason or OFF] += 1  # not of a call that is refused
         if reason is not None and reason.startswith(FAILED):
             _tapes.put(key, _Seen(reason))  # it is not the call that is wrong: not tried again
         return result

@@ -23,6 +23,7 @@ from te_core.runtime import Runtime
 from tests.backends import runtimes
 from tests.core.face import scales
 from tests.recipes import RECIPES
+from tests.recipes import rule as recipe_of
 
 RT = Runtime.cpu()
 #: Formats that hold small integers exactly, so that a sum over parts is bit for bit the sum over all.
@@ -40,7 +41,7 @@ FP32 = dtypes.float32
 
 
 def precision_of(name: str | None) -> Precision | None:
-    return None if name is None else the_one(replace(resolve(RECIPES[name]), emulate=True))
+    return None if name is None else the_one(replace(resolve(recipe_of(name)), emulate=True))
 
 
 def integers(seed: int, *shape: int) -> Any:
@@ -54,8 +55,10 @@ def part(t: Any, dim: int | None, rank: int, size: int) -> Any:
 class Case:
     """A linear cut over ranks: which operands and results a rank has parts of, by dimension."""
 
-    def __init__(self, mode: str, sequence: bool, size: int, recipe: str | None, rows: int = 256) -> None:
-        self.mode, self.sequence, self.size, self.rows = mode, sequence, size, rows
+    def __init__(
+        self, mode: str, sequence: bool, size: int, recipe: str | None, rows: int = 256, values: Any = integers
+    ) -> None:
+        self.mode, self.sequence, self.size, self.rows, self.values = mode, sequence, size, rows, values
         column = mode == "column"
         self.w, self.b = (0, 0) if column else (1, None)
         self.x = (0 if sequence else None) if column else 1
@@ -63,15 +66,23 @@ class Case:
         split = Split(mode, size, sequence) if size > 1 else None
         self.spec = LinearSpec(FP32, precision_of(recipe), Needs(True, True, True), parallel=split)
 
-    def step(self, comm: InProcessCommunicator | None, n: int = 128, k: int = 256, sink: Sink | None = None) -> Any:
+    def step(
+        self,
+        comm: InProcessCommunicator | None,
+        n: int = 128,
+        k: int = 256,
+        sink: Sink | None = None,
+        inspector: Any = None,
+    ) -> Any:
         """y, dx, dw, db of this rank."""
         rank, size = (0, 1) if comm is None else (comm.rank, comm.size)
-        x, dy = integers(1, self.rows, k), integers(3, self.rows, n)
+        x, dy = self.values(1, self.rows, k), self.values(3, self.rows, n)
         for t in (x, dy):  # the first ranks' maximum is half of the others'
             t[: self.rows // 2] = np.sign(t[: self.rows // 2])
-        w, b = integers(2, n, k), integers(4, n)
+        w, b = self.values(2, n, k), self.values(4, n)
         cut = (lambda t, dim: part(t, dim, rank, size)) if comm is not None else (lambda t, dim: t)
-        options: dict[str, Any] = {"spec": self.spec, "scales": scales(RT, 1), "comm": comm}
+        spec = self.spec if inspector is None else replace(self.spec, inspect=inspector.request)
+        options: dict[str, Any] = {"spec": spec, "scales": scales(RT, 1), "comm": comm, "inspectors": (inspector,)}
         tensors = [RT.tensor(cut(t, dim)) for t, dim in ((x, self.x), (w, self.w), (b, self.b))]
         rng = RT.tensor([1, 2], dtypes.int64)
         (y,), saved = linear.forward(RT, *tensors, rng, **options)

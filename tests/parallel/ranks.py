@@ -264,8 +264,7 @@ def _in_a_group(rank: Rank, function: Callable[..., Any], args: Any, store: str,
     if rank.device == "cuda":
         torch.cuda.set_device(rank.number)
     meeting = dist.FileStore(store, rank.world)
-    meeting.set(f"here {rank.number}", "")  # a short timeout shall not count what another rank still imports
-    meeting.wait([f"here {i}" for i in range(rank.world)], timedelta(seconds=START))
+    _meet(meeting, rank, "here")  # a short timeout shall not count what another rank still imports
     dist.init_process_group(
         "nccl" if rank.device == "cuda" else "gloo",
         store=dist.PrefixStore("group", meeting),
@@ -274,6 +273,7 @@ def _in_a_group(rank: Rank, function: Callable[..., Any], args: Any, store: str,
         timeout=timedelta(seconds=START),  # connecting takes seconds where cores are shared: that is not what is tested
     )
     distributed_c10d._set_pg_timeout(timedelta(seconds=seconds))
+    _meet(meeting, rank, "connected")  # a rank that fails at once takes its group down: not while others still connect
     try:
         value = function(rank, *args)
         if dist.is_initialized():
@@ -285,3 +285,9 @@ def _in_a_group(rank: Rank, function: Callable[..., Any], args: Any, store: str,
     if dist.is_initialized():
         dist.destroy_process_group()
     return value
+
+
+def _meet(store: Any, rank: Rank, word: str) -> None:
+    """Wait until all ranks have come as far as this."""
+    store.set(f"{word} {rank.number}", "")
+    store.wait([f"{word} {i}" for i in range(rank.world)], timedelta(seconds=START))
