@@ -52,7 +52,7 @@ class Awaited:
 
 
 class _Handle:
-    """A collective on its way, in a recording."""
+    """A collective on its way, in a recording (`recorder`: the one of recorder.py)."""
 
     def __init__(self, recorder: Any, begun: Collective) -> None:
         self._recorder, self._begun = recorder, begun
