@@ -20,7 +20,7 @@ from te_core.layers import watched
 from te_core.layers.communicator import Communicator
 from te_core.layers.inspector import PLAIN, Inspector, Request, offer_result
 from te_core.layers.parallel import Split, Spread, meet
-from te_core.layers.watched import INPUT_POINTS, WGRAD_POINTS
+from te_core.layers.watched import INPUT_POINTS, WGRAD_POINTS, Made
 from te_core.ops import raw as ops
 from te_core.ops.gemm_quantized import Route
 from te_core.ops.quantize import dense_columns
@@ -182,9 +182,6 @@ def backward(
 
 
 # ------------------------------------------------------------------------------------------------- one weight
-
-#: An operand: the values that it was made of, and how the GEMMs read it.
-Made = tuple[Value, Uses]
 
 
 class Product(NamedTuple):

@@ -22,7 +22,6 @@ from te_core.layers.communicator import Communicator
 from te_core.layers.inspector import Inspector
 from te_core.layers.linear import (
     LinearSpec,
-    Made,
     Product,
     Sink,
     gradient_dtype,
@@ -37,6 +36,7 @@ from te_core.layers.norm import NormKept, NormSpec, norm_gradients, normalized
 from te_core.layers.norm_linear import comes_again, kept_scale, norm_again
 from te_core.layers.parallel import gathered_plain, meet, scattered
 from te_core.layers.residual import Stream, entered, left, returned, returned_gradients
+from te_core.layers.watched import Made
 from te_core.ops import raw as ops
 from te_core.ops.activation import Clamp
 from te_core.ops.norm import Branch

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Any
 
 from te_core.dtypes import DType
 from te_core.errors import UnsupportedError
@@ -21,8 +21,10 @@ from te_core.quantized import Cast, QuantizedTensor
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
 
-if TYPE_CHECKING:
-    from te_core.layers.linear import Made, Product
+#: An operand: the values that it was made of, and how the GEMMs read it.
+Made = tuple[Value, Uses]
+#: One weight in one call: the named tuple of te_core/layers/linear.py.
+Product = Any
 
 INPUT_POINTS = frozenset((("fprop", "activation"), ("wgrad", "activation")))
 WGRAD_POINTS = frozenset((("wgrad", "activation"), ("wgrad", "gradient")))
