@@ -105,7 +105,8 @@ def _read(
         return current
     if parallel is None or _GATHERED.get(parallel.gathered or "") != point[1]:
         return made
-    return parallel.put(rt, point[0], made)
+    put: Value = parallel.put(rt, point[0], made)
+    return put
 
 
 def shown_operands(rt: Runtime, product: Product, x: Made, w: Made) -> tuple[Value, Value]:
@@ -137,7 +138,8 @@ def _kept_operand(rt: Runtime, product: Product, tensor: str, operand: Made, kep
     if made is None:
         return kept
     if parallel is not None and tensor == "activation" and parallel.gathered == "input":
-        return parallel.kept(rt, made)
+        part: Value = parallel.kept(rt, made)
+        return part
     if made is kept or not isinstance(made, QuantizedTensor):
         return made
     rule = None
