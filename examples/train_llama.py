@@ -30,7 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import te_torch as te
-from examples.arguments import UserError, positive
+from examples.arguments import UserError, positive, writable
 from examples.ranks import ended, group_of_torchrun
 from examples.training import RECIPES
 
@@ -117,6 +117,8 @@ def train(given: argparse.Namespace, kind: str) -> None:
         raise UserError(
             "--save and --load without --tp: parts of a layer on several ranks have one name in a checkpoint"
         )
+    if given.save:
+        writable(given.save, option="--save")
     with te.quantized_model_init(recipe=recipe) if given.quantized else nullcontext():
         model = Llama(sizes, kind, tp)
     for part in (*model.layers, model):

@@ -65,6 +65,7 @@ ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.
 MISTAKES = [
     (("--tp", "2"), "1 ranks are no 2 (--tp) x 1 (--replicas) x shards"),
     (("--quantized", "--recipe", "none"), "--quantized needs a --recipe"),
+    (("--save", "/dev/null/there"), "--save /dev/null/there: Not a directory. Choose a folder that can be written"),
     (("--load", "nowhere"), "nowhere holds no distributed checkpoint: --load names the folder of a --save"),
 ]
 
