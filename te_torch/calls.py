@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from te_core.layers.linear import LinearSpec
-from te_core.tape.taped import Taped
+from te_core.tape.taped import Taped, Trial
 from te_torch.export.mode import exporting
 from te_torch.program_names import name_of_program
 from te_torch.program_specs import not_written, read, unknown, written
@@ -42,6 +42,7 @@ class Layer:
     copies: Callable[[Any], Sequence[Any]] = lambda saved: ()  # what of the saved was made of weights
     linears: Callable[[Any], tuple[LinearSpec, ...]] = lambda spec: ()  # the specs of its linears, one a weight
     plain: Callable[..., Any] | None = None  # its forward in torch's operators, for exporters (te_torch/export)
+    kin: Callable[[Any], Any] | None = None  # the spec without the sizes in it, if there are any
 
     def __post_init__(self) -> None:
         for name in ("forward", "backward"):  # modules have checked what they pass: it need not be explained
@@ -62,13 +63,18 @@ class Call:
 
     def __post_init__(self) -> None:
         for name in ("forward", "backward"):
-            taped = Taped(f"{self.layer.name} {name}", getattr(self.layer, name), self.spec)
+            what, kin, trial = f"{self.layer.name} {name}", self.layer.kin, None
+            if kin is not None:
+                trial = _trials.setdefault((what, kin(self.spec)), Trial())
+            taped = Taped(what, getattr(self.layer, name), self.spec, trial)
             object.__setattr__(self, name, taped)
 
 
 # Calls live as long as a module has them, those of compiled programs for good.
 _by_spec: weakref.WeakValueDictionary[Any, Call] = weakref.WeakValueDictionary()
 _of_programs: dict[str, Call] = {}
+#: Of calls that differ in sizes alone: whether it pays to record them.
+_trials: weakref.WeakValueDictionary[Any, Trial] = weakref.WeakValueDictionary()
 
 
 def register(

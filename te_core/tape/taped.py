@@ -27,6 +27,9 @@ from te_core.tensor import META, Tensor
 #: When a call is recorded: when its key is met first, when it is met again, never.
 WHEN = ("first", "second", "never")
 _MOST_TAPES = 2048
+#: A recording costs about two calls, a replay saves half of one. Once a function has so many tapes it gets another one
+#: only while each was replayed so often, on average: sizes that come again by chance would cost more than they save.
+_TRIED, _PAYS = 6, 3
 #: As far as plans look at the alignment of an address.
 _ALIGNED = 256
 
@@ -101,14 +104,29 @@ class _Seen:
 _ONCE = _Seen()
 
 
+class Trial:
+    """Whether it pays to record a function, or several whose specs differ in sizes alone."""
+
+    __slots__ = ("__weakref__", "made", "replayed")
+
+    def __init__(self) -> None:
+        self.made = self.replayed = 0  # how many tapes, and how often one of them was of use
+
+    @property
+    def failed(self) -> bool:
+        """Whether no further tape is to be made for now."""
+        return self.made >= _TRIED and self.replayed < _PAYS * self.made
+
+
 class Taped:
     """A function of a layer (its forward, or its backward) with its spec."""
 
-    __slots__ = ("_number", "_reason", "function", "name", "spec")
+    __slots__ = ("_number", "_reason", "_trial", "function", "name", "spec")
 
-    def __init__(self, name: str, function: Callable[..., Any], spec: Any) -> None:
+    def __init__(self, name: str, function: Callable[..., Any], spec: Any, trial: Trial | None = None) -> None:
         self.name, self.function, self.spec = name, function, spec
         self._number = next(_numbers)
+        self._trial = Trial() if trial is None else trial
         self._reason = never_recorded(spec)
 
     def __call__(self, rt: Runtime, *arguments: Any, **options: Any) -> Any:
@@ -124,6 +142,7 @@ class Taped:
                     found, reason = self._first(rt, key, found, arguments, options)
                 if found is not None:
                     COUNTS.replayed += 1
+                    self._trial.replayed += 1
                     del arguments, options  # a replay frees what its caller has given up
                     return found.replay(rt, tensors, wholes)
             except NotRecordedError as error:
@@ -159,11 +178,14 @@ class Taped:
         self, rt: Runtime, key: tuple[Any, ...], found: _Seen | None, arguments: Any, options: dict[str, Any]
     ) -> tuple[Tape | None, str]:
         """(a tape made now, or why there is none)."""
-        if found is None and when() == "second":
-            _tapes.put(key, _ONCE)
-            return None, "met for the first time"
         if found is not None and found.reason:
             return None, found.reason
+        if when() == "second":
+            if found is None:
+                _tapes.put(key, _ONCE)
+                return None, "met for the first time"
+            if self._trial.failed:
+                return None, "shapes of which few come again"
         try:
             tape = record(rt, self.name, partial(self.function, spec=self.spec), (arguments, options), key[4])
         except NotRecordedError as error:
@@ -172,6 +194,7 @@ class Taped:
         except Exception as error:  # if it is the call that is wrong, the function itself will say so
             return None, f"{FAILED}: {error!r}"
         COUNTS.recorded += 1
+        self._trial.made += 1
         return _tapes.put(key, tape), ""
 
 
