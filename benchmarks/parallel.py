@@ -30,6 +30,7 @@ import torch.distributed as dist
 import te_torch as te
 from benchmarks import harness
 from benchmarks.offload import Interval, share
+from examples.ranks import leave
 from te_core.recipe import DelayedScaling, Float8CurrentScaling, Recipe
 from te_torch.parallel import communicator
 
@@ -83,6 +84,7 @@ def _rank(number: int, kind: str, folder: str, results: Any) -> None:
         results.put(rows)
     dist.barrier()
     dist.destroy_process_group()
+    leave()
 
 
 def case(name: str, recipe: Recipe | None, kind: str) -> harness.Row:

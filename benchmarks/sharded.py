@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 import te_torch as te
 from benchmarks import harness
+from examples.ranks import leave
 from te_core.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Recipe
 
 RANKS = 2
@@ -186,6 +187,7 @@ def on_a_rank(rank: int, folder: str, kind: str, cases: list[Case]) -> None:
         Path(folder, "rows.json").write_text(json.dumps(rows))
     dist.barrier()
     dist.destroy_process_group()
+    leave()
 
 
 def measure(cases: tuple[Case, ...] = CASES) -> list[harness.Row]:

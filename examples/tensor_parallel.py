@@ -10,8 +10,8 @@ one model; groups read other tokens and hold the same model.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import te_torch as te
+from examples.arguments import UserError, positive
+from examples.ranks import ended, group_of_torchrun
 from te_core.recipe import DelayedScaling, Float8CurrentScaling, Recipe
 
 RECIPES: dict[str, Recipe | None] = {"none": None, "current": Float8CurrentScaling(), "delayed": DelayedScaling()}
@@ -92,35 +94,54 @@ def reduce_gradients(model: Model, tp: Any, dp: Any) -> None:
         p.grad.div_(dp.size())  # type: ignore[union-attr]
 
 
-def main() -> None:
-    """Train for some steps on numbers that count up."""
+def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The arguments."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tp", type=int, default=2, help="ranks of a tensor-parallel group")
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--hidden", type=int, default=64)
-    parser.add_argument("--heads", type=int, default=4)
+    parser.add_argument("--tp", type=positive, default=2, help="ranks of a tensor-parallel group (2)")
+    parser.add_argument("--steps", type=positive, default=20)
+    parser.add_argument("--layers", type=positive, default=2)
+    parser.add_argument("--hidden", type=positive, default=64)
+    parser.add_argument("--heads", type=positive, default=4)
     parser.add_argument("--recipe", choices=RECIPES, default="current")
-    options = parser.parse_args()
+    return parser.parse_args(arguments)
 
-    kind = "cuda" if torch.cuda.is_available() else "cpu"
-    if kind == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl" if kind == "cuda" else "gloo")
-    world = dist.get_world_size()
-    mesh = init_device_mesh(kind, (world // options.tp, options.tp), mesh_dim_names=("dp", "tp"))
+
+def check(given: argparse.Namespace, world: int) -> None:
+    """Whether ranks, heads and widths go into one another."""
+    if world % given.tp:
+        raise UserError(f"{world} ranks are no {given.tp} (--tp) x groups: start a multiple of --tp, or change it")
+    if SEQUENCE % given.tp:
+        raise UserError(f"--tp {given.tp} does not divide a sequence of {SEQUENCE} tokens: take a power of 2")
+    if given.heads % (2 * given.tp):
+        raise UserError(f"--heads {given.heads}: a multiple of {2 * given.tp}, twice --tp, has two heads a group")
+    if given.hidden % (2 * given.heads):
+        raise UserError(f"--hidden {given.hidden}: a multiple of {2 * given.heads}, twice --heads, has heads to rotate")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Train; each rank is one process of torchrun."""
+    given = parsed(arguments)
+    with group_of_torchrun("tensor_parallel.py") as kind:
+        check(given, dist.get_world_size())
+        train(given, kind)
+    return 0
+
+
+def train(given: argparse.Namespace, kind: str) -> None:
+    """Train for some steps on numbers that count up."""
+    mesh = init_device_mesh(kind, (dist.get_world_size() // given.tp, given.tp), mesh_dim_names=("dp", "tp"))
     tp, dp = mesh["tp"], mesh["dp"]
 
     # What is whole on every rank begins alike everywhere; parts of weights are drawn from streams of their own.
     torch.manual_seed(1 + tp.get_local_rank())
     device = torch.device(kind, torch.cuda.current_device() if kind == "cuda" else None)
-    model = Model(options.layers, options.hidden, options.heads, tp, device).to(torch.bfloat16)
+    model = Model(given.layers, given.hidden, given.heads, tp, device).to(torch.bfloat16)
     dist.broadcast(model.embedding.weight.data, dist.get_global_rank(tp.get_group(), 0), group=tp.get_group())
-    angles = te.RotaryPositionEmbedding(options.hidden // options.heads)(SEQUENCE).to(device)
+    angles = te.RotaryPositionEmbedding(given.hidden // given.heads)(SEQUENCE).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 
-    recipe = RECIPES[options.recipe]
-    for step in range(options.steps):
+    recipe = RECIPES[given.recipe]
+    for step in range(given.steps):
         generator = torch.Generator().manual_seed(1000 * step + dp.get_local_rank())
         start = torch.randint(VOCABULARY, (1, BATCH), generator=generator)
         tokens = ((start + torch.arange(SEQUENCE + 1)[:, None]) % VOCABULARY).to(device)
@@ -130,10 +151,9 @@ def main() -> None:
         reduce_gradients(model, tp, dp)
         optimizer.step()
         optimizer.zero_grad()
-        if dist.get_rank() == 0 and (step % 5 == 0 or step == options.steps - 1):
+        if dist.get_rank() == 0 and (step % 5 == 0 or step == given.steps - 1):
             print(f"step {step}: loss {loss.item():.3f}", flush=True)
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main()
+    ended(main)

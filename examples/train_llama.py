@@ -4,8 +4,8 @@
     torchrun --nproc-per-node 4 examples/train_llama.py --replicas 2       # a mesh of 2 x 2: shards, and copies of them
     torchrun --nproc-per-node 2 examples/train_llama.py --save folder      # and --load it on any number of ranks
 
-It learns random tokens by heart, so that its loss falls. Ranks are tp x (replicas x shards); `--tp` above 1 needs
-modules that take a tensor-parallel group. Without a GPU it runs on the CPU over gloo, in the sizes of a test.
+It learns random tokens by heart, so that its loss falls. Ranks are tp x (replicas x shards): those of a tensor-parallel
+group (`--tp`) share each layer. Without a GPU it runs on the CPU over gloo, in the sizes of a test.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import te_torch as te
-from examples.arguments import UserError, mistakes_end, positive
+from examples.arguments import UserError, positive
+from examples.ranks import ended, group_of_torchrun
 from examples.training import RECIPES
 
 #: By device: vocabulary, layers, hidden, ffn, heads, groups, batch and sequence of a rank.
@@ -44,7 +45,11 @@ class Llama(torch.nn.Module):
         super().__init__()
         vocabulary, layers, hidden, ffn, heads, groups, _, sequence = sizes
         options: dict[str, Any] = {"params_dtype": torch.bfloat16, "device": device}
+        torch.manual_seed(0)  # every rank makes the same weights, of which it keeps its shard
         self.embedding = torch.nn.Embedding(vocabulary, hidden, device=device, dtype=torch.bfloat16)
+        self.head = torch.nn.Linear(hidden, vocabulary, bias=False, device=device, dtype=torch.bfloat16)
+        if tp:  # parts of a layer are drawn each for itself
+            torch.manual_seed(1 + dist.get_rank(tp["tp_group"]))
         self.layers = torch.nn.ModuleList(
             te.TransformerLayer(
                 hidden, ffn, heads, num_gqa_groups=groups, layer_number=i + 1, normalization="RMSNorm", bias=False,
@@ -54,7 +59,6 @@ class Llama(torch.nn.Module):
             for i in range(layers)
         )  # fmt: skip
         self.norm = te.RMSNorm(hidden, dtype=torch.bfloat16, device=device)
-        self.head = torch.nn.Linear(hidden, vocabulary, bias=False, device=device, dtype=torch.bfloat16)
         self.register_buffer("rope", te.RotaryPositionEmbedding(hidden // heads)(sequence).to(device), persistent=False)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -96,15 +100,8 @@ def groups_of(given: argparse.Namespace, kind: str) -> tuple[DeviceMesh, dict[st
 def main(arguments: Sequence[str] | None = None) -> int:
     """Train; each rank is one process of torchrun."""
     given = parsed(arguments)
-    kind = "cuda" if torch.cuda.is_available() else "cpu"
-    if kind == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    dist.init_process_group("nccl" if kind == "cuda" else "gloo")
-    try:
-        with mistakes_end("train_llama.py"):
-            train(given, kind)
-    finally:
-        dist.destroy_process_group()
+    with group_of_torchrun("train_llama.py") as kind:
+        train(given, kind)
     return 0
 
 
@@ -114,7 +111,12 @@ def train(given: argparse.Namespace, kind: str) -> None:
     sizes, recipe = SIZES[kind], RECIPES[given.recipe]
     if given.quantized and recipe is None:
         raise UserError("--quantized needs a --recipe whose format the weights are held in")
-    torch.manual_seed(0)  # every rank makes the same weights, of which it keeps its shard
+    if sizes[5] % given.tp:
+        raise UserError(f"--tp {given.tp} does not divide the {sizes[5]} groups of heads of the model")
+    if given.tp > 1 and (given.save or given.load):
+        raise UserError(
+            "--save and --load without --tp: parts of a layer on several ranks have one name in a checkpoint"
+        )
     with te.quantized_model_init(recipe=recipe) if given.quantized else nullcontext():
         model = Llama(sizes, kind, tp)
     for part in (*model.layers, model):
@@ -153,4 +155,4 @@ def load(model: torch.nn.Module, optimizer: torch.optim.Optimizer, folder: Path)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    ended(main)

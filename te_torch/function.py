@@ -233,9 +233,10 @@ def _gradients(layer: Layer, results: Sequence[Any], given: Sequence[torch.Tenso
     for t in results:
         if type(t) is Tensor:
             found.append(to_torch(t))
+        elif t is None:
+            found.append(None)
         else:
-            shape = () if t is None else (*_leading(given[0], t.shape[0]), t.shape[1])
-            found.append(None if t is None else from_core(t, shape, given[0].dtype))
+            found.append(from_core(t, (*_leading(given[0], t.shape[0]), t.shape[1]), given[0].dtype))
     if layer.twins is not None:
         a, b = layer.twins
         if results[a] is results[b]:

@@ -32,7 +32,8 @@ class Handle(Protocol):
 class Communicator(Protocol):
     """One rank of a group, as one layer has it."""
 
-    met: bool  # whether the ranks have agreed on what they run
+    met: bool  # whether the ranks have agreed on what this layer runs
+    agreed: set[str]  # on what they have agreed before, in words
 
     @property
     def rank(self) -> int:
@@ -156,7 +157,8 @@ class InProcessCommunicator:
     """One thread of `InProcessRanks`."""
 
     def __init__(self, ranks: InProcessRanks, rank: int) -> None:
-        self._ranks, self.rank, self.size, self.met = ranks, rank, ranks.size, False
+        self._ranks, self.rank, self.size = ranks, rank, ranks.size
+        self.met, self.agreed = False, set[str]()
 
     def _collective(self, name: str, t: Tensor, fill: Callable[[list[np.ndarray[Any, Any]]], None]) -> Handle:
         self._ranks.log[self.rank].append((name, t.nbytes))

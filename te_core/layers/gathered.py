@@ -35,12 +35,39 @@ def can_travel(rule: Operand | None, rows: int, columns: bool) -> bool:
     """
     if rule is None or rule.custom is not None or rule.scaling in ("calibrate", "none", "custom"):
         return False
-    form = rule.format
+    return _of_whole_blocks(rule.format, rows, columns)
+
+
+def _of_whole_blocks(form: Format, rows: int, columns: bool) -> bool:
     if form.scaling == "tensor":
         return True
     if columns and form.row_scaled:  # an amax for each column, of which every rank has a part
         return False
     return rows % BLOCK[form.scaling] == 0 if columns or form.tiled else True
+
+
+def of_one_scale(rt: Runtime, comm: Communicator, part: QuantizedTensor, columns: bool) -> bool:
+    """Whether the ranks' parts can be put together, if somebody else than `can_travel`'s rule has quantized them.
+
+    All ranks answer alike. Waits for the device where a part has one scale, or one maximum: they have to be equal.
+    """
+    form, by_columns = part.format, columns and not turns(part.format)
+    there = part.columnwise if by_columns else part.rowwise
+    if there is None or there.shape != pieces_of(rt.device, form, part.shape, by_columns).data:
+        return False
+    if not _of_whole_blocks(form, part.shape[0], columns):
+        return False
+    if form.scaling == "tensor":
+        number = part.rowwise_scale
+    elif form.scaling == "nvfp4" and not form.row_scaled:
+        number = part.columnwise_amax if by_columns else part.rowwise_amax
+    else:
+        return True
+    assert number is not None
+    everyone = rt.empty((comm.size, 1), number.dtype)
+    comm.all_gather(rt, number, everyone).wait()
+    found = rt.numpy(everyone)
+    return bool((found == found[0]).all())
 
 
 class Gathering:

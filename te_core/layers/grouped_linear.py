@@ -18,7 +18,6 @@ from te_core.dtypes import DType
 from te_core.layers.inspector import Inspector
 from te_core.layers.linear import (
     LinearSpec,
-    Made,
     Product,
     Sink,
     gradient_dtype,
@@ -27,6 +26,7 @@ from te_core.layers.linear import (
     products,
     weight_operand,
 )
+from te_core.layers.watched import Made
 from te_core.ops import raw as ops
 from te_core.ops.quantize_grouped import bounds_of, groups_in
 from te_core.precision import Operand, Precision

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import count, repeat
 from typing import Any, NamedTuple
 
@@ -19,10 +18,9 @@ from te_core.arguments import explained, settle
 from te_core.dtypes import DType
 from te_core.layers import watched
 from te_core.layers.communicator import Communicator
-from te_core.layers.gathered import turns
-from te_core.layers.inspector import PLAIN, Inspector, Request, offer, offer_result
+from te_core.layers.inspector import PLAIN, Inspector, Request, offer_result
 from te_core.layers.parallel import Split, Spread, meet
-from te_core.layers.watched import INPUT_POINTS, WGRAD_POINTS
+from te_core.layers.watched import INPUT_POINTS, WGRAD_POINTS, Made
 from te_core.ops import raw as ops
 from te_core.ops.gemm_quantized import Route
 from te_core.ops.quantize import dense_columns
@@ -129,7 +127,7 @@ def forward(
     if comm is not None:
         parallel = spread(spec, comm, scales, 0)
         meet(rt, comm, "Linear", (spec,), x.shape, weight.shape)
-        leading, x2 = parallel.leading("fprop", leading), parallel.whole_at_once(rt, "input", x2, spec.dtype)
+        leading = parallel.leading("fprop", leading)
     out = rt.empty((*leading, weight.shape[0]), spec.dtype)
     product = Product(spec, scales, 0, inspectors[0], None, parallel)
     xs = x2, input_operand(rt, x2, product)
@@ -165,7 +163,7 @@ def backward(
     left = db
     if parallel is not None:
         leading = parallel.leading("dgrad", leading)
-        dy2, left = gradient_part(rt, dy2, product, db, saved.rng)
+        left = sums_of_part(rt, dy2, product, db, saved.rng)
     g, db_left = gradient_operand(rt, dy2, product, left, saved.rng)
     if parallel is not None:
         product.begin(rt, g, saved.x, dy2.shape[0], weight)
@@ -184,9 +182,6 @@ def backward(
 
 
 # ------------------------------------------------------------------------------------------------- one weight
-
-#: An operand: the values that it was made of, and how the GEMMs read it.
-Made = tuple[Value, Uses]
 
 
 class Product(NamedTuple):
@@ -217,13 +212,7 @@ class Product(NamedTuple):
         elif spec.again and isinstance(high_x, Tensor):
             kept_x = high_x
         if spec.inspect is not None:
-            offered = rt, self.inspector, spec.dtype
-            if spec.needs.weight:
-                rule = None if precision is None else precision.input
-                kept_x = watched.kept_for_backward(*offered, ("wgrad", "activation"), (high_x, kept_x), xs.cast, rule)
-            if spec.needs.input:
-                rule = None if precision is None else precision.weight
-                kept_w = watched.kept_for_backward(*offered, ("dgrad", "weight"), (high_w, kept_w), ws.cast, rule)
+            kept_x, kept_w = watched.kept_for_backward(rt, self, x, w, (kept_x, kept_w))
         itself = isinstance(kept_w, QuantizedTensor) and kept_w.owner is not None
         return saved(kept_x, spec.needs.weight), None if itself else saved(kept_w, spec.needs.input)
 
@@ -233,34 +222,31 @@ class Product(NamedTuple):
         found = uses.columns if precision is None or precision.backward is None else kept(high, uses, precision)
         return saved(found, self.spec.needs.weight)
 
-    def input_cast(self, rows: int = 0) -> tuple[Cast | None, bool]:
-        """(how what computes x, of so many rows, quantizes it on its way, if it can, whether x is read plain, too)."""
-        spec, precision, parallel = self.spec, self.spec.precision, self.parallel
+    def input_cast(self, source: Tensor | None = None) -> tuple[Cast | None, bool]:
+        """(how what computes x quantizes it on its way, if it can, whether x is read plain, too). Of a spread weight
+        `source` is that of which a norm makes x."""
+        spec, precision = self.spec, self.spec.precision
         plain = spec.inspect is not None or (precision is not None and precision.backward == "high_precision")
         if precision is None or precision.input is None or not is_plain_rule(precision.input):
             return None, plain
         if not spec.plain.isdisjoint(INPUT_POINTS):
             return None, True
         columnwise = spec.needs.weight and precision.backward is None
-        if parallel is not None and parallel.split.gathered == "input":
-            if spec.inspect is not None:
-                return None, True
-            cast, too = parallel.input_cast(precision.input, self.forward_cast, rows, columnwise)
+        if self.parallel is not None and self.parallel.gathered == "input":
+            rows = source.matrix().shape[0]  # type: ignore[union-attr]
+            cast, too = self.parallel.input_cast(precision.input, self.forward_cast, rows, columnwise)
             return cast, plain or too
         return forward_cast(precision.input, *self[1:3], INPUT, rowwise=True, columnwise=columnwise), plain
 
     def computed_input(self, rt: Runtime, x: Tensor | None, q: QuantizedTensor | None, cast: Cast | None) -> Made:
         """x of what computed it, which quantized it by `cast` or leaves that to this."""
-        parallel = self.parallel
-        if q is not None:
-            high: Value = q if x is None else x
-            spread = parallel is not None and parallel.gathered == "input"
-            return high, parallel.uses(high, q, cast) if spread else Uses(q, q, cast)  # type: ignore[union-attr]
-        assert x is not None
-        if parallel is not None and self.spec.inspect is not None:
-            x = parallel.whole_at_once(rt, "input", x, self.spec.dtype)  # type: ignore[assignment]
-            assert x is not None
-        return x, input_operand(rt, x, self)
+        high: Value | None = q if x is None else x
+        assert high is not None
+        if q is None:
+            return high, input_operand(rt, high, self)
+        if self.parallel is not None and self.parallel.gathered == "input":
+            return high, self.parallel.uses(high, q, cast)
+        return high, Uses(q, q, cast)
 
     def forward_cast(self, rule: Operand, rowwise: bool, columnwise: bool) -> Cast:
         """How x is quantized."""
@@ -268,13 +254,10 @@ class Product(NamedTuple):
 
     def fprop(self, rt: Runtime, x: Made, w: Made, out: Tensor, bias: Tensor | None) -> Tensor:
         """x w^T + bias, in `out` [.., N]."""
-        spec, (high_x, xs), (high_w, ws) = self.spec, x, w
-        a, b = xs.rows, ws.rows
-        if spec.inspect is not None:
-            a = offer(rt, self.inspector, ("fprop", "activation"), dense(rt, high_x, spec.dtype), xs.cast, a)
-            b = offer(rt, self.inspector, ("fprop", "weight"), dense(rt, high_w, spec.dtype), ws.cast, b)
-        out = self._multiplied(rt, "fprop", a, b, out, bias)
-        return out if spec.inspect is None else offer_result(rt, self.inspector, ("fprop", "output"), out)
+        if self.spec.inspect is None:
+            return self._multiplied(rt, "fprop", x[1].rows, w[1].rows, out, bias)
+        out = self._multiplied(rt, "fprop", *watched.shown_operands(rt, self, x, w), out, bias)
+        return offer_result(rt, self.inspector, ("fprop", "output"), out)
 
     def dgrad(self, rt: Runtime, dy: Made, weight: Value, kept_w: Tensor | None, out: Tensor) -> Tensor:
         """dy w, in `out` [.., K]; what only dgrad reads of dy is let go of."""
@@ -282,7 +265,10 @@ class Product(NamedTuple):
         out = self._multiplied(rt, "dgrad", g.rows, backward_weight(rt, kept_w, weight, spec), out)
         if spec.inspect is None:  # else it may be an inspector's own
             drop_rows(g)
-        return out if spec.inspect is None else offer_result(rt, self.inspector, ("dgrad", "dgrad"), out)
+            return out
+        if self.parallel is not None:
+            self.parallel.settle()
+        return offer_result(rt, self.inspector, ("dgrad", "dgrad"), out)
 
     def wgrad(self, rt: Runtime, dy: Made, x: Value, weight: Value, db: Tensor | None) -> Tensor | None:
         """dy^T x, fresh or in its sink; with plain operands the same GEMM sums dy into db [N]."""
@@ -302,8 +288,7 @@ class Product(NamedTuple):
                 dw = self._multiplied(rt, "wgrad", a, x, rt.empty(shape, out_dtype), db)
                 return dw if spec.inspect is None else offer_result(rt, self.inspector, ("wgrad", "wgrad"), dw)
             if spec.inspect is not None and ("wgrad", "wgrad") in spec.inspect:
-                multiplied = partial(self._multiplied, rt, "wgrad", a, x)
-                watched.add_shown(rt, self.inspector, multiplied, main, db, sink.accumulate)
+                watched.add_shown(rt, self, (a, x), main, db, sink.accumulate)
                 return None
             self._multiplied(rt, "wgrad", a, x, main, db, sink.accumulate)
             return None
@@ -334,7 +319,7 @@ class Product(NamedTuple):
         spec, parallel = self.spec, self.parallel
         later = None
         if parallel is not None:
-            a, b = parallel.gather(rt, gemm, a, b)
+            a, b = parallel.gather(rt, gemm, a, b, self.inspector)
             if gemm == "fprop" and parallel.split.summed == "fprop":
                 later, vector = vector, None  # to the sum of all ranks it is added once
         (number, a_columns, b_columns), c = _GEMMS[gemm], out if len(out.shape) == 2 else out.matrix()
@@ -388,31 +373,10 @@ class Product(NamedTuple):
         if parallel is not None and self.spec.needs.weight and (self.sink is None or self.sink.queue is None):
             parallel.begin(rt, dy, self.restored(rt, kept_x, rows, weight))
 
-    def _restored_part(self, rt: Runtime, parallel: Spread, kept_x: Tensor | None, rows: int, weight: Value) -> Value:
-        """This rank's part of x as it travels for wgrad."""
-        found = parallel.begun()
-        if found is not None:
-            return found
-        spec, shape = self.spec, (parallel.input_rows(rows), weight.shape[1])
-        rule = None if spec.precision is None else spec.precision.input
-        if kept_x is not None and kept_x.dtype is dtypes.uint8 and parallel.gathered == "input":
-            assert rule is not None
-            column = rule.columnwise or rule
-            if spec.precision.backward is None and turns(column.format):  # type: ignore[union-attr]
-                return QuantizedTensor.rowwise_in(kept_x, shape, column.format)
-        x = restored(rt, kept_x, shape, spec.precision, "input", spec.dtype)
-        if not spec.again or isinstance(x, QuantizedTensor):
-            return x
-        if parallel.gathered == "input":
-            made = parallel.quantized(rt, x, rule, self.forward_cast, (False, True))  # type: ignore[arg-type]
-            return made.columns  # type: ignore[no-any-return]
-        uses = quantize_forward(rt, x, rule, (None, 0), INPUT, rowwise=False, columnwise=True)
-        return uses.columns  # type: ignore[no-any-return]
-
     def restored(self, rt: Runtime, kept_x: Tensor | None, rows: int, weight: Value) -> Value:
         """x as wgrad reads it, of what `keep` kept."""
         if self.parallel is not None:
-            return self._restored_part(rt, self.parallel, kept_x, rows, weight)
+            return self.parallel.restored(rt, kept_x, rows, weight.shape[1], self.forward_cast)
         x = restored(rt, kept_x, (rows, weight.shape[1]), self.spec.precision, "input", self.spec.dtype)
         if not self.spec.again or isinstance(x, QuantizedTensor):
             return x
@@ -457,14 +421,16 @@ def products(
 ) -> list[Product]:
     """The products of a layer's weights, numbered in this order in its scaling state."""
     none = (None,) * len(specs)
-    spreads = none if comm is None else [spread(spec, comm, scales, i) for i, spec in enumerate(specs)]
-    return list(map(Product, specs, repeat(scales), count(), inspectors or none, sinks or none, spreads))
+    made = map(Product, specs, repeat(scales), count(), inspectors or none, sinks or none)
+    if comm is None:
+        return list(made)
+    return [product._replace(parallel=spread(product.spec, comm, scales, i)) for i, product in enumerate(made)]
 
 
 def spread(spec: LinearSpec, comm: Communicator, scales: Scales | None, gemm: int) -> Spread:
     """What stands around the GEMMs of a weight that is spread over ranks."""
     assert spec.parallel is not None
-    return Spread(spec.parallel, comm, spec.precision, (scales, gemm), spec.inspect is not None)
+    return Spread(spec, comm, (scales, gemm))
 
 
 # --------------------------------------------------------------------------------------- their operands
@@ -477,12 +443,13 @@ def input_operand(rt: Runtime, x: Value, product: Product) -> Uses:
         plain = dense(rt, x, spec.dtype)
         return Uses(plain, plain, None)
     alone = precision.backward is None  # else backward reads what this call has made
-    parallel = product.parallel
-    if parallel is not None and parallel.gathered == "input":
+    if product.parallel is not None and product.parallel.gathered == "input":
         rule, part = precision.input, dense(rt, x, spec.dtype)
         if rule is not None and rule.scaling != "calibrate":
-            wanted = alone and spec.needs.weight and not spec.again
-            return parallel.quantized(rt, part, rule, product.forward_cast, (True, wanted))
+            wanted = True, alone and spec.needs.weight and not spec.again
+            if spec.plain:
+                wanted = watched.still_quantized(spec.plain, "activation", *wanted)
+            return product.parallel.quantized(rt, part, rule, product.forward_cast, wanted)
         return quantize_forward(rt, part, rule, product[1:3], INPUT, rowwise=True, columnwise=False)
     value = as_asked(rt, x, precision.input, spec.dtype) if alone else dense(rt, x, spec.dtype)
     columnwise = alone and spec.needs.weight and not (spec.again and isinstance(x, Tensor))
@@ -523,22 +490,18 @@ def gradient_dtype(spec: LinearSpec, weight: Value) -> DType:
     return spec.weight_dtype or (weight.dtype if isinstance(weight, Tensor) else spec.dtype)
 
 
-def gradient_part(
-    rt: Runtime, dy: Value, product: Product, db: Tensor | None, rng: Tensor | None
-) -> tuple[Value, Tensor | None]:
-    """Of a weight that is spread: (dy as `gradient_operand` takes it, the db that is still to be filled).
+def sums_of_part(rt: Runtime, dy: Value, product: Product, db: Tensor | None, rng: Tensor | None) -> Tensor | None:
+    """Of a weight that is spread: the db that `gradient_operand` still has to fill.
 
     A bias's gradient is the sum over the rows that this rank was given.
     """
     parallel, spec = product.parallel, product.spec
     assert parallel is not None
     parallel.rng = rng
-    if parallel.split.gathered != "grad":
-        return dy, db
-    if db is not None and (spec.inspect is not None or spec.precision is None):
-        ops.column_sum(rt, dense(rt, dy, spec.dtype), db)
-        db = None
-    return parallel.whole_at_once(rt, "grad", dy, spec.dtype), db
+    if db is None or parallel.gathered != "grad" or spec.precision is not None:
+        return db
+    ops.column_sum(rt, dense(rt, dy, spec.dtype), db)
+    return None
 
 
 def gradient_operand(
@@ -554,8 +517,7 @@ def gradient_operand(
 
 def shown(rt: Runtime, dy: Value, uses: Uses, product: Product) -> Uses:
     """A gradient as its GEMMs read it after the product's inspector has seen it."""
-    spec = product.spec
-    return watched.shown_gradient(rt, product.inspector, dense(rt, dy, spec.dtype), uses, spec.needs[:2])
+    return watched.shown_gradient(rt, product, dense(rt, dy, product.spec.dtype), uses)
 
 
 def quantized_gradient(
@@ -581,14 +543,15 @@ def _gradient_operand(
             ops.column_sum(rt, plain, db)
             db = None
         return Uses(plain, plain, None), db
-    parallel = product.parallel
-    if parallel is not None and parallel.gathered == "grad" and precision.grad.scaling != "calibrate":
+    if product.parallel is not None and product.parallel.gathered == "grad" and precision.grad.scaling != "calibrate":
 
         def cast_of(rule: Operand, rowwise: bool, columnwise: bool) -> Cast:
             return backward_cast(rule, *product[1:3], rowwise=rowwise, columnwise=columnwise, rng=rng)
 
-        part = dense(rt, dy, spec.dtype)
-        return parallel.quantized(rt, part, precision.grad, cast_of, (needs.input, needs.weight), db), None
+        part, wanted = dense(rt, dy, spec.dtype), (needs.input, needs.weight)
+        if spec.plain:
+            wanted = watched.still_quantized(spec.plain, "gradient", *wanted)
+        return product.parallel.quantized(rt, part, precision.grad, cast_of, wanted, db), None
     value = as_asked(rt, dy, precision.grad, spec.dtype)
     # A wgrad that stays plain sums the columns as that of a layer without a precision does.
     left = db if needs.weight and spec.plain >= WGRAD_POINTS and not _queued(product) else None

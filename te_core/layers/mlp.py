@@ -22,21 +22,21 @@ from te_core.layers.communicator import Communicator
 from te_core.layers.inspector import Inspector
 from te_core.layers.linear import (
     LinearSpec,
-    Made,
     Product,
     Sink,
     gradient_dtype,
     gradient_operand,
-    gradient_part,
     products,
     quantized_gradient,
     shown,
+    sums_of_part,
     weight_operand,
 )
 from te_core.layers.norm import NormKept, NormSpec, norm_gradients, normalized
 from te_core.layers.norm_linear import comes_again, kept_scale, norm_again
 from te_core.layers.parallel import gathered_plain, meet, scattered
 from te_core.layers.residual import Stream, entered, left, returned, returned_gradients
+from te_core.layers.watched import Made
 from te_core.ops import raw as ops
 from te_core.ops.activation import Clamp
 from te_core.ops.norm import Branch
@@ -155,7 +155,7 @@ def _inside(
     x, gamma, beta, w1, b1, w2 = given
     fc1, fc2 = both
     parallel = fc1.parallel
-    cast, plain = fc1.input_cast(0 if parallel is None else prod(x.shape[:-1]))
+    cast, plain = fc1.input_cast(x)
     normed, q, mean, rstd = normalized(rt, x, gamma, beta, spec.norm, cast, plain or spec.return_norm, branch)
     ns = fc1.computed_input(rt, normed, q, cast)
     if parallel is not None:
@@ -226,13 +226,17 @@ def backward(
     left_db = db2 = fc2.bias_gradient(rt, w2)
     if comm is not None:
         (m,) = fc2.parallel.leading("dgrad", (m,))  # type: ignore[union-attr]
-        dy2, left_db = gradient_part(rt, dy2, fc2, db2, saved.rng)
+        left_db = sums_of_part(rt, dy2, fc2, db2, saved.rng)
     g, db2_left = gradient_operand(rt, dy2, fc2, left_db, saved.rng)
     if comm is not None:
         fc2.begin(rt, g, saved.a, dy2.shape[0], w2)
-    dw2 = dw1 = db1 = dx = dgamma = dbeta = dresidual = dbranch_bias = dh = None
-    early = comm is None and release and spec.fc2.needs.weight  # ranks put dy together for dgrad; wgrad has it then
-    early = early and _frees_more(saved.a, w2.shape, gradient_dtype(spec.fc2, w2), fc2.sink)
+    dw2 = dw1 = db1 = dx = dgamma = dbeta = dresidual = dbranch_bias = dh = dn = None
+    early = (
+        release
+        and spec.fc2.needs.weight
+        and comm is None  # ranks put dy together for dgrad; wgrad has it then
+        and _frees_more(saved.a, w2.shape, gradient_dtype(spec.fc2, w2), fc2.sink)
+    )
     if early:
         dw2 = _fc2_weight_gradient(rt, (dy2, g), saved, fc2, db2_left, release)
     if spec.fc2.needs.input:
@@ -244,7 +248,6 @@ def backward(
     if spec.fc2.needs.weight and not early:
         dw2 = _fc2_weight_gradient(rt, (dy2, g), saved, fc2, db2_left, release)
     del g
-    n, dn = saved.n, None
     if comm is not None and spec.fc1.needs.weight:
         assert dh is not None
         n = _norm_output(rt, saved, spec, comm)

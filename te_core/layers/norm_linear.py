@@ -82,7 +82,7 @@ def forward(
         leading = parallel.leading("fprop", leading)
     product = Product(linear, scales, 0, inspectors[0], None, parallel)
     total, branch = entered(rt, x, spec.stream, residual, branch_bias, branch_rng)
-    cast, plain = product.input_cast(0 if parallel is None else x.matrix().shape[0])
+    cast, plain = product.input_cast(x)
     normed, q, mean, rstd = normalized(rt, x, gamma, beta, spec.norm, cast, plain or spec.return_norm, branch)
     ns = product.computed_input(rt, normed, q, cast)
     if parallel is not None:
@@ -139,7 +139,7 @@ def norm_again(
     scales = None if scale is None else Scales(scale, None, None, None)
     parallel = None if comm is None else spread(linear, comm, scales, 0)
     product = Product(linear, scales, 0, None, None, parallel)
-    cast, plain = product.input_cast(x.matrix().shape[0])
+    cast, plain = product.input_cast(x)
     normed, q, _, _ = normalized(rt, x, gamma, beta, norm, cast, plain)
     return product.kept_input(product.computed_input(rt, normed, q, cast))
 

@@ -12,6 +12,9 @@ With `sequence`, activations between the two lie cut by their first dimension, a
 A part is quantized before it travels, where its format allows (`gathered.can_travel`), and what forward saves is the
 part. Ranks first agree on the maximum where a scale follows from it, so their bytes have one scale. In backward what
 wgrad reads travels while dgrad is computed, and dgrad's sum while wgrad is.
+
+An inspector sees parts, before they travel, and what it puts in their place travels instead: bytes that all ranks have
+one scale for, else in high precision, and so it is multiplied.
 """
 
 from __future__ import annotations
@@ -25,10 +28,12 @@ from te_core import dtypes
 from te_core.dtypes import DType
 from te_core.errors import ArgumentError
 from te_core.layers.communicator import Communicator, Handle
-from te_core.layers.gathered import Gathering, can_travel, gather, turned, turns
+from te_core.layers.gathered import Gathering, can_travel, gather, of_one_scale, turned, turns
+from te_core.layers.inspector import Inspector, quantized_whole
 from te_core.ops import raw as ops
+from te_core.ops.quantize import dense_columns
 from te_core.precision import Operand, Precision
-from te_core.quantize.operands import Uses, Value, Where, dense, is_plain_rule
+from te_core.quantize.operands import Uses, Value, Where, is_plain_rule, one_copy, quantize_forward, restored
 from te_core.quantize.state import INPUT, backward_cast, forward_cast
 from te_core.quantized import Cast, QuantizedTensor
 from te_core.runtime import Runtime
@@ -60,31 +65,35 @@ class Split:
         return "dgrad" if self.mode == "column" else "fprop"
 
 
+_NONE: frozenset[str] = frozenset()
+
+
 class Spread:
-    """One call's product over ranks: a `Split`, a communicator, and what is on its way."""
+    """One call's product over ranks: its `LinearSpec`, a communicator, and what is on its way."""
 
     __slots__ = (
         "_coming",
         "_kept",
+        "_own",
         "_read",
         "_sum",
         "_x",
         "comm",
         "gathered",
-        "inspected",
         "precision",
         "rng",
+        "spec",
         "split",
         "where",
     )
 
-    def __init__(
-        self, split: Split, comm: Communicator, precision: Precision | None, where: Where, inspected: bool
-    ) -> None:
-        self.split, self.comm, self.precision, self.where, self.inspected = split, comm, precision, where, inspected
-        # Who looks on sees whole tensors: they are put together before anything is done to them.
-        self.gathered = None if inspected else split.gathered
+    def __init__(self, spec: Any, comm: Communicator, where: Where) -> None:
+        split: Split = spec.parallel
+        self.spec, self.split, self.comm, self.where = spec, split, comm, where
+        self.precision: Precision | None = spec.precision
+        self.gathered = split.gathered
         self.rng: Tensor | None = None  # the draws of stochastic rounding, in backward
+        self._own = _NONE  # the GEMMs whose gathered operand is an inspector's, in high precision
         self._coming: Gathering | None = None  # what wgrad reads
         self._kept: Value | None = None  # the gradient that dgrad has read, whole, and of which part it was made
         self._read: Value | None = None
@@ -109,12 +118,6 @@ class Spread:
         if self.gathered == "grad":
             return rows * self.split.size
         return rows // self.split.size if self.gathered == "input" else rows
-
-    def whole_at_once(self, rt: Runtime, role: str, value: Value, dtype: DType) -> Value:
-        """An operand that an inspector will see."""
-        if not self.inspected or self.split.gathered != role:
-            return value
-        return gather(rt, self.comm, dense(rt, value, dtype)).wait()
 
     # ----------------------------------------------------------------------------------------- operands
 
@@ -164,7 +167,8 @@ class Spread:
         if not rows and not columns:
             if column_sum is not None:
                 ops.column_sum(rt, x, column_sum)
-            return Uses(x, x, None)
+            # An inspector may quantize it.
+            return Uses(x, x, None if self.spec.inspect is None else cast_of(rule, True, True))
         cast = self.agreed(rt, x, rule, cast_of(rule, rows or turning, columns and not turning))
         q = ops.quantize(rt, x, cast, column_sum=column_sum)
         return Uses(q if rows else x, q if columns else x, cast)
@@ -197,27 +201,85 @@ class Spread:
         both = q.columnwise is not None or turns(q.format) or not isinstance(x, Tensor)
         return Uses(q, q if both else x, cast)
 
+    # --------------------------------------------------------------------------------- what inspectors put in
+
+    def put(self, rt: Runtime, gemm: str, made: Value) -> Value:
+        """What an inspector has put in the place of a part, as it travels for this GEMM."""
+        columns = gemm == "wgrad"
+        if isinstance(made, QuantizedTensor):
+            if of_one_scale(rt, self.comm, made, columns):
+                return made
+            # (The columns of NVFP4 may be transformed.)
+            made = dense_columns(rt, made, self.spec.dtype, columns and made.format.scaling != "nvfp4")
+        self._own |= {gemm}
+        return made
+
+    def kept(self, rt: Runtime, made: Value) -> Value:
+        """The same of x for wgrad, as `saved` keeps it: its block begins with the copy that travels.
+
+        In high precision it is kept as bytes where a part that nobody has changed would be in high precision, too: so
+        `restored` can tell them apart.
+        """
+        made, rule = self.put(rt, "wgrad", made), self._rule("input", True)
+        if isinstance(made, QuantizedTensor):
+            if rule is not None and made.format is rule.format and made.format.scaling != "nvfp4":
+                return one_copy(rt, made, not turns(made.format))
+            made = dense_columns(rt, made, self.spec.dtype, made.format.scaling != "nvfp4")
+        if rule is None or can_travel(rule, made.shape[0], True):
+            return made
+        block = rt.empty((made.nbytes,), dtypes.uint8)
+        ops.resize(rt, made, *made.shape, out=_plain_in(block, made.shape, made.dtype))
+        return block
+
     # -------------------------------------------------------------------------------------- around GEMMs
 
-    def gather(self, rt: Runtime, gemm: str, a: Value, b: Value) -> tuple[Value, Value]:
+    def restored(self, rt: Runtime, kept_x: Tensor | None, rows: int, width: int, cast_of: CastOf) -> Value:
+        """This rank's part of x, of `width` columns, as it travels for wgrad; `rows`: those of the output gradient."""
+        found, self._x = self._x, None
+        if found is not None:
+            return found
+        assert kept_x is not None
+        spec, precision, shape = self.spec, self.precision, (self.input_rows(rows), width)
+        if self.gathered == "input" and (rule := self._rule("input", True)) is not None:
+            travels = can_travel(rule, shape[0], True)
+            if kept_x.dtype is not dtypes.uint8:
+                self._own |= {"wgrad"} if travels and not spec.again else _NONE
+            elif not travels:
+                self._own |= {"wgrad"}
+                return _plain_in(kept_x, shape, spec.dtype)
+            elif turns(rule.format):
+                return QuantizedTensor.rowwise_in(kept_x, shape, rule.format)
+        x = restored(rt, kept_x, shape, precision, "input", spec.dtype)
+        if not spec.again or isinstance(x, QuantizedTensor):
+            return x
+        assert precision is not None and precision.input is not None
+        if self.gathered == "input":
+            made = self.quantized(rt, x, precision.input, cast_of, (False, True))
+            return made.columns  # type: ignore[no-any-return]
+        uses = quantize_forward(rt, x, precision.input, (None, 0), INPUT, rowwise=False, columnwise=True)
+        return uses.columns  # type: ignore[no-any-return]
+
+    def gather(
+        self, rt: Runtime, gemm: str, a: Value, b: Value, inspector: Inspector | None = None
+    ) -> tuple[Value, Value]:
         """The operands of a GEMM, whole where this rank has a part."""
         if self.gathered == "input":
             if gemm == "fprop":
                 coming, self._coming = self._coming, None
                 whole = (gather(rt, self.comm, a) if coming is None else coming).wait()
-                return self._as_read(rt, self._came(rt, "fprop", whole), "input", False), b
+                return self._as_read(rt, ("fprop", "activation"), whole, inspector), b
             if gemm == "wgrad":
-                return a, self._columns(rt, b, "input")
+                return a, self._as_read(rt, ("wgrad", "activation"), self._columns(rt, b), inspector)
         elif self.gathered == "grad":
             if gemm == "dgrad":
-                whole = self._came(rt, "dgrad", gather(rt, self.comm, a).wait())
+                whole = gather(rt, self.comm, a).wait()
                 self._kept, self._read = whole, a
-                return self._as_read(rt, whole, "grad", False), b
+                return self._as_read(rt, ("dgrad", "gradient"), whole, inspector), b
             if gemm == "wgrad":
-                return self._columns(rt, a, "grad"), b
+                return self._as_read(rt, ("wgrad", "gradient"), self._columns(rt, a), inspector), b
         return a, b
 
-    def _columns(self, rt: Runtime, part: Value, role: str) -> Value:
+    def _columns(self, rt: Runtime, part: Value) -> Value:
         """An operand of wgrad: on its way already, had by dgrad, or gathered now."""
         coming, whole, read = self._coming, self._kept, self._read
         self._coming = self._kept = self._read = None
@@ -225,29 +287,37 @@ class Spread:
             whole = coming.wait()
         elif whole is None or part is not read or not (isinstance(part, Tensor) or turns(part.format)):
             whole = gather(rt, self.comm, part, columns=True).wait()
-        return self._as_read(rt, self._came(rt, "wgrad", whole), role, True)
-
-    def _came(self, rt: Runtime, gemm: str, whole: Value) -> Value:
-        """Note for reports how an operand came."""
-        came = str(whole.format if isinstance(whole, QuantizedTensor) else whole.dtype)
-        self.split.came[gemm] = came
-        if rt.recorder is not None:
-            rt.recorder.add_note("operand came", partial(self.split.came.__setitem__, gemm, came))
         return whole
 
-    def _as_read(self, rt: Runtime, whole: Value, role: str, columns: bool) -> Value:
-        """What arrived as the GEMM reads it: turned, or quantized where it came in high precision."""
+    def _as_read(self, rt: Runtime, point: tuple[str, str], whole: Value, inspector: Inspector | None) -> Value:
+        """What arrived as the GEMM reads it: turned, or quantized where it came in high precision. Reports show how it
+        came."""
+        gemm = point[0]
+        columns = gemm == "wgrad"
         if isinstance(whole, QuantizedTensor):
+            self._came(rt, gemm, str(whole.format))
             return turned(rt, whole) if columns and whole.columnwise is None else whole
+        if gemm in self._own:
+            self._came(rt, gemm, f"{whole.dtype}, as an inspector has put it there")
+            return whole
+        self._came(rt, gemm, str(whole.dtype))
+        role: str = self.gathered  # type: ignore[assignment]
         rule = self._rule(role, columns)
         if rule is None:
             return whole
-        scales, gemm = self.where
+        scales, number = self.where
         if role == "input":
-            cast = forward_cast(rule, scales, gemm, INPUT, rowwise=not columns, columnwise=columns)
+            cast = forward_cast(rule, scales, number, INPUT, rowwise=not columns, columnwise=columns)
         else:
-            cast = backward_cast(rule, scales, gemm, rowwise=not columns, columnwise=columns, rng=self.rng)
+            cast = backward_cast(rule, scales, number, rowwise=not columns, columnwise=columns, rng=self.rng)
+        quantized_whole(rt, inspector, point, rule.format)
         return ops.quantize(rt, whole, cast)
+
+    def _came(self, rt: Runtime, gemm: str, how: str) -> None:
+        """Note for reports how an operand came; a recorded layer notes it again."""
+        self.split.came[gemm] = how
+        if rt.recorder is not None:
+            rt.recorder.add_note("operand came", partial(self.split.came.__setitem__, gemm, how))
 
     def _rule(self, role: str, columns: bool) -> Operand | None:
         """By what an operand is quantized that came in high precision; None where it stays so."""
@@ -272,14 +342,9 @@ class Spread:
                 self._coming = gather(rt, self.comm, part, columns=True)
 
     def send(self, rt: Runtime, x: Uses) -> None:
-        """Have what fprop reads travel, while the weight is quantized."""
-        if self.gathered == "input":
+        """Have what fprop reads travel, while the weight is quantized. (An inspector has yet to see it.)"""
+        if self.gathered == "input" and self.spec.inspect is None:
             self._coming = gather(rt, self.comm, x.rows)
-
-    def begun(self) -> Value | None:
-        """The part of x that `begin` was given."""
-        x, self._x = self._x, None
-        return x
 
     def scatter(self, rt: Runtime, gemm: str, out: Tensor) -> Tensor:
         """The sum of all ranks' results, or this rank's part of it. That of dgrad is there after `settle`."""
@@ -299,7 +364,7 @@ class Spread:
                 )
             made = rt.empty((out.shape[0] // split.size, *out.shape[1:]), out.dtype)
             handle = self.comm.reduce_scatter(rt, out, made)
-        if gemm == "dgrad" and not self.inspected:
+        if gemm == "dgrad":
             self._sum = handle
         else:
             handle.wait()
@@ -312,12 +377,21 @@ class Spread:
             handle.wait()
 
 
+def _plain_in(block: Tensor, shape: Sequence[int], dtype: DType) -> Tensor:
+    """The values that lie in a block of bytes."""
+    return Tensor(block.ptr, tuple(shape), dtype, block.device, block)
+
+
 def meet(rt: Runtime, comm: Communicator, what: str, specs: Sequence[Any], *shapes: Sequence[int]) -> None:
     """At the first call on this communicator, see that all ranks run the same: a layer (`what` it is, in words), its
-    linears, the shapes of its input and weights."""
+    linears, the shapes of its input and weights. What they have agreed on before they do not compare again: a rank that
+    alone has made its call anew would wait for the others."""
     if not comm.met:
         sizes = " x ".join(str(tuple(shape)) for shape in shapes)
-        comm.agree(rt, "tensor parallelism", f"{what} {sizes}, {' and '.join(map(_told, specs))}")
+        text = f"{what} {sizes}, {' and '.join(map(_told, specs))}"
+        if text not in comm.agreed:
+            comm.agree(rt, "tensor parallelism", text)
+            comm.agreed.add(text)
         comm.met = True
 
 
@@ -330,7 +404,8 @@ def _told(spec: Any) -> str:
     if precision is not None:
         words += [f"{role} {_told_rule(getattr(precision, role))}" for role in ("input", "grad")]
         words += [f"backward {precision.backward}"] if precision.backward else []
-    words += ["inspected"] if spec.inspect is not None else []
+    if spec.inspect is not None and split.sequence:
+        words += ["inspected", *(f"{tensor} of {gemm} left plain" for gemm, tensor in sorted(spec.plain))]
     words += ["original input"] if spec.again else []
     return ", ".join([*words, split.symmetric] if split.symmetric else words)
 

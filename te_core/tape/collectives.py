@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from te_core.runtime import Runtime
 from te_core.symbols import Patch, patches
 from te_core.tensor import Tensor
-
-if TYPE_CHECKING:
-    from te_core.tape.recorder import Recorder
 
 
 class Collective:
@@ -55,9 +52,9 @@ class Awaited:
 
 
 class _Handle:
-    """A collective on its way, in a recording."""
+    """A collective on its way, in a recording (`recorder`: the one of recorder.py)."""
 
-    def __init__(self, recorder: Recorder, begun: Collective) -> None:
+    def __init__(self, recorder: Any, begun: Collective) -> None:
         self._recorder, self._begun = recorder, begun
 
     def wait(self) -> None:
@@ -72,7 +69,7 @@ class RecordedCommunicator:
 
     met = True  # or nothing is recorded
 
-    def __init__(self, recorder: Recorder, number: int, like: Any) -> None:
+    def __init__(self, recorder: Any, number: int, like: Any) -> None:
         self._recorder, self._number = recorder, number  # among the objects of a call
         self.rank, self.size = like.rank, like.size
 

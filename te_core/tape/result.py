@@ -69,7 +69,7 @@ class Result:
         kind = value.__class__
         if value is None:
             return 0
-        if kind is Tensor or kind is QuantizedTensor:
+        if kind is Tensor or isinstance(value, QuantizedTensor):
             return self._leaf(value)
         if kind in _PLAIN:
             return lambda made: value

@@ -113,7 +113,7 @@ class Taped:
 
     def __call__(self, rt: Runtime, *arguments: Any, **options: Any) -> Any:
         """function(rt, *arguments, spec=spec, **options)."""
-        reason, setting, tensors, wholes = self._reason, _when or when(), [], []  # type: ignore[var-annotated]
+        reason, setting, key, tensors, wholes = self._reason, _when or when(), (), [], []  # type: ignore[var-annotated]
         if rt.device is META:
             return self.function(rt, *arguments, spec=self.spec, **options)
         if reason is None and setting != "never":
@@ -130,6 +130,8 @@ class Taped:
                 reason = str(error)
         result = self.function(rt, *arguments, spec=self.spec, **options)
         COUNTS.interpreted[reason or OFF] += 1  # not of a call that is refused
+        if reason is not None and reason.startswith(FAILED):
+            _tapes.put(key, _Seen(reason))  # it is not the call that is wrong: not tried again
         return result
 
     def _key(
@@ -164,11 +166,11 @@ class Taped:
             return None, found.reason
         try:
             tape = record(rt, self.name, partial(self.function, spec=self.spec), (arguments, options), key[4])
+        except NotRecordedError as error:
+            _tapes.put(key, _Seen(str(error)))
+            return None, str(error)
         except Exception as error:  # if it is the call that is wrong, the function itself will say so
-            known = isinstance(error, NotRecordedError)
-            reason = str(error) if known else f"{FAILED}: {error!r}"
-            _tapes.put(key, _Seen(reason))
-            return None, reason
+            return None, f"{FAILED}: {error!r}"
         COUNTS.recorded += 1
         return _tapes.put(key, tape), ""
 

@@ -36,6 +36,29 @@ _OF_CAST = ("scale", "amax", "rng", "nonfinite", "maxima")
 _PLAIN = frozenset((bool, int, float, str, type(None)))
 
 
+class Apart(QuantizedTensor):
+    """Stands for a quantized tensor whose pieces lie apart (a class of an adapter's): it has no block.
+
+    Where a layer asks for one the adapter would copy the pieces together, which is no step.
+    """
+
+    __slots__ = ()
+
+    @property
+    def block(self) -> Tensor | None:
+        """Not to be had."""
+        raise NotRecordedError("pieces of a quantized tensor that have to be brought together")
+
+    @block.setter
+    def block(self, block: Tensor | None) -> None:
+        assert block is None
+
+
+def pieces_of(q: QuantizedTensor) -> tuple[str, ...]:
+    """The names of a quantized tensor's pieces that are slots."""
+    return PIECES if q.__class__ is QuantizedTensor else PIECES[:-1]
+
+
 def facts(value: Any, found: list[Tensor], wholes: list[Any], device: Any) -> Any:
     """What a recording depends on of an argument besides addresses; its tensors join `found`, in order, and objects
     that a recording has to be given again join `wholes`: quantized tensors, communicators.
@@ -48,7 +71,7 @@ def facts(value: Any, found: list[Tensor], wholes: list[Any], device: Any) -> An
         return value.shape, value.dtype, value.strides
     if kind in _PLAIN:
         return value
-    if kind is QuantizedTensor:
+    if isinstance(value, QuantizedTensor):
         return _facts_of_quantized(value, found, wholes, device)
     if kind is Scales:
         return _facts_of_scales(value, found, device)
@@ -80,8 +103,9 @@ def _facts_of_scales(scales: Scales, found: list[Tensor], device: Any) -> Any:
 
 def _facts_of_quantized(q: QuantizedTensor, found: list[Tensor], wholes: list[Any], device: Any) -> Any:
     wholes.append(q)
-    pieces = [facts(getattr(q, name), found, wholes, device) for name in PIECES]
-    return q.format, q.shape, q.owner is None, *pieces
+    names = pieces_of(q)
+    pieces = [facts(getattr(q, name), found, wholes, device) for name in names]
+    return q.format, q.shape, q.owner is None, names is PIECES, *pieces
 
 
 def exchanged(value: Any, leaf: Callable[[Tensor], Tensor], wholes: list[Any] | None = None) -> Any:
@@ -101,16 +125,29 @@ def exchanged(value: Any, leaf: Callable[[Tensor], Tensor], wholes: list[Any] | 
         return Scales(*[exchanged(getattr(value, name), leaf, wholes) for name in STATE])
     if kind is Sink:
         return Sink(exchanged(value.main, leaf, wholes), value.accumulate, value.queue)
-    if kind is QuantizedTensor or kind is Cast:
+    if kind is Cast:
         made = copy(value)
-        for name in PIECES if kind is QuantizedTensor else _OF_CAST:
+        for name in _OF_CAST:
             setattr(made, name, exchanged(getattr(value, name), leaf, wholes))
-        if wholes is not None and kind is QuantizedTensor:
-            wholes.append(made)
         return made
+    if isinstance(value, QuantizedTensor):
+        return _exchanged_quantized(value, leaf, wholes)
     if wholes is not None and hasattr(value, "all_gather"):
         wholes.append(value)
     return value
+
+
+def _exchanged_quantized(
+    q: QuantizedTensor, leaf: Callable[[Tensor], Tensor], wholes: list[Any] | None
+) -> QuantizedTensor:
+    names = pieces_of(q)
+    made = (QuantizedTensor if names is PIECES else Apart)(q.format, q.shape, None, None)
+    made.owner = q.owner
+    for name in names:
+        setattr(made, name, exchanged(getattr(q, name), leaf, wholes))
+    if wholes is not None:
+        wholes.append(made)
+    return made
 
 
 def names_of(value: Any, name: str = "") -> Iterator[str]:
@@ -121,8 +158,10 @@ def names_of(value: Any, name: str = "") -> Iterator[str]:
         yield name
     elif kind is dict:
         parts = value
-    elif kind is QuantizedTensor or kind is Scales:
-        parts = {part: getattr(value, part) for part in (STATE if kind is Scales else PIECES)}
+    elif kind is Scales:
+        parts = {part: getattr(value, part) for part in STATE}
+    elif isinstance(value, QuantizedTensor):
+        parts = {part: getattr(value, part) for part in pieces_of(value)}
     elif kind is Sink:
         parts = {"main": value.main}
     elif isinstance(value, (tuple, list)):

@@ -97,7 +97,8 @@ def _facts(gemm: str, spec: LinearSpec, place: Device, weight: Format | None) ->
         return GemmFacts(gemm, plain, plain, "float32", f"{library} {plain}", as_asked, reason or "")
     a, b = (rule.format for rule in _rules(gemm, p).values() if rule is not None)
     route = ops.gemm_route(place, a, b)
-    note = "an inspector may replace operands" if spec.inspect is not None else _travelled(gemm, spec)
+    seen = "an inspector may replace operands" if spec.inspect is not None else ""
+    note = "; ".join(filter(None, (seen, _travelled(gemm, spec))))
     accumulation = "split" if getattr(p, gemm).split_accumulator else "fast"
     if route.how == "native" or route.how == "emulated":  # the reference backend emulates all formats exactly
         return GemmFacts(gemm, str(a), str(b), accumulation, _family(place, a), True, note)

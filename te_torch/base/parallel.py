@@ -17,12 +17,13 @@ from te_torch.runtime import constant_at_trace, untraced
 
 
 class Team:
-    """A module's process group. A copy of the module has the same one; a pickled module has none."""
+    """A module's process group, and on what its ranks have agreed. A copy of the module has the same one; a pickled
+    module has none."""
 
-    __slots__ = ("group",)
+    __slots__ = ("agreed", "group")
 
     def __init__(self, group: Any) -> None:
-        self.group = group
+        self.group, self.agreed = group, set[str]()
 
     def __deepcopy__(self, memo: Any) -> Team:
         return self
@@ -79,14 +80,14 @@ class TensorParallel(Documented):
         """What connects the ranks of these weights, for one call of this module."""
         if not any(splits):
             return None
-        if self.tp_group is None:
+        if self._team is None or self._team.group is None:
             raise UnsupportedError(
                 f"{type(self).__name__}.forward{within(self)}",
                 f"tp_size={self.tp_size} without a group",
                 "the process group of the ranks that the weights are spread over",
                 "pass tp_group to the constructor, or call set_tensor_parallel_group before the first forward",
             )
-        return GroupCommunicator(self.tp_group)
+        return GroupCommunicator(self._team.group, self._team.agreed)
 
     def _check_reduction(self, precision: Precision) -> None:
         """Bytes of several ranks have one scale only where their maxima are reduced over all of them."""

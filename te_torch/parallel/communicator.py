@@ -72,8 +72,8 @@ def failed(name: str, group: Any, error: BaseException) -> LibraryError:
 class GroupCommunicator:
     """This process's rank of a group, as one layer has it."""
 
-    def __init__(self, group: Any) -> None:
-        self.group = group
+    def __init__(self, group: Any, agreed: set[str]) -> None:
+        self.group, self.agreed = group, agreed
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.met = False
 

@@ -16,6 +16,8 @@ MULTICAST = "multimem_all_reduce"
 #: By group: buffers by their size and what they are for.
 _buffers: weakref.WeakKeyDictionary[Any, dict[tuple[Any, ...], torch.Tensor]] = weakref.WeakKeyDictionary()
 _MOST_BUFFERS = 64  # of a group; all ranks make, and forget, the same ones
+#: What captured graphs write, by address: it has to be there for as long as they live.
+_in_graphs: dict[int, torch.Tensor] = {}
 
 
 def check_way(operation: str, how: Any) -> None:
@@ -46,14 +48,23 @@ def symmetric_buffer(numel: int, dtype: torch.dtype, device: torch.device, group
 
     found = _buffers.setdefault(group, {})
     key = (numel, dtype, device, tag)
-    buffer = found.get(key)
+    buffer, capturing = found.get(key), torch.cuda.is_current_stream_capturing()
     if buffer is None:
+        if capturing:
+            raise UnsupportedError(
+                "symmetric memory",
+                f"the first {numel} numbers of {dtype} inside a CUDA graph's capture",
+                "sizes that all ranks have exchanged before: memory is mapped by all of them together",
+                "run a step before the capture",
+            )
         if len(found) >= _MOST_BUFFERS:
             found.clear()
         with torch.inference_mode(False):
             buffer = symmetric.empty(numel, dtype=dtype, device=device)
         symmetric.rendezvous(buffer, group=group)
         found[key] = buffer
+    if capturing:
+        _in_graphs[buffer.data_ptr()] = buffer
     return buffer
 
 

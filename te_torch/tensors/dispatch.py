@@ -18,6 +18,7 @@ from te_torch.runtime import FLOATS
 from te_torch.tensors import arriving
 from te_torch.tensors.buffers import Buffers, resolve_shape
 from te_torch.tensors.changing import Change, end_all
+from te_torch.tensors.sharding import refuse_what_cannot_be_gathered
 from te_torch.tensors.views import Part
 
 aten = torch.ops.aten
@@ -214,6 +215,7 @@ def _made_empty(t: Any, shape: Sequence[int], kwargs: dict[str, Any]) -> Any:
 def _split(func: Any, t: Any, size: int, dim: int = 0) -> Any:
     if size <= 0 or not t.ndim:
         return NotImplemented
+    refuse_what_cannot_be_gathered(t, dim % t.ndim)
     n = t.shape[dim]
     return _slices(func, t, dim, [(at, min(at + size, n)) for at in range(0, n, size)] or [(0, 0)])
 
@@ -303,7 +305,7 @@ def _rows(t: Any, part: Part) -> tuple[int, int] | None:
 
 
 def _plain(func: Any, t: Any) -> Any:
-    """A part that cannot stand alone comes as plain values, which FSDP2 for one does not expect."""
+    """A part that cannot stand alone comes as plain values."""
     warnings.warn(
         f"{type(t).__name__} of shape {tuple(t.shape)}: {func} cuts through what shares a scale, or is no view of the "
         "quantized data; the result is a plain tensor. Cut whole blocks of rows, or dequantize() first.",

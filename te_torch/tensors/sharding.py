@@ -1,49 +1,90 @@
 """What FSDP2's hooks have to know of shards: whether ranks' bytes can stand one after another, and what fills them up.
 
 FSDP2 cuts a parameter along its first dimension into pieces of one size, of which the last ones may be smaller, or
-empty. Each rank decides by the parameter's size, which all know: one that judged its own piece would leave the others
-waiting.
+empty. Each rank decides by the parameter's size and the number of pieces, which all know: one that judged its own piece
+would leave the others waiting.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from inspect import Signature, signature
+from types import FrameType
 from typing import Any
 
 import torch
 
 from te_core.errors import UnsupportedError
 from te_core.quantized import BLOCK
+from te_torch.module_names import name_of
 from te_torch.tensors.buffers import Buffers, memory_of, rows_of
 
 
-def rows_of_a_shard(shard: Any, mesh: Any, whole: Sequence[int] | None) -> int:
+def rows_of_a_shard(shard: Any, mesh: Any, whole: Sequence[int] | None, module: Any) -> int:
     """The rows that each rank sends of a parameter of this shape: a rank that has fewer fills up."""
     if mesh is None or whole is None:
         return int(shard.shape[0])
-    if tuple(shard.shape[1:]) != tuple(whole[1:]):
-        raise UnsupportedError(
-            "fully_shard",
-            f"a {type(shard).__name__} of shape {tuple(whole)} in shards of {tuple(shard.shape)}",
-            "quantized weights cut along their first dimension",
-            "leave it out in shard_placement_fn, or construct this layer outside quantized_model_init",
-        )
-    ranks = mesh.size()
-    rows = -(-whole[0] // ranks)
-    formats = {p._format for p in getattr(shard, "_parts", (shard,)) if getattr(p, "_format", None) is not None}
+    _refuse(shard, whole, mesh.size(), tuple(shard.shape[1:]) == tuple(whole[1:]), lambda: _held_by(module, shard))
+    return -(-whole[0] // mesh.size())
+
+
+def refuse_what_cannot_be_gathered(t: Any, dim: int) -> None:
+    """While `fully_shard` cuts a parameter: raise at once, and on every rank, what its first all-gather would."""
+    found = _being_sharded()
+    if found is not None:
+        ranks, name = found
+        _refuse(t, t.shape, ranks, dim == 0, lambda: name)
+
+
+def _being_sharded() -> tuple[int, str] | None:
+    """Into how many shards FSDP2 is cutting a parameter, and which; None where nobody does.
+
+    The call stack knows (`FSDPParam` of torch 2.6 to 2.13): a tensor that is cut is not told by whom.
+    """
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        if frame.f_code.co_name == "_init_sharded_param" and frame.f_globals["__name__"].startswith("torch."):
+            param = frame.f_locals["self"]
+            where = param._module_info
+            return getattr(param.mesh_info, "shard_mesh_size", 1), f"{name_of(where.module)}.{where.param_name}"
+        frame = frame.f_back
+    return None
+
+
+def _held_by(module: Any, shard: Any) -> str:
+    """What a shard's parameter is called: that of its module over this very tensor."""
+    found = (n for n, p in module._parameters.items() if p is shard or getattr(p, "_local_tensor", None) is shard)
+    return f"{name_of(module)}.{next(found, 'weight')}"
+
+
+def _refuse(t: Any, whole: Sequence[int], ranks: int, along_rows: bool, name: Callable[[], str]) -> None:
+    """Raise for a parameter of this shape in so many shards, unless these can be put together again.
+
+    `t` is the parameter or any shard of it: by what each rank knows alike, all ranks decide alike.
+    """
+    formats = {p._format for p in getattr(t, "_parts", (t,)) if getattr(p, "_format", None) is not None}
     step = max([BLOCK.get(form.scaling, 1) for form in formats], default=1)
-    uneven = whole[0] % (step * ranks)
-    if ranks > 1 and uneven and (step > 1 or not formats or hasattr(shard, "_parts")):
-        why = f"shards of {rows} rows cut through a block of {step}" if rows % step else "the last shards are smaller"
-        raise UnsupportedError(
-            "fully_shard",
-            f"a {type(shard).__name__} of shape {tuple(whole)} over {ranks} ranks: {why}",
-            f"rows that are a multiple of {step * ranks} ({step} a block, {ranks} ranks)",
-            "shard over fewer ranks (a mesh of two dimensions replicates over the rest), choose another size, or "
-            "construct this layer outside quantized_model_init",
-        )
-    return rows
+    rows, one_scale = -(-whole[0] // ranks), step == 1 and formats and not hasattr(t, "_parts")
+    if ranks == 1 or (along_rows and (one_scale or whole[0] % (step * ranks) == 0)):
+        return
+    allowed = f"rows that are a multiple of {step * ranks} ({step} a block, {ranks} ranks)"
+    first = "shard over fewer ranks (a mesh of two dimensions replicates over the rest), choose another size"
+    if not along_rows:
+        why = "shards of another dimension than rows"
+        allowed, first = "quantized weights cut along their first dimension", "leave it out in shard_placement_fn"
+    elif rows % step:
+        why = f"shards of {rows} rows cut through a block of {step}"
+    elif whole[0] % step:
+        why = f"the last of the shards of {rows} rows has {whole[0] % rows} and ends inside a block of {step}"
+    else:
+        why = "the last shards are smaller"
+    raise UnsupportedError(
+        "fully_shard",
+        f"{name()}, a {type(t).__name__} of {whole[0]} rows ({' x '.join(map(str, whole))}) over {ranks} ranks: {why}",
+        allowed,
+        f"{first}, or construct this layer outside quantized_model_init",
+    )
 
 
 def filled(sent: torch.Tensor, rows: int) -> torch.Tensor:

@@ -207,7 +207,7 @@ class QuantizedTensor(QuantizedTorch):
         self, mesh: Any, orig_size: Any, contiguous_orig_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[torch.Tensor, ...], Any]:
         """The buffers of this shard that FSDP2 gathers, and what else the whole parameter needs."""
-        rows = self._noted_shards(mesh, orig_size)
+        rows = self._noted_shards(mesh, orig_size, module)
         if self._sent is not None and self._sent.fits(self):
             return self._sent.tensors, self._sent.metadata
         tensors, metadata = self.fsdp_extract_buffers()  # type: ignore[attr-defined]
@@ -224,10 +224,10 @@ class QuantizedTensor(QuantizedTorch):
 
     _shards: tuple[Any, Any, int] | None = None  # mesh, whole shape and rows a rank, as FSDP2 last said them
 
-    def _noted_shards(self, mesh: Any, whole: Any) -> int:
+    def _noted_shards(self, mesh: Any, whole: Any, module: Any) -> int:
         noted = self._shards
         if noted is None or noted[0] is not mesh or noted[1] != whole:
-            noted = self._shards = (mesh, whole, rows_of_a_shard(self, mesh, whole))
+            noted = self._shards = (mesh, whole, rows_of_a_shard(self, mesh, whole, module))
             self._note_shards(mesh)  # type: ignore[attr-defined]
         return noted[2]
 

@@ -349,6 +349,7 @@ class Lt:
     def __init__(self, machine: Machine) -> None:
         self.machine, self._numbers = machine, itertools.count(1)
         self.handles: dict[int, int] = {}  # by number: the context it was made in
+        self.users: dict[int, set[int]] = {}  # the threads that used a handle, or a descriptor
         self.made: dict[int, Any] = {}  # descriptors: {attribute: value}; layouts: (dtype, rows, columns, ld)
         self.counts: Counter[str] = Counter()
 
@@ -412,6 +413,8 @@ class Lt:
     def matmul(self, handle: int, desc: int, alpha: int, a: int, a_layout: int, *rest: int) -> None:
         b, b_layout, beta, c, c_layout, d, d_layout, algo, workspace, nbytes, stream = rest
         known, machine = self.made[desc], self.machine
+        for number in (handle, desc):
+            self.users.setdefault(number, set()).add(threading.get_ident())
         if self.handles[handle] not in (machine.lib.stack[-1], 0):
             machine.faults.append(f"a handle of context {self.handles[handle]} in {machine.lib.stack[-1]}")
         addresses = {"a": a, "b": b, "c": c, "d": d, "workspace": workspace}
@@ -523,7 +526,7 @@ class Machine:
     def noting(self) -> Iterator[list[Event]]:
         """The events of what this thread does inside."""
         begin, found, thread = len(self.log), [], threading.get_ident()  # type: ignore[var-annotated]
-        for key in [key for key in self.asked if key[0] == thread]:
+        for key in [key for key in list(self.asked) if key[0] == thread]:
             del self.asked[key]
         yield found
         found += [event for event in self.log[begin:] if event.thread == thread]

@@ -140,6 +140,7 @@ class Linear:
     sink: str = ""
     normed: str = ""  # the norm's kind
     x: str = "plain"  # or quantized, with these copies
+    x_rule: str = "input"  # of the precision
     dy: str = "plain"
     out: bool = False  # the output is delivered quantized
     grad: bool = False  # and the input's gradient
@@ -173,7 +174,7 @@ class Linear:
             x = make(self.rows, self.k, dtype=self.dtype)
         lead = x.shape[:-1]
         if self.x != "plain" and p is not None:
-            x = make.quantized((self.rows, self.k), p.input, self.x)
+            x = make.quantized((self.rows, self.k), getattr(p, self.x_rule), self.x)
         w = make.weight((self.n, self.k), p, self.weight, self.weight_dtype)
         b = make(self.n, dtype=self.dtype) if self.bias else None
         given = [*self._before(make, x), w, b, make.rng(), *self._behind(make, lead)]

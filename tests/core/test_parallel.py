@@ -23,6 +23,7 @@ from te_core.runtime import Runtime
 from tests.backends import runtimes
 from tests.core.face import scales
 from tests.recipes import RECIPES
+from tests.recipes import rule as recipe_of
 
 RT = Runtime.cpu()
 #: Formats that hold small integers exactly, so that a sum over parts is bit for bit the sum over all.
@@ -40,7 +41,7 @@ FP32 = dtypes.float32
 
 
 def precision_of(name: str | None) -> Precision | None:
-    return None if name is None else the_one(replace(resolve(RECIPES[name]), emulate=True))
+    return None if name is None else the_one(replace(resolve(recipe_of(name)), emulate=True))
 
 
 def integers(seed: int, *shape: int) -> Any:
@@ -54,8 +55,10 @@ def part(t: Any, dim: int | None, rank: int, size: int) -> Any:
 class Case:
     """A linear cut over ranks: which operands and results a rank has parts of, by dimension."""
 
-    def __init__(self, mode: str, sequence: bool, size: int, recipe: str | None, rows: int = 256) -> None:
-        self.mode, self.sequence, self.size, self.rows = mode, sequence, size, rows
+    def __init__(
+        self, mode: str, sequence: bool, size: int, recipe: str | None, rows: int = 256, values: Any = integers
+    ) -> None:
+        self.mode, self.sequence, self.size, self.rows, self.values = mode, sequence, size, rows, values
         column = mode == "column"
         self.w, self.b = (0, 0) if column else (1, None)
         self.x = (0 if sequence else None) if column else 1
@@ -63,15 +66,23 @@ class Case:
         split = Split(mode, size, sequence) if size > 1 else None
         self.spec = LinearSpec(FP32, precision_of(recipe), Needs(True, True, True), parallel=split)
 
-    def step(self, comm: InProcessCommunicator | None, n: int = 128, k: int = 256, sink: Sink | None = None) -> Any:
+    def step(
+        self,
+        comm: InProcessCommunicator | None,
+        n: int = 128,
+        k: int = 256,
+        sink: Sink | None = None,
+        inspector: Any = None,
+    ) -> Any:
         """y, dx, dw, db of this rank."""
         rank, size = (0, 1) if comm is None else (comm.rank, comm.size)
-        x, dy = integers(1, self.rows, k), integers(3, self.rows, n)
+        x, dy = self.values(1, self.rows, k), self.values(3, self.rows, n)
         for t in (x, dy):  # the first ranks' maximum is half of the others'
             t[: self.rows // 2] = np.sign(t[: self.rows // 2])
-        w, b = integers(2, n, k), integers(4, n)
+        w, b = self.values(2, n, k), self.values(4, n)
         cut = (lambda t, dim: part(t, dim, rank, size)) if comm is not None else (lambda t, dim: t)
-        options: dict[str, Any] = {"spec": self.spec, "scales": scales(RT, 1), "comm": comm}
+        spec = self.spec if inspector is None else replace(self.spec, inspect=inspector.request)
+        options: dict[str, Any] = {"spec": spec, "scales": scales(RT, 1), "comm": comm, "inspectors": (inspector,)}
         tensors = [RT.tensor(cut(t, dim)) for t, dim in ((x, self.x), (w, self.w), (b, self.b))]
         rng = RT.tensor([1, 2], dtypes.int64)
         (y,), saved = linear.forward(RT, *tensors, rng, **options)
@@ -244,6 +255,28 @@ def test_moves_between_ranks() -> None:
 
     first, second = InProcessRanks(2).run(run)
     assert first == ([0, 1, 10, 11], [10, 11, 12, 13]) and second == ([2, 3, 12, 13], [0, 1, 2, 3])
+
+
+@pytest.mark.parametrize("recipe", [None, *EXACT, "nvfp4"])
+@pytest.mark.parametrize("mode", ["column", "row"])
+def test_the_host_moves_no_numbers(mode: str, recipe: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once the ranks have met: inside a CUDA graph's capture nothing may be read from the device."""
+    case, ranks = Case(mode, True, 2, recipe), InProcessRanks(2)
+    comms = [ranks.of(rank) for rank in range(2)]
+    shapes = ((128, 256), (64, 256), (256, 64)) if mode == "column" else ((256, 128), (128, 128), (128, 128))
+    tensors = [[RT.tensor(integers(i + rank, *shape)) for i, shape in enumerate(shapes)] for rank in range(2)]
+    rng, options = RT.tensor([1, 2], dtypes.int64), {"spec": case.spec, "scales": scales(RT, 1)}
+
+    def step(comm: InProcessCommunicator) -> int:
+        (x, w, dy), own = tensors[comm.rank], comms[comm.rank]
+        (y,), saved = linear.forward(RT, x, w, RT.zeros((w.shape[0],), FP32), rng, comm=own, **options)
+        linear.backward(RT, dy, saved, comm=own, **options)
+        return y.size
+
+    ranks.run(step)
+    for moved in ("copy_to_host", "copy_from_host"):
+        monkeypatch.setattr(RT.backend, moved, lambda *_: pytest.fail("numbers came to the host, or from there"))
+    assert ranks.run(step) == [256 * 64 if mode == "column" else 128 * 128] * 2
 
 
 @pytest.mark.parametrize("mode", ["column", "row"])

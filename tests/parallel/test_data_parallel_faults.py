@@ -15,7 +15,7 @@ import te_torch as te
 from tests.parallel.fsdp_steps import batch, build, mesh_of, optimizer_of, shard, step
 from tests.parallel.ranks import Rank, Ranks
 
-PATIENCE = 6.0  # seconds that a collective waits
+PATIENCE = 6.0  # seconds that a collective waits, where it waits in vain
 
 
 def dies(rank: Rank, how: str) -> None:
@@ -33,7 +33,7 @@ def dies(rank: Rank, how: str) -> None:
 
 @pytest.mark.parametrize("how", ["ddp", "fsdp2", "fsdp2 quantized"])
 def test_a_rank_that_dies(gloo_ranks: Ranks, how: str) -> None:
-    *others, last = gloo_ranks.outcomes(dies, how, group_timeout=PATIENCE)
+    *others, last = gloo_ranks.outcomes(dies, how)
     assert (last.how, last.text) == ("died", "exit code 3")
     for outcome in others:
         assert outcome.how == "raised" and "RuntimeError" in outcome.error + outcome.text, str(outcome)
@@ -73,7 +73,7 @@ def other_modules_run(rank: Rank) -> None:
 
 def test_ranks_that_run_other_modules(gloo_ranks: Ranks) -> None:
     """Maxima that would be reduced into another module's: an error on every rank, by name."""
-    for outcome in gloo_ranks.outcomes(other_modules_run, group_timeout=PATIENCE):
+    for outcome in gloo_ranks.outcomes(other_modules_run):
         assert outcome.how == "raised" and "modules" in outcome.text, str(outcome)
 
 
@@ -101,4 +101,4 @@ def wrong_mesh(rank: Rank) -> str:
 
 
 def test_a_mesh_of_more_ranks_than_there_are(pair: Ranks) -> None:
-    assert all(said for said in pair.run(wrong_mesh, group_timeout=PATIENCE))
+    assert all(said for said in pair.run(wrong_mesh))

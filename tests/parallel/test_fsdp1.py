@@ -58,7 +58,7 @@ def steps(rank: Rank, name: str | None, prepared: bool, checkpointed: bool = Fal
 @pytest.mark.parametrize("name", [None, "delayed", "current", "block"])
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_steps_are_the_same(ranks: Ranks, name: str | None, checkpointed: bool) -> None:
-    spread, whole = (ranks.run(steps, name, prepared, checkpointed, group_timeout=30) for prepared in (True, False))
+    spread, whole = (ranks.run(steps, name, prepared, checkpointed) for prepared in (True, False))
     for a, b in zip(spread, whole, strict=True):
         assert all(torch.equal(p, q) for p, q in zip(a["y"], b["y"], strict=True))
         assert a["wrapped"] == [(True, True)] * 2 and b["wrapped"] == [(False, False)] * 2

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import warnings
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -31,8 +30,8 @@ from tests.parallel.fsdp_steps import (
     step,
     train,
 )
-from tests.parallel.ranks import Rank, Ranks
-from tests.recipes import region
+from tests.parallel.ranks import Outcome, Rank, Ranks
+from tests.recipes import rule
 from tests.tolerances import snr_db
 
 #: Recipes that scale an operand by the maxima of a rank's own rows: sharded they are no worse, but not the same.
@@ -215,10 +214,8 @@ def test_optimizers(pair: Ranks, name: str) -> None:
 
 def uneven(rank: Rank, name: str, width: int) -> dict[str, Any]:
     """A first layer whose rows the ranks cannot share alike."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        model = build(name, True, rank.device, width)
-        shard(model, mesh_of(rank.device, rank.world))
+    model = build(name, True, rank.device, width)
+    shard(model, mesh_of(rank.device, rank.world))
     outputs = train(model, name, range(rank.number, rank.number + 1), rank.device)
     return {"y": outputs, "weights": [plain(p) for p in model.parameters()]}
 
@@ -237,37 +234,84 @@ def test_a_rank_with_fewer_rows(ranks: Ranks, name: str, width: int) -> None:
     assert snr_db(ys, wanted[-1]) > 20
 
 
-@pytest.mark.parametrize(("name", "width", "step_rows"), [("block", 384, 128), ("mxfp8", 96, 32)])
-def test_shards_that_cut_through_a_block(pair: Ranks, name: str, width: int, step_rows: int) -> None:
-    """Every rank says so, and what to do; none waits for another."""
-    outcomes = pair.outcomes(uneven, name, width, group_timeout=20)
+BLOCKS = [("block", 128), ("mxfp8", 32), ("nvfp4 nearest", 16)]
+
+
+def refused(outcomes: list[Outcome], rows: int, ranks: int, block: int, why: str) -> None:
+    """Each rank raised our error, and none the one of a collective in which it waited for another."""
     for outcome in outcomes:
         assert outcome.how == "raised" and outcome.error == "UnsupportedError", str(outcome)
-        assert f"{step_rows} a block" in outcome.text and f"multiple of {2 * step_rows}" in outcome.text
-        assert "outside quantized_model_init" in outcome.text
+        said = outcome.text.splitlines()[-1]
+        assert f"0.weight, a {type_of(block)} of {rows} rows ({rows} x {WIDTH}) over {ranks} ranks: " in said
+        assert why in said and f"a multiple of {ranks * block} ({block} a block, {ranks} ranks)" in said
+        assert "outside quantized_model_init" in said and "in fully_shard" in outcome.text
 
 
-def test_a_last_shard_that_ends_within_a_block(pair: Ranks) -> None:
-    """That rank's shard is no quantized tensor: it warns, and waits for the others, which say what is wrong."""
-    first, last = pair.outcomes(uneven, "block", 255, group_timeout=8)
-    assert first.error == "UnsupportedError" and "128 a block" in first.text and last.how == "raised", str(last)
+def type_of(block: int) -> str:
+    return next(HELD[name] for name, of in BLOCKS if of == block)
 
 
-def along_columns(rank: Rank) -> str:
+@pytest.mark.parametrize(("name", "block"), BLOCKS)
+def test_shards_that_cut_through_a_block(gloo_ranks: Ranks, name: str, block: int) -> None:
+    """All ranks say so while they cut, by the whole weight: also those whose own shards are of whole blocks."""
+    ranks = gloo_ranks.world
+    for rows, why in (
+        (3 * block // 2 * ranks, f"shards of {3 * block // 2} rows cut through a block of {block}"),
+        (block * ranks - 1, f"of the shards of {block} rows has {block - 1} and ends inside a block of {block}"),
+        (3, f"shards of {-(-3 // ranks)} rows cut through a block of {block}"),
+    ):
+        outcomes = gloo_ranks.outcomes(uneven, name, rows, group_timeout=20)
+        refused(outcomes, rows, ranks, block, why)
+
+
+def uneven_on_a_mesh(rank: Rank, name: str, width: int) -> None:
+    mesh = mesh_of(rank.device, 2, rank.world // 2)
+    dist.barrier()  # a rank that fails at once takes its groups down: not while others still connect
+    shard(build(name, True, rank.device, width), mesh)
+
+
+@pytest.mark.more
+@pytest.mark.parametrize(("name", "block"), BLOCKS)
+def test_last_shards_on_a_mesh_of_two_dimensions(ranks_of: Callable[..., Ranks], name: str, block: int) -> None:
+    """What counts is the number of shards, not that of the ranks; where it divides, nothing is said."""
+    four = ranks_of(4, "cpu")
+    outcomes = four.outcomes(uneven_on_a_mesh, name, 2 * block - 1, group_timeout=20)
+    refused(outcomes, 2 * block - 1, 2, block, "the last of")
+    assert four.run(uneven_on_a_mesh, name, 2 * block) == [None] * 4
+
+
+class Mesh:
+    """As much of a mesh as the hooks ask for."""
+
+    def size(self) -> int:
+        return 3
+
+
+@pytest.mark.parametrize(("name", "block"), BLOCKS)
+def test_a_shard_of_whole_blocks_judges_the_last_one(name: str, block: int) -> None:
+    """Of a weight that came to its shards by another way than `fully_shard`: at its first all-gather."""
+    layer = build(name, True, "cpu", block)[0]
+    weight: Any = layer.weight
+    with pytest.raises(UnsupportedError, match=f"Linear.weight, .* over 3 ranks: .* a multiple of {3 * block} "):
+        weight.fsdp_pre_all_gather(Mesh(), torch.Size([3 * block - 1, WIDTH]), None, layer, None)
+    weight.fsdp_pre_all_gather(Mesh(), torch.Size([3 * block, WIDTH]), None, layer, None)
+
+
+def along_columns(rank: Rank, name: str) -> str:
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import Shard
 
-    layer = te.Linear(WIDTH, WIDTH, bias=False, device=rank.device, params_dtype=torch.bfloat16)
-    with te.quantized_model_init(recipe=None):
+    with te.quantized_model_init(recipe=rule(name)):
         layer = te.Linear(WIDTH, WIDTH, bias=False, device=rank.device, params_dtype=torch.bfloat16)
-    fully_shard(layer, mesh=mesh_of(rank.device, rank.world), shard_placement_fn=lambda p: Shard(1))
-    with pytest.raises(UnsupportedError, match="first dimension") as error, region("delayed"):
-        layer(batch(rank.number, 0, rank.device))
+    with pytest.raises(UnsupportedError, match="cut along their first dimension") as error:
+        fully_shard(layer, mesh=mesh_of(rank.device, rank.world), shard_placement_fn=lambda p: Shard(1))
     return str(error.value)
 
 
-def test_shards_of_columns_are_refused(pair: Ranks) -> None:
-    assert all("shard_placement_fn" in said for said in pair.run(along_columns))
+@pytest.mark.parametrize("name", ["current", "block"])
+def test_shards_of_columns_are_refused(pair: Ranks, name: str) -> None:
+    for said in pair.run(along_columns, name):
+        assert "Linear.weight" in said and "shard_placement_fn" in said
 
 
 def test_one_rank(ranks_of: Callable[..., Ranks]) -> None:
