@@ -1,124 +1,128 @@
-"""A GPU that is not there, under torch's CPU tensors: te_torch's modules run as on CUDA, and nothing is computed.
+"""te_torch over a GPU that is not there: modules take torch's CPU tensors for those of a GPU, and nothing is computed.
 
-What is left of a step is Python: how many calls, launches and allocations it takes can be counted on any machine
-(`counted`), and its time be compared with that of another form of it.
+Under the real backend lies the machine of `tests/core/fake_cuda.py`, which here counts instead of noting. What is left
+of a step is Python: how many calls, allocations and launches it takes is the same on any machine (`Null.counted`), and
+its time can be compared with that of another form of it.
 """
 
 from __future__ import annotations
 
-import ctypes
+import gc
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 import te_torch.runtime as torch_runtime
-from te_core import libraries
-from te_core.backends.cuda import backend, executor, gemm_tune
-from te_core.backends.cuda import cublaslt as lt_
-from te_core.kernels import loader
-from te_core.plan_cache import PlanCache
+from te_core.backends.cuda import cublaslt
 from te_core.runtime import Runtime
 from te_core.tape import taped
+from te_core.tensor import cuda_device
 from te_torch import function
-from tests.core import fake_cudnn
-from tests.core.test_cuda_launches import ATTRIBUTES
+from tests.core import fake_cuda, fake_cudnn
 
-LAUNCHES: list[str] = []
-
-
-class Driver:
-    """CuPy's binding: a launch does nothing."""
-
-    def launchKernel(self, *arguments: Any) -> None:  # noqa: N802
-        pass
-
-    def funcGetAttribute(self, number: int, function: int) -> int:  # noqa: N802
-        return 64 if number == 4 else 0
-
-    def funcSetAttribute(self, function: int, number: int, value: int) -> None:  # noqa: N802
-        pass
+#: What torch's allocator on the CPU keeps to.
+ALIGNED = 64
+#: Frames of these files, and what they call, are none of a step's: they stand for libraries.
+_FAKES = {__file__, *map(str, Path(fake_cuda.__file__).parent.glob("fake_*.py"))}
+_ALLOCATING = ("_empty_strided_cpu", "empty")
 
 
-class _Lt:
-    """cuBLASLt: descriptors are numbers, products do nothing."""
+class Counts(NamedTuple):
+    """What a step takes."""
 
-    def __init__(self) -> None:
-        self._next = 1
+    python: int  # calls of Python functions, torch's too
+    c: int  # calls of C functions by Python
+    allocations: int
+    launches: int  # of kernels, products, graphs of attention; fills
 
-    def _number(self, *arguments: Any) -> int:
-        self._next += 1
-        return self._next
-
-    create = matmul_desc_create = matrix_layout_create = _number
-
-    def _nothing(self, *arguments: Any) -> None:
-        pass
-
-    matmul = matmul_desc_set_attribute = matrix_layout_destroy = matmul_desc_destroy = _nothing
-
-    def get_version(self) -> int:
-        return 130100
+    def __str__(self) -> str:
+        return ", ".join(f"{count} {name}" for name, count in self._asdict().items())
 
 
 class _Allocator(torch_runtime.TorchAllocator):
-    alignment = 16
+    alignment = ALIGNED
+
+
+class _Binding(fake_cuda.Binding):
+    def launchKernel(self, *arguments: int) -> None:  # noqa: N802  CuPy's name
+        self.machine.note("launch", None, {}, 0)
+
+
+class _Lt(fake_cuda.Lt):
+    def matmul(self, *arguments: int) -> None:
+        self.machine.note("gemm", None, {}, 0)
+
+
+class _Graph(fake_cudnn.Built):
+    def _execute_with_raw_ptrs(self, *arguments: int) -> None:
+        calls: Any = self.calls
+        calls.machine.note("cudnn", None, {}, 0)
+
+
+class Null(fake_cuda.Machine):
+    """The machine; it keeps no addresses, for torch's memory is none of its own."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, folder: Any) -> None:
+        super().__init__(patch, folder)
+        self.launches = 0
+        self.binding, self.lt = _Binding(self), _Lt(self)
+        patch.setattr(cublaslt, "_bindings", self.lt)
+        patch.setattr(fake_cudnn, "Built", _Graph)
+        patch.setattr(taped, "_ALIGNED", ALIGNED)
+        device = cuda_device(0)
+        self.rt = Runtime.cuda(0, 0, _Allocator(torch.device("cpu"), device))
+        patch.setattr(torch_runtime, "_cpu", self.rt)
+        patch.setattr(torch_runtime, "CPU", device)
+        patch.setattr(function, "_check_devices", lambda device, inputs: None)
+
+    def _noting(self, workspace: Any) -> Any:
+        return workspace
+
+    def note(self, kind: str, what: Any, addresses: dict[str, int], stream: int) -> None:
+        """Count it."""
+        self.launches += 1
+
+    def counted(self, step: Callable[[], Any], times: int = 12) -> Counts:
+        """What a step takes: the least of several, for a new address may cost a descriptor, or a plan."""
+        found = [self._counted(step) for _ in range(times)]
+        return Counts(*map(min, zip(*found, strict=True)))
+
+    def _counted(self, step: Callable[[], Any]) -> Counts:
+        found: Counter[str] = Counter()
+        launches, inside = self.launches, 0  # inside: so deep in a fake
+
+        def note(frame: Any, event: str, argument: Any) -> None:
+            nonlocal inside
+            if event == "call":
+                inside += inside > 0 or frame.f_code.co_filename in _FAKES
+                found["python"] += not inside
+            elif event == "return":
+                inside -= inside > 0
+            elif event == "c_call" and not inside:
+                found["c"] += 1
+                found["allocations"] += argument.__name__ in _ALLOCATING
+
+        gc.collect()  # what is let go of meanwhile would count
+        gc.disable()
+        sys.setprofile(note)
+        try:
+            step()
+        finally:
+            sys.setprofile(None)
+            gc.enable()
+        return Counts(found["python"], found["c"] - 1, found["allocations"], self.launches - launches)
 
 
 @contextmanager
-def null_device(folder: Any) -> Iterator[Runtime]:
-    """Within it te_torch takes CPU tensors for those of a GPU."""
-    with pytest.MonkeyPatch.context() as patch:
-        rt, _ = fake_cudnn.runtime(patch, folder, stream=0)
-        driver, lt = libraries.driver(), _Lt()
-        driver.attribute = lambda index, name: ATTRIBUTES[name]
-        driver.is_capturing = lambda stream: False
-        driver.fill = lambda *arguments: None
-        patch.setattr(libraries, "driver_version", lambda: (13, 0))
-        numbers = iter(range(1, 1 << 20))
-        kernels: dict[Any, loader.Kernel] = {}
-
-        def get(rt: Runtime, name: str, *, entry: str | None = None, args: str, **constants: Any) -> loader.Kernel:
-            key = (name, entry, args, *sorted(constants.items()))
-            if key not in kernels:
-                kernels[key] = loader.Kernel(entry or name, next(numbers), args, Driver())
-            return kernels[key]
-
-        patch.setattr(loader, "get", get)
-        patch.setattr(lt_, "bindings", lambda: lt)
-        patch.setattr(lt_, "set_value", lambda *arguments: None)
-        algorithm = ctypes.create_string_buffer(64)
-        patch.setattr(gemm_tune, "choose", lambda *arguments: gemm_tune.Choice(algorithm, 1 << 20, "nobody"))
-        device = rt.device
-        on_gpu = Runtime(device, 0, _Allocator(torch.device("cpu"), device), backend)
-        on_gpu.plans = PlanCache()
-        patch.setattr(torch_runtime, "_cpu", on_gpu)
-        patch.setattr(torch_runtime, "CPU", device)
-        patch.setattr(function, "_check_devices", lambda device, inputs: None)
-        executor._executors.pop(device.index, None)
-        on_gpu._threads = backend.executors(on_gpu)
-        taped.forget()
-        yield on_gpu
-        taped.forget()
-
-
-def counted(step: Callable[[], Any]) -> Counter[str]:
-    """What a step does: Python calls ("python"), calls of C functions ("c")."""
-    found: Counter[str] = Counter()
-
-    def note(frame: Any, event: str, argument: Any) -> None:
-        if event == "call":
-            found["python"] += 1
-        elif event == "c_call":
-            found["c"] += 1
-
-    sys.setprofile(note)
-    try:
-        step()
-    finally:
-        sys.setprofile(None)
-    return found
+def null_device(folder: Any) -> Iterator[Null]:
+    """Within it te_torch takes CPU tensors for those of a GPU, and backward runs in the calling thread."""
+    taped.forget()
+    with pytest.MonkeyPatch.context() as patch, torch.autograd.set_multithreading_enabled(False):
+        yield Null(patch, folder)
+    taped.forget()
