@@ -51,8 +51,8 @@ class Launched:
         assert min(grids) >= 1 and 1 <= blocks[0] <= 1024 and 0 <= shared <= 232448, (self.name, grid, block, shared)
         self.noted.append(self.name)
 
-    def by_value(self, rt: Runtime, grid: int, block: int, address: int, shared: int = 0) -> None:
-        assert grid >= 1 and block >= 1 and address
+    def by_value(self, rt: Runtime, grid: int, block: int, table: Any, shared: int = 0, places: Any = None) -> None:
+        assert grid >= 1 and block >= 1 and len(table)
         self.noted.append(self.name)
 
     def attribute(self, number: int) -> int:
