@@ -25,6 +25,7 @@ __all__ = ["Arguments", "Kernel", "compile_checks", "compile_source", "get", "so
 
 #: How each letter of `args` is packed. Every argument has eight bytes, so one array of addresses serves all kernels.
 _LETTERS = {"p": "Q", "q": "q", "i": "i4x", "f": "f4x", "b": "Q"}
+_ADDRESS = struct.Struct("=Q")
 MAX_ARGUMENTS = 64
 _SHARED_LIMIT = 48 * 1024  # static and dynamic bytes; above this a kernel must be told first
 _STATIC_SHARED, _MAX_DYNAMIC_SHARED = 1, 8  # CUfunction_attribute
@@ -93,21 +94,38 @@ class Kernel:
         except struct.error:
             raise self._argument_error(args, error) from error
 
-    def by_value(self, rt: Runtime, grid: int, block: int, address: int, shared: int = 0) -> None:
-        """Launch a kernel whose one argument (args="b") is a struct passed by value, found at this host address."""
+    def by_value(
+        self,
+        rt: Runtime,
+        grid: int,
+        block: int,
+        table: ctypes.Array[ctypes.c_char],
+        shared: int = 0,
+        places: Sequence[int] | None = None,
+    ) -> None:
+        """Launch a kernel whose one argument (args="b") is a struct passed by value: these bytes.
+
+        `places`: where addresses stand in it, which a recording has to know.
+        """
         if rt.recorder is not None:
-            raise rt.recorder.refused(f"{self.name} takes a table of addresses")
-        pointer = ctypes.c_uint64(address)  # the driver copies the struct before the call returns
-        at = ctypes.addressof(pointer)
+            if places is None:
+                raise rt.recorder.refused(f"{self.name} takes a table of addresses")
+            rt.recorder.add(TableLaunch(self, (grid, block, shared), table.raw, places, rt.recorder.bases))
+            return
         executor = rt.executor()
         entered = executor.driver.enter(executor.context) if executor.context else False
         try:
-            if shared > self._shared:
-                self._raise_shared(shared)
-            self._launch(self._function, grid, 1, 1, block, 1, 1, shared, rt.stream, at, 0)
+            self._launch_with(rt, (grid, block, shared), table)
         finally:
             if entered:
                 executor.driver.leave()
+
+    def _launch_with(self, rt: Runtime, sizes: tuple[int, int, int], table: ctypes.Array[ctypes.c_char]) -> None:
+        grid, block, shared = sizes
+        pointer = ctypes.c_uint64(ctypes.addressof(table))  # the driver copies the struct before the call returns
+        if shared > self._shared:
+            self._raise_shared(shared)
+        self._launch(self._function, grid, 1, 1, block, 1, 1, shared, rt.stream, ctypes.addressof(pointer), 0)
 
     def attribute(self, number: int) -> int:
         """A CUfunction_attribute of the kernel: 4 is registers a thread, 3 local bytes (spills), 1 shared bytes."""
@@ -154,6 +172,29 @@ class Launch:
 
     def __repr__(self) -> str:
         return f"{self.kernel.name} {self.sizes[:3]} x {self.sizes[3:6]}"
+
+
+class TableLaunch:
+    """A recorded launch of a kernel that takes a struct by value; `patches` name its bytes."""
+
+    __slots__ = ("kernel", "patches", "sizes", "table")
+
+    def __init__(
+        self, kernel: Kernel, sizes: tuple[int, int, int], table: bytes, places: Sequence[int], bases: Sequence[int]
+    ) -> None:
+        self.kernel, self.sizes, self.table = kernel, sizes, table
+        found = patches([_ADDRESS.unpack_from(table, place)[0] for place in places], bases)
+        self.patches = tuple(patch._replace(number=places[patch.number]) for patch in found)
+
+    def run(self, rt: Runtime, executor: Any, at: Sequence[int], held: Sequence[Any]) -> None:
+        """Launch with the addresses of now."""
+        table = ctypes.create_string_buffer(self.table, len(self.table))
+        for place, slot, offset in self.patches:
+            _ADDRESS.pack_into(table, place, at[slot] + offset)
+        self.kernel._launch_with(rt, self.sizes, table)
+
+    def __repr__(self) -> str:
+        return f"{self.kernel.name} ({self.sizes[0]}, 1, 1) x ({self.sizes[1]}, 1, 1)"
 
 
 def _three(size: Any) -> tuple[int, int, int]:

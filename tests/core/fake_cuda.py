@@ -8,6 +8,7 @@ it lies, and where. Addresses are never given twice, so one that is out of date,
 
 from __future__ import annotations
 
+import ast
 import ctypes
 import hashlib
 import itertools
@@ -21,7 +22,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 from te_core import device, dtypes, libraries
-from te_core.backends.cuda import attention, executor, gemm_tune, memory, norm
+from te_core.backends.cuda import attention, executor, gemm_tune, memory, norm, quantize_grouped
 from te_core.backends.cuda import cublaslt as lt_
 from te_core.device import DeviceInfo
 from te_core.driver import _SIGNATURES, Driver
@@ -325,7 +326,10 @@ class Binding:
         addresses = {}
         for i, letter in enumerate(letters):
             at = ctypes.c_uint64.from_address(pointers + 8 * i).value
-            value = letter if letter == "b" else kinds[letter].from_address(at).value
+            if letter == "b":
+                addresses, values = table(*self.functions[function], at)
+                continue
+            value = kinds[letter].from_address(at).value
             if letter == "p":
                 addresses[f"{i}"] = value
             else:
@@ -334,6 +338,25 @@ class Binding:
             self.machine.faults.append(f"{self.functions[function]}: an address that is no pointer, in {values}")
         text, entry = self.functions[function]
         self.machine.note("launch", (entry, text, tuple(sizes), shared, *values), addresses, stream)
+
+
+#: Of kernels that take a table by value: an entry, its addresses, what follows all entries, the number of which counts
+#: them, and how many entries there are room for.
+_TABLES = {
+    "quantize_grouped": (quantize_grouped._MATRIX, 7, quantize_grouped._TAIL, 3, None),
+    "quantize_block_grouped": (quantize_grouped._TILES, 6, quantize_grouped._TAIL, 3, None),
+    "column_sum_grouped": (quantize_grouped._PART, 2, quantize_grouped._PARTS_TAIL, 1, 128),
+}
+
+
+def table(text: str, entry: str, at: int) -> tuple[dict[str, int], list[Any]]:
+    """(the addresses in a table at this host address, all else in it)."""
+    form, pointers, behind, counts, room = _TABLES[entry]
+    size = dict(ast.literal_eval(text)[1]).get("CAPACITY") if room is None else room
+    tail = behind.unpack(ctypes.string_at(at + size * form.size, behind.size))
+    rows = [form.unpack(ctypes.string_at(at + i * form.size, form.size)) for i in range(tail[counts])]
+    addresses = {f"{i}.{k}": row[k] for i, row in enumerate(rows) for k in range(pointers)}
+    return addresses, [*tail, *[value for row in rows for value in row[pointers:]]]
 
 
 class Lt:
@@ -456,6 +479,8 @@ class Machine:
         self.faults: list[str] = []
         self.asked: dict[tuple[int, str], int] = {}  # of scratch memory: the most bytes, by thread and name
         self._scratch: dict[int, str] = {}  # the name of a block's, by address
+        self._zeroed: set[str] = set()  # names of such as begins as zeros
+        self._filled: set[int] = set()  # blocks that were filled
         self.lib, self.binding, self.lt, self.graphs = Libcuda(self, devices), Binding(self), Lt(self), Graphs(self)
         self.driver = Driver(self.lib)
         fake_cudnn.install(patch, folder, self.graphs)
@@ -485,6 +510,8 @@ class Machine:
 
         def asked(rt: Runtime, name: str, nbytes: int, zeroed: bool = False) -> int:
             begin = len(self.log)
+            if zeroed:
+                self._zeroed.add(name)
             address = workspace(rt, name, nbytes, zeroed)
             key = threading.get_ident(), name
             self.asked[key] = max(self.asked.get(key, 0), nbytes)
@@ -519,6 +546,11 @@ class Machine:
     def note(self, kind: str, what: Any, addresses: dict[str, int], stream: int) -> None:
         """Add an event."""
         places = tuple((name, self.place(address)) for name, address in addresses.items())
+        blocks = {place.serial for _, place in places if place is not None and place.scratch in self._zeroed}
+        if kind == "fill":
+            self._filled |= {place.serial for _, place in places if place is not None}
+        elif blocks - self._filled:
+            self.faults.append(f"{kind} {what}: scratch memory that should have begun as zeros")
         event = Event(kind, what, places, stream, threading.get_ident(), self.lib.stack[-1])
         self.log.append(event)
 

@@ -119,6 +119,8 @@ def run(machine: Machine, rt: Runtime, tapes: Tapes, build: Callable[[Runtime], 
         outputs, saved = done[0].result
         call = begins.backward(outputs, saved)
         done.append(made(machine, rt, tapes.of(call), call, setting))
+    for path, t in leaves(begins.forward.args):
+        assert not isinstance(t, Tensor) or t.owner is not None, (path, "let go of, and the caller's own")
     return done
 
 
@@ -223,7 +225,7 @@ class Matching:
             moments = self.uses[serial]
             shared.setdefault(piece.block, []).append((piece, min(moments), max(moments)))
         for block, members in shared.items():
-            if block in self.kept or len(members) == 1:
+            if block in self.kept:
                 piece = members[0][0]
                 assert len(members) == 1 and piece.offset == 0 and piece.nbytes == self.other.sizes[block], (
                     "not alone",

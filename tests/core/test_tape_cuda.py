@@ -101,6 +101,7 @@ def mlps(recipe: str | None) -> Iterator[MLP]:
     for changes in (
         {"bias": False, "kind": "RMSNorm"},
         {"rows": 14},
+        {"rows": 0},
         {"activation": "swiglu"},
         {"activation": "srelu"},
         {"again": True},
@@ -208,6 +209,8 @@ ATTENTION: dict[str, list[dict[str, Any]]] = {
         {"shift": 16},
     ],
     "fp8": [
+        {},
+        {"groups": 2, "core": {"right": 0}},
         {"packing": "qkv"},
         {"packing": "kv"},
         {"packing": "qkv", "recompute": True},
@@ -293,7 +296,8 @@ def test_memory_of_any_allocator(make: Made, recipe: str | None) -> None:
     machine = make()
     machine.arena.grain, driver = 16, machine.driver
     machine.allocator = lambda device: ByteAllocator(device, partial(driver.allocate, 0), partial(driver.free, 0))
-    for case in (Linear(recipe), Linear(recipe, normed="RMSNorm"), MLP(recipe), MLP(recipe, shift=4, only=2)):
+    apart = Linear(recipe, bias=False, rows=512, k=512, n=512)  # forward's product reads and writes whole allocations
+    for case in (apart, Linear(recipe, normed="RMSNorm"), MLP(recipe), MLP(recipe, shift=4, only=2)):
         proved(machine, case)
 
 

@@ -8,7 +8,7 @@ a small launch that adds up the partial sums of the blocks in a fixed order.
 from __future__ import annotations
 
 import struct
-from ctypes import addressof, create_string_buffer
+from ctypes import create_string_buffer
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -362,13 +362,13 @@ class UpdatePlan:
     """The launches of one scale update, their tables filled in."""
 
     family: str
-    launches: tuple[tuple[Kernel, int, int, Any], ...]  # kernel, states, the table's address, the table
+    launches: tuple[tuple[Kernel, int, Any], ...]  # kernel, states, the table
 
 
 def run_update(rt: Runtime, plan: UpdatePlan) -> None:
     """One launch for up to 800 states (100 before CUDA 12.1)."""
-    for kernel, count, address, _table in plan.launches:
-        kernel.by_value(rt, count, UPDATE_THREADS, address)
+    for kernel, count, table in plan.launches:
+        kernel.by_value(rt, count, UPDATE_THREADS, table)
 
 
 def plan_update(rt: Runtime, states: list[ScalingState], algo: str) -> UpdatePlan:
@@ -384,5 +384,5 @@ def plan_update(rt: Runtime, states: list[ScalingState], algo: str) -> UpdatePla
         for i, s in enumerate(part):
             rows, columns = s.history.shape
             _STATE.pack_into(table, i * _STATE.size, s.scale.ptr, s.history.ptr, s.used.ptr, columns, rows, s.limit, 0)
-        launches.append((kernel, len(part), addressof(table), table))
+        launches.append((kernel, len(part), table))
     return UpdatePlan("scale_update", tuple(launches))
