@@ -80,7 +80,14 @@ def facts(value: Any, found: list[Tensor], wholes: list[Any], device: Any) -> An
             raise NotRecordedError("weight gradients that are computed later")
         return facts(value.main, found, wholes, device), value.accumulate
     if kind is tuple or kind is list or isinstance(value, tuple):
-        return (len(value), *[facts(part, found, wholes, device) for part in value])
+        parts: list[Any] = [len(value)]
+        for part in value:  # most are tensors, or not there: no call for those
+            if part.__class__ is Tensor and part.device is device:
+                found.append(part)
+                parts.append((part.shape, part.dtype, part.strides))
+            else:
+                parts.append(None if part is None else facts(part, found, wholes, device))
+        return tuple(parts)
     if hasattr(value, "all_gather"):  # a communicator
         if not value.met:
             raise NotRecordedError("ranks that have not met")

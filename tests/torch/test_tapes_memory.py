@@ -18,6 +18,7 @@ import te_torch as te
 from te_core.tape import recorder, taped
 from te_core.tape.walk import NotRecordedError
 from te_torch import runtime
+from tests.null_device import counted, null_device
 from tests.recipes import KINDS, RECIPES, region
 from tests.tape_steps import HIDDEN, MODULES, ROWS, drawn, made, tapes
 
@@ -243,6 +244,41 @@ def test_shapes_that_come_again_are_all_recorded_in_the_end() -> None:
                     module(torch.ones(n + 1, HIDDEN))
         assert len(taped.tapes()) == 20
     assert ran.replayed > 250
+
+
+@pytest.mark.usefixtures("no_gc")  # or calls count that let go of what other tests left
+@pytest.mark.parametrize("layers", [1, 2])
+@pytest.mark.parametrize("recipe", [None, "delayed", "current", "block"])
+@each_module
+def test_ever_new_shapes_cost_little(
+    name: str, recipe: str | None, layers: int, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At most 1.3 times the Python calls of a program without tapes. One layer is never recorded; of two the second
+    records what the first one met, and soon leaves it."""
+    monkeypatch.setattr(taped, "_ALIGNED", 64)  # a GPU's memory is aligned to 256 bytes, the host's to 64
+    spent: dict[str, int] = {}
+    with null_device(tmp_path), torch.autograd.set_multithreading_enabled(False):
+        modules = [made(name, params_dtype=torch.bfloat16) for _ in range(layers)]
+
+        def step(rows: int) -> None:
+            x = torch.ones(rows, 2, HIDDEN, dtype=torch.bfloat16)
+            for module in modules:
+                with region(recipe):
+                    y = module(x.requires_grad_())
+                y.backward(torch.ones_like(y))
+
+        shapes = [64 * n for n in range(1, 17)]
+        for setting in ("never", "second"):
+            with tapes("never"):  # all plans are made
+                for rows in shapes:
+                    step(rows)
+            with tapes(setting) as ran:
+                for rows in shapes[:8]:
+                    step(rows)
+                spent[setting] = sum(counted(lambda rows=rows: step(rows))["python"] for rows in shapes[8:])
+                kinds = {tape.what for tape in taped.tapes()}
+            assert ran.recorded <= 6 * len(kinds) and bool(kinds) is (setting == "second" and layers == 2)
+    assert spent["second"] <= 1.3 * spent["never"], spent
 
 
 def test_there_are_so_many_tapes_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
