@@ -130,6 +130,16 @@ def _recordings_go_well() -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def interpreted() -> Iterator[None]:
+    """For tests that watch what a layer calls: a replay calls none of it."""
+    from te_core.tape import taped
+
+    taped.set_when("never")
+    yield
+    taped.set_when(None)
+
+
 def _skip_reason(report: pytest.TestReport | pytest.CollectReport) -> str:
     where = report.longrepr
     return str(where[2] if isinstance(where, tuple) else where).removeprefix("Skipped: ")
