@@ -16,7 +16,7 @@ from te_core.layers.inspector import PLAIN, POINTS, Request
 from te_core.layers.linear import Sink
 from te_core.ops import raw as ops
 from te_core.quantized import Cast, Format, QuantizedTensor
-from tests.core.test_parallel import FP32, RT, Case, part
+from tests.core.test_parallel import FP32, RT, Case, Late, integers, part
 from tests.recipes import OVERRIDES, RECIPES
 
 ALIGNED, ODD = 256, 80  # rows: parts of whole blocks, and of none of the large ones
@@ -29,6 +29,11 @@ def normal(seed: int, *shape: int) -> Any:
     """Values that every format rounds, one part's larger than the other's."""
     values = np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
     return values * (1 + np.arange(shape[0]) // (shape[0] // 2)).astype(np.float32).reshape(-1, *[1] * (len(shape) - 1))
+
+
+def rounded(seed: int, *shape: int) -> Any:
+    """Values that FP8 rounds, all of them alike, so that sums are exact with and without it."""
+    return 17 * integers(seed, *shape)
 
 
 class Looks:
@@ -122,6 +127,17 @@ def test_a_gradient_that_is_added(mode: str, accumulate: bool) -> None:
     assert all(np.array_equal(a, b) for a, b in zip(found, plain, strict=True)) and sent == bytes_of_plain
 
 
+@both_modes
+def test_late_collectives(mode: str) -> None:
+    """Nothing is shown before it has come."""
+    case, ranks = Case(mode, True, 2, "mxfp8", ALIGNED, normal), InProcessRanks(2)
+    looks = [Looks(), Looks()]
+    ranks.run(lambda comm: case.step(Late(ranks, comm.rank), inspector=looks[comm.rank]))
+    _, _, wanted = run(case, Looks)
+    for look, one in zip(looks, wanted, strict=True):
+        assert all(np.array_equal(look.seen[point], one.seen[point]) for point in POINTS)
+
+
 # ------------------------------------------------------------------------------------------------ what is shown
 
 
@@ -178,7 +194,7 @@ def test_who_is_told_of_the_whole(mode: str) -> None:
 
 @cache
 def reference(mode: str, recipe: str | None, rows: int, kind: type[Looks], points: Request) -> Any:
-    return Case(mode, False, 1, recipe, rows).step(None, inspector=kind(points))
+    return Case(mode, False, 1, recipe, rows, rounded).step(None, inspector=kind(points))
 
 
 def joined(case: Case, found: list[Any]) -> list[Any]:
@@ -186,14 +202,13 @@ def joined(case: Case, found: list[Any]) -> list[Any]:
     return [f[0] if d is None else np.concatenate(f, d) for f, d in zip(zip(*found), (case.y, case.x, case.w))]  # noqa: B905
 
 
-@pytest.mark.parametrize("marked", [False, True], ids=["", "marked"])
-@pytest.mark.parametrize("kind", [Unquantizes, Halves])
+@pytest.mark.parametrize(("kind", "marked"), [(Unquantizes, False), (Unquantizes, True), (Halves, False)])
 @pytest.mark.parametrize("rows", [ALIGNED, ODD])
 @pytest.mark.parametrize("recipe", [None, "delayed", "current e4m3 pow2", "block", "block tiled x", "mxfp8"])
 @both_modes
 def test_operands_put_in(mode: str, recipe: str | None, rows: int, kind: type[Looks], marked: bool) -> None:
     """Each by itself, and all: what travels is multiplied as one process multiplies the whole of it."""
-    case = Case(mode, True, 2, recipe, rows)
+    case = Case(mode, True, 2, recipe, rows, rounded)
     for points in (*([point] for point in OPERANDS), OPERANDS):
         request = frozenset((*points, *(PLAIN[p] for p in points if marked)))
         found, _, _ = run(case, lambda request=request: kind(request))  # type: ignore[misc]
