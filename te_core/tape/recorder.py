@@ -39,6 +39,10 @@ class Owner:
     def __del__(self) -> None:
         self.recorder.ends[self.slot] = len(self.recorder.steps)
 
+    def __getattr__(self, name: str) -> Any:
+        """A layer that asks its tensors' owners for something works with a framework's tensors."""
+        raise NotRecordedError("a layer in a framework's own operations")
+
 
 class Recorder:
     """What a recording has found so far."""

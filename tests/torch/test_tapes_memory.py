@@ -18,7 +18,7 @@ import te_torch as te
 from te_core.tape import recorder, taped
 from te_core.tape.walk import NotRecordedError
 from te_torch import runtime
-from tests.null_device import counted, null_device
+from tests.null_device import null_device
 from tests.recipes import KINDS, RECIPES, region
 from tests.tape_steps import HIDDEN, MODULES, ROWS, drawn, made, tapes
 
@@ -246,6 +246,7 @@ def test_shapes_that_come_again_are_all_recorded_in_the_end() -> None:
     assert ran.replayed > 250
 
 
+@pytest.mark.more
 @pytest.mark.usefixtures("no_gc")  # or calls count that let go of what other tests left
 @pytest.mark.parametrize("layers", [1, 2])
 @pytest.mark.parametrize("recipe", [None, "delayed", "current", "block"])
@@ -257,7 +258,7 @@ def test_ever_new_shapes_cost_little(
     records what the first one met, and soon leaves it."""
     monkeypatch.setattr(taped, "_ALIGNED", 64)  # a GPU's memory is aligned to 256 bytes, the host's to 64
     spent: dict[str, int] = {}
-    with null_device(tmp_path), torch.autograd.set_multithreading_enabled(False):
+    with null_device(tmp_path) as null:
         modules = [made(name, params_dtype=torch.bfloat16) for _ in range(layers)]
 
         def step(rows: int) -> None:
@@ -275,7 +276,7 @@ def test_ever_new_shapes_cost_little(
             with tapes(setting) as ran:
                 for rows in shapes[:8]:
                     step(rows)
-                spent[setting] = sum(counted(lambda rows=rows: step(rows))["python"] for rows in shapes[8:])
+                spent[setting] = sum(null.counted(lambda rows=rows: step(rows), 1).python for rows in shapes[8:])
                 kinds = {tape.what for tape in taped.tapes()}
             assert ran.recorded <= 6 * len(kinds) and bool(kinds) is (setting == "second" and layers == 2)
     assert spent["second"] <= 1.3 * spent["never"], spent
