@@ -29,7 +29,7 @@ from te_core.ops import raw as ops
 from te_core.precision import Operand, Precision
 from te_core.quantize.operands import Uses, Value, Where, dense, is_plain_rule
 from te_core.quantize.state import INPUT, backward_cast, forward_cast
-from te_core.quantized import Cast, QuantizedTensor
+from te_core.quantized import Cast, Format, QuantizedTensor
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
 
@@ -46,7 +46,7 @@ class Split:
     sequence: bool = False
     symmetric: str | None = None  # how the sum of a row-parallel output is computed; None: as the library likes
     #: By GEMM, how its gathered operand came last: what reports show.
-    came: dict[str, str] = field(init=False, repr=False, compare=False, default_factory=dict)
+    came: dict[str, Format | DType] = field(init=False, repr=False, compare=False, default_factory=dict)
 
     @property
     def gathered(self) -> str | None:
@@ -228,7 +228,7 @@ class Spread:
 
     def _came(self, gemm: str, whole: Value) -> Value:
         """Note for reports how an operand came."""
-        self.split.came[gemm] = str(whole.format if isinstance(whole, QuantizedTensor) else whole.dtype)
+        self.split.came[gemm] = whole.format if isinstance(whole, QuantizedTensor) else whole.dtype
         return whole
 
     def _as_read(self, rt: Runtime, whole: Value, role: str, columns: bool) -> Value:
@@ -308,12 +308,12 @@ class Spread:
             handle.wait()
 
 
-def meet(rt: Runtime, comm: Communicator, what: str, specs: Sequence[Any], *shapes: Sequence[int]) -> None:
+def meet(rt: Runtime, comm: Communicator, what: Sequence[str], specs: Sequence[Any], *shapes: Sequence[int]) -> None:
     """At the first call on this communicator, see that all ranks run the same: a layer (`what` it is, in words), its
     linears, the shapes of its input and weights."""
     if not comm.met:
         sizes = " x ".join(str(tuple(shape)) for shape in shapes)
-        comm.agree(rt, "tensor parallelism", f"{what} {sizes}, {' and '.join(map(_told, specs))}")
+        comm.agree(rt, "tensor parallelism", f"{''.join(what)} {sizes}, {' and '.join(map(_told, specs))}")
         comm.met = True
 
 

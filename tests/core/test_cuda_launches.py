@@ -18,6 +18,7 @@ from te_core.quantized import Cast, Format
 from te_core.runtime import Runtime
 from tests.core import fake_cudnn
 from tests.core.face import Right, operations, tensor
+from tests.host_steps import worded
 
 #: Of an H200.
 ATTRIBUTES = {
@@ -132,8 +133,31 @@ def test_every_operation_launches(device: Device) -> None:
         call.run()
         first = list(device.launches)
         assert first or name in (*OTHERS, "gemm_grouped", "gemm_quantized"), name
-        call.run()  # by the plan that is there now
+        said = worded(call.run)  # by the plan that is there now
         assert device.launches == [*first, *first], name
+        assert not said, f"{name} builds text in each call"
+
+
+def test_launches_for_many(device: Device) -> None:
+    """Of matrices of one width: one for all, the maxima one more each, and one that finishes all of these."""
+    rt = device.rt
+    large = [tensor(rt, 64, 4096), tensor(rt, 16, 4096), tensor(rt, 8, 4096)]
+    outs = ops.quantize_many(rt, large, [Cast(dtypes.float8_e4m3, rowwise=True, columnwise=False)] * 3)
+    maxima = tensor(rt, 3)
+    for cast, launches in (
+        (Cast(dtypes.float8_e4m3, rowwise=True, columnwise=False, scale=tensor(rt, 1), amax=tensor(rt, 1)), 1),
+        (Cast(dtypes.float8_e4m3, rowwise=True, columnwise=False).scaled_by(maxima), 1),
+        (Cast(dtypes.float8_e4m3, rowwise=True, columnwise=False), 2),
+    ):
+        device.launches.clear()
+        ops.quantize_many(rt, large, [cast] * 3, outs=outs)
+        assert device.launches == ["quantize_grouped"] * launches
+    device.launches.clear()
+    ops.amax_many(rt, large, out=maxima)
+    assert device.launches == ["amax"] * 3 + ["amax_finish"]
+    device.launches.clear()
+    ops.amax_many(rt, [tensor(rt, 2), tensor(rt, 3)])
+    assert device.launches == ["amax"] * 2
 
 
 def test_given_maxima_are_not_looked_for(device: Device) -> None:
