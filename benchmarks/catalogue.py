@@ -46,6 +46,18 @@ BENCHMARKS = {
         columns=("case", "recipe", "fwd us", "fwd+bwd us", "of_linear fwd", "of_linear", "target", "ok"),
         ratio="of_linear", reference="host time, 1 = torch.nn.Linear in the same process", on_cpu=True,
     ),
+    "replay": Benchmark(
+        columns=("case", "recipe", "interpreted fwd us", "interpreted fwd+bwd us", "fwd us", "fwd+bwd us",
+                 "interpreted of_linear fwd", "interpreted of_linear", "of_linear fwd", "of_linear", "us",
+                 "us a module", "interpreted peak MiB", "peak MiB", "equal", "reproducible", "share", "reasons",
+                 "target", "ok"),
+        ratio="of_interpreted", reference="time of forward and backward, 1 = interpreted in the same process",
+    ),
+    "end_to_end": Benchmark(
+        columns=("case", "recipe", "interpreted ms", "ms", "tokens/s", "MFU", "interpreted peak GiB", "peak GiB",
+                 "first loss", "last loss", "target", "ok"),
+        ratio="of_interpreted", reference="time of a step, 1 = interpreted in the same process",
+    ),
     "graphs": Benchmark(
         columns=("case", "recipe", "eager wall us", "wall us", "eager events us", "events us", "eager gpu us",
                  "gpu us", "of_eager"),
@@ -65,6 +77,15 @@ BENCHMARKS = {
         columns=("case", "recipe", "ms", "offloaded ms", "of_plain", "MiB away", "held MiB", "offloaded held MiB",
                  "held less", "peak MiB", "offloaded peak MiB", "copy ms", "behind ms", "overlap", "target", "ok"),
         ratio="of_plain", reference="fwd+bwd GPU time, 1 = without offloading in the same process",
+    ),
+    "sharded": Benchmark(
+        columns=("case", "recipe", "bf16 ms", "ms", "of_bf16", "bf16 gathered MiB", "gathered MiB", "of_bytes",
+                 "target", "ok"),
+        ratio="of_bf16", reference="time of a step, 1 = bf16 weights in the same processes", on_cpu=True,
+    ),
+    "parallel": Benchmark(
+        columns=("case", "recipe", "ranks", "one ms", "ms", "speed-up", "communication ms", "hidden", "MiB a step"),
+        ratio="speed-up", reference="fwd+bwd speed, 1 = one GPU with the whole layer", on_cpu=True,
     ),
     "debugging": Benchmark(
         ("measure_inspect", "measure_features"),

@@ -26,11 +26,13 @@ import numpy as np
 import torch
 
 from te_core import libraries
+from te_core.tape import taped
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 RUNS = 15
 HOST_CALLS = 900  # of each work whose host time is taken
+HOST_ROUNDS = 15  # in so many turns
 BUSY_CYCLES = 14_000_000  # about 7 ms: longer than the host needs for any forward and backward
 L2_FLUSH = 64 << 20  # bytes written before each run; an H200's L2 holds 60 MB
 
@@ -98,21 +100,24 @@ def row_us(work: Work, runs: int) -> float:
     return (time.perf_counter() - start) / (runs if gpu() else 1) * 1e6
 
 
-def host_us(*works: Work, calls: int = HOST_CALLS) -> list[float]:
-    """Microseconds to enqueue each work, all measured in turns: the median of fifteen rounds."""
-    rounds = 15
-    calls = calls if gpu() else rounds
-    for work in works:
+def host_us(*works: Work, calls: int = HOST_CALLS, turn: Callable[[int], Any] | None = None) -> list[float]:
+    """Microseconds to enqueue each work, all measured in turns: the median of all rounds. `turn` is told the number
+    of the work whose turn begins."""
+    calls = max(1, calls // HOST_ROUNDS) if gpu() else 1  # of a round
+    begins = turn or (lambda number: None)
+    for number, work in enumerate(works):
+        begins(number)
         for _ in range(30 if gpu() else 1):
             work()
     times: list[list[float]] = [[] for _ in works]
-    for _ in range(rounds):
-        for work, found in zip(works, times, strict=True):
+    for _ in range(HOST_ROUNDS):
+        for number, (work, found) in enumerate(zip(works, times, strict=True)):
+            begins(number)
             wait()
             start = time.perf_counter()
-            for _ in range(calls // rounds):
+            for _ in range(calls):
                 work()
-            found.append((time.perf_counter() - start) / (calls // rounds) * 1e6)
+            found.append((time.perf_counter() - start) / calls * 1e6)
     wait()
     return [statistics.median(found) for found in times]
 
@@ -162,7 +167,12 @@ def matrix(make: Callable[..., Any], rows: int, columns: int, seed: int = 0) -> 
 
 def about(commit: str = "") -> dict[str, str]:
     """The device and the versions that figures depend on."""
-    facts = {"device": device_name(), "python": platform.python_version(), "torch": torch.__version__}
+    facts = {
+        "device": device_name(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "tapes": taped.when(),
+    }
     for name in ("te-runtime", "numpy", "cupy-cuda13x", "cupy-cuda12x", "nvmath-python"):
         try:
             facts[name] = importlib.metadata.version(name)

@@ -206,15 +206,20 @@ def overlap(events: Iterable[dict[str, Any]]) -> float:
         elif event.get("cat") == "gpu_memcpy" and any(way in event["name"] for way in ("DtoH", "HtoD")):
             if event.get("args", {}).get("bytes", LEAST) >= LEAST:
                 copies.append(span)
-    copies, kernels = union(copies), union(kernels)
-    total = sum(stop - start for start, stop in copies)
+    return share(copies, kernels)
+
+
+def share(spans: Iterable[Interval], others: Iterable[Interval]) -> float:
+    """The share of the time of some intervals that others cover; nan where there are none."""
+    spans, others = union(spans), union(others)
+    total = sum(stop - start for start, stop in spans)
     covered, first = 0.0, 0
-    for start, stop in copies:
-        while first < len(kernels) and kernels[first][1] <= start:
+    for start, stop in spans:
+        while first < len(others) and others[first][1] <= start:
             first += 1
         at = first
-        while at < len(kernels) and kernels[at][0] < stop:
-            covered += min(stop, kernels[at][1]) - max(start, kernels[at][0])
+        while at < len(others) and others[at][0] < stop:
+            covered += min(stop, others[at][1]) - max(start, others[at][0])
             at += 1
     return covered / total if total else float("nan")
 

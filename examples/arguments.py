@@ -71,15 +71,15 @@ def usual_device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def writable(folder: Path, files: Iterable[str]) -> None:
+def writable(folder: Path, files: Iterable[str] = (), option: str = "--out") -> None:
     """Make the folder, if need be, and see that files of these names can be written there."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        raise UserError(f"--out {folder}: {error.strerror}. Choose a folder that can be written") from error
+        raise UserError(f"{option} {folder}: {error.strerror}. Choose a folder that can be written") from error
     for name in files:
         path = folder / name
         if path.exists() and not (path.is_file() and os.access(path, os.W_OK)):
-            raise UserError(f"--out {folder}: {name} there cannot be overwritten. Choose another folder")
+            raise UserError(f"{option} {folder}: {name} there cannot be overwritten. Choose another folder")

@@ -50,6 +50,12 @@ VARIABLES: dict[str, Variable] = {
         "folders searched for CUDA libraries before the pip wheels, separated by ':'", "path", ""
     ),
     "TE_CORE_AUTOTUNE": Variable("1: time the candidate algorithms of each new GEMM once and remember the fastest"),
+    "TE_CORE_TAPES": Variable(
+        "when a layer's call is recorded, to be replayed from then on: the first or the second time that its shapes "
+        "are met, or never",
+        ("first", "second", "never"),
+        "never",  # until replays have run on a GPU
+    ),
     # norms
     "NVTE_FWD_LAYERNORM_SM_MARGIN": Variable("multiprocessors that forward norm kernels leave free", "number"),
     "NVTE_BWD_LAYERNORM_SM_MARGIN": Variable("the same of backward ones", "number"),
@@ -282,6 +288,11 @@ def norm_sm_margins() -> dict[str, int]:
     names = {"forward": "FWD", "backward": "BWD", "inference": "INF"}
     named = {phase: f"NVTE_{short}_LAYERNORM_SM_MARGIN" for phase, short in names.items()}
     return {phase: number(name) for phase, name in named.items() if is_set(name)}
+
+
+def tapes() -> str:
+    """When calls of layers are recorded."""
+    return chosen("TE_CORE_TAPES", word("TE_CORE_TAPES"))
 
 
 def autotune() -> bool:

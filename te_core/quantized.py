@@ -256,8 +256,10 @@ class Cast:
     worked out from the value's own maximum (current scaling). `epsilon` and `power_of_two` are the rule of current
     and block scaling. nvfp4: `transform` applies the random Hadamard transform to the columnwise copy, `stochastic`
     rounds the data so (`rng` int64 [2] and `site` say with which draws), `four_over_six` ("MAE" or "MSE") quantizes
-    each block twice and keeps the better. `nonfinite` (int64 [2]), if given, is raised by the NaNs and the infinities
-    among the values. Not to be changed once made: casts are shared between calls.
+    each block twice and keeps the better. `maxima`, if given, stand for the value's own (float32 [1], nvfp4 with
+    `transform` [2]: of the rowwise copy, of the columnwise one): what ranks with parts of it agreed on. `nonfinite`
+    (int64 [2]), if given, is raised by the NaNs and the infinities among the values. Not to be changed once made:
+    casts are shared between calls.
     """
 
     __slots__ = (
@@ -268,6 +270,7 @@ class Cast:
         "format",
         "four_over_six",
         "key",
+        "maxima",
         "nonfinite",
         "power_of_two",
         "rng",
@@ -294,6 +297,7 @@ class Cast:
         site: int = 0,
         four_over_six: str | None = None,
         nonfinite: Tensor | None = None,
+        maxima: Tensor | None = None,
     ) -> None:
         self.format = form if isinstance(form, Format) else Format(dtypes.dtype(form))
         self.dtype = self.format.dtype
@@ -309,6 +313,24 @@ class Cast:
         self.site = site
         self.four_over_six = four_over_six
         self.nonfinite = nonfinite
+        self.maxima = maxima
         self.key = CastKey(
             self.format, rowwise, columnwise, scale is not None, amax is not None, transform, stochastic, four_over_six
+        )
+
+    def scaled_by(self, maxima: Tensor) -> Cast:
+        """The same with these maxima in the place of the value's own."""
+        return Cast(
+            self.format,
+            rowwise=self.rowwise,
+            columnwise=self.columnwise,
+            epsilon=self.epsilon,
+            power_of_two=self.power_of_two,
+            transform=self.transform,
+            stochastic=self.stochastic,
+            rng=self.rng,
+            site=self.site,
+            four_over_six=self.four_over_six,
+            nonfinite=self.nonfinite,
+            maxima=maxima,
         )

@@ -60,6 +60,8 @@ def _load_backend(name: str) -> Backend:
 class HostAllocator:
     """NumPy memory, for the CPU backend."""
 
+    alignment = 1  # NumPy's code reads any address
+
     def empty(self, shape: tuple[int, ...], dtype: DType, stream: int) -> Tensor:
         """Uninitialised host memory."""
         if dtype is dtypes.float4_e2m1:
@@ -135,11 +137,13 @@ class Runtime:
         "_sides",
         "_threads",
         "_workspaces",
+        "alignment",
         "allocator",
         "backend",
         "device",
         "joins",
         "plans",
+        "recorder",
         "stream",
     )
 
@@ -150,7 +154,11 @@ class Runtime:
         self.device = device
         self.stream = stream
         self.allocator = allocator
+        #: What every allocation is a multiple of. (Where nobody says, what every CUDA library asks for.)
+        self.alignment: int = getattr(allocator, "alignment", 16)
         self.backend = backend
+        #: While a layer is recorded (te_core/tape): what takes each step in the place of the device.
+        self.recorder: Any = None
         self.plans = Runtime._plans.setdefault(device, PlanCache())
         self._threads = backend.executors(self)
         self._workspaces: dict[tuple[int, str], Tensor] = {}

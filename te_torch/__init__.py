@@ -53,6 +53,7 @@ from te_torch.training.moe import (
 )
 from te_torch.training.offload import ManualOffloadSynchronizer, get_cpu_offload_context, mark_not_offload
 from te_torch.training.rng import CudaRNGStatesTracker
+from te_torch.training.userbuffers import UserBufferQuantizationMode, destroy_ub, initialize_ub
 from te_torch.transformer.layer import TransformerLayer
 from te_torch.transformer.multihead import MultiheadAttention
 from te_torch.utils import deinterleave_glu_tensor, interleave_glu_tensor
@@ -60,14 +61,15 @@ from te_torch.utils import deinterleave_glu_tensor, interleave_glu_tensor
 __all__ = [
     "CudaRNGStatesTracker", "DotProductAttention", "Fp8Padding", "Fp8Unpadding", "GroupedLinear", "InferenceParams",
     "LayerNorm", "LayerNormLinear", "LayerNormMLP", "Linear", "ManualOffloadSynchronizer", "MultiheadAttention",
-    "RMSNorm", "RotaryPositionEmbedding", "TransformerLayer", "autocast", "checkpoint", "constants", "convert",
-    "deinterleave_glu_tensor", "fp8_autocast", "fp8_model_init", "get_cpu_offload_context", "get_cudnn_version",
-    "get_default_recipe", "get_device_compute_capability", "interleave_glu_tensor", "is_bf16_available",
-    "is_fp8_available", "is_fp8_block_scaling_available", "is_mxfp8_available", "is_nvfp4_available",
-    "make_graphed_callables", "mark_not_offload", "measure_saved", "memory_report", "moe_permute",
-    "moe_permute_and_pad_with_probs", "moe_permute_with_probs", "moe_sort_chunks_by_index",
-    "moe_sort_chunks_by_index_with_probs", "moe_unpermute", "nonfinite_report", "onnx_export", "plain_state_dict",
-    "precision_report", "prepare_state", "quantized_model_init", "register_norm", *_tensors,
+    "RMSNorm", "RotaryPositionEmbedding", "TransformerLayer", "UserBufferQuantizationMode", "autocast", "checkpoint",
+    "constants", "convert", "deinterleave_glu_tensor", "destroy_ub", "fp8_autocast", "fp8_model_init",
+    "get_cpu_offload_context", "get_cudnn_version", "get_default_recipe", "get_device_compute_capability",
+    "initialize_ub", "interleave_glu_tensor", "is_bf16_available", "is_fp8_available", "is_fp8_block_scaling_available",
+    "is_mxfp8_available", "is_nvfp4_available", "make_graphed_callables", "mark_not_offload", "measure_saved",
+    "memory_report", "moe_permute", "moe_permute_and_pad_with_probs", "moe_permute_with_probs",
+    "moe_sort_chunks_by_index", "moe_sort_chunks_by_index_with_probs", "moe_unpermute", "nonfinite_report",
+    "onnx_export", "plain_state_dict", "precision_report", "prepare_state", "quantized_model_init", "register_norm",
+    *_tensors,
 ]  # fmt: skip
 
 __getattr__ = not_built.getter(__name__, "pytorch", not_built.BEHIND_ALIAS, ("debug",))

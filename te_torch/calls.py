@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from inspect import unwrap
 from typing import Any
 
 import torch
 
 from te_core.layers.linear import LinearSpec
+from te_core.tape.taped import Taped, Trial
 from te_torch.export.mode import exporting
 from te_torch.program_names import name_of_program
 from te_torch.program_specs import not_written, read, unknown, written
@@ -41,6 +42,7 @@ class Layer:
     copies: Callable[[Any], Sequence[Any]] = lambda saved: ()  # what of the saved was made of weights
     linears: Callable[[Any], tuple[LinearSpec, ...]] = lambda spec: ()  # the specs of its linears, one a weight
     plain: Callable[..., Any] | None = None  # its forward in torch's operators, for exporters (te_torch/export)
+    kin: Callable[[Any], Any] | None = None  # the spec without the sizes in it, if there are any
 
     def __post_init__(self) -> None:
         for name in ("forward", "backward"):  # modules have checked what they pass: it need not be explained
@@ -56,15 +58,34 @@ class Call:
     spec: Any
     needs_grad: bool
     options: dict[str, Any]  # further keyword arguments of the layer's functions
+    forward: Taped = field(init=False, repr=False)  # the layer's functions with this spec, as they are called
+    backward: Taped = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        for name in ("forward", "backward"):
+            what, kin, trial = f"{self.layer.name} {name}", self.layer.kin, None
+            if kin is not None:
+                trial = _trials.setdefault((what, kin(self.spec)), Trial())
+            taped = Taped(what, getattr(self.layer, name), self.spec, trial)
+            object.__setattr__(self, name, taped)
 
 
 # Calls live as long as a module has them, those of compiled programs for good.
 _by_spec: weakref.WeakValueDictionary[Any, Call] = weakref.WeakValueDictionary()
 _of_programs: dict[str, Call] = {}
+#: Of calls that differ in sizes alone: whether it pays to record them.
+_trials: weakref.WeakValueDictionary[Any, Trial] = weakref.WeakValueDictionary()
 
 
-def register(layer: Layer, spec: Any, needs_grad: bool, inspectors: Sequence[Any] | None = None) -> Call:
-    """The call of this spec; modules that do the same share one, unless inspectors tell them apart."""
+def register(
+    layer: Layer, spec: Any, needs_grad: bool, inspectors: Sequence[Any] | None = None, comm: Any = None
+) -> Call:
+    """The call of this spec; modules that do the same share one, unless inspectors tell them apart, or ranks that they
+    are spread over."""
+    if comm is not None:
+        return Call(
+            layer, spec, needs_grad, {"comm": comm} | ({} if inspectors is None else {"inspectors": inspectors})
+        )
     identity = (layer.name, spec, needs_grad)
     found = _by_spec.get(identity) if inspectors is None else None
     if found is None:
@@ -108,7 +129,9 @@ def _read(key: str) -> Call:
     return _of_programs.setdefault(key, register(layer, spec, needs_grad))
 
 
-def complete(layer: Layer, grads: Sequence[torch.Tensor | None], saved: Sequence[torch.Tensor | None]) -> list[Any]:
+def complete(
+    layer: Layer, grads: Sequence[torch.Tensor | None], saved: Sequence[torch.Tensor | None], call: Call | None = None
+) -> list[Any]:
     """A gradient for each output the layer can have; the first as zeros if only another output was used."""
     first, rest = grads[0], grads[1:]
     if first is not None and layer.outputs == 1:
@@ -117,6 +140,22 @@ def complete(layer: Layer, grads: Sequence[torch.Tensor | None], saved: Sequence
         return [*grads, *[None] * (layer.outputs - len(grads))]
     if first is None:
         weight = getattr(layer.saved(*saved), layer.weight)
-        other = next(g for g in rest if g is not None)
-        first = other.new_zeros(*other.shape[:-1], weight.shape[0])
+        which, other = next((i, g) for i, g in enumerate(rest) if g is not None)
+        leading = other.shape[:-1]
+        if call is not None and "comm" in call.options:
+            leading = _leading_of_first(call, tuple(leading), which)
+        first = other.new_zeros(*leading, weight.shape[0])
     return [first, *rest, *[None] * (layer.outputs - 1 - len(rest))]
+
+
+def _leading_of_first(call: Call, leading: tuple[int, ...], which: int) -> Any:
+    """The leading dimensions of a spread layer's first output, given those of another one: the norm's output, or the
+    stream. With sequence parallelism each has all rows or this rank's."""
+    last = call.layer.linears(call.spec)[-1].parallel
+    if last is None or not last.sequence:
+        return leading
+    whole = call.spec.gather_norm and which == 0
+    if whole == (last.mode == "column"):
+        return leading
+    rows, *rest = leading
+    return (rows // last.size if whole else rows * last.size, *rest)

@@ -94,14 +94,21 @@ def _own(outputs: Sequence[Any], inputs: Sequence[Any]) -> tuple[torch.Tensor, .
     for t in outputs:
         shape = t.shape
         if quantized and len(shape) == 2:  # to the core it is a matrix
-            shape = (*first.shape[:-1], shape[1])
+            shape = (*_leading(first, shape[0]), shape[1])
         if type(t) is QuantizedTensor:
-            made.append(from_core(t, (*first.shape[:-1], t.shape[1]), first.dtype))
+            made.append(from_core(t, (*_leading(first, t.shape[0]), t.shape[1]), first.dtype))
             continue
         if t.owner.shape != shape:
             t.owner.resize_(shape)
         made.append(t.owner)
     return tuple(made)
+
+
+def _leading(like: torch.Tensor, rows: int) -> tuple[int, ...]:
+    """The leading dimensions of a matrix that was made of this tensor; over ranks it may have more rows, or less."""
+    leading = like.shape[:-1]
+    count = leading.numel()
+    return leading if count == rows else (leading[0] * rows // count, *leading[1:])
 
 
 def _run(
@@ -119,8 +126,8 @@ def _run(
         options = {**call.options, **extra.options()}
         if extra.ready is not None:
             options["ready"] = extra.ready
-        return call.layer.forward(rt, *views, spec=call.spec, scales=scales, **options)
-    return call.layer.forward(rt, *views, spec=call.spec, scales=scales, **call.options)
+        return call.forward(rt, *views, scales=scales, **options)
+    return call.forward(rt, *views, scales=scales, **call.options)
 
 
 def _to_core_all(rt: Runtime, tensors: Sequence[torch.Tensor | None], strided: bool = False) -> list[Any]:
@@ -177,7 +184,7 @@ class _Eager(torch.autograd.Function):
     ) -> Any:
         outputs, saved = _run(call, state, recompute, extra, inputs)
         ctx.set_materialize_grads(False)
-        if offloading.active.context is not None:
+        if offloading.active.noting:
             offloading.note_copies_of_weights([inputs[i] for i in call.layer.weights])
             offloading.note_copies_of_weights([t.owner for t in call.layer.copies(saved) if t is not None])
         # An owner is the caller's own tensor where an input was saved, so its version is checked by autograd.
@@ -199,7 +206,7 @@ class _Eager(torch.autograd.Function):
         if grads[0] is None and not any(g is not None for g in grads):
             return (None,) * (4 + ctx.inputs)
         kept = ctx.saved_tensors  # read once: a checkpoint computes them again at each read
-        given = complete(call.layer, grads, kept)
+        given = complete(call.layer, grads, kept, call)
         rt = runtime_for(given[0] if given[0] is not None else next(g for g in given if g is not None))
         saved = call.layer.saved(*_to_core_all(rt, kept, call.layer.strided))
         views = _to_core_all(rt, given)
@@ -214,7 +221,7 @@ class _Eager(torch.autograd.Function):
             del kept
         if ctx.extra is not None:
             return _backward_with(ctx, rt, views, saved, scales, options)
-        results = call.layer.backward(rt, *views, saved, spec=call.spec, scales=scales, **options)
+        results = call.backward(rt, *views, saved, scales=scales, **options)
         found = _gradients(call.layer, results, given)
         missing = ctx.inputs - len(found)  # less than none where inputs at the end were left out
         return (None, None, None, None, *found[: ctx.inputs], *[None] * missing)
@@ -226,15 +233,17 @@ def _gradients(layer: Layer, results: Sequence[Any], given: Sequence[torch.Tenso
     for t in results:
         if type(t) is Tensor:
             found.append(to_torch(t))
+        elif t is None:
+            found.append(None)
         else:
-            found.append(None if t is None else from_core(t, (*given[0].shape[:-1], t.shape[1]), given[0].dtype))
+            found.append(from_core(t, (*_leading(given[0], t.shape[0]), t.shape[1]), given[0].dtype))
     if layer.twins is not None:
         a, b = layer.twins
         if results[a] is results[b]:
             found[b] = found[a]
     dx = found[0]
     if dx is not None and isinstance(given[0], QuantizedTorch) and dx.ndim == 2:  # a matrix to the core, as dy was
-        found[0] = dx.view(*given[0].shape[:-1], dx.shape[1])
+        found[0] = dx.view(*_leading(given[0], dx.shape[0]), dx.shape[1])
     return found
 
 
@@ -247,7 +256,7 @@ def _backward_with(
     options = {**options, **extra.options(), "sinks": sinks}
     if call.layer.recomputes and extra.ready is not None:
         options["ready"] = extra.ready
-    results = list(call.layer.backward(rt, *views, saved, spec=call.spec, scales=scales, **options))
+    results = list(call.backward(rt, *views, saved, scales=scales, **options))
     grads = _gradients(call.layer, results, [v.owner for v in views if v is not None])
     for position, weight, sink in zip(call.layer.weights, weights, sinks, strict=True):
         if sink is not None and sink.main is not None:

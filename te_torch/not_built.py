@@ -43,20 +43,11 @@ _GLOBAL_STATE = {
     **_RECIPE_STATES,
 }
 
-_DISTRIBUTED = (
-    "FullyShardedDataParallel, allreduce, gather_along_first_dim, gather_split_1d_tensor, "
-    "get_symmetric_memory_tensor, prepare_te_modules_for_fsdp, reduce_scatter_along_first_dim, "
-    "release_symm_mem_pool, split_tensor_into_1d_equal_chunks, symm_mem_alloc, symmetric_all_reduce"
-)
-
 #: Module (below transformer_engine) -> documented name -> what to use in its place.
 NAMES: Mapping[str, Mapping[str, str]] = {
     "pytorch": {
         "CusolverMpCtx": _MUON,
         "FusedMLAQUpProjRopeQuant": "te.Linear, then apply_rotary_pos_emb",
-        "UserBufferQuantizationMode": _OVERLAP,
-        "destroy_ub": _OVERLAP,
-        "initialize_ub": _OVERLAP,
         "load_framework_extension": "nothing: there is no extension to load",
         "newton_schulz": _MUON,
         "parallel_cross_entropy": "torch.nn.functional.cross_entropy on whole rows, in float32",
@@ -68,14 +59,7 @@ NAMES: Mapping[str, Mapping[str, str]] = {
     "pytorch.module.base": {
         "fill_userbuffers_buffer_for_all_gather": _OVERLAP,
         "get_dummy_wgrad": "torch.empty(shape, dtype=dtype)",
-        "get_ub": _OVERLAP,
-        "get_ub_is_fp8": _OVERLAP,
-        "initialize_ub": _OVERLAP,
-        "destroy_ub": _OVERLAP,
-        "is_ub_initialized": _OVERLAP,
-        "using_cublasmp_backend": _OVERLAP,
     },
-    "pytorch.distributed": dict.fromkeys(_DISTRIBUTED.split(", "), "torch.distributed; FSDP as torch has it"),
     "pytorch.tensor": {"GroupedTensor": _GROUPED, "GroupedTensorStorage": _GROUPED},
     "pytorch.attention": {"FusedMLAQUpProjRopeQuant": "te.Linear, then apply_rotary_pos_emb"},
     "pytorch.attention.dot_product_attention.utils": {
@@ -155,7 +139,7 @@ MODULES: Mapping[str, tuple[str, str]] = {
     "pytorch.ep": (
         "EpBuffer, ep_bootstrap, ep_combine, ep_dispatch, ep_finalize, ep_prepare, is_ep_bootstrapped, is_symm_backed, "
         "release_symm_mem_pool, symm_mem_alloc",
-        "torch.distributed.all_to_all_single",
+        "torch.distributed.all_to_all_single; the last two are in transformer_engine.pytorch.distributed",
     ),
     "pytorch.jit": (
         "dgelu_fused_, l2normalization_backward_fused, l2normalization_fused, l2normalization_fwd_fused, "

@@ -1,4 +1,4 @@
-"""What layers and an offload context (`training/offload`) know of each other: who is entered, and what a tensor is."""
+"""What layers know of those who handle what they save (`training/offload`, `training/fsdp`): what a tensor is."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ class _Active(threading.local):
 
     def __init__(self) -> None:
         self.context: Any = None
+        self.noting = False  # whether somebody asks which of the saved tensors were made of weights
 
 
 active = _Active()

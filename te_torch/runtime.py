@@ -147,9 +147,10 @@ def _stream_of(stream: int, device: torch.device) -> Any:
 class TorchAllocator:
     """torch's caching allocator: every tensor's owner is the torch tensor of that shape and dtype."""
 
-    __slots__ = ("_index", "_quick", "device", "torch_device")
+    __slots__ = ("_index", "_quick", "alignment", "device", "torch_device")
 
     def __init__(self, torch_device: torch.device, device: Device) -> None:
+        self.alignment = 256 if torch_device.type == "cuda" else 16  # torch gives multiples of 512 and of 64
         self.torch_device = torch_device
         self.device = device
         self._index = torch_device.index if torch_device.type == "cuda" else None

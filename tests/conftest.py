@@ -39,6 +39,8 @@ elif _WORKERS and (_GPUS := int(os.environ.get("TE_TESTS_GPUS", "0"))) > 1:
     _FIRST = int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw"))
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(str((_FIRST + i) % _GPUS) for i in range(_GPUS))
     os.environ["TE_TESTS_GPUS"] = "1"  # for a suite that a test starts
+# Every test of a layer runs its tape (te_core/tape).
+os.environ.setdefault("TE_CORE_TAPES", "first")
 # NumPy's BLAS threads poll after a product, in the way of torch's (te_core/backends/cpu/gemm.py has the figures).
 os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "4")
 
@@ -118,6 +120,24 @@ def _no_hooks_stay() -> Iterator[None]:
     torch = sys.modules.get("torch")
     hooks = torch and torch._C._autograd._top_saved_tensors_default_hooks(True)
     assert not hooks, "hooks for saved tensors are left: of a context that was not closed, or of a kept traceback"
+
+
+@pytest.fixture(autouse=True)
+def _recordings_go_well() -> Iterator[None]:
+    from tests.recordings import going_well
+
+    with going_well():
+        yield
+
+
+@pytest.fixture
+def interpreted() -> Iterator[None]:
+    """For tests that watch what a layer calls: a replay calls none of it."""
+    from te_core.tape import taped
+
+    taped.set_when("never")
+    yield
+    taped.set_when(None)
 
 
 def _skip_reason(report: pytest.TestReport | pytest.CollectReport) -> str:

@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # From low to high. A floor lists its rooms; `te_core.ops` stands for everything below that package.
 GROUND = (
     "dtypes tensor dlpack quantized attention attention_rules precision runtime plan_cache libraries driver device "
-    "recipe errors env cache arguments naming hints statistics"
+    "recipe errors env cache arguments naming hints statistics symbols"
 )
 TORCH_GROUND = (
     "export runtime quantized precisions program_names program_specs module_names likeness module_paths "
@@ -24,7 +24,7 @@ TORCH_GROUND = (
 )
 TORCH_STATE = (
     "calls carried weight_copies operators amax_disagreement amax_reduction availability state updates autocast "
-    "function custom nonfinite"
+    "function custom nonfinite parallel"
 )
 FLOORS: dict[str, list[str]] = {
     "ground": [f"te_core.{room}" for room in GROUND.split()],
@@ -33,6 +33,7 @@ FLOORS: dict[str, list[str]] = {
     "ops": ["te_core.ops"],
     "quantize": ["te_core.quantize"],
     "layers": ["te_core.layers"],
+    "tape": ["te_core.tape"],
     "face": ["te_core.tools", "te_core.doctor", "te_core"],
     "torch ground": [f"te_torch.{room}" for room in TORCH_GROUND.split()],
     "torch tensors": ["te_torch.tensors"],

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
+from collections.abc import Sequence
 from threading import RLock
 from typing import Any
 
@@ -18,11 +19,13 @@ from te_core import libraries
 from te_core.errors import ArgumentError, LibraryError
 from te_core.kernels.compiler import Constant, architecture, cached, compile_checks, compile_source, source_path
 from te_core.runtime import Runtime
+from te_core.symbols import patches
 
 __all__ = ["Arguments", "Kernel", "compile_checks", "compile_source", "get", "source_path"]
 
 #: How each letter of `args` is packed. Every argument has eight bytes, so one array of addresses serves all kernels.
 _LETTERS = {"p": "Q", "q": "q", "i": "i4x", "f": "f4x", "b": "Q"}
+_ADDRESS = struct.Struct("=Q")
 MAX_ARGUMENTS = 64
 _SHARED_LIMIT = 48 * 1024  # static and dynamic bytes; above this a kernel must be told first
 _STATIC_SHARED, _MAX_DYNAMIC_SHARED = 1, 8  # CUfunction_attribute
@@ -61,6 +64,9 @@ class Kernel:
         self, rt: Runtime, grid: int | tuple[int, ...], block: int | tuple[int, ...], *args: Any, shared: int = 0
     ) -> None:
         """Launch on the runtime's stream. A pointer argument is an address or None; `shared` is dynamic bytes."""
+        if rt.recorder is not None:
+            rt.recorder.add(Launch(self, _three(grid) + _three(block) + (shared,), args, rt.recorder.bases))
+            return
         executor = rt.executor()
         arguments = executor.arguments
         try:
@@ -88,19 +94,38 @@ class Kernel:
         except struct.error:
             raise self._argument_error(args, error) from error
 
-    def by_value(self, rt: Runtime, grid: int, block: int, address: int, shared: int = 0) -> None:
-        """Launch a kernel whose one argument (args="b") is a struct passed by value, found at this host address."""
-        pointer = ctypes.c_uint64(address)  # the driver copies the struct before the call returns
-        at = ctypes.addressof(pointer)
+    def by_value(
+        self,
+        rt: Runtime,
+        grid: int,
+        block: int,
+        table: ctypes.Array[ctypes.c_char],
+        shared: int = 0,
+        places: Sequence[int] | None = None,
+    ) -> None:
+        """Launch a kernel whose one argument (args="b") is a struct passed by value: these bytes.
+
+        `places`: where addresses stand in it, which a recording has to know.
+        """
+        if rt.recorder is not None:
+            if places is None:
+                raise rt.recorder.refused(f"{self.name} takes a table of addresses")
+            rt.recorder.add(TableLaunch(self, (grid, block, shared), table.raw, places, rt.recorder.bases))
+            return
         executor = rt.executor()
         entered = executor.driver.enter(executor.context) if executor.context else False
         try:
-            if shared > self._shared:
-                self._raise_shared(shared)
-            self._launch(self._function, grid, 1, 1, block, 1, 1, shared, rt.stream, at, 0)
+            self._launch_with(rt, (grid, block, shared), table)
         finally:
             if entered:
                 executor.driver.leave()
+
+    def _launch_with(self, rt: Runtime, sizes: tuple[int, int, int], table: ctypes.Array[ctypes.c_char]) -> None:
+        grid, block, shared = sizes
+        pointer = ctypes.c_uint64(ctypes.addressof(table))  # the driver copies the struct before the call returns
+        if shared > self._shared:
+            self._raise_shared(shared)
+        self._launch(self._function, grid, 1, 1, block, 1, 1, shared, rt.stream, ctypes.addressof(pointer), 0)
 
     def attribute(self, number: int) -> int:
         """A CUfunction_attribute of the kernel: 4 is registers a thread, 3 local bytes (spills), 1 shared bytes."""
@@ -122,8 +147,58 @@ class Kernel:
         return f"Kernel({self.name}, args {self._args!r})"
 
 
+class Launch:
+    """A recorded launch: all that it takes, with symbolic addresses in their places."""
+
+    __slots__ = ("args", "kernel", "patches", "sizes")
+
+    def __init__(self, kernel: Kernel, sizes: tuple[int, ...], args: tuple[Any, ...], bases: Sequence[int]) -> None:
+        self.kernel, self.sizes = kernel, sizes  # grid and block, three each, and dynamic bytes
+        self.args = [0 if a is None else a for a in args]
+        self.patches = patches(
+            [a if letter == "p" else None for a, letter in zip(args, kernel._args, strict=True)], bases
+        )
+
+    def run(self, rt: Runtime, executor: Any, at: Sequence[int], held: Sequence[Any]) -> None:
+        """Launch with the addresses of now."""
+        kernel, args, arguments = self.kernel, self.args.copy(), executor.arguments
+        for index, slot, offset in self.patches:
+            args[index] = at[slot] + offset
+        kernel._pack(arguments.values, 0, *args)
+        gx, gy, gz, bx, by, bz, shared = self.sizes
+        if shared > kernel._shared:
+            kernel._raise_shared(shared)
+        kernel._launch(kernel._function, gx, gy, gz, bx, by, bz, shared, rt.stream, arguments.pointers, 0)
+
+    def __repr__(self) -> str:
+        return f"{self.kernel.name} {self.sizes[:3]} x {self.sizes[3:6]}"
+
+
+class TableLaunch:
+    """A recorded launch of a kernel that takes a struct by value; `patches` name its bytes."""
+
+    __slots__ = ("kernel", "patches", "sizes", "table")
+
+    def __init__(
+        self, kernel: Kernel, sizes: tuple[int, int, int], table: bytes, places: Sequence[int], bases: Sequence[int]
+    ) -> None:
+        self.kernel, self.sizes, self.table = kernel, sizes, table
+        found = patches([_ADDRESS.unpack_from(table, place)[0] for place in places], bases)
+        self.patches = tuple(patch._replace(number=places[patch.number]) for patch in found)
+
+    def run(self, rt: Runtime, executor: Any, at: Sequence[int], held: Sequence[Any]) -> None:
+        """Launch with the addresses of now."""
+        table = ctypes.create_string_buffer(self.table, len(self.table))
+        for place, slot, offset in self.patches:
+            _ADDRESS.pack_into(table, place, at[slot] + offset)
+        self.kernel._launch_with(rt, self.sizes, table)
+
+    def __repr__(self) -> str:
+        return f"{self.kernel.name} ({self.sizes[0]}, 1, 1) x ({self.sizes[1]}, 1, 1)"
+
+
 def _three(size: Any) -> tuple[int, int, int]:
-    return (*size, 1, 1)[:3]
+    return (size, 1, 1) if size.__class__ is int else (*size, 1, 1)[:3]
 
 
 def get(rt: Runtime, name: str, *, entry: str | None = None, args: str, **constants: Constant) -> Kernel:

@@ -18,7 +18,6 @@ from te_core.dtypes import DType
 from te_core.layers.inspector import Inspector
 from te_core.layers.linear import (
     LinearSpec,
-    Made,
     Product,
     Sink,
     gradient_dtype,
@@ -27,6 +26,7 @@ from te_core.layers.linear import (
     products,
     weight_operand,
 )
+from te_core.layers.watched import Made
 from te_core.ops import raw as ops
 from te_core.ops.quantize_grouped import bounds_of, groups_in
 from te_core.precision import Operand, Precision
@@ -308,7 +308,7 @@ def _gradients(
         like = next((db for db in dbs if db is not None), None)
         sums = None if like is None else [rt.empty(like.shape, like.dtype) if db is None else db for db in dbs]
         qs = ops.quantize_grouped(rt, dy, splits.sizes, casts, sums)  # the columns of all are added, or of none
-        return [((q, Uses(q, q, None)), None) for q in qs]
+        return [((q, Uses(q, q, cast)), None) for q, cast in zip(qs, casts, strict=True)]
     made: list[tuple[Made, Tensor | None]] = []
     for product, db, (start, stop) in zip(each, dbs, splits.bounds, strict=True):
         rows = dy.rows(start, stop)

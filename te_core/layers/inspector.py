@@ -10,7 +10,7 @@ from typing import Protocol
 
 from te_core.errors import ArgumentError
 from te_core.quantize.operands import Value
-from te_core.quantized import Cast, QuantizedTensor
+from te_core.quantized import Cast, Format, QuantizedTensor
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
 
@@ -60,6 +60,12 @@ class Inspector(Protocol):
         Of an operand the GEMM that reads its columns comes first (wgrad's activation and gradient, dgrad's weight). An
         inspector may have a method `finished(rt, tensor)`: it is called when both GEMMs of a gradient were offered, or
         the one that there is.
+
+        Of a weight that is spread over ranks each rank's inspector sees what lies there: this rank's part of what is
+        split, before it travels, and the copy that will travel. All ranks look, and put in values of one kind, or none
+        do. A quantized part goes on in high precision unless all ranks' parts have one scale, or a scale for each
+        block. A part in high precision may be quantized once it is whole: then `out` is None, a replacement stays in
+        high precision, and a method `quantized_whole(rt, gemm, tensor, format)` is called, if there is one.
         """
         ...
 
@@ -75,11 +81,18 @@ def offer(
     """What shall be used at this point: the inspector's replacement, or what there was (`current`, else `value`)."""
     if current is None:
         current = value
-    if inspector is None or point not in inspector.request:
-        return current
-    quantized = current if isinstance(current, QuantizedTensor) else None
-    replaced = inspector.inspect(rt, *point, value, cast, quantized)
+    replaced = answer(rt, inspector, point, value, cast, current)
     return current if replaced is None else replaced
+
+
+def answer(
+    rt: Runtime, inspector: Inspector | None, point: tuple[str, str], value: Tensor, cast: Cast | None, current: Value
+) -> Value | None:
+    """The inspector's replacement; None where it leaves what there is."""
+    if inspector is None or point not in inspector.request:
+        return None
+    quantized = current if isinstance(current, QuantizedTensor) else None
+    return inspector.inspect(rt, *point, value, cast, quantized)
 
 
 def finished(rt: Runtime, inspector: Inspector | None, tensor: str) -> None:
@@ -87,6 +100,13 @@ def finished(rt: Runtime, inspector: Inspector | None, tensor: str) -> None:
     told = getattr(inspector, "finished", None)
     if told is not None:
         told(rt, tensor)
+
+
+def quantized_whole(rt: Runtime, inspector: Inspector | None, point: tuple[str, str], form: Format) -> None:
+    """Tell an inspector that wants to know it how an operand was quantized of which it saw a part."""
+    told = getattr(inspector, "quantized_whole", None)
+    if told is not None:
+        told(rt, *point, form)
 
 
 def offer_result(rt: Runtime, inspector: Inspector | None, point: tuple[str, str], value: Tensor) -> Tensor:

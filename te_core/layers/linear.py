@@ -10,15 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import count, repeat
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from te_core import dtypes
 from te_core.arguments import explained, settle
 from te_core.dtypes import DType
-from te_core.errors import UnsupportedError
-from te_core.layers.inspector import PLAIN, Inspector, Request, finished, offer, offer_result
+from te_core.layers import watched
+from te_core.layers.communicator import Communicator
+from te_core.layers.inspector import PLAIN, Inspector, Request, offer_result
+from te_core.layers.parallel import Split, Spread, meet
+from te_core.layers.watched import INPUT_POINTS, WGRAD_POINTS, Made
 from te_core.ops import raw as ops
 from te_core.ops.gemm_quantized import Route
 from te_core.ops.quantize import dense_columns
@@ -27,7 +29,6 @@ from te_core.quantize.operands import (
     Uses,
     Value,
     as_asked,
-    columns_alone,
     dense,
     drop_rows,
     flattened,
@@ -64,6 +65,7 @@ class LinearSpec:
     quantize_output: bool = False
     quantize_grad: bool = False  # the gradient of x is delivered quantized
     original_input: bool = False  # a plain x is kept as it came (where `operands.repeats` its rule)
+    parallel: Split | None = None  # how the weight is spread over ranks; None: it is whole, and nothing communicates
     #: How each GEMM multiplied the formats that it met last.
     routes: list[Route | None] = field(init=False, repr=False, compare=False, default_factory=lambda: [None] * 3)
     #: Whether backward quantizes a plain x again. (Inspectors see each point once, so then it is not.)
@@ -116,13 +118,22 @@ def forward(
     scales: Scales | None = None,
     inspectors: Sequence[Inspector | None] = (None,),
     ready: Sequence[QuantizedTensor | None] = (None,),
+    comm: Communicator | None = None,
 ) -> tuple[tuple[Value], LinearSaved]:
     """((y,), saved). `scales` is the delayed-scaling state, if the recipe keeps one; `ready` the weight quantized
-    before, if it is."""
+    before, if it is; `comm` connects the ranks of a weight that is spread."""
     leading, x2 = flattened(x)
+    parallel = None
+    if comm is not None:
+        parallel = spread(spec, comm, scales, 0)
+        meet(rt, comm, "Linear", (spec,), x.shape, weight.shape)
+        leading = parallel.leading("fprop", leading)
     out = rt.empty((*leading, weight.shape[0]), spec.dtype)
-    product = Product(spec, scales, 0, inspectors[0])
-    xs, ws = (x2, input_operand(rt, x2, product)), (weight, weight_operand(rt, weight, product, ready[0]))
+    product = Product(spec, scales, 0, inspectors[0], None, parallel)
+    xs = x2, input_operand(rt, x2, product)
+    if parallel is not None:
+        parallel.send(rt, xs[1])
+    ws = weight, weight_operand(rt, weight, product, ready[0])
     kept_x, kept_w = product.keep(rt, xs, ws)
     made = product.fprop(rt, xs, ws, out, bias)
     y = product.delivered(rt, made) if spec.quantize_output else made
@@ -140,14 +151,22 @@ def backward(
     scales: Scales | None = None,
     inspectors: Sequence[Inspector | None] = (None,),
     sinks: Sequence[Sink | None] = (None,),
+    comm: Communicator | None = None,
 ) -> tuple[Value | None, Tensor | None, Tensor | None]:
     """(dx, dweight, dbias), None where `spec.needs` or a sink says so."""
     weight = saved.weight
     assert weight is not None  # a layer without needs has no backward
-    product = Product(spec, scales, 0, inspectors[0], sinks[0])
+    parallel = None if comm is None else spread(spec, comm, scales, 0)
+    product = Product(spec, scales, 0, inspectors[0], sinks[0], parallel)
     leading, dy2 = flattened(dy)
     db = product.bias_gradient(rt, weight)
-    g, db_left = gradient_operand(rt, dy2, product, db, saved.rng)
+    left = db
+    if parallel is not None:
+        leading = parallel.leading("dgrad", leading)
+        left = sums_of_part(rt, dy2, product, db, saved.rng)
+    g, db_left = gradient_operand(rt, dy2, product, left, saved.rng)
+    if parallel is not None:
+        product.begin(rt, g, saved.x, dy2.shape[0], weight)
     dx: Value | None = None
     dw = None
     if spec.needs.input:
@@ -157,28 +176,12 @@ def backward(
             dx = product.delivered_gradient(rt, dx)
     if spec.needs.weight:
         dw = product.wgrad(rt, (dy2, g), product.restored(rt, saved.x, dy2.shape[0], weight), weight, db_left)
+    if parallel is not None:
+        parallel.settle()
     return dx, dw, db
 
 
 # ------------------------------------------------------------------------------------------------- one weight
-
-#: An operand: the values that it was made of, and how the GEMMs read it.
-Made = tuple[Value, Uses]
-
-
-class Parallel(Protocol):
-    """What stands around the products of a weight that is spread over ranks: gather before, scatter after."""
-
-    def gather(self, rt: Runtime, gemm: str, a: Value, b: Value) -> tuple[Value, Value]:
-        """The operands of a GEMM ("fprop", "dgrad", "wgrad"), whole where this rank holds a part."""
-        ...
-
-    def scatter(self, rt: Runtime, gemm: str, out: Tensor) -> Tensor:
-        """The result, of which each rank may hold a summand: their sum, or this rank's part of it.
-
-        A weight gradient that went into a sink's memory has to stay there.
-        """
-        ...
 
 
 class Product(NamedTuple):
@@ -198,7 +201,7 @@ class Product(NamedTuple):
     gemm: int = 0  # its number in the scaling state
     inspector: Inspector | None = None
     sink: Sink | None = None
-    parallel: Parallel | None = None  # None: the weight is whole, and so are its operands
+    parallel: Spread | None = None  # None: the weight is whole, and so are its operands
 
     def keep(self, rt: Runtime, x: Made, w: Made) -> tuple[Tensor | None, Tensor | None]:
         """(x, w) as backward reads them; None for what it does not read, and for a weight that is quantized itself."""
@@ -209,22 +212,9 @@ class Product(NamedTuple):
         elif spec.again and isinstance(high_x, Tensor):
             kept_x = high_x
         if spec.inspect is not None:
-            if spec.needs.weight:
-                kept_x = self._kept(rt, ("wgrad", "activation"), high_x, xs.cast, kept_x)
-            if spec.needs.input:
-                kept_w = self._kept(rt, ("dgrad", "weight"), high_w, ws.cast, kept_w)
+            kept_x, kept_w = watched.kept_for_backward(rt, self, x, w, (kept_x, kept_w))
         itself = isinstance(kept_w, QuantizedTensor) and kept_w.owner is not None
         return saved(kept_x, spec.needs.weight), None if itself else saved(kept_w, spec.needs.input)
-
-    def _kept(self, rt: Runtime, point: tuple[str, str], high: Value, cast: Cast | None, kept: Value | None) -> Value:
-        """What backward will read after an inspector has seen it, so that `saved` can keep it."""
-        precision, dtype = self.spec.precision, self.spec.dtype
-        made = offer(rt, self.inspector, point, dense(rt, high, dtype), cast, kept)
-        if made is kept or not isinstance(made, QuantizedTensor):
-            return made
-        rule = None if precision is None else precision.weight if point[1] == "weight" else precision.input
-        fits = rule is not None and made.format is (rule.columnwise or rule).format and made.format.scaling != "nvfp4"
-        return columns_alone(rt, made) if fits else dense_columns(rt, made, dtype, made.rowwise is None)
 
     def kept_input(self, x: Made) -> Tensor | None:
         """x as backward reads it, of a product that nobody inspects."""
@@ -232,33 +222,42 @@ class Product(NamedTuple):
         found = uses.columns if precision is None or precision.backward is None else kept(high, uses, precision)
         return saved(found, self.spec.needs.weight)
 
-    def input_cast(self) -> tuple[Cast | None, bool]:
-        """(how what computes x quantizes it on its way, if it can, whether x is read plain, too)."""
+    def input_cast(self, source: Tensor | None = None) -> tuple[Cast | None, bool]:
+        """(how what computes x quantizes it on its way, if it can, whether x is read plain, too). Of a spread weight
+        `source` is that of which a norm makes x."""
         spec, precision = self.spec, self.spec.precision
         plain = spec.inspect is not None or (precision is not None and precision.backward == "high_precision")
         if precision is None or precision.input is None or not is_plain_rule(precision.input):
             return None, plain
-        if not spec.plain.isdisjoint(_INPUT_POINTS):
+        if not spec.plain.isdisjoint(INPUT_POINTS):
             return None, True
         columnwise = spec.needs.weight and precision.backward is None
+        if self.parallel is not None and self.parallel.gathered == "input":
+            rows = source.matrix().shape[0]  # type: ignore[union-attr]
+            cast, too = self.parallel.input_cast(precision.input, self.forward_cast, rows, columnwise)
+            return cast, plain or too
         return forward_cast(precision.input, *self[1:3], INPUT, rowwise=True, columnwise=columnwise), plain
 
     def computed_input(self, rt: Runtime, x: Tensor | None, q: QuantizedTensor | None, cast: Cast | None) -> Made:
         """x of what computed it, which quantized it by `cast` or leaves that to this."""
-        if q is not None:
-            return q if x is None else x, Uses(q, q, cast)
-        assert x is not None
-        return x, input_operand(rt, x, self)
+        high: Value | None = q if x is None else x
+        assert high is not None
+        if q is None:
+            return high, input_operand(rt, high, self)
+        if self.parallel is not None and self.parallel.gathered == "input":
+            return high, self.parallel.uses(high, q, cast)
+        return high, Uses(q, q, cast)
+
+    def forward_cast(self, rule: Operand, rowwise: bool, columnwise: bool) -> Cast:
+        """How x is quantized."""
+        return forward_cast(rule, *self[1:3], INPUT, rowwise=rowwise, columnwise=columnwise)
 
     def fprop(self, rt: Runtime, x: Made, w: Made, out: Tensor, bias: Tensor | None) -> Tensor:
         """x w^T + bias, in `out` [.., N]."""
-        spec, (high_x, xs), (high_w, ws) = self.spec, x, w
-        a, b = xs.rows, ws.rows
-        if spec.inspect is not None:
-            a = offer(rt, self.inspector, ("fprop", "activation"), dense(rt, high_x, spec.dtype), xs.cast, a)
-            b = offer(rt, self.inspector, ("fprop", "weight"), dense(rt, high_w, spec.dtype), ws.cast, b)
-        out = self._multiplied(rt, "fprop", a, b, out, bias)
-        return out if spec.inspect is None else offer_result(rt, self.inspector, ("fprop", "output"), out)
+        if self.spec.inspect is None:
+            return self._multiplied(rt, "fprop", x[1].rows, w[1].rows, out, bias)
+        out = self._multiplied(rt, "fprop", *watched.shown_operands(rt, self, x, w), out, bias)
+        return offer_result(rt, self.inspector, ("fprop", "output"), out)
 
     def dgrad(self, rt: Runtime, dy: Made, weight: Value, kept_w: Tensor | None, out: Tensor) -> Tensor:
         """dy w, in `out` [.., K]; what only dgrad reads of dy is let go of."""
@@ -266,7 +265,10 @@ class Product(NamedTuple):
         out = self._multiplied(rt, "dgrad", g.rows, backward_weight(rt, kept_w, weight, spec), out)
         if spec.inspect is None:  # else it may be an inspector's own
             drop_rows(g)
-        return out if spec.inspect is None else offer_result(rt, self.inspector, ("dgrad", "dgrad"), out)
+            return out
+        if self.parallel is not None:
+            self.parallel.settle()
+        return offer_result(rt, self.inspector, ("dgrad", "dgrad"), out)
 
     def wgrad(self, rt: Runtime, dy: Made, x: Value, weight: Value, db: Tensor | None) -> Tensor | None:
         """dy^T x, fresh or in its sink; with plain operands the same GEMM sums dy into db [N]."""
@@ -286,27 +288,12 @@ class Product(NamedTuple):
                 dw = self._multiplied(rt, "wgrad", a, x, rt.empty(shape, out_dtype), db)
                 return dw if spec.inspect is None else offer_result(rt, self.inspector, ("wgrad", "wgrad"), dw)
             if spec.inspect is not None and ("wgrad", "wgrad") in spec.inspect:
-                return self._shown_and_added(rt, a, x, main, db, sink.accumulate)
+                watched.add_shown(rt, self, (a, x), main, db, sink.accumulate)
+                return None
             self._multiplied(rt, "wgrad", a, x, main, db, sink.accumulate)
             return None
 
         return run(rt) if sink is None else self.in_turn(rt, run)
-
-    def _shown_and_added(
-        self, rt: Runtime, a: Value, x: Value, main: Tensor, db: Tensor | None, accumulate: bool
-    ) -> None:
-        """A weight gradient that goes into memory of the caller's, after an inspector has seen it.
-
-        What is shown is what this call adds. If it stays it is added by a GEMM of its own, as without an inspector.
-        """
-        dw = self._multiplied(rt, "wgrad", a, x, rt.empty(main.shape, main.dtype), db)
-        made = offer_result(rt, self.inspector, ("wgrad", "wgrad"), dw)
-        if not accumulate:
-            ops.resize(rt, made, *main.shape, out=main)
-        elif made is dw:
-            self._multiplied(rt, "wgrad", a, x, main, None, accumulate)
-        else:
-            ops.add(rt, main, made, out=main)
 
     def in_turn(self, rt: Runtime, run: Callable[[Runtime], Tensor | None]) -> Tensor | None:
         """A weight gradient of its function: now, or when its sink's queue comes to it."""
@@ -330,8 +317,11 @@ class Product(NamedTuple):
         `vector` is fprop's bias. In wgrad of plain operands the GEMM sets it to the sums of a's columns.
         """
         spec, parallel = self.spec, self.parallel
+        later = None
         if parallel is not None:
-            a, b = parallel.gather(rt, gemm, a, b)
+            a, b = parallel.gather(rt, gemm, a, b, self.inspector)
+            if gemm == "fprop" and parallel.split.summed == "fprop":
+                later, vector = vector, None  # to the sum of all ranks it is added once
         (number, a_columns, b_columns), c = _GEMMS[gemm], out if len(out.shape) == 2 else out.matrix()
         bias, a_sum = (None, vector) if gemm == "wgrad" else (vector, None)
         if isinstance(a, QuantizedTensor) and isinstance(b, QuantizedTensor):
@@ -357,7 +347,7 @@ class Product(NamedTuple):
             )
         else:
             if spec.inspect is not None and gemm == "wgrad":
-                _refuse_transformed(spec, a, b)
+                watched.refuse_transformed(spec.precision, a, b)
             ops.gemm(
                 rt,
                 a if isinstance(a, Tensor) else dense_columns(rt, a, spec.dtype, a_columns),
@@ -369,10 +359,24 @@ class Product(NamedTuple):
                 out=c,
                 accumulate=accumulate,
             )
-        return out if parallel is None else parallel.scatter(rt, gemm, out)
+        if parallel is None:
+            return out
+        out = parallel.scatter(rt, gemm, out)
+        if later is not None:
+            made = out.matrix()
+            ops.bias_dropout_add(rt, made, later, None, p=0.0, out=made)
+        return out
+
+    def begin(self, rt: Runtime, dy: Uses, kept_x: Tensor | None, rows: int, weight: Value) -> None:
+        """Of a spread weight: have what wgrad alone reads travel beside dgrad's GEMM."""
+        parallel = self.parallel
+        if parallel is not None and self.spec.needs.weight and (self.sink is None or self.sink.queue is None):
+            parallel.begin(rt, dy, self.restored(rt, kept_x, rows, weight))
 
     def restored(self, rt: Runtime, kept_x: Tensor | None, rows: int, weight: Value) -> Value:
         """x as wgrad reads it, of what `keep` kept."""
+        if self.parallel is not None:
+            return self.parallel.restored(rt, kept_x, rows, weight.shape[1], self.forward_cast)
         x = restored(rt, kept_x, (rows, weight.shape[1]), self.spec.precision, "input", self.spec.dtype)
         if not self.spec.again or isinstance(x, QuantizedTensor):
             return x
@@ -398,22 +402,10 @@ class Product(NamedTuple):
         if not spec.quantize_grad or spec.precision is None or spec.precision.grad_input is None:
             return dx
         rule = spec.precision.grad_input
+        if self.parallel is not None:
+            self.parallel.settle()
         cast = backward_cast(rule, self.scales, self.gemm, rowwise=True, columnwise=False, slot=GRAD_INPUT)
         return ops.quantize(rt, dx.matrix(), cast)
-
-
-def _refuse_transformed(spec: LinearSpec, a: Value, b: Value) -> None:
-    """Operands that were transformed have no values of their own: a plain one beside them would not fit."""
-    rules = [] if spec.precision is None else [spec.precision.grad, spec.precision.input]
-    for value, rule in zip((a, b), rules, strict=False):
-        transformed = rule is not None and (rule.columnwise or rule).transform
-        if transformed and isinstance(value, QuantizedTensor) and value.format.scaling == "nvfp4":
-            raise UnsupportedError(
-                "inspect wgrad",
-                "another value for one operand (modify_tensor) where NVFP4 turns both (random Hadamard transform)",
-                "both operands exchanged, wgrad in high precision, or no transform",
-                "change both, disable the GEMM (fp8_gemm_enabled), or set disable_rht=True in the recipe",
-            )
 
 
 #: The number of a GEMM among those of a spec, and which of its operands are contracted along their columns.
@@ -425,10 +417,20 @@ def products(
     scales: Scales | None,
     inspectors: Sequence[Inspector | None] | None,
     sinks: Sequence[Sink | None] | None = None,
+    comm: Communicator | None = None,
 ) -> list[Product]:
     """The products of a layer's weights, numbered in this order in its scaling state."""
     none = (None,) * len(specs)
-    return list(map(Product, specs, repeat(scales), count(), inspectors or none, sinks or none))
+    made = map(Product, specs, repeat(scales), count(), inspectors or none, sinks or none)
+    if comm is None:
+        return list(made)
+    return [product._replace(parallel=spread(product.spec, comm, scales, i)) for i, product in enumerate(made)]
+
+
+def spread(spec: LinearSpec, comm: Communicator, scales: Scales | None, gemm: int) -> Spread:
+    """What stands around the GEMMs of a weight that is spread over ranks."""
+    assert spec.parallel is not None
+    return Spread(spec, comm, (scales, gemm))
 
 
 # --------------------------------------------------------------------------------------- their operands
@@ -441,10 +443,18 @@ def input_operand(rt: Runtime, x: Value, product: Product) -> Uses:
         plain = dense(rt, x, spec.dtype)
         return Uses(plain, plain, None)
     alone = precision.backward is None  # else backward reads what this call has made
+    if product.parallel is not None and product.parallel.gathered == "input":
+        rule, part = precision.input, dense(rt, x, spec.dtype)
+        if rule is not None and rule.scaling != "calibrate":
+            wanted = True, alone and spec.needs.weight and not spec.again
+            if spec.plain:
+                wanted = watched.still_quantized(spec.plain, "activation", *wanted)
+            return product.parallel.quantized(rt, part, rule, product.forward_cast, wanted)
+        return quantize_forward(rt, part, rule, product[1:3], INPUT, rowwise=True, columnwise=False)
     value = as_asked(rt, x, precision.input, spec.dtype) if alone else dense(rt, x, spec.dtype)
     columnwise = alone and spec.needs.weight and not (spec.again and isinstance(x, Tensor))
     if spec.plain:
-        return _partly_quantized(rt, value, precision.input, product, "activation", (True, columnwise))
+        return watched.partly_quantized(rt, value, precision.input, product[1:3], spec.plain, "activation", columnwise)
     return quantize_forward(rt, value, precision.input, product[1:3], INPUT, rowwise=True, columnwise=columnwise)
 
 
@@ -458,33 +468,8 @@ def weight_operand(rt: Runtime, weight: Value, product: Product, ready: Quantize
         return Uses(value, value, None)
     columnwise = spec.needs.input and precision.backward is None
     if spec.plain:
-        return _partly_quantized(rt, value, precision.weight, product, "weight", (True, columnwise))
+        return watched.partly_quantized(rt, value, precision.weight, product[1:3], spec.plain, "weight", columnwise)
     return quantize_forward(rt, value, precision.weight, product[1:3], WEIGHT, rowwise=True, columnwise=columnwise)
-
-
-_INPUT_POINTS = frozenset((("fprop", "activation"), ("wgrad", "activation")))
-#: The GEMM that reads an operand along its rows, the one that reads its columns, and its slot in the scaling state.
-_READ_BY = {"activation": ("fprop", "wgrad", INPUT), "weight": ("fprop", "dgrad", WEIGHT)}
-
-
-def _partly_quantized(
-    rt: Runtime, x: Value, rule: Operand | None, product: Product, tensor: str, wanted: tuple[bool, bool]
-) -> Uses:
-    """An operand of which an inspector replaces what a GEMM reads: quantized for the other one, if that wants it."""
-    row, column, slot = _READ_BY[tensor]
-    plain, where = product.spec.plain, product[1:3]
-    rows, columns = (row, tensor) not in plain, wanted[1] and (column, tensor) not in plain
-    if not (rows or columns):
-        return Uses(x, x, _unused(rule, partial(forward_cast, scales=where[0], gemm=where[1], slot=slot)))
-    uses = quantize_forward(rt, x, rule, where, slot, rowwise=rows, columnwise=columns)
-    return Uses(uses.rows if rows else x, uses.columns if columns or not wanted[1] else x, uses.cast)
-
-
-def _unused(rule: Operand | None, cast: Callable[..., Cast]) -> Cast | None:
-    """How an operand would be quantized: an inspector may do it."""
-    if rule is None or not is_plain_rule(rule):
-        return None
-    return cast(rule, rowwise=True, columnwise=True)
 
 
 def backward_weight(rt: Runtime, kept_w: Tensor | None, weight: Value, spec: LinearSpec) -> Value:
@@ -505,6 +490,20 @@ def gradient_dtype(spec: LinearSpec, weight: Value) -> DType:
     return spec.weight_dtype or (weight.dtype if isinstance(weight, Tensor) else spec.dtype)
 
 
+def sums_of_part(rt: Runtime, dy: Value, product: Product, db: Tensor | None, rng: Tensor | None) -> Tensor | None:
+    """Of a weight that is spread: the db that `gradient_operand` still has to fill.
+
+    A bias's gradient is the sum over the rows that this rank was given.
+    """
+    parallel, spec = product.parallel, product.spec
+    assert parallel is not None
+    parallel.rng = rng
+    if db is None or parallel.gathered != "grad" or spec.precision is not None:
+        return db
+    ops.column_sum(rt, dense(rt, dy, spec.dtype), db)
+    return None
+
+
 def gradient_operand(
     rt: Runtime, dy: Value, product: Product, db: Tensor | None, rng: Tensor | None
 ) -> tuple[Uses, Tensor | None]:
@@ -513,21 +512,12 @@ def gradient_operand(
     The bias gradient costs no pass of its own: it is summed while dy is quantized or by the wgrad GEMM.
     """
     uses, left = _gradient_operand(rt, dy, product, db, rng)
-    return (uses, left) if product.spec.inspect is None else (shown_gradient(rt, dy, uses, product), left)
+    return (uses if product.spec.inspect is None else shown(rt, dy, uses, product)), left
 
 
-def shown_gradient(rt: Runtime, dy: Value, uses: Uses, product: Product) -> Uses:
-    """A gradient as its GEMMs read it after an inspector has seen it for both of them."""
-    spec, inspector, (rows, columns, cast) = product.spec, product.inspector, uses
-    if not (spec.needs.input or spec.needs.weight) or inspector is None:
-        return uses
-    high = dense(rt, dy, spec.dtype)
-    if spec.needs.weight:
-        columns = offer(rt, inspector, ("wgrad", "gradient"), high, cast, columns)
-    if spec.needs.input:
-        rows = offer(rt, inspector, ("dgrad", "gradient"), high, cast, rows)
-    finished(rt, inspector, "gradient")
-    return Uses(rows, columns, cast)
+def shown(rt: Runtime, dy: Value, uses: Uses, product: Product) -> Uses:
+    """A gradient as its GEMMs read it after the product's inspector has seen it."""
+    return watched.shown_gradient(rt, product, dense(rt, dy, product.spec.dtype), uses)
 
 
 def quantized_gradient(
@@ -538,16 +528,7 @@ def quantized_gradient(
     rows, columns = spec.needs.input, spec.needs.weight
     if not spec.plain:
         return quantize_gradient(rt, dy, rule, where, rowwise=rows, columnwise=columns, column_sum=db, rng=rng)
-    along_rows = rows and ("dgrad", "gradient") not in spec.plain
-    along_columns = columns and ("wgrad", "gradient") not in spec.plain
-    if along_rows or along_columns:
-        uses = quantize_gradient(
-            rt, dy, rule, where, rowwise=along_rows, columnwise=along_columns, column_sum=db, rng=rng
-        )
-        return Uses(uses.rows if along_rows else dy, uses.columns if along_columns else dy, uses.cast)
-    if db is not None:
-        ops.column_sum(rt, dense(rt, dy, spec.dtype), db)
-    return Uses(dy, dy, _unused(rule, partial(backward_cast, scales=where[0], gemm=where[1], rng=rng)))
+    return watched.partly_quantized_gradient(rt, dy, rule, where, spec.plain, spec.needs[:2], (spec.dtype, db), rng)
 
 
 def _gradient_operand(
@@ -562,13 +543,19 @@ def _gradient_operand(
             ops.column_sum(rt, plain, db)
             db = None
         return Uses(plain, plain, None), db
+    if product.parallel is not None and product.parallel.gathered == "grad" and precision.grad.scaling != "calibrate":
+
+        def cast_of(rule: Operand, rowwise: bool, columnwise: bool) -> Cast:
+            return backward_cast(rule, *product[1:3], rowwise=rowwise, columnwise=columnwise, rng=rng)
+
+        part, wanted = dense(rt, dy, spec.dtype), (needs.input, needs.weight)
+        if spec.plain:
+            wanted = watched.still_quantized(spec.plain, "gradient", *wanted)
+        return product.parallel.quantized(rt, part, precision.grad, cast_of, wanted, db), None
     value = as_asked(rt, dy, precision.grad, spec.dtype)
     # A wgrad that stays plain sums the columns as that of a layer without a precision does.
-    left = db if needs.weight and spec.plain >= _WGRAD_POINTS and not _queued(product) else None
+    left = db if needs.weight and spec.plain >= WGRAD_POINTS and not _queued(product) else None
     return quantized_gradient(rt, value, precision.grad, product, None if left is not None else db, rng), left
-
-
-_WGRAD_POINTS = frozenset((("wgrad", "activation"), ("wgrad", "gradient")))
 
 
 def _queued(product: Product) -> bool:

@@ -15,24 +15,28 @@ from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
 
+from te_core import dtypes
 from te_core.arguments import explained
 from te_core.dtypes import DType
+from te_core.layers.communicator import Communicator
 from te_core.layers.inspector import Inspector
 from te_core.layers.linear import (
     LinearSpec,
-    Made,
     Product,
     Sink,
     gradient_dtype,
     gradient_operand,
     products,
     quantized_gradient,
-    shown_gradient,
+    shown,
+    sums_of_part,
     weight_operand,
 )
 from te_core.layers.norm import NormKept, NormSpec, norm_gradients, normalized
 from te_core.layers.norm_linear import comes_again, kept_scale, norm_again
+from te_core.layers.parallel import gathered_plain, meet, scattered
 from te_core.layers.residual import Stream, entered, left, returned, returned_gradients
+from te_core.layers.watched import Made
 from te_core.ops import raw as ops
 from te_core.ops.activation import Clamp
 from te_core.ops.norm import Branch
@@ -58,6 +62,7 @@ class MLPSpec:
     stream: Stream | None = None
     checkpoint: bool = False
     again: bool = False  # without `checkpoint`: backward computes the norm's output again, where it can
+    gather_norm: bool = False  # the norm's output that comes out is that of all ranks' rows
 
 
 class MLPSaved(NamedTuple):
@@ -100,14 +105,24 @@ def forward(
     scales: Scales | None = None,
     inspectors: Sequence[Inspector | None] = (None, None),
     ready: Sequence[QuantizedTensor | None] = (None, None),
+    comm: Communicator | None = None,
 ) -> tuple[tuple[Value, ...], MLPSaved]:
     """((y,), saved); with `return_norm` the norm's output comes next, with `stream` what the norm read comes last."""
-    fc1, fc2 = products((spec.fc1, spec.fc2), scales, inspectors)
+    fc1, fc2 = products((spec.fc1, spec.fc2), scales, inspectors, None, comm)
+    leading = x.shape[:-1]
+    if comm is not None:
+        what = f"LayerNormMLP{' that gathers the norm' * spec.gather_norm}{' with checkpoint' * spec.checkpoint}"
+        meet(rt, comm, what, (spec.fc1, spec.fc2), x.shape, w1.shape, w2.shape)
+        leading = fc1.parallel.leading("fprop", leading)  # type: ignore[union-attr]
     total, branch = entered(rt, x, spec.stream, residual, branch_bias, branch_rng)
     given = x, gamma, beta, w1, b1, w2
     normed, a, w2_made, saved = _inside(rt, given, spec, (fc1, fc2), ready, branch, keep=not spec.checkpoint)
-    out = fc2.fprop(rt, a, w2_made, rt.empty((*x.shape[:-1], w2.shape[0]), spec.fc2.dtype), b2)
-    outputs = returned(out, normed, total, spec.return_norm, spec.stream)
+    out = fc2.fprop(rt, a, w2_made, rt.empty((*leading, w2.shape[0]), spec.fc2.dtype), b2)
+    if spec.gather_norm and comm is not None and normed is not None:
+        whole = gathered_plain(rt, comm, normed.reshape(*total.shape))
+        outputs: tuple[Value, ...] = (out, whole) if spec.stream is None else (out, whole, total)
+    else:
+        outputs = returned(out, normed, total, spec.return_norm, spec.stream)
     if not spec.checkpoint:
         saved = saved._replace(x=total if spec.fc1.needs.input else None, rng=rng, branch_rng=branch_rng)
         if spec.again and comes_again(spec.fc1):
@@ -139,12 +154,18 @@ def _inside(
     """Norm, fc1 and activation: (the norm's output, fc2's operands, what backward reads, if it is to be kept)."""
     x, gamma, beta, w1, b1, w2 = given
     fc1, fc2 = both
-    us, vs = (w1, weight_operand(rt, w1, fc1, ready[FC1])), (w2, weight_operand(rt, w2, fc2, ready[FC2]))
-    cast, plain = fc1.input_cast()
+    parallel = fc1.parallel
+    cast, plain = fc1.input_cast(x)
     normed, q, mean, rstd = normalized(rt, x, gamma, beta, spec.norm, cast, plain or spec.return_norm, branch)
     ns = fc1.computed_input(rt, normed, q, cast)
+    if parallel is not None:
+        parallel.send(rt, ns[1])
+    us, vs = (w1, weight_operand(rt, w1, fc1, ready[FC1])), (w2, weight_operand(rt, w2, fc2, ready[FC2]))
     n, w1q = fc1.keep(rt, ns, us) if keep else (None, None)
-    h = fc1.fprop(rt, ns, us, rt.empty((ns[1].rows.shape[0], w1.shape[0]), spec.fc1.dtype), b1)
+    rows = ns[1].rows.shape[0]
+    if parallel is not None:
+        (rows,) = parallel.leading("fprop", (prod(x.shape[:-1]),))
+    h = fc1.fprop(rt, ns, us, rt.empty((rows, w1.shape[0]), spec.fc1.dtype), b1)
     cast, plain = fc2.input_cast()
     activated, q = ops.activation_forward(rt, h, spec.activation, clamp=spec.clamp, cast=cast, keep=plain)
     made = fc2.computed_input(rt, activated, q, cast)
@@ -154,14 +175,19 @@ def _inside(
 
 
 def _computed_again(
-    rt: Runtime, kept: MLPSaved, spec: MLPSpec, scales: Scales | None, ready: Sequence[QuantizedTensor | None]
+    rt: Runtime,
+    kept: MLPSaved,
+    spec: MLPSpec,
+    scales: Scales | None,
+    ready: Sequence[QuantizedTensor | None],
+    comm: Communicator | None,
 ) -> MLPSaved:
     """What forward would have saved without `checkpoint`. Nothing is recorded: the maxima were taken before."""
     assert kept.x is not None and kept.gamma is not None and kept.w1 is not None and kept.w2 is not None
     if scales is not None:
         scales = Scales(kept.scale, None, scales.backward_scale, scales.backward_amax, None, scales.backward_nonfinite)
     given = kept.x, kept.gamma, kept.beta, kept.w1, kept.b1, kept.w2
-    fc1, fc2 = products((spec.fc1, spec.fc2), scales, None)
+    fc1, fc2 = products((spec.fc1, spec.fc2), scales, None, None, comm)
     *_, found = _inside(rt, given, spec, (fc1, fc2), ready, keep=True)
     # Views of their own: backward lets go of them, and what is behind them may be a cache's.
     w1q, w2q = (None if t is None else t.reshape(*t.shape) for t in (found.w1q, found.w2q))
@@ -182,24 +208,35 @@ def backward(
     sinks: Sequence[Sink | None] = (None, None),
     release: bool = False,
     ready: Sequence[QuantizedTensor | None] = (None, None),
+    comm: Communicator | None = None,
 ) -> tuple[Tensor | None, ...]:
     """(dx, dgamma, dbeta, dw1, db1, dw2, db2, None, dresidual, dbranch_bias); `second` and `third` are the gradients
     of the outputs beside y, in their order.
 
     With `release` nobody will read `saved` again: its tensors are let go of as soon as they were read.
     """
-    fc1, fc2 = products((spec.fc1, spec.fc2), scales, inspectors, sinks)
+    fc1, fc2 = products((spec.fc1, spec.fc2), scales, inspectors, sinks, comm)
     dnorm, dstream = returned_gradients(second, third, spec.return_norm, spec.stream)
     if spec.checkpoint:
-        saved, release = _computed_again(rt, saved, spec, scales, ready), True
+        saved, release = _computed_again(rt, saved, spec, scales, ready, comm), True
     w1, w2 = saved.w1, saved.w2
     assert w1 is not None and w2 is not None
     dy2: Value = dy.matrix() if isinstance(dy, Tensor) else dy
     m = dy2.shape[0]
-    db2 = fc2.bias_gradient(rt, w2)
-    g, db2_left = gradient_operand(rt, dy2, fc2, db2, saved.rng)
-    dw2 = dw1 = db1 = dx = dgamma = dbeta = dresidual = dbranch_bias = dh = None
-    early = release and spec.fc2.needs.weight and _frees_more(saved.a, w2.shape, gradient_dtype(spec.fc2, w2), fc2.sink)
+    left_db = db2 = fc2.bias_gradient(rt, w2)
+    if comm is not None:
+        (m,) = fc2.parallel.leading("dgrad", (m,))  # type: ignore[union-attr]
+        left_db = sums_of_part(rt, dy2, fc2, db2, saved.rng)
+    g, db2_left = gradient_operand(rt, dy2, fc2, left_db, saved.rng)
+    if comm is not None:
+        fc2.begin(rt, g, saved.a, dy2.shape[0], w2)
+    dw2 = dw1 = db1 = dx = dgamma = dbeta = dresidual = dbranch_bias = dh = dn = None
+    early = (
+        release
+        and spec.fc2.needs.weight
+        and comm is None  # ranks put dy together for dgrad; wgrad has it then
+        and _frees_more(saved.a, w2.shape, gradient_dtype(spec.fc2, w2), fc2.sink)
+    )
     if early:
         dw2 = _fc2_weight_gradient(rt, (dy2, g), saved, fc2, db2_left, release)
     if spec.fc2.needs.input:
@@ -207,23 +244,38 @@ def backward(
         db1 = fc1.bias_gradient(rt, w1)
         dh = _activation_gradient(rt, da, saved, spec, fc1, db1)
         if release:
-            _let_go(saved.h, None if saved.w2q is w2 else saved.w2q)  # a plain weight is the caller's
+            _let_go(saved.h, _made_by_forward(saved.w2q))
     if spec.fc2.needs.weight and not early:
         dw2 = _fc2_weight_gradient(rt, (dy2, g), saved, fc2, db2_left, release)
     del g
+    if comm is not None and spec.fc1.needs.weight:
+        assert dh is not None
+        n = _norm_output(rt, saved, spec, comm)
+        fc1.begin(rt, dh[1], n, m, w1)
     if spec.fc1.needs.input:
         assert dh is not None
         dn = fc1.dgrad(rt, dh, w1, saved.w1q, rt.empty((m, w1.shape[1]), spec.fc1.dtype))
+    if comm is not None:  # before anybody waits for dgrad's sum
+        if spec.fc1.needs.weight:
+            dw1 = fc1.wgrad(rt, dh, fc1.restored(rt, n, m, w1), w1, None)  # type: ignore[arg-type]
+        fc1.parallel.settle()  # type: ignore[union-attr]
+        if spec.gather_norm and dnorm is not None:
+            dnorm = scattered(rt, comm, dnorm)
+    if dn is not None:
         dx, dgamma, dbeta = norm_gradients(rt, dn, saved[:4], spec.norm, dnorm, dstream)
         del dn
         dx, dbranch_bias, dresidual = left(rt, dx, spec.stream, saved.branch_rng)
-    if spec.fc1.needs.weight:
+    if spec.fc1.needs.weight and comm is None:
         assert dh is not None
-        n = saved.n
-        if spec.again and not spec.checkpoint and comes_again(spec.fc1):
-            n = norm_again(rt, (saved.x, saved.gamma, saved.beta), spec.norm, spec.fc1, saved.scale)
-        dw1 = fc1.wgrad(rt, dh, fc1.restored(rt, n, m, w1), w1, None)
+        dw1 = fc1.wgrad(rt, dh, fc1.restored(rt, _norm_output(rt, saved, spec), m, w1), w1, None)
     return dx, dgamma, dbeta, dw1, db1, dw2, db2, None, dresidual, dbranch_bias
+
+
+def _norm_output(rt: Runtime, saved: MLPSaved, spec: MLPSpec, comm: Communicator | None = None) -> Tensor | None:
+    """The norm's output as fc1's wgrad reads it, kept or computed again."""
+    if spec.again and not spec.checkpoint and comes_again(spec.fc1):
+        return norm_again(rt, (saved.x, saved.gamma, saved.beta), spec.norm, spec.fc1, saved.scale, comm)
+    return saved.n
 
 
 def _fc2_weight_gradient(
@@ -241,6 +293,11 @@ def _frees_more(a: Tensor | None, w2: tuple[int, ...], dtype: DType, sink: Sink 
     peaks at the activation's gradient."""
     made = dtype.nbytes(prod(w2)) if sink is None or sink.main is None else 0
     return a is not None and a.nbytes > made and (sink is None or sink.queue is None)
+
+
+def _made_by_forward(w: Tensor | None) -> Tensor | None:
+    """A saved weight that forward quantized: bytes. A plain one is the caller's own."""
+    return w if w is not None and w.dtype is dtypes.uint8 else None
 
 
 def _let_go(*tensors: Tensor | None) -> None:
@@ -275,7 +332,7 @@ def _activation_gradient(
         operand = dh if q is None else q
         assert operand is not None
         uses = Uses(operand, operand, cast)
-        return operand, shown_gradient(rt, operand, uses, fc1) if inspected else uses
+        return operand, shown(rt, operand, uses, fc1) if inspected else uses
     assert dh is not None
     uses = quantized_gradient(rt, dh, rule, fc1, db1, saved.rng)
-    return (dh, shown_gradient(rt, dh, uses, fc1)) if inspected else (uses.columns if needs.weight else uses.rows, uses)
+    return (dh, shown(rt, dh, uses, fc1)) if inspected else (uses.columns if needs.weight else uses.rows, uses)

@@ -11,9 +11,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from te_core.arguments import explained
+from te_core.layers.communicator import Communicator
 from te_core.layers.inspector import Inspector
-from te_core.layers.linear import LinearSpec, Product, Sink, gradient_operand, weight_operand
+from te_core.layers.linear import LinearSpec, Product, Sink, gradient_operand, spread, weight_operand
 from te_core.layers.norm import NormKept, NormSpec, norm_gradients, normalized
+from te_core.layers.parallel import gathered_plain, meet, scattered
 from te_core.layers.residual import Stream, entered, left, returned, returned_gradients
 from te_core.ops import raw as ops
 from te_core.quantize.operands import Value
@@ -32,6 +34,7 @@ class NormLinearSpec:
     return_norm: bool = False
     stream: Stream | None = None
     again: bool = False  # backward computes the norm's output again, where it has what that takes
+    gather_norm: bool = False  # the norm's output that comes out is that of all ranks' rows
 
 
 class NormLinearSaved(NamedTuple):
@@ -67,17 +70,26 @@ def forward(
     scales: Scales | None = None,
     inspectors: Sequence[Inspector | None] = (None,),
     ready: Sequence[QuantizedTensor | None] = (None,),
+    comm: Communicator | None = None,
 ) -> tuple[tuple[Value, ...], NormLinearSaved]:
     """((y,), saved); with `return_norm` the norm's output comes next, with `stream` what the norm read comes last."""
     linear = spec.linear
-    product = Product(linear, scales, 0, inspectors[0])
-    ws = weight, weight_operand(rt, weight, product, ready[0])
+    leading, parallel = x.shape[:-1], None
+    if comm is not None:
+        parallel = spread(linear, comm, scales, 0)
+        what = f"LayerNormLinear{' that gathers the norm' * spec.gather_norm}"
+        meet(rt, comm, what, (linear,), x.shape, weight.shape)
+        leading = parallel.leading("fprop", leading)
+    product = Product(linear, scales, 0, inspectors[0], None, parallel)
     total, branch = entered(rt, x, spec.stream, residual, branch_bias, branch_rng)
-    cast, plain = product.input_cast()
+    cast, plain = product.input_cast(x)
     normed, q, mean, rstd = normalized(rt, x, gamma, beta, spec.norm, cast, plain or spec.return_norm, branch)
     ns = product.computed_input(rt, normed, q, cast)
+    if parallel is not None:
+        parallel.send(rt, ns[1])
+    ws = weight, weight_operand(rt, weight, product, ready[0])
     n, w = product.keep(rt, ns, ws)
-    out = rt.empty((*x.shape[:-1], weight.shape[0]), linear.dtype)
+    out = rt.empty((*leading, weight.shape[0]), linear.dtype)
     y = product.delivered(rt, product.fprop(rt, ns, ws, out, bias))
     used = any(linear.needs)
     norm: NormKept = (total, gamma, mean, rstd) if linear.needs.input else (None, None, None, None)
@@ -86,7 +98,18 @@ def forward(
     )
     if spec.again and comes_again(linear):
         kept = kept._replace(n=None, beta=beta, scale=kept_scale(rt, scales))
+    if spec.gather_norm and comm is not None:
+        return _with_gathered_norm(rt, comm, y, normed, total, spec.stream), kept
     return returned(y, normed, total, spec.return_norm, spec.stream), kept
+
+
+def _with_gathered_norm(
+    rt: Runtime, comm: Communicator, y: Value, normed: Tensor | None, total: Tensor, stream: Stream | None
+) -> tuple[Value, ...]:
+    """A layer's outputs with the norm's output of all ranks' rows."""
+    assert normed is not None
+    whole = gathered_plain(rt, comm, normed.reshape(*total.shape))
+    return (y, whole) if stream is None else (y, whole, total)
 
 
 def comes_again(linear: LinearSpec) -> bool:
@@ -108,12 +131,15 @@ def norm_again(
     norm: NormSpec,
     linear: LinearSpec,
     scale: Tensor | None,
+    comm: Communicator | None = None,
 ) -> Tensor | None:
     """The norm's output as wgrad reads it, of `read`: x, gamma, beta. Nothing is recorded."""
     x, gamma, beta = read
     assert x is not None and gamma is not None
-    product = Product(linear, None if scale is None else Scales(scale, None, None, None))
-    cast, plain = product.input_cast()
+    scales = None if scale is None else Scales(scale, None, None, None)
+    parallel = None if comm is None else spread(linear, comm, scales, 0)
+    product = Product(linear, scales, 0, None, None, parallel)
+    cast, plain = product.input_cast(x)
     normed, q, _, _ = normalized(rt, x, gamma, beta, norm, cast, plain)
     return product.kept_input(product.computed_input(rt, normed, q, cast))
 
@@ -130,28 +156,49 @@ def backward(
     scales: Scales | None = None,
     inspectors: Sequence[Inspector | None] = (None,),
     sinks: Sequence[Sink | None] = (None,),
+    comm: Communicator | None = None,
 ) -> tuple[Value | None, ...]:
     """(dx, dgamma, dbeta, dweight, dbias, None, dresidual, dbranch_bias); `second` and `third` are the gradients of
     the outputs beside y, in their order."""
     linear, weight = spec.linear, saved.weight
     dnorm, dstream = returned_gradients(second, third, spec.return_norm, spec.stream)
     assert weight is not None
-    product = Product(linear, scales, 0, inspectors[0], sinks[0])
+    parallel = None if comm is None else spread(linear, comm, scales, 0)
+    product = Product(linear, scales, 0, inspectors[0], sinks[0], parallel)
     dy2: Value = dy.matrix() if isinstance(dy, Tensor) else dy
     rows = dy2.shape[0]
     db = product.bias_gradient(rt, weight)
+    if parallel is not None:
+        parallel.rng = saved.rng
     g, db_left = gradient_operand(rt, dy2, product, db, saved.rng)
+    n = saved.n
     dx: Value | None = None
-    dgamma = dbeta = dw = dresidual = dbranch_bias = None
+    dgamma = dbeta = dw = dn = dresidual = dbranch_bias = None
+    if parallel is not None and linear.needs.weight:
+        if spec.again and comes_again(linear):
+            n = _norm_again(rt, saved, spec, comm)
+        product.begin(rt, g, n, rows, weight)
     if linear.needs.input:
         dn = product.dgrad(rt, (dy2, g), weight, saved.w, rt.empty((rows, weight.shape[1]), linear.dtype))
+    if parallel is not None:  # before anybody waits for dgrad's sum
+        if linear.needs.weight:
+            dw = product.wgrad(rt, (dy2, g), product.restored(rt, n, rows, weight), weight, db_left)
+        parallel.settle()
+        if spec.gather_norm and dnorm is not None:
+            dnorm = scattered(rt, parallel.comm, dnorm)
+    if dn is not None:
         total, dgamma, dbeta = norm_gradients(rt, dn, saved[:4], spec.norm, dnorm, dstream)
         del dn
         plain_dx, dbranch_bias, dresidual = left(rt, total, spec.stream, saved.branch_rng)
         dx = None if plain_dx is None else product.delivered_gradient(rt, plain_dx)
-    if linear.needs.weight:
-        n = saved.n
+    if linear.needs.weight and parallel is None:
         if spec.again and comes_again(linear):
-            n = norm_again(rt, (saved.x, saved.gamma, saved.beta), spec.norm, linear, saved.scale)
+            n = _norm_again(rt, saved, spec)
         dw = product.wgrad(rt, (dy2, g), product.restored(rt, n, rows, weight), weight, db_left)
     return dx, dgamma, dbeta, dw, db, None, dresidual, dbranch_bias
+
+
+def _norm_again(
+    rt: Runtime, saved: NormLinearSaved, spec: NormLinearSpec, comm: Communicator | None = None
+) -> Tensor | None:
+    return norm_again(rt, (saved.x, saved.gamma, saved.beta), spec.norm, spec.linear, saved.scale, comm)

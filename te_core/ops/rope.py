@@ -72,7 +72,6 @@ class RopeQkvOpSpec:
     dtype: DType
     q_table: tuple[int, ...] | None  # the shape of freqs; None: not turned
     k_table: tuple[int, ...] | None
-    one_table: bool
     alignment: int
 
 
@@ -162,10 +161,9 @@ def rope_qkv(
     several dimensions. q or k is turned if it has freqs; v is copied. With heads=0 there is no q (None).
     """
     lead = qkv.shape[: len(fmt) - 2]
-    one = _is_one(q_freqs, k_freqs)
     seen = _check.seen(qkv, q_freqs, k_freqs, cu_seqlens, start_positions)
     rule = (heads, groups, tuple(head_dims), interleaved_groups, fmt, interleaved, cp_size, cp_rank)
-    key = ("rope_qkv", rule, one, seen, qkv.ptr & 15)
+    key = ("rope_qkv", rule, seen, qkv.ptr & 15)
     plan = rt.plans.get(key)
     if plan is None:
         op = "rope_qkv"
@@ -182,7 +180,7 @@ def rope_qkv(
         )
         _check.on_device(op, rt.device, qkv, q_freqs, k_freqs, cu_seqlens, start_positions)
         tables = (_check.shape(q_freqs), _check.shape(k_freqs))
-        spec = RopeQkvOpSpec(turn, split, lead, qkv.dtype, *tables, one, qkv.ptr & 15)
+        spec = RopeQkvOpSpec(turn, split, lead, qkv.dtype, *tables, qkv.ptr & 15)
         plan = rt.plans.put(key, rt.backend.plan_rope_qkv(rt, spec))
     q = rt.empty((*lead, heads, head_dims[0]), qkv.dtype) if heads else None
     k = rt.empty((*lead, groups, head_dims[1]), qkv.dtype)
@@ -213,10 +211,9 @@ def rope_qkv_backward(
     """The gradient of `rope_qkv`'s packed input, [token dimensions, channels]."""
     lead = dk.shape[: len(fmt) - 2]
     address = dk.ptr | dv.ptr | (0 if dq is None else dq.ptr)
-    one = _is_one(q_freqs, k_freqs)
     seen = _check.seen(dq, dk, dv, q_freqs, k_freqs, cu_seqlens, start_positions)
     rule = (heads, groups, tuple(head_dims), interleaved_groups, fmt, interleaved, cp_size, cp_rank)
-    key = ("rope_qkv_backward", rule, one, seen, address & 15)
+    key = ("rope_qkv_backward", rule, seen, address & 15)
     plan = rt.plans.get(key)
     width = packed_width(heads, groups, head_dims)
     if plan is None:
@@ -239,7 +236,7 @@ def rope_qkv_backward(
             )
         _check.on_device(op, rt.device, dq, dk, dv, q_freqs, k_freqs, cu_seqlens, start_positions)
         tables = (_check.shape(q_freqs), _check.shape(k_freqs))
-        spec = RopeQkvOpSpec(turn, split, lead, dk.dtype, *tables, one, address & 15)
+        spec = RopeQkvOpSpec(turn, split, lead, dk.dtype, *tables, address & 15)
         plan = rt.plans.put(key, rt.backend.plan_rope_qkv(rt, spec))
     dqkv = rt.empty((*lead, width), dk.dtype)
     rt.backend.rope_qkv(rt, plan, dqkv, (dq, dk, dv), (q_freqs, k_freqs), cu_seqlens, start_positions)
@@ -253,13 +250,6 @@ def packed_width(heads: int, groups: int, head_dims: tuple[int, int, int]) -> in
 
 def _count(cu_seqlens: Tensor | None) -> int | None:
     return None if cu_seqlens is None else cu_seqlens.shape[0]
-
-
-def _is_one(q_freqs: Tensor | None, k_freqs: Tensor | None) -> bool:
-    """Whether both are one table."""
-    if q_freqs is None or k_freqs is None:
-        return q_freqs is k_freqs
-    return q_freqs.ptr == k_freqs.ptr and tuple(q_freqs.shape) == tuple(k_freqs.shape)
 
 
 def _check_split(

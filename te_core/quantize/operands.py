@@ -197,12 +197,13 @@ def with_columnwise(rt: Runtime, q: QuantizedTensor) -> QuantizedTensor:
     return QuantizedTensor(q.format, q.shape, row, column, made.block)
 
 
-def columns_alone(rt: Runtime, q: QuantizedTensor) -> QuantizedTensor:
-    """The columnwise copy in a block of its own, as `saved` keeps it, of a tensor whose copies lie anywhere."""
-    if q.columnwise is None:
+def one_copy(rt: Runtime, q: QuantizedTensor, columns: bool) -> QuantizedTensor:
+    """Its columnwise copy (or the rowwise one) in a block of its own, as `saved` keeps it; its copies lie anywhere."""
+    if columns and q.columnwise is None:
         return with_columnwise(rt, q)
-    made = allocate(rt, q.shape, Cast(q.format, rowwise=False, columnwise=True))
-    for name in ("columnwise", "columnwise_scale"):
+    made = allocate(rt, q.shape, Cast(q.format, rowwise=not columns, columnwise=columns))
+    which = "columnwise" if columns else "rowwise"
+    for name in (which, f"{which}_scale"):
         there, here = getattr(q, name), getattr(made, name)
         if there.shape == (1,):
             there, here = there.reshape(1, 1), here.reshape(1, 1)
@@ -221,9 +222,12 @@ def dense(rt: Runtime, x: Value, dtype: DType) -> Tensor:
 
 
 def drop_rows(uses: Uses) -> None:
-    """Free the rowwise copy of a gradient once dgrad has read it: backward is where memory peaks."""
+    """Free the rowwise copy of a gradient once dgrad has read it: backward is where memory peaks.
+
+    Without a cast it came quantized, and is the caller's.
+    """
     q = uses.columns
-    if isinstance(q, QuantizedTensor) and q.columnwise is not None:
+    if uses.cast is not None and isinstance(q, QuantizedTensor) and q.columnwise is not None:
         q.rowwise = q.rowwise_scale = q.rowwise_amax = q.rowwise_swizzled = None
 
 
@@ -263,12 +267,12 @@ __all__ = [
     "Value",
     "Where",
     "as_asked",
-    "columns_alone",
     "dense",
     "drop_rows",
     "flattened",
     "is_plain_rule",
     "kept",
+    "one_copy",
     "quantize_forward",
     "quantize_gradient",
     "quantize_together",

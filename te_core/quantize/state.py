@@ -6,6 +6,8 @@ input) in the scale and amax vectors of its module; GEMM i starts at 3 i and 2 i
 
 from __future__ import annotations
 
+from typing import Any
+
 from te_core import dtypes
 from te_core.errors import ArgumentError
 from te_core.precision import Operand
@@ -29,6 +31,7 @@ class Scales:
         "backward_nonfinite",
         "backward_scale",
         "casts",
+        "facts",
         "forward_amax",
         "forward_nonfinite",
         "forward_scale",
@@ -50,6 +53,7 @@ class Scales:
         self.forward_nonfinite = forward_nonfinite
         self.backward_nonfinite = backward_nonfinite
         self.casts: dict[tuple[int, bool, bool], Cast] = {}  # those made of these views so far, by slot
+        self.facts: Any = None  # what recordings depend on of these views (te_core/tape/walk.py), once one was made
 
 
 def without_state(operation: str) -> ArgumentError:

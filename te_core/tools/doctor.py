@@ -14,10 +14,16 @@ from importlib.util import find_spec
 import te_core
 from te_core import cache, device, env, libraries
 from te_core.errors import LibraryError
+from te_core.tape import taped
 from te_core.tools import attention_table
 
 #: What nothing runs on a GPU without.
 NEEDED = ("nvrtc", "cublasLt", "CuPy", "CUDA headers")
+_TAPES = {
+    "first": "calls of layers are recorded at once",
+    "second": "calls of layers are recorded when their shapes are met again",
+    "never": "no call of a layer is recorded",
+}
 #: Distributions worth naming, by what they are for.
 _PACKAGES = (
     "numpy",
@@ -58,6 +64,7 @@ def report(faults: list[str]) -> Iterator[str]:
     """The report's lines; what keeps a present GPU from being used is added to `faults`."""
     yield f"te_core {te_core.__version__}, Python {platform.python_version()}, {platform.platform()}"
     yield "packages: " + ", ".join(_packages())
+    yield f"tapes: {_TAPES[taped.when()]}; in this process {taped.COUNTS}"
     yield ""
     driver = libraries.driver_version()
     gpu = driver != (0, 0)

@@ -1,6 +1,6 @@
 """What the GEMMs of a linear and the products of attention are computed in, and why where not as the recipe asks.
 
-Answers come from the spec of a call and from `ops.gemm_route`, which dispatch asks too; nothing is recorded.
+Answers come from the spec of a call and from `ops.gemm_route`, which dispatch asks too; nothing is noted as layers run.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from te_core.layers.linear import LinearSpec
 from te_core.ops import raw as ops
 from te_core.precision import AttentionPrecision, Operand, Precision
 from te_core.quantized import Format
+from te_core.tape import taped
 from te_core.tensor import Device
 
 
@@ -96,14 +97,30 @@ def _facts(gemm: str, spec: LinearSpec, place: Device, weight: Format | None) ->
         return GemmFacts(gemm, plain, plain, "float32", f"{library} {plain}", as_asked, reason or "")
     a, b = (rule.format for rule in _rules(gemm, p).values() if rule is not None)
     route = ops.gemm_route(place, a, b)
-    note = "an inspector may replace operands" if spec.inspect is not None else ""
+    seen = "an inspector may replace operands" if spec.inspect is not None else ""
+    note = "; ".join(filter(None, (seen, _travelled(gemm, spec))))
     accumulation = "split" if getattr(p, gemm).split_accumulator else "fast"
     if route.how == "native" or route.how == "emulated":  # the reference backend emulates all formats exactly
         return GemmFacts(gemm, str(a), str(b), accumulation, _family(place, a), True, note)
     if route.how == "refused" and not p.emulate:
         return GemmFacts(gemm, str(a), str(b), "", "refused", False, route.reason)
     family = f"{library} {plain if route.how == 'dequantized' else 'float32'} after dequantizing"
-    return GemmFacts(gemm, str(a), str(b), "float32", family, False, route.reason)
+    return GemmFacts(gemm, str(a), str(b), "float32", family, False, "; ".join(filter(None, (route.reason, note))))
+
+
+def _travelled(gemm: str, spec: LinearSpec) -> str:
+    """How an operand came that the ranks have parts of; "" where they have none."""
+    split = spec.parallel
+    came = None if split is None else split.came.get(gemm)
+    if split is None or came is None:
+        return ""
+    name = "the input" if split.gathered == "input" else "the gradient"
+    if came != spec.dtype.name:
+        return f"{name} is gathered over {split.size} ranks as {came}"
+    return (
+        f"{name} is gathered over {split.size} ranks in {came}, and quantized whole: this format needs parts of whole "
+        "blocks of rows"
+    )
 
 
 def _rules(gemm: str, p: Precision) -> dict[str, Operand | None]:
@@ -124,3 +141,10 @@ def _family(place: Device, form: Format) -> str:
         return "NumPy, exact emulation"
     kind = {"tensor": "FP8, a scale a tensor", "block": "FP8, a scale a block", "mxfp8": "MXFP8", "nvfp4": "NVFP4"}
     return f"cublasLt {kind[form.scaling]}"
+
+
+def explain_tapes(whole: bool = False) -> str:
+    """How many calls of layers were replayed, why others were not, and the tapes that there are; all of their steps,
+    if `whole`."""
+    kept = taped.tapes()
+    return "\n".join([str(taped.COUNTS), f"{len(kept)} tapes", *(str(t) if whole else repr(t) for t in kept)])

@@ -12,9 +12,8 @@ from te_core.errors import ArgumentError, UnsupportedError
 from te_core.precision import Precision
 from te_torch.autocast import Outstanding, Region, precision_now, prepare_default
 from te_torch.base.checkpoint_state import adopt
-from te_torch.base.documented import Documented
 from te_torch.base.forks import Fork
-from te_torch.base.options import refuse_unbuilt
+from te_torch.base.parallel import TensorParallel
 from te_torch.base.quantized_init import carry_over, initialisation, initialising, link, quantize_parameter
 from te_torch.base.watching import Choice, watching
 from te_torch.base.weights import CachedWeight, Gradients, add_gradient, extra_for
@@ -128,7 +127,7 @@ def _trace_call(kind: int, facts: tuple[Any, ...], key: tuple[Any, ...]) -> str:
     return key_of(found) + next((k for k in key if isinstance(k, str) and k.startswith(HANDING)), "")
 
 
-class BaseModule(Documented, CallingModule):
+class BaseModule(TensorParallel, CallingModule):
     """A module whose GEMMs run in the precision of the active region."""
 
     gemms = 1  # matrix products with scaling state of their own
@@ -236,22 +235,6 @@ class BaseModule(Documented, CallingModule):
         later, self._quantize_later = self._quantize_later, []
         for name, gemm, how in later:
             self._primary = quantize_parameter(self, name, gemm, how) or self._primary
-
-    def _mark_parallel(self, dim: int, *names: str) -> None:
-        """Tell trainers along which side tensor parallelism cuts these parameters."""
-        for name in names:
-            parameter: Any = getattr(self, name)
-            parameter.tensor_model_parallel, parameter.partition_dim, parameter.partition_stride = True, dim, 1
-
-    def _mark_sequence(self, *names: str) -> None:
-        """Tell them whether these parameters see the tokens of one rank only."""
-        for name in names:
-            if self._parameters.get(name) is not None:
-                self._parameters[name].sequence_parallel = self.sequence_parallel  # type: ignore[union-attr]
-
-    def set_tensor_parallel_group(self, tp_group: Any) -> None:
-        """Set the tensor-parallel group (one rank only in this release)."""
-        refuse_unbuilt(f"{type(self).__name__}.set_tensor_parallel_group", {"tp_group": tp_group})
 
     # ------------------------------------------------------------------------------------- precision
 

@@ -30,10 +30,13 @@ from te_torch.debug import stats as _debug_stats
 from te_torch.tensors import float8, float8_blockwise, hybrid, identity, mxfp8, nvfp4
 from te_torch.tensors import utils as _tensor_utils
 from te_torch.training import checkpoint as _checkpoint
+from te_torch.training import collectives as _collectives
 from te_torch.training import distributed as _distributed
 from te_torch.training import export as _export
+from te_torch.training import fsdp as _fsdp
 from te_torch.training import offload as _offload
 from te_torch.training import rng as _rng
+from te_torch.training import userbuffers as _userbuffers
 from te_torch.training.graphs import make as _graphs
 
 ROOT = "transformer_engine"
@@ -114,6 +117,27 @@ _RANKS = (
     "initialize_affine_weight_gpu",
     "set_tensor_model_parallel_attributes",
 )
+_COLLECTIVES = (
+    "allreduce",
+    "gather_along_first_dim",
+    "gather_split_1d_tensor",
+    "get_symmetric_memory_tensor",
+    "reduce_scatter_along_first_dim",
+    "release_symm_mem_pool",
+    "split_tensor_into_1d_equal_chunks",
+    "symm_mem_alloc",
+    "symmetric_all_reduce",
+)
+_FSDP = ("FullyShardedDataParallel", "prepare_te_modules_for_fsdp")
+_OVERLAP = (
+    "UserBufferQuantizationMode",
+    "destroy_ub",
+    "get_ub",
+    "get_ub_is_fp8",
+    "initialize_ub",
+    "is_ub_initialized",
+    "using_cublasmp_backend",
+)
 #: Of our own, with no place in the documented package.
 OURS = (
     "convert",
@@ -168,6 +192,8 @@ DEFINED: dict[str, dict[str, Any]] = {
     "pytorch.distributed": _of(_checkpoint, _RECOMPUTE)
     | _of(_rng, _RNG)
     | _of(_distributed, _RANKS)
+    | _of(_collectives, _COLLECTIVES)
+    | _of(_fsdp, _FSDP)
     | {"checkpoint": te_torch.checkpoint},
     "pytorch.graph": _of(_graphs, _GRAPHS),
     "pytorch.export": _of(_export, _export.__all__),
@@ -177,7 +203,8 @@ DEFINED: dict[str, dict[str, Any]] = {
         "_2X_ACC_FPROP": False,
         "_2X_ACC_DGRAD": True,
         "_2X_ACC_WGRAD": True,
-    },
+    }
+    | _of(_userbuffers, _OVERLAP),
     "pytorch.module.fp8_padding": _of(te_torch, ("Fp8Padding",)),
     "pytorch.module.fp8_unpadding": _of(te_torch, ("Fp8Unpadding",)),
     "pytorch.module.grouped_linear": _of(te_torch, ("GroupedLinear",)),

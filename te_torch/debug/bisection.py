@@ -23,6 +23,7 @@ import torch
 
 from te_core.errors import ArgumentError
 from te_core.layers.inspector import finished
+from te_torch.debug.layers import team_of
 from te_torch.debug.snapshot import Snapshot, main_gradient
 from te_torch.debug.watched import Guest, Layers, chosen, products_of, refuse_traces
 from te_torch.listing import table
@@ -140,6 +141,9 @@ class _Steps(Guest):
         self._step, self._model, self.compare = step_fn, model, compare
         self._snapshot = Snapshot(model, restore)
         self._high: set[tuple[str, str]] = set()
+        self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        teams = [team_of(module, number) for _, module, number in self._products]
+        self._groups = list(dict.fromkeys(team.group for team in teams if team.group is not None))
         self.runs = 0
 
     def __enter__(self) -> _Steps:
@@ -177,6 +181,15 @@ class _Steps(Guest):
         if not isinstance(loss, (int, float, torch.Tensor)) or isinstance(loss, torch.Tensor) and loss.numel() != 1:
             raise _bad_step(f"returned {type(loss).__name__}", "return the loss, one number")
         return float(loss.detach() if isinstance(loss, torch.Tensor) else loss), []
+
+    def off(self, found: tuple[float, list[Any]], want: tuple[float, list[Any]]) -> float:
+        """What a result is off by; where weights are spread over ranks, on the worst of them: all search alike."""
+        off = _off(found, want, str(self.compare))
+        for group in self._groups:
+            worst = torch.tensor([off], device=self._device, dtype=torch.float32)
+            torch.distributed.all_reduce(worst, torch.distributed.ReduceOp.MAX, group)
+            off = float(worst)
+        return off
 
     def _left(self) -> bool:
         return any(_gradient(p) is not None for p in self._model.parameters())
@@ -229,7 +242,7 @@ class _Search:
             if self.steps.runs >= self._most:
                 raise _Enough
             high = [(layer, gemm) for layer, gemms in units for gemm in gemms]
-            off = self._known[key] = _off(self.steps.run(high), self._want, self.steps.compare or "loss")
+            off = self._known[key] = self.steps.off(self.steps.run(high), self._want)
             good = off <= self.tolerance
             self._told(f"run {self.steps.runs}: {len(units)} in high precision: off by {_share(off)}"
                        f"{', good' if good else ''}")  # fmt: skip
@@ -308,7 +321,7 @@ def bisect(
             raise _bad_step("returns no number in high precision either", "look at the model: it is not the precision")
         search = _Search(steps, want, math.inf, MOST_RUNS, told)
         off = search.off([])
-        if off != _off(steps.run([]), want, compared):
+        if off != steps.off(steps.run([]), want):
             raise _bad_step("gives another result when it is run again", "fix its data and generators, or use restore=")
         if off <= (HEALTHY[compared] if tolerance is None else tolerance):
             return Bisection("nothing", [], (off, off), compared, steps.runs, len(units))

@@ -17,6 +17,7 @@ from te_core.layers.inspector import ATTENTION_POINTS, Request
 from te_core.quantized import Cast, QuantizedTensor
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
+from te_torch.debug.layers import ALONE, Team
 from te_torch.debug.quantizers import quantizer_for
 from te_torch.debug.stats import STATS_BUFFERS
 from te_torch.quantized import QuantizedTorch, core_of
@@ -32,9 +33,11 @@ _graph_task = torch._C._current_graph_task_id
 class _Tensor:
     """An operand or result as a feature gets it: torch's views of what the core has, made when they are asked for."""
 
-    def __init__(self, value: Tensor, cast: Cast | None, out: QuantizedTensor | None, weight: bool = False) -> None:
+    def __init__(
+        self, value: Tensor, cast: Cast | None, out: QuantizedTensor | None, weight: bool = False, group: Any = None
+    ) -> None:
         self.dtype = TO_TORCH[value.dtype]
-        self.value, self.out, self._cast = value, out, cast
+        self.value, self.out, self._cast, self._group = value, out, cast, group
         self.held = weight and out is not None and out.owner is not None  # a parameter that is quantized itself
         self._plain: torch.Tensor | None = None
         self._quantized: Any = None
@@ -59,15 +62,15 @@ class _Tensor:
     def quantizer(self) -> Any:
         """What the recipe quantizes it by."""
         if self._quantizer is None and (self._cast is not None or self.out is not None):
-            self._quantizer = quantizer_for(self._cast, self.out, self.plain.device)
+            self._quantizer = quantizer_for(self._cast, self.out, self.plain.device, self._group)
         return self._quantizer
 
 
 class GemmInspector:
     """The inspector of one product for one plan."""
 
-    def __init__(self, layer: str, request: Request, plan: Any) -> None:
-        self.layer, self.request, self.plan = layer, request, plan
+    def __init__(self, layer: str, request: Request, plan: Any, team: Team = ALONE) -> None:
+        self.layer, self.request, self.plan, self.team = layer, request, plan, team
         self.changes = plan.modified & ATTENTION_POINTS  # of attention, which takes them in its emulation only
         self._looked = plan.inspected | {tensor for _, tensor in plan.older}
         self._local = threading.local()  # what was made for the other GEMM of an operand
@@ -148,7 +151,7 @@ class GemmInspector:
         before = self._kept().get(tensor, (None, None))[0]
         if before is not None and before.out is out and before.value.ptr == value.ptr:
             return before
-        return _Tensor(value, cast, out, tensor == "weight")
+        return _Tensor(value, cast, out, tensor == "weight", self.team.group if tensor == self.team.gathered else None)
 
     def _kept(self) -> dict[str, Any]:
         found: dict[str, Any] | None = getattr(self._local, "kept", None)
@@ -176,13 +179,14 @@ class GemmInspector:
         )
 
     def _inspected(self, tensor: str, plain: Any, rowwise: Any, columnwise: Any, quantizer: Any) -> None:
+        STATS_BUFFERS.begin(self.team if tensor in self.team.split else ALONE)
         _api().inspect_tensor(
             layer_name=self.layer,
             tensor_name=tensor,
             tensor=plain,
             iteration=_iteration(),
-            tp_group=None,
-            tp_size=1,
+            tp_group=self.team.group,
+            tp_size=self.team.size,
             rowwise_quantized_tensor=rowwise,
             columnwise_quantized_tensor=columnwise,
             quantizer=quantizer,
@@ -197,8 +201,8 @@ class GemmInspector:
                 tensor_name=tensor,
                 tensor=seen.plain if read is None else read,
                 iteration=_iteration(),
-                tp_group=None,
-                tp_size=1,
+                tp_group=self.team.group,
+                tp_size=self.team.size,
                 rowwise=gemm == _ROWS[tensor],
             )
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from te_core.errors import ArgumentError, UnsupportedError
-from te_core.layers.inspector import ATTENTION_POINTS, POINTS, finished
+from te_core.layers.inspector import ATTENTION_POINTS, POINTS, finished, quantized_whole
 from te_core.quantized import QuantizedTensor
 from te_torch.autocast import active, first_of_a_checkpoint, in_backward
 from te_torch.base.draws import capturing
@@ -79,6 +79,11 @@ class Watch:
     def finished(self, rt: Any, tensor: str) -> None:
         """For the module's own."""
         finished(rt, self._own, tensor)
+
+    def quantized_whole(self, rt: Any, gemm: str, tensor: str, form: Any) -> None:
+        """A part that was seen in high precision is multiplied in this format."""
+        self._session._told(self._number, (gemm, tensor), form)
+        quantized_whole(rt, self._own, (gemm, tensor), form)
 
 
 class Inspection(Guest):
@@ -180,6 +185,12 @@ class Inspection(Guest):
         if self._is_known(number, point, slot, value, out):
             return
         self._ledger.enter(rt, slot, value, cast, out, point in _COLUMNS)
+
+    def _told(self, number: int, point: tuple[str, str], form: Any) -> None:
+        """Called by a watch: how a tensor was quantized of which it has seen a part."""
+        if self._looking and point in self.points:
+            slot = number * len(ORDER) + self._slots[point]
+            self._ledger.quantized_whole(self._twins.get(slot, slot), form)
 
     def _is_known(self, number: int, point: tuple[str, str], slot: int, value: Any, out: Any) -> bool:
         """Whether the other GEMM that reads this tensor has shown the same: the same codes, if it is quantized."""

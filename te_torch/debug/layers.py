@@ -1,4 +1,7 @@
-"""What a model's products are called, for who looks at one of them: a layer is a product of a module, by its name."""
+"""What a model's products are called, for who looks at one of them: a layer is a product of a module, by its name.
+
+And over which ranks its weight is spread.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from te_torch.base.module import BaseModule
 
@@ -18,6 +22,41 @@ class Layer(NamedTuple):
     name: str
     module: Any
     number: int  # among the module's products: the place of its inspector, its slots in the scaling state
+
+
+class Team(NamedTuple):
+    """The ranks that a product's weight is spread over, and of which tensors each of them has a part."""
+
+    group: Any = None
+    ranks: tuple[int, ...] = ()  # their numbers among all; none where the weight is whole
+    split: frozenset[str] = frozenset()
+    gathered: str | None = None  # the operand that lies cut by rows, and is gathered
+
+    @property
+    def size(self) -> int:
+        """How many there are."""
+        return max(len(self.ranks), 1)
+
+
+ALONE = Team()
+#: By mode: the tensors that are always split, and those that are with sequence parallelism.
+_SPLIT = {
+    "column": (("weight", "wgrad", "output", "gradient"), ("activation", "dgrad")),
+    "row": (("weight", "wgrad", "activation", "dgrad"), ("output", "gradient")),
+}
+_GATHERED = {"column": "activation", "row": "gradient"}
+
+
+def team_of(module: Any, number: int) -> Team:
+    """The team of a product of a module, by its number."""
+    group, modes = getattr(module, "tp_group", None), getattr(module, "_modes", None)
+    mode = getattr(module, "parallel_mode", None) if modes is None else modes()[number]
+    if mode is None or group is None or module.tp_size == 1 or not module._weight_names():
+        return ALONE
+    always, by_rows = _SPLIT[mode]
+    gathers = module.sequence_parallel and type(module).__name__ != "GroupedLinear"  # that one communicates nothing
+    split = frozenset((*always, *by_rows)) if gathers else frozenset(always)
+    return Team(group, tuple(dist.get_process_group_ranks(group)), split, _GATHERED[mode] if gathers else None)
 
 
 def product_names(module: Any, name: str) -> tuple[str, ...]:

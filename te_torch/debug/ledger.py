@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from te_core.ops import raw as ops
-from te_core.quantized import QuantizedTensor
+from te_core.quantized import Format, QuantizedTensor
 from te_core.runtime import Runtime
 from te_core.statistics import ADDED, LOWERED, RAISED, empty, merge
 from te_core.tensor import Tensor
@@ -25,6 +25,7 @@ class Kind(NamedTuple):
     words: str  # "float8_e4m3 per tensor"
     largest: float  # that the element type holds
     stochastic: bool = False
+    whole: bool = False  # not here: a part of it was seen, which is quantized once it is gathered
 
 
 class Column(NamedTuple):
@@ -66,8 +67,15 @@ class Ledger:
                 q = None  # it may be transformed: there is nothing to compare it with
             elif q.format.scaling == "tensor":  # one scale, and equal codes: the copy that costs less
                 columns = q.rowwise is None
+            elif (q.columnwise if columns else q.rowwise) is None:  # tiles: a part has one copy that serves for both
+                columns = not columns
         place = torch.device("cuda", rt.device.index) if rt.device.kind == "cuda" else torch.device("cpu")
         ops.statistics(rt, x, to_core(self._records(place)[row]), q, columnwise=columns)
+
+    def quantized_whole(self, row: int, form: Format) -> None:
+        """What was entered in this row was a part of a tensor that was quantized now."""
+        if row in self._order:
+            self._kinds[row] = Kind(form.dtype.name, f"{form!r} once gathered", form.dtype.max, whole=True)
 
     def close(self, step: int, group: Any) -> None:
         """The end of a step: its rows are put aside, merged over the ranks of the group if there is one."""

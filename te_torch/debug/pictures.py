@@ -78,7 +78,7 @@ def _heat(figure: Any, report: Any) -> None:
 
 def _curves(figure: Any, report: Any) -> None:
     figure.set_size_inches(8.5, 5.6)
-    worst: list[Any] = [s for s in report.series if s.kind is not None][:CURVES]
+    worst: list[Any] = [s for s in report.series if s.kind is not None and not s.kind.whole][:CURVES]
     for axes, (name, label, logarithmic) in zip(figure.subplots(2, 2, sharex=True).flat, CHARTS, strict=True):
         for s in worst:
             marker = "o" if len(report.steps) < 3 else None

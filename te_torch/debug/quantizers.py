@@ -20,11 +20,21 @@ from te_torch.tensors.dtype import of_core
 _made: dict[Any, Any] = {}
 
 
-def quantizer_for(cast: Cast | None, q: QuantizedTensor | None, device: torch.device) -> Any:
-    """By the cast; where a weight was quantized before, by its format."""
+def quantizer_for(cast: Cast | None, q: QuantizedTensor | None, device: torch.device, group: Any = None) -> Any:
+    """By the cast; where a weight was quantized before, by its format.
+
+    group: of the ranks that have other parts of the tensor, which need one scale. (That of a recipe with a history is
+    equal on all of them. Who scales otherwise finds the group in `amax_reduction_group`.)
+    """
     form = cast.format if cast is not None else None if q is None else q.format
     if form is None:
         return None
+    if group is not None and form.scaling == "tensor":
+        made = quantizer_for(cast, q, device).copy()
+        made.amax_reduction_group = group
+        if isinstance(made, Float8CurrentScalingQuantizer):
+            made.with_amax_reduction = True
+        return made
     kind = of_core(form.dtype)
     if form.scaling == "tensor" and cast is not None and cast.scale is not None:
         scale = piece_to_torch(cast.scale)

@@ -52,7 +52,7 @@ class Series(NamedTuple):
 
     def lost(self) -> Array:
         """dB lost in each step: below what the format can do, and by elements that became zero."""
-        if self.kind is None:
+        if self.kind is None or self.kind.whole:
             lost = np.where(np.isnan(self.amax), np.nan, 0.0)
         else:
             expected = EXPECTED.get(self.kind.element, 24.0) - 3.0 * self.kind.stochastic
@@ -70,6 +70,8 @@ class Series(NamedTuple):
         bad = self.nonfinite > 0
         if bad.any():
             return f"NaN or infinite values, first in its look {int(np.argmax(bad)) + 1}"
+        if self.kind is not None and self.kind.whole:
+            return "not shown: a rank's rows are no whole blocks"
         if self.kind is None or self.trouble() < 0.5:
             return ""
         said = []

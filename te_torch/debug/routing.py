@@ -18,7 +18,7 @@ from te_core.layers.inspector import ATTENTION_POINTS, PLAIN, PLAIN_ATTENTION, R
 from te_torch.base.module import BaseModule
 from te_torch.base.watching import Choice, watching
 from te_torch.debug.gemm import GemmInspector
-from te_torch.debug.layers import product_names
+from te_torch.debug.layers import Team, product_names, team_of
 from te_torch.debug.schedule import EveryOne
 from te_torch.likeness import living
 from te_torch.precisions import precision_of
@@ -80,7 +80,7 @@ class Door(Choice):
         self.traced = False  # a compiled program was made while nobody looked
         self._iteration = -1
         self._decided: dict[bool, tuple[Any, ...] | None] = {}
-        self._made: dict[tuple[str, Plan], GemmInspector] = {}
+        self._made: dict[tuple[str, Plan, Team], GemmInspector] = {}
         self._told: set[tuple[str, bool]] = set()
         self._settled: dict[Any, bool] = {}  # questions that were answered for good
         self._for_good: dict[tuple[str, bool], Plan] = {}
@@ -136,12 +136,12 @@ class Door(Choice):
         names = product_names(module, module.name)
         settled = [_settled(name) for name in names]
         due, found = _NEVER, []
-        for name, configured in zip(names, settled, strict=True):
+        for number, (name, configured) in enumerate(zip(names, settled, strict=True)):
             plan, again = self._asked(module, name, quantized, now) if configured else (_NOTHING, _NEVER)
             if module._weight_names():
                 self._tell(name, plan, quantized)
             due = min(due, again)
-            found.append(None if plan.idle else self._inspector(name, plan))
+            found.append(None if plan.idle else self._inspector(name, plan, team_of(module, number)))
         # What features say of a layer in high precision tells nothing about it in a quantized one.
         self.due = now + 1 if any(found) else now if any(settled) and not quantized else max(due, now + 1)
         return tuple(found * (module.gemms // len(names))) if any(found) else None
@@ -158,10 +158,10 @@ class Door(Choice):
             self._for_good[name, quantized] = plan
         return plan, _NEVER
 
-    def _inspector(self, name: str, plan: Plan) -> GemmInspector:
-        made = self._made.get((name, plan))
+    def _inspector(self, name: str, plan: Plan, team: Team) -> GemmInspector:
+        made = self._made.get((name, plan, team))
         if made is None:
-            made = self._made[name, plan] = GemmInspector(name, plan.request, plan)
+            made = self._made[name, plan, team] = GemmInspector(name, plan.request, plan, team)
         return made
 
     def _tell(self, name: str, plan: Plan, quantized: bool) -> None:

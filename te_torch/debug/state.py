@@ -28,6 +28,6 @@ class TEDebugState:
 
 
 def set_weight_tensor_tp_group_reduce(enabled: bool) -> None:
-    """Whether statistics of weights are those of all ranks of a tensor-parallel group (each rank has the whole weight
-    in this release, so nothing changes)."""
+    """Whether statistics of weights are those of all ranks of their tensor-parallel group, or those of the rank's own
+    part."""
     TEDebugState.weight_tensor_tp_group_reduce = bool(enabled)

@@ -4,6 +4,9 @@ What is fed is known by (layer, tensor, variant); a variant is the values themse
 pass over a tensor has both, so it waits until all features have seen the tensor (`flush`), and its record says which
 variants it holds: a statistic is that of all records which hold its variant. Microbatches share their records, unless a
 statistic is asked for that combines those of each (`combined_std`).
+
+Ranks that have parts of one tensor (a `team`, of tensor parallelism) make one record of theirs. A weight's is reduced
+over its team, and any other tensor's over the reduction group.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ import math
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,11 +24,16 @@ import torch.distributed as dist
 from te_core.quantized import QuantizedTensor
 from te_core.statistics import Statistics
 from te_core.tensor import Tensor
+from te_torch.debug.layers import Team
 from te_torch.debug.records import Records, merged
+from te_torch.debug.state import TEDebugState
 from te_torch.runtime import runtime_for, to_core
 
 #: Gives the value of a statistic from a record.
 Formula = Callable[[Any], float]  # of `Statistics`
+
+#: The ranks that have parts of a tensor; () where this one has all of it.
+Ranks = tuple[int, ...]
 
 
 def combined_std(parts: Sequence[Statistics]) -> float:
@@ -48,12 +56,31 @@ class _Asked:
     iteration: int = -1
 
 
+class _Top(NamedTuple):
+    """A maximum that no record has."""
+
+    tensor: str
+    team: Ranks
+    value: Any  # float64, a tensor of one element; a number once it was read
+
+
+class _Key(NamedTuple):
+    """Of a record."""
+
+    layer: str
+    tensor: str
+    variants: tuple[Hashable, ...]
+    number: int  # that of a microbatch, where its record is its own
+    team: Ranks
+
+
 @dataclass
 class _Waiting:
     """A tensor that was fed and not measured yet: each variant with the copy that it is compared with."""
 
     where: tuple[str, str]
     tensor: torch.Tensor
+    team: Ranks
     variants: dict[Hashable, tuple[QuantizedTensor | None, bool]] = field(default_factory=dict)
     apart: bool = False  # whether its record is to be its own
 
@@ -63,16 +90,22 @@ class StatsBuffers:
 
     def __init__(self) -> None:
         self.records = Records()
-        self.weights_reduced_in_tp_group = True
         self._asked: dict[tuple[str, str, Hashable], _Asked] = {}
         self._buffers: dict[tuple[str, str], int] = {}  # how many records a tensor has that are their own
         self._local = threading.local()  # what waits, and the values of the weight that was dequantized last
-        self._extremes: dict[str, torch.Tensor] = {}  # float64 maxima on their devices, by the name they are written by
+        self._extremes: dict[str, _Top] = {}  # on their devices, by the name they are written by
+        self._groups: dict[Ranks, Any] = {}  # the process group of each team
 
     def expects(self, layer: str, tensor: str, variant: Hashable) -> bool:
         """Whether a tensor shall be fed now: a weight is the same in each microbatch, so once."""
         asked = self._asked.get((layer, tensor, variant))
         return tensor != "weight" or asked is None or asked.iteration < 0
+
+    def begin(self, team: Team) -> None:
+        """What is fed until the next call is this rank's part of tensors that a team has (`ALONE`: all of them)."""
+        self._local.team = team.ranks
+        if team.ranks:
+            self._groups[team.ranks] = team.group
 
     def plain_of(self, held: Any) -> torch.Tensor:
         """The values of a tensor that is only there quantized: the same object for all features that see it."""
@@ -101,9 +134,14 @@ class StatsBuffers:
         same = waiting is not None and waiting.where == (layer, name) and waiting.tensor is tensor
         if waiting is None or not same or variant in waiting.variants:
             self._measure()
-            waiting = self._local.waiting = _Waiting((layer, name), tensor)
+            waiting = self._local.waiting = _Waiting((layer, name), tensor, self._team)
         waiting.variants[variant] = quantized, columnwise
         waiting.apart = waiting.apart or combined_std in formulas.values()
+
+    @property
+    def _team(self) -> Ranks:
+        found: Ranks = getattr(self._local, "team", ())
+        return found
 
     def flush(self) -> None:
         """Measure what waits: all features have seen it."""
@@ -125,9 +163,10 @@ class StatsBuffers:
         casts = sorted((v for v in waiting.variants.items() if v[1][0] is not None), key=lambda v: v[1][1])
         values = [variant for variant, (q, _) in waiting.variants.items() if q is None]
         if values and not casts:
-            self.records.feed(rt, (*waiting.where, tuple(values), number), x)
+            self.records.feed(rt, _Key(*waiting.where, tuple(values), number, waiting.team), x)
         for variant, (q, columnwise) in casts:
-            self.records.feed(rt, (*waiting.where, (*values, variant), number), x, q, columnwise=columnwise)
+            key = _Key(*waiting.where, (*values, variant), number, waiting.team)
+            self.records.feed(rt, key, x, q, columnwise=columnwise)
             values = []
 
     def raise_to(self, where: tuple[str, str, Hashable], name: str, iteration: int, value: torch.Tensor) -> None:
@@ -136,7 +175,8 @@ class StatsBuffers:
         if name not in asked.extremes:
             asked.extremes.append(name)
         before = self._extremes.get(name)
-        self._extremes[name] = value if before is None else torch.maximum(before, value)
+        top = value if before is None else torch.maximum(before.value, value)
+        self._extremes[name] = _Top(where[1], self._team, top)
 
     def _ask(self, where: tuple[str, str, Hashable], iteration: int) -> _Asked:
         asked = self._asked.setdefault(where, _Asked(where[1]))
@@ -148,14 +188,19 @@ class StatsBuffers:
         scalars: list[tuple[str, float, int]] = []
         self.flush()
         fed = {where: asked for where, asked in self._asked.items() if asked.iteration >= 0}
-        numbers: dict[Any, Any] = {w: [n] for w, n in (self.records.numbers() if fed else {}).items()}
-        extremes = dict(zip(self._extremes, _read([*self._extremes.values()]), strict=True))
+        numbers: _Numbers = {key: [n] for key, n in (self.records.numbers() if fed else {}).items()}  # type: ignore[misc]
+        values = _read([top.value for top in self._extremes.values()])
+        extremes = {name: top._replace(value=v) for (name, top), v in zip(self._extremes.items(), values, strict=True)}
         if together:
-            numbers, extremes = _reduced(group, numbers, extremes)
+            _reduce(group, numbers, extremes, lambda tensor, team: tensor != "weight")
+        if TEDebugState.weight_tensor_tp_group_reduce:
+            for team in sorted({key.team for key in numbers if key.tensor == "weight"} - {()}):
+                _reduce(self._groups[team], numbers, extremes, lambda *of, team=team: of == ("weight", team))
         found: dict[Any, list[np.ndarray[Any, Any]]] = {}
-        for (layer, tensor, variants, _), records in numbers.items():
-            for variant in variants:
-                found.setdefault((layer, tensor, variant), []).extend(records)
+        for key, records in numbers.items():
+            for variant in key.variants:
+                parts = [merged(records)] if key.team else records
+                found.setdefault((key.layer, key.tensor, variant), []).extend(parts)
         for where, asked in fed.items():
             if where in found:
                 statistics = Statistics(merged(found[where]))
@@ -164,7 +209,7 @@ class StatsBuffers:
                     value = combined_std([*map(Statistics, found[where])]) if apart else formula(statistics)
                     scalars.append((f"{where[0]}_{where[1]}_{name}", value, asked.iteration))
             for name in asked.extremes:
-                scalars.append((name, extremes[name], asked.iteration))
+                scalars.append((name, extremes[name].value, asked.iteration))
             asked.iteration = -1
             asked.formulas.clear()
             asked.extremes.clear()
@@ -189,20 +234,24 @@ def _read(values: Sequence[torch.Tensor]) -> list[float]:
     return found
 
 
-def _reduced(
-    group: Any, numbers: dict[Any, Any], extremes: dict[str, float]
-) -> tuple[dict[Any, Any], dict[str, float]]:
-    """Records of each rank, maxima of all. Those of weights are each rank's own: ranks hold the same ones."""
-    shared = {w: n for w, n in numbers.items() if w[1] != "weight"}
+_Numbers = dict[_Key, list[np.ndarray[Any, Any]]]
+
+
+def _reduce(group: Any, numbers: _Numbers, extremes: dict[str, _Top], means: Callable[[str, Ranks], bool]) -> None:
+    """Put the records of all ranks of a group in the place of this one's, and their maxima: of the tensors (name, team)
+    that are meant."""
     lists: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(lists, (shared, {n: v for n, v in extremes.items() if "_weight_" not in n}), group=group)
-    joined: dict[Any, list[np.ndarray[Any, Any]]] = {}
-    for records, tops in lists:
-        for where, record in records.items():
-            joined.setdefault(where, []).extend(record)
-        for name, value in tops.items():
-            extremes[name] = max(extremes.get(name, value), value)
-    return {**numbers, **joined}, extremes
+    mine = {key: n for key, n in numbers.items() if means(key.tensor, key.team)}
+    tops = {name: top for name, top in extremes.items() if means(top.tensor, top.team)}
+    dist.all_gather_object(lists, (mine, tops), group=group)
+    for key in mine:
+        numbers[key] = []
+    for records, others in lists:
+        for key, record in records.items():
+            numbers.setdefault(key, []).extend(record)
+        for name, top in others.items():
+            before = extremes.get(name, top)
+            extremes[name] = top if top.value > before.value else before
 
 
 STATS_BUFFERS = StatsBuffers()

@@ -100,7 +100,13 @@ class GroupedLinear(BaseModule):
         super().__init__(name)
         self.num_gemms = self.gemms = num_gemms
         self.wgrad_store = Gradients(num_gemms)
+        self._spread_over(tp_size, tp_group, sequence_parallel)
+        self.parallel_mode = mode = mode_of(parallel_mode)
         self.in_features, self.out_features = in_features, out_features
+        if self.tp_size > 1 and mode == "row":
+            in_features = self.in_features = self._local("in_features", in_features)
+        elif self.tp_size > 1 and mode == "column":
+            out_features = self.out_features = self._local("out_features", out_features)
         self.use_bias, self.return_bias = bias, return_bias
         self.save_original_input = bool(save_original_input)
         self._fork = fork_of(get_rng_state_tracker, rng_tracker_name)
@@ -115,7 +121,6 @@ class GroupedLinear(BaseModule):
                 self._add_parameter(f"bias{i}", (out_features,), torch.nn.init.zeros_, **place)
             else:
                 setattr(self, f"bias{i}", torch.empty(0, **place))
-        self.parallel_mode = mode_of(parallel_mode)
         self._mark_parallel(1 if self.parallel_mode == "row" else 0, *self._names)
         if bias and self.parallel_mode == "column":
             self._mark_parallel(0, *(f"bias{i}" for i in range(num_gemms)))
@@ -304,7 +309,7 @@ def _check_options(options: dict[str, Any]) -> None:
     for name in ("ub_overlap_rs", "ub_overlap_ag"):
         if options[name]:
             raise ArgumentError(op, f"{name}=True", f"{name}=False", "leave it out: grouped GEMMs do not overlap")
-    if options["tp_size"] > 1 and options["bias"]:
+    if (options["tp_size"] or 1) > 1 and options["bias"]:
         raise ArgumentError(op, f"bias=True with tp_size={options['tp_size']}", "bias=False there", "leave it out")
     mode = options["parallel_mode"]
     if mode is not None and str(mode).lower() not in ("column", "row"):

@@ -15,6 +15,7 @@ from te_torch.base.draws import random_pair
 from te_torch.base.forks import fork_of
 from te_torch.base.module import BaseModule, check_input, wants_grad
 from te_torch.base.options import check_options
+from te_torch.base.parallel import eagerly
 from te_torch.base.residual import Branch, enter_stream, stream_of
 from te_torch.export import layers
 from te_torch.function import Call, Layer, apply, register
@@ -56,6 +57,11 @@ class NormParameters(BaseModule):
         else:
             self.layer_norm_bias = None
         self._mark_sequence("layer_norm_weight", "layer_norm_bias")
+
+    def _return_norm(self, wanted: bool, gathered: bool) -> None:
+        """Whether the norm's output comes out, too, and that of all ranks' rows."""
+        self.return_layernorm_output = wanted or gathered
+        self.return_layernorm_output_gathered = gathered and self.sequence_parallel
 
     fwd_ln_sm_margin, bwd_ln_sm_margin, inf_ln_sm_margin = map(margin_of, ("forward", "backward", "inference"))
 
@@ -130,14 +136,15 @@ class LayerNormLinear(NormParameters, SplitParameters):
         if str(parallel_mode).lower() == "row":
             raise NotImplementedError("LayerNormLinear: parallel_mode='row' would split the norm's rows; use 'column'")
         super().__init__(name)
-        self.in_features, self.out_features = in_features, out_features
+        self._spread_over(tp_size, tp_group, sequence_parallel)
+        self._take_shape(in_features, out_features, parallel_mode)
         self.return_bias = return_bias
-        self.return_layernorm_output = return_layernorm_output or return_layernorm_output_gathered  # the same here
+        self._return_norm(return_layernorm_output, return_layernorm_output_gathered)
         self._fork = fork_of(get_rng_state_tracker, None)
         place = {"dtype": params_dtype or torch.get_default_dtype(), "device": device or default_device()}
         self._add_norm(in_features, normalization, eps, zero_centered_gamma, **place)
         self._add_linear_parameters((out_features, in_features), bias, parameters_split, init_method, **place)
-        self._finish_weights(parallel_mode, fuse_wgrad_accumulation, delay_wgrad_compute)
+        self._finish_weights(fuse_wgrad_accumulation, delay_wgrad_compute)
 
     def forward(
         self,
@@ -165,6 +172,8 @@ class LayerNormLinear(NormParameters, SplitParameters):
                 return (*out, total) if isinstance(out, tuple) else (out, total)
             branch = inp
             inp = branch.x
+        if self.tp_size > 1 and torch.compiler.is_compiling():
+            return eagerly(self, inp, is_first_microbatch, fp8_output, fp8_grad)
         check_input("LayerNormLinear.forward", inp, self.in_features)
         if isinstance(inp, QuantizedTorch):
             inp = inp.dequantize()
@@ -203,5 +212,13 @@ class LayerNormLinear(NormParameters, SplitParameters):
         self, again: bool, training: bool, stream: Any, precision: int, dtype: torch.dtype, *key: Any
     ) -> Call:
         linear, norm_spec = self._linear_spec(precision, dtype, *key), self._norm_spec(dtype)
-        spec = core.NormLinearSpec(norm_spec, linear, self.return_layernorm_output, stream_of(stream), bool(again))
-        return register(NORM_LINEAR, spec, any(linear.needs), self._inspectors())
+        spec = core.NormLinearSpec(
+            norm_spec,
+            linear,
+            self.return_layernorm_output,
+            stream_of(stream),
+            bool(again),
+            self.return_layernorm_output_gathered and linear.parallel is not None,
+        )
+        comm = self._communicator(linear.parallel)
+        return register(NORM_LINEAR, spec, any(linear.needs), self._inspectors(), comm)

@@ -15,6 +15,7 @@ from te_torch.base.draws import random_pair
 from te_torch.base.forks import fork_of
 from te_torch.base.module import check_input, normal_init, wants_grad
 from te_torch.base.options import check_options
+from te_torch.base.parallel import eagerly
 from te_torch.base.quantized_init import check_recipe_fits
 from te_torch.base.residual import Branch, enter_stream, stream_of
 from te_torch.export import layers
@@ -95,19 +96,23 @@ class LayerNormMLP(NormParameters):
         self.activation_params = activation_params
         self._clamp = clamp_of(self.activation, activation_params)
         self.checkpoint = checkpoint
+        self._spread_over(tp_size, tp_group, sequence_parallel)
+        self.set_parallel_mode, self.symmetric_ar_type = set_parallel_mode, symmetric_ar_type
         self.hidden_size, self.ffn_hidden_size = hidden_size, ffn_hidden_size
+        if set_parallel_mode:
+            self.ffn_hidden_size = self._local("ffn_hidden_size", ffn_hidden_size)
         self.return_bias, self.use_bias = return_bias, bias
-        self.return_layernorm_output = return_layernorm_output or return_layernorm_output_gathered  # the same here
+        self._return_norm(return_layernorm_output, return_layernorm_output_gathered)
         self._fork = fork_of(get_rng_state_tracker, None)
         place: dict[str, Any] = {
             "dtype": params_dtype or torch.get_default_dtype(),
             "device": device or default_device(),
         }
         self._add_norm(hidden_size, normalization, eps, zero_centered_gamma, **place)
-        wide = ffn_hidden_size * (2 if self.activation in GATED else 1)
+        wide = self.ffn_hidden_size * (2 if self.activation in GATED else 1)
         for which, shape, init in (
             ("fc1", (wide, hidden_size), init_method),
-            ("fc2", (hidden_size, ffn_hidden_size), output_layer_init_method),
+            ("fc2", (hidden_size, self.ffn_hidden_size), output_layer_init_method),
         ):
             self._add_parameter(f"{which}_weight", shape, init or normal_init, **place)
             if bias:
@@ -115,7 +120,6 @@ class LayerNormMLP(NormParameters):
             else:
                 setattr(self, f"{which}_bias", torch.empty(0, **place))
             self._mark_parallel(0 if which == "fc1" else 1, f"{which}_weight")
-        self.set_parallel_mode = set_parallel_mode
         if bias and set_parallel_mode:
             self._mark_parallel(0, "fc1_bias")
         if set_parallel_mode:
@@ -150,6 +154,8 @@ class LayerNormMLP(NormParameters):
                 return (*out, total) if isinstance(out, tuple) else (out, total)
             branch = inp
             inp = branch.x
+        if self.tp_size > 1 and torch.compiler.is_compiling():
+            return eagerly(self, inp, is_first_microbatch)
         check_input("LayerNormMLP.forward", inp, self.hidden_size)
         if isinstance(inp, QuantizedTorch):
             inp = inp.dequantize()
@@ -204,8 +210,8 @@ class LayerNormMLP(NormParameters):
         if self._primary:
             check_recipe_fits(self, rules[0])
         first, second = (
-            LinearSpec(TO_CORE[dtype], rule, needs, request, kind)
-            for rule, needs, request in zip(rules, (fc1, fc2), self._requests(), strict=True)
+            LinearSpec(TO_CORE[dtype], rule, needs, request, kind, parallel=self._split(mode, rule))
+            for rule, needs, request, mode in zip(rules, (fc1, fc2), self._requests(), self._modes(), strict=True)
         )
         spec = core.MLPSpec(
             first,
@@ -217,8 +223,12 @@ class LayerNormMLP(NormParameters):
             stream_of(stream),
             self.checkpoint and self._inspectors() is None,  # who looks on sees everything once
             bool(again),
+            self.return_layernorm_output_gathered and first.parallel is not None,
         )
-        return register(MLP, spec, any(fc2), self._inspectors())
+        return register(MLP, spec, any(fc2), self._inspectors(), self._communicator(first.parallel))
+
+    def _modes(self) -> tuple[str | None, str | None]:
+        return ("column", "row") if self.set_parallel_mode else (None, None)
 
 
 def clamp_of(activation: str, given: dict[str, float] | None) -> Clamp | None:

@@ -15,6 +15,7 @@ from te_torch.base.forks import fork_of
 from te_torch.base.module import BaseModule, check_input, normal_init
 from te_torch.base.options import check_options, is_size, mode_of
 from te_torch.base.original_input import keeps_original
+from te_torch.base.parallel import eagerly
 from te_torch.base.quantized_init import check_recipe_fits
 from te_torch.base.watching import Choice
 from te_torch.base.weights import check_whole
@@ -35,6 +36,10 @@ LINEAR = Layer(
 )
 
 
+class RowsError(ArgumentError, RuntimeError):
+    """Parts of a weight that cannot be spread over ranks; a RuntimeError, as documented, too."""
+
+
 class SplitParameters(BaseModule):
     """A module with a weight [out, in] and bias [out], in one piece or in named parts of the output."""
 
@@ -48,8 +53,11 @@ class SplitParameters(BaseModule):
         init_method: Callable[[torch.Tensor], Any] | None,
         **placement: Any,
     ) -> None:
+        """A weight of this shape: all of its rows, this rank's columns."""
         init = init_method or normal_init
         self._parts = split_sizes(type(self).__name__, split, shape[0])
+        if self.tp_size > 1 and self.parallel_mode == "column":
+            self._parts = self._local_parts(self._parts)
         for prefix, size in self._parts.items():
             self._add_parameter(f"{prefix}weight", (size, shape[1]), init, **placement)
         self.use_bias = bias
@@ -60,9 +68,30 @@ class SplitParameters(BaseModule):
                 # As documented: without a bias the attribute is an empty tensor and no parameter.
                 setattr(self, f"{prefix}bias", torch.empty(0, **placement))
 
-    def _finish_weights(self, parallel_mode: str | None, fuse: bool, delay: bool) -> None:
+    def _local_parts(self, parts: dict[str, int]) -> dict[str, int]:
+        """The rows of each part on this rank."""
+        wrong = {prefix: rows for prefix, rows in parts.items() if rows % self.tp_size}
+        if wrong:
+            named = ", ".join(f"{prefix}weight of {rows} rows" for prefix, rows in wrong.items())
+            raise RowsError(
+                type(self).__name__,
+                f"{named} over {self.tp_size} ranks",
+                "rows of each part that tp_size divides",
+                "correct out_features or parameters_split",
+            )
+        return {prefix: rows // self.tp_size for prefix, rows in parts.items()}
+
+    def _take_shape(self, in_features: int, out_features: int, parallel_mode: str | None) -> None:
+        """The sizes of this rank's part of the weight."""
+        self.parallel_mode = mode = mode_of(parallel_mode)
+        self.in_features, self.out_features = in_features, out_features
+        if self.tp_size > 1 and mode == "row":
+            self.in_features = self._local("in_features", in_features)
+        elif self.tp_size > 1 and mode == "column":
+            self.out_features = self._local("out_features", out_features)
+
+    def _finish_weights(self, fuse: bool, delay: bool) -> None:
         """What follows once the parameters are there: marks, quantized storage, and where weight gradients go."""
-        self.parallel_mode = mode_of(parallel_mode)
         self.weight_names, self.bias_names = ([f"{p}{kind}" for p in self._parts] for kind in ("weight", "bias"))
         self._mark_parallel(1 if self.parallel_mode == "row" else 0, *self.weight_names)
         if self.use_bias and self.parallel_mode == "column":
@@ -107,6 +136,7 @@ class SplitParameters(BaseModule):
             None if weight_dtype is None else TO_CORE[weight_dtype],
             bool(fp8_output),
             fp8_grad,
+            parallel=self._split(self.parallel_mode, rule),
         )
 
     def _joined_weight(self, dtype: torch.dtype, precision: int) -> torch.Tensor:
@@ -201,18 +231,20 @@ class Linear(SplitParameters):
     ) -> None:
         check_options("Linear", {k: v for k, v in locals().items() if k not in ("self", "__class__")})
         super().__init__(name)
-        self.in_features, self.out_features = in_features, out_features
+        self._spread_over(tp_size, tp_group, sequence_parallel)
+        self._take_shape(in_features, out_features, parallel_mode)
+        self.symmetric_ar_type = symmetric_ar_type
         self.return_bias, self.save_original_input = return_bias, bool(save_original_input)
         self._fork = fork_of(get_rng_state_tracker, rng_tracker_name)
         self._add_linear_parameters(
-            (out_features, in_features),
+            (out_features, self.in_features),
             bias,
             parameters_split,
             init_method,
             dtype=params_dtype or torch.get_default_dtype(),
             device=device or default_device(),
         )
-        self._finish_weights(parallel_mode, fuse_wgrad_accumulation, delay_wgrad_compute)
+        self._finish_weights(fuse_wgrad_accumulation, delay_wgrad_compute)
 
     def forward(
         self,
@@ -222,6 +254,8 @@ class Linear(SplitParameters):
         fp8_grad: bool = False,
     ) -> Any:
         """out [*, out_features], or (out, bias) with `return_bias`, where the bias is not added."""
+        if self.tp_size > 1 and torch.compiler.is_compiling():
+            return eagerly(self, inp, is_first_microbatch, fp8_output, fp8_grad)
         check_input("Linear.forward", inp, self.in_features)
         grad = torch.is_grad_enabled()
         inp, precision, state, recompute = self._enter(inp)
@@ -255,4 +289,4 @@ class Linear(SplitParameters):
         spec = self._linear_spec(precision, dtype, *key)
         if keeps_original(self, precision, spec.precision):
             spec = replace(spec, original_input=True)
-        return register(LINEAR, spec, any(spec.needs), self._inspectors())
+        return register(LINEAR, spec, any(spec.needs), self._inspectors(), self._communicator(spec.parallel))

@@ -54,6 +54,11 @@ class Quantizer:
         """The tensors that this cast reads besides x (scale, amax, rng)."""
         return {}
 
+    def _lasting(self) -> tuple[torch.Tensor, ...] | None:
+        """The scale and the amax of all its casts, or nothing; None where a cast reads others, or is no common one."""
+        cls = type(self)
+        return () if cls._inputs is Quantizer._inputs and cls._cast is Quantizer._cast else None
+
     def _notes(self) -> tuple[torch.Tensor, ...]:
         """The tensors that this cast writes besides its result: an update that is skipped leaves them alone."""
         return ()
@@ -126,6 +131,19 @@ class Quantizer:
         assert rule is not None
         with torch.no_grad():
             return run.quantize(x, rule, rowwise, columnwise, **self._inputs(x))
+
+    def _cast_into(self, tensor: torch.Tensor, storage: Any) -> bool:
+        """Quantize a matrix straight into a storage's buffers; False where they are not as a cast writes them."""
+        if type(self)._cast is not Quantizer._cast or not run.is_real(tensor) or tensor.is_meta:
+            return False
+        rule = self.operand
+        views = storage._views_to_write()
+        if views is None or rule is None or rule.format is not storage._format:
+            return False
+        with torch.no_grad():
+            x = run.plain(tensor)
+            run.quantize_into(views, x, rule, **self._inputs(x))
+        return True
 
     def _wrap(self, buffers: Buffers, shape: Sequence[int], dtype: torch.dtype, requires_grad: bool = False) -> Any:
         kind = kinds.of_format(self.format)

@@ -100,7 +100,7 @@ class BlockScaledStorage(QuantizedTensorStorage):
         scaling, m = self._format.scaling, self._matrix()[0]
         step = BLOCK[scaling]
         if m % step:
-            raise NotImplementedError(f"{type(self).__name__}: shards of {m} rows cut through a block of {step}")
+            raise NotImplementedError(f"{type(self).__name__}: a shard of {m} rows ends within a block of {step}")
         if field == "_rowwise_scale_inv":
             return self._row_scale[: m // step if scaling == "block" else m]
         return self._col_scale[: m // step] if field == "_columnwise_scale_inv" else super()._to_gather(field)

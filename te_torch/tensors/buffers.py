@@ -270,3 +270,16 @@ def rows_of(form: Format, shape: tuple[int, int], buffers: Buffers, start: int, 
         else:
             column, column_scale = column[:, start // 2 : up(stop, form.pad) // 2], column_scale[:, first:last]
     return Buffers(row, scale if row is not None else None, amax, column, column_scale, column_amax)
+
+
+def resolve_shape(old: Sequence[int], shape: Sequence[Any]) -> tuple[int, ...]:
+    """The arguments of view() as sizes, a -1 worked out."""
+    sizes = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], Sequence) else tuple(shape)
+    if -1 not in sizes:
+        return sizes
+    total = known = 1
+    for n in old:
+        total *= n
+    for n in sizes:
+        known *= 1 if n == -1 else n
+    return tuple(total // known if n == -1 and known else max(n, 0) for n in sizes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -14,8 +15,10 @@ from torch.utils._pytree import tree_map
 from te_core.errors import UnsupportedError
 from te_torch.quantized import QuantizedTorch
 from te_torch.runtime import FLOATS
-from te_torch.tensors.buffers import Buffers
-from te_torch.tensors.storage import resolve_shape
+from te_torch.tensors import arriving
+from te_torch.tensors.buffers import Buffers, resolve_shape
+from te_torch.tensors.changing import Change, end_all
+from te_torch.tensors.sharding import refuse_what_cannot_be_gathered
 from te_torch.tensors.views import Part
 
 aten = torch.ops.aten
@@ -36,42 +39,62 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return _on_values(func, args, kwargs)
 
 
+@lru_cache(256)
+def _writes(func: Any) -> tuple[bool, tuple[bool, ...], dict[str, bool]]:
+    """Whether an operator changes its first argument, a tensor, alone (what optimizers do, once for each parameter);
+    and of each argument, by place and by name, whether it is changed.
+    """
+    given = func._schema.arguments
+    writes = tuple([a.alias_info is not None and a.alias_info.is_write for a in given])
+    alone = writes[:1] == (True,) and not any(writes[1:]) and str(given[0].type) == "Tensor"
+    return alone, writes, {a.name: w for a, w in zip(given, writes, strict=True)}
+
+
+def _values(v: Any) -> Any:
+    """An argument, dequantized; operators take tensors and lists of them."""
+    if isinstance(v, QuantizedTorch):
+        return v._dense_values(v.dtype)
+    return [_values(t) for t in v] if type(v) in (list, tuple) else v
+
+
+def _is_read(v: Any) -> bool:
+    return isinstance(v, QuantizedTorch | list | tuple)
+
+
+def _changing(v: Any, changes: list[Change]) -> Any:
+    """The same of an argument that the operator changes."""
+    if isinstance(v, QuantizedTorch):
+        changes.append(Change.of(v))
+        return changes[-1].dense
+    return [_changing(t, changes) for t in v] if type(v) in (list, tuple) else v
+
+
 def _on_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run on dequantized values; what the operator changed is quantized into the argument that it changed."""
-    changed: list[tuple[Any, torch.Tensor]] = []
-
-    def values(t: Any) -> Any:
-        return t._dense_values(t.dtype) if isinstance(t, QuantizedTorch) else t
-
-    def changing(t: Any) -> Any:
-        if not isinstance(t, QuantizedTorch):
-            return t
-        dense = t._dense_values(t.dtype)
-        changed.append((t, dense))
-        return dense
-
-    schema = func._schema.arguments
-    if func._schema.is_mutable:
-        given = [
-            tree_map(changing if a.alias_info is not None and a.alias_info.is_write else values, v)
-            for a, v in zip(schema, args, strict=False)
-        ]
-        named = {a.name: a for a in schema}
-        keywords = {
-            k: tree_map(changing if (i := named[k].alias_info) is not None and i.is_write else values, v)
-            for k, v in kwargs.items()
-        }
-    else:
-        given, keywords = tree_map(values, args), tree_map(values, kwargs)
+    first_alone, writes, named = _writes(func)
+    if first_alone and isinstance(args[0], QuantizedTorch) and not any([_is_read(v) for v in kwargs.values()]):
+        change = Change.of(args[0])
+        func(
+            change.dense,
+            *[t._dense_values(t.dtype) if isinstance(t, QuantizedTorch) else t for t in args[1:]],
+            **kwargs,
+        )
+        change.end()
+        return args[0]
+    changes: list[Change] = []
+    given = [_changing(v, changes) if w else _values(v) for v, w in zip(args, writes, strict=False)]
+    keywords = {k: _changing(v, changes) if named[k] else _values(v) for k, v in kwargs.items()}
     result = func(*given, **keywords)
-    if not changed:
+    if not changes:
         return result
+    end_all(changes)
     whole = {id(v) for v in (*args, *kwargs.values())}
-    for t, dense in changed:
-        t._requantize(dense)
-        if id(t) not in whole:  # an element of a list (foreach, fused), for which torch does not count the change
-            increment_version(t)
-    back = {id(dense): t for t, dense in changed}
+    for change in changes:
+        if id(change.t) not in whole:  # an element of a list (foreach, fused): torch does not count the change
+            increment_version(change.t)
+    if result is None:
+        return None
+    back = {id(change.dense): change.t for change in changes}
     return tree_map(lambda r: back.get(id(r), r) if isinstance(r, torch.Tensor) else r, result)
 
 
@@ -135,7 +158,10 @@ def _copy(func: Any, dst: Any, src: Any, non_blocking: bool = False) -> Any:
         values = src._dense_values(src.dtype) if isinstance(src, QuantizedTorch) else src
         if values.shape != dst.shape:
             values = values.expand(dst.shape)
-        dst._requantize(values.to(dst.device))
+        if isinstance(src, QuantizedTorch) and arriving.is_part(dst):
+            arriving.write(dst, src, values.to(dst.device))
+        else:
+            dst._requantize(values.to(dst.device))
     return dst
 
 
@@ -157,6 +183,10 @@ def _new_zeros(func: Any, t: Any, shape: Sequence[int], **kwargs: Any) -> Any:
         return NotImplemented
     made = _made_empty(t, shape, kwargs)
     made._zero()
+    if arriving.has_one_scale(t) and arriving.has_one_scale(
+        made
+    ):  # zeros in any: a shard without rows knows its whole's
+        made._scale_inv.copy_(t._scale_inv)
     return made
 
 
@@ -185,6 +215,7 @@ def _made_empty(t: Any, shape: Sequence[int], kwargs: dict[str, Any]) -> Any:
 def _split(func: Any, t: Any, size: int, dim: int = 0) -> Any:
     if size <= 0 or not t.ndim:
         return NotImplemented
+    refuse_what_cannot_be_gathered(t, dim % t.ndim)
     n = t.shape[dim]
     return _slices(func, t, dim, [(at, min(at + size, n)) for at in range(0, n, size)] or [(0, 0)])
 
@@ -274,7 +305,7 @@ def _rows(t: Any, part: Part) -> tuple[int, int] | None:
 
 
 def _plain(func: Any, t: Any) -> Any:
-    """A part that cannot stand alone comes as plain values, which FSDP2 for one does not expect."""
+    """A part that cannot stand alone comes as plain values."""
     warnings.warn(
         f"{type(t).__name__} of shape {tuple(t.shape)}: {func} cuts through what shares a scale, or is no view of the "
         "quantized data; the result is a plain tensor. Cut whole blocks of rows, or dequantize() first.",

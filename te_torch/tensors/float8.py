@@ -35,6 +35,7 @@ class Float8TensorStorage(QuantizedTensorStorage):
     `_data` uint8 of the tensor's shape, `_transpose` uint8 (K, ...), `_scale_inv` float32 [1].
     """
 
+    _CHANGES = True
     amax_reduction_group: Any = None  # of the processes that hold the other shards of an FSDP2 parameter
 
     def __init__(
@@ -305,6 +306,11 @@ class Float8TensorStorage(QuantizedTensorStorage):
         elif self.amax_reduction_group is not None and isinstance(quantizer, Float8CurrentScalingQuantizer):
             quantizer = quantizer.copy()
             quantizer.with_amax_reduction, quantizer.amax_reduction_group = True, self.amax_reduction_group
+        if not src.numel() and noop_flag is None:  # a shard without rows: its scale is that of the others all the same
+            scale = quantizer._inputs(src.new_zeros(1, 1)).get("scale")
+            if scale is not None:
+                self._scale_inv.copy_(scale.reciprocal())  # type: ignore[union-attr]
+            return
         super()._update(quantizer, src, noop_flag)
 
     def _write(self, new: Buffers, noop_flag: torch.Tensor | None = None) -> None:
@@ -325,6 +331,11 @@ class Float8TensorStorage(QuantizedTensorStorage):
 
     def _of_gathered(self, gathered: Sequence[torch.Tensor], meta: dict[str, Any], shape: tuple[int, int]) -> Buffers:
         return Buffers(gathered[0].view(shape), meta["fp8_scale_inv"])
+
+    @property
+    def _group_of_shards(self) -> Any:
+        group = self.amax_reduction_group
+        return group if group is not None and isinstance(self._quantizer, Float8CurrentScalingQuantizer) else None
 
     def _note_shards(self, mesh: Any) -> None:
         if isinstance(self._quantizer, Float8CurrentScalingQuantizer) and mesh is not None:
@@ -470,6 +481,11 @@ class Float8Quantizer(_PerTensor):
     def _inputs(self, x: torch.Tensor) -> dict[str, torch.Tensor | None]:
         return {"scale": self.scale, "amax": self.amax.view(1)}
 
+    def _lasting(self) -> tuple[torch.Tensor, ...] | None:
+        cls = type(self)
+        common = cls._inputs is Float8Quantizer._inputs and cls._cast is Quantizer._cast
+        return (self.scale, self.amax) if common else None
+
     def _notes(self) -> tuple[torch.Tensor, ...]:
         return (self.amax,)
 
@@ -492,6 +508,7 @@ class Float8CurrentScalingQuantizer(_PerTensor):
     """Current scaling: the scale follows from the tensor's own maximum, or from that over a process group."""
 
     _VALUE = ("dtype", "with_amax_reduction", "force_pow_2_scales", "amax_epsilon")
+    agreed: torch.Tensor | None = None  # the maximum that a group agreed on, of a quantizer for one update
 
     def __init__(
         self,
@@ -525,11 +542,18 @@ class Float8CurrentScalingQuantizer(_PerTensor):
         return _rule(self.dtype.core, "current", self.force_pow_2_scales, self.amax_epsilon)
 
     def _inputs(self, x: torch.Tensor) -> dict[str, torch.Tensor | None]:
-        if not spans(self.with_amax_reduction, self.amax_reduction_group):
-            return {}
-        amax = to_torch(ops.amax(runtime_for(x), to_core(x)))
-        dist.all_reduce(amax, dist.ReduceOp.MAX, group=self.amax_reduction_group)
+        amax = self.agreed
+        if amax is None:
+            if not spans(self.with_amax_reduction, self.amax_reduction_group):
+                return {}
+            amax = to_torch(ops.amax(runtime_for(x), to_core(x)))
+            dist.all_reduce(amax, dist.ReduceOp.MAX, group=self.amax_reduction_group)
         return {"scale": scale_of(amax, self.dtype.core.max, self.force_pow_2_scales, self.amax_epsilon)}
+
+    def _lasting(self) -> tuple[torch.Tensor, ...] | None:
+        cls = type(self)
+        common = cls._inputs is Float8CurrentScalingQuantizer._inputs and cls._cast is Quantizer._cast
+        return () if common and not self.with_amax_reduction and self.agreed is None else None
 
     def _onnx_scale(self, tensor: torch.Tensor) -> torch.Tensor:
         amax = tensor.float().abs().amax().reshape(1)
@@ -545,10 +569,11 @@ class Float8CurrentScalingQuantizer(_PerTensor):
 
 def scale_of(amax: torch.Tensor, top: float, power_of_two: bool, epsilon: float) -> torch.Tensor:
     """The scale of current scaling for maxima that are already reduced (float32)."""
-    amax = torch.where(amax < epsilon, torch.full_like(amax, epsilon), amax)
-    usable = torch.isfinite(amax) & (amax > 0)
-    scale = torch.where(usable, top / torch.where(usable, amax, torch.ones_like(amax)), torch.ones_like(amax))
-    scale = scale.clamp(max=torch.finfo(torch.float32).max)
+    if epsilon:
+        amax = torch.where(amax < epsilon, epsilon, amax)
+    usable = (amax > 0) & (amax < torch.inf)
+    scale = torch.full_like(amax, top).div_(amax).clamp_(max=torch.finfo(torch.float32).max)
+    scale = torch.where(usable, scale, 1.0)
     if power_of_two:
         scale = (scale.view(torch.int32) & 0x7F800000).view(torch.float32)
     return scale

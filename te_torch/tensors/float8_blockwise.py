@@ -25,6 +25,8 @@ from te_torch.tensors.tensor import QuantizedTensor
 class Float8BlockwiseQTensorStorage(BlockScaledStorage):
     """FP8 data, columnwise as (K, ...), with float32 scales as a GEMM reads them."""
 
+    _CHANGES = True
+
     def __init__(
         self,
         *,

@@ -24,6 +24,8 @@ from te_torch.tensors.tensor import QuantizedTensor
 class MXFP8TensorStorage(BlockScaledStorage):
     """FP8 data of the tensor's shape in both copies (the columnwise one is not transposed), E8M0 scales as uint8."""
 
+    _CHANGES = True
+
     def __init__(
         self,
         *,

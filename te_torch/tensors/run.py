@@ -19,7 +19,6 @@ from te_core.ops import raw as ops
 from te_core.ops.quantize import allocate
 from te_core.precision import Operand
 from te_core.quantized import Cast, Format, QuantizedTensor
-from te_core.runtime import Runtime
 from te_torch.export.mode import not_exported
 from te_torch.export.operators import held_values
 from te_torch.program_names import build
@@ -46,6 +45,11 @@ def dequantize(form: Format, shape: tuple[int, int], buffers: Buffers, dtype: to
     return torch.ops.te_runtime.dequantize_pieces(inner, list(shape), json.dumps([*form_key(form), there]), dtype)
 
 
+def values(q: QuantizedTensor, first: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The values of a core tensor, one of whose buffers is `first`."""
+    return to_torch(ops.dequantize(runtime_for(first), q, TO_CORE[dtype]))
+
+
 def quantize(
     x: torch.Tensor,
     rule: Operand,
@@ -58,12 +62,20 @@ def quantize(
 ) -> Buffers:
     """A contiguous matrix [M, K] by a rule; `amax`, if given, is raised to its maximum."""
     if is_real(x):
-        return of_core(_quantize(runtime_for(x), x, rule, rowwise, columnwise, scale, amax, rng))
+        return of_core(_quantize(x, rule, rowwise, columnwise, scale, amax, rng))
     key = json.dumps([build(), rule.dtype.name, *[getattr(rule, n) for n in _PLAIN]])
     inner = torch.ops.te_runtime.quantize_pieces(x, scale, rng, key, rowwise, columnwise, amax is not None)
     if amax is not None:
         amax.copy_(torch.maximum(amax, inner[-1]))
     return _sorted_in(inner, rule.format, rowwise, columnwise)
+
+
+def quantize_into(
+    out: QuantizedTensor, x: torch.Tensor, rule: Operand, scale: Any = None, amax: Any = None, rng: Any = None
+) -> None:
+    """The same into the memory of another one, whose copies are written. For tensors with memory."""
+    rowwise, columnwise = out.rowwise is not None, out.columnwise is not None
+    _quantize(x, rule, rowwise, columnwise, scale, amax, rng, out=out)
 
 
 def _sorted_in(inner: list[torch.Tensor], form: Format, rowwise: bool, columnwise: bool) -> Buffers:
@@ -76,8 +88,12 @@ def _sorted_in(inner: list[torch.Tensor], form: Format, rowwise: bool, columnwis
     return Buffers(*made)
 
 
-def _quantize(
-    rt: Runtime,
+def _quantize(x: torch.Tensor, *how: Any, out: QuantizedTensor | None = None) -> QuantizedTensor:
+    """By the cast that `_cast` makes of the rest, into fresh storage or `out`."""
+    return ops.quantize(runtime_for(x), (to_core_shape if x.is_meta else to_core)(x), _cast(x, *how), out=out)
+
+
+def _cast(
     x: torch.Tensor,
     rule: Operand,
     rowwise: bool,
@@ -85,9 +101,9 @@ def _quantize(
     scale: torch.Tensor | None,
     amax: torch.Tensor | None,
     rng: torch.Tensor | None,
-) -> QuantizedTensor:
+) -> Cast:
     convert = to_core_shape if x.is_meta else to_core
-    cast = Cast(
+    return Cast(
         rule.format,
         rowwise=rowwise,
         columnwise=columnwise,
@@ -100,7 +116,6 @@ def _quantize(
         rng=None if rng is None else convert(rng),
         four_over_six=rule.four_over_six,
     )
-    return ops.quantize(rt, convert(x), cast)
 
 
 def empty(form: Format, shape: tuple[int, int], rowwise: bool, columnwise: bool, device: torch.device) -> Buffers:
@@ -182,7 +197,7 @@ def _quantize_op(
         rt = shape_runtime(x.device)
         made = allocate(rt, (x.shape[0], x.shape[1]), Cast(rule.format, rowwise=rowwise, columnwise=columnwise))
     else:
-        made = _quantize(runtime_for(x), x.contiguous(), rule, rowwise, columnwise, scale, amax, rng)
+        made = _quantize(x.contiguous(), rule, rowwise, columnwise, scale, amax, rng)
     inner = [b.clone() for b in of_core(made) if b is not None]  # results of an operator share no memory
     return inner if amax is None else [*inner, amax]
 

@@ -24,9 +24,11 @@ from te_torch.tensors.buffers import (
     matrix_of_data,
     memory_of,
     packed,
+    resolve_shape,
     rows_of,
     without,
 )
+from te_torch.tensors.sharding import first_rows, same_memory
 from te_torch.tensors.tracing import AsConstant
 from te_torch.tensors.transposing import columnwise_of
 from te_torch.tensors.views import WHOLE, CoreViews, Look, Memory, Part, Place, Seen
@@ -47,6 +49,9 @@ class QuantizedTensorStorage:
     _quantizer: Any
     _shape: tuple[int, ...]
     _core_views: CoreViews | None = None
+    _CHANGES: ClassVar[bool] = False  # whether a change in place needs no more than `changing.Kept` knows
+    _kept: Any = None  # by it
+    _group_of_shards: Any = None  # the processes that agree on the maximum of the values, if several do
     _looks: dict[str, Look]
     _memory: Memory
     _seen: Seen = WHOLE
@@ -191,6 +196,14 @@ class QuantizedTensorStorage:
                 return q
         return views.view()
 
+    def _views_to_write(self) -> QuantizedTensor | None:
+        """The core's view of the buffers where all of it may be written; None where it reads a copy of some."""
+        first = self._row_data if self._row_data is not None else self._col_data
+        if first is None or not run.is_real(first) or first.is_meta or self._shares_scale():
+            return None
+        q = self.to_core()
+        return None if self._core_views is None else q
+
     def _to_read(self) -> tuple[tuple[int, int], Buffers]:
         """The matrix that a GEMM reads, and its buffers."""
         return self._matrix(), self._buffers
@@ -278,10 +291,14 @@ class QuantizedTensorStorage:
         return self._dense_values(dtype or self._dtype)
 
     def _dense_values(self, dtype: torch.dtype) -> torch.Tensor:
-        if not any(self.get_usages().values()):
+        first = self._row_data if self._row_data is not None else self._col_data
+        if first is None:
             raise RuntimeError(f"{type(self).__name__} holds no data to dequantize")
         kind = dtype if dtype in FLOATS else torch.float32
-        dense = run.dequantize(self._format, self._matrix(), self._buffers, kind).view(self.shape)
+        if self._core_views is not None and run.is_real(first):  # a GEMM, or a change, has read it
+            dense = run.values(self.to_core(), first, kind).view(self.shape)
+        else:
+            dense = run.dequantize(self._format, self._matrix(), self._buffers, kind).view(self.shape)
         return dense if kind == dtype else dense.to(dtype)
 
     def update_usage(self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None) -> None:
@@ -314,9 +331,11 @@ class QuantizedTensorStorage:
         return self._get_quantizer().update_quantized(tensor, self, noop_flag=noop_flag)
 
     def _update(self, quantizer: Any, src: torch.Tensor, noop_flag: torch.Tensor | None) -> None:
-        usages = self.get_usages()
-        if not any(usages.values()):
+        if not any((usages := self.get_usages()).values()):
             raise RuntimeError(f"{type(self).__name__} holds no buffers to quantize into")
+        if noop_flag is None and quantizer._cast_into(src.reshape(self._matrix()), self):
+            self._wrote()
+            return
         noted = () if noop_flag is None else quantizer._notes()
         before = [t.clone() for t in noted]
         self._write(quantizer._cast(src.reshape(self._matrix()), usages["rowwise"], usages["columnwise"]), noop_flag)
@@ -339,8 +358,12 @@ class QuantizedTensorStorage:
 
     def _wrote(self) -> None:
         """Note a change of the data."""
-        self._memory.writes += 1
-        self._memory.blank = False
+        memory = self._memory
+        memory.writes += 1
+        if memory.blank or memory.alone is not None:
+            which = self._which_part()
+            memory.alone = which if memory.blank or memory.alone == which else None
+            memory.blank = False
 
     def _takes_bytes_of(self, src: Any) -> bool:
         """Whether `src` holds the same copies in the same way."""
@@ -436,6 +459,7 @@ class QuantizedTensorStorage:
         one_for_all = form.scaling == "tensor" or (form.scaling == "nvfp4" and not form.row_scaled)
         part = whole._seen.part or (one_for_all and prod(self.shape) != prod(whole.shape))
         self._seen = self._seen._replace(part=part)
+        self._memory.size = max(self._memory.size, prod(whole.shape))
         return self
 
     def _by_itself(self) -> Any:
@@ -445,7 +469,14 @@ class QuantizedTensorStorage:
 
     def _shares_scale(self) -> bool:
         """Whether other values would change with the scale."""
-        return self._seen.part and not self._memory.blank
+        memory = self._memory
+        if not self._seen.part or memory.blank:
+            return False
+        return memory.alone is None or memory.alone != self._which_part()
+
+    def _which_part(self) -> Any:
+        """Where in its memory a part lies; None of what is no part."""
+        return (self.storage_offset(), tuple(self.shape)) if self._seen.part else None  # type: ignore[attr-defined]
 
     def _may_take_scale(self, theirs: torch.Tensor | None, mine: torch.Tensor | None) -> bool:
         """Whether bytes that were made with another scale may come here, and their scale with them."""
@@ -490,7 +521,7 @@ class QuantizedTensorStorage:
         fields = self.fsdp_buffer_fields()
         metadata = {
             "field_names": fields,
-            "usages": self.get_usages(),
+            "usages": {"rowwise": self._row_data is not None, "columnwise": self._col_data is not None},
             "quantizer": self._quantizer,
             "fake_dtype": self._dtype,
             "format": self._format,
@@ -502,8 +533,16 @@ class QuantizedTensorStorage:
         return getattr(self, field)
 
     def fsdp_assign_gathered(self, gathered: Sequence[torch.Tensor], meta: dict[str, Any]) -> None:
-        """Hold gathered buffers in the place of those that are here."""
-        self._set_buffers(self._of_gathered(gathered, meta, matrix_of(self.shape)))
+        """Hold gathered buffers in the place of those that are here: what is over the same memory stays."""
+        shape = matrix_of(self.shape)
+        gathered_rows = shape[0] // max(self.shape[0], 1) * gathered[0].shape[0]
+        new = self._of_gathered(gathered, meta, (gathered_rows, shape[1]))
+        new = first_rows(meta["format"], (gathered_rows, shape[1]), new, shape[0])
+        if any(a is not b and not same_memory(a, b) for a, b in zip(self._buffers, new, strict=True)):
+            self._set_buffers(new)
+        elif self._core_views is not None and not self._core_views.stay():
+            self._core_views = None
+        self._wrote()
 
     def _gathered(self, gathered: Sequence[torch.Tensor], meta: dict[str, Any]) -> Any:
         """A new one of this kind over the gathered buffers of all shards."""
@@ -559,16 +598,3 @@ def _part(given: torch.Tensor, mine: torch.Tensor, turned: bool) -> torch.Tensor
         rows, columns = (first, mine.numel() // first) if turned else (mine.numel() // last, last)
         given = given[:rows, :columns]
     return given.reshape(mine.shape)
-
-
-def resolve_shape(old: Sequence[int], shape: Sequence[Any]) -> tuple[int, ...]:
-    """The arguments of view() as sizes, a -1 worked out."""
-    sizes = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], Sequence) else tuple(shape)
-    if -1 not in sizes:
-        return sizes
-    total = known = 1
-    for n in old:
-        total *= n
-    for n in sizes:
-        known *= 1 if n == -1 else n
-    return tuple(total // known if n == -1 and known else max(n, 0) for n in sizes)

@@ -15,6 +15,7 @@ from te_torch.quantized import QuantizedTorch
 from te_torch.tensors import pickling
 from te_torch.tensors.buffers import Buffers
 from te_torch.tensors.dispatch import dispatch
+from te_torch.tensors.sharding import Arrived, Sent, apart, filled, in_one, known_signature, rows_of_a_shard
 from te_torch.tensors.storage import QuantizedTensorStorage
 from te_torch.tensors.views import Place
 
@@ -201,22 +202,50 @@ class QuantizedTensor(QuantizedTorch):
 
     # -------------------------------------------------------------------------------------------------- FSDP2
 
+    @known_signature
     def fsdp_pre_all_gather(
         self, mesh: Any, orig_size: Any, contiguous_orig_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[torch.Tensor, ...], Any]:
         """The buffers of this shard that FSDP2 gathers, and what else the whole parameter needs."""
-        self._note_shards(mesh)  # type: ignore[attr-defined]
+        rows = self._noted_shards(mesh, orig_size, module)
+        if self._sent is not None and self._sent.fits(self):
+            return self._sent.tensors, self._sent.metadata
         tensors, metadata = self.fsdp_extract_buffers()  # type: ignore[attr-defined]
+        if rows != self.shape[0]:
+            tensors = [filled(t, rows) for t in tensors]
+        if len(tensors) > 1 and mesh is not None and mesh.size() == 1:
+            metadata["in one"] = [(t.shape, t.dtype) for t in tensors]
+            tensors = [in_one(tensors)]
+        self._sent = Sent.of(self, tensors, metadata)
         return tuple(tensors), metadata
+
+    _sent: Sent | None = None
+    _arrived: Arrived | None = None
+
+    _shards: tuple[Any, Any, int] | None = None  # mesh, whole shape and rows a rank, as FSDP2 last said them
+
+    def _noted_shards(self, mesh: Any, whole: Any, module: Any) -> int:
+        noted = self._shards
+        if noted is None or noted[0] is not mesh or noted[1] != whole:
+            noted = self._shards = (mesh, whole, rows_of_a_shard(self, mesh, whole, module))
+            self._note_shards(mesh)  # type: ignore[attr-defined]
+        return noted[2]
 
     def fsdp_post_all_gather(
         self, all_gather_outputs: tuple[torch.Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Any = None
     ) -> Any:
         """The whole parameter over what FSDP2 gathered, and what it may free when it shards again."""
-        if out is not None:
-            out.fsdp_assign_gathered(all_gather_outputs, metadata)
+        gathered = all_gather_outputs
+        if out is not None and out._arrived is not None and out._arrived.fits(out, gathered, metadata):
+            out._arrived.note(out)
             return None
-        return self._gathered(all_gather_outputs, metadata), all_gather_outputs  # type: ignore[attr-defined]
+        if "in one" in metadata:
+            gathered = tuple(apart(gathered[0], metadata["in one"]))
+        if out is not None:
+            out.fsdp_assign_gathered(gathered, metadata)
+            out._arrived = None if "in one" in metadata else Arrived.of(out, gathered, metadata)
+            return None
+        return self._gathered(gathered, metadata), all_gather_outputs  # type: ignore[attr-defined]
 
     # --------------------------------------------------------------------------------- copies, files, compilers
 
@@ -226,7 +255,7 @@ class QuantizedTensor(QuantizedTorch):
         made = self.detach().make_copy()  # type: ignore[attr-defined]
         made.requires_grad_(self.requires_grad)
         memo[id(self)] = made
-        own = {*made.__dict__, "_core_views"} - {"_quantizer"}
+        own = {*made.__dict__, "_arrived", "_core_views", "_kept", "_sent", "_shards"} - {"_quantizer"}
         made.__dict__.update({k: copy.deepcopy(v, memo) for k, v in self.__dict__.items() if k not in own})
         return made
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from te_core.quantized import Copy, Format, QuantizedTensor
+from te_core.tensor import Tensor
 from te_torch.tensors.buffers import Apart, Buffers
 
 #: Strides and offset of a tensor, as torch says them.
@@ -41,11 +42,14 @@ WHOLE = Seen()
 class Memory:
     """What all tensors over the same data know of it, or of parts of it."""
 
-    __slots__ = ("blank", "writes")
+    __slots__ = ("alone", "arriving", "blank", "size", "writes")
 
     def __init__(self) -> None:
         self.writes = 0
+        self.size = 0  # elements of the tensor that parts were made of
+        self.arriving: Any = None  # parts of another tensor that were written to it (arriving.py)
         self.blank = False  # all zeros, to which any scale fits
+        self.alone: Any = None  # the one part that was written since, beside which all is zero (FSDP2 fills shards up)
 
 
 class Look:
@@ -124,6 +128,27 @@ class CoreViews:
             and (self.column is None or self.column.data.ptr == b[3].data_ptr())
         )
 
+    def stay(self) -> bool:
+        """Whether the buffers' memory, freed and allocated again in between, is where it was: that of each of them."""
+        b = self.buffers
+        for copy, at in ((self.row, 0), (self.column, 3)):
+            pieces = () if copy is None else zip((copy.data, copy.scale, copy.amax), b[at : at + 3], strict=True)
+            if any(core is not None and t is not None and core.ptr != t.data_ptr() for core, t in pieces):
+                return False
+        return True
+
+    def moved(self) -> CoreViews | None:
+        """The same of the same buffers where they are now; None if these are one block, or a GEMM could not read it."""
+        if self.pack is None or self.buffers.row_amax is not None or self.buffers.col_amax is not None:
+            return None
+        made = type(self)()
+        made.buffers, made.form, made.shape = self.buffers, self.form, self.shape
+        made.block, made.pack = None, self.pack
+        made.row, made.column = _moved(self.row, self.buffers[:3]), _moved(self.column, self.buffers[3:])
+        if any(copy is not None and copy.data.ptr % 16 for copy in (made.row, made.column)):
+            return None
+        return made
+
     def view(self) -> QuantizedTensor:
         """A core tensor of these pieces: its owner is who takes it."""
         if self.pack is None:
@@ -131,3 +156,15 @@ class CoreViews:
         made = Apart(self.form, self.shape, self.row, self.column)
         made.pack = self.pack
         return made
+
+
+def _moved(copy: Copy | None, buffers: Sequence[Any]) -> Copy | None:
+    if copy is None:
+        return None
+    data, scale, _ = buffers
+    scale_now = copy.scale if scale is None else _at(copy.scale, scale.data_ptr())
+    return Copy(_at(copy.data, data.data_ptr()), scale_now, None)
+
+
+def _at(core: Tensor, ptr: int) -> Tensor:
+    return core if core.ptr == ptr else Tensor(ptr, core.shape, core.dtype, core.device, core.owner, core.strides)

@@ -20,7 +20,9 @@ from te_torch.autocast import Ran, Region, active, in_backward, keeping_hook, ma
 from te_torch.base.draws import Repeated, capturing
 from te_torch.base.forks import not_a_tracker
 from te_torch.base.module import CallingModule
+from te_torch.quantized import QuantizedTorch
 from te_torch.runtime import warn
+from te_torch.training.collectives import gather_split_1d_tensor, split_tensor_into_1d_equal_chunks
 
 #: Keyword arguments that are torch's own, not the function's.
 _OF_TORCH = ("preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop")
@@ -42,8 +44,9 @@ def checkpoint(
     and forwards come in between. A module without any of ours in it goes to torch's.
 
     Random numbers are the same in both runs: torch's own, those of every CudaRNGStatesTracker, and those of the tracker
-    that `get_rng_state_tracker` returns. `distribute_saved_activations` and `tp_group` change nothing with one rank,
-    and with several they are refused in this release.
+    that `get_rng_state_tracker` returns. With `distribute_saved_activations` each rank of `tp_group` (None: of all)
+    keeps its equal part of the first tensor among the arguments, which has to be the same on all of them, and backward
+    gathers it; for use_reentrant=True.
     """
     if _is_older_form(args):
         warn(
@@ -55,8 +58,9 @@ def checkpoint(
         args = tuple(rest)
     if not callable(function):
         raise ArgumentError("checkpoint", f"function={function!r}", "a callable", "pass the module or function first")
-    if distribute_saved_activations:
-        _check_distribution(tp_group, use_reentrant)
+    if distribute_saved_activations and _distributes(tp_group, use_reentrant):
+        with _spread_over(tp_group, args):
+            return checkpoint(function, *args, get_rng_state_tracker=get_rng_state_tracker, **kwargs)
     options = {name: kwargs.pop(name) for name in _OF_TORCH if name in kwargs}
     if torch.compiler.is_compiling():  # there the region is part of the program, in both runs
         return torch_checkpoint(function, *args, use_reentrant=False, **options, **kwargs)
@@ -149,11 +153,11 @@ def _is_group(value: Any) -> bool:
     return torch.distributed.is_available() and isinstance(value, torch.distributed.ProcessGroup)
 
 
-def _check_distribution(group: Any, reentrant: bool) -> None:
-    """What is kept is to be spread over the ranks of a group."""
+def _distributes(group: Any, reentrant: bool) -> bool:
+    """Whether what is kept is to be spread over the ranks of a group."""
     if not reentrant:
         warn("checkpoint: distribute_saved_activations changes nothing with use_reentrant=False", UserWarning, 3)
-        return
+        return False
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         raise UnsupportedError(
             "checkpoint",
@@ -161,14 +165,35 @@ def _check_distribution(group: Any, reentrant: bool) -> None:
             "it where torch.distributed is initialized",
             "call torch.distributed.init_process_group first, or leave it out",
         )
+    return torch.distributed.get_world_size(group) > 1 and not torch.compiler.is_compiling()
+
+
+def _spread_over(group: Any, args: tuple[Any, ...]) -> AbstractContextManager[Any]:
+    """What a reentrant checkpoint keeps of these arguments: of the first tensor, this rank's part.
+
+    Nothing else is saved inside, where gradients are off.
+    """
+    first = next((a for a in args if isinstance(a, torch.Tensor)), None)
     ranks = torch.distributed.get_world_size(group)
-    if ranks > 1:
-        raise UnsupportedError(
-            "checkpoint",
-            f"distribute_saved_activations=True over {ranks} ranks",
-            "one rank in this release",
-            "leave distribute_saved_activations out: each rank keeps its own",
+    if first is None or isinstance(first, QuantizedTorch) or first.numel() % ranks:
+        got = "no tensor" if first is None else f"a {type(first).__name__} of shape {tuple(first.shape)}"
+        raise ArgumentError(
+            "checkpoint(distribute_saved_activations=True)",
+            f"{got} as the first tensor argument",
+            f"a plain tensor of a multiple of {ranks} elements, by position",
+            "pass such a one first, or leave distribute_saved_activations out",
         )
+    memory, shape = first.data_ptr(), first.shape
+
+    def keep(t: torch.Tensor) -> Any:
+        if t.data_ptr() != memory or t.shape != shape:
+            return t
+        return (split_tensor_into_1d_equal_chunks(t.detach(), group, new_buffer=True),)
+
+    def whole(kept: Any) -> torch.Tensor:
+        return gather_split_1d_tensor(kept[0], group).view(shape) if isinstance(kept, tuple) else kept
+
+    return torch.autograd.graph.saved_tensors_hooks(keep, whole)
 
 
 def _tracker_of(get_rng_state_tracker: Any) -> Any:

@@ -18,7 +18,7 @@ from te_torch import offloading
 from te_torch.attention.inference import InferenceParams
 from te_torch.base.draws import random_pair
 from te_torch.base.forks import fork_of
-from te_torch.base.options import check_options, refuse_unbuilt
+from te_torch.base.options import check_options
 from te_torch.base.residual import Branch, bias_dropout_add
 from te_torch.module_names import next_name, shown
 from te_torch.modules.layernorm_mlp import LayerNormMLP
@@ -42,6 +42,10 @@ _SHARED = (
     "fuse_wgrad_accumulation",
     "params_dtype",
     "device",
+    "tp_group",
+    "tp_size",
+    "sequence_parallel",
+    "set_parallel_mode",
 )
 _ATTENTION = (
     "kv_channels",
@@ -182,14 +186,16 @@ class TransformerLayer(torch.nn.Module):
                 zero_centered_gamma=given["zero_centered_gamma"],
                 dtype=given["params_dtype"],
                 device=given["device"],
+                sequence_parallel=given["sequence_parallel"],
             )
 
     # --------------------------------------------------------------------------- groups and FP8 state
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
-        """Set the tensor-parallel group of every part (one rank only in this release)."""
-        refuse_unbuilt("TransformerLayer.set_tensor_parallel_group", {"tp_group": tp_group})
-        self._tell_all("set_tensor_parallel_group", tp_group)
+        """Set the tensor-parallel group of every part, before the first forward."""
+        for part in self.children():
+            if isinstance(part, MultiheadAttention | LayerNormMLP):
+                part.set_tensor_parallel_group(tp_group)
 
     def set_context_parallel_group(
         self, cp_group: Any, cp_global_ranks: Any, cp_stream: Any, cp_comm_type: str = "p2p"

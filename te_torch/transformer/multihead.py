@@ -21,7 +21,8 @@ from te_torch.attention.inference import InferenceParams
 from te_torch.attention.masks import AttentionArgumentError
 from te_torch.attention.rope import apply_rotary_pos_emb, split_heads
 from te_torch.autocast import precision_now
-from te_torch.base.options import check_options, refuse_unbuilt
+from te_torch.base.options import check_options
+from te_torch.base.parallel import check_group, size_of
 from te_torch.base.quantized_init import initialising
 from te_torch.base.residual import Branch
 from te_torch.carried import carry, form_name, handing
@@ -137,6 +138,7 @@ class MultiheadAttention(torch.nn.Module):
         sizes = hidden_size, num_attention_heads
         self.num_gqa_groups, self.kv_channels = head_sizes("MultiheadAttention", *sizes, num_gqa_groups, kv_channels)
         self.hidden_size, self.num_attention_heads = sizes
+        self._spread_over(tp_size, tp_group, sequence_parallel, set_parallel_mode)
         self.attention_type, self.qkv_format, self.layer_number = attention_type, qkv_format, layer_number
         self.input_layernorm, self.return_bias = input_layernorm, return_bias
         self.return_layernorm_output = return_layernorm_output
@@ -152,6 +154,9 @@ class MultiheadAttention(torch.nn.Module):
             "params_dtype": params_dtype,
             "get_rng_state_tracker": get_rng_state_tracker,
             "device": device,
+            "tp_group": tp_group if set_parallel_mode else None,
+            "tp_size": self.tp_size,
+            "sequence_parallel": self.sequence_parallel,
         }
         norm = {"eps": layernorm_epsilon, "normalization": normalization, "zero_centered_gamma": zero_centered_gamma}
         self._add_projections(fuse_qkv_params, norm, {**linear, "init_method": init_method})
@@ -168,6 +173,7 @@ class MultiheadAttention(torch.nn.Module):
             layer_number=layer_number,
             attention_type=attention_type,
             softmax_type=softmax_type,
+            tp_size=self.tp_size,
             name=f"{self.name}.core_attention",
         )
         self.core_attention.to(device or default_device())  # a learnable softmax has a parameter
@@ -177,6 +183,7 @@ class MultiheadAttention(torch.nn.Module):
             init_method=output_layer_init_method,
             return_bias=return_bias,
             name=f"{self.name}.proj",
+            parallel_mode="row" if set_parallel_mode else None,
             **linear,
         )
 
@@ -190,8 +197,11 @@ class MultiheadAttention(torch.nn.Module):
         if kind == "L2Normalization":  # no parameters, so one serves both
             self.q_norm = self.k_norm = L2Normalization(eps=eps)
         elif kind is not None:
+            # They see the heads of one rank only: as with parts of a sequence, gradients are to be summed.
+            marked = True if self.tp_size > 1 else None
             self.q_norm, self.k_norm = (
-                _QK_NORMS[kind](self.kv_channels, eps=eps, dtype=params_dtype, device=device) for _ in range(2)
+                _QK_NORMS[kind](self.kv_channels, eps=eps, dtype=params_dtype, device=device, sequence_parallel=marked)
+                for _ in range(2)
             )
 
     def _add_projections(self, fused: bool, norm: dict[str, Any], linear: dict[str, Any]) -> None:
@@ -206,6 +216,7 @@ class MultiheadAttention(torch.nn.Module):
         if self.attention_type == "cross":
             rows = {"query_": q}
         total = sum(rows.values())
+        linear = {**linear, "parallel_mode": "column" if self.set_parallel_mode else None}
         named = {"parameters_split": None if fused else rows, **linear}
         if self.input_layernorm:
             options = {**named, **norm, "return_layernorm_output": self.return_layernorm_output}
@@ -225,9 +236,28 @@ class MultiheadAttention(torch.nn.Module):
 
     # --------------------------------------------------------------------------------------- groups
 
+    def _spread_over(self, tp_size: int | None, tp_group: Any, sequence: bool | None, parallel: bool) -> None:
+        """Take over how many ranks the heads are spread over, and how many of them this one has."""
+        operation = "MultiheadAttention"
+        self.set_parallel_mode = bool(parallel)
+        self.tp_size = size_of(operation, tp_size, tp_group) if parallel else 1
+        self.sequence_parallel = bool(sequence) and self.tp_size > 1
+        counts = self.num_attention_heads, self.num_gqa_groups
+        if any(n % self.tp_size for n in counts):
+            raise AttentionArgumentError(
+                operation,
+                f"{counts[0]} heads in num_gqa_groups={counts[1]} over {self.tp_size} ranks",
+                "heads and groups that tp_size divides",
+                "correct it",
+            )
+        self.num_attention_heads_per_partition, self.num_gqa_groups_per_partition = (n // self.tp_size for n in counts)
+
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
-        """Set the tensor-parallel group of every part (one rank only in this release)."""
-        refuse_unbuilt("MultiheadAttention.set_tensor_parallel_group", {"tp_group": tp_group})
+        """Set the tensor-parallel group of every part, before the first forward."""
+        if not self.set_parallel_mode:
+            return
+        if tp_group is not None:
+            check_group("MultiheadAttention.set_tensor_parallel_group", tp_group, self.tp_size)
         children: list[Any] = list(self.modules())[1:]
         for child in children:
             if hasattr(child, "set_tensor_parallel_group"):
@@ -346,7 +376,8 @@ class MultiheadAttention(torch.nn.Module):
                 return self._hand_over_exported(number, between, known and not self._watched())
             known = known and not moved
             # Queries that are interleaved with several groups are copied apart, and their gradients are plain.
-            straight = not self.qkv_weight_interleaved or self.num_gqa_groups in (1, self.num_attention_heads)
+            heads, groups = self.num_attention_heads_per_partition, self.num_gqa_groups_per_partition
+            straight = not self.qkv_weight_interleaved or groups in (1, heads)
             of_self = self.attention_type == "self" and straight
             found = _handed_at_trace(number, between, of_self) if known else _NOTHING
             return HandOver(*found)
@@ -402,7 +433,7 @@ class MultiheadAttention(torch.nn.Module):
             q, *returned = _listed(project(hidden, first_microbatch, fp8_output=handed.qkv))
             if isinstance(handed.qkv, str):
                 q, packed = carry(q, handed.qkv), carry(packed, handed.qkv)
-            q = q.view(*q.shape[:-1], self.num_attention_heads, self.kv_channels)
+            q = q.view(*q.shape[:-1], self.num_attention_heads_per_partition, self.kv_channels)
             # A cache says where queries stand; it keeps nothing of encoder_output.
             options = {**options, "inference_params": None}
         else:
@@ -422,7 +453,7 @@ class MultiheadAttention(torch.nn.Module):
             k, v = self._split(packed, 0, (None, turns[1]), where[1])
         else:
             where = (self._places(options, "q", packed),) * 2
-            q, k, v = self._split(packed, self.num_attention_heads, turns, where[0])
+            q, k, v = self._split(packed, self.num_attention_heads_per_partition, turns, where[0])
         if self.q_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if early:
@@ -447,7 +478,7 @@ class MultiheadAttention(torch.nn.Module):
             packed,
             *angles,
             heads=heads,
-            groups=self.num_gqa_groups,
+            groups=self.num_gqa_groups_per_partition,
             head_dims=(self.kv_channels,) * 3,
             interleaved_groups=self.qkv_weight_interleaved,
             fmt=self.qkv_format,

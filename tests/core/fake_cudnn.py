@@ -35,7 +35,8 @@ class Calls:
         self.graphs: list[Built] = []  # made, whether built or read
         self.launches: list[tuple[str, tuple[Any, ...]]] = []
         self.runs: list[Run] = []
-        self.streams: list[int] = []
+        self.streams: list[int] = []  # that handles were set to, in order
+        self.stream_of: dict[int, int] = {}  # a handle's
         self.handles = itertools.count(77)
         self.zeroed: list[Tensor] = []
         self.constants: list[bytes] = []
@@ -48,6 +49,15 @@ class Calls:
         self.made_in_relaxed.append(("handle", self.relaxed))
         return next(self.handles)
 
+    def set_stream(self, handle: int, stream: int) -> None:
+        """Of later runs of a handle."""
+        self.streams.append(stream)
+        self.stream_of[handle] = stream
+
+    def ran(self, run: Run) -> None:
+        """A graph was run."""
+        self.runs.append(run)
+
     def args(self, kernel: str) -> list[tuple[Any, ...]]:
         """The arguments of each launch of this kernel."""
         return [args for name, args in self.launches if name == kernel]
@@ -58,6 +68,7 @@ class Run:
 
     def __init__(self, graph: Built, pointers: dict[int, int], workspace: int, handle: int) -> None:
         self.graph, self.workspace, self.handle = graph, workspace, handle
+        self.stream = graph.calls.stream_of.get(handle, 0)
         ours = attention_graph.OPERANDS
         self.at = {
             ours[uid - 1] if uid <= len(ours) else graph.parts[uid].known["name"]: p for uid, p in pointers.items()
@@ -142,10 +153,10 @@ class Built:
     def _execute_with_raw_ptrs(self, address: int, count: int, workspace: int, handle: int, plan: int) -> None:
         values = (ctypes.c_uint64 * count).from_address(address)
         pointers = dict(zip(sorted(self.parts), values, strict=True))
-        self.calls.runs.append(Run(self, pointers, workspace, handle))
+        self.calls.ran(Run(self, pointers, workspace, handle))
 
     def _execute(self, pointers: dict[int, int], workspace: int, handle: int) -> None:
-        self.calls.runs.append(Run(self, pointers, workspace, handle))
+        self.calls.ran(Run(self, pointers, workspace, handle))
 
 
 def frontend(calls: Calls) -> cudnn.Frontend:
@@ -155,7 +166,7 @@ def frontend(calls: Calls) -> cudnn.Frontend:
     native = names(
         backend_graph=lambda **arguments: Built(calls, **arguments),
         create_handle=calls.new_handle,
-        _raw_set_stream=lambda raw, stream: calls.streams.append(stream),
+        _raw_set_stream=calls.set_stream,
     )
     module = names(
         data_type=names(**types),
@@ -185,16 +196,20 @@ class Memory:
         return made
 
 
-def runtime(monkeypatch: Any, folder: Any, stream: int = 5) -> tuple[Runtime, Calls]:
-    """A runtime over the fake, with its own memory, plans and disk cache."""
-    calls = Calls()
-    fake = frontend(calls)
+def install(monkeypatch: Any, folder: Any, calls: Calls) -> None:
+    """Put the fake in cuDNN's place, on a device of its own, with no graphs and an empty disk cache."""
     monkeypatch.setenv("TE_CORE_CACHE_DIR", str(folder))
-    monkeypatch.setattr(cudnn, "_frontend", fake)
+    monkeypatch.setattr(cudnn, "_frontend", frontend(calls))
     monkeypatch.setattr(cudnn, "_graphs", {})
     monkeypatch.setattr(cudnn, "COUNTS", cudnn.Counts())
     monkeypatch.setattr(device, "info", lambda index=0: H200)
     monkeypatch.setattr(libraries, "version", lambda name: VERSION)
+
+
+def runtime(monkeypatch: Any, folder: Any, stream: int = 5) -> tuple[Runtime, Calls]:
+    """A runtime over the fake, with its own memory, plans and disk cache."""
+    calls = Calls()
+    install(monkeypatch, folder, calls)
     monkeypatch.setattr(backend, "zero", lambda rt, t: calls.zeroed.append(t))
     monkeypatch.setattr(backend, "copy_from_host", lambda rt, array, out: None)
     monkeypatch.setattr(backend, "copy_to_host", lambda rt, t: None)

@@ -33,6 +33,7 @@ BOUNDS = {
     "kernels.loader._kernels": "kernels and their compile-time constants, which are no sizes of a batch",
     "kernels.loader._modules": "the same",
     "layers.attention._parts": "1024, the least recently used goes",
+    "backends.cuda.quantize_grouped._places_of": "256, the least recently used goes",
     "libraries._files": "libraries",
     "libraries._handles": "libraries",
     "naming._before": "our classes",

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import struct
 from typing import Any
 
 import numpy as np
 import pytest
 
-from te_core import dtypes, libraries, ops
+from te_core import dtypes, ops
 from te_core.backends.cuda import backend
 from te_core.backends.meta import backend as meta
 from te_core.errors import LibraryError
@@ -16,73 +15,45 @@ from te_core.kernels import loader
 from te_core.ops.activation import Clamp
 from te_core.quantized import Cast, Format
 from te_core.runtime import Runtime
-from tests.core import fake_cudnn
 from tests.core.face import Right, operations, tensor
+from tests.core.fake_cuda import Machine
 
-#: Of an H200.
-ATTRIBUTES = {
-    "l2_bytes": 60 << 20,
-    "multiprocessors": 132,
-    "shared_per_block_optin": 232448,
-    "shared_per_multiprocessor": 233472,
-    "threads_per_multiprocessor": 2048,
-}
 FORMATS = {
     "block": (dtypes.float8_e4m3, "block"),
     "mxfp8": (dtypes.float8_e4m3, "mxfp8"),
     "nvfp4": (dtypes.float4_e2m1, "nvfp4"),
 }
-#: Operations that a library computes.
-OTHERS = ("attention_forward", "attention_backward", "attention_fp8_forward", "attention_fp8_backward", "gemm")
+#: Operations that cuDNN computes, in other dtypes than these: test_cudnn_*.py.
+ATTENTION = ("attention_forward", "attention_backward", "attention_fp8_forward", "attention_fp8_backward")
 Job = tuple[str, tuple[tuple[str, Any], ...]]
 
 
-class Launched:
-    """A kernel that checks what it is given, and runs nothing."""
-
-    def __init__(self, name: str, args: str, noted: list[str]) -> None:
-        self.name, self.noted = name, noted
-        self._pack = struct.Struct("=" + "".join(loader._LETTERS[letter] for letter in args) if args != "b" else "=")
-
-    def __call__(self, rt: Runtime, grid: Any, block: Any, *given: Any, shared: int = 0) -> None:
-        self._pack.pack(*[0 if a is None else a for a in given])
-        grids = grid if isinstance(grid, tuple) else (grid,)
-        blocks = block if isinstance(block, tuple) else (block,)
-        assert min(grids) >= 1 and 1 <= blocks[0] <= 1024 and 0 <= shared <= 232448, (self.name, grid, block, shared)
-        self.noted.append(self.name)
-
-    def by_value(self, rt: Runtime, grid: int, block: int, address: int, shared: int = 0) -> None:
-        assert grid >= 1 and block >= 1 and address
-        self.noted.append(self.name)
-
-    def attribute(self, number: int) -> int:
-        return 64  # registers of a thread
-
-
-class Device:
-    """A CUDA runtime whose kernels are `Launched`, and what it was asked for."""
-
-    def __init__(self, rt: Runtime) -> None:
-        self.rt, self.launches, self.jobs = rt, [], set()
-
-    def get(self, rt: Runtime, name: str, *, entry: str | None = None, args: str, **constants: Any) -> Launched:
-        self.jobs.add((name, tuple(sorted(constants.items()))))
-        return Launched(entry or name, args, self.launches)
-
-
 @pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Device:
-    rt, _ = fake_cudnn.runtime(monkeypatch, tmp_path)
-    made = Device(rt)
-    driver = libraries.driver()
-    driver.attribute = lambda index, name: ATTRIBUTES[name]
-    driver.is_capturing = lambda stream: False
-    monkeypatch.setattr(libraries, "driver_version", lambda: (13, 0))
-    monkeypatch.setattr(loader, "get", made.get)
-    for operation in OTHERS:  # a library's: test_gemm_scaled.py, test_cudnn_*.py
+def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Machine:
+    for operation in ATTENTION:
         monkeypatch.setattr(backend, f"plan_{operation}", meta.plan_gemm)
-        monkeypatch.setattr(backend, operation, meta.add, raising=False)
-    return made
+        monkeypatch.setattr(backend, operation, meta.add)
+    return Machine(monkeypatch, tmp_path)
+
+
+def launched(machine: Machine, call: Right) -> list[str]:
+    """The kernels and products that it launches, kernels of a size that a GPU takes."""
+    with machine.noting() as events:
+        call.run()
+    names = []
+    for event in events:
+        if event.kind == "launch":
+            entry, _, (*grid, gx, gy, gz), shared, *_ = event.what
+            assert min(grid) >= 1 and 1 <= gx * gy * gz <= 1024 and 0 <= shared <= 232448, event.what
+            names.append(entry)
+        elif event.kind == "gemm":
+            names.append("gemm")
+    return names
+
+
+def jobs() -> set[Job]:
+    """What was compiled: kernels with their constants."""
+    return {(name, tuple(constants)) for _, name, _, _, *constants in loader._kernels}
 
 
 def every(rt: Runtime) -> dict[str, Right]:
@@ -99,6 +70,11 @@ def every(rt: Runtime) -> dict[str, Right]:
     current = Cast(dtypes.float8_e4m3, rowwise=True, columnwise=True)
     found["quantize current"] = Right(ops.quantize, (rt, x, current), {"column_sum": vector})
     found["quantize current, no sums"] = Right(ops.quantize, (rt, x, current), {})
+    maxima = tensor(rt, 2)
+    agreed = Cast(Format(dtypes.float4_e2m1, "nvfp4"), rowwise=True, columnwise=True, transform=True, maxima=maxima)
+    found["quantize nvfp4 by given maxima"] = Right(ops.quantize, (rt, x, agreed), {})
+    found["quantize current by given maxima"] = Right(ops.quantize, (rt, x, current.scaled_by(maxima)), {})
+    found["the same with sums"] = Right(ops.quantize, (rt, x, current.scaled_by(maxima)), {"column_sum": vector})
     found["norm current"] = Right(
         ops.norm_forward, (rt, x, vector, None), {"kind": "RMSNorm", "eps": 1e-5, "cast": current}
     )
@@ -121,39 +97,48 @@ def every(rt: Runtime) -> dict[str, Right]:
     return found
 
 
-def test_every_operation_launches(device: Device) -> None:
-    for name, call in every(device.rt).items():
-        device.launches.clear()
-        call.run()
-        first = list(device.launches)
-        assert first or name in (*OTHERS, "gemm_grouped", "gemm_quantized"), name
-        call.run()  # by the plan that is there now
-        assert device.launches == [*first, *first], name
+def test_every_operation_launches(machine: Machine) -> None:
+    for name, call in every(machine.runtime()).items():
+        first = launched(machine, call)
+        assert first or name in ATTENTION, name
+        assert launched(machine, call) == first, name  # by the plan that is there now
 
 
-def test_what_a_plan_is_called(device: Device) -> None:
+def test_given_maxima_are_not_looked_for(machine: Machine) -> None:
+    """What ranks have agreed on saves the launch that finds a maximum; column sums still come by one of their own."""
+    calls = every(machine.runtime())
+    for name, wanted in (
+        ("quantize current by given maxima", ["quantize"]),
+        ("the same with sums", ["quantize", "column_sum", "quantize"]),
+        ("quantize nvfp4 by given maxima", ["quantize_nvfp4"]),
+    ):
+        found = launched(machine, calls[name])
+        assert [n for n in found if "sum" not in n] == [n for n in wanted if "sum" not in n], name
+
+
+def test_what_a_plan_is_called(machine: Machine) -> None:
     """The kernels of a launch, by the facts of its spec."""
-    rt = device.rt
+    rt = machine.runtime()
     x, gamma, one = tensor(rt, 32, 64), tensor(rt, 64), tensor(rt, 1)
     cast = Cast(dtypes.float8_e4m3, rowwise=True, columnwise=True, scale=one, amax=one)
     ops.norm_forward(rt, x, gamma, None, kind="RMSNorm", eps=1e-5, cast=cast)
     (plan,) = [p for p in rt.plans.values() if getattr(p, "family", "").startswith("norm_forward")]
     assert plan.family == "norm_forward_transposed" and not plan.partials
-    constants = [dict(c) for name, c in device.jobs if name == "norm_forward"]
+    constants = [dict(c) for name, c in jobs() if name == "norm_forward"]
     assert [(c["CAST"], c["COLUMNWISE"], c["AMAX"], c["VALUES"], c["KIND"]) for c in constants] == [
         (1, 1, "RAISE", 0, "RMS")
     ]
 
 
 @pytest.mark.more
-def test_every_kernel_that_is_asked_for_compiles(device: Device) -> None:
+def test_every_kernel_that_is_asked_for_compiles(machine: Machine) -> None:
     """With the constants that plans give it: NVRTC needs no GPU."""
-    for call in every(device.rt).values():
+    for call in every(machine.runtime()).values():
         call.run()
     failed = {}
-    for name, constants in sorted(device.jobs, key=repr):
+    for name, constants in sorted(jobs(), key=repr):
         try:
             assert loader.compile_source(name, dict(constants), "sm_90")
         except LibraryError as error:
             failed[name, constants] = str(error)[:400]
-    assert len(device.jobs) > 40 and not failed, failed
+    assert len(jobs()) > 40 and not failed, failed

@@ -2,111 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
 import threading
 
 import pytest
 
-from te_core.driver import _SIGNATURES, Driver
+from te_core.driver import Driver
 from te_core.errors import LibraryError
-
-
-class Call:
-    """One function of the library: takes the argument types that ctypes would, and notes its calls."""
-
-    def __init__(self, name, lib):
-        self.name, self.lib = name, lib
-
-    def __call__(self, *args):
-        self.lib.log.append(self.name)
-        return getattr(self.lib, "_" + self.name, lambda *a: 0)(*args)
-
-
-class FakeCuda:
-    """A libcuda of `devices` devices, whose contexts are 1000, 1001, …; each thread has a context of its own."""
-
-    def __init__(self, devices=1):
-        self.devices, self.log, self.thread, self.fails = devices, [], threading.local(), {}
-        self.order = []  # (what, event, stream)
-        self.allocated, self.freed = [], []  # (stream, mode), (address, stream, mode)
-        self.captured = set()  # streams
-        self.mode, self.copied = 0, []  # of captures; what was copied to the device: (bytes, stream, mode)
-        for name in [*_SIGNATURES, "cuGetErrorName", "cuGetErrorString"]:
-            setattr(self, name, Call(name, self))
-
-    @property
-    def stack(self):
-        return self.thread.__dict__.setdefault("stack", [0])
-
-    def _cuDeviceGetCount(self, out):  # noqa: N802  the driver's names
-        out._obj.value = self.devices
-        return 0
-
-    def _cuDevicePrimaryCtxRetain(self, out, index):  # noqa: N802
-        out._obj.value = 1000 + index
-        return 0
-
-    def _cuCtxGetCurrent(self, out):  # noqa: N802
-        out._obj.value = self.stack[-1] or None
-        return 0
-
-    def _cuCtxSetCurrent(self, context):  # noqa: N802
-        self.stack[-1] = context
-        return 0
-
-    def _cuCtxPushCurrent_v2(self, context):  # noqa: N802
-        self.stack.append(context)
-        return 0
-
-    def _cuCtxPopCurrent_v2(self, out):  # noqa: N802
-        self.stack.pop()
-        return 0
-
-    def _cuDeviceGetAttribute(self, out, number, index):  # noqa: N802
-        out._obj.value = 1
-        return 0
-
-    def _cuMemPoolCreate(self, out, properties):  # noqa: N802
-        out._obj.value = 9
-        return 0
-
-    def _cuMemAllocFromPoolAsync(self, out, nbytes, pool, stream):  # noqa: N802
-        out._obj.value = 4096
-        self.allocated.append((stream, self.mode))
-        return self.fails.get("alloc", 0)
-
-    def _cuMemFreeAsync(self, address, stream):  # noqa: N802
-        if "free" not in self.fails:
-            self.freed.append((address, stream, self.mode))
-        return self.fails.get("free", 0)
-
-    def _cuStreamIsCapturing(self, stream, out):  # noqa: N802
-        out._obj.value = stream in self.captured
-        return 0
-
-    def _cuThreadExchangeStreamCaptureMode(self, mode):  # noqa: N802
-        self.mode, mode._obj.value = mode._obj.value, self.mode
-        return 0
-
-    def _cuStreamCreate(self, out, flags):  # noqa: N802
-        out._obj.value = 555
-        return 0
-
-    def _cuMemcpyHtoDAsync_v2(self, to, host, nbytes, stream):  # noqa: N802
-        self.copied.append((ctypes.string_at(host, nbytes), stream, self.mode))
-        return 0
-
-    def _cuEventCreate(self, out, flags):  # noqa: N802
-        out._obj.value = 77
-        return 0
-
-    def _cuEventRecord(self, event, stream):  # noqa: N802
-        self.order.append(("record", event, stream))
-        return 0
-
-    def _cuStreamWaitEvent(self, stream, event, flags):  # noqa: N802
-        self.order.append(("wait", event, stream))
-        return 0
+from tests.core.fake_cuda import FakeCuda
 
 
 def calls(lib, name):

@@ -42,3 +42,12 @@ def gloo_ranks(request: pytest.FixtureRequest, ranks_of: Callable[[int, str], Ra
 def pair(ranks_of: Callable[[int, str], Ranks]) -> Ranks:
     """Two gloo ranks, for what depends on neither their number nor the device."""
     return ranks_of(2, "cpu")
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param("cpu", id="2 ranks"), pytest.param("cuda", id="2 GPUs", marks=requires_gpus(2))],
+)
+def two(request: pytest.FixtureRequest, ranks_of: Callable[[int, str], Ranks]) -> Ranks:
+    """Two ranks, over gloo and over NCCL."""
+    return ranks_of(2, request.param)

@@ -38,17 +38,21 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import Pipe, connection
 from pathlib import Path
 from typing import Any
 
+from tests.recordings import going_well
+
 ROOT = Path(__file__).resolve().parents[2]
 LOOPBACK = [name for name in ("lo", "lo0") if Path(f"/sys/class/net/{name}").exists()]
 START = 180.0  # seconds in which a process has to be there, or to have imported what it is to run
 GRACE = 3.0  # seconds beyond the group's timeout
+BEGUN = {"begun": True}  # what a rank says as it comes to the function
 SHOWN = 2000  # characters of a rank's output, from its beginning and from its end
 
 
@@ -107,7 +111,7 @@ class Ranks:
         """What became of `function(rank, *args)`, by rank; after `timeout` seconds a rank counts as hung.
 
         `group_timeout` is that of the default process group: how long a collective waits for the others. Neither counts
-        what it takes to start processes.
+        what it takes to start processes, to import the function there, and to make their group.
         """
         if not self._processes:
             self.starts += 1
@@ -121,12 +125,14 @@ class Ranks:
         for process in self._processes:
             process.begin(order)
         found: dict[int, Outcome] = {}
-        deadline = time.monotonic() + timeout
+        deadline = time.monotonic() + 2 * START
         while len(found) < self.world and (left := deadline - time.monotonic()) > 0:
             waiting = {p.pipe: p for p in self._processes if p.rank.number not in found}
             for pipe in connection.wait(list(waiting), left):
                 outcome = waiting[pipe].outcome()  # type: ignore[index]
                 if outcome is None:
+                    if all(p.begun for p in self._processes) and all(o.how == "returned" for o in found.values()):
+                        deadline = time.monotonic() + timeout
                     continue
                 found[outcome.rank] = outcome
                 if outcome.how != "returned":
@@ -159,7 +165,8 @@ class _Process:
         self.pipe, theirs = Pipe()
         lifeline, self._lifeline = os.pipe()
         handle, self._log = tempfile.mkstemp(prefix=f"rank-{rank.number}-", dir=folder)
-        self._begun = 0  # where the output of this run begins
+        self._begins = 0  # where the output of this run begins
+        self.begun = False  # whether it has come to the function
         env = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         if LOOPBACK:
             env["GLOO_SOCKET_IFNAME"] = LOOPBACK[0]
@@ -180,21 +187,22 @@ class _Process:
         os.close(lifeline)
 
     def begin(self, order: bytes) -> None:
-        self._begun = os.path.getsize(self._log)
+        self._begins, self.begun = os.path.getsize(self._log), False
         try:
             self.pipe.send_bytes(order)
         except OSError:
             pass  # it ended between two runs: `outcome` says so
 
     def outcome(self) -> Outcome | None:
-        """What it sent, or how it ended; None of its first word, which says only that it is there."""
+        """What it sent, or how it ended; None of words by which it says that it is there, and where."""
         number = self.rank.number
         try:
             sent = pickle.loads(self.pipe.recv_bytes())
         except (EOFError, OSError):
             code = self._popen.wait()
             return Outcome(number, "died", text=f"exit code {code}", output=self._output())
-        return Outcome(number, **sent, output=self._output()) if sent else None
+        self.begun = self.begun or sent == BEGUN
+        return Outcome(number, **sent, output=self._output()) if "how" in sent else None
 
     def hung(self) -> Outcome:
         """It did not answer in time: where it stands."""
@@ -210,7 +218,7 @@ class _Process:
 
     def _output(self) -> str:
         with open(self._log, errors="replace") as file:
-            file.seek(self._begun)
+            file.seek(self._begins)
             text = file.read()
         return text if len(text) <= 2 * SHOWN else f"{text[:SHOWN]}\n...\n{text[-SHOWN:]}"
 
@@ -231,7 +239,7 @@ def _serve(number: int, world: int, device: str, handle: int, lifeline: int) -> 
             order = pipe.recv_bytes()
         except EOFError:
             return
-        pipe.send_bytes(_result(rank, order))
+        pipe.send_bytes(_result(rank, order, lambda: pipe.send_bytes(pickle.dumps(BEGUN))))
 
 
 def _end_with_the_test(lifeline: int) -> None:
@@ -240,18 +248,30 @@ def _end_with_the_test(lifeline: int) -> None:
     os._exit(1)
 
 
-def _result(rank: Rank, order: bytes) -> bytes:
+def _result(rank: Rank, order: bytes, begun: Callable[[], None]) -> bytes:
     try:
         module, name, args, store, seconds = pickle.loads(order)
         function: Any = importlib.import_module(module)
         for part in name.split("."):
             function = getattr(function, part)
-        return pickle.dumps({"how": "returned", "value": _in_a_group(rank, function, args, store, seconds)})
+        with _group(rank, store, seconds):
+            begun()
+            with going_well():
+                value = function(rank, *args)
+        return pickle.dumps({"how": "returned", "value": value})
     except BaseException as error:  # also what pytest.fail and pytest.skip raise
         return pickle.dumps({"how": "raised", "error": type(error).__name__, "text": traceback.format_exc()})
 
 
-def _in_a_group(rank: Rank, function: Callable[..., Any], args: Any, store: str, seconds: float) -> Any:
+def _meet(store: Any, rank: Rank, word: str) -> None:
+    """Wait until all ranks have come as far as this."""
+    store.set(f"{word} {rank.number}", "")
+    store.wait([f"{word} {i}" for i in range(rank.world)], timedelta(seconds=START))
+
+
+@contextmanager
+def _group(rank: Rank, store: str, seconds: float) -> Iterator[None]:
+    """The default process group of one run."""
     import torch
     import torch.distributed as dist
     from torch.distributed import distributed_c10d
@@ -260,8 +280,7 @@ def _in_a_group(rank: Rank, function: Callable[..., Any], args: Any, store: str,
     if rank.device == "cuda":
         torch.cuda.set_device(rank.number)
     meeting = dist.FileStore(store, rank.world)
-    meeting.set(f"here {rank.number}", "")  # a short timeout shall not count what another rank still imports
-    meeting.wait([f"here {i}" for i in range(rank.world)], timedelta(seconds=START))
+    _meet(meeting, rank, "here")  # a short timeout shall not count what another rank still imports
     dist.init_process_group(
         "nccl" if rank.device == "cuda" else "gloo",
         store=dist.PrefixStore("group", meeting),
@@ -270,8 +289,9 @@ def _in_a_group(rank: Rank, function: Callable[..., Any], args: Any, store: str,
         timeout=timedelta(seconds=START),  # connecting takes seconds where cores are shared: that is not what is tested
     )
     distributed_c10d._set_pg_timeout(timedelta(seconds=seconds))
+    _meet(meeting, rank, "connected")  # a rank that fails at once takes its group down: not while others still connect
     try:
-        value = function(rank, *args)
+        yield
         if dist.is_initialized():
             dist.barrier()  # no rank takes its group down while another one still talks
     except BaseException:
@@ -280,4 +300,3 @@ def _in_a_group(rank: Rank, function: Callable[..., Any], args: Any, store: str,
         raise
     if dist.is_initialized():
         dist.destroy_process_group()
-    return value

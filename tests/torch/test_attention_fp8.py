@@ -186,6 +186,7 @@ def test_one_launch_for_queries_keys_and_values(device: str, monkeypatch: pytest
     assert counter.shapes == [("many", tokens, tokens, tokens), tokens]  # and dy
 
 
+@pytest.mark.usefixtures("interpreted")
 @on_devices
 def test_a_quantized_output_is_read_by_the_projection(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The projection quantizes its weight alone; what it computes is what the plain output would have given."""
@@ -209,6 +210,7 @@ def test_a_quantized_output_is_read_by_the_projection(device: str, monkeypatch: 
     assert snr_db(y, reference) > DB["fp8 gemm"]
 
 
+@pytest.mark.usefixtures("interpreted")
 @on_devices
 @pytest.mark.parametrize("groups", [HEADS, 2])
 @pytest.mark.parametrize("mha", [False, True], ids=["dpa", "mha"])

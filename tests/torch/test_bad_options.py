@@ -141,13 +141,12 @@ def test_refused_where_it_enters(kind: str, name: str, value: Any) -> None:
 
 #: Parts that come later.
 NOT_BUILT: dict[str, Any] = {
-    "tp_size": 2,
     "ub_overlap_ag": True,
     "ub_overlap_rs": True,
     "ub_overlap_rs_dgrad": True,
     "ub_bulk_dgrad": True,
     "ub_bulk_wgrad": True,
-    "symmetric_ar_type": "one_shot",
+    "symmetric_ar_type": "multimem_all_reduce",
     "activation_params": {"limit": 7.0},
     "activation": "tanh",
 }
@@ -174,6 +173,10 @@ LATE = {"apply_residual_connection_post_layernorm": True}
 #: (module, options, the documented kind of error, what it says).
 REFUSED: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("Linear", {"parallel_mode": "diagonal"}, ArgumentError, "parallel_mode"),
+    ("Linear", {"parallel_mode": "Row", "tp_size": 7}, ValueError, "in_features=.* over 7 ranks"),
+    ("Linear", {"parallel_mode": "column", "tp_size": 7}, ValueError, "out_features=.* over 7 ranks"),
+    ("Linear", {"symmetric_ar_type": "ring"}, ArgumentError, "one_shot"),
+    ("LayerNormMLP", {"set_parallel_mode": True, "tp_size": 7}, ValueError, "ffn_hidden_size=.* over 7 ranks"),
     ("LayerNormLinear", {"parallel_mode": "row"}, NotImplementedError, "row"),
     ("LayerNormLinear", {"normalization": "BatchNorm"}, AssertionError, "normalization"),
     ("LayerNormMLP", {"normalization": "BatchNorm"}, AssertionError, "normalization"),
@@ -182,14 +185,14 @@ REFUSED: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("GroupedLinear", {"tp_size": 2}, ValueError, "tp_size"),
     ("GroupedLinear", {"parallel_mode": "both"}, ValueError, "parallel_mode"),
     ("GroupedLinear", {"num_gemms": 0}, ValueError, "num_gemms"),
-    ("GroupedLinear", {"tp_size": 2, "bias": False}, UnsupportedError, "tp_size"),
+    ("GroupedLinear", {"tp_size": 3, "bias": False, "parallel_mode": "row"}, ValueError, "over 3 ranks"),
     ("GroupedLinear", {"use_grouped_tensor": 1}, TypeError, "use_grouped_tensor"),
     ("MultiheadAttention", {"num_gqa_groups": 3}, AssertionError, "num_gqa_groups=3"),
     ("MultiheadAttention", {"layer_number": 0}, AssertionError, "layer_number=0"),
     ("MultiheadAttention", {"attention_type": "both"}, AssertionError, "'self' or 'cross'"),
     ("MultiheadAttention", {"qkv_format": "bhsd"}, ArgumentError, "bhsd"),
     ("MultiheadAttention", {"qk_norm_type": "BatchNorm"}, ValueError, "L2Normalization"),
-    ("MultiheadAttention", {"tp_size": 2}, UnsupportedError, "tp_size"),
+    ("MultiheadAttention", {"tp_size": 7, "set_parallel_mode": True}, AssertionError, "over 7 ranks"),
     ("MultiheadAttention", {"ub_overlap_ag": True}, UnsupportedError, "ub_overlap_ag"),
     ("MultiheadAttention", {"fuse_wgrad_accumulation": True}, ValueError, "fuse_qkv_params=True"),
     ("MultiheadAttention", {"normalization": "BatchNorm", "input_layernorm": True}, AssertionError, "RMSNorm"),
@@ -206,8 +209,7 @@ REFUSED: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("TransformerLayer", {"attn_input_format": "bhsd"}, ValueError, "bshd"),
     ("TransformerLayer", {"qk_norm_type": "BatchNorm"}, ValueError, "L2Normalization"),
     ("TransformerLayer", {"normalization": "BatchNorm"}, AssertionError, "'LayerNorm' or 'RMSNorm'"),
-    ("TransformerLayer", {"tp_size": 2}, UnsupportedError, "tp_size"),
-    ("TransformerLayer", {"tp_size": 2, "sequence_parallel": True}, UnsupportedError, "tp_size"),
+    ("TransformerLayer", {"tp_size": 7, "set_parallel_mode": True}, ValueError, "over 7 ranks"),
     ("TransformerLayer", {"ub_tp_comm_overlap": True}, UnsupportedError, "ub_tp_comm_overlap"),
     *(
         (kind, {**WIDE, **sizes}, AssertionError, f"{kind}: got .*{said}")

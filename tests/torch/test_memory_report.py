@@ -245,6 +245,7 @@ def test_printed() -> None:
     assert table(["a", "bb"], [("ccc", "")]) == "a    bb\n---  --\nccc"
 
 
+@pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("fused", [False, True])
 def test_an_mlp_lets_go_of_what_it_has_read(fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """What lies between its GEMMs is gone before its backward ends, with `main_grad` too; with the graph it is kept."""

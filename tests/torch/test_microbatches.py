@@ -73,6 +73,7 @@ def quantized(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return seen
 
 
+@pytest.mark.usefixtures("interpreted")
 @on_devices
 @recipes
 @gemm_modules

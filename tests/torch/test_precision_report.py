@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import re
 from typing import Any
 
@@ -12,11 +13,14 @@ import torch
 import te_torch as te
 from te_core import device as devices_of_core
 from te_core.device import DeviceInfo
+from te_core.dtypes import bfloat16
 from te_core.errors import UnsupportedError
+from te_core.layers.linear import LinearSpec, Needs
+from te_core.layers.parallel import Split
 from te_core.ops import gemm_quantized
 from te_core.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Format, MXFP8BlockScaling, resolve
 from te_core.tensor import cuda_device
-from te_core.tools.explain import PRODUCTS
+from te_core.tools.explain import PRODUCTS, explain_linear
 from te_torch.attention import env
 from te_torch.tools.precision_report import precision_report
 from tests.backends import capability, devices, requires_cuda
@@ -438,6 +442,15 @@ class TestOnAPretendedGpu:
         module = make("Linear", "cpu", torch.bfloat16)
         report = after(module, "cpu", te.autocast(recipe=MXFP8BlockScaling(), emulate=True))
         assert "3 of 3 not as the recipe asks" in str(report) and "needs compute capability 10.0" in str(report)
+
+    def test_what_travelled_beside_why_it_is_emulated(self) -> None:
+        split = Split("column", 2, sequence=True)
+        split.came["fprop"] = "float8_e4m3 1x32"
+        precision = dataclasses.replace(resolve(MXFP8BlockScaling()), emulate=True)
+        spec = LinearSpec(bfloat16, precision, Needs(True, True, False), parallel=split)
+        fprop, dgrad, _ = (fact.reason for fact in explain_linear(spec, cuda_device(0)))
+        assert "needs compute capability 10.0" in fprop and "over 2 ranks as float8_e4m3 1x32" in fprop
+        assert "needs compute capability 10.0" in dgrad and "ranks" not in dgrad
 
 
 def kind_of_kernel(name: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import warnings
 import weakref
 from typing import Any
 
@@ -435,3 +436,28 @@ def test_compiled_change_in_place(name: str) -> None:
     wanted.mul_(2)
     torch.compile(lambda a: a.mul_(2), fullgraph=True, backend="aot_eager")(t)
     assert torch.equal(t.dequantize(), wanted.dequantize())
+
+
+@on_devices
+def test_a_change_follows_another_quantizer(device: str) -> None:
+    """What a change leaves for the next one is of no use once the quantizer, or what it reads, is another."""
+    t = T.Float8CurrentScalingQuantizer(E4M3, device, columnwise=False)(values((32, 64), device))
+    t.mul_(2)
+    t.mul_(0.75)
+    assert t._kept is not None
+    assert torch.frexp(t._scale_inv)[0].item() != 0.5
+    t._quantizer.force_pow_2_scales = True
+    t.mul_(1)
+    assert torch.frexp(t._scale_inv)[0].item() == 0.5, "a power of two"
+    scale, amax = torch.full((1,), 8.0, device=device), torch.zeros(1, device=device)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        t.update_quantizer(T.Float8Quantizer(scale, amax, E4M3))
+    for factor in (1.0, 2.0):
+        expected = t.dequantize() * factor
+        t.mul_(factor)
+        assert t._scale_inv.item() == 1 / 8 and amax.item() == expected.abs().max().item()
+        assert torch.equal(t.dequantize(), T.Float8Quantizer(scale, amax.clone(), E4M3)(expected).dequantize())
+    t._quantizer.scale = torch.full((1,), 4.0, device=device)
+    t.mul_(1)
+    assert t._scale_inv.item() == 1 / 4

@@ -40,6 +40,8 @@ class Executor:
 
     __slots__ = ("_allocator", "_blocks", "codes", "odd", "value", "wide")
 
+    context = 0  # a GPU's affair
+
     def __init__(self, allocator: Allocator) -> None:
         self._allocator = allocator
         self._blocks: dict[str, F32] = {}

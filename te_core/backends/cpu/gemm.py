@@ -51,6 +51,10 @@ class NumpyPlan:
     def run(self, rt: Runtime, operands: GemmOperands) -> None:
         """out = epilogue(op(a) @ op(b) * scales + bias), plus what out held."""
         spec = self.spec
+        if rt.recorder is not None:
+            what = f"gemm {spec.m} x {spec.n} x {spec.k} {spec.a} x {spec.b} -> {spec.out}"
+            rt.recorder.add_call(self.run, (operands,), what)
+            return
         a, b, out, a_scale, b_scale, bias, aux, a_sum, out_sum, *_ = operands
         ex = scratch(rt)
         left, right = _operand(ex, "gemm a", a), _operand(ex, "gemm b", b)

@@ -99,6 +99,8 @@ def _deliver(lines: Array, cast: Cast, out: QuantizedTensor, columnwise: bool) -
     if form.row_scaled:
         for start, stop in _strips(count, length):
             amax[start:stop] = _magnitudes(lines[start:stop].astype(np.float32)).max(axis=1, initial=0)
+    elif cast.maxima is not None:
+        amax[0] = cast.maxima.numpy()[-1 if columnwise else 0]
     else:
         amax[0] = codec.amax(lines if lines.flags.c_contiguous else lines.T)
     site = cast.site ^ _COLUMNWISE_SITE if columnwise else cast.site

@@ -19,7 +19,7 @@ import os
 import struct
 import sys
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -33,6 +33,7 @@ from te_core import device, dtypes, libraries
 from te_core.errors import LibraryError, UnsupportedError
 from te_core.kernels.compiler import read_cache, write_cache
 from te_core.runtime import Runtime
+from te_core.symbols import patches
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -132,7 +133,7 @@ class Handle:
         self._values = (ctypes.c_uint64 * MAX_OPERANDS)()
         self._address = ctypes.addressof(self._values)
 
-    def execute(self, graph: Graph, pointers: tuple[int, ...], workspace: int, stream: int) -> None:
+    def execute(self, graph: Graph, pointers: Sequence[int], workspace: int, stream: int) -> None:
         """Launch on a stream; the addresses in the order of `graph.operands`."""
         if stream != self.stream:
             self._native._raw_set_stream(self.raw, stream)
@@ -163,7 +164,19 @@ def execute(rt: Runtime, graph: Graph, pointers: tuple[int, ...]) -> None:
     else:
         block = rt.empty((needs,), dtypes.uint8)
         scratch = block.ptr
+    if rt.recorder is not None:
+        rt.recorder.add(Attended(graph, (*pointers, scratch), rt.recorder.bases))
+        return
     entered = executor.driver.enter(executor.context) if executor.context else False
+    try:
+        _run(rt, executor, graph, pointers, scratch)
+    finally:
+        if entered:
+            executor.driver.leave()
+        del block  # back to the allocator, which hands it out again in stream order
+
+
+def _run(rt: Runtime, executor: Any, graph: Graph, pointers: Sequence[int], scratch: int) -> None:
     try:
         (executor.attention or handle(rt)).execute(graph, pointers, scratch, rt.stream)
     except RuntimeError as error:
@@ -173,10 +186,26 @@ def execute(rt: Runtime, graph: Graph, pointers: tuple[int, ...]) -> None:
             "success",
             "check that every tensor is alive, starts at 16 bytes and is on the runtime's device",
         ) from error
-    finally:
-        if entered:
-            executor.driver.leave()
-        del block  # back to the allocator, which hands it out again in stream order
+
+
+class Attended:
+    """A recorded run of a graph; the last address is its scratch memory's."""
+
+    __slots__ = ("addresses", "graph", "patches")
+
+    def __init__(self, graph: Graph, addresses: Sequence[int], bases: Sequence[int]) -> None:
+        self.graph, self.addresses, self.patches = graph, list(addresses), patches(addresses, bases)
+
+    def run(self, rt: Runtime, executor: Any, at: Sequence[int], held: Sequence[Any]) -> None:
+        """Run it on what is there now."""
+        addresses = self.addresses.copy()
+        for index, slot, offset in self.patches:
+            addresses[index] = at[slot] + offset
+        scratch = addresses.pop()
+        _run(rt, executor, self.graph, addresses, scratch)
+
+    def __repr__(self) -> str:
+        return f"cuDNN graph of {self.graph.count} tensors"
 
 
 class Graph:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ from te_core.dtypes import DType
 from te_core.errors import LibraryError
 from te_core.kernels.loader import Kernel
 from te_core.runtime import Runtime
+from te_core.symbols import patches
 from te_core.tensor import Tensor
 
 if TYPE_CHECKING:
@@ -95,31 +97,68 @@ class LtPlan:
         entered = executor.driver.enter(executor.context) if executor.context else False
         pointed = (b_scale, a_scale, bias, aux, a_sum)
         try:
-            route = self.route
+            route, alpha = self.route, 0
             if self.make_alpha is not None:
-                _make_alpha(rt, self, a_amax, b_amax)
+                alpha = _make_alpha(rt, self, a_amax, b_amax)
             if route is not None and not route.unfused:
                 pointers = [pointed[i].ptr for _, i in route.attributes]  # type: ignore[union-attr]
-                (executor.gemms or cache_of(rt)).get(self).run(rt, a.ptr, b.ptr, out.ptr, pointers)
+                multiply(rt, executor, self, (a.ptr, b.ptr, out.ptr, alpha, *pointers))
             elif self.finish is not None:
                 _run_unfused(rt, self, a, b, out, pointed)
             if self.sum_a is not None:
                 self.sum_a(rt, a.ptr, a_scale.ptr if a_scale is not None else 0, a_sum.ptr)  # type: ignore[union-attr]
             if self.sum_out is not None:
                 self.sum_out(rt, out.ptr, 0, out_sum.ptr)  # type: ignore[union-attr]
-        except Exception as error:
-            status = getattr(error, "status", None)
-            if status is None:
-                raise
-            raise LibraryError(
-                "gemm",
-                f"cuBLASLt status {status} ({error}) from {self.explain()}",
-                "success",
-                "check that every tensor is alive and on the runtime's device; report it with this message",
-            ) from error
         finally:
             if entered:
                 executor.driver.leave()
+
+
+def multiply(rt: Runtime, executor: Any, plan: LtPlan, addresses: Sequence[int]) -> None:
+    """One call of cuBLASLt, or its record. Addresses: a, b, out, alpha (0: it is known), then those that a run sets."""
+    scratch = rt.workspace("cublasLt", (executor.gemms or cache_of(rt)).limit) if plan.workspace else 0
+    if rt.recorder is not None:
+        rt.recorder.add(Multiplied(plan, (scratch, *addresses), rt.recorder.bases))
+    else:
+        run(rt, executor, plan, scratch, *addresses)
+
+
+def run(
+    rt: Runtime, executor: Any, plan: LtPlan, scratch: int, a: int, b: int, out: int, alpha: int, *pointers: int
+) -> None:
+    """Call cuBLASLt with the thread's descriptors."""
+    try:
+        (executor.gemms or cache_of(rt)).get(plan).run(rt, a, b, out, pointers, scratch, alpha)
+    except Exception as error:
+        status = getattr(error, "status", None)
+        if status is None:
+            raise
+        raise LibraryError(
+            "gemm",
+            f"cuBLASLt status {status} ({error}) from {plan.explain()}",
+            "success",
+            "check that every tensor is alive and on the runtime's device; report it with this message",
+        ) from error
+
+
+class Multiplied:
+    """A recorded call of cuBLASLt. Descriptors and the handle are those of the thread that replays."""
+
+    __slots__ = ("addresses", "patches", "plan")
+
+    def __init__(self, plan: LtPlan, addresses: Sequence[int], bases: Sequence[int]) -> None:
+        self.plan, self.addresses, self.patches = plan, list(addresses), patches(addresses, bases)
+
+    def run(self, rt: Runtime, executor: Any, at: Sequence[int], held: Sequence[Any]) -> None:
+        """Multiply what is there now."""
+        addresses = self.addresses.copy()
+        for index, slot, offset in self.patches:
+            addresses[index] = at[slot] + offset
+        run(rt, executor, self.plan, *addresses)
+
+    def __repr__(self) -> str:
+        spec = self.plan.spec
+        return f"gemm {spec.m} x {spec.n} x {spec.k} {spec.a} x {spec.b} -> {spec.out}"
 
 
 def narrow(spec: GemmSpec) -> bool:
@@ -185,7 +224,7 @@ class Prepared:
         self.beta = _ONE if route.accumulate else _ZERO
         self.values = (ctypes.c_uint64 * max(1, len(self.attributes)))()
         self.values_at = ctypes.addressof(self.values)
-        self._last: list[int] | None = None
+        self._last: Sequence[int] | None = None
         # The heuristic looks at whether a pointer is set and how it is aligned, not at where it points.
         self._point([(1 << 20) + spec.alignment] * len(self.attributes))
         self.algo = self.needs = 0
@@ -195,7 +234,7 @@ class Prepared:
         self.algo, self.needs = plan.algo, plan.workspace
         return self
 
-    def _point(self, pointers: list[int]) -> None:
+    def _point(self, pointers: Sequence[int]) -> None:
         values, at, last = self.values, self.values_at, self._last
         self._last = None  # until all are set
         for i, attribute in enumerate(self.attributes):
@@ -204,27 +243,26 @@ class Prepared:
                 self._set(self.desc, attribute, at + 8 * i, 8)
         self._last = pointers
 
-    def run(self, rt: Runtime, a: int, b: int, out: int, pointers: list[int]) -> None:
-        """Launch on the runtime's stream."""
+    def run(self, rt: Runtime, a: int, b: int, out: int, pointers: Sequence[int], scratch: int, alpha: int = 0) -> None:
+        """Launch on the runtime's stream; with alpha and, behind it, beta at this address of the device, if given."""
         if pointers != self._last:
             self._point(pointers)
-        cache, needs = self.cache, self.needs
         self._matmul(
-            cache.handle,
+            self.cache.handle,
             self.desc,
-            self.alpha,
+            alpha or self.alpha,
             b,
             self.a_layout,
             a,
             self.b_layout,
-            self.beta,
+            alpha + 4 if alpha else self.beta,
             out,
             self.out_layout,
             out,
             self.out_layout,
             self.algo,
-            rt.workspace("cublasLt", cache.limit) if needs else 0,
-            needs,
+            scratch,
+            self.needs,
             rt.stream,
         )
 
@@ -277,16 +315,15 @@ def cache_of(rt: Runtime) -> GemmCache:
     return found
 
 
-def _make_alpha(rt: Runtime, plan: LtPlan, a_amax: Tensor | None, b_amax: Tensor | None) -> None:
-    """Leave alpha and beta where the product's call will read them: in scratch memory."""
+def _make_alpha(rt: Runtime, plan: LtPlan, a_amax: Tensor | None, b_amax: Tensor | None) -> int:
+    """Leave alpha and beta where the product's call will read them: in scratch memory, whose address this gives."""
     spec, route = plan.spec, plan.route
     assert plan.make_alpha is not None and route is not None and spec.a_format is not None
     assert a_amax is not None and b_amax is not None and spec.b_format is not None  # the ops floor requires them
-    prepared = cache_of(rt).get(plan)
-    prepared.alpha = rt.workspace("gemm alpha", 8)
-    prepared.beta = prepared.alpha + 4
+    alpha = rt.workspace("gemm alpha", 8)
     factor = 1 / (36 * spec.a_format.bound * spec.b_format.bound)
-    plan.make_alpha(rt, 1, 1, a_amax.ptr, b_amax.ptr, prepared.alpha, factor, float(route.accumulate))
+    plan.make_alpha(rt, 1, 1, a_amax.ptr, b_amax.ptr, alpha, factor, float(route.accumulate))
+    return alpha
 
 
 def _run_unfused(
@@ -302,7 +339,7 @@ def _run_unfused(
         rt.backend.zero(rt, acc)
     else:
         pointers = [operands[i].ptr for _, i in route.attributes]  # type: ignore[union-attr]
-        cache_of(rt).get(plan).run(rt, a.ptr, b.ptr, acc.ptr, pointers)
+        multiply(rt, rt.executor(), plan, (a.ptr, b.ptr, acc.ptr, 0, *pointers))
     bias, aux = operands[BIAS], operands[AUX]
     assert plan.finish is not None
     plan.finish(

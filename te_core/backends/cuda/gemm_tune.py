@@ -186,8 +186,9 @@ def _time_all(rt: Runtime, spec: GemmSpec, route: LtRoute, prepared: Prepared, f
     operands = _operands(rt, spec, route)
     a, b, out, *rest = operands
     pair = rt.tensor(np.array([1, route.accumulate], np.float32))
-    if spec.a_format is not None and spec.a_format.scaling == "nvfp4":  # alpha and beta are read on the device
-        prepared.alpha, prepared.beta = pair.ptr, pair.ptr + 4
+    # Alpha and beta of nvfp4 are read on the device.
+    alpha = pair.ptr if spec.a_format is not None and spec.a_format.scaling == "nvfp4" else 0
+    scratch, pointers = rt.workspace("cublasLt", prepared.cache.limit), tuple(t.ptr for t in rest)
     with driver.on(rt.device.index):
         start, stop = driver.create_event(timing=True), driver.create_event(timing=True)
         best = [float("inf")] * len(found)
@@ -195,7 +196,7 @@ def _time_all(rt: Runtime, spec: GemmSpec, route: LtRoute, prepared: Prepared, f
             for i, choice in enumerate(found):
                 prepared.algo, prepared.needs = ctypes.addressof(choice.algorithm), choice.workspace
                 driver.record(start, rt.stream)
-                prepared.run(rt, a.ptr, b.ptr, out.ptr, [t.ptr for t in rest])
+                prepared.run(rt, a.ptr, b.ptr, out.ptr, pointers, scratch, alpha)
                 driver.record(stop, rt.stream)
                 elapsed = driver.elapsed_ms(start, stop)
                 if repeat:  # the first round loads the kernels

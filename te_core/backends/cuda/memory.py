@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from te_core.driver import Driver
 from te_core.dtypes import DType
 from te_core.errors import ArgumentError
 from te_core.runtime import Runtime
+from te_core.symbols import patches
 from te_core.tensor import Device, Tensor
 
 
@@ -34,6 +36,8 @@ class _Block:
 
 class PoolAllocator:
     """Memory from a pool of the driver, allocated and freed in stream order (no synchronisation)."""
+
+    alignment = 256  # of all that the driver allocates
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -87,10 +91,33 @@ def order(rt: Runtime, producer: int, consumer: int) -> None:
 
 def zero(rt: Runtime, out: Tensor) -> None:
     """Fill a dense tensor with zero bytes."""
-    if out.size:
-        driver = libraries.driver()
-        with driver.on(rt.device.index):
-            driver.fill(out.ptr, 0, out.nbytes, rt.stream)
+    if not out.size:
+        return
+    if rt.recorder is not None:
+        rt.recorder.add(Fill(out, rt.recorder.bases))
+        return
+    driver = libraries.driver()
+    with driver.on(rt.device.index):
+        driver.fill(out.ptr, 0, out.nbytes, rt.stream)
+
+
+class Fill:
+    """A recorded fill with zeros."""
+
+    __slots__ = ("address", "nbytes", "patches")
+
+    def __init__(self, out: Tensor, bases: Sequence[int]) -> None:
+        self.address, self.nbytes, self.patches = out.ptr, out.nbytes, patches((out.ptr,), bases)
+
+    def run(self, rt: Runtime, executor: Any, at: Sequence[int], held: Sequence[Any]) -> None:
+        """Fill what is there now."""
+        address = self.address
+        for _, slot, offset in self.patches:
+            address = at[slot] + offset
+        executor.driver.fill(address, 0, self.nbytes, rt.stream)
+
+    def __repr__(self) -> str:
+        return f"fill {self.nbytes} bytes"
 
 
 def copy_to_host(rt: Runtime, tensor: Tensor) -> np.ndarray[Any, Any]:

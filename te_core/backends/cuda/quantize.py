@@ -8,7 +8,7 @@ a small launch that adds up the partial sums of the blocks in a fixed order.
 from __future__ import annotations
 
 import struct
-from ctypes import addressof, create_string_buffer
+from ctypes import create_string_buffer
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -256,6 +256,10 @@ def quantize(
     """Quantize x as planned."""
     if cast.scale is not None:
         run_cast(rt, plan.cast, x, cast, out, cast.scale.ptr, 0, column_sum)
+    elif cast.maxima is not None:
+        if plan.sums is not None and column_sum is not None:
+            no_cast(rt, plan.sums, x, rt.workspace("amax", 4 * plan.sums.tiling.blocks), column_sum)
+        run_cast(rt, plan.cast, x, cast, out, cast.maxima.ptr, 1, None)
     elif plan.amax is not None:
         partials = rt.workspace("amax", 4 * plan.amax.blocks)
         plan.amax.kernel(rt, plan.amax.blocks, 256, x.ptr, partials, plan.amax.count)
@@ -358,13 +362,13 @@ class UpdatePlan:
     """The launches of one scale update, their tables filled in."""
 
     family: str
-    launches: tuple[tuple[Kernel, int, int, Any], ...]  # kernel, states, the table's address, the table
+    launches: tuple[tuple[Kernel, int, Any], ...]  # kernel, states, the table
 
 
 def run_update(rt: Runtime, plan: UpdatePlan) -> None:
     """One launch for up to 800 states (100 before CUDA 12.1)."""
-    for kernel, count, address, _table in plan.launches:
-        kernel.by_value(rt, count, UPDATE_THREADS, address)
+    for kernel, count, table in plan.launches:
+        kernel.by_value(rt, count, UPDATE_THREADS, table)
 
 
 def plan_update(rt: Runtime, states: list[ScalingState], algo: str) -> UpdatePlan:
@@ -380,5 +384,5 @@ def plan_update(rt: Runtime, states: list[ScalingState], algo: str) -> UpdatePla
         for i, s in enumerate(part):
             rows, columns = s.history.shape
             _STATE.pack_into(table, i * _STATE.size, s.scale.ptr, s.history.ptr, s.used.ptr, columns, rows, s.limit, 0)
-        launches.append((kernel, len(part), addressof(table), table))
+        launches.append((kernel, len(part), table))
     return UpdatePlan("scale_update", tuple(launches))

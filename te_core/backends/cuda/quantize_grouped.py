@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from ctypes import Array, addressof, c_char, create_string_buffer
+from ctypes import Array, c_char, create_string_buffer
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -238,7 +238,7 @@ class _Chunk:
             blocks += t.blocks
         self._finish(table, _MATRIX.size, tiles[0].grid[0])
         kernel = variant.get(rt, self.aligned, self.capacity)
-        kernel.by_value(rt, blocks, THREADS, addressof(table), _STAGES)
+        kernel.by_value(rt, blocks, THREADS, table, _STAGES, _places_of(_MATRIX, len(rows)))
 
     def _finish(self, table: Array[c_char], size: int, across: int) -> None:
         """What follows the entries."""
@@ -277,7 +277,7 @@ class _Chunk:
             itemsize = plan.dtype.itemsize
             threads, shared = _SIDE // 16 * _SIDE * itemsize // 16, _SIDE * _SIDE * itemsize
             kernel = plan.cast.get(rt, self.aligned, self.capacity)
-            kernel.by_value(rt, blocks, threads, addressof(table), shared)
+            kernel.by_value(rt, blocks, threads, table, shared, _places_of(_TILES, len(down)))
         self._add(rt, down, sums, column_sums)
 
     # --------------------------------------------------------------------------------------------- column sums
@@ -297,7 +297,14 @@ class _Chunk:
             for i, (source, out, rows) in enumerate(entries):
                 _PART.pack_into(table, i * _PART.size, source, out.ptr, rows, i * blocks)
             _PARTS_TAIL.pack_into(table, _PARTS * _PART.size, width, len(entries))
-            kernel.by_value(rt, blocks * len(entries), 256, addressof(table))
+            kernel.by_value(rt, blocks * len(entries), 256, table, 0, _places_of(_PART, len(entries)))
+
+
+@lru_cache(256)
+def _places_of(entry: struct.Struct, count: int) -> tuple[int, ...]:
+    """Where addresses stand in so many entries of a table: at the beginning of each."""
+    addresses = {_MATRIX: 7, _TILES: 6, _PART: 2}[entry]
+    return tuple(i * entry.size + 8 * k for i in range(count) for k in range(addresses))
 
 
 def _pointer(t: Tensor | None) -> int:

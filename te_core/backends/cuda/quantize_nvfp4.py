@@ -90,8 +90,10 @@ def quantize_nvfp4(
     rt: Runtime, plan: Nvfp4Plan, x: Tensor, cast: Cast, out: QuantizedTensor, column_sum: Tensor | None
 ) -> None:
     """Quantize x as planned."""
-    (rows, cols), partials = plan.shape, 0
-    if plan.amax is not None:
+    (rows, cols), partials, count = plan.shape, 0, plan.partials
+    if cast.maxima is not None:  # one partial, or one pair of them
+        partials, count = cast.maxima.ptr, 1
+    elif plan.amax is not None:
         partials = rt.workspace("amax", 4 * plan.partials)
         plan.amax.kernel(rt, plan.partials, 256, x.ptr, partials, plan.amax.count)
     elif plan.partials:
@@ -109,7 +111,7 @@ def quantize_nvfp4(
         *_addresses(out, False),
         *_addresses(out, True),
         partials,
-        plan.partials,
+        count,
         0 if cast.rng is None else cast.rng.ptr,
         c_int32(cast.site & 0xFFFFFFFF).value,
         6.0 * cast.format.bound,

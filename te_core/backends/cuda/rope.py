@@ -128,7 +128,7 @@ def plan_rope_qkv(rt: Runtime, spec: RopeQkvOpSpec) -> RopePlan:
         kernel,
         prod(lead),
         _threads(max(heads * (dq - dq2 // 2), groups * dk) // width),
-        8 * (dq2 + (0 if spec.one_table else dk2)),
+        8 * (dq2 + dk2),  # the kernel sees by itself where both are one table
         (*sizes, int(split.interleaved), turn.cp_size, turn.cp_rank),
     )
 

@@ -14,7 +14,7 @@ from te_torch.tensors import Float8CurrentScalingQuantizer, Float8Quantizer
 
 
 class PerTensorScaling(TEConfigAPIMapper):
-    """Scales tensors by their own maximum, in a region of DelayedScaling.
+    """Scales tensors by their own maximum, in a region of DelayedScaling. Ranks that gather parts agree on it.
 
     gemms, gemms_struct:      fprop, dgrad, wgrad
     tensors, tensors_struct:  activation, weight, gradient
@@ -60,7 +60,9 @@ class PerTensorScaling(TEConfigAPIMapper):
             layer_name,
             extra_cachable_args=(gemm, tensor_name),
         )
-        quantizer = Float8CurrentScalingQuantizer(default_quantizer.dtype, tensor.device)
+        group = getattr(default_quantizer, "amax_reduction_group", None)
+        over_ranks: dict[str, Any] = {"with_amax_reduction": group is not None, "amax_reduction_group": group}
+        quantizer = Float8CurrentScalingQuantizer(default_quantizer.dtype, tensor.device, **over_ranks)
         if out is None:
             return quantizer.quantize(tensor, dtype=dtype)
         quantizer.update_quantized(tensor, out)

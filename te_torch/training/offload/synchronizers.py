@@ -115,7 +115,8 @@ class OffloadSynchronizer:
             self._begun = 0
             self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
             self._hooks.__enter__()
-            self._outer, active.context = active.context, self
+            self._outer, active.context = (active.context, active.noting), self
+            active.noting = True
         self.inside = True
         return self
 
@@ -124,7 +125,7 @@ class OffloadSynchronizer:
         if self._hooks is not None:
             self._hooks.__exit__(kind, error, trace)
             self._hooks = None
-            active.context, self._outer = self._outer, None
+            (active.context, active.noting), self._outer = self._outer, None
         if kind is not None:
             self.reset()
 

@@ -1,0 +1,228 @@
+"""A TransformerLayer over two ranks, tensor and sequence parallel: how much faster, and what communication costs.
+
+Hidden 8192, ffn 28672, 64 heads in 8 groups, RMSNorm, swiglu, 8192 tokens, forward and backward, in bf16 and two FP8
+recipes. Two processes over NCCL, each with a GPU of its own. `one ms`: the whole layer on one GPU, measured in the same
+processes before (the slower one). `ms`: a step of the two together, of the slower one.
+
+`communication ms` is the time in which a kernel of NCCL runs in one step, `hidden` the share of it in which a kernel of
+another kind runs beside it, both from a trace of torch's profiler on rank 0. NCCL's kernels wait for the other rank, so
+a rank that is ahead counts its waiting. `MiB a step`: what a rank hands to its collectives.
+
+On a CPU: the same over gloo at a small size, to show that it works.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import te_torch as te
+from benchmarks import harness
+from benchmarks.offload import Interval, share
+from examples.ranks import leave
+from te_core.recipe import DelayedScaling, Float8CurrentScaling, Recipe
+from te_torch.parallel import communicator
+
+WORLD = 2
+RECIPES: dict[str, Recipe | None] = {"bf16": None, "delayed": DelayedScaling(), "current": Float8CurrentScaling()}
+SIZES: dict[str, dict[str, int]] = {
+    "cuda": {"hidden": 8192, "ffn": 28672, "heads": 64, "groups": 8, "tokens": 8192},
+    "cpu": {"hidden": 64, "ffn": 96, "heads": 4, "groups": 2, "tokens": 64},
+}
+ROUNDS, STEPS = 7, 4  # rounds whose median counts, and steps in each
+NCCL = "nccl"  # the names of its kernels begin so, in whatever case
+
+
+def measure() -> list[harness.Row]:
+    """All recipes; none on a machine with one GPU."""
+    kind = harness.device().type
+    if kind == "cuda" and harness.gpus() < WORLD:
+        print(f"parallel: skipped, it needs {WORLD} GPUs and there is one")
+        return []
+    return spawned(kind)
+
+
+def spawned(kind: str) -> list[harness.Row]:
+    """The rows that rank 0 returns of processes that meet in a file."""
+    context = torch.multiprocessing.get_context("spawn")
+    results = context.SimpleQueue()
+    with tempfile.TemporaryDirectory() as folder:
+        processes = [context.Process(target=_rank, args=(i, kind, folder, results)) for i in range(WORLD)]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join()
+    if any(process.exitcode for process in processes):
+        raise RuntimeError(f"ranks ended with {[process.exitcode for process in processes]}")
+    rows: list[harness.Row] = results.get()
+    return rows
+
+
+def _rank(number: int, kind: str, folder: str, results: Any) -> None:
+    """One process: the rows of rank 0 go into `results`."""
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+    if kind == "cuda":
+        torch.cuda.set_device(number)
+    else:
+        torch.set_num_threads(1)
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    store = dist.FileStore(f"{folder}/store", WORLD)
+    dist.init_process_group("nccl" if kind == "cuda" else "gloo", store=store, rank=number, world_size=WORLD)
+    rows = [case(name, recipe, kind) for name, recipe in RECIPES.items()]
+    if number == 0:
+        results.put(rows)
+    dist.barrier()
+    dist.destroy_process_group()
+    leave()
+
+
+def case(name: str, recipe: Recipe | None, kind: str) -> harness.Row:
+    """One row, equal on all ranks but for the trace."""
+    size = SIZES[kind]
+    one = slowest(timed(step(build(size, kind), recipe, size["tokens"], size["hidden"], kind), kind), kind)
+    harness.free()
+    layer = build(size, kind, set_parallel_mode=True, sequence_parallel=True, tp_group=dist.group.WORLD)
+    work = step(layer, recipe, size["tokens"] // WORLD, size["hidden"], kind)
+    both = slowest(timed(work, kind), kind)
+    with counted() as sizes:
+        work()
+    row: harness.Row = {
+        "case": "TransformerLayer, tp 2, sequence parallel",
+        "recipe": name,
+        "ranks": WORLD,
+        "one ms": one,
+        "ms": both,
+        "speed-up": one / both,
+        "MiB a step": sum(sizes) / 2**20,
+    }
+    if kind == "cuda":
+        spent, hidden = traced(work)
+        row |= {"communication ms": spent, "hidden": hidden}
+    harness.free()
+    return row
+
+
+def build(size: dict[str, int], kind: str, **parallel: Any) -> Any:
+    """The layer, whole or this rank's part."""
+    torch.manual_seed(0)
+    return te.TransformerLayer(
+        size["hidden"],
+        size["ffn"],
+        size["heads"],
+        num_gqa_groups=size["groups"],
+        normalization="RMSNorm",
+        activation="swiglu",
+        bias=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        fuse_qkv_params=True,
+        params_dtype=torch.bfloat16,
+        device=kind,
+        **parallel,
+    )
+
+
+def step(layer: Any, recipe: Recipe | None, tokens: int, hidden: int, kind: str) -> harness.Work:
+    """Forward and backward."""
+    x = torch.randn(tokens, 1, hidden, device=kind, dtype=torch.bfloat16).requires_grad_()
+    dy = torch.randn(tokens, 1, hidden, device=kind, dtype=torch.bfloat16)
+
+    def work() -> None:
+        with te.autocast(enabled=recipe is not None, recipe=recipe):
+            y = layer(x)
+        y.backward(dy)
+        for p in layer.parameters():
+            p.grad = None
+        x.grad = None
+
+    return work
+
+
+def timed(work: harness.Work, kind: str) -> float:
+    """Milliseconds of a step, in which all ranks begin together."""
+    rounds, steps = (ROUNDS, STEPS) if kind == "cuda" else (1, 1)
+    for _ in range(3 if kind == "cuda" else 1):
+        work()
+    found = []
+    for _ in range(rounds):
+        harness.wait()
+        dist.barrier()
+        harness.wait()
+        start = time.perf_counter()
+        for _ in range(steps):
+            work()
+        harness.wait()
+        found.append((time.perf_counter() - start) / steps * 1e3)
+    return statistics.median(found)
+
+
+def slowest(value: float, kind: str) -> float:
+    """The largest of all ranks' figures."""
+    t = torch.tensor([value], dtype=torch.float64, device=kind)
+    dist.all_reduce(t, dist.ReduceOp.MAX)
+    return float(t.item())
+
+
+@contextmanager
+def counted() -> Iterator[list[int]]:
+    """The bytes that this rank hands to the collectives of layers inside."""
+    sizes: list[int] = []
+    plain = communicator.GroupCommunicator._begin
+
+    def begin(self: Any, name: str, function: Callable[..., Any], *tensors: torch.Tensor, **options: Any) -> Any:
+        sizes.append(tensors[-1].nbytes)
+        return plain(self, name, function, *tensors, **options)
+
+    communicator.GroupCommunicator._begin = begin  # type: ignore[method-assign]
+    try:
+        yield sizes
+    finally:
+        communicator.GroupCommunicator._begin = plain  # type: ignore[method-assign]
+
+
+def traced(work: harness.Work) -> tuple[float, float]:
+    """(milliseconds of communication in one step, the share of it that is hidden)."""
+    for _ in range(2):  # a profiler's first start takes a while, another one on each rank: NCCL's kernels would wait
+        work()
+        harness.wait()
+        dist.barrier()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            work()
+            harness.wait()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profile.export_chrome_trace(str(path))
+        return communication(json.loads(path.read_text())["traceEvents"])
+
+
+def communication(events: Iterable[dict[str, Any]]) -> tuple[float, float]:
+    """The same of a trace's events."""
+    ours: list[Interval] = []
+    others: list[Interval] = []
+    for event in events:
+        if event.get("cat") == "kernel":
+            span = (float(event["ts"]), float(event["ts"]) + float(event["dur"]))
+            (ours if NCCL in event["name"].lower() else others).append(span)
+    return sum(stop - start for start, stop in ours) / 1e3, share(ours, others)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """As the other benchmarks run."""
+    from benchmarks.run import main as run
+
+    return run(["parallel", *arguments])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,233 @@
+"""What layers ask of a communication library, and ranks in one process that need none.
+
+A `Communicator` is one rank of a group. Its operations work on dense tensors, begin at once and return a `Handle`: the
+tensors belong to the operation until `wait()` has returned; later work of the runtime then sees the result. As with any
+collective, all ranks of a group call the same operations with tensors of the same sizes, in the same order.
+
+`InProcessRanks` are threads of one process over host memory: no sockets, no framework. The core's tests run on them.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from te_core import dtypes
+from te_core.errors import ArgumentError, LibraryError
+from te_core.runtime import Runtime
+from te_core.tensor import Tensor
+
+
+class Handle(Protocol):
+    """An operation on its way."""
+
+    def wait(self) -> None:
+        """Return once later work of the runtime sees the result."""
+        ...
+
+
+class Communicator(Protocol):
+    """One rank of a group, as one layer has it."""
+
+    met: bool  # whether the ranks have agreed on what this layer runs
+    agreed: set[str]  # on what they have agreed before, in words
+
+    @property
+    def rank(self) -> int:
+        """Its number, from 0."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+        ...
+
+    def all_gather(self, rt: Runtime, part: Tensor, out: Tensor) -> Handle:
+        """out = the parts of all ranks behind one another, by rank; bytes are moved, whatever their type."""
+        ...
+
+    def reduce_scatter(self, rt: Runtime, whole: Tensor, out: Tensor) -> Handle:
+        """out = this rank's part of the sum of all ranks' tensors."""
+        ...
+
+    def all_reduce(self, rt: Runtime, t: Tensor, operation: str = "sum", how: str | None = None) -> Handle:
+        """t = the sum ("sum") or the maximum ("max") of all ranks' tensors. `how` names a way of computing it."""
+        ...
+
+    def all_to_all(self, rt: Runtime, t: Tensor, out: Tensor) -> Handle:
+        """Part i of t goes to rank i, and comes from there as part i of out; all parts are of one size."""
+        ...
+
+    def send_recv(self, rt: Runtime, t: Tensor, to: int, out: Tensor, source: int) -> Handle:
+        """t goes to rank `to`, while out comes from rank `source`."""
+        ...
+
+    def agree(self, rt: Runtime, operation: str, text: str) -> None:
+        """Raise on every rank, with what each has, where the ranks' texts differ. Waits for all of them."""
+        ...
+
+
+def as_bytes(t: Tensor) -> Tensor:
+    """The memory of a dense tensor as a vector of bytes: what travels."""
+    return Tensor(t.ptr, (t.nbytes,), dtypes.uint8, t.device, t)
+
+
+def disagreement(operation: str, texts: Sequence[str]) -> ArgumentError:
+    """The error of ranks that do not run the same, alike on each of them."""
+    return ArgumentError(
+        operation,
+        "; ".join(f"rank {i}: {text}" for i, text in enumerate(texts)),
+        "the same module with inputs of the same shape on all ranks of a group",
+        "look for what differs, such as a size, a parallel_mode, a recipe or the order of calls",
+    )
+
+
+class _Done:
+    """What was complete when it was called."""
+
+    def wait(self) -> None:
+        """Nothing."""
+
+
+_done = _Done()
+
+
+class InProcessRanks:
+    """A group of `size` threads; `of(rank)` is the communicator of each. One that fails ends all that wait for it."""
+
+    def __init__(self, size: int, timeout: float = 30.0) -> None:
+        self.size = size
+        self._barrier = threading.Barrier(size, timeout=timeout)
+        self._given: list[Any] = [None] * size
+        #: Of each rank, the operations so far and the bytes that it gave to each.
+        self.log: list[list[tuple[str, int]]] = [[] for _ in range(size)]
+
+    def of(self, rank: int) -> InProcessCommunicator:
+        """The communicator of a rank."""
+        return InProcessCommunicator(self, rank)
+
+    def run(self, function: Callable[[InProcessCommunicator], Any]) -> list[Any]:
+        """What the function returns on each rank, in a thread of its own; the first error, if one raises."""
+        results: list[Any] = [None] * self.size
+        errors: list[BaseException] = []
+
+        def work(rank: int) -> None:
+            try:
+                results[rank] = function(self.of(rank))
+            except BaseException as error:
+                errors.append(error)
+                self._barrier.abort()
+
+        threads = [threading.Thread(target=work, args=(rank,)) for rank in range(self.size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if errors:
+            self._barrier.reset()
+            raise errors[0]
+        return results
+
+    def exchange(self, operation: str, rank: int, given: Any) -> list[Any]:
+        """What each rank gave, by rank. All of them have to have read it before one goes on: see `leave`."""
+        self._given[rank] = given
+        self._wait(operation)
+        return list(self._given)
+
+    def leave(self, operation: str) -> None:
+        """The rank has read what it wanted."""
+        self._wait(operation)
+
+    def _wait(self, operation: str) -> None:
+        try:
+            self._barrier.wait()
+        except threading.BrokenBarrierError:
+            raise LibraryError(
+                operation,
+                "a rank that did not come",
+                "ranks that are all alive and call the same operations",
+                "look for the first error among the other ranks",
+            ) from None
+
+
+class InProcessCommunicator:
+    """One thread of `InProcessRanks`."""
+
+    def __init__(self, ranks: InProcessRanks, rank: int) -> None:
+        self._ranks, self.rank, self.size = ranks, rank, ranks.size
+        self.met, self.agreed = False, set[str]()
+
+    def _collective(self, name: str, t: Tensor, fill: Callable[[list[np.ndarray[Any, Any]]], None]) -> Handle:
+        self._ranks.log[self.rank].append((name, t.nbytes))
+        values = t.numpy()
+        fill(self._ranks.exchange(name, self.rank, values))
+        self._ranks.leave(name)
+        return _done
+
+    def all_gather(self, rt: Runtime, part: Tensor, out: Tensor) -> Handle:
+        """See `Communicator`."""
+        target = as_bytes(out).numpy().reshape(self.size, -1)
+
+        def fill(given: list[np.ndarray[Any, Any]]) -> None:
+            for i, values in enumerate(given):
+                target[i] = values
+
+        return self._collective("all_gather", as_bytes(part), fill)
+
+    def reduce_scatter(self, rt: Runtime, whole: Tensor, out: Tensor) -> Handle:
+        """See `Communicator`."""
+        target = out.numpy()
+
+        def fill(given: list[np.ndarray[Any, Any]]) -> None:
+            parts = [values.reshape(self.size, *target.shape)[self.rank] for values in given]
+            target[...] = _sum(parts)
+
+        return self._collective("reduce_scatter", whole, fill)
+
+    def all_reduce(self, rt: Runtime, t: Tensor, operation: str = "sum", how: str | None = None) -> Handle:
+        """See `Communicator`."""
+        target = t.numpy()
+
+        def fill(given: list[np.ndarray[Any, Any]]) -> None:
+            made = _sum(given) if operation == "sum" else np.fmax.reduce(given)
+            self._ranks.leave("all_reduce")
+            target[...] = made
+
+        return self._collective("all_reduce", t, fill)
+
+    def all_to_all(self, rt: Runtime, t: Tensor, out: Tensor) -> Handle:
+        """See `Communicator`."""
+        target = as_bytes(out).numpy().reshape(self.size, -1)
+
+        def fill(given: list[np.ndarray[Any, Any]]) -> None:
+            for i, values in enumerate(given):
+                target[i] = values.reshape(self.size, -1)[self.rank]
+
+        return self._collective("all_to_all", as_bytes(t), fill)
+
+    def send_recv(self, rt: Runtime, t: Tensor, to: int, out: Tensor, source: int) -> Handle:
+        """See `Communicator`; here all ranks of the group take part."""
+        self._ranks.log[self.rank].append(("send_recv", t.nbytes))
+        given = self._ranks.exchange("send_recv", self.rank, (to, as_bytes(t).numpy()))
+        if given[source][0] == self.rank:
+            as_bytes(out).numpy()[...] = given[source][1]
+        self._ranks.leave("send_recv")
+        return _done
+
+    def agree(self, rt: Runtime, operation: str, text: str) -> None:
+        """See `Communicator`."""
+        texts = self._ranks.exchange("agree", self.rank, text)
+        self._ranks.leave("agree")
+        if len(set(texts)) > 1:
+            raise disagreement(operation, texts)
+
+
+def _sum(parts: Sequence[np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
+    """The sum in float32, rounded once."""
+    total = np.zeros(parts[0].shape, np.float32)
+    for part in parts:
+        total += part.astype(np.float32)
+    return total.astype(parts[0].dtype)

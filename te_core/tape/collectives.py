@@ -1,0 +1,104 @@
+"""What ranks exchange, as steps: a recorded layer over ranks begins and awaits its collectives where it did."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from te_core.runtime import Runtime
+from te_core.symbols import Patch, patches
+from te_core.tensor import Tensor
+
+
+class Collective:
+    """A collective begins; its handle is held in a slot until `Awaited`."""
+
+    __slots__ = ("comm", "handle", "name", "options", "patches", "tensors")
+
+    def __init__(
+        self, name: str, comm: int, handle: int, tensors: Sequence[Tensor], options: Any, bases: Sequence[int]
+    ) -> None:
+        self.name, self.comm, self.handle, self.options = name, comm, handle, options
+        self.tensors = [(t.shape, t.dtype, t.device, t.strides) for t in tensors]
+        self.patches = patches([t.ptr for t in tensors], bases)
+
+    def run(self, rt: Runtime, executor: Any, at: Sequence[int], held: list[Any]) -> None:
+        """Begin it with this call's communicator."""
+        tensors = [
+            Tensor(at[slot] + offset, shape, dtype, device, held[slot], strides)
+            for (_, slot, offset), (shape, dtype, device, strides) in zip(self.patches, self.tensors, strict=True)
+        ]
+        held[self.handle] = getattr(held[-1][self.comm], self.name)(rt, *tensors, *self.options)
+
+    def __repr__(self) -> str:
+        return f"begin {self.name} t{self.handle}"
+
+
+class Awaited:
+    """Later steps see a collective's result. Until then its tensors belong to it, so it counts as their reader."""
+
+    __slots__ = ("handle", "patches")
+
+    def __init__(self, handle: int, tensors: tuple[Patch, ...]) -> None:
+        self.handle, self.patches = handle, tensors
+
+    def run(self, rt: Runtime, executor: Any, at: Sequence[int], held: list[Any]) -> None:
+        """Wait."""
+        held[self.handle].wait()
+        held[self.handle] = None
+
+    def __repr__(self) -> str:
+        return f"await t{self.handle}"
+
+
+class _Handle:
+    """A collective on its way, in a recording (`recorder`: the one of recorder.py)."""
+
+    def __init__(self, recorder: Any, begun: Collective) -> None:
+        self._recorder, self._begun = recorder, begun
+
+    def wait(self) -> None:
+        """Recorded once: later waits have nothing to wait for."""
+        begun, self._begun = self._begun, None  # type: ignore[assignment]
+        if begun is not None:
+            self._recorder.add(Awaited(begun.handle, begun.patches))
+
+
+class RecordedCommunicator:
+    """One rank of a group in a recording: what it is asked for becomes steps."""
+
+    met = True  # or nothing is recorded
+
+    def __init__(self, recorder: Any, number: int, like: Any) -> None:
+        self._recorder, self._number = recorder, number  # among the objects of a call
+        self.rank, self.size = like.rank, like.size
+
+    def _begin(self, name: str, tensors: Sequence[Tensor], *options: Any) -> _Handle:
+        recorder = self._recorder
+        step = Collective(name, self._number, recorder.handle(name), tensors, options, recorder.bases)
+        recorder.add(step)
+        return _Handle(recorder, step)
+
+    def all_gather(self, rt: Runtime, part: Tensor, out: Tensor) -> _Handle:
+        """See te_core/layers/communicator.py, as for the others."""
+        return self._begin("all_gather", (part, out))
+
+    def reduce_scatter(self, rt: Runtime, whole: Tensor, out: Tensor) -> _Handle:
+        """As said there."""
+        return self._begin("reduce_scatter", (whole, out))
+
+    def all_reduce(self, rt: Runtime, t: Tensor, operation: str = "sum", how: str | None = None) -> _Handle:
+        """As said there."""
+        return self._begin("all_reduce", (t,), operation, how)
+
+    def all_to_all(self, rt: Runtime, t: Tensor, out: Tensor) -> _Handle:
+        """As said there."""
+        return self._begin("all_to_all", (t, out))
+
+    def send_recv(self, rt: Runtime, t: Tensor, to: int, out: Tensor, source: int) -> Any:
+        """As said there: layers do not use it yet."""
+        raise self._recorder.refused("ranks that send to one another")
+
+    def agree(self, rt: Runtime, operation: str, text: str) -> None:
+        """Ranks that have met do not ask again."""
+        raise self._recorder.refused("ranks that have not met")

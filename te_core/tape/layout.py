@@ -1,0 +1,166 @@
+"""When a tape takes its memory, and when it lets go of it.
+
+Memory is taken before the first step that reads or writes it, and let go of behind the last; what the result holds
+stays. Small temporaries lie in one block, side by side while they live together, where that takes no more bytes at the
+peak than the layer itself took.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from copy import copy
+from typing import Any, NamedTuple
+
+from te_core import dtypes
+from te_core.symbols import Patch
+from te_core.tape.tape import Drop, Slot, Step, Take, Tape
+
+#: Temporaries up to this many bytes may share the block, and the block has no more.
+_SMALL, _BLOCK = 1 << 18, 1 << 20
+#: Places in the block are multiples of this: of what every kernel's alignment may ask for.
+_STEP = 256
+#: What an allocator rounds up to: how bytes are counted here.
+_ROUND = 512
+
+Lives = dict[int, tuple[int, int]]  # of memory, by slot: its first step, and the one behind its last
+
+
+class Places(NamedTuple):
+    """A tape's slots and steps, takes and drops among them."""
+
+    slots: list[Slot]
+    steps: list[Any]
+    peak: int
+
+
+def laid_out(
+    slots: Sequence[Slot],
+    steps: Sequence[Step],
+    interpreted: tuple[dict[int, int], dict[int, int]],
+    kept: set[int],
+    released: frozenset[int],
+    alignment: int,
+) -> Places:
+    """The steps with takes and drops. `interpreted`: before which steps the layer took and let go of memory."""
+    lives, uses = _lives(slots, steps, kept)
+    end = len(steps)
+    begins, ends = interpreted
+    before = {i: (begins[i], end + 1 if i in kept else ends.get(i, end)) for i in begins}
+    size = {i: slots[i].nbytes for i in (*before, *released)}
+    given_up = {i: (0, uses[i][1] if i in uses else 0) for i in released}
+    places, block = _shared(lives, size, kept, _SMALL, _BLOCK)
+    if block:
+        together = _together(lives, places, len(slots))
+        limit = _peak(before | {i: (0, ends.get(i, end)) for i in released}, size)
+        if _peak(together | given_up, {**size, len(slots): block}) <= limit:
+            slots, steps = _moved(slots, steps, places, block)
+            lives, size = together, {**size, len(slots) - 1: block}
+    return Places(list(slots), _with_memory(slots, steps, lives, kept, given_up, alignment), _peak(lives, size))
+
+
+def in_one_block(tape: Tape, alignment: int = _STEP) -> Tape:
+    """The same with all memory that is not the result's in one block, for a host that must know its size beforehand:
+    that of the slot `temporaries`, the last one. It is larger than the peak where lives do not fit one another."""
+    steps = [copy(step) for step in tape.steps if not isinstance(step, (Take, Drop))]
+    kept = tape.kept
+    lives, uses = _lives(tape.slots, steps, kept)
+    size = {i: tape.slots[i].nbytes for i in lives}
+    places, block = _shared(lives, size, kept, None, None)
+    slots, steps = _moved(tape.slots, steps, places, block)
+    if places:
+        lives, size = _together(lives, places, len(slots) - 1), {**size, len(slots) - 1: block}
+    given_up = {i: (0, uses[i][1] if i in uses else 0) for i in tape.released}
+    final = _with_memory(slots, steps, lives, kept, given_up, alignment)
+    return Tape(tape.what, slots, final, _peak(lives, size), tape.result, tape.keeps)
+
+
+def _lives(slots: Sequence[Slot], steps: Sequence[Step], kept: Collection[int]) -> tuple[Lives, Lives]:
+    """(of memory that is used or kept, its first step and the one behind its last; the same of all slots)."""
+    uses: Lives = {}
+    for i, step in enumerate(steps):
+        for patch in step.patches:
+            first, _ = uses.get(patch.slot, (i, i))
+            uses[patch.slot] = first, i + 1
+    end = len(steps)
+    lives: Lives = {}
+    for i, slot in enumerate(slots):
+        if slot.kind == "memory" and (i in uses or i in kept):
+            first, last = uses.get(i, (end, end))
+            lives[i] = first, end + 1 if i in kept else last
+    return lives, uses
+
+
+def _together(lives: Lives, places: dict[int, int], block: int) -> Lives:
+    """The lives where those in the block are one."""
+    alone = {i: life for i, life in lives.items() if i not in places}
+    return {**alone, block: (min(lives[i][0] for i in places), max(lives[i][1] for i in places))}
+
+
+def _with_memory(
+    slots: Sequence[Slot], steps: Sequence[Step], lives: Lives, kept: Collection[int], given_up: Lives, alignment: int
+) -> list[Any]:
+    """The steps, with takes before and drops behind them."""
+    end = len(steps)
+    final: list[Any] = [Drop(s, True) for s, (_, last) in given_up.items() if not last]
+    for i in range(end + 1):
+        final += [Take(s, slots[s].shape, slots[s].dtype, alignment) for s, life in lives.items() if life[0] == i]
+        if i < end:
+            final.append(steps[i])
+            final += [Drop(s, False) for s, life in lives.items() if life[1] == i + 1 and s not in kept]
+            final += [Drop(s, True) for s, (_, last) in given_up.items() if last == i + 1]
+    return final
+
+
+def _peak(lives: Lives, size: dict[int, int]) -> int:
+    """The most bytes that live at once."""
+    changes: dict[int, int] = {}
+    for slot, (first, last) in lives.items():
+        nbytes = -(-max(size[slot], 1) // _ROUND) * _ROUND
+        changes[2 * first + 1] = changes.get(2 * first + 1, 0) + nbytes
+        changes[2 * max(last, first + 1)] = changes.get(2 * max(last, first + 1), 0) - nbytes
+    most = now = 0
+    for moment in sorted(changes):
+        now += changes[moment]
+        most = max(most, now)
+    return most
+
+
+def _shared(
+    lives: Lives, size: dict[int, int], kept: Collection[int], largest: int | None, limit: int | None
+) -> tuple[dict[int, int], int]:
+    """(where each temporary up to this size lies in a block up to this limit, the block's bytes).
+
+    None where fewer than two would share it, if there is a limit.
+    """
+    fitting = [i for i in lives if i not in kept and (largest is None or size[i] <= largest)]
+    places: dict[int, int] = {}
+    block = 0
+    for i in sorted(fitting, key=lambda i: -size[i]):
+        (first, last), nbytes = lives[i], -(-max(size[i], 1) // _STEP) * _STEP
+        beside = sorted(
+            (places[j], places[j] + -(-max(size[j], 1) // _STEP) * _STEP)
+            for j in places
+            if lives[j][0] < last and first < lives[j][1]
+        )
+        at = 0
+        for begin, stop in beside:
+            if begin - at >= nbytes:
+                break
+            at = max(at, stop)
+        if limit is None or at + nbytes <= limit:
+            places[i] = at
+            block = max(block, at + nbytes)
+    return (places, block) if len(places) > 1 or limit is None else ({}, 0)
+
+
+def _moved(
+    slots: Sequence[Slot], steps: Sequence[Step], places: dict[int, int], block: int
+) -> tuple[list[Slot], list[Step]]:
+    """The steps with temporaries at these places of a block, which becomes the last slot."""
+    where = len(slots)
+    for step in steps:
+        if any(patch.slot in places for patch in step.patches):
+            step.patches = tuple(  # type: ignore[misc]
+                Patch(p.number, where, p.offset + places[p.slot]) if p.slot in places else p for p in step.patches
+            )
+    return [*slots, Slot("memory", "temporaries", (block,), dtypes.uint8, block, 0)], list(steps)

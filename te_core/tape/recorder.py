@@ -1,0 +1,273 @@
+"""Recording: a layer's function runs once, on symbolic tensors and a runtime that launches nothing.
+
+What is decided on the way (plans, tuning, the building of graphs) is decided on the real runtime, at the alignment that
+symbolic addresses have. What would run becomes a step: on a GPU each launch and library call, on the CPU each call of
+the backend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from inspect import signature
+from typing import Any
+
+from te_core import dtypes, symbols
+from te_core.dtypes import DType
+from te_core.plan_cache import PlanCache
+from te_core.quantized import QuantizedTensor
+from te_core.runtime import Runtime
+from te_core.symbols import Patch
+from te_core.tape.collectives import RecordedCommunicator
+from te_core.tape.layout import laid_out
+from te_core.tape.result import Result
+from te_core.tape.tape import Slot, Step, Tape
+from te_core.tape.walk import NotRecordedError, exchanged, names_of
+from te_core.tensor import Tensor
+
+#: Of a backend's functions those that wait for the device, or ask for what a tape cannot hold.
+_REFUSED = frozenset(("copy_to_host", "copy_from_host", "stream", "order"))
+
+
+class Owner:
+    """What keeps a symbolic tensor's memory: a slot."""
+
+    __slots__ = ("recorder", "slot")
+
+    def __init__(self, slot: int, recorder: Recorder) -> None:
+        self.slot, self.recorder = slot, recorder
+
+    def __del__(self) -> None:
+        self.recorder.ends[self.slot] = len(self.recorder.steps)
+
+    def __getattr__(self, name: str) -> Any:
+        """A layer that asks its tensors' owners for something works with a framework's tensors."""
+        raise NotRecordedError("a layer in a framework's own operations")
+
+
+class Recorder:
+    """What a recording has found so far."""
+
+    def __init__(self, rt: Runtime, alignment: int | Sequence[int]) -> None:
+        self.alignment = alignment  # of all inputs, or of each
+        self.promise = min(rt.alignment, 256) if rt.device.kind == "cuda" else 256
+        self.slots: list[Slot] = []
+        self.bases: list[int] = []
+        self.steps: list[Step] = []
+        self.begins: dict[int, int] = {}  # memory, by slot: the step before which the layer took it,
+        self.ends: dict[int, int] = {}  # and that before which the layer let go of it; also of what it was given
+        self._scratch: dict[str, int] = {}
+
+    def _slot(self, kind: str, name: str, like: tuple[tuple[int, ...], DType, int], alignment: int, *more: bool) -> int:
+        number = len(self.slots)
+        self.bases.append(symbols.base(number, alignment))
+        self.slots.append(Slot(kind, name, *like, self.bases[-1], *more))
+        return number
+
+    def input(self, name: str, given: Tensor) -> Tensor:
+        """A symbolic tensor in the place of one that the caller brings."""
+        each = self.alignment
+        alignment = each if isinstance(each, int) else each[len(self.bases)]
+        number = self._slot("input", name, (given.shape, given.dtype, given.nbytes), alignment)
+        owner = Owner(number, self)
+        return Tensor(self.bases[number], given.shape, given.dtype, given.device, owner, given.strides)
+
+    def memory(self, shape: tuple[int, ...], dtype: DType, device: Any) -> Tensor:
+        """Memory of the call."""
+        count = 1
+        for n in shape:
+            count *= n
+        number = self._slot("memory", "", (tuple(shape), dtype, dtype.nbytes(count)), self.promise)
+        self.begins[number] = len(self.steps)
+        return Tensor(self.bases[number], shape, dtype, device, Owner(number, self))
+
+    def scratch(self, name: str, nbytes: int, zeroed: bool) -> int:
+        """The address of scratch memory; the most that is asked for under a name."""
+        number = self._scratch.get(name)
+        if number is None:
+            like = (nbytes,), dtypes.uint8, nbytes
+            number = self._scratch[name] = self._slot("scratch", name, like, self.promise, zeroed)
+        elif self.slots[number].nbytes < nbytes:
+            self.slots[number] = self.slots[number]._replace(nbytes=nbytes, shape=(nbytes,))
+        return self.bases[number]
+
+    def handle(self, name: str) -> int:
+        """A place for a collective on its way."""
+        return self._slot("handle", name, ((), dtypes.uint8, 0), 1)
+
+    def add(self, step: Step) -> None:
+        """Something that would run."""
+        self.steps.append(step)
+
+    def add_call(self, function: Callable[..., None], arguments: tuple[Any, ...], what: str = "") -> None:
+        """A call of the CPU backend."""
+        self.steps.append(Called(what or function.__name__, function, arguments, self.bases))
+
+    def add_note(self, what: str, function: Callable[[], Any]) -> None:
+        """Something that reports read, to be noted by every replay."""
+        self.steps.append(Noted(what, function))
+
+    def refused(self, reason: str) -> NotRecordedError:
+        """What is raised where something cannot be recorded."""
+        return NotRecordedError(reason)
+
+
+class Noted:
+    """A recorded note."""
+
+    __slots__ = ("_function", "_what")
+    patches: tuple[Patch, ...] = ()
+
+    def __init__(self, what: str, function: Callable[[], Any]) -> None:
+        self._what, self._function = what, function
+
+    def run(self, rt: Runtime, executor: Any, at: list[int], held: list[Any]) -> None:
+        """Note it."""
+        self._function()
+
+    def __repr__(self) -> str:
+        return f"note: {self._what}"
+
+
+class Called:
+    """A recorded call of a function of the CPU backend."""
+
+    __slots__ = ("arguments", "function", "patches", "what")
+
+    def __init__(
+        self, what: str, function: Callable[..., None], arguments: tuple[Any, ...], bases: Sequence[int]
+    ) -> None:
+        self.what, self.function = what, function
+        found: list[Tensor] = []
+
+        def seen(t: Tensor) -> Tensor:
+            found.append(t)
+            return _without_memory(t)
+
+        wholes: list[QuantizedTensor] = []
+        self.arguments = exchanged(arguments, seen, wholes)  # nothing of it keeps the recording's memory alive,
+        for q in wholes:
+            q.owner = None  # nor the caller's
+        self.patches = tuple(
+            Patch(i, symbols.slot_of(t.ptr), t.ptr - bases[symbols.slot_of(t.ptr)]) for i, t in enumerate(found)
+        )
+
+    def run(self, rt: Runtime, executor: Any, at: list[int], held: list[Any]) -> None:
+        """Call it with tensors over what is there now."""
+        places = iter(self.patches)
+
+        def real(t: Tensor) -> Tensor:
+            _, slot, offset = next(places)
+            return Tensor(at[slot] + offset, t.shape, t.dtype, t.device, held[slot], t.strides)
+
+        self.function(rt, *exchanged(self.arguments, real))
+
+    def __repr__(self) -> str:
+        return self.what
+
+
+def _without_memory(t: Tensor) -> Tensor:
+    return Tensor(t.ptr, t.shape, t.dtype, t.device, None, t.strides)
+
+
+class _Plans:
+    """A cache of plans that notes which were asked for: steps point at constants that these keep."""
+
+    def __init__(self, plans: PlanCache) -> None:
+        self._plans, self.found = plans, {}  # type: ignore[var-annotated]
+
+    def get(self, key: Any) -> Any:
+        """The plan of this key, or None."""
+        plan = self._plans.get(key)
+        if plan is not None:
+            self.found[id(plan)] = plan
+        return plan
+
+    def put(self, key: Any, plan: Any) -> Any:
+        """Remember a new plan and return it."""
+        self.found[id(plan)] = plan
+        return self._plans.put(key, plan)
+
+
+class _Backend:
+    """A backend as a recording sees it: it plans on the real runtime; on the CPU, what would run becomes a step."""
+
+    def __init__(self, rt: Runtime, recorder: Recorder) -> None:
+        self._rt, self._recorder = rt, recorder
+        self.name = rt.backend.name
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _REFUSED:
+            raise NotRecordedError(f"{name} in a layer")
+        found: Any = getattr(self._rt.backend, name)
+        if name.startswith("plan_"):
+            return lambda rt, *arguments: found(self._rt, *arguments)
+        if self._rt.device.kind == "cuda":
+            return found
+        return lambda rt, *arguments: self._recorder.add_call(found, arguments)
+
+
+class RecordingRuntime(Runtime):
+    """A runtime that launches and allocates nothing."""
+
+    __slots__ = ("real",)
+
+    def __init__(self, rt: Runtime, recorder: Recorder) -> None:
+        for name in ("device", "stream", "allocator", "joins", "alignment"):
+            setattr(self, name, getattr(rt, name))
+        self.real, self.recorder = rt, recorder
+        self.backend: Any = _Backend(rt, recorder)
+        self.plans: Any = _Plans(rt.plans)
+
+    def empty(self, shape: tuple[int, ...], dtype: DType) -> Tensor:
+        """Symbolic memory."""
+        return self.recorder.memory(shape, dtype, self.device)  # type: ignore[no-any-return]
+
+    def workspace(self, name: str, nbytes: int, zeroed: bool = False) -> int:
+        """Symbolic scratch memory."""
+        return self.recorder.scratch(name, nbytes, zeroed)  # type: ignore[no-any-return]
+
+    def executor(self) -> Any:
+        """The real one: some planning looks at it."""
+        return self.real.executor()
+
+    def _not_here(self, *arguments: Any, **options: Any) -> Any:
+        raise NotRecordedError("work on another stream or on the host")
+
+    side = wait = record = fresh = apart = tensor = numpy = _not_here
+
+
+def record(
+    rt: Runtime,
+    what: str,
+    function: Callable[..., Any],
+    call: tuple[tuple[Any, ...], dict[str, Any]],
+    alignment: int | Sequence[int],
+) -> Tape:
+    """The tape of function(rt, *call[0], **call[1]), whose tensors have this alignment: all, or each its own.
+
+    Raises `NotRecordedError`, or what the function raises; then nothing has happened.
+    """
+    recorder = Recorder(rt, alignment)
+    arguments, options = call
+    inputs: list[Tensor] = []
+    wholes: list[Any] = []
+    bound = signature(function).bind_partial(rt, *arguments).arguments  # (a tuple, of those that have one name)
+    names = names_of(dict([*bound.items()][1:]) | options)
+
+    def symbolic(t: Tensor) -> Tensor:
+        inputs.append(recorder.input(next(names), t))
+        return inputs[-1]
+
+    given = exchanged((*arguments, *options.values()), symbolic, wholes)
+    for i, part in enumerate(given):
+        if hasattr(part, "all_gather"):
+            number = next(i for i, whole in enumerate(wholes) if whole is part)
+            given = (*given[:i], RecordedCommunicator(recorder, number, part), *given[i + 1 :])
+    on = RecordingRuntime(rt, recorder)
+    result = function(on, *given[: len(arguments)], **dict(zip(options, given[len(arguments) :], strict=True)))
+    made = Result(result, inputs, wholes, recorder.slots)
+    released = frozenset(i for i, t in enumerate(inputs) if t.owner is None)
+    interpreted = recorder.begins, recorder.ends
+    promised = rt.alignment if rt.device.kind == "cuda" else 1  # the host reads any address
+    places = laid_out(recorder.slots, recorder.steps, interpreted, made.slots, released, promised)
+    return Tape(what, *places, made, tuple(on.plans.found.values()))

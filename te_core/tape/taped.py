@@ -1,0 +1,216 @@
+"""A layer's function that is recorded for each key of its arguments, and replayed.
+
+The key has all that a recording depends on: shapes, dtypes, strides, which arguments are there, what quantized ones
+hold, the device, and how addresses are aligned. What cannot be recorded runs as it always has, and `COUNTS` says
+why.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, is_dataclass
+from functools import partial
+from typing import Any
+
+from te_core import env
+from te_core.errors import ArgumentError
+from te_core.plan_cache import PlanCache
+from te_core.precision import Operand
+from te_core.runtime import Runtime
+from te_core.tape.recorder import record
+from te_core.tape.tape import Tape
+from te_core.tape.walk import NotRecordedError, facts
+from te_core.tensor import META, Tensor
+
+#: When a call is recorded: when its key is met first, when it is met again, never.
+WHEN = ("first", "second", "never")
+_MOST_TAPES = 2048
+#: A recording costs about two calls, a replay saves half of one. Once a function has so many tapes it gets another one
+#: only while each was replayed so often, on average: sizes that come again by chance would cost more than they save.
+_TRIED, _PAYS = 6, 3
+#: As far as plans look at the alignment of an address.
+_ALIGNED = 256
+
+
+@dataclass
+class Counts:
+    """How many calls were replayed and recorded, and how many ran as they always have, by reason."""
+
+    replayed: int = 0
+    recorded: int = 0
+    interpreted: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def share(self) -> float:
+        """Of all calls those that were replayed."""
+        total = self.replayed + self.interpreted.total()
+        return self.replayed / total if total else 0.0
+
+    def __str__(self) -> str:
+        total = self.replayed + self.interpreted.total()
+        if not total:
+            return "no layer was called yet"
+        reasons = [f"{count} not ({reason})" for reason, count in self.interpreted.most_common(8)]
+        return ", ".join([f"{self.replayed} of {total} calls of layers replayed ({self.share:.0%})", *reasons])
+
+
+#: A reason that begins so, of a call that went well, is a fault of ours: tests look for it.
+FAILED = "the recording failed"
+OFF = "tapes are off"
+COUNTS = Counts()
+_tapes = PlanCache(_MOST_TAPES)
+_numbers = itertools.count()
+_when: str | None = None
+
+
+def when() -> str:
+    """The setting: what `set_when` said last, else what the environment says."""
+    global _when
+    if _when is None:
+        _when = env.tapes()
+    return _when
+
+
+def set_when(chosen: str | None) -> None:
+    """Set it for the process; None asks the environment again."""
+    global _when
+    if chosen is not None and chosen not in WHEN:
+        raise ArgumentError("tapes", repr(chosen), " or ".join(WHEN), "choose one of these")
+    _when = chosen
+
+
+def tapes() -> list[Tape]:
+    """Those that are kept, the youngest last."""
+    return [found for found in _tapes.values() if isinstance(found, Tape)]
+
+
+def forget() -> None:
+    """Let go of all tapes."""
+    global _tapes
+    _tapes = PlanCache(_MOST_TAPES)
+
+
+class _Seen:
+    """In the place of a tape: the key was met once, or cannot be recorded, for a reason."""
+
+    __slots__ = ("reason",)
+
+    def __init__(self, reason: str = "") -> None:
+        self.reason = reason
+
+
+_ONCE = _Seen()
+
+
+class Trial:
+    """Whether it pays to record a function, or several whose specs differ in sizes alone."""
+
+    __slots__ = ("__weakref__", "made", "replayed")
+
+    def __init__(self) -> None:
+        self.made = self.replayed = 0  # how many tapes, and how often one of them was of use
+
+    @property
+    def failed(self) -> bool:
+        """Whether no further tape is to be made for now."""
+        return self.made >= _TRIED and self.replayed < _PAYS * self.made
+
+
+class Taped:
+    """A function of a layer (its forward, or its backward) with its spec."""
+
+    __slots__ = ("_number", "_reason", "_trial", "function", "name", "spec")
+
+    def __init__(self, name: str, function: Callable[..., Any], spec: Any, trial: Trial | None = None) -> None:
+        self.name, self.function, self.spec = name, function, spec
+        self._number = next(_numbers)
+        self._trial = Trial() if trial is None else trial
+        self._reason = never_recorded(spec)
+
+    def __call__(self, rt: Runtime, *arguments: Any, **options: Any) -> Any:
+        """function(rt, *arguments, spec=spec, **options)."""
+        reason, setting, key, tensors, wholes = self._reason, _when or when(), (), [], []  # type: ignore[var-annotated]
+        if rt.device is META:
+            return self.function(rt, *arguments, spec=self.spec, **options)
+        if reason is None and setting != "never":
+            try:
+                key = self._key(rt, arguments, options, tensors, wholes)
+                found = _tapes.get(key)
+                if found.__class__ is not Tape:
+                    found, reason = self._first(rt, key, found, arguments, options)
+                if found is not None:
+                    COUNTS.replayed += 1
+                    self._trial.replayed += 1
+                    del arguments, options  # a replay frees what its caller has given up
+                    return found.replay(rt, tensors, wholes)
+            except NotRecordedError as error:
+                reason = str(error)
+        result = self.function(rt, *arguments, spec=self.spec, **options)
+        COUNTS.interpreted[reason or OFF] += 1  # not of a call that is refused
+        if reason is not None and reason.startswith(FAILED):
+            _tapes.put(key, _Seen(reason))  # it is not the call that is wrong: not tried again
+        return result
+
+    def _key(
+        self, rt: Runtime, arguments: Any, options: dict[str, Any], tensors: list[Tensor], wholes: list[Any]
+    ) -> tuple[Any, ...]:
+        device = rt.device
+        parts: list[Any] = [self._number, device, rt.joins, rt.alignment, 0]
+        for value in arguments:
+            if value.__class__ is Tensor and value.device is device:
+                tensors.append(value)
+                parts += (value.shape, value.dtype, value.strides)
+            else:
+                parts.append(None if value is None else facts(value, tensors, wholes, device))
+        for name, value in options.items():
+            parts += (name, None if value is None else facts(value, tensors, wholes, device))
+        bits = parts[4] = _ALIGNED
+        if device.kind == "cuda":
+            for t in tensors:
+                bits |= t.ptr
+        if bits & (_ALIGNED - 1):  # what does not read the crooked ones is planned as if they were not there
+            parts[4] = tuple([(t.ptr | _ALIGNED) & -(t.ptr | _ALIGNED) for t in tensors])
+        return tuple(parts)
+
+    def _first(
+        self, rt: Runtime, key: tuple[Any, ...], found: _Seen | None, arguments: Any, options: dict[str, Any]
+    ) -> tuple[Tape | None, str]:
+        """(a tape made now, or why there is none)."""
+        if found is not None and found.reason:
+            return None, found.reason
+        if when() == "second":
+            if found is None:
+                _tapes.put(key, _ONCE)
+                return None, "met for the first time"
+            if self._trial.failed:
+                return None, "shapes of which few come again"
+        try:
+            tape = record(rt, self.name, partial(self.function, spec=self.spec), (arguments, options), key[4])
+        except NotRecordedError as error:
+            _tapes.put(key, _Seen(str(error)))
+            return None, str(error)
+        except Exception as error:  # if it is the call that is wrong, the function itself will say so
+            return None, f"{FAILED}: {error!r}"
+        COUNTS.recorded += 1
+        self._trial.made += 1
+        return _tapes.put(key, tape), ""
+
+
+def never_recorded(spec: Any) -> str | None:
+    """Why calls of this spec are not recorded, whatever they are given."""
+    if isinstance(spec, Operand) and spec.custom is not None:
+        return "a user's quantizer"
+    if not is_dataclass(spec):
+        if isinstance(spec, tuple):
+            return next(filter(None, map(never_recorded, spec)), None)
+        return None
+    for part in fields(spec):
+        value = getattr(spec, part.name)
+        if part.name == "inspect" and value is not None:
+            return "an inspector looks on"
+        found = never_recorded(value)
+        if found is not None:
+            return found
+    return None

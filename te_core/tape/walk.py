@@ -1,0 +1,179 @@
+"""The tensors in what layers and backends take and give: found in order, and exchanged for others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from copy import copy
+from typing import Any
+
+from te_core.layers.linear import Sink
+from te_core.ops.swizzle import Scales as OrderedScales
+from te_core.quantize.state import Scales
+from te_core.quantized import Cast, QuantizedTensor
+from te_core.tensor import Tensor
+
+
+class NotRecordedError(Exception):
+    """Why a call runs as it always has, in words."""
+
+
+#: The tensors of a quantized one, in the order in which they are slots.
+PIECES = (
+    "rowwise",
+    "rowwise_scale",
+    "rowwise_amax",
+    "columnwise",
+    "columnwise_scale",
+    "columnwise_amax",
+    "rowwise_swizzled",
+    "columnwise_swizzled",
+    "block",
+)
+#: Those of them that a product adds: scales in its own order, made once for a tensor.
+ADDED = ("rowwise_swizzled", "columnwise_swizzled")
+STATE = ("forward_scale", "forward_amax", "backward_scale", "backward_amax", "forward_nonfinite", "backward_nonfinite")
+_OF_CAST = ("scale", "amax", "rng", "nonfinite", "maxima")
+_PLAIN = frozenset((bool, int, float, str, type(None)))
+
+
+class Apart(QuantizedTensor):
+    """Stands for a quantized tensor whose pieces lie apart (a class of an adapter's): it has no block.
+
+    Where a layer asks for one the adapter would copy the pieces together, which is no step.
+    """
+
+    __slots__ = ()
+
+    @property
+    def block(self) -> Tensor | None:
+        """Not to be had."""
+        raise NotRecordedError("pieces of a quantized tensor that have to be brought together")
+
+    @block.setter
+    def block(self, block: Tensor | None) -> None:
+        assert block is None
+
+
+def pieces_of(q: QuantizedTensor) -> tuple[str, ...]:
+    """The names of a quantized tensor's pieces that are slots."""
+    return PIECES if q.__class__ is QuantizedTensor else PIECES[:-1]
+
+
+def facts(value: Any, found: list[Tensor], wholes: list[Any], device: Any) -> Any:
+    """What a recording depends on of an argument besides addresses; its tensors join `found`, in order, and objects
+    that a recording has to be given again join `wholes`: quantized tensors, communicators.
+    """
+    kind = value.__class__
+    if kind is Tensor:
+        if value.device is not device:
+            raise NotRecordedError("a tensor of another device")
+        found.append(value)
+        return value.shape, value.dtype, value.strides
+    if kind in _PLAIN:
+        return value
+    if isinstance(value, QuantizedTensor):
+        return _facts_of_quantized(value, found, wholes, device)
+    if kind is Scales:
+        return _facts_of_scales(value, found, device)
+    if kind is Sink:
+        if value.queue is not None:
+            raise NotRecordedError("weight gradients that are computed later")
+        return facts(value.main, found, wholes, device), value.accumulate
+    if kind is tuple or kind is list or isinstance(value, tuple):
+        parts: list[Any] = [len(value)]
+        for part in value:  # most are tensors, or not there: no call for those
+            if part.__class__ is Tensor and part.device is device:
+                found.append(part)
+                parts.append((part.shape, part.dtype, part.strides))
+            else:
+                parts.append(None if part is None else facts(part, found, wholes, device))
+        return tuple(parts)
+    if hasattr(value, "all_gather"):  # a communicator
+        if not value.met:
+            raise NotRecordedError("ranks that have not met")
+        wholes.append(value)
+        return value.rank, value.size
+    raise NotRecordedError(f"an argument of type {kind.__name__}")
+
+
+def _facts_of_scales(scales: Scales, found: list[Tensor], device: Any) -> Any:
+    """Views of a state are made once and used for many calls: so are their facts."""
+    known = scales.facts
+    if known is None:
+        tensors: list[Tensor] = []
+        parts = [facts(getattr(scales, name), tensors, [], device) for name in STATE]
+        known = scales.facts = (*parts, device), tensors
+    key, tensors = known
+    found += tensors
+    return key
+
+
+def _facts_of_quantized(q: QuantizedTensor, found: list[Tensor], wholes: list[Any], device: Any) -> Any:
+    wholes.append(q)
+    names = pieces_of(q)
+    pieces = [facts(getattr(q, name), found, wholes, device) for name in names]
+    return q.format, q.shape, q.owner is None, names is PIECES, *pieces
+
+
+def exchanged(value: Any, leaf: Callable[[Tensor], Tensor], wholes: list[Any] | None = None) -> Any:
+    """The same of other tensors: `leaf` gives one for each, in the order of `facts`. Objects join `wholes` as there."""
+    kind = value.__class__
+    if kind is Tensor:
+        return leaf(value)
+    if kind in _PLAIN:
+        return value
+    if kind is tuple or kind is list:
+        return kind([exchanged(part, leaf, wholes) for part in value])
+    if isinstance(value, tuple):
+        return kind(*[exchanged(part, leaf, wholes) for part in value])
+    if kind is OrderedScales:
+        return OrderedScales(exchanged(value._q, leaf, wholes), value._columnwise)
+    if kind is Scales:
+        return Scales(*[exchanged(getattr(value, name), leaf, wholes) for name in STATE])
+    if kind is Sink:
+        return Sink(exchanged(value.main, leaf, wholes), value.accumulate, value.queue)
+    if kind is Cast:
+        made = copy(value)
+        for name in _OF_CAST:
+            setattr(made, name, exchanged(getattr(value, name), leaf, wholes))
+        return made
+    if isinstance(value, QuantizedTensor):
+        return _exchanged_quantized(value, leaf, wholes)
+    if wholes is not None and hasattr(value, "all_gather"):
+        wholes.append(value)
+    return value
+
+
+def _exchanged_quantized(
+    q: QuantizedTensor, leaf: Callable[[Tensor], Tensor], wholes: list[Any] | None
+) -> QuantizedTensor:
+    names = pieces_of(q)
+    made = (QuantizedTensor if names is PIECES else Apart)(q.format, q.shape, None, None)
+    made.owner = q.owner
+    for name in names:
+        setattr(made, name, exchanged(getattr(q, name), leaf, wholes))
+    if wholes is not None:
+        wholes.append(made)
+    return made
+
+
+def names_of(value: Any, name: str = "") -> Iterator[str]:
+    """What each tensor is called, in the order of `facts`."""
+    kind = value.__class__
+    parts: dict[str, Any] = {}
+    if kind is Tensor:
+        yield name
+    elif kind is dict:
+        parts = value
+    elif kind is Scales:
+        parts = {part: getattr(value, part) for part in STATE}
+    elif isinstance(value, QuantizedTensor):
+        parts = {part: getattr(value, part) for part in pieces_of(value)}
+    elif kind is Sink:
+        parts = {"main": value.main}
+    elif isinstance(value, (tuple, list)):
+        parts = (
+            value._asdict() if hasattr(value, "_asdict") else dict(zip(map(str, range(len(value))), value, strict=True))
+        )
+    for key, part in parts.items():
+        yield from names_of(part, f"{name}.{key}" if name else key)

@@ -1,0 +1,214 @@
+"""What modules whose weights are spread over ranks share: the group, local sizes, marks for trainers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+
+from te_core.errors import ArgumentError, UnsupportedError
+from te_core.layers.parallel import Split
+from te_core.precision import Precision
+from te_torch.autocast import active
+from te_torch.base.documented import Documented
+from te_torch.module_names import within
+from te_torch.parallel.communicator import GroupCommunicator
+from te_torch.runtime import constant_at_trace, untraced
+
+
+class Team:
+    """A module's process group, and on what its ranks have agreed. A copy of the module has the same one; a pickled
+    module has none."""
+
+    __slots__ = ("agreed", "group")
+
+    def __init__(self, group: Any) -> None:
+        self.group, self.agreed = group, set[str]()
+
+    def __deepcopy__(self, memo: Any) -> Team:
+        return self
+
+    def __reduce__(self) -> Any:
+        return Team, (None,)
+
+
+class TensorParallel(Documented):
+    """A module that may be one of several ranks' parts of a layer."""
+
+    parallel_mode: str | None = None
+    symmetric_ar_type: str | None = None
+    _team: Team | None = None
+    _calls: dict[Any, Any]
+
+    @property
+    def tp_group(self) -> Any:
+        """The process group that the weights are spread over; None where there is none (yet)."""
+        return None if self._team is None else self._team.group
+
+    @tp_group.setter
+    def tp_group(self, group: Any) -> None:
+        self.__dict__["_team"] = None if group is None else Team(group)
+
+    def _spread_over(self, tp_size: int | None, tp_group: Any, sequence_parallel: bool | None) -> None:
+        """Take over the constructor's group: from it the size follows, where it is given."""
+        self.tp_size = size_of(type(self).__name__, tp_size, tp_group)
+        self.sequence_parallel = bool(sequence_parallel) and self.tp_size > 1
+        self.tp_group = tp_group
+
+    def _local(self, name: str, size: int) -> int:
+        """This rank's part of a size."""
+        return local(type(self).__name__, name, size, self.tp_size)
+
+    def set_tensor_parallel_group(self, tp_group: Any) -> None:
+        """Set the group that the weights are spread over, before the first forward; its size is `tp_size`."""
+        operation = f"{type(self).__name__}.set_tensor_parallel_group"
+        if tp_group is not None:
+            check_group(operation, tp_group, self.tp_size)
+        self.tp_group = tp_group
+        self._calls.clear()
+
+    def _split(self, mode: str | None, precision: Precision | None) -> Split | None:
+        """How a weight of this mode is spread; None where it is whole."""
+        if self.tp_size == 1 or mode is None:
+            return None
+        if self.sequence_parallel and precision is not None and precision.history is not None:
+            self._check_reduction(precision)
+        symmetric = None if self.sequence_parallel or mode == "column" else self.symmetric_ar_type
+        return Split(mode, self.tp_size, self.sequence_parallel, symmetric)
+
+    def _communicator(self, *splits: Split | None) -> GroupCommunicator | None:
+        """What connects the ranks of these weights, for one call of this module."""
+        if not any(splits):
+            return None
+        if self._team is None or self._team.group is None:
+            raise UnsupportedError(
+                f"{type(self).__name__}.forward{within(self)}",
+                f"tp_size={self.tp_size} without a group",
+                "the process group of the ranks that the weights are spread over",
+                "pass tp_group to the constructor, or call set_tensor_parallel_group before the first forward",
+            )
+        return GroupCommunicator(self._team.group, self._team.agreed)
+
+    def _check_reduction(self, precision: Precision) -> None:
+        """Bytes of several ranks have one scale only where their maxima are reduced over all of them."""
+        operation, history, region = f"{type(self).__name__}.forward{within(self)}", precision.history, active.region
+        if history is not None and not history.reduce_amax:
+            raise ArgumentError(
+                operation,
+                "DelayedScaling(reduce_amax=False) with sequence_parallel=True",
+                "reduce_amax=True: the ranks gather one another's bytes, so their scales have to be equal",
+                "leave reduce_amax out",
+            )
+        group = None if region is None else region.group
+        if group is not None and self.tp_group is not None:
+            missing = set(dist.get_process_group_ranks(self.tp_group)) - set(dist.get_process_group_ranks(group))
+            if missing:
+                raise ArgumentError(
+                    operation,
+                    f"an amax_reduction_group without ranks {sorted(missing)} of the tensor-parallel group",
+                    "a group that contains the tensor-parallel one",
+                    "make a larger group, or leave amax_reduction_group out",
+                )
+
+    # ------------------------------------------------------------------------------- marks for trainers
+
+    def _mark_parallel(self, dim: int, *names: str) -> None:
+        """Tell trainers along which side tensor parallelism cuts these parameters."""
+        for name in names:
+            set_tensor_parallel_attributes(getattr(self, name), True, dim, 1)
+
+    def _mark_sequence(self, *names: str) -> None:
+        """Tell them whether these parameters see the tokens of one rank only, so that gradients are to be summed."""
+        for name in names:
+            if self._parameters.get(name) is not None:
+                self._parameters[name].sequence_parallel = self.sequence_parallel  # type: ignore[union-attr]
+
+
+def set_tensor_parallel_attributes(tensor: Any, is_parallel: bool, dim: int, stride: int) -> None:
+    """Set the attributes by which trainers know how a tensor is cut over ranks."""
+    tensor.tensor_model_parallel, tensor.partition_dim, tensor.partition_stride = is_parallel, dim, stride
+
+
+def size_of(operation: str, tp_size: int | None, tp_group: Any) -> int:
+    """The number of ranks, by the group if there is one."""
+    given = 1 if tp_size is None else int(tp_size)
+    if tp_group is None:
+        return given
+    if not dist.is_initialized():
+        raise ArgumentError(
+            operation,
+            "tp_group without torch.distributed",
+            "a group of an initialised process",
+            "call torch.distributed.init_process_group first",
+        )
+    if given != 1:
+        check_group(operation, tp_group, given)
+    elif dist.get_rank(tp_group) < 0:
+        check_group(operation, tp_group, given)
+    return dist.get_world_size(tp_group)
+
+
+def check_group(operation: str, tp_group: Any, size: int) -> None:
+    """The group is one of this process, and of this size."""
+    if not dist.is_initialized() or dist.get_rank(tp_group) < 0:
+        raise ArgumentError(
+            operation,
+            "a group that this process is not in",
+            "a process group with this rank in it",
+            "make the groups on all ranks, and pass each rank its own",
+        )
+    found = dist.get_world_size(tp_group)
+    if found != size:
+        raise ArgumentError(
+            operation,
+            f"a group of {found} ranks with tp_size={size}",
+            "a group of tp_size ranks: the weights have been cut into so many parts",
+            "correct tp_size, or the group",
+        )
+
+
+def local(operation: str, name: str, size: int, ranks: int) -> int:
+    """A rank's part of a size."""
+    if size % ranks:
+        raise ArgumentError(
+            operation, f"{name}={size} over {ranks} ranks", f"a {name} that tp_size divides", f"correct {name}"
+        )
+    return size // ranks
+
+
+def eagerly(module: Any, *args: Any) -> Any:
+    """What torch.compile runs in the place of a spread module's forward: the same, behind a graph break.
+
+    A region that traced code has entered does not reach over it, so there it is an error, and not another precision.
+    """
+    region = active.region
+    if region is not None and region.traced:
+        _refuse_traced_region()
+    _make_eager()
+    return _eager(module, *args)
+
+
+_eager: Any = None
+
+
+def _forward(module: Any, *args: Any) -> Any:
+    return module.forward(*args)
+
+
+@constant_at_trace
+def _refuse_traced_region() -> None:
+    raise UnsupportedError(
+        "torch.compile",
+        "te.autocast inside the compiled function, around a module whose weights are spread over ranks",
+        "a region around the compiled function: such modules run eagerly, behind a graph break",
+        "move the region out of the compiled function",
+    )
+
+
+@constant_at_trace
+def _make_eager() -> bool:
+    global _eager
+    _eager = _eager or untraced(
+        _forward, "a module whose weights are spread over ranks runs eagerly: its collectives are no operators"
+    )
+    return True

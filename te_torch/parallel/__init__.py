@@ -1,0 +1,1 @@
+"""Work that is spread over ranks: what the core's layers ask of torch.distributed."""

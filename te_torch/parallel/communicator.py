@@ -1,0 +1,149 @@
+"""The core's `Communicator` over a process group of torch: gloo on the CPU, NCCL on GPUs.
+
+Tensors are exchanged where they lie: a collective reads and writes torch's own views of the core's memory. It is begun
+on torch's current stream, which is the runtime's, and a handle's `wait` has that stream wait, not the host (gloo's has
+the host wait). Until then the handle holds the tensors.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from te_core import dtypes
+from te_core.errors import LibraryError, UnsupportedError
+from te_core.layers.communicator import Handle, disagreement
+from te_core.runtime import Runtime
+from te_core.tensor import Tensor
+from te_torch.parallel.symmetric import symmetric_sum
+from te_torch.runtime import TO_TORCH, piece_to_torch
+
+_OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX} if dist.is_available() else {}
+
+
+#: These two have new names in torch 2.13, where the older ones warn.
+_ALL_GATHER, _REDUCE_SCATTER = (
+    new if hasattr(dist, new) else old
+    for new, old in (
+        ("all_gather_single", "all_gather_into_tensor"),
+        ("reduce_scatter_single", "reduce_scatter_tensor"),
+    )
+)
+
+
+def view(t: Tensor) -> torch.Tensor:
+    """torch's view of a dense tensor of the core, as a vector."""
+    return piece_to_torch(t.reshape(t.size), TO_TORCH[t.dtype]).detach()
+
+
+class Work:
+    """A collective on its way, and what it reads and writes."""
+
+    __slots__ = ("_group", "_held", "_name", "_work")
+
+    def __init__(self, name: str, group: Any, work: Any, *held: torch.Tensor) -> None:
+        self._name, self._group, self._work, self._held = name, group, work, held
+
+    def wait(self) -> None:
+        """Have the current stream (or, with gloo, the host) wait for the result."""
+        work, self._work = self._work, None
+        if work is not None:
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise failed(self._name, self._group, error) from error
+        self._held = ()
+
+
+def failed(name: str, group: Any, error: BaseException) -> LibraryError:
+    """The error of a collective that did not end well."""
+    return LibraryError(
+        name,
+        f"a failure over ranks {dist.get_process_group_ranks(group)}: {error}",
+        "ranks that are all alive and come to each collective within the group's timeout",
+        "look for the first error among the other ranks' outputs",
+    )
+
+
+class GroupCommunicator:
+    """This process's rank of a group, as one layer has it."""
+
+    def __init__(self, group: Any, agreed: set[str]) -> None:
+        self.group, self.agreed = group, agreed
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self.met = False
+
+    def _begin(self, name: str, function: Callable[..., Any], *tensors: torch.Tensor, **options: Any) -> Handle:
+        try:
+            work = function(*tensors, group=self.group, async_op=True, **options)
+        except RuntimeError as error:
+            raise failed(name, self.group, error) from error
+        return Work(name, self.group, work, *tensors)
+
+    def all_gather(self, rt: Runtime, part: Tensor, out: Tensor) -> Handle:
+        """See `Communicator`."""
+        return self._begin("all-gather", getattr(dist, _ALL_GATHER), view(out), view(part))
+
+    def reduce_scatter(self, rt: Runtime, whole: Tensor, out: Tensor) -> Handle:
+        """See `Communicator`."""
+        return self._begin("reduce-scatter", getattr(dist, _REDUCE_SCATTER), view(out), view(whole))
+
+    def all_reduce(self, rt: Runtime, t: Tensor, operation: str = "sum", how: str | None = None) -> Handle:
+        """See `Communicator`; `how` is a `symmetric_ar_type`."""
+        if how is not None:
+            symmetric_sum(view(t), self.group, how)
+            return Work("all-reduce", self.group, None)
+        return self._begin("all-reduce", dist.all_reduce, view(t), op=_OPERATIONS[operation])
+
+    def all_to_all(self, rt: Runtime, t: Tensor, out: Tensor) -> Handle:
+        """See `Communicator`."""
+        return self._begin("all-to-all", dist.all_to_all_single, view(out), view(t))
+
+    def send_recv(self, rt: Runtime, t: Tensor, to: int, out: Tensor, source: int) -> Handle:
+        """See `Communicator`."""
+        given, taken = view(t), view(out)
+        if to == self.rank == source:
+            taken.copy_(given)
+            return Work("send", self.group, None)
+        moves = [
+            dist.P2POp(dist.isend, given, group=self.group, group_peer=to),
+            dist.P2POp(dist.irecv, taken, group=self.group, group_peer=source),
+        ]
+        try:
+            works = dist.batch_isend_irecv(moves)
+        except RuntimeError as error:
+            raise failed("send and receive", self.group, error) from error
+        return Work("send and receive", self.group, _All(works), given, taken)
+
+    def agree(self, rt: Runtime, operation: str, text: str) -> None:
+        """See `Communicator`: digests first, and what they are of only where they differ."""
+        if rt.device.kind == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise UnsupportedError(
+                operation,
+                "the first forward of a module over ranks inside a CUDA graph's capture",
+                "modules that all ranks have run together before",
+                "run a step before the capture",
+            )
+        mine = rt.tensor(list(hashlib.sha256(text.encode()).digest()), dtypes.uint8)
+        everyone = rt.empty((self.size, mine.size), dtypes.uint8)
+        self.all_gather(rt, mine, everyone).wait()
+        found = rt.numpy(everyone)
+        if (found != found[0]).any():
+            texts: list[Any] = [None] * self.size
+            dist.all_gather_object(texts, text, self.group)
+            raise disagreement(operation, texts)
+
+
+class _All:
+    """Several works as one."""
+
+    def __init__(self, works: list[Any]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()

@@ -1,0 +1,226 @@
+"""What FSDP2's hooks have to know of shards: whether ranks' bytes can stand one after another, and what fills them up.
+
+FSDP2 cuts a parameter along its first dimension into pieces of one size, of which the last ones may be smaller, or
+empty. Each rank decides by the parameter's size and the number of pieces, which all know: one that judged its own piece
+would leave the others waiting.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from inspect import Signature, signature
+from types import FrameType
+from typing import Any
+
+import torch
+
+from te_core.errors import UnsupportedError
+from te_core.quantized import BLOCK
+from te_torch.module_names import name_of
+from te_torch.tensors.buffers import Buffers, memory_of, rows_of
+
+
+def rows_of_a_shard(shard: Any, mesh: Any, whole: Sequence[int] | None, module: Any) -> int:
+    """The rows that each rank sends of a parameter of this shape: a rank that has fewer fills up."""
+    if mesh is None or whole is None:
+        return int(shard.shape[0])
+    _refuse(shard, whole, mesh.size(), tuple(shard.shape[1:]) == tuple(whole[1:]), lambda: _held_by(module, shard))
+    return -(-whole[0] // mesh.size())
+
+
+def refuse_what_cannot_be_gathered(t: Any, dim: int) -> None:
+    """While `fully_shard` cuts a parameter: raise at once, and on every rank, what its first all-gather would."""
+    found = _being_sharded()
+    if found is not None:
+        ranks, name = found
+        _refuse(t, t.shape, ranks, dim == 0, lambda: name)
+
+
+def _being_sharded() -> tuple[int, str] | None:
+    """Into how many shards FSDP2 is cutting a parameter, and which; None where nobody does.
+
+    The call stack knows (`FSDPParam` of torch 2.6 to 2.13): a tensor that is cut is not told by whom.
+    """
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        if frame.f_code.co_name == "_init_sharded_param" and frame.f_globals["__name__"].startswith("torch."):
+            param = frame.f_locals["self"]
+            where = param._module_info
+            return getattr(param.mesh_info, "shard_mesh_size", 1), f"{name_of(where.module)}.{where.param_name}"
+        frame = frame.f_back
+    return None
+
+
+def _held_by(module: Any, shard: Any) -> str:
+    """What a shard's parameter is called: that of its module over this very tensor."""
+    found = (n for n, p in module._parameters.items() if p is shard or getattr(p, "_local_tensor", None) is shard)
+    return f"{name_of(module)}.{next(found, 'weight')}"
+
+
+def _refuse(t: Any, whole: Sequence[int], ranks: int, along_rows: bool, name: Callable[[], str]) -> None:
+    """Raise for a parameter of this shape in so many shards, unless these can be put together again.
+
+    `t` is the parameter or any shard of it: by what each rank knows alike, all ranks decide alike.
+    """
+    formats = {p._format for p in getattr(t, "_parts", (t,)) if getattr(p, "_format", None) is not None}
+    step = max([BLOCK.get(form.scaling, 1) for form in formats], default=1)
+    rows, one_scale = -(-whole[0] // ranks), step == 1 and formats and not hasattr(t, "_parts")
+    if ranks == 1 or (along_rows and (one_scale or whole[0] % (step * ranks) == 0)):
+        return
+    allowed = f"rows that are a multiple of {step * ranks} ({step} a block, {ranks} ranks)"
+    first = "shard over fewer ranks (a mesh of two dimensions replicates over the rest), choose another size"
+    if not along_rows:
+        why = "shards of another dimension than rows"
+        allowed, first = "quantized weights cut along their first dimension", "leave it out in shard_placement_fn"
+    elif rows % step:
+        why = f"shards of {rows} rows cut through a block of {step}"
+    elif whole[0] % step:
+        why = f"the last of the shards of {rows} rows has {whole[0] % rows} and ends inside a block of {step}"
+    else:
+        why = "the last shards are smaller"
+    raise UnsupportedError(
+        "fully_shard",
+        f"{name()}, a {type(t).__name__} of {whole[0]} rows ({' x '.join(map(str, whole))}) over {ranks} ranks: {why}",
+        allowed,
+        f"{first}, or construct this layer outside quantized_model_init",
+    )
+
+
+def filled(sent: torch.Tensor, rows: int) -> torch.Tensor:
+    """The data of a shard as that of one of so many rows."""
+    made = sent.new_zeros((rows, *sent.shape[1:]))
+    made[: sent.shape[0]] = sent
+    return made
+
+
+def in_one(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The bytes of several buffers in one: of a mesh of one rank FSDP2 (torch 2.13) takes the first buffer alone."""
+    return torch.cat([t.view(-1).view(torch.uint8) for t in tensors])
+
+
+def apart(one: torch.Tensor, like: Sequence[tuple[torch.Size, torch.dtype]]) -> list[torch.Tensor]:
+    """Such buffers again, as views."""
+    sizes = [shape.numel() * dtype.itemsize for shape, dtype in like]
+    return [t.view(d).view(s) for t, (s, d) in zip(one.view(-1).split(sizes), like, strict=True)]
+
+
+def same_memory(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
+    """Whether both are the same view of the same memory, wherever that is now."""
+    return a is not None and b is not None and a.shape == b.shape and memory_of(a) == memory_of(b)
+
+
+def first_rows(form: Any, shape: tuple[int, int], buffers: Buffers, rows: int) -> Buffers:
+    """The buffers of a gathered matrix without the rows that filled up."""
+    if shape[0] == rows:
+        return buffers
+    if form.scaling != "tensor":
+        found = rows_of(form, shape, buffers, 0, rows)
+        assert found is not None  # whole blocks were gathered
+        return found
+    row = buffers.row_data
+    assert row is not None and buffers.col_data is None
+    return buffers._replace(row_data=row[:rows])
+
+
+class Sent:
+    """What a shard sends in each all-gather: views of its buffers, and what the whole parameter needs besides."""
+
+    __slots__ = ("format", "held", "metadata", "nominal", "options", "quantizer", "tensors")
+
+    @classmethod
+    def of(cls, shard: Any, tensors: Sequence[torch.Tensor], metadata: Any) -> Sent | None:
+        """That which was made now; None if some of it is a copy, which a change of the shard would not reach."""
+        held = _held(shard)
+        if not held or not all(any(_starts_as(t, h) for h in held if h is not None) for t in tensors):
+            return None
+        made = cls()
+        made.held, made.tensors, made.metadata = held, tuple(tensors), metadata
+        made.format, made.options, made.quantizer = shard._format, shard._options, shard._quantizer
+        made.nominal = shard._dtype
+        return made
+
+    format: Any
+    held: tuple[torch.Tensor | None, ...]
+    metadata: Any
+    nominal: torch.dtype
+    options: Any
+    quantizer: Any
+    tensors: tuple[torch.Tensor, ...]
+
+    def fits(self, shard: Any) -> bool:
+        """Whether the shard holds the same."""
+        return (
+            self.quantizer is shard._quantizer
+            and self.format is shard._format
+            and self.options is shard._options
+            and self.nominal is shard._dtype
+            and _same(self.held, _held(shard))
+        )
+
+
+class Arrived:
+    """What came last of all shards, where a parameter's buffers are views of it."""
+
+    __slots__ = ("held", "metadata", "order")
+
+    @classmethod
+    def of(cls, whole: Any, gathered: Sequence[torch.Tensor], metadata: Any) -> Arrived | None:
+        """That of a parameter over what was gathered; None where its buffers are copies of some of it."""
+        held = _held(whole)
+        order = [next((h for h in held if h is not None and _is_all_of(g, h)), None) for g in gathered]
+        known = [*order, metadata.get("fp8_scale_inv")]
+        if not held or any(h is None for h in order):
+            return None
+        if any(h is not None and not any(h is k for k in known) for h in held):  # made of what was gathered
+            return None
+        made = cls()
+        made.held, made.metadata, made.order = held, metadata, tuple(order)
+        return made
+
+    held: tuple[torch.Tensor | None, ...]
+    metadata: Any
+    order: tuple[Any, ...]
+
+    def fits(self, whole: Any, gathered: Sequence[torch.Tensor], metadata: Any) -> bool:
+        """Whether the same has come again, into the memory of the same buffers."""
+        if self.metadata is not metadata or not _same(self.held, _held(whole)):
+            return False
+        for g, h in zip(gathered, self.order, strict=True):
+            if g.data_ptr() != h.data_ptr() or g.numel() != h.numel():
+                return False
+        return True
+
+    def note(self, whole: Any) -> None:
+        """Note that other bytes are in the buffers' memory, which may have been freed and be elsewhere now."""
+        views = whole._core_views
+        if views is not None and not views.stay():
+            whole._core_views = views.moved()
+        whole._wrote()
+
+
+def _held(t: Any) -> tuple[torch.Tensor | None, ...]:
+    """The buffers of a tensor that has any of its own, as they are held."""
+    if getattr(t, "_format", None) is None:
+        return ()
+    return (t._row_data, t._row_scale, t._row_amax, t._col_data, t._col_scale, t._col_amax)
+
+
+def _same(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
+    return len(a) == len(b) and all([x is y for x, y in zip(a, b, strict=True)])
+
+
+def _starts_as(t: torch.Tensor, held: torch.Tensor) -> bool:
+    """Whether a tensor is a view of all of a buffer, or of its first rows."""
+    return t.numel() > 0 and t.data_ptr() == held.data_ptr() and t.dtype is held.dtype
+
+
+def _is_all_of(t: torch.Tensor, held: torch.Tensor) -> bool:
+    return t.numel() == held.numel() and _starts_as(t, held)
+
+
+def known_signature(method: Any) -> Any:
+    """Keep a method's signature with it: FSDP2 asks for it in each all-gather of each parameter (15 us)."""
+    found: Signature = signature(method)
+    method.__signature__ = found
+    return method

@@ -1,0 +1,304 @@
+"""The collectives of the documented `distributed` module: of plain tensors, and the bytes of quantized ones."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from contextlib import suppress
+from importlib import import_module
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from te_core.errors import ArgumentError, UnsupportedError
+from te_torch.tensors import Float8CurrentScalingQuantizer, NVFP4Quantizer, QuantizedTensorStorage, Quantizer
+from te_torch.tensors.gathering import Gathering, all_gather, can_gather, missing_of, reduce_scatter, usages_of
+from te_torch.training.distributed import get_distributed_rank, get_distributed_world_size
+
+
+def allreduce(inp: torch.Tensor, tp_group: Any = None, async_op: bool = False) -> tuple[torch.Tensor, dist.Work | None]:
+    """(the sum over the group's ranks, in the memory of `inp`; a handle to wait for with `async_op`, else None)."""
+    if get_distributed_world_size(tp_group) == 1:
+        return inp, None
+    if not inp.is_contiguous():
+        raise ArgumentError(
+            "allreduce", f"a tensor with strides {tuple(inp.stride())}", "a contiguous one", "call contiguous() first"
+        )
+    return inp, dist.all_reduce(inp, group=tp_group, async_op=async_op)
+
+
+def reduce_scatter_along_first_dim(
+    inp: torch.Tensor, tp_group: Any, async_op: bool = False, output: torch.Tensor | None = None
+) -> tuple[torch.Tensor, dist.Work | None]:
+    """(this rank's rows of the sum over the group's ranks, a handle with `async_op`). `output` is written if given."""
+    operation, ranks = "reduce_scatter_along_first_dim", get_distributed_world_size(tp_group)
+    if ranks == 1:
+        return (inp, None) if output is None else (output.copy_(inp), None)
+    if inp.ndim == 0 or inp.shape[0] % ranks:
+        rows = f"{inp.shape[0]} rows" if inp.ndim else "no rows"
+        raise ArgumentError(operation, f"{rows} for {ranks} ranks", f"a multiple of {ranks}", "pad the first dimension")
+    shape = (inp.shape[0] // ranks, *inp.shape[1:])
+    output = _output(operation, output, shape, inp)
+    return output, reduce_scatter(output, inp.contiguous(), tp_group, async_op)
+
+
+def gather_along_first_dim(
+    inp: Any,
+    process_group: Any,
+    async_op: bool = False,
+    quantizer: Quantizer | None = None,
+    output_tensor: Any = None,
+    external_coalescing: bool = False,
+) -> tuple[Any, Any]:
+    """(the rows of all the group's ranks, a handle to wait for with `async_op`, else None).
+
+    With a quantizer, or a quantized input, the result is quantized, with the copies that the quantizer makes, and the
+    bytes of the ranks' shards travel. FP8 with one scale moves its rowwise copy alone; its scale is agreed over the
+    group where it follows from the values (current scaling). Where a shard does not end with a block, and of NVFP4 that
+    is quantized here (each rank has its own amax), the values travel as they are and are quantized afterwards, with a
+    warning. Ranks that bring different scales get NaN. `output_tensor` is written if given.
+
+    `external_coalescing`: the caller's coalescing manager is around this call; for plain tensors.
+    """
+    operation, ranks = "gather_along_first_dim", get_distributed_world_size(process_group)
+    quantized = isinstance(inp, QuantizedTensorStorage)
+    if ranks == 1:
+        made = inp if quantized or quantizer is None else quantizer(inp)
+        return (made, None) if output_tensor is None else (_into(output_tensor, made), None)
+    if quantizer is None and not quantized:
+        return _gather_plain(inp, process_group, async_op and not external_coalescing, output_tensor)
+    if external_coalescing:
+        raise UnsupportedError(
+            operation,
+            "external_coalescing=True for a quantized result",
+            "it for plain tensors",
+            "leave external_coalescing out: the buffers of a quantized tensor are put together after they came",
+        )
+    local = inp if quantized else _quantized_shard(inp, quantizer, process_group)
+    if local is None:
+        values, _ = _gather_plain(inp, process_group, False, None)
+        made = quantizer(values)  # type: ignore[misc]
+        return (made, None) if output_tensor is None else (_into(output_tensor, made), None)
+    usages = usages_of(quantizer, local)
+    _check_shard(operation, local, usages)
+    gathering = Gathering(local, process_group, usages)
+    if async_op and output_tensor is None:
+        return gathering.result, gathering
+    gathering.wait()
+    made = gathering.result
+    return (made, None) if output_tensor is None else (_into(output_tensor, made), None)
+
+
+def _gather_plain(inp: torch.Tensor, group: Any, async_op: bool, output: Any) -> tuple[torch.Tensor, Any]:
+    shape = (get_distributed_world_size(group) * inp.shape[0], *inp.shape[1:])
+    output = _output("gather_along_first_dim", output, shape, inp)
+    return output, all_gather(output, inp.contiguous(), group, async_op)
+
+
+def _output(operation: str, output: torch.Tensor | None, shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
+    if output is None:
+        return like.new_empty(shape)
+    if tuple(output.shape) != shape or output.dtype != like.dtype or not output.is_contiguous():
+        raise ArgumentError(
+            operation,
+            f"an output of shape {tuple(output.shape)} and {output.dtype}",
+            f"a contiguous one of {shape} and {like.dtype}",
+            "correct it, or leave it out",
+        )
+    return output
+
+
+def _quantized_shard(inp: torch.Tensor, quantizer: Any, group: Any) -> Any:
+    """This rank's rows, quantized so that the others' can stand beside them; None where they cannot."""
+    rows = prod(inp.shape[:-1])
+    if isinstance(quantizer, NVFP4Quantizer):
+        why = "each rank's NVFP4 has an amax of its own"
+    elif quantizer.operand is None or quantizer.custom or quantizer.operand.columnwise is not None:
+        why = f"{type(quantizer).__name__} has no format whose bytes could stand side by side"
+    elif not can_gather(quantizer.format, rows):
+        why = f"{rows} rows of a rank end within a block"
+    else:
+        quantizer = quantizer.copy()
+        if isinstance(quantizer, Float8CurrentScalingQuantizer):
+            quantizer.with_amax_reduction, quantizer.amax_reduction_group = True, group
+        if quantizer.format.scaling == "tensor":  # the transpose is made of what arrives
+            quantizer.set_usage(rowwise=True, columnwise=False)
+        with torch.no_grad():
+            made = quantizer(inp)
+        made._quantizer.amax_reduction_group = None  # a tensor's quantizer keeps no group
+        return made
+    warnings.warn(f"gather_along_first_dim: {why}; the values travel, and are quantized afterwards", stacklevel=4)
+    return None
+
+
+def _check_shard(operation: str, local: Any, usages: dict[str, bool]) -> None:
+    form, name = local._format, type(local).__name__
+    rows = local._matrix()[0]
+    if not can_gather(form, rows):
+        raise ArgumentError(
+            operation,
+            f"a {name} of {rows} rows, which end within a block",
+            "whole blocks of rows on each rank",
+            "gather the values before they are quantized, or cut the rows elsewhere",
+        )
+    if missing := missing_of(form, local, usages):
+        raise ArgumentError(
+            operation,
+            f"a {name} with {local.get_usages()}",
+            f"one with its {' and '.join(missing)} copy",
+            "quantize it with that usage, or ask for another one by quantizer.set_usage()",
+        )
+
+
+def _into(output: Any, made: Any) -> Any:
+    """Write a result into the caller's tensor."""
+    if isinstance(output, QuantizedTensorStorage) and isinstance(made, QuantizedTensorStorage):
+        output.copy_from_storage(made)
+        return output
+    return output.copy_(made)
+
+
+# ------------------------------------------------------------------------------ equal pieces of a flattened tensor
+
+
+def split_tensor_into_1d_equal_chunks(tensor: torch.Tensor, tp_group: Any, new_buffer: bool = False) -> torch.Tensor:
+    """This rank's piece of the flattened tensor: a view, or in memory of its own (`new_buffer`)."""
+    ranks, rank = get_distributed_world_size(tp_group), get_distributed_rank(tp_group)
+    if tensor.numel() % ranks:
+        raise ArgumentError(
+            "split_tensor_into_1d_equal_chunks",
+            f"{tensor.numel()} elements for {ranks} ranks",
+            f"a multiple of {ranks}",
+            "pad the tensor",
+        )
+    each = tensor.numel() // ranks
+    piece = tensor.reshape(-1)[rank * each : (rank + 1) * each]
+    return piece.clone() if new_buffer else piece
+
+
+def gather_split_1d_tensor(tensor: torch.Tensor, tp_group: Any) -> torch.Tensor:
+    """The flattened tensor of which each rank has such a piece."""
+    ranks = get_distributed_world_size(tp_group)
+    if ranks == 1:
+        return tensor
+    whole = tensor.new_empty((ranks * tensor.numel(),))
+    all_gather(whole, tensor.contiguous().view(-1), tp_group)
+    return whole
+
+
+# ------------------------------------------------------------------------------------------ symmetric memory
+
+_buffers: dict[tuple[Any, ...], torch.Tensor] = {}
+_pool: Any = None
+_IN_PLACE = {"multimem_all_reduce": "multimem_all_reduce_", "two_shot": "two_shot_all_reduce_"}
+_TYPES = ("nccl", "multimem_all_reduce", "two_shot", "one_shot")
+
+
+def _symmetric(operation: str, device: Any) -> Any:
+    """torch's symmetric memory, for tensors of this device."""
+    kind = torch.device(device).type
+    found: Any = None
+    with suppress(ImportError):
+        found = import_module("torch.distributed._symmetric_memory")
+    if found is None or kind != "cuda":
+        raise UnsupportedError(
+            operation,
+            f"a tensor on {kind}" if found is not None else f"torch {torch.__version__}, which has no symmetric memory",
+            "symmetric memory of torch, between GPUs that reach each other's memory",
+            "use allreduce(), or torch.empty for a buffer",
+        )
+    return found
+
+
+def get_symmetric_memory_tensor(
+    tensor_numel: int, tensor_dtype: torch.dtype, tensor_device: Any, tp_group: Any, tag: Any = None
+) -> torch.Tensor:
+    """A flat tensor that all ranks of the group can reach; the same one for equal arguments. A collective, at first."""
+    memory = _symmetric("get_symmetric_memory_tensor", tensor_device)
+    group: Any = dist.group.WORLD if tp_group is None else tp_group
+    key = (int(tensor_numel), tensor_dtype, torch.device(tensor_device), group.group_name, tag)
+    found = _buffers.get(key)
+    if found is None:
+        found = memory.empty(int(tensor_numel), dtype=tensor_dtype, device=tensor_device)
+        memory.rendezvous(found, group.group_name)
+        _buffers[key] = found
+    return found
+
+
+def symmetric_all_reduce(
+    inp: torch.Tensor, tp_group: Any = None, async_op: bool = False, all_reduce_type: str = "multimem_all_reduce"
+) -> tuple[torch.Tensor, dist.Work | None]:
+    """(the sum over the group's ranks, None), through memory that all of them reach; "nccl" is `allreduce`."""
+    operation = "symmetric_all_reduce"
+    if all_reduce_type not in _TYPES:
+        raise TypeError(f"{operation}: all_reduce_type={all_reduce_type!r}; it is one of {', '.join(_TYPES)}")
+    if all_reduce_type == "nccl":
+        return allreduce(inp, tp_group, async_op)
+    if async_op:
+        raise UnsupportedError(
+            operation, "async_op=True", "async_op=False", "leave it out, or pass all_reduce_type='nccl'"
+        )
+    if get_distributed_world_size(tp_group) == 1:
+        return inp, None
+    memory = _symmetric(operation, inp.device)
+    group: Any = dist.group.WORLD if tp_group is None else tp_group
+    buffer = get_symmetric_memory_tensor(inp.numel(), inp.dtype, inp.device, group, operation)
+    if all_reduce_type == "multimem_all_reduce" and not memory.rendezvous(buffer, group.group_name).multicast_ptr:
+        raise UnsupportedError(
+            operation,
+            "all_reduce_type='multimem_all_reduce' where NVLink multicast is off",
+            "'one_shot', 'two_shot' or 'nccl' here",
+            "pass one of these",
+        )
+    buffer.copy_(inp.reshape(-1))
+    if all_reduce_type == "one_shot":
+        made = torch.ops.symm_mem.one_shot_all_reduce(buffer, "sum", group.group_name)
+    else:
+        getattr(torch.ops.symm_mem, _IN_PLACE[all_reduce_type])(buffer, "sum", group.group_name)
+        made = buffer
+    return inp.copy_(made.view(inp.shape)), None
+
+
+def symm_mem_alloc(
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    ep_group: Any,
+    device: Any = None,
+    use_pool: bool = False,
+    backend: str = "NCCL",
+) -> torch.Tensor:
+    """A tensor in memory that all ranks of the group can reach.
+
+    By itself, registered now (every rank calls it), or from the process's pool (`use_pool`), whose memory is registered
+    as it is used; `release_symm_mem_pool()` gives that back. `backend`: torch's, "NCCL", "CUDA" or "NVSHMEM".
+    """
+    operation = "symm_mem_alloc"
+    if backend not in ("NCCL", "CUDA", "NVSHMEM"):
+        raise ArgumentError(operation, f"backend={backend!r}", "'NCCL', 'CUDA' or 'NVSHMEM'", "correct it")
+    if device is None:
+        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
+    memory = _symmetric(operation, device)
+    if memory.get_backend(torch.device(device)) != backend:
+        memory.set_backend(backend)
+    if use_pool:
+        global _pool
+        if _pool is None:
+            _pool = memory.get_mem_pool(torch.device(device))
+        with torch.cuda.use_mem_pool(_pool):
+            return torch.empty(tuple(shape), dtype=dtype, device=device)
+    made: torch.Tensor = memory.empty(tuple(shape), dtype=dtype, device=device)
+    group: Any = dist.group.WORLD if ep_group is None else ep_group
+    memory.rendezvous(made, group.group_name)
+    return made
+
+
+def release_symm_mem_pool() -> None:
+    """Let go of the pool of `symm_mem_alloc`, and of what `get_symmetric_memory_tensor` keeps.
+
+    Before process groups are destroyed.
+    """
+    global _pool
+    _pool = None
+    _buffers.clear()

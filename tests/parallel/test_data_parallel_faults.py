@@ -1,0 +1,104 @@
+"""What goes wrong on one rank of several: every other one ends with an error within the group's timeout."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import te_torch as te
+from tests.parallel.fsdp_steps import batch, build, mesh_of, optimizer_of, shard, step
+from tests.parallel.ranks import Rank, Ranks
+
+PATIENCE = 6.0  # seconds that a collective waits, where it waits in vain
+
+
+def dies(rank: Rank, how: str) -> None:
+    """The last rank ends between two steps."""
+    if how == "ddp":
+        model: Any = DistributedDataParallel(build("delayed", False, rank.device))
+    else:
+        model = shard(build("delayed", how == "fsdp2 quantized", rank.device), mesh_of(rank.device, rank.world))
+    optimizer = optimizer_of(model)
+    for i in range(3):
+        if i == 1 and rank.number == rank.world - 1:
+            os._exit(3)
+        step(model, optimizer, "delayed", batch(rank.number, i, rank.device))
+
+
+@pytest.mark.parametrize("how", ["ddp", "fsdp2", "fsdp2 quantized"])
+def test_a_rank_that_dies(gloo_ranks: Ranks, how: str) -> None:
+    *others, last = gloo_ranks.outcomes(dies, how)
+    assert (last.how, last.text) == ("died", "exit code 3")
+    for outcome in others:
+        assert outcome.how == "raised" and "RuntimeError" in outcome.error + outcome.text, str(outcome)
+
+
+def other_model(rank: Rank, how: str) -> None:
+    """The last rank has one layer more."""
+    model: Any = build("current", False, rank.device)
+    if rank.number == rank.world - 1:
+        model.append(te.Linear(512, 512, device=rank.device, params_dtype=torch.bfloat16))
+    if how == "ddp":
+        model = DistributedDataParallel(model)
+    else:
+        shard(model, mesh_of(rank.device, rank.world))
+    optimizer = optimizer_of(model)
+    for i in range(2):
+        step(model, optimizer, "current", batch(rank.number, i, rank.device))
+
+
+@pytest.mark.parametrize("how", ["ddp", "fsdp2"])
+def test_ranks_with_other_models(gloo_ranks: Ranks, how: str) -> None:
+    begin = time.monotonic()
+    for outcome in gloo_ranks.outcomes(other_model, how, group_timeout=PATIENCE):
+        assert outcome.how == "raised", str(outcome)
+    assert time.monotonic() - begin < 60
+
+
+def other_modules_run(rank: Rank) -> None:
+    """All ranks have the same model, of which the last one leaves a layer out."""
+    model = build("delayed", False, rank.device)
+    for i in range(3):
+        with te.autocast(recipe=te.get_default_recipe()):
+            y = model[0](batch(rank.number, i, rank.device))
+            y = model[1](y) if rank.number < rank.world - 1 else y
+        y.float().sum().backward()
+
+
+def test_ranks_that_run_other_modules(gloo_ranks: Ranks) -> None:
+    """Maxima that would be reduced into another module's: an error on every rank, by name."""
+    for outcome in gloo_ranks.outcomes(other_modules_run):
+        assert outcome.how == "raised" and "modules" in outcome.text, str(outcome)
+
+
+def other_group(rank: Rank) -> None:
+    """The last rank takes part in a gather with a group of itself, the others with all."""
+    from te_torch.training import collectives
+
+    alone = dist.new_group([rank.world - 1])
+    group = alone if rank.number == rank.world - 1 else None
+    collectives.gather_along_first_dim(torch.ones(4, 4), group)
+    if group is None:
+        raise AssertionError("a gather without one of its ranks has ended")
+    raise RuntimeError("this rank is done")
+
+
+def test_groups_of_other_sizes(gloo_ranks: Ranks) -> None:
+    for outcome in gloo_ranks.outcomes(other_group, group_timeout=PATIENCE):
+        assert outcome.how == "raised" and outcome.error != "AssertionError", str(outcome)
+
+
+def wrong_mesh(rank: Rank) -> str:
+    with pytest.raises(Exception) as error:  # torch's own
+        mesh_of(rank.device, rank.world + 1)
+    return str(error.value)
+
+
+def test_a_mesh_of_more_ranks_than_there_are(pair: Ranks) -> None:
+    assert all(said for said in pair.run(wrong_mesh))

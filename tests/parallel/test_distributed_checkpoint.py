@@ -1,0 +1,107 @@
+"""torch.distributed.checkpoint: saved on some ranks and loaded on others, values and FP8 state are equal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+import te_torch as te
+from tests.parallel.fsdp_steps import KINDS, STEPS, batch, build, mesh_of, optimizer_of, plain, shard, step
+from tests.parallel.ranks import Rank, Ranks
+from tests.recipes import region, rule
+
+CASES = [(None, False)] + [(name, quantized) for name in KINDS for quantized in (False, True)]
+
+
+def model_of(rank: Rank, name: str | None, quantized: bool, seed: int) -> Any:
+    return shard(build(name, quantized, rank.device, seed=seed), mesh_of(rank.device, rank.world))
+
+
+def everything(model: Any, optimizer: Any) -> dict[str, Any]:
+    """This rank's parameters, FP8 state and optimizer's state."""
+    found = {n: plain(p) for n, p in model.named_parameters()}
+    kept = model.state_dict()
+    found |= {n: b.clone().cpu() for n, b in model.named_buffers() if n in kept}
+    for i, p in enumerate(model.parameters()):
+        found |= {f"state {i} {k}": plain(v) for k, v in optimizer.state[p].items()}
+    return found
+
+
+def forward(model: Any, name: str | None, device: str) -> torch.Tensor:
+    with region(name), torch.no_grad():
+        return model(batch(7, 0, device)).cpu()  # type: ignore[no-any-return]
+
+
+def saved(rank: Rank, name: str | None, quantized: bool, folder: str) -> Any:
+    model = model_of(rank, name, quantized, 0)
+    optimizer = optimizer_of(model, "AdamW")
+    for i in range(STEPS):
+        step(model, optimizer, name, batch(rank.number, i, rank.device))
+    weights, state = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=folder)
+    return everything(model, optimizer), forward(model, name, rank.device)
+
+
+def loaded(rank: Rank, name: str | None, quantized: bool, folder: str) -> Any:
+    """Into a model of other weights."""
+    model = model_of(rank, name, quantized, 1)
+    if name is not None:
+        te.prepare_state(model, rule(name))  # type: ignore[arg-type]
+    optimizer = optimizer_of(model, "AdamW")
+    weights, state = get_state_dict(model, optimizer)
+    dcp.load({"model": weights, "optimizer": state}, checkpoint_id=folder)
+    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
+    return everything(model, optimizer), forward(model, name, rank.device)
+
+
+def check(first: Ranks, second: Ranks, name: str | None, quantized: bool, folder: str) -> None:
+    before, after = first.run(saved, name, quantized, folder), second.run(loaded, name, quantized, folder)
+    for key, value in before[0][0].items():
+        was, now = [b[key] for b, _ in before], [a[key] for a, _ in after]
+        if value.ndim and sum(len(t) for t in was) == sum(len(t) for t in now):  # shards
+            was, now = [torch.cat(was)], [torch.cat(now)]
+        for a, b in zip(was, now, strict=False):
+            assert torch.equal(a, b), (key, (a - b).abs().max())
+    assert set(before[0][0]) == set(after[0][0])
+    assert all(torch.equal(before[0][1], y) for _, y in after)
+
+
+@pytest.mark.parametrize(("name", "quantized"), [case for case in CASES if case != ("nvfp4 nearest", True)])
+def test_of_two_ranks_on_one(ranks_of: Callable[..., Ranks], name: Any, quantized: bool, tmp_path: Any) -> None:
+    check(ranks_of(2, "cpu"), ranks_of(1, "cpu"), name, quantized, str(tmp_path))
+
+
+@pytest.mark.more
+@pytest.mark.parametrize(("name", "quantized"), [case for case in CASES if case != ("nvfp4 nearest", True)])
+def test_of_four_ranks_on_two(ranks_of: Callable[..., Ranks], name: Any, quantized: bool, tmp_path: Any) -> None:
+    check(ranks_of(4, "cpu"), ranks_of(2, "cpu"), name, quantized, str(tmp_path))
+
+
+@pytest.mark.parametrize(("name", "quantized"), CASES)
+def test_of_one_rank_on_two(ranks_of: Callable[..., Ranks], name: Any, quantized: bool, tmp_path: Any) -> None:
+    check(ranks_of(1, "cpu"), ranks_of(2, "cpu"), name, quantized, str(tmp_path))
+
+
+def loses(rank: Rank, folder: str) -> str:
+    with pytest.raises(BaseException, match="one amax") as error:  # torch's CheckpointException shows ours
+        loaded(rank, "nvfp4 nearest", True, folder)
+    return str(error.value)
+
+
+def test_amaxes_that_cannot_be_one(ranks_of: Callable[..., Ranks], tmp_path: Any) -> None:
+    """NVFP4 shards have an amax each: on fewer ranks their bytes are no one tensor, and it is said."""
+    ranks_of(2, "cpu").run(saved, "nvfp4 nearest", True, str(tmp_path))
+    (said,) = ranks_of(1, "cpu").run(loses, str(tmp_path))
+    assert "change the whole" in said
+
+
+@pytest.mark.more
+def test_amaxes_that_cannot_be_one_on_any_rank(ranks_of: Callable[..., Ranks], tmp_path: Any) -> None:
+    """Every rank says so; none waits for another."""
+    ranks_of(4, "cpu").run(saved, "nvfp4 nearest", True, str(tmp_path))
+    assert all("change the whole" in said for said in ranks_of(2, "cpu").run(loses, str(tmp_path), group_timeout=20))

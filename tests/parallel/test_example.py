@@ -1,0 +1,142 @@
+"""The examples under torchrun: they learn, one goes on from a checkpoint on fewer ranks, and mistakes end them in a
+line that says what to do."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from examples import tensor_parallel
+from examples.arguments import UserError
+from examples.ranks import group_of_torchrun
+from tests.parallel.ranks import LOOPBACK
+
+ROOT = Path(__file__).resolve().parents[2]
+ENV = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+if LOOPBACK:
+    ENV["GLOO_SOCKET_IFNAME"] = LOOPBACK[0]
+
+
+def python(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
+    options: Any = {"cwd": ROOT, "env": {**ENV, **env}, "text": True, "capture_output": True, "timeout": 240}
+    return subprocess.run([sys.executable, *arguments], check=False, **options)
+
+
+def run(ranks: int, program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    return python(*torchrun, f"examples/{program}.py", *arguments)
+
+
+def losses(done: subprocess.CompletedProcess[str]) -> list[float]:
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [float(line.split()[-1]) for line in done.stdout.splitlines() if line.startswith("step")]
+
+
+def test_two_ranks_then_one(tmp_path: Path) -> None:
+    first = losses(run(2, "train_llama", "--quantized", "--steps", "4", "--save", str(tmp_path)))
+    assert len(first) == 4 and first[-1] < 0.8 * first[0]
+    again = losses(run(1, "train_llama", "--quantized", "--steps", "1", "--load", str(tmp_path)))
+    assert again[0] < 0.9 * first[0]
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("arguments", [("--replicas", "2"), ("--tp", "2"), ("--tp", "2", "--replicas", "2")])
+def test_a_mesh_of_several_dimensions(arguments: tuple[str, ...]) -> None:
+    found = losses(run(4, "train_llama", "--recipe", "delayed", "--steps", "3", *arguments))
+    assert found[-1] < found[0]
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.more)])
+def test_tensor_parallel(ranks: int) -> None:
+    """As documented: tp 2, and tp 2 x dp 2."""
+    found = losses(run(ranks, "tensor_parallel", "--tp", "2", "--steps", "16"))
+    assert len(found) == 4 and found[-1] < 0.8 * found[0], found
+
+
+# ------------------------------------------------------------------------------------------------------ mistakes
+
+
+ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+MISTAKES = [
+    (("--tp", "2"), "1 ranks are no 2 (--tp) x 1 (--replicas) x shards"),
+    (("--quantized", "--recipe", "none"), "--quantized needs a --recipe"),
+    (("--save", "/dev/null/there"), "--save /dev/null/there: Not a directory. Choose a folder that can be written"),
+    (("--load", "nowhere"), "nowhere holds no distributed checkpoint: --load names the folder of a --save"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "said"), MISTAKES, ids=[" ".join(arguments) for arguments, _ in MISTAKES])
+def test_mistakes(arguments: tuple[str, ...], said: str) -> None:
+    done = python("examples/train_llama.py", *arguments, **ALONE)
+    assert done.returncode == 2 and done.stderr.startswith(f"train_llama.py: error: {said}"), done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--tp", "3"], r"2 ranks are no 3 \(--tp\) x groups"),
+        (["--tp", "1", "--heads", "3"], "--heads 3: a multiple of 2"),
+        (["--hidden", "50"], "--hidden 50: a multiple of 8"),
+    ],
+)
+def test_sizes_that_do_not_go_into_one_another(arguments: list[str], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        tensor_parallel.check(tensor_parallel.parsed(arguments), 2)
+    tensor_parallel.check(tensor_parallel.parsed([]), 2)
+
+
+@pytest.mark.parametrize("program", ["tensor_parallel.py", "train_llama.py"])
+def test_without_torchrun(program: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ALONE:
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(SystemExit) as ended, group_of_torchrun(program):
+        pytest.fail("a group was made")
+    said = capsys.readouterr().err
+    assert (
+        ended.value.code == 2
+        and f"Start the program by torchrun: torchrun --nproc-per-node 2 examples/{program}" in said
+    )
+
+
+# ------------------------------------------------------------------------------------------------------- the end
+
+#: gloo's thread lets go of so many tensors after the collective is complete, and takes the interpreter for each.
+ENDS = """
+import sys
+import torch, torch.distributed as dist
+from examples.ranks import ended
+
+class Closing:
+    def __del__(self, say=print):
+        say("the interpreter closes", flush=True)
+
+closing = Closing()
+
+def main():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    sys.kept = dist.group.WORLD
+    sys.kept.allreduce_coalesced(list(torch.ones(20_000).split(1))).wait()
+    dist.destroy_process_group()
+    print("done")
+    if sys.argv[1] == "raise":
+        raise ZeroDivisionError("a mistake of the program's")
+    return sys.exit("a word") if sys.argv[1] == "exit" else int(sys.argv[1])
+
+ended(main)
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "said"), [("0", 0, ""), ("7", 7, ""), ("exit", 1, "a word"), ("raise", 1, "a mistake")]
+)
+def test_a_rank_ends_without_closing_the_interpreter(how: str, code: int, said: str) -> None:
+    """Otherwise this one aborts every second time."""
+    done = python("-W", "ignore", "-c", ENDS, how)
+    assert (done.returncode, done.stdout) == (code, "done\n"), done.stderr
+    assert said in done.stderr and ("Traceback" in done.stderr) == (how == "raise")

@@ -1,0 +1,94 @@
+"""FSDP1: the quantized copies of weights that backward reads are spread over the ranks; nothing else changes."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
+
+import te_torch as te
+from te_core.errors import UnsupportedError
+from te_torch.training import fsdp
+from tests.module_steps import values
+from tests.parallel.fsdp_steps import sent_in_gathers
+from tests.parallel.ranks import Rank, Ranks
+from tests.recipes import region, rule
+
+WIDTH = 256
+
+
+class Block(torch.nn.Module):
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self.first = te.LayerNormLinear(WIDTH, WIDTH, device=device, params_dtype=torch.bfloat16)
+        self.second = te.LayerNormMLP(WIDTH, WIDTH, device=device, params_dtype=torch.bfloat16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x))
+
+
+def steps(rank: Rank, name: str | None, prepared: bool, checkpointed: bool = False) -> dict[str, Any]:
+    torch.manual_seed(0)
+    block, place = (
+        Block(rank.device),
+        torch.device("cuda", rank.number) if rank.device == "cuda" else torch.device("cpu"),
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        wrap = fsdp.FullyShardedDataParallel if prepared else TorchFSDP
+        model = wrap(block, use_orig_params=True, device_id=place)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    outputs = []
+    for i in range(3):
+        x = values(64, WIDTH, dtype=torch.bfloat16, seed=10 * i + rank.number, device=rank.device)
+        with region(name):
+            y = te.checkpoint(model, x.requires_grad_()) if checkpointed else model(x)
+        with sent_in_gathers() as gathers:
+            y.float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        outputs.append(y.detach().cpu())
+    modules = [m for m in model.modules() if isinstance(m, te.LayerNormLinear | te.LayerNormMLP)]
+    return {"y": outputs, "sent": gathers, "wrapped": [(m.fsdp_wrapped, m.fsdp_group is not None) for m in modules]}
+
+
+@pytest.mark.parametrize("name", [None, "delayed", "current", "block"])
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_steps_are_the_same(ranks: Ranks, name: str | None, checkpointed: bool) -> None:
+    spread, whole = (ranks.run(steps, name, prepared, checkpointed) for prepared in (True, False))
+    for a, b in zip(spread, whole, strict=True):
+        assert all(torch.equal(p, q) for p, q in zip(a["y"], b["y"], strict=True))
+        assert a["wrapped"] == [(True, True)] * 2 and b["wrapped"] == [(False, False)] * 2
+        more = len(a["sent"]) - len(b["sent"])
+        # Three weights, of which a copy was spread; what a checkpoint runs again is not.
+        assert more == (0 if name is None or checkpointed else 3), (a["sent"], b["sent"])
+        if more:  # a byte an element and copy (a small one has both in a block), its scales, in equal parts
+            n = WIDTH * WIDTH // ranks.world
+            assert all(n <= size < 2.2 * n for size in sorted(a["sent"])[:3]), a["sent"]
+
+
+def refused(rank: Rank) -> list[str]:
+    said = []
+    layer = te.Linear(WIDTH, WIDTH, device=rank.device)
+    with pytest.raises(TypeError, match="FSDP1") as plain:
+        fsdp.prepare_te_modules_for_fsdp(layer)
+    said.append(str(plain.value))
+    with te.quantized_model_init(recipe=rule("current")):
+        held = te.Linear(WIDTH, WIDTH, device=rank.device)
+    wrapped = object.__new__(TorchFSDP)
+    torch.nn.Module.__init__(wrapped)
+    wrapped._fsdp_wrapped_module = held
+    wrapped.process_group = None
+    with pytest.raises(UnsupportedError, match="held quantized") as quantized:
+        fsdp.prepare_te_modules_for_fsdp(wrapped)
+    said.append(str(quantized.value))
+    assert not held.fsdp_wrapped
+    return said
+
+
+def test_what_is_refused(pair: Ranks) -> None:
+    first, second = pair.run(refused)
+    assert first == second and "fully_shard" in first[0] and "fully_shard" in first[1]

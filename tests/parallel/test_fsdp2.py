@@ -1,0 +1,377 @@
+"""FSDP2: weights in high precision and weights held quantized train, in shards, as one process with the whole does."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+import te_torch as te
+from te_core.errors import UnsupportedError
+from tests.parallel.fsdp_steps import (
+    HELD,
+    KINDS,
+    ROWS,
+    STEPS,
+    WIDTH,
+    batch,
+    build,
+    mesh_of,
+    optimizer_of,
+    plain,
+    sent_in_gathers,
+    shard,
+    step,
+    train,
+)
+from tests.parallel.ranks import Outcome, Rank, Ranks
+from tests.recipes import rule
+from tests.tolerances import snr_db
+
+#: Recipes that scale an operand by the maxima of a rank's own rows: sharded they are no worse, but not the same.
+OWN_MAXIMA = ("current", "nvfp4 nearest")
+
+
+def trained(rank: Rank, name: str | None, quantized: bool, reshard: bool) -> dict[str, Any]:
+    model = build(name, quantized, rank.device)
+    shard(model, mesh_of(rank.device, rank.world), reshard)
+    outputs = train(model, name, range(rank.number, rank.number + 1), rank.device)
+    weight: Any = model[0].weight  # type: ignore[index]
+    local = weight.to_local()
+    return {
+        "y": outputs,
+        "class": type(local).__name__,
+        "weights": [plain(p) for p in model.parameters()],
+        "scale": getattr(local, "_scale_inv", torch.ones(1)).cpu(),
+        "dtensors": all(isinstance(p, DTensor) for p in model.parameters()),
+        "sharded": model[0].is_fsdp2,  # type: ignore[index]
+    }
+
+
+CASES = [(None, False)] + [(name, quantized) for name in KINDS for quantized in (False, True)]
+
+
+@pytest.mark.parametrize(("name", "quantized"), CASES)
+def test_shards_train_as_the_whole(ranks: Ranks, name: str | None, quantized: bool) -> None:
+    found = ranks.run(trained, name, quantized, True)
+    device = ranks.device
+    whole = build(name, quantized, device)
+    wanted = train(whole, name, range(ranks.world), device)
+    for f in found:
+        assert f["dtensors"] and f["sharded"] and f["class"] == (HELD[name] if quantized and name else "Tensor")
+        if quantized and name in ("delayed", "current"):
+            assert torch.equal(f["scale"], found[0]["scale"])
+    ys = [torch.cat([f["y"][i] for f in found]) for i in range(STEPS)]
+    if name not in OWN_MAXIMA:  # but for the order in which a product of fewer rows adds
+        assert snr_db(ys[0], wanted[0]) > 45
+    floor = 12 if name == "nvfp4 nearest" else 25
+    assert snr_db(ys[-1], wanted[-1]) > floor and ys[0].shape == (ranks.world * ROWS, WIDTH)
+    for i, p in enumerate(whole.parameters()):
+        got = torch.cat([f["weights"][i] for f in found])
+        assert got.shape == p.shape
+        if p.ndim == 2:
+            assert snr_db(got, plain(p)) > (15 if name == "nvfp4 nearest" else 28), i
+    assert snr_db(ys[-1], wanted[0]) < 60, "nothing was learned"
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_gathered_once_for_both_passes(pair: Ranks, name: str) -> None:
+    """`reshard_after_forward=False` computes the same."""
+    for kept, again in zip(pair.run(trained, name, True, False), pair.run(trained, name, True, True), strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(kept["y"], again["y"], strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(kept["weights"], again["weights"], strict=True))
+
+
+# ------------------------------------------------------------------------------------------------ bytes that travel
+
+
+def gathered_bytes(rank: Rank, name: str | None, quantized: bool) -> list[int]:
+    model = build(name, quantized, rank.device)
+    shard(model, mesh_of(rank.device, rank.world))
+    optimizer = optimizer_of(model)
+    step(model, optimizer, name, batch(rank.number, 0, rank.device))
+    with sent_in_gathers() as sent:
+        step(model, optimizer, name, batch(rank.number, 1, rank.device))
+    return sent
+
+
+def derived_bytes(name: str | None, quantized: bool, world: int) -> list[int]:
+    """What a rank sends for one layer: its part of the weight and its scales, and of the bias."""
+    n, bias = WIDTH * WIDTH // world, 2 * WIDTH // world
+    blocks = WIDTH // 128
+    weight = {
+        "delayed": n,
+        "current": n,
+        "block": n + 4 * (blocks // world) * blocks,
+        "mxfp8": 2 * (n + n // 32),
+        "nvfp4 nearest": n // 2 + n // 16 + 4,
+    }
+    each = (weight[name] if quantized and name else 2 * n) + bias
+    return [each] * 4  # both layers, in forward and in backward
+
+
+@pytest.mark.parametrize(("name", "quantized"), CASES)
+def test_bytes_of_the_gathers(ranks: Ranks, name: str | None, quantized: bool) -> None:
+    """Quantized weights travel as the bytes that they are: derived, then counted."""
+    wanted = derived_bytes(name, quantized, ranks.world)
+    for sent in ranks.run(gathered_bytes, name, quantized):
+        assert sent == wanted
+
+
+# --------------------------------------------------------------------------------------------------------- memory
+
+
+def memory_after(rank: Rank, name: str, quantized: bool, counts: tuple[int, int]) -> list[int]:
+    model = build(name, quantized, rank.device)
+    shard(model, mesh_of(rank.device, rank.world))
+    optimizer = optimizer_of(model, "AdamW")
+    found = []
+    for i in range(max(counts)):
+        step(model, optimizer, name, batch(rank.number, i % 3, rank.device))
+        if i + 1 in counts:
+            gc.collect()
+            found.append(torch.cuda.memory_allocated() if rank.device == "cuda" else living_bytes())
+    return found
+
+
+def living_bytes() -> int:
+    """The memory of all tensors that there are."""
+    sizes: dict[int, int] = {}
+    for t in gc.get_objects():
+        if type(t) in (torch.Tensor, torch.nn.Parameter):
+            memory = t.untyped_storage()
+            sizes[memory._cdata] = memory.nbytes()
+    return sum(sizes.values())
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_memory_is_flat(ranks: Ranks, name: str) -> None:
+    """After 50 steps as after 5."""
+    for early, late in ranks.run(memory_after, name, True, (5, 50)):
+        assert early == late > 0
+
+
+# ---------------------------------------------------------------------------------------------- meshes, optimizers
+
+
+def hybrid(rank: Rank, name: str | None, quantized: bool) -> list[Any]:
+    model = build(name, quantized, rank.device)
+    shard(model, mesh_of(rank.device, 2, rank.world // 2))
+    outputs = train(model, name, range(rank.number, rank.number + 1), rank.device)
+    return [outputs, [plain(p) for p in model.parameters()]]
+
+
+@pytest.mark.more
+@pytest.mark.parametrize(("name", "quantized"), CASES)
+def test_a_mesh_of_two_dimensions(ranks_of: Callable[..., Ranks], name: str | None, quantized: bool) -> None:
+    """Two replicas of two shards each: ranks 0 and 2 hold the same shard."""
+    found = ranks_of(4, "cpu").run(hybrid, name, quantized)
+    wanted = train(build(name, quantized, "cpu"), name, range(4), "cpu")
+    for a, b in ((0, 2), (1, 3)):
+        assert all(torch.equal(p, q) for p, q in zip(found[a][1], found[b][1], strict=True))
+    last = torch.cat([outputs[-1] for outputs, _ in found])
+    assert snr_db(last, wanted[-1]) > (12 if name == "nvfp4 nearest" else 25)
+
+
+def optimized(rank: Rank, name: str, kind: str, options: dict[str, Any]) -> list[Any]:
+    model = build(name, True, rank.device)
+    shard(model, mesh_of(rank.device, rank.world))
+    optimizer = optimizer_of(model, kind, **options)
+    outputs = train(model, name, range(rank.number, rank.number + 1), rank.device, optimizer)
+    return [outputs[-1], [plain(p) for p in model.parameters()], len(optimizer.state)]
+
+
+OPTIMIZERS: list[tuple[str, dict[str, Any]]] = [
+    ("AdamW", {"foreach": False}),
+    ("AdamW", {"foreach": True}),
+    ("AdamW", {"fused": True}),
+    ("SGD", {"momentum": 0.9, "foreach": False}),
+]
+
+
+@pytest.mark.parametrize("name", ["delayed", "current", "block", "mxfp8"])
+def test_optimizers(pair: Ranks, name: str) -> None:
+    """Of all forms the update is the same, but for what rounding between its steps changes."""
+    alone = build(name, True, "cpu")
+    train(alone, name, range(2), "cpu", optimizer_of(alone, "AdamW", foreach=False))
+    for kind, options in OPTIMIZERS:
+        found = pair.run(optimized, name, kind, options)
+        assert all(count == 4 for *_, count in found)
+        if kind == "AdamW":
+            for i, p in enumerate(alone.parameters()):
+                got = torch.cat([weights[i] for _, weights, _ in found])
+                assert p.ndim == 1 or snr_db(got, plain(p)) > 25, (kind, options)
+
+
+# -------------------------------------------------------------------------------------------------- uneven shards
+
+
+def uneven(rank: Rank, name: str, width: int) -> dict[str, Any]:
+    """A first layer whose rows the ranks cannot share alike."""
+    model = build(name, True, rank.device, width)
+    shard(model, mesh_of(rank.device, rank.world))
+    outputs = train(model, name, range(rank.number, rank.number + 1), rank.device)
+    return {"y": outputs, "weights": [plain(p) for p in model.parameters()]}
+
+
+@pytest.mark.parametrize("width", [48 + 1, 3])
+@pytest.mark.parametrize("name", ["delayed", "current"])
+def test_a_rank_with_fewer_rows(ranks: Ranks, name: str, width: int) -> None:
+    """One scale serves any rows: the last ranks fill up, one may have none at all."""
+    found = ranks.run(uneven, name, width)
+    whole = build(name, True, ranks.device, width)
+    wanted = train(whole, name, range(ranks.world), ranks.device)
+    for i, p in enumerate(whole.parameters()):
+        got = torch.cat([f["weights"][i] for f in found])
+        assert got.shape == p.shape and (p.ndim == 1 or snr_db(got, plain(p)) > 25)
+    ys = torch.cat([f["y"][-1] for f in found])
+    assert snr_db(ys, wanted[-1]) > 20
+
+
+BLOCKS = [("block", 128), ("mxfp8", 32), ("nvfp4 nearest", 16)]
+
+
+def refused(outcomes: list[Outcome], rows: int, ranks: int, block: int, why: str) -> None:
+    """Each rank raised our error, and none the one of a collective in which it waited for another."""
+    for outcome in outcomes:
+        assert outcome.how == "raised" and outcome.error == "UnsupportedError", str(outcome)
+        said = outcome.text.splitlines()[-1]
+        assert f"0.weight, a {type_of(block)} of {rows} rows ({rows} x {WIDTH}) over {ranks} ranks: " in said
+        assert why in said and f"a multiple of {ranks * block} ({block} a block, {ranks} ranks)" in said
+        assert "outside quantized_model_init" in said and "in fully_shard" in outcome.text
+
+
+def type_of(block: int) -> str:
+    return next(HELD[name] for name, of in BLOCKS if of == block)
+
+
+@pytest.mark.parametrize(("name", "block"), BLOCKS)
+def test_shards_that_cut_through_a_block(gloo_ranks: Ranks, name: str, block: int) -> None:
+    """All ranks say so while they cut, by the whole weight: also those whose own shards are of whole blocks."""
+    ranks = gloo_ranks.world
+    for rows, why in (
+        (3 * block // 2 * ranks, f"shards of {3 * block // 2} rows cut through a block of {block}"),
+        (block * ranks - 1, f"of the shards of {block} rows has {block - 1} and ends inside a block of {block}"),
+        (3, f"shards of {-(-3 // ranks)} rows cut through a block of {block}"),
+    ):
+        outcomes = gloo_ranks.outcomes(uneven, name, rows, group_timeout=20)
+        refused(outcomes, rows, ranks, block, why)
+
+
+def uneven_on_a_mesh(rank: Rank, name: str, width: int) -> None:
+    mesh = mesh_of(rank.device, 2, rank.world // 2)
+    dist.barrier()  # a rank that fails at once takes its groups down: not while others still connect
+    shard(build(name, True, rank.device, width), mesh)
+
+
+@pytest.mark.more
+@pytest.mark.parametrize(("name", "block"), BLOCKS)
+def test_last_shards_on_a_mesh_of_two_dimensions(ranks_of: Callable[..., Ranks], name: str, block: int) -> None:
+    """What counts is the number of shards, not that of the ranks; where it divides, nothing is said."""
+    four = ranks_of(4, "cpu")
+    outcomes = four.outcomes(uneven_on_a_mesh, name, 2 * block - 1, group_timeout=20)
+    refused(outcomes, 2 * block - 1, 2, block, "the last of")
+    assert four.run(uneven_on_a_mesh, name, 2 * block) == [None] * 4
+
+
+class Mesh:
+    """As much of a mesh as the hooks ask for."""
+
+    def size(self) -> int:
+        return 3
+
+
+@pytest.mark.parametrize(("name", "block"), BLOCKS)
+def test_a_shard_of_whole_blocks_judges_the_last_one(name: str, block: int) -> None:
+    """Of a weight that came to its shards by another way than `fully_shard`: at its first all-gather."""
+    layer = build(name, True, "cpu", block)[0]
+    weight: Any = layer.weight
+    with pytest.raises(UnsupportedError, match=f"Linear.weight, .* over 3 ranks: .* a multiple of {3 * block} "):
+        weight.fsdp_pre_all_gather(Mesh(), torch.Size([3 * block - 1, WIDTH]), None, layer, None)
+    weight.fsdp_pre_all_gather(Mesh(), torch.Size([3 * block, WIDTH]), None, layer, None)
+
+
+def along_columns(rank: Rank, name: str) -> str:
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Shard
+
+    with te.quantized_model_init(recipe=rule(name)):
+        layer = te.Linear(WIDTH, WIDTH, bias=False, device=rank.device, params_dtype=torch.bfloat16)
+    with pytest.raises(UnsupportedError, match="cut along their first dimension") as error:
+        fully_shard(layer, mesh=mesh_of(rank.device, rank.world), shard_placement_fn=lambda p: Shard(1))
+    return str(error.value)
+
+
+@pytest.mark.parametrize("name", ["current", "block"])
+def test_shards_of_columns_are_refused(pair: Ranks, name: str) -> None:
+    for said in pair.run(along_columns, name):
+        assert "Linear.weight" in said and "shard_placement_fn" in said
+
+
+def test_one_rank(ranks_of: Callable[..., Ranks]) -> None:
+    """A mesh of one rank, where torch takes one buffer of a parameter."""
+    alone = ranks_of(1, "cpu")
+    for name in KINDS:
+        (found,) = alone.run(trained, name, True, True)
+        wanted = train(build(name, True, "cpu"), name, range(1), "cpu")
+        assert all(snr_db(a, b) > 30 for a, b in zip(found["y"], wanted, strict=True)), name
+
+
+# ------------------------------------------------------------------------------------- what is made once, and when not
+
+
+def agreed(rank: Rank, options: dict[str, Any]) -> dict[str, Any]:
+    model = build("current", True, rank.device)
+    shard(model, mesh_of(rank.device, rank.world))
+    optimizer = optimizer_of(model, "AdamW", **options)
+    step(model, optimizer, "current", batch(rank.number, 0, rank.device))
+    sizes: list[int] = []
+    reduce = dist.all_reduce
+
+    def noting(t: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        sizes.append(t.numel())
+        return reduce(t, *args, **kwargs)
+
+    for layer in model:
+        layer.weight.grad = torch.zeros_like(layer.weight)  # type: ignore[assignment]
+    with mock.patch.object(dist, "all_reduce", noting):
+        optimizer.step()
+    return {"sizes": sizes, "scales": [layer.weight.to_local()._scale_inv.cpu() for layer in model]}  # type: ignore[operator]
+
+
+def test_shards_agree_in_one_message(pair: Ranks) -> None:
+    """Of all weights that one operator changes; and by themselves where each is changed by its own."""
+    together, other = pair.run(agreed, {"fused": True})
+    assert together["sizes"] == [2] and all(map(torch.equal, together["scales"], other["scales"]))
+    each, other = pair.run(agreed, {"foreach": False})
+    assert each["sizes"] == [1] * 4 and all(map(torch.equal, each["scales"], other["scales"]))
+
+
+def arrivals(rank: Rank, name: str) -> None:
+    """What FSDP2 hands over, in the memory of before and in another one."""
+    weight = build(name, True, rank.device)[0].weight.detach()  # type: ignore[operator]
+    sent, metadata = weight.fsdp_pre_all_gather(None, None, None, None, None)  # type: ignore[operator]
+    again, same = weight.fsdp_pre_all_gather(None, None, None, None, None)  # type: ignore[operator]
+    assert same is metadata and all(a is b for a, b in zip(sent, again, strict=True))
+    came = tuple(t.clone() for t in sent)
+    whole, _ = weight.fsdp_post_all_gather(came, metadata, torch.bfloat16)  # type: ignore[operator]
+    whole.to_core()  # a GEMM reads it
+    for memory in (came, came, tuple(t.clone() for t in sent), came):
+        with torch.no_grad():
+            weight.mul_(-1)
+        for to, t in zip(memory, weight.fsdp_pre_all_gather(None, None, None, None, None)[0], strict=True):  # type: ignore[operator]
+            to.copy_(t)
+        weight.fsdp_post_all_gather(memory, metadata, torch.bfloat16, out=whole)  # type: ignore[operator]
+        assert torch.equal(plain(whole), plain(weight))
+        assert whole.to_core().rowwise.ptr == memory[0].data_ptr()
+
+
+@pytest.mark.parametrize("name", ["delayed", "current", "block", "mxfp8"])
+def test_bytes_that_arrive_elsewhere(ranks_of: Callable[..., Ranks], name: str) -> None:
+    ranks_of(1, "cpu").run(arrivals, name)

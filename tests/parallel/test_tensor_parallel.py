@@ -1,0 +1,83 @@
+"""Tensor and sequence parallelism: ranks with parts of a layer train as one process with the whole layer does."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from tests.parallel.ranks import Ranks
+from tests.parallel.tensor_steps import alone, cut_ends, cut_of, joined, spread
+from tests.recipes import KINDS
+from tests.tolerances import snr_db
+
+#: dB that results agree to. Sums of bf16 parts, and FP8 scales of parts (an output gradient's columns, an input's).
+AGREES = {None: 35.0, "delayed": 20.0, "current": 18.0, "block": 20.0, "mxfp8": 20.0, "nvfp4": 8.0}
+ALIGNED, ODD = 128, 20  # rows of a sequence: parts of whole blocks, and parts of none
+
+
+@cache
+def whole(kind: str, recipe: str | None, rows: int, device: str) -> dict[str, Any]:
+    return alone(kind, recipe, rows, device)
+
+
+def compare(ranks: Ranks, kind: str, recipe: str | None, sequence: bool, rows: int, **options: Any) -> list[Any]:
+    """Run on the ranks and in one process, and compare all that can be."""
+    found = ranks.run(spread, kind, recipe, sequence, rows, options)
+    wanted, least = whole(kind, recipe, rows, ranks.device), AGREES[recipe]
+    if recipe is not None and kind.endswith(("attention", "layer")):  # errors of several products add up
+        least = max(least - 5, 8.0)
+    vector = least if recipe is None else 4.0 if recipe == "nvfp4" else max(least - 8, 8.0)
+
+    def agree(made: torch.Tensor, one: torch.Tensor, what: str) -> None:
+        found = snr_db(made, one)
+        assert made.shape == one.shape and found > (least if one.ndim > 1 else vector), f"{what}: {found:.1f} dB"
+
+    def alike(parts: list[torch.Tensor], what: str) -> None:
+        assert all(torch.equal(p, parts[0]) for p in parts), f"{what} differs from rank to rank"
+
+    for name, end in zip(("dx", "y"), cut_ends(kind, sequence), strict=True):
+        for step, one in enumerate(wanted[name]):
+            parts = [f[name][step] for f in found]
+            if end is None:
+                alike(parts, name)
+            agree(parts[0] if end is None else torch.cat(parts, end), one, f"{name} of step {step}")
+    for name in wanted["weights"]:
+        cut = cut_of(kind, name)
+        if name.endswith("key_bias"):  # softmax does not change with it: its gradient is rounding
+            continue
+        for step, grads in enumerate(wanted["grads"]):
+            agree(joined([f["grads"][step][name] for f in found], cut), grads[name], f"{name}'s gradient, {step}")
+        parts = [f["weights"][name] for f in found]
+        if cut is None:
+            alike(parts, name)
+        agree(joined(parts, cut), wanted["weights"][name], name)
+    return found
+
+
+@pytest.mark.parametrize("recipe", [None, *KINDS])
+@pytest.mark.parametrize("sequence", [False, True], ids=["whole sequences", "sequence parallel"])
+@pytest.mark.parametrize("kind", ["column", "row"])
+def test_a_linear(ranks: Ranks, kind: str, sequence: bool, recipe: str | None) -> None:
+    compare(ranks, kind, recipe, sequence, ALIGNED)
+
+
+@pytest.mark.parametrize("recipe", KINDS)
+@pytest.mark.parametrize("kind", ["column", "row"])
+def test_parts_of_no_whole_blocks(ranks: Ranks, kind: str, recipe: str) -> None:
+    compare(ranks, kind, recipe, True, ODD)
+
+
+@pytest.mark.parametrize("recipe", [None, *KINDS])
+@pytest.mark.parametrize("sequence", [False, True], ids=["whole sequences", "sequence parallel"])
+@pytest.mark.parametrize("kind", ["norm column", "mlp", "gated", "layer"])
+def test_layers(ranks: Ranks, kind: str, sequence: bool, recipe: str | None) -> None:
+    compare(ranks, kind, recipe, sequence, ALIGNED)
+
+
+@pytest.mark.parametrize("recipe", [None, "current", "block"])
+@pytest.mark.parametrize("kind", ["mlp again", "attention", "turned attention", "gated layer"])
+def test_more_layers(ranks: Ranks, kind: str, recipe: str | None) -> None:
+    compare(ranks, kind, recipe, True, ALIGNED)

@@ -1,0 +1,333 @@
+"""What tapes cost in memory and in decisions: a replay's peak, what lives on after a call, how many tapes there are."""
+
+from __future__ import annotations
+
+import gc
+import random
+import tracemalloc
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+import te_torch as te
+from te_core.tape import recorder, taped
+from te_core.tape.walk import NotRecordedError
+from te_torch import runtime
+from tests.null_device import null_device
+from tests.recipes import KINDS, RECIPES, region
+from tests.tape_steps import HIDDEN, MODULES, ROWS, drawn, made, tapes
+
+each_module = pytest.mark.parametrize("name", MODULES)
+
+
+# ----------------------------------------------------------------------------------------------------- the peak
+
+
+class Counting:
+    """torch's allocator, with the bytes that live at once. Each piece of memory counts as torch rounds it on a GPU."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner, self.peak, self._alive = inner, 0, []  # type: ignore[var-annotated]
+
+    def empty(self, shape: tuple[int, ...], dtype: Any, stream: int) -> Any:
+        """Memory that counts as long as anything lies in it."""
+        made = self.inner.empty(shape, dtype, stream)
+        storage = made.owner.untyped_storage()
+        self._alive = [(ref, n) for ref, n in self._alive if not ref.expired()]
+        self._alive.append((StorageWeakRef(storage), -(-max(storage.nbytes(), 1) // 512) * 512))
+        self.peak = max(self.peak, sum(n for _, n in self._alive))
+        return made
+
+    def forget(self) -> None:
+        """What lives now does not count."""
+        self._alive = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+
+@contextmanager
+def counting() -> Iterator[Counting]:
+    """The CPU's memory is counted."""
+    rt = runtime.runtime_for(torch.empty(0))
+    rt.allocator = account = Counting(rt.allocator)
+    try:
+        yield account
+    finally:
+        rt.allocator = account.inner
+
+
+def peaks(name: str, recipe: str | None, rows: int, how: str, setting: str) -> list[int]:
+    """Of forward and backward, when both have run before."""
+    module, found = made(name, params_dtype=torch.bfloat16), []
+    with tapes(setting), counting() as account, torch.set_grad_enabled(how != "no gradients"):
+        for _ in range(2):
+            found.clear()
+            account.forget()  # the backend's own memory
+            x = drawn(rows, 2, HIDDEN, dtype=torch.bfloat16).requires_grad_(how != "no gradients")
+            account.peak = 0
+            with region(recipe):
+                y = module(x)
+            found.append(account.peak)
+            if how != "no gradients":
+                dy, account.peak = torch.ones_like(y), 0
+                y.backward(dy, retain_graph=how == "kept")
+                found.append(account.peak)
+            del x, y
+            module.zero_grad(set_to_none=True)
+    return found
+
+
+@pytest.mark.parametrize("how", ["released", "kept", "no gradients"])
+@pytest.mark.parametrize("rows", [ROWS, 500])
+@pytest.mark.parametrize("recipe", [None, *KINDS])
+@each_module
+def test_a_replay_never_takes_more_at_the_peak(name: str, recipe: str | None, rows: int, how: str) -> None:
+    replayed, interpreted = (peaks(name, recipe, rows, how, setting) for setting in ("first", "never"))
+    assert all(a <= b for a, b in zip(replayed, interpreted, strict=True)), (replayed, interpreted)
+
+
+# ------------------------------------------------------------------------------------------- what lives on
+
+
+class Watched:
+    """Tensors by name, of which none is held."""
+
+    def __init__(self) -> None:
+        self._refs: list[tuple[str, Any]] = []
+
+    def __call__(self, **tensors: torch.Tensor | None) -> None:
+        self._refs += [(name, weakref.ref(t)) for name, t in tensors.items() if t is not None]
+
+    @property
+    def alive(self) -> list[str]:
+        """Those that somebody holds."""
+        return [name for name, ref in self._refs if ref() is not None]
+
+
+@pytest.fixture
+def no_gc() -> Iterator[None]:
+    """Nothing is let go of but by counting references."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def use(module: Any, recipe: str | None, watched: Watched, grad: bool) -> None:
+    """A call whose every tensor is watched."""
+    x = drawn(ROWS, 2, HIDDEN).requires_grad_(grad)
+    watched(x=x)
+    with region(recipe), torch.set_grad_enabled(grad):
+        y = module(x)
+    watched(y=y)
+    if grad:
+        dy = torch.ones_like(y)
+        watched(dy=dy)
+        y.backward(dy)
+        watched(dx=x.grad, **{f"d{n}": p.grad for n, p in module.named_parameters()})
+
+
+@pytest.mark.usefixtures("no_gc")
+@pytest.mark.parametrize("held", ["plain", "quantized"])
+@pytest.mark.parametrize("recipe", [None, *KINDS])
+@each_module
+def test_nothing_of_a_call_lives_on(name: str, recipe: str | None, held: str) -> None:
+    """Neither of those that recorded nor of replays; and when the module has gone, nothing of it."""
+    options = {"fuse_qkv_params": True} if name == "TransformerLayer" else {}
+    with te.quantized_model_init(enabled=held == "quantized" and recipe is not None, recipe=RECIPES.get(recipe)):
+        module = MODULES[name](device="cpu", **options)
+    with tapes("first") as ran:
+        watched = Watched()
+        for grad in (False, True, False, True):
+            use(module, recipe, watched, grad)
+            module.zero_grad(set_to_none=True)
+            assert not watched.alive
+        watched(**dict(module.named_parameters()), **dict(module.named_buffers()))
+        del module
+        gc.collect()  # a module is in circles of its own
+        assert not watched.alive and taped.tapes()
+    assert ran.recorded and not ran.interpreted
+
+
+@pytest.mark.usefixtures("no_gc")
+@pytest.mark.parametrize("error", [NotRecordedError("not this one"), ValueError("no")], ids=["refused", "failed"])
+@pytest.mark.parametrize("name", ["Linear", "LayerNormMLP gated"])
+def test_nothing_lives_on_of_a_recording_that_fails(
+    name: str, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, add, steps = made(name), recorder.Recorder.add_call, []
+
+    def fails(self: Any, *arguments: Any) -> None:
+        steps.append(len(self.steps))
+        if len(self.steps) == 1:
+            raise error
+        add(self, *arguments)
+
+    monkeypatch.setattr(recorder.Recorder, "add_call", fails)
+    with tapes("first") as ran:
+        watched = Watched()
+        for grad in (False, True):
+            use(module, "current", watched, grad)
+            module.zero_grad(set_to_none=True)
+            error.__traceback__ = None
+            assert not watched.alive
+        assert not taped.tapes() and 1 in steps
+    reason = str(error) if isinstance(error, NotRecordedError) else f"{taped.FAILED}: {error!r}"
+    assert dict(ran.interpreted) == {reason: 3} and not ran.replayed
+    taped.COUNTS.interpreted.pop(reason)  # this one is no fault
+
+
+@pytest.mark.usefixtures("no_gc")
+@pytest.mark.parametrize("name", ["Linear", "LayerNormMLP gated"])
+def test_nothing_lives_on_of_a_replay_that_fails(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the next one gives what the layer gives."""
+    module, run, left = made(name), recorder.Called.run, [1 << 30]
+
+    def fails(self: Any, *arguments: Any) -> None:
+        left[0] -= 1
+        if not left[0]:
+            raise MemoryError
+        run(self, *arguments)
+
+    monkeypatch.setattr(recorder.Called, "run", fails)
+    with tapes("first") as ran:
+        watched = Watched()
+        use(module, "current", watched, True)
+        for after in (1, 2, 3, 5, 6):  # the last ones in backward
+            left[0] = after
+            with pytest.raises(MemoryError):
+                use(module, "current", watched, True)
+            left[0] = 1 << 30
+            module.zero_grad(set_to_none=True)
+            assert not watched.alive, after
+        use(module, "current", watched, True)
+    assert ran.recorded == 2
+
+
+# ----------------------------------------------------------------------------------------------- how many tapes
+
+
+def _sizes(count: int, most: int, seed: int = 0) -> list[list[int]]:
+    """Lengths of packed sequences."""
+    draw = random.Random(seed)
+    return [[draw.randint(1, most) for _ in range(draw.randint(1, 6))] for _ in range(count)]
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_packed_lengths_make_few_tapes(told: bool) -> None:
+    """200 sets of lengths: at most twelve tapes a layer, or none."""
+    with tapes("second") as ran:
+        module = te.MultiheadAttention(
+            HIDDEN, 2, qkv_format="thd", attn_mask_type="padding_causal", fuse_qkv_params=True, device="cpu"
+        )
+        for lengths in _sizes(200, 100):
+            cu = torch.tensor([0, *lengths]).cumsum(0).int()
+            more = {"max_seqlen_q": max(lengths), "max_seqlen_kv": max(lengths)} if told else {}
+            module(drawn(sum(lengths), HIDDEN), cu_seqlens_q=cu, cu_seqlens_kv=cu, **more).sum().backward()
+        layers = [tape.what.partition(" ")[0] for tape in taped.tapes()]
+    assert len(layers) == ran.recorded and ran.interpreted["shapes of which few come again"]
+    assert layers.count("attention") <= 12 and layers.count("linear") <= 2 * 12  # two linears, which share theirs
+
+
+def test_shapes_that_come_again_are_all_recorded_in_the_end() -> None:
+    with tapes("second") as ran:
+        module = made("Linear")
+        with torch.no_grad():
+            for _ in range(20):
+                for n in range(20):
+                    module(torch.ones(n + 1, HIDDEN))
+        assert len(taped.tapes()) == 20
+    assert ran.replayed > 250
+
+
+@pytest.mark.more
+@pytest.mark.usefixtures("no_gc")  # or calls count that let go of what other tests left
+@pytest.mark.parametrize("layers", [1, 2])
+@pytest.mark.parametrize("recipe", [None, "delayed", "current", "block"])
+@each_module
+def test_ever_new_shapes_cost_little(
+    name: str, recipe: str | None, layers: int, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At most 1.3 times the Python calls of a program without tapes. One layer is never recorded; of two the second
+    records what the first one met, and soon leaves it."""
+    monkeypatch.setattr(taped, "_ALIGNED", 64)  # a GPU's memory is aligned to 256 bytes, the host's to 64
+    spent: dict[str, int] = {}
+    with null_device(tmp_path) as null:
+        modules = [made(name, params_dtype=torch.bfloat16) for _ in range(layers)]
+
+        def step(rows: int) -> None:
+            x = torch.ones(rows, 2, HIDDEN, dtype=torch.bfloat16)
+            for module in modules:
+                with region(recipe):
+                    y = module(x.requires_grad_())
+                y.backward(torch.ones_like(y))
+
+        shapes = [64 * n for n in range(1, 17)]
+        for setting in ("never", "second"):
+            with tapes("never"):  # all plans are made
+                for rows in shapes:
+                    step(rows)
+            with tapes(setting) as ran:
+                for rows in shapes[:8]:
+                    step(rows)
+                spent[setting] = sum(null.counted(lambda rows=rows: step(rows), 1).python for rows in shapes[8:])
+                kinds = {tape.what for tape in taped.tapes()}
+            assert ran.recorded <= 6 * len(kinds) and bool(kinds) is (setting == "second" and layers == 2)
+    assert spent["second"] <= 1.3 * spent["never"], spent
+
+
+def test_there_are_so_many_tapes_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that were not used for long go first."""
+    monkeypatch.setattr(taped, "_MOST_TAPES", 16)
+    module = made("Linear")
+
+    def use(rows: int) -> None:
+        with torch.no_grad():
+            module(torch.ones(rows, HIDDEN))
+
+    with tapes("first"):
+        counts = taped.COUNTS
+        for rows in range(1, 60):
+            use(rows)
+            use(1)  # always in use
+            assert len(taped.tapes()) <= 16
+        before = counts.recorded
+        use(1)
+        use(59)
+        use(55)
+        assert counts.recorded == before
+        use(20)
+        assert counts.recorded == before + 1
+
+
+def test_changing_shapes_hold_memory_flat(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loop of training over inputs of many lengths; there is room for few tapes here."""
+    monkeypatch.setattr(taped, "_MOST_TAPES", 32)
+    draw = random.Random(0)
+    lengths = [draw.randrange(1, 400) for _ in range(120)]
+    module = made("LayerNormMLP gated")
+
+    def held() -> int:
+        """The bytes of Python's objects after an epoch."""
+        for n in lengths:
+            with region("delayed"):
+                module(torch.ones(n, HIDDEN)).sum().backward()
+        gc.collect()
+        return tracemalloc.get_traced_memory()[0]
+
+    with tapes("never"):
+        held()  # what is kept of shapes besides tapes
+    with tapes("first") as ran:
+        held()
+        tracemalloc.start()
+        try:
+            first, *later = [held() for _ in range(4)]
+        finally:
+            tracemalloc.stop()
+    assert ran.recorded > 100 and max(later) < first + 16_000, (first, later)
