@@ -84,6 +84,9 @@ ALL: tuple[DType, ...] = (
     int8, int16, int32, int64, uint8, uint16, uint32, uint64, bool_,
 )  # fmt: skip
 
+#: What NumPy calls unsigned integers of so many bytes.
+UNSIGNED = {width: f"<u{width}" for width in (1, 2, 4, 8)}
+
 #: What parameters, activations and gradients may be.
 ACTIVATION_DTYPES = (float32, bfloat16, float16)
 

@@ -180,7 +180,7 @@ class _ArrayBase:
             "data": (tensor.ptr, False),
             "shape": tensor.shape,
             "strides": None if tensor.strides is None else tuple(s * width for s in tensor.strides),
-            "typestr": f"<u{width}",  # the protocol cannot name ml_dtypes' types
+            "typestr": dtypes.UNSIGNED[width],  # the protocol cannot name ml_dtypes' types
         }
 
 
@@ -189,7 +189,7 @@ def _raw(tensor: Tensor) -> np.ndarray[Any, Any]:
     if tensor.dtype is dtypes.float4_e2m1:
         raise ArgumentError("Tensor", "packed FP4", "byte-sized types", "keep packed FP4 as uint8")
     if tensor.size == 0:  # there may be no address at all
-        return np.empty(tensor.shape, f"u{tensor.dtype.itemsize}")
+        return np.empty(tensor.shape, dtypes.UNSIGNED[tensor.dtype.itemsize])
     return np.asarray(_ArrayBase(tensor))
 
 

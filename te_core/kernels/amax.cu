@@ -2,7 +2,7 @@
 // needs to be zeroed before. A launch of one block writes the final value.
 //
 //   amax          x [count] -> out [gridDim.x]      256 threads, four 16-byte loads in flight a thread
-//   amax_finish   partials [count] -> out [1]       one block of 256 threads
+//   amax_finish   partials [gridDim.x, count] -> out [gridDim.x]      a block of 256 threads for each
 // The elements before the first and after the last 16-byte boundary are taken one by one, by block 0.
 // Bandwidth not measured yet: benchmarks/quantize.py prints it.
 //
@@ -48,8 +48,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) amax(const T* x, float* ou
 
 extern "C" __global__ void __launch_bounds__(THREADS) amax_finish(const float* partials, float* out, int count) {
     __shared__ float scratch[32];
+    const float* mine = partials + i64(blockIdx.x) * count;
     float top = 0.f;
-    for (int i = threadIdx.x; i < count; i += THREADS) top = fmaxf(top, partials[i]);
+    for (int i = threadIdx.x; i < count; i += THREADS) top = fmaxf(top, mine[i]);
     top = block_max<THREADS>(top, scratch);
-    if (threadIdx.x == 0) *out = top;
+    if (threadIdx.x == 0) out[blockIdx.x] = top;
 }

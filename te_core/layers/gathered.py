@@ -107,7 +107,9 @@ def turned(rt: Runtime, whole: QuantizedTensor) -> QuantizedTensor:
     data, scale, form = ops.transpose(rt, whole.rowwise), whole.rowwise_scale, whole.format
     if form.tiled:
         shape = pieces_of(rt.device, form, whole.shape, True).scale
-        scale = ops.resize(rt, ops.transpose(rt, scale), *shape)
+        scale = ops.transpose(rt, scale)
+        if scale.shape != shape:  # padded the other way
+            scale = ops.resize(rt, scale, *shape)
     return QuantizedTensor(form, whole.shape, None, Copy(data, scale, None))
 
 

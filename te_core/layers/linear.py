@@ -18,6 +18,7 @@ from te_core.arguments import explained, settle
 from te_core.dtypes import DType
 from te_core.layers import watched
 from te_core.layers.communicator import Communicator
+from te_core.layers.gathered import turned, turns
 from te_core.layers.inspector import PLAIN, Inspector, Request, offer_result
 from te_core.layers.parallel import Split, Spread, meet
 from te_core.layers.watched import INPUT_POINTS, WGRAD_POINTS, Made
@@ -126,7 +127,7 @@ def forward(
     parallel = None
     if comm is not None:
         parallel = spread(spec, comm, scales, 0)
-        meet(rt, comm, "Linear", (spec,), x.shape, weight.shape)
+        meet(rt, comm, ("Linear",), (spec,), x.shape, weight.shape)
         leading = parallel.leading("fprop", leading)
     out = rt.empty((*leading, weight.shape[0]), spec.dtype)
     product = Product(spec, scales, 0, inspectors[0], None, parallel)
@@ -381,8 +382,7 @@ class Product(NamedTuple):
         if not self.spec.again or isinstance(x, QuantizedTensor):
             return x
         rule = self.spec.precision.input  # type: ignore[union-attr]
-        uses = quantize_forward(rt, x, rule, (None, 0), INPUT, rowwise=False, columnwise=True)
-        return uses.columns  # type: ignore[no-any-return]
+        return quantize_forward(rt, x, rule, (None, 0), INPUT, rowwise=False, columnwise=True).columns
 
     def bias_gradient(self, rt: Runtime, weight: Value) -> Tensor | None:
         """Memory for the bias's gradient, if it is wanted."""
@@ -481,8 +481,10 @@ def backward_weight(rt: Runtime, kept_w: Tensor | None, weight: Value, spec: Lin
         return weight
     if precision is None or precision.backward is not None:
         return ops.dequantize(rt, weight, spec.dtype)
-    uses = quantize_forward(rt, weight, precision.weight, (None, 0), WEIGHT, rowwise=False, columnwise=True)
-    return uses.columns  # type: ignore[no-any-return]
+    rule = precision.weight
+    if weight.columnwise is None and turns(weight.format) and rule is not None and rule.scaling != "calibrate":
+        return turned(rt, weight)  # read at once: unlike what is saved it needs no block of its own
+    return quantize_forward(rt, weight, rule, (None, 0), WEIGHT, rowwise=False, columnwise=True).columns
 
 
 def gradient_dtype(spec: LinearSpec, weight: Value) -> DType:

@@ -111,8 +111,8 @@ def forward(
     fc1, fc2 = products((spec.fc1, spec.fc2), scales, inspectors, None, comm)
     leading = x.shape[:-1]
     if comm is not None:
-        what = f"LayerNormMLP{' that gathers the norm' * spec.gather_norm}{' with checkpoint' * spec.checkpoint}"
-        meet(rt, comm, what, (spec.fc1, spec.fc2), x.shape, w1.shape, w2.shape)
+        how = (" that gathers the norm" * spec.gather_norm, " with checkpoint" * spec.checkpoint)
+        meet(rt, comm, ("LayerNormMLP", *how), (spec.fc1, spec.fc2), x.shape, w1.shape, w2.shape)
         leading = fc1.parallel.leading("fprop", leading)  # type: ignore[union-attr]
     total, branch = entered(rt, x, spec.stream, residual, branch_bias, branch_rng)
     given = x, gamma, beta, w1, b1, w2

@@ -77,7 +77,7 @@ def forward(
     leading, parallel = x.shape[:-1], None
     if comm is not None:
         parallel = spread(linear, comm, scales, 0)
-        what = f"LayerNormLinear{' that gathers the norm' * spec.gather_norm}"
+        what = ("LayerNormLinear", " that gathers the norm" * spec.gather_norm)
         meet(rt, comm, what, (linear,), x.shape, weight.shape)
         leading = parallel.leading("fprop", leading)
     product = Product(linear, scales, 0, inspectors[0], None, parallel)

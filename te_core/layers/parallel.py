@@ -35,7 +35,7 @@ from te_core.ops.quantize import dense_columns
 from te_core.precision import Operand, Precision
 from te_core.quantize.operands import Uses, Value, Where, is_plain_rule, one_copy, quantize_forward, restored
 from te_core.quantize.state import INPUT, backward_cast, forward_cast
-from te_core.quantized import Cast, QuantizedTensor
+from te_core.quantized import Cast, Format, QuantizedTensor
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
 
@@ -52,7 +52,7 @@ class Split:
     sequence: bool = False
     symmetric: str | None = None  # how the sum of a row-parallel output is computed; None: as the library likes
     #: By GEMM, how its gathered operand came last: what reports show.
-    came: dict[str, str] = field(init=False, repr=False, compare=False, default_factory=dict)
+    came: dict[str, Format | DType | str] = field(init=False, repr=False, compare=False, default_factory=dict)
 
     @property
     def gathered(self) -> str | None:
@@ -255,9 +255,9 @@ class Spread:
         assert precision is not None and precision.input is not None
         if self.gathered == "input":
             made = self.quantized(rt, x, precision.input, cast_of, (False, True))
-            return made.columns  # type: ignore[no-any-return]
+            return made.columns
         uses = quantize_forward(rt, x, precision.input, (None, 0), INPUT, rowwise=False, columnwise=True)
-        return uses.columns  # type: ignore[no-any-return]
+        return uses.columns
 
     def gather(
         self, rt: Runtime, gemm: str, a: Value, b: Value, inspector: Inspector | None = None
@@ -295,12 +295,12 @@ class Spread:
         gemm = point[0]
         columns = gemm == "wgrad"
         if isinstance(whole, QuantizedTensor):
-            self._came(rt, gemm, str(whole.format))
+            self._came(rt, gemm, whole.format)
             return turned(rt, whole) if columns and whole.columnwise is None else whole
         if gemm in self._own:
             self._came(rt, gemm, f"{whole.dtype}, as an inspector has put it there")
             return whole
-        self._came(rt, gemm, str(whole.dtype))
+        self._came(rt, gemm, whole.dtype)
         role: str = self.gathered  # type: ignore[assignment]
         rule = self._rule(role, columns)
         if rule is None:
@@ -313,7 +313,7 @@ class Spread:
         quantized_whole(rt, inspector, point, rule.format)
         return ops.quantize(rt, whole, cast)
 
-    def _came(self, rt: Runtime, gemm: str, how: str) -> None:
+    def _came(self, rt: Runtime, gemm: str, how: Format | DType | str) -> None:
         """Note for reports how an operand came; a recorded layer notes it again."""
         self.split.came[gemm] = how
         if rt.recorder is not None:
@@ -382,13 +382,13 @@ def _plain_in(block: Tensor, shape: Sequence[int], dtype: DType) -> Tensor:
     return Tensor(block.ptr, tuple(shape), dtype, block.device, block)
 
 
-def meet(rt: Runtime, comm: Communicator, what: str, specs: Sequence[Any], *shapes: Sequence[int]) -> None:
+def meet(rt: Runtime, comm: Communicator, what: Sequence[str], specs: Sequence[Any], *shapes: Sequence[int]) -> None:
     """At the first call on this communicator, see that all ranks run the same: a layer (`what` it is, in words), its
     linears, the shapes of its input and weights. What they have agreed on before they do not compare again: a rank that
     alone has made its call anew would wait for the others."""
     if not comm.met:
         sizes = " x ".join(str(tuple(shape)) for shape in shapes)
-        text = f"{what} {sizes}, {' and '.join(map(_told, specs))}"
+        text = f"{''.join(what)} {sizes}, {' and '.join(map(_told, specs))}"
         if text not in comm.agreed:
             comm.agree(rt, "tensor parallelism", text)
             comm.agreed.add(text)

@@ -8,6 +8,7 @@ activation_backward = explained(raw.activation_backward)
 activation_forward = explained(raw.activation_forward)
 add = explained(raw.add)
 amax = explained(raw.amax)
+amax_many = explained(raw.amax_many)
 attention_backward = explained(raw.attention_backward)
 attention_forward = explained(raw.attention_forward)
 attention_fp8_backward = explained(raw.attention_fp8_backward)
@@ -51,7 +52,7 @@ unpermute_backward = explained(raw.unpermute_backward)
 update_scales = explained(raw.update_scales)
 
 __all__ = [
-    "KVCache", "activation_backward", "activation_forward", "add", "amax", "attention_backward",
+    "KVCache", "activation_backward", "activation_forward", "add", "amax", "amax_many", "attention_backward",
     "attention_forward", "attention_fp8_backward", "attention_fp8_forward", "bias_dropout_add",
     "bias_dropout_add_backward", "chunk_row_map", "column_sum", "count_nonfinite", "dequantize", "gemm",
     "gemm_grouped", "gemm_quantized", "gemm_route", "index_row_map", "is_gated", "kv_append", "kv_gather",

@@ -29,6 +29,12 @@ def matrix(operation: str, name: str, t: Tensor) -> None:
         )
 
 
+def dense(operation: str, name: str, t: Tensor) -> None:
+    """`t` is dense, of any shape."""
+    if not t.is_contiguous:
+        require(False, operation, f"{name} = {t!r}", "a dense tensor", f"make {name} contiguous")
+
+
 def vector(operation: str, name: str, t: Tensor | None, length: int, allowed: tuple[DType, ...]) -> None:
     """`t`, if given, is a dense vector of this length and one of these dtypes."""
     if t is None or (t.shape == (length,) and t.is_contiguous and t.dtype in allowed):

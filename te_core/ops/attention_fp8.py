@@ -16,7 +16,7 @@ from typing import NamedTuple
 from te_core import dtypes
 from te_core.attention import AttentionSpec
 from te_core.dtypes import ACTIVATION_DTYPES, DType
-from te_core.errors import UnsupportedError
+from te_core.errors import ArgumentError, UnsupportedError
 from te_core.ops import _check
 from te_core.ops.attention import (
     NOTHING,
@@ -110,13 +110,9 @@ def scale_pairs(rt: Runtime, scales: Sequence[Tensor], places: Sequence[Tensor |
     op = "scale_pairs"
     for scale in (*scales, *places):
         _check.vector(op, "scale", scale, 1, (dtypes.float32,))
-    _check.require(
-        1 <= len(scales) <= MAX_PAIRS and len(places) == len(scales),
-        op,
-        f"{len(scales)} scales, {len(places)} places",
-        f"one to {MAX_PAIRS} scales and a place, or None, for each",
-        "correct the counts",
-    )
+    if not 1 <= len(scales) <= MAX_PAIRS or len(places) != len(scales):
+        got, allowed = f"{len(scales)} scales, {len(places)} places", f"one to {MAX_PAIRS} scales"
+        raise ArgumentError(op, got, f"{allowed} and a place, or None, for each", "correct the counts")
     out = rt.empty((len(scales), 2), dtypes.float32)
     rt.backend.scale_pairs(rt, scales, places, out)
     return out

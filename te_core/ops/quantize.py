@@ -8,8 +8,9 @@ each block, at the head of `te_core/backends/cpu/quantize_block.py`, `quantize_m
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from te_core import dtypes
 from te_core.dtypes import ACTIVATION_DTYPES, DType
@@ -19,8 +20,21 @@ from te_core.quantized import ONE_BLOCK, PAD, Cast, CastKey, Copy, QuantizedTens
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
 
-#: Backends name the functions of a scaling so; per-tensor ones have no suffix.
-SUFFIX = {"tensor": "", "block": "_block", "mxfp8": "_mxfp8", "nvfp4": "_nvfp4"}
+
+class Functions(NamedTuple):
+    """What a backend calls the functions of a scaling."""
+
+    plan: str
+    quantize: str
+    dequantize: str
+
+
+def _functions(suffix: str) -> Functions:
+    return Functions(f"plan_quantize{suffix}", f"quantize{suffix}", f"dequantize{suffix}")
+
+
+#: By scaling.
+FUNCTIONS = {"tensor": _functions(""), **{name: _functions(f"_{name}") for name in ("block", "mxfp8", "nvfp4")}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +99,7 @@ def check_cast(operation: str, cast: Cast) -> None:
     form = cast.format
     narrow = form.dtype is dtypes.float4_e2m1 if form.scaling == "nvfp4" else form.dtype.is_fp8
     _check.require(
-        form.scaling in SUFFIX and narrow,
+        form.scaling in FUNCTIONS and narrow,
         operation,
         f"cast to {form}",
         "float8_e4m3 or float8_e5m2 (tensor, block, mxfp8), float4_e2m1 (nvfp4)",
@@ -137,7 +151,7 @@ def quantize(
     """
     key = ("quantize", cast.key, _check.facts(x), column_sum and _check.facts(column_sum))
     plan = rt.plans.get(key)
-    suffix = SUFFIX[cast.format.scaling]
+    functions = FUNCTIONS[cast.format.scaling]
     if plan is None:
         op = "quantize"
         _check.matrix(op, "x", x)
@@ -146,15 +160,12 @@ def quantize(
         check_cast(op, cast)
         _check.on_device(op, rt.device, x, cast.scale, cast.amax, cast.rng, column_sum)
         spec = QuantizeSpec(x.shape, x.dtype, cast.key, _check.dtype(column_sum))
-        plan = rt.plans.put(key, getattr(rt.backend, f"plan_quantize{suffix}")(rt, spec))
+        plan = rt.plans.put(key, getattr(rt.backend, functions.plan)(rt, spec))
     if out is None:
         out = allocate(rt, x.shape, cast)  # type: ignore[arg-type]
     else:
         out.rowwise_swizzled = out.columnwise_swizzled = None
-    if suffix:
-        getattr(rt.backend, f"quantize{suffix}")(rt, plan, x, cast, out, column_sum)
-    else:
-        rt.backend.quantize(rt, plan, x, cast, out, column_sum)
+    getattr(rt.backend, functions.quantize)(rt, plan, x, cast, out, column_sum)
     if cast.nonfinite is not None:
         count_nonfinite(rt, x, cast.nonfinite)
     return out
@@ -176,7 +187,7 @@ def dequantize(rt: Runtime, q: QuantizedTensor, dtype: DType, *, columnwise: boo
         raise ArgumentError("dequantize", repr(q), "a tensor that holds the wanted copy", "keep that copy")
     m, k = q.shape
     out = rt.empty((padded(m) if columnwise and q.format.scaling == "nvfp4" else m, k), dtype)
-    getattr(rt.backend, f"dequantize{SUFFIX[q.format.scaling]}")(rt, q, out, columnwise)
+    getattr(rt.backend, FUNCTIONS[q.format.scaling].dequantize)(rt, q, out, columnwise)
     return out
 
 
@@ -200,7 +211,7 @@ def transpose(rt: Runtime, x: Tensor, *, out: Tensor | None = None) -> Tensor:
 
 def amax(rt: Runtime, x: Tensor, *, out: Tensor | None = None) -> Tensor:
     """Max |x| over all elements that are not NaN, as float32 [1]; 0 for an empty tensor."""
-    _check.require(x.is_contiguous, "amax", repr(x), "a dense tensor", "make it contiguous")
+    _check.dense("amax", "x", x)
     _check.one_of("amax", "dtype of x", x.dtype, ACTIVATION_DTYPES)
     if out is None:
         out = rt.empty((1,), dtypes.float32)
@@ -208,9 +219,26 @@ def amax(rt: Runtime, x: Tensor, *, out: Tensor | None = None) -> Tensor:
     return out
 
 
+def amax_many(rt: Runtime, tensors: Sequence[Tensor], *, out: Tensor | None = None) -> Tensor:
+    """The same of each of several tensors of one type, as float32 [n]."""
+    op, n = "amax_many", len(tensors)
+    for t in tensors:
+        _check.dense(op, "a tensor", t)
+        if t.dtype is not tensors[0].dtype or t.device is not rt.device:
+            allowed = f"tensors of one type on {rt.device}"
+            raise ArgumentError(op, f"{t!r} beside {tensors[0]!r}", allowed, "call it for each sort")
+    if out is None:
+        out = rt.empty((n,), dtypes.float32)
+    _check.vector(op, "out", out, n, (dtypes.float32,))
+    if n:
+        _check.one_of(op, "dtype of the tensors", tensors[0].dtype, ACTIVATION_DTYPES)
+        rt.backend.amax_many(rt, tensors, out)
+    return out
+
+
 def count_nonfinite(rt: Runtime, x: Tensor, out: Tensor) -> None:
     """Raise out (int64 [2]) by the number of NaNs and of infinities among the elements of x."""
-    _check.require(x.is_contiguous, "count_nonfinite", repr(x), "a dense tensor", "make it contiguous")
+    _check.dense("count_nonfinite", "x", x)
     _check.one_of("count_nonfinite", "dtype of x", x.dtype, ACTIVATION_DTYPES)
     _check.vector("count_nonfinite", "out", out, 2, (dtypes.int64,))
     _check.on_device("count_nonfinite", rt.device, x, out)

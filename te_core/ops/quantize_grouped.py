@@ -36,9 +36,9 @@ def quantize_grouped(
 ) -> list[QuantizedTensor]:
     """Quantize each group of rows of x [T, K] as its cast says; `splits` are the rows of the groups, 0 allowed.
 
-    The casts may differ in their tensors (scale, amax, rng) and in their site only. column_sums, if given: a vector
-    [K] for each group, set to the column sums of its rows of x. The groups' storage is one block, as
-    `groups_in` reads it.
+    The casts may differ in their tensors (scale, amax, maxima, rng) and in their site only. column_sums, if given: a
+    vector [K] for each group, set to the column sums of its rows of x. The groups' storage is one block, as `groups_in`
+    reads it.
     """
     op = "quantize_grouped"
     _check.matrix(op, "x", x)
@@ -51,9 +51,20 @@ def quantize_grouped(
     return outs
 
 
-def quantize_many(rt: Runtime, tensors: Sequence[Tensor], casts: Sequence[Cast]) -> list[QuantizedTensor]:
-    """Quantize separate matrices of one width and type; each has its own storage, as `quantize` gives it."""
-    outs = [allocate(rt, t.shape, cast) for t, cast in zip(tensors, casts, strict=True)]  # type: ignore[arg-type]
+def quantize_many(
+    rt: Runtime, tensors: Sequence[Tensor], casts: Sequence[Cast], *, outs: Sequence[QuantizedTensor] | None = None
+) -> Sequence[QuantizedTensor]:
+    """Quantize separate matrices of one width and type; each has its own storage, as `quantize` gives it, or `outs`,
+    which hold the casts' copies.
+    """
+    if outs is None:
+        outs = [allocate(rt, t.shape, cast) for t, cast in zip(tensors, casts, strict=True)]  # type: ignore[arg-type]
+    elif len(outs) != len(tensors):
+        got = f"{len(outs)} outs for {len(tensors)} matrices"
+        raise ArgumentError("quantize_many", got, "one for each", "correct the counts")
+    else:
+        for out in outs:
+            out.rowwise_swizzled = out.columnwise_swizzled = None
     _quantize_all("quantize_many", rt, tensors, casts, outs, None)
     return outs
 
@@ -63,7 +74,7 @@ def _quantize_all(
     rt: Runtime,
     parts: Sequence[Tensor],
     casts: Sequence[Cast],
-    outs: list[QuantizedTensor],
+    outs: Sequence[QuantizedTensor],
     column_sums: Sequence[Tensor] | None,
 ) -> None:
     if len(parts) != len(casts) or (column_sums is not None and len(column_sums) != len(parts)):
@@ -99,9 +110,9 @@ def _check_alike(op: str, parts: Sequence[Tensor], casts: Sequence[Cast], column
         if not (one and part.is_contiguous):
             allowed = "dense matrices of one width, type and device"
             raise ArgumentError(op, f"{part!r} beside {x!r}", allowed, "quantize others separately")
-    rule = (first.key, first.epsilon, first.power_of_two)
+    rule = (first.key, first.epsilon, first.power_of_two, first.maxima is None)
     for cast in casts:
-        if cast is not first and (cast.key, cast.epsilon, cast.power_of_two) != rule:
+        if cast is not first and (cast.key, cast.epsilon, cast.power_of_two, cast.maxima is None) != rule:
             allowed = "casts that differ in their tensors only"
             raise ArgumentError(op, "casts of different rules", allowed, "quantize others separately")
     for total in column_sums or ():

@@ -15,6 +15,7 @@ from te_core.ops.norm import norm_backward, norm_forward
 from te_core.ops.permute import chunk_row_map, index_row_map, mask_row_map, permute, unpermute, unpermute_backward
 from te_core.ops.quantize import (
     amax,
+    amax_many,
     count_nonfinite,
     dequantize,
     plan_update,
@@ -30,7 +31,7 @@ from te_core.ops.statistics import statistics
 from te_core.ops.swizzle import swizzle_scales
 
 __all__ = [
-    "KVCache", "activation_backward", "activation_forward", "add", "amax", "attention_backward",
+    "KVCache", "activation_backward", "activation_forward", "add", "amax", "amax_many", "attention_backward",
     "attention_forward", "attention_fp8_backward", "attention_fp8_forward", "attention_scored_backward",
     "attention_scored_forward", "bias_dropout_add", "bias_dropout_add_backward", "chunk_row_map", "column_sum",
     "count_nonfinite", "dequantize", "gemm", "gemm_grouped", "gemm_quantized", "gemm_route", "index_row_map",

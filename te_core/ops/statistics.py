@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from te_core import dtypes
 from te_core.dtypes import ACTIVATION_DTYPES
+from te_core.errors import ArgumentError
 from te_core.ops import _check
 from te_core.ops.quantize import dequantize, transpose
 from te_core.quantized import Format, QuantizedTensor
@@ -29,7 +30,7 @@ def statistics(
     q, if given, is x [M, K] quantized: its rowwise copy is compared with x, or its columnwise one.
     """
     operation = "statistics"
-    _check.require(x.is_contiguous, operation, repr(x), "a dense tensor", "make it contiguous")
+    _check.dense(operation, "x", x)
     _check.one_of(operation, "dtype of x", x.dtype, ACTIVATION_DTYPES)
     _check.vector(operation, "record", record, SLOTS, (dtypes.float64,))
     _check.on_device(operation, rt.device, x, record)
@@ -39,23 +40,16 @@ def statistics(
         rt.backend.statistics(rt, x.reshape(1, x.size), None, None, None, False, record)
         return
     data, scale = (q.columnwise, q.columnwise_scale) if columnwise else (q.rowwise, q.rowwise_scale)
-    _check.require(
-        data is not None,
-        operation,
-        f"{q!r} without the copy that columnwise={columnwise} names",
-        "a tensor that holds it",
-        "ask for the other copy",
-    )
+    if data is None:
+        got = f"{q!r} without the copy that columnwise={columnwise} names"
+        raise ArgumentError(operation, got, "a tensor that holds it", "ask for the other copy")
     _check.on_device(operation, rt.device, data)
-    _check.require(
-        q.format.scaling != "nvfp4" or not columnwise,
-        operation,
-        f"the columnwise copy of {q!r}",
-        "the rowwise copy of nvfp4: the other one may be transformed",
-        "compare that one",
-    )
+    if columnwise and q.format.scaling == "nvfp4":
+        allowed = "the rowwise copy of nvfp4: the other one may be transformed"
+        raise ArgumentError(operation, f"the columnwise copy of {q!r}", allowed, "compare that one")
     flat = x if len(x.shape) == 2 else x.matrix()
-    _check.require(tuple(flat.shape) == tuple(q.shape), operation, f"q = {q!r} of {x!r}", "q of x's shape", "correct q")
+    if tuple(flat.shape) != tuple(q.shape):
+        raise ArgumentError(operation, f"q = {q!r} of {x!r}", "q of x's shape", "correct q")
     form: Format | None = q.format
     if q.format.scaling == "nvfp4":
         data, scale, form = dequantize(rt, q, dtypes.float32, columnwise=False), None, None

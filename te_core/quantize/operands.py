@@ -38,8 +38,8 @@ class CustomQuantizer(Protocol):
 class Uses(NamedTuple):
     """An operand as the two GEMMs read it, and how it was cast, if it was."""
 
-    rows: Any
-    columns: Any
+    rows: Value
+    columns: Value
     cast: Cast | None
 
 
@@ -234,10 +234,10 @@ def drop_rows(uses: Uses) -> None:
 def kept(high: Value, uses: Uses, precision: Precision | None) -> Value:
     """What backward will read of an operand, by the recipe's `backward_override`."""
     if precision is None or precision.backward is None:
-        return uses.columns  # type: ignore[no-any-return]
+        return uses.columns
     if precision.backward == "high_precision" and isinstance(high, Tensor):
         return high
-    return uses.rows  # type: ignore[no-any-return]
+    return uses.rows
 
 
 def saved(operand: Value | None, wanted: bool) -> Tensor | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from copy import copy
+from functools import cache
 from typing import Any
 
 from te_core.layers.linear import Sink
@@ -93,7 +94,12 @@ def facts(value: Any, found: list[Tensor], wholes: list[Any], device: Any) -> An
             raise NotRecordedError("ranks that have not met")
         wholes.append(value)
         return value.rank, value.size
-    raise NotRecordedError(f"an argument of type {kind.__name__}")
+    raise NotRecordedError(_unknown(kind))
+
+
+@cache
+def _unknown(kind: type) -> str:
+    return f"an argument of type {kind.__name__}"
 
 
 def _facts_of_scales(scales: Scales, found: list[Tensor], device: Any) -> Any:

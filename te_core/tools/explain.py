@@ -115,7 +115,7 @@ def _travelled(gemm: str, spec: LinearSpec) -> str:
     if split is None or came is None:
         return ""
     name = "the input" if split.gathered == "input" else "the gradient"
-    if came != spec.dtype.name:
+    if came is not spec.dtype:
         return f"{name} is gathered over {split.size} ranks as {came}"
     return (
         f"{name} is gathered over {split.size} ranks in {came}, and quantized whole: this format needs parts of whole "

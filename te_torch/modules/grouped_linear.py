@@ -110,7 +110,7 @@ class GroupedLinear(BaseModule):
         self.use_bias, self.return_bias = bias, return_bias
         self.save_original_input = bool(save_original_input)
         self._fork = fork_of(get_rng_state_tracker, rng_tracker_name)
-        self._names = tuple(f"weight{i}" for i in range(num_gemms))
+        self._names, self._bias_names = (tuple(f"{kind}{i}" for i in range(num_gemms)) for kind in ("weight", "bias"))
         place: dict[str, Any] = {
             "dtype": params_dtype or torch.get_default_dtype(),
             "device": device or default_device(),
@@ -123,9 +123,9 @@ class GroupedLinear(BaseModule):
                 setattr(self, f"bias{i}", torch.empty(0, **place))
         self._mark_parallel(1 if self.parallel_mode == "row" else 0, *self._names)
         if bias and self.parallel_mode == "column":
-            self._mark_parallel(0, *(f"bias{i}" for i in range(num_gemms)))
+            self._mark_parallel(0, *self._bias_names)
         elif self.parallel_mode == "row":
-            self._mark_sequence(*(f"bias{i}" for i in range(num_gemms)))
+            self._mark_sequence(*self._bias_names)
         self._quantize_parameters()
         self._accumulate(fuse_wgrad_accumulation, delay_wgrad_compute)
 
@@ -202,7 +202,7 @@ class GroupedLinear(BaseModule):
 
     def _biases(self, dtype: torch.dtype) -> list[torch.Tensor]:
         """In the activation dtype."""
-        found = [getattr(self, f"bias{i}") for i in range(self.num_gemms)]
+        found = [getattr(self, name) for name in self._bias_names]
         return [b if b.dtype == dtype else b.to(dtype) for b in found]
 
     def _facts(self) -> tuple[Any, ...]:

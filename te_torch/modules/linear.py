@@ -92,7 +92,8 @@ class SplitParameters(BaseModule):
 
     def _finish_weights(self, fuse: bool, delay: bool) -> None:
         """What follows once the parameters are there: marks, quantized storage, and where weight gradients go."""
-        self.weight_names, self.bias_names = ([f"{p}{kind}" for p in self._parts] for kind in ("weight", "bias"))
+        self._part_names = {kind: tuple(f"{p}{kind}" for p in self._parts) for kind in ("weight", "bias")}
+        self.weight_names, self.bias_names = map(list, self._part_names.values())
         self._mark_parallel(1 if self.parallel_mode == "row" else 0, *self.weight_names)
         if self.use_bias and self.parallel_mode == "column":
             self._mark_parallel(0, *self.bias_names)
@@ -103,7 +104,7 @@ class SplitParameters(BaseModule):
         self._accumulate(fuse, delay)
 
     def _weight_names(self) -> tuple[str, ...]:
-        return tuple(f"{p}weight" for p in self._parts)
+        return self._part_names["weight"]
 
     def _options(self) -> dict[str, Any]:
         parts = {prefix.rstrip("_"): size for prefix, size in self._parts.items()}
@@ -142,12 +143,13 @@ class SplitParameters(BaseModule):
     def _joined_weight(self, dtype: torch.dtype, precision: int) -> torch.Tensor:
         if "" in self._parts:
             return self._weight("weight", dtype, precision)
-        return _joined([self._weight(f"{p}weight", dtype, precision) for p in self._parts])
+        return _joined([self._weight(name, dtype, precision) for name in self._part_names["weight"]])
 
     def _joined_bias(self, dtype: torch.dtype) -> torch.Tensor | None:
         if not self.use_bias:
             return None
-        bias = self._tensor("bias") if "" in self._parts else _joined([self._tensor(f"{p}bias") for p in self._parts])
+        parts = [self._tensor(name) for name in self._part_names["bias"]]
+        bias = parts[0] if "" in self._parts else _joined(parts)
         return bias if bias.dtype == dtype else bias.to(dtype)
 
 

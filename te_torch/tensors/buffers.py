@@ -49,6 +49,18 @@ class Buffers(NamedTuple):
 NAMES = tuple(f"_{name}" for name in Buffers._fields)
 
 
+def are_held(buffers: Sequence[Any], t: Any) -> bool:
+    """Whether these are the very tensors that a storage holds."""
+    return (
+        buffers[0] is t._row_data
+        and buffers[1] is t._row_scale
+        and buffers[2] is t._row_amax
+        and buffers[3] is t._col_data
+        and buffers[4] is t._col_scale
+        and buffers[5] is t._col_amax
+    )
+
+
 @lru_cache(256)
 def form_key(form: Format) -> tuple[Any, ...]:
     """A format as plain values."""

@@ -1,8 +1,9 @@
 """Tensors that are changed in place again and again, as optimizers do: what each change needs is made once.
 
 A change reads the values, lets an operator change them, and quantizes them into the same memory: between the two the
-core's views of buffers and values stay, and so does the cast. Shards of one tensor with current scaling agree on its
-maximum: those of a list, which fused and foreach optimizers change, in one message.
+core's views of buffers and values stay, and so does the cast. Tensors of a list, which fused and foreach optimizers
+change, are quantized in one launch where they are alike. Shards of one tensor with current scaling agree on its
+maximum: those of a list in one message.
 """
 
 from __future__ import annotations
@@ -13,10 +14,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from te_core import dtypes
 from te_core.ops import raw as ops
+from te_core.quantize.state import element
 from te_core.quantized import Cast
-from te_core.tensor import Tensor
 from te_torch.runtime import TO_CORE, runtime_for, to_core, to_torch
 from te_torch.tensors import run
 
@@ -24,7 +24,7 @@ from te_torch.tensors import run
 class Kept:
     """What all changes of a tensor share, for as long as it has these buffers and this quantizer."""
 
-    __slots__ = ("cast", "group", "kind", "lasting", "nominal", "pointers", "q", "rule", "views")
+    __slots__ = ("cast", "group", "kind", "lasting", "nominal", "pointers", "q", "rule", "sort", "views")
 
     @classmethod
     def of(cls, t: Any) -> Kept | None:
@@ -62,6 +62,7 @@ class Kept:
             scale=scale,
             amax=amax,
         )
+        made.sort = (first.device, q.shape[1], t.dtype, made.cast.key, rule.epsilon, rule.power_of_two)
         return made
 
     cast: Cast
@@ -72,6 +73,7 @@ class Kept:
     pointers: tuple[int, ...]
     q: Any
     rule: Any
+    sort: tuple[Any, ...]  # what tensors have in common that are quantized in one launch
     views: Any
 
     def fits(self, t: Any) -> bool:
@@ -127,43 +129,54 @@ class Change(NamedTuple):
         dense = self.dense
         return dense.data_ptr() == self.core.ptr and dense.shape == self.t.shape and dense.is_contiguous()
 
-    def end_with(self, amax: torch.Tensor, core: Tensor) -> None:
-        """The same, once the maximum of all shards is known."""
-        kept = self.kept
-        if kept is None or not self._in_place():
-            quantizer = self.t._quantizer.copy()
-            quantizer.agreed = amax
-            self.t._update(quantizer, self.dense, None)
-            return
-        ops.quantize(runtime_for(self.dense), self.core, kept.cast.scaled_by(core), out=kept.q)
-        self.t._wrote()
-
 
 def end_all(changes: Sequence[Change]) -> None:
     """End several changes. Which of them agree together must not depend on what a rank has of a tensor."""
-    together: dict[Any, list[Change]] = {}
+    agreeing: dict[Any, list[Change]] = {}
+    alike: dict[Any, list[tuple[Change, Cast]]] = {}
     for change in changes:
-        t = change.t
-        group = t._group_of_shards
-        if group is None or t._shares_scale():
-            change.end()
+        t, kept = change.t, change.kept
+        group = t._group_of_shards if kept is None else kept.group
+        if kept is None and group is not None and t._shares_scale():
+            group = None
+        if group is not None:
+            agreeing.setdefault((group, t.device), []).append(change)
+        elif kept is not None and change._in_place():
+            alike.setdefault(kept.sort, []).append((change, kept.cast))
         else:
-            together.setdefault((group, t.device), []).append(change)
-    for (group, _), some in together.items():
-        _end_together(group, some)
+            change.end()
+    for (group, _), some in agreeing.items():
+        _agree(group, some, alike)
+    for pairs in alike.values():
+        _quantize_alike(pairs)
 
 
-def _end_together(group: Any, changes: list[Change]) -> None:
-    first = changes[0].dense
-    maxima = torch.empty(len(changes), dtype=torch.float32, device=first.device)
+def _agree(group: Any, changes: list[Change], alike: dict[Any, list[tuple[Change, Cast]]]) -> None:
+    """Find the maxima of all shards in one message, and end what is not to be quantized with others."""
+    maxima = torch.empty(len(changes), dtype=torch.float32, device=changes[0].dense.device)
     rt, whole = runtime_for(maxima), to_core(maxima)
-    places = [Tensor(whole.ptr + 4 * i, (1,), dtypes.float32, whole.device, maxima) for i in range(len(changes))]
-    for change, place in zip(changes, places, strict=True):
-        ops.amax(rt, change.core if change.kept is not None and change._in_place() else _core(change.dense), out=place)
+    there = [change.kept is not None and change._in_place() for change in changes]
+    cores = [c.core if known else to_core(run.plain(c.dense)) for c, known in zip(changes, there, strict=True)]
+    if len({core.dtype for core in cores}) == 1:
+        ops.amax_many(rt, cores, out=whole)
+    else:
+        for i, core in enumerate(cores):
+            ops.amax(rt, core, out=element(whole, i))
     dist.all_reduce(maxima, dist.ReduceOp.MAX, group=group)
-    for change, amax, place in zip(changes, maxima.split(1), places, strict=True):
-        change.end_with(amax, place)
+    for i, (change, known) in enumerate(zip(changes, there, strict=True)):
+        kept = change.kept
+        if known and kept is not None:
+            alike.setdefault((*kept.sort, group), []).append((change, kept.cast.scaled_by(element(whole, i))))
+        else:
+            quantizer = change.t._quantizer.copy()
+            quantizer.agreed = maxima[i : i + 1]
+            change.t._update(quantizer, change.dense, None)
 
 
-def _core(dense: torch.Tensor) -> Tensor:
-    return to_core(run.plain(dense))
+def _quantize_alike(pairs: Sequence[tuple[Change, Cast]]) -> None:
+    """Quantize values of one width and type by one rule, in one launch where the format has such."""
+    rt = runtime_for(pairs[0][0].dense)
+    outs = [change.kept.q for change, _ in pairs]  # type: ignore[union-attr]
+    ops.quantize_many(rt, [change.core for change, _ in pairs], [cast for _, cast in pairs], outs=outs)
+    for change, _ in pairs:
+        change.t._wrote()

@@ -54,7 +54,9 @@ def _values(v: Any) -> Any:
     """An argument, dequantized; operators take tensors and lists of them."""
     if isinstance(v, QuantizedTorch):
         return v._dense_values(v.dtype)
-    return [_values(t) for t in v] if type(v) in (list, tuple) else v
+    if type(v) not in (list, tuple):
+        return v
+    return [t._dense_values(t.dtype) if isinstance(t, QuantizedTorch) else t for t in v]
 
 
 def _is_read(v: Any) -> bool:
@@ -66,7 +68,15 @@ def _changing(v: Any, changes: list[Change]) -> Any:
     if isinstance(v, QuantizedTorch):
         changes.append(Change.of(v))
         return changes[-1].dense
-    return [_changing(t, changes) for t in v] if type(v) in (list, tuple) else v
+    if type(v) not in (list, tuple):
+        return v
+    given = []
+    for t in v:
+        if isinstance(t, QuantizedTorch):
+            changes.append(Change.of(t))
+            t = changes[-1].dense
+        given.append(t)
+    return given
 
 
 def _on_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -89,9 +99,8 @@ def _on_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return result
     end_all(changes)
     whole = {id(v) for v in (*args, *kwargs.values())}
-    for change in changes:
-        if id(change.t) not in whole:  # an element of a list (foreach, fused): torch does not count the change
-            increment_version(change.t)
+    # Elements of a list (foreach, fused): torch does not count their changes.
+    increment_version([change.t for change in changes if id(change.t) not in whole])
     if result is None:
         return None
     back = {id(change.dense): change.t for change in changes}

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from inspect import Signature, signature
+from functools import partial
+from inspect import signature
 from types import FrameType
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch
 from te_core.errors import UnsupportedError
 from te_core.quantized import BLOCK
 from te_torch.module_names import name_of
-from te_torch.tensors.buffers import Buffers, memory_of, rows_of
+from te_torch.tensors.buffers import Buffers, are_held, memory_of, rows_of
 
 
 def rows_of_a_shard(shard: Any, mesh: Any, whole: Sequence[int] | None, module: Any) -> int:
@@ -126,10 +127,10 @@ def first_rows(form: Any, shape: tuple[int, int], buffers: Buffers, rows: int) -
 class Sent:
     """What a shard sends in each all-gather: views of its buffers, and what the whole parameter needs besides."""
 
-    __slots__ = ("format", "held", "metadata", "nominal", "options", "quantizer", "tensors")
+    __slots__ = ("format", "held", "mesh", "metadata", "nominal", "options", "quantizer", "tensors", "whole")
 
     @classmethod
-    def of(cls, shard: Any, tensors: Sequence[torch.Tensor], metadata: Any) -> Sent | None:
+    def of(cls, shard: Any, mesh: Any, whole: Any, tensors: Sequence[torch.Tensor], metadata: Any) -> Sent | None:
         """That which was made now; None if some of it is a copy, which a change of the shard would not reach."""
         held = _held(shard)
         if not held or not all(any(_starts_as(t, h) for h in held if h is not None) for t in tensors):
@@ -137,25 +138,29 @@ class Sent:
         made = cls()
         made.held, made.tensors, made.metadata = held, tuple(tensors), metadata
         made.format, made.options, made.quantizer = shard._format, shard._options, shard._quantizer
-        made.nominal = shard._dtype
+        made.mesh, made.whole, made.nominal = mesh, whole, shard._dtype
         return made
 
     format: Any
     held: tuple[torch.Tensor | None, ...]
+    mesh: Any
     metadata: Any
     nominal: torch.dtype
     options: Any
     quantizer: Any
     tensors: tuple[torch.Tensor, ...]
+    whole: Any
 
-    def fits(self, shard: Any) -> bool:
-        """Whether the shard holds the same."""
+    def fits(self, shard: Any, mesh: Any, whole: Any) -> bool:
+        """Whether the shard holds the same, of the same parameter on the same mesh."""
         return (
-            self.quantizer is shard._quantizer
+            self.mesh is mesh
+            and self.whole == whole
+            and self.quantizer is shard._quantizer
             and self.format is shard._format
             and self.options is shard._options
             and self.nominal is shard._dtype
-            and _same(self.held, _held(shard))
+            and are_held(self.held, shard)
         )
 
 
@@ -184,7 +189,7 @@ class Arrived:
 
     def fits(self, whole: Any, gathered: Sequence[torch.Tensor], metadata: Any) -> bool:
         """Whether the same has come again, into the memory of the same buffers."""
-        if self.metadata is not metadata or not _same(self.held, _held(whole)):
+        if self.metadata is not metadata or not are_held(self.held, whole):
             return False
         for g, h in zip(gathered, self.order, strict=True):
             if g.data_ptr() != h.data_ptr() or g.numel() != h.numel():
@@ -194,8 +199,8 @@ class Arrived:
     def note(self, whole: Any) -> None:
         """Note that other bytes are in the buffers' memory, which may have been freed and be elsewhere now."""
         views = whole._core_views
-        if views is not None and not views.stay():
-            whole._core_views = views.moved()
+        if views is not None and not views.follow():
+            whole._core_views = None
         whole._wrote()
 
 
@@ -204,10 +209,6 @@ def _held(t: Any) -> tuple[torch.Tensor | None, ...]:
     if getattr(t, "_format", None) is None:
         return ()
     return (t._row_data, t._row_scale, t._row_amax, t._col_data, t._col_scale, t._col_amax)
-
-
-def _same(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
-    return len(a) == len(b) and all([x is y for x, y in zip(a, b, strict=True)])
 
 
 def _starts_as(t: torch.Tensor, held: torch.Tensor) -> bool:
@@ -219,8 +220,20 @@ def _is_all_of(t: torch.Tensor, held: torch.Tensor) -> bool:
     return t.numel() == held.numel() and _starts_as(t, held)
 
 
-def known_signature(method: Any) -> Any:
-    """Keep a method's signature with it: FSDP2 asks for it in each all-gather of each parameter (15 us)."""
-    found: Signature = signature(method)
-    method.__signature__ = found
-    return method
+class Hook:
+    """A method whose signature FSDP2 asks for in each all-gather of each parameter: known here, which of a bound method
+    Python works out anew (30 calls).
+    """
+
+    def __init__(self, method: Callable[..., Any]) -> None:
+        self._method = method
+        given = signature(method)
+        self._signature = given.replace(parameters=list(given.parameters.values())[1:])
+        self.__doc__ = method.__doc__
+
+    def __get__(self, t: Any, owner: Any = None) -> Any:
+        if t is None:
+            return self._method
+        bound: Any = partial(self._method, t)
+        bound.__signature__ = self._signature
+        return bound

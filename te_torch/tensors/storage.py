@@ -540,7 +540,7 @@ class QuantizedTensorStorage:
         new = first_rows(meta["format"], (gathered_rows, shape[1]), new, shape[0])
         if any(a is not b and not same_memory(a, b) for a, b in zip(self._buffers, new, strict=True)):
             self._set_buffers(new)
-        elif self._core_views is not None and not self._core_views.stay():
+        elif self._core_views is not None and not self._core_views.follow():
             self._core_views = None
         self._wrote()
 

@@ -15,7 +15,7 @@ from te_torch.quantized import QuantizedTorch
 from te_torch.tensors import pickling
 from te_torch.tensors.buffers import Buffers
 from te_torch.tensors.dispatch import dispatch
-from te_torch.tensors.sharding import Arrived, Sent, apart, filled, in_one, known_signature, rows_of_a_shard
+from te_torch.tensors.sharding import Arrived, Hook, Sent, apart, filled, in_one, rows_of_a_shard
 from te_torch.tensors.storage import QuantizedTensorStorage
 from te_torch.tensors.views import Place
 
@@ -202,39 +202,34 @@ class QuantizedTensor(QuantizedTorch):
 
     # -------------------------------------------------------------------------------------------------- FSDP2
 
-    @known_signature
+    @Hook
     def fsdp_pre_all_gather(
         self, mesh: Any, orig_size: Any, contiguous_orig_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[torch.Tensor, ...], Any]:
         """The buffers of this shard that FSDP2 gathers, and what else the whole parameter needs."""
-        rows = self._noted_shards(mesh, orig_size, module)
-        if self._sent is not None and self._sent.fits(self):
-            return self._sent.tensors, self._sent.metadata
+        sent = self._sent
+        if sent is not None and sent.fits(self, mesh, orig_size):
+            return sent.tensors, sent.metadata
+        rows = rows_of_a_shard(self, mesh, orig_size, module)
+        self._note_shards(mesh)  # type: ignore[attr-defined]
         tensors, metadata = self.fsdp_extract_buffers()  # type: ignore[attr-defined]
         if rows != self.shape[0]:
             tensors = [filled(t, rows) for t in tensors]
         if len(tensors) > 1 and mesh is not None and mesh.size() == 1:
             metadata["in one"] = [(t.shape, t.dtype) for t in tensors]
             tensors = [in_one(tensors)]
-        self._sent = Sent.of(self, tensors, metadata)
+        self._sent = Sent.of(self, mesh, orig_size, tensors, metadata)
         return tuple(tensors), metadata
 
     _sent: Sent | None = None
     _arrived: Arrived | None = None
 
-    _shards: tuple[Any, Any, int] | None = None  # mesh, whole shape and rows a rank, as FSDP2 last said them
-
-    def _noted_shards(self, mesh: Any, whole: Any, module: Any) -> int:
-        noted = self._shards
-        if noted is None or noted[0] is not mesh or noted[1] != whole:
-            noted = self._shards = (mesh, whole, rows_of_a_shard(self, mesh, whole, module))
-            self._note_shards(mesh)  # type: ignore[attr-defined]
-        return noted[2]
-
     def fsdp_post_all_gather(
         self, all_gather_outputs: tuple[torch.Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Any = None
     ) -> Any:
-        """The whole parameter over what FSDP2 gathered, and what it may free when it shards again."""
+        """The whole parameter over what FSDP2 gathered. What was gathered FSDP2 frees by itself when it shards again,
+        and there is nothing else that it would have to free.
+        """
         gathered = all_gather_outputs
         if out is not None and out._arrived is not None and out._arrived.fits(out, gathered, metadata):
             out._arrived.note(out)
@@ -245,7 +240,7 @@ class QuantizedTensor(QuantizedTorch):
             out.fsdp_assign_gathered(gathered, metadata)
             out._arrived = None if "in one" in metadata else Arrived.of(out, gathered, metadata)
             return None
-        return self._gathered(gathered, metadata), all_gather_outputs  # type: ignore[attr-defined]
+        return self._gathered(gathered, metadata), ()  # type: ignore[attr-defined]
 
     # --------------------------------------------------------------------------------- copies, files, compilers
 
@@ -255,7 +250,7 @@ class QuantizedTensor(QuantizedTorch):
         made = self.detach().make_copy()  # type: ignore[attr-defined]
         made.requires_grad_(self.requires_grad)
         memo[id(self)] = made
-        own = {*made.__dict__, "_arrived", "_core_views", "_kept", "_sent", "_shards"} - {"_quantizer"}
+        own = {*made.__dict__, "_arrived", "_core_views", "_kept", "_sent"} - {"_quantizer"}
         made.__dict__.update({k: copy.deepcopy(v, memo) for k, v in self.__dict__.items() if k not in own})
         return made
 

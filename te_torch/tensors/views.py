@@ -10,7 +10,7 @@ import torch
 
 from te_core.quantized import Copy, Format, QuantizedTensor
 from te_core.tensor import Tensor
-from te_torch.tensors.buffers import Apart, Buffers
+from te_torch.tensors.buffers import Apart, Buffers, are_held
 
 #: Strides and offset of a tensor, as torch says them.
 Place = tuple[Sequence[int], Any]
@@ -81,7 +81,7 @@ class Look:
 class CoreViews:
     """The pieces of a core view, for as long as the buffers are the same and stay where they are."""
 
-    __slots__ = ("block", "buffers", "column", "form", "pack", "row", "shape")
+    __slots__ = ("block", "buffers", "column", "form", "pack", "pieces", "row", "shape")
 
     @classmethod
     def of(cls, storage: Any, q: QuantizedTensor) -> CoreViews | None:
@@ -103,6 +103,7 @@ class CoreViews:
             made.row = Copy(q.rowwise, q.rowwise_scale, q.rowwise_amax)
         if q.columnwise is not None and q.columnwise_scale is not None:
             made.column = Copy(q.columnwise, q.columnwise_scale, q.columnwise_amax)
+        made.pieces = _pieces(made.row, b[:3]) + _pieces(made.column, b[3:])
         return made
 
     buffers: Buffers
@@ -112,42 +113,29 @@ class CoreViews:
     column: Copy | None
     block: Any
     pack: Callable[[], torch.Tensor] | None
+    pieces: list[tuple[Tensor, torch.Tensor]]  # of both copies: the core's view, and of what
 
     def fit(self, storage: Any) -> bool:
         """Whether the storage still has these buffers, in this memory."""
-        b = self.buffers
+        b: Any = self.buffers
         return (
-            b[0] is storage._row_data
-            and b[1] is storage._row_scale
-            and b[2] is storage._row_amax
-            and b[3] is storage._col_data
-            and b[4] is storage._col_scale
-            and b[5] is storage._col_amax
+            are_held(b, storage)
             and self.form is storage._format
             and (self.row is None or self.row.data.ptr == b[0].data_ptr())
             and (self.column is None or self.column.data.ptr == b[3].data_ptr())
         )
 
-    def stay(self) -> bool:
-        """Whether the buffers' memory, freed and allocated again in between, is where it was: that of each of them."""
-        b = self.buffers
-        for copy, at in ((self.row, 0), (self.column, 3)):
-            pieces = () if copy is None else zip((copy.data, copy.scale, copy.amax), b[at : at + 3], strict=True)
-            if any(core is not None and t is not None and core.ptr != t.data_ptr() for core, t in pieces):
-                return False
+    def follow(self) -> bool:
+        """Point to where the buffers' memory is now, which was freed and allocated again; False if these views cannot:
+        there they would be one block no longer, or a GEMM could not read it. Who has taken them has nothing else left.
+        """
+        for core, t in self.pieces:
+            ptr = t.data_ptr()
+            if core.ptr != ptr:
+                if self.pack is None or ptr % (16 if core.size > 1 else 4):
+                    return False
+                core.ptr = ptr
         return True
-
-    def moved(self) -> CoreViews | None:
-        """The same of the same buffers where they are now; None if these are one block, or a GEMM could not read it."""
-        if self.pack is None or self.buffers.row_amax is not None or self.buffers.col_amax is not None:
-            return None
-        made = type(self)()
-        made.buffers, made.form, made.shape = self.buffers, self.form, self.shape
-        made.block, made.pack = None, self.pack
-        made.row, made.column = _moved(self.row, self.buffers[:3]), _moved(self.column, self.buffers[3:])
-        if any(copy is not None and copy.data.ptr % 16 for copy in (made.row, made.column)):
-            return None
-        return made
 
     def view(self) -> QuantizedTensor:
         """A core tensor of these pieces: its owner is who takes it."""
@@ -158,13 +146,7 @@ class CoreViews:
         return made
 
 
-def _moved(copy: Copy | None, buffers: Sequence[Any]) -> Copy | None:
-    if copy is None:
-        return None
-    data, scale, _ = buffers
-    scale_now = copy.scale if scale is None else _at(copy.scale, scale.data_ptr())
-    return Copy(_at(copy.data, data.data_ptr()), scale_now, None)
-
-
-def _at(core: Tensor, ptr: int) -> Tensor:
-    return core if core.ptr == ptr else Tensor(ptr, core.shape, core.dtype, core.device, core.owner, core.strides)
+def _pieces(copy: Copy | None, buffers: Sequence[Any]) -> list[tuple[Tensor, torch.Tensor]]:
+    """The pieces of a copy that are views of buffers of its own."""
+    both = () if copy is None else zip(copy, buffers, strict=True)
+    return [(c, t) for c, t in both if c is not None and t is not None]

@@ -101,6 +101,7 @@ def operations(rt: Runtime) -> dict[str, Right]:
         "activation_backward": ((x, x, "gelu"), {"cast": cast(rt), "column_sum": vector}),
         "add": ((x, x), {"out": tensor(rt, ROWS, WIDTH)}),
         "amax": ((x,), {"out": none}),
+        "amax_many": (([x, w],), {}),
         "attention_forward": ((heads, heads, heads), {"spec": spec}),
         "attention_backward": ((heads, heads, heads, heads, done.out, done.stats), {"spec": spec}),
         "attention_fp8_forward": ((small, small, small), {"spec": spec, "scales": forward, "out": small}),

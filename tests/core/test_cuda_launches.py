@@ -17,6 +17,7 @@ from te_core.quantized import Cast, Format
 from te_core.runtime import Runtime
 from tests.core.face import Right, operations, tensor
 from tests.core.fake_cuda import Machine
+from tests.host_steps import worded
 
 FORMATS = {
     "block": (dtypes.float8_e4m3, "block"),
@@ -102,6 +103,26 @@ def test_every_operation_launches(machine: Machine) -> None:
         first = launched(machine, call)
         assert first or name in ATTENTION, name
         assert launched(machine, call) == first, name  # by the plan that is there now
+        said = worded(call.run)
+        assert not said, f"{name} builds text in each call"
+
+
+def test_launches_for_many(machine: Machine) -> None:
+    """Of matrices of one width: one for all, the maxima one more each, and one that finishes all of these."""
+    rt = machine.runtime()
+    large = [tensor(rt, 64, 4096), tensor(rt, 16, 4096), tensor(rt, 8, 4096)]
+    outs = ops.quantize_many(rt, large, [Cast(dtypes.float8_e4m3, rowwise=True, columnwise=False)] * 3)
+    maxima = tensor(rt, 3)
+    for cast, launches in (
+        (Cast(dtypes.float8_e4m3, rowwise=True, columnwise=False, scale=tensor(rt, 1), amax=tensor(rt, 1)), 1),
+        (Cast(dtypes.float8_e4m3, rowwise=True, columnwise=False).scaled_by(maxima), 1),
+        (Cast(dtypes.float8_e4m3, rowwise=True, columnwise=False), 2),
+    ):
+        call = Right(ops.quantize_many, (rt, large, [cast] * 3), {"outs": outs})
+        assert launched(machine, call) == ["quantize_grouped"] * launches
+    assert launched(machine, Right(ops.amax_many, (rt, large), {"out": maxima})) == ["amax"] * 3 + ["amax_finish"]
+    small = [tensor(rt, 2), tensor(rt, 3)]
+    assert launched(machine, Right(ops.amax_many, (rt, small), {})) == ["amax"] * 2
 
 
 def test_given_maxima_are_not_looked_for(machine: Machine) -> None:

@@ -8,6 +8,7 @@ import pytest
 from te_core import dtypes, ops
 from te_core.errors import ArgumentError
 from te_core.ops.quantize_grouped import ALIGNMENT, bounds_of, groups_in
+from te_core.quantize.state import element
 from te_core.quantized import Cast, Format
 from tests.backends import cuda_runtime, requires_cuda
 from tests.core.inputs import DTYPES, numpy_dtype, placed, poisoned, values
@@ -127,6 +128,62 @@ def test_many(rt, name, dtype):
     assert len({q.block.ptr for q in made}) == len(made)
 
 
+@on_dtypes
+@on_formats
+def test_many_into_storage(rt, name, dtype):
+    """Where it was before, whatever was there, and what was swizzled of it is made again."""
+    rt = poisoned(rt)
+    shapes = (48, 129, 0, 16)
+    outs = ops.quantize_many(rt, [rt.zeros((m, WIDTH), dtypes.bfloat16) for m in shapes], make_casts(rt, name, 4))
+    places = [q.block.ptr for q in outs]
+    for out in outs:
+        out.rowwise_swizzled = out.rowwise_scale
+    tensors = [placed(rt, values((m, WIDTH), dtype, m)) for m in shapes]
+    ours, theirs = (make_casts(rt, name, 4, seed=1) for _ in range(2))
+    assert ops.quantize_many(rt, tensors, ours, outs=outs) is outs and places == [q.block.ptr for q in outs]
+    for out, t, cast in zip(outs, tensors, theirs, strict=True):
+        same(rt, out, ops.quantize(rt, t, cast))
+        assert out.rowwise_swizzled is None
+    with pytest.raises(ArgumentError, match="one for each"):
+        ops.quantize_many(rt, tensors, ours, outs=outs[1:])
+
+
+@on_dtypes
+@pytest.mark.parametrize("sums", [False, True])
+def test_given_maxima(rt, dtype, sums):
+    """In the place of each matrix's own: what ranks agreed on."""
+    x = values((200, WIDTH), dtype, 3)
+    held, splits = placed(rt, x), [72, 0, 128]
+    maxima = rt.tensor(np.array([3.0, 0.5, 70.0], np.float32))
+    one = make_casts(rt, "current", 1)[0]
+    casts = [one.scaled_by(element(maxima, i)) for i in range(3)]
+    totals = [rt.empty((WIDTH,), dtypes.dtype(numpy_dtype(dtype))) for _ in splits] if sums else None
+    groups = ops.quantize_grouped(rt, held, splits, casts, totals)
+    for i, (start, stop) in enumerate(bounds_of(splits)):
+        alone = rt.empty((WIDTH,), dtypes.dtype(numpy_dtype(dtype))) if sums else None
+        same(rt, groups[i], ops.quantize(rt, held.rows(start, stop), casts[i], column_sum=alone))
+        if sums:
+            np.testing.assert_array_equal(rt.numpy(totals[i]), rt.numpy(alone))
+    with pytest.raises(ArgumentError, match="tensors only"):
+        ops.quantize_grouped(rt, held, splits, [one, *casts[1:]])
+
+
+@on_dtypes
+@pytest.mark.parametrize("sizes", [(1,), (7, 0, 300), (5, 70000, 1 << 20, 0)])
+def test_maxima_of_many(rt, dtype, sizes):
+    """As of each alone; where one is large the small ones leave most of their blocks idle."""
+    rt = poisoned(rt)
+    tensors = [placed(rt, values((n,), dtype, i, special=True), i % 2) for i, n in enumerate(sizes)]
+    made = ops.amax_many(rt, tensors)
+    assert made.shape == (len(sizes),)
+    np.testing.assert_array_equal(rt.numpy(made), [rt.numpy(ops.amax(rt, t))[0] for t in tensors])
+    room = rt.zeros((len(sizes),), dtypes.float32)
+    assert ops.amax_many(rt, tensors, out=room) is room
+    np.testing.assert_array_equal(rt.numpy(room), rt.numpy(made))
+    with pytest.raises(ArgumentError, match="one type"):
+        ops.amax_many(rt, [*tensors, rt.zeros((1,), dtypes.float8_e4m3)])
+
+
 def test_one_block(rt):
     """All groups in one allocation, the copy that backward reads at its front; rows apart where it is large."""
     for rows, apart in ((64, False), (2048, True)):
@@ -140,6 +197,7 @@ def test_one_block(rt):
 def test_nothing(rt):
     assert ops.quantize_grouped(rt, rt.zeros((0, 16), dtypes.float32), [], []) == []
     assert ops.quantize_many(rt, [], []) == []
+    assert ops.amax_many(rt, []).shape == (0,)
 
 
 def test_refusals(rt):

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -13,6 +11,7 @@ import torch
 import te_torch as te
 from te_core.recipe import DelayedScaling, Float8CurrentScaling
 from tests.debug.conftest import config
+from tests.host_steps import opcodes
 
 pytest.importorskip("nvdlfw_inspect", reason="the extra `debug` brings nvdlfw_inspect")
 
@@ -30,25 +29,6 @@ RECIPES = {
     "delayed": DelayedScaling(),
     "attention": Float8CurrentScaling(fp8_dpa=True),
 }
-
-
-def opcodes(call: Callable[[], Any]) -> int:
-    """How many instructions of Python a call runs."""
-    count = 0
-
-    def trace(frame: FrameType, event: str, arg: Any) -> Any:
-        nonlocal count
-        frame.f_trace_opcodes, frame.f_trace_lines = True, False
-        count += event == "opcode"
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        call()
-    finally:
-        sys.settrace(before)
-    return count
 
 
 def forward_of(kind: str, recipe: Any) -> tuple[Any, Callable[[], Any]]:

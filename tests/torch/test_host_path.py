@@ -1,10 +1,9 @@
-"""A step that has run before decides nothing anew: nothing on its way words a message that nobody will read, and on
-one rank next to nothing asks for others.
+"""A step that has run before decides nothing anew: nothing on its way builds text that nobody will read, and on one
+rank next to nothing asks for others.
 """
 
 from __future__ import annotations
 
-import importlib
 import linecache
 import re
 import sys
@@ -16,12 +15,17 @@ import pytest
 import torch
 
 import te_torch as te
+from te_core import dtypes
 from te_core.ops import _check
+from te_core.tensor import CPU, Tensor
 from tests import recipes
+from tests.host_steps import worded, worded_at_last
 
 HIDDEN = 32
+SPLIT: dict[str, Any] = {"parameters_split": {"first_": HIDDEN // 2, "second_": HIDDEN // 2}}
 MODULES: dict[str, Any] = {
     "Linear": lambda: te.Linear(HIDDEN, HIDDEN),
+    "Linear in parts": lambda: te.Linear(HIDDEN, HIDDEN, **SPLIT),
     "LayerNormLinear": lambda: te.LayerNormLinear(HIDDEN, HIDDEN),
     "LayerNormMLP": lambda: te.LayerNormMLP(HIDDEN, 2 * HIDDEN, activation="swiglu"),
     "GroupedLinear": lambda: te.GroupedLinear(2, HIDDEN, HIDDEN),
@@ -32,7 +36,7 @@ MODULES: dict[str, Any] = {
 
 @pytest.mark.parametrize("recipe", [None, *recipes.KINDS])
 @pytest.mark.parametrize("name", MODULES)
-def test_nothing_is_worded(monkeypatch: pytest.MonkeyPatch, name: str, recipe: str | None) -> None:
+def test_nothing_is_worded(name: str, recipe: str | None) -> None:
     module = MODULES[name]().to("cpu")
     x = torch.randn(64, 1, HIDDEN, requires_grad=True)
     given = (x.view(64, HIDDEN), [32, 32]) if name == "GroupedLinear" else (x,)
@@ -44,25 +48,34 @@ def test_nothing_is_worded(monkeypatch: pytest.MonkeyPatch, name: str, recipe: s
 
     for _ in range(4):
         step()
-    worded: set[str] = set()
+    assert not worded_at_last(step)
 
-    def spy(ok: bool, operation: str, *parts: str) -> None:
-        where = sys._getframe(1)
-        worded.add(f"{where.f_code.co_filename}:{where.f_lineno} {operation}")
 
-    monkeypatch.setattr(_check, "require", spy)
-    for _ in range(8):  # memory that lies otherwise makes another plan, whose arguments are checked
-        worded.clear()
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("recipe", recipes.KINDS)
+def test_nothing_is_worded_for_quantized_weights(recipe: str, fused: bool) -> None:
+    with te.quantized_model_init(recipe=recipes.rule(recipe)):
+        module = te.LayerNormMLP(HIDDEN, 2 * HIDDEN, params_dtype=torch.bfloat16, device="cpu")
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3, fused=fused)
+    x = torch.randn(64, 1, HIDDEN, dtype=torch.bfloat16)
+
+    def step() -> None:
+        with recipes.region(recipe):
+            y = module(x)
+        y.float().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(4):
         step()
-        if not worded:
-            return
-    raise AssertionError(worded)
+    assert not worded_at_last(step)
 
 
-def test_the_check_that_is_watched_is_the_one_that_words() -> None:
-    """Else the test above would see nothing."""
-    operations = importlib.import_module("te_core.ops.rope")
-    assert operations._check.require is _check.require
+def test_what_words_is_seen() -> None:
+    """Else the tests above would see nothing."""
+    t = Tensor(16, (2,), dtypes.float32, CPU, None)
+    assert not worded(lambda: _check.vector("op", "x", t, 2, (dtypes.float32,)))
+    assert "tensor.py" in worded(lambda: repr(t)).pop()
 
 
 # ---------------------------------------------------------------------------------------------------- one rank

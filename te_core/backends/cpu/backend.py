@@ -46,6 +46,7 @@ from te_core.backends.cpu.permute import (
 )
 from te_core.backends.cpu.quantize import (
     amax,
+    amax_many,
     count_nonfinite,
     dequantize,
     plan_quantize,

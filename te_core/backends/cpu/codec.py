@@ -22,6 +22,8 @@ from te_core.dtypes import DType
 
 Array = np.ndarray[Any, Any]
 
+_SIGNED = {width: f"<i{width}" for width in (2, 4)}
+
 NAN_CODE = 0x7F  # what the GPU's saturating conversion gives for any NaN, in both formats
 
 #: format: (mantissa bits, exponent bias, code of the largest finite value)
@@ -137,8 +139,8 @@ def amax(source: Array) -> np.float32:
     """Max |x| over the elements of a dense array that are not NaN; 0 if there are none."""
     if source.size == 0:
         return np.float32(0)
-    width = source.dtype.itemsize
-    unsigned, signed = source.reshape(-1).view(f"u{width}"), source.reshape(-1).view(f"i{width}")
+    width, flat = source.dtype.itemsize, source.reshape(-1)
+    unsigned, signed = flat.view(dtypes.UNSIGNED[width]), flat.view(_SIGNED[width])
     # As integers, positive floats sort by magnitude; so (unsigned) do the negative ones, above all the rest:
     # two reductions and no temporary.
     sign = 1 << (8 * width - 1)

@@ -101,7 +101,7 @@ def _copies(spec: PermuteSpec, operands: Operands) -> Iterator[tuple[Array, Arra
 
 def _bytes(t: Tensor) -> Array:
     """Rows as whole numbers, which are moved as they are."""
-    found: Array = t.numpy().view(f"u{t.dtype.itemsize}")
+    found: Array = t.numpy().view(dtypes.UNSIGNED[t.dtype.itemsize])
     return found
 
 

@@ -6,10 +6,12 @@ that are already rounded to the activation dtype. So fused equals unfused bit fo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from te_core import dtypes
 from te_core.backends.cpu import codec
 from te_core.backends.cpu.executor import F32, CpuPlan, Executor, row_blocks, scratch
 from te_core.quantized import Cast, QuantizedTensor
@@ -143,13 +145,18 @@ def dequantize(rt: Runtime, q: QuantizedTensor, out: Tensor, columnwise: bool) -
 
 def transpose(rt: Runtime, x: Tensor, out: Tensor) -> None:
     """A dense transposed copy."""
-    unsigned = f"u{x.dtype.itemsize}"  # bytes are moved, not values
+    unsigned = dtypes.UNSIGNED[x.dtype.itemsize]  # bytes are moved, not values
     _transpose(x.numpy().view(unsigned), out.numpy().view(unsigned))
 
 
 def amax(rt: Runtime, x: Tensor, out: Tensor) -> None:
     """Max |x| without NaN."""
     out.numpy()[0] = codec.amax(x.numpy())
+
+
+def amax_many(rt: Runtime, tensors: Sequence[Tensor], out: Tensor) -> None:
+    """The same of each tensor."""
+    out.numpy()[:] = [codec.amax(t.numpy()) for t in tensors]
 
 
 def count_nonfinite(rt: Runtime, x: Tensor, out: Tensor) -> None:

@@ -44,6 +44,7 @@ from te_core.backends.cuda.permute import (
 )
 from te_core.backends.cuda.quantize import (
     amax,
+    amax_many,
     count_nonfinite,
     dequantize,
     plan_quantize,

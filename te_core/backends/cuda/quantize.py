@@ -8,6 +8,7 @@ a small launch that adds up the partial sums of the blocks in a fixed order.
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from ctypes import create_string_buffer
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -303,6 +304,24 @@ def amax(rt: Runtime, x: Tensor, out: Tensor) -> None:
     plan.kernel(rt, plan.blocks, 256, x.ptr, partials, plan.count)
     finish = loader.get(rt, "amax", entry="amax_finish", args="ppi", DTYPE=TYPES[x.dtype])
     finish(rt, 1, 256, partials, out.ptr, plan.blocks)
+
+
+def amax_many(rt: Runtime, tensors: Sequence[Tensor], out: Tensor) -> None:
+    """out[i] = max |tensors[i]|: a launch for each, of equally many blocks, and one that finishes all of them."""
+    dtype = tensors[0].dtype
+    largest = max([t.size for t in tensors])
+    key = ("amax", largest, dtype)
+    plan = rt.plans.get(key)
+    if plan is None:
+        plan = rt.plans.put(key, plan_amax(rt, largest, dtype))
+    blocks = plan.blocks
+    first = at = out.ptr if blocks == 1 else rt.workspace("amax", 4 * blocks * len(tensors))
+    for t in tensors:
+        plan.kernel(rt, blocks, 256, t.ptr, at, t.size)
+        at += 4 * blocks
+    if blocks > 1:
+        finish = loader.get(rt, "amax", entry="amax_finish", args="ppi", DTYPE=TYPES[dtype])
+        finish(rt, len(tensors), 256, first, out.ptr, blocks)
 
 
 def count_nonfinite(rt: Runtime, x: Tensor, out: Tensor) -> None:

@@ -169,16 +169,14 @@ class _Chunk:
             self._cast(rt, tiles, sources, [0] * len(tiles), sums)
             self._add(rt, [t.grid[1] for t in tiles], sums, column_sums)
         else:
-            first = [self._tiling(part, column_sums is not None, plan.most) for part in self.parts]
-            sums = self._sums(rt, first, column_sums)
-            partials, at = [], rt.workspace("amax", 4 * sum(t.blocks for t in first))
-            for t in first:
-                partials.append(at)
-                at += 4 * t.blocks
-            self._maxima(rt, first, partials, sums)
-            self._add(rt, [t.grid[1] for t in first], sums, column_sums)
+            sources = [_pointer(cast.maxima) for cast in self.casts]
+            counts = [1] * len(sources)
+            if self.casts[0].maxima is None or column_sums is not None:
+                partials, blocks = self._first_pass(rt, column_sums)
+                if self.casts[0].maxima is None:
+                    sources, counts = partials, blocks
             tiles = [self._tiling(part, plan.tall, 0) for part in self.parts]
-            self._cast(rt, tiles, partials, [t.blocks for t in first], [0] * len(tiles))
+            self._cast(rt, tiles, sources, counts, [0] * len(tiles))
 
     # ------------------------------------------------------------------------------------------ per tensor
 
@@ -198,6 +196,18 @@ class _Chunk:
             found.append(at)
             at += 4 * n * self.plan.width
         return found
+
+    def _first_pass(self, rt: Runtime, column_sums: Sequence[Tensor] | None) -> tuple[list[int], list[int]]:
+        """Where each matrix's partial maxima are, and how many; column sums on the way."""
+        first = [self._tiling(part, column_sums is not None, self.plan.most) for part in self.parts]
+        sums = self._sums(rt, first, column_sums)
+        partials, at = [], rt.workspace("amax", 4 * sum(t.blocks for t in first))
+        for t in first:
+            partials.append(at)
+            at += 4 * t.blocks
+        self._maxima(rt, first, partials, sums)
+        self._add(rt, [t.grid[1] for t in first], sums, column_sums)
+        return partials, [t.blocks for t in first]
 
     def _maxima(self, rt: Runtime, tiles: Sequence[Tiling], partials: Sequence[int], sums: Sequence[int]) -> None:
         assert self.plan.maxima is not None

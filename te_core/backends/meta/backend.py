@@ -58,7 +58,7 @@ norm_backward = norm_forward = _run
 plan_permute = plan_row_map = plan_unpermute = plan_unpermute_backward = _plan
 permute = row_map = unpermute = unpermute_backward = _run
 plan_quantize = plan_update = _plan
-amax = count_nonfinite = dequantize = quantize = run_update = statistics = transpose = _run
+amax = amax_many = count_nonfinite = dequantize = quantize = run_update = statistics = transpose = _run
 plan_quantize_block = _plan
 dequantize_block = quantize_block = _run
 plan_quantize_grouped = _plan
