@@ -237,9 +237,8 @@ def same_bits(these: Sequence[torch.Tensor], those: Sequence[torch.Tensor]) -> b
 
 
 def tally() -> Counter[str]:
-    """Calls of layers until now: replayed (""), and the others by reason. Not those that the setting forbids."""
-    counts = taped.COUNTS
-    return Counter({"": counts.replayed, **{k: n for k, n in counts.interpreted.items() if k != taped.OFF}})
+    """Calls of layers until now: replayed (""), and the others by reason."""
+    return Counter({"": taped.COUNTS.replayed, **taped.COUNTS.interpreted})
 
 
 def share_row(before: Counter[str]) -> harness.Row:

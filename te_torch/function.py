@@ -16,7 +16,7 @@ from te_core.quantize.state import Scales
 from te_core.quantized import QuantizedTensor
 from te_core.runtime import Runtime
 from te_core.tensor import META, Device, Tensor
-from te_torch import offloading, updates
+from te_torch import offloading, shortcuts, updates
 from te_torch import state as scaling
 from te_torch.calls import Call as Call
 from te_torch.calls import Layer as Layer
@@ -82,8 +82,7 @@ def apply(
             return _Eager.apply(call, state, recompute, extra, *inputs)
         # Function.apply looks for functorch wrappers in every argument: 3 us of the 9 that a call costs.
         return _eager_apply(call, state, recompute, extra, *inputs)
-    outputs, _ = _run(call, state, recompute, extra, inputs)  # type: ignore[arg-type]
-    return _own(outputs, inputs)
+    return _run(call, state, recompute, extra, inputs)[0]  # type: ignore[arg-type]
 
 
 def _own(outputs: Sequence[Any], inputs: Sequence[Any]) -> tuple[torch.Tensor, ...]:
@@ -117,17 +116,25 @@ def _run(
     recompute: bool,
     extra: Extra | None,
     inputs: Sequence[torch.Tensor | None],
-) -> tuple[tuple[Tensor, ...], tuple[Tensor | None, ...]]:
+) -> tuple[tuple[torch.Tensor, ...], list[torch.Tensor | None]]:
+    """(outputs, what is saved). What is saved of the caller's is his own tensor: so autograd checks its version."""
     rt = runtime_for(inputs[0])  # type: ignore[arg-type]  # every layer's first input is there
+    scales = None if state is None else state.scales(recompute)
+    options, found = call.options, None
+    if extra is None and not options:
+        found = shortcuts.find(call.forward, rt, inputs, scales)
+        if found is not None and (shortcut := found[1]) is not None and shortcut.tape is not None:
+            return shortcuts.forward(shortcut, rt, *found[2:])
     _check_devices(rt.device, inputs)
     views = _to_core_all(rt, inputs, call.layer.strided)
-    scales = None if state is None else state.scales(recompute)
     if extra is not None:
-        options = {**call.options, **extra.options()}
+        options = {**options, **extra.options()}
         if extra.ready is not None:
             options["ready"] = extra.ready
-        return call.forward(rt, *views, scales=scales, **options)
-    return call.forward(rt, *views, scales=scales, **call.options)
+    outputs, saved = call.forward(rt, *views, scales=scales, **options)
+    if found is not None and found[1] is None:
+        call.forward.shorten(found[0], rt, *views, scales=scales)
+    return _own(outputs, inputs), [None if t is None else t.owner for t in saved]
 
 
 def _to_core_all(rt: Runtime, tensors: Sequence[torch.Tensor | None], strided: bool = False) -> list[Any]:
@@ -182,18 +189,17 @@ class _Eager(torch.autograd.Function):
     def forward(
         ctx: Any, call: Call, state: Any, recompute: bool, extra: Extra | None, *inputs: torch.Tensor | None
     ) -> Any:
-        outputs, saved = _run(call, state, recompute, extra, inputs)
+        made, saved = _run(call, state, recompute, extra, inputs)
         ctx.set_materialize_grads(False)
         if offloading.active.noting:
             offloading.note_copies_of_weights([inputs[i] for i in call.layer.weights])
-            offloading.note_copies_of_weights([t.owner for t in call.layer.copies(saved) if t is not None])
-        # An owner is the caller's own tensor where an input was saved, so its version is checked by autograd.
-        ctx.save_for_backward(*[None if t is None else t.owner for t in saved])
+            copies = call.layer.copies(call.layer.saved(*saved))
+            offloading.note_copies_of_weights([t for t in copies if t is not None])
+        ctx.save_for_backward(*saved)
         ctx.call, ctx.state, ctx.inputs, ctx.extra = call, state, len(inputs), extra
         if extra is not None:
             ctx.weights = extra.parameters or [inputs[i] for i in call.layer.weights]
         ctx.within = updates.this_pass() if recompute and state is not None else -1
-        made = _own(outputs, inputs)
         if call.layer.differentiable is not None:
             ctx.mark_non_differentiable(*made[call.layer.differentiable :])
         return made
@@ -208,23 +214,41 @@ class _Eager(torch.autograd.Function):
         kept = ctx.saved_tensors  # read once: a checkpoint computes them again at each read
         given = complete(call.layer, grads, kept, call)
         rt = runtime_for(given[0] if given[0] is not None else next(g for g in given if g is not None))
-        saved = call.layer.saved(*_to_core_all(rt, kept, call.layer.strided))
-        views = _to_core_all(rt, given)
         scales = None
         if state is not None:
             scales = state.backward_scales()
             updates.ran_backward(state, ctx.within)
-        options = call.options
-        if call.layer.releases and _frees_saved and not _keep_graph():
+        options, key = call.options, None
+        release = call.layer.releases and _frees_saved and not _keep_graph()
+        if release:
             ctx.maybe_clear_saved_tensors()
+        if ctx.extra is None and not options:
+            found = shortcuts.find(call.backward, rt, (*given, *kept), scales, release)
+            if found is not None:
+                key, shortcut, at, held = found
+                if shortcut is not None and shortcut.tape is not None:
+                    del kept, found  # memory is held by `held` alone, which lets go of it on the way
+                    return _as_returned(ctx, shortcuts.backward(shortcut, rt, at, held))
+                del held, found
+                if shortcut is not None:
+                    key = None
+        saved = call.layer.saved(*_to_core_all(rt, kept, call.layer.strided))
+        views = _to_core_all(rt, given)
+        del kept
+        if release:
             options = {**options, "release": True}
-            del kept
         if ctx.extra is not None:
             return _backward_with(ctx, rt, views, saved, scales, options)
         results = call.backward(rt, *views, saved, scales=scales, **options)
-        found = _gradients(call.layer, results, given)
-        missing = ctx.inputs - len(found)  # less than none where inputs at the end were left out
-        return (None, None, None, None, *found[: ctx.inputs], *[None] * missing)
+        if key is not None:
+            call.backward.shorten(key, rt, *views, saved, scales=scales, **options)
+        return _as_returned(ctx, _gradients(call.layer, results, given))
+
+
+def _as_returned(ctx: Any, found: list[torch.Tensor | None]) -> tuple[Any, ...]:
+    """Gradients as backward returns them: for forward's own arguments first; those at the end were left out perhaps."""
+    missing = ctx.inputs - len(found)
+    return (None, None, None, None, *found[: ctx.inputs], *[None] * missing)
 
 
 def _gradients(layer: Layer, results: Sequence[Any], given: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:

@@ -42,7 +42,8 @@ custom_numbers: set[int] = set()
 
 def precision_of(number: int) -> Precision | None:
     """The precision of this number; None for 0."""
-    return _known(number).precision
+    found = _by_number.get(number)
+    return (_known(number) if found is None else found).precision
 
 
 def recipe_of(number: int) -> Recipe | None:

@@ -7,9 +7,9 @@ accounting, streams and CUDA graphs see nothing unusual.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import lru_cache, wraps
+from functools import lru_cache, partial, wraps
 from typing import Any, TypeVar, cast
 
 import torch
@@ -18,6 +18,7 @@ from te_core import dtypes
 from te_core.dtypes import DType
 from te_core.errors import ArgumentError
 from te_core.runtime import Runtime
+from te_core.tape.tape import Take
 from te_core.tensor import CPU, META, Device, Tensor, cuda_device
 
 TO_CORE: dict[torch.dtype, DType] = {
@@ -30,6 +31,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 #: What activations and parameters may be.
 FLOATS = frozenset(TO_TORCH[d] for d in dtypes.ACTIVATION_DTYPES)
 
+#: Of so many tapes an allocator knows how it gives them their memory.
+_TAPES = 4096
 _DEVICES: list[Device] = [cuda_device(i) for i in range(16)]  # by index: a look-up per tensor, not a call
 _runtimes: dict[tuple[int, int], Runtime] = {}
 _current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
@@ -147,14 +150,16 @@ def _stream_of(stream: int, device: torch.device) -> Any:
 class TorchAllocator:
     """torch's caching allocator: every tensor's owner is the torch tensor of that shape and dtype."""
 
-    __slots__ = ("_index", "_quick", "alignment", "device", "torch_device")
+    __slots__ = ("_index", "_quick", "_makers", "alignment", "device", "torch_device", "where")
 
     def __init__(self, torch_device: torch.device, device: Device) -> None:
         self.alignment = 256 if torch_device.type == "cuda" else 16  # torch gives multiples of 512 and of 64
         self.torch_device = torch_device
         self.device = device
         self._index = torch_device.index if torch_device.type == "cuda" else None
+        self.where = -1 if self._index is None else self._index  # what `get_device` says of its tensors
         self._quick = _quick_empty(torch_device.type)
+        self._makers: dict[int, dict[int, Any]] = {}
 
     def empty(self, shape: tuple[int, ...], dtype: DType, stream: int) -> Tensor:
         """Uninitialised memory; torch allocates on its current stream, which is the runtime's."""
@@ -164,6 +169,25 @@ class TorchAllocator:
         else:
             t = self._quick(tuple(shape), _strides(shape), TO_TORCH[dtype])
         return Tensor(t.data_ptr(), shape, dtype, self.device, t)
+
+    address_of = staticmethod(torch.Tensor.data_ptr)
+
+    def makers(self, serial: int, takes: Sequence[Take]) -> dict[int, Callable[[], torch.Tensor]]:
+        """By slot, what takes the memory of a tape of this number (te_core/tape): no views, and one call in C each."""
+        if self._index is not None and _current_device() != self._index:
+            return {take.slot: self._maker(take, None) for take in takes}
+        found = self._makers.get(serial)
+        if found is None:
+            if len(self._makers) >= _TAPES:
+                self._makers.clear()
+            found = self._makers[serial] = {take.slot: self._maker(take, self._quick) for take in takes}
+        return found
+
+    def _maker(self, take: Take, quick: Any) -> Callable[[], torch.Tensor]:
+        shape, dtype = take.shape, TO_TORCH[take.dtype]
+        if quick is None:
+            return partial(torch.empty, shape, dtype=dtype, device=self.torch_device)
+        return partial(quick, tuple(shape), _strides(shape), dtype)
 
     def record_stream(self, tensor: Tensor, stream: int) -> None:
         """torch gives the memory to nobody before the work that is on `stream` when it is freed is done."""
@@ -187,9 +211,15 @@ class _StreamAllocator(TorchAllocator):
 
     def empty(self, shape: tuple[int, ...], dtype: DType, stream: int) -> Tensor:
         """Uninitialised memory of that stream."""
-        with torch.cuda.stream(self._stream):
-            t = torch.empty(shape, dtype=TO_TORCH[dtype], device=self.torch_device)
+        t = self._made(shape, TO_TORCH[dtype])
         return Tensor(t.data_ptr(), shape, dtype, self.device, t)
+
+    def _maker(self, take: Take, quick: Any) -> Callable[[], torch.Tensor]:
+        return partial(self._made, take.shape, TO_TORCH[take.dtype])
+
+    def _made(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        with torch.cuda.stream(self._stream):
+            return torch.empty(shape, dtype=dtype, device=self.torch_device)
 
 
 class ShapeAllocator(TorchAllocator):
@@ -200,6 +230,7 @@ class ShapeAllocator(TorchAllocator):
     def __init__(self, torch_device: torch.device) -> None:
         self.torch_device = torch_device
         self.device = META
+        self.where = -2  # nowhere
 
     def empty(self, shape: tuple[int, ...], dtype: DType, stream: int) -> Tensor:
         """A tensor of that shape with no memory behind it."""

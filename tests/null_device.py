@@ -74,7 +74,7 @@ class Null(fake_cuda.Machine):
         self.binding, self.lt = _Binding(self), _Lt(self)
         patch.setattr(cublaslt, "_bindings", self.lt)
         patch.setattr(fake_cudnn, "Built", _Graph)
-        patch.setattr(taped, "_ALIGNED", ALIGNED)
+        patch.setattr(taped, "ALIGNED", ALIGNED)
         device = cuda_device(0)
         self.rt = Runtime.cuda(0, 0, _Allocator(torch.device("cpu"), device))
         patch.setattr(torch_runtime, "_cpu", self.rt)

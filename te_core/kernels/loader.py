@@ -150,7 +150,7 @@ class Kernel:
 class Launch:
     """A recorded launch: all that it takes, with symbolic addresses in their places."""
 
-    __slots__ = ("args", "kernel", "patches", "sizes")
+    __slots__ = ("args", "chosen", "kernel", "patches", "sizes")
 
     def __init__(self, kernel: Kernel, sizes: tuple[int, ...], args: tuple[Any, ...], bases: Sequence[int]) -> None:
         self.kernel, self.sizes = kernel, sizes  # grid and block, three each, and dynamic bytes
@@ -159,16 +159,17 @@ class Launch:
             [a if letter == "p" else None for a, letter in zip(args, kernel._args, strict=True)], bases
         )
 
-    def run(self, rt: Runtime, executor: Any, at: Sequence[int], held: Sequence[Any]) -> None:
+    def place(self, places: Any) -> None:
+        """Note where its arguments will be."""
+        self.chosen = places.chosen(self.args, self.patches)
+
+    def run(self, rt: Runtime, executor: Any, at: Sequence[Any], held: Sequence[Any]) -> None:
         """Launch with the addresses of now."""
-        kernel, args, arguments = self.kernel, self.args.copy(), executor.arguments
-        for index, slot, offset in self.patches:
-            args[index] = at[slot] + offset
-        kernel._pack(arguments.values, 0, *args)
-        gx, gy, gz, bx, by, bz, shared = self.sizes
-        if shared > kernel._shared:
-            kernel._raise_shared(shared)
-        kernel._launch(kernel._function, gx, gy, gz, bx, by, bz, shared, rt.stream, arguments.pointers, 0)
+        kernel, sizes, arguments = self.kernel, self.sizes, executor.arguments
+        kernel._pack(arguments.values, 0, *self.chosen(at))
+        if sizes[6] > kernel._shared:
+            kernel._raise_shared(sizes[6])
+        kernel._launch(kernel._function, *sizes, rt.stream, arguments.pointers, 0)
 
     def __repr__(self) -> str:
         return f"{self.kernel.name} {self.sizes[:3]} x {self.sizes[3:6]}"
@@ -177,7 +178,7 @@ class Launch:
 class TableLaunch:
     """A recorded launch of a kernel that takes a struct by value; `patches` name its bytes."""
 
-    __slots__ = ("kernel", "patches", "sizes", "table")
+    __slots__ = ("addresses", "kernel", "patches", "sizes", "table")
 
     def __init__(
         self, kernel: Kernel, sizes: tuple[int, int, int], table: bytes, places: Sequence[int], bases: Sequence[int]
@@ -186,11 +187,15 @@ class TableLaunch:
         found = patches([_ADDRESS.unpack_from(table, place)[0] for place in places], bases)
         self.patches = tuple(patch._replace(number=places[patch.number]) for patch in found)
 
-    def run(self, rt: Runtime, executor: Any, at: Sequence[int], held: Sequence[Any]) -> None:
+    def place(self, places: Any) -> None:
+        """Note where its addresses will be."""
+        self.addresses = tuple((number, places.of(slot, offset)) for number, slot, offset in self.patches)
+
+    def run(self, rt: Runtime, executor: Any, at: Sequence[Any], held: Sequence[Any]) -> None:
         """Launch with the addresses of now."""
         table = ctypes.create_string_buffer(self.table, len(self.table))
-        for place, slot, offset in self.patches:
-            _ADDRESS.pack_into(table, place, at[slot] + offset)
+        for number, place in self.addresses:
+            _ADDRESS.pack_into(table, number, at[place])
         self.kernel._launch_with(rt, self.sizes, table)
 
     def __repr__(self) -> str:

@@ -13,7 +13,7 @@ from te_core.tensor import Tensor
 class Collective:
     """A collective begins; its handle is held in a slot until `Awaited`."""
 
-    __slots__ = ("comm", "handle", "name", "options", "patches", "tensors")
+    __slots__ = ("blocks", "comm", "handle", "name", "options", "patches", "tensors")
 
     def __init__(
         self, name: str, comm: int, handle: int, tensors: Sequence[Tensor], options: Any, bases: Sequence[int]
@@ -22,12 +22,20 @@ class Collective:
         self.tensors = [(t.shape, t.dtype, t.device, t.strides) for t in tensors]
         self.patches = patches([t.ptr for t in tensors], bases)
 
-    def run(self, rt: Runtime, executor: Any, at: Sequence[int], held: list[Any]) -> None:
+    def place(self, places: Any) -> None:
+        """Note what memory its tensors are pieces of."""
+        self.blocks = [(places.slots[slot].shape, places.slots[slot].dtype) for _, slot, _ in self.patches]
+
+    def run(self, rt: Runtime, executor: Any, at: Sequence[Any], held: list[Any]) -> None:
         """Begin it with this call's communicator."""
-        tensors = [
-            Tensor(at[slot] + offset, shape, dtype, device, held[slot], strides)
-            for (_, slot, offset), (shape, dtype, device, strides) in zip(self.patches, self.tensors, strict=True)
-        ]
+        tensors = []
+        for (_, slot, offset), block, (shape, dtype, device, strides) in zip(
+            self.patches, self.blocks, self.tensors, strict=True
+        ):
+            owner = held[slot]
+            if owner.__class__ is not Tensor:
+                owner = Tensor(at[slot], *block, device, owner)
+            tensors.append(Tensor(at[slot] + offset, shape, dtype, device, owner, strides))
         held[self.handle] = getattr(held[-1][self.comm], self.name)(rt, *tensors, *self.options)
 
     def __repr__(self) -> str:
@@ -42,7 +50,10 @@ class Awaited:
     def __init__(self, handle: int, tensors: tuple[Patch, ...]) -> None:
         self.handle, self.patches = handle, tensors
 
-    def run(self, rt: Runtime, executor: Any, at: Sequence[int], held: list[Any]) -> None:
+    def place(self, places: Any) -> None:
+        """It takes no addresses."""
+
+    def run(self, rt: Runtime, executor: Any, at: Sequence[Any], held: list[Any]) -> None:
         """Wait."""
         held[self.handle].wait()
         held[self.handle] = None

@@ -120,7 +120,10 @@ class Noted:
     def __init__(self, what: str, function: Callable[[], Any]) -> None:
         self._what, self._function = what, function
 
-    def run(self, rt: Runtime, executor: Any, at: list[int], held: list[Any]) -> None:
+    def place(self, places: Any) -> None:
+        """It takes nothing."""
+
+    def run(self, rt: Runtime, executor: Any, at: list[Any], held: list[Any]) -> None:
         """Note it."""
         self._function()
 
@@ -151,7 +154,10 @@ class Called:
             Patch(i, symbols.slot_of(t.ptr), t.ptr - bases[symbols.slot_of(t.ptr)]) for i, t in enumerate(found)
         )
 
-    def run(self, rt: Runtime, executor: Any, at: list[int], held: list[Any]) -> None:
+    def place(self, places: Any) -> None:
+        """It reads slots and offsets."""
+
+    def run(self, rt: Runtime, executor: Any, at: list[Any], held: list[Any]) -> None:
         """Call it with tensors over what is there now."""
         places = iter(self.patches)
 

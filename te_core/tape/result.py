@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from math import prod
 from typing import Any
 
 from te_core.dtypes import DType
@@ -25,16 +26,19 @@ class Result:
 
     Inputs stand in it as themselves. An object that stands in several places is one object again. What the layer added
     to a quantized tensor of the caller's is added to it again.
+
+    `plain` says the same without views, for an adapter that has no need of them: in the structure of the result, in the
+    place of each tensor its slot and shape. None where a tensor is more than all of its memory, or quantized.
     """
 
-    __slots__ = ("_added", "_bases", "_build", "_inputs", "_leaves", "_places", "_slots", "_wholes", "slots")
+    __slots__ = ("_added", "_bases", "_build", "_inputs", "_leaves", "_places", "_slots", "_wholes", "plain", "slots")
 
     def __init__(self, value: Any, inputs: Sequence[Tensor], wholes: Sequence[Any], recorded: Sequence[Slot]) -> None:
         self.slots: set[int] = set()  # whose memory is in it
         self._inputs = {id(t): i for i, t in enumerate(inputs)}
         self._wholes = {id(q): i for i, q in enumerate(wholes)}
         self._slots, self._bases = recorded, [slot.base for slot in recorded]
-        #: Of each tensor: what it is made of, the slot whose tensor it is, or what makes it of those before it.
+        #: Of each tensor: what it is made of, the input that it is, or what makes it of those before it.
         self._leaves: list[_Made | int | Callable[[Sequence[Any], list[Any]], Any]] = []
         self._places: dict[int, int] = {}  # of what was met, by id
         found = self._of(value)
@@ -45,6 +49,7 @@ class Result:
             for name in ADDED
             if (t := getattr(q, name, None)) is not None and id(t) not in self._inputs
         ]
+        self.plain: Any = None if self._added else self._without_views(value)
         del self._inputs, self._wholes, self._places, self._slots, self._bases  # of the recording, which is over
 
     def __call__(self, at: list[int], held: list[Any]) -> Any:
@@ -56,13 +61,30 @@ class Result:
                 made.append(held[leaf])
             elif leaf.__class__ is tuple:
                 slot, offset, shape, dtype, device, strides, owner = leaf
-                block = held[slot].owner if owner is None else made[owner]
+                block = held[slot] if owner is None else made[owner]
+                if owner is None and block.__class__ is Tensor:
+                    block = block.owner
                 made.append(Tensor(at[slot] + offset, shape, dtype, device, block, strides))
             else:
                 made.append(leaf(wholes, made))  # type: ignore[operator]
         for i, name, number in self._added:
             setattr(wholes[i], name, made[number])
         return self._build(made)
+
+    def _without_views(self, value: Any) -> Any:
+        if value.__class__ is Tensor:
+            slot = self._inputs.get(id(value), -1)
+            if slot < 0:
+                slot = slot_of(value.ptr)
+                whole, offset = self._slots[slot], value.ptr - self._bases[slot]
+                same = (offset, value.dtype, value.strides, value.size) == (0, whole.dtype, None, prod(whole.shape))
+                if not same or value.owner.__class__ is Tensor:
+                    return None
+            return slot, value.shape
+        if value is None:
+            return ()
+        parts = [self._without_views(part) for part in value] if isinstance(value, tuple) else [None]
+        return None if None in parts else tuple(parts)
 
     def _of(self, value: Any) -> int | _Build:
         """The number of a tensor (0: None), or what builds the value of them."""
@@ -95,11 +117,9 @@ class Result:
             return number
         slot = slot_of(t.ptr)
         self.slots.add(slot)
-        offset, whole = t.ptr - self._bases[slot], self._slots[slot]
+        offset = t.ptr - self._bases[slot]
         if t.owner.__class__ is Tensor:  # a piece of a block
             return slot, offset, t.shape, t.dtype, t.device, t.strides, self._leaf(t.owner)
-        if whole.kind == "memory" and (offset, t.shape, t.dtype, t.strides) == (0, whole.shape, whole.dtype, None):
-            return slot  # as it was taken
         return slot, offset, t.shape, t.dtype, t.device, t.strides, None
 
     def _quantized(self, q: QuantizedTensor) -> Callable[[Sequence[Any], list[Any]], Any]:

@@ -7,14 +7,20 @@ immutable, belongs to no thread, stream or memory, and `print(tape)` says all th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from operator import attrgetter, itemgetter
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 from te_core.dtypes import DType
 from te_core.errors import LibraryError
 from te_core.runtime import Runtime
 from te_core.symbols import Patch
 from te_core.tensor import Tensor
+
+_serials = itertools.count()
+_address_of = attrgetter("ptr")
 
 
 class Step(Protocol):
@@ -24,14 +30,19 @@ class Step(Protocol):
     def patches(self) -> Sequence[Patch]:
         """Where it takes addresses."""
 
-    def run(self, rt: Runtime, executor: Any, at: list[int], held: list[Any]) -> None:
-        """Do it. `at` has the address of each slot, `held` the tensor over it and, last, the call's other objects."""
+    def place(self, places: Places) -> None:
+        """Note where in `at` it finds what it takes."""
+
+    def run(self, rt: Runtime, executor: Any, at: list[Any], held: list[Any]) -> None:
+        """Do it. `at` has the address of each slot and, behind these, all else that steps take (`Places`); `held` has
+        what holds the memory of each slot and, last, the call's other objects."""
 
 
 class Result(Protocol):
     """What the layer returned, over the memory of a call."""
 
     slots: set[int]  # whose memory is in it
+    plain: Any  # the same as slots and shapes, for who makes no views of it: see `Result`
 
     def __call__(self, at: list[int], held: list[Any]) -> Any:
         """Make it."""
@@ -49,26 +60,57 @@ class Slot(NamedTuple):
     zeroed: bool = False  # scratch memory that begins as zeros
 
 
+class Places:
+    """The list `at` of a tape: the addresses of its slots, addresses inside of them, and constants.
+
+    So what a step takes is a choice of elements, made by one call in C.
+    """
+
+    def __init__(self, slots: Sequence[Slot]) -> None:
+        self.slots = slots
+        self.inside: dict[tuple[int, int], int] = {}  # by slot and offset
+        self.values: list[Any] = []  # behind the slots: constants, and room for addresses inside of them
+
+    def _add(self, value: Any) -> int:
+        self.values.append(value)
+        return len(self.slots) + len(self.values) - 1
+
+    def of(self, slot: int, offset: int) -> int:
+        """Where the address of a slot plus an offset is."""
+        if not offset:
+            return slot
+        found = self.inside.get((slot, offset))
+        if found is None:
+            found = self.inside[slot, offset] = self._add(0)
+        return found
+
+    def chosen(self, constants: Sequence[Any], patches: Sequence[Patch]) -> Callable[[list[Any]], Sequence[Any]]:
+        """What chooses these of `at`: constants, and at the numbers of the patches addresses."""
+        addresses = {number: self.of(slot, offset) for number, slot, offset in patches}
+        where = [addresses[i] if i in addresses else self._add(value) for i, value in enumerate(constants)]
+        return itemgetter(*where) if len(where) > 1 else lambda at: [at[i] for i in where]
+
+
 class Take:
     """Take memory from the allocator."""
 
-    __slots__ = ("dtype", "mask", "shape", "slot")
+    __slots__ = ("dtype", "inside", "mask", "shape", "slot")
     patches: tuple[Patch, ...] = ()
+    inside: tuple[tuple[int, int], ...]  # which places are addresses inside of it, and their offsets
 
     def __init__(self, slot: int, shape: tuple[int, ...], dtype: DType, alignment: int) -> None:
         self.slot, self.shape, self.dtype, self.mask = slot, shape, dtype, alignment - 1
+        self.inside = ()
 
-    def run(self, rt: Runtime, executor: Any, at: list[int], held: list[Any]) -> None:
-        """Hold it."""
-        made = held[self.slot] = rt.allocator.empty(self.shape, self.dtype, rt.stream)
-        at[self.slot] = made.ptr
-        if made.ptr & self.mask:
-            self._refuse(rt, made)
+    def place(self, places: Places) -> None:
+        """See `Step`: when all other steps are placed."""
+        self.inside = tuple((place, at) for (slot, at), place in places.inside.items() if slot == self.slot)
 
-    def _refuse(self, rt: Runtime, made: Tensor) -> None:
+    def refuse(self, rt: Runtime, address: int) -> NoReturn:
+        """The allocator broke its promise."""
         raise LibraryError(
             "replay",
-            f"memory at {made.ptr:#x} from {type(rt.allocator).__name__}",
+            f"memory at {address:#x} from {type(rt.allocator).__name__}",
             f"multiples of {self.mask + 1} bytes, as its `alignment` promises",
             "correct the allocator, or the promise",
         )
@@ -86,12 +128,14 @@ class Drop:
     def __init__(self, slot: int, given: bool) -> None:
         self.slot, self.given = slot, given
 
+    def place(self, places: Places) -> None:
+        """See `Step`."""
+
     def run(self, rt: Runtime, executor: Any, at: list[int], held: list[Any]) -> None:
         """Hold it no longer."""
-        if self.given:
-            held[self.slot].owner = None
-        else:
-            held[self.slot] = None
+        was, held[self.slot] = held[self.slot], None
+        if self.given and was.__class__ is Tensor:  # the caller's view of it goes on living, without memory
+            was.owner = None
 
     def __repr__(self) -> str:
         return f"drop t{self.slot}"
@@ -100,14 +144,29 @@ class Drop:
 class Tape:
     """A recorded call."""
 
-    __slots__ = ("_scratch", "inputs", "keeps", "peak", "result", "slots", "steps", "what")
+    __slots__ = (
+        "_inside",
+        "_more",
+        "_nothing",
+        "_scratch",
+        "inputs",
+        "keeps",
+        "peak",
+        "result",
+        "serial",
+        "slots",
+        "steps",
+        "takes",
+        "what",
+    )
 
     def __init__(
         self, what: str, slots: Sequence[Slot], steps: Sequence[Step], peak: int, result: Result, keeps: Sequence[Any]
     ) -> None:
         self.what = what
+        self.serial = next(_serials)  # by which allocators know what it takes
         self.slots = tuple(slots)
-        self.steps = tuple(steps)
+        self.steps: tuple[Any, ...] = tuple(steps)
         self.inputs = sum(slot.kind == "input" for slot in slots)
         self.keeps = tuple(keeps)  # plans whose constants the steps point at
         self.peak = peak  # the most bytes that it takes at once
@@ -115,25 +174,55 @@ class Tape:
         self._scratch = tuple(
             (i, slot.name, slot.nbytes, slot.zeroed) for i, slot in enumerate(slots) if slot.kind == "scratch"
         )
-
-    def replay(self, rt: Runtime, inputs: Sequence[Tensor], wholes: Sequence[Any]) -> Any:
-        """Do it again on these inputs: what the layer would have returned.
-
-        `wholes` are its other objects: quantized tensors that some of the inputs are pieces of, communicators.
-        """
+        self.takes = tuple(step for step in self.steps if isinstance(step, Take))
+        places = Places(self.slots)
+        for step in sorted(self.steps, key=lambda step: isinstance(step, Take)):
+            step.place(places)
         more = len(self.slots) - self.inputs
-        at, held = [t.ptr for t in inputs] + [0] * more, [*inputs, *[None] * more, wholes]
+        self._nothing, self._more = [None] * more, [0] * more + places.values
+        known = {step.slot for step in self.takes}
+        self._inside = tuple((at, *where) for where, at in places.inside.items() if where[0] not in known)
+
+    def replay(self, rt: Runtime, at: list[Any], held: list[Any], wholes: Sequence[Any]) -> None:
+        """Do it again. `at` has the addresses of the inputs and `held` what holds them; both become those of all slots,
+        from which `result` makes what the layer would have returned.
+
+        `wholes` are the call's other objects: quantized tensors that some of the inputs are pieces of, communicators.
+        """
+        at += self._more
+        held += self._nothing
+        held.append(wholes)
         for slot, name, nbytes, zeroed in self._scratch:
             at[slot] = rt.workspace(name, nbytes, zeroed)
+        for place, slot, offset in self._inside:
+            at[place] = at[slot] + offset
         executor = rt.executor()
+        makers, address_of = self._memory(rt)
         entered = executor.driver.enter(executor.context) if executor.context else False
         try:
             for step in self.steps:
-                step.run(rt, executor, at, held)
+                if step.__class__ is Take:  # half of all steps: a call less
+                    slot = step.slot
+                    held[slot] = makers[slot]()  # held by nothing else
+                    at[slot] = address = address_of(held[slot])
+                    if address & step.mask:
+                        step.refuse(rt, address)
+                    for place, offset in step.inside:
+                        at[place] = address + offset
+                else:
+                    step.run(rt, executor, at, held)
         finally:
             if entered:
                 executor.driver.leave()
-        return self.result(at, held)
+
+    def _memory(self, rt: Runtime) -> tuple[Mapping[int, Callable[[], Any]], Callable[[Any], int]]:
+        """By slot, what takes its memory and gives what holds it; and what says that one's address."""
+        allocator = rt.allocator
+        makers = getattr(allocator, "makers", None)
+        if makers is not None:
+            return makers(self.serial, self.takes), allocator.address_of  # type: ignore[attr-defined]
+        stream = rt.stream
+        return {t.slot: partial(allocator.empty, t.shape, t.dtype, stream) for t in self.takes}, _address_of
 
     @property
     def kept(self) -> frozenset[int]:

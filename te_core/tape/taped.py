@@ -31,7 +31,7 @@ _MOST_TAPES = 2048
 #: only while each was replayed so often, on average: sizes that come again by chance would cost more than they save.
 _TRIED, _PAYS = 6, 3
 #: As far as plans look at the alignment of an address.
-_ALIGNED = 256
+ALIGNED = 256
 
 
 @dataclass
@@ -51,14 +51,13 @@ class Counts:
     def __str__(self) -> str:
         total = self.replayed + self.interpreted.total()
         if not total:
-            return "no layer was called yet"
+            return "no call was counted yet"
         reasons = [f"{count} not ({reason})" for reason, count in self.interpreted.most_common(8)]
         return ", ".join([f"{self.replayed} of {total} calls of layers replayed ({self.share:.0%})", *reasons])
 
 
 #: A reason that begins so, of a call that went well, is a fault of ours: tests look for it.
 FAILED = "the recording failed"
-OFF = "tapes are off"
 COUNTS = Counts()
 _tapes = PlanCache(_MOST_TAPES)
 _numbers = itertools.count()
@@ -104,6 +103,27 @@ class _Seen:
 _ONCE = _Seen()
 
 
+class Shortcut:
+    """How a call is replayed by an adapter who makes the addresses himself and reads the results where `plain` says."""
+
+    __slots__ = ("plain", "tape", "trial")
+
+    def __init__(self, tape: Tape | None, plain: Any, trial: Trial) -> None:
+        self.tape, self.plain, self.trial = tape, plain, trial  # without a tape: such a call has none
+
+    def replay(self, rt: Runtime, at: list[Any], held: list[Any]) -> None:
+        """`Tape.replay`, counted."""
+        self.tape.replay(rt, at, held, ())  # type: ignore[union-attr]
+        COUNTS.replayed += 1
+        self.trial.replayed += 1
+
+
+def shortcut(key: tuple[Any, ...]) -> Shortcut | None:
+    """What `Taped.shorten` noted by this key."""
+    found: Shortcut | None = _tapes.get(key)
+    return found
+
+
 class Trial:
     """Whether it pays to record a function, or several whose specs differ in sizes alone."""
 
@@ -121,43 +141,66 @@ class Trial:
 class Taped:
     """A function of a layer (its forward, or its backward) with its spec."""
 
-    __slots__ = ("_number", "_reason", "_trial", "function", "name", "spec")
+    __slots__ = ("_reason", "function", "name", "number", "spec", "trial")
 
     def __init__(self, name: str, function: Callable[..., Any], spec: Any, trial: Trial | None = None) -> None:
         self.name, self.function, self.spec = name, function, spec
-        self._number = next(_numbers)
-        self._trial = Trial() if trial is None else trial
+        self.number = next(_numbers)
+        self.trial = Trial() if trial is None else trial
         self._reason = never_recorded(spec)
 
     def __call__(self, rt: Runtime, *arguments: Any, **options: Any) -> Any:
         """function(rt, *arguments, spec=spec, **options)."""
-        reason, setting, key, tensors, wholes = self._reason, _when or when(), (), [], []  # type: ignore[var-annotated]
-        if rt.device is META:
+        if (_when or when()) == "never" or rt.device is META:
             return self.function(rt, *arguments, spec=self.spec, **options)
-        if reason is None and setting != "never":
+        reason, tape, key = self._reason, None, ()
+        tensors: list[Tensor] = []
+        wholes: list[Any] = []
+        if reason is None:
             try:
                 key = self._key(rt, arguments, options, tensors, wholes)
-                found = _tapes.get(key)
-                if found.__class__ is not Tape:
-                    found, reason = self._first(rt, key, found, arguments, options)
-                if found is not None:
-                    COUNTS.replayed += 1
-                    self._trial.replayed += 1
-                    del arguments, options  # a replay frees what its caller has given up
-                    return found.replay(rt, tensors, wholes)
+                tape = _tapes.get(key)
+                if tape.__class__ is not Tape:
+                    tape, reason = self._first(rt, key, tape, arguments, options)
             except NotRecordedError as error:
                 reason = str(error)
+        if tape is not None:
+            del arguments, options  # a replay frees what its caller has given up
+            return self._replayed(rt, tape, tensors, wholes)
         result = self.function(rt, *arguments, spec=self.spec, **options)
-        COUNTS.interpreted[reason or OFF] += 1  # not of a call that is refused
-        if reason is not None and reason.startswith(FAILED):
-            _tapes.put(key, _Seen(reason))  # it is not the call that is wrong: not tried again
+        COUNTS.interpreted[reason] += 1  # type: ignore[index]  # not of a call that is refused
+        if reason.startswith(FAILED):  # type: ignore[union-attr]
+            _tapes.put(key, _Seen(reason))  # type: ignore[arg-type]  # it is not the call that is wrong: not tried again
         return result
+
+    def _replayed(self, rt: Runtime, tape: Tape, tensors: list[Tensor], wholes: list[Any]) -> Any:
+        at: list[int] = [t.ptr for t in tensors]
+        held: list[Any] = [*tensors]
+        tape.replay(rt, at, held, wholes)
+        COUNTS.replayed += 1
+        self.trial.replayed += 1
+        return tape.result(at, held)
+
+    def shorten(self, key: tuple[Any, ...], rt: Runtime, *arguments: Any, **options: Any) -> None:
+        """Note by this key, made by an adapter of its own tensors, how such a call is replayed without views of them.
+
+        Where it is not, that is noted, too; nothing is where a call may be recorded yet.
+        """
+        tensors: list[Tensor] = []
+        wholes: list[Any] = []
+        try:
+            found = _tapes.get(self._key(rt, arguments, options, tensors, wholes))
+        except NotRecordedError:
+            return
+        if found.__class__ is Tape:
+            plain = found.result.plain
+            _tapes.put(key, Shortcut(None if plain is None or wholes else found, plain, self.trial))
 
     def _key(
         self, rt: Runtime, arguments: Any, options: dict[str, Any], tensors: list[Tensor], wholes: list[Any]
     ) -> tuple[Any, ...]:
         device = rt.device
-        parts: list[Any] = [self._number, device, rt.joins, rt.alignment, 0]
+        parts: list[Any] = [self.number, device, rt.joins, rt.alignment, 0]
         for value in arguments:
             if value.__class__ is Tensor and value.device is device:
                 tensors.append(value)
@@ -166,12 +209,12 @@ class Taped:
                 parts.append(None if value is None else facts(value, tensors, wholes, device))
         for name, value in options.items():
             parts += (name, None if value is None else facts(value, tensors, wholes, device))
-        bits = parts[4] = _ALIGNED
+        bits = parts[4] = ALIGNED
         if device.kind == "cuda":
             for t in tensors:
                 bits |= t.ptr
-        if bits & (_ALIGNED - 1):  # what does not read the crooked ones is planned as if they were not there
-            parts[4] = tuple([(t.ptr | _ALIGNED) & -(t.ptr | _ALIGNED) for t in tensors])
+        if bits & (ALIGNED - 1):  # what does not read the crooked ones is planned as if they were not there
+            parts[4] = tuple([(t.ptr | ALIGNED) & -(t.ptr | ALIGNED) for t in tensors])
         return tuple(parts)
 
     def _first(
@@ -184,7 +227,7 @@ class Taped:
             if found is None:
                 _tapes.put(key, _ONCE)
                 return None, "met for the first time"
-            if self._trial.failed:
+            if self.trial.failed:
                 return None, "shapes of which few come again"
         try:
             tape = record(rt, self.name, partial(self.function, spec=self.spec), (arguments, options), key[4])
@@ -194,7 +237,7 @@ class Taped:
         except Exception as error:  # if it is the call that is wrong, the function itself will say so
             return None, f"{FAILED}: {error!r}"
         COUNTS.recorded += 1
-        self._trial.made += 1
+        self.trial.made += 1
         return _tapes.put(key, tape), ""
 
 

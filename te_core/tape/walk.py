@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from copy import copy
-from functools import cache
+from functools import cache, reduce
+from operator import or_
 from typing import Any
 
 from te_core.layers.linear import Sink
@@ -35,6 +37,21 @@ ADDED = ("rowwise_swizzled", "columnwise_swizzled")
 STATE = ("forward_scale", "forward_amax", "backward_scale", "backward_amax", "forward_nonfinite", "backward_nonfinite")
 _OF_CAST = ("scale", "amax", "rng", "nonfinite", "maxima")
 _PLAIN = frozenset((bool, int, float, str, type(None)))
+
+
+class Facts:
+    """What recordings depend on of a scaling state's views, by a number, which is hashed faster; and the views."""
+
+    __slots__ = ("at", "bits", "number", "tensors")
+
+    def __init__(self, number: int, tensors: list[Tensor]) -> None:
+        self.number, self.tensors = number, tensors
+        self.at = [t.ptr for t in tensors]
+        self.bits = reduce(or_, self.at, 0)
+
+
+_numbers: dict[Any, int] = {}
+_count = itertools.count()
 
 
 class Apart(QuantizedTensor):
@@ -108,10 +125,9 @@ def _facts_of_scales(scales: Scales, found: list[Tensor], device: Any) -> Any:
     if known is None:
         tensors: list[Tensor] = []
         parts = [facts(getattr(scales, name), tensors, [], device) for name in STATE]
-        known = scales.facts = (*parts, device), tensors
-    key, tensors = known
-    found += tensors
-    return key
+        known = scales.facts = Facts(_numbers.setdefault((*parts, device), next(_count)), tensors)
+    found += known.tensors
+    return known.number
 
 
 def _facts_of_quantized(q: QuantizedTensor, found: list[Tensor], wholes: list[Any], device: Any) -> Any:

@@ -74,7 +74,7 @@ def test_reasons_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(taped, "COUNTS", counts)
     before = replay.tally()
     counts.replayed += 3
-    counts.interpreted.update({"why": 1, taped.OFF: 50})
+    counts.interpreted.update({"why": 1})
     row = replay.share_row(before)
     assert row["share"] == 0.75 and not row["ok"] and row["reasons"] == "1 not: why" and row["case"].endswith("of 4")
 

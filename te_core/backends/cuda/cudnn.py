@@ -191,18 +191,19 @@ def _run(rt: Runtime, executor: Any, graph: Graph, pointers: Sequence[int], scra
 class Attended:
     """A recorded run of a graph; the last address is its scratch memory's."""
 
-    __slots__ = ("addresses", "graph", "patches")
+    __slots__ = ("addresses", "chosen", "graph", "patches")
 
     def __init__(self, graph: Graph, addresses: Sequence[int], bases: Sequence[int]) -> None:
-        self.graph, self.addresses, self.patches = graph, list(addresses), patches(addresses, bases)
+        self.graph, self.addresses, self.patches = graph, addresses, patches(addresses, bases)
 
-    def run(self, rt: Runtime, executor: Any, at: Sequence[int], held: Sequence[Any]) -> None:
+    def place(self, places: Any) -> None:
+        """Note where its operands will be."""
+        self.chosen = places.chosen(self.addresses, self.patches)
+
+    def run(self, rt: Runtime, executor: Any, at: Sequence[Any], held: Sequence[Any]) -> None:
         """Run it on what is there now."""
-        addresses = self.addresses.copy()
-        for index, slot, offset in self.patches:
-            addresses[index] = at[slot] + offset
-        scratch = addresses.pop()
-        _run(rt, executor, self.graph, addresses, scratch)
+        *pointers, scratch = self.chosen(at)
+        _run(rt, executor, self.graph, pointers, scratch)
 
     def __repr__(self) -> str:
         return f"cuDNN graph of {self.graph.count} tensors"

@@ -101,8 +101,8 @@ class LtPlan:
             if self.make_alpha is not None:
                 alpha = _make_alpha(rt, self, a_amax, b_amax)
             if route is not None and not route.unfused:
-                pointers = [pointed[i].ptr for _, i in route.attributes]  # type: ignore[union-attr]
-                multiply(rt, executor, self, (a.ptr, b.ptr, out.ptr, alpha, *pointers))
+                pointers = tuple([pointed[i].ptr for _, i in route.attributes])  # type: ignore[union-attr]
+                multiply(rt, executor, self, (a.ptr, b.ptr, out.ptr, alpha), pointers)
             elif self.finish is not None:
                 _run_unfused(rt, self, a, b, out, pointed)
             if self.sum_a is not None:
@@ -114,21 +114,26 @@ class LtPlan:
                 executor.driver.leave()
 
 
-def multiply(rt: Runtime, executor: Any, plan: LtPlan, addresses: Sequence[int]) -> None:
-    """One call of cuBLASLt, or its record. Addresses: a, b, out, alpha (0: it is known), then those that a run sets."""
-    scratch = rt.workspace("cublasLt", (executor.gemms or cache_of(rt)).limit) if plan.workspace else 0
-    if rt.recorder is not None:
-        rt.recorder.add(Multiplied(plan, (scratch, *addresses), rt.recorder.bases))
-    else:
-        run(rt, executor, plan, scratch, *addresses)
-
-
-def run(
-    rt: Runtime, executor: Any, plan: LtPlan, scratch: int, a: int, b: int, out: int, alpha: int, *pointers: int
+def multiply(
+    rt: Runtime,
+    executor: Any,
+    plan: LtPlan,
+    operands: tuple[int, int, int, int],
+    pointers: Sequence[int],
+    scratch: int | None = None,
 ) -> None:
-    """Call cuBLASLt with the thread's descriptors."""
+    """One call of cuBLASLt, with the thread's descriptors; or its record.
+
+    Operands: the addresses of a, b, out and alpha (0: it is known); pointers: those that a run sets. `scratch` is given
+    by a replay.
+    """
+    if scratch is None:
+        scratch = rt.workspace("cublasLt", (executor.gemms or cache_of(rt)).limit) if plan.workspace else 0
+        if rt.recorder is not None:
+            rt.recorder.add(Multiplied(plan, (scratch, *operands, *pointers), rt.recorder.bases))
+            return
     try:
-        (executor.gemms or cache_of(rt)).get(plan).run(rt, a, b, out, pointers, scratch, alpha)
+        (executor.gemms or cache_of(rt)).get(plan).run(rt, *operands, pointers, scratch)
     except Exception as error:
         status = getattr(error, "status", None)
         if status is None:
@@ -144,17 +149,19 @@ def run(
 class Multiplied:
     """A recorded call of cuBLASLt. Descriptors and the handle are those of the thread that replays."""
 
-    __slots__ = ("addresses", "patches", "plan")
+    __slots__ = ("addresses", "chosen", "patches", "plan")
 
     def __init__(self, plan: LtPlan, addresses: Sequence[int], bases: Sequence[int]) -> None:
-        self.plan, self.addresses, self.patches = plan, list(addresses), patches(addresses, bases)
+        self.plan, self.addresses, self.patches = plan, addresses, patches(addresses, bases)
 
-    def run(self, rt: Runtime, executor: Any, at: Sequence[int], held: Sequence[Any]) -> None:
+    def place(self, places: Any) -> None:
+        """Note where its operands will be."""
+        self.chosen = places.chosen(self.addresses, self.patches)
+
+    def run(self, rt: Runtime, executor: Any, at: Sequence[Any], held: Sequence[Any]) -> None:
         """Multiply what is there now."""
-        addresses = self.addresses.copy()
-        for index, slot, offset in self.patches:
-            addresses[index] = at[slot] + offset
-        run(rt, executor, self.plan, *addresses)
+        chosen: Any = self.chosen(at)
+        multiply(rt, executor, self.plan, chosen[1:5], chosen[5:], chosen[0])
 
     def __repr__(self) -> str:
         spec = self.plan.spec
@@ -243,8 +250,8 @@ class Prepared:
                 self._set(self.desc, attribute, at + 8 * i, 8)
         self._last = pointers
 
-    def run(self, rt: Runtime, a: int, b: int, out: int, pointers: Sequence[int], scratch: int, alpha: int = 0) -> None:
-        """Launch on the runtime's stream; with alpha and, behind it, beta at this address of the device, if given."""
+    def run(self, rt: Runtime, a: int, b: int, out: int, alpha: int, pointers: Sequence[int], scratch: int) -> None:
+        """Launch on the runtime's stream; with alpha and, behind it, beta at this address of the device, if not 0."""
         if pointers != self._last:
             self._point(pointers)
         self._matmul(
@@ -339,7 +346,7 @@ def _run_unfused(
         rt.backend.zero(rt, acc)
     else:
         pointers = [operands[i].ptr for _, i in route.attributes]  # type: ignore[union-attr]
-        multiply(rt, rt.executor(), plan, (a.ptr, b.ptr, acc.ptr, 0, *pointers))
+        multiply(rt, rt.executor(), plan, (a.ptr, b.ptr, acc.ptr, 0), pointers)
     bias, aux = operands[BIAS], operands[AUX]
     assert plan.finish is not None
     plan.finish(

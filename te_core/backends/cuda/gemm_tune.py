@@ -196,7 +196,7 @@ def _time_all(rt: Runtime, spec: GemmSpec, route: LtRoute, prepared: Prepared, f
             for i, choice in enumerate(found):
                 prepared.algo, prepared.needs = ctypes.addressof(choice.algorithm), choice.workspace
                 driver.record(start, rt.stream)
-                prepared.run(rt, a.ptr, b.ptr, out.ptr, pointers, scratch, alpha)
+                prepared.run(rt, a.ptr, b.ptr, out.ptr, alpha, pointers, scratch)
                 driver.record(stop, rt.stream)
                 elapsed = driver.elapsed_ms(start, stop)
                 if repeat:  # the first round loads the kernels

@@ -104,16 +104,18 @@ def zero(rt: Runtime, out: Tensor) -> None:
 class Fill:
     """A recorded fill with zeros."""
 
-    __slots__ = ("address", "nbytes", "patches")
+    __slots__ = ("address", "chosen", "nbytes", "patches")
 
     def __init__(self, out: Tensor, bases: Sequence[int]) -> None:
         self.address, self.nbytes, self.patches = out.ptr, out.nbytes, patches((out.ptr,), bases)
 
-    def run(self, rt: Runtime, executor: Any, at: Sequence[int], held: Sequence[Any]) -> None:
+    def place(self, places: Any) -> None:
+        """Note where its address will be."""
+        self.chosen = places.chosen((self.address,), self.patches)
+
+    def run(self, rt: Runtime, executor: Any, at: Sequence[Any], held: Sequence[Any]) -> None:
         """Fill what is there now."""
-        address = self.address
-        for _, slot, offset in self.patches:
-            address = at[slot] + offset
+        (address,) = self.chosen(at)
         executor.driver.fill(address, 0, self.nbytes, rt.stream)
 
     def __repr__(self) -> str:
