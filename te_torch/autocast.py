@@ -159,20 +159,24 @@ def _in_words(number: int) -> str:
     return f"{precision.input.format} ({precision.input.scaling})"
 
 
-def precision_now(module: Any, peek: bool = False) -> tuple[int, bool, Region | None]:
-    """(precision by number, whether a checkpoint runs this forward again, the region): the one rule of a forward.
+#: Precision by number, whether a checkpoint runs this forward again, the region, whether a compiler traces it.
+Now = tuple[int, bool, "Region | None", bool]
+
+
+def precision_now(module: Any, peek: bool = False) -> Now:
+    """How a forward runs: the one rule of it.
 
     `module` has `_outstanding`, `training` and `name`. With `peek` it only looks, for one who acts on what it will do.
     """
     region = active.region
     if torch.compiler.is_compiling():
-        return (0, False, None) if region is None else (region.precision, region.recompute, region)
+        return (0, False, None, True) if region is None else (region.precision, region.recompute, region, True)
     if _graph_task() != -1:
         return _in_backward(module, region, peek)
     number = 0 if region is None else region.precision
     if not peek and may_run_again():
         module._outstanding.note(module.training, number)
-    return number, region is not None and region.recompute, region
+    return number, region is not None and region.recompute, region, False
 
 
 def may_run_again() -> bool:
@@ -182,6 +186,8 @@ def may_run_again() -> bool:
     they are off in one); the other one keeps what is saved by hooks of its own.
     """
     if torch.is_grad_enabled():
+        if _saving_hooks(True) is None:  # nearly always: a call less
+            return False
         hook = keeping_hook()
         return hook is not None and hook is not active.carried
     return not forward_ad() and not torch.is_inference_mode_enabled() and active.carried is not True
@@ -199,24 +205,24 @@ def first_of_a_checkpoint() -> bool:
     return hook is not None and hook.__qualname__.startswith("_checkpoint_hook")
 
 
-def _in_backward(module: Any, region: Region | None, peek: bool) -> tuple[int, bool, Region | None]:
+def _in_backward(module: Any, region: Region | None, peek: bool) -> Now:
     """A forward inside a backward pass: run again by a checkpoint, or a hook's own."""
     grad = torch.is_grad_enabled()
     if region is not None and region.recompute:
         number, again = region.precision, region
     else:
         if not grad and forward_ad():  # a hook's: what is run again has gradients, or is inside an autograd function
-            return 0 if region is None else region.precision, False, region
+            return 0 if region is None else region.precision, False, region, False
         found = module._outstanding.agreed(module.training, module.name)
         if found is None:
-            return 0 if region is None else region.precision, False, region
+            return 0 if region is None else region.precision, False, region, False
         number, again = found, None
     if not peek:
         if grad and not first_of_a_checkpoint():
             module._outstanding.done(module.training, number)
         else:  # in a checkpoint inside one that is run again: it will be run again itself
             module._outstanding.expect(module.training, number)
-    return number, True, again
+    return number, True, again, False
 
 
 # ---------------------------------------------------------------------------------------- the default recipe

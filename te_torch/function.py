@@ -232,6 +232,8 @@ class _Eager(torch.autograd.Function):
                 del held, found
                 if shortcut is not None:
                     key = None
+        if rt.device.kind == "cuda":
+            kept = [_on_boundary(t) for t in kept]
         saved = call.layer.saved(*_to_core_all(rt, kept, call.layer.strided))
         views = _to_core_all(rt, given)
         del kept
@@ -243,6 +245,12 @@ class _Eager(torch.autograd.Function):
         if key is not None:
             call.backward.shorten(key, rt, *views, saved, scales=scales, **options)
         return _as_returned(ctx, _gradients(call.layer, results, given))
+
+
+def _on_boundary(t: Any) -> Any:
+    """A block of quantized values, which products read by 16 bytes, though a hook may bring it back anywhere."""
+    crooked = t.__class__ is torch.Tensor and t.dtype is torch.uint8 and t.data_ptr() & 15
+    return t.clone() if crooked else t
 
 
 def _as_returned(ctx: Any, found: list[torch.Tensor | None]) -> tuple[Any, ...]:

@@ -76,7 +76,7 @@ def number_of_precision(precision: Precision, recipe: Recipe | None) -> int:
     number = _numbers.get(precision.serial)
     if number is not None:
         return number
-    number = next(_counter)
+    number = _next(precision)
     _by_number[number] = _Numbered(precision, copy.copy(recipe))
     _numbers[precision.serial] = number
     if precision.factory is not None:
@@ -95,7 +95,7 @@ def number_of_several(numbers: tuple[int, ...]) -> int:
     number = _together.get(numbers)
     if number is None:
         first = _known(numbers[0])
-        number = _together[numbers] = next(_counter)
+        number = _together[numbers] = _next(first.precision)
         _by_number[number] = _Numbered(first.precision, first.recipe, numbers)
     return number
 
@@ -167,8 +167,12 @@ def reads_quantized(number: int, gemm: int = 0) -> bool:
     return all(part.scaling not in ("calibrate", "custom", "none") for part in parts)
 
 
-@constant_at_trace
 def draws(number: int) -> bool:
     """Whether backward in this precision rounds stochastically, and so needs random numbers."""
-    precision = precision_of(number)
-    return precision is not None and precision.grad is not None and precision.grad.stochastic
+    return number < 0
+
+
+def _next(precision: Precision | None) -> int:
+    """A number for a precision: less than 0 if its backward rounds stochastically. Each forward asks for that."""
+    stochastic = precision is not None and precision.grad is not None and precision.grad.stochastic
+    return -next(_counter) if stochastic else next(_counter)

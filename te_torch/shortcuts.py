@@ -18,6 +18,7 @@ from te_core.quantize.state import Scales
 from te_core.runtime import Runtime
 from te_core.tape import taped
 from te_core.tape.taped import Shortcut, Taped
+from te_core.tape.walk import NotRecordedError, facts_of_scales
 
 _NOT_THERE = type(None)
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, _NOT_THERE))
@@ -61,8 +62,9 @@ def find(
     held: list[Any] = [*there]
     parts = "torch", function.number, rt.device, rt.joins, rt.alignment, release, kinds, *map(_facts_of, there), None
     if scales is not None:
-        facts = scales.facts
-        if facts is None:
+        try:
+            facts = facts_of_scales(scales, rt.device)
+        except NotRecordedError:  # a state on another device: what the core says of it
             return None
         parts = *parts, facts.number
         at += facts.at

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from inspect import signature
+from math import prod
 from typing import Any
 
 from te_core import dtypes, symbols
@@ -73,10 +74,7 @@ class Recorder:
 
     def memory(self, shape: tuple[int, ...], dtype: DType, device: Any) -> Tensor:
         """Memory of the call."""
-        count = 1
-        for n in shape:
-            count *= n
-        number = self._slot("memory", "", (tuple(shape), dtype, dtype.nbytes(count)), self.promise)
+        number = self._slot("memory", "", (tuple(shape), dtype, dtype.nbytes(prod(shape))), self.promise)
         self.begins[number] = len(self.steps)
         return Tensor(self.bases[number], shape, dtype, device, Owner(number, self))
 

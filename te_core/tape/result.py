@@ -11,14 +11,13 @@ from te_core.dtypes import DType
 from te_core.quantized import QuantizedTensor
 from te_core.symbols import slot_of
 from te_core.tape.tape import Slot
-from te_core.tape.walk import ADDED, PIECES, NotRecordedError
+from te_core.tape.walk import ADDED, PIECES, PLAIN, NotRecordedError
 from te_core.tensor import Device, Tensor
 
 #: What a tensor is made of: slot, offset, shape, dtype, device, strides; and of a piece the number of its block.
 _Made = tuple[int, int, tuple[int, ...], DType, Device, "tuple[int, ...] | None", "int | None"]
 #: Makes of the list of tensors what stands in its place.
 _Build = Callable[[list[Any]], Any]
-_PLAIN = frozenset((bool, int, float, str))
 
 
 class Result:
@@ -93,7 +92,7 @@ class Result:
             return 0
         if kind is Tensor or isinstance(value, QuantizedTensor):
             return self._leaf(value)
-        if kind in _PLAIN:
+        if kind in PLAIN:
             return lambda made: value
         if not isinstance(value, (tuple, list)):
             raise NotRecordedError(f"a result of type {kind.__name__}")

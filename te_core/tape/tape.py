@@ -8,7 +8,7 @@ immutable, belongs to no thread, stream or memory, and `print(tape)` says all th
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple, NoReturn, Protocol
@@ -141,6 +141,21 @@ class Drop:
         return f"drop t{self.slot}"
 
 
+def _in_order(steps: Sequence[Any]) -> Iterator[tuple[Sequence[Any], Sequence[Any]]]:
+    """The steps as a replay does them: some takes, with all that it reads of them, then what others do, and so on."""
+    takes: list[Any] = []
+    others: list[Any] = []
+    for step in steps:
+        if isinstance(step, Take):
+            if others:
+                yield tuple(takes), tuple(others)
+                takes, others = [], []
+            takes.append((step, step.slot, step.mask, step.inside))
+        else:
+            others.append(step.run)
+    yield tuple(takes), tuple(others)
+
+
 class Tape:
     """A recorded call."""
 
@@ -148,6 +163,7 @@ class Tape:
         "_inside",
         "_more",
         "_nothing",
+        "_order",
         "_scratch",
         "inputs",
         "keeps",
@@ -180,6 +196,7 @@ class Tape:
             step.place(places)
         more = len(self.slots) - self.inputs
         self._nothing, self._more = [None] * more, [0] * more + places.values
+        self._order = tuple(_in_order(self.steps))
         known = {step.slot for step in self.takes}
         self._inside = tuple((at, *where) for where, at in places.inside.items() if where[0] not in known)
 
@@ -197,32 +214,31 @@ class Tape:
         for place, slot, offset in self._inside:
             at[place] = at[slot] + offset
         executor = rt.executor()
-        makers, address_of = self._memory(rt)
+        makers: Any = getattr(rt.allocator, "makers", None)
+        if makers is not None:
+            makers, address_of = makers(self.serial, self.takes), rt.allocator.address_of  # type: ignore[attr-defined]
+        else:
+            makers, address_of = self._makers(rt), _address_of
         entered = executor.driver.enter(executor.context) if executor.context else False
         try:
-            for step in self.steps:
-                if step.__class__ is Take:  # half of all steps: a call less
-                    slot = step.slot
+            for takes, others in self._order:
+                for take, slot, mask, inside in takes:
                     held[slot] = makers[slot]()  # held by nothing else
                     at[slot] = address = address_of(held[slot])
-                    if address & step.mask:
-                        step.refuse(rt, address)
-                    for place, offset in step.inside:
+                    if address & mask:
+                        take.refuse(rt, address)
+                    for place, offset in inside:
                         at[place] = address + offset
-                else:
-                    step.run(rt, executor, at, held)
+                for run in others:
+                    run(rt, executor, at, held)
         finally:
             if entered:
                 executor.driver.leave()
 
-    def _memory(self, rt: Runtime) -> tuple[Mapping[int, Callable[[], Any]], Callable[[Any], int]]:
-        """By slot, what takes its memory and gives what holds it; and what says that one's address."""
-        allocator = rt.allocator
-        makers = getattr(allocator, "makers", None)
-        if makers is not None:
-            return makers(self.serial, self.takes), allocator.address_of  # type: ignore[attr-defined]
-        stream = rt.stream
-        return {t.slot: partial(allocator.empty, t.shape, t.dtype, stream) for t in self.takes}, _address_of
+    def _makers(self, rt: Runtime) -> dict[int, Callable[[], Any]]:
+        """By slot, what takes its memory and gives what holds it: for an allocator that keeps no such list."""
+        empty, stream = rt.allocator.empty, rt.stream
+        return {t.slot: partial(empty, t.shape, t.dtype, stream) for t in self.takes}
 
     @property
     def kept(self) -> frozenset[int]:

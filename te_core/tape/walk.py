@@ -36,7 +36,7 @@ PIECES = (
 ADDED = ("rowwise_swizzled", "columnwise_swizzled")
 STATE = ("forward_scale", "forward_amax", "backward_scale", "backward_amax", "forward_nonfinite", "backward_nonfinite")
 _OF_CAST = ("scale", "amax", "rng", "nonfinite", "maxima")
-_PLAIN = frozenset((bool, int, float, str, type(None)))
+PLAIN = frozenset((bool, int, float, str, type(None)))
 
 
 class Facts:
@@ -87,12 +87,14 @@ def facts(value: Any, found: list[Tensor], wholes: list[Any], device: Any) -> An
             raise NotRecordedError("a tensor of another device")
         found.append(value)
         return value.shape, value.dtype, value.strides
-    if kind in _PLAIN:
+    if kind in PLAIN:
         return value
     if isinstance(value, QuantizedTensor):
         return _facts_of_quantized(value, found, wholes, device)
     if kind is Scales:
-        return _facts_of_scales(value, found, device)
+        known = facts_of_scales(value, device)
+        found += known.tensors
+        return known.number
     if kind is Sink:
         if value.queue is not None:
             raise NotRecordedError("weight gradients that are computed later")
@@ -119,15 +121,14 @@ def _unknown(kind: type) -> str:
     return f"an argument of type {kind.__name__}"
 
 
-def _facts_of_scales(scales: Scales, found: list[Tensor], device: Any) -> Any:
+def facts_of_scales(scales: Scales, device: Any) -> Facts:
     """Views of a state are made once and used for many calls: so are their facts."""
-    known = scales.facts
+    known: Facts | None = scales.facts
     if known is None:
         tensors: list[Tensor] = []
         parts = [facts(getattr(scales, name), tensors, [], device) for name in STATE]
         known = scales.facts = Facts(_numbers.setdefault((*parts, device), next(_count)), tensors)
-    found += known.tensors
-    return known.number
+    return known
 
 
 def _facts_of_quantized(q: QuantizedTensor, found: list[Tensor], wholes: list[Any], device: Any) -> Any:
@@ -142,7 +143,7 @@ def exchanged(value: Any, leaf: Callable[[Tensor], Tensor], wholes: list[Any] | 
     kind = value.__class__
     if kind is Tensor:
         return leaf(value)
-    if kind in _PLAIN:
+    if kind in PLAIN:
         return value
     if kind is tuple or kind is list:
         return kind([exchanged(part, leaf, wholes) for part in value])

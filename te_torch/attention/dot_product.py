@@ -37,7 +37,7 @@ from te_torch.attention.plan import (
     wrong,
 )
 from te_torch.attention.score_mod import functions, run_graph
-from te_torch.autocast import Region, precision_now
+from te_torch.autocast import Now, precision_now
 from te_torch.base.draws import Repeated
 from te_torch.base.forks import Fork, fork_of
 from te_torch.base.module import BaseModule
@@ -289,15 +289,16 @@ class DotProductAttention(BaseModule):
             given = given.but(a=q, b=k, c=v, packing="separate", interleaved=False)
         now = precision_now(self)
         scaling = "" if now[2] is None and not now[0] else fp8_attention.scaling_of(now[0])
-        if scaling and self.inspector is not None and not torch.compiler.is_compiling():
+        tracing = now[3]
+        if scaling and self.inspector is not None and not tracing:
             forward, backward = fp8_attention.kept_high(self, now[0])
             scaling, given = "" if forward else scaling, given.but(bf16_backward=True) if backward else given
         key = self._key(given, scaling)
-        if torch.compiler.is_compiling():
+        if tracing:
             return self._traced(key, given, now[0])
         return self._run(key, given, now)
 
-    def _run(self, key: Key, given: Given, now: tuple[int, bool, Region | None] | None = None) -> Any:
+    def _run(self, key: Key, given: Given, now: Now | None = None) -> Any:
         if _asked.choice:
             return self.explain_key(key)
         plan = self._plan(key)

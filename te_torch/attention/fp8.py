@@ -24,7 +24,7 @@ from te_core.runtime import Runtime
 from te_core.tensor import META, Tensor
 from te_torch.attention import choose, env, unfused
 from te_torch.attention.plan import Plan
-from te_torch.autocast import Region
+from te_torch.autocast import Now
 from te_torch.base.watching import Choice
 from te_torch.carried import Carried, apart
 from te_torch.function import Call, Layer, apply, key_of, register
@@ -136,13 +136,7 @@ def kept_high(module: Any, number: int) -> tuple[bool, bool]:
 # ---------------------------------------------------------------------------------------------- the call
 
 
-def run(
-    module: Any,
-    plan: Plan,
-    inputs: AttentionInputs,
-    asked: tuple[bool, bool],
-    now: tuple[int, bool, Region | None] | None,
-) -> torch.Tensor:
+def run(module: Any, plan: Plan, inputs: AttentionInputs, asked: tuple[bool, bool], now: Now | None) -> torch.Tensor:
     """out [.., heads * d_v]. `asked`: whether it is quantized, and whether backward is in the activation dtype."""
     a = inputs.a
     fp8_output, high_backward = asked

@@ -10,7 +10,7 @@ import torch
 
 from te_core.errors import ArgumentError, UnsupportedError
 from te_core.precision import Precision
-from te_torch.autocast import Outstanding, Region, precision_now, prepare_default
+from te_torch.autocast import Now, Outstanding, Region, precision_now, prepare_default
 from te_torch.base.checkpoint_state import adopt
 from te_torch.base.forks import Fork
 from te_torch.base.parallel import TensorParallel
@@ -238,19 +238,16 @@ class BaseModule(TensorParallel, CallingModule):
 
     # ------------------------------------------------------------------------------------- precision
 
-    def _enter(
-        self, inp: torch.Tensor, now: tuple[int, bool, Region | None] | None = None
-    ) -> tuple[torch.Tensor, int, ScalingState | None, bool]:
+    def _enter(self, inp: torch.Tensor, now: Now | None = None) -> tuple[torch.Tensor, int, ScalingState | None, bool]:
         """(input in the compute dtype, precision by number, scaling state, whether this is a recomputation).
 
         `now` is what `precision_now` said, where the caller has asked already.
         """
-        precision, recompute, region = precision_now(self) if now is None else now
+        precision, recompute, region, tracing = precision_now(self) if now is None else now
         if torch._C._is_any_autocast_enabled():
             inp = amp_cast(inp)
         if not precision:
             return inp, 0, None, recompute
-        tracing = torch.compiler.is_compiling()
         if self.own_precision or (is_custom(precision) if tracing else precision in custom_numbers):
             if exporting.on and precision in custom_numbers:
                 raise custom_recipe()
@@ -443,7 +440,8 @@ class BaseModule(TensorParallel, CallingModule):
 
     def _weight(self, name: str, dtype: torch.dtype, precision: int, gemm: int = 0) -> torch.Tensor:
         """A GEMM weight in the compute dtype; one that is only read quantized, in the parameter's own."""
-        weight = self._tensor(name)
+        found = self._parameters.get(name)
+        weight = getattr(self, name) if found is None else found
         return weight if weight.dtype == dtype else self._converted(name, weight, dtype, precision, gemm)
 
     def _tensor(self, name: str) -> torch.Tensor:

@@ -154,8 +154,10 @@ class SplitParameters(BaseModule):
 
 
 def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
-    with outside_autocast(parts[0]):
-        return torch.cat(parts)
+    if torch._C._is_any_autocast_enabled():
+        with outside_autocast(parts[0]):
+            return torch.cat(parts)
+    return torch.cat(parts)
 
 
 def empty_bias(out: torch.Tensor) -> torch.Tensor:

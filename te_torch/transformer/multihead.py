@@ -366,11 +366,11 @@ class MultiheadAttention(torch.nn.Module):
 
         `between`: keys are turned, or cached; `moved`: tokens of what comes out may have to be moved, or it is watched.
         """
-        number, _, _ = precision_now(self._part("proj"), peek=True)
+        number, _, _, tracing = precision_now(self._modules["proj"], peek=True)
         if not number:
             return _NOTHING
         between = between or self.q_norm is not None
-        if torch.compiler.is_compiling():
+        if tracing:
             known = all([_is_plainly_called(self._modules.get(name)) for name in _PROJECTIONS])
             if exporting.on:  # padding is read where it lies
                 return self._hand_over_exported(number, between, known and not self._watched())

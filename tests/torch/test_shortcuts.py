@@ -1,0 +1,235 @@
+"""Replays on torch's tensors as they are (te_torch/shortcuts.py): by what they are known, what goes the long way."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import te_torch as te
+from te_core.errors import ArgumentError
+from te_core.tape import taped
+from te_torch import shortcuts
+from tests.recipes import region
+from tests.tape_steps import HIDDEN, MODULES, ROWS, bits, drawn, made, same, step
+
+
+class Used:
+    """How often a shortcut was taken."""
+
+    forward = backward = 0
+    frees = False  # whether the last one let go of what its caller had given up
+
+
+@pytest.fixture
+def used(monkeypatch: pytest.MonkeyPatch) -> Iterator[Used]:
+    found = Used()
+
+    def noting(name: str) -> Any:
+        real = getattr(shortcuts, name)
+
+        def noted(*arguments: Any) -> Any:
+            setattr(found, name, getattr(found, name) + 1)
+            found.frees = bool(arguments[0].tape.released)
+            return real(*arguments)
+
+        return noted
+
+    for name in ("forward", "backward"):
+        monkeypatch.setattr(shortcuts, name, noting(name))
+    before = taped.when()
+    taped.forget()
+    taped.set_when("first")
+    yield found
+    taped.set_when(before)
+    taped.forget()
+
+
+def steps(module: Any, count: int = 3, recipe: Any = "delayed", **options: Any) -> list[dict[str, Any]]:
+    return [step(module, drawn(ROWS, 2, HIDDEN), recipe, **options) for _ in range(count)]
+
+
+@pytest.mark.parametrize("recipe", [None, "delayed", "current", "block"])
+@pytest.mark.parametrize("name", MODULES)
+def test_every_layer_takes_it(used: Used, name: str, recipe: str | None) -> None:
+    """From the second call on, and the bits are those of the interpreted layers."""
+
+    def program() -> Any:
+        return steps(made(name), 4, recipe)
+
+    same(program)
+    taped.set_when("first")
+    used.forward = used.backward = 0
+    module = made(name)
+    steps(module, 1, recipe)
+    first = used.forward, used.backward
+    steps(module, 3, recipe)
+    calls = 3 * (5 if name == "TransformerLayer" else 1)  # its three parts, attention, the sum at its end
+    assert used.forward - first[0] == used.backward - first[1] == calls
+
+
+def test_an_output_is_no_view(used: Used) -> None:
+    """It has the shape of its input, and may be changed in place."""
+    module = made("Linear")
+    for _ in range(3):
+        y = module(drawn(ROWS, 2, HIDDEN).requires_grad_())
+        assert y.shape == (ROWS, 2, 48) and not y._is_view()
+        y.mul_(2).sum().backward()
+    assert used.forward == 2
+
+
+def test_a_saved_weight_that_is_changed_is_noticed(used: Used) -> None:
+    module = made("Linear")
+    steps(module, 3, None)
+    y = module(drawn(ROWS, 2, HIDDEN).requires_grad_())
+    with torch.no_grad():
+        module.weight.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_a_graph_that_is_kept(used: Used) -> None:
+    """What is saved is freed on the way only where autograd frees it: a kept graph runs again, to the same bits."""
+    module = made("LayerNormMLP")
+    for _ in range(2):
+        x = drawn(ROWS, 2, HIDDEN).requires_grad_()
+        with region("current"):
+            y = module(x)
+        dy, found = drawn(*y.shape), []
+        for keep in (True, True, False):
+            found.append(bits(torch.autograd.grad(y, x, dy, retain_graph=keep)[0]))
+            assert not (keep and used.frees)
+        assert found[0] == found[1] == found[2]
+    assert used.frees
+
+
+def test_which_arguments_are_there(used: Used) -> None:
+    """Two layers of one spec may be given the same shapes in other places."""
+
+    def program() -> Any:
+        found = []
+        for bias in (True, False, True):
+            module = te.Linear(HIDDEN, HIDDEN, bias=bias, device="cpu")
+            with torch.no_grad():
+                for p in module.parameters():
+                    p.copy_(drawn(*p.shape))
+            for grads in (True, False, True):
+                x = drawn(ROWS, HIDDEN).requires_grad_(grads)
+                module.weight.requires_grad_(not grads)
+                y = module(x)
+                if y.requires_grad:
+                    y.sum().backward()
+                found.append((y, x.grad, [p.grad for p in module.parameters()]))
+        return found
+
+    same(program)
+    assert used.forward
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda x: x.mT.contiguous().mT, lambda x: torch.empty(2 * x.numel())[::2].view(x.shape).copy_(x), lambda x: x[:0]],
+    ids=["turned", "spread", "empty"],
+)
+def test_what_is_not_plain_goes_the_long_way(used: Used, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    module = made("LayerNormLinear")
+    steps(module)
+    before = used.forward
+    x = drawn(ROWS, 2, HIDDEN)
+    other = change(x).detach().requires_grad_()
+    with region("delayed"):
+        module(other).sum().backward()
+    assert used.forward == before and other.grad is not None and other.grad.shape == other.shape
+
+
+def test_quantized_weights_go_the_long_way(used: Used) -> None:
+    with te.quantized_model_init():
+        module = te.Linear(HIDDEN, HIDDEN, device="cpu")
+    steps(module)
+    assert not used.forward
+
+
+def test_a_tensor_without_memory_is_refused_as_ever(used: Used) -> None:
+    module = made("Linear")
+    steps(module, 3, None)
+    module.weight = torch.nn.Parameter(torch.empty(48, HIDDEN, device="meta"))
+    with pytest.raises(ArgumentError, match="meta"):
+        module(drawn(ROWS, 2, HIDDEN).requires_grad_())
+
+
+def test_what_is_run_again(used: Used) -> None:
+    """A checkpoint's second forward notes no maxima: they were taken before."""
+
+    def program() -> Any:
+        module = made("LayerNormMLP")
+        found = []
+        for _ in range(4):
+            x = drawn(ROWS, 2, HIDDEN).requires_grad_()
+            with region("delayed"):
+                y = checkpoint(module, x, use_reentrant=False)
+            y.sum().backward()
+            found.append((y, x.grad, [b.clone() for b in module.buffers()]))
+        return found
+
+    same(program)
+    assert used.forward >= 5
+
+
+def test_the_setting_turns_it_off(used: Used) -> None:
+    module = made("Linear")
+    steps(module)
+    before = used.forward, used.backward
+    taped.set_when("never")
+    steps(module)
+    assert (used.forward, used.backward) == before
+
+
+def test_a_state_that_is_renewed(used: Used) -> None:
+    """Scales lie elsewhere after a change of the history's length, a load, a move."""
+
+    def program() -> Any:
+        module = made("Linear")
+        found = [steps(module)]
+        module.adjust_amax_history_length(3)
+        found.append(steps(module))
+        module.load_state_dict({k: v.clone() if torch.is_tensor(v) else v for k, v in module.state_dict().items()})
+        found.append(steps(module))
+        module.to(torch.float32)
+        found.append(steps(module))
+        return found
+
+    same(program)
+    assert used.forward and used.backward
+
+
+def test_threads(used: Used) -> None:
+    """One tape, eight threads, each with its module and its numbers."""
+    modules = [made("LayerNormMLP") for _ in range(8)]
+    xs = [drawn(ROWS, 2, HIDDEN) for _ in modules]
+
+    def results(module: Any, x: torch.Tensor) -> Any:
+        found = []
+        for _ in range(6):
+            x = x.detach().requires_grad_()
+            with region("current"):
+                y = module(x)
+            y.sum().backward()
+            found.append((y, x.grad))
+        return bits(found)
+
+    wanted = [results(m, x) for m, x in zip(modules, xs, strict=True)]
+    got: dict[int, Any] = {}
+
+    def run(i: int) -> None:
+        got[i] = results(modules[i], xs[i])
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [got[i] for i in range(8)] == wanted
