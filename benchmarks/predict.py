@@ -38,7 +38,6 @@ from benchmarks.report import by_age
 GIGA = 1e9
 GATHERS = 2  # of a layer's weights in a step: for forward, and for backward
 GRADIENT = 2  # bytes of an element: FSDP2 reduces in the parameters' dtype, bf16
-LLAMA = "8 Llama-shape layers"
 
 
 class LackingError(ValueError):
@@ -222,12 +221,15 @@ def small(
     record: Record, shape: Shape, machine: Machine, recipe: str, column: str, figures: list[Figure]
 ) -> tuple[Layer, float]:
     """(the layer of `sharded`, bytes that a gather moves for each weight)."""
-    layers = sharded.SIZES["cuda"][LLAMA][0]
+    layers = sharded.SIZES["cuda"][sharded.LARGE][0]
     shown, bytes_column = ("bf16" if column == "bf16 ms" else recipe), column.replace("ms", "gathered MiB")
-    measured, gathered = record.figure(recipe, column, LLAMA) / 1e3, record.figure(recipe, bytes_column, LLAMA) * 2**20
+    measured, gathered = (
+        record.figure(recipe, column, sharded.LARGE) / 1e3,
+        record.figure(recipe, bytes_column, sharded.LARGE) * 2**20,
+    )
     nbytes = gathered * sharded.RANKS / GATHERS / (layers * shape.weights)
     if shown == "bf16" and abs(nbytes / 2 - 1) > 0.01:
-        raise LackingError(f"{record.path.name}: {nbytes:.3g} bytes gathered of a weight in bf16: not {LLAMA}")
+        raise LackingError(f"{record.path.name}: {nbytes:.3g} bytes gathered of a weight in bf16: not {sharded.LARGE}")
     gather, reduce = (collective(n * shape.weights, sharded.RANKS, sharded.RANKS, machine) for n in (nbytes, GRADIENT))
     update = machine.update * shape.weights * layers / sharded.RANKS / machine.memory
     products = (measured - gather - reduce - update) / layers
@@ -237,7 +239,7 @@ def small(
         )
     figures += [
         Figure(f"{layers} layers of 8B, {shown}: a step on two GPUs", measured * 1e3, "ms", "measured",
-               record.shown(f"{LLAMA}, {recipe}: {column}")),
+               record.shown(f"{sharded.LARGE}, {recipe}: {column}")),
         Figure("of it a layer's products", products * 1e3, "ms", "of both",
                "without optimizer, first gather and last reduction, by the figures below"),
         Figure("a gather, of each weight", nbytes, "B", "measured", record.shown(f"the same row: {bytes_column}")),
@@ -287,7 +289,7 @@ def known(folder: Path, recipe: str, tokens: int, inside: float | None, between:
     """All figures; `inside` and `between` in bytes a second, None as measured."""
     over, shards = Record("parallel", folder), Record("sharded", folder)
     size = parallel.SIZES["cuda"]
-    _, hidden, ffn, heads, groups, _ = sharded.SIZES["cuda"][LLAMA]
+    _, hidden, ffn, heads, groups, _ = sharded.SIZES["cuda"][sharded.LARGE]
     shapes = (
         Shape("8B", 32, hidden, ffn, heads, groups),
         Shape("70B", 80, size["hidden"], size["ffn"], size["heads"], size["groups"]),

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import predict
+from benchmarks import predict, sharded
 from benchmarks.predict import GIGA, Layer, Machine, Mesh, Shape
 
 MS = 1e-3
@@ -30,7 +30,7 @@ def written(tmp_path: Path) -> Written:
     """Records of these rows, and an older one that would say something else."""
 
     def write(over: Any = PARALLEL, shards: Any = SHARDED) -> Path:
-        for name, rows, case in (("parallel", over, "tp 2"), ("sharded", shards, predict.LLAMA)):
+        for name, rows, case in (("parallel", over, "tp 2"), ("sharded", shards, sharded.LARGE)):
             for number, factor in (("", 3), ("-2", 1)):
                 time = f"2026-11-23T0{4 - factor}:00:00Z"
                 found = [{"case": case, **row, "ms": row["ms"] * factor} if "ms" in row else row for row in rows]
