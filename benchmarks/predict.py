@@ -164,7 +164,7 @@ class Record:
     def __init__(self, name: str, folder: Path) -> None:
         paths = by_age(name, folder)
         if not paths:
-            raise LackingError(f"no record of {name!r} in {folder}: python -m benchmarks.run {name}, on two GPUs")
+            raise LackingError(f"no record of {name!r} on GPUs in {folder}: python -m benchmarks.run {name}, on two GPUs")
         self.name, self.path = name, paths[-1]
         self._rows: list[harness.Row] = harness.read(self.path)["rows"]
 
