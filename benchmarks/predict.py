@@ -164,7 +164,7 @@ class Record:
     def __init__(self, name: str, folder: Path) -> None:
         paths = by_age(name, folder)
         if not paths:
-            raise LackingError(f"no record of {name!r} on GPUs in {folder}: python -m benchmarks.run {name}, on two GPUs")
+            raise LackingError(f"no record of {name!r} of GPUs in {folder}: python -m benchmarks.run {name}, on two")
         self.name, self.path = name, paths[-1]
         self._rows: list[harness.Row] = harness.read(self.path)["rows"]
 
@@ -331,20 +331,26 @@ def meshes(shape: Shape, gpus: int, node: int) -> list[Mesh]:
 
 
 def rows(given: Known, scale: float, again: bool, sizes: Sequence[int] = (64, 1024)) -> Iterator[dict[str, str]]:
-    """By model, number of GPUs and mesh: seconds of a step, and in brackets the share of communication that shows."""
+    """By model, number of GPUs and mesh."""
     for shape in given.shapes:
         for gpus in sizes:
             for mesh in meshes(shape, gpus, given.machine.node):
                 row = {"model": shape.name, "GPUs": str(gpus), "mesh": str(mesh)}
-                base = 0.0
-                for form in given.forms:
-                    layer = given.layers[shape.name, form]
-                    found = step(shape, layer, given.machine, mesh, given.nbytes[form], scale, again)
-                    base = base or found["whole"]
-                    row[f"{form}, s"] = f"{found['whole']:.3f} ({found['added'] / found['whole']:.0%})"
-                    if form != "bf16":
-                        row[f"{form}, of bf16"] = f"{found['whole'] / base:.2f}"
-                yield row
+                yield row | by_form(given, shape, mesh, scale, again)
+
+
+def by_form(given: Known, shape: Shape, mesh: Mesh, scale: float, again: bool) -> dict[str, str]:
+    """Seconds of a step in each form, and in brackets the share of communication that shows."""
+    cells: dict[str, str] = {}
+    base = 0.0
+    for form in given.forms:
+        layer = given.layers[shape.name, form]
+        found = step(shape, layer, given.machine, mesh, given.nbytes[form], scale, again)
+        cells[f"{form}, s"] = f"{found['whole']:.3f} ({found['added'] / found['whole']:.0%})"
+        if base:
+            cells[f"{form}, of bf16"] = f"{found['whole'] / base:.2f}"
+        base = base or found["whole"]
+    return cells
 
 
 def table(found: Sequence[dict[str, Any]]) -> str:
