@@ -5,6 +5,9 @@ shape (hidden 4096, ffn 14336, 32 heads, 8 groups, RMSNorm, swiglu, 8192 tokens 
 4096, ffn 4096, 1024 tokens a rank), where the host's time shows. A step is forward, backward, AdamW and zero_grad. Each
 form is measured in turns with bf16 weights that train in bf16, in the same processes; its step may take no longer.
 `gathered MiB` is what a rank sends in a step's all-gathers.
+
+What matters most comes first (the rows with a target, and those that `benchmarks.predict` reads), and what does not fit
+into `SECONDS` is left out and said to be.
 """
 
 from __future__ import annotations
@@ -30,7 +33,9 @@ from examples.ranks import leave
 from te_core.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Recipe
 
 RANKS = 2
-ROUNDS, STEPS = 5, 3
+SECONDS = 50  # from the start of the processes; after that no further case begins, of which the longest takes six
+ROUNDS = 5  # whose median counts
+WARM = 3  # steps: a call of a layer is met, recorded, replayed
 ALLOWED = 1.0  # of bf16's step
 
 
@@ -55,21 +60,33 @@ RECIPES: dict[str, Recipe | None] = {
     "current": Float8CurrentScaling(),
     "block": Float8BlockScaling(),
 }
-FORMS = [(name, held) for name in ("delayed", "current", "block") for held in (False, True)]
+LARGE, SMALL = "8 Llama-shape layers", "4 small layers"
+STEPS = {LARGE: 2, SMALL: 3}  # of a round
+FP8 = ("delayed", "current", "block")
 CASES = (
-    *[Case("8 Llama-shape layers", *form) for form in FORMS],
-    *[Case("4 small layers", *form) for form in FORMS],
-    *[Case("4 small layers", name, True, True) for name in ("delayed", "current", "block")],
+    Case(LARGE, "delayed"),
+    *[Case(LARGE, name, True) for name in FP8],
+    *[Case(SMALL, name, True, fused) for fused in (False, True) for name in FP8],
+    *[Case(LARGE, name) for name in FP8[1:]],
+    *[Case(SMALL, name) for name in FP8],
 )
 #: By device: layers, then hidden, ffn, heads, groups and tokens a rank.
 SIZES: dict[str, dict[str, tuple[int, ...]]] = {
-    "cuda": {"8 Llama-shape layers": (8, 4096, 14336, 32, 8, 8192), "4 small layers": (4, 4096, 4096, 32, 32, 1024)},
-    "cpu": {"8 Llama-shape layers": (2, 256, 512, 4, 2, 32), "4 small layers": (1, 256, 256, 4, 4, 16)},
+    "cuda": {LARGE: (8, 4096, 14336, 32, 8, 8192), SMALL: (4, 4096, 4096, 32, 32, 1024)},
+    "cpu": {LARGE: (2, 256, 512, 4, 2, 32), SMALL: (1, 256, 256, 4, 4, 16)},
 }
 
 
-def build(case: Case, device: torch.device) -> tuple[Callable[[], None], torch.nn.Module]:
-    """A step as a work, and its model."""
+@dataclass(frozen=True)
+class Built:
+    """A step of a model that has been warmed up, and what its all-gathers send."""
+
+    work: Callable[[], None]
+    sent: int
+
+
+def build(case: Case, device: torch.device) -> Built:
+    """The model of a case."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -100,7 +117,10 @@ def build(case: Case, device: torch.device) -> tuple[Callable[[], None], torch.n
         optimizer.step()
         optimizer.zero_grad()
 
-    return work, model
+    for _ in range(WARM):
+        with counted() as nbytes:
+            work()
+    return Built(work, nbytes[0])
 
 
 @contextmanager
@@ -121,18 +141,18 @@ def counted() -> Iterator[list[int]]:
         setattr(dist, name, gather)
 
 
-def times(device: torch.device, *works: Callable[[], None]) -> list[float]:
+def times(device: torch.device, steps: int, *works: Callable[[], None]) -> list[float]:
     """Milliseconds of a step of each, in turns: medians of rounds, from barrier to barrier."""
     found: list[list[float]] = [[] for _ in works]
-    for round_ in range(ROUNDS + 1):
+    rounds, steps = (ROUNDS, steps) if device.type == "cuda" else (1, 1)
+    for _ in range(rounds):
         for work, one in zip(works, found, strict=True):
             _settle(device)
             begin = time.perf_counter()
-            for _ in range(STEPS):
+            for _ in range(steps):
                 work()
             _settle(device)
-            if round_:
-                one.append((time.perf_counter() - begin) / STEPS * 1e3)
+            one.append((time.perf_counter() - begin) / steps * 1e3)
     return [median(one) for one in found]
 
 
@@ -142,33 +162,49 @@ def _settle(device: torch.device) -> None:
     dist.barrier()
 
 
-def measured(case: Case, device: torch.device) -> harness.Row:
-    """One row, on every rank."""
-    (plain, _), (other, model) = build(Case(case.model, "bf16", fused=case.fused), device), build(case, device)
-    sent = []
-    for work in (plain, other):
-        for _ in range(2):
-            with counted() as nbytes:
-                work()
-        sent.append(nbytes[0])
-    plain_ms, ms = times(device, plain, other)
-    del model
+def measured(case: Case, plain: Built, device: torch.device) -> harness.Row:
+    """One row, on every rank; `plain`: the same model in bf16."""
+    other = build(case, device)
+    plain_ms, ms = times(device, STEPS[case.model], plain.work, other.work)
     row: harness.Row = {
         "case": case.model,
         "recipe": case.shown,
         "bf16 ms": plain_ms,
         "ms": ms,
         "of_bf16": ms / plain_ms,
-        "bf16 gathered MiB": sent[0] / 2**20,
-        "gathered MiB": sent[1] / 2**20,
-        "of_bytes": sent[1] / sent[0],
+        "bf16 gathered MiB": plain.sent / 2**20,
+        "gathered MiB": other.sent / 2**20,
+        "of_bytes": other.sent / plain.sent,
     }
     if case.held:
         row |= {"target": ALLOWED, "ok": row["of_bf16"] <= ALLOWED}
     return row
 
 
-def on_a_rank(rank: int, folder: str, kind: str, cases: list[Case]) -> None:
+def over(begin: float, seconds: float, device: torch.device) -> bool:
+    """Whether the time is over, on the rank that is latest: all of them leave out the same."""
+    passed = torch.tensor([time.time() - begin], dtype=torch.float64, device=device)
+    dist.all_reduce(passed, dist.ReduceOp.MAX)
+    return float(passed.item()) > seconds
+
+
+def all_rows(cases: list[Case], device: torch.device, begin: float, seconds: float) -> Iterator[harness.Row]:
+    """A row a case. The bf16 models are made once each, and stay."""
+    plain: dict[Case, Built] = {}
+    for case in cases:
+        if over(begin, seconds, device):
+            yield {"case": f"{case.model}, {case.shown}: left out, {seconds} s are over"}
+            continue
+        base = Case(case.model, "bf16", fused=case.fused)
+        if base not in plain:
+            plain[base] = build(base, device)
+        yield measured(case, plain[base], device)
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def on_a_rank(rank: int, folder: str, kind: str, cases: list[Case], begin: float, seconds: float) -> None:
     """All cases on one rank; the first writes the rows."""
     device = torch.device(kind, rank) if kind == "cuda" else torch.device("cpu")
     if kind == "cuda":
@@ -178,11 +214,10 @@ def on_a_rank(rank: int, folder: str, kind: str, cases: list[Case]) -> None:
     store = dist.FileStore(f"{folder}/store", RANKS)
     dist.init_process_group("nccl" if kind == "cuda" else "gloo", store=store, rank=rank, world_size=RANKS)
     rows = []
-    for case in cases:
-        rows.append(measured(case, device))
-        gc.collect()
-        if kind == "cuda":
-            torch.cuda.empty_cache()
+    for row in all_rows(cases, device, begin, seconds):
+        rows.append(row)
+        if rank == 0:
+            print(f"{time.time() - begin:6.1f} s  {harness.label(row)}", flush=True)
     if rank == 0:
         Path(folder, "rows.json").write_text(json.dumps(rows))
     dist.barrier()
@@ -195,8 +230,9 @@ def measure(cases: tuple[Case, ...] = CASES) -> list[harness.Row]:
     kind = "cuda" if harness.gpus() >= RANKS else "cpu"
     if harness.gpu() and kind == "cpu":
         return [{"case": f"needs {RANKS} GPUs"}]
+    begin = time.time()
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(on_a_rank, (folder, kind, list(cases)), nprocs=RANKS)
+        torch.multiprocessing.spawn(on_a_rank, (folder, kind, list(cases), begin, SECONDS), nprocs=RANKS)
         rows: list[harness.Row] = json.loads(Path(folder, "rows.json").read_text())
     return rows
 

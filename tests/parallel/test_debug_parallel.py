@@ -461,3 +461,27 @@ def test_bisect(pair: Ranks, recipe: str) -> None:
     """All ranks run the same, and name the same."""
     first, second = pair.run(bisected, recipe, ROWS)
     assert first == second and first[0] == ["1.up"]
+
+
+def seen_by_one(rank: Rank) -> Any:
+    """The same, where only the last rank's result tells of it."""
+    model = torch.nn.Sequential(*[Pair(rank) for _ in range(3)])
+    model[1].up.inspector = planted.overflowing()
+    x = piece(inputs(ROWS, H, 0), 0, rank.number, rank.world).to(rank.device)
+
+    def run(net: torch.nn.Module) -> torch.Tensor:
+        with region("current"):
+            loss = net(x).float().square().mean()
+        loss.backward()
+        for p in net.parameters() if rank.number == 0 else ():
+            p.grad = torch.ones_like(p)  # whatever the precision
+        return loss
+
+    found = te.debug.bisect(run, model, progress=False)
+    return found.layers, found.verdict, found.runs
+
+
+def test_the_worst_rank_decides(pair: Ranks) -> None:
+    """A rank that finds nothing wrong with its own result searches on with the others."""
+    first, second = pair.run(seen_by_one, group_timeout=15.0)
+    assert first == second and first[:2] == (["1.up"], "found")
