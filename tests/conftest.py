@@ -133,11 +133,10 @@ def _recordings_go_well() -> Iterator[None]:
 @pytest.fixture
 def interpreted() -> Iterator[None]:
     """For tests that watch what a layer calls: a replay calls none of it."""
-    from te_core.tape import taped
+    from tests.recordings import tapes
 
-    taped.set_when("never")
-    yield
-    taped.set_when(None)
+    with tapes("never"):
+        yield
 
 
 def _skip_reason(report: pytest.TestReport | pytest.CollectReport) -> str:

@@ -91,6 +91,7 @@ class Ranks:
     def __init__(self, world: int, device: str = "cpu") -> None:
         self.world, self.device = world, device
         self.starts = 0  # how often the processes were started
+        self.seconds = 0.0  # that the last run took, from when all ranks had come to the function
         self._processes: list[_Process] = []
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
         self._runs = 0
@@ -111,7 +112,7 @@ class Ranks:
         """What became of `function(rank, *args)`, by rank; after `timeout` seconds a rank counts as hung.
 
         `group_timeout` is that of the default process group: how long a collective waits for the others. Neither counts
-        what it takes to start processes, to import the function there, and to make their group.
+        what it takes to start processes, to import the function there, and to make their group; nor does `seconds`.
         """
         if not self._processes:
             self.starts += 1
@@ -125,14 +126,17 @@ class Ranks:
         for process in self._processes:
             process.begin(order)
         found: dict[int, Outcome] = {}
-        deadline = time.monotonic() + 2 * START
+        begun = time.monotonic()
+        deadline = begun + 2 * START
         while len(found) < self.world and (left := deadline - time.monotonic()) > 0:
             waiting = {p.pipe: p for p in self._processes if p.rank.number not in found}
             for pipe in connection.wait(list(waiting), left):
                 outcome = waiting[pipe].outcome()  # type: ignore[index]
                 if outcome is None:
-                    if all(p.begun for p in self._processes) and all(o.how == "returned" for o in found.values()):
-                        deadline = time.monotonic() + timeout
+                    if all(p.begun for p in self._processes):
+                        begun = time.monotonic()
+                        if all(o.how == "returned" for o in found.values()):
+                            deadline = begun + timeout
                     continue
                 found[outcome.rank] = outcome
                 if outcome.how != "returned":
@@ -140,6 +144,7 @@ class Ranks:
         for process in self._processes:
             if process.rank.number not in found:
                 found[process.rank.number] = process.hung()
+        self.seconds = time.monotonic() - begun
         usable = ("returned", "raised") if self.device == "cpu" else ("returned",)
         if any(o.how not in usable for o in found.values()):
             self.stop()

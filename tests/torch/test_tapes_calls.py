@@ -18,7 +18,8 @@ from te_core.recipe import CustomRecipe
 from te_core.tape import taped
 from tests.backends import devices
 from tests.recipes import region
-from tests.tape_steps import HIDDEN, MODULES, ROWS, bits, drawn, made, same, step, tapes, training
+from tests.recordings import tapes
+from tests.tape_steps import HIDDEN, MODULES, ROWS, bits, drawn, made, same, step, training
 
 on_devices = pytest.mark.parametrize("device", devices())
 some_recipes = pytest.mark.parametrize("recipe", [None, "delayed", "block"])

@@ -20,7 +20,8 @@ from te_core.tape.walk import NotRecordedError
 from te_torch import runtime
 from tests.null_device import null_device
 from tests.recipes import KINDS, RECIPES, region
-from tests.tape_steps import HIDDEN, MODULES, ROWS, drawn, made, tapes
+from tests.recordings import tapes
+from tests.tape_steps import HIDDEN, MODULES, ROWS, drawn, made
 
 each_module = pytest.mark.parametrize("name", MODULES)
 
