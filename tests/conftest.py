@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import subprocess
@@ -102,6 +103,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         kept = set(keep)
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
         items[:] = keep
+
+
+def pytest_collection_finish() -> None:
+    """What collecting has made stays to the end: tests, which collect garbage often, need not look through it again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -22,6 +22,7 @@ from te_core.tape.tape import Drop
 from te_core.tape.taped import Taped
 from tests.core.face import scales
 from tests.core.test_parallel import Case, integers, part, precision_of
+from tests.covering import covering
 from tests.recordings import tapes
 
 RT = Runtime.cpu()
@@ -100,8 +101,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("recipe", [None, "delayed", "current e4m3 pow2", "block tiled x", "mxfp8", "nvfp4"])
-@pytest.mark.parametrize("name", CASES)
+@covering(turns=2, name=CASES, recipe=[None, "nvfp4", "delayed", "current e4m3 pow2", "block tiled x", "mxfp8"])
 def test_replays_exchange_and_give_the_same(name: str, recipe: str | None) -> None:
     make, *rest = CASES[name]
     module, spec, inputs = make(*rest[:2], recipe, *rest[2:])

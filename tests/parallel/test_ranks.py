@@ -147,7 +147,7 @@ def test_ranks_end_with_the_test() -> None:
     own = Ranks(1)
     (pid,) = (facts[-2] for facts in own.run(where))
     os.close(own._processes[0]._lifeline)  # what the system does when the test's process ends
-    own._processes[0]._popen.wait(60)
+    own._processes[0]._process.join(60)
     assert not alive(pid)
     own._processes[0]._lifeline = os.open(os.devnull, os.O_RDONLY)
     own.close()
