@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import subprocess
@@ -104,6 +105,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = keep
 
 
+def pytest_collection_finish() -> None:
+    """What collecting has made stays to the end: tests, which collect garbage often, need not look through it again."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True, scope="module")
 def _memory_goes_back() -> Iterator[None]:
     """Test processes share a GPU: memory that a file's tests no longer use is not kept for the next file."""
@@ -133,11 +140,10 @@ def _recordings_go_well() -> Iterator[None]:
 @pytest.fixture
 def interpreted() -> Iterator[None]:
     """For tests that watch what a layer calls: a replay calls none of it."""
-    from te_core.tape import taped
+    from tests.recordings import tapes
 
-    taped.set_when("never")
-    yield
-    taped.set_when(None)
+    with tapes("never"):
+        yield
 
 
 def _skip_reason(report: pytest.TestReport | pytest.CollectReport) -> str:

@@ -1,4 +1,5 @@
-"""Whether all calls of layers that went well could be recorded, or said why not (te_core/tape)."""
+"""Whether all calls of layers that went well could be recorded, or said why not; and tests that say when calls are
+recorded (te_core/tape)."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 
 @contextmanager
@@ -22,3 +24,31 @@ def _failed() -> Counter[str]:
     if taped is None:
         return Counter()
     return Counter({why: n for why, n in taped.COUNTS.interpreted.items() if why.startswith(taped.FAILED)})
+
+
+@dataclass
+class Ran:
+    """How the calls of layers ran meanwhile."""
+
+    replayed: int = 0
+    recorded: int = 0
+    interpreted: Counter[str] = field(default_factory=Counter)
+
+
+@contextmanager
+def tapes(setting: str | None) -> Iterator[Ran]:
+    """No tape is there, before and behind; those that are made are made by this setting (None: as it is). What ran is
+    told at the end."""
+    from te_core.tape import taped
+
+    counts, ran, was = taped.COUNTS, Ran(), taped.when()
+    before = counts.replayed, counts.recorded, counts.interpreted.copy()
+    taped.forget()
+    taped.set_when(was if setting is None else setting)
+    try:
+        yield ran
+    finally:
+        taped.set_when(was)
+        taped.forget()
+        ran.replayed, ran.recorded = counts.replayed - before[0], counts.recorded - before[1]
+        ran.interpreted = counts.interpreted - before[2]

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 import te_torch as te
-from te_core.tape import taped
 from te_torch.quantized import QuantizedTorch
 from tests.module_steps import randomise
 from tests.recipes import region
+from tests.recordings import Ran, tapes
 
 ROWS, HIDDEN = 16, 32
 MODULES: dict[str, Callable[..., Any]] = {
@@ -28,31 +25,6 @@ MODULES: dict[str, Callable[..., Any]] = {
     ),
 }
 GEMM_MODULES = ("Linear", "LayerNormLinear", "LayerNormMLP", "LayerNormMLP gated")
-
-
-@dataclass
-class Ran:
-    """How the calls of layers ran meanwhile."""
-
-    replayed: int = 0
-    recorded: int = 0
-    interpreted: Counter[str] = field(default_factory=Counter)
-
-
-@contextmanager
-def tapes(setting: str) -> Iterator[Ran]:
-    """No tape is there; those that are made are made by this setting. What ran is told at the end."""
-    counts, ran, was = taped.COUNTS, Ran(), taped.when()
-    before = counts.replayed, counts.recorded, counts.interpreted.copy()
-    taped.forget()
-    taped.set_when(setting)
-    try:
-        yield ran
-    finally:
-        taped.set_when(was)
-        taped.forget()
-        ran.replayed, ran.recorded = counts.replayed - before[0], counts.recorded - before[1]
-        ran.interpreted = counts.interpreted - before[2]
 
 
 def same(program: Callable[[], Any], *reasons: str, replays: bool = True) -> Ran:

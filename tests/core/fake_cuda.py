@@ -580,6 +580,9 @@ class Machine:
         self.arena.top = self._tops[self._base]
 
 
+Make = Callable[..., Machine]
+
+
 def tensor(
     rt: Runtime, shape: tuple[int, ...], dtype: DType, *, shift: int = 0, strides: tuple[int, ...] | None = None
 ) -> Tensor:

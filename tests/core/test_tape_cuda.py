@@ -20,7 +20,7 @@ from te_core.runtime import ByteAllocator, Runtime
 from te_core.tape import taped
 from te_core.tape.taped import Taped
 from tests.core import fake_cudnn, tape_cases
-from tests.core.fake_cuda import B200, H200, Machine
+from tests.core.fake_cuda import B200, Make
 from tests.core.tape_cases import ALL, MLP, RECIPES, STREAMS, Linear, needed
 from tests.core.tape_more_cases import Attention, L2Norm, Norm, Residual, Rope, Softmax
 from tests.core.tape_proof import Round, Tapes, compare, proved, run
@@ -28,17 +28,6 @@ from tests.core.tape_proof import Round, Tapes, compare, proved, run
 FP32 = dtypes.float32
 KINDS = (None, "delayed", "current", "block", "mxfp8", "nvfp4")
 Build = Callable[[Runtime], Round]
-Made = Callable[..., Machine]
-
-
-@pytest.fixture
-def make(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Iterator[Made]:
-    """Makes a machine. Tapes are none, before and behind."""
-    monkeypatch.setattr(taped, "COUNTS", taped.Counts())
-    taped.forget()
-    yield lambda info=H200, devices=1: Machine(monkeypatch, tmp_path, info, devices)
-    taped.set_when(None)
-    taped.forget()
 
 
 def linears(recipe: str | None) -> Iterator[Linear]:
@@ -138,14 +127,14 @@ GROUPS: dict[str, Callable[[str | None], Iterator[Any]]] = {
 
 @pytest.mark.parametrize("recipe", KINDS)
 @pytest.mark.parametrize("group", GROUPS)
-def test_layers_with_products(make: Made, group: str, recipe: str | None) -> None:
+def test_layers_with_products(make: Make, group: str, recipe: str | None) -> None:
     machine = make()
     for case in GROUPS[group](recipe):
         proved(machine, case)
 
 
 @pytest.mark.parametrize("recipe", sorted(set(RECIPES) - set(KINDS)))
-def test_other_recipes(make: Made, recipe: str) -> None:
+def test_other_recipes(make: Make, recipe: str) -> None:
     machine = make()
     for build in (Linear(recipe), Linear(recipe, bias=False, sink="fp32+"), MLP(recipe), MLP(recipe, checkpoint=True)):
         proved(machine, build)
@@ -154,7 +143,7 @@ def test_other_recipes(make: Made, recipe: str) -> None:
 @pytest.mark.parametrize("swizzled", [False, True])
 @pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8 tiled", "nvfp4", "nvfp4 4over6"])
 def test_products_that_other_gpus_have(
-    make: Made, monkeypatch: pytest.MonkeyPatch, recipe: str, swizzled: bool
+    make: Make, monkeypatch: pytest.MonkeyPatch, recipe: str, swizzled: bool
 ) -> None:
     """Scales are brought into the order of products, for a tensor of the caller's once; alpha comes of the maxima."""
     machine = make(B200)
@@ -228,7 +217,7 @@ ATTENTION: dict[str, list[dict[str, Any]]] = {
 
 @pytest.mark.parametrize("scratch", [256, 9 << 20])
 @pytest.mark.parametrize("group", ATTENTION)
-def test_attention(make: Made, monkeypatch: pytest.MonkeyPatch, group: str, scratch: int) -> None:
+def test_attention(make: Make, monkeypatch: pytest.MonkeyPatch, group: str, scratch: int) -> None:
     """`scratch`: what cuDNN asks for, of the runtime's or, if it is much, of the call's."""
     monkeypatch.setattr(fake_cudnn.Built, "needs", scratch)
     machine = make()
@@ -284,14 +273,14 @@ SMALL: dict[str, list[Build]] = {
 
 
 @pytest.mark.parametrize("layer", SMALL)
-def test_other_layers(make: Made, layer: str) -> None:
+def test_other_layers(make: Make, layer: str) -> None:
     machine = make()
     for case in SMALL[layer]:
         proved(machine, case)
 
 
 @pytest.mark.parametrize("recipe", [None, "delayed", "current"])
-def test_memory_of_any_allocator(make: Made, recipe: str | None) -> None:
+def test_memory_of_any_allocator(make: Make, recipe: str | None) -> None:
     """One that says nothing of its alignment gives multiples of 16."""
     machine = make()
     machine.arena.grain, driver = 16, machine.driver
@@ -302,7 +291,7 @@ def test_memory_of_any_allocator(make: Made, recipe: str | None) -> None:
 
 
 @pytest.mark.parametrize("build", [MLP("delayed"), Attention(packing="qkv", fp8=True, heads=4, groups=4, d=128)])
-def test_a_tape_belongs_to_no_stream(make: Made, build: Build) -> None:
+def test_a_tape_belongs_to_no_stream(make: Make, build: Build) -> None:
     """Recorded on one stream it is replayed on another, with that one's scratch memory."""
     machine, tapes = make(), Tapes()
     run(machine, machine.runtime(5), tapes, build, "first")
@@ -317,7 +306,7 @@ def test_a_tape_belongs_to_no_stream(make: Made, build: Build) -> None:
     assert not machine.faults
 
 
-def test_blocks_that_results_do_not_share(make: Made) -> None:
+def test_blocks_that_results_do_not_share(make: Make) -> None:
     """A runtime for compilers, whose results lie apart, has tapes of its own."""
     machine, build = make(), Attention(packing="qkv")
     for joins in (True, False):
@@ -330,7 +319,7 @@ def test_blocks_that_results_do_not_share(make: Made) -> None:
             compare(a, b)
 
 
-def test_what_swizzles_once_swizzles_once(make: Made) -> None:
+def test_what_swizzles_once_swizzles_once(make: Make) -> None:
     """A weight that is quantized before, for several calls, keeps its scales in the order of products."""
     machine = make(B200)
     rt, case = machine.runtime(), Linear("mxfp8", rows=64, needs=_ONLY_INPUT)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -16,23 +16,12 @@ from te_core.runtime import ByteAllocator, Runtime
 from te_core.tape import taped
 from te_core.tape.taped import Taped
 from tests.core import tape_cases
-from tests.core.fake_cuda import B200, H200, Machine
+from tests.core.fake_cuda import B200, H200, Machine, Make
 from tests.core.tape_cases import ALL, MLP, Linear, needed
 from tests.core.tape_more_cases import Attention, Norm, Rope, Softmax
 from tests.core.tape_proof import Call, Done, Round, Tapes, compare, run, without_scratch
 
 Build = Callable[[Runtime], Round]
-Make = Callable[..., Machine]
-
-
-@pytest.fixture
-def make(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Iterator[Make]:
-    """Makes a machine. Tapes are none, before and behind."""
-    monkeypatch.setattr(taped, "COUNTS", taped.Counts())
-    taped.forget()
-    yield partial(Machine, monkeypatch, tmp_path)
-    taped.set_when(None)
-    taped.forget()
 
 
 class Pair(NamedTuple):

@@ -22,6 +22,8 @@ from te_core.tape.tape import Drop
 from te_core.tape.taped import Taped
 from tests.core.face import scales
 from tests.core.test_parallel import Case, integers, part, precision_of
+from tests.covering import covering
+from tests.recordings import tapes
 
 RT = Runtime.cpu()
 FP32 = dtypes.float32
@@ -29,11 +31,8 @@ FP32 = dtypes.float32
 
 @pytest.fixture(autouse=True)
 def at_once() -> Iterator[None]:
-    taped.forget()
-    taped.set_when("first")
-    yield
-    taped.set_when(None)
-    taped.forget()
+    with tapes("first"):
+        yield
 
 
 class Layer:
@@ -102,8 +101,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("recipe", [None, "delayed", "current e4m3 pow2", "block tiled x", "mxfp8", "nvfp4"])
-@pytest.mark.parametrize("name", CASES)
+@covering(turns=2, name=CASES, recipe=[None, "nvfp4", "delayed", "current e4m3 pow2", "block tiled x", "mxfp8"])
 def test_replays_exchange_and_give_the_same(name: str, recipe: str | None) -> None:
     make, *rest = CASES[name]
     module, spec, inputs = make(*rest[:2], recipe, *rest[2:])
@@ -137,9 +135,9 @@ def test_memory_of_a_collective_stays_until_it_is_awaited() -> None:
     comms = [ranks.of(i) for i in range(2)]
     for turn in range(2):
         ranks.run(lambda comm: layers[comm.rank].step(comms[comm.rank], *inputs(comm.rank, turn)))  # noqa: B023
-    tapes = [tape for tape in taped.tapes() if any(isinstance(step, Collective) for step in tape.steps)]
-    assert tapes
-    for tape in tapes:
+    exchanging = [tape for tape in taped.tapes() if any(isinstance(step, Collective) for step in tape.steps)]
+    assert exchanging
+    for tape in exchanging:
         on_the_way: dict[int, set[int]] = {}
         for step in tape.steps:
             if isinstance(step, Collective):

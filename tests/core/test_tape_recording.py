@@ -24,7 +24,7 @@ from te_core.tape.layout import in_one_block
 from te_core.tape.recorder import record
 from te_core.tape.tape import Take, Tape
 from te_core.tape.taped import FAILED, Taped
-from tests.core.fake_cuda import Machine
+from tests.core.fake_cuda import Machine, Make
 from tests.core.tape_cases import MLP, Linear
 from tests.core.tape_more_cases import Attention
 from tests.core.tape_proof import Call, Done, Round, Tapes, compare, made, run, without_scratch
@@ -39,17 +39,6 @@ BUILDS: dict[str, Callable[[Runtime], Round]] = {
     "fp8 attention": FP8,
 }
 each_build = pytest.mark.parametrize("build", BUILDS.values(), ids=BUILDS.keys())
-Make = Callable[..., Machine]
-
-
-@pytest.fixture
-def make(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Iterator[Make]:
-    """Makes a machine. Tapes are none, before and behind."""
-    monkeypatch.setattr(taped, "COUNTS", taped.Counts())
-    taped.forget()
-    yield partial(Machine, monkeypatch, tmp_path)
-    taped.set_when(None)
-    taped.forget()
 
 
 def recorded(rt: Runtime, call: Call) -> Tape:

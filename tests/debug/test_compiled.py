@@ -14,6 +14,7 @@ from te_core.errors import UnsupportedError
 from te_core.recipe import Float8CurrentScaling
 from tests import recipes
 from tests.backends import requires_cuda
+from tests.covering import covering
 from tests.debug.conftest import config
 
 Debugging = Callable[..., Any]
@@ -111,9 +112,9 @@ def for_onnx(layer: torch.nn.Module, x: torch.Tensor) -> Any:
         return torch.export.export(Region(layer), (x,), strict=False)
 
 
-@pytest.mark.parametrize("feature", FEATURES)
-@pytest.mark.parametrize("door", [compiled, compiled_whole, exported, exported_strictly, for_onnx])
-@pytest.mark.parametrize("kind", MODULES)
+@covering(
+    turns=2, kind=MODULES, door=[compiled, compiled_whole, exported, exported_strictly, for_onnx], feature=FEATURES
+)
 def test_a_program_of_a_touched_layer_is_refused(
     debugging: Debugging, kind: str, door: Callable[..., Any], feature: str
 ) -> None:

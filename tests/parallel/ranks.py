@@ -22,7 +22,8 @@ among the results have to be on the CPU.
 or exit code, where it stood, and what it printed. A test of failures takes `outcomes`, which raises nothing. Once one
 rank has failed, the others have as long as the group's timeout to end by themselves; then they count as hung. After a
 death or a hang (on GPUs after an exception too: NCCL may still wait) all ranks are ended, and the next run starts them
-anew, which takes some seconds.
+anew. Those on the CPU are forked from a process that has imported torch and te_torch, which takes seconds, and done
+nothing else; those on GPUs begin by themselves, which takes these seconds.
 """
 
 from __future__ import annotations
@@ -32,7 +33,6 @@ import importlib
 import os
 import pickle
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
@@ -42,9 +42,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing import Pipe, connection
+from multiprocessing import Pipe, connection, get_context
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from tests.recordings import going_well
 
@@ -53,6 +54,7 @@ LOOPBACK = [name for name in ("lo", "lo0") if Path(f"/sys/class/net/{name}").exi
 START = 180.0  # seconds in which a process has to be there, or to have imported what it is to run
 GRACE = 3.0  # seconds beyond the group's timeout
 BEGUN = {"begun": True}  # what a rank says as it comes to the function
+IMPORTED = ["pytest", "torch.distributed", "te_torch"]  # before ranks are forked
 SHOWN = 2000  # characters of a rank's output, from its beginning and from its end
 
 
@@ -91,6 +93,7 @@ class Ranks:
     def __init__(self, world: int, device: str = "cpu") -> None:
         self.world, self.device = world, device
         self.starts = 0  # how often the processes were started
+        self.seconds = 0.0  # that the last run took, from when all ranks had come to the function
         self._processes: list[_Process] = []
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
         self._runs = 0
@@ -111,7 +114,7 @@ class Ranks:
         """What became of `function(rank, *args)`, by rank; after `timeout` seconds a rank counts as hung.
 
         `group_timeout` is that of the default process group: how long a collective waits for the others. Neither counts
-        what it takes to start processes, to import the function there, and to make their group.
+        what it takes to start processes, to import the function there, and to make their group; nor does `seconds`.
         """
         if not self._processes:
             self.starts += 1
@@ -125,14 +128,17 @@ class Ranks:
         for process in self._processes:
             process.begin(order)
         found: dict[int, Outcome] = {}
-        deadline = time.monotonic() + 2 * START
+        begun = time.monotonic()
+        deadline = begun + 2 * START
         while len(found) < self.world and (left := deadline - time.monotonic()) > 0:
             waiting = {p.pipe: p for p in self._processes if p.rank.number not in found}
             for pipe in connection.wait(list(waiting), left):
                 outcome = waiting[pipe].outcome()  # type: ignore[index]
                 if outcome is None:
-                    if all(p.begun for p in self._processes) and all(o.how == "returned" for o in found.values()):
-                        deadline = time.monotonic() + timeout
+                    if all(p.begun for p in self._processes):
+                        begun = time.monotonic()
+                        failed = any(o.how != "returned" for o in found.values())
+                        deadline = deadline if failed else begun + timeout
                     continue
                 found[outcome.rank] = outcome
                 if outcome.how != "returned":
@@ -140,6 +146,7 @@ class Ranks:
         for process in self._processes:
             if process.rank.number not in found:
                 found[process.rank.number] = process.hung()
+        self.seconds = time.monotonic() - begun
         usable = ("returned", "raised") if self.device == "cpu" else ("returned",)
         if any(o.how not in usable for o in found.values()):
             self.stop()
@@ -163,28 +170,25 @@ class _Process:
     def __init__(self, rank: Rank, folder: Path) -> None:
         self.rank = rank
         self.pipe, theirs = Pipe()
-        lifeline, self._lifeline = os.pipe()
+        read, self._lifeline = os.pipe()
+        lifeline = connection.Connection(read, writable=False)
         handle, self._log = tempfile.mkstemp(prefix=f"rank-{rank.number}-", dir=folder)
         self._begins = 0  # where the output of this run begins
         self.begun = False  # whether it has come to the function
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+        os.close(handle)
+        env = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         if LOOPBACK:
             env["GLOO_SOCKET_IFNAME"] = LOOPBACK[0]
         if rank.device == "cpu":
             env["CUDA_VISIBLE_DEVICES"] = ""  # torch.compile asks for a stream, and many processes crowd a GPU
-        fields = (rank.number, rank.world, rank.device, theirs.fileno(), lifeline)
-        self._popen = subprocess.Popen(
-            [sys.executable, "-c", f"from tests.parallel.ranks import _serve; _serve{fields}"],
-            cwd=ROOT,
-            env=env,
-            stdin=subprocess.DEVNULL,
-            stdout=handle,
-            stderr=handle,
-            pass_fds=(theirs.fileno(), lifeline),
-        )
+        context: Any = get_context("spawn" if rank.device == "cuda" else "forkserver")  # CUDA bears no fork
+        context.set_forkserver_preload(IMPORTED)
+        with patch.dict(os.environ, env):
+            given = rank, theirs, lifeline, self._log, dict(os.environ)
+            self._process = context.Process(target=_serve, args=given, daemon=True)
+            self._process.start()
         theirs.close()
-        os.close(handle)
-        os.close(lifeline)
+        lifeline.close()
 
     def begin(self, order: bytes) -> None:
         self._begins, self.begun = os.path.getsize(self._log), False
@@ -199,21 +203,21 @@ class _Process:
         try:
             sent = pickle.loads(self.pipe.recv_bytes())
         except (EOFError, OSError):
-            code = self._popen.wait()
-            return Outcome(number, "died", text=f"exit code {code}", output=self._output())
+            self._process.join()
+            return Outcome(number, "died", text=f"exit code {self._process.exitcode}", output=self._output())
         self.begun = self.begun or sent == BEGUN
         return Outcome(number, **sent, output=self._output()) if "how" in sent else None
 
     def hung(self) -> Outcome:
         """It did not answer in time: where it stands."""
-        self._popen.send_signal(signal.SIGUSR1)  # _serve has faulthandler print the stacks
+        os.kill(self._process.pid, signal.SIGUSR1)  # _serve has faulthandler print the stacks
         time.sleep(0.5)
         return Outcome(self.rank.number, "hung", output=self._output())
 
     def stop(self) -> None:
         self.pipe.close()
-        self._popen.kill()
-        self._popen.wait()
+        self._process.kill()
+        self._process.join()
         os.close(self._lifeline)
 
     def _output(self) -> str:
@@ -226,12 +230,21 @@ class _Process:
 # ------------------------------------------------------------------------------------- in the rank's process
 
 
-def _serve(number: int, world: int, device: str, handle: int, lifeline: int) -> None:
+def _serve(
+    rank: Rank, pipe: connection.Connection, lifeline: connection.Connection, log: str, env: dict[str, str]
+) -> None:
     """Run what the test sends, until it closes the pipe."""
+    os.environ.clear()
+    os.environ.update(env)
+    os.chdir(ROOT)
+    sys.stdout = sys.stderr = open(log, "a", buffering=1)
+    with open(os.devnull) as nothing:
+        os.dup2(nothing.fileno(), 0)
+    for handle in (1, 2):
+        os.dup2(sys.stdout.fileno(), handle)
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     threading.Thread(target=_end_with_the_test, args=(lifeline,), daemon=True).start()
-    pipe, rank = connection.Connection(handle), Rank(number, world, device)
     importlib.import_module("torch.distributed")
     pipe.send_bytes(pickle.dumps({}))
     while True:
@@ -242,9 +255,9 @@ def _serve(number: int, world: int, device: str, handle: int, lifeline: int) -> 
         pipe.send_bytes(_result(rank, order, lambda: pipe.send_bytes(pickle.dumps(BEGUN))))
 
 
-def _end_with_the_test(lifeline: int) -> None:
+def _end_with_the_test(lifeline: connection.Connection) -> None:
     """A test that was killed closes nothing else: no rank outlives it, wherever it hangs."""
-    os.read(lifeline, 1)
+    lifeline.poll(None)
     os._exit(1)
 
 

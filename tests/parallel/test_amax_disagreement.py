@@ -245,9 +245,8 @@ def dies(rank: Rank) -> None:
 
 
 def test_a_rank_that_dies(pair: Ranks) -> None:
-    start = time.monotonic()
     first, second = pair.outcomes(dies, group_timeout=5)
-    assert time.monotonic() - start < 30
+    assert pair.seconds < 30
     assert (first.how, first.error, second.how) == ("raised", "LibraryError", "died")
     assert "over ranks [0, 1]" in first.text and "first error among the other ranks" in first.text
 

@@ -12,6 +12,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import te_torch as te
 from te_core.recipe import DelayedScaling, Float8CurrentScaling
+from tests.covering import covering
 from tests.module_steps import WIDTH, fp8_state, randomise, region, values
 from tests.parallel.ranks import Rank, Ranks
 
@@ -93,8 +94,7 @@ def under_fsdp(rank: Rank, recipe: str) -> Any:
     return as_compiled_and_eager(rank, recipe, sharded, True)
 
 
-@recipes
-@pytest.mark.parametrize("one_by_one", [True, False])
+@covering(recipe=RECIPES, one_by_one=[True, False])
 def test_ddp(recipe: str, one_by_one: bool, pair: Ranks) -> None:
     """Layers that are compiled each by itself, or the model as a whole, before it is wrapped."""
     for found in pair.run(under_ddp, recipe, one_by_one):
@@ -149,8 +149,7 @@ def with_small_buckets(rank: Rank, recipe: str, small: bool) -> Any:
         return wrapped_first(rank, recipe, small)
 
 
-@pytest.mark.parametrize("small", [False, True])
-@recipes
+@covering(recipe=RECIPES, small=[False, True])
 def test_what_breaks_the_graph_of_a_wrapped_model_is_the_wrapper(recipe: str, small: bool, pair: Ranks) -> None:
     """As many breaks as of a model of torch's own layers; with small buckets torch cuts the graph besides."""
     for found in pair.run(with_small_buckets if small else wrapped_first, recipe, small):

@@ -5,11 +5,11 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import te_torch as te
+from tests.covering import covering
 from tests.module_steps import values
 from tests.parallel.ranks import Rank, Ranks
 from tests.recipes import KINDS, region
@@ -70,8 +70,7 @@ def on_a_rank(rank: Rank, kind: str, name: str | None) -> dict[str, Any]:
         return trained(kind, module, name, range(rank.number, rank.number + 1), rank.device)
 
 
-@pytest.mark.parametrize("kind", MODULES)
-@pytest.mark.parametrize("name", RECIPES)
+@covering(turns=2, kind=MODULES, name=RECIPES)
 def test_gradients_are_those_of_the_whole_batch(ranks: Ranks, kind: str, name: str | None) -> None:
     found = ranks.run(on_a_rank, kind, name)
     wanted = trained(kind, made(kind, ranks.device), name, range(ranks.world), ranks.device)

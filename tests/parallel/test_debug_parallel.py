@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 import te_torch as te
+from tests.covering import covering
 from tests.parallel.ranks import Rank, Ranks
 from tests.parallel.tensor_steps import (
     H,
@@ -164,12 +165,11 @@ def unchanged(rank: Rank, kind: str, recipe: str | None, sequence: bool, look: s
     return found
 
 
-@pytest.mark.parametrize("recipe", [None, *KINDS])
-@pytest.mark.parametrize(
-    ("look", "rows"), [*((look, rows) for look in ("inspect", "statistics") for rows in (ROWS, ODD)), ("files", ROWS)]
-)
-def test_a_step_that_is_looked_at(pair: Ranks, look: str, recipe: str | None, rows: int) -> None:
+@covering(recipe=[None, *KINDS], case=["inspect", "inspect odd", "statistics", "statistics odd", "files"])
+def test_a_step_that_is_looked_at(pair: Ranks, recipe: str | None, case: str) -> None:
     """Bit for bit the plain one, and as many bytes travel."""
+    look, _, odd = case.partition(" ")
+    rows = ODD if odd else ROWS
     for kind in ("column", "row", "norm column", "gated", *(["layer"] if rows == ROWS else [])):
         for (plain, bytes_of_plain), (found, sent) in pair.run(unchanged, kind, recipe, True, look, rows):
             assert [n for n in plain if not torch.equal(plain[n], found[n])] == [], kind
@@ -338,9 +338,7 @@ def changed(rank: Rank, kind: str, recipe: str, change: str, rows: int) -> Any:
     return found, one, calls
 
 
-@pytest.mark.parametrize("rows", [ROWS, ODD])
-@pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("kind", ["column", "row"])
+@covering(turns=2, change=CHANGES, kind=["column", "row"], rows=[ROWS, ODD])
 def test_changes_of_the_whole(pair: Ranks, kind: str, change: str, rows: int) -> None:
     """What features put in the place of parts makes the results that it makes of the whole."""
     per_tensor = "PerTensorScaling" in CHANGES[change]

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.covering import covering
 from tests.parallel.ranks import Ranks
 from tests.parallel.tensor_steps import alone, cut_ends, cut_of, joined, spread
 from tests.recipes import KINDS
@@ -57,9 +58,7 @@ def compare(ranks: Ranks, kind: str, recipe: str | None, sequence: bool, rows: i
     return found
 
 
-@pytest.mark.parametrize("recipe", [None, *KINDS])
-@pytest.mark.parametrize("sequence", [False, True], ids=["whole sequences", "sequence parallel"])
-@pytest.mark.parametrize("kind", ["column", "row"])
+@covering(turns=2, recipe=[None, *KINDS], kind=["column", "row"], sequence=[False, True])
 def test_a_linear(ranks: Ranks, kind: str, sequence: bool, recipe: str | None) -> None:
     compare(ranks, kind, recipe, sequence, ALIGNED)
 
@@ -70,14 +69,11 @@ def test_parts_of_no_whole_blocks(ranks: Ranks, kind: str, recipe: str) -> None:
     compare(ranks, kind, recipe, True, ODD)
 
 
-@pytest.mark.parametrize("recipe", [None, *KINDS])
-@pytest.mark.parametrize("sequence", [False, True], ids=["whole sequences", "sequence parallel"])
-@pytest.mark.parametrize("kind", ["norm column", "mlp", "gated", "layer"])
+@covering(turns=2, recipe=[None, *KINDS], kind=["norm column", "mlp", "gated", "layer"], sequence=[False, True])
 def test_layers(ranks: Ranks, kind: str, sequence: bool, recipe: str | None) -> None:
     compare(ranks, kind, recipe, sequence, ALIGNED)
 
 
-@pytest.mark.parametrize("recipe", [None, "current", "block"])
-@pytest.mark.parametrize("kind", ["mlp again", "attention", "turned attention", "gated layer"])
+@covering(kind=["mlp again", "attention", "turned attention", "gated layer"], recipe=[None, "current", "block"])
 def test_more_layers(ranks: Ranks, kind: str, recipe: str | None) -> None:
     compare(ranks, kind, recipe, True, ALIGNED)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 import te_torch as te
 from te_core.recipe import DelayedScaling
+from tests.covering import covering
 from tests.parallel.ranks import Rank, Ranks
 from tests.parallel.tensor_steps import (
     BATCH,
@@ -112,17 +113,17 @@ def with_options(rank: Rank, kind: str, recipe: str | None, way: str) -> Any:
 
 
 WAYS = [
-    *[(kind, "later") for kind in ("column", "row", "gated")],
-    *[(kind, "main_grad") for kind in ("column", "row", "gated")],
-    *[(kind, "checkpoint") for kind in ("column", "row", "gated")],
-    *[(kind, "original") for kind in ("column", "row")],
-    *[(kind, "norm again") for kind in ("norm column", "gated")],
+    *[f"later: {kind}" for kind in ("column", "row", "gated")],
+    *[f"main_grad: {kind}" for kind in ("column", "row", "gated")],
+    *[f"checkpoint: {kind}" for kind in ("column", "row", "gated")],
+    *[f"original: {kind}" for kind in ("column", "row")],
+    *[f"norm again: {kind}" for kind in ("norm column", "gated")],
 ]
 
 
-@pytest.mark.parametrize("recipe", [None, "current", "mxfp8"])
-@pytest.mark.parametrize(("kind", "way"), WAYS, ids=[f"{k}-{w}" for k, w in WAYS])
-def test_ways_change_nothing(two: Ranks, kind: str, way: str, recipe: str | None) -> None:
+@covering(case=WAYS, recipe=[None, "current", "mxfp8"])
+def test_ways_change_nothing(two: Ranks, case: str, recipe: str | None) -> None:
+    way, kind = case.split(": ")
     for (a, grads), (b, plain) in zip(
         two.run(with_options, kind, recipe, way), two.run(with_options, kind, recipe, "plain"), strict=True
     ):
@@ -208,8 +209,7 @@ def looked_at(rank: Rank, kind: str, recipe: str | None) -> Any:
     return *found, Looks.seen
 
 
-@pytest.mark.parametrize("recipe", [None, *KINDS])
-@pytest.mark.parametrize("kind", ["column", "row", "norm column", "gated"])
+@covering(recipe=[None, *KINDS], kind=["column", "row", "norm column", "gated"])
 def test_inspectors(two: Ranks, kind: str, recipe: str | None) -> None:
     for (one, grads, sent), (seen, others, others_sent), shapes in two.run(looked_at, kind, recipe):
         assert torch.equal(seen["y"], one["y"]) and sent == others_sent

@@ -17,6 +17,7 @@ from te_torch.quantized import QuantizedTorch
 from te_torch.tensors import Float8CurrentScalingQuantizer
 from tests import recipes
 from tests.backends import devices
+from tests.covering import covering
 from tests.module_steps import MODULES, WIDTH, differences, fp8_state, make, randomise, region, step, values
 
 BF16 = torch.bfloat16
@@ -60,8 +61,7 @@ def train(layers: list[Any], eager: list[Any], recipe: Any, device: str, steps: 
 
 
 @on_devices
-@pytest.mark.parametrize("recipe", ["plain", *recipes.KINDS])
-@pytest.mark.parametrize("kind", LAYERS)
+@covering(turns=2, kind=LAYERS, recipe=["plain", *recipes.KINDS])
 def test_layers_share_one_program(kind: str, recipe: str, device: str) -> None:
     """One compile for all of them, in all steps, whatever their scales are."""
     rule = None if recipe == "plain" else recipes.RECIPES[recipe]
@@ -212,8 +212,7 @@ def test_custom_recipes_share(device: str) -> None:
 
 
 @on_devices
-@pytest.mark.parametrize("kind", ["Linear", "LayerNormMLP"])
-@pytest.mark.parametrize("recipe", recipes.KINDS)
+@covering(recipe=recipes.KINDS, kind=["Linear", "LayerNormMLP"])
 def test_layers_that_hold_their_weights_quantized(recipe: str, kind: str, device: str) -> None:
     rule = recipes.RECIPES["nvfp4 nearest" if recipe == "nvfp4" else recipe]
     with te.quantized_model_init(recipe=rule):
@@ -261,8 +260,7 @@ def test_a_compiled_optimizer_quantizes_each_weight_by_its_own_state(recipe: str
     train(layers, eager, rule, device, steps=1)
 
 
-@pytest.mark.parametrize("recipe", recipes.KINDS)
-@pytest.mark.parametrize("kind", ["Linear", "LayerNormLinear", "LayerNormMLP"])
+@covering(kind=["Linear", "LayerNormLinear", "LayerNormMLP"], recipe=recipes.KINDS)
 def test_held_weights_are_never_dequantized(kind: str, recipe: str) -> None:
     """Nothing but the layer's two operators is in the programs, which take the quantized bytes as they are."""
     rule = recipes.RECIPES["nvfp4 nearest" if recipe == "nvfp4" else recipe]

@@ -14,6 +14,7 @@ import te_torch as te
 from te_torch import weight_copies
 from tests import recipes
 from tests.backends import devices
+from tests.covering import covering
 from tests.module_steps import WIDTH, differences, fp8_state, gradient_for, make, randomise, region, values
 
 BF16 = torch.bfloat16
@@ -95,8 +96,7 @@ def pair(kind: str, device: str, **options: Any) -> tuple[Any, Any, Any]:
 
 
 @on_devices
-@pytest.mark.parametrize("recipe", recipes.KINDS)
-@pytest.mark.parametrize("kind", MODULES)
+@covering(turns=2, kind=MODULES, recipe=["mxfp8", "delayed", "current", "block", "nvfp4"])
 def test_once_a_step(kind: str, recipe: str, device: str, quantized: list[Any]) -> None:
     """Three steps of three microbatches: two programs, one quantization of each weight in a step, no bit differs."""
     eager, module, counter = pair(kind, device)

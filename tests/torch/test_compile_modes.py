@@ -11,13 +11,13 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import te_torch as te
 from tests.backends import devices
+from tests.covering import covering
 from tests.module_steps import WIDTH, differences, fp8_state, make, randomise, region, step, values
 
 BF16 = torch.bfloat16
 on_devices = pytest.mark.parametrize("device", devices())
-recipes = pytest.mark.parametrize("recipe", ["plain", "delayed", "current"])
 KINDS = ("Linear", "LayerNormLinear", "LayerNormMLP", "GroupedLinear")
-kinds = pytest.mark.parametrize("kind", KINDS)
+covered = covering(kind=KINDS, recipe=["plain", "delayed", "current"])
 
 
 class Grouped(torch.nn.Module):
@@ -48,8 +48,7 @@ def compiled(module: Any) -> tuple[Any, CompileCounterWithBackend]:
 
 
 @on_devices
-@recipes
-@kinds
+@covered
 def test_autocast(kind: str, recipe: str, device: str) -> None:
     """Parameters and inputs in float32, products in bfloat16."""
     eager = build(kind, device, torch.float32)
@@ -63,8 +62,7 @@ def test_autocast(kind: str, recipe: str, device: str) -> None:
 
 
 @on_devices
-@recipes
-@kinds
+@covered
 def test_inference_mode(kind: str, recipe: str, device: str) -> None:
     """Before, between and after steps of training: one program more."""
     eager = build(kind, device)
@@ -80,8 +78,7 @@ def test_inference_mode(kind: str, recipe: str, device: str) -> None:
 
 
 @on_devices
-@recipes
-@kinds
+@covered
 def test_copies_of_compiled_modules(kind: str, recipe: str, device: str) -> None:
     """A copy goes its own way, eager or compiled, and takes the program of the one that it is a copy of."""
     eager = build(kind, device)

@@ -14,6 +14,7 @@ import torch
 
 import te_torch as te
 from tests import recipes
+from tests.covering import covering
 
 MODULES: dict[str, Callable[[], torch.nn.Module]] = {
     "Linear": lambda: te.Linear(32, 48, device="cpu"),
@@ -43,9 +44,7 @@ def step(call: Any, tensors: list[torch.Tensor], **options: Any) -> list[torch.T
     return [y.detach(), *[t.grad for t in tensors]]
 
 
-@pytest.mark.parametrize("dynamic", [None, True])
-@pytest.mark.parametrize("recipe", [None, "current", "delayed"])
-@pytest.mark.parametrize("kind", MODULES)
+@covering(kind=MODULES, recipe=["current", "delayed", None], dynamic=[None, True])
 def test_modules(kind: str, recipe: str | None, dynamic: bool | None) -> None:
     torch.manual_seed(0)
     module = MODULES[kind]()

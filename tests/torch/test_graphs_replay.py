@@ -20,6 +20,7 @@ from te_torch import updates
 from te_torch.training.graphs import device as seam
 from te_torch.training.graphs import make as graphs
 from te_torch.training.rng import get_all_rng_states
+from tests.covering import covering
 from tests.fake_graphs import FakeDevice
 from tests.graph_steps import DELAYED, RECIPES, WIDTH, graph, linear, mlp, number, region, step
 from tests.module_steps import differences, fp8_state, values
@@ -120,8 +121,7 @@ def test_a_region_of_its_own(around: bool, fake: FakeDevice) -> None:
         assert torch.equal(before, module.inner.fp8_state.scale_fwd)
 
 
-@recipes
-@pytest.mark.parametrize("how", ["around", "in place", "inside"])
+@covering(how=["around", "in place", "inside"], recipe=RECIPES)
 def test_compiled_modules(how: str, recipe: str | None, fake: FakeDevice) -> None:
     """A compiled module is captured: graphs hold what the compiler made, and tell which states it ran."""
     torch._dynamo.reset()

@@ -20,13 +20,15 @@ from te_torch.runtime import to_core
 from te_torch.tools.memory_report import measure_saved
 from te_torch.transformer.drop_path import DropPath
 from tests.backends import devices
+from tests.covering import covering
 from tests.module_steps import RECIPES, WIDTH, differences, fp8_state, gradient_for, make, on, region, values
 from tests.reference.elementwise import keep
 from tests.tolerances import DB, snr_db
 
 on_devices = pytest.mark.parametrize("device", devices())
 recipes = pytest.mark.parametrize("recipe", RECIPES)
-kinds = pytest.mark.parametrize("kind", ["LayerNormLinear", "LayerNormMLP"])
+KINDS = ("LayerNormLinear", "LayerNormMLP")
+kinds = pytest.mark.parametrize("kind", KINDS)
 SHAPE = (3, 8, WIDTH)
 
 
@@ -387,9 +389,7 @@ def test_under_torch_autocast(kind: str, device: str) -> None:
 
 
 @on_devices
-@recipes
-@forms
-@kinds
+@covering(turns=2, kind=KINDS, form=FORMS, recipe=RECIPES)
 def test_under_the_compiler(kind: str, form: str, recipe: str, device: str) -> None:
     """A compiled graph has two operations for it; in float32 the numbers are the same."""
     torch._dynamo.reset()

@@ -13,6 +13,7 @@ import torch
 import te_torch as te
 from te_core.recipe import DelayedScaling
 from tests.backends import devices
+from tests.covering import covering
 from tests.recipes import KINDS, OVERRIDES, RECIPES, region
 from tests.tape_steps import GEMM_MODULES, HIDDEN, MODULES, ROWS, drawn, made, same, step, training
 
@@ -20,7 +21,6 @@ on_devices = pytest.mark.parametrize("device", devices())
 each_recipe = pytest.mark.parametrize("recipe", [None, *KINDS])
 
 each_module = pytest.mark.parametrize("name", MODULES)
-each_gemm_module = pytest.mark.parametrize("name", GEMM_MODULES)
 
 
 # ------------------------------------------------------------------------------------------------- modules, recipes
@@ -97,8 +97,7 @@ def test_only_the_second_result_is_used() -> None:
 # -------------------------------------------------------------------------------------------------------- weights
 
 
-@pytest.mark.parametrize("recipe", KINDS)
-@each_gemm_module
+@covering(turns=2, name=GEMM_MODULES, recipe=KINDS)
 def test_microbatches(name: str, recipe: str) -> None:
     """Weights that are quantized once for several; the first may go into `main_grad`'s place."""
 
@@ -116,8 +115,7 @@ def test_microbatches(name: str, recipe: str) -> None:
     same(program)
 
 
-@pytest.mark.parametrize("recipe", KINDS)
-@each_gemm_module
+@covering(turns=2, name=GEMM_MODULES, recipe=KINDS)
 def test_weights_that_are_held_quantized(name: str, recipe: str) -> None:
     def program() -> Any:
         with te.quantized_model_init(recipe=RECIPES[recipe]):
@@ -141,8 +139,7 @@ def test_a_quantized_weight_gains_and_loses_a_copy(recipe: str) -> None:
     same(program)
 
 
-@each_recipe
-@each_gemm_module
+@covering(turns=2, name=GEMM_MODULES, recipe=[None, *KINDS])
 def test_gradients_that_go_into_main_grad(name: str, recipe: str | None) -> None:
     """It moves, has another dtype, and is overwritten, from one step to the next."""
 
@@ -162,8 +159,7 @@ def test_gradients_that_go_into_main_grad(name: str, recipe: str | None) -> None
     same(program)
 
 
-@pytest.mark.parametrize("recipe", [None, "delayed", "block"])
-@each_gemm_module
+@covering(name=GEMM_MODULES, recipe=[None, "delayed", "block"])
 def test_weights_in_other_places(name: str, recipe: str | None) -> None:
     """Parameters and state that are exchanged, converted and loaded between steps."""
 
@@ -210,8 +206,7 @@ def test_another_history() -> None:
 # --------------------------------------------------------------------------------------------------------- inputs
 
 
-@each_recipe
-@each_module
+@covering(turns=2, name=MODULES, recipe=[None, *KINDS])
 def test_changing_shapes(name: str, recipe: str | None) -> None:
     def program() -> Any:
         module = made(name)
@@ -220,8 +215,7 @@ def test_changing_shapes(name: str, recipe: str | None) -> None:
     same(program)
 
 
-@pytest.mark.parametrize("recipe", [None, "delayed", "mxfp8"])
-@each_module
+@covering(name=MODULES, recipe=[None, "delayed", "mxfp8"])
 def test_inputs_and_gradients_that_lie_otherwise(name: str, recipe: str | None) -> None:
     """Transposed, in the middle of a larger tensor, expanded."""
 

@@ -17,20 +17,21 @@ import te_torch as te
 from te_core.recipe import CustomRecipe
 from te_core.tape import taped
 from tests.backends import devices
+from tests.covering import covering
 from tests.recipes import region
-from tests.tape_steps import HIDDEN, MODULES, ROWS, bits, drawn, made, same, step, tapes, training
+from tests.recordings import tapes
+from tests.tape_steps import HIDDEN, MODULES, ROWS, bits, drawn, made, same, step, training
 
 on_devices = pytest.mark.parametrize("device", devices())
-some_recipes = pytest.mark.parametrize("recipe", [None, "delayed", "block"])
 each_module = pytest.mark.parametrize("name", MODULES)
+SOME = (None, "delayed", "block")
 
 
 # ------------------------------------------------------------------------------------------------------- autograd
 
 
 @on_devices
-@some_recipes
-@each_module
+@covering(name=MODULES, recipe=SOME)
 def test_a_graph_that_is_kept(name: str, recipe: str | None, device: str) -> None:
     """Backward twice over one forward, then a step that gives its memory up."""
 
@@ -49,8 +50,7 @@ def test_a_graph_that_is_kept(name: str, recipe: str | None, device: str) -> Non
     same(program)
 
 
-@some_recipes
-@each_module
+@covering(name=MODULES, recipe=SOME)
 def test_backward_in_a_thread_of_its_own(name: str, recipe: str | None) -> None:
     def elsewhere(outputs: Any, grads: Any) -> None:
         thread = threading.Thread(target=torch.autograd.backward, args=(outputs, grads))
@@ -88,9 +88,7 @@ HOOKS = {"elsewhere": _elsewhere, "crooked": _crooked, "turned": _turned, "sprea
 
 
 @on_devices
-@pytest.mark.parametrize("how", HOOKS)
-@some_recipes
-@each_module
+@covering(turns=2, name=MODULES, recipe=SOME, how=HOOKS)
 def test_saved_tensors_that_come_back_otherwise(name: str, recipe: str | None, how: str, device: str) -> None:
     """Backward reads what a hook returns: other memory, crooked, strided; not the same in every step."""
     # What cuDNN's attention takes on a GPU. In float32 torch's own operators would compute it, which are none of ours.
@@ -124,19 +122,16 @@ def test_saved_tensors_that_wait_on_the_host(name: str, device: str) -> None:
     same(program)
 
 
-@pytest.mark.parametrize("recipe", [None, "delayed", "current"])
-@pytest.mark.parametrize(
-    "around",
-    [
-        te.checkpoint,
-        partial(te.checkpoint, use_reentrant=False),
-        partial(torch_checkpoint, use_reentrant=True),
-        partial(torch_checkpoint, use_reentrant=False),
-    ],
-    ids=["te reentrant", "te", "torch reentrant", "torch"],
-)
-@each_module
-def test_checkpoints(name: str, around: Any, recipe: str | None) -> None:
+AROUND: dict[str, Callable[..., Any]] = {
+    "te reentrant": te.checkpoint,
+    "te": partial(te.checkpoint, use_reentrant=False),
+    "torch reentrant": partial(torch_checkpoint, use_reentrant=True),
+    "torch": partial(torch_checkpoint, use_reentrant=False),
+}
+
+
+@covering(turns=2, name=MODULES, around=AROUND, recipe=[None, "delayed", "current"])
+def test_checkpoints(name: str, around: str, recipe: str | None) -> None:
     """What is run again in backward, with the random numbers and the scales of its first run."""
 
     def program() -> Any:
@@ -144,7 +139,7 @@ def test_checkpoints(name: str, around: Any, recipe: str | None) -> None:
         for _ in range(3):
             x = drawn(ROWS, 2, HIDDEN).requires_grad_()
             with region(recipe):
-                y = around(module, x)
+                y = AROUND[around](module, x)
                 y.backward(drawn(*y.shape))
             found.append([y, x.grad, *[p.grad.clone() for p in module.parameters()]])
             found.append([t.clone() for t in module.buffers()])
@@ -156,8 +151,7 @@ def test_checkpoints(name: str, around: Any, recipe: str | None) -> None:
 # ---------------------------------------------------------------------------------------------------------- modes
 
 
-@some_recipes
-@each_module
+@covering(name=MODULES, recipe=SOME)
 def test_without_gradients(name: str, recipe: str | None) -> None:
     """In and out of `no_grad` and `inference_mode`, training between."""
 
@@ -191,8 +185,7 @@ def test_torch_autocast(name: str) -> None:
     same(program)
 
 
-@pytest.mark.parametrize("recipe", [None, "delayed", "current"])
-@pytest.mark.parametrize("name", ["Linear", "LayerNormMLP gated", "TransformerLayer"])
+@covering(name=["Linear", "LayerNormMLP gated", "TransformerLayer"], recipe=["current", "delayed", None])
 def test_compiled_modules(name: str, recipe: str | None) -> None:
     """Shapes that a compiler was told are those that replays give."""
 
@@ -223,8 +216,7 @@ def _at_once(*programs: Callable[[], Any]) -> list[Any]:
     return [found.get(i) for i in range(len(programs))]
 
 
-@pytest.mark.parametrize("recipe", [None, "delayed", "mxfp8"])
-@each_module
+@covering(name=MODULES, recipe=[None, "delayed", "mxfp8"])
 def test_two_threads_with_a_module_each(name: str, recipe: str | None) -> None:
     """They make and run the same tapes."""
     recipe_steps = 6

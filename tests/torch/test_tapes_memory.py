@@ -18,9 +18,11 @@ import te_torch as te
 from te_core.tape import recorder, taped
 from te_core.tape.walk import NotRecordedError
 from te_torch import runtime
+from tests.covering import covering
 from tests.null_device import null_device
 from tests.recipes import KINDS, RECIPES, region
-from tests.tape_steps import HIDDEN, MODULES, ROWS, drawn, made, tapes
+from tests.recordings import tapes
+from tests.tape_steps import HIDDEN, MODULES, ROWS, drawn, made
 
 each_module = pytest.mark.parametrize("name", MODULES)
 
@@ -83,10 +85,7 @@ def peaks(name: str, recipe: str | None, rows: int, how: str, setting: str) -> l
     return found
 
 
-@pytest.mark.parametrize("how", ["released", "kept", "no gradients"])
-@pytest.mark.parametrize("rows", [ROWS, 500])
-@pytest.mark.parametrize("recipe", [None, *KINDS])
-@each_module
+@covering(turns=3, name=MODULES, recipe=[None, *KINDS], rows=[ROWS, 500], how=["released", "kept", "no gradients"])
 def test_a_replay_never_takes_more_at_the_peak(name: str, recipe: str | None, rows: int, how: str) -> None:
     replayed, interpreted = (peaks(name, recipe, rows, how, setting) for setting in ("first", "never"))
     assert all(a <= b for a, b in zip(replayed, interpreted, strict=True)), (replayed, interpreted)
@@ -134,9 +133,7 @@ def use(module: Any, recipe: str | None, watched: Watched, grad: bool) -> None:
 
 
 @pytest.mark.usefixtures("no_gc")
-@pytest.mark.parametrize("held", ["plain", "quantized"])
-@pytest.mark.parametrize("recipe", [None, *KINDS])
-@each_module
+@covering(turns=2, name=MODULES, recipe=[None, *KINDS], held=["plain", "quantized"])
 def test_nothing_of_a_call_lives_on(name: str, recipe: str | None, held: str) -> None:
     """Neither of those that recorded nor of replays; and when the module has gone, nothing of it."""
     options = {"fuse_qkv_params": True} if name == "TransformerLayer" else {}
@@ -327,7 +324,7 @@ def test_changing_shapes_hold_memory_flat(monkeypatch: pytest.MonkeyPatch) -> No
         held()
         tracemalloc.start()
         try:
-            first, *later = [held() for _ in range(4)]
+            first, *later = [held() for _ in range(3)]
         finally:
             tracemalloc.stop()
     assert ran.recorded > 100 and max(later) < first + 16_000, (first, later)

@@ -1,0 +1,26 @@
+"""The machine that is not there, which the tests of tapes share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.recordings import tapes
+
+if TYPE_CHECKING:
+    from tests.core.fake_cuda import Make
+
+
+@pytest.fixture
+def make(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Make]:
+    """Makes a machine. Tapes are none, before and behind."""
+    from te_core.tape import taped
+    from tests.core.fake_cuda import Machine
+
+    monkeypatch.setattr(taped, "COUNTS", taped.Counts())
+    with tapes(None):
+        yield partial(Machine, monkeypatch, tmp_path)
