@@ -131,9 +131,8 @@ def _run(
         options = {**options, **extra.options()}
         if extra.ready is not None:
             options["ready"] = extra.ready
-    outputs, saved = call.forward(rt, *views, scales=scales, **options)
-    if found is not None and found[1] is None:
-        call.forward.shorten(found[0], rt, *views, scales=scales)
+    short = None if found is None or found[1] is not None else found[0]
+    outputs, saved = call.forward.known_as(short, rt, *views, scales=scales, **options)
     return _own(outputs, inputs), [None if t is None else t.owner for t in saved]
 
 
@@ -241,9 +240,7 @@ class _Eager(torch.autograd.Function):
             options = {**options, "release": True}
         if ctx.extra is not None:
             return _backward_with(ctx, rt, views, saved, scales, options)
-        results = call.backward(rt, *views, saved, scales=scales, **options)
-        if key is not None:
-            call.backward.shorten(key, rt, *views, saved, scales=scales, **options)
+        results = call.backward.known_as(key, rt, *views, saved, scales=scales, **options)
         return _as_returned(ctx, _gradients(call.layer, results, given))
 
 

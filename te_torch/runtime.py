@@ -31,8 +31,6 @@ F = TypeVar("F", bound=Callable[..., Any])
 #: What activations and parameters may be.
 FLOATS = frozenset(TO_TORCH[d] for d in dtypes.ACTIVATION_DTYPES)
 
-#: Of so many tapes an allocator knows how it gives them their memory.
-_TAPES = 4096
 _DEVICES: list[Device] = [cuda_device(i) for i in range(16)]  # by index: a look-up per tensor, not a call
 _runtimes: dict[tuple[int, int], Runtime] = {}
 _current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
@@ -150,7 +148,7 @@ def _stream_of(stream: int, device: torch.device) -> Any:
 class TorchAllocator:
     """torch's caching allocator: every tensor's owner is the torch tensor of that shape and dtype."""
 
-    __slots__ = ("_index", "_quick", "_makers", "alignment", "device", "torch_device", "where")
+    __slots__ = ("_index", "_quick", "alignment", "device", "torch_device", "where")
 
     def __init__(self, torch_device: torch.device, device: Device) -> None:
         self.alignment = 256 if torch_device.type == "cuda" else 16  # torch gives multiples of 512 and of 64
@@ -159,7 +157,6 @@ class TorchAllocator:
         self._index = torch_device.index if torch_device.type == "cuda" else None
         self.where = -1 if self._index is None else self._index  # what `get_device` says of its tensors
         self._quick = _quick_empty(torch_device.type)
-        self._makers: dict[int, dict[int, Any]] = {}
 
     def empty(self, shape: tuple[int, ...], dtype: DType, stream: int) -> Tensor:
         """Uninitialised memory; torch allocates on its current stream, which is the runtime's."""
@@ -172,15 +169,13 @@ class TorchAllocator:
 
     address_of = staticmethod(torch.Tensor.data_ptr)
 
-    def makers(self, serial: int, takes: Sequence[Take]) -> dict[int, Callable[[], torch.Tensor]]:
-        """By slot, what takes the memory of a tape of this number (te_core/tape): no views, and one call in C each."""
+    def makers(self, given: dict[Any, Any], takes: Sequence[Take]) -> dict[int, Callable[[], torch.Tensor]]:
+        """By slot, what takes the memory of a tape (te_core/tape), one call in C each; the tape keeps it in `given`."""
         if self._index is not None and _current_device() != self._index:
             return {take.slot: self._maker(take, None) for take in takes}
-        found = self._makers.get(serial)
+        found: dict[int, Callable[[], torch.Tensor]] | None = given.get(self)
         if found is None:
-            if len(self._makers) >= _TAPES:
-                self._makers.clear()
-            found = self._makers[serial] = {take.slot: self._maker(take, self._quick) for take in takes}
+            found = given[self] = {take.slot: self._maker(take, self._quick) for take in takes}
         return found
 
     def _maker(self, take: Take, quick: Any) -> Callable[[], torch.Tensor]:

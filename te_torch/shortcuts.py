@@ -22,18 +22,11 @@ from te_core.tape.walk import NotRecordedError, facts_of_scales
 
 _NOT_THERE = type(None)
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, _NOT_THERE))
-#: Which arguments are there and of what type, met before: all plain.
-_plain: set[tuple[type, ...]] = set()
+#: Which arguments are there and of what type, met before, and whether all are plain.
+_plain: dict[tuple[type, ...], bool] = {}
 # What a call asks of its tensors, each in one call in C for all of them.
 _address_of, _device_of, _is_dense = torch.Tensor.data_ptr, torch.Tensor.get_device, torch.Tensor.is_contiguous
 _facts_of = attrgetter("shape", "dtype")
-
-
-def _are_plain(kinds: tuple[type, ...]) -> bool:
-    plain = _PLAIN.issuperset(kinds)
-    if plain:
-        _plain.add(kinds)
-    return plain
 
 
 #: A call's key, how such calls are replayed (None: not known yet), the addresses of its tensors, and what holds these.
@@ -50,7 +43,10 @@ def find(
     if (taped._when or taped.when()) == "never":
         return None
     kinds = tuple(map(type, tensors))
-    if kinds not in _plain and not _are_plain(kinds):
+    plain = _plain.get(kinds)
+    if plain is None:
+        plain = _plain[kinds] = _PLAIN.issuperset(kinds)
+    if not plain:
         return None
     there = [t for t in tensors if t is not None] if _NOT_THERE in kinds else tensors
     at: list[Any] = list(map(_address_of, there))  # type: ignore[arg-type]

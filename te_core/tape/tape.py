@@ -7,7 +7,6 @@ immutable, belongs to no thread, stream or memory, and `print(tape)` says all th
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from operator import attrgetter, itemgetter
@@ -19,7 +18,6 @@ from te_core.runtime import Runtime
 from te_core.symbols import Patch
 from te_core.tensor import Tensor
 
-_serials = itertools.count()
 _address_of = attrgetter("ptr")
 
 
@@ -165,11 +163,11 @@ class Tape:
         "_nothing",
         "_order",
         "_scratch",
+        "given",
         "inputs",
         "keeps",
         "peak",
         "result",
-        "serial",
         "slots",
         "steps",
         "takes",
@@ -180,7 +178,7 @@ class Tape:
         self, what: str, slots: Sequence[Slot], steps: Sequence[Step], peak: int, result: Result, keeps: Sequence[Any]
     ) -> None:
         self.what = what
-        self.serial = next(_serials)  # by which allocators know what it takes
+        self.given: dict[Any, Any] = {}  # by allocator: how it gives the memory that is taken
         self.slots = tuple(slots)
         self.steps: tuple[Any, ...] = tuple(steps)
         self.inputs = sum(slot.kind == "input" for slot in slots)
@@ -216,7 +214,7 @@ class Tape:
         executor = rt.executor()
         makers: Any = getattr(rt.allocator, "makers", None)
         if makers is not None:
-            makers, address_of = makers(self.serial, self.takes), rt.allocator.address_of  # type: ignore[attr-defined]
+            makers, address_of = makers(self.given, self.takes), rt.allocator.address_of  # type: ignore[attr-defined]
         else:
             makers, address_of = self._makers(rt), _address_of
         entered = executor.driver.enter(executor.context) if executor.context else False

@@ -119,7 +119,7 @@ class Shortcut:
 
 
 def shortcut(key: tuple[Any, ...]) -> Shortcut | None:
-    """What `Taped.shorten` noted by this key."""
+    """What `Taped.known_as` noted by this key."""
     found: Shortcut | None = _tapes.get(key)
     return found
 
@@ -151,6 +151,13 @@ class Taped:
 
     def __call__(self, rt: Runtime, *arguments: Any, **options: Any) -> Any:
         """function(rt, *arguments, spec=spec, **options)."""
+        return self.known_as(None, rt, *arguments, **options)
+
+    def known_as(self, short: tuple[Any, ...] | None, rt: Runtime, *arguments: Any, **options: Any) -> Any:
+        """The same of a call that an adapter will know by this key, made of its own tensors.
+
+        It is noted how such a call is replayed without views of them, or that it is not.
+        """
         if (_when or when()) == "never" or rt.device is META:
             return self.function(rt, *arguments, spec=self.spec, **options)
         reason, tape, key = self._reason, None, ()
@@ -166,6 +173,9 @@ class Taped:
                 reason = str(error)
         if tape is not None:
             del arguments, options  # a replay frees what its caller has given up
+            if short is not None:
+                plain = tape.result.plain
+                _tapes.put(short, Shortcut(None if plain is None or wholes else tape, plain, self.trial))
             return self._replayed(rt, tape, tensors, wholes)
         result = self.function(rt, *arguments, spec=self.spec, **options)
         COUNTS.interpreted[reason] += 1  # type: ignore[index]  # not of a call that is refused
@@ -180,21 +190,6 @@ class Taped:
         COUNTS.replayed += 1
         self.trial.replayed += 1
         return tape.result(at, held)
-
-    def shorten(self, key: tuple[Any, ...], rt: Runtime, *arguments: Any, **options: Any) -> None:
-        """Note by this key, made by an adapter of its own tensors, how such a call is replayed without views of them.
-
-        Where it is not, that is noted, too; nothing is where a call may be recorded yet.
-        """
-        tensors: list[Tensor] = []
-        wholes: list[Any] = []
-        try:
-            found = _tapes.get(self._key(rt, arguments, options, tensors, wholes))
-        except NotRecordedError:
-            return
-        if found.__class__ is Tape:
-            plain = found.result.plain
-            _tapes.put(key, Shortcut(None if plain is None or wholes else found, plain, self.trial))
 
     def _key(
         self, rt: Runtime, arguments: Any, options: dict[str, Any], tensors: list[Tensor], wholes: list[Any]

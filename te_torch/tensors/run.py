@@ -19,7 +19,7 @@ from te_core.ops import raw as ops
 from te_core.ops.quantize import allocate
 from te_core.precision import Operand
 from te_core.quantized import Cast, Format, QuantizedTensor
-from te_torch.export.mode import not_exported
+from te_torch.export.mode import exporting, not_exported
 from te_torch.export.operators import held_values
 from te_torch.program_names import build
 from te_torch.runtime import FLOATS, TO_CORE, TO_TORCH, runtime_for, shape_runtime, to_core, to_core_shape, to_torch
@@ -42,7 +42,8 @@ def dequantize(form: Format, shape: tuple[int, int], buffers: Buffers, dtype: to
         return to_torch(ops.dequantize(rt, core_of(form, shape, buffers), TO_CORE[dtype]))
     inner = [b for b in buffers if b is not None]
     there = "".join("0" if b is None else "1" for b in buffers)
-    return torch.ops.te_runtime.dequantize_pieces(inner, list(shape), json.dumps([*form_key(form), there]), dtype)
+    seen = torch.ops.te_runtime.dequantize_exported if exporting.on else torch.ops.te_runtime.dequantize_pieces
+    return seen(inner, list(shape), json.dumps([*form_key(form), there]), dtype)
 
 
 def values(q: QuantizedTensor, first: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -207,18 +208,20 @@ def _quantize_fake(*args: Any) -> list[torch.Tensor]:
 
 
 _library = torch.library.Library("te_runtime", "FRAGMENT")
-_library.define("dequantize_pieces(Tensor[] inner, SymInt[] shape, str form, ScalarType dtype) -> Tensor")
+# One that exporters take apart, one for compilers: where CI is set, inductor calls nothing that could be taken apart.
+for _name in ("dequantize_pieces", "dequantize_exported"):
+    _library.define(f"{_name}(Tensor[] inner, SymInt[] shape, str form, ScalarType dtype) -> Tensor")
+    _library.impl(_name, _dequantize_op, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"te_runtime::{_name}", _dequantize_fake, lib=_library)
 _library.define(
     "quantize_pieces(Tensor x, Tensor? scale, Tensor? rng, str rule, bool rowwise, bool columnwise, bool with_amax)"
     " -> Tensor[]"
 )
-_library.impl("dequantize_pieces", _dequantize_op, "CompositeExplicitAutograd")
 _library.impl("quantize_pieces", _quantize_op, "CompositeExplicitAutograd")
-torch.library.register_fake("te_runtime::dequantize_pieces", _dequantize_fake, lib=_library)
 torch.library.register_fake("te_runtime::quantize_pieces", _quantize_fake, lib=_library)
 
 
-@register_decomposition(torch.ops.te_runtime.dequantize_pieces.default)
+@register_decomposition(torch.ops.te_runtime.dequantize_exported.default)
 def _dequantize_for_onnx(inner: list[torch.Tensor], shape: list[int], form: str, dtype: torch.dtype) -> torch.Tensor:
     """What torch's exporter to ONNX takes the operator apart to."""
     *key, there = json.loads(form)

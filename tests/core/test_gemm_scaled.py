@@ -425,7 +425,7 @@ def test_mxfp8_columnwise_descriptors(spy):
 def test_scale_pointers_follow_their_operands(spy):
     lt, made = prepared(spy, "block")
     a_scale, b_scale = 0x1000, 0x2000
-    made.run(SimpleNamespace(stream=5), 1, 2, 3, [b_scale, a_scale], 0x3000)
+    made.run(SimpleNamespace(stream=5), 1, 2, 3, 0, [b_scale, a_scale], 0x3000)
     assert (lt.values[17], lt.values[18]) == (b_scale, a_scale)
     handle, _, alpha, a, _, b, _, beta, c, _, d, _, _, scratch, *_ = lt.ran
     assert (handle, a, b, c, d, scratch) == (7, 2, 1, 3, 3, 0x3000)
@@ -444,7 +444,7 @@ def test_nvfp4_reads_alpha_and_beta_where_they_are_made(spy, monkeypatch):
     at = gemm_run._make_alpha(spy, plan, *maxima)
     assert at == spy.workspace("gemm alpha", 8)
     assert launched == [(1, 1, 0x100, 0x200, at, pytest.approx(1 / (36 * 448 * 256)), 1.0)]
-    made.run(SimpleNamespace(stream=5), 1, 2, 3, [4, 5], 0, at)
+    made.run(SimpleNamespace(stream=5), 1, 2, 3, at, [4, 5], 0)
     assert (lt.ran[2], lt.ran[7]) == (at, at + 4)
 
 

