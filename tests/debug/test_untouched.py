@@ -58,7 +58,8 @@ def test_it_costs_an_attribute_test(debugging: Any, kind: str, recipe: str) -> N
     assert counted(run) <= before + 40
     for _ in range(2):
         session.step()
-        assert opcodes(run) <= before + 40, "the first forward of a step, too"
+        # Counted once: a plan that has grown old by then is renewed in its cache, which takes 50 instructions.
+        assert opcodes(run) <= before + 100, "the first forward of a step, too"
 
 
 def test_a_layer_between_the_iterations_that_are_looked_at(debugging: Any) -> None:
