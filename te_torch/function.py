@@ -120,19 +120,20 @@ def _run(
     """(outputs, what is saved). What is saved of the caller's is his own tensor: so autograd checks its version."""
     rt = runtime_for(inputs[0])  # type: ignore[arg-type]  # every layer's first input is there
     scales = None if state is None else state.scales(recompute)
-    options, found = call.options, None
+    options, key = call.options, None
     if extra is None and not options:
         found = shortcuts.find(call.forward, rt, inputs, scales)
-        if found is not None and (shortcut := found[1]) is not None and shortcut.tape is not None:
-            return shortcuts.forward(shortcut, rt, *found[2:])
+        if found is not None:
+            key, shortcut, at, held = found
+            if shortcut is not None:
+                return shortcuts.forward(shortcut, rt, at, held)
     _check_devices(rt.device, inputs)
     views = _to_core_all(rt, inputs, call.layer.strided)
     if extra is not None:
         options = {**options, **extra.options()}
         if extra.ready is not None:
             options["ready"] = extra.ready
-    short = None if found is None or found[1] is not None else found[0]
-    outputs, saved = call.forward.known_as(short, rt, *views, scales=scales, **options)
+    outputs, saved = call.forward.known_as(key, rt, *views, scales=scales, **options)
     return _own(outputs, inputs), [None if t is None else t.owner for t in saved]
 
 
@@ -225,12 +226,10 @@ class _Eager(torch.autograd.Function):
             found = shortcuts.find(call.backward, rt, (*given, *kept), scales, release)
             if found is not None:
                 key, shortcut, at, held = found
-                if shortcut is not None and shortcut.tape is not None:
+                if shortcut is not None:
                     del kept, found  # memory is held by `held` alone, which lets go of it on the way
                     return _as_returned(ctx, shortcuts.backward(shortcut, rt, at, held))
                 del held, found
-                if shortcut is not None:
-                    key = None
         if rt.device.kind == "cuda":
             kept = [_on_boundary(t) for t in kept]
         saved = call.layer.saved(*_to_core_all(rt, kept, call.layer.strided))

@@ -68,7 +68,8 @@ def find(
         bits |= facts.bits
     if where >= 0 and bits & (taped.ALIGNED - 1):
         return None
-    return parts, taped.shortcut(parts), at, held
+    shortcut = taped.shortcut(parts)
+    return None if shortcut is not None and shortcut.tape is None else (parts, shortcut, at, held)
 
 
 def forward(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dis
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -23,7 +24,8 @@ _WORDING = ("FORMAT_VALUE", "FORMAT_SIMPLE", "FORMAT_WITH_SPEC", "CONVERT_VALUE"
 
 
 @contextmanager
-def _traced(trace: Callable[[FrameType, str, Any], Any]) -> Iterator[None]:
+def traced(trace: Callable[[FrameType, str, Any], Any]) -> Iterator[None]:
+    """Within it Python tells this function what it runs."""
     before = sys.gettrace()
     sys.settrace(trace)
     try:
@@ -32,19 +34,23 @@ def _traced(trace: Callable[[FrameType, str, Any], Any]) -> Iterator[None]:
         sys.settrace(before)
 
 
-def opcodes(call: Callable[[], Any]) -> int:
-    """How many instructions of Python a call runs."""
-    count = 0
+def opcodes_by_file(call: Callable[[], Any]) -> Counter[str]:
+    """How many instructions of Python a call runs, by the file that they are in."""
+    found: Counter[str] = Counter()
 
     def trace(frame: FrameType, event: str, arg: Any) -> Any:
-        nonlocal count
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
-        count += event == "opcode"
+        found[frame.f_code.co_filename] += event == "opcode"
         return trace
 
-    with _traced(trace):
+    with traced(trace):
         call()
-    return count
+    return found
+
+
+def opcodes(call: Callable[[], Any]) -> int:
+    """How many instructions of Python a call runs."""
+    return opcodes_by_file(call).total()
 
 
 def calls(call: Callable[[], Any]) -> int:
@@ -89,7 +95,7 @@ def worded(call: Callable[[], Any]) -> set[str]:
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
         return inside
 
-    with _traced(trace):
+    with traced(trace):
         call()
     return found
 

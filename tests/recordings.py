@@ -7,7 +7,10 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from te_core.tape.taped import Counts
 
 
 @contextmanager
@@ -26,22 +29,13 @@ def _failed() -> Counter[str]:
     return Counter({why: n for why, n in taped.COUNTS.interpreted.items() if why.startswith(taped.FAILED)})
 
 
-@dataclass
-class Ran:
-    """How the calls of layers ran meanwhile."""
-
-    replayed: int = 0
-    recorded: int = 0
-    interpreted: Counter[str] = field(default_factory=Counter)
-
-
 @contextmanager
-def tapes(setting: str | None) -> Iterator[Ran]:
+def tapes(setting: str | None) -> Iterator[Counts]:
     """No tape is there, before and behind; those that are made are made by this setting (None: as it is). What ran is
     told at the end."""
     from te_core.tape import taped
 
-    counts, ran, was = taped.COUNTS, Ran(), taped.when()
+    counts, ran, was = taped.COUNTS, taped.Counts(), taped.when()
     before = counts.replayed, counts.recorded, counts.interpreted.copy()
     taped.forget()
     taped.set_when(was if setting is None else setting)

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 
 import te_torch as te
+from te_core.tape.taped import Counts
 from te_torch.quantized import QuantizedTorch
 from tests.module_steps import randomise
 from tests.recipes import region
-from tests.recordings import Ran, tapes
+from tests.recordings import tapes
 
 ROWS, HIDDEN = 16, 32
 MODULES: dict[str, Callable[..., Any]] = {
@@ -27,7 +28,7 @@ MODULES: dict[str, Callable[..., Any]] = {
 GEMM_MODULES = ("Linear", "LayerNormLinear", "LayerNormMLP", "LayerNormMLP gated")
 
 
-def same(program: Callable[[], Any], *reasons: str, replays: bool = True) -> Ran:
+def same(program: Callable[[], Any], *reasons: str, replays: bool = True) -> Counts:
     """The program gives the same bits interpreted and replayed, and all its calls of layers replay, but for these
     reasons not to. Each run begins with the same random numbers."""
     with tapes("never") as ran:

@@ -440,8 +440,7 @@ class BaseModule(TensorParallel, CallingModule):
 
     def _weight(self, name: str, dtype: torch.dtype, precision: int, gemm: int = 0) -> torch.Tensor:
         """A GEMM weight in the compute dtype; one that is only read quantized, in the parameter's own."""
-        found = self._parameters.get(name)
-        weight = getattr(self, name) if found is None else found
+        weight = self._tensor(name)
         return weight if weight.dtype == dtype else self._converted(name, weight, dtype, precision, gemm)
 
     def _tensor(self, name: str) -> torch.Tensor:

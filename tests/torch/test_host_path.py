@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import linecache
 import re
-import sys
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -19,7 +18,7 @@ from te_core import dtypes
 from te_core.ops import _check
 from te_core.tensor import CPU, Tensor
 from tests import recipes
-from tests.host_steps import worded, worded_at_last
+from tests.host_steps import traced, worded, worded_at_last
 
 HIDDEN = 32
 SPLIT: dict[str, Any] = {"parameters_split": {"first_": HIDDEN // 2, "second_": HIDDEN // 2}}
@@ -99,12 +98,8 @@ def instructions(call: Callable[[], Any]) -> tuple[int, int, set[str]]:
             asking += "/te_" in file and bool(ASKS.search(linecache.getline(file, frame.f_lineno or 0)))
         return trace
 
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
+    with traced(trace):
         call()
-    finally:
-        sys.settrace(before)
     return asking, total, files
 
 

@@ -6,6 +6,8 @@ and who makes it dearer finds out here (`python -m tests.torch.test_step_counts`
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +17,11 @@ import torch
 import te_torch as te
 from te_core.tape import taped
 from tests import recipes
-from tests.null_device import Counts, null_device
+from tests.host_steps import opcodes_by_file
+from tests.null_device import Counts, Null, null_device
 
 TOKENS, HIDDEN, HEADS = 128, 256, 4
+REPLAYING = ("te_core/tape/tape", "te_core/kernels/loader", "te_core/backends/cuda/")
 OPTIONS: dict[str, Any] = {"params_dtype": torch.bfloat16, "device": "cpu"}
 MODULES: dict[str, Any] = {
     "Linear": lambda: te.Linear(HIDDEN, HIDDEN, **OPTIONS),
@@ -62,8 +66,11 @@ def drawn(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, dtype=torch.bfloat16).requires_grad_()
 
 
-def measured(name: str, recipe: str | None, folder: Path) -> tuple[Counts, Counts]:
-    """What calls of a module take that were made before."""
+@contextmanager
+def repeated(
+    name: str, recipe: str | None, folder: Path
+) -> Iterator[tuple[Null, Callable[[], Any], Callable[[], None]]]:
+    """A module's forward, and its forward + backward, over a GPU that is not there; calls like them were made before."""
     before = taped.when()
     taped.set_when("first")
     try:
@@ -82,9 +89,23 @@ def measured(name: str, recipe: str | None, folder: Path) -> tuple[Counts, Count
 
             for _ in range(4):
                 both()
-            return null.counted(forward), null.counted(both)
+            yield null, forward, both
     finally:
         taped.set_when(before)
+
+
+def measured(name: str, recipe: str | None, folder: Path) -> tuple[Counts, Counts]:
+    """What they take."""
+    with repeated(name, recipe, folder) as (null, forward, both):
+        return null.counted(forward), null.counted(both)
+
+
+def share_of_replays(folder: Path) -> float:
+    """Of the instructions of a TransformerLayer's step, without those of what stands for libraries: replays'."""
+    with repeated("TransformerLayer", "delayed", folder) as (_, _, both):
+        found = opcodes_by_file(both)
+    ours = {file: count for file, count in found.items() if "/tests/" not in file}
+    return sum(count for file, count in ours.items() if any(room in file for room in REPLAYING)) / sum(ours.values())
 
 
 @pytest.mark.parametrize(("name", "recipe"), BOUNDS, ids=str)
@@ -101,3 +122,4 @@ if __name__ == "__main__":
         if key[0] != "DotProductAttention" or key[1] is None:
             found = measured(*key, Path(tempfile.mkdtemp()))
             print(f"    {key!r}: ({', '.join(f'Counts{tuple(counts)}' for counts in found)}),".replace("'", '"'))
+    print(f"of a TransformerLayer's instructions replays': {share_of_replays(Path(tempfile.mkdtemp())):.0%}")
