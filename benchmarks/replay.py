@@ -114,7 +114,7 @@ def attention_row() -> harness.Row:
 def region_row(layers: int) -> harness.Row:
     """Entry, exit and update of a region in which the modules of these layers ran."""
     recipe = RECIPES["delayed"]
-    model = torch.nn.Sequential(*[attention.layer(256, 1024, 4) for _ in range(layers)])
+    model = torch.nn.Sequential(*[attention.layer(256, 1024, 4, device=harness.device()) for _ in range(layers)])
     x = harness.matrix(generators.activations, 256, 256).view(128, 2, 256)
     with te.autocast(recipe=recipe), torch.no_grad():
         model(x)
@@ -137,7 +137,8 @@ def region_row(layers: int) -> harness.Row:
 def step_of_layers(rows: int, hidden: int, recipe: str) -> harness.Work:
     """Forward, backward and SGD of several layers."""
     torch.manual_seed(0)
-    model = torch.nn.Sequential(*[attention.layer(hidden, 4 * hidden, hidden // 64) for _ in range(LAYERS)])
+    options = {"device": harness.device()}
+    model = torch.nn.Sequential(*[attention.layer(hidden, 4 * hidden, hidden // 64, **options) for _ in range(LAYERS)])
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-5)
     x = harness.matrix(generators.activations, 2 * rows, hidden).view(rows, 2, hidden)
     dy = torch.ones_like(x)

@@ -231,7 +231,7 @@ class _Eager(torch.autograd.Function):
                     return _as_returned(ctx, shortcuts.backward(shortcut, rt, at, held))
                 del held, found
         if rt.device.kind == "cuda":
-            kept = [_on_boundary(t) for t in kept]
+            kept = [_on_boundary(t, call.layer.strided) for t in kept]
         saved = call.layer.saved(*_to_core_all(rt, kept, call.layer.strided))
         views = _to_core_all(rt, given)
         del kept
@@ -243,9 +243,11 @@ class _Eager(torch.autograd.Function):
         return _as_returned(ctx, _gradients(call.layer, results, given))
 
 
-def _on_boundary(t: Any) -> Any:
-    """A block of quantized values, which products read by 16 bytes, though a hook may bring it back anywhere."""
-    crooked = t.__class__ is torch.Tensor and t.dtype is torch.uint8 and t.data_ptr() & 15
+def _on_boundary(t: Any, whole: bool) -> Any:
+    """What is read by 16 bytes, though a hook may bring it back anywhere: quantized values by products, all that
+    attention kept (`whole`) by its kernels.
+    """
+    crooked = t.__class__ is torch.Tensor and t.data_ptr() & 15 and (whole or t.dtype is torch.uint8)
     return t.clone() if crooked else t
 
 
