@@ -70,7 +70,7 @@ def drawn(*shape: int) -> torch.Tensor:
 def repeated(
     name: str, recipe: str | None, folder: Path
 ) -> Iterator[tuple[Null, Callable[[], Any], Callable[[], None]]]:
-    """A module's forward, and its forward + backward, over a GPU that is not there; calls like them were made before."""
+    """A module's forward, and its forward + backward, over a GPU that is not there, made some times before."""
     before = taped.when()
     taped.set_when("first")
     try:
