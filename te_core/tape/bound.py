@@ -10,16 +10,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
+from te_core.dtypes import DType
+from te_core.runtime import Runtime
 from te_core.symbols import STREAM, Patch
-
-if TYPE_CHECKING:
-    from te_core.tape.tape import Step, Tape
 
 #: A step's own way to run: (runtime, executor, at, held). `at` and `held` have for each slot its address and what holds
 #: its memory; the last of `held` are the call's other objects.
 Run = Callable[[Any, Any, list[Any], list[Any]], None]
+
+
+class Step(Protocol):
+    """A launch, a library's call, a fill, or a change of what memory is held.
+
+    It may have `explain(error)`: what is raised in the place of an error of its calls.
+    """
+
+    @property
+    def patches(self) -> Sequence[Patch]:
+        """Where it takes addresses."""
+
+    def bind(self, bound: Bound, rt: Runtime) -> None:
+        """Enter what a replay in the calling thread's executor does for it."""
 
 
 class Group:
@@ -43,19 +56,21 @@ class Bound:
 
     __slots__ = ("_groups", "_inside", "_kept", "_steps", "blocks", "groups", "inside", "more", "nothing", "stream")
 
-    def __init__(self, tape: Tape, rt: Any) -> None:
-        self.blocks = [(slot.shape, slot.dtype) for slot in tape.slots]
-        more = len(tape.slots) - tape.inputs
-        self.stream = len(tape.slots)  # where in `at` it is
+    def __init__(
+        self, blocks: Sequence[tuple[tuple[int, ...], DType]], inputs: int, steps: Sequence[Step], rt: Any
+    ) -> None:
+        self.blocks = blocks  # what memory is in each slot; the first ones are inputs
+        more = len(blocks) - inputs
+        self.stream = len(blocks)  # where in `at` it is
         self.more: list[Any] = [0] * (more + 1)  # of `at`, behind the inputs: slots, the stream, and what is added here
         self.nothing = [None] * more
         self._inside: dict[tuple[int, int], int] = {}  # by slot and offset
         self._kept: list[Any] = []
         self._steps: dict[int, Step] = {}  # by the choice of its arguments: whose call it is
         self._groups = [Group()]
-        for step in tape.steps:
+        for step in steps:
             step.bind(self, rt)
-        taken = set()
+        taken: set[int] = set()
         for group in self._groups:  # now all addresses inside of slots are known
             taken.update(slot for _, slot, _ in group.takes)
             group.takes = [(*take, self._inside_of(take[1])) for take in group.takes]
@@ -115,7 +130,7 @@ class Bound:
         self._group(3).drops.append(slot)
 
     def explain(self, error: Exception, chosen: Any) -> None:
-        """Raise what the step whose call failed makes of the error, if anything; `chosen`: by what the call is known."""
+        """Raise what the step whose call failed (`chosen` is known of it) makes of the error, if anything."""
         explain = getattr(self._steps.get(id(chosen)), "explain", None)
         said = None if explain is None else explain(error)
         if said is not None:

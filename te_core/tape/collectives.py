@@ -25,9 +25,10 @@ class Collective:
 
     def bind(self, bound: Any, rt: Runtime) -> None:
         """See `te_core.tape.tape.Step`."""
-        bound.run(partial(self._begin, [bound.blocks[slot] for _, slot, _ in self.patches]))
+        blocks = [bound.blocks[slot] for _, slot, _ in self.patches]
+        bound.run(partial(self._begin, blocks))
 
-    def _begin(self, blocks: Sequence[Any], rt: Runtime, executor: Any, at: Sequence[Any], held: list[Any]) -> None:
+    def _begin(self, blocks: list[Any], rt: Runtime, executor: Any, at: Sequence[Any], held: list[Any]) -> None:
         """Begin it with this call's communicator. `blocks`: what memory its tensors are pieces of."""
         tensors = []
         for (_, slot, offset), block, (shape, dtype, device, strides) in zip(
@@ -35,7 +36,7 @@ class Collective:
         ):
             owner = held[slot]
             if owner.__class__ is not Tensor:
-                owner = Tensor(at[slot], *block, device, owner)
+                owner = Tensor(at[slot], block[0], block[1], device, owner)
             tensors.append(Tensor(at[slot] + offset, shape, dtype, device, owner, strides))
         held[self.handle] = getattr(held[-1][self.comm], self.name)(rt, *tensors, *self.options)
 

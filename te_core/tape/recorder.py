@@ -18,11 +18,11 @@ from te_core.plan_cache import PlanCache
 from te_core.quantized import QuantizedTensor
 from te_core.runtime import Runtime
 from te_core.symbols import Patch
+from te_core.tape.bound import Bound, Step
 from te_core.tape.collectives import RecordedCommunicator
 from te_core.tape.layout import laid_out
 from te_core.tape.result import Result
-from te_core.tape.bound import Bound
-from te_core.tape.tape import Slot, Step, Tape
+from te_core.tape.tape import Slot, Tape
 from te_core.tape.walk import NotRecordedError, exchanged, names_of
 from te_core.tensor import Tensor
 

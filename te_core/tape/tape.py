@@ -16,21 +16,10 @@ from te_core.dtypes import DType
 from te_core.errors import LibraryError
 from te_core.runtime import Runtime
 from te_core.symbols import Patch
-from te_core.tape.bound import Bound
+from te_core.tape.bound import Bound, Step
 from te_core.tensor import Tensor
 
 _address_of = attrgetter("ptr")
-
-
-class Step(Protocol):
-    """A launch, a library's call, a fill, or a change of what memory is held."""
-
-    @property
-    def patches(self) -> Sequence[Patch]:
-        """Where it takes addresses."""
-
-    def bind(self, bound: Bound, rt: Runtime) -> None:
-        """Enter what a replay in the calling thread's executor does for it (`te_core/tape/bound.py`)."""
 
 
 class Result(Protocol):
@@ -101,19 +90,7 @@ class Drop:
 class Tape:
     """A recorded call."""
 
-    __slots__ = (
-        "_bound",
-        "_scratch",
-        "given",
-        "inputs",
-        "keeps",
-        "peak",
-        "result",
-        "slots",
-        "steps",
-        "takes",
-        "what",
-    )
+    __slots__ = ("_bound", "_scratch", "given", "inputs", "keeps", "peak", "result", "slots", "steps", "takes", "what")
 
     def __init__(
         self, what: str, slots: Sequence[Slot], steps: Sequence[Step], peak: int, result: Result, keeps: Sequence[Any]
@@ -182,7 +159,9 @@ class Tape:
 
     def _bind(self, rt: Runtime, executor: Any) -> Bound:
         """For this executor. There are as many as threads work at once on a device; they are never destroyed."""
-        made = self._bound[executor.number] = Bound(self, rt)
+        made = self._bound[executor.number] = Bound(
+            [(slot.shape, slot.dtype) for slot in self.slots], self.inputs, self.steps, rt
+        )
         return made
 
     def _makers(self, rt: Runtime) -> dict[int, Callable[[], Any]]:

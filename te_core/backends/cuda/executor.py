@@ -10,7 +10,6 @@ from te_core import libraries
 from te_core.kernels.loader import Arguments
 from te_core.runtime import Runtime
 
-
 _numbers = itertools.count(1)
 
 

@@ -115,11 +115,7 @@ class LtPlan:
 
 
 def multiply(
-    rt: Runtime,
-    executor: Any,
-    plan: LtPlan,
-    operands: tuple[int, int, int, int],
-    pointers: tuple[int, ...],
+    rt: Runtime, executor: Any, plan: LtPlan, operands: tuple[int, int, int, int], pointers: tuple[int, ...]
 ) -> None:
     """One call of cuBLASLt, with the thread's descriptors; or its record.
 
@@ -204,7 +200,6 @@ class Prepared:
 
     __slots__ = (
         "_last",
-        
         "_set",
         "a_layout",
         "algo",
@@ -275,9 +270,7 @@ class Prepared:
                 self._set(self.desc, attribute, at + 8 * i, 8)
         self._last = pointers
 
-    def run(
-        self, rt: Runtime, a: int, b: int, out: int, alpha: int, pointers: tuple[int, ...], scratch: int
-    ) -> None:
+    def run(self, rt: Runtime, a: int, b: int, out: int, alpha: int, pointers: tuple[int, ...], scratch: int) -> None:
         """Launch on the runtime's stream."""
         self.point(*pointers)
         self.matmul(*self.arguments(a, b, out, alpha, scratch, rt.stream))
@@ -363,7 +356,7 @@ def _run_unfused(
     if route is None:  # K is 0
         rt.backend.zero(rt, acc)
     else:
-        pointers = [operands[i].ptr for _, i in route.attributes]  # type: ignore[union-attr]
+        pointers = tuple([operands[i].ptr for _, i in route.attributes])  # type: ignore[union-attr]
         multiply(rt, rt.executor(), plan, (a.ptr, b.ptr, acc.ptr, 0), pointers)
     bias, aux = operands[BIAS], operands[AUX]
     assert plan.finish is not None
