@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import os
 import re
 import sys
 import xml.etree.ElementTree as ET
@@ -71,6 +72,8 @@ def _reason(skip: ET.Element) -> str:
 def write(xml: Path, shard: str, out: Path, commit: str, arguments: str = "") -> Path:
     """The record of one run, as a new file."""
     content = {"shard": shard, "arguments": arguments, "sources": sources(), "gpus": harness.gpus(), **outcome(xml)}
+    # What the tests ran with, which is not what this process would.
+    content["about"] = {**harness.about(commit), "tapes": os.environ.get("TE_CORE_TAPES", "first")}
     return harness.write_record("suite", content, out, commit)
 
 
