@@ -8,6 +8,16 @@ export OPENBLAS_THREAD_TIMEOUT ?= 4
 # Test processes: one a core, but no more than a handful; each then computes with its share of the cores.
 JOBS      ?= $(shell $(PYTHON) -c "import os; print(min(os.cpu_count() or 1, 8))")
 
+# The suite replays calls of layers (tests/conftest.py). These files, a part of each thing that layers stand in, run once
+# more without: modules, what is computed again, graphs, offloading, compilers, debugging, ranks.
+INTERPRETED := tests/torch/test_modules.py tests/torch/test_layer_wiring.py tests/torch/test_multihead.py \
+	tests/torch/test_transformer_layer.py tests/torch/test_grouped_linear.py tests/torch/test_golden.py \
+	tests/torch/test_layers_golden.py tests/torch/test_mlp_checkpoint.py tests/torch/test_norm_recompute.py \
+	tests/torch/test_checkpoint.py tests/torch/test_graphs.py tests/torch/test_graphs_replay.py \
+	tests/torch/test_graphs_microbatches.py tests/torch/test_offload.py tests/torch/test_compile_modes.py \
+	tests/torch/test_inspectors.py tests/torch/test_debug_inspect.py tests/debug/test_gemms.py \
+	tests/parallel/test_tensor_parallel.py tests/parallel/test_ddp.py
+
 # make gpu (SHARD=none: no tests; GPU_FLAGS: tools/gpu_run.py --help, such as --limit 540 --pack --mutants). It leaves a
 # record of the suite's run beside the benchmarks' results: OUT/...-suite.json, to be committed in benchmarks/results.
 WHEELS    ?= .whl
@@ -16,10 +26,10 @@ BENCH     ?= gemm norms quantize modules attention attention_kernels training
 OUT       ?= build/gpu
 GPU_FLAGS ?=
 
-.PHONY: help env train test test-more format check bench docs mutants gpu clean
+.PHONY: help env train test test-more test-interpreted format check bench docs mutants gpu clean
 
 help:  ## this list
-	@grep -E '^[a-z-]+: .*## ' Makefile | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 17
+	@grep -E '^[a-z-]+: .*## ' Makefile | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 24
 
 env:  ## create or refresh .venv (every other target but gpu does it by itself)
 	@$(PYTHON) tools/setup_env.py
@@ -34,6 +44,10 @@ test-more:  ## run the heavy tests that `make test` leaves out, programs of othe
 	@$(PYTHON) tools/setup_env.py clients onnx
 	@$(PYTHON) tools/browser.py
 	$(PY) -m pytest -n $(JOBS) --dist worksteal -m more $(ARGS)
+	$(if $(ARGS),,@$(MAKE) test-interpreted)
+
+test-interpreted: env  ## run a part of the tests with no call of a layer replayed (`make test-more` does, too)
+	TE_CORE_TAPES=never $(PY) -m pytest -n $(JOBS) --dist worksteal $(or $(ARGS),$(INTERPRETED))
 
 format: env  ## lay out every Python file as `make check` wants it
 	.venv/bin/ruff format .

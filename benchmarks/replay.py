@@ -113,6 +113,7 @@ def attention_row() -> harness.Row:
 
 def region_row(layers: int) -> harness.Row:
     """Entry, exit and update of a region in which the modules of these layers ran."""
+    taped.set_when(REPLAYED)  # by default its one forward would be met and not recorded
     recipe = RECIPES["delayed"]
     model = torch.nn.Sequential(*[attention.layer(256, 1024, 4, device=harness.device()) for _ in range(layers)])
     x = harness.matrix(generators.activations, 256, 256).view(128, 2, 256)

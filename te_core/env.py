@@ -54,7 +54,7 @@ VARIABLES: dict[str, Variable] = {
         "when a layer's call is recorded, to be replayed from then on: the first or the second time that its shapes "
         "are met, or never",
         ("first", "second", "never"),
-        "never",  # until replays have run on a GPU
+        "second",
     ),
     # norms
     "NVTE_FWD_LAYERNORM_SM_MARGIN": Variable("multiprocessors that forward norm kernels leave free", "number"),

@@ -139,3 +139,18 @@ def test_skips_are_told_by_reason(suite: Path) -> None:
     assert len(told) == len({line.partition("] ")[2] for line in told}), "a reason has one line"
     assert "SKIPPED [1] needs Windows" in told and "SKIPPED [1] CuPy is not installed" in told
     assert not any(".py:" in line for line in told)
+
+
+def test_what_runs_again_without_replays() -> None:
+    """The Makefile's list names files that are there, and the suite heeds the variable that it sets."""
+    text = (ROOT / "Makefile").read_text()
+    (listed,) = re.findall(r"^INTERPRETED := ((?:.*\\\n)*.*)$", text, re.MULTILINE)
+    files = listed.replace("\\", " ").split()
+    assert len(files) == len(set(files)) > 15 and not [name for name in files if not (ROOT / name).is_file()]
+    assert "TE_CORE_TAPES=never $(PY) -m pytest" in text
+    code = "import tests.conftest; from te_core.tape import taped; print(taped.when())"
+    for given, wanted in (("never", "never"), (None, "first")):
+        env = {name: value for name, value in os.environ.items() if name != "TE_CORE_TAPES"}
+        env |= {} if given is None else {"TE_CORE_TAPES": given}
+        ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, text=True, capture_output=True)
+        assert ran.stdout.strip() == wanted, ran.stderr

@@ -354,7 +354,7 @@ def test_groups() -> None:
     same(program, "an argument of type Groups", replays=False)
 
 
-def test_the_setting() -> None:
+def test_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:
     def program() -> Any:
         return training(made("LayerNormMLP"), "delayed")
 
@@ -363,7 +363,13 @@ def test_the_setting() -> None:
     assert (ran.replayed, ran.recorded, dict(ran.interpreted)) == (0, 0, {})
     with tapes("second") as ran:
         program()
-    assert (ran.replayed, ran.recorded, dict(ran.interpreted)) == (4, 2, {"met for the first time": 2})
+    at_the_second = 4, 2, {"met for the first time": 2}
+    assert (ran.replayed, ran.recorded, dict(ran.interpreted)) == at_the_second
+    monkeypatch.delenv("TE_CORE_TAPES", raising=False)  # the suite sets it
+    with tapes("never") as ran:
+        taped.set_when(None)
+        program()
+    assert (ran.replayed, ran.recorded, dict(ran.interpreted)) == at_the_second
     with tapes("first") as ran:
         program()
     assert (ran.replayed, ran.recorded, dict(ran.interpreted)) == (6, 2, {})
