@@ -68,11 +68,12 @@ class Llama(torch.nn.Module):
                 self_attn_mask_type="causal",
                 fuse_qkv_params=True,
                 attn_input_format="bshd",
+                device=harness.device(),
                 **BF16,
             )
             for number in range(1, size.layers + 1)
         )
-        self.norm = te.RMSNorm(size.hidden, dtype=torch.bfloat16)
+        self.norm = te.RMSNorm(size.hidden, **place)
         self.head = torch.nn.Linear(size.hidden, size.words, bias=False, **place)
         self.angles = te.RotaryPositionEmbedding(size.hidden // size.heads)(size.sequence).to(harness.device())
 

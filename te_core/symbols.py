@@ -14,6 +14,10 @@ _SHIFT = 44  # a slot may be 16 TiB large
 _SLOTS = 1 << 17
 
 
+#: In the place of an argument of a step: the stream of the runtime that replays.
+STREAM = object()
+
+
 class Patch(NamedTuple):
     """A step's argument of this number is the address of the slot plus an offset."""
 

@@ -116,7 +116,7 @@ def _run(
     recompute: bool,
     extra: Extra | None,
     inputs: Sequence[torch.Tensor | None],
-) -> tuple[tuple[torch.Tensor, ...], list[torch.Tensor | None]]:
+) -> tuple[tuple[torch.Tensor, ...], Sequence[torch.Tensor | None]]:
     """(outputs, what is saved). What is saved of the caller's is his own tensor: so autograd checks its version."""
     rt = runtime_for(inputs[0])  # type: ignore[arg-type]  # every layer's first input is there
     scales = None if state is None else state.scales(recompute)
@@ -251,7 +251,7 @@ def _on_boundary(t: Any, whole: bool) -> Any:
     return t.clone() if crooked else t
 
 
-def _as_returned(ctx: Any, found: list[torch.Tensor | None]) -> tuple[Any, ...]:
+def _as_returned(ctx: Any, found: Sequence[torch.Tensor | None]) -> tuple[Any, ...]:
     """Gradients as backward returns them: for forward's own arguments first; those at the end were left out perhaps."""
     missing = ctx.inputs - len(found)
     return (None, None, None, None, *found[: ctx.inputs], *[None] * missing)

@@ -10,6 +10,7 @@ import sys
 import zlib
 from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 
 def _gpus() -> int:
@@ -131,10 +132,35 @@ def _no_hooks_stay() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _recordings_go_well() -> Iterator[None]:
+    from tests import tally
     from tests.recordings import going_well
 
+    before = tally.counts()
     with going_well():
         yield
+    tally.note(before)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    from tests import tally
+
+    tally.finished(session.config)
+
+
+class _Processes:
+    """What xdist tells its controller."""
+
+    @staticmethod
+    def pytest_testnodedown(node: Any) -> None:
+        from tests import tally
+
+        tally.add(node)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.pluginmanager.hasplugin("xdist"):
+        config.pluginmanager.register(_Processes())
 
 
 @pytest.fixture
@@ -158,6 +184,10 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.section("skipped, by reason")
     for reason, count in reasons.most_common():
         terminalreporter.line(f"SKIPPED [{count}] {reason}")
+    from tests import tally
+
+    if tally.told():
+        terminalreporter.line(tally.told())
 
 
 def _missing_cuda(config: pytest.Config, report: pytest.TestReport | pytest.CollectReport) -> str | None:

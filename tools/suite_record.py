@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import os
 import re
 import sys
 import xml.etree.ElementTree as ET
@@ -23,6 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks import harness  # noqa: E402
+from tests import tally  # noqa: E402
 
 RUN = ("te_core", "te_torch", "bindings", "tests")
 _SOURCES = {".py", ".cu", ".cuh", ".toml", ".json", ".txt"}
@@ -42,6 +44,10 @@ def outcome(xml: Path) -> dict[str, Any]:
     passed, seconds = 0, 0.0
     failed: list[str] = []
     skipped: Counter[str] = Counter()
+    calls: Counter[str] = Counter()
+    for told in ET.parse(xml).iter("property"):
+        if told.get("name") == tally.NAME:
+            calls.update(json.loads(told.get("value", "{}")))
     for suite in ET.parse(xml).iter("testsuite"):
         seconds += float(suite.get("time", 0))
         for case in suite.iter("testcase"):
@@ -60,6 +66,7 @@ def outcome(xml: Path) -> dict[str, Any]:
         "skipped": sum(skipped.values()),
         "skipped by reason": dict(skipped.most_common()),
         "test seconds": round(seconds, 1),
+        "calls of layers": dict(calls.most_common()),
     }
 
 
@@ -71,6 +78,8 @@ def _reason(skip: ET.Element) -> str:
 def write(xml: Path, shard: str, out: Path, commit: str, arguments: str = "") -> Path:
     """The record of one run, as a new file."""
     content = {"shard": shard, "arguments": arguments, "sources": sources(), "gpus": harness.gpus(), **outcome(xml)}
+    # What the tests ran with, which is not what this process would.
+    content["about"] = {**harness.about(commit), "tapes": os.environ.get("TE_CORE_TAPES", "first")}
     return harness.write_record("suite", content, out, commit)
 
 
@@ -101,13 +110,17 @@ def markdown(found: list[tuple[Path, dict[str, Any]]]) -> str:
         "|---|---|---|---|---|",
     ]
     reasons: Counter[str] = Counter()
+    calls: Counter[str] = Counter()
     for path, record in found:
         numbers = (f"{record[key]:,}" for key in ("passed", "failed", "skipped"))
         link = f"[{path.name}]({path.resolve().relative_to(ROOT).as_posix()})"
         lines.append(f"| {record['shard']} | {' | '.join(numbers)} | {link} |")
         reasons.update(record["skipped by reason"])
+        calls.update(record.get("calls of layers", {}))
     if reasons:
         lines += ["", "Skipped: " + "; ".join(f"{reason} ({number})" for reason, number in reasons.most_common()) + "."]
+    if calls:
+        lines += ["", tally.told(calls) + "."]
     return "\n".join(lines)
 
 

@@ -19,7 +19,7 @@ from te_core import libraries
 from te_core.errors import ArgumentError, LibraryError
 from te_core.kernels.compiler import Constant, architecture, cached, compile_checks, compile_source, source_path
 from te_core.runtime import Runtime
-from te_core.symbols import patches
+from te_core.symbols import STREAM, Patch, patches
 
 __all__ = ["Arguments", "Kernel", "compile_checks", "compile_source", "get", "source_path"]
 
@@ -150,7 +150,7 @@ class Kernel:
 class Launch:
     """A recorded launch: all that it takes, with symbolic addresses in their places."""
 
-    __slots__ = ("args", "chosen", "kernel", "patches", "sizes")
+    __slots__ = ("args", "kernel", "patches", "sizes")
 
     def __init__(self, kernel: Kernel, sizes: tuple[int, ...], args: tuple[Any, ...], bases: Sequence[int]) -> None:
         self.kernel, self.sizes = kernel, sizes  # grid and block, three each, and dynamic bytes
@@ -159,17 +159,14 @@ class Launch:
             [a if letter == "p" else None for a, letter in zip(args, kernel._args, strict=True)], bases
         )
 
-    def place(self, places: Any) -> None:
-        """Note where its arguments will be."""
-        self.chosen = places.chosen(self.args, self.patches)
-
-    def run(self, rt: Runtime, executor: Any, at: Sequence[Any], held: Sequence[Any]) -> None:
-        """Launch with the addresses of now."""
-        kernel, sizes, arguments = self.kernel, self.sizes, executor.arguments
-        kernel._pack(arguments.values, 0, *self.chosen(at))
+    def bind(self, bound: Any, rt: Runtime) -> None:
+        """The arguments are packed where the executor keeps them, and the driver copies them from there."""
+        kernel, sizes, arguments = self.kernel, self.sizes, rt.executor().arguments
         if sizes[6] > kernel._shared:
             kernel._raise_shared(sizes[6])
-        kernel._launch(kernel._function, *sizes, rt.stream, arguments.pointers, 0)
+        behind = [patch._replace(number=patch.number + 2) for patch in self.patches]
+        bound.call(self, kernel._pack, (arguments.values, 0, *self.args), behind)
+        bound.call(self, kernel._launch, (kernel._function, *sizes, STREAM, arguments.pointers, 0), ())
 
     def __repr__(self) -> str:
         return f"{self.kernel.name} {self.sizes[:3]} x {self.sizes[3:6]}"
@@ -178,7 +175,7 @@ class Launch:
 class TableLaunch:
     """A recorded launch of a kernel that takes a struct by value; `patches` name its bytes."""
 
-    __slots__ = ("addresses", "kernel", "patches", "sizes", "table")
+    __slots__ = ("kernel", "patches", "sizes", "table")
 
     def __init__(
         self, kernel: Kernel, sizes: tuple[int, int, int], table: bytes, places: Sequence[int], bases: Sequence[int]
@@ -187,16 +184,18 @@ class TableLaunch:
         found = patches([_ADDRESS.unpack_from(table, place)[0] for place in places], bases)
         self.patches = tuple(patch._replace(number=places[patch.number]) for patch in found)
 
-    def place(self, places: Any) -> None:
-        """Note where its addresses will be."""
-        self.addresses = tuple((number, places.of(slot, offset)) for number, slot, offset in self.patches)
-
-    def run(self, rt: Runtime, executor: Any, at: Sequence[Any], held: Sequence[Any]) -> None:
-        """Launch with the addresses of now."""
+    def bind(self, bound: Any, rt: Runtime) -> None:
+        """Its bytes are changed where they will be read."""
+        kernel, (grid, block, shared) = self.kernel, self.sizes
+        if shared > kernel._shared:
+            kernel._raise_shared(shared)
         table = ctypes.create_string_buffer(self.table, len(self.table))
-        for number, place in self.addresses:
-            _ADDRESS.pack_into(table, number, at[place])
-        self.kernel._launch_with(rt, self.sizes, table)
+        pointer = ctypes.c_uint64(ctypes.addressof(table))  # the driver copies the struct before the call returns
+        bound.keep(pointer)
+        for number, slot, offset in self.patches:
+            bound.call(self, _ADDRESS.pack_into, (table, number, 0), (Patch(2, slot, offset),))
+        sizes = grid, 1, 1, block, 1, 1, shared
+        bound.call(self, kernel._launch, (kernel._function, *sizes, STREAM, ctypes.addressof(pointer), 0), ())
 
     def __repr__(self) -> str:
         return f"{self.kernel.name} ({self.sizes[0]}, 1, 1) x ({self.sizes[1]}, 1, 1)"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from te_core.runtime import Runtime
@@ -13,7 +14,7 @@ from te_core.tensor import Tensor
 class Collective:
     """A collective begins; its handle is held in a slot until `Awaited`."""
 
-    __slots__ = ("blocks", "comm", "handle", "name", "options", "patches", "tensors")
+    __slots__ = ("comm", "handle", "name", "options", "patches", "tensors")
 
     def __init__(
         self, name: str, comm: int, handle: int, tensors: Sequence[Tensor], options: Any, bases: Sequence[int]
@@ -22,19 +23,20 @@ class Collective:
         self.tensors = [(t.shape, t.dtype, t.device, t.strides) for t in tensors]
         self.patches = patches([t.ptr for t in tensors], bases)
 
-    def place(self, places: Any) -> None:
-        """Note what memory its tensors are pieces of."""
-        self.blocks = [(places.slots[slot].shape, places.slots[slot].dtype) for _, slot, _ in self.patches]
+    def bind(self, bound: Any, rt: Runtime) -> None:
+        """See `te_core.tape.tape.Step`."""
+        blocks = [bound.blocks[slot] for _, slot, _ in self.patches]
+        bound.run(partial(self._begin, blocks))
 
-    def run(self, rt: Runtime, executor: Any, at: Sequence[Any], held: list[Any]) -> None:
-        """Begin it with this call's communicator."""
+    def _begin(self, blocks: list[Any], rt: Runtime, executor: Any, at: Sequence[Any], held: list[Any]) -> None:
+        """Begin it with this call's communicator. `blocks`: what memory its tensors are pieces of."""
         tensors = []
         for (_, slot, offset), block, (shape, dtype, device, strides) in zip(
-            self.patches, self.blocks, self.tensors, strict=True
+            self.patches, blocks, self.tensors, strict=True
         ):
             owner = held[slot]
             if owner.__class__ is not Tensor:
-                owner = Tensor(at[slot], *block, device, owner)
+                owner = Tensor(at[slot], block[0], block[1], device, owner)
             tensors.append(Tensor(at[slot] + offset, shape, dtype, device, owner, strides))
         held[self.handle] = getattr(held[-1][self.comm], self.name)(rt, *tensors, *self.options)
 
@@ -50,10 +52,11 @@ class Awaited:
     def __init__(self, handle: int, tensors: tuple[Patch, ...]) -> None:
         self.handle, self.patches = handle, tensors
 
-    def place(self, places: Any) -> None:
-        """It takes no addresses."""
+    def bind(self, bound: Any, rt: Runtime) -> None:
+        """See `te_core.tape.tape.Step`."""
+        bound.run(self._wait)
 
-    def run(self, rt: Runtime, executor: Any, at: Sequence[Any], held: list[Any]) -> None:
+    def _wait(self, rt: Runtime, executor: Any, at: Sequence[Any], held: list[Any]) -> None:
         """Wait."""
         held[self.handle].wait()
         held[self.handle] = None

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 from te_core import dtypes
 from te_core.symbols import Patch
-from te_core.tape.tape import Drop, Slot, Step, Take, Tape
+from te_core.tape.bound import Step
+from te_core.tape.tape import Drop, Slot, Take, Tape
 
 #: Temporaries up to this many bytes may share the block, and the block has no more.
 _SMALL, _BLOCK = 1 << 18, 1 << 20

@@ -18,10 +18,11 @@ from te_core.plan_cache import PlanCache
 from te_core.quantized import QuantizedTensor
 from te_core.runtime import Runtime
 from te_core.symbols import Patch
+from te_core.tape.bound import Bound, Step
 from te_core.tape.collectives import RecordedCommunicator
 from te_core.tape.layout import laid_out
 from te_core.tape.result import Result
-from te_core.tape.tape import Slot, Step, Tape
+from te_core.tape.tape import Slot, Tape
 from te_core.tape.walk import NotRecordedError, exchanged, names_of
 from te_core.tensor import Tensor
 
@@ -118,12 +119,9 @@ class Noted:
     def __init__(self, what: str, function: Callable[[], Any]) -> None:
         self._what, self._function = what, function
 
-    def place(self, places: Any) -> None:
-        """It takes nothing."""
-
-    def run(self, rt: Runtime, executor: Any, at: list[Any], held: list[Any]) -> None:
-        """Note it."""
-        self._function()
+    def bind(self, bound: Bound, rt: Runtime) -> None:
+        """See `Step`."""
+        bound.run(lambda *_: self._function())
 
     def __repr__(self) -> str:
         return f"note: {self._what}"
@@ -152,10 +150,11 @@ class Called:
             Patch(i, symbols.slot_of(t.ptr), t.ptr - bases[symbols.slot_of(t.ptr)]) for i, t in enumerate(found)
         )
 
-    def place(self, places: Any) -> None:
-        """It reads slots and offsets."""
+    def bind(self, bound: Bound, rt: Runtime) -> None:
+        """See `Step`."""
+        bound.run(self._call)
 
-    def run(self, rt: Runtime, executor: Any, at: list[Any], held: list[Any]) -> None:
+    def _call(self, rt: Runtime, executor: Any, at: list[Any], held: list[Any]) -> None:
         """Call it with tensors over what is there now."""
         places = iter(self.patches)
 

@@ -7,33 +7,19 @@ immutable, belongs to no thread, stream or memory, and `print(tape)` says all th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from operator import attrgetter, itemgetter
+from operator import attrgetter
 from typing import Any, NamedTuple, NoReturn, Protocol
 
 from te_core.dtypes import DType
 from te_core.errors import LibraryError
 from te_core.runtime import Runtime
 from te_core.symbols import Patch
+from te_core.tape.bound import Bound, Step
 from te_core.tensor import Tensor
 
 _address_of = attrgetter("ptr")
-
-
-class Step(Protocol):
-    """A launch, a library's call, a fill, or a change of what memory is held."""
-
-    @property
-    def patches(self) -> Sequence[Patch]:
-        """Where it takes addresses."""
-
-    def place(self, places: Places) -> None:
-        """Note where in `at` it finds what it takes."""
-
-    def run(self, rt: Runtime, executor: Any, at: list[Any], held: list[Any]) -> None:
-        """Do it. `at` has the address of each slot and, behind these, all else that steps take (`Places`); `held` has
-        what holds the memory of each slot and, last, the call's other objects."""
 
 
 class Result(Protocol):
@@ -58,51 +44,18 @@ class Slot(NamedTuple):
     zeroed: bool = False  # scratch memory that begins as zeros
 
 
-class Places:
-    """The list `at` of a tape: the addresses of its slots, addresses inside of them, and constants.
-
-    So what a step takes is a choice of elements, made by one call in C.
-    """
-
-    def __init__(self, slots: Sequence[Slot]) -> None:
-        self.slots = slots
-        self.inside: dict[tuple[int, int], int] = {}  # by slot and offset
-        self.values: list[Any] = []  # behind the slots: constants, and room for addresses inside of them
-
-    def _add(self, value: Any) -> int:
-        self.values.append(value)
-        return len(self.slots) + len(self.values) - 1
-
-    def of(self, slot: int, offset: int) -> int:
-        """Where the address of a slot plus an offset is."""
-        if not offset:
-            return slot
-        found = self.inside.get((slot, offset))
-        if found is None:
-            found = self.inside[slot, offset] = self._add(0)
-        return found
-
-    def chosen(self, constants: Sequence[Any], patches: Sequence[Patch]) -> Callable[[list[Any]], Sequence[Any]]:
-        """What chooses these of `at`: constants, and at the numbers of the patches addresses."""
-        addresses = {number: self.of(slot, offset) for number, slot, offset in patches}
-        where = [addresses[i] if i in addresses else self._add(value) for i, value in enumerate(constants)]
-        return itemgetter(*where) if len(where) > 1 else lambda at: [at[i] for i in where]
-
-
 class Take:
     """Take memory from the allocator."""
 
-    __slots__ = ("dtype", "inside", "mask", "shape", "slot")
+    __slots__ = ("dtype", "mask", "shape", "slot")
     patches: tuple[Patch, ...] = ()
-    inside: tuple[tuple[int, int], ...]  # which places are addresses inside of it, and their offsets
 
     def __init__(self, slot: int, shape: tuple[int, ...], dtype: DType, alignment: int) -> None:
         self.slot, self.shape, self.dtype, self.mask = slot, shape, dtype, alignment - 1
-        self.inside = ()
 
-    def place(self, places: Places) -> None:
-        """See `Step`: when all other steps are placed."""
-        self.inside = tuple((place, at) for (slot, at), place in places.inside.items() if slot == self.slot)
+    def bind(self, bound: Bound, rt: Runtime) -> None:
+        """See `Step`."""
+        bound.take(self, self.slot, self.mask)
 
     def refuse(self, rt: Runtime, address: int) -> NoReturn:
         """The allocator broke its promise."""
@@ -126,53 +79,18 @@ class Drop:
     def __init__(self, slot: int, given: bool) -> None:
         self.slot, self.given = slot, given
 
-    def place(self, places: Places) -> None:
+    def bind(self, bound: Bound, rt: Runtime) -> None:
         """See `Step`."""
-
-    def run(self, rt: Runtime, executor: Any, at: list[int], held: list[Any]) -> None:
-        """Hold it no longer."""
-        was, held[self.slot] = held[self.slot], None
-        if self.given and was.__class__ is Tensor:  # the caller's view of it goes on living, without memory
-            was.owner = None
+        bound.drop(self.slot)
 
     def __repr__(self) -> str:
         return f"drop t{self.slot}"
 
 
-def _in_order(steps: Sequence[Any]) -> Iterator[tuple[Sequence[Any], Sequence[Any]]]:
-    """The steps as a replay does them: some takes, with all that it reads of them, then what others do, and so on."""
-    takes: list[Any] = []
-    others: list[Any] = []
-    for step in steps:
-        if isinstance(step, Take):
-            if others:
-                yield tuple(takes), tuple(others)
-                takes, others = [], []
-            takes.append((step, step.slot, step.mask, step.inside))
-        else:
-            others.append(step.run)
-    yield tuple(takes), tuple(others)
-
-
 class Tape:
     """A recorded call."""
 
-    __slots__ = (
-        "_inside",
-        "_more",
-        "_nothing",
-        "_order",
-        "_scratch",
-        "given",
-        "inputs",
-        "keeps",
-        "peak",
-        "result",
-        "slots",
-        "steps",
-        "takes",
-        "what",
-    )
+    __slots__ = ("_bound", "_scratch", "given", "inputs", "keeps", "peak", "result", "slots", "steps", "takes", "what")
 
     def __init__(
         self, what: str, slots: Sequence[Slot], steps: Sequence[Step], peak: int, result: Result, keeps: Sequence[Any]
@@ -189,14 +107,7 @@ class Tape:
             (i, slot.name, slot.nbytes, slot.zeroed) for i, slot in enumerate(slots) if slot.kind == "scratch"
         )
         self.takes = tuple(step for step in self.steps if isinstance(step, Take))
-        places = Places(self.slots)
-        for step in sorted(self.steps, key=lambda step: isinstance(step, Take)):
-            step.place(places)
-        more = len(self.slots) - self.inputs
-        self._nothing, self._more = [None] * more, [0] * more + places.values
-        self._order = tuple(_in_order(self.steps))
-        known = {step.slot for step in self.takes}
-        self._inside = tuple((at, *where) for where, at in places.inside.items() if where[0] not in known)
+        self._bound: dict[int, Bound] = {}  # by the executor's number
 
     def replay(self, rt: Runtime, at: list[Any], held: list[Any], wholes: Sequence[Any]) -> None:
         """Do it again. `at` has the addresses of the inputs and `held` what holds them; both become those of all slots,
@@ -204,22 +115,25 @@ class Tape:
 
         `wholes` are the call's other objects: quantized tensors that some of the inputs are pieces of, communicators.
         """
-        at += self._more
-        held += self._nothing
+        executor = rt.executor()
+        bound = self._bound.get(executor.number) or self._bind(rt, executor)
+        at += bound.more
+        held += bound.nothing
         held.append(wholes)
+        at[bound.stream] = rt.stream
         for slot, name, nbytes, zeroed in self._scratch:
             at[slot] = rt.workspace(name, nbytes, zeroed)
-        for place, slot, offset in self._inside:
+        for place, slot, offset in bound.inside:
             at[place] = at[slot] + offset
-        executor = rt.executor()
         makers: Any = getattr(rt.allocator, "makers", None)
         if makers is not None:
             makers, address_of = makers(self.given, self.takes), rt.allocator.address_of  # type: ignore[attr-defined]
         else:
             makers, address_of = self._makers(rt), _address_of
         entered = executor.driver.enter(executor.context) if executor.context else False
+        chosen = None
         try:
-            for takes, others in self._order:
+            for takes, calls, runs, drops in bound.groups:
                 for take, slot, mask, inside in takes:
                     held[slot] = makers[slot]()  # held by nothing else
                     at[slot] = address = address_of(held[slot])
@@ -227,11 +141,28 @@ class Tape:
                         take.refuse(rt, address)
                     for place, offset in inside:
                         at[place] = address + offset
-                for run in others:
+                for call, chosen in calls:
+                    call(*chosen(at))
+                chosen = None
+                for run in runs:
                     run(rt, executor, at, held)
+                for slot in drops:
+                    if held[slot].__class__ is Tensor:  # the caller's view of it goes on living, without memory
+                        held[slot].owner = None
+                    held[slot] = None
+        except Exception as error:
+            bound.explain(error, chosen)
+            raise
         finally:
             if entered:
                 executor.driver.leave()
+
+    def _bind(self, rt: Runtime, executor: Any) -> Bound:
+        """For this executor. There are as many as threads work at once on a device; they are never destroyed."""
+        made = self._bound[executor.number] = Bound(
+            [(slot.shape, slot.dtype) for slot in self.slots], self.inputs, self.steps, rt
+        )
+        return made
 
     def _makers(self, rt: Runtime) -> dict[int, Callable[[], Any]]:
         """By slot, what takes its memory and gives what holds it: for an allocator that keeps no such list."""

@@ -106,10 +106,11 @@ _ONCE = _Seen()
 class Shortcut:
     """How a call is replayed by an adapter who makes the addresses himself and reads the results where `plain` says."""
 
-    __slots__ = ("plain", "tape", "trial")
+    __slots__ = ("made", "plain", "tape", "trial")
 
     def __init__(self, tape: Tape | None, plain: Any, trial: Trial) -> None:
         self.tape, self.plain, self.trial = tape, plain, trial  # without a tape: such a call has none
+        self.made: Any = None  # what the adapter makes of `plain` at first use
 
     def replay(self, rt: Runtime, at: list[Any], held: list[Any]) -> None:
         """`Tape.replay`, counted."""

@@ -141,11 +141,17 @@ class SplitParameters(BaseModule):
         )
 
     def _joined_weight(self, dtype: torch.dtype, precision: int) -> torch.Tensor:
+        weight = self._parameters.get("weight")
+        if weight is not None and weight.dtype == dtype:  # nearly always
+            return weight
         if "" in self._parts:
             return self._weight("weight", dtype, precision)
         return _joined([self._weight(name, dtype, precision) for name in self._part_names["weight"]])
 
     def _joined_bias(self, dtype: torch.dtype) -> torch.Tensor | None:
+        bias: torch.Tensor | None = self._parameters.get("bias")
+        if bias is not None and bias.dtype == dtype:  # nearly always
+            return bias
         if not self.use_bias:
             return None
         parts = [self._tensor(name) for name in self._part_names["bias"]]

@@ -380,19 +380,22 @@ def test_scratch_memory_is_asked_for_in_full(make: Make) -> None:
 
 
 def test_descriptors_may_be_evicted(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An executor keeps a few; those of a tape's products are made again from its plans, and the others are freed."""
+    """An executor keeps a few, and a tape those of its products. With the tape they go."""
     machine, tapes, build = make(), Tapes(), MLP("delayed")
     rt = machine.runtime()
     for _ in range(2):
         one = run(machine, rt, tapes, build, "never")
-    run(machine, rt, tapes, build, "first")
     monkeypatch.setattr(gemm_run, "_PREPARED", 1)
     rt.executor().gemms._prepared.clear()
     before = machine.lt.counts["descriptor"]
-    for _ in range(2):
+    for _ in range(3):
         alike(one, run(machine, rt, tapes, build, "first"))
-    assert machine.lt.counts["descriptor"] == before + 12  # of six products
-    assert len(machine.lt.made) == 4  # one is left: a descriptor, three layouts
+        rt.executor().gemms._prepared.clear()
+    assert machine.lt.counts["descriptor"] == before + 6  # of six products
+    assert len(machine.lt.made) == 6 * 4  # of each a descriptor and three layouts
+    taped.forget()
+    gc.collect()
+    assert not machine.lt.made
 
 
 class Interrupting:

@@ -348,7 +348,7 @@ def test_changes_of_the_whole(pair: Ranks, kind: str, change: str, rows: int) ->
         one = found[0][1]
         made = {n: torch.cat([f[0][n] for f in found], d) for n, d in zip("xy", cut_ends(kind, True), strict=True)}
         made["weight"] = joined([f[0]["weight"] for f in found], cut_of(kind, "weight"))
-        # Other tensors than what is gathered have the rank's own scale, unless it is delayed: then two roundings differ,
+        # Other tensors than what is gathered have the rank's own scale, unless it is delayed: two roundings differ,
         # of which the coarser, of gradients to 2 bits of mantissa, leaves 25 dB each and 22 between both.
         for name in made:
             own = recipe != "delayed" or (per_tensor and name != alike)

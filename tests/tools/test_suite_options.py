@@ -54,7 +54,7 @@ def test_threads_and_examples():
 def suite(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("suite")
     (folder / "tests").mkdir()
-    for name in ("__init__.py", "conftest.py", "backends.py", "recordings.py"):
+    for name in ("__init__.py", "conftest.py", "backends.py", "recordings.py", "tally.py"):
         shutil.copy(ROOT / "tests" / name, folder / "tests")
     shutil.copy(ROOT / "pyproject.toml", folder)
     (folder / "tests" / "test_small.py").write_text(SUITE)

@@ -42,23 +42,23 @@ MODULES: dict[str, Any] = {
 #: (forward, forward + backward), as Python 3.11 counts, and some calls more: an address that moved costs a pointer of a
 #: product's. Later versions of Python count no comprehensions, so that they count less.
 BOUNDS: dict[tuple[str, str | None], tuple[Counts, Counts]] = {
-    ("Linear", None): (Counts(55, 31, 1, 1), Counts(100, 82, 4, 3)),
-    ("Linear", "delayed"): (Counts(85, 53, 3, 4), Counts(156, 121, 7, 9)),
-    ("Linear", "current"): (Counts(71, 52, 3, 5), Counts(123, 111, 7, 10)),
-    ("Linear", "block"): (Counts(68, 48, 3, 3), Counts(118, 104, 7, 7)),
-    ("LayerNormLinear", None): (Counts(62, 40, 4, 2), Counts(111, 104, 10, 6)),
-    ("LayerNormLinear", "delayed"): (Counts(91, 60, 5, 4), Counts(166, 142, 12, 11)),
-    ("LayerNormLinear", "current"): (Counts(80, 62, 6, 5), Counts(136, 135, 13, 12)),
-    ("LayerNormLinear", "block"): (Counts(76, 57, 6, 4), Counts(130, 126, 13, 10)),
-    ("LayerNormMLP", None): (Counts(71, 49, 6, 4), Counts(135, 129, 16, 12)),
-    ("LayerNormMLP", "delayed"): (Counts(101, 70, 9, 7), Counts(193, 165, 19, 18)),
-    ("LayerNormMLP", "current"): (Counts(93, 74, 10, 10), Counts(165, 162, 21, 22)),
-    ("LayerNormMLP", "block"): (Counts(92, 71, 13, 8), Counts(164, 157, 25, 19)),
-    ("DotProductAttention", None): (Counts(76, 41, 2, 1), Counts(115, 93, 5, 2)),
-    ("TransformerLayer", None): (Counts(278, 192, 15, 9), Counts(434, 365, 35, 28)),
-    ("TransformerLayer", "delayed"): (Counts(340, 224, 22, 15), Counts(545, 429, 45, 39)),
-    ("TransformerLayer", "current"): (Counts(329, 237, 23, 22), Counts(510, 432, 47, 49)),
-    ("TransformerLayer", "block"): (Counts(322, 226, 26, 17), Counts(499, 414, 51, 41)),
+    ("Linear", None): (Counts(47, 30, 1, 1), Counts(82, 76, 4, 3)),
+    ("Linear", "delayed"): (Counts(75, 52, 3, 4), Counts(134, 115, 7, 9)),
+    ("Linear", "current"): (Counts(59, 51, 3, 5), Counts(97, 105, 7, 10)),
+    ("Linear", "block"): (Counts(58, 47, 3, 3), Counts(95, 98, 7, 7)),
+    ("LayerNormLinear", None): (Counts(53, 39, 4, 2), Counts(89, 93, 10, 6)),
+    ("LayerNormLinear", "delayed"): (Counts(81, 59, 5, 4), Counts(141, 130, 12, 11)),
+    ("LayerNormLinear", "current"): (Counts(66, 61, 6, 5), Counts(105, 123, 13, 12)),
+    ("LayerNormLinear", "block"): (Counts(64, 56, 6, 4), Counts(102, 115, 13, 10)),
+    ("LayerNormMLP", None): (Counts(63, 46, 6, 4), Counts(100, 110, 16, 12)),
+    ("LayerNormMLP", "delayed"): (Counts(90, 67, 9, 7), Counts(152, 145, 19, 18)),
+    ("LayerNormMLP", "current"): (Counts(75, 71, 10, 10), Counts(116, 142, 21, 22)),
+    ("LayerNormMLP", "block"): (Counts(73, 68, 13, 8), Counts(113, 137, 25, 19)),
+    ("DotProductAttention", None): (Counts(73, 42, 2, 1), Counts(108, 90, 5, 2)),
+    ("TransformerLayer", None): (Counts(248, 188, 15, 9), Counts(348, 327, 35, 28)),
+    ("TransformerLayer", "delayed"): (Counts(303, 220, 22, 15), Counts(448, 390, 45, 39)),
+    ("TransformerLayer", "current"): (Counts(281, 232, 23, 22), Counts(393, 393, 47, 49)),
+    ("TransformerLayer", "block"): (Counts(277, 222, 26, 17), Counts(386, 375, 51, 41)),
 }
 
 
@@ -70,7 +70,7 @@ def drawn(*shape: int) -> torch.Tensor:
 def repeated(
     name: str, recipe: str | None, folder: Path
 ) -> Iterator[tuple[Null, Callable[[], Any], Callable[[], None]]]:
-    """A module's forward, and its forward + backward, over a GPU that is not there; calls like them were made before."""
+    """A module's forward, and its forward + backward, over a GPU that is not there, made some times before."""
     before = taped.when()
     taped.set_when("first")
     try:

@@ -184,7 +184,7 @@ def test_nothing_lives_on_of_a_recording_that_fails(
 @pytest.mark.parametrize("name", ["Linear", "LayerNormMLP gated"])
 def test_nothing_lives_on_of_a_replay_that_fails(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """And the next one gives what the layer gives."""
-    module, run, left = made(name), recorder.Called.run, [1 << 30]
+    module, run, left = made(name), recorder.Called._call, [1 << 30]
 
     def fails(self: Any, *arguments: Any) -> None:
         left[0] -= 1
@@ -192,7 +192,7 @@ def test_nothing_lives_on_of_a_replay_that_fails(name: str, monkeypatch: pytest.
             raise MemoryError
         run(self, *arguments)
 
-    monkeypatch.setattr(recorder.Called, "run", fails)
+    monkeypatch.setattr(recorder.Called, "_call", fails)
     with tapes("first") as ran:
         watched = Watched()
         use(module, "current", watched, True)

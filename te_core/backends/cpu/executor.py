@@ -40,7 +40,7 @@ class Executor:
 
     __slots__ = ("_allocator", "_blocks", "codes", "odd", "value", "wide")
 
-    context = 0  # a GPU's affair
+    context = number = 0  # a GPU's affair: the steps of a tape are no executor's here
 
     def __init__(self, allocator: Allocator) -> None:
         self._allocator = allocator

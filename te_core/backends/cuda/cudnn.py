@@ -33,7 +33,7 @@ from te_core import device, dtypes, libraries
 from te_core.errors import LibraryError, UnsupportedError
 from te_core.kernels.compiler import read_cache, write_cache
 from te_core.runtime import Runtime
-from te_core.symbols import patches
+from te_core.symbols import STREAM, patches
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -135,14 +135,37 @@ class Handle:
 
     def execute(self, graph: Graph, pointers: Sequence[int], workspace: int, stream: int) -> None:
         """Launch on a stream; the addresses in the order of `graph.operands`."""
-        if stream != self.stream:
-            self._native._raw_set_stream(self.raw, stream)
-            self.stream = stream
+        self.follow(self, stream)
         if graph.run is None:
-            graph.built._execute(dict(zip(graph.uids, pointers, strict=True)), workspace, self.raw)
+            self.execute_by_name(graph, workspace, *pointers)
             return
         graph.pack(self._values, 0, *pointers)
         graph.run(self._address, graph.count, workspace, self.raw, -1)
+
+    def execute_by_name(self, graph: Graph, workspace: int, *pointers: int) -> None:
+        """The same where the frontend takes no list."""
+        graph.built._execute(dict(zip(graph.uids, pointers, strict=True)), workspace, self.raw)
+
+    @staticmethod
+    def follow(handle: Handle, stream: int) -> None:
+        """Later runs are on this stream."""
+        if stream != handle.stream:
+            handle._native._raw_set_stream(handle.raw, stream)
+            handle.stream = stream
+
+    def bind(self, step: Attended, bound: Any) -> None:
+        """What a replay calls for it."""
+        graph, (*pointers, scratch) = step.graph, step.addresses
+        bound.call(step, self.follow, (self, STREAM), ())
+        operands = [p._replace(number=p.number + 2) for p in step.patches if p.number < graph.count]
+        behind = [p for p in step.patches if p.number == graph.count]  # the scratch memory's, if it has any
+        if graph.run is None:
+            operands += [p._replace(number=1) for p in behind]
+            bound.call(step, self.execute_by_name, (graph, scratch, *pointers), operands)
+            return
+        bound.call(step, graph.pack, (self._values, 0, *pointers), operands)
+        arguments = self._address, graph.count, scratch, self.raw, -1
+        bound.call(step, graph.run, arguments, [p._replace(number=2) for p in behind])
 
 
 def handle(rt: Runtime) -> Handle:
@@ -180,30 +203,33 @@ def _run(rt: Runtime, executor: Any, graph: Graph, pointers: Sequence[int], scra
     try:
         (executor.attention or handle(rt)).execute(graph, pointers, scratch, rt.stream)
     except RuntimeError as error:
-        raise LibraryError(
-            "attention",
-            f"cuDNN: {error}",
-            "success",
-            "check that every tensor is alive, starts at 16 bytes and is on the runtime's device",
-        ) from error
+        raise _refused(error) from error
+
+
+def _refused(error: RuntimeError) -> LibraryError:
+    return LibraryError(
+        "attention",
+        f"cuDNN: {error}",
+        "success",
+        "check that every tensor is alive, starts at 16 bytes and is on the runtime's device",
+    )
 
 
 class Attended:
     """A recorded run of a graph; the last address is its scratch memory's."""
 
-    __slots__ = ("addresses", "chosen", "graph", "patches")
+    __slots__ = ("addresses", "graph", "patches")
 
     def __init__(self, graph: Graph, addresses: Sequence[int], bases: Sequence[int]) -> None:
         self.graph, self.addresses, self.patches = graph, addresses, patches(addresses, bases)
 
-    def place(self, places: Any) -> None:
-        """Note where its operands will be."""
-        self.chosen = places.chosen(self.addresses, self.patches)
+    def bind(self, bound: Any, rt: Runtime) -> None:
+        """With the handle of the thread that replays."""
+        handle(rt).bind(self, bound)
 
-    def run(self, rt: Runtime, executor: Any, at: Sequence[Any], held: Sequence[Any]) -> None:
-        """Run it on what is there now."""
-        *pointers, scratch = self.chosen(at)
-        _run(rt, executor, self.graph, pointers, scratch)
+    def explain(self, error: Exception) -> Exception | None:
+        """An error of its calls in words."""
+        return _refused(error) if isinstance(error, RuntimeError) else None
 
     def __repr__(self) -> str:
         return f"cuDNN graph of {self.graph.count} tensors"

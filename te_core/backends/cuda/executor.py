@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 from threading import local
 from typing import Any
 
 from te_core import libraries
 from te_core.kernels.loader import Arguments
 from te_core.runtime import Runtime
+
+_numbers = itertools.count(1)
 
 
 class Executor:
@@ -16,10 +19,11 @@ class Executor:
     It is never destroyed: captured graphs may hold memory of its handles. A thread that ends leaves it to the next.
     """
 
-    __slots__ = ("_index", "arguments", "attention", "context", "driver", "gemms")
+    __slots__ = ("_index", "arguments", "attention", "context", "driver", "gemms", "number")
 
     def __init__(self, index: int) -> None:
         self._index = index
+        self.number = next(_numbers)  # tapes know it by this (te_core/tape/bound.py)
         self.driver = libraries.driver()
         self.context = 0
         self.arguments = Arguments()

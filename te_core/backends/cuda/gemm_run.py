@@ -19,7 +19,7 @@ from te_core.dtypes import DType
 from te_core.errors import LibraryError
 from te_core.kernels.loader import Kernel
 from te_core.runtime import Runtime
-from te_core.symbols import patches
+from te_core.symbols import STREAM, Patch, patches
 from te_core.tensor import Tensor
 
 if TYPE_CHECKING:
@@ -115,53 +115,70 @@ class LtPlan:
 
 
 def multiply(
-    rt: Runtime,
-    executor: Any,
-    plan: LtPlan,
-    operands: tuple[int, int, int, int],
-    pointers: Sequence[int],
-    scratch: int | None = None,
+    rt: Runtime, executor: Any, plan: LtPlan, operands: tuple[int, int, int, int], pointers: tuple[int, ...]
 ) -> None:
     """One call of cuBLASLt, with the thread's descriptors; or its record.
 
-    Operands: the addresses of a, b, out and alpha (0: it is known); pointers: those that a run sets. `scratch` is given
-    by a replay.
+    Operands: the addresses of a, b, out and alpha (0: it is known); pointers: those that a run sets.
     """
-    if scratch is None:
-        scratch = rt.workspace("cublasLt", (executor.gemms or cache_of(rt)).limit) if plan.workspace else 0
-        if rt.recorder is not None:
-            rt.recorder.add(Multiplied(plan, (scratch, *operands, *pointers), rt.recorder.bases))
-            return
+    scratch = rt.workspace("cublasLt", (executor.gemms or cache_of(rt)).limit) if plan.workspace else 0
+    if rt.recorder is not None:
+        rt.recorder.add(Multiplied(plan, (scratch, *operands, *pointers), rt.recorder.bases))
+        return
     try:
         (executor.gemms or cache_of(rt)).get(plan).run(rt, *operands, pointers, scratch)
     except Exception as error:
-        status = getattr(error, "status", None)
-        if status is None:
+        refused = _refused(plan, error)
+        if refused is None:
             raise
-        raise LibraryError(
-            "gemm",
-            f"cuBLASLt status {status} ({error}) from {plan.explain()}",
-            "success",
-            "check that every tensor is alive and on the runtime's device; report it with this message",
-        ) from error
+        raise refused from error
+
+
+def _refused(plan: LtPlan, error: Exception) -> LibraryError | None:
+    """An error of cuBLASLt's in words."""
+    status = getattr(error, "status", None)
+    if status is None:
+        return None
+    return LibraryError(
+        "gemm",
+        f"cuBLASLt status {status} ({error}) from {plan.explain()}",
+        "success",
+        "check that every tensor is alive and on the runtime's device; report it with this message",
+    )
+
+
+#: Where the addresses that a product is recorded with (scratch, a, b, out, alpha) stand in `Prepared.arguments`.
+_WHERE = (13,), (5,), (3,), (8, 10), (2, 7)
 
 
 class Multiplied:
-    """A recorded call of cuBLASLt. Descriptors and the handle are those of the thread that replays."""
+    """A recorded call of cuBLASLt, with the addresses of scratch, a, b, out, alpha and of what a run sets."""
 
-    __slots__ = ("addresses", "chosen", "patches", "plan")
+    __slots__ = ("addresses", "patches", "plan")
 
     def __init__(self, plan: LtPlan, addresses: Sequence[int], bases: Sequence[int]) -> None:
         self.plan, self.addresses, self.patches = plan, addresses, patches(addresses, bases)
 
-    def place(self, places: Any) -> None:
-        """Note where its operands will be."""
-        self.chosen = places.chosen(self.addresses, self.patches)
+    def bind(self, bound: Any, rt: Runtime) -> None:
+        """With the descriptors and the handle of the thread that replays."""
+        prepared = cache_of(rt).get(self.plan)
+        bound.keep(prepared)
+        (scratch, a, b, out, alpha), pointers = self.addresses[:5], self.addresses[5:]
+        if pointers:
+            behind = [p._replace(number=p.number - 4) for p in self.patches if p.number >= 5]
+            bound.call(self, Prepared.point, (prepared, *pointers), behind)
+        arguments = prepared.arguments(a, b, out, alpha, scratch, STREAM)
+        found = [
+            Patch(number, p.slot, p.offset + (4 if number == 7 else 0))  # beta is behind alpha
+            for p in self.patches
+            if p.number < 5
+            for number in _WHERE[p.number]
+        ]
+        bound.call(self, prepared.matmul, arguments, found)
 
-    def run(self, rt: Runtime, executor: Any, at: Sequence[Any], held: Sequence[Any]) -> None:
-        """Multiply what is there now."""
-        chosen: Any = self.chosen(at)
-        multiply(rt, executor, self.plan, chosen[1:5], chosen[5:], chosen[0])
+    def explain(self, error: Exception) -> Exception | None:
+        """An error of its calls in words."""
+        return _refused(self.plan, error)
 
     def __repr__(self) -> str:
         spec = self.plan.spec
@@ -183,7 +200,6 @@ class Prepared:
 
     __slots__ = (
         "_last",
-        "_matmul",
         "_set",
         "a_layout",
         "algo",
@@ -193,6 +209,7 @@ class Prepared:
         "beta",
         "cache",
         "desc",
+        "matmul",
         "needs",
         "out_layout",
         "values",
@@ -201,7 +218,7 @@ class Prepared:
 
     def __init__(self, cache: GemmCache, spec: GemmSpec, route: LtRoute) -> None:
         lt = cache.lt
-        self.cache, self._matmul, self._set = cache, lt.matmul, lt.matmul_desc_set_attribute
+        self.cache, self.matmul, self._set = cache, lt.matmul, lt.matmul_desc_set_attribute
         self.desc = self.a_layout = self.b_layout = self.out_layout = 0
         types = lt_.DATA_TYPES
         compute = lt_.COMPUTE_32F_FAST_TF32 if spec.tf32 and spec.a is dtypes.float32 else lt_.COMPUTE_32F
@@ -233,7 +250,7 @@ class Prepared:
         self.values_at = ctypes.addressof(self.values)
         self._last: Sequence[int] | None = None
         # The heuristic looks at whether a pointer is set and how it is aligned, not at where it points.
-        self._point([(1 << 20) + spec.alignment] * len(self.attributes))
+        self.point(*[(1 << 20) + spec.alignment] * len(self.attributes))
         self.algo = self.needs = 0
 
     def finished(self, plan: LtPlan) -> Prepared:
@@ -241,7 +258,10 @@ class Prepared:
         self.algo, self.needs = plan.algo, plan.workspace
         return self
 
-    def _point(self, pointers: Sequence[int]) -> None:
+    def point(self, *pointers: int) -> None:
+        """Later runs read these: scales, a bias."""
+        if pointers == self._last:
+            return
         values, at, last = self.values, self.values_at, self._last
         self._last = None  # until all are set
         for i, attribute in enumerate(self.attributes):
@@ -250,28 +270,19 @@ class Prepared:
                 self._set(self.desc, attribute, at + 8 * i, 8)
         self._last = pointers
 
-    def run(self, rt: Runtime, a: int, b: int, out: int, alpha: int, pointers: Sequence[int], scratch: int) -> None:
-        """Launch on the runtime's stream; with alpha and, behind it, beta at this address of the device, if not 0."""
-        if pointers != self._last:
-            self._point(pointers)
-        self._matmul(
-            self.cache.handle,
-            self.desc,
-            alpha or self.alpha,
-            b,
-            self.a_layout,
-            a,
-            self.b_layout,
-            alpha + 4 if alpha else self.beta,
-            out,
-            self.out_layout,
-            out,
-            self.out_layout,
-            self.algo,
-            scratch,
-            self.needs,
-            rt.stream,
-        )
+    def run(self, rt: Runtime, a: int, b: int, out: int, alpha: int, pointers: tuple[int, ...], scratch: int) -> None:
+        """Launch on the runtime's stream."""
+        self.point(*pointers)
+        self.matmul(*self.arguments(a, b, out, alpha, scratch, rt.stream))
+
+    def arguments(self, a: int, b: int, out: int, alpha: int, scratch: int, stream: Any) -> tuple[Any, ...]:
+        """Of the library, which is column-major: the other operand comes first. alpha, if not 0: where on the device it
+        and, behind it, beta are.
+        """
+        first, beta = (alpha, alpha + 4) if alpha else (self.alpha, self.beta)
+        operands = (b, self.a_layout, a, self.b_layout)
+        results = (out, self.out_layout, out, self.out_layout)
+        return self.cache.handle, self.desc, first, *operands, beta, *results, self.algo, scratch, self.needs, stream
 
     def __del__(self) -> None:
         lt = self.cache.lt
@@ -345,7 +356,7 @@ def _run_unfused(
     if route is None:  # K is 0
         rt.backend.zero(rt, acc)
     else:
-        pointers = [operands[i].ptr for _, i in route.attributes]  # type: ignore[union-attr]
+        pointers = tuple([operands[i].ptr for _, i in route.attributes])  # type: ignore[union-attr]
         multiply(rt, rt.executor(), plan, (a.ptr, b.ptr, acc.ptr, 0), pointers)
     bias, aux = operands[BIAS], operands[AUX]
     assert plan.finish is not None

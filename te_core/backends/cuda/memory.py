@@ -12,7 +12,7 @@ from te_core.driver import Driver
 from te_core.dtypes import DType
 from te_core.errors import ArgumentError
 from te_core.runtime import Runtime
-from te_core.symbols import patches
+from te_core.symbols import STREAM, patches
 from te_core.tensor import Device, Tensor
 
 
@@ -104,19 +104,14 @@ def zero(rt: Runtime, out: Tensor) -> None:
 class Fill:
     """A recorded fill with zeros."""
 
-    __slots__ = ("address", "chosen", "nbytes", "patches")
+    __slots__ = ("address", "nbytes", "patches")
 
     def __init__(self, out: Tensor, bases: Sequence[int]) -> None:
         self.address, self.nbytes, self.patches = out.ptr, out.nbytes, patches((out.ptr,), bases)
 
-    def place(self, places: Any) -> None:
-        """Note where its address will be."""
-        self.chosen = places.chosen((self.address,), self.patches)
-
-    def run(self, rt: Runtime, executor: Any, at: Sequence[Any], held: Sequence[Any]) -> None:
-        """Fill what is there now."""
-        (address,) = self.chosen(at)
-        executor.driver.fill(address, 0, self.nbytes, rt.stream)
+    def bind(self, bound: Any, rt: Runtime) -> None:
+        """See `te_core.tape.tape.Step`."""
+        bound.call(self, libraries.driver().fill, (self.address, 0, self.nbytes, STREAM), self.patches)
 
     def __repr__(self) -> str:
         return f"fill {self.nbytes} bytes"
