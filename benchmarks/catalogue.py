@@ -14,6 +14,7 @@ class Benchmark:
     ratio: str = "of_copy"
     reference: str = "rate, 1 = device-to-device copy in the same process"
     on_cpu: bool = False  # whether a reduced run on a CPU says anything
+    shows_cpu: bool = False  # whether its figures mean something, and are shown
 
 
 #: By the module's name. A measuring function takes no argument and returns rows: dicts with a "case".
@@ -91,6 +92,11 @@ BENCHMARKS = {
         ("measure_inspect", "measure_features"),
         columns=("case", "us", "of_plain", "host us", "more us", "target", "ok"),
         ratio="of_plain", reference="fwd+bwd time, 1 = the plain FP8 step in the same process", on_cpu=True,
+    ),
+    "endurance": Benchmark(
+        columns=("case", "steps", "resident MiB", "torch MiB", "reserved MiB", "Python blocks", "tapes", "share",
+                 "of_middle", "target", "ok"),
+        ratio="of_middle", reference="what is held, 1 = the median of the middle third", on_cpu=True, shows_cpu=True,
     ),
     "training": Benchmark(
         columns=("case", "recipe", "seed", "last loss", "of_bf16", "held-out loss", "below unigram", "seconds", "ok"),

@@ -248,6 +248,8 @@ def read(path: Path) -> dict[str, Any]:
 
 def _plain(value: Any) -> Any:
     """JSON knows no nan, and five digits are more than a measurement has."""
+    if isinstance(value, dict):
+        return {key: _plain(element) for key, element in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain(element) for element in value]
     if isinstance(value, float):

@@ -11,9 +11,11 @@ from benchmarks.catalogue import BENCHMARKS
 
 
 def draw_record(record: dict[str, Any], path: Path) -> bool:
-    """The picture of a result; the training benchmark has curves."""
+    """The picture of a result; trainings have curves."""
     if record["name"] == "training":
         return _curves(record, path)
+    if record["name"] == "endurance":
+        return _memory(record, path)
     spec = BENCHMARKS[record["name"]]
     return _bars(record, path, spec.ratio, spec.reference)
 
@@ -65,6 +67,33 @@ def _curves(record: dict[str, Any], path: Path) -> bool:
         axes.set(xlabel="step", ylabel="training loss (nats a byte)")
         axes.set_title(f"training, {record['about']['device']}, {record['time'][:10]}", fontsize=10)
         axes.legend(fontsize=8)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, **({"metadata": {"Date": None}} if path.suffix == ".svg" else {}))
+        plt.close(figure)
+    return True
+
+
+def _memory(record: dict[str, Any], path: Path) -> bool:
+    """What was held, over the minutes; False without matplotlib."""
+    try:
+        import matplotlib
+    except ImportError:
+        return False
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    samples = record["rows"][-1]["samples"]
+    held = {key: values for key, values in samples.items() if key.endswith(" MiB") and values[0] is not None}
+    with matplotlib.rc_context({"svg.hashsalt": record["name"], "svg.fonttype": "none"}):
+        figure, axes = plt.subplots(figsize=(8, 3.5), layout="constrained")
+        for key, values in held.items():
+            axes.plot(samples["minutes"], values, linewidth=1, label=key.removesuffix(" MiB"))
+        most = max(max(values) for values in held.values())
+        for third in (1, 2):
+            axes.axvline(samples["minutes"][-1] * third / 3, color="black", linewidth=0.8, linestyle=":")
+        axes.set(xlabel="minutes", ylabel="MiB", ylim=(0, 1.1 * most))
+        axes.set_title(f"endurance, {record['about']['device']}, {record['time'][:10]}", fontsize=10)
+        axes.legend(fontsize=8, loc="lower right")
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, **({"metadata": {"Date": None}} if path.suffix == ".svg" else {}))
         plt.close(figure)

@@ -3,7 +3,8 @@
     python -m benchmarks.report gemm        the table of one benchmark, and its picture in docs/benchmarks/
     python -m benchmarks.report beside      two trees, before and after a change, of all that was run of them
 
-The same results give the same bytes. Results of a CPU are left out: they only show that a benchmark runs.
+The same results give the same bytes. Results of a CPU are left out, as most of them only show that a benchmark runs;
+those that mean something are taken where there are none of a GPU.
 """
 
 from __future__ import annotations
@@ -22,10 +23,14 @@ PICTURES = harness.ROOT / "docs" / "benchmarks"
 
 
 def by_age(name: str, folder: Path = harness.RESULTS) -> list[Path]:
-    """The results of a benchmark on a GPU, the latest last."""
-    named = re.compile(rf"\d{{4}}-\d\d-\d\d-(?!cpu-).+-{name}(-\d+)?\.json")
-    found = [path for path in folder.glob("*.json") if named.fullmatch(path.name)]
-    return sorted(found, key=lambda path: (harness.read(path)["time"], path.name))
+    """The results of a benchmark on a GPU, the latest last; a CPU's, where they are shown, before them."""
+    named = re.compile(rf"\d{{4}}-\d\d-\d\d-(cpu|.+)-{name}(-\d+)?\.json")
+    found = []
+    for path in folder.glob("*.json"):
+        match = named.fullmatch(path.name)
+        if match and (match[1] != "cpu" or (name in BENCHMARKS and BENCHMARKS[name].shows_cpu)):
+            found.append((match[1] != "cpu", harness.read(path)["time"], path.name, path))
+    return [path for *_, path in sorted(found)]
 
 
 def markdown(rows: list[harness.Row], columns: tuple[str, ...]) -> str:

@@ -25,7 +25,8 @@ def run(name: str, folder: Path, commit: str) -> bool:
         print(f"{name}: skipped, it measures a GPU and there is none", flush=True)
         return True
     if not harness.gpu():
-        print(f"{name}: no CUDA device; a reduced run on the reference backend, whose times mean nothing", flush=True)
+        reduced = "" if spec.shows_cpu else "a reduced run on "
+        print(f"{name}: no CUDA device; {reduced}the reference backend, whose times mean nothing", flush=True)
     start = time.perf_counter()
     module = importlib.import_module(f"benchmarks.{name}")
     rows: list[harness.Row] = [row for function in spec.functions for row in getattr(module, function)()]

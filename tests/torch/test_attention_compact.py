@@ -34,6 +34,7 @@ from tests.attention_steps import (
     step,
 )
 from tests.backends import requires_cuda
+from tests.covering import covering
 from tests.module_steps import differences, randomise, values
 from tests.module_steps import step as layer_step
 from tests.reference import attention as reference
@@ -255,8 +256,7 @@ def test_where_nobody_looks_nothing_is_lost(
     assert same(list(module(*tensors, (mask, mask))), list(known))
 
 
-@on_backends
-@pytest.mark.parametrize("layout", LAYOUTS)
+@covering(layout=LAYOUTS, backend=[FUSED, UNFUSED])
 def test_compiled(layout: str, backend: str, use: Any) -> None:
     use(backend)
     torch._dynamo.reset()

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.backends import devices
+from tests.covering import covering
 from tests.torch.test_compat import python
 
 DATA = Path(__file__).resolve().parents[1] / "data"
@@ -244,8 +245,7 @@ print("ok")
 """
 
 
-@pytest.mark.parametrize("reader", ["alias", "plain"])
-@pytest.mark.parametrize("writer", ["alias", "plain"])
+@covering(writer=["alias", "plain"], reader=["plain", "alias"])
 def test_pickles_name_our_modules(writer: str, reader: str, tmp_path: Path) -> None:
     """Whatever a class says: files move between processes with the alias and without."""
     (tmp_path / "main.py").write_text(PICKLES)

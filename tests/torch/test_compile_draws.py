@@ -15,6 +15,7 @@ from te_core.errors import UnsupportedError
 from te_core.recipe import DelayedScaling
 from te_torch import CudaRNGStatesTracker
 from tests.backends import devices
+from tests.covering import covering
 from tests.module_steps import differences, fp8_state
 
 on_devices = pytest.mark.parametrize("device", devices())
@@ -25,6 +26,7 @@ CASES: dict[str, dict[str, Any]] = {
     "hidden": {**ALL, "attention_dropout": 0.0},
     "all": ALL,  # with sequence_parallel attention draws from torch's own generator
 }
+RECIPES = {"high": None, "delayed": DelayedScaling(amax_history_len=2)}
 
 
 @pytest.fixture(autouse=True)
@@ -70,11 +72,9 @@ def in_checkpoint(module: Any, x: torch.Tensor) -> Any:
     return te.checkpoint(module, x)
 
 
-@pytest.mark.parametrize("recipe", [None, DelayedScaling(amax_history_len=2)], ids=["high", "delayed"])
-@pytest.mark.parametrize("run", [plainly, in_checkpoint])
-@pytest.mark.parametrize("case", CASES)
+@covering(turns=2, case=CASES, recipe=RECIPES, run=[plainly, in_checkpoint])
 @on_devices
-def test_draws_are_part_of_the_graph(case: str, run: Any, recipe: Any, device: str) -> None:
+def test_draws_are_part_of_the_graph(case: str, recipe: str, run: Any, device: str) -> None:
     """Two layers share a program, whose draws are those of eager code, and each goes on along the tracker's stream."""
     tracker = tracker_of(device)
     eager = [layer(tracker, device, **CASES[case]) for _ in range(2)]
@@ -82,11 +82,11 @@ def test_draws_are_part_of_the_graph(case: str, run: Any, recipe: Any, device: s
     counter = CompileCounterWithBackend("aot_eager")
     program = torch.compile(run, fullgraph=True, backend=counter)
     start = tracker._mark()
-    expected = steps(run, eager, recipe, device)
+    expected = steps(run, eager, RECIPES[recipe], device)
     end = tracker.get_states()[NAME]
     end = (end if isinstance(end, torch.Tensor) else end.get_state()).clone()
     start()
-    got = steps(program, compiled, recipe, device)
+    got = steps(program, compiled, RECIPES[recipe], device)
     after = tracker.get_states()[NAME]
     assert torch.equal(end, after if isinstance(after, torch.Tensor) else after.get_state())
     assert counter.frame_count == 1

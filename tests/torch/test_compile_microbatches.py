@@ -96,7 +96,7 @@ def pair(kind: str, device: str, **options: Any) -> tuple[Any, Any, Any]:
 
 
 @on_devices
-@covering(turns=2, kind=MODULES, recipe=["mxfp8", "delayed", "current", "block", "nvfp4"])
+@covering(kind=MODULES, recipe=["mxfp8", "delayed", "current", "block", "nvfp4"])
 def test_once_a_step(kind: str, recipe: str, device: str, quantized: list[Any]) -> None:
     """Three steps of three microbatches: two programs, one quantization of each weight in a step, no bit differs."""
     eager, module, counter = pair(kind, device)
@@ -259,7 +259,7 @@ def test_weights_that_are_held_quantized_need_no_copies(recipe: str, device: str
 
 
 @on_devices
-@pytest.mark.parametrize("recipe", ["delayed", "current"])
+@pytest.mark.parametrize("recipe", ["delayed", pytest.param("current", marks=pytest.mark.more)])
 def test_the_projections_of_a_transformer_layer(recipe: str, device: str, quantized: list[Any]) -> None:
     options: Any = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "params_dtype": BF16, "device": device}
     eager = te.TransformerLayer(64, 128, 4, **options)

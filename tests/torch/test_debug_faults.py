@@ -10,6 +10,7 @@ import torch
 import te_torch as te
 from te_torch.debug import bisect, inspect
 from tests.backends import devices
+from tests.covering import covering
 from tests.torch import planted
 
 on_devices = pytest.mark.parametrize("device", devices())
@@ -27,9 +28,7 @@ def planted_in(place: str, recipe: str, device: str, fault: Any) -> tuple[torch.
 
 
 @on_devices
-@pytest.mark.parametrize("fault", planted.FAULTS)
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("place", PLACES)
+@covering(turns=2, fault=planted.FAULTS, recipe=RECIPES, place=PLACES)
 def test_a_fault_is_first_in_the_report_and_named(place: str, recipe: str, fault: str, device: str) -> None:
     net, step = planted_in(place, recipe, device, planted.FAULTS[fault]())
     with inspect(net) as seen:

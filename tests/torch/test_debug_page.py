@@ -84,6 +84,7 @@ def wide(layers: int = 32, steps: int = 500) -> Report:
     return Report(list(range(steps)), series, [])
 
 
+@pytest.mark.more
 def test_a_page_of_many_layers_opens() -> None:
     report = wide()
     assert len(report.series) == 32 * 40

@@ -79,12 +79,10 @@ MODULES: dict[str, Callable[[], torch.nn.Module]] = {
 }
 
 
-@recipes
-@pytest.mark.parametrize("late", [True, False], ids=["late", "inside"])
-@pytest.mark.parametrize("name", MODULES)
-def test_replays_are_eager_steps(name: str, late: bool, recipe: str | None, fake: FakeDevice) -> None:
+@covering(turns=2, name=MODULES, recipe=RECIPES, update=["late", "inside"])
+def test_replays_are_eager_steps(name: str, recipe: str | None, update: str, fake: FakeDevice) -> None:
     """Scales and histories included, over steps in which they change; updates come before backward or behind it."""
-    module = MODULES[name]()
+    module, late = MODULES[name](), update == "late"
     eager = copy.deepcopy(module)
     graphed = graph(fake, module, recipe)
     assert graphed is module

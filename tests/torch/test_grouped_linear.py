@@ -24,6 +24,7 @@ from te_core.recipe import (
 from te_torch.base.quantized_init import quantized_model_init
 from te_torch.quantized import QuantizedTorch
 from tests.backends import devices, requires_cuda
+from tests.covering import covering
 from tests.module_steps import differences, fp8_state, randomise, values
 
 on_devices = pytest.mark.parametrize("device", devices())
@@ -497,8 +498,7 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @on_devices
-@pytest.mark.parametrize("held", [False, True])
-@pytest.mark.parametrize("name", [name for name in RECIPES if "nvfp4" not in name])  # which draws
+@covering(name=[name for name in RECIPES if "nvfp4" not in name], held=[False, True])  # NVFP4 draws
 def test_compiled(name: str, held: bool, device: str) -> None:
     """Equal to eager, whatever the splits are: no graph break, and one program for all that come as a tensor."""
     torch._dynamo.reset()

@@ -32,16 +32,15 @@ def one_thread():
     torch.set_num_threads(before)
 
 
-@pytest.mark.timeout(900)  # about a minute
-def test_fp8_trains_like_bf16_and_frozen_gradient_scales_are_found_out(one_thread: None) -> None:
-    """The training check reduced to 60 steps and two recipes."""
-    recipes = ("delayed", "current")
-    rows = {row["recipe"]: row for row in training.measure(device=torch.device("cpu"), recipes=recipes)}
+@pytest.mark.timeout(900)  # half a minute
+@pytest.mark.parametrize("recipe", ["delayed", pytest.param("current", marks=pytest.mark.more)])
+def test_fp8_trains_like_bf16_and_frozen_gradient_scales_are_found_out(recipe: str, one_thread: None) -> None:
+    """The training check reduced to 60 steps and a recipe."""
+    rows = {row["recipe"]: row for row in training.measure(device=torch.device("cpu"), recipes=(recipe,))}
     assert rows["bf16"]["below unigram"] >= 0.15  # it did learn: there is something to lose
-    for recipe in recipes:
-        assert abs(rows[recipe]["of_bf16"] - 1) <= 0.01, recipe
-        # Far outside, not at the edge: the 1 % of the line above tells FP8 from broken FP8.
-        assert rows[f"{recipe}, gradient scales frozen"]["of_bf16"] >= 1.05, recipe
+    assert abs(rows[recipe]["of_bf16"] - 1) <= 0.01
+    # Far outside, not at the edge: the 1 % of the line above tells FP8 from broken FP8.
+    assert rows[f"{recipe}, gradient scales frozen"]["of_bf16"] >= 1.05
 
 
 @pytest.mark.full
