@@ -66,6 +66,7 @@ class Groups:
     """What one call depends on besides its tensors: the rows of each group, and buffers for y and dx if given."""
 
     __slots__ = ("bounds", "dx", "out", "sizes")
+    not_recorded = "sizes of groups that the host knows"  # which are others in each call
 
     def __init__(self, sizes: Sequence[int], out: Tensor | None = None, dx: Tensor | None = None) -> None:
         self.sizes = tuple(sizes)

@@ -159,9 +159,13 @@ class Tape:
 
     def _bind(self, rt: Runtime, executor: Any) -> Bound:
         """For this executor. There are as many as threads work at once on a device; they are never destroyed."""
-        made = self._bound[executor.number] = Bound(
-            [(slot.shape, slot.dtype) for slot in self.slots], self.inputs, self.steps, rt
-        )
+        blocks = [(slot.shape, slot.dtype) for slot in self.slots]
+        entered = executor.driver.enter(executor.context) if executor.context else False  # handles are a device's
+        try:
+            made = self._bound[executor.number] = Bound(blocks, self.inputs, self.steps, rt)
+        finally:
+            if entered:
+                executor.driver.leave()
         return made
 
     def _makers(self, rt: Runtime) -> dict[int, Callable[[], Any]]:

@@ -21,7 +21,7 @@ from te_core.precision import Operand
 from te_core.runtime import Runtime
 from te_core.tape.recorder import record
 from te_core.tape.tape import Tape
-from te_core.tape.walk import NotRecordedError, facts
+from te_core.tape.walk import INSPECTED, NotRecordedError, facts
 from te_core.tensor import META, Tensor
 
 #: When a call is recorded: when its key is met first, when it is met again, never.
@@ -248,7 +248,7 @@ def never_recorded(spec: Any) -> str | None:
     for part in fields(spec):
         value = getattr(spec, part.name)
         if part.name == "inspect" and value is not None:
-            return "an inspector looks on"
+            return INSPECTED
         found = never_recorded(value)
         if found is not None:
             return found

@@ -116,9 +116,16 @@ def facts(value: Any, found: list[Tensor], wholes: list[Any], device: Any) -> An
     raise NotRecordedError(_unknown(kind))
 
 
+#: Why a call with an inspector is not recorded.
+INSPECTED = "an inspector looks on"
+
+
 @cache
 def _unknown(kind: type) -> str:
-    return f"an argument of type {kind.__name__}"
+    """Why an argument of this type is not recorded; a type may say so itself."""
+    if hasattr(kind, "inspect"):  # te_core.layers.inspector.Inspector
+        return INSPECTED
+    return getattr(kind, "not_recorded", f"an argument of type {kind.__name__}")
 
 
 def facts_of_scales(scales: Scales, device: Any) -> Facts:

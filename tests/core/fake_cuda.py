@@ -297,23 +297,25 @@ class Binding:
         self.machine, self.numbers = machine, itertools.count(1)
         self.modules: dict[int, str] = {}
         self.functions: dict[int, tuple[str, str]] = {}  # (module's text, entry)
+        self.contexts: dict[int, int] = {}  # of modules and functions
         self.letters: dict[int, str] = {}
 
     def moduleLoadData(self, image: bytes) -> int:  # noqa: N802
         number = next(self.numbers)
-        self.modules[number] = image.decode()
+        self.modules[number], self.contexts[number] = image.decode(), self.machine.lib.stack[-1]
         return number
 
     def moduleGetFunction(self, module: int, entry: str) -> int:  # noqa: N802
         number = next(self.numbers)
-        self.functions[number] = self.modules[module], entry
+        self.functions[number], self.contexts[number] = (self.modules[module], entry), self.contexts[module]
         return number
 
     def funcGetAttribute(self, number: int, function: int) -> int:  # noqa: N802
         return {4: 64}.get(number, 0)  # registers of a thread; no static shared memory, no spills
 
     def funcSetAttribute(self, function: int, number: int, value: int) -> None:  # noqa: N802
-        pass
+        if self.contexts[function] != self.machine.lib.stack[-1]:
+            self.machine.faults.append(f"{self.functions[function][1]} is set up on another device")
 
     def launchKernel(self, function: int, *rest: int) -> None:  # noqa: N802
         *sizes, shared, stream, pointers, _ = rest

@@ -17,6 +17,7 @@ import pytest
 from te_core import dtypes
 from te_core.backends.cuda import gemm_run
 from te_core.errors import ArgumentError, LibraryError
+from te_core.kernels import loader
 from te_core.plan_cache import PlanCache
 from te_core.runtime import Runtime
 from te_core.tape import taped
@@ -249,6 +250,17 @@ def test_each_device_has_its_context_and_its_tape(make: Make, build: Any, curren
         call = one[0].call
         tapes.of(call)(rt, *call.args, **call.options)
     assert machine.lib.stack == [current]
+
+
+def test_a_replay_sets_its_kernels_up_on_their_device(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that asks for more shared memory than one may without saying so, and that was recorded before it ran."""
+    monkeypatch.setattr(loader, "_SHARED_LIMIT", 0)
+    machine, tapes = make(devices=2), Tapes()
+    for index in (0, 1):
+        machine.lib.stack[-1] = 1001 - index  # the thread has chosen the other one
+        first = run(machine, machine.runtime(index=index), tapes, Linear("delayed"), "first")
+        assert all(done.count == taped.Counts(1, 1) for done in first)
+    assert not machine.faults
 
 
 # -------------------------------------------------------------------------------------------------- threads

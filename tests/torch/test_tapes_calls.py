@@ -351,7 +351,7 @@ def test_groups() -> None:
         y.sum().backward()
         return y, x.grad
 
-    same(program, "an argument of type Groups", replays=False)
+    same(program, "sizes of groups that the host knows", replays=False)
 
 
 def test_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:
