@@ -8,8 +8,10 @@ the backend.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from inspect import signature
+from functools import lru_cache, partial
+from inspect import Signature, signature
 from math import prod
+from types import FunctionType
 from typing import Any
 
 from te_core import dtypes, symbols
@@ -239,6 +241,12 @@ class RecordingRuntime(Runtime):
     side = wait = record = fresh = apart = tensor = numpy = _not_here
 
 
+@lru_cache(maxsize=256)
+def _signature(function: Callable[..., Any]) -> Signature:
+    """Of a layer's function: to find it takes longer than to record a launch."""
+    return signature(function)
+
+
 def record(
     rt: Runtime,
     what: str,
@@ -254,7 +262,9 @@ def record(
     arguments, options = call
     inputs: list[Tensor] = []
     wholes: list[Any] = []
-    bound = signature(function).bind_partial(rt, *arguments).arguments  # (a tuple, of those that have one name)
+    plain = function.func if isinstance(function, partial) else function
+    named = _signature(plain) if isinstance(plain, FunctionType) else signature(plain)
+    bound = named.bind_partial(rt, *arguments).arguments  # (a tuple, of those that have one name)
     names = names_of(dict([*bound.items()][1:]) | options)
 
     def symbolic(t: Tensor) -> Tensor:

@@ -37,6 +37,7 @@ def losses(done: subprocess.CompletedProcess[str]) -> list[float]:
     return [float(line.split()[-1]) for line in done.stdout.splitlines() if line.startswith("step")]
 
 
+@pytest.mark.more
 def test_two_ranks_then_one(tmp_path: Path) -> None:
     first = losses(run(2, "train_llama", "--quantized", "--steps", "4", "--save", str(tmp_path)))
     assert len(first) == 4 and first[-1] < 0.8 * first[0]

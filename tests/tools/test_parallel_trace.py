@@ -22,6 +22,7 @@ def test_communication_that_is_hidden() -> None:
     assert math.isnan(parallel.communication(works)[1])
 
 
+@pytest.mark.more
 def test_the_benchmark_runs_without_a_gpu() -> None:
     """Two processes over gloo; FP8 hands over less than bf16."""
     rows = {row["recipe"]: row for row in parallel.spawned("cpu")}

@@ -24,6 +24,7 @@ def test_two_processes_measure() -> None:
     assert set(BENCHMARKS["sharded"].columns) == set(held)
 
 
+@pytest.mark.more
 def test_what_takes_too_long_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """By all ranks alike, and in the order in which cases matter."""
     monkeypatch.setattr(sharded, "SECONDS", -1)

@@ -79,7 +79,7 @@ def test_eager(recipe: str, device: str) -> None:
 @pytest.mark.timeout(900)  # a C++ compiler among many processes
 @on_devices
 @recipes
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.more)])
 def test_compiled_forward_and_backward(recipe: str, device: str, backend: str) -> None:
     torch._dynamo.reset()
     eager, x = make(device), batch(device)

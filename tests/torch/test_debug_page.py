@@ -53,6 +53,7 @@ def large(layers: int = 200, steps: int = 1000) -> Report:
     return Report(list(range(steps)), series, ["decoder.head"])
 
 
+@pytest.mark.more
 def test_a_large_report_is_light() -> None:
     report = large()
     assert (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from typing import Any
 
+import pytest
 import torch
 
 import te_torch as te
@@ -50,6 +51,7 @@ def test_a_module_keeps_a_bounded_number_of_calls() -> None:
     assert len(module._calls) <= 256
 
 
+@pytest.mark.more
 def test_packed_batches_keep_a_bounded_number_of_plans() -> None:
     """Each has another longest sequence."""
     module = te.DotProductAttention(1, 4, qkv_format="thd", attn_mask_type="padding")
