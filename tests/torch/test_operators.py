@@ -6,7 +6,7 @@ The calls are those that compiled modules really make; `torch.library.opcheck` t
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -114,7 +114,20 @@ def test_operators_under_symbolic_sizes(recipe: str | None, device: str, monkeyp
         made.owner.view(torch.uint8).zero_()
         return made
 
+    maker = TorchAllocator._maker
+
+    def zeros_of_replays(self: TorchAllocator, take: Any, quick: Any) -> Callable[[], torch.Tensor]:
+        make = maker(self, take, quick)
+
+        def made() -> torch.Tensor:
+            t = make()
+            t.view(torch.uint8).zero_()
+            return t
+
+        return made
+
     monkeypatch.setattr(TorchAllocator, "empty", zeros)
+    monkeypatch.setattr(TorchAllocator, "_maker", zeros_of_replays)
     for kind in ("Linear", "LayerNormMLP"):
         for rows in ROWS.values():
             check(calls_of(kind, recipe, rows, device), ("test_aot_dispatch_dynamic",))
