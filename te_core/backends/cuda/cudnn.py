@@ -135,7 +135,7 @@ class Handle:
 
     def execute(self, graph: Graph, pointers: Sequence[int], workspace: int, stream: int) -> None:
         """Launch on a stream; the addresses in the order of `graph.operands`."""
-        self.follow(self, stream)
+        self.follow(stream)
         if graph.run is None:
             self.execute_by_name(graph, workspace, *pointers)
             return
@@ -146,17 +146,16 @@ class Handle:
         """The same where the frontend takes no list."""
         graph.built._execute(dict(zip(graph.uids, pointers, strict=True)), workspace, self.raw)
 
-    @staticmethod
-    def follow(handle: Handle, stream: int) -> None:
+    def follow(self, stream: int) -> None:
         """Later runs are on this stream."""
-        if stream != handle.stream:
-            handle._native._raw_set_stream(handle.raw, stream)
-            handle.stream = stream
+        if stream != self.stream:
+            self._native._raw_set_stream(self.raw, stream)
+            self.stream = stream
 
     def bind(self, step: Attended, bound: Any) -> None:
         """What a replay calls for it."""
         graph, (*pointers, scratch) = step.graph, step.addresses
-        bound.call(step, self.follow, (self, STREAM), ())
+        bound.call(step, Handle.follow, (self, STREAM), ())
         operands = [p._replace(number=p.number + 2) for p in step.patches if p.number < graph.count]
         behind = [p for p in step.patches if p.number == graph.count]  # the scratch memory's, if it has any
         if graph.run is None:
