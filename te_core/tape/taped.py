@@ -8,6 +8,7 @@ why.
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, is_dataclass
@@ -60,6 +61,7 @@ class Counts:
 FAILED = "the recording failed"
 COUNTS = Counts()
 _tapes = PlanCache(_MOST_TAPES)
+_trials: weakref.WeakSet[Trial] = weakref.WeakSet()
 _numbers = itertools.count()
 _when: str | None = None
 
@@ -86,9 +88,11 @@ def tapes() -> list[Tape]:
 
 
 def forget() -> None:
-    """Let go of all tapes."""
+    """Let go of all tapes, and of what was learnt about their use."""
     global _tapes
     _tapes = PlanCache(_MOST_TAPES)
+    for trial in list(_trials):
+        trial.made = trial.replayed = 0
 
 
 class _Seen:
@@ -132,6 +136,7 @@ class Trial:
 
     def __init__(self) -> None:
         self.made = self.replayed = 0  # how many tapes, and how often one of them was of use
+        _trials.add(self)
 
     @property
     def failed(self) -> bool:

@@ -314,6 +314,24 @@ def test_there_are_so_many_tapes_and_no_more(monkeypatch: pytest.MonkeyPatch) ->
         assert counts.recorded == before + 1
 
 
+def test_whoever_forgets_tapes_forgets_what_they_were_worth() -> None:
+    """A function that recorded shapes in vain gets no further tape, however long it lives; after `forget` it begins
+    anew."""
+    module = made("Linear")
+
+    def twice(rows: int) -> int:
+        before = taped.COUNTS.recorded
+        with torch.no_grad():
+            for _ in range(2):
+                module(torch.ones(rows, HIDDEN))
+        return taped.COUNTS.recorded - before
+
+    with tapes("second"):
+        assert sum(map(twice, range(1, 20))) == taped._TRIED
+        taped.forget()
+        assert sum(map(twice, range(1, 20))) == taped._TRIED
+
+
 def test_changing_shapes_hold_memory_flat(monkeypatch: pytest.MonkeyPatch) -> None:
     """A loop of training over inputs of many lengths; there is room for few tapes here.
 
