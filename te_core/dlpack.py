@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import mmap
+from collections.abc import Callable
 from math import prod
 from threading import Lock
 from typing import Any, NoReturn
@@ -83,9 +84,9 @@ class _Imported:
         self.managed = managed
         self.stream = stream  # the CUDA stream we use the memory on: what an export is ordered after
 
-    def __del__(self) -> None:
+    def __del__(self, address: Callable[[Any], int] = ctypes.addressof) -> None:  # also when modules have gone
         if self.managed.deleter:
-            self.managed.deleter(ctypes.addressof(self.managed))
+            self.managed.deleter(address(self.managed))
 
 
 _taking = Lock()  # a bare capsule may be shown to two threads, and only one can have it

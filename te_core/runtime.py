@@ -16,7 +16,9 @@ its allocator keeps a capture's memory for the graph, as torch's does.
 
 from __future__ import annotations
 
+import sys
 from _thread import get_ident
+from collections.abc import Callable
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -86,7 +88,9 @@ class _ByteOwner:
         self.ptr, self.stream, self.free, self.device = ptr, stream, free, device
         self.others: tuple[int, ...] = ()  # streams that use it, too
 
-    def __del__(self) -> None:
+    def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
+        if self.others and ending():
+            return  # the interpreter has taken the bindings apart: nobody can say whether the others are done
         for other in self.others:
             libraries.driver().order_streams(self.device.index, other, self.stream)
         self.free(self.ptr, self.stream)

@@ -7,8 +7,9 @@ each executor, and kept in a bounded cache there.
 from __future__ import annotations
 
 import ctypes
+import sys
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -284,7 +285,9 @@ class Prepared:
         results = (out, self.out_layout, out, self.out_layout)
         return self.cache.handle, self.desc, first, *operands, beta, *results, self.algo, scratch, self.needs, stream
 
-    def __del__(self) -> None:
+    def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
+        if ending():  # the interpreter has taken the bindings apart; what is left goes with the process
+            return
         lt = self.cache.lt
         for layout in (self.a_layout, self.b_layout, self.out_layout):
             if layout:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -30,8 +31,9 @@ class _Block:
         if stream not in self._others:
             self._others = (*self._others, stream)
 
-    def __del__(self) -> None:
-        self._driver.free(self._index, self.ptr, self.stream, self._others)
+    def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not ending():  # the interpreter has taken the bindings apart; memory goes with the process
+            self._driver.free(self._index, self.ptr, self.stream, self._others)
 
 
 class PoolAllocator:
