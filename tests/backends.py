@@ -61,6 +61,10 @@ NEEDS_CUDA = "needs CUDA: no device on this machine"
 requires_cuda = pytest.mark.skipif(not cuda_devices(), reason=NEEDS_CUDA)
 
 
+#: For what is heavy without a GPU: `make test-more` runs it there, and the suite where there is one.
+more_without_gpu = pytest.mark.skipif(False, reason="") if cuda_devices() else pytest.mark.more
+
+
 def requires_gpus(count: int) -> pytest.MarkDecorator:
     """For a test over several devices."""
     found = cuda_devices()

@@ -101,7 +101,12 @@ class Null(fake_cuda.Machine):
 
     def counted(self, step: Callable[[], Any], times: int = 12) -> Counts:
         """What a step takes: the least of several, for a new address may cost a descriptor, or a plan."""
-        found = [self._counted(step) for _ in range(times)]
+        gc.collect()  # what is let go of meanwhile would count
+        gc.disable()
+        try:
+            found = [self._counted(step) for _ in range(times)]
+        finally:
+            gc.enable()
         return Counts(*map(min, zip(*found, strict=True)))
 
     def _counted(self, step: Callable[[], Any]) -> Counts:
@@ -119,14 +124,11 @@ class Null(fake_cuda.Machine):
                 found["c"] += 1
                 found["allocations"] += argument.__name__ in _ALLOCATING
 
-        gc.collect()  # what is let go of meanwhile would count
-        gc.disable()
         sys.setprofile(note)
         try:
             step()
         finally:
             sys.setprofile(None)
-            gc.enable()
         allocations = found["allocations"] + self.allocator.taken - taken
         return Counts(found["python"], found["c"] - 1, allocations, self.launches - launches)
 

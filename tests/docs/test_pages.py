@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.backends import requires_cuda
+from tests.backends import more_without_gpu, requires_cuda
 from tools.docs import dead_links, needs_gpu, pages, run_examples
 
 ROOT = Path(__file__).resolve().parents[2]
 WITH_GPU = [page for page in pages() if needs_gpu(page.read_text())]
 
 
+@more_without_gpu  # `make check` runs them, too
 @pytest.mark.parametrize("page", pages(), ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_page(page: Path) -> None:
     text = page.read_text()

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.covering import covering
 from tests.export_cases import ATTENTION, FP8_ATTENTION, PRODUCTS, alike_in_fp8, eager, made
 from tests.onnx.test_onnx import CALLS, export, run
 
@@ -24,15 +25,12 @@ def check(name: str, kind: str, path: Path, **options: Any) -> Any:
     return module
 
 
-@pytest.mark.parametrize("kind", FP8_ATTENTION)
-@pytest.mark.parametrize("name", ATTENTION)
+@covering(name=ATTENTION, kind=FP8_ATTENTION)
 def test_modules(name: str, kind: str, tmp_path: Path) -> None:
     check(name, kind, tmp_path / "m.onnx")
 
 
-@pytest.mark.parametrize("kind", FP8_ATTENTION)
-@pytest.mark.parametrize("name", ["TransformerLayer", "padding"])
-@pytest.mark.parametrize("call", {**CALLS, "dynamo": {"dynamo": True}})
+@covering(call={**CALLS, "dynamo": {"dynamo": True}}, name=["TransformerLayer", "padding"], kind=FP8_ATTENTION)
 def test_however_the_exporter_is_called(call: str, name: str, kind: str, tmp_path: Path) -> None:
     check(name, kind, tmp_path / "m.onnx", **CALLS.get(call, {"dynamo": True}))
 

@@ -12,12 +12,14 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import te_torch as te
 from te_core.recipe import DelayedScaling, Float8CurrentScaling
+from tests.backends import more_without_gpu
 from tests.covering import covering
 from tests.module_steps import WIDTH, fp8_state, randomise, region, values
 from tests.parallel.ranks import Rank, Ranks
 
 RECIPES = {"plain": None, "delayed": DelayedScaling(amax_history_len=4), "current": Float8CurrentScaling()}
 LAYERS = 3
+pytestmark = more_without_gpu
 recipes = pytest.mark.parametrize("recipe", RECIPES)
 
 

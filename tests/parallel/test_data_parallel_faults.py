@@ -32,7 +32,7 @@ def dies(rank: Rank, how: str) -> None:
 
 @pytest.mark.parametrize("how", ["ddp", "fsdp2", "fsdp2 quantized"])
 def test_a_rank_that_dies(gloo_ranks: Ranks, how: str) -> None:
-    *others, last = gloo_ranks.outcomes(dies, how)
+    *others, last = gloo_ranks.outcomes(dies, how, group_timeout=PATIENCE)
     assert (last.how, last.text) == ("died", "exit code 3")
     for outcome in others:
         assert outcome.how == "raised" and "RuntimeError" in outcome.error + outcome.text, str(outcome)

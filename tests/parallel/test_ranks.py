@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.backends import more_without_gpu
 from tests.parallel.ranks import Rank, Ranks, RanksError
 
 
@@ -94,7 +95,7 @@ def hangs(rank: Rank) -> bool:
     return True
 
 
-@pytest.mark.parametrize("fresh", [True, False])
+@pytest.mark.parametrize("fresh", [True, pytest.param(False, marks=more_without_gpu)])
 def test_a_hang(pair: Ranks, fresh: bool) -> None:
     """It is ended, and shown with the line where it stood: in the first run of its processes, and in a later one."""
     if fresh:

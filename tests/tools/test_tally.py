@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 
 from tests import tally
+from tests.backends import more_without_gpu
 from tools import suite_record
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 
-@pytest.mark.parametrize("processes", [0, 2])
+@pytest.mark.parametrize("processes", [0, pytest.param(2, marks=more_without_gpu)])
 def test_calls_of_all_processes_count(processes: int, tmp_path: Path) -> None:
     xml = tmp_path / "tests.xml"
     tests = ["tests/torch/test_shortcuts.py", "-k", "is_no_view or every_layer", "-p", "no:cacheprovider"]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.backends import devices
+from tests.backends import devices, more_without_gpu
 from tests.covering import covering
 from tests.torch.test_compat import python
 
@@ -89,6 +89,7 @@ print("ok")
 """
 
 
+@more_without_gpu
 def test_metadata_while_it_is_installed() -> None:
     assert "ok" in runs(METADATA)
 
@@ -404,6 +405,7 @@ print(transformer_engine_torch.real, nvdlfw_inspect.real)
 """
 
 
+@more_without_gpu
 def test_packages_of_others_are_found_where_they_are(tmp_path: Path) -> None:
     for name in ("transformer_engine_torch", "nvdlfw_inspect"):
         done = python(f"import te_torch.compat\nimport {name}")

@@ -18,7 +18,7 @@ from tests.layer_draws import Tally, is_clear, judge
 from tests.layer_options import RECIPES, Draw, draw
 
 on_devices = pytest.mark.parametrize("device", devices())
-BLOCK, BLOCKS, MORE = 25, 8, 80
+BLOCK, BLOCKS, MORE = 25, 8, 40
 
 
 @on_devices
@@ -26,7 +26,7 @@ BLOCK, BLOCKS, MORE = 25, 8, 80
     "block", [*range(BLOCKS), *[pytest.param(n, marks=pytest.mark.more) for n in range(BLOCKS, BLOCKS + MORE)]]
 )
 def test_draws(block: int, device: str) -> None:
-    """200 of them here, 2,000 more in `make test-more`."""
+    """200 of them here, 1,000 more in `make test-more`."""
     tally = Tally()
     for seed in range(block * BLOCK, (block + 1) * BLOCK):
         tally.run(draw(seed, device))

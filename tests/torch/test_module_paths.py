@@ -13,6 +13,7 @@ from torch.nn import Module, ModuleList, Sequential
 import te_torch as te
 from te_core.recipe import DelayedScaling
 from te_torch.module_paths import places
+from tests.backends import more_without_gpu
 
 RECIPE = DelayedScaling(amax_history_len=4)
 
@@ -110,6 +111,7 @@ def test_a_module_in_no_model_has_its_own_name() -> None:
     assert names(Mine(16, 16, device="cpu", name="third")) == ["Mine third"]
 
 
+@more_without_gpu
 def test_modules_in_no_model_are_numbered_among_their_like() -> None:
     """Those that live, of one class and shape, in no model: not what else the process has built."""
     before = [linear() for _ in range(3)]

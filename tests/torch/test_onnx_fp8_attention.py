@@ -12,7 +12,7 @@ from te_core.layers.inspector import Inspector
 from te_core.recipe import CustomRecipe, DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling
 from te_torch.attention import choose
 from te_torch.export.handed import Handed
-from tests.backends import requires_cuda
+from tests.backends import more_without_gpu, requires_cuda
 from tests.export_cases import (
     ATTENTION,
     FP8_ATTENTION,
@@ -145,6 +145,7 @@ def test_an_export_leaves_the_state_alone() -> None:
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
+@more_without_gpu
 def test_sizes_stay_symbols() -> None:
     s, b = torch.export.Dim("s", max=32), torch.export.Dim("b")
     for recipe in FP8_ATTENTION.values():

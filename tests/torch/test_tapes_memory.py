@@ -246,9 +246,7 @@ def test_shapes_that_come_again_are_all_recorded_in_the_end() -> None:
 
 @pytest.mark.more
 @pytest.mark.usefixtures("no_gc")  # or calls count that let go of what other tests left
-@pytest.mark.parametrize("layers", [1, 2])
-@pytest.mark.parametrize("recipe", [None, "delayed", "current", "block"])
-@each_module
+@covering(turns=2, name=MODULES, recipe=[None, "delayed", "current", "block"], layers=[1, 2])
 def test_ever_new_shapes_cost_little(
     name: str, recipe: str | None, layers: int, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,6 +17,7 @@ from te_core.recipe import CustomRecipe, DelayedScaling, Float8CurrentScaling
 from te_torch.calls import call_of
 from te_torch.program_specs import read, written
 from tests.backends import requires_cuda
+from tests.covering import covering
 from tests.export_cases import OTHERS, PRODUCTS, RECIPES, eager, made, region
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -136,8 +137,7 @@ def test_attention_that_runs_eagerly_is_refused(monkeypatch: pytest.MonkeyPatch)
         program_of(module.train(), recipe, args, {"checkpoint_core_attention": True})
 
 
-@pytest.mark.parametrize("emulated", [False, True])
-@pytest.mark.parametrize("recipe", [Float8CurrentScaling, DelayedScaling])
+@covering(emulated=[False, True], recipe=[Float8CurrentScaling, DelayedScaling])
 def test_attention_in_fp8(recipe: Any, emulated: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between projections that hand FP8 on, too; where scores are tensors, their rounding is in the program."""
     if emulated:

@@ -16,7 +16,7 @@ import torch
 
 from benchmarks import training
 from examples.training import TEXT, Settings, Text, Trainer, read_checkpoint
-from tests.backends import devices, requires_cuda
+from tests.backends import devices, more_without_gpu, requires_cuda
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = Settings(steps=6, layers=1, hidden=32, heads=2, batch=2, sequence=24)
@@ -95,6 +95,7 @@ def test_the_program_reports_and_writes_its_results(tmp_path: Path) -> None:
     assert (tmp_path / "delayed.pt").exists() and (tmp_path / "none.pt").exists()
 
 
+@more_without_gpu
 def test_an_interrupted_program_goes_on_where_it_was(tmp_path: Path) -> None:
     """Ctrl-C after some steps, then --resume: the losses of a run that nobody interrupted."""
     whole = tmp_path / "whole"
