@@ -2,7 +2,8 @@
 
 tests/mutants.toml lists the faults; build/mutants.md gets the table. A fault whose tests still pass has
 survived: the run fails. So does one that cannot be judged: its text is not there exactly once, its tests fail
-without it, or they cannot even be collected with it. A crash or a hang counts as noticed.
+without it, this machine skips them all, or they cannot even be collected with it. A crash or a hang counts as
+noticed.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ SKIP = shutil.ignore_patterns(
 )
 TIMEOUT = 600  # seconds for one fault's tests; one that hangs them has been noticed
 
-PASSED, FAILED = 0, 1  # pytest's exit codes
+PASSED, FAILED, NONE_RAN = 0, 1, 5  # pytest's exit codes
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,9 @@ def run_tests(tree: Path, tests: tuple[str, ...], cuda: bool) -> tuple[int, str]
         done = subprocess.run(command, cwd=tree, env=env, capture_output=True, text=True, timeout=TIMEOUT)
     except subprocess.TimeoutExpired:
         return FAILED, "the time limit"
+    if done.returncode == PASSED and not re.search(r"\b\d+ passed", done.stdout):
+        reasons = re.findall(r"^SKIPPED \[\d+\] (.*)$", done.stdout, re.MULTILINE)
+        return NONE_RAN, ", ".join(reasons) or "all are skipped"
     found = re.search(r"^(?:FAILED|ERROR) (\S+::\S.*?)(?: - .*)?$", done.stdout, re.MULTILINE)
     return done.returncode, found[1] if found else "\n".join((done.stdout + done.stderr).splitlines()[-5:])
 
@@ -132,7 +136,8 @@ def judge_all(mutants: list[Mutant], jobs: int, keep: Callable[[dict[str, Verdic
             start = time.perf_counter()
             code, detail = healthy[mutant.tests, mutant.cuda]
             if code != PASSED:
-                return mutant, Verdict("error", f"its tests fail without it: {detail}"), 0.0
+                why = "none of its tests runs here" if code == NONE_RAN else "its tests fail without it"
+                return mutant, Verdict("error", f"{why}: {detail}"), 0.0
             return mutant, in_a_tree(lambda tree: judge(mutant, tree)), time.perf_counter() - start
 
         with ThreadPoolExecutor(jobs) as pool:

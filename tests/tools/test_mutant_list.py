@@ -41,3 +41,6 @@ def test_engine_judges_each_kind(tmp_path: Path) -> None:
     assert "2 times" in verdict("def", "async def")
     assert verdict("def half(x):", "def half(x:").startswith("error pytest ended with")
     assert "signal" in verdict("return x / 2", "import os; os.kill(os.getpid(), 9)")
+    skipped = "import pytest\n\ndef test_half():\n    pytest.skip('not here')\n"
+    (tmp_path / "test_sums.py").write_text(skipped)  # a fault that no test looked at has not survived
+    assert verdict("== 1", "!= 1").startswith("error")
