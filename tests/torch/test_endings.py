@@ -47,11 +47,10 @@ kept = from_dlpack(numpy.ones(4)), sys.modules["te_core.dlpack"], sys.modules["c
     "a layer": """
 import torch, te_torch
 from te_core.tape import taped
-device = "cuda" if torch.cuda.is_available() else "cpu"
-kept = te_torch.TransformerLayer(64, 64, 4, device=device, params_dtype=torch.bfloat16), taped
+kept = te_torch.TransformerLayer(64, 64, 4, device="cuda", params_dtype=torch.bfloat16), taped
 for _ in range(4):
     with te_torch.autocast():
-        kept[0](torch.ones(32, 2, 64, device=device, dtype=torch.bfloat16)).sum().backward()
+        kept[0](torch.ones(32, 2, 64, device="cuda", dtype=torch.bfloat16)).sum().backward()
 assert taped.COUNTS.replayed
 """,
 }
