@@ -26,9 +26,9 @@ from te_torch.quantized import QuantizedTorch
 
 _NOT_THERE = type(None)
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, _NOT_THERE))
-#: By the types of a call's arguments, met before: what chooses those that are there; where weights are quantized, which
-#: are there and whether they are; False where something else is.
-_present: dict[tuple[type, ...], Any] = {}
+#: By the types of a call's arguments, met before: what chooses the plain ones that are there, and for each quantized
+#: one, the last first, which argument it is and how many plain ones come before it. None where something else is.
+_present: dict[tuple[type, ...], tuple[Any, tuple[tuple[int, int], ...]] | None] = {}
 # What a call asks of its tensors, each in one call in C for all of them.
 _address_of, _is_dense = torch.Tensor.data_ptr, torch.Tensor.is_contiguous
 _facts_of = attrgetter("shape", "dtype", "device")
@@ -55,23 +55,20 @@ def find(
     if (taped._when or taped.when()) == "never":
         return None
     kinds = tuple(map(type, tensors))
-    present = _present.get(kinds)
+    if kinds not in _present:
+        _present[kinds] = _looked_at(kinds)
+    present = _present[kinds]
     if present is None:
-        present = _present[kinds] = _looked_at(kinds)
-    if not present:
         return None
+    choose, quantized = present
+    held = [*choose(tensors)]
+    at = list(map(_address_of, held))
+    if not all(map(_is_dense, held)):
+        return None
+    said, bits = [*map(_facts_of, held)], reduce(or_, at)
     wholes: list[Any] = []
-    if present.__class__ is tuple:
-        given = _with_quantized(present, tensors, wholes, rt.device)
-        if given is None:
-            return None
-        at, held, said, bits = given
-    else:
-        held = [*present(tensors)]
-        at = list(map(_address_of, held))
-        if not all(map(_is_dense, held)):
-            return None
-        said, bits = [*map(_facts_of, held)], reduce(or_, at)
+    if quantized and not _with_quantized([(tensors[i], place) for i, place in quantized], at, held, said, wholes, rt):
+        return None
     parts: tuple[Any, ...]
     parts = "torch", function.number, rt.device, rt.joins, rt.alignment, release, kinds, *said, None
     try:
@@ -99,12 +96,11 @@ def find(
 
 def _looked_at(kinds: tuple[type, ...]) -> Any:
     """What `_present` has for these."""
-    where = [i for i, kind in enumerate(kinds) if kind is not _NOT_THERE]
-    if _PLAIN.issuperset(kinds):
-        return _chosen(where)
-    if kinds[0] not in _PLAIN or not all(kind in _PLAIN or issubclass(kind, QuantizedTorch) for kind in kinds):
-        return False
-    return tuple((i, kinds[i] not in _PLAIN) for i in where)
+    where = [i for i, kind in enumerate(kinds) if kind in _PLAIN and kind is not _NOT_THERE]
+    others = [i for i, kind in enumerate(kinds) if kind not in _PLAIN]
+    if 0 in others or not all(issubclass(kinds[i], QuantizedTorch) for i in others):
+        return None
+    return _chosen(where), tuple((i, sum(plain < i for plain in where)) for i in reversed(others))
 
 
 def _chosen(where: list[int]) -> Any:
@@ -112,34 +108,27 @@ def _chosen(where: list[int]) -> Any:
 
 
 def _with_quantized(
-    present: tuple[tuple[int, bool], ...], tensors: Sequence[Any], wholes: list[Any], device: Any
-) -> tuple[list[Any], list[Any], list[Any], int] | None:
-    """(addresses, what holds them, what recordings depend on, the bits of plain ones); None if one is not plain."""
-    at: list[Any] = []
-    held: list[Any] = []
-    said: list[Any] = []
-    bits = 0
-    for i, quantized in present:
-        t = tensors[i]
-        if quantized:
-            try:
-                known = t._core_facts(device)
-            except NotRecordedError:
-                return None
+    quantized: Sequence[tuple[Any, int]],
+    at: list[Any],
+    held: list[Any],
+    said: list[Any],
+    wholes: list[Any],
+    rt: Runtime,
+) -> bool:
+    """Put quantized tensors between plain ones; False where one has to be looked at anew. The last ones come first."""
+    try:
+        for t, place in quantized:
+            known = t._core_facts(rt.device)
             if known is None:
-                return None
-            at += known.at
-            held += [t] * len(known.at)
+                return False
+            at[place:place] = known.at
+            held[place:place] = [t] * len(known.at)
             said.append(known.number)
             wholes.append(t)
-        elif t.is_contiguous():
-            at.append(t.data_ptr())
-            bits |= at[-1]
-            held.append(t)
-            said.append(_facts_of(t))
-        else:
-            return None
-    return at, held, said, bits
+    except NotRecordedError:
+        return False
+    wholes.reverse()
+    return True
 
 
 def _with_options(
