@@ -51,6 +51,8 @@ def require_usable(operation: str, entry: str, value: Any) -> None:
 
 
 _tokens = itertools.count(1)
+#: States that compiled code has run, in the order of running, which is every process's.
+watched: dict[int, None] = {}
 _by_token: weakref.WeakValueDictionary[int, ScalingState] = weakref.WeakValueDictionary()
 _by_address: weakref.WeakValueDictionary[int, ScalingState] = weakref.WeakValueDictionary()  # of `scale_bwd`
 moves = 0  # how often a state may have got other memory: plans of updates are of one such time
@@ -85,7 +87,11 @@ class ScalingState(torch.nn.Module):
 
     def _renew(self) -> None:
         """Everything derived from the buffers, after they were replaced."""
+        before = self.__dict__.get("token")
         self.token = next(_tokens)
+        if before in watched:
+            del watched[before]
+            watched[self.token] = None
         _by_token[self.token] = self
         if self.scale_bwd.data_ptr():
             _by_address[self.scale_bwd.data_ptr()] = self
@@ -327,8 +333,6 @@ def make_states(modules: list[Any], device: torch.device, precision: Precision, 
             state.resize_history(precision.history.length)
 
 
-#: States that compiled code has run, in the order of running, which is every process's.
-watched: dict[int, None] = {}
 #: Whose histories are longer or shorter than the rule of the next update says, with the directions in which they are.
 to_resize: dict[int, tuple[int, ...]] = {}
 

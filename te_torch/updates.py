@@ -57,20 +57,21 @@ def traced_that_ran(group: Any, told: dict[int, None]) -> list[int]:
 
 def update(tokens: Iterable[int], direction: int, only_due: bool = False) -> None:
     """The delayed-scaling step of these states, each once: one launch per device and rule."""
-    tokens, states = list(dict.fromkeys(tokens)), []
     if to_resize:
-        tokens = _resized(tokens, direction)
+        tokens = _resized(list(tokens), direction)
+    found: dict[int, ScalingState] = {}  # by their tokens now: one that followed two rules in a region has come as two
     for token in tokens:
         state = by_token(token)
         if state is None or state.precision is None or (only_due and not state.due):
             continue
         if _operand(state.precision, direction) is None:
             continue
-        states.append(state)
+        found[state.token] = state
+    states = list(found.values())
     if not states:
         return
     # A step usually updates the states that the last one did: its plan is kept with the first of them.
-    key = (direction, scaling.moves, *[s.token for s in states])
+    key = (direction, scaling.moves, *found)
     amax_reduction.reduce(states, direction, key)
     if direction == FORWARD:
         for state in states:

@@ -284,6 +284,11 @@ def update_scales(rt: Runtime, states: list[ScalingState], algo: str) -> None:
 def plan_update(rt: Runtime, states: list[ScalingState], algo: str) -> Any:
     """The update of these states as a plan, for callers who repeat it every step (it keeps pointers: see there)."""
     _check.one_of("update_scales", "algo", algo, ("max", "most_recent"))
+    twice = len(states) - len({state.scale.ptr for state in states})
+    if twice:  # a GPU would update it in two blocks at once
+        raise ArgumentError(
+            "update_scales", f"{twice} of {len(states)} states twice", "each once", "leave out the repetitions"
+        )
     return rt.backend.plan_update(rt, states, algo)
 
 

@@ -82,7 +82,7 @@ def made(machine: Machine, rt: Runtime, tape: Taped, call: Call, setting: str) -
     taped.set_when(setting)
     with machine.noting() as events:
         result = tape(rt, *call.args, **call.options)
-    asked = {name: nbytes for (thread, name), nbytes in list(machine.asked.items()) if thread == get_ident()}
+    asked = {name: nbytes for (thread, name), nbytes in machine.asked.copy().items() if thread == get_ident()}
     peak, left = arena.peak - before, arena.bytes - before
     found = placed(machine, result)
     for path, t, place in found:

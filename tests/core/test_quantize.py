@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from te_core import dtypes, ops
+from te_core.errors import ArgumentError
 from te_core.ops.quantize import QuantizeSpec, ScalingState, allocate
 from te_core.quantized import Cast
 from te_core.runtime import Runtime
@@ -214,6 +215,13 @@ def test_update_scales_by_hand(rt, algo):
     np.testing.assert_array_equal(rt.numpy(state.history), [[0, 0], [3, 7], [1, 3], [2, 1]])
     np.testing.assert_array_equal(rt.numpy(state.scale), np.array([448 / (7 if algo == "max" else 2), 6], np.float32))
     np.testing.assert_array_equal(rt.numpy(state.used), [5, 6])
+
+
+def test_a_state_that_is_given_twice_is_refused(rt):
+    """A GPU would update it in two blocks at once."""
+    states, _ = update_case(rt, np.random.default_rng(0), 3, 4)
+    with pytest.raises(ArgumentError, match="1 of 4 states twice"):
+        ops.update_scales(rt, [*states, states[1]], "max")
 
 
 # ---------------------------------------------------------------------------------------------- CUDA alone

@@ -13,6 +13,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import te_torch as te
 from te_core.recipe import CustomRecipe, DelayedScaling, Recipe
+from te_torch import state
 from te_torch.quantized import QuantizedTorch
 from te_torch.tensors import Float8CurrentScalingQuantizer
 from tests import recipes
@@ -46,6 +47,11 @@ def compiled(layers: list[Any], counter: Any) -> None:
         layer.compile(fullgraph=True, backend=counter)
 
 
+def used(layer: Any) -> dict[str, torch.Tensor]:
+    """The scales from before the last update, with which a forward that is run again quantizes."""
+    return {name: t for name, t in layer.named_buffers() if name.endswith("used_fwd")}
+
+
 def train(layers: list[Any], eager: list[Any], recipe: Any, device: str, steps: int = 3) -> None:
     """Steps of all layers, compared with those of the eager ones."""
     for i in range(steps):
@@ -58,6 +64,7 @@ def train(layers: list[Any], eager: list[Any], recipe: Any, device: str, steps: 
             else:
                 assert not differences(got, wanted), (i, number)
                 assert not differences(fp8_state(layer), fp8_state(other)), (i, number)
+                assert not differences(used(layer), used(other)), (i, number)
 
 
 @on_devices
@@ -163,6 +170,8 @@ def test_a_changed_rule_reaches_every_layer(kind: str, device: str) -> None:
     for rule in changes(kind):
         train(layers, eager, rule, device)
     assert counter.frame_count <= 4
+    own = [layer.fp8_state for layer in layers]
+    assert sum(state.by_token(token) in own for token in state.watched) == COUNT
 
 
 @on_devices

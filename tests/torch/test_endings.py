@@ -47,6 +47,7 @@ kept = from_dlpack(numpy.ones(4)), sys.modules["te_core.dlpack"], sys.modules["c
     "a layer": """
 import torch, te_torch
 from te_core.tape import taped
+torch.autograd.set_multithreading_enabled(False)  # or torch's thread may let go of a node after Python has ended
 kept = te_torch.TransformerLayer(64, 64, 4, device="cuda", params_dtype=torch.bfloat16), taped
 for _ in range(4):
     with te_torch.autocast():

@@ -71,6 +71,20 @@ def test_the_other_functions_names(make_region: Any, given: str, wanted: str) ->
         make_region(**{given: CURRENT})
 
 
+@on_devices
+def test_a_module_that_follows_two_rules_in_a_region_is_updated_once(device: str) -> None:
+    """Its state keeps the scales from before, with which a forward that is run again quantizes."""
+    module = linear(device)
+    with region(DELAYED):
+        module(batch(device))
+    before = module.fp8_state.scale_fwd.clone()
+    with region(DELAYED):
+        module(batch(device, 2) * 3)
+        with region(DelayedScaling(amax_history_len=4, margin=1)):
+            module(batch(device, 3))
+    assert torch.equal(module.fp8_state.used_fwd, before) and not torch.equal(module.fp8_state.scale_fwd, before)
+
+
 # ------------------------------------------------------------------------------------------------- threads
 
 
