@@ -84,6 +84,10 @@ BENCHMARKS = {
                  "target", "ok"),
         ratio="of_bf16", reference="time of a step, 1 = bf16 weights in the same processes", on_cpu=True,
     ),
+    "sharded_host": Benchmark(
+        columns=("case", "recipe", "bf16 host ms", "host ms", "of_bf16_host", "bf16 ms", "ms", "of_bf16"),
+        ratio="of_bf16", reference="time of a step, 1 = bf16 weights in the same process", on_cpu=True,
+    ),
     "parallel": Benchmark(
         columns=("case", "recipe", "ranks", "one ms", "ms", "speed-up", "communication ms", "hidden", "MiB a step"),
         ratio="speed-up", reference="fwd+bwd speed, 1 = one GPU with the whole layer", on_cpu=True,

@@ -5,14 +5,13 @@ Eager calls the layer's forward and backward directly. A compiler sees two opaqu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from te_core.errors import ArgumentError, UnsupportedError
 from te_core.layers.linear import Sink
-from te_core.quantize.state import Scales
 from te_core.quantized import QuantizedTensor
 from te_core.runtime import Runtime
 from te_core.tensor import META, Device, Tensor
@@ -121,18 +120,17 @@ def _run(
     rt = runtime_for(inputs[0])  # type: ignore[arg-type]  # every layer's first input is there
     scales = None if state is None else state.scales(recompute)
     options, key = call.options, None
-    if extra is None and not options:
-        found = shortcuts.find(call.forward, rt, inputs, scales)
-        if found is not None:
-            key, shortcut, at, held = found
-            if shortcut is not None:
-                return shortcuts.forward(shortcut, rt, at, held)
-    _check_devices(rt.device, inputs)
-    views = _to_core_all(rt, inputs, call.layer.strided)
     if extra is not None:
         options = {**options, **extra.options()}
         if extra.ready is not None:
             options["ready"] = extra.ready
+    found = shortcuts.find(call.forward, rt, inputs, scales, options)
+    if found is not None:
+        key, shortcut, *given = found
+        if shortcut is not None:
+            return shortcuts.forward(shortcut, rt, *given)
+    _check_devices(rt.device, inputs)
+    views = _to_core_all(rt, inputs, call.layer.strided)
     outputs, saved = call.forward.known_as(key, rt, *views, scales=scales, **options)
     return _own(outputs, inputs), [None if t is None else t.owner for t in saved]
 
@@ -222,14 +220,15 @@ class _Eager(torch.autograd.Function):
         release = call.layer.releases and _frees_saved and not _keep_graph()
         if release:
             ctx.maybe_clear_saved_tensors()
-        if ctx.extra is None and not options:
-            found = shortcuts.find(call.backward, rt, (*given, *kept), scales, release)
-            if found is not None:
-                key, shortcut, at, held = found
-                if shortcut is not None:
-                    del kept, found  # memory is held by `held` alone, which lets go of it on the way
-                    return _as_returned(ctx, shortcuts.backward(shortcut, rt, at, held))
-                del held, found
+        if ctx.extra is not None:
+            options = _options_with(ctx.extra, call, ctx.weights)
+        found = shortcuts.find(call.backward, rt, (*given, *kept), scales, options, release)
+        if found is not None:
+            key, shortcut, *rest = found
+            if shortcut is not None:
+                del kept, found  # memory is held by `held` alone, which lets go of it on the way
+                return _as_returned(ctx, shortcuts.backward(shortcut, rt, *rest), options)
+            del rest, found
         if rt.device.kind == "cuda":
             kept = [_on_boundary(t, call.layer.strided) for t in kept]
         saved = call.layer.saved(*_to_core_all(rt, kept, call.layer.strided))
@@ -237,10 +236,8 @@ class _Eager(torch.autograd.Function):
         del kept
         if release:
             options = {**options, "release": True}
-        if ctx.extra is not None:
-            return _backward_with(ctx, rt, views, saved, scales, options)
         results = call.backward.known_as(key, rt, *views, saved, scales=scales, **options)
-        return _as_returned(ctx, _gradients(call.layer, results, given))
+        return _as_returned(ctx, _gradients(call.layer, results, given), options)
 
 
 def _on_boundary(t: Any, whole: bool) -> Any:
@@ -251,8 +248,13 @@ def _on_boundary(t: Any, whole: bool) -> Any:
     return t.clone() if crooked else t
 
 
-def _as_returned(ctx: Any, found: Sequence[torch.Tensor | None]) -> tuple[Any, ...]:
+def _as_returned(ctx: Any, found: Sequence[torch.Tensor | None], options: Mapping[str, Any]) -> tuple[Any, ...]:
     """Gradients as backward returns them: for forward's own arguments first; those at the end were left out perhaps."""
+    if ctx.extra is not None:
+        found = [*found]
+        for position, weight, sink in zip(ctx.call.layer.weights, ctx.weights, options["sinks"], strict=True):
+            if sink is not None and sink.main is not None:
+                found[position] = _stand_in_gradient(weight)
     missing = ctx.inputs - len(found)
     return (None, None, None, None, *found[: ctx.inputs], *[None] * missing)
 
@@ -277,21 +279,13 @@ def _gradients(layer: Layer, results: Sequence[Any], given: Sequence[torch.Tenso
     return found
 
 
-def _backward_with(
-    ctx: Any, rt: Runtime, views: list[Any], saved: Any, scales: Scales | None, options: dict[str, Any]
-) -> Any:
-    """A backward whose weight gradients go elsewhere: into `main_grad`, or into a queue."""
-    call, extra, weights = ctx.call, ctx.extra, ctx.weights
+def _options_with(extra: Extra, call: Call, weights: Sequence[torch.Tensor | None]) -> dict[str, Any]:
+    """The options of a backward whose weight gradients go elsewhere: into `main_grad`, or into a queue."""
     sinks = [_sink(w, extra, i) if w is not None and w.requires_grad else None for i, w in enumerate(weights)]
-    options = {**options, **extra.options(), "sinks": sinks}
+    options = {**call.options, **extra.options(), "sinks": sinks}
     if call.layer.recomputes and extra.ready is not None:
         options["ready"] = extra.ready
-    results = list(call.backward(rt, *views, saved, scales=scales, **options))
-    grads = _gradients(call.layer, results, [v.owner for v in views if v is not None])
-    for position, weight, sink in zip(call.layer.weights, weights, sinks, strict=True):
-        if sink is not None and sink.main is not None:
-            grads[position] = _stand_in_gradient(weight)
-    return (None, None, None, None, *grads, *[None] * (ctx.inputs - len(grads)))
+    return options
 
 
 def _sink(weight: torch.Tensor, extra: Extra, index: int) -> Sink | None:

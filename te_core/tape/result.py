@@ -27,7 +27,8 @@ class Result:
     to a quantized tensor of the caller's is added to it again.
 
     `plain` says the same without views, for an adapter that has no need of them: in the structure of the result, in the
-    place of each tensor its slot and shape. None where a tensor is more than all of its memory, or quantized.
+    place of each tensor its slot and shape; of a quantized one that belongs to a tensor of the caller's those of its
+    first piece. None where a tensor is more than all of its memory, or quantized by the layer.
     """
 
     __slots__ = ("_added", "_bases", "_build", "_inputs", "_leaves", "_places", "_slots", "_wholes", "plain", "slots")
@@ -82,6 +83,9 @@ class Result:
             return slot, value.shape
         if value is None:
             return ()
+        if isinstance(value, QuantizedTensor) and id(value) in self._wholes and value.owner is not None:
+            slot = next(self._inputs[id(t)] for name in PIECES[:6] if (t := getattr(value, name)) is not None)
+            return slot, self._slots[slot].shape
         parts = [self._without_views(part) for part in value] if isinstance(value, tuple) else [None]
         return None if None in parts else tuple(parts)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import partial
 from typing import Any
@@ -116,9 +116,9 @@ class Shortcut:
         self.tape, self.plain, self.trial = tape, plain, trial  # without a tape: such a call has none
         self.made: Any = None  # what the adapter makes of `plain` at first use
 
-    def replay(self, rt: Runtime, at: list[Any], held: list[Any]) -> None:
+    def replay(self, rt: Runtime, at: list[Any], held: list[Any], wholes: Sequence[Any] = ()) -> None:
         """`Tape.replay`, counted."""
-        self.tape.replay(rt, at, held, ())  # type: ignore[union-attr]
+        self.tape.replay(rt, at, held, wholes)  # type: ignore[union-attr]
         COUNTS.replayed += 1
         self.trial.replayed += 1
 
@@ -181,7 +181,7 @@ class Taped:
             del arguments, options  # a replay frees what its caller has given up
             if short is not None:
                 plain = tape.result.plain
-                _tapes.put(short, Shortcut(None if plain is None or wholes else tape, plain, self.trial))
+                _tapes.put(short, Shortcut(None if plain is None else tape, plain, self.trial))
             return self._replayed(rt, tape, tensors, wholes)
         result = self.function(rt, *arguments, spec=self.spec, **options)
         COUNTS.interpreted[reason] += 1  # type: ignore[index]  # not of a call that is refused

@@ -40,16 +40,24 @@ PLAIN = frozenset((bool, int, float, str, type(None)))
 
 
 class Facts:
-    """What recordings depend on of a scaling state's views, by a number, which is hashed faster; and the views."""
+    """What recordings depend on of views that stay for many calls, by a number, which is hashed faster; and the views.
+
+    A scaling state's, and a quantized weight's.
+    """
 
     __slots__ = ("at", "bits", "number", "tensors")
 
     def __init__(self, number: int, tensors: list[Tensor]) -> None:
         self.number, self.tensors = number, tensors
-        self.at = [t.ptr for t in tensors]
+        self.follow()
+
+    def follow(self) -> None:
+        """Note where the views point to."""
+        self.at = [t.ptr for t in self.tensors]
         self.bits = reduce(or_, self.at, 0)
 
 
+_MOST_NUMBERS = 4096
 _numbers: dict[Any, int] = {}
 _count = itertools.count()
 
@@ -132,10 +140,21 @@ def facts_of_scales(scales: Scales, device: Any) -> Facts:
     """Views of a state are made once and used for many calls: so are their facts."""
     known: Facts | None = scales.facts
     if known is None:
-        tensors: list[Tensor] = []
-        parts = [facts(getattr(scales, name), tensors, [], device) for name in STATE]
-        known = scales.facts = Facts(_numbers.setdefault((*parts, device), next(_count)), tensors)
+        known = scales.facts = _facts_once([getattr(scales, name) for name in STATE], device)
     return known
+
+
+def facts_of_weight(q: QuantizedTensor, device: Any) -> Facts:
+    """Those of a quantized tensor, which an adapter keeps beside its own tensor as long as these pieces are it."""
+    return _facts_once([q], device)
+
+
+def _facts_once(values: list[Any], device: Any) -> Facts:
+    tensors: list[Tensor] = []
+    parts = [facts(value, tensors, [], device) for value in values]
+    if len(_numbers) >= _MOST_NUMBERS:  # later ones get new numbers: what was known by the old is made again
+        _numbers.clear()
+    return Facts(_numbers.setdefault((*parts, device), next(_count)), tensors)
 
 
 def _facts_of_quantized(q: QuantizedTensor, found: list[Tensor], wholes: list[Any], device: Any) -> Any:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from math import prod
+from operator import attrgetter, is_
 from typing import Any, NamedTuple
 
 import torch
@@ -50,15 +51,11 @@ NAMES = tuple(f"_{name}" for name in Buffers._fields)
 
 
 def are_held(buffers: Sequence[Any], t: Any) -> bool:
-    """Whether these are the very tensors that a storage holds."""
-    return (
-        buffers[0] is t._row_data
-        and buffers[1] is t._row_scale
-        and buffers[2] is t._row_amax
-        and buffers[3] is t._col_data
-        and buffers[4] is t._col_scale
-        and buffers[5] is t._col_amax
-    )
+    """Whether these are the very tensors that a storage holds: asked for each weight in each step, so in C."""
+    return all(map(is_, buffers, _held_by(t)))
+
+
+_held_by = attrgetter(*NAMES)
 
 
 @lru_cache(256)

@@ -369,6 +369,11 @@ class Float8Tensor(QuantizedTensor, Float8TensorStorage):  # type: ignore[misc]
     ) -> None:
         self._given(data, fp8_scale_inv, fp8_dtype, dtype, data_transpose, quantizer)
 
+    def _core_facts(self, device: Any) -> Any:
+        if self._col_data is not None:
+            self._catch_up()
+        return super()._core_facts(device)
+
     # What a quantizer of delayed scaling reads and raises are inputs of a compiled program, not its constants: programs
     # are shared by tensors that differ in them.
 

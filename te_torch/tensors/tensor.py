@@ -11,6 +11,7 @@ from torch.autograd.graph import increment_version
 
 from te_core.errors import ArgumentError
 from te_core.quantized import Format
+from te_core.tape.walk import Facts
 from te_torch.quantized import QuantizedTorch
 from te_torch.tensors import pickling
 from te_torch.tensors.buffers import Buffers
@@ -117,6 +118,14 @@ class QuantizedTensor(QuantizedTorch):
         """Take over the bytes of a storage of the same format and copies."""
         super().copy_from_storage(src)  # type: ignore[misc]
         increment_version(self)
+
+    def _core_facts(self, device: Any) -> Facts | None:
+        """What recordings depend on of the core's view; None where that has to be made anew in each call."""
+        views = self._core_views  # type: ignore[attr-defined]
+        if views is None or not views.fit(self):
+            self.to_core()  # type: ignore[attr-defined]
+            views = self._core_views  # type: ignore[attr-defined]
+        return None if views is None else views.facts_of(self, device)
 
     # ------------------------------------------------------------------------------------- tensors like it
 

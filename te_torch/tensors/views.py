@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from te_core.quantized import Copy, Format, QuantizedTensor
+from te_core.tape.walk import Facts, facts_of_weight
 from te_core.tensor import Tensor
 from te_torch.tensors.buffers import Apart, Buffers, are_held
 
@@ -81,7 +82,7 @@ class Look:
 class CoreViews:
     """The pieces of a core view, for as long as the buffers are the same and stay where they are."""
 
-    __slots__ = ("block", "buffers", "column", "form", "pack", "pieces", "row", "shape")
+    __slots__ = ("block", "buffers", "column", "facts", "form", "pack", "pieces", "row", "shape")
 
     @classmethod
     def of(cls, storage: Any, q: QuantizedTensor) -> CoreViews | None:
@@ -103,7 +104,7 @@ class CoreViews:
             made.row = Copy(q.rowwise, q.rowwise_scale, q.rowwise_amax)
         if q.columnwise is not None and q.columnwise_scale is not None:
             made.column = Copy(q.columnwise, q.columnwise_scale, q.columnwise_amax)
-        made.pieces = _pieces(made.row, b[:3]) + _pieces(made.column, b[3:])
+        made.pieces, made.facts = _pieces(made.row, b[:3]) + _pieces(made.column, b[3:]), None
         return made
 
     buffers: Buffers
@@ -114,6 +115,7 @@ class CoreViews:
     block: Any
     pack: Callable[[], torch.Tensor] | None
     pieces: list[tuple[Tensor, torch.Tensor]]  # of both copies: the core's view, and of what
+    facts: Facts | None  # what recordings depend on of them, once they were asked for
 
     def fit(self, storage: Any) -> bool:
         """Whether the storage still has these buffers, in this memory."""
@@ -135,7 +137,18 @@ class CoreViews:
                 if self.pack is None or ptr % (16 if core.size > 1 else 4):
                     return False
                 core.ptr = ptr
+        if self.facts is not None:
+            self.facts.follow()
         return True
+
+    def facts_of(self, owner: Any, device: Any) -> Facts:
+        """What recordings depend on of them, as of one that belongs to this tensor."""
+        known = self.facts
+        if known is None:
+            view = self.view()
+            view.owner = owner
+            known = self.facts = facts_of_weight(view, device)
+        return known
 
     def view(self) -> QuantizedTensor:
         """A core tensor of these pieces: its owner is who takes it."""

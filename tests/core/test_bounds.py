@@ -48,7 +48,7 @@ BOUNDS = {
     "recipe._resolved": "living precisions",
     "runtime.Runtime._plans": "devices, each a PlanCache",
     "tape.recorder._signature": "256",
-    "tape.walk._numbers": "how many GEMMs a module has, which of its state's views a call reads, devices",
+    "tape.walk._numbers": "_MOST_NUMBERS",
     "tape.walk._unknown": "types of arguments",
     "tensor.Device._known": "devices",
 }

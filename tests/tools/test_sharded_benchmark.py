@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks import sharded
+from benchmarks import sharded, sharded_host
 from benchmarks.catalogue import BENCHMARKS
 
 
@@ -39,3 +39,9 @@ def test_what_matters_most_comes_first() -> None:
     held = [case.held for case in sharded.CASES]
     assert len(set(sharded.CASES)) == len(sharded.CASES) == 15
     assert sharded.CASES[0] == sharded.Case(sharded.LARGE, "delayed") and held[1:] == [True] * 9 + [False] * 5
+
+
+def test_one_gpu_shows_the_host() -> None:
+    (row,) = sharded_host.measure((sharded.Case(sharded.SMALL, "current", True),))
+    assert set(BENCHMARKS["sharded_host"].columns) == set(row) and row["host ms"] > 0
+    assert row["of_bf16"] == row["ms"] / row["bf16 ms"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,8 +15,9 @@ import te_torch as te
 from te_core.errors import ArgumentError
 from te_core.tape import taped
 from te_torch import shortcuts
-from tests.recipes import region
-from tests.tape_steps import HIDDEN, MODULES, ROWS, bits, drawn, made, same, step
+from tests.backends import devices
+from tests.recipes import region, rule
+from tests.tape_steps import HIDDEN, MODULES, ROWS, bits, drawn, made, same, step, training
 
 
 class Used:
@@ -140,17 +142,161 @@ def test_what_is_not_plain_goes_the_long_way(used: Used, change: Callable[[torch
     steps(module)
     before = used.forward
     x = drawn(ROWS, 2, HIDDEN)
-    other = change(x).detach().requires_grad_()
-    with region("delayed"):
-        module(other).sum().backward()
-    assert used.forward == before and other.grad is not None and other.grad.shape == other.shape
+    for _ in range(3):
+        other = change(x).detach().requires_grad_()
+        with region("delayed"):
+            module(other).sum().backward()
+        assert used.forward == before and other.grad is not None and other.grad.shape == other.shape
 
 
-def test_quantized_weights_go_the_long_way(used: Used) -> None:
-    with te.quantized_model_init():
-        module = te.Linear(HIDDEN, HIDDEN, device="cpu")
-    steps(module)
+PARAMETERS = ["delayed", "current", "block", "mxfp8"]
+
+
+def held(recipe: str, kind: Any = te.Linear, **options: Any) -> Any:
+    """A module whose weights are quantized."""
+    torch.manual_seed(1)
+    with te.quantized_model_init(recipe=rule(recipe)):
+        return kind(HIDDEN, 64, device="cpu", **options)
+
+
+@pytest.mark.parametrize("recipe", PARAMETERS)
+@pytest.mark.parametrize("kind", [te.Linear, te.LayerNormMLP])
+def test_quantized_weights(used: Used, kind: Any, recipe: str) -> None:
+    """They change in place, gain a copy, and lie elsewhere after a load."""
+
+    def program() -> Any:
+        module = held(recipe, kind)
+        found = training(module, recipe)
+        for weight in module.parameters():
+            if isinstance(weight, te.QuantizedTensor):
+                weight.update_usage(columnwise_usage=True)
+        found += training(module, recipe)
+        module.load_state_dict(copy.deepcopy(module.state_dict()), assign=True)
+        return found + training(module, recipe)
+
+    same(program)
+    assert used.forward >= 5 and used.backward >= 5
+
+
+def test_a_quantized_weight_whose_transpose_fell_behind(used: Used) -> None:
+    """What is written through a view of another shape reaches the rowwise data alone."""
+
+    def program() -> Any:
+        module = held("delayed")
+        module.weight.update_usage(columnwise_usage=True)
+        found = steps(module)
+        with torch.no_grad():
+            module.weight.view(-1).copy_(torch.linspace(-1, 1, module.weight.numel()))
+        return found + steps(module)
+
+    same(program)
+    assert used.forward and used.backward
+
+
+def test_a_quantized_weight_that_lies_elsewhere(used: Used) -> None:
+    """FSDP2 frees the memory of a gathered weight between two calls, and takes it anew for the next."""
+    module = held("current", bias=False)
+    shard = module.weight.detach()
+    sent, metadata = shard.fsdp_pre_all_gather(None, None, None, None, None)
+    came = tuple(t.clone() for t in sent)
+    whole, _ = shard.fsdp_post_all_gather(came, metadata, torch.float32)
+    module.weight = torch.nn.Parameter(whole)
+    x, found, taken = drawn(ROWS, HIDDEN), [], []
+    for _ in range(4):
+        found.append(bits(step_on(module, x)))
+        memory = came[0].untyped_storage()
+        size = memory.nbytes()
+        memory.resize_(0)
+        taken.append(torch.full((size,), 0x55, dtype=torch.uint8))  # where it was, perhaps
+        memory.resize_(size)
+        for to, t in zip(came, sent, strict=True):
+            to.copy_(t)
+        whole.fsdp_post_all_gather(came, metadata, torch.float32, out=whole)
+        module.weight.fsdp_post_all_gather(came, metadata, torch.float32, out=module.weight)
+    assert found[1:] == found[:1] * 3 and used.forward >= 2 and used.backward >= 2
+
+
+def test_a_quantized_weight_whose_buffer_was_given_other_memory(used: Used) -> None:
+    """Without a word to the weight."""
+    module = held("current", bias=False)
+    x, found, kept = drawn(ROWS, HIDDEN), [], []
+    for _ in range(4):
+        found.append(bits(step_on(module, x)))
+        row = module.weight._row_data
+        kept.append(row.view_as(row))
+        row.set_(row.clone())
+        kept[-1].fill_(0x55)
+    assert found[1:] == found[:1] * 3 and used.forward >= 2 and used.backward >= 2
+
+
+def step_on(module: Any, x: torch.Tensor) -> Any:
+    x = x.detach().requires_grad_()
+    with region("current"):
+        y = module(x)
+    y.backward(torch.ones_like(y))
+    return y, x.grad
+
+
+def test_a_quantized_activation_goes_the_long_way(used: Used) -> None:
+    module = made("Linear")
+    quantize = te.Float8CurrentScalingQuantizer(te.DType.kFloat8E4M3, device="cpu")
+    for _ in range(3):
+        with region("current"):
+            module(quantize(drawn(ROWS, HIDDEN)))
     assert not used.forward
+
+
+def accumulating(name: str, device: str = "cpu", offset: int = 0) -> Any:
+    """A module whose weight gradients are added to float32 ones, which lie so many elements behind a boundary."""
+    module = made(name, device, fuse_wgrad_accumulation=True)
+    for weight in module.parameters():
+        if weight.ndim == 2:
+            buffer = torch.zeros(weight.numel() + offset, device=device)
+            weight.main_grad = buffer[offset:].view(weight.shape)
+    return module
+
+
+def sums(module: Any) -> list[Any]:
+    return [getattr(weight, "main_grad", None) for weight in module.parameters()]
+
+
+@pytest.mark.parametrize("recipe", [None, "delayed", "block"])
+@pytest.mark.parametrize("name", ["Linear", "LayerNormMLP", "LayerNormMLP again"])
+def test_gradients_that_go_elsewhere(used: Used, name: str, recipe: str | None) -> None:
+    """Into `main_grad`, which is overwritten or added to, moves, and is of another type; weights are quantized once."""
+
+    def program() -> Any:
+        module, found = accumulating(name), []
+        for turn in range(3):
+            for micro in range(4):
+                found.append(step(module, drawn(ROWS, 2, HIDDEN), recipe, is_first_microbatch=micro == 0))
+            found.append([None if t is None else t.clone() for t in sums(module)])
+            for weight in module.parameters():
+                if hasattr(weight, "main_grad"):
+                    weight.main_grad = weight.main_grad.clone() if turn else weight.main_grad.to(torch.bfloat16)
+        return found
+
+    same(program)
+    assert used.forward >= 6 and used.backward >= 6
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize(("recipe", "offsets"), [(None, (0, 1, 2, 64)), ("current", (0, 4, 12, 64))])
+def test_gradients_that_lie_crooked(used: Used, recipe: str | None, offsets: tuple[int, ...], device: str) -> None:
+    """One is added to memory on a boundary, the next to memory off it; by 16 bytes at least in FP8."""
+    torch.manual_seed(0)
+    x, dy = drawn(ROWS, 2, HIDDEN, device=device), drawn(ROWS, 2, 48, device=device)
+    found = []
+    for offset in offsets:
+        torch.manual_seed(0)
+        module = accumulating("Linear", device, offset)
+        for _ in range(4):
+            with region(recipe):
+                module(x.detach().requires_grad_()).backward(dy)
+        found.append(sums(module)[0])
+    for other in found[1:]:  # another algorithm may add in another order
+        torch.testing.assert_close(other, found[0], rtol=1e-4, atol=1e-4)
+    assert used.backward >= 8
 
 
 def test_a_tensor_without_memory_is_refused_as_ever(used: Used) -> None:
