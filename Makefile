@@ -8,15 +8,13 @@ export OPENBLAS_THREAD_TIMEOUT ?= 4
 # Test processes: one a core, but no more than a handful; each then computes with its share of the cores.
 JOBS      ?= $(shell $(PYTHON) -c "import os; print(min(os.cpu_count() or 1, 8))")
 
-# The suite replays calls of layers (tests/conftest.py). These files, a part of each thing that layers stand in, run once
-# more without: modules, what is computed again, graphs, offloading, compilers, debugging, ranks.
-INTERPRETED := tests/torch/test_modules.py tests/torch/test_layer_wiring.py tests/torch/test_multihead.py \
-	tests/torch/test_transformer_layer.py tests/torch/test_grouped_linear.py tests/torch/test_golden.py \
-	tests/torch/test_layers_golden.py tests/torch/test_mlp_checkpoint.py tests/torch/test_norm_recompute.py \
-	tests/torch/test_checkpoint.py tests/torch/test_graphs.py tests/torch/test_graphs_replay.py \
-	tests/torch/test_graphs_microbatches.py tests/torch/test_offload.py tests/torch/test_compile_modes.py \
-	tests/torch/test_inspectors.py tests/torch/test_debug_inspect.py tests/debug/test_gemms.py \
-	tests/parallel/test_tensor_parallel.py tests/parallel/test_ddp.py
+# What runs again with no call of a layer replayed (the suite replays them): every test of graphs, checkpointing, offload,
+# compile, debugging and parallelism, found by a word of its name, its file's or its folder's, and what layers compute.
+INTERPRETED := tests/torch tests/debug tests/parallel -k "graph or captur or microbatch or checkpoint or recomput or \
+	offload or hook or compil or traced or operators or torch_export or debug or inspect or precision or parallel or rank or \
+	ddp or fsdp or column or test_modules or layer_wiring or multihead or transformer_layer or grouped_linear or golden or \
+	dynamic_sizes or autocast or module_paths or original_input or residual or test_rope or attention_choice or nonfinite or \
+	training or memory_report or examples or userbuffers or inference_layers"
 
 # make gpu (SHARD=none: no tests; GPU_FLAGS: tools/gpu_run.py --help, such as --limit 540 --pack --mutants). It leaves a
 # record of the suite's run beside the benchmarks' results: OUT/...-suite.json, to be committed in benchmarks/results.
@@ -25,8 +23,9 @@ SHARD     ?= 1/1
 BENCH     ?= gemm norms quantize modules attention attention_kernels training
 OUT       ?= build/gpu
 GPU_FLAGS ?=
+PICKED    :=
 
-.PHONY: help env train test test-more test-interpreted format check bench docs mutants gpu clean
+.PHONY: help env train test test-more test-interpreted format check bench docs mutants gpu gpu-interpreted clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+: .*## ' Makefile | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 24
@@ -44,10 +43,10 @@ test-more:  ## run the heavy tests that `make test` leaves out, programs of othe
 	@$(PYTHON) tools/setup_env.py clients onnx
 	@$(PYTHON) tools/browser.py
 	$(PY) -m pytest -n $(JOBS) --dist worksteal -m more $(ARGS)
-	$(if $(ARGS),,@$(MAKE) test-interpreted)
+	$(if $(ARGS),,@$(MAKE) test-interpreted ARGS=--shard=1/4)
 
-test-interpreted: env  ## run a part of the tests with no call of a layer replayed (`make test-more` does, too)
-	TE_CORE_TAPES=never $(PY) -m pytest -n $(JOBS) --dist worksteal $(or $(ARGS),$(INTERPRETED))
+test-interpreted: env  ## run tests with no call of a layer replayed (`make test-more`: a fourth of them; ARGS adds to it)
+	TE_CORE_TAPES=never $(PY) -m pytest -n $(JOBS) --dist worksteal $(INTERPRETED) $(ARGS)
 
 format: env  ## lay out every Python file as `make check` wants it
 	.venv/bin/ruff format .
@@ -67,7 +66,12 @@ mutants: env  ## apply each fault of tests/mutants.toml in turn; fail if the tes
 
 gpu:  ## on a GPU machine, offline, with the PYTHON= that is there: SHARD=i/n of the tests, then BENCH="..."
 	$(PYTHON) tools/gpu_run.py --wheels "$(WHEELS)" --shard $(SHARD) --bench "$(BENCH)" --out "$(OUT)" \
-		$(GPU_FLAGS) --require-cuda -- $(ARGS)
+		$(GPU_FLAGS) --require-cuda -- $(PICKED) $(ARGS)
+
+gpu-interpreted: export TE_CORE_TAPES = never
+gpu-interpreted: PICKED = $(INTERPRETED)
+gpu-interpreted: BENCH =
+gpu-interpreted: gpu  ## on a GPU machine: what `make test-interpreted` runs, with a record of its own
 
 clean:  ## remove what was built and cached (.venv stays)
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

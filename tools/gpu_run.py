@@ -11,6 +11,7 @@ import argparse
 import importlib.util
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -92,7 +93,7 @@ def record_command(given: argparse.Namespace, out: Path) -> list[str]:
     """What keeps the suite's result."""
     command = [sys.executable, "tools/suite_record.py", "write", str(out / "tests.xml"), "--out", str(out)]
     command += ["--shard", given.shard, "--commit", given.commit]
-    return [*command, f"--arguments={' '.join(['--require-cuda'] * given.require_cuda + given.pytest)}"]
+    return [*command, f"--arguments={shlex.join(['--require-cuda'] * given.require_cuda + given.pytest)}"]
 
 
 def pack(out: Path) -> None:

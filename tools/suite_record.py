@@ -17,6 +17,7 @@ import re
 import sys
 import xml.etree.ElementTree as ET
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks import harness  # noqa: E402
 from tests import tally  # noqa: E402
 
+INTERPRETED = "interpreted"  # the name of records of runs in which no call of a layer was replayed
 RUN = ("te_core", "te_torch", "bindings", "tests")
 _SOURCES = {".py", ".cu", ".cuh", ".toml", ".json", ".txt"}
 
@@ -79,13 +81,14 @@ def write(xml: Path, shard: str, out: Path, commit: str, arguments: str = "") ->
     """The record of one run, as a new file."""
     content = {"shard": shard, "arguments": arguments, "sources": sources(), "gpus": harness.gpus(), **outcome(xml)}
     # What the tests ran with, which is not what this process would.
-    content["about"] = {**harness.about(commit), "tapes": os.environ.get("TE_CORE_TAPES", "first")}
-    return harness.write_record("suite", content, out, commit)
+    tapes = os.environ.get("TE_CORE_TAPES", "first")
+    content["about"] = {**harness.about(commit), "tapes": tapes}
+    return harness.write_record(INTERPRETED if tapes == "never" else "suite", content, out, commit)
 
 
-def newest(folder: Path = harness.RESULTS) -> list[tuple[Path, dict[str, Any]]]:
+def newest(folder: Path = harness.RESULTS, name: str = "suite") -> list[tuple[Path, dict[str, Any]]]:
     """The records of the sources that ran last on a GPU: of each shard the last one."""
-    named = re.compile(r"\d{4}-\d\d-\d\d-(?!cpu-).+-suite(-\d+)?\.json")
+    named = re.compile(rf"\d{{4}}-\d\d-\d\d-(?!cpu-).+-{name}(-\d+)?\.json")
     found = [(path, json.loads(path.read_text())) for path in folder.glob("*.json") if named.fullmatch(path.name)]
     found.sort(key=lambda each: (each[1]["time"], each[0].name))
     of_last = {record["shard"]: (p, record) for p, record in found if record["sources"] == found[-1][1]["sources"]}
@@ -97,8 +100,12 @@ def _count(record: dict[str, Any]) -> str:
     return f"{record['gpus']} " if record.get("gpus", 1) > 1 else ""
 
 
-def markdown(found: list[tuple[Path, dict[str, Any]]]) -> str:
-    """The records as README.md shows them."""
+def _link(path: Path) -> str:
+    return f"[{path.name}]({path.resolve().relative_to(ROOT).as_posix()})"
+
+
+def markdown(found: list[tuple[Path, dict[str, Any]]], interpreted: Sequence[tuple[Path, dict[str, Any]]] = ()) -> str:
+    """The records as README.md shows them, with those of the same sources that replayed nothing."""
     if not found:
         return "The suite has not run on a GPU yet: `make gpu`."
     about = found[-1][1]["about"]
@@ -113,14 +120,18 @@ def markdown(found: list[tuple[Path, dict[str, Any]]]) -> str:
     calls: Counter[str] = Counter()
     for path, record in found:
         numbers = (f"{record[key]:,}" for key in ("passed", "failed", "skipped"))
-        link = f"[{path.name}]({path.resolve().relative_to(ROOT).as_posix()})"
-        lines.append(f"| {record['shard']} | {' | '.join(numbers)} | {link} |")
+        lines.append(f"| {record['shard']} | {' | '.join(numbers)} | {_link(path)} |")
         reasons.update(record["skipped by reason"])
         calls.update(record.get("calls of layers", {}))
     if reasons:
         lines += ["", "Skipped: " + "; ".join(f"{reason} ({number})" for reason, number in reasons.most_common()) + "."]
     if calls:
         lines += ["", tally.told(calls) + "."]
+    for path, record in interpreted:
+        if record["sources"] == found[-1][1]["sources"]:
+            part = "" if record["shard"] == "1/1" else f", shard {record['shard']}"
+            numbers = (f"{record[key]:,} {key}" for key in ("passed", "failed", "skipped"))
+            lines += ["", f"With no call replayed (`make gpu-interpreted`{part}): {', '.join(numbers)}; {_link(path)}."]
     return "\n".join(lines)
 
 
@@ -156,7 +167,7 @@ def main() -> int:
         print(f"written: {write(given.xml, given.shard, given.out, given.commit, given.arguments)}")
         return 0
     if given.action == "newest":
-        print(markdown(newest()))
+        print(markdown(newest(), newest(name=INTERPRETED)))
         return 0
     wrong = check(newest())
     print(f"suite: {wrong or 'the newest records are of this tree, and nothing failed'}")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -141,13 +143,32 @@ def test_skips_are_told_by_reason(suite: Path) -> None:
     assert not any(".py:" in line for line in told)
 
 
+def source_of(source: str, test: ast.FunctionDef) -> str:
+    """A test with its parameters."""
+    lines = source.splitlines()
+    return "\n".join(lines[min([test.lineno, *(mark.lineno for mark in test.decorator_list)]) - 1 : test.end_lineno])
+
+
 def test_what_runs_again_without_replays() -> None:
-    """The Makefile's list names files that are there, and the suite heeds the variable that it sets."""
+    """Its words pick each test of graphs, checkpointing, offload and compile, and the suite heeds its variable."""
     text = (ROOT / "Makefile").read_text()
     (listed,) = re.findall(r"^INTERPRETED := ((?:.*\\\n)*.*)$", text, re.MULTILINE)
-    files = listed.replace("\\", " ").split()
-    assert len(files) == len(set(files)) > 15 and not [name for name in files if not (ROOT / name).is_file()]
-    assert "TE_CORE_TAPES=never $(PY) -m pytest" in text
+    *folders, option, expression = shlex.split(listed.replace("\\\n", " "))
+    words = " ".join(expression.split()).split(" or ")
+    assert option == "-k" and len(words) == len(set(words)) and all(re.fullmatch(r"\w+", word) for word in words)
+    uses = r"(torch\.compile|\bmake_graphed_callables|CUDAGraph|\bcheckpoint)\(|saved_tensors_hooks|save_on_cpu|offload"
+    named: list[str] = []
+    for path in sorted(path for folder in folders for path in (ROOT / folder).glob("test_*.py")):
+        if path.stem in ("test_shortcuts", "test_tapes_calls"):  # of replays themselves: each says what it wants
+            continue
+        source = path.read_text()
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
+                name = f"{path.relative_to(ROOT).as_posix()}::{node.name}"
+                assert any(word in name for word in words) or not re.search(uses, source_of(source, node)), name
+                named.append(name)
+    assert len(named) > 1000 and not [word for word in words if not any(word in name for name in named)]
+    assert "TE_CORE_TAPES=never $(PY) -m pytest" in text and "\ngpu-interpreted: export TE_CORE_TAPES = never\n" in text
     code = "import tests.conftest; from te_core.tape import taped; print(taped.when())"
     for given, wanted in (("never", "never"), (None, "first")):
         env = {name: value for name, value in os.environ.items() if name != "TE_CORE_TAPES"}

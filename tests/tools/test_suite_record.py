@@ -102,6 +102,23 @@ def test_markdown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "`abc`" in text and "needs sm_100 (3)" in text
 
 
+def test_what_replays_nothing_has_records_of_its_own(
+    xml: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They never stand for the suite, and are shown beside the suite's where both are of the same sources."""
+    monkeypatch.setattr(suite_record, "ROOT", tmp_path)
+    monkeypatch.setenv("TE_CORE_TAPES", "never")
+    assert suite_record.write(xml, "1/1", tmp_path, "abc").name.endswith("-interpreted.json")
+    record(tmp_path, "2026-01-02-h200-suite.json", sources="this")
+    record(tmp_path, "2026-01-03-h200-interpreted.json", sources="that", passed=1, time="2026-01-03T00:00:00Z")
+    suite, name = suite_record.newest(tmp_path), suite_record.INTERPRETED
+    assert [path.name for path, _ in suite] == ["2026-01-02-h200-suite.json"]
+    assert "make gpu-interpreted" not in suite_record.markdown(suite, suite_record.newest(tmp_path, name))
+    record(tmp_path, "2026-01-04-h200-interpreted.json", sources="this", passed=900, time="2026-01-04T00:00:00Z")
+    shown = suite_record.markdown(suite, suite_record.newest(tmp_path, name))
+    assert "(`make gpu-interpreted`): 900 passed, 0 failed, 3 skipped; [2026-01-04-h200-interpreted.json]" in shown
+
+
 def test_sources(tmp_path: Path) -> None:
     """Names and contents count, also of files that move."""
     (tmp_path / "te_core").mkdir()
