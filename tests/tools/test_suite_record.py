@@ -108,7 +108,7 @@ def test_what_replays_nothing_has_records_of_its_own(
     """They never stand for the suite, and are shown beside the suite's where both are of the same sources."""
     monkeypatch.setattr(suite_record, "ROOT", tmp_path)
     monkeypatch.setenv("TE_CORE_TAPES", "never")
-    assert suite_record.write(xml, "1/1", tmp_path, "abc").name.endswith("-interpreted.json")
+    assert suite_record.write(xml, "1/1", tmp_path / "written", "abc").name.endswith("-interpreted.json")
     record(tmp_path, "2026-01-02-h200-suite.json", sources="this")
     record(tmp_path, "2026-01-03-h200-interpreted.json", sources="that", passed=1, time="2026-01-03T00:00:00Z")
     suite, name = suite_record.newest(tmp_path), suite_record.INTERPRETED
