@@ -26,6 +26,8 @@ _WORDING = ("FORMAT_VALUE", "FORMAT_SIMPLE", "FORMAT_WITH_SPEC", "CONVERT_VALUE"
 @contextmanager
 def traced(trace: Callable[[FrameType, str, Any], Any]) -> Iterator[None]:
     """Within it Python tells this function what it runs."""
+    # Python 3.12 tells of instructions only if a frame has asked for them before the trace is set.
+    sys._getframe().f_trace_opcodes = True
     before = sys.gettrace()
     sys.settrace(trace)
     try:

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import linecache
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -18,7 +20,7 @@ from te_core import dtypes
 from te_core.ops import _check
 from te_core.tensor import CPU, Tensor
 from tests import recipes
-from tests.host_steps import traced, worded, worded_at_last
+from tests.host_steps import ROOT, traced, worded, worded_at_last
 
 HIDDEN = 32
 SPLIT: dict[str, Any] = {"parameters_split": {"first_": HIDDEN // 2, "second_": HIDDEN // 2}}
@@ -75,6 +77,14 @@ def test_what_words_is_seen() -> None:
     t = Tensor(16, (2,), dtypes.float32, CPU, None)
     assert not worded(lambda: _check.vector("op", "x", t, 2, (dtypes.float32,)))
     assert "tensor.py" in worded(lambda: repr(t)).pop()
+
+
+def test_the_first_count_of_a_process_sees_as_much() -> None:
+    """Python 3.12 tells of no instruction before one frame has asked, and a count of none is below every bound."""
+    code = "from tests.host_steps import opcodes as count; print(count(lambda: len('')), count(lambda: len('')))"
+    ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    first, second = map(int, ran.stdout.split())
+    assert first == second > 0, ran.stderr
 
 
 # ---------------------------------------------------------------------------------------------------- one rank
