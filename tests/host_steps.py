@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dis
 import sys
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,10 +25,22 @@ _WORDING = ("FORMAT_VALUE", "FORMAT_SIMPLE", "FORMAT_WITH_SPEC", "CONVERT_VALUE"
 
 
 @contextmanager
-def traced(trace: Callable[[FrameType, str, Any], Any]) -> Iterator[None]:
-    """Within it Python tells this function what it runs."""
-    # Python 3.12 tells of instructions only if a frame has asked for them before the trace is set.
-    sys._getframe().f_trace_opcodes = True
+def each_instruction(note: Callable[[CodeType, int], None]) -> Iterator[None]:
+    """Within it `note(code, offset)` is told of each instruction of Python that this thread runs."""
+    with _monitored(note) if sys.version_info >= (3, 12) else _traced(note):
+        yield
+
+
+@contextmanager
+def _traced(note: Callable[[CodeType, int], None]) -> Iterator[None]:
+    """By a trace function, which Python 3.12 leaves out of a process's first run, and 3.13 out of some frames."""
+
+    def trace(frame: FrameType, event: str, arg: Any) -> Any:
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        if event == "opcode":
+            note(frame.f_code, frame.f_lasti)
+        return trace
+
     before = sys.gettrace()
     sys.settrace(trace)
     try:
@@ -36,16 +49,37 @@ def traced(trace: Callable[[FrameType, str, Any], Any]) -> Iterator[None]:
         sys.settrace(before)
 
 
+@contextmanager
+def _monitored(note: Callable[[CodeType, int], None]) -> Iterator[None]:
+    """By Python's monitoring, of all threads."""
+    if sys.version_info < (3, 12):
+        raise RuntimeError("Python has sys.monitoring from 3.12 on")
+    monitoring, here = sys.monitoring, threading.get_ident()
+    tool, event = monitoring.PROFILER_ID, monitoring.events.INSTRUCTION
+
+    def told(code: CodeType, offset: int) -> None:
+        if threading.get_ident() == here:
+            note(code, offset)
+
+    monitoring.use_tool_id(tool, "counts of instructions")
+    monitoring.register_callback(tool, event, told)
+    monitoring.set_events(tool, event)
+    try:
+        yield
+    finally:
+        monitoring.set_events(tool, 0)
+        monitoring.register_callback(tool, event, None)
+        monitoring.free_tool_id(tool)
+
+
 def opcodes_by_file(call: Callable[[], Any]) -> Counter[str]:
     """How many instructions of Python a call runs, by the file that they are in."""
     found: Counter[str] = Counter()
 
-    def trace(frame: FrameType, event: str, arg: Any) -> Any:
-        frame.f_trace_opcodes, frame.f_trace_lines = True, False
-        found[frame.f_code.co_filename] += event == "opcode"
-        return trace
+    def note(code: CodeType, offset: int) -> None:
+        found[code.co_filename] += 1
 
-    with traced(trace):
+    with each_instruction(note):
         call()
     return found
 
@@ -78,26 +112,31 @@ def calls(call: Callable[[], Any]) -> int:
 
 @cache
 def _wording(code: CodeType) -> frozenset[int]:
-    """The instructions of a function that build text."""
+    """The instructions that build text, of a function of ours."""
+    if not code.co_filename.startswith(_OURS):
+        return frozenset()
     return frozenset(i.offset for i in dis.get_instructions(code) if i.opname in _WORDING)
+
+
+def line_of(code: CodeType, offset: int) -> int:
+    """The line that an instruction is of."""
+    return _lines(code).get(offset) or code.co_firstlineno
+
+
+@cache
+def _lines(code: CodeType) -> dict[int, int | None]:
+    return {offset: line for start, end, line in code.co_lines() for offset in range(start, end, 2)}
 
 
 def worded(call: Callable[[], Any]) -> set[str]:
     """The lines of ours that build text while a call runs."""
     found: set[str] = set()
 
-    def inside(frame: FrameType, event: str, arg: Any) -> Any:
-        if event == "opcode" and frame.f_lasti in _wording(frame.f_code):
-            found.add(f"{frame.f_code.co_filename.removeprefix(str(ROOT))}:{frame.f_lineno} in {frame.f_code.co_name}")
-        return inside
+    def note(code: CodeType, offset: int) -> None:
+        if offset in _wording(code):
+            found.add(f"{code.co_filename.removeprefix(str(ROOT))}:{line_of(code, offset)} in {code.co_name}")
 
-    def trace(frame: FrameType, event: str, arg: Any) -> Any:
-        if not frame.f_code.co_filename.startswith(_OURS) or not _wording(frame.f_code):
-            return None
-        frame.f_trace_opcodes, frame.f_trace_lines = True, False
-        return inside
-
-    with traced(trace):
+    with each_instruction(note):
         call()
     return found
 

@@ -9,7 +9,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
-from types import FrameType
+from types import CodeType
 from typing import Any
 
 import pytest
@@ -20,7 +20,7 @@ from te_core import dtypes
 from te_core.ops import _check
 from te_core.tensor import CPU, Tensor
 from tests import recipes
-from tests.host_steps import ROOT, traced, worded, worded_at_last
+from tests.host_steps import ROOT, each_instruction, line_of, worded, worded_at_last
 
 HIDDEN = 32
 SPLIT: dict[str, Any] = {"parameters_split": {"first_": HIDDEN // 2, "second_": HIDDEN // 2}}
@@ -80,7 +80,7 @@ def test_what_words_is_seen() -> None:
 
 
 def test_the_first_count_of_a_process_sees_as_much() -> None:
-    """Python 3.12 tells of no instruction before one frame has asked, and a count of none is below every bound."""
+    """A count of none is below every bound, and Python 3.12 told a trace function of no instruction at first."""
     code = "from tests.host_steps import opcodes as count; print(count(lambda: len('')), count(lambda: len('')))"
     ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
     first, second = map(int, ran.stdout.split())
@@ -98,17 +98,14 @@ def instructions(call: Callable[[], Any]) -> tuple[int, int, set[str]]:
     asking = total = 0
     files = set()
 
-    def trace(frame: FrameType, event: str, arg: Any) -> Any:
+    def note(code: CodeType, offset: int) -> None:
         nonlocal asking, total
-        frame.f_trace_opcodes, frame.f_trace_lines = True, False
-        if event == "opcode":
-            file = frame.f_code.co_filename
-            files.add(file)
-            total += 1
-            asking += "/te_" in file and bool(ASKS.search(linecache.getline(file, frame.f_lineno or 0)))
-        return trace
+        file = code.co_filename
+        files.add(file)
+        total += 1
+        asking += "/te_" in file and bool(ASKS.search(linecache.getline(file, line_of(code, offset))))
 
-    with traced(trace):
+    with each_instruction(note):
         call()
     return asking, total, files
 
