@@ -125,6 +125,8 @@ def _misfit(where: str, value: Any, hint: Any) -> _Misfit | None:
         return _misfit_inside(where, value, hint)
     if hint is None:
         hint = type(None)
+    if isinstance(origin, type):
+        hint = origin  # which Python 3.10 takes for a type with its parameters, too, and refuses to look for
     if hint is Any or not isinstance(hint, type) or getattr(hint, "_is_protocol", False):
         return None  # not a kind that a look can tell
     if hint in (int, float) and isinstance(value, numbers.Number):

@@ -6,7 +6,7 @@ Each argument of a right call in turn becomes what it is often mistaken for (tes
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import is_dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from te_core import dtypes, ops
+from te_core.arguments import explained
 from te_core.errors import ArgumentError
 from te_core.layers import linear, norm
 from te_core.ops import raw
@@ -194,6 +195,20 @@ def test_stochastic_rounding_without_draws(name: str) -> None:
     _, saved = forward.function(*forward.args[:-1], None, **forward.options)
     with pytest.raises(ArgumentError, match=r"no rng.*pass rng= to the layer's forward"):
         backward.function(*backward.args[:-1], saved, **backward.options)
+
+
+def test_kinds_with_parameters_are_looked_for() -> None:
+    """A `dict[str, int]` is a dict; Python 3.10 takes such a hint for a type and fails where it is one."""
+
+    @explained
+    def total(table: dict[str, int], weight: Callable[[int], int]) -> int:
+        return sum(weight(n) for n in table.values())
+
+    assert total({"a": 2}, abs) == 2
+    with pytest.raises(ArgumentError, match="table"):
+        total([2], abs)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match="weight"):
+        total({"a": 2}, 3)  # type: ignore[arg-type]
 
 
 def test_another_failure_stays_what_it_is() -> None:
