@@ -210,7 +210,7 @@ def test_whoever_reads_a_weight_has_it_back(linears: Any, read: str) -> None:
         assert away(model) == ["0.weight", "1.weight"]
         found = READS[read](model)
     finally:
-        torch.set_printoptions("default")
+        torch.set_printoptions(profile="default")
     assert torch.equal(found.detach(), before[1])
     whole = read in ("state_dict", "saved", "saved as a module", "deepcopy")
     assert away(model) == ([] if whole else ["0.weight"])
