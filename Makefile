@@ -25,7 +25,7 @@ OUT       ?= build/gpu
 GPU_FLAGS ?=
 PICKED    :=
 
-.PHONY: help env train test test-more test-interpreted format check bench docs mutants gpu gpu-interpreted clean
+.PHONY: help env train test test-more test-interpreted format check bench docs mutants gpu gpu-interpreted gpu-ranks clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+: .*## ' Makefile | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 24
@@ -72,6 +72,11 @@ gpu-interpreted: export TE_CORE_TAPES = never
 gpu-interpreted: PICKED = $(INTERPRETED)
 gpu-interpreted: BENCH =
 gpu-interpreted: gpu  ## on a GPU machine: what `make test-interpreted` runs, with a record of its own
+
+gpu-ranks: export TE_TESTS_RANKS_SHARE = 1
+gpu-ranks: PICKED = tests/parallel -k "GPUs or first_forward_in_a_capture or update_in_a_graph" --dist loadfile
+gpu-ranks: BENCH =
+gpu-ranks: gpu  ## on a machine with one GPU: the tests of ranks over NCCL, two of which share it, with a record of its own
 
 clean:  ## remove what was built and cached (.venv stays)
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

@@ -7,6 +7,7 @@ A test that takes an argument `rt` runs once per backend (tests/conftest.py); to
 from __future__ import annotations
 
 import ctypes
+import os
 from functools import cache
 from importlib.util import find_spec
 
@@ -65,9 +66,11 @@ requires_cuda = pytest.mark.skipif(not cuda_devices(), reason=NEEDS_CUDA)
 more_without_gpu = pytest.mark.skipif(False, reason="") if cuda_devices() else pytest.mark.more
 
 
-def requires_gpus(count: int) -> pytest.MarkDecorator:
-    """For a test over several devices."""
+def requires_gpus(count: int, ranks: bool = False) -> pytest.MarkDecorator:
+    """For a test over several devices; of `ranks`, which may share one where they are asked to (`make gpu-ranks`)."""
     found = cuda_devices()
+    if ranks and os.environ.get("TE_TESTS_RANKS_SHARE") == "1":
+        count = 1
     reason = NEEDS_CUDA if not found else f"{HARDWARE}needs {count} GPUs, found {found}"
     return pytest.mark.skipif(found < count, reason=reason)
 

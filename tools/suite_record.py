@@ -17,7 +17,7 @@ import re
 import sys
 import xml.etree.ElementTree as ET
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,13 @@ sys.path.insert(0, str(ROOT))
 from benchmarks import harness  # noqa: E402
 from tests import tally  # noqa: E402
 
-INTERPRETED = "interpreted"  # the name of records of runs in which no call of a layer was replayed
+#: Records of runs that do not stand for the suite, by their names: how README.md shows them.
+BESIDE = {
+    "interpreted": "With no call replayed (`make gpu-interpreted`",
+    "ranks": "The tests of ranks, two of which share a GPU (NCCL; `make gpu-ranks`",
+}
 RUN = ("te_core", "te_torch", "bindings", "tests")
+Record = tuple[Path, dict[str, Any]]
 _SOURCES = {".py", ".cu", ".cuh", ".toml", ".json", ".txt"}
 
 
@@ -83,10 +88,12 @@ def write(xml: Path, shard: str, out: Path, commit: str, arguments: str = "") ->
     # What the tests ran with, which is not what this process would.
     tapes = os.environ.get("TE_CORE_TAPES", "first")
     content["about"] = {**harness.about(commit), "tapes": tapes}
-    return harness.write_record(INTERPRETED if tapes == "never" else "suite", content, out, commit)
+    shared = os.environ.get("TE_TESTS_RANKS_SHARE") == "1"
+    name = "interpreted" if tapes == "never" else "ranks" if shared else "suite"
+    return harness.write_record(name, content, out, commit)
 
 
-def newest(folder: Path = harness.RESULTS, name: str = "suite") -> list[tuple[Path, dict[str, Any]]]:
+def newest(folder: Path = harness.RESULTS, name: str = "suite") -> list[Record]:
     """The records of the sources that ran last on a GPU: of each shard the last one."""
     named = re.compile(rf"\d{{4}}-\d\d-\d\d-(?!cpu-).+-{name}(-\d+)?\.json")
     found = [(path, json.loads(path.read_text())) for path in folder.glob("*.json") if named.fullmatch(path.name)]
@@ -104,8 +111,8 @@ def _link(path: Path) -> str:
     return f"[{path.name}]({path.resolve().relative_to(ROOT).as_posix()})"
 
 
-def markdown(found: list[tuple[Path, dict[str, Any]]], interpreted: Sequence[tuple[Path, dict[str, Any]]] = ()) -> str:
-    """The records as README.md shows them, with those of the same sources that replayed nothing."""
+def markdown(found: Sequence[Record], beside: Mapping[str, Sequence[Record]] | None = None) -> str:
+    """The records as README.md shows them, with those of other kinds (`BESIDE`) that are of the same sources."""
     if not found:
         return "The suite has not run on a GPU yet: `make gpu`."
     about = found[-1][1]["about"]
@@ -127,15 +134,16 @@ def markdown(found: list[tuple[Path, dict[str, Any]]], interpreted: Sequence[tup
         lines += ["", "Skipped: " + "; ".join(f"{reason} ({number})" for reason, number in reasons.most_common()) + "."]
     if calls:
         lines += ["", tally.told(calls) + "."]
-    for path, record in interpreted:
-        if record["sources"] == found[-1][1]["sources"]:
-            part = "" if record["shard"] == "1/1" else f", shard {record['shard']}"
-            numbers = (f"{record[key]:,} {key}" for key in ("passed", "failed", "skipped"))
-            lines += ["", f"With no call replayed (`make gpu-interpreted`{part}): {', '.join(numbers)}; {_link(path)}."]
+    for name, records in (beside or {}).items():
+        for path, record in records:
+            if record["sources"] == found[-1][1]["sources"]:
+                part = "" if record["shard"] == "1/1" else f", shard {record['shard']}"
+                numbers = (f"{record[key]:,} {key}" for key in ("passed", "failed", "skipped"))
+                lines += ["", f"{BESIDE[name]}{part}): {', '.join(numbers)}; {_link(path)}."]
     return "\n".join(lines)
 
 
-def check(found: list[tuple[Path, dict[str, Any]]]) -> str:
+def check(found: Sequence[Record]) -> str:
     """What keeps the newest records from speaking for the tree at hand; nothing if they do."""
     if not found:
         return "there is no record of a suite on a GPU"
@@ -167,7 +175,7 @@ def main() -> int:
         print(f"written: {write(given.xml, given.shard, given.out, given.commit, given.arguments)}")
         return 0
     if given.action == "newest":
-        print(markdown(newest(), newest(name=INTERPRETED)))
+        print(markdown(newest(), {name: newest(name=name) for name in BESIDE}))
         return 0
     wrong = check(newest())
     print(f"suite: {wrong or 'the newest records are of this tree, and nothing failed'}")

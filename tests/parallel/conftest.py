@@ -23,10 +23,11 @@ def ranks_of() -> Iterator[Callable[[int, str], Ranks]]:
         found.close()
 
 
+NCCL = requires_gpus(2, ranks=True)
 GLOO = [pytest.param((2, "cpu"), id="2 ranks"), pytest.param((4, "cpu"), id="4 ranks", marks=pytest.mark.more)]
 
 
-@pytest.fixture(scope="module", params=[*GLOO, pytest.param((2, "cuda"), id="2 GPUs", marks=requires_gpus(2))])
+@pytest.fixture(scope="module", params=[*GLOO, pytest.param((2, "cuda"), id="2 GPUs", marks=NCCL)])
 def ranks(request: pytest.FixtureRequest, ranks_of: Callable[[int, str], Ranks]) -> Ranks:
     """Two gloo ranks, four of them (`make test-more`), and NCCL on two GPUs."""
     return ranks_of(*request.param)
@@ -45,8 +46,7 @@ def pair(ranks_of: Callable[[int, str], Ranks]) -> Ranks:
 
 
 @pytest.fixture(
-    scope="module",
-    params=[pytest.param("cpu", id="2 ranks"), pytest.param("cuda", id="2 GPUs", marks=requires_gpus(2))],
+    scope="module", params=[pytest.param("cpu", id="2 ranks"), pytest.param("cuda", id="2 GPUs", marks=NCCL)]
 )
 def two(request: pytest.FixtureRequest, ranks_of: Callable[[int, str], Ranks]) -> Ranks:
     """Two ranks, over gloo and over NCCL."""

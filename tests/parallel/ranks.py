@@ -14,6 +14,9 @@ The fixtures are in tests/parallel/conftest.py: `ranks` runs a test with two glo
 (`make test-more`), and with NCCL on two GPUs; `gloo_ranks` leaves out the GPUs; `pair` is two gloo ranks alone, for
 what depends neither on their number nor on the device; `ranks_of` gives any others.
 
+Where GPUs are fewer than ranks, they are shared (`make gpu-ranks`): to NCCL each rank is then on a host of its own, and
+what it sends goes through sockets.
+
 A function goes by its name (a lambda or a closure cannot be sent) and finds a default process group of its own, made
 for this run: what one test leaves in a group does not meet the next one. Arguments and results are pickled; tensors
 among the results have to be on the CPU.
@@ -47,6 +50,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+from tests.backends import cuda_devices
 from tests.recordings import going_well
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -64,7 +68,7 @@ class Rank:
 
     number: int
     world: int
-    device: str  # "cpu" or "cuda", which is this rank's own GPU
+    device: str  # "cpu" or "cuda", which is this rank's own GPU, or its share of one
 
 
 @dataclass(frozen=True)
@@ -164,6 +168,18 @@ class Ranks:
         self._folder.cleanup()
 
 
+def environment(rank: Rank) -> dict[str, str]:
+    """What a rank's process finds beside the test's own environment."""
+    env = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    if LOOPBACK:
+        env["GLOO_SOCKET_IFNAME"] = LOOPBACK[0]
+    if rank.device == "cpu":
+        env["CUDA_VISIBLE_DEVICES"] = ""  # torch.compile asks for a stream, and many processes crowd a GPU
+    elif rank.world > cuda_devices():
+        env |= {"NCCL_HOSTID": f"rank-{rank.number}", "NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "lo"}
+    return env
+
+
 class _Process:
     """The test's side of one rank: its process, the pipe to it, and the file that it prints to."""
 
@@ -176,14 +192,9 @@ class _Process:
         self._begins = 0  # where the output of this run begins
         self.begun = False  # whether it has come to the function
         os.close(handle)
-        env = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        if LOOPBACK:
-            env["GLOO_SOCKET_IFNAME"] = LOOPBACK[0]
-        if rank.device == "cpu":
-            env["CUDA_VISIBLE_DEVICES"] = ""  # torch.compile asks for a stream, and many processes crowd a GPU
         context: Any = get_context("spawn" if rank.device == "cuda" else "forkserver")  # CUDA bears no fork
         context.set_forkserver_preload(IMPORTED)
-        with patch.dict(os.environ, env):
+        with patch.dict(os.environ, environment(rank)):
             given = rank, theirs, lifeline, self._log, dict(os.environ)
             self._process = context.Process(target=_serve, args=given, daemon=True)
             self._process.start()
@@ -291,7 +302,7 @@ def _group(rank: Rank, store: str, seconds: float) -> Iterator[None]:
 
     torch.set_num_threads(1)
     if rank.device == "cuda":
-        torch.cuda.set_device(rank.number)
+        torch.cuda.set_device(rank.number % torch.cuda.device_count())
     meeting = dist.FileStore(store, rank.world)
     _meet(meeting, rank, "here")  # a short timeout shall not count what another rank still imports
     dist.init_process_group(

@@ -411,7 +411,7 @@ def captured(rank: Rank) -> Any:
     return refused, state.amax_history_fwd.cpu(), fp8_state(module)
 
 
-@requires_gpus(2)
+@requires_gpus(2, ranks=True)
 def test_an_update_in_a_graph(ranks_of: Callable[[int, str], Ranks]) -> None:
     found = ranks_of(2, "cuda").run(captured)
     for refused, history, state in found:

@@ -237,7 +237,7 @@ def first_in_a_capture(rank: Rank) -> tuple[str, bool]:
         return said, bool(module(x).isfinite().all())
 
 
-@requires_gpus(2)
+@requires_gpus(2, ranks=True)
 def test_a_first_forward_in_a_capture(ranks_of: Callable[[int, str], Ranks]) -> None:
     """The ranks compare what they run, which reads from the device: outside of a capture only."""
     for said, usable in ranks_of(2, "cuda").run(first_in_a_capture):

@@ -12,7 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests import backends
 from tests.backends import more_without_gpu
+from tests.parallel import ranks as harness
 from tests.parallel.ranks import Rank, Ranks, RanksError
 
 
@@ -39,6 +41,21 @@ def test_what_a_rank_is_told(ranks: Ranks) -> None:
         assert facts == [number, ranks.world, ranks.device, number, ranks.world]
         assert threads == 1 and pid != os.getpid() and (gpus == 0) == (ranks.device == "cpu")
     assert len({pid for *_, pid, _ in first}) == ranks.world
+
+
+@pytest.mark.parametrize(("gpus", "share", "runs", "hosts"), [(1, "0", False, 2), (1, "1", True, 2), (2, "0", True, 0)])
+def test_ranks_share_a_gpu_where_they_are_asked_to(
+    gpus: int, share: str, runs: bool, hosts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL refuses two ranks of one host on one GPU."""
+    for module in (backends, harness):
+        monkeypatch.setattr(module, "cuda_devices", lambda: gpus)
+    monkeypatch.setenv("TE_TESTS_RANKS_SHARE", share)
+    assert backends.requires_gpus(2, ranks=True).args == (not runs,)
+    assert backends.requires_gpus(2).args == (gpus < 2,), "a test of two devices needs two"
+    found = {harness.environment(Rank(i, 2, "cuda")).get("NCCL_HOSTID") for i in range(2)} - {None}
+    assert len(found) == hosts
+    assert "NCCL_HOSTID" not in harness.environment(Rank(0, 2, "cpu"))
 
 
 def unmatched(rank: Rank) -> bool:

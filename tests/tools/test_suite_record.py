@@ -111,12 +111,29 @@ def test_what_replays_nothing_has_records_of_its_own(
     assert suite_record.write(xml, "1/1", tmp_path / "written", "abc").name.endswith("-interpreted.json")
     record(tmp_path, "2026-01-02-h200-suite.json", sources="this")
     record(tmp_path, "2026-01-03-h200-interpreted.json", sources="that", passed=1, time="2026-01-03T00:00:00Z")
-    suite, name = suite_record.newest(tmp_path), suite_record.INTERPRETED
+    suite = suite_record.newest(tmp_path)
     assert [path.name for path, _ in suite] == ["2026-01-02-h200-suite.json"]
-    assert "make gpu-interpreted" not in suite_record.markdown(suite, suite_record.newest(tmp_path, name))
+    assert "make gpu-interpreted" not in shown_of(suite, tmp_path)
     record(tmp_path, "2026-01-04-h200-interpreted.json", sources="this", passed=900, time="2026-01-04T00:00:00Z")
-    shown = suite_record.markdown(suite, suite_record.newest(tmp_path, name))
+    shown = shown_of(suite, tmp_path)
     assert "(`make gpu-interpreted`): 900 passed, 0 failed, 3 skipped; [2026-01-04-h200-interpreted.json]" in shown
+
+
+def shown_of(suite: list[suite_record.Record], folder: Path) -> str:
+    return suite_record.markdown(suite, {name: suite_record.newest(folder, name) for name in suite_record.BESIDE})
+
+
+def test_ranks_that_share_a_gpu_have_records_of_their_own(
+    xml: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(suite_record, "ROOT", tmp_path)
+    monkeypatch.setenv("TE_TESTS_RANKS_SHARE", "1")
+    assert suite_record.write(xml, "1/1", tmp_path / "written", "abc").name.endswith("-ranks.json")
+    record(tmp_path, "2026-01-02-h200-suite.json", sources="this")
+    record(tmp_path, "2026-01-03-h200-ranks.json", sources="this", passed=225)
+    suite = suite_record.newest(tmp_path)
+    assert [path.name for path, _ in suite] == ["2026-01-02-h200-suite.json"]
+    assert "`make gpu-ranks`): 225 passed, 0 failed" in shown_of(suite, tmp_path)
 
 
 def test_sources(tmp_path: Path) -> None:
