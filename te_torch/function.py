@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from te_core.errors import ArgumentError, UnsupportedError
 from te_core.layers.linear import Sink
@@ -27,7 +28,7 @@ from te_torch.export.mode import exporting, expressed
 from te_torch.operators import Traced as Traced
 from te_torch.operators import apply_traced
 from te_torch.quantized import QuantizedTorch, core_of
-from te_torch.runtime import TO_CORE, runtime_for, to_core, to_core_shape, to_torch
+from te_torch.runtime import FLOATS, TO_CORE, runtime_for, to_core, to_core_shape, to_torch
 from te_torch.tensors.wrap import from_core
 from te_torch.weight_copies import Copies
 
@@ -81,7 +82,20 @@ def apply(
             return _Eager.apply(call, state, recompute, extra, *inputs)
         # Function.apply looks for functorch wrappers in every argument: 3 us of the 9 that a call costs.
         return _eager_apply(call, state, recompute, extra, *inputs)
+    if forward_ad._current_level >= 0:
+        _check_tangents(inputs)
     return _run(call, state, recompute, extra, inputs)[0]  # type: ignore[arg-type]
+
+
+def _check_tangents(inputs: Sequence[torch.Tensor | None]) -> None:
+    """Without gradients to come a layer is no function of autograd's, which would refuse."""
+    if any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in inputs):
+        raise UnsupportedError(
+            "forward-mode differentiation",
+            "an input or a parameter with a tangent",
+            "backward",
+            "use torch.nn layers there",
+        )
 
 
 def _own(outputs: Sequence[Any], inputs: Sequence[Any]) -> tuple[torch.Tensor, ...]:
@@ -140,14 +154,46 @@ def _to_core_all(rt: Runtime, tensors: Sequence[torch.Tensor | None], strided: b
     device = rt.device
     if device is META:
         return [None if t is None else to_core_shape(t) for t in tensors]
-    return [
-        None
-        if t is None
-        else Tensor(t.data_ptr(), t.shape, TO_CORE[t.dtype], device, t)
-        if type(t) in _PLAIN and t.is_contiguous()
-        else _to_core_other(t, device, strided)
-        for t in tensors
-    ]
+    try:
+        views = [
+            None
+            if t is None
+            else Tensor(t.data_ptr(), t.shape, TO_CORE[t.dtype], device, t)
+            if type(t) in _PLAIN and t.is_contiguous()
+            else _to_core_other(t, device, strided)
+            for t in tensors
+        ]
+    except RuntimeError as error:
+        for t in tensors:
+            _check_memory(t, error)
+        raise
+    for i, v in enumerate(views):
+        if type(v) is Tensor and not v.ptr and v.size:
+            views[i] = _of_zeros(tensors[i], device)  # type: ignore[arg-type]
+    return views
+
+
+def _check_memory(t: torch.Tensor | None, error: Exception) -> None:
+    """Refuse a tensor that has no values in memory for a layer to read."""
+    if t is None or isinstance(t, QuantizedTorch):
+        return
+    try:
+        t.data_ptr()
+        return
+    except RuntimeError:
+        kind = f"a tensor of layout {t.layout}"
+        if t.layout is torch.strided:
+            kind = "a tensor that torch.func has wrapped (vmap; is_grads_batched and vectorize=True do so, too)"
+    raise UnsupportedError(
+        "te_torch", kind, "tensors with values in memory", "make it dense, or call the layer outside of the transform"
+    ) from error
+
+
+def _of_zeros(t: torch.Tensor, device: Device) -> Tensor:
+    """The core's view of a tensor with nothing behind it, which is all zeros if it is on the right device."""
+    _check_devices(device, [t])
+    zeros = torch.zeros(t.shape, dtype=t.dtype, device=t.device)
+    return Tensor(zeros.data_ptr(), zeros.shape, TO_CORE[zeros.dtype], device, zeros)
 
 
 def _check_devices(device: Device, tensors: Sequence[torch.Tensor | None]) -> None:
@@ -292,18 +338,42 @@ def _sink(weight: torch.Tensor, extra: Extra, index: int) -> Sink | None:
     main = accumulate = None
     if extra.fused:
         main = weight.get_main_grad() if hasattr(weight, "get_main_grad") else getattr(weight, "main_grad", None)
-        if main is None:
-            raise ArgumentError(
-                "fuse_wgrad_accumulation",
-                "a weight without main_grad",
-                "weight.main_grad, a tensor of its shape",
-                "allocate it before backward: weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)",
-            )
+        if not _takes(main, weight):
+            raise _no_main_grad(main, weight)
         accumulate = extra.first_microbatch is not True and not getattr(weight, "overwrite_main_grad", False)
     if main is None and extra.queue is None:
         return None
     queue = None if extra.queue is None else extra.queue[index]
     return Sink(None if main is None else to_core(main), bool(accumulate), queue)
+
+
+def _takes(main: Any, weight: torch.Tensor) -> bool:
+    """Whether a weight's gradient can be written there: it is, as the memory lies."""
+    return (
+        isinstance(main, torch.Tensor)
+        and main.shape == weight.shape
+        and main.dtype in FLOATS
+        and main.device == weight.device
+        and main.is_contiguous()
+    )
+
+
+def _no_main_grad(main: Any, weight: torch.Tensor) -> ArgumentError:
+    if main is None:
+        came = "a weight without main_grad"
+    elif isinstance(main, torch.Tensor):
+        lies = f"strides {main.stride()}" if main.layout is torch.strided else f"layout {main.layout}"
+        came = f"main_grad of shape {tuple(main.shape)} with {lies} in {main.dtype} on {main.device}"
+    else:
+        came = f"main_grad, a {type(main).__name__}"
+    shape, device = tuple(weight.shape), weight.device
+    return ArgumentError(
+        "fuse_wgrad_accumulation",
+        came,
+        f"a contiguous tensor of the weight's shape {shape} on {device}, in float32, bfloat16 or float16",
+        "set it before backward: weight.main_grad = torch.zeros(weight.shape, device=weight.device), or a part of a "
+        "buffer: buffer[begin : begin + weight.numel()].view(weight.shape)",
+    )
 
 
 def _stand_in_gradient(weight: torch.Tensor) -> torch.Tensor | None:

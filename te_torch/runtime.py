@@ -265,11 +265,20 @@ def shape_runtime(device: torch.device) -> Runtime:
     return Runtime.meta(ShapeAllocator(device))
 
 
-def to_core(t: torch.Tensor) -> Tensor:
-    """A core view of a torch tensor, which becomes its owner. The tensor must be contiguous."""
-    if t.is_cuda:
-        return Tensor(t.data_ptr(), t.shape, TO_CORE[t.dtype], _DEVICES[t.get_device()], t)
-    return Tensor(t.data_ptr(), t.shape, TO_CORE[t.dtype], CPU, t)
+def to_core(t: torch.Tensor, strided: bool = False) -> Tensor:
+    """A core view of a torch tensor, which becomes its owner. What is there is taken as it lies, to be read or to be
+    written: the tensor must be contiguous, unless `strided`.
+    """
+    strides = None if t.is_contiguous() else t.stride()
+    if strides is not None and not strided:
+        raise ArgumentError(
+            "te_torch",
+            f"a tensor of shape {tuple(t.shape)} with strides {strides}",
+            "a contiguous one here",
+            "pass t.contiguous()",
+        )
+    device = _DEVICES[t.get_device()] if t.is_cuda else CPU
+    return Tensor(t.data_ptr(), t.shape, TO_CORE[t.dtype], device, t, strides)
 
 
 def to_core_shape(t: torch.Tensor) -> Tensor:
@@ -286,11 +295,15 @@ def to_torch(t: Tensor) -> torch.Tensor:
 
 
 def check_dtype(operation: str, t: torch.Tensor) -> None:
-    """Activations and parameters are float32, bfloat16 or float16."""
-    if t.dtype not in FLOATS:
-        raise ArgumentError(
-            operation, str(t.dtype), "float32, bfloat16 or float16", "convert the tensor to one of these types"
-        )
+    """Activations and parameters are tensors in float32, bfloat16 or float16."""
+    dtype: Any = getattr(t, "dtype", None)
+    if dtype in FLOATS:
+        return
+    if not isinstance(dtype, torch.dtype):
+        raise ArgumentError(operation, f"an input of type {type(t).__name__}", "a tensor", "pass a tensor")
+    raise ArgumentError(
+        operation, str(dtype), "float32, bfloat16 or float16", "convert the tensor to one of these types"
+    )
 
 
 def piece_to_torch(t: Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:

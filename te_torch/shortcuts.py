@@ -62,7 +62,10 @@ def find(
         return None
     choose, quantized = present
     held = [*choose(tensors)]
-    at = list(map(_address_of, held))
+    try:
+        at = list(map(_address_of, held))
+    except RuntimeError:  # one has no memory: the core's way says what it is
+        return None
     if not all(map(_is_dense, held)):
         return None
     said, bits = [*map(_facts_of, held)], reduce(or_, at)

@@ -50,6 +50,7 @@ def require_usable(operation: str, entry: str, value: Any) -> None:
     )
 
 
+_place_of = torch.Tensor.data_ptr
 _tokens = itertools.count(1)
 #: States that compiled code has run, in the order of running, which is every process's.
 watched: dict[int, None] = {}
@@ -97,6 +98,7 @@ class ScalingState(torch.nn.Module):
             _by_address[self.scale_bwd.data_ptr()] = self
         self.precision: Precision | None = None  # the recipe of the last forward: the rule of the next update
         self._views: tuple[Scales, Scales, Scales] | None = None
+        self._places: list[int] = []  # where the buffers lay of which these are
         self._core: dict[tuple[int, float], CoreState] = {}
         self.update_plans: dict[tuple[int, ...], Any] = {}
         self.seen_version: int | None = None  # of the forward history, if compiled code writes it
@@ -108,7 +110,7 @@ class ScalingState(torch.nn.Module):
         if self.scale_fwd.is_cpu:  # torch moves it into shared memory, in place, if this is for another process
             moves += 1
             self._views, self._core = None, {}
-        derived = ("token", "precision", "_views", "_core", "update_plans", "seen_version", "due")
+        derived = ("token", "precision", "_views", "_places", "_core", "update_plans", "seen_version", "due")
         return {**{k: v for k, v in self.__dict__.items() if k not in derived}, "group": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -251,26 +253,37 @@ class ScalingState(torch.nn.Module):
         return f"gemms={len(self.scale_fwd) // FORWARD_SLOTS}, amax_history_len={len(self.amax_history_fwd)}"
 
     def _make_views(self) -> tuple[Scales, Scales, Scales]:
+        global moves
+        if self._views is not None:  # a buffer has other memory: buffer.data = ...
+            moves += 1
+            self._core = {}
         core = to_core_shape if self.scale_fwd.is_meta else to_core
-        rows = [core(t) for t in (self.scale_fwd, self.amax_history_fwd[0], self.scale_bwd)]
-        back = core(self.amax_history_bwd[0])
+        self._places = [*map(_place_of, self._buffers.values())]  # type: ignore[arg-type]
+        # Of aliases, which hold the memory: a view that is left somewhere never writes into that of others.
+        rows = [core(t.detach()) for t in (self.scale_fwd, self.amax_history_fwd[0], self.scale_bwd)]
+        back = core(self.amax_history_bwd[0].detach())
         views = self._views = (
             Scales(rows[0], rows[1], rows[2], back),
-            Scales(core(self.used_fwd), None, rows[2], back),
+            Scales(core(self.used_fwd.detach()), None, rows[2], back),
             Scales(rows[0], None, rows[2], back),
         )
         return views
 
     def backward_scales(self) -> Scales:
         """The core's view of the state for one backward."""
-        return (self._views or self._make_views())[0]
+        views = self._views
+        if views is None or self._places != [*map(_place_of, self._buffers.values())]:  # type: ignore[arg-type]
+            views = self._make_views()
+        return views[0]
 
     def scales(self, recompute: bool) -> Scales:
         """The core's view of the state for one forward.
 
         A recomputation records nothing, and reads the scales that the forward read: the ones before the update.
         """
-        views = self._views or self._make_views()
+        views = self._views
+        if views is None or self._places != [*map(_place_of, self._buffers.values())]:  # type: ignore[arg-type]
+            views = self._make_views()
         if not recompute:
             self.__dict__["due"] = True  # Module.__setattr__ would cost a microsecond
             return views[0]
@@ -286,7 +299,7 @@ class ScalingState(torch.nn.Module):
         if found is None:
             suffix = ("fwd", "bwd")[direction]
             scale, history, used = (
-                to_core(getattr(self, f"{name}_{suffix}")) for name in ("scale", "amax_history", "used")
+                to_core(getattr(self, f"{name}_{suffix}").detach()) for name in ("scale", "amax_history", "used")
             )
             found = self._core[direction, limit] = CoreState(scale, history, used, limit)
         return found

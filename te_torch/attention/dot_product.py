@@ -483,7 +483,10 @@ def explain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -
 
 
 def _fact(t: torch.Tensor, grad: bool) -> Fact:
-    return Fact(t.shape, t.dtype, t.device, grad and t.requires_grad)
+    try:
+        return Fact(t.shape, t.dtype, t.device, grad and t.requires_grad)
+    except AttributeError:
+        raise wrong(f"an input of type {type(t).__name__}", "tensors", "pass tensors") from None
 
 
 def _with_bias(key: Key, given: Given) -> Key:

@@ -286,9 +286,7 @@ def _strided(t: torch.Tensor) -> Tensor:
     """A core view with the tensor's strides, the last one 1."""
     if t.stride(-1) != 1:
         t = t.contiguous()
-    view = to_core(t)
-    view.strides = t.stride()
-    return view
+    return to_core(t, strided=True)
 
 
 def device_of(device: torch.device | str | None) -> torch.device:

@@ -564,7 +564,7 @@ def wants_grad(*tensors: torch.Tensor | None) -> bool:
 
 def check_input(operation: str, inp: torch.Tensor, width: int) -> None:
     """The input is a float tensor of the module's width."""
-    if inp.dtype not in FLOATS:
+    if getattr(inp, "dtype", None) not in FLOATS:
         check_dtype(operation, inp)
     if inp.ndim < 1 or inp.shape[-1] != width:
         raise ArgumentError(

@@ -33,7 +33,7 @@ from te_torch.export.mode import exporting
 from te_torch.function import Call, Extra, Layer, apply, register
 from te_torch.module_names import within
 from te_torch.modules.grouped_traced import apply_traced, checked_sizes, on_host_copy, rows_of
-from te_torch.modules.linear import empty_bias
+from te_torch.modules.linear import empty_bias, returned_bias
 from te_torch.precisions import draws
 from te_torch.quantized import QuantizedTorch
 from te_torch.runtime import TO_CORE, constant_at_trace, default_device, to_core, to_core_shape, untraced
@@ -178,7 +178,7 @@ class GroupedLinear(BaseModule):
         if tracing:
             inputs = (inp, *weights, *added, rng)
             result = apply_traced(call, state, recompute, m_splits, inputs, extra)  # type: ignore[arg-type]
-            return (result, biases) if self.return_bias else result
+            return (result, [*map(returned_bias, biases)]) if self.return_bias else result
         extra = extra or Extra(None, False, None, None)
         assert sizes is not None
         given = out is not None or dgrad_out is not None
@@ -186,7 +186,7 @@ class GroupedLinear(BaseModule):
         (result,) = apply(call, state, recompute, inp, *weights, *added, rng, extra=extra)
         if out is not None and result.requires_grad:
             _in_buffers[out.data_ptr()] = result
-        return (result, biases) if self.return_bias else result
+        return (result, [*map(returned_bias, biases)]) if self.return_bias else result
 
     def _into(
         self, sizes: list[int], inp: torch.Tensor, out: torch.Tensor | None, dgrad_out: torch.Tensor | None

@@ -19,7 +19,7 @@ from te_torch.base.parallel import eagerly
 from te_torch.base.residual import Branch, enter_stream, stream_of
 from te_torch.export import layers
 from te_torch.function import Call, Layer, apply, register
-from te_torch.modules.linear import SplitParameters, empty_bias
+from te_torch.modules.linear import SplitParameters, empty_bias, returned_bias
 from te_torch.modules.norm import init_norm_weight, margin_facts, margin_of, sm_margins
 from te_torch.precisions import draws
 from te_torch.quantized import QuantizedTorch
@@ -205,7 +205,7 @@ class LayerNormLinear(NormParameters, SplitParameters):
         call = self._find_call(key)
         outputs = apply(call, state, recompute, inp, gamma, beta, weight, added, rng, *more, extra=extra)
         if self.return_bias:
-            outputs = (outputs[0], empty_bias(outputs[0]) if bias is None else bias, *outputs[1:])
+            outputs = (outputs[0], empty_bias(outputs[0]) if bias is None else returned_bias(bias), *outputs[1:])
         return outputs if len(outputs) > 1 else outputs[0]
 
     def _new_call(

@@ -21,7 +21,7 @@ from te_torch.base.residual import Branch, enter_stream, stream_of
 from te_torch.export import layers
 from te_torch.function import Call, Layer, apply, register
 from te_torch.modules.layernorm_linear import NormParameters
-from te_torch.modules.linear import empty_bias
+from te_torch.modules.linear import empty_bias, returned_bias
 from te_torch.precisions import draws
 from te_torch.quantized import QuantizedTorch
 from te_torch.runtime import TO_CORE, default_device
@@ -188,7 +188,7 @@ class LayerNormMLP(NormParameters):
         call = self._find_call(key)
         outputs = apply(call, state, recompute, inp, gamma, beta, w1, b1, w2, added, rng, *more, extra=extra)
         if self.return_bias:
-            outputs = (outputs[0], empty_bias(outputs[0]) if b2 is None else b2, *outputs[1:])
+            outputs = (outputs[0], empty_bias(outputs[0]) if b2 is None else returned_bias(b2), *outputs[1:])
         return outputs if len(outputs) > 1 else outputs[0]
 
     def _bias(self, name: str, dtype: torch.dtype) -> torch.Tensor | None:

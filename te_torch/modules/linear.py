@@ -171,6 +171,13 @@ def empty_bias(out: torch.Tensor) -> torch.Tensor:
     return torch.empty(0, dtype=out.dtype, device=out.device)
 
 
+def returned_bias(bias: torch.Tensor) -> torch.Tensor:
+    """The bias as `return_bias` gives it. A reentrant checkpoint runs its function without gradients first, and makes
+    what that returns its own results: the parameter itself would be none any more, and backward would not end.
+    """
+    return bias if torch.is_grad_enabled() else bias.detach()
+
+
 def split_sizes(operation: str, split: Any, total: int) -> dict[str, int]:
     """{parameter prefix: rows}; one part without a prefix if nothing is split."""
     if split is None:
@@ -289,7 +296,7 @@ class Linear(SplitParameters):
             extra = self._extra(("weight",), (weight,), precision, state, recompute, is_first_microbatch)
         (out,) = apply(self._find_call(key), state, recompute, inp, weight, added, rng, extra=extra)
         if self.return_bias:
-            return out, (empty_bias(out) if bias is None else bias)
+            return out, (empty_bias(out) if bias is None else returned_bias(bias))
         return out
 
     def _facts(self) -> tuple[Any, ...]:

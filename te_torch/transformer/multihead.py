@@ -348,6 +348,10 @@ class MultiheadAttention(torch.nn.Module):
     ) -> tuple[Any, ...]:
         """What queries are projected from, and in cross attention what keys and values are."""
         x = hidden_states.x if isinstance(hidden_states, Branch) else hidden_states
+        if not isinstance(x, torch.Tensor):
+            raise _wrong(f"hidden_states of type {type(x).__name__}", "a tensor", "pass a tensor")
+        if encoder_output is not None and not isinstance(encoder_output, torch.Tensor):
+            raise _wrong(f"encoder_output of type {type(encoder_output).__name__}", "a tensor", "pass a tensor")
         if x.ndim != len(self.qkv_format) - 1:
             allowed = f"{len(self.qkv_format) - 1} dimensions in {self.qkv_format}"
             raise _wrong(f"hidden_states of shape {tuple(x.shape)}", allowed, "correct the shape, or qkv_format")

@@ -19,7 +19,18 @@ from te_core.recipe import (
 )
 from te_torch.base.checkpoint_state import plain_state_dict, prepare_state
 from tests.backends import devices
-from tests.module_steps import GEMM_MODULES, MODULES, differences, fp8_state, gradient_for, make, region, step, values
+from tests.module_steps import (
+    GEMM_MODULES,
+    MODULES,
+    WIDTH,
+    differences,
+    fp8_state,
+    gradient_for,
+    make,
+    region,
+    step,
+    values,
+)
 
 on_devices = pytest.mark.parametrize("device", devices())
 gemm_modules = pytest.mark.parametrize("kind", GEMM_MODULES)
@@ -294,6 +305,28 @@ def test_an_update_of_a_module_called_twice_in_a_region(device: str) -> None:
         torch.autograd.backward(ys, [f * dy for f in factors])
         assert module.fp8_state.scale_fwd[0] == 448 / (4 * x.abs().max())
         assert module.fp8_state.scale_bwd[0] == 57344 / (4 * dy.abs().max())
+
+
+@on_devices
+@gemm_modules
+@pytest.mark.parametrize("how", ["data", "buffers"])
+def test_buffers_that_get_other_memory(how: str, kind: str, device: str) -> None:
+    """As FSDP1 moves them (`buffer.data = ...`), and Accelerate (`module._buffers[name] = ...`): nothing is told."""
+    module, x = make(kind, device), values(16, WIDTH, device=device)
+    expected = make(kind, device)
+    left: list[torch.Tensor] = []
+    for number in range(4):
+        assert not differences(step(module, (1 + number) * x, SHORT), step(expected, (1 + number) * x, SHORT))
+        assert not differences(fp8_state(module), fp8_state(expected))
+        assert all(torch.isnan(t).all() for t in left)  # nobody wrote what is not the state's any more
+        for name, buffer in module.fp8_state.named_buffers():
+            old, new = buffer.detach(), buffer.detach().clone()
+            if how == "data":
+                buffer.data = new
+            else:
+                module.fp8_state._buffers[name] = new
+            left.append(old)
+            old.fill_(float("nan"))
 
 
 # -------------------------------------------------------------------------------------------------- plain tensors
