@@ -1,6 +1,8 @@
 """`make docs`: keep the documents true. Over README.md, AGENTS.md and docs/*.md it
 
-* renews what is generated: the text between `<!-- output of: python ... -->` and `<!-- end of output -->`;
+* renews what is generated: the text between `<!-- output of: python ... -->` and `<!-- end of output -->`. Under
+  `<!-- output, in figures of one processor, of: python ... -->` it stays where only its figures are others: sums of
+  floats are not the same on every processor;
 * runs the examples: the ```python blocks of a page in one process, in order, but for one that stands under
   `<!-- not run: the reason -->`. Those that are not run because `it needs a GPU` are run with --gpu;
 * follows every link to a file of the repository.
@@ -24,7 +26,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 TIMEOUT = 300  # seconds for a page's examples or one generated text
 
-_OUTPUT = re.compile(r"(?P<head><!-- output of: (?P<command>.*?) -->\n).*?(?P<tail><!-- end of output -->)", re.DOTALL)
+_OUTPUT = re.compile(
+    r"(?P<head><!-- output(?P<loose>, in figures of one processor,)? of: (?P<command>.*?) -->\n)"
+    r"(?P<text>.*?)(?P<tail><!-- end of output -->)",
+    re.DOTALL,
+)
+_FIGURE = re.compile(r"\d[\d.e+-]*")
+_GAP = re.compile(r"[\s-]+")  # columns are as wide as their figures
 _NEEDS_GPU = "<!-- not run: it needs a GPU -->"
 _EXAMPLE = re.compile(r"(?P<skip><!-- not run: .+? -->\n+)?^```python\n(?P<code>.*?)^```", re.DOTALL | re.MULTILINE)
 _FENCE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
@@ -46,6 +54,11 @@ def python(arguments: list[str], folder: Path) -> subprocess.CompletedProcess[st
     return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=TIMEOUT)
 
 
+def words(text: str) -> str:
+    """A text without its figures."""
+    return _GAP.sub(" ", _FIGURE.sub("0", text))
+
+
 def renew(text: str) -> str:
     """The page with its generated parts made anew, each by a process of its own and several at once."""
 
@@ -56,7 +69,9 @@ def renew(text: str) -> str:
         made = python(arguments, ROOT)
         if made.returncode:
             raise ValueError(f"`{match['command']}` failed:\n{made.stderr}")
-        return f"{match['head']}{made.stdout.rstrip()}\n{match['tail']}"
+        new = f"{made.stdout.rstrip()}\n"
+        kept = match["loose"] and words(new) == words(match["text"])
+        return match[0] if kept else f"{match['head']}{new}{match['tail']}"
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         parts = pool.map(output, _OUTPUT.finditer(text))

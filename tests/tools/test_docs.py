@@ -63,6 +63,25 @@ def test_generated_text_is_made_anew(page: Path, monkeypatch: pytest.MonkeyPatch
     assert page.read_text() == PAGE.format(**RIGHT)
 
 
+LOOSE = """<!-- output, in figures of one processor, of: python -c "print('{made}')" -->
+{text}
+<!-- end of output -->
+"""
+
+
+@pytest.mark.parametrize(
+    ("made", "stays"),
+    [("sum   184 %", True), ("sum -- 2.7e-05 %", True), ("sums 173 %", False), ("sum 173 % 1", False)],
+)
+def test_figures_of_another_processor_are_no_change(
+    made: str, stays: bool, page: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page.write_text(before := LOOSE.format(made=made, text="sum 173 %"))
+    assert run(monkeypatch, "--check") == (not stays)
+    assert run(monkeypatch) == 0
+    assert page.read_text() == (before if stays else LOOSE.format(made=made, text=made))
+
+
 def test_examples_for_a_gpu_are_run_where_one_is_said_to_be() -> None:
     text = "```python\na = 1\n```\n\n<!-- not run: it needs a GPU -->\n```python\nassert a == 2\n```\n"
     other = text.replace("it needs a GPU", "for another reason")
