@@ -8,6 +8,9 @@ processes before (the slower one). `ms`: a step of the two together, of the slow
 another kind runs beside it, both from a trace of torch's profiler on rank 0. NCCL's kernels wait for the other rank, so
 a rank that is ahead counts its waiting. `MiB a step`: what a rank hands to its collectives.
 
+`sum of .. KiB`: an all-reduce in bf16 by NCCL and through symmetric memory (`symmetric_ar_type`), copies into and out
+of it included, many queued behind one another.
+
 On a CPU: the same over gloo at a small size, to show that it works.
 """
 
@@ -33,6 +36,7 @@ from benchmarks.offload import Interval, share
 from examples.ranks import leave
 from te_core.recipe import DelayedScaling, Float8CurrentScaling, Recipe
 from te_torch.parallel import communicator
+from te_torch.parallel.symmetric import symmetric_sum
 
 WORLD = 2
 RECIPES: dict[str, Recipe | None] = {"bf16": None, "delayed": DelayedScaling(), "current": Float8CurrentScaling()}
@@ -41,6 +45,7 @@ SIZES: dict[str, dict[str, int]] = {
     "cpu": {"hidden": 64, "ffn": 96, "heads": 4, "groups": 2, "tokens": 64},
 }
 ROUNDS, STEPS = 7, 4  # rounds whose median counts, and steps in each
+SUMS = (8, 64, 512, 4096, 32768)  # KiB
 NCCL = "nccl"  # the names of its kernels begin so, in whatever case
 
 
@@ -80,6 +85,7 @@ def _rank(number: int, kind: str, folder: str, results: Any) -> None:
     store = dist.FileStore(f"{folder}/store", WORLD)
     dist.init_process_group("nccl" if kind == "cuda" else "gloo", store=store, rank=number, world_size=WORLD)
     rows = [case(name, recipe, kind) for name, recipe in RECIPES.items()]
+    rows += [summed(kib) for kib in SUMS] if kind == "cuda" else []
     if number == 0:
         results.put(rows)
     dist.barrier()
@@ -111,6 +117,40 @@ def case(name: str, recipe: Recipe | None, kind: str) -> harness.Row:
         row |= {"communication ms": spent, "hidden": hidden}
     harness.free()
     return row
+
+
+def summed(kib: int) -> harness.Row:
+    """One row: microseconds of each way to sum."""
+    t = torch.zeros(kib * 512, device="cuda", dtype=torch.bfloat16)
+    group = dist.group.WORLD
+    ways: dict[str, harness.Work] = {
+        "nccl us": lambda: dist.all_reduce(t),
+        "one_shot us": lambda: symmetric_sum(t, group, "one_shot"),
+        "two_shot us": lambda: symmetric_sum(t, group, "two_shot"),
+    }
+    return {
+        "case": f"sum of {kib} KiB",
+        "ranks": WORLD,
+        **{name: slowest(queued(way), "cuda") for name, way in ways.items()},
+    }
+
+
+def queued(work: harness.Work, times: int = 100) -> float:
+    """Microseconds of one of many that are queued together."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    found = []
+    for _ in range(ROUNDS):
+        work()
+        harness.wait()
+        dist.barrier()
+        torch.cuda._sleep(20_000_000)  # ten milliseconds, in which the host queues what follows
+        begin.record()
+        for _ in range(times):
+            work()
+        end.record()
+        harness.wait()
+        found.append(begin.elapsed_time(end) / times * 1e3)
+    return statistics.median(found)
 
 
 def build(size: dict[str, int], kind: str, **parallel: Any) -> Any:

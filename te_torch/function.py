@@ -28,7 +28,7 @@ from te_torch.export.mode import exporting, expressed
 from te_torch.operators import Traced as Traced
 from te_torch.operators import apply_traced
 from te_torch.quantized import QuantizedTorch, core_of
-from te_torch.runtime import FLOATS, TO_CORE, runtime_for, to_core, to_core_shape, to_torch
+from te_torch.runtime import FLOATS, TO_CORE, no_memory, runtime_for, to_core, to_core_shape, to_torch
 from te_torch.tensors.wrap import from_core
 from te_torch.weight_copies import Copies
 
@@ -184,9 +184,7 @@ def _check_memory(t: torch.Tensor | None, error: Exception) -> None:
         kind = f"a tensor of layout {t.layout}"
         if t.layout is torch.strided:
             kind = "a tensor that torch.func has wrapped (vmap; is_grads_batched and vectorize=True do so, too)"
-    raise UnsupportedError(
-        "te_torch", kind, "tensors with values in memory", "make it dense, or call the layer outside of the transform"
-    ) from error
+    raise no_memory("te_torch", kind) from error
 
 
 def _of_zeros(t: torch.Tensor, device: Device) -> Tensor:

@@ -16,7 +16,7 @@ import torch
 
 from te_core import dtypes
 from te_core.dtypes import DType
-from te_core.errors import ArgumentError
+from te_core.errors import ArgumentError, UnsupportedError
 from te_core.runtime import Runtime
 from te_core.tape.tape import Take
 from te_core.tensor import CPU, META, Device, Tensor, cuda_device
@@ -263,6 +263,13 @@ def runtime_for(t: torch.Tensor) -> Runtime:
 def shape_runtime(device: torch.device) -> Runtime:
     """A runtime that makes outputs of the right shape on `device` and computes nothing."""
     return Runtime.meta(ShapeAllocator(device))
+
+
+def no_memory(operation: str, what: str) -> UnsupportedError:
+    """What is raised for a tensor whose values do not lie in memory as its shape says."""
+    return UnsupportedError(
+        operation, what, "tensors with values in memory", "make it dense, or call the layer outside of the transform"
+    )
 
 
 def to_core(t: torch.Tensor, strided: bool = False) -> Tensor:

@@ -18,11 +18,11 @@ from te_core.ops import raw as ops
 from te_torch.attention.fused import Results
 from te_torch.attention.layouts import apart
 from te_torch.attention.masks import alibi_bias, hidden, token_positions
-from te_torch.attention.plan import Plan
+from te_torch.attention.plan import OPERATION, Plan
 from te_torch.attention.score_mod import Functions, modified
 from te_torch.attention.softmax import fused_softmax
 from te_torch.base.residual import bias_dropout_add
-from te_torch.runtime import amp_dtype, runtime_for, to_core, to_torch
+from te_torch.runtime import amp_dtype, no_memory, runtime_for, to_core, to_torch
 
 
 def run(plan: Plan, inputs: AttentionInputs, low: Any = None, functions: Functions | None = None) -> Results:
@@ -40,6 +40,9 @@ def run(plan: Plan, inputs: AttentionInputs, low: Any = None, functions: Functio
 def _attend(plan: Plan, inputs: AttentionInputs, low: Any, functions: Functions | None) -> Results:
     spec, size = plan.spec, plan.request.sizes
     q, k, v = apart(plan.layer, inputs)
+    for t in (q, k, v):
+        if t.layout is not torch.strided:
+            raise no_memory(OPERATION, f"a tensor of layout {t.layout}")
     tokens = q.shape[0]
     q = padded_rows(q, spec.q_format, size.sq, inputs.cu_q, inputs.cu_q_padded)
     if inputs.pages is not None:

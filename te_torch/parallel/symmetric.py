@@ -72,7 +72,9 @@ def symmetric_sum(t: torch.Tensor, group: Any, how: str) -> None:
     """t = the sum of all ranks' tensors, through symmetric memory."""
     flat = t.view(-1)
     width = 16 // t.element_size()  # the kernels read 16 bytes at a time
-    buffer = symmetric_buffer(-(-flat.numel() // width) * width, t.dtype, t.device, group)
+    count = -(-flat.numel() // width) * width
+    # To map memory takes seconds where many processes share the GPUs: as few buffers as there are powers of two.
+    buffer = symmetric_buffer(1 << (count - 1).bit_length(), t.dtype, t.device, group)[:count]
     buffer[: flat.numel()].copy_(flat)
     if how == "one_shot":
         total = torch.ops.symm_mem.one_shot_all_reduce(buffer, "sum", group.group_name)
