@@ -89,7 +89,8 @@ BENCHMARKS = {
         ratio="of_bf16", reference="time of a step, 1 = bf16 weights in the same process", on_cpu=True,
     ),
     "parallel": Benchmark(
-        columns=("case", "recipe", "ranks", "one ms", "ms", "speed-up", "communication ms", "hidden", "MiB a step"),
+        columns=("case", "recipe", "ranks", "one ms", "ms", "speed-up", "communication ms", "hidden", "MiB a step",
+                 "nccl us", "one_shot us", "two_shot us"),
         ratio="speed-up", reference="fwd+bwd speed, 1 = one GPU with the whole layer", on_cpu=True,
     ),
     "debugging": Benchmark(

@@ -36,6 +36,7 @@ from benchmarks import harness, parallel, sharded
 from benchmarks.report import by_age
 
 GIGA = 1e9
+MODELLED = "-h200-"  # whose figures the model is made of: in a record's name
 GATHERS = 2  # of a layer's weights in a step: for forward, and for backward
 GRADIENT = 2  # bytes of an element: FSDP2 reduces in the parameters' dtype, bf16
 
@@ -159,10 +160,13 @@ def step(
 
 
 class Record:
-    """The newest record of a benchmark: figures of its rows, each noted with where it is from."""
+    """The newest record of a benchmark, of H200s where there is one: figures of its rows, each noted with where it is
+    from.
+    """
 
     def __init__(self, name: str, folder: Path) -> None:
         paths = by_age(name, folder)
+        paths = [path for path in paths if MODELLED in path.name] or paths
         if not paths:
             raise LackingError(f"no record of {name!r} of GPUs in {folder}: python -m benchmarks.run {name}, on two")
         self.name, self.path = name, paths[-1]
