@@ -180,7 +180,7 @@ WITH_BIAS: dict[str, Callable[[str], Any]] = {
 }
 
 
-@pytest.mark.timeout(60)  # where it becomes one, torch's engine follows nodes in a circle
+@pytest.mark.timeout(60, method="thread")  # where it becomes one, torch's engine goes round in a circle, in C++
 @on_devices
 @pytest.mark.parametrize("recipe", [None, "current"])
 @pytest.mark.parametrize("kind", WITH_BIAS)
