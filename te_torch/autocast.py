@@ -9,7 +9,10 @@ compiler follows it and guards on it (it does where the class gives the attribut
 
 from __future__ import annotations
 
+import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,7 +20,7 @@ import torch
 from te_core import device
 from te_core.errors import ArgumentError, UnsupportedError
 from te_core.recipe import DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling, Recipe
-from te_torch import amax_reduction, updates
+from te_torch import amax_reduction, shape_runs, updates
 from te_torch import state as scaling
 from te_torch.availability import current_device
 from te_torch.export.mode import exporting
@@ -77,9 +80,11 @@ class _Active(threading.local):
         self.carried: Any = None
         # Whether this is what a checkpoint runs; and what it runs again.
         self.checkpointed = self.recomputing = False
+        self.suspended = False  # inside of `suspended`
 
 
 active = _Active()
+_suspensions = 0  # of all threads: a backward may run in another one
 
 
 @constant_at_trace
@@ -324,7 +329,9 @@ class autocast:  # noqa: N801  the documented name
         tracing = torch.compiler.is_compiling()
         outer = active.region
         precision = 0
-        if self.enabled or (self.calibrating and self.recipe.delayed()):  # other recipes have nothing to calibrate
+        if active.suspended or (not tracing and _suspensions and in_backward()):
+            pass
+        elif self.enabled or (self.calibrating and self.recipe.delayed()):  # other recipes have nothing to calibrate
             mode = self._mode if self.enabled else CALIBRATE
             precision = number_at_trace(self.recipe.token, mode) if tracing else number_of(self.recipe, mode)
         recompute = not tracing and (in_backward() or active.recomputing)
@@ -336,6 +343,8 @@ class autocast:  # noqa: N801  the documented name
         if outer is None:
             if not tracing:
                 updates.region_begins()
+                if shape_runs.STAGES in sys.modules and not shape_runs.watching:
+                    shape_runs.watch(suspended)
             elif not exporting.on:
                 _refuse_traced_reduction(precision)
         group = None if tracing else self.amax_reduction_group
@@ -347,8 +356,11 @@ class autocast:  # noqa: N801  the documented name
         region = self._region
         if region is None:
             return
+        if active.region is region:  # nearly always; a call would let a KeyboardInterrupt in before
+            active.region = region.outer
+        else:
+            _leave(region)
         self._region = None
-        _leave(region)
         ran = region.ran
         if ran is None:
             return
@@ -372,12 +384,25 @@ class autocast:  # noqa: N801  the documented name
             updates.abandon(tokens, region.group, rule, only_due=region.recompute)
 
 
+@contextmanager
+def suspended() -> Iterator[None]:
+    """Nothing inside runs in low precision or counts as run, whatever regions are around it or entered there."""
+    global _suspensions
+    before, region = active.suspended, active.region
+    active.suspended = True
+    _suspensions += 1
+    if region is not None:
+        active.region = Region(region.recipe, 0, False, region.ran, region.recompute, region.traced, region)
+    try:
+        yield
+    finally:
+        _suspensions -= 1
+        active.suspended, active.region = before, region
+
+
 def _leave(region: Region) -> None:
-    """Take a region out of those that this thread is in; it need not be the innermost."""
+    """Take a region out of those that this thread is in; it is not the innermost."""
     inner = active.region
-    if inner is region:
-        active.region = region.outer
-        return
     while inner is not None and inner.outer is not region:
         inner = inner.outer
     if inner is not None:

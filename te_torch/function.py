@@ -28,7 +28,19 @@ from te_torch.export.mode import exporting, expressed
 from te_torch.operators import Traced as Traced
 from te_torch.operators import apply_traced
 from te_torch.quantized import QuantizedTorch, core_of
-from te_torch.runtime import FLOATS, TO_CORE, no_memory, runtime_for, to_core, to_core_shape, to_torch
+from te_torch.runtime import (
+    FLOATS,
+    LOW,
+    TO_CORE,
+    freed,
+    no_memory,
+    runtime_for,
+    to_core,
+    to_core_shape,
+    to_torch,
+    was_freed,
+)
+from te_torch.surroundings import check_surroundings, dispatch_modes, functorch_active
 from te_torch.tensors.wrap import from_core
 from te_torch.weight_copies import Copies
 
@@ -77,9 +89,11 @@ def apply(
             return expressed(call_of(name), state, extra, inputs, handing)
         return apply_traced(call, state, recompute, inputs, extra)  # type: ignore[arg-type]
     assert not isinstance(state, Traced)
+    if dispatch_modes():
+        check_surroundings()
     if call.needs_grad and torch.is_grad_enabled():
-        if _functorch_active():
-            return _Eager.apply(call, state, recompute, extra, *inputs)
+        if functorch_active():
+            check_surroundings()
         # Function.apply looks for functorch wrappers in every argument: 3 us of the 9 that a call costs.
         return _eager_apply(call, state, recompute, extra, *inputs)
     if forward_ad._current_level >= 0:
@@ -168,7 +182,7 @@ def _to_core_all(rt: Runtime, tensors: Sequence[torch.Tensor | None], strided: b
             _check_memory(t, error)
         raise
     for i, v in enumerate(views):
-        if type(v) is Tensor and not v.ptr and v.size:
+        if type(v) is Tensor and v.ptr < LOW and v.size and (not v.ptr or was_freed(tensors[i])):  # type: ignore[arg-type]
             views[i] = _of_zeros(tensors[i], device)  # type: ignore[arg-type]
     return views
 
@@ -188,8 +202,11 @@ def _check_memory(t: torch.Tensor | None, error: Exception) -> None:
 
 
 def _of_zeros(t: torch.Tensor, device: Device) -> Tensor:
-    """The core's view of a tensor with nothing behind it, which is all zeros if it is on the right device."""
+    """The core's view of a tensor that says zeros, with nothing behind it."""
     _check_devices(device, [t])
+    if not t._is_zerotensor():
+        check_surroundings()  # functionalize wraps tensors in such ones
+        raise freed(t)
     zeros = torch.zeros(t.shape, dtype=t.dtype, device=t.device)
     return Tensor(zeros.data_ptr(), zeros.shape, TO_CORE[zeros.dtype], device, zeros)
 
@@ -218,6 +235,8 @@ def _to_core_other(t: torch.Tensor, device: Device, strided: bool) -> Any:
     if not t.is_contiguous():
         if strided and t.stride(-1) == 1:
             strides = t.stride()
+        elif was_freed(t):
+            raise freed(t)
         else:
             t = t.contiguous()
     return Tensor(t.data_ptr(), t.shape, TO_CORE[t.dtype], device, t, strides)
@@ -262,14 +281,14 @@ class _Eager(torch.autograd.Function):
             updates.ran_backward(state, ctx.within)
         options, key = call.options, None
         release = call.layer.releases and _frees_saved and not _keep_graph()
-        if release:
-            ctx.maybe_clear_saved_tensors()
         if ctx.extra is not None:
             options = _options_with(ctx.extra, call, ctx.weights)
         found = shortcuts.find(call.backward, rt, (*given, *kept), scales, options, release)
         if found is not None:
             key, shortcut, *rest = found
             if shortcut is not None:
+                if release:
+                    ctx.maybe_clear_saved_tensors()
                 del kept, found  # memory is held by `held` alone, which lets go of it on the way
                 return _as_returned(ctx, shortcuts.backward(shortcut, rt, *rest), options)
             del rest, found
@@ -278,7 +297,8 @@ class _Eager(torch.autograd.Function):
         saved = call.layer.saved(*_to_core_all(rt, kept, call.layer.strided))
         views = _to_core_all(rt, given)
         del kept
-        if release:
+        if release:  # not before all of this is known to be right: who was told what is wrong may run it again
+            ctx.maybe_clear_saved_tensors()
             options = {**options, "release": True}
         results = call.backward.known_as(key, rt, *views, saved, scales=scales, **options)
         return _as_returned(ctx, _gradients(call.layer, results, given), options)
@@ -384,7 +404,6 @@ def _stand_in_gradient(weight: torch.Tensor) -> torch.Tensor | None:
 
 
 _eager_apply: Any = super(torch.autograd.Function, _Eager).apply
-_functorch_active = torch._C._are_functorch_transforms_active
 #: Whether torch lets a backward free what was saved before it has ended (2.11).
 _frees_saved = hasattr(_Eager, "maybe_clear_saved_tensors")
 _keep_graph = torch._C._autograd._get_current_graph_task_keep_graph

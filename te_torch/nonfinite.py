@@ -21,6 +21,7 @@ from te_core.quantize.state import BACKWARD_SLOTS, FORWARD_SLOTS, Scales
 from te_torch.listing import table
 from te_torch.runtime import to_core
 from te_torch.state import ScalingState
+from te_torch.surroundings import check_surroundings
 
 _FORWARD, _BACKWARD = ("activation", "weight", "output"), ("gradient", "dgrad")
 #: The slots of an attention that have names of their own: (backward, gemm, slot).
@@ -69,6 +70,7 @@ def counted(module: Any, state: ScalingState | None, device: torch.device) -> Co
     """The module's counters around its state; made at the first look."""
     found: Counted | None = module.__dict__.get("_nonfinite")
     if found is None or found.forward.device != device:
+        check_surroundings()  # else their memory would be a mode's
         found = module.__dict__["_nonfinite"] = Counted(module.gemms, device)
     found.state = state
     return found

@@ -272,6 +272,32 @@ def no_memory(operation: str, what: str) -> UnsupportedError:
     )
 
 
+#: Below lie addresses of tensors whose memory was freed: where they begin in it, FSDP1's parameters being views.
+LOW = 1 << 33
+
+
+def was_freed(t: torch.Tensor) -> bool:
+    """Whether a plain tensor has lost its memory (some interpreters have memory at low addresses, too)."""
+    return (
+        t.data_ptr() < LOW
+        and t.numel() > 0
+        and not t.is_meta
+        and not t._is_zerotensor()
+        and not t.untyped_storage().data_ptr()
+    )
+
+
+def freed(t: torch.Tensor) -> UnsupportedError:
+    """What is raised for it."""
+    return UnsupportedError(
+        "te_torch",
+        f"a {type(t).__name__} of shape {tuple(t.shape)} without memory, as FSDP leaves a parameter behind its unit's "
+        "forward",
+        "tensors with values in memory",
+        "read the parameter inside that forward (and return a clone of it), or call unshard() of its unit before",
+    )
+
+
 def to_core(t: torch.Tensor, strided: bool = False) -> Tensor:
     """A core view of a torch tensor, which becomes its owner. What is there is taken as it lies, to be read or to be
     written: the tensor must be contiguous, unless `strided`.

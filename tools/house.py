@@ -20,7 +20,7 @@ GROUND = (
 )
 TORCH_GROUND = (
     "export runtime quantized precisions program_names program_specs module_names likeness module_paths "
-    "listing offloading recipe utils not_built"
+    "listing offloading recipe utils not_built shape_runs surroundings"
 )
 TORCH_STATE = (
     "calls shortcuts carried weight_copies operators amax_disagreement amax_reduction availability state updates "

@@ -41,10 +41,14 @@ class Owner:
         self.slot, self.recorder = slot, recorder
 
     def __del__(self) -> None:
-        self.recorder.ends[self.slot] = len(self.recorder.steps)
+        recorder = getattr(self, "recorder", None)
+        if recorder is not None:  # one that an interrupt left half made has nothing to tell
+            recorder.ends[self.slot] = len(recorder.steps)
 
     def __getattr__(self, name: str) -> Any:
         """A layer that asks its tensors' owners for something works with a framework's tensors."""
+        if name in Owner.__slots__:
+            raise AttributeError(name)
         raise NotRecordedError("a layer in a framework's own operations")
 
 

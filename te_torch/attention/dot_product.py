@@ -42,6 +42,7 @@ from te_torch.base.draws import Repeated
 from te_torch.base.forks import Fork, fork_of
 from te_torch.base.module import BaseModule
 from te_torch.base.options import check_values
+from te_torch.base.parallel import check_group
 from te_torch.carried import Carried, carry
 from te_torch.export.handed import Handed
 from te_torch.export.mode import exporting
@@ -122,7 +123,8 @@ class DotProductAttention(BaseModule):
         self.softmax_scale = d_qk**-0.5 if softmax_scale is None else float(softmax_scale)
         sizes = num_attention_heads // tp_size, groups // tp_size, d_qk, d_v
         weights = self.softmax_scale, softmax_type, float(attention_dropout)
-        self._static = Static(*sizes, *weights, return_max_logit, self.layer_number)
+        self._static = Static(*sizes, *weights, return_max_logit, self.layer_number, num_attention_heads)
+        self._find_place()
         # With sequence parallelism every rank has all heads of its tokens, and dropout of its own anyway.
         self._fork = None if sequence_parallel else fork_of(get_rng_state_tracker, None)
         self._add_softmax_offset()
@@ -137,6 +139,8 @@ class DotProductAttention(BaseModule):
         self.softmax_offset: Any
         if self.softmax_type == "learnable":
             self._add_parameter("softmax_offset", (self._static.heads,), torch.nn.init.zeros_, **place)
+            if self.tp_size > 1:
+                self._mark_parallel(0, "softmax_offset")
         else:
             ones = self.softmax_type == "off-by-one"
             self.softmax_offset = torch.zeros(self._static.heads, **place) if ones else None
@@ -164,6 +168,17 @@ class DotProductAttention(BaseModule):
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
         """Remember the group; heads are spread over it by `tp_size`, and nothing is exchanged here."""
         self.tp_group = tp_group
+        self._find_place()
+
+    def _find_place(self) -> None:
+        """Which of all heads this rank has, where a group says so."""
+        first, group = 0, self.tp_group
+        if self.tp_size > 1 and group is not None:
+            check_group(OPERATION, group, self.tp_size)
+            first = self._static.heads * torch.distributed.get_rank(group)
+        elif self.tp_size > 1:
+            first = -1
+        self._static = Static(*self._static[:-1], first)
 
     # --------------------------------------------------------------------------------------------- forward
 

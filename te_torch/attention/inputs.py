@@ -10,7 +10,7 @@ import torch
 from te_core.attention import alibi_slopes, canonical_mask
 from te_core.layers.attention import AttentionInputs
 from te_torch.attention.masks import check_beside, lasting, lengths_of_mask, longest
-from te_torch.attention.plan import OPERATION, Preparation, wrong
+from te_torch.attention.plan import OPERATION, Preparation, Static, wrong
 from te_torch.base.draws import random_pair
 from te_torch.export.mode import exporting, not_exported
 from te_torch.runtime import amp_cast, constant_at_trace
@@ -154,7 +154,7 @@ def layer_inputs(module: Any, given: Given, how: Preparation) -> AttentionInputs
             bias = bias.expand(-1, -1, how.rows, -1)
         bias = bias.to(a.dtype).contiguous()
     if how.bias == "alibi":
-        slopes = default_slopes(module._static.heads, a.device) if slopes is None else slopes.float().contiguous()
+        slopes = default_slopes(module._static, a.device) if slopes is None else slopes.float().contiguous()
     # A converted module's offset is not in float32.
     sink = module.softmax_offset.float() if module.softmax_type == "learnable" else None
     if how.keys:
@@ -178,21 +178,22 @@ def _whole_mask(mask: torch.Tensor, keys: int) -> torch.Tensor:
     return mask.expand(*mask.shape[:-1], keys).contiguous()
 
 
-_slopes: dict[tuple[int, torch.device], torch.Tensor] = {}
+_slopes: dict[tuple[int, int, int, torch.device], torch.Tensor] = {}
 
 
-def default_slopes(heads: int, device: torch.device) -> torch.Tensor:
-    """The usual slopes, one tensor for each device."""
-    found = _slopes.get((heads, device))
+def default_slopes(static: Static, device: torch.device) -> torch.Tensor:
+    """The usual slopes of this rank's heads, one tensor for each device."""
+    part = static.all_heads or static.heads, static.first_head, static.heads
+    found = _slopes.get((*part, device))
     if found is None:
         if torch.compiler.is_compiling():
-            return _new_slopes(heads, device)
-        found = lasting(lambda: _new_slopes(heads, device))
+            return _new_slopes(*part, device)
+        found = lasting(lambda: _new_slopes(*part, device))
         # Neither a compiler's stand-in nor a tensor of a capture's memory may outlive its trace.
         if not (found.is_cuda and torch.cuda.is_current_stream_capturing()):
-            _slopes[heads, device] = found
+            _slopes[(*part, device)] = found
     return found
 
 
-def _new_slopes(heads: int, device: torch.device) -> torch.Tensor:
-    return torch.tensor(alibi_slopes(heads), dtype=torch.float32, device=device)
+def _new_slopes(all_heads: int, first: int, heads: int, device: torch.device) -> torch.Tensor:
+    return torch.tensor(alibi_slopes(all_heads)[first : first + heads], dtype=torch.float32, device=device)

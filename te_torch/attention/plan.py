@@ -56,6 +56,8 @@ class Static(NamedTuple):
     dropout: float
     max_logit: bool
     layer_number: int
+    all_heads: int = 0  # `heads` of all tensor-parallel ranks; 0: there is one
+    first_head: int = 0  # this rank's first one; -1: no group says which that is
 
 
 class Key(NamedTuple):
@@ -190,12 +192,17 @@ def request_of(static: Static, key: Key, switches: env.Switches) -> tuple[Key, c
 def spec_of(static: Static, key: Key, sizes: Sizes, deterministic: bool) -> AttentionSpec:
     """What a call with this key computes."""
     bias = "post_scale_bias" if key.bias_type == "pre_scale_bias" else key.bias_type
+    usual = bias == "alibi" and key.slopes is None
+    if usual and static.first_head < 0:
+        got = f"ALiBi's usual slopes with tp_size={static.all_heads // static.heads} and no tp_group"
+        do = "pass tp_group to the constructor, call set_tensor_parallel_group, or pass this rank's alibi_slopes"
+        raise wrong(got, "the group of the ranks that heads are spread over: slopes go by a head's place in all", do)
     spec = AttentionSpec(
         static.scale,
         key.form,
         key.kv_form,
         bias=bias,
-        default_slopes=key.bias_type == "alibi" and key.slopes is None,
+        default_slopes=usual and static.all_heads <= static.heads,
         softmax=static.softmax,
         softcap=key.softcap,
         dropout=static.dropout if key.training else 0.0,

@@ -187,7 +187,7 @@ class _Dropout(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> Any:
         (rng,) = ctx.saved_tensors
-        dy = dy.contiguous()
+        dy, rng = dy.contiguous(), rng.contiguous()  # a hook may bring it back otherwise
         dx = ops.bias_dropout_add_backward(runtime_for(dy), _matrix(dy), p=ctx.p, rng=to_core(rng))
         return to_torch(dx).view(dy.shape), None, None
 

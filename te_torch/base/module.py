@@ -15,6 +15,7 @@ from te_torch.base.checkpoint_state import adopt
 from te_torch.base.forks import Fork
 from te_torch.base.parallel import TensorParallel
 from te_torch.base.quantized_init import carry_over, initialisation, initialising, link, quantize_parameter
+from te_torch.base.sharding import MarkedModule
 from te_torch.base.watching import Choice, watching
 from te_torch.base.weights import CachedWeight, Gradients, add_gradient, extra_for
 from te_torch.calls import Call, key_of
@@ -37,11 +38,14 @@ from te_torch.precisions import (
 )
 from te_torch.runtime import FLOATS, amp_cast, amp_dtype, check_dtype, constant_at_trace, default_device, drawn
 from te_torch.state import BACKWARD, FORWARD, ScalingState, make_state, make_states
+from te_torch.surroundings import check_surroundings, refuse_script_tracing
 from te_torch.tensors import QuantizerRole
 from te_torch.utils import get_default_init_method
 from te_torch.weight_copies import Copies, Held, copies_at_trace
 
 _MOST_CALLS = 256  # that a module keeps
+_KEYED = frozenset(("inspector", "training"))  # attributes that every key of a call has that depends on them
+_NO_OPTIONS = torch.Tensor, torch.nn.Module
 
 
 def materialised(meta: torch.nn.Parameter) -> torch.nn.Parameter:
@@ -54,7 +58,7 @@ def materialised(meta: torch.nn.Parameter) -> torch.nn.Parameter:
 normal_init = get_default_init_method()
 
 
-class CallingModule(torch.nn.Module):
+class CallingModule(MarkedModule):
     """A module that runs core layers: it keeps its calls by what they depend on.
 
     A tracing compiler cannot look into a dictionary that is filled as it looks. It says what the module is like, in
@@ -100,6 +104,24 @@ class CallingModule(torch.nn.Module):
             found = self._calls[key] = self._new_call(*key)
         self.__dict__["_last"] = found  # Module.__setattr__ would cost a microsecond
         return found
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """What a user sets anew counts from the next forward on: calls were made of what was there before.
+
+        Tensors and modules are no part of a call (and FSDP exchanges tensors in every forward); some attributes are
+        part of its key.
+        """
+        changed = self.__dict__.get(name, self) is not value
+        super().__setattr__(name, value)
+        if changed and name[0] != "_" and name not in _KEYED and not isinstance(value, _NO_OPTIONS):
+            if not torch.compiler.is_compiling() and "_calls" in self.__dict__:
+                self._calls.clear()
+
+    def _slow_forward(self, *args: Any, **options: Any) -> Any:
+        """What torch calls in the place of forward while TorchScript traces."""
+        if not exporting.on:
+            refuse_script_tracing(self)
+        return super()._slow_forward(*args, **options)
 
     def _new_call(self, *key: Any) -> Call:
         """What this module does in the precision, dtype, needs and modes that the key says."""
@@ -265,6 +287,7 @@ class BaseModule(TensorParallel, CallingModule):
             return inp, precision, counts, recompute  # type: ignore[return-value]
         state: Any = self._modules["fp8_state"]  # a third of the cost of self.fp8_state
         if state is None or state.precision is not rule:
+            check_surroundings()  # else its memory would be the mode's
             state = make_state(self, inp.device, rule, recipe_of(precision))
         if collects:
             region.ran.states[state.token] = None  # type: ignore[union-attr]

@@ -11,6 +11,7 @@ from te_core.layers.parallel import Split
 from te_core.precision import Precision
 from te_torch.autocast import active
 from te_torch.base.documented import Documented
+from te_torch.base.sharding import MarkedModule
 from te_torch.module_names import within
 from te_torch.parallel.communicator import GroupCommunicator
 from te_torch.runtime import constant_at_trace, untraced
@@ -32,7 +33,7 @@ class Team:
         return Team, (None,)
 
 
-class TensorParallel(Documented):
+class TensorParallel(Documented, MarkedModule):
     """A module that may be one of several ranks' parts of a layer."""
 
     parallel_mode: str | None = None
@@ -47,7 +48,7 @@ class TensorParallel(Documented):
 
     @tp_group.setter
     def tp_group(self, group: Any) -> None:
-        self.__dict__["_team"] = None if group is None else Team(group)
+        self.__dict__["_team"] = None if group is None else Team(group_of(type(self).__name__, group))
 
     def _spread_over(self, tp_size: int | None, tp_group: Any, sequence_parallel: bool | None) -> None:
         """Take over the constructor's group: from it the size follows, where it is given."""
@@ -87,7 +88,15 @@ class TensorParallel(Documented):
                 "the process group of the ranks that the weights are spread over",
                 "pass tp_group to the constructor, or call set_tensor_parallel_group before the first forward",
             )
-        return GroupCommunicator(self._team.group, self._team.agreed)
+        try:
+            return GroupCommunicator(self._team.group, self._team.agreed)
+        except ValueError as error:  # torch does not know the group any more
+            raise ArgumentError(
+                f"{type(self).__name__}.forward{within(self)}",
+                f"a tp_group that is gone ({error})",
+                "a group of torch.distributed as it is now: destroy_process_group ends all groups",
+                "make the group again, and call set_tensor_parallel_group with it",
+            ) from error
 
     def _check_reduction(self, precision: Precision) -> None:
         """Bytes of several ranks have one scale only where their maxima are reduced over all of them."""
@@ -115,18 +124,26 @@ class TensorParallel(Documented):
     def _mark_parallel(self, dim: int, *names: str) -> None:
         """Tell trainers along which side tensor parallelism cuts these parameters."""
         for name in names:
-            set_tensor_parallel_attributes(getattr(self, name), True, dim, 1)
+            self._mark(name, tensor_model_parallel=True, partition_dim=dim, partition_stride=1)
 
     def _mark_sequence(self, *names: str) -> None:
         """Tell them whether these parameters see the tokens of one rank only, so that gradients are to be summed."""
         for name in names:
             if self._parameters.get(name) is not None:
-                self._parameters[name].sequence_parallel = self.sequence_parallel  # type: ignore[union-attr]
+                self._mark(name, sequence_parallel=self.sequence_parallel)
 
 
-def set_tensor_parallel_attributes(tensor: Any, is_parallel: bool, dim: int, stride: int) -> None:
-    """Set the attributes by which trainers know how a tensor is cut over ranks."""
-    tensor.tensor_model_parallel, tensor.partition_dim, tensor.partition_stride = is_parallel, dim, stride
+def group_of(operation: str, given: Any) -> Any:
+    """The process group that was given, or that of a mesh of one dimension."""
+    if not dist.is_available() or given is None or isinstance(given, (dist.ProcessGroup, int)):
+        return given  # an int: torch's own mark of a group that this process is not in
+    allowed, do = "a process group, or a DeviceMesh of one dimension", 'pass mesh["tp"].get_group(), say'
+    if not isinstance(given, dist.device_mesh.DeviceMesh):
+        raise ArgumentError(operation, f"tp_group of type {type(given).__name__}", allowed, do)
+    if given.ndim != 1:
+        names = given.mesh_dim_names or given.mesh.shape
+        raise ArgumentError(operation, f"tp_group=DeviceMesh of {given.ndim} dimensions {tuple(names)}", allowed, do)
+    return given.get_group()
 
 
 def size_of(operation: str, tp_size: int | None, tp_group: Any) -> int:
@@ -134,6 +151,7 @@ def size_of(operation: str, tp_size: int | None, tp_group: Any) -> int:
     given = 1 if tp_size is None else int(tp_size)
     if tp_group is None:
         return given
+    tp_group = group_of(operation, tp_group)
     if not dist.is_initialized():
         raise ArgumentError(
             operation,
@@ -150,6 +168,7 @@ def size_of(operation: str, tp_size: int | None, tp_group: Any) -> int:
 
 def check_group(operation: str, tp_group: Any, size: int) -> None:
     """The group is one of this process, and of this size."""
+    tp_group = group_of(operation, tp_group)
     if not dist.is_initialized() or dist.get_rank(tp_group) < 0:
         raise ArgumentError(
             operation,

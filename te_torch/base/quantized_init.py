@@ -10,6 +10,7 @@ from types import MethodType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from te_core.errors import ArgumentError
 from te_core.precision import Operand, Precision
@@ -22,6 +23,7 @@ from te_torch.module_names import name_of, warn_once
 from te_torch.precisions import number_of, precision_of
 from te_torch.quantized import QuantizedTorch
 from te_torch.state import make_state
+from te_torch.tensors.sharding import Sharded
 from te_torch.tensors.wrap import quantizer_of
 
 
@@ -111,20 +113,52 @@ def _quantize(
     # One copy is enough where the other can be made of it whenever backward wants it.
     derivable = rule.format.scaling == "tensor" or (rule.format.scaling == "block" and rule.tiled)
     quantizer.set_usage(rowwise=True, columnwise=trains and not derivable)
+    sharded = Sharded.of(weight)  # fully_shard came before the weights had memory
+    values = weight.detach() if sharded is None else sharded.local
     if rule.scaling == "delayed":
         state = make_state(module, weight.device, precision, recipe)
-        set_own_scale(state.scale_fwd, gemm, weight, rule, 0 if precision.history is None else precision.history.margin)
+        margin = 0 if precision.history is None else precision.history.margin
+        set_own_scale(state.scale_fwd, gemm, values, rule, margin, None if sharded is None else sharded.group)
         point(quantizer, state, "fwd", FORWARD_SLOTS * gemm + WEIGHT)
-    result: torch.Tensor = quantizer(weight.detach())
+        if note_own_maxima not in module._load_state_dict_post_hooks.values():
+            module.register_load_state_dict_post_hook(note_own_maxima)
+    result: torch.Tensor = quantizer(values) if sharded is None else sharded.quantized(quantizer, module)
     return result
 
 
-def set_own_scale(scales: torch.Tensor, gemm: int, weight: torch.Tensor, rule: Operand, margin: int) -> None:
-    """Let delayed scaling of a weight start from the weight's own maximum; scale 1 would lose small values."""
-    amax = weight.abs().amax().float()
+def set_own_scale(
+    scales: torch.Tensor, gemm: int, weight: torch.Tensor, rule: Operand, margin: int, group: Any = None
+) -> None:
+    """Let delayed scaling of a weight start from the weight's own maximum; scale 1 would lose small values.
+
+    `group`: of the processes whose shards this scale is for, too.
+    """
+    amax = weight.abs().amax().float() if weight.numel() else torch.zeros((), device=weight.device)
+    if group is not None:
+        dist.all_reduce(amax, dist.ReduceOp.MAX, group=group)
     if torch.isfinite(amax) and amax > 0:
         scale = rule.dtype.max * 2.0**-margin / amax  # infinite for a tiny maximum: capped, as an update does it
         scales[FORWARD_SLOTS * gemm + WEIGHT] = scale.clamp(max=torch.finfo(torch.float32).max)
+
+
+def note_own_maxima(module: Any, _keys: Any = None) -> None:
+    """Let a rank that has loaded shards count its own values among the maxima of now.
+
+    Since the last reduction each rank's row has what its own shards took: a distributed checkpoint keeps one rank's.
+    """
+    state = module.fp8_state
+    if state is None:
+        return
+    for gemm, name in enumerate(module._weight_names()):
+        sharded = Sharded.of(module._parameters[name])
+        if sharded is None or not sharded.local.numel() or not isinstance(sharded.local, QuantizedTorch):
+            continue
+        at = FORWARD_SLOTS * gemm + WEIGHT
+        now = state.amax_history_fwd[0][at : at + 1]
+        with torch.no_grad():
+            own = sharded.local.dequantize().abs().amax().float()
+            # FP8 has rounded it, by an eighth at most (E5M2): if no more than that is between, it is the one kept.
+            now.copy_(torch.where(own > now * 1.125, own, now))
 
 
 def point(quantizer: Any, state: Any, way: str, index: int) -> None:

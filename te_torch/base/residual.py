@@ -14,6 +14,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn import Parameter
 
 from te_core.layers import residual as core
 from te_core.layers.residual import AddSpec, BranchNeeds, Stream
@@ -21,7 +22,7 @@ from te_torch.base.draws import random_pair
 from te_torch.base.module import wants_grad
 from te_torch.export import layers
 from te_torch.function import Call, Layer, apply, key_of, register
-from te_torch.runtime import constant_at_trace
+from te_torch.runtime import LOW, constant_at_trace, freed, was_freed
 
 ADD = Layer("bias_dropout_add", core.forward, core.backward, core.AddSaved, twins=(0, 2), plain=layers.bias_dropout_add)
 
@@ -61,6 +62,8 @@ def enter_stream(branch: Branch, x: torch.Tensor, grad: bool) -> Entry:
     if branch.residual is None:
         return Entry((False, 0.0, False, False, False), (None, None, None))
     residual, bias, rng = _like(x, branch.residual), _like(x, branch.bias), branch.rng
+    if bias is not None and bias.__class__ is not Parameter:
+        _check_bias(bias)
     assert residual is not None
     if rng is None and branch.p > 0.0:
         rng = random_pair(x)
@@ -93,7 +96,12 @@ def bias_dropout_add(
         rng = random_pair(x)
     grad = torch.is_grad_enabled()
     needs = (grad and x.requires_grad, grad and wants_grad(bias), grad and wants_grad(residual))
-    call: Any = _traced_add(p, *needs) if torch.compiler.is_compiling() else _add(p, *needs)
+    if torch.compiler.is_compiling():
+        call: Any = _traced_add(p, *needs)
+    else:
+        call = _add(p, *needs)
+        if bias is not None and bias.__class__ is not Parameter:
+            _check_bias(bias)
     (out,) = apply(call, None, False, x, bias, residual, rng)
     return out
 
@@ -101,6 +109,19 @@ def bias_dropout_add(
 def _like(x: torch.Tensor, t: torch.Tensor | None) -> torch.Tensor | None:
     """The tensor in the dtype of x."""
     return t if t is None or t.dtype == x.dtype else t.to(x.dtype)
+
+
+def _check_bias(bias: torch.Tensor) -> None:
+    """A module hands over its bias, which must be there still. What FSDP1 has freed has an address (that of a part of
+    nothing), and a replay looks at addresses alone; what FSDP2 has freed is a parameter of address 0.
+    """
+    try:
+        if bias.data_ptr() >= LOW:
+            return
+    except RuntimeError:  # the layer says what it is
+        return
+    if was_freed(bias):
+        raise freed(bias)
 
 
 @lru_cache(maxsize=256)

@@ -19,6 +19,7 @@ from te_torch.base.quantized_init import initialising
 from te_torch.function import Extra
 from te_torch.quantized import QuantizedTorch
 from te_torch.runtime import TO_CORE, outside_autocast, runtime_for, to_core
+from te_torch.surroundings import check_surroundings
 
 
 class CachedWeight:
@@ -126,6 +127,7 @@ def _cached(
 
 def _quantized(weight: torch.Tensor, product: Product) -> QuantizedTensor | None:
     """The copy that every microbatch can read; None where a recipe asks for two formats."""
+    check_surroundings()
     with torch.no_grad():
         uses = weight_operand(runtime_for(weight), to_core(weight.detach().contiguous()), product, None)
     return uses.rows if isinstance(uses.rows, QuantizedTensor) and uses.columns is uses.rows else None

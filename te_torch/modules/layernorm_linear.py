@@ -205,7 +205,7 @@ class LayerNormLinear(NormParameters, SplitParameters):
         call = self._find_call(key)
         outputs = apply(call, state, recompute, inp, gamma, beta, weight, added, rng, *more, extra=extra)
         if self.return_bias:
-            outputs = (outputs[0], empty_bias(outputs[0]) if bias is None else returned_bias(bias), *outputs[1:])
+            outputs = (outputs[0], empty_bias(outputs[0]) if bias is None else returned_bias(self, bias), *outputs[1:])
         return outputs if len(outputs) > 1 else outputs[0]
 
     def _new_call(

@@ -188,7 +188,7 @@ class LayerNormMLP(NormParameters):
         call = self._find_call(key)
         outputs = apply(call, state, recompute, inp, gamma, beta, w1, b1, w2, added, rng, *more, extra=extra)
         if self.return_bias:
-            outputs = (outputs[0], empty_bias(outputs[0]) if b2 is None else returned_bias(b2), *outputs[1:])
+            outputs = (outputs[0], empty_bias(outputs[0]) if b2 is None else returned_bias(self, b2), *outputs[1:])
         return outputs if len(outputs) > 1 else outputs[0]
 
     def _bias(self, name: str, dtype: torch.dtype) -> torch.Tensor | None:

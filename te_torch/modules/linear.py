@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.nn import Parameter
 
 from te_core.errors import ArgumentError
 from te_core.layers import linear as core
@@ -171,10 +172,17 @@ def empty_bias(out: torch.Tensor) -> torch.Tensor:
     return torch.empty(0, dtype=out.dtype, device=out.device)
 
 
-def returned_bias(bias: torch.Tensor) -> torch.Tensor:
-    """The bias as `return_bias` gives it. A reentrant checkpoint runs its function without gradients first, and makes
-    what that returns its own results: the parameter itself would be none any more, and backward would not end.
+def returned_bias(module: BaseModule, bias: torch.Tensor) -> torch.Tensor:
+    """The bias as `return_bias` gives it, to be read after the module's forward: a copy, where an engine frees the
+    parameter's memory then (FSDP1 hands out views of one flat tensor).
+
+    A reentrant checkpoint runs its function without gradients first, and makes what that returns its own results: the
+    parameter itself would be none any more, and backward would not end.
     """
+    if module._frees_parameters or (
+        bias.__class__ is not Parameter and not torch.compiler.is_compiling() and bias._is_view()  # no graph break
+    ):
+        return bias.clone()
     return bias if torch.is_grad_enabled() else bias.detach()
 
 
@@ -296,7 +304,7 @@ class Linear(SplitParameters):
             extra = self._extra(("weight",), (weight,), precision, state, recompute, is_first_microbatch)
         (out,) = apply(self._find_call(key), state, recompute, inp, weight, added, rng, extra=extra)
         if self.return_bias:
-            return out, (empty_bias(out) if bias is None else returned_bias(bias))
+            return out, (empty_bias(out) if bias is None else returned_bias(self, bias))
         return out
 
     def _facts(self) -> tuple[Any, ...]:

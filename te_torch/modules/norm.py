@@ -83,8 +83,8 @@ class _Norm(CallingModule):
         if self.kind == "LayerNorm":
             self.bias = torch.nn.Parameter(torch.empty(shape, **place))
         if sequence_parallel is not None:
-            for parameter in self.parameters():
-                parameter.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
+            for name in list(self._parameters):
+                self._mark(name, sequence_parallel=sequence_parallel)
         if self.weight.device.type != "meta":
             self.reset_parameters()
 

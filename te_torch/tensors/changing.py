@@ -19,9 +19,10 @@ from te_core.quantize.state import element
 from te_core.quantized import Cast
 from te_torch.runtime import TO_CORE, runtime_for, to_core, to_torch
 from te_torch.tensors import run
+from te_torch.tensors.views import OfOneTensor
 
 
-class Kept:
+class Kept(OfOneTensor):
     """What all changes of a tensor share, for as long as it has these buffers and this quantizer."""
 
     __slots__ = ("cast", "group", "kind", "lasting", "nominal", "pointers", "q", "rule", "sort", "views")

@@ -18,7 +18,7 @@ from te_torch.runtime import FLOATS
 from te_torch.tensors import arriving
 from te_torch.tensors.buffers import Buffers, resolve_shape
 from te_torch.tensors.changing import Change, end_all
-from te_torch.tensors.sharding import refuse_what_cannot_be_gathered
+from te_torch.tensors.sharding import refuse_what_cannot_be_gathered, tell_of_shards
 from te_torch.tensors.views import Part
 
 aten = torch.ops.aten
@@ -196,6 +196,7 @@ def _new_zeros(func: Any, t: Any, shape: Sequence[int], **kwargs: Any) -> Any:
         made
     ):  # zeros in any: a shard without rows knows its whole's
         made._scale_inv.copy_(t._scale_inv)
+    tell_of_shards(made)
     return made
 
 

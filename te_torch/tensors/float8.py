@@ -22,6 +22,7 @@ from te_torch.tensors.base import Quantizer, spans
 from te_torch.tensors.buffers import Buffers, matrix_of, matrix_of_data, memory_of, packed
 from te_torch.tensors.dtype import DType, fp8, of_core
 from te_torch.tensors.pickling import rebuilt
+from te_torch.tensors.sharding import Shards
 from te_torch.tensors.storage import QuantizedTensorStorage
 from te_torch.tensors.tensor import QuantizedTensor
 from te_torch.tensors.tracing import AsConstant
@@ -36,7 +37,7 @@ class Float8TensorStorage(QuantizedTensorStorage):
     """
 
     _CHANGES = True
-    amax_reduction_group: Any = None  # of the processes that hold the other shards of an FSDP2 parameter
+    _shards: Shards | None = None  # with current scaling: of a parameter that is spread over processes
 
     def __init__(
         self,
@@ -259,8 +260,8 @@ class Float8TensorStorage(QuantizedTensorStorage):
         kind: Any = None,
     ) -> Any:
         made = super()._like(shape, buffers, dtype, place, kind)
-        if self.amax_reduction_group is not None:
-            made.amax_reduction_group = self.amax_reduction_group
+        if self._shards is not None:
+            made._shards = self._shards
         return made
 
     def _takes_bytes_of(self, src: Any) -> bool:
@@ -303,9 +304,9 @@ class Float8TensorStorage(QuantizedTensorStorage):
             if isinstance(quantizer, Float8Quantizer):
                 made.amax = quantizer.amax
             quantizer = made
-        elif self.amax_reduction_group is not None and isinstance(quantizer, Float8CurrentScalingQuantizer):
+        elif self._shards is not None and isinstance(quantizer, Float8CurrentScalingQuantizer):
             quantizer = quantizer.copy()
-            quantizer.with_amax_reduction, quantizer.amax_reduction_group = True, self.amax_reduction_group
+            quantizer.with_amax_reduction, quantizer.amax_reduction_group = True, self._shards.group
         if not src.numel() and noop_flag is None:  # a shard without rows: its scale is that of the others all the same
             scale = quantizer._inputs(src.new_zeros(1, 1)).get("scale")
             if scale is not None:
@@ -334,12 +335,12 @@ class Float8TensorStorage(QuantizedTensorStorage):
 
     @property
     def _group_of_shards(self) -> Any:
-        group = self.amax_reduction_group
-        return group if group is not None and isinstance(self._quantizer, Float8CurrentScalingQuantizer) else None
+        known = self._shards is not None and isinstance(self._quantizer, Float8CurrentScalingQuantizer)
+        return self._shards.group if known else None  # type: ignore[union-attr]
 
-    def _note_shards(self, mesh: Any) -> None:
-        if isinstance(self._quantizer, Float8CurrentScalingQuantizer) and mesh is not None:
-            self.amax_reduction_group = mesh.get_group() if mesh.ndim == 1 else mesh.get_group("shard")
+    def _note_shards(self, group: Any) -> None:
+        if isinstance(self._quantizer, Float8CurrentScalingQuantizer):
+            self._shards = Shards(group)
 
     def _label(self) -> str:
         scale = self._scale_inv

@@ -285,10 +285,10 @@ class HybridQuantizedTensorStorage(QuantizedTensorStorage):
         first: Any = row if row is not None else column
         return self._over((row, column), tuple(first.shape), meta["fake_dtype"], meta["quantizer"])
 
-    def _note_shards(self, mesh: Any) -> None:
+    def _note_shards(self, group: Any) -> None:
         for p in self._parts:
             if p is not None:
-                p._note_shards(mesh)
+                p._note_shards(group)
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         names: list[str] = []

@@ -20,6 +20,7 @@ from te_core.errors import UnsupportedError
 from te_core.quantized import BLOCK
 from te_torch.module_names import name_of
 from te_torch.tensors.buffers import Buffers, are_held, memory_of, rows_of
+from te_torch.tensors.views import OfOneTensor
 
 
 def rows_of_a_shard(shard: Any, mesh: Any, whole: Sequence[int] | None, module: Any) -> int:
@@ -30,16 +31,78 @@ def rows_of_a_shard(shard: Any, mesh: Any, whole: Sequence[int] | None, module: 
     return -(-whole[0] // mesh.size())
 
 
+class Shards:
+    """The processes that hold a parameter together. A copy of a shard is one of theirs: nothing of this is copied."""
+
+    __slots__ = ("group",)
+
+    def __init__(self, group: Any) -> None:
+        self.group = group
+
+    def __deepcopy__(self, memo: Any) -> Shards:
+        return self
+
+
+def group_of(mesh: Any) -> Any:
+    """The processes of a mesh that hold the shards of a parameter."""
+    return mesh.get_group() if mesh.ndim == 1 else mesh.get_group("shard")
+
+
 def refuse_what_cannot_be_gathered(t: Any, dim: int) -> None:
     """While `fully_shard` cuts a parameter: raise at once, and on every rank, what its first all-gather would."""
     found = _being_sharded()
     if found is not None:
-        ranks, name = found
+        ranks, name, _ = found
         _refuse(t, t.shape, ranks, dim == 0, lambda: name)
 
 
-def _being_sharded() -> tuple[int, str] | None:
-    """Into how many shards FSDP2 is cutting a parameter, and which; None where nobody does.
+def tell_of_shards(t: Any) -> None:
+    """While `fully_shard` makes a shard: who holds the others, before anybody writes to one."""
+    found = _being_sharded()
+    if found is not None and found[2] is not None:
+        t._note_shards(found[2])
+
+
+class Sharded:
+    """A plain parameter that is spread over processes, to become a quantized one: `fully_shard` of a module on the meta
+    device cuts its weights before they are quantized.
+    """
+
+    @classmethod
+    def of(cls, weight: torch.Tensor) -> Sharded | None:
+        """What there is to know of a DTensor; None of any other tensor."""
+        module: Any = sys.modules.get("torch.distributed.tensor")  # who has a DTensor has imported it
+        return cls(weight) if module is not None and isinstance(weight, module.DTensor) else None
+
+    def __init__(self, weight: Any) -> None:
+        self.weight = weight
+        self.local: torch.Tensor = weight.to_local().detach()
+        self.sides = [(i, p.dim) for i, p in enumerate(weight.placements) if p.is_shard()]
+        self.group = weight.device_mesh.get_group(self.sides[0][0]) if len(self.sides) == 1 else None
+
+    def quantized(self, quantizer: Any, module: Any) -> torch.Tensor:
+        """The same parameter of quantized shards."""
+        mesh, whole = self.weight.device_mesh, self.weight.shape
+        if len(self.sides) > 1:
+            raise UnsupportedError(
+                "quantized_model_init",
+                f"{_held_by(module, self.weight)}, spread over {len(self.sides)} dimensions of a mesh",
+                "weights spread over one dimension",
+                "construct this layer outside quantized_model_init",
+            )
+        made = quantizer(self.local)
+        for i, dim in self.sides:
+            _refuse(made, whole, mesh.size(i), dim == 0, lambda: _held_by(module, self.weight))
+            made._note_shards(self.group)
+            made._requantize(self.local)  # with the scale that all agree on
+        kind: Any = type(self.weight.data)
+        return kind.from_local(
+            made, mesh, self.weight.placements, run_check=False, shape=whole, stride=self.weight.stride()
+        )
+
+
+def _being_sharded() -> tuple[int, str, Any] | None:
+    """Into how many shards FSDP2 is cutting a parameter, which, and over which group; None where nobody does.
 
     The call stack knows (`FSDPParam` of torch 2.6 to 2.13): a tensor that is cut is not told by whom.
     """
@@ -48,7 +111,8 @@ def _being_sharded() -> tuple[int, str] | None:
         if frame.f_code.co_name == "_init_sharded_param" and frame.f_globals["__name__"].startswith("torch."):
             param = frame.f_locals["self"]
             where = param._module_info
-            return getattr(param.mesh_info, "shard_mesh_size", 1), f"{name_of(where.module)}.{where.param_name}"
+            name, info = f"{name_of(where.module)}.{where.param_name}", param.mesh_info
+            return getattr(info, "shard_mesh_size", 1), name, getattr(info, "shard_process_group", None)
         frame = frame.f_back
     return None
 
@@ -124,7 +188,7 @@ def first_rows(form: Any, shape: tuple[int, int], buffers: Buffers, rows: int) -
     return buffers._replace(row_data=row[:rows])
 
 
-class Sent:
+class Sent(OfOneTensor):
     """What a shard sends in each all-gather: views of its buffers, and what the whole parameter needs besides."""
 
     __slots__ = ("format", "held", "mesh", "metadata", "nominal", "options", "quantizer", "tensors", "whole")
@@ -164,7 +228,7 @@ class Sent:
         )
 
 
-class Arrived:
+class Arrived(OfOneTensor):
     """What came last of all shards, where a parameter's buffers are views of it."""
 
     __slots__ = ("held", "metadata", "order")

@@ -553,8 +553,8 @@ class QuantizedTensorStorage:
     def _of_gathered(self, gathered: Sequence[torch.Tensor], meta: dict[str, Any], shape: tuple[int, int]) -> Buffers:
         raise NotImplementedError
 
-    def _note_shards(self, mesh: Any) -> None:
-        """Called on a shard with the mesh that holds the others, before they are gathered."""
+    def _note_shards(self, group: Any) -> None:
+        """Called with the processes of the other shards: as a parameter is cut, and before shards are gathered."""
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         meta = (self._dtype, form_key(self._format), self._options, self._seen, AsConstant(self._quantizer))

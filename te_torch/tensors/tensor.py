@@ -16,7 +16,7 @@ from te_torch.quantized import QuantizedTorch
 from te_torch.tensors import pickling
 from te_torch.tensors.buffers import Buffers
 from te_torch.tensors.dispatch import dispatch
-from te_torch.tensors.sharding import Arrived, Hook, Sent, apart, filled, in_one, rows_of_a_shard
+from te_torch.tensors.sharding import Arrived, Hook, Sent, apart, filled, group_of, in_one, rows_of_a_shard
 from te_torch.tensors.storage import QuantizedTensorStorage
 from te_torch.tensors.views import Place
 
@@ -220,7 +220,8 @@ class QuantizedTensor(QuantizedTorch):
         if sent is not None and sent.fits(self, mesh, orig_size):
             return sent.tensors, sent.metadata
         rows = rows_of_a_shard(self, mesh, orig_size, module)
-        self._note_shards(mesh)  # type: ignore[attr-defined]
+        if mesh is not None:
+            self._note_shards(group_of(mesh))  # type: ignore[attr-defined]
         tensors, metadata = self.fsdp_extract_buffers()  # type: ignore[attr-defined]
         if rows != self.shape[0]:
             tensors = [filled(t, rows) for t in tensors]
@@ -249,7 +250,9 @@ class QuantizedTensor(QuantizedTorch):
             out.fsdp_assign_gathered(gathered, metadata)
             out._arrived = None if "in one" in metadata else Arrived.of(out, gathered, metadata)
             return None
-        return self._gathered(gathered, metadata), ()  # type: ignore[attr-defined]
+        made = self._gathered(gathered, metadata)  # type: ignore[attr-defined]
+        # Of a mixed-precision policy, which leaves the bytes as they are: layers then compute in that type.
+        return made if made.dtype == param_dtype else made.to_dtype(param_dtype), ()
 
     # --------------------------------------------------------------------------------- copies, files, compilers
 

@@ -79,7 +79,16 @@ class Look:
         return self.view
 
 
-class CoreViews:
+class OfOneTensor:
+    """What a tensor finds out about itself: a copy (of torch's asynchronous checkpoints, too) finds out its own."""
+
+    __slots__ = ()
+
+    def __deepcopy__(self, memo: Any) -> None:
+        return None
+
+
+class CoreViews(OfOneTensor):
     """The pieces of a core view, for as long as the buffers are the same and stay where they are."""
 
     __slots__ = ("block", "buffers", "column", "facts", "form", "pack", "pieces", "row", "shape")

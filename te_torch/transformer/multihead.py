@@ -25,6 +25,7 @@ from te_torch.base.options import check_options
 from te_torch.base.parallel import check_group, size_of
 from te_torch.base.quantized_init import initialising
 from te_torch.base.residual import Branch
+from te_torch.base.sharding import Unit
 from te_torch.carried import carry, form_name, handing
 from te_torch.export.mode import exporting, not_exported
 from te_torch.module_names import next_name, shown
@@ -84,7 +85,7 @@ def check_qkv_whole(operation: str, fused: bool, accumulates: bool) -> None:
         )
 
 
-class MultiheadAttention(torch.nn.Module):
+class MultiheadAttention(Unit):
     """Attention of `num_attention_heads` heads between projections, in the precision of the active region."""
 
     def __init__(
@@ -148,14 +149,14 @@ class MultiheadAttention(torch.nn.Module):
         self.name = next_name() if name is None else name
         self._cp_size, self._cp_rank = 1, 0
         self._add_qk_norms(qk_norm_type, qk_norm_eps, params_dtype, device)
+        team: dict[str, Any] = {"tp_group": tp_group if set_parallel_mode else None, "tp_size": self.tp_size}
         linear: dict[str, Any] = {
             "bias": bias,
             "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
             "params_dtype": params_dtype,
             "get_rng_state_tracker": get_rng_state_tracker,
             "device": device,
-            "tp_group": tp_group if set_parallel_mode else None,
-            "tp_size": self.tp_size,
+            **team,
             "sequence_parallel": self.sequence_parallel,
         }
         norm = {"eps": layernorm_epsilon, "normalization": normalization, "zero_centered_gamma": zero_centered_gamma}
@@ -173,8 +174,8 @@ class MultiheadAttention(torch.nn.Module):
             layer_number=layer_number,
             attention_type=attention_type,
             softmax_type=softmax_type,
-            tp_size=self.tp_size,
             name=f"{self.name}.core_attention",
+            **team,
         )
         self.core_attention.to(device or default_device())  # a learnable softmax has a parameter
         self.proj = Linear(
@@ -337,6 +338,8 @@ class MultiheadAttention(torch.nn.Module):
         if isinstance(hidden_states, Branch) and not self.input_layernorm:
             returned = [inputs[0]]
         out = self._part("proj")(context, is_first_microbatch, False, handed.grad)
+        if self._frees_parameters and self.return_bias:
+            out = out[0], out[1].clone()  # the projection's parameter is gone as this forward ends
         outputs = (*(out if self.return_bias else (out,)), *returned)
         return outputs if len(outputs) > 1 else outputs[0]
 

@@ -22,9 +22,10 @@ from te_core.plan_cache import PlanCache
 from te_core.runtime import Runtime
 from te_core.tape import taped
 from te_core.tape.layout import in_one_block
-from te_core.tape.recorder import record
+from te_core.tape.recorder import Owner, Recorder, record
 from te_core.tape.tape import Take, Tape
 from te_core.tape.taped import FAILED, Taped
+from te_core.tape.walk import NotRecordedError
 from tests.core.fake_cuda import Machine, Make
 from tests.core.tape_cases import MLP, Linear
 from tests.core.tape_more_cases import Attention
@@ -129,6 +130,22 @@ def test_a_recording_that_fails_leaves_no_tape(make: Make, build: Any, monkeypat
     del found, call, failing
     assert machine.kept() == before and not machine.faults
     monkeypatch.setattr(taped, "COUNTS", taped.Counts())  # as asked for
+
+
+def test_an_owner_that_is_half_made_goes_silently(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An interrupt comes anywhere, also before its slot is noted."""
+    told: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", told.append)
+    owner: Any = Owner.__new__(Owner)
+    assert not hasattr(owner, "recorder")
+    owner.slot = 3
+    del owner
+    recorder = Recorder(Runtime.cpu(), 64)
+    owner = Owner(2, recorder)
+    with pytest.raises(NotRecordedError):
+        owner.data_ptr()
+    del owner
+    assert not told and recorder.ends == {2: 0}
 
 
 def test_the_error_of_a_call_is_the_interpreted_ones(make: Make) -> None:

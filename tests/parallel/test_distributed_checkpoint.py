@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import fully_shard
 
 import te_torch as te
+from te_core.recipe import DelayedScaling
 from tests.parallel.fsdp_steps import KINDS, STEPS, batch, build, mesh_of, optimizer_of, plain, shard, step
 from tests.parallel.ranks import Rank, Ranks
 from tests.recipes import region, rule
@@ -105,3 +108,42 @@ def test_amaxes_that_cannot_be_one_on_any_rank(ranks_of: Callable[..., Ranks], t
     """Every rank says so; none waits for another."""
     ranks_of(4, "cpu").run(saved, "nvfp4 nearest", True, str(tmp_path))
     assert all("change the whole" in said for said in ranks_of(2, "cpu").run(loses, str(tmp_path), group_timeout=20))
+
+
+def resumed(rank: Rank, folder: str, large: int) -> list[float]:
+    """The weight's scale a step after a checkpoint: of the training that goes on, and of the one that has loaded."""
+    recipe = DelayedScaling(amax_history_len=1, amax_compute_algo="most_recent")
+
+    def layer() -> Any:
+        torch.manual_seed(0)
+        with te.quantized_model_init(recipe=recipe):
+            made = te.Linear(256, 256, bias=False, device=rank.device, params_dtype=torch.bfloat16)
+        return fully_shard(made, mesh=mesh_of(rank.device, rank.world))  # type: ignore[call-overload]
+
+    def step_of(module: Any, factor: float) -> None:
+        with te.autocast(recipe=recipe):
+            y = module(torch.ones(32, 256, dtype=torch.bfloat16, device=rank.device))
+        y.float().square().mean().backward()
+        with torch.no_grad():
+            module.weight.to_local().mul_(factor)
+
+    module = layer()
+    step_of(module, 0.95 if rank.number == large else 0.25)  # as an optimizer may do: shards' maxima go apart
+    dcp.save(module.state_dict(), checkpoint_id=folder)
+    other = layer()
+    te.prepare_state(other, recipe)
+    found = other.state_dict()
+    dcp.load(found, checkpoint_id=folder)
+    other.load_state_dict(found)
+    scales = []
+    for each in (module, other):
+        step_of(each, 0.99)
+        scales.append(float(each.weight.to_local()._scale_inv))
+    return scales
+
+
+@pytest.mark.parametrize("large", [0, 1])
+def test_the_maxima_of_shards_that_were_loaded(pair: Ranks, tmp_path: Path, large: int) -> None:
+    """A checkpoint keeps one rank's of those that no reduction has seen: the others count what they have loaded."""
+    for going_on, again in pair.run(resumed, str(tmp_path / "saved"), large):
+        assert again == pytest.approx(going_on, rel=0.125)  # as near as FP8 keeps the largest value

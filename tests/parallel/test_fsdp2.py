@@ -283,8 +283,13 @@ def test_last_shards_on_a_mesh_of_two_dimensions(ranks_of: Callable[..., Ranks],
 class Mesh:
     """As much of a mesh as the hooks ask for."""
 
+    ndim = 1
+
     def size(self) -> int:
         return 3
+
+    def get_group(self) -> None:
+        return None
 
 
 @pytest.mark.parametrize(("name", "block"), BLOCKS)

@@ -286,3 +286,52 @@ def test_frozen_parts_under_the_compiler(device: str) -> None:
                 module(x).square().sum().backward()
             grads.append({n: p.grad.clone() for n, p in holder.named_parameters() if p.grad is not None})
         assert list(grads[0]) == ["fc2_weight"] and not differences(*grads)
+
+
+ATTRIBUTES: dict[str, tuple[str, Any]] = {
+    "LayerNorm": ("eps", 0.5),
+    "RMSNorm": ("zero_centered_gamma", True),
+    "LayerNormLinear": ("eps", 0.5),
+    "LayerNormMLP": ("activation", "relu"),
+}
+
+
+@on_devices
+@pytest.mark.parametrize("recipe", [None, "delayed"])
+@pytest.mark.parametrize("kind", ATTRIBUTES)
+def test_an_attribute_set_between_calls(kind: str, recipe: str | None, device: str) -> None:
+    eager = make(kind, device, BF16)
+    owner = copy.deepcopy(eager)
+    compiled = torch.compile(owner, fullgraph=True, backend="aot_eager")
+    x = batch(device)
+    check_steps(eager, compiled, owner, recipe, [x])
+    before = owner(x)
+    for module in (eager, owner):
+        setattr(module, *ATTRIBUTES[kind])
+    check_steps(eager, compiled, owner, recipe, [x, 3 * x])
+    assert not torch.equal(owner(x), before)
+
+
+class Counting(te.Linear):
+    """A user's own, which keeps something of its last forward."""
+
+    seen, last = 0, None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        y = super().forward(x)
+        self.seen = x.shape[0]
+        self.last = x
+        return y
+
+
+@on_devices
+@pytest.mark.parametrize("recipe", [None, "delayed"])
+def test_a_users_module_that_sets_attributes(recipe: str | None, device: str) -> None:
+    eager = Counting(WIDTH, 64, params_dtype=BF16, device=device)
+    owner = copy.deepcopy(eager)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(owner, fullgraph=True, backend=counter)
+    x = batch(device)
+    check_steps(eager, compiled, owner, recipe, [x, 3 * x])
+    assert counter.frame_count == 1 and owner.seen == eager.seen == x.shape[0]
+    assert torch.equal(owner.last, eager.last)

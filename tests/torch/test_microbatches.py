@@ -11,10 +11,10 @@ import pytest
 import torch
 
 import te_torch as te
-from te_core.errors import ArgumentError
+from te_core.errors import ArgumentError, UnsupportedError
 from te_core.ops import raw as ops
 from tests.backends import devices
-from tests.module_steps import GEMM_MODULES, WIDTH, differences, gradient_for, make, values
+from tests.module_steps import GEMM_MODULES, WIDTH, differences, fp8_state, gradient_for, make, values
 from tests.recipes import KINDS, RECIPES, region
 from tests.reference import modules as reference
 from tests.tolerances import DB, snr_db
@@ -439,6 +439,36 @@ def test_missing_main_grad(kind: str, device: str) -> None:
     y = module(microbatch(0, device))
     with pytest.raises(ArgumentError, match="weight.main_grad"):
         y.sum().backward()
+
+
+@on_devices
+@with_plain
+@gemm_modules
+def test_a_refused_backward_may_be_run_again(kind: str, recipe: str | None, device: str) -> None:
+    """What was saved is kept until all is known to be right: who was told what is wrong mends it, and goes on."""
+    wanted = fused(kind, device)
+    module = copy.deepcopy(wanted)
+    mains = {n: torch.zeros_like(w, dtype=MAIN["fp32"]) for n, w in weights_of(module).items()}
+    for step in range(3):  # replayed, too
+        found = {}
+        for name, m in (("wanted", wanted), ("found", module)):
+            x = microbatch(step, device).requires_grad_()
+            torch.manual_seed(step)
+            with region(recipe):
+                y = m(x)
+            if m is module:
+                for w in weights_of(m).values():
+                    w.main_grad = None
+                with pytest.raises(ArgumentError, match="weight.main_grad"):
+                    y.backward(gradient_for(y))
+                for n, w in weights_of(m).items():
+                    w.main_grad = mains[n]
+                with pytest.raises(UnsupportedError, match="vmap"):
+                    torch.autograd.grad(y, x, torch.stack([gradient_for(y)] * 2), is_grads_batched=True)
+            y.backward(gradient_for(y))
+            found[name] = {"y": y, "dx": x.grad} | {n: w.main_grad for n, w in weights_of(m).items()}
+        assert not differences(found["found"], found["wanted"]), f"step {step}"
+        assert not differences(fp8_state(module), fp8_state(wanted)), f"step {step}"
 
 
 @on_devices

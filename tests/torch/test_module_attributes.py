@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,7 +15,9 @@ import te_torch as te
 import te_torch.tensors as T
 from te_core.recipe import CustomRecipe, DelayedScaling, Float8CurrentScaling, Format, MXFP8BlockScaling
 from te_torch.attention.dot_product import DotProductAttention
+from te_torch.base.module import CallingModule
 from te_torch.custom_recipes.quantizer_factory_zoo import mxfp8_fwd_high_precision_bwd_factory
+from te_torch.modules.l2_norm import L2Normalization
 from tests.backends import devices
 from tests.module_steps import region, values
 
@@ -242,3 +246,141 @@ def test_margins_and_older_names_of_norms(kind: str, monkeypatch: pytest.MonkeyP
         getattr(module, f"reset_{older}_parameters")()
     assert seen[0].filename == __file__ and (getattr(module, norm) == 1).all()
     assert kind not in MAKERS or any((p == 7).all() for p in module.parameters())  # the norm's alone
+
+
+# ------------------------------------------------------------------------- set after the first forward
+
+LAYER = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "self_attn_mask_type": "causal"}
+#: A module, the attribute, its new value; and the module that has it from the beginning.
+SET_LATER: dict[str, tuple[Callable[..., Any], str, Any]] = {
+    "LayerNorm eps": (lambda params_dtype, **kw: te.LayerNorm(64, **kw), "eps", 0.5),
+    "LayerNorm gamma": (lambda params_dtype, **kw: te.LayerNorm(64, **kw), "zero_centered_gamma", True),
+    "RMSNorm eps": (lambda params_dtype, **kw: te.RMSNorm(64, **kw), "eps", 0.5),
+    "RMSNorm gamma": (lambda params_dtype, **kw: te.RMSNorm(64, **kw), "zero_centered_gamma", True),
+    "L2Normalization eps": (lambda device, params_dtype, **kw: L2Normalization(**kw), "eps", 0.5),
+    "LayerNormLinear eps": (MAKERS["LayerNormLinear"], "eps", 0.5),
+    "LayerNormLinear gamma": (MAKERS["LayerNormLinear"], "zero_centered_gamma", True),
+    "LayerNormLinear norm": (MAKERS["LayerNormLinear"], "return_layernorm_output", True),
+    "LayerNormMLP eps": (MAKERS["LayerNormMLP"], "eps", 0.5),
+    "LayerNormMLP activation": (MAKERS["LayerNormMLP"], "activation", "relu"),
+    "LayerNormMLP norm": (MAKERS["LayerNormMLP"], "return_layernorm_output", True),
+    "LayerNormMLP checkpoint": (MAKERS["LayerNormMLP"], "checkpoint", True),
+    "Linear input": (MAKERS["Linear"], "save_original_input", True),
+    "GroupedLinear input": (MAKERS["GroupedLinear"], "save_original_input", True),
+    "MultiheadAttention eps": (
+        lambda eps=1e-5, **kw: te.MultiheadAttention(
+            64, 2, input_layernorm=True, layernorm_epsilon=eps, attention_dropout=0.0, **kw
+        ),
+        "layernorm_qkv.eps",
+        0.5,
+    ),
+    "TransformerLayer activation": (
+        lambda activation="gelu", **kw: te.TransformerLayer(64, 96, 2, activation=activation, **LAYER, **kw),
+        "layernorm_mlp.activation",
+        "relu",
+    ),
+    "DotProductAttention mask": (lambda device, params_dtype, **kw: Attention(**kw), "inner.attn_mask_type", "no_mask"),
+}
+
+
+class Attention(torch.nn.Module):
+    """Of an input with itself."""
+
+    def __init__(self, attn_mask_type: str = "causal") -> None:
+        super().__init__()
+        self.inner = te.DotProductAttention(2, 32, attention_dropout=0.0, attn_mask_type=attn_mask_type)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        heads = x.view(*x.shape[:2], 2, 32)
+        return self.inner(heads, heads, heads)
+
+
+def set_later(module: Any, path: str, value: Any) -> None:
+    *owner, name = path.split(".")
+    setattr(module.get_submodule(".".join(owner)), name, value)
+
+
+def results(module: Any, recipe: Any, grad: bool, device: str) -> list[torch.Tensor]:
+    """Of a forward and, where there are gradients, of the backward."""
+    x = values(32, 1, 64, device=device).requires_grad_()
+    x = x.view(32, 64) if isinstance(module, te.GroupedLinear) else x
+    with region(recipe), torch.set_grad_enabled(grad):
+        y = module(x, *([16, 16],) * isinstance(module, te.GroupedLinear))
+    outputs = list(y) if isinstance(y, tuple) else [y]
+    if not grad:
+        return outputs
+    total = sum((y * (i + 1)).sum() for i, y in enumerate(outputs))
+    return [*outputs, *torch.autograd.grad(total, [x, *module.parameters()], allow_unused=True)]
+
+
+def set_later_is_as_set_at_first(what: str, recipe: Any, device: str) -> None:
+    make, path, value = SET_LATER[what]
+    if recipe is DELAYED and path == "save_original_input":
+        recipe = Float8CurrentScaling()  # delayed scaling refuses it
+    module = make(device=device, params_dtype=torch.float32)
+    other = make(device=device, params_dtype=torch.float32, **{path.rpartition(".")[2]: value})
+    other.load_state_dict(module.state_dict())
+    for training in (True, False):
+        for grad in (True, True, False):
+            results(module.train(training), recipe, grad, device)
+    # The same history of maxima for both.
+    other.load_state_dict(module.state_dict())
+    set_later(module, path, value)
+    for training in (True, False):
+        for grad in (True, True, False):
+            found, wanted = (results(m.train(training), recipe, grad, device) for m in (module, other))
+            assert len(found) == len(wanted)
+            assert all(a is b or torch.equal(a, b) for a, b in zip(found, wanted, strict=True)), (training, grad)
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("recipe", [None, DELAYED], ids=["plain", "delayed"])
+@pytest.mark.parametrize("what", SET_LATER)
+def test_what_is_set_later_counts_from_the_next_forward_on(what: str, recipe: Any, device: str) -> None:
+    set_later_is_as_set_at_first(what, recipe, device)
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("what", SET_LATER)
+def test_the_same_interpreted(what: str) -> None:
+    set_later_is_as_set_at_first(what, DELAYED, "cpu")
+
+
+@pytest.mark.parametrize("recipe", [None, DELAYED, Float8CurrentScaling()], ids=["plain", "delayed", "current"])
+@pytest.mark.parametrize("what", [what for what in SET_LATER if what.endswith((" eps", "activation", "input", "mask"))])
+def test_nothing_else_lets_go_of_calls(what: str, recipe: Any) -> None:
+    """Neither a forward, nor a mode, nor a value that was there, nor a tensor, as FSDP sets it."""
+    module = SET_LATER[what][0](device="cpu", params_dtype=torch.float32)
+
+    def steps() -> None:
+        for training in (True, False):
+            for grad in (True, False):
+                results(module.train(training), recipe, grad, "cpu")
+
+    steps()
+    kept = [m for m in module.modules() if isinstance(m, CallingModule)]
+    for part in kept:
+        part._calls["mark"] = None  # type: ignore[assignment]
+    for part in module.modules():
+        for name, parameter in list(part.named_parameters(recurse=False)):
+            setattr(part, name, torch.nn.Parameter(parameter.detach().clone()))
+        for name, value in list(vars(part).items()):
+            if name[0] != "_":
+                setattr(part, name, value)
+        part.inspector = None
+    steps()
+    assert kept and all("mark" in part._calls for part in kept)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))])
+@pytest.mark.parametrize("what", SET_LATER)
+def test_copies_have_what_was_set(what: str, copied: Callable[[Any], Any]) -> None:
+    make, *later = SET_LATER[what]
+    module = make(device="cpu", params_dtype=torch.float32)
+    results(module, None, True, "cpu")
+    before = copied(module)
+    set_later(module, *later)
+    set_later(before, *later)
+    for other in (copied(module), before):
+        found, wanted = results(other, None, True, "cpu"), results(module, None, True, "cpu")
+        assert all(a is b or torch.equal(a, b) for a, b in zip(found, wanted, strict=True))

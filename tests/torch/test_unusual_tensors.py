@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import copy
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 import te_torch as te
 from te_core.errors import ArgumentError, UnsupportedError
+from te_torch.modules.l2_norm import L2Normalization
 from tests import recipes
 from tests.backends import devices
 
@@ -21,6 +28,7 @@ MODULES: dict[str, Callable[[str], Any]] = {
     "Linear": lambda device: te.Linear(WIDTH, WIDTH, device=device),
     "LayerNorm": lambda device: te.LayerNorm(WIDTH, device=device),
     "RMSNorm": lambda device: te.RMSNorm(WIDTH, device=device),
+    "L2Normalization": lambda device: L2Normalization(),
     "LayerNormLinear": lambda device: te.LayerNormLinear(WIDTH, WIDTH, device=device),
     "LayerNormMLP": lambda device: te.LayerNormMLP(WIDTH, 2 * WIDTH, device=device),
     "GroupedLinear": lambda device: Grouped(device),
@@ -136,6 +144,187 @@ def test_tangents(kind: str, device: str) -> None:
     with forward_ad.dual_level(), torch.no_grad():
         assert module(x).isfinite().all()
 
+
+# ------------------------------------------------------------- what only torch's own operators pass through
+
+
+def _fake(call: Callable[[Any], Any], x: torch.Tensor) -> Any:
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        return call(torch.empty_like(x))
+
+
+def _first_microbatch(call: Callable[[Any], Any], x: torch.Tensor) -> Any:
+    return _fake(lambda x: call(x, is_first_microbatch=True), x)
+
+
+#: What calls a layer so that its memory would be another's, or its result a constant; and what the error says.
+SURROUNDINGS: dict[str, tuple[Callable[..., Any], str]] = {
+    "FakeTensorMode": (_fake, "under a FakeTensorMode"),
+    "make_fx": (lambda call, x: make_fx(call)(x), "under make_fx"),
+    "grad": (lambda call, x: torch.func.grad(lambda x: call(x).sum())(x), "transform of torch.func"),
+    "jvp": (lambda call, x: torch.func.jvp(call, (x,), (x,)), "transform of torch.func|with a tangent"),
+    "vmap": (
+        lambda call, x: torch.func.vmap(call)(torch.stack([x, x])),
+        "transform of torch.func|torch.func has wrapped",
+    ),
+    "functionalize": (lambda call, x: torch.func.functionalize(call)(x), "transform of torch.func"),
+    "jit.trace": (lambda call, x: torch.jit.trace(call, (x,)), r"torch.jit.trace.*: got a .*torch.export"),
+}
+QUANTIZING = [kind for kind in MODULES if kind not in ("LayerNorm", "RMSNorm", "L2Normalization")]
+
+
+def _in_region(module: Any, recipe: str | None, **options: Any) -> Callable[..., Any]:
+    def call(x: Any, **more: Any) -> Any:
+        with recipes.region(recipe) if not options else te.autocast(recipe=recipes.rule(recipe), **options):
+            return module(x, **more)
+
+    return call
+
+
+def _refused_without_a_trace(kind: str, way: str, device: str, recipe: str | None, before: int, **more: Any) -> None:
+    """Refused, whether calls went before or not; and then the layer does what one does that was never called so."""
+    within, said = SURROUNDINGS[way] if way in SURROUNDINGS else (_first_microbatch, "under a FakeTensorMode")
+    module, x = MODULES[kind](device), torch.randn(shape(kind), device=device)
+    other = copy.deepcopy(module)
+    call, expected = _in_region(module, recipe, **more), _in_region(other, recipe, **more)
+    for _ in range(before):
+        assert torch.equal(call(x), expected(x))
+    with warnings.catch_warnings(), pytest.raises(UnsupportedError, match=said):
+        warnings.simplefilter("ignore", DeprecationWarning)  # torch.jit's own
+        within(call, x)
+    x.requires_grad_()
+    for _ in range(2):
+        y, like = call(x), expected(x)
+        assert type(y) is torch.Tensor and torch.equal(y, like)
+        y.sum().backward()
+        like.sum().backward()
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(module.parameters(), other.parameters(), strict=True))
+    buffers = dict(module.named_buffers())
+    assert all(torch.equal(buffers[name], b) for name, b in other.named_buffers())
+
+
+@on_devices
+@pytest.mark.parametrize("before", [0, 2])
+@pytest.mark.parametrize("way", SURROUNDINGS)
+@LAYERS
+def test_what_only_torchs_operators_pass_through(kind: str, way: str, before: int, device: str) -> None:
+    recipe = "delayed" if kind in QUANTIZING else None
+    _refused_without_a_trace(kind, way, device, recipe, before)
+
+
+@pytest.mark.usefixtures("interpreted")
+@on_devices
+@pytest.mark.parametrize("way", SURROUNDINGS)
+def test_the_same_interpreted(way: str, device: str) -> None:
+    _refused_without_a_trace("LayerNormMLP", way, device, "delayed", 1)
+
+
+@on_devices
+@pytest.mark.parametrize("way", SURROUNDINGS)
+@pytest.mark.parametrize("recipe", [None, "current"])
+@pytest.mark.parametrize("kind", ["Linear", "TransformerLayer"])
+def test_the_same_without_state(kind: str, recipe: str | None, way: str, device: str) -> None:
+    _refused_without_a_trace(kind, way, device, recipe, 0)
+
+
+@on_devices
+@pytest.mark.parametrize("recipe", ["current", "delayed"])
+@pytest.mark.parametrize("before", [0, 2])
+@pytest.mark.parametrize(
+    "kind", ["Linear", "LayerNormLinear", "LayerNormMLP", "MultiheadAttention", "TransformerLayer"]
+)
+def test_no_quantized_weight_of_a_mode_is_kept(kind: str, before: int, recipe: str, device: str) -> None:
+    _refused_without_a_trace(kind, "first microbatch", device, recipe, before)
+
+
+@on_devices
+@pytest.mark.parametrize("recipe", ["current", "delayed"])
+def test_no_counters_of_a_mode_are_kept(recipe: str, device: str) -> None:
+    _refused_without_a_trace("Linear", "FakeTensorMode", device, recipe, 0, check_finite=True)
+
+
+class Logger(TorchDispatchMode):
+    """A mode of a user's, which changes nothing."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+MODES: dict[str, Callable[[], Any]] = {
+    "logger": Logger,
+    "flops": lambda: FlopCounterMode(display=False),
+    "device": lambda: torch.device("cpu"),
+}
+
+
+@on_devices
+@pytest.mark.parametrize("mode", MODES)
+@LAYERS
+def test_modes_that_look_on(kind: str, mode: str, device: str) -> None:
+    module, x = MODULES[kind](device), torch.randn(shape(kind), device=device, requires_grad=True)
+    other, recipe = copy.deepcopy(module), "delayed" if kind in QUANTIZING else None
+    for _ in range(2):
+        expected = _in_region(other, recipe)(x)
+        expected.sum().backward()
+        with MODES[mode]():
+            y = _in_region(module, recipe)(x)
+            y.sum().backward()
+        assert torch.equal(y, expected)
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(module.parameters(), other.parameters(), strict=True))
+
+
+@on_devices
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize(
+    "kind", [kind for kind in MODULES if kind != "DotProductAttention"]
+)  # torch's operators see it
+def test_freed_memory_is_no_zeros(kind: str, grad: bool, device: str) -> None:
+    """As FSDP frees it; a fake tensor has none either."""
+    module, x = MODULES[kind](device), torch.randn(shape(kind), device=device)
+    with FakeTensorMode():
+        fake = torch.empty(x.shape, device=device)
+    gone = x.clone()
+    gone.untyped_storage().resize_(0)
+    with torch.set_grad_enabled(grad):
+        for _ in range(2):
+            before = module(x)
+        for t in (gone, fake):
+            with pytest.raises(UnsupportedError, match=r"without memory|tensors with values in memory"):
+                module(t)
+        assert torch.equal(module(x), before)
+
+
+@on_devices
+@pytest.mark.parametrize("kind", ["Linear", "LayerNorm", "RMSNorm", "LayerNormLinear", "LayerNormMLP", "GroupedLinear"])
+def test_a_freed_parameter_is_no_zeros(kind: str, device: str) -> None:
+    module, x = MODULES[kind](device), torch.randn(shape(kind), device=device)
+    with torch.no_grad():
+        before = module(x)
+        for parameter in module.parameters():
+            storage, kept = parameter.untyped_storage(), parameter.clone()
+            storage.resize_(0)
+            with pytest.raises(UnsupportedError, match=r"a Parameter of shape .* without memory"):
+                module(x)
+            storage.resize_(kept.nbytes)
+            parameter.copy_(kept)
+        assert torch.equal(module(x), before)
+
+
+@on_devices
+def test_what_backward_reads_was_freed(device: str) -> None:
+    module, x = te.Linear(WIDTH, WIDTH, device=device), torch.randn(ROWS, WIDTH, device=device, requires_grad=True)
+    (expected,) = torch.autograd.grad(module(x).sum(), x)
+    y, storage, kept = module(x), module.weight.untyped_storage(), module.weight.detach().clone()
+    storage.resize_(0)
+    with pytest.raises(UnsupportedError, match="a Parameter .* without memory"):
+        y.sum().backward()
+    storage.resize_(kept.nbytes)
+    module.weight.data.copy_(kept)
+    y.backward(torch.ones_like(y))  # what was saved is still there
+    assert torch.equal(x.grad, expected)
+
+
+# ------------------------------------------------------------------------------------------------ main_grad
 
 MAIN_GRADS: dict[str, tuple[Any, str]] = {
     "none": (None, "a weight without main_grad"),

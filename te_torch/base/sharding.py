@@ -1,0 +1,71 @@
+"""What modules keep up where an engine shards them: FSDP2 (`fully_shard`) puts parameters of its own in the place of
+theirs, in every step anew, and the memory of what it gathered is gone as the forward of a unit ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch.nn import Parameter
+from torch.nn.modules.module import _global_parameter_registration_hooks as _registration_hooks
+
+
+class Unit(torch.nn.Module):
+    """A module that may be sharded by itself."""
+
+    #: Whether its parameters lose their memory as its forward ends. FSDP2 makes a class of its own for such modules:
+    #: so nobody else pays for the question.
+    _frees_parameters = False
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        cls._frees_parameters = any(base.__module__.startswith("torch.distributed.") for base in cls.__mro__)
+
+
+class MarkedModule(Unit):
+    """A module whose parameters carry attributes for trainers, and keep them whatever becomes of the parameters.
+
+    A new parameter has none: one of `fully_shard`, of `to_empty`, of `load_state_dict(assign=True)`, of `deepcopy`.
+    """
+
+    _marks: Mapping[str, Mapping[str, Any]] = MappingProxyType({})  # by the parameter's name
+
+    def _mark(self, name: str, **marks: Any) -> None:
+        """Attach these to a parameter, and to each that comes in its place."""
+        self.__dict__["_marks"] = {**self._marks, name: {**self._marks.get(name, {}), **marks}}
+        getattr(self, name).__dict__.update(marks)
+
+    def _mark_again(self) -> None:
+        for name, marks in self._marks.items():
+            parameter = self._parameters.get(name)
+            if parameter is not None:
+                _attach(parameter, marks)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # Asked without `isinstance(value, Parameter)`, which runs Python for other classes of parameters.
+        if isinstance(value, torch.Tensor) and (value.__class__ is Parameter or getattr(value, "_is_param", False)):
+            marks = self._marks.get(name)
+            if marks is not None:
+                _attach(value, marks)  # type: ignore[arg-type]
+            if name in self.__dict__.get("_parameters", ()) and not _registration_hooks:
+                self._parameters[name] = value  # type: ignore[assignment]  # in every step of FSDP2's: Module takes 3 us
+                return
+        super().__setattr__(name, value)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._mark_again()
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        super()._apply(fn, recurse)
+        self._mark_again()
+        return self
+
+
+def _attach(parameter: Parameter, marks: Mapping[str, Any]) -> None:
+    """What somebody has set on this very parameter stays."""
+    own = parameter.__dict__
+    own.update({**marks, **own})

@@ -1,0 +1,319 @@
+"""Parts of a layer that are sharded by themselves: what they return outlasts their forward, what was freed is refused,
+and parameters keep the marks that trainers go by.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+import warnings
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+
+import te_torch as te
+from te_core.errors import UnsupportedError
+from te_torch.base.residual import Branch, bias_dropout_add
+from tests.module_steps import values
+from tests.parallel.ranks import ROOT, Rank, Ranks
+from tests.recipes import rule
+from tests.recordings import tapes
+
+H, S, B = 64, 16, 2
+ATTENTION, MLP = "self_attention", "layernorm_mlp"
+PARTS = [(MLP,), (ATTENTION,), (ATTENTION, MLP), (f"{ATTENTION}.proj",), (f"{ATTENTION}.proj", ATTENTION)]
+
+
+def layer_of(device: str, **options: Any) -> Any:
+    """A layer whose biases show where they are left out."""
+    torch.manual_seed(0)
+    options = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "fuse_qkv_params": True, "device": device} | options
+    layer = te.TransformerLayer(H, H, 4, **options)
+    with torch.no_grad():
+        for p in layer.parameters():
+            if p.ndim == 1:
+                p.add_(0.5)
+    return layer
+
+
+def shard(layer: Any, parts: tuple[str, ...], engine: str, device: str) -> Any:
+    """The layer with these parts as units of their own; `engine` is "2" (FSDP2), "2 kept" or "1"."""
+    if engine != "1":
+        for part in parts:
+            fully_shard(layer.get_submodule(part), reshard_after_forward=engine == "2")
+        return fully_shard(layer, reshard_after_forward=engine == "2")
+    place: dict[str, Any] = {"use_orig_params": True, "device_id": torch.device(device)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for part in parts:
+            parent, _, name = part.rpartition(".")
+            holder = layer.get_submodule(parent)
+            setattr(holder, name, FullyShardedDataParallel(getattr(holder, name), **place))
+        return FullyShardedDataParallel(layer, **place)
+
+
+def calls(layer: Any, x: torch.Tensor, more: dict[str, Any]) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Outputs, without gradients and with them (the last ones are replayed); the gradient of the input."""
+    x = x.clone().requires_grad_()
+    with torch.no_grad():
+        found = [layer(x, **more)]
+    for _ in range(3):
+        y = layer(x, **more)
+        y.square().mean().backward()
+        found.append(y.detach())
+    assert x.grad is not None
+    return [y.cpu() for y in found], x.grad.cpu()
+
+
+def whole_of(p: Any) -> torch.Tensor:
+    grad = p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad
+    return grad.detach().cpu()
+
+
+def wrapped(rank: Rank, parts: tuple[str, ...], engine: str, options: dict[str, Any]) -> None:
+    plain, layer = layer_of(rank.device, **options), layer_of(rank.device, **options)
+    x = values(S, B, H, seed=rank.number, device=rank.device)
+    more = {"encoder_output": values(S, B, H, seed=9, device=rank.device)} if "layer_type" in options else {}
+    wanted, wanted_dx = calls(plain, x, more)
+    with tapes("first"):
+        found, dx = calls(shard(layer, parts, engine, rank.device), x, more)
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(dx, wanted_dx, rtol=1e-5, atol=1e-7)
+    if engine != "1":
+        gradients = dict(layer.named_parameters())
+        for name, p in plain.named_parameters():
+            mean = p.grad / rank.world
+            dist.all_reduce(mean)
+            torch.testing.assert_close(whole_of(gradients[name]), mean.cpu(), rtol=1e-5, atol=1e-7, msg=name)
+
+
+@pytest.mark.parametrize("engine", ["2", "2 kept", "1"])
+@pytest.mark.parametrize("parts", PARTS, ids=" ".join)
+def test_parts_of_a_layer_as_units(ranks: Ranks, parts: tuple[str, ...], engine: str) -> None:
+    """`return_bias` hands out a parameter, whose memory the unit frees before the layer adds it."""
+    if engine == "1" and len(parts) == 2 and parts[0].startswith(parts[1]):
+        pytest.skip("FSDP1 wraps the inner one under another name")
+    ranks.run(wrapped, parts, engine, {})
+
+
+@pytest.mark.parametrize("options", [{"layer_type": "decoder"}, {"drop_path_rate": 1e-9}, {"fuse_qkv_params": False}])
+def test_layers_of_other_kinds(pair: Ranks, options: dict[str, Any]) -> None:
+    parts = (ATTENTION, "inter_attention", MLP) if "layer_type" in options else (ATTENTION, MLP)
+    pair.run(wrapped, parts, "2", options)
+
+
+def returned(rank: Rank) -> None:
+    """Biases that modules return to their caller, from units of one module."""
+    x = values(S, H, device=rank.device)
+    makers = (
+        lambda: te.Linear(H, H, return_bias=True, device=rank.device),
+        lambda: te.LayerNormLinear(H, H, return_bias=True, device=rank.device),
+        lambda: te.LayerNormMLP(H, H, return_bias=True, device=rank.device),
+        lambda: te.GroupedLinear(2, H, H, return_bias=True, device=rank.device),
+    )
+    for make in makers:
+        module: Any = make()
+        more = ([S // 2, S // 2],) if isinstance(module, te.GroupedLinear) else ()
+        for p in module.parameters():
+            if p.ndim == 1:
+                torch.nn.init.constant_(p, 0.5)
+        y, biases = fully_shard(module, reshard_after_forward=True)(x, *more)
+        biases = biases if isinstance(biases, list) else [biases]
+        assert all(torch.equal(bias, torch.full_like(bias, 0.5)) for bias in biases), module
+
+
+def test_biases_that_modules_return(pair: Ranks) -> None:
+    pair.run(returned)
+
+
+def test_biases_are_returned_as_they_are() -> None:
+    """Without shards nothing is copied: the bias is the parameter, and a layer's addition stays one pass."""
+    for module in (te.Linear(H, H, return_bias=True, device="cpu"), te.MultiheadAttention(H, 4, return_bias=True)):
+        module.to("cpu")
+        _, bias = module(values(S, B, H))
+        assert any(bias is p for p in module.parameters())
+
+
+# -------------------------------------------------------------------------------------------------- what was freed
+
+
+class Handing(torch.nn.Module):
+    """A module of a user's, which returns a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.bias = torch.nn.Parameter(torch.ones(7)), torch.nn.Parameter(torch.ones(H))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x, self.bias
+
+
+class Adding(torch.nn.Module):
+    def __init__(self, fused: bool) -> None:
+        super().__init__()
+        self.inner: Any = Handing()
+        self.mlp = te.LayerNormMLP(H, H, device="cpu") if fused else None
+
+    def forward(self, x: torch.Tensor) -> Any:
+        out, bias = self.inner(x)
+        return self.mlp(Branch(out, x, bias)) if self.mlp is not None else bias_dropout_add(out, bias, x, 0.0)
+
+
+def freed(rank: Rank, engine: str, fused: bool) -> list[str]:
+    model, x = Adding(fused), values(S, H).requires_grad_()
+    said = []
+    with tapes("first"):
+        for _ in range(3):  # recorded and replayed, while the parameter is there
+            model(x)
+        sharded = shard(model, ("inner",), engine, "cpu")
+        for _ in range(2):
+            with pytest.raises(UnsupportedError, match="without memory") as error:
+                sharded(x)
+            said.append(str(error.value))
+    return said
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("engine", ["2", "1"])
+def test_a_parameter_without_memory(pair: Ranks, engine: str, fused: bool) -> None:
+    """Neither zeros nor a crash: FSDP1's parameters, parts of a flat one, have a low address then, and not 0."""
+    for said in pair.run(freed, engine, fused):
+        assert len(said) == 2
+        assert all(f"of shape ({H},)" in text and "Allowed: " in text and "unshard()" in text for text in said)
+
+
+def parts_of_freed_memory(rank: Rank) -> list[str]:
+    """What FSDP1 leaves of a parameter: a part, not the first, of memory that is gone."""
+    whole = torch.ones(2 * H)
+    part, x, r = whole[H:], values(S, H).requires_grad_(), values(S, H)
+    mlp, norm = te.LayerNormMLP(H, H, device="cpu"), te.LayerNorm(H, device="cpu")
+    with tapes("first"):
+        for _ in range(3):  # from here on replayed
+            bias_dropout_add(x, part, r, 0.0)
+            mlp(Branch(x, r, part))
+        whole.untyped_storage().resize_(0)
+        assert 0 < part.data_ptr() < 1 << 33
+        said = []
+        for call in (lambda: bias_dropout_add(x, part, r, 0.0), lambda: mlp(Branch(x, r, part)), lambda: norm(part)):
+            with pytest.raises(UnsupportedError, match="without memory") as error:
+                call()
+            said.append(str(error.value))
+    return said
+
+
+def test_parts_of_freed_memory(pair: Ranks) -> None:
+    for said in pair.run(parts_of_freed_memory):
+        assert all(text.startswith("te_torch: got a Tensor of shape") for text in said)
+
+
+# ----------------------------------------------------------------------------------------------------------- marks
+
+MARKS = ("sequence_parallel", "tensor_model_parallel", "partition_dim", "partition_stride")
+
+
+def marks_of(module: torch.nn.Module) -> dict[str, dict[str, Any]]:
+    return {
+        name: {mark: getattr(p, mark) for mark in MARKS if hasattr(p, mark)} for name, p in module.named_parameters()
+    }
+
+
+def loop() -> str:
+    """What docs/parallel.md has a trainer do with gradients."""
+    page = (Path(ROOT) / "docs/parallel.md").read_text()
+    found = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    (code,) = [block for block in found if "dist.all_reduce(" in block and '"sequence_parallel"' in block]
+    return str(code)
+
+
+def marked(rank: Rank, quantized: bool, engine: str) -> dict[str, Any]:
+    mesh = init_device_mesh(rank.device, (rank.world // 2, 2), mesh_dim_names=("dp", "tp"))
+    group = mesh["tp"].get_group()
+    with te.quantized_model_init(recipe=rule("current")) if quantized else nullcontext():
+        spread: dict[str, Any] = {"set_parallel_mode": True, "sequence_parallel": True, "tp_group": group}
+        model: Any = layer_of(
+            rank.device, qk_norm_type="RMSNorm", output_layernorm=True, params_dtype=torch.bfloat16, **spread
+        )
+    before = marks_of(model)
+    if engine == "2":
+        for part in (model.self_attention, model.layernorm_mlp, model):
+            fully_shard(part, mesh=mesh["dp"])
+    x = values(S, B, H, seed=rank.number, device=rank.device, dtype=torch.bfloat16)
+    with te.autocast(enabled=quantized, recipe=rule("current")):
+        model(x).float().square().mean().backward()
+    exec(loop(), {"model": model, "tp_group": group, "dist": dist, "torch": torch})
+    norms = {name: p for name, p in model.named_parameters() if before[name].get("sequence_parallel")}
+    equal = {}
+    for name, p in norms.items():
+        mine = p.grad.to_local() if hasattr(p.grad, "to_local") else p.grad
+        parts = [torch.empty_like(mine) for _ in range(2)]
+        dist.all_gather(parts, mine, group=group)
+        equal[name] = torch.equal(*parts)
+    return {"before": before, "after": marks_of(model), "equal": equal}
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize("engine", ["none", "2"])
+def test_the_trainers_loop(gloo_ranks: Ranks, engine: str, quantized: bool) -> None:
+    """`fully_shard` makes parameters of its own, marked as the module's were, and the documented loop adds them up."""
+    for found in gloo_ranks.run(marked, quantized, engine):
+        assert found["after"] == found["before"]
+        assert len(found["equal"]) >= 6 and all(found["equal"].values()), found["equal"]
+        cut = {name for name, marks in found["before"].items() if marks.get("tensor_model_parallel")}
+        assert {"layernorm_mlp.fc1_weight", "self_attention.proj.weight"} <= cut
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize("way", ["copied", "emptied", "assigned", "converted", "replaced"])
+def test_marks_outlast_parameters(way: str, quantized: bool) -> None:
+    """Each of these puts other parameters in the place of the module's."""
+    with te.quantized_model_init(recipe=rule("current")) if quantized else nullcontext():
+        options: dict[str, Any] = {"set_parallel_mode": True, "sequence_parallel": True, "tp_size": 2}
+        model: Any = layer_of("cpu", qk_norm_type="RMSNorm", **options)
+        other: Any = layer_of("meta" if way == "emptied" else "cpu", qk_norm_type="RMSNorm", **options)
+    wanted = marks_of(model)
+    assert wanted["self_attention.q_norm.weight"] == {"sequence_parallel": True}
+    assert wanted["layernorm_mlp.fc2_weight"]["partition_dim"] == 1
+    if way == "copied":
+        model = copy.deepcopy(model)
+    elif way == "emptied":
+        model = other.to_empty(device="cpu")
+    elif way == "assigned":
+        model.load_state_dict(other.state_dict(), assign=True)
+    elif way == "converted":
+        model = model.to(torch.float64).to(torch.float32)
+    else:
+        model.layernorm_mlp.fc2_bias = torch.nn.Parameter(torch.zeros(H))
+        model.layernorm_mlp.layer_norm_weight = own = torch.nn.Parameter(torch.zeros(H))
+        assert own.sequence_parallel is True  # type: ignore[attr-defined]
+        own = torch.nn.Parameter(torch.zeros(H))
+        own.sequence_parallel = False  # type: ignore[attr-defined]
+        model.layernorm_mlp.layer_norm_weight = own  # what somebody set by himself stays
+        wanted["layernorm_mlp.layer_norm_weight"] = {"sequence_parallel": False}
+    assert marks_of(model) == wanted
+
+
+def test_who_listens_hears_of_parameters() -> None:
+    """A module exchanges its parameters by a way of its own: torch's hooks on registration are called all the same."""
+    heard, layer = [], te.Linear(8, 8, device="cpu")
+    handle = torch.nn.modules.module.register_module_parameter_registration_hook(lambda m, name, p: heard.append(name))
+    try:
+        layer.weight = torch.nn.Parameter(torch.zeros(8, 8))
+    finally:
+        handle.remove()
+    assert heard == ["weight"] and not layer.weight.any()
+
+
+def test_an_exchange_is_no_registration() -> None:
+    """FSDP2 exchanges each parameter four times a step; Module's own way takes 3 us each time."""
+    layer, other = te.Linear(8, 8, device="cpu"), torch.nn.Parameter(torch.zeros(8, 8))
+    with mock.patch.object(torch.nn.Module, "register_parameter", side_effect=AssertionError("registered")):
+        layer.weight = other
+    assert layer.weight is other and dict(layer.named_parameters())["weight"] is other

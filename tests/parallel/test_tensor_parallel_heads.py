@@ -1,0 +1,192 @@
+"""What each rank has of an attention's heads: slopes of ALiBi, offsets, rows of a checkpoint; and its group."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+import te_torch as te
+from te_core.attention import Sizes
+from te_core.errors import ArgumentError
+from te_torch.attention.inputs import Given
+from te_torch.attention.plan import Static, spec_of
+from tests.parallel.ranks import Rank, Ranks
+
+WIDTH, TOKENS, BATCH = 96, 16, 2
+
+
+def attention(heads: int, groups: int | None = None, **options: Any) -> Any:
+    torch.manual_seed(0)
+    how = {"attention_dropout": 0.0, "device": "cpu", "bias": False, **options}
+    module = te.MultiheadAttention(WIDTH, heads, num_gqa_groups=groups, **how)
+    with torch.no_grad():
+        for p in module.parameters():
+            p.copy_(torch.randn(p.shape) * 0.2)  # scores far from equal: heads that change places show
+    return module
+
+
+def own(t: torch.Tensor, rank: Rank, dim: int = 0, pieces: list[int] | None = None) -> torch.Tensor:
+    """This rank's part of a whole parameter, of each of its pieces one by one."""
+    return torch.cat([p.chunk(rank.world, dim)[rank.number] for p in t.split(pieces or [t.shape[dim]], dim)], dim)
+
+
+def spread(rank: Rank, whole: Any, heads: int, groups: int | None = None, **options: Any) -> Any:
+    """This rank's part of a whole attention, cut as docs/parallel.md says."""
+    module = attention(heads, groups, set_parallel_mode=True, tp_group=dist.group.WORLD, **options)
+    values = dict(whole.named_parameters())
+    with torch.no_grad():
+        for name, p in module.named_parameters():
+            p.copy_(own(values[name], rank, p.partition_dim))
+    return module
+
+
+def tokens() -> torch.Tensor:
+    return torch.randn(TOKENS, BATCH, WIDTH, generator=torch.Generator().manual_seed(1))
+
+
+# ------------------------------------------------------------------------------------------------ ALiBi
+
+
+def with_slopes(rank: Rank, heads: int, later: bool) -> float:
+    """How far outputs and gradients are from the whole attention's."""
+    options = {"fuse_qkv_params": False, "attn_mask_type": "causal"}
+    whole = attention(heads, **options)
+    module = spread(rank, whole, heads, **options)
+    if later:
+        module.core_attention.set_tensor_parallel_group(None)
+        module.set_tensor_parallel_group(dist.group.WORLD)
+    x, y = (tokens().requires_grad_() for _ in range(2))
+    found, wanted = module(x, core_attention_bias_type="alibi"), whole(y, core_attention_bias_type="alibi")
+    for out in (found, wanted):
+        out.square().sum().backward()
+    return max(
+        ((a - b).abs().max() / b.abs().max()).item()
+        for a, b in ((found, wanted), (x.grad, y.grad))  # type: ignore[operator, union-attr]
+    )
+
+
+@pytest.mark.parametrize(("heads", "later"), [(4, False), (6, False), (6, True), (12, False)])
+def test_slopes_go_by_the_place_among_all_heads(pair: Ranks, heads: int, later: bool) -> None:
+    """6 and 12 are no powers of two: the last heads have slopes between the others'. 6 of two ranks: three each."""
+    assert max(pair.run(with_slopes, heads, later)) < 1e-5
+
+
+def without_a_group(rank: Rank) -> tuple[str, bool, bool]:
+    module = te.DotProductAttention(6, 16, tp_size=2)
+    q = torch.randn(8, 2, 3, 16)
+    with pytest.raises(ArgumentError) as error:
+        module(q, q, q, core_attention_bias_type="alibi")
+    given = torch.tensor([0.5, 0.25, 0.125])
+    own_slopes = module(q, q, q, core_attention_bias_type="alibi", alibi_slopes=given)
+    lone = te.DotProductAttention(3, 16)
+    same = torch.equal(own_slopes, lone(q, q, q, core_attention_bias_type="alibi", alibi_slopes=given))
+    return str(error.value), same, torch.equal(module(q, q, q), lone(q, q, q))
+
+
+def test_usual_slopes_need_a_group(pair: Ranks) -> None:
+    for said, given, none in pair.run(without_a_group):
+        assert "tp_size=2" in said and "set_tensor_parallel_group" in said and "alibi_slopes" in said
+        assert given and none
+
+
+@pytest.mark.parametrize(("all_heads", "usual"), [(0, True), (4, True), (8, False)])
+def test_a_kernel_is_told_whose_slopes_these_are(all_heads: int, usual: bool) -> None:
+    """cuDNN makes the usual slopes itself, of as many heads as it sees."""
+    module = te.DotProductAttention(4, 16)
+    q = torch.randn(8, 2, 4, 16)
+    key = module._key(Given(q, q, q, attn_mask_type="causal", core_attention_bias_type="alibi"), "")
+    static = Static(*module._static[:-2], all_heads)
+    assert spec_of(static, key, Sizes(2, 8, 8, 4, 4, 16, 16), False).default_slopes is usual
+
+
+# ------------------------------------------------------------------------------------------- checkpoints
+
+
+def cut(rank: Rank, groups: int, kind: str, interleaved: bool, one_by_one: bool) -> float:
+    options = {"fuse_qkv_params": True, "qkv_weight_interleaved": interleaved, "attention_type": kind, "bias": True}
+    rows = [WIDTH // 4 * n for n in ((4, groups, groups) if kind == "self" else (groups, groups))]
+    whole = attention(4, groups, **options)
+    module = attention(4, groups, set_parallel_mode=True, tp_group=dist.group.WORLD, **options)
+    values = dict(whole.named_parameters())
+    with torch.no_grad():
+        for name, p in module.named_parameters():
+            fused = name.startswith(("qkv.", "key_value."))
+            marked = getattr(p, "tensor_model_parallel", False)
+            value = values[name]
+            p.copy_(own(value, rank, p.partition_dim, rows if fused and one_by_one else None) if marked else value)
+    more = {} if kind == "self" else {"encoder_output": tokens().flip(0)}
+    found, wanted = module(tokens(), **more), whole(tokens(), **more)
+    return ((found - wanted).abs().max() / wanted.abs().max()).item()
+
+
+@pytest.mark.parametrize("kind", ["self", "cross"])
+@pytest.mark.parametrize("groups", [4, 2])
+def test_a_fused_projection_is_cut_as_it_lies(pair: Ranks, groups: int, kind: str) -> None:
+    """Interleaved: plain rows. Not interleaved: queries, keys and values one by one. The other way is wrong."""
+    for interleaved in (True, False):
+        right, wrong = (pair.run(cut, groups, kind, interleaved, by) for by in (not interleaved, interleaved))
+        assert max(right) < 1e-5 < 1e-2 < max(wrong)
+
+
+# ----------------------------------------------------------------------------------- offsets, and groups
+
+
+def offsets(rank: Rank) -> Any:
+    options = {"fuse_qkv_params": False, "softmax_type": "learnable"}
+    whole = attention(4, **options)
+    module = spread(rank, whole, 4, **options)
+    p = module.core_attention.softmax_offset
+    marks = p.tensor_model_parallel, p.partition_dim, p.partition_stride, tuple(p.shape)
+    lone = hasattr(whole.core_attention.softmax_offset, "tensor_model_parallel")
+    return marks, lone, (module(tokens()) - whole(tokens())).abs().max().item()
+
+
+def test_a_learnable_offset_says_how_it_is_cut(pair: Ranks) -> None:
+    for marks, lone, far in pair.run(offsets):
+        assert marks == (True, 0, 1, (2,)) and not lone and far < 1e-4
+
+
+def meshes(rank: Rank) -> list[Any]:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    made = [te.Linear(32, 32, parallel_mode="row", tp_group=mesh["tp"], device="cpu")]
+    made.append(te.Linear(32, 32, parallel_mode="row", tp_size=2, device="cpu"))
+    made[1].set_tensor_parallel_group(mesh["tp"])
+    made.append(attention(4, set_parallel_mode=True, tp_group=mesh["tp"]))
+    found: list[Any] = [made[0](torch.ones(4, 16)).shape, made[1](torch.ones(4, 16)).shape, made[2](tokens()).shape]
+    found += [m.tp_group is mesh["tp"].get_group() for m in (*made[:2], made[2].proj, made[2].core_attention)]
+    for given in (mesh, "tp"):
+        for call in (lambda g: te.Linear(32, 32, tp_group=g, device="cpu"), made[1].set_tensor_parallel_group):
+            with pytest.raises(ArgumentError) as error:
+                call(given)
+            found.append(str(error.value))
+    return found
+
+
+def test_a_mesh_of_one_dimension_is_its_group(pair: Ranks) -> None:
+    for one, two, three, *rest in pair.run(meshes):
+        assert one == two == (4, 32) and three == (TOKENS, BATCH, WIDTH) and rest[:4] == [True] * 4
+        of_mesh, later, of_text, _ = rest[4:]
+        assert "2 dimensions ('dp', 'tp')" in of_mesh and "get_group()" in of_mesh
+        assert later.startswith("Linear.set_tensor_parallel_group") and "type str" in of_text
+
+
+def gone(rank: Rank, path: str) -> str:
+    layer = te.Linear(32, 32, parallel_mode="row", tp_group=dist.group.WORLD, device="cpu")
+    layer(torch.ones(4, 16))
+    dist.barrier()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.FileStore(path, 2), rank=rank.number, world_size=2)
+    with pytest.raises(ArgumentError) as error:
+        layer(torch.ones(4, 16, requires_grad=True))
+    layer.set_tensor_parallel_group(dist.group.WORLD)
+    assert layer(torch.ones(4, 16, requires_grad=True)).shape == (4, 32)
+    return str(error.value)
+
+
+def test_a_group_that_is_gone(pair: Ranks, tmp_path: Any) -> None:
+    for said in pair.run(gone, str(tmp_path / "store")):
+        assert said.startswith("Linear.forward") and "set_tensor_parallel_group" in said
