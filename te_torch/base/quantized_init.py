@@ -150,7 +150,7 @@ def note_own_maxima(module: Any, _keys: Any = None) -> None:
     if state is None:
         return
     for gemm, name in enumerate(module._weight_names()):
-        sharded = Sharded.of(module._parameters[name])
+        sharded = Sharded.of(module._parameters.get(name))  # none below a parametrization
         if sharded is None or not sharded.local.numel() or not isinstance(sharded.local, QuantizedTorch):
             continue
         at = FORWARD_SLOTS * gemm + WEIGHT

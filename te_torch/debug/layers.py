@@ -54,17 +54,22 @@ def team_of(module: Any, number: int) -> Team:
     if mode is None or group is None or module.tp_size == 1 or not module._weight_names():
         return ALONE
     always, by_rows = _SPLIT[mode]
-    gathers = module.sequence_parallel and type(module).__name__ != "GroupedLinear"  # that one communicates nothing
+    gathers = module.sequence_parallel and not _is(module, "GroupedLinear")  # that one communicates nothing
     split = frozenset((*always, *by_rows)) if gathers else frozenset(always)
     return Team(group, tuple(dist.get_process_group_ranks(group)), split, _GATHERED[mode] if gathers else None)
 
 
 def product_names(module: Any, name: str) -> tuple[str, ...]:
     """The names of a module's products: its own, or below it `fc1` and `fc2`, `gemm_0` and so on."""
-    parts: tuple[str, ...] | None = _PARTS.get(type(module).__name__)
-    if parts is None and type(module).__name__ == "GroupedLinear":
+    parts: tuple[str, ...] | None = next((names for kind, names in _PARTS.items() if _is(module, kind)), None)
+    if parts is None and _is(module, "GroupedLinear"):
         parts = tuple(f"gemm_{i}" for i in range(module.gemms))
     return (name,) if parts is None else tuple(f"{name}.{part}" for part in parts)
+
+
+def _is(module: Any, kind: str) -> bool:
+    """Whether a module is of this class, or of one made of it, as users and `fully_shard` do."""
+    return any(base.__name__ == kind for base in type(module).__mro__)
 
 
 def layers(model: torch.nn.Module, named: bool = False) -> Iterator[Layer]:

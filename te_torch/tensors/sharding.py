@@ -69,8 +69,8 @@ class Sharded:
     """
 
     @classmethod
-    def of(cls, weight: torch.Tensor) -> Sharded | None:
-        """What there is to know of a DTensor; None of any other tensor."""
+    def of(cls, weight: torch.Tensor | None) -> Sharded | None:
+        """What there is to know of a DTensor; None of anything else."""
         module: Any = sys.modules.get("torch.distributed.tensor")  # who has a DTensor has imported it
         return cls(weight) if module is not None and isinstance(weight, module.DTensor) else None
 

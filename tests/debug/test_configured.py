@@ -362,6 +362,15 @@ def test_names_of_products(debugging: Debugging) -> None:
     assert names == own | {"layer.fc1", "layer.fc2", "layer.gemm_0", "layer.gemm_2"}
 
 
+@pytest.mark.parametrize("kind", ["LayerNormMLP", "GroupedLinear"])
+def test_products_of_a_class_made_of_ours(kind: str) -> None:
+    """A user's subclass, and the class that `fully_shard` makes for what it wraps, have the products of ours."""
+    module = made(kind)
+    own = [(layer.name, layer.number) for layer in layers(module)]
+    module.__class__ = type(f"FSDP{kind}", (type(module),), {})
+    assert [(layer.name, layer.number) for layer in layers(module)] == own and len(own) > 1
+
+
 def test_the_older_name_of_the_qkv_projection(debugging: Debugging) -> None:
     found = config({"layer_types": ["layernorm_qkv"]}, LogTensorStats={"stats": ["max"], "tensors": ["activation"]})
     session = debugging(found)
