@@ -11,6 +11,12 @@ from typing import Any
 import torch
 from torch.nn import Parameter
 from torch.nn.modules.module import _global_parameter_registration_hooks as _registration_hooks
+from torch.utils.weak import WeakIdKeyDictionary
+
+from te_core.errors import ArgumentError
+
+#: Of which shard a parameter is that FSDP2 gathered. Not an attribute of it, which would be saved with it.
+_shards = WeakIdKeyDictionary()
 
 
 class Unit(torch.nn.Module):
@@ -50,10 +56,25 @@ class MarkedModule(Unit):
             marks = self._marks.get(name)
             if marks is not None:
                 _attach(value, marks)  # type: ignore[arg-type]
-            if name in self.__dict__.get("_parameters", ()) and not _registration_hooks:
+            before = self.__dict__.get("_parameters", {}).get(name)
+            if before is not None and value.__class__ is Parameter and hasattr(before, "_local_tensor"):
+                _shards[value] = before
+            if before is not None and not _registration_hooks:
                 self._parameters[name] = value  # type: ignore[assignment]  # in every step of FSDP2's: Module takes 3 us
                 return
         super().__setattr__(name, value)
+
+    def register_parameter(self, name: str, param: Parameter | None) -> None:
+        """A parameter may be exchanged, but not taken away: what the layer computes goes by its constructor."""
+        if param is None and self._parameters.get(name) is not None:
+            kind = type(self).__name__
+            raise ArgumentError(
+                kind,
+                f"{name} = None after it was made with one",
+                "another Parameter",
+                f"make a {kind} without it (bias=False, where it has that option), or zero it",
+            )
+        super().register_parameter(name, param)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -63,6 +84,33 @@ class MarkedModule(Unit):
         super()._apply(fn, recurse)
         self._mark_again()
         return self
+
+
+def contents_of(parameter: torch.Tensor) -> tuple[Any, ...]:
+    """What is equal as long as a parameter has the contents that it has, for whoever holds `memory_of(parameter)`.
+
+    Of one that FSDP2 gathered these are its shard's: its own memory comes and goes, and counts no change in between.
+    """
+    shard = _shard_of(parameter)
+    if shard is None:
+        return parameter.data_ptr(), parameter._version, parameter.shape
+    own = shard._local_tensor  # an optimizer's change counts outside, one of the local tensor inside
+    return own.data_ptr(), own._version, shard._version, parameter.shape
+
+
+def memory_of(parameter: torch.Tensor) -> torch.UntypedStorage:
+    """The memory by whose address `contents_of` tells parameters apart."""
+    shard = _shard_of(parameter)
+    return parameter.untyped_storage() if shard is None else shard._local_tensor.untyped_storage()
+
+
+def _shard_of(parameter: torch.Tensor) -> Any:
+    return _shards.get(parameter) if len(_shards) else None
+
+
+def comes_and_goes(parameter: torch.Tensor) -> bool:
+    """Whether this is a part of what FSDP1 gathers, of which nothing tells whether its contents are those of before."""
+    return hasattr(parameter._base, "_full_param_padded")
 
 
 def _attach(parameter: Parameter, marks: Mapping[str, Any]) -> None:

@@ -16,6 +16,7 @@ from te_core.precision import Precision
 from te_core.quantize.state import Scales
 from te_core.quantized import QuantizedTensor
 from te_torch.base.quantized_init import initialising
+from te_torch.base.sharding import comes_and_goes, contents_of, memory_of
 from te_torch.function import Extra
 from te_torch.quantized import QuantizedTorch
 from te_torch.runtime import TO_CORE, outside_autocast, runtime_for, to_core
@@ -30,7 +31,7 @@ class CachedWeight:
     def __init__(
         self, weights: Sequence[torch.Tensor], product: Product, dtype: torch.dtype, value: QuantizedTensor
     ) -> None:
-        self.storages = [w.untyped_storage() for w in weights]  # held, so that no other tensor gets their address
+        self.storages = [memory_of(w) for w in weights]  # held, so that no other tensor gets their address
         assert product.spec.precision is not None
         self.key = _identity(weights, product.spec.precision)
         self.product, self.dtype = product, dtype  # by which it is quantized, and what
@@ -47,7 +48,7 @@ class CachedWeight:
 
 
 def _identity(weights: Sequence[torch.Tensor], precision: Precision) -> tuple[Any, ...]:
-    return (precision.serial, *[(w.data_ptr(), w._version, w.shape) for w in weights])
+    return (precision.serial, *[contents_of(w) for w in weights])
 
 
 class Gradients:
@@ -110,7 +111,7 @@ def _cached(
     """The quantized weight of the running group of microbatches: made in the first, found in the others."""
     if precision is None or precision.weight is None or isinstance(weight, QuantizedTorch):
         return None
-    if any(part.is_inference() for part in parts):  # these do not count their changes
+    if any(part.is_inference() or comes_and_goes(part) for part in parts):  # whose changes nobody counts
         return None
     columnwise = torch.is_grad_enabled() and precision.backward is None
     cached: CachedWeight | None = module._weight_cache.get(name)

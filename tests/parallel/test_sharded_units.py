@@ -300,6 +300,72 @@ def test_marks_outlast_parameters(way: str, quantized: bool) -> None:
     assert marks_of(model) == wanted
 
 
+# -------------------------------------------------------------------------------------- weights between microbatches
+
+
+def microbatches(rank: Rank, engine: str) -> dict[str, Any]:
+    """Two steps of three microbatches: their outputs, and of each whether the quantized weights are those kept."""
+    torch.manual_seed(0)
+    module: Any = te.LayerNormMLP(H, 2 * H, device=rank.device)
+    model: Any = module
+    if engine.startswith("2"):
+        fully_shard(model, mesh=init_device_mesh(rank.device, (rank.world,)), reshard_after_forward=engine == "2")
+    elif engine == "1":
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model = FullyShardedDataParallel(module, device_id=torch.device(rank.device))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found: dict[str, Any] = {"y": [], "kept": []}
+
+    def forward(number: int, first: bool | None) -> torch.Tensor:
+        before = {name: cached.value for name, cached in module._weight_cache.items()}
+        with te.autocast(recipe=rule("current")):
+            y: torch.Tensor = model(values(S, H, seed=number, device=rank.device), is_first_microbatch=first)
+        found["y"].append(y.detach().cpu())
+        found["kept"].append([before.get(name) is cached.value for name, cached in module._weight_cache.items()])
+        return y
+
+    for step in range(2):
+        for number in range(3):
+            if engine.startswith("2"):
+                model.set_requires_gradient_sync(number == 2)
+            forward(3 * step + number, number == 0).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        forward(0, False)  # after a step: nobody said that this is a first one
+        forward(0, False)
+        if engine.startswith("2"):
+            model.reshard()
+            module.fc1_weight.to_local().mul_(2)  # as a checkpoint is loaded
+            forward(0, False)
+            forward(0, None)
+    return found
+
+
+@pytest.mark.parametrize("engine", ["none", "2", "2 kept"])
+def test_weights_between_microbatches(ranks: Ranks, engine: str) -> None:
+    """A gathered weight is quantized once in a group of microbatches, and again after its shard has changed."""
+    alone = ranks.run(microbatches, "none")
+    for mine, whole in zip(ranks.run(microbatches, engine), alone, strict=True):
+        kept, changed = [True, True], [False, False]
+        wanted = [changed, kept, kept, changed, kept, kept, changed, kept]
+        if engine != "none":
+            wanted += [[False, True], kept]  # the last call asks for none
+            assert torch.equal(mine["y"][-2], mine["y"][-1]) and not torch.equal(mine["y"][-2], mine["y"][-3])
+        assert mine["kept"] == wanted
+        for y, same in zip(mine["y"], whole["y"], strict=False):
+            assert torch.equal(y, same)
+
+
+def test_fsdp1_keeps_no_weights(ranks: Ranks) -> None:
+    """Nothing tells whether what FSDP1 gathered is what it was: each microbatch quantizes weights, and none stays."""
+    for mine, whole in zip(ranks.run(microbatches, "1"), ranks.run(microbatches, "none"), strict=True):
+        assert mine["kept"] == [[]] * 8
+        for y, same in zip(mine["y"], whole["y"], strict=True):
+            assert torch.equal(y, same)
+
+
 def test_who_listens_hears_of_parameters() -> None:
     """A module exchanges its parameters by a way of its own: torch's hooks on registration are called all the same."""
     heard, layer = [], te.Linear(8, 8, device="cpu")

@@ -13,6 +13,7 @@ import torch
 
 import te_torch as te
 import te_torch.tensors as T
+from te_core.errors import ArgumentError
 from te_core.recipe import CustomRecipe, DelayedScaling, Float8CurrentScaling, Format, MXFP8BlockScaling
 from te_torch.attention.dot_product import DotProductAttention
 from te_torch.base.module import CallingModule
@@ -384,3 +385,20 @@ def test_copies_have_what_was_set(what: str, copied: Callable[[Any], Any]) -> No
     for other in (copied(module), before):
         found, wanted = results(other, None, True, "cpu"), results(module, None, True, "cpu")
         assert all(a is b or torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize("kind", [*MAKERS, "LayerNorm", "RMSNorm"])
+def test_parameters_are_not_taken_away(kind: str) -> None:
+    """What a layer computes goes by its constructor: one that loses a parameter says so, and keeps it."""
+    module = MAKERS[kind](device="cpu") if kind in MAKERS else getattr(te, kind)(64, device="cpu")
+    for name, parameter in list(module.named_parameters()):
+        for take in (lambda n: setattr(module, n, None), lambda n: module.register_parameter(n, None)):
+            with pytest.raises(ArgumentError, match=rf"{kind}: got {name} = None .* Allowed: another Parameter"):
+                take(name)
+        assert getattr(module, name) is parameter
+    run(module)
+    if kind == "Linear":
+        without = te.Linear(64, 48, bias=False, device="cpu")
+        without.register_parameter("more", None)
+        without.more = None  # a name without a parameter may say so again
+        run(without)
