@@ -86,12 +86,15 @@ class MarkedModule(Unit):
         return self
 
 
-def contents_of(parameter: torch.Tensor) -> tuple[Any, ...]:
+def contents_of(parameter: torch.Tensor) -> tuple[Any, ...] | None:
     """What is equal as long as a parameter has the contents that it has, for whoever holds `memory_of(parameter)`.
 
     Of one that FSDP2 gathered these are its shard's: its own memory comes and goes, and counts no change in between.
+    None: nothing would tell, as with what FSDP1 gathers, and with tensors of inference mode.
     """
-    shard = _shard_of(parameter)
+    if parameter.is_inference() or (parameter._base is not None and hasattr(parameter._base, "_full_param_padded")):
+        return None
+    shard: Any = _shards.get(parameter) if _shards.data else None
     if shard is None:
         return parameter.data_ptr(), parameter._version, parameter.shape
     own = shard._local_tensor  # an optimizer's change counts outside, one of the local tensor inside
@@ -100,17 +103,8 @@ def contents_of(parameter: torch.Tensor) -> tuple[Any, ...]:
 
 def memory_of(parameter: torch.Tensor) -> torch.UntypedStorage:
     """The memory by whose address `contents_of` tells parameters apart."""
-    shard = _shard_of(parameter)
+    shard: Any = _shards.get(parameter)
     return parameter.untyped_storage() if shard is None else shard._local_tensor.untyped_storage()
-
-
-def _shard_of(parameter: torch.Tensor) -> Any:
-    return _shards.get(parameter) if len(_shards) else None
-
-
-def comes_and_goes(parameter: torch.Tensor) -> bool:
-    """Whether this is a part of what FSDP1 gathers, of which nothing tells whether its contents are those of before."""
-    return hasattr(parameter._base, "_full_param_padded")
 
 
 def _attach(parameter: Parameter, marks: Mapping[str, Any]) -> None:

@@ -16,7 +16,7 @@ from te_core.precision import Precision
 from te_core.quantize.state import Scales
 from te_core.quantized import QuantizedTensor
 from te_torch.base.quantized_init import initialising
-from te_torch.base.sharding import comes_and_goes, contents_of, memory_of
+from te_torch.base.sharding import contents_of, memory_of
 from te_torch.function import Extra
 from te_torch.quantized import QuantizedTorch
 from te_torch.runtime import TO_CORE, outside_autocast, runtime_for, to_core
@@ -33,21 +33,20 @@ class CachedWeight:
     ) -> None:
         self.storages = [memory_of(w) for w in weights]  # held, so that no other tensor gets their address
         assert product.spec.precision is not None
-        self.key = _identity(weights, product.spec.precision)
+        self.key = _key(weights, product.spec.precision)
         self.product, self.dtype = product, dtype  # by which it is quantized, and what
         self.value = value
 
-    def fits(self, weights: Sequence[torch.Tensor], precision: Precision, columnwise: bool) -> bool:
-        """Whether the weights still are what was quantized, and every copy is there that will be read."""
-        there = not columnwise or self.value.columnwise is not None
-        return there and self.key == _identity(weights, precision)
+    def fits(self, key: tuple[Any, ...], columnwise: bool) -> bool:
+        """Whether weights of this key are what was quantized, and every copy is there that will be read."""
+        return self.key == key and (not columnwise or self.value.columnwise is not None)
 
     def to_core(self) -> QuantizedTensor:
         """The quantized weight."""
         return self.value
 
 
-def _identity(weights: Sequence[torch.Tensor], precision: Precision) -> tuple[Any, ...]:
+def _key(weights: Sequence[torch.Tensor], precision: Precision) -> tuple[Any, ...]:
     return (precision.serial, *[contents_of(w) for w in weights])
 
 
@@ -111,11 +110,12 @@ def _cached(
     """The quantized weight of the running group of microbatches: made in the first, found in the others."""
     if precision is None or precision.weight is None or isinstance(weight, QuantizedTorch):
         return None
-    if any(part.is_inference() or comes_and_goes(part) for part in parts):  # whose changes nobody counts
+    key = _key(parts, precision)
+    if None in key:  # nothing would tell that they have changed
         return None
     columnwise = torch.is_grad_enabled() and precision.backward is None
     cached: CachedWeight | None = module._weight_cache.get(name)
-    if first_microbatch or cached is None or not cached.fits(parts, precision, columnwise):
+    if first_microbatch or cached is None or not cached.fits(key, columnwise):
         needs = Needs(input=columnwise, weight=False, bias=False)
         spec = LinearSpec(TO_CORE[weight.dtype], precision, needs, module._requests()[gemm])
         product = Product(spec, scales, gemm)
