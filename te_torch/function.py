@@ -206,7 +206,7 @@ def _of_zeros(t: torch.Tensor, device: Device) -> Tensor:
     _check_devices(device, [t])
     if not t._is_zerotensor():
         check_surroundings()  # functionalize wraps tensors in such ones
-        raise freed(t)
+        raise freed(t) if type(t) in _PLAIN else no_memory("te_torch", f"a {type(t).__name__}")
     zeros = torch.zeros(t.shape, dtype=t.dtype, device=t.device)
     return Tensor(zeros.data_ptr(), zeros.shape, TO_CORE[zeros.dtype], device, zeros)
 

@@ -71,6 +71,8 @@ class ScalingState(torch.nn.Module):
     #: False: it was made beside that of another module, whose compiled code this one may run too, and nothing ran yet.
     in_use = True
 
+    updated = False  # its maxima have made scales
+
     def __init__(self, gemms: int, history_length: int, device: torch.device) -> None:
         super().__init__()
         for suffix, slots in (("fwd", FORWARD_SLOTS), ("bwd", BACKWARD_SLOTS)):

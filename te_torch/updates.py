@@ -133,6 +133,7 @@ def _plan_update(states: list[ScalingState], direction: int) -> tuple[list[tuple
     groups: dict[Any, list[ScalingState]] = {}
     by_callables = []
     for state in states:
+        state.updated = True  # here, where each state comes once
         rule = _rule(state)
         if state.scale_fwd.is_meta:  # nothing was computed
             continue

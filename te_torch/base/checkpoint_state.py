@@ -34,6 +34,7 @@ def adopt(module: torch.nn.Module, state_dict: dict[str, Any], prefix: str) -> N
     if "fp8_state" not in module._modules:
         return  # a module that runs no GEMM: its entry is empty
     keys = {name: f"{prefix}fp8_state.{name}" for name in NAMES}
+    runs = True  # scales and maxima come with it
     if not any(key in state_dict for key in keys.values()):
         state: Any = module.fp8_state
         read = read_extra_state(theirs, prefix + _ENTRY)
@@ -43,7 +44,7 @@ def adopt(module: torch.nn.Module, state_dict: dict[str, Any], prefix: str) -> N
             state_dict.update({keys[name]: t for name, t in read.items()})
         elif state is not None and state.in_use and _has_parameters(module, state_dict, prefix):
             # Saved by a module that never ran in FP8: start as it would.
-            start = state.start()
+            start, runs = state.start(), False
             _start_from_weights(module, state_dict, prefix, start["scale_fwd"])
             state_dict.update({keys[name]: t for name, t in start.items()})
     slots = {"amax_history_fwd": FORWARD_SLOTS, "amax_history_bwd": BACKWARD_SLOTS}
@@ -62,7 +63,7 @@ def adopt(module: torch.nn.Module, state_dict: dict[str, Any], prefix: str) -> N
     mine = module.fp8_state.scale_fwd  # type: ignore[union-attr]
     if getattr(module, "_primary", False) and isinstance(scales, torch.Tensor) and scales.shape == mine.shape:
         # Plain values for a quantized weight are quantized as they are copied, which is before the state is loaded.
-        module._link_weights(module.fp8_state)  # type: ignore[operator]
+        module._link_weights(module.fp8_state, runs)  # type: ignore[operator]
         with torch.no_grad():
             mine.copy_(scales)  # type: ignore[operator]
 

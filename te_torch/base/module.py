@@ -14,7 +14,7 @@ from te_torch.autocast import Now, Outstanding, Region, precision_now, prepare_d
 from te_torch.base.checkpoint_state import adopt
 from te_torch.base.forks import Fork
 from te_torch.base.parallel import TensorParallel
-from te_torch.base.quantized_init import carry_over, initialisation, initialising, link, quantize_parameter
+from te_torch.base.quantized_init import begin, carry_over, initialisation, initialising, link, quantize_parameter
 from te_torch.base.sharding import MarkedModule
 from te_torch.base.watching import Choice, watching
 from te_torch.base.weights import CachedWeight, Gradients, add_gradient, extra_for
@@ -426,13 +426,15 @@ class BaseModule(TensorParallel, CallingModule):
             for name in self._weight_names():
                 getattr(self, name).skip_backward_post_hook = True
 
-    def _link_weights(self, state: ScalingState) -> None:
+    def _link_weights(self, state: ScalingState, runs: bool = True) -> None:
         """Let quantized parameters requantize with this state's scales, wherever its buffers now are."""
         if self._linked == state.token:
             return
         for gemm, name in enumerate(self._weight_names()):
             link(getattr(self, name), state, gemm)
-        self._linked = state.token
+        if runs:
+            begin(self)
+        self._linked = state.token if runs else 0
 
     def _quantize_parameters(self) -> None:
         """Inside `quantized_model_init`: hold the GEMM weights as quantized tensors from now on."""
@@ -454,6 +456,8 @@ class BaseModule(TensorParallel, CallingModule):
         for name, attributes in before.items():
             carry_over(attributes, self._parameters[name])  # type: ignore[arg-type]
         self._linked = 0
+        if (state := self._scaling()) is not None:
+            self._link_weights(state, runs=False)
         return self
 
     @property
@@ -568,6 +572,7 @@ def _trace_state(kind: int, facts: tuple[Any, ...], device: torch.device, precis
         return rule_key(precision)
     modules = [m for m in alike(kind, facts) if next((p.device for p in m.parameters()), device) == device]
     make_states(modules, device, rule, recipe_of(precision))
+    begin(*modules)
     return rule_key(precision)
 
 

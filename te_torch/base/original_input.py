@@ -10,7 +10,7 @@ from typing import Any
 from te_core.errors import ArgumentError
 from te_core.precision import Precision
 from te_core.quantize.operands import repeats
-from te_torch.module_names import warn_once, within
+from te_torch.module_names import warn_once
 from te_torch.precisions import recipe_of
 
 
@@ -29,7 +29,7 @@ def keeps_original(module: Any, number: int, precision: Precision | None) -> boo
         warn_once(module, "save_original_input is ignored: under delayed scaling the scale may have changed since")
     else:
         raise ArgumentError(
-            f"{type(module).__name__}.forward{within(module)}",
+            f"{type(module).__name__}.forward",
             f"save_original_input=True with {type(recipe).__name__}",
             "a recipe whose scales follow from the input, such as Float8CurrentScaling",
             "leave save_original_input out: under delayed scaling backward would quantize with another scale",

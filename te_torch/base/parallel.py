@@ -12,7 +12,6 @@ from te_core.precision import Precision
 from te_torch.autocast import active
 from te_torch.base.documented import Documented
 from te_torch.base.sharding import MarkedModule
-from te_torch.module_names import within
 from te_torch.parallel.communicator import GroupCommunicator
 from te_torch.runtime import constant_at_trace, untraced
 
@@ -83,7 +82,7 @@ class TensorParallel(Documented, MarkedModule):
             return None
         if self._team is None or self._team.group is None:
             raise UnsupportedError(
-                f"{type(self).__name__}.forward{within(self)}",
+                f"{type(self).__name__}.forward",
                 f"tp_size={self.tp_size} without a group",
                 "the process group of the ranks that the weights are spread over",
                 "pass tp_group to the constructor, or call set_tensor_parallel_group before the first forward",
@@ -92,7 +91,7 @@ class TensorParallel(Documented, MarkedModule):
             return GroupCommunicator(self._team.group, self._team.agreed)
         except ValueError as error:  # torch does not know the group any more
             raise ArgumentError(
-                f"{type(self).__name__}.forward{within(self)}",
+                f"{type(self).__name__}.forward",
                 f"a tp_group that is gone ({error})",
                 "a group of torch.distributed as it is now: destroy_process_group ends all groups",
                 "make the group again, and call set_tensor_parallel_group with it",
@@ -100,7 +99,7 @@ class TensorParallel(Documented, MarkedModule):
 
     def _check_reduction(self, precision: Precision) -> None:
         """Bytes of several ranks have one scale only where their maxima are reduced over all of them."""
-        operation, history, region = f"{type(self).__name__}.forward{within(self)}", precision.history, active.region
+        operation, history, region = f"{type(self).__name__}.forward", precision.history, active.region
         if history is not None and not history.reduce_amax:
             raise ArgumentError(
                 operation,

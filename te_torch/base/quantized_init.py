@@ -23,6 +23,7 @@ from te_torch.module_names import name_of, warn_once
 from te_torch.precisions import number_of, precision_of
 from te_torch.quantized import QuantizedTorch
 from te_torch.state import make_state
+from te_torch.tensors.scales import own_scale
 from te_torch.tensors.sharding import Sharded
 from te_torch.tensors.wrap import quantizer_of
 
@@ -122,8 +123,11 @@ def _quantize(
         point(quantizer, state, "fwd", FORWARD_SLOTS * gemm + WEIGHT)
         if note_own_maxima not in module._load_state_dict_post_hooks.values():
             module.register_load_state_dict_post_hook(note_own_maxima)
-    result: torch.Tensor = quantizer(values) if sharded is None else sharded.quantized(quantizer, module)
-    return result
+    result: Any = quantizer(values) if sharded is None else sharded.quantized(quantizer, module)
+    if rule.scaling == "delayed" and sharded is None:
+        result._memory.begins = (margin, state)
+    made: torch.Tensor = result
+    return made
 
 
 def set_own_scale(
@@ -136,9 +140,8 @@ def set_own_scale(
     amax = weight.abs().amax().float() if weight.numel() else torch.zeros((), device=weight.device)
     if group is not None:
         dist.all_reduce(amax, dist.ReduceOp.MAX, group=group)
-    if torch.isfinite(amax) and amax > 0:
-        scale = rule.dtype.max * 2.0**-margin / amax  # infinite for a tiny maximum: capped, as an update does it
-        scales[FORWARD_SLOTS * gemm + WEIGHT] = scale.clamp(max=torch.finfo(torch.float32).max)
+    at = FORWARD_SLOTS * gemm + WEIGHT
+    scales[at] = own_scale(amax, rule.dtype.max, margin, scales[at])
 
 
 def note_own_maxima(module: Any, _keys: Any = None) -> None:
@@ -175,6 +178,14 @@ def link(weight: torch.Tensor, state: Any, gemm: int) -> None:
             point(quantizer, state, "fwd", FORWARD_SLOTS * gemm + WEIGHT)
 
 
+def begin(*modules: Any) -> None:
+    """Let scales of quantized weights follow their maxima from now on; before, each write starts them anew."""
+    for parameter in [m._parameters.get(name) for m in modules for name in m._weight_names()]:
+        memory = getattr(parameter, "_memory", None)
+        if memory is not None:
+            memory.begins = None
+
+
 def check_recipe_fits(module: Any, precision: Precision | None) -> None:
     """A quantized weight runs in the recipe it was made for; outside of a region it is dequantized, with a warning."""
     for name in module._weight_names():
@@ -201,6 +212,8 @@ def carry_over(attributes: dict[str, Any], new: torch.Tensor) -> None:
     new.__dict__.update(attached)
     if "_high_precision_init_val" in attached:
         _preserve(new, attached["_high_precision_init_val"])
+    if "_memory" in attributes:
+        new._memory.begins = attributes["_memory"].begins  # type: ignore[attr-defined]
 
 
 def _preserve(parameter: torch.Tensor, value: torch.Tensor) -> None:

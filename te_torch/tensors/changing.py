@@ -30,7 +30,7 @@ class Kept(OfOneTensor):
     @classmethod
     def of(cls, t: Any) -> Kept | None:
         """That of a tensor; None where a change has to look at more."""
-        if not t._CHANGES:
+        if not t._CHANGES or t._memory.margin is not None:
             return None
         kept = t._kept
         if kept is None or not kept.fits(t):

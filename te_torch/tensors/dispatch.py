@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map
 from te_core.errors import UnsupportedError
 from te_torch.quantized import QuantizedTorch
 from te_torch.runtime import FLOATS
-from te_torch.tensors import arriving
+from te_torch.tensors import arriving, collectives
 from te_torch.tensors.buffers import Buffers, resolve_shape
 from te_torch.tensors.changing import Change, end_all
 from te_torch.tensors.sharding import refuse_what_cannot_be_gathered, tell_of_shards
@@ -45,8 +45,9 @@ def _writes(func: Any) -> tuple[bool, tuple[bool, ...], dict[str, bool]]:
     and of each argument, by place and by name, whether it is changed.
     """
     given = func._schema.arguments
-    writes = tuple([a.alias_info is not None and a.alias_info.is_write for a in given])
-    alone = writes[:1] == (True,) and not any(writes[1:]) and str(given[0].type) == "Tensor"
+    collective = collectives.writes_of(func)
+    writes = collective or tuple([a.alias_info is not None and a.alias_info.is_write for a in given])
+    alone = not collective and writes[:1] == (True,) and not any(writes[1:]) and str(given[0].type) == "Tensor"
     return alone, writes, {a.name: w for a, w in zip(given, writes, strict=True)}
 
 
@@ -56,7 +57,7 @@ def _values(v: Any) -> Any:
         return v._dense_values(v.dtype)
     if type(v) not in (list, tuple):
         return v
-    return [t._dense_values(t.dtype) if isinstance(t, QuantizedTorch) else t for t in v]
+    return [t._dense_values(t.dtype) if isinstance(t, QuantizedTorch) else _values(t) for t in v]
 
 
 def _is_read(v: Any) -> bool:
@@ -75,6 +76,8 @@ def _changing(v: Any, changes: list[Change]) -> Any:
         if isinstance(t, QuantizedTorch):
             changes.append(Change.of(t))
             t = changes[-1].dense
+        elif type(t) is list:  # what each rank sends to each
+            t = _changing(t, changes)
         given.append(t)
     return given
 
@@ -94,7 +97,10 @@ def _on_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     changes: list[Change] = []
     given = [_changing(v, changes) if w else _values(v) for v, w in zip(args, writes, strict=False)]
     keywords = {k: _changing(v, changes) if named[k] else _values(v) for k, v in kwargs.items()}
-    result = func(*given, **keywords)
+    if func.namespace == "c10d":
+        result = collectives.run(func, given, keywords, bool(changes))
+    else:
+        result = func(*given, **keywords)
     if not changes:
         return result
     end_all(changes)

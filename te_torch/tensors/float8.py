@@ -22,6 +22,7 @@ from te_torch.tensors.base import Quantizer, spans
 from te_torch.tensors.buffers import Buffers, matrix_of, matrix_of_data, memory_of, packed
 from te_torch.tensors.dtype import DType, fp8, of_core
 from te_torch.tensors.pickling import rebuilt
+from te_torch.tensors.scales import scale_of, start_from
 from te_torch.tensors.sharding import Shards
 from te_torch.tensors.storage import QuantizedTensorStorage
 from te_torch.tensors.tensor import QuantizedTensor
@@ -304,6 +305,8 @@ class Float8TensorStorage(QuantizedTensorStorage):
             if isinstance(quantizer, Float8Quantizer):
                 made.amax = quantizer.amax
             quantizer = made
+        elif self._memory.margin is not None and isinstance(quantizer, Float8Quantizer) and noop_flag is None:
+            start_from(src, self._memory.margin, quantizer)
         elif self._shards is not None and isinstance(quantizer, Float8CurrentScalingQuantizer):
             quantizer = quantizer.copy()
             quantizer.with_amax_reduction, quantizer.amax_reduction_group = True, self._shards.group
@@ -571,18 +574,6 @@ class Float8CurrentScalingQuantizer(_PerTensor):
 
     def _get_compatible_recipe(self) -> Any:
         return Float8CurrentScaling
-
-
-def scale_of(amax: torch.Tensor, top: float, power_of_two: bool, epsilon: float) -> torch.Tensor:
-    """The scale of current scaling for maxima that are already reduced (float32)."""
-    if epsilon:
-        amax = torch.where(amax < epsilon, epsilon, amax)
-    usable = (amax > 0) & (amax < torch.inf)
-    scale = torch.full_like(amax, top).div_(amax).clamp_(max=torch.finfo(torch.float32).max)
-    scale = torch.where(usable, scale, 1.0)
-    if power_of_two:
-        scale = (scale.view(torch.int32) & 0x7F800000).view(torch.float32)
-    return scale
 
 
 def _make_float8_tensor_in_reduce_ex(*args: Any) -> Any:

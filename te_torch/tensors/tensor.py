@@ -15,6 +15,7 @@ from te_core.tape.walk import Facts
 from te_torch.quantized import QuantizedTorch
 from te_torch.tensors import pickling
 from te_torch.tensors.buffers import Buffers
+from te_torch.tensors.collectives import refuse_bucket
 from te_torch.tensors.dispatch import dispatch
 from te_torch.tensors.sharding import Arrived, Hook, Sent, apart, filled, group_of, in_one, rows_of_a_shard
 from te_torch.tensors.storage import QuantizedTensorStorage
@@ -194,6 +195,7 @@ class QuantizedTensor(QuantizedTorch):
         like = (tensor.shape, tensor.dtype, tensor.device)
         with torch.no_grad():
             if type(tensor) is not type(self):
+                refuse_bucket(self)
                 if like == mine:
                     self.quantize_(tensor)
                     return

@@ -13,9 +13,10 @@ import torch.distributed as dist
 from te_core.errors import ArgumentError, UnsupportedError
 from te_torch.tensors import run
 from te_torch.tensors.base import spans
-from te_torch.tensors.float8 import Float8Quantizer, Float8TensorStorage, scale_of
+from te_torch.tensors.float8 import Float8Quantizer, Float8TensorStorage
 from te_torch.tensors.hybrid import HybridQuantizedTensorStorage
 from te_torch.tensors.identity import IdentityTensorStorage
+from te_torch.tensors.scales import scale_of
 from te_torch.tensors.storage import QuantizedTensorStorage
 
 

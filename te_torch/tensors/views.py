@@ -43,7 +43,7 @@ WHOLE = Seen()
 class Memory:
     """What all tensors over the same data know of it, or of parts of it."""
 
-    __slots__ = ("alone", "arriving", "blank", "size", "writes")
+    __slots__ = ("alone", "arriving", "begins", "blank", "size", "writes")
 
     def __init__(self) -> None:
         self.writes = 0
@@ -51,6 +51,12 @@ class Memory:
         self.arriving: Any = None  # parts of another tensor that were written to it (arriving.py)
         self.blank = False  # all zeros, to which any scale fits
         self.alone: Any = None  # the one part that was written since, beside which all is zero (FSDP2 fills shards up)
+        self.begins: tuple[int, Any] | None = None  # before its first run, with delayed scaling: margin, scaling state
+
+    @property
+    def margin(self) -> int | None:
+        """That of a delayed scale which starts anew with whatever is written; None once maxima have made the scale."""
+        return None if self.begins is None or self.begins[1].updated else self.begins[0]
 
 
 class Look:

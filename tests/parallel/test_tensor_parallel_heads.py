@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import te_torch as te
 from te_core.attention import Sizes
-from te_core.errors import ArgumentError
+from te_core.errors import ArgumentError, UnsupportedError
 from te_torch.attention.inputs import Given
 from te_torch.attention.plan import Static, spec_of
 from tests.parallel.ranks import Rank, Ranks
@@ -190,3 +190,11 @@ def gone(rank: Rank, path: str) -> str:
 def test_a_group_that_is_gone(pair: Ranks, tmp_path: Any) -> None:
     for said in pair.run(gone, str(tmp_path / "store")):
         assert said.startswith("Linear.forward") and "set_tensor_parallel_group" in said
+
+
+def test_an_error_names_its_place_once() -> None:
+    layer = te.TransformerLayer(64, 128, 4, set_parallel_mode=True, tp_size=2, device="cpu")
+    with pytest.raises(
+        UnsupportedError, match=r"^LayerNormLinear\.forward in self_attention\.layernorm_qkv: got tp_size=2"
+    ):
+        layer(torch.randn(4, 2, 64))

@@ -310,6 +310,20 @@ def test_a_freed_parameter_is_no_zeros(kind: str, device: str) -> None:
         assert torch.equal(module(x), before)
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of")
+def test_other_kinds_of_tensors_are_named() -> None:
+    """A class that keeps its values elsewhere has no memory either, which is nothing that FSDP did."""
+    module = te.Linear(WIDTH, WIDTH, device="cpu")
+    rows = [torch.randn(n, WIDTH) for n in (3, 2)]
+    nested = torch.nested.nested_tensor(rows, layout=torch.jagged)
+    masked = torch.masked.masked_tensor(rows[0], rows[0] > 0)
+    for t in (nested, masked):
+        with pytest.raises(
+            UnsupportedError, match=rf"got a {type(t).__name__}\. Allowed: tensors with values in memory"
+        ):
+            module(t)
+
+
 @on_devices
 def test_what_backward_reads_was_freed(device: str) -> None:
     module, x = te.Linear(WIDTH, WIDTH, device=device), torch.randn(ROWS, WIDTH, device=device, requires_grad=True)

@@ -1,0 +1,149 @@
+"""Weights held quantized by delayed scaling before the layer has run: each write begins anew, no maxima are known."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.tolerances import snr_db
+from tests.torch.test_quantized_parameters import K, N, build, inputs, on_devices, region
+
+
+def copied(weight: Any, values: torch.Tensor) -> None:
+    weight.copy_(values)
+
+
+def drawn(weight: Any, values: torch.Tensor) -> None:
+    weight.normal_()  # by an initializer
+    weight.copy_(values)
+
+
+def multiplied(weight: Any, values: torch.Tensor) -> None:
+    weight.copy_(values / 64)
+    weight.mul_(64)
+
+
+def by_foreach(weight: Any, values: torch.Tensor) -> None:
+    torch._foreach_copy_([weight.detach()], [values])
+
+
+WRITES: dict[str, Any] = {
+    "copy_": copied,
+    "after normal_": drawn,
+    "mul_": multiplied,
+    "foreach": by_foreach,
+    "quantize_": lambda weight, values: weight.quantize_(values),
+    "data": lambda weight, values: setattr(weight, "data", values),
+    "a part of it": lambda weight, values: [weight[:64].copy_(values[:64]), weight[64:].copy_(values[64:])],
+}
+
+
+def written(way: str, name: str, device: str, then: Any = lambda module: module) -> tuple[Any, torch.Tensor]:
+    """A module after values far above those that it was made with, and these."""
+    module = then(build("Linear", name, device))
+    weight: Any = module.weight
+    values = (7 * torch.randn(N, K, generator=torch.Generator().manual_seed(2))).to(weight.device, weight.dtype)
+    with torch.no_grad():
+        WRITES[way](weight, values)
+    return module, values
+
+
+@on_devices
+@pytest.mark.parametrize("name", ["delayed", "current"])
+@pytest.mark.parametrize("way", WRITES)
+def test_a_first_write_brings_its_scale(way: str, name: str, device: str) -> None:
+    """Delayed scaling has no maxima yet, and that of the initial values says nothing of others."""
+    module, values = written(way, name, device)
+    if way == "a part of it":  # which keeps the scale that it shares with the rest
+        assert module.weight.dequantize().abs().max() < 1
+        return
+    assert snr_db(module.weight.dequantize().float(), values.float()) > 25
+    top = values.abs().max().float()
+    assert torch.allclose(module.weight._scale_inv, top / 448, rtol=1e-6)
+    with region(name):
+        y = module(inputs(device))
+    assert snr_db(y.float(), (inputs(device) @ values.T).float()) > 25
+    if name == "delayed":
+        assert module.fp8_state.amax_history_fwd[:, 1].max() == top
+
+
+@on_devices
+def test_what_is_gone_makes_no_scale(device: str) -> None:
+    """Of values that were there before, and greater, nothing is left among the maxima."""
+    module, values = written("copy_", "delayed", device)
+    with torch.no_grad():
+        module.weight.copy_(values / 64)
+    assert module.fp8_state.amax_history_fwd[:, 1].max() == (values / 64).abs().max()
+    for _ in range(2):
+        with region("delayed"):
+            module(inputs(device))
+    assert torch.allclose(module.fp8_state.scale_fwd[1], 64 * 448 / values.abs().max().float(), rtol=1e-6)
+
+
+@on_devices
+def test_later_writes_follow_the_maxima(device: str) -> None:
+    """Once the layer has run, a write keeps the scale, as delayed scaling says: the next update brings another."""
+    module, values = written("copy_", "delayed", device)
+    with region("delayed"):
+        module(inputs(device))
+    before = module.weight._scale_inv.clone()
+    with torch.no_grad():
+        module.weight.copy_(4 * values)
+    assert torch.equal(module.weight._scale_inv, before)
+    assert module.weight.dequantize().abs().max() <= 1.01 * values.abs().max()
+    with region("delayed"):
+        module(inputs(device))
+    with torch.no_grad():
+        module.weight.copy_(4 * values)
+    assert snr_db(module.weight.dequantize().float(), (4 * values).float()) > 25
+
+
+@pytest.mark.parametrize("how", ["traced", "update"])
+def test_compiled_runs_count(how: str) -> None:
+    """No forward of a compiled module is seen: tracing it says that it runs, and so does an update of its scales."""
+    module, values = written("copy_", "delayed", "cpu")
+    if how == "traced":
+
+        @torch.compile(backend="eager", fullgraph=True)
+        def step(x: torch.Tensor) -> torch.Tensor:
+            with region("delayed"):  # ends inside, where no Python of ours runs
+                y: torch.Tensor = module(x)
+            return y
+
+        step(inputs("cpu"))
+    else:
+        module.fp8_state.updated = True
+    before = module.weight._scale_inv.clone()
+    with torch.no_grad():
+        module.weight.copy_(4 * values)
+    assert torch.equal(module.weight._scale_inv, before)
+
+
+@on_devices
+@pytest.mark.parametrize("move", ["device", "dtype"])
+def test_a_module_that_was_moved_has_not_run(move: str, device: str) -> None:
+    """`model.cuda()` comes before the weights are sent or loaded as often as after."""
+    there = torch.device(device)
+    begins, to = ("cpu", there) if move == "device" else (device, torch.float32)
+    module, values = written("copy_", "delayed", begins, lambda m: m.to(to))
+    assert module.weight.device.type == there.type
+    assert snr_db(module.weight.dequantize().float(), values.float()) > 25
+    with region("delayed"):
+        y = module(inputs(device).to(module.weight.dtype))
+    assert snr_db(y.float(), (inputs(device).float() @ values.T.float())) > 25
+
+
+@on_devices
+def test_loaded_maxima_count(device: str) -> None:
+    """A checkpoint with scales and maxima is that of a layer that has run."""
+    trained, values = written("copy_", "delayed", device)
+    with region("delayed"):
+        trained(inputs(device))
+    module = build("Linear", "delayed", device)
+    module.load_state_dict(trained.state_dict())
+    with torch.no_grad():
+        for m in (trained, module):
+            m.weight.copy_(4 * values)
+    assert torch.equal(module.weight.dequantize(), trained.weight.dequantize())
