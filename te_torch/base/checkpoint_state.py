@@ -18,6 +18,7 @@ from te_core.recipe import Recipe, resolve
 from te_torch.base.extra_state import read_extra_state
 from te_torch.base.quantized_init import set_own_scale
 from te_torch.precisions import number_of, precision_of
+from te_torch.quantized import QuantizedTorch
 from te_torch.runtime import FLOATS, default_device
 from te_torch.state import BACKWARD, FORWARD, NAMES, ScalingState, require_usable
 
@@ -69,10 +70,11 @@ def adopt(module: torch.nn.Module, state_dict: dict[str, Any], prefix: str) -> N
 
 
 def _start_from_weights(module: Any, state_dict: dict[str, Any], prefix: str, scales: torch.Tensor) -> None:
-    """Scales for the plain values that weights held quantized by delayed scaling are about to take."""
+    """Scales for the values that weights held quantized by delayed scaling are about to take."""
     for gemm, name in enumerate(module._weight_names() if getattr(module, "_primary", False) else ()):
         quantizer, values = getattr(getattr(module, name), "_quantizer", None), state_dict.get(prefix + name)
         rule = None if quantizer is None else quantizer.operand
+        values = values.dequantize() if isinstance(values, QuantizedTorch) else values
         plain = isinstance(values, torch.Tensor) and type(values) in (torch.Tensor, torch.nn.Parameter)
         if rule is not None and rule.scaling == "delayed" and plain:
             precision = module.fp8_state.precision

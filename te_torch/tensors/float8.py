@@ -294,6 +294,10 @@ class Float8TensorStorage(QuantizedTensorStorage):
         mine, other = self._quantizer, src._quantizer
         if isinstance(mine, Float8Quantizer) and isinstance(other, Float8Quantizer) and other.amax is not mine.amax:
             mine.take_amax_of(other)
+        if self._memory.margin is not None and isinstance(mine, Float8Quantizer):
+            values = self.dequantize()
+            start_from(values, self._memory.margin, mine)
+            mine.calibrate(values)
 
     def _update(self, quantizer: Any, src: torch.Tensor, noop_flag: torch.Tensor | None) -> None:
         """A shard of a parameter with current scaling takes the maximum of all shards: they share one scale.
