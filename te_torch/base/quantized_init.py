@@ -124,8 +124,8 @@ def _quantize(
         if note_own_maxima not in module._load_state_dict_post_hooks.values():
             module.register_load_state_dict_post_hook(note_own_maxima)
     result: Any = quantizer(values) if sharded is None else sharded.quantized(quantizer, module)
-    if rule.scaling == "delayed" and sharded is None:
-        result._memory.begins = (margin, state)
+    if rule.scaling == "delayed":
+        getattr(result, "_local_tensor", result)._memory.begins = (margin, state)
     made: torch.Tensor = result
     return made
 
@@ -181,7 +181,7 @@ def link(weight: torch.Tensor, state: Any, gemm: int) -> None:
 def begin(*modules: Any) -> None:
     """Let scales of quantized weights follow their maxima from now on; before, each write starts them anew."""
     for parameter in [m._parameters.get(name) for m in modules for name in m._weight_names()]:
-        memory = getattr(parameter, "_memory", None)
+        memory = getattr(getattr(parameter, "_local_tensor", parameter), "_memory", None)
         if memory is not None:
             memory.begins = None
 

@@ -202,7 +202,7 @@ def _new_zeros(func: Any, t: Any, shape: Sequence[int], **kwargs: Any) -> Any:
         made
     ):  # zeros in any: a shard without rows knows its whole's
         made._scale_inv.copy_(t._scale_inv)
-    tell_of_shards(made)
+    tell_of_shards(made, t)
     return made
 
 

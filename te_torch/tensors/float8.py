@@ -38,7 +38,7 @@ class Float8TensorStorage(QuantizedTensorStorage):
     """
 
     _CHANGES = True
-    _shards: Shards | None = None  # with current scaling: of a parameter that is spread over processes
+    _shards: Shards | None = None  # of a parameter that is spread over processes
 
     def __init__(
         self,
@@ -294,7 +294,7 @@ class Float8TensorStorage(QuantizedTensorStorage):
         mine, other = self._quantizer, src._quantizer
         if isinstance(mine, Float8Quantizer) and isinstance(other, Float8Quantizer) and other.amax is not mine.amax:
             mine.take_amax_of(other)
-        if self._memory.margin is not None and isinstance(mine, Float8Quantizer):
+        if self._memory.margin is not None and isinstance(mine, Float8Quantizer) and self._shards is None:
             values = self.dequantize()
             start_from(values, self._memory.margin, mine)
             mine.calibrate(values)
@@ -310,7 +310,7 @@ class Float8TensorStorage(QuantizedTensorStorage):
                 made.amax = quantizer.amax
             quantizer = made
         elif self._memory.margin is not None and isinstance(quantizer, Float8Quantizer) and noop_flag is None:
-            start_from(src, self._memory.margin, quantizer)
+            start_from(src, self._memory.margin, quantizer, None if self._shards is None else self._shards.group)
         elif self._shards is not None and isinstance(quantizer, Float8CurrentScalingQuantizer):
             quantizer = quantizer.copy()
             quantizer.with_amax_reduction, quantizer.amax_reduction_group = True, self._shards.group
@@ -346,8 +346,7 @@ class Float8TensorStorage(QuantizedTensorStorage):
         return self._shards.group if known else None  # type: ignore[union-attr]
 
     def _note_shards(self, group: Any) -> None:
-        if isinstance(self._quantizer, Float8CurrentScalingQuantizer):
-            self._shards = Shards(group)
+        self._shards = Shards(group)
 
     def _label(self) -> str:
         scale = self._scale_inv

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 
 def scale_of(amax: torch.Tensor, top: float, power_of_two: bool, epsilon: float) -> torch.Tensor:
@@ -26,10 +27,15 @@ def own_scale(amax: torch.Tensor, top: float, margin: int, otherwise: torch.Tens
     return torch.where(torch.isfinite(amax) & (amax > 0), made, otherwise)
 
 
-def start_from(values: torch.Tensor, margin: int, quantizer: Any) -> None:
-    """Let a delayed quantizer start from these values; what it has noted of earlier ones no longer counts."""
-    if values.numel():
-        with torch.no_grad():
-            found = own_scale(values.abs().amax(), quantizer.dtype.core.max, margin, quantizer.scale)
-            quantizer.scale.copy_(found.reshape(quantizer.scale.shape))
-            quantizer.amax.zero_()
+def start_from(values: torch.Tensor, margin: int, quantizer: Any, group: Any = None) -> None:
+    """Let a delayed quantizer start from these values; what it has noted of earlier ones no longer counts.
+
+    `group`: of the processes whose shards this scale is for, too.
+    """
+    with torch.no_grad():
+        amax = values.abs().amax().float() if values.numel() else torch.zeros((), device=values.device)
+        if group is not None:
+            dist.all_reduce(amax, dist.ReduceOp.MAX, group=group)
+        found = own_scale(amax, quantizer.dtype.core.max, margin, quantizer.scale)
+        quantizer.scale.copy_(found.reshape(quantizer.scale.shape))
+        quantizer.amax.zero_()

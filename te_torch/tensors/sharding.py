@@ -56,11 +56,13 @@ def refuse_what_cannot_be_gathered(t: Any, dim: int) -> None:
         _refuse(t, t.shape, ranks, dim == 0, lambda: name)
 
 
-def tell_of_shards(t: Any) -> None:
-    """While `fully_shard` makes a shard: who holds the others, before anybody writes to one."""
+def tell_of_shards(t: Any, whole: Any) -> None:
+    """While `fully_shard` makes a shard: who holds the others, and whether any has run, before one is written to."""
     found = _being_sharded()
     if found is not None and found[2] is not None:
         t._note_shards(found[2])
+        if hasattr(whole, "_memory"):
+            t._memory.begins = whole._memory.begins
 
 
 class Sharded:

@@ -69,6 +69,11 @@ def check(first: Ranks, second: Ranks, name: str | None, quantized: bool, folder
         if value.ndim and sum(len(t) for t in was) == sum(len(t) for t in now):  # shards
             was, now = [torch.cat(was)], [torch.cat(now)]
         for a, b in zip(was, now, strict=False):
+            if quantized and key.endswith("amax_history_fwd"):
+                # Since the last reduction each rank knows of its own shards, and one rank's row is kept.
+                rows = torch.stack([w[0] for w in was])
+                assert (rows.amin(0) <= b[0]).all() and (b[0] <= rows.amax(0)).all()
+                a, b = a[1:], b[1:]
             assert torch.equal(a, b), (key, (a - b).abs().max())
     assert set(before[0][0]) == set(after[0][0])
     assert all(torch.equal(before[0][1], y) for _, y in after)

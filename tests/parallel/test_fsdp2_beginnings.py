@@ -80,6 +80,9 @@ def test_values_before_the_first_forward(ranks: Ranks, name: str, how: str) -> N
             assert torch.equal(f["scale"], found[0]["scale"])
         assert all(torch.equal(a, b) for a, b in zip(f["weights"], f["same"], strict=True))
         assert torch.equal(f["y"], f["wanted"]) and f["y"].abs().max() > 0
+    # The greatest value is there as it was written, not clipped to what the layer began with.
+    top = torch.stack([f["weights"][0].abs().amax() for f in found]).amax()
+    assert 0.99 < top / uneven_values(WIDTH, 0, WIDTH).abs().amax() < 1.01
 
 
 # ------------------------------------------------------------------------------------------------- the meta device
