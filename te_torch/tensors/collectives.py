@@ -31,7 +31,8 @@ def run(func: Any, args: list[Any], kwargs: dict[str, Any], changes: bool) -> An
     callers that it is done.
 
     They wait, too, and a second wait for a message of gloo's would be one for the next message. A message that is sent
-    alone holds what it sends.
+    alone holds what it sends. Every call is an asynchronous one: of others NCCL hands back a null pointer, which Python
+    cannot tell from something to wait for.
     """
     if changes and dist.distributed_c10d._world.pg_coalesce_state:
         raise UnsupportedError(
@@ -40,9 +41,13 @@ def run(func: Any, args: list[Any], kwargs: dict[str, Any], changes: bool) -> An
             "plain tensors there, quantized ones in a call of their own",
             "receive into a plain tensor and copy_() it, or call the collective by itself",
         )
-    result = func(*args, **kwargs)
     if not _writes(func):
-        return result
+        return func(*args, **kwargs)
+    names = [a.name for a in func._schema.arguments]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    if "async_op" in names:
+        given["async_op"] = True
+    result = func(**given)
     (result[-1] if isinstance(result, tuple) else result).wait()
     c10d: Any = torch._C._distributed_c10d
     there: Any = torch.futures.Future()

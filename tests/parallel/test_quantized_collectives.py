@@ -13,9 +13,10 @@ from torch.nn.parallel import DistributedDataParallel
 import te_torch as te
 from te_core.errors import UnsupportedError
 from te_core.recipe import DelayedScaling
+from te_torch.tensors import collectives
 from tests.module_steps import values
 from tests.parallel.ranks import Rank, Ranks
-from tests.recipes import rule
+from tests.recipes import region, rule
 
 WIDTH, ROWS, STEPS = 128, 32, 3
 KINDS = ("delayed", "current", "block", "mxfp8", "nvfp4 nearest")
@@ -115,6 +116,36 @@ def test_calls_sent_together_are_refused(pair: Ranks) -> None:
         assert "sent together" in said and "copy_()" in said
 
 
+class Noted:
+    """An operator that notes what it is given, and waits for nothing."""
+
+    namespace, _schema = "c10d", torch.ops.c10d.broadcast_.default._schema
+
+    def __call__(self, **given: Any) -> Any:
+        self.given, self.waited = given, 0
+        return given["tensors"], self
+
+    def wait(self) -> None:
+        self.waited += 1
+
+
+def test_there_is_something_to_wait_for() -> None:
+    """NCCL hands back a null pointer of a call that is not asynchronous, and who waits for that is gone."""
+    noted, t = Noted(), torch.zeros(2)
+    tensors, work = collectives.run(noted, [[t], None, 0, 0, False], {"timeout": 7}, changes=True)
+    assert noted.given == {
+        "tensors": [t],
+        "process_group": None,
+        "root_rank": 0,
+        "root_tensor": 0,
+        "async_op": True,
+        "timeout": 7,
+    }
+    assert tensors == [t] and noted.waited == 1 and work is not noted
+    work.wait()
+    assert noted.waited == 1
+
+
 # ------------------------------------------------------------------------------------------- ranks that begin apart
 
 
@@ -138,9 +169,8 @@ def begun(rank: Rank, name: str, way: str, reduces: bool) -> dict[str, Any]:
     model = DistributedDataParallel(module) if way != "sent" else module
     after = module.weight.detach().dequantize().cpu()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    recipe = DelayedScaling(reduce_amax=reduces) if name == "delayed" else rule(name)
     for i in range(STEPS):
-        with te.autocast(recipe=recipe):
+        with region(name) if reduces else te.autocast(recipe=DelayedScaling(reduce_amax=False)):
             y = model(values(ROWS, WIDTH, seed=i + (0 if way == "sent" else rank.number), device=rank.device))
         y.square().mean().backward()
         optimizer.step()
@@ -173,7 +203,7 @@ def redundant(rank: Rank, name: str, options: dict[str, Any]) -> Any:
     except UnsupportedError as error:
         return str(error)
     for i in range(STEPS):
-        with te.autocast(recipe=rule(name)):
+        with region(name):
             y = model(values(ROWS, WIDTH, seed=10 * i + rank.number, device=rank.device))
         y.square().mean().backward()
         optimizer.step()
