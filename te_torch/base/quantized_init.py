@@ -10,7 +10,6 @@ from types import MethodType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from te_core.errors import ArgumentError
 from te_core.precision import Operand, Precision
@@ -137,11 +136,8 @@ def set_own_scale(
 
     `group`: of the processes whose shards this scale is for, too.
     """
-    amax = weight.abs().amax().float() if weight.numel() else torch.zeros((), device=weight.device)
-    if group is not None:
-        dist.all_reduce(amax, dist.ReduceOp.MAX, group=group)
     at = FORWARD_SLOTS * gemm + WEIGHT
-    scales[at] = own_scale(amax, rule.dtype.max, margin, scales[at])
+    scales[at] = own_scale(weight, rule.dtype.max, margin, scales[at], group)
 
 
 def note_own_maxima(module: Any, _keys: Any = None) -> None:

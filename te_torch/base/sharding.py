@@ -11,12 +11,8 @@ from typing import Any
 import torch
 from torch.nn import Parameter
 from torch.nn.modules.module import _global_parameter_registration_hooks as _registration_hooks
-from torch.utils.weak import WeakIdKeyDictionary
 
 from te_core.errors import ArgumentError
-
-#: Of which shard a parameter is that FSDP2 gathered. Not an attribute of it, which would be saved with it.
-_shards = WeakIdKeyDictionary()
 
 
 class Unit(torch.nn.Module):
@@ -38,6 +34,8 @@ class MarkedModule(Unit):
     """
 
     _marks: Mapping[str, Mapping[str, Any]] = MappingProxyType({})  # by the parameter's name
+    #: (what FSDP2 gathered, its shard) by the parameter's name: an attribute of the former would be saved with it.
+    _gathered: Mapping[str, tuple[torch.Tensor, Any]] = MappingProxyType({})
 
     def _mark(self, name: str, **marks: Any) -> None:
         """Attach these to a parameter, and to each that comes in its place."""
@@ -58,7 +56,7 @@ class MarkedModule(Unit):
                 _attach(value, marks)  # type: ignore[arg-type]
             before = self.__dict__.get("_parameters", {}).get(name)
             if before is not None and value.__class__ is Parameter and hasattr(before, "_local_tensor"):
-                _shards[value] = before
+                self.__dict__.setdefault("_gathered", {})[name] = value, before
             if before is not None and not _registration_hooks:
                 self._parameters[name] = value  # type: ignore[assignment]  # in every step of FSDP2's: Module takes 3 us
                 return
@@ -76,6 +74,28 @@ class MarkedModule(Unit):
             )
         super().register_parameter(name, param)
 
+    def _shard_of(self, parameter: torch.Tensor) -> Any:
+        return next((shard for gathered, shard in self._gathered.values() if gathered is parameter), None)
+
+    def _contents_of(self, parameter: torch.Tensor) -> tuple[Any, ...] | None:
+        """What is equal as long as a parameter has the contents that it has, for who holds `_storage_of(parameter)`.
+
+        Of one that FSDP2 gathered these are its shard's: its own memory comes and goes, and counts no change meanwhile.
+        None: nothing would tell, as with what FSDP1 gathers, and with tensors of inference mode.
+        """
+        if parameter.is_inference() or (parameter._base is not None and hasattr(parameter._base, "_full_param_padded")):
+            return None
+        shard = self._shard_of(parameter) if self._gathered else None
+        if shard is None:
+            return parameter.data_ptr(), parameter._version, parameter.shape
+        own = shard._local_tensor  # an optimizer's change counts outside, one of the local tensor inside
+        return own.data_ptr(), own._version, shard._version, parameter.shape
+
+    def _storage_of(self, parameter: torch.Tensor) -> torch.UntypedStorage:
+        """The memory by whose address `_contents_of` tells parameters apart."""
+        shard = self._shard_of(parameter)
+        return parameter.untyped_storage() if shard is None else shard._local_tensor.untyped_storage()
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._mark_again()
@@ -84,27 +104,6 @@ class MarkedModule(Unit):
         super()._apply(fn, recurse)
         self._mark_again()
         return self
-
-
-def contents_of(parameter: torch.Tensor) -> tuple[Any, ...] | None:
-    """What is equal as long as a parameter has the contents that it has, for whoever holds `memory_of(parameter)`.
-
-    Of one that FSDP2 gathered these are its shard's: its own memory comes and goes, and counts no change in between.
-    None: nothing would tell, as with what FSDP1 gathers, and with tensors of inference mode.
-    """
-    if parameter.is_inference() or (parameter._base is not None and hasattr(parameter._base, "_full_param_padded")):
-        return None
-    shard: Any = _shards.get(parameter) if _shards.data else None
-    if shard is None:
-        return parameter.data_ptr(), parameter._version, parameter.shape
-    own = shard._local_tensor  # an optimizer's change counts outside, one of the local tensor inside
-    return own.data_ptr(), own._version, shard._version, parameter.shape
-
-
-def memory_of(parameter: torch.Tensor) -> torch.UntypedStorage:
-    """The memory by whose address `contents_of` tells parameters apart."""
-    shard: Any = _shards.get(parameter)
-    return parameter.untyped_storage() if shard is None else shard._local_tensor.untyped_storage()
 
 
 def _attach(parameter: Parameter, marks: Mapping[str, Any]) -> None:

@@ -16,7 +16,6 @@ from te_core.precision import Precision
 from te_core.quantize.state import Scales
 from te_core.quantized import QuantizedTensor
 from te_torch.base.quantized_init import initialising
-from te_torch.base.sharding import contents_of, memory_of
 from te_torch.function import Extra
 from te_torch.quantized import QuantizedTorch
 from te_torch.runtime import TO_CORE, outside_autocast, runtime_for, to_core
@@ -29,11 +28,10 @@ class CachedWeight:
     __slots__ = ("dtype", "key", "product", "storages", "value")
 
     def __init__(
-        self, weights: Sequence[torch.Tensor], product: Product, dtype: torch.dtype, value: QuantizedTensor
+        self, key: tuple[Any, ...], storages: list[Any], product: Product, dtype: torch.dtype, value: QuantizedTensor
     ) -> None:
-        self.storages = [memory_of(w) for w in weights]  # held, so that no other tensor gets their address
-        assert product.spec.precision is not None
-        self.key = _key(weights, product.spec.precision)
+        self.key = key
+        self.storages = storages  # held, so that no other tensor gets their address
         self.product, self.dtype = product, dtype  # by which it is quantized, and what
         self.value = value
 
@@ -46,8 +44,8 @@ class CachedWeight:
         return self.value
 
 
-def _key(weights: Sequence[torch.Tensor], precision: Precision) -> tuple[Any, ...]:
-    return (precision.serial, *[contents_of(w) for w in weights])
+def _key(module: Any, weights: Sequence[torch.Tensor], precision: Precision) -> tuple[Any, ...]:
+    return (precision.serial, *[module._contents_of(w) for w in weights])
 
 
 class Gradients:
@@ -110,7 +108,7 @@ def _cached(
     """The quantized weight of the running group of microbatches: made in the first, found in the others."""
     if precision is None or precision.weight is None or isinstance(weight, QuantizedTorch):
         return None
-    key = _key(parts, precision)
+    key = _key(module, parts, precision)
     if None in key:  # nothing would tell that they have changed
         return None
     columnwise = torch.is_grad_enabled() and precision.backward is None
@@ -122,7 +120,8 @@ def _cached(
         value = _quantized(weight, product)
         if value is None:
             return None
-        cached = module._weight_cache[name] = CachedWeight(parts, product, weight.dtype, value)
+        storages = [module._storage_of(part) for part in parts]
+        cached = module._weight_cache[name] = CachedWeight(key, storages, product, weight.dtype, value)
     return cached.value
 
 
@@ -142,7 +141,9 @@ def cache_again(module: Any, name: str) -> None:
         weight = (parts[0] if len(parts) == 1 else torch.cat(parts)).to(cached.dtype)
         value = _quantized(weight, cached.product)
     assert value is not None  # it was one before
-    module._weight_cache[name] = CachedWeight(parts, cached.product, cached.dtype, value)
+    key = _key(module, parts, cached.product.spec.precision)  # type: ignore[arg-type]
+    storages = [module._storage_of(part) for part in parts]
+    module._weight_cache[name] = CachedWeight(key, storages, cached.product, cached.dtype, value)
 
 
 def add_gradient(weight: torch.Tensor, dw: torch.Tensor | None) -> None:

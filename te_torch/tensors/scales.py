@@ -20,22 +20,21 @@ def scale_of(amax: torch.Tensor, top: float, power_of_two: bool, epsilon: float)
     return scale
 
 
-def own_scale(amax: torch.Tensor, top: float, margin: int, otherwise: torch.Tensor) -> torch.Tensor:
-    """The scale from which delayed scaling starts for a tensor with this maximum; `otherwise` if that is no use."""
-    amax = amax.float()
+def own_scale(values: torch.Tensor, top: float, margin: int, otherwise: torch.Tensor, group: Any) -> torch.Tensor:
+    """The scale from which delayed scaling starts for these values; `otherwise` if their maximum is no use.
+
+    `group`: of the processes whose shards this scale is for, too.
+    """
+    amax = values.abs().amax().float() if values.numel() else torch.zeros((), device=values.device)
+    if group is not None:
+        dist.all_reduce(amax, dist.ReduceOp.MAX, group=group)
     made = (top * 2.0**-margin / amax).clamp(max=torch.finfo(torch.float32).max)  # of a tiny maximum, as an update
     return torch.where(torch.isfinite(amax) & (amax > 0), made, otherwise)
 
 
 def start_from(values: torch.Tensor, margin: int, quantizer: Any, group: Any = None) -> None:
-    """Let a delayed quantizer start from these values; what it has noted of earlier ones no longer counts.
-
-    `group`: of the processes whose shards this scale is for, too.
-    """
+    """Let a delayed quantizer start from these values; what it has noted of earlier ones no longer counts."""
     with torch.no_grad():
-        amax = values.abs().amax().float() if values.numel() else torch.zeros((), device=values.device)
-        if group is not None:
-            dist.all_reduce(amax, dist.ReduceOp.MAX, group=group)
-        found = own_scale(amax, quantizer.dtype.core.max, margin, quantizer.scale)
+        found = own_scale(values, quantizer.dtype.core.max, margin, quantizer.scale, group)
         quantizer.scale.copy_(found.reshape(quantizer.scale.shape))
         quantizer.amax.zero_()
