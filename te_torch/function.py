@@ -134,7 +134,17 @@ def _leading(like: torch.Tensor, rows: int) -> tuple[int, ...]:
     """The leading dimensions of a matrix that was made of this tensor; over ranks it may have more rows, or less."""
     leading = like.shape[:-1]
     count = leading.numel()
-    return leading if count == rows else (leading[0] * rows // count, *leading[1:])
+    if count == rows:
+        return leading
+    first, rest = divmod(leading[0] * rows, count)
+    if rest:
+        raise ArgumentError(
+            "sequence parallelism",
+            f"a result of {rows} rows of a quantized tensor of shape {tuple(like.shape)}",
+            "a first dimension that the ranks divide",
+            "pad the sequence",
+        )
+    return first, *leading[1:]
 
 
 def _run(
@@ -390,7 +400,8 @@ def _no_main_grad(main: Any, weight: torch.Tensor) -> ArgumentError:
         came,
         f"a contiguous tensor of the weight's shape {shape} on {device}, in float32, bfloat16 or float16",
         "set it before backward: weight.main_grad = torch.zeros(weight.shape, device=weight.device), or a part of a "
-        "buffer: buffer[begin : begin + weight.numel()].view(weight.shape)",
+        "buffer: buffer[begin : begin + weight.numel()].view(weight.shape); with fully_shard, whose gathered weights "
+        "are new ones in each step, leave fuse_wgrad_accumulation out",
     )
 
 

@@ -25,6 +25,7 @@ from te_core.tensor import Tensor
 from te_torch.quantized import QuantizedTorch
 
 _NOT_THERE = type(None)
+_MOST_KINDS = 1024
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, _NOT_THERE))
 #: By the types of a call's arguments, met before: what chooses the plain ones that are there, and for each quantized
 #: one, the last first, which argument it is and how many plain ones come before it. None where something else is.
@@ -56,6 +57,8 @@ def find(
         return None
     kinds = tuple(map(type, tensors))
     if kinds not in _present:
+        if len(_present) >= _MOST_KINDS:  # classes that a program makes as it runs
+            _present.clear()
         _present[kinds] = _looked_at(kinds)
     present = _present[kinds]
     if present is None:

@@ -27,6 +27,8 @@ from te_core.quantize.state import BACKWARD_SLOTS, FORWARD_SLOTS, Scales
 from te_torch.runtime import to_core, to_core_shape
 
 NAMES = ("scale_fwd", "amax_history_fwd", "scale_bwd", "amax_history_bwd")
+#: All of a state's: with those that are not saved.
+BUFFERS = (*NAMES, "used_fwd", "used_bwd")
 FORWARD, BACKWARD = 0, 1
 
 

@@ -17,7 +17,7 @@ from te_core.errors import UnsupportedError
 from te_core.ops import raw as ops
 from te_core.ops.quantize import allocate
 from te_core.precision import Operand, Precision
-from te_core.quantize.state import FORWARD_SLOTS, Scales, backward_cast, element, forward_cast, without_state
+from te_core.quantize.state import FORWARD_SLOTS, WEIGHT, Scales, backward_cast, element, forward_cast, without_state
 from te_core.quantized import Cast, Copy, QuantizedTensor
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
@@ -75,7 +75,7 @@ def quantize_forward(
         q = ops.quantize(rt, x, cast)
         return Uses(q, q, cast)
     if isinstance(x, QuantizedTensor):
-        return _given(rt, x, rowwise, columnwise)
+        return _given(rt, x, rule, rowwise, columnwise, known=slot == WEIGHT)
 
     def quantize(part: Operand, along_rows: bool, along_columns: bool) -> tuple[Value, Cast | None]:
         if part.custom is not None:
@@ -116,7 +116,7 @@ def quantize_gradient(
     if rule is None:
         return Uses(dy, dy, None)
     if isinstance(dy, QuantizedTensor):
-        return _given(rt, dy, rowwise, columnwise)
+        return _given(rt, dy, rule, rowwise, columnwise)
 
     def quantize(part: Operand, along_rows: bool, along_columns: bool) -> tuple[Value, Cast | None]:
         if part.custom is not None:
@@ -161,27 +161,35 @@ def as_asked(rt: Runtime, x: Value, rule: Operand | None, dtype: DType) -> Value
     return x if fits else ops.dequantize(rt, x, dtype)
 
 
-def _given(rt: Runtime, q: QuantizedTensor, rowwise: bool, columnwise: bool) -> Uses:
-    """An operand that came quantized, completed by the copies that will be read."""
-    if columnwise and q.columnwise is None:
-        q = with_columnwise(rt, q)
-    if rowwise and q.rowwise is None:
+def _given(
+    rt: Runtime, q: QuantizedTensor, rule: Operand, rowwise: bool, columnwise: bool, known: bool = False
+) -> Uses:
+    """An operand that came quantized, completed by the copies that will be read.
+
+    wgrad needs both of its operands transformed, or none. Of a columnwise copy in NVFP4 nothing tells which it is, but
+    where it is `known` to be plain (a weight's), so that one of our own is made.
+    """
+    makes = columnwise and (q.columnwise is None or (q.format.scaling == "nvfp4" and not known))
+    if (rowwise or makes) and q.rowwise is None:
         raise UnsupportedError(
             "gemm",
             f"{q!r} where its rowwise copy is read",
             "a tensor that holds the rowwise copy",
             "quantize it with rowwise=True",
         )
+    if makes:
+        q = with_columnwise(rt, q, (rule.columnwise or rule).transform)
     return Uses(q, q, None)
 
 
-def with_columnwise(rt: Runtime, q: QuantizedTensor) -> QuantizedTensor:
+def with_columnwise(rt: Runtime, q: QuantizedTensor, transform: bool = False) -> QuantizedTensor:
     """The tensor with a columnwise copy made of its rowwise one.
 
-    Exact where both copies share their scales (per tensor, 128x128 tiles); else the values are quantized anew.
+    Exact where both copies share their scales (per tensor, 128x128 tiles); else the values are quantized anew, and
+    transformed first if asked (NVFP4).
     """
     assert q.rowwise is not None and q.rowwise_scale is not None
-    cast = Cast(q.format, rowwise=False, columnwise=True)
+    cast = Cast(q.format, rowwise=False, columnwise=True, transform=transform)
     if q.format.scaling == "tensor" or q.format.scaling == "block" and q.format.tiled:
         made = allocate(rt, q.shape, cast)
         assert made.columnwise is not None and made.columnwise_scale is not None

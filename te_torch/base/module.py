@@ -17,7 +17,7 @@ from te_torch.base.parallel import TensorParallel
 from te_torch.base.quantized_init import begin, carry_over, initialisation, initialising, link, quantize_parameter
 from te_torch.base.sharding import MarkedModule
 from te_torch.base.watching import Choice, watching
-from te_torch.base.weights import CachedWeight, Gradients, add_gradient, extra_for
+from te_torch.base.weights import CachedWeight, Gradients, add_gradients, extra_for
 from te_torch.calls import Call, key_of
 from te_torch.carried import HANDING
 from te_torch.custom import custom_precisions
@@ -397,14 +397,10 @@ class BaseModule(TensorParallel, CallingModule):
 
     def backward_dw(self) -> None:
         """Compute the weight gradients that `delay_wgrad_compute` put off: those of the oldest waiting backward."""
-        if not self.delay_wgrad_compute:
-            return
-        names = self._weight_names()
-        with torch.no_grad():
-            for name, dw in zip(names, self.wgrad_store.pop([getattr(self, n) for n in names]), strict=True):
-                add_gradient(getattr(self, name), dw)
-        for hook in self._wgrad_hooks:
-            hook()
+        if self.delay_wgrad_compute:
+            add_gradients(self, [getattr(self, name) for name in self._weight_names()])
+            for hook in self._wgrad_hooks:
+                hook()
 
     def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], Any]) -> None:
         """Have `backward_dw()` call this once the gradients are there: what a trainer's own hooks would have done."""

@@ -184,9 +184,16 @@ def begin(*modules: Any) -> None:
 
 def check_recipe_fits(module: Any, precision: Precision | None) -> None:
     """A quantized weight runs in the recipe it was made for; outside of a region it is dequantized, with a warning."""
+    later = {name for name, _, _ in module._quantize_later}
     for name in module._weight_names():
         weight = getattr(module, name)
         if not isinstance(weight, QuantizedTorch):
+            if name in later and not weight.is_meta:  # it came with a checkpoint, or nobody has filled it
+                warn_once(
+                    module,
+                    f"{name} was made on the meta device to be held quantized, and is in {weight.dtype}. To do: "
+                    "reset_parameters() after to_empty(), before a checkpoint is loaded",
+                )
             continue
         quantizer = weight._quantizer
         rule = None if quantizer is None else quantizer.operand

@@ -36,6 +36,7 @@ class MarkedModule(Unit):
     _marks: Mapping[str, Mapping[str, Any]] = MappingProxyType({})  # by the parameter's name
     #: (what FSDP2 gathered, its shard) by the parameter's name: an attribute of the former would be saved with it.
     _gathered: Mapping[str, tuple[torch.Tensor, Any]] = MappingProxyType({})
+    _replicated = False  # by DistributedDataParallel (base/replicated.py)
 
     def _mark(self, name: str, **marks: Any) -> None:
         """Attach these to a parameter, and to each that comes in its place."""

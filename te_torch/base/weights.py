@@ -16,6 +16,7 @@ from te_core.precision import Precision
 from te_core.quantize.state import Scales
 from te_core.quantized import QuantizedTensor
 from te_torch.base.quantized_init import initialising
+from te_torch.base.replicated import check_reduced
 from te_torch.function import Extra
 from te_torch.quantized import QuantizedTorch
 from te_torch.runtime import TO_CORE, outside_autocast, runtime_for, to_core
@@ -89,6 +90,13 @@ def extra_for(
             for i, (name, weight, part, precision) in enumerate(zip(names, weights, parts, precisions, strict=True))
         ]
     queue = module.wgrad_store.queues if module.delay_wgrad_compute else None
+    if queue is not None and module._gathered:
+        raise UnsupportedError(
+            type(module).__name__,
+            "delay_wgrad_compute with weights that fully_shard has sharded",
+            "gradients that backward computes: FSDP2 sums and scatters them there",
+            "leave delay_wgrad_compute out, or shard another unit",
+        )
     if ready is None and queue is None and not module.fuse_wgrad_accumulation:
         return None
     parameters = [part[0] if len(part) == 1 else weight for part, weight in zip(parts, weights, strict=True)]
@@ -144,6 +152,14 @@ def cache_again(module: Any, name: str) -> None:
     key = _key(module, parts, cached.product.spec.precision)  # type: ignore[arg-type]
     storages = [module._storage_of(part) for part in parts]
     module._weight_cache[name] = CachedWeight(key, storages, cached.product, cached.dtype, value)
+
+
+@torch.no_grad()
+def add_gradients(module: Any, weights: Sequence[torch.Tensor]) -> None:
+    """Compute the oldest waiting gradients of a module's weights, and give them theirs."""
+    check_reduced(module)
+    for weight, dw in zip(weights, module.wgrad_store.pop(weights), strict=True):
+        add_gradient(weight, dw)
 
 
 def add_gradient(weight: torch.Tensor, dw: torch.Tensor | None) -> None:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import te_torch as te
+from te_core.errors import ArgumentError, UnsupportedError
 from tests.parallel.fsdp_steps import batch, build, mesh_of, optimizer_of, shard, step
 from tests.parallel.ranks import Rank, Ranks
 
@@ -73,6 +74,23 @@ def test_ranks_that_run_other_modules(gloo_ranks: Ranks) -> None:
     """Maxima that would be reduced into another module's: an error on every rank, by name."""
     for outcome in gloo_ranks.outcomes(other_modules_run):
         assert outcome.how == "raised" and "modules" in outcome.text, str(outcome)
+
+
+def late_gradients(rank: Rank, option: str) -> str:
+    """Weight gradients that FSDP2 does not see in backward."""
+    layer = te.Linear(64, 64, device=rank.device, params_dtype=torch.bfloat16, **{option: True})
+    shard(torch.nn.Sequential(layer), mesh_of(rank.device, rank.world))
+    for parameter in layer.parameters():
+        parameter.main_grad = torch.zeros(parameter.shape, device=rank.device)  # type: ignore[attr-defined]
+    with pytest.raises((UnsupportedError, ArgumentError)) as error:
+        layer(torch.randn(32, 64, device=rank.device, dtype=torch.bfloat16)).sum().backward()
+    return str(error.value)
+
+
+@pytest.mark.parametrize("option", ["delay_wgrad_compute", "fuse_wgrad_accumulation"])
+def test_late_gradients_of_shards(ranks: Ranks, option: str) -> None:
+    for said in ranks.run(late_gradients, option):
+        assert "fully_shard" in said and f"leave {option} out" in said
 
 
 def other_group(rank: Rank) -> None:

@@ -3,6 +3,7 @@ and checkpoints that are written meanwhile."""
 
 from __future__ import annotations
 
+import warnings
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -141,6 +142,28 @@ def test_memory_after_an_uneven_cut(gloo_ranks: Ranks, name: str, rows: int) -> 
     for f, w in zip(found, wanted, strict=True):
         assert torch.equal(f["scale"], found[0]["scale"])
         assert name == "delayed" or all(torch.equal(a, b) for a, b in zip(f["y"], w["y"], strict=True))
+
+
+def filled_by_a_checkpoint(rank: Rank) -> list[str]:
+    """Without `reset_parameters`, as many programs have it: what a layer says in its first two forwards."""
+    with te.quantized_model_init(recipe=rule("current")):
+        layer = te.Linear(WIDTH, WIDTH, device="meta", params_dtype=torch.bfloat16)
+    fully_shard(layer, mesh=mesh_of(rank.device, rank.world))
+    layer.to_empty(device=rank.device)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.zero_()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for i in range(2):
+            with te.autocast(recipe=rule("current")):
+                layer(batch(rank.number, i, rank.device))
+    return [str(w.message) for w in said if "reset_parameters" in str(w.message)]
+
+
+def test_weights_that_stayed_plain(pair: Ranks) -> None:
+    for said in pair.run(filled_by_a_checkpoint):
+        assert len(said) == 1 and "weight was made on the meta device" in said[0] and "torch.bfloat16" in said[0]
 
 
 def cut_through_a_block(rank: Rank) -> str:

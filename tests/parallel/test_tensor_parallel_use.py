@@ -368,6 +368,12 @@ def mistakes(rank: Rank) -> dict[str, str]:
         with te.autocast(recipe=DelayedScaling(), amax_reduction_group=alone[rank.number]):
             column(x)
 
+    def odd_sequence() -> None:
+        """To the core a quantized input is a matrix, whose rows may be even."""
+        first = te.Linear(H, H // 2, device=rank.device, params_dtype=torch.bfloat16)
+        with torch.no_grad(), region("current"):
+            row(first(torch.randn(3, 2, H, device=rank.device, dtype=torch.bfloat16), fp8_output=True))
+
     return {
         "size": error_of(lambda: te.Linear(H, F, parallel_mode="row", tp_group=world, tp_size=4)),
         "late size": error_of(lambda: column.set_tensor_parallel_group(alone[rank.number])),
@@ -379,6 +385,7 @@ def mistakes(rank: Rank) -> dict[str, str]:
         "heads": error_of(lambda: te.MultiheadAttention(H, 4, num_gqa_groups=1, set_parallel_mode=True, tp_size=2)),
         "width": error_of(lambda: row(x)),
         "sequence": error_of(lambda: row(x[:3, : H // 2].contiguous())),
+        "quantized sequence": error_of(odd_sequence),
         "unreduced": error_of(unreduced),
         "smaller group": error_of(smaller_group),
         "multicast": error_of(lambda: te.Linear(H, F, symmetric_ar_type="multimem_all_reduce")),
@@ -400,6 +407,8 @@ def test_mistakes(pair: Ranks) -> None:
         assert "1 over 2 ranks" in said["heads"]
         assert f"[*, {H // 2}]" in said["width"]
         assert "a first dimension that the ranks divide" in said["sequence"]
+        assert "3 rows of a quantized tensor of shape (3, 2, " in said["quantized sequence"]
+        assert "a first dimension that the ranks divide" in said["quantized sequence"]
         assert "reduce_amax=False" in said["unreduced"] and "without ranks" in said["smaller group"]
         assert "multicast" in said["multicast"] and "leave symmetric_ar_type out" in said["symmetric"]
 

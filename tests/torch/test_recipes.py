@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import te_torch as te
 from te_core import dtypes, ops
+from te_core.errors import UnsupportedError
 from te_core.precision import Operand
 from te_core.quantize.state import GRAD_INPUT, GRAD_OUTPUT, backward_cast
 from te_core.quantized import Cast
@@ -412,6 +413,59 @@ def test_the_transform_is_of_wgrad_alone(kind: str, device: str) -> None:
     turned, plain = (step(module, x, recipe) for recipe in ("nvfp4", "nvfp4 no rht"))
     weights = {n for n, p in module.named_parameters() if p.ndim == 2}
     assert set(differences(turned, plain)) == weights
+
+
+def handed_on(given: Any, recipe: str, device: str, grad: bool) -> tuple[dict[str, float], Any]:
+    """How well two Linears' weight gradients are those of plain values, where the second reads what `given` makes of
+    the first one's output, or (`grad`) its input's gradient goes back quantized. And what came."""
+    made = [te.Linear(a, b, params_dtype=BF16, device=device) for a, b in ((144, 80), (80, 176))]
+    for module in made:
+        randomise(module)
+    first, second = made
+    x = values(75, 144, device=device, dtype=BF16, seed=1)
+    dy = values(75, 176, device=device, dtype=BF16, seed=2)
+    for _ in range(3 if rule(recipe).delayed() else 1):  # type: ignore[union-attr]
+        first.zero_grad(), second.zero_grad()
+        torch.manual_seed(5)
+        with region(recipe):
+            h = given(first, x)
+            y = second(h, fp8_grad=grad)
+        y.backward(dy)
+    read = h.dequantize() if isinstance(h, te.QuantizedTensor) else h
+    wanted = {"second": dy.double().T @ read.detach().double()}
+    if grad:
+        wanted["first"] = (dy.double() @ second.weight.double()).T @ x.double()
+    return {name: snr_db({"first": first, "second": second}[name].weight.grad, w) for name, w in wanted.items()}, h
+
+
+@on_devices
+@mostly
+@pytest.mark.parametrize("grad", [False, True])
+def test_what_comes_quantized_has_its_weight_gradient(recipe: str, grad: bool, device: str) -> None:
+    """Both operands of wgrad lie in one domain, whoever quantized them."""
+    found, h = handed_on(lambda first, x: first(x, fp8_output=not grad), recipe, device, grad)
+    if not grad and recipe.split()[-1] not in ("high_precision", "dequantized"):
+        assert isinstance(h, te.QuantizedTensor)
+    assert all(quality >= floor_of(recipe, "LayerNormMLP" if grad else "Linear") for quality in found.values()), found
+
+
+@on_devices
+@pytest.mark.parametrize("copies", [(True, True), (True, False)], ids=["both copies", "rows"])
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("recipe", ["nvfp4", "nvfp4 no rht"])
+def test_a_columnwise_copy_of_unknown_domain(recipe: str, turned: bool, copies: tuple[bool, bool], device: str) -> None:
+    """What a user's quantizer has transformed, or not, is read right by a recipe that does not, or does."""
+    quantizer = te.NVFP4Quantizer(
+        rowwise=copies[0], columnwise=copies[1], with_rht=turned, with_post_rht_amax=turned, stochastic_rounding=False
+    )
+    found, _ = handed_on(lambda first, x: quantizer(first(x).detach()), recipe, device, False)
+    assert found["second"] >= DB["nvfp4 linear"], found
+
+
+def test_a_columnwise_copy_alone_is_refused() -> None:
+    quantizer = te.NVFP4Quantizer(rowwise=False, columnwise=True)
+    with pytest.raises(UnsupportedError, match="rowwise copy"):
+        handed_on(lambda first, x: quantizer(first(x).detach()), "nvfp4", "cpu", False)
 
 
 def test_layers_draw_for_themselves() -> None:

@@ -14,6 +14,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from te_core.errors import ArgumentError, UnsupportedError
+from te_torch.base.replicated import check_reduced
 from te_torch.base.weights import add_gradient
 from te_torch.training.graphs import device as seam
 from te_torch.training.graphs.record import OPERATION
@@ -194,6 +195,7 @@ class Graphed:
             for weight, dw in unit.later:
                 add_gradient(weight, dw if dw is None or not unit.options.clone else dw.clone())
         for module in unit.delayed:
+            check_reduced(module)
             for hook in module._wgrad_hooks:
                 hook()
 

@@ -1,0 +1,185 @@
+"""DistributedDataParallel and the state of delayed scaling: buffers, which rank 0's must not overwrite each forward."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+import te_torch as te
+from te_core.recipe import DelayedScaling
+from tests.module_steps import values
+from tests.parallel.ranks import Rank, Ranks
+from tests.recipes import region
+from tests.tolerances import snr_db
+
+WIDTH, ROWS = 64, 32
+ROW = DelayedScaling(amax_history_len=4)
+
+
+class Mixed(torch.nn.Module):
+    """A layer beside a buffer that DDP does keep alike; of two layers some ranks may leave one out."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        options: dict[str, Any] = {"device": device, "params_dtype": torch.bfloat16}
+        self.first, self.second = (te.Linear(WIDTH, WIDTH, **options) for _ in range(2))
+        self.register_buffer("offset", torch.zeros(1, device=device))
+
+    def forward(self, x: torch.Tensor, second: bool = True) -> torch.Tensor:
+        y = self.first(x + self.offset.to(x.dtype))
+        return self.second(y) if second else y
+
+
+def wrapped(rank: Rank, model: torch.nn.Module, **options: Any) -> DistributedDataParallel:
+    return DistributedDataParallel(model, device_ids=[rank.number] if rank.device == "cuda" else None, **options)
+
+
+def batch(rank: Rank, step: int) -> torch.Tensor:
+    """Those of later ranks are larger: scales that are not theirs clip them."""
+    x = values(ROWS, WIDTH, dtype=torch.bfloat16, seed=10 * step + rank.number, device=rank.device)
+    return x * 100**rank.number
+
+
+def own_scales(rank: Rank, how: str, prepared: str) -> tuple[float, float, list[float]]:
+    """(how well the last output is computed, the input's scale, its history) under maxima that are this rank's own."""
+    torch.manual_seed(0)
+    layer = te.Linear(WIDTH, WIDTH, device=rank.device, params_dtype=torch.bfloat16)
+    recipe = DelayedScaling(amax_history_len=4, reduce_amax=False)
+    if prepared == "before":
+        te.prepare_state(layer, recipe)
+    model: Any = wrapped(rank, layer)
+    if prepared == "after":
+        te.prepare_state(layer, recipe)
+    if how == "compiled":
+        model = torch.compile(model, backend="aot_eager")
+    for i in range(4):
+        x = batch(rank, i)
+        with te.autocast(recipe=recipe):
+            y = model(x)
+            state: Any = layer.fp8_state
+            used = float(state.used_fwd[0])  # what a recomputation would read
+        y.float().square().mean().backward()
+    exact = torch.nn.functional.linear(x.float(), layer.weight.float(), layer.bias.float())
+    assert 0.5 < used / float(state.scale_fwd[0]) < 2
+    return snr_db(y, exact), float(state.scale_fwd[0]), state.amax_history_fwd[:, 0].tolist()
+
+
+@pytest.mark.parametrize("prepared", ["before", "after", "by the first forward"])
+@pytest.mark.parametrize("how", ["eager", "compiled"])
+def test_scales_are_each_ranks_own_where_nothing_is_reduced(ranks: Ranks, how: str, prepared: str) -> None:
+    first, *others = ranks.run(own_scales, how, prepared)
+    for i, (quality, scale, history) in enumerate(others, 1):
+        assert quality > 24 and first[0] > 24
+        assert 0.5 < first[1] / scale / 100**i < 2  # its own largest values
+        assert max(history) > 50 * max(first[2])
+
+
+def microbatches(rank: Rank) -> tuple[list[float], list[float]]:
+    """The input's history and the last large microbatch's quality, where one region holds two forwards."""
+    torch.manual_seed(0)
+    layer = te.Linear(WIDTH, WIDTH, device=rank.device, params_dtype=torch.bfloat16)
+    te.prepare_state(layer, ROW)
+    model = wrapped(rank, layer)
+    found, largest = [], []
+    for i in range(3):
+        with te.autocast(recipe=ROW):
+            for k in range(2):
+                x = batch(rank, 2 * i + k) if k == 0 else batch(rank, 2 * i + k) / 100**rank.number
+                y = model(x)
+                y.float().square().mean().backward()
+                if k == 0:
+                    largest.append(float(x.abs().max()))
+                    exact = torch.nn.functional.linear(x.float(), layer.weight.float(), layer.bias.float())
+                    found.append(snr_db(y, exact))
+    assert layer.fp8_state is not None
+    return found, [*layer.fp8_state.amax_history_fwd[1:, 0].tolist(), *largest]
+
+
+def test_maxima_of_microbatches_before_count(ranks: Ranks) -> None:
+    found = ranks.run(microbatches)
+    assert all(quality > 24 for qualities, _ in found for quality in qualities[1:])
+    last = found[-1][1]
+    assert sorted(last[:3]) == sorted(last[3:])  # the last rank's, which are the largest, on all
+    assert all(history[:3] == last[:3] for _, history in found)
+
+
+def sharded(rank: Rank, zero: bool) -> list[torch.Tensor]:
+    """Weights held quantized, grown to several times their size, by an optimizer whose ranks own some each."""
+    torch.manual_seed(0)
+    with te.quantized_model_init(recipe=ROW):
+        layers = [te.Linear(WIDTH, WIDTH, device=rank.device, params_dtype=torch.bfloat16) for _ in range(2)]
+    model = wrapped(rank, torch.nn.Sequential(*layers))
+    options: dict[str, Any] = {"lr": 0.05, "weight_decay": 0.0}
+    optimizer: Any = torch.optim.AdamW(model.parameters(), **options)
+    if zero:
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, **options)
+    for i in range(8):
+        x = values(ROWS, WIDTH, dtype=torch.bfloat16, seed=10 * i + rank.number, device=rank.device)
+        with te.autocast(recipe=ROW):
+            y = model(x)
+        (y.float() - 3 * x.float().roll(1, 1)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [layer.weight.detach().dequantize().cpu() for layer in layers]
+
+
+def test_a_shard_of_the_optimizer_lets_scales_grow(ranks: Ranks) -> None:
+    plain, zero = ranks.run(sharded, False)[0], ranks.run(sharded, True)[0]
+    for a, b in zip(plain, zero, strict=True):
+        assert a.abs().max() > 0.25  # from an eighth on
+        assert snr_db(b, a) > 24
+
+
+def others(rank: Rank) -> tuple[float, dict[str, Any]]:
+    """What DDP still sends: the first values of all, then buffers of others; ranks run different layers first."""
+    torch.manual_seed(rank.number)
+    model = Mixed(rank.device)
+    te.prepare_state(model.first, ROW)
+    state = model.first.fp8_state
+    assert state is not None
+    state.scale_fwd.fill_(1 + rank.number)
+    ddp = wrapped(rank, model, find_unused_parameters=True)
+    begun = float(state.scale_fwd[0])
+    for i in range(2):
+        model.offset.fill_(i + 1 + rank.number)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with region("current" if i else None):
+                ddp(batch(rank, i), second=rank.number > 0).sum().backward()
+    with te.autocast(recipe=DelayedScaling(reduce_amax=False)):  # state that some ranks alone have
+        ddp(batch(rank, 2), second=rank.number > 0).sum().backward()
+        ddp(batch(rank, 3), second=rank.number > 0).sum().backward()
+    return begun, {"offset": float(model.offset), "second": model.second.fp8_state is None}
+
+
+def test_what_ddp_still_sends(ranks: Ranks) -> None:
+    found = ranks.run(others)
+    assert [begun for begun, _ in found] == [1.0] * len(found)
+    assert [said["offset"] for _, said in found] == [2.0] * len(found)
+    assert [said["second"] for _, said in found] == [True] + [False] * (len(found) - 1)
+
+
+def late(rank: Rank, hooked: bool) -> list[str]:
+    """What is said of weight gradients that come after DDP has reduced."""
+    layer = te.Linear(WIDTH, WIDTH, device=rank.device, params_dtype=torch.bfloat16, delay_wgrad_compute=True)
+    model = wrapped(rank, layer)
+    if hooked:
+        layer.register_wgrad_accumulation_and_reduce_hooks(lambda: None)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for i in range(2):
+            model(batch(rank, i)).sum().backward()
+            layer.backward_dw()
+    return [str(w.message) for w in said if "delay_wgrad_compute" in str(w.message)]
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+def test_gradients_that_come_after_the_reduction(ranks: Ranks, hooked: bool) -> None:
+    for said in ranks.run(late, hooked):
+        assert len(said) == (not hooked)
+        assert hooked or "register_wgrad_accumulation_and_reduce_hooks" in said[0]
