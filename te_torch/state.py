@@ -261,6 +261,10 @@ class ScalingState(torch.nn.Module):
         if self._views is not None:  # a buffer has other memory: buffer.data = ...
             moves += 1
             self._core = {}
+        # FSDP1's MixedPrecision(buffer_dtype=...) exchanges the contents of all buffers.
+        for buffer in [getattr(self, name) for name in BUFFERS]:
+            if buffer.dtype != torch.float32:
+                buffer.data = buffer.data.float()
         core = to_core_shape if self.scale_fwd.is_meta else to_core
         self._places = [*map(_place_of, self._buffers.values())]  # type: ignore[arg-type]
         # Of aliases, which hold the memory: a view that is left somewhere never writes into that of others.

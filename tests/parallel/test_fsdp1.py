@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
+from torch.distributed.fsdp import MixedPrecision
 
 import te_torch as te
 from te_core.errors import UnsupportedError
@@ -68,6 +69,34 @@ def test_steps_are_the_same(ranks: Ranks, name: str | None, checkpointed: bool) 
         if more:  # a byte an element and copy (a small one has both in a block), its scales, in equal parts
             n = WIDTH * WIDTH // ranks.world
             assert all(n <= size < 2.2 * n for size in sorted(a["sent"])[:3]), a["sent"]
+
+
+def in_another_type(rank: Rank, dtype: torch.dtype | None) -> tuple[list[torch.Tensor], set[torch.dtype]]:
+    """Steps of a model that had its state when FSDP1 took it, and what types its buffers are in afterwards."""
+    torch.manual_seed(0)
+    block = Block(rank.device)
+    te.prepare_state(block, rule("delayed"))
+    place = torch.device("cuda", rank.number) if rank.device == "cuda" else torch.device("cpu")
+    mixed = MixedPrecision(param_dtype=torch.bfloat16, buffer_dtype=dtype)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = TorchFSDP(block, use_orig_params=True, device_id=place, mixed_precision=mixed)
+    outputs = []
+    for i in range(3):
+        with region("delayed"):
+            y = model(values(64, WIDTH, dtype=torch.bfloat16, seed=10 * i + rank.number, device=rank.device))
+        y.float().square().mean().backward()
+        outputs.append(y.detach().cpu())
+    return outputs, {buffer.dtype for buffer in block.buffers()}
+
+
+def test_scales_keep_their_type(ranks: Ranks) -> None:
+    """FSDP1 would hold all buffers in the type that a policy names."""
+    for (a, kept), (b, _) in zip(
+        ranks.run(in_another_type, torch.bfloat16), ranks.run(in_another_type, None), strict=True
+    ):
+        assert kept == {torch.float32}
+        assert all(torch.equal(p, q) for p, q in zip(a, b, strict=True))
 
 
 def refused(rank: Rank) -> list[str]:
