@@ -42,7 +42,7 @@ from te_torch.base.draws import Repeated
 from te_torch.base.forks import Fork, fork_of
 from te_torch.base.module import BaseModule
 from te_torch.base.options import check_values
-from te_torch.base.parallel import check_group
+from te_torch.base.parallel import check_group, size_of
 from te_torch.carried import Carried, carry
 from te_torch.export.handed import Handed
 from te_torch.export.mode import exporting
@@ -114,7 +114,8 @@ class DotProductAttention(BaseModule):
         self.return_max_logit = return_max_logit
         self.layer_number = 1 if layer_number is None else layer_number
         self.logit_softcap = float(logit_softcap)
-        self.tp_size, self.tp_group, self.sequence_parallel = tp_size, tp_group, sequence_parallel
+        self.tp_size = tp_size = size_of(OPERATION, tp_size, tp_group)
+        self.tp_group, self.sequence_parallel = tp_group, sequence_parallel
         groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
         shapes = num_attention_heads, groups, kv_channels, tp_size
         d_qk, d_v = checked_widths(*shapes, attention_type, softmax_type, attention_dropout)

@@ -255,7 +255,8 @@ GATHERED: dict[str, dict[str, Any]] = {
         "fp8_model_init": te_torch.fp8_model_init,
         "get_default_fp8_recipe": te_torch.get_default_recipe,
     },
-    "pytorch.module": _of(te_torch, _MODULES),
+    "pytorch.module": _of(te_torch, _MODULES)
+    | _of(_userbuffers, ("UserBufferQuantizationMode", "destroy_ub", "initialize_ub")),
     "pytorch.tensor": _of(_tensors, _tensors.__all__) | _MAKERS | _of(_tensors, ("get_all_tensor_types",)),
     "pytorch.tensor.storage": _of(te_torch, [n for n in _tensors.__all__ if n.endswith("Storage")]),
 }

@@ -101,6 +101,10 @@ class GroupedLinear(BaseModule):
         self.num_gemms = self.gemms = num_gemms
         self.wgrad_store = Gradients(num_gemms)
         self._spread_over(tp_size, tp_group, sequence_parallel)
+        if self.tp_size > 1 and bias:
+            raise ArgumentError(
+                "GroupedLinear", f"bias=True over {self.tp_size} ranks", "bias=False there", "leave it out"
+            )
         self.parallel_mode = mode = mode_of(parallel_mode)
         self.in_features, self.out_features = in_features, out_features
         if self.tp_size > 1 and mode == "row":
@@ -309,8 +313,6 @@ def _check_options(options: dict[str, Any]) -> None:
     for name in ("ub_overlap_rs", "ub_overlap_ag"):
         if options[name]:
             raise ArgumentError(op, f"{name}=True", f"{name}=False", "leave it out: grouped GEMMs do not overlap")
-    if (options["tp_size"] or 1) > 1 and options["bias"]:
-        raise ArgumentError(op, f"bias=True with tp_size={options['tp_size']}", "bias=False there", "leave it out")
     mode = options["parallel_mode"]
     if mode is not None and str(mode).lower() not in ("column", "row"):
         raise ArgumentError(op, f"parallel_mode={mode!r}", "None, 'column' or 'row'", "correct it")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -52,11 +53,51 @@ def prepare_te_modules_for_fsdp(fsdp_root: torch.nn.Module) -> None:
         module.fast_setattr("fsdp_group", group)
 
 
-def FullyShardedDataParallel(module: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:  # noqa: N802
-    """The module in torch's FullyShardedDataParallel (FSDP1), prepared."""
-    made: torch.nn.Module = _wrapper()(module, *args, **kwargs)
-    prepare_te_modules_for_fsdp(made)
-    return made
+class _Later:
+    """torch's FullyShardedDataParallel (FSDP1), whose modules are prepared: a class, made as it is first asked for.
+
+    torch's own takes a second to import. Calls, static methods, isinstance and inheritance are those of the class.
+    """
+
+    __name__ = __qualname__ = "FullyShardedDataParallel"
+
+    def __call__(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
+        """The module in torch's wrapper, prepared."""
+        made: torch.nn.Module = _prepared()(module, *args, **kwargs)
+        return made
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(_prepared(), name)
+
+    def __instancecheck__(self, other: Any) -> bool:
+        return isinstance(other, _prepared())
+
+    def __subclasscheck__(self, other: Any) -> bool:
+        return issubclass(other, _prepared())
+
+    def __mro_entries__(self, bases: tuple[Any, ...]) -> tuple[type]:
+        return (_prepared(),)
+
+    def __reduce__(self) -> str:
+        return self.__name__
+
+
+FullyShardedDataParallel = _Later()
+
+
+@cache
+def _prepared() -> Any:
+    class Prepared(_wrapper()):  # type: ignore[misc]
+        """torch's FullyShardedDataParallel, whose modules are prepared."""
+
+        def __init__(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+            super().__init__(module, *args, **kwargs)
+            prepare_te_modules_for_fsdp(self)
+
+    Prepared.__name__ = Prepared.__qualname__ = _Later.__name__
+    return Prepared
 
 
 def _wrapper() -> Any:

@@ -138,6 +138,10 @@ class TransformerLayer(torch.nn.Module):
         self._fork = fork_of(get_rng_state_tracker, None) if sequence_parallel else None
         self.drop_path = DropPath(drop_path_rate, self._fork) if drop_path_rate > 0 else None
         self._add_parts(given)
+        self._rows: int | None = None  # of the sequence that this rank is to be given
+        ranks = self.self_attention.tp_size
+        if sequence_parallel and seq_length is not None and ranks > 1 and attn_input_format == "sbhd":
+            self._rows = seq_length // ranks
 
     def _add_parts(self, given: dict[str, Any]) -> None:
         """The modules that the layer is made of, by what its constructor was given."""
@@ -256,7 +260,7 @@ class TransformerLayer(torch.nn.Module):
             raise ArgumentError(
                 operation, "a decoder layer without encoder_output", "encoder_output", "pass encoder_output"
             )
-        x = _begun(hidden_states)
+        x = _begun(hidden_states, self._rows if inference_params is None else None)
         # Module.__getattr__ would cost a microsecond; keyword arguments, which a module's call packs anew twice, five.
         attention: Any = self._modules["self_attention"]
         mlp: Any = self._modules["layernorm_mlp"]
@@ -343,8 +347,16 @@ class TransformerLayer(torch.nn.Module):
         )
 
 
-def _begun(hidden_states: torch.Tensor) -> torch.Tensor:
-    """What a layer that begins computes with; an offload context around it is told."""
+def _begun(hidden_states: torch.Tensor, rows: int | None) -> torch.Tensor:
+    """What a layer that begins computes with, of so many `rows` where its constructor was told; an offload context
+    around it is told."""
+    if rows is not None and hidden_states.shape[0] != rows:
+        raise ArgumentError(
+            "TransformerLayer.forward",
+            f"hidden_states of shape {tuple(hidden_states.shape)} with sequence parallelism",
+            f"this rank's {rows} rows of the sequence (seq_length)",
+            "scatter the sequence over the ranks, or correct seq_length",
+        )
     if not torch.compiler.is_compiling() and offloading.active.context is not None:
         offloading.active.context.transformer_layer_begins()
     return amp_cast(hidden_states) if torch._C._is_any_autocast_enabled() else hidden_states

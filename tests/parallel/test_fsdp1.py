@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import pickle
+import subprocess
+import sys
 import warnings
 from typing import Any
 
 import pytest
 import torch
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
-from torch.distributed.fsdp import MixedPrecision
+from torch.distributed.fsdp import MixedPrecision, StateDictType
 
 import te_torch as te
 from te_core.errors import UnsupportedError
@@ -97,6 +100,47 @@ def test_scales_keep_their_type(ranks: Ranks) -> None:
     ):
         assert kept == {torch.float32}
         assert all(torch.equal(p, q) for p, q in zip(a, b, strict=True))
+
+
+def as_a_class(rank: Rank) -> dict[str, bool]:
+    """What programs do with the class, and with the wrapper that a program derives from it."""
+    place = torch.device("cuda", rank.number) if rank.device == "cuda" else torch.device("cpu")
+    later: Any = fsdp.FullyShardedDataParallel
+
+    class Own(later):  # type: ignore[misc]
+        pass
+
+    models = [wrap(Block(rank.device), use_orig_params=True, device_id=place) for wrap in (later, Own)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with later.state_dict_type(models[0], StateDictType.FULL_STATE_DICT):
+            whole = models[0].state_dict()["first.weight"].shape == (WIDTH, WIDTH)
+        with later.summon_full_params(models[1]):
+            summoned = models[1].first.weight.shape == (WIDTH, WIDTH)
+    return {
+        "instance": all(isinstance(m, later) and isinstance(m, TorchFSDP) and m.first.fsdp_wrapped for m in models),
+        "not of it": not isinstance(Block(rank.device), later) and not issubclass(TorchFSDP, later),
+        "derived": issubclass(Own, later) and issubclass(Own, TorchFSDP),
+        "pickled": pickle.loads(pickle.dumps(later)) is later,
+        "whole": whole,
+        "summoned": summoned,
+    }
+
+
+def test_the_wrapper_is_a_class(ranks: Ranks) -> None:
+    for found in ranks.run(as_a_class):
+        assert all(found.values()), found
+
+
+def test_torchs_wrapper_is_not_imported_before() -> None:
+    """It takes a second."""
+    program = (
+        "import sys, te_torch.compat, transformer_engine.pytorch as te\n"
+        "from transformer_engine.pytorch.distributed import FullyShardedDataParallel as F\n"
+        "assert F.__name__ == 'FullyShardedDataParallel'\n"
+        "assert 'torch.distributed.fsdp' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
 
 
 def refused(rank: Rank) -> list[str]:

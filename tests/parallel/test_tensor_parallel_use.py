@@ -374,6 +374,12 @@ def mistakes(rank: Rank) -> dict[str, str]:
         with torch.no_grad(), region("current"):
             row(first(torch.randn(3, 2, H, device=rank.device, dtype=torch.bfloat16), fp8_output=True))
 
+    def whole_sequence() -> None:
+        layer = te.TransformerLayer(
+            H, H, 4, tp_group=world, set_parallel_mode=True, sequence_parallel=True, seq_length=8, device=rank.device
+        )
+        layer(torch.randn(8, 2, H, device=rank.device))
+
     return {
         "size": error_of(lambda: te.Linear(H, F, parallel_mode="row", tp_group=world, tp_size=4)),
         "late size": error_of(lambda: column.set_tensor_parallel_group(alone[rank.number])),
@@ -386,6 +392,9 @@ def mistakes(rank: Rank) -> dict[str, str]:
         "width": error_of(lambda: row(x)),
         "sequence": error_of(lambda: row(x[:3, : H // 2].contiguous())),
         "quantized sequence": error_of(odd_sequence),
+        "whole sequence": error_of(whole_sequence),
+        "grouped bias": error_of(lambda: te.GroupedLinear(2, H, H, parallel_mode="row", tp_group=world, device="cpu")),
+        "heads alone": str(te.DotProductAttention(4, 8, tp_group=world, softmax_type="learnable").softmax_offset.shape),
         "unreduced": error_of(unreduced),
         "smaller group": error_of(smaller_group),
         "multicast": error_of(lambda: te.Linear(H, F, symmetric_ar_type="multimem_all_reduce")),
@@ -407,6 +416,9 @@ def test_mistakes(pair: Ranks) -> None:
         assert "1 over 2 ranks" in said["heads"]
         assert f"[*, {H // 2}]" in said["width"]
         assert "a first dimension that the ranks divide" in said["sequence"]
+        assert "this rank's 4 rows of the sequence (seq_length)" in said["whole sequence"]
+        assert said["grouped bias"].startswith("ArgumentError") and "bias=True over 2 ranks" in said["grouped bias"]
+        assert "2" in said["heads alone"] and "4" not in said["heads alone"]
         assert "3 rows of a quantized tensor of shape (3, 2, " in said["quantized sequence"]
         assert "a first dimension that the ranks divide" in said["quantized sequence"]
         assert "reduce_amax=False" in said["unreduced"] and "without ranks" in said["smaller group"]
