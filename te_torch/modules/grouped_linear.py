@@ -103,7 +103,7 @@ class GroupedLinear(BaseModule):
         self._spread_over(tp_size, tp_group, sequence_parallel)
         if self.tp_size > 1 and bias:
             raise ArgumentError(
-                "GroupedLinear", f"bias=True over {self.tp_size} ranks", "bias=False there", "leave it out"
+                "GroupedLinear", f"bias=True with tp_size={self.tp_size}", "bias=False there", "leave it out"
             )
         self.parallel_mode = mode = mode_of(parallel_mode)
         self.in_features, self.out_features = in_features, out_features

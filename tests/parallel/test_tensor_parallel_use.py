@@ -417,7 +417,7 @@ def test_mistakes(pair: Ranks) -> None:
         assert f"[*, {H // 2}]" in said["width"]
         assert "a first dimension that the ranks divide" in said["sequence"]
         assert "this rank's 4 rows of the sequence (seq_length)" in said["whole sequence"]
-        assert said["grouped bias"].startswith("ArgumentError") and "bias=True over 2 ranks" in said["grouped bias"]
+        assert said["grouped bias"].startswith("ArgumentError") and "bias=True with tp_size=2" in said["grouped bias"]
         assert "2" in said["heads alone"] and "4" not in said["heads alone"]
         assert "3 rows of a quantized tensor of shape (3, 2, " in said["quantized sequence"]
         assert "a first dimension that the ranks divide" in said["quantized sequence"]
