@@ -184,6 +184,8 @@ def begin(*modules: Any) -> None:
 
 def check_recipe_fits(module: Any, precision: Precision | None) -> None:
     """A quantized weight runs in the recipe it was made for; outside of a region it is dequantized, with a warning."""
+    if not (module._primary or module._quantize_later):  # nearly always
+        return
     later = {name for name, _, _ in module._quantize_later}
     for name in module._weight_names():
         weight = getattr(module, name)

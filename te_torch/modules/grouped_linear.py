@@ -215,8 +215,7 @@ class GroupedLinear(BaseModule):
     def _new_call(self, precision: int, dtype: torch.dtype, *key: Any) -> Call:
         before, weights, biases, _, weight_dtype = key
         rules = [self._precision(precision, gemm) if precision else None for gemm in range(self.num_gemms)]
-        if self._primary or self._quantize_later:
-            check_recipe_fits(self, rules[0])
+        check_recipe_fits(self, rules[0])
         kind = None if weight_dtype is None else TO_CORE[weight_dtype]
         original = [keeps_original(self, precision, rule) for rule in rules]
         spec = core.GroupedSpec(

@@ -207,8 +207,7 @@ class LayerNormMLP(NormParameters):
         fc2 = Needs(any(fc1), w2, b2)
         kind = None if weight_dtype is None else TO_CORE[weight_dtype]
         rules = [self._precision(precision, gemm) for gemm in range(2)]
-        if self._primary or self._quantize_later:
-            check_recipe_fits(self, rules[0])
+        check_recipe_fits(self, rules[0])
         first, second = (
             LinearSpec(TO_CORE[dtype], rule, needs, request, kind, parallel=self._split(mode, rule))
             for rule, needs, request, mode in zip(rules, (fc1, fc2), self._requests(), self._modes(), strict=True)

@@ -128,8 +128,7 @@ class SplitParameters(BaseModule):
                 "touches the layer. Allowed: plain outputs. To do: leave fp8_output out, or the layer of the config."
             )
         rule = precision_of(precision)
-        if self._primary or self._quantize_later:
-            check_recipe_fits(self, rule)
+        check_recipe_fits(self, rule)
         return core.LinearSpec(
             TO_CORE[dtype],
             rule,

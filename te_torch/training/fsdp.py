@@ -77,6 +77,10 @@ class _Later:
     def __subclasscheck__(self, other: Any) -> bool:
         return issubclass(other, _prepared())
 
+    @property
+    def __bases__(self) -> tuple[type]:
+        return (_prepared(),)
+
     def __mro_entries__(self, bases: tuple[Any, ...]) -> tuple[type]:
         return (_prepared(),)
 

@@ -66,6 +66,8 @@ _ATTENTION = (
 class TransformerLayer(torch.nn.Module):
     """One layer of a Transformer, in the precision of the active `autocast` region."""
 
+    _rows: int | None = None  # of the sequence that this rank is to be given
+
     def __init__(
         self,
         hidden_size: int,
@@ -138,7 +140,6 @@ class TransformerLayer(torch.nn.Module):
         self._fork = fork_of(get_rng_state_tracker, None) if sequence_parallel else None
         self.drop_path = DropPath(drop_path_rate, self._fork) if drop_path_rate > 0 else None
         self._add_parts(given)
-        self._rows: int | None = None  # of the sequence that this rank is to be given
         ranks = self.self_attention.tp_size
         if sequence_parallel and seq_length is not None and ranks > 1 and attn_input_format == "sbhd":
             self._rows = seq_length // ranks

@@ -120,7 +120,7 @@ def as_a_class(rank: Rank) -> dict[str, bool]:
     return {
         "instance": all(isinstance(m, later) and isinstance(m, TorchFSDP) and m.first.fsdp_wrapped for m in models),
         "not of it": not isinstance(Block(rank.device), later) and not issubclass(TorchFSDP, later),
-        "derived": issubclass(Own, later) and issubclass(Own, TorchFSDP),
+        "derived": issubclass(Own, later) and issubclass(Own, TorchFSDP) and issubclass(later, TorchFSDP),
         "pickled": pickle.loads(pickle.dumps(later)) is later,
         "whole": whole,
         "summoned": summoned,
