@@ -519,6 +519,8 @@ class Machine:
             self.asked[key] = max(self.asked.get(key, 0), nbytes)
             self._scratch[address] = name
             for i, event in enumerate(self.log[begin:], begin):  # new memory was filled before it had a name
+                if event.thread != key[0]:
+                    continue  # another thread names its own; what was read of it here may be out of date
                 places = tuple((n, p and p._replace(scratch=self._name_of(p))) for n, p in event.places)
                 self.log[i] = event._replace(places=places)
             return address  # type: ignore[no-any-return]
