@@ -13,7 +13,7 @@ import errno
 import mmap
 from collections.abc import Callable
 from math import prod
-from threading import Lock
+from threading import RLock
 from typing import Any, NoReturn
 
 from te_core import dtypes, libraries
@@ -89,7 +89,9 @@ class _Imported:
             self.managed.deleter(address(self.managed))
 
 
-_taking = Lock()  # a bare capsule may be shown to two threads, and only one can have it
+# A bare capsule may be shown to two threads, and only one can have it. Garbage may be collected meanwhile, and what its
+# owner runs then may take another one.
+_taking = RLock()
 
 
 def from_dlpack(producer: Any, *, stream: int | None = None, dtype: Any = None) -> Tensor:

@@ -96,7 +96,7 @@ class Driver:
         self._contexts: dict[int, int] = {}
         self._pools: dict[int, int] = {}
         self._refused: list[tuple[int, int, int, tuple[int, ...]]] = []  # memory that a capture would not let go
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._local = threading.local()
         self.current_context = self._current_context if lib is not None else self._fast_current_context()
 
@@ -258,10 +258,12 @@ class Driver:
         entered = self.enter(context) if context else False
         self._lib.cuThreadExchangeStreamCaptureMode(byref(mode))
         try:
-            if self._refused:
-                refused, self._refused = self._refused, []
-                for block in refused:
-                    self._free(*block)
+            for _ in range(len(self._refused)):
+                try:
+                    block = self._refused.pop(0)  # one by one: another thread may be doing the same
+                except IndexError:
+                    break
+                self._free(*block)
             if pool:
                 status = self._lib.cuMemAllocFromPoolAsync(byref(address), nbytes or 1, pool, stream)
             else:

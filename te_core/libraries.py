@@ -99,9 +99,10 @@ def load(name: str) -> ctypes.CDLL:
         if name not in _handles:
             for needed in KNOWN[name].needs:
                 load(needed)
-            _handles[name], _files[name] = _open(name)
+            handle, _files[name] = _open(name)
             for companion in sorted(Path(_files[name]).parent.glob(KNOWN[name].beside)) if KNOWN[name].beside else ():
                 ctypes.CDLL(str(companion))
+            _handles[name] = handle  # not before all of it is there: other threads take it without the lock
         return _handles[name]
 
 

@@ -3,8 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from threading import Lock
+from threading import RLock
 from typing import Any
+
+
+def drop_oldest(kept: dict[Any, Any]) -> None:
+    """Let go of what has been in a small cache for longest; several threads may want to at once."""
+    try:
+        kept.pop(next(iter(kept)), None)
+    except (RuntimeError, StopIteration):  # another thread has changed it, or emptied it: there is room
+        pass
 
 
 class PlanCache:
@@ -25,7 +33,7 @@ class PlanCache:
         self.capacity = capacity
         self.builds = 0
         self._half = max(1, capacity // 2)
-        self._lock = Lock()
+        self._lock = RLock()  # a plan that goes may free what comes back here
         self._plans: dict[Hashable, Any] = {}  # the younger generation: nearly every hit
         self._before: dict[Hashable, Any] = {}
 

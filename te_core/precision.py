@@ -7,9 +7,11 @@ from: each piece reads its own field.
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
+from threading import RLock
 from typing import Any
 
 from te_core.dtypes import DType
@@ -126,3 +128,23 @@ class Precision(_Weak):
     def __reduce__(self) -> tuple[Any, ...]:
         # A copy is another object, and has a serial of its own.
         return type(self), tuple(getattr(self, f.name) for f in fields(self) if f.init)
+
+
+#: What recipes have come down to, as long as somebody holds it: a recipe with a function of its own in it, made anew
+#: for each step, leaves nothing behind.
+_resolved: weakref.WeakKeyDictionary[Precision, weakref.ref[Precision]] = weakref.WeakKeyDictionary()
+_resolving = RLock()  # garbage may be collected inside, and what its owner runs then may resolve a recipe
+
+
+def the_one(precision: Precision) -> Precision:
+    """The object that stands for all precisions equal to this one, while there are any."""
+    with _resolving:
+        try:
+            reference = _resolved.get(precision)
+        except TypeError:  # a user's function or quantizer that cannot be hashed stands for itself
+            return precision
+        found = None if reference is None else reference()
+        if found is None:
+            found = precision
+            _resolved[precision] = weakref.ref(precision)
+    return found

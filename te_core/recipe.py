@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import threading
 import warnings
 import weakref
 from collections.abc import Callable
@@ -20,7 +19,7 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 from te_core import dtypes, env
 from te_core.dtypes import DType
 from te_core.errors import ArgumentError
-from te_core.precision import AttentionPrecision, Gemm, History, Operand, Precision
+from te_core.precision import AttentionPrecision, Gemm, History, Operand, Precision, the_one
 
 
 class _FormatMax(NamedTuple):
@@ -91,16 +90,17 @@ class Recipe:
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """A recipe with a token of its own (copies and unpickled recipes included)."""
         recipe = super().__new__(cls)
-        recipe.__dict__["token"] = next(_tokens)
+        recipe.__dict__.update(token=next(_tokens), _precision=[])
         _by_token[recipe.token] = recipe
         return recipe
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
-        vars(self).pop("_precision", None)  # what `resolve` found before
+        # What `resolve` finds goes into the list that it began with: never what another thread found of older fields.
+        vars(self)["_precision"] = []
 
     def __getstate__(self) -> dict[str, Any]:
-        return {k: v for k, v in vars(self).items() if k not in ("token", "_precision")}
+        return {k: v for k, v in vars(self).copy().items() if k not in ("token", "_precision")}
 
     @classmethod
     def nvfp4(cls) -> bool:
@@ -142,33 +142,12 @@ class Recipe:
         raise NotImplementedError
 
 
-#: What recipes have come down to, as long as somebody holds it: a recipe with a function of its own in it, made anew
-#: for each step, leaves nothing behind.
-_resolved: weakref.WeakKeyDictionary[Precision, weakref.ref[Precision]] = weakref.WeakKeyDictionary()
-_resolving = threading.Lock()
-
-
 def resolve(recipe: Recipe) -> Precision:
     """The one `Precision` object of all recipes that say the same (so that `is` compares precisions)."""
-    found: Precision | None = vars(recipe).get("_precision")
-    if found is None:
-        found = the_one(recipe.resolve())
-        vars(recipe)["_precision"] = found  # until a field is assigned
-    return found
-
-
-def the_one(precision: Precision) -> Precision:
-    """The object that stands for all precisions equal to this one, while there are any."""
-    with _resolving:
-        try:
-            reference = _resolved.get(precision)
-        except TypeError:  # a user's function or quantizer that cannot be hashed stands for itself
-            return precision
-        found = None if reference is None else reference()
-        if found is None:
-            found = precision
-            _resolved[precision] = weakref.ref(precision)
-    return found
+    found: list[Precision] = vars(recipe)["_precision"]  # until a field is assigned
+    if not found:
+        found.append(the_one(recipe.resolve()))
+    return found[0]
 
 
 def by_token(token: int) -> Recipe:
@@ -491,6 +470,13 @@ class NVFP4BlockScaling(Recipe):
     backward_override: str | None = field(default=_BACKWARD_OVERRIDE)
 
     def __post_init__(self) -> None:
+        self._check()
+        transform, stochastic = not self.disable_rht, not self.disable_stochastic_rounding
+        self.fp4_quant_fwd_inp = QParams(random_hadamard_transform=transform)
+        self.fp4_quant_fwd_weight = QParams(fp4_2d_quantization=not self.disable_2d_quantization)
+        self.fp4_quant_bwd_grad = QParams(random_hadamard_transform=transform, stochastic_rounding=stochastic)
+
+    def _check(self) -> None:
         name = "NVFP4BlockScaling"
         _check_common(self, _OVERRIDES)
         for flag in ("disable_rht", "disable_stochastic_rounding", "disable_2d_quantization", "row_scaled_activation"):
@@ -517,11 +503,6 @@ class NVFP4BlockScaling(Recipe):
             not self.row_scaled_activation or self.disable_rht,
             "False unless disable_rht=True",
         )
-        transform = not self.disable_rht
-        stochastic = not self.disable_stochastic_rounding
-        self.fp4_quant_fwd_inp = QParams(random_hadamard_transform=transform)
-        self.fp4_quant_fwd_weight = QParams(fp4_2d_quantization=not self.disable_2d_quantization)
-        self.fp4_quant_bwd_grad = QParams(random_hadamard_transform=transform, stochastic_rounding=stochastic)
 
     def _operand(self, scope: str, params: QParams) -> Operand:
         four = scope != "gradients" and self.nvfp4_4over6 in (scope, "all")
@@ -541,9 +522,8 @@ class NVFP4BlockScaling(Recipe):
 
     def resolve(self) -> Precision:
         """The frozen description of this recipe as it stands now."""
-        given = self.fp4_quant_fwd_inp, self.fp4_quant_fwd_weight, self.fp4_quant_bwd_grad
-        self.__post_init__()
-        self.fp4_quant_fwd_inp, self.fp4_quant_fwd_weight, self.fp4_quant_bwd_grad = given  # a user may assign them
+        self._check()
+        given = self.fp4_quant_fwd_inp, self.fp4_quant_fwd_weight, self.fp4_quant_bwd_grad  # a user may assign them
         x, w, dy = (self._operand(*pair) for pair in zip(("activations", "weights", "gradients"), given, strict=True))
         return Precision(
             x,

@@ -107,6 +107,9 @@ def in_backward() -> bool:
     return _graph_task() != -1
 
 
+_counting = threading.RLock()
+
+
 class Outstanding:
     """The precisions of those forwards of a module that torch's own checkpoint may run again.
 
@@ -122,17 +125,21 @@ class Outstanding:
 
     def note(self, training: bool, number: int) -> None:
         """A forward that may be run again."""
-        self._counts[training, number] = self._counts.get((training, number), 0) + 1
+        with _counting:
+            self._counts[training, number] = self._counts.get((training, number), 0) + 1
 
     def expect(self, training: bool, number: int) -> None:
         """The same of one that may have been noted before."""
-        self._counts.setdefault((training, number), 1)
+        with _counting:
+            self._counts.setdefault((training, number), 1)
 
     def agreed(self, training: bool, name: str) -> int | None:
         """The precision of what is run again now; None where nothing was noted."""
-        found = [number for mode, number in self._counts if mode == training] or [n for _, n in self._counts]
+        with _counting:
+            found = [number for mode, number in self._counts if mode == training] or [n for _, n in self._counts]
+            if len(found) > 1:
+                self._counts.clear()  # the next step is judged by itself
         if len(found) > 1:
-            self._counts.clear()  # the next step is judged by itself
             said = ", ".join(sorted(_in_words(number) for number in found))
             raise UnsupportedError(
                 f"{name}, run again in backward by a checkpoint",
@@ -147,14 +154,15 @@ class Outstanding:
 
     def done(self, training: bool, number: int) -> None:
         """One of them was run again."""
-        for key in ((training, number), (not training, number)):
-            left = self._counts.get(key)
-            if left is not None:
-                if left > 1:
-                    self._counts[key] = left - 1
-                else:
-                    del self._counts[key]
-                return
+        with _counting:
+            for key in ((training, number), (not training, number)):
+                left = self._counts.get(key)
+                if left is not None:
+                    if left > 1:
+                        self._counts[key] = left - 1
+                    else:
+                        del self._counts[key]
+                    return
 
 
 def _in_words(number: int) -> str:
@@ -374,7 +382,7 @@ class autocast:  # noqa: N801  the documented name
                 rules = [(state, precision_of(number), recipe_of(number)) for state, number in ran.traced]
                 updates.update_traced(rules)
             return
-        tokens = [*ran.states, *updates.traced_that_ran(region.group, ran.states)]
+        tokens = [*ran.states, *updates.traced_that_ran(region.group, ran)]
         # What a recomputation runs was updated before, unless its first forward ran without grad mode.
         if kind is None:
             updates.update(tokens, scaling.FORWARD, only_due=region.recompute)

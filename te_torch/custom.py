@@ -9,8 +9,8 @@ import torch
 
 from te_core import dtypes
 from te_core.errors import ArgumentError
-from te_core.precision import Gemm, History, Operand, Precision
-from te_core.recipe import Format, the_one
+from te_core.precision import Gemm, History, Operand, Precision, the_one
+from te_core.recipe import Format
 from te_core.runtime import Runtime
 from te_core.tensor import META, Tensor
 from te_torch.module_names import name_of

@@ -18,8 +18,8 @@ def enrolled(module: Any) -> int:
 
 
 def living() -> list[Any]:
-    """All of them."""
-    return list(_by_token.values())
+    """All of them, whichever threads make or drop some meanwhile."""
+    return [module for reference in _by_token.valuerefs() if (module := reference()) is not None]
 
 
 def of_token(token: int) -> Any:
@@ -29,4 +29,11 @@ def of_token(token: int) -> Any:
 
 def alike(kind: int, facts: tuple[Any, ...]) -> list[Any]:
     """The living modules of this class that are like this: what is compiled for one of them serves all."""
-    return [module for module in living() if module._kind == kind and module._facts() == facts]
+    return [module for module in living() if _is_like(module, kind, facts)]
+
+
+def _is_like(module: Any, kind: int, facts: tuple[Any, ...]) -> bool:
+    try:
+        return bool(module._kind == kind and module._facts() == facts)
+    except AttributeError:  # another thread is about to make it: it has no forward that could be run yet
+        return False

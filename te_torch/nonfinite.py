@@ -12,6 +12,7 @@ A narrow format may have no code for either: docs/precision.md says what becomes
 from __future__ import annotations
 
 from collections.abc import Iterator
+from threading import RLock
 from typing import Any, NamedTuple
 
 import torch
@@ -66,12 +67,19 @@ class Counted:
         return Scales(own.forward_scale, own.forward_amax, own.backward_scale, own.backward_amax, forward, back)
 
 
+_beginning = RLock()
+
+
 def counted(module: Any, state: ScalingState | None, device: torch.device) -> Counted:
     """The module's counters around its state; made at the first look."""
     found: Counted | None = module.__dict__.get("_nonfinite")
     if found is None or found.forward.device != device:
         check_surroundings()  # else their memory would be a mode's
-        found = module.__dict__["_nonfinite"] = Counted(module.gemms, device)
+        made = Counted(module.gemms, device)
+        with _beginning:  # another thread may have counted in others of them already
+            found = module.__dict__.get("_nonfinite")
+            if found is None or found.forward.device != device:
+                found = module.__dict__["_nonfinite"] = made
     found.state = state
     return found
 

@@ -10,11 +10,12 @@ import copy
 import itertools
 from collections import OrderedDict
 from dataclasses import replace
+from threading import RLock
 from typing import NamedTuple
 
 from te_core.errors import UnsupportedError
-from te_core.precision import Precision
-from te_core.recipe import Recipe, by_token, resolve, the_one
+from te_core.precision import Precision, the_one
+from te_core.recipe import Recipe, by_token, resolve
 from te_torch.runtime import constant_at_trace
 
 #: How a region changes what its recipe says: nothing, `emulate`, `strict`, `check_finite`, several of these; or high
@@ -36,6 +37,7 @@ _users: OrderedDict[int, None] = OrderedDict()  # numbers of precisions with a u
 _modes: dict[tuple[int, int], Precision] = {}  # by serial and mode
 _together: dict[tuple[int, ...], int] = {}  # numbers of several precisions as one
 _counter = itertools.count(1)
+_numbering = RLock()  # a recipe is copied inside, by its own rules
 #: Those of custom recipes, which say something else for each module.
 custom_numbers: set[int] = set()
 
@@ -72,19 +74,25 @@ def number_of(recipe: Recipe, mode: int = PLAIN) -> int:
 
 
 def number_of_precision(precision: Precision, recipe: Recipe | None) -> int:
-    """The number of a precision (one that `te_core.recipe.the_one` gave)."""
+    """The number of a precision (one that `te_core.precision.the_one` gave)."""
     number = _numbers.get(precision.serial)
-    if number is not None:
-        return number
-    number = _next(precision)
-    _by_number[number] = _Numbered(precision, copy.copy(recipe))
-    _numbers[precision.serial] = number
-    if precision.factory is not None:
-        custom_numbers.add(number)
-    if _has_functions(precision):
-        _users[number] = None
-        while len(_users) > _KEPT:
-            _forget(_users.popitem(last=False)[0])
+    return _numbered(precision, recipe) if number is None else number
+
+
+def _numbered(precision: Precision, recipe: Recipe | None) -> int:
+    with _numbering:
+        number = _numbers.get(precision.serial)
+        if number is not None:  # of another thread's, meanwhile
+            return number
+        number = _next(precision)
+        _by_number[number] = _Numbered(precision, copy.copy(recipe))
+        if precision.factory is not None:
+            custom_numbers.add(number)
+        _numbers[precision.serial] = number  # now all is there that goes with it
+        if _has_functions(precision):
+            _users[number] = None
+            while len(_users) > _KEPT:
+                _forget(_users.popitem(last=False)[0])
     return number
 
 
@@ -92,11 +100,12 @@ def number_of_several(numbers: tuple[int, ...]) -> int:
     """One number for the precisions of a module's GEMMs; that of all of them where they are the same."""
     if len(set(numbers)) == 1:
         return numbers[0]
-    number = _together.get(numbers)
-    if number is None:
-        first = _known(numbers[0])
-        number = _together[numbers] = _next(first.precision)
-        _by_number[number] = _Numbered(first.precision, first.recipe, numbers)
+    with _numbering:
+        number = _together.get(numbers)
+        if number is None:
+            first = _known(numbers[0])
+            number = _together[numbers] = _next(first.precision)
+            _by_number[number] = _Numbered(first.precision, first.recipe, numbers)
     return number
 
 
@@ -137,7 +146,8 @@ def _in_mode(precision: Precision, mode: int) -> Precision:
             changed = replace(
                 precision, emulate=bool(mode & EMULATE), strict=bool(mode & STRICT), check_finite=bool(mode & CHECK)
             )
-        found = _modes[precision.serial, mode] = the_one(changed)
+        with _numbering:
+            found = _modes[precision.serial, mode] = the_one(changed)
     return found
 
 

@@ -16,6 +16,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from threading import RLock
 from typing import Any
 
 import torch
@@ -106,6 +107,7 @@ class ScalingState(torch.nn.Module):
         self._core: dict[tuple[int, float], CoreState] = {}
         self.update_plans: dict[tuple[int, ...], Any] = {}
         self.seen_version: int | None = None  # of the forward history, if compiled code writes it
+        self.told: Any = None  # the `Ran` of the last region that compiled code told of its run
         self.due = False  # a forward ran whose maxima no update has read yet
 
     def __getstate__(self) -> dict[str, Any]:
@@ -114,7 +116,7 @@ class ScalingState(torch.nn.Module):
         if self.scale_fwd.is_cpu:  # torch moves it into shared memory, in place, if this is for another process
             moves += 1
             self._views, self._core = None, {}
-        derived = ("token", "precision", "_views", "_places", "_core", "update_plans", "seen_version", "due")
+        derived = ("token", "precision", "_views", "_places", "_core", "update_plans", "seen_version", "told", "due")
         return {**{k: v for k, v in self.__dict__.items() if k not in derived}, "group": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -247,6 +249,7 @@ class ScalingState(torch.nn.Module):
             self.due = True
             self.group = region.group
             region.ran.states[self.token] = None
+            self.told = region.ran
 
     def is_due(self) -> bool:
         """Whether a forward, eager or compiled, ran whose maxima no update has read yet."""
@@ -266,7 +269,7 @@ class ScalingState(torch.nn.Module):
             if buffer.dtype != torch.float32:
                 buffer.data = buffer.data.float()
         core = to_core_shape if self.scale_fwd.is_meta else to_core
-        self._places = [*map(_place_of, self._buffers.values())]  # type: ignore[arg-type]
+        places = [*map(_place_of, self._buffers.values())]  # type: ignore[arg-type]
         # Of aliases, which hold the memory: a view that is left somewhere never writes into that of others.
         rows = [core(t.detach()) for t in (self.scale_fwd, self.amax_history_fwd[0], self.scale_bwd)]
         back = core(self.amax_history_bwd[0].detach())
@@ -275,6 +278,7 @@ class ScalingState(torch.nn.Module):
             Scales(core(self.used_fwd.detach()), None, rows[2], back),
             Scales(rows[0], None, rows[2], back),
         )
+        self._places = places  # last: another thread may look meanwhile whether the views are of these
         return views
 
     def backward_scales(self) -> Scales:
@@ -313,15 +317,19 @@ class ScalingState(torch.nn.Module):
         return found
 
 
+_making = RLock()  # two threads that begin to run a module share its state
+
+
 def make_state(module: Any, device: torch.device, precision: Precision, recipe: Any = None) -> ScalingState:
     """The module's scaling state, following this precision's rule; made if there is none."""
     assert precision.history is not None
-    state = _beginning(module, device, precision)
-    if state.precision is not precision:
-        if state.scale_fwd.device != device:  # a module without parameters cannot tell where a checkpoint belongs
-            state.to(device)
-        state.prepare(precision, recipe)
-        state.in_use = True
+    with _making:
+        state = _beginning(module, device, precision)
+        if state.precision is not precision:
+            if state.scale_fwd.device != device:  # a module without parameters cannot tell where a checkpoint belongs
+                state.to(device)
+            state.prepare(precision, recipe)
+            state.in_use = True
     return state
 
 
@@ -344,7 +352,8 @@ def make_states(modules: list[Any], device: torch.device, precision: Precision, 
     """
     assert precision.history is not None
     for module in modules:
-        state = _beginning(module, device, precision, in_use=False)
+        with _making:
+            state = _beginning(module, device, precision, in_use=False)
         if len(modules) == 1:
             make_state(module, device, precision, recipe)
             continue

@@ -14,7 +14,8 @@ import torch
 from te_core.errors import UnsupportedError
 from te_core.ops import raw as ops
 from te_core.ops.quantize import ScalingState as CoreState
-from te_core.precision import History, Operand, Precision
+from te_core.plan_cache import drop_oldest
+from te_core.precision import Operand, Precision
 from te_torch import amax_reduction
 from te_torch import state as scaling
 from te_torch.runtime import runtime_for, to_core
@@ -32,27 +33,30 @@ def region_begins() -> None:
         update(tokens, BACKWARD)
     for token in list(watched):
         state = by_token(token)
-        if state is not None:
+        if state is not None and not (state.told and state.told.open):  # of another thread's region
             state.seen_version = state.amax_history_fwd._version
 
 
-def traced_that_ran(group: Any, told: dict[int, None]) -> list[int]:
+def traced_that_ran(group: Any, ran: Any) -> list[int]:
     """The states into whose history compiled code has merged maxima since their last update, in a region of `group`.
 
     Compiled code leaves no other trace that it would not have to be compiled again for: it writes the history as any
-    tensor, which autograd counts. `told`: those of which an operator told as it ran.
+    tensor, which autograd counts. `ran`: what ran in the region as far as operators told; of what they told another
+    thread's region, that one takes care.
     """
-    ran = []
+    found = []
     for token in list(watched):
         state = by_token(token)
         if state is None:
             watched.pop(token, None)
         elif state.amax_history_fwd._version != state.seen_version:
-            state.group = group
-            ran.append(token)
-            if token not in told:
+            if token not in ran.states:
+                if state.told and state.told.open:
+                    continue
                 _replayed[token] = None
-    return ran
+            state.group = group
+            found.append(token)
+    return found
 
 
 def update(tokens: Iterable[int], direction: int, only_due: bool = False) -> None:
@@ -130,21 +134,25 @@ def abandon(tokens: Iterable[int], group: Any, precision: Precision, only_due: b
 
 
 def _plan_update(states: list[ScalingState], direction: int) -> tuple[list[tuple[torch.Tensor, Any]], list[int]]:
-    groups: dict[Any, list[ScalingState]] = {}
+    groups: dict[Any, list[tuple[ScalingState, Precision]]] = {}
     by_callables = []
     for state in states:
+        precision = state.precision
+        if precision is None:  # another thread runs the module in another recipe from now on
+            continue
         state.updated = True  # here, where each state comes once
-        rule = _rule(state)
+        rule = precision.history
+        assert rule is not None
         if state.scale_fwd.is_meta:  # nothing was computed
             continue
         if callable(rule.amax_algo) or rule.scale_algo is not None:
             by_callables.append(state.token)
         else:
-            groups.setdefault((state.scale_fwd.device, rule.amax_algo), []).append(state)
+            groups.setdefault((state.scale_fwd.device, rule.amax_algo), []).append((state, precision))
     launches = []
     for (_, algo), members in groups.items():
-        anchor = members[0].scale_fwd
-        parts = [s.core(direction, _limit(s.precision, direction)) for s in members]  # type: ignore[arg-type]
+        anchor = members[0][0].scale_fwd
+        parts = [state.core(direction, _limit(precision, direction)) for state, precision in members]
         launches.append((anchor, ops.plan_update(runtime_for(anchor), parts, algo)))
     return launches, by_callables
 
@@ -165,11 +173,6 @@ def update_traced(ran: list[tuple[ScalingState, Any, Any]]) -> None:
     for s, p, recipe in ran:
         if callable(p.history.amax_algo) or p.history.scale_algo is not None:
             _update_by_callables(s, FORWARD, p, recipe)
-
-
-def _rule(state: ScalingState) -> History:
-    assert state.precision is not None and state.precision.history is not None
-    return state.precision.history
 
 
 _library = torch.library.Library("te_runtime", "FRAGMENT")
@@ -265,9 +268,10 @@ def this_pass() -> int:
     task = torch._C._current_graph_task_id()
     if task != -1 and task not in _pending:
         while len(_pending) > 64:  # passes that an exception ended never called back
-            _pending.pop(next(iter(_pending)), None)
-        _pending[task] = []
-        torch.autograd.Variable._execution_engine.queue_callback(lambda: _pass_ended(task))
+            drop_oldest(_pending)
+        begun: list[int] = []
+        if _pending.setdefault(task, begun) is begun:  # autograd has a thread for each device
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: _pass_ended(task))
     return task
 
 

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from te_core.layers.linear import LinearSpec, Needs, Product, weight_operand
+from te_core.plan_cache import drop_oldest
 from te_core.precision import Precision
 from te_core.quantize.operands import is_plain_rule
 from te_core.quantize.state import Scales
@@ -45,8 +46,8 @@ class Held:
 
     def take(self, what: str, tensors: tuple[torch.Tensor, ...]) -> None:
         """Keep memory for this kind; the oldest gives way."""
-        if len(self.__dict__) >= _MOST_KINDS:
-            del self.__dict__[next(iter(self.__dict__))]
+        while len(self.__dict__) >= _MOST_KINDS:
+            drop_oldest(self.__dict__)
         self.__dict__[what] = tensors
 
     def __reduce__(self) -> tuple[Any, ...]:

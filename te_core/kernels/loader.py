@@ -132,8 +132,10 @@ class Kernel:
         return int(self._driver.funcGetAttribute(number, self._function))
 
     def _raise_shared(self, shared: int) -> None:
-        self._driver.funcSetAttribute(self._function, _MAX_DYNAMIC_SHARED, shared)
-        self._shared = shared
+        with _lock:  # what the driver was told last is what is remembered
+            if shared > self._shared:
+                self._driver.funcSetAttribute(self._function, _MAX_DYNAMIC_SHARED, shared)
+                self._shared = shared
 
     def _argument_error(self, args: tuple[Any, ...], error: Exception) -> ArgumentError:
         return ArgumentError(

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import partial
+from threading import RLock
 from typing import Any
 
 from te_core import env
@@ -53,7 +54,7 @@ class Counts:
         total = self.replayed + self.interpreted.total()
         if not total:
             return "no call was counted yet"
-        reasons = [f"{count} not ({reason})" for reason, count in self.interpreted.most_common(8)]
+        reasons = [f"{count} not ({reason})" for reason, count in self.interpreted.copy().most_common(8)]
         return ", ".join([f"{self.replayed} of {total} calls of layers replayed ({self.share:.0%})", *reasons])
 
 
@@ -62,6 +63,7 @@ FAILED = "the recording failed"
 COUNTS = Counts()
 _tapes = PlanCache(_MOST_TAPES)
 _trials: weakref.WeakSet[Trial] = weakref.WeakSet()
+_enrolling = RLock()
 _numbers = itertools.count()
 _when: str | None = None
 
@@ -91,8 +93,9 @@ def forget() -> None:
     """Let go of all tapes, and of what was learnt about their use."""
     global _tapes
     _tapes = PlanCache(_MOST_TAPES)
-    for trial in list(_trials):
-        trial.made = trial.replayed = 0
+    with _enrolling:
+        for trial in list(_trials):
+            trial.made = trial.replayed = 0
 
 
 class _Seen:
@@ -136,7 +139,8 @@ class Trial:
 
     def __init__(self) -> None:
         self.made = self.replayed = 0  # how many tapes, and how often one of them was of use
-        _trials.add(self)
+        with _enrolling:
+            _trials.add(self)
 
     @property
     def failed(self) -> bool:

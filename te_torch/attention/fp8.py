@@ -15,11 +15,11 @@ from te_core.layers import attention_fp8 as core
 from te_core.layers.attention import AttentionInputs, AttentionSaved
 from te_core.layers.inspector import PLAIN_ATTENTION, offer
 from te_core.ops import raw as ops
-from te_core.precision import AttentionPrecision, History, Operand, Precision
+from te_core.precision import AttentionPrecision, History, Operand, Precision, the_one
 from te_core.quantize.operands import dense
 from te_core.quantize.state import Scales, backward_cast, forward_cast
 from te_core.quantized import Cast
-from te_core.recipe import DelayedScaling, Float8CurrentScaling, Format, MXFP8BlockScaling, Recipe, resolve, the_one
+from te_core.recipe import DelayedScaling, Float8CurrentScaling, Format, MXFP8BlockScaling, Recipe, resolve
 from te_core.runtime import Runtime
 from te_core.tensor import META, Tensor
 from te_torch.attention import choose, env, unfused

@@ -18,6 +18,7 @@ import torch
 
 from te_core.attention import AttentionSpec, Sizes, canonical_mask
 from te_core.errors import ArgumentError
+from te_core.plan_cache import drop_oldest
 
 
 class AttentionArgumentError(ArgumentError, AssertionError):
@@ -83,12 +84,19 @@ def derived(source: torch.Tensor, name: str, make: Callable[[torch.Tensor], Any]
         forget = weakref.ref(whole, lambda _: _derived.pop(number, None))
         entry = _derived[number] = (forget, source._version, {})
     part = None if whole is source else (source.shape, source.stride(), source.storage_offset(), source.dtype)
-    # Another stream would have to wait for the one that computes the result.
-    key = (name, part, torch.cuda.current_stream(source.device).cuda_stream if source.is_cuda else 0)
+    key = (name, part, stream_of(source.device))
     found = entry[2].get(key)
     if found is None:
         found = entry[2][key] = lasting(lambda: make(source))
     return found
+
+
+def stream_of(device: torch.device) -> Any:
+    """The stream that computes now, which is in the key of what is kept: another one would have to wait for it."""
+    if device.type != "cuda":
+        return None
+    stream = torch.cuda.current_stream(device)
+    return stream.device_index, stream.cuda_stream
 
 
 def lasting(make: Callable[[], Any]) -> Any:
@@ -118,22 +126,23 @@ def get_cu_seqlens_and_indices(mask: torch.Tensor) -> tuple[torch.Tensor, torch.
 
 
 def get_full_cu_seqlens(batch_size: int, max_seqlen: int, device: torch.device | str) -> torch.Tensor:
-    """int32 [b + 1] of sequences that fill their rows; one tensor for each size and device."""
+    """int32 [b + 1] of sequences that fill their rows; one tensor for each size, device and stream."""
     if torch.compiler.is_compiling():
         return _full_cu_seqlens(batch_size, max_seqlen, device)
-    key = (batch_size, max_seqlen, str(device))
+    device = torch.device(device)
+    key = (batch_size, max_seqlen, device, stream_of(device))
     found = _full.get(key)
     if found is None:
         # A tensor of a capture's memory pool must not outlive it.
         found = lasting(lambda: _full_cu_seqlens(batch_size, max_seqlen, device))
         if not (found.is_cuda and torch.cuda.is_current_stream_capturing()):
-            if len(_full) >= 64:  # sizes that change from call to call
-                del _full[next(iter(_full))]
+            while len(_full) >= 64:  # sizes that change from call to call
+                drop_oldest(_full)
             _full[key] = found
     return found
 
 
-_full: dict[tuple[int, int, str], torch.Tensor] = {}
+_full: dict[tuple[int, int, torch.device, Any], torch.Tensor] = {}
 
 
 def _full_cu_seqlens(batch_size: int, max_seqlen: int, device: torch.device | str) -> torch.Tensor:

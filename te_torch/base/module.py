@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from te_core.errors import ArgumentError, UnsupportedError
+from te_core.plan_cache import drop_oldest
 from te_core.precision import Precision
 from te_torch.autocast import Now, Outstanding, Region, precision_now, prepare_default
 from te_torch.base.checkpoint_state import adopt
@@ -86,7 +87,7 @@ class CallingModule(MarkedModule):
 
     def __getstate__(self) -> dict[str, Any]:
         """Without calls, token and compiled code, which belong to this process and this object."""
-        of_this = "_calls _compiled_call_impl _gathered _kind _last _nonfinite _outstanding _token".split()
+        of_this = "_calls _compiled_call_impl _gathered _kind _last _nonfinite _outstanding _replicated _token".split()
         return {k: v for k, v in self.__dict__.items() if k not in of_this}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -99,8 +100,8 @@ class CallingModule(MarkedModule):
             return _trace_call(self._kind, self._facts(), key)
         found = self._calls.get(key)
         if found is None:
-            if len(self._calls) >= _MOST_CALLS:  # such as a fresh inspector, or a user's own function, in every step
-                del self._calls[next(iter(self._calls))]
+            while len(self._calls) >= _MOST_CALLS:  # such as a fresh inspector, or a user's own function, in every step
+                drop_oldest(self._calls)
             found = self._calls[key] = self._new_call(*key)
         self.__dict__["_last"] = found  # Module.__setattr__ would cost a microsecond
         return found
@@ -332,8 +333,8 @@ class BaseModule(TensorParallel, CallingModule):
     def _asked(self, number: int) -> int:
         found = self._custom.get(number)
         if found is None:
-            if len(self._custom) >= _MOST_CALLS:
-                del self._custom[next(iter(self._custom))]
+            while len(self._custom) >= _MOST_CALLS:
+                drop_oldest(self._custom)
             found = self._custom[number] = number_of_several(custom_precisions(self, number))
         return found
 

@@ -8,7 +8,7 @@ is reduced. What DDP sends as it is constructed it still sends: so ranks begin a
 
 from __future__ import annotations
 
-from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
@@ -21,26 +21,39 @@ from te_torch.state import BUFFERS
 
 def _taken(wrapper: torch.nn.Module, name: str, module: Any) -> None:
     """Called by torch for each module that another one is given; of interest is a model that DDP takes."""
-    if name != "module" or not isinstance(wrapper, DistributedDataParallel):
+    if name != "module" or module is None or not isinstance(wrapper, DistributedDataParallel):
         return
-    keeping = [(path, m) for path, m in module.named_modules() if "fp8_state" in m._modules]
-    for _, m in keeping:
+    keeping = [m for m in module.modules() if "fp8_state" in m._modules]
+    for m in keeping:
         m.__dict__["_replicated"] = True
-    # Also of states that are not there yet; a model may be one layer, whose path is empty.
-    names = [f"{path}.fp8_state.{buffer}".lstrip(".") for path, _ in keeping for buffer in BUFFERS]
-    if names:
-        wrapper.register_forward_pre_hook(partial(_leave, names))
+    if keeping:
+        wrapper.register_forward_pre_hook(_leave)
+        wrapper.__dict__["join_hook"] = MethodType(join_hook, wrapper)
 
 
 register_module_module_registration_hook(_taken)
 
 
-def _leave(names: list[str], wrapper: Any, args: Any) -> None:
-    """Before DDP's forward: from now on it knows nothing of these buffers."""
-    ignored = wrapper.parameters_to_ignore
-    if names[0] not in ignored:
-        ignored.update(names)
+class Ignored(set[str]):
+    """Names that DDP ignores, and those of all scales and maxima, wherever their modules come to stand."""
+
+    def __contains__(self, name: object) -> bool:
+        parts = str(name).split(".")[-2:]
+        return super().__contains__(name) or (parts[0] == "fp8_state" and parts[-1] in BUFFERS)
+
+
+def _leave(wrapper: Any, args: Any) -> None:
+    """Before DDP's first forward: from now on it knows nothing of these buffers."""
+    if type(wrapper.parameters_to_ignore) is not Ignored:
+        ignored = wrapper.parameters_to_ignore = Ignored(wrapper.parameters_to_ignore)
         wrapper.modules_buffers = [t for name, t in wrapper.module.named_buffers() if name not in ignored]
+
+
+def join_hook(self: Any, **options: Any) -> Any:
+    """A rank without a single batch takes part in what the others' forwards send. (Pickled by the name of the method
+    that it stands for.)"""
+    _leave(self, ())
+    return type(self).join_hook(self, **options)
 
 
 def check_reduced(module: Any) -> None:

@@ -109,5 +109,6 @@ class MarkedModule(Unit):
 
 def _attach(parameter: Parameter, marks: Mapping[str, Any]) -> None:
     """What somebody has set on this very parameter stays."""
-    own = parameter.__dict__
-    own.update({**marks, **own})
+    for name, value in marks.items():
+        if not hasattr(parameter, name):  # not by `__dict__`, which a compiler that traces FSDP1 cannot follow
+            setattr(parameter, name, value)

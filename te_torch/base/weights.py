@@ -90,7 +90,7 @@ def extra_for(
             for i, (name, weight, part, precision) in enumerate(zip(names, weights, parts, precisions, strict=True))
         ]
     queue = module.wgrad_store.queues if module.delay_wgrad_compute else None
-    if queue is not None and module._gathered:
+    if queue is not None and module._gathered and torch.is_grad_enabled() and any(w.requires_grad for w in weights):
         raise UnsupportedError(
             type(module).__name__,
             "delay_wgrad_compute with weights that fully_shard has sharded",

@@ -56,9 +56,42 @@ def run(func: Any, args: list[Any], kwargs: dict[str, Any], changes: bool) -> An
     return (*result[:-1], done) if isinstance(result, tuple) else done
 
 
+_ZERO = "torch.distributed.optim.zero_redundancy_optimizer"
+
+
+def follow_owner(func: Any, args: list[Any], kwargs: dict[str, Any], written: list[Any]) -> None:
+    """Under ZeroRedundancyOptimizer: beside the values that a weight's owner sends come its scale and its maximum.
+
+    Under delayed scaling what is sent is what the owner's scale could hold. Of a weight that has outgrown it nobody
+    else would note the maximum, and scales that are not reduced over these ranks would part for good. (Elsewhere a
+    sender may have a plain tensor, and send nothing more.)
+    """
+    if func is not torch.ops.c10d.broadcast_.default or not _inside(_ZERO):
+        return
+    for t in written:
+        quantizer = t._quantizer
+        follows = quantizer._lasting() if quantizer is not None and quantizer._notes() else None
+        if not follows:
+            continue
+        scale, amax = follows
+        sent = torch.stack([scale.detach().reshape(()), amax.detach().reshape(())])
+        run(func, [[sent], *args[1:]], {k: [sent] if k == "tensors" else v for k, v in kwargs.items()}, True)
+        if t._memory.margin is None:  # else the scale begins with these values
+            scale.copy_(sent[0])
+            amax.copy_(torch.maximum(amax, sent[1]))
+
+
+def _inside(module: str) -> bool:
+    """Whether a function of this module is being called."""
+    frame: Any = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__") != module:
+        frame = frame.f_back
+    return frame is not None
+
+
 def refuse_bucket(t: Any) -> None:
     """Refuse what assigns `data` to lay a parameter into memory that it sends: a quantized one takes values alone."""
-    if sys._getframe(2).f_globals.get("__name__") == "torch.distributed.optim.zero_redundancy_optimizer":
+    if sys._getframe(2).f_globals.get("__name__") == _ZERO:
         raise UnsupportedError(
             "ZeroRedundancyOptimizer",
             f"parameters_as_bucket_view=True (or overlap_with_ddp) with a {type(t).__name__}",

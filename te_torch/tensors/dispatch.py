@@ -99,6 +99,7 @@ def _on_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     keywords = {k: _changing(v, changes) if named[k] else _values(v) for k, v in kwargs.items()}
     if func.namespace == "c10d":
         result = collectives.run(func, given, keywords, bool(changes))
+        collectives.follow_owner(func, given, keywords, [change.t for change in changes])
     else:
         result = func(*given, **keywords)
     if not changes:

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from functools import cache
 from math import prod
+from threading import RLock
 from typing import Any
 
 import torch
@@ -29,6 +30,8 @@ from te_torch.tensors.tensor import QuantizedTensor
 from te_torch.tensors.tracing import AsConstant
 from te_torch.tensors.transposing import columnwise_of
 from te_torch.tensors.views import WHOLE, Memory, Part, Place
+
+_catching_up = RLock()  # of transposes that have fallen behind
 
 
 class Float8TensorStorage(QuantizedTensorStorage):
@@ -83,9 +86,12 @@ class Float8TensorStorage(QuantizedTensorStorage):
             return
         look = self._look("_col_data", column)
         if look.as_of != self._memory.writes:
-            look.as_of = self._memory.writes
-            with torch.no_grad():
-                self._shown("_col_data").copy_(self._shown("_row_data").movedim(-1, 0))  # type: ignore[union-attr]
+            with _catching_up, torch.no_grad():  # whoever comes meanwhile waits: half a transpose is none
+                writes = self._memory.writes
+                if look.as_of != writes:
+                    data: Any = super()._shown("_row_data")
+                    super()._shown("_col_data").copy_(data.movedim(-1, 0))  # type: ignore[union-attr]
+                    look.as_of = writes
 
     def _wrote(self) -> None:
         super()._wrote()

@@ -91,8 +91,16 @@ class _Later:
 FullyShardedDataParallel = _Later()
 
 
-@cache
+_preparing = threading.RLock()
+
+
 def _prepared() -> Any:
+    with _preparing:  # one class for all threads
+        return _made()
+
+
+@cache
+def _made() -> Any:
     class Prepared(_wrapper()):  # type: ignore[misc]
         """torch's FullyShardedDataParallel, whose modules are prepared."""
 
@@ -100,7 +108,7 @@ def _prepared() -> Any:
             super().__init__(module, *args, **kwargs)
             prepare_te_modules_for_fsdp(self)
 
-    Prepared.__name__ = Prepared.__qualname__ = _Later.__name__
+    Prepared.__name__ = Prepared.__qualname__ = FullyShardedDataParallel.__name__
     return Prepared
 
 

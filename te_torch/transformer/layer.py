@@ -349,13 +349,13 @@ class TransformerLayer(torch.nn.Module):
 
 
 def _begun(hidden_states: torch.Tensor, rows: int | None) -> torch.Tensor:
-    """What a layer that begins computes with, of so many `rows` where its constructor was told; an offload context
-    around it is told."""
-    if rows is not None and hidden_states.shape[0] != rows:
+    """What a layer that begins computes with, of at most so many `rows` where its constructor was told; an offload
+    context around it is told."""
+    if rows is not None and hidden_states.shape[0] > rows:
         raise ArgumentError(
             "TransformerLayer.forward",
             f"hidden_states of shape {tuple(hidden_states.shape)} with sequence parallelism",
-            f"this rank's {rows} rows of the sequence (seq_length)",
+            f"at most this rank's {rows} rows of the sequence (seq_length)",
             "scatter the sequence over the ranks, or correct seq_length",
         )
     if not torch.compiler.is_compiling() and offloading.active.context is not None:

@@ -16,7 +16,7 @@ from itertools import pairwise
 import pytest
 
 from te_core import ArgumentError, dtypes
-from te_core import recipe as recipe_file
+from te_core import precision as precision_file
 from te_core.precision import Gemm, History
 from te_core.quantize import state as state_file
 from te_core.recipe import (
@@ -381,7 +381,7 @@ def test_equal_recipes_are_one_precision_while_there_is_one() -> None:
 def test_a_recipe_made_anew_for_each_step_leaves_nothing() -> None:
     """A function of its own makes it unlike every other one."""
     gc.collect()
-    before, casts = len(recipe_file._resolved), len(state_file._casts)
+    before, casts = len(precision_file._resolved), len(state_file._casts)
     held: list[int] = []
     tracemalloc.start()
     try:
@@ -398,7 +398,7 @@ def test_a_recipe_made_anew_for_each_step_leaves_nothing() -> None:
                 held.append(tracemalloc.get_traced_memory()[0])
     finally:
         tracemalloc.stop()
-    assert len(recipe_file._resolved) <= before + 2
+    assert len(precision_file._resolved) <= before + 2
     assert len(state_file._casts) <= max(casts, 1024)
     # What stays would stay of every thousand steps, which make 3000 objects; a table that grows does so in one of them.
     assert min(b - a for a, b in pairwise(held)) < 20_000, held

@@ -6,8 +6,7 @@ from __future__ import annotations
 import gc
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -30,6 +29,7 @@ from tests.core.fake_cuda import Machine, Make
 from tests.core.tape_cases import MLP, Linear
 from tests.core.tape_more_cases import Attention
 from tests.core.tape_proof import Call, Done, Round, Tapes, compare, made, run, without_scratch
+from tests.threads import switching
 
 FP8 = Attention(packing="qkv", fp8=True, heads=4, groups=4, d=128)
 BUILDS: dict[str, Callable[[Runtime], Round]] = {
@@ -281,17 +281,6 @@ def test_a_replay_sets_its_kernels_up_on_their_device(make: Make, monkeypatch: p
 
 
 # -------------------------------------------------------------------------------------------------- threads
-
-
-@contextmanager
-def switching() -> Iterator[None]:
-    """Threads give way to one another all the time."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        yield
-    finally:
-        sys.setswitchinterval(before)
 
 
 @each_build

@@ -82,6 +82,8 @@ def late_gradients(rank: Rank, option: str) -> str:
     shard(torch.nn.Sequential(layer), mesh_of(rank.device, rank.world))
     for parameter in layer.parameters():
         parameter.main_grad = torch.zeros(parameter.shape, device=rank.device)  # type: ignore[attr-defined]
+    with torch.no_grad():  # no gradient comes late
+        layer(torch.randn(32, 64, device=rank.device, dtype=torch.bfloat16))
     with pytest.raises((UnsupportedError, ArgumentError)) as error:
         layer(torch.randn(32, 64, device=rank.device, dtype=torch.bfloat16)).sum().backward()
     return str(error.value)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
@@ -108,8 +111,13 @@ def test_maxima_of_microbatches_before_count(ranks: Ranks) -> None:
     assert all(history[:3] == last[:3] for _, history in found)
 
 
-def sharded(rank: Rank, zero: bool) -> list[torch.Tensor]:
+def sharded(rank: Rank, zero: bool, maxima: str = "reduced") -> list[torch.Tensor]:
     """Weights held quantized, grown to several times their size, by an optimizer whose ranks own some each."""
+    recipe, group = ROW, None
+    if maxima == "each rank's own":
+        recipe = DelayedScaling(amax_history_len=4, reduce_amax=False)
+    elif maxima == "of a smaller group":
+        group = [dist.new_group([i]) for i in range(rank.world)][rank.number]
     torch.manual_seed(0)
     with te.quantized_model_init(recipe=ROW):
         layers = [te.Linear(WIDTH, WIDTH, device=rank.device, params_dtype=torch.bfloat16) for _ in range(2)]
@@ -120,19 +128,32 @@ def sharded(rank: Rank, zero: bool) -> list[torch.Tensor]:
         optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, **options)
     for i in range(8):
         x = values(ROWS, WIDTH, dtype=torch.bfloat16, seed=10 * i + rank.number, device=rank.device)
-        with te.autocast(recipe=ROW):
+        with te.autocast(recipe=recipe, amax_reduction_group=group):
             y = model(x)
         (y.float() - 3 * x.float().roll(1, 1)).square().mean().backward()
+        if maxima != "reduced":  # a rank's own scale, whatever has led to it
+            for layer in layers:
+                layer.fp8_state.scale_fwd[1] *= 1.3**rank.number  # type: ignore[index, operator]
         optimizer.step()
         optimizer.zero_grad()
-    return [layer.weight.detach().dequantize().cpu() for layer in layers]
+    histories = [layer.fp8_state.amax_history_fwd[:, 1].cpu() for layer in layers]  # type: ignore[index, union-attr]
+    return [*[layer.weight.detach().dequantize().cpu() for layer in layers], *histories]
 
 
 def test_a_shard_of_the_optimizer_lets_scales_grow(ranks: Ranks) -> None:
     plain, zero = ranks.run(sharded, False)[0], ranks.run(sharded, True)[0]
-    for a, b in zip(plain, zero, strict=True):
+    for a, b in zip(plain[:2], zero[:2], strict=True):
         assert a.abs().max() > 0.25  # from an eighth on
         assert snr_db(b, a) > 24
+
+
+@pytest.mark.parametrize("maxima", ["each rank's own", "of a smaller group"])
+def test_a_shard_of_the_optimizer_and_maxima_that_are_not_reduced(ranks: Ranks, maxima: str) -> None:
+    """A weight's owner alone sees what has outgrown the scale: the others take its scale with its values."""
+    first, *others = ranks.run(sharded, True, maxima)
+    assert first[0].abs().max() > 0.25  # the first rank's; what others scale up they clip
+    for other in others:
+        assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
 
 
 def others(rank: Rank) -> tuple[float, dict[str, Any]]:
@@ -164,6 +185,53 @@ def test_what_ddp_still_sends(ranks: Ranks) -> None:
     assert [said["second"] for _, said in found] == [True] + [False] * (len(found) - 1)
 
 
+def in_a_join(rank: Rank) -> list[float]:
+    """The last rank has no batch at all; a model that has state already, of which no recipe makes use."""
+    torch.manual_seed(0)
+    layer = te.Linear(WIDTH, WIDTH, device=rank.device, params_dtype=torch.bfloat16)
+    te.prepare_state(layer, ROW)
+    model = wrapped(rank, layer)
+    with model.join():
+        for i in range(2 if rank.number < rank.world - 1 else 0):
+            model(batch(rank, i)).float().mean().backward()
+    return [float(p.detach().float().sum()) for p in layer.parameters()]
+
+
+def test_a_rank_without_a_batch(ranks: Ranks) -> None:
+    found = ranks.run(in_a_join)
+    assert all(mine == found[0] for mine in found)
+
+
+def elsewhere(rank: Rank, how: str) -> list[float]:
+    """The first layer's history once DDP knows other names, or the user has told it some."""
+    torch.manual_seed(0)
+    layers = [te.Linear(WIDTH, WIDTH, device=rank.device, params_dtype=torch.bfloat16) for _ in range(2)]
+    model, recipe = torch.nn.Sequential(*layers), DelayedScaling(amax_history_len=4, reduce_amax=False)
+    te.prepare_state(model, recipe)
+    if how == "some told":
+        names = [f"{i}.fp8_state.scale_fwd" for i in range(2)]
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
+    ddp = wrapped(rank, model)
+    if how == "wrapped inside":
+        apply_activation_checkpointing(ddp.module, check_fn=lambda m: isinstance(m, te.Linear))
+    elif how == "copied":
+        ddp = copy.deepcopy(ddp)
+        layers = [*ddp.module]
+    for i in range(3):
+        with te.autocast(recipe=recipe):
+            y = ddp(batch(rank, i))
+        y.float().square().mean().backward()
+    ddp.module = None  # a program lets go of its model
+    state: Any = layers[0].fp8_state
+    return [*state.amax_history_fwd[1:, 0].tolist(), *[float(batch(rank, i).abs().max()) for i in range(3)]]
+
+
+@pytest.mark.parametrize("how", ["wrapped inside", "some told", "copied"])
+def test_states_under_other_names(ranks: Ranks, how: str) -> None:
+    for found in ranks.run(elsewhere, how):
+        assert found[:3] == found[3:]
+
+
 def late(rank: Rank, hooked: bool) -> list[str]:
     """What is said of weight gradients that come after DDP has reduced."""
     layer = te.Linear(WIDTH, WIDTH, device=rank.device, params_dtype=torch.bfloat16, delay_wgrad_compute=True)
@@ -175,6 +243,9 @@ def late(rank: Rank, hooked: bool) -> list[str]:
         for i in range(2):
             model(batch(rank, i)).sum().backward()
             layer.backward_dw()
+        alone = copy.deepcopy(model.module)  # an average of weights, which nobody reduces
+        alone(batch(rank, 2)).sum().backward()
+        alone.backward_dw()
     return [str(w.message) for w in said if "delay_wgrad_compute" in str(w.message)]
 
 

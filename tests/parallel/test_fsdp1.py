@@ -121,6 +121,7 @@ def as_a_class(rank: Rank) -> dict[str, bool]:
         "instance": all(isinstance(m, later) and isinstance(m, TorchFSDP) and m.first.fsdp_wrapped for m in models),
         "not of it": not isinstance(Block(rank.device), later) and not issubclass(TorchFSDP, later),
         "derived": issubclass(Own, later) and issubclass(Own, TorchFSDP) and issubclass(later, TorchFSDP),
+        "named": type(models[0]).__name__ == TorchFSDP.__name__ and f"{later.__name__}(" in repr(models[0]),
         "pickled": pickle.loads(pickle.dumps(later)) is later,
         "whole": whole,
         "summoned": summoned,
@@ -141,6 +142,25 @@ def test_torchs_wrapper_is_not_imported_before() -> None:
         "assert 'torch.distributed.fsdp' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+
+
+def compiled(rank: Rank) -> list[torch.Tensor]:
+    """Outputs of an eager model, then of a compiled one, which a compiler traces with the wrapper around it."""
+    found = []
+    for traced in (False, True):
+        torch.manual_seed(0)
+        model = TorchFSDP(Block(rank.device), use_orig_params=True, device_id=torch.device("cpu"))
+        run = torch.compile(model, backend="aot_eager") if traced else model
+        for i in range(2):
+            y = run(values(64, WIDTH, dtype=torch.bfloat16, seed=i + rank.number, device=rank.device))
+            y.float().square().mean().backward()
+        found.append(y.detach().float())
+    return found
+
+
+def test_compiled(gloo_ranks: Ranks) -> None:
+    for eager, traced in gloo_ranks.run(compiled):
+        assert torch.equal(eager, traced)
 
 
 def refused(rank: Rank) -> list[str]:

@@ -378,6 +378,7 @@ def mistakes(rank: Rank) -> dict[str, str]:
         layer = te.TransformerLayer(
             H, H, 4, tp_group=world, set_parallel_mode=True, sequence_parallel=True, seq_length=8, device=rank.device
         )
+        layer(torch.randn(2, 2, H, device=rank.device))  # seq_length is that of the longest
         layer(torch.randn(8, 2, H, device=rank.device))
 
     return {
@@ -416,7 +417,7 @@ def test_mistakes(pair: Ranks) -> None:
         assert "1 over 2 ranks" in said["heads"]
         assert f"[*, {H // 2}]" in said["width"]
         assert "a first dimension that the ranks divide" in said["sequence"]
-        assert "this rank's 4 rows of the sequence (seq_length)" in said["whole sequence"]
+        assert "at most this rank's 4 rows of the sequence (seq_length)" in said["whole sequence"]
         assert said["grouped bias"].startswith("ArgumentError") and "bias=True with tp_size=2" in said["grouped bias"]
         assert "2" in said["heads alone"] and "4" not in said["heads alone"]
         assert "3 rows of a quantized tensor of shape (3, 2, " in said["quantized sequence"]

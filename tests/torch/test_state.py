@@ -17,7 +17,10 @@ from te_core.recipe import (
     MXFP8BlockScaling,
     NVFP4BlockScaling,
 )
+from te_torch import updates
+from te_torch.autocast import Ran
 from te_torch.base.checkpoint_state import plain_state_dict, prepare_state
+from te_torch.state import ScalingState
 from tests.backends import devices
 from tests.module_steps import (
     GEMM_MODULES,
@@ -384,3 +387,16 @@ def test_plain_state_dict(dtype: torch.dtype | None, device: str) -> None:
 def test_plain_state_dict_refusals() -> None:
     with pytest.raises(ArgumentError, match="dtype"):
         plain_state_dict(make("Linear"), torch.int8)
+
+
+def test_replayed_states_come_in_the_order_of_their_running() -> None:
+    """Which is the same in every process, as numbers of states need not be: they are reduced in that order."""
+    states = [ScalingState(1, 4, torch.device("cpu")) for _ in range(4)]
+    order = [states[i] for i in (2, 0, 3, 1)]
+    for state in order:
+        state.watch()
+    for state in states:  # as a CUDA graph's replay does, of which no operator tells
+        state.amax_history_fwd[0].fill_(1)
+    assert updates.traced_that_ran(None, Ran()) == [state.token for state in order]
+    updates.region_begins()
+    assert updates.traced_that_ran(None, Ran()) == []

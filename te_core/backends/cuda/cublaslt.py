@@ -12,7 +12,7 @@ import sys
 from ctypes import byref, c_int, c_int64, c_size_t, c_uint64, c_void_p
 from importlib import import_module
 from importlib.util import find_spec
-from threading import Lock
+from threading import RLock
 from types import ModuleType
 from typing import Any
 
@@ -180,7 +180,7 @@ class CtypesBindings:
 
 
 _bindings: Any = None
-_lock = Lock()
+_lock = RLock()
 
 
 def bindings() -> Any:
@@ -189,10 +189,11 @@ def bindings() -> Any:
     if _bindings is None:
         with _lock:
             library = libraries.load("cublasLt")  # first: nvmath then finds this copy in the process
-            try:
-                _bindings = _import_nvmath()
-            except ImportError:
-                _bindings = CtypesBindings(library)
+            if _bindings is None:
+                try:
+                    _bindings = _import_nvmath()
+                except ImportError:
+                    _bindings = CtypesBindings(library)
     return _bindings
 
 

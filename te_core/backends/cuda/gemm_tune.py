@@ -23,6 +23,7 @@ from te_core import cache, device, dtypes, env, libraries
 from te_core.backends.cuda import cublaslt as lt_
 from te_core.backends.cuda.gemm_run import LtRoute, Prepared
 from te_core.dtypes import DType
+from te_core.plan_cache import drop_oldest
 from te_core.quantized import pieces
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
@@ -36,7 +37,7 @@ _ONE = {"block": 1.0, "mxfp8": 127, "nvfp4": 0x38}
 _REPEATS = 5
 
 _local = threading.local()
-_lock = threading.Lock()
+_lock = threading.RLock()
 _store: dict[str, dict[str, Any]] | None = None
 _neighbours: dict[Hashable, bytes] = {}  # by _ragged_key: the algorithm of the first size of its kind
 _MOST_NEIGHBOURS = _MOST_STORED = 4096
@@ -276,6 +277,6 @@ def _remember(key: str, choice: Choice, ms: float, first_ms: float) -> None:
     with _lock:
         _store = {**_stored(), **_read_store()}
         while len(_store) >= _MOST_STORED:  # sizes that differ at every step are timed at every step, too
-            _store.pop(next(iter(_store)))
+            drop_oldest(_store)
         _store[key] = entry
         cache.write(store_path(), json.dumps(_store, indent=1, sort_keys=True).encode())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from threading import RLock
 from typing import Any
 
 import torch
@@ -23,6 +24,9 @@ from te_torch.training.graphs.unit import Unit
 from te_torch.training.graphs.weights import weights_of
 
 _capturing = False
+_captures = 0  # that run now, in all threads
+_before = (False, True)  # what was before the first of them: `_capturing`, whether garbage is collected
+_begins_or_ends = RLock()
 
 
 def is_graph_capturing() -> bool:
@@ -196,17 +200,23 @@ def _static(samples: list[Any], plan: Schedule, reuse: bool) -> list[Any]:
 @contextmanager
 def _capture_time(traces: Traces) -> Iterator[None]:
     """Around warm-up and capture: no garbage is collected, and afterwards everything is as before."""
-    global _capturing
-    before, collects = _capturing, gc.isenabled()
-    gc.collect()
-    gc.disable()
-    _capturing = True
+    global _capturing, _captures, _before
+    with _begins_or_ends:
+        if not _captures:
+            _before = _capturing, gc.isenabled()
+        _captures += 1
+        gc.collect()
+        gc.disable()
+        _capturing = True
     try:
         yield
     finally:
-        _capturing = before
-        if collects:
-            gc.enable()
+        with _begins_or_ends:
+            _captures -= 1
+            if not _captures:  # the last of those that overlap, in other threads
+                _capturing, collects = _before
+                if collects:
+                    gc.enable()
         traces.put_back()
 
 

@@ -1,0 +1,248 @@
+"""What threads share in the modules: each comes out as if it were alone.
+
+Where one thread has to come between two steps of another, the first waits there (`pausing`).
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import te_torch as te
+from te_core.recipe import DelayedScaling, Float8CurrentScaling, resolve
+from te_torch import likeness, nonfinite, precisions, updates
+from te_torch import state as scaling
+from te_torch.attention import masks
+from te_torch.autocast import Outstanding
+from te_torch.tensors.storage import QuantizedTensorStorage
+from te_torch.training import fsdp
+from te_torch.training.graphs import make as graphs
+from tests.backends import requires_cuda
+from tests.module_steps import values
+from tests.threads import switching, together
+
+WIDTH = 32
+NEWEST = DelayedScaling(amax_history_len=4, amax_compute_algo="most_recent")
+
+
+def linear(**options: Any) -> te.Linear:
+    torch.manual_seed(0)
+    return te.Linear(WIDTH, WIDTH, bias=False, params_dtype=torch.bfloat16, device="cpu", **options)
+
+
+@contextmanager
+def pausing(monkeypatch: pytest.MonkeyPatch, where: Any, name: str) -> Iterator[None]:
+    """A function whose callers stand still for a while before it."""
+    real: Callable[..., Any] = getattr(where, name)
+
+    def slow(*args: Any, **options: Any) -> Any:
+        time.sleep(0.05)
+        return real(*args, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(where, name, slow)
+        yield
+
+
+def test_one_number_of_one_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And one that can be forgotten, as those of a user's functions are."""
+    recipe = DelayedScaling(amax_compute_algo=lambda history: history[0])
+    with pausing(monkeypatch, copy, "copy"):
+        first, second = together(*[lambda: precisions.number_of(recipe)] * 2)
+    assert first == second
+    for _ in range(precisions._KEPT + 1):
+        precisions.number_of(DelayedScaling(amax_compute_algo=lambda history: history[0]))
+    assert first not in precisions._by_number and resolve(recipe).serial not in precisions._numbers
+
+
+def test_one_state_of_one_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, rule = linear(), resolve(NEWEST)
+    with pausing(monkeypatch, scaling, "ScalingState"):
+        first, second = together(*[lambda: scaling.make_state(module, torch.device("cpu"), rule)] * 2)
+    assert first is second is module.fp8_state
+
+
+def test_views_are_of_the_buffers_that_they_are_said_to_be_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One thread makes them anew for buffers that have moved; another one asks meanwhile."""
+    state = scaling.ScalingState(1, 4, torch.device("cpu"))
+    state.scales(False)
+    state.scale_fwd.data = torch.full_like(state.scale_fwd, 3.0)
+    real = scaling.to_core
+    with monkeypatch.context() as patch:
+        patch.setattr(scaling, "to_core", lambda t: (time.sleep(0.02), real(t))[1])
+        found = together(*[lambda: state.scales(False)] * 2)
+    assert [scales.forward_scale.ptr for scales in found] == [state.scale_fwd.data_ptr()] * 2
+
+
+def test_one_counter_of_one_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = linear()
+    with pausing(monkeypatch, nonfinite, "check_surroundings"):
+        first, second = together(*[lambda: nonfinite.counted(module, None, torch.device("cpu"))] * 2)
+    assert first is second
+
+
+def test_forwards_that_await_their_backward_are_counted() -> None:
+    awaited = Outstanding()
+
+    def step() -> None:
+        for _ in range(3000):
+            awaited.note(True, 1)
+            awaited.agreed(True, "layer")
+            awaited.done(True, 1)
+
+    with switching():
+        together(*[step] * 4)
+    assert not awaited._counts
+
+
+def test_a_module_that_is_being_made_is_like_none() -> None:
+    """Another thread has it half made as this one compiles."""
+    whole = te.LayerNorm(WIDTH, device="cpu")
+    half = te.LayerNorm.__new__(te.LayerNorm)
+    torch.nn.Module.__init__(half)
+    likeness.enrolled(half)
+    assert half in likeness.living()
+    found = likeness.alike(whole._kind, whole._facts())
+    assert whole in found and half not in found
+
+
+def test_modules_are_made_while_others_are_looked_for() -> None:
+    done = threading.Event()
+
+    def make() -> None:
+        for _ in range(150):
+            te.LayerNorm(WIDTH, device="cpu")
+        done.set()
+
+    def look() -> None:
+        while not done.is_set():
+            likeness.living()
+
+    with switching():
+        together(make, look, look)
+
+
+def test_what_is_kept_for_few_sizes() -> None:
+    def work(begin: int) -> None:
+        for i in range(600):
+            assert masks.get_full_cu_seqlens(2, begin + i, "cpu").tolist() == [0, begin + i, 2 * (begin + i)]
+
+    with switching():
+        together(*[lambda i=i: work(1000 * i + 1) for i in range(4)])
+    assert len(masks._full) <= 64 + 4
+
+
+@requires_cuda
+def test_full_lengths_are_of_their_stream() -> None:
+    """Another stream would read what the first one may not have written yet."""
+    device, side = "cuda", torch.cuda.Stream()
+    first = masks.get_full_cu_seqlens(3, 77, device)
+    with torch.cuda.stream(side):
+        second = masks.get_full_cu_seqlens(3, 77, device)
+        assert masks.get_full_cu_seqlens(3, 77, device) is second
+    assert second is not first and masks.get_full_cu_seqlens(3, 77, torch.device(device)) is first
+    torch.cuda.synchronize()
+    assert torch.equal(first, second)
+
+
+def test_nobody_reads_half_a_transpose(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is written anew by whoever needs it first after a write in another shape, and the others wait."""
+    with te.quantized_model_init(recipe=Float8CurrentScaling()):
+        weight: Any = linear().weight
+    weight.update_usage(columnwise_usage=True)
+    with torch.no_grad():
+        weight.view(-1)[: 8 * WIDTH].copy_(0.02 * values(8 * WIDTH, dtype=torch.bfloat16))
+    wanted = weight._row_data.t().contiguous()
+
+    def right(delay: float) -> bool:
+        time.sleep(delay)
+        weight.to_core()
+        return torch.equal(weight._col_data, wanted)
+
+    with pausing(monkeypatch, QuantizedTensorStorage, "_shown"):
+        assert together(lambda: right(0), lambda: right(0.02), lambda: right(0.07)) == [True] * 3
+
+
+def test_compiled_models_of_two_threads() -> None:
+    """A region's end takes what ran in it: not what another thread's region, which is open, was told of."""
+    models = [linear(), linear()]
+    compiled = [torch.compile(model, backend="aot_eager") for model in models]
+    x = values(WIDTH, WIDTH, dtype=torch.bfloat16)
+    for run in compiled:
+        for _ in range(2):
+            with te.autocast(recipe=NEWEST):
+                run(x)
+    begun, inside, go = threading.Event(), threading.Event(), threading.Event()
+
+    def first() -> None:
+        begun.wait(20)
+        with te.autocast(recipe=NEWEST):
+            compiled[0](2 * x)
+            inside.set()
+            go.wait(20)
+            compiled[0](8 * x)  # a second microbatch
+
+    def second() -> None:
+        with te.autocast(recipe=NEWEST):  # ends while that one is open
+            begun.set()
+            compiled[1](x)
+            inside.wait(20)
+        with te.autocast(recipe=NEWEST):  # and so does this one, which begins in it
+            compiled[1](x)
+        go.set()
+
+    together(first, second)
+    histories = [model.fp8_state.amax_history_fwd[1:, 0].tolist() for model in models]  # type: ignore[union-attr]
+    largest = float(x.abs().max())
+    assert histories == [[largest, largest, 8 * largest], [largest] * 3]
+
+
+def test_captures_that_overlap() -> None:
+    traces: Any = SimpleNamespace(put_back=lambda: None)
+    one, other = graphs._capture_time(traces), graphs._capture_time(traces)
+    one.__enter__()
+    other.__enter__()
+    one.__exit__(None, None, None)
+    assert graphs.is_graph_capturing() and not gc.isenabled()
+    other.__exit__(None, None, None)
+    assert not graphs.is_graph_capturing() and gc.isenabled()
+
+
+def test_one_class_of_wrapped_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    fsdp._made.cache_clear()
+    with pausing(monkeypatch, fsdp, "_wrapper"):
+        first, second = together(fsdp._prepared, fsdp._prepared)
+    assert first is second and first.__name__ == "FullyShardedDataParallel"
+
+
+def test_a_backward_pass_in_several_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Autograd has a thread for each device, and all of a pass note what ran in one list."""
+    calls: list[Any] = []
+    monkeypatch.setattr(updates, "_pending", pending := Meeting())
+    monkeypatch.setattr(torch._C, "_current_graph_task_id", lambda: 5)
+    monkeypatch.setattr(torch.autograd.Variable, "_execution_engine", SimpleNamespace(queue_callback=calls.append))
+    states: Any = [SimpleNamespace(token=1), SimpleNamespace(token=2)]
+    together(*[lambda state=state: updates.ran_backward(state) for state in states])
+    assert sorted(pending[5]) == [1, 2] and len(calls) == 1
+
+
+class Meeting(dict[int, list[int]]):
+    """Both threads find that nothing has begun."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.looked = threading.Barrier(2)
+
+    def __contains__(self, key: object) -> bool:
+        found = super().__contains__(key)
+        self.looked.wait(20)
+        return found
