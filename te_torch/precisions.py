@@ -146,8 +146,9 @@ def _in_mode(precision: Precision, mode: int) -> Precision:
             changed = replace(
                 precision, emulate=bool(mode & EMULATE), strict=bool(mode & STRICT), check_finite=bool(mode & CHECK)
             )
+        one = the_one(changed)  # not inside: it may run a user's code, under a lock of its own
         with _numbering:
-            found = _modes[precision.serial, mode] = the_one(changed)
+            found = _modes.setdefault((precision.serial, mode), one)
     return found
 
 

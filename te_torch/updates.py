@@ -33,7 +33,9 @@ def region_begins() -> None:
         update(tokens, BACKWARD)
     for token in list(watched):
         state = by_token(token)
-        if state is not None and not (state.told and state.told.open):  # of another thread's region
+        if state is None:
+            watched.pop(token, None)
+        elif not (state.told and state.told.open):  # of another thread's region
             state.seen_version = state.amax_history_fwd._version
 
 
@@ -91,7 +93,8 @@ def update(tokens: Iterable[int], direction: int, only_due: bool = False) -> Non
         ops.run_update(runtime_for(anchor), launch)
     for token in tokens_by_callables:
         with_callables: Any = by_token(token)
-        _update_by_callables(with_callables, direction, with_callables.precision, with_callables.recipe)
+        if (rule := with_callables.precision) is not None:
+            _update_by_callables(with_callables, direction, rule, with_callables.recipe)
     if direction == FORWARD:
         for state in states:
             if state.seen_version is not None:

@@ -87,7 +87,7 @@ class CallingModule(MarkedModule):
 
     def __getstate__(self) -> dict[str, Any]:
         """Without calls, token and compiled code, which belong to this process and this object."""
-        of_this = "_calls _compiled_call_impl _gathered _kind _last _nonfinite _outstanding _replicated _token".split()
+        of_this = "_calls _compiled_call_impl _gathered _kind _last _nonfinite _outstanding _token".split()
         return {k: v for k, v in self.__dict__.items() if k not in of_this}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -8,7 +8,7 @@ is reduced. What DDP sends as it is constructed it still sends: so ranks begin a
 
 from __future__ import annotations
 
-from types import MethodType
+import weakref
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ def _taken(wrapper: torch.nn.Module, name: str, module: Any) -> None:
         m.__dict__["_replicated"] = True
     if keeping:
         wrapper.register_forward_pre_hook(_leave)
-        wrapper.__dict__["join_hook"] = MethodType(join_hook, wrapper)
+        wrapper.__dict__["join_hook"] = Joining(wrapper)
 
 
 register_module_module_registration_hook(_taken)
@@ -45,15 +45,26 @@ class Ignored(set[str]):
 def _leave(wrapper: Any, args: Any) -> None:
     """Before DDP's first forward: from now on it knows nothing of these buffers."""
     if type(wrapper.parameters_to_ignore) is not Ignored:
-        ignored = wrapper.parameters_to_ignore = Ignored(wrapper.parameters_to_ignore)
+        ignored = Ignored()  # of what it had: by `update`, which a compiler follows (2.11)
+        ignored.update(wrapper.parameters_to_ignore)
+        wrapper.parameters_to_ignore = ignored
         wrapper.modules_buffers = [t for name, t in wrapper.module.named_buffers() if name not in ignored]
 
 
-def join_hook(self: Any, **options: Any) -> Any:
-    """A rank without a single batch takes part in what the others' forwards send. (Pickled by the name of the method
-    that it stands for.)"""
-    _leave(self, ())
-    return type(self).join_hook(self, **options)
+class Joining:
+    """DDP's `join_hook`: a rank without a single batch takes part in what the others' forwards send."""
+
+    def __init__(self, wrapper: Any) -> None:
+        self._wrapper = weakref.ref(wrapper)  # which goes with its last user
+
+    def __call__(self, **options: Any) -> Any:
+        """What torch asks a model for as it joins."""
+        wrapper: Any = self._wrapper()
+        _leave(wrapper, ())
+        return type(wrapper).join_hook(wrapper, **options)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Joining, (self._wrapper(),)
 
 
 def check_reduced(module: Any) -> None:

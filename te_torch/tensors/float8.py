@@ -86,7 +86,7 @@ class Float8TensorStorage(QuantizedTensorStorage):
             return
         look = self._look("_col_data", column)
         if look.as_of != self._memory.writes:
-            with _catching_up, torch.no_grad():  # whoever comes meanwhile waits: half a transpose is none
+            with _catching_up, torch.no_grad():  # whoever comes meanwhile waits (its stream does not)
                 writes = self._memory.writes
                 if look.as_of != writes:
                     data: Any = super()._shown("_row_data")

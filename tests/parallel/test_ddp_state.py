@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
+import pickle
 import warnings
+import weakref
 from typing import Any
 
 import pytest
@@ -202,6 +205,22 @@ def test_a_rank_without_a_batch(ranks: Ranks) -> None:
     assert all(mine == found[0] for mine in found)
 
 
+def let_go(rank: Rank) -> bool:
+    """Whether a wrapper goes with its last reference: it holds the model, and buckets as large as its gradients."""
+    layer = te.Linear(WIDTH, WIDTH, device=rank.device, params_dtype=torch.bfloat16)
+    model = wrapped(rank, layer)
+    gone, _ = weakref.ref(model), gc.disable()
+    try:
+        del model
+        return gone() is None
+    finally:
+        gc.enable()
+
+
+def test_a_wrapper_goes_with_its_last_reference(ranks: Ranks) -> None:
+    assert all(ranks.run(let_go))
+
+
 def elsewhere(rank: Rank, how: str) -> list[float]:
     """The first layer's history once DDP knows other names, or the user has told it some."""
     torch.manual_seed(0)
@@ -216,7 +235,9 @@ def elsewhere(rank: Rank, how: str) -> list[float]:
         apply_activation_checkpointing(ddp.module, check_fn=lambda m: isinstance(m, te.Linear))
     elif how == "copied":
         ddp = copy.deepcopy(ddp)
-        layers = [*ddp.module]
+    elif how == "loaded":
+        ddp = pickle.loads(pickle.dumps(ddp))
+    layers = [m for m in ddp.modules() if isinstance(m, te.Linear)]
     for i in range(3):
         with te.autocast(recipe=recipe):
             y = ddp(batch(rank, i))
@@ -226,7 +247,7 @@ def elsewhere(rank: Rank, how: str) -> list[float]:
     return [*state.amax_history_fwd[1:, 0].tolist(), *[float(batch(rank, i).abs().max()) for i in range(3)]]
 
 
-@pytest.mark.parametrize("how", ["wrapped inside", "some told", "copied"])
+@pytest.mark.parametrize("how", ["wrapped inside", "some told", "copied", "loaded"])
 def test_states_under_other_names(ranks: Ranks, how: str) -> None:
     for found in ranks.run(elsewhere, how):
         assert found[:3] == found[3:]
@@ -243,9 +264,6 @@ def late(rank: Rank, hooked: bool) -> list[str]:
         for i in range(2):
             model(batch(rank, i)).sum().backward()
             layer.backward_dw()
-        alone = copy.deepcopy(model.module)  # an average of weights, which nobody reduces
-        alone(batch(rank, 2)).sum().backward()
-        alone.backward_dw()
     return [str(w.message) for w in said if "delay_wgrad_compute" in str(w.message)]
 
 

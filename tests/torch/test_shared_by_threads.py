@@ -246,3 +246,53 @@ class Meeting(dict[int, list[int]]):
         found = super().__contains__(key)
         self.looked.wait(20)
         return found
+
+
+class Entering:
+    """A user's function in a recipe, in whose hash a region is entered."""
+
+    def __init__(self) -> None:
+        self.entered, self.go = threading.Event(), threading.Event()
+
+    def __hash__(self) -> int:
+        if threading.current_thread().name == "entering":
+            self.entered.set()
+            self.go.wait(20)
+            precisions.number_of(DelayedScaling(amax_compute_algo=lambda history: history[0]))
+        return 7
+
+    def __call__(self, history: torch.Tensor) -> torch.Tensor:
+        return history[0]
+
+
+def test_no_lock_inside_of_another() -> None:
+    """One thread is among the precisions, and wants a number; another one has given a number, and wants a precision."""
+    function, plain = Entering(), DelayedScaling(margin=11)
+    resolve(plain)
+
+    def first() -> None:
+        threading.current_thread().name = "entering"
+        precisions.number_of(DelayedScaling(amax_compute_algo=function))
+
+    def second() -> None:
+        function.entered.wait(20)
+        threading.Timer(0.2, function.go.set).start()
+        precisions.number_of(plain, precisions.STRICT)
+
+    together(first, second)
+
+
+def test_a_capture_that_ends_before_it_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C while garbage is collected."""
+    traces: Any = SimpleNamespace(put_back=lambda: None)
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(gc, "collect", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            graphs._capture_time(traces).__enter__()
+    with graphs._capture_time(traces):
+        pass
+    assert gc.isenabled() and not graphs.is_graph_capturing()

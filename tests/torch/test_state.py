@@ -395,6 +395,7 @@ def test_replayed_states_come_in_the_order_of_their_running() -> None:
     order = [states[i] for i in (2, 0, 3, 1)]
     for state in order:
         state.watch()
+    updates.region_begins()  # whatever else is watched has run before
     for state in states:  # as a CUDA graph's replay does, of which no operator tells
         state.amax_history_fwd[0].fill_(1)
     assert updates.traced_that_ran(None, Ran()) == [state.token for state in order]

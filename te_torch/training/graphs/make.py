@@ -201,11 +201,12 @@ def _static(samples: list[Any], plan: Schedule, reuse: bool) -> list[Any]:
 def _capture_time(traces: Traces) -> Iterator[None]:
     """Around warm-up and capture: no garbage is collected, and afterwards everything is as before."""
     global _capturing, _captures, _before
+    if not _captures:  # not in the middle of another thread's
+        gc.collect()
     with _begins_or_ends:
         if not _captures:
             _before = _capturing, gc.isenabled()
         _captures += 1
-        gc.collect()
         gc.disable()
         _capturing = True
     try:
