@@ -27,44 +27,36 @@ def _taken(wrapper: torch.nn.Module, name: str, module: Any) -> None:
     for m in keeping:
         m.__dict__["_replicated"] = True
     if keeping:
-        wrapper.register_forward_pre_hook(_leave)
-        wrapper.__dict__["join_hook"] = Joining(wrapper)
+        wrapper.__dict__["_assign_modules_buffers"] = Assigning(wrapper)
 
 
 register_module_module_registration_hook(_taken)
 
 
-class Ignored(set[str]):
-    """Names that DDP ignores, and those of all scales and maxima, wherever their modules come to stand."""
-
-    def __contains__(self, name: object) -> bool:
-        parts = str(name).split(".")[-2:]
-        return super().__contains__(name) or (parts[0] == "fp8_state" and parts[-1] in BUFFERS)
-
-
-def _leave(wrapper: Any, args: Any) -> None:
-    """Before DDP's first forward: from now on it knows nothing of these buffers."""
-    if type(wrapper.parameters_to_ignore) is not Ignored:
-        ignored = Ignored()  # of what it had: by `update`, which a compiler follows (2.11)
-        ignored.update(wrapper.parameters_to_ignore)
-        wrapper.parameters_to_ignore = ignored
-        wrapper.modules_buffers = [t for name, t in wrapper.module.named_buffers() if name not in ignored]
-
-
-class Joining:
-    """DDP's `join_hook`: a rank without a single batch takes part in what the others' forwards send."""
+class Assigning:
+    """DDP's `_assign_modules_buffers`, by which it looks anew at each sending for what it sends: without our states,
+    wherever their modules have come to stand. (A hook of its forward would cut compilers' graphs, and a rank that
+    joins without a batch would expect them.)
+    """
 
     def __init__(self, wrapper: Any) -> None:
         self._wrapper = weakref.ref(wrapper)  # which goes with its last user
 
-    def __call__(self, **options: Any) -> Any:
-        """What torch asks a model for as it joins."""
+    def __call__(self) -> None:
+        """Make its lists."""
         wrapper: Any = self._wrapper()
-        _leave(wrapper, ())
-        return type(wrapper).join_hook(wrapper, **options)
+        type(wrapper)._assign_modules_buffers(wrapper)
+        wrapper.named_module_buffers = {n: t for n, t in wrapper.named_module_buffers.items() if not is_state(n)}
+        wrapper.modules_buffers = [*wrapper.named_module_buffers.values()]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Joining, (self._wrapper(),)
+        return Assigning, (self._wrapper(),)
+
+
+def is_state(name: str) -> bool:
+    """Whether a buffer of this name is a scale or a maximum of ours."""
+    parts = name.split(".")[-2:]
+    return parts[0] == "fp8_state" and parts[-1] in BUFFERS
 
 
 def check_reduced(module: Any) -> None:

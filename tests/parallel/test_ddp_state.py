@@ -226,6 +226,7 @@ def elsewhere(rank: Rank, how: str) -> list[float]:
     torch.manual_seed(0)
     layers = [te.Linear(WIDTH, WIDTH, device=rank.device, params_dtype=torch.bfloat16) for _ in range(2)]
     model, recipe = torch.nn.Sequential(*layers), DelayedScaling(amax_history_len=4, reduce_amax=False)
+    model.register_buffer("offset", torch.zeros(1, device=rank.device))  # which DDP does send
     te.prepare_state(model, recipe)
     if how == "some told":
         names = [f"{i}.fp8_state.scale_fwd" for i in range(2)]
