@@ -37,7 +37,7 @@ _users: OrderedDict[int, None] = OrderedDict()  # numbers of precisions with a u
 _modes: dict[tuple[int, int], Precision] = {}  # by serial and mode
 _together: dict[tuple[int, ...], int] = {}  # numbers of several precisions as one
 _counter = itertools.count(1)
-_numbering = RLock()  # a recipe is copied inside, by its own rules
+_numbering = RLock()
 #: Those of custom recipes, which say something else for each module.
 custom_numbers: set[int] = set()
 
@@ -80,12 +80,13 @@ def number_of_precision(precision: Precision, recipe: Recipe | None) -> int:
 
 
 def _numbered(precision: Precision, recipe: Recipe | None) -> int:
+    kept = copy.copy(recipe)  # by rules of its own, so not inside
     with _numbering:
         number = _numbers.get(precision.serial)
         if number is not None:  # of another thread's, meanwhile
             return number
         number = _next(precision)
-        _by_number[number] = _Numbered(precision, copy.copy(recipe))
+        _by_number[number] = _Numbered(precision, kept)
         if precision.factory is not None:
             custom_numbers.add(number)
         _numbers[precision.serial] = number  # now all is there that goes with it
