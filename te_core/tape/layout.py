@@ -59,9 +59,11 @@ def laid_out(
     return Places(list(slots), _with_memory(slots, steps, lives, kept, given_up, alignment), _peak(lives, size))
 
 
-def in_one_block(tape: Tape, alignment: int = _STEP) -> Tape:
+def in_one_block(tape: Tape) -> Tape:
     """The same with all memory that is not the result's in one block, for a host that must know its size beforehand:
-    that of the slot `temporaries`, the last one. It is larger than the peak where lives do not fit one another."""
+    that of the slot `temporaries`, the last one. It is larger than the peak where lives do not fit one another. The
+    block has to be aligned as the recorded memory was."""
+    alignment = max((take.mask + 1 for take in tape.takes), default=1)
     steps = [copy(step) for step in tape.steps if not isinstance(step, (Take, Drop))]
     kept = tape.kept
     lives, uses = _lives(tape.slots, steps, kept)

@@ -29,9 +29,10 @@ from te_core.tensor import META, Tensor
 #: When a call is recorded: when its key is met first, when it is met again, never.
 WHEN = ("first", "second", "never")
 _MOST_TAPES = 2048
-#: A recording costs about two calls, a replay saves half of one. Once a function has so many tapes it gets another one
-#: only while each was replayed so often, on average: sizes that come again by chance would cost more than they save.
-_TRIED, _PAYS = 6, 3
+#: A recording costs about four calls, a replay saves half of one. A recording takes so many replays from a function's
+#: credit, which begins with one recording, and which replays fill up to two: so sizes that come again by chance cost
+#: little, after hours of one size too.
+_PAYS, _MOST_CREDIT = 3, 6
 #: As far as plans look at the alignment of an address.
 ALIGNED = 256
 
@@ -95,7 +96,7 @@ def forget() -> None:
     _tapes = PlanCache(_MOST_TAPES)
     with _enrolling:
         for trial in list(_trials):
-            trial.made = trial.replayed = 0
+            trial.credit = _PAYS
 
 
 class _Seen:
@@ -123,7 +124,7 @@ class Shortcut:
         """`Tape.replay`, counted."""
         self.tape.replay(rt, at, held, wholes)  # type: ignore[union-attr]
         COUNTS.replayed += 1
-        self.trial.replayed += 1
+        self.trial.credit += 1
 
 
 def shortcut(key: tuple[Any, ...]) -> Shortcut | None:
@@ -135,29 +136,33 @@ def shortcut(key: tuple[Any, ...]) -> Shortcut | None:
 class Trial:
     """Whether it pays to record a function, or several whose specs differ in sizes alone."""
 
-    __slots__ = ("__weakref__", "made", "replayed")
+    __slots__ = ("__weakref__", "credit")
 
     def __init__(self) -> None:
-        self.made = self.replayed = 0  # how many tapes, and how often one of them was of use
+        self.credit = _PAYS  # replays that recordings may cost from now on
         with _enrolling:
             _trials.add(self)
 
     @property
     def failed(self) -> bool:
         """Whether no further tape is to be made for now."""
-        return self.made >= _TRIED and self.replayed < _PAYS * self.made
+        return self.credit < _PAYS
+
+    def pay(self) -> None:
+        """For a recording. What many replays of the past have left counts only as far as the credit goes."""
+        self.credit = max(0, min(self.credit, _MOST_CREDIT) - _PAYS)
 
 
 class Taped:
     """A function of a layer (its forward, or its backward) with its spec."""
 
-    __slots__ = ("_reason", "function", "name", "number", "spec", "trial")
+    __slots__ = ("function", "name", "number", "reason", "spec", "trial")
 
     def __init__(self, name: str, function: Callable[..., Any], spec: Any, trial: Trial | None = None) -> None:
         self.name, self.function, self.spec = name, function, spec
         self.number = next(_numbers)
         self.trial = Trial() if trial is None else trial
-        self._reason = never_recorded(spec)
+        self.reason = never_recorded(spec)  # why no call of it is recorded, if none is
 
     def __call__(self, rt: Runtime, *arguments: Any, **options: Any) -> Any:
         """function(rt, *arguments, spec=spec, **options)."""
@@ -170,7 +175,7 @@ class Taped:
         """
         if (_when or when()) == "never" or rt.device is META:
             return self.function(rt, *arguments, spec=self.spec, **options)
-        reason, tape, key = self._reason, None, ()
+        reason, tape, key = self.reason, None, ()
         tensors: list[Tensor] = []
         wholes: list[Any] = []
         if reason is None:
@@ -198,7 +203,7 @@ class Taped:
         held: list[Any] = [*tensors]
         tape.replay(rt, at, held, wholes)
         COUNTS.replayed += 1
-        self.trial.replayed += 1
+        self.trial.credit += 1
         return tape.result(at, held)
 
     def _key(
@@ -242,7 +247,7 @@ class Taped:
         except Exception as error:  # if it is the call that is wrong, the function itself will say so
             return None, f"{FAILED}: {error!r}"
         COUNTS.recorded += 1
-        self.trial.made += 1
+        self.trial.pay()
         return _tapes.put(key, tape), ""
 
 

@@ -241,17 +241,18 @@ def test_shapes_that_come_again_are_all_recorded_in_the_end() -> None:
                 for n in range(20):
                     module(torch.ones(n + 1, HIDDEN))
         assert len(taped.tapes()) == 20
-    assert ran.replayed > 250
+    assert ran.replayed > 230  # of 360: each new tape waits until replays of others have paid for it
 
 
 @pytest.mark.more
 @pytest.mark.usefixtures("no_gc")  # or calls count that let go of what other tests left
-@covering(turns=2, name=MODULES, recipe=[None, "delayed", "current", "block"], layers=[1, 2])
+@covering(turns=2, name=MODULES, recipe=[None, "delayed", "current", "block"], layers=[1, 2], before=[0, 50])
 def test_ever_new_shapes_cost_little(
-    name: str, recipe: str | None, layers: int, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+    name: str, recipe: str | None, layers: int, before: int, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At most 1.3 times the Python calls of a program without tapes. One layer is never recorded; of two the second
-    records what the first one met, and soon leaves it."""
+    """Of 24 shapes at most 1.3 times the Python calls of a program without tapes, those of recordings among them, also
+    after steps of one shape. One layer records none; of two the second records what the first one met, and soon leaves
+    it."""
     monkeypatch.setattr(taped, "ALIGNED", 64)  # a GPU's memory is aligned to 256 bytes, the host's to 64
     spent: dict[str, int] = {}
     recorded: Counter[taped.Trial] = Counter()
@@ -273,18 +274,19 @@ def test_ever_new_shapes_cost_little(
                     y = module(x.requires_grad_())
                 y.backward(torch.ones_like(y))
 
-        shapes = [64 * n for n in range(1, 17)]
-        for setting in ("never", "second"):
-            with tapes("never"):  # all plans are made
+        shapes = [64 * n for n in range(1, 25)]
+        for warming in ("first", "never"):  # plans, those that recordings ask for too
+            with tapes(warming):
                 for rows in shapes:
                     step(rows)
-            with tapes(setting) as ran:
-                for rows in shapes[:8]:
-                    step(rows)
-                spent[setting] = sum(null.counted(lambda rows=rows: step(rows), 1).python for rows in shapes[8:])
-            # So many of each function; several may have one name, each with a spec of its own.
-            assert all(count <= 6 for count in recorded.values())
-            assert ran.recorded == recorded.total() and bool(ran.recorded) is (setting == "second" and layers == 2)
+        for setting in ("never", "second"):
+            with tapes(setting):
+                for _ in range(before):
+                    step(64 * 40)
+                recorded.clear()
+                spent[setting] = sum(null.counted(lambda rows=rows: step(rows), 1).python for rows in shapes)
+        # So many of each function; several may have one name, each with a spec of its own.
+        assert max(recorded.values()) == (0 if layers == 1 else 2 if before else 1)
     assert spent["second"] <= 1.3 * spent["never"], spent
 
 
@@ -325,9 +327,9 @@ def test_whoever_forgets_tapes_forgets_what_they_were_worth() -> None:
         return taped.COUNTS.recorded - before
 
     with tapes("second"):
-        assert sum(map(twice, range(1, 20))) == taped._TRIED
+        assert sum(map(twice, range(1, 20))) == 1
         taped.forget()
-        assert sum(map(twice, range(1, 20))) == taped._TRIED
+        assert sum(map(twice, range(1, 20))) == 1
 
 
 def test_changing_shapes_hold_memory_flat(monkeypatch: pytest.MonkeyPatch) -> None:
