@@ -10,10 +10,11 @@ import pytest
 
 from te_core import dtypes
 from te_core.errors import ArgumentError, LibraryError
-from te_core.layers import linear
+from te_core.layers import linear, mlp, norm_linear
 from te_core.layers.communicator import InProcessCommunicator, InProcessRanks
 from te_core.layers.gathered import can_travel, gather, turned
 from te_core.layers.linear import LinearSpec, Needs, Sink
+from te_core.layers.norm import NormSpec
 from te_core.layers.parallel import Split
 from te_core.ops import raw as ops
 from te_core.precision import Operand, Precision
@@ -38,6 +39,7 @@ EXACT = (
     "nvfp4 no rht",
 )
 FP32 = dtypes.float32
+NORM = NormSpec(FP32, "LayerNorm", 1e-5)
 
 
 def precision_of(name: str | None) -> Precision | None:
@@ -177,7 +179,7 @@ def test_gathered_bytes_are_those_of_the_whole(recipe: str, rows: int, columns: 
 # ----------------------------------------------------------------------------------------------- bytes on the wire
 
 
-@pytest.mark.parametrize("recipe", [None, "current", "delayed", "block", "mxfp8", "nvfp4 no rht"])
+@pytest.mark.parametrize("recipe", [None, "current", "delayed", "block", "mxfp8", "nvfp4", "nvfp4 no rht"])
 @pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.parametrize("mode", ["column", "row"])
 def test_bytes_on_the_wire(mode: str, sequence: bool, recipe: str | None) -> None:
@@ -200,19 +202,74 @@ def gathers(recipe: str | None, m: int, width: int, mode: str) -> list[tuple[str
     """What is gathered of a part [m, width] of float32 values."""
     if recipe is None:
         return [("all_gather", 4 * m * width)] * (2 if mode == "column" else 1)
-    agreed = [("all_reduce", 4)]
     if recipe in ("current", "delayed"):
         times = 2 if mode == "column" else 1
-        return [("all_gather", m * width)] * times + (agreed if recipe == "current" else [])
+        return [("all_gather", m * width)] * times + [("all_reduce", 4)] * (recipe == "current")
+    rows, agreed = rowwise(recipe, m, width)
+    if recipe == "block":
+        return rows * 2
+    if recipe == "mxfp8":  # scales along the columns are padded to 128 columns
+        return [*rows, ("all_gather", m * width), ("all_gather", m // 32 * width)]
+    if recipe == "nvfp4":  # the columns are turned by the Hadamard transform, and have a maximum of their own
+        agreed = [("all_reduce", 8)]
+    return [*rows, ("all_gather", m * width // 2), ("all_gather", m // 16 * width), *agreed]
+
+
+def rowwise(recipe: str, m: int, width: int) -> tuple[list[tuple[str, int]], list[tuple[str, int]]]:
+    """What is gathered of the rowwise copy of such a part, and on what the ranks agree before."""
     if recipe == "block":  # a float32 scale for each 1x128
-        return [("all_gather", m * width), ("all_gather", 4 * m * width // 128)] * 2
-    if recipe == "mxfp8":  # scales along the rows are padded to four a row, along the columns to 128 columns
-        return [("all_gather", m * width)] * 2 + [
-            ("all_gather", m * max(4, width // 32)),
-            ("all_gather", m // 32 * width),
-        ]
-    half = [("all_gather", m * width // 2)] * 2
-    return half + [("all_gather", m * max(4, width // 16)), ("all_gather", m // 16 * width), *agreed]
+        return [("all_gather", m * width), ("all_gather", 4 * m * width // 128)], []
+    if recipe == "mxfp8":  # scales along the rows are padded to four a row
+        return [("all_gather", m * width), ("all_gather", m * max(4, width // 32))], []
+    return [("all_gather", m * width // 2), ("all_gather", m * max(4, width // 16))], [("all_reduce", 4)]
+
+
+@pytest.mark.parametrize("recipe", ["block", "mxfp8", "nvfp4", "nvfp4 no rht"])
+@pytest.mark.parametrize("mode", ["column", "row"])
+def test_bytes_of_parts_of_no_whole_blocks(mode: str, recipe: str) -> None:
+    """What wgrad reads travels in high precision, and a gradient that does is there for dgrad, too."""
+    m, n, k, size = 40, 128, 256, 2
+    ranks = InProcessRanks(size)
+    case = Case(mode, True, size, recipe, m * size)
+    ranks.run(lambda comm: case.step(comm, n, k))
+    width = k if mode == "column" else n
+    wanted = [("all_gather", 4 * m * width), ("reduce_scatter", 4 * m * size * width)]
+    if mode == "column":
+        wanted += sum(rowwise(recipe, m, width), [])
+    for log in ranks.log:
+        assert sorted(log) == sorted(wanted)
+
+
+def norm_step(kind: str, gathered: bool, comm: InProcessCommunicator, m: int, width: int) -> None:
+    """A forward and backward of a layer behind a norm, whose output comes out, too: of this rank's rows, or of all."""
+    first, second = (
+        LinearSpec(FP32, None, Needs(True, True, True), parallel=Split(mode, comm.size, True))
+        for mode in ("column", "row")
+    )
+    spec: Any = norm_linear.NormLinearSpec(NORM, first, return_norm=True, gather_norm=gathered)
+    module: Any = norm_linear
+    vectors, w = [RT.tensor(integers(i, width)) for i in range(3)], RT.tensor(integers(3, width, width))
+    given, rows = [w, vectors[2]], m * comm.size
+    if kind == "mlp":
+        spec, module = mlp.MLPSpec(first, second, NORM, "relu", return_norm=True, gather_norm=gathered), mlp
+        given, rows = [*given, w, vectors[2]], m
+    x, dy = RT.tensor(integers(4 + comm.rank, m, width)), RT.tensor(integers(6, rows, width))
+    outputs, saved = module.forward(RT, x, *vectors[:2], *given, spec=spec, comm=comm)
+    module.backward(RT, dy, outputs[1], None, saved, spec=spec, comm=comm)
+
+
+@pytest.mark.parametrize("kind", ["norm and linear", "mlp"])
+def test_bytes_of_a_gathered_norm(kind: str) -> None:
+    """Its part is gathered once more, and of its gradient each rank gets a part of the sum."""
+    m, width, size = 32, 64, 2
+    logs = []
+    for gathered in (False, True):
+        ranks = InProcessRanks(size)
+        ranks.run(lambda comm: norm_step(kind, gathered, comm, m, width))  # noqa: B023
+        logs.append(ranks.log)
+    more = [("all_gather", 4 * m * width), ("reduce_scatter", 4 * m * size * width)]
+    for without, log in zip(*logs, strict=True):
+        assert sorted(log) == sorted([*without, *more])
 
 
 # ----------------------------------------------------------------------------------------------------- and faults

@@ -254,6 +254,31 @@ def test_a_checkpoint_keeps_a_part(ranks: Ranks, recipe: str) -> None:
         assert part["sent"] == [32 * WIDTH * 4 // ranks.world] and part["before backward"] == [] == one["sent"]
 
 
+def recomputed_in_pairs(rank: Rank, distribute: bool) -> dict[str, Any]:
+    """Of two groups of two ranks, each of which has an input of its own."""
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    number = rank.number // 2
+    layer = te.Linear(WIDTH, WIDTH, device=rank.device, params_dtype=torch.float32, init_method=torch.nn.init.eye_)
+    x = values(32, WIDTH, device=rank.device, seed=number).requires_grad_()
+    torch.manual_seed(1)
+    with counted() as sent:
+        y = te.checkpoint(
+            _two, layer, x * 2, distribute_saved_activations=distribute, tp_group=pairs[number], use_reentrant=True
+        )
+        (y * y).sum().backward()
+    return {"dx": x.grad.cpu(), "dw": layer.weight.grad.cpu(), "sent": sent}  # type: ignore[union-attr]
+
+
+def test_a_checkpoint_keeps_a_part_in_its_group(ranks_of: Callable[[int, str], Ranks]) -> None:
+    """What tensor-parallel ranks hold alike is cut among them, not over the data-parallel copies."""
+    four = ranks_of(4, "cpu")
+    parts, wholes = four.run(recomputed_in_pairs, True), four.run(recomputed_in_pairs, False)
+    for part, one in zip(parts, wholes, strict=True):
+        assert torch.equal(part["dx"], one["dx"]) and torch.equal(part["dw"], one["dw"])
+        assert part["sent"] == [32 * WIDTH * 4 // 2] and one["sent"] == []
+    assert not torch.equal(parts[0]["dx"], parts[2]["dx"])
+
+
 def refused(rank: Rank) -> None:
     layer = te.Linear(WIDTH, WIDTH, device=rank.device)
     odd = torch.ones(1, 3, device=rank.device)

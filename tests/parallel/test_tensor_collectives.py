@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import te_torch as te
+from te_torch.parallel import communicator
 from tests.backends import requires_gpus
 from tests.parallel.ranks import Rank, Ranks
-from tests.parallel.tensor_steps import BATCH, H, counted, inputs, make, options
+from tests.parallel.tensor_steps import BATCH, H, counted, inputs, make, options, shapes
 from tests.recipes import region
 from tests.tolerances import snr_db
 
@@ -80,6 +83,41 @@ def test_symmetric_memory(ranks_of: Any, how: str) -> None:
     gpus: Ranks = ranks_of(2, "cuda")
     for made, one in zip(gpus.run(symmetric, how), gpus.run(symmetric, None), strict=True):
         assert all(snr_db(a, b) > 40 for a, b in zip(made, one, strict=True))
+
+
+def ways(rank: Rank, kind: str, how: str | None, sequence: bool) -> Any:
+    """The ways that a layer's sums are asked for in three steps, of which the last are replayed, and its outputs.
+
+    (Gloo's sum stands in for that in symmetric memory.)
+    """
+    asked: list[str] = []
+
+    def summed(t: torch.Tensor, group: Any, way: str) -> None:
+        asked.append(way)
+        dist.all_reduce(t, group=group)
+
+    module = make(kind, rank.device, symmetric_ar_type=how, **options(rank, sequence))
+    width = H // rank.world if kind == "row" else shapes(kind)[0]
+    outputs = []
+    with mock.patch.object(communicator, "symmetric_sum", summed):
+        for number in range(3):
+            x = inputs(ROWS, width, number).to(rank.device).requires_grad_()
+            y = module(x)
+            y.float().sum().backward()
+            outputs.append(y.detach().cpu())
+    return asked, outputs
+
+
+@pytest.mark.parametrize("how", ["one_shot", "two_shot"])
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("kind", ["column", "row", "norm column", "mlp", "mlp again"])
+def test_the_way_of_a_sum(pair: Ranks, kind: str, sequence: bool, how: str) -> None:
+    """It is asked for once a step, for a row-parallel output that is summed whole, and for nothing else."""
+    takes = not sequence and kind in ("row", "mlp", "mlp again")
+    found, others = pair.run(ways, kind, how, sequence), pair.run(ways, kind, None, sequence)
+    for (asked, made), (unasked, one) in zip(found, others, strict=True):
+        assert asked == [how] * 3 * takes and unasked == []
+        assert all(torch.equal(a, b) for a, b in zip(made, one, strict=True))
 
 
 # ------------------------------------------------------------------------------------- documented collectives

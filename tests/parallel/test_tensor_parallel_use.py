@@ -336,18 +336,23 @@ def test_the_report_says_what_travelled(two: Ranks) -> None:
     assert "as float8_e4m3 1x32" in fprop and "in bfloat16, and quantized whole" in wgrad
 
 
-def grouped(rank: Rank) -> Any:
+def grouped(rank: Rank, mode: str) -> Any:
     module = te.GroupedLinear(
-        2, H, F, bias=False, parallel_mode="row", tp_group=dist.group.WORLD, tp_size=rank.world, device=rank.device
+        2, H, F, bias=False, parallel_mode=mode, tp_group=dist.group.WORLD, tp_size=rank.world, device=rank.device
     )
-    x = torch.randn(16, H // rank.world, device=rank.device)
+    x = torch.randn(16, H // rank.world if mode == "row" else H, device=rank.device)
     with counted() as calls:
         y = module(x, [8, 8])
-    return tuple(module.weight0.shape), tuple(y.shape), len(calls), module.weight0.partition_dim
+        y.sum().backward()
+    weights = (module.weight0, module.weight1)
+    return {tuple(w.shape) for w in weights}, tuple(y.shape), len(calls), {w.partition_dim for w in weights}
 
 
-def test_grouped_linear_has_shapes_only(pair: Ranks) -> None:
-    assert pair.run(grouped) == [((F, H // 2), (16, F), 0, 1)] * 2
+@pytest.mark.parametrize(
+    ("mode", "weight", "out", "dim"), [("row", (F, H // 2), F, 1), ("column", (F // 2, H), F // 2, 0)]
+)
+def test_grouped_linear_has_shapes_only(pair: Ranks, mode: str, weight: tuple[int, int], out: int, dim: int) -> None:
+    assert pair.run(grouped, mode) == [({weight}, (16, out), 0, {dim})] * 2
 
 
 # -------------------------------------------------------------------------------------------------- mistakes
