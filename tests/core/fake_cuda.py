@@ -435,6 +435,9 @@ class Lt:
         needs = self._needs(ctypes.string_at(algo, lt_.ALGO_BYTES))
         ctypes.c_uint64.from_address(result + lt_.ALGO_BYTES).value = needs
 
+    def matmul_algo_config_get_attribute(self, *arguments: int) -> None:
+        raise lt_.CublasLtError("cublasLtMatmulAlgoConfigGetAttribute", 7)  # no property of any kernel
+
     def matmul(self, handle: int, desc: int, alpha: int, a: int, a_layout: int, *rest: int) -> None:
         b, b_layout, beta, c, c_layout, d, d_layout, algo, workspace, nbytes, stream = rest
         known, machine = self.made[desc], self.machine

@@ -136,7 +136,8 @@ def test_layers_with_products(make: Make, group: str, recipe: str | None) -> Non
 @pytest.mark.parametrize("recipe", sorted(set(RECIPES) - set(KINDS)))
 def test_other_recipes(make: Make, recipe: str) -> None:
     machine = make()
-    for build in (Linear(recipe), Linear(recipe, bias=False, sink="fp32+"), MLP(recipe), MLP(recipe, checkpoint=True)):
+    others = Linear(recipe), Linear(recipe, bias=False, sink="fp32+"), MLP(recipe), MLP(recipe, checkpoint=True)
+    for build in (*others, *behind_norms(recipe)):
         proved(machine, build)
 
 

@@ -11,13 +11,14 @@ import pytest
 
 from te_core import dtypes
 from te_core.errors import ArgumentError
-from te_core.layers.linear import Sink
+from te_core.layers.linear import Needs, Sink
 from te_core.runtime import ByteAllocator, Runtime
-from te_core.tape import taped
+from te_core.tape import taped, walk
 from te_core.tape.taped import Taped
+from te_core.tensor import Tensor
 from tests.core import tape_cases
 from tests.core.fake_cuda import B200, H200, Machine, Make
-from tests.core.tape_cases import ALL, MLP, Linear, needed
+from tests.core.tape_cases import ALL, MLP, Linear, Maker, needed
 from tests.core.tape_more_cases import Attention, Norm, Rope, Softmax
 from tests.core.tape_proof import Call, Done, Round, Tapes, compare, run, without_scratch
 
@@ -32,7 +33,26 @@ class Pair(NamedTuple):
     forward: bool = True
 
 
+def changed(build: Build, change: Callable[[Tensor], Tensor | None], *names: str) -> Build:
+    """The same with other pieces of these names in its quantized input."""
+
+    def other(rt: Runtime) -> Round:
+        made = build(rt)
+        for name in names:
+            setattr(made.forward.args[0], name, change(getattr(made.forward.args[0], name)))
+        return made
+
+    return other
+
+
+def no_piece(piece: Tensor) -> None:
+    """It is not there."""
+
+
 QUANTIZED = Linear("current", rows=64)
+#: Squares, whose pieces lie on boundaries all of them: nothing but the pieces tells these apart.
+SQUARE = Linear("current", rows=64, n=64, needs=Needs(False, True, True))
+BLOCKS, ORDERED = Linear("block", rows=64, x="both"), Linear("mxfp8", rows=64, x="both")
 FROZEN = replace(QUANTIZED, needs=ALL._replace(input=False))
 PAIRS = {
     "shape": Pair(Linear(), Linear(rows=32)),
@@ -54,6 +74,14 @@ PAIRS = {
     "a quantized input": Pair(QUANTIZED, replace(QUANTIZED, x="rows")),
     "copies of an input": Pair(replace(QUANTIZED, x="both"), replace(QUANTIZED, x="rows")),
     "format of an input": Pair(replace(QUANTIZED, x="rows"), replace(QUANTIZED, x="rows", x_rule="grad")),
+    "which copy of a gradient": Pair(replace(SQUARE, dy="rows"), replace(SQUARE, dy="columns"), forward=False),
+    "which scales of an input are swizzled": Pair(
+        changed(ORDERED, no_piece, "rowwise_swizzled"), changed(ORDERED, no_piece, "columnwise_swizzled")
+    ),
+    "shape of a copy's piece": Pair(BLOCKS, changed(BLOCKS, lambda t: t.reshape(t.size), "columnwise_scale")),
+    "dtype of a copy's piece": Pair(
+        BLOCKS, changed(BLOCKS, lambda t: Tensor(t.ptr, t.shape, dtypes.uint8, t.device, t.owner), "columnwise")
+    ),
     "a quantized gradient": Pair(QUANTIZED, replace(QUANTIZED, dy="both"), forward=False),
     "ready": Pair(QUANTIZED, replace(QUANTIZED, ready="both")),
     "copies that are ready": Pair(replace(FROZEN, ready="both"), replace(FROZEN, ready="rows")),
@@ -95,6 +123,23 @@ def test_another_call_has_another_tape(make: Make, name: str) -> None:
     found = shared(machine, pair, (rt, rt))
     assert [done[which].count.recorded for done in found] == [1, 1, 0, 0]
     assert all(d.count.replayed == 1 for done in found for d in done)
+
+
+@pytest.mark.parametrize("most", [1, 4])
+def test_numbers_of_states_are_never_given_again(make: Make, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    """Also where there were so many that the older ones were forgotten: what is known by those is then made again."""
+    monkeypatch.setattr(walk, "_MOST_NUMBERS", most)
+    monkeypatch.setattr(walk, "_numbers", {})
+    machine = make()
+    rt = machine.runtime()
+    found = shared(machine, PAIRS["maxima"], (rt, rt))
+    again = int(most == 1)  # a state is made for each call, and numbered as the one before only where that is known
+    assert [done[0].count.recorded for done in found] == [1, 1, again, again]
+    kept, known = Maker(rt), []
+    for gemms in range(1, 2 * most + 2):
+        known.append(walk.facts_of_scales(kept.scales(gemms), rt.device).number)
+        assert len(walk._numbers) <= most
+    assert len(set(known)) == len(known)
 
 
 def test_scales_in_the_order_of_products(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,6 +259,21 @@ def test_what_cannot_be_recorded_says_why(make: Make, kind: str) -> None:
             function(rt, *call.args, **call.options, **options)
         assert events and dict(taped.COUNTS.interpreted) == {wanted: number + 1}
     assert not taped.tapes() and not taped.COUNTS.replayed
+
+
+@pytest.mark.parametrize("name", ["copy_to_host", "copy_from_host", "stream", "order"])
+def test_what_waits_for_the_device_is_not_recorded(make: Make, name: str) -> None:
+    """Of a backend that a layer asks for it itself (the runtime's own ways there are refused before)."""
+    rt = make().runtime()
+    call = Linear()(rt).forward
+
+    def function(rt: Runtime, *args: Any, spec: Any, **options: Any) -> Any:
+        assert callable(getattr(rt.backend, name))
+        return call.function(rt, *args, spec=spec, **options)
+
+    taped.set_when("first")
+    Taped("curious", function, call.spec)(rt, *call.args, **call.options)
+    assert dict(taped.COUNTS.interpreted) == {f"{name} in a layer": 1} and not taped.tapes()
 
 
 class Stranger:

@@ -127,6 +127,22 @@ def test_replays_exchange_and_give_the_same(name: str, recipe: str | None) -> No
                 assert one is None or np.array_equal(one, other)
 
 
+@pytest.mark.parametrize(("mode", "gathered"), [("column", {"fprop", "wgrad"}), ("row", {"dgrad", "wgrad"})])
+@pytest.mark.parametrize("recipe", ["current e4m3 pow2", "nvfp4"])
+def test_a_replay_notes_how_operands_came(mode: str, gathered: set[str], recipe: str) -> None:
+    """Reports read it from the spec, where other calls of it may have noted something else since."""
+    module, spec, inputs = linear_case(mode, True, recipe, 512)
+    ranks, noted = InProcessRanks(2), []
+    layers, comms = [Layer(module, spec, True) for _ in range(2)], [ranks.of(i) for i in range(2)]
+    for turn in range(3):
+        replayed = taped.COUNTS.replayed
+        ranks.run(lambda comm: layers[comm.rank].step(comms[comm.rank], *inputs(comm.rank, turn)))  # noqa: B023
+        noted.append(dict(spec.parallel.came))
+        spec.parallel.came.update(dict.fromkeys(gathered, "something else"))
+    assert taped.COUNTS.replayed - replayed == 4
+    assert set(noted[0]) == gathered and noted == noted[:1] * 3
+
+
 def test_memory_of_a_collective_stays_until_it_is_awaited() -> None:
     """Nothing that is on its way is let go of, and no temporary takes its place."""
     module, spec, inputs = linear_case("column", True, "current e4m3 pow2", 512)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -243,6 +244,27 @@ def test_nothing_is_tuned_in_a_capture(make: Make, monkeypatch: pytest.MonkeyPat
     assert plans and all(("timing" in p.source) is not capturing for p in plans)
 
 
+@each_build
+def test_a_call_that_is_met_again_in_a_capture(make: Make, monkeypatch: pytest.MonkeyPatch, build: Any) -> None:
+    """It was tuned when it was met outside, and is recorded with the plans of then. It is replayed here and there."""
+    monkeypatch.setenv("TE_CORE_AUTOTUNE", "1")
+    machine, tapes = make(), Tapes()
+    rt = machine.runtime(6)
+    for _ in range(2):
+        one = run(machine, rt, tapes, build, "never")
+    met = run(machine, rt, tapes, build, "second")
+    assert [d.count for d in met] == [taped.Counts(interpreted=Counter({"met for the first time": 1}))] * 2
+    for captured, recorded in (({6}, 1), ({6}, 0), (set(), 0)):
+        machine.lib.captured, known = captured, len(rt.plans)
+        done = run(machine, rt, tapes, build, "second")
+        assert [d.count for d in done] == [taped.Counts(1, recorded)] * 2 and len(rt.plans) == known
+        alike(one, done)
+    assert len(taped.tapes()) == 2 and not machine.faults
+    plans = [p for tape in taped.tapes() for p in tape.keeps if isinstance(p, gemm_run.LtPlan)]
+    assert all("timing" in plan.source for plan in plans)
+    assert {id(plan) for plan in plans} <= {id(plan) for plan in rt.plans.values()}
+
+
 def test_a_capture_has_scratch_memory_of_its_own(make: Make) -> None:
     """A tape that was recorded outside is replayed in a capture, and the other way round."""
     machine, tapes = make(), Tapes()
@@ -305,22 +327,24 @@ def test_a_replay_sets_its_kernels_up_on_their_device(make: Make, monkeypatch: p
 # -------------------------------------------------------------------------------------------------- threads
 
 
+@pytest.mark.parametrize("devices", [1, 2])
 @each_build
-def test_one_tape_in_many_threads(make: Make, build: Any) -> None:
-    """Eight threads with two streams each, none of which writes where another one does."""
-    machine, tapes = make(), Tapes()
-    rt = machine.runtime()
-    for _ in range(2):
-        one = run(machine, rt, tapes, build, "never")
-    run(machine, rt, tapes, build, "first")
+def test_one_tape_in_many_threads(make: Make, build: Any, devices: int) -> None:
+    """Eight threads with two streams on each device, none of which writes where another one does. What was let go of
+    is as good as poisoned: the machine gives no address twice, and notes where one is used that is nobody's."""
+    machine, tapes = make(devices=devices), Tapes()
+    one = []
+    for index in range(devices):
+        rt = machine.runtime(index=index)
+        one.append([run(machine, rt, tapes, build, setting) for setting in ("never", "never", "first")][1])
     together, found, failed = threading.Barrier(8), [], []  # type: ignore[var-annotated]
-    runtimes = {stream: machine.runtime(stream) for stream in (20, 21)}
+    runtimes = {(index, stream): machine.runtime(stream, index) for stream in (20, 21) for index in range(devices)}
 
     def work() -> None:
         try:
             together.wait()
-            for stream in (20, 21, 20, 21):
-                found.append((stream, run(machine, runtimes[stream], tapes, build, "first")))
+            for where in (*runtimes, *runtimes):
+                found.append((where, run(machine, runtimes[where], tapes, build, "first")))
             together.wait()
         except BaseException as error:
             failed.append(error)
@@ -333,19 +357,37 @@ def test_one_tape_in_many_threads(make: Make, build: Any) -> None:
         for thread in threads:
             thread.join()
     assert not failed, failed[0]
-    assert len(found) == 32 and len(taped.tapes()) == 2
+    assert len(found) == 32 * devices and len(taped.tapes()) == 2 * devices
     owners: dict[int, set[Any]] = {}
-    for stream, done in found:
-        for a, b in zip(one, done, strict=True):
-            assert all(event.stream == stream for event in b.events)
+    for (index, stream), done in found:
+        for a, b in zip(one[index], done, strict=True):
+            assert all((event.stream, event.context) == (stream, 1000 + index) for event in b.events)
             events = [event._replace(stream=5) for event in b.events]
             compare(a, without_scratch(replace(b, events=events), a))
             for event in b.events:
                 for block in scratch_blocks([event]):
-                    owners.setdefault(block, set()).add((event.thread, stream))
-    assert all(len(users) == 1 for users in owners.values()), "scratch memory of two threads or streams"
+                    owners.setdefault(block, set()).add((event.thread, index, stream))
+    assert all(len(users) == 1 for users in owners.values()), "scratch memory of two threads, devices or streams"
     assert all(len(users) == 1 for users in machine.lt.users.values()), "descriptors of two threads"
     assert not machine.faults, machine.faults[:3]
+
+
+def test_what_a_thread_leaves_goes_to_its_device(make: Make) -> None:
+    """The next thread replays with handles and descriptors of an earlier one, on each device with that one's."""
+    machine, tapes, build = make(devices=2), Tapes(), MLP("delayed")
+    runtimes, handles = [machine.runtime(index=index) for index in (0, 1)], []
+
+    def work() -> None:
+        for rt in runtimes:
+            run(machine, rt, tapes, build, "first")
+
+    for _ in range(3):
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+        gc.collect()  # the thread's own
+        handles.append(sorted(machine.lt.handles.values()))
+    assert handles == [[1000, 1001]] * 3 and not machine.faults
 
 
 def test_threads_that_record_at_once_agree(make: Make) -> None:

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import te_torch as te
 from te_core.errors import ArgumentError
 from te_core.tape import taped
+from te_core.tools.explain import explain_tapes
 from te_torch import shortcuts
 from tests.backends import devices
 from tests.recipes import region, rule
@@ -323,6 +324,27 @@ def test_what_is_run_again(used: Used) -> None:
 
     same(program)
     assert used.forward >= 5
+
+
+def test_more_kinds_of_calls_than_are_remembered(used: Used, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which arguments a call has is looked at anew; what is known of the call itself stays."""
+    monkeypatch.setattr(shortcuts, "_MOST_KINDS", 2)
+    monkeypatch.setattr(shortcuts, "_present", {})
+    modules = [te.Linear(HIDDEN, 48, bias=bias, device="cpu") for bias in (True, False)] + [made("LayerNormMLP")]
+    for _ in range(3):
+        for module in modules:
+            steps(module, 1, None)
+            assert 0 < len(shortcuts._present) <= 2
+    assert used.forward == used.backward == 2 * len(modules)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_all_calls_are_counted(used: Used, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In what the doctor and `explain_tapes` show."""
+    monkeypatch.setattr(taped, "COUNTS", taped.Counts())
+    steps(made(name), 4)
+    calls = 4 * 2 * (5 if name == "TransformerLayer" else 1)
+    assert explain_tapes().startswith(f"{calls} of {calls} calls of layers replayed (100%)\n")
 
 
 def test_the_setting_turns_it_off(used: Used) -> None:
