@@ -16,7 +16,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from te_core import device, dtypes
-from te_core.errors import UnsupportedError
+from te_core.errors import ArgumentError, UnsupportedError
 from te_core.ops.elementwise import add
 from te_core.ops.gemm import gemm
 from te_core.ops.matrix import resize
@@ -192,5 +192,12 @@ def _copy(q: QuantizedTensor, columnwise: bool) -> tuple[Tensor, Tensor, Tensor 
         data, scale, amax = q.columnwise, q.columnwise_scale, q.columnwise_amax
     else:
         data, scale, amax = q.rowwise, q.rowwise_scale, q.rowwise_amax
-    assert data is not None and scale is not None  # the casts asked for this copy
+    if data is None or scale is None:  # never of our own casts, which make what is read
+        side, there = ("rowwise", "columnwise") if not columnwise else ("columnwise", "rowwise")
+        raise ArgumentError(
+            "gemm_quantized",
+            f"an operand of shape {q.shape} with its {there} copy alone",
+            f"one with its {side} copy",
+            f"quantize it with that copy (of a tensor that a module holds: update_usage({side}_usage=True))",
+        )
     return data, scale, amax

@@ -12,7 +12,7 @@ import pytest
 from te_core import device
 from te_core import dtypes as D
 from te_core.device import DeviceInfo
-from te_core.errors import UnsupportedError
+from te_core.errors import ArgumentError, UnsupportedError
 from te_core.layers.linear import LinearSpec, Needs, Product
 from te_core.ops import raw
 from te_core.ops.gemm_quantized import gemm_quantized, gemm_route
@@ -234,6 +234,18 @@ def test_strict(rt: Runtime) -> None:
     a, b, want = product(rt, (WIDE, TENSOR), (False, False), (16, 16, 32))
     gemm_quantized(rt, a, b, out, strict=True)
     assert snr_db(rt.numpy(out).astype(np.float64), want) >= DB["bf16"]
+
+
+@pytest.mark.parametrize("columnwise", [False, True])
+def test_a_copy_that_is_not_there(rt: Runtime, columnwise: bool) -> None:
+    """As of a weight whose user has dropped it: in words, whichever operand it is."""
+    whole, lost = (operand(rt, TENSOR, 32, 32, columnwise, 0)[0] for _ in range(2))
+    side, other = ("columnwise", "rowwise") if columnwise else ("rowwise", "columnwise")
+    setattr(lost, side, None)
+    for pair in ((whole, lost), (lost, whole)):
+        with pytest.raises(ArgumentError, match=f"{other} copy alone.* {side} copy"):
+            out = rt.empty((32, 32), D.float32)
+            gemm_quantized(rt, *pair, out, a_columnwise=columnwise, b_columnwise=columnwise, emulate=True)
 
 
 def test_meta_multiplies_nothing() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -401,3 +402,24 @@ def test_threads(used: Used) -> None:
     for thread in threads:
         thread.join()
     assert [got[i] for i in range(8)] == wanted
+
+
+def test_what_is_never_recorded_is_not_looked_for(used: Used, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call with a user's quantizer goes the core's way at once."""
+    monkeypatch.setattr(shortcuts, "_present", {})
+    function: Any = SimpleNamespace(reason="a user's quantizer")
+    rt: Any = None  # of which nothing is asked
+    assert shortcuts.find(function, rt, [drawn(ROWS, HIDDEN)], None, {}) is None and not shortcuts._present
+
+
+class Cleared(dict[Any, Any]):
+    """Another thread has it cleared as soon as anything is in it."""
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        """Nothing stays."""
+
+
+def test_kinds_are_cleared_meanwhile(used: Used, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shortcuts, "_present", Cleared())
+    steps(made("Linear"))
+    assert used.forward
