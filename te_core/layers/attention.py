@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from te_core.arguments import explained
 from te_core.attention import AttentionSpec, Lengths
 from te_core.ops import raw as ops
-from te_core.ops.attention import NOTHING, Terms
+from te_core.ops.attention_terms import NOTHING, Terms
 from te_core.quantize.state import Scales
 from te_core.runtime import Runtime
 from te_core.tensor import META, Tensor, dense_strides

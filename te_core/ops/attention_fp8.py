@@ -18,19 +18,8 @@ from te_core.attention import AttentionSpec
 from te_core.dtypes import ACTIVATION_DTYPES, DType
 from te_core.errors import ArgumentError, UnsupportedError
 from te_core.ops import _check
-from te_core.ops.attention import (
-    NOTHING,
-    Asked,
-    Attended,
-    Terms,
-    backward_key,
-    check,
-    check_stats,
-    is_dense,
-    plan_key,
-    sizes_of,
-    stats_shape,
-)
+from te_core.ops.attention import Asked, Attended, backward_key, plan_key
+from te_core.ops.attention_terms import NOTHING, Terms, check, check_stats, is_dense, sizes_of, stats_shape
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
 

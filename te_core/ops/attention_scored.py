@@ -12,17 +12,8 @@ from typing import Any, NamedTuple
 from te_core import dtypes
 from te_core.attention import AttentionSpec, ScoreMod, Sizes
 from te_core.ops import _check
-from te_core.ops.attention import (
-    NOTHING,
-    Terms,
-    backward_key,
-    check,
-    check_stats,
-    is_dense,
-    plan_key,
-    sizes_of,
-    stats_shape,
-)
+from te_core.ops.attention import backward_key, plan_key
+from te_core.ops.attention_terms import NOTHING, Terms, check, check_stats, is_dense, sizes_of, stats_shape
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
 

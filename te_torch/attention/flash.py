@@ -14,7 +14,7 @@ import torch
 from te_core.attention import AttentionSpec
 from te_core.layers.attention import AttentionInputs
 from te_core.ops import raw as ops
-from te_core.ops.attention import Terms
+from te_core.ops.attention_terms import Terms
 from te_torch.attention import choose
 from te_torch.attention.fused import Results
 from te_torch.attention.layouts import apart

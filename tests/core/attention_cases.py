@@ -20,7 +20,7 @@ from te_core import device, dtypes, libraries
 from te_core.attention import AttentionSpec, Lengths, Sizes, alibi_slopes
 from te_core.attention_rules import cudnn_attention
 from te_core.device import DeviceInfo
-from te_core.ops.attention import Terms
+from te_core.ops.attention_terms import Terms
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
 from tests.reference import attention as reference

@@ -17,7 +17,8 @@ from te_core import dtypes
 from te_core.attention import AttentionSpec
 from te_core.device import DeviceInfo
 from te_core.errors import UnsupportedError
-from te_core.ops.attention import Terms, attention_backward, attention_forward
+from te_core.ops.attention import attention_backward, attention_forward
+from te_core.ops.attention_terms import Terms
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
 from tests.backends import cuda_runtime, requires_cuda

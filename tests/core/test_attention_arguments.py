@@ -11,7 +11,8 @@ import pytest
 from te_core import dtypes
 from te_core.attention import AttentionSpec, Lengths, alibi_slopes, canonical_mask, diagonal_is_bottom_right, with_mask
 from te_core.errors import ArgumentError, UnsupportedError
-from te_core.ops.attention import Terms, attention_backward, attention_forward
+from te_core.ops.attention import attention_backward, attention_forward
+from te_core.ops.attention_terms import Terms
 from te_core.runtime import Runtime
 from te_core.tensor import Device, Tensor
 from tests.backends import cuda_runtime, requires_cuda

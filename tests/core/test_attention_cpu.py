@@ -9,7 +9,7 @@ import pytest
 
 from te_core import ops
 from te_core.attention import AttentionSpec, Lengths
-from te_core.ops.attention import Terms
+from te_core.ops.attention_terms import Terms
 from te_core.runtime import Runtime
 from te_core.tensor import from_numpy
 

@@ -18,7 +18,8 @@ import pytest
 
 from te_core import dtypes
 from te_core.attention import AttentionSpec, Lengths
-from te_core.ops.attention import NOTHING, Terms, attention_backward, attention_forward
+from te_core.ops.attention import attention_backward, attention_forward
+from te_core.ops.attention_terms import NOTHING, Terms
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
 from tests.backends import cuda_runtime, requires_cuda

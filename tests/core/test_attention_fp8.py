@@ -14,8 +14,8 @@ from te_core.errors import UnsupportedError
 from te_core.layers import attention_fp8 as layer
 from te_core.layers.attention import AttentionLayerSpec, AttentionNeeds
 from te_core.layers.attention_fp8 import AttentionFp8Spec
-from te_core.ops.attention import Terms
 from te_core.ops.attention_fp8 import BackwardScales, ForwardScales, Scaled
+from te_core.ops.attention_terms import Terms
 from te_core.ops.quantize import ScalingState
 from te_core.precision import AttentionPrecision
 from te_core.quantize.state import Scales, element

@@ -15,7 +15,8 @@ from te_core.attention import AttentionSpec, Lengths
 from te_core.backends.cuda import attention_graph, cudnn
 from te_core.errors import LibraryError, UnsupportedError
 from te_core.ops import attention_fp8 as fp8
-from te_core.ops.attention import Terms, attention_backward, attention_forward
+from te_core.ops.attention import attention_backward, attention_forward
+from te_core.ops.attention_terms import Terms
 from tests.core import fake_cudnn
 from tests.core.fake_cudnn import tensor
 

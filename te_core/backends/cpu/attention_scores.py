@@ -23,7 +23,7 @@ from te_core.errors import ArgumentError
 from te_core.tensor import Tensor
 
 if TYPE_CHECKING:
-    from te_core.ops.attention import Terms
+    from te_core.ops.attention_terms import Terms
 
 Array = np.ndarray[Any, Any]
 

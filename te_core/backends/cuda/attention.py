@@ -40,7 +40,8 @@ from te_core.runtime import Runtime
 from te_core.tensor import Tensor
 
 if TYPE_CHECKING:
-    from te_core.ops.attention import Asked, BackwardOperands, ForwardOperands, Terms
+    from te_core.ops.attention import Asked, BackwardOperands, ForwardOperands
+    from te_core.ops.attention_terms import Terms
 
 #: Numbers of soft-caps by device, for good, as graphs are: a captured CUDA graph reads them after its plan has gone.
 _constants_held: dict[tuple[int, tuple[float, ...]], int] = {}

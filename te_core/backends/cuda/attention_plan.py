@@ -29,7 +29,7 @@ from te_core.runtime import Runtime
 from te_core.tensor import Tensor
 
 if TYPE_CHECKING:
-    from te_core.ops.attention import Terms
+    from te_core.ops.attention_terms import Terms
 
 _TILE = 128  # of cuDNN's backward
 _LEAST_TOKENS = 1024
