@@ -30,7 +30,6 @@ _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, _NOT_THERE))
 #: By the types of a call's arguments, met before: what chooses the plain ones that are there, and for each quantized
 #: one, the last first, which argument it is and how many plain ones come before it. None where something else is.
 _present: dict[tuple[type, ...], tuple[Any, tuple[tuple[int, int], ...]] | None] = {}
-_UNKNOWN: Any = object()
 # What a call asks of its tensors, each in one call in C for all of them.
 _address_of, _is_dense = torch.Tensor.data_ptr, torch.Tensor.is_contiguous
 _facts_of = attrgetter("shape", "dtype", "device")
@@ -57,8 +56,9 @@ def find(
     if (taped._when or taped.when()) == "never" or function.reason is not None:
         return None
     kinds = tuple(map(type, tensors))
-    present = _present.get(kinds, _UNKNOWN)
-    if present is _UNKNOWN:
+    try:
+        present = _present[kinds]
+    except KeyError:  # or another thread has cleared it
         if len(_present) >= _MOST_KINDS:  # classes that a program makes as it runs
             _present.clear()
         present = _present[kinds] = _looked_at(kinds)
