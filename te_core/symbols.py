@@ -14,8 +14,10 @@ _SHIFT = 44  # a slot may be 16 TiB large
 _SLOTS = 1 << 17
 
 
-#: In the place of an argument of a step: the stream of the runtime that replays.
+#: In the place of an argument of a step: the stream that it runs on.
 STREAM = object()
+#: A stream, by the names by which a layer asked for it (`Runtime.side`); () is that of its call.
+Way = tuple[str, ...]
 
 
 class Patch(NamedTuple):

@@ -8,13 +8,15 @@ elements, made by one call in C.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from operator import itemgetter
 from typing import Any, Protocol
 
 from te_core.dtypes import DType
 from te_core.runtime import Runtime
-from te_core.symbols import STREAM, Patch
+from te_core.symbols import STREAM, Patch, Way
+from te_core.tape.beside import runtime_at
 
 #: A step's own way to run: (runtime, executor, at, held). `at` and `held` have for each slot its address and what holds
 #: its memory; the last of `held` are the call's other objects.
@@ -54,7 +56,21 @@ class Group:
 class Bound:
     """What a replay does. Steps enter themselves by `call`, `run`, `take` and `drop`."""
 
-    __slots__ = ("_groups", "_inside", "_kept", "_steps", "blocks", "groups", "inside", "more", "nothing", "stream")
+    __slots__ = (
+        "_groups",
+        "_inside",
+        "_kept",
+        "_now",
+        "_steps",
+        "_taken",
+        "beside",
+        "blocks",
+        "groups",
+        "inside",
+        "more",
+        "nothing",
+        "stream",
+    )
 
     def __init__(
         self, blocks: Sequence[tuple[tuple[int, ...], DType]], inputs: int, steps: Sequence[Step], rt: Any
@@ -64,18 +80,20 @@ class Bound:
         self.stream = len(blocks)  # where in `at` it is
         self.more: list[Any] = [0] * (more + 1)  # of `at`, behind the inputs: slots, the stream, and what is added here
         self.nothing = [None] * more
+        self.beside: dict[Way, int] = {}  # where in `at` other streams are
+        self._now: Way = ()  # whose steps are bound
+        self._taken: dict[int, tuple[tuple[int, int], ...]] = {}  # by slot that is taken: addresses inside of it
         self._inside: dict[tuple[int, int], int] = {}  # by slot and offset
         self._kept: list[Any] = []
         self._steps: dict[int, Step] = {}  # by the choice of its arguments: whose call it is
         self._groups = [Group()]
         for step in steps:
             step.bind(self, rt)
-        taken: set[int] = set()
-        for group in self._groups:  # now all addresses inside of slots are known
-            taken.update(slot for _, slot, _ in group.takes)
-            group.takes = [(*take, self._inside_of(take[1])) for take in group.takes]
+        self._taken = {slot: self._inside_of(slot) for slot in self._taken}  # now all of them are known
+        for group in self._groups:
+            group.takes = [(*take, self._taken[take[1]]) for take in group.takes]
         self.groups = tuple(group.parts() for group in self._groups)
-        self.inside = tuple((at, *where) for where, at in self._inside.items() if where[0] not in taken)
+        self.inside = tuple((at, *where) for where, at in self._inside.items() if where[0] not in self._taken)
 
     def _inside_of(self, slot: int) -> tuple[tuple[int, int], ...]:
         """Where in `at` addresses inside of it are, and their offsets."""
@@ -105,7 +123,7 @@ class Bound:
         """The function is called with these: constants, `STREAM`, and addresses at the numbers of the patches."""
         at = {number: self.of(slot, offset) for number, slot, offset in found}
         where = [
-            at[i] if i in at else self.stream if value is STREAM else self._add(value)
+            at[i] if i in at else self._stream() if value is STREAM else self._add(value)
             for i, value in enumerate(arguments)
         ]
         assert len(where) > 1, step  # one alone would come without a tuple around it
@@ -117,13 +135,45 @@ class Bound:
         """What is pointed at lives as long as this."""
         self._kept.append(value)
 
+    @contextmanager
+    def on(self, way: Way) -> Iterator[None]:
+        """What is entered inside is done on another stream."""
+        self._now = way
+        try:
+            yield
+        finally:
+            self._now = ()
+
+    def _stream(self) -> int:
+        """Where in `at` the stream is on which something is done."""
+        if not self._now:
+            return self.stream
+        if self._now not in self.beside:
+            self.beside[self._now] = self._add(0)
+        return self.beside[self._now]
+
     def run(self, run: Run) -> None:
         """It runs its own way."""
+        way = self._now
+        if way:
+            on_call, run = run, lambda rt, *more: on_call(runtime_at(rt, way), *more)
         self._group(2).runs.append(run)
 
     def take(self, take: Any, slot: int, mask: int) -> None:
         """Memory is taken."""
+        self._taken[slot] = ()
         self._group(0).takes.append((take, slot, mask))
+
+    def take_by(self, slot: int, run: Run) -> None:
+        """Memory is taken, and its address put into `at`, by this."""
+        self._taken[slot] = ()
+
+        def take(rt: Any, executor: Any, at: list[Any], held: list[Any]) -> None:
+            run(rt, executor, at, held)
+            for place, offset in self._taken[slot]:
+                at[place] = at[slot] + offset
+
+        self.run(take)
 
     def drop(self, slot: int) -> None:
         """Memory is let go of."""

@@ -87,27 +87,27 @@ class RecordedCommunicator:
         self._recorder, self._number = recorder, number  # among the objects of a call
         self.rank, self.size = like.rank, like.size
 
-    def _begin(self, name: str, tensors: Sequence[Tensor], *options: Any) -> _Handle:
-        recorder = self._recorder
+    def _begin(self, rt: Runtime, name: str, tensors: Sequence[Tensor], *options: Any) -> _Handle:
+        recorder = rt.recorder  # of the stream on which it is asked for
         step = Collective(name, self._number, recorder.handle(name), tensors, options, recorder.bases)
         recorder.add(step)
         return _Handle(recorder, step)
 
     def all_gather(self, rt: Runtime, part: Tensor, out: Tensor) -> _Handle:
         """See te_core/layers/communicator.py, as for the others."""
-        return self._begin("all_gather", (part, out))
+        return self._begin(rt, "all_gather", (part, out))
 
     def reduce_scatter(self, rt: Runtime, whole: Tensor, out: Tensor) -> _Handle:
         """As said there."""
-        return self._begin("reduce_scatter", (whole, out))
+        return self._begin(rt, "reduce_scatter", (whole, out))
 
     def all_reduce(self, rt: Runtime, t: Tensor, operation: str = "sum", how: str | None = None) -> _Handle:
         """As said there."""
-        return self._begin("all_reduce", (t,), operation, how)
+        return self._begin(rt, "all_reduce", (t,), operation, how)
 
     def all_to_all(self, rt: Runtime, t: Tensor, out: Tensor) -> _Handle:
         """As said there."""
-        return self._begin("all_to_all", (t, out))
+        return self._begin(rt, "all_to_all", (t, out))
 
     def send_recv(self, rt: Runtime, t: Tensor, to: int, out: Tensor, source: int) -> Any:
         """As said there: layers do not use it yet."""

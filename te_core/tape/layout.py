@@ -12,7 +12,8 @@ from copy import copy
 from typing import Any, NamedTuple
 
 from te_core import dtypes
-from te_core.symbols import Patch
+from te_core.symbols import Patch, Way
+from te_core.tape.beside import Beside, Noticed, Waited
 from te_core.tape.bound import Step
 from te_core.tape.tape import Drop, Slot, Take, Tape
 
@@ -46,10 +47,14 @@ def laid_out(
     lives, uses = _lives(slots, steps, kept)
     end = len(steps)
     begins, ends = interpreted
+    others = _other_streams(slots, steps)
+    for i in others.keys() & lives.keys():  # they have waited for what was done before the layer took it, and no more
+        lives[i] = begins[i], lives[i][1]
+    apart = kept | {i for i in lives if slots[i].way or i in others}
     before = {i: (begins[i], end + 1 if i in kept else ends.get(i, end)) for i in begins}
     size = {i: slots[i].nbytes for i in (*before, *released)}
     given_up = {i: (0, uses[i][1] if i in uses else 0) for i in released}
-    places, block = _shared(lives, size, kept, _SMALL, _BLOCK)
+    places, block = _shared(lives, size, apart, _SMALL, _BLOCK)
     if block:
         together = _together(lives, places, len(slots))
         limit = _peak(before | {i: (0, ends.get(i, end)) for i in released}, size)
@@ -63,10 +68,16 @@ def in_one_block(tape: Tape) -> Tape:
     """The same with all memory that is not the result's in one block, for a host that must know its size beforehand:
     that of the slot `temporaries`, the last one. It is larger than the peak where lives do not fit one another. The
     block has to be aligned as the recorded memory was."""
-    alignment = max((take.mask + 1 for take in tape.takes), default=1)
+    alignment = max((step.mask + 1 for step in tape.steps if isinstance(step, Take)), default=1)
     steps = [copy(step) for step in tape.steps if not isinstance(step, (Take, Drop))]
     kept = tape.kept
+    others = _other_streams(tape.slots, steps)
+    ways = {slot.way for slot in tape.slots}.union(*others.values()) - {()}
+    steps = [*(Waited(way, ()) for way in sorted(ways)), *steps]  # until the block is there
     lives, uses = _lives(tape.slots, steps, kept)
+    for i in lives:
+        if tape.slots[i].way or i in others:  # no order of one stream says when another may have its place
+            lives[i] = 0, max(len(steps), lives[i][1])
     size = {i: tape.slots[i].nbytes for i in lives}
     places, block = _shared(lives, size, kept, None, None)
     slots, steps = _moved(tape.slots, steps, places, block)
@@ -93,6 +104,17 @@ def _lives(slots: Sequence[Slot], steps: Sequence[Step], kept: Collection[int]) 
     return lives, uses
 
 
+def _other_streams(slots: Sequence[Slot], steps: Sequence[Step]) -> dict[int, set[Way]]:
+    """By slot, the streams that use it and are not its own."""
+    found: dict[int, set[Way]] = {}
+    for step in steps:
+        way = step.way if isinstance(step, Beside) else ()
+        for patch in () if isinstance(step, Noticed) else step.patches:
+            if way != slots[patch.slot].way:
+                found.setdefault(patch.slot, set()).add(way)
+    return found
+
+
 def _together(lives: Lives, places: dict[int, int], block: int) -> Lives:
     """The lives where those in the block are one."""
     alone = {i: life for i, life in lives.items() if i not in places}
@@ -104,13 +126,21 @@ def _with_memory(
 ) -> list[Any]:
     """The steps, with takes before and drops behind them."""
     end = len(steps)
+    others = _other_streams(slots, steps)
+    noticed = {(patch.slot, step.way) for step in steps if isinstance(step, Noticed) for patch in step.patches}
+
+    def dropped(slot: int, given: bool) -> list[Any]:
+        ways = sorted(way for way in others.get(slot, ()) if (slot, way) not in noticed)
+        return [*(Noticed(way, slot) for way in ways), Drop(slot, given)]
+
     final: list[Any] = [Drop(s, True) for s, (_, last) in given_up.items() if not last]
     for i in range(end + 1):
-        final += [Take(s, slots[s].shape, slots[s].dtype, alignment) for s, life in lives.items() if life[0] == i]
+        final += [Take(s, slots[s], alignment) for s, life in lives.items() if life[0] == i]
         if i < end:
             final.append(steps[i])
-            final += [Drop(s, False) for s, life in lives.items() if life[1] == i + 1 and s not in kept]
-            final += [Drop(s, True) for s, (_, last) in given_up.items() if last == i + 1]
+            gone = [(s, False) for s, life in lives.items() if life[1] == i + 1 and s not in kept]
+            gone += [(s, True) for s, (_, last) in given_up.items() if last == i + 1]
+            final += [part for slot, given in gone for part in dropped(slot, given)]
     return final
 
 

@@ -19,7 +19,8 @@ from te_core.dtypes import DType
 from te_core.plan_cache import PlanCache
 from te_core.quantized import QuantizedTensor
 from te_core.runtime import Runtime
-from te_core.symbols import Patch
+from te_core.symbols import Patch, Way
+from te_core.tape.beside import Alongside, Noticed, Waited
 from te_core.tape.bound import Bound, Step
 from te_core.tape.collectives import RecordedCommunicator
 from te_core.tape.layout import laid_out
@@ -63,12 +64,12 @@ class Recorder:
         self.steps: list[Step] = []
         self.begins: dict[int, int] = {}  # memory, by slot: the step before which the layer took it,
         self.ends: dict[int, int] = {}  # and that before which the layer let go of it; also of what it was given
-        self._scratch: dict[str, int] = {}
+        self._scratch: dict[tuple[str, Way], int] = {}
 
-    def _slot(self, kind: str, name: str, like: tuple[tuple[int, ...], DType, int], alignment: int, *more: bool) -> int:
+    def _slot(self, kind: str, name: str, like: tuple[tuple[int, ...], DType, int], alignment: int, **more: Any) -> int:
         number = len(self.slots)
         self.bases.append(symbols.base(number, alignment))
-        self.slots.append(Slot(kind, name, *like, self.bases[-1], *more))
+        self.slots.append(Slot(kind, name, *like, self.bases[-1], **more))
         return number
 
     def input(self, name: str, given: Tensor) -> Tensor:
@@ -79,18 +80,19 @@ class Recorder:
         owner = Owner(number, self)
         return Tensor(self.bases[number], given.shape, given.dtype, given.device, owner, given.strides)
 
-    def memory(self, shape: tuple[int, ...], dtype: DType, device: Any) -> Tensor:
-        """Memory of the call."""
-        number = self._slot("memory", "", (tuple(shape), dtype, dtype.nbytes(prod(shape))), self.promise)
+    def memory(self, shape: tuple[int, ...], dtype: DType, device: Any, way: Way) -> Tensor:
+        """Memory of the call, taken for this stream."""
+        number = self._slot("memory", "", (tuple(shape), dtype, dtype.nbytes(prod(shape))), self.promise, way=way)
         self.begins[number] = len(self.steps)
         return Tensor(self.bases[number], shape, dtype, device, Owner(number, self))
 
-    def scratch(self, name: str, nbytes: int, zeroed: bool) -> int:
-        """The address of scratch memory; the most that is asked for under a name."""
-        number = self._scratch.get(name)
+    def scratch(self, name: str, nbytes: int, zeroed: bool, way: Way) -> int:
+        """The address of a stream's scratch memory; the most that is asked for under a name."""
+        number = self._scratch.get((name, way))
         if number is None:
             like = (nbytes,), dtypes.uint8, nbytes
-            number = self._scratch[name] = self._slot("scratch", name, like, self.promise, zeroed)
+            number = self._slot("scratch", name, like, self.promise, zeroed=zeroed, way=way)
+            self._scratch[name, way] = number
         elif self.slots[number].nbytes < nbytes:
             self.slots[number] = self.slots[number]._replace(nbytes=nbytes, shape=(nbytes,))
         return self.bases[number]
@@ -218,31 +220,58 @@ class _Backend:
 class RecordingRuntime(Runtime):
     """A runtime that launches and allocates nothing."""
 
-    __slots__ = ("real",)
+    __slots__ = ("real", "way", "whole")
 
-    def __init__(self, rt: Runtime, recorder: Recorder) -> None:
+    def __init__(self, rt: Runtime, whole: Recorder, plans: _Plans, way: Way = ()) -> None:
         for name in ("device", "stream", "allocator", "joins", "alignment"):
             setattr(self, name, getattr(rt, name))
-        self.real, self.recorder = rt, recorder
-        self.backend: Any = _Backend(rt, recorder)
-        self.plans: Any = _Plans(rt.plans)
+        self.real, self.whole, self.way = rt, whole, way
+        self.recorder = Alongside(whole, way) if way else whole
+        self.backend: Any = _Backend(rt, self.recorder)
+        self.plans: Any = plans
+        self._sides = {}
 
     def empty(self, shape: tuple[int, ...], dtype: DType) -> Tensor:
         """Symbolic memory."""
-        return self.recorder.memory(shape, dtype, self.device)  # type: ignore[no-any-return]
+        return self.whole.memory(shape, dtype, self.device, self.way)
 
     def workspace(self, name: str, nbytes: int, zeroed: bool = False) -> int:
         """Symbolic scratch memory."""
-        return self.recorder.scratch(name, nbytes, zeroed)  # type: ignore[no-any-return]
+        return self.whole.scratch(name, nbytes, zeroed, self.way)
 
     def executor(self) -> Any:
         """The real one: some planning looks at it."""
         return self.real.executor()
 
-    def _not_here(self, *arguments: Any, **options: Any) -> Any:
-        raise NotRecordedError("work on another stream or on the host")
+    def side(self, name: str = "side") -> Runtime:
+        """Another stream, whose work becomes steps, too."""
+        found = self._sides.get(name)
+        if found is None:
+            real = self.real.side(name)
+            if real is self.real:
+                return self
+            found = self._sides[name] = RecordingRuntime(real, self.whole, self.plans, (*self.way, name))
+        return found
 
-    side = wait = record = fresh = apart = tensor = numpy = _not_here
+    def wait(self, other: Runtime) -> None:
+        """A step."""
+        if not isinstance(other, RecordingRuntime):
+            raise NotRecordedError("a wait for a stream that is not beside the call's")
+        if other.way != self.way:
+            self.whole.add(Waited(self.way, other.way))
+
+    def record(self, *tensors: Tensor) -> None:
+        """A step for each."""
+        self.real._of_allocator("record_stream")
+        for t in tensors:
+            if not symbols.is_symbol(t.ptr):
+                raise NotRecordedError("memory that is not the call's, recorded with a stream")
+            self.whole.add(Noticed(self.way, symbols.slot_of(t.ptr)))
+
+    def _not_here(self, *arguments: Any, **options: Any) -> Any:
+        raise NotRecordedError("a runtime of its own, or work on the host")
+
+    fresh = apart = tensor = numpy = _not_here
 
 
 @lru_cache(maxsize=256)
@@ -280,7 +309,7 @@ def record(
         if hasattr(part, "all_gather"):
             number = next(i for i, whole in enumerate(wholes) if whole is part)
             given = (*given[:i], RecordedCommunicator(recorder, number, part), *given[i + 1 :])
-    on = RecordingRuntime(rt, recorder)
+    on = RecordingRuntime(rt, recorder, _Plans(rt.plans))
     result = function(on, *given[: len(arguments)], **dict(zip(options, given[len(arguments) :], strict=True)))
     made = Result(result, inputs, wholes, recorder.slots)
     released = frozenset(i for i, t in enumerate(inputs) if t.owner is None)

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple, NoReturn, Protocol
 from te_core.dtypes import DType
 from te_core.errors import LibraryError
 from te_core.runtime import Runtime
-from te_core.symbols import Patch
+from te_core.symbols import Patch, Way
+from te_core.tape.beside import runtime_at
 from te_core.tape.bound import Bound, Step
 from te_core.tensor import Tensor
 
@@ -42,20 +43,32 @@ class Slot(NamedTuple):
     nbytes: int
     base: int  # its symbolic address
     zeroed: bool = False  # scratch memory that begins as zeros
+    way: Way = ()  # the stream that it is memory of
 
 
 class Take:
     """Take memory from the allocator."""
 
-    __slots__ = ("dtype", "mask", "shape", "slot")
+    __slots__ = ("dtype", "mask", "shape", "slot", "way")
     patches: tuple[Patch, ...] = ()
 
-    def __init__(self, slot: int, shape: tuple[int, ...], dtype: DType, alignment: int) -> None:
-        self.slot, self.shape, self.dtype, self.mask = slot, shape, dtype, alignment - 1
+    def __init__(self, slot: int, like: Slot, alignment: int) -> None:
+        self.slot, self.shape, self.dtype, self.way = slot, like.shape, like.dtype, like.way
+        self.mask = alignment - 1
 
     def bind(self, bound: Bound, rt: Runtime) -> None:
         """See `Step`."""
-        bound.take(self, self.slot, self.mask)
+        if self.way:
+            bound.take_by(self.slot, self._take_beside)
+        else:
+            bound.take(self, self.slot, self.mask)
+
+    def _take_beside(self, rt: Runtime, executor: Any, at: list[Any], held: list[Any]) -> None:
+        block = runtime_at(rt, self.way).empty(self.shape, self.dtype)
+        at[self.slot] = block.ptr
+        held[self.slot] = block.owner if hasattr(rt.allocator, "makers") else block  # as `Tape.replay` holds others
+        if block.ptr & self.mask:
+            self.refuse(rt, block.ptr)
 
     def refuse(self, rt: Runtime, address: int) -> NoReturn:
         """The allocator broke its promise."""
@@ -67,7 +80,8 @@ class Take:
         )
 
     def __repr__(self) -> str:
-        return f"take t{self.slot} {self.dtype}{list(self.shape)}"
+        beside = f" on {' '.join(self.way)}" if self.way else ""
+        return f"take t{self.slot} {self.dtype}{list(self.shape)}{beside}"
 
 
 class Drop:
@@ -90,7 +104,20 @@ class Drop:
 class Tape:
     """A recorded call."""
 
-    __slots__ = ("_bound", "_scratch", "given", "inputs", "keeps", "peak", "result", "slots", "steps", "takes", "what")
+    __slots__ = (
+        "_beside",
+        "_bound",
+        "_scratch",
+        "given",
+        "inputs",
+        "keeps",
+        "peak",
+        "result",
+        "slots",
+        "steps",
+        "takes",
+        "what",
+    )
 
     def __init__(
         self, what: str, slots: Sequence[Slot], steps: Sequence[Step], peak: int, result: Result, keeps: Sequence[Any]
@@ -103,10 +130,14 @@ class Tape:
         self.keeps = tuple(keeps)  # plans whose constants the steps point at
         self.peak = peak  # the most bytes that it takes at once
         self.result = result
-        self._scratch = tuple(
-            (i, slot.name, slot.nbytes, slot.zeroed) for i, slot in enumerate(slots) if slot.kind == "scratch"
-        )
-        self.takes = tuple(step for step in self.steps if isinstance(step, Take))
+        scratch = [
+            (slot.way, (i, slot.name, slot.nbytes, slot.zeroed))
+            for i, slot in enumerate(slots)
+            if slot.kind == "scratch"
+        ]
+        self._scratch = tuple(asked for way, asked in scratch if not way)
+        self._beside = tuple(found for found in scratch if found[0])  # of other streams
+        self.takes = tuple(step for step in self.steps if isinstance(step, Take) and not step.way)
         self._bound: dict[int, Bound] = {}  # by the executor's number
 
     def replay(self, rt: Runtime, at: list[Any], held: list[Any], wholes: Sequence[Any]) -> None:
@@ -123,6 +154,8 @@ class Tape:
         at[bound.stream] = rt.stream
         for slot, name, nbytes, zeroed in self._scratch:
             at[slot] = rt.workspace(name, nbytes, zeroed)
+        if bound.beside:
+            self._look_beside(rt, bound, at)
         for place, slot, offset in bound.inside:
             at[place] = at[slot] + offset
         makers: Any = getattr(rt.allocator, "makers", None)
@@ -167,6 +200,13 @@ class Tape:
             if entered:
                 executor.driver.leave()
         return made
+
+    def _look_beside(self, rt: Runtime, bound: Bound, at: list[Any]) -> None:
+        """The other streams, and their scratch memory."""
+        for way, place in bound.beside.items():
+            at[place] = runtime_at(rt, way).stream
+        for way, (slot, name, nbytes, zeroed) in self._beside:
+            at[slot] = runtime_at(rt, way).workspace(name, nbytes, zeroed)
 
     def _makers(self, rt: Runtime) -> dict[int, Callable[[], Any]]:
         """By slot, what takes its memory and gives what holds it: for an allocator that keeps no such list."""

@@ -63,6 +63,7 @@ class Counts:
 FAILED = "the recording failed"
 COUNTS = Counts()
 _tapes = PlanCache(_MOST_TAPES)
+_met = PlanCache(_MOST_TAPES)  # keys of calls that have none: they take no tape's place
 _trials: weakref.WeakSet[Trial] = weakref.WeakSet()
 _enrolling = RLock()
 _numbers = itertools.count()
@@ -87,13 +88,13 @@ def set_when(chosen: str | None) -> None:
 
 def tapes() -> list[Tape]:
     """Those that are kept, the youngest last."""
-    return [found for found in _tapes.values() if isinstance(found, Tape)]
+    return [found for found in _tapes.values() if found.__class__ is Tape]
 
 
 def forget() -> None:
     """Let go of all tapes, and of what was learnt about their use."""
-    global _tapes
-    _tapes = PlanCache(_MOST_TAPES)
+    global _tapes, _met
+    _tapes, _met = PlanCache(_MOST_TAPES), PlanCache(_MOST_TAPES)
     with _enrolling:
         for trial in list(_trials):
             trial.credit = _PAYS
@@ -182,8 +183,8 @@ class Taped:
             try:
                 key = self._key(rt, arguments, options, tensors, wholes)
                 tape = _tapes.get(key)
-                if tape.__class__ is not Tape:
-                    tape, reason = self._first(rt, key, tape, arguments, options)
+                if tape is None:
+                    tape, reason = self._first(rt, key, arguments, options)
             except NotRecordedError as error:
                 reason = str(error)
         if tape is not None:
@@ -195,7 +196,7 @@ class Taped:
         result = self.function(rt, *arguments, spec=self.spec, **options)
         COUNTS.interpreted[reason] += 1  # type: ignore[index]  # not of a call that is refused
         if reason.startswith(FAILED):  # type: ignore[union-attr]
-            _tapes.put(key, _Seen(reason))  # type: ignore[arg-type]  # it is not the call that is wrong: not tried again
+            _met.put(key, _Seen(reason))  # type: ignore[arg-type]  # it is not the call that is wrong: not tried again
         return result
 
     def _replayed(self, rt: Runtime, tape: Tape, tensors: list[Tensor], wholes: list[Any]) -> Any:
@@ -228,21 +229,22 @@ class Taped:
         return tuple(parts)
 
     def _first(
-        self, rt: Runtime, key: tuple[Any, ...], found: _Seen | None, arguments: Any, options: dict[str, Any]
+        self, rt: Runtime, key: tuple[Any, ...], arguments: Any, options: dict[str, Any]
     ) -> tuple[Tape | None, str]:
         """(a tape made now, or why there is none)."""
+        found: _Seen | None = _met.get(key)
         if found is not None and found.reason:
             return None, found.reason
         if when() == "second":
             if found is None:
-                _tapes.put(key, _ONCE)
+                _met.put(key, _ONCE)
                 return None, "met for the first time"
             if self.trial.failed:
                 return None, "shapes of which few come again"
         try:
             tape = record(rt, self.name, partial(self.function, spec=self.spec), (arguments, options), key[4])
         except NotRecordedError as error:
-            _tapes.put(key, _Seen(str(error)))
+            _met.put(key, _Seen(str(error)))
             return None, str(error)
         except Exception as error:  # if it is the call that is wrong, the function itself will say so
             return None, f"{FAILED}: {error!r}"

@@ -12,7 +12,8 @@ import pytest
 from te_core import dtypes
 from te_core.errors import ArgumentError
 from te_core.layers.linear import Needs, Sink
-from te_core.runtime import ByteAllocator, Runtime
+from te_core.ops import raw
+from te_core.runtime import ByteAllocator, HostAllocator, Runtime
 from te_core.tape import taped, walk
 from te_core.tape.taped import Taped
 from te_core.tensor import Tensor
@@ -238,7 +239,25 @@ def test_the_second_sighting(make: Make) -> None:
     assert list(counts[0].interpreted) == ["met for the first time"]
 
 
-@pytest.mark.parametrize("kind", ["queue", "stranger", "another stream"])
+def _sum(rt: Runtime, x: Tensor, *, spec: Any) -> Tensor:
+    return raw.add(rt, x, x)  # type: ignore[no-any-return]
+
+
+def test_what_is_met_once_takes_no_tapes_place() -> None:
+    """However many shapes come by: one that comes again is replayed."""
+    rt = Runtime.cpu(HostAllocator())
+    function, often = Taped("sum", _sum, None), rt.zeros((2, 3), tape_cases.FP32)
+    taped.set_when("second")
+    for _ in range(2):
+        function(rt, often)
+    for n in range(2 * taped._MOST_TAPES):
+        function(rt, rt.zeros((1, n + 1), tape_cases.FP32))
+    before = taped.COUNTS.replayed
+    function(rt, often)
+    assert taped.COUNTS.replayed == before + 1
+
+
+@pytest.mark.parametrize("kind", ["queue", "stranger", "another runtime"])
 def test_what_cannot_be_recorded_says_why(make: Make, kind: str) -> None:
     """And runs, each time, without being recorded again."""
     machine = make()
@@ -247,7 +266,7 @@ def test_what_cannot_be_recorded_says_why(make: Make, kind: str) -> None:
     wanted = {
         "queue": "weight gradients that are computed later",
         "stranger": "an argument of type Stranger",
-        "another stream": "work on another stream or on the host",
+        "another runtime": "a runtime of its own, or work on the host",
     }[kind]
     queue: list[Any] = []
     options = {"sinks": (Sink(None, False, queue),)} if kind == "queue" else {}
@@ -283,6 +302,6 @@ class Stranger:
 def _strange(call: Call, kind: str, rt: Runtime, *args: Any, spec: Any, **options: Any) -> Any:
     for name in ("stranger", "sinks"):
         options.pop(name, None)
-    if kind == "another stream":
-        rt.side().wait(rt)
+    if kind == "another runtime":
+        rt = rt.fresh()
     return call.function(rt, *args, spec=spec, **options)
