@@ -121,10 +121,15 @@ class Spread:
 
     # ----------------------------------------------------------------------------------------- operands
 
-    def agreed(self, rt: Runtime, x: Tensor, rule: Operand, cast: Cast) -> Cast:
-        """The cast of a part whose bytes travel: where the scale follows from a maximum, from that of all ranks."""
+    def agreed(self, rt: Runtime, x: Tensor, rule: Operand, cast: Cast, column_sum: Tensor | None = None) -> Cast:
+        """The cast of a part whose bytes travel: where the scale follows from a maximum, from that of all ranks.
+
+        Where it does in current scaling, `column_sum` receives the column sums on the way.
+        """
         form = rule.format
-        if rule.scaling == "current" or (form.scaling == "nvfp4" and not form.row_scaled and not cast.transform):
+        if rule.scaling == "current":
+            maxima = ops.amax(rt, x, column_sum=column_sum)
+        elif form.scaling == "nvfp4" and not form.row_scaled and not cast.transform:
             maxima = ops.amax(rt, x)
         elif form.scaling == "nvfp4" and cast.transform:  # of the turned copy, too, which only a cast can tell
             q = ops.quantize(rt, x, cast)
@@ -169,8 +174,8 @@ class Spread:
                 ops.column_sum(rt, x, column_sum)
             # An inspector may quantize it.
             return Uses(x, x, None if self.spec.inspect is None else cast_of(rule, True, True))
-        cast = self.agreed(rt, x, rule, cast_of(rule, rows or turning, columns and not turning))
-        q = ops.quantize(rt, x, cast, column_sum=column_sum)
+        cast = self.agreed(rt, x, rule, cast_of(rule, rows or turning, columns and not turning), column_sum)
+        q = ops.quantize(rt, x, cast, column_sum=None if rule.scaling == "current" else column_sum)
         return Uses(q if rows else x, q if columns else x, cast)
 
     def _one(self, rt: Runtime, x: Tensor, rule: Operand, cast_of: CastOf, columns: bool) -> Value:

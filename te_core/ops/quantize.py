@@ -209,13 +209,19 @@ def transpose(rt: Runtime, x: Tensor, *, out: Tensor | None = None) -> Tensor:
     return out
 
 
-def amax(rt: Runtime, x: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """Max |x| over all elements that are not NaN, as float32 [1]; 0 for an empty tensor."""
+def amax(rt: Runtime, x: Tensor, *, out: Tensor | None = None, column_sum: Tensor | None = None) -> Tensor:
+    """Max |x| over all elements that are not NaN, as float32 [1]; 0 for an empty tensor.
+
+    `column_sum` [N] receives the column sums of a matrix x in the same pass, as `quantize` has them.
+    """
     _check.dense("amax", "x", x)
     _check.one_of("amax", "dtype of x", x.dtype, ACTIVATION_DTYPES)
     if out is None:
         out = rt.empty((1,), dtypes.float32)
-    rt.backend.amax(rt, x, out)
+    if column_sum is not None:
+        _check.matrix("amax", "x", x)
+        _check.vector("amax", "column_sum", column_sum, x.shape[1], ACTIVATION_DTYPES)
+    rt.backend.amax(rt, x, out, column_sum)
     return out
 
 

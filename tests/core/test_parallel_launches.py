@@ -75,8 +75,8 @@ COSTS = {
     ("column", True, "current"): [*COLUMN_CUT, "transpose", *AGREED],
     ("row", True, None): [*ROW_CUT, "column_parts", "column_sum"],  # of a part of dy: no product has it
     ("row", True, "delayed"): [*ROW_CUT, "transpose"],
-    # Its column sums come of a pass that finds the maximum, too, and which one GPU has instead of "amax".
-    ("row", True, "current"): [*ROW_CUT, "transpose", "amax", *AGREED],
+    # Its column sums come of the pass that finds the maximum, as one GPU's do.
+    ("row", True, "current"): [*ROW_CUT, "transpose", *AGREED],
 }
 
 

@@ -169,6 +169,22 @@ def test_amax(rt, dtype):
     assert rt.numpy(ops.amax(rt, placed(rt, np.full((9,), np.nan).astype(numpy_dtype(dtype)))))[0] == 0
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_amax_with_column_sums(rt, dtype):
+    """In one pass: the maximum of `amax`, and the sums that `quantize` makes in current scaling, to the bit."""
+    for i, shape in enumerate([(1, 1), (40, 64), (33, 16), (16, 31), (300, 272), (1000, 999)]):
+        x = placed(rt, values(shape, dtype, i), i % 2)
+        for sum_dtype in (x.dtype, dtypes.float32):
+            found, wanted = (rt.empty((shape[1],), sum_dtype) for _ in range(2))
+            most = ops.amax(rt, x, column_sum=found)
+            ops.quantize(rt, x, make_cast(rt, "e4m3"), column_sum=wanted)
+            assert rt.numpy(most)[0] == rt.numpy(ops.amax(rt, x))[0]
+            np.testing.assert_array_equal(rt.numpy(found), rt.numpy(wanted))
+    with pytest.raises(ArgumentError, match="column_sum"):
+        ops.amax(rt, x, column_sum=rt.empty((shape[1] + 1,), dtypes.float32))
+
+
+
 def update_case(rt, rng, count, longest):
     """States of all lengths, with columns that are zero, NaN, infinite, tiny or huge."""
     states, plain = [], []

@@ -149,9 +149,11 @@ def transpose(rt: Runtime, x: Tensor, out: Tensor) -> None:
     _transpose(x.numpy().view(unsigned), out.numpy().view(unsigned))
 
 
-def amax(rt: Runtime, x: Tensor, out: Tensor) -> None:
-    """Max |x| without NaN."""
+def amax(rt: Runtime, x: Tensor, out: Tensor, column_sum: Tensor | None) -> None:
+    """Max |x| without NaN; the column sums."""
     out.numpy()[0] = codec.amax(x.numpy())
+    if column_sum is not None:
+        store_column_sum(scratch(rt), x.numpy(), column_sum)
 
 
 def amax_many(rt: Runtime, tensors: Sequence[Tensor], out: Tensor) -> None:

@@ -247,7 +247,7 @@ def plan_quantize(rt: Runtime, spec: QuantizeSpec) -> QuantizePlan:
     if sum_dtype is None:
         largest = plan_amax(rt, shape[0] * shape[1], dtype)
         return QuantizePlan(f"amax+{cast.family}", cast, False, largest, None)
-    first = plan_cast(rt, shape, dtype, dtypes.float8_e4m3, "NO_CAST", False, sum_dtype, max_blocks=limit)
+    first = _plan_sums(rt, shape, dtype, sum_dtype)
     return QuantizePlan(f"{first.family}+{cast.family}", cast, False, None, first)
 
 
@@ -291,8 +291,11 @@ def plan_amax(rt: Runtime, count: int, dtype: DType) -> AmaxPlan:
     return AmaxPlan(loader.get(rt, "amax", args="ppq", DTYPE=TYPES[dtype]), blocks, count)
 
 
-def amax(rt: Runtime, x: Tensor, out: Tensor) -> None:
-    """out[0] = max |x|, NaN ignored."""
+def amax(rt: Runtime, x: Tensor, out: Tensor, column_sum: Tensor | None) -> None:
+    """out[0] = max |x|, NaN ignored; the column sums in the same pass."""
+    if column_sum is not None:
+        _amax_and_sums(rt, x, out, column_sum)
+        return
     key = ("amax", x.size, x.dtype)
     plan = rt.plans.get(key)
     if plan is None:
@@ -302,8 +305,27 @@ def amax(rt: Runtime, x: Tensor, out: Tensor) -> None:
         return
     partials = rt.workspace("amax", 4 * plan.blocks)
     plan.kernel(rt, plan.blocks, 256, x.ptr, partials, plan.count)
-    finish = loader.get(rt, "amax", entry="amax_finish", args="ppi", DTYPE=TYPES[x.dtype])
-    finish(rt, 1, 256, partials, out.ptr, plan.blocks)
+    _finish(rt, x.dtype)(rt, 1, 256, partials, out.ptr, plan.blocks)
+
+
+def _finish(rt: Runtime, dtype: DType) -> Kernel:
+    return loader.get(rt, "amax", entry="amax_finish", args="ppi", DTYPE=TYPES[dtype])
+
+
+def _amax_and_sums(rt: Runtime, x: Tensor, out: Tensor, column_sum: Tensor) -> None:
+    """The first pass of `quantize` in current scaling, and its maximum as a number."""
+    key = ("amax and sums", x.shape, x.dtype, column_sum.dtype)
+    plan = rt.plans.get(key)
+    if plan is None:
+        plan = rt.plans.put(key, _plan_sums(rt, x.shape, x.dtype, column_sum.dtype))
+    partials = rt.workspace("amax", 4 * plan.tiling.blocks)
+    no_cast(rt, plan, x, partials, column_sum)
+    _finish(rt, x.dtype)(rt, 1, 256, partials, out.ptr, plan.tiling.blocks)
+
+
+def _plan_sums(rt: Runtime, shape: tuple[int, ...], dtype: DType, sum_dtype: DType) -> CastPlan:
+    limit = BLOCKS_PER_SM * multiprocessors(rt)
+    return plan_cast(rt, shape, dtype, dtypes.float8_e4m3, "NO_CAST", False, sum_dtype, max_blocks=limit)
 
 
 def amax_many(rt: Runtime, tensors: Sequence[Tensor], out: Tensor) -> None:
@@ -320,8 +342,7 @@ def amax_many(rt: Runtime, tensors: Sequence[Tensor], out: Tensor) -> None:
         plan.kernel(rt, blocks, 256, t.ptr, at, t.size)
         at += 4 * blocks
     if blocks > 1:
-        finish = loader.get(rt, "amax", entry="amax_finish", args="ppi", DTYPE=TYPES[dtype])
-        finish(rt, len(tensors), 256, first, out.ptr, blocks)
+        _finish(rt, dtype)(rt, len(tensors), 256, first, out.ptr, blocks)
 
 
 def count_nonfinite(rt: Runtime, x: Tensor, out: Tensor) -> None:
