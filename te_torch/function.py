@@ -34,6 +34,7 @@ from te_torch.runtime import (
     TO_CORE,
     freed,
     no_memory,
+    refuse_dtensor,
     runtime_for,
     to_core,
     to_core_shape,
@@ -241,6 +242,7 @@ def _to_core_other(t: torch.Tensor, device: Device, strided: bool) -> Any:
     """The core's view of a subclass, or of a tensor that is not dense."""
     if isinstance(t, QuantizedTorch):
         return core_of(t)
+    refuse_dtensor(t)
     strides = None
     if not t.is_contiguous():
         if strided and t.stride(-1) == 1:

@@ -6,6 +6,7 @@ accounting, streams and CUDA graphs see nothing unusual.
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -272,6 +273,26 @@ def no_memory(operation: str, what: str) -> UnsupportedError:
     )
 
 
+def is_dtensor(t: Any) -> bool:
+    """Whether it is a part of a tensor that is spread over processes, as torch.distributed.tensor has them."""
+    module: Any = sys.modules.get("torch.distributed.tensor")  # who has a DTensor has imported it
+    return module is not None and isinstance(t, module.DTensor)
+
+
+def refuse_dtensor(t: Any) -> None:
+    """Raise for a DTensor: its values lie in a tensor of this process, which may be a part of them, and no layer says
+    what its result would be a part of.
+    """
+    if is_dtensor(t):
+        raise UnsupportedError(
+            "te_torch",
+            f"a DTensor of shape {tuple(t.shape)} with placements {tuple(t.placements)}",
+            "plain tensors, as modules that fully_shard wrapped have them in their forward",
+            "pass t.to_local() or t.full_tensor(); spread parameters by fully_shard and call the module it wrapped "
+            "(or its unshard() before), or split them by tp_group",
+        )
+
+
 #: Below lie addresses of tensors whose memory was freed: where they begin in it, FSDP1's parameters being views.
 LOW = 1 << 33
 
@@ -311,7 +332,10 @@ def to_core(t: torch.Tensor, strided: bool = False) -> Tensor:
             "pass t.contiguous()",
         )
     device = _DEVICES[t.get_device()] if t.is_cuda else CPU
-    return Tensor(t.data_ptr(), t.shape, TO_CORE[t.dtype], device, t, strides)
+    address = t.data_ptr()
+    if not address:  # nothing is in it, or this is no memory for a kernel
+        refuse_dtensor(t)
+    return Tensor(address, t.shape, TO_CORE[t.dtype], device, t, strides)
 
 
 def to_core_shape(t: torch.Tensor) -> Tensor:

@@ -22,7 +22,17 @@ from te_core.quantized import Cast, Format, QuantizedTensor
 from te_torch.export.mode import exporting, not_exported
 from te_torch.export.operators import held_values
 from te_torch.program_names import build
-from te_torch.runtime import FLOATS, TO_CORE, TO_TORCH, runtime_for, shape_runtime, to_core, to_core_shape, to_torch
+from te_torch.runtime import (
+    FLOATS,
+    TO_CORE,
+    TO_TORCH,
+    refuse_dtensor,
+    runtime_for,
+    shape_runtime,
+    to_core,
+    to_core_shape,
+    to_torch,
+)
 from te_torch.tensors.buffers import Buffers, core_of, form_key, form_of, of_core
 
 _PLAIN = [f.name for f in fields(Operand) if f.name not in ("dtype", "columnwise", "custom")]
@@ -64,6 +74,8 @@ def quantize(
     """A contiguous matrix [M, K] by a rule; `amax`, if given, is raised to its maximum."""
     if is_real(x):
         return of_core(_quantize(x, rule, rowwise, columnwise, scale, amax, rng))
+    if not torch.compiler.is_compiling():
+        refuse_dtensor(x)
     key = json.dumps([build(), rule.dtype.name, *[getattr(rule, n) for n in _PLAIN]])
     inner = torch.ops.te_runtime.quantize_pieces(x, scale, rng, key, rowwise, columnwise, amax is not None)
     if amax is not None:

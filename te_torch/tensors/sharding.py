@@ -19,6 +19,7 @@ import torch
 from te_core.errors import UnsupportedError
 from te_core.quantized import BLOCK
 from te_torch.module_names import name_of
+from te_torch.runtime import is_dtensor
 from te_torch.tensors.buffers import Buffers, are_held, memory_of, rows_of
 from te_torch.tensors.views import OfOneTensor
 
@@ -73,8 +74,7 @@ class Sharded:
     @classmethod
     def of(cls, weight: torch.Tensor | None) -> Sharded | None:
         """What there is to know of a DTensor; None of anything else."""
-        module: Any = sys.modules.get("torch.distributed.tensor")  # who has a DTensor has imported it
-        return cls(weight) if module is not None and isinstance(weight, module.DTensor) else None
+        return cls(weight) if is_dtensor(weight) else None
 
     def __init__(self, weight: Any) -> None:
         self.weight = weight
