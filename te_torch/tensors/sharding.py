@@ -44,11 +44,6 @@ class Shards:
         return self
 
 
-def group_of(mesh: Any) -> Any:
-    """The processes of a mesh that hold the shards of a parameter."""
-    return mesh.get_group() if mesh.ndim == 1 else mesh.get_group("shard")
-
-
 def refuse_what_cannot_be_gathered(t: Any, dim: int) -> None:
     """While `fully_shard` cuts a parameter: raise at once, and on every rank, what its first all-gather would."""
     found = _being_sharded()

@@ -17,7 +17,7 @@ from te_torch.tensors import pickling
 from te_torch.tensors.buffers import Buffers
 from te_torch.tensors.collectives import refuse_bucket
 from te_torch.tensors.dispatch import dispatch
-from te_torch.tensors.sharding import Arrived, Hook, Sent, apart, filled, group_of, in_one, rows_of_a_shard
+from te_torch.tensors.sharding import Arrived, Hook, Sent, apart, filled, in_one, rows_of_a_shard
 from te_torch.tensors.storage import QuantizedTensorStorage
 from te_torch.tensors.views import Place
 
@@ -222,8 +222,8 @@ class QuantizedTensor(QuantizedTorch):
         if sent is not None and sent.fits(self, mesh, orig_size):
             return sent.tensors, sent.metadata
         rows = rows_of_a_shard(self, mesh, orig_size, module)
-        if mesh is not None:
-            self._note_shards(group_of(mesh))  # type: ignore[attr-defined]
+        if mesh is not None:  # of one dimension, also of HSDP's: that of the shards
+            self._note_shards(mesh.get_group())  # type: ignore[attr-defined]
         tensors, metadata = self.fsdp_extract_buffers()  # type: ignore[attr-defined]
         if rows != self.shape[0]:
             tensors = [filled(t, rows) for t in tensors]
