@@ -2,8 +2,8 @@
 
 A number or a switch that cannot be made out costs one warning, and its default counts; so does a text that is not
 UTF-8, but for paths. A word that chooses how something is computed is refused by what takes it. Recipes read theirs
-once, when te_core.recipe is imported; attention's are honoured at each call. `python -m te_core.doctor` shows those
-that are set, `--variables` all.
+once, when te_core.recipe is imported; attention's and TE_CORE_AUTOTUNE are honoured at each call. `python -m
+te_core.doctor` shows those that are set, `--variables` all.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -49,7 +50,7 @@ VARIABLES: dict[str, Variable] = {
     "TE_CORE_LIBRARY_PATH": Variable(
         "folders searched for CUDA libraries before the pip wheels, separated by ':'", "path", ""
     ),
-    "TE_CORE_AUTOTUNE": Variable("1: time the candidate algorithms of each new GEMM once and remember the fastest"),
+    "TE_CORE_AUTOTUNE": Variable("1: time the candidate algorithms of each GEMM once and remember the fastest"),
     "TE_CORE_TAPES": Variable(
         "when a layer's call is recorded, to be replayed from then on: the first or the second time that its shapes "
         "are met, or never",
@@ -228,12 +229,23 @@ def watched(names: Sequence[str]) -> Callable[[], tuple[Any, ...]]:
     For those that are honoured at each call. `os.environ.get` encodes its key at each look-up, half a microsecond
     each; the dictionary behind it holds bytes.
     """
+    get, keys = _direct(names)
+    return lambda: tuple(map(get, keys))
+
+
+def _direct(names: Sequence[str]) -> tuple[Callable[[Any], Any], tuple[Any, ...]]:
+    """What looks up raw values, and by what it knows these variables."""
     data: Any = getattr(os.environ, "_data", None)
     encode: Any = getattr(os.environ, "encodekey", None)
-    direct = isinstance(data, dict) and encode is not None
-    keys: tuple[Any, ...] = tuple(map(encode, names)) if direct else tuple(names)
-    get: Any = data.get if direct else os.environ.get
-    return lambda: tuple(map(get, keys))
+    if isinstance(data, dict) and encode is not None:
+        return data.get, tuple(map(encode, names))
+    return os.environ.get, tuple(names)
+
+
+def _watched_alone(name: str) -> Callable[[], Any]:
+    """The same of one variable, without a function of Python."""
+    get, (key,) = _direct([name])
+    return partial(get, key)
 
 
 def texts(names: Sequence[str], raw: tuple[Any, ...]) -> dict[str, str]:
@@ -296,5 +308,9 @@ def tapes() -> str:
 
 
 def autotune() -> bool:
-    """Whether every new GEMM is autotuned."""
+    """Whether GEMMs are autotuned as they are planned."""
     return switch("TE_CORE_AUTOTUNE")
+
+
+#: What the keys of plans and recordings have of that: a change counts from the next call on.
+autotuning = _watched_alone("TE_CORE_AUTOTUNE")

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from te_core.env import autotuning
 from te_core.quantize.state import Scales
 from te_core.runtime import Runtime
 from te_core.tape import taped
@@ -77,7 +78,7 @@ def find(
     if quantized and not _with_quantized([(tensors[i], place) for i, place in quantized], at, held, said, wholes, rt):
         return None
     parts: tuple[Any, ...]
-    parts = "torch", function.number, rt.device, rt.joins, rt.alignment, release, kinds, *said, None
+    parts = "torch", autotuning(), function.number, rt.device, rt.joins, rt.alignment, release, kinds, *said, None
     try:
         if scales is not None:  # of a state on another device the core says what is wrong
             known = facts_of_scales(scales, rt.device)

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, Protocol
 
 from te_core import dtypes
 from te_core.dtypes import ACTIVATION_DTYPES, DType
+from te_core.env import autotuning
 from te_core.ops import _check
 from te_core.ops.swizzle import Scales
 from te_core.quantized import BLOCK, PAD, Format, up
@@ -163,6 +164,7 @@ def gemm(
         (address & -address) & 255,
         scaled,
         b.device,
+        autotuning(),
     )
     plan = rt.plans.get(key)
     if plan is None:

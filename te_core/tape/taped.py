@@ -1,8 +1,8 @@
 """A layer's function that is recorded for each key of its arguments, and replayed.
 
 The key has all that a recording depends on: shapes, dtypes, strides, which arguments are there, what quantized ones
-hold, the device, and how addresses are aligned. What cannot be recorded runs as it always has, and `COUNTS` says
-why.
+hold, the device, how addresses are aligned, and whether products are autotuned. What cannot be recorded runs as it
+always has, and `COUNTS` says why.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from threading import RLock
 from typing import Any
 
 from te_core import env
+from te_core.env import autotuning
 from te_core.errors import ArgumentError
 from te_core.plan_cache import PlanCache
 from te_core.precision import Operand
@@ -211,7 +212,7 @@ class Taped:
         self, rt: Runtime, arguments: Any, options: dict[str, Any], tensors: list[Tensor], wholes: list[Any]
     ) -> tuple[Any, ...]:
         device = rt.device
-        parts: list[Any] = [self.number, device, rt.joins, rt.alignment, 0]
+        parts: list[Any] = [self.number, device, rt.joins, rt.alignment, 0, autotuning()]
         for value in arguments:
             if value.__class__ is Tensor and value.device is device:
                 tensors.append(value)

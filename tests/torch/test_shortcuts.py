@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,11 +14,13 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import te_torch as te
+from te_core.backends.cuda.gemm_run import LtPlan
 from te_core.errors import ArgumentError
 from te_core.tape import taped
 from te_core.tools.explain import explain_tapes
 from te_torch import shortcuts
 from tests.backends import devices
+from tests.null_device import null_device
 from tests.recipes import region, rule
 from tests.tape_steps import HIDDEN, MODULES, ROWS, bits, drawn, made, same, step, training
 
@@ -423,3 +426,23 @@ def test_kinds_are_cleared_meanwhile(used: Used, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(shortcuts, "_present", Cleared())
     steps(made("Linear"))
     assert used.forward
+
+
+def test_autotuning_is_in_the_key(used: Used, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replay by a shortcut follows it as any call does: from the next one on, and back."""
+    with null_device(tmp_path):
+        module, x = te.Linear(HIDDEN, HIDDEN, device="cpu"), drawn(ROWS, 2, HIDDEN)
+
+        def recorded() -> tuple[int, list[bool]]:
+            """How many recordings there are more, and whether the products of the youngest were timed."""
+            before = taped.COUNTS.recorded
+            y = module(x)
+            y.backward(torch.ones_like(y))
+            plans = [plan for tape in taped.tapes()[-2:] for plan in tape.keeps if isinstance(plan, LtPlan)]
+            return taped.COUNTS.recorded - before, ["timing" in plan.source for plan in plans]
+
+        assert [recorded()[0] for _ in range(2)] == [2, 0]
+        monkeypatch.setenv("TE_CORE_AUTOTUNE", "1")
+        assert [recorded() for _ in range(2)] == [(2, [True] * 2), (0, [True] * 2)]
+        monkeypatch.delenv("TE_CORE_AUTOTUNE")
+        assert recorded()[0] == 0 and used.forward == used.backward == 3
