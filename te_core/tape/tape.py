@@ -154,7 +154,7 @@ class Tape:
         at[bound.stream] = rt.stream
         for slot, name, nbytes, zeroed in self._scratch:
             at[slot] = rt.workspace(name, nbytes, zeroed)
-        if bound.beside:
+        if bound.beside or self._beside:
             self._look_beside(rt, bound, at)
         for place, slot, offset in bound.inside:
             at[place] = at[slot] + offset
