@@ -11,8 +11,8 @@ A test's file holds what the ranks do as functions at its top level, and a test 
         assert ranks.run(everyones_sum, 5.0) == [5.0 * ranks.world] * ranks.world
 
 The fixtures are in tests/parallel/conftest.py: `ranks` runs a test with two gloo ranks on the CPU, with four
-(`make test-more`), and with NCCL on two GPUs; `gloo_ranks` leaves out the GPUs; `pair` is two gloo ranks alone, for
-what depends neither on their number nor on the device; `ranks_of` gives any others.
+(`make test-more`), and with NCCL on two GPUs; `two` leaves out the four, `gloo_ranks` the GPUs; `pair` is two gloo
+ranks alone, for what depends neither on their number nor on the device; `ranks_of` gives any others.
 
 Where GPUs are fewer than ranks, they are shared (`make gpu-ranks`): to NCCL each rank is then on a host of its own, and
 what it sends goes through sockets.
@@ -23,10 +23,12 @@ among the results have to be on the CPU.
 
 `run` returns the results by rank, or raises RanksError, which shows for each rank that did not return its traceback
 or exit code, where it stood, and what it printed. A test of failures takes `outcomes`, which raises nothing. Once one
-rank has failed, the others have as long as the group's timeout to end by themselves; then they count as hung. After a
-death or a hang (on GPUs after an exception too: NCCL may still wait) all ranks are ended, and the next run starts them
-anew. Those on the CPU are forked from a process that has imported torch and te_torch, which takes seconds, and done
-nothing else; those on GPUs begin by themselves, which takes these seconds.
+rank has failed, the others have as long as the group's timeout to end by themselves; then they count as hung. A rank
+on a GPU may end as a death: torch's watchdog aborts it where a collective waits in vain (`Outcome.waited_in_vain`), but
+not where a group's ranks first meet, which NCCL waits for without end. After a death or a hang (on GPUs after an
+exception too: NCCL may still wait) all ranks are ended, and the next run starts them anew. Those on the CPU are forked
+from a process that has imported torch and te_torch, which takes seconds, and done nothing else; those on GPUs begin by
+themselves, which takes these seconds.
 """
 
 from __future__ import annotations
@@ -56,10 +58,17 @@ from tests.recordings import going_well
 ROOT = Path(__file__).resolve().parents[2]
 LOOPBACK = [name for name in ("lo", "lo0") if Path(f"/sys/class/net/{name}").exists()]
 START = 180.0  # seconds in which a process has to be there, or to have imported what it is to run
-GRACE = 3.0  # seconds beyond the group's timeout
+#: Seconds beyond the group's timeout, by device. A rank on a GPU may be ended by torch's watchdog: it looks ten times a
+#: second, gives the other ranks time to write what they did (`WATCHDOG`), prints stacks, and aborts a process with a
+#: CUDA context.
+GRACE = {"cpu": 3.0, "cuda": 20.0}
+#: A watchdog that has found a collective late waits four times so many milliseconds before it ends the process, for a
+#: dump of what the ranks did: a minute, unless told otherwise, and a test has nobody to read the dump.
+WATCHDOG = {"TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "250", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
 BEGUN = {"begun": True}  # what a rank says as it comes to the function
 IMPORTED = ["pytest", "torch.distributed", "te_torch"]  # before ranks are forked
 SHOWN = 2000  # characters of a rank's output, from its beginning and from its end
+SHOWN_OF_A_DEATH = 4 * SHOWN  # of an abort there are also stacks, in C++ and of all threads
 
 
 @dataclass(frozen=True)
@@ -85,6 +94,12 @@ class Outcome:
     def __str__(self) -> str:
         parts = [f"rank {self.rank} {self.how} {self.error}".rstrip(), self.text.rstrip(), self.output.rstrip()]
         return "\n".join(part for part in parts if part)
+
+    def waited_in_vain(self) -> bool:
+        """Whether it ended, and said so, as NCCL's ranks do whose partner does not come: torch's watchdog finds the
+        collective late and aborts the process, or NCCL has told of the lost connection before."""
+        said = f"{self.text}\n{self.output}".lower()
+        return self.how in ("raised", "died") and ("watchdog" in said or "nccl error" in said)
 
 
 class RanksError(AssertionError):
@@ -146,7 +161,7 @@ class Ranks:
                     continue
                 found[outcome.rank] = outcome
                 if outcome.how != "returned":
-                    deadline = min(deadline, time.monotonic() + group_timeout + GRACE)
+                    deadline = min(deadline, time.monotonic() + group_timeout + GRACE[self.device])
         for process in self._processes:
             if process.rank.number not in found:
                 found[process.rank.number] = process.hung()
@@ -175,7 +190,9 @@ def environment(rank: Rank) -> dict[str, str]:
         env["GLOO_SOCKET_IFNAME"] = LOOPBACK[0]
     if rank.device == "cpu":
         env["CUDA_VISIBLE_DEVICES"] = ""  # torch.compile asks for a stream, and many processes crowd a GPU
-    elif rank.world > cuda_devices():
+        return env
+    env |= WATCHDOG
+    if rank.world > cuda_devices():
         env |= {"NCCL_HOSTID": f"rank-{rank.number}", "NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "lo"}
     return env
 
@@ -215,7 +232,8 @@ class _Process:
             sent = pickle.loads(self.pipe.recv_bytes())
         except (EOFError, OSError):
             self._process.join()
-            return Outcome(number, "died", text=f"exit code {self._process.exitcode}", output=self._output())
+            said = self._output(SHOWN_OF_A_DEATH)
+            return Outcome(number, "died", text=f"exit code {self._process.exitcode}", output=said)
         self.begun = self.begun or sent == BEGUN
         return Outcome(number, **sent, output=self._output()) if "how" in sent else None
 
@@ -231,11 +249,11 @@ class _Process:
         self._process.join()
         os.close(self._lifeline)
 
-    def _output(self) -> str:
+    def _output(self, shown: int = SHOWN) -> str:
         with open(self._log, errors="replace") as file:
             file.seek(self._begins)
             text = file.read()
-        return text if len(text) <= 2 * SHOWN else f"{text[:SHOWN]}\n...\n{text[-SHOWN:]}"
+        return text if len(text) <= 2 * shown else f"{text[:shown]}\n...\n{text[-shown:]}"
 
 
 # ------------------------------------------------------------------------------------- in the rank's process

@@ -15,7 +15,10 @@ from te_core.errors import ArgumentError, UnsupportedError
 from tests.parallel.fsdp_steps import batch, build, mesh_of, optimizer_of, shard, step
 from tests.parallel.ranks import Rank, Ranks
 
-PATIENCE = 6.0  # seconds that a collective waits, where it waits in vain
+#: Seconds that a collective waits, where it waits in vain. Ranks on GPUs compile kernels in the first step, not all as
+#: fast, and none is to be late for that.
+PATIENCE = {"cpu": 6.0, "cuda": 15.0}
+NO_ORDER = "collectives are paired by their order there, whatever they are: what comes of unlike ones is not defined"
 
 
 def dies(rank: Rank, how: str) -> None:
@@ -32,10 +35,14 @@ def dies(rank: Rank, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["ddp", "fsdp2", "fsdp2 quantized"])
-def test_a_rank_that_dies(gloo_ranks: Ranks, how: str) -> None:
-    *others, last = gloo_ranks.outcomes(dies, how, group_timeout=PATIENCE)
+def test_a_rank_that_dies(ranks: Ranks, how: str) -> None:
+    """With NCCL torch's watchdog ends the others."""
+    *others, last = ranks.outcomes(dies, how, group_timeout=PATIENCE[ranks.device])
     assert (last.how, last.text) == ("died", "exit code 3")
     for outcome in others:
+        if ranks.device == "cuda":
+            assert outcome.waited_in_vain(), str(outcome)
+            continue
         assert outcome.how == "raised" and "RuntimeError" in outcome.error + outcome.text, str(outcome)
 
 
@@ -54,10 +61,12 @@ def other_model(rank: Rank, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["ddp", "fsdp2"])
-def test_ranks_with_other_models(gloo_ranks: Ranks, how: str) -> None:
-    for outcome in gloo_ranks.outcomes(other_model, how, group_timeout=PATIENCE):
+def test_ranks_with_other_models(ranks: Ranks, how: str) -> None:
+    if ranks.device == "cuda" and how == "fsdp2":
+        pytest.skip(NO_ORDER)
+    for outcome in ranks.outcomes(other_model, how, group_timeout=PATIENCE[ranks.device]):
         assert outcome.how == "raised", str(outcome)
-    assert gloo_ranks.seconds < 60
+    assert ranks.seconds < 60
 
 
 def other_modules_run(rank: Rank) -> None:
@@ -70,9 +79,9 @@ def other_modules_run(rank: Rank) -> None:
         y.float().sum().backward()
 
 
-def test_ranks_that_run_other_modules(gloo_ranks: Ranks) -> None:
+def test_ranks_that_run_other_modules(ranks: Ranks) -> None:
     """Maxima that would be reduced into another module's: an error on every rank, by name."""
-    for outcome in gloo_ranks.outcomes(other_modules_run):
+    for outcome in ranks.outcomes(other_modules_run):
         assert outcome.how == "raised" and "modules" in outcome.text, str(outcome)
 
 
@@ -101,14 +110,22 @@ def other_group(rank: Rank) -> None:
 
     alone = dist.new_group([rank.world - 1])
     group = alone if rank.number == rank.world - 1 else None
-    collectives.gather_along_first_dim(torch.ones(4, 4), group)
+    dist.barrier()  # for its first meeting NCCL would wait without end
+    collectives.gather_along_first_dim(torch.ones(4, 4, device=rank.device), group)
+    if rank.device == "cuda":
+        torch.cuda.synchronize()
     if group is None:
         raise AssertionError("a gather without one of its ranks has ended")
     raise RuntimeError("this rank is done")
 
 
-def test_groups_of_other_sizes(gloo_ranks: Ranks) -> None:
-    for outcome in gloo_ranks.outcomes(other_group, group_timeout=PATIENCE):
+def test_groups_of_other_sizes(ranks: Ranks) -> None:
+    *others, last = ranks.outcomes(other_group, group_timeout=PATIENCE[ranks.device])
+    assert (last.how, last.error) == ("raised", "RuntimeError"), str(last)
+    for outcome in others:
+        if ranks.device == "cuda":
+            assert outcome.waited_in_vain() and outcome.error != "AssertionError", str(outcome)
+            continue
         assert outcome.how == "raised" and outcome.error != "AssertionError", str(outcome)
 
 

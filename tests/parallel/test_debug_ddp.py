@@ -58,14 +58,14 @@ def trained(rank: Rank, features: bool) -> tuple[dict[tuple[str, int], float], l
     return seen, [p.detach().cpu() for p in layer.parameters()]
 
 
-def test_statistics_in_ddp(pair: Ranks) -> None:
-    found, plain = pair.run(trained, True), pair.run(trained, False)
+def test_statistics_in_ddp(two: Ranks) -> None:
+    found, plain = two.run(trained, True), two.run(trained, False)
     for (seen, parameters), (_, alone) in zip(found, plain, strict=True):
         assert seen == found[0][0]
         assert all(torch.equal(a, b) for a, b in zip(parameters, alone, strict=True))
         assert len(seen) == STEPS * len(TENSORS) * 3
         for step in range(STEPS):
-            batches = [batch(i, step).float() for i in range(pair.world)]
+            batches = [batch(i, step).float() for i in range(two.world)]
             total, top = sum(b.abs().sum().item() for b in batches), max(b.abs().max().item() for b in batches)
             assert seen["layer_activation_l1_norm", step] == pytest.approx(total, rel=1e-5)
             assert seen["layer_activation_max", step] == max(b.max().item() for b in batches)

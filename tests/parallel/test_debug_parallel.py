@@ -166,12 +166,12 @@ def unchanged(rank: Rank, kind: str, recipe: str | None, sequence: bool, look: s
 
 
 @covering(recipe=[None, *KINDS], case=["inspect", "inspect odd", "statistics", "statistics odd", "files"])
-def test_a_step_that_is_looked_at(pair: Ranks, recipe: str | None, case: str) -> None:
+def test_a_step_that_is_looked_at(two: Ranks, recipe: str | None, case: str) -> None:
     """Bit for bit the plain one, and as many bytes travel."""
     look, _, odd = case.partition(" ")
     rows = ODD if odd else ROWS
     for kind in ("column", "row", "norm column", "gated", *(["layer"] if rows == ROWS else [])):
-        for (plain, bytes_of_plain), (found, sent) in pair.run(unchanged, kind, recipe, True, look, rows):
+        for (plain, bytes_of_plain), (found, sent) in two.run(unchanged, kind, recipe, True, look, rows):
             assert [n for n in plain if not torch.equal(plain[n], found[n])] == [], kind
             assert sent == bytes_of_plain and any(name == "all_gather" for name, _ in sent)
 
@@ -222,9 +222,9 @@ def exact(kind: str, recipe: str | None, name: str) -> bool:
 
 @pytest.mark.parametrize("recipe", [None, "delayed", "current", "block", "mxfp8"])
 @pytest.mark.parametrize("kind", ["column", "row"])
-def test_statistics_are_those_of_the_whole(pair: Ranks, kind: str, recipe: str | None) -> None:
+def test_statistics_are_those_of_the_whole(two: Ranks, kind: str, recipe: str | None) -> None:
     """Of every tensor, by every rank: sums, means, extremes, shares and deviations."""
-    for seen, one in pair.run(logged, kind, recipe, True, "all", True):
+    for seen, one in two.run(logged, kind, recipe, True, "all", True):
         assert seen.keys() == one.keys() and len(seen) >= 2 * len(TENSORS) * len(VALUES)
         for (name, iteration), value in seen.items():
             wanted = one[name, iteration]
@@ -235,9 +235,9 @@ def test_statistics_are_those_of_the_whole(pair: Ranks, kind: str, recipe: str |
 
 
 @pytest.mark.parametrize("groups", ["own", "team"])
-def test_a_group_given_by_hand(pair: Ranks, groups: str) -> None:
+def test_a_group_given_by_hand(two: Ranks, groups: str) -> None:
     """Weights are reduced over the ranks that have parts of them, whatever the group is."""
-    (first, one), (second, _) = pair.run(logged, "column", "current", True, groups, True)
+    (first, one), (second, _) = two.run(logged, "column", "current", True, groups, True)
     name = "layer_activation_l1_norm", 0
     total = first[name] if groups == "team" else first[name] + second[name]
     assert total == pytest.approx(one[name], rel=1e-6) and first[name] > 0
@@ -246,17 +246,17 @@ def test_a_group_given_by_hand(pair: Ranks, groups: str) -> None:
         assert first[name] == second[name] == pytest.approx(one[name], rel=1e-6)
 
 
-def test_weights_of_the_rank_alone(pair: Ranks) -> None:
-    (first, one), (second, _) = pair.run(logged, "row", None, True, "all", False)
+def test_weights_of_the_rank_alone(two: Ranks) -> None:
+    (first, one), (second, _) = two.run(logged, "row", None, True, "all", False)
     name = "layer_weight_l1_norm", 0
     assert first[name] + second[name] == pytest.approx(one[name], rel=1e-6) and first[name] != second[name]
 
 
 @pytest.mark.parametrize("kind", ["column", "row"])
-def test_without_sequence_parallelism(pair: Ranks, kind: str) -> None:
+def test_without_sequence_parallelism(two: Ranks, kind: str) -> None:
     """What all ranks have is counted by each: sums double, shares and deviations do not."""
     double = {"activation", "dgrad"} if kind == "column" else {"output", "gradient"}
-    for seen, one in pair.run(logged, kind, None, False, "all", True):
+    for seen, one in two.run(logged, kind, None, False, "all", True):
         for tensor in OPERANDS:
             times = 2 if tensor in double else 1
             for stat, factor in (("l1_norm", times), ("l2_norm", times**0.5), ("mean", 1), ("std", 1), ("max", 1)):
@@ -295,9 +295,9 @@ def reported(rank: Rank, kind: str, recipe: str, rows: int) -> Any:
 
 @pytest.mark.parametrize("recipe", ["delayed", "current", "block", "block tiled x", "block tiled grad", "mxfp8"])
 @pytest.mark.parametrize("kind", ["column", "row"])
-def test_the_report_is_that_of_the_whole(pair: Ranks, kind: str, recipe: str) -> None:
+def test_the_report_is_that_of_the_whole(two: Ranks, kind: str, recipe: str) -> None:
     gathered = "activation" if kind == "column" else "gradient"
-    for seen, one, _, _ in pair.run(reported, kind, recipe, ROWS):
+    for seen, one, _, _ in two.run(reported, kind, recipe, ROWS):
         names = [name for name in one if f" {gathered} " in name]
         assert names and seen.keys() == one.keys()
         for name in names:
@@ -305,10 +305,10 @@ def test_the_report_is_that_of_the_whole(pair: Ranks, kind: str, recipe: str) ->
 
 
 @pytest.mark.parametrize("kind", ["column", "row"])
-def test_what_is_quantized_once_it_is_whole(pair: Ranks, kind: str) -> None:
+def test_what_is_quantized_once_it_is_whole(two: Ranks, kind: str) -> None:
     """It is seen in high precision; reports say so."""
     name = "activation (wgrad)" if kind == "column" else "gradient (dgrad, wgrad)"
-    for seen, _, text, facts in pair.run(reported, kind, "mxfp8", ODD):
+    for seen, _, text, facts in two.run(reported, kind, "mxfp8", ODD):
         found = next(values for key, values in seen.items() if key.endswith(name))
         assert found[0] == "float8_e4m3 1x32 once gathered" and found[2] > 0 and all(v != v for v in found[3:])
         assert "a rank's rows are no whole blocks" in text
@@ -339,24 +339,26 @@ def changed(rank: Rank, kind: str, recipe: str, change: str, rows: int) -> Any:
 
 
 @covering(turns=2, change=CHANGES, kind=["column", "row"], rows=[ROWS, ODD])
-def test_changes_of_the_whole(pair: Ranks, kind: str, change: str, rows: int) -> None:
+def test_changes_of_the_whole(two: Ranks, kind: str, change: str, rows: int) -> None:
     """What features put in the place of parts makes the results that it makes of the whole."""
     per_tensor = "PerTensorScaling" in CHANGES[change]
     alike = "y" if kind == "column" else "x"  # the result of what is gathered alone
     for recipe in ("delayed",) if per_tensor else ("delayed", "current", "mxfp8"):
-        found = pair.run(changed, kind, recipe, change, rows)
+        found = two.run(changed, kind, recipe, change, rows)
         one = found[0][1]
         made = {n: torch.cat([f[0][n] for f in found], d) for n, d in zip("xy", cut_ends(kind, True), strict=True)}
         made["weight"] = joined([f[0]["weight"] for f in found], cut_of(kind, "weight"))
         # Other tensors than what is gathered have the rank's own scale, unless it is delayed: two roundings differ,
-        # of which the coarser, of gradients to 2 bits of mantissa, leaves 25 dB each and 22 between both.
+        # of which the coarser, of gradients to 2 bits of mantissa, leaves 25 dB each and 22 between both. A GPU adds
+        # FP8 products to 52 dB only where it adds fast, twice here (the whole's and a part's), before bf16 rounds both.
+        close = 45 if two.device == "cpu" else 40
         for name in made:
             own = recipe != "delayed" or (per_tensor and name != alike)
-            assert snr_db(made[name], one[name]) > (22 if own else 45), (recipe, name)
+            assert snr_db(made[name], one[name]) > (22 if own else close), (recipe, name)
 
 
 @pytest.mark.parametrize("kind", ["column", "row"])
-def test_bytes_of_what_is_changed(pair: Ranks, kind: str) -> None:
+def test_bytes_of_what_is_changed(two: Ranks, kind: str) -> None:
     """FP8 parts travel as a byte an element, what a feature left in high precision as two."""
     wide, out = shapes(kind)
     elements = ROWS // 2 * 2 * (wide if kind == "column" else out)
@@ -364,7 +366,7 @@ def test_bytes_of_what_is_changed(pair: Ranks, kind: str) -> None:
     if kind == "row":  # what dgrad had in bf16, or in FP8, serves wgrad
         expected = {"per tensor": [1, 1], "off": [2], "fprop off": [1], "wgrad off": [1, 2], "backward off": [2]}
     for change, sizes in expected.items():
-        for _, _, calls in pair.run(changed, kind, "delayed", change, ROWS):
+        for _, _, calls in two.run(changed, kind, "delayed", change, ROWS):
             sent = [size / elements for name, size in calls if name == "all_gather" and size >= elements]
             assert sent == sizes, change
 
@@ -388,9 +390,9 @@ def the_same(rank: Rank, kind: str, recipe: str) -> Any:
 
 @pytest.mark.parametrize("recipe", ["delayed", "current", "block", "mxfp8"])
 @pytest.mark.parametrize("kind", ["column", "row"])
-def test_the_default_quantizer_of_a_part(pair: Ranks, kind: str, recipe: str) -> None:
+def test_the_default_quantizer_of_a_part(two: Ranks, kind: str, recipe: str) -> None:
     """It agrees with the other ranks on a scale, as the layer does."""
-    for plain, found, told in pair.run(the_same, kind, recipe):
+    for plain, found, told in two.run(the_same, kind, recipe):
         assert [n for n in plain if not torch.equal(plain[n], found[n])] == []
         assert len(told) == 2
 
@@ -400,11 +402,11 @@ def refused(rank: Rank) -> str:
 
 
 @pytest.mark.parametrize("kind", ["column", "row"])
-def test_parts_of_nvfp4(pair: Ranks, kind: str) -> None:
+def test_parts_of_nvfp4(two: Ranks, kind: str) -> None:
     """Quantized by the part's own maximum they go on as values; a transformed gradient beside them is refused."""
-    for plain, found, _ in pair.run(the_same, kind, "nvfp4 no rht"):
+    for plain, found, _ in two.run(the_same, kind, "nvfp4 no rht"):
         assert all(snr_db(found[n], plain[n]) > (15 if n in "xy" else 8) for n in plain)
-    for said in pair.run(refused) if kind == "column" else ():
+    for said in two.run(refused) if kind == "column" else ():
         assert "inspect wgrad" in said and "NVFP4 turns both" in said
 
 
@@ -417,8 +419,8 @@ def on_one_rank(rank: Rank) -> str:
     return str(caught.value)
 
 
-def test_ranks_with_other_features(pair: Ranks) -> None:
-    first, second = pair.run(on_one_rank)
+def test_ranks_with_other_features(two: Ranks) -> None:
+    first, second = two.run(on_one_rank)
     assert first == second and "activation of fprop left plain" in first and "gradient of wgrad left plain" in first
 
 
@@ -457,9 +459,9 @@ def bisected(rank: Rank, recipe: str, rows: int) -> Any:
 
 
 @pytest.mark.parametrize("recipe", ["current", "block"])
-def test_bisect(pair: Ranks, recipe: str) -> None:
+def test_bisect(two: Ranks, recipe: str) -> None:
     """All ranks run the same, and name the same."""
-    first, second = pair.run(bisected, recipe, ROWS)
+    first, second = two.run(bisected, recipe, ROWS)
     assert first == second and first[0] == ["1.up"]
 
 
@@ -481,7 +483,7 @@ def seen_by_one(rank: Rank) -> Any:
     return found.layers, found.verdict, found.runs
 
 
-def test_the_worst_rank_decides(pair: Ranks) -> None:
+def test_the_worst_rank_decides(two: Ranks) -> None:
     """A rank that finds nothing wrong with its own result searches on with the others."""
-    first, second = pair.run(seen_by_one, group_timeout=15.0)
+    first, second = two.run(seen_by_one, group_timeout=15.0)
     assert first == second and first[:2] == (["1.up"], "found")

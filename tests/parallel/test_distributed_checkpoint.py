@@ -14,11 +14,15 @@ from torch.distributed.fsdp import fully_shard
 
 import te_torch as te
 from te_core.recipe import DelayedScaling
+from tests.parallel.conftest import NCCL
 from tests.parallel.fsdp_steps import KINDS, STEPS, batch, build, mesh_of, optimizer_of, plain, shard, step
 from tests.parallel.ranks import Rank, Ranks
 from tests.recipes import region, rule
+from tests.tolerances import DB, snr_db
 
 CASES = [(None, False)] + [(name, quantized) for name in KINDS for quantized in (False, True)]
+TO_FEWER = [case for case in CASES if case != ("nvfp4 nearest", True)]
+on_both = pytest.mark.parametrize("device", [pytest.param("cpu"), pytest.param("cuda", marks=NCCL)])
 
 
 def model_of(rank: Rank, name: str | None, quantized: bool, seed: int) -> Any:
@@ -76,23 +80,43 @@ def check(first: Ranks, second: Ranks, name: str | None, quantized: bool, folder
                 a, b = a[1:], b[1:]
             assert torch.equal(a, b), (key, (a - b).abs().max())
     assert set(before[0][0]) == set(after[0][0])
-    assert all(torch.equal(before[0][1], y) for _, y in after)
+    for _, y in after:
+        if first.device == second.device:
+            assert torch.equal(before[0][1], y)
+        else:  # sums in another order put some values of the first layer on the other side of a tie of the next cast
+            assert snr_db(y, before[0][1]) > DB["fp8 gemm"]
 
 
-@pytest.mark.parametrize(("name", "quantized"), [case for case in CASES if case != ("nvfp4 nearest", True)])
-def test_of_two_ranks_on_one(ranks_of: Callable[..., Ranks], name: Any, quantized: bool, tmp_path: Any) -> None:
-    check(ranks_of(2, "cpu"), ranks_of(1, "cpu"), name, quantized, str(tmp_path))
+@on_both
+@pytest.mark.parametrize(("name", "quantized"), TO_FEWER)
+def test_of_two_ranks_on_one(
+    ranks_of: Callable[..., Ranks], name: Any, quantized: bool, device: str, tmp_path: Any
+) -> None:
+    check(ranks_of(2, device), ranks_of(1, device), name, quantized, str(tmp_path))
+
+
+@NCCL
+@pytest.mark.parametrize(("name", "quantized"), CASES)
+@pytest.mark.parametrize(("first", "second"), [("cuda", "cpu"), ("cpu", "cuda")])
+def test_on_another_device(
+    ranks_of: Callable[..., Ranks], first: str, second: str, name: Any, quantized: bool, tmp_path: Any
+) -> None:
+    """What two GPUs have saved two processes on the CPU read, and the other way round."""
+    check(ranks_of(2, first), ranks_of(2, second), name, quantized, str(tmp_path))
 
 
 @pytest.mark.more
-@pytest.mark.parametrize(("name", "quantized"), [case for case in CASES if case != ("nvfp4 nearest", True)])
+@pytest.mark.parametrize(("name", "quantized"), TO_FEWER)
 def test_of_four_ranks_on_two(ranks_of: Callable[..., Ranks], name: Any, quantized: bool, tmp_path: Any) -> None:
     check(ranks_of(4, "cpu"), ranks_of(2, "cpu"), name, quantized, str(tmp_path))
 
 
+@on_both
 @pytest.mark.parametrize(("name", "quantized"), CASES)
-def test_of_one_rank_on_two(ranks_of: Callable[..., Ranks], name: Any, quantized: bool, tmp_path: Any) -> None:
-    check(ranks_of(1, "cpu"), ranks_of(2, "cpu"), name, quantized, str(tmp_path))
+def test_of_one_rank_on_two(
+    ranks_of: Callable[..., Ranks], name: Any, quantized: bool, device: str, tmp_path: Any
+) -> None:
+    check(ranks_of(1, device), ranks_of(2, device), name, quantized, str(tmp_path))
 
 
 def loses(rank: Rank, folder: str) -> str:
@@ -101,10 +125,11 @@ def loses(rank: Rank, folder: str) -> str:
     return str(error.value)
 
 
-def test_amaxes_that_cannot_be_one(ranks_of: Callable[..., Ranks], tmp_path: Any) -> None:
+@on_both
+def test_amaxes_that_cannot_be_one(ranks_of: Callable[..., Ranks], device: str, tmp_path: Any) -> None:
     """NVFP4 shards have an amax each: on fewer ranks their bytes are no one tensor, and it is said."""
-    ranks_of(2, "cpu").run(saved, "nvfp4 nearest", True, str(tmp_path))
-    (said,) = ranks_of(1, "cpu").run(loses, str(tmp_path))
+    ranks_of(2, device).run(saved, "nvfp4 nearest", True, str(tmp_path))
+    (said,) = ranks_of(1, device).run(loses, str(tmp_path))
     assert "change the whole" in said
 
 
@@ -148,7 +173,7 @@ def resumed(rank: Rank, folder: str, large: int) -> list[float]:
 
 
 @pytest.mark.parametrize("large", [0, 1])
-def test_the_maxima_of_shards_that_were_loaded(pair: Ranks, tmp_path: Path, large: int) -> None:
+def test_the_maxima_of_shards_that_were_loaded(two: Ranks, tmp_path: Path, large: int) -> None:
     """A checkpoint keeps one rank's of those that no reduction has seen: the others count what they have loaded."""
-    for going_on, again in pair.run(resumed, str(tmp_path / "saved"), large):
+    for going_on, again in two.run(resumed, str(tmp_path / "saved"), large):
         assert again == pytest.approx(going_on, rel=0.125)  # as near as FP8 keeps the largest value

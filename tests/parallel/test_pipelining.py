@@ -27,10 +27,10 @@ WAYS = ("around", "inside", "checkpointed", "fused")
 
 
 class Stage(torch.nn.Module):
-    def __init__(self, number: int, name: str | None, way: str, group: Any) -> None:
+    def __init__(self, number: int, name: str | None, way: str, group: Any, device: str) -> None:
         super().__init__()
         torch.manual_seed(number)
-        self.layer = te.LayerNormMLP(WIDTH, 2 * WIDTH, device="cpu", fuse_wgrad_accumulation=way == "fused")
+        self.layer = te.LayerNormMLP(WIDTH, 2 * WIDTH, device=device, fuse_wgrad_accumulation=way == "fused")
         self.name, self.way, self.group = name, way, group
         for p in self.layer.parameters():
             p.main_grad = torch.zeros_like(p)  # type: ignore[attr-defined]
@@ -57,15 +57,15 @@ class Stage(torch.nn.Module):
                 p.grad = None
         state = self.layer.fp8_state
         found = [*self.layer.parameters(), *[getattr(state, n) for n in STATE if state is not None]]
-        return [t.detach().clone() for t in found]
+        return [t.detach().cpu().clone() for t in found]
 
 
 def loss_of(y: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return (y - target).square().mean()
 
 
-def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    x, target = (values(MICROBATCHES * ROWS, WIDTH, seed=10 * step + i, device="cpu") for i in range(2))
+def batch(step: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
+    x, target = (values(MICROBATCHES * ROWS, WIDTH, seed=10 * step + i, device=device) for i in range(2))
     return x, target
 
 
@@ -73,15 +73,16 @@ def scheduled(rank: Rank, schedule: str, name: str | None, way: str, known: bool
     from torch.distributed import pipelining
 
     groups = [dist.new_group([number]) for number in range(2)]
-    module = Stage(rank.number, name, way, groups[rank.number])
-    shape = torch.zeros(ROWS, WIDTH, requires_grad=True)  # outputs that do not say so get no gradient
+    module = Stage(rank.number, name, way, groups[rank.number], rank.device)
+    device = torch.device("cuda", torch.cuda.current_device()) if rank.device == "cuda" else torch.device("cpu")
+    shape = torch.zeros(ROWS, WIDTH, device=device, requires_grad=True)  # outputs that do not say so get no gradient
     shapes = {"input_args": shape if rank.number else shape.detach(), "output_args": shape} if known else {}
-    stage = pipelining.PipelineStage(module, rank.number, 2, torch.device("cpu"), **shapes)  # type: ignore[arg-type]
+    stage = pipelining.PipelineStage(module, rank.number, 2, device, **shapes)  # type: ignore[arg-type]
     steps = getattr(pipelining, schedule)(stage, MICROBATCHES, loss_fn=loss_of)
     found = []
     with patch.object(pipelining.PipelineStage, "_to_tensor", _rubbish, create=True):
         for i in range(STEPS):
-            x, target = batch(i)
+            x, target = batch(i, rank.device)
             with module.around():
                 steps.step(x) if rank.number == 0 else steps.step(target=target)
             found.append(module.update())
@@ -90,18 +91,18 @@ def scheduled(rank: Rank, schedule: str, name: str | None, way: str, known: bool
 
 def _rubbish(stage: Any, given: Any) -> torch.Tensor:
     """What unfilled memory may hold, in the place of torch 2.13's `torch.empty`."""
-    t = torch.linspace(-1e10, 1e10, given.shape.numel()).reshape(given.shape).to(given.dtype)
+    t = torch.linspace(-1e10, 1e10, given.shape.numel(), device=stage.device).reshape(given.shape).to(given.dtype)
     return t.requires_grad_(given.requires_grad) if t.is_floating_point() else t
 
 
 def in_one(rank: Rank, name: str | None, way: str) -> list[list[list[torch.Tensor]]]:
     """By stage and step. In ranks, which compute with as many threads: sums are in the same order."""
     groups = [dist.new_group([number]) for number in range(2)]
-    stages = [Stage(number, name, way, groups[rank.number]) for number in range(2)]
+    stages = [Stage(number, name, way, groups[rank.number], rank.device) for number in range(2)]
     found: list[list[list[torch.Tensor]]] = [[], []]
     for i in range(STEPS):
         with stages[0].around():
-            for x, target in zip(*[t.chunk(MICROBATCHES) for t in batch(i)], strict=True):
+            for x, target in zip(*[t.chunk(MICROBATCHES) for t in batch(i, rank.device)], strict=True):
                 y = stages[0](x)
                 between = y.detach().requires_grad_()
                 loss_of(stages[1](between), target).backward()
@@ -124,13 +125,13 @@ def same(found: Any, wanted: Any) -> bool:
     [("ScheduleGPipe", name, "around") for name in ("delayed", "current")]
     + [("Schedule1F1B", name, way) for name in ("delayed", "current") for way in WAYS],
 )
-def test_a_schedule_is_as_one_process(pair: Ranks, schedule: str, name: str, way: str) -> None:
-    assert same(pair.run(scheduled, schedule, name, way), pair.run(in_one, name, way)[0])
+def test_a_schedule_is_as_one_process(two: Ranks, schedule: str, name: str, way: str) -> None:
+    assert same(two.run(scheduled, schedule, name, way), two.run(in_one, name, way)[0])
 
 
 @pytest.mark.parametrize("name", [None, "delayed"])
-def test_shapes_may_be_given(pair: Ranks, name: str | None) -> None:
-    assert same(pair.run(scheduled, "Schedule1F1B", name, "around", True), pair.run(in_one, name, "around")[0])
+def test_shapes_may_be_given(two: Ranks, name: str | None) -> None:
+    assert same(two.run(scheduled, "Schedule1F1B", name, "around", True), two.run(in_one, name, "around")[0])
 
 
 class OlderStage:

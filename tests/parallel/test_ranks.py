@@ -15,7 +15,7 @@ import torch.distributed as dist
 from tests import backends
 from tests.backends import more_without_gpu
 from tests.parallel import ranks as harness
-from tests.parallel.ranks import Rank, Ranks, RanksError
+from tests.parallel.ranks import Outcome, Rank, Ranks, RanksError
 
 
 def everyones_sum(rank: Rank, add: int) -> float:
@@ -104,6 +104,21 @@ def test_a_death(pair: Ranks) -> None:
     assert (first.how, first.text, second.how) == ("died", "exit code 3", "raised") and "last words" in first.output
     before = pair.starts
     assert pair.run(everyones_sum, 0) == [3.0, 3.0] and pair.starts == before + 1
+
+
+@pytest.mark.parametrize(
+    ("outcome", "so"),
+    [
+        (Outcome(0, "died", text="exit code -6", output="[rank0] Watchdog caught collective operation timeout"), True),
+        (Outcome(0, "raised", error="DistBackendError", text="NCCL error: remote process exited"), True),
+        (Outcome(0, "died", text="exit code -11"), False),
+        (Outcome(0, "hung", output="Watchdog caught collective operation timeout"), False),
+        (Outcome(0, "returned"), False),
+    ],
+)
+def test_an_end_by_the_watchdog(outcome: Outcome, so: bool) -> None:
+    """What counts as one: an end, and words of it."""
+    assert outcome.waited_in_vain() is so
 
 
 def hangs(rank: Rank) -> bool:

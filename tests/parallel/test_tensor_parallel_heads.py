@@ -17,11 +17,14 @@ from te_torch.attention.plan import Static, spec_of
 from tests.parallel.ranks import Rank, Ranks
 
 WIDTH, TOKENS, BATCH = 96, 16, 2
+#: How much more a GPU's rounding may differ than the CPU's: for products of other sizes it takes kernels that add in
+#: another order, and scores of this size multiply what they are off by before softmax.
+TIMES = {"cpu": 1, "cuda": 10}
 
 
-def attention(heads: int, groups: int | None = None, **options: Any) -> Any:
+def attention(rank: Rank, heads: int, groups: int | None = None, **options: Any) -> Any:
     torch.manual_seed(0)
-    how = {"attention_dropout": 0.0, "device": "cpu", "bias": False, **options}
+    how = {"attention_dropout": 0.0, "device": rank.device, "bias": False, **options}
     module = te.MultiheadAttention(WIDTH, heads, num_gqa_groups=groups, **how)
     with torch.no_grad():
         for p in module.parameters():
@@ -36,7 +39,7 @@ def own(t: torch.Tensor, rank: Rank, dim: int = 0, pieces: list[int] | None = No
 
 def spread(rank: Rank, whole: Any, heads: int, groups: int | None = None, **options: Any) -> Any:
     """This rank's part of a whole attention, cut as docs/parallel.md says."""
-    module = attention(heads, groups, set_parallel_mode=True, tp_group=dist.group.WORLD, **options)
+    module = attention(rank, heads, groups, set_parallel_mode=True, tp_group=dist.group.WORLD, **options)
     values = dict(whole.named_parameters())
     with torch.no_grad():
         for name, p in module.named_parameters():
@@ -44,8 +47,8 @@ def spread(rank: Rank, whole: Any, heads: int, groups: int | None = None, **opti
     return module
 
 
-def tokens() -> torch.Tensor:
-    return torch.randn(TOKENS, BATCH, WIDTH, generator=torch.Generator().manual_seed(1))
+def tokens(rank: Rank) -> torch.Tensor:
+    return torch.randn(TOKENS, BATCH, WIDTH, generator=torch.Generator().manual_seed(1)).to(rank.device)
 
 
 # ------------------------------------------------------------------------------------------------ ALiBi
@@ -54,12 +57,12 @@ def tokens() -> torch.Tensor:
 def with_slopes(rank: Rank, heads: int, later: bool) -> float:
     """How far outputs and gradients are from the whole attention's."""
     options = {"fuse_qkv_params": False, "attn_mask_type": "causal"}
-    whole = attention(heads, **options)
+    whole = attention(rank, heads, **options)
     module = spread(rank, whole, heads, **options)
     if later:
         module.core_attention.set_tensor_parallel_group(None)
         module.set_tensor_parallel_group(dist.group.WORLD)
-    x, y = (tokens().requires_grad_() for _ in range(2))
+    x, y = (tokens(rank).requires_grad_() for _ in range(2))
     found, wanted = module(x, core_attention_bias_type="alibi"), whole(y, core_attention_bias_type="alibi")
     for out in (found, wanted):
         out.square().sum().backward()
@@ -70,9 +73,9 @@ def with_slopes(rank: Rank, heads: int, later: bool) -> float:
 
 
 @pytest.mark.parametrize(("heads", "later"), [(4, False), (6, False), (6, True), (12, False)])
-def test_slopes_go_by_the_place_among_all_heads(pair: Ranks, heads: int, later: bool) -> None:
+def test_slopes_go_by_the_place_among_all_heads(two: Ranks, heads: int, later: bool) -> None:
     """6 and 12 are no powers of two: the last heads have slopes between the others'. 6 of two ranks: three each."""
-    assert max(pair.run(with_slopes, heads, later)) < 1e-5
+    assert max(two.run(with_slopes, heads, later)) < 1e-5 * TIMES[two.device]
 
 
 def without_a_group(rank: Rank) -> tuple[str, bool, bool]:
@@ -109,8 +112,8 @@ def test_a_kernel_is_told_whose_slopes_these_are(all_heads: int, usual: bool) ->
 def cut(rank: Rank, groups: int, kind: str, interleaved: bool, one_by_one: bool) -> float:
     options = {"fuse_qkv_params": True, "qkv_weight_interleaved": interleaved, "attention_type": kind, "bias": True}
     rows = [WIDTH // 4 * n for n in ((4, groups, groups) if kind == "self" else (groups, groups))]
-    whole = attention(4, groups, **options)
-    module = attention(4, groups, set_parallel_mode=True, tp_group=dist.group.WORLD, **options)
+    whole = attention(rank, 4, groups, **options)
+    module = attention(rank, 4, groups, set_parallel_mode=True, tp_group=dist.group.WORLD, **options)
     values = dict(whole.named_parameters())
     with torch.no_grad():
         for name, p in module.named_parameters():
@@ -118,18 +121,18 @@ def cut(rank: Rank, groups: int, kind: str, interleaved: bool, one_by_one: bool)
             marked = getattr(p, "tensor_model_parallel", False)
             value = values[name]
             p.copy_(own(value, rank, p.partition_dim, rows if fused and one_by_one else None) if marked else value)
-    more = {} if kind == "self" else {"encoder_output": tokens().flip(0)}
-    found, wanted = module(tokens(), **more), whole(tokens(), **more)
+    more = {} if kind == "self" else {"encoder_output": tokens(rank).flip(0)}
+    found, wanted = module(tokens(rank), **more), whole(tokens(rank), **more)
     return ((found - wanted).abs().max() / wanted.abs().max()).item()
 
 
 @pytest.mark.parametrize("kind", ["self", "cross"])
 @pytest.mark.parametrize("groups", [4, 2])
-def test_a_fused_projection_is_cut_as_it_lies(pair: Ranks, groups: int, kind: str) -> None:
+def test_a_fused_projection_is_cut_as_it_lies(two: Ranks, groups: int, kind: str) -> None:
     """Interleaved: plain rows. Not interleaved: queries, keys and values one by one. The other way is wrong."""
     for interleaved in (True, False):
-        right, wrong = (pair.run(cut, groups, kind, interleaved, by) for by in (not interleaved, interleaved))
-        assert max(right) < 1e-5 < 1e-2 < max(wrong)
+        right, wrong = (two.run(cut, groups, kind, interleaved, by) for by in (not interleaved, interleaved))
+        assert max(right) < 1e-5 * TIMES[two.device] < 1e-2 < max(wrong)
 
 
 # ----------------------------------------------------------------------------------- offsets, and groups
@@ -137,58 +140,61 @@ def test_a_fused_projection_is_cut_as_it_lies(pair: Ranks, groups: int, kind: st
 
 def offsets(rank: Rank) -> Any:
     options = {"fuse_qkv_params": False, "softmax_type": "learnable"}
-    whole = attention(4, **options)
+    whole = attention(rank, 4, **options)
     module = spread(rank, whole, 4, **options)
     p = module.core_attention.softmax_offset
     marks = p.tensor_model_parallel, p.partition_dim, p.partition_stride, tuple(p.shape)
     lone = hasattr(whole.core_attention.softmax_offset, "tensor_model_parallel")
-    return marks, lone, (module(tokens()) - whole(tokens())).abs().max().item()
+    return marks, lone, (module(tokens(rank)) - whole(tokens(rank))).abs().max().item()
 
 
-def test_a_learnable_offset_says_how_it_is_cut(pair: Ranks) -> None:
-    for marks, lone, far in pair.run(offsets):
-        assert marks == (True, 0, 1, (2,)) and not lone and far < 1e-4
+def test_a_learnable_offset_says_how_it_is_cut(two: Ranks) -> None:
+    for marks, lone, far in two.run(offsets):
+        assert marks == (True, 0, 1, (2,)) and not lone and far < 1e-4 * TIMES[two.device]
 
 
 def meshes(rank: Rank) -> list[Any]:
-    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
-    made = [te.Linear(32, 32, parallel_mode="row", tp_group=mesh["tp"], device="cpu")]
-    made.append(te.Linear(32, 32, parallel_mode="row", tp_size=2, device="cpu"))
+    mesh = init_device_mesh(rank.device, (1, 2), mesh_dim_names=("dp", "tp"))
+    made = [te.Linear(32, 32, parallel_mode="row", tp_group=mesh["tp"], device=rank.device)]
+    made.append(te.Linear(32, 32, parallel_mode="row", tp_size=2, device=rank.device))
     made[1].set_tensor_parallel_group(mesh["tp"])
-    made.append(attention(4, set_parallel_mode=True, tp_group=mesh["tp"]))
-    found: list[Any] = [made[0](torch.ones(4, 16)).shape, made[1](torch.ones(4, 16)).shape, made[2](tokens()).shape]
+    made.append(attention(rank, 4, set_parallel_mode=True, tp_group=mesh["tp"]))
+    x = torch.ones(4, 16, device=rank.device)
+    found: list[Any] = [made[0](x).shape, made[1](x).shape, made[2](tokens(rank)).shape]
     found += [m.tp_group is mesh["tp"].get_group() for m in (*made[:2], made[2].proj, made[2].core_attention)]
     for given in (mesh, "tp"):
-        for call in (lambda g: te.Linear(32, 32, tp_group=g, device="cpu"), made[1].set_tensor_parallel_group):
+        for call in (lambda g: te.Linear(32, 32, tp_group=g, device=rank.device), made[1].set_tensor_parallel_group):
             with pytest.raises(ArgumentError) as error:
                 call(given)
             found.append(str(error.value))
     return found
 
 
-def test_a_mesh_of_one_dimension_is_its_group(pair: Ranks) -> None:
-    for one, two, three, *rest in pair.run(meshes):
-        assert one == two == (4, 32) and three == (TOKENS, BATCH, WIDTH) and rest[:4] == [True] * 4
+def test_a_mesh_of_one_dimension_is_its_group(two: Ranks) -> None:
+    for one, other, three, *rest in two.run(meshes):
+        assert one == other == (4, 32) and three == (TOKENS, BATCH, WIDTH) and rest[:4] == [True] * 4
         of_mesh, later, of_text, _ = rest[4:]
         assert "2 dimensions ('dp', 'tp')" in of_mesh and "get_group()" in of_mesh
         assert later.startswith("Linear.set_tensor_parallel_group") and "type str" in of_text
 
 
 def gone(rank: Rank, path: str) -> str:
-    layer = te.Linear(32, 32, parallel_mode="row", tp_group=dist.group.WORLD, device="cpu")
-    layer(torch.ones(4, 16))
+    layer = te.Linear(32, 32, parallel_mode="row", tp_group=dist.group.WORLD, device=rank.device)
+    layer(torch.ones(4, 16, device=rank.device))
     dist.barrier()
     dist.destroy_process_group()
-    dist.init_process_group("gloo", store=dist.FileStore(path, 2), rank=rank.number, world_size=2)
+    backend = "nccl" if rank.device == "cuda" else "gloo"
+    dist.init_process_group(backend, store=dist.FileStore(path, 2), rank=rank.number, world_size=2)
+    x = torch.ones(4, 16, device=rank.device, requires_grad=True)
     with pytest.raises(ArgumentError) as error:
-        layer(torch.ones(4, 16, requires_grad=True))
+        layer(x)
     layer.set_tensor_parallel_group(dist.group.WORLD)
-    assert layer(torch.ones(4, 16, requires_grad=True)).shape == (4, 32)
+    assert layer(x).shape == (4, 32)
     return str(error.value)
 
 
-def test_a_group_that_is_gone(pair: Ranks, tmp_path: Any) -> None:
-    for said in pair.run(gone, str(tmp_path / "store")):
+def test_a_group_that_is_gone(two: Ranks, tmp_path: Any) -> None:
+    for said in two.run(gone, str(tmp_path / "store")):
         assert said.startswith("Linear.forward") and "set_tensor_parallel_group" in said
 
 
