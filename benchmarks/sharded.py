@@ -31,6 +31,7 @@ import te_torch as te
 from benchmarks import harness
 from examples.ranks import leave
 from te_core.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Recipe
+from te_torch.exchange import ALL_GATHER
 
 RANKS = 2
 SECONDS = 50  # from the start of the processes; after that no further case begins, of which the longest takes six
@@ -126,19 +127,18 @@ def build(case: Case, device: torch.device) -> Built:
 @contextmanager
 def counted() -> Iterator[list[int]]:
     """The bytes that this rank sends in all-gathers."""
-    name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
-    gather, sent = getattr(dist, name), [0]
+    gather, sent = getattr(dist, ALL_GATHER), [0]
 
     def noting(*args: Any, **kwargs: Any) -> Any:
         inp = args[1] if len(args) > 1 else kwargs["input_tensor"]
         sent[0] += inp.numel() * inp.element_size()
         return gather(*args, **kwargs)
 
-    setattr(dist, name, noting)
+    setattr(dist, ALL_GATHER, noting)
     try:
         yield sent
     finally:
-        setattr(dist, name, gather)
+        setattr(dist, ALL_GATHER, gather)
 
 
 def times(device: torch.device, steps: int, *works: Callable[[], None]) -> list[float]:

@@ -24,11 +24,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from te_core.errors import ArgumentError, LibraryError, UnsupportedError
+from te_core.errors import ArgumentError, UnsupportedError
 from te_core.precision import Precision
 from te_torch.amax_disagreement import Entry, Report, told
+from te_torch.exchange import all_gather_object, all_reduce
 from te_torch.module_paths import places
 
+_REDUCTIONS = ("forward amax reduction", "backward amax reduction")  # in errors
 _SMALLEST = 1024  # numbers in a buffer; doubled until what ran fits
 _AGREE = 5  # numbers that have to be equal on all ranks: two words of a digest, direction, modules, regions abandoned
 _HEAD = 2 * _AGREE + 1  # each as v and -v, so that a maximum shows the smallest too; and whether all look at once
@@ -221,7 +223,7 @@ class _ReductionPlan:
             _in_graphs[self.buffer.data_ptr()] = [self.buffer, self.all_rows[0]]
         torch._foreach_copy_(self.all_parts, self.all_rows)
         team.reductions += 1
-        self._all_reduce()
+        all_reduce(_REDUCTIONS[self.direction], self.buffer, self.group, "max")
         if self.at_once:
             head = self.head.tolist()
             if head != self.expected:
@@ -237,18 +239,6 @@ class _ReductionPlan:
             for plan in team.plans:  # now: a later capture could not
                 plan._prepare()
             self.run()
-
-    def _all_reduce(self) -> None:
-        try:
-            dist.all_reduce(self.buffer, dist.ReduceOp.MAX, group=self.group)
-        except RuntimeError as error:
-            ranks, what = dist.get_process_group_ranks(self.group), ("forward", "backward")[self.direction]
-            raise LibraryError(
-                "amax reduction",
-                f"a failure of the {what} all-reduce over ranks {ranks}: {error}",
-                "ranks that are all alive and come to each reduction within the group's timeout",
-                "look for the first error among the other ranks' outputs; one that left out a step is missing too",
-            ) from error
 
     def _settle(self) -> None:
         """All ranks ran this: later heads need not be waited for."""
@@ -278,14 +268,8 @@ def _judge(head: list[float], mine: Report, group: Any, late: int = 0) -> None:
     most, least = head[:_AGREE], [-v for v in head[_AGREE:-1]]
     if most != least:
         # Where all ranks look at this one, all of them come here.
-        everyone = _gathered(mine, group) if not late and head[-1] == -1 else None
+        everyone = all_gather_object("amax reduction", mine, group) if not late and head[-1] == -1 else None
         raise ArgumentError("amax reduction", *told(mine, everyone, least[2:], most[2:], late))
-
-
-def _gathered(mine: Report, group: Any) -> list[Report]:
-    found = [mine] * dist.get_world_size(group)
-    dist.all_gather_object(found, mine, group)
-    return found
 
 
 def _rule_of(state: Any, direction: int) -> str:

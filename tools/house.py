@@ -19,7 +19,7 @@ GROUND = (
     "recipe errors env cache arguments naming hints statistics symbols"
 )
 TORCH_GROUND = (
-    "export runtime quantized precisions program_names program_specs module_names likeness module_paths "
+    "exchange export runtime quantized precisions program_names program_specs module_names likeness module_paths "
     "listing offloading recipe utils not_built shape_runs surroundings"
 )
 TORCH_STATE = (

@@ -26,6 +26,7 @@ from te_core.layers.inspector import finished
 from te_torch.debug.layers import team_of
 from te_torch.debug.snapshot import Snapshot, main_gradient
 from te_torch.debug.watched import Guest, Layers, chosen, products_of, refuse_traces
+from te_torch.exchange import all_reduce
 from te_torch.listing import table
 
 GEMMS = ("fprop", "dgrad", "wgrad")
@@ -187,7 +188,7 @@ class _Steps(Guest):
         off = _off(found, want, str(self.compare))
         for group in self._groups:
             worst = torch.tensor([off], device=self._device, dtype=torch.float32)
-            torch.distributed.all_reduce(worst, torch.distributed.ReduceOp.MAX, group)
+            all_reduce("bisect", worst, group, "max")
             off = float(worst)
         return off
 

@@ -12,6 +12,7 @@ from te_core.quantized import Format, QuantizedTensor
 from te_core.runtime import Runtime
 from te_core.statistics import ADDED, LOWERED, RAISED, empty, merge
 from te_core.tensor import Tensor
+from te_torch.exchange import all_reduce
 from te_torch.runtime import to_core
 
 NAMES = (*ADDED, *RAISED, *LOWERED)
@@ -86,11 +87,10 @@ class Ledger:
         self._open = {}
 
     def _reduce(self, records: torch.Tensor, group: Any) -> None:
-        kinds = torch.distributed.ReduceOp
-        parts = (slice(0, _ADDED), kinds.SUM), (slice(_ADDED, _RAISED), kinds.MAX), (slice(_RAISED, None), kinds.MIN)
-        for part, kind in parts:
+        parts = (slice(0, _ADDED), "sum"), (slice(_ADDED, _RAISED), "max"), (slice(_RAISED, None), "min")
+        for part, reduction in parts:
             numbers = records[:, part].contiguous()
-            torch.distributed.all_reduce(numbers, kind, group)
+            all_reduce("inspect", numbers, group, reduction)
             records[:, part] = numbers
 
     def read(self) -> tuple[list[int], dict[int, Column]]:

@@ -27,6 +27,7 @@ from te_core.tensor import Tensor
 from te_torch.debug.layers import Team
 from te_torch.debug.records import Records, merged
 from te_torch.debug.state import TEDebugState
+from te_torch.exchange import all_gather_object
 from te_torch.runtime import runtime_for, to_core
 
 #: Gives the value of a statistic from a record.
@@ -240,10 +241,9 @@ _Numbers = dict[_Key, list[np.ndarray[Any, Any]]]
 def _reduce(group: Any, numbers: _Numbers, extremes: dict[str, _Top], means: Callable[[str, Ranks], bool]) -> None:
     """Put the records of all ranks of a group in the place of this one's, and their maxima: of the tensors (name, team)
     that are meant."""
-    lists: list[Any] = [None] * dist.get_world_size(group)
     mine = {key: n for key, n in numbers.items() if means(key.tensor, key.team)}
     tops = {name: top for name, top in extremes.items() if means(top.tensor, top.team)}
-    dist.all_gather_object(lists, (mine, tops), group=group)
+    lists = all_gather_object("debug statistics", (mine, tops), group)
     for key in mine:
         numbers[key] = []
     for records, others in lists:

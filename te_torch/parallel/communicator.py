@@ -15,24 +15,13 @@ import torch
 import torch.distributed as dist
 
 from te_core import dtypes
-from te_core.errors import LibraryError, UnsupportedError
+from te_core.errors import UnsupportedError
 from te_core.layers.communicator import Handle, disagreement
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
+from te_torch.exchange import ALL_GATHER, REDUCE_SCATTER, REDUCTIONS, all_gather_object, failed, telling
 from te_torch.parallel.symmetric import symmetric_sum
 from te_torch.runtime import TO_TORCH, piece_to_torch
-
-_OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX} if dist.is_available() else {}
-
-
-#: These two have new names in torch 2.13, where the older ones warn.
-_ALL_GATHER, _REDUCE_SCATTER = (
-    new if hasattr(dist, new) else old
-    for new, old in (
-        ("all_gather_single", "all_gather_into_tensor"),
-        ("reduce_scatter_single", "reduce_scatter_tensor"),
-    )
-)
 
 
 def view(t: Tensor) -> torch.Tensor:
@@ -59,16 +48,6 @@ class Work:
         self._held = ()
 
 
-def failed(name: str, group: Any, error: BaseException) -> LibraryError:
-    """The error of a collective that did not end well."""
-    return LibraryError(
-        name,
-        f"a failure over ranks {dist.get_process_group_ranks(group)}: {error}",
-        "ranks that are all alive and come to each collective within the group's timeout",
-        "look for the first error among the other ranks' outputs",
-    )
-
-
 class GroupCommunicator:
     """This process's rank of a group, as one layer has it."""
 
@@ -86,18 +65,18 @@ class GroupCommunicator:
 
     def all_gather(self, rt: Runtime, part: Tensor, out: Tensor) -> Handle:
         """See `Communicator`."""
-        return self._begin("all-gather", getattr(dist, _ALL_GATHER), view(out), view(part))
+        return self._begin("all-gather", getattr(dist, ALL_GATHER), view(out), view(part))
 
     def reduce_scatter(self, rt: Runtime, whole: Tensor, out: Tensor) -> Handle:
         """See `Communicator`."""
-        return self._begin("reduce-scatter", getattr(dist, _REDUCE_SCATTER), view(out), view(whole))
+        return self._begin("reduce-scatter", getattr(dist, REDUCE_SCATTER), view(out), view(whole))
 
     def all_reduce(self, rt: Runtime, t: Tensor, operation: str = "sum", how: str | None = None) -> Handle:
         """See `Communicator`; `how` is a `symmetric_ar_type`."""
         if how is not None:
             symmetric_sum(view(t), self.group, how)
             return Work("all-reduce", self.group, None)
-        return self._begin("all-reduce", dist.all_reduce, view(t), op=_OPERATIONS[operation])
+        return self._begin("all-reduce", dist.all_reduce, view(t), op=REDUCTIONS[operation])
 
     def all_to_all(self, rt: Runtime, t: Tensor, out: Tensor) -> Handle:
         """See `Communicator`."""
@@ -113,10 +92,8 @@ class GroupCommunicator:
             dist.P2POp(dist.isend, given, group=self.group, group_peer=to),
             dist.P2POp(dist.irecv, taken, group=self.group, group_peer=source),
         ]
-        try:
+        with telling("send and receive", self.group):
             works = dist.batch_isend_irecv(moves)
-        except RuntimeError as error:
-            raise failed("send and receive", self.group, error) from error
         return Work("send and receive", self.group, _All(works), given, taken)
 
     def agree(self, rt: Runtime, operation: str, text: str) -> None:
@@ -133,9 +110,7 @@ class GroupCommunicator:
         self.all_gather(rt, mine, everyone).wait()
         found = rt.numpy(everyone)
         if (found != found[0]).any():
-            texts: list[Any] = [None] * self.size
-            dist.all_gather_object(texts, text, self.group)
-            raise disagreement(operation, texts)
+            raise disagreement(operation, all_gather_object(operation, text, self.group))
 
 
 class _All:

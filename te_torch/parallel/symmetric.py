@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from te_core.errors import ArgumentError, UnsupportedError
+from te_torch.exchange import telling
 
 #: The documented ways, but for the one that needs NVLink's multicast.
 WAYS = ("one_shot", "two_shot")
@@ -61,7 +62,8 @@ def symmetric_buffer(numel: int, dtype: torch.dtype, device: torch.device, group
             found.clear()
         with torch.inference_mode(False):
             buffer = symmetric.empty(numel, dtype=dtype, device=device)
-        symmetric.rendezvous(buffer, group=group)
+        with telling("symmetric memory", group):
+            symmetric.rendezvous(buffer, group=group)
         found[key] = buffer
     if capturing:
         _in_graphs[buffer.data_ptr()] = buffer

@@ -12,14 +12,16 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from te_core.ops import raw as ops
 from te_core.quantize.state import element
 from te_core.quantized import Cast
+from te_torch.exchange import all_reduce
 from te_torch.runtime import TO_CORE, runtime_for, to_core, to_torch
 from te_torch.tensors import run
 from te_torch.tensors.views import OfOneTensor
+
+_AGREEMENT = "maxima of shards"  # in errors
 
 
 class Kept(OfOneTensor):
@@ -120,7 +122,7 @@ class Change(NamedTuple):
         rt, cast = runtime_for(self.dense), kept.cast
         if kept.group is not None:
             amax = ops.amax(rt, self.core)
-            dist.all_reduce(to_torch(amax), dist.ReduceOp.MAX, group=kept.group)
+            all_reduce(_AGREEMENT, to_torch(amax), kept.group, "max")
             cast = cast.scaled_by(amax)
         ops.quantize(rt, self.core, cast, out=kept.q)
         self.t._wrote()
@@ -163,7 +165,7 @@ def _agree(group: Any, changes: list[Change], alike: dict[Any, list[tuple[Change
     else:
         for i, core in enumerate(cores):
             ops.amax(rt, core, out=element(whole, i))
-    dist.all_reduce(maxima, dist.ReduceOp.MAX, group=group)
+    all_reduce(_AGREEMENT, maxima, group, "max")
     for i, (change, known) in enumerate(zip(changes, there, strict=True)):
         kept = change.kept
         if known and kept is not None:

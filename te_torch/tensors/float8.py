@@ -10,13 +10,13 @@ from threading import RLock
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from te_core.dtypes import DType as CoreType
 from te_core.ops import raw as ops
 from te_core.precision import Operand
 from te_core.quantized import Format
 from te_core.recipe import DelayedScaling, Float8CurrentScaling
+from te_torch.exchange import all_reduce
 from te_torch.runtime import runtime_for, to_core, to_torch
 from te_torch.tensors import kinds
 from te_torch.tensors.base import Quantizer, spans
@@ -565,7 +565,7 @@ class Float8CurrentScalingQuantizer(_PerTensor):
             if not spans(self.with_amax_reduction, self.amax_reduction_group):
                 return {}
             amax = to_torch(ops.amax(runtime_for(x), to_core(x)))
-            dist.all_reduce(amax, dist.ReduceOp.MAX, group=self.amax_reduction_group)
+            all_reduce("Float8CurrentScalingQuantizer", amax, self.amax_reduction_group, "max")
         return {"scale": scale_of(amax, self.dtype.core.max, self.force_pow_2_scales, self.amax_epsilon)}
 
     def _lasting(self) -> tuple[torch.Tensor, ...] | None:

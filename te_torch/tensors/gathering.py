@@ -13,21 +13,10 @@ import torch
 import torch.distributed as dist
 
 from te_core.quantized import BLOCK, Format
+from te_torch.exchange import all_gather
 from te_torch.tensors import kinds
 from te_torch.tensors.buffers import Buffers, matrix_of, with_whole_scales
 from te_torch.tensors.transposing import columnwise_of
-
-
-def all_gather(out: torch.Tensor, inp: torch.Tensor, group: Any, async_op: bool = False) -> Any:
-    """Every rank's `inp`, one after another in `out`."""
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the name up to torch 2.12
-    return gather(out, inp, group=group, async_op=async_op)
-
-
-def reduce_scatter(out: torch.Tensor, inp: torch.Tensor, group: Any, async_op: bool = False) -> Any:
-    """This rank's part of the sum of every rank's `inp`, in `out`."""
-    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    return scatter(out, inp, group=group, async_op=async_op)
 
 
 class _Piece(NamedTuple):
@@ -79,7 +68,7 @@ def _scale(buffers: Buffers) -> torch.Tensor:
 class Gathering:
     """An all-gather of a quantized matrix that is on its way: `wait()` completes the result."""
 
-    def __init__(self, local: Any, group: Any, usages: dict[str, bool]) -> None:
+    def __init__(self, operation: str, local: Any, group: Any, usages: dict[str, bool]) -> None:
         """`local`: a storage or tensor of this rank, of as many rows as each other's (`can_gather`)."""
         self.ranks, self.usages, self.form = dist.get_world_size(group), usages, local._format
         shape, buffers = local._to_read()
@@ -93,7 +82,7 @@ class Gathering:
         for piece in self.pieces:
             sent = piece.data.contiguous().view(-1).view(torch.uint8)
             out = sent.new_empty((self.ranks * sent.numel(),))
-            self.works.append(all_gather(out, sent, group, True))
+            self.works.append(all_gather(operation, out, sent, group, True))
             self.arrived.append(out.view(piece.data.dtype).view(self.ranks, *piece.data.shape))
         first = self.arrived[0]
         shape_of_all = (self.ranks * local.shape[0], *local.shape[1:])

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
+
+from te_torch.exchange import all_reduce
 
 
 def scale_of(amax: torch.Tensor, top: float, power_of_two: bool, epsilon: float) -> torch.Tensor:
@@ -27,7 +28,7 @@ def own_scale(values: torch.Tensor, top: float, margin: int, otherwise: torch.Te
     """
     amax = values.abs().amax().float() if values.numel() else torch.zeros((), device=values.device)
     if group is not None:
-        dist.all_reduce(amax, dist.ReduceOp.MAX, group=group)
+        all_reduce("scale of shards", amax, group, "max")
     made = (top * 2.0**-margin / amax).clamp(max=torch.finfo(torch.float32).max)  # of a tiny maximum, as an update
     return torch.where(torch.isfinite(amax) & (amax > 0), made, otherwise)
 

@@ -8,9 +8,9 @@ from math import prod
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from te_core.errors import ArgumentError, UnsupportedError
+from te_torch.exchange import all_reduce
 from te_torch.tensors import run
 from te_torch.tensors.base import spans
 from te_torch.tensors.float8 import Float8Quantizer, Float8TensorStorage
@@ -119,7 +119,7 @@ def _one_weight(weight: Any, master: torch.Tensor | None, start: int, group: Any
         whole = whole.float().contiguous()
         if whole is master:
             whole = whole.clone()
-        dist.all_reduce(whole, group=group)
+        all_reduce("quantize_master_weights", whole, group)
     weight.quantize_(whole.view(weight.shape))
 
 
@@ -131,7 +131,7 @@ def _per_tensor(weight: Any, master: torch.Tensor | None, start: int, group: Any
     if master is not None and master.numel():
         amax = master.abs().amax().float().reshape(1)
     if spans(True, group):
-        dist.all_reduce(amax, dist.ReduceOp.MAX, group=group)
+        all_reduce("quantize_master_weights", amax, group, "max")
     if isinstance(quantizer, Float8Quantizer):
         scale = quantizer.scale.reshape(1)
         quantizer.amax.copy_(torch.maximum(quantizer.amax, amax.reshape(quantizer.amax.shape)))

@@ -13,12 +13,13 @@ import torch
 import torch.distributed as dist
 
 from te_core.errors import ArgumentError, UnsupportedError
+from te_torch.exchange import all_gather, all_reduce, reduce_scatter, telling
 from te_torch.tensors import Float8CurrentScalingQuantizer, NVFP4Quantizer, QuantizedTensorStorage, Quantizer
-from te_torch.tensors.gathering import Gathering, all_gather, can_gather, missing_of, reduce_scatter, usages_of
+from te_torch.tensors.gathering import Gathering, can_gather, missing_of, usages_of
 from te_torch.training.distributed import get_distributed_rank, get_distributed_world_size
 
 
-def allreduce(inp: torch.Tensor, tp_group: Any = None, async_op: bool = False) -> tuple[torch.Tensor, dist.Work | None]:
+def allreduce(inp: torch.Tensor, tp_group: Any = None, async_op: bool = False) -> tuple[torch.Tensor, Any]:
     """(the sum over the group's ranks, in the memory of `inp`; a handle to wait for with `async_op`, else None)."""
     if get_distributed_world_size(tp_group) == 1:
         return inp, None
@@ -26,12 +27,12 @@ def allreduce(inp: torch.Tensor, tp_group: Any = None, async_op: bool = False) -
         raise ArgumentError(
             "allreduce", f"a tensor with strides {tuple(inp.stride())}", "a contiguous one", "call contiguous() first"
         )
-    return inp, dist.all_reduce(inp, group=tp_group, async_op=async_op)
+    return inp, all_reduce("allreduce", inp, tp_group, async_op=async_op)
 
 
 def reduce_scatter_along_first_dim(
     inp: torch.Tensor, tp_group: Any, async_op: bool = False, output: torch.Tensor | None = None
-) -> tuple[torch.Tensor, dist.Work | None]:
+) -> tuple[torch.Tensor, Any]:
     """(this rank's rows of the sum over the group's ranks, a handle with `async_op`). `output` is written if given."""
     operation, ranks = "reduce_scatter_along_first_dim", get_distributed_world_size(tp_group)
     if ranks == 1:
@@ -41,7 +42,7 @@ def reduce_scatter_along_first_dim(
         raise ArgumentError(operation, f"{rows} for {ranks} ranks", f"a multiple of {ranks}", "pad the first dimension")
     shape = (inp.shape[0] // ranks, *inp.shape[1:])
     output = _output(operation, output, shape, inp)
-    return output, reduce_scatter(output, inp.contiguous(), tp_group, async_op)
+    return output, reduce_scatter(operation, output, inp.contiguous(), tp_group, async_op)
 
 
 def gather_along_first_dim(
@@ -83,7 +84,7 @@ def gather_along_first_dim(
         return (made, None) if output_tensor is None else (_into(output_tensor, made), None)
     usages = usages_of(quantizer, local)
     _check_shard(operation, local, usages)
-    gathering = Gathering(local, process_group, usages)
+    gathering = Gathering(operation, local, process_group, usages)
     if async_op and output_tensor is None:
         return gathering.result, gathering
     gathering.wait()
@@ -93,8 +94,9 @@ def gather_along_first_dim(
 
 def _gather_plain(inp: torch.Tensor, group: Any, async_op: bool, output: Any) -> tuple[torch.Tensor, Any]:
     shape = (get_distributed_world_size(group) * inp.shape[0], *inp.shape[1:])
-    output = _output("gather_along_first_dim", output, shape, inp)
-    return output, all_gather(output, inp.contiguous(), group, async_op)
+    operation = "gather_along_first_dim"
+    output = _output(operation, output, shape, inp)
+    return output, all_gather(operation, output, inp.contiguous(), group, async_op)
 
 
 def _output(operation: str, output: torch.Tensor | None, shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
@@ -184,7 +186,7 @@ def gather_split_1d_tensor(tensor: torch.Tensor, tp_group: Any) -> torch.Tensor:
     if ranks == 1:
         return tensor
     whole = tensor.new_empty((ranks * tensor.numel(),))
-    all_gather(whole, tensor.contiguous().view(-1), tp_group)
+    all_gather("gather_split_1d_tensor", whole, tensor.contiguous().view(-1), tp_group)
     return whole
 
 
@@ -216,20 +218,22 @@ def get_symmetric_memory_tensor(
     tensor_numel: int, tensor_dtype: torch.dtype, tensor_device: Any, tp_group: Any, tag: Any = None
 ) -> torch.Tensor:
     """A flat tensor that all ranks of the group can reach; the same one for equal arguments. A collective, at first."""
-    memory = _symmetric("get_symmetric_memory_tensor", tensor_device)
+    operation = "get_symmetric_memory_tensor"
+    memory = _symmetric(operation, tensor_device)
     group: Any = dist.group.WORLD if tp_group is None else tp_group
     key = (int(tensor_numel), tensor_dtype, torch.device(tensor_device), group.group_name, tag)
     found = _buffers.get(key)
     if found is None:
         found = memory.empty(int(tensor_numel), dtype=tensor_dtype, device=tensor_device)
-        memory.rendezvous(found, group.group_name)
+        with telling(operation, group):
+            memory.rendezvous(found, group.group_name)
         _buffers[key] = found
     return found
 
 
 def symmetric_all_reduce(
     inp: torch.Tensor, tp_group: Any = None, async_op: bool = False, all_reduce_type: str = "multimem_all_reduce"
-) -> tuple[torch.Tensor, dist.Work | None]:
+) -> tuple[torch.Tensor, Any]:
     """(the sum over the group's ranks, None), through memory that all of them reach; "nccl" is `allreduce`."""
     operation = "symmetric_all_reduce"
     if all_reduce_type not in _TYPES:
@@ -290,7 +294,8 @@ def symm_mem_alloc(
             return torch.empty(tuple(shape), dtype=dtype, device=device)
     made: torch.Tensor = memory.empty(tuple(shape), dtype=dtype, device=device)
     group: Any = dist.group.WORLD if ep_group is None else ep_group
-    memory.rendezvous(made, group.group_name)
+    with telling(operation, group):
+        memory.rendezvous(made, group.group_name)
     return made
 
 

@@ -19,8 +19,8 @@ from te_core.errors import UnsupportedError
 from te_torch import offloading
 from te_torch.autocast import in_backward
 from te_torch.base.module import BaseModule
+from te_torch.exchange import all_gather
 from te_torch.module_names import name_of
-from te_torch.tensors.gathering import all_gather
 
 
 def prepare_te_modules_for_fsdp(fsdp_root: torch.nn.Module) -> None:
@@ -187,5 +187,5 @@ def _whole(kept: Any) -> Any:
     if not isinstance(kept, _Piece):
         return kept
     gathered = kept.data.new_empty(dist.get_world_size(kept.group) * kept.data.numel())
-    all_gather(gathered, kept.data, kept.group)
+    all_gather("a weight's copy under FSDP1", gathered, kept.data, kept.group)
     return gathered[: kept.shape.numel()].view(kept.shape)

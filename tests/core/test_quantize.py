@@ -184,7 +184,6 @@ def test_amax_with_column_sums(rt, dtype):
         ops.amax(rt, x, column_sum=rt.empty((shape[1] + 1,), dtypes.float32))
 
 
-
 def update_case(rt, rng, count, longest):
     """States of all lengths, with columns that are zero, NaN, infinite, tiny or huge."""
     states, plain = [], []

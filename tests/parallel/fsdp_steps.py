@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import te_torch as te
+from te_torch.exchange import ALL_GATHER
 from tests.module_steps import values
 from tests.recipes import region, rule
 
@@ -89,8 +90,7 @@ def plain(t: Any) -> torch.Tensor:
 def sent_in_gathers() -> Iterator[list[int]]:
     """The bytes that this rank sends in all-gathers, one entry each."""
     sent: list[int] = []
-    name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
-    gather = getattr(dist, name)
+    gather = getattr(dist, ALL_GATHER)
 
     def noting(out: torch.Tensor, inp: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         sent.append(inp.numel() * inp.element_size())
@@ -101,5 +101,5 @@ def sent_in_gathers() -> Iterator[list[int]]:
             return noting(*args, **kwargs)
         return noting(kwargs.pop("output_tensor"), kwargs.pop("input_tensor"), **kwargs)
 
-    with mock.patch.object(dist, name, named):
+    with mock.patch.object(dist, ALL_GATHER, named):
         yield sent

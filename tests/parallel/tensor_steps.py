@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import te_torch as te
-from te_torch.parallel.communicator import _ALL_GATHER, _REDUCE_SCATTER
+from te_torch.exchange import ALL_GATHER, REDUCE_SCATTER
 from tests.parallel.ranks import Rank
 from tests.recipes import region
 
@@ -194,8 +194,8 @@ def alone(kind: str, recipe: str | None, rows: int, device: str) -> dict[str, An
 @contextmanager
 def counted() -> Iterator[list[tuple[str, int]]]:
     """The collectives inside, and the bytes that this rank gave to each."""
-    names = {_ALL_GATHER: 1, _REDUCE_SCATTER: 1, "all_reduce": 0}
-    said = {_ALL_GATHER: "all_gather", _REDUCE_SCATTER: "reduce_scatter", "all_reduce": "all_reduce"}
+    names = {ALL_GATHER: 1, REDUCE_SCATTER: 1, "all_reduce": 0}
+    said = {ALL_GATHER: "all_gather", REDUCE_SCATTER: "reduce_scatter", "all_reduce": "all_reduce"}
     before = {name: getattr(dist, name) for name in names}
     calls: list[tuple[str, int]] = []
 

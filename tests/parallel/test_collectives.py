@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 import te_torch as te
 from te_core.errors import ArgumentError, UnsupportedError
+from te_torch.exchange import ALL_GATHER
 from te_torch.tensors import DType
 from te_torch.training import collectives
 from tests.module_steps import region, values
@@ -36,14 +37,13 @@ def whole(world: int, rows: int = ROWS, device: str = "cpu") -> torch.Tensor:
 def counted() -> Iterator[list[int]]:
     """The bytes that this rank sends in all-gathers."""
     sent: list[int] = []
-    name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
-    gather = getattr(dist, name)
+    gather = getattr(dist, ALL_GATHER)
 
     def noting(out: torch.Tensor, inp: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         sent.append(inp.numel() * inp.element_size())
         return gather(out, inp, *args, **kwargs)
 
-    with mock.patch.object(dist, name, noting):
+    with mock.patch.object(dist, ALL_GATHER, noting):
         yield sent
 
 

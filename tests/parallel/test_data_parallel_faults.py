@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
+import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,17 +16,25 @@ from torch.nn.parallel import DistributedDataParallel
 
 import te_torch as te
 from te_core.errors import ArgumentError, UnsupportedError
+from te_torch import exchange
+from tests.parallel.conftest import NCCL
+from tests.parallel.exchanges import CASES, prepared, said_by, unclear
 from tests.parallel.fsdp_steps import batch, build, mesh_of, optimizer_of, shard, step
-from tests.parallel.ranks import Rank, Ranks
+from tests.parallel.ranks import Outcome, Rank, Ranks
 
 #: Seconds that a collective waits, where it waits in vain. Ranks on GPUs compile kernels in the first step, not all as
 #: fast, and none is to be late for that.
 PATIENCE = {"cpu": 6.0, "cuda": 15.0}
 NO_ORDER = "collectives are paired by their order there, whatever they are: what comes of unlike ones is not defined"
+SHORT = 1.0  # the same where several wait, one after the other
+#: Of our exchanges (tests/parallel/exchanges.py) those that wait for a rank that never comes: one of each way.
+WAITED = {
+    name: CASES[name] for name in ("gather", "quantized gather, later", "scatter", "forward maxima", "statistics")
+}
 
 
 def dies(rank: Rank, how: str) -> None:
-    """The last rank ends between two steps."""
+    """The last rank ends between two steps. The others meet it in DDP's or FSDP2's collectives: torch's words."""
     if how == "ddp":
         model: Any = DistributedDataParallel(build("delayed", False, rank.device))
     else:
@@ -104,6 +116,85 @@ def test_late_gradients_of_shards(ranks: Ranks, option: str) -> None:
         assert "fully_shard" in said and f"leave {option} out" in said
 
 
+def left_alone(rank: Rank, folder: str, dead: bool) -> dict[str, tuple[str, float]]:
+    """What each exchange of ours says where the last rank is missing, and after how many seconds.
+
+    It has died, or takes part with a group of itself, and goes on for as long as the others wait.
+    """
+    last, seconds = rank.number == rank.world - 1, 60.0 if dead else SHORT
+    calls = prepared(rank, CASES if dead else WAITED, seconds)
+    if last:
+        time.sleep(0.5)  # the others have all that they were sent before
+        if dead:
+            os._exit(3)
+        alone = dist.new_group([rank.number], use_local_synchronization=True)
+        for name in WAITED:
+            CASES[name].prepare(rank, alone)()
+        while len(list(Path(folder).iterdir())) < rank.world - 1:
+            time.sleep(0.1)
+        raise RuntimeError("this rank is done")
+    said = {}
+    for name, call in calls.items():
+        begun = time.monotonic()
+        said[name] = said_by(call), time.monotonic() - begun
+    (Path(folder) / str(rank.number)).touch()
+    raise Said(json.dumps(said))
+
+
+class Said(Exception):  # noqa: N818
+    """What a rank has to tell that cannot return: the others do not come to the barrier at the end of a run."""
+
+
+def told(outcome: Outcome) -> dict[str, tuple[str, float]]:
+    assert (outcome.how, outcome.error) == ("raised", "Said"), str(outcome)
+    found: dict[str, tuple[str, float]] = json.loads(outcome.text.rpartition("Said: ")[2])
+    return found
+
+
+def test_our_exchanges_with_a_rank_that_died(gloo_ranks: Ranks, tmp_path: Path) -> None:
+    """Each says the operation, the ranks and where to look, long before the timeout."""
+    *others, last = gloo_ranks.outcomes(left_alone, str(tmp_path), True)
+    assert (last.how, last.text) == ("died", "exit code 3")
+    for outcome in others:
+        found = told(outcome)
+        assert found.keys() == CASES.keys()
+        assert not unclear({name: text for name, (text, _) in found.items()}, gloo_ranks.world)
+        assert max(seconds for _, seconds in found.values()) < 30, found
+
+
+@pytest.mark.parametrize("name", [exchange.ALL_GATHER, exchange.REDUCE_SCATTER, "all_reduce", "all_gather_object"])
+def test_a_refusal_is_no_missing_rank(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """What we refuse inside of a collective keeps its words."""
+    refusal = UnsupportedError("a collective", "a tensor", "another", "pass another")
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise refusal
+
+    monkeypatch.setattr(dist, name, refuse)
+    monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
+    t = torch.ones(2)
+    calls = {
+        exchange.ALL_GATHER: lambda: exchange.all_gather("x", t, t, None),
+        exchange.REDUCE_SCATTER: lambda: exchange.reduce_scatter("x", t, t, None),
+        "all_reduce": lambda: exchange.all_reduce("x", t, None),
+        "all_gather_object": lambda: exchange.all_gather_object("x", 1, None),
+    }
+    with pytest.raises(UnsupportedError) as error:
+        calls[name]()
+    assert error.value is refusal
+
+
+def test_groups_of_other_sizes(gloo_ranks: Ranks, tmp_path: Path) -> None:
+    """A rank that took another group never comes: the same error, once the timeout is over."""
+    *others, last = gloo_ranks.outcomes(left_alone, str(tmp_path), False)
+    assert last.how == "raised" and "this rank is done" in last.text, str(last)
+    for outcome in others:
+        found = told(outcome)
+        assert found.keys() == WAITED.keys()
+        assert not unclear({name: text for name, (text, _) in found.items()}, gloo_ranks.world)
+        assert all("imed out" in text and SHORT - 0.5 < seconds < SHORT + 20 for text, seconds in found.values()), found
+
+
 def other_group(rank: Rank) -> None:
     """The last rank takes part in a gather with a group of itself, the others with all."""
     from te_torch.training import collectives
@@ -119,14 +210,13 @@ def other_group(rank: Rank) -> None:
     raise RuntimeError("this rank is done")
 
 
-def test_groups_of_other_sizes(ranks: Ranks) -> None:
-    *others, last = ranks.outcomes(other_group, group_timeout=PATIENCE[ranks.device])
+@NCCL
+def test_groups_of_other_sizes_on_gpus(ranks_of: Callable[..., Ranks]) -> None:
+    """There the watchdog ends the process, and says what it waited for."""
+    *others, last = ranks_of(2, "cuda").outcomes(other_group, group_timeout=PATIENCE["cuda"])
     assert (last.how, last.error) == ("raised", "RuntimeError"), str(last)
     for outcome in others:
-        if ranks.device == "cuda":
-            assert outcome.waited_in_vain() and outcome.error != "AssertionError", str(outcome)
-            continue
-        assert outcome.how == "raised" and outcome.error != "AssertionError", str(outcome)
+        assert outcome.waited_in_vain() and outcome.error != "AssertionError", str(outcome)
 
 
 def wrong_mesh(rank: Rank) -> str:
