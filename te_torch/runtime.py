@@ -174,8 +174,9 @@ class TorchAllocator:
         """By slot, what takes the memory of a tape (te_core/tape), one call in C each; the tape keeps it in `given`."""
         if self._index is not None and _current_device() != self._index:
             return {take.slot: self._maker(take, None) for take in takes}
-        found: dict[int, Callable[[], torch.Tensor]] | None = given.get(self)
-        if found is None:
+        try:
+            found: dict[int, Callable[[], torch.Tensor]] = given[self]
+        except KeyError:
             found = given[self] = {take.slot: self._maker(take, self._quick) for take in takes}
         return found
 

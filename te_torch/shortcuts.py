@@ -98,7 +98,7 @@ def find(
             return None
         if (wholes or options) and reduce(or_, at) & (ALIGNED - 1):  # pieces, and gradients in a buffer, lie anywhere
             parts = *parts, tuple([(address | ALIGNED) & -(address | ALIGNED) for address in at])
-    shortcut = taped.shortcut(parts)
+    shortcut = taped._tapes.get(parts)  # noted by `Taped.known_as`
     return None if shortcut is not None and shortcut.tape is None else (parts, shortcut, at, held, wholes)
 
 

@@ -129,12 +129,6 @@ class Shortcut:
         self.trial.credit += 1
 
 
-def shortcut(key: tuple[Any, ...]) -> Shortcut | None:
-    """What `Taped.known_as` noted by this key."""
-    found: Shortcut | None = _tapes.get(key)
-    return found
-
-
 class Trial:
     """Whether it pays to record a function, or several whose specs differ in sizes alone."""
 
