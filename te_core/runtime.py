@@ -220,7 +220,9 @@ class Runtime:
             stream = self.backend.stream(self, name)
             if stream == self.stream:
                 return self
-            found = self._sides[name] = Runtime(self.device, stream, self._of_allocator("beside")(stream), self.backend)
+            found = Runtime(self.device, stream, self._of_allocator("beside")(stream), self.backend)
+            found.joins = self.joins
+            self._sides[name] = found
         return found
 
     def wait(self, other: Runtime) -> None:

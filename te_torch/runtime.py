@@ -227,6 +227,7 @@ class ShapeAllocator(TorchAllocator):
     def __init__(self, torch_device: torch.device) -> None:
         self.torch_device = torch_device
         self.device = META
+        self._index = None  # of no GPU
         self.where = -2  # nowhere
 
     def empty(self, shape: tuple[int, ...], dtype: DType, stream: int) -> Tensor:

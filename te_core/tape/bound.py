@@ -89,7 +89,7 @@ class Bound:
         self._groups = [Group()]
         for step in steps:
             step.bind(self, rt)
-        self._taken = {slot: self._inside_of(slot) for slot in self._taken}  # now all of them are known
+        self._taken.update([(slot, self._inside_of(slot)) for slot in self._taken])  # now all of them are known
         for group in self._groups:
             group.takes = [(*take, self._taken[take[1]]) for take in group.takes]
         self.groups = tuple(group.parts() for group in self._groups)
@@ -166,11 +166,12 @@ class Bound:
 
     def take_by(self, slot: int, run: Run) -> None:
         """Memory is taken, and its address put into `at`, by this."""
-        self._taken[slot] = ()
+        taken = self._taken  # and nothing more of this, which would be a cycle
+        taken[slot] = ()
 
         def take(rt: Any, executor: Any, at: list[Any], held: list[Any]) -> None:
             run(rt, executor, at, held)
-            for place, offset in self._taken[slot]:
+            for place, offset in taken[slot]:
                 at[place] = at[slot] + offset
 
         self.run(take)

@@ -133,9 +133,10 @@ def _with_memory(
         ways = sorted(way for way in others.get(slot, ()) if (slot, way) not in noticed)
         return [*(Noticed(way, slot) for way in ways), Drop(slot, given)]
 
+    asked = {i: life for i, life in _lives(slots, steps, ())[1].items() if slots[i].kind == "scratch" and slots[i].way}
     final: list[Any] = [Drop(s, True) for s, (_, last) in given_up.items() if not last]
     for i in range(end + 1):
-        final += [Take(s, slots[s], alignment) for s, life in lives.items() if life[0] == i]
+        final += [Take(s, slots[s], alignment) for s, life in (*lives.items(), *asked.items()) if life[0] == i]
         if i < end:
             final.append(steps[i])
             gone = [(s, False) for s, life in lives.items() if life[1] == i + 1 and s not in kept]

@@ -49,12 +49,15 @@ class Slot(NamedTuple):
 class Take:
     """Take memory from the allocator."""
 
-    __slots__ = ("dtype", "mask", "shape", "slot", "way")
+    __slots__ = ("asked", "dtype", "mask", "shape", "slot", "way")
     patches: tuple[Patch, ...] = ()
 
     def __init__(self, slot: int, like: Slot, alignment: int) -> None:
         self.slot, self.shape, self.dtype, self.way = slot, like.shape, like.dtype, like.way
         self.mask = alignment - 1
+        #: Scratch memory of another stream: it is asked for where the layer did, when that stream has waited already. In
+        #: a capture what it did before that would be no part of the graph, nor its memory the graph's.
+        self.asked = (like.name, like.nbytes, like.zeroed) if like.kind == "scratch" else None
 
     def bind(self, bound: Bound, rt: Runtime) -> None:
         """See `Step`."""
@@ -64,7 +67,11 @@ class Take:
             bound.take(self, self.slot, self.mask)
 
     def _take_beside(self, rt: Runtime, executor: Any, at: list[Any], held: list[Any]) -> None:
-        block = runtime_at(rt, self.way).empty(self.shape, self.dtype)
+        beside = runtime_at(rt, self.way)
+        if self.asked is not None:
+            at[self.slot] = beside.workspace(*self.asked)
+            return
+        block = beside.empty(self.shape, self.dtype)
         at[self.slot] = block.ptr
         held[self.slot] = block.owner if hasattr(rt.allocator, "makers") else block  # as `Tape.replay` holds others
         if block.ptr & self.mask:
@@ -105,7 +112,6 @@ class Tape:
     """A recorded call."""
 
     __slots__ = (
-        "_beside",
         "_bound",
         "_scratch",
         "given",
@@ -130,13 +136,11 @@ class Tape:
         self.keeps = tuple(keeps)  # plans whose constants the steps point at
         self.peak = peak  # the most bytes that it takes at once
         self.result = result
-        scratch = [
-            (slot.way, (i, slot.name, slot.nbytes, slot.zeroed))
+        self._scratch = tuple(
+            (i, slot.name, slot.nbytes, slot.zeroed)
             for i, slot in enumerate(slots)
-            if slot.kind == "scratch"
-        ]
-        self._scratch = tuple(asked for way, asked in scratch if not way)
-        self._beside = tuple(found for found in scratch if found[0])  # of other streams
+            if slot.kind == "scratch" and not slot.way  # that of other streams is taken on the way
+        )
         self.takes = tuple(step for step in self.steps if isinstance(step, Take) and not step.way)
         self._bound: dict[int, Bound] = {}  # by the executor's number
 
@@ -154,8 +158,8 @@ class Tape:
         at[bound.stream] = rt.stream
         for slot, name, nbytes, zeroed in self._scratch:
             at[slot] = rt.workspace(name, nbytes, zeroed)
-        if bound.beside or self._beside:
-            self._look_beside(rt, bound, at)
+        for way, place in bound.beside.items():
+            at[place] = runtime_at(rt, way).stream
         for place, slot, offset in bound.inside:
             at[place] = at[slot] + offset
         makers: Any = getattr(rt.allocator, "makers", None)
@@ -200,13 +204,6 @@ class Tape:
             if entered:
                 executor.driver.leave()
         return made
-
-    def _look_beside(self, rt: Runtime, bound: Bound, at: list[Any]) -> None:
-        """The other streams, and their scratch memory."""
-        for way, place in bound.beside.items():
-            at[place] = runtime_at(rt, way).stream
-        for way, (slot, name, nbytes, zeroed) in self._beside:
-            at[slot] = runtime_at(rt, way).workspace(name, nbytes, zeroed)
 
     def _makers(self, rt: Runtime) -> dict[int, Callable[[], Any]]:
         """By slot, what takes its memory and gives what holds it: for an allocator that keeps no such list."""
