@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_void_p
 from typing import Any
@@ -294,9 +294,8 @@ class Driver:
                 self.leave()
 
     def _free(self, index: int, address: int, stream: int, others: tuple[int, ...]) -> None:
-        captured = self._captured(stream) if others else False
-        if any(self._captured(other) != captured for other in others):
-            self._refused.append((index, address, stream, others))  # waiting would draw one into the other's graph
+        if others and not self.captured_alike(stream, others):
+            self._refused.append((index, address, stream, others))
             return
         for other in others:
             self.order_streams(index, other, stream)
@@ -304,6 +303,11 @@ class Driver:
         status = self._lib.cuMemFreeAsync(address, stream) if pooled else self._lib.cuMemFree_v2(address)
         if status and self._captured(stream):
             self._refused.append((index, address, stream, others))
+
+    def captured_alike(self, stream: int, others: Sequence[int]) -> bool:
+        """Whether all of these streams are captured, or none is. Else a wait would draw one into the other's graph."""
+        captured = self._captured(stream)
+        return all(self._captured(other) == captured for other in others)
 
     def _captured(self, stream: int) -> bool:
         """Whether the stream is captured; also where the driver will not say, as of the default stream in a capture."""

@@ -82,18 +82,16 @@ class HostAllocator:
 class _ByteOwner:
     """Frees a block of a byte-level allocator when the last tensor over it is gone."""
 
-    __slots__ = ("device", "free", "others", "ptr", "stream")
+    __slots__ = ("give_back", "others", "ptr", "stream")
 
-    def __init__(self, ptr: int, stream: int, free: Any, device: Device) -> None:
-        self.ptr, self.stream, self.free, self.device = ptr, stream, free, device
+    def __init__(self, ptr: int, stream: int, give_back: Callable[[int, int, tuple[int, ...]], None]) -> None:
+        self.ptr, self.stream, self.give_back = ptr, stream, give_back
         self.others: tuple[int, ...] = ()  # streams that use it, too
 
     def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
         if self.others and ending():
             return  # the interpreter has taken the bindings apart: nobody can say whether the others are done
-        for other in self.others:
-            libraries.driver().order_streams(self.device.index, other, self.stream)
-        self.free(self.ptr, self.stream)
+        self.give_back(self.ptr, self.stream, self.others)
 
 
 class ByteAllocator:
@@ -101,14 +99,32 @@ class ByteAllocator:
 
     def __init__(self, device: Device, alloc: Any, free: Any) -> None:
         self._device, self._alloc, self._free = device, alloc, free
+        self._refused: list[tuple[int, int, tuple[int, ...]]] = []  # what a capture did not let go back
 
     def empty(self, shape: tuple[int, ...], dtype: DType, stream: int) -> Tensor:
         """A block of the wrapped allocator; freed on the stream it was asked for."""
+        for _ in range(len(self._refused)):
+            try:
+                block = self._refused.pop(0)  # one by one: another thread may be doing the same
+            except IndexError:
+                break
+            self._give_back(*block)
         count = 1
         for n in shape:
             count *= n
         ptr = self._alloc(max(1, dtype.nbytes(count)), stream)
-        return Tensor(ptr, tuple(shape), dtype, self._device, _ByteOwner(ptr, stream, self._free, self._device))
+        return Tensor(ptr, tuple(shape), dtype, self._device, _ByteOwner(ptr, stream, self._give_back))
+
+    def _give_back(self, ptr: int, stream: int, others: tuple[int, ...]) -> None:
+        """Free a block once the work that other streams have now is done."""
+        if others:
+            driver = libraries.driver()
+            if not driver.captured_alike(stream, others):
+                self._refused.append((ptr, stream, others))
+                return
+            for other in others:
+                driver.order_streams(self._device.index, other, stream)
+        self._free(ptr, stream)
 
     def record_stream(self, tensor: Tensor, stream: int) -> None:
         """Free the block on its own stream, which then waits for `stream`."""

@@ -130,6 +130,14 @@ def _same(func: Any, t: Any) -> Any:
     return t._like(t.shape, t._buffers, place=t._place)
 
 
+@keeps(aten.record_stream.default)
+def _record_stream(func: Any, t: Any, stream: Any) -> None:
+    """Of the memory that it has: its buffers'."""
+    for buffer in t._buffers:
+        if buffer is not None:
+            func(buffer, stream)
+
+
 @keeps(aten.clone.default)
 def _clone(func: Any, t: Any, *, memory_format: Any = None) -> Any:
     return t.make_copy()

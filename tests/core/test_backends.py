@@ -126,7 +126,7 @@ def test_streams_beside_a_runtime(monkeypatch: pytest.MonkeyPatch, tmp_path: Any
     side = rt.side()
     assert rt.side() is side and side.stream == 100 and side.device is rt.device
     assert rt.side("other").stream == 101 and rt.fresh().side().stream == 100, "streams are kept, scratch memory is not"
-    assert rt.fresh().side() is not side
+    assert rt.fresh().side() is not side and side.joins and not rt.apart().side().joins
     index = fake_cudnn.INDEX
     side.wait(rt)
     rt.wait(side)
@@ -146,6 +146,7 @@ def test_blocks_wait_for_the_streams_that_use_them(monkeypatch: pytest.MonkeyPat
     from te_core.backends.cuda import memory
 
     events: list[tuple[Any, ...]] = []
+    capturing: list[int] = []
 
     class Driver:
         def primary_context(self, index: int) -> int:
@@ -153,6 +154,9 @@ def test_blocks_wait_for_the_streams_that_use_them(monkeypatch: pytest.MonkeyPat
 
         def allocate(self, index: int, nbytes: int, stream: int) -> int:
             return 1 << 20
+
+        def captured_alike(self, stream: int, others: Any) -> bool:
+            return not capturing
 
         def order_streams(self, *given: int) -> None:
             events.append(("order", *given))
@@ -174,6 +178,15 @@ def test_blocks_wait_for_the_streams_that_use_them(monkeypatch: pytest.MonkeyPat
         events.clear()
         del x
         assert [e[0] for e in events] == ["order", "free"] and events[0][1:] == (fake_cudnn.INDEX, 9, 5)
+    x = taken.empty((4, 4), dtypes.float32, 5)
+    taken.record_stream(x, 9)
+    capturing.append(5)
+    events.clear()
+    del x  # the one stream would be drawn into the other's graph
+    assert not events
+    capturing.clear()
+    taken.empty((4, 4), dtypes.float32, 5)
+    assert [e[0] for e in events] == ["order", "free", "free"]
     on_host = ByteAllocator(CPU, lambda n, stream: 1 << 20, lambda *given: None)
     x = on_host.empty((4,), dtypes.float32, 0)
     on_host.record_stream(x, 3)

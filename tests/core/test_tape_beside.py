@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -15,6 +16,7 @@ from te_core.quantized import Cast, Format
 from te_core.runtime import HostAllocator, Runtime
 from te_core.tape import taped
 from te_core.tape.beside import Beside, Noticed, Waited
+from te_core.tape.bound import Bound
 from te_core.tape.layout import in_one_block
 from te_core.tape.recorder import record
 from te_core.tape.tape import Drop, Take, Tape
@@ -110,6 +112,10 @@ def build(function: Any, rt: Runtime) -> Round:
     return Round(Call(function.__name__, function, None, tuple(given), {}), None)
 
 
+def build_of(rt: Runtime) -> list[Tensor]:
+    return [tensor(rt, SHAPE, BF16) for _ in range(2)]
+
+
 def recorded(rt: Runtime, function: Any) -> Tape:
     call = build(function, rt).forward
     return record(rt, call.name, partial(function, spec=None), (call.args, {}), 256)
@@ -146,6 +152,61 @@ def test_scratch_memory_of_its_own(make: Make) -> None:
     tape = recorded(make().runtime(), products)
     scratch = {(slot.name, slot.way) for slot in tape.slots if slot.kind == "scratch"}
     assert {name for name, way in scratch if way} == {name for name, way in scratch if not way} != set()
+
+
+def with_scratch(rt: Runtime, x: Tensor, y: Tensor, *, spec: Any) -> Tensor:
+    """A side with scratch memory of its own."""
+    side = rt.side()
+    side.wait(rt)
+    side.record(x, y)
+    place = Tensor(side.workspace("sums", x.nbytes), x.shape, x.dtype, rt.device, None)
+    raw.add(side, x, y, out=place)
+    rt.wait(side)
+    return raw.add(rt, place, y)  # type: ignore[no-any-return]
+
+
+def test_scratch_memory_is_asked_for_where_the_layer_does(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When the side has waited: in a capture it has joined by that, and its memory is the graph's."""
+    machine = make()
+    orders = []
+    for setting in ("never", "first", "first"):
+        order: list[tuple[str, int]] = []
+        take, note = machine.lib._cuMemAllocFromPoolAsync, machine.note
+
+        def taking(out: Any, nbytes: int, pool: int, stream: int) -> Any:
+            order.append(("memory", stream))  # noqa: B023
+            return take(out, nbytes, pool, stream)  # noqa: B023
+
+        def noting(kind: str, what: Any, addresses: Any, stream: int) -> None:
+            order.append((kind, stream))  # noqa: B023
+            note(kind, what, addresses, stream)  # noqa: B023
+
+        rt = machine.runtime(7)
+        call = build_of(rt)
+        with monkeypatch.context() as patch, tapes(setting):
+            patch.setattr(machine.lib, "_cuMemAllocFromPoolAsync", taking)
+            patch.setattr(machine, "note", noting)
+            Taped("scratch", with_scratch, None)(rt, *call)
+        orders.append(order)
+    side = orders[0][1][1]
+    assert orders[0].index(("wait", side)) < orders[0].index(("memory", side))
+    assert orders[0] == orders[1] == orders[2]
+
+
+def test_a_tape_of_sides_is_no_cycle(make: Make) -> None:
+    """What it points at goes with it, and waits for no collector, which may come in a capture."""
+    machine = make()
+    tape = recorded(machine.runtime(), several)
+    rt = machine.runtime()
+    given = build_of(rt)
+    gc.collect()
+    gc.disable()
+    try:
+        tape.replay(rt, [t.ptr for t in given], [*given], [])
+        del tape
+        assert not [left for left in gc.get_objects() if left.__class__ is Bound]
+    finally:
+        gc.enable()
 
 
 def test_memory_let_go_of_is_recorded_with_who_uses_it(make: Make) -> None:
@@ -234,16 +295,12 @@ def test_what_is_not_beside_the_call_is_not_recorded(make: Make) -> None:
         (partial(stranger, machine.runtime(9)), "a wait"),
         (partial(foreign, rt.zeros((4,), FP32)), "memory"),
     ):
-        call = build_of(function, rt)
+        call = build_of(rt)
         taped.COUNTS = taped.Counts()
         with tapes("first"):
             Taped("odd", function, None)(rt, *call)
         ((reason, count),) = taped.COUNTS.interpreted.items()
         assert reason.startswith(what) and count == 1
-
-
-def build_of(function: Any, rt: Runtime) -> list[Tensor]:
-    return [tensor(rt, SHAPE, BF16) for _ in range(2)]
 
 
 def test_on_the_host(interpreted: None) -> None:
@@ -262,6 +319,17 @@ def test_on_the_host(interpreted: None) -> None:
         for one, other in zip(found[:1] * 2, found[1:], strict=True):
             assert all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
         assert not [step for made in taped.tapes()[-1:] for step in made.steps if isinstance(step, (Beside, Waited))]
+
+
+def test_shapes_alone() -> None:
+    """A compiler asks for them: nothing has memory, and there is one stream."""
+    torch = pytest.importorskip("torch")
+    from te_torch.runtime import runtime_for, to_core_shape
+
+    x = torch.ones(SHAPE, device="meta")
+    rt = runtime_for(x)
+    made = there_and_back(rt, to_core_shape(x), to_core_shape(x), spec=None)
+    assert made.shape == SHAPE and rt.side() is rt
 
 
 def chain(rt: Runtime, x: Tensor, one: Tensor, *, spec: Any) -> Tensor:
@@ -301,3 +369,52 @@ def test_on_two_streams_of_a_gpu(kind: str) -> None:
             x = rt.tensor(np.full((1, n), start, np.float32))
             assert (rt.numpy(tape(rt, x, one)) == start + 15.0).all()
     assert (taped.COUNTS.recorded, taped.COUNTS.replayed) == (1, 4)
+
+
+@requires_cuda
+@pytest.mark.parametrize("setting", ["never", "first"])
+def test_captured(setting: str) -> None:
+    """A side joins the graph of its call; its scratch memory is the graph's, and eager code is never given it."""
+    torch = pytest.importorskip("torch")
+    from te_torch.runtime import runtime_for, to_core
+
+    x, one = (torch.full((1, 1 << 20), value, device="cuda") for value in (2.0, 1.0))
+    function, graph = Taped("captured", with_scratch, None), torch.cuda.CUDAGraph()
+    with tapes(setting):
+        rt = runtime_for(x)
+        function(rt, to_core(x), to_core(one))  # kernels are loaded
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            out = function(runtime_for(x), to_core(x), to_core(one)).owner
+    taken = [torch.full((1, 1 << 20), 7.0, device="cuda") for _ in range(64)]
+    for value in (3.0, 5.0):
+        x.fill_(value)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert (out == value + 2).all() and all((t == 7).all() for t in taken)
+
+
+@requires_cuda
+@pytest.mark.parametrize("recipe", ["delayed", "block", "mxfp8"])
+def test_quantized_memory_that_a_stream_reads_is_not_given_away(recipe: str) -> None:
+    """Neither by a recorded step, which may be given a weight, nor by torch's own `record_stream`."""
+    torch = pytest.importorskip("torch")
+    import te_torch as te
+    from te_torch.runtime import runtime_for
+    from tests.recipes import rule
+
+    with te.quantized_model_init(recipe=rule(recipe)):
+        weight = te.Linear(1024, 1024, bias=False, device="cuda", params_dtype=torch.bfloat16).weight
+    kept = [b for b in weight._buffers if b is not None and b.numel() > 1 << 16]
+    where, rt = {b.data_ptr() for b in kept}, runtime_for(torch.empty(1, device="cuda"))
+    shape, side = kept[0].shape, torch.cuda.Stream()
+    del kept
+    torch.cuda.synchronize()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(400_000_000)
+    weight.record_stream(side)
+    rt.side().record(Tensor(next(iter(where)), tuple(shape), dtypes.uint8, rt.device, weight))
+    del weight
+    taken = [torch.empty(shape, dtype=torch.uint8, device="cuda") for _ in range(64)]
+    assert not where & {t.data_ptr() for t in taken}
+    torch.cuda.synchronize()
