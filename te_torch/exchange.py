@@ -27,19 +27,24 @@ REDUCTIONS = (
     {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN} if dist.is_available() else {}
 )
 
-# Each call has its own `except`, not one function around it: they are in every step, whose calls are counted. An error
-# of ours passes as it is (a quantized tensor's refusal): no rank is missing then.
-_OURS = (UnsupportedError, LibraryError)
+# Each call has its own `except`, not one function around it: they are in every step, whose calls are counted. What has
+# nothing to do with other ranks passes as it is: an error of ours (a quantized tensor's refusal), a want of memory.
+PASSING = (UnsupportedError, LibraryError, torch.OutOfMemoryError)
 
 
 def failed(operation: str, group: Any, error: BaseException) -> LibraryError:
     """The error of a collective that did not end well."""
-    ranks = dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
+    try:
+        ranks: Any = dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
+    except (KeyError, RuntimeError, TypeError, ValueError):
+        ranks = "of a group that is gone"
     return LibraryError(
         operation,
         f"a failure over ranks {ranks}: {error}",
-        "ranks that are all alive and come to each collective within the group's timeout",
-        "look for the first error among the other ranks' outputs; one that left out a step is missing too",
+        "ranks that are all alive and come to each collective within the group's timeout, with tensors that its "
+        "backend takes",
+        "if torch's words do not say what is wrong here, look for the first error among the other ranks' outputs; one "
+        "that left out a step is missing too",
     )
 
 
@@ -49,14 +54,16 @@ class Pending:
     def __init__(self, operation: str, group: Any, work: Any) -> None:
         self._operation, self._group, self._work = operation, group, work
 
-    def wait(self, *timeout: Any) -> Any:
+    def wait(self, *timeout: Any, **named: Any) -> Any:
         """Have the current stream (or, with gloo, the host) wait for the result."""
         try:
-            return self._work.wait(*timeout)
+            return self._work.wait(*timeout, **named)
         except RuntimeError as error:
             raise failed(self._operation, self._group, error) from error
 
     def __getattr__(self, name: str) -> Any:
+        if name == "_work":  # a copy that is being made has none yet
+            raise AttributeError(name)
         return getattr(self._work, name)
 
 
@@ -64,7 +71,7 @@ def all_gather(operation: str, out: torch.Tensor, inp: torch.Tensor, group: Any,
     """Every rank's `inp`, one after another in `out`. With `async_op` a handle is returned, as by each of these."""
     try:
         work = getattr(dist, ALL_GATHER)(out, inp, group=group, async_op=async_op)
-    except _OURS:
+    except PASSING:
         raise
     except RuntimeError as error:
         raise failed(operation, group, error) from error
@@ -75,7 +82,7 @@ def reduce_scatter(operation: str, out: torch.Tensor, inp: torch.Tensor, group: 
     """This rank's part of the sum of every rank's `inp`, in `out`."""
     try:
         work = getattr(dist, REDUCE_SCATTER)(out, inp, group=group, async_op=async_op)
-    except _OURS:
+    except PASSING:
         raise
     except RuntimeError as error:
         raise failed(operation, group, error) from error
@@ -86,7 +93,7 @@ def all_reduce(operation: str, t: torch.Tensor, group: Any, reduction: str = "su
     """t = the sum, maximum or minimum of all ranks' tensors."""
     try:
         work = dist.all_reduce(t, REDUCTIONS[reduction], group=group, async_op=async_op)
-    except _OURS:
+    except PASSING:
         raise
     except RuntimeError as error:
         raise failed(operation, group, error) from error
@@ -106,7 +113,7 @@ def telling(operation: str, group: Any) -> Iterator[None]:
     """The same error for what else ranks do together inside."""
     try:
         yield
-    except _OURS:
+    except PASSING:
         raise
     except RuntimeError as error:
         raise failed(operation, group, error) from error

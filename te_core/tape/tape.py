@@ -55,8 +55,8 @@ class Take:
     def __init__(self, slot: int, like: Slot, alignment: int) -> None:
         self.slot, self.shape, self.dtype, self.way = slot, like.shape, like.dtype, like.way
         self.mask = alignment - 1
-        #: Scratch memory of another stream: it is asked for where the layer did, when that stream has waited. What it is
-        #: given before that is no part of a capture, nor its memory the graph's.
+        #: Scratch memory of another stream: it is asked for where the layer did, when that stream has waited. Before
+        #: that it would be no part of a capture, and its memory not the graph's.
         self.asked = (like.name, like.nbytes, like.zeroed) if like.kind == "scratch" else None
 
     def bind(self, bound: Bound, rt: Runtime) -> None:

@@ -19,7 +19,7 @@ from te_core.errors import UnsupportedError
 from te_core.layers.communicator import Handle, disagreement
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
-from te_torch.exchange import ALL_GATHER, REDUCE_SCATTER, REDUCTIONS, all_gather_object, failed, telling
+from te_torch.exchange import ALL_GATHER, PASSING, REDUCE_SCATTER, REDUCTIONS, all_gather_object, failed, telling
 from te_torch.parallel.symmetric import symmetric_sum
 from te_torch.runtime import TO_TORCH, piece_to_torch
 
@@ -59,6 +59,8 @@ class GroupCommunicator:
     def _begin(self, name: str, function: Callable[..., Any], *tensors: torch.Tensor, **options: Any) -> Handle:
         try:
             work = function(*tensors, group=self.group, async_op=True, **options)
+        except PASSING:
+            raise
         except RuntimeError as error:
             raise failed(name, self.group, error) from error
         return Work(name, self.group, work, *tensors)
@@ -105,9 +107,12 @@ class GroupCommunicator:
                 "modules that all ranks have run together before",
                 "run a step before the capture",
             )
-        mine = rt.tensor(list(hashlib.sha256(text.encode()).digest()), dtypes.uint8)
-        everyone = rt.empty((self.size, mine.size), dtypes.uint8)
-        self.all_gather(rt, mine, everyone).wait()
+        digest = list(hashlib.sha256(text.encode()).digest())
+        # By an operation that no layer has: gloo pairs calls of one kind, whoever makes them, and ends the process
+        # where their lengths differ. So a rank that alone comes here, or does not, meets nobody.
+        mine = rt.tensor(digest * self.size, dtypes.uint8)
+        everyone = rt.empty((self.size, len(digest)), dtypes.uint8)
+        self.all_to_all(rt, mine, everyone).wait()
         found = rt.numpy(everyone)
         if (found != found[0]).any():
             raise disagreement(operation, all_gather_object(operation, text, self.group))

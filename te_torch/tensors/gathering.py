@@ -94,10 +94,10 @@ class Gathering:
         held = Buffers(row_data=first.view(-1, first.shape[-1]), row_scale=self.arrived[1])  # until `wait`
         self.result = of._of(shape_of_all, local.dtype, self.form, held, quantizer, local._options)
 
-    def wait(self) -> bool:
+    def wait(self, *timeout: Any, **named: Any) -> bool:
         """Wait for the bytes, and put the result together."""
         for work in self.works:
-            work.wait()
+            work.wait(*timeout, **named)
         if self.works:
             self.works = []
             self.result._set_buffers(self._whole())

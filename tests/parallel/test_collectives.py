@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 from unittest import mock
 
@@ -58,14 +60,15 @@ def plain(rank: Rank) -> dict[str, Any]:
     found["gather"] = torch.equal(gathered, all_rows) and handle is None
     out = torch.empty_like(all_rows)
     gathered, handle = collectives.gather_along_first_dim(mine.t().contiguous().t(), None, True, output_tensor=out)
-    handle.wait()
+    handle.wait(timeout=timedelta(seconds=60))
     found["gather into"] = gathered is out and torch.equal(out, all_rows)
     total = sum(shard(r, device=device) for r in range(world))
     summed, handle = collectives.allreduce(mine.clone())
     found["allreduce"] = torch.allclose(summed, total, atol=1e-5) and handle is None
     given = mine.clone()
     summed, handle = collectives.allreduce(given, None, True)
-    handle.wait()
+    copy.copy(handle)  # as a logger's may be
+    handle.wait(timeout=timedelta(seconds=60))
     found["in place"] = summed is given and torch.allclose(given, total, atol=1e-5)
     each = ROWS // world
     part, handle = collectives.reduce_scatter_along_first_dim(mine, None)

@@ -15,8 +15,9 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import te_torch as te
-from te_core.errors import ArgumentError, UnsupportedError
+from te_core.errors import ArgumentError, LibraryError, UnsupportedError
 from te_torch import exchange
+from te_torch.training import collectives
 from tests.parallel.conftest import NCCL
 from tests.parallel.exchanges import CASES, prepared, said_by, unclear
 from tests.parallel.fsdp_steps import batch, build, mesh_of, optimizer_of, shard, step
@@ -162,6 +163,45 @@ def test_our_exchanges_with_a_rank_that_died(gloo_ranks: Ranks, tmp_path: Path) 
         assert max(seconds for _, seconds in found.values()) < 30, found
 
 
+def told_of_a_dtype(rank: Rank) -> str:
+    with pytest.raises(LibraryError) as error:
+        collectives.allreduce(torch.ones(4, dtype=torch.int16))
+    return str(error.value)
+
+
+def test_what_a_backend_does_not_take(pair: Ranks) -> None:
+    """All ranks are there: it is said that the tensor may be what is wrong."""
+    for said in pair.run(told_of_a_dtype):
+        assert said.startswith("allreduce") and "Invalid scalar type" in said and "its backend takes" in said
+
+
+def gone_before(rank: Rank) -> str:
+    """A rank waits for another that died, when its own group is gone."""
+    if rank.number:
+        dist.barrier()
+        os._exit(0)
+    dist.barrier()
+    _, handle = collectives.allreduce(torch.ones(4), async_op=True)
+    dist.destroy_process_group()
+    with pytest.raises(LibraryError) as error:
+        handle.wait()
+    return str(error.value)
+
+
+def test_a_group_that_is_gone(pair: Ranks) -> None:
+    first, _ = pair.outcomes(gone_before, group_timeout=PATIENCE["cpu"])
+    assert first.how == "returned" and "of a group that is gone" in first.value, str(first)
+
+
+def test_a_want_of_memory_is_no_missing_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*args: Any, **kwargs: Any) -> Any:
+        raise torch.OutOfMemoryError("of memory")
+
+    monkeypatch.setattr(dist, "all_reduce", fails)
+    with pytest.raises(torch.OutOfMemoryError):
+        exchange.all_reduce("x", torch.ones(2), None)
+
+
 @pytest.mark.parametrize("name", [exchange.ALL_GATHER, exchange.REDUCE_SCATTER, "all_reduce", "all_gather_object"])
 def test_a_refusal_is_no_missing_rank(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """What we refuse inside of a collective keeps its words."""
@@ -197,8 +237,6 @@ def test_groups_of_other_sizes(gloo_ranks: Ranks, tmp_path: Path) -> None:
 
 def other_group(rank: Rank) -> None:
     """The last rank takes part in a gather with a group of itself, the others with all."""
-    from te_torch.training import collectives
-
     alone = dist.new_group([rank.world - 1])
     group = alone if rank.number == rank.world - 1 else None
     dist.barrier()  # for its first meeting NCCL would wait without end

@@ -531,3 +531,22 @@ def test_attention_in_fp8(two: Ranks, more: dict[str, Any]) -> None:
     parts, (whole, _) = two.run(attention_in_fp8, more, True), two.run(attention_in_fp8, more, False)
     for made, one in zip(zip(*parts, strict=True), whole, strict=True):
         assert snr_db(torch.cat(made), one) > 25
+
+
+def alone_in_another(rank: Rank, kind: str, sequence: bool) -> None:
+    module = filled(kind, rank, make(kind, rank.device, **options(rank, sequence)))
+    x = piece(inputs(ROWS, H, 0), cut_ends(kind, sequence)[0], rank.number, rank.world).to(rank.device)
+    module(x)
+    with region("current" if rank.number else None):
+        module(x)
+        raise AssertionError("went on")
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("kind", ["column", "row", "gated"])
+def test_a_rank_alone_in_another_mode(pair: Ranks, kind: str, sequence: bool) -> None:
+    """It waits for partners that do not come, and they for it: no message of one is taken for the other's."""
+    first, second = pair.outcomes(alone_in_another, kind, sequence, group_timeout=5)
+    assert (second.how, second.error) == ("raised", "LibraryError") and pair.seconds < 30
+    if (kind, sequence) != ("column", False):  # whose forward exchanges nothing
+        assert (first.how, first.error) == ("raised", "LibraryError"), str(first)

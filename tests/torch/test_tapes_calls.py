@@ -195,7 +195,7 @@ def test_compiled_modules(name: str, recipe: str | None) -> None:
         module.compile(backend="aot_eager", fullgraph=True)
         return training(module, recipe) + [step(module, drawn(ROWS + 8, 2, HIDDEN), recipe)]
 
-    same(program)
+    same(program, taped.SHAPES)  # what the compiler asks
 
 
 # -------------------------------------------------------------------------------------------------------- threads
