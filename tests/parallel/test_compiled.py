@@ -75,7 +75,11 @@ def as_compiled_and_eager(rank: Rank, recipe: str, spread: Any, one_by_one: bool
 
 
 def replicated(model: Any, rank: Rank) -> Any:
-    return torch.nn.parallel.DistributedDataParallel(model, device_ids=[0] if rank.device == "cuda" else None)
+    return torch.nn.parallel.DistributedDataParallel(model, device_ids=own_gpu(rank))
+
+
+def own_gpu(rank: Rank) -> list[int] | None:
+    return [torch.cuda.current_device()] if rank.device == "cuda" else None
 
 
 def sharded(model: Any, rank: Rank) -> Any:
@@ -97,15 +101,15 @@ def under_fsdp(rank: Rank, recipe: str) -> Any:
 
 
 @covering(recipe=RECIPES, one_by_one=[True, False])
-def test_ddp(recipe: str, one_by_one: bool, pair: Ranks) -> None:
+def test_ddp(recipe: str, one_by_one: bool, two: Ranks) -> None:
     """Layers that are compiled each by itself, or the model as a whole, before it is wrapped."""
-    for found in pair.run(under_ddp, recipe, one_by_one):
+    for found in two.run(under_ddp, recipe, one_by_one):
         assert found == (True, True, True, 1, 0)
 
 
 @recipes
-def test_fsdp(recipe: str, pair: Ranks) -> None:
-    for found in pair.run(under_fsdp, recipe):
+def test_fsdp(recipe: str, two: Ranks) -> None:
+    for found in two.run(under_fsdp, recipe):
         assert found == (True, True, True, 1, 0)
 
 
@@ -127,8 +131,8 @@ def wrapped_first(rank: Rank, recipe: str, small: bool) -> Any:
     """(losses, and FP8 states, are those of eager code; as many breaks as around layers of torch's own; how many)."""
 
     def spread(model: torch.nn.Module) -> Any:
-        ids = [0] if rank.device == "cuda" else None
-        return torch.nn.parallel.DistributedDataParallel(model, device_ids=ids, bucket_cap_mb=0.001 if small else 25)
+        options: dict[str, Any] = {"device_ids": own_gpu(rank), "bucket_cap_mb": 0.001 if small else 25}
+        return torch.nn.parallel.DistributedDataParallel(model, **options)
 
     def breaks() -> int:
         return sum(torch._dynamo.utils.counters["graph_break"].values())
@@ -152,8 +156,8 @@ def with_small_buckets(rank: Rank, recipe: str, small: bool) -> Any:
 
 
 @covering(recipe=RECIPES, small=[False, True])
-def test_what_breaks_the_graph_of_a_wrapped_model_is_the_wrapper(recipe: str, small: bool, pair: Ranks) -> None:
+def test_what_breaks_the_graph_of_a_wrapped_model_is_the_wrapper(recipe: str, small: bool, two: Ranks) -> None:
     """As many breaks as of a model of torch's own layers; with small buckets torch cuts the graph besides."""
-    for found in pair.run(with_small_buckets if small else wrapped_first, recipe, small):
+    for found in two.run(with_small_buckets if small else wrapped_first, recipe, small):
         assert found[:3] == (True, True, True), found
         assert found[3] > 0  # torch's have become none: say so in docs/training.md

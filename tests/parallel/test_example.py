@@ -1,5 +1,5 @@
 """The examples under torchrun: they learn, one goes on from a checkpoint on fewer ranks, and mistakes end them in a
-line that says what to do."""
+line that says what to do. Over gloo, but for one: with NCCL they need as many GPUs as ranks, and share none."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import pytest
 from examples import tensor_parallel
 from examples.arguments import UserError
 from examples.ranks import group_of_torchrun
+from tests.backends import requires_gpus
 from tests.parallel.ranks import LOOPBACK
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,9 +28,9 @@ def python(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, *arguments], check=False, **options)
 
 
-def run(ranks: int, program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run(ranks: int, program: str, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    return python(*torchrun, f"examples/{program}.py", *arguments)
+    return python(*torchrun, f"examples/{program}.py", *arguments, **env)
 
 
 def losses(done: subprocess.CompletedProcess[str]) -> list[float]:
@@ -56,6 +57,13 @@ def test_a_mesh_of_several_dimensions(arguments: tuple[str, ...]) -> None:
 def test_tensor_parallel(ranks: int) -> None:
     """As documented: tp 2, and tp 2 x dp 2."""
     found = losses(run(ranks, "tensor_parallel", "--tp", "2", "--steps", "16"))
+    assert len(found) == 4 and found[-1] < 0.8 * found[0], found
+
+
+@requires_gpus(2)
+def test_tensor_parallel_over_nccl() -> None:
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1")
+    found = losses(run(2, "tensor_parallel", "--tp", "2", "--steps", "16", CUDA_VISIBLE_DEVICES=seen))
     assert len(found) == 4 and found[-1] < 0.8 * found[0], found
 
 

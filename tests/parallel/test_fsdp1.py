@@ -34,12 +34,13 @@ class Block(torch.nn.Module):
         return self.second(self.first(x))
 
 
+def place_of(rank: Rank) -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if rank.device == "cuda" else torch.device("cpu")
+
+
 def steps(rank: Rank, name: str | None, prepared: bool, checkpointed: bool = False) -> dict[str, Any]:
     torch.manual_seed(0)
-    block, place = (
-        Block(rank.device),
-        torch.device("cuda", rank.number) if rank.device == "cuda" else torch.device("cpu"),
-    )
+    block, place = Block(rank.device), place_of(rank)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         wrap = fsdp.FullyShardedDataParallel if prepared else TorchFSDP
@@ -79,7 +80,7 @@ def in_another_type(rank: Rank, dtype: torch.dtype | None) -> tuple[list[torch.T
     torch.manual_seed(0)
     block = Block(rank.device)
     te.prepare_state(block, rule("delayed"))
-    place = torch.device("cuda", rank.number) if rank.device == "cuda" else torch.device("cpu")
+    place = place_of(rank)
     mixed = MixedPrecision(param_dtype=torch.bfloat16, buffer_dtype=dtype)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -104,7 +105,7 @@ def test_scales_keep_their_type(ranks: Ranks) -> None:
 
 def as_a_class(rank: Rank) -> dict[str, bool]:
     """What programs do with the class, and with the wrapper that a program derives from it."""
-    place = torch.device("cuda", rank.number) if rank.device == "cuda" else torch.device("cpu")
+    place = place_of(rank)
     later: Any = fsdp.FullyShardedDataParallel
 
     class Own(later):  # type: ignore[misc]
@@ -149,17 +150,17 @@ def compiled(rank: Rank) -> list[torch.Tensor]:
     found = []
     for traced in (False, True):
         torch.manual_seed(0)
-        model = TorchFSDP(Block(rank.device), use_orig_params=True, device_id=torch.device("cpu"))
+        model = TorchFSDP(Block(rank.device), use_orig_params=True, device_id=place_of(rank))
         run = torch.compile(model, backend="aot_eager") if traced else model
         for i in range(2):
             y = run(values(64, WIDTH, dtype=torch.bfloat16, seed=i + rank.number, device=rank.device))
             y.float().square().mean().backward()
-        found.append(y.detach().float())
+        found.append(y.detach().float().cpu())
     return found
 
 
-def test_compiled(gloo_ranks: Ranks) -> None:
-    for eager, traced in gloo_ranks.run(compiled):
+def test_compiled(ranks: Ranks) -> None:
+    for eager, traced in ranks.run(compiled):
         assert torch.equal(eager, traced)
 
 

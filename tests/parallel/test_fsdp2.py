@@ -81,9 +81,9 @@ def test_shards_train_as_the_whole(ranks: Ranks, name: str | None, quantized: bo
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_gathered_once_for_both_passes(pair: Ranks, name: str) -> None:
+def test_gathered_once_for_both_passes(two: Ranks, name: str) -> None:
     """`reshard_after_forward=False` computes the same."""
-    for kept, again in zip(pair.run(trained, name, True, False), pair.run(trained, name, True, True), strict=True):
+    for kept, again in zip(two.run(trained, name, True, False), two.run(trained, name, True, True), strict=True):
         assert all(torch.equal(a, b) for a, b in zip(kept["y"], again["y"], strict=True))
         assert all(torch.equal(a, b) for a, b in zip(kept["weights"], again["weights"], strict=True))
 
@@ -203,12 +203,12 @@ OPTIMIZERS: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize("name", ["delayed", "current", "block", "mxfp8"])
-def test_optimizers(pair: Ranks, name: str) -> None:
+def test_optimizers(two: Ranks, name: str) -> None:
     """Of all forms the update is the same, but for what rounding between its steps changes."""
-    alone = build(name, True, "cpu")
-    train(alone, name, range(2), "cpu", optimizer_of(alone, "AdamW", foreach=False))
+    alone = build(name, True, two.device)
+    train(alone, name, range(2), two.device, optimizer_of(alone, "AdamW", foreach=False))
     for kind, options in OPTIMIZERS:
-        found = pair.run(optimized, name, kind, options)
+        found = two.run(optimized, name, kind, options)
         assert all(count == 4 for *_, count in found)
         if kind == "AdamW":
             for i, p in enumerate(alone.parameters()):
@@ -355,11 +355,11 @@ def agreed(rank: Rank, options: dict[str, Any]) -> dict[str, Any]:
     return {"sizes": sizes, "scales": [layer.weight.to_local()._scale_inv.cpu() for layer in model]}  # type: ignore[operator]
 
 
-def test_shards_agree_in_one_message(pair: Ranks) -> None:
+def test_shards_agree_in_one_message(two: Ranks) -> None:
     """Of all weights that one operator changes; and by themselves where each is changed by its own."""
-    together, other = pair.run(agreed, {"fused": True})
+    together, other = two.run(agreed, {"fused": True})
     assert together["sizes"] == [2] and all(map(torch.equal, together["scales"], other["scales"]))
-    each, other = pair.run(agreed, {"foreach": False})
+    each, other = two.run(agreed, {"foreach": False})
     assert each["sizes"] == [1] * 4 and all(map(torch.equal, each["scales"], other["scales"]))
 
 

@@ -136,9 +136,9 @@ def test_memory_after_sharding(ranks: Ranks, name: str, empty: bool) -> None:
 
 @pytest.mark.parametrize("rows", [48 + 1, 3])
 @pytest.mark.parametrize("name", ["delayed", "current"])
-def test_memory_after_an_uneven_cut(gloo_ranks: Ranks, name: str, rows: int) -> None:
+def test_memory_after_an_uneven_cut(ranks: Ranks, name: str, rows: int) -> None:
     """A rank with fewer rows than the others, or with none."""
-    found, wanted = gloo_ranks.run(later, name, True, rows), gloo_ranks.run(at_once, name, rows)
+    found, wanted = ranks.run(later, name, True, rows), ranks.run(at_once, name, rows)
     for f, w in zip(found, wanted, strict=True):
         assert torch.equal(f["scale"], found[0]["scale"])
         assert name == "delayed" or all(torch.equal(a, b) for a, b in zip(f["y"], w["y"], strict=True))
@@ -161,8 +161,8 @@ def filled_by_a_checkpoint(rank: Rank) -> list[str]:
     return [str(w.message) for w in said if "reset_parameters" in str(w.message)]
 
 
-def test_weights_that_stayed_plain(pair: Ranks) -> None:
-    for said in pair.run(filled_by_a_checkpoint):
+def test_weights_that_stayed_plain(two: Ranks) -> None:
+    for said in two.run(filled_by_a_checkpoint):
         assert len(said) == 1 and "weight was made on the meta device" in said[0] and "torch.bfloat16" in said[0]
 
 
@@ -230,6 +230,6 @@ def saved_meanwhile(rank: Rank, name: str | None, folder: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", [None, *KINDS])
-def test_an_asynchronous_checkpoint(pair: Ranks, tmp_path: Path, name: str | None) -> None:
+def test_an_asynchronous_checkpoint(two: Ranks, tmp_path: Path, name: str | None) -> None:
     """Torch copies the shards aside with all that they hold, and writes while training goes on."""
-    assert pair.run(saved_meanwhile, name, str(tmp_path / "saved")) == [[True, True]] * 2
+    assert two.run(saved_meanwhile, name, str(tmp_path / "saved")) == [[True, True]] * 2

@@ -105,9 +105,9 @@ def test_parts_of_a_layer_as_units(ranks: Ranks, parts: tuple[str, ...], engine:
 
 
 @pytest.mark.parametrize("options", [{"layer_type": "decoder"}, {"drop_path_rate": 1e-9}, {"fuse_qkv_params": False}])
-def test_layers_of_other_kinds(pair: Ranks, options: dict[str, Any]) -> None:
+def test_layers_of_other_kinds(two: Ranks, options: dict[str, Any]) -> None:
     parts = (ATTENTION, "inter_attention", MLP) if "layer_type" in options else (ATTENTION, MLP)
-    pair.run(wrapped, parts, "2", options)
+    two.run(wrapped, parts, "2", options)
 
 
 def returned(rank: Rank) -> None:
@@ -130,8 +130,8 @@ def returned(rank: Rank) -> None:
         assert all(torch.equal(bias, torch.full_like(bias, 0.5)) for bias in biases), module
 
 
-def test_biases_that_modules_return(pair: Ranks) -> None:
-    pair.run(returned)
+def test_biases_that_modules_return(two: Ranks) -> None:
+    two.run(returned)
 
 
 def test_biases_are_returned_as_they_are() -> None:
@@ -157,10 +157,10 @@ class Handing(torch.nn.Module):
 
 
 class Adding(torch.nn.Module):
-    def __init__(self, fused: bool) -> None:
+    def __init__(self, fused: bool, device: str) -> None:
         super().__init__()
-        self.inner: Any = Handing()
-        self.mlp = te.LayerNormMLP(H, H, device="cpu") if fused else None
+        self.inner: Any = Handing().to(device)
+        self.mlp = te.LayerNormMLP(H, H, device=device) if fused else None
 
     def forward(self, x: torch.Tensor) -> Any:
         out, bias = self.inner(x)
@@ -168,12 +168,12 @@ class Adding(torch.nn.Module):
 
 
 def freed(rank: Rank, engine: str, fused: bool) -> list[str]:
-    model, x = Adding(fused), values(S, H).requires_grad_()
+    model, x = Adding(fused, rank.device), values(S, H, device=rank.device).requires_grad_()
     said = []
     with tapes("first"):
         for _ in range(3):  # recorded and replayed, while the parameter is there
             model(x)
-        sharded = shard(model, ("inner",), engine, "cpu")
+        sharded = shard(model, ("inner",), engine, rank.device)
         for _ in range(2):
             with pytest.raises(UnsupportedError, match="without memory") as error:
                 sharded(x)
@@ -183,18 +183,18 @@ def freed(rank: Rank, engine: str, fused: bool) -> list[str]:
 
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("engine", ["2", "1"])
-def test_a_parameter_without_memory(pair: Ranks, engine: str, fused: bool) -> None:
+def test_a_parameter_without_memory(two: Ranks, engine: str, fused: bool) -> None:
     """Neither zeros nor a crash: FSDP1's parameters, parts of a flat one, have a low address then, and not 0."""
-    for said in pair.run(freed, engine, fused):
+    for said in two.run(freed, engine, fused):
         assert len(said) == 2
         assert all(f"of shape ({H},)" in text and "Allowed: " in text and "unshard()" in text for text in said)
 
 
 def parts_of_freed_memory(rank: Rank) -> list[str]:
     """What FSDP1 leaves of a parameter: a part, not the first, of memory that is gone."""
-    whole = torch.ones(2 * H)
-    part, x, r = whole[H:], values(S, H).requires_grad_(), values(S, H)
-    mlp, norm = te.LayerNormMLP(H, H, device="cpu"), te.LayerNorm(H, device="cpu")
+    whole, r = torch.ones(2 * H, device=rank.device), values(S, H, device=rank.device)
+    part, x = whole[H:], r.clone().requires_grad_()
+    mlp, norm = te.LayerNormMLP(H, H, device=rank.device), te.LayerNorm(H, device=rank.device)
     with tapes("first"):
         for _ in range(3):  # from here on replayed
             bias_dropout_add(x, part, r, 0.0)
@@ -209,8 +209,8 @@ def parts_of_freed_memory(rank: Rank) -> list[str]:
     return said
 
 
-def test_parts_of_freed_memory(pair: Ranks) -> None:
-    for said in pair.run(parts_of_freed_memory):
+def test_parts_of_freed_memory(two: Ranks) -> None:
+    for said in two.run(parts_of_freed_memory):
         assert all(text.startswith("te_torch: got a Tensor of shape") for text in said)
 
 
@@ -261,9 +261,9 @@ def marked(rank: Rank, quantized: bool, engine: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("quantized", [False, True])
 @pytest.mark.parametrize("engine", ["none", "2"])
-def test_the_trainers_loop(gloo_ranks: Ranks, engine: str, quantized: bool) -> None:
+def test_the_trainers_loop(ranks: Ranks, engine: str, quantized: bool) -> None:
     """`fully_shard` makes parameters of its own, marked as the module's were, and the documented loop adds them up."""
-    for found in gloo_ranks.run(marked, quantized, engine):
+    for found in ranks.run(marked, quantized, engine):
         assert found["after"] == found["before"]
         assert len(found["equal"]) >= 6 and all(found["equal"].values()), found["equal"]
         cut = {name for name, marks in found["before"].items() if marks.get("tensor_model_parallel")}

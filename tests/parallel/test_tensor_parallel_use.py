@@ -239,9 +239,9 @@ def copies(rank: Rank) -> Any:
         return same, none, said, torch.equal(loaded(x), wanted), wanted.shape
 
 
-def test_copies(pair: Ranks) -> None:
-    for same, none, said, equal, shape in pair.run(copies):
-        assert same and none and equal and shape == (ROWS, BATCH, F // pair.world)
+def test_copies(two: Ranks) -> None:
+    for same, none, said, equal, shape in two.run(copies):
+        assert same and none and equal and shape == (ROWS, BATCH, F // two.world)
         assert "tp_size=2 without a group" in said and "set_tensor_parallel_group" in said
 
 
@@ -262,9 +262,9 @@ def group_later(rank: Rank) -> Any:
     return y.shape, heads, marks, module.self_attention.proj.in_features
 
 
-def test_a_group_that_comes_later(pair: Ranks) -> None:
-    for shape, heads, marks, width in pair.run(group_later):
-        assert shape == (ROWS // pair.world, BATCH, H) and heads == 2 and width == H // 2
+def test_a_group_that_comes_later(two: Ranks) -> None:
+    for shape, heads, marks, width in two.run(group_later):
+        assert shape == (ROWS // two.world, BATCH, H) and heads == 2 and width == H // 2
         assert marks["self_attention.layernorm_qkv.weight"][0] == 0 and marks["self_attention.proj.weight"][0] == 1
         for name in (
             "self_attention.layernorm_qkv.layer_norm_weight",
@@ -307,17 +307,17 @@ def compiled_with_its_region(rank: Rank) -> str:
         with region("current"):
             return module(x)
 
-    return error_of(lambda: function(torch.randn(8, H, dtype=torch.bfloat16)))
+    return error_of(lambda: function(torch.randn(8, H, device=rank.device, dtype=torch.bfloat16)))
 
 
-def test_a_region_inside_a_compiled_function(pair: Ranks) -> None:
+def test_a_region_inside_a_compiled_function(two: Ranks) -> None:
     """It would not reach the module, which runs behind a graph break: an error, and not another precision."""
-    assert all("move the region out of the compiled function" in said for said in pair.run(compiled_with_its_region))
+    assert all("move the region out of the compiled function" in said for said in two.run(compiled_with_its_region))
 
 
-def test_compiled(pair: Ranks) -> None:
-    assert pair.run(compiled, False) == [True, True]
-    assert all("weights are spread over ranks runs eagerly" in said for said in pair.run(compiled, True))
+def test_compiled(two: Ranks) -> None:
+    assert two.run(compiled, False) == [True, True]
+    assert all("weights are spread over ranks runs eagerly" in said for said in two.run(compiled, True))
 
 
 def reported(rank: Rank, recipe: str, rows: int) -> list[str]:
