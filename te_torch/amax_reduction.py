@@ -265,7 +265,7 @@ class _ReductionPlan:
 
 def _judge(head: list[float], mine: Report, group: Any, late: int = 0) -> None:
     """Raise if the ranks of a group disagreed in the reduction that this head is of, so many reductions ago."""
-    most, least = head[:_AGREE], [-v for v in head[_AGREE:-1]]
+    most, least = head[:_AGREE], [0.0 - v for v in head[_AGREE:-1]]  # no -0
     if most != least:
         # Where all ranks look at this one, all of them come here.
         everyone = all_gather_object("amax reduction", mine, group) if not late and head[-1] == -1 else None
