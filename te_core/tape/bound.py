@@ -57,6 +57,7 @@ class Bound:
     """What a replay does. Steps enter themselves by `call`, `run`, `take` and `drop`."""
 
     __slots__ = (
+        "_beside",
         "_groups",
         "_inside",
         "_kept",
@@ -80,7 +81,7 @@ class Bound:
         self.stream = len(blocks)  # where in `at` it is
         self.more: list[Any] = [0] * (more + 1)  # of `at`, behind the inputs: slots, the stream, and what is added here
         self.nothing = [None] * more
-        self.beside: dict[Way, int] = {}  # where in `at` other streams are
+        self._beside: dict[Way, int] = {}  # where in `at` other streams are
         self._now: Way = ()  # whose steps are bound
         self._taken: dict[int, tuple[tuple[int, int], ...]] = {}  # by slot that is taken: addresses inside of it
         self._inside: dict[tuple[int, int], int] = {}  # by slot and offset
@@ -92,6 +93,7 @@ class Bound:
         self._taken.update([(slot, self._inside_of(slot)) for slot in self._taken])  # now all of them are known
         for group in self._groups:
             group.takes = [(*take, self._taken[take[1]]) for take in group.takes]
+        self.beside = tuple(self._beside.items())
         self.groups = tuple(group.parts() for group in self._groups)
         self.inside = tuple((at, *where) for where, at in self._inside.items() if where[0] not in self._taken)
 
@@ -148,9 +150,9 @@ class Bound:
         """Where in `at` the stream is on which something is done."""
         if not self._now:
             return self.stream
-        if self._now not in self.beside:
-            self.beside[self._now] = self._add(0)
-        return self.beside[self._now]
+        if self._now not in self._beside:
+            self._beside[self._now] = self._add(0)
+        return self._beside[self._now]
 
     def run(self, run: Run) -> None:
         """It runs its own way."""

@@ -146,7 +146,7 @@ class Tape:
         at[bound.stream] = rt.stream
         for slot, name, nbytes, zeroed in self._scratch:
             at[slot] = rt.workspace(name, nbytes, zeroed)
-        for way, place in bound.beside.items():
+        for way, place in bound.beside:
             at[place] = runtime_at(rt, way).stream
         for place, slot, offset in bound.inside:
             at[place] = at[slot] + offset

@@ -232,7 +232,8 @@ def test_groups_of_other_sizes(gloo_ranks: Ranks, tmp_path: Path) -> None:
         found = told(outcome)
         assert found.keys() == WAITED.keys()
         assert not unclear({name: text for name, (text, _) in found.items()}, gloo_ranks.world)
-        assert all("imed out" in text and SHORT - 0.5 < seconds < SHORT + 20 for text, seconds in found.values()), found
+        for text, seconds in found.values():  # (a pair that a wait has closed says "timeout")
+            assert ("imed out" in text or "timeout caused" in text) and SHORT - 0.5 < seconds < SHORT + 20, found
 
 
 def other_group(rank: Rank) -> None:

@@ -34,7 +34,8 @@ kept = _Block(bindings, 0, 256, 0)
     "a caller's memory": """
 from te_core import libraries, runtime
 from te_core.tensor import Device
-owner = runtime._ByteOwner(256, 0, bindings.free, Device("cuda", 0))
+allocator = runtime.ByteAllocator(Device("cuda", 0), bindings.free, bindings.free)
+owner = runtime._ByteOwner(256, 0, allocator._give_back)
 owner.others = (1,)
 libraries.driver = eval('lambda b: lambda: b', {})(bindings)
 kept = owner, runtime
