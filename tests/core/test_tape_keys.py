@@ -22,6 +22,7 @@ from tests.core.fake_cuda import B200, H200, Machine, Make
 from tests.core.tape_cases import ALL, MLP, Linear, Maker, needed
 from tests.core.tape_more_cases import Attention, Norm, Rope, Softmax
 from tests.core.tape_proof import Call, Done, Round, Tapes, compare, run, without_scratch
+from tests.recordings import tapes
 
 Build = Callable[[Runtime], Round]
 
@@ -247,14 +248,14 @@ def test_what_is_met_once_takes_no_tapes_place() -> None:
     """However many shapes come by: one that comes again is replayed."""
     rt = Runtime.cpu(HostAllocator())
     function, often = Taped("sum", _sum, None), rt.zeros((2, 3), tape_cases.FP32)
-    taped.set_when("second")
-    for _ in range(2):
+    with tapes("second"):
+        for _ in range(2):
+            function(rt, often)
+        for n in range(2 * taped._MOST_TAPES):
+            function(rt, rt.zeros((1, n + 1), tape_cases.FP32))
+        before = taped.COUNTS.replayed
         function(rt, often)
-    for n in range(2 * taped._MOST_TAPES):
-        function(rt, rt.zeros((1, n + 1), tape_cases.FP32))
-    before = taped.COUNTS.replayed
-    function(rt, often)
-    assert taped.COUNTS.replayed == before + 1
+        assert taped.COUNTS.replayed == before + 1
 
 
 @pytest.mark.parametrize("kind", ["queue", "stranger", "another runtime"])
