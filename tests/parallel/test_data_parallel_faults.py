@@ -122,7 +122,9 @@ def left_alone(rank: Rank, folder: str, dead: bool) -> dict[str, tuple[str, floa
 
     It has died, or takes part with a group of itself, and goes on for as long as the others wait.
     """
-    last, seconds = rank.number == rank.world - 1, 60.0 if dead else SHORT
+    last = rank.number == rank.world - 1
+    # Of more than two ranks some have no connection to the one that died: they wait for those that have, which fail.
+    seconds = 60.0 if dead and rank.world == 2 else SHORT
     calls = prepared(rank, CASES if dead else WAITED, seconds)
     if last:
         time.sleep(0.5)  # the others have all that they were sent before
@@ -153,7 +155,7 @@ def told(outcome: Outcome) -> dict[str, tuple[str, float]]:
 
 
 def test_our_exchanges_with_a_rank_that_died(gloo_ranks: Ranks, tmp_path: Path) -> None:
-    """Each says the operation, the ranks and where to look, long before the timeout."""
+    """Each says the operation, the ranks and where to look, of two ranks long before the timeout."""
     *others, last = gloo_ranks.outcomes(left_alone, str(tmp_path), True)
     assert (last.how, last.text) == ("died", "exit code 3")
     for outcome in others:
@@ -232,8 +234,9 @@ def test_groups_of_other_sizes(gloo_ranks: Ranks, tmp_path: Path) -> None:
         found = told(outcome)
         assert found.keys() == WAITED.keys()
         assert not unclear({name: text for name, (text, _) in found.items()}, gloo_ranks.world)
-        for text, seconds in found.values():  # (a pair that a wait has closed says "timeout")
-            assert ("imed out" in text or "timeout caused" in text) and SHORT - 0.5 < seconds < SHORT + 20, found
+        assert all(seconds < SHORT + 20 for _, seconds in found.values()), found
+        # (A rank that has given up closes its connections: to the next one that is what it waited for.)
+        assert any("imed out" in text and seconds > SHORT - 0.5 for text, seconds in found.values()), found
 
 
 def other_group(rank: Rank) -> None:
