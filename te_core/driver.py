@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_void_p
-from typing import Any
+from typing import Any, TypeVar
 
 from te_core.errors import LibraryError
 
@@ -79,6 +79,19 @@ class _PoolProperties(ctypes.Structure):
         ("max_size", c_size_t),
         ("reserved", ctypes.c_ubyte * 56),
     ]
+
+
+Block = TypeVar("Block")
+
+
+def taken_off(refused: list[Block]) -> Iterator[Block]:
+    """What a list has now, one by one: another thread may be doing the same."""
+    for _ in range(len(refused)):
+        try:
+            block = refused.pop(0)
+        except IndexError:
+            return
+        yield block
 
 
 class Driver:
@@ -258,12 +271,9 @@ class Driver:
         entered = self.enter(context) if context else False
         self._lib.cuThreadExchangeStreamCaptureMode(byref(mode))
         try:
-            for _ in range(len(self._refused)):
-                try:
-                    block = self._refused.pop(0)  # one by one: another thread may be doing the same
-                except IndexError:
-                    break
-                self._free(*block)
+            if self._refused:
+                for block in taken_off(self._refused):
+                    self._free(*block)
             if pool:
                 status = self._lib.cuMemAllocFromPoolAsync(byref(address), nbytes or 1, pool, stream)
             else:
@@ -294,7 +304,7 @@ class Driver:
                 self.leave()
 
     def _free(self, index: int, address: int, stream: int, others: tuple[int, ...]) -> None:
-        if others and not self.captured_alike(stream, others):
+        if others and not self.captured_alike(index, stream, others):
             self._refused.append((index, address, stream, others))
             return
         for other in others:
@@ -304,10 +314,11 @@ class Driver:
         if status and self._captured(stream):
             self._refused.append((index, address, stream, others))
 
-    def captured_alike(self, stream: int, others: Sequence[int]) -> bool:
+    def captured_alike(self, index: int, stream: int, others: Sequence[int]) -> bool:
         """Whether all of these streams are captured, or none is. Else a wait would draw one into the other's graph."""
-        captured = self._captured(stream)
-        return all(self._captured(other) == captured for other in others)
+        with self.on(index):
+            captured = self._captured(stream)
+            return all(self._captured(other) == captured for other in others)
 
     def _captured(self, stream: int) -> bool:
         """Whether the stream is captured; also where the driver will not say, as of the default stream in a capture."""

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 import numpy as np
 
 from te_core import dtypes, libraries
+from te_core.driver import taken_off
 from te_core.dtypes import DType
 from te_core.errors import ArgumentError
 from te_core.plan_cache import PlanCache
@@ -103,12 +104,9 @@ class ByteAllocator:
 
     def empty(self, shape: tuple[int, ...], dtype: DType, stream: int) -> Tensor:
         """A block of the wrapped allocator; freed on the stream it was asked for."""
-        for _ in range(len(self._refused)):
-            try:
-                block = self._refused.pop(0)  # one by one: another thread may be doing the same
-            except IndexError:
-                break
-            self._give_back(*block)
+        if self._refused:
+            for block in taken_off(self._refused):
+                self._give_back(*block)
         count = 1
         for n in shape:
             count *= n
@@ -119,7 +117,7 @@ class ByteAllocator:
         """Free a block once the work that other streams have now is done."""
         if others:
             driver = libraries.driver()
-            if not driver.captured_alike(stream, others):
+            if not driver.captured_alike(self._device.index, stream, others):
                 self._refused.append((ptr, stream, others))
                 return
             for other in others:

@@ -221,6 +221,7 @@ def amax(rt: Runtime, x: Tensor, *, out: Tensor | None = None, column_sum: Tenso
     if column_sum is not None:
         _check.matrix("amax", "x", x)
         _check.vector("amax", "column_sum", column_sum, x.shape[1], ACTIVATION_DTYPES)
+        _check.on_device("amax", rt.device, x, column_sum)
     rt.backend.amax(rt, x, out, column_sum)
     return out
 

@@ -155,7 +155,7 @@ def test_blocks_wait_for_the_streams_that_use_them(monkeypatch: pytest.MonkeyPat
         def allocate(self, index: int, nbytes: int, stream: int) -> int:
             return 1 << 20
 
-        def captured_alike(self, stream: int, others: Any) -> bool:
+        def captured_alike(self, *given: Any) -> bool:
             return not capturing
 
         def order_streams(self, *given: int) -> None:
