@@ -25,7 +25,7 @@ OUT       ?= build/gpu
 GPU_FLAGS ?=
 PICKED    :=
 
-.PHONY: help env train test test-more test-interpreted format check bench docs mutants gpu gpu-interpreted gpu-ranks clean
+.PHONY: help env train test test-more test-full test-interpreted format check bench docs mutants gpu gpu-interpreted gpu-ranks clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+: .*## ' Makefile | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 24
@@ -36,10 +36,10 @@ env:  ## create or refresh .venv (every other target but gpu does it by itself)
 train: env  ## train a small GPT in FP8 on the shipped text (ARGS="--help" lists its options)
 	STARTED_BY="make train" $(PY) examples/train_gpt.py $(ARGS)
 
-test: env  ## run the tests (ARGS="tests/core -k gemm" picks some, ARGS=--full adds the complete matrices)
+test: env  ## run the tests of every change (ARGS="tests/core -k gemm" picks some)
 	$(PY) -m pytest -n $(JOBS) --dist worksteal $(ARGS)
 
-test-more:  ## run the heavy tests that `make test` leaves out, programs of others on this package among them
+test-more:  ## run what CI adds: programs of others on this package, compilers, four ranks, a part without replays
 	@$(PYTHON) tools/setup_env.py clients onnx
 	@$(PYTHON) tools/browser.py
 	$(PY) -m pytest -n $(JOBS) --dist worksteal -m more $(ARGS)
@@ -47,6 +47,15 @@ test-more:  ## run the heavy tests that `make test` leaves out, programs of othe
 
 test-interpreted: env  ## run tests with no call of a layer replayed (`make test-more`: a fourth of them; ARGS adds to it)
 	TE_CORE_TAPES=never $(PY) -m pytest -n $(JOBS) --dist worksteal $(INTERPRETED) $(ARGS)
+
+test-full:  ## run everything, before a release: whole matrices, fuzzing at length, every fault (hours)
+	@$(PYTHON) tools/setup_env.py clients onnx
+	@$(PYTHON) tools/browser.py
+	$(PY) -m pytest -n $(JOBS) --dist worksteal --more --full $(ARGS)
+	@$(MAKE) test-interpreted
+	$(PY) -m tests.layer_draws 5000
+	$(PY) -m tests.broken_entries 300000
+	@$(MAKE) mutants
 
 format: env  ## lay out every Python file as `make check` wants it
 	.venv/bin/ruff format .

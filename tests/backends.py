@@ -56,10 +56,13 @@ def cuda_runtime() -> Runtime:
     return runtime_for(torch.empty(0, device="cuda"))
 
 
-NEEDS_CUDA = "needs CUDA: no device on this machine"
+def needs_device(is_here: bool, what: str) -> pytest.MarkDecorator:
+    """For a test, or one of its cases, of a device: tests/conftest.py generates no case whose device is not here."""
+    return pytest.mark.needs_device(is_here, what)
+
 
 #: For a test of CUDA alone.
-requires_cuda = pytest.mark.skipif(not cuda_devices(), reason=NEEDS_CUDA)
+requires_cuda = needs_device(cuda_devices() > 0, "CUDA")
 
 
 #: For what is heavy without a GPU: `make test-more` runs it there, and the suite where there is one.
@@ -68,31 +71,22 @@ more_without_gpu = pytest.mark.skipif(False, reason="") if cuda_devices() else p
 
 def requires_gpus(count: int, ranks: bool = False) -> pytest.MarkDecorator:
     """For a test over several devices; of `ranks`, which may share one where they are asked to (`make gpu-ranks`)."""
-    found = cuda_devices()
     if ranks and os.environ.get("TE_TESTS_RANKS_SHARE") == "1":
         count = 1
-    reason = NEEDS_CUDA if not found else f"{HARDWARE}needs {count} GPUs, found {found}"
-    return pytest.mark.skipif(found < count, reason=reason)
+    return needs_device(cuda_devices() >= count, f"{count} GPUs")
 
 
 def requires_capability(major: int, minor: int = 0) -> pytest.MarkDecorator:
     """For a test of something only newer devices can do."""
-    found = capability()
-    wants = f"{HARDWARE}needs sm_{major}{minor}, found sm_{found[0]}{found[1]}"
-    reason = wants if found != (0, 0) else NEEDS_CUDA
-    return pytest.mark.skipif(found < (major, minor), reason=reason)
+    return needs_device(capability() >= (major, minor), f"sm_{major}{minor}")
 
 
 def runtimes() -> list[object]:
-    """Parameters for `rt`: the CPU always, CUDA where there is a device, else skipped with the reason."""
-    cuda = (
-        pytest.param(cuda_runtime(), id="cuda")
-        if cuda_devices()
-        else pytest.param(None, id="cuda", marks=pytest.mark.skip(reason=NEEDS_CUDA))
-    )
-    return [pytest.param(Runtime.cpu(), id="cpu"), cuda]
+    """Parameters for `rt`: the CPU always, CUDA where there is a device."""
+    cuda = [pytest.param(cuda_runtime(), id="cuda")] if cuda_devices() else []
+    return [pytest.param(Runtime.cpu(), id="cpu"), *cuda]
 
 
-def devices() -> list[object]:
+def devices() -> list[str]:
     """The same for tests of modules: a parameter `device`, named as torch names it."""
-    return ["cpu", pytest.param("cuda", marks=requires_cuda)]
+    return ["cpu", "cuda"] if cuda_devices() else ["cpu"]

@@ -55,13 +55,20 @@ settings.register_profile(
 )
 settings.load_profile("te")
 
+# How the ids of cases name devices.
+_CPU_IDS, _CUDA_IDS = {"cpu", "2 ranks", "4 ranks"}, {"cuda", "2 GPUs"}
+
 # A skip whose reason says one of these is a skip for want of CUDA.
 _CUDA_SKIP = re.compile(r"cuda|gpu|cupy|cublas|cudnn|nvrtc|nvmath|nccl|nvidia|\bdriver\b", re.IGNORECASE)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("te-runtime")
-    group.addoption("--require-cuda", action="store_true", help="a test skipped for want of CUDA fails")
+    group.addoption(
+        "--require-cuda",
+        action="store_true",
+        help="of a test with cases for both, run those on CUDA and not those on the CPU; a skip for want of CUDA fails",
+    )
     group.addoption("--full", action="store_true", help="also run the complete matrices (marked `full`)")
     group.addoption("--more", action="store_true", help="also run what is heavy (marked `more`; `make test-more`)")
     group.addoption("--shard", type=_shard, metavar="I/N", help="run the I-th of N parts of the suite")
@@ -81,6 +88,23 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         from tests.backends import runtimes
 
         metafunc.parametrize("rt", runtimes())
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pycollect_makeitem(collector: pytest.Collector) -> Any:
+    """No case is generated for a device that is not here."""
+    found = yield
+    if not isinstance(found, list):
+        return found
+    cases = [item for item in found if all(mark.args[0] for mark in item.iter_markers("needs_device"))]
+    if collector.config.getoption("--require-cuda") and any(_names_device(item, _CUDA_IDS) for item in cases):
+        cases = [item for item in cases if _names_device(item, _CUDA_IDS) or not _names_device(item, _CPU_IDS)]
+    return cases
+
+
+def _names_device(item: pytest.Function, ids: set[str]) -> bool:
+    """Whether one of a case's parameters is one of these devices, by the ids that tests give devices."""
+    return hasattr(item, "callspec") and not ids.isdisjoint(item.callspec.id.split("-"))
 
 
 def _argnames(mark: pytest.Mark) -> list[str]:
@@ -158,7 +182,18 @@ class _Processes:
         tally.add(node)
 
 
+def pytest_report_header(config: pytest.Config) -> str:
+    from tests.backends import cuda_devices
+
+    found = cuda_devices()
+    return f"devices: the CPU, {found} for CUDA" if found else "devices: the CPU (cases for CUDA are left out)"
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    from tests.backends import cuda_devices
+
+    if config.getoption("--require-cuda") and not cuda_devices():
+        raise pytest.UsageError("--require-cuda: this machine has no CUDA device")
     if config.pluginmanager.hasplugin("xdist"):
         config.pluginmanager.register(_Processes())
 

@@ -1,9 +1,9 @@
 """Apply named faults to a copy of the tree, one at a time, and see that the tests notice each.
 
 tests/mutants.toml lists the faults; build/mutants.md gets the table. A fault whose tests still pass has
-survived: the run fails. So does one that cannot be judged: its text is not there exactly once, its tests fail
-without it, this machine skips them all, or they cannot even be collected with it. A crash or a hang counts as
-noticed.
+survived: the run fails. So does one that cannot be judged: its text is not there exactly once, the test that notices
+it fails without it, too, none of its tests runs on this machine, or they cannot even be collected with it. A crash or
+a hang counts as noticed.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from __future__ import annotations
 import argparse
 import fnmatch
 import hashlib
+import itertools
 import os
 import re
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -30,14 +30,16 @@ except ModuleNotFoundError:  # Python 3.10
     import tomli as tomllib
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from tools.warm_pytest import FAILED, NONE_RAN, PASSED, Warm, first_failure  # noqa: E402
+
 LIST = ROOT / "tests" / "mutants.toml"
 TABLE = ROOT / "build" / "mutants.md"
 SKIP = shutil.ignore_patterns(
     ".git", ".venv", ".whl", "build", "results", "__pycache__", ".*_cache", ".hypothesis", "*.egg-info"
 )
 TIMEOUT = 600  # seconds for one fault's tests; one that hangs them has been noticed
-
-PASSED, FAILED, NONE_RAN = 0, 1, 5  # pytest's exit codes
 
 
 @dataclass(frozen=True)
@@ -77,78 +79,107 @@ def load(path: Path = LIST) -> list[Mutant]:
     return found
 
 
-def run_tests(tree: Path, tests: tuple[str, ...], cuda: bool) -> tuple[int, str]:
+def run_tests(warm: Warm, tree: Path, tests: tuple[str, ...], cuda: bool) -> tuple[int, str]:
     """pytest's exit code and the first test that failed (or the end of the output)."""
-    # No bytecode: a fault of equal length within the same second would be hidden by a cached module.
-    paths = [str(tree), str(tree / "bindings" / "jax"), *filter(None, [os.environ.get("PYTHONPATH")])]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONDONTWRITEBYTECODE": "1"}
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-rfE", "--tb=no", "-p", "no:cacheprovider"]
-    command += [*tests, *["--require-cuda"] * cuda]
-    try:
-        done = subprocess.run(command, cwd=tree, env=env, capture_output=True, text=True, timeout=TIMEOUT)
-    except subprocess.TimeoutExpired:
-        return FAILED, "the time limit"
-    if done.returncode == PASSED and not re.search(r"\b\d+ passed", done.stdout):
-        reasons = re.findall(r"^SKIPPED \[\d+\] (.*)$", done.stdout, re.MULTILINE)
+    options = ["-x", "-q", "-rfE", "--tb=no", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    code, output = warm.run(tree, [*options, *tests, *["--require-cuda"] * cuda], TIMEOUT)
+    if code == PASSED and not re.search(r"\b\d+ passed", output):
+        reasons = re.findall(r"^SKIPPED \[\d+\] (.*)$", output, re.MULTILINE)
         return NONE_RAN, ", ".join(reasons) or "all are skipped"
-    found = re.search(r"^(?:FAILED|ERROR) (\S+::\S.*?)(?: - .*)?$", done.stdout, re.MULTILINE)
-    return done.returncode, found[1] if found else "\n".join((done.stdout + done.stderr).splitlines()[-5:])
+    return code, first_failure(output)
 
 
-def judge(mutant: Mutant, tree: Path) -> Verdict:
+_stamps = itertools.count(1_000_000_000)
+
+
+def write(path: Path, text: str) -> None:
+    """Write a source whose time no earlier version has had, so that Python takes no cached bytecode for it."""
+    path.write_text(text)
+    stamp = next(_stamps)
+    os.utime(path, (stamp, stamp))
+
+
+def judge(mutant: Mutant, tree: Path, warm: Warm) -> Verdict:
     """Apply one fault to a tree, run its tests, take it back."""
     path = tree / mutant.file
     text = path.read_text() if path.is_file() else ""
     if text.count(mutant.old) != 1:
         return Verdict("error", f"its old text stands {text.count(mutant.old)} times in {mutant.file}, not once")
-    path.write_text(text.replace(mutant.old, mutant.new))
+    write(path, text.replace(mutant.old, mutant.new))
     try:
-        code, detail = run_tests(tree, mutant.tests, mutant.cuda)
+        code, detail = run_tests(warm, tree, mutant.tests, mutant.cuda)
     finally:
-        path.write_text(text)
+        write(path, text)
     if code == PASSED:
         return Verdict("survived", "")
     if code == FAILED:
         return Verdict("caught", detail)
     if code < 0:
         return Verdict("caught", f"a crash, signal {-code}")
+    if code == NONE_RAN:
+        return Verdict("error", f"none of its tests runs here: {detail}")
     return Verdict("error", f"pytest ended with {code}: {detail}")
 
 
 def judge_all(mutants: list[Mutant], jobs: int, keep: Callable[[dict[str, Verdict]], None]) -> dict[str, Verdict]:
-    """Every fault, in as many copies of the tree as jobs; a selection must pass before a fault counts. `keep` is given
-    what is known after each, so that a run that is cut short was not for nothing.
+    """Every fault, in as many copies of the tree as jobs. `keep` is given what is known after each, so that a run that
+    is cut short was not for nothing.
     """
     verdicts: dict[str, Verdict] = {}
+    threads = max(1, (os.cpu_count() or 1) // jobs)
     with tempfile.TemporaryDirectory() as folder:
-        trees: SimpleQueue[Path] = SimpleQueue()
+        places: SimpleQueue[tuple[Path, Warm]] = SimpleQueue()
         for i in range(jobs):
-            trees.put(Path(shutil.copytree(ROOT, Path(folder) / str(i), ignore=SKIP)))
-
-        def in_a_tree(work):  # type: ignore[no-untyped-def]
-            tree = trees.get()
-            try:
-                return work(tree)
-            finally:
-                trees.put(tree)
+            places.put((Path(shutil.copytree(ROOT, Path(folder) / str(i), ignore=SKIP)), Warm(threads)))
 
         def one(mutant: Mutant) -> tuple[Mutant, Verdict, float]:
             start = time.perf_counter()
-            code, detail = healthy[mutant.tests, mutant.cuda]
-            if code != PASSED:
-                why = "none of its tests runs here" if code == NONE_RAN else "its tests fail without it"
-                return mutant, Verdict("error", f"{why}: {detail}"), 0.0
-            return mutant, in_a_tree(lambda tree: judge(mutant, tree)), time.perf_counter() - start
+            tree, warm = places.get()
+            try:
+                return mutant, judge(mutant, tree, warm), time.perf_counter() - start
+            finally:
+                places.put((tree, warm))
 
         with ThreadPoolExecutor(jobs) as pool:
-            selections = sorted({(m.tests, m.cuda) for m in mutants})
-            results = pool.map(lambda s: in_a_tree(lambda tree: run_tests(tree, *s)), selections)
-            healthy = dict(zip(selections, results, strict=True))
             for mutant, verdict, seconds in pool.map(one, mutants):
                 print(f"{verdict.state:<9} {mutant.name} ({seconds:.0f} s) {verdict.detail}", flush=True)
                 verdicts[mutant.name] = verdict
                 keep(verdicts)
+            verdicts |= unhealthy(mutants, verdicts, places, jobs, pool)
+            keep(verdicts)
+        for _ in range(jobs):
+            places.get()[1].close()
     return verdicts
+
+
+def unhealthy(
+    mutants: list[Mutant],
+    verdicts: dict[str, Verdict],
+    places: SimpleQueue[tuple[Path, Warm]],
+    jobs: int,
+    pool: ThreadPoolExecutor,
+) -> dict[str, Verdict]:
+    """Corrected verdicts of the faults whose tests fail without them, too."""
+    alone = {m.tests if "::" not in verdicts[m.name].detail else (verdicts[m.name].detail,): m for m in mutants}
+    chosen = sorted({by for by, m in alone.items() if verdicts[m.name].state == "caught"})
+
+    def fails(by: tuple[str, ...]) -> str | None:
+        tree, warm = places.get()
+        try:
+            code, detail = run_tests(warm, tree, (*by, "--more", "--full"), alone[by].cuda)
+        finally:
+            places.put((tree, warm))
+        return None if code == PASSED else detail
+
+    wrong = {by: why for by, why in zip(chosen, pool.map(fails, chosen), strict=True) if why is not None}
+    found = {}
+    for mutant in mutants:
+        verdict = verdicts[mutant.name]
+        by = mutant.tests if "::" not in verdict.detail else (verdict.detail,)
+        if verdict.state == "caught" and by in wrong:
+            found[mutant.name] = Verdict("error", f"its tests fail without it: {wrong[by]}")
+            print(f"error     {mutant.name}: {found[mutant.name].detail}", flush=True)
+    return found
 
 
 HEAD = """# Faults that the tests notice
@@ -185,6 +216,7 @@ def main() -> int:
     """Judge the chosen faults; 0 if every one was caught."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="names or patterns such as 'gemm-*' (default: all)")
+    parser.add_argument("--by", nargs="*", default=[], metavar="FILE", help="those that these files of tests notice")
     parser.add_argument("--cuda", action="store_true", help="judge those that need CUDA, not the others")
     parser.add_argument("--jobs", type=int, default=1, help="how many at a time")
     parser.add_argument("--table", type=Path, default=TABLE, help="where the table goes")
@@ -193,7 +225,9 @@ def main() -> int:
     chosen = [
         m
         for m in mutants
-        if m.cuda == given.cuda and (not given.names or any(fnmatch.fnmatch(m.name, n) for n in given.names))
+        if m.cuda == given.cuda
+        and (not given.names or any(fnmatch.fnmatch(m.name, n) for n in given.names))
+        and (not given.by or any(t.partition("::")[0] in given.by for t in m.tests))
     ]
     if not chosen:
         sys.exit("mutants: no fault of that name")

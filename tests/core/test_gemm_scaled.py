@@ -25,14 +25,12 @@ from te_core.plan_cache import PlanCache
 from te_core.quantized import Format
 from te_core.runtime import HostAllocator, Runtime
 from te_core.tensor import CPU, Tensor
-from tests.backends import HARDWARE, NEEDS_CUDA, capability, cuda_devices, cuda_runtime, requires_cuda
+from tests.backends import capability, cuda_runtime, needs_device, requires_cuda
 from tests.core.test_gemm import BOUND, check, family, fresh, operands, values
 from tests.reference import gemm as reference
 from tests.tolerances import DB
 
-requires_blocks = pytest.mark.skipif(
-    capability()[0] != 9, reason=f"{HARDWARE}needs sm_90, found sm_{capability()}" if cuda_devices() else NEEDS_CUDA
-)
+requires_blocks = needs_device(capability()[0] == 9, "sm_90")
 
 PIECES, TILES = Format(D.float8_e4m3, "block"), Format(D.float8_e4m3, "block", True)
 GRADIENT = Format(D.float8_e5m2, "block")
@@ -195,7 +193,7 @@ def test_block_algorithms_are_timed(pair, tmp_path, monkeypatch):
 
 
 @requires_cuda
-@pytest.mark.skipif(capability()[0] >= 10, reason=f"{HARDWARE}needs a GPU older than sm_100")
+@needs_device(capability()[0] < 10, "a GPU older than sm_100")
 def test_what_only_blackwell_multiplies_is_refused():
     rt = cuda_runtime()
     with pytest.raises(UnsupportedError, match="needs compute capability 10.0"):

@@ -21,7 +21,7 @@ from te_core import ArgumentError, Tensor, dlpack, dtypes, from_dlpack, from_num
 from te_core.dtypes import DType
 from te_core.runtime import ByteAllocator, Runtime
 from te_core.tensor import CPU, META, Device, cuda_device
-from tests.backends import NEEDS_CUDA, cuda_devices
+from tests.backends import cuda_devices
 
 BYTE_SIZED = [d for d in dtypes.ALL if d is not dtypes.float4_e2m1]
 NUMPY_OWN = [d for d in BYTE_SIZED if d.numpy.kind in "fiub" and d.numpy.type.__module__ == "numpy"]
@@ -92,8 +92,6 @@ def cupy_library() -> Library:
 def library(name: str) -> Library:
     """The library of this name, or a skip with the reason."""
     package, _, place = name.partition("-")
-    if place and not cuda_devices():
-        pytest.skip(NEEDS_CUDA)
     if find_spec(package) is None:
         pytest.skip(f"{package} is not installed")
     if package == "torch":
@@ -107,7 +105,7 @@ def library(name: str) -> Library:
     return cupy_library() if package == "cupy" else numpy_library()
 
 
-LIBRARIES = ("numpy", "torch", "jax", "torch-cuda", "cupy-cuda", "jax-cuda")
+LIBRARIES = ("numpy", "torch", "jax", *(("torch-cuda", "cupy-cuda", "jax-cuda") if cuda_devices() else ()))
 shapes = st.lists(st.integers(0, 5), max_size=4).map(tuple)
 
 

@@ -1,4 +1,4 @@
-"""The ranks that a file's tests share (tests/parallel/ranks.py)."""
+"""The ranks that all tests share (tests/parallel/ranks.py)."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from tests.backends import requires_gpus
 from tests.parallel.ranks import Ranks
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def ranks_of() -> Iterator[Callable[[int, str], Ranks]]:
-    """The ranks of a world size and device: one set of processes for the whole file."""
+    """The ranks of a world size and device: one set of processes for the session."""
     started: dict[tuple[int, str], Ranks] = {}
 
     def find(world: int, device: str = "cpu") -> Ranks:

@@ -1,4 +1,4 @@
-"""Processes that train together, for tests: started once a file, given one function after another.
+"""Processes that train together, for tests: started once a session, given one function after another.
 
 A test's file holds what the ranks do as functions at its top level, and a test compares what they returned:
 
@@ -300,9 +300,18 @@ def _result(rank: Rank, order: bytes, begun: Callable[[], None]) -> bytes:
             begun()
             with going_well():
                 value = function(rank, *args)
+        if rank.device == "cuda":
+            _return_memory()
         return pickle.dumps({"how": "returned", "value": value})
     except BaseException as error:  # also what pytest.fail and pytest.skip raise
         return pickle.dumps({"how": "raised", "error": type(error).__name__, "text": traceback.format_exc()})
+
+
+def _return_memory() -> None:
+    """Ranks stay for the session and share their GPUs with other tests: cached memory goes back after each run."""
+    import torch
+
+    torch.cuda.empty_cache()
 
 
 def _meet(store: Any, rank: Rank, word: str) -> None:

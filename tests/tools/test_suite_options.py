@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SUITE = """
 import pytest
 from hypothesis import settings
-from tests.backends import HARDWARE, runtimes
+from tests.backends import HARDWARE, devices, requires_capability, requires_cuda, requires_gpus, runtimes
 
 @pytest.mark.parametrize("n", range(20))
 def test_many(n): pass
@@ -38,6 +38,22 @@ def test_backend(rt): assert rt.device
 @pytest.mark.parametrize("rt", runtimes())
 def test_named_backend(rt): assert rt.device
 
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("n", [1, 2])
+def test_device(n, device): pass
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=requires_cuda)])
+def test_marked_case(device): pass
+
+@requires_gpus(1)
+def test_gpu(): pass
+
+@requires_gpus(9)
+def test_nine_gpus(): pass
+
+@requires_capability(99)
+def test_newer_chip(): pass
+
 def test_skips_for_cuda(): pytest.skip("CuPy is not installed")
 
 def test_skips_for_hardware(): pytest.skip(HARDWARE + "needs 99 GPUs")
@@ -52,6 +68,15 @@ def test_threads_and_examples():
 """
 
 
+#: Of the small suite, which runs on the CPU: as many GPUs as it is told.
+PRETENDED = """
+cuda_devices = lambda: int(os.environ.get("PRETENDED_GPUS", "0"))
+capability = lambda: (9, 0) if cuda_devices() else (0, 0)
+cuda_runtime = Runtime.cpu
+requires_cuda = needs_device(cuda_devices() > 0, "CUDA")
+"""
+
+
 @pytest.fixture(scope="module")
 def suite(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("suite")
@@ -59,20 +84,24 @@ def suite(tmp_path_factory) -> Path:
     for name in ("__init__.py", "conftest.py", "backends.py", "recordings.py", "tally.py"):
         shutil.copy(ROOT / "tests" / name, folder / "tests")
     shutil.copy(ROOT / "pyproject.toml", folder)
+    with (folder / "tests" / "backends.py").open("a") as backends:
+        backends.write(PRETENDED)
     (folder / "tests" / "test_small.py").write_text(SUITE)
     (folder / "tests" / "test_gone.py").write_text('import pytest\npytest.importorskip("cupy_not_there")\n')
     return folder
 
 
 @cache
-def run(suite: Path, *options: str) -> tuple[dict[str, str], str]:
+def run(suite: Path, *options: str, gpus: int = 0) -> tuple[dict[str, str], str]:
     """The outcome of each test by name, and the whole output."""
     ours = ("PYTEST_", "TE_TESTS_", "OMP_", "OPENBLAS_", "MKL_", "TORCHINDUCTOR_COMPILE_")
     env = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+    env["PRETENDED_GPUS"] = str(gpus)
     env["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     alone = [] if "-n" in options else ["-p", "no:xdist"]
     command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", *alone, *options]
-    shown = subprocess.run(command, cwd=suite, env=env, capture_output=True, text=True).stdout
+    done = subprocess.run(command, cwd=suite, env=env, capture_output=True, text=True)
+    shown = done.stdout + done.stderr
     found = re.findall(r"^tests/test_small\.py::(\S+) (PASSED|FAILED|SKIPPED|ERROR)", shown, re.MULTILINE)
     return dict(found), shown
 
@@ -92,12 +121,24 @@ def test_full_matrices_and_heavy_tests_run_on_request(suite: Path) -> None:
     assert set(run(suite, "-m", "more")[0]) == {"test_heavy"}
 
 
-def test_backends_have_ids_and_cpu_always_runs(suite: Path) -> None:
+def test_the_cpu_always_runs(suite: Path) -> None:
     outcomes = run(suite)[0]
     for name in ("test_backend", "test_named_backend"):
         assert outcomes[f"{name}[cpu]"] == "PASSED"
-        assert f"{name}[cuda]" in outcomes
     assert outcomes["test_threads_and_examples"] == "PASSED"
+
+
+OF_DEVICES = ("test_backend", "test_named_backend", "test_device", "test_marked", "test_gpu", "test_nine", "test_newer")
+
+
+def test_no_case_is_generated_for_a_device_that_is_not_here(suite: Path) -> None:
+    def cases(*options: str, gpus: int) -> set[str]:
+        return {name for name in run(suite, *options, gpus=gpus)[0] if name.startswith(OF_DEVICES)}
+
+    both = ("test_backend[{}]", "test_named_backend[{}]", "test_marked_case[{}]", "test_device[1-{}]", "test_device[2-{}]")
+    on_cpu, on_cuda = ({case.format(device) for case in both} for device in ("cpu", "cuda"))
+    assert cases(gpus=0) == on_cpu and cases(gpus=1) == {*on_cpu, *on_cuda, "test_gpu"}
+    assert cases("--require-cuda", "--continue-on-collection-errors", gpus=1) == {*on_cuda, "test_gpu"}
 
 
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="one core is not to be shared")
@@ -128,10 +169,11 @@ def test_processes_share_the_gpus(tmp_path: Path) -> None:
 def test_required_cuda_turns_its_skips_into_failures(suite: Path) -> None:
     outcomes, shown = run(suite)
     assert outcomes["test_skips_for_cuda"] == "SKIPPED"
-    outcomes, shown = run(suite, "--require-cuda", "--continue-on-collection-errors")
+    outcomes, shown = run(suite, "--require-cuda", "--continue-on-collection-errors", gpus=1)
     assert outcomes["test_skips_for_cuda"] == "FAILED"
     assert outcomes["test_skips_for_hardware"] == outcomes["test_skips_for_windows"] == "SKIPPED"
     assert "this test was skipped: CuPy is not installed" in shown
+    assert "--require-cuda: this machine has no CUDA device" in run(suite, "--require-cuda")[1]
     assert "this file was skipped: could not import 'cupy_not_there'" in shown
 
 
