@@ -1,4 +1,4 @@
-"""`make docs`: keep the documents true. Over README.md, AGENTS.md and docs/*.md it
+"""`make docs`: keep the documents true. Over README.md, AGENTS.md and docs/**/*.md it
 
 * renews what is generated: the text between `<!-- output of: python ... -->` and `<!-- end of output -->`. Under
   `<!-- output, in figures of one processor, of: python ... -->` it stays where only its figures are others: sums of
@@ -14,13 +14,17 @@ as tests/docs does it: what is left is quick enough for `make check`.
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import re
+import runpy
 import shlex
 import subprocess
 import sys
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
+import traceback
+from contextlib import redirect_stdout
+from multiprocessing import TimeoutError, get_context
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -54,6 +58,33 @@ def python(arguments: list[str], folder: Path) -> subprocess.CompletedProcess[st
     return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=TIMEOUT)
 
 
+#: What most generated text imports: the processes that make it are forked from one that has imported these.
+IMPORTED = ["numpy", "torch", "matplotlib.pyplot"]
+
+
+def output_of(arguments: list[str]) -> str:
+    """What `python ARGUMENTS` prints, run in this process, which ends afterwards."""
+    sys.path[:0] = [str(ROOT), str(ROOT / "bindings" / "jax")]
+    os.chdir(ROOT)
+    printed = io.StringIO()
+    kind, name, *rest = arguments if arguments[0] in ("-c", "-m") else ("", *arguments)
+    sys.argv = [name, *rest]
+    try:
+        with redirect_stdout(printed):
+            if kind == "-c":
+                exec(compile(name, "<generated text>", "exec"), {"__name__": "__main__"})
+            elif kind == "-m":
+                runpy.run_module(name, run_name="__main__", alter_sys=True)
+            else:
+                runpy.run_path(name, run_name="__main__")
+    except SystemExit as ended:
+        if ended.code:
+            raise ValueError(f"`python {shlex.join(arguments)}` ended with {ended.code}") from None
+    except BaseException:
+        raise ValueError(f"`python {shlex.join(arguments)}` failed:\n{traceback.format_exc()}") from None
+    return f"{printed.getvalue().rstrip()}\n"
+
+
 def words(text: str) -> str:
     """A text without its figures."""
     return _GAP.sub(" ", _FIGURE.sub("0", text))
@@ -61,21 +92,23 @@ def words(text: str) -> str:
 
 def renew(text: str) -> str:
     """The page with its generated parts made anew, each by a process of its own and several at once."""
+    found = list(_OUTPUT.finditer(text))
+    commands = [shlex.split(match["command"]) for match in found]
+    if other := [match["command"] for match, (program, *_) in zip(found, commands, strict=True) if program != "python"]:
+        raise ValueError(f"generated text comes from `python ...`, not from `{other[0]}`")
+    if not found:
+        return text
+    context = get_context("forkserver")
+    context.set_forkserver_preload(IMPORTED)
+    with context.Pool(os.cpu_count(), maxtasksperchild=1) as pool:
+        made = iter(pool.map_async(output_of, [rest for _, *rest in commands], chunksize=1).get(TIMEOUT))
 
-    def output(match: re.Match[str]) -> str:
-        program, *arguments = shlex.split(match["command"])
-        if program != "python":
-            raise ValueError(f"generated text comes from `python ...`, not from `{match['command']}`")
-        made = python(arguments, ROOT)
-        if made.returncode:
-            raise ValueError(f"`{match['command']}` failed:\n{made.stderr}")
-        new = f"{made.stdout.rstrip()}\n"
+    def renewed(match: re.Match[str]) -> str:
+        new = next(made)
         kept = match["loose"] and words(new) == words(match["text"])
         return match[0] if kept else f"{match['head']}{new}{match['tail']}"
 
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        parts = pool.map(output, _OUTPUT.finditer(text))
-        return _OUTPUT.sub(lambda _: next(parts), text)
+    return _OUTPUT.sub(renewed, text)
 
 
 def needs_gpu(text: str) -> bool:
@@ -125,7 +158,7 @@ def main() -> int:
                 page.write_text(new)
             if not given.no_examples and (error := run_examples(new, given.gpu)):
                 found.append(f"an example fails:\n{error}")
-        except (ValueError, subprocess.TimeoutExpired) as failed:
+        except (ValueError, TimeoutError, subprocess.TimeoutExpired) as failed:
             found.append(str(failed))
         problems += len(found)
         print(f"{name}: {'ok' if not found else ''}", *found, sep="\n  " if found else "", flush=True)
