@@ -268,7 +268,7 @@ def assumed(machine: Machine, tokens: int) -> list[Figure]:
         ),
         ("a ring's step between nodes", machine.between_step * 1e6, "us", "the same: network, simple"),
         ("GPUs of a node", machine.node, "", "HGX H200"),
-        ("GPU memory", machine.memory / GIGA, "GB/s", "a copy of 64 MiB takes 33.2 us (AGENTS.md)"),
+        ("GPU memory", machine.memory / GIGA, "GB/s", "a copy of 64 MiB takes 33.2 us (notes/cuda.md)"),
         ("the optimizer, of each weight", machine.update, "B", "counted: torch's plain AdamW with all in bf16"),
         ("a reduction, of each gradient", GRADIENT, "B", "FSDP2's default with parameters in bf16"),
         ("tokens of a GPU", tokens, "", "8192 were measured; others take time in proportion"),

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
 import te_torch as te
 from te_core.recipe import DelayedScaling, Float8CurrentScaling, Recipe
+from te_torch.training.graphs import device as seam
+from te_torch.training.graphs import make as graphs
 from tests.fake_graphs import FakeDevice
 from tests.module_steps import fp8_state, randomise, values
 
@@ -16,6 +21,16 @@ WIDTH = 32
 DELAYED = DelayedScaling(amax_history_len=3)
 CURRENT = Float8CurrentScaling()
 RECIPES = {None: None, "delayed": DELAYED, "current": CURRENT}
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
+    """In the place of CUDA. A capture collects no garbage before: a fake one need not, and each time takes 0.1 s."""
+    found = FakeDevice()
+    monkeypatch.setattr(seam, "device", found)
+    switches = {name: getattr(gc, name) for name in ("isenabled", "enable", "disable")}
+    monkeypatch.setattr(graphs, "gc", SimpleNamespace(collect=lambda: 0, **switches))
+    return found
 
 
 def region(recipe: str | None, **options: Any) -> te.autocast:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import sys
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -71,6 +72,12 @@ def programs() -> dict[str, Path]:
     return _modules("benchmarks", "examples", "tools", "tests")
 
 
+@cache
+def known_modules() -> dict[str, Path]:
+    """Those of packages and of programs."""
+    return sources() | programs()
+
+
 def _modules(*folders: str) -> dict[str, Path]:
     found: dict[str, Path] = {}
     for top in (ROOT / folder for folder in folders):
@@ -95,9 +102,11 @@ def floor(module: str) -> str | None:
 @cache
 def imports(module: str) -> list[tuple[str, int, str]]:
     """What a module imports: (dotted name, line, when: "loading", "running" or "typing")."""
-    known = sources() | programs()
+    known = known_modules()
     path = known[module]
-    tree = ast.parse(path.read_text())
+    text = path.read_text()
+    # Expressions are most of a tree, and import only by a call that is named so.
+    parts = ast.iter_child_nodes if "import_module(" in text or "__import__(" in text else _blocks
     package = module if path.name == "__init__.py" else module.rpartition(".")[0]
     found: list[tuple[str, int, str]] = []
 
@@ -118,11 +127,17 @@ def imports(module: str) -> list[tuple[str, int, str]]:
             when = "typing"
         elif when == "loading" and isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
             when = "running"
-        for child in ast.iter_child_nodes(node):
+        for child in parts(node):
             visit(child, when)
 
-    visit(tree, "loading")
+    visit(ast.parse(text), "loading")
     return found
+
+
+def _blocks(node: ast.AST) -> Iterator[ast.AST]:
+    """The statements inside of a statement."""
+    for field in ("body", "orelse", "handlers", "finalbody", "cases"):
+        yield from getattr(node, field, ())
 
 
 def _imported_by_call(call: ast.Call) -> list[str]:
@@ -137,7 +152,7 @@ def _imported_by_call(call: ast.Call) -> list[str]:
 
 def circles() -> set[tuple[str, ...]]:
     """Modules that reach one another by imports, those of programs among them."""
-    known = sources() | programs()
+    known = known_modules()
     return circles_of(
         {
             module: {name for name, _, _ in imports(module) if name in known and (module, name) not in UPWARD}

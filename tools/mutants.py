@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
@@ -141,45 +141,53 @@ def judge_all(mutants: list[Mutant], jobs: int, keep: Callable[[dict[str, Verdic
                 places.put((tree, warm))
 
         with ThreadPoolExecutor(jobs) as pool:
-            for mutant, verdict, seconds in pool.map(one, mutants):
+            for done in as_completed([pool.submit(one, mutant) for mutant in mutants]):
+                mutant, verdict, seconds = done.result()
                 print(f"{verdict.state:<9} {mutant.name} ({seconds:.0f} s) {verdict.detail}", flush=True)
                 verdicts[mutant.name] = verdict
                 keep(verdicts)
-            verdicts |= unhealthy(mutants, verdicts, places, jobs, pool)
-            keep(verdicts)
+            failing = failing_without_faults(mutants, verdicts, places, pool)
+        for mutant in mutants:
+            if verdicts[mutant.name].state == "caught" and _noticing(mutant, verdicts) & failing:
+                verdicts[mutant.name] = Verdict("error", f"{verdicts[mutant.name].detail} fails without it, too")
+                print(f"error     {mutant.name}: {verdicts[mutant.name].detail}", flush=True)
+        keep(verdicts)
         for _ in range(jobs):
             places.get()[1].close()
     return verdicts
 
 
-def unhealthy(
+def _noticing(mutant: Mutant, verdicts: dict[str, Verdict]) -> set[str]:
+    """The test that noticed a fault; where pytest named none (a crash, a hang), all files that were asked."""
+    by = verdicts[mutant.name].detail
+    return {by} if "::" in by else {test.partition("::")[0] for test in mutant.tests if "/" in test}
+
+
+def failing_without_faults(
     mutants: list[Mutant],
     verdicts: dict[str, Verdict],
     places: SimpleQueue[tuple[Path, Warm]],
-    jobs: int,
     pool: ThreadPoolExecutor,
-) -> dict[str, Verdict]:
-    """Corrected verdicts of the faults whose tests fail without them, too."""
-    alone = {m.tests if "::" not in verdicts[m.name].detail else (verdicts[m.name].detail,): m for m in mutants}
-    chosen = sorted({by for by, m in alone.items() if verdicts[m.name].state == "caught"})
+) -> set[str]:
+    """Of the tests that noticed a fault those that fail in a tree without one."""
+    by_file: dict[tuple[str, bool], set[str]] = {}
+    for mutant in mutants:
+        if verdicts[mutant.name].state == "caught":
+            for test in _noticing(mutant, verdicts):
+                by_file.setdefault((test.partition("::")[0], mutant.cuda), set()).add(test)
 
-    def fails(by: tuple[str, ...]) -> str | None:
+    def failing(chosen: tuple[tuple[str, bool], set[str]]) -> set[str]:
+        (file, cuda), tests = chosen
         tree, warm = places.get()
         try:
-            code, detail = run_tests(warm, tree, (*by, "--more", "--full"), alone[by].cuda)
+            options = ["-q", "-rfE", "--tb=no", "-p", "no:cacheprovider", "-p", "no:xdist", "--more", "--full"]
+            _, output = warm.run(tree, [*options, *["--require-cuda"] * cuda, *sorted(tests)], TIMEOUT)
         finally:
             places.put((tree, warm))
-        return None if code == PASSED else detail
+        failed = set(re.findall(r"^(?:FAILED|ERROR) (\S+::\S.*?)(?: - .*)?$", output, re.MULTILINE))
+        return (failed & tests) | ({file} if failed and file in tests else set())
 
-    wrong = {by: why for by, why in zip(chosen, pool.map(fails, chosen), strict=True) if why is not None}
-    found = {}
-    for mutant in mutants:
-        verdict = verdicts[mutant.name]
-        by = mutant.tests if "::" not in verdict.detail else (verdict.detail,)
-        if verdict.state == "caught" and by in wrong:
-            found[mutant.name] = Verdict("error", f"its tests fail without it: {wrong[by]}")
-            print(f"error     {mutant.name}: {found[mutant.name].detail}", flush=True)
-    return found
+    return set().union(*pool.map(failing, by_file.items()))
 
 
 HEAD = """# Faults that the tests notice

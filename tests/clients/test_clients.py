@@ -6,13 +6,13 @@ Nothing here skips where a client is missing: `make test-more` installs the extr
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.backends import devices
+from tests.clients.forks import Forks
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = Path(__file__).parent / "programs"
@@ -20,22 +20,23 @@ PROGRAMS = Path(__file__).parent / "programs"
 pytestmark = [pytest.mark.more, pytest.mark.timeout(600)]
 
 
-def run(program: str, what: str, device: str, *arguments: str) -> None:
+@pytest.fixture(scope="module")
+def forks() -> Iterator[Forks]:
+    made = Forks()
+    yield made
+    made.close()
+
+
+def run(forks: Forks, program: str, what: str, device: str, *arguments: str) -> None:
     """A program of the folder, in a process of its own, without network."""
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}
+    env = dict(os.environ)
     # No GPU for what shall run on the CPU, and one otherwise: for some, two mean DataParallel.
     first = env.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
     env["CUDA_VISIBLE_DEVICES"] = "" if device == "cpu" else first
     env |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_DISABLE_TELEMETRY": "1"}
-    done = subprocess.run(
-        [sys.executable, str(PROGRAMS / f"{program}.py"), what, device, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=280,
-        env=env,
-        cwd="/",
-    )
-    assert done.returncode == 0 and done.stdout.splitlines()[-1:] == ["ok"], (done.stdout + done.stderr)[-4000:]
+    file = str(PROGRAMS / f"{program}.py")
+    code, shown = forks.run([file, what, device, *arguments], [str(PROGRAMS), str(ROOT)], env)
+    assert code == 0 and "ok" in shown.splitlines(), shown[-4000:]
 
 
 @pytest.mark.parametrize("device", devices())
@@ -51,10 +52,10 @@ def run(program: str, what: str, device: str, *arguments: str) -> None:
         "transformers_trainer own",
     ],
 )
-def test_trains_saves_and_loads(program: str, device: str, tmp_path: Path) -> None:
+def test_trains_saves_and_loads(forks: Forks, program: str, device: str, tmp_path: Path) -> None:
     name, *options = program.split()
     for what in ("train", "load"):
-        run(name, what, device, str(tmp_path), *options)
+        run(forks, name, what, device, str(tmp_path), *options)
 
 
 IMPORTS = {
@@ -66,9 +67,10 @@ IMPORTS = {
 
 
 @pytest.mark.parametrize("client", IMPORTS)
-def test_imports_beside_the_alias(client: str) -> None:
+def test_imports_beside_the_alias(forks: Forks, client: str, tmp_path: Path) -> None:
     """Whoever has nothing to do with us is not disturbed, in either order."""
+    program = tmp_path / "program.py"
     for code in (f"import te_torch.compat\n{IMPORTS[client]}", f"import {client}\nimport te_torch.compat"):
-        env = {**os.environ, "PYTHONPATH": str(ROOT)}
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=200)
-        assert done.returncode == 0, done.stderr[-3000:]
+        program.write_text(code)
+        failed, shown = forks.run([str(program)], [str(ROOT)], os.environ)
+        assert not failed, shown[-3000:]

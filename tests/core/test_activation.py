@@ -11,6 +11,7 @@ from te_core.errors import ArgumentError
 from te_core.ops.activation import GATED, KINDS, ActivationSpec, Clamp
 from te_core.quantized import Cast
 from tests.backends import cuda_runtime, requires_cuda
+from tests.core.covering_lists import covering_lists
 from tests.core.inputs import DTYPES, FP8, codes, numpy_dtype, placed, poisoned
 from tests.core.test_quantize import ORIENTATIONS, make_cast
 from tests.reference import activation as ref
@@ -51,8 +52,7 @@ def check(got, exact, slack, dtype):
     assert (error <= bound).all(), f"worst {np.nanmax(error / bound)}"
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", KINDS)
+@covering_lists(pytest.mark.parametrize("kind", KINDS), pytest.mark.parametrize("dtype", DTYPES))
 def test_forward(rt, kind, dtype):
     rt = poisoned(rt)
     for i, shape in enumerate(SHAPES):
@@ -62,8 +62,7 @@ def test_forward(rt, kind, dtype):
         check(rt.numpy(y), ref.forward(kind, x), 1e-3 * argument_of(kind, x) * gate_of(kind, x), dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", KINDS)
+@covering_lists(pytest.mark.parametrize("kind", KINDS), pytest.mark.parametrize("dtype", DTYPES))
 def test_backward(rt, kind, dtype):
     rt = poisoned(rt)
     for i, shape in enumerate(SHAPES):
@@ -84,8 +83,7 @@ def test_backward(rt, kind, dtype):
         assert (np.abs(summed.astype(np.float64) - exact) <= 1e-5 * terms + eps * np.abs(exact)).all()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", KINDS)
+@covering_lists(pytest.mark.parametrize("kind", KINDS), pytest.mark.parametrize("dtype", DTYPES))
 def test_fused_equals_unfused(rt, kind, dtype):
     """A cast starts from the rounded value: the same bytes, scale and amax as quantize gives on that value."""
     rt = poisoned(rt)
@@ -126,10 +124,14 @@ def check_same(rt, alone, kept, fused, fused_cast, plain_cast):
         assert largest == rt.numpy(plain_cast.amax)[0] == ref_quantize.amax(rt.numpy(alone))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_extremes(rt, kind, dtype):
+def test_extremes(rt, kind):
     """Far arguments neither overflow inside nor come out as NaN; a NaN comes out as one."""
+    for dtype in DTYPES:
+        check_extremes(rt, kind, dtype)
+
+
+def check_extremes(rt, kind, dtype):
     far = np.array([[-3e4, -200.0, -90.0, -20.0, -0.0, 0.0, 20.0, 90.0, 200.0, 3e4]])
     far = np.concatenate([far, np.ones_like(far)], axis=1) if kind in GATED else far
     x = far.astype(numpy_dtype(dtype))
@@ -151,8 +153,7 @@ def test_extremes(rt, kind, dtype):
 CLAMPS = [Clamp(), Clamp(1.5, 1.0, 0.0), Clamp(0.0, 2.0, -0.25), Clamp(3.0, -0.5, 2.0)]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("clamp", CLAMPS)
+@covering_lists(pytest.mark.parametrize("clamp", CLAMPS), pytest.mark.parametrize("dtype", DTYPES))
 def test_clamped_swiglu(rt, clamp, dtype):
     """Its parameters are values of the call; a value at the limit still has a gradient, one beyond it has none."""
     rt, formula = poisoned(rt), ref.Clamped(*clamp)

@@ -6,7 +6,7 @@ What a backend cannot do it refuses, and then te_core.attention_rules must have 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import cache
 from typing import Any
 
@@ -24,6 +24,7 @@ from te_core.tensor import Tensor
 from tests.backends import cuda_runtime, requires_cuda
 from tests.core import attention_cases as cases
 from tests.core.attention_cases import HEADS, Case, Made, Sequences
+from tests.core.covering_lists import covering_lists
 from tests.core.inputs import poisoned
 from tests.reference import attention as reference
 from tests.reference.elementwise import keep
@@ -32,6 +33,21 @@ from tests.tolerances import DB
 Array = np.ndarray[Any, Any]
 
 PAIRS = cases.pairs()
+
+
+def values_of(several: list[Case]) -> list[Case]:
+    """So many of these cases that each value of a factor stands in one."""
+    found: list[Case] = []
+    missing = {(f.name, getattr(c, f.name)) for c in several for f in fields(c)}
+    for case in several:
+        own = {(f.name, getattr(case, f.name)) for f in fields(case)}
+        if own & missing:
+            found.append(case)
+            missing -= own
+    return found
+
+
+SOME_PAIRS = values_of(PAIRS)
 
 
 # ------------------------------------------------------------------------------------------------------ judging
@@ -139,9 +155,11 @@ def check_case(rt: Runtime, c: Case, sequences: Sequences | None = None) -> str 
 # ------------------------------------------------------------------------------------------------------ the matrix
 
 
-@pytest.mark.parametrize("case", PAIRS, ids=str)
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, id=str(c), marks=[] if c in SOME_PAIRS else pytest.mark.full) for c in PAIRS]
+)
 def test_pairs(rt, case):
-    """Every pair of values of any two factors."""
+    """Every pair of values of any two factors; without `--full` every value."""
     check_case(rt, case)
 
 
@@ -154,6 +172,13 @@ def accepted() -> list[Case]:
 
 
 @requires_cuda
+def test_values_that_cudnn_takes():
+    """Every value of a factor among the cases that the rules accept here."""
+    assert_all(cuda_runtime(), values_of(accepted()))
+
+
+@requires_cuda
+@pytest.mark.full
 @pytest.mark.parametrize("part", range(PARTS))
 def test_pairs_that_cudnn_takes(part):
     """Every pair among the cases that the rules accept here: above, one refused value hides the pairs beside it."""
@@ -212,8 +237,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize("version", CUDNN, ids=str)
-@pytest.mark.parametrize("case", REFUSED, ids=str)
+@covering_lists(pytest.mark.parametrize("case", REFUSED, ids=str), pytest.mark.parametrize("version", CUDNN, ids=str))
 def test_what_the_rules_must_refuse(case, version):
     """What cuDNN has no kernels to train with."""
     assert cases.ruled(H200, version, case)
@@ -228,7 +252,24 @@ def test_what_the_rules_refuse(version):
     assert reasons[None]
 
 
-@pytest.mark.parametrize("case", ESSENTIAL, ids=str)
+#: Others of these lie, are grouped or are as wide as one that is run.
+ALIKE = {
+    Case(**(BASE | one))
+    for one in (
+        {"layout": "bshd", "mask": "padding"},
+        {"packing": "kvh2d"},
+        {"packing": "qkv3hd"},
+        {"mask": "causal", "shared": 4},
+        {"bias": "11ss"},
+        *({"mask": "causal", "dims": (d, d)} for d in (32, 96)),
+    )
+}
+assert set(ESSENTIAL) >= ALIKE
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, id=str(c), marks=pytest.mark.full if c in ALIKE else []) for c in ESSENTIAL]
+)
 def test_essential(rt, case):
     assert check_case(rt, case) is None
 
@@ -236,9 +277,12 @@ def test_essential(rt, case):
 BOTTOM_RIGHT = {"causal_bottom_right": "bshd", "window_left_bottom_right": "sbhd", "padding_causal_bottom_right": "thd"}
 
 
-@pytest.mark.parametrize("lengths", ["cross", "tall"])
-@pytest.mark.parametrize("bias", ["none", "alibi", "alibi_h", "alibi_bh"])
-@pytest.mark.parametrize("mask", BOTTOM_RIGHT)
+@covering_lists(
+    pytest.mark.parametrize("mask", BOTTOM_RIGHT),
+    pytest.mark.parametrize("bias", ["none", "alibi", "alibi_h", "alibi_bh"]),
+    pytest.mark.parametrize("lengths", ["cross", "tall"]),
+    turns=2,
+)
 def test_a_diagonal_that_ends_bottom_right(rt, mask, bias, lengths):
     """More keys than queries, and fewer: which keys are seen, and how far ALiBi finds them."""
     case = Case(mask=mask, layout=BOTTOM_RIGHT[mask], bias=bias, lengths=lengths, dims=(64, 64))
@@ -347,18 +391,20 @@ def test_largest_logits_of_nothing(rt):
 RNG = (2**40 + 7, 3)
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        Case("fp32"),
-        Case("fp32", mask="causal", shared=2),
-        Case("bf16", "thd_gaps", mask="padding_causal"),
-        Case("fp32", "sbhd", bias="bhss", softmax="learnable", lengths="cross"),
-        Case("fp32", softcap=2.0, lengths="tall"),
-    ],
-    ids=str,
+@covering_lists(
+    pytest.mark.parametrize("p", [0.1, 0.5]),
+    pytest.mark.parametrize(
+        "case",
+        [
+            Case("fp32"),
+            Case("fp32", mask="causal", shared=2),
+            Case("bf16", "thd_gaps", mask="padding_causal"),
+            Case("fp32", "sbhd", bias="bhss", softmax="learnable", lengths="cross"),
+            Case("fp32", softcap=2.0, lengths="tall"),
+        ],
+        ids=str,
+    ),
 )
-@pytest.mark.parametrize("p", [0.1, 0.5])
 def test_dropout_by_the_formula(case, p):
     """The CPU's mask: word ((b h + head) sq + i) skv + j of the stream that te_core/ops/elementwise.py describes."""
     rt = Runtime.cpu()
@@ -400,8 +446,7 @@ class Dropped:
         return self.dv.transpose(0, 2, 3, 1) * self.n
 
 
-@pytest.mark.parametrize("form", ["bshd", "sbhd"])
-@pytest.mark.parametrize("p", [0.1, 0.25, 0.5, 0.9])
+@covering_lists(pytest.mark.parametrize("p", [0.1, 0.25, 0.5, 0.9]), pytest.mark.parametrize("form", ["bshd", "sbhd"]))
 def test_dropout_mask(rt, p, form):
     """As many kept as p says, in each head and each column; scaled by 1 / (1 - p); the same in backward.
 
@@ -440,18 +485,20 @@ def test_dropout_draws(rt):
 # ------------------------------------------------------------------------------------------------------ the reference
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        Case("fp32"),
-        Case("fp32", mask="causal_bottom_right", lengths="cross", shared=2, dims=(40, 72)),
-        Case("fp32", mask="padding", bias="111s", softmax="learnable", softcap=2.0, lengths="no keys"),
-        Case("fp32", mask="window_both", bias="bhss", softmax="off-by-one", shared=4),
-        Case("fp32", mask="arbitrary", bias="alibi_bh", softmax="learnable", lengths="tall"),
-    ],
-    ids=str,
+@covering_lists(
+    pytest.mark.parametrize("p", [0.0, 0.5]),
+    pytest.mark.parametrize(
+        "case",
+        [
+            Case("fp32"),
+            Case("fp32", mask="causal_bottom_right", lengths="cross", shared=2, dims=(40, 72)),
+            Case("fp32", mask="padding", bias="111s", softmax="learnable", softcap=2.0, lengths="no keys"),
+            Case("fp32", mask="window_both", bias="bhss", softmax="off-by-one", shared=4),
+            Case("fp32", mask="arbitrary", bias="alibi_bh", softmax="learnable", lengths="tall"),
+        ],
+        ids=str,
+    ),
 )
-@pytest.mark.parametrize("p", [0.0, 0.5])
 def test_reference_by_finite_differences(case, p):
     """The gradients are the slopes of sum(dy * out) along random directions."""
     made = cases.make(Runtime.cpu(), case)

@@ -132,28 +132,30 @@ def assert_four_parts(error: Any, operation: str, text: str) -> None:
     assert text in str(error)
 
 
-@pytest.mark.parametrize("name", WRONG)
-def test_wrong_arguments(rt, name):
-    """Refused with what came in, what is allowed and what to do."""
+def assert_refused(rt, name):
     call, text = WRONG[name]
     with pytest.raises(ArgumentError) as caught:
         call(rt)
     assert_four_parts(caught.value, "attention_forward", text)
 
 
-@pytest.mark.parametrize("name", [n for n in WRONG if n.startswith(("type of", "no rng", "count of", "lengths of"))])
-def test_a_plan_hides_no_wrong_argument(rt, name):
+def test_wrong_arguments(rt):
+    """Refused with what came in, what is allowed and what to do."""
+    for name in WRONG:
+        assert_refused(rt, name)
+
+
+def test_a_plan_hides_no_wrong_argument(rt):
     """Refused as well where the right call has made a plan of the same shapes before."""
-    call, text = WRONG[name]
     for case in (Case(), PADDED, MASKED, BIASED, SLOPED, SINK):
         made = cases.make(rt, case)
         if cases.refusal(rt, case) is None:
             attention_forward(rt, *made.tensors, spec=made.spec, terms=made.terms)
     made = cases.make(rt, Case(), p=0.5)
     attention_forward(rt, *made.tensors, spec=made.spec, terms=made.terms)
-    with pytest.raises(ArgumentError) as caught:
-        call(rt)
-    assert_four_parts(caught.value, "attention_forward", text)
+    for name in WRONG:
+        if name.startswith(("type of", "no rng", "count of", "lengths of")):
+            assert_refused(rt, name)
 
 
 def spaced(t: Tensor) -> Tensor:

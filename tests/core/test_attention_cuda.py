@@ -23,6 +23,7 @@ from te_core.ops.attention_terms import NOTHING, Terms
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
 from tests.backends import cuda_runtime, requires_cuda
+from tests.core.covering_lists import covering_lists
 
 pytestmark = requires_cuda
 
@@ -145,8 +146,9 @@ def test_one_cudnn_is_mapped():
 # ---------------------------------------------------------------------------------------------- equal bits
 
 
-@pytest.mark.parametrize("groups", [4, 2])
-@pytest.mark.parametrize("changes", [{}, {"left": 31}, {"softcap": 8.0}])
+@covering_lists(
+    pytest.mark.parametrize("changes", [{}, {"left": 31}, {"softcap": 8.0}]), pytest.mark.parametrize("groups", [4, 2])
+)
 def test_deterministic_gives_equal_bits(groups, changes):
     rt = cuda_runtime()
     q, k, v = normal(rt, 2, 384, 4, 64), normal(rt, 2, 384, groups, 64, seed=1), normal(rt, 2, 384, groups, 64, seed=2)

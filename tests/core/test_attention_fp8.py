@@ -23,6 +23,7 @@ from te_core.quantized import Cast, QuantizedTensor
 from te_core.recipe import DelayedScaling, Float8CurrentScaling, Format
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
+from tests.core.covering_lists import covering_lists
 from tests.reference import attention as exact
 from tests.reference import attention_fp8 as reference
 from tests.reference import quantize
@@ -62,8 +63,10 @@ CASES: dict[str, tuple[dict[str, Any], int, str]] = {
 }
 
 
-@pytest.mark.parametrize("types", [(E4M3, E5M2), (E4M3, E4M3)], ids=["hybrid", "e4m3"])
-@pytest.mark.parametrize("case", CASES)
+@covering_lists(
+    pytest.mark.parametrize("case", CASES),
+    pytest.mark.parametrize("types", [(E4M3, E5M2), (E4M3, E4M3)], ids=["hybrid", "e4m3"]),
+)
 def test_the_cpu_does_what_is_stated(case: str, types: tuple[str, str]) -> None:
     """Casts of P and dS in their places and types, each scale applied and taken off again, maxima raised before."""
     fields, groups, form = CASES[case]
@@ -279,8 +282,10 @@ def test_each_quantity_has_its_slot(rt: Runtime) -> None:
     assert all(scale[i] == 1 for i in (0, 1, 4, 5, 6, 7)) and all(scale_back[i] == 1 for i in (1, 2, 4))
 
 
-@pytest.mark.parametrize("lead", [(64, 2), (9, 3)], ids=["even", "odd"])
-@pytest.mark.parametrize(("packing", "interleaved"), [("qkv", False), ("qkv", True), ("kv", False), ("kv", True)])
+@covering_lists(
+    pytest.mark.parametrize(("packing", "interleaved"), [("qkv", False), ("qkv", True), ("kv", False), ("kv", True)]),
+    pytest.mark.parametrize("lead", [(64, 2), (9, 3)], ids=["even", "odd"]),
+)
 def test_packed_is_as_separate(rt: Runtime, packing: str, interleaved: bool, lead: tuple[int, int]) -> None:
     q, k, v, g = _parts(lead)
     *inputs, dy = _flat(rt, [q, k, v, g])

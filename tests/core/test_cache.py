@@ -181,16 +181,17 @@ DAMAGED = {
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGED)
-def test_damaged_choices_of_gemms_cost_one_warning(folder: Path, damage: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gemm_tune, "_store", None)
-    cache.write(gemm_tune.store_path(), DAMAGED[damage])
-    said = warned(lambda: (gemm_tune._read_store(), gemm_tune._read_store(), gemm_tune._stored()))
-    assert len(said) == 1 and "gemm.json" in said[0]
-    assert gemm_tune._stored() == {}
-    whole = {"a": {"algorithm": "0a" * 64, "ms": 1.0, "heuristic_ms": 2.0}}
-    cache.write(gemm_tune.store_path(), json.dumps(whole).encode())
-    assert gemm_tune._read_store() == whole
+def test_damaged_choices_of_gemms_cost_one_warning(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for damage, data in DAMAGED.items():
+        monkeypatch.setattr(gemm_tune, "_store", None)
+        monkeypatch.setattr(cache, "_warned", set())
+        cache.write(gemm_tune.store_path(), data)
+        said = warned(lambda: (gemm_tune._read_store(), gemm_tune._read_store(), gemm_tune._stored()))
+        assert len(said) == 1 and "gemm.json" in said[0], damage
+        assert gemm_tune._stored() == {}, damage
+        whole = {"a": {"algorithm": "0a" * 64, "ms": 1.0, "heuristic_ms": 2.0}}
+        cache.write(gemm_tune.store_path(), json.dumps(whole).encode())
+        assert gemm_tune._read_store() == whole, damage
 
 
 def test_a_choice_that_cannot_be_kept_is_no_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,17 +74,16 @@ BROKEN: dict[str, tuple[Callable[[], Broken], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", BROKEN)
-def test_a_broken_capsule_is_refused_and_stays_the_producers(name: str) -> None:
+def test_a_broken_capsule_is_refused_and_stays_the_producers() -> None:
     """Its destructor frees it: neither taken, nor released, nor lost. An honest one is read after it."""
-    make, reason = BROKEN[name]
-    producer = make()
+    producers = [(make(), reason) for make, reason in BROKEN.values()]
     for _ in range(2):  # a refusal has changed nothing
-        with pytest.raises(ArgumentError, match=f"from_dlpack: got .*{reason}.*Allowed: .*To do: "):
-            from_dlpack(producer)
+        for producer, reason in producers:
+            with pytest.raises(ArgumentError, match=f"from_dlpack: got .*{reason}.*Allowed: .*To do: "):
+                from_dlpack(producer)
+            assert from_dlpack(Broken()).numpy().tolist() == [[0, 1, 2], [3, 4, 5]]
         gc.collect()
-        assert producer.released == 0
-    assert from_dlpack(Broken()).numpy().tolist() == [[0, 1, 2], [3, 4, 5]]
+        assert {producer.released for producer, _ in producers} == {0}
 
 
 FINE: dict[str, tuple[Callable[[], Broken], Any]] = {

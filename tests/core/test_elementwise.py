@@ -59,6 +59,8 @@ def expected_sum(x, bias, residual, p, mask):
 def test_bias_dropout_add(rt, dtype):
     rt = poisoned(rt)
     for i, shape in enumerate(SHAPES):
+        if np.prod(shape) > 20_000 and DTYPES[i % 3] != dtype:
+            continue  # the reference draws number by number: one dtype for each large matrix
         x, residual, bias = (values(shape, dtype, i), values(shape, dtype, i + 50), values(shape[1:], dtype, i + 90))
         bias, residual, p = (None if i % 4 == 1 else bias), (None if i % 4 == 2 else residual), P[i % 4]
         seed, offset, site = 2**64 - 1 - i, (i << 40) + 12345, (i * 0x9E3779B9) & 0x7FFFFFFF

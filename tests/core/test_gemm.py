@@ -13,6 +13,7 @@ from te_core.ops.gemm import GemmOperands, gemm
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
 from tests.backends import requires_cuda
+from tests.core.covering_lists import covering_lists
 from tests.reference import gemm as reference
 from tests.tolerances import DB, snr_db
 
@@ -61,9 +62,12 @@ def fresh(rt: Runtime) -> None:
 # ---------------------------------------------------------------------------------------------- 16 and 32 bit
 
 
-@pytest.mark.parametrize("size", SIZES, ids=str)
-@pytest.mark.parametrize(("trans_a", "trans_b"), TRANSPOSES)
-@pytest.mark.parametrize(("dtype", "out"), PAIRS, ids=str)
+@covering_lists(
+    pytest.mark.parametrize(("dtype", "out"), PAIRS, ids=str),
+    pytest.mark.parametrize(("trans_a", "trans_b"), TRANSPOSES),
+    pytest.mark.parametrize("size", SIZES, ids=str),
+    turns=2,
+)
 def test_product(rt, dtype, out, trans_a, trans_b, size):
     fresh(rt)
     (a, av), (b, bv) = operands(rt, size, dtype, trans_a, trans_b)
@@ -81,20 +85,22 @@ def test_tf32(rt, size):
     assert family(rt) in (None, "cublasLt(none)")
 
 
-@pytest.mark.parametrize("size", SIZES, ids=str)
-@pytest.mark.parametrize(
-    ("dtype", "bias_dtype", "out"),
-    [
-        (D.bfloat16, D.bfloat16, D.bfloat16),
-        (D.bfloat16, D.float32, D.bfloat16),
-        (D.float16, D.float16, D.float16),
-        (D.bfloat16, D.float32, D.float32),
-        (D.bfloat16, D.bfloat16, D.float32),
-        (D.float32, D.float32, D.float32),
-        (D.float16, D.float32, D.float32),
-        (D.float32, D.bfloat16, D.float32),
-    ],
-    ids=str,
+@covering_lists(
+    pytest.mark.parametrize(
+        ("dtype", "bias_dtype", "out"),
+        [
+            (D.bfloat16, D.bfloat16, D.bfloat16),
+            (D.bfloat16, D.float32, D.bfloat16),
+            (D.float16, D.float16, D.float16),
+            (D.bfloat16, D.float32, D.float32),
+            (D.bfloat16, D.bfloat16, D.float32),
+            (D.float32, D.float32, D.float32),
+            (D.float16, D.float32, D.float32),
+            (D.float32, D.bfloat16, D.float32),
+        ],
+        ids=str,
+    ),
+    pytest.mark.parametrize("size", SIZES, ids=str),
 )
 def test_bias(rt, dtype, bias_dtype, out, size):
     fresh(rt)
@@ -106,10 +112,13 @@ def test_bias(rt, dtype, bias_dtype, out, size):
         assert family(rt) in (None, "cublasLt(BIAS)")
 
 
-@pytest.mark.parametrize("size", SIZES, ids=str)
-@pytest.mark.parametrize("with_bias", [False, True])
-@pytest.mark.parametrize("with_aux", [False, True])
-@pytest.mark.parametrize(("dtype", "out"), PAIRS, ids=str)
+@covering_lists(
+    pytest.mark.parametrize(("dtype", "out"), PAIRS, ids=str),
+    pytest.mark.parametrize("with_aux", [False, True]),
+    pytest.mark.parametrize("with_bias", [False, True]),
+    pytest.mark.parametrize("size", SIZES, ids=str),
+    turns=2,
+)
 def test_gelu(rt, dtype, out, with_aux, with_bias, size):
     fresh(rt)
     m, n, _ = size
@@ -127,10 +136,13 @@ def test_gelu(rt, dtype, out, with_aux, with_bias, size):
         assert family(rt) in (None, f"cublasLt({name})")
 
 
-@pytest.mark.parametrize("size", SIZES, ids=str)
-@pytest.mark.parametrize("sum_dtype", [None, D.float32, D.bfloat16])
-@pytest.mark.parametrize("with_bias", [False, True])
-@pytest.mark.parametrize("dtype", [D.bfloat16, D.float32])
+@covering_lists(
+    pytest.mark.parametrize("dtype", [D.bfloat16, D.float32]),
+    pytest.mark.parametrize("with_bias", [False, True]),
+    pytest.mark.parametrize("sum_dtype", [None, D.float32, D.bfloat16]),
+    pytest.mark.parametrize("size", SIZES, ids=str),
+    turns=2,
+)
 def test_dgelu(rt, dtype, with_bias, sum_dtype, size):
     fresh(rt)
     m, n, _ = size
@@ -148,9 +160,12 @@ def test_dgelu(rt, dtype, with_bias, sum_dtype, size):
         assert family(rt) in (None, "cublasLt(DGELU)" + (" + sums.cu" if sums is not None else ""))
 
 
-@pytest.mark.parametrize("size", SIZES, ids=str)
-@pytest.mark.parametrize(("trans_a", "trans_b"), TRANSPOSES)
-@pytest.mark.parametrize("sum_dtype", [D.float32, D.bfloat16])
+@covering_lists(
+    pytest.mark.parametrize("sum_dtype", [D.float32, D.bfloat16]),
+    pytest.mark.parametrize(("trans_a", "trans_b"), TRANSPOSES),
+    pytest.mark.parametrize("size", SIZES, ids=str),
+    turns=2,
+)
 def test_a_sum_while_accumulating(rt, sum_dtype, trans_a, trans_b, size):
     """The weight gradient as a layer forms it: into float32 main_grad, with the bias gradient."""
     fresh(rt)
@@ -175,8 +190,9 @@ def test_a_sum_with_a_bias(rt):
     check(rt, sums, av.sum(1), DB["fp32"])
 
 
-@pytest.mark.parametrize("dtype", [D.bfloat16, D.float32])
-@pytest.mark.parametrize("width", [37, 264, 2048])
+@covering_lists(
+    pytest.mark.parametrize("width", [37, 264, 2048]), pytest.mark.parametrize("dtype", [D.bfloat16, D.float32])
+)
 def test_sums_of_many_rows(rt, width, dtype):
     """Enough rows for the two-step column sum; widths that leave a tail, and that allow wide loads or do not."""
     (a, av), (b, bv) = operands(rt, (width, 16, 5003), dtype, trans_a=True)
@@ -197,8 +213,10 @@ def test_sum_of_an_unaligned_matrix(rt):
     check(rt, sums, whole[1:].reshape(300, 64).sum(0), DB["fp32"])
 
 
-@pytest.mark.parametrize("epilogue", [None, "gelu", "dgelu"])
-@pytest.mark.parametrize(("dtype", "out"), PAIRS, ids=str)
+@covering_lists(
+    pytest.mark.parametrize(("dtype", "out"), PAIRS, ids=str),
+    pytest.mark.parametrize("epilogue", [None, "gelu", "dgelu"]),
+)
 def test_accumulate(rt, dtype, out, epilogue):
     """What `out` held is added after the epilogue."""
     (a, av), (b, bv) = operands(rt, (40, 24, 72), dtype)
@@ -254,10 +272,13 @@ def fp8_operands(rt: Runtime, size, a_dtype=D.float8_e4m3, b_dtype=D.float8_e4m3
     return a, b, {"trans_b": True, "a_scale": a_scale, "b_scale": b_scale}
 
 
-@pytest.mark.parametrize("split", [False, True])
-@pytest.mark.parametrize("out", [D.bfloat16, D.float16, D.float32])
-@pytest.mark.parametrize(("a_dtype", "b_dtype"), FP8_PAIRS, ids=str)
-@pytest.mark.parametrize("size", [(64, 48, 32), (5, 16, 16), (1, 64, 256), (96, 32, 1024)], ids=str)
+@covering_lists(
+    pytest.mark.parametrize("size", [(64, 48, 32), (5, 16, 16), (1, 64, 256), (96, 32, 1024)], ids=str),
+    pytest.mark.parametrize(("a_dtype", "b_dtype"), FP8_PAIRS, ids=str),
+    pytest.mark.parametrize("out", [D.bfloat16, D.float16, D.float32]),
+    pytest.mark.parametrize("split", [False, True]),
+    turns=2,
+)
 def test_fp8(rt, size, a_dtype, b_dtype, out, split):
     fresh(rt)
     (a, av), (b, bv), scales = fp8_operands(rt, size, a_dtype, b_dtype)
@@ -267,18 +288,20 @@ def test_fp8(rt, size, a_dtype, b_dtype, out, split):
     assert family(rt) in (None, "cublasLt(none)")
 
 
-@pytest.mark.parametrize("epilogue", [None, "gelu", "gelu+aux", "dgelu"])
-@pytest.mark.parametrize(
-    ("bias_dtype", "out"),
-    [
-        (None, D.bfloat16),
-        (D.bfloat16, D.bfloat16),
-        (D.float32, D.bfloat16),
-        (D.float16, D.float16),
-        (D.bfloat16, D.float32),
-        (D.float32, D.float32),
-    ],
-    ids=str,
+@covering_lists(
+    pytest.mark.parametrize(
+        ("bias_dtype", "out"),
+        [
+            (None, D.bfloat16),
+            (D.bfloat16, D.bfloat16),
+            (D.float32, D.bfloat16),
+            (D.float16, D.float16),
+            (D.bfloat16, D.float32),
+            (D.float32, D.float32),
+        ],
+        ids=str,
+    ),
+    pytest.mark.parametrize("epilogue", [None, "gelu", "gelu+aux", "dgelu"]),
 )
 def test_fp8_epilogues(rt, bias_dtype, out, epilogue):
     fresh(rt)
@@ -351,10 +374,10 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("case", WRONG)
-def test_wrong_arguments(rt, case):
-    with pytest.raises(ArgumentError, match=r"gemm.*got .*Allowed: .*To do: "):
-        WRONG[case](rt)
+def test_wrong_arguments(rt):
+    for case in WRONG.values():
+        with pytest.raises(ArgumentError, match=r"gemm.*got .*Allowed: .*To do: "):
+            case(rt)
 
 
 def test_a_cached_plan_does_not_let_wrong_tensors_in(rt):

@@ -22,6 +22,7 @@ from te_core.quantized import Cast, Format
 from te_core.recipe import Float8CurrentScaling, resolve
 from te_core.runtime import Runtime
 from te_core.tensor import CPU, META, cuda_device
+from tests.core.covering_lists import covering_lists
 from tests.core.inputs import poisoned
 from tests.tolerances import DB, snr_db
 
@@ -91,9 +92,7 @@ def bound(pair, dtype: D.DType) -> float:
     return DB["fp8 split"]
 
 
-@pairs
-@copies
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@covering_lists(pytest.mark.parametrize("dtype", ["float32", "bfloat16"]), copies, pairs, turns=2)
 def test_every_pair_of_copies(rt: Runtime, pair, columns, dtype: str) -> None:
     """No unwritten byte of padding gets in: the memory is poisoned."""
     rt, out_type = poisoned(rt), D.dtype(dtype)
@@ -104,8 +103,7 @@ def test_every_pair_of_copies(rt: Runtime, pair, columns, dtype: str) -> None:
         assert snr_db(rt.numpy(out).astype(np.float64), want) >= bound(pair, out_type), size
 
 
-@pairs
-@copies
+@covering_lists(copies, pairs)
 def test_bias_and_accumulation(rt: Runtime, pair, columns) -> None:
     """out = out + A B^T, and out = A B^T + bias, also where the stored sides are longer than the real ones."""
     rng = np.random.default_rng(5)
@@ -166,25 +164,24 @@ NATIVE = {
 
 
 @pytest.mark.parametrize("capability", NATIVE, ids=str)
-@pairs
-def test_routes(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], pair) -> None:
-    pretend(monkeypatch, capability)
-    how, reason, *_ = gemm_route(cuda_device(0), *pair)
-    if pair == (WIDE, WIDE):
-        assert how == "dequantized" and "E5M2 by E5M2" in reason
-    elif pair[0].scaling in NATIVE[capability] and not pair[0].row_scaled:
-        assert (how, reason) == ("native", "")
-    else:
-        assert how == "refused" and reason
+def test_routes(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
+    for pair in PAIRS:
+        pretend(monkeypatch, capability)
+        how, reason, *_ = gemm_route(cuda_device(0), *pair)
+        if pair == (WIDE, WIDE):
+            assert how == "dequantized" and "E5M2 by E5M2" in reason
+        elif pair[0].scaling in NATIVE[capability] and not pair[0].row_scaled:
+            assert (how, reason) == ("native", ""), pair
+        else:
+            assert how == "refused" and reason, pair
 
 
-@pairs
-def test_routes_without_a_gpu(monkeypatch: pytest.MonkeyPatch, pair) -> None:
+def test_routes_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The reference backend multiplies everything, and asks no driver."""
     monkeypatch.setattr(device, "info", None)
-    how = gemm_route(CPU, *pair)[0]
-    expected = "dequantized" if pair == (WIDE, WIDE) else "native" if pair[0].scaling == "tensor" else "emulated"
-    assert how == expected
+    for pair in PAIRS:
+        expected = "dequantized" if pair == (WIDE, WIDE) else "native" if pair[0].scaling == "tensor" else "emulated"
+        assert gemm_route(CPU, *pair)[0] == expected, pair
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ from te_core.quantized import Format
 from te_core.runtime import HostAllocator, Runtime
 from te_core.tensor import CPU, Tensor
 from tests.backends import capability, cuda_runtime, needs_device, requires_cuda
+from tests.core.covering_lists import covering_lists
 from tests.core.test_gemm import BOUND, check, family, fresh, operands, values
 from tests.reference import gemm as reference
 from tests.tolerances import DB
@@ -90,9 +91,11 @@ def close(rt: Runtime, y: Tensor, want: np.ndarray, bound: float) -> None:
 
 
 @requires_blocks
-@pytest.mark.parametrize("out", [D.bfloat16, D.float16, D.float32], ids=str)
-@pytest.mark.parametrize("k", LENGTHS)
-@pytest.mark.parametrize("pair", PAIRS)
+@covering_lists(
+    pytest.mark.parametrize("pair", PAIRS),
+    pytest.mark.parametrize("k", LENGTHS),
+    pytest.mark.parametrize("out", [D.bfloat16, D.float16, D.float32], ids=str),
+)
 def test_block_product(pair, k, out):
     rt = cuda_runtime()
     fresh(rt)
@@ -102,8 +105,12 @@ def test_block_product(pair, k, out):
 
 
 @requires_blocks
-@pytest.mark.parametrize("pair", PAIRS)
-@pytest.mark.parametrize("size", [(1, 1, 1), (37, 40, 200), (130, 16, 1000), (5, 271, 129), (1021, 517, 391)], ids=str)
+@covering_lists(
+    pytest.mark.parametrize(
+        "size", [(1, 1, 1), (37, 40, 200), (130, 16, 1000), (5, 271, 129), (1021, 517, 391)], ids=str
+    ),
+    pytest.mark.parametrize("pair", PAIRS),
+)
 def test_block_sizes_of_padded_copies(size, pair):
     """Any matrix enters by its padded copy; rows and columns of zeros come out as zeros."""
     rt = cuda_runtime()
@@ -115,8 +122,9 @@ def test_block_sizes_of_padded_copies(size, pair):
 
 
 @requires_blocks
-@pytest.mark.parametrize("pair", PAIRS)
-@pytest.mark.parametrize("out", [D.bfloat16, D.float32], ids=str)
+@covering_lists(
+    pytest.mark.parametrize("out", [D.bfloat16, D.float32], ids=str), pytest.mark.parametrize("pair", PAIRS)
+)
 def test_block_accumulates(out, pair):
     rt = cuda_runtime()
     fresh(rt)
@@ -129,11 +137,13 @@ def test_block_accumulates(out, pair):
 
 
 @requires_blocks
-@pytest.mark.parametrize("pair", PAIRS)
-@pytest.mark.parametrize(
-    ("bias_dtype", "out"),
-    [(D.bfloat16, D.bfloat16), (D.float16, D.float16), (D.float32, D.bfloat16), (D.float32, D.float32)],
-    ids=str,
+@covering_lists(
+    pytest.mark.parametrize(
+        ("bias_dtype", "out"),
+        [(D.bfloat16, D.bfloat16), (D.float16, D.float16), (D.float32, D.bfloat16), (D.float32, D.float32)],
+        ids=str,
+    ),
+    pytest.mark.parametrize("pair", PAIRS),
 )
 def test_block_bias(bias_dtype, out, pair):
     rt = cuda_runtime()
@@ -324,12 +334,11 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("case", WRONG)
-def test_wrong_arguments(spy, case):
-    scaling, changed = WRONG[case]
-    with pytest.raises(ArgumentError, match=r"gemm.*got .*Allowed: .*To do: "):
-        call(spy, scaling, **changed)
-    assert spy.backend.ran is None
+def test_wrong_arguments(spy):
+    for scaling, changed in WRONG.values():
+        with pytest.raises(ArgumentError, match=r"gemm.*got .*Allowed: .*To do: "):
+            call(spy, scaling, **changed)
+        assert spy.backend.ran is None
 
 
 def test_a_cached_plan_does_not_let_wrong_scales_in(spy):
@@ -472,9 +481,11 @@ def test_alpha_kernel():
 # ---------------------------------------------------------------------------------------------- float32 into 16 bits
 
 
-@pytest.mark.parametrize("out", [D.bfloat16, D.float16], ids=str)
-@pytest.mark.parametrize("trans", [False, True])
-@pytest.mark.parametrize("size", [(64, 48, 32), (7, 13, 5), (33, 65, 129)], ids=str)
+@covering_lists(
+    pytest.mark.parametrize("size", [(64, 48, 32), (7, 13, 5), (33, 65, 129)], ids=str),
+    pytest.mark.parametrize("trans", [False, True]),
+    pytest.mark.parametrize("out", [D.bfloat16, D.float16], ids=str),
+)
 def test_float32_operands_round_once(rt, size, trans, out):
     """The product is float32's own, rounded at the store."""
     (a, av), (b, bv) = operands(rt, size, D.float32, trans, trans)

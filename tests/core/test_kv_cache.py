@@ -9,6 +9,7 @@ from te_core import ops
 from te_core.errors import ArgumentError
 from te_core.ops import KVCache
 from te_core.tensor import Tensor
+from tests.core.covering_lists import covering_lists
 from tests.core.inputs import DTYPES, placed, poisoned, values
 from tests.reference.kv_cache import appended, gathered
 
@@ -52,9 +53,12 @@ def page_table(rows, capacity, page_size, seed):
     return np.random.default_rng(seed).permutation(rows * each + 3)[: rows * each].reshape(rows, each).astype(np.int32)
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("paged", [False, True], ids=["rows", "pages"])
-@pytest.mark.parametrize("dtype", DTYPES)
+@covering_lists(
+    pytest.mark.parametrize("dtype", DTYPES),
+    pytest.mark.parametrize("paged", [False, True], ids=["rows", "pages"]),
+    pytest.mark.parametrize("form", FORMS),
+    turns=2,
+)
 def test_append(rt, dtype, paged, form):
     for i, (capacity, page_size, groups, d_k, d_v, lengths, held) in enumerate(CASES):
         rows = len(lengths)

@@ -10,6 +10,7 @@ from te_core.errors import ArgumentError
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
 from tests.backends import cuda_runtime, requires_cuda
+from tests.core.covering_lists import covering_lists
 from tests.core.inputs import DTYPES, numpy_dtype, placed, poisoned
 from tests.reference.softmax import l2_norm, l2_norm_gradient
 
@@ -27,8 +28,7 @@ def inputs(shape: tuple[int, int], dtype: str) -> tuple[np.ndarray, np.ndarray]:
     return x.astype(numpy_dtype(dtype)), rng.standard_normal(shape).astype(numpy_dtype(dtype))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@covering_lists(pytest.mark.parametrize("shape", SHAPES, ids=str), pytest.mark.parametrize("dtype", DTYPES))
 def test_values_and_gradients(rt: Runtime, shape: tuple[int, int], dtype: str) -> None:
     rt = poisoned(rt)
     x, dy = inputs(shape, dtype)

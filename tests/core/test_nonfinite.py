@@ -8,12 +8,14 @@ import pytest
 from te_core import dtypes, ops
 from te_core.errors import ArgumentError
 from te_core.quantized import Cast
+from tests.core.covering_lists import covering_lists
 
 F32, BF16, F16 = dtypes.float32, dtypes.bfloat16, dtypes.float16
 
 
-@pytest.mark.parametrize("dtype", [F32, BF16, F16])
-@pytest.mark.parametrize("count", [0, 1, 7, 1000, 70_001])
+@covering_lists(
+    pytest.mark.parametrize("count", [0, 1, 7, 1000, 70_001]), pytest.mark.parametrize("dtype", [F32, BF16, F16])
+)
 def test_counts(rt, count, dtype):
     rng = np.random.default_rng(count)
     values = rng.standard_normal(count).astype(np.float32)

@@ -11,6 +11,7 @@ from te_core.errors import ArgumentError
 from te_core.ops.norm import Branch
 from te_core.quantized import Cast
 from te_core.runtime import Runtime
+from tests.core.covering_lists import covering_lists
 from tests.core.test_norm import (
     BACKWARD_CASES,
     EPS,
@@ -76,8 +77,10 @@ BRANCHES = [  # kind, x, gamma, shape, bias, p
 ]
 
 
-@pytest.mark.parametrize("delivery", ["values", "delayed", "current"])
-@pytest.mark.parametrize(("kind", "x", "gamma", "shape", "bias", "p"), BRANCHES)
+@covering_lists(
+    pytest.mark.parametrize(("kind", "x", "gamma", "shape", "bias", "p"), BRANCHES),
+    pytest.mark.parametrize("delivery", ["values", "delayed", "current"]),
+)
 def test_a_sum_and_its_norm_in_one(
     rt: Runtime, kind: str, x: str, gamma: str, shape: tuple[int, int], bias: bool, p: float, delivery: str
 ) -> None:
@@ -111,8 +114,7 @@ def test_a_sum_and_its_norm_in_one(
         assert rt.numpy(fused.amax)[0] == rt.numpy(apart.amax)[0]
 
 
-@pytest.mark.parametrize("by", [1, 2, 4])
-@pytest.mark.parametrize("moved", ["residual", "bias", "sum"])
+@covering_lists(pytest.mark.parametrize("moved", ["residual", "bias", "sum"]), pytest.mark.parametrize("by", [1, 2, 4]))
 def test_a_branch_may_lie_anywhere(rt: Runtime, moved: str, by: int) -> None:
     case = Case("RMSNorm", "bf16", "bf16", (19, 512))
     arrays = {

@@ -23,6 +23,7 @@ from te_core.recipe import resolve, the_one
 from te_core.runtime import Runtime
 from tests.backends import runtimes
 from tests.core.face import scales
+from tests.covering import covering
 from tests.recipes import RECIPES
 from tests.recipes import rule as recipe_of
 
@@ -104,29 +105,25 @@ def compared(case: Case, recipe: str | None, ranks: InProcessRanks, **options: A
     return [(whole(0, case.y), one[0]), (whole(1, case.x), one[1]), (whole(2, case.w), one[2]), (bias, one[3])]
 
 
-@pytest.mark.parametrize("recipe", [None, *EXACT])
-@pytest.mark.parametrize("sequence", [False, True])
-@pytest.mark.parametrize("mode", ["column", "row"])
-@pytest.mark.parametrize("size", [2, 4])
-def test_a_linear(mode: str, sequence: bool, recipe: str | None, size: int) -> None:
+@covering(turns=2, size=[2, 4], case=["column", "column sequence", "row", "row sequence"], recipe=[None, *EXACT])
+def test_a_linear(case: str, recipe: str | None, size: int) -> None:
+    mode, _, sequence = case.partition(" ")
     if size == 4 and recipe in ("block", "block no tiles", "block tiled x"):
         pytest.skip("parts of 64 columns have other blocks than the whole")
-    for made, one in compared(Case(mode, sequence, size, recipe, 512), recipe, InProcessRanks(size)):
+    for made, one in compared(Case(mode, bool(sequence), size, recipe, 512), recipe, InProcessRanks(size)):
         assert np.array_equal(made, one)
 
 
-@pytest.mark.parametrize("rows", [6, 40, 72])
-@pytest.mark.parametrize("recipe", [None, *EXACT])
-@pytest.mark.parametrize("mode", ["column", "row"])
+@covering(turns=2, mode=["column", "row"], recipe=[None, *EXACT], rows=[6, 40, 72])
 def test_parts_of_no_whole_blocks(mode: str, recipe: str | None, rows: int) -> None:
     for made, one in compared(Case(mode, True, 2, recipe, rows), recipe, InProcessRanks(2)):
         assert np.array_equal(made, one)
 
 
-@pytest.mark.parametrize(
-    "recipe", ["current", "nvfp4", "nvfp4 rows", "nvfp4 4over6 all MAE", "block hybrid", "mxfp8 hybrid"]
+@covering(
+    mode=["column", "row"],
+    recipe=["current", "nvfp4", "nvfp4 rows", "nvfp4 4over6 all MAE", "block hybrid", "mxfp8 hybrid"],
 )
-@pytest.mark.parametrize("mode", ["column", "row"])
 def test_formats_that_round(mode: str, recipe: str) -> None:
     """What is not exact runs, and is about right."""
     for made, one in compared(Case(mode, True, 2, recipe), recipe, InProcessRanks(2)):
@@ -141,9 +138,7 @@ def bytes_of(q: QuantizedTensor, columns: bool) -> list[Any]:
     return [RT.numpy(t.view_as(dtypes.uint8) if t.dtype.bits == 8 else t) for t in (getattr(q, n) for n in names)]
 
 
-@pytest.mark.parametrize("columns", [False, True])
-@pytest.mark.parametrize("rows", [20, 128, 256])
-@pytest.mark.parametrize("recipe", RECIPES)
+@covering(turns=2, recipe=RECIPES, rows=[20, 128, 256], columns=[False, True])
 def test_gathered_bytes_are_those_of_the_whole(recipe: str, rows: int, columns: bool) -> None:
     """Data, scales and padding, of every format that can travel."""
     rule: Operand = precision_of(recipe).input  # type: ignore[union-attr,assignment]
@@ -314,8 +309,7 @@ def test_moves_between_ranks() -> None:
     assert first == ([0, 1, 10, 11], [10, 11, 12, 13]) and second == ([2, 3, 12, 13], [0, 1, 2, 3])
 
 
-@pytest.mark.parametrize("recipe", [None, *EXACT, "nvfp4"])
-@pytest.mark.parametrize("mode", ["column", "row"])
+@covering(mode=["column", "row"], recipe=[None, *EXACT, "nvfp4"])
 def test_the_host_moves_no_numbers(mode: str, recipe: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once the ranks have met: inside a CUDA graph's capture nothing may be read from the device."""
     case, ranks = Case(mode, True, 2, recipe), InProcessRanks(2)

@@ -17,6 +17,7 @@ from te_core.layers.linear import Sink
 from te_core.ops import raw as ops
 from te_core.quantized import Cast, Format, QuantizedTensor
 from tests.core.test_parallel import FP32, RT, Case, Late, integers, part
+from tests.covering import covering
 from tests.recipes import OVERRIDES, RECIPES
 
 ALIGNED, ODD = 256, 80  # rows: parts of whole blocks, and of none of the large ones
@@ -95,12 +96,11 @@ def run(case: Case, inspector: Callable[[], Any] | None = None, **options: Any) 
 # ------------------------------------------------------------------------------------------- nothing is changed
 
 
-@pytest.mark.parametrize(("sequence", "rows"), [(True, ALIGNED), (True, ODD), (False, ODD)])
-@pytest.mark.parametrize("recipe", [None, *RECIPES, *OVERRIDES])
-@both_modes
-def test_a_step_that_is_looked_at(mode: str, sequence: bool, recipe: str | None, rows: int) -> None:
+@covering(mode=["column", "row"], recipe=[None, *RECIPES, *OVERRIDES], parts=["whole blocks", "odd", "all rows"])
+def test_a_step_that_is_looked_at(mode: str, recipe: str | None, parts: str) -> None:
     """Bit for bit the plain step, and no byte more travels."""
-    case = Case(mode, sequence, 2, recipe, rows, normal)
+    rows = ALIGNED if parts == "whole blocks" else ODD
+    case = Case(mode, parts != "all rows", 2, recipe, rows, normal)
     plain, bytes_of_plain, _ = run(case)
     found, sent, looks = run(case, Looks)
     for made, one in zip(found, plain, strict=True):
@@ -202,12 +202,23 @@ def joined(case: Case, found: list[Any]) -> list[Any]:
     return [f[0] if d is None else np.concatenate(f, d) for f, d in zip(zip(*found), (case.y, case.x, case.w))]  # noqa: B905
 
 
-@pytest.mark.parametrize(("kind", "marked"), [(Unquantizes, False), (Unquantizes, True), (Halves, False)])
-@pytest.mark.parametrize("rows", [ALIGNED, ODD])
-@pytest.mark.parametrize("recipe", [None, "delayed", "current e4m3 pow2", "block", "block tiled x", "mxfp8"])
-@both_modes
-def test_operands_put_in(mode: str, recipe: str | None, rows: int, kind: type[Looks], marked: bool) -> None:
+PUT_IN: dict[str, tuple[type[Looks], bool]] = {
+    "in high precision": (Unquantizes, False),
+    "marked as such": (Unquantizes, True),
+    "halves": (Halves, False),
+}
+
+
+@covering(
+    turns=2,
+    mode=["column", "row"],
+    rows=[ALIGNED, ODD],
+    recipe=[None, "delayed", "current e4m3 pow2", "block", "block tiled x", "mxfp8"],
+    what=PUT_IN,
+)
+def test_operands_put_in(mode: str, recipe: str | None, rows: int, what: str) -> None:
     """Each by itself, and all: what travels is multiplied as one process multiplies the whole of it."""
+    kind, marked = PUT_IN[what]
     case = Case(mode, True, 2, recipe, rows, rounded)
     for points in (*([point] for point in OPERANDS), OPERANDS):
         request = frozenset((*points, *(PLAIN[p] for p in points if marked)))

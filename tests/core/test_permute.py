@@ -11,6 +11,7 @@ from te_core import dtypes, ops
 from te_core.errors import ArgumentError, UnsupportedError
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
+from tests.core.covering_lists import covering_lists
 from tests.core.inputs import DTYPES, numpy_dtype, placed, poisoned
 from tests.reference import permute as reference
 
@@ -79,8 +80,10 @@ def near(got: Any, want: Any, terms: Any, dtype: str) -> None:
 # ---------------------------------------------------------------------------------------------------- maps
 
 
-@pytest.mark.parametrize("kind", ["bool", "uint8", "int32", "int64"])
-@pytest.mark.parametrize("size", SIZES, ids=str)
+@covering_lists(
+    pytest.mark.parametrize("size", SIZES, ids=str),
+    pytest.mark.parametrize("kind", ["bool", "uint8", "int32", "int64"]),
+)
 def test_map_of_a_mask(rt: Runtime, size: tuple[int, int, int], kind: str) -> None:
     tokens, experts, _ = size
     routing = routed(tokens, experts)
@@ -92,8 +95,10 @@ def test_map_of_a_mask(rt: Runtime, size: tuple[int, int, int], kind: str) -> No
     np.testing.assert_array_equal(rt.numpy(ops.mask_row_map(rt, given))[:, -1], routing.sum(1))
 
 
-@pytest.mark.parametrize("kind", ["bool", "int32"])
-@pytest.mark.parametrize("size", [(40000, 24), (513, 1), (640, 33), (700, 1100), (9000, 64)], ids=str)
+@covering_lists(
+    pytest.mark.parametrize("size", [(40000, 24), (513, 1), (640, 33), (700, 1100), (9000, 64)], ids=str),
+    pytest.mark.parametrize("kind", ["bool", "int32"]),
+)
 def test_map_of_a_large_mask(rt: Runtime, size: tuple[int, int], kind: str) -> None:
     """Several blocks, several tiles a block, and blocks of tokens that nobody gets."""
     tokens, experts = size
@@ -113,9 +118,12 @@ def test_map_of_a_large_mask(rt: Runtime, size: tuple[int, int], kind: str) -> N
         np.testing.assert_array_equal(made[token, j], place[token, expert])
 
 
-@pytest.mark.parametrize("rows", ["all", "some", "none", "more"])
-@pytest.mark.parametrize("ids", ["usual", "many", "any"])
-@pytest.mark.parametrize(("tokens", "slots"), [(1, 1), (12, 2), (300, 8), (3000, 3)])
+@covering_lists(
+    pytest.mark.parametrize(("tokens", "slots"), [(1, 1), (12, 2), (300, 8), (3000, 3)]),
+    pytest.mark.parametrize("ids", ["usual", "many", "any"]),
+    pytest.mark.parametrize("rows", ["all", "some", "none", "more"]),
+    turns=2,
+)
 def test_index_map(rt: Runtime, tokens: int, slots: int, ids: str, rows: str) -> None:
     low, high = {"usual": (0, 7), "many": (0, 3000), "any": (-(1 << 31), 1 << 31)}[ids]
     experts = np.random.default_rng([tokens, slots]).integers(low, high, (tokens, slots)).astype(np.int32)
@@ -144,8 +152,10 @@ CHUNKS = [
 ]
 
 
-@pytest.mark.parametrize("kinds", [("int32", "int32"), ("int64", "int64"), ("int32", "int64")], ids=str)
-@pytest.mark.parametrize("case", CHUNKS, ids=lambda c: str(c)[:30])
+@covering_lists(
+    pytest.mark.parametrize("case", CHUNKS, ids=lambda c: str(c)[:30]),
+    pytest.mark.parametrize("kinds", [("int32", "int32"), ("int64", "int64"), ("int32", "int64")], ids=str),
+)
 def test_map_of_chunks(rt: Runtime, case: Any, kinds: tuple[str, str]) -> None:
     sizes, order, rows = case
     given = (rt.tensor(np.array(v, k)) for v, k in zip((sizes, order), kinds, strict=True))
@@ -165,8 +175,9 @@ def test_chunks_of_many_rows(rt: Runtime) -> None:
 # --------------------------------------------------------------------------------------------------- moves
 
 
-@pytest.mark.parametrize("dtype", [*DTYPES, "uint8"])
-@pytest.mark.parametrize("size", SIZES + LONG, ids=str)
+@covering_lists(
+    pytest.mark.parametrize("size", SIZES + LONG, ids=str), pytest.mark.parametrize("dtype", [*DTYPES, "uint8"])
+)
 def test_permute(rt: Runtime, size: tuple[int, int, int], dtype: str) -> None:
     """Bit for bit, in as many rows as there are copies and in more: the others are zeros."""
     rt = poisoned(rt)
@@ -182,10 +193,13 @@ def test_permute(rt: Runtime, size: tuple[int, int, int], dtype: str) -> None:
         np.testing.assert_array_equal(rt.numpy(out), reference.permuted(x, copies, rows)[0])
 
 
-@pytest.mark.parametrize("known", [False, True])
-@pytest.mark.parametrize("probs", [False, True])
-@pytest.mark.parametrize("align", [1, 16])
-@pytest.mark.parametrize("size", SIZES + LONG, ids=str)
+@covering_lists(
+    pytest.mark.parametrize("size", SIZES + LONG, ids=str),
+    pytest.mark.parametrize("align", [1, 16]),
+    pytest.mark.parametrize("probs", [False, True]),
+    pytest.mark.parametrize("known", [False, True]),
+    turns=2,
+)
 def test_rows_that_nobody_gets(rt: Runtime, size: tuple[int, int, int], align: int, probs: bool, known: bool) -> None:
     """They are zeros, before each expert and behind all, whether or not the map's starts say which; twice, for what a
     call leaves behind.
@@ -216,9 +230,11 @@ def test_rows_that_nobody_gets(rt: Runtime, size: tuple[int, int, int], align: i
     assert not rt.numpy(out).any()
 
 
-@pytest.mark.parametrize("kind", DTYPES)
-@pytest.mark.parametrize("align", [1, 16])
-@pytest.mark.parametrize("size", SIZES, ids=str)
+@covering_lists(
+    pytest.mark.parametrize("size", SIZES, ids=str),
+    pytest.mark.parametrize("align", [1, 16]),
+    pytest.mark.parametrize("kind", DTYPES),
+)
 def test_permute_with_probabilities(rt: Runtime, size: tuple[int, int, int], align: int, kind: str) -> None:
     """Rows of probability 0 are zeros, and so is what pads the experts."""
     rt = poisoned(rt)
@@ -234,8 +250,7 @@ def test_permute_with_probabilities(rt: Runtime, size: tuple[int, int, int], ali
     np.testing.assert_array_equal(rt.numpy(row_probs).astype(np.float64), wanted_probs)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("size", SIZES + LONG, ids=str)
+@covering_lists(pytest.mark.parametrize("size", SIZES + LONG, ids=str), pytest.mark.parametrize("dtype", DTYPES))
 def test_permute_by_an_index_map(rt: Runtime, size: tuple[int, int, int], dtype: str) -> None:
     rt = poisoned(rt)
     tokens, slots, columns = size[0], min(size[1], 9), size[2]
@@ -256,8 +271,7 @@ def test_nothing_is_written_without_fill(rt: Runtime) -> None:
     np.testing.assert_array_equal(rt.numpy(out), x[[3, 4, 5, 6, 7, 0, 1, 2, 8, 9, 10, 11]])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("size", SIZES, ids=str)
+@covering_lists(pytest.mark.parametrize("size", SIZES, ids=str), pytest.mark.parametrize("dtype", DTYPES))
 def test_unpermute(rt: Runtime, size: tuple[int, int, int], dtype: str) -> None:
     """Sums, weighted sums, padded or not."""
     rt = poisoned(rt)
@@ -318,8 +332,10 @@ def nearest(exact: Any, dtype: str) -> Any:
     return (np.rint(exact / step) * step).astype(np.float32).astype(numpy_dtype(dtype))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("tokens", "slots", "columns"), [(12, 2, 16), (50, 8, 72), (9, 5, 3), (5, 3, 4096)])
+@covering_lists(
+    pytest.mark.parametrize(("tokens", "slots", "columns"), [(12, 2, 16), (50, 8, 72), (9, 5, 3), (5, 3, 4096)]),
+    pytest.mark.parametrize("dtype", DTYPES),
+)
 def test_weighted_by_an_index_map(rt: Runtime, tokens: int, slots: int, columns: int, dtype: str) -> None:
     """Bit for bit: the sum is kept in the dtype of the values."""
     rt = poisoned(rt)
@@ -332,8 +348,7 @@ def test_weighted_by_an_index_map(rt: Runtime, tokens: int, slots: int, columns:
     np.testing.assert_array_equal(rt.numpy(out), kept_in(dtype, x, copies, tokens, weights))
 
 
-@pytest.mark.parametrize("kind", DTYPES)
-@pytest.mark.parametrize("size", SIZES, ids=str)
+@covering_lists(pytest.mark.parametrize("size", SIZES, ids=str), pytest.mark.parametrize("kind", DTYPES))
 def test_gradients_of_permute(rt: Runtime, size: tuple[int, int, int], kind: str) -> None:
     """What `unpermute` does for it: rows of probability 0 are no copies of the token."""
     rt = poisoned(rt)
@@ -360,8 +375,7 @@ def test_gradients_of_permute(rt: Runtime, size: tuple[int, int, int], kind: str
     np.testing.assert_array_equal(rt.numpy(d_probs), expected)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("size", SIZES, ids=str)
+@covering_lists(pytest.mark.parametrize("size", SIZES, ids=str), pytest.mark.parametrize("dtype", DTYPES))
 def test_gradients_of_a_weighted_sum(rt: Runtime, size: tuple[int, int, int], dtype: str) -> None:
     """By both kinds of maps; rows that nobody reads have gradient 0."""
     rt = poisoned(rt)

@@ -76,16 +76,15 @@ def tensors(rt: Runtime) -> dict[str, Tensor]:
     return {**matrices, **vectors, **statistics, "weight": make(WIDTH, WIDTH)}
 
 
-@pytest.mark.parametrize("wrong", [spaced, elsewhere], ids=lambda f: f.__name__)
-@pytest.mark.parametrize(
-    ("call", "name"),
-    [(call, name) for call, names in CALLS.items() for name in names],
-    ids=lambda x: x if isinstance(x, str) else x.__name__,
-)
-def test_a_plan_hides_no_wrong_tensor(
-    rt: Runtime, call: Callable[..., None], name: str, wrong: Callable[[Tensor], Tensor]
-) -> None:
-    given = tensors(rt)
-    call(rt, given)
-    with pytest.raises(ArgumentError):
-        call(rt, {**given, name: wrong(given[name])})
+@pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__name__)
+def test_a_plan_hides_no_wrong_tensor(rt: Runtime, call: Callable[..., None]) -> None:
+    given, passed = tensors(rt), []
+    for name in CALLS[call]:
+        for wrong in (spaced, elsewhere):
+            call(rt, given)
+            try:
+                call(rt, {**given, name: wrong(given[name])})
+            except ArgumentError:
+                continue
+            passed.append(f"{wrong.__name__} {name}")
+    assert passed == []

@@ -14,6 +14,7 @@ from te_core.ops.quantize import QuantizeSpec, ScalingState, allocate
 from te_core.quantized import Cast
 from te_core.runtime import Runtime
 from tests.backends import cuda_runtime, requires_cuda
+from tests.core.covering_lists import covering_lists
 from tests.core.inputs import DTYPES, FP8, SHAPES, codes, numpy_dtype, placed, poisoned, values
 from tests.reference import quantize as ref
 
@@ -45,8 +46,7 @@ def check_storage(rt, q, expected, orientation, scale):
     assert rt.numpy(q.scale_inv)[0] == np.float32(1) / np.float32(scale)
 
 
-@pytest.mark.parametrize("fp8", FP8)
-@pytest.mark.parametrize("dtype", DTYPES)
+@covering_lists(pytest.mark.parametrize("dtype", DTYPES), pytest.mark.parametrize("fp8", FP8))
 def test_delayed(rt, dtype, fp8):
     rt = poisoned(rt)
     for i, shape in enumerate(SHAPES):
@@ -59,8 +59,7 @@ def test_delayed(rt, dtype, fp8):
         assert rt.numpy(cast.amax)[0] == max(np.float32(before), ref.amax(x))
 
 
-@pytest.mark.parametrize("fp8", FP8)
-@pytest.mark.parametrize("dtype", DTYPES)
+@covering_lists(pytest.mark.parametrize("dtype", DTYPES), pytest.mark.parametrize("fp8", FP8))
 def test_current(rt, dtype, fp8):
     rt = poisoned(rt)
     for i, shape in enumerate(SHAPES):
@@ -125,8 +124,7 @@ def check_any_bits(rt, x, fp8):
         assert rt.numpy(cast.amax)[0] == ref.amax(x)
 
 
-@pytest.mark.parametrize("fp8", FP8)
-@pytest.mark.parametrize("dtype", DTYPES)
+@covering_lists(pytest.mark.parametrize("dtype", DTYPES), pytest.mark.parametrize("fp8", FP8))
 def test_dequantize(rt, dtype, fp8):
     rt = poisoned(rt)
     for i, shape in enumerate(SHAPES):
@@ -205,8 +203,10 @@ def update_case(rt, rng, count, longest):
     return states, plain
 
 
-@pytest.mark.parametrize("algo", ["max", "most_recent"])
-@pytest.mark.parametrize(("count", "longest"), [(1, 1), (1, 1024), (40, 80), (900, 4)])
+@covering_lists(
+    pytest.mark.parametrize(("count", "longest"), [(1, 1), (1, 1024), (40, 80), (900, 4)]),
+    pytest.mark.parametrize("algo", ["max", "most_recent"]),
+)
 def test_update_scales(rt, algo, count, longest):
     states, plain = update_case(rt, np.random.default_rng(count), count, longest)
     for _ in range(2):

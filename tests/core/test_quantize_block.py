@@ -13,6 +13,7 @@ from te_core.ops.quantize import QuantizeSpec
 from te_core.quantized import Cast, Format
 from te_core.runtime import Runtime
 from tests.backends import cuda_runtime, requires_cuda
+from tests.core.covering_lists import covering_lists
 from tests.core.inputs import DTYPES, FP8, SHAPES, codes, numpy_dtype, placed, poisoned, values
 from tests.reference import quantize_block as ref
 from tests.reference.quantize import FP8 as ORACLE
@@ -50,9 +51,12 @@ def check(rt, q, x, cast):
                 np.testing.assert_array_equal(bits(rt, scale), stored.view(np.uint32))
 
 
-@pytest.mark.parametrize("tiled", GRAINS)
-@pytest.mark.parametrize("fp8", FP8)
-@pytest.mark.parametrize("dtype", DTYPES)
+@covering_lists(
+    pytest.mark.parametrize("dtype", DTYPES),
+    pytest.mark.parametrize("fp8", FP8),
+    pytest.mark.parametrize("tiled", GRAINS),
+    turns=2,
+)
 def test_quantize(rt, dtype, fp8, tiled):
     rt = poisoned(rt)
     for i, shape in enumerate(BLOCKS):
@@ -61,8 +65,7 @@ def test_quantize(rt, dtype, fp8, tiled):
         check(rt, ops.quantize(rt, placed(rt, x), cast), x, cast)
 
 
-@pytest.mark.parametrize("tiled", GRAINS)
-@pytest.mark.parametrize("dtype", DTYPES)
+@covering_lists(pytest.mark.parametrize("dtype", DTYPES), pytest.mark.parametrize("tiled", GRAINS))
 def test_odd_blocks(rt, dtype, tiled):
     """Blocks of zeros, of subnormals, of NaN, with an infinity, and such that the quotient overflows."""
     rt = poisoned(rt)
@@ -138,9 +141,12 @@ def test_golden(rt):
             )
 
 
-@pytest.mark.parametrize("tiled", GRAINS)
-@pytest.mark.parametrize("fp8", FP8)
-@pytest.mark.parametrize("dtype", DTYPES)
+@covering_lists(
+    pytest.mark.parametrize("dtype", DTYPES),
+    pytest.mark.parametrize("fp8", FP8),
+    pytest.mark.parametrize("tiled", GRAINS),
+    turns=2,
+)
 def test_dequantize(rt, dtype, fp8, tiled):
     rt = poisoned(rt)
     for i, shape in enumerate([(1, 1), (17, 33), (0, 32), (48, 0), (130, 264), (129, 257), (300, 1), (127, 640)]):
@@ -165,8 +171,7 @@ def test_dequantize(rt, dtype, fp8, tiled):
 
 
 @requires_cuda
-@pytest.mark.parametrize("tiled", GRAINS)
-@pytest.mark.parametrize("dtype", DTYPES)
+@covering_lists(pytest.mark.parametrize("dtype", DTYPES), pytest.mark.parametrize("tiled", GRAINS))
 def test_cuda_equals_cpu_on_large(dtype, tiled):
     """Many tiles in each direction, each copy alone and both: the bytes of both backends."""
     x = values((1100, 2056), dtype, 5, special=True)

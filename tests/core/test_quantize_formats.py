@@ -18,6 +18,7 @@ from tests.core import test_quantize as per_tensor
 from tests.core import test_quantize_block as block
 from tests.core import test_quantize_mxfp8 as mxfp8
 from tests.core import test_quantize_nvfp4 as nvfp4
+from tests.core.covering_lists import covering_lists
 from tests.core.inputs import DTYPES, FP8, SHAPES, numpy_dtype, placed, poisoned, values
 from tests.core.test_quantize_grouped import same
 
@@ -91,8 +92,7 @@ on_dtypes = pytest.mark.parametrize("dtype", DTYPES)
 on_formats = pytest.mark.parametrize("name", CASES)
 
 
-@on_dtypes
-@on_formats
+@covering_lists(on_formats, on_dtypes)
 def test_column_sum(rt, name, dtype):
     """Right within the rounding of its type, the same every time; and asking for it changes nothing else."""
     rt, case = poisoned(rt), CASES[name]
@@ -114,8 +114,7 @@ def test_column_sum(rt, name, dtype):
                     same(rt, results[0], plain)
 
 
-@on_dtypes
-@on_formats
+@covering_lists(on_formats, on_dtypes)
 def test_unaligned(rt, name, dtype):
     """An address off the 16-byte grid, whatever the shape."""
     rt, case = poisoned(rt), CASES[name]

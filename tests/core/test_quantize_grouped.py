@@ -11,6 +11,7 @@ from te_core.ops.quantize_grouped import ALIGNMENT, bounds_of, groups_in
 from te_core.quantize.state import element
 from te_core.quantized import Cast, Format
 from tests.backends import cuda_runtime, requires_cuda
+from tests.core.covering_lists import covering_lists
 from tests.core.inputs import DTYPES, numpy_dtype, placed, poisoned, values
 
 FORMATS = {
@@ -89,8 +90,7 @@ def compare(rt, name, dtype, splits, orientation, *, sums=False, offset=0, speci
         ].block.ptr % ALIGNMENT
 
 
-@on_dtypes
-@on_formats
+@covering_lists(on_formats, on_dtypes)
 def test_groups(rt, name, dtype):
     for i, splits in enumerate(SPLITS):
         compare(rt, name, dtype, splits, ORIENTATIONS[i % 3], sums=i % 2 == 0, special=i == 2 and name != "nvfp4")
@@ -108,15 +108,16 @@ def test_off_the_grid(rt, name):
     compare(rt, name, "bfloat16", [33, 7], (True, True), sums=True, offset=1)
 
 
-@pytest.mark.parametrize("name", ["delayed", "current", "block", "tiles"])
-@pytest.mark.parametrize("count", [49, 130, 400])
+@covering_lists(
+    pytest.mark.parametrize("count", [49, 130, 400]),
+    pytest.mark.parametrize("name", ["delayed", "current", "block", "tiles"]),
+)
 def test_more_than_a_table_holds(rt, name, count):
     splits = [(7 * i) % 5 for i in range(count)]
     compare(rt, name, "bfloat16", splits, (True, True), sums=True)
 
 
-@on_dtypes
-@on_formats
+@covering_lists(on_formats, on_dtypes)
 def test_many(rt, name, dtype):
     """Separate matrices, each with storage of its own."""
     rt = poisoned(rt)
@@ -128,8 +129,7 @@ def test_many(rt, name, dtype):
     assert len({q.block.ptr for q in made}) == len(made)
 
 
-@on_dtypes
-@on_formats
+@covering_lists(on_formats, on_dtypes)
 def test_many_into_storage(rt, name, dtype):
     """Where it was before, whatever was there, and what was swizzled of it is made again."""
     rt = poisoned(rt)
@@ -148,8 +148,7 @@ def test_many_into_storage(rt, name, dtype):
         ops.quantize_many(rt, tensors, ours, outs=outs[1:])
 
 
-@on_dtypes
-@pytest.mark.parametrize("sums", [False, True])
+@covering_lists(pytest.mark.parametrize("sums", [False, True]), on_dtypes)
 def test_given_maxima(rt, dtype, sums):
     """In the place of each matrix's own: what ranks agreed on."""
     x = values((200, WIDTH), dtype, 3)
@@ -168,8 +167,7 @@ def test_given_maxima(rt, dtype, sums):
         ops.quantize_grouped(rt, held, splits, [one, *casts[1:]])
 
 
-@on_dtypes
-@pytest.mark.parametrize("sizes", [(1,), (7, 0, 300), (5, 70000, 1 << 20, 0)])
+@covering_lists(pytest.mark.parametrize("sizes", [(1,), (7, 0, 300), (5, 70000, 1 << 20, 0)]), on_dtypes)
 def test_maxima_of_many(rt, dtype, sizes):
     """As of each alone; where one is large the small ones leave most of their blocks idle."""
     rt = poisoned(rt)

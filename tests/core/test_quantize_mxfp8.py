@@ -12,6 +12,7 @@ from te_core.ops.swizzle import SwizzleSpec
 from te_core.quantized import Cast, Copy, Format, QuantizedTensor
 from te_core.runtime import Runtime
 from tests.backends import cuda_runtime, requires_cuda
+from tests.core.covering_lists import covering_lists
 from tests.core.inputs import DTYPES, FP8, SHAPES, codes, numpy_dtype, placed, poisoned, values
 from tests.reference import quantize_mxfp8 as ref
 from tests.reference.quantize import LIMIT
@@ -37,9 +38,12 @@ def check(rt, q, x, fp8, orientation=(True, True), tiled=False):
             np.testing.assert_array_equal(codes(rt, data), expected, err_msg=f"data {x.shape} {columnwise=}")
 
 
-@pytest.mark.parametrize("tiled", [False, True], ids=["pieces", "tiled"])
-@pytest.mark.parametrize("fp8", FP8)
-@pytest.mark.parametrize("dtype", DTYPES)
+@covering_lists(
+    pytest.mark.parametrize("dtype", DTYPES),
+    pytest.mark.parametrize("fp8", FP8),
+    pytest.mark.parametrize("tiled", [False, True], ids=["pieces", "tiled"]),
+    turns=2,
+)
 def test_quantize(rt, dtype, fp8, tiled):
     rt = poisoned(rt)
     for i, shape in enumerate([*SHAPES, *EDGES]):
@@ -114,8 +118,7 @@ def test_tile_shares_one_scale(rt):
 # ---------------------------------------------------------------------------------------------- and back
 
 
-@pytest.mark.parametrize("fp8", FP8)
-@pytest.mark.parametrize("dtype", DTYPES)
+@covering_lists(pytest.mark.parametrize("dtype", DTYPES), pytest.mark.parametrize("fp8", FP8))
 def test_dequantize(rt, dtype, fp8):
     """Any data bytes below any scales: all 256 codes of both."""
     rt = poisoned(rt)

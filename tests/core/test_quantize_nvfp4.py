@@ -13,6 +13,7 @@ from te_core.errors import ArgumentError
 from te_core.quantized import Cast, Format
 from te_core.runtime import Runtime
 from tests.backends import cuda_runtime, requires_cuda
+from tests.core.covering_lists import covering_lists
 from tests.core.inputs import DTYPES, codes, numpy_dtype, placed, poisoned, values
 from tests.reference import quantize_nvfp4 as ref
 
@@ -93,8 +94,10 @@ def test_against_the_formulas(rt, options):
         check_storage(rt, q, copies, f"{shape} {x.dtype} {orientation}")
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("options", [OPTIONS[0], OPTIONS[3], OPTIONS[10]], ids=str)
+@covering_lists(
+    pytest.mark.parametrize("options", [OPTIONS[0], OPTIONS[3], OPTIONS[10]], ids=str),
+    pytest.mark.parametrize("dtype", DTYPES),
+)
 def test_every_dtype_and_extremes(rt, dtype, options):
     """NaN, infinities, zeros, the largest and the smallest numbers, in blocks of their own and mixed."""
     info = ml_dtypes.finfo(numpy_dtype(dtype))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from te_core.runtime import Runtime
 from tests.core.face import layers, operations
 from tests.host_steps import worded_at_last
@@ -11,9 +9,9 @@ from tests.host_steps import worded_at_last
 CALLS = {**operations(Runtime.cpu()), **layers(Runtime.cpu())}
 
 
-@pytest.mark.parametrize("name", CALLS)
-def test_nothing_is_worded(name: str) -> None:
-    call = CALLS[name]
-    for _ in range(2):
-        call.run()
-    assert not worded_at_last(call.run)
+def test_nothing_is_worded() -> None:
+    for call in CALLS.values():
+        for _ in range(2):
+            call.run()
+    worded = {name: texts for name, call in CALLS.items() if (texts := worded_at_last(call.run))}
+    assert worded == {}

@@ -12,6 +12,7 @@ from te_core.errors import ArgumentError
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
 from tests.backends import cuda_runtime, requires_cuda
+from tests.core.covering_lists import covering_lists
 from tests.core.inputs import DTYPES, numpy_dtype, placed, poisoned
 from tests.reference import rope as reference
 
@@ -55,8 +56,7 @@ def close(y: Any, expected: np.ndarray, x: np.ndarray, dtype: str) -> None:
     assert (np.abs(y - expected) <= ERROR[dtype] * scale).all()
 
 
-@pytest.mark.parametrize("starts", [False, True])
-@pytest.mark.parametrize("case", CASES, ids=str)
+@covering_lists(pytest.mark.parametrize("case", CASES, ids=str), pytest.mark.parametrize("starts", [False, True]))
 def test_rope(rt: Runtime, case: Any, starts: bool) -> None:
     fmt, shape, d2, dtype, interleaved, cp = case
     rt, rng = poisoned(rt), np.random.default_rng([1, *shape])
@@ -146,8 +146,7 @@ SPLITS = [
 ]
 
 
-@pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("case", SPLITS, ids=str)
+@covering_lists(pytest.mark.parametrize("case", SPLITS, ids=str), pytest.mark.parametrize("interleaved", [False, True]))
 def test_split(rt: Runtime, case: Any, interleaved: bool) -> None:
     """Every head comes from its place in the row, turned as `rope` turns it; backward writes the row again."""
     heads, groups, dims, packing, fmt, rotated, dtype = case

@@ -8,6 +8,7 @@ import pytest
 
 from te_core.backends.cuda import gemm_run, gemm_tune
 from te_core.tape import taped
+from tests.core.covering_lists import covering_lists
 from tests.core.fake_cuda import Make
 from tests.core.tape_cases import MLP, Linear
 from tests.core.tape_proof import Tapes, run
@@ -25,8 +26,7 @@ def last_is_fastest(rt: Any, spec: Any, route: Any, prepared: Any, found: list[A
     return [-float(i) for i in range(len(found))]
 
 
-@pytest.mark.parametrize("setting", taped.WHEN)
-@pytest.mark.parametrize("name", BUILDS)
+@covering_lists(pytest.mark.parametrize("name", BUILDS), pytest.mark.parametrize("setting", taped.WHEN))
 def test_autotuning_counts_from_the_next_call_on(
     make: Make, monkeypatch: pytest.MonkeyPatch, name: str, setting: str
 ) -> None:

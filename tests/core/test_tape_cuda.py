@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from te_core.runtime import ByteAllocator, Runtime
 from te_core.tape import taped
 from te_core.tape.taped import Taped
 from tests.core import fake_cudnn, tape_cases
+from tests.core.covering_lists import covering_lists
 from tests.core.fake_cuda import B200, Make
 from tests.core.tape_cases import ALL, MLP, RECIPES, STREAMS, Linear, needed
 from tests.core.tape_more_cases import Attention, L2Norm, Norm, Residual, Rope, Softmax
@@ -125,15 +127,39 @@ GROUPS: dict[str, Callable[[str | None], Iterator[Any]]] = {
 }
 
 
-@pytest.mark.parametrize("recipe", KINDS)
-@pytest.mark.parametrize("group", GROUPS)
+#: Each group and each recipe, so paired that faults of one show.
+SHOWN = {
+    ("linear", "current"),
+    ("linear", "delayed"),
+    ("norm and linear", "nvfp4"),
+    ("mlp", None),
+    ("mlp", "mxfp8"),
+    ("crooked", "block"),
+}
+assert {group for group, _ in SHOWN} == set(GROUPS) and {recipe for _, recipe in SHOWN} == set(KINDS)
+
+
+@pytest.mark.parametrize(
+    ("group", "recipe"),
+    [pytest.param(*pair, marks=[] if pair in SHOWN else pytest.mark.full) for pair in product(GROUPS, KINDS)],
+)
 def test_layers_with_products(make: Make, group: str, recipe: str | None) -> None:
     machine = make()
     for case in GROUPS[group](recipe):
         proved(machine, case)
 
 
-@pytest.mark.parametrize("recipe", sorted(set(RECIPES) - set(KINDS)))
+#: Of some that are variants of one recipe, one.
+OTHERS = {"current plain backward", "current dequantized backward", "block hybrid", "nvfp4 4over6"}
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        pytest.param(recipe, marks=[] if recipe in OTHERS else pytest.mark.full)
+        for recipe in sorted(set(RECIPES) - set(KINDS))
+    ],
+)
 def test_other_recipes(make: Make, recipe: str) -> None:
     machine = make()
     others = Linear(recipe), Linear(recipe, bias=False, sink="fp32+"), MLP(recipe), MLP(recipe, checkpoint=True)
@@ -141,8 +167,10 @@ def test_other_recipes(make: Make, recipe: str) -> None:
         proved(machine, build)
 
 
-@pytest.mark.parametrize("swizzled", [False, True])
-@pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8 tiled", "nvfp4", "nvfp4 4over6"])
+@covering_lists(
+    pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8 tiled", "nvfp4", "nvfp4 4over6"]),
+    pytest.mark.parametrize("swizzled", [False, True]),
+)
 def test_products_that_other_gpus_have(
     make: Make, monkeypatch: pytest.MonkeyPatch, recipe: str, swizzled: bool
 ) -> None:
@@ -216,8 +244,7 @@ ATTENTION: dict[str, list[dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("scratch", [256, 9 << 20])
-@pytest.mark.parametrize("group", ATTENTION)
+@covering_lists(pytest.mark.parametrize("group", ATTENTION), pytest.mark.parametrize("scratch", [256, 9 << 20]))
 def test_attention(make: Make, monkeypatch: pytest.MonkeyPatch, group: str, scratch: int) -> None:
     """`scratch`: what cuDNN asks for, of the runtime's or, if it is much, of the call's."""
     monkeypatch.setattr(fake_cudnn.Built, "needs", scratch)

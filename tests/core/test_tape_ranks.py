@@ -101,7 +101,7 @@ CASES = {
 }
 
 
-@covering(turns=2, name=CASES, recipe=[None, "nvfp4", "delayed", "current e4m3 pow2", "block tiled x", "mxfp8"])
+@covering(name=CASES, recipe=[None, "nvfp4", "delayed", "current e4m3 pow2", "block tiled x", "mxfp8"])
 def test_replays_exchange_and_give_the_same(name: str, recipe: str | None) -> None:
     make, *rest = CASES[name]
     module, spec, inputs = make(*rest[:2], recipe, *rest[2:])

@@ -26,6 +26,7 @@ from te_core.tape.recorder import Owner, Recorder, record
 from te_core.tape.tape import Take, Tape
 from te_core.tape.taped import FAILED, Taped
 from te_core.tape.walk import NotRecordedError
+from tests.core.covering_lists import covering_lists
 from tests.core.fake_cuda import Machine, Make
 from tests.core.tape_cases import MLP, Linear
 from tests.core.tape_more_cases import Attention
@@ -42,6 +43,14 @@ BUILDS: dict[str, Callable[[Runtime], Round]] = {
     "fp8 attention": FP8,
 }
 each_build = pytest.mark.parametrize("build", BUILDS.values(), ids=BUILDS.keys())
+#: For what no build does in a way of its own.
+some_builds = pytest.mark.parametrize(
+    "build",
+    [
+        pytest.param(build, id=name, marks=[] if name in ("checkpointed mlp", "nvfp4") else pytest.mark.full)
+        for name, build in BUILDS.items()
+    ],
+)
 
 
 def recorded(rt: Runtime, call: Call) -> Tape:
@@ -72,8 +81,7 @@ HARMLESS = {
 }
 
 
-@pytest.mark.parametrize("planned", [False, True])
-@each_build
+@covering_lists(each_build, pytest.mark.parametrize("planned", [False, True]))
 def test_a_recording_launches_allocates_and_waits_for_nothing(make: Make, build: Any, planned: bool) -> None:
     machine, tapes = make(), Tapes()
     rt = machine.runtime()
@@ -114,7 +122,7 @@ class Failing:
         return result
 
 
-@each_build
+@some_builds
 def test_a_recording_that_fails_leaves_no_tape(make: Make, build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The call runs as it always has, and says why it was not recorded; nothing of the recording stays."""
     machine, tapes = make(), Tapes()
@@ -177,7 +185,7 @@ def test_wrong_arguments_are_refused_as_ever(make: Make) -> None:
     assert words[0] == words[1] == words[2]
 
 
-@each_build
+@some_builds
 def test_a_tape_knows_its_peak(make: Make, build: Any) -> None:
     """The most bytes that a replay takes at once, as an allocator counts them; less where its caller gives some up."""
     machine, tapes = make(), Tapes()
@@ -188,8 +196,7 @@ def test_a_tape_knows_its_peak(make: Make, build: Any) -> None:
         assert found.peak == tape.peak if not tape.released else found.peak <= tape.peak
 
 
-@pytest.mark.parametrize("alignment", [16, 256])
-@each_build
+@covering_lists(each_build, pytest.mark.parametrize("alignment", [16, 256]))
 def test_a_tape_laid_out_as_one_block(make: Make, monkeypatch: pytest.MonkeyPatch, build: Any, alignment: int) -> None:
     """For a host that must know the size beforehand: the same steps, results apart, temporaries beside one another,
     with no more alignment than the allocator promises; and the plans that steps point at."""
@@ -244,7 +251,7 @@ def test_nothing_is_tuned_in_a_capture(make: Make, monkeypatch: pytest.MonkeyPat
     assert plans and all(("timing" in p.source) is not capturing for p in plans)
 
 
-@each_build
+@some_builds
 def test_a_call_that_is_met_again_in_a_capture(make: Make, monkeypatch: pytest.MonkeyPatch, build: Any) -> None:
     """It was tuned when it was met outside, and is recorded with the plans of then. It is replayed here and there."""
     monkeypatch.setenv("TE_CORE_AUTOTUNE", "1")
@@ -290,8 +297,7 @@ def scratch_blocks(events: Any) -> set[int]:
 # -------------------------------------------------------------------------------------------------- devices
 
 
-@pytest.mark.parametrize("current", [0, 1000, 1001])
-@each_build
+@covering_lists(each_build, pytest.mark.parametrize("current", [0, 1000, 1001]))
 def test_each_device_has_its_context_and_its_tape(make: Make, build: Any, current: int) -> None:
     """Of two devices: whichever the thread has chosen stays chosen, also where a step fails."""
     machine, tapes = make(devices=2), Tapes()
@@ -327,8 +333,8 @@ def test_a_replay_sets_its_kernels_up_on_their_device(make: Make, monkeypatch: p
 # -------------------------------------------------------------------------------------------------- threads
 
 
-@pytest.mark.parametrize("devices", [1, 2])
-@each_build
+@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.full), 2])
+@some_builds
 def test_one_tape_in_many_threads(make: Make, build: Any, devices: int) -> None:
     """Eight threads with two streams on each device, none of which writes where another one does. What was let go of
     is as good as poisoned: the machine gives no address twice, and notes where one is used that is nobody's."""
@@ -422,7 +428,7 @@ def names_of_scratch(done: list[Done]) -> set[str]:
     return {place.scratch for d in done for e in d.events for _, place in e.places if place is not None} - {""}
 
 
-@each_build
+@some_builds
 def test_scratch_memory_may_be_outgrown(make: Make, build: Any) -> None:
     """Between the recording and a replay it moves: the replay is given the new one; and one that is too small grows."""
     machine, tapes = make(), Tapes()
@@ -496,7 +502,7 @@ class Interrupting:
             self._act()
 
 
-@each_build
+@some_builds
 def test_tapes_and_plans_may_be_evicted(make: Make, build: Any) -> None:
     """Before a replay, which then records again, or in its middle, as by another thread: what runs holds what it needs.
     (A plan's algorithm is memory of the plan: a product reads it as it runs.)"""

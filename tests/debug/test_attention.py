@@ -13,6 +13,7 @@ import te_torch as te
 from te_core.errors import UnsupportedError
 from te_core.recipe import DelayedScaling, Float8CurrentScaling
 from tests.backends import devices
+from tests.core.covering_lists import covering_lists
 from tests.debug.conftest import config
 
 pytest.importorskip("nvdlfw_inspect", reason="the extra `debug` brings nvdlfw_inspect")
@@ -115,9 +116,11 @@ def differ(a: list[torch.Tensor], b: list[torch.Tensor]) -> list[int]:
 
 @pytest.mark.filterwarnings("ignore:DisableFP8", "ignore:fp8_mha")
 @pytest.mark.parametrize("device", devices())
-@pytest.mark.parametrize("mha", [False, True])
-@pytest.mark.parametrize("name", RECIPES)
-@pytest.mark.parametrize("feature", HIGH)
+@covering_lists(
+    pytest.mark.parametrize("feature", HIGH),
+    pytest.mark.parametrize("name", RECIPES),
+    pytest.mark.parametrize("mha", [False, True]),
+)
 def test_attention_in_high_precision(
     debugging: Any, monkeypatch: pytest.MonkeyPatch, feature: str, name: str, mha: bool, device: str
 ) -> None:

@@ -112,9 +112,7 @@ def for_onnx(layer: torch.nn.Module, x: torch.Tensor) -> Any:
         return torch.export.export(Region(layer), (x,), strict=False)
 
 
-@covering(
-    turns=2, kind=MODULES, door=[compiled, compiled_whole, exported, exported_strictly, for_onnx], feature=FEATURES
-)
+@covering(kind=MODULES, door=[compiled, compiled_whole, exported, exported_strictly, for_onnx], feature=FEATURES)
 def test_a_program_of_a_touched_layer_is_refused(
     debugging: Debugging, kind: str, door: Callable[..., Any], feature: str
 ) -> None:

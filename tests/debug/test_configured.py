@@ -20,6 +20,7 @@ from te_core.backends.cpu import codec
 from te_torch.debug.layers import layers
 from tests import recipes
 from tests.backends import devices
+from tests.core.covering_lists import covering_lists
 from tests.debug.conftest import FEATURES, config
 
 pytest.importorskip("nvdlfw_inspect", reason="the extra `debug` brings nvdlfw_inspect")
@@ -130,8 +131,7 @@ def test_a_gemm_in_high_precision_is_that_of_the_activation_dtype(
 
 
 @on_devices
-@pytest.mark.parametrize("recipe", recipes.KINDS)
-@pytest.mark.parametrize("kind", MODULES)
+@covering_lists(pytest.mark.parametrize("kind", MODULES), pytest.mark.parametrize("recipe", recipes.KINDS))
 def test_a_layer_in_high_precision(debugging: Debugging, kind: str, recipe: str, device: str) -> None:
     x, module = values(device), made(kind, device)
     plain = run(module, x)

@@ -13,6 +13,7 @@ import te_torch as te
 from te_core.errors import UnsupportedError
 from tests import recipes
 from tests.backends import devices
+from tests.core.covering_lists import covering_lists
 from tests.debug.conftest import config
 
 pytest.importorskip("nvdlfw_inspect", reason="the extra `debug` brings nvdlfw_inspect")
@@ -47,8 +48,7 @@ def step(module: Any, device: str, recipe: str | None = "delayed", **options: An
 
 
 @on_devices
-@pytest.mark.parametrize("off", SETS, ids="-".join)
-@pytest.mark.parametrize("kind", MODULES)
+@covering_lists(pytest.mark.parametrize("kind", MODULES), pytest.mark.parametrize("off", SETS, ids="-".join))
 def test_what_only_a_disabled_gemm_reads_is_not_recorded(
     debugging: Any, kind: str, off: tuple[str, ...], device: str
 ) -> None:
@@ -68,8 +68,7 @@ def test_what_only_a_disabled_gemm_reads_is_not_recorded(
 
 
 @on_devices
-@pytest.mark.parametrize("recipe", recipes.KINDS)
-@pytest.mark.parametrize("kind", MODULES)
+@covering_lists(pytest.mark.parametrize("kind", MODULES), pytest.mark.parametrize("recipe", recipes.KINDS))
 def test_every_gemm_disabled_is_the_layer_in_bf16(debugging: Any, kind: str, recipe: str, device: str) -> None:
     """Its biases, too."""
     module = made(kind, device)
@@ -80,8 +79,9 @@ def test_every_gemm_disabled_is_the_layer_in_bf16(debugging: Any, kind: str, rec
 
 
 @on_devices
-@pytest.mark.parametrize("off", GEMMS)
-@pytest.mark.parametrize("recipe", ["delayed", "current", "block", "mxfp8"])
+@covering_lists(
+    pytest.mark.parametrize("recipe", ["delayed", "current", "block", "mxfp8"]), pytest.mark.parametrize("off", GEMMS)
+)
 def test_the_others_stay_as_they_are(debugging: Any, recipe: str, off: str, device: str) -> None:
     """Bit for bit: a GEMM that was not named reads what it reads without features."""
     module = made("Linear", device)
@@ -105,9 +105,12 @@ def test_the_casts_that_run(debugging: Any, monkeypatch: pytest.MonkeyPatch, off
     assert sum(cast.rowwise + cast.columnwise for cast in copies) == 2 * (3 - len(off))
 
 
-@pytest.mark.parametrize("held", [False, True])
-@pytest.mark.parametrize("recipe", ["delayed", "current", "block", "mxfp8", "nvfp4"])
-@pytest.mark.parametrize("off", SETS, ids="-".join)
+@covering_lists(
+    pytest.mark.parametrize("off", SETS, ids="-".join),
+    pytest.mark.parametrize("recipe", ["delayed", "current", "block", "mxfp8", "nvfp4"]),
+    pytest.mark.parametrize("held", [False, True]),
+    turns=2,
+)
 def test_statistics_beside_disabled_gemms(debugging: Any, off: tuple[str, ...], recipe: str, held: bool) -> None:
     """Whatever copy there is: the values have theirs in any case, casts those of what a GEMM reads quantized."""
     if held and recipe == "nvfp4":
@@ -246,9 +249,12 @@ CHANGED = {
 
 
 @on_devices
-@pytest.mark.parametrize("quantized", [False, True])
-@pytest.mark.parametrize("place", [0, 1])
-@pytest.mark.parametrize("recipe", ["delayed", "current", "block", "mxfp8", "nvfp4 no rht"])
+@covering_lists(
+    pytest.mark.parametrize("recipe", ["delayed", "current", "block", "mxfp8", "nvfp4 no rht"]),
+    pytest.mark.parametrize("place", [0, 1]),
+    pytest.mark.parametrize("quantized", [False, True]),
+    turns=2,
+)
 def test_a_change_acts_in_its_gemm(
     debugging: Any, tmp_path: Path, recipe: str, place: int, quantized: bool, device: str
 ) -> None:
@@ -305,9 +311,11 @@ def fused(device: str, dtype: torch.dtype, kind: str = "Linear") -> Any:
 
 
 @on_devices
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("first", [None, True])
-@pytest.mark.parametrize("kind", MODULES)
+@covering_lists(
+    pytest.mark.parametrize("kind", MODULES),
+    pytest.mark.parametrize("first", [None, True]),
+    pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16]),
+)
 def test_a_gradient_that_goes_into_main_grad_is_shown(
     debugging: Any, kind: str, first: bool | None, dtype: torch.dtype, device: str
 ) -> None:

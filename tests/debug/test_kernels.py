@@ -11,6 +11,7 @@ import torch
 import te_torch as te
 from te_core.recipe import DelayedScaling, Float8CurrentScaling
 from tests.backends import requires_cuda
+from tests.core.covering_lists import covering_lists
 from tests.debug.conftest import config
 
 pytest.importorskip("nvdlfw_inspect", reason="the extra `debug` brings nvdlfw_inspect")
@@ -60,8 +61,7 @@ def made(kind: str, name: str) -> Any:
 
 
 @requires_cuda
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("kind", MODULES)
+@covering_lists(pytest.mark.parametrize("kind", MODULES), pytest.mark.parametrize("recipe", RECIPES))
 def test_a_disabled_gemm_runs_a_kernel_of_bf16(debugging: Any, kind: str, recipe: str) -> None:
     plain, low = (kernels(made(kind, "free"), r) for r in (None, RECIPES[recipe]))
     debugging(config({"layer_types": ["watched"]}, DisableQuantizationGEMM={"gemms": GEMMS}))

@@ -57,6 +57,7 @@ def test_a_folder_that_is_not_there(debugging: Any, tmp_path: Path) -> None:
     assert logged(session) == set(NAMES)
 
 
+@pytest.mark.more  # imports torch anew
 def test_a_package_imported_before(tmp_path: Path) -> None:
     given = [str(tmp_path / "a"), str(FEATURES)]
     script = f"""

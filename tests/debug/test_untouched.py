@@ -10,6 +10,7 @@ import torch
 
 import te_torch as te
 from te_core.recipe import DelayedScaling, Float8CurrentScaling
+from tests.core.covering_lists import covering_lists
 from tests.debug.conftest import config
 from tests.host_steps import opcodes
 
@@ -43,8 +44,7 @@ def forward_of(kind: str, recipe: Any) -> tuple[Any, Callable[[], Any]]:
     return module, run
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("kind", MODULES)
+@covering_lists(pytest.mark.parametrize("kind", MODULES), pytest.mark.parametrize("recipe", RECIPES))
 def test_it_costs_an_attribute_test(debugging: Any, kind: str, recipe: str) -> None:
     def counted(run: Callable[[], Any]) -> int:
         for _ in range(3):
@@ -57,9 +57,7 @@ def test_it_costs_an_attribute_test(debugging: Any, kind: str, recipe: str) -> N
     _, run = forward_of(kind, RECIPES[recipe])
     assert counted(run) <= before + 40
     first = []
-    for _ in range(
-        4
-    ):  # a plan that is met anew, say in an older generation of its cache, costs instructions of its own
+    for _ in range(4):  # a plan that is met anew, say in an older generation of its cache, costs instructions
         session.step()
         first.append(opcodes(run))
     assert min(first) <= before + 40, "the first forward of a step, too"

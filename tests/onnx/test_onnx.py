@@ -21,7 +21,8 @@ import te_torch as te
 from te_core.layers.inspector import Inspector
 from te_core.recipe import CustomRecipe
 from te_torch.training.export import te_translation_table
-from tests.export_cases import KINDS, OTHERS, PRODUCTS, RECIPES, Case, eager, exporting, made
+from tests.covering import covering
+from tests.export_cases import ACTIVATIONS, GATED, KINDS, OTHERS, PRODUCTS, RECIPES, Case, eager, exporting, made
 
 
 class Looking(Inspector):
@@ -76,13 +77,31 @@ def check(case: Case, kind: str, path: Path, dtype: torch.dtype = torch.float32,
     return module
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", PRODUCTS)
+@covering(name=PRODUCTS, kind=["delayed", "high", "current", "mxfp8"])
 def test_modules(name: str, kind: str, tmp_path: Path) -> None:
     check(PRODUCTS[name], kind, tmp_path / "m.onnx")
 
 
-@pytest.mark.parametrize("name", OTHERS)
+#: Whose nodes are those of others in the list.
+OF_THE_SAME_NODES = {
+    *(f"LayerNormMLP {kind}" for kind in (*ACTIVATIONS, *GATED) if kind not in ("qgelu", "swiglu")),
+    *(
+        "LayerNorm",
+        "RMSNorm centred",
+        "output norm",
+        "no_mask",
+        "window",
+        "padding_causal",
+        "off-by-one",
+        "alibi",
+        "cross",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.full] if name in OF_THE_SAME_NODES else []) for name in OTHERS]
+)
 def test_attention_norms_and_activations(name: str, tmp_path: Path) -> None:
     check(OTHERS[name], "delayed" if name.startswith("LayerNormMLP") else "high", tmp_path / "m.onnx")
 
@@ -92,8 +111,7 @@ def test_options_of_recipes(kind: str, tmp_path: Path) -> None:
     check(PRODUCTS["Linear of odd sizes"], kind, tmp_path / "m.onnx")
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", ["Linear", "TransformerLayer"])
+@covering(name=["TransformerLayer", "Linear"], kind=KINDS)
 def test_float16(name: str, kind: str, tmp_path: Path) -> None:
     check(PRODUCTS[name], kind, tmp_path / "m.onnx", torch.float16)
 
@@ -123,13 +141,12 @@ CALLS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", ["high", "delayed", "current"])
-@pytest.mark.parametrize("call", CALLS)
+@covering(call=CALLS, kind=["delayed", "high", "current"])
 def test_however_the_exporter_is_called(call: str, kind: str, tmp_path: Path) -> None:
     check(PRODUCTS["TransformerLayer"], kind, tmp_path / "m.onnx", **CALLS[call])
 
 
-@pytest.mark.parametrize("kind", ["high", "delayed", "current"])
+@pytest.mark.parametrize("kind", ["delayed", *(pytest.param(k, marks=pytest.mark.full) for k in ("high", "current"))])
 def test_batch_and_length_stay_open(kind: str, tmp_path: Path) -> None:
     recipe = RECIPES[kind]
     for name, wider in (("TransformerLayer with GQA", ()), ("padding before", (torch.rand(3, 1, 1, 9) > 0.7,))):
@@ -197,8 +214,7 @@ def test_a_module_that_never_ran_is_named(tmp_path: Path) -> None:
             torch.onnx.export(model, (torch.randn(8, 64),), tmp_path / "m.onnx")
 
 
-@pytest.mark.parametrize("dynamo", [True, False])
-@pytest.mark.parametrize("kind", ["delayed", "current", "mxfp8"])
+@covering(kind=["delayed", "mxfp8", "current"], dynamo=[True, False])
 def test_an_opset_without_fp8_is_refused(kind: str, dynamo: bool, tmp_path: Path) -> None:
     module, args, _ = made(PRODUCTS["Linear"], RECIPES[kind])
     says = "opset_version=18. Allowed: 19 or newer.*pass opset_version=20"
@@ -247,8 +263,7 @@ class Padded(torch.nn.Module):
         return self.unpad(self.layer(padded, sizes), [7, 0, 5])
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("model", [Twice, Padded])
+@covering(model=[Twice, Padded], kind=KINDS)
 def test_modules_in_a_model(model: Any, kind: str, tmp_path: Path) -> None:
     check(Case(model, lambda: (torch.randn(12, 64),)), kind, tmp_path / "m.onnx")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,19 @@ def check(name: str, kind: str, path: Path, **options: Any) -> Any:
     return module
 
 
-@covering(name=ATTENTION, kind=FP8_ATTENTION)
+#: Which other tests here export, or whose nodes are those of others.
+SEEN_ELSEWHERE = ("TransformerLayer", "window", "no_mask", "cross", "padding_causal", "MultiheadAttention", "padding")
+KINDS = list(FP8_ATTENTION)
+OFTEN = {(name, KINDS[i % len(KINDS)]) for i, name in enumerate(ATTENTION) if name not in SEEN_ELSEWHERE}
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        pytest.param(*case, marks=[] if case in OFTEN else [pytest.mark.full])
+        for case in itertools.product(ATTENTION, KINDS)
+    ],
+)
 def test_modules(name: str, kind: str, tmp_path: Path) -> None:
     check(name, kind, tmp_path / "m.onnx")
 
@@ -35,7 +48,12 @@ def test_however_the_exporter_is_called(call: str, name: str, kind: str, tmp_pat
     check(name, kind, tmp_path / "m.onnx", **CALLS.get(call, {"dynamo": True}))
 
 
-@pytest.mark.parametrize("kind", FP8_ATTENTION)
+mostly_full = pytest.mark.parametrize(
+    "kind", ["delayed mha", *(pytest.param(kind, marks=pytest.mark.full) for kind in ("delayed", "current"))]
+)
+
+
+@mostly_full
 def test_as_the_emulation(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NVTE_FUSED_ATTN", "0")
     monkeypatch.setenv("NVTE_UnfusedDPA_Emulate_FP8", "1")
@@ -43,7 +61,7 @@ def test_as_the_emulation(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
         check(name, kind, tmp_path / f"{name}.onnx")
 
 
-@pytest.mark.parametrize("kind", FP8_ATTENTION)
+@mostly_full
 def test_batch_and_length_stay_open(kind: str, tmp_path: Path) -> None:
     recipe = FP8_ATTENTION[kind]
     for name, wider in (("TransformerLayer with GQA", ()), ("padding", (torch.zeros(3, 1, 1, 9).bool(),))):

@@ -24,12 +24,28 @@ def ranks_of() -> Iterator[Callable[[int, str], Ranks]]:
 
 
 NCCL = requires_gpus(2, ranks=True)
-GLOO = [pytest.param((2, "cpu"), id="2 ranks"), pytest.param((4, "cpu"), id="4 ranks", marks=pytest.mark.more)]
+FOUR = "4 ranks"
+GLOO = [pytest.param((2, "cpu"), id="2 ranks"), pytest.param((4, "cpu"), id=FOUR)]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    said = "four_ranks(**parameters): cases that `make test-more` runs with four ranks; the rest of them has --full"
+    config.addinivalue_line("markers", said)
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Four ranks show what two do, but for groups of several ranks: `make test-more` runs the cases chosen for them."""
+    if isinstance(item, pytest.Function) and hasattr(item, "callspec") and FOUR in item.callspec.id.split("-"):
+        given = item.callspec.params
+        chosen = any(
+            all(given[name] == value for name, value in mark.kwargs.items()) for mark in item.iter_markers("four_ranks")
+        )
+        item.add_marker("more" if chosen else "full")
 
 
 @pytest.fixture(scope="module", params=[*GLOO, pytest.param((2, "cuda"), id="2 GPUs", marks=NCCL)])
 def ranks(request: pytest.FixtureRequest, ranks_of: Callable[[int, str], Ranks]) -> Ranks:
-    """Two gloo ranks, four of them (`make test-more`), and NCCL on two GPUs."""
+    """Two gloo ranks, four of them (where a test is marked `four_ranks`, or --full), and NCCL on two GPUs."""
     return ranks_of(*request.param)
 
 

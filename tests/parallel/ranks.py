@@ -10,9 +10,10 @@ A test's file holds what the ranks do as functions at its top level, and a test 
     def test_a_sum(ranks: Ranks) -> None:
         assert ranks.run(everyones_sum, 5.0) == [5.0 * ranks.world] * ranks.world
 
-The fixtures are in tests/parallel/conftest.py: `ranks` runs a test with two gloo ranks on the CPU, with four
-(`make test-more`), and with NCCL on two GPUs; `two` leaves out the four, `gloo_ranks` the GPUs; `pair` is two gloo
-ranks alone, for what depends neither on their number nor on the device; `ranks_of` gives any others.
+The fixtures are in tests/parallel/conftest.py: `ranks` runs a test with two gloo ranks on the CPU, with four, and with
+NCCL on two GPUs; `two` leaves out the four, `gloo_ranks` the GPUs; `pair` is two gloo ranks alone, for what depends
+neither on their number nor on the device; `ranks_of` gives any others. With four ranks `make test-more` runs the tests
+marked `four_ranks` (or their cases with the parameters that the mark names), `make test-full` all.
 
 Where GPUs are fewer than ranks, they are shared (`make gpu-ranks`): to NCCL each rank is then on a host of its own, and
 what it sends goes through sockets.
@@ -66,7 +67,15 @@ GRACE = {"cpu": 3.0, "cuda": 20.0}
 #: dump of what the ranks did: a minute, unless told otherwise, and a test has nobody to read the dump.
 WATCHDOG = {"TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "250", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
 BEGUN = {"begun": True}  # what a rank says as it comes to the function
-IMPORTED = ["pytest", "torch.distributed", "te_torch"]  # before ranks are forked
+#: Before ranks are forked: else each imports them, and again after a death. (Every optimizer imports torch._dynamo.)
+IMPORTED = [
+    "pytest",
+    "torch.distributed",
+    "torch.distributed.fsdp",
+    "torch.distributed.checkpoint.state_dict",
+    "torch._dynamo",
+    "te_torch",
+]
 SHOWN = 2000  # characters of a rank's output, from its beginning and from its end
 SHOWN_OF_A_DEATH = 4 * SHOWN  # of an abort there are also stacks, in C++ and of all threads
 
@@ -100,6 +109,18 @@ class Outcome:
         collective late and aborts the process, or NCCL has told of the lost connection before."""
         said = f"{self.text}\n{self.output}".lower()
         return self.how in ("raised", "died") and ("watchdog" in said or "nccl error" in said)
+
+
+def wait_no_longer_than(seconds: float) -> None:
+    """On a rank: how long its collectives of the default group wait from here on, for the others that come as far.
+
+    For ranks that are to wait in vain: a timeout that short from the beginning would also meet those that start slowly.
+    """
+    import torch.distributed as dist
+    from torch.distributed import distributed_c10d
+
+    dist.barrier()
+    distributed_c10d._set_pg_timeout(timedelta(seconds=seconds))
 
 
 class RanksError(AssertionError):

@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -88,6 +89,7 @@ def one_of_two(rank: Rank, how: str) -> Any:
     return found, names
 
 
+@pytest.mark.four_ranks(how="in a model")
 @pytest.mark.parametrize("how", ["in a model", "in two models", "alone", "named"])
 def test_different_modules_of_one_size(how: str, ranks: Ranks) -> None:
     """Each time, forward and backward, with their names in the model, and no history has changed."""
@@ -129,6 +131,9 @@ def test_names_are_those_of_the_model(ranks: Ranks) -> None:
     assert all(not differences(a, b) for states in found for a, b in zip(states, found[0], strict=True))
 
 
+MORE_NUMBERS = ((1, 2), (330, 340), (345, 340), (400, 500))
+
+
 def another_number(rank: Rank, of_rank_0: int, of_others: int) -> Any:
     count = of_rank_0 if rank.number == 0 else of_others
     x = values(16, 16, device=rank.device)
@@ -139,7 +144,9 @@ def another_number(rank: Rank, of_rank_0: int, of_others: int) -> Any:
     return found, calls
 
 
-@pytest.mark.parametrize("numbers", [(1, 2), (3, 2), (330, 340), (340, 345), (345, 340), (400, 500)])
+@pytest.mark.parametrize(
+    "numbers", [(3, 2), (340, 345), *(pytest.param(n, marks=pytest.mark.full) for n in MORE_NUMBERS)]
+)
 def test_another_number_of_modules(numbers: tuple[int, int], ranks: Ranks) -> None:
     """Also across the length of a buffer."""
     for number, ((error, after), calls) in enumerate(ranks.run(another_number, *numbers)):
@@ -236,6 +243,8 @@ def test_a_rank_out_of_step_is_seen_later(two: Ranks) -> None:
 def leaves_out_a_whole_step(rank: Rank, wait: float) -> Any:
     module, found = make(rank, "Linear"), []
     for number in range(4):
+        if rank.number == 0 and number == 3:  # which waits in vain
+            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=0.5))
         if rank.number == 0 or number != 2:
             error = error_of(lambda number=number: step(module, batch(rank.number, number, rank.device)))
             found.append((error, fp8_state(module)))
@@ -250,7 +259,7 @@ def test_a_whole_step_left_out(pair: Ranks) -> None:
 
     With gloo alone: with NCCL torch's watchdog ends the rank that waits, as in `test_a_rank_that_dies`.
     """
-    first, second = pair.run(leaves_out_a_whole_step, 4.0, group_timeout=2)
+    first, second = pair.run(leaves_out_a_whole_step, 1.5)
     for (error, state), (other, states) in zip(first, second, strict=False):
         assert error == other == "" and not differences(state, states)
     assert len(first) == 4 and len(second) == 3
@@ -306,6 +315,7 @@ def goes_on_after_an_exception(rank: Rank, of_all: bool) -> Any:
     return found
 
 
+@pytest.mark.four_ranks()
 def test_a_region_that_an_exception_ended(ranks: Ranks) -> None:
     """Each later reduction is of another step than the others', and says so (with NCCL the one after it does); where
     all ranks did that, none is."""
@@ -437,7 +447,7 @@ def new_to_one(rank: Rank, count: int) -> Any:
     return found, calls
 
 
-@pytest.mark.parametrize("count", [1, 3, 400])
+@pytest.mark.parametrize("count", [1, pytest.param(3, marks=pytest.mark.full), 400])
 def test_new_on_one_rank_only(count: int, two: Ranks) -> None:
     """That rank says so at once, also where its states do not fit yet; the other one in the next reduction."""
     (first, calls), (second, _) = two.run(new_to_one, count)

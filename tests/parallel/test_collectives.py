@@ -88,6 +88,7 @@ def plain(rank: Rank) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.four_ranks()
 def test_plain_tensors(ranks: Ranks) -> None:
     for found in ranks.run(plain):
         assert all(found.values()), found
@@ -166,6 +167,7 @@ def same(made: Any, wanted: Any, usages: dict[str, bool]) -> bool:
     return bool(alike and (not usages["rowwise"] or torch.equal(made.dequantize(), wanted.dequantize())))
 
 
+@pytest.mark.four_ranks()
 def test_bytes_travel(ranks: Ranks) -> None:
     """Derived: a byte an element and copy, of a per-tensor format one copy; its scales beside it."""
     n = ROWS * WIDTH
@@ -247,7 +249,7 @@ def _two(layers: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.dropout(layers(x), 0.25)
 
 
-@pytest.mark.parametrize("recipe", ["plain", "delayed", "current"])
+@pytest.mark.parametrize("recipe", [pytest.param("plain", marks=pytest.mark.full), "delayed", "current"])
 def test_a_checkpoint_keeps_a_part(ranks: Ranks, recipe: str) -> None:
     """Each rank sends its part once, in backward; outputs and gradients are those of a checkpoint that keeps all."""
     parts, wholes = ranks.run(recomputed, recipe, True), ranks.run(recomputed, recipe, False)
@@ -272,6 +274,7 @@ def recomputed_in_pairs(rank: Rank, distribute: bool) -> dict[str, Any]:
     return {"dx": x.grad.cpu(), "dw": layer.weight.grad.cpu(), "sent": sent}  # type: ignore[union-attr]
 
 
+@pytest.mark.more
 def test_a_checkpoint_keeps_a_part_in_its_group(ranks_of: Callable[[int, str], Ranks]) -> None:
     """What tensor-parallel ranks hold alike is cut among them, not over the data-parallel copies."""
     four = ranks_of(4, "cpu")

@@ -13,14 +13,13 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import te_torch as te
 from te_core.recipe import DelayedScaling, Float8CurrentScaling
 from tests.backends import more_without_gpu
-from tests.covering import covering
 from tests.module_steps import WIDTH, fp8_state, randomise, region, values
 from tests.parallel.ranks import Rank, Ranks
 
 RECIPES = {"plain": None, "delayed": DelayedScaling(amax_history_len=4), "current": Float8CurrentScaling()}
 LAYERS = 3
 pytestmark = more_without_gpu
-recipes = pytest.mark.parametrize("recipe", RECIPES)
+FULL = pytest.mark.full
 
 
 def layers(device: str) -> torch.nn.Sequential:
@@ -100,14 +99,15 @@ def under_fsdp(rank: Rank, recipe: str) -> Any:
     return as_compiled_and_eager(rank, recipe, sharded, True)
 
 
-@covering(recipe=RECIPES, one_by_one=[True, False])
+@pytest.mark.parametrize("one_by_one", [True, False])
+@pytest.mark.parametrize("recipe", [pytest.param("plain", marks=FULL), "delayed", pytest.param("current", marks=FULL)])
 def test_ddp(recipe: str, one_by_one: bool, two: Ranks) -> None:
     """Layers that are compiled each by itself, or the model as a whole, before it is wrapped."""
     for found in two.run(under_ddp, recipe, one_by_one):
         assert found == (True, True, True, 1, 0)
 
 
-@recipes
+@pytest.mark.parametrize("recipe", [*(pytest.param(name, marks=FULL) for name in ("plain", "current")), "delayed"])
 def test_fsdp(recipe: str, two: Ranks) -> None:
     for found in two.run(under_fsdp, recipe):
         assert found == (True, True, True, 1, 0)
@@ -155,7 +155,8 @@ def with_small_buckets(rank: Rank, recipe: str, small: bool) -> Any:
         return wrapped_first(rank, recipe, small)
 
 
-@covering(recipe=RECIPES, small=[False, True])
+@pytest.mark.parametrize("small", [pytest.param(False, marks=FULL), True])
+@pytest.mark.parametrize("recipe", [pytest.param("plain", marks=FULL), "delayed", pytest.param("current", marks=FULL)])
 def test_what_breaks_the_graph_of_a_wrapped_model_is_the_wrapper(recipe: str, small: bool, two: Ranks) -> None:
     """As many breaks as of a model of torch's own layers; with small buckets torch cuts the graph besides."""
     for found in two.run(with_small_buckets if small else wrapped_first, recipe, small):

@@ -21,13 +21,13 @@ from te_torch.training import collectives
 from tests.parallel.conftest import NCCL
 from tests.parallel.exchanges import CASES, prepared, said_by, unclear
 from tests.parallel.fsdp_steps import batch, build, mesh_of, optimizer_of, shard, step
-from tests.parallel.ranks import Outcome, Rank, Ranks
+from tests.parallel.ranks import Outcome, Rank, Ranks, wait_no_longer_than
 
 #: Seconds that a collective waits, where it waits in vain. Ranks on GPUs compile kernels in the first step, not all as
 #: fast, and none is to be late for that.
 PATIENCE = {"cpu": 6.0, "cuda": 15.0}
 NO_ORDER = "collectives are paired by their order there, whatever they are: what comes of unlike ones is not defined"
-SHORT = 1.0  # the same where several wait, one after the other
+SHORT = 0.4  # the same where several wait, one after the other
 #: Of our exchanges (tests/parallel/exchanges.py) those that wait for a rank that never comes: one of each way.
 WAITED = {
     name: CASES[name] for name in ("gather", "quantized gather, later", "scatter", "forward maxima", "statistics")
@@ -47,7 +47,7 @@ def dies(rank: Rank, how: str) -> None:
         step(model, optimizer, "delayed", batch(rank.number, i, rank.device))
 
 
-@pytest.mark.parametrize("how", ["ddp", "fsdp2", "fsdp2 quantized"])
+@pytest.mark.parametrize("how", ["ddp", pytest.param("fsdp2", marks=pytest.mark.full), "fsdp2 quantized"])
 def test_a_rank_that_dies(ranks: Ranks, how: str) -> None:
     """With NCCL torch's watchdog ends the others."""
     *others, last = ranks.outcomes(dies, how, group_timeout=PATIENCE[ranks.device])
@@ -69,6 +69,8 @@ def other_model(rank: Rank, how: str) -> None:
     else:
         shard(model, mesh_of(rank.device, rank.world))
     optimizer = optimizer_of(model)
+    if rank.device == "cpu":
+        wait_no_longer_than(1.0)
     for i in range(2):
         step(model, optimizer, "current", batch(rank.number, i, rank.device))
 
@@ -154,6 +156,7 @@ def told(outcome: Outcome) -> dict[str, tuple[str, float]]:
     return found
 
 
+@pytest.mark.four_ranks()
 def test_our_exchanges_with_a_rank_that_died(gloo_ranks: Ranks, tmp_path: Path) -> None:
     """Each says the operation, the ranks and where to look, of two ranks long before the timeout."""
     *others, last = gloo_ranks.outcomes(left_alone, str(tmp_path), True)
@@ -166,8 +169,9 @@ def test_our_exchanges_with_a_rank_that_died(gloo_ranks: Ranks, tmp_path: Path) 
 
 
 def told_of_a_dtype(rank: Rank) -> str:
+    group = dist.new_group()  # gloo may raise the error again in the group's next collective
     with pytest.raises(LibraryError) as error:
-        collectives.allreduce(torch.ones(4, dtype=torch.int16))
+        collectives.allreduce(torch.ones(4, dtype=torch.int16), group)
     return str(error.value)
 
 
@@ -236,7 +240,7 @@ def test_groups_of_other_sizes(gloo_ranks: Ranks, tmp_path: Path) -> None:
         assert not unclear({name: text for name, (text, _) in found.items()}, gloo_ranks.world)
         assert all(seconds < SHORT + 20 for _, seconds in found.values()), found
         # (A rank that has given up closes its connections: to the next one that is what it waited for.)
-        assert any("imed out" in text and seconds > SHORT - 0.5 for text, seconds in found.values()), found
+        assert any("imed out" in text and seconds > SHORT / 2 for text, seconds in found.values()), found
 
 
 def other_group(rank: Rank) -> None:
@@ -259,13 +263,3 @@ def test_groups_of_other_sizes_on_gpus(ranks_of: Callable[..., Ranks]) -> None:
     assert (last.how, last.error) == ("raised", "RuntimeError"), str(last)
     for outcome in others:
         assert outcome.waited_in_vain() and outcome.error != "AssertionError", str(outcome)
-
-
-def wrong_mesh(rank: Rank) -> str:
-    with pytest.raises(Exception) as error:  # torch's own
-        mesh_of(rank.device, rank.world + 1)
-    return str(error.value)
-
-
-def test_a_mesh_of_more_ranks_than_there_are(pair: Ranks) -> None:
-    assert all(said for said in pair.run(wrong_mesh))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
@@ -70,7 +71,8 @@ def on_a_rank(rank: Rank, kind: str, name: str | None) -> dict[str, Any]:
         return trained(kind, module, name, range(rank.number, rank.number + 1), rank.device)
 
 
-@covering(turns=2, kind=MODULES, name=RECIPES)
+@pytest.mark.four_ranks(kind="LayerNormLinear", name="delayed")
+@covering(kind=MODULES, name=RECIPES)
 def test_gradients_are_those_of_the_whole_batch(ranks: Ranks, kind: str, name: str | None) -> None:
     found = ranks.run(on_a_rank, kind, name)
     wanted = trained(kind, made(kind, ranks.device), name, range(ranks.world), ranks.device)

@@ -51,6 +51,9 @@ def batch(rank: Rank, step: int) -> torch.Tensor:
     return x * 100**rank.number
 
 
+PREPARED = ("before", "after", "by the first forward")
+
+
 def own_scales(rank: Rank, how: str, prepared: str) -> tuple[float, float, list[float]]:
     """(how well the last output is computed, the input's scale, its history) under maxima that are this rank's own."""
     torch.manual_seed(0)
@@ -75,8 +78,15 @@ def own_scales(rank: Rank, how: str, prepared: str) -> tuple[float, float, list[
     return snr_db(y, exact), float(state.scale_fwd[0]), state.amax_history_fwd[:, 0].tolist()
 
 
-@pytest.mark.parametrize("prepared", ["before", "after", "by the first forward"])
-@pytest.mark.parametrize("how", ["eager", "compiled"])
+@pytest.mark.four_ranks(how="eager", prepared="before")
+@pytest.mark.parametrize(
+    ("how", "prepared"),
+    [
+        *(("eager", prepared) for prepared in PREPARED),
+        *(pytest.param("compiled", prepared, marks=pytest.mark.full) for prepared in PREPARED[:2]),
+        pytest.param("compiled", PREPARED[2], marks=pytest.mark.more),
+    ],
+)
 def test_scales_are_each_ranks_own_where_nothing_is_reduced(ranks: Ranks, how: str, prepared: str) -> None:
     first, *others = ranks.run(own_scales, how, prepared)
     for i, (quality, scale, history) in enumerate(others, 1):
@@ -184,6 +194,7 @@ def others(rank: Rank) -> tuple[float, dict[str, Any]]:
     return begun, {"offset": float(model.offset), "second": model.second.fp8_state is None}
 
 
+@pytest.mark.four_ranks()
 def test_what_ddp_still_sends(ranks: Ranks) -> None:
     found = ranks.run(others)
     assert [begun for begun, _ in found] == [1.0] * len(found)

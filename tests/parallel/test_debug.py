@@ -50,6 +50,7 @@ def logged(rank: Rank, alone: bool) -> dict[str, float]:
     return seen
 
 
+@pytest.mark.four_ranks()
 def test_all_ranks_together(ranks: Ranks) -> None:
     found = ranks.run(logged, False)
     batches = [batch(i) for i in range(ranks.world)]

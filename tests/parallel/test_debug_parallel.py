@@ -165,15 +165,17 @@ def unchanged(rank: Rank, kind: str, recipe: str | None, sequence: bool, look: s
     return found
 
 
-@covering(recipe=[None, *KINDS], case=["inspect", "inspect odd", "statistics", "statistics odd", "files"])
-def test_a_step_that_is_looked_at(two: Ranks, recipe: str | None, case: str) -> None:
+@covering(
+    recipe=[None, *KINDS],
+    case=["inspect", "inspect odd", "statistics", "statistics odd", "files"],
+    kind=["column", "row", "norm column", "gated", "layer"],
+)
+def test_a_step_that_is_looked_at(two: Ranks, recipe: str | None, case: str, kind: str) -> None:
     """Bit for bit the plain one, and as many bytes travel."""
     look, _, odd = case.partition(" ")
-    rows = ODD if odd else ROWS
-    for kind in ("column", "row", "norm column", "gated", *(["layer"] if rows == ROWS else [])):
-        for (plain, bytes_of_plain), (found, sent) in two.run(unchanged, kind, recipe, True, look, rows):
-            assert [n for n in plain if not torch.equal(plain[n], found[n])] == [], kind
-            assert sent == bytes_of_plain and any(name == "all_gather" for name, _ in sent)
+    for (plain, bytes_of_plain), (found, sent) in two.run(unchanged, kind, recipe, True, look, ODD if odd else ROWS):
+        assert [n for n in plain if not torch.equal(plain[n], found[n])] == []
+        assert sent == bytes_of_plain and any(name == "all_gather" for name, _ in sent)
 
 
 # ------------------------------------------------------------------------------------------------- what is counted
@@ -220,8 +222,7 @@ def exact(kind: str, recipe: str | None, name: str) -> bool:
     return values or tensor == gathered or recipe == "delayed"
 
 
-@pytest.mark.parametrize("recipe", [None, "delayed", "current", "block", "mxfp8"])
-@pytest.mark.parametrize("kind", ["column", "row"])
+@covering(kind=["column", "row"], recipe=[None, "delayed", "current", "block", "mxfp8"])
 def test_statistics_are_those_of_the_whole(two: Ranks, kind: str, recipe: str | None) -> None:
     """Of every tensor, by every rank: sums, means, extremes, shares and deviations."""
     for seen, one in two.run(logged, kind, recipe, True, "all", True):
@@ -293,8 +294,10 @@ def reported(rank: Rank, kind: str, recipe: str, rows: int) -> Any:
     return figures(seen), figures(alone), str(seen), str(te.precision_report(module))
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "current", "block", "block tiled x", "block tiled grad", "mxfp8"])
-@pytest.mark.parametrize("kind", ["column", "row"])
+@covering(
+    kind=["column", "row"],  # of which the first gathers x, the second a gradient
+    recipe=["delayed", "current", "block tiled x", "block tiled grad", "block", "mxfp8"],
+)
 def test_the_report_is_that_of_the_whole(two: Ranks, kind: str, recipe: str) -> None:
     gathered = "activation" if kind == "column" else "gradient"
     for seen, one, _, _ in two.run(reported, kind, recipe, ROWS):
@@ -338,7 +341,7 @@ def changed(rank: Rank, kind: str, recipe: str, change: str, rows: int) -> Any:
     return found, one, calls
 
 
-@covering(turns=2, change=CHANGES, kind=["column", "row"], rows=[ROWS, ODD])
+@covering(change=CHANGES, kind=["column", "row"], rows=[ROWS, ODD])
 def test_changes_of_the_whole(two: Ranks, kind: str, change: str, rows: int) -> None:
     """What features put in the place of parts makes the results that it makes of the whole."""
     per_tensor = "PerTensorScaling" in CHANGES[change]
@@ -388,8 +391,7 @@ def the_same(rank: Rank, kind: str, recipe: str) -> Any:
     return plain, found, {(name, shape) for name, _, _, shape in told}
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "current", "block", "mxfp8"])
-@pytest.mark.parametrize("kind", ["column", "row"])
+@covering(kind=["column", "row"], recipe=["current", "delayed", "mxfp8", "block"])
 def test_the_default_quantizer_of_a_part(two: Ranks, kind: str, recipe: str) -> None:
     """It agrees with the other ranks on a scale, as the layer does."""
     for plain, found, told in two.run(the_same, kind, recipe):
@@ -458,7 +460,7 @@ def bisected(rank: Rank, recipe: str, rows: int) -> Any:
     return found.layers, [culprit.gemms for culprit in found.culprits], found.runs
 
 
-@pytest.mark.parametrize("recipe", ["current", "block"])
+@pytest.mark.parametrize("recipe", ["current", pytest.param("block", marks=pytest.mark.full)])
 def test_bisect(two: Ranks, recipe: str) -> None:
     """All ranks run the same, and name the same."""
     first, second = two.run(bisected, recipe, ROWS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -40,6 +41,7 @@ def looked(rank: Rank, alone: bool) -> Any:
     return figures(seen)
 
 
+@pytest.mark.four_ranks()
 def test_the_figures_of_all_ranks(ranks: Ranks) -> None:
     together, alone = ranks.run(looked, False), ranks.run(looked, True)
     assert len(together[0]) == 2

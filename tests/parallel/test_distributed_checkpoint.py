@@ -22,6 +22,14 @@ from tests.tolerances import DB, snr_db
 
 CASES = [(None, False)] + [(name, quantized) for name in KINDS for quantized in (False, True)]
 TO_FEWER = [case for case in CASES if case != ("nvfp4 nearest", True)]
+
+
+def some(cases: list[tuple[str | None, bool]], *chosen: tuple[str | None, bool]) -> pytest.MarkDecorator:
+    """The chosen ones by default, the others by `--full`."""
+    marked = [pytest.param(*case, marks=[] if case in chosen else pytest.mark.full) for case in cases]
+    return pytest.mark.parametrize(("name", "quantized"), marked)
+
+
 on_both = pytest.mark.parametrize("device", [pytest.param("cpu"), pytest.param("cuda", marks=NCCL)])
 
 
@@ -89,7 +97,7 @@ def check(first: Ranks, second: Ranks, name: str | None, quantized: bool, folder
 
 
 @on_both
-@pytest.mark.parametrize(("name", "quantized"), TO_FEWER)
+@some(TO_FEWER, ("delayed", True), ("current", True), ("mxfp8", True))
 def test_of_two_ranks_on_one(
     ranks_of: Callable[..., Ranks], name: Any, quantized: bool, device: str, tmp_path: Any
 ) -> None:
@@ -107,13 +115,13 @@ def test_on_another_device(
 
 
 @pytest.mark.more
-@pytest.mark.parametrize(("name", "quantized"), TO_FEWER)
+@some(TO_FEWER, ("current", True))
 def test_of_four_ranks_on_two(ranks_of: Callable[..., Ranks], name: Any, quantized: bool, tmp_path: Any) -> None:
     check(ranks_of(4, "cpu"), ranks_of(2, "cpu"), name, quantized, str(tmp_path))
 
 
 @on_both
-@pytest.mark.parametrize(("name", "quantized"), CASES)
+@some(CASES, ("delayed", False), ("block", True), ("nvfp4 nearest", True))
 def test_of_one_rank_on_two(
     ranks_of: Callable[..., Ranks], name: Any, quantized: bool, device: str, tmp_path: Any
 ) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from examples import tensor_parallel
 from examples.arguments import UserError
 from examples.ranks import group_of_torchrun
 from tests.backends import requires_gpus
-from tests.parallel.ranks import LOOPBACK
+from tests.parallel.ranks import LOOPBACK, Rank, Ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 ENV = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -47,13 +48,21 @@ def test_two_ranks_then_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("arguments", [("--replicas", "2"), ("--tp", "2"), ("--tp", "2", "--replicas", "2")])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        pytest.param(("--replicas", "2"), marks=pytest.mark.full),
+        pytest.param(("--tp", "2"), marks=pytest.mark.full),
+        ("--tp", "2", "--replicas", "2"),
+    ],
+)
 def test_a_mesh_of_several_dimensions(arguments: tuple[str, ...]) -> None:
     found = losses(run(4, "train_llama", "--recipe", "delayed", "--steps", "3", *arguments))
     assert found[-1] < found[0]
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.more)])
+@pytest.mark.more
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_tensor_parallel(ranks: int) -> None:
     """As documented: tp 2, and tp 2 x dp 2."""
     found = losses(run(ranks, "tensor_parallel", "--tp", "2", "--steps", "16"))
@@ -79,11 +88,24 @@ MISTAKES = [
 ]
 
 
-@pytest.mark.parametrize(("arguments", "said"), MISTAKES, ids=[" ".join(arguments) for arguments, _ in MISTAKES])
-def test_mistakes(arguments: tuple[str, ...], said: str) -> None:
-    done = python("examples/train_llama.py", *arguments, **ALONE)
-    assert done.returncode == 2 and done.stderr.startswith(f"train_llama.py: error: {said}"), done.stderr
-    assert "Traceback" not in done.stderr
+def said_of_mistakes(rank: Rank) -> list[str]:
+    """What a group of one rank is told (`mistakes_end` prints it and ends the program: test_without_torchrun)."""
+    from examples import train_llama
+
+    found = []
+    for arguments, _ in MISTAKES:
+        with pytest.raises(UserError) as error:
+            train_llama.train(train_llama.parsed(arguments), "cpu")
+        found.append(str(error.value))
+    return found
+
+
+def test_mistakes(ranks_of: Callable[[int, str], Ranks]) -> None:
+    (found,) = ranks_of(1, "cpu").run(said_of_mistakes)
+    wrong = {
+        arguments: text for (arguments, said), text in zip(MISTAKES, found, strict=True) if not text.startswith(said)
+    }
+    assert not wrong
 
 
 @pytest.mark.parametrize(
@@ -116,8 +138,9 @@ def test_without_torchrun(program: str, monkeypatch: pytest.MonkeyPatch, capsys:
 # ------------------------------------------------------------------------------------------------------- the end
 
 #: gloo's thread lets go of so many tensors after the collective is complete, and takes the interpreter for each.
+#: The ways to end are tried in forks of one process, which has imported torch and done nothing else.
 ENDS = """
-import sys
+import os, sys
 import torch, torch.distributed as dist
 from examples.ranks import ended
 
@@ -125,6 +148,15 @@ class Closing:
     def __del__(self, say=print):
         say("the interpreter closes", flush=True)
 
+folder, *ways = sys.argv[1:]
+for how in ways:
+    if not (child := os.fork()):
+        for handle, kind in ((1, "out"), (2, "err")):
+            os.dup2(os.open(f"{folder}/{how}.{kind}", os.O_CREAT | os.O_WRONLY), handle)
+        break
+    print(how, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+else:
+    os._exit(0)
 closing = Closing()
 
 def main():
@@ -133,19 +165,20 @@ def main():
     sys.kept.allreduce_coalesced(list(torch.ones(20_000).split(1))).wait()
     dist.destroy_process_group()
     print("done")
-    if sys.argv[1] == "raise":
+    if how == "raise":
         raise ZeroDivisionError("a mistake of the program's")
-    return sys.exit("a word") if sys.argv[1] == "exit" else int(sys.argv[1])
+    return sys.exit("a word") if how == "exit" else int(how)
 
 ended(main)
 """
 
 
-@pytest.mark.parametrize(
-    ("how", "code", "said"), [("0", 0, ""), ("7", 7, ""), ("exit", 1, "a word"), ("raise", 1, "a mistake")]
-)
-def test_a_rank_ends_without_closing_the_interpreter(how: str, code: int, said: str) -> None:
+def test_a_rank_ends_without_closing_the_interpreter(tmp_path: Path) -> None:
     """Otherwise this one aborts every second time."""
-    done = python("-W", "ignore", "-c", ENDS, how)
-    assert (done.returncode, done.stdout) == (code, "done\n"), done.stderr
-    assert said in done.stderr and ("Traceback" in done.stderr) == (how == "raise")
+    ways = {"0": (0, ""), "7": (7, ""), "exit": (1, "a word"), "raise": (1, "a mistake")}
+    done = python("-W", "ignore", "-c", ENDS, str(tmp_path), *ways)
+    assert done.stdout.splitlines() == [f"{how} {code}" for how, (code, _) in ways.items()], done.stderr
+    for how, (_, said) in ways.items():
+        out, err = ((tmp_path / f"{how}.{kind}").read_text() for kind in ("out", "err"))
+        assert out == "done\n", (how, err)
+        assert said in err and ("Traceback" in err) == (how == "raise"), (how, err)

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import MixedPrecision, StateDictType
 import te_torch as te
 from te_core.errors import UnsupportedError
 from te_torch.training import fsdp
+from tests.covering import covering
 from tests.module_steps import values
 from tests.parallel.fsdp_steps import sent_in_gathers
 from tests.parallel.ranks import Rank, Ranks
@@ -60,8 +61,8 @@ def steps(rank: Rank, name: str | None, prepared: bool, checkpointed: bool = Fal
     return {"y": outputs, "sent": gathers, "wrapped": [(m.fsdp_wrapped, m.fsdp_group is not None) for m in modules]}
 
 
-@pytest.mark.parametrize("name", [None, "delayed", "current", "block"])
-@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.four_ranks(checkpointed=False, name="current")
+@covering(checkpointed=[False, True], name=[None, "delayed", "current", "block"])
 def test_steps_are_the_same(ranks: Ranks, name: str | None, checkpointed: bool) -> None:
     spread, whole = (ranks.run(steps, name, prepared, checkpointed) for prepared in (True, False))
     for a, b in zip(spread, whole, strict=True):
@@ -134,6 +135,7 @@ def test_the_wrapper_is_a_class(ranks: Ranks) -> None:
         assert all(found.values()), found
 
 
+@pytest.mark.more
 def test_torchs_wrapper_is_not_imported_before() -> None:
     """It takes a second."""
     program = (
@@ -159,6 +161,7 @@ def compiled(rank: Rank) -> list[torch.Tensor]:
     return found
 
 
+@pytest.mark.more
 def test_compiled(ranks: Ranks) -> None:
     for eager, traced in ranks.run(compiled):
         assert torch.equal(eager, traced)

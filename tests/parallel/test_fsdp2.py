@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 import te_torch as te
 from te_core.errors import UnsupportedError
+from tests.covering import covering
 from tests.parallel.fsdp_steps import (
     HELD,
     KINDS,
@@ -36,16 +37,19 @@ from tests.tolerances import snr_db
 
 #: Recipes that scale an operand by the maxima of a rank's own rows: sharded they are no worse, but not the same.
 OWN_MAXIMA = ("current", "nvfp4 nearest")
+FULL = pytest.mark.full
 
 
 def trained(rank: Rank, name: str | None, quantized: bool, reshard: bool) -> dict[str, Any]:
     model = build(name, quantized, rank.device)
     shard(model, mesh_of(rank.device, rank.world), reshard)
-    outputs = train(model, name, range(rank.number, rank.number + 1), rank.device)
+    with sent_in_gathers() as sent:
+        outputs = train(model, name, range(rank.number, rank.number + 1), rank.device)
     weight: Any = model[0].weight  # type: ignore[index]
     local = weight.to_local()
     return {
         "y": outputs,
+        "sent": sent,
         "class": type(local).__name__,
         "weights": [plain(p) for p in model.parameters()],
         "scale": getattr(local, "_scale_inv", torch.ones(1)).cpu(),
@@ -57,13 +61,23 @@ def trained(rank: Rank, name: str | None, quantized: bool, reshard: bool) -> dic
 CASES = [(None, False)] + [(name, quantized) for name in KINDS for quantized in (False, True)]
 
 
-@pytest.mark.parametrize(("name", "quantized"), CASES)
+def cases(*some: tuple[str | None, bool]) -> pytest.MarkDecorator:
+    """These by default, all by `--full`."""
+    marked = [pytest.param(*case, marks=[] if case in some else pytest.mark.full) for case in CASES]
+    return pytest.mark.parametrize(("name", "quantized"), marked)
+
+
+@pytest.mark.four_ranks(name="current", quantized=True)
+@pytest.mark.four_ranks(name="block", quantized=True)
+@cases((None, False), ("current", False), *((name, True) for name in KINDS))
 def test_shards_train_as_the_whole(ranks: Ranks, name: str | None, quantized: bool) -> None:
+    """And quantized weights travel as the bytes that they are: derived, then counted."""
     found = ranks.run(trained, name, quantized, True)
     device = ranks.device
     whole = build(name, quantized, device)
     wanted = train(whole, name, range(ranks.world), device)
     for f in found:
+        assert f["sent"] == derived_bytes(name, quantized, ranks.world) * STEPS
         assert f["dtensors"] and f["sharded"] and f["class"] == (HELD[name] if quantized and name else "Tensor")
         if quantized and name in ("delayed", "current"):
             assert torch.equal(f["scale"], found[0]["scale"])
@@ -80,25 +94,12 @@ def test_shards_train_as_the_whole(ranks: Ranks, name: str | None, quantized: bo
     assert snr_db(ys[-1], wanted[0]) < 60, "nothing was learned"
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", [k if k in ("current", "mxfp8") else pytest.param(k, marks=FULL) for k in KINDS])
 def test_gathered_once_for_both_passes(two: Ranks, name: str) -> None:
     """`reshard_after_forward=False` computes the same."""
     for kept, again in zip(two.run(trained, name, True, False), two.run(trained, name, True, True), strict=True):
         assert all(torch.equal(a, b) for a, b in zip(kept["y"], again["y"], strict=True))
         assert all(torch.equal(a, b) for a, b in zip(kept["weights"], again["weights"], strict=True))
-
-
-# ------------------------------------------------------------------------------------------------ bytes that travel
-
-
-def gathered_bytes(rank: Rank, name: str | None, quantized: bool) -> list[int]:
-    model = build(name, quantized, rank.device)
-    shard(model, mesh_of(rank.device, rank.world))
-    optimizer = optimizer_of(model)
-    step(model, optimizer, name, batch(rank.number, 0, rank.device))
-    with sent_in_gathers() as sent:
-        step(model, optimizer, name, batch(rank.number, 1, rank.device))
-    return sent
 
 
 def derived_bytes(name: str | None, quantized: bool, world: int) -> list[int]:
@@ -114,14 +115,6 @@ def derived_bytes(name: str | None, quantized: bool, world: int) -> list[int]:
     }
     each = (weight[name] if quantized and name else 2 * n) + bias
     return [each] * 4  # both layers, in forward and in backward
-
-
-@pytest.mark.parametrize(("name", "quantized"), CASES)
-def test_bytes_of_the_gathers(ranks: Ranks, name: str | None, quantized: bool) -> None:
-    """Quantized weights travel as the bytes that they are: derived, then counted."""
-    wanted = derived_bytes(name, quantized, ranks.world)
-    for sent in ranks.run(gathered_bytes, name, quantized):
-        assert sent == wanted
 
 
 # --------------------------------------------------------------------------------------------------------- memory
@@ -150,17 +143,10 @@ def living_bytes() -> int:
     return sum(sizes.values())
 
 
-#: Weights held quantized, and those in bf16: of these the quickest recipe, and none.
-FLAT = [
-    pytest.param(name, quantized, marks=[] if quantized or name in (None, "delayed") else pytest.mark.more)
-    for name, quantized in CASES
-]
-
-
-@pytest.mark.parametrize(("name", "quantized"), FLAT)
+@cases(("delayed", False), ("current", True), ("mxfp8", True))
 def test_memory_is_flat(ranks: Ranks, name: str | None, quantized: bool) -> None:
-    """After 50 steps as after 5."""
-    for early, late in ranks.run(memory_after, name, quantized, (5, 50)):
+    """After 10 steps as after 5."""
+    for early, late in ranks.run(memory_after, name, quantized, (5, 10)):
         assert early == late > 0
 
 
@@ -175,7 +161,7 @@ def hybrid(rank: Rank, name: str | None, quantized: bool) -> list[Any]:
 
 
 @pytest.mark.more
-@pytest.mark.parametrize(("name", "quantized"), CASES)
+@cases(("current", True))
 def test_a_mesh_of_two_dimensions(ranks_of: Callable[..., Ranks], name: str | None, quantized: bool) -> None:
     """Two replicas of two shards each: ranks 0 and 2 hold the same shard."""
     found = ranks_of(4, "cpu").run(hybrid, name, quantized)
@@ -194,26 +180,26 @@ def optimized(rank: Rank, name: str, kind: str, options: dict[str, Any]) -> list
     return [outputs[-1], [plain(p) for p in model.parameters()], len(optimizer.state)]
 
 
-OPTIMIZERS: list[tuple[str, dict[str, Any]]] = [
-    ("AdamW", {"foreach": False}),
-    ("AdamW", {"foreach": True}),
-    ("AdamW", {"fused": True}),
-    ("SGD", {"momentum": 0.9, "foreach": False}),
-]
+OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "one by one": ("AdamW", {"foreach": False}),
+    "foreach": ("AdamW", {"foreach": True}),
+    "fused": ("AdamW", {"fused": True}),
+    "SGD": ("SGD", {"momentum": 0.9, "foreach": False}),
+}
 
 
-@pytest.mark.parametrize("name", ["delayed", "current", "block", "mxfp8"])
-def test_optimizers(two: Ranks, name: str) -> None:
+@covering(name=["delayed", "current", "block", "mxfp8"], form=OPTIMIZERS)
+def test_optimizers(two: Ranks, name: str, form: str) -> None:
     """Of all forms the update is the same, but for what rounding between its steps changes."""
-    alone = build(name, True, two.device)
-    train(alone, name, range(2), two.device, optimizer_of(alone, "AdamW", foreach=False))
-    for kind, options in OPTIMIZERS:
-        found = two.run(optimized, name, kind, options)
-        assert all(count == 4 for *_, count in found)
-        if kind == "AdamW":
-            for i, p in enumerate(alone.parameters()):
-                got = torch.cat([weights[i] for _, weights, _ in found])
-                assert p.ndim == 1 or snr_db(got, plain(p)) > 25, (kind, options)
+    kind, options = OPTIMIZERS[form]
+    found = two.run(optimized, name, kind, options)
+    assert all(count == 4 for *_, count in found)
+    if kind == "AdamW":
+        alone = build(name, True, two.device)
+        train(alone, name, range(2), two.device, optimizer_of(alone, "AdamW", foreach=False))
+        for i, p in enumerate(alone.parameters()):
+            got = torch.cat([weights[i] for _, weights, _ in found])
+            assert p.ndim == 1 or snr_db(got, plain(p)) > 25
 
 
 # -------------------------------------------------------------------------------------------------- uneven shards
@@ -227,8 +213,8 @@ def uneven(rank: Rank, name: str, width: int) -> dict[str, Any]:
     return {"y": outputs, "weights": [plain(p) for p in model.parameters()]}
 
 
-@pytest.mark.parametrize("width", [48 + 1, 3])
-@pytest.mark.parametrize("name", ["delayed", "current"])
+@pytest.mark.four_ranks(name="current", width=3)
+@covering(name=["delayed", "current"], width=[48 + 1, 3])
 def test_a_rank_with_fewer_rows(ranks: Ranks, name: str, width: int) -> None:
     """One scale serves any rows: the last ranks fill up, one may have none at all."""
     found = ranks.run(uneven, name, width)
@@ -258,6 +244,7 @@ def type_of(block: int) -> str:
     return next(HELD[name] for name, of in BLOCKS if of == block)
 
 
+@pytest.mark.four_ranks(name="mxfp8")
 @pytest.mark.parametrize(("name", "block"), BLOCKS)
 def test_shards_that_cut_through_a_block(gloo_ranks: Ranks, name: str, block: int) -> None:
     """All ranks say so while they cut, by the whole weight: also those whose own shards are of whole blocks."""
@@ -278,7 +265,7 @@ def uneven_on_a_mesh(rank: Rank, name: str, width: int) -> None:
 
 
 @pytest.mark.more
-@pytest.mark.parametrize(("name", "block"), BLOCKS)
+@pytest.mark.parametrize(("name", "block"), [BLOCKS[1], *(pytest.param(*b, marks=FULL) for b in BLOCKS[::2])])
 def test_last_shards_on_a_mesh_of_two_dimensions(ranks_of: Callable[..., Ranks], name: str, block: int) -> None:
     """What counts is the number of shards, not that of the ranks; where it divides, nothing is said."""
     four = ranks_of(4, "cpu")
@@ -327,7 +314,7 @@ def test_shards_of_columns_are_refused(pair: Ranks, name: str) -> None:
 def test_one_rank(ranks_of: Callable[..., Ranks]) -> None:
     """A mesh of one rank, where torch takes one buffer of a parameter."""
     alone = ranks_of(1, "cpu")
-    for name in KINDS:
+    for name in ("current", "mxfp8"):  # one tensor that travels, and several
         (found,) = alone.run(trained, name, True, True)
         wanted = train(build(name, True, "cpu"), name, range(1), "cpu")
         assert all(snr_db(a, b) > 30 for a, b in zip(found["y"], wanted, strict=True)), name

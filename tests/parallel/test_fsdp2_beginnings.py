@@ -17,6 +17,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import te_torch as te
 from te_core.errors import UnsupportedError
+from tests.covering import covering
 from tests.module_steps import values
 from tests.parallel.fsdp_steps import HELD, KINDS, ROWS, WIDTH, batch, build, mesh_of, plain, shard, train
 from tests.parallel.ranks import Rank, Ranks
@@ -71,8 +72,8 @@ def written(rank: Rank, name: str, how: str) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("how", ["state dict", "shards"])
-@pytest.mark.parametrize("name", [kind for kind in KINDS if kind != "nvfp4 nearest"])
+@pytest.mark.four_ranks(name="delayed", how="state dict")
+@covering(name=[kind for kind in KINDS if kind != "nvfp4 nearest"], how=["state dict", "shards"])
 def test_values_before_the_first_forward(ranks: Ranks, name: str, how: str) -> None:
     """What is written to shards is quantized as the whole would be, with one scale where the whole has one."""
     found = ranks.run(written, name, how)
@@ -118,8 +119,8 @@ def at_once(rank: Rank, name: str, rows: int) -> dict[str, Any]:
     return {"y": ys, "weights": [plain(p) for p in model.parameters()]}
 
 
-@pytest.mark.parametrize("empty", [True, False])
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.four_ranks(name="delayed", empty=True)
+@covering(name=KINDS, empty=[True, False])
 def test_memory_after_sharding(ranks: Ranks, name: str, empty: bool) -> None:
     """As torch's recipe for large models has it: meta device, `fully_shard`, `to_empty`, `reset_parameters`."""
     found, wanted = ranks.run(later, name, empty, WIDTH), ranks.run(at_once, name, WIDTH)
@@ -134,8 +135,8 @@ def test_memory_after_sharding(ranks: Ranks, name: str, empty: bool) -> None:
         assert f["y"][-1].shape == (ROWS, WIDTH) and not torch.equal(f["y"][0], f["y"][-1])
 
 
-@pytest.mark.parametrize("rows", [48 + 1, 3])
-@pytest.mark.parametrize("name", ["delayed", "current"])
+@pytest.mark.four_ranks(name="current", rows=3)
+@covering(name=["delayed", "current"], rows=[48 + 1, 3])
 def test_memory_after_an_uneven_cut(ranks: Ranks, name: str, rows: int) -> None:
     """A rank with fewer rows than the others, or with none."""
     found, wanted = ranks.run(later, name, True, rows), ranks.run(at_once, name, rows)
@@ -201,7 +202,9 @@ def in_another_type(rank: Rank, name: str) -> list[Any]:
     return made
 
 
-@pytest.mark.parametrize("name", [kind for kind in KINDS if kind != "delayed"])  # whose scale is of the initial values
+@pytest.mark.parametrize(  # not delayed, whose scale is of the initial values
+    "name", ["current", "mxfp8", *(pytest.param(name, marks=pytest.mark.full) for name in ("block", "nvfp4 nearest"))]
+)
 def test_a_policy_of_mixed_precision(ranks: Ranks, name: str) -> None:
     """`param_dtype` is what layers compute in, whatever type the quantized weights stand for."""
     for (y, grad, dtype), (wanted, wanted_grad, _) in ranks.run(in_another_type, name):
@@ -229,7 +232,14 @@ def saved_meanwhile(rank: Rank, name: str | None, folder: str) -> list[Any]:
     return [same, all(torch.equal(a, plain(p)) for a, p in zip(before, other.parameters(), strict=True))]
 
 
-@pytest.mark.parametrize("name", [None, *KINDS])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "delayed",
+        "mxfp8",
+        *(pytest.param(n, marks=pytest.mark.full) for n in (None, "current", "block", "nvfp4 nearest")),
+    ],
+)
 def test_an_asynchronous_checkpoint(two: Ranks, tmp_path: Path, name: str | None) -> None:
     """Torch copies the shards aside with all that they hold, and writes while training goes on."""
     assert two.run(saved_meanwhile, name, str(tmp_path / "saved")) == [[True, True]] * 2

@@ -73,6 +73,7 @@ def a_group(rank: Rank, at_capture: bool) -> Any:
     return train(call, rank, group=group)
 
 
+@pytest.mark.four_ranks(at_capture=True)
 @pytest.mark.parametrize("at_capture", [True, False])
 def test_a_group(at_capture: bool, ranks: Ranks) -> None:
     """The group is that of the region of the call, whatever the capture was given."""

@@ -21,6 +21,7 @@ from te_torch.parallel.communicator import GroupCommunicator
 from te_torch.parallel.symmetric import symmetric_buffer
 from te_torch.training.graphs import device as seam
 from tests.backends import requires_gpus
+from tests.covering import covering
 from tests.fake_graphs import FakeDevice
 from tests.graph_steps import PIPELINES, Pipeline
 from tests.module_steps import differences, fp8_state
@@ -119,14 +120,17 @@ CASES = [
     ("layer", "current", False),
     ("mlp again", "current", True),
 ]
+SOME = [CASES[0], ("row", "current", True), ("gated layer", "block", True), ("gated layer", None, False), CASES[-1]]
 
 
-@pytest.mark.parametrize(("kind", "recipe", "sequence"), CASES)
+@pytest.mark.parametrize(
+    ("kind", "recipe", "sequence"), [pytest.param(*c, marks=[] if c in SOME else pytest.mark.full) for c in CASES]
+)
 def test_replays_are_eager_steps(two: Ranks, kind: str, recipe: str | None, sequence: bool) -> None:
     two.run(replays, kind, recipe, sequence, {})
 
 
-@pytest.mark.parametrize("kind", ["column", "row", "gated"])
+@pytest.mark.parametrize("kind", [*(pytest.param(k, marks=pytest.mark.full) for k in ("column", "row")), "gated"])
 def test_weight_gradients_put_off(two: Ranks, kind: str) -> None:
     """What they read is gathered in the graph that computes them."""
     two.run(replays, kind, "current", True, {"delay_wgrad_compute": True})
@@ -157,7 +161,7 @@ def microbatches(rank: Rank, recipe: str) -> None:
     call.reset()
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "current"])
+@pytest.mark.parametrize("recipe", ["delayed", pytest.param("current", marks=pytest.mark.full)])
 def test_microbatches(two: Ranks, recipe: str) -> None:
     """Weights are cast once a step, and the ranks' casts are one graph's as an eager step's."""
     two.run(microbatches, recipe)
@@ -180,8 +184,16 @@ def pipeline(rank: Rank, name: str, recipe: str) -> None:
         function.reset()
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "current"])
-@pytest.mark.parametrize("name", ["1F1B", "interleaved"])
+@pytest.mark.parametrize(
+    ("name", "recipe"),
+    [
+        ("interleaved", "delayed"),
+        *(
+            pytest.param(*c, marks=pytest.mark.full)
+            for c in (("1F1B", "delayed"), ("1F1B", "current"), ("interleaved", "current"))
+        ),
+    ],
+)
 def test_chunks_of_a_pipeline(two: Ranks, name: str, recipe: str) -> None:
     """Chunks over the same ranks, in a schedule (stages on ranks of their own: test_pipeline.py)."""
     two.run(pipeline, name, recipe)
@@ -224,8 +236,7 @@ def left_open(rank: Rank, kind: str, recipe: str | None) -> list[tuple[str, str,
     return [entry for entry in found if entry[2]]
 
 
-@pytest.mark.parametrize("recipe", [None, "current", "mxfp8"])
-@pytest.mark.parametrize("kind", ["column", "row", "norm column", "gated", "mlp again", "layer"])
+@covering(kind=["column", "row", "norm column", "gated", "mlp again", "layer"], recipe=["current", None, "mxfp8"])
 def test_what_a_pass_begins_it_waits_for(pair: Ranks, kind: str, recipe: str | None) -> None:
     """A capture cannot end with work on another stream that nothing has joined; nor may a rank of an eager program."""
     assert pair.run(left_open, kind, recipe) == [[], []]

@@ -19,7 +19,6 @@ from tests.parallel.ranks import Rank, Ranks
 from tests.recipes import region
 from tests.recordings import tapes
 
-KINDS = ("delayed", "current", "block", "mxfp8")
 WEIGHTS = 2
 #: Calls of a step with quantized weights beyond those of one that casts bf16 weights: for each weight, in both passes
 #: and both of their all-gathers; and in a fused optimizer. Measured on the CPU, and a tenth more.
@@ -56,12 +55,12 @@ def counts_of(rank: Rank, name: str, fused: bool) -> dict[str, Any]:
         for _ in range(4):
             step(model, optimizer, name, x)
         counts = []
-        for _ in range(4):  # as many on each rank
+        for _ in range(2):  # as many on each rank
             counts.append((calls(passes), calls(optimizer.step)))
             optimizer.zero_grad()
         found["passes", quantized], found["optimizer", quantized] = map(min, zip(*counts, strict=True))
         found["sent"] = sent_in(lambda: step(model, optimizer, name, x))  # noqa: B023
-        said = [worded(lambda: step(model, optimizer, name, x)) for _ in range(4)]  # noqa: B023
+        said = [worded(lambda: step(model, optimizer, name, x)) for _ in range(2)]  # noqa: B023
         found["worded", quantized] = min(said, key=len)
     return found
 
@@ -85,7 +84,14 @@ def sent_in(call: Any) -> Counter[str]:
     return sent
 
 
-@pytest.mark.parametrize("name", KINDS)
+def kinds(*some: str | None) -> pytest.MarkDecorator:
+    """The first of these, the others by `--full`."""
+    return pytest.mark.parametrize(
+        "name", [some[0], *(pytest.param(name, marks=pytest.mark.full) for name in some[1:])]
+    )
+
+
+@kinds("current", "delayed", "block", "mxfp8")
 def test_a_step_of_shards(two: Ranks, name: str) -> None:
     """The weights' two all-gathers a layer, one reduce-scatter, and one message in which all shards agree."""
     for found in two.run(counted, name, True):
@@ -139,12 +145,12 @@ def spread(rank: Rank, name: str | None) -> tuple[set[str], int]:
     with tapes("first"):
         for _ in range(4):
             run()
-        said = min([worded(run) for _ in range(4)], key=len)
+        said = min([worded(run) for _ in range(2)], key=len)
         with mock.patch.object(Taped, "known_as", autospec=True, side_effect=Taped.known_as) as long:
             run()
         return said, long.call_count
 
 
-@pytest.mark.parametrize("name", [None, *KINDS])
+@kinds("current", None, "delayed", "block", "mxfp8")
 def test_a_step_in_tensor_parallelism(two: Ranks, name: str | None) -> None:
     assert two.run(spread, name) == [(set(), 0)] * 2

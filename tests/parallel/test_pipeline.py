@@ -21,6 +21,7 @@ from tests.recipes import KINDS, region, rule
 from tests.tolerances import snr_db
 
 WIDTH, ROWS, MICROBATCHES, STEPS = 128, 32, 4, 2
+FULL = pytest.mark.full
 #: Of each stage, as make_graphed_callables takes it: forwards, and backwards below zero.
 ORDERS = ([1, 1, -1, 1, -1, 1, -1, -1], [1, -1] * MICROBATCHES)
 
@@ -155,25 +156,24 @@ def alone(rank: Rank, name: str | None) -> list[list[torch.Tensor]]:
     return in_one(name, rank.device, groups[rank.number])
 
 
-@pytest.mark.parametrize("name", [None, *KINDS[:-1], "nvfp4 nearest"])
-def test_two_stages(ranks: Ranks, name: str | None) -> None:
-    if ranks.world != 2:
-        pytest.skip("two stages")
-    for found, wanted in zip(ranks.run(pipelined, name, False), ranks.run(alone, name)[0], strict=True):
+@pytest.mark.parametrize(
+    "name",
+    [n if n in ("delayed", "mxfp8") else pytest.param(n, marks=FULL) for n in (None, *KINDS[:-1], "nvfp4 nearest")],
+)
+def test_two_stages(two: Ranks, name: str | None) -> None:
+    for found, wanted in zip(two.run(pipelined, name, False), two.run(alone, name)[0], strict=True):
         assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 
-@pytest.mark.parametrize("name", ["delayed", "current"])
-def test_two_stages_of_graphs(ranks: Ranks, name: str) -> None:
+@pytest.mark.parametrize("name", ["delayed", pytest.param("current", marks=FULL)])
+def test_two_stages_of_graphs(two: Ranks, name: str) -> None:
     """Graphed with `_order`: on the CPU by graphs that run their Python again."""
-    if ranks.world != 2:
-        pytest.skip("two stages")
-    for found, wanted in zip(ranks.run(pipelined, name, True), ranks.run(alone, name)[0], strict=True):
+    for found, wanted in zip(two.run(pipelined, name, True), two.run(alone, name)[0], strict=True):
         assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("name", [None, "delayed", "current"])
+@pytest.mark.parametrize("name", [pytest.param(None, marks=FULL), pytest.param("delayed", marks=FULL), "current"])
 def test_two_stages_of_two_ranks(ranks_of: Callable[[int, str], Ranks], name: str | None) -> None:
     """Tensor parallelism inside of a stage, eagerly and in graphs."""
     gloo = ranks_of(4, "cpu")

@@ -120,16 +120,19 @@ def same(found: Any, wanted: Any) -> bool:
     return all(torch.equal(a, b) for stage in pairs for a, b in zip(*stage, strict=True))
 
 
+CASES = [("ScheduleGPipe", name, "around") for name in ("delayed", "current")]
+CASES += [("Schedule1F1B", name, way) for name in ("delayed", "current") for way in WAYS]
+SOME = [CASES[0], *(("Schedule1F1B", "delayed", way) for way in WAYS[:3]), ("Schedule1F1B", "current", "fused")]
+
+
 @pytest.mark.parametrize(
-    ("schedule", "name", "way"),
-    [("ScheduleGPipe", name, "around") for name in ("delayed", "current")]
-    + [("Schedule1F1B", name, way) for name in ("delayed", "current") for way in WAYS],
+    ("schedule", "name", "way"), [pytest.param(*c, marks=[] if c in SOME else pytest.mark.full) for c in CASES]
 )
 def test_a_schedule_is_as_one_process(two: Ranks, schedule: str, name: str, way: str) -> None:
     assert same(two.run(scheduled, schedule, name, way), two.run(in_one, name, way)[0])
 
 
-@pytest.mark.parametrize("name", [None, "delayed"])
+@pytest.mark.parametrize("name", [pytest.param(None, marks=pytest.mark.full), "delayed"])
 def test_shapes_may_be_given(two: Ranks, name: str | None) -> None:
     assert same(two.run(scheduled, "Schedule1F1B", name, "around", True), two.run(in_one, name, "around")[0])
 

@@ -14,6 +14,7 @@ import te_torch as te
 from te_core.errors import UnsupportedError
 from te_core.recipe import DelayedScaling
 from te_torch.tensors import collectives
+from tests.covering import covering
 from tests.module_steps import values
 from tests.parallel.ranks import Rank, Ranks
 from tests.recipes import region, rule
@@ -76,10 +77,10 @@ def collected(rank: Rank, name: str, later: bool) -> dict[str, bool]:
     return same
 
 
-@pytest.mark.parametrize("later", [False, True], ids=["now", "later"])
-@pytest.mark.parametrize("name", KINDS)
-def test_what_collectives_write(ranks: Ranks, name: str, later: bool) -> None:
-    for same in ranks.run(collected, name, later):
+@pytest.mark.four_ranks(name="current")
+@covering(name=KINDS, when=["later", "now"])
+def test_what_collectives_write(ranks: Ranks, name: str, when: str) -> None:
+    for same in ranks.run(collected, name, when == "later"):
         assert same == dict.fromkeys(COLLECTIVES, True)
 
 
@@ -182,7 +183,13 @@ CASES = [(name, way, True) for name in KINDS for way in ("wrapped", "sent")]
 CASES += [("delayed", "wrapped", False), ("delayed", "sent", False), ("delayed", "moved", True)]
 
 
-@pytest.mark.parametrize(("name", "way", "reduces"), CASES)
+SOME = [("delayed", "wrapped", True), ("current", "sent", True), ("mxfp8", "wrapped", True), *CASES[-3:]]
+
+
+@pytest.mark.four_ranks(name="current", way="sent")
+@pytest.mark.parametrize(
+    ("name", "way", "reduces"), [pytest.param(*c, marks=[] if c in SOME else pytest.mark.full) for c in CASES]
+)
 def test_ranks_follow_the_first(ranks: Ranks, name: str, way: str, reduces: bool) -> None:
     """DistributedDataParallel and trainers' loops send the first rank's weights: all have and train the same."""
     found = ranks.run(begun, name, way, reduces)
@@ -211,7 +218,10 @@ def redundant(rank: Rank, name: str, options: dict[str, Any]) -> Any:
     return [layer.weight.detach().dequantize().cpu() for layer in layers]
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.four_ranks(name="delayed")
+@pytest.mark.parametrize(
+    "name", [n if n in ("delayed", "mxfp8") else pytest.param(n, marks=pytest.mark.full) for n in KINDS]
+)
 def test_zero_redundancy(ranks: Ranks, name: str) -> None:
     found = ranks.run(redundant, name, {})
     for mine in found:

@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 
 from tests import backends
-from tests.backends import more_without_gpu
 from tests.parallel import ranks as harness
 from tests.parallel.ranks import Outcome, Rank, Ranks, RanksError
 
@@ -29,6 +28,7 @@ def where(rank: Rank) -> Any:
     return *facts, os.getpid(), torch.cuda.device_count()
 
 
+@pytest.mark.four_ranks()
 def test_results_by_rank(ranks: Ranks) -> None:
     assert ranks.run(everyones_sum, 5) == [5 + sum(range(1, ranks.world + 1))] * ranks.world
 
@@ -68,7 +68,7 @@ def unmatched(rank: Rank) -> bool:
 
 def test_a_run_has_a_group_of_its_own(pair: Ranks) -> None:
     with pytest.raises(RanksError):
-        pair.run(unmatched, group_timeout=3)  # the harness's last barrier meets it
+        pair.run(unmatched, group_timeout=0.5)  # the harness's last barrier meets it
     assert pair.run(everyones_sum, 0) == [3.0, 3.0]
 
 
@@ -128,14 +128,15 @@ def hangs(rank: Rank) -> bool:
     return True
 
 
-@pytest.mark.parametrize("fresh", [True, pytest.param(False, marks=more_without_gpu)])
-def test_a_hang(pair: Ranks, fresh: bool) -> None:
+@pytest.mark.parametrize("fresh", [True, pytest.param(False, marks=pytest.mark.full)])
+def test_a_hang(pair: Ranks, fresh: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is ended, and shown with the line where it stood: in the first run of its processes, and in a later one."""
+    monkeypatch.setitem(harness.GRACE, "cpu", 0.5)
     if fresh:
         pair.stop()
     else:
         pair.run(everyones_sum, 0)
-    _, second = pair.outcomes(hangs, group_timeout=2)
+    _, second = pair.outcomes(hangs, group_timeout=0.5)
     assert pair.seconds < 60
     assert second.how == "hung" and "in hangs" in second.output and "test_ranks.py" in second.output
     assert pair.run(everyones_sum, 0) == [3.0, 3.0]
@@ -164,10 +165,11 @@ def test_what_travels(pair: Ranks) -> None:
     assert first.output.startswith("begun") and first.output.rstrip().endswith("ended")
 
 
-def test_a_rank_that_ended_between_two_runs(pair: Ranks) -> None:
+def test_a_rank_that_ended_between_two_runs(pair: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(harness.GRACE, "cpu", 0.5)
     pids = [facts[-2] for facts in pair.run(where)]
     os.kill(pids[1], signal.SIGKILL)
-    _, second = pair.outcomes(everyones_sum, 0, group_timeout=2)
+    _, second = pair.outcomes(everyones_sum, 0, group_timeout=0.5)
     assert (second.how, second.text) == ("died", f"exit code {-signal.SIGKILL}")
     assert pair.run(everyones_sum, 0) == [3.0, 3.0]
 

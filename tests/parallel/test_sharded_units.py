@@ -21,6 +21,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 import te_torch as te
 from te_core.errors import UnsupportedError
 from te_torch.base.residual import Branch, bias_dropout_add
+from tests.covering import covering
 from tests.module_steps import values
 from tests.parallel.ranks import ROOT, Rank, Ranks
 from tests.recipes import rule
@@ -28,7 +29,7 @@ from tests.recordings import tapes
 
 H, S, B = 64, 16, 2
 ATTENTION, MLP = "self_attention", "layernorm_mlp"
-PARTS = [(MLP,), (ATTENTION,), (ATTENTION, MLP), (f"{ATTENTION}.proj",), (f"{ATTENTION}.proj", ATTENTION)]
+PARTS = [MLP, f"{ATTENTION}.proj", f"{ATTENTION} {MLP}", ATTENTION, f"{ATTENTION}.proj {ATTENTION}"]
 
 
 def layer_of(device: str, **options: Any) -> Any:
@@ -95,13 +96,12 @@ def wrapped(rank: Rank, parts: tuple[str, ...], engine: str, options: dict[str, 
             torch.testing.assert_close(whole_of(gradients[name]), mean.cpu(), rtol=1e-5, atol=1e-7, msg=name)
 
 
-@pytest.mark.parametrize("engine", ["2", "2 kept", "1"])
-@pytest.mark.parametrize("parts", PARTS, ids=" ".join)
-def test_parts_of_a_layer_as_units(ranks: Ranks, parts: tuple[str, ...], engine: str) -> None:
+@covering(parts=PARTS, engine=["2", "2 kept", "1"])
+def test_parts_of_a_layer_as_units(ranks: Ranks, parts: str, engine: str) -> None:
     """`return_bias` hands out a parameter, whose memory the unit frees before the layer adds it."""
-    if engine == "1" and len(parts) == 2 and parts[0].startswith(parts[1]):
+    if engine == "1" and parts == PARTS[-1]:
         pytest.skip("FSDP1 wraps the inner one under another name")
-    ranks.run(wrapped, parts, engine, {})
+    ranks.run(wrapped, tuple(parts.split()), engine, {})
 
 
 @pytest.mark.parametrize("options", [{"layer_type": "decoder"}, {"drop_path_rate": 1e-9}, {"fuse_qkv_params": False}])
@@ -259,6 +259,7 @@ def marked(rank: Rank, quantized: bool, engine: str) -> dict[str, Any]:
     return {"before": before, "after": marks_of(model), "equal": equal}
 
 
+@pytest.mark.four_ranks(engine="2", quantized=True)
 @pytest.mark.parametrize("quantized", [False, True])
 @pytest.mark.parametrize("engine", ["none", "2"])
 def test_the_trainers_loop(ranks: Ranks, engine: str, quantized: bool) -> None:
@@ -270,8 +271,7 @@ def test_the_trainers_loop(ranks: Ranks, engine: str, quantized: bool) -> None:
         assert {"layernorm_mlp.fc1_weight", "self_attention.proj.weight"} <= cut
 
 
-@pytest.mark.parametrize("quantized", [False, True])
-@pytest.mark.parametrize("way", ["copied", "emptied", "assigned", "converted", "replaced"])
+@covering(way=["copied", "emptied", "assigned", "converted", "replaced"], quantized=[False, True])
 def test_marks_outlast_parameters(way: str, quantized: bool) -> None:
     """Each of these puts other parameters in the place of the module's."""
     with te.quantized_model_init(recipe=rule("current")) if quantized else nullcontext():

@@ -13,6 +13,7 @@ import torch.distributed as dist
 import te_torch as te
 from te_torch.parallel import communicator
 from tests.backends import requires_gpus
+from tests.covering import covering
 from tests.parallel.ranks import Rank, Ranks
 from tests.parallel.tensor_steps import BATCH, H, counted, inputs, make, options, shapes
 from tests.recipes import region
@@ -108,11 +109,13 @@ def ways(rank: Rank, kind: str, how: str | None, sequence: bool) -> Any:
     return asked, outputs
 
 
-@pytest.mark.parametrize("how", ["one_shot", "two_shot"])
-@pytest.mark.parametrize("sequence", [False, True])
-@pytest.mark.parametrize("kind", ["column", "row", "norm column", "mlp", "mlp again"])
-def test_the_way_of_a_sum(pair: Ranks, kind: str, sequence: bool, how: str) -> None:
+@covering(
+    case=["column", "row", "norm column", "mlp", "mlp again", "row sequence", "mlp sequence"],
+    how=["one_shot", "two_shot"],
+)
+def test_the_way_of_a_sum(pair: Ranks, case: str, how: str) -> None:
     """It is asked for once a step, for a row-parallel output that is summed whole, and for nothing else."""
+    kind, sequence = case.removesuffix(" sequence"), case.endswith(" sequence")
     takes = not sequence and kind in ("row", "mlp", "mlp again")
     found, others = pair.run(ways, kind, how, sequence), pair.run(ways, kind, None, sequence)
     for (asked, made), (unasked, one) in zip(found, others, strict=True):

@@ -58,18 +58,21 @@ def compare(ranks: Ranks, kind: str, recipe: str | None, sequence: bool, rows: i
     return found
 
 
-@covering(turns=2, recipe=[None, *KINDS], kind=["column", "row"], sequence=[False, True])
-def test_a_linear(ranks: Ranks, kind: str, sequence: bool, recipe: str | None) -> None:
-    compare(ranks, kind, recipe, sequence, ALIGNED)
+@pytest.mark.four_ranks(recipe="delayed")
+@pytest.mark.four_ranks(recipe="current")
+@covering(recipe=[None, *KINDS], case=["column", "column sequence", "row", "row sequence"])
+def test_a_linear(ranks: Ranks, case: str, recipe: str | None) -> None:
+    kind, _, sequence = case.partition(" ")
+    compare(ranks, kind, recipe, bool(sequence), ALIGNED)
 
 
-@pytest.mark.parametrize("recipe", KINDS)
-@pytest.mark.parametrize("kind", ["column", "row"])
+@covering(kind=["column", "row"], recipe=KINDS)
 def test_parts_of_no_whole_blocks(ranks: Ranks, kind: str, recipe: str) -> None:
     compare(ranks, kind, recipe, True, ODD)
 
 
-@covering(turns=2, recipe=[None, *KINDS], kind=["norm column", "mlp", "gated", "layer"], sequence=[False, True])
+@pytest.mark.four_ranks(recipe="block", kind="layer")
+@covering(recipe=[None, *KINDS], kind=["norm column", "mlp", "gated", "layer"], sequence=[False, True])
 def test_layers(ranks: Ranks, kind: str, sequence: bool, recipe: str | None) -> None:
     compare(ranks, kind, recipe, sequence, ALIGNED)
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import te_torch as te
 from te_core.recipe import DelayedScaling
 from tests.covering import covering
-from tests.parallel.ranks import Rank, Ranks
+from tests.parallel.ranks import Rank, Ranks, wait_no_longer_than
 from tests.parallel.tensor_steps import (
     BATCH,
     WIDE,
@@ -73,7 +73,7 @@ def microbatches(rank: Rank, recipe: str, cached: bool) -> Any:
     return found, gradients(module)
 
 
-@pytest.mark.parametrize("recipe", ["current", "block", "mxfp8"])
+@pytest.mark.parametrize("recipe", ["current", *(pytest.param(r, marks=pytest.mark.full) for r in ("block", "mxfp8"))])
 def test_microbatches(two: Ranks, recipe: str) -> None:
     """A weight that is quantized once is the weight that is quantized each time."""
     for one, other in zip(two.run(microbatches, recipe, True), two.run(microbatches, recipe, False), strict=True):
@@ -145,7 +145,9 @@ def held_quantized(rank: Rank, recipe: str) -> Any:
     return found, gradients(module), module.fc1_weight.shape
 
 
-@pytest.mark.parametrize("recipe", KINDS)
+@pytest.mark.parametrize(
+    "recipe", [r if r in ("delayed", "mxfp8") else pytest.param(r, marks=pytest.mark.full) for r in KINDS]
+)
 def test_weights_held_quantized(two: Ranks, recipe: str) -> None:
     """As a weight that is quantized in forward; with delayed scaling, whose first step has the scale 1 and not that of
     the weight, as near to high precision."""
@@ -445,6 +447,7 @@ def different(rank: Rank, what: str) -> str:
         return error_of(lambda: module(x))
 
 
+@pytest.mark.four_ranks(what="rows")
 @pytest.mark.parametrize("what", ["rows", "width", "mode", "recipe"])
 def test_ranks_that_differ(ranks: Ranks, what: str) -> None:
     """All of them say the same, and none hangs."""
@@ -525,7 +528,13 @@ def attention_in_fp8(rank: Rank, options_of_recipe: dict[str, Any], spread: bool
     return ys
 
 
-@pytest.mark.parametrize("more", [{"fp8_dpa": True}, {"fp8_dpa": True, "fp8_mha": True}], ids=["dpa", "mha"])
+@pytest.mark.parametrize(
+    "more",
+    [
+        pytest.param({"fp8_dpa": True}, id="dpa", marks=pytest.mark.full),
+        pytest.param({"fp8_dpa": True, "fp8_mha": True}, id="mha"),
+    ],
+)
 def test_attention_in_fp8(two: Ranks, more: dict[str, Any]) -> None:
     """Heads of a rank are attended to in FP8; what goes from module to module stays quantized."""
     parts, (whole, _) = two.run(attention_in_fp8, more, True), two.run(attention_in_fp8, more, False)
@@ -537,14 +546,17 @@ def alone_in_another(rank: Rank, kind: str, sequence: bool) -> None:
     module = filled(kind, rank, make(kind, rank.device, **options(rank, sequence)))
     x = piece(inputs(ROWS, H, 0), cut_ends(kind, sequence)[0], rank.number, rank.world).to(rank.device)
     module(x)
+    wait_no_longer_than(0.5)
     with region("current" if rank.number else None):
         module(x)
         raise AssertionError("went on")
 
 
-@pytest.mark.parametrize(("kind", "sequence"), [("column", True), ("gated", True), ("row", False)])
+@pytest.mark.parametrize(
+    ("kind", "sequence"), [("column", True), pytest.param("gated", True, marks=pytest.mark.full), ("row", False)]
+)
 def test_a_rank_alone_in_another_mode(pair: Ranks, kind: str, sequence: bool) -> None:
     """It waits for partners that do not come, and they for it: no message of one is taken for the other's."""
-    first, second = pair.outcomes(alone_in_another, kind, sequence, group_timeout=5)
+    first, second = pair.outcomes(alone_in_another, kind, sequence)
     assert (second.how, second.error) == ("raised", "LibraryError") and pair.seconds < 30
     assert (first.how, first.error) == ("raised", "LibraryError"), str(first)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import cache
 from pathlib import Path
 
+from tests.tools.light_pytest import Light
 from tools.mutants import Mutant, judge, load
-from tools.warm_pytest import Warm
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -42,7 +42,7 @@ def test_engine_judges_each_kind(tmp_path: Path) -> None:
     (tmp_path / "test_sums.py").write_text("from sums import half\n\ndef test_half():\n    assert half(8) == 4\n")
     (tmp_path / "pyproject.toml").write_text('[tool.pytest.ini_options]\npythonpath = ["."]\n')
 
-    warm = Warm(threads=1)
+    warm = Light()
 
     def verdict(old: str, new: str) -> str:
         before = (tmp_path / "sums.py").read_text()

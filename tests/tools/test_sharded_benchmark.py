@@ -14,6 +14,7 @@ def no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sharded.harness, "gpu", lambda: False)
 
 
+@pytest.mark.more
 def test_two_processes_measure() -> None:
     """Fewer bytes with quantized weights: half, but for what is no weight."""
     cases = (sharded.Case(sharded.SMALL, "delayed"), sharded.Case(sharded.SMALL, "current", True))
@@ -24,7 +25,7 @@ def test_two_processes_measure() -> None:
     assert set(BENCHMARKS["sharded"].columns) == set(held)
 
 
-@pytest.mark.more
+@pytest.mark.full
 def test_what_takes_too_long_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """By all ranks alike, and in the order in which cases matter."""
     monkeypatch.setattr(sharded, "SECONDS", -1)
@@ -41,6 +42,7 @@ def test_what_matters_most_comes_first() -> None:
     assert sharded.CASES[0] == sharded.Case(sharded.LARGE, "delayed") and held[1:] == [True] * 9 + [False] * 5
 
 
+@pytest.mark.more
 def test_one_gpu_shows_the_host() -> None:
     (row,) = sharded_host.measure((sharded.Case(sharded.SMALL, "current", True),))
     assert set(BENCHMARKS["sharded_host"].columns) == set(row) and row["host ms"] > 0

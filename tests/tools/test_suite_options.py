@@ -1,4 +1,4 @@
-"""The suite's own options, tried on a small suite in a process of its own."""
+"""The suite's own options, tried on a small suite in processes of its own."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ import shlex
 import shutil
 import subprocess
 import sys
-from functools import cache
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import _shard
+from tests.tools.light_pytest import Light
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -68,61 +69,70 @@ def test_threads_and_examples():
 """
 
 
-#: Of the small suite, which runs on the CPU: as many GPUs as it is told.
+#: Of the small suite, which runs on the CPU: as many GPUs as a file says.
 PRETENDED = """
-cuda_devices = lambda: int(os.environ.get("PRETENDED_GPUS", "0"))
+from pathlib import Path
+cuda_devices = lambda: int(Path(__file__).with_name("gpus").read_text())
 capability = lambda: (9, 0) if cuda_devices() else (0, 0)
 cuda_runtime = Runtime.cpu
 requires_cuda = needs_device(cuda_devices() > 0, "CUDA")
 """
 
 
+class Suite:
+    """The small suite, each run of which is a fork of one process."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        (folder / "tests").mkdir()
+        for name in ("__init__.py", "conftest.py", "backends.py", "recordings.py", "tally.py"):
+            shutil.copy(ROOT / "tests" / name, folder / "tests")
+        shutil.copy(ROOT / "pyproject.toml", folder)
+        with (folder / "tests" / "backends.py").open("a") as backends:
+            backends.write(PRETENDED)
+        (folder / "tests" / "test_small.py").write_text(SUITE)
+        (folder / "tests" / "test_gone.py").write_text('import pytest\npytest.importorskip("cupy_not_there")\n')
+        ours = ("PYTEST_", "TE_TESTS_", "OMP_", "OPENBLAS_", "MKL_", "TORCHINDUCTOR_COMPILE_")
+        env = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+        self.light = Light(env, also=("te_core.runtime",))
+        self.ran: dict[tuple[str, ...], tuple[dict[str, str], str]] = {}
+
+    def run(self, *options: str, gpus: int = 0) -> tuple[dict[str, str], str]:
+        """The outcome of each test by name, and the whole output."""
+        key = (str(gpus), *options)
+        if key not in self.ran:
+            (self.folder / "tests" / "gpus").write_text(str(gpus))
+            alone = [] if "-n" in options else ["-p", "no:xdist"]
+            shown = self.light.run(self.folder, ["-v", "-p", "no:cacheprovider", *alone, *options], timeout=120)[1]
+            found = re.findall(r"^tests/test_small\.py::(\S+) (PASSED|FAILED|SKIPPED|ERROR)", shown, re.MULTILINE)
+            self.ran[key] = dict(found), shown
+        return self.ran[key]
+
+
 @pytest.fixture(scope="module")
-def suite(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("suite")
-    (folder / "tests").mkdir()
-    for name in ("__init__.py", "conftest.py", "backends.py", "recordings.py", "tally.py"):
-        shutil.copy(ROOT / "tests" / name, folder / "tests")
-    shutil.copy(ROOT / "pyproject.toml", folder)
-    with (folder / "tests" / "backends.py").open("a") as backends:
-        backends.write(PRETENDED)
-    (folder / "tests" / "test_small.py").write_text(SUITE)
-    (folder / "tests" / "test_gone.py").write_text('import pytest\npytest.importorskip("cupy_not_there")\n')
-    return folder
+def suite(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Suite]:
+    made = Suite(tmp_path_factory.mktemp("suite"))
+    yield made
+    made.light.close()
 
 
-@cache
-def run(suite: Path, *options: str, gpus: int = 0) -> tuple[dict[str, str], str]:
-    """The outcome of each test by name, and the whole output."""
-    ours = ("PYTEST_", "TE_TESTS_", "OMP_", "OPENBLAS_", "MKL_", "TORCHINDUCTOR_COMPILE_")
-    env = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
-    env["PRETENDED_GPUS"] = str(gpus)
-    env["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    alone = [] if "-n" in options else ["-p", "no:xdist"]
-    command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", *alone, *options]
-    done = subprocess.run(command, cwd=suite, env=env, capture_output=True, text=True)
-    shown = done.stdout + done.stderr
-    found = re.findall(r"^tests/test_small\.py::(\S+) (PASSED|FAILED|SKIPPED|ERROR)", shown, re.MULTILINE)
-    return dict(found), shown
-
-
-def test_shards_part_the_suite(suite: Path) -> None:
-    whole = set(run(suite)[0]) | {"test_matrix", "test_heavy"}
-    parts = [set(run(suite, "--full", "--more", f"--shard={i}/2")[0]) for i in (1, 2)]
+def test_shards_part_the_suite(suite: Suite) -> None:
+    whole = set(suite.run()[0]) | {"test_matrix", "test_heavy"}
+    parts = [set(suite.run("--full", "--more", f"--shard={i}/2")[0]) for i in (1, 2)]
     assert parts[0] | parts[1] == whole and not parts[0] & parts[1] and all(parts)
     for wrong in ("0/3", "4/3", "half"):
         with pytest.raises(pytest.UsageError, match="1 <= I <= N"):
             _shard(wrong)
 
 
-def test_full_matrices_and_heavy_tests_run_on_request(suite: Path) -> None:
-    assert not {"test_matrix", "test_heavy"} & set(run(suite)[0])
-    assert set(run(suite, "-m", "full")[0]) == {"test_matrix"}
-    assert set(run(suite, "-m", "more")[0]) == {"test_heavy"}
+def test_full_matrices_and_heavy_tests_run_on_request(suite: Suite) -> None:
+    assert not {"test_matrix", "test_heavy"} & set(suite.run()[0])
+    assert set(suite.run("-m", "full")[0]) == {"test_matrix"}
+    assert set(suite.run("-m", "more")[0]) == {"test_heavy"}
 
 
-def test_the_cpu_always_runs(suite: Path) -> None:
-    outcomes = run(suite)[0]
+def test_the_cpu_always_runs(suite: Suite) -> None:
+    outcomes = suite.run()[0]
     for name in ("test_backend", "test_named_backend"):
         assert outcomes[f"{name}[cpu]"] == "PASSED"
     assert outcomes["test_threads_and_examples"] == "PASSED"
@@ -131,20 +141,44 @@ def test_the_cpu_always_runs(suite: Path) -> None:
 OF_DEVICES = ("test_backend", "test_named_backend", "test_device", "test_marked", "test_gpu", "test_nine", "test_newer")
 
 
-def test_no_case_is_generated_for_a_device_that_is_not_here(suite: Path) -> None:
+def test_no_case_is_generated_for_a_device_that_is_not_here(suite: Suite) -> None:
     def cases(*options: str, gpus: int) -> set[str]:
-        return {name for name in run(suite, *options, gpus=gpus)[0] if name.startswith(OF_DEVICES)}
+        return {name for name in suite.run(*options, gpus=gpus)[0] if name.startswith(OF_DEVICES)}
 
-    both = ("test_backend[{}]", "test_named_backend[{}]", "test_marked_case[{}]", "test_device[1-{}]", "test_device[2-{}]")
+    both = (
+        "test_backend[{}]",
+        "test_named_backend[{}]",
+        "test_marked_case[{}]",
+        "test_device[1-{}]",
+        "test_device[2-{}]",
+    )
     on_cpu, on_cuda = ({case.format(device) for case in both} for device in ("cpu", "cuda"))
     assert cases(gpus=0) == on_cpu and cases(gpus=1) == {*on_cpu, *on_cuda, "test_gpu"}
     assert cases("--require-cuda", "--continue-on-collection-errors", gpus=1) == {*on_cuda, "test_gpu"}
 
 
+POOLS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS")
+
+
+def test_processes_share_the_cores() -> None:
+    """What starts them takes all for itself, and hands its environment to them. What a user has set stays."""
+    ours = ("PYTEST_", "TE_TESTS_", *POOLS)
+    bare = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+    bare["MKL_NUM_THREADS"] = "7"
+    show = f"[os.environ.get(name) for name in {(*POOLS, 'TE_TESTS_POOLS')!r}]"
+    ((*first, kept),) = shown_in([bare], show)
+    cores = os.cpu_count() or 1
+    assert first == [str(cores), str(cores), "7", str(cores)]
+    workers = {"PYTEST_XDIST_WORKER_COUNT": "2", "PYTEST_XDIST_WORKER": "gw1", "TE_TESTS_POOLS": kept}
+    ((*shares, _),) = shown_in([{**bare, **dict(zip(POOLS, first, strict=True)), **workers}], show)
+    share = str(max(1, cores // 2))
+    assert shares == [share, share, "7", share]
+
+
+@pytest.mark.more
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="one core is not to be shared")
-def test_processes_share_the_cores(suite: Path) -> None:
-    """What starts them takes all for itself, and hands its environment to them."""
-    shown = run(suite, "-n", "2", "-k", "test_threads_and_examples")[1]
+def test_processes_of_a_suite_share_the_cores(suite: Suite) -> None:
+    shown = suite.run("-n", "2", "-k", "test_threads_and_examples")[1]
     assert "1 passed" in shown, shown
 
 
@@ -155,39 +189,59 @@ def test_processes_share_the_gpus(tmp_path: Path) -> None:
     bare = {name: os.environ[name] for name in ("HOME", "PYTHONPATH") if name in os.environ}
     bare["PATH"] = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
 
-    def found(**env: str) -> list[str | None]:
-        show = "import json, os, tests.conftest; names = ('CUDA_VISIBLE_DEVICES', 'TE_TESTS_GPUS')"
-        command = [sys.executable, "-c", f"{show}; print(json.dumps([os.environ.get(n) for n in names]))"]
-        return json.loads(subprocess.run(command, cwd=ROOT, env={**bare, **env}, capture_output=True).stdout)
-
-    assert found() == [None, "3"] and found(CUDA_VISIBLE_DEVICES="1") == ["1", None]
     worker = {"PYTEST_XDIST_WORKER_COUNT": "6", "PYTEST_XDIST_WORKER": "gw4"}
-    assert found(TE_TESTS_GPUS="3", **worker) == ["1,2,0", "1"]
-    assert found(CUDA_VISIBLE_DEVICES="1", **worker) == ["1", None]
+    environments = [
+        bare,
+        {**bare, "CUDA_VISIBLE_DEVICES": "1"},
+        {**bare, "TE_TESTS_GPUS": "3", **worker},
+        {**bare, "CUDA_VISIBLE_DEVICES": "1", **worker},
+    ]
+    show = "[os.environ.get(name) for name in ('CUDA_VISIBLE_DEVICES', 'TE_TESTS_GPUS')]"
+    assert shown_in(environments, show) == [[None, "3"], ["1", None], ["1,2,0", "1"], ["1", None]]
 
 
-def test_required_cuda_turns_its_skips_into_failures(suite: Path) -> None:
-    outcomes, shown = run(suite)
+def shown_in(environments: list[dict[str, str]], value: str) -> list[list[str | None]]:
+    """What a process sees that has imported the suite's options, in each of these environments."""
+    code = f"""
+import json, os, sys
+import hypothesis, pytest
+for env in json.loads(sys.stdin.read()):
+    child = os.fork()
+    if not child:
+        os.environ.clear()
+        os.environ.update(env)
+        import tests.conftest
+        from te_core.tape import taped
+        print(json.dumps({value}), flush=True)
+        os._exit(0)
+    os.waitpid(child, 0)
+"""
+    command = [sys.executable, "-c", code]
+    ran = subprocess.run(command, input=json.dumps(environments), cwd=ROOT, text=True, capture_output=True, check=True)
+    return [json.loads(line) for line in ran.stdout.splitlines()]
+
+
+def test_required_cuda_turns_its_skips_into_failures(suite: Suite) -> None:
+    outcomes, shown = suite.run()
     assert outcomes["test_skips_for_cuda"] == "SKIPPED"
-    outcomes, shown = run(suite, "--require-cuda", "--continue-on-collection-errors", gpus=1)
+    outcomes, shown = suite.run("--require-cuda", "--continue-on-collection-errors", gpus=1)
     assert outcomes["test_skips_for_cuda"] == "FAILED"
     assert outcomes["test_skips_for_hardware"] == outcomes["test_skips_for_windows"] == "SKIPPED"
     assert "this test was skipped: CuPy is not installed" in shown
-    assert "--require-cuda: this machine has no CUDA device" in run(suite, "--require-cuda")[1]
+    assert "--require-cuda: this machine has no CUDA device" in suite.run("--require-cuda")[1]
     assert "this file was skipped: could not import 'cupy_not_there'" in shown
 
 
-def test_skips_are_told_by_reason(suite: Path) -> None:
-    shown = run(suite)[1]
+def test_skips_are_told_by_reason(suite: Suite) -> None:
+    shown = suite.run()[1]
     told = [line for line in shown.splitlines() if line.startswith("SKIPPED [")]
     assert len(told) == len({line.partition("] ")[2] for line in told}), "a reason has one line"
     assert "SKIPPED [1] needs Windows" in told and "SKIPPED [1] CuPy is not installed" in told
     assert not any(".py:" in line for line in told)
 
 
-def source_of(source: str, test: ast.FunctionDef) -> str:
+def source_of(lines: list[str], test: ast.FunctionDef) -> str:
     """A test with its parameters."""
-    lines = source.splitlines()
     return "\n".join(lines[min([test.lineno, *(mark.lineno for mark in test.decorator_list)]) - 1 : test.end_lineno])
 
 
@@ -204,16 +258,13 @@ def test_what_runs_again_without_replays() -> None:
         if path.stem in ("test_shortcuts", "test_tapes_calls"):  # of replays themselves: each says what it wants
             continue
         source = path.read_text()
-        for node in ast.walk(ast.parse(source)):
+        lines = source.splitlines()
+        for node in ast.parse(source).body:
             if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
                 name = f"{path.relative_to(ROOT).as_posix()}::{node.name}"
-                assert any(word in name for word in words) or not re.search(uses, source_of(source, node)), name
+                assert any(word in name for word in words) or not re.search(uses, source_of(lines, node)), name
                 named.append(name)
     assert len(named) > 1000 and not [word for word in words if not any(word in name for name in named)]
     assert "TE_CORE_TAPES=never $(PY) -m pytest" in text and "\ngpu-interpreted: export TE_CORE_TAPES = never\n" in text
-    code = "import tests.conftest; from te_core.tape import taped; print(taped.when())"
-    for given, wanted in (("never", "never"), (None, "first")):
-        env = {name: value for name, value in os.environ.items() if name != "TE_CORE_TAPES"}
-        env |= {} if given is None else {"TE_CORE_TAPES": given}
-        ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, text=True, capture_output=True)
-        assert ran.stdout.strip() == wanted, ran.stderr
+    plain = {name: value for name, value in os.environ.items() if name != "TE_CORE_TAPES"}
+    assert shown_in([{**plain, "TE_CORE_TAPES": "never"}, plain], "taped.when()") == ["never", "first"]

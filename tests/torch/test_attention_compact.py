@@ -107,10 +107,7 @@ TYPES = ("padding", "padding_causal", "padding_causal_bottom_right")
 
 @on_devices
 @on_backends
-@pytest.mark.parametrize("form", ["sbhd", "bshd"])
-@pytest.mark.parametrize("kind", ["self", "cross"])
-@pytest.mark.parametrize("mask_type", TYPES)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@covering(turns=2, layout=LAYOUTS, mask_type=TYPES, kind=["self", "cross"], form=["sbhd", "bshd"])
 def test_any_layout(layout: str, mask_type: str, kind: str, form: str, backend: str, device: str, use: Any) -> None:
     use(backend)
     tensors = inputs(device)
@@ -256,7 +253,10 @@ def test_where_nobody_looks_nothing_is_lost(
     assert same(list(module(*tensors, (mask, mask))), list(known))
 
 
-@covering(layout=LAYOUTS, backend=[FUSED, UNFUSED])
+@pytest.mark.parametrize(
+    ("layout", "backend"),
+    [("left", FUSED), *(pytest.param(layout, UNFUSED, marks=pytest.mark.full) for layout in LAYOUTS)],
+)
 def test_compiled(layout: str, backend: str, use: Any) -> None:
     use(backend)
     torch._dynamo.reset()
@@ -273,16 +273,9 @@ def test_compiled(layout: str, backend: str, use: Any) -> None:
 
 def test_compiled_without_a_break() -> None:
     torch._dynamo.reset()
-    layer = te.TransformerLayer(
-        64,
-        96,
-        4,
-        self_attn_mask_type="padding_causal",
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        attn_input_format="bshd",
-        device="cpu",
-    )
+    layer = te.MultiheadAttention(
+        64, 4, attn_mask_type="padding_causal", attention_dropout=0.0, qkv_format="bshd", device="cpu"
+    ).eval()
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     x, mask = values(BATCH, SEQ, 64, seed=1), mask_of("left")
     assert torch.equal(compiled(x, attention_mask=mask), layer(x, attention_mask=mask))
@@ -343,9 +336,9 @@ FP8: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("form", ["sbhd", "bshd"])
-@pytest.mark.parametrize("recipe", FP8)
-@pytest.mark.parametrize("options", [{}, {"fuse_qkv_params": True, "num_gqa_groups": 2, "bias": False}])
+@covering(
+    options=[{}, {"fuse_qkv_params": True, "num_gqa_groups": 2, "bias": False}], recipe=FP8, form=["sbhd", "bshd"]
+)
 def test_a_layer(options: dict[str, Any], recipe: str, form: str) -> None:
     """Padding before the tokens and behind them: outputs and gradients of the tokens are the same."""
 

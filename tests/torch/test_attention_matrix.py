@@ -18,7 +18,8 @@ import torch
 import te_torch as te
 from te_core.attention import alibi_slopes
 from tests.backends import devices
-from tests.core.attention_cases import FAMILIES, HEADS, SEQUENCES, Place, covering, only, place
+from tests.core import attention_cases as cases
+from tests.core.attention_cases import FAMILIES, HEADS, SEQUENCES, Place, only, place
 from tests.reference import attention as reference
 from tests.tolerances import DB
 
@@ -120,7 +121,13 @@ def possible(u: Use) -> bool:
     )
 
 
-PAIRS = [Use(**row) for row in covering(OPTIONS, lambda row: possible(Use(**row)))]
+PAIRS = [Use(**row) for row in cases.covering(OPTIONS, lambda row: possible(Use(**row)))]
+#: Each with one of the families, and with all of them by `--full`.
+TRIED = [
+    pytest.param(use, family, id=f"{use}-{family}", marks=[] if (i - j) % len(FAMILIES) == 0 else [pytest.mark.full])
+    for i, use in enumerate(PAIRS)
+    for j, family in enumerate(FAMILIES)
+]
 
 
 class Prepared:
@@ -290,8 +297,7 @@ def run_or_reason(prepared: Prepared, family: str) -> str | None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("use", PAIRS, ids=str)
+@pytest.mark.parametrize(("use", "family"), TRIED)
 def test_pairs(monkeypatch, use, family, device):
     """Right on every family, or refused with its reason; what runs on the CPU takes everything there."""
     only(monkeypatch, family)
@@ -334,8 +340,12 @@ def documented(u: Use, family: str) -> bool:
     )
 
 
+#: The corner of the diagonal shows whose mask the keys' lengths are of.
+OF_TWO_MASKS = Use(mask="padding_causal_bottom_right", lengths_as="mask", lengths="cross")
+
+
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("use", [u for u in PAIRS if u.dtype != "fp32"][:40], ids=str)
+@pytest.mark.parametrize("use", [*[u for u in PAIRS if u.dtype != "fp32"][:10], OF_TWO_MASKS], ids=str)
 def test_whatever_is_chosen(use, device):
     """With everything allowed nothing is refused."""
     assert run_or_reason(Prepared(use, device), "unfused") is None

@@ -19,6 +19,7 @@ from te_core.recipe import DelayedScaling, Float8CurrentScaling, Format, QParams
 from te_torch import amax_reduction, updates
 from te_torch import state as scaling
 from tests.backends import devices
+from tests.covering import covering
 from tests.module_steps import GEMM_MODULES, differences, fp8_state, gradient_for, make, on, region, step, values
 from tests.reference import modules as reference
 from tests.tolerances import DB, snr_db
@@ -336,10 +337,9 @@ def reference_update(scale: float, column: list[float], limit: float, algo: str)
 
 
 @on_devices
-@pytest.mark.parametrize("margin", [0, 3])
-@pytest.mark.parametrize("length", [1, 2, 5])
-@pytest.mark.parametrize("algo", ["max", "most_recent"])
-@pytest.mark.parametrize("fmt", [Format.HYBRID, Format.E4M3, Format.E5M2], ids=lambda f: f.name)
+@covering(
+    turns=2, fmt=[Format.HYBRID, Format.E4M3, Format.E5M2], algo=["max", "most_recent"], length=[1, 2, 5], margin=[0, 3]
+)
 def test_update_over_random_steps(fmt: Format, algo: str, length: int, margin: int, device: str) -> None:
     """30 steps of inputs and gradients of any size, zeros, infinities and 1e-38 among them: every scale and history."""
     module = linear(device)

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import te_torch as te
 from te_core.recipe import DelayedScaling, Format
 from tests.backends import devices
+from tests.covering import covering
 from tests.module_steps import GEMM_MODULES, WIDTH, differences, fp8_state, gradient_for, make, on, values
 from tests.recipes import KINDS, RECIPES, rule
 from tests.reference import modules as reference
@@ -167,8 +168,7 @@ def last_bias(module: Any) -> torch.Tensor:
 
 
 @on_devices
-@pytest.mark.parametrize("recipe", [n for n in RECIPES if not n.startswith("delayed")])
-@gemm_modules
+@covering(kind=GEMM_MODULES, recipe=[n for n in RECIPES if not n.startswith("delayed")])
 def test_other_recipes_have_nothing_to_calibrate(kind: str, recipe: str, device: str) -> None:
     module = make(kind, device, torch.bfloat16)
     x = values(40, WIDTH, device=device, dtype=torch.bfloat16, seed=1)

@@ -21,6 +21,7 @@ from te_core.errors import ArgumentError
 from te_core.recipe import DelayedScaling
 from tests import recipes
 from tests.backends import capability, requires_cuda
+from tests.covering import covering
 from tests.module_steps import fp8_state
 
 pytestmark = requires_cuda
@@ -51,14 +52,13 @@ MODULES: dict[str, Callable[[], torch.nn.Module]] = {
     "LayerNorm": lambda: te.LayerNorm(HIDDEN, dtype=torch.bfloat16, device="cuda"),
     "RMSNorm": lambda: te.RMSNorm(HIDDEN, dtype=torch.bfloat16, device="cuda"),
 }
-# Norms know no recipe; plain attention only an FP8 one of its own.
-CASES = [
-    (name, recipe)
-    for name in MODULES
-    for recipe in RECIPES
-    if recipe is None
-    or not name.startswith(("LayerNorm", "RMSNorm", "DotProduct"))
-    or name in ("LayerNormLinear", "LayerNormMLP")
+# Norms know no recipe; plain attention only an FP8 one of its own. Others meet two recipes, and all by `--full`.
+CASES: list[Any] = [
+    pytest.param(name, recipe, marks=[] if alone or (i + j) % 3 == 0 else [pytest.mark.full])
+    for i, name in enumerate(MODULES)
+    for alone in [name in ("LayerNorm", "RMSNorm") or name.startswith("DotProduct")]
+    for j, recipe in enumerate(RECIPES)
+    if recipe is None or not alone
 ]
 CASES += [(name, "fp8_dpa") for name in ("DotProductAttention", "TransformerLayer")]  # it takes no dropout
 
@@ -286,8 +286,7 @@ class Inside(torch.nn.Module):
         return out
 
 
-@pytest.mark.parametrize("recipe", [None, "delayed", "current", "block", "fp8_dpa"])
-@pytest.mark.parametrize("name", ["Linear", "LayerNormMLP", "TransformerLayer"])
+@covering(name=["Linear", "LayerNormMLP", "TransformerLayer"], recipe=[None, "delayed", "fp8_dpa", "current", "block"])
 def test_graphed_callables(name: str, recipe: str | None) -> None:
     if recipe == "fp8_dpa" and name != "TransformerLayer":
         recipe = "delayed"

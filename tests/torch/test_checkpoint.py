@@ -30,6 +30,7 @@ from te_torch.training.checkpoint import (
 )
 from tests import recipes
 from tests.backends import devices, requires_cuda
+from tests.covering import covering
 from tests.module_steps import differences, fp8_state
 
 on_devices = pytest.mark.parametrize("device", devices())
@@ -77,8 +78,15 @@ def step(model: Any, run: Callable[..., Any], recipe: str | None, device: str, n
     return {name: t.clone() for name, t in found.items()}
 
 
-@forms
-@pytest.mark.parametrize(("recipe", "device"), recipes.on_devices())
+EQUAL = {
+    (name, reentrant): [] if name in (None, *recipes.KINDS) and (i + reentrant) % 2 else [pytest.mark.full]
+    for i, name in enumerate((None, *recipes.KINDS, *recipes.OVERRIDES))
+    for reentrant in (True, False)
+}
+
+
+@on_devices
+@pytest.mark.parametrize(("recipe", "reentrant"), [pytest.param(*case, marks=marks) for case, marks in EQUAL.items()])
 def test_equals_a_plain_step(recipe: str | None, reentrant: bool, device: str) -> None:
     """Over steps whose scales change: outputs, gradients, scales, histories, and where the generator stands."""
     torch.manual_seed(0)
@@ -294,7 +302,7 @@ def test_nesting(reentrant: bool) -> None:
 
 
 @on_devices
-@pytest.mark.parametrize("recipe", [None, "delayed", "current"])
+@pytest.mark.parametrize("recipe", [pytest.param(None, marks=pytest.mark.full), "delayed"])
 def test_compiled(recipe: str | None, device: str) -> None:
     """A compiled function with a checkpoint in it: fullgraph, and what it gives is what eager code gives."""
     torch._dynamo.reset()
@@ -501,8 +509,7 @@ def test_a_checkpoint_of_ones_own(run: Callable[..., torch.Tensor]) -> None:
 
 
 @requires_cuda
-@forms
-@pytest.mark.parametrize("recipe", [None, "delayed", "current", "block", "mxfp8"])
+@covering(reentrant=[True, False], recipe=[None, "delayed", "current", "block", "mxfp8"])
 def test_a_captured_step(recipe: str | None, reentrant: bool) -> None:
     """A whole step with a checkpoint in it, captured: every replay draws anew, and its recomputation draws the same.
 

@@ -78,8 +78,14 @@ def test_eager(recipe: str, device: str) -> None:
 
 @pytest.mark.timeout(900)  # a C++ compiler among many processes
 @on_devices
-@recipes
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.more)])
+@pytest.mark.parametrize(
+    ("backend", "recipe"),
+    [
+        ("aot_eager", "delayed"),
+        pytest.param("inductor", "delayed", marks=pytest.mark.more),
+        *(pytest.param(b, r, marks=pytest.mark.full) for b in ("aot_eager", "inductor") for r in ("bf16", "current")),
+    ],
+)
 def test_compiled_forward_and_backward(recipe: str, device: str, backend: str) -> None:
     torch._dynamo.reset()
     eager, x = make(device), batch(device)
@@ -94,7 +100,7 @@ def test_compiled_forward_and_backward(recipe: str, device: str, backend: str) -
 
 
 @on_devices
-@pytest.mark.parametrize("recipe", ["delayed", "current"])
+@pytest.mark.parametrize("recipe", ["delayed", pytest.param("current", marks=pytest.mark.full)])
 def test_region_inside_the_compiled_function(recipe: str, device: str) -> None:
     torch._dynamo.reset()
     eager, x = make(device), batch(device)

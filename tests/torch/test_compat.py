@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.backends import devices
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.programs import python
 
 # As such scripts are found in the wild; not one line of it knows this project.
 SCRIPT = """
@@ -64,13 +61,6 @@ import te_torch.compat
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
-
-
-def python(code: str, *arguments: str, path: str = "") -> subprocess.CompletedProcess[str]:
-    code = f"import sys; sys.path[:0] = {[p for p in (path, str(ROOT)) if p]!r}\n{code}"
-    return subprocess.run(
-        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=240, cwd="/"
-    )
 
 
 TRANSFORMER = """

@@ -9,13 +9,13 @@ import pytest
 
 from tests.backends import devices, more_without_gpu
 from tests.covering import covering
-from tests.torch.test_compat import python
+from tests.programs import python
 
 DATA = Path(__file__).resolve().parents[1] / "data"
 
 
-def runs(code: str, *arguments: str, path: str = "") -> str:
-    done = python(code, *arguments, path=path)
+def runs(code: str, *arguments: str, path: str = "", fresh: bool = False) -> str:
+    done = python(code, *arguments, path=path, fresh=fresh)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 
@@ -281,6 +281,10 @@ if __name__ == "__main__":
     process.join()
     with torch.no_grad(), te.autocast(recipe=recipe):
         assert torch.equal(model(x), torch.from_numpy(y))
+    before = model.fp8_state.scale_fwd.clone()
+    with te.autocast(recipe=recipe):
+        model(100 * x).sum().backward()
+    assert not torch.equal(model.fp8_state.scale_fwd, before), "an update writes where the scales are now"
     print("ok")
 """
 
@@ -395,7 +399,7 @@ print("ok")
 
 
 def test_without_torch_the_import_names_the_extra() -> None:
-    assert "ok" in runs(WITHOUT_TORCH)
+    assert "ok" in runs(WITHOUT_TORCH, fresh=True)
 
 
 OTHERS = """

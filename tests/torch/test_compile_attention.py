@@ -21,14 +21,9 @@ UNFUSED = {"NVTE_FUSED_ATTN": "0", "NVTE_FLASH_ATTN": "0"}
 FP8 = {"delayed": DelayedScaling(fp8_dpa=True, amax_history_len=3), "current": Float8CurrentScaling(fp8_dpa=True)}
 
 
-def pairs(names: Iterable[str], leave_out: str) -> list[Any]:
+def pairs(names: Iterable[str], leave_out: str) -> list[tuple[str, str]]:
     """Every name on every device, but for the one that CUDA has not."""
-    found = []
-    for device in devices():
-        device, marks = (device, ()) if isinstance(device, str) else (device.values[0], device.marks)
-        kept = [name for name in names if device == "cpu" or name != leave_out]
-        found += [pytest.param(name, device, marks=marks) for name in kept]
-    return found
+    return [(name, device) for device in devices() for name in names if device == "cpu" or name != leave_out]
 
 
 @pytest.fixture(autouse=True)
@@ -80,9 +75,18 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+OFTEN = {("causal", "0"), ("dropout", "1"), ("sink", "0"), ("softcap", "1")}
+
+
 # On CUDA a compiler's draw of dropout's seed is another one than eager code's, so there is nothing to compare.
-@pytest.mark.parametrize("fused_softmax", ["0", "1"])
-@pytest.mark.parametrize(("case", "device"), pairs(CASES, leave_out="dropout"))
+@pytest.mark.parametrize(
+    ("case", "device", "fused_softmax"),
+    [
+        pytest.param(case, device, fused, marks=[] if (case, fused) in OFTEN else [pytest.mark.full])
+        for case, device in pairs(CASES, leave_out="dropout")
+        for fused in ("0", "1")
+    ],
+)
 def test_unfused(case: str, fused_softmax: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {**UNFUSED, "NVTE_MASKED_SOFTMAX_FUSION": fused_softmax}.items():
         monkeypatch.setenv(name, value)
@@ -112,11 +116,11 @@ def test_fp8(recipe: str, device: str) -> None:
     check(lambda: te.DotProductAttention(2, 128, qkv_format="bshd"), "bshd", 128, FP8[recipe], device)
 
 
-@pytest.mark.parametrize(("recipe", "device"), pairs(FP8, leave_out="current"))  # GPUs: delayed scaling only
-def test_fp8_with_the_region_inside(recipe: str, device: str) -> None:
+@on_devices
+def test_fp8_with_the_region_inside(device: str) -> None:
     module = te.DotProductAttention(2, 128, qkv_format="bshd")
     eager = copy.deepcopy(module)
-    rule = FP8[recipe]
+    rule = FP8["delayed"]
 
     def run(owner: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         with te.autocast(recipe=rule, emulate=True):

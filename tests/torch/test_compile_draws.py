@@ -72,7 +72,7 @@ def in_checkpoint(module: Any, x: torch.Tensor) -> Any:
     return te.checkpoint(module, x)
 
 
-@covering(turns=2, case=CASES, recipe=RECIPES, run=[plainly, in_checkpoint])
+@covering(case=CASES, recipe=RECIPES, run=[plainly, in_checkpoint])
 @on_devices
 def test_draws_are_part_of_the_graph(case: str, recipe: str, run: Any, device: str) -> None:
     """Two layers share a program, whose draws are those of eager code, and each goes on along the tracker's stream."""

@@ -14,6 +14,7 @@ from te_torch import state as scaling
 from te_torch import updates
 from tests import recipes
 from tests.backends import requires_cuda
+from tests.covering import covering
 from tests.module_steps import differences, fp8_state, make, region, step, values
 
 BF16 = torch.bfloat16
@@ -35,8 +36,7 @@ def fresh_compiler() -> None:
 
 @requires_cuda
 @pytest.mark.timeout(900)  # a compiler of kernels
-@pytest.mark.parametrize("recipe", [None, "delayed", "current", "block"])
-@pytest.mark.parametrize("kind", MODULES)
+@covering(kind=MODULES, recipe=["delayed", None, "current", "block"])
 def test_reduce_overhead(kind: str, recipe: str | None) -> None:
     """No reason to leave the graph out is found, and scales follow as in eager mode, steps of replays included."""
     torch.manual_seed(0)
@@ -63,8 +63,7 @@ def test_reduce_overhead(kind: str, recipe: str | None) -> None:
 
 @requires_cuda
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("recipe", ["delayed", "current", "mxfp8"])
-@pytest.mark.parametrize("kind", MODULES)
+@covering(kind=MODULES, recipe=["mxfp8", "delayed", "current"])
 def test_reduce_overhead_with_microbatches(kind: str, recipe: str) -> None:
     """Weights quantized by a first microbatch's graph are read by the others' graphs, step after step."""
     torch.manual_seed(0)

@@ -11,13 +11,23 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import te_torch as te
 from tests.backends import devices
-from tests.covering import covering
 from tests.module_steps import WIDTH, differences, fp8_state, make, randomise, region, step, values
 
 BF16 = torch.bfloat16
 on_devices = pytest.mark.parametrize("device", devices())
 KINDS = ("Linear", "LayerNormLinear", "LayerNormMLP", "GroupedLinear")
-covered = covering(kind=KINDS, recipe=["plain", "delayed", "current"])
+
+
+def some(*often: tuple[str, str]) -> pytest.MarkDecorator:
+    """Modules and recipes: these by default, others in full."""
+    return pytest.mark.parametrize(
+        ("kind", "recipe"),
+        [
+            pytest.param(kind, recipe, marks=[] if (kind, recipe) in often else [pytest.mark.full])
+            for kind in KINDS
+            for recipe in ("plain", "delayed", "current")
+        ],
+    )
 
 
 class Grouped(torch.nn.Module):
@@ -48,7 +58,7 @@ def compiled(module: Any) -> tuple[Any, CompileCounterWithBackend]:
 
 
 @on_devices
-@covered
+@some(("LayerNormMLP", "current"), ("GroupedLinear", "delayed"))
 def test_autocast(kind: str, recipe: str, device: str) -> None:
     """Parameters and inputs in float32, products in bfloat16."""
     eager = build(kind, device, torch.float32)
@@ -62,7 +72,7 @@ def test_autocast(kind: str, recipe: str, device: str) -> None:
 
 
 @on_devices
-@covered
+@some(("LayerNormLinear", "delayed"))
 def test_inference_mode(kind: str, recipe: str, device: str) -> None:
     """Before, between and after steps of training: one program more."""
     eager = build(kind, device)
@@ -78,7 +88,7 @@ def test_inference_mode(kind: str, recipe: str, device: str) -> None:
 
 
 @on_devices
-@covered
+@some(("LayerNormMLP", "delayed"))
 def test_copies_of_compiled_modules(kind: str, recipe: str, device: str) -> None:
     """A copy goes its own way, eager or compiled, and takes the program of the one that it is a copy of."""
     eager = build(kind, device)

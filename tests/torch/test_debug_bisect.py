@@ -15,6 +15,7 @@ from te_torch.debug.bisection import GEMMS, _off, _Search, _Steps
 from te_torch.debug.snapshot import Snapshot
 from tests import recipes
 from tests.backends import devices
+from tests.covering import covering
 from tests.torch import planted
 from tests.torch.test_inspectors import MODULES, differences, make, step
 
@@ -22,8 +23,7 @@ on_devices = pytest.mark.parametrize("device", devices())
 
 
 @on_devices
-@pytest.mark.parametrize("recipe", ["delayed", "current", "block", "mxfp8", "nvfp4"])
-@pytest.mark.parametrize("kind", [k for k in MODULES if "recomputed" not in k])
+@covering(kind=[k for k in MODULES if "recomputed" not in k], recipe=["delayed", "current", "block", "mxfp8", "nvfp4"])
 def test_all_in_high_precision_is_the_module_outside_of_a_region(kind: str, recipe: str, device: str) -> None:
     """Outputs and gradients; sums of a bias's gradient go another way, in another order."""
     module, plain = make(kind, device), make(kind, device)

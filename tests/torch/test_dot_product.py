@@ -571,7 +571,7 @@ def test_a_cache_of_the_older_form(backend: str, use: Any) -> None:
     assert near([torch.cat([first, second], 1)], [wanted])
 
 
-@on_backends
+@pytest.mark.parametrize("backend", [choose.FUSED, pytest.param(choose.UNFUSED, marks=pytest.mark.full)])
 def test_compiled(backend: str, use: Any) -> None:
     use(backend)
     torch._dynamo.utils.counters.clear()

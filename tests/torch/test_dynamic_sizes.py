@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,7 +15,6 @@ import torch
 
 import te_torch as te
 from tests import recipes
-from tests.covering import covering
 
 MODULES: dict[str, Callable[[], torch.nn.Module]] = {
     "Linear": lambda: te.Linear(32, 48, device="cpu"),
@@ -25,6 +25,7 @@ MODULES: dict[str, Callable[[], torch.nn.Module]] = {
     "TransformerLayer": lambda: te.TransformerLayer(32, 64, 2, hidden_dropout=0.0, attention_dropout=0.0, device="cpu"),
 }
 SIZES = (8, 16, 24)
+dynamically = pytest.mark.parametrize("dynamic", [None, pytest.param(True, marks=pytest.mark.full)])
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +45,16 @@ def step(call: Any, tensors: list[torch.Tensor], **options: Any) -> list[torch.T
     return [y.detach(), *[t.grad for t in tensors]]
 
 
-@covering(kind=MODULES, recipe=["current", "delayed", None], dynamic=[None, True])
+OFTEN = [("LayerNormLinear", "current", None), ("MultiheadAttention", None, True)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "recipe", "dynamic"),
+    [
+        pytest.param(*case, marks=[] if case in OFTEN else [pytest.mark.full])
+        for case in itertools.product(MODULES, ("current", "delayed", None), (None, True))
+    ],
+)
 def test_modules(kind: str, recipe: str | None, dynamic: bool | None) -> None:
     torch.manual_seed(0)
     module = MODULES[kind]()
@@ -59,7 +69,7 @@ def test_modules(kind: str, recipe: str | None, dynamic: bool | None) -> None:
     assert not torch._dynamo.utils.counters["graph_break"]
 
 
-@pytest.mark.parametrize("dynamic", [None, True])
+@dynamically
 def test_attention(dynamic: bool | None) -> None:
     module = te.DotProductAttention(2, 16, attn_mask_type="causal", softmax_scale=0.2)
     compiled = torch.compile(module, backend="aot_eager", dynamic=dynamic)
@@ -69,7 +79,7 @@ def test_attention(dynamic: bool | None) -> None:
     assert not torch._dynamo.utils.counters["graph_break"]
 
 
-@pytest.mark.parametrize("dynamic", [None, True])
+@dynamically
 def test_packed_sequences(dynamic: bool | None) -> None:
     """Whose longest lengths are numbers of the call."""
     module = te.DotProductAttention(2, 16, attn_mask_type="padding_causal", qkv_format="thd")

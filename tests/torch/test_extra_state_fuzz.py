@@ -28,7 +28,7 @@ def grown(before: int) -> int:
     return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
 
 
-@pytest.mark.parametrize("count", [1000, pytest.param(25_000, marks=pytest.mark.more)])
+@pytest.mark.parametrize("count", [500, pytest.param(25_000, marks=pytest.mark.full)])
 def test_mutations_of_honest_entries(count: int) -> None:
     """Of all forms. `python -m tests.broken_entries N SEED` tries others."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -45,12 +45,13 @@ def test_the_mutations_of_a_seed_are_the_same() -> None:
     assert {name for name, _ in first} == set(broken_entries.seeds())
 
 
-def test_what_is_read_of_a_mutation_loads_or_is_refused() -> None:
+@pytest.mark.parametrize("count", [400, pytest.param(1500, marks=pytest.mark.full)])
+def test_what_is_read_of_a_mutation_loads_or_is_refused(count: int) -> None:
     """Above the reader: shapes of another module, or values that are no scales."""
     module = make("Linear")
     plain = module.state_dict()
     met = dict.fromkeys(("loaded", "size mismatch", "refused"), 0)
-    for _, data in broken_entries.broken(1500, seed=1):
+    for _, data in broken_entries.broken(count, seed=1):
         try:
             module.load_state_dict({**plain, "_extra_state": data})
             met["loaded"] += 1
@@ -62,7 +63,7 @@ def test_what_is_read_of_a_mutation_loads_or_is_refused() -> None:
         state = module.fp8_state
         for scale in () if state is None else (state.scale_fwd, state.scale_bwd):
             assert torch.isfinite(scale).all() and (scale > 0).all()
-    assert met["loaded"] > 100 and met["refused"] > 100, met
+    assert met["loaded"] > count / 15 and met["refused"] > count / 15, met
 
 
 # ----------------------------------------------------------------------------------------------------- attacks
@@ -157,9 +158,9 @@ ATTACKS = {
     "overlapping and unused": lambda: overlapping(used=False),
     "again and again": again_and_again,
     "announced and unused": announced_and_unused,
-    "a great many lists": lambda: b"\x80\x04" + b"]" * (MIB // 4) + b".",
+    "a great many lists": lambda: b"\x80\x04" + b"]" * (MIB // 16) + b".",
     "a great many names": lambda: b"\x80\x04" + b"(" + b"ctorch\nFloatStorage\n" * (MIB // 80) + b"t.",
-    "a great many tuples": lambda: b"\x80\x04)" + b"\x85" * (MIB // 4) + b".",
+    "a great many tuples": lambda: b"\x80\x04)" + b"\x85" * (MIB // 16) + b".",
     "a long number": lambda: b"\x80\x04\x8b" + struct.pack("<i", MIB) + b"\x7f" * MIB + b".",
     "a number of many digits": lambda: b"\x80\x04I" + b"7" * MIB + b"\n.",
 }

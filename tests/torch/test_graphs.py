@@ -19,6 +19,7 @@ from te_core.recipe import Recipe
 from te_torch.training.graphs.make import graph_pool_handle
 from tests import recipes
 from tests.backends import requires_cuda
+from tests.covering import covering
 from tests.graph_steps import PIPELINES, Pipeline
 from tests.module_steps import differences, fp8_state
 from tests.torch.test_capture import BATCH, BF16, FP8_ATTENTION, HIDDEN, MODULES, SEQ
@@ -27,7 +28,12 @@ pytestmark = requires_cuda
 
 NATIVE = (None, "delayed", "current", "block")  # on Hopper; what is emulated is captured by the same code
 WITH_GEMMS = [n for n in MODULES if n not in ("LayerNorm", "RMSNorm") and "Dot" not in n and "cached" not in n]
-CASES = [(name, recipe) for name in WITH_GEMMS for recipe in NATIVE]
+# Each with two recipes, and with all by `--full`.
+CASES: list[Any] = [
+    pytest.param(name, recipe, marks=[] if (i + j) % 2 == 0 else [pytest.mark.full])
+    for i, name in enumerate(WITH_GEMMS)
+    for j, recipe in enumerate(NATIVE)
+]
 CASES += [(name, None) for name in MODULES if "Dot" in name or name in ("LayerNorm", "RMSNorm")]
 CASES += [("DotProductAttention", "fp8_dpa"), ("TransformerLayer", "fp8_dpa")]
 
@@ -179,8 +185,7 @@ def test_a_checkpoint_inside(use_reentrant: bool) -> None:
 
 
 @pytest.mark.timeout(600)  # a compiler of kernels
-@pytest.mark.parametrize("recipe", [None, "delayed", "current"])
-@pytest.mark.parametrize("how", ["around", "inside"])
+@covering(how=["around", "inside"], recipe=[None, "delayed", "current"])
 def test_compiled_modules(how: str, recipe: str | None) -> None:
     """Graphs of compiled code, whose replays update the states that it ran."""
     torch._dynamo.reset()
@@ -212,8 +217,7 @@ class Outside(torch.nn.Module):
 # ------------------------------------------------------------------------------- microbatches and pipelines
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "current", "block"])
-@pytest.mark.parametrize("name", ["Linear", "TransformerLayer", "GroupedLinear"])
+@covering(name=["Linear", "TransformerLayer", "GroupedLinear"], recipe=["delayed", "current", "block"])
 def test_cached_weights(name: str, recipe: str) -> None:
     """Three microbatches a step, weights quantized in the first and changed behind the last."""
     module = Tensors(name)
@@ -234,8 +238,7 @@ def _told(module: Tensors, first: bool) -> Callable[..., Any]:
     return lambda *tensors: module.inner(*tensors, *module.more, is_first_microbatch=first)
 
 
-@pytest.mark.parametrize("reuse", [False, True])
-@pytest.mark.parametrize("name", PIPELINES)
+@covering(name=PIPELINES, reuse=[False, True])
 def test_pipelines(name: str, reuse: bool) -> None:
     chunks, given, order = PIPELINES[name]
     delayed = "apart" in name

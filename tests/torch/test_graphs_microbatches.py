@@ -9,17 +9,11 @@ import pytest
 import torch
 
 from te_core.errors import ArgumentError, UnsupportedError
-from te_torch.training.graphs import device as seam
 from tests.fake_graphs import FakeDevice
-from tests.graph_steps import DELAYED, PIPELINES, WIDTH, Pipeline, graph, linear, mlp, number, region
+from tests.graph_steps import DELAYED, PIPELINES, WIDTH, Pipeline, fake, graph, linear, mlp, number, region
 from tests.module_steps import differences, fp8_state, values
 
-
-@pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
-    found = FakeDevice()
-    monkeypatch.setattr(seam, "device", found)
-    return found
+__all__ = ["fake"]
 
 
 def cached_steps(call: Any, owner: Any, firsts: tuple[bool, ...]) -> dict[str, torch.Tensor]:

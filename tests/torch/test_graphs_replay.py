@@ -17,22 +17,14 @@ from te_core.errors import ArgumentError, UnsupportedError
 from te_core.recipe import DelayedScaling
 from te_torch import state as scaling
 from te_torch import updates
-from te_torch.training.graphs import device as seam
 from te_torch.training.graphs import make as graphs
 from te_torch.training.rng import get_all_rng_states
 from tests.covering import covering
 from tests.fake_graphs import FakeDevice
-from tests.graph_steps import DELAYED, RECIPES, WIDTH, graph, linear, mlp, number, region, step
+from tests.graph_steps import DELAYED, RECIPES, WIDTH, fake, graph, linear, mlp, number, region, step
 from tests.module_steps import differences, fp8_state, values
 
-recipes = pytest.mark.parametrize("recipe", RECIPES)
-
-
-@pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
-    found = FakeDevice()
-    monkeypatch.setattr(seam, "device", found)
-    return found
+__all__ = ["fake"]
 
 
 class Two(torch.nn.Module):
@@ -79,7 +71,7 @@ MODULES: dict[str, Callable[[], torch.nn.Module]] = {
 }
 
 
-@covering(turns=2, name=MODULES, recipe=RECIPES, update=["late", "inside"])
+@covering(name=MODULES, recipe=RECIPES, update=["late", "inside"])
 def test_replays_are_eager_steps(name: str, recipe: str | None, update: str, fake: FakeDevice) -> None:
     """Scales and histories included, over steps in which they change; updates come before backward or behind it."""
     module, late = MODULES[name](), update == "late"
@@ -93,7 +85,7 @@ def test_replays_are_eager_steps(name: str, recipe: str | None, update: str, fak
         assert all((t != 1).any() for n, t in fp8_state(module).items() if "scale" in n)
 
 
-@recipes
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_containers_and_keyword_arguments(recipe: str | None, fake: FakeDevice) -> None:
     module = Two()
     eager = copy.deepcopy(module)

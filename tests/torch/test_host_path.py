@@ -20,6 +20,7 @@ from te_core import dtypes
 from te_core.ops import _check
 from te_core.tensor import CPU, Tensor
 from tests import recipes
+from tests.covering import covering
 from tests.host_steps import ROOT, each_instruction, line_of, worded, worded_at_last
 
 HIDDEN = 32
@@ -35,8 +36,12 @@ MODULES: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("recipe", [None, *recipes.KINDS])
-@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.usefixtures("interpreted")
+def test_nothing_is_worded_where_nothing_is_replayed() -> None:
+    test_nothing_is_worded("TransformerLayer", "current")
+
+
+@covering(name=MODULES, recipe=[None, *recipes.KINDS])
 def test_nothing_is_worded(name: str, recipe: str | None) -> None:
     module = MODULES[name]().to("cpu")
     x = torch.randn(64, 1, HIDDEN, requires_grad=True)
@@ -52,8 +57,7 @@ def test_nothing_is_worded(name: str, recipe: str | None) -> None:
     assert not worded_at_last(step)
 
 
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("recipe", recipes.KINDS)
+@covering(recipe=recipes.KINDS, fused=[False, True])
 def test_nothing_is_worded_for_quantized_weights(recipe: str, fused: bool) -> None:
     with te.quantized_model_init(recipe=recipes.rule(recipe)):
         module = te.LayerNormMLP(HIDDEN, 2 * HIDDEN, params_dtype=torch.bfloat16, device="cpu")
@@ -110,8 +114,8 @@ def instructions(call: Callable[[], Any]) -> tuple[int, int, set[str]]:
     return asking, total, files
 
 
-@pytest.mark.parametrize("recipe", [None, "current"])
-@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.usefixtures("interpreted")  # a replay asks nothing
+@covering(name=["LayerNormLinear", "Linear", "TransformerLayer", "GroupedLinear", "RMSNorm"], recipe=["current", None])
 def test_one_rank_asks_for_others_in_passing(name: str, recipe: str | None) -> None:
     """What weights that are spread over ranks cost where there is one: attribute tests, of an FP8 layer's step under a
     hundredth."""

@@ -17,6 +17,7 @@ from te_torch.attention.kv_cache import KVCacheManager, NonPagedKVCacheManager, 
 from te_torch.attention.rope import RotaryPositionEmbedding
 from te_torch.transformer.layer import TransformerLayer
 from tests.backends import devices, requires_cuda
+from tests.covering import covering
 
 FORMS = ("sbhd", "bshd", "thd")
 HEADS, D_K, D_V = 2, 8, 16
@@ -70,8 +71,7 @@ def held(cache, table, row, length):
 
 
 @pytest.mark.parametrize("device", devices())
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("paged", [False, True], ids=["rows", "pages"])
+@covering(paged=[False, True], form=FORMS)
 def test_sequences_come_and_go(device, paged, form):
     p = params(device, paged=paged, form=form)
     addresses = None
@@ -307,8 +307,7 @@ def causal(q, k, v):
 
 
 @pytest.mark.parametrize("device", devices())
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("paged", [False, True], ids=["rows", "pages"])
+@covering(paged=[False, True], form=FORMS)
 def test_attention_equals_the_whole_sequence(device, paged, form):
     """Grouped heads of two widths; every token's output is that of causal attention over its sequence."""
     p = params(device, paged=paged, form=form, dtype=torch.float32)
@@ -316,7 +315,7 @@ def test_attention_equals_the_whole_sequence(device, paged, form):
         2 * HEADS, (D_K, D_V), HEADS, qkv_format=form, attn_mask_type="padding_causal", layer_number=3
     ).eval()
     kept: dict[int, list[torch.Tensor]] = {}
-    for step in schedule(77 + number_of(form, paged), steps=20):
+    for step in schedule(77 + number_of(form, paged), steps=15):
         p.pre_step(step)
         q, k, v = (
             {n: torch.randn(count, heads, d, device=device) for n, count in step.items()}
@@ -391,8 +390,7 @@ class Tiny(torch.nn.Module):
 
 
 @pytest.mark.parametrize("device", devices())
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("paged", [False, True], ids=["rows", "pages"])
+@covering(paged=[False, True], form=FORMS)
 @torch.no_grad()
 def test_greedy_equals_uncached(device, paged, form):
     """Token by token, while texts come and go."""
@@ -400,7 +398,7 @@ def test_greedy_equals_uncached(device, paged, form):
     p = params(device, paged=paged, form=form, dtype=torch.float32, d_v=D_K)
     texts: dict[int, list[int]] = {}
     draw, checked, different = random.Random(2), 0, set()
-    for step in schedule(55 + number_of(form, paged), steps=24):
+    for step in schedule(55 + number_of(form, paged), steps=20):
         for n, count in step.items():
             if n not in texts:
                 texts[n] = [draw.randrange(64) for _ in range(count)]
@@ -418,7 +416,7 @@ def test_greedy_equals_uncached(device, paged, form):
             texts[n].append(int(want.argmax()))
             checked += 1
             different.add(texts[n][-1])
-    assert checked > 40 and len(different) > 5
+    assert checked > 30 and len(different) > 5
 
 
 @pytest.mark.parametrize("device", devices())

@@ -18,15 +18,20 @@ from tests.layer_draws import Tally, is_clear, judge
 from tests.layer_options import RECIPES, Draw, draw
 
 on_devices = pytest.mark.parametrize("device", devices())
-BLOCK, BLOCKS, MORE = 25, 8, 40
+BLOCK, BLOCKS, MORE, FULL = 25, 4, 8, 40
 
 
 @on_devices
 @pytest.mark.parametrize(
-    "block", [*range(BLOCKS), *[pytest.param(n, marks=pytest.mark.more) for n in range(BLOCKS, BLOCKS + MORE)]]
+    "block",
+    [
+        *range(BLOCKS),
+        *[pytest.param(n, marks=pytest.mark.more) for n in range(BLOCKS, BLOCKS + MORE)],
+        *[pytest.param(n, marks=pytest.mark.full) for n in range(BLOCKS + MORE, BLOCKS + MORE + FULL)],
+    ],
 )
 def test_draws(block: int, device: str) -> None:
-    """200 of them here, 1,000 more in `make test-more`."""
+    """100 of them here, 200 more in `make test-more`, 1,000 more in `make test-full`."""
     tally = Tally()
     for seed in range(block * BLOCK, (block + 1) * BLOCK):
         tally.run(draw(seed, device))
@@ -37,7 +42,7 @@ def test_draws(block: int, device: str) -> None:
 
 def test_what_is_drawn() -> None:
     """Everything that may be drawn is, among those that CI runs."""
-    draws = [draw(seed) for seed in range(BLOCK * BLOCKS)]
+    draws = [draw(seed) for seed in range(BLOCK * (BLOCKS + MORE))]
     assert {d.recipe for d in draws} == {"", *RECIPES}
     assert {d.kind for d in draws} == {"TransformerLayer", "MultiheadAttention", "Linears"}
     ways = {name for d in draws for name in d.way}

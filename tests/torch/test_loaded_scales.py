@@ -14,6 +14,7 @@ import te_torch as te
 from te_core.errors import ArgumentError
 from te_core.recipe import DelayedScaling
 from tests.backends import devices
+from tests.covering import covering
 from tests.module_steps import differences, fp8_state, make, step, values
 
 on_devices = pytest.mark.parametrize("device", devices())
@@ -89,8 +90,7 @@ ROUTES: dict[str, Callable[[str, float, str], None]] = {
 
 
 @on_devices
-@pytest.mark.parametrize("route", ROUTES)
-@pytest.mark.parametrize("bad", BAD)
+@covering(bad=BAD, route=ROUTES)
 def test_unusable_values_are_refused_by_name(bad: str, route: str, device: str) -> None:
     name, value = BAD[bad]
     with pytest.raises(ArgumentError, match=rf"{name}.*\[(0, )?1\] is {value}.*To do: ") as caught:

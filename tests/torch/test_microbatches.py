@@ -14,6 +14,7 @@ import te_torch as te
 from te_core.errors import ArgumentError, UnsupportedError
 from te_core.ops import raw as ops
 from tests.backends import devices
+from tests.covering import covering
 from tests.module_steps import GEMM_MODULES, WIDTH, differences, fp8_state, gradient_for, make, values
 from tests.recipes import KINDS, RECIPES, region
 from tests.reference import modules as reference
@@ -21,8 +22,10 @@ from tests.tolerances import DB, snr_db
 
 on_devices = pytest.mark.parametrize("device", devices())
 gemm_modules = pytest.mark.parametrize("kind", GEMM_MODULES)
-recipes = pytest.mark.parametrize("recipe", KINDS)
-with_plain = pytest.mark.parametrize("recipe", [None, *KINDS])
+# An MLP, which has slots of two GEMMs, meets delayed scaling by default.
+recipes = covering(kind=GEMM_MODULES, recipe=["current", "block", "delayed", "mxfp8", "nvfp4"])
+WITH_PLAIN = ["current", None, "delayed", "block", "mxfp8", "nvfp4"]
+with_plain = covering(kind=GEMM_MODULES, recipe=WITH_PLAIN)
 
 BF16 = torch.bfloat16
 
@@ -76,7 +79,6 @@ def quantized(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.mark.usefixtures("interpreted")
 @on_devices
 @recipes
-@gemm_modules
 def test_weights_are_quantized_once(kind: str, recipe: str, quantized: list[int], device: str) -> None:
     module = make(kind, device, BF16)
     places = [w.data_ptr() for w in weights_of(module).values()]
@@ -95,7 +97,6 @@ def test_weights_are_quantized_once(kind: str, recipe: str, quantized: list[int]
 
 @on_devices
 @with_plain
-@gemm_modules
 def test_cached_equals_quantized_anew(kind: str, recipe: str | None, device: str) -> None:
     """Outputs, gradients and maxima of three microbatches, bit for bit, in two steps with an update between."""
     anew, cached = (make(kind, device, BF16) for _ in range(2))
@@ -110,7 +111,6 @@ def test_cached_equals_quantized_anew(kind: str, recipe: str | None, device: str
 
 @on_devices
 @recipes
-@gemm_modules
 def test_later_without_first(kind: str, recipe: str, device: str) -> None:
     """An empty cache is filled by whoever comes first."""
     wanted = one_step(make(kind, device, BF16), recipe, [None, None], device)
@@ -119,7 +119,6 @@ def test_later_without_first(kind: str, recipe: str, device: str) -> None:
 
 @on_devices
 @recipes
-@gemm_modules
 def test_cache_made_without_gradients(kind: str, recipe: str, quantized: list[int], device: str) -> None:
     """What no_grad left out is added when backward will read it; the other way round nothing is quantized again."""
     wanted = one_step(make(kind, device, BF16), recipe, [None], device)
@@ -219,9 +218,7 @@ CHANGES: list[Callable[[torch.nn.Module], None]] = [
 
 
 @on_devices
-@pytest.mark.parametrize("recipe", ["current", "block", "nvfp4 no rht"])
-@pytest.mark.parametrize("change", CHANGES, ids=lambda f: f.__name__)
-@gemm_modules
+@covering(kind=GEMM_MODULES, change=CHANGES, recipe=["current", "block", "nvfp4 no rht"])
 def test_changed_weights_are_quantized_again(
     kind: str, change: Callable[[torch.nn.Module], None], recipe: str, device: str
 ) -> None:
@@ -297,7 +294,6 @@ def test_inference_tensors_are_not_cached(kind: str, device: str) -> None:
 # --------------------------------------------------------------------------- gradients into main_grad
 
 MAIN = {"fp32": torch.float32, "bf16": BF16}
-main_dtypes = pytest.mark.parametrize("main", MAIN)
 
 
 def fused(kind: str, device: str, main: str = "fp32", fill: float = 0.0, **options: Any) -> Any:
@@ -315,9 +311,7 @@ def floor(recipe: str | None, kind: str) -> float:
 
 
 @on_devices
-@with_plain
-@main_dtypes
-@gemm_modules
+@covering(kind=GEMM_MODULES, main=MAIN, recipe=WITH_PLAIN)
 def test_microbatches_equal_one_batch(kind: str, main: str, recipe: str | None, device: str) -> None:
     """main_grad after four microbatches is the gradient of the four together; no weight has a grad."""
     module = fused(kind, device, main)
@@ -337,7 +331,6 @@ def test_microbatches_equal_one_batch(kind: str, main: str, recipe: str | None, 
 
 @on_devices
 @with_plain
-@gemm_modules
 def test_main_grad_is_the_gradient(kind: str, recipe: str | None, device: str) -> None:
     """In fp32 each microbatch adds what an fp32 gradient would be; all other results are the plain module's."""
     plain, module = make(kind, device, BF16), fused(kind, device)
@@ -352,9 +345,7 @@ def test_main_grad_is_the_gradient(kind: str, recipe: str | None, device: str) -
 
 
 @on_devices
-@pytest.mark.parametrize("recipe", [None, "current", "block"])
-@main_dtypes
-@gemm_modules
+@covering(kind=GEMM_MODULES, main=MAIN, recipe=[None, "current", "block"])
 def test_overwriting(kind: str, main: str, recipe: str | None, device: str) -> None:
     """The first microbatch, or overwrite_main_grad, takes no notice of what main_grad held; all others add."""
     module = fused(kind, device, main)
@@ -413,9 +404,7 @@ def test_get_main_grad(kind: str, device: str) -> None:
 
 
 @on_devices
-@with_plain
-@pytest.mark.parametrize("delay", [False, True])
-@gemm_modules
+@covering(kind=GEMM_MODULES, delay=[False, True], recipe=WITH_PLAIN)
 def test_under_torch_autocast(kind: str, delay: bool, recipe: str | None, device: str) -> None:
     """fp32 weights that a bf16 product reads converted: their own main_grad gets the gradient."""
     plain = make(kind, device)
@@ -443,7 +432,6 @@ def test_missing_main_grad(kind: str, device: str) -> None:
 
 @on_devices
 @with_plain
-@gemm_modules
 def test_a_refused_backward_may_be_run_again(kind: str, recipe: str | None, device: str) -> None:
     """What was saved is kept until all is known to be right: who was told what is wrong mends it, and goes on."""
     wanted = fused(kind, device)
@@ -490,8 +478,7 @@ def later(kind: str, device: str, **options: Any) -> Any:
 
 
 @on_devices
-@pytest.mark.parametrize("recipe", [None, *RECIPES])
-@gemm_modules
+@covering(kind=GEMM_MODULES, recipe=[*WITH_PLAIN, *(n for n in RECIPES if n not in KINDS)])
 def test_delayed_equals_immediate(kind: str, recipe: str | None, device: str) -> None:
     """Weights have no gradient until backward_dw(), and then the one they would have had, bit for bit."""
     module, plain = later(kind, device), make(kind, device, BF16)
@@ -514,7 +501,6 @@ def test_delayed_equals_immediate(kind: str, recipe: str | None, device: str) ->
 
 @on_devices
 @with_plain
-@gemm_modules
 def test_several_backwards_wait(kind: str, recipe: str | None, device: str) -> None:
     """Each call computes the oldest; gradients add up as those of immediate backwards do."""
     module, plain = later(kind, device), make(kind, device, BF16)
@@ -531,9 +517,7 @@ def test_several_backwards_wait(kind: str, recipe: str | None, device: str) -> N
 
 
 @on_devices
-@pytest.mark.parametrize("recipe", [None, "delayed", "current", "block", "nvfp4"])
-@main_dtypes
-@gemm_modules
+@covering(kind=GEMM_MODULES, main=MAIN, recipe=["current", None, "delayed", "block", "nvfp4"])
 def test_delayed_into_main_grad(kind: str, main: str, recipe: str | None, device: str) -> None:
     """With both options: the first microbatch overwrites, the others add, all of it in backward_dw()."""
     module, wanted = fused(kind, device, main, delay_wgrad_compute=True), fused(kind, device, main)

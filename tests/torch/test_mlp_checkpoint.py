@@ -12,6 +12,7 @@ import te_torch as te
 from te_torch.base.residual import Branch
 from tests import recipes as every
 from tests.backends import devices
+from tests.covering import covering
 from tests.module_steps import RECIPES, WIDTH, differences, fp8_state, gradient_for, make, region, values
 
 on_devices = pytest.mark.parametrize("device", devices())
@@ -48,18 +49,19 @@ def several_steps(module: Any, recipe: Any, x: torch.Tensor, **kw: Any) -> list[
 
 
 @on_devices
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("options", CHECKPOINTED)
-@recipes
-def test_checkpoint_changes_no_bit(recipe: str, options: str, dtype: torch.dtype, device: str) -> None:
-    kept, again = (make("LayerNormMLP", device, dtype, checkpoint=c, **CHECKPOINTED[options]) for c in (False, True))
-    x = values(2, 24, WIDTH, device=device, dtype=dtype, seed=1)
+@covering(turns=2, recipe=RECIPES, options=CHECKPOINTED, dtype=["float32", "bfloat16"])
+def test_checkpoint_changes_no_bit(recipe: str, options: str, dtype: str, device: str) -> None:
+    number = getattr(torch, dtype)
+    kept, again = (make("LayerNormMLP", device, number, checkpoint=c, **CHECKPOINTED[options]) for c in (False, True))
+    x = values(2, 24, WIDTH, device=device, dtype=number, seed=1)
     for a, b in zip(several_steps(again, recipe, x), several_steps(kept, recipe, x), strict=True):
         assert not differences(a, b)
 
 
 @on_devices
-@pytest.mark.parametrize("recipe", (*every.KINDS, *every.OVERRIDES))
+@pytest.mark.parametrize(
+    "recipe", [*every.KINDS, *(pytest.param(name, marks=pytest.mark.full) for name in every.OVERRIDES)]
+)
 def test_checkpoint_in_every_recipe(recipe: str, device: str) -> None:
     """Also with weights cached by microbatches, and with weight gradients fused or put off."""
     x = values(2, 32, 64, device=device, dtype=torch.bfloat16, seed=1)
@@ -81,9 +83,7 @@ def test_checkpoint_in_every_recipe(recipe: str, device: str) -> None:
 
 
 @on_devices
-@pytest.mark.parametrize("quantized", [False, True])
-@pytest.mark.parametrize("around", [None, True, False])
-@pytest.mark.parametrize("recipe", ["delayed", "block"])
+@covering(turns=2, recipe=["delayed", "block"], around=[None, True, False], quantized=[False, True])
 def test_checkpoint_inside_of_another(recipe: str, around: bool | None, quantized: bool, device: str) -> None:
     """Also below torch's own (reentrant or not), and with weights held quantized."""
     found = []
@@ -155,7 +155,9 @@ def test_checkpoint_keeps_its_input_only(recipe: str, device: str) -> None:
 
 
 @on_devices
-@recipes
+@pytest.mark.parametrize(
+    "recipe", [name if name == "delayed" else pytest.param(name, marks=pytest.mark.full) for name in RECIPES]
+)
 def test_checkpoint_with_a_branch_and_compiled(recipe: str, device: str) -> None:
     """The sum is what is kept; under a compiler the same bits."""
     found = []

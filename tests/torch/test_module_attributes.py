@@ -20,6 +20,7 @@ from te_torch.base.module import CallingModule
 from te_torch.custom_recipes.quantizer_factory_zoo import mxfp8_fwd_high_precision_bwd_factory
 from te_torch.modules.l2_norm import L2Normalization
 from tests.backends import devices
+from tests.covering import covering
 from tests.module_steps import region, values
 
 MAKERS: dict[str, Any] = {
@@ -342,7 +343,9 @@ def test_what_is_set_later_counts_from_the_next_forward_on(what: str, recipe: An
 
 
 @pytest.mark.usefixtures("interpreted")
-@pytest.mark.parametrize("what", SET_LATER)
+@pytest.mark.parametrize(
+    "what", [what if i % 4 == 0 else pytest.param(what, marks=pytest.mark.full) for i, what in enumerate(SET_LATER)]
+)
 def test_the_same_interpreted(what: str) -> None:
     set_later_is_as_set_at_first(what, DELAYED, "cpu")
 
@@ -373,16 +376,16 @@ def test_nothing_else_lets_go_of_calls(what: str, recipe: Any) -> None:
     assert kept and all("mark" in part._calls for part in kept)
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))])
-@pytest.mark.parametrize("what", SET_LATER)
-def test_copies_have_what_was_set(what: str, copied: Callable[[Any], Any]) -> None:
+@covering(copied=["deepcopy", "pickle"], what=SET_LATER)
+def test_copies_have_what_was_set(what: str, copied: str) -> None:
+    duplicate: Callable[[Any], Any] = copy.deepcopy if copied == "deepcopy" else lambda m: pickle.loads(pickle.dumps(m))
     make, *later = SET_LATER[what]
     module = make(device="cpu", params_dtype=torch.float32)
     results(module, None, True, "cpu")
-    before = copied(module)
+    before = duplicate(module)
     set_later(module, *later)
     set_later(before, *later)
-    for other in (copied(module), before):
+    for other in (duplicate(module), before):
         found, wanted = results(other, None, True, "cpu"), results(module, None, True, "cpu")
         assert all(a is b or torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 

@@ -13,6 +13,7 @@ import te_torch as te
 from te_core.errors import ArgumentError, UnsupportedError
 from te_core.recipe import DelayedScaling
 from tests.backends import devices
+from tests.covering import covering
 from tests.module_steps import (
     GEMM_MODULES,
     MODULES,
@@ -33,6 +34,8 @@ from tests.tolerances import DB, snr_db
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 on_devices = pytest.mark.parametrize("device", devices())
 recipes = pytest.mark.parametrize("recipe", RECIPES)
+all_in_recipes = covering(kind=MODULES, recipe=RECIPES)
+gemms_in_recipes = covering(kind=GEMM_MODULES, recipe=RECIPES)
 all_modules = pytest.mark.parametrize("kind", MODULES)
 gemm_modules = pytest.mark.parametrize("kind", GEMM_MODULES)
 
@@ -71,10 +74,13 @@ def test_against_float64(kind: str, dtype: str, recipe: str, device: str) -> Non
 
 
 @on_devices
-@pytest.mark.parametrize("recipe", ["plain", "delayed"])
-@pytest.mark.parametrize("zero_centered", [False, True])
-@pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
-@pytest.mark.parametrize("kind", ["LayerNormLinear", "LayerNormMLP"])
+@covering(
+    turns=2,
+    kind=["LayerNormLinear", "LayerNormMLP"],
+    normalization=["LayerNorm", "RMSNorm"],
+    zero_centered=[False, True],
+    recipe=["plain", "delayed"],
+)
 def test_norm_options(kind: str, normalization: str, zero_centered: bool, recipe: str, device: str) -> None:
     options = {"normalization": normalization, "zero_centered_gamma": zero_centered, "eps": 0.5}  # one that shows
     module = make(kind, device, **options)
@@ -111,10 +117,21 @@ def test_norm_over_several_dimensions(kind: str, zero_centered: bool, device: st
 
 
 @on_devices
-@recipes
-@pytest.mark.parametrize(
-    "activation",
-    ["gelu", "geglu", "qgelu", "qgeglu", "relu", "reglu", "srelu", "squared_relu", "sreglu", "silu", "swiglu"],
+@covering(
+    activation=[
+        "gelu",
+        "geglu",
+        "qgelu",
+        "qgeglu",
+        "relu",
+        "reglu",
+        "srelu",
+        "squared_relu",
+        "sreglu",
+        "silu",
+        "swiglu",
+    ],
+    recipe=RECIPES,
 )
 def test_activations(activation: str, recipe: str, device: str) -> None:
     module = make("LayerNormMLP", device, activation=activation)
@@ -128,9 +145,7 @@ def test_activations(activation: str, recipe: str, device: str) -> None:
 
 
 @on_devices
-@recipes
-@pytest.mark.parametrize("used", ["both", "norm only", "out only"])
-@pytest.mark.parametrize("kind", ["LayerNormLinear", "LayerNormMLP"])
+@covering(turns=2, kind=["LayerNormLinear", "LayerNormMLP"], used=["both", "norm only", "out only"], recipe=RECIPES)
 def test_returned_norm_output(kind: str, used: str, recipe: str, device: str) -> None:
     """The second output is the norm's, in the input's dtype, and a gradient that comes through it is added."""
     module = make(kind, device, torch.bfloat16, return_layernorm_output=True)
@@ -158,8 +173,7 @@ def test_returned_norm_output(kind: str, used: str, recipe: str, device: str) ->
 
 
 @on_devices
-@recipes
-@gemm_modules
+@gemms_in_recipes
 def test_return_bias(kind: str, recipe: str, device: str) -> None:
     """(out without the bias, bias): added by the caller they are the plain module, gradients too."""
     plain = make(kind, device, torch.bfloat16)
@@ -180,8 +194,7 @@ def test_return_bias(kind: str, recipe: str, device: str) -> None:
 
 
 @on_devices
-@recipes
-@gemm_modules
+@gemms_in_recipes
 def test_without_bias(kind: str, recipe: str, device: str) -> None:
     """The attribute is an empty tensor, no parameter, and the result is the one with a zero bias."""
     module = make(kind, device, bias=False)
@@ -202,13 +215,14 @@ def test_without_bias(kind: str, recipe: str, device: str) -> None:
 # ----------------------------------------------------------------------------------------- shapes and layouts
 
 
+SHAPES = {str(shape): shape for shape in [(), (1,), (0,), (0, 5), (2, 3, 4), (1, 1, 7, 1)]}
+
+
 @on_devices
-@recipes
-@all_modules
-@pytest.mark.parametrize("shape", [(), (1,), (0,), (0, 5), (2, 3, 4), (1, 1, 7, 1)], ids=str)
-def test_leading_dimensions(shape: tuple[int, ...], kind: str, recipe: str, device: str) -> None:
+@covering(turns=2, named=SHAPES, kind=MODULES, recipe=RECIPES)
+def test_leading_dimensions(named: str, kind: str, recipe: str, device: str) -> None:
     """Any leading dimensions give what the flattened rows give, a single vector and no rows at all included."""
-    module = make(kind, device, torch.bfloat16)
+    module, shape = make(kind, device, torch.bfloat16), SHAPES[named]
     rows = torch.Size(shape).numel()
     x = values(rows, WIDTH, device=device, dtype=torch.bfloat16, seed=1)
     flat, shaped = copy.deepcopy(module), copy.deepcopy(module)
@@ -225,8 +239,7 @@ def test_leading_dimensions(shape: tuple[int, ...], kind: str, recipe: str, devi
 
 
 @on_devices
-@recipes
-@all_modules
+@all_in_recipes
 def test_non_contiguous_input_and_gradient(kind: str, recipe: str, device: str) -> None:
     module = make(kind, device, torch.bfloat16)
     other = copy.deepcopy(module)
@@ -245,16 +258,16 @@ def test_non_contiguous_input_and_gradient(kind: str, recipe: str, device: str) 
 
 @on_devices
 @all_modules
-@pytest.mark.parametrize("shape", [(8, WIDTH), (2, 4, WIDTH)], ids=str)
-def test_outputs_may_be_changed_in_place(kind: str, shape: tuple[int, ...], device: str) -> None:
+def test_outputs_may_be_changed_in_place(kind: str, device: str) -> None:
     """`x = norm(x); x += y` is everyday code."""
     module = make(kind, device)
-    x = values(*shape, device=device, seed=1)
-    leaf = x.clone().requires_grad_()
-    y = module(leaf)
-    y.mul_(2)
-    y.backward(gradient_for(y))
-    assert torch.equal(leaf.grad, step(module, x, "plain", dy=2 * gradient_for(y))["dx"])
+    for shape in ((8, WIDTH), (2, 4, WIDTH)):
+        x = values(*shape, device=device, seed=1)
+        leaf = x.clone().requires_grad_()
+        y = module(leaf)
+        y.mul_(2)
+        y.backward(gradient_for(y))
+        assert torch.equal(leaf.grad, step(module, x, "plain", dy=2 * gradient_for(y))["dx"]), shape
 
 
 @on_devices
@@ -317,8 +330,7 @@ def step_under_autocast(module: Any, x: torch.Tensor, recipe: str, dtype: torch.
 
 
 @on_devices
-@recipes
-@all_modules
+@all_in_recipes
 def test_torch_autocast(kind: str, recipe: str, device: str) -> None:
     """fp32 parameters and input, bf16 computation, fp32 gradients; the region applies as well."""
     module = make(kind, device)
@@ -334,12 +346,11 @@ def test_torch_autocast(kind: str, recipe: str, device: str) -> None:
 
 
 @on_devices
-@recipes
-@pytest.mark.parametrize("split", [None, ("query", "key", "value")], ids=["whole", "split"])
-@pytest.mark.parametrize("kind", ["Linear", "LayerNormLinear"])
-def test_torch_autocast_over_the_other_half(kind: str, split: Any, recipe: str, device: str) -> None:
+@covering(turns=2, kind=["Linear", "LayerNormLinear"], split=[False, True], recipe=RECIPES)
+def test_torch_autocast_over_the_other_half(kind: str, split: bool, recipe: str, device: str) -> None:
     """float16 parameters under bfloat16: parts of a weight are joined out of reach of torch's rule for mixed dtypes."""
-    module = getattr(te, kind)(WIDTH, 96, parameters_split=split, params_dtype=torch.float16, device=device)
+    parts = ("query", "key", "value") if split else None
+    module = getattr(te, kind)(WIDTH, 96, parameters_split=parts, params_dtype=torch.float16, device=device)
     x = values(32, WIDTH, device=device, seed=1)
     got = step_under_autocast(module, x, recipe, torch.bfloat16)
     assert got["y"].dtype == torch.bfloat16 and got["dx"].dtype == torch.float32
@@ -368,9 +379,7 @@ FREEZE = {
 
 
 @on_devices
-@recipes
-@pytest.mark.parametrize("frozen", FREEZE)
-@gemm_modules
+@covering(turns=3, kind=GEMM_MODULES, frozen=FREEZE, recipe=RECIPES)
 def test_frozen_parts(kind: str, frozen: str, recipe: str, device: str) -> None:
     """What still needs gradients gets those it had; nothing that only the others read is kept for backward."""
     if kind == "Linear" and frozen == "norm only":
@@ -430,8 +439,7 @@ def activations_kept(tensors: list[torch.Tensor]) -> set[str]:
 
 
 @on_devices
-@recipes
-@all_modules
+@all_in_recipes
 def test_inference_keeps_nothing(kind: str, recipe: str, device: str) -> None:
     module = make(kind, device, torch.bfloat16)
     x = values(40, WIDTH, device=device, dtype=torch.bfloat16, seed=1).requires_grad_()
@@ -449,8 +457,7 @@ def test_inference_keeps_nothing(kind: str, recipe: str, device: str) -> None:
 
 
 @on_devices
-@recipes
-@gemm_modules
+@gemms_in_recipes
 def test_training_after_inference_mode(kind: str, recipe: str, device: str) -> None:
     """State that was made in inference mode trains, is saved and is loaded like any other."""
     module = make(kind, device)
@@ -478,9 +485,12 @@ def test_double_backward_is_refused(kind: str, device: str) -> None:
 
 
 @on_devices
-@recipes
-@gemm_modules
-@pytest.mark.parametrize("how", ["deepcopy", "pickle", "state_dict", "assign"])
+@covering(
+    turns=3,
+    how=["deepcopy", "pickle", "state_dict", "assign"],
+    kind=GEMM_MODULES,
+    recipe=["delayed", "plain", "current"],  # which is the one with a state, in each of the ways
+)
 def test_copies_continue_alike(how: str, kind: str, recipe: str, device: str) -> None:
     """A copy after two steps, scaling state included, does the third as the original does."""
     module = make(kind, device, torch.bfloat16)
@@ -502,9 +512,7 @@ def test_copies_continue_alike(how: str, kind: str, recipe: str, device: str) ->
 
 
 @on_devices
-@gemm_modules
-@pytest.mark.parametrize("length", [4, 7])
-@pytest.mark.parametrize("assign", [False, True])
+@covering(turns=2, assign=[False, True], length=[4, 7], kind=GEMM_MODULES)
 def test_loading_over_a_module_that_ran(assign: bool, length: int, kind: str, device: str) -> None:
     """The loaded scales are the ones that the next step casts with, whatever the module did before."""
     source, target = make(kind, device), make(kind, device, seed=1)
@@ -552,8 +560,7 @@ def test_state_stays_float32(cast: str, kind: str, device: str) -> None:
 
 
 @on_devices
-@recipes
-@all_modules
+@all_in_recipes
 def test_called_twice(kind: str, recipe: str, device: str) -> None:
     """Two calls before one backward: gradients are the sum of both."""
     module = make(kind, device)

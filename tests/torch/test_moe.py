@@ -14,6 +14,7 @@ import te_torch as te
 from te_core.errors import ArgumentError, UnsupportedError
 from te_core.recipe import Float8CurrentScaling
 from tests.backends import devices, requires_cuda
+from tests.covering import covering
 from tests.golden import tree
 from tests.moe_cases import E, H, K, T, by_index, normal, pairs, probabilities, routing, through_experts
 
@@ -62,8 +63,7 @@ PROBS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("merging", [None, *PROBS], ids=str)
+@covering(merging=[None, *PROBS], dtype=[torch.float32, torch.bfloat16, torch.float16])
 def test_mask_there_and_back(merging: torch.dtype | None, dtype: torch.dtype, device: str) -> None:
     """Values, and the gradients of tokens and of the merging probabilities."""
     mask = routing(device)
@@ -93,8 +93,7 @@ def test_mask_there_and_back(merging: torch.dtype | None, dtype: torch.dtype, de
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("align", [None, 1, 16])
-@pytest.mark.parametrize("kind", PROBS, ids=str)
+@covering(kind=PROBS, align=[None, 1, 16])
 def test_permute_with_probs(kind: torch.dtype, align: int | None, device: str) -> None:
     """Zero rows where the probability is 0, padding, and gradients through both results."""
     mask = routing(device)
@@ -166,8 +165,7 @@ def test_what_needs_no_gradient_gets_none(tokens_need: bool, probs_need: bool, d
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("rows", [None, -1, 0, 50, T * K, T * K + 3])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@covering(dtype=[torch.float32, torch.bfloat16], rows=[None, -1, 0, 50, T * K, T * K + 3])
 def test_index_there_and_back(dtype: torch.dtype, rows: int | None, device: str) -> None:
     """Dropped copies count for nothing, rows that are left are zeros; also without weights."""
     experts = torch.randint(E, (T, K), generator=torch.Generator().manual_seed(1)).int().to(device)
@@ -206,8 +204,7 @@ def test_index_there_and_back(dtype: torch.dtype, rows: int | None, device: str)
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("kinds", [(torch.int32, torch.int32), (torch.int64, torch.int16)], ids=str)
-@pytest.mark.parametrize("kind", [None, *PROBS], ids=str)
+@covering(kind=[None, *PROBS], kinds=[(torch.int32, torch.int32), (torch.int64, torch.int16)])
 def test_chunks(kind: torch.dtype | None, kinds: tuple[torch.dtype, torch.dtype], device: str) -> None:
     sizes, order = [4, 0, 9, 3], [2, 0, 3, 1]
     x = normal(20, H, device=device, dtype=torch.bfloat16).requires_grad_()

@@ -10,6 +10,7 @@ import torch
 import te_torch as te
 from te_torch.tensors.dtype import DType
 from tests.backends import devices
+from tests.covering import covering
 from tests.moe_cases import H, T, normal, pairs, probabilities, routing
 
 DEVICES = devices()
@@ -27,8 +28,7 @@ def quantizers(device: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("size", [(128, 256), (37, 40), (300, 130)], ids=str)
-@pytest.mark.parametrize("name", ["delayed", "current", "block", "mxfp8"])
+@covering(turns=2, name=["delayed", "current", "block", "mxfp8"], size=[(128, 256), (37, 40), (300, 130)])
 def test_quantized_tokens(name: str, size: tuple[int, int], device: str) -> None:
     """The same class back, each row with its scales: permuting before dequantizing is permuting after it."""
     tokens, hidden = size

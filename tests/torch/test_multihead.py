@@ -13,6 +13,7 @@ from te_core.recipe import DelayedScaling, Float8CurrentScaling, MXFP8BlockScali
 from te_torch.attention.rope import RotaryPositionEmbedding
 from te_torch.transformer.multihead import HandOver, MultiheadAttention
 from tests.backends import devices
+from tests.covering import covering
 from tests.module_steps import differences, gradient_for, on, randomise, step, values
 from tests.recipes import KINDS, region
 from tests.reference import transformer_layer as reference
@@ -139,8 +140,7 @@ def arguments(
 
 
 @on_devices
-@pytest.mark.parametrize("form", ["sbhd", "bshd"])
-@pytest.mark.parametrize("case", CASES)
+@covering(case=CASES, form=["sbhd", "bshd"])
 def test_against_float64(case: str, form: str, device: str) -> None:
     options, call = CASES[case]
     module = make(device, qkv_format=form, **options)

@@ -13,6 +13,7 @@ from te_core.errors import UnsupportedError
 from te_core.recipe import DelayedScaling
 from tests import recipes
 from tests.backends import devices, requires_cuda
+from tests.covering import covering
 from tests.module_steps import differences
 
 on_devices = pytest.mark.parametrize("device", devices())
@@ -58,9 +59,7 @@ def step(module: Any, x: torch.Tensor, dy: torch.Tensor, recipe: str | None, **o
 
 
 @on_devices
-@pytest.mark.parametrize("value", [NAN, INF])
-@pytest.mark.parametrize("recipe", recipes.KINDS)
-@pytest.mark.parametrize("where", ["activation", "weight", "gradient"])
+@covering(turns=2, where=["activation", "weight", "gradient"], recipe=recipes.KINDS, value=[NAN, INF])
 def test_what_becomes_of_it(where: str, recipe: str, value: float, device: str) -> None:
     """As documented, and counted in any case: once a cast."""
     module = linear(device)
@@ -86,8 +85,7 @@ MODULES: dict[str, Any] = {
 
 
 @on_devices
-@pytest.mark.parametrize("recipe", recipes.KINDS[:4])
-@pytest.mark.parametrize("name", MODULES)
+@covering(turns=2, name=MODULES, recipe=recipes.KINDS[:4])
 def test_counting_changes_no_bit(name: str, recipe: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is fused is not while it is counted, and equal bit for bit; state and counts are right afterwards."""
     monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")  # attention's gradients are to be compared

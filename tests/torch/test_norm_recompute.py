@@ -12,6 +12,7 @@ import te_torch as te
 from te_torch.base.residual import Branch
 from tests import recipes
 from tests.backends import devices
+from tests.covering import covering
 from tests.module_steps import WIDTH, differences, fp8_state, gradient_for, make, values
 
 on_devices = pytest.mark.parametrize("device", devices())
@@ -50,8 +51,8 @@ def steps(module: Any, recipe: str | None, x: torch.Tensor, **more: Any) -> list
     return found
 
 
-@pytest.mark.parametrize("name", MODULES)
-@pytest.mark.parametrize(("recipe", "device"), recipes.on_devices())
+@on_devices
+@covering(recipe=[None, *recipes.RECIPES, *recipes.OVERRIDES], name=MODULES)
 def test_no_bit_changes(recipe: str | None, name: str, device: str) -> None:
     module, twin = pair(name, device)
     x = values(2, 24, WIDTH, device=device, dtype=torch.bfloat16, seed=1)
@@ -122,7 +123,7 @@ def test_frozen_parts_and_changes(name: str, device: str) -> None:
 
 
 @on_devices
-@pytest.mark.parametrize("recipe", [None, "delayed"])
+@pytest.mark.parametrize("recipe", [pytest.param(None, marks=pytest.mark.full), "delayed"])
 def test_compiled(recipe: str | None, device: str) -> None:
     torch._dynamo.reset()
     module, twin = pair("MLP", device)

@@ -22,6 +22,7 @@ from te_torch.training import offload
 from te_torch.training.offload import OffloadableLayerState, blocks, layers, weights
 from tests import recipes
 from tests.backends import requires_cuda
+from tests.covering import covering
 from tests.module_steps import gradient_for
 from tests.module_steps import values as normal
 from tests.offload_side import RecordedSide, side
@@ -120,15 +121,7 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("recipe", "form"),
-    [
-        (recipe, form)
-        for recipe in (None, *recipes.KINDS)
-        for form in FORMS
-        if recipe in (None, "delayed") or form in ("documented", "weights too")
-    ],
-)
+@covering(recipe=[None, *recipes.KINDS], form=FORMS)
 def test_no_bit_changes(small: RecordedSide, recipe: str | None, form: str) -> None:
     model = stack(transformer)
     expected = steps(copy.deepcopy(model), NONE, recipe)
@@ -157,13 +150,11 @@ CHECKPOINTS: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("form", ["documented", "weights too", "layers not counted"])
-@pytest.mark.parametrize("call", CHECKPOINTS)
-@pytest.mark.parametrize("recipe", [None, "delayed"])
+@covering(recipe=[None, "delayed"], call=CHECKPOINTS, form=["documented", "weights too", "layers not counted"])
 def test_checkpoint(small: RecordedSide, recipe: str | None, call: str, form: str) -> None:
+    if call == "torch's":
+        recipe = None  # it goes with a region of its own
     model = stack(transformer)
-    if recipe is not None and call == "torch's":
-        pytest.skip("torch's checkpoint goes with a region of its own")
     expected = steps(copy.deepcopy(model), NONE, recipe, call=CHECKPOINTS[call])
     made = te.get_cpu_offload_context(True, 2, **FORMS[form])
     assert_equal(steps(model, made, recipe, call=CHECKPOINTS[call]), expected)
@@ -468,9 +459,8 @@ def around_all(model: Model, x: torch.Tensor) -> torch.Tensor:
 made: Any = None
 
 
-@pytest.mark.parametrize("example", [around_each_layer, around_all])
-@pytest.mark.parametrize("weights_too", [False, True])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=requires_cuda)])
+@covering(weights_too=[False, True], example=[around_each_layer, around_all])
 def test_examples(
     request: pytest.FixtureRequest,
     threshold: None,

@@ -26,14 +26,20 @@ def away(model: torch.nn.Module) -> list[str]:
         return [name for name, p in model.named_parameters() if not p.untyped_storage().nbytes()]
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _no_hooks_of_modules_stay() -> Iterator[None]:
+    """For the whole file: garbage is collected before it is known, 0.1 s each time."""
+    yield
+    gc.collect()
+    assert not torch.nn.modules.module._global_forward_pre_hooks
+
+
 @pytest.fixture
-def linears(small: RecordedSide) -> Iterator[tuple[torch.nn.ModuleList, Any, list[torch.Tensor]]]:
+def linears(small: RecordedSide) -> tuple[torch.nn.ModuleList, Any, list[torch.Tensor]]:
     """Four linears, a context that moves the weights of two, and the weights' values."""
     model = stack(lambda: torch.nn.Linear(HIDDEN, HIDDEN, bias=False))
     made = te.get_cpu_offload_context(True, 2, LAYERS, offload_weights=True)
-    yield model, made, [p.detach().clone() for p in model.parameters()]
-    gc.collect()
-    assert not torch.nn.modules.module._global_forward_pre_hooks
+    return model, made, [p.detach().clone() for p in model.parameters()]
 
 
 def forward(model: Any, made: Any) -> torch.Tensor:

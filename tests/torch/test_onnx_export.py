@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import re
 import subprocess
 import sys
 import threading
@@ -21,6 +20,7 @@ from te_torch.export.mode import exporting as mode
 from te_torch.export.operators import fp8_quantize, held_values, mxfp8_dequantize, mxfp8_quantize, power_of_two
 from te_torch.training.export import assert_warmed_up, is_in_onnx_export_mode, te_translation_table
 from tests.backends import requires_cuda
+from tests.covering import covering
 from tests.export_cases import KINDS, OTHERS, PRODUCTS, RECIPES, eager, exporting, listed, made, region
 from tests.tolerances import DB, snr_db
 
@@ -51,8 +51,20 @@ def traced(name: str, recipe: Any) -> tuple[Any, Any, Any, list[torch.Tensor]]:
     return program, args, named, wanted
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", PRODUCTS)
+#: Groups in high precision and both modules with several scales in delayed scaling are among those that run by default.
+ORDER = (
+    "Linear",
+    "Linear in parts",
+    "Linear of odd sizes",
+    "LayerNormLinear",
+    "LayerNormMLP",
+    "TransformerLayer with GQA",
+)
+
+
+@covering(
+    name=[*ORDER, *(name for name in PRODUCTS if name not in ORDER)], kind=("delayed", "high", "current", "mxfp8")
+)
 def test_a_module_is_exported_as_it_computes(name: str, kind: str) -> None:
     program, args, named, wanted = traced(name, RECIPES[kind])
     # float32 in another order; an FP8 value that this moves over a tie is one cast apart, in one of thousands.
@@ -81,8 +93,7 @@ def test_options_of_recipes(recipe: str) -> None:
     close(program.module()(*args, **named).detach(), wanted[0], 2e-6)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("kind", KINDS)
+@covering(kind=KINDS, dtype=[torch.float16, torch.bfloat16])
 def test_halves(dtype: torch.dtype, kind: str) -> None:
     """FP8 products are rounded once, from float32."""
     recipe = RECIPES[kind]
@@ -96,7 +107,7 @@ def test_halves(dtype: torch.dtype, kind: str) -> None:
 def test_a_program_runs_in_another_process(tmp_path: Path) -> None:
     """Which knows the operators, and nothing of the model."""
     recipe = RECIPES["delayed"]
-    program, args, _, wanted = traced("TransformerLayer", recipe)
+    program, args, _, wanted = traced("LayerNormMLP", recipe)
     torch.export.save(program, tmp_path / "layer.pt2")
     torch.save((args, wanted), tmp_path / "values.pt")
     script = (
@@ -108,16 +119,23 @@ def test_a_program_runs_in_another_process(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-def test_sizes_stay_symbols() -> None:
+@pytest.mark.parametrize(
+    ("name", "wider"),
+    [
+        ("TransformerLayer with GQA", ()),
+        pytest.param("padding before", (torch.zeros(3, 1, 1, 9).bool(),), marks=pytest.mark.full),
+    ],
+    ids=["angles and groups", "padding"],
+)
+def test_sizes_stay_symbols(name: str, wider: Any) -> None:
     """A program for any batch and any length, also with angles, groups and padding."""
-    for name, wider in (("TransformerLayer with GQA", ()), ("padding before", (torch.zeros(3, 1, 1, 9).bool(),))):
-        module, args, _ = made({**PRODUCTS, **OTHERS}[name], None)
-        s, b = torch.export.Dim("s", max=32), torch.export.Dim("b")
-        shapes = ({0: s, 1: b}, {0: b, 3: s})[: len(args)]
-        with exporting(None):
-            program = torch.export.export(module, args, dynamic_shapes=shapes)
-        inputs = (torch.randn(9, 3, 64), *wider)
-        close(program.module()(*inputs).detach(), eager(module, None, inputs, {})[0], 2e-6)
+    module, args, _ = made({**PRODUCTS, **OTHERS}[name], None)
+    s, b = torch.export.Dim("s", max=32), torch.export.Dim("b")
+    shapes = ({0: s, 1: b}, {0: b, 3: s})[: len(args)]
+    with exporting(None):
+        program = torch.export.export(module, args, dynamic_shapes=shapes)
+    inputs = (torch.randn(9, 3, 64), *wider)
+    close(program.module()(*inputs).detach(), eager(module, None, inputs, {})[0], 2e-6)
 
 
 # ------------------------------------------------------------------------------------------------- the operators
@@ -288,17 +306,23 @@ def test_fp8_output_is_not_handed_over() -> None:
         module(torch.randn(32, 64), fp8_output=True)
 
 
-@pytest.mark.parametrize("missing", ["onnx", "onnxscript"])
-def test_packages_that_are_missing_are_named(missing: str) -> None:
+@pytest.mark.more
+def test_packages_that_are_missing_are_named() -> None:
     """By torch's exporter, whose packages they are; the context itself needs none."""
     script = (
-        f"import sys; sys.modules[{missing!r}] = None\n"
-        "import torch, te_torch as te\n"
+        "import sys, torch, te_torch as te\n"
         "module = te.Linear(8, 8, device='cpu').eval()\n"
-        "with te.onnx_export(enabled=True): torch.onnx.export(module, (torch.randn(2, 8),), 'm.onnx', dynamo=True)"
+        "for missing in ('onnx', 'onnxscript'):\n"
+        "    sys.modules[missing] = None\n"
+        "    try:\n"
+        "        with te.onnx_export(enabled=True):\n"
+        "            torch.onnx.export(module, (torch.randn(2, 8),), 'm.onnx', dynamo=True)\n"
+        "    except ImportError as error: print(error)\n"
+        "    del sys.modules[missing]"
     )
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 1 and re.search(r"(Import|ModuleNotFound)Error: .*onnx", done.stderr), done.stderr[-500:]
+    named = done.stdout.splitlines()
+    assert len(named) == 2 and all("onnx" in error for error in named), (done.stdout, done.stderr[-500:])
 
 
 def test_an_opset_without_fp8(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,8 @@ from te_core.layers.inspector import Inspector
 from te_core.recipe import CustomRecipe, DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling
 from te_torch.attention import choose
 from te_torch.export.handed import Handed
-from tests.backends import more_without_gpu, requires_cuda
+from tests.backends import requires_cuda
+from tests.covering import covering
 from tests.export_cases import (
     ATTENTION,
     FP8_ATTENTION,
@@ -43,8 +44,7 @@ def in_the_mode(case: Case, recipe: Any, dtype: torch.dtype = torch.float32) -> 
         return module, (args, named), [t.detach() for t in listed(module(*args, **named))], wanted
 
 
-@pytest.mark.parametrize("kind", FP8_ATTENTION)
-@pytest.mark.parametrize("name", ATTENTION)
+@covering(name=ATTENTION, kind=FP8_ATTENTION)
 def test_as_eager_code(name: str, kind: str) -> None:
     _, _, values, wanted = in_the_mode(ATTENTION[name], FP8_ATTENTION[kind])
     for value, reference in zip(values, wanted, strict=True):
@@ -52,8 +52,7 @@ def test_as_eager_code(name: str, kind: str) -> None:
         alike_in_fp8(value, reference)
 
 
-@pytest.mark.parametrize("kind", FP8_ATTENTION)
-@pytest.mark.parametrize("name", ATTENTION)
+@covering(name=ATTENTION, kind=FP8_ATTENTION)
 def test_as_the_emulation(name: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which rounds the output in current scaling, too, and what was handed over a second time."""
     monkeypatch.setenv("NVTE_FUSED_ATTN", "0")
@@ -69,8 +68,7 @@ def test_a_bias_that_only_the_emulation_takes(monkeypatch: pytest.MonkeyPatch) -
     alike_in_fp8(values[0], wanted[0])
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("kind", FP8_ATTENTION)
+@covering(kind=FP8_ATTENTION, dtype=[torch.float16, torch.bfloat16])
 def test_halves(kind: str, dtype: torch.dtype) -> None:
     """Attention is float32 between its roundings: what comes out is equal to the last bit, but for a tie."""
     for name in ("DotProductAttention", "left padding", "packed"):
@@ -97,8 +95,7 @@ def test_by_its_formula(kind: str) -> None:
     alike_in_fp8(value, rounded(out, scales[OUT]) if kind == "delayed" else out)
 
 
-@pytest.mark.parametrize("kind", FP8_ATTENTION)
-@pytest.mark.parametrize("name", ["MultiheadAttention", "TransformerLayer with GQA"])
+@covering(name=["MultiheadAttention", "TransformerLayer with GQA"], kind=FP8_ATTENTION)
 def test_each_operand_is_rounded_once(name: str, kind: str) -> None:
     """Two products with two operands each, P, the output, q k v: in one piece, or, turned, in three."""
     recipe = FP8_ATTENTION[kind]
@@ -137,7 +134,7 @@ def test_scales_are_those_of_the_state() -> None:
 
 def test_an_export_leaves_the_state_alone() -> None:
     recipe = FP8_ATTENTION["delayed mha"]
-    module, args, _ = made(PRODUCTS["TransformerLayer"], recipe)
+    module, args, _ = made(PRODUCTS["MultiheadAttention"], recipe)
     before = {name: t.clone() for name, t in module.state_dict().items() if isinstance(t, torch.Tensor)}
     with exporting(recipe):
         torch.export.export(module, args)
@@ -145,16 +142,19 @@ def test_an_export_leaves_the_state_alone() -> None:
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-@more_without_gpu
-def test_sizes_stay_symbols() -> None:
+WIDER: dict[str, Any] = {"TransformerLayer with GQA": (), "padding": (torch.zeros(3, 1, 1, 9).bool(),)}
+
+
+@pytest.mark.more
+@covering(name=WIDER, kind=["delayed mha", "current", "delayed"])
+def test_sizes_stay_symbols(name: str, kind: str) -> None:
     s, b = torch.export.Dim("s", max=32), torch.export.Dim("b")
-    for recipe in FP8_ATTENTION.values():
-        for name, wider in (("TransformerLayer with GQA", ()), ("padding", (torch.zeros(3, 1, 1, 9).bool(),))):
-            module, args, _ = made(ATTENTION[name], recipe)
-            with exporting(recipe):
-                program = torch.export.export(module, args, dynamic_shapes=({0: s, 1: b}, {0: b, 3: s})[: len(args)])
-            inputs = (torch.randn(9, 3, H), *wider)
-            alike_in_fp8(program.module()(*inputs).detach(), eager(module, recipe, inputs, {})[0])
+    recipe = FP8_ATTENTION[kind]
+    module, args, _ = made(ATTENTION[name], recipe)
+    with exporting(recipe):
+        program = torch.export.export(module, args, dynamic_shapes=({0: s, 1: b}, {0: b, 3: s})[: len(args)])
+    inputs = (torch.randn(9, 3, H), *WIDER[name])
+    alike_in_fp8(program.module()(*inputs).detach(), eager(module, recipe, inputs, {})[0])
 
 
 class Twice(torch.nn.Module):

@@ -19,6 +19,7 @@ from te_core.recipe import CustomRecipe, DelayedScaling
 from te_torch.custom_recipes.quantizer_factories import current_scaling_factory
 from te_torch.tensors import DelayedScalingRequest, Float8CurrentScalingQuantizer, HybridQuantizer, MXFP8Quantizer
 from tests.backends import devices
+from tests.covering import covering
 from tests.module_steps import randomise, values
 from tests.recipes import OVERRIDES, RECIPES, region
 
@@ -75,8 +76,7 @@ def same(a: list[torch.Tensor | None], b: list[torch.Tensor | None]) -> bool:
 
 
 @on_devices
-@both
-@pytest.mark.parametrize("name", [None, *SAFE])
+@covering(kind=["Linear", "GroupedLinear"], name=[None, *SAFE])
 def test_the_same_bits_and_less_kept(kind: str, name: str | None, device: str) -> None:
     """Every gradient is the default's; what is kept is less by the input's quantized copy, where there was one."""
     plain, own = make(kind, device), make(kind, device, save_original_input=True)

@@ -12,6 +12,7 @@ import torch
 
 import te_torch as te
 from tests.backends import devices
+from tests.covering import covering
 from tests.module_steps import FP8, on, region
 
 SIZES = (1, 3, 8, 15, 16, 17, 24, 40)
@@ -117,8 +118,7 @@ def build(kind: str, k: int, n: int, device: str) -> torch.nn.Module:
 
 @on_devices
 @pytest.mark.parametrize("shapes", ["pairs", pytest.param("all", marks=pytest.mark.full)])
-@pytest.mark.parametrize("recipe", FP8)
-@pytest.mark.parametrize("kind", ["Linear", "LayerNormLinear", "LayerNormMLP"])
+@covering(kind=["Linear", "LayerNormLinear", "LayerNormMLP"], recipe=FP8)
 def test_equals_the_padded_call(kind: str, recipe: str, shapes: str, device: str) -> None:
     """M, K, N of SIZES; delayed scaling takes two steps and casts with scales of its own finding in the second."""
     for m, k, n in SHAPES[shapes]:

@@ -24,6 +24,7 @@ from te_core.tools.explain import PRODUCTS, explain_linear
 from te_torch.attention import env
 from te_torch.tools.precision_report import precision_report
 from tests.backends import capability, devices, requires_cuda
+from tests.covering import covering
 from tests.module_steps import GEMM_MODULES, WIDTH, gradient_for, make, values
 from tests.recipes import KINDS, OVERRIDES, RECIPES, region, rule
 
@@ -72,8 +73,7 @@ def facts(report: Any) -> dict[tuple[str, str], Any]:
 
 
 @on_devices
-@pytest.mark.parametrize("recipe", RECIPES)
-@gemm_modules
+@covering(kind=GEMM_MODULES, recipe=RECIPES)
 def test_every_recipe(kind: str, recipe: str, device: str) -> None:
     """Formats per operand, accumulation, who multiplies; nothing is called a fallback where nothing fell back."""
     module = make(kind, device, torch.bfloat16, name="it")
@@ -109,8 +109,7 @@ def test_outside_of_autocast(kind: str, device: str) -> None:
 
 
 @on_devices
-@pytest.mark.parametrize("recipe", OVERRIDES)
-@gemm_modules
+@covering(kind=GEMM_MODULES, recipe=OVERRIDES)
 def test_backward_override(kind: str, recipe: str, device: str) -> None:
     """Backward in high precision is as asked, and says where it comes from."""
     found = facts(after(make(kind, device, torch.bfloat16), device, region(recipe)))

@@ -18,6 +18,7 @@ from te_core.quantized import Cast
 from te_core.recipe import DelayedScaling, Float8CurrentScaling, resolve
 from te_torch.runtime import runtime_for, to_core, to_torch
 from tests.backends import devices
+from tests.covering import covering
 from tests.module_steps import GEMM_MODULES, WIDTH, differences, gradient_for, make, on, randomise, values
 from tests.recipes import KINDS, OVERRIDES, RECIPES, region, rule
 from tests.reference import modules as reference
@@ -25,11 +26,12 @@ from tests.tolerances import DB, snr_db
 
 on_devices = pytest.mark.parametrize("device", devices())
 gemm_modules = pytest.mark.parametrize("kind", GEMM_MODULES)
-all_recipes = pytest.mark.parametrize("recipe", RECIPES)
-every = pytest.mark.parametrize("recipe", [*RECIPES, *OVERRIDES])
+EVERY = [*RECIPES, *OVERRIDES]
+all_recipes = covering(kind=GEMM_MODULES, recipe=RECIPES)
+every = covering(kind=GEMM_MODULES, recipe=EVERY)
 # One of each kind, and the others in the complete matrix.
 mostly = pytest.mark.parametrize(
-    "recipe", [n if n in KINDS else pytest.param(n, marks=pytest.mark.full) for n in [*RECIPES, *OVERRIDES]]
+    "recipe", [n if n in KINDS else pytest.param(n, marks=pytest.mark.full) for n in EVERY]
 )
 
 BF16 = torch.bfloat16
@@ -87,25 +89,22 @@ def check_against_float64(module: torch.nn.Module, inputs: list[torch.Tensor], r
 
 @on_devices
 @every
-@gemm_modules
 def test_against_float64(kind: str, recipe: str, device: str) -> None:
     x = values(2, 80, 144, device=device, dtype=BF16, seed=1)
     check_against_float64(build(kind, device), [x], recipe, device)
 
 
 @on_devices
-@every
-@pytest.mark.parametrize(("rows", "inputs"), [(37, 1), (1, 8)])  # a single row is too few values to judge by
-@gemm_modules
-def test_odd_sizes(kind: str, rows: int, inputs: int, recipe: str, device: str) -> None:
+@covering(kind=GEMM_MODULES, rows=[37, 1], recipe=EVERY)
+def test_odd_sizes(kind: str, rows: int, recipe: str, device: str) -> None:
     """No side a multiple of anything."""
+    inputs = 8 if rows == 1 else 1  # a single row is too few values to judge by
     xs = [values(rows, 100, device=device, dtype=BF16, seed=i) for i in range(1, inputs + 1)]
     check_against_float64(build(kind, device, 100, 60), xs, recipe, device)
 
 
 @on_devices
 @every
-@gemm_modules
 def test_no_rows(kind: str, recipe: str, device: str) -> None:
     """An empty input gives an empty output, and gradients that are zero and not what memory held."""
     got = step(build(kind, device, 100, 60), torch.empty(0, 100, device=device, dtype=BF16), recipe)
@@ -118,7 +117,6 @@ def test_no_rows(kind: str, recipe: str, device: str) -> None:
 
 @on_devices
 @all_recipes
-@gemm_modules
 def test_powers_of_two_pass_through(kind: str, recipe: str, device: str) -> None:
     """Inputs, weights and gradients times powers of two: every result times the right power, bit for bit.
 
@@ -148,7 +146,6 @@ def alike(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 @on_devices
 @all_recipes
-@gemm_modules
 def test_rows_of_zeros_change_nothing(kind: str, recipe: str, device: str) -> None:
     """Padding: appended zeros (in the gradient too) leave a Linear's y and dx of the other rows as they are.
 
@@ -182,7 +179,6 @@ def per_row(recipe: str) -> bool:
 
 @on_devices
 @all_recipes
-@gemm_modules
 def test_the_order_of_rows_is_free(kind: str, recipe: str, device: str) -> None:
     """Rows (so batches too) in another order give the same rows of y and dx in that order.
 
@@ -208,7 +204,6 @@ CAUSAL = {n for n in RECIPES if n.split()[0] in ("delayed", "block", "mxfp8")} -
 
 @on_devices
 @all_recipes
-@gemm_modules
 def test_causality(kind: str, recipe: str, device: str) -> None:
     """What later rows hold changes y of no earlier row, where the recipe's statistics are a row's own.
 
@@ -275,7 +270,7 @@ class Parts(torch.nn.Module):
 
 
 @on_devices
-@every
+@mostly
 def test_fused_mlp_equals_the_parts(recipe: str, device: str) -> None:
     """y of LayerNormMLP bit for bit, gradients too where nothing is drawn; fc1's bias gradient but for its order."""
     mlp = build("LayerNormMLP", device, activation="relu")
@@ -322,8 +317,7 @@ def test_override_behind_a_quantized_input(recipe: str, device: str) -> None:
 
 
 @on_devices
-@pytest.mark.parametrize("recipe", [None, *KINDS, *OVERRIDES])
-@pytest.mark.parametrize("kind", ["Linear", "LayerNormLinear", "LayerNormMLP"])
+@covering(kind=GEMM_MODULES, recipe=[None, *KINDS, *OVERRIDES])
 def test_parameters_of_the_other_half(kind: str, recipe: str | None, device: str) -> None:
     """float16 parameters under torch.autocast(bfloat16): also where backward multiplies plain operands."""
     module = build(kind, device, dtype=torch.float16)
@@ -371,8 +365,7 @@ def test_override_dequantized(recipe: str, device: str) -> None:
 
 
 @on_devices
-@mostly
-@gemm_modules
+@covering(kind=GEMM_MODULES, recipe=KINDS)
 def test_runs_repeat(kind: str, recipe: str, device: str) -> None:
     """The same inputs and seed, the same bits."""
     module = build(kind, device)
@@ -480,9 +473,7 @@ def test_layers_draw_for_themselves() -> None:
 
 
 @on_devices
-@mostly
-@pytest.mark.parametrize("reentrant", [False, True])
-@gemm_modules
+@covering(kind=GEMM_MODULES, reentrant=[False, True], recipe=[*KINDS, *OVERRIDES])
 def test_checkpoint(kind: str, reentrant: bool, recipe: str, device: str) -> None:
     """Recomputing the forward in backward changes no bit."""
     plain, kept = (build(kind, device) for _ in range(2))

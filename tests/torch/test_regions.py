@@ -19,6 +19,7 @@ from te_core.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScal
 from te_torch import updates
 from te_torch.autocast import active
 from tests.backends import devices
+from tests.covering import covering
 from tests.module_steps import differences, fp8_state, values
 
 on_devices = pytest.mark.parametrize("device", devices())
@@ -120,7 +121,7 @@ def test_quantized_model_init_belongs_to_its_thread() -> None:
 
 
 @on_devices
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.full)])
 def test_compiled_code_follows_its_own_thread(device: str, backend: str) -> None:
     """One thread enters and leaves regions of its own while another runs compiled code in its region."""
     torch._dynamo.reset()
@@ -314,12 +315,12 @@ WITHIN = [
 ]
 
 
+# In this order a linear in FP8 meets torch's checkpoints with another recipe in between.
 @on_devices
-@checkpoints
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize(("name", "between"), WITHIN)
-def test_the_precision_belongs_to_the_call(name: str, between: str, recipe: str, kind: str, device: str) -> None:
+@covering(turns=2, within=[f"{name}-{between}" for name, between in WITHIN], recipe=RECIPES, kind=reversed(CHECKPOINTS))
+def test_the_precision_belongs_to_the_call(within: str, recipe: str, kind: str, device: str) -> None:
     """Whatever other forwards come between a checkpointed forward and its backward."""
+    name, between = within.split("-")
     module = MODULES[name](device)
     twin = copy.deepcopy(module)
     for number in (1, 3):
@@ -350,15 +351,13 @@ def test_two_calls_in_different_precisions(kind: str, device: str) -> None:
 
 
 @on_devices
-@checkpoints
-@pytest.mark.parametrize("outer", CHECKPOINTS)
-@pytest.mark.parametrize("inside", [False, True], ids=["region outside", "region inside"])
-def test_nested(kind: str, outer: str, inside: bool, device: str) -> None:
+@covering(turns=2, inside=["region outside", "region inside"], outer=CHECKPOINTS, kind=CHECKPOINTS)
+def test_nested(kind: str, outer: str, inside: str, device: str) -> None:
     model = torch.nn.ModuleList([linear(device, 1), linear(device, 2)])
     twin = copy.deepcopy(model)
 
     def both(m: Any, run: Callable[..., Any], x: torch.Tensor) -> torch.Tensor:
-        with region(CURRENT) if inside else nullcontext():
+        with region(CURRENT) if inside == "region inside" else nullcontext():
             return run(m[1], run(m[0], x))
 
     def plainly(f: Any, x: torch.Tensor) -> torch.Tensor:
@@ -367,7 +366,7 @@ def test_nested(kind: str, outer: str, inside: bool, device: str) -> None:
     results = []
     for m, run, around in ((model, CHECKPOINTS[kind], CHECKPOINTS[outer]), (twin, plainly, plainly)):
         x = batch(device).requires_grad_()
-        with nullcontext() if inside else region(CURRENT):
+        with nullcontext() if inside == "region inside" else region(CURRENT):
             y = around(partial(both, m, run), x)
         if m is model:
             elsewhere_in_another_recipe(m[0])
@@ -533,8 +532,7 @@ def test_a_backward_pass_inside_another(device: str) -> None:
 
 
 @on_devices
-@checkpoints
-@pytest.mark.parametrize("recipe", ["delayed", "current"])
+@covering(recipe=["delayed", "current"], kind=["ours", "torch", "ours, reentrant", "torch, reentrant"])
 def test_compiled_modules_in_checkpoints(recipe: str, kind: str, device: str) -> None:
     """A compiler takes its program by the region that it finds: under torch's checkpoint an error, never another
     precision without a word."""

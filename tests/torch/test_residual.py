@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from types import SimpleNamespace
 from typing import Any
 
@@ -49,9 +50,12 @@ def leaves(device: str, dtype: torch.dtype = torch.float32) -> dict[str, torch.T
 
 
 @on_devices
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("p", [0.0, 0.3])
-@pytest.mark.parametrize("without", [(), ("bias",), ("residual",), ("bias", "residual")])
+@covering(
+    turns=2,
+    without=[(), ("bias",), ("residual",), ("bias", "residual")],
+    p=[0.0, 0.3],
+    dtype=[torch.float32, torch.bfloat16],
+)
 def test_bias_dropout_add(without: tuple[str, ...], p: float, dtype: torch.dtype, device: str) -> None:
     """The formula with the documented mask, and its gradients."""
     given = {name: t for name, t in leaves(device, dtype).items() if name not in without}
@@ -200,9 +204,7 @@ def run(module: Any, form: str, fused: bool, recipe: str, used: tuple[bool, ...]
 
 
 @on_devices
-@recipes
-@forms
-@kinds
+@covering(turns=2, kind=KINDS, form=FORMS, recipe=RECIPES)
 def test_fused_equals_one_after_the_other(kind: str, form: str, recipe: str, device: str) -> None:
     """Bit for bit in float32, where autograd's sum of two gradients rounds as ours; the FP8 state as well."""
     fused = make(kind, device)
@@ -214,9 +216,7 @@ def test_fused_equals_one_after_the_other(kind: str, form: str, recipe: str, dev
 
 
 @on_devices
-@pytest.mark.parametrize("used", [(True, False), (False, True)])
-@forms
-@kinds
+@covering(turns=2, kind=KINDS, form=FORMS, used=[(True, False), (False, True)])
 def test_one_of_the_outputs_used(kind: str, form: str, used: tuple[bool, bool], device: str) -> None:
     fused = make(kind, device)
     got, wanted = (run(m, form, m is fused, "plain", used) for m in (fused, copy.deepcopy(fused)))
@@ -388,8 +388,17 @@ def test_under_torch_autocast(kind: str, device: str) -> None:
     assert all(t.grad.dtype == torch.float32 for t in given.values())
 
 
+COMPILED = [("LayerNormLinear", "dropout", "delayed"), ("LayerNormMLP", "sum", "plain")]
+
+
 @on_devices
-@covering(turns=2, kind=KINDS, form=FORMS, recipe=RECIPES)
+@pytest.mark.parametrize(
+    ("kind", "form", "recipe"),
+    [
+        pytest.param(*case, marks=[] if case in COMPILED else [pytest.mark.full])
+        for case in itertools.product(KINDS, FORMS, RECIPES)
+    ],
+)
 def test_under_the_compiler(kind: str, form: str, recipe: str, device: str) -> None:
     """A compiled graph has two operations for it; in float32 the numbers are the same."""
     torch._dynamo.reset()

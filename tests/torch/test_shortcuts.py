@@ -20,6 +20,7 @@ from te_core.tape import taped
 from te_core.tools.explain import explain_tapes
 from te_torch import shortcuts
 from tests.backends import devices
+from tests.covering import covering
 from tests.null_device import null_device
 from tests.recipes import region, rule
 from tests.tape_steps import HIDDEN, MODULES, ROWS, bits, drawn, made, same, step, training
@@ -60,8 +61,7 @@ def steps(module: Any, count: int = 3, recipe: Any = "delayed", **options: Any) 
     return [step(module, drawn(ROWS, 2, HIDDEN), recipe, **options) for _ in range(count)]
 
 
-@pytest.mark.parametrize("recipe", [None, "delayed", "current", "block"])
-@pytest.mark.parametrize("name", MODULES)
+@covering(name=MODULES, recipe=[None, "delayed", "current", "block"])
 def test_every_layer_takes_it(used: Used, name: str, recipe: str | None) -> None:
     """From the second call on, and the bits are those of the interpreted layers."""
 
@@ -164,8 +164,7 @@ def held(recipe: str, kind: Any = te.Linear, **options: Any) -> Any:
         return kind(HIDDEN, 64, device="cpu", **options)
 
 
-@pytest.mark.parametrize("recipe", PARAMETERS)
-@pytest.mark.parametrize("kind", [te.Linear, te.LayerNormMLP])
+@covering(kind=[te.Linear, te.LayerNormMLP], recipe=PARAMETERS)
 def test_quantized_weights(used: Used, kind: Any, recipe: str) -> None:
     """They change in place, gain a copy, and lie elsewhere after a load."""
 
@@ -265,8 +264,7 @@ def sums(module: Any) -> list[Any]:
     return [getattr(weight, "main_grad", None) for weight in module.parameters()]
 
 
-@pytest.mark.parametrize("recipe", [None, "delayed", "block"])
-@pytest.mark.parametrize("name", ["Linear", "LayerNormMLP", "LayerNormMLP again"])
+@covering(name=["Linear", "LayerNormMLP", "LayerNormMLP again"], recipe=[None, "delayed", "block"])
 def test_gradients_that_go_elsewhere(used: Used, name: str, recipe: str | None) -> None:
     """Into `main_grad`, which is overwritten or added to, moves, and is of another type; weights are quantized once."""
 
@@ -342,7 +340,7 @@ def test_more_kinds_of_calls_than_are_remembered(used: Used, monkeypatch: pytest
     assert used.forward == used.backward == 2 * len(modules)
 
 
-@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize("name", ["LayerNormLinear", "TransformerLayer"])
 def test_all_calls_are_counted(used: Used, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In what the doctor and `explain_tapes` show."""
     monkeypatch.setattr(taped, "COUNTS", taped.Counts())

@@ -22,6 +22,7 @@ from te_torch.autocast import Ran
 from te_torch.base.checkpoint_state import plain_state_dict, prepare_state
 from te_torch.state import ScalingState
 from tests.backends import devices
+from tests.covering import covering
 from tests.module_steps import (
     GEMM_MODULES,
     MODULES,
@@ -52,7 +53,7 @@ RESUME: dict[str, Any] = {
     "mxfp8": MXFP8BlockScaling(),
     "nvfp4": NVFP4BlockScaling(),  # its random numbers come from torch's generator, which a checkpoint holds too
 }
-STEPS = 55
+STEPS = 13
 
 
 class Model(torch.nn.Module):
@@ -104,8 +105,7 @@ def trained(
 
 
 @on_devices
-@pytest.mark.parametrize("recipe", RESUME)
-@pytest.mark.parametrize("stop", [1, 50])
+@covering(stop=[1, 10], recipe=RESUME)
 def test_training_resumes_exactly(stop: int, recipe: str, device: str) -> None:
     """All steps, or some, a checkpoint, and the rest in a fresh model: the same losses and the same weights."""
     steps = STEPS if stop > 1 else 3
@@ -189,10 +189,7 @@ def make_start(module: Any) -> dict[str, torch.Tensor]:
 
 
 @on_devices
-@gemm_modules
-@pytest.mark.parametrize("assign", [False, True])
-@pytest.mark.parametrize("ran", [False, True])
-@pytest.mark.parametrize("length", [2, 4, 7])
+@covering(turns=3, length=[2, 4, 7], ran=[False, True], assign=[False, True], kind=GEMM_MODULES)
 def test_other_history_lengths(length: int, ran: bool, assign: bool, kind: str, device: str) -> None:
     """Rows of the checkpoint are cut, or zeros follow them, at the next forward."""
     source, target, x = make(kind, device), make(kind, device, seed=1), values(16, 48, device=device)

@@ -18,7 +18,6 @@ from tests.recipes import KINDS, OVERRIDES, RECIPES, region
 from tests.tape_steps import GEMM_MODULES, HIDDEN, MODULES, ROWS, drawn, made, same, step, training
 
 on_devices = pytest.mark.parametrize("device", devices())
-each_recipe = pytest.mark.parametrize("recipe", [None, *KINDS])
 
 each_module = pytest.mark.parametrize("name", MODULES)
 
@@ -27,8 +26,7 @@ each_module = pytest.mark.parametrize("name", MODULES)
 
 
 @on_devices
-@each_recipe
-@each_module
+@covering(turns=2, name=MODULES, recipe=[None, *KINDS])
 def test_training(name: str, recipe: str | None, device: str) -> None:
     """Three steps: values, gradients, weights, scales and histories."""
     same(lambda: training(made(name, device), recipe))
@@ -41,15 +39,15 @@ def test_training_in_every_recipe(name: str, recipe: str) -> None:
     same(lambda: training(made(name), recipe))
 
 
-@pytest.mark.parametrize("name", ["Linear", "LayerNormMLP gated"])
-@pytest.mark.parametrize("recipe", ["current high_precision", "block dequantized", "delayed e4m3", "nvfp4 rows"])
+@covering(
+    recipe=["current high_precision", "block dequantized", "delayed e4m3", "nvfp4 rows"],
+    name=["Linear", "LayerNormMLP gated"],
+)
 def test_other_backwards_and_options(name: str, recipe: str) -> None:
     same(lambda: training(made(name), recipe))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("recipe", [None, "delayed"])
-@each_module
+@covering(name=MODULES, recipe=[None, "delayed"], dtype=[torch.bfloat16, torch.float16])
 def test_halves(name: str, recipe: str | None, dtype: torch.dtype) -> None:
     def program() -> Any:
         module = made(name, params_dtype=dtype)
@@ -74,9 +72,11 @@ def test_frozen_parameters(off: str) -> None:
     same(program)
 
 
-@each_recipe
-@pytest.mark.parametrize("name", ["LayerNormLinear", "LayerNormMLP"])
-@pytest.mark.parametrize("options", [{"return_layernorm_output": True}, {"return_bias": True}])
+@covering(
+    options=[{"return_layernorm_output": True}, {"return_bias": True}],
+    name=["LayerNormLinear", "LayerNormMLP"],
+    recipe=[None, "delayed", "block"],
+)
 def test_more_than_one_result(name: str, options: dict[str, bool], recipe: str | None) -> None:
     same(lambda: training(made(name, **options), recipe, steps=2))
 
@@ -97,7 +97,7 @@ def test_only_the_second_result_is_used() -> None:
 # -------------------------------------------------------------------------------------------------------- weights
 
 
-@covering(turns=2, name=GEMM_MODULES, recipe=KINDS)
+@covering(name=GEMM_MODULES, recipe=KINDS)
 def test_microbatches(name: str, recipe: str) -> None:
     """Weights that are quantized once for several; the first may go into `main_grad`'s place."""
 
@@ -115,7 +115,7 @@ def test_microbatches(name: str, recipe: str) -> None:
     same(program)
 
 
-@covering(turns=2, name=GEMM_MODULES, recipe=KINDS)
+@covering(name=GEMM_MODULES, recipe=KINDS)
 def test_weights_that_are_held_quantized(name: str, recipe: str) -> None:
     def program() -> Any:
         with te.quantized_model_init(recipe=RECIPES[recipe]):
@@ -139,7 +139,7 @@ def test_a_quantized_weight_gains_and_loses_a_copy(recipe: str) -> None:
     same(program)
 
 
-@covering(turns=2, name=GEMM_MODULES, recipe=[None, *KINDS])
+@covering(name=GEMM_MODULES, recipe=[None, *KINDS])
 def test_gradients_that_go_into_main_grad(name: str, recipe: str | None) -> None:
     """It moves, has another dtype, and is overwritten, from one step to the next."""
 
@@ -206,7 +206,7 @@ def test_another_history() -> None:
 # --------------------------------------------------------------------------------------------------------- inputs
 
 
-@covering(turns=2, name=MODULES, recipe=[None, *KINDS])
+@covering(name=MODULES, recipe=[None, *KINDS])
 def test_changing_shapes(name: str, recipe: str | None) -> None:
     def program() -> Any:
         module = made(name)
@@ -249,9 +249,7 @@ MASKS = {
 
 
 @on_devices
-@pytest.mark.parametrize("dropout", [0.0, 0.2])
-@pytest.mark.parametrize("form", FORMATS)
-@pytest.mark.parametrize("mask", MASKS)
+@covering(turns=2, mask=MASKS, form=FORMATS, dropout=[0.0, 0.2])
 def test_attention(mask: str, form: str, dropout: float, device: str) -> None:
     """Apart and packed; lengths of packed sequences are values."""
 
@@ -277,8 +275,10 @@ def test_attention(mask: str, form: str, dropout: float, device: str) -> None:
     same(program)
 
 
-@pytest.mark.parametrize("recipe", [None, "delayed", "current"])
-@pytest.mark.parametrize("options", [{"num_gqa_groups": 2}, {"input_layernorm": True}, {"qk_norm_type": "RMSNorm"}])
+@covering(
+    options=[{"num_gqa_groups": 2}, {"input_layernorm": True}, {"qk_norm_type": "RMSNorm"}],
+    recipe=[None, "delayed", "current"],
+)
 def test_multihead(options: dict[str, Any], recipe: str | None) -> None:
     def program() -> Any:
         module = te.MultiheadAttention(HIDDEN, 4, attention_dropout=0.1, fuse_qkv_params=True, device="cpu", **options)

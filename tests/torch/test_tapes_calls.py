@@ -88,7 +88,7 @@ HOOKS = {"elsewhere": _elsewhere, "crooked": _crooked, "turned": _turned, "sprea
 
 
 @on_devices
-@covering(turns=2, name=MODULES, recipe=SOME, how=HOOKS)
+@covering(name=MODULES, recipe=SOME, how=HOOKS)
 def test_saved_tensors_that_come_back_otherwise(name: str, recipe: str | None, how: str, device: str) -> None:
     """Backward reads what a hook returns: other memory, crooked, strided; not the same in every step."""
     # What cuDNN's attention takes on a GPU. In float32 torch's own operators would compute it, which are none of ours.
@@ -130,7 +130,7 @@ AROUND: dict[str, Callable[..., Any]] = {
 }
 
 
-@covering(turns=2, name=MODULES, around=AROUND, recipe=[None, "delayed", "current"])
+@covering(name=MODULES, around=AROUND, recipe=[None, "delayed", "current"])
 def test_checkpoints(name: str, around: str, recipe: str | None) -> None:
     """What is run again in backward, with the random numbers and the scales of its first run."""
 
@@ -185,7 +185,16 @@ def test_torch_autocast(name: str) -> None:
     same(program)
 
 
-@covering(name=["Linear", "LayerNormMLP gated", "TransformerLayer"], recipe=["current", "delayed", None])
+@pytest.mark.parametrize(
+    ("name", "recipe"),
+    [
+        ("Linear", "delayed"),
+        *(
+            pytest.param(*case, marks=pytest.mark.full)
+            for case in (("LayerNormMLP gated", "current"), ("TransformerLayer", None))
+        ),
+    ],
+)
 def test_compiled_modules(name: str, recipe: str | None) -> None:
     """Shapes that a compiler was told are those that replays give."""
 
@@ -249,8 +258,7 @@ def _without_dropout() -> Any:
     return module.eval()
 
 
-@pytest.mark.parametrize("recipe", [None, "current", "block"])
-@pytest.mark.parametrize("name", ["Linear", "LayerNormMLP", "TransformerLayer"])
+@covering(name=["Linear", "LayerNormMLP", "TransformerLayer"], recipe=[None, "current", "block"])
 def test_two_threads_with_one_module(name: str, recipe: str | None) -> None:
     module = made(name).eval()
     inputs = [[drawn(n, 2, HIDDEN) for n in (16, 32, 16, 32)] for _ in range(2)]

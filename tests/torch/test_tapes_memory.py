@@ -9,6 +9,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import product
 from typing import Any
 
 import pytest
@@ -86,7 +87,7 @@ def peaks(name: str, recipe: str | None, rows: int, how: str, setting: str) -> l
     return found
 
 
-@covering(turns=3, name=MODULES, recipe=[None, *KINDS], rows=[ROWS, 500], how=["released", "kept", "no gradients"])
+@covering(name=MODULES, recipe=[None, *KINDS], rows=[ROWS, 500], how=["released", "kept", "no gradients"])
 def test_a_replay_never_takes_more_at_the_peak(name: str, recipe: str | None, rows: int, how: str) -> None:
     replayed, interpreted = (peaks(name, recipe, rows, how, setting) for setting in ("first", "never"))
     assert all(a <= b for a, b in zip(replayed, interpreted, strict=True)), (replayed, interpreted)
@@ -113,7 +114,6 @@ class Watched:
 @pytest.fixture
 def no_gc() -> Iterator[None]:
     """Nothing is let go of but by counting references."""
-    gc.collect()
     gc.disable()
     yield
     gc.enable()
@@ -134,7 +134,7 @@ def use(module: Any, recipe: str | None, watched: Watched, grad: bool) -> None:
 
 
 @pytest.mark.usefixtures("no_gc")
-@covering(turns=2, name=MODULES, recipe=[None, *KINDS], held=["plain", "quantized"])
+@covering(name=MODULES, recipe=[None, *KINDS], held=["plain", "quantized"])
 def test_nothing_of_a_call_lives_on(name: str, recipe: str | None, held: str) -> None:
     """Neither of those that recorded nor of replays; and when the module has gone, nothing of it."""
     options = {"fuse_qkv_params": True} if name == "TransformerLayer" else {}
@@ -148,7 +148,7 @@ def test_nothing_of_a_call_lives_on(name: str, recipe: str | None, held: str) ->
             assert not watched.alive
         watched(**dict(module.named_parameters()), **dict(module.named_buffers()))
         del module
-        gc.collect()  # a module is in circles of its own
+        gc.collect(0)  # a module is in circles of its own; all that is here is young, for nothing was collected yet
         assert not watched.alive and taped.tapes()
     assert ran.recorded and not ran.interpreted
 
@@ -217,14 +217,14 @@ def _sizes(count: int, most: int, seed: int = 0) -> list[list[int]]:
     return [[draw.randint(1, most) for _ in range(draw.randint(1, 6))] for _ in range(count)]
 
 
-@pytest.mark.parametrize("told", [True, False])
+@pytest.mark.parametrize("told", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_packed_lengths_make_few_tapes(told: bool) -> None:
-    """200 sets of lengths: at most twelve tapes a layer, or none."""
+    """80 sets of lengths: at most twelve tapes a layer, or none."""
     with tapes("second") as ran:
         module = te.MultiheadAttention(
             HIDDEN, 2, qkv_format="thd", attn_mask_type="padding_causal", fuse_qkv_params=True, device="cpu"
         )
-        for lengths in _sizes(200, 100):
+        for lengths in _sizes(80, 100):
             cu = torch.tensor([0, *lengths]).cumsum(0).int()
             more = {"max_seqlen_q": max(lengths), "max_seqlen_kv": max(lengths)} if told else {}
             module(drawn(sum(lengths), HIDDEN), cu_seqlens_q=cu, cu_seqlens_kv=cu, **more).sum().backward()
@@ -246,7 +246,18 @@ def test_shapes_that_come_again_are_all_recorded_in_the_end() -> None:
 
 @pytest.mark.more
 @pytest.mark.usefixtures("no_gc")  # or calls count that let go of what other tests left
-@covering(turns=2, name=MODULES, recipe=[None, "delayed", "current", "block"], layers=[1, 2], before=[0, 50])
+@pytest.mark.parametrize(
+    ("name", "recipe", "layers", "before"),
+    [
+        ("LayerNormLinear", "delayed", 2, 50),
+        ("TransformerLayer", None, 1, 0),
+        *(
+            pytest.param(*case, marks=pytest.mark.full)
+            for case in product(MODULES, (None, "delayed", "current", "block"), (1, 2), (0, 50))
+            if case not in (("LayerNormLinear", "delayed", 2, 50), ("TransformerLayer", None, 1, 0))
+        ),
+    ],
+)
 def test_ever_new_shapes_cost_little(
     name: str, recipe: str | None, layers: int, before: int, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -332,15 +343,16 @@ def test_whoever_forgets_tapes_forgets_what_they_were_worth() -> None:
         assert sum(map(twice, range(1, 20))) == 1
 
 
+@pytest.mark.more
 def test_changing_shapes_hold_memory_flat(monkeypatch: pytest.MonkeyPatch) -> None:
     """A loop of training over inputs of many lengths; there is room for few tapes here.
 
     How many are kept at the end of an epoch varies, in a period of three, and Python's lists of free objects fill up
-    slowly, with tapes or without: so the least of three epochs is compared.
+    slowly, with tapes or without: so the least of three epochs is compared, when some have passed.
     """
-    monkeypatch.setattr(taped, "_MOST_TAPES", 32)
+    monkeypatch.setattr(taped, "_MOST_TAPES", 12)
     draw = random.Random(0)
-    lengths = draw.sample(range(1, 400), 60)
+    lengths = draw.sample(range(1, 100), 20)
     module = made("LayerNormMLP gated")
 
     def held() -> int:
@@ -357,7 +369,7 @@ def test_changing_shapes_hold_memory_flat(monkeypatch: pytest.MonkeyPatch) -> No
         held()
         tracemalloc.start()
         try:
-            found = [held() for _ in range(6)]
+            found = [held() for _ in range(9)]
         finally:
             tracemalloc.stop()
-    assert ran.recorded > 100 and min(found[3:]) < min(found[:3]) + 32_000, found
+    assert ran.recorded > 40 and min(found[6:]) < min(found[3:6]) + 32_000, found

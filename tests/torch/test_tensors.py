@@ -19,6 +19,7 @@ from te_core.runtime import Runtime
 from te_core.tensor import from_numpy
 from te_torch.tensors import utils
 from tests.backends import devices
+from tests.covering import covering
 from tests.reference import quantize_block, quantize_mxfp8, quantize_nvfp4
 
 E4M3, E5M2 = T.DType.kFloat8E4M3, T.DType.kFloat8E5M2
@@ -43,7 +44,8 @@ MAKERS: dict[str, Any] = {
     "nvfp4_four": lambda d: T.NVFP4Quantizer(nvfp4_use_4over6=True, nvfp4_e4m3_max=256),
 }
 makers = pytest.mark.parametrize("name", MAKERS)
-shapes = pytest.mark.parametrize("shape", [(128, 256), (24, 40), (2, 3, 48)], ids=str)
+SHAPES = [(128, 256), (24, 40), (2, 3, 48)]
+in_shapes = covering(name=MAKERS, shape=SHAPES)
 
 
 def values(shape: tuple[int, ...], device: str = "cpu", seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> Any:
@@ -78,8 +80,7 @@ def core_bytes(x: torch.Tensor, rule: Operand, **given: Any) -> dict[str, np.nda
 
 
 @on_devices
-@makers
-@shapes
+@in_shapes
 def test_bytes_are_those_of_the_core(device: str, name: str, shape: tuple[int, ...]) -> None:
     x = values(shape, device)
     quantizer = MAKERS[name](device)
@@ -95,8 +96,7 @@ def test_bytes_are_those_of_the_core(device: str, name: str, shape: tuple[int, .
 
 
 @on_devices
-@makers
-@shapes
+@in_shapes
 def test_dequantize_is_the_cores(device: str, name: str, shape: tuple[int, ...]) -> None:
     t = MAKERS[name](device)(values(shape, device))
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
@@ -264,8 +264,7 @@ def test_buffers_apart_are_put_into_one_block_for_the_core(name: str) -> None:
 
 
 @on_devices
-@makers
-@shapes
+@in_shapes
 def test_constructor_takes_what_get_metadata_gives(device: str, name: str, shape: tuple[int, ...]) -> None:
     t = MAKERS[name](device)(values(shape, device))
     if name.startswith("nvfp4") and int(np.prod(shape[:-1])) % 16:
@@ -317,8 +316,7 @@ def test_usages_of_the_others(name: str) -> None:
 
 
 @on_devices
-@makers
-@shapes
+@in_shapes
 def test_quantize_in_place_and_noop(device: str, name: str, shape: tuple[int, ...]) -> None:
     t = MAKERS[name](device)(values(shape, device))
     wanted = MAKERS[name](device)(values(shape, device, seed=1))

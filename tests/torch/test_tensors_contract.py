@@ -22,6 +22,7 @@ from te_core.recipe import (
     MXFP8BlockScaling,
     NVFP4BlockScaling,
 )
+from tests.covering import covering
 from tests.torch.test_tensors import E4M3, delayed, on_devices, values
 from tests.torch.test_tensors_dispatch import ALL, all_makers, parameter, pointers
 from tests.torch.test_tensors_serialization import through_file
@@ -267,13 +268,11 @@ def test_hybrid_storages_need_their_quantizer_and_can_be_replaced() -> None:
 # -------------------------------------------------------------------------------------------------- without data
 
 
-@pytest.mark.parametrize("internal", [False, True])
-@pytest.mark.parametrize("usages", [(True, True), (True, False), (False, True)], ids=str)
-@all_makers
-def test_a_tensor_is_described_without_data(name: str, usages: tuple[bool, bool], internal: bool) -> None:
+@covering(turns=2, name=ALL, usages=["both", "rows", "columns"], internal=[False, True])
+def test_a_tensor_is_described_without_data(name: str, usages: str, internal: bool) -> None:
     """Names, shapes, types and the constant part, together with buffers, are a tensor as `make_empty` makes it."""
     quantizer = ALL[name]("cpu")
-    quantizer.set_usage(rowwise=usages[0], columnwise=usages[1])
+    quantizer.set_usage(rowwise=usages != "columns", columnwise=usages != "rows")
     quantizer.internal = internal
     dtype = torch.float32 if name == "identity" else torch.bfloat16  # its buffer is of that type
     wanted = quantizer.make_empty((32, 64), dtype=dtype, device="cpu")

@@ -13,7 +13,8 @@ import torch.nn.functional as F
 
 import te_torch.tensors as T
 from tests.backends import devices
-from tests.torch.test_tensors import E4M3, E5M2, MAKERS, makers, on_devices, values
+from tests.covering import covering
+from tests.torch.test_tensors import E4M3, E5M2, MAKERS, on_devices, values
 
 ALL: dict[str, Any] = {
     **MAKERS,
@@ -64,8 +65,7 @@ def test_views_of_per_tensor_fp8_take_any_shape() -> None:
         T.MXFP8Quantizer(E4M3)(values((32, 64))).view(64, 32)
 
 
-@all_makers
-@pytest.mark.parametrize("shape", [(32, 64), (24, 40)], ids=str)
+@covering(shape=[(32, 64), (24, 40)], name=ALL)
 def test_flat_views_and_back(name: str, shape: tuple[int, int]) -> None:
     t = ALL[name]("cpu")(values(shape))
     flat = t.view(-1)
@@ -151,9 +151,7 @@ def test_copies_into_and_out_of(device: str, name: str) -> None:
 
 
 @on_devices
-@all_makers
-@pytest.mark.parametrize("foreach", [False, True])
-@pytest.mark.parametrize("kind", ["SGD", "Adam", "AdamW"])
+@covering(kind=["SGD", "Adam", "AdamW"], foreach=[False, True], name=ALL)
 def test_optimizers_requantize_into_the_same_buffers(device: str, name: str, foreach: bool, kind: str) -> None:
     p = parameter(name, device)
     plain = torch.nn.Parameter(p.dequantize().detach())
@@ -362,8 +360,7 @@ GATHERED = {
 
 
 @on_devices
-@pytest.mark.parametrize("name", GATHERED)
-@pytest.mark.parametrize("internal", [False, True])
+@covering(internal=[False, True], name=GATHERED)
 def test_buffer_protocol_gathers_shards(device: str, name: str, internal: bool) -> None:
     """By hand what the hooks do: fields of two shards, concatenated, are the whole, for storages too."""
     x = values((512, 64), device)
@@ -405,8 +402,19 @@ def test_flatten_and_unflatten(name: str) -> None:
     assert meta == t.detach().__tensor_flatten__()[1] and hash(t.inner_meta()) == hash(made.inner_meta())
 
 
+#: Of each storage one, for compilers.
+STORAGES = ("delayed", "tile", "mxfp8", "nvfp4", "identity", "hybrid")
+
+
+def of_storages(*often: str) -> pytest.MarkDecorator:
+    """These makers by default, all others in full."""
+    return pytest.mark.parametrize(
+        "name", [pytest.param(name, marks=[] if name in often else [pytest.mark.full]) for name in ALL]
+    )
+
+
 @pytest.mark.parametrize("device", devices())
-@all_makers
+@of_storages("nvfp4", "hybrid")
 def test_compiled_dequantize(device: str, name: str) -> None:
     t = ALL[name](device)(values((32, 64), device))
     compiled = torch.compile(lambda a: a.dequantize() + 1, fullgraph=True, backend="aot_eager")
@@ -414,7 +422,7 @@ def test_compiled_dequantize(device: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("device", devices())
-@all_makers
+@of_storages(*STORAGES)
 def test_compiled_linear_with_a_quantized_parameter(device: str, name: str) -> None:
     p = parameter(name, device)
     x = values((8, 64), device, seed=2)
@@ -430,7 +438,9 @@ def test_compiled_linear_with_a_quantized_parameter(device: str, name: str) -> N
     assert torch.equal(passed.dequantize().view(32, 64), p.dequantize())
 
 
-@makers
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in ("current", "mxfp8") else [pytest.mark.full]) for name in MAKERS]
+)
 def test_compiled_change_in_place(name: str) -> None:
     t = ALL[name]("cpu")(values((32, 64)))
     wanted = t.clone()

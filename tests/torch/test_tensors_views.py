@@ -18,6 +18,7 @@ import te_torch.tensors as T
 from te_core.errors import ArgumentError, UnsupportedError
 from te_core.recipe import Float8CurrentScaling
 from te_torch.tensors import utils
+from tests.covering import covering
 from tests.torch.test_tensors import on_devices, values
 from tests.torch.test_tensors_dispatch import ALL, all_makers, pointers
 
@@ -56,8 +57,7 @@ def same_objects(a: list[Any], b: list[Any]) -> bool:
 
 
 @on_devices
-@all_makers
-@pytest.mark.parametrize("shape", [(32, 64), (24, 40), (2, 3, 48)], ids=str)
+@covering(name=ALL, shape=[(32, 64), (24, 40), (2, 3, 48)])
 def test_buffers_are_the_same_objects_each_time_and_for_all_who_share_them(
     device: str, name: str, shape: tuple[int, ...]
 ) -> None:
@@ -151,20 +151,19 @@ def matrix(t: torch.Tensor) -> tuple[int, int]:
     return (t.numel() // max(t.shape[-1], 1), t.shape[-1]) if t.ndim else (1, 1)
 
 
+#: Quantizer, shape, and whether there is a columnwise copy.
+FORMS: dict[str, tuple[str, tuple[int, ...], bool]] = {
+    "current": ("current", (32, 64), True),
+    "delayed, odd": ("delayed", (13, 17), True),
+    "rows alone": ("current_pow2", (4, 6, 16), False),
+    "delayed, 4 dimensions": ("delayed", (5, 4, 3, 7), True),
+}
+
+
 @on_devices
-@cuts
-@pytest.mark.parametrize(
-    ("name", "shape", "columnwise"),
-    [
-        ("current", (32, 64), True),
-        ("delayed", (13, 17), True),
-        ("current_pow2", (4, 6, 16), False),
-        ("delayed", (5, 4, 3, 7), True),
-    ],
-)
-def test_any_part_of_per_tensor_fp8_is_a_view(
-    device: str, cut: str, name: str, shape: tuple[int, ...], columnwise: bool
-) -> None:
+@covering(form=FORMS, cut=CUTS)
+def test_any_part_of_per_tensor_fp8_is_a_view(device: str, cut: str, form: str) -> None:
+    name, shape, columnwise = FORMS[form]
     t = ALL[name](device)(values(shape, device))
     t.update_usage(columnwise_usage=columnwise)
     plain = t.dequantize()
@@ -257,8 +256,7 @@ def test_parts_of_a_columnwise_copy_alone(name: str) -> None:
         assert part.get_usages() == {"rowwise": False, "columnwise": True}
 
 
-@pytest.mark.parametrize("name", ["identity", "hybrid of both"])
-@cuts
+@covering(name=["identity", "hybrid of both"], cut=CUTS)
 def test_parts_of_what_is_made_of_such(name: str, cut: str) -> None:
     quantizer: Any = T.IdentityQuantizer()
     if name != "identity":

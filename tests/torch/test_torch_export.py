@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -17,7 +18,6 @@ from te_core.recipe import CustomRecipe, DelayedScaling, Float8CurrentScaling
 from te_torch.calls import call_of
 from te_torch.program_specs import read, written
 from tests.backends import requires_cuda
-from tests.covering import covering
 from tests.export_cases import OTHERS, PRODUCTS, RECIPES, eager, made, region
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,14 +34,17 @@ for path in sorted(Path(sys.argv[1]).glob("*.pt2")):
 """
 BRIEF = [
     ("Linear", "delayed"),
-    ("LayerNormMLP", "current"),
-    ("GroupedLinear", "delayed"),
-    ("TransformerLayer with GQA", "delayed"),
+    ("GroupedLinear", "current"),
     ("TransformerLayer with GQA", "mxfp8"),
+    ("packed", "high"),
+    ("MultiheadAttention", "attention in FP8"),
+]
+LONGER = [
+    ("LayerNormMLP", "current"),
+    ("TransformerLayer with GQA", "delayed"),
     ("padding_causal", "high"),
     ("learnable", "high"),
     ("interleaved", "high"),
-    ("packed", "high"),
 ]
 ALL = [(name, kind) for name in {**PRODUCTS, **OTHERS} for kind in (RECIPES if name in PRODUCTS else ("high",))]
 
@@ -51,10 +54,14 @@ def program_of(module: Any, recipe: Any, args: Any, named: Any = None) -> Any:
         return torch.export.export(module, args, named)
 
 
-@pytest.mark.parametrize("cases", [BRIEF, pytest.param(ALL, marks=pytest.mark.more)], ids=["some", "all"])
+@pytest.mark.parametrize(
+    "cases",
+    [BRIEF, pytest.param(LONGER, marks=pytest.mark.more), pytest.param(ALL, marks=pytest.mark.full)],
+    ids=["some", "more", "all"],
+)
 def test_programs_run_in_another_process(cases: list[tuple[str, str]], tmp_path: Path) -> None:
     for i, (name, kind) in enumerate(cases):
-        recipe = RECIPES[kind]
+        recipe = DelayedScaling(fp8_dpa=True, fp8_mha=True) if kind == "attention in FP8" else RECIPES[kind]
         module, args, named = made({**PRODUCTS, **OTHERS}[name], recipe)
         wanted = eager(module, recipe, args, named)
         program = program_of(module, recipe, args, named)
@@ -137,15 +144,19 @@ def test_attention_that_runs_eagerly_is_refused(monkeypatch: pytest.MonkeyPatch)
         program_of(module.train(), recipe, args, {"checkpoint_core_attention": True})
 
 
-@covering(emulated=[False, True], recipe=[Float8CurrentScaling, DelayedScaling])
-def test_attention_in_fp8(recipe: Any, emulated: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+HANDED = [(Float8CurrentScaling, False, False), (DelayedScaling, True, True)]
+HANDED_IN_FULL = list(itertools.product((Float8CurrentScaling, DelayedScaling), (False, True), (False, True)))
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("cases", [HANDED, pytest.param(HANDED_IN_FULL, marks=pytest.mark.full)], ids=["some", "all"])
+def test_attention_in_fp8(cases: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between projections that hand FP8 on, too; where scores are tensors, their rounding is in the program."""
-    if emulated:
-        monkeypatch.setenv("NVTE_FUSED_ATTN", "0")
-        monkeypatch.setenv("NVTE_UnfusedDPA_Emulate_FP8", "1")
-    for i, handed in enumerate((False, True)):
+    for i, (recipe, emulated, handed) in enumerate(cases):
+        monkeypatch.setenv("NVTE_FUSED_ATTN", "0" if emulated else "1")
+        monkeypatch.setenv("NVTE_UnfusedDPA_Emulate_FP8", "1" if emulated else "0")
         rule = recipe(fp8_dpa=True, fp8_mha=handed)
-        module, args, named = made(PRODUCTS["TransformerLayer"], rule)
+        module, args, named = made(PRODUCTS["MultiheadAttention"], rule)
         wanted = eager(module, rule, args, named)
         torch.export.save(program_of(module, rule, args, named), tmp_path / f"{i}.pt2")
         torch.save((args, named, wanted), tmp_path / f"{i}.pt")

@@ -11,6 +11,7 @@ from te_core.recipe import DelayedScaling, Float8CurrentScaling
 from te_torch.transformer.layer import TransformerLayer
 from te_torch.transformer.multihead import MultiheadAttention
 from tests.backends import devices
+from tests.covering import covering
 from tests.golden import load, tree
 from tests.module_steps import differences, gradient_for, on, randomise, step, values
 from tests.recipes import KINDS, region
@@ -171,8 +172,7 @@ def test_bfloat16(case: str, device: str) -> None:
 
 
 @on_devices
-@pytest.mark.parametrize("part", ["self_attention", "inter_attention", "layernorm_mlp"])
-@pytest.mark.parametrize("bias", [True, False])
+@covering(bias=[True, False], part=["self_attention", "inter_attention", "layernorm_mlp"])
 def test_hidden_dropout(part: str, bias: bool, device: str) -> None:
     """With one part alone giving anything: each element of output + bias is dropped or scaled, the residual kept."""
     p = 0.25
@@ -239,8 +239,7 @@ def test_drop_path(kind: str, device: str) -> None:
 
 
 @on_devices
-@pytest.mark.parametrize("kind", ["encoder", "parallel", "late"])
-@pytest.mark.parametrize("option", ["drop_path_rate", "hidden_dropout"])
+@covering(option=["drop_path_rate", "hidden_dropout"], kind=["encoder", "parallel", "late"])
 def test_everything_dropped(option: str, kind: str, device: str) -> None:
     """Both may be one: what is left of a layer is its stream."""
     options = {"parallel": {"parallel_attention_mlp": True}, "late": LATE}.get(kind, {})
@@ -410,7 +409,12 @@ def test_shapes_under_torch_autocast() -> None:
 
 @on_devices
 @pytest.mark.parametrize(
-    ("case", "recipe"), [("default", None), ("llama", None), ("decoder", None), ("llama", "current")]
+    ("case", "recipe"),
+    [
+        ("llama", "current"),
+        pytest.param("decoder", None, marks=pytest.mark.more),
+        *(pytest.param(case, None, marks=pytest.mark.full) for case in ("default", "llama")),
+    ],
 )
 def test_compiled(case: str, recipe: str | None, device: str) -> None:
     """One graph, and what eager mode gives."""
@@ -456,8 +460,7 @@ def test_residuals_are_added_by_the_norms(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @on_devices
-@pytest.mark.parametrize("recipe", KINDS)
-@pytest.mark.parametrize("case", ["default", "llama", "decoder"])
+@covering(case=["default", "llama", "decoder"], recipe=KINDS)
 def test_fp8(case: str, recipe: str, device: str) -> None:
     options, call = CASES[case]
     torch.manual_seed(0)  # of stochastic rounding
@@ -528,8 +531,7 @@ def entries(case: str, recipe: str) -> dict[str, torch.Tensor]:
     return params_of(case) | found
 
 
-@pytest.mark.parametrize("recipe", ["high", "delayed", "current"])
-@pytest.mark.parametrize("case", GOLDEN)
+@covering(turns=2, case=GOLDEN, recipe=["delayed", "high", "current"])
 def test_the_peers_checkpoint(case: str, recipe: str) -> None:
     """Strict loading takes all of it, and our own next checkpoint has its scales."""
     module = GOLDEN[case](params_dtype=torch.bfloat16, device="cpu")

@@ -22,6 +22,7 @@ from te_core.errors import ArgumentError, UnsupportedError
 from te_torch.modules.l2_norm import L2Normalization
 from tests import recipes
 from tests.backends import devices
+from tests.covering import covering
 
 ROWS, WIDTH, HEADS = 4, 16, 2
 MODULES: dict[str, Callable[[str], Any]] = {
@@ -73,10 +74,10 @@ def shape(kind: str) -> tuple[int, ...]:
 
 
 @LAYERS
-@pytest.mark.parametrize("wrong", [[1.0, 2.0], 3, np.zeros((ROWS, WIDTH), np.float32)], ids=lambda t: type(t).__name__)
-def test_what_is_no_tensor(wrong: Any, kind: str) -> None:
-    with pytest.raises(ArgumentError, match=rf"of type {type(wrong).__name__}.* tensor"):
-        MODULES[kind]("cpu")(wrong)
+def test_what_is_no_tensor(kind: str) -> None:
+    for wrong in ([1.0, 2.0], 3, np.zeros((ROWS, WIDTH), np.float32)):
+        with pytest.raises(ArgumentError, match=rf"of type {type(wrong).__name__}.* tensor"):
+            MODULES[kind]("cpu")(wrong)
 
 
 def test_encoder_output_that_is_no_tensor() -> None:
@@ -204,9 +205,7 @@ def _refused_without_a_trace(kind: str, way: str, device: str, recipe: str | Non
 
 
 @on_devices
-@pytest.mark.parametrize("before", [0, 2])
-@pytest.mark.parametrize("way", SURROUNDINGS)
-@LAYERS
+@covering(turns=2, kind=MODULES, way=SURROUNDINGS, before=[0, 2])
 def test_what_only_torchs_operators_pass_through(kind: str, way: str, before: int, device: str) -> None:
     recipe = "delayed" if kind in QUANTIZING else None
     _refused_without_a_trace(kind, way, device, recipe, before)
@@ -220,18 +219,16 @@ def test_the_same_interpreted(way: str, device: str) -> None:
 
 
 @on_devices
-@pytest.mark.parametrize("way", SURROUNDINGS)
-@pytest.mark.parametrize("recipe", [None, "current"])
-@pytest.mark.parametrize("kind", ["Linear", "TransformerLayer"])
+@covering(kind=["Linear", "TransformerLayer"], recipe=[None, "current"], way=SURROUNDINGS)
 def test_the_same_without_state(kind: str, recipe: str | None, way: str, device: str) -> None:
     _refused_without_a_trace(kind, way, device, recipe, 0)
 
 
 @on_devices
-@pytest.mark.parametrize("recipe", ["current", "delayed"])
-@pytest.mark.parametrize("before", [0, 2])
-@pytest.mark.parametrize(
-    "kind", ["Linear", "LayerNormLinear", "LayerNormMLP", "MultiheadAttention", "TransformerLayer"]
+@covering(
+    kind=["Linear", "LayerNormLinear", "LayerNormMLP", "MultiheadAttention", "TransformerLayer"],
+    before=[0, 2],
+    recipe=["current", "delayed"],
 )
 def test_no_quantized_weight_of_a_mode_is_kept(kind: str, before: int, recipe: str, device: str) -> None:
     _refused_without_a_trace(kind, "first microbatch", device, recipe, before)
@@ -258,8 +255,7 @@ MODES: dict[str, Callable[[], Any]] = {
 
 
 @on_devices
-@pytest.mark.parametrize("mode", MODES)
-@LAYERS
+@covering(kind=MODULES, mode=MODES)
 def test_modes_that_look_on(kind: str, mode: str, device: str) -> None:
     module, x = MODULES[kind](device), torch.randn(shape(kind), device=device, requires_grad=True)
     other, recipe = copy.deepcopy(module), "delayed" if kind in QUANTIZING else None
@@ -274,10 +270,7 @@ def test_modes_that_look_on(kind: str, mode: str, device: str) -> None:
 
 
 @on_devices
-@pytest.mark.parametrize("grad", [True, False])
-@pytest.mark.parametrize(
-    "kind", [kind for kind in MODULES if kind != "DotProductAttention"]
-)  # torch's operators see it
+@covering(kind=[kind for kind in MODULES if kind != "DotProductAttention"], grad=[True, False])
 def test_freed_memory_is_no_zeros(kind: str, grad: bool, device: str) -> None:
     """As FSDP frees it; a fake tensor has none either."""
     module, x = MODULES[kind](device), torch.randn(shape(kind), device=device)
