@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import ml_dtypes
@@ -338,6 +339,21 @@ def test_fused_equals_unfused_bit_for_bit(
     high = cast(1e6)
     case.forward(rt, cast=high, **options)
     assert rt.numpy(high.amax)[0] == 1e6
+
+
+@pytest.mark.parametrize("columnwise", [False, True])
+def test_the_maximum_may_stand_anywhere(rt: Runtime, columnwise: bool) -> None:
+    """Whichever warp of a block has it."""
+    case = Case("RMSNorm", "bf16", "bf16", (32, 1024))
+    case.gamma[:] = 1
+    for place in itertools.product(range(32), (5, 300, 700, 1020)):
+        case.x[:] = 1
+        case.x[place] = 1e4
+        cast = Cast(
+            dtypes.float8_e4m3, rowwise=True, columnwise=columnwise, amax=rt.tensor(np.zeros(1, np.float32)), scale=None
+        )
+        y, _, _, _ = case.forward(rt, cast=cast, keep=True)
+        assert rt.numpy(cast.amax)[0] == y[place] > 30, place
 
 
 @pytest.mark.parametrize("columnwise", [False, True])
