@@ -94,12 +94,16 @@ def write(xml: Path, shard: str, out: Path, commit: str, arguments: str = "") ->
 
 
 def newest(folder: Path = harness.RESULTS, name: str = "suite") -> list[Record]:
-    """The records of the sources that ran last on a GPU: of each shard the last one."""
+    """The records of the sources that ran last on a GPU: of each shard and number of GPUs the last one."""
     named = re.compile(rf"\d{{4}}-\d\d-\d\d-(?!cpu-).+-{name}(-\d+)?\.json")
     found = [(path, json.loads(path.read_text())) for path in folder.glob("*.json") if named.fullmatch(path.name)]
     found.sort(key=lambda each: (each[1]["time"], each[0].name))
-    of_last = {record["shard"]: (p, record) for p, record in found if record["sources"] == found[-1][1]["sources"]}
-    return [of_last[shard] for shard in sorted(of_last)]
+    of_last = {
+        (record["shard"], record.get("gpus", 1)): (path, record)
+        for path, record in found
+        if record["sources"] == found[-1][1]["sources"]
+    }
+    return [of_last[key] for key in sorted(of_last)]
 
 
 def _count(record: dict[str, Any]) -> str:
@@ -118,21 +122,25 @@ def markdown(found: Sequence[Record], beside: Mapping[str, Sequence[Record]] | N
         return "The suite has not run on a GPU yet: `make gpu`."
     about = found[-1][1]["about"]
     lines = [
-        f"The suite on {_count(found[-1][1])}{about['device']}, {found[-1][1]['time'][:10]}, at commit "
-        f"`{about['commit']}` (torch {about['torch']}, `--require-cuda`):",
+        f"The suite at commit `{about['commit']}`, {found[-1][1]['time'][:10]} (torch {about['torch']}, "
+        "`--require-cuda`):",
         "",
-        "| shard | passed | failed | skipped | record |",
-        "|---|---|---|---|---|",
+        "| GPUs | shard | passed | failed | skipped | record |",
+        "|---|---|---|---|---|---|",
     ]
-    reasons: Counter[str] = Counter()
-    calls: Counter[str] = Counter()
     for path, record in found:
         numbers = (f"{record[key]:,}" for key in ("passed", "failed", "skipped"))
-        lines.append(f"| {record['shard']} | {' | '.join(numbers)} | {_link(path)} |")
+        machine = f"{_count(record)}{record['about']['device']}"
+        lines.append(f"| {machine} | {record['shard']} | {' | '.join(numbers)} | {_link(path)} |")
+    reasons: Counter[str] = Counter()
+    calls: Counter[str] = Counter()
+    most = max(record.get("gpus", 1) for _, record in found)
+    for record in (record for _, record in found if record.get("gpus", 1) == most):
         reasons.update(record["skipped by reason"])
         calls.update(record.get("calls of layers", {}))
     if reasons:
-        lines += ["", "Skipped: " + "; ".join(f"{reason} ({number})" for reason, number in reasons.most_common()) + "."]
+        told = "; ".join(f"{reason} ({number})" for reason, number in reasons.most_common())
+        lines += ["", f"The reasons to skip, with the number of cases: {told}."]
     if calls:
         lines += ["", tally.told(calls) + "."]
     for name, records in (beside or {}).items():
