@@ -116,7 +116,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "gpu", help="folder of the results")
     parser.add_argument("--commit", default="", help="what runs, for the records, where git cannot tell")
     parser.add_argument("--limit", type=float, default=0, help="seconds for all of it; 0: no limit")
-    parser.add_argument("--jobs", type=int, default=min(4, os.cpu_count() or 1), help="test processes")
+    parser.add_argument("--jobs", type=int, default=min(32, os.cpu_count() or 1), help="test processes")
     parser.add_argument("--require-cuda", action="store_true", help="a test skipped for want of CUDA fails")
     parser.add_argument("--mutants", action="store_true", help="also apply the faults that need CUDA")
     parser.add_argument("--pack", action="store_true", help="leave one archive and summary.json")
