@@ -28,7 +28,7 @@ from multiprocessing import TimeoutError, get_context
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-TIMEOUT = 300  # seconds for a page's examples or one generated text
+TIMEOUT = 300  # seconds for a page's examples, or for all its generated text
 
 _OUTPUT = re.compile(
     r"(?P<head><!-- output(?P<loose>, in figures of one processor,)? of: (?P<command>.*?) -->\n)"
