@@ -54,7 +54,7 @@ def require_usable(operation: str, entry: str, value: Any) -> None:
 
 
 _place_of = torch.Tensor.data_ptr
-_tokens = itertools.count(1)
+_tokens, _layouts = itertools.count(1), itertools.count(1)
 #: States that compiled code has run, in the order of running, which is every process's.
 watched: dict[int, None] = {}
 _by_token: weakref.WeakValueDictionary[int, ScalingState] = weakref.WeakValueDictionary()
@@ -93,12 +93,11 @@ class ScalingState(torch.nn.Module):
 
     def _renew(self) -> None:
         """Everything derived from the buffers, after they were replaced."""
-        before = self.__dict__.get("token")
-        self.token = next(_tokens)
-        if before in watched:
-            del watched[before]
-            watched[self.token] = None
-        _by_token[self.token] = self
+        if "token" not in self.__dict__:
+            self.token = next(_tokens)
+            _by_token[self.token] = self
+        #: The buffers and the rule that it has now: what was made for those is not asked of a state that has others.
+        self.layout = next(_layouts)
         if self.scale_bwd.data_ptr():
             _by_address[self.scale_bwd.data_ptr()] = self
         self.precision: Precision | None = None  # the recipe of the last forward: the rule of the next update
@@ -116,7 +115,7 @@ class ScalingState(torch.nn.Module):
         if self.scale_fwd.is_cpu:  # torch moves it into shared memory, in place, if this is for another process
             moves += 1
             self._views, self._core = None, {}
-        derived = ("token", "precision", "_views", "_places", "_core", "update_plans", "seen_version", "told", "due")
+        derived = "token layout precision _views _places _core update_plans seen_version told due".split()
         return {**{k: v for k, v in self.__dict__.items() if k not in derived}, "group": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -225,7 +224,7 @@ class ScalingState(torch.nn.Module):
         assert precision.history is not None
         self.resize_history(precision.history.length)
         if self.precision is not None:
-            self._renew()  # plans of updates name the state by its token, and follow its rule
+            self._renew()  # plans of updates are of a layout, and follow its rule
         self.precision = precision
         self.recipe = recipe
 

@@ -64,20 +64,20 @@ def traced_that_ran(group: Any, ran: Any) -> list[int]:
 def update(tokens: Iterable[int], direction: int, only_due: bool = False) -> None:
     """The delayed-scaling step of these states, each once: one launch per device and rule."""
     if to_resize:
-        tokens = _resized(list(tokens), direction)
-    found: dict[int, ScalingState] = {}  # by their tokens now: one that followed two rules in a region has come as two
+        _resize(tokens := list(tokens), direction)
+    found: dict[int, ScalingState] = {}
     for token in tokens:
         state = by_token(token)
         if state is None or state.precision is None or (only_due and not state.due):
             continue
         if _operand(state.precision, direction) is None:
             continue
-        found[state.token] = state
+        found[token] = state
     states = list(found.values())
     if not states:
         return
     # A step usually updates the states that the last one did: its plan is kept with the first of them.
-    key = (direction, scaling.moves, *found)
+    key = (direction, scaling.moves, *[state.layout for state in states])
     amax_reduction.reduce(states, direction, key)
     if direction == FORWARD:
         for state in states:
@@ -101,31 +101,26 @@ def update(tokens: Iterable[int], direction: int, only_due: bool = False) -> Non
                 state.seen_version = state.amax_history_fwd._version
 
 
-def _resized(tokens: list[int], direction: int) -> list[int]:
-    """The tokens of these states once their histories are as long as their rules say: the maxima of this step stay.
+def _resize(tokens: list[int], direction: int) -> None:
+    """Make the histories of these states as long as their rules say: the maxima of this step stay.
 
     Each direction in its own update: a backward that is still to come writes the history that its forward was given.
     """
     for token in [token for token in to_resize if by_token(token) is None]:
         del to_resize[token]
-    found = []
     for token in tokens:
-        state = by_token(token)
-        left = to_resize.get(token, ())
+        state, left = by_token(token), to_resize.get(token, ())
         if state is None or direction not in left:
-            found.append(token)
             continue
-        del to_resize[token]
         kept = {name: getattr(state, name) for name in ("precision", "recipe", "due")}
         watched, rule = state.seen_version is not None, kept["precision"].history
         state.resize_history(rule.length, direction)
         state.__dict__.update(kept)
         if watched:
             state.watch()
+        del to_resize[token]
         if others := tuple(d for d in left if d != direction):
-            to_resize[state.token] = others
-        found.append(state.token)
-    return found
+            to_resize[token] = others
 
 
 def abandon(tokens: Iterable[int], group: Any, precision: Precision, only_due: bool = False) -> None:

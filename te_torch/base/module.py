@@ -425,13 +425,13 @@ class BaseModule(TensorParallel, CallingModule):
 
     def _link_weights(self, state: ScalingState, runs: bool = True) -> None:
         """Let quantized parameters requantize with this state's scales, wherever its buffers now are."""
-        if self._linked == state.token:
+        if self._linked == state.layout:
             return
         for gemm, name in enumerate(self._weight_names()):
             link(getattr(self, name), state, gemm)
         if runs:
             begin(self)
-        self._linked = state.token if runs else 0
+        self._linked = state.layout if runs else 0
 
     def _quantize_parameters(self) -> None:
         """Inside `quantized_model_init`: hold the GEMM weights as quantized tensors from now on."""

@@ -11,6 +11,7 @@ import torch
 import te_torch as te
 from te_core.recipe import DelayedScaling, Float8CurrentScaling
 from te_torch import calls, precisions
+from te_torch import state as scaling
 from te_torch.attention import masks
 from te_torch.attention.dot_product import _PLANS
 
@@ -83,3 +84,17 @@ def test_sizes_of_full_sequences() -> None:
         masks.get_full_cu_seqlens(2, tokens, "cpu")
     assert len(masks._full) <= 64
     assert masks.get_full_cu_seqlens(2, 7, "cpu").tolist() == [0, 7, 14]
+
+
+def test_a_module_that_changes_its_recipe_in_every_step_is_one_state() -> None:
+    """Each update follows the rule of its own step."""
+    module, x = te.Linear(16, 16, device="cpu"), torch.full((2, 16), 2.0)
+    recipes = [DelayedScaling(amax_history_len=1, margin=margin) for margin in (0, 3)]
+    gc.collect()
+    before, seen = len(scaling._by_token), []
+    for recipe in recipes * 4:
+        with te.autocast(recipe=recipe):
+            module(x)
+        seen.append(module.fp8_state.scale_fwd[0].item())
+    gc.collect()
+    assert seen == [224.0, 28.0] * 4 and len(scaling._by_token) <= before + 1

@@ -55,10 +55,10 @@ def ran_since(before: dict[int, int], ran: Ran) -> list[int]:
 class _Place:
     """A state as the capture found it."""
 
-    __slots__ = ("addresses", "group", "owner", "recipe", "rule", "state", "token")
+    __slots__ = ("addresses", "group", "layout", "owner", "recipe", "rule", "state", "token")
 
     def __init__(self, state: ScalingState, owner: torch.nn.Module | None) -> None:
-        self.state, self.owner, self.token = state, owner, state.token
+        self.state, self.owner, self.token, self.layout = state, owner, state.token, state.layout
         self.rule, self.recipe, self.group = state.precision, state.recipe, state.group
         self.addresses = _addresses(state)
 
@@ -70,10 +70,10 @@ class _Place:
         if state.precision is not self.rule:  # eager code ran it in another recipe, or its buffers were replaced
             assert self.rule is not None
             state.prepare(self.rule, self.recipe)
-        if state.token != self.token:
+        if state.layout != self.layout:
             if _addresses(state) != self.addresses:
                 return False
-            self.token = state.token
+            self.layout = state.layout
         return True
 
 
