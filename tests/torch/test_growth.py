@@ -87,14 +87,16 @@ def test_sizes_of_full_sequences() -> None:
 
 
 def test_a_module_that_changes_its_recipe_in_every_step_is_one_state() -> None:
-    """Each update follows the rule of its own step."""
-    module, x = te.Linear(16, 16, device="cpu"), torch.full((2, 16), 2.0)
+    """Each update follows the rule of its own step, beside a module that has one rule."""
+    (first, module), x = [te.Linear(16, 16, device="cpu") for _ in range(2)], torch.full((2, 16), 2.0)
     recipes = [DelayedScaling(amax_history_len=1, margin=margin) for margin in (0, 3)]
     gc.collect()
     before, seen = len(scaling._by_token), []
     for recipe in recipes * 4:
-        with te.autocast(recipe=recipe):
-            module(x)
+        with te.autocast(recipe=recipes[0]):
+            first(x)
+            with te.autocast(recipe=recipe):
+                module(x)
         seen.append(module.fp8_state.scale_fwd[0].item())
     gc.collect()
-    assert seen == [224.0, 28.0] * 4 and len(scaling._by_token) <= before + 1
+    assert seen == [224.0, 28.0] * 4 and len(scaling._by_token) <= before + 2
