@@ -74,10 +74,15 @@ def warn_once(module: torch.nn.Module, message: str) -> None:
     if message in said:
         return
     said.add(message)
+    warn_outside(f"{path or known_as(module)}: {message}")
+
+
+def warn_outside(text: str) -> None:
+    """Warn at the line of the user's code that is running."""
     level, frame = 2, sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in ("te_torch", "torch"):
         level, frame = level + 1, frame.f_back
-    warnings.warn(f"{path or known_as(module)}: {message}", stacklevel=level)
+    warnings.warn(text, stacklevel=level)
 
 
 def shown(**options: Any) -> str:

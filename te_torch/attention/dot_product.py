@@ -19,7 +19,15 @@ from te_torch.attention import choose, env, exported, flash, fused, unfused
 from te_torch.attention import fp8 as fp8_attention
 from te_torch.attention.compact import Orders, moved_back, orders_of, to_front
 from te_torch.attention.inference import cut_off
-from te_torch.attention.inputs import Given, autocast, from_cache, layer_inputs, packed_sequences, step
+from te_torch.attention.inputs import (
+    Given,
+    autocast,
+    from_cache,
+    layer_inputs,
+    packed_sequences,
+    step,
+    without_unread_mask,
+)
 from te_torch.attention.kv_cache import CACHE_FORMAT
 from te_torch.attention.layouts import check_packed, heads_of, packed_inputs
 from te_torch.attention.masks import check_set_window_size
@@ -291,6 +299,8 @@ class DotProductAttention(BaseModule):
         return self._attend(Given(a, b, None, "qkv" if b is None else "kv", interleaved, form, **options))
 
     def _attend(self, given: Given) -> Any:
+        if given.attention_mask is not None:
+            given = without_unread_mask(given, self.attn_mask_type)
         if given.packing != "separate":
             packed = given.a if given.b is None else given.b
             check_packed(self._static[:4], packed, given.packing, given.qkv_format)

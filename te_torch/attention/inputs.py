@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +12,7 @@ from te_torch.attention.masks import check_beside, lasting, lengths_of_mask, lon
 from te_torch.attention.plan import OPERATION, Preparation, Static, wrong
 from te_torch.base.draws import random_pair
 from te_torch.export.mode import exporting, not_exported
+from te_torch.module_names import warn_outside
 from te_torch.runtime import amp_cast, constant_at_trace
 
 
@@ -83,6 +83,20 @@ def packed_sequences(given: Given) -> Given:
     return given.but(max_seqlen_q=max_q, max_seqlen_kv=max_kv, **places)
 
 
+def without_unread_mask(given: Given, own_type: str) -> Given:
+    """The call without its attention_mask, where a mask type reads none; that is said once. `own_type`: the module's.
+
+    Programs pass their mask to every layer, whatever its mask type.
+    """
+    mask_type = canonical_mask(OPERATION, own_type if given.attn_mask_type is None else given.attn_mask_type)
+    if "padding" in mask_type or mask_type == "arbitrary":
+        return given
+    _say_unread(
+        f"with attn_mask_type={mask_type!r}: 'padding' and 'padding_causal' read a padding mask, 'arbitrary' any other"
+    )
+    return given.but(attention_mask=None)
+
+
 def step(inference: Any, mask: str, layer_number: int, k: Any, v: Any, form: str) -> tuple[Any, ...]:
     """What a cache holds after this call's k and v.
 
@@ -108,7 +122,7 @@ def from_cache(given: Given, inference: Any, stepped: tuple[Any, ...]) -> Given:
     if "padding" not in mask:
         mask = {"no_mask": "padding", "causal": "padding_causal"}.get(mask, f"padding_{mask}")
     if given.attention_mask is not None:
-        _say_unread()
+        _say_unread("with inference_params: lengths take its place")
     k, v, cu_q, cu_kv, capacity, _ = stepped
     return given.but(
         b=k,
@@ -125,15 +139,15 @@ def from_cache(given: Given, inference: Any, stepped: tuple[Any, ...]) -> Given:
     )
 
 
-_said: list[bool] = []
+_said: set[str] = set()
 
 
 @constant_at_trace
-def _say_unread() -> None:
-    """Once: programs that generate text give a mask at each step, and it changes nothing."""
-    if not _said:
-        _said.append(True)
-        warnings.warn("attention_mask is not read with inference_params: lengths take its place", stacklevel=2)
+def _say_unread(why: str) -> None:
+    """Once: programs give a mask at each step, and it changes nothing."""
+    if why not in _said:
+        _said.add(why)
+        warn_outside(f"{OPERATION}: attention_mask is not read {why}")
 
 
 def layer_inputs(module: Any, given: Given, how: Preparation) -> AttentionInputs:

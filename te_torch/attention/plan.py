@@ -314,10 +314,6 @@ def _lengths_source(key: Key) -> str:
         if key.mask is None and key.mask_type == "arbitrary":
             allowed = "a boolean mask that broadcasts to [b, h, sq, skv]"
             raise wrong(f"{got} without attention_mask", allowed, "pass attention_mask")
-        if key.mask is not None and key.mask_type != "arbitrary":
-            allowed = "a padding mask with 'padding' or 'padding_causal', any other with 'arbitrary'"
-            do = "leave the mask out, or choose the attn_mask_type that reads it"
-            raise wrong(f"an attention_mask with {got}, which reads none", allowed, do)
         return ""
     if key.cu is not None:
         if not key.cu.alike:

@@ -133,6 +133,14 @@ def test_fp8_with_the_region_inside(device: str) -> None:
         assert not differences(fp8_state(module), fp8_state(eager))
 
 
+@pytest.mark.filterwarnings("ignore:DotProductAttention. attention_mask is not read")
+def test_a_mask_that_is_not_read() -> None:
+    module, mask = te.DotProductAttention(2, 16, qkv_format="bshd"), torch.zeros(2, 1, 1, 32, dtype=torch.bool)
+    given = tensors("bshd", 16, "cpu", 0)
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(*given, attention_mask=mask), module(*given))
+
+
 def test_modules_that_differ() -> None:
     """Of modules that differ in one constant each computes its own."""
     modules = [te.DotProductAttention(2, 16, qkv_format="bshd", softmax_scale=scale) for scale in (0.25, 2.0)]
