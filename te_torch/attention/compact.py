@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from te_torch.attention.inputs import Given
-from te_torch.attention.masks import check_beside, check_padding_mask, derived, remembers
+from te_torch.attention.masks import check_beside, check_padding_mask
 from te_torch.attention.plan import OPERATION
 from te_torch.quantized import QuantizedTorch
 
@@ -47,26 +47,28 @@ def orders_of(mask: Any, form: str, like: torch.Tensor) -> Orders | None:
 def _order_of(mask: torch.Tensor, form: str, like: torch.Tensor) -> Order | None:
     check_padding_mask(mask)
     check_beside(OPERATION, like, attention_mask=mask)
-    if mask.is_meta or (_may_look(mask) and is_in_front(mask)):
+    if mask.is_meta or (_may_look(mask) and _is_in_front(mask)):
         return None
-    found: Order = derived(mask, f"order {form}", lambda m: _new_order(m, form))
-    return found
+    return _new_order(mask, form)
 
 
 def _may_look(mask: torch.Tensor) -> bool:
-    """Whether to see what a mask says costs nothing, or once only. Else tokens are moved whatever the layout is."""
-    return not torch.compiler.is_compiling() and (mask.is_cpu or remembers(mask))
+    """Whether to see what a mask says costs nothing. On a GPU each layer would wait for it: tokens are always moved."""
+    return mask.is_cpu and not torch.compiler.is_compiling()
 
 
-def is_in_front(mask: torch.Tensor) -> bool:
-    """Whether no token lies behind padding. On a GPU this waits for the mask, once."""
-    found: bool = derived(mask, "in front", lambda m: not bool((m[..., :-1] & ~m[..., 1:]).any()))
-    return found
+def _is_in_front(mask: torch.Tensor) -> bool:
+    """Whether no token lies behind padding."""
+    return not bool((mask[..., :-1] & ~mask[..., 1:]).any())
 
 
 def _new_order(mask: torch.Tensor, form: str) -> Order:
-    front = torch.argsort(mask.flatten(1).to(torch.uint8), dim=1, stable=True)
-    back = torch.argsort(front, dim=1)
+    hidden = mask.flatten(1)
+    places = torch.arange(hidden.shape[1], device=mask.device).expand(hidden.shape)
+    tokens = (~hidden).cumsum(1)  # up to this place
+    # A token comes behind the tokens before it, padding behind all tokens and the padding before it.
+    back = torch.where(hidden, tokens[:, -1:] + places - tokens, tokens - 1)
+    front = torch.empty_like(back).scatter_(1, back, places)
     return Order(front, back, _among_all(front, form), _among_all(back, form))
 
 

@@ -8,7 +8,7 @@ import torch
 
 from te_core.attention import alibi_slopes, canonical_mask
 from te_core.layers.attention import AttentionInputs
-from te_torch.attention.masks import check_beside, lasting, lengths_of_mask, longest
+from te_torch.attention.masks import check_beside, get_cu_seqlens, longest
 from te_torch.attention.plan import OPERATION, Preparation, Static, wrong
 from te_torch.base.draws import random_pair
 from te_torch.export.mode import exporting, not_exported
@@ -75,10 +75,12 @@ def packed_sequences(given: Given) -> Given:
     # With pad_between_seqs=True as without: sequences begin in memory where their sums say if nothing else does.
     if given.pad_between_seqs is False or (q_padded is cu_q and kv_padded is cu_kv):
         q_padded = kv_padded = None
+    of_q, of_kv = cu_q if q_padded is None else q_padded, cu_kv if kv_padded is None else kv_padded
+    alike = of_q is of_kv and max_q is None  # waits for the device once
     if max_q is None:
-        max_q = longest(cu_q if q_padded is None else q_padded)
+        max_q = longest(of_q)
     if max_kv is None:
-        max_kv = longest(cu_kv if kv_padded is None else kv_padded)
+        max_kv = max_q if alike else longest(of_kv)
     places = {"cu_seqlens_q_padded": q_padded, "cu_seqlens_kv_padded": kv_padded}
     return given.but(max_seqlen_q=max_q, max_seqlen_kv=max_kv, **places)
 
@@ -158,9 +160,9 @@ def layer_inputs(module: Any, given: Given, how: Preparation) -> AttentionInputs
         cu_q, cu_kv = given.cu_seqlens_q, given.cu_seqlens_kv
         q_padded, kv_padded = given.cu_seqlens_q_padded, given.cu_seqlens_kv_padded
     elif how.lengths == "mask":
-        cu_q = cu_kv = lengths_of_mask(given.attention_mask)
+        cu_q = cu_kv = get_cu_seqlens(given.attention_mask)
     elif how.lengths == "masks":
-        cu_q, cu_kv = (lengths_of_mask(m) for m in given.attention_mask)
+        cu_q, cu_kv = (get_cu_seqlens(m) for m in given.attention_mask)
     if bias is not None:
         if how.bias == "pre_scale_bias":
             bias = bias * module.softmax_scale
@@ -202,7 +204,8 @@ def default_slopes(static: Static, device: torch.device) -> torch.Tensor:
     if found is None:
         if torch.compiler.is_compiling():
             return _new_slopes(*part, device)
-        found = lasting(lambda: _new_slopes(*part, device))
+        with torch.inference_mode(False):  # autograd may save them in later calls
+            found = _new_slopes(*part, device)
         # Neither a compiler's stand-in nor a tensor of a capture's memory may outlive its trace.
         if not (found.is_cuda and torch.cuda.is_current_stream_capturing()):
             _slopes[(*part, device)] = found

@@ -1,16 +1,13 @@
 """What masks say: canonical windows, lengths from padding masks, and the mask that a spec's rules come to.
 
 What follows from a mask or from `cu_seqlens` (running sums of lengths, longest lengths, where the tokens lie) is worked
-out once and shared by all layers that are given the same tensor, or a view of it that looks at the same elements; a
-change in place is noticed. Inside a CUDA graph's capture it is worked out anew, since a replay has to do so, and so is
-that of a tensor made under torch.inference_mode, whose changes do not show.
+out in every call. Nothing would tell that a mask has changed in between: a collective, another library, an alias of
+NumPy and `.data` write without a word to torch's version counter.
 """
 
 from __future__ import annotations
 
 import warnings
-import weakref
-from collections.abc import Callable
 from functools import reduce
 from typing import Any
 
@@ -18,7 +15,6 @@ import torch
 
 from te_core.attention import AttentionSpec, Sizes, canonical_mask
 from te_core.errors import ArgumentError
-from te_core.plan_cache import drop_oldest
 
 
 class AttentionArgumentError(ArgumentError, AssertionError):
@@ -59,50 +55,7 @@ def check_set_window_size(attn_mask_type: str, window_size: tuple[int, int] | No
     return found
 
 
-# ------------------------------------------------------------------------------------------- derived tensors
-
-#: By the tensor's id: the tensor, its version, and what was derived of it and of its views.
-_derived: dict[int, tuple[weakref.ref[torch.Tensor], int, dict[Any, Any]]] = {}
-_MOST = 256  # of one tensor: a long mask of which each step takes another part
-
-
-def remembers(source: torch.Tensor) -> bool:
-    """Whether what is derived of the tensor now will hold until it is seen to change."""
-    if torch.compiler.is_compiling() or source.is_inference():
-        return False
-    return not (source.is_cuda and torch.cuda.is_current_stream_capturing())
-
-
-def derived(source: torch.Tensor, name: str, make: Callable[[torch.Tensor], Any]) -> Any:
-    """`make(source)`, remembered while the tensor lives and is not changed."""
-    if not remembers(source):
-        return make(source)
-    whole = source if source._base is None else source._base
-    number = id(whole)
-    entry = _derived.get(number)
-    if entry is None or entry[0]() is not whole or entry[1] != source._version or len(entry[2]) >= _MOST:
-        forget = weakref.ref(whole, lambda _: _derived.pop(number, None))
-        entry = _derived[number] = (forget, source._version, {})
-    part = None if whole is source else (source.shape, source.stride(), source.storage_offset(), source.dtype)
-    key = (name, part, stream_of(source.device))
-    found = entry[2].get(key)
-    if found is None:
-        found = entry[2][key] = lasting(lambda: make(source))
-    return found
-
-
-def stream_of(device: torch.device) -> Any:
-    """The stream that computes now, which is in the key of what is kept: another one would have to wait for it."""
-    if device.type != "cuda":
-        return None
-    stream = torch.cuda.current_stream(device)
-    return stream.device_index, stream.cuda_stream
-
-
-def lasting(make: Callable[[], Any]) -> Any:
-    """`make()` of what is kept for later calls: under torch.inference_mode too a tensor that autograd may save."""
-    with torch.inference_mode(False):
-        return make()
+# ------------------------------------------------------------------------------------------------- lengths
 
 
 def get_cu_seqlens(mask: torch.Tensor) -> torch.Tensor:
@@ -126,32 +79,8 @@ def get_cu_seqlens_and_indices(mask: torch.Tensor) -> tuple[torch.Tensor, torch.
 
 
 def get_full_cu_seqlens(batch_size: int, max_seqlen: int, device: torch.device | str) -> torch.Tensor:
-    """int32 [b + 1] of sequences that fill their rows; one tensor for each size, device and stream."""
-    if torch.compiler.is_compiling():
-        return _full_cu_seqlens(batch_size, max_seqlen, device)
-    device = torch.device(device)
-    key = (batch_size, max_seqlen, device, stream_of(device))
-    found = _full.get(key)
-    if found is None:
-        # A tensor of a capture's memory pool must not outlive it.
-        found = lasting(lambda: _full_cu_seqlens(batch_size, max_seqlen, device))
-        if not (found.is_cuda and torch.cuda.is_current_stream_capturing()):
-            while len(_full) >= 64:  # sizes that change from call to call
-                drop_oldest(_full)
-            _full[key] = found
-    return found
-
-
-_full: dict[tuple[int, int, torch.device, Any], torch.Tensor] = {}
-
-
-def _full_cu_seqlens(batch_size: int, max_seqlen: int, device: torch.device | str) -> torch.Tensor:
+    """int32 [b + 1] of sequences that fill their rows."""
     return torch.arange(batch_size + 1, dtype=torch.int32, device=device) * max_seqlen
-
-
-def lengths_of_mask(mask: torch.Tensor) -> torch.Tensor:
-    """`get_cu_seqlens` of a padding mask; shared by all layers."""
-    return derived(mask, "cu_seqlens", get_cu_seqlens)
 
 
 def check_padding_mask(mask: torch.Tensor) -> None:
@@ -163,11 +92,7 @@ def check_padding_mask(mask: torch.Tensor) -> None:
 
 
 def longest(cu: torch.Tensor) -> int:
-    """The longest sequence, rounded up to a multiple of 64, as documented. Waits for the device once a tensor."""
-    return derived(cu, "longest", _longest)
-
-
-def _longest(cu: torch.Tensor) -> int:
+    """The longest sequence, rounded up to a multiple of 64, as documented. Waits for the device."""
     if cu.is_cuda and torch.cuda.is_current_stream_capturing():
         got = "packed sequences without max_seqlen inside a CUDA graph's capture"
         allowed, do = "max_seqlen_q and max_seqlen_kv, as numbers", "pass the longest length that may occur"
@@ -226,14 +151,8 @@ def alibi_bias(spec: AttentionSpec, size: Sizes, cu: Sums, slopes: torch.Tensor)
 
 
 def loose_tokens(cu: torch.Tensor, begin: torch.Tensor | None, tokens: int) -> torch.Tensor:
-    """Which of so many packed tokens belong to no sequence, [t, 1, 1]; without gaps shared by all layers."""
-    if begin is None:
-        found: torch.Tensor = derived(cu, f"loose {tokens}", lambda c: _loose_tokens(c, c, tokens))
-        return found
-    return _loose_tokens(cu, begin, tokens)
-
-
-def _loose_tokens(cu: torch.Tensor, begin: torch.Tensor, tokens: int) -> torch.Tensor:
+    """Which of so many packed tokens belong to no sequence, [t, 1, 1]."""
+    begin = cu if begin is None else begin
     places = torch.arange(tokens, device=cu.device, dtype=begin.dtype)
     last = cu.shape[0] - 2
     own = (torch.searchsorted(begin, places, right=True) - 1).clamp(0, last)  # the sequence that begins before it

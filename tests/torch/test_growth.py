@@ -12,7 +12,6 @@ import te_torch as te
 from te_core.recipe import DelayedScaling, Float8CurrentScaling
 from te_torch import calls, precisions
 from te_torch import state as scaling
-from te_torch.attention import masks
 from te_torch.attention.dot_product import _PLANS
 
 
@@ -77,13 +76,6 @@ def test_a_fresh_function_in_every_recipe() -> None:
     assert len(precisions._numbers) <= 200 + held[1]
     assert len(module._calls) <= 256 and len(module.fp8_state.update_plans) <= 9
     assert module.fp8_state.scale_fwd[0] == 448 / x.abs().max()
-
-
-def test_sizes_of_full_sequences() -> None:
-    for tokens in range(300):
-        masks.get_full_cu_seqlens(2, tokens, "cpu")
-    assert len(masks._full) <= 64
-    assert masks.get_full_cu_seqlens(2, 7, "cpu").tolist() == [0, 7, 14]
 
 
 def test_a_module_that_changes_its_recipe_in_every_step_is_one_state() -> None:

@@ -21,12 +21,10 @@ import te_torch as te
 from te_core.recipe import DelayedScaling, Float8CurrentScaling, resolve
 from te_torch import likeness, nonfinite, precisions, updates
 from te_torch import state as scaling
-from te_torch.attention import masks
 from te_torch.autocast import Outstanding
 from te_torch.tensors.storage import QuantizedTensorStorage
 from te_torch.training import fsdp
 from te_torch.training.graphs import make as graphs
-from tests.backends import requires_cuda
 from tests.module_steps import values
 from tests.threads import switching, together
 
@@ -129,29 +127,6 @@ def test_modules_are_made_while_others_are_looked_for() -> None:
 
     with switching():
         together(make, look, look)
-
-
-def test_what_is_kept_for_few_sizes() -> None:
-    def work(begin: int) -> None:
-        for i in range(600):
-            assert masks.get_full_cu_seqlens(2, begin + i, "cpu").tolist() == [0, begin + i, 2 * (begin + i)]
-
-    with switching():
-        together(*[lambda i=i: work(1000 * i + 1) for i in range(4)])
-    assert len(masks._full) <= 64 + 4
-
-
-@requires_cuda
-def test_full_lengths_are_of_their_stream() -> None:
-    """Another stream would read what the first one may not have written yet."""
-    device, side = "cuda", torch.cuda.Stream()
-    first = masks.get_full_cu_seqlens(3, 77, device)
-    with torch.cuda.stream(side):
-        second = masks.get_full_cu_seqlens(3, 77, device)
-        assert masks.get_full_cu_seqlens(3, 77, device) is second
-    assert second is not first and masks.get_full_cu_seqlens(3, 77, torch.device(device)) is first
-    torch.cuda.synchronize()
-    assert torch.equal(first, second)
 
 
 def test_nobody_reads_half_a_transpose(monkeypatch: pytest.MonkeyPatch) -> None:
