@@ -6,20 +6,27 @@ A recipe (`DelayedScaling`, …) is what a user builds. `resolve()` turns it, by
 
 from __future__ import annotations
 
-import functools
 import itertools
-import warnings
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields, replace
-from difflib import get_close_matches
+from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple
 
 from te_core import dtypes, env
 from te_core.dtypes import DType
-from te_core.errors import ArgumentError
 from te_core.precision import AttentionPrecision, Gemm, History, Operand, Precision, the_one
+from te_core.recipe_fields import (
+    check_attribute,
+    check_common,
+    check_parameters,
+    is_whole,
+    named_by_its_fields,
+    require,
+    require_flags,
+    require_margin,
+    require_parameters,
+)
 
 
 class _FormatMax(NamedTuple):
@@ -46,6 +53,9 @@ class MMParams:
 
     use_split_accumulator: bool = True
 
+    def __post_init__(self) -> None:
+        check_parameters(self)
+
 
 @dataclass(frozen=True)
 class QParams:
@@ -57,10 +67,8 @@ class QParams:
     stochastic_rounding: bool = False
     fp4_2d_quantization: bool = False
 
-
-def _require(recipe: str, name: str, value: object, ok: bool, allowed: str) -> None:
-    if not ok:
-        raise ArgumentError(recipe, f"{name}={value!r}", allowed, f"correct {name}")
+    def __post_init__(self) -> None:
+        check_parameters(self)
 
 
 # Read once at import, as documented: a later change of the environment changes no recipe.
@@ -71,8 +79,11 @@ _BACKWARD_OVERRIDE = env.word("NVTE_BACKWARD_OVERRIDE") or None
 #: What `backward_override` may be: backward's GEMMs quantized as usual, from the original operands, or from the
 #: dequantized row-wise ones.
 _OVERRIDES = (None, "high_precision", "dequantized")
+#: What `fp8_format` may be where every product of the recipe would else be one of E5M2 by E5M2, which no GPU has.
+_TRAINED = (Format.E4M3, Format.HYBRID)
 _SCOPES = ("none", "weights", "activations", "all")
 _GEMM_FIELDS = ("fp8_gemm_fprop", "fp8_gemm_dgrad", "fp8_gemm_wgrad")
+_QUANTIZERS = ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad")
 
 
 _by_token: weakref.WeakValueDictionary[int, Recipe] = weakref.WeakValueDictionary()
@@ -95,6 +106,8 @@ class Recipe:
         return recipe
 
     def __setattr__(self, name: str, value: Any) -> None:
+        if not hasattr(type(self), name) and "__dataclass_fields__" in vars(type(self)):
+            check_attribute(self, name)
         super().__setattr__(name, value)
         # What `resolve` finds goes into the list that it began with: never what another thread found of older fields.
         vars(self)["_precision"] = []
@@ -155,49 +168,9 @@ def by_token(token: int) -> Recipe:
     return _by_token[token]
 
 
-def _check_common(recipe: Any, overrides: tuple[str | None, ...]) -> None:
-    name = type(recipe).__name__
-    _require(
-        name, "fp8_format", recipe.fp8_format, isinstance(recipe.fp8_format, Format), "Format.E4M3 or Format.HYBRID"
-    )
-    _require(name, "fp8_format", recipe.fp8_format, recipe.fp8_format is not Format.E2M1, "an FP8 format")
-    for flag in ("fp8_dpa", "fp8_mha"):
-        _require(name, flag, getattr(recipe, flag), isinstance(getattr(recipe, flag), bool), "True or False")
-    _require(
-        name,
-        "backward_override",
-        recipe.backward_override,
-        recipe.backward_override in overrides,
-        " or ".join(map(repr, overrides)),
-    )
-
-
 def _gemms(recipe: Any) -> tuple[Gemm, Gemm, Gemm]:
     fprop, dgrad, wgrad = (Gemm(getattr(recipe, name).use_split_accumulator) for name in _GEMM_FIELDS)
     return fprop, dgrad, wgrad
-
-
-_R = TypeVar("_R", bound=Recipe)
-
-
-def _drops_unknown(cls: type[_R]) -> type[_R]:
-    """Keywords that the recipe does not have are dropped, as documented, but not without a word."""
-    init: Callable[..., None] = cls.__init__
-    known = [one.name for one in fields(cls)]  # type: ignore[arg-type]
-
-    @functools.wraps(init)
-    def __init__(self: _R, *args: Any, **given: Any) -> None:  # noqa: N807
-        unknown = [name for name in given if name not in known]
-        if unknown:
-            alike = [close for name in unknown for close in get_close_matches(name, known, 1)]
-            meant = f" (did you mean {', '.join(alike)}?)" if alike else ""
-            dropped = ", ".join(f"{name}={given.pop(name)!r}" for name in unknown)
-            text = f"{cls.__name__}: got {dropped}, which it does not have{meant}: dropped, it computes as without"
-            warnings.warn(text, stacklevel=2)
-        init(self, *args, **given)
-
-    cls.__init__ = __init__  # type: ignore[method-assign,assignment]
-    return cls
 
 
 #: Where attention's own casts have no history: that of P and dS.
@@ -211,7 +184,7 @@ def _attention(recipe: Any, forward: Operand, backward: Operand, history: Histor
     return AttentionPrecision(forward, forward, backward, backward, history, recipe.fp8_mha)
 
 
-@_drops_unknown
+@named_by_its_fields
 @dataclass
 class DelayedScaling(Recipe):
     """One scale per tensor, from the maxima of earlier steps."""
@@ -228,17 +201,13 @@ class DelayedScaling(Recipe):
 
     def __post_init__(self) -> None:
         name = "DelayedScaling"
-        _check_common(self, (None,))
-        _require(name, "margin", self.margin, isinstance(self.margin, int), "an integer")
-        _require(
-            name,
-            "amax_history_len",
-            self.amax_history_len,
-            isinstance(self.amax_history_len, int) and self.amax_history_len >= 1,
-            "an integer >= 1",
-        )
+        check_common(self, _TRAINED, (None,))
+        require_margin(self)
+        require_flags(self, "reduce_amax")
+        length = self.amax_history_len
+        require(name, "amax_history_len", length, is_whole(length) and length >= 1, "an integer >= 1")
         algo = self.amax_compute_algo
-        _require(
+        require(
             name,
             "amax_compute_algo",
             algo,
@@ -246,7 +215,7 @@ class DelayedScaling(Recipe):
             "'max', 'most_recent' or a callable(history) -> amax",
         )
         scale = self.scaling_factor_compute_algo
-        _require(
+        require(
             name,
             "scaling_factor_compute_algo",
             scale,
@@ -280,7 +249,7 @@ class DelayedScaling(Recipe):
         )
 
 
-@_drops_unknown
+@named_by_its_fields
 @dataclass
 class Float8CurrentScaling(Recipe):
     """One scale per tensor, from the tensor's own maximum."""
@@ -301,17 +270,12 @@ class Float8CurrentScaling(Recipe):
 
     def __post_init__(self) -> None:
         name = "Float8CurrentScaling"
-        _check_common(self, _OVERRIDES)
-        _require(
-            name,
-            "use_power_2_scales",
-            self.use_power_2_scales,
-            isinstance(self.use_power_2_scales, bool),
-            "True or False",
-        )
+        check_common(self, _TRAINED, _OVERRIDES)
+        require_flags(self, "use_power_2_scales")
+        require_parameters(self, QParams, *_QUANTIZERS)
         for gemm in _GEMM_FIELDS:
             value = getattr(self, gemm)
-            _require(name, gemm, value, isinstance(value, MMParams), "MMParams(use_split_accumulator=True or False)")
+            require(name, gemm, value, isinstance(value, MMParams), "MMParams(use_split_accumulator=True or False)")
 
     def _operand(self, dtype: DType, params: QParams | None) -> Operand:
         if params is None:
@@ -335,13 +299,7 @@ class Float8CurrentScaling(Recipe):
         )
 
 
-def _refuse_e5m2(recipe: Any) -> None:
-    """Blocks of E5M2 in all operands: no GPU multiplies them, and every product of the recipe would be one."""
-    form = recipe.fp8_format
-    _require(type(recipe).__name__, "fp8_format", form, form is not Format.E5M2, "Format.E4M3 or Format.HYBRID")
-
-
-@_drops_unknown
+@named_by_its_fields
 @dataclass
 class Float8BlockScaling(Recipe):
     """FP8 with a scale for each 1x128 piece (activations, gradients) or 128x128 tile (weights)."""
@@ -365,16 +323,16 @@ class Float8BlockScaling(Recipe):
 
     def __post_init__(self) -> None:
         name = "Float8BlockScaling"
-        _check_common(self, _OVERRIDES)
-        _refuse_e5m2(self)
+        check_common(self, _TRAINED, _OVERRIDES)
         for flag in ("fp8_dpa", "fp8_mha"):
-            _require(name, flag, getattr(self, flag), not getattr(self, flag), "False: attention has no block scaling")
-        _require(name, "use_f32_scales", self.use_f32_scales, isinstance(self.use_f32_scales, bool), "True or False")
+            require(name, flag, getattr(self, flag), not getattr(self, flag), "False: attention has no block scaling")
+        require_flags(self, "use_f32_scales")
+        require_parameters(self, QParams, *_QUANTIZERS)
         dims = ("x_block_scaling_dim", "w_block_scaling_dim", "grad_block_scaling_dim")
         for dim in dims:
-            _require(name, dim, getattr(self, dim), getattr(self, dim) in (1, 2), "1 (1x128) or 2 (128x128)")
+            require(name, dim, getattr(self, dim), getattr(self, dim) in (1, 2), "1 (1x128) or 2 (128x128)")
         tiled = [dim for dim in dims if getattr(self, dim) == 2]
-        _require(
+        require(
             name,
             " and ".join(tiled),
             2,
@@ -383,7 +341,7 @@ class Float8BlockScaling(Recipe):
         )
         for gemm in _GEMM_FIELDS:
             value = getattr(self, gemm)
-            _require(
+            require(
                 name,
                 gemm,
                 value,
@@ -411,7 +369,7 @@ class Float8BlockScaling(Recipe):
         )
 
 
-@_drops_unknown
+@named_by_its_fields
 @dataclass
 class MXFP8BlockScaling(Recipe):
     """FP8 with a power-of-two scale for each 32 elements."""
@@ -424,12 +382,9 @@ class MXFP8BlockScaling(Recipe):
     enable_2d_quantization: bool = False
 
     def __post_init__(self) -> None:
-        name = "MXFP8BlockScaling"
-        _check_common(self, _OVERRIDES)
-        _refuse_e5m2(self)
-        _require(name, "margin", self.margin, isinstance(self.margin, int), "an integer (it has no effect)")
-        tiled = self.enable_2d_quantization
-        _require(name, "enable_2d_quantization", tiled, isinstance(tiled, bool), "True or False")
+        check_common(self, _TRAINED, _OVERRIDES)
+        require("MXFP8BlockScaling", "margin", self.margin, is_whole(self.margin), "an integer (it has no effect)")
+        require_flags(self, "enable_2d_quantization")
 
     def resolve(self) -> Precision:
         """The frozen description of this recipe as it stands now."""
@@ -451,7 +406,7 @@ class MXFP8BlockScaling(Recipe):
         )
 
 
-@_drops_unknown
+@named_by_its_fields
 @dataclass
 class NVFP4BlockScaling(Recipe):
     """FP4 with an E4M3 scale for each 16 elements below one float32 scale a tensor."""
@@ -469,6 +424,9 @@ class NVFP4BlockScaling(Recipe):
     fp8_mha: bool = False
     backward_override: str | None = field(default=_BACKWARD_OVERRIDE)
 
+    # Assignable on the instance, made anew from the flags.
+    fp4_quant_fwd_inp = fp4_quant_fwd_weight = fp4_quant_bwd_grad = QParams()
+
     def __post_init__(self) -> None:
         self._check()
         transform, stochastic = not self.disable_rht, not self.disable_stochastic_rounding
@@ -478,25 +436,26 @@ class NVFP4BlockScaling(Recipe):
 
     def _check(self) -> None:
         name = "NVFP4BlockScaling"
-        _check_common(self, _OVERRIDES)
-        for flag in ("disable_rht", "disable_stochastic_rounding", "disable_2d_quantization", "row_scaled_activation"):
-            _require(name, flag, getattr(self, flag), isinstance(getattr(self, flag), bool), "True or False")
+        check_common(self, (Format.E4M3,), _OVERRIDES)
+        require_flags(
+            self, "disable_rht", "disable_stochastic_rounding", "disable_2d_quantization", "row_scaled_activation"
+        )
+        require_parameters(self, QParams, "fp4_quant_fwd_inp", "fp4_quant_fwd_weight", "fp4_quant_bwd_grad")
         for scope in ("nvfp4_4over6", "nvfp4_4over6_e4m3_use_256"):
             value = getattr(self, scope)
-            _require(name, scope, value, value in _SCOPES, " or ".join(map(repr, _SCOPES)))
+            require(name, scope, value, value in _SCOPES, " or ".join(map(repr, _SCOPES)))
         mode = self.nvfp4_4over6_err_mode
-        _require(name, "nvfp4_4over6_err_mode", mode, mode in ("MAE", "MSE"), "'MAE' or 'MSE'")
-        _require(name, "fp4_format", self.fp4_format, self.fp4_format is Format.E2M1, "Format.E2M1")
-        _require(name, "fp8_format", self.fp8_format, self.fp8_format is Format.E4M3, "Format.E4M3")
+        require(name, "nvfp4_4over6_err_mode", mode, mode in ("MAE", "MSE"), "'MAE' or 'MSE'")
+        require(name, "fp4_format", self.fp4_format, self.fp4_format is Format.E2M1, "Format.E2M1")
         four = self.nvfp4_4over6
-        _require(
+        require(
             name,
             "nvfp4_4over6",
             four,
             four in ("none", "weights") or self.disable_rht,
             "'none' or 'weights' unless disable_rht=True: the transform and the double quantization exclude each other",
         )
-        _require(
+        require(
             name,
             "row_scaled_activation",
             True,
@@ -539,7 +498,7 @@ class NVFP4BlockScaling(Recipe):
         )
 
 
-@_drops_unknown
+@named_by_its_fields
 @dataclass
 class CustomRecipe(Recipe):
     """`qfactory(role)` returns a quantizer, or a request for one, for each operand role of each module."""
@@ -553,12 +512,10 @@ class CustomRecipe(Recipe):
 
     def __post_init__(self) -> None:
         name = "CustomRecipe"
-        _check_common(self, _OVERRIDES)
-        _require(name, "qfactory", self.qfactory, callable(self.qfactory), "a callable(role) -> quantizer or request")
+        check_common(self, (*_TRAINED, Format.E5M2), _OVERRIDES)
+        require(name, "qfactory", self.qfactory, callable(self.qfactory), "a callable(role) -> quantizer or request")
         alignment = self.quantization_alignment
-        _require(
-            name, "quantization_alignment", alignment, isinstance(alignment, int) and alignment > 0, "an integer > 0"
-        )
+        require(name, "quantization_alignment", alignment, is_whole(alignment) and alignment > 0, "an integer > 0")
 
     def resolve(self) -> Precision:
         """Only that a factory decides; a module asks it for its own roles."""

@@ -76,10 +76,10 @@ FACTORIES = (
 )
 RECIPES: dict[str, tuple[type[Recipe], dict[str, tuple[Any, ...]]]] = {
     "delayed": (DelayedScaling, {
-        "fp8_format": (Format.E4M3, Format.E5M2), "amax_history_len": (1, 3), "amax_compute_algo": ("most_recent",),
+        "fp8_format": (Format.E4M3,), "amax_history_len": (1, 3), "amax_compute_algo": ("most_recent",),
         "margin": (1,), "reduce_amax": (False,), **FP8}),
     "current": (Float8CurrentScaling, {
-        "fp8_format": (Format.E4M3, Format.E5M2), "use_power_2_scales": (True,), **OVERRIDE, **FP8}),
+        "fp8_format": (Format.E4M3,), "use_power_2_scales": (True,), **OVERRIDE, **FP8}),
     "block": (Float8BlockScaling, {
         "fp8_format": (Format.HYBRID,), "use_f32_scales": (True,), "w_block_scaling_dim": (1,),
         "grad_block_scaling_dim": (2,), "x_block_scaling_dim": (2,), **OVERRIDE}),

@@ -422,13 +422,11 @@ def test_what_has_no_fp8_is_refused(changes: dict[str, Any], what: str) -> None:
         layer.check(replace(spec, attention=attention))
 
 
-@pytest.mark.parametrize("form", list(Format))
+@pytest.mark.parametrize("form", [Format.E4M3, Format.HYBRID])
 def test_the_recipe_says_which_types(form: Format) -> None:
-    if form is Format.E2M1:
-        return
     rule = DelayedScaling(fp8_format=form, fp8_mha=True).resolve().attention
     assert rule is not None and rule.handed
-    wanted = {Format.E4M3: (E4M3, E4M3), Format.HYBRID: (E4M3, E5M2), Format.E5M2: (E5M2, E5M2)}[form]
+    wanted = {Format.E4M3: (E4M3, E4M3), Format.HYBRID: (E4M3, E5M2)}[form]
     assert (rule.qkv.dtype.name, rule.grad.dtype.name) == wanted
     assert DelayedScaling(fp8_format=form).resolve().attention is None
 

@@ -131,8 +131,8 @@ def test_recipes_compare_by_their_fields():
     ("fmt", "forward", "backward"), [(Format.HYBRID, E4M3, E5M2), (Format.E4M3, E4M3, E4M3), (Format.E5M2, E5M2, E5M2)]
 )
 def test_formats_by_role(recipe, fmt, forward, backward):
-    if fmt is Format.E5M2 and recipe in (Float8BlockScaling, MXFP8BlockScaling):
-        with pytest.raises(ArgumentError, match="HYBRID"):  # no GPU multiplies blocks of E5M2 by one another
+    if fmt is Format.E5M2:
+        with pytest.raises(ArgumentError, match="HYBRID"):  # no GPU multiplies E5M2 by E5M2
             recipe(fp8_format=fmt)
         return
     p = recipe(fp8_format=fmt).resolve()
@@ -251,16 +251,23 @@ def test_the_description_is_a_frozen_key(recipe):
 
 WRONG = [
     (DelayedScaling, "margin", 0.5, "an integer"),
+    (DelayedScaling, "margin", True, "an integer"),
+    (DelayedScaling, "margin", 1000, "from -18 to 18"),
+    (DelayedScaling, "margin", -19, "from -18 to 18"),
     (DelayedScaling, "fp8_format", "HYBRID", "Format.E4M3"),
-    (DelayedScaling, "fp8_format", Format.E2M1, "FP8 format"),
+    (DelayedScaling, "fp8_format", Format.E2M1, "Format.HYBRID"),
+    (DelayedScaling, "fp8_format", Format.E5M2, "Format.HYBRID"),
     (DelayedScaling, "amax_history_len", 0, ">= 1"),
     (DelayedScaling, "amax_history_len", "16", ">= 1"),
+    (DelayedScaling, "amax_history_len", True, ">= 1"),
+    (DelayedScaling, "reduce_amax", "no", "True or False"),
     (DelayedScaling, "amax_compute_algo", "mean", "'max', 'most_recent' or a callable"),
     (DelayedScaling, "scaling_factor_compute_algo", "linear", "callable"),
     (DelayedScaling, "fp8_dpa", 1, "True or False"),
     (DelayedScaling, "backward_override", "high_precision", "None"),
     (Float8CurrentScaling, "use_power_2_scales", 1, "True or False"),
-    (Float8CurrentScaling, "fp8_format", Format.E2M1, "FP8 format"),
+    (Float8CurrentScaling, "fp8_format", Format.E5M2, "Format.HYBRID"),
+    (Float8CurrentScaling, "fp8_format", Format.E2M1, "Format.HYBRID"),
     (Float8CurrentScaling, "fp8_gemm_wgrad", True, "MMParams"),
     (Float8CurrentScaling, "fp8_mha", None, "True or False"),
     (Float8CurrentScaling, "backward_override", "exact", "'high_precision' or 'dequantized'"),
@@ -276,7 +283,7 @@ WRONG = [
     (Float8BlockScaling, "fp8_mha", True, "False: attention"),
     (Float8BlockScaling, "backward_override", True, "'high_precision' or 'dequantized'"),
     (MXFP8BlockScaling, "margin", "0", "an integer"),
-    (MXFP8BlockScaling, "fp8_format", Format.E2M1, "FP8 format"),
+    (MXFP8BlockScaling, "fp8_format", Format.E2M1, "Format.HYBRID"),
     (MXFP8BlockScaling, "enable_2d_quantization", 1, "True or False"),
     (MXFP8BlockScaling, "backward_override", "none", "'high_precision' or 'dequantized'"),
     (NVFP4BlockScaling, "disable_rht", 1, "True or False"),
@@ -311,6 +318,88 @@ def test_wrong_fields_are_named_when_given_and_when_assigned():
         for error in (given.value, assigned.value):
             assert error.operation == recipe.__name__ and error.got == f"{field}={value!r}"
             assert allowed in error.allowed and error.do == f"correct {field}"
+
+
+ASSIGNED = [
+    (Float8CurrentScaling, "fp8_quant_fwd_inp", {"power_2_scale": True}, "QParams(...), or None"),
+    (Float8BlockScaling, "fp8_quant_bwd_grad", "no", "QParams(...), or None"),
+    (NVFP4BlockScaling, "fp4_quant_fwd_weight", None, "QParams(...)"),
+]
+
+
+def test_wrong_parameters_of_quantizers_and_products() -> None:
+    for recipe, name, value, allowed in ASSIGNED:
+        one = recipe()
+        setattr(one, name, value)
+        with pytest.raises(ArgumentError) as error:
+            one.resolve()
+        assert (error.value.got, error.value.allowed) == (f"{name}={value!r}", allowed)
+    for kind, given in ((MMParams, {"use_split_accumulator": "no"}), (QParams, {"stochastic_rounding": 1})):
+        with pytest.raises(ArgumentError, match="True or False"):
+            kind(**given)
+    for epsilon in (-1.0, float("nan"), "0"):
+        with pytest.raises(ArgumentError, match=f"QParams: got amax_epsilon={epsilon!r}"):
+            QParams(amax_epsilon=epsilon)
+
+
+def test_a_margin_at_its_bounds_leaves_something() -> None:
+    """The largest value of a tensor is a code above zero, and the smallest code that it had is not the largest one."""
+    kind = dtypes.float8_e4m3
+    for margin in (-18, 18):
+        DelayedScaling(margin=margin)
+    smallest = 2.0**-9  # of E4M3
+    assert kind.max * 2.0**-18 > smallest / 2 >= kind.max * 2.0**-19
+    assert smallest / 2 * 2.0**18 < kind.max <= smallest * 2.0**18
+
+
+# --- names that are none of a recipe's -------------------------------------------------------------
+
+
+def test_unknown_keywords_are_errors_that_name_the_nearest() -> None:
+    """None is dropped: a recipe without the option that its user wrote would compute something else."""
+    for recipe, given, near in (
+        (DelayedScaling, {"amax_history": 16}, "amax_history_len"),
+        (DelayedScaling, {"fp8_fromat": Format.E4M3}, "fp8_format"),
+        (Float8CurrentScaling, {"power_2_scales": True}, "use_power_2_scales"),
+        (NVFP4BlockScaling, {"disable_RHT": True}, "disable_rht"),
+        (MXFP8BlockScaling, {"colour": 1}, ""),
+    ):
+        ((name, value),) = given.items()
+        with pytest.raises(TypeError) as error:
+            recipe(**given)
+        wrong = error.value
+        assert isinstance(wrong, ArgumentError) and wrong.operation == recipe.__name__
+        assert wrong.got == f"{name}={value!r}" + f" (did you mean {near}?)" * bool(near)
+        assert wrong.allowed == ", ".join(f.name for f in dataclasses.fields(recipe))
+
+
+def test_keywords_of_older_releases_and_of_other_recipes_are_dropped_with_a_warning() -> None:
+    with pytest.warns(UserWarning, match="interval=1, override_linear_precision=None, which it does not have: dropped"):
+        assert DelayedScaling(interval=1, override_linear_precision=None, margin=2) == DelayedScaling(margin=2)
+    with pytest.warns(UserWarning, match="Float8CurrentScaling: got amax_history_len=16, margin=0, which") as said:
+        assert Float8CurrentScaling(amax_history_len=16, margin=0) == Float8CurrentScaling()
+    assert len(said) == 1 and said[0].filename == __file__
+
+
+def test_an_assignment_to_what_looks_like_a_field() -> None:
+    for recipe, name, near in (
+        (DelayedScaling, "amax_history_length", "amax_history_len"),
+        (Float8BlockScaling, "fp8_quant_fwd_input", "fp8_quant_fwd_inp"),
+        (CustomRecipe, "quantisation_alignment", "quantization_alignment"),
+    ):
+        with pytest.raises(AttributeError, match=f"an assignment to {name} .did you mean {near}") as error:
+            setattr(made(recipe), name, 1)
+        assert isinstance(error.value, ArgumentError)
+    kept = DelayedScaling()
+    kept.note = "of the user's"  # type: ignore[attr-defined]
+    assert copy.deepcopy(kept).note == pickle.loads(pickle.dumps(kept)).note == "of the user's"  # type: ignore[attr-defined]
+
+    class Mine(DelayedScaling):
+        def __init__(self) -> None:
+            super().__init__()
+            self.margins = (1, 2)
+
+    assert Mine().margins == (1, 2), "a class of the user's has what attributes it likes"
 
 
 @pytest.mark.parametrize("dims", [(2, 2, 1), (2, 1, 2), (1, 2, 2), (2, 2, 2)])

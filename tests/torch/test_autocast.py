@@ -337,9 +337,7 @@ def reference_update(scale: float, column: list[float], limit: float, algo: str)
 
 
 @on_devices
-@covering(
-    turns=2, fmt=[Format.HYBRID, Format.E4M3, Format.E5M2], algo=["max", "most_recent"], length=[1, 2, 5], margin=[0, 3]
-)
+@covering(turns=2, fmt=[Format.HYBRID, Format.E4M3], algo=["max", "most_recent"], length=[1, 2, 5], margin=[0, 3])
 def test_update_over_random_steps(fmt: Format, algo: str, length: int, margin: int, device: str) -> None:
     """30 steps of inputs and gradients of any size, zeros, infinities and 1e-38 among them: every scale and history."""
     module = linear(device)
@@ -369,7 +367,7 @@ def test_update_over_random_steps(fmt: Format, algo: str, length: int, margin: i
 
 
 @on_devices
-@pytest.mark.parametrize("fmt", [Format.HYBRID, Format.E4M3, Format.E5M2], ids=lambda f: f.name)
+@pytest.mark.parametrize("fmt", [Format.HYBRID, Format.E4M3], ids=lambda f: f.name)
 @pytest.mark.parametrize("recipe", [DelayedScaling, Float8CurrentScaling])
 @gemm_modules
 def test_formats(kind: str, recipe: Any, fmt: Format, device: str) -> None:
@@ -385,12 +383,8 @@ def test_formats(kind: str, recipe: Any, fmt: Format, device: str) -> None:
     floor = DB["fp8 mlp" if kind == "LayerNormMLP" else "fp8 linear"]
     assert min(noise.values()) >= floor, noise
     if kind == "Linear":  # and it is the format that was asked for: a mantissa bit more or less shows
-        fine, mixed, coarse = (26.5, 40), (23.6, 26.5), (19, 23.6)
-        expected = {
-            Format.E4M3: {"y": fine, "dx": fine},
-            Format.HYBRID: {"y": fine, "dx": mixed},
-            Format.E5M2: {"y": coarse, "dx": coarse},
-        }[fmt]
+        fine, mixed = (26.5, 40), (23.6, 26.5)
+        expected = {Format.E4M3: {"y": fine, "dx": fine}, Format.HYBRID: {"y": fine, "dx": mixed}}[fmt]
         assert all(low < noise[name] < high for name, (low, high) in expected.items()), noise
 
 

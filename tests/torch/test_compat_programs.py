@@ -450,9 +450,9 @@ assert made == recipe.DelayedScaling(margin=2) and len(said) == 1, said
 parts = ("DelayedScaling", "interval=1", "override_linear_precision=(False, False, True)")
 assert all(part in said[0] for part in parts), said
 for name in ("Float8CurrentScaling", "Float8BlockScaling", "MXFP8BlockScaling", "NVFP4BlockScaling"):
-    made, said = seen(lambda: getattr(recipe, name)(fp8_dqa=True))
-    assert made == getattr(recipe, name)() and len(said) == 1 and "did you mean fp8_dpa?" in said[0], said
-made, said = seen(lambda: recipe.CustomRecipe(print, later=1))
+    made, said = seen(lambda: getattr(recipe, name)(amax_history_len=16))
+    assert made == getattr(recipe, name)() and len(said) == 1 and "amax_history_len=16" in said[0], said
+made, said = seen(lambda: recipe.CustomRecipe(print, margin=1))
 assert made.qfactory is print and len(said) == 1
 assert seen(lambda: recipe.DelayedScaling(0, recipe.Format.E4M3))[1] == []
 refusing = (recipe.CustomRecipe, {"later": 1}), (recipe.MMParams, {"split": True}), (recipe.QParams, {"pow2": 1})
@@ -466,7 +466,7 @@ print("ok")
 """
 
 
-def test_unknown_keywords_of_recipes_are_dropped_with_a_warning() -> None:
+def test_keywords_of_older_releases_and_other_recipes_are_dropped_with_a_warning() -> None:
     assert "ok" in runs(f"__file__ = '<string>'\n{RECIPES}")
 
 

@@ -1,0 +1,119 @@
+"""What the fields of a recipe may be, and what becomes of names that are none of them."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from enum import Enum
+from math import isfinite
+from typing import Any, TypeVar
+
+from te_core.errors import ArgumentError
+from te_core.spelling import FieldNameError, meant, name_error
+
+#: Keywords of older releases of the documented API.
+_OLDER = frozenset({"interval", "override_linear_precision"})
+#: The fields of all recipes: a program may hand one set of options to whichever recipe it uses.
+_fields: set[str] = set()
+
+#: E4M3 holds 18 powers of two: under a larger margin every value becomes zero, under a smaller one the largest code.
+MARGINS = range(-18, 19)
+
+_R = TypeVar("_R")
+
+
+def require(recipe: str, name: str, value: object, ok: bool, allowed: str) -> None:
+    """An error unless it is `ok`."""
+    if not ok:
+        raise ArgumentError(recipe, f"{name}={value!r}", allowed, f"correct {name}")
+
+
+def is_whole(value: object) -> bool:
+    """Whether it is an integer, and no truth value."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def require_flags(recipe: Any, *names: str) -> None:
+    """These fields are True or False."""
+    for name in names:
+        value = getattr(recipe, name)
+        require(type(recipe).__name__, name, value, isinstance(value, bool), "True or False")
+
+
+def require_margin(recipe: Any) -> None:
+    """The margin leaves something of the values."""
+    margin = recipe.margin
+    require(
+        type(recipe).__name__,
+        "margin",
+        margin,
+        is_whole(margin) and margin in MARGINS,
+        f"an integer from {MARGINS[0]} to {MARGINS[-1]}: beyond, every value becomes zero or the largest one",
+    )
+
+
+def require_parameters(recipe: Any, kind: type, *names: str) -> None:
+    """These attributes are parameters of a quantizer, or None where the class has None."""
+    for name in names:
+        value, optional = getattr(recipe, name), getattr(type(recipe), name) is None
+        ok = isinstance(value, kind) or (value is None and optional)
+        require(type(recipe).__name__, name, value, ok, f"{kind.__name__}(...){', or None' * optional}")
+
+
+def check_parameters(parameters: Any) -> None:
+    """The fields of MMParams or QParams: flags, and a number where the default is one."""
+    for one in fields(parameters):
+        value, name = getattr(parameters, one.name), type(parameters).__name__
+        if isinstance(one.default, bool):
+            require(name, one.name, value, isinstance(value, bool), "True or False")
+        else:
+            number = isinstance(value, int | float) and isfinite(value) and value >= 0
+            require(name, one.name, value, number, "a number >= 0")
+
+
+def check_common(recipe: Any, formats: Sequence[Enum], overrides: Sequence[str | None]) -> None:
+    """What every recipe has: one of these formats and overrides, and the flags of attention."""
+    name = type(recipe).__name__
+    allowed = " or ".join(map(str, formats))
+    require(name, "fp8_format", recipe.fp8_format, recipe.fp8_format in formats, allowed)
+    require_flags(recipe, "fp8_dpa", "fp8_mha")
+    require(
+        name,
+        "backward_override",
+        recipe.backward_override,
+        recipe.backward_override in overrides,
+        " or ".join(map(repr, overrides)),
+    )
+
+
+def named_by_its_fields(cls: type[_R]) -> type[_R]:
+    """Keywords of older releases and of other recipes are dropped with a warning; unknown ones are an error."""
+    init: Callable[..., None] = cls.__init__
+    known = [one.name for one in fields(cls)]  # type: ignore[arg-type]
+    _fields.update(known)
+
+    @functools.wraps(init)
+    def __init__(self: _R, *args: Any, **given: Any) -> None:  # noqa: N807
+        without = [name for name in given if name not in known]
+        if without:
+            unknown = {name: given[name] for name in without if name not in _fields | _OLDER}
+            if unknown:
+                raise name_error(cls.__name__, unknown, known)
+            dropped = ", ".join(f"{name}={given.pop(name)!r}" for name in without)
+            text = f"{cls.__name__}: got {dropped}, which it does not have: dropped, it computes as without"
+            warnings.warn(text, stacklevel=2)
+        init(self, *args, **given)
+
+    cls.__init__ = __init__  # type: ignore[method-assign,assignment]
+    return cls
+
+
+def check_attribute(recipe: Any, name: str) -> None:
+    """Refuse an assignment to what looks like a field and is none. Anything else may be kept on a recipe."""
+    known = [*(one.name for one in fields(recipe)), *(n for n in dir(type(recipe)) if "_quant_" in n)]
+    if name not in known and (meaning := meant([name], known, 0.8)):
+        raise FieldNameError(
+            type(recipe).__name__, f"an assignment to {name}{meaning}", ", ".join(known), "correct the name"
+        )
