@@ -20,6 +20,7 @@ _GROUPED = "a list of tensors, one a group; GroupedLinear takes all rows in one 
 _STATE = "te.autocast and its recipe: a module keeps its own state, in the child `fp8_state`"
 _MUON = "torch.optim.Muon, or the iteration in torch on a matrix that one process holds"
 _NVTX = "torch.cuda.nvtx.range_push and range_pop"
+_OPS = "the modules of te, which fuse by themselves, in torch.nn.Sequential"
 _CHECK_SIZE = "nothing: storage is padded, every size runs"
 
 _RECIPE_STATES = dict.fromkeys(
@@ -37,11 +38,9 @@ _RECIPE_STATES = dict.fromkeys(
     ),
     _STATE,
 )
-_GLOBAL_STATE = {
-    "FP8GlobalStateManager": "te.autocast, which sets what it reads; nothing has to be reset between programs",
-    "FP8GlobalState": _STATE,
-    **_RECIPE_STATES,
-}
+_KEPT_BY_MODULES = "nothing: a module keeps its own scales, updated where its region ends and after its backward"
+_RUN_AGAIN = "te.checkpoint, which runs again with the scales of the first time"
+_FIRST_MICROBATCH = "is_first_microbatch=False in forward, also of a callable of te.make_graphed_callables"
 
 #: Module (below transformer_engine) -> documented name -> what to use in its place.
 NAMES: Mapping[str, Mapping[str, str]] = {
@@ -53,9 +52,33 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         "parallel_cross_entropy": "torch.nn.functional.cross_entropy on whole rows, in float32",
         "torch_version": "torch.__version__",
     },
-    "pytorch.quantization": _GLOBAL_STATE,
-    "pytorch.fp8": {**_GLOBAL_STATE, "split_and_copy": "torch.split, and copy_ of each part"},
-    "pytorch.module": {"is_module_grouped_tensor_path_supported": "nothing: GroupedLinear has one path"},
+    "pytorch.quantization": _RECIPE_STATES,
+    "pytorch.fp8": {**_RECIPE_STATES, "split_and_copy": "torch.split, and copy_ of each part"},
+    "pytorch.quantization.FP8GlobalStateManager": {
+        "autocast_enter": "te.autocast, as a context",
+        "autocast_exit": "te.autocast, as a context",
+        "reduce_and_update_fp8_tensors": _KEPT_BY_MODULES,
+        "add_fp8_tensors_to_global_buffer": _KEPT_BY_MODULES,
+        "get_buffer_info": _KEPT_BY_MODULES,
+        "get_fwd_bwd_key": _KEPT_BY_MODULES,
+        "get_key_in_buffer": _KEPT_BY_MODULES,
+        "get_meta_tensor_key": _KEPT_BY_MODULES,
+        "get_unique_autocast_key": _KEPT_BY_MODULES,
+        "split_key_in_buffer": _KEPT_BY_MODULES,
+        "copy_forward_fp8_meta_tensors_for_recompute": _RUN_AGAIN,
+        "get_old_fp8_meta_tensors_for_recompute": _RUN_AGAIN,
+        "restore_fp8_meta_tensors": _RUN_AGAIN,
+        "get_skip_fp8_weight_update_tensor": _FIRST_MICROBATCH,
+        "set_skip_fp8_weight_update_tensor": _FIRST_MICROBATCH,
+    },
+    "pytorch.quantization.FP8GlobalState": {
+        "autocast_arguments": _KEPT_BY_MODULES,
+        "global_amax_buffer": _KEPT_BY_MODULES,
+        "global_amax_history_buffer": _KEPT_BY_MODULES,
+        "global_scale_buffer": _KEPT_BY_MODULES,
+        "fp8_tensors_recompute_buffer": _RUN_AGAIN,
+        "skip_fp8_weight_update_tensor": _FIRST_MICROBATCH,
+    },
     "pytorch.module.base": {
         "fill_userbuffers_buffer_for_all_gather": _OVERLAP,
         "get_dummy_wgrad": "torch.empty(shape, dtype=dtype)",
@@ -88,6 +111,26 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         "split_tensor_along_dim": "torch.split",
         "torch_get_autocast_gpu_dtype": "torch.get_autocast_dtype('cuda')",
     },
+}
+
+#: Module -> (names that can be imported, what to use in their place): classes refuse when made, functions when called.
+REFUSING: Mapping[str, tuple[tuple[str, ...], str]] = {
+    "pytorch.ops": (
+        (
+            *("Sequential", "FusibleOperation", "BasicOperation", "FusedOperation", "Linear", "BasicLinear", "Bias"),
+            *("GELU", "QGELU", "ReLU", "SReLU", "SiLU", "GLU", "GEGLU", "QGEGLU", "ReGLU", "SReGLU", "SwiGLU"),
+            *("SiTUGLU", "ClampedSwiGLU", "ScaledSwiGLU", "ScaledSiTUGLU", "ScaledClampedQGeGLU", "ScaledSReLU"),
+            *("AddExtraInput", "MakeExtraOutput", "AllGather", "ReduceScatter", "AllReduce", "ConstantScale"),
+            *("Dropout", "Identity", "L2Normalization", "LayerNorm", "RMSNorm", "Quantize", "Reshape"),
+            *("GroupedLinear", "register_forward_fusion", "register_backward_fusion"),
+            "register_forward_backward_fusion",
+        ),
+        _OPS,
+    ),
+    "pytorch.router": (
+        ("fused_topk_with_score_function", "fused_compute_score_for_moe_aux_loss", "fused_moe_aux_loss"),
+        "torch.topk of the scores",
+    ),
 }
 
 #: Module of which nothing is built -> (the names it documents, what to use in their place).
@@ -148,18 +191,10 @@ MODULES: Mapping[str, tuple[str, str]] = {
     ),
     "pytorch.module._common": ("WeightGradStore", "delay_wgrad_compute=True, and the module's backward_dw()"),
     "pytorch.numerics_debug": ("debug, fp8_tensor_statistics", "te.precision_report(model)"),
-    "pytorch.ops": (
-        "BasicOperation, FusedOperation, FusibleOperation, Sequential, Linear and the other operations, "
-        "register_backward_fusion, register_forward_backward_fusion, register_forward_fusion",
-        "the modules of te, which fuse by themselves, in torch.nn.Sequential",
-    ),
+    "pytorch.ops.fused": ("the fused operations", _OPS),
     "pytorch.optimizers": (
         "FusedAdam, FusedSGD, MultiTensorApply, multi_tensor_applier, multi_tensor_adam and the other multi_tensor_*",
         "torch.optim.AdamW(fused=True), torch.optim.SGD(fused=True), torch._foreach_*",
-    ),
-    "pytorch.router": (
-        "RoutingMapFormat, fused_compute_score_for_moe_aux_loss, fused_moe_aux_loss, fused_topk_with_score_function",
-        "torch.topk of the scores",
     ),
     "pytorch.tensor.grouped_tensor": ("GroupedTensor", _GROUPED),
     "pytorch.tensor.storage.grouped_tensor_storage": ("GroupedTensorStorage", _GROUPED),
@@ -168,7 +203,10 @@ MODULES: Mapping[str, tuple[str, str]] = {
 
 #: Other top packages that belong to the documented one.
 PACKAGES: Mapping[str, tuple[str, str]] = {
-    "transformer_engine_torch": ("the backend's functions and enums (`tex`)", "te_core.ops; enums in te.constants"),
+    "transformer_engine_torch": (
+        "the backend's functions and enums (`tex`), but for DType",
+        "te_core.ops; enums in te.constants",
+    ),
     "nvdlfw_inspect": ("api, base, logging, registry, utils", "pip install nvdlfw-inspect (the extra `debug`)"),
 }
 
@@ -181,9 +219,11 @@ BEHIND_ALIAS = (
     "fp8",
     "graph",
     "module",
+    "ops",
     "permutation",
     "quantization",
     "quantized_tensor",
+    "router",
     "tensor",
 )
 
@@ -192,12 +232,8 @@ class NotBuiltError(UnsupportedError, AttributeError):
     """A documented name that is not built: as an attribute."""
 
 
-class NotBuiltImportError(UnsupportedError, ImportError):
-    """The same in `from ... import`."""
-
-
-class NotBuiltModuleError(UnsupportedError, ModuleNotFoundError):
-    """A documented module that is not built."""
+class NotBuiltImportError(UnsupportedError, ModuleNotFoundError):
+    """The same where it is imported, and a module that is not built: programs guard either by one of these two."""
 
 
 def getter(
@@ -217,6 +253,8 @@ def getter(
             return import_module(f"{module}.{name}")
         if name in names:
             told = (*_not_built(), names[name])
+        elif module in PACKAGES and not name.startswith("_"):
+            told = (*_not_built(), PACKAGES[module][1])
         elif name in behind_alias:
             full = f"transformer_engine.{place}.{name}"
             told = ("a name of the alias", f"{full} behind `import te_torch.compat`", f"import {full} there")
@@ -228,18 +266,23 @@ def getter(
     return __getattr__
 
 
-def module_error(name: str) -> NotBuiltModuleError | None:
+def refusal(place: str, name: str) -> UnsupportedError:
+    """What the use of a name of `REFUSING` ends in."""
+    return UnsupportedError(f"transformer_engine.{place}.{name}", *_not_built(), REFUSING[place][1])
+
+
+def module_error(name: str) -> NotBuiltImportError | None:
     """What importing this module ends in, if it is a documented one that is not built."""
     found = MODULES.get(name.partition(".")[2]) if name.startswith("transformer_engine.") else PACKAGES.get(name)
     if found is None:
         return None
-    error = NotBuiltModuleError(name, *_not_built(), found[1])
+    error = NotBuiltImportError(name, *_not_built(), found[1])
     error.name = name
     return error
 
 
 def _not_built() -> tuple[str, str]:
-    return f"a documented name that te-runtime {te_core.__version__} has not built", "what docs/compat.md does not list"
+    return f"a documented name that te-runtime {te_core.__version__} has not built", "the documented names that it has"
 
 
 def _importing(frame: Any) -> bool:
@@ -261,4 +304,6 @@ def table() -> Iterator[str]:
         for do, some in alike.items():
             rows.setdefault((", ".join(some), do), []).append(f"`{place}`")
     yield from (f"| {', '.join(places)} | {some} | {do} |" for (some, do), places in rows.items())
+    for place, (refusing, do) in REFUSING.items():
+        yield f"| `{place}` | can be imported, not used: {', '.join(f'`{name}`' for name in refusing)} | {do} |"
     yield from (f"| `{place}` | all: {names} | {do} |" for place, (names, do) in (*MODULES.items(), *PACKAGES.items()))

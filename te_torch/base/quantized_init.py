@@ -72,6 +72,11 @@ def fp8_model_init(
     return quantized_model_init(enabled, recipe, preserve_high_precision_init_val)
 
 
+def leave_all() -> None:
+    """Take the thread out of every region that it is in."""
+    _regions.stack = []
+
+
 def initialising() -> bool:
     """Whether modules are to hold their weights quantized."""
     return bool(_regions.stack) and _regions.stack[-1][0] is not None

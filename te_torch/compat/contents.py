@@ -23,6 +23,8 @@ from te_torch.attention import rope as _rope
 from te_torch.attention import softmax as _softmax
 from te_torch.attention import utils as _attention_utils
 from te_torch.base.module import BaseModule
+from te_torch.compat import stand_ins as _stand_ins
+from te_torch.compat.global_state import FP8GlobalState, FP8GlobalStateManager
 from te_torch.custom_recipes import quantizer_factories, quantizer_factory_zoo
 from te_torch.debug import debug_quantization as _debug_quantization
 from te_torch.debug import state as _debug_state
@@ -170,6 +172,13 @@ _FORMATS = {
     "identity": identity,
 }
 _RECIPES = _of(_recipe, _recipe.__all__)
+_OLDER_REGIONS = {
+    "FP8GlobalState": FP8GlobalState,
+    "FP8GlobalStateManager": FP8GlobalStateManager,
+    "fp8_autocast": te_torch.fp8_autocast,
+    "fp8_model_init": te_torch.fp8_model_init,
+    "get_default_fp8_recipe": te_torch.get_default_recipe,
+}
 _MAKERS = {n: v for module in _FORMATS.values() for n, v in _ending(module, "_in_reduce_ex").items()}
 _DOT_PRODUCT = _of(_dot_product, ("DotProductAttention", "_attention_backends"))
 
@@ -214,8 +223,11 @@ DEFINED: dict[str, dict[str, Any]] = {
     "pytorch.module.linear": _of(te_torch, ("Linear",)),
     "pytorch.module.rmsnorm": _of(te_torch, ("RMSNorm",)),
     "pytorch.permutation": _of(te_torch, _MOE),
+    "pytorch.ops": _stand_ins.refusing("pytorch.ops")
+    | {"is_op_fuser_grouped_tensor_path_supported": _stand_ins.has_no_grouped_path},
     "pytorch.quantization": _of(te_torch, (*_AVAILABLE, *_REGIONS, *_REQUESTS))
-    | _of(_availability, (*_CHECKS, "get_align_size_for_quantization")),
+    | _of(_availability, (*_CHECKS, "get_align_size_for_quantization"))
+    | _OLDER_REGIONS,
     "pytorch.quantized_tensor": _of(te_torch, _SAVING),
     **{
         f"pytorch.tensor.{name}_tensor": _ending(module, "Tensor", "Quantizer", "_in_reduce_ex")
@@ -224,6 +236,7 @@ DEFINED: dict[str, dict[str, Any]] = {
     **{
         f"pytorch.tensor.storage.{name}_tensor_storage": _ending(module, "Storage") for name, module in _FORMATS.items()
     },
+    "pytorch.router": _stand_ins.refusing("pytorch.router") | _of(_constants, ("RoutingMapFormat",)),
     "pytorch.tensor.utils": _of(_tensor_utils, _TENSOR_UTILS),
     "pytorch.transformer": _of(te_torch, ("TransformerLayer",)),
     "pytorch.utils": _of(te_torch, _DEVICE) | _of(_utils, _utils.__all__),
@@ -243,7 +256,9 @@ GATHERED: dict[str, dict[str, Any]] = {
     "debug.features.utils.stats_buffer": {"STATS_BUFFERS": _debug_stats.STATS_BUFFERS},
     "debug.pytorch": {},
     "pytorch": _of(te_torch, [n for n in te_torch.__all__ if n not in OURS]) | _MAKERS,
-    "pytorch.attention": _of(te_torch, _ATTENTION) | _of(_rope, _ROPE),
+    "pytorch.attention": _of(te_torch, _ATTENTION)
+    | _of(_rope, _ROPE)
+    | {"_get_qkv_layout": _attention_utils.get_qkv_layout},
     "pytorch.attention.dot_product_attention": _DOT_PRODUCT,
     "pytorch.cpu_offload_v1": _of(te_torch, ("get_cpu_offload_context",)),  # NVTE_CPU_OFFLOAD_V1=1's
     "pytorch.custom_recipes": {},
@@ -251,16 +266,17 @@ GATHERED: dict[str, dict[str, Any]] = {
     "pytorch.fp8": {  # the older name of quantization
         **_RECIPES,
         **_of(_availability, _CHECKS),
-        "fp8_autocast": te_torch.fp8_autocast,
-        "fp8_model_init": te_torch.fp8_model_init,
-        "get_default_fp8_recipe": te_torch.get_default_recipe,
+        **_OLDER_REGIONS,
     },
     "pytorch.module": _of(te_torch, _MODULES)
+    | {"is_module_grouped_tensor_path_supported": _stand_ins.has_no_grouped_path}
     | _of(_userbuffers, ("UserBufferQuantizationMode", "destroy_ub", "initialize_ub")),
     "pytorch.tensor": _of(_tensors, _tensors.__all__) | _MAKERS | _of(_tensors, ("get_all_tensor_types",)),
     "pytorch.tensor.storage": _of(te_torch, [n for n in _tensors.__all__ if n.endswith("Storage")]),
 }
 
 CONTENTS = GATHERED | DEFINED
+#: Other top packages that belong to the documented one: what of them is built.
+PACKAGES: dict[str, dict[str, Any]] = {"transformer_engine_torch": _of(_constants, ("DType",))}
 #: Older name -> what it is called now.
 DEPRECATED = {"pytorch.fp8": "pytorch.quantization"}

@@ -16,7 +16,7 @@ from typing import Any
 import te_core
 from te_core import naming
 from te_torch import not_built
-from te_torch.compat.contents import CONTENTS, DEFINED, DEPRECATED, ROOT, VERSION
+from te_torch.compat.contents import CONTENTS, DEFINED, DEPRECATED, PACKAGES, ROOT, VERSION
 
 FOLDER = Path(__file__).resolve().parent / ROOT
 
@@ -34,16 +34,19 @@ class Finder(DistributionFinder, Loader):
         if root == ROOT and place in CONTENTS:
             return self._spec(fullname, place)
         error = not_built.module_error(fullname)
-        if error is None or not _imports(sys._getframe(1)) or PathFinder.find_spec(fullname, path) is not None:
+        if error is None or PathFinder.find_spec(fullname, path) is not None:
             return None  # whether it exists is for others to say
-        raise error
+        if fullname in PACKAGES:
+            return _located(ModuleSpec(fullname, self, origin=str(_source(fullname))))
+        if _imports(sys._getframe(1)):
+            raise error
+        return None
 
     def _spec(self, fullname: str, place: str) -> ModuleSpec:
         package = any(other != place and other.startswith(f"{place}." if place else "") for other in CONTENTS)
         below = FOLDER.joinpath(*place.split(".")) if place else FOLDER
         file = below / "__init__.py" if package else _source(place)
-        spec = ModuleSpec(fullname, self, origin=str(file), is_package=package)
-        spec.has_location = True
+        spec = _located(ModuleSpec(fullname, self, origin=str(file), is_package=package))
         if package:
             spec.submodule_search_locations = [str(below)]
         return spec
@@ -56,7 +59,7 @@ class Finder(DistributionFinder, Loader):
         """Fill the module."""
         full = module.__spec__.name if module.__spec__ else module.__name__
         place = full.partition(".")[2]
-        contents = CONTENTS[place]
+        contents = PACKAGES[full] if full in PACKAGES else CONTENTS[place]
         names = vars(module)
         # What annotations of its classes refer to: whoever evaluates them looks where the class says that it is.
         for home in _homes(place):
@@ -70,6 +73,12 @@ class Finder(DistributionFinder, Loader):
         """The distribution of that name, for who asks importlib.metadata."""
         if context.name is None or _normalized(context.name) == _normalized(Alias.NAME):
             yield Alias()
+
+
+def _located(spec: ModuleSpec) -> ModuleSpec:
+    """A spec whose module has a `__file__`."""
+    spec.has_location = True
+    return spec
 
 
 def _classes(place: str) -> list[type]:
