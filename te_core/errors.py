@@ -14,17 +14,31 @@ def tell_where(locate: Callable[[], str]) -> None:
 
 
 class _FourPartError(Exception):
-    """An error whose message always has the same four parts; the first one with the part of the model, if known."""
+    """An error whose message always has the same four parts; the first one with the part of the model, if known.
 
-    def __init__(self, operation: str, got: str, allowed: str, do: str, where: str | None = None) -> None:
-        self.operation, self.got, self.allowed, self.do = operation, got, allowed, do
+    It is also made from one text, that of the whole message: programs add to what an error says by
+    `type(e)(str(e) + ...)`, and so do pickle and whoever carries errors between processes. pickle then gives it the
+    parts back, which are attributes.
+    """
+
+    def __init__(
+        self,
+        operation: str,
+        got: str | None = None,
+        allowed: str | None = None,
+        do: str | None = None,
+        where: str | None = None,
+    ) -> None:
+        self.operation, self.got, self.allowed, self.do = operation, got or "", allowed or "", do or ""
+        if got is None and allowed is None and do is None:
+            self.where = ""
+            super().__init__(operation)
+            return
+        if got is None or allowed is None or do is None:
+            raise TypeError(f"{type(self).__name__} takes four parts, or one text")
         self.where = _locate() if where is None else where
         place = self.where and f" in {self.where}"
         super().__init__(f"{operation}{place}: got {got}. Allowed: {allowed}. To do: {do}.")
-
-    def __reduce__(self) -> tuple[type, tuple[str, str, str, str, str]]:
-        # Exceptions rebuild from .args, which holds the one joined message: give the parts instead.
-        return type(self), (self.operation, self.got, self.allowed, self.do, self.where)
 
 
 class ArgumentError(_FourPartError, ValueError):

@@ -8,6 +8,9 @@ import pickle
 import pytest
 
 from te_core import ArgumentError, LibraryError, UnsupportedError
+from te_core.backends.cuda.cublaslt import CublasLtError
+from te_core.errors import MissingPackageError
+from tests.refusals import says_more
 
 PARTS = ("gemm", "a (3, 4)", "equal contraction sizes", "check the shapes")
 KINDS = {ArgumentError: ValueError, UnsupportedError: RuntimeError, LibraryError: RuntimeError}
@@ -37,5 +40,17 @@ def test_it_survives_the_way_between_processes(kind, again):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_part_can_be_left_out(kind):
-    with pytest.raises(TypeError):
+    with pytest.raises(TypeError, match="four parts, or one text"):
         kind("gemm", "a (3, 4)", "equal contraction sizes")
+
+
+def test_every_error_can_be_made_from_one_text():
+    for kind in (*KINDS, MissingPackageError, CublasLtError):
+        assert says_more(kind), kind
+
+
+def test_what_a_library_sets_survives_too():
+    error = MissingPackageError(*PARTS)
+    error.name = "cupy"
+    assert pickle.loads(pickle.dumps(error)).name == "cupy"
+    assert CublasLtError("cublasLtMatmul", 7).status == pickle.loads(pickle.dumps(CublasLtError("create", 7))).status

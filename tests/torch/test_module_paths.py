@@ -11,9 +11,11 @@ import torch
 from torch.nn import Module, ModuleList, Sequential
 
 import te_torch as te
+from te_core import errors
 from te_core.recipe import DelayedScaling
 from te_torch.module_paths import places
 from tests.backends import more_without_gpu
+from tests.refusals import says_more
 
 RECIPE = DelayedScaling(amax_history_len=4)
 
@@ -159,3 +161,16 @@ def test_what_else_is_alive_disturbs_nothing() -> None:
     (place,) = places([state])
     assert place == (None, "")
     del around
+
+
+def test_errors_can_be_made_from_one_text_and_keep_their_place() -> None:
+    kinds, found = [errors._FourPartError], []
+    while kinds:
+        kinds += (kind := kinds.pop()).__subclasses__()
+        found.append(kind)
+    assert len(found) > 12 and [kind for kind in found if not says_more(kind)] == []
+    model = Sequential(te.Linear(8, 8, device="cpu"))
+    with pytest.raises(ValueError) as raised:
+        model(torch.randn(4, 7))
+    again = pickle.loads(pickle.dumps(raised.value))
+    assert again.where == raised.value.where == "0" and str(again) == str(raised.value)

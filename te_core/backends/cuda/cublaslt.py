@@ -82,9 +82,9 @@ REFUSALS = (7, 8, 15)
 class CublasLtError(RuntimeError):
     """A call of the ctypes fallback that did not succeed (nvmath raises one of its own with the same field)."""
 
-    def __init__(self, call: str, status: int) -> None:
+    def __init__(self, call: str, status: int = 0) -> None:
         self.status = status
-        super().__init__(f"{call} returned status {status}")
+        super().__init__(f"{call} returned status {status}" if status else call)  # 0: `call` is the message
 
 
 class CtypesBindings:
