@@ -28,9 +28,10 @@ class Unit(torch.nn.Module):
 
 
 class MarkedModule(Unit):
-    """A module whose parameters carry attributes for trainers, and keep them whatever becomes of the parameters.
+    """A module whose parameters carry attributes for trainers, and keep them where torch exchanges the parameters.
 
-    A new parameter has none: one of `fully_shard`, of `to_empty`, of `load_state_dict(assign=True)`, of `deepcopy`.
+    A new parameter has none: one of `fully_shard`, of `to_empty`, of `load_state_dict(assign=True)`, of `deepcopy`. One
+    that a program assigns is the program's, and gets none: trainers mark their own, some only what has no mark yet.
     """
 
     _marks: Mapping[str, Mapping[str, Any]] = MappingProxyType({})  # by the parameter's name
@@ -39,7 +40,7 @@ class MarkedModule(Unit):
     _replicated = False  # by DistributedDataParallel (base/replicated.py)
 
     def _mark(self, name: str, **marks: Any) -> None:
-        """Attach these to a parameter, and to each that comes in its place."""
+        """Attach these to a parameter, and to each that torch puts in its place."""
         self.__dict__["_marks"] = {**self._marks, name: {**self._marks.get(name, {}), **marks}}
         getattr(self, name).__dict__.update(marks)
 
@@ -52,10 +53,10 @@ class MarkedModule(Unit):
     def __setattr__(self, name: str, value: Any) -> None:
         # Asked without `isinstance(value, Parameter)`, which runs Python for other classes of parameters.
         if isinstance(value, torch.Tensor) and (value.__class__ is Parameter or getattr(value, "_is_param", False)):
-            marks = self._marks.get(name)
-            if marks is not None:
-                _attach(value, marks)  # type: ignore[arg-type]
             before = self.__dict__.get("_parameters", {}).get(name)
+            marks = self._marks.get(name)
+            if marks is not None and (hasattr(value, "_local_tensor") or hasattr(before, "_local_tensor")):  # FSDP2's
+                _attach(value, marks)  # type: ignore[arg-type]
             if before is not None and value.__class__ is Parameter and hasattr(before, "_local_tensor"):
                 self.__dict__.setdefault("_gathered", {})[name] = value, before
             if before is not None and not _registration_hooks:
@@ -96,6 +97,10 @@ class MarkedModule(Unit):
         """The memory by whose address `_contents_of` tells parameters apart."""
         shard = self._shard_of(parameter)
         return parameter.untyped_storage() if shard is None else shard._local_tensor.untyped_storage()
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        self._mark_again()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

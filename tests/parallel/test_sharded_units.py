@@ -290,13 +290,16 @@ def test_marks_outlast_parameters(way: str, quantized: bool) -> None:
     elif way == "converted":
         model = model.to(torch.float64).to(torch.float32)
     else:
+        # A program's own: Megatron-core asserts that it has no marks yet, and sets them.
         model.layernorm_mlp.fc2_bias = torch.nn.Parameter(torch.zeros(H))
-        model.layernorm_mlp.layer_norm_weight = own = torch.nn.Parameter(torch.zeros(H))
-        assert own.sequence_parallel is True  # type: ignore[attr-defined]
         own = torch.nn.Parameter(torch.zeros(H))
         own.sequence_parallel = False  # type: ignore[attr-defined]
-        model.layernorm_mlp.layer_norm_weight = own  # what somebody set by himself stays
+        model.layernorm_mlp.layer_norm_weight = own
+        wanted["layernorm_mlp.fc2_bias"] = {}
         wanted["layernorm_mlp.layer_norm_weight"] = {"sequence_parallel": False}
+        assert marks_of(model) == wanted
+        model.double()  # this makes parameters, too
+        wanted["layernorm_mlp.fc2_bias"] = {"sequence_parallel": True}
     assert marks_of(model) == wanted
 
 
