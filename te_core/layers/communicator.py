@@ -16,7 +16,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from te_core import dtypes
-from te_core.errors import ArgumentError, LibraryError
+from te_core.errors import LibraryError
+from te_core.layers.meeting import Facts, disagreement
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
 
@@ -34,6 +35,7 @@ class Communicator(Protocol):
 
     met: bool  # whether the ranks have agreed on what this layer runs
     agreed: set[str]  # on what they have agreed before, in words
+    around: Facts  # what the ranks compare of the module around the layer (te_core.layers.meeting)
 
     @property
     def rank(self) -> int:
@@ -65,24 +67,14 @@ class Communicator(Protocol):
         """t goes to rank `to`, while out comes from rank `source`."""
         ...
 
-    def agree(self, rt: Runtime, operation: str, text: str) -> None:
-        """Raise on every rank, with what each has, where the ranks' texts differ. Waits for all of them."""
+    def agree(self, rt: Runtime, operation: str, facts: Facts) -> None:
+        """Raise on every rank, with what each has, where the ranks' facts differ. Waits for all of them."""
         ...
 
 
 def as_bytes(t: Tensor) -> Tensor:
     """The memory of a dense tensor as a vector of bytes: what travels."""
     return Tensor(t.ptr, (t.nbytes,), dtypes.uint8, t.device, t)
-
-
-def disagreement(operation: str, texts: Sequence[str]) -> ArgumentError:
-    """The error of ranks that do not run the same, alike on each of them."""
-    return ArgumentError(
-        operation,
-        "; ".join(f"rank {i}: {text}" for i, text in enumerate(texts)),
-        "the same module with inputs of the same shape on all ranks of a group",
-        "look for what differs, such as a size, a parallel_mode, a recipe or the order of calls",
-    )
 
 
 class _Done:
@@ -159,6 +151,7 @@ class InProcessCommunicator:
     def __init__(self, ranks: InProcessRanks, rank: int) -> None:
         self._ranks, self.rank, self.size = ranks, rank, ranks.size
         self.met, self.agreed = False, set[str]()
+        self.around: Facts = {}
 
     def _collective(self, name: str, t: Tensor, fill: Callable[[list[np.ndarray[Any, Any]]], None]) -> Handle:
         self._ranks.log[self.rank].append((name, t.nbytes))
@@ -217,12 +210,12 @@ class InProcessCommunicator:
         self._ranks.leave("send_recv")
         return _done
 
-    def agree(self, rt: Runtime, operation: str, text: str) -> None:
+    def agree(self, rt: Runtime, operation: str, facts: Facts) -> None:
         """See `Communicator`."""
-        texts = self._ranks.exchange("agree", self.rank, text)
+        everyone = self._ranks.exchange("agree", self.rank, facts)
         self._ranks.leave("agree")
-        if len(set(texts)) > 1:
-            raise disagreement(operation, texts)
+        if any(theirs != facts for theirs in everyone):
+            raise disagreement(operation, everyone)
 
 
 def _sum(parts: Sequence[np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:

@@ -20,7 +20,8 @@ from te_core.layers import watched
 from te_core.layers.communicator import Communicator
 from te_core.layers.gathered import turned, turns
 from te_core.layers.inspector import PLAIN, Inspector, Request, offer_result
-from te_core.layers.parallel import Split, Spread, meet
+from te_core.layers.meeting import meet
+from te_core.layers.parallel import Split, Spread
 from te_core.layers.watched import INPUT_POINTS, WGRAD_POINTS, Made
 from te_core.ops import raw as ops
 from te_core.ops.gemm_quantized import Route
@@ -127,7 +128,7 @@ def forward(
     parallel = None
     if comm is not None:
         parallel = spread(spec, comm, scales, 0)
-        meet(rt, comm, ("Linear",), (spec,), x.shape, weight.shape)
+        meet(rt, comm, "Linear", spec, input=x, weight=weight, bias=bias)
         leading = parallel.leading("fprop", leading)
     out = rt.empty((*leading, weight.shape[0]), spec.dtype)
     product = Product(spec, scales, 0, inspectors[0], None, parallel)

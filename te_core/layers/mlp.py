@@ -32,9 +32,10 @@ from te_core.layers.linear import (
     sums_of_part,
     weight_operand,
 )
+from te_core.layers.meeting import meet
 from te_core.layers.norm import NormKept, NormSpec, norm_gradients, normalized
 from te_core.layers.norm_linear import comes_again, kept_scale, norm_again
-from te_core.layers.parallel import gathered_plain, meet, scattered
+from te_core.layers.parallel import gathered_plain, scattered
 from te_core.layers.residual import Stream, entered, left, returned, returned_gradients
 from te_core.layers.watched import Made
 from te_core.ops import raw as ops
@@ -111,8 +112,8 @@ def forward(
     fc1, fc2 = products((spec.fc1, spec.fc2), scales, inspectors, None, comm)
     leading = x.shape[:-1]
     if comm is not None:
-        how = (" that gathers the norm" * spec.gather_norm, " with checkpoint" * spec.checkpoint)
-        meet(rt, comm, ("LayerNormMLP", *how), (spec.fc1, spec.fc2), x.shape, w1.shape, w2.shape)
+        operands = {"fc1_weight": w1, "fc1_bias": b1, "fc2_weight": w2, "fc2_bias": b2}
+        meet(rt, comm, "LayerNormMLP", spec, input=x, **operands)
         leading = fc1.parallel.leading("fprop", leading)  # type: ignore[union-attr]
     total, branch = entered(rt, x, spec.stream, residual, branch_bias, branch_rng)
     given = x, gamma, beta, w1, b1, w2

@@ -14,8 +14,9 @@ from te_core.arguments import explained
 from te_core.layers.communicator import Communicator
 from te_core.layers.inspector import Inspector
 from te_core.layers.linear import LinearSpec, Product, Sink, gradient_operand, spread, weight_operand
+from te_core.layers.meeting import meet
 from te_core.layers.norm import NormKept, NormSpec, norm_gradients, normalized
-from te_core.layers.parallel import gathered_plain, meet, scattered
+from te_core.layers.parallel import gathered_plain, scattered
 from te_core.layers.residual import Stream, entered, left, returned, returned_gradients
 from te_core.ops import raw as ops
 from te_core.quantize.operands import Value
@@ -77,8 +78,7 @@ def forward(
     leading, parallel = x.shape[:-1], None
     if comm is not None:
         parallel = spread(linear, comm, scales, 0)
-        what = ("LayerNormLinear", " that gathers the norm" * spec.gather_norm)
-        meet(rt, comm, what, (linear,), x.shape, weight.shape)
+        meet(rt, comm, "LayerNormLinear", spec, input=x, weight=weight, bias=bias)
         leading = parallel.leading("fprop", leading)
     product = Product(linear, scales, 0, inspectors[0], None, parallel)
     total, branch = entered(rt, x, spec.stream, residual, branch_bias, branch_rng)

@@ -387,41 +387,6 @@ def _plain_in(block: Tensor, shape: Sequence[int], dtype: DType) -> Tensor:
     return Tensor(block.ptr, tuple(shape), dtype, block.device, block)
 
 
-def meet(rt: Runtime, comm: Communicator, what: Sequence[str], specs: Sequence[Any], *shapes: Sequence[int]) -> None:
-    """At the first call on this communicator, see that all ranks run the same: a layer (`what` it is, in words), its
-    linears, the shapes of its input and weights. What they have agreed on before they do not compare again: a rank that
-    alone has made its call anew would wait for the others."""
-    if not comm.met:
-        sizes = " x ".join(str(tuple(shape)) for shape in shapes)
-        text = f"{''.join(what)} {sizes}, {' and '.join(map(_told, specs))}"
-        if text not in comm.agreed:
-            comm.agree(rt, "tensor parallelism", text)
-            comm.agreed.add(text)
-        comm.met = True
-
-
-def _told(spec: Any) -> str:
-    """All that the collectives of a linear depend on, in words."""
-    split: Split = spec.parallel
-    words = [f"{split.mode}-parallel over {split.size}", "sequence parallel"][: 1 + split.sequence]
-    words += [spec.dtype.name, *(f"{name}'s gradient" for name in ("input", "weight") if getattr(spec.needs, name))]
-    precision: Precision | None = spec.precision
-    if precision is not None:
-        words += [f"{role} {_told_rule(getattr(precision, role))}" for role in ("input", "grad")]
-        words += [f"backward {precision.backward}"] if precision.backward else []
-    if spec.inspect is not None and split.sequence:
-        words += ["inspected", *(f"{tensor} of {gemm} left plain" for gemm, tensor in sorted(spec.plain))]
-    words += ["original input"] if spec.again else []
-    return ", ".join([*words, split.symmetric] if split.symmetric else words)
-
-
-def _told_rule(rule: Operand | None) -> str:
-    if rule is None:
-        return "plain"
-    column = "" if rule.columnwise is None else f" and {_told_rule(rule.columnwise)}"
-    return f"{rule.format} {rule.scaling}{column}"
-
-
 def gathered_plain(rt: Runtime, comm: Communicator, part: Tensor) -> Tensor:
     """A tensor in high precision, its first dimension put together."""
     whole = gather(rt, comm, part).wait()

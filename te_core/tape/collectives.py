@@ -113,6 +113,6 @@ class RecordedCommunicator:
         """As said there: layers do not use it yet."""
         raise self._recorder.refused("ranks that send to one another")
 
-    def agree(self, rt: Runtime, operation: str, text: str) -> None:
+    def agree(self, rt: Runtime, operation: str, facts: Any) -> None:
         """Ranks that have met do not ask again."""
         raise self._recorder.refused("ranks that have not met")

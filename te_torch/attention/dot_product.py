@@ -40,6 +40,7 @@ from te_torch.attention.plan import (
     Static,
     SumsFact,
     checked_widths,
+    facts_of_plan,
     make_plan,
     request_of,
     wrong,
@@ -175,7 +176,7 @@ class DotProductAttention(BaseModule):
         self.cp_comm_type = cp_comm_type
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
-        """Remember the group; heads are spread over it by `tp_size`, and nothing is exchanged here."""
+        """Remember the group; heads are spread over it by `tp_size`. Its ranks compare what they are called with."""
         self.tp_group = tp_group
         self._find_place()
 
@@ -396,6 +397,7 @@ class DotProductAttention(BaseModule):
         plan = self._plans.get(world)
         if plan is None:
             plan = self._ready(make_plan(self._static, key, env.now()))
+            self._meet(facts_of_plan(plan), key.a.device)
             if len(self._plans) >= _PLANS:
                 self._plans.clear()
             self._plans[world] = plan

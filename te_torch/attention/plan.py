@@ -18,6 +18,7 @@ from te_core.device import DeviceInfo
 from te_core.errors import ArgumentError
 from te_core.layers.attention import AttentionLayerSpec, AttentionNeeds
 from te_core.layers.attention_fp8 import row_widths
+from te_core.layers.meeting import facts_of, words
 from te_torch.attention import choose, env
 from te_torch.attention.masks import AttentionArgumentError, check_set_window_size
 from te_torch.runtime import FLOATS, TO_CORE
@@ -134,6 +135,15 @@ class Plan:
     def draws(self) -> bool:
         """Whether the backend draws from torch's generator itself."""
         return self.backend in choose.FLASH and self.spec.dropout > 0
+
+
+def facts_of_plan(plan: Plan) -> dict[str, str]:
+    """What tensor-parallel ranks compare of a call: all that its result depends on but the place and the lengths."""
+    key, static = plan.key, plan.static
+    said: dict[str, Any] = {"attn_mask_type": key.mask_type, "bias_type": key.bias_type, "cached": key.cached}
+    said |= {"dtype": TO_CORE[key.a.dtype], "score_mod": bool(key.score_mod)}
+    said |= {name: getattr(static, name) for name in ("heads", "groups", "d_qk", "d_v", "layer_number")}
+    return {"layer": OPERATION, **{name: words(value) for name, value in said.items()}, **dict(facts_of(plan.spec))}
 
 
 def make_plan(static: Static, key: Key, switches: env.Switches, backend: str | None = None) -> Plan:

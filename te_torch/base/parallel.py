@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from te_core.errors import ArgumentError, UnsupportedError
+from te_core.layers.meeting import Facts, agree_once, words
 from te_core.layers.parallel import Split
 from te_core.precision import Precision
 from te_torch.autocast import active
 from te_torch.base.documented import Documented
 from te_torch.base.sharding import MarkedModule
 from te_torch.parallel.communicator import GroupCommunicator
-from te_torch.runtime import constant_at_trace, untraced
+from te_torch.runtime import constant_at_trace, runtime_for, untraced
+
+#: Options that a rank may have for itself: they change nothing of what the ranks compute together.
+_OWN = frozenset(
+    ("name", "device", "init_method", "output_layer_init_method", "get_rng_state_tracker", "tp_group", "tp_size",
+     "seq_length", "micro_batch_size", "fuse_wgrad_accumulation")
+)  # fmt: skip
 
 
 class Team:
@@ -38,6 +47,7 @@ class TensorParallel(Documented, MarkedModule):
     parallel_mode: str | None = None
     symmetric_ar_type: str | None = None
     _team: Team | None = None
+    _around: Facts = {}
     _calls: dict[Any, Any]
 
     @property
@@ -76,7 +86,7 @@ class TensorParallel(Documented, MarkedModule):
         symmetric = None if self.sequence_parallel or mode == "column" else self.symmetric_ar_type
         return Split(mode, self.tp_size, self.sequence_parallel, symmetric)
 
-    def _communicator(self, *splits: Split | None) -> GroupCommunicator | None:
+    def _communicator(self, *splits: Any) -> GroupCommunicator | None:
         """What connects the ranks of these weights, for one call of this module."""
         if not any(splits):
             return None
@@ -88,7 +98,7 @@ class TensorParallel(Documented, MarkedModule):
                 "pass tp_group to the constructor, or call set_tensor_parallel_group before the first forward",
             )
         try:
-            return GroupCommunicator(self._team.group, self._team.agreed)
+            return GroupCommunicator(self._team.group, self._team.agreed, self._around)
         except ValueError as error:  # torch does not know the group any more
             raise ArgumentError(
                 f"{type(self).__name__}.forward",
@@ -96,6 +106,11 @@ class TensorParallel(Documented, MarkedModule):
                 "a group of torch.distributed as it is now: destroy_process_group ends all groups",
                 "make the group again, and call set_tensor_parallel_group with it",
             ) from error
+
+    def _meet(self, facts: Facts, device: torch.device) -> None:
+        """See that all ranks of the group, if there is one, run what these facts say."""
+        if self.tp_size > 1 and self.tp_group is not None and device.type != "meta":
+            agree_once(runtime_for(torch.empty(0, device=device)), self._communicator(True), facts)
 
     def _check_reduction(self, precision: Precision) -> None:
         """Bytes of several ranks have one scale only where their maxima are reduced over all of them."""
@@ -130,6 +145,19 @@ class TensorParallel(Documented, MarkedModule):
         for name in names:
             if self._parameters.get(name) is not None:
                 self._mark(name, sequence_parallel=self.sequence_parallel)
+
+
+def compare_options(module: torch.nn.Module, options: Mapping[str, Any]) -> None:
+    """Have ranks compare these options of a module made of others when the first of its spread parts runs."""
+    first = next((m for m in module.modules() if isinstance(m, TensorParallel) and m.parallel_mode), None)
+    if first is not None:
+        kind = type(module).__name__
+        own = {f"{kind} {name}": _words(value) for name, value in options.items() if name not in _OWN}
+        first._around = {**own, **first._around}
+
+
+def _words(value: Any) -> str:
+    return str(value) if isinstance(value, torch.dtype) else words(value)
 
 
 def group_of(operation: str, given: Any) -> Any:

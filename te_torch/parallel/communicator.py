@@ -16,7 +16,8 @@ import torch.distributed as dist
 
 from te_core import dtypes
 from te_core.errors import UnsupportedError
-from te_core.layers.communicator import Handle, disagreement
+from te_core.layers.communicator import Handle
+from te_core.layers.meeting import Facts, disagreement
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
 from te_torch.exchange import ALL_GATHER, PASSING, REDUCE_SCATTER, REDUCTIONS, all_gather_object, failed, telling
@@ -51,8 +52,8 @@ class Work:
 class GroupCommunicator:
     """This process's rank of a group, as one layer has it."""
 
-    def __init__(self, group: Any, agreed: set[str]) -> None:
-        self.group, self.agreed = group, agreed
+    def __init__(self, group: Any, agreed: set[str], around: Facts | None = None) -> None:
+        self.group, self.agreed, self.around = group, agreed, around or {}
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.met = False
 
@@ -98,7 +99,7 @@ class GroupCommunicator:
             works = dist.batch_isend_irecv(moves)
         return Work("send and receive", self.group, _All(works), given, taken)
 
-    def agree(self, rt: Runtime, operation: str, text: str) -> None:
+    def agree(self, rt: Runtime, operation: str, facts: Facts) -> None:
         """See `Communicator`: digests first, and what they are of only where they differ."""
         if rt.device.kind == "cuda" and torch.cuda.is_current_stream_capturing():
             raise UnsupportedError(
@@ -107,15 +108,16 @@ class GroupCommunicator:
                 "modules that all ranks have run together before",
                 "run a step before the capture",
             )
-        digest = list(hashlib.sha256(text.encode()).digest())
+        digest = list(hashlib.sha256(repr(facts).encode()).digest())
         # By an operation that no layer has: gloo pairs calls of one kind, whoever makes them, and ends the process
         # where their lengths differ. So a rank that alone comes here, or does not, meets nobody.
         mine = rt.tensor(digest * self.size, dtypes.uint8)
         everyone = rt.empty((self.size, len(digest)), dtypes.uint8)
-        self.all_to_all(rt, mine, everyone).wait()
+        name = "comparing what the ranks of a group run"
+        self._begin(name, dist.all_to_all_single, view(everyone), view(mine)).wait()
         found = rt.numpy(everyone)
         if (found != found[0]).any():
-            raise disagreement(operation, all_gather_object(operation, text, self.group))
+            raise disagreement(operation, all_gather_object(operation, facts, self.group))
 
 
 class _All:

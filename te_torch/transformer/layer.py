@@ -19,6 +19,7 @@ from te_torch.attention.inference import InferenceParams
 from te_torch.base.draws import random_pair
 from te_torch.base.forks import fork_of
 from te_torch.base.options import check_options
+from te_torch.base.parallel import compare_options
 from te_torch.base.residual import Branch, bias_dropout_add
 from te_torch.module_names import next_name, shown
 from te_torch.modules.layernorm_mlp import LayerNormMLP
@@ -143,6 +144,7 @@ class TransformerLayer(torch.nn.Module):
         ranks = self.self_attention.tp_size
         if sequence_parallel and seq_length is not None and ranks > 1 and attn_input_format == "sbhd":
             self._rows = seq_length // ranks
+        compare_options(self, {k: v for k, v in given.items() if k not in _OVERLAPS})
 
     def _add_parts(self, given: dict[str, Any]) -> None:
         """The modules that the layer is made of, by what its constructor was given."""

@@ -22,7 +22,7 @@ from te_torch.attention.masks import AttentionArgumentError
 from te_torch.attention.rope import apply_rotary_pos_emb, split_heads
 from te_torch.autocast import precision_now
 from te_torch.base.options import check_options
-from te_torch.base.parallel import check_group, size_of
+from te_torch.base.parallel import check_group, compare_options, size_of
 from te_torch.base.quantized_init import initialising
 from te_torch.base.residual import Branch
 from te_torch.base.sharding import Unit
@@ -134,11 +134,11 @@ class MultiheadAttention(Unit):
         micro_batch_size: int | None = None,
         softmax_type: str = "vanilla",
     ) -> None:
-        check_options("MultiheadAttention", {k: v for k, v in locals().items() if k not in ("self", "__class__")})
+        given = {k: v for k, v in locals().items() if k not in ("self", "__class__")}
+        check_options("MultiheadAttention", given)
         super().__init__()
-        sizes = hidden_size, num_attention_heads
+        self.hidden_size, self.num_attention_heads = sizes = hidden_size, num_attention_heads
         self.num_gqa_groups, self.kv_channels = head_sizes("MultiheadAttention", *sizes, num_gqa_groups, kv_channels)
-        self.hidden_size, self.num_attention_heads = sizes
         self._spread_over(tp_size, tp_group, sequence_parallel, set_parallel_mode)
         self.attention_type, self.qkv_format, self.layer_number = attention_type, qkv_format, layer_number
         self.input_layernorm, self.return_bias = input_layernorm, return_bias
@@ -176,8 +176,7 @@ class MultiheadAttention(Unit):
             softmax_type=softmax_type,
             name=f"{self.name}.core_attention",
             **team,
-        )
-        self.core_attention.to(device or default_device())  # a learnable softmax has a parameter
+        ).to(device or default_device())  # a learnable softmax has a parameter
         self.proj = Linear(
             num_attention_heads * self.kv_channels,
             hidden_size,
@@ -187,6 +186,7 @@ class MultiheadAttention(Unit):
             parallel_mode="row" if set_parallel_mode else None,
             **linear,
         )
+        compare_options(self, given)
 
     def _add_qk_norms(self, kind: str | None, eps: float, params_dtype: Any, device: Any) -> None:
         if kind is not None and kind not in QK_NORMS:

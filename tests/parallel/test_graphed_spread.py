@@ -262,7 +262,7 @@ def asked_while_capturing(rank: Rank) -> tuple[str, str]:
     try:
         comm: Any = GroupCommunicator(dist.group.WORLD, set())
         runtime: Any = SimpleNamespace(device=SimpleNamespace(kind="cuda"))
-        agreed = error_of(lambda: comm.agree(runtime, "tensor parallelism", "anything"))
+        agreed = error_of(lambda: comm.agree(runtime, "tensor parallelism", {}))
         place = torch.device("cuda", 0)
         return agreed, error_of(lambda: symmetric_buffer(8, torch.float32, place, dist.group.WORLD))
     finally:

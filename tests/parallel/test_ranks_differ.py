@@ -1,0 +1,189 @@
+"""Tensor-parallel ranks that differ in one option: all are told which, and which rank has what, before they compute."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import te_torch as te
+from te_core.layers.meeting import disagreement, words
+from te_core.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, NVFP4BlockScaling
+from tests.backends import more_without_gpu
+from tests.parallel.ranks import Rank, Ranks
+from tests.parallel.tensor_steps import F, H, error_of, options
+
+ROWS = 32
+
+
+def _mlp(rank: Rank, **more: Any) -> Any:
+    return te.LayerNormMLP(H, F, set_parallel_mode=True, device=rank.device, **options(rank), **more)
+
+
+def _layer(rank: Rank, **more: Any) -> Any:
+    plain = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "fuse_qkv_params": True}
+    return te.TransformerLayer(
+        H, F, 4, set_parallel_mode=True, device=rank.device, **options(rank), **{**plain, **more}
+    )
+
+
+def _linear(rank: Rank, mode: str, **more: Any) -> Any:
+    return te.Linear(H, F, parallel_mode=mode, device=rank.device, **options(rank), **more)
+
+
+def _norm_linear(rank: Rank, **more: Any) -> Any:
+    return te.LayerNormLinear(H, F, parallel_mode="column", device=rank.device, **options(rank), **more)
+
+
+def _attention(rank: Rank, **more: Any) -> Any:
+    plain = {"attention_dropout": 0.0, "fuse_qkv_params": True, "num_gqa_groups": 2}
+    return te.MultiheadAttention(H, 4, set_parallel_mode=True, device=rank.device, **options(rank), **{**plain, **more})
+
+
+#: What is made, the option that rank 1 alone has, and what the error says of it.
+MODULES: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], str]] = [
+    (_mlp, (), {"activation": "relu"}, "activation: 'gelu' on rank 0, 'relu' on rank 1"),
+    (_mlp, (), {"normalization": "RMSNorm"}, "norm kind: 'LayerNorm' on rank 0, 'RMSNorm' on rank 1"),
+    (_mlp, (), {"eps": 1e-3}, "norm epsilon: 1e-05 on rank 0, 0.001 on rank 1"),
+    (_mlp, (), {"zero_centered_gamma": True}, "norm zero_centered: False on rank 0, True on rank 1"),
+    (_mlp, (), {"bias": False}, r"fc1_bias: \(48,\) on rank 0, none on rank 1"),
+    (_mlp, (), {"return_bias": True}, r"fc2_bias: \(64,\) on rank 0, none on rank 1"),
+    (_mlp, (), {"checkpoint": True}, "checkpoint: False on rank 0, True on rank 1"),
+    (_norm_linear, (), {"eps": 1e-3}, "norm epsilon: 1e-05 on rank 0, 0.001 on rank 1"),
+    (_linear, ("row",), {"bias": False}, r"bias: \(96,\) on rank 0, none on rank 1"),
+    (_linear, ("column",), {"bias": False}, r"bias: \(48,\) on rank 0, none on rank 1"),
+    (_attention, (), {"qkv_weight_interleaved": False}, "qkv_weight_interleaved: True on rank 0, False on rank 1"),
+    (_attention, (), {"rotary_pos_interleaved": True}, "rotary_pos_interleaved: False on rank 0, True on rank 1"),
+    (_attention, (), {"attn_mask_type": "no_mask"}, "attn_mask_type: 'causal' on rank 0, 'no_mask' on rank 1"),
+    (_attention, (), {"window_size": (4, 0)}, r"window_size: none on rank 0, \(4, 0\) on rank 1"),
+    (_attention, (), {"softmax_type": "off-by-one"}, "softmax_type: 'vanilla' on rank 0, 'off-by-one' on rank 1"),
+    (_attention, (), {"qk_norm_type": "L2Normalization"}, "qk_norm_type: none on rank 0, 'L2Normalization' on rank 1"),
+    (_layer, (), {"self_attn_mask_type": "no_mask"}, "self_attn_mask_type: 'causal' on rank 0, 'no_mask' on rank 1"),
+    (_layer, (), {"hidden_dropout": 0.1}, "hidden_dropout: 0.0 on rank 0, 0.1 on rank 1"),
+    (_layer, (), {"parallel_attention_mlp": True}, "parallel_attention_mlp: False on rank 0, True on rank 1"),
+    (_layer, (), {"drop_path_rate": 0.1}, "drop_path_rate: 0.0 on rank 0, 0.1 on rank 1"),
+    (_layer, (), {"output_layernorm": True}, "output_layernorm: False on rank 0, True on rank 1"),
+]
+
+
+def _x(rank: Rank, module: Any) -> torch.Tensor:
+    width = module.in_features if isinstance(module, te.Linear) else H
+    return torch.randn(ROWS, 2, width, device=rank.device)
+
+
+def of_modules(rank: Rank) -> list[str]:
+    found = []
+    for make, args, more, _ in MODULES:
+        module = make(rank, *args, **(more if rank.number else {}))
+        found.append(error_of(lambda: module(_x(rank, module))))  # noqa: B023
+    return found
+
+
+def of_recipes(rank: Rank) -> list[str]:
+    found = []
+    for _, pair, _ in RECIPES:
+        module = _linear(rank, "row")
+
+        def forward() -> None:
+            with te.autocast(recipe=pair[rank.number]):  # noqa: B023
+                module(_x(rank, module))  # noqa: B023
+
+        found.append(error_of(forward))
+    return found
+
+
+#: What differs, the recipe of each rank, and what the error says of it.
+RECIPES: list[tuple[str, tuple[Any, Any], str]] = [
+    ("powers of two", (Float8CurrentScaling(), Float8CurrentScaling(use_power_2_scales=True)),
+     r"input power_of_two \(use_power_2_scales\): False on rank 0, True on rank 1"),
+    ("float scales", (Float8BlockScaling(), Float8BlockScaling(use_f32_scales=True)),
+     r"input power_of_two \(use_power_2_scales\): True on rank 0, False on rank 1"),
+    ("transform", (NVFP4BlockScaling(), NVFP4BlockScaling(disable_rht=True)),
+     r"transform \(disable_rht\): True on rank 0, False on rank 1"),
+    ("rounding", (NVFP4BlockScaling(), NVFP4BlockScaling(disable_stochastic_rounding=True)),
+     r"stochastic \(disable_stochastic_rounding\): True on rank 0, False on rank 1"),
+    ("tiles", (NVFP4BlockScaling(), NVFP4BlockScaling(disable_2d_quantization=True)),
+     r"tiled \(scaling of dimension 2\): True on rank 0, False on rank 1"),
+    ("margin", (DelayedScaling(), DelayedScaling(margin=1)), "history margin: 0 on rank 0, 1 on rank 1"),
+    ("history", (DelayedScaling(), DelayedScaling(amax_history_len=4)), "history length: 1024 on rank 0, 4 on rank 1"),
+]  # fmt: skip
+
+
+def _all_said(found: list[str], wanted: list[str]) -> list[str]:
+    return [
+        f"{pattern!r} is not said in {said[:600]!r}"
+        for said, pattern in zip(found, wanted, strict=True)
+        if not (said.startswith("ArgumentError") and re.search(pattern, said))
+    ]
+
+
+def test_options_of_modules(pair: Ranks) -> None:
+    """Each of them would have made rows that are wrong on every rank."""
+    first, second = pair.run(of_modules, group_timeout=60)
+    assert [said.partition(": got ")[2] for said in first] == [said.partition(": got ")[2] for said in second]
+    assert not _all_said(first, [said for *_, said in MODULES])
+
+
+def test_options_of_recipes(pair: Ranks) -> None:
+    first, second = pair.run(of_recipes, group_timeout=60)
+    assert first == second
+    assert not _all_said(first, [said for *_, said in RECIPES])
+
+
+def later(rank: Rank) -> dict[str, Any]:
+    """What rank 1 says in a call only; and what all ranks change together."""
+    module = _attention(rank)
+    core = te.DotProductAttention(4, 16, **{k: v for k, v in options(rank).items() if k != "sequence_parallel"})
+    x = _x(rank, module)
+    q = torch.randn(ROWS, 2, 2, 16, device=rank.device)
+    first = {"causal": error_of(lambda: module(x)), "core": error_of(lambda: core(q, q, q))}
+    together = error_of(lambda: module(x, attn_mask_type="no_mask"))
+    with patch.object(dist, "all_to_all_single", side_effect=AssertionError("compared again")):
+        again = error_of(lambda: [module(x, attn_mask_type="no_mask"), module(x), module(x[:16])])
+    # Both come to something new: they compare, and see that it is not the same.
+    said = error_of(lambda: module(x, window_size=(4, 0) if rank.number else (8, 0)))
+    alone = error_of(lambda: core(q, q, q, attn_mask_type="no_mask" if rank.number else "causal_bottom_right"))
+    return {**first, "together": together, "again": again, "window": said, "alone": alone}
+
+
+def test_what_a_call_says(pair: Ranks) -> None:
+    """The mask and the window of a call are compared when they come for the first time, and not again."""
+    first, second = pair.run(later, group_timeout=60)
+    assert first == second
+    assert first["causal"] == first["core"] == first["together"] == first["again"] == ""
+    assert "DotProductAttention" in first["window"] and "left: 8 on rank 0, 4 on rank 1" in first["window"]
+    assert "attn_mask_type: 'causal_bottom_right' on rank 0, 'no_mask' on rank 1" in first["alone"]
+
+
+def compiled(rank: Rank) -> list[str]:
+    module = torch.compile(_attention(rank), backend="eager")
+    x = torch.randn(ROWS, 2, H, device=rank.device)
+    first = error_of(lambda: module(x))
+    return [first, error_of(lambda: module(x, attn_mask_type="no_mask" if rank.number else "causal_bottom_right"))]
+
+
+@more_without_gpu
+def test_a_compiled_module(two: Ranks) -> None:
+    """Its attention is compared when it is traced."""
+    for first, then in two.run(compiled, group_timeout=60):
+        assert not first and "attn_mask_type: 'causal_bottom_right' on rank 0, 'no_mask' on rank 1" in then
+
+
+def test_words_are_those_of_all_ranks() -> None:
+    """No address gets into them, and equal values are said alike."""
+    assert words(lambda: 0) == words(words).replace("te_core.layers.meeting.words", words(lambda: 0))
+    assert "0x" not in words(object()) + words([object(), print]) and words([1, 2]) == words((1, 2)) == "(1, 2)"
+    assert words(True) == "True" and words(1.0) == "1.0" and words(None) == "none"
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_difference_names_ranks(world: int) -> None:
+    facts = [{"layer": "Linear", "alike": "1", "bias": "none" if rank == 1 else "(8,)"} for rank in range(world)]
+    said = str(disagreement("tensor parallelism", facts))
+    ranks = "rank 0" if world == 2 else "ranks 0, 2, 3"
+    assert f"bias: (8,) on {ranks}, none on rank 1" in said and "alike" not in said.partition(" Allowed")[0]
