@@ -7,11 +7,12 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from inspect import unwrap
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from te_core.layers.linear import LinearSpec
+from te_core.quantize.state import GRAD_INPUT, GRAD_OUTPUT, INPUT, OUTPUT
 from te_core.tape.taped import Taped, Trial
 from te_torch.export.mode import exporting
 from te_torch.program_names import name_of_program
@@ -20,6 +21,21 @@ from te_torch.program_specs import not_written, read, unknown, written
 #: Layers by name, for programs of other processes. Of a family there is one for each number.
 _layers: dict[str, Layer] = {}
 families: dict[str, Callable[[int], Layer]] = {}
+
+
+class Slots(NamedTuple):
+    """Where scales are, in a layer's state, of what other layers give it quantized, and of what it gives: columns."""
+
+    inputs: int  # how many of the first inputs may come quantized
+    input: int  # their scale, and that of their gradient
+    grad_input: int
+    output: int  # that of the first output, and of its gradient
+    grad_output: int
+
+
+#: Of a linear; of one behind a norm, which takes no quantized input.
+OF_LINEAR = Slots(1, INPUT, GRAD_INPUT, OUTPUT, GRAD_OUTPUT)
+OF_NORM_LINEAR = OF_LINEAR._replace(inputs=0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,6 +59,7 @@ class Layer:
     linears: Callable[[Any], tuple[LinearSpec, ...]] = lambda spec: ()  # the specs of its linears, one a weight
     plain: Callable[..., Any] | None = None  # its forward in torch's operators, for exporters (te_torch/export)
     kin: Callable[[Any], Any] | None = None  # the spec without the sizes in it, if there are any
+    slots: Slots | None = None  # of what comes and goes quantized
 
     def __post_init__(self) -> None:
         for name in ("forward", "backward"):  # modules have checked what they pass: it need not be explained

@@ -31,11 +31,16 @@ HANDING = "|"  # what `handing` gives begins with it
 class Carried:
     """In traced code, in the place of a quantized tensor; for what calls ask of it, a tensor of its values.
 
-    `form` is the name of its element type, `grad` that of its gradient; "": its gradient is plain.
+    `form` is the name of its element type, `grad` that of its gradient; "": its gradient is plain. `giver`: the state
+    whose scale it has (None: no state), and the columns of that scale and of its gradient's there.
     """
 
-    def __init__(self, t: torch.Tensor, form: str, grad: str) -> None:
-        self.t, self.form, self.grad = t, form, grad
+    def __init__(self, t: torch.Tensor, form: str, grad: str, giver: tuple[Any, int, int]) -> None:
+        self.t, self.form, self.grad, self.giver = t, form, grad, giver
+
+    def text(self) -> str:
+        """What an operator is told of it."""
+        return f"{self.form}:{self.grad}:{self.giver[2]}"
 
     @property
     def shape(self) -> torch.Size:
@@ -77,7 +82,7 @@ class Carried:
 
     def view(self, *shape: int) -> Carried:
         """The same values in another shape."""
-        return Carried(self.t.view(*shape), self.form, self.grad)
+        return Carried(self.t.view(*shape), self.form, self.grad, self.giver)
 
     def values(self) -> torch.Tensor:
         """In its dtype; their gradient is plain, as `grad` has to say."""
@@ -87,7 +92,7 @@ class Carried:
 
     def reshape(self, *shape: int) -> Carried:
         """The same values in another shape."""
-        return Carried(self.t.reshape(*shape), self.form, self.grad)
+        return Carried(self.t.reshape(*shape), self.form, self.grad, self.giver)
 
 
 class _Values(torch.autograd.Function):
@@ -117,12 +122,12 @@ def apart(key: str) -> tuple[str, str, str]:
     return name, form, grad
 
 
-def carry(t: Any, text: str) -> Any:
+def carry(t: Any, text: str, giver: Any) -> Any:
     """The first output of a call that was told this by `handing`; in an export it is a tensor's stand-in already."""
     if isinstance(t, Handed):
         return t
     _, form, grad = _apart_at_trace(text)
-    return Carried(t, form, grad)
+    return Carried(t, form, grad, giver)
 
 
 _apart_at_trace = constant_at_trace(apart)
@@ -130,7 +135,7 @@ _apart_at_trace = constant_at_trace(apart)
 
 @constant_at_trace
 def inputs_carried(forms: tuple[str, ...]) -> str:
-    """What an operator is told of its inputs: "place:form:gradient's form" of each that is carried."""
+    """What an operator is told of its inputs: "place:form:gradient's form:its column" of each that is carried."""
     return " ".join(f"{i}:{text}" for i, text in enumerate(forms) if text)
 
 
@@ -139,14 +144,21 @@ def saved_carried(carried: str, origins: tuple[int | None, ...]) -> str:
     """The same of what is saved, by the inputs that it comes from."""
     forms = parsed(carried)
     given = ((i, forms.get(o)) for i, o in enumerate(origins) if o is not None and o >= 0)
-    return " ".join(f"{i}:{found[0]}:{found[1]}" for i, found in given if found is not None)
+    return " ".join(f"{i}:{found[0]}:{found[1]}:" for i, found in given if found is not None)
 
 
 @lru_cache(maxsize=1024)
 def parsed(text: str) -> dict[int, tuple[str, str]]:
     """{place: (form, its gradient's form)}."""
     found = [part.split(":") for part in text.split(" ") if part]
-    return {int(place): (form, grad) for place, form, grad in found}
+    return {int(place): (form, grad) for place, form, grad, _ in found}
+
+
+@constant_at_trace
+def column_of_gradient(text: str) -> int:
+    """Of the one carried input whose gradient is: where the scale of that is in the state of who gave the input."""
+    found = [part.split(":") for part in text.split(" ")]
+    return next(int(column) for _, _, grad, column in found if grad)
 
 
 # ------------------------------------------------------------------------------------------- inside of an operator

@@ -16,7 +16,7 @@ from te_core.layers.linear import Sink
 from te_core.quantized import QuantizedTensor
 from te_core.runtime import Runtime
 from te_core.tensor import META, Device, Tensor
-from te_torch import offloading, shortcuts, updates
+from te_torch import handovers, offloading, shortcuts, updates
 from te_torch import state as scaling
 from te_torch.calls import Call as Call
 from te_torch.calls import Layer as Layer
@@ -171,7 +171,11 @@ def _run(
     _check_devices(rt.device, inputs)
     views = _to_core_all(rt, inputs, call.layer.strided)
     outputs, saved = call.forward.known_as(key, rt, *views, scales=scales, **options)
-    return _own(outputs, inputs), [None if t is None else t.owner for t in saved]
+    made = _own(outputs, inputs)
+    slots = call.layer.slots
+    if state is not None and slots is not None:
+        handovers.note(scaling.FORWARD, state, inputs[: slots.inputs], slots.input, made[0], slots.output)
+    return made, [None if t is None else t.owner for t in saved]
 
 
 def _to_core_all(rt: Runtime, tensors: Sequence[torch.Tensor | None], strided: bool = False) -> list[Any]:
@@ -313,7 +317,10 @@ class _Eager(torch.autograd.Function):
             ctx.maybe_clear_saved_tensors()
             options = {**options, "release": True}
         results = call.backward.known_as(key, rt, *views, saved, scales=scales, **options)
-        return _as_returned(ctx, _gradients(call.layer, results, given), options)
+        gradients, slots = _gradients(call.layer, results, given), call.layer.slots
+        if state is not None and slots is not None:
+            handovers.note(scaling.BACKWARD, state, given, slots.grad_output, gradients[0], slots.grad_input)
+        return _as_returned(ctx, gradients, options)
 
 
 def _on_boundary(t: Any, whole: bool) -> Any:

@@ -24,11 +24,20 @@ from te_core.quantize.state import Scales
 from te_core.quantized import QuantizedTensor
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
+from te_torch import handovers, updates
 from te_torch import state as scaling
-from te_torch import updates
 from te_torch.autocast import active, forward_ad, in_backward
 from te_torch.calls import Call, call_of, complete
-from te_torch.carried import Carried, apart, closed, inputs_carried, opened, plain_or_closed, saved_carried
+from te_torch.carried import (
+    Carried,
+    apart,
+    closed,
+    column_of_gradient,
+    inputs_carried,
+    opened,
+    plain_or_closed,
+    saved_carried,
+)
 from te_torch.carried import parsed as parsed_carried
 from te_torch.precisions import precision_of, recipe_of
 from te_torch.program_names import name_of_program
@@ -479,24 +488,42 @@ def apply_traced(
 ) -> tuple[torch.Tensor, ...]:
     """The layer's outputs, as traced code computes them. An input may be `Carried`."""
     text, more = ("", []) if copies is None else (copies.text, copies.tensors)
-    carried = ""
-    if any([isinstance(t, Carried) for t in inputs]):
-        carried = inputs_carried(tuple([f"{t.form}:{t.grad}" if isinstance(t, Carried) else "" for t in inputs]))
+    carried, givers = "", [t for t in inputs if isinstance(t, Carried)]
+    if givers:
+        carried = inputs_carried(tuple([t.text() if isinstance(t, Carried) else "" for t in inputs]))
         inputs = [t.t if isinstance(t, Carried) else t for t in inputs]
     if given is None:
-        outputs = list(_Traced.apply(key, "", text, carried, None, None, None, *inputs, *more))
+        outputs = list(_Traced.apply(key, "", text, carried, None, None, None, *inputs, *more, None))
     else:
         state, (scale, rule) = given.state, scale_to_read(given, recompute)
         *outputs, maxima = _Traced.apply(
-            key, rule, text, carried, scale, state.scale_bwd, state.amax_history_bwd, *inputs, *more
+            key, rule, text, carried, scale, state.scale_bwd, state.amax_history_bwd, *inputs, *more, _told(givers)
         )
         if not recompute:
             merge(state.amax_history_fwd, maxima)
+            for giver, column, _ in [t.giver for t in givers if t.giver[0] is not None]:
+                handovers.merge(state.amax_history_fwd, _received(key)[0], giver.amax_history_fwd[0], column)
     made = made_of(text)
     if copies is None or not made:
         return tuple(outputs)
     copies.keep(outputs[len(outputs) - made :])
     return tuple(outputs[: len(outputs) - made])
+
+
+def _told(givers: Sequence[Carried]) -> torch.Tensor | None:
+    """The history that sees the maximum, too, of the one gradient that goes back quantized."""
+    for t in givers:
+        if t.grad and t.giver[0] is not None:
+            return t.giver[0].amax_history_bwd
+    return None
+
+
+@constant_at_trace
+def _received(key: str) -> tuple[int, int]:
+    """Where the scale of a quantized input is in the state of a call's layer, and that of its gradient."""
+    slots = call_of(apart(key)[0]).layer.slots
+    assert slots is not None
+    return slots.input, slots.grad_input
 
 
 def merge(history: torch.Tensor, maxima: torch.Tensor) -> None:
@@ -517,6 +544,7 @@ class _Traced(torch.autograd.Function):
         history_bwd: Any,
         *inputs: torch.Tensor | None,
     ) -> Any:
+        *inputs, told = inputs  # type: ignore[assignment]
         dense = [t if t is None or isinstance(t, QuantizedTorch) else t.contiguous() for t in inputs]
         results = torch.ops.te_runtime.forward(
             dense, scale_fwd, scale_bwd if rule else None, key, rule, "", copies, carried
@@ -536,7 +564,7 @@ class _Traced(torch.autograd.Function):
         if copies and _reads_copies(key):
             ctx.copies = for_backward(copies)
             saved += kept or given_of(copies, inputs)
-        ctx.save_for_backward(*saved, scale_bwd, history_bwd)
+        ctx.save_for_backward(*saved, scale_bwd, history_bwd, told)
         end_of_differentiable = _differentiable(key)
         others = [] if end_of_differentiable is None else outputs[end_of_differentiable:]
         if scale_fwd is None:
@@ -547,13 +575,15 @@ class _Traced(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
-        *saved, scale_bwd, history_bwd = ctx.saved_tensors
+        *saved, scale_bwd, history_bwd, told = ctx.saved_tensors
         grads = grads[: ctx.outputs]  # copies of weights and maxima have none
         results = torch.ops.te_runtime.backward(
             list(grads), saved, scale_bwd, ctx.key, "", ctx.copies, ctx.carried, ctx.kept
         )
         if scale_bwd is not None:
             merge(history_bwd, results[-1])
+            if told is not None:
+                handovers.merge(told, column_of_gradient(ctx.carried), results[-1], _received(ctx.key)[1])
         fresh = iter(results)
         found = [next(fresh) if g else None for g in _gives(ctx.key)]
-        return (None, None, None, None, None, None, None, *found, *[None] * (ctx.inputs - len(found)))
+        return (*[None] * 7, *found, *[None] * (ctx.inputs + 1 - len(found)))

@@ -75,6 +75,7 @@ class ScalingState(torch.nn.Module):
     in_use = True
 
     updated = False  # its maxima have made scales
+    receives = False  # updates of other states write its histories
 
     def __init__(self, gemms: int, history_length: int, device: torch.device) -> None:
         super().__init__()
@@ -93,9 +94,14 @@ class ScalingState(torch.nn.Module):
 
     def _renew(self) -> None:
         """Everything derived from the buffers, after they were replaced."""
+        global moves
         if "token" not in self.__dict__:
             self.token = next(_tokens)
             _by_token[self.token] = self
+            # Whose histories see maxima of this one, too (te_torch.handovers): (direction, column, token, its column).
+            self.receivers: dict[tuple[int, int, int, int], None] = {}
+        elif self.receives:
+            moves += 1
         #: The buffers and the rule that it has now: what was made for those is not asked of a state that has others.
         self.layout = next(_layouts)
         if self.scale_bwd.data_ptr():
@@ -115,8 +121,9 @@ class ScalingState(torch.nn.Module):
         if self.scale_fwd.is_cpu:  # torch moves it into shared memory, in place, if this is for another process
             moves += 1
             self._views, self._core = None, {}
-        derived = "token layout precision _views _places _core update_plans seen_version told due".split()
-        return {**{k: v for k, v in self.__dict__.items() if k not in derived}, "group": None}
+        derived = "token layout receivers receives precision _views _places _core update_plans seen_version told due"
+        kept = {k: v for k, v in self.__dict__.items() if k not in derived.split()}
+        return {**kept, "group": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

@@ -16,7 +16,7 @@ from te_core.ops import raw as ops
 from te_core.ops.quantize import ScalingState as CoreState
 from te_core.plan_cache import drop_oldest
 from te_core.precision import Operand, Precision
-from te_torch import amax_reduction
+from te_torch import amax_reduction, handovers
 from te_torch import state as scaling
 from te_torch.runtime import runtime_for, to_core
 from te_torch.state import BACKWARD, FORWARD, ScalingState, by_token, noted, to_resize, watched
@@ -65,30 +65,32 @@ def update(tokens: Iterable[int], direction: int, only_due: bool = False) -> Non
     """The delayed-scaling step of these states, each once: one launch per device and rule."""
     if to_resize:
         _resize(tokens := list(tokens), direction)
-    found: dict[int, ScalingState] = {}
+    found: dict[int, ScalingState] = {}  # by their layouts, of which plans are
     for token in tokens:
         state = by_token(token)
         if state is None or state.precision is None or (only_due and not state.due):
             continue
         if _operand(state.precision, direction) is None:
             continue
-        found[token] = state
+        found[state.layout] = state
     states = list(found.values())
     if not states:
         return
     # A step usually updates the states that the last one did: its plan is kept with the first of them.
-    key = (direction, scaling.moves, *[state.layout for state in states])
-    amax_reduction.reduce(states, direction, key)
-    if direction == FORWARD:
-        for state in states:
-            state.__dict__["due"] = False
+    key = (direction, scaling.moves, *found)
     plans = states[0].update_plans
     plan = plans.get(key)
     if plan is None:
         if len(plans) > 16:
             plans.clear()
         plan = plans[key] = _plan_update(states, direction)
-    launches, tokens_by_callables = plan
+    handed, launches, tokens_by_callables = plan
+    for receivers, givers in handed:
+        torch._foreach_maximum_(receivers, givers)
+    amax_reduction.reduce(states, direction, key)
+    if direction == FORWARD:
+        for state in states:
+            state.__dict__["due"] = False
     for anchor, launch in launches:
         ops.run_update(runtime_for(anchor), launch)
     for token in tokens_by_callables:
@@ -131,7 +133,8 @@ def abandon(tokens: Iterable[int], group: Any, precision: Precision, only_due: b
     amax_reduction.abandoned({group, *[state.group for state in states]}, precision)
 
 
-def _plan_update(states: list[ScalingState], direction: int) -> tuple[list[tuple[torch.Tensor, Any]], list[int]]:
+def _plan_update(states: list[ScalingState], direction: int) -> tuple[list[Any], list[Any], list[int]]:
+    """(maxima of receivers and of those who hand over to them, launches with a tensor of each, states by callables)."""
     groups: dict[Any, list[tuple[ScalingState, Precision]]] = {}
     by_callables = []
     for state in states:
@@ -152,7 +155,7 @@ def _plan_update(states: list[ScalingState], direction: int) -> tuple[list[tuple
         anchor = members[0][0].scale_fwd
         parts = [state.core(direction, _limit(precision, direction)) for state, precision in members]
         launches.append((anchor, ops.plan_update(runtime_for(anchor), parts, algo)))
-    return launches, by_callables
+    return handovers.pairs(states, direction), launches, by_callables
 
 
 def update_traced(ran: list[tuple[ScalingState, Any, Any]]) -> None:

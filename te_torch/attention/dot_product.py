@@ -457,7 +457,10 @@ class DotProductAttention(BaseModule):
                 return _result(fp8_attention.emulated_at_trace(getattr(_programs, name), low, inputs), None, orders)
             forms = len(key.form) - 2, len(key.kv_form) - 2
             out = fp8_attention.run_call(name, state, recompute, inputs, forms)
-            return carry(out, asked[2]) if isinstance(asked[2], str) and asked[2] else _result(out, None, orders)
+            if isinstance(asked[2], str) and asked[2]:
+                assert state is not None  # FP8 attention keeps one, whatever its recipe
+                return carry(out, asked[2], (state.state, fp8_attention.SLOTS.output, fp8_attention.SLOTS.grad_output))
+            return _result(out, None, orders)
         if backend == choose.UNFUSED:
             return _result(*unfused.run(getattr(_programs, name), inputs), orders)
         return _result(*fused.run_call(name, key.packing, inputs), orders)

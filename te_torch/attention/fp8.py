@@ -17,7 +17,7 @@ from te_core.layers.inspector import PLAIN_ATTENTION, offer
 from te_core.ops import raw as ops
 from te_core.precision import AttentionPrecision, History, Operand, Precision, the_one
 from te_core.quantize.operands import dense
-from te_core.quantize.state import Scales, backward_cast, forward_cast
+from te_core.quantize.state import BACKWARD_SLOTS, FORWARD_SLOTS, Scales, backward_cast, forward_cast
 from te_core.quantized import Cast
 from te_core.recipe import DelayedScaling, Float8CurrentScaling, Format, MXFP8BlockScaling, Recipe, resolve
 from te_core.runtime import Runtime
@@ -26,6 +26,7 @@ from te_torch.attention import choose, env, unfused
 from te_torch.attention.plan import Plan
 from te_torch.autocast import Now
 from te_torch.base.watching import Choice
+from te_torch.calls import Slots
 from te_torch.carried import Carried, apart
 from te_torch.function import Call, Layer, apply, key_of, register
 from te_torch.precisions import number_of_precision, precision_of, recipe_of
@@ -34,7 +35,12 @@ from te_torch.runtime import TO_CORE, constant_at_trace, runtime_for, to_core, t
 from te_torch.state import ScalingState
 from te_torch.updates import ran_backward, this_pass
 
-ATTENTION = Layer("attention_fp8", core.forward, core.backward, AttentionSaved)
+SLOTS = Slots(
+    3,
+    *(FORWARD_SLOTS * core.QKV[0] + core.QKV[1], BACKWARD_SLOTS * core.DQKV[0] + core.DQKV[1]),
+    *(FORWARD_SLOTS * core.OUT[0] + core.OUT[1], BACKWARD_SLOTS * core.DOUT[0] + core.DOUT[1]),
+)
+ATTENTION = Layer("attention_fp8", core.forward, core.backward, AttentionSaved, slots=SLOTS)
 
 _RECIPES = {kind.__name__: kind for kind in (DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling)}
 _CALLS = 2048  # of a module, as its plans

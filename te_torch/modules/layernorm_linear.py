@@ -17,6 +17,7 @@ from te_torch.base.module import BaseModule, check_input, wants_grad
 from te_torch.base.options import check_options
 from te_torch.base.parallel import eagerly
 from te_torch.base.residual import Branch, enter_stream, stream_of
+from te_torch.calls import OF_NORM_LINEAR
 from te_torch.export import layers
 from te_torch.function import Call, Layer, apply, register
 from te_torch.modules.linear import SplitParameters, empty_bias, returned_bias
@@ -36,6 +37,7 @@ NORM_LINEAR = Layer(
     linears=lambda s: (s.linear,),
     copies=lambda saved: (saved.w,),
     plain=layers.norm_linear,
+    slots=OF_NORM_LINEAR,
 )
 
 

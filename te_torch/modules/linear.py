@@ -20,6 +20,7 @@ from te_torch.base.parallel import eagerly
 from te_torch.base.quantized_init import check_recipe_fits
 from te_torch.base.watching import Choice
 from te_torch.base.weights import check_whole
+from te_torch.calls import OF_LINEAR
 from te_torch.export import layers
 from te_torch.function import Call, Layer, apply, register
 from te_torch.precisions import draws, precision_of
@@ -34,6 +35,7 @@ LINEAR = Layer(
     linears=lambda s: (s,),
     copies=lambda saved: (saved.w,),
     plain=layers.linear,
+    slots=OF_LINEAR,
 )
 
 

@@ -43,7 +43,7 @@ WHOLE = Seen()
 class Memory:
     """What all tensors over the same data know of it, or of parts of it."""
 
-    __slots__ = ("alone", "arriving", "begins", "blank", "size", "writes")
+    __slots__ = ("alone", "arriving", "begins", "blank", "giver", "size", "writes")
 
     def __init__(self) -> None:
         self.writes = 0
@@ -51,6 +51,7 @@ class Memory:
         self.arriving: Any = None  # parts of another tensor that were written to it (arriving.py)
         self.blank = False  # all zeros, to which any scale fits
         self.alone: Any = None  # the one part that was written since, beside which all is zero (FSDP2 fills shards up)
+        self.giver = (0, 0)  # the scaling state that its scale is of, by token, and the column (te_torch.handovers)
         self.begins: tuple[int, Any] | None = None  # before its first run, with delayed scaling: margin, scaling state
 
     @property

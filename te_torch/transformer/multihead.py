@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from te_core.attention import DIMENSIONS, canonical_mask
 from te_core.errors import ArgumentError, UnsupportedError
-from te_torch.attention import env
+from te_core.quantize.state import GRAD_OUTPUT, OUTPUT
 from te_torch.attention.dot_product import DotProductAttention
-from te_torch.attention.fp8 import attention_number, kept_high
+from te_torch.attention.fp8 import kept_high
 from te_torch.attention.inference import InferenceParams
 from te_torch.attention.masks import AttentionArgumentError
 from te_torch.attention.rope import apply_rotary_pos_emb, split_heads
@@ -26,27 +26,27 @@ from te_torch.base.parallel import check_group, compare_options, size_of
 from te_torch.base.quantized_init import initialising
 from te_torch.base.residual import Branch
 from te_torch.base.sharding import Unit
-from te_torch.carried import carry, form_name, handing
+from te_torch.carried import carry
 from te_torch.export.mode import exporting, not_exported
 from te_torch.module_names import next_name, shown
 from te_torch.modules.l2_norm import L2Normalization
 from te_torch.modules.layernorm_linear import LayerNormLinear
 from te_torch.modules.linear import Linear
 from te_torch.modules.norm import LayerNorm, RMSNorm
-from te_torch.precisions import is_custom, precision_of
-from te_torch.runtime import constant_at_trace, default_device
+from te_torch.runtime import default_device
+from te_torch.transformer.handed import (
+    PROJECTIONS,
+    HandOver,
+    begin_alike,
+    handed_at_trace,
+    handed_in,
+    is_a,
+    is_plainly_called,
+)
 
 ATTENTION_TYPES = ("self", "cross")
 _QK_NORMS = {"RMSNorm": RMSNorm, "LayerNorm": LayerNorm}
 QK_NORMS = ("L2Normalization", *_QK_NORMS)
-
-
-class HandOver(NamedTuple):
-    """What goes between the parts of the module in FP8."""
-
-    qkv: Any = False  # the projection, to the attention; in traced code what its call is told (te_torch.carried)
-    out: Any = False  # the attention's output, to the last projection; likewise
-    grad: bool = False  # and its gradient back
 
 
 _NOTHING = HandOver()
@@ -234,6 +234,7 @@ class MultiheadAttention(Unit):
             self.key_value = Linear(width, 2 * kv, parameters_split=split, name=f"{name}.linear_kv", **linear)
         for part in self.children():
             part.hands_over = True  # type: ignore[assignment]
+        self.register_load_state_dict_post_hook(begin_alike)
 
     # --------------------------------------------------------------------------------------- groups
 
@@ -378,7 +379,7 @@ class MultiheadAttention(Unit):
             return _NOTHING
         between = between or self.q_norm is not None
         if tracing:
-            known = all([_is_plainly_called(self._modules.get(name)) for name in _PROJECTIONS])
+            known = all([is_plainly_called(self._modules.get(name)) for name in PROJECTIONS])
             if exporting.on:  # padding is read where it lies
                 return self._hand_over_exported(number, between, known and not self._watched())
             known = known and not moved
@@ -386,9 +387,9 @@ class MultiheadAttention(Unit):
             heads, groups = self.num_attention_heads_per_partition, self.num_gqa_groups_per_partition
             straight = not self.qkv_weight_interleaved or groups in (1, heads)
             of_self = self.attention_type == "self" and straight
-            found = _handed_at_trace(number, between, of_self) if known else _NOTHING
+            found = handed_at_trace(number, between, of_self) if known else _NOTHING
             return HandOver(*found)
-        qkv, out, grad = _handed(number, between)
+        qkv, out, grad = handed_in(number, between)
         core = self._part("core_attention")
         if out and isinstance(core, DotProductAttention) and core.inspector is not None:
             forward, backward = kept_high(core, number)
@@ -396,7 +397,7 @@ class MultiheadAttention(Unit):
         return HandOver(qkv, out, grad)
 
     def _hand_over_exported(self, number: int, between: bool, known: bool) -> HandOver:
-        found = HandOver(*_handed_at_trace(number, between, False))
+        found = HandOver(*handed_at_trace(number, between, False))
         if (found.qkv or found.out) and not known:
             got = "FP8 between the parts of a MultiheadAttention, of which one has hooks or is a module of yours"
             do = "remove the hooks, merge an adapter into its weight, or export with fp8_dpa=False and fp8_mha=False"
@@ -439,7 +440,8 @@ class MultiheadAttention(Unit):
             project = self.layernorm_query if self.input_layernorm else self.query_layer
             q, *returned = _listed(project(hidden, first_microbatch, fp8_output=handed.qkv))
             if isinstance(handed.qkv, str):
-                q, packed = carry(q, handed.qkv), carry(packed, handed.qkv)
+                q = carry(q, handed.qkv, (project.fp8_state, OUTPUT, GRAD_OUTPUT))
+                packed = carry(packed, handed.qkv, (self.key_value.fp8_state, OUTPUT, GRAD_OUTPUT))
             q = q.view(*q.shape[:-1], self.num_attention_heads_per_partition, self.kv_channels)
             # A cache says where queries stand; it keeps nothing of encoder_output.
             options = {**options, "inference_params": None}
@@ -447,7 +449,7 @@ class MultiheadAttention(Unit):
             project = self._part("layernorm_qkv" if self.input_layernorm else "qkv")
             packed, *returned = _listed(project(hidden, first_microbatch, handed.qkv))
             if isinstance(handed.qkv, str):
-                packed = carry(packed, handed.qkv)
+                packed = carry(packed, handed.qkv, (project.fp8_state, OUTPUT, GRAD_OUTPUT))
         touched = watched or self.q_norm is not None or angles[0] is not None or angles[1] is not None
         if not touched and options["inference_params"] is None:  # attention reads the projections as they are
             operands = (q, packed) if encoded else (packed, None)
@@ -472,7 +474,7 @@ class MultiheadAttention(Unit):
         core = self._modules["core_attention"]
         assert core is not None
         hooks = core._forward_hooks or core._forward_pre_hooks or core._backward_hooks or core._backward_pre_hooks
-        return bool(hooks) or (type(core) is not DotProductAttention and not _is_a(core, DotProductAttention))
+        return bool(hooks) or (type(core) is not DotProductAttention and not is_a(core, DotProductAttention))
 
     def _split(
         self,
@@ -519,51 +521,6 @@ class MultiheadAttention(Unit):
             "cp_size": self._cp_size,
             "cp_rank": self._cp_rank,
         }
-
-
-@constant_at_trace
-def _handed(number: int, between: bool) -> tuple[bool, bool, bool]:
-    """`HandOver` in the precision of this number; `between`: something is done to queries or keys in between."""
-    precision = precision_of(attention_number(number))  # the environment may give attention a recipe of its own
-    rule = None if precision is None else precision.attention
-    if rule is None or rule.qkv.scaling not in ("delayed", "current", "custom"):
-        return False, False, False
-    kind = rule.qkv.scaling
-    out = rule.handed or kind != "custom"
-    return rule.handed and not between and kind != "current", out, out and kind != "current"
-
-
-@constant_at_trace
-def _handed_at_trace(number: int, between: bool, of_self: bool) -> tuple[Any, Any, bool]:
-    """The same for traced code: in place of True, what a call is told. `of_self`: q, k and v are one tensor."""
-    base, own = precision_of(number), precision_of(attention_number(number))
-    qkv, out, grad = _handed(number, between)
-    if base is None or own is None or own.attention is None or is_custom(number):
-        return False, False, False
-    rule, given, of_q = own.attention, "", ""
-    if grad and base.grad_input is not None:
-        given = form_name(base.grad_input.format)
-    # The emulation gives plain gradients, and whether it runs is known too late.
-    if of_self and rule.backward and not env.now().emulate_fp8 and rule.grad_input.scaling == "delayed":
-        of_q = form_name(rule.grad_input.format)
-    told = handing(form_name(base.output.format), of_q) if qkv and base.output is not None else False
-    return told, handing(form_name(rule.output.format), given) if out else False, grad
-
-
-_PROJECTIONS = ("proj", "qkv", "layernorm_qkv", "key_value", "query_layer", "layernorm_query")
-
-
-def _is_plainly_called(module: torch.nn.Module | None) -> bool:
-    """Whether a projection is one of ours, and nobody else sees what goes in or comes out."""
-    if module is None:
-        return True
-    hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    return (_is_a(module, Linear) or _is_a(module, LayerNormLinear)) and not hooks
-
-
-def _is_a(module: torch.nn.Module, kind: type[torch.nn.Module]) -> bool:
-    """Whether it is one of ours. An exporter's stand-in for a module that stands in two places is, too."""
-    return type(module) is kind or (exporting.on and type(module).forward is kind.forward)
 
 
 def _pair(angles: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:

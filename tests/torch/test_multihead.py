@@ -11,7 +11,8 @@ from torch.utils.checkpoint import checkpoint
 import te_torch as te
 from te_core.recipe import DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling
 from te_torch.attention.rope import RotaryPositionEmbedding
-from te_torch.transformer.multihead import HandOver, MultiheadAttention
+from te_torch.transformer.handed import HandOver
+from te_torch.transformer.multihead import MultiheadAttention
 from tests.backends import devices
 from tests.covering import covering
 from tests.module_steps import differences, gradient_for, on, randomise, step, values
