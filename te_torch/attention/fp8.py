@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from math import prod
 from typing import Any
 
 import torch
@@ -183,7 +184,7 @@ def run_call(call: Any, state: Any, recompute: bool, inputs: AttentionInputs, di
 
 
 def _in_rows(t: torch.Tensor | None, n: int) -> Any:
-    return None if t is None else t.reshape(*t.shape[:n], -1) if t.ndim > n + 1 else t
+    return None if t is None else t.reshape(*t.shape[:n], prod(t.shape[n:])) if t.ndim > n + 1 else t
 
 
 def _frame(t: torch.Tensor | None, n: int) -> torch.Tensor | None:

@@ -97,7 +97,8 @@ def longest(cu: torch.Tensor) -> int:
         got = "packed sequences without max_seqlen inside a CUDA graph's capture"
         allowed, do = "max_seqlen_q and max_seqlen_kv, as numbers", "pass the longest length that may occur"
         raise AttentionArgumentError("DotProductAttention", got, allowed, do)
-    return max(1, -(-int((cu[1:] - cu[:-1]).max()) // 64)) * 64  # 64 where all sequences are empty, too
+    longest = int((cu[1:] - cu[:-1]).max()) if cu.shape[0] > 1 else 0
+    return max(1, -(-longest // 64)) * 64  # 64 where all sequences are empty, too
 
 
 # ------------------------------------------------------------------------------------------ the mask itself

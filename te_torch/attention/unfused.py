@@ -108,7 +108,7 @@ def _weights(
     if spec.max_logit:
         seen = scores.detach().float() * divide
         seen = seen if unseen is None else seen.masked_fill(unseen, -torch.inf)
-        largest = seen.amax((0, 2, 3))
+        largest = seen.amax((0, 2, 3)) if seen.numel() else seen.new_full((size.heads,), -torch.inf)
     if fuse:
         return _fused_softmax(spec, scores, inputs, float(divide)), largest
     return softmax(scores, unseen, spec.softmax, inputs.sink, float(divide)).to(kind), largest
@@ -193,4 +193,4 @@ class _Dropout(torch.autograd.Function):
 
 
 def _matrix(t: torch.Tensor) -> Any:
-    return to_core(t.view(-1, t.shape[-1]))
+    return to_core(t.flatten(0, -2))

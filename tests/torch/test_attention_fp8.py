@@ -26,6 +26,7 @@ from tests.tolerances import DB, snr_db
 on_devices = pytest.mark.parametrize("device", devices())
 HEADS, WIDTH = 4, 128  # the head width that FP8 training takes on Hopper
 LIMITS = (448.0, 57344.0)
+EMULATION = {"NVTE_FUSED_ATTN": "0", "NVTE_FLASH_ATTN": "0", "NVTE_UnfusedDPA_Emulate_FP8": "1"}
 
 
 def delayed(**options: Any) -> DelayedScaling:
@@ -53,6 +54,28 @@ def alike(a: torch.Tensor, b: torch.Tensor) -> None:
         assert snr_db(a, b) > DB["fp8 attention exact"]
     else:
         assert torch.equal(a, b)
+
+
+@on_devices
+@pytest.mark.parametrize("emulated", [False, True])
+@pytest.mark.parametrize("sizes", [{"s": 0}, {"b": 0}])
+def test_nothing_to_attend_to(sizes: dict[str, int], emulated: bool, device: str, monkeypatch: Any) -> None:
+    """No tokens or no sequences give as many outputs and gradients, and leave the scales sound."""
+    if emulated:
+        for name, value in EMULATION.items():
+            monkeypatch.setenv(name, value)
+    inputs, module = values(device, **sizes), DotProductAttention(HEADS, WIDTH)
+    for form in ("sbhd", "bshd"):
+        out, *grads = step(module, delayed(), inputs, qkv_format=form)
+        assert out.shape == inputs[3].shape and [g.shape for g in grads] == [t.shape for t in inputs[:3]]
+    packed = torch.zeros(*inputs[0].shape[:2], 3, HEADS, WIDTH, device=device, dtype=torch.bfloat16)
+    with te.autocast(recipe=delayed()):
+        assert module(qkv_layer=packed).shape == inputs[3].shape
+    given = values(device)
+    for got, wanted in zip(
+        *(step(m, delayed(), given) for m in (module, DotProductAttention(HEADS, WIDTH))), strict=True
+    ):
+        alike(got, wanted)
 
 
 @on_devices

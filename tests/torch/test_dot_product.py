@@ -221,9 +221,9 @@ def test_packed_sequences_without_a_token(tokens: int, backend: str, device: str
     """All of them empty, as the last batch of a rank may be."""
     use(backend)
     tensors = [t.detach().flatten(0, 1)[:tokens].requires_grad_() for t in inputs(device)]
-    cu = sums([0, 0], device)
-    out, *grads = step(make(qkv_format="thd", attn_mask_type="padding"), tensors, cu_seqlens_q=cu, cu_seqlens_kv=cu)
-    assert out.shape == (tokens, HEADS * WIDTH) and not out.any() and not any(g.any() for g in grads)
+    for cu in (sums([0, 0], device), sums([], device)):
+        out, *grads = step(make(qkv_format="thd", attn_mask_type="padding"), tensors, cu_seqlens_q=cu, cu_seqlens_kv=cu)
+        assert out.shape == (tokens, HEADS * WIDTH) and not out.any() and not any(g.any() for g in grads)
 
 
 # ------------------------------------------------------------------------------------------------------- masks

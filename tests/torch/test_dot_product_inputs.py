@@ -1,4 +1,4 @@
-"""`DotProductAttention`: packed projections as inputs, and what is said to arguments that do not fit."""
+"""`DotProductAttention`: packed projections and empty tensors as inputs, and what is said to arguments that do not fit."""
 
 from __future__ import annotations
 
@@ -133,6 +133,23 @@ def test_projections_as_they_are(backend: str, interleaved: bool, use: Any) -> N
         assert near([out, *got], wanted)
     with pytest.raises(ValueError, match="a token"):
         make()._attend_packed(row[..., :-1], None, interleaved)
+
+
+@on_devices
+@on_backends
+@pytest.mark.parametrize(("batch", "queries", "keys"), [(0, 2, 2), (2, 0, 3), (2, 3, 0)])
+def test_no_pair_of_a_query_and_a_key(batch: int, queries: int, keys: int, backend: str, device: str, use: Any) -> None:
+    """Zeros as outputs and gradients, with dropout too, and no logit."""
+    use(backend)
+    counts = [(queries, HEADS), (keys, GROUPS), (keys, GROUPS)]
+    place: dict[str, Any] = {"device": device, "dtype": torch.bfloat16 if device == "cuda" else torch.float32}
+    tensors = [torch.zeros(batch, n, heads, WIDTH, **place, requires_grad=True) for n, heads in counts]
+    options: dict[str, Any] = {"attn_mask_type": "no_mask", "attention_dropout": 0.5}
+    out, *grads = step(make(**options), tensors)
+    assert out.shape == (batch, queries, HEADS * WIDTH) and not out.any()
+    assert [g.shape for g in grads] == [t.shape for t in tensors] and not any(g.any() for g in grads)
+    _, largest = make(return_max_logit=True, **options).eval()(*tensors)
+    assert torch.equal(largest, torch.full((HEADS,), -torch.inf, device=device))
 
 
 # ------------------------------------------------------------------------------------------------------- errors
