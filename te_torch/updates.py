@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from te_core.errors import UnsupportedError
+from te_core.errors import ArgumentError, UnsupportedError
 from te_core.ops import raw as ops
 from te_core.ops.quantize import ScalingState as CoreState
 from te_core.plan_cache import drop_oldest
@@ -226,21 +226,37 @@ def _update_by_callables(state: ScalingState, direction: int, precision: Precisi
     scale, history, used = (getattr(state, f"{n}_{suffix}") for n in ("scale", "amax_history", "used"))
     operand, rule = _operand(precision, direction), precision.history
     assert operand is not None and rule is not None
-    used.copy_(scale)
+    before = scale.clone()
     if callable(rule.amax_algo):
-        amax = rule.amax_algo(history)
+        amax = _one_each("amax_compute_algo", rule.amax_algo(history), scale)
     else:
         amax = history.amax(dim=0) if rule.amax_algo == "max" else history[0].clone()
-    if history.shape[0] > 1:
-        history.copy_(torch.roll(history, -1, 0))
-    history[0].zero_()
     if rule.scale_algo is not None:
-        new = rule.scale_algo(amax, scale, operand.dtype.max, recipe)
+        found = rule.scale_algo(amax, scale, operand.dtype.max, recipe)
+        new = _one_each("scaling_factor_compute_algo", found, scale)
     else:
         new = (operand.dtype.max / amax) / 2.0**rule.margin
         new = torch.where((amax > 0) & torch.isfinite(amax), new, scale)
         new = torch.where(torch.isinf(new), torch.full_like(new, torch.finfo(torch.float32).max), new)
+    # Only now: what a rule returned may be a view of the history, or be refused.
+    used.copy_(before)
+    if history.shape[0] > 1:
+        history.copy_(torch.roll(history, -1, 0))
+    history[0].zero_()
     scale.copy_(new)
+
+
+def _one_each(name: str, found: Any, scale: torch.Tensor) -> torch.Tensor:
+    """What a user's rule returned, where that is a number for each scale, or one for all."""
+    if isinstance(found, torch.Tensor) and found.shape in (scale.shape, ()):
+        return found
+    got = f"of shape {tuple(found.shape)}" if isinstance(found, torch.Tensor) else f"{found!r}"
+    raise ArgumentError(
+        "DelayedScaling",
+        f"{name}, which returned {'a tensor ' * isinstance(found, torch.Tensor)}{got}",
+        f"a tensor of shape {tuple(scale.shape)}: a number for each scale",
+        "reduce the history [length, scales] over its first dimension",
+    )
 
 
 _pending: dict[int, list[int]] = {}  # backward pass -> states whose backward ran in it

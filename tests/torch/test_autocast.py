@@ -389,58 +389,6 @@ def test_formats(kind: str, recipe: Any, fmt: Format, device: str) -> None:
 
 
 @on_devices
-def test_custom_algorithms(device: str) -> None:
-    """They get the documented arguments, once per update and direction, and what they return is what happens."""
-    seen: list[tuple[Any, ...]] = []
-
-    def amax_of(history: torch.Tensor) -> torch.Tensor:
-        seen.append(("amax", history.clone()))
-        return 2 * history.amax(dim=0)
-
-    def scale_of(amax: torch.Tensor, scale: torch.Tensor, fp8_max: float, given: Any) -> torch.Tensor:
-        seen.append(("scale", amax.clone(), scale.clone(), fp8_max, given))
-        return torch.where(amax > 0, fp8_max / (4 * amax), scale)
-
-    rule = DelayedScaling(margin=1, amax_history_len=3, amax_compute_algo=amax_of, scaling_factor_compute_algo=scale_of)
-    module, x = linear(device), batch(device)
-    w = module.weight.detach().abs().max().item()
-    for i in (1.0, 2.0, 3.0):
-        before = fp8_state(module)
-        seen.clear()
-        with te.autocast(recipe=rule):
-            y = module(i * x)
-        y.backward(gradient_for(y))
-        assert [s[0] for s in seen] == ["amax", "scale"] * 2
-        (_, history), (_, amax, scale, fp8_max, given) = seen[:2]
-        assert history.shape == (3, 3) and history[0, :2].tolist() == [(i * x).abs().max().item(), w]
-        assert torch.equal(amax, 2 * history.amax(0)) and fp8_max == 448.0 and seen[3][3] == 57344.0
-        assert given == rule and isinstance(given, DelayedScaling), "the recipe itself, as documented"
-        assert torch.equal(scale, before.get("fp8_state.scale_fwd", torch.ones(3, device=device)))
-        state = module.fp8_state
-        assert state.scale_fwd[0] == 448 / (8 * history[:, 0].max()) and state.scale_fwd[2] == 1
-        expected = torch.roll(history, -1, 0)
-        expected[0] = 0
-        assert torch.equal(state.amax_history_fwd, expected)
-
-
-@on_devices
-@pytest.mark.parametrize("algo", ["max", "most_recent"])
-def test_one_custom_algorithm_leaves_the_other_as_documented(algo: str, device: str) -> None:
-    module, other, x = linear(device), linear(device), batch(device)
-    custom = DelayedScaling(
-        1, amax_history_len=4, amax_compute_algo=algo, scaling_factor_compute_algo=lambda amax, s, top, r: top / amax
-    )
-    for i in (4.0, 1.0, 2.0):
-        with te.autocast(recipe=custom):
-            module(i * x)
-        assert module.fp8_state.scale_fwd[0] == 448 / ((4 if algo == "max" else i) * x.abs().max())
-        pick = DelayedScaling(1, amax_history_len=4, amax_compute_algo=lambda h: h[0].clone())
-        with te.autocast(recipe=pick):
-            other(i * x)
-        assert other.fp8_state.scale_fwd[0] == 448 / (2 * i * x.abs().max())
-
-
-@on_devices
 def test_fields_changed_between_steps(device: str) -> None:
     """The same recipe object with another margin, algorithm or history length is another rule from then on."""
     module, x = linear(device), batch(device)
