@@ -113,7 +113,7 @@ VARIABLES: dict[str, Variable] = {
     "NVTE_DPA_FP8_RECIPE_DPA": Variable("fp8_dpa of that recipe (default: as the region's)", "switch", ""),
     "NVTE_DPA_FP8_RECIPE_MHA": Variable("fp8_mha of that recipe (default: as the region's)", "switch", ""),
     "NVTE_DPA_FP8_FORMAT": Variable(
-        "format of that recipe (default: the region's, HYBRID under block scaling)", ("E4M3", "E5M2", "HYBRID"), ""
+        "format of that recipe (default: the region's, HYBRID under block scaling)", ("E4M3", "HYBRID"), ""
     ),
     "NVTE_DPA_FP8DS_AMAX_ALGO": Variable(
         "amax_compute_algo of the delayed scaling derived for S and dP (default most_recent)",

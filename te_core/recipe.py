@@ -23,8 +23,8 @@ from te_core.recipe_fields import (
     is_whole,
     named_by_its_fields,
     require,
+    require_delayed,
     require_flags,
-    require_margin,
     require_parameters,
 )
 
@@ -200,28 +200,8 @@ class DelayedScaling(Recipe):
     backward_override: str | None = field(default=_BACKWARD_OVERRIDE)
 
     def __post_init__(self) -> None:
-        name = "DelayedScaling"
         check_common(self, _TRAINED, (None,))
-        require_margin(self)
-        require_flags(self, "reduce_amax")
-        length = self.amax_history_len
-        require(name, "amax_history_len", length, is_whole(length) and length >= 1, "an integer >= 1")
-        algo = self.amax_compute_algo
-        require(
-            name,
-            "amax_compute_algo",
-            algo,
-            algo in ("max", "most_recent") or callable(algo),
-            "'max', 'most_recent' or a callable(history) -> amax",
-        )
-        scale = self.scaling_factor_compute_algo
-        require(
-            name,
-            "scaling_factor_compute_algo",
-            scale,
-            scale is None or callable(scale),
-            "None or a callable(amax, old_scale, fp8_max, recipe) -> new scale",
-        )
+        require_delayed(self)
 
     def resolve(self) -> Precision:
         """The frozen description of this recipe as it stands now."""

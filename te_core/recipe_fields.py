@@ -73,11 +73,39 @@ def check_parameters(parameters: Any) -> None:
             require(name, one.name, value, number, "a number >= 0")
 
 
+def require_format(recipe: Any, formats: Sequence[Enum]) -> None:
+    """The format is one of these."""
+    form = recipe.fp8_format
+    require(type(recipe).__name__, "fp8_format", form, form in formats, " or ".join(map(str, formats)))
+
+
+def require_delayed(recipe: Any) -> None:
+    """The fields of delayed scaling."""
+    name = type(recipe).__name__
+    require_margin(recipe)
+    require_flags(recipe, "reduce_amax")
+    length, algo, scale = recipe.amax_history_len, recipe.amax_compute_algo, recipe.scaling_factor_compute_algo
+    require(name, "amax_history_len", length, is_whole(length) and length >= 1, "an integer >= 1")
+    require(
+        name,
+        "amax_compute_algo",
+        algo,
+        algo in ("max", "most_recent") or callable(algo),
+        "'max', 'most_recent' or a callable(history) -> amax",
+    )
+    require(
+        name,
+        "scaling_factor_compute_algo",
+        scale,
+        scale is None or callable(scale),
+        "None or a callable(amax, old_scale, fp8_max, recipe) -> new scale",
+    )
+
+
 def check_common(recipe: Any, formats: Sequence[Enum], overrides: Sequence[str | None]) -> None:
     """What every recipe has: one of these formats and overrides, and the flags of attention."""
     name = type(recipe).__name__
-    allowed = " or ".join(map(str, formats))
-    require(name, "fp8_format", recipe.fp8_format, recipe.fp8_format in formats, allowed)
+    require_format(recipe, formats)
     require_flags(recipe, "fp8_dpa", "fp8_mha")
     require(
         name,

@@ -20,12 +20,14 @@ import torch
 from te_core import device
 from te_core.errors import ArgumentError, UnsupportedError
 from te_core.recipe import DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling, Recipe
+from te_core.spelling import ArgumentNameError, name_error
 from te_torch import amax_reduction, shape_runs, updates
 from te_torch import state as scaling
 from te_torch.availability import current_device
 from te_torch.export.mode import exporting
 from te_torch.precisions import CALIBRATE, CHECK, EMULATE, STRICT, number_at_trace, number_of, precision_of, recipe_of
 from te_torch.runtime import constant_at_trace, warn
+from te_torch.values import check_flags
 
 
 class Region:
@@ -267,15 +269,12 @@ def prepare_default() -> Recipe:
 # --------------------------------------------------------------------------------------------------- regions
 
 
-class ArgumentNameError(ArgumentError, TypeError):
-    """An argument under a name that another function has for it. Also the usual TypeError."""
-
-
-def _refuse_names(operation: str, given: dict[str, Any], names: dict[str, str], allowed: str) -> None:
-    """Raise for keyword arguments that this function does not have."""
+def _refuse_names(operation: str, given: dict[str, Any], names: dict[str, str], allowed: tuple[str, ...]) -> None:
+    """Raise for keyword arguments that this function does not have, some of which another function calls so."""
     for name, value in given.items():
-        do = f"pass {names[name]}=" if name in names else "correct the name"
-        raise ArgumentNameError(operation, f"{name}={value!r}", allowed, do)
+        if name in names:
+            raise ArgumentNameError(operation, f"{name}={value!r}", ", ".join(allowed), f"pass {names[name]}=")
+    raise name_error(operation, given, allowed)
 
 
 class autocast:  # noqa: N801  the documented name
@@ -321,6 +320,8 @@ class autocast:  # noqa: N801  the documented name
             raise ArgumentError(
                 "autocast", f"recipe={recipe!r}", "a recipe of te_core.recipe, or None", "pass DelayedScaling(), say"
             )
+        if calibrating is not False or strict is not False or emulate is not False or check_finite is not False:
+            check_flags("autocast", calibrating=calibrating, strict=strict, emulate=emulate, check_finite=check_finite)
         self.enabled = enabled
         self.calibrating = calibrating
         if recipe is None:
@@ -328,7 +329,7 @@ class autocast:  # noqa: N801  the documented name
         self.recipe = recipe
         self.amax_reduction_group = amax_reduction_group
         self._graph = _graph
-        self._mode = EMULATE * emulate + STRICT * strict + CHECK * check_finite
+        self._mode = EMULATE * bool(emulate) + STRICT * bool(strict) + CHECK * bool(check_finite)
         self._region: Region | None = None
 
     def __enter__(self) -> None:
@@ -419,7 +420,7 @@ def _leave(region: Region) -> None:
 
 #: The documented names of fp8_autocast's arguments, and what autocast calls them.
 _NEWER_NAMES = {"fp8_recipe": "recipe", "fp8_group": "amax_reduction_group"}
-_ALLOWED = "enabled, calibrating, recipe, amax_reduction_group, strict, emulate, check_finite"
+_ALLOWED = ("enabled", "calibrating", "recipe", "amax_reduction_group", "strict", "emulate", "check_finite")
 _OLDER_NAMES = {newer: older for older, newer in _NEWER_NAMES.items()}
 
 
@@ -433,6 +434,6 @@ def fp8_autocast(
 ) -> autocast:
     """The documented older name of `autocast`."""
     if misnamed:
-        _refuse_names("fp8_autocast", misnamed, _OLDER_NAMES, "enabled, calibrating, fp8_recipe, fp8_group")
+        _refuse_names("fp8_autocast", misnamed, _OLDER_NAMES, ("enabled", "calibrating", "fp8_recipe", "fp8_group"))
     warn("fp8_autocast is the older name of autocast(recipe=...)", DeprecationWarning, 2)
     return autocast(enabled, calibrating, fp8_recipe, fp8_group, _graph)

@@ -23,6 +23,7 @@ from te_torch.listing import table
 from te_torch.runtime import to_core
 from te_torch.state import ScalingState
 from te_torch.surroundings import check_surroundings
+from te_torch.values import check_flags, check_model
 
 _FORWARD, _BACKWARD = ("activation", "weight", "output"), ("gradient", "dgrad")
 #: The slots of an attention that have names of their own: (backward, gemm, slot).
@@ -124,6 +125,8 @@ class NonfiniteReport:
 
 def nonfinite_report(model: torch.nn.Module, reset: bool = False) -> NonfiniteReport:
     """What the casts of every layer met since the counts began. Waits for the device; `reset` begins anew."""
+    check_model("nonfinite_report", model)
+    check_flags("nonfinite_report", reset=reset)
     rows: list[Row] = []
     seen: list[str] = []
     others: list[str] = []

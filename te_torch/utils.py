@@ -11,6 +11,7 @@ import torch
 
 from te_core.errors import ArgumentError
 from te_torch import not_built
+from te_torch.values import is_size
 
 __all__ = [
     "attention_mask_func",
@@ -87,10 +88,12 @@ def deinterleave_glu_tensor(tensor: torch.Tensor, interleave_size: int) -> torch
 
 
 def _turned(operation: str, tensor: torch.Tensor, size: int, gate_first: bool) -> torch.Tensor:
-    if size <= 0 or not tensor.ndim or tensor.shape[0] % (2 * size):
+    if not isinstance(tensor, torch.Tensor):
+        raise ArgumentError(operation, f"a {type(tensor).__name__}", "a tensor", "pass the weight")
+    if not is_size(size) or not tensor.ndim or tensor.shape[0] % (2 * size):
         raise ArgumentError(
             operation,
-            f"interleave_size={size} for a tensor of shape {tuple(tensor.shape)}",
+            f"interleave_size={size!r} for a tensor of shape {tuple(tensor.shape)}",
             "a size above 0, twice of which divides the first dimension",
             "choose such a size, or pad the tensor",
         )

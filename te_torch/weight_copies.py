@@ -29,6 +29,7 @@ from te_torch.likeness import alike
 from te_torch.precisions import part_of, precision_of
 from te_torch.quantized import QuantizedTorch
 from te_torch.runtime import constant_at_trace, shape_runtime, to_core_shape, to_torch
+from te_torch.values import check_flags
 
 _MOST_KINDS = 4  # of copies at a time: recipes and modes that a step changes between
 
@@ -106,6 +107,8 @@ def copies_at_trace(
 
     `lasting`: whether what this call makes can be kept; inside a checkpoint it cannot.
     """
+    if first is not True and first is not False:
+        check_flags(f"{type(module).__name__}.forward", is_first_microbatch=first)
     plain = tuple([not isinstance(w, QuantizedTorch) for w in weights])
     counts = tuple(
         [0 if len(p) == 1 and p[0].dtype == w.dtype else len(p) for w, p in zip(weights, parts, strict=True)]

@@ -21,7 +21,7 @@ GROUND = (
 )
 TORCH_GROUND = (
     "exchange export runtime quantized precisions program_names program_specs module_names likeness module_paths "
-    "listing offloading recipe utils not_built shape_runs surroundings"
+    "listing offloading recipe utils not_built shape_runs surroundings values"
 )
 TORCH_STATE = (
     "calls shortcuts carried handovers weight_copies operators amax_disagreement amax_reduction availability state "

@@ -21,6 +21,7 @@ from te_torch.base.options import check_values
 from te_torch.function import Call, Layer, apply, key_of, register
 from te_torch.quantized import QuantizedTorch
 from te_torch.runtime import check_dtype, constant_at_trace, default_device, outside_autocast
+from te_torch.values import NamedOptions
 
 ROPE = Layer("rope", core.forward, core.backward, core.RopeSaved, strided=True, plain=exported.rope)
 SPLIT_QKV, SPLIT_KV = (
@@ -30,7 +31,7 @@ SPLIT_QKV, SPLIT_KV = (
 _wrong = partial(AttentionArgumentError, "apply_rotary_pos_emb")
 
 
-class RotaryPositionEmbedding(torch.nn.Module):
+class RotaryPositionEmbedding(NamedOptions, torch.nn.Module):
     """The angles of rotary position embedding: position * base^(-2i/dim) for channel pair i."""
 
     def __init__(

@@ -21,6 +21,7 @@ from te_torch.precisions import number_of, precision_of
 from te_torch.quantized import QuantizedTorch
 from te_torch.runtime import FLOATS, default_device
 from te_torch.state import BACKWARD, FORWARD, NAMES, ScalingState, require_usable
+from te_torch.values import check_model
 
 _ENTRY = "_extra_state"
 _INSIDE = f"fused_attention.{_ENTRY}"  # where versions 1.6 and 1.7 of the peer kept that of an attention core
@@ -128,6 +129,7 @@ def prepare_state(model: torch.nn.Module, recipe: Recipe) -> list[str]:
     For loaders that fill the tensors of `model.state_dict()` in place, or compare its keys, before the first forward.
     A recipe without a history needs no state: nothing is done. Materialise a model on the meta device first.
     """
+    check_model("prepare_state", model)
     if not isinstance(recipe, Recipe):
         raise ArgumentError(
             "prepare_state", f"recipe={recipe!r}", "a recipe of te_core.recipe", "pass DelayedScaling()"
@@ -166,6 +168,7 @@ def plain_state_dict(model: torch.nn.Module, dtype: torch.dtype | None = None) -
     Quantized parameters are dequantized. `dtype` is that of all floating-point entries but FP8 state, which stays
     float32; None keeps each one's own. An entry that needs no change is the model's own memory.
     """
+    check_model("plain_state_dict", model)
     if dtype is not None and dtype not in FLOATS:
         raise ArgumentError(
             "plain_state_dict", f"dtype={dtype}", "None, float32, bfloat16 or float16", "pass one of these"

@@ -42,6 +42,7 @@ from te_torch.state import BACKWARD, FORWARD, ScalingState, make_state, make_sta
 from te_torch.surroundings import check_surroundings, refuse_script_tracing
 from te_torch.tensors import QuantizerRole
 from te_torch.utils import get_default_init_method
+from te_torch.values import is_size
 from te_torch.weight_copies import Copies, Held, copies_at_trace
 
 _MOST_CALLS = 256  # that a module keeps
@@ -489,7 +490,7 @@ class BaseModule(TensorParallel, CallingModule):
 
     def adjust_amax_history_length(self, length: int, fwd: bool | None = None) -> None:
         """Cut the amax histories (fwd=True: forward ones, False: backward ones), or fill them up with zeros."""
-        if length < 1:
+        if not is_size(length):
             raise ArgumentError("adjust_amax_history_length", f"length={length}", "an integer >= 1", "correct it")
         if self.fp8_state is not None:
             self.fp8_state.resize_history(length, None if fwd is None else FORWARD if fwd else BACKWARD)

@@ -8,11 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from numbers import Real
-from operator import index
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 from te_core.attention import FORMATS
@@ -21,10 +18,7 @@ from te_core.ops.norm import KINDS as NORMS
 from te_core.ops.norm import MAX_ROW
 from te_torch.parallel.symmetric import check_way
 from te_torch.runtime import FLOATS
-
-
-class OptionError(ArgumentError, AssertionError):
-    """An argument that a constructor does not take. Also the AssertionError that is documented for some of them."""
+from te_torch.values import OptionError, is_flag, is_number, is_size
 
 
 class _Rule(NamedTuple):
@@ -34,32 +28,12 @@ class _Rule(NamedTuple):
     allowed: str
 
 
-def is_size(value: Any) -> bool:
-    """Whether a value is a positive integer, of Python's or of a kind that stands for one."""
-    if isinstance(value, bool | torch.Tensor):
-        return False
-    try:
-        return index(value) >= 1
-    except TypeError:
-        return False
-
-
 def _sizes(value: Any) -> bool:
     return is_size(value) or (isinstance(value, Sequence) and len(value) > 0 and all(map(is_size, value)))
 
 
 def _row(value: Any) -> bool:
     return _sizes(value) and math.prod([value] if is_size(value) else value) <= MAX_ROW
-
-
-def is_number(value: Any) -> bool:
-    """Whether a value is a finite number."""
-    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def is_flag(value: Any) -> bool:
-    """Whether a value says yes or no: nothing whose truth is an accident of its type."""
-    return isinstance(value, bool | np.bool_) or (isinstance(value, int) and value in (0, 1))
 
 
 def _dtype(value: Any) -> bool:
@@ -99,6 +73,10 @@ _FLAG = _Rule(is_flag, "True or False")
 _DTYPE = _Rule(_dtype, "float32, bfloat16 or float16 (None: torch's default dtype, which has to be one of these)")
 _CALLABLE = _or_none(_Rule(callable, "a callable"))
 
+_DEVICES = "a device of torch, 'cpu', 'meta', or 'cuda' where there is a GPU" + (
+    "" if torch.version.cuda else f" and a torch built for CUDA (torch {torch.__version__} is built for the CPU)"
+)
+
 _RULES: dict[str, _Rule] = {
     **dict.fromkeys(
         ("in_features", "out_features", "ffn_hidden_size", "num_attention_heads", "num_gemms"), _SIZE
@@ -137,7 +115,7 @@ _RULES: dict[str, _Rule] = {
     "activation_params": _or_none(
         _Rule(lambda value: isinstance(value, Mapping) and all(map(is_number, value.values())), "a dict of numbers")
     ),
-    "device": _or_none(_Rule(_device, "a device of torch, 'cpu', 'meta', or 'cuda' where there is a GPU")),
+    "device": _or_none(_Rule(_device, _DEVICES)),
     **dict.fromkeys(("name", "rng_tracker_name"), _or_none(_Rule(lambda value: isinstance(value, str), "a string"))),
 }  # fmt: skip
 #: Where an argument of that name is another one.

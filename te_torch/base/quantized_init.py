@@ -16,7 +16,6 @@ from te_core.precision import Operand, Precision
 from te_core.quantize.state import FORWARD_SLOTS, WEIGHT
 from te_core.recipe import Recipe, resolve
 from te_torch.autocast import get_default_recipe
-from te_torch.base.options import is_flag
 from te_torch.custom import custom_precisions
 from te_torch.module_names import name_of, warn_once
 from te_torch.precisions import number_of, precision_of
@@ -25,6 +24,7 @@ from te_torch.state import make_state
 from te_torch.tensors.scales import own_scale
 from te_torch.tensors.sharding import Sharded
 from te_torch.tensors.wrap import quantizer_of
+from te_torch.values import is_flag
 
 
 class _Regions(threading.local):

@@ -13,9 +13,10 @@ from torch.nn import Parameter
 from torch.nn.modules.module import _global_parameter_registration_hooks as _registration_hooks
 
 from te_core.errors import ArgumentError
+from te_torch.values import NamedOptions
 
 
-class Unit(torch.nn.Module):
+class Unit(NamedOptions, torch.nn.Module):
     """A module that may be sharded by itself."""
 
     #: Whether its parameters lose their memory as its forward ends. FSDP2 makes a class of its own for such modules:

@@ -21,6 +21,7 @@ from te_torch.function import Extra
 from te_torch.quantized import QuantizedTorch
 from te_torch.runtime import TO_CORE, outside_autocast, runtime_for, to_core
 from te_torch.surroundings import check_surroundings
+from te_torch.values import check_flags
 
 
 class CachedWeight:
@@ -84,6 +85,9 @@ def extra_for(
 ) -> Extra | None:
     """The `Extra` of a forward with these weights (each made of its `parts`), or None for a plain call."""
     ready: list[QuantizedTensor | None] | None = None
+    if first_microbatch is not None and first_microbatch is not True and first_microbatch is not False:
+        check_flags(f"{type(module).__name__}.forward", is_first_microbatch=first_microbatch)
+        first_microbatch = bool(first_microbatch)
     if first_microbatch is not None and any(p is not None for p in precisions):
         ready = [
             _cached(module, name, i, weight, part, precision, scales, first_microbatch)

@@ -23,10 +23,10 @@ from te_torch.operators import Traced, core_views, flattened, merge, new_maxima,
 from te_torch.quantized import QuantizedTorch
 from te_torch.runtime import TO_TORCH, constant_at_trace, to_core_shape, to_torch
 from te_torch.tensors.dispatch import keeps
+from te_torch.values import splits_of
 from te_torch.weight_copies import Copies, for_backward, given_of, made_of, own_inputs, ready_for
 
 _library = torch.library.Library("te_runtime", "FRAGMENT")
-_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _SIZES = "SymInt[] sizes, Tensor? counts"
 _library.define(
     f"grouped_forward(Tensor?[] inputs, {_SIZES}, Tensor? scale, Tensor? scale_bwd, str key, str rule, "
@@ -52,19 +52,10 @@ def checked_sizes(count: int, rows: int, m_splits: Sequence[int] | torch.Tensor)
     if isinstance(m_splits, torch.Tensor):
         if exporting.on:
             raise not_exported("m_splits in a tensor", "a list of numbers, which are part of the file", "pass a list")
-        if m_splits.dtype not in _INTEGERS:
-            raise ArgumentError(
-                "GroupedLinear.forward",
-                f"m_splits of {m_splits.dtype}",
-                "a list of int or an integer tensor",
-                "convert it: m_splits.to(torch.int64)",
-            )
         if m_splits.device.type not in ("cpu", "meta"):
             for tell in on_host_copy:
                 tell()
-        sizes = m_splits.flatten().tolist()
-    else:
-        sizes = [int(m) for m in m_splits]
+    sizes = splits_of("GroupedLinear.forward", m_splits)
     if len(sizes) != count or min(sizes, default=0) < 0 or sum(sizes) != rows:
         raise ArgumentError(
             "GroupedLinear.forward",

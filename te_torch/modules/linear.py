@@ -14,7 +14,7 @@ from te_core.layers import linear as core
 from te_torch.base.draws import random_pair
 from te_torch.base.forks import fork_of
 from te_torch.base.module import BaseModule, check_input, normal_init
-from te_torch.base.options import check_options, is_size, mode_of
+from te_torch.base.options import check_options, mode_of
 from te_torch.base.original_input import keeps_original
 from te_torch.base.parallel import eagerly
 from te_torch.base.quantized_init import check_recipe_fits
@@ -25,6 +25,7 @@ from te_torch.export import layers
 from te_torch.function import Call, Layer, apply, register
 from te_torch.precisions import draws, precision_of
 from te_torch.runtime import TO_CORE, default_device, outside_autocast
+from te_torch.values import check_flags, is_size
 
 LINEAR = Layer(
     "linear",
@@ -124,6 +125,7 @@ class SplitParameters(BaseModule):
 
     def _linear_spec(self, precision: int, dtype: torch.dtype, *key: Any) -> core.LinearSpec:
         *needs, _, weight_dtype, fp8_output, fp8_grad = key
+        check_flags(f"{type(self).__name__}.forward", fp8_output=fp8_output, fp8_grad=fp8_grad)
         if fp8_output and isinstance(self.inspector, Choice) and self.inspector.current and not self.hands_over:
             raise AssertionError(
                 f"{type(self).__name__}.forward of {self.name}: fp8_output=True while a feature of precision debugging "

@@ -16,9 +16,10 @@ from te_torch.autocast import active, get_default_recipe
 from te_torch.availability import get_align_size_for_quantization
 from te_torch.base.options import check_values
 from te_torch.runtime import outside_autocast
+from te_torch.values import NamedOptions, splits_of
 
 
-class _Aligned(torch.nn.Module):
+class _Aligned(NamedOptions, torch.nn.Module):
     def __init__(self, num_gemms: int, align_size: int | None = None) -> None:
         check_values(type(self).__name__, {"num_gemms": num_gemms, "align_size": align_size})
         super().__init__()
@@ -30,7 +31,7 @@ class _Aligned(torch.nn.Module):
         if self.align_size is None:
             region = active.region
             self.align_size = get_align_size_for_quantization(get_default_recipe() if region is None else region.recipe)
-        sizes = m_splits.tolist() if isinstance(m_splits, torch.Tensor) else list(m_splits)
+        sizes = splits_of(type(self).__name__, m_splits)
         assert len(sizes) == self.num_gemms, (
             f"{type(self).__name__}: m_splits has {len(sizes)} entries, and the module is for {self.num_gemms} groups"
         )
@@ -39,10 +40,10 @@ class _Aligned(torch.nn.Module):
         return sizes, [up(m, self.align_size) for m in sizes]
 
     def _check(self, inp: torch.Tensor, rows: int, meaning: str) -> None:
-        if inp.ndim != 2 or inp.shape[0] != rows:
+        if not isinstance(inp, torch.Tensor) or inp.ndim != 2 or inp.shape[0] != rows:
             raise ArgumentError(
                 type(self).__name__,
-                f"an input of shape {tuple(inp.shape)}",
+                f"an input of shape {tuple(inp.shape)}" if isinstance(inp, torch.Tensor) else f"an input {inp!r}",
                 f"[{rows}, K]: {meaning}",
                 "correct m_splits, or reshape the input to a matrix",
             )

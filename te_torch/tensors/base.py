@@ -14,9 +14,11 @@ from te_core.errors import ArgumentError
 from te_core.precision import Operand
 from te_core.quantized import Format as StorageFormat
 from te_core.recipe import Format
+from te_core.recipe_fields import require_delayed, require_format
 from te_torch.runtime import default_device
 from te_torch.tensors import kinds, run
 from te_torch.tensors.buffers import Buffers, matrix_of
+from te_torch.values import check_flags, check_numbers
 
 
 class Quantizer:
@@ -38,10 +40,16 @@ class Quantizer:
             cls._VALUE = None
 
     def __init__(self, *, rowwise: bool, columnwise: bool) -> None:
+        self._check(rowwise=rowwise, columnwise=columnwise)
         self.rowwise_usage = rowwise
         self.columnwise_usage = columnwise
         self.internal = False
         self.optimize_for_gemm = False
+
+    def _check(self, amax_epsilon: float = 0.0, **flags: bool) -> None:
+        """Refuse values that a rule cannot have."""
+        check_flags(type(self).__name__, **flags)
+        check_numbers(type(self).__name__, amax_epsilon=amax_epsilon)
 
     # ------------------------------------------------------------------------------- what a subclass says
 
@@ -314,6 +322,10 @@ class DelayedScalingRequest(QuantizerRequest):
     amax_compute_algo: Any = "max"
     scaling_factor_compute_algo: Any = None
     reduce_amax: bool = True
+
+    def __post_init__(self) -> None:
+        require_format(self, [form for form in Format if form is not Format.E2M1])
+        require_delayed(self)
 
 
 # ------------------------------------------------------------------------------------------ saving for backward

@@ -547,6 +547,7 @@ class Float8CurrentScalingQuantizer(_PerTensor):
         for name, given in (("use_existing_amax", use_existing_amax), ("scale", scale), ("amax", amax)):
             if given is not None and given is not False:
                 warnings.warn(f"Float8CurrentScalingQuantizer: {name} has no effect", DeprecationWarning, stacklevel=2)
+        self._check(amax_epsilon, with_amax_reduction=with_amax_reduction, force_pow_2_scales=force_pow_2_scales)
         self.dtype = DType.cast(fp8_dtype)
         fp8(self.dtype)
         self.with_amax_reduction = with_amax_reduction

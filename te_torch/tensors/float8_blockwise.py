@@ -122,6 +122,7 @@ class Float8BlockQuantizer(Quantizer):
         block_scaling_dim: int = 2,
     ) -> None:
         super().__init__(rowwise=rowwise, columnwise=columnwise)
+        self._check(amax_epsilon, force_pow_2_scales=force_pow_2_scales)
         if block_scaling_dim not in (1, 2):
             raise ArgumentError(
                 "Float8BlockQuantizer",

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from te_core.errors import ArgumentError
 from te_core.recipe import CustomRecipe
 from te_torch.runtime import to_core
 from te_torch.tensors import kinds
@@ -232,6 +233,10 @@ class IdentityQuantizer(Quantizer):
 
     def __init__(self, *, dtype: torch.dtype | None = None, rowwise: bool = True, columnwise: bool = True) -> None:
         super().__init__(rowwise=rowwise, columnwise=columnwise)
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise ArgumentError(
+                "IdentityQuantizer", f"dtype={dtype!r}", "a floating-point dtype, or None", "correct it"
+            )
         self.dtype = dtype
 
     @property

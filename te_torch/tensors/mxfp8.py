@@ -114,6 +114,7 @@ class MXFP8Quantizer(Quantizer):
         self, fp8_dtype: Any, *, rowwise: bool = True, columnwise: bool = True, with_2d_quantization: bool = False
     ) -> None:
         super().__init__(rowwise=rowwise, columnwise=columnwise)
+        self._check(with_2d_quantization=with_2d_quantization)
         self.dtype = DType.cast(fp8_dtype)
         fp8(self.dtype)
         self.with_2d_quantization = with_2d_quantization

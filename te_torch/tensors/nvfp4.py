@@ -224,6 +224,16 @@ class NVFP4Quantizer(Quantizer):
         with_random_sign_mask: bool = True,
     ) -> None:
         super().__init__(rowwise=rowwise, columnwise=columnwise)
+        self._check(
+            with_amax_reduction=with_amax_reduction,
+            with_rht=with_rht,
+            with_post_rht_amax=with_post_rht_amax,
+            with_2d_quantization=with_2d_quantization,
+            stochastic_rounding=stochastic_rounding,
+            row_scaled_nvfp4=row_scaled_nvfp4,
+            nvfp4_use_4over6=nvfp4_use_4over6,
+            with_random_sign_mask=with_random_sign_mask,
+        )
         if DType.cast(fp4_dtype) is not DType.kFloat4E2M1:
             raise ArgumentError("NVFP4Quantizer", f"fp4_dtype={fp4_dtype!r}", "DType.kFloat4E2M1", "correct it")
         if not nvfp4_use_4over6:

@@ -39,6 +39,7 @@ from te_torch.modules.linear import Linear
 from te_torch.modules.norm import LayerNorm, RMSNorm
 from te_torch.runtime import FLOATS
 from te_torch.tools.foreign_norms import ForeignNorm, difference, looks_like_a_norm, registered
+from te_torch.values import check_flags
 
 Filter = Callable[[str, nn.Module], bool]
 
@@ -117,6 +118,9 @@ def convert(
     """
     if not isinstance(model, nn.Module):
         raise ArgumentError("convert", f"model={model!r}", "a torch.nn.Module", "pass the model itself")
+    check_flags("convert", dry_run=dry_run)
+    if filter is not None and not callable(filter):
+        raise ArgumentError("convert", f"filter={filter!r}", "a callable(name, module) -> bool, or None", "correct it")
     if recipe is not None and not isinstance(recipe, Recipe):
         raise ArgumentError("convert", f"recipe={recipe!r}", "a recipe, or None", "pass DelayedScaling(), say")
     swaps = _Swaps(filter, None if recipe is None else resolve(recipe), _held_rule(recipe))

@@ -14,8 +14,9 @@ import torch
 from torch import nn
 
 from te_core.errors import ArgumentError
-from te_torch.base.options import check_values, is_number
+from te_torch.base.options import check_values
 from te_torch.modules.norm import LayerNorm, RMSNorm
+from te_torch.values import is_number
 
 #: Where norms keep the number that is added to the mean square, unless the registration says where.
 EPS_NAMES = ("eps", "variance_epsilon", "epsilon", "layer_norm_eps", "norm_eps")

@@ -23,6 +23,7 @@ from te_core.tensor import Tensor
 from te_torch.autocast import in_backward
 from te_torch.listing import table
 from te_torch.state import ScalingState
+from te_torch.values import check_model
 
 #: Kinds of memory: name -> heading of its column.
 KINDS = {
@@ -80,7 +81,8 @@ class MemoryReport:
 
 def memory_report(model: torch.nn.Module, saved: measure_saved | None = None) -> MemoryReport:
     """What the model's layers hold now; with `saved`, also what a measured forward kept for backward."""
-    if saved is not None and saved.model is not model:
+    check_model("memory_report", model)
+    if saved is not None and getattr(saved, "model", None) is not model:
         raise ArgumentError("memory_report", "saved of another model", "measure_saved(model)", "measure this model")
     sizes: dict[str, dict[str, int]] = {}
     seen: set[Any] = set()
@@ -164,6 +166,7 @@ class measure_saved:  # noqa: N801  a context, named as a function
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
+        check_model("measure_saved", model)
         self.model = model
         self.by_layer: dict[str, int] = {}
         self._running: list[str] = []

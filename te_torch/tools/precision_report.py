@@ -24,6 +24,7 @@ from te_torch.base.module import BaseModule
 from te_torch.listing import table, together
 from te_torch.module_names import known_as
 from te_torch.quantized import QuantizedTorch, core_of
+from te_torch.values import check_model
 
 
 class Row(NamedTuple):
@@ -92,6 +93,7 @@ NOTHING = (
 
 def precision_report(model: torch.nn.Module) -> PrecisionReport:
     """What the last forward of every layer computes its GEMMs in, backward included."""
+    check_model("precision_report", model)
     rows: list[Row] = []
     idle: list[str] = []
     for name, module in model.named_modules():

@@ -23,6 +23,7 @@ from te_torch.base.module import CallingModule
 from te_torch.quantized import QuantizedTorch
 from te_torch.runtime import warn
 from te_torch.training.collectives import gather_split_1d_tensor, split_tensor_into_1d_equal_chunks
+from te_torch.values import is_flag
 
 #: Keyword arguments that are torch's own, not the function's.
 _OF_TORCH = ("preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop")
@@ -58,6 +59,8 @@ def checkpoint(
         args = tuple(rest)
     if not callable(function):
         raise ArgumentError("checkpoint", f"function={function!r}", "a callable", "pass the module or function first")
+    if use_reentrant is not True and use_reentrant is not False and not is_flag(use_reentrant):
+        raise ArgumentError("checkpoint", f"use_reentrant={use_reentrant!r}", "True or False", "correct use_reentrant")
     if distribute_saved_activations and _distributes(tp_group, use_reentrant):
         with _spread_over(tp_group, args):
             return checkpoint(function, *args, get_rng_state_tracker=get_rng_state_tracker, **kwargs)

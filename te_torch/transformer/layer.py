@@ -27,6 +27,7 @@ from te_torch.modules.norm import LayerNorm, RMSNorm
 from te_torch.runtime import amp_cast
 from te_torch.transformer.drop_path import DropPath
 from te_torch.transformer.multihead import MultiheadAttention, check_qkv_whole, head_sizes
+from te_torch.values import NamedOptions
 
 LAYER_TYPES = ("encoder", "decoder")
 _NORMS = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
@@ -64,7 +65,7 @@ _ATTENTION = (
 )
 
 
-class TransformerLayer(torch.nn.Module):
+class TransformerLayer(NamedOptions, torch.nn.Module):
     """One layer of a Transformer, in the precision of the active `autocast` region."""
 
     _rows: int | None = None  # of the sequence that this rank is to be given

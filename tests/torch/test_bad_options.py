@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 import te_torch as te
 from te_core.errors import ArgumentError, UnsupportedError
 from te_core.ops.norm import MAX_ROW
-from te_core.recipe import Float8CurrentScaling
+from te_core.recipe import Float8CurrentScaling, Format
 from te_torch.modules.l2_norm import L2Normalization
 from tests.backends import cuda_devices, requires_cuda
 from tests.refusals import not_refused
@@ -292,6 +293,10 @@ def test_a_device_that_is_only_imagined() -> None:
     if not cuda_devices():
         with pytest.raises(ArgumentError, match="device='cuda'.*'cuda' where there is a GPU"):
             te.Linear(8, 8, device="cuda")
+    if not torch.version.cuda:
+        with pytest.raises(ArgumentError, match="is built for the CPU") as error:
+            te.Linear(8, 8, device="cuda")
+        assert f"torch {torch.__version__}" in error.value.allowed
     with FakeTensorMode():
         assert te.Linear(8, 8, device="cuda").weight.device.type == "cuda"
 
@@ -308,3 +313,121 @@ def test_quantized_model_init_takes_no_recipe_for_a_flag() -> None:
         te.quantized_model_init(Float8CurrentScaling()).__enter__()
     with pytest.raises(ArgumentError, match="preserve_high_precision_init_val='yes'"):
         te.quantized_model_init(preserve_high_precision_init_val="yes").__enter__()
+
+
+# ---------------------------------------------------------------------------------- names that no constructor has
+
+MISSPELT = {
+    "Linear": ("biass", "bias"),
+    "LayerNormLinear": ("epsilon", "eps"),
+    "LayerNormMLP": ("ffn_size", "ffn_hidden_size"),
+    "GroupedLinear": ("num_gemm", "num_gemms"),
+    "LayerNorm": ("normalised_shape", "normalized_shape"),
+    "RMSNorm": ("zero_centred_gamma", "zero_centered_gamma"),
+    "MultiheadAttention": ("num_gqa_group", "num_gqa_groups"),
+    "TransformerLayer": ("self_attn_mask", "self_attn_mask_type"),
+    "DotProductAttention": ("atention_dropout", "attention_dropout"),
+    "RotaryPositionEmbedding": ("rotary_percentage", "rotary_percent"),
+    "Fp8Padding": ("alignment_size", "align_size"),
+    "Fp8Unpadding": ("colour", ""),
+}
+
+
+@pytest.mark.parametrize("kind", GOOD)
+def test_a_misspelt_option_is_answered_with_the_one_that_was_meant(kind: str) -> None:
+    name, near = MISSPELT[kind]
+    with pytest.raises(TypeError) as error:
+        make(kind, **{name: 1})
+    wrong = error.value
+    assert isinstance(wrong, ArgumentError) and wrong.operation == kind
+    assert wrong.got == f"{name}=1" + f" (did you mean {near}?)" * bool(near)
+    assert wrong.allowed.split(", ") == list(inspect.signature(getattr(te, kind)).parameters)
+
+
+def test_classes_of_users_have_what_arguments_they_like() -> None:
+    class Named:
+        def __new__(cls, *args: Any, **given: Any) -> Any:
+            made = super().__new__(cls)
+            made.__dict__["given"] = args, given
+            return made
+
+    class Mine(te.Linear, Named):
+        def __init__(self, width: int, **rest: Any) -> None:
+            super().__init__(width, width, device="cpu")
+            self.rest = rest
+
+    made = Mine(8, biass=3)
+    assert made.rest == {"biass": 3} and made.given == ((8,), {"biass": 3}) and made.weight.shape == (8, 8)
+    assert copy.deepcopy(made).rest == made.rest
+    with pytest.raises(
+        TypeError, match=r"autocast: got recpe=None .did you mean recipe.*Allowed: enabled, calibrating"
+    ):
+        te.autocast(recpe=None)
+    with pytest.raises(TypeError, match="pass recipe="):
+        te.autocast(fp8_recipe=None)
+
+
+# ---------------------------------------------------------------------------------- what functions are given
+
+
+def linear() -> te.Linear:
+    return te.Linear(32, 32, device="cpu")
+
+
+def x(rows: int = 4) -> torch.Tensor:
+    return torch.randn(rows, 32)
+
+
+YES = ("yes", 2, [], 0.5)
+E4M3 = te.DType.kFloat8E4M3
+#: (what is called, by which name its errors call it, the arguments that it refuses).
+FUNCTIONS: list[tuple[Any, str, dict[str, tuple[Any, ...]]]] = [
+    (te.autocast, "autocast", dict.fromkeys(("calibrating", "strict", "emulate", "check_finite"), YES)),
+    (lambda **g: te.checkpoint(linear(), x(), **g), "checkpoint", {"use_reentrant": ("maybe", *YES, None)}),
+    (lambda **g: linear()(x(), **g), "Linear.forward",
+     dict.fromkeys(("is_first_microbatch", "fp8_output", "fp8_grad"), ("yes", 2))),
+    (lambda **g: make("LayerNormLinear")(x(), **g), "LayerNormLinear.forward", {"is_first_microbatch": YES}),
+    (lambda **g: make("LayerNormMLP")(x(), **g), "LayerNormMLP.forward", {"is_first_microbatch": YES}),
+    (lambda **g: make("GroupedLinear")(x(), [2, 2], **g), "GroupedLinear.forward", {"is_first_microbatch": YES}),
+    (te.get_cpu_offload_context, "get_cpu_offload_context",
+     dict.fromkeys(("enabled", "offload_weights", "double_buffering", "manual_synchronization"), YES)),
+    (lambda **g: te.convert(torch.nn.Sequential(), **g), "convert", {"dry_run": YES, "filter": ("x", 5)}),
+    (lambda **g: te.nonfinite_report(linear(), **g), "nonfinite_report", {"reset": YES}),
+    *((f, f.__name__, {"model": ("x", None)}) for f in (
+        te.nonfinite_report, te.precision_report, te.memory_report, te.measure_saved, te.plain_state_dict)),
+    (lambda **g: te.prepare_state(recipe=Float8CurrentScaling(), **g), "prepare_state", {"model": ("x", None)}),
+    (lambda **g: te.memory_report(linear(), **g), "memory_report", {"saved": ("x",)}),
+    (lambda **g: te.interleave_glu_tensor(**{"tensor": x(), "interleave_size": 2, **g}), "interleave_glu_tensor",
+     {"tensor": ("x", None), "interleave_size": ("2", 1.5, None, 0)}),
+    (lambda **g: linear().adjust_amax_history_length(**g), "adjust_amax_history_length",
+     {"length": ("2", 1.5, None, 0)}),
+    (lambda **g: te.Float8CurrentScalingQuantizer(E4M3, **g), "Float8CurrentScalingQuantizer",
+     {"rowwise": YES, "force_pow_2_scales": YES, "amax_epsilon": ("1", -1.0, NAN)}),
+    (lambda **g: te.Float8BlockQuantizer(E4M3, **{"rowwise": True, "columnwise": True, **g}), "Float8BlockQuantizer",
+     {"columnwise": YES, "force_pow_2_scales": YES, "amax_epsilon": ("1", -1.0, NAN)}),
+    (lambda **g: te.MXFP8Quantizer(E4M3, **g), "MXFP8Quantizer", {"with_2d_quantization": YES}),
+    (te.NVFP4Quantizer, "NVFP4Quantizer", {"with_rht": YES, "stochastic_rounding": YES, "nvfp4_use_4over6": YES}),
+    (te.IdentityQuantizer, "IdentityQuantizer", {"dtype": ("float32", torch.int32)}),
+    (te.DelayedScalingRequest, "DelayedScalingRequest",
+     {"fp8_format": ("x", Format.E2M1), "margin": ("x", 1000), "amax_history_len": (0, "2", 1.5), "reduce_amax": YES,
+      "amax_compute_algo": ("mean", 5), "scaling_factor_compute_algo": ("x",)}),
+]  # fmt: skip
+
+
+def test_functions_refuse_values_of_wrong_kinds() -> None:
+    """Where they enter, by name: nothing is taken for yes because it is not empty."""
+    wrong = {}
+    for call, operation, refused in FUNCTIONS:
+        for name, values in refused.items():
+            for value in values:
+                said = f"^{operation}( in .*)?: got .*{'model' if name == 'model' else name}"
+                wrong[operation, name, repr(value)] = not_refused(ArgumentError, said, call, **{name: value})
+    wrong = {case: said for case, said in wrong.items() if said and "unhashable" not in said}
+    assert not wrong
+
+
+def test_functions_take_what_stands_for_yes_and_no() -> None:
+    for value in (True, 1, np.bool_(True), None):
+        te.autocast(calibrating=value, emulate=value, check_finite=value)  # type: ignore[arg-type]
+        linear()(x(), is_first_microbatch=value)
+    assert te.autocast(emulate=np.bool_(True))._mode == te.autocast(emulate=True)._mode  # type: ignore[arg-type]

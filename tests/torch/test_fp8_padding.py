@@ -134,3 +134,14 @@ def test_mistakes() -> None:
         Fp8Padding(1, 16)(values(2, 10, 4), [20])
     with pytest.raises(ArgumentError, match="align_size=0"):
         Fp8Padding(1, 0)
+
+
+@pytest.mark.parametrize("kind", [Fp8Padding, Fp8Unpadding])
+def test_splits_that_are_none(kind: Any) -> None:
+    """Numbers of rows in a list or an integer tensor, and nothing that only counts like one."""
+    for wrong in ("44", ["4", "4"], None, 5, [[4, 4]], [4.0, 4.0], torch.tensor([[4, 4]]), torch.tensor([4.0, 4.0])):
+        with pytest.raises(ArgumentError, match=f"{kind.__name__}: got m_splits: .*Allowed: a list of integers"):
+            kind(2, 4)(values(8, 4), wrong)
+    for wrong in ("x", None):
+        with pytest.raises(ArgumentError, match=f"{kind.__name__}: got an input {wrong!r}"):
+            kind(2, 4)(wrong, [4, 4])

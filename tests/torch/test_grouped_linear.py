@@ -322,9 +322,15 @@ def test_splits(device: str) -> None:
     assert te.GroupedLinear.host_copies == before
     assert torch.equal(module(x, torch.tensor(splits, device=device)), expected)
     assert te.GroupedLinear.host_copies == before + (device != "cpu")
-    for wrong in (splits[:3], [37, 0, 5, 65], [37, -1, 6, 64], torch.tensor([1.0])):
+    for wrong in (splits[:3], [37, 0, 5, 65], [37, -1, 6, 64]):
         with pytest.raises(ValueError, match="m_splits"):
             module(x, wrong)
+    several = torch.tensor([splits])
+    for wrong in (None, 5, [splits], [float(m) for m in splits], [str(m) for m in splits], several, several[0].float()):
+        with pytest.raises(ArgumentError, match=r"GroupedLinear.forward: got m_splits: .*Allowed: a list of integers"):
+            module(x, wrong)
+    with pytest.raises(ArgumentError, match="GroupedLinear.forward: got m_splits: '44'"):
+        grouped(device)(x[:8], "44")
 
 
 @requires_cuda

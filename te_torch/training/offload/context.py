@@ -14,6 +14,7 @@ from te_torch.training.offload.blocks import HostBuffers
 from te_torch.training.offload.layers import Rules
 from te_torch.training.offload.synchronizers import DefaultOffloadSynchronizer, ManualOffloadSynchronizer
 from te_torch.training.offload.weights import Weights
+from te_torch.values import check_flags
 
 _OPERATION = "get_cpu_offload_context"
 
@@ -41,6 +42,15 @@ def get_cpu_offload_context(
     if isinstance(model_layers, bool):
         offload_weights, offload_activations = bool(offload_activations), model_layers
         model_layers = 1
+    check_flags(
+        _OPERATION,
+        enabled=enabled,
+        offload_activations=offload_activations,
+        offload_weights=offload_weights,
+        double_buffering=double_buffering,
+        manual_synchronization=manual_synchronization,
+        retain_pinned_cpu_buffers=retain_pinned_cpu_buffers,
+    )
     if not enabled:
         return (nullcontext(), _same, None) if manual_synchronization else (nullcontext(), _same)
     _check(num_layers, model_layers, manual_synchronization, offload_stream)
