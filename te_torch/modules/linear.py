@@ -21,6 +21,7 @@ from te_torch.base.quantized_init import check_recipe_fits
 from te_torch.base.watching import Choice
 from te_torch.base.weights import check_whole
 from te_torch.calls import OF_LINEAR
+from te_torch.carried import HANDING
 from te_torch.export import layers
 from te_torch.function import Call, Layer, apply, register
 from te_torch.precisions import draws, precision_of
@@ -125,7 +126,8 @@ class SplitParameters(BaseModule):
 
     def _linear_spec(self, precision: int, dtype: torch.dtype, *key: Any) -> core.LinearSpec:
         *needs, _, weight_dtype, fp8_output, fp8_grad = key
-        check_flags(f"{type(self).__name__}.forward", fp8_output=fp8_output, fp8_grad=fp8_grad)
+        handed = isinstance(fp8_output, str) and fp8_output.startswith(HANDING)  # to another part, in traced code
+        check_flags(f"{type(self).__name__}.forward", fp8_output=handed or fp8_output, fp8_grad=fp8_grad)
         if fp8_output and isinstance(self.inspector, Choice) and self.inspector.current and not self.hands_over:
             raise AssertionError(
                 f"{type(self).__name__}.forward of {self.name}: fp8_output=True while a feature of precision debugging "
