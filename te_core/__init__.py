@@ -3,10 +3,13 @@
 Imports NumPy and ml_dtypes only; CUDA libraries are loaded at first use of a CUDA runtime.
 """
 
+from typing import TYPE_CHECKING
+
 from te_core.dlpack import from_dlpack
 from te_core.errors import ArgumentError, LibraryError, UnsupportedError
 from te_core.quantized import Cast, QuantizedTensor
 from te_core.runtime import Runtime
+from te_core.spelling import getter as _getter
 from te_core.tensor import Tensor, from_numpy
 
 __version__ = "0.1.0"
@@ -22,3 +25,6 @@ __all__ = [
     "from_dlpack",
     "from_numpy",
 ]
+
+if not TYPE_CHECKING:  # a checker would take every name for one of this module's
+    __getattr__ = _getter(__name__)

@@ -283,6 +283,13 @@ def _fp8_extras(a: Ask) -> str | None:
     return None
 
 
+#: What `fp8_refusal` leaves, in words.
+FP8_TAKES = (
+    f"delayed or current scaling, rows in multiples of {PAD}, and no paged cache, max_logit, learnable softmax, or "
+    "gradient of a bias"
+)
+
+
 def fp8_refusal(
     spec: AttentionSpec,
     scaling: str,

@@ -2,8 +2,8 @@
 
 A number or a switch that cannot be made out costs one warning, and its default counts; so does a text that is not
 UTF-8, but for paths. A word that chooses how something is computed is refused by what takes it. Recipes read theirs
-once, when te_core.recipe is imported; attention's and TE_CORE_AUTOTUNE are honoured at each call. `python -m
-te_core.doctor` shows those that are set, `--variables` all.
+once, when te_core.recipe is imported; attention's and TE_CORE_AUTOTUNE are honoured at each call. A name that is nearly
+one of these costs a warning at import. `python -m te_core.doctor` shows those that are set, `--variables` all.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import os
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from te_core.errors import ArgumentError
+from te_core.spelling import nearest
 
 
 class Variable(NamedTuple):
@@ -264,9 +264,24 @@ def set_now() -> Iterator[tuple[str, str, str]]:
             yield name, shown(text), f"NOT understood: {fault}" if fault else variable.meaning
         elif name in WITHOUT_EFFECT:
             yield name, shown(text), "documented, without effect here"
-        elif name.startswith(("NVTE_", "TE_CORE_")):
-            near = get_close_matches(name, VARIABLES, 1)
-            yield shown(name), shown(text), f"NOT known{f': {near[0]} is' if near else ''}"
+        elif name.upper().startswith(_OURS):
+            near = nearest(name, VARIABLES)
+            yield shown(name), shown(text), f"NOT known{f': {near} is' if near else ''}"
+
+
+_OURS = ("NVTE", "TE_CORE")
+
+
+def _warn_of_misspelt() -> None:
+    """One warning of names in the environment that are nearly those of variables: they would change nothing."""
+    unknown = [n for n in os.environ if n.upper().startswith(_OURS) and n not in VARIABLES and n not in WITHOUT_EFFECT]
+    near = {name: found for name in unknown if (found := nearest(name, VARIABLES, 0.85))}
+    if near:
+        told = ", ".join(f"{shown(name)} (did you mean {found}?)" for name, found in near.items())
+        warnings.warn(f"set in the environment, but not read: {told}", stacklevel=2)
+
+
+_warn_of_misspelt()
 
 
 # ---------------------------------------------------------------------------------------------- what they say

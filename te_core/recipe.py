@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from te_core import dtypes, env
 from te_core.dtypes import DType
@@ -27,6 +27,7 @@ from te_core.recipe_fields import (
     require_flags,
     require_parameters,
 )
+from te_core.spelling import getter as _getter
 
 
 class _FormatMax(NamedTuple):
@@ -512,3 +513,7 @@ class CustomRecipe(Recipe):
             factory=self.qfactory,
             attention=_attention(self, rule, rule, None),
         )
+
+
+if not TYPE_CHECKING:  # a checker would take every name for one of this module's
+    __getattr__ = _getter(__name__)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from opcode import opmap
 from typing import Any
 
 from te_core.errors import ArgumentError
@@ -38,3 +40,37 @@ def name_error(operation: str, given: Mapping[str, Any], known: Iterable[str]) -
     return ArgumentNameError(
         operation, f"{listed}{meant(given, known)}", ", ".join(known), "correct the name, or leave it out"
     )
+
+
+# ---------------------------------------------------------------------------------------------- names of a module
+
+
+def importing(frame: Any) -> bool:
+    """Whether the frame is in `from ... import`, which forgets what an AttributeError says."""
+    while frame.f_code.co_name == "__getattribute__":  # a module that says it is an older name
+        frame = frame.f_back
+    while frame.f_code.co_name == "__getattribute__":  # a module that says it is an older name
+        frame = frame.f_back
+    return bool(frame.f_code.co_code[frame.f_lasti] == opmap["IMPORT_FROM"])
+
+
+def unknown_name(module: str, name: str, frame: Any) -> AttributeError | ImportError:
+    """The error for a name that a module does not have, asked for in this frame."""
+    text, space = f"module {module!r} has no attribute {name!r}", vars(sys.modules[module])
+    # `from package import room` asks first, and then imports the room.
+    if name.startswith("_") or frame.f_globals.get("__name__") == "importlib._bootstrap":
+        return AttributeError(text)
+    near = meant([name], space.get("__all__") or (one for one in space if not one.startswith("_")), 0.7)
+    if near and f"{module}.{name}" not in sys.modules and importing(frame):
+        return ImportError(f"cannot import name {name!r} from {module!r}{near}", name=module)
+    # Under no object: else Python looks for a near name in its turn, where an error ends the program.
+    return AttributeError(f"{text}{near}", name=name, obj=None) if near else AttributeError(text)
+
+
+def getter(module: str) -> Callable[[str], Any]:
+    """The `__getattr__` of a module, for names that it does not have."""
+
+    def __getattr__(name: str) -> Any:  # noqa: N807
+        raise unknown_name(module, name, sys._getframe(1))
+
+    return __getattr__

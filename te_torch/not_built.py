@@ -9,11 +9,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
-from opcode import opmap
 from typing import Any
 
 import te_core
 from te_core.errors import UnsupportedError
+from te_core.spelling import importing, unknown_name
 
 _OVERLAP = "leave it out, and the ub_* options too: overlap with communication is not built"
 _GROUPED = "a list of tensors, one a group; GroupedLinear takes all rows in one and keeps a weight for each group"
@@ -259,8 +259,8 @@ def getter(
             full = f"transformer_engine.{place}.{name}"
             told = ("a name of the alias", f"{full} behind `import te_torch.compat`", f"import {full} there")
         else:
-            raise AttributeError(f"module {module!r} has no attribute {name!r}")
-        kind = NotBuiltImportError if _importing(sys._getframe(1)) else NotBuiltError
+            raise unknown_name(module, name, sys._getframe(1))
+        kind = NotBuiltImportError if importing(sys._getframe(1)) else NotBuiltError
         raise kind(f"{module}.{name}", *told)
 
     return __getattr__
@@ -282,14 +282,10 @@ def module_error(name: str) -> NotBuiltImportError | None:
 
 
 def _not_built() -> tuple[str, str]:
-    return f"a documented name that te-runtime {te_core.__version__} has not built", "the documented names that it has"
-
-
-def _importing(frame: Any) -> bool:
-    """Whether the frame is in `from ... import`, which forgets what an AttributeError says."""
-    while frame.f_code.co_name == "__getattribute__":  # a module that says it is an older name
-        frame = frame.f_back
-    return bool(frame.f_code.co_code[frame.f_lasti] == opmap["IMPORT_FROM"])
+    return (
+        f"a documented name that te-runtime {te_core.__version__} has not built",
+        "the names that dir() of a module lists",
+    )
 
 
 def table() -> Iterator[str]:

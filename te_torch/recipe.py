@@ -1,5 +1,7 @@
 """The recipes, where a user of the modules looks for them: the names of `te_core.recipe`."""
 
+from typing import TYPE_CHECKING
+
 from te_core.recipe import (
     CustomRecipe,
     DelayedScaling,
@@ -12,6 +14,7 @@ from te_core.recipe import (
     QParams,
     Recipe,
 )
+from te_core.spelling import getter as _getter
 
 __all__ = [
     "CustomRecipe",
@@ -25,3 +28,6 @@ __all__ = [
     "QParams",
     "Recipe",
 ]
+
+if not TYPE_CHECKING:  # a checker would take every name for one of this module's
+    __getattr__ = _getter(__name__)

@@ -20,7 +20,7 @@ from typing import Any
 
 from te_core import dtypes
 from te_core.arguments import explained, settle
-from te_core.attention_rules import fp8_refusal
+from te_core.attention_rules import FP8_TAKES, fp8_refusal
 from te_core.dtypes import DType
 from te_core.errors import ArgumentError, UnsupportedError
 from te_core.layers import attention
@@ -172,7 +172,7 @@ def check(spec: AttentionFp8Spec) -> None:
         raise UnsupportedError(
             "FP8 attention",
             reason or "no history for P and dS",
-            "what docs/attention.md lists under FP8",
+            FP8_TAKES,
             "leave it out, or run attention in high precision (NVTE_DPA_FP8_RECIPE=F16)",
         )
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from te_core.attention import Sizes
-from te_core.attention_rules import fp8_refusal
+from te_core.attention_rules import FP8_TAKES, fp8_refusal
 from te_core.layers.attention import AttentionInputs, AttentionLayerSpec
 from te_core.layers.attention_fp8 import OUT, QKV, P
 from te_core.precision import AttentionPrecision, Operand
@@ -85,7 +85,7 @@ def rounding(module: Any, plan: Plan, like: torch.Tensor) -> Rounding:
     reason = fp8_refusal(request.spec, request.fp8, request.fp8_rows, **options)
     if reason is not None:
         do = "export with fp8_dpa=False and fp8_mha=False, or leave that out"
-        raise not_exported(f"a call that runs nowhere ({reason[:-1]})", "what docs/attention.md lists under FP8", do)
+        raise not_exported(f"a call that runs nowhere ({reason[:-1]})", FP8_TAKES, do)
     if module._inspectors() is not None:
         raise inspected()
     _, number, state, _ = module._enter(like)

@@ -73,6 +73,24 @@ def test_every_variable_is_described_and_read() -> None:
     assert all(v.meaning and (isinstance(v.values, str) or v.values) for v in env.VARIABLES.values())
 
 
+def said_at_import(**variables: str) -> list[str]:
+    """The warnings of a fresh process that imports te_core twice, and its recipes."""
+    left = {k: v for k, v in os.environ.items() if not k.upper().startswith(("NVTE", "TE_CORE"))}
+    code = "import warnings; warnings.simplefilter('always'); import te_core, te_core.env, te_core.recipe"
+    ran = subprocess.run(
+        [sys.executable, "-c", code], env={**left, **variables}, cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert ran.returncode == 0, ran.stderr
+    return [line for line in ran.stderr.splitlines() if "Warning" in line]
+
+
+def test_a_misspelt_name_costs_one_warning() -> None:
+    (said,) = said_at_import(NVTE_FLASH_ATTENTION="0", te_core_tapes="first", NVTE_NOBODY="1", NVTE_TORCH_COMPILE="1")
+    assert "NVTE_FLASH_ATTENTION (did you mean NVTE_FLASH_ATTN?)" in said and "set in the environment" in said
+    assert "te_core_tapes (did you mean TE_CORE_TAPES?)" in said and "NOBODY" not in said and "COMPILE" not in said
+    assert said_at_import(NVTE_NOBODY="1", NVTE_FUSED_ATTN="1", TE_TESTS_OF_SOMEBODY="1") == []
+
+
 # ---------------------------------------------------------------------------------------------- what is understood
 
 SWITCHES = [name for name, v in env.VARIABLES.items() if v.values == "switch"]
@@ -212,6 +230,7 @@ def test_the_doctor_shows_what_is_set() -> None:
         NVTE_TORCH_COMPILE="1",
         NVTE_FUSED_ATN="1",
         NVTE_NOBODY="1",
+        nvte_fused_attn="1",
         TE_CORE_CACHE_DIR="/tmp/a" + BYTES,
     )
     lines = {line.split("=")[0].strip(): line for line in said.splitlines() if "=" in line}
@@ -219,6 +238,7 @@ def test_the_doctor_shows_what_is_set() -> None:
     assert "NOT understood: 0 or 1" in lines["NVTE_FLASH_ATTN"]
     assert "NOT understood: F16 or DelayedScaling" in lines["NVTE_DPA_FP8_RECIPE"]
     assert "documented, without effect here" in lines["NVTE_TORCH_COMPILE"]
+    assert "NOT known: NVTE_FUSED_ATTN is" in lines["nvte_fused_attn"]
     assert "NOT known: NVTE_FUSED_ATTN is" in lines["NVTE_FUSED_ATN"] and "NOT known" in lines["NVTE_NOBODY"]
     assert r"/tmp/a\udcff\udcfe" in lines["TE_CORE_CACHE_DIR"]
     assert "NVTE_UNFUSED_ATTN" not in said
