@@ -7,6 +7,9 @@ a module starts anew. None of these is missing or unexpected.
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,7 +18,7 @@ from te_core.errors import ArgumentError
 from te_core.precision import Precision
 from te_core.quantize.state import BACKWARD_SLOTS, FORWARD_SLOTS
 from te_core.recipe import Recipe, resolve
-from te_torch.base.extra_state import read_extra_state
+from te_torch.base.extra_state import read_extra_state, write_extra_state
 from te_torch.base.quantized_init import set_own_scale
 from te_torch.precisions import number_of, precision_of
 from te_torch.quantized import QuantizedTorch
@@ -27,7 +30,17 @@ _ENTRY = "_extra_state"
 _INSIDE = f"fused_attention.{_ENTRY}"  # where versions 1.6 and 1.7 of the peer kept that of an attention core
 
 
-def adopt(module: torch.nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
+@contextmanager
+def adopting(module: torch.nn.Module) -> Iterator[None]:
+    """While a module is loaded: its state comes first, but after the hooks of programs, which may rewrite entries."""
+    hook = module._register_load_state_dict_pre_hook(lambda entries, prefix, *_: _adopt(module, entries, prefix))
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def _adopt(module: torch.nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
     """Before a module's entries are loaded: give it the state that they describe, and rewrite the peer's as ours.
 
     `state_dict` is the copy that load_state_dict hands down, which the module's children are loaded from next.
@@ -68,6 +81,30 @@ def adopt(module: torch.nn.Module, state_dict: dict[str, Any], prefix: str) -> N
         module._link_weights(module.fp8_state, runs)  # type: ignore[operator]
         with torch.no_grad():
             mine.copy_(scales)  # type: ignore[operator]
+
+
+class WithExtraState(OrderedDict[str, Any]):
+    """A module's state_dict, in which who asks for the documented `_extra_state` finds the state, packed as the peer's.
+
+    Megatron-core does, to cut it into an entry for each expert. It is no entry: what is saved has `fp8_state` alone.
+    """
+
+    def __init__(self, module: Any, prefix: str) -> None:
+        super().__init__()
+        self._metadata: OrderedDict[str, Any] = OrderedDict()  # where torch notes versions
+        self._module, self._key = module, f"{prefix}{_ENTRY}"
+
+    def __missing__(self, key: str) -> torch.Tensor:
+        if key != self._key:
+            raise KeyError(key)
+        state = self._module._scaling()
+        if state is None and not self._module.fp8:
+            return torch.empty(0, dtype=torch.uint8)
+        tensors = {} if state is None else {name: getattr(state, name) for name in NAMES}
+        return write_extra_state(tensors, {"num_gemms": self._module.gemms})
+
+    def __reduce__(self) -> Any:  # in files, and in copies, it is what torch makes
+        return OrderedDict, (), {"_metadata": self._metadata}, None, iter(self.items())
 
 
 def _start_from_weights(module: Any, state_dict: dict[str, Any], prefix: str, scales: torch.Tensor) -> None:

@@ -30,6 +30,17 @@ class ScalingMeta(NamedTuple):
     amax_history: torch.Tensor
 
 
+class _Meta(dict[str, Any]):
+    """`fp8_meta`, made for each reader. What a program sets stays as long as the module knows nothing of that name."""
+
+    module: Any = None  # once it is made
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        super().__setitem__(name, value)
+        if self.module is not None:
+            self.module.__dict__.setdefault("_given_meta", {})[name] = value
+
+
 class Documented(torch.nn.Module):
     """What every module that runs GEMMs or attention in low precision says of itself."""
 
@@ -102,7 +113,8 @@ class Documented(torch.nn.Module):
     def fp8_meta(self) -> dict[str, Any]:
         """The recipe of the last forward and the scaling state, under the documented keys that ours has."""
         state, ran = self._scaling(), self._ran_in()
-        meta: dict[str, Any] = {"fp8_checkpoint": state is not None, "fp8_group": None, "num_gemms": self.gemms}
+        meta = _Meta(self.__dict__.get("_given_meta", {}))
+        meta |= {"fp8_checkpoint": state is not None, "fp8_group": None, "num_gemms": self.gemms}
         if ran:
             meta["recipe"] = recipe_of(number_of_precision(ran[0], None))
             for key, rule in (("fp8_max_fwd", ran[0].input), ("fp8_max_bwd", ran[0].grad)):
@@ -110,10 +122,12 @@ class Documented(torch.nn.Module):
                     meta[key] = rule.dtype.max  # type: ignore[union-attr]
         if state is not None:
             meta["fp8_group"] = state.group
-            meta.setdefault("recipe", state.recipe)
+            if not ran and state.recipe is not None:
+                meta["recipe"] = state.recipe
             for way in ("fwd", "bwd"):
                 scale = getattr(state, f"scale_{way}")
                 meta[f"scaling_{way}"] = ScalingMeta(scale, 1 / scale, getattr(state, f"amax_history_{way}"))
+        meta.module = self
         return meta
 
     @property

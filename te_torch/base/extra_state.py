@@ -1,4 +1,4 @@
-"""The peer's `_extra_state` entries, read without unpickling them.
+"""The peer's `_extra_state` entries, read without unpickling them; and one of ours, for programs that ask for it.
 
 Such an entry is a pickle, which is a program. This reads the few instructions that an honest one consists of: they
 make dictionaries, numbers and strings, and tensors out of bytes that the entry itself holds. A global is looked up in
@@ -12,6 +12,7 @@ are compared with what is there before, and no byte counts twice.
 from __future__ import annotations
 
 import io
+import pickle
 import pickletools
 import struct
 import zipfile
@@ -22,6 +23,8 @@ from typing import Any, NamedTuple
 import torch
 
 from te_core.errors import ArgumentError
+from te_core.quantize.state import BACKWARD_SLOTS, FORWARD_SLOTS
+from te_core.recipe import DelayedScaling
 
 KEYS = ("scale_fwd", "amax_history_fwd", "scale_bwd", "amax_history_bwd")
 
@@ -36,7 +39,13 @@ _RECIPE_CLASSES = frozenset(
         "NVFP4BlockScaling",
     }
 )
-_MARKS = {(_RECIPES, name) for name in (*_RECIPE_CLASSES, "Format", "MMParams", "QParams", "Recipe", "_FormatHelper")}
+_MARKS = {
+    (module, name)
+    for module in (_RECIPES, "te_core.recipe")
+    for name in (*_RECIPE_CLASSES, "Format", "MMParams", "QParams", "Recipe", "_FormatHelper", "_FormatMax")
+}
+#: What stands in our own pickles for a class, while it says that it is of the peer's module.
+_NAMED = ("te_core.naming", "named")
 _REBUILD, _LOAD = ("torch._utils", "_rebuild_tensor_v2"), ("torch.storage", "_load_from_bytes")
 _ORDERED_DICT = ("collections", "OrderedDict")
 _STORAGES = {
@@ -48,7 +57,7 @@ _STORAGES = {
     ("torch", "IntStorage"): torch.int32,
     ("torch", "ByteStorage"): torch.uint8,
 }
-_GLOBALS = {*_MARKS, *_STORAGES, _REBUILD, _LOAD, _ORDERED_DICT}
+_GLOBALS = {*_MARKS, *_STORAGES, _NAMED, _REBUILD, _LOAD, _ORDERED_DICT}
 
 # torch.save before it wrote zip files: a number, a version, facts about the machine, the object, the storages.
 _LEGACY_START = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # the number, as a pickle of its own
@@ -159,14 +168,14 @@ def _read_zip(data: bytes) -> Any:
             raise _RefusedError("files that overlap")
         return archive.read(info)
 
-    pickle = next((name for name in members if name.endswith("/data.pkl")), None)
-    if pickle is None:
+    root = next((name for name in members if name.endswith("/data.pkl")), None)
+    if root is None:
         raise _RefusedError("a zip file without data.pkl")
-    root = pickle.removesuffix("data.pkl")
+    root = root.removesuffix("data.pkl")
     if f"{root}byteorder" in members and content(f"{root}byteorder") != b"little":
         raise _RefusedError("a file of a big-endian machine")
     storages: dict[str, _Storage] = {}
-    read = _Reader(io.BytesIO(content(pickle)), storages).read()
+    read = _Reader(io.BytesIO(content(f"{root}data.pkl")), storages).read()
     for key, storage in storages.items():
         storage.content = partial(content, f"{root}data/{key}")
     return read
@@ -215,7 +224,32 @@ def _tensors(state: Any) -> dict[str, torch.Tensor] | None:
             raise _RefusedError(
                 f"scale_{suffix} {tuple(scale.shape)} beside amax_history_{suffix} {tuple(history.shape)}"
             )
-    return found
+    variables = state.get("extra_fp8_variables")
+    return by_gemm(found, slots_first=False) if isinstance(variables, dict) and SLOTS_FIRST in variables else found
+
+
+#: Says of an entry that its columns go through the GEMMs of each slot, as Megatron-core cuts those of grouped experts.
+SLOTS_FIRST = "te_runtime_slots_first"
+
+
+def by_gemm(tensors: dict[str, torch.Tensor], slots_first: bool) -> dict[str, torch.Tensor]:
+    """Columns that go through the GEMMs of each slot, from those that go through the slots of each GEMM; or back."""
+    turned = {}
+    for name, t in tensors.items():
+        slots = FORWARD_SLOTS if name.endswith("fwd") else BACKWARD_SLOTS
+        if t.shape[-1] % slots:
+            raise _RefusedError(f"{name} of {t.shape[-1]} columns")
+        groups = (-1, slots) if slots_first else (slots, -1)
+        turned[name] = t.unflatten(-1, groups).transpose(-1, -2).flatten(-2)
+    return turned
+
+
+def write_extra_state(tensors: dict[str, torch.Tensor], variables: dict[str, Any]) -> torch.Tensor:
+    """An entry with the four tensors of delayed scaling (or none) that this module reads, and that pickle reads."""
+    recipe = DelayedScaling(amax_history_len=len(tensors["amax_history_fwd"])) if tensors else None
+    entry: dict[str, Any] = {"recipe": recipe, "extra_fp8_variables": {**variables, SLOTS_FIRST: True}}
+    entry |= by_gemm({name: t.detach().cpu() for name, t in tensors.items()}, slots_first=True)
+    return torch.frombuffer(bytearray(pickle.dumps(entry)), dtype=torch.uint8)
 
 
 def _tensor(spec: Any, key: str) -> torch.Tensor:
@@ -333,7 +367,7 @@ class _Reader:
         arguments, function = self._pop(), self._pop()
         if type(arguments) is not tuple or type(function) is not _Name:
             raise _RefusedError("a call of what is no global")
-        if function in _MARKS:
+        if function in _MARKS or (function == _NAMED and arguments[:2] in _MARKS):
             made: Any = _Mark()
         elif function == _REBUILD:
             made = _rebuilt(arguments)

@@ -12,7 +12,7 @@ from te_core.errors import ArgumentError, UnsupportedError
 from te_core.plan_cache import drop_oldest
 from te_core.precision import Precision
 from te_torch.autocast import Now, Outstanding, Region, precision_now, prepare_default
-from te_torch.base.checkpoint_state import adopt
+from te_torch.base.checkpoint_state import adopting
 from te_torch.base.forks import Fork
 from te_torch.base.parallel import TensorParallel
 from te_torch.base.quantized_init import begin, carry_over, initialisation, initialising, link, quantize_parameter
@@ -135,8 +135,8 @@ class CallingModule(MarkedModule):
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         """A checkpoint with FP8 state makes a module stateful before its first forward."""
-        adopt(self, state_dict, prefix)
-        super()._load_from_state_dict(state_dict, prefix, *args)
+        with adopting(self):
+            super()._load_from_state_dict(state_dict, prefix, *args)
 
 
 _kinds = itertools.count(1)

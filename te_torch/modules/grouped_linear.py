@@ -20,6 +20,7 @@ from te_core.errors import ArgumentError, UnsupportedError
 from te_core.layers import grouped_linear as core
 from te_core.layers.linear import LinearSpec, Needs
 from te_core.tensor import dense_strides
+from te_torch.base.checkpoint_state import WithExtraState
 from te_torch.base.draws import random_pair
 from te_torch.base.forks import fork_of
 from te_torch.base.module import BaseModule, check_input, normal_init
@@ -135,6 +136,12 @@ class GroupedLinear(BaseModule):
 
     def _weight_names(self) -> tuple[str, ...]:
         return self._names
+
+    def state_dict(self, *args: Any, **options: Any) -> Any:
+        """As every module's; of this one asked for by itself, `["_extra_state"]` is its state, packed as documented."""
+        if not args and options.get("destination") is None:
+            options["destination"] = WithExtraState(self, options.get("prefix", ""))
+        return super().state_dict(*args, **options)
 
     def forward(
         self,

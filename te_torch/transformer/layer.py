@@ -18,6 +18,7 @@ from te_torch import offloading
 from te_torch.attention.inference import InferenceParams
 from te_torch.base.draws import random_pair
 from te_torch.base.forks import fork_of
+from te_torch.base.module import BaseModule
 from te_torch.base.options import check_options
 from te_torch.base.parallel import compare_options
 from te_torch.base.residual import Branch, bias_dropout_add
@@ -214,6 +215,18 @@ class TransformerLayer(NamedOptions, torch.nn.Module):
     def reset_fp8_meta_tensors(self) -> None:
         """Start the scales and histories of every part anew."""
         self._tell_all("reset_fp8_meta_tensors")
+
+    def need_backward_dw(self) -> bool:
+        """Whether `backward_dw()` has to be called after backward: a part puts its weight gradients off."""
+        return any(part.need_backward_dw() for part in self._linears())
+
+    def backward_dw(self) -> None:
+        """Compute the weight gradients that parts with `delay_wgrad_compute` put off, the last part's first."""
+        for part in reversed(self._linears()):
+            part.backward_dw()
+
+    def _linears(self) -> list[BaseModule]:
+        return [part for part in self.modules() if isinstance(part, BaseModule)]
 
     def _tell_all(self, method: str, *arguments: Any) -> None:
         for child in list(self.modules())[1:]:

@@ -493,4 +493,11 @@ def test_examples(
 def test_names() -> None:
     for name in offload.__all__:
         assert getattr(offload, name).__doc__
+    for options in ({}, {"manual_synchronization": True}):  # Megatron-core asks so whether it is inside
+        context = te.get_cpu_offload_context(True, 1, 3, **options)[0]
+        assert context.inside_context is False
+        with contextlib.suppress(ZeroDivisionError), context:
+            assert context.inside_context is True
+            raise ZeroDivisionError
+        assert context.inside_context is False
     assert OffloadableLayerState in vars(offload).values()

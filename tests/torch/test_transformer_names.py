@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+import te_torch as te
 from te_core.errors import ArgumentError
+from te_core.recipe import Float8CurrentScaling
 from te_torch.transformer.layer import TransformerLayer
 from te_torch.transformer.multihead import MultiheadAttention
 from tests.module_steps import step, values
@@ -234,6 +236,25 @@ def test_an_rng_tracker_is_used_for_weights_and_attention_dropout() -> None:
     assert made == 6, "three projections, proj, fc1, fc2"
     layer(inputs("cpu"))
     assert len(entered) == made + 1
+
+
+def test_weight_gradients_that_parts_put_off() -> None:
+    plain, later = make("cpu"), make("cpu")
+    later.load_state_dict(plain.state_dict())
+    assert not later.need_backward_dw()
+    later.backward_dw()  # nothing to do
+    put_off = [later.self_attention.proj, later.layernorm_mlp]
+    for part in put_off:
+        part._accumulate(False, True)  # what delay_wgrad_compute=True makes of a part
+    assert later.need_backward_dw()
+    for layer in (plain, later):
+        with te.autocast(recipe=Float8CurrentScaling()):
+            layer(inputs("cpu")).square().sum().backward()
+    got = dict(later.named_parameters())
+    names = {"self_attention.proj.weight", "layernorm_mlp.fc1_weight", "layernorm_mlp.fc2_weight"}
+    assert {name for name, p in got.items() if p.grad is None} == names
+    later.backward_dw()
+    assert all(torch.equal(got[name].grad, p.grad) for name, p in plain.named_parameters())
 
 
 def test_fp8_state_is_started_anew() -> None:

@@ -99,7 +99,7 @@ class OffloadSynchronizer:
     def __init__(self, model_layers: int | None = None, rules: Rules | None = None) -> None:
         self.rules = rules or Rules()
         self.model_layers = model_layers
-        self.inside = False
+        self.inside_context = False
         self.current: Pass | None = None
         self._hooks: Any = None
         self._outer: Any = None
@@ -117,11 +117,11 @@ class OffloadSynchronizer:
             self._hooks.__enter__()
             self._outer, active.context = (active.context, active.noting), self
             active.noting = True
-        self.inside = True
+        self.inside_context = True
         return self
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        self.inside = False
+        self.inside_context = False
         if self._hooks is not None:
             self._hooks.__exit__(kind, error, trace)
             self._hooks = None
@@ -136,7 +136,7 @@ class OffloadSynchronizer:
             self.current = None
 
     def _check_entry(self) -> None:
-        if self.inside:
+        if self.inside_context:
             raise UnsupportedError(
                 _OPERATION, "an entry while the context is entered already", "one layer at a time",
                 "leave it, call sync_fn on the layer's output, and enter it for the next layer",
@@ -201,7 +201,7 @@ class OffloadSynchronizer:
         """
         if not torch.is_grad_enabled():
             return tensor
-        if self.inside:
+        if self.inside_context:
             raise UnsupportedError(
                 "sync_fn", "a call inside of the context", "a call behind it", "leave the context before"
             )
@@ -294,7 +294,7 @@ class ManualOffloadSynchronizer(OffloadSynchronizer):
     def start_offload_layer(self, layer_id: int) -> None:
         """Begin to copy what this layer of the running pass saved; it has been left."""
         layer = self._layer(layer_id)
-        if self.inside and layer is self._pass().layers[-1]:
+        if self.inside_context and layer is self._pass().layers[-1]:
             raise UnsupportedError(
                 "start_offload_layer", f"layer {layer_id}, which still runs", "a layer that has been left",
                 "call it behind the with block",
