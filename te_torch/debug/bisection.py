@@ -20,6 +20,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from te_core.errors import ArgumentError
 from te_core.layers.inspector import finished
@@ -28,6 +29,7 @@ from te_torch.debug.snapshot import Snapshot, main_gradient
 from te_torch.debug.watched import Guest, Layers, chosen, products_of, refuse_traces
 from te_torch.exchange import all_reduce
 from te_torch.listing import table
+from te_torch.runtime import is_dtensor
 
 GEMMS = ("fprop", "dgrad", "wgrad")
 Unit = tuple[str, tuple[str, ...]]  # a layer, and those of its GEMMs that are switched together
@@ -142,9 +144,10 @@ class _Steps(Guest):
         self._step, self._model, self.compare = step_fn, model, compare
         self._snapshot = Snapshot(model, restore)
         self._high: set[tuple[str, str]] = set()
-        self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
-        teams = [team_of(module, number) for _, module, number in self._products]
-        self._groups = list(dict.fromkeys(team.group for team in teams if team.group is not None))
+        self._device = next(map(_place, model.parameters()), torch.device("cpu"))
+        teams = [team_of(module, number).group for _, module, number in self._products]
+        self._shards = _shards(model)
+        self._groups = list(dict.fromkeys(g for g in (*teams, *_copies(model), *self._shards) if g is not None))
         self.runs = 0
 
     def __enter__(self) -> _Steps:
@@ -184,39 +187,85 @@ class _Steps(Guest):
         return float(loss.detach() if isinstance(loss, torch.Tensor) else loss), []
 
     def off(self, found: tuple[float, list[Any]], want: tuple[float, list[Any]]) -> float:
-        """What a result is off by; where weights are spread over ranks, on the worst of them: all search alike."""
-        off = _off(found, want, str(self.compare))
+        """What a result is off by, on the worst of the ranks."""
+        if self.compare == "loss":
+            off = abs(found[0] - want[0]) / max(abs(want[0]), 1e-30)
+            return self.worst(math.inf if math.isnan(off) else off)
+        return self.worst(_share_off(self._squares(found[1], want[1])))
+
+    def worst(self, off: float) -> float:
+        """The largest on any rank of the groups that share weights, whole or in parts: all ranks search alike."""
         for group in self._groups:
-            worst = torch.tensor([off], device=self._device, dtype=torch.float32)
-            all_reduce("bisect", worst, group, "max")
-            off = float(worst)
+            most = torch.tensor([off], device=self._device, dtype=torch.float32)
+            all_reduce("bisect", most, group, "max")
+            off = float(most)
         return off
+
+    def _squares(self, found: list[Any], want: list[Any]) -> list[list[float]]:
+        """[the error squared, the gradient squared, elements] of each parameter that has one: of all its shards."""
+        rows = [_squares_of(a, b) for a, b in zip(found, want, strict=True)]
+        for group, numbers in self._shards.items():
+            of_all = torch.tensor([rows[i] for i in numbers], device=self._device, dtype=torch.float64)
+            all_reduce("bisect", of_all, group, "sum")
+            for i, row in zip(numbers, of_all.tolist(), strict=True):
+                rows[i] = row
+        return [row for row in rows if row[2]]
 
     def _left(self) -> bool:
         return any(_gradient(p) is not None for p in self._model.parameters())
 
 
 def _gradient(p: Any) -> torch.Tensor | None:
+    """The gradient of a parameter, or of this rank's shard of it."""
     main = main_gradient(p)
-    found = p.grad if main is None else main
-    return None if found is None else found.detach().float().clone()
+    found: Any = p.grad if main is None else main
+    if found is None:
+        return None
+    part: torch.Tensor = found.to_local() if is_dtensor(found) else found
+    return part.detach().float().clone()
+
+
+def _place(p: torch.Tensor) -> torch.device:
+    """Where what ranks exchange of a parameter lies; shards may be kept in the memory of the host."""
+    return torch.device(p.device_mesh.device_type) if is_dtensor(p) else p.device  # type: ignore[attr-defined]
+
+
+def _shards(model: torch.nn.Module) -> dict[Any, list[int]]:
+    """The groups of ranks that have shards of parameters, or copies of shards, and of which ones (by number) shards."""
+    found: dict[Any, list[int]] = {}
+    for number, p in enumerate(model.parameters()):
+        if is_dtensor(p):
+            shared: Any = p
+            for group, placement in zip(shared.device_mesh.get_all_groups(), shared.placements, strict=True):
+                found.setdefault(group, []).extend([number] * placement.is_shard())
+    return found
+
+
+def _copies(model: torch.nn.Module) -> list[Any]:
+    """The groups over which DistributedDataParallel and FSDP1 spread a model, or parts of it."""
+    named = [getattr(m, name, None) for m in model.modules() for name in ("process_group", "_inter_node_pg")]
+    return [group for group in named if dist.is_available() and isinstance(group, dist.ProcessGroup)]
 
 
 def _bad_step(got: str, do: str) -> ArgumentError:
     return ArgumentError("bisect", f"a step_fn that {got}", "one that returns a loss, or leaves gradients", do)
 
 
-def _off(found: tuple[float, list[Any]], want: tuple[float, list[Any]], compare: str) -> float:
-    """What a result is off by, as a share of what it should be; infinite where it is no number."""
-    if compare == "loss":
-        off = abs(found[0] - want[0]) / max(abs(want[0]), 1e-30)
-        return math.inf if math.isnan(off) else off
-    pairs = [(a, b) for a, b in zip(found[1], want[1], strict=True) if b is not None]
-    total = sum(float(b.square().sum()) for _, b in pairs) / sum(b.numel() for _, b in pairs)
+def _squares_of(found: torch.Tensor | None, want: torch.Tensor | None) -> list[float]:
+    """[the error squared, the gradient squared, elements] of a parameter, or of a shard; zeros where there is none."""
+    if want is None:
+        return [0.0, 0.0, 0.0]
+    error = math.inf if found is None else float((found - want).norm())
+    return [error**2, float(want.norm()) ** 2, float(want.numel())]
+
+
+def _share_off(rows: list[list[float]]) -> float:
+    """What gradients are off by, as a share of what they should be, in the worst parameter; infinite where it is no
+    number. One that is as good as zero counts little."""
+    total = sum(wanted for _, wanted, _ in rows) / max(sum(count for *_, count in rows), 1)
     worst = 0.0
-    for a, b in pairs:  # a parameter's gradient that is as good as zero counts little
-        error = math.inf if a is None else float((a - b).norm())
-        share = error / max(float(b.norm()), 0.1 * math.sqrt(total * b.numel()), 1e-30)
+    for error, wanted, count in rows:
+        share = math.sqrt(error) / max(math.sqrt(wanted), 0.1 * math.sqrt(total * count), 1e-30)
         worst = max(worst, math.inf if math.isnan(share) else share)
     return worst
 
@@ -318,7 +367,7 @@ def bisect(
         units: list[Unit] = [(name, gemms) for name in steps.names if name in names for gemms in groups]
         want = steps.run([(name, gemm) for name in steps.names for gemm in GEMMS])
         compared = str(steps.compare)
-        if compared == "loss" and not math.isfinite(want[0]):
+        if compared == "loss" and steps.worst(0.0 if math.isfinite(want[0]) else 1.0):
             raise _bad_step("returns no number in high precision either", "look at the model: it is not the precision")
         search = _Search(steps, want, math.inf, MOST_RUNS, told)
         off = search.off([])

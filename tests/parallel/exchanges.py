@@ -136,8 +136,8 @@ def inspected(rank: Rank, group: Any) -> Call:
 
 
 def bisected(rank: Rank, group: Any) -> Call:
-    steps: Any = SimpleNamespace(compare="loss", _groups=[group], _device=rank.device)
-    return lambda: bisection._Steps.off(steps, (1.0, []), (2.0, []))
+    steps: Any = SimpleNamespace(_groups=[group], _device=rank.device)
+    return lambda: bisection._Steps.worst(steps, 1.0)
 
 
 def statistics(rank: Rank, group: Any) -> Call:
