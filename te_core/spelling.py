@@ -49,14 +49,12 @@ def importing(frame: Any) -> bool:
     """Whether the frame is in `from ... import`, which forgets what an AttributeError says."""
     while frame.f_code.co_name == "__getattribute__":  # a module that says it is an older name
         frame = frame.f_back
-    while frame.f_code.co_name == "__getattribute__":  # a module that says it is an older name
-        frame = frame.f_back
     return bool(frame.f_code.co_code[frame.f_lasti] == opmap["IMPORT_FROM"])
 
 
 def unknown_name(module: str, name: str, frame: Any) -> AttributeError | ImportError:
     """The error for a name that a module does not have, asked for in this frame."""
-    text, space = f"module {module!r} has no attribute {name!r}", vars(sys.modules[module])
+    text, space = f"module {module!r} has no attribute {name!r}", vars(sys.modules.get(module, object))
     # `from package import room` asks first, and then imports the room.
     if name.startswith("_") or frame.f_globals.get("__name__") == "importlib._bootstrap":
         return AttributeError(text)

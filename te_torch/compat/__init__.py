@@ -58,7 +58,7 @@ def uninstall() -> None:
         return
     sys.meta_path.remove(_finder)
     naming.restore()
-    for name in [n for n, module in sys.modules.items() if getattr(module, "__loader__", None) is _finder]:
+    for name in [n for n, module in [*sys.modules.items()] if getattr(module, "__loader__", None) is _finder]:
         del sys.modules[name]
 
 

@@ -46,6 +46,7 @@ BOUNDS = {
     "quantized.Format._known": "dtypes, scalings and their options",
     "quantized._pieces": "4096, the least recently used goes",
     "recipe._by_token": "living recipes",
+    "recipe_fields._fields": "fields of the recipe classes",
     "runtime.Runtime._plans": "devices, each a PlanCache",
     "tape.recorder._signature": "256",
     "tape.walk._numbers": "_MOST_NUMBERS",

@@ -110,7 +110,7 @@ def test_what_runs_again_or_is_replayed(around: str, device: str) -> None:
     block: Any = attention(device)
     recipe = RECIPES["mha"]
     if around == "graph":
-        run = te.make_graphed_callables(block, (tokens(device),), fp8_enabled=True, fp8_recipe=recipe)
+        run = te.make_graphed_callables(block, (tokens(device).requires_grad_(),), fp8_enabled=True, fp8_recipe=recipe)
     else:
         run = lambda x: te.checkpoint(block, x, use_reentrant=False)  # noqa: E731
     for i in range(3):
@@ -208,6 +208,8 @@ WAYS: dict[str, tuple[Callable[..., torch.Tensor], Any, dict[str, Any]]] = {
 def test_another_path_finds_true_scales(way: str, recipe: str, device: str) -> None:
     """Small activations of a model that was trained on such ones: with a scale of 1 they would be zeros."""
     run, other, options = WAYS[way]
+    if way == "cache" and device == "cuda":
+        other = PLAIN  # Hopper has no FP8 attention behind a cache: its diagonal ends bottom-right
     block = attention(device, **options)
     train(block, RECIPES[recipe], device, size=2e-3)
     x = tokens(device, 5) * 2e-3

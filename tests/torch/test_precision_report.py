@@ -470,7 +470,7 @@ def kind_of_kernel(name: str) -> str:
 
 
 @requires_cuda
-@pytest.mark.parametrize("recipe", [None, "delayed", "current", "block", "block f32", "e5m2", "mxfp8", "override"])
+@pytest.mark.parametrize("recipe", [None, "delayed", "current", "block", "block f32", "mxfp8", "override"])
 @pytest.mark.parametrize("kind", GEMM_MODULES)
 def test_the_profiler_agrees(kind: str, recipe: str | None) -> None:
     """The kernels of a step, in order, are of the kind that the report says of each GEMM."""
@@ -480,7 +480,6 @@ def test_the_profiler_agrees(kind: str, recipe: str | None) -> None:
         "current": Float8CurrentScaling(),
         "block": Float8BlockScaling(),
         "block f32": Float8BlockScaling(use_f32_scales=True),
-        "e5m2": DelayedScaling(fp8_format=Format.E5M2),
         "mxfp8": MXFP8BlockScaling(),
         "override": Float8CurrentScaling(backward_override="dequantized"),
     }
