@@ -13,6 +13,8 @@ from te_core.tape.walk import Facts, facts_of_weight
 from te_core.tensor import Tensor
 from te_torch.tensors.buffers import Apart, Buffers, are_held
 
+_address_of = torch.Tensor.data_ptr
+
 #: Strides and offset of a tensor, as torch says them.
 Place = tuple[Sequence[int], Any]
 
@@ -98,7 +100,7 @@ class OfOneTensor:
 class CoreViews(OfOneTensor):
     """The pieces of a core view, for as long as the buffers are the same and stay where they are."""
 
-    __slots__ = ("block", "buffers", "column", "facts", "form", "pack", "pieces", "row", "shape")
+    __slots__ = ("block", "buffers", "column", "facts", "form", "held", "pack", "pieces", "places", "row", "shape")
 
     @classmethod
     def of(cls, storage: Any, q: QuantizedTensor) -> CoreViews | None:
@@ -109,9 +111,6 @@ class CoreViews(OfOneTensor):
         pairs += [] if apart else [(b.row_data if b.col_data is None else b.col_data, q.block)]
         if any(t is not None and (core is None or not t.numel() or core.ptr != t.data_ptr()) for t, core in pairs):
             return None
-        scales = ((b.row_data, b.row_scale, q.rowwise_scale), (b.col_data, b.col_scale, q.columnwise_scale))
-        if any(data is not None and core.ptr != scale.data_ptr() for data, scale, core in scales):  # type: ignore[union-attr]
-            return None
         made = cls()
         made.buffers, made.form, made.shape = b, q.format, q.shape
         made.block, made.pack = (None, q.pack) if isinstance(q, Apart) else (q.block, None)
@@ -121,7 +120,8 @@ class CoreViews(OfOneTensor):
         if q.columnwise is not None and q.columnwise_scale is not None:
             made.column = Copy(q.columnwise, q.columnwise_scale, q.columnwise_amax)
         made.pieces, made.facts = _pieces(made.row, b[:3]) + _pieces(made.column, b[3:]), None
-        return made
+        made.held, made.places = [t for _, t in made.pieces], [core.ptr for core, _ in made.pieces]
+        return made if made._in_place() else None
 
     buffers: Buffers
     form: Format
@@ -131,17 +131,16 @@ class CoreViews(OfOneTensor):
     block: Any
     pack: Callable[[], torch.Tensor] | None
     pieces: list[tuple[Tensor, torch.Tensor]]  # of both copies: the core's view, and of what
+    held: list[torch.Tensor]  # of what each piece is, and where it is
+    places: list[int]
     facts: Facts | None  # what recordings depend on of them, once they were asked for
 
     def fit(self, storage: Any) -> bool:
-        """Whether the storage still has these buffers, in this memory."""
-        b: Any = self.buffers
-        return (
-            are_held(b, storage)
-            and self.form is storage._format
-            and (self.row is None or self.row.data.ptr == b[0].data_ptr())
-            and (self.column is None or self.column.data.ptr == b[3].data_ptr())
-        )
+        """Whether the storage still has these buffers, each in this memory (`buffer.data = ...` exchanges that)."""
+        return are_held(self.buffers, storage) and self.form is storage._format and self._in_place()
+
+    def _in_place(self) -> bool:
+        return [*map(_address_of, self.held)] == self.places
 
     def follow(self) -> bool:
         """Point to where the buffers' memory is now, which was freed and allocated again; False if these views cannot:
@@ -153,6 +152,7 @@ class CoreViews(OfOneTensor):
                 if self.pack is None or ptr % (16 if core.size > 1 else 4):
                     return False
                 core.ptr = ptr
+        self.places = [core.ptr for core, _ in self.pieces]
         if self.facts is not None:
             self.facts.follow()
         return True

@@ -461,6 +461,29 @@ def test_raw_data_is_what_was_given_and_the_old_memory_is_free(device: str, name
 
 
 @on_devices
+@covering(name=[n for n in ALL if n not in ("hybrid", "identity")], how=["data", "set_"])
+def test_a_buffer_that_is_exchanged_is_read(device: str, name: str, how: str) -> None:
+    """By `.data = ...` or `.set_(...)`, which leave the buffer the object that it was: scales and maxima, too."""
+    t, other = (ALL[name](device)(values((128, 256), device, seed) * size) for seed, size in ((1, 1.0), (2, 50.0)))
+    t.to_core()  # as a GEMM reads it
+    t.mul_(1.0) if name == "current" else None  # and as a change does
+    for mine, new in zip(shown(t), shown(other), strict=True):
+        if how == "data":
+            mine.data = new.clone()
+        else:
+            with torch.no_grad():
+                mine.set_(new.clone())
+        core = t.to_core()
+        for copy_ in (
+            (core.rowwise, core.rowwise_scale, core.rowwise_amax),
+            (core.columnwise, core.columnwise_scale, core.columnwise_amax),
+        ):
+            for piece, held in zip(copy_, t._buffers.of(copy_[0] is core.columnwise), strict=True):
+                assert piece is None or piece.ptr == held.data_ptr()
+    assert torch.equal(t.dequantize(), other.dequantize())
+
+
+@on_devices
 @pytest.mark.parametrize("offset", [0, 16, 7])
 def test_a_layer_reads_weights_wherever_their_data_lies(device: str, offset: int) -> None:
     recipe = Float8CurrentScaling()
