@@ -351,5 +351,5 @@ def _identity(
         if any(t.is_inference() for t in of_it):
             return None
         found.append(product.spec.precision.serial)  # type: ignore[union-attr]
-        found += [(t.data_ptr(), t._version, t.shape) for t in of_it]
+        found += [(t.untyped_storage()._cdata, t.storage_offset(), t._version, t.shape) for t in of_it]
     return tuple(found)

@@ -90,12 +90,13 @@ class MarkedModule(Unit):
             return None
         shard = self._shard_of(parameter) if self._gathered else None
         if shard is None:
-            return parameter.data_ptr(), parameter._version, parameter.shape
+            # Not by the address: memory that is sent away and brought back (offloading) lies elsewhere.
+            return parameter.untyped_storage()._cdata, parameter.storage_offset(), parameter._version, parameter.shape
         own = shard._local_tensor  # an optimizer's change counts outside, one of the local tensor inside
-        return own.data_ptr(), own._version, shard._version, parameter.shape
+        return own.untyped_storage()._cdata, own.storage_offset(), own._version, shard._version, parameter.shape
 
     def _storage_of(self, parameter: torch.Tensor) -> torch.UntypedStorage:
-        """The memory by whose address `_contents_of` tells parameters apart."""
+        """The memory by which `_contents_of` tells parameters apart."""
         shard = self._shard_of(parameter)
         return parameter.untyped_storage() if shard is None else shard._local_tensor.untyped_storage()
 

@@ -146,6 +146,24 @@ def test_weights_that_changed_are_quantized_again(kind: str, recipe: str, device
 
 
 @on_devices
+def test_a_weight_that_was_away_is_not_quantized_again(device: str, quantized: list[Any]) -> None:
+    """Its memory lies elsewhere when it has been brought back, as by offloading; its contents are what they were."""
+    eager, module, _ = pair("Linear", device)
+    both(eager, module, rule_of("delayed"), 0, True, device)
+    kept = []  # nobody else gets the old place
+    for m in (eager, module):
+        storage, values = m.weight.untyped_storage(), m.weight.detach().clone()
+        size, before = storage.nbytes(), m.weight.data_ptr()
+        storage.resize_(0)
+        kept.append(torch.empty(size, dtype=torch.uint8, device=device))
+        storage.resize_(size)
+        m.weight.data.copy_(values)
+        assert m.weight.data_ptr() != before
+    both(eager, module, rule_of("delayed"), 1, False, device)
+    assert len(quantized) == 1
+
+
+@on_devices
 def test_what_a_first_microbatch_may_be(device: str) -> None:
     """Without gradients, in another recipe, or left out: what was kept is read only where it fits."""
     eager, module, counter = pair("Linear", device)
