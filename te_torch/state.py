@@ -152,9 +152,9 @@ class ScalingState(torch.nn.Module):
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         if not self.in_use and not any(prefix + name in state_dict for name in NAMES):
             return
-        self.in_use = True
         for name in NAMES:
             require_usable("load_state_dict", prefix + name, state_dict.get(prefix + name))
+        self.in_use = True
         before = list(self._buffers.values())
         super()._load_from_state_dict(state_dict, prefix, *args)
         if any(a is not b for a, b in zip(before, self._buffers.values(), strict=True)):  # load(assign=True)
@@ -178,8 +178,8 @@ class ScalingState(torch.nn.Module):
 
     def assign(self, values: dict[str, list[torch.Tensor]] | None) -> None:
         """Take over what `copies` gave, or begin anew."""
-        self.in_use = self.in_use or values is not None
         new = self.start() if values is None else self._given(values)
+        self.in_use = self.in_use or values is not None
         with torch.no_grad():
             for name, value in new.items():
                 getattr(self, name).copy_(value)
@@ -190,7 +190,7 @@ class ScalingState(torch.nn.Module):
         """What `copies` gave, by the names of the buffers."""
         operation, keys = "reset_fp8_meta_tensors", ("scaling_fwd", "scaling_bwd")
         lists = [values.get(key) if isinstance(values, dict) else None for key in keys]
-        given = [t for pair in lists for t in pair or ()]
+        given = [t for pair in lists if isinstance(pair, (list, tuple)) for t in pair]
         shapes = [tuple(getattr(self, name).shape) for name in NAMES]
         if [tuple(t.shape) if isinstance(t, torch.Tensor) else None for t in given] != shapes:
             raise ArgumentError(

@@ -33,17 +33,20 @@ _INSIDE = f"fused_attention.{_ENTRY}"  # where versions 1.6 and 1.7 of the peer 
 @contextmanager
 def adopting(module: torch.nn.Module) -> Iterator[None]:
     """While a module is loaded: its state comes first, but after the hooks of programs, which may rewrite entries."""
-    hook = module._register_load_state_dict_pre_hook(lambda entries, prefix, *_: _adopt(module, entries, prefix))
+    hook = module._register_load_state_dict_pre_hook(
+        lambda entries, prefix, *rest: _adopt(module, entries, prefix, rest[-1])
+    )
     try:
         yield
     finally:
         hook.remove()
 
 
-def _adopt(module: torch.nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
+def _adopt(module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, errors: list[str]) -> None:
     """Before a module's entries are loaded: give it the state that they describe, and rewrite the peer's as ours.
 
-    `state_dict` is the copy that load_state_dict hands down, which the module's children are loaded from next.
+    `state_dict` is the copy that load_state_dict hands down, which the module's children are loaded from next. What is
+    wrong with one of the four entries goes to `errors`, as torch's words of sizes do, and none of the four is taken.
     """
     theirs = _take(module, state_dict, prefix)
     if "fp8_state" not in module._modules:
@@ -62,13 +65,19 @@ def _adopt(module: torch.nn.Module, state_dict: dict[str, Any], prefix: str) -> 
             start, runs = state.start(), False
             _start_from_weights(module, state_dict, prefix, start["scale_fwd"])
             state_dict.update({keys[name]: t for name, t in start.items()})
-    slots = {"amax_history_fwd": FORWARD_SLOTS, "amax_history_bwd": BACKWARD_SLOTS}
     gemms: Any = module.gemms
-    lengths = [_rows(state_dict, keys[name], gemms * n) for name, n in slots.items()]
-    if not any(lengths):
+    wrong = _misfits(state_dict, keys, gemms)
+    if wrong:
+        errors += wrong
+        for name, key in keys.items():
+            if state_dict.pop(key, None) is not None and module.fp8_state is not None:
+                state_dict[key] = getattr(module.fp8_state, name)
         return
+    lengths = [_rows(state_dict, keys[name]) for name in ("amax_history_fwd", "amax_history_bwd")]
     for key in keys.values():
         require_usable("load_state_dict", key, state_dict.get(key))
+    if not any(lengths):
+        return
     if module.fp8_state is None:
         module.fp8_state = ScalingState(gemms, max(lengths), _device_of(module))
     for direction, length in zip((FORWARD, BACKWARD), lengths, strict=True):
@@ -138,13 +147,29 @@ def _has_parameters(module: torch.nn.Module, state_dict: dict[str, Any], prefix:
     return not names or any(f"{prefix}{name}" in state_dict for name in names)
 
 
-def _rows(state_dict: dict[str, Any], key: str, columns: int) -> int:
+def _misfits(state_dict: dict[str, Any], keys: dict[str, str], gemms: int) -> list[str]:
+    """What is wrong with the entries of a state that a checkpoint has, for a module of so many GEMMs."""
+    found = []
+    for name, key in keys.items():
+        if key not in state_dict:
+            continue
+        value, columns = state_dict[key], gemms * (FORWARD_SLOTS if name.endswith("fwd") else BACKWARD_SLOTS)
+        if not isinstance(value, torch.Tensor):
+            found.append(f"{key} is of type {type(value).__name__} in the checkpoint; a tensor is expected.")
+            continue
+        shape = tuple(value.shape)
+        history = name.startswith("amax")
+        if shape[-1:] != (columns,) or len(shape) != 1 + history or 0 in shape:
+            wanted = f"(rows, {columns})" if history else f"({columns},)"
+            found.append(f"size mismatch for {key}: {shape} in the checkpoint, {wanted} in this model.")
+    return found
+
+
+def _rows(state_dict: dict[str, Any], key: str) -> int:
     """The length of a history in a checkpoint, 0 without one: memory is made for it, so it is not to lie."""
     history = state_dict.get(key)
-    if not isinstance(history, torch.Tensor) or history.ndim != 2:
+    if history is None:
         return 0
-    if history.shape[1] != columns:
-        return 1  # another module's; torch says so of a state of any length
     plain = type(history) in (torch.Tensor, torch.nn.Parameter)
     if plain and history.numel() * history.element_size() > history.untyped_storage().nbytes():
         raise ArgumentError(

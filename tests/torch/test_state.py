@@ -381,6 +381,47 @@ def test_plain_state_dict(dtype: torch.dtype | None, device: str) -> None:
     assert not differences(fp8_state(module), {n[2:]: t for n, t in plain.items() if "fp8_state" in n})
 
 
+WRONG: dict[str, Any] = {
+    "columns": lambda name, t: torch.cat([t, t], -1),
+    "dimensions": lambda name, t: t[None],
+    "half": lambda name, t: t[..., ::2].contiguous(),
+    "no rows": lambda name, t: t[:0],
+    "no tensor": lambda name, t: 3,
+    "NaN": lambda name, t: t * float("nan"),
+}
+
+
+@pytest.mark.parametrize("ran", [True, False])
+@pytest.mark.parametrize("entry", ENTRIES)
+@pytest.mark.parametrize("how", WRONG)
+def test_a_refused_load_leaves_the_state_alone(how: str, entry: str, ran: bool) -> None:
+    """One of the four entries does not fit: none of them is taken, and no history is cut or lengthened."""
+    module, other = make("Linear"), make("Linear")
+    for m, rows in ((module, 4), (other, 7)):
+        if ran or m is other:
+            step(m, values(32, WIDTH), DelayedScaling(amax_history_len=rows))
+    given = dict(other.state_dict())
+    given[f"fp8_state.{entry}"] = WRONG[how](entry, given[f"fp8_state.{entry}"])
+    before = {name: t.clone() for name, t in fp8_state(module).items()}
+    assert bool(before) is ran
+    with pytest.raises((RuntimeError, ArgumentError), match=f"fp8_state.{entry}"):
+        module.load_state_dict(given)
+    after = fp8_state(module)
+    assert {n: t.shape for n, t in after.items()} == {n: t.shape for n, t in before.items()}
+    assert not differences(after, before)
+
+
+def test_a_refused_reset_leaves_the_state_alone() -> None:
+    module = make("Linear")
+    te.prepare_state(module, SHORT)
+    module.fp8_state.in_use = False
+    good = module.fp8_state.copies()
+    for wrong in ({"scaling_fwd": good["scaling_fwd"][0]}, {**good, "scaling_bwd": 3}, [good], {"scaling_fwd": [1, 2]}):
+        with pytest.raises(ArgumentError, match="^reset_fp8_meta_tensors: "):
+            module.fp8_state.assign(wrong)
+        assert not module.fp8_state.in_use
+
+
 def test_plain_state_dict_refusals() -> None:
     with pytest.raises(ArgumentError, match="dtype"):
         plain_state_dict(make("Linear"), torch.int8)
