@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from te_core import device
-from te_core.errors import ArgumentError, UnsupportedError
+from te_core.errors import ArgumentError
 from te_core.recipe import DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling, Recipe
 from te_core.spelling import ArgumentNameError, name_error
 from te_torch import amax_reduction, shape_runs, updates
@@ -26,6 +26,7 @@ from te_torch import state as scaling
 from te_torch.availability import current_device
 from te_torch.export.mode import exporting
 from te_torch.precisions import CALIBRATE, CHECK, EMULATE, STRICT, number_at_trace, number_of, precision_of, recipe_of
+from te_torch.reruns import Read, Running, called, in_backward, may_run_again
 from te_torch.runtime import constant_at_trace, warn
 from te_torch.values import check_flags
 
@@ -77,9 +78,7 @@ class _Active(threading.local):
 
     def __init__(self) -> None:
         self.region: Region | None = None
-        # Inside of `te_torch.checkpoint`, which knows the region of what it runs again: the hook that keeps what is
-        # saved there, or True where it is reentrant.
-        self.carried: Any = None
+        self.running: Running | None = None  # of te_torch.checkpoint's, the innermost
         # Whether this is what a checkpoint runs; and what it runs again.
         self.checkpointed = self.recomputing = False
         self.suspended = False  # inside of `suspended`
@@ -87,6 +86,9 @@ class _Active(threading.local):
 
 active = _Active()
 _suspensions = 0  # of all threads: a backward may run in another one
+
+
+_graph_task = torch._C._current_graph_task_id
 
 
 @constant_at_trace
@@ -98,146 +100,29 @@ def _refuse_traced_reduction(number: int) -> None:
 
 # ------------------------------------------------------------------------------------- which precision, now
 
-_graph_task = torch._C._current_graph_task_id
-#: Off, like gradients, inside an autograd function's forward and in inference mode; on under torch.no_grad.
-forward_ad = torch._C._is_fwd_grad_enabled
-_saving_hooks: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda ignore_is_tracing: None)
-
-
-def in_backward() -> bool:
-    """Whether this thread is inside a backward pass."""
-    return _graph_task() != -1
-
-
-_counting = threading.RLock()
-
-
-class Outstanding:
-    """The precisions of those forwards of a module that torch's own checkpoint may run again.
-
-    It gives no link from what is run again to the call that was made, and a region has ended by then. So a forward that
-    it may run again leaves its precision here, and the one that is run again takes the precision on which they agree.
-    """
-
-    __slots__ = ("_counts", "_settled")
-
-    def __init__(self) -> None:
-        self._counts: dict[tuple[bool, int], int] = {}  # by training mode and precision
-        self._settled: int | None = None  # of the last that was run again
-
-    def note(self, training: bool, number: int) -> None:
-        """A forward that may be run again."""
-        with _counting:
-            self._counts[training, number] = self._counts.get((training, number), 0) + 1
-
-    def expect(self, training: bool, number: int) -> None:
-        """The same of one that may have been noted before."""
-        with _counting:
-            self._counts.setdefault((training, number), 1)
-
-    def agreed(self, training: bool, name: str) -> int | None:
-        """The precision of what is run again now; None where nothing was noted."""
-        with _counting:
-            found = [number for mode, number in self._counts if mode == training] or [n for _, n in self._counts]
-            if len(found) > 1:
-                self._counts.clear()  # the next step is judged by itself
-        if len(found) > 1:
-            said = ", ".join(sorted(_in_words(number) for number in found))
-            raise UnsupportedError(
-                f"{name}, run again in backward by a checkpoint",
-                "forwards in different precisions that await their "
-                f"backward ({said}), and no word of which of them this is",
-                "one precision for all of them",
-                "use te_torch.checkpoint, which carries the region along",
-            )
-        if found:
-            self._settled = found[0]
-        return self._settled
-
-    def done(self, training: bool, number: int) -> None:
-        """One of them was run again."""
-        with _counting:
-            for key in ((training, number), (not training, number)):
-                left = self._counts.get(key)
-                if left is not None:
-                    if left > 1:
-                        self._counts[key] = left - 1
-                    else:
-                        del self._counts[key]
-                    return
-
-
-def _in_words(number: int) -> str:
-    precision = precision_of(number)
-    if precision is None or precision.input is None:
-        return "high precision"
-    return f"{precision.input.format} ({precision.input.scaling})"
-
-
-#: Precision by number, whether a checkpoint runs this forward again, the region, whether a compiler traces it.
-Now = tuple[int, bool, "Region | None", bool]
+#: Precision by number, whether a checkpoint runs this forward again, the region, whether a compiler traces it, and what
+#: the forward leaves for a checkpoint, or takes from its first run.
+Now = tuple[int, bool, "Region | None", bool, "Read | None"]
 
 
 def precision_now(module: Any, peek: bool = False) -> Now:
-    """How a forward runs: the one rule of it.
+    """How a forward of this module runs: the one rule of it.
 
-    `module` has `_outstanding`, `training` and `name`. With `peek` it only looks, for one who acts on what it will do.
+    With `peek` it only looks, for one who acts on what it will do.
     """
     region = active.region
     if torch.compiler.is_compiling():
-        return (0, False, None, True) if region is None else (region.precision, region.recompute, region, True)
-    if _graph_task() != -1:
-        return _in_backward(module, region, peek)
-    number = 0 if region is None else region.precision
-    if not peek and may_run_again():
-        module._outstanding.note(module.training, number)
-    return number, region is not None and region.recompute, region, False
-
-
-def may_run_again() -> bool:
-    """Whether a forward now is the first one of a checkpoint that will not know its region.
-
-    A reentrant checkpoint is an autograd function, in whose forward gradients are off both ways (under torch.no_grad
-    they are off in one); the other one keeps what is saved by hooks of its own.
-    """
-    if torch.is_grad_enabled():
-        if _saving_hooks(True) is None:  # nearly always: a call less
-            return False
-        hook = keeping_hook()
-        return hook is not None and hook is not active.carried
-    return not forward_ad() and not torch.is_inference_mode_enabled() and active.carried is not True
-
-
-def keeping_hook() -> Any:
-    """The hook by which a checkpoint of torch's keeps what is saved now; None outside of one."""
-    hooks = _saving_hooks(True)
-    return hooks[0] if hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint" else None
-
-
-def first_of_a_checkpoint() -> bool:
-    """Whether this is the first run of a checkpoint that keeps by hooks: where it runs again they have another name."""
-    hook = keeping_hook()
-    return hook is not None and hook.__qualname__.startswith("_checkpoint_hook")
-
-
-def _in_backward(module: Any, region: Region | None, peek: bool) -> Now:
-    """A forward inside a backward pass: run again by a checkpoint, or a hook's own."""
-    grad = torch.is_grad_enabled()
-    if region is not None and region.recompute:
-        number, again = region.precision, region
-    else:
-        if not grad and forward_ad():  # a hook's: what is run again has gradients, or is inside an autograd function
-            return 0 if region is None else region.precision, False, region, False
-        found = module._outstanding.agreed(module.training, module.name)
-        if found is None:
-            return 0 if region is None else region.precision, False, region, False
-        number, again = found, None
-    if not peek:
-        if grad and not first_of_a_checkpoint():
-            module._outstanding.done(module.training, number)
-        else:  # in a checkpoint inside one that is run again: it will be run again itself
-            module._outstanding.expect(module.training, number)
-    return number, True, again, False
+        return (
+            (0, False, None, True, None) if region is None else (region.precision, region.recompute, region, True, None)
+        )
+    number, again = (0, False) if region is None else (region.precision, region.recompute)
+    if active.running is None and _graph_task() == -1 and (peek or not may_run_again()):
+        return number, again, region, False, None
+    read, ran = called(module, number, active.running, peek)
+    if not ran:
+        return number, again, region, False, read
+    # A region around the backward pass is none of those that a checkpoint runs again in it.
+    return number if read is None else read.number, True, region if again else None, False, read
 
 
 # ---------------------------------------------------------------------------------------- the default recipe

@@ -26,7 +26,9 @@ from te_core.runtime import Runtime
 from te_core.tensor import Tensor
 from te_torch import handovers, updates
 from te_torch import state as scaling
-from te_torch.autocast import active, forward_ad, in_backward
+from te_torch.autocast import active
+from te_torch.base.draws import capturing
+from te_torch.base.forks import keep_in_checkpoints
 from te_torch.calls import Call, call_of, complete
 from te_torch.carried import (
     Carried,
@@ -43,6 +45,7 @@ from te_torch.precisions import precision_of, recipe_of
 from te_torch.program_names import name_of_program
 from te_torch.program_specs import read, written
 from te_torch.quantized import QuantizedTorch
+from te_torch.reruns import Read, called, forward_ad, in_backward
 from te_torch.runtime import constant_at_trace, runtime_for, shape_runtime, to_core, to_core_shape, to_torch
 from te_torch.tensors.dispatch import keeps
 from te_torch.tensors.tracing import core_from_inner
@@ -360,6 +363,8 @@ def note_run(call: Call, views: Sequence[Any], scale_bwd: torch.Tensor | None, r
     if told and (state := scaling.of_tensor(scale_bwd)) is not None:  # type: ignore[arg-type]
         precision, recipe = _rules.get(rule) or (read(rule), None)
         state.ran_compiled(precision, recipe, active.region)
+        if (left := _left(state)[0]) is not None:
+            left.of_state(state, False)
     if call.layer.weights:
         weight = views[call.layer.weights[0]]
         if isinstance(weight, Tensor):
@@ -420,8 +425,20 @@ def _check_recomputation(call: Call, weight: torch.Tensor) -> None:
             )
 
 
+def _left(state: scaling.ScalingState) -> tuple[Read | None, bool]:
+    """What this run of compiled code leaves, or what its first run left, in a checkpoint of ours. A CUDA graph of a
+    compiler's leaves nothing: it lends memory for results of programs alone."""
+    if active.running is None or capturing():
+        return None, False
+    return called(state, 0, active.running)
+
+
 def _scale_op(scale: torch.Tensor, used: torch.Tensor, scale_bwd: torch.Tensor) -> torch.Tensor:
     state = scaling.of_tensor(scale_bwd)
+    if state is not None:
+        left, again = _left(state)
+        if again and left is not None and left.scales is not None:
+            return left.scales.clone()
     reads = not in_backward() or (state is not None and state.is_due())
     return (scale if reads else used).clone()
 
@@ -470,6 +487,17 @@ def in_checkpoint() -> bool:
     return tracer is not None
 
 
+@constant_at_trace
+def _keep_scales() -> None:
+    """Have a checkpoint in the graph keep the scales that its first run read."""
+    if not _kept:
+        keep_in_checkpoints(torch.ops.te_runtime.scale_of_first_run.default)
+        _kept.append(True)
+
+
+_kept: list[bool] = []
+
+
 def scale_to_read(given: Traced, recompute: bool) -> tuple[torch.Tensor, str]:
     """(the scales a traced forward quantizes with, the rule it tells its state; "" where it has run before).
 
@@ -479,6 +507,7 @@ def scale_to_read(given: Traced, recompute: bool) -> tuple[torch.Tensor, str]:
     state, rule = given
     if not recompute and not in_checkpoint():
         return state.scale_fwd, rule
+    _keep_scales()
     scale = torch.ops.te_runtime.scale_of_first_run(state.scale_fwd, state.used_fwd, state.scale_bwd)
     return scale, "" if recompute else rule
 

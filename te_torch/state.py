@@ -297,7 +297,8 @@ class ScalingState(torch.nn.Module):
     def scales(self, recompute: bool) -> Scales:
         """The core's view of the state for one forward.
 
-        A recomputation records nothing, and reads the scales that the forward read: the ones before the update.
+        A recomputation records nothing, and reads what its forward read. Where nothing was left of that
+        (te_torch.reruns), these are taken to be the scales before the last update.
         """
         views = self._views
         if views is None or self._places != [*map(_place_of, self._buffers.values())]:  # type: ignore[arg-type]
@@ -305,10 +306,6 @@ class ScalingState(torch.nn.Module):
         if not recompute:
             self.__dict__["due"] = True  # Module.__setattr__ would cost a microsecond
             return views[0]
-        if noted and (notes := noted.get(self.token)) is not None:
-            notes.again[self.token] = None
-            if (kept := notes.scales.get(self.token)) is not None:
-                return Scales(to_core(kept), None, views[0].backward_scale, views[0].backward_amax)
         return views[2 if self.due else 1]
 
     def core(self, direction: int, limit: float) -> CoreState:
@@ -388,24 +385,15 @@ def of_tensor(scale_bwd: torch.Tensor) -> ScalingState | None:
     return found if found is None or found.scale_bwd.data_ptr() == address else None
 
 
-class Notes:
-    """What a capture learns of states, which it must not mark as run: only replays run (te_torch.training.graphs)."""
-
-    def __init__(self) -> None:
-        self.backward: dict[int, None] = {}  # tokens whose backward ran, in this order
-        self.again: dict[int, None] = {}  # tokens whose forward a checkpoint ran again
-        # What these read then: replays may update between a forward and its backward or not, a captured address knows
-        # of one of the two.
-        self.scales: dict[int, torch.Tensor] = {}
-
-
-noted: dict[int, Notes] = {}  # by token: states in a backward that is warmed up or captured
+#: By token, of states in a backward that is warmed up or captured (te_torch.training.graphs): the tokens of those whose
+#: backward ran, in this order. A capture must not mark them as run: only replays run.
+noted: dict[int, dict[int, None]] = {}
 
 
 @contextmanager
-def noting(tokens: Iterable[int], notes: Notes) -> Iterator[None]:
+def noting(tokens: Iterable[int], ran: dict[int, None]) -> Iterator[None]:
     """Inside, a backward of these states is noted here, and no update waits for it."""
-    own = dict.fromkeys(tokens, notes)
+    own = dict.fromkeys(tokens, ran)
     noted.update(own)
     try:
         yield

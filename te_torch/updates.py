@@ -268,8 +268,8 @@ def ran_backward(state: ScalingState, within: int = -1) -> None:
     `within` is the pass in which the forward was recomputed, if it was: a reentrant checkpoint then runs the
     backward in an inner pass of its own, but it is the outer one that counts.
     """
-    if noted and (notes := noted.get(state.token)) is not None:
-        notes.backward[state.token] = None
+    if noted and (ran := noted.get(state.token)) is not None:
+        ran[state.token] = None
         return
     waiting = _pending.get(within)
     if waiting is None:

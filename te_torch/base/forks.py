@@ -145,20 +145,25 @@ def _prepare_trace() -> None:
     if _ready:
         return
     from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
-    from torch._subclasses.functional_tensor import FunctionalTensorMode
-    from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
     operators: tuple[Any, ...] = (torch.ops.te_runtime.draw_pair.default, torch.ops.te_runtime.draw_uniform.default)
     for operator in operators:
         _register_effectful_op(operator, _EffectType.ORDERED)
-        operator.py_impl(FunctionalTensorMode)(partial(_saved, operator))
-        operator.py_impl(_CachingTorchDispatchMode)(partial(_first, operator))
-        operator.py_impl(_CachedTorchDispatchMode)(partial(_again, operator))
+        keep_in_checkpoints(operator)
     _ready.append(True)
 
 
-# A checkpoint in the graph tells of each operator whether backward computes it again. Of these it does not: what they
-# gave is kept, which is two numbers. (Such a checkpoint is a mark on the nodes in torch 2.11, and two modes in 2.13.)
+def keep_in_checkpoints(operator: Any) -> None:
+    """Have a checkpoint in the graph keep what this operator gave, which is a few numbers, and not compute it again.
+
+    (Such a checkpoint is a mark on the nodes in torch 2.11, and two modes in 2.13.)
+    """
+    from torch._subclasses.functional_tensor import FunctionalTensorMode
+    from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
+
+    operator.py_impl(FunctionalTensorMode)(partial(_saved, operator))
+    operator.py_impl(_CachingTorchDispatchMode)(partial(_first, operator))
+    operator.py_impl(_CachedTorchDispatchMode)(partial(_again, operator))
 
 
 def _saved(operator: Any, mode: Any, *args: Any) -> Any:
@@ -179,11 +184,11 @@ def _saved(operator: Any, mode: Any, *args: Any) -> Any:
 
 def _first(operator: Any, mode: Any, *args: Any) -> Any:
     found = operator(*args)
-    mode.storage.setdefault(_library, []).append(found)
+    mode.storage.setdefault(operator, []).append(found)
     return found
 
 
 def _again(operator: Any, mode: Any, *args: Any) -> Any:
-    kept = mode.storage[_library]
+    kept = mode.storage[operator]
     kept.append(kept.pop(0))  # for a second backward, too
     return kept[-1]

@@ -11,7 +11,7 @@ import torch
 from te_core.errors import ArgumentError, UnsupportedError
 from te_core.plan_cache import drop_oldest
 from te_core.precision import Precision
-from te_torch.autocast import Now, Outstanding, Region, precision_now, prepare_default
+from te_torch.autocast import Now, Region, precision_now, prepare_default
 from te_torch.base.checkpoint_state import adopting
 from te_torch.base.forks import Fork
 from te_torch.base.parallel import TensorParallel
@@ -81,14 +81,13 @@ class CallingModule(MarkedModule):
     def _renew(self) -> None:
         self._calls: dict[Any, Call] = {}
         self._last: Call | None = None  # of the last forward: what precision_report() reads
-        self._outstanding = Outstanding()  # forwards that a checkpoint may run again
         self._token = enrolled(self)
         # Kept here, too: a stand-in of torch's tracers has our `__dict__`, and a class of its own.
         self._kind = self._number
 
     def __getstate__(self) -> dict[str, Any]:
         """Without calls, token and compiled code, which belong to this process and this object."""
-        of_this = "_calls _compiled_call_impl _gathered _kind _last _nonfinite _outstanding _token".split()
+        of_this = "_calls _compiled_call_impl _gathered _kind _last _nonfinite _token".split()
         return {k: v for k, v in self.__dict__.items() if k not in of_this}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -267,7 +266,7 @@ class BaseModule(TensorParallel, CallingModule):
 
         `now` is what `precision_now` said, where the caller has asked already.
         """
-        precision, recompute, region, tracing = precision_now(self) if now is None else now
+        precision, recompute, region, tracing, read = precision_now(self) if now is None else now
         if torch._C._is_any_autocast_enabled():
             inp = amp_cast(inp)
         if not precision:
@@ -296,6 +295,8 @@ class BaseModule(TensorParallel, CallingModule):
             state.__dict__["group"] = region.group  # type: ignore[union-attr]
         if self._primary:
             self._link_weights(state)
+        if read is not None:
+            state = read.of_state(state, recompute)
         if rule.check_finite:
             return inp, precision, counted(self, state, inp.device), recompute  # type: ignore[return-value]
         return inp, precision, state, recompute

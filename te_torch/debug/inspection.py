@@ -23,12 +23,13 @@ import torch
 from te_core.errors import ArgumentError, UnsupportedError
 from te_core.layers.inspector import ATTENTION_POINTS, POINTS, finished, quantized_whole
 from te_core.quantized import QuantizedTensor
-from te_torch.autocast import active, first_of_a_checkpoint, in_backward
+from te_torch.autocast import active
 from te_torch.base.draws import capturing
 from te_torch.base.module import BaseModule
 from te_torch.debug.ledger import Ledger
 from te_torch.debug.report import Report, Series
 from te_torch.debug.watched import Guest, Layers, chosen, products_of, refuse_traces
+from te_torch.reruns import first_of_a_checkpoint, in_backward
 
 #: The points in the order in which a step meets them.
 ORDER = (

@@ -20,8 +20,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from te_core.errors import ArgumentError
 from te_core.tensor import Tensor
-from te_torch.autocast import in_backward
 from te_torch.listing import table
+from te_torch.reruns import in_backward
 from te_torch.state import ScalingState
 from te_torch.values import check_model
 

@@ -1,14 +1,15 @@
 """`checkpoint`: what is computed in forward is not kept but computed again in backward, in the precision it had.
 
-What is computed again draws the same random numbers, and touches neither histories nor scales: a module's state keeps
-the scales that its forward read until its backward is through.
+What is computed again draws the same random numbers, touches neither histories nor scales, and reads the scales that
+its first run read (te_torch.reruns).
 """
 
 from __future__ import annotations
 
+import itertools
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ContextDecorator
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,11 +17,12 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import noop_context_fn
 
 from te_core.errors import ArgumentError, UnsupportedError
-from te_torch.autocast import Ran, Region, active, in_backward, keeping_hook, may_run_again, prepare_default
+from te_torch.autocast import Ran, Region, active, prepare_default
 from te_torch.base.draws import Repeated, capturing
 from te_torch.base.forks import not_a_tracker
 from te_torch.base.module import CallingModule
 from te_torch.quantized import QuantizedTorch
+from te_torch.reruns import FirstRun, Rerun, Running, around, in_backward, stops
 from te_torch.runtime import warn
 from te_torch.training.collectives import gather_split_1d_tensor, split_tensor_into_1d_equal_chunks
 from te_torch.values import is_flag
@@ -109,34 +111,31 @@ class _Run:
     def __init__(self, function: Callable[..., Any], contexts: tuple[AbstractContextManager[Any], ...]) -> None:
         self.function, self.contexts = function, contexts
         self.ran = False
+        self.first = FirstRun()
+        self.kept = torch.is_grad_enabled()  # otherwise there is no backward
         region = self.region = active.region
-        # In a backward pass it is called by another checkpoint, run again. torch's own does not know the region: then
-        # the modules remember (te_torch.autocast.Outstanding), and they have to where such a one is around this call.
+        # In a backward pass it is called by another checkpoint, run again. torch's own does not know the region.
         self.knows = not in_backward() or (region is not None and region.recompute)
-        self.carries = self.knows and not may_run_again()
 
     def __call__(self, *args: Any) -> Any:
-        if self.ran and self.knows:
-            return self._again(args)
-        context = self.contexts[self.ran]
-        self.ran = True
-        before = active.carried
-        active.carried = (keeping_hook() or True) if self.carries else None
+        again, self.ran = self.ran, True
+        before, region = active.running, active.region
+        if again:
+            active.running = Running([], Rerun(self.first.reads))
+            if self.knows:
+                # Its Ran counts no open region: one that the function enters itself updates what its first run did not.
+                active.region = _run_again(self.region, region)
+        else:
+            leaving, source = around(before)
+            active.running = Running([self.first, *leaving] if self.kept else leaving, source)
         try:
-            with _phase(active.recomputing), context:
+            with _phase(again or active.recomputing), self.contexts[again]:
                 return self.function(*args)
         finally:
-            active.carried = before
+            active.running, active.region = before, region
 
-    def _again(self, args: tuple[Any, ...]) -> Any:
-        now = active.region
-        # Its Ran counts no open region: one that the function enters itself updates what its first run did not.
-        active.region = _run_again(self.region, now)
-        try:
-            with _phase(True), self.contexts[1]:
-                return self.function(*args)
-        finally:
-            active.region = now
+
+stops.add(_Run.__call__.__code__)
 
 
 def _run_again(then: Region | None, now: Region | None) -> Region:
@@ -243,29 +242,57 @@ class activation_recompute_forward(ContextDecorator):  # noqa: N801  the documen
     """Context around what a checkpoint of the user's own runs: first, and again with recompute_phase=True.
 
     What runs again reads the scales that its first run read, and records nothing; also where it is not a backward pass
-    that runs it. Regions may be entered inside or outside of it.
+    that runs it. Regions may be entered inside or outside of it. Which first run that was is known of a pair of
+    `get_activation_recompute_contexts`, and inside the `forward(ctx, ...)` and `backward(ctx, ...)` of an autograd
+    function; elsewhere runs are taken to come again in the order of the first ones.
     """
 
     def __init__(self, activation_recompute: bool = False, recompute_phase: bool = False) -> None:
         super().__init__()
         self.activation_recompute, self.recompute_phase = activation_recompute, recompute_phase
-        self._before: list[tuple[bool, bool, Region | None]] = []
+        self._pair: list[FirstRun] | None = None  # what the other one of a pair left
+        self._before: list[tuple[bool, bool, Region | None, Running | None]] = []
 
     def __enter__(self) -> None:
-        self._before.append((active.checkpointed, active.recomputing, active.region))
+        self._before.append((active.checkpointed, active.recomputing, active.region, active.running))
         again = self.activation_recompute and self.recompute_phase
         active.checkpointed, active.recomputing = self.activation_recompute, again
         if again and active.region is not None and not active.region.recompute:
             active.region = _run_again(active.region, active.region)
+        if self.activation_recompute:
+            self._find(again, *around(active.running))
+
+    def _find(self, again: bool, leaving: list[FirstRun], source: Rerun | None) -> None:
+        """Link a later run to its first one: of a pair by that, of an autograd function by its `ctx` (`around`). A run
+        that is neither, such as a hook's, belongs to the oldest first run whose graph lives."""
+        if again:
+            found = None
+            if source is None:
+                found = (
+                    self._pair[-1] if self._pair else next((f for f in [*_by_hand.values()] if not f.ran_again), None)
+                )
+            if found is not None:
+                active.running = Running([], found.rerun(object()))
+        elif self._pair is not None:
+            self._pair[:] = [FirstRun()]
+            active.running = Running([*self._pair, *leaving], source)
+        elif leaving and active.running is None:
+            _by_hand[next(_numbers)] = leaving[0]
 
     def __exit__(self, *exc: object) -> None:
-        active.checkpointed, active.recomputing, active.region = self._before.pop()
+        active.checkpointed, active.recomputing, active.region, active.running = self._before.pop()
+
+
+#: The first runs of users' own checkpoints, in their order, as long as their graphs live.
+_by_hand: weakref.WeakValueDictionary[int, FirstRun] = weakref.WeakValueDictionary()
+_numbers = itertools.count()
 
 
 def get_activation_recompute_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """A context for what a checkpoint runs first, and one for what it runs again: what a `context_fn` returns."""
-    made = partial(activation_recompute_forward, activation_recompute=True)
-    return made(recompute_phase=False), made(recompute_phase=True)
+    pair = [activation_recompute_forward(True, recompute_phase=again) for again in (False, True)]
+    pair[0]._pair = pair[1]._pair = []
+    return pair[0], pair[1]
 
 
 def is_fp8_activation_recompute_enabled() -> bool:

@@ -17,10 +17,10 @@ import torch.distributed as dist
 
 from te_core.errors import UnsupportedError
 from te_torch import offloading
-from te_torch.autocast import in_backward
 from te_torch.base.module import BaseModule
 from te_torch.exchange import all_gather
 from te_torch.module_names import name_of
+from te_torch.reruns import in_backward
 
 
 def prepare_te_modules_for_fsdp(fsdp_root: torch.nn.Module) -> None:

@@ -374,7 +374,7 @@ class MultiheadAttention(Unit):
 
         `between`: keys are turned, or cached; `moved`: tokens of what comes out may have to be moved, or it is watched.
         """
-        number, _, _, tracing = precision_now(self._modules["proj"], peek=True)
+        number, _, _, tracing, _ = precision_now(self._modules["proj"], peek=True)
         if not number:
             return _NOTHING
         between = between or self.q_norm is not None

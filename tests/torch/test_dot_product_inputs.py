@@ -1,4 +1,4 @@
-"""`DotProductAttention`: packed projections and empty tensors as inputs, and what is said to arguments that do not fit."""
+"""`DotProductAttention`: packed projections, empty tensors, and what is said to arguments that do not fit."""
 
 from __future__ import annotations
 

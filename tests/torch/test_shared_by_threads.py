@@ -21,7 +21,6 @@ import te_torch as te
 from te_core.recipe import DelayedScaling, Float8CurrentScaling, resolve
 from te_torch import likeness, nonfinite, precisions, updates
 from te_torch import state as scaling
-from te_torch.autocast import Outstanding
 from te_torch.tensors.storage import QuantizedTensorStorage
 from te_torch.training import fsdp
 from te_torch.training.graphs import make as graphs
@@ -86,20 +85,6 @@ def test_one_counter_of_one_module(monkeypatch: pytest.MonkeyPatch) -> None:
     with pausing(monkeypatch, nonfinite, "check_surroundings"):
         first, second = together(*[lambda: nonfinite.counted(module, None, torch.device("cpu"))] * 2)
     assert first is second
-
-
-def test_forwards_that_await_their_backward_are_counted() -> None:
-    awaited = Outstanding()
-
-    def step() -> None:
-        for _ in range(3000):
-            awaited.note(True, 1)
-            awaited.agreed(True, "layer")
-            awaited.done(True, 1)
-
-    with switching():
-        together(*[step] * 4)
-    assert not awaited._counts
 
 
 def test_a_module_that_is_being_made_is_like_none() -> None:

@@ -16,10 +16,11 @@ import torch
 from te_core.errors import ArgumentError, UnsupportedError
 from te_torch import state as scaling
 from te_torch import updates
-from te_torch.autocast import Ran, Region, active, in_backward, may_run_again
+from te_torch.autocast import Ran, Region, active
 from te_torch.base.module import BaseModule
 from te_torch.precisions import precision_of, recipe_of
 from te_torch.quantized import QuantizedTorch
+from te_torch.reruns import around, in_backward
 from te_torch.state import NAMES, ScalingState
 from te_torch.training.graphs.arguments import How
 from te_torch.training.graphs.traces import main_grad
@@ -149,7 +150,7 @@ class Record:
                 f"the precision it was captured in: {_in_words(number)}",
                 "enter te_torch.autocast with the recipe that make_graphed_callables was given, or capture anew",
             )
-        if self.forward and (in_backward() or may_run_again()):
+        if self.forward and (in_backward() or any(around(active.running))):
             raise UnsupportedError(
                 OPERATION,
                 "a call inside of a checkpoint, which would record its maxima twice",

@@ -43,8 +43,8 @@ class Unit:
         self.inputs, self.spec = tree_flatten((args, {name: kwargs[name] for name in self.names}))
         self.parameters = [p for p in module.parameters() if p.requires_grad]
         self.record = Record(how, module)
-        self.notes = scaling.Notes()
         self.tokens: list[int] = []  # of the states that the last forward ran
+        self.ran: dict[int, None] = {}  # of those whose backward ran
         self.delayed = [m for m in module.modules() if isinstance(m, BaseModule) and m.need_backward_dw()]
         self.weights: Sequence[Weights] = ()
         # What a work leaves to the next one.
@@ -70,16 +70,8 @@ class Unit:
         with captured_in(self.how) as ran, torch.set_grad_enabled(self.options.training):
             found = self.run(*args, **kwargs)
             self.tokens = ran_since(before, ran)
-            self._keep_scales()
         self.live, self.output_spec = tree_flatten(found)
         return self.live
-
-    def _keep_scales(self) -> None:
-        """Copy the scales that a checkpoint inside will quantize with again: see scaling.Notes."""
-        again = self.notes.again if self.warmed else self.tokens
-        with torch.no_grad():
-            found = {token: scaling.by_token(token) for token in self.tokens if token in again}
-            self.notes.scales = {token: state.scale_fwd.clone() for token, state in found.items() if state is not None}
 
     def differentiable(self) -> list[torch.Tensor]:
         """The outputs of the last forward that have gradients."""
@@ -89,7 +81,7 @@ class Unit:
         """The gradients of the static inputs that require one, then of the parameters."""
         outputs = self.differentiable()
         wanted = [t for t in self.inputs if t.requires_grad]
-        with scaling.noting(self.tokens, self.notes), torch.enable_grad():
+        with scaling.noting(self.tokens, self.ran), torch.enable_grad():
             return self._gradients(outputs, [*wanted, *self.parameters])
 
     def _gradients(self, outputs: list[torch.Tensor], wanted: list[torch.Tensor]) -> list[torch.Tensor | None]:
@@ -212,7 +204,7 @@ class Unit:
     def _captured(self) -> None:
         """Forward and backward are done: keep what replays mark, drop what autograd held."""
         self.live = []
-        self.record.take(self.tokens, self.notes.backward)
+        self.record.take(self.tokens, self.ran)
         fused = [m for m in self.module.modules() if isinstance(m, BaseModule) and m.fuse_wgrad_accumulation]
         for weight in [getattr(m, name) for m in fused for name in m._weight_names()]:
             main = main_grad(weight)
@@ -240,5 +232,5 @@ class Unit:
             graph.reset()
         self.graphs = {}
         self.outputs, self.grads, self.grad_outputs, self.inputs = [], [], [], []
-        self.later, self.mains, self.notes = [], [], scaling.Notes()
+        self.later, self.mains, self.ran = [], [], {}
         self.weights = ()

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from te_core.errors import ArgumentError, UnsupportedError
-from te_torch.autocast import in_backward
 from te_torch.offloading import active
+from te_torch.reruns import in_backward
 from te_torch.training.offload.layers import FINISHED, STARTED, OffloadableLayerState, Rules
 
 _OPERATION = "get_cpu_offload_context"
