@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -109,6 +110,30 @@ def test_a_region_of_its_own(around: bool, fake: FakeDevice) -> None:
         before = fp8_state(module)["inner.fp8_state.scale_fwd"]
         graphed(number(9))
         assert torch.equal(before, module.inner.fp8_state.scale_fwd)
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "current"])
+def test_a_call_outside_of_every_region(recipe: str, fake: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It replays what was captured, as in a region of its own."""
+    module = linear()
+    eager = copy.deepcopy(module)
+    graphed = graph(fake, module, recipe)
+    for i in range(3):
+        with monkeypatch.context() as patch:
+            patch.setattr("tests.graph_steps.region", lambda recipe: nullcontext())
+            got = step(graphed, module, i, recipe)
+        assert not differences(got, step(eager, eager, i, recipe)), i
+    assert fake.graphs[0].replays == 3
+
+
+def test_a_region_of_its_own_and_none_around(fake: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.graph_steps.region", lambda recipe: nullcontext())
+    module = Inside()
+    eager = copy.deepcopy(module)
+    graphed = graph(fake, module, None)
+    for i in range(3):
+        assert not differences(step(graphed, module, i, None), step(eager, eager, i, None)), i
+    assert all((t != 1).any() for n, t in fp8_state(module).items() if "scale" in n)
 
 
 @covering(how=["around", "in place", "inside"], recipe=RECIPES)
@@ -241,7 +266,7 @@ def test_another_region_is_refused(fake: FakeDevice) -> None:
     module = linear()
     graphed = graph(fake, module)
     x = number(1)
-    with pytest.raises(ArgumentError, match="a call in high precision.*captured in: DelayedScaling"):
+    with region(None), pytest.raises(ArgumentError, match="a call in high precision.*captured in: DelayedScaling"):
         graphed(x)
     with region("current"), pytest.raises(ArgumentError, match="a call in Float8CurrentScaling"):
         graphed(x)

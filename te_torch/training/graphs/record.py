@@ -140,15 +140,18 @@ class Record:
         ]
 
     def check(self) -> None:
-        """Raise where a replay would not be what the call says: another precision, or memory that has moved."""
+        """Raise where a replay would not be what the call says: another precision, or memory that has moved.
+
+        Outside of every region a call says nothing: it is one in a region of its own, that of the capture.
+        """
         number, region = self.how.number, active.region
-        now = 0 if region is None else region.precision
-        if number and now != number:
+        if number and region is not None and region.precision != number:
             raise ArgumentError(
                 OPERATION,
-                f"a call in {_in_words(now)}",
+                f"a call in {_in_words(region.precision)}",
                 f"the precision it was captured in: {_in_words(number)}",
-                "enter te_torch.autocast with the recipe that make_graphed_callables was given, or capture anew",
+                "enter te_torch.autocast with the recipe that make_graphed_callables was given, leave the region, or "
+                "capture anew",
             )
         if self.forward and (in_backward() or any(around(active.running))):
             raise UnsupportedError(
@@ -180,7 +183,7 @@ class Record:
         return bool(self.forward) and region is None
 
     def update(self) -> None:
-        """The forward update of a callable that enters its own region, at the end of that."""
+        """The forward update of a call outside of every region."""
         updates.update([place.token for place in self.forward], scaling.FORWARD)
 
     def mark_backward(self) -> None:

@@ -27,6 +27,7 @@ class _Call(NamedTuple):
     first: bool  # the first microbatch
     stream: Any  # on which; None: the caller's
     event: Any
+    grad: bool  # whether the caller is in grad mode
 
 
 class Graphed:
@@ -50,10 +51,11 @@ class Graphed:
         if not unit.graphs or unit.module.training != unit.options.training:
             return self._eagerly(args, kwargs)
         first, kwargs = self._microbatch(kwargs)
-        call = _Call(first, kwargs.pop("cuda_graph_stream", None), kwargs.pop("cuda_graph_event", None))
+        grad = torch.is_grad_enabled()  # here: it is off inside of an autograd function
+        call = _Call(first, kwargs.pop("cuda_graph_stream", None), kwargs.pop("cuda_graph_event", None), grad)
         leaves = self._leaves(args, kwargs)
         unit.record.check()
-        if torch.is_grad_enabled() and "backward" in unit.graphs:
+        if grad and "backward" in unit.graphs:
             made = _Replay.apply(self, call, *leaves, *unit.parameters)
         else:
             made = self.replay_forward(call, leaves)
@@ -128,7 +130,7 @@ class Graphed:
         update = unit.record.mark_forward()
         graphs = [graph for weights in unit.weights for graph in weights.due(call.first)]
         seam.device.replay((*graphs, unit.graphs["forward"]), call.stream, call.event)
-        if update and torch.is_grad_enabled():
+        if update and call.grad:
             unit.record.update()
         self.runs += 1
         self.waits = True
