@@ -33,6 +33,7 @@ from te_torch.runtime import (
     LOW,
     TO_CORE,
     freed,
+    nested,
     no_memory,
     refuse_dtensor,
     runtime_for,
@@ -206,6 +207,8 @@ def _check_memory(t: torch.Tensor | None, error: Exception) -> None:
     """Refuse a tensor that has no values in memory for a layer to read."""
     if t is None or isinstance(t, QuantizedTorch):
         return
+    if t.is_nested:
+        raise nested("te_torch") from error
     try:
         t.data_ptr()
         return

@@ -275,6 +275,16 @@ def no_memory(operation: str, what: str) -> UnsupportedError:
     )
 
 
+def nested(operation: str) -> UnsupportedError:
+    """What is raised for a nested tensor, of which nothing has one shape."""
+    return UnsupportedError(
+        operation,
+        "a nested tensor",
+        "tensors of one shape",
+        "pad it (torch.nested.to_padded_tensor), or join its parts and say cu_seqlens (qkv_format='thd')",
+    )
+
+
 def is_dtensor(t: Any) -> bool:
     """Whether it is a part of a tensor that is spread over processes, as torch.distributed.tensor has them."""
     module: Any = sys.modules.get("torch.distributed.tensor")  # who has a DTensor has imported it
@@ -351,6 +361,20 @@ def to_torch(t: Tensor) -> torch.Tensor:
     if type(owner) is Tensor:
         return piece_to_torch(t)
     return owner if owner.shape == t.shape else owner.view(t.shape)
+
+
+def check_input(operation: str, inp: torch.Tensor, width: int) -> None:
+    """The input is a float tensor of the module's width."""
+    if getattr(inp, "dtype", None) not in FLOATS:
+        check_dtype(operation, inp)
+    try:
+        fits = inp.ndim > 0 and inp.shape[-1] == width
+    except RuntimeError as error:
+        raise nested(operation) from error
+    if not fits:
+        raise ArgumentError(
+            operation, f"an input of shape {tuple(inp.shape)}", f"[*, {width}]", "check the module's in_features"
+        )
 
 
 def check_dtype(operation: str, t: torch.Tensor) -> None:

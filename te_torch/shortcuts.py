@@ -69,11 +69,11 @@ def find(
     held = [*choose(tensors)]
     try:
         at = list(map(_address_of, held))
-    except RuntimeError:  # one has no memory: the core's way says what it is
+        if not all(map(_is_dense, held)):
+            return None
+        said, bits = [*map(_facts_of, held)], reduce(or_, at)
+    except RuntimeError:  # one has no memory, or no shape: the core's way says what it is
         return None
-    if not all(map(_is_dense, held)):
-        return None
-    said, bits = [*map(_facts_of, held)], reduce(or_, at)
     wholes: list[Any] = []
     if quantized and not _with_quantized([(tensors[i], place) for i, place in quantized], at, held, said, wholes, rt):
         return None

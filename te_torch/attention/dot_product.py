@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from te_core.attention import canonical_mask
-from te_core.errors import ArgumentError, UnsupportedError
+from te_core.errors import ArgumentError
 from te_core.layers.attention import AttentionInputs
 from te_core.precision import AttentionPrecision
 from te_torch.attention import choose, env, exported, flash, fused, unfused
@@ -22,6 +22,7 @@ from te_torch.attention.inference import cut_off
 from te_torch.attention.inputs import (
     Given,
     autocast,
+    check_sums,
     from_cache,
     layer_inputs,
     packed_sequences,
@@ -33,7 +34,6 @@ from te_torch.attention.layouts import check_packed, heads_of, packed_inputs
 from te_torch.attention.masks import check_set_window_size
 from te_torch.attention.plan import (
     OPERATION,
-    Fact,
     Key,
     Plan,
     Preparation,
@@ -41,6 +41,7 @@ from te_torch.attention.plan import (
     SumsFact,
     checked_widths,
     facts_of_plan,
+    fact_of,
     make_plan,
     request_of,
     wrong,
@@ -51,7 +52,7 @@ from te_torch.base.draws import Repeated
 from te_torch.base.forks import Fork, fork_of
 from te_torch.base.module import BaseModule
 from te_torch.base.options import check_values
-from te_torch.base.parallel import check_group, size_of
+from te_torch.base.parallel import check_context_groups, check_group, size_of
 from te_torch.carried import Carried, carry
 from te_torch.export.handed import Handed
 from te_torch.export.mode import exporting
@@ -163,12 +164,7 @@ class DotProductAttention(BaseModule):
     ) -> None:
         """Set the group over which sequences are spread (one rank only in this release)."""
         operation = f"{OPERATION}.set_context_parallel_group"
-        groups = cp_group if isinstance(cp_group, (list, tuple)) else [cp_group]
-        ranks = [torch.distributed.get_world_size(group) for group in groups if group is not None]
-        if any(n > 1 for n in ranks):
-            got = f"a group of {' x '.join(map(str, ranks))} ranks"
-            do = "leave cp_group out; context parallelism comes later"
-            raise UnsupportedError(operation, got, "one rank in this release", do)
+        check_context_groups(operation, cp_group)
         if cp_comm_type not in ("p2p", "all_gather", "a2a", "a2a+p2p"):
             got = f"cp_comm_type={cp_comm_type!r}"
             raise ArgumentError(operation, got, "p2p, all_gather, a2a, a2a+p2p", "choose one of these")
@@ -329,6 +325,8 @@ class DotProductAttention(BaseModule):
         if _asked.choice:
             return self.explain_key(key)
         plan = self._plan(key)
+        if plan.prepare.lengths == "given" and not key.cached:
+            check_sums(given)
         orders = _orders(key, given, plan.prepare)
         modifier = given.functions
         if orders is not None:
@@ -354,17 +352,20 @@ class DotProductAttention(BaseModule):
         cu_q, cu_kv, bias = given.cu_seqlens_q, given.cu_seqlens_kv, given.core_attention_bias
         cu = shape = None
         if cu_q is not None and cu_kv is not None:
-            alike = cu_q.dtype == cu_kv.dtype == torch.int32 and cu_q.shape == cu_kv.shape
-            cu = SumsFact(cu_q.shape[0], cu_q is cu_kv, given.cu_seqlens_q_padded is not None, alike)
+            alike = cu_q.dtype == cu_kv.dtype == torch.int32 and cu_q.shape == cu_kv.shape and cu_q.ndim == 1
+            gaps = given.cu_seqlens_q_padded is not None
+            for begin in (given.cu_seqlens_q_padded, given.cu_seqlens_kv_padded) if gaps else ():
+                alike = alike and begin is not None and begin.dtype == torch.int32 and begin.shape == cu_q.shape
+            cu = SumsFact(cu_q.numel(), cu_q is cu_kv, gaps, alike)
         if mask is not None:
             shape = tuple(m.shape for m in mask) if isinstance(mask, (tuple, list)) else mask.shape
         return Key(
-            _fact(a, grad),
-            None if b is None else _fact(b, grad),
-            None if c is None else _fact(c, grad),
+            fact_of(a, grad),
+            None if b is None else fact_of(b, grad),
+            None if c is None else fact_of(c, grad),
             given.packing,
             given.interleaved,
-            None if bias is None else _fact(bias, grad),
+            None if bias is None else fact_of(bias, grad),
             bias is not None and bias.requires_grad,
             None if given.alibi_slopes is None else given.alibi_slopes.shape,
             grad and self.softmax_type == "learnable" and self.softmax_offset.requires_grad,
@@ -513,17 +514,10 @@ def explain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -
     return DotProductAttention(**{"name": "explain", **sizes, **constructor}).explain(q, k, v, **options)
 
 
-def _fact(t: torch.Tensor, grad: bool) -> Fact:
-    try:
-        return Fact(t.shape, t.dtype, t.device, grad and t.requires_grad)
-    except AttributeError:
-        raise wrong(f"an input of type {type(t).__name__}", "tensors", "pass tensors") from None
-
-
 def _with_bias(key: Key, given: Given) -> Key:
     """The key of a call whose bias may have been laid anew."""
     bias = given.core_attention_bias
-    return key if bias is None else key._replace(bias=_fact(bias, torch.is_grad_enabled()))
+    return key if bias is None else key._replace(bias=fact_of(bias, torch.is_grad_enabled()))
 
 
 def _orders(key: Key, given: Given, prepare: Preparation) -> Orders | None:

@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from te_core.attention import alibi_slopes, canonical_mask
+from te_core.attention import DIMENSIONS, alibi_slopes, canonical_mask
 from te_core.layers.attention import AttentionInputs
-from te_torch.attention.masks import check_beside, get_cu_seqlens, longest
+from te_torch.attention.masks import check_beside, check_running_sums, get_cu_seqlens, longest
 from te_torch.attention.plan import OPERATION, Preparation, Static, wrong
 from te_torch.base.draws import random_pair
 from te_torch.export.mode import exporting, not_exported
@@ -75,12 +75,14 @@ def packed_sequences(given: Given) -> Given:
     # With pad_between_seqs=True as without: sequences begin in memory where their sums say if nothing else does.
     if given.pad_between_seqs is False or (q_padded is cu_q and kv_padded is cu_kv):
         q_padded = kv_padded = None
-    of_q, of_kv = cu_q if q_padded is None else q_padded, cu_kv if kv_padded is None else kv_padded
-    alike = of_q is of_kv and max_q is None  # waits for the device once
+    # Where sequences begin may leave room before the first.
+    of_q = ("cu_seqlens_q", cu_q) if q_padded is None else ("cu_seqlens_q_padded", q_padded, None)
+    of_kv = ("cu_seqlens_kv", cu_kv) if kv_padded is None else ("cu_seqlens_kv_padded", kv_padded, None)
+    alike = of_q[1] is of_kv[1] and max_q is None  # waits for the device once
     if max_q is None:
-        max_q = longest(of_q)
+        max_q = longest(*of_q)
     if max_kv is None:
-        max_kv = max_q if alike else longest(of_kv)
+        max_kv = max_q if alike else longest(*of_kv)
     places = {"cu_seqlens_q_padded": q_padded, "cu_seqlens_kv_padded": kv_padded}
     return given.but(max_seqlen_q=max_q, max_seqlen_kv=max_kv, **places)
 
@@ -97,6 +99,28 @@ def without_unread_mask(given: Given, own_type: str) -> Given:
         f"with attn_mask_type={mask_type!r}: 'padding' and 'padding_causal' read a padding mask, 'arbitrary' any other"
     )
     return given.but(attention_mask=None)
+
+
+def check_sums(given: Given) -> None:
+    """Sequences are where there are tokens. This looks at the CPU's sums only: a look at a GPU's would wait."""
+    packed, tokens = given.qkv_format == "thd", DIMENSIONS[given.qkv_format][1]
+    for which, t in (("q", given.a), ("kv", given.a if given.b is None else given.b)):
+        cu: torch.Tensor = getattr(given, f"cu_seqlens_{which}")
+        begin: torch.Tensor | None = getattr(given, f"cu_seqlens_{which}_padded")
+        if type(cu) is not torch.Tensor or not cu.is_cpu or (begin is not None and not begin.is_cpu):
+            continue
+        name, sums, room = f"cu_seqlens_{which}", cu.tolist(), t.shape[tokens]
+        check_running_sums(name, sums)
+        lengths = [b - a for a, b in zip(sums, sums[1:], strict=False)]
+        starts = [0] * len(lengths) if not packed else sums if begin is None else begin.tolist()
+        last = max([start + n for start, n in zip(starts, lengths, strict=False)], default=0)
+        if last > room or min(starts, default=0) < 0:
+            got = f"{name} with a sequence up to token {last} of {room}"
+            raise wrong(got, "sequences of the tokens that there are", f"correct {name}")
+        longest_length, most = max(lengths, default=0), getattr(given, f"max_seqlen_{which}")
+        if packed and most is not None and longest_length > most:
+            got = f"max_seqlen_{which}={most} with a sequence of {longest_length} tokens"
+            raise wrong(got, "the longest length, or more", "correct it, or leave it out")
 
 
 def step(inference: Any, mask: str, layer_number: int, k: Any, v: Any, form: str) -> tuple[Any, ...]:

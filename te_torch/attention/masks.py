@@ -91,14 +91,23 @@ def check_padding_mask(mask: torch.Tensor) -> None:
         )
 
 
-def longest(cu: torch.Tensor) -> int:
+def longest(name: str, cu: torch.Tensor, begin: int | None = 0) -> int:
     """The longest sequence, rounded up to a multiple of 64, as documented. Waits for the device."""
     if cu.is_cuda and torch.cuda.is_current_stream_capturing():
         got = "packed sequences without max_seqlen inside a CUDA graph's capture"
         allowed, do = "max_seqlen_q and max_seqlen_kv, as numbers", "pass the longest length that may occur"
         raise AttentionArgumentError("DotProductAttention", got, allowed, do)
-    longest = int((cu[1:] - cu[:-1]).max()) if cu.shape[0] > 1 else 0
-    return max(1, -(-longest // 64)) * 64  # 64 where all sequences are empty, too
+    sums = cu.tolist()
+    check_running_sums(name, sums, begin)
+    most = max([b - a for a, b in zip(sums, sums[1:], strict=False)], default=0)
+    return max(1, -(-most // 64)) * 64  # 64 where all sequences are empty, too
+
+
+def check_running_sums(name: str, sums: list[int], begin: int | None = 0) -> None:
+    """They begin with this number, and none is below the one before."""
+    if (begin is not None and sums[:1] != [begin]) or any([a > b for a, b in zip(sums, sums[1:], strict=False)]):
+        allowed = "running sums of lengths: 0 first, and none below the one before it"
+        raise AttentionArgumentError("DotProductAttention", f"{name}={sums!s:.80}", allowed, "correct it")
 
 
 # ------------------------------------------------------------------------------------------ the mask itself

@@ -21,7 +21,7 @@ from te_core.layers.attention_fp8 import row_widths
 from te_core.layers.meeting import facts_of, words
 from te_torch.attention import choose, env
 from te_torch.attention.masks import AttentionArgumentError, check_set_window_size
-from te_torch.runtime import FLOATS, TO_CORE
+from te_torch.runtime import FLOATS, TO_CORE, nested
 
 OPERATION = "DotProductAttention"
 wrong = partial(AttentionArgumentError, OPERATION)
@@ -36,13 +36,23 @@ class Fact(NamedTuple):
     grad: bool
 
 
+def fact_of(t: torch.Tensor, grad: bool) -> Fact:
+    """The fact of a tensor; `grad`: whether gradients are wanted of those that require them."""
+    try:
+        return Fact(t.shape, t.dtype, t.device, grad and t.requires_grad)
+    except AttributeError:
+        raise wrong(f"an input of type {type(t).__name__}", "tensors", "pass tensors") from None
+    except RuntimeError as error:
+        raise nested(OPERATION) from error
+
+
 class SumsFact(NamedTuple):
     """What a plan depends on of cu_seqlens."""
 
     entries: int
     shared: bool  # those of q are those of k and v
     gaps: bool  # there are others that say where sequences begin in memory
-    alike: bool  # both are int32 and of as many sequences
+    alike: bool  # all are int32 and of as many sequences
 
 
 class Static(NamedTuple):
@@ -255,10 +265,10 @@ def checked_widths(
 ) -> tuple[int, int]:
     """(d_qk, d_v) of what the constructor of DotProductAttention was given, if all of it is right."""
     widths = (channels, channels) if isinstance(channels, int) else tuple(channels)
-    whole = min(heads, groups) > 0 and heads % groups == 0
+    given = f"num_attention_heads={heads}, num_gqa_groups={groups}"
     split = f"{heads} heads and {groups} groups over tp_size={tp_size}"
     for right, got, allowed in (
-        (whole, f"num_attention_heads={heads}, num_gqa_groups={groups}", "heads that are a multiple of the groups"),
+        (heads % groups == 0, given, f"groups that divide the heads: {divisors(heads, groups)}"),
         (len(widths) == 2 and min(widths) > 0, f"kv_channels={channels}", "one width, or two: of q and k, of v"),
         (heads % tp_size == 0 and groups % tp_size == 0, split, "multiples of tp_size"),
         (attention_type in ("self", "cross"), f"attention_type={attention_type!r}", "'self' or 'cross'"),
@@ -269,6 +279,13 @@ def checked_widths(
             raise wrong(got, allowed, "correct the constructor's arguments")
     d_qk, d_v = widths
     return d_qk, d_v
+
+
+def divisors(n: int, wanted: int) -> str:
+    """The numbers next to the wanted one, below and above, that divide n."""
+    below = next((d for d in range(min(wanted, n), 0, -1) if n % d == 0), None)
+    above = next((d for d in range(wanted + 1, n + 1) if n % d == 0), None)
+    return " or ".join(str(d) for d in (below, above) if d is not None)
 
 
 def _check_names(key: Key) -> None:
@@ -326,9 +343,9 @@ def _lengths_source(key: Key) -> str:
             raise wrong(f"{got} without attention_mask", allowed, "pass attention_mask")
         return ""
     if key.cu is not None:
-        if not key.cu.alike:
-            got = "cu_seqlens_q and cu_seqlens_kv of other types, or of different numbers of sequences"
-            raise wrong(got, "int32 [b + 1] both", "convert or correct them")
+        if not key.cu.alike or key.cu.entries < 1:
+            got = "cu_seqlens_q and cu_seqlens_kv of other types or shapes, or of different numbers of sequences"
+            raise wrong(got, "int32 [b + 1], as are those that say where sequences begin", "convert or correct them")
         batch = DIMENSIONS[key.form][0]
         if batch is not None and key.cu.entries != key.a.shape[batch] + 1:
             got, do = f"cu_seqlens of {key.cu.entries} entries", "correct cu_seqlens_q and cu_seqlens_kv"

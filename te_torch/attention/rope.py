@@ -20,7 +20,7 @@ from te_torch.attention.masks import AttentionArgumentError, check_beside
 from te_torch.base.options import check_values
 from te_torch.function import Call, Layer, apply, key_of, register
 from te_torch.quantized import QuantizedTorch
-from te_torch.runtime import check_dtype, constant_at_trace, default_device, outside_autocast
+from te_torch.runtime import check_dtype, constant_at_trace, default_device, nested, outside_autocast
 from te_torch.values import NamedOptions
 
 ROPE = Layer("rope", core.forward, core.backward, core.RopeSaved, strided=True, plain=exported.rope)
@@ -309,6 +309,8 @@ def _check_heads(operation: str, t: torch.Tensor, fmt: str) -> None:
     """Heads are in a known format and in high precision."""
     if fmt not in FORMATS:
         raise ArgumentError(operation, f"tensor_format {fmt!r}", "sbhd, bshd or thd", "choose one of these")
+    if t.is_nested:
+        raise nested(operation)
     if isinstance(t, QuantizedTorch):
         raise AttentionArgumentError(
             operation, f"a {type(t).__name__}", "float32, bfloat16 or float16", "dequantize() it before it is turned"

@@ -37,7 +37,7 @@ from te_torch.precisions import (
     reads_quantized,
     recipe_of,
 )
-from te_torch.runtime import FLOATS, amp_cast, amp_dtype, check_dtype, constant_at_trace, default_device, drawn
+from te_torch.runtime import amp_cast, amp_dtype, constant_at_trace, default_device, drawn
 from te_torch.state import BACKWARD, FORWARD, ScalingState, make_state, make_states
 from te_torch.surroundings import check_surroundings, refuse_script_tracing
 from te_torch.tensors import QuantizerRole
@@ -587,13 +587,3 @@ def wants_grad(*tensors: torch.Tensor | None) -> bool:
         if t is not None and t.requires_grad:
             return True
     return False
-
-
-def check_input(operation: str, inp: torch.Tensor, width: int) -> None:
-    """The input is a float tensor of the module's width."""
-    if getattr(inp, "dtype", None) not in FLOATS:
-        check_dtype(operation, inp)
-    if inp.ndim < 1 or inp.shape[-1] != width:
-        raise ArgumentError(
-            operation, f"an input of shape {tuple(inp.shape)}", f"[*, {width}]", "check the module's in_features"
-        )

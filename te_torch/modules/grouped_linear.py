@@ -23,7 +23,7 @@ from te_core.tensor import dense_strides
 from te_torch.base.checkpoint_state import WithExtraState
 from te_torch.base.draws import random_pair
 from te_torch.base.forks import fork_of
-from te_torch.base.module import BaseModule, check_input, normal_init
+from te_torch.base.module import BaseModule, normal_init
 from te_torch.base.options import check_values, mode_of, refuse_unbuilt
 from te_torch.base.original_input import keeps_original
 from te_torch.base.quantized_init import check_recipe_fits
@@ -37,7 +37,7 @@ from te_torch.modules.grouped_traced import apply_traced, checked_sizes, on_host
 from te_torch.modules.linear import empty_bias, returned_bias
 from te_torch.precisions import draws
 from te_torch.quantized import QuantizedTorch
-from te_torch.runtime import TO_CORE, constant_at_trace, default_device, to_core, to_core_shape, untraced
+from te_torch.runtime import TO_CORE, check_input, constant_at_trace, default_device, to_core, to_core_shape, untraced
 
 
 @lru_cache

@@ -13,7 +13,7 @@ from te_core.layers import norm
 from te_core.layers import norm_linear as core
 from te_torch.base.draws import random_pair
 from te_torch.base.forks import fork_of
-from te_torch.base.module import BaseModule, check_input, wants_grad
+from te_torch.base.module import BaseModule, wants_grad
 from te_torch.base.options import check_options
 from te_torch.base.parallel import eagerly
 from te_torch.base.residual import Branch, enter_stream, stream_of
@@ -24,7 +24,7 @@ from te_torch.modules.linear import SplitParameters, empty_bias, returned_bias
 from te_torch.modules.norm import init_norm_weight, margin_facts, margin_of, sm_margins
 from te_torch.precisions import draws
 from te_torch.quantized import QuantizedTorch
-from te_torch.runtime import TO_CORE, default_device
+from te_torch.runtime import TO_CORE, check_input, default_device
 
 NORM_LINEAR = Layer(
     "norm_linear",

@@ -13,7 +13,7 @@ from te_core.layers.linear import LinearSpec, Needs
 from te_core.ops.activation import GATED, KINDS, Clamp
 from te_torch.base.draws import random_pair
 from te_torch.base.forks import fork_of
-from te_torch.base.module import check_input, normal_init, wants_grad
+from te_torch.base.module import normal_init, wants_grad
 from te_torch.base.options import check_options
 from te_torch.base.parallel import eagerly
 from te_torch.base.quantized_init import check_recipe_fits
@@ -24,7 +24,7 @@ from te_torch.modules.layernorm_linear import NormParameters
 from te_torch.modules.linear import empty_bias, returned_bias
 from te_torch.precisions import draws
 from te_torch.quantized import QuantizedTorch
-from te_torch.runtime import TO_CORE, default_device
+from te_torch.runtime import TO_CORE, check_input, default_device
 
 MLP = Layer(
     "mlp",

@@ -17,7 +17,7 @@ from te_torch.base.options import check_values
 from te_torch.export import layers
 from te_torch.function import Call, Layer, apply, register
 from te_torch.quantized import QuantizedTorch
-from te_torch.runtime import TO_CORE, amp_dtype, check_dtype, default_device
+from te_torch.runtime import TO_CORE, amp_dtype, check_dtype, default_device, nested
 
 NORM = Layer("norm", core.forward, core.backward, core.NormSaved, weight="gamma", plain=layers.norm)
 
@@ -148,7 +148,11 @@ def _one_of_two(operation: str, name: str, value: Any, old_name: str, old: Any) 
 def _check(operation: str, inp: torch.Tensor, normalized_shape: torch.Size) -> None:
     check_dtype(operation, inp)
     n = len(normalized_shape)
-    if inp.ndim < n or inp.shape[-n:] != normalized_shape:
+    try:
+        fits = inp.ndim >= n and inp.shape[-n:] == normalized_shape
+    except RuntimeError as error:
+        raise nested(operation) from error
+    if not fits:
         raise ArgumentError(
             operation,
             f"an input of shape {tuple(inp.shape)}",

@@ -19,6 +19,7 @@ from te_torch.attention.dot_product import DotProductAttention
 from te_torch.attention.fp8 import kept_high
 from te_torch.attention.inference import InferenceParams
 from te_torch.attention.masks import AttentionArgumentError
+from te_torch.attention.plan import divisors
 from te_torch.attention.rope import apply_rotary_pos_emb, split_heads
 from te_torch.autocast import precision_now
 from te_torch.base.options import check_options
@@ -33,7 +34,7 @@ from te_torch.modules.l2_norm import L2Normalization
 from te_torch.modules.layernorm_linear import LayerNormLinear
 from te_torch.modules.linear import Linear
 from te_torch.modules.norm import LayerNorm, RMSNorm
-from te_torch.runtime import default_device
+from te_torch.runtime import default_device, nested
 from te_torch.transformer.handed import (
     PROJECTIONS,
     HandOver,
@@ -58,10 +59,11 @@ def head_sizes(operation: str, hidden: int, heads: int, groups: int | None, chan
     groups = heads if groups is None else groups
     if heads % groups:
         got, do = f"{heads} heads in num_gqa_groups={groups}", "correct it"
-        allowed = "a number of groups that divides them"
+        allowed = f"a number of groups that divides them: {divisors(heads, groups)}"
     elif not channels and hidden % heads:
-        got, allowed = f"hidden_size={hidden} in num_attention_heads={heads}", "heads that divide it, or kv_channels"
-        do = "say how wide a head is: kv_channels"
+        got = f"hidden_size={hidden} in num_attention_heads={heads}"
+        allowed = f"a number of heads that divides it ({divisors(hidden, heads)}), or kv_channels"
+        do = "correct the heads, or say how wide one is: kv_channels"
     else:
         return groups, channels or hidden // heads
     raise AttentionArgumentError(operation, got, allowed, do)
@@ -147,7 +149,6 @@ class MultiheadAttention(Unit):
         self.qkv_weight_interleaved = qkv_weight_interleaved and fuse_qkv_params
         self.rotary_pos_interleaved, self.qk_norm_before_rope = rotary_pos_interleaved, qk_norm_before_rope
         self.name = next_name() if name is None else name
-        self._cp_size, self._cp_rank = 1, 0
         self._add_qk_norms(qk_norm_type, qk_norm_eps, params_dtype, device)
         team: dict[str, Any] = {"tp_group": tp_group if set_parallel_mode else None, "tp_size": self.tp_size}
         linear: dict[str, Any] = {
@@ -268,13 +269,8 @@ class MultiheadAttention(Unit):
     def set_context_parallel_group(
         self, cp_group: Any, cp_global_ranks: Any, cp_stream: Any, cp_comm_type: str = "p2p"
     ) -> None:
-        """Set the group over which sequences are spread, here and in the attention."""
+        """Set the group over which sequences are spread (one rank only in this release)."""
         self.core_attention.set_context_parallel_group(cp_group, cp_global_ranks, cp_stream, cp_comm_type)
-        if cp_group is None:
-            self._cp_size, self._cp_rank = 1, 0
-        elif not isinstance(cp_group, list):
-            self._cp_size = torch.distributed.get_world_size(cp_group)
-            self._cp_rank = torch.distributed.get_rank(cp_group)
 
     # -------------------------------------------------------------------------------------- forward
 
@@ -357,6 +353,8 @@ class MultiheadAttention(Unit):
         if encoder_output is not None and not isinstance(encoder_output, torch.Tensor):
             raise _wrong(f"encoder_output of type {type(encoder_output).__name__}", "a tensor", "pass a tensor")
         if x.ndim != len(self.qkv_format) - 1:
+            if x.is_nested:
+                raise nested("MultiheadAttention.forward")
             allowed = f"{len(self.qkv_format) - 1} dimensions in {self.qkv_format}"
             raise _wrong(f"hidden_states of shape {tuple(x.shape)}", allowed, "correct the shape, or qkv_format")
         if self.attention_type == "cross" and encoder_output is None:
@@ -518,19 +516,23 @@ class MultiheadAttention(Unit):
             "interleaved": self.rotary_pos_interleaved,
             "cu_seqlens": cu if self.qkv_format == "thd" else None,
             "start_positions": starts,
-            "cp_size": self._cp_size,
-            "cp_rank": self._cp_rank,
         }
 
 
 def _pair(angles: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """The angles of queries and of keys."""
-    if not isinstance(angles, (tuple, list)):
+    if angles is None or isinstance(angles, torch.Tensor):
         return angles, angles
-    if len(angles) != 2:
-        allowed = "one tensor for both, or one for queries and one for keys"
-        raise _wrong(f"a rotary_pos_emb of {len(angles)} tensors", allowed, "pass one, or two")
-    return angles[0], angles[1]
+    if not isinstance(angles, (tuple, list)):
+        got = f"a rotary_pos_emb of type {type(angles).__name__}"
+    elif len(angles) != 2:
+        got = f"a rotary_pos_emb of {len(angles)} tensors"
+    elif all(t is None or isinstance(t, torch.Tensor) for t in angles):
+        return angles[0], angles[1]
+    else:
+        got = f"a rotary_pos_emb of {' and '.join(type(t).__name__ for t in angles)}"
+    allowed = "angles [positions, 1, 1, channels]: a tensor for both, or one for queries and one for keys"
+    raise _wrong(got, allowed, "pass what RotaryPositionEmbedding gives")
 
 
 def _listed(result: Any) -> tuple[torch.Tensor, ...]:

@@ -149,8 +149,8 @@ def test_masks_that_are_no_padding_masks() -> None:
 
 def test_longest_length() -> None:
     cu = torch.tensor([0, 3, 70, 70], dtype=torch.int32)
-    assert masks.longest(cu) == 128
-    assert masks.longest(torch.tensor([0, 64], dtype=torch.int32)) == 64
+    assert masks.longest("cu_seqlens_q", cu) == 128
+    assert masks.longest("cu_seqlens_q", torch.tensor([0, 64], dtype=torch.int32)) == 64
 
 
 # --------------------------------------------------------------------------------------------------------- masks

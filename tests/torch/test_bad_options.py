@@ -210,6 +210,9 @@ REFUSED: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("MultiheadAttention", {"ub_overlap_ag": True}, UnsupportedError, "ub_overlap_ag"),
     ("MultiheadAttention", {"fuse_wgrad_accumulation": True}, ValueError, "fuse_qkv_params=True"),
     ("MultiheadAttention", {"normalization": "BatchNorm", "input_layernorm": True}, AssertionError, "RMSNorm"),
+    ("DotProductAttention", {"num_gqa_groups": 3}, AssertionError, "groups that divide the heads"),
+    ("DotProductAttention", {"cp_group": object()}, ArgumentError, "cp_group of type object.*a process group"),
+    ("DotProductAttention", {"cp_group": [None, "cp"]}, ArgumentError, "cp_group of type str"),
     ("TransformerLayer", {"layer_type": "both"}, ValueError, "'encoder' or 'decoder'"),
     ("TransformerLayer", {"hidden_dropout": 1.5}, ValueError, "hidden_dropout=1.5. Allowed: a probability"),
     ("TransformerLayer", {"drop_path_rate": 1.25}, ValueError, "drop_path_rate=1.25"),
@@ -231,12 +234,13 @@ REFUSED: list[tuple[str, dict[str, Any], type[Exception], str]] = [
         for sizes, said in (
             (
                 {"hidden_size": 100, "num_attention_heads": 7},
-                r"hidden_size=100 in num_attention_heads=7\. Allowed: .*kv_channels",
+                r"hidden_size=100 in num_attention_heads=7\. Allowed: .* divides it \(5 or 10\), or kv_channels",
             ),
             ({"num_attention_heads": 0}, "num_attention_heads=0"),
             ({"num_attention_heads": -4}, "num_attention_heads=-4"),
             ({"num_gqa_groups": 0}, "num_gqa_groups=0"),
-            ({"num_gqa_groups": 3}, "groups=3"),
+            ({"num_gqa_groups": 3}, "4 heads in num_gqa_groups=3.* divides them: 2 or 4"),
+            ({"num_gqa_groups": 5}, r"groups=5\. .* divides them: 4\. "),
             ({"kv_channels": -8}, "kv_channels=-8"),
             ({"hidden_size": 0}, "hidden_size=0"),
         )

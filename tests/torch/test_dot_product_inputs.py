@@ -240,6 +240,15 @@ def test_a_cache_names_a_mask_that_it_does_not_read(older: bool) -> None:
     assert len(said) == 1
 
 
+def packed_bad(cu: list[int], **changes: Any) -> Any:
+    """Of six packed tokens with these sums."""
+    given = torch.tensor(cu, dtype=torch.int32)
+    shapes = (("query_layer", HEADS), ("key_layer", GROUPS), ("value_layer", GROUPS))
+    tensors = {name: shaped(SEQ, heads, WIDTH) for name, heads in shapes}
+    cu_seqlens = {"cu_seqlens_q": given, "cu_seqlens_kv": given}
+    return bad(qkv_format="thd", attn_mask_type="padding", **tensors, **cu_seqlens, **changes)
+
+
 META: dict[str, Any] = {"device": "meta"}  # stands for another device
 ERRORS: dict[str, tuple[Any, str]] = {
     "dtypes": (bad(key_layer=shaped(BATCH, SEQ, GROUPS, WIDTH, dtype=torch.bfloat16)), "one dtype"),
@@ -274,6 +283,20 @@ ERRORS: dict[str, tuple[Any, str]] = {
                     "different numbers of sequences"),
     "cu entries": (bad(attn_mask_type="padding", cu_seqlens_q=sums([1, 2]), cu_seqlens_kv=sums([1, 2])),
                    "one more than"),
+    "cu of two dimensions": (bad(attn_mask_type="padding", cu_seqlens_q=sums([1, 2, 3])[:, None],
+                                 cu_seqlens_kv=sums([1, 2, 3])[:, None]), "other types or shapes"),
+    "cu of nothing": (packed_bad([]), r"cu_seqlens_q=\[\]"),
+    "cu from 3 on": (packed_bad([3, 5, 6]), r"cu_seqlens_q=\[3, 5, 6\]. Allowed: running sums.*0 first"),
+    "cu from 3 on, longest told": (packed_bad([3, 5, 6], max_seqlen_q=6, max_seqlen_kv=6), r"=\[3, 5, 6\]"),
+    "cu that fall": (packed_bad([0, 5, 4]), r"cu_seqlens_q=\[0, 5, 4\]"),
+    "cu of more tokens": (packed_bad([0, 5, 10]), "cu_seqlens_q with a sequence up to token 10 of 6"),
+    "cu of longer rows": (bad(attn_mask_type="padding", cu_seqlens_q=sums([1, 2, SEQ + 1]),
+                              cu_seqlens_kv=sums([1, 2, 3])), "cu_seqlens_q with a sequence up to token 7 of 6"),
+    "keys of longer rows": (bad(attn_mask_type="padding", cu_seqlens_q=sums([1, 2, 3]),
+                                cu_seqlens_kv=sums([1, 9, 3])), "cu_seqlens_kv with a sequence up to token 9 of 6"),
+    "max_seqlen": (packed_bad([0, 5, 6], max_seqlen_q=4, max_seqlen_kv=5), "max_seqlen_q=4 with a sequence of 5"),
+    "begins": (packed_bad([0, 2, 4], cu_seqlens_q_padded=sums([4, 2])[:2]), "other types or shapes"),
+    "begins beyond": (packed_bad([0, 2, 4], cu_seqlens_q_padded=sums([5, 1])), "up to token 7 of 6"),
     "bias type": (bad(core_attention_bias_type="lopsided"), "core_attention_bias_type"),
     "no bias": (bad(core_attention_bias_type="post_scale_bias"), "core_attention_bias not given"),
     "bias unasked": (bad(core_attention_bias=shaped(1, HEADS, SEQ, SEQ)), "core_attention_bias given"),

@@ -97,6 +97,19 @@ def test_another_layout(layout: str, kind: str, device: str) -> None:
         MODULES[kind](device)(getattr(x, layout)())
 
 
+@LAYERS
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors(kind: str) -> None:
+    """A list of parts has no shape that a layer could go by. Its jagged form is named by its class."""
+    parts = [torch.randn(2 + i, *shape(kind)[-2 if kind == "DotProductAttention" else -1 :]) for i in range(2)]
+    module = te.GroupedLinear(2, WIDTH, WIDTH, device="cpu") if kind == "GroupedLinear" else MODULES[kind]("cpu")
+    sizes = ([2, 3],) if kind == "GroupedLinear" else ()
+    for layout, said in ((torch.strided, "a nested tensor.*pad it"), (torch.jagged, "a NestedTensor")):
+        x = torch.nested.nested_tensor(parts, layout=layout)
+        with pytest.raises(UnsupportedError, match=said):
+            module(x, *sizes)
+
+
 @on_devices
 @LAYERS
 def test_memory_that_is_not_there_is_zeros(kind: str, device: str) -> None:
