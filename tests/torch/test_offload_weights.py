@@ -168,20 +168,26 @@ def test_a_copy_for_several_microbatches_is_of_the_weight_that_returns(small: Re
         assert all(torch.equal(a, b) for a, b in zip(plain, moved, strict=True))
 
 
-def test_weights_that_are_pieces_are_refused(small: RecordedSide) -> None:
-    flat = normal(2, HIDDEN, HIDDEN)
-    model = stack(lambda: torch.nn.Linear(HIDDEN, HIDDEN, bias=False), 2)
-    for layer, piece in zip(model, flat, strict=True):
+def test_weights_that_are_pieces_stay(small: RecordedSide) -> None:
+    """And those beside them travel. One warning says so."""
+    model = stack(lambda: torch.nn.Linear(HIDDEN, HIDDEN, bias=False))
+    for layer, piece in zip((model[0], model[3]), normal(2, HIDDEN, HIDDEN), strict=True):
         layer.weight = torch.nn.Parameter(piece)
-    with pytest.raises(RuntimeError, match="pieces of one buffer"):
-        forward(model, te.get_cpu_offload_context(True, 1, offload_weights=True))
+    expected = forward(copy.deepcopy(model), NONE).detach()
+    with pytest.warns(UserWarning, match="stay on the device: weights that are pieces of one buffer") as said:
+        y = forward(model, te.get_cpu_offload_context(True, 2, LAYERS, offload_weights=True))
+    assert len(said) == 1 and said[0].filename == __file__
+    assert away(model) == ["1.weight"] and torch.equal(y, expected)
+    y.sum().backward()
+    assert not away(model) and all(p.grad is not None for p in model.parameters())
 
 
-def test_weights_in_a_capture_are_refused(linears: Any, small: RecordedSide) -> None:
+def test_weights_in_a_capture_stay(linears: Any, small: RecordedSide) -> None:
     model, made, _ = linears
     small.in_capture = True
-    with pytest.raises(RuntimeError, match="a graph keeps the addresses"):
+    with pytest.warns(UserWarning, match="stay on the device: weights in a capture of a CUDA graph"):
         forward(model, made)
+    assert not away(model)
 
 
 def test_weights_of_a_dropped_pass(linears: Any) -> None:

@@ -17,6 +17,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from te_core.errors import UnsupportedError
+from te_torch.module_names import warn_outside
 from te_torch.quantized import QuantizedTorch
 from te_torch.training.offload import absent
 from te_torch.training.offload.device import THRESHOLD, Pair, Side
@@ -82,6 +83,7 @@ class Weights:
         self._away: dict[int, Weight] = {}
         self._hooks: list[Any] = []
         self._of_pass = -1  # the backward pass at whose end all come back
+        self._said: set[str] = set()  # why weights stay
 
     def of(self, parameter: torch.nn.Parameter, side_of: Any) -> list[Weight]:
         """What of a parameter travels: of one that is held quantized, its codes with what lies beside them."""
@@ -93,7 +95,12 @@ class Weights:
             storage = _storage_of(t)
             weight = self._known.get(storage._cdata)
             if weight is None:
-                _check(parameter, t, side)
+                why = _stays(parameter, t, side)
+                if why and why not in self._said:
+                    self._said.add(why)
+                    warn_outside(f"{_OPERATION}: these stay on the device: {why}")
+                if why:
+                    continue
                 weight = self._known[storage._cdata] = Weight(storage, side)
             weight.tensors[id(t)] = weakref.ref(t)
             found.append(weight)
@@ -117,7 +124,7 @@ class Weights:
         found = []
         for weight in weights:
             if self._away.get(weight.storage._cdata) is weight:
-                _check_no_capture(weight.side, "a read of a weight that is away")
+                _check_no_capture(weight.side)
                 del self._away[weight.storage._cdata]
                 found.append((weight.side, weight.come_back()))
         if not self._away:
@@ -172,35 +179,25 @@ def _storage_of(t: torch.Tensor) -> torch.UntypedStorage:
         return t.untyped_storage()
 
 
-def _check_no_capture(side: Side, what: str) -> None:
+def _check_no_capture(side: Side) -> None:
     if side.capturing():
         raise UnsupportedError(
             _OPERATION,
-            f"{what} in a capture of a CUDA graph",
+            "a read of a weight that is away in a capture of a CUDA graph",
             "offload_weights outside of captures: a graph keeps the addresses of weights",
             "leave offload_weights out of what is captured, and capture when all weights are here",
         )
 
 
-def _check(parameter: Any, t: torch.Tensor, side: Side) -> None:
-    refuse = partial(UnsupportedError, _OPERATION)
+def _stays(parameter: Any, t: torch.Tensor, side: Side) -> str:
+    """Why a weight's memory has to stay where it is; "" where nobody else moves it or knows its address."""
     storage = t.untyped_storage()
     if type(parameter) is not torch.nn.Parameter and not isinstance(parameter, QuantizedTorch):
-        raise refuse(
-            f"a weight of type {type(parameter).__name__}",
-            "plain and quantized parameters, whose memory nobody else moves",
-            "leave offload_weights out where weights are sharded",
-        )
-    _check_no_capture(side, "a weight")
+        return f"weights of type {type(parameter).__name__}"
+    if side.capturing():
+        return "weights in a capture of a CUDA graph, which keeps their addresses"
     if not storage.nbytes():
-        raise refuse(
-            "a weight whose memory somebody else has taken away",
-            "weights that this context alone moves",
-            "leave offload_weights out where FSDP moves them",
-        )
+        return "weights whose memory somebody else takes away, as FSDP does"
     if not isinstance(parameter, QuantizedTorch) and storage.nbytes() > t.numel() * t.element_size():
-        raise refuse(
-            f"a weight of {t.numel() * t.element_size()} bytes inside of memory of {storage.nbytes()}",
-            "weights with memory of their own",
-            "leave offload_weights out where parameters are pieces of one buffer",
-        )
+        return "weights that are pieces of one buffer"
+    return ""
