@@ -27,6 +27,7 @@ from te_torch.attention.inputs import (
     layer_inputs,
     packed_sequences,
     step,
+    with_equal_lengths,
     without_unread_mask,
 )
 from te_torch.attention.kv_cache import CACHE_FORMAT
@@ -322,6 +323,8 @@ class DotProductAttention(BaseModule):
         return self._run(key, given, now)
 
     def _run(self, key: Key, given: Given, now: Now | None = None) -> Any:
+        if key.form == "thd" and key.cu is not None and not key.cu.shared:
+            key = with_equal_lengths(key, given)
         if _asked.choice:
             return self.explain_key(key)
         plan = self._plan(key)

@@ -8,8 +8,9 @@ import torch
 
 from te_core.attention import DIMENSIONS, alibi_slopes, canonical_mask
 from te_core.layers.attention import AttentionInputs
+from te_torch.attention import env
 from te_torch.attention.masks import check_beside, check_running_sums, get_cu_seqlens, longest
-from te_torch.attention.plan import OPERATION, Preparation, Static, wrong
+from te_torch.attention.plan import OPERATION, Key, Preparation, Static, wrong
 from te_torch.base.draws import random_pair
 from te_torch.export.mode import exporting, not_exported
 from te_torch.module_names import warn_outside
@@ -99,6 +100,20 @@ def without_unread_mask(given: Given, own_type: str) -> Given:
         f"with attn_mask_type={mask_type!r}: 'padding' and 'padding_causal' read a padding mask, 'arbitrary' any other"
     )
     return given.but(attention_mask=None)
+
+
+def with_equal_lengths(key: Key, given: Given) -> Key:
+    """The key of packed queries and keys whose lengths lie in two tensors, told whether these are equal.
+
+    This waits for the device, and so is done only where the environment leaves FlashAttention alone: its diagonals end
+    bottom-right, which is top-left where lengths are equal.
+    """
+    switches, cu = env.now(), given.cu_seqlens_q
+    if switches.fused or switches.unfused or cu is None or given.cu_seqlens_kv is None or key.cu is None:
+        return key
+    if not key.cu.alike or (cu.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return key
+    return key._replace(cu=key.cu._replace(shared=torch.equal(cu, given.cu_seqlens_kv)))
 
 
 def check_sums(given: Given) -> None:

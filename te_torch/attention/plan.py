@@ -50,7 +50,7 @@ class SumsFact(NamedTuple):
     """What a plan depends on of cu_seqlens."""
 
     entries: int
-    shared: bool  # those of q are those of k and v
+    shared: bool  # those of q are those of k and v, one tensor or known to be equal
     gaps: bool  # there are others that say where sequences begin in memory
     alike: bool  # all are int32 and of as many sequences
 

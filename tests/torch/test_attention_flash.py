@@ -184,6 +184,28 @@ def test_dense(
     assert package.seen[0]["softmax_scale"] == SCALE
 
 
+def test_packed_keys_with_lengths_in_another_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nothing but FlashAttention is left, which is causal from the bottom right alone, equal lengths are seen."""
+    package = install(monkeypatch, FLASH2)
+    monkeypatch.setattr(choose, "installed", lambda: Installed(flash2=(2, 8)))
+    monkeypatch.setattr("te_torch.attention.plan.device_info", lambda device: H200)
+    options: dict[str, Any] = {"num_gqa_groups": GROUPS, "qkv_format": "thd", "attn_mask_type": "padding_causal"}
+    module, (q, k, v) = DotProductAttention(HEADS, WIDTH, **options), (t.bfloat16() for t in tensors(12))
+    kv = torch.stack((k, v), 1)  # thd_t2hd
+    sums = [torch.tensor(n, dtype=torch.int32) for n in ([0, 5, 12], [0, 5, 12], [0, 6, 12])]
+    longest = {"max_seqlen_q": 7, "max_seqlen_kv": 7}
+    for name in ("NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"):
+        monkeypatch.setenv(name, "0")
+    out = module(q, *kv.unbind(1), cu_seqlens_q=sums[0], cu_seqlens_kv=sums[1], **longest)
+    parts = [reference(*(t[a:b] for t in (q, k, v)), SCALE, right=0) for a, b in ((0, 5), (5, 12))]
+    assert len(package.seen) == 1 and snr_db(out, torch.cat(parts).flatten(-2)) > DB["bf16"]
+    with pytest.raises(choose.NoBackendError, match="q and k differ in length"):
+        module(q, *kv.unbind(1), cu_seqlens_q=sums[0], cu_seqlens_kv=sums[2], **longest)
+    monkeypatch.setenv("NVTE_UNFUSED_ATTN", "1")
+    module(q, k, v, cu_seqlens_q=sums[0], cu_seqlens_kv=sums[1], **longest)
+    assert len(package.seen) == 1, "elsewhere nobody waits for lengths"
+
+
 @pytest.mark.parametrize("gaps", [False, True])
 @pytest.mark.parametrize("mask", ["padding", "padding_causal_bottom_right"])
 @pytest.mark.parametrize("backend", PACKAGES)
