@@ -181,3 +181,19 @@ def test_a_page_draws_names_as_text(tmp_path: Path) -> None:
     path.write_text(page(Report(report.steps, [s._replace(layer=name) for s in report.series], [name]), name))
     dom = opened(path, "names")
     assert "<img" not in dom and "<b>" not in dom and html.escape(name, quote=False) in dom
+
+
+@pytest.mark.more
+@pytest.mark.skipif(browser.find() is None, reason="needs a browser: python tools/browser.py")
+@pytest.mark.parametrize("width", [1300, 1000])
+def test_the_table_shows_its_last_column(width: int, tmp_path: Path) -> None:
+    """Long names of layers take further lines, not the place of the reasons."""
+    report = large(140, 16)
+    long = [s._replace(layer=f"model.wrapped_by_a_trainer.{s.layer}.with_a_long_name") for s in report.series]
+    report = Report(report.steps, long, [])
+    measure = "const s = document.querySelector('.scroll'); document.title = `cut: ${s.scrollWidth - s.clientWidth}`"
+    script = f"<script>setTimeout(() => {{ {measure} }}, 500)</script>"
+    path = tmp_path / "wide.html"
+    path.write_text(page(report, "Wide").replace("</body>", f"{script}</body>"))
+    shown = browser.show(path, PICTURES / f"wide-{width}.png", (width, 2600))
+    assert re.findall("cut: [0-9]+", shown.dom)[0] == "cut: 0"
