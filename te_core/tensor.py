@@ -106,7 +106,7 @@ class Tensor:
             known = prod(n for n in shape if n != -1)
             shape = tuple(self.size // known if n == -1 and known else (0 if n == -1 else n) for n in shape)
         dense = self.strides is None or _is_dense(self.shape, self.strides)
-        if not dense or prod(shape) != prod(self.shape) or min(shape, default=0) < 0:
+        if not dense or prod(shape) != prod(self.shape) or any([n < 0 for n in shape]):  # min would compare sizes
             raise ArgumentError(
                 "Tensor.reshape",
                 f"{self!r} to {shape}",

@@ -512,6 +512,15 @@ def scale_to_read(given: Traced, recompute: bool) -> tuple[torch.Tensor, str]:
     return scale, "" if recompute else rule
 
 
+def each_once(tensors: Sequence[Any]) -> list[Any]:
+    """The tensors, with a view for one that comes again: a compiler takes no function of autograd with one twice."""
+    found: list[Any] = []
+    for t in tensors:
+        again = isinstance(t, torch.Tensor) and any([t is other for other in found])
+        found.append(t.view_as(t) if again else t)
+    return found
+
+
 def apply_traced(
     key: str, given: Traced | None, recompute: bool, inputs: Sequence[Any], copies: Copies | None = None
 ) -> tuple[torch.Tensor, ...]:
@@ -521,6 +530,7 @@ def apply_traced(
     if givers:
         carried = inputs_carried(tuple([t.text() if isinstance(t, Carried) else "" for t in inputs]))
         inputs = [t.t if isinstance(t, Carried) else t for t in inputs]
+    inputs = each_once(inputs)
     if given is None:
         outputs = list(_Traced.apply(key, "", text, carried, None, None, None, *inputs, *more, None))
     else:

@@ -59,6 +59,8 @@ def constant_at_trace(function: F) -> F:
 def _fixed(value: Any) -> Any:
     if isinstance(value, tuple):
         return tuple([_fixed(element) for element in value])
+    if isinstance(value, (torch.SymInt, torch.SymFloat)):  # torch.export, whose tracer is no compiler
+        return int(value) if isinstance(value, torch.SymInt) else float(value)
     # A key of a dictionary is what a compiler makes a constant of, be it a number of either kind.
     return list({value: None})[0] if isinstance(value, (int, float)) else value
 

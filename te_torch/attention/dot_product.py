@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -15,7 +14,7 @@ from te_core.attention import canonical_mask
 from te_core.errors import ArgumentError
 from te_core.layers.attention import AttentionInputs
 from te_core.precision import AttentionPrecision
-from te_torch.attention import choose, env, exported, flash, fused, unfused
+from te_torch.attention import choose, env, exported, flash, fused, traced, unfused
 from te_torch.attention import fp8 as fp8_attention
 from te_torch.attention.compact import Orders, moved_back, orders_of, to_front
 from te_torch.attention.inference import cut_off
@@ -54,14 +53,12 @@ from te_torch.base.forks import Fork, fork_of
 from te_torch.base.module import BaseModule
 from te_torch.base.options import check_values
 from te_torch.base.parallel import check_context_groups, check_group, size_of
-from te_torch.carried import Carried, carry
+from te_torch.carried import Carried
 from te_torch.export.handed import Handed
 from te_torch.export.mode import exporting
-from te_torch.function import key_of, register
-from te_torch.likeness import alike
-from te_torch.precisions import precision_of
+from te_torch.function import register
 from te_torch.quantized import QuantizedTorch
-from te_torch.runtime import constant_at_trace, default_device, untraced
+from te_torch.runtime import default_device
 
 #: `_attention_backends["backend_selection_requires_update"] = True` makes every module choose anew.
 _attention_backends: dict[str, Any] = {"backend_selection_requires_update": False}
@@ -437,37 +434,7 @@ class DotProductAttention(BaseModule):
         if key.fp8 and self.inspector is not None:
             self._watched(number)
         asked = number, isinstance(given.a, Carried), given.fp8_output or "", given.bf16_backward
-        facts = self._kind, self._facts()
-        backend, name, *how = _trace_plan(*facts, tuple(key), asked)
-        if not backend:
-            if isinstance(given.a, Carried):
-                a, b = given.a.values(), given.b.values() if isinstance(given.b, Carried) else given.b
-                given = given.but(a=a, b=b)
-            return _eager_run(self, key, given)
-        orders = _orders(key, given, Preparation(*how))
-        if orders is not None:
-            given = to_front(given, orders)
-            backend, name, *how = _trace_plan(*facts, tuple(_with_bias(key, given)), asked)
-        inputs = layer_inputs(self, given, Preparation(*how))
-        # A compiler breaks its graph where an operator is given one tensor twice.
-        if inputs.cu_kv is inputs.cu_q and inputs.cu_kv is not None:
-            inputs = inputs._replace(cu_kv=inputs.cu_kv.clone())
-        if inputs.cu_kv_padded is inputs.cu_q_padded and inputs.cu_kv_padded is not None:
-            inputs = inputs._replace(cu_kv_padded=inputs.cu_kv_padded.clone())
-        if key.fp8:
-            _, _, state, recompute = self._enter(inputs.a)
-            if backend == choose.UNFUSED:
-                low = fp8_attention.TracedLow(fp8_attention.emulation(*asked, key.a.dtype), state, recompute)
-                return _result(fp8_attention.emulated_at_trace(getattr(_programs, name), low, inputs), None, orders)
-            forms = len(key.form) - 2, len(key.kv_form) - 2
-            out = fp8_attention.run_call(name, state, recompute, inputs, forms)
-            if isinstance(asked[2], str) and asked[2]:
-                assert state is not None  # FP8 attention keeps one, whatever its recipe
-                return carry(out, asked[2], (state.state, fp8_attention.SLOTS.output, fp8_attention.SLOTS.grad_output))
-            return _result(out, None, orders)
-        if backend == choose.UNFUSED:
-            return _result(*unfused.run(getattr(_programs, name), inputs), orders)
-        return _result(*fused.run_call(name, key.packing, inputs), orders)
+        return traced.attend(self, key, given, asked)
 
     # --------------------------------------------------------------------------------------------- reports
 
@@ -548,52 +515,3 @@ def _forked(fork: Fork, run: Run, plan: Plan, inputs: AttentionInputs) -> fused.
     """Run a backend that draws from torch's generator, with the tracker's state in it."""
     with fork():
         return run(plan, inputs)
-
-
-# ------------------------------------------------------------------------------------------------- traced
-
-_eager_run: Any = None  # DotProductAttention._run for traced code: never traced
-
-
-class _Programs:
-    """The plans of traced code, each an attribute: a compiler guards on one without looking at the others."""
-
-
-_programs = _Programs()
-_names = itertools.count(1)
-
-
-@constant_at_trace
-def _trace_plan(
-    kind: int, facts: tuple[Any, ...], key: tuple[Any, ...], asked: tuple[int, bool, Any, bool]
-) -> tuple[Any, ...]:
-    """(the backend, "" where it runs eagerly; the call's or plan's name; the fields of its Preparation).
-
-    `asked`: the region's precision; whether q is quantized; how the output is to be (te_torch.carried; True: by the
-    user); whether backward is in the activation dtype.
-    """
-    global _eager_run
-    modules = alike(kind, facts)
-    plan = modules[0]._plan(Key.of(key))
-    for module in modules[1:]:
-        module._last_plan = module._last_plan or plan
-    eager = (plan.key.checkpoint and plan.backend != choose.FUSED) or plan.key.score_mod
-    if plan.key.fp8 and plan.backend == choose.UNFUSED and modules[0]._inspectors() is not None:
-        eager = True  # a traced rounding shows nothing to an inspector
-    if plan.backend == choose.UNFUSED and not eager:
-        if plan.key.fp8:
-            own = precision_of(fp8_attention.attention_number(asked[0]))
-            modules[0].__dict__["_last_rule"] = own and own.attention
-        name = f"plan_{next(_names)}"
-        setattr(_programs, name, plan)
-        return (plan.backend, name, *plan.prepare)
-    number, handed, output, high_backward = asked
-    if plan.backend != choose.FUSED or eager:
-        if torch.compiler.is_exporting() and (plan.key.fp8 or plan.backend == choose.FUSED):
-            raise exported.not_traced(plan.backend)
-        _eager_run = _eager_run or untraced(DotProductAttention._run, "this backend runs eagerly")
-        return ("", "")
-    if not plan.key.fp8:
-        return (plan.backend, key_of(plan.call), *plan.prepare)
-    call = fp8_attention.traced_call(modules[0], plan, number, (handed, bool(output), high_backward))
-    return (plan.backend, key_of(call) + (output if isinstance(output, str) else ""), *plan.prepare)

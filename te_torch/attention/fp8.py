@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from te_core import env as variables
+from te_core.attention import Sizes
 from te_core.dtypes import DType
 from te_core.layers import attention_fp8 as core
 from te_core.layers.attention import AttentionInputs, AttentionSaved
@@ -335,12 +336,12 @@ class TracedLow:
         return apply(key, self.state, self.recompute, t)[0]
 
 
-def emulated_at_trace(plan: Plan, low: TracedLow, inputs: AttentionInputs) -> torch.Tensor:
-    """`_emulated` of traced code."""
+def emulated_at_trace(plan: Plan, low: TracedLow, inputs: AttentionInputs, sizes: Sizes) -> torch.Tensor:
+    """`_emulated` of traced code, for inputs of these sizes."""
     a, b, c = [
         None if t is None else low.through(low.qkv, t.values() if isinstance(t, Carried) else t) for t in inputs[:3]
     ]
-    out, _ = unfused.run(plan, inputs._replace(a=a, b=b, c=c), low)
+    out, _ = unfused.run(plan, inputs._replace(a=a, b=b, c=c), low, sizes=sizes)
     return low.through(low.out, out)
 
 

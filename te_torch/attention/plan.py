@@ -135,6 +135,7 @@ class Plan:
     bare: bool  # nothing is computed on but q, k and v
     call: Any = None  # the core layer's (te_torch.function)
     run: Any = None  # computes it: (plan, AttentionInputs) -> (out, largest logits or None)
+    program: str = ""  # the name by which traced code knows it
 
     @property
     def spec(self) -> AttentionSpec:
@@ -176,7 +177,7 @@ def request_of(static: Static, key: Key, switches: env.Switches) -> tuple[Key, c
     _check_names(key)
     _check_tensors(static, key)
     lengths = _lengths_source(key)
-    sizes = _sizes(static, key)
+    sizes = sizes_of(static, key)
     _check_bias(key, sizes)
     _check_padding(key, lengths, sizes)
     spec = spec_of(static, key, sizes, switches.deterministic)
@@ -235,7 +236,9 @@ def spec_of(static: Static, key: Key, sizes: Sizes, deterministic: bool) -> Atte
     return with_mask(spec, key.mask_type, window, key.bottom_right)
 
 
-def _sizes(static: Static, key: Key) -> Sizes:
+def sizes_of(static: Static, key: Key) -> Sizes:
+    """The sizes that a call's tensors say."""
+
     def extent(fact: Fact, form: str, longest: int) -> tuple[int, int]:
         b, s, _ = DIMENSIONS[form]
         if b is None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from te_core.attention import AttentionSpec
+from te_core.attention import AttentionSpec, Sizes
 from te_core.layers.attention import AttentionInputs
 from te_core.layers.attention_fp8 import DP, P
 from te_core.ops import raw as ops
@@ -25,20 +25,24 @@ from te_torch.base.residual import bias_dropout_add
 from te_torch.runtime import amp_dtype, no_memory, runtime_for, to_core, to_torch
 
 
-def run(plan: Plan, inputs: AttentionInputs, low: Any = None, functions: Functions | None = None) -> Results:
+def run(
+    plan: Plan, inputs: AttentionInputs, low: Any = None, functions: Functions | None = None, sizes: Sizes | None = None
+) -> Results:
     """(out [.., heads * d_v] in q's format, largest logits or None). `low` rounds P, and dS, as FP8 holds them.
 
-    A function of the scores that gives -inf hides that pair, as a mask does.
+    A function of the scores that gives -inf hides that pair, as a mask does. `sizes`: the inputs' where a compiler lets
+    them vary, and the plan has numbers in their place.
     """
+    size = plan.request.sizes if sizes is None else sizes
     kind = inputs.a.device.type
     if amp_dtype(kind) is not None:
         with torch.autocast(kind, enabled=False):
-            return _attend(plan, inputs, low, functions)
-    return _attend(plan, inputs, low, functions)
+            return _attend(plan, size, inputs, low, functions)
+    return _attend(plan, size, inputs, low, functions)
 
 
-def _attend(plan: Plan, inputs: AttentionInputs, low: Any, functions: Functions | None) -> Results:
-    spec, size = plan.spec, plan.request.sizes
+def _attend(plan: Plan, size: Sizes, inputs: AttentionInputs, low: Any, functions: Functions | None) -> Results:
+    spec = plan.spec
     q, k, v = apart(plan.layer, inputs)
     for t in (q, k, v):
         if t.layout is not torch.strided:
@@ -56,7 +60,7 @@ def _attend(plan: Plan, inputs: AttentionInputs, low: Any, functions: Functions 
     together = together.reshape(heads, times * size.sq, size.d_qk)
     keys = k.transpose(1, 2).reshape(heads, size.skv, size.d_qk)
     values = v.transpose(1, 2).reshape(heads, size.skv, size.d_v)
-    weights, largest = _weights(plan, together, keys, inputs, low, functions)
+    weights, largest = _weights(plan, size, (together, keys), inputs, low, functions)
     if low is not None:
         weights = low(weights, P, None)
     if spec.dropout:
@@ -74,10 +78,15 @@ def _attend(plan: Plan, inputs: AttentionInputs, low: Any, functions: Functions 
 
 
 def _weights(
-    plan: Plan, q: torch.Tensor, k: torch.Tensor, inputs: AttentionInputs, low: Any, functions: Functions | None
+    plan: Plan,
+    size: Sizes,
+    qk: tuple[torch.Tensor, torch.Tensor],
+    inputs: AttentionInputs,
+    low: Any,
+    functions: Functions | None,
 ) -> Results:
     """P in q's dtype [b, h, sq, skv] and the largest logit of each head, if wanted."""
-    spec, size, cu = plan.spec, plan.request.sizes, (inputs.cu_q, inputs.cu_kv)
+    (q, k), spec, cu = qk, plan.spec, (inputs.cu_q, inputs.cu_kv)
     kind = q.dtype
     if functions is not None:  # bfloat16 holds a score of 200, as a distance makes it, to the next whole number
         q, k = q.float(), k.float()

@@ -19,7 +19,17 @@ from te_torch import state as scaling
 from te_torch import updates
 from te_torch.calls import Call, call_of
 from te_torch.export.mode import exporting, not_exported
-from te_torch.operators import Traced, core_views, flattened, merge, new_maxima, note_run, scale_to_read, world
+from te_torch.operators import (
+    Traced,
+    core_views,
+    each_once,
+    flattened,
+    merge,
+    new_maxima,
+    note_run,
+    scale_to_read,
+    world,
+)
 from te_torch.quantized import QuantizedTorch
 from te_torch.runtime import TO_TORCH, constant_at_trace, to_core_shape, to_torch
 from te_torch.tensors.dispatch import keeps
@@ -212,6 +222,7 @@ def apply_traced(
     """The output, as traced code computes it."""
     sizes, counts = ([], splits) if isinstance(splits, torch.Tensor) else (list(splits), None)
     text, more = ("", []) if copies is None else (copies.text, copies.tensors)
+    inputs = each_once(inputs)
     if given is None:
         out, *made = _Traced.apply(key, "", sizes, counts, text, None, None, None, *inputs, *more)
     else:

@@ -12,6 +12,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import te_torch as te
 from te_core.recipe import DelayedScaling, Float8CurrentScaling
+from tests import recipes
 from tests.backends import devices
 from tests.module_steps import differences, fp8_state
 
@@ -149,3 +150,50 @@ def test_modules_that_differ() -> None:
         eager = copy.deepcopy(module)
         module.compile(fullgraph=True, backend="aot_eager")
         assert torch.equal(module(*given), eager(*given))
+
+
+def cross_attention() -> torch.nn.Module:
+    return te.MultiheadAttention(32, 2, attention_type="cross", attention_dropout=0.0, device="cpu")
+
+
+def decoder() -> torch.nn.Module:
+    options: dict[str, Any] = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "device": "cpu"}
+    return te.TransformerLayer(32, 64, 2, layer_type="decoder", **options)
+
+
+TWICE: dict[str, tuple[Any, Any]] = {
+    "q, k and v": (lambda: te.DotProductAttention(2, 16), lambda module, x: module(*[x.unflatten(-1, (2, 16))] * 3)),
+    "k and v": (
+        lambda: te.DotProductAttention(2, 16),
+        lambda module, x: module((2 * x).unflatten(-1, (2, 16)), *[x.unflatten(-1, (2, 16))] * 2),
+    ),
+    "hidden and encoder's states": (cross_attention, lambda module, x: module(x, encoder_output=x)),
+    "a decoder's two inputs": (decoder, lambda module, x: module(x, encoder_output=x)),
+    "the weights of groups": (lambda: shared(te.GroupedLinear(2, 32, 32, device="cpu")), lambda m, x: m(x, [4, 4])),
+    "input and weight": (lambda: te.Linear(32, 32, device="cpu"), lambda module, x: module(module.weight)),
+}
+
+
+def shared(module: Any) -> torch.nn.Module:
+    module.weight1, module.bias1 = module.weight0, module.bias0
+    return module  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("name", TWICE)
+@pytest.mark.parametrize("recipe", [None, "current"])
+def test_one_tensor_for_several_inputs(name: str, recipe: str | None) -> None:
+    """Its gradient is the sum of theirs."""
+    make, call = TWICE[name]
+    module, found = make(), []
+    x = torch.randn(8, 2, 32)[:, 0].contiguous() if "groups" in name else torch.randn(8, 2, 32)
+    for run in (call, torch.compile(call, backend="aot_eager", fullgraph=True)):
+        module.zero_grad()
+        leaf = x.clone().requires_grad_()
+        with recipes.region(recipe):
+            y = run(module, leaf)
+        y = y[0] if isinstance(y, tuple) else y
+        y.square().sum().backward()
+        gradients = [p.grad for p in module.parameters() if p.grad is not None]
+        found.append([y.detach(), *gradients, *([] if leaf.grad is None else [leaf.grad])])
+    assert len(found[0]) > 1
+    torch.testing.assert_close(*found)
