@@ -24,7 +24,6 @@ import torch
 
 from te_core.errors import ArgumentError
 from te_core.quantize.state import BACKWARD_SLOTS, FORWARD_SLOTS
-from te_core.recipe import DelayedScaling
 
 KEYS = ("scale_fwd", "amax_history_fwd", "scale_bwd", "amax_history_bwd")
 
@@ -245,8 +244,11 @@ def by_gemm(tensors: dict[str, torch.Tensor], slots_first: bool) -> dict[str, to
 
 
 def write_extra_state(tensors: dict[str, torch.Tensor], variables: dict[str, Any]) -> torch.Tensor:
-    """An entry with the four tensors of delayed scaling (or none) that this module reads, and that pickle reads."""
-    recipe = DelayedScaling(amax_history_len=len(tensors["amax_history_fwd"])) if tensors else None
+    """An entry with the four tensors of delayed scaling (or none), in Python's and torch's own types alone.
+
+    Programs unpickle it, some with a list of the classes that they allow.
+    """
+    recipe = {"amax_history_len": len(tensors["amax_history_fwd"])} if tensors else None
     entry: dict[str, Any] = {"recipe": recipe, "extra_fp8_variables": {**variables, SLOTS_FIRST: True}}
     entry |= by_gemm({name: t.detach().cpu() for name, t in tensors.items()}, slots_first=True)
     return torch.frombuffer(bytearray(pickle.dumps(entry)), dtype=torch.uint8)

@@ -183,7 +183,8 @@ _MAKERS = {n: v for module in _FORMATS.values() for n, v in _ending(module, "_in
 _DOT_PRODUCT = _of(_dot_product, ("DotProductAttention", "_attention_backends"))
 
 DEFINED: dict[str, dict[str, Any]] = {
-    "common.recipe": _RECIPES,
+    # The last one is what the peer's pickles of a Format name: its value, of which ours is an equal.
+    "common.recipe": _RECIPES | {"_FormatHelper": te_core.recipe._FormatMax},
     "debug.pytorch.debug_quantization": _of(
         _debug_quantization, ("DebugQuantizedTensor", "DebugQuantizer", "HIGH_PRECISION", "STANDARD_QUANTIZE")
     ),

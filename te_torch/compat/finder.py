@@ -82,8 +82,8 @@ def _located(spec: ModuleSpec) -> ModuleSpec:
 
 
 def _classes(place: str) -> list[type]:
-    """The classes of ours that this place defines."""
-    values = (v for v in DEFINED.get(place, {}).values() if isinstance(v, type))
+    """The classes of ours that this place defines under public names."""
+    values = (v for name, v in DEFINED.get(place, {}).items() if isinstance(v, type) and name[0] != "_")
     return [cls for cls in values if naming.home_of(cls).startswith(("te_core.", "te_torch."))]
 
 

@@ -131,7 +131,7 @@ from te_torch.compat.contents import CONTENTS
 seen = set()
 for place, names in CONTENTS.items():
     for name, cls in names.items():
-        if not isinstance(cls, type) or name == "dist_group_type":
+        if not isinstance(cls, type) or name in ("dist_group_type", "_FormatHelper"):
             continue
         part = next((p for p in ("common.recipe", "debug.pytorch") if place.startswith(p)), "pytorch")
         part = "common.recipe" if cls.__module__.endswith("common.recipe") else part
