@@ -8,6 +8,7 @@ named; else the door stays, and gives an inspector for each product. An inspecto
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -24,12 +25,15 @@ from te_torch.likeness import living
 from te_torch.precisions import precision_of
 
 _NEVER = 1 << 62
+_SHOWN = 8  # names of layers in a warning
 #: Each tensor of a product, and the GEMMs that it is in: along its rows, along its columns.
 _OPERANDS = {"activation": ("fprop", "wgrad"), "weight": ("fprop", "dgrad"), "gradient": ("dgrad", "wgrad")}
 _RESULTS = {"output": "fprop", "wgrad": "wgrad", "dgrad": "dgrad"}
 #: Those of attention in FP8.
 _OF_ATTENTION = {tensor: (direction,) for direction, tensor in sorted(ATTENTION_POINTS)}
 _POINTS = _OPERANDS | {tensor: (gemm,) for tensor, gemm in _RESULTS.items()} | _OF_ATTENTION
+#: All that a configuration may name.
+TENSORS = tuple(_POINTS)
 
 
 class Plan(NamedTuple):
@@ -321,6 +325,24 @@ def stepped() -> None:
             _set(module, door)
         elif awake and door.traced:
             door.generation, door.traced = str(now), False
+
+
+def warn_unmatched(namespace: str) -> None:
+    """Warn of each section of the configuration with features of ours that selects none of the layers that ran."""
+    from nvdlfw_inspect.config_manager import ConfigManager
+
+    ran = ConfigManager.layer_name_to_config_cache
+    for section in ConfigManager.configs:
+        features = section.extension_config
+        if features.get(namespace) and not any(found is features for found in ran.values()):
+            chosen = {name: value for name, value in vars(section.layers).items() if value is not None}
+            pattern = chosen.pop("layer_type_regex_pattern", None)
+            names = ", ".join(list(ran)[:_SHOWN]) + f" and {len(ran) - _SHOWN} more" * (len(ran) > _SHOWN)
+            warnings.warn(
+                f"precision debugging: {', '.join(features[namespace])} of the configuration acts on nothing: no layer "
+                f"that ran on this process is one of layers: {chosen or pattern}. These ran: {names}.",
+                stacklevel=3,
+            )
 
 
 def end() -> None:

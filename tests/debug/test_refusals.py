@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import te_torch as te
-from te_core.recipe import DelayedScaling
+from te_core.recipe import DelayedScaling, Float8CurrentScaling
 from tests.debug.conftest import config
 
 pytest.importorskip("nvdlfw_inspect", reason="the extra `debug` brings nvdlfw_inspect")
@@ -44,6 +44,44 @@ def test_refused(debugging: Any, touched: bool, made: Any, called: Any, error: A
             step(layer, **called)
     else:
         step(layer, **called)
+
+
+@pytest.mark.parametrize(
+    ("features", "error", "says"),
+    [
+        ({"DisableQuantizationGEMM": {"gemms": ["sprop"]}}, AssertionError, "sprop"),
+        ({"DisableQuantizationGEMM": {"gemms": ["fprop"], "tensors": ["weight"]}}, ValueError, "tensors"),
+        ({"DisableQuantizationLayer": {"gemms": ["fprop"]}}, ValueError, "gemms"),
+        ({"DisableQuantizationGEMM": {}}, ValueError, "gemms_struct"),
+        ({"FakeQuant": {"gemms": ["fprop"], "tensors": ["weight"]}}, ValueError, "quant_format"),
+        ({"FakeQuant": {"gemms": ["fprop"], "tensors": ["weight"], "x": 1}}, ValueError, "x"),
+        ({"LogTensorStats": {"stats": ["median"], "tensors": ["weight"]}}, AssertionError, "median"),
+        ({"LogFp8TensorStats": {"stats": ["median"], "tensors": ["weight"]}}, ValueError, "median"),
+        ({"PerTensorScaling": {"gemms": ["fprop"], "tensors": ["weight"]}}, AssertionError, "DelayedScaling"),
+        ({"LogFp8TensorStats": {"stats": ["fp8_delayed_scaling_mse"], "tensors": ["weight"]}}, ValueError, "history"),
+        *[
+            ({feature: {"tensors": ["weight"], "frequency": 2}}, ValueError, "no key 'frequency'.*freq,")
+            for feature in ("LogTensorStats", "LogFp8TensorStats", "LogFp8Stats", "LogNvfp4TensorStats", "DumpTensors")
+        ],
+        (
+            {"LogTensorStats": {"stats": ["max"], "tensors": ["activations"]}},
+            ValueError,
+            "no 'activations'.*activation,",
+        ),
+        ({"LogTensorStats": {"stats": ["max"], "tensors": "weights"}}, ValueError, "no 'weights'"),
+        ({"LogTensorStats": {"tensors": ["weight"]}}, ValueError, "LogTensorStats without stats"),
+        ({"LogTensorStats": {"tensors_struct": [{"tensor": "x", "stats": ["max"]}]}}, ValueError, "no 'x'"),
+        ({"LogTensorStats": {"tensors_struct": [{"tensor": "weight", "stat": []}]}}, ValueError, "no key 'stat'"),
+        ({"LogTensorStats": {"stats": ["max"], "tensors_struct": ["weight"]}}, ValueError, "lists of mappings"),
+        ({"LogTensorStats": {"stats": ["max"], "tensors": ["weight"], "start_step": "a"}}, ValueError, "start_step"),
+        ({"PerTensorScaling": {"gemms": ["fprop"], "tensors": ["weight"], "margin": 1}}, ValueError, "no key 'margin'"),
+        ({"FakeQuant": {"gemms_struct": [{"gemm": "fprop", "tensors": ["w"]}]}}, ValueError, "no 'w'"),
+    ],
+)
+def test_wrong_configurations(debugging: Any, features: Any, error: Any, says: str) -> None:
+    debugging(config(**features))
+    with pytest.raises(error, match=says):
+        step(te.Linear(32, 32, name="layer", **BF16), {"recipe": Float8CurrentScaling()})
 
 
 def test_attention_is_handed_quantized_tensors(debugging: Any) -> None:

@@ -30,6 +30,18 @@ def test_schedules(config: dict[str, Any], wanted: Any) -> None:
         assert after == next((j for j in range(i + 1, 60) if wanted(j)), None)
 
 
-def test_a_wrong_frequency() -> None:
-    with pytest.raises(ArgumentError, match="freq: 0"):
-        asked({"freq": 0}, 1)
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"freq": 0}, "freq: 0"),
+        ({"freq": True}, "freq: True"),
+        ({"start_step": "a"}, r"start_step, end_step: \('a', None\)"),
+        ({"end_step": 2.5}, r"start_step, end_step: \(None, 2.5\)"),
+        ({"start_end_list": [[0, 3], [5]]}, r"start_end_list: \[5\]"),
+        ({"start_end_list": [0, 3]}, "start_end_list: 0"),
+        ({"start_end_list": "0-3"}, "start_end_list: '0-3'"),
+    ],
+)
+def test_wrong_schedules(config: dict[str, Any], said: str) -> None:
+    with pytest.raises(ArgumentError, match=said):
+        asked(config, 1)

@@ -42,6 +42,20 @@ def test_selected(debugging: Any, layers: dict[str, Any], selected: tuple[str, .
     assert logged(debugging(config(layers, LogTensorStats=STATS))) == set(selected)
 
 
+def test_a_section_that_selects_no_layer(debugging: Any) -> None:
+    """One warning, after the first iteration, which says what there would be."""
+    sections = {
+        name: config({"layer_types": [name]}, LogTensorStats=STATS)["one"] for name in (NAMES[0], "attention", "fc9")
+    }
+    session = debugging(sections)
+    with pytest.warns(UserWarning) as warned:
+        assert logged(session) == {NAMES[0]}
+        assert logged(session) == {NAMES[0]}
+    said = [str(w.message) for w in warned if "acts on nothing" in str(w.message)]
+    assert len(said) == 2 and "{'layer_types': ['attention']}" in said[0] and "{'layer_types': ['fc9']}" in said[1]
+    assert all(", ".join(NAMES) in text for text in said)
+
+
 def test_two_sections_by_name(debugging: Any) -> None:
     """Each selects its own: neither knows the other's layers."""
     sections = {

@@ -58,6 +58,43 @@ def trained(rank: Rank, features: bool) -> tuple[dict[tuple[str, int], float], l
     return seen, [p.detach().cpu() for p in layer.parameters()]
 
 
+def scheduled(rank: Rank) -> dict[str, list[tuple[int, float]]]:
+    """What a rank logs of one tensor by two features with schedules of their own."""
+    from nvdlfw_inspect import api
+
+    from tests.debug.conftest import FEATURES, config
+
+    seen: dict[str, list[tuple[int, float]]] = {}
+
+    class Writer:
+        def add_scalar(self, name: str, value: float, iteration: int) -> None:
+            seen.setdefault(name, []).append((iteration, value))
+
+    chosen = config(
+        LogTensorStats={"stats": ["max"], "tensors": ["activation"], "freq": 3},
+        LogFp8TensorStats={"stats": ["scale_inv_max"], "tensors": ["activation"], "freq": 4, "start_step": 1},
+    )
+    api.initialize(chosen, str(FEATURES), log_dir=tempfile.mkdtemp(), tb_writer=Writer())
+    layer = te.Linear(WIDTH, WIDTH, params_dtype=torch.bfloat16, device=rank.device, name="layer")
+    try:
+        for step in range(9):
+            with region("current"), torch.no_grad():
+                layer(batch(rank.number, step).to(rank.device))
+            api.step()
+    finally:
+        api.end_debug()
+    return seen
+
+
+def test_schedules_over_ranks(pair: Ranks) -> None:
+    """Each feature logs in its own iterations, and what is logged is that of all ranks."""
+    first, second = pair.run(scheduled)
+    assert first == second
+    top = {step: max(batch(i, step).float().max().item() for i in range(2)) for step in range(9)}
+    assert first["layer_activation_max"] == [(step, top[step]) for step in (0, 3, 6)]
+    assert [step for step, _ in first["layer_activation_scale_inv_max"]] == [4, 8]
+
+
 def test_statistics_in_ddp(two: Ranks) -> None:
     found, plain = two.run(trained, True), two.run(trained, False)
     for (seen, parameters), (_, alone) in zip(found, plain, strict=True):

@@ -9,10 +9,12 @@ from __future__ import annotations
 import copy
 import inspect
 import warnings
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, ClassVar
 
 import torch
 from nvdlfw_inspect.base import BaseConfigAPIMapper, BaseNamespaceAPI
+from nvdlfw_inspect.config_manager import ConfigManager
 from nvdlfw_inspect.logging import custom_assert
 from nvdlfw_inspect.registry import api_method
 
@@ -23,7 +25,8 @@ from te_torch.tensors import QuantizedTensor, QuantizedTensorStorage
 _GEMMS = ("fprop", "dgrad", "wgrad")
 _CONSTANTS = frozenset((str, int, float, bool, type(None)))
 #: What selects GEMMs and tensors: not a parameter of a feature.
-SELECTORS = frozenset(("enabled", "gemm", "gemms", "gemms_struct", "tensor", "tensors", "tensors_struct"))
+OF_GEMMS = frozenset(("enabled", "gemm", "gemms", "gemms_struct"))
+SELECTORS = OF_GEMMS | {"tensor", "tensors", "tensors_struct"}
 
 
 def _copied(config: dict[str, Any]) -> dict[str, Any]:
@@ -46,8 +49,13 @@ class TEConfigAPIMapper(BaseConfigAPIMapper):
     `tensors_struct` may stand inside an element of `gemms_struct`.
     """
 
+    #: All keys that the configuration may have; None: any, and tensors of any name.
+    keys: ClassVar[frozenset[str] | None] = None
+
     def parse_config_and_api(self, config: dict[str, Any], **kwargs: Any) -> tuple[bool, dict[str, Any] | None]:
         """(whether the configuration means the GEMM and tensor of this call, its parameters for them)."""
+        if self.keys is not None:
+            self._check(config)
         found: Any = _copied(config)
         if kwargs.get("gemm_parsing"):
             found = self._process_transformer_engine_config(found, kwargs)
@@ -55,8 +63,22 @@ class TEConfigAPIMapper(BaseConfigAPIMapper):
             found = self._process_tensor_config(found, kwargs["tensor_name"])
         if not found:
             return False, None
+        if self.keys is not None and "stats" in self.keys and not found.get("stats"):
+            raise ValueError(f"{type(self).__name__} without stats. Allowed: a list of statistics, as stats: [..].")
         found.pop("enabled", None)
         return True, found
+
+    def _check(self, config: dict[str, Any]) -> None:
+        """Raise for a key or a tensor that the feature does not have: nothing else would tell of it."""
+        name, keys = type(self).__name__, self.keys or frozenset()
+        for level in _levels(config):
+            for key in level:
+                if key not in keys:
+                    raise ValueError(f"{name} has no key {key!r}. Allowed: {', '.join(sorted(keys))}.")
+            for tensor in [*_listed(level.get("tensors")), *_listed(level.get("tensor"))]:
+                if tensor not in routing.TENSORS:
+                    allowed = ", ".join(routing.TENSORS)
+                    raise ValueError(f"{name}: tensors: there is no {tensor!r}. Allowed: {allowed}.")
 
     def _process_transformer_engine_config(self, config: dict[str, Any], call: dict[str, Any]) -> dict[str, Any] | None:
         gemm = call["gemm"]
@@ -89,6 +111,22 @@ class TEConfigAPIMapper(BaseConfigAPIMapper):
     def _validate_gemm(self, *gemms: Any) -> None:
         for gemm in gemms:
             custom_assert(gemm in _GEMMS, f"Invalid gemm: {gemm}. It must be one of {', '.join(_GEMMS)}.")
+
+
+def _levels(config: Any) -> Iterator[dict[str, Any]]:
+    """A configuration, and what its `_struct`s give to single GEMMs and tensors."""
+    if not isinstance(config, dict):
+        raise ValueError(
+            f"gemms_struct and tensors_struct are lists of mappings, with gemm: or tensor: in each: {config!r}."
+        )
+    yield config
+    for name in ("gemms_struct", "tensors_struct"):
+        for element in config.get(name) or ():
+            yield from _levels(element)
+
+
+def _listed(names: Any) -> list[Any]:
+    return names if isinstance(names, list) else [] if names is None else [names]
 
 
 class TEDefaultFeatures:
@@ -163,6 +201,7 @@ _REQUIRED = {
 _CACHED_BY = {name: [k for k in keys if k in ("gemm", "tensor_name")] for name, keys in _REQUIRED.items()}
 _CACHED_BY["inspect_tensor_postquantize"] = ["gemm", "tensor_name"]
 _ONE_FEATURE = ("modify_tensor", "modify_tensor_enabled")
+_LOOKS = ("inspect_tensor", "inspect_tensor_postquantize")
 _TENSORS = (torch.Tensor, QuantizedTensor, QuantizedTensorStorage)
 
 
@@ -190,6 +229,7 @@ class TransformerEngineAPI(BaseNamespaceAPI):
         self._default_api_impl = TEDefaultFeatures()
         self._cacheable_api_kwargs_map = _CACHED_BY
         self._signatures: dict[Any, frozenset[str] | None] = {}
+        self._matched = False  # whether it was looked at which layers the configuration means
         routing.begin()
 
     def is_multiple_feature_invocation_allowed(self, api_name: str) -> bool:
@@ -254,28 +294,48 @@ class TransformerEngineAPI(BaseNamespaceAPI):
             getattr(call, "__self__", None), TEDefaultFeatures
         ):
             _warn_older()
-        names, kwargs = self._accepted(call), _opened(kwargs)
-        given = kwargs if names is None else {k: v for k, v in kwargs.items() if k in names}
-        return call(feat_config, layer_name, **given)
+        kwargs = _opened(kwargs)
+        if call.__name__ in _LOOKS and not self._wants(call, feat_config, layer_name, kwargs):
+            return None
+        return call(feat_config, layer_name, **self._accepted(call, kwargs))
 
-    def _accepted(self, call: Any) -> frozenset[str] | None:
-        """The names of its parameters; None if it takes any."""
+    def _wants(self, call: Any, config: dict[str, Any], layer: str, kwargs: dict[str, Any]) -> bool:
+        """Whether a feature itself asked to look at a tensor now: another one may have."""
+        feature, question = getattr(call, "__self__", None), f"{call.__name__}_enabled"
+        features = ConfigManager.get_config_for_layer(layer).get(self.name, {})
+        asks = None if len(features) < 2 else getattr(feature, question, None)
+        if asks is None:
+            return True
+        answer = asks(config, layer, **self._accepted(asks, kwargs))
+        return bool(answer[0] if isinstance(answer, tuple) else answer)
+
+    def _accepted(self, call: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The arguments that it names."""
         key = getattr(call, "__func__", call)
         if key not in self._signatures:
             parameters = inspect.signature(call).parameters.values()
             takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
             self._signatures[key] = None if takes_any else frozenset(p.name for p in parameters)
-        return self._signatures[key]
+        names = self._signatures[key]
+        return kwargs if names is None else {k: v for k, v in kwargs.items() if k in names}
 
     def step(self) -> None:
         """An iteration has ended: write its statistics, and ask layers anew whose answers may have changed."""
         stats.write()
         routing.stepped()
+        self._tell_unmatched()
 
     def end_debug(self) -> None:
         """Layers run as they do without debugging."""
+        self._tell_unmatched()
         stats.clear()
         routing.end()
+
+    def _tell_unmatched(self) -> None:
+        """Once, with the first layers behind: warn of sections of the configuration that mean none of these."""
+        if not self._matched and ConfigManager.layer_name_to_config_cache:
+            self._matched = True
+            routing.warn_unmatched(self.name)
 
 
 def _warn_older() -> None:

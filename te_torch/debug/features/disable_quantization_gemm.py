@@ -6,7 +6,7 @@ from typing import Any
 
 from nvdlfw_inspect.registry import api_method
 
-from te_torch.debug.features.api import TEConfigAPIMapper
+from te_torch.debug.features.api import OF_GEMMS, TEConfigAPIMapper
 
 
 class DisableQuantizationGEMM(TEConfigAPIMapper):
@@ -15,16 +15,11 @@ class DisableQuantizationGEMM(TEConfigAPIMapper):
     gemms, gemms_struct:  fprop, dgrad, wgrad
     """
 
+    keys = OF_GEMMS
+
     @api_method
     def fp8_gemm_enabled(
         self, config: dict[str, Any], layer_name: str, gemm: str, iteration: int
     ) -> tuple[bool, int | None]:
         """Not those that are configured."""
         return False, None
-
-    def parse_config_and_api(self, config: dict[str, Any], **kwargs: Any) -> tuple[bool, dict[str, Any] | None]:
-        """Only GEMMs can be named."""
-        for name in config:
-            if name not in ("enabled", "gemms", "gemms_struct"):
-                raise ValueError(f"{type(self).__name__} has no key {name!r}. Allowed: enabled, gemms, gemms_struct.")
-        return super().parse_config_and_api(config, **kwargs)

@@ -12,8 +12,8 @@ from nvdlfw_inspect import api as debug_api
 from nvdlfw_inspect.logging import get_logger
 from nvdlfw_inspect.registry import api_method
 
-from te_torch.debug.features.api import TEConfigAPIMapper
-from te_torch.debug.schedule import asked
+from te_torch.debug.features.api import SELECTORS, TEConfigAPIMapper
+from te_torch.debug.schedule import KEYS, asked
 
 
 class DumpTensors(TEConfigAPIMapper):
@@ -23,6 +23,8 @@ class DumpTensors(TEConfigAPIMapper):
     tensors, tensors_struct:                  activation, weight, gradient, output, wgrad, dgrad
     freq, start_step, end_step, start_end_list:  in which iterations; all ends are included
     """
+
+    keys = SELECTORS | KEYS | {"high_precision_tensor", "quantized_tensor"}
 
     @api_method
     def inspect_tensor_enabled(

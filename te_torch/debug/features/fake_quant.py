@@ -41,11 +41,9 @@ class FakeQuant(TEConfigAPIMapper):
     tensors, tensors_struct:  activation, weight, gradient
     """
 
+    keys = SELECTORS | {"quant_format"}
+
     def _format(self, config: dict[str, Any]) -> str:
-        for name in config:
-            if name not in SELECTORS and name != "quant_format":
-                allowed = ", ".join(sorted({*SELECTORS, "quant_format"}))
-                raise ValueError(f"FakeQuant has no key {name!r}. Allowed: {allowed}.")
         found = config.get("quant_format")
         if found not in FORMATS:
             raise ValueError(f"FakeQuant: quant_format is {found!r}. Allowed: {', '.join(FORMATS)}.")

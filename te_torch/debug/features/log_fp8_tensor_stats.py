@@ -15,8 +15,8 @@ from te_core import dtypes
 from te_core.ops import raw as ops
 from te_core.quantized import Cast, Format, QuantizedTensor
 from te_core.statistics import Statistics
-from te_torch.debug.features.api import TEConfigAPIMapper
-from te_torch.debug.schedule import asked
+from te_torch.debug.features.api import SELECTORS, TEConfigAPIMapper
+from te_torch.debug.schedule import KEYS, asked
 from te_torch.debug.stats import STATS_BUFFERS, Formula
 from te_torch.quantized import QuantizedTorch, core_of
 from te_torch.runtime import runtime_for, to_core
@@ -84,6 +84,8 @@ class LogFp8TensorStats(TEConfigAPIMapper):
     tensors, tensors_struct:  activation, weight, gradient
     freq, start_step, end_step, start_end_list:  in which iterations; all ends are included
     """
+
+    keys = SELECTORS | KEYS | {"stats"}
 
     @api_method
     def inspect_tensor_enabled(

@@ -8,9 +8,9 @@ import torch
 from nvdlfw_inspect import api as debug_api
 from nvdlfw_inspect.registry import api_method
 
-from te_torch.debug.features.api import TEConfigAPIMapper
+from te_torch.debug.features.api import SELECTORS, TEConfigAPIMapper
 from te_torch.debug.features.log_fp8_tensor_stats import core_tensor, held_copy
-from te_torch.debug.schedule import asked
+from te_torch.debug.schedule import KEYS, asked
 from te_torch.debug.stats import STATS_BUFFERS, Formula
 
 FORMULAS: dict[str, Formula] = {
@@ -27,6 +27,8 @@ class LogNvfp4TensorStats(TEConfigAPIMapper):
     tensors, tensors_struct:  activation, weight, gradient
     freq, start_step, end_step, start_end_list:  in which iterations; all ends are included
     """
+
+    keys = SELECTORS | KEYS | {"stats"}
 
     @api_method
     def inspect_tensor_enabled(

@@ -10,8 +10,8 @@ from nvdlfw_inspect.logging import custom_assert
 from nvdlfw_inspect.registry import api_method
 
 from te_core.statistics import Statistics
-from te_torch.debug.features.api import TEConfigAPIMapper
-from te_torch.debug.schedule import asked
+from te_torch.debug.features.api import SELECTORS, TEConfigAPIMapper
+from te_torch.debug.schedule import KEYS, asked
 from te_torch.debug.stats import STATS_BUFFERS, Formula, combined_std
 
 
@@ -41,6 +41,8 @@ class LogTensorStats(TEConfigAPIMapper):
     tensors, tensors_struct:  activation, weight, gradient, output, wgrad, dgrad
     freq, start_step, end_step, start_end_list:  in which iterations; all ends are included
     """
+
+    keys = SELECTORS | KEYS | {"stats"}
 
     @api_method
     def inspect_tensor_enabled(
