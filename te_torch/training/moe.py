@@ -39,6 +39,7 @@ def moe_permute(
     zeros. -1 or None drops nothing; with a mask the host then waits for the number. `max_token_num` is not needed.
     """
     op = "moe_permute"
+    _check_tensors(op, inp=inp, routing_map=routing_map)
     _check_map_type(op, map_type)
     if _is_empty(inp):
         return inp.clone(), _empty_map(inp)
@@ -64,6 +65,7 @@ def moe_permute_with_probs(
     A copy whose probability is exactly 0 is a row of zeros, and gives no gradient to its token.
     """
     op = "moe_permute_with_probs"
+    _check_tensors(op, inp=inp, probs=probs, routing_map=routing_map)
     if _is_empty(inp):
         return inp.clone(), _no_probs(probs), _empty_map(inp)
     _check_tokens(op, inp, routing_map=routing_map, probs=probs)
@@ -86,7 +88,8 @@ def moe_permute_and_pad_with_probs(
     the rows of each expert filled up with zeros to a multiple of `align_size`.
 
     tokens_per_expert [experts] counts what the mask sends to each. `pad_offsets` is what `moe_unpermute` needs beside
-    the map; None if nothing was to be padded. If the counts are on a GPU the host waits for their sum.
+    the map; None if nothing was to be padded. If the counts are on a GPU the host waits for their sum. Counts that are
+    not the mask's are an error where both are on one device; for counts of the host a mask on a GPU is not counted.
     """
     op = "moe_permute_and_pad_with_probs"
     if tokens_per_expert is None:
@@ -94,8 +97,8 @@ def moe_permute_and_pad_with_probs(
         raise ArgumentError(op, "tokens_per_expert=None", allowed, "pass routing_map.sum(dim=0)")
     if align_size <= 0:
         raise ArgumentError(op, f"align_size={align_size}", "a positive number", "pass what the recipe needs, 16 or 32")
-    counts = torch.as_tensor(tokens_per_expert)
-    targets, offsets, rows = _padding(op, counts, align_size, routing_map.shape[-1])
+    _check_tensors(op, inp=inp, probs=probs, routing_map=routing_map)
+    targets, offsets, rows = _padding(op, torch.as_tensor(tokens_per_expert), align_size, routing_map)
     if offsets is not None:
         offsets = offsets.to(inp.device)
     if _is_empty(inp):
@@ -129,6 +132,7 @@ def moe_unpermute(
         warn("moe_unpermute: probs is the older name of merging_probs", DeprecationWarning, 2)
         merging_probs = probs
     _check_map_type(op, map_type)
+    _check_tensors(op, inp=inp, row_id_map=row_id_map)
     if not row_id_map.numel() and _is_empty(inp):
         return inp.clone()
     if isinstance(inp, QuantizedTorch):
@@ -155,6 +159,7 @@ def moe_unpermute(
 def moe_sort_chunks_by_index(inp: torch.Tensor, split_sizes: torch.Tensor, sorted_index: torch.Tensor) -> torch.Tensor:
     """inp's rows in chunks of `split_sizes`, in the order of `sorted_index`; rows behind the chunks stay."""
     op = "moe_sort_chunks_by_index"
+    _check_tensors(op, inp=inp, split_sizes=split_sizes, sorted_index=sorted_index)
     if _is_empty(inp):
         return inp.clone()
     out, _ = _permute(op, inp, _chunk_map(op, inp, split_sizes, sorted_index), rows=inp.shape[0], fill=False)
@@ -166,6 +171,7 @@ def moe_sort_chunks_by_index_with_probs(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The same, and probs [rows] in the same order."""
     op = "moe_sort_chunks_by_index_with_probs"
+    _check_tensors(op, inp=inp, probs=probs, split_sizes=split_sizes, sorted_index=sorted_index)
     if probs.shape[:1] != inp.shape[:1] or probs.numel() != inp.shape[0]:
         got = f"probs {tuple(probs.shape)} for {inp.shape[0]} rows"
         raise ArgumentError(op, got, "a probability for each row", "correct probs")
@@ -235,8 +241,11 @@ def _unpermute_by_mask(
     return out if shape is None or len(shape) == 2 else out.view(*shape)
 
 
-def _padding(op: str, counts: torch.Tensor, align: int, experts: int) -> tuple[torch.Tensor, torch.Tensor | None, int]:
+def _padding(
+    op: str, counts: torch.Tensor, align: int, routing_map: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor | None, int]:
     """(rows of each expert, what is inserted before each or None, rows in all)."""
+    experts = routing_map.shape[-1]
     if tuple(counts.shape) != (experts,) or counts.dtype not in _INTEGERS:
         got = f"tokens_per_expert {counts.dtype} {tuple(counts.shape)}"
         raise ArgumentError(op, got, f"{experts} whole numbers, one an expert", "correct tokens_per_expert")
@@ -244,8 +253,21 @@ def _padding(op: str, counts: torch.Tensor, align: int, experts: int) -> tuple[t
     targets = torch.div(counts + (align - 1), align, rounding_mode="floor") * align
     both = torch.stack((targets, targets - counts))
     ends = both.cumsum(1)
-    rows, inserted = ends[:, -1].tolist() if experts else (0, 0)
+    rows, inserted = _asked_of(op, ends[:, -1], counts, routing_map) if experts else (0, 0)
     return targets, (ends[1] - both[1] if inserted else None), rows
+
+
+def _asked_of(op: str, totals: torch.Tensor, counts: torch.Tensor, routing_map: torch.Tensor) -> list[int]:
+    """These numbers, for which the host waits. The same wait shows whether the counts are the mask's: the rows of an
+    expert that has more would lie in those of the next, or nowhere."""
+    if counts.device != routing_map.device or routing_map.ndim != 2 or torch.compiler.is_compiling():
+        return totals.tolist()
+    sent = (routing_map != 0).sum(0)
+    *found, wrong = torch.cat((totals, (sent != counts).sum().view(1))).tolist()
+    if wrong:
+        got = f"tokens_per_expert={counts.tolist()} for a mask that sends {sent.tolist()}"
+        raise ArgumentError(op, got, "how many tokens the mask sends to each expert", "pass routing_map.sum(dim=0)")
+    return found
 
 
 def _chunk_map(op: str, inp: torch.Tensor, split_sizes: torch.Tensor, sorted_index: torch.Tensor) -> torch.Tensor:
@@ -325,6 +347,13 @@ def _no_probs(probs: torch.Tensor) -> torch.Tensor:
 def _check_map_type(op: str, map_type: str) -> None:
     if map_type not in ("mask", "index"):
         raise ArgumentError(op, f"map_type={map_type!r}", "'mask' or 'index'", "choose one of these")
+
+
+def _check_tensors(op: str, **given: Any) -> None:
+    for name, t in given.items():
+        if not isinstance(t, torch.Tensor):
+            do = f"pass torch.tensor({name}, device=inp.device)" if isinstance(t, Sequence) else f"correct {name}"
+            raise ArgumentError(op, f"{name} of type {type(t).__name__}", "a tensor", do)
 
 
 def _check_tokens(op: str, inp: torch.Tensor, **beside: torch.Tensor) -> None:

@@ -427,6 +427,11 @@ def test_errors(device: str) -> None:
         (lambda: te.moe_permute_and_pad_with_probs(x, probs, mask, None, 16), "tokens_per_expert"),
         (lambda: te.moe_permute_and_pad_with_probs(x, probs, mask, counts, 0), "align_size"),
         (lambda: te.moe_permute_and_pad_with_probs(x, probs, mask, counts[1:], 16), "one an expert"),
+        (
+            lambda: te.moe_permute_and_pad_with_probs(x, probs, mask, counts - 1, 16),
+            r"tokens_per_expert=\[.*mask that sends",
+        ),
+        (lambda: te.moe_permute_and_pad_with_probs(x, probs, mask, counts + 1, 16), "mask that sends"),
         (lambda: te.moe_unpermute(out, row_map, probs, probs=probs), "one of them"),
         (lambda: te.moe_unpermute(out, row_map, map_type="both"), "map_type"),
         (lambda: te.moe_unpermute(out, row_map, probs[1:]), "merging_probs"),
@@ -438,6 +443,11 @@ def test_errors(device: str) -> None:
         (lambda: te.moe_sort_chunks_by_index(x, sizes, order[1:]), "sorted_index"),
         (lambda: te.moe_sort_chunks_by_index(x, sizes.float(), order), "split_sizes"),
         (lambda: te.moe_sort_chunks_by_index_with_probs(x, probs[:, 0][1:], sizes, order), "each row"),
+        (lambda: te.moe_sort_chunks_by_index(x, [3, 4], order), r"split_sizes of type list.*torch.tensor\(split_sizes"),
+        (lambda: te.moe_sort_chunks_by_index_with_probs(x, probs[:, 0], sizes, [1, 0]), "sorted_index of type list"),
+        (lambda: te.moe_permute(x, mask.tolist()), "routing_map of type list"),
+        (lambda: te.moe_permute_with_probs(x, None, mask), "probs of type NoneType"),
+        (lambda: te.moe_unpermute(out, None), "row_id_map of type NoneType"),
     ):
         with pytest.raises(ArgumentError, match=part):
             call()
