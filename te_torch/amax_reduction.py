@@ -43,6 +43,19 @@ def spans_ranks(group: Any) -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1
 
 
+def checked_group(group: Any) -> Any:
+    """An `amax_reduction_group`, once it is clear that it is a process group (or torch's mark of one that this process
+    is not in). Outside of a distributed job nobody would ask it anything."""
+    if dist.is_available() and (isinstance(group, dist.ProcessGroup) or group == dist.GroupMember.NON_GROUP_MEMBER):
+        return group
+    raise ArgumentError(
+        "autocast",
+        f"amax_reduction_group={group!r}",
+        "a process group of torch.distributed, or None: all ranks",
+        'pass torch.distributed.new_group(ranks), or mesh["dp"].get_group(), say',
+    )
+
+
 def reduce(states: list[Any], direction: int, key: tuple[int, ...]) -> None:
     """Raise row 0 of the histories of one direction to the maximum over the group of each state's last region.
 

@@ -212,7 +212,8 @@ class autocast:  # noqa: N801  the documented name
         if recipe is None:
             recipe = _default or prepare_default()
         self.recipe = recipe
-        self.amax_reduction_group = amax_reduction_group
+        group = amax_reduction_group
+        self.amax_reduction_group = None if group is None else amax_reduction.checked_group(group)
         self._graph = _graph
         self._mode = EMULATE * bool(emulate) + STRICT * bool(strict) + CHECK * bool(check_finite)
         self._region: Region | None = None

@@ -62,7 +62,10 @@ class CudaRNGStatesTracker:
 
     def set_states(self, states: Mapping[str, State]) -> None:
         """Have these streams from now on, and have get_all_rng_states() return them."""
-        self.states_ = {name: self._in_own_form(state) for name, state in states.items()}
+        operation = f"{type(self).__name__}.set_states"
+        if not isinstance(states, Mapping):
+            raise ArgumentError(operation, repr(states)[:100], "streams by their names", "pass what get_states() gave")
+        self.states_ = {name: self._in_own_form(operation, name, state) for name, state in states.items()}
         _owners.clear()
         _owners.update(dict.fromkeys(self.states_, self))
 
@@ -144,16 +147,23 @@ class CudaRNGStatesTracker:
     def _place(self) -> torch.device:
         return self._device or default_device()
 
-    def _in_own_form(self, state: State) -> State:
+    def _in_own_form(self, operation: str, name: str, state: State) -> State:
         """A stream as this device has them: a checkpoint may come from another release of torch, or another device."""
         place = self._place()
-        if isinstance(state, torch.Generator):
+        if isinstance(state, torch.Generator) and state.device.type == place.type:
             return state if _holds_generators(place) else state.get_state()
-        if not _holds_generators(place):
-            return state
         generator = torch.Generator(place)
-        generator.set_state(state)
-        return generator
+        numbers = state.get_state() if isinstance(state, torch.Generator) else state
+        try:
+            generator.set_state(numbers)
+        except (TypeError, RuntimeError) as error:
+            raise ArgumentError(
+                operation,
+                f"the stream {name!r} as {_shown(state)} ({str(error).splitlines()[0]})",
+                f"a torch.Generator, or the numbers of one in a tensor of uint8, of {place}",
+                "pass what get_states() of a tracker of this kind of device gave",
+            ) from error
+        return generator if _holds_generators(place) else numbers
 
 
 def _unregistered(name: str) -> UnsupportedError:
@@ -189,7 +199,11 @@ def set_all_rng_states(states: Mapping[str, State]) -> None:
             raise UnknownNameError(
                 "set_all_rng_states", f"the name {name!r}", f"names of streams: {known}", "add them to a tracker first"
             )
-        owner.states_[name] = owner._in_own_form(state)
+        owner.states_[name] = owner._in_own_form("set_all_rng_states", name, state)
+
+
+def _shown(state: Any) -> str:
+    return f"{state.dtype} {tuple(state.shape)}" if isinstance(state, torch.Tensor) else repr(state)[:100]
 
 
 def _holds_generators(device: torch.device) -> bool:

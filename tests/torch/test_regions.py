@@ -57,6 +57,13 @@ def test_enabled_is_a_bool(enabled: Any) -> None:
         te.autocast(enabled)
 
 
+@pytest.mark.parametrize("group", ["world", 0, [0, 1], CURRENT])
+def test_a_group_that_is_none(group: Any) -> None:
+    """Outside of a distributed job, where nobody would ask it anything, too."""
+    with pytest.raises(ArgumentError, match="amax_reduction_group=.*a process group"):
+        te.autocast(recipe=CURRENT, amax_reduction_group=group)
+
+
 @pytest.mark.parametrize(
     ("make_region", "given", "wanted"),
     [

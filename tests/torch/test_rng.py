@@ -205,6 +205,14 @@ def test_mistakes() -> None:
     with pytest.raises(RuntimeError, match=r"add: got the seed 7, which a stream has.*not one of \[7, 8\]"):
         tracker.add("third", 7)
     assert tracker.seeds_ == {7, 8} and "third" not in tracker.states_
+    kept = tracker.get_states()
+    for state in (5, "a", None, torch.zeros(3, dtype=torch.uint8), torch.zeros(5056)):
+        for set_states in (tracker.set_states, set_all_rng_states):
+            with pytest.raises(ArgumentError, match=f"{set_states.__name__}: got the stream 'other' as .*get_states"):
+                set_states({"other": state})  # type: ignore[dict-item]
+    with pytest.raises(ArgumentError, match=r"set_states: got 5\. Allowed: streams by their names"):
+        tracker.set_states(5)  # type: ignore[arg-type]
+    assert tracker.get_states() == kept
     before = torch.get_rng_state()
     with pytest.raises(KeyError) as caught, tracker.fork("expert"):
         pass
