@@ -16,6 +16,7 @@ import numpy as np
 from te_core.dtypes import DType
 from te_core.errors import ArgumentError
 from te_core.precision import Operand
+from te_core.quantized import Format
 
 Facts = Mapping[str, str]
 
@@ -87,8 +88,8 @@ def words(value: Any) -> str:
     for plain in (bool, int, float, str):
         if isinstance(value, plain):
             return repr(plain(value))
-    if isinstance(value, DType):
-        return value.name
+    if isinstance(value, (DType, Format)):
+        return repr(value)
     if isinstance(value, Operand):
         return f"{value.format} by {value.scaling} scaling"
     if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):

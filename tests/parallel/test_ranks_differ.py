@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 from unittest.mock import patch
 
@@ -12,8 +13,14 @@ import torch
 import torch.distributed as dist
 
 import te_torch as te
-from te_core.layers.meeting import disagreement, words
-from te_core.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, NVFP4BlockScaling
+from te_core import dtypes
+from te_core.layers.linear import LinearSpec, Needs
+from te_core.layers.meeting import _OWN, disagreement, facts_of, words
+from te_core.layers.mlp import MLPSpec
+from te_core.layers.norm import NormSpec
+from te_core.layers.parallel import Split
+from te_core.ops.activation import Clamp
+from te_core.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, NVFP4BlockScaling, resolve
 from tests.backends import more_without_gpu
 from tests.parallel.ranks import Rank, Ranks
 from tests.parallel.tensor_steps import F, H, error_of, options
@@ -172,6 +179,41 @@ def test_a_compiled_module(two: Ranks) -> None:
     """Its attention is compared when it is traced."""
     for first, then in two.run(compiled, group_timeout=60):
         assert not first and "attn_mask_type: 'causal_bottom_right' on rank 0, 'no_mask' on rank 1" in then
+
+
+def _others(spec: Any) -> Iterator[tuple[str, Any]]:
+    """The spec with one of its values changed, for each that a rank may not have for itself; by the value's place."""
+    names = spec._fields if hasattr(spec, "_fields") else [f.name for f in fields(spec) if f.compare and f.init]
+    for name in names:
+        value = getattr(spec, name)
+        if name in _OWN or name == "inspect" or (name == "bias" and isinstance(spec, Needs)):
+            continue
+        changed: list[tuple[str, Any]] = []
+        if is_dataclass(value) or hasattr(value, "_fields"):
+            changed = [(f"{name}.{where}", other) for where, other in _others(value)]
+        elif isinstance(value, bool):
+            changed = [(name, not value)]
+        elif isinstance(value, (int, float, str)):
+            changed = [(name, value * 2 or 1)]
+        elif name.endswith("dtype"):
+            changed = [(name, dtypes.float16)]
+        elif value is None:
+            changed = [(name, _another)]
+        for where, other in changed:
+            yield where, spec._replace(**{name: other}) if hasattr(spec, "_replace") else replace(spec, **{name: other})
+
+
+def _another() -> None:
+    """A value where there is none."""
+
+
+@pytest.mark.parametrize("recipe", [NVFP4BlockScaling(), DelayedScaling(fp8_dpa=True)], ids=lambda r: type(r).__name__)
+def test_every_value_of_a_spec_is_compared(recipe: Any) -> None:
+    """One that is added to a recipe or a layer, too."""
+    linear = LinearSpec(dtypes.bfloat16, resolve(recipe), Needs(True, True, True), parallel=Split("column", 2, True))
+    spec = MLPSpec(linear, linear, NormSpec(dtypes.bfloat16, "LayerNorm", 1e-5), "clamped_swiglu", clamp=Clamp())
+    others = list(_others(spec))
+    assert len(others) > 100 and not [where for where, other in others if dict(facts_of(other)) == dict(facts_of(spec))]
 
 
 def test_words_are_those_of_all_ranks() -> None:
