@@ -56,6 +56,12 @@ def test_a_section_that_selects_no_layer(debugging: Any) -> None:
     assert all(", ".join(NAMES) in text for text in said)
 
 
+def test_a_key_that_selects_nothing(debugging: Any) -> None:
+    with pytest.warns(UserWarning, match="layers: 'layer_number' selects nothing. Allowed: .*layer_numbers"):
+        session = debugging(config({"layer_types": ["fc1"], "layer_number": 2}, LogTensorStats=STATS))
+    assert logged(session) == {NAMES[0], NAMES[2]}
+
+
 def test_two_sections_by_name(debugging: Any) -> None:
     """Each selects its own: neither knows the other's layers."""
     sections = {
