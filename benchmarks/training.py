@@ -22,7 +22,8 @@ import torch
 
 from benchmarks import harness
 from examples.gpt import GPT
-from examples.training import PLAIN_BLOCKS, TEXT, Settings, Text, Trainer
+from examples.settings import TEXT, Settings
+from examples.training import PLAIN_BLOCKS, Text, Trainer
 from te_core.recipe import Float8BlockScaling, Float8CurrentScaling, Format, QParams, Recipe
 
 WITHIN = {"nvfp4": 0.025}  # of bf16's loss; 1 % for the others

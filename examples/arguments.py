@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from importlib import metadata
 from pathlib import Path
-
-import torch
 
 
 class UserError(ValueError):
@@ -53,22 +53,35 @@ def seed(text: str) -> int:
     return int(text)
 
 
-def device(text: str) -> torch.device:
+def device(text: str) -> str:
     """The CPU, or a GPU that is here."""
-    try:
-        found = torch.device(text)
-    except RuntimeError:
-        found = torch.device("meta")
-    if found.type not in ("cpu", "cuda"):
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", text):
         raise argparse.ArgumentTypeError(f"{text} is none of cpu, cuda, cuda:1 ...")
-    if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
-        raise argparse.ArgumentTypeError(f"{text} is not here: torch sees {torch.cuda.device_count()} GPUs")
-    return found
+    if text != "cpu" and int(text.partition(":")[2] or 0) >= gpus():
+        built = f"torch {_torch()} is built for the CPU" if "+cpu" in _torch() else f"this machine has {gpus()} GPUs"
+        raise argparse.ArgumentTypeError(f"{text} is not here: {built}")
+    return text
 
 
 def usual_device() -> str:
     """CUDA where there is a GPU."""
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    return "cuda" if gpus() else "cpu"
+
+
+def gpus() -> int:
+    """How many GPUs torch can use. To import it, and ask, would take seconds."""
+    from te_core import libraries
+    from te_core.errors import LibraryError
+
+    try:
+        return 0 if "+cpu" in _torch() else libraries.driver().device_count
+    except LibraryError:  # no driver
+        return 0
+
+
+def _torch() -> str:
+    """Its version, which says so where it is built for the CPU alone."""
+    return metadata.version("torch")
 
 
 def writable(folder: Path, files: Iterable[str] = (), option: str = "--out") -> None:

@@ -28,9 +28,10 @@ import torch  # noqa: E402
 
 import te_torch as te  # noqa: E402
 from examples.arguments import UserError, device, mistakes_end, positive, usual_device  # noqa: E402
-from examples.gpt import GPT, GPTConfig  # noqa: E402
+from examples.gpt import GPT  # noqa: E402
 from examples.progress import Progress  # noqa: E402
-from examples.training import Settings, model_of, read_checkpoint  # noqa: E402
+from examples.settings import GPTConfig, Settings  # noqa: E402
+from examples.training import model_of, read_checkpoint  # noqa: E402
 
 PROMPTS = ("Anne ", "Captain Wentworth was ", "She had ", "Sir Walter Elliot, of Kellynch Hall, ", "It was ", "The ")
 PAGE = 16  # tokens
@@ -122,7 +123,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> int:
     """Generate, report."""
     options = parse(arguments)
-    place = options.device
+    place = torch.device(options.device)
     if place.type == "cpu":
         torch.set_num_threads(1)  # as examples/train_gpt.py says
     with mistakes_end(PROGRAM):

@@ -13,31 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
 from math import sqrt
 
 import torch
 import torch.nn.functional as F
 
 import te_torch as te
-
-
-@dataclass(frozen=True)
-class GPTConfig:
-    """The sizes of a model. FP8 GEMMs want widths that are multiples of 16; others are padded inside."""
-
-    layers: int = 4
-    hidden: int = 128
-    heads: int = 4
-    vocabulary: int = 256  # bytes
-    plain_blocks: int = 0  # so many blocks at the beginning stay in high precision inside a region, too
-
-    def __post_init__(self) -> None:
-        if self.hidden % (2 * self.heads):
-            raise ValueError(
-                f"hidden={self.hidden} does not give heads={self.heads} an even width each: "
-                f"choose a multiple of {2 * self.heads}"
-            )
+from examples.settings import GPTConfig
 
 
 def normal(deviation: float) -> Callable[[torch.Tensor], torch.Tensor]:

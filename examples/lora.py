@@ -23,7 +23,7 @@ import torch.nn.functional as F
 import te_torch as te
 from examples.arguments import device, positive, usual_device
 from examples.progress import Progress
-from examples.training import RECIPES
+from examples.settings import RECIPES
 from te_core.recipe import Recipe
 
 WIDTH, LAYERS, RANK, ROWS = 256, 3, 8, 128

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 import te_torch as te
 from examples.arguments import device, positive, usual_device
 from examples.progress import Progress
-from examples.training import RECIPES
+from examples.settings import RECIPES
 from te_core.recipe import Recipe
 
 WIDTH, ROWS = 128, 128  # rows of a microbatch

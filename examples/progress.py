@@ -13,13 +13,13 @@ LINES = 10  # printed over a whole run when the output is no terminal
 class Progress:
     """Shows how far `total` steps have come."""
 
-    def __init__(self, label: str, total: int, done: int = 0, stream: TextIO = sys.stdout) -> None:
-        self.label, self.total, self.stream = label, total, stream
+    def __init__(self, label: str, total: int, done: int = 0, stream: TextIO = sys.stdout, lines: int = LINES) -> None:
+        self.label, self.total, self.stream, self.lines = label, total, stream, lines
         self.live = stream.isatty()
         self._first = done
         self._start = time.perf_counter()
         self._drawn = 0.0
-        self._printed = done * LINES // max(total, 1)
+        self._printed = done * lines // max(total, 1)
 
     def show(self, done: int, note: str) -> None:
         """`done` steps are finished; `note` says how it goes."""
@@ -32,8 +32,8 @@ class Progress:
             bar = "█" * filled + "·" * (WIDTH - filled)
             line = f"\r{self.label:8s} {bar} {done}/{self.total}  {note}  {self._left(now, done)}\x1b[K"
             self.stream.write(line + "\n" * end)
-        elif end or done * LINES // max(self.total, 1) > self._printed:
-            self._printed = done * LINES // max(self.total, 1)
+        elif end or done * self.lines // max(self.total, 1) > self._printed:
+            self._printed = done * self.lines // max(self.total, 1)
             self.stream.write(f"{self.label:8s} {done:5d}/{self.total}  {note}  {self._left(now, done)}\n")
         self.stream.flush()
 

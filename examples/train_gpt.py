@@ -1,7 +1,8 @@
 """Train a small GPT, built of this project's modules, on the text in examples/text: in FP8, then in bf16 beside it.
 
 Runs on CUDA if there is a device, else on the CPU with the reference backend: FP8 emulated bit for bit, in about
-five and a half minutes on two cores. Ctrl-C saves a checkpoint; --resume goes on exactly from there, with its settings.
+five and a half minutes on two cores. Ctrl-C (and SIGTERM) saves a checkpoint; --resume goes on exactly from there, with
+its settings.
 
     python examples/train_gpt.py --recipe current --steps 300
 """
@@ -17,7 +18,7 @@ import signal
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 # Before NumPy is first imported: OpenBLAS's threads would go on polling after each product of the reference
 # backend, in the way of torch's own (measured: te_core/backends/cpu/gemm.py).
@@ -25,12 +26,14 @@ os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "4")
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # runs from a clone that nobody installed, too
 
-import torch  # noqa: E402
-
 from examples.arguments import UserError, device, mistakes_end, positive, rate, seed, usual_device, writable  # noqa: E402
-from examples.gpt import GPTConfig  # noqa: E402
 from examples.progress import Progress  # noqa: E402
-from examples.training import DEFAULTS, RECIPES, TEXT, Settings, Text, Trainer, model_of, read_checkpoint  # noqa: E402
+from examples.settings import DEFAULTS, RECIPES, TEXT, Settings, check, option, read_text  # noqa: E402
+
+if TYPE_CHECKING:  # torch takes seconds: what is wrong with the options is told before
+    import torch
+
+    from examples.training import Trainer
 
 PROGRAM = "train_gpt.py"
 NAMES = {
@@ -89,9 +92,9 @@ def settings_for(path: Path, state: dict[str, Any] | None, given: dict[str, Any]
     for name in given.keys() - MAY_CHANGE:
         if given[name] != getattr(saved, name):
             raise UserError(
-                f"--resume: {path} was trained with {name}={getattr(saved, name)}, but {name}={given[name]} was "
-                f"given. Only {' and '.join(sorted(MAY_CHANGE))} may change. Leave the option out, or start anew "
-                f"without --resume."
+                f"--resume: {path} was trained with {option(name)} {getattr(saved, name)}, but {option(name)} "
+                f"{given[name]} was given. Only {' and '.join(sorted(map(option, MAY_CHANGE)))} may change. Leave "
+                f"{option(name)} out, or start anew without --resume"
             )
     return dataclasses.replace(saved, **given)
 
@@ -103,7 +106,8 @@ def check_beside(path: Path, state: dict[str, Any], settings: Settings) -> None:
         mine, other = getattr(settings, field.name), getattr(saved, field.name)
         if mine != other and field.name not in MAY_CHANGE | {"recipe"}:
             raise UserError(
-                f"--resume: {path} was trained with {field.name}={other}, not {mine}: it is no run to compare with. "
+                f"--resume: {path} was trained with {option(field.name)} {other}, not {mine}: it is no run to compare "
+                "with. "
                 "Leave it out (--no-compare), or choose another folder (--out)"
             )
 
@@ -159,15 +163,27 @@ def train(trainer: Trainer, path: Path, save_every: int, interrupt: Interrupt, r
         return interrupt.seen != 0
 
     result: dict[str, Any] = {"name": NAMES[s.recipe], "tokens_per_second": 0.0, "checkpoint": path}
-    trainer.train(on_step)
-    save(trainer, path)
-    if interrupt.seen:
+
+    def leave() -> NoReturn:
         bar.stop()
         print(f"\nInterrupted after step {len(trainer.losses)}. Saved in {shown(path)}. To go on:\n\n  {resume}\n")
         raise SystemExit(128 + interrupt.seen)
+
+    def on_batch(done: int, of: int) -> None:
+        nonlocal bar
+        if done == 1:
+            bar = Progress("held out", of, lines=2)
+        bar.show(done, f"batches of {s.batch} x {s.sequence} bytes")
+        if interrupt.seen:
+            leave()
+
+    trainer.train(on_step)
+    save(trainer, path)
+    if interrupt.seen:
+        leave()
     count = max(1, int(s.steps * TAIL))
     result["training"] = sum(trainer.losses[-count:]) / len(trainer.losses[-count:])
-    result["held_out"] = trainer.held_out_loss()
+    result["held_out"] = trainer.held_out_loss(on_batch)
     result["seconds"] = time.perf_counter() - start
     result["losses"] = trainer.losses
     return result
@@ -213,6 +229,8 @@ def shown(path: Path) -> str:
 def device_name(device: torch.device) -> str:
     """The device, in words."""
     if device.type == "cuda":
+        import torch
+
         return torch.cuda.get_device_name(device)
     return "CPU, reference backend (FP8 emulated bit for bit)"
 
@@ -252,26 +270,35 @@ def main(arguments: list[str] | None = None) -> int:
     """Train, compare, report."""
     options, given = parse(arguments)
     with mistakes_end(PROGRAM):
+        names, size = names_of(options, given), len(read_text(options.text))
+        if not (options.resume and (options.out / f"{names[0]}.pt").exists()):  # else its settings count
+            kind = options.device.partition(":")[0]
+            check(dataclasses.replace(DEFAULTS[kind], **given), size)
+        writable(options.out, [*(f"{name}.pt" for name in names), "loss.csv", "loss.png"])
         return run(options, given, again(sys.argv[1:] if arguments is None else arguments))
+
+
+def names_of(options: argparse.Namespace, given: dict[str, Any]) -> list[str]:
+    """The recipes to train in."""
+    recipe = given.get("recipe", "delayed")
+    return [recipe, "none"] if not options.no_compare and recipe != "none" else [recipe]
 
 
 def run(options: argparse.Namespace, given: dict[str, Any], resume: str) -> int:
     """The program, given its options and what to type to go on. All that can be wrong is looked at before a step."""
-    place, recipe = options.device, given.get("recipe", "delayed")
-    names = [recipe, "none"] if not options.no_compare and recipe != "none" else [recipe]
-    paths = [options.out / f"{name}.pt" for name in names]
+    import torch
+
+    from examples.training import Text, Trainer, model_of, read_checkpoint
+
+    place = torch.device(options.device)
+    paths = [options.out / f"{name}.pt" for name in names_of(options, given)]
     states = {path: read_checkpoint(path) for path in paths if options.resume and path.exists()}
     settings = settings_for(paths[0], states.get(paths[0]), given, place.type)
-    try:
-        GPTConfig(settings.layers, settings.hidden, settings.heads)
-    except ValueError as error:
-        raise UserError(error) from error
     for path, state in states.items():
         check_beside(path, state, settings)
         model_of(path, state, torch.device("cpu"))
     text = Text(options.text, place)
-    text.check(settings.sequence)
-    writable(options.out, [*(path.name for path in paths), "loss.csv", "loss.png"])
+    check(settings, len(text))
     if place.type == "cpu" and settings.hidden <= 256:
         # The products are NumPy's and keep all cores. What torch does in between is too small to share: on two idle
         # cores a second thread gains nothing, on two busy ones it costs a factor of three.

@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,81 +16,30 @@ import torch.nn.functional as F
 
 import te_torch as te
 from examples.arguments import UserError
-from examples.gpt import GPT, GPTConfig
-from te_core.recipe import (
-    DelayedScaling,
-    Float8BlockScaling,
-    Float8CurrentScaling,
-    MXFP8BlockScaling,
-    NVFP4BlockScaling,
-    Recipe,
-)
+from examples.gpt import GPT
+from examples.settings import RECIPES, GPTConfig, Settings, learnt, read_text
+from te_core.recipe import Recipe
 
-TEXT = Path(__file__).resolve().parent / "text" / "persuasion.txt"
-HELD_OUT = 0.1  # of the text, from its end
 WARMUP = 20  # steps in which the learning rate rises; a tenth of a shorter run
-
-#: The names of --recipe. None: bf16.
-RECIPES: dict[str, Recipe | None] = {
-    "delayed": DelayedScaling(),
-    "current": Float8CurrentScaling(),
-    "block": Float8BlockScaling(),
-    "mxfp8": MXFP8BlockScaling(),
-    "nvfp4": NVFP4BlockScaling(),
-    "none": None,
-}
+HELD_OUT_BATCHES = 100  # of the held-out text are read at most: its loss is for a report, not worth minutes
 
 #: Blocks that stay in bf16, by recipe: FP4 is too coarse for what the first one reads (docs/benchmarks.md, training).
 PLAIN_BLOCKS = {"nvfp4": 1}
-
-
-@dataclass(frozen=True)
-class Settings:
-    """All that a run depends on; a checkpoint carries it along."""
-
-    recipe: str = "delayed"
-    steps: int = 120
-    layers: int = 4
-    hidden: int = 128
-    heads: int = 4
-    batch: int = 16
-    sequence: int = 64
-    rate: float = 3e-3  # the highest learning rate
-    seed: int = 0
-
-
-#: What fits a device: about five and a half minutes for two runs on two cores, some seconds on a large GPU.
-DEFAULTS = {
-    "cpu": Settings(),
-    "cuda": Settings(steps=400, layers=6, hidden=512, heads=8, batch=64, sequence=256, rate=2e-3),
-}
 
 
 class Text:
     """The bytes of a file as tokens on the device: most of them to learn from, the end held out."""
 
     def __init__(self, path: Path, device: torch.device) -> None:
-        try:
-            content = bytearray(path.read_bytes())
-        except OSError as error:
-            raise UserError(f"the text {path}: {error.strerror}. --text names a file to learn") from error
-        if not content:
-            raise UserError(f"the text {path} is empty: --text names a file to learn")
-        tokens = torch.frombuffer(content, dtype=torch.uint8).to(device, torch.long)
-        cut = int(len(tokens) * (1 - HELD_OUT))
+        tokens = torch.frombuffer(read_text(path), dtype=torch.uint8).to(device, torch.long)
+        cut = learnt(len(tokens))
         self.train, self.held_out = tokens[:cut], tokens[cut:]
         share = torch.bincount(tokens, minlength=256).double() / len(tokens)
         #: The loss, in nats a byte, of a model that knows only how frequent each byte is.
         self.unigram_entropy = -float(torch.special.xlogy(share, share).sum())
 
-    def check(self, sequence: int) -> None:
-        """Whether there are sequences of this length to learn from, and to judge by."""
-        for what, tokens in (("to learn from", self.train), ("held out", self.held_out)):
-            if len(tokens) < sequence + 2:
-                raise UserError(
-                    f"a text of {len(self.train) + len(self.held_out)} bytes, {len(tokens)} of them {what}, is too "
-                    f"short for sequences of {sequence}: choose shorter ones (--seq), or a longer text (--text)"
-                )
+    def __len__(self) -> int:
+        return len(self.train) + len(self.held_out)
 
     def batch(self, size: int, sequence: int, generator: torch.Generator) -> torch.Tensor:
         """Random excerpts [size, sequence + 1]: what is read, and shifted by one what is to be foretold."""
@@ -169,15 +117,19 @@ class Trainer:
                     return
 
     @torch.no_grad()
-    def held_out_loss(self, tokens: int = 1 << 16) -> float:
-        """Mean loss on the beginning of the held-out text, in the precision of the training."""
+    def held_out_loss(self, on_batch: Callable[[int, int], None] = lambda done, of: None) -> float:
+        """Mean loss on the beginning of the held-out text, in the precision of the training.
+
+        `on_batch(done, of)` is told how far it has come.
+        """
         s = self.settings
-        count = min(tokens, len(self.text.held_out) - 1) // s.sequence
+        count = min((len(self.text.held_out) - 1) // s.sequence, HELD_OUT_BATCHES * s.batch)
         rows = self.text.held_out.unfold(0, s.sequence + 1, s.sequence)[:count]
-        losses = []
-        for part in rows.split(s.batch):
+        losses, parts = [], rows.split(s.batch)
+        for i, part in enumerate(parts):
             with torch.autocast(self.device.type, torch.bfloat16), self.precision():
                 losses.append(mean_loss(self.model, part) * len(part))
+            on_batch(i + 1, len(parts))
         return float(torch.stack(losses).sum()) / count
 
     def parameters(self) -> int:

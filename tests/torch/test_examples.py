@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,9 +15,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from examples import generate, lora, microbatches, train_gpt
+from examples import arguments, generate, lora, microbatches, train_gpt, training
 from examples.arguments import UserError
-from examples.training import TEXT, Settings, Text, Trainer, read_checkpoint
+from examples.settings import TEXT, Settings
+from examples.training import Text, Trainer, read_checkpoint
 from tests.covering import covering
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -72,12 +75,61 @@ ARGUMENTS: list[tuple[str, list[str], str]] = [
 
 def test_wrong_arguments(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     wrong = {}
-    for program, arguments, said in ARGUMENTS:
+    for program, given, said in ARGUMENTS:
         out = ["--out", str(tmp_path)] if program == "train_gpt" else []
-        message = refused(program, *out, *arguments, capsys=capsys)
+        message = refused(program, *out, *given, capsys=capsys)
         if said not in message or list(tmp_path.iterdir()):
-            wrong[" ".join([program, *arguments])] = message
+            wrong[" ".join([program, *given])] = message
     assert not wrong
+
+
+EARLY = [case for case in ARGUMENTS if case[0] == "train_gpt" and case[1][-1] in ("fast", "fp9", "7", "cuda:77", "0")]
+WITHOUT_TORCH = """
+import sys, io, contextlib
+sys.modules["torch"] = None  # to import it is an error
+from examples import train_gpt
+for arguments in {cases}:
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said):
+        try:
+            train_gpt.main(arguments)
+        except SystemExit as ended:
+            assert ended.code == 2, ended.code
+    print(said.getvalue().splitlines()[-1])
+"""
+
+
+def test_an_options_mistake_is_told_before_torch_is_imported(tmp_path: Path) -> None:
+    """Its import takes seconds."""
+    out = ["--out", str(tmp_path / "out")]
+    more = [
+        ["--text", "nowhere"],
+        ["--seq", "99999"],
+        ["--text", str(a_file(tmp_path))],
+        ["--out", str(tmp_path / "there")],
+    ]
+    cases = [*([*out, *arguments] for _, arguments, _ in EARLY), *([*out, *arguments] for arguments in more)]
+    code = WITHOUT_TORCH.format(cases=cases)
+    ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert ran.returncode == 0, ran.stderr
+    said = ran.stdout.splitlines()
+    wanted = [*(said for _, _, said in EARLY), "the text nowhere", "choose shorter ones", "a text of 1 bytes", "--out"]
+    assert len(said) == len(wanted) > 10 and all(w in line for w, line in zip(wanted, said, strict=True)), said
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_gpu_that_torch_is_not_built_for_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    from te_core import libraries
+
+    monkeypatch.setattr(arguments, "_torch", lambda: "2.13.0+cpu")
+    assert arguments.usual_device() == "cpu" and arguments.device("cpu") == "cpu"
+    with pytest.raises(argparse.ArgumentTypeError, match=r"cuda:1 is not here: torch 2.13.0.cpu is built for the CPU"):
+        arguments.device("cuda:1")
+    monkeypatch.setattr(arguments, "_torch", lambda: "2.13.0")
+    monkeypatch.setattr(libraries, "driver", lambda: type("Driver", (), {"device_count": 2}))
+    assert arguments.usual_device() == "cuda" and arguments.device("cuda:1") == "cuda:1"
+    with pytest.raises(argparse.ArgumentTypeError, match="cuda:2 is not here: this machine has 2 GPUs"):
+        arguments.device("cuda:2")
 
 
 def a_file(folder: Path) -> Path:
@@ -191,7 +243,7 @@ def test_runs_that_do_not_belong_together(trained: Path, tmp_path: Path, capsys:
     other, place = Settings(**{**vars(SMALL), "recipe": "none", "hidden": 64}), torch.device("cpu")
     Trainer(other, Text(TEXT, place), place).save(tmp_path / "none.pt")
     message = refused("train_gpt", "--resume", "--out", str(tmp_path), capsys=capsys)
-    assert "none.pt" in message and "hidden=64" in message and "--no-compare" in message
+    assert "none.pt" in message and "--hidden 64" in message and "--no-compare" in message
 
 
 def test_a_checkpoint_that_was_named_has_to_be_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -236,6 +288,56 @@ def test_resume_where_there_is_nothing_says_so(
     assert train_gpt.main([*TINY, "--out", str(tmp_path), "--resume", "--no-compare", "--device", "cpu"]) == 0
     assert "there is nothing to go on from" in capsys.readouterr().out
     assert read_checkpoint(tmp_path / "delayed.pt")["losses"] == [1.0] * 3
+
+
+def test_the_held_out_text_is_bounded_and_tells_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With sequences of a byte or two it would be thousands of batches."""
+    read, told = [], []
+
+    def loss(model: object, rows: torch.Tensor) -> torch.Tensor:
+        read.append(rows)
+        return torch.tensor(float(len(read)))
+
+    monkeypatch.setattr(training, "mean_loss", loss)
+    place = torch.device("cpu")
+    trainer = Trainer(Settings(**{**vars(SMALL), "sequence": 2, "batch": 3}), Text(TEXT, place), place)
+    found = trainer.held_out_loss(lambda done, of: told.append((done, of)))
+    assert len(read) == training.HELD_OUT_BATCHES == 100 and told == [(i + 1, 100) for i in range(100)]
+    assert found == pytest.approx(50.5) and all(rows.shape == (3, 3) for rows in read)
+    assert torch.equal(torch.cat([rows[:, :2].flatten() for rows in read]), trainer.text.held_out[:600])
+
+
+def test_an_interrupt_in_the_held_out_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The checkpoint is there already; nothing else begins."""
+    seen = type("Terminated", (), {"seen": 0})()
+
+    def loss(trainer: Trainer, on_batch: Callable[[int, int], None]) -> float:
+        on_batch(1, 9)
+        seen.seen = signal.SIGTERM
+        on_batch(2, 9)
+        raise AssertionError("it went on")
+
+    monkeypatch.setattr(Trainer, "step", lambda *_: torch.tensor(1.0))
+    monkeypatch.setattr(Trainer, "held_out_loss", loss)
+    monkeypatch.setattr(train_gpt, "Interrupt", lambda: seen)
+    with pytest.raises(SystemExit) as ended:
+        train_gpt.main([*TINY, "--out", str(tmp_path), "--device", "cpu"])
+    assert ended.value.code == 128 + signal.SIGTERM
+    said = capsys.readouterr().out
+    assert "Interrupted after step 3. Saved in" in said and " --resume" in said
+    assert read_checkpoint(tmp_path / "delayed.pt")["losses"] == [1.0] * 3 and not (tmp_path / "none.pt").exists()
+
+
+def test_make_hands_signals_to_the_program() -> None:
+    """A shell between them would end by itself, and leave the program behind."""
+    recipe = (ROOT / "Makefile").read_text().split("\ntrain:")[1].splitlines()[1]
+    assert recipe == '\tSTARTED_BY="make train" exec $(PY) examples/train_gpt.py $(ARGS)'
+    line = recipe.strip().replace("$(PY)", "python3").replace("examples/train_gpt.py $(ARGS)", "-c '{}'")
+    code = 'import os; print(os.environ["STARTED_BY"], os.getpid())'
+    shell = subprocess.Popen(["/bin/sh", "-c", line.format(code) + "\n"], stdout=subprocess.PIPE, text=True)
+    assert shell.communicate(timeout=60)[0].split() == ["make", "train", str(shell.pid)]
 
 
 def test_a_disk_that_fills_up(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

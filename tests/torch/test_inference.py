@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 
 from examples.generate import generate, generate_uncached
-from examples.gpt import GPT, GPTConfig
+from examples.gpt import GPT
+from examples.settings import GPTConfig
 from te_torch.attention.dot_product import DotProductAttention
 from te_torch.attention.inference import InferenceParams
 from te_torch.attention.kv_cache import KVCacheManager, NonPagedKVCacheManager, PagedKVCacheManager, _moves
