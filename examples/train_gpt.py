@@ -1,7 +1,7 @@
 """Train a small GPT, built of this project's modules, on the text in examples/text: in FP8, then in bf16 beside it.
 
-Runs on CUDA if there is a device, else on the CPU with the reference backend: FP8 emulated bit for bit, in about
-five and a half minutes on two cores. Ctrl-C (and SIGTERM) saves a checkpoint; --resume goes on exactly from there, with
+Runs on CUDA if there is a device, else on the CPU with the reference backend: FP8 emulated bit for bit, in
+three to six minutes on two cores. Ctrl-C (and SIGTERM) saves a checkpoint; --resume goes on exactly from there, with
 its settings.
 
     python examples/train_gpt.py --recipe current --steps 300

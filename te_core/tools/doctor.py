@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import platform
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from importlib import import_module, metadata
 from importlib.util import find_spec
+from typing import Any
 
 import te_core
 from te_core import cache, device, env, libraries
 from te_core.errors import LibraryError
 from te_core.tape import taped
-from te_core.tools import attention_table
+from te_core.tools import attention_table, selftest
 
 #: What nothing runs on a GPU without.
 NEEDED = ("nvrtc", "cublasLt", "CuPy", "CUDA headers")
@@ -38,7 +40,7 @@ _PACKAGES = (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the report; 1 if the machine has a GPU that te_core cannot use, else 0."""
+    """Print the report; 1 if the machine has a GPU that te_core cannot use, or the test finds a difference, else 0."""
     parser = argparse.ArgumentParser(prog="python -m te_core.doctor", description=__doc__)
     parser.add_argument(
         "--import",
@@ -49,15 +51,66 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="import this first (torch, jax): te_core then uses the libraries that it brings",
     )
     parser.add_argument("--variables", action="store_true", help="list the environment variables that are read")
+    parser.add_argument("--json", action="store_true", help="the same, for programs: one object of JSON")
+    parser.add_argument(
+        "--test",
+        action="store_true",
+        help="one small FP8 step on each device, compared with the CPU backend, and that with NumPy; 1 if they differ",
+    )
     options = parser.parse_args(arguments)
     if options.variables:
         print("\n".join(variables()))
         return 0
     for module in options.modules:
         import_module(module)
+    rows = list(selftest.run()) if options.test else []
     faults: list[str] = []
-    print("\n".join(report(faults)))
-    return 1 if faults else 0
+    if options.json:
+        text = json.dumps({**facts(faults), **({"test": [row._asdict() for row in rows]} if rows else {})}, indent=2)
+    else:
+        text = "\n".join(selftest.lines(rows) if options.test else report(faults))
+    print(text)
+    return 1 if faults or not all(row.ok for row in rows) else 0
+
+
+def facts(faults: list[str]) -> dict[str, Any]:
+    """What the report says, as plain data; what keeps a present GPU from being used is added to `faults`."""
+    list(report(faults))
+    driver = libraries.driver_version()
+    try:
+        devices = range(libraries.driver().device_count) if driver != (0, 0) else range(0)
+    except LibraryError:  # among the faults
+        devices = range(0)
+    tables = {"cpu": device.cpu_table()} | {f"cuda:{i}": device.table(_with_library(device.info(i))) for i in devices}
+    folder = env.cache_dir()
+    return {
+        "te_core": te_core.__version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": dict(package.rsplit(" ", 1) for package in _packages()),
+        "tapes": taped.when(),
+        "driver": list(driver) if driver != (0, 0) else None,
+        "devices": {f"cuda:{i}": asdict(device.info(i)) for i in devices},
+        "recipes": {
+            name: {
+                recipe: {op: {"able": able, "reason": reason} for op, (able, reason) in row.items()}
+                for recipe, row in rows.items()
+            }
+            for name, rows in tables.items()
+        },
+        "libraries": {name: _library(name) for name in libraries.KNOWN},
+        "cache": {"folder": env.shown(str(folder)), "fault": cache.fault(folder) or None},
+        "environment": {name: {"value": value, "said": said} for name, value, said in env.set_now()},
+        "to mend": faults,
+    }
+
+
+def _library(name: str) -> dict[str, Any]:
+    """A library's version and file, or what is wrong with it."""
+    try:
+        return {"version": ".".join(map(str, libraries.version(name))), "file": str(libraries.file(name))}
+    except LibraryError as error:
+        return {"version": None, "file": None, "do": _mend(_absent(name), error)}
 
 
 def report(faults: list[str]) -> Iterator[str]:

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 from te_core import env, libraries
 from te_core.backends.cuda import cudnn
 from te_core.device import RECIPES
 from te_core.errors import LibraryError
 from te_core.kernels import compiler, loader
-from te_core.tools import attention_table, doctor
-from tests.backends import cuda_devices
+from te_core.recipe import Float8CurrentScaling, Format, resolve
+from te_core.runtime import Runtime
+from te_core.tools import attention_table, doctor, selftest
+from tests.backends import cuda_devices, requires_cuda
 from tests.core.test_libraries import A100, H200
 
 if sys.version_info >= (3, 11):
@@ -216,3 +221,95 @@ def test_the_section_of_attention(monkeypatch):
     monkeypatch.setattr(libraries, "found", lambda name: name != "cudnn")
     monkeypatch.setattr(libraries, "cuda_major", lambda: 13)
     assert list(doctor._attention(H200)) == ['  attention by cuDNN: none (pip install "nvidia-cudnn-cu13<10")']
+
+
+# ---------------------------------------------------------------------------------------------- as data
+
+
+def test_the_report_as_json(monkeypatch, capsys):
+    """One object, with what the report says."""
+    monkeypatch.setenv("NVTE_FLASH_ATTN", "yes")
+    rc = doctor.main(["--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert (rc != 0) == bool(found["to mend"]) and "test" not in found
+    assert set(found["libraries"]) == set(libraries.KNOWN)
+    assert all(entry["version"] or entry["do"] for entry in found["libraries"].values())
+    assert set(found["recipes"]["cpu"]) == set(RECIPES)
+    assert found["recipes"]["cpu"]["NVFP4BlockScaling"]["gemm"] == {
+        "able": True,
+        "reason": "exact emulation, bit for bit",
+    }
+    assert "NOT understood" in found["environment"]["NVTE_FLASH_ATTN"]["said"]
+    assert found["packages"]["numpy"] and len(found["devices"]) == cuda_devices()
+
+
+def one_gpu(monkeypatch, runtime):
+    """A machine with an H200, on which this makes a runtime."""
+
+    class OneDevice:
+        device_count = 1
+
+    monkeypatch.setattr(libraries, "driver_version", lambda: (13, 0))
+    monkeypatch.setattr(libraries, "driver", OneDevice)
+    monkeypatch.setattr(doctor.device, "info", lambda index: H200)
+    monkeypatch.setattr(selftest.Runtime, "cuda", runtime)
+
+
+def test_a_gpu_as_json(monkeypatch, capsys):
+    one_gpu(monkeypatch, lambda index: Runtime.cpu())
+    doctor.main(["--json", "--test"])
+    found = json.loads(capsys.readouterr().out)
+    assert found["driver"] == [13, 0] and found["devices"]["cuda:0"]["capability"] == [9, 0]
+    assert found["recipes"]["cuda:0"]["MXFP8BlockScaling"]["gemm"]["able"] is False
+    assert [row["recipe"] for row in found["test"]] == ["Float8CurrentScaling", *list(selftest.RECIPES)[:3]]
+
+
+# ---------------------------------------------------------------------------------------------- the test
+
+
+def test_the_test_on_the_cpu(monkeypatch, capsys):
+    """NumPy gives what the backend gives, and a wrong format or scale of one operand is noticed."""
+    monkeypatch.setattr(libraries, "driver_version", lambda: (0, 0))
+    assert doctor.main(["--test"]) == 0
+    said = capsys.readouterr().out
+    assert "CPU backend, against NumPy: Float8CurrentScaling ok (largest difference 0." in said
+    (row,) = selftest.run()
+    assert 0 < row.difference < selftest.WITHIN, "bfloat16 rounds the one, not the other"
+    monkeypatch.setattr(selftest, "resolve", lambda recipe: resolve(Float8CurrentScaling(fp8_format=Format.E4M3)))
+    (row,) = selftest.run()
+    assert not row.ok and row.said in ("dx", "dw") and row.difference > 0.01
+    assert doctor.main(["--test"]) == 1 and "DIFFERS" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["y", "dx", "dw", "db"])
+@pytest.mark.parametrize("how", [lambda t: t * 1.01, lambda t: t + float("nan"), lambda t: t * (t != t.max())])
+def test_any_result_that_differs_is_noticed(name, how, monkeypatch):
+    def other(rt, recipe, own=selftest.step):
+        found = own(rt, recipe)
+        return {**found, name: how(found[name])}
+
+    monkeypatch.setattr(selftest, "step", other)
+    row = next(iter(selftest.run()))
+    assert not row.ok and row.said == name
+
+
+def test_the_test_on_a_gpu_that_is_not_there(monkeypatch, capsys):
+    """Each recipe that the GPU multiplies, against the CPU backend; an error is a row of its own."""
+    one_gpu(monkeypatch, lambda index: Runtime.cpu())
+    rows = list(selftest.run())
+    assert [row.recipe for row in rows[1:]] == ["bfloat16 / float16", "Float8CurrentScaling", "Float8BlockScaling"]
+    assert all(row.ok and row.difference == 0 and row.device.startswith("cuda:0 ") for row in rows[1:])
+
+    def broken(index):
+        raise LibraryError("load cublasLt", "nothing", "a library", "install it")
+
+    monkeypatch.setattr(selftest.Runtime, "cuda", broken)
+    assert doctor.main(["--test"]) == 1
+    said = capsys.readouterr().out
+    assert said.count("FAILED (LibraryError: load cublasLt: got nothing") == 3 and "NumPy: Float8Current" in said
+
+
+@requires_cuda
+def test_the_test_on_this_gpu():
+    rows = list(selftest.run())
+    assert len(rows) > 2 and all(row.ok for row in rows), "\n".join(selftest.lines(rows))
