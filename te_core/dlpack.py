@@ -18,12 +18,12 @@ from typing import Any, NoReturn
 
 from te_core import dtypes, libraries
 from te_core.errors import ArgumentError, LibraryError
-from te_core.tensor import CPU, Device, Tensor, _is_dense, _raw, cuda_device, dense_strides
+from te_core.tensor import CPU, Device, ReadOnly, Tensor, _is_dense, _raw, cuda_device, dense_strides
 
 _CPU, _CUDA, _CUDA_HOST, _CUDA_MANAGED = 1, 2, 3, 13
 _LEGACY_STREAM = 1  # how the protocol spells the default stream: 0 is ambiguous there, and refused
 _MAJOR = 1
-_FLAGS = 0b111  # read-only, a copy, FP4 padded to bytes
+_FLAGS, _READ_ONLY = 0b111, 0b001  # read-only, a copy, FP4 padded to bytes
 _MOST_DIMENSIONS = 32  # as NumPy before 2.0
 _MOST_BYTES = (1 << 63) - 1
 
@@ -89,6 +89,12 @@ class _Imported:
             self.managed.deleter(address(self.managed))
 
 
+class _Lent(_Imported, ReadOnly):
+    """The same of a producer that lends it for reading."""
+
+    __slots__ = ()
+
+
 # A bare capsule may be shown to two threads, and only one can have it. Garbage may be collected meanwhile, and what its
 # owner runs then may take another one.
 _taking = RLock()
@@ -100,7 +106,7 @@ def from_dlpack(producer: Any, *, stream: int | None = None, dtype: Any = None) 
     `stream` is the CUDA stream on which the tensor will be used (the producer's pending work is ordered
     before it); 0 or None is the default stream, and it means nothing for host memory. `dtype` names the real
     type of data that the producer can only export under another of its width, such as FP8 as uint8. Memory
-    that its producer calls read-only is taken as well: operations write to outputs only.
+    that its producer calls read-only is taken as well, and refused where an operation would write to it.
 
     A capsule that is refused is left as it was: whoever has it frees it.
     """
@@ -108,7 +114,8 @@ def from_dlpack(producer: Any, *, stream: int | None = None, dtype: Any = None) 
     with _taking:
         name, managed = _open(capsule)
         result = _read(managed.dl, producer)
-        result.owner = _Imported(managed, (stream or 0) if result.device.kind == "cuda" else None)
+        lent = name == b"dltensor_versioned" and managed.flags & _READ_ONLY
+        result.owner = (_Lent if lent else _Imported)(managed, (stream or 0) if result.device.kind == "cuda" else None)
         _rename(capsule, _USED[name])  # from here on the memory is ours to release
     if dtype is not None:
         result = result.view_as(dtypes.dtype(dtype))

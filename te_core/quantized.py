@@ -28,7 +28,8 @@ from typing import Any, NamedTuple
 
 from te_core import dtypes
 from te_core.dtypes import DType
-from te_core.tensor import META, Tensor
+from te_core.errors import ArgumentError
+from te_core.tensor import META, Device, Tensor
 
 #: Up to this many bytes a copy both lie in one block: an allocation costs a host 3 us, and keeping the
 #: row-wise copy until backward costs less memory than the allocator's own rounding.
@@ -146,6 +147,19 @@ def pieces_of(device: Any, form: Format, shape: tuple[int, int], columnwise: boo
     return (pieces if device is META else _pieces)(form, shape, columnwise)
 
 
+def check_room(block: Tensor, nbytes: int, form: Format, shape: tuple[int, int]) -> None:
+    """A block that was kept has the bytes of what it is said to begin with."""
+    if block.device is META:  # its sizes may be symbols
+        return
+    if block.dtype is not dtypes.uint8 or not block.is_contiguous or block.size < nbytes:
+        raise ArgumentError(
+            "QuantizedTensor",
+            f"{block!r} as the memory of {form} {tuple(shape)}",
+            f"a dense block of {nbytes} bytes (uint8)",
+            "pass what forward saved, and a gradient of as many rows as forward's output has",
+        )
+
+
 class Copy(NamedTuple):
     """One copy of a matrix in memory."""
 
@@ -223,12 +237,16 @@ class QuantizedTensor:
     @classmethod
     def rowwise_in(cls, block: Tensor, shape: tuple[int, int], form: Format) -> QuantizedTensor:
         """The rowwise copy that a block begins with."""
-        return cls(form, shape, Copy.at(block, 0, pieces_of(block.device, form, shape, False)), None, block)
+        parts = pieces_of(block.device, form, shape, False)
+        check_room(block, parts.nbytes, form, shape)
+        return cls(form, shape, Copy.at(block, 0, parts), None, block)
 
     @classmethod
     def columnwise_in(cls, block: Tensor, shape: tuple[int, int], form: Format) -> QuantizedTensor:
         """The columnwise copy that a block begins with."""
-        return cls(form, shape, None, Copy.at(block, 0, pieces_of(block.device, form, shape, True)), block)
+        parts = pieces_of(block.device, form, shape, True)
+        check_room(block, parts.nbytes, form, shape)
+        return cls(form, shape, None, Copy.at(block, 0, parts), block)
 
     def __repr__(self) -> str:
         copies = [n for n in ("rowwise", "columnwise") if getattr(self, n) is not None]
@@ -246,6 +264,7 @@ class CastKey(NamedTuple):
     transform: bool
     stochastic: bool
     four_over_six: str | None
+    device: Device | None  # where its tensors lie, if it has any
 
 
 class Cast:
@@ -315,8 +334,40 @@ class Cast:
         self.nonfinite = nonfinite
         self.maxima = maxima
         self.key = CastKey(
-            self.format, rowwise, columnwise, scale is not None, amax is not None, transform, stochastic, four_over_six
+            self.format,
+            rowwise,
+            columnwise,
+            scale is not None,
+            amax is not None,
+            transform,
+            stochastic,
+            four_over_six,
+            self._place(),
         )
+
+    def _place(self) -> Device | None:
+        """Where the tensors lie. Operations take their addresses, so this is where a wrong one has to be noticed."""
+        device: Device | None = None
+        most = 2 if self.transform and self.format.scaling == "nvfp4" else 1
+        for name, t, length, kind in (
+            ("scale", self.scale, 1, dtypes.float32),
+            ("amax", self.amax, 1, dtypes.float32),
+            ("rng", self.rng, 2, dtypes.int64),
+            ("nonfinite", self.nonfinite, 2, dtypes.int64),
+            ("maxima", self.maxima, most, dtypes.float32),
+        ):
+            if t is None:
+                continue
+            right = isinstance(t, Tensor) and t.dtype is kind and t.is_contiguous
+            right = right and (t.shape == (length,) or (name == "maxima" and t.ndim == 1 and t.shape[0] >= length))
+            if not right or (device is not None and t.device is not device):
+                got = f"{name} = {t!r}" + (f" beside tensors on {device}" if right else "")
+                allowed = f"a dense {kind.name} tensor [{length}] on the device of the others"
+                raise ArgumentError("Cast", got, allowed, f"correct {name}")
+            if name in ("amax", "nonfinite") and not t.writable:
+                raise ArgumentError("Cast", f"{name} in read-only memory", "memory that is written to", "pass a copy")
+            device = t.device
+        return device
 
     def scaled_by(self, maxima: Tensor) -> Cast:
         """The same with these maxima in the place of the value's own."""

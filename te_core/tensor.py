@@ -47,6 +47,12 @@ def cuda_device(index: int) -> Device:
     return Device("cuda", index)
 
 
+class ReadOnly:
+    """An owner whose memory nobody may write to."""
+
+    __slots__ = ()
+
+
 class Tensor:
     """A view of raw memory; `strides` (in elements) is None for dense row-major."""
 
@@ -75,6 +81,12 @@ class Tensor:
         while type(owner) is Tensor:
             owner = owner.owner
         return owner
+
+    @property
+    def writable(self) -> bool:
+        """Whether its owner lets it be written to: not a read-only NumPy array, or what was lent for reading alone."""
+        memory = self.memory
+        return memory.flags.writeable if isinstance(memory, np.ndarray) else not isinstance(memory, ReadOnly)
 
     @property
     def ndim(self) -> int:
@@ -177,7 +189,7 @@ class _ArrayBase:
         self.tensor = tensor
         self.__array_interface__ = {
             "version": 3,
-            "data": (tensor.ptr, False),
+            "data": (tensor.ptr, not tensor.writable),
             "shape": tensor.shape,
             "strides": None if tensor.strides is None else tuple(s * width for s in tensor.strides),
             "typestr": dtypes.UNSIGNED[width],  # the protocol cannot name ml_dtypes' types

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from math import prod
 from typing import Any, NamedTuple
 
 from te_core.arguments import explained
 from te_core.attention import AttentionSpec, Lengths
+from te_core.errors import ArgumentError
 from te_core.ops import raw as ops
 from te_core.ops.attention_terms import NOTHING, Terms
 from te_core.quantize.state import Scales
@@ -203,6 +205,8 @@ def on_boundary(rt: Runtime, t: Tensor) -> Tensor:
 
 def views(spec: AttentionLayerSpec, a: Tensor, b: Tensor | None, c: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v as views of the inputs, or of a gradient of the inputs' shapes."""
+    if a.device is not META:
+        _check_heads(spec, a, b, c)
     if spec.packing == "separate" or spec.copies:
         assert b is not None and c is not None
         return a, b, c
@@ -215,6 +219,29 @@ def views(spec: AttentionLayerSpec, a: Tensor, b: Tensor | None, c: Tensor | Non
     ]
     q, k, v = pieces if b is None else (a, *pieces)
     return q, k, v
+
+
+def _check_heads(spec: AttentionLayerSpec, a: Tensor, b: Tensor | None, c: Tensor | None) -> None:
+    """The tensors are as the spec's packing has them: results, and views of what is packed, are made by it."""
+    h, g, dk, dv = spec.heads, spec.groups, spec.d_qk, spec.d_v
+    if spec.packing == "separate" or spec.copies:
+        tails: tuple[tuple[int, ...], ...] = (h, dk), (g, dk), (g, dv)
+    else:
+        tails = ((g * (dk + dv),),) if spec.packing == "kv" else ((h * dk + g * (dk + dv),),)
+        tails = ((h, dk), *tails) if spec.packing == "kv" else tails
+    forms = spec.core.q_format, spec.core.kv_format, spec.core.kv_format
+    for name, t, form, tail in zip("abc", (a, b, c), forms, tails, strict=False):
+        whole = len(tail) == 1  # packed: read by strides of its own
+        right = t is not None and (
+            t.is_contiguous and t.size == prod(_lead(t, form)) * tail[0] if whole else tuple(t.shape[-2:]) == tail
+        )
+        if not right:
+            raise ArgumentError(
+                "attention",
+                f"{name} = {t!r} with packing={spec.packing!r}, heads={h}, groups={g}, d_qk={dk}, d_v={dv}",
+                f"{'dense, ' if whole else ''}{form}, each token with {' x '.join(map(str, tail))} channels",
+                f"correct {name} or the spec",
+            )
 
 
 def _lead(t: Tensor, form: str) -> tuple[int, ...]:

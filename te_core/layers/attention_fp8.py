@@ -375,7 +375,13 @@ def _as(x: Value, shape: tuple[int, ...]) -> Tensor:
     if isinstance(x, Tensor):
         return x.reshape(*shape)
     data = x.rowwise
-    assert data is not None
+    if data is None or (data.device is not META and (data.shape[1] != x.shape[1] or prod(shape) != prod(x.shape))):
+        raise ArgumentError(
+            "attention_fp8",
+            f"{x!r} as {tuple(shape)}",
+            "a tensor that holds its rowwise copy, a row for each token of the frame, of the spec's heads",
+            "correct the tensor, its frame or the spec",
+        )
     return Tensor(data.ptr, shape, data.dtype, data.device, data)
 
 

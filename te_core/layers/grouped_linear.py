@@ -10,11 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 from te_core import dtypes
 from te_core.arguments import explained
-from te_core.dtypes import DType
+from te_core.dtypes import ACTIVATION_DTYPES, DType
+from te_core.errors import ArgumentError
 from te_core.layers.inspector import Inspector
 from te_core.layers.linear import (
     LinearSpec,
@@ -24,9 +26,11 @@ from te_core.layers.linear import (
     gradient_operand,
     input_operand,
     products,
+    saved_weight,
     weight_operand,
 )
 from te_core.layers.watched import Made
+from te_core.ops import _check
 from te_core.ops import raw as ops
 from te_core.ops.quantize_grouped import bounds_of, groups_in
 from te_core.precision import Operand, Precision
@@ -104,6 +108,7 @@ def forward(
     weights, biases = inputs[:n], inputs[n : 2 * n]
     leading, _ = flattened(x)
     width = weights[0].shape[0]  # type: ignore[union-attr]
+    _check_groups(spec, splits, x)
     out = splits.out if splits.out is not None else rt.empty((*leading, width), spec.dtype)
     each = products(spec.parts, scales, inspectors)
     xs, ws, saved = _operands(rt, x, inputs, spec, each, splits, ready)
@@ -174,8 +179,10 @@ def backward(
     """(dx, a dweight for each group, a dbias for each), None where `spec` or a sink says so."""
     count = len(spec.parts)
     rng, kept, weights, ws = saved[0], saved[1 : 1 + count], saved[1 + count : 1 + 2 * count], saved[1 + 2 * count :]
+    weights = tuple(map(saved_weight, weights))
     each = products(spec.parts, scales, inspectors, sinks)
     leading, dy2 = flattened(dy)
+    _check_groups(spec, splits, dy2)
     dy2 = dense(rt, dy2, spec.dtype)
     dbs = [product.bias_gradient(rt, w) for product, w in zip(each, weights, strict=True)]
     gs = _gradients(rt, dy2, spec, each, splits, dbs, rng)
@@ -196,6 +203,18 @@ def backward(
             assert x is not None  # kept for every group whose weight wants a gradient
             dws.append(product.wgrad(rt, operand, x, weights[i], left))
     return dx, *dws, *dbs
+
+
+def _check_groups(spec: GroupedSpec, splits: Groups, x: Value) -> None:
+    """The sizes are those of the spec's groups, and of all rows."""
+    rows, sizes = prod(x.shape[:-1]), splits.sizes
+    if len(sizes) != len(spec.parts) or min(sizes, default=0) < 0 or sum(sizes) != rows:
+        raise ArgumentError(
+            "grouped_linear",
+            f"groups of {list(sizes)} rows, of {rows} rows and {len(spec.parts)} weights",
+            "a count of rows, 0 or more, for each weight, which add up to the rows",
+            "correct the sizes",
+        )
 
 
 def _each(rt: Runtime, out: Tensor, splits: Groups, run: Callable[[int, Tensor], Tensor]) -> None:
@@ -330,6 +349,8 @@ def _no_gradient(rt: Runtime, weight: Value, product: Product) -> Tensor | None:
     def run(rt: Runtime) -> Tensor | None:
         if sink is None or sink.main is None:
             return rt.zeros(weight.shape, gradient_dtype(product.spec, weight))
+        kinds = ACTIVATION_DTYPES
+        _check.result("grouped_linear", rt.device, "the main of a sink", sink.main, tuple(weight.shape), kinds)
         if not sink.accumulate:
             rt.backend.zero(rt, sink.main)
         return None

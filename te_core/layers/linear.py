@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from te_core import dtypes
 from te_core.arguments import explained, settle
 from te_core.dtypes import DType
+from te_core.errors import ArgumentError
 from te_core.layers import watched
 from te_core.layers.communicator import Communicator
 from te_core.layers.gathered import turned, turns
@@ -44,7 +45,7 @@ from te_core.quantize.operands import (
 from te_core.quantize.state import GRAD_INPUT, INPUT, OUTPUT, WEIGHT, Scales, backward_cast, forward_cast
 from te_core.quantized import Cast, QuantizedTensor
 from te_core.runtime import Runtime
-from te_core.tensor import Tensor
+from te_core.tensor import CPU, Tensor
 
 
 class Needs(NamedTuple):
@@ -106,6 +107,8 @@ class Sink:
 
     def __init__(self, main: Tensor | None = None, accumulate: bool = False, queue: list[Any] | None = None) -> None:
         self.main, self.accumulate, self.queue = main, accumulate, queue
+        if main is not None and main.device is CPU and not main.writable:  # here, because recordings do not ask again
+            raise ArgumentError("Sink", f"main = {main!r} in read-only memory", "memory to write to", "pass a copy")
 
 
 @explained
@@ -156,8 +159,7 @@ def backward(
     comm: Communicator | None = None,
 ) -> tuple[Value | None, Tensor | None, Tensor | None]:
     """(dx, dweight, dbias), None where `spec.needs` or a sink says so."""
-    weight = saved.weight
-    assert weight is not None  # a layer without needs has no backward
+    weight = saved_weight(saved.weight)
     parallel = None if comm is None else spread(spec, comm, scales, 0)
     product = Product(spec, scales, 0, inspectors[0], sinks[0], parallel)
     leading, dy2 = flattened(dy)
@@ -181,6 +183,15 @@ def backward(
     if parallel is not None:
         parallel.settle()
     return dx, dw, db
+
+
+def saved_weight(weight: Value | None) -> Value:
+    """The weight among what a forward saved, which saves none if nothing wants a gradient."""
+    if weight is None or len(weight.shape) != 2:
+        raise ArgumentError(
+            "layer backward", f"{weight!r} as the saved weight", "the matrix that forward saved", "pass its `saved`"
+        )
+    return weight
 
 
 # ------------------------------------------------------------------------------------------------- one weight

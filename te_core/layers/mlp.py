@@ -28,6 +28,7 @@ from te_core.layers.linear import (
     gradient_operand,
     products,
     quantized_gradient,
+    saved_weight,
     shown,
     sums_of_part,
     weight_operand,
@@ -220,8 +221,7 @@ def backward(
     dnorm, dstream = returned_gradients(second, third, spec.return_norm, spec.stream)
     if spec.checkpoint:
         saved, release = _computed_again(rt, saved, spec, scales, ready, comm), True
-    w1, w2 = saved.w1, saved.w2
-    assert w1 is not None and w2 is not None
+    w1, w2 = saved_weight(saved.w1), saved_weight(saved.w2)
     dy2: Value = dy.matrix() if isinstance(dy, Tensor) else dy
     m = dy2.shape[0]
     left_db = db2 = fc2.bias_gradient(rt, w2)

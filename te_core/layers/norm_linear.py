@@ -13,7 +13,7 @@ from typing import NamedTuple
 from te_core.arguments import explained
 from te_core.layers.communicator import Communicator
 from te_core.layers.inspector import Inspector
-from te_core.layers.linear import LinearSpec, Product, Sink, gradient_operand, spread, weight_operand
+from te_core.layers.linear import LinearSpec, Product, Sink, gradient_operand, saved_weight, spread, weight_operand
 from te_core.layers.meeting import meet
 from te_core.layers.norm import NormKept, NormSpec, norm_gradients, normalized
 from te_core.layers.parallel import gathered_plain, scattered
@@ -160,9 +160,8 @@ def backward(
 ) -> tuple[Value | None, ...]:
     """(dx, dgamma, dbeta, dweight, dbias, None, dresidual, dbranch_bias); `second` and `third` are the gradients of
     the outputs beside y, in their order."""
-    linear, weight = spec.linear, saved.weight
+    linear, weight = spec.linear, saved_weight(saved.weight)
     dnorm, dstream = returned_gradients(second, third, spec.return_norm, spec.stream)
-    assert weight is not None
     parallel = None if comm is None else spread(linear, comm, scales, 0)
     product = Product(linear, scales, 0, inspectors[0], sinks[0], parallel)
     dy2: Value = dy.matrix() if isinstance(dy, Tensor) else dy

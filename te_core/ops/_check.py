@@ -6,9 +6,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from te_core import dtypes
 from te_core.dtypes import DType
 from te_core.errors import ArgumentError
-from te_core.tensor import Device, Tensor
+from te_core.quantized import QuantizedTensor, pieces_of
+from te_core.tensor import META, Device, Tensor
 
 
 def require(ok: bool, operation: str, got: str, allowed: str, do: str) -> None:
@@ -68,7 +70,9 @@ def same_device(operation: str, *tensors: Tensor | None) -> None:
 
 
 def on_device(operation: str, device: Device, *tensors: Tensor | None) -> None:
-    """All given tensors lie on the runtime's device, whose kernels are given their bare addresses."""
+    """All given tensors lie on the runtime's device, whose kernels are given their bare addresses; META has none."""
+    if device is META:
+        return
     for t in tensors:
         if t is not None and t.device is not device:
             require(
@@ -78,6 +82,61 @@ def on_device(operation: str, device: Device, *tensors: Tensor | None) -> None:
                 "tensors of one device, the runtime's",
                 "move them to the runtime's device",
             )
+
+
+def written(operation: str, name: str, t: Tensor | None) -> None:
+    """`t`, if given, may be written to. In every call: plans do not know it."""
+    if t is not None and not t.writable:
+        require(
+            False,
+            operation,
+            f"{name} = {t!r} in read-only memory",
+            "memory that may be written to",
+            f"pass a copy as {name}",
+        )
+
+
+def result(
+    operation: str, device: Device, name: str, t: Tensor, size: tuple[int, ...], allowed: tuple[DType, ...]
+) -> None:
+    """What a caller gave for a result is dense, writable, of this shape, one of these dtypes, and on the device."""
+    if tuple(t.shape) != tuple(size) or t.dtype not in allowed or not t.is_contiguous:
+        require(
+            False,
+            operation,
+            f"{name} = {t!r}",
+            f"a dense tensor of shape {tuple(size)} of {' or '.join(d.name for d in allowed)}",
+            f"correct {name}, or leave it out",
+        )
+    on_device(operation, device, t)
+    written(operation, name, t)
+
+
+def stored(operation: str, device: Device, name: str, q: QuantizedTensor, *, writes: bool = False) -> None:
+    """The pieces of a quantized tensor are those of its format and shape, on the device; META has no pieces."""
+    if device is META:
+        return
+    for columnwise, pieces in (
+        (False, (q.rowwise, q.rowwise_scale, q.rowwise_amax)),
+        (True, (q.columnwise, q.columnwise_scale, q.columnwise_amax)),
+    ):
+        if pieces[0] is None:
+            continue
+        parts = pieces_of(device, q.format, q.shape, columnwise)
+        wanted = (parts.data, parts.data_type), (parts.scale, parts.scale_type), ((parts.amax,), dtypes.float32)
+        for number, (t, (size, kind)) in enumerate(zip(pieces, wanted, strict=True)):
+            if number == 2 and not parts.amax:
+                continue  # of a format without one: not read
+            right = t is not None and t.shape == size and t.dtype is kind and t.is_contiguous and t.device is device
+            if not right or (writes and t is not None and not t.writable):
+                which = ("columnwise" if columnwise else "rowwise") + ("", "_scale", "_amax")[number]
+                require(
+                    False,
+                    operation,
+                    f"{name}.{which} = {t!r} of {q!r}",
+                    f"a dense {kind.name} tensor of shape {size} on {device}" + " that may be written to" * writes,
+                    f"quantize {name} anew, or correct its pieces",
+                )
 
 
 def shape(t: Tensor | None) -> tuple[int, ...] | None:

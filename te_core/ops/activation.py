@@ -23,7 +23,7 @@ from te_core.ops import _check
 from te_core.ops.quantize import allocate, check_cast, key_of, quantize
 from te_core.quantized import Cast, CastKey, QuantizedTensor
 from te_core.runtime import Runtime
-from te_core.tensor import Tensor
+from te_core.tensor import Device, Tensor
 
 PLAIN = ("gelu", "qgelu", "relu", "srelu", "silu")
 #: What is applied to the first half.
@@ -92,8 +92,7 @@ def activation_forward(
     key = ("activation_forward", clamp, x.shape, x.dtype, kind, cast and cast.key, keep, x.ptr & 15, _check.seen(x))
     plan = rt.plans.get(key)
     if plan is None:
-        _check_input("activation_forward", x, kind, cast, clamp)
-        _check.on_device("activation_forward", rt.device, x)
+        _check_input("activation_forward", rt.device, x, kind, cast, clamp)
         spec = ActivationSpec(kind, clamp or Clamp(), x.shape, x.dtype, key_of(cast), keep, x.ptr & 15)
         plan = rt.plans.put(key, rt.backend.plan_activation_forward(rt, spec))
     shape = (x.shape[0], x.shape[1] // 2 if kind in GATED else x.shape[1])
@@ -136,17 +135,18 @@ def activation_backward(
     plan = rt.plans.get(key)
     if plan is None:
         op = "activation_backward"
-        _check_input(op, x, kind, cast, clamp)
+        _check_input(op, rt.device, x, kind, cast, clamp)
         _check.matrix(op, "dy", dy)
         shape = (x.shape[0], x.shape[1] // 2 if kind in GATED else x.shape[1])
         _check.require(
             dy.shape == shape and dy.dtype is x.dtype, op, f"dy {dy!r}", f"{shape} of {x.dtype}", "correct dy"
         )
         _check.vector(op, "column_sum", column_sum, x.shape[1], ACTIVATION_DTYPES)
-        _check.on_device(op, rt.device, dy, x, column_sum)
+        _check.on_device(op, rt.device, dy, column_sum)
         sums = _check.dtype(column_sum)
         spec = ActivationSpec(kind, clamp or Clamp(), x.shape, x.dtype, key_of(cast), keep, (x.ptr | dy.ptr) & 15, sums)
         plan = rt.plans.put(key, rt.backend.plan_activation_backward(rt, spec))
+    _check.written("activation_backward", "column_sum", column_sum)
     wants_dx = cast is None or keep or cast.scale is None
     dx = rt.empty(x.shape, x.dtype) if wants_dx else None
     q = allocate(rt, x.shape, cast) if cast is not None else None  # type: ignore[arg-type]
@@ -154,7 +154,7 @@ def activation_backward(
     return (dx if cast is None or keep else None), q
 
 
-def _check_input(op: str, x: Tensor, kind: str, cast: Cast | None, clamp: Clamp | None) -> None:
+def _check_input(op: str, device: Device, x: Tensor, kind: str, cast: Cast | None, clamp: Clamp | None) -> None:
     _check.one_of(op, "kind", kind, KINDS)
     _check.require(
         clamp is None or (kind == "clamped_swiglu" and clamp.limit >= 0),
@@ -164,6 +164,7 @@ def _check_input(op: str, x: Tensor, kind: str, cast: Cast | None, clamp: Clamp 
         "correct the limit, or leave the parameters out",
     )
     _check.matrix(op, "x", x)
+    _check.on_device(op, device, x)
     _check.one_of(op, "dtype of x", x.dtype, ACTIVATION_DTYPES)
     _check.require(
         kind not in GATED or x.shape[1] % 2 == 0,
@@ -173,4 +174,4 @@ def _check_input(op: str, x: Tensor, kind: str, cast: Cast | None, clamp: Clamp 
         "concatenate the two halves (a | b) along the last dimension",
     )
     if cast is not None:
-        check_cast(op, cast)
+        check_cast(op, device, cast)

@@ -121,6 +121,7 @@ def attention_forward(
             f"a dense {(*q.shape[:-1], v.shape[-1])} of {q.dtype} beside q, on CUDA at a multiple of 16 bytes",
             "correct out, or leave it out",
         )
+    _check.written("attention_forward", "out", out)
     statistics = rt.empty(stats_shape(q, spec), dtypes.float32) if stats else None
     largest = rt.empty((q.shape[DIMENSIONS[spec.q_format][2]],), dtypes.float32) if spec.max_logit else None
     rt.backend.attention_forward(rt, plan, ForwardOperands(q, k, v, terms, out, statistics, largest))
@@ -161,7 +162,7 @@ def attention_backward(
             )
         check_stats(op, stats, q, spec)
         _check.require(terms.pages is None, op, "a paged cache", "contiguous k and v", "train without a cache")
-        for name, t, like in zip(("dq", "dk", "dv"), grads or (), (q, k, v), strict=False):
+        for name, t, like in zip(("dq", "dk", "dv"), grads or (q, k, v), (q, k, v), strict=True):
             _check.require(
                 t.shape == like.shape
                 and t.dtype is like.dtype
@@ -175,6 +176,8 @@ def attention_backward(
         size = sizes_of(q, k, v, spec, terms)
         asked = Asked(spec, size, q, k, v, terms, grads=grads, bias_grad=bias_grad)
         plan = rt.plans.put(key, rt.backend.plan_attention_backward(rt, asked))
+    for t in grads or ():
+        _check.written("attention_backward", "a gradient", t)
     dq, dk, dv = grads or _fresh(rt, q, k, v)
     dbias = rt.empty(terms.bias.shape, terms.bias.dtype) if bias_grad and terms.bias is not None else None
     dsink = None if terms.sink is None else rt.empty(terms.sink.shape, dtypes.float32)

@@ -11,7 +11,7 @@ A result whose scale is None is given in an activation dtype instead (current sc
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from te_core import dtypes
 from te_core.attention import AttentionSpec
@@ -21,7 +21,7 @@ from te_core.ops import _check
 from te_core.ops.attention import Asked, Attended, backward_key, plan_key
 from te_core.ops.attention_terms import NOTHING, Terms, check, check_stats, is_dense, sizes_of, stats_shape
 from te_core.runtime import Runtime
-from te_core.tensor import Tensor
+from te_core.tensor import Device, Tensor
 
 FP8 = (dtypes.float8_e4m3, dtypes.float8_e5m2)
 
@@ -99,6 +99,9 @@ def scale_pairs(rt: Runtime, scales: Sequence[Tensor], places: Sequence[Tensor |
     op = "scale_pairs"
     for scale in (*scales, *places):
         _check.vector(op, "scale", scale, 1, (dtypes.float32,))
+    _check.on_device(op, rt.device, *scales, *places)
+    for place in places:
+        _check.written(op, "a place", place)
     if not 1 <= len(scales) <= MAX_PAIRS or len(places) != len(scales):
         got, allowed = f"{len(scales)} scales, {len(places)} places", f"one to {MAX_PAIRS} scales"
         raise ArgumentError(op, got, f"{allowed} and a place, or None, for each", "correct the counts")
@@ -138,9 +141,10 @@ def attention_fp8_forward(
         check(op, rt, q, k, v, spec, terms, FP8)
         _check_results(op, rt, (out,), (shape,), q.dtype, scales.out is None)
         _check_dense(op, "out", out, shape, out.dtype, q)
-        _check_scales(op, q, scales)
         size = sizes_of(q, k, v, spec, terms)
         plan = rt.plans.put(key, rt.backend.plan_attention_fp8_forward(rt, Asked(spec, size, q, k, v, terms, stats)))
+    _check_scales("attention_fp8_forward", rt.device, scales)
+    _check.written("attention_fp8_forward", "out", out)
     statistics = rt.empty(stats_shape(q, spec), dtypes.float32) if stats else None
     rt.backend.attention_fp8_forward(rt, plan, Fp8ForwardOperands(q, k, v, terms, scales, out, statistics))
     return Attended(out, statistics, None)
@@ -185,10 +189,12 @@ def attention_fp8_backward(
         _check_dense(op, "dy", dy, shape, dy.dtype, q)
         _check_dense(op, "out", out, shape, out.dtype, q)
         check_stats(op, stats, q, spec)
-        _check_scales(op, q, scales)
         size = sizes_of(q, k, v, spec, terms)
         asked = Asked(spec, size, q, k, v, terms, grads=grads, dy=dy.dtype, grad=grad_dtype)
         plan = rt.plans.put(key, rt.backend.plan_attention_fp8_backward(rt, asked))
+    _check_scales("attention_fp8_backward", rt.device, scales)
+    for t in grads:
+        _check.written("attention_fp8_backward", "a gradient", t)
     operands = Fp8BackwardOperands(dy, q, k, v, out, stats, terms, scales, *grads)
     rt.backend.attention_fp8_backward(rt, plan, operands)
     return grads
@@ -204,12 +210,24 @@ def _check_dense(op: str, name: str, t: Tensor, shape: tuple[int, ...], dtype: D
     )
 
 
-def _check_scales(op: str, q: Tensor, scales: ForwardScales | BackwardScales) -> None:
-    """One float32 each, beside q."""
-    for name, given in scales._asdict().items():
-        for t in (given,) if isinstance(given, Tensor) else given or ():
-            _check.vector(op, f"scales.{name}", t, 1, (dtypes.float32,))
-            _check.on_device(op, q.device, t)
+def _check_scales(op: str, device: Device, scales: ForwardScales | BackwardScales) -> None:
+    """One float32 each, on the device. In every call: the plan does not know them."""
+    for name, given in zip(scales._fields, scales, strict=True):
+        several = given.__class__ is Scaled
+        parts: Any = given if several else (given,)
+        for part, t in enumerate(parts):
+            if t is None:
+                right = part == 2 or (not several and name in _MAY_MISS)
+            else:
+                right = t.shape == (1,) and t.dtype is dtypes.float32 and t.device is device
+                right = right and (part < 2 or t.writable)
+            if not right:
+                allowed = f"float32 [1] on {device}, an amax in memory that may be written to"
+                raise ArgumentError(op, f"scales.{name} = {given!r}", allowed, f"correct scales.{name}")
+
+
+#: Scales of what comes out, which may come without one, and is then no `Scaled` either.
+_MAY_MISS = frozenset(("out", "dq", "dk", "dv"))
 
 
 def _check_results(

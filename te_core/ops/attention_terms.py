@@ -176,6 +176,7 @@ def _check_lengths(op: str, q: Tensor, k: Tensor, spec: AttentionSpec, terms: Te
         return
     batch = len(lengths.cu_q.shape) and lengths.cu_q.shape[0] - 1
     _check.require(batch >= 0, op, f"cu_q = {lengths.cu_q!r}", "running sums that begin with 0", "correct cu_seqlens")
+    _check.require(lengths.cu_kv is not None, op, "lengths without cu_kv", "those of q and of k", "pass both")
     for name, cu in lengths._asdict().items():
         _check.vector(op, name, cu, batch + 1, (dtypes.int32,))
     b = DIMENSIONS[spec.q_format][0]

@@ -21,10 +21,11 @@ def add(rt: Runtime, a: Tensor, b: Tensor, *, out: Tensor | None = None) -> Tens
     """a + b in float32, rounded to a's dtype; `out` may be a or b."""
     op = "add"
     check_pair(op, a, b)
+    _check.on_device(op, rt.device, a, b)
     if out is None:
         out = rt.empty(a.shape, a.dtype)
     else:
-        check_pair(op, a, out)
+        _check.result(op, rt.device, "out", out, a.shape, (a.dtype,))
     rt.backend.add(rt, a, b, out)
     return out
 
@@ -46,10 +47,11 @@ def bias_dropout_add(
     _check.vector(op, "bias", bias, x.shape[1], (x.dtype,))
     if residual is not None:
         check_pair(op, x, residual)
+    _check.on_device(op, rt.device, x, bias, residual, rng)
     if out is None:
         out = rt.empty(x.shape, x.dtype)
     else:
-        check_pair(op, x, out)
+        _check.result(op, rt.device, "out", out, x.shape, (x.dtype,))
     rt.backend.bias_dropout_add(rt, x, bias, residual, out, p, rng, site)
     return out
 
@@ -64,6 +66,8 @@ def bias_dropout_add_backward(
     op = "bias_dropout_add_backward"
     check_dropout(op, dy, p, rng)
     _check.vector(op, "column_sum", column_sum, dy.shape[1], ACTIVATION_DTYPES)
+    _check.on_device(op, rt.device, dy, rng, column_sum)
+    _check.written(op, "column_sum", column_sum)
     dx = rt.empty(dy.shape, dy.dtype)
     rt.backend.bias_dropout_add_backward(rt, dy, dx, p, rng, site, column_sum)
     return dx

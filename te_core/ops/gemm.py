@@ -134,10 +134,8 @@ def gemm(
     if aux is not None or a_sum is not None or out_sum is not None:
         for t in (aux, a_sum, out_sum):
             address |= 0 if t is None else t.ptr
-    scaled = None
-    if a_format is not None or b_format is not None or a_amax is not None:
-        scales = (_stored(a_scale), _stored(b_scale), a_amax, b_amax)
-        scaled = (type(a_scale) is Scales, a_format, b_format, *[t and (*_check.facts(t), t.ptr & 15) for t in scales])
+    given = a_scale, b_scale, a_amax, b_amax, a_format, b_format
+    scaled = None if given == _UNSCALED else _scaled_key(*given)
     # Everything that the checks below look at: what was checked once need not be checked again.
     key = (
         "gemm",
@@ -157,7 +155,6 @@ def gemm(
         aux and _check.facts(aux),
         a_sum and _check.facts(a_sum),
         out_sum and _check.facts(out_sum),
-        a_scale is None,
         accumulate,
         split_accumulator,
         tf32,
@@ -173,6 +170,7 @@ def gemm(
         asked = _Asked(bool(trans_a), bool(trans_b), dt, epilogue, flags, address & -address & 255, a_format, b_format)
         spec = _checked(rt, asked, a, b, scales, vectors, aux, out)
         plan = rt.plans.put(key, rt.backend.plan_gemm(rt, spec))
+    _check_written(out, aux if epilogue == "gelu" else None, a_sum, out_sum)
     if out is None:
         out = rt.empty((plan.spec.m, plan.spec.n), dt)
     if scaled is not None:
@@ -180,6 +178,29 @@ def gemm(
     operands: Any = a, b, out, a_scale, b_scale, bias, aux, a_sum, out_sum, a_amax, b_amax  # scales are tensors by now
     plan.run(rt, GemmOperands(*operands))
     return out
+
+
+#: Scales, amaxes and formats of plain operands.
+_UNSCALED = (None,) * 6
+
+
+def _scaled_key(
+    a_scale: Tensor | Scales | None,
+    b_scale: Tensor | Scales | None,
+    a_amax: Tensor | None,
+    b_amax: Tensor | None,
+    a_format: Format | None,
+    b_format: Format | None,
+) -> tuple[Any, ...]:
+    """What a plan depends on of scales."""
+    tensors = (_stored(a_scale), _stored(b_scale), a_amax, b_amax)
+    off = 0 if a_format is None else 15  # scales of blocks lie at whole 16 bytes, one float anywhere
+    return type(a_scale) is Scales, a_format, b_format, *[t and (*_check.facts(t), t.ptr & off) for t in tensors]
+
+
+def _check_written(*results: Tensor | None) -> None:
+    for t in results:
+        _check.written("gemm", "a result", t)
 
 
 class _Asked(NamedTuple):
@@ -245,6 +266,13 @@ def _checked(
             f"a {a.dtype}, b {b.dtype}",
             "two operands of one type: float32, bfloat16 or float16 (or an FP8 pair)",
             "convert one of them",
+        )
+        _check.require(
+            scales[:2] == (None, None),
+            op,
+            f"a_scale={scales[0]!r}, b_scale={scales[1]!r} with {a.dtype} operands",
+            "scales with FP8 operands",
+            "leave the scales out",
         )
     outs = ACTIVATION_DTYPES if types[0].bits <= 8 or a.dtype is dtypes.float32 else (a.dtype, dtypes.float32)
     _check.one_of(op, "output dtype", asked.out, outs)

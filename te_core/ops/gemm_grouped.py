@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from te_core import dtypes
+from te_core.dtypes import ACTIVATION_DTYPES
 from te_core.errors import ArgumentError
 from te_core.ops import _check
 from te_core.ops.gemm import gemm
@@ -72,12 +73,15 @@ def gemm_grouped(
     bounds = bounds_of(sizes)
     for i, (start, stop) in enumerate(bounds):
         result = out.rows(start, stop) if isinstance(out, Tensor) else out[i]
+        left = a.rows(start, stop) if isinstance(a, Tensor) else a[i]
+        right = b.rows(start, stop) if isinstance(b, Tensor) else b[i]
+        _check_rows(op, i, stop - start, (left, right) if trans_a else (left,))
         if start == stop:
+            if trans_a:
+                _check.result(op, rt.device, "out", result, (left.shape[1], right.shape[1]), ACTIVATION_DTYPES)
             if trans_a and not accumulate:
                 rt.backend.zero(rt, result)
             continue
-        left = a.rows(start, stop) if isinstance(a, Tensor) else a[i]
-        right = b.rows(start, stop) if isinstance(b, Tensor) else b[i]
         added = None if bias is None else bias[i]
         if isinstance(left, QuantizedTensor) and isinstance(right, QuantizedTensor):
             gemm_quantized(
@@ -100,6 +104,18 @@ def gemm_grouped(
             if isinstance(y, QuantizedTensor):
                 y = dense_columns(rt, y, x.dtype, not trans_b)
             gemm(rt, x, y, trans_a=trans_a, trans_b=trans_b, bias=added, out=result, accumulate=accumulate)
+
+
+def _check_rows(op: str, group: int, rows: int, operands: Sequence[Tensor | QuantizedTensor]) -> None:
+    """Operands of a group have its rows, which storage rounds up."""
+    for x in operands:
+        if x.shape[0] != rows:
+            raise ArgumentError(
+                op,
+                f"{x!r} of group {group}, which has {rows} rows",
+                "operands with as many rows as the sizes say",
+                "correct the sizes or the operands",
+            )
 
 
 def _sizes(op: str, rt: Runtime, groups: int, offsets: Tensor | None, sizes: Sequence[int] | None) -> Sequence[int]:

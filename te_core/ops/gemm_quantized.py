@@ -16,7 +16,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from te_core import device, dtypes
+from te_core.dtypes import ACTIVATION_DTYPES
 from te_core.errors import ArgumentError, UnsupportedError
+from te_core.ops import _check
 from te_core.ops.elementwise import add
 from te_core.ops.gemm import gemm
 from te_core.ops.matrix import resize
@@ -96,9 +98,6 @@ def gemm_quantized(
     if route is None:
         route = gemm_route(place, a.format, b.format)
     how, reason = route.how, route.reason
-    if how == "native":
-        _native(rt, a, b, out, (a_columnwise, b_columnwise), bias, accumulate, split_accumulator)
-        return
     if how == "dequantized" and strict:
         raise UnsupportedError(
             "gemm",
@@ -108,6 +107,10 @@ def gemm_quantized(
         )
     if how == "refused" and not emulate:
         _refuse(place, a.format, b.format, reason)
+    _check_shapes(place, a, b, out, (a_columnwise, b_columnwise), bias)
+    if how == "native":
+        _native(rt, a, b, out, (a_columnwise, b_columnwise), bias, accumulate, split_accumulator)
+        return
     dtype = out.dtype if how == "dequantized" else dtypes.float32
     left, right = dequantize(rt, a, dtype, columnwise=a_columnwise), dequantize(rt, b, dtype, columnwise=b_columnwise)
     # A columnwise nvfp4 copy comes with its padding: kept where both operands have it (a transform spreads into it).
@@ -117,6 +120,29 @@ def gemm_quantized(
     if b_columnwise:
         right = right.rows(0, length)
     gemm(rt, left, right, trans_a=a_columnwise, trans_b=not b_columnwise, bias=bias, out=out, accumulate=accumulate)
+
+
+def _check_shapes(
+    place: Device, a: QuantizedTensor, b: QuantizedTensor, out: Tensor, columns: tuple[bool, bool], bias: Tensor | None
+) -> None:
+    """Sizes fit as they are, not as storage rounds them up; what is multiplied is what the formats say."""
+    op = "gemm_quantized"
+    (left, rows), (right, cols) = (
+        q.shape if columnwise else q.shape[::-1] for q, columnwise in zip((a, b), columns, strict=True)
+    )
+    if left != right or tuple(out.shape) != (rows, cols):
+        turned = [" by its columns" if columnwise else "" for columnwise in columns]
+        raise ArgumentError(
+            op,
+            f"a {tuple(a.shape)}{turned[0]}, b {tuple(b.shape)}{turned[1]}, out {tuple(out.shape)}",
+            "operands of one contraction size, and an out with the other size of each",
+            "check the shapes, and which copies are multiplied",
+        )
+    _check.stored(op, place, "a", a)
+    _check.stored(op, place, "b", b)
+    _check.result(op, place, "out", out, (rows, cols), ACTIVATION_DTYPES)
+    _check.vector(op, "bias", bias, cols, ACTIVATION_DTYPES)
+    _check.on_device(op, place, bias)
 
 
 def _native(

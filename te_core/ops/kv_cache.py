@@ -101,6 +101,8 @@ def kv_append(
         steps = _steps(form, new_k), _steps(form, new_v)
         spec = KVAppendSpec(_cache_spec(cache, new_k, new_v), form, cu_new.shape[0] - 1, tokens, *steps)
         plan = rt.plans.put(key, rt.backend.plan_kv_append(rt, spec))
+    _check.written("kv_append", "cache.k", cache.k)
+    _check.written("kv_append", "cache.v", cache.v)
     rt.backend.kv_append(rt, plan, new_k, new_v, cache, cu_new, cu_cached)
 
 
@@ -127,6 +129,8 @@ def kv_move(rt: Runtime, cache: KVCache, moves: Tensor, *, longest: int) -> None
         _check.on_device(op, rt.device, *cache, moves)
         spec = KVMoveSpec(_cache_spec(cache), min(longest, cache.capacity))
         plan = rt.plans.put(key, rt.backend.plan_kv_move(rt, spec))
+    _check.written(op, "cache.k", cache.k)
+    _check.written(op, "cache.v", cache.v)
     rt.backend.kv_move(rt, plan, cache, moves)
 
 

@@ -12,8 +12,11 @@ def resize(rt: Runtime, x: Tensor, rows: int, cols: int, *, out: Tensor | None =
     """The matrix x cropped, or padded with zeros, to [rows, cols]."""
     _check.matrix("resize", "x", x)
     _check.one_of("resize", "element size of x", x.dtype.bits, (8, 16, 32))
+    _check.on_device("resize", rt.device, x)
     if out is None:
         out = rt.empty((rows, cols), x.dtype)
+    else:
+        _check.result("resize", rt.device, "out", out, (rows, cols), (x.dtype,))
     rt.backend.resize(rt, x, out)
     return out
 
@@ -23,4 +26,6 @@ def column_sum(rt: Runtime, x: Tensor, out: Tensor) -> None:
     _check.matrix("column_sum", "x", x)
     _check.one_of("column_sum", "dtype of x", x.dtype, ACTIVATION_DTYPES)
     _check.vector("column_sum", "out", out, x.shape[1], ACTIVATION_DTYPES)
+    _check.on_device("column_sum", rt.device, x, out)
+    _check.written("column_sum", "out", out)
     rt.backend.column_sum(rt, x, out)

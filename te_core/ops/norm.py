@@ -162,13 +162,14 @@ def norm_forward(
             _check.on_device("norm_forward", rt.device, branch.residual, branch.sum, branch.bias, branch.rng)
             _check_branch("norm_forward", x, branch)
         if cast is not None:
-            check_cast("norm_forward", cast)
+            check_cast("norm_forward", rt.device, cast)
         spec = NormOpSpec(kind, x.shape, x.dtype, gamma.dtype, out_dtype, zero_centered, sm_margin, address & 15)
         spec = replace(spec, cast=key_of(cast), keep=keep)
         if branch is not None:
             spec = replace(spec, branch=True, bias=branch.bias is not None, p=branch.p)
         plan = rt.plans.put(key, rt.backend.plan_norm_forward(rt, spec))
     # Current scaling needs the whole result before it can cast, so the rounded values are always written there.
+    _check.written("norm_forward", "branch.sum", branch and branch.sum)
     wants_y = cast is None or keep or cast.scale is None
     y = rt.empty(x.shape, out_dtype) if wants_y else None
     q = allocate(rt, x.shape, cast) if cast is not None else None  # type: ignore[arg-type]
@@ -215,6 +216,13 @@ def norm_backward(
         _check.one_of(op, "dtype of dy", dy.dtype, ACTIVATION_DTYPES)
         _check.vector(op, "rstd", rstd, x.shape[0], (dtypes.float32,))
         _check.vector(op, "mean", mean, x.shape[0], (dtypes.float32,))
+        _check.require(
+            (mean is not None) == (kind == "LayerNorm") and rstd is not None,
+            op,
+            f"{kind} with mean={mean!r}, rstd={rstd!r}",
+            "rstd, and a mean with LayerNorm alone",
+            "pass what forward returned",
+        )
         _check.on_device(op, rt.device, dy, x, gamma, mean, rstd, add, out)
         for other in (add, out):
             if other is not None:
@@ -223,6 +231,7 @@ def norm_backward(
             kind, x.shape, x.dtype, gamma.dtype, dy.dtype, zero_centered, sm_margin, address & 15, add=add is not None
         )
         plan = rt.plans.put(key, rt.backend.plan_norm_backward(rt, spec))
+    _check.written("norm_backward", "out", out)
     dx = rt.empty(x.shape, x.dtype) if out is None else out
     dgamma = rt.empty(gamma.shape, gamma.dtype)
     dbeta = rt.empty(gamma.shape, gamma.dtype) if kind == "LayerNorm" else None

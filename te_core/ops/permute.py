@@ -93,6 +93,7 @@ def mask_row_map(rt: Runtime, routing: Tensor, *, starts: Tensor | None = None) 
         _check_size(op, tokens * experts)
         _check_count(op, "experts", experts, MAX_EXPERTS)
         plan = _plan_map(rt, key, RowMapSpec("mask", tokens, experts, routing.dtype, None))
+    _check.written(op, "starts", starts)
     out = rt.empty((routing.shape[0], 2 * routing.shape[1] + 1), dtypes.int32)
     rt.backend.row_map(rt, plan, routing, starts, out, 0)
     return out

@@ -18,7 +18,7 @@ from te_core.errors import ArgumentError
 from te_core.ops import _check, quantize_nvfp4
 from te_core.quantized import ONE_BLOCK, PAD, Cast, CastKey, Copy, QuantizedTensor, padded, pieces_of
 from te_core.runtime import Runtime
-from te_core.tensor import Tensor
+from te_core.tensor import Device, Tensor
 
 
 class Functions(NamedTuple):
@@ -94,9 +94,16 @@ def _allocate_blocks(rt: Runtime, shape: tuple[int, int], cast: Cast) -> Quantiz
     return QuantizedTensor(cast.format, shape, rowwise, Copy.at(block, 0, column), block)
 
 
-def check_cast(operation: str, cast: Cast) -> None:
-    """A cast names a narrow type, at least one orientation, and tensors of the right shape."""
-    form = cast.format
+def check_cast(operation: str, device: Device, cast: Cast) -> None:
+    """A cast names a narrow type and at least one orientation; its tensors, which `Cast` has checked, lie here."""
+    form, place = cast.format, cast.key.device
+    _check.require(
+        place is None or place is device,
+        operation,
+        f"a cast whose tensors lie on {place} in a call on {device}",
+        "tensors of one device, the runtime's",
+        "move them to the runtime's device",
+    )
     narrow = form.dtype is dtypes.float4_e2m1 if form.scaling == "nvfp4" else form.dtype.is_fp8
     _check.require(
         form.scaling in FUNCTIONS and narrow,
@@ -112,10 +119,6 @@ def check_cast(operation: str, cast: Cast) -> None:
         "rowwise, columnwise or both",
         "ask for an orientation",
     )
-    _check.vector(operation, "scale", cast.scale, 1, (dtypes.float32,))
-    _check.vector(operation, "amax", cast.amax, 1, (dtypes.float32,))
-    _check.vector(operation, "rng", cast.rng, 2, (dtypes.int64,))
-    _check.vector(operation, "nonfinite", cast.nonfinite, 2, (dtypes.int64,))
     _check.require(
         cast.rng is not None or not cast.stochastic,
         operation,
@@ -141,6 +144,16 @@ def check_cast(operation: str, cast: Cast) -> None:
         quantize_nvfp4.check(operation, cast)
 
 
+def check_out(operation: str, device: Device, out: QuantizedTensor, x: Tensor, cast: Cast) -> None:
+    """`out` has room for x by this cast. In every call: plans do not know it."""
+    held = (out.rowwise is not None, out.columnwise is not None)
+    if out.format is not cast.format or tuple(out.shape) != tuple(x.shape) or held != (cast.rowwise, cast.columnwise):
+        got = f"out = {out!r} for {x!r} and a cast to {cast.format}, rowwise={cast.rowwise}, columnwise="
+        allowed = "an out of x's shape and the cast's format that holds the cast's copies"
+        raise ArgumentError(operation, f"{got}{cast.columnwise}", allowed, "correct out or the cast")
+    _check.stored(operation, device, "out", out, writes=True)
+
+
 def quantize(
     rt: Runtime, x: Tensor, cast: Cast, *, column_sum: Tensor | None = None, out: QuantizedTensor | None = None
 ) -> QuantizedTensor:
@@ -157,13 +170,15 @@ def quantize(
         _check.matrix(op, "x", x)
         _check.one_of(op, "dtype of x", x.dtype, ACTIVATION_DTYPES)
         _check.vector(op, "column_sum", column_sum, x.shape[1], ACTIVATION_DTYPES)
-        check_cast(op, cast)
-        _check.on_device(op, rt.device, x, cast.scale, cast.amax, cast.rng, column_sum)
+        check_cast(op, rt.device, cast)
+        _check.on_device(op, rt.device, x, column_sum)
         spec = QuantizeSpec(x.shape, x.dtype, cast.key, _check.dtype(column_sum))
         plan = rt.plans.put(key, getattr(rt.backend, functions.plan)(rt, spec))
+    _check.written("quantize", "column_sum", column_sum)
     if out is None:
         out = allocate(rt, x.shape, cast)  # type: ignore[arg-type]
     else:
+        check_out("quantize", rt.device, out, x, cast)
         out.rowwise_swizzled = out.columnwise_swizzled = None
     getattr(rt.backend, functions.quantize)(rt, plan, x, cast, out, column_sum)
     if cast.nonfinite is not None:
@@ -185,6 +200,7 @@ def dequantize(rt: Runtime, q: QuantizedTensor, dtype: DType, *, columnwise: boo
         columnwise = q.rowwise is None
     if (q.columnwise if columnwise else q.rowwise) is None:
         raise ArgumentError("dequantize", repr(q), "a tensor that holds the wanted copy", "keep that copy")
+    _check.stored("dequantize", rt.device, "q", q)
     m, k = q.shape
     out = rt.empty((padded(m) if columnwise and q.format.scaling == "nvfp4" else m, k), dtype)
     getattr(rt.backend, FUNCTIONS[q.format.scaling].dequantize)(rt, q, out, columnwise)
@@ -203,8 +219,11 @@ def transpose(rt: Runtime, x: Tensor, *, out: Tensor | None = None) -> Tensor:
     """A dense transposed copy of a matrix of any 1-, 2- or 4-byte type."""
     _check.matrix("transpose", "x", x)
     _check.one_of("transpose", "element size of x", x.dtype.bits, (8, 16, 32))
+    _check.on_device("transpose", rt.device, x)
     if out is None:
         out = rt.empty((x.shape[1], x.shape[0]), x.dtype)
+    else:
+        _check.result("transpose", rt.device, "out", out, (x.shape[1], x.shape[0]), (x.dtype,))
     rt.backend.transpose(rt, x, out)
     return out
 
@@ -216,12 +235,15 @@ def amax(rt: Runtime, x: Tensor, *, out: Tensor | None = None, column_sum: Tenso
     """
     _check.dense("amax", "x", x)
     _check.one_of("amax", "dtype of x", x.dtype, ACTIVATION_DTYPES)
+    _check.on_device("amax", rt.device, x, column_sum)
     if out is None:
         out = rt.empty((1,), dtypes.float32)
+    else:
+        _check.result("amax", rt.device, "out", out, (1,), (dtypes.float32,))
     if column_sum is not None:
         _check.matrix("amax", "x", x)
         _check.vector("amax", "column_sum", column_sum, x.shape[1], ACTIVATION_DTYPES)
-        _check.on_device("amax", rt.device, x, column_sum)
+        _check.written("amax", "column_sum", column_sum)
     rt.backend.amax(rt, x, out, column_sum)
     return out
 
@@ -236,7 +258,8 @@ def amax_many(rt: Runtime, tensors: Sequence[Tensor], *, out: Tensor | None = No
             raise ArgumentError(op, f"{t!r} beside {tensors[0]!r}", allowed, "call it for each sort")
     if out is None:
         out = rt.empty((n,), dtypes.float32)
-    _check.vector(op, "out", out, n, (dtypes.float32,))
+    else:
+        _check.result(op, rt.device, "out", out, (n,), (dtypes.float32,))
     if n:
         _check.one_of(op, "dtype of the tensors", tensors[0].dtype, ACTIVATION_DTYPES)
         rt.backend.amax_many(rt, tensors, out)
@@ -249,6 +272,7 @@ def count_nonfinite(rt: Runtime, x: Tensor, out: Tensor) -> None:
     _check.one_of("count_nonfinite", "dtype of x", x.dtype, ACTIVATION_DTYPES)
     _check.vector("count_nonfinite", "out", out, 2, (dtypes.int64,))
     _check.on_device("count_nonfinite", rt.device, x, out)
+    _check.written("count_nonfinite", "out", out)
     rt.backend.count_nonfinite(rt, x, out)
 
 
@@ -266,14 +290,19 @@ class ScalingState:
     limit: float
 
     def __post_init__(self) -> None:
-        rows, n = self.history.shape
+        history: Any = self.history
+        rows, n = history.shape if isinstance(history, Tensor) and history.ndim == 2 else (0, 0)
         for name, t, shape in (
             ("scale", self.scale, (n,)),
             ("used", self.used, (n,)),
             ("history", self.history, (rows, n)),
         ):
-            if t.shape != shape or t.dtype is not dtypes.float32 or not t.is_contiguous:
-                raise ArgumentError("ScalingState", f"{name} = {t!r}", f"dense float32 {shape}", f"correct {name}")
+            right = rows and isinstance(t, Tensor) and t.shape == shape
+            if not right or t.dtype is not dtypes.float32 or not t.is_contiguous:
+                allowed = "a dense float32 history [rows, slots], scale and used [slots]"
+                raise ArgumentError("ScalingState", f"{name} = {t!r}", allowed, f"correct {name}")
+            _check.written("ScalingState", name, t)
+        _check.same_device("ScalingState", self.scale, self.history, self.used)
 
 
 def update_scales(rt: Runtime, states: list[ScalingState], algo: str) -> None:
@@ -296,6 +325,7 @@ def plan_update(rt: Runtime, states: list[ScalingState], algo: str) -> Any:
         raise ArgumentError(
             "update_scales", f"{twice} of {len(states)} states twice", "each once", "leave out the repetitions"
         )
+    _check.on_device("update_scales", rt.device, *[state.scale for state in states])
     return rt.backend.plan_update(rt, states, algo)
 
 

@@ -14,8 +14,8 @@ from te_core import dtypes
 from te_core.dtypes import ACTIVATION_DTYPES
 from te_core.errors import ArgumentError
 from te_core.ops import _check
-from te_core.ops.quantize import QuantizeSpec, allocate, check_cast, count_nonfinite, quantize
-from te_core.quantized import ONE_BLOCK, Cast, Copy, Format, QuantizedTensor, pieces_of, up
+from te_core.ops.quantize import QuantizeSpec, allocate, check_cast, check_out, count_nonfinite, quantize
+from te_core.quantized import ONE_BLOCK, Cast, Copy, Format, QuantizedTensor, check_room, pieces_of, up
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
 
@@ -57,13 +57,16 @@ def quantize_many(
     """Quantize separate matrices of one width and type; each has its own storage, as `quantize` gives it, or `outs`,
     which hold the casts' copies.
     """
+    for t in tensors:
+        _check.matrix("quantize_many", "a tensor", t)
     if outs is None:
         outs = [allocate(rt, t.shape, cast) for t, cast in zip(tensors, casts, strict=True)]  # type: ignore[arg-type]
     elif len(outs) != len(tensors):
         got = f"{len(outs)} outs for {len(tensors)} matrices"
         raise ArgumentError("quantize_many", got, "one for each", "correct the counts")
     else:
-        for out in outs:
+        for out, t, cast in zip(outs, tensors, casts, strict=False):
+            check_out("quantize_many", rt.device, out, t, cast)
             out.rowwise_swizzled = out.columnwise_swizzled = None
     _quantize_all("quantize_many", rt, tensors, casts, outs, None)
     return outs
@@ -87,13 +90,13 @@ def _quantize_all(
         for i, (part, cast, out) in enumerate(zip(parts, casts, outs, strict=True)):
             quantize(rt, part, cast, column_sum=None if column_sums is None else column_sums[i], out=out)
         return
-    _check_alike(op, parts, casts, column_sums)
+    _check_alike(op, rt, parts, casts, column_sums)
     sum_dtype = None if column_sums is None else column_sums[0].dtype
     key = ("quantize_grouped", x.shape[1], x.dtype, first.key, sum_dtype)
     plan = rt.plans.get(key)
     if plan is None:
         _check.one_of(op, "dtype of x", x.dtype, ACTIVATION_DTYPES)
-        check_cast(op, first)
+        check_cast(op, rt.device, first)
         spec = QuantizeSpec((0, x.shape[1]), x.dtype, first.key, sum_dtype)
         plan = rt.plans.put(key, rt.backend.plan_quantize_grouped(rt, spec))
     rt.backend.quantize_grouped(rt, plan, parts, casts, outs, column_sums)
@@ -102,9 +105,12 @@ def _quantize_all(
             count_nonfinite(rt, part, cast.nonfinite)
 
 
-def _check_alike(op: str, parts: Sequence[Tensor], casts: Sequence[Cast], column_sums: Sequence[Tensor] | None) -> None:
+def _check_alike(
+    op: str, rt: Runtime, parts: Sequence[Tensor], casts: Sequence[Cast], column_sums: Sequence[Tensor] | None
+) -> None:
     """What one launch takes for granted of all matrices. In every call: the plan does not know them."""
     x, first = parts[0], casts[0]
+    _check.on_device(op, rt.device, x, *(column_sums or ()))
     for part in parts:
         one = part.ndim == 2 and part.shape[1] == x.shape[1] and part.dtype is x.dtype and part.device is x.device
         if not (one and part.is_contiguous):
@@ -116,7 +122,9 @@ def _check_alike(op: str, parts: Sequence[Tensor], casts: Sequence[Cast], column
             allowed = "casts that differ in their tensors only"
             raise ArgumentError(op, "casts of different rules", allowed, "quantize others separately")
     for total in column_sums or ():
-        _check.vector(op, "column_sum", total, x.shape[1], (column_sums[0].dtype,))  # type: ignore[index]
+        kinds = (column_sums[0].dtype,) if total is not column_sums[0] else ACTIVATION_DTYPES  # type: ignore[index]
+        _check.vector(op, "column_sum", total, x.shape[1], kinds)
+        _check.written(op, "column_sum", total)
 
 
 # ------------------------------------------------------------------------------------------- the groups' storage
@@ -147,6 +155,7 @@ def groups_in(
     block: Tensor, splits: Sequence[int], width: int, form: Format, columnwise: bool
 ) -> list[QuantizedTensor]:
     """The groups' copies that a block of `allocate_groups` begins with."""
+    check_room(block, _places(block.device, splits, width, form, columnwise)[1], form, (sum(splits), width))
     copies = _copies(block, splits, width, form, columnwise)
     return [
         QuantizedTensor(form, (m, width), None if columnwise else copy, copy if columnwise else None, block)

@@ -132,6 +132,7 @@ def rope(
         _check.on_device(op, rt.device, t, freqs, cu_seqlens, start_positions, out)
         spec = RopeOpSpec(turn, t.shape, t.strides, t.dtype, freqs.shape, address & 15)
         plan = rt.plans.put(key, rt.backend.plan_rope(rt, spec))
+    _check.written("rope", "out", out)
     if out is None:
         out = rt.empty(t.shape, t.dtype)
     rt.backend.rope(rt, plan, t, freqs, cu_seqlens, start_positions, out)

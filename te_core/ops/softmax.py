@@ -134,6 +134,7 @@ def softmax_forward(
             0 if mask is None else mask.ptr & 15,
         )
         plan = rt.plans.put(key, rt.backend.plan_softmax_forward(rt, spec))
+    _check.written(op, "out", out)
     if out is None:
         out = rt.empty(x.shape, x.dtype)
     share = None if sink is None else rt.empty((x.shape[0], x.shape[2], x.shape[1]), dtypes.float32)

@@ -34,6 +34,7 @@ def statistics(
     _check.one_of(operation, "dtype of x", x.dtype, ACTIVATION_DTYPES)
     _check.vector(operation, "record", record, SLOTS, (dtypes.float64,))
     _check.on_device(operation, rt.device, x, record)
+    _check.written(operation, "record", record)
     if not x.size:
         return
     if q is None:
@@ -43,7 +44,7 @@ def statistics(
     if data is None:
         got = f"{q!r} without the copy that columnwise={columnwise} names"
         raise ArgumentError(operation, got, "a tensor that holds it", "ask for the other copy")
-    _check.on_device(operation, rt.device, data)
+    _check.stored(operation, rt.device, "q", q)
     if columnwise and q.format.scaling == "nvfp4":
         allowed = "the rowwise copy of nvfp4: the other one may be transformed"
         raise ArgumentError(operation, f"the columnwise copy of {q!r}", allowed, "compare that one")

@@ -31,11 +31,12 @@ def swizzle_scales(rt: Runtime, scale: Tensor, *, transposed: bool = False) -> T
 
     transposed: `scale` is held as [C, R], as an mxfp8 columnwise copy holds it. The result then has that shape too.
     """
-    key = ("swizzle_scales", scale.shape, scale.dtype, scale.is_contiguous, transposed)
+    key = ("swizzle_scales", *_check.facts(scale), transposed)
     plan = rt.plans.get(key)
     if plan is None:
         op = "swizzle_scales"
         _check.matrix(op, "scale", scale)
+        _check.on_device(op, rt.device, scale)
         _check.one_of(op, "dtype of scale", scale.dtype, (dtypes.uint8,))
         rows, blocks = scale.shape[::-1] if transposed else scale.shape
         _check.require(

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from te_core import dtypes
+from te_core.dtypes import DType
 from te_core.errors import ArgumentError
 from te_core.precision import Operand
 from te_core.quantized import Cast
@@ -54,6 +55,22 @@ class Scales:
         self.backward_nonfinite = backward_nonfinite
         self.casts: dict[tuple[int, bool, bool], Cast] = {}  # those made of these views so far, by slot
         self.facts: Any = None  # what recordings depend on of these views (te_core/tape/walk.py), once one was made
+        for name in ("forward_scale", "forward_amax", "backward_scale", "backward_amax"):
+            _check_views(name, getattr(self, name), dtypes.float32)
+        for name in ("forward_nonfinite", "backward_nonfinite"):
+            _check_views(name, getattr(self, name), dtypes.int64)
+
+
+def _check_views(name: str, t: Tensor | None, kind: DType) -> None:
+    """Casts take addresses inside of these: so they are dense and of the right type, and maxima may be written."""
+    if t is None:
+        return
+    counters = kind is dtypes.int64
+    if not isinstance(t, Tensor) or t.dtype is not kind or not t.is_contiguous or (counters and t.shape[1:] != (2,)):
+        allowed = "a dense int64 tensor [slots, 2]" if counters else "a dense float32 vector"
+        raise ArgumentError("Scales", f"{name} = {t!r}", allowed, f"correct {name}")
+    if not name.endswith("scale") and not t.writable:
+        raise ArgumentError("Scales", f"{name} in read-only memory", "memory that is raised", "pass a copy")
 
 
 def without_state(operation: str) -> ArgumentError:
@@ -66,8 +83,19 @@ def without_state(operation: str) -> ArgumentError:
     )
 
 
+def _too_short(t: Tensor, index: int) -> ArgumentError:
+    return ArgumentError(
+        "Scales",
+        f"{t!r} where slot {index} is read",
+        "3 slots forward and 2 backward for each GEMM of the layer, dense: float32 [slots], counters int64 [slots, 2]",
+        "make the vectors of the Scales as long; to a backward, pass what its forward saved",
+    )
+
+
 def element(vector: Tensor, index: int) -> Tensor:
-    """One float32 of a vector, as a tensor [1]."""
+    """One float32 of a dense float32 tensor, as a tensor [1]."""
+    if index >= vector.size or vector.dtype is not dtypes.float32 or not vector.is_contiguous:
+        raise _too_short(vector, index)
     return Tensor(vector.ptr + 4 * index, (1,), dtypes.float32, vector.device, vector)
 
 
@@ -75,6 +103,8 @@ def _counter(counters: Tensor | None, index: int) -> Tensor | None:
     """The counters of one slot, int64 [2]."""
     if counters is None:
         return None
+    if index >= counters.shape[0]:
+        raise _too_short(counters, index)
     return Tensor(counters.ptr + 16 * index, (2,), dtypes.int64, counters.device, counters)
 
 

@@ -80,10 +80,6 @@ PAIRS = {
     "which scales of an input are swizzled": Pair(
         changed(ORDERED, no_piece, "rowwise_swizzled"), changed(ORDERED, no_piece, "columnwise_swizzled")
     ),
-    "shape of a copy's piece": Pair(BLOCKS, changed(BLOCKS, lambda t: t.reshape(t.size), "columnwise_scale")),
-    "dtype of a copy's piece": Pair(
-        BLOCKS, changed(BLOCKS, lambda t: Tensor(t.ptr, t.shape, dtypes.uint8, t.device, t.owner), "columnwise")
-    ),
     "a quantized gradient": Pair(QUANTIZED, replace(QUANTIZED, dy="both"), forward=False),
     "ready": Pair(QUANTIZED, replace(QUANTIZED, ready="both")),
     "copies that are ready": Pair(replace(FROZEN, ready="both"), replace(FROZEN, ready="rows")),
@@ -143,6 +139,23 @@ def test_another_call_has_another_tape(make: Make, name: str) -> None:
     found = shared(machine, pair, (rt, rt))
     assert [done[which].count.recorded for done in found] == [1, 1, 0, 0]
     assert all(d.count.replayed == 1 for done in found for d in done)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "piece"),
+    [
+        (lambda t: t.reshape(t.size), "columnwise_scale"),
+        (lambda t: Tensor(t.ptr, t.shape, dtypes.uint8, t.device, t.owner), "columnwise"),
+    ],
+    ids=["shape", "dtype"],
+)
+def test_a_recording_hides_no_wrong_piece(make: Make, wrong: Any, piece: str) -> None:
+    """A quantized weight one of whose pieces has another shape or dtype is refused, also where its like is recorded."""
+    machine, tapes = make(H200), Tapes()
+    for _ in range(2):
+        assert run(machine, machine.runtime(), tapes, BLOCKS, "first")
+    with pytest.raises(ArgumentError, match=piece):
+        run(machine, machine.runtime(), tapes, changed(BLOCKS, wrong, piece), "first")
 
 
 @pytest.mark.parametrize("most", [1, 4])

@@ -76,12 +76,7 @@ def nested(value: Any) -> Iterator[tuple[str, Any]]:
     """(where, the argument with one mistake in it) for an argument and all that stands in it."""
     for name, wrong in mistakes(value).items():
         yield name, wrong
-    if isinstance(value, Cast):
-        for field in ("scale", "amax"):
-            if getattr(value, field) is not None:
-                parts = {n: getattr(value, n) for n in ("rowwise", "columnwise", "scale", "amax")}
-                yield f"{field} an array", Cast(value.format, **{**parts, field: np.ones(1, np.float32)})
-    elif isinstance(value, (list, tuple)) and "Saved" not in type(value).__name__:
+    if isinstance(value, (list, tuple)) and "Saved" not in type(value).__name__:
         for i, part in enumerate(value):
             for name, wrong in nested(part):
                 changed = [*value[:i], wrong, *value[i + 1 :]]
