@@ -9,6 +9,7 @@ is reduced. What DDP sends as it is constructed it still sends: so ranks begin a
 from __future__ import annotations
 
 import weakref
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -23,11 +24,28 @@ def _taken(wrapper: torch.nn.Module, name: str, module: Any) -> None:
     """Called by torch for each module that another one is given; of interest is a model that DDP takes."""
     if name != "module" or module is None or not isinstance(wrapper, DistributedDataParallel):
         return
-    keeping = [m for m in module.modules() if "fp8_state" in m._modules]
-    for m in keeping:
+    keeping = {name: m for name, m in module.named_modules() if "fp8_state" in m._modules}
+    for m in keeping.values():
         m.__dict__["_replicated"] = True
     if keeping:
         wrapper.__dict__["_assign_modules_buffers"] = Assigning(wrapper)
+        _check_fused(keeping, getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+
+
+def _check_fused(modules: dict[str, Any], ignored: Collection[str]) -> None:
+    """Warn, once: DDP reduces `grad`, and waits for that of every parameter that it was not told to ignore."""
+    for prefix, m in modules.items():
+        weights = {f"{prefix}.{name}".lstrip("."): getattr(m, name) for name in m._weight_names()}
+        if m.fuse_wgrad_accumulation and any(p.requires_grad and n not in ignored for n, p in weights.items()):
+            warn_once(
+                m,
+                "fuse_wgrad_accumulation writes weight gradients into main_grad, which DistributedDataParallel does "
+                "not reduce: each rank keeps its own, and DistributedDataParallel waits in vain for those that it "
+                "expects. "
+                "To do: leave fuse_wgrad_accumulation out, or reduce main_grad yourself and have these weights ignored "
+                "(DistributedDataParallel._set_params_and_buffers_to_ignore_for_model, before it takes the model)",
+            )
+            return
 
 
 register_module_module_registration_hook(_taken)

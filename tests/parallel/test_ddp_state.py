@@ -287,3 +287,33 @@ def test_gradients_that_come_after_the_reduction(ranks: Ranks, hooked: bool) -> 
     for said in ranks.run(late, hooked):
         assert len(said) == (not hooked)
         assert hooked or "register_wgrad_accumulation_and_reduce_hooks" in said[0]
+
+
+def fused(rank: Rank, ignored: bool) -> list[str]:
+    """What is said of weight gradients that go where DDP does not look, as it takes the model; then a step."""
+    options: dict[str, Any] = {"device": rank.device, "params_dtype": torch.bfloat16}
+    layers = [te.Linear(WIDTH, WIDTH, fuse_wgrad_accumulation=True, **options) for _ in range(2)]
+    model = torch.nn.Sequential(*layers, te.Linear(WIDTH, WIDTH, **options))
+    for layer in layers:
+        layer.weight.main_grad = torch.zeros(WIDTH, WIDTH, device=rank.device)
+    if ignored:
+        names = ["0.weight", "1.weight"]
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        whole = wrapped(rank, model)
+        if ignored:
+            for i in range(2):
+                whole(batch(rank, i)).sum().backward()
+            alike = [torch.zeros_like(layers[0].bias.grad) for _ in range(rank.world)]
+            dist.all_gather(alike, layers[0].bias.grad)
+            assert all(torch.equal(t, alike[0]) for t in alike)
+            assert layers[0].weight.main_grad.any()
+    return [str(w.message) for w in said if "main_grad" in str(w.message)]
+
+
+@pytest.mark.parametrize("ignored", [False, True])
+def test_gradients_that_are_not_reduced(ranks: Ranks, ignored: bool) -> None:
+    for said in ranks.run(fused, ignored):
+        assert len(said) == (not ignored)
+        assert ignored or "_set_params_and_buffers_to_ignore_for_model" in said[0]
