@@ -134,7 +134,8 @@ def moe_unpermute(
     _check_map_type(op, map_type)
     _check_tensors(op, inp=inp, row_id_map=row_id_map)
     if not row_id_map.numel() and _is_empty(inp):
-        return inp.clone()
+        out = inp.clone()
+        return out if merging_probs is None else out + _no_probs(merging_probs).sum().to(out.dtype)
     if isinstance(inp, QuantizedTorch):
         raise AssertionError(f"{op}: got a {type(inp).__name__}, which cannot be added up; dequantize() it first")
     check_dtype(op, inp)
@@ -341,7 +342,8 @@ def _empty_map(inp: torch.Tensor) -> torch.Tensor:
 
 
 def _no_probs(probs: torch.Tensor) -> torch.Tensor:
-    return probs.new_empty(0)
+    """None of these, which still get a gradient."""
+    return probs.reshape(-1)[:0]
 
 
 def _check_map_type(op: str, map_type: str) -> None:

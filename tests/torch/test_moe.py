@@ -275,6 +275,31 @@ def test_empty_input(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("size", [(0, H), (T, 0)], ids=["no tokens", "no features"])
+def test_gradients_of_empty_input(size: tuple[int, int], device: str) -> None:
+    """All that is given has a gradient: zeros, of its own shape."""
+    mask = routing(device)[: size[0]]
+    counts = mask.sum(dim=0)
+
+    def given() -> tuple[torch.Tensor, torch.Tensor]:
+        x = torch.ones(size, device=device, requires_grad=True)
+        return x, torch.ones(mask.shape, device=device, dtype=torch.bfloat16).requires_grad_()
+
+    def back(*results: torch.Tensor) -> None:
+        sum(t.float().sum() for t in results).backward()  # type: ignore[union-attr]
+
+    x, probs = given()
+    out, row_probs, row_map = te.moe_permute_with_probs(x, probs, mask, 8)
+    back(out, row_probs)
+    padded, padded_probs = given()
+    back(*te.moe_permute_and_pad_with_probs(padded, padded_probs, mask, counts, 16)[:2])
+    merged, weights = given()
+    back(te.moe_unpermute(merged, row_map, weights, restore_shape=size))
+    for t in (x, probs, padded, padded_probs, merged, weights):
+        assert t.grad.shape == t.shape and not t.grad.any()
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind", [torch.bool, torch.uint8, torch.int16, torch.int64], ids=str)
 def test_masks_of_other_types(kind: torch.dtype, device: str) -> None:
     mask = routing(device)
