@@ -129,9 +129,9 @@ def _all_said(found: list[str], wanted: list[str]) -> list[str]:
     ]
 
 
-def test_options_of_modules(pair: Ranks) -> None:
+def test_options_of_modules(two: Ranks) -> None:
     """Each of them would have made rows that are wrong on every rank."""
-    first, second = pair.run(of_modules, group_timeout=60)
+    first, second = two.run(of_modules, group_timeout=60)
     assert [said.partition(": got ")[2] for said in first] == [said.partition(": got ")[2] for said in second]
     assert not _all_said(first, [said for *_, said in MODULES])
 
