@@ -34,7 +34,9 @@ from te_torch.attention.kv_cache import (
 )
 from te_torch.attention.masks import AttentionArgumentError
 from te_torch.base.module import wants_grad
+from te_torch.base.options import check_values
 from te_torch.runtime import constant_at_trace, runtime_for, to_core, to_torch, untraced
+from te_torch.values import NamedOptions
 
 Stepped = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int, str]
 
@@ -42,7 +44,7 @@ _wrong = partial(AttentionArgumentError, "InferenceParams")
 _ALIGNED = 64  # elements: each of the lengths that share a buffer begins at a round address
 
 
-class InferenceParams:
+class InferenceParams(NamedOptions):
     """The KV cache of a model's layers, and the lengths of the sequences in it."""
 
     def __init__(
@@ -62,6 +64,7 @@ class InferenceParams:
         device: torch.device | str | None = None,
     ) -> None:
         """`device` (default: the current CUDA device, or the CPU where there is none) is that of the model."""
+        check_values("InferenceParams", {k: v for k, v in locals().items() if k not in ("self", "__class__")})
         self.max_batch_size, self.max_sequence_length = max_batch_size, max_sequence_length
         self.num_heads_kv, self.head_dim_k, self.dtype = num_heads_kv, head_dim_k, dtype
         self.head_dim_v = head_dim_k if head_dim_v is None else head_dim_v
@@ -90,9 +93,6 @@ class InferenceParams:
 
     def _check(self, sizes: tuple[object, ...], qkv_format: str, custom: bool) -> None:
         """The documented conditions, and that the format exists."""
-        if min(self.max_batch_size, self.max_sequence_length) <= 0:
-            got = f"max_batch_size={self.max_batch_size}, max_sequence_length={self.max_sequence_length}"
-            raise _wrong(got, "positive numbers", "make room for a sequence and a token at least")
         if not self.is_older_form and None in sizes:
             allowed = "all three of them (or only max_batch_size and max_sequence_length, the older form)"
             raise _wrong(f"num_heads_kv, head_dim_k, dtype = {sizes}", allowed, "pass all three")

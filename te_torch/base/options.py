@@ -81,7 +81,12 @@ _RULES: dict[str, _Rule] = {
     **dict.fromkeys(
         ("in_features", "out_features", "ffn_hidden_size", "num_attention_heads", "num_gemms"), _SIZE
     ),
-    **dict.fromkeys(("num_gqa_groups", "kv_channels", "layer_number", "align_size", "tp_size"), _or_none(_SIZE)),
+    **dict.fromkeys(("max_batch_size", "max_sequence_length"), _SIZE),
+    **dict.fromkeys(
+        ("num_gqa_groups", "kv_channels", "layer_number", "align_size", "tp_size", "num_heads_kv", "head_dim_k",
+         "head_dim_v", "total_num_pages", "page_size", "max_ctx_len"),
+        _or_none(_SIZE),
+    ),
     **dict.fromkeys(("eps", "layernorm_epsilon", "qk_norm_eps"), _EPSILON),
     "dim": _SIZE,
     "rotary_percent": _Rule(lambda value: is_number(value) and 0 < value <= 1, "a share: above 0, at most 1"),
@@ -98,7 +103,8 @@ _RULES: dict[str, _Rule] = {
         _FLAG,
     ),
     **dict.fromkeys(
-        ("sequence_parallel", "set_parallel_mode", "bottom_right_diagonal", "enc_dec_bottom_right_diagonal"),
+        ("sequence_parallel", "set_parallel_mode", "bottom_right_diagonal", "enc_dec_bottom_right_diagonal",
+         "is_paged"),
         _or_none(_FLAG),
     ),
     **dict.fromkeys(("params_dtype", "dtype"), _DTYPE),
@@ -128,6 +134,7 @@ _OF: dict[tuple[str, str], _Rule] = {
         [("LayerNormLinear", "in_features"), ("LayerNormMLP", "hidden_size")],
         _Rule(lambda value: is_size(value) and value <= MAX_ROW, f"an integer from 1 to {MAX_ROW}, a row of the norm"),
     ),
+    ("InferenceParams", "dtype"): _Rule(lambda value: value is None or _dtype(value), _DTYPE.allowed),
     ("DotProductAttention", "kv_channels"): _Rule(
         lambda value: is_size(value) or (_sizes(value) and len(value) == 2), "an integer >= 1, or (of q and k, of v)"
     ),

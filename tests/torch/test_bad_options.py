@@ -32,7 +32,9 @@ GOOD: dict[str, dict[str, Any]] = {
     "RotaryPositionEmbedding": {"dim": 16},
     "Fp8Padding": {"num_gemms": 2},
     "Fp8Unpadding": {"num_gemms": 2},
-}
+    "InferenceParams": {"max_batch_size": 2, "max_sequence_length": 16, "num_heads_kv": 2, "head_dim_k": 16,
+                        "dtype": torch.float32},
+}  # fmt: skip
 
 SIZE = (0, -16, 32.0, "32", True)
 FLAG = ("no", None, 2, [], 1.0)
@@ -41,7 +43,8 @@ BAD: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(
         ("in_features", "out_features", "ffn_hidden_size", "num_attention_heads", "num_gemms", "num_gqa_groups",
          "kv_channels", "layer_number", "align_size", "hidden_size", "normalized_shape", "dim",
-         "pretrained_max_position_embeddings"), SIZE,
+         "pretrained_max_position_embeddings", "max_batch_size", "max_sequence_length", "num_heads_kv", "head_dim_k",
+         "head_dim_v", "page_size", "total_num_pages", "max_ctx_len"), SIZE,
     ),
     "rotary_percent": (0.0, -0.5, 1.5, NAN, None),
     "rotary_base": (0, -1.0, INF, "10000", None),
@@ -60,8 +63,8 @@ BAD: dict[str, tuple[Any, ...]] = {
          "save_original_input", "single_grouped_weight", "single_grouped_bias", "interleaved"), FLAG,
     ),
     **dict.fromkeys(
-        ("sequence_parallel", "set_parallel_mode", "bottom_right_diagonal", "enc_dec_bottom_right_diagonal"),
-        ("no", 2, []),
+        ("sequence_parallel", "set_parallel_mode", "bottom_right_diagonal", "enc_dec_bottom_right_diagonal",
+         "is_paged"), ("no", 2, []),
     ),
     **dict.fromkeys(("window_size", "enc_dec_window_size"), (5, (1,), "ab", (1.5, 0))),
     "normalization": ("layernorm", None, 5),
@@ -97,6 +100,7 @@ ELSEWHERE = {
     "seq_length",
     "micro_batch_size",  # without effect, as documented
     "parameters_split",
+    "custom_cache_manager",
     "use_grouped_tensor",  # tests of their own, with the documented TypeError
 }
 
@@ -253,7 +257,7 @@ def test_documented_errors() -> None:
     assert not {case: said for case, said in found.items() if said}
 
 
-@pytest.mark.parametrize("kind", [k for k in GOOD if "dtype" in str(inspect.signature(getattr(te, k)))])
+@pytest.mark.parametrize("kind", [k for k in GOOD if "params_dtype" in str(inspect.signature(getattr(te, k)))])
 def test_a_default_dtype_that_modules_do_not_take(kind: str) -> None:
     """It would make parameters that no input fits; a dtype that is given goes before it."""
     before = torch.get_default_dtype()
@@ -334,6 +338,7 @@ MISSPELT = {
     "RotaryPositionEmbedding": ("rotary_percentage", "rotary_percent"),
     "Fp8Padding": ("alignment_size", "align_size"),
     "Fp8Unpadding": ("colour", ""),
+    "InferenceParams": ("max_batchsize", "max_batch_size"),
 }
 
 
