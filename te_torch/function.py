@@ -24,8 +24,8 @@ from te_torch.calls import call_of, complete
 from te_torch.calls import key_of as key_of
 from te_torch.calls import register as register
 from te_torch.carried import apart
+from te_torch.compiled_runs import Traced as Traced
 from te_torch.export.mode import exporting, expressed
-from te_torch.operators import Traced as Traced
 from te_torch.operators import apply_traced
 from te_torch.quantized import QuantizedTorch, core_of
 from te_torch.runtime import (

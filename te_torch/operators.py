@@ -8,27 +8,21 @@ What they run is named by its spec, and a state is known by its tensors: modules
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from te_core import dtypes
 from te_core.errors import UnsupportedError
-from te_core.precision import Precision
 from te_core.quantize.state import Scales
 from te_core.quantized import QuantizedTensor
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
 from te_torch import handovers, updates
 from te_torch import state as scaling
-from te_torch.autocast import active
-from te_torch.base.draws import capturing
-from te_torch.base.forks import keep_in_checkpoints
 from te_torch.calls import Call, call_of, complete
 from te_torch.carried import (
     Carried,
@@ -41,11 +35,8 @@ from te_torch.carried import (
     saved_carried,
 )
 from te_torch.carried import parsed as parsed_carried
-from te_torch.precisions import precision_of, recipe_of
-from te_torch.program_names import name_of_program
-from te_torch.program_specs import read, written
+from te_torch.compiled_runs import Traced, note_run, scale_to_read
 from te_torch.quantized import QuantizedTorch
-from te_torch.reruns import Read, called, forward_ad, in_backward
 from te_torch.runtime import constant_at_trace, runtime_for, shape_runtime, to_core, to_core_shape, to_torch
 from te_torch.tensors.dispatch import keeps
 from te_torch.tensors.tracing import core_from_inner
@@ -65,31 +56,6 @@ _library.define(
     'backward(Tensor?[] grads, Tensor?[] saved, Tensor? scale, str key, str held="", str copies="", str carried="", '
     'str kept="") -> Tensor[]'
 )
-
-
-class Traced(NamedTuple):
-    """A module's state as traced code has it."""
-
-    state: scaling.ScalingState
-    rule: str  # its update's, by name
-
-
-_rules: dict[str, tuple[Precision, Any]] = {}  # of programs, with the recipes that user-supplied ones are shown
-
-
-def rule_key(number: int) -> str:
-    """The name by which a compiled program tells the state which precision it ran in."""
-    rule, recipe = precision_of(number), recipe_of(number)
-    assert rule is not None
-    if torch.compiler.is_exporting():
-        key = written(rule)
-        _rules[key] = rule, recipe
-        return key
-    name = name_of_program("rule", rule)
-    key, others = name, itertools.count(1)
-    while _rules.setdefault(key, (rule, recipe))[0] is not rule:
-        key = f"{name}-{next(others)}"
-    return key
 
 
 def _forward_op(
@@ -354,102 +320,6 @@ def _completed(call: Call, grads: Sequence[Any], saved: Sequence[Any], held: str
     return complete(call.layer, grads, core_views(saved, held, to_core_shape))
 
 
-# ------------------------------------------------------------------------------------------- what runs, for eager code
-
-
-def note_run(call: Call, views: Sequence[Any], scale_bwd: torch.Tensor | None, rule: str) -> None:
-    """Called by compiled code as it runs a call: tell the state, reports and checkpoints."""
-    told = scale_bwd is not None and not in_backward()  # what a checkpoint in the graph runs again has been told
-    if told and (state := scaling.of_tensor(scale_bwd)) is not None:  # type: ignore[arg-type]
-        precision, recipe = _rules.get(rule) or (read(rule), None)
-        state.ran_compiled(precision, recipe, active.region)
-        if (left := _left(state)[0]) is not None:
-            left.of_state(state, False)
-    if call.layer.weights:
-        weight = views[call.layer.weights[0]]
-        if isinstance(weight, Tensor):
-            _note(call, weight.owner)
-            _check_recomputation(call, weight.owner)
-
-
-class _Last(NamedTuple):
-    call: Call
-    weight: StorageWeakRef  # tells whether the address is still the same tensor's
-
-
-_last_compiled: dict[int, _Last] = {}
-#: By a weight's address: its precision in the last compiled forward that torch's reentrant checkpoint may run again.
-_checkpointed: dict[int, Any] = {}
-
-
-_MOST_WEIGHTS = 4096
-
-
-def _note(call: Call, weight: torch.Tensor) -> None:
-    address, storage = weight.data_ptr(), weight.untyped_storage()
-    found = _last_compiled.get(address)
-    if found is None or found.call is not call or found.weight.cdata != storage._cdata:
-        if len(_last_compiled) >= _MOST_WEIGHTS:
-            _last_compiled.clear()
-        _last_compiled[address] = _Last(call, StorageWeakRef(storage))
-
-
-def last_compiled(weight: torch.Tensor) -> Call | None:
-    """What compiled code last ran with this weight: it does not know its module, reports do."""
-    found = _last_compiled.get(weight.data_ptr())
-    return None if found is None or found.weight.cdata != weight.untyped_storage()._cdata else found.call
-
-
-def _check_recomputation(call: Call, weight: torch.Tensor) -> None:
-    """A compiled module in torch's reentrant checkpoint is run again outside of the region that it ran in, and the
-    compiler then takes its program without one: an error, not another precision.
-
-    (Inside an autograd function's forward gradients are off both ways. What a compiler's own backward runs again is in
-    none.)
-    """
-    if forward_ad() or torch.is_inference_mode_enabled():
-        return
-    precision = call.layer.linears(call.spec)[0].precision
-    if not in_backward():
-        if not call.needs_grad:
-            if len(_checkpointed) >= _MOST_WEIGHTS:
-                _checkpointed.clear()
-            _checkpointed[weight.data_ptr()] = precision
-    elif (active.region is None or not active.region.recompute) and weight.data_ptr() in _checkpointed:
-        if _checkpointed[weight.data_ptr()] is not precision:
-            raise UnsupportedError(
-                "torch.compile",
-                "a compiled module that torch.utils.checkpoint runs again outside of its region",
-                "te_torch.checkpoint, which carries the region along, or a region inside the checkpointed function",
-                "use te_torch.checkpoint",
-            )
-
-
-def _left(state: scaling.ScalingState) -> tuple[Read | None, bool]:
-    """What this run of compiled code leaves, or what its first run left, in a checkpoint of ours. A CUDA graph of a
-    compiler's leaves nothing: it lends memory for results of programs alone."""
-    if active.running is None or capturing():
-        return None, False
-    return called(state, 0, active.running)
-
-
-def _scale_op(scale: torch.Tensor, used: torch.Tensor, scale_bwd: torch.Tensor) -> torch.Tensor:
-    state = scaling.of_tensor(scale_bwd)
-    if state is not None:
-        left, again = _left(state)
-        if again and left is not None and left.scales is not None:
-            return left.scales.clone()
-    reads = not in_backward() or (state is not None and state.is_due())
-    return (scale if reads else used).clone()
-
-
-_library.define("scale_of_first_run(Tensor scale, Tensor used, Tensor scale_bwd) -> Tensor")
-_library.impl("scale_of_first_run", _scale_op, "CompositeExplicitAutograd")
-torch.library.register_fake(
-    "te_runtime::scale_of_first_run", lambda scale, used, scale_bwd: torch.empty_like(scale), lib=_library
-)
-
-
 @constant_at_trace
 def _origins(key: str, copies: str, carried: str) -> tuple[int | None, ...]:
     """Where each saved tensor comes from; known since the operator's shapes were worked out."""
@@ -471,45 +341,6 @@ def _differentiable(key: str) -> int | None:
 @constant_at_trace
 def _gives(key: str) -> tuple[bool, ...]:
     return _grads_given[apart(key)[0]]
-
-
-@constant_at_trace
-def in_checkpoint() -> bool:
-    """Whether what is traced now is in a checkpoint, of whatever kind, that is part of the graph."""
-    from torch._dynamo.symbolic_convert import InstructionTranslator
-
-    try:
-        tracer: Any = InstructionTranslator.current_tx().output.current_tracer
-    except AttributeError:  # torch.export without a compiler's frame: it runs nothing again
-        return False
-    while tracer is not None and "checkpoint" not in str(tracer.source_target):
-        tracer = tracer.parent
-    return tracer is not None
-
-
-@constant_at_trace
-def _keep_scales() -> None:
-    """Have a checkpoint in the graph keep the scales that its first run read."""
-    if not _kept:
-        keep_in_checkpoints(torch.ops.te_runtime.scale_of_first_run.default)
-        _kept.append(True)
-
-
-_kept: list[bool] = []
-
-
-def scale_to_read(given: Traced, recompute: bool) -> tuple[torch.Tensor, str]:
-    """(the scales a traced forward quantizes with, the rule it tells its state; "" where it has run before).
-
-    What runs again quantizes as its first run did, and records nothing. A checkpoint in the graph is one program for
-    both runs, with an update of the scales between them.
-    """
-    state, rule = given
-    if not recompute and not in_checkpoint():
-        return state.scale_fwd, rule
-    _keep_scales()
-    scale = torch.ops.te_runtime.scale_of_first_run(state.scale_fwd, state.used_fwd, state.scale_bwd)
-    return scale, "" if recompute else rule
 
 
 def each_once(tensors: Sequence[Any]) -> list[Any]:

@@ -24,8 +24,8 @@ TORCH_GROUND = (
     "listing offloading recipe utils not_built shape_runs surroundings values"
 )
 TORCH_STATE = (
-    "calls shortcuts carried handovers weight_copies operators amax_disagreement amax_reduction availability state "
-    "updates autocast function custom nonfinite parallel"
+    "calls shortcuts carried handovers weight_copies operators compiled_runs reruns amax_disagreement amax_reduction "
+    "availability state updates autocast function custom nonfinite parallel"
 )
 FLOORS: dict[str, list[str]] = {
     "ground": [f"te_core.{room}" for room in GROUND.split()],

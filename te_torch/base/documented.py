@@ -15,7 +15,7 @@ from te_core.quantize.state import BACKWARD_SLOTS, FORWARD_SLOTS
 from te_core.recipe import DelayedScaling
 from te_torch.autocast import active
 from te_torch.base.quantized_init import point
-from te_torch.operators import last_compiled
+from te_torch.compiled_runs import last_compiled
 from te_torch.precisions import number_of_precision, precision_of, recipe_of
 from te_torch.quantized import QuantizedTorch
 from te_torch.runtime import TO_TORCH, default_device

@@ -21,13 +21,13 @@ from te_torch.base.watching import Choice, watching
 from te_torch.base.weights import CachedWeight, Gradients, add_gradients, extra_for
 from te_torch.calls import Call, key_of
 from te_torch.carried import HANDING
+from te_torch.compiled_runs import Traced, in_checkpoint, rule_key
 from te_torch.custom import custom_precisions
 from te_torch.export.mode import custom_recipe, exporting, not_warmed_up
 from te_torch.function import Extra
 from te_torch.likeness import alike, enrolled, of_token
 from te_torch.module_names import name_of, next_name, shown, within
 from te_torch.nonfinite import counted
-from te_torch.operators import Traced, in_checkpoint, rule_key
 from te_torch.precisions import (
     custom_numbers,
     is_custom,

@@ -18,18 +18,9 @@ from te_core.quantize.state import Scales
 from te_torch import state as scaling
 from te_torch import updates
 from te_torch.calls import Call, call_of
+from te_torch.compiled_runs import Traced, note_run, scale_to_read
 from te_torch.export.mode import exporting, not_exported
-from te_torch.operators import (
-    Traced,
-    core_views,
-    each_once,
-    flattened,
-    merge,
-    new_maxima,
-    note_run,
-    scale_to_read,
-    world,
-)
+from te_torch.operators import core_views, each_once, flattened, merge, new_maxima, world
 from te_torch.quantized import QuantizedTorch
 from te_torch.runtime import TO_TORCH, constant_at_trace, to_core_shape, to_torch
 from te_torch.tensors.dispatch import keeps

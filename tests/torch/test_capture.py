@@ -258,12 +258,17 @@ def test_what_never_ran_is_captured(recipe: str | None) -> None:
             y.backward(dy)
             return y
 
-        made["graph"], made["y"] = capture(step)
+        try:
+            made["graph"], made["y"] = capture(step)
+        except BaseException as error:
+            made["error"] = error
 
     torch.cuda.synchronize()
     thread = threading.Thread(target=work)
     thread.start()
     thread.join()
+    if "error" in made:
+        raise made["error"]
     made["graph"].replay()
     with region(recipe):
         wanted = eager(x)

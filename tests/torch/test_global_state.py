@@ -29,7 +29,7 @@ def manager() -> Iterator[Any]:
 
 
 def test_shows_the_region_of_the_thread(manager: Any) -> None:
-    group, outer, inner = object(), DelayedScaling(), MXFP8BlockScaling()
+    group, outer, inner = torch.distributed.GroupMember.NON_GROUP_MEMBER, DelayedScaling(), MXFP8BlockScaling()
 
     def seen() -> tuple[Any, ...]:
         return manager.is_fp8_enabled(), manager.get_fp8_recipe(), manager.get_fp8_group()

@@ -249,6 +249,7 @@ def test_orders_that_are_refused() -> None:
 def test_the_alias() -> None:
     import te_torch.compat
 
+    te_torch.compat.install()
     try:
         import transformer_engine.pytorch as documented
         from transformer_engine.pytorch import graph

@@ -478,7 +478,7 @@ def test_a_checkpoint_in_a_compiled_function(kind: str) -> None:
 
 def test_a_compiled_module_in_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     """A compiler's CUDA graph lends no memory for copies: the state's own are read, before the last update."""
-    monkeypatch.setattr("te_torch.operators.capturing", lambda: True)
+    monkeypatch.setattr("te_torch.compiled_runs.capturing", lambda: True)
     torch._dynamo.reset()
 
     def steps(module: Any, run: Run) -> list[torch.Tensor]:

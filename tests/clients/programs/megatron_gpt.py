@@ -12,7 +12,6 @@ import te_torch.compat  # noqa: F401
 import torch
 import torch.distributed as dist
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
 
