@@ -16,9 +16,11 @@ from math import prod
 from threading import RLock
 from typing import Any, NoReturn
 
+import numpy as np
+
 from te_core import dtypes, libraries
 from te_core.errors import ArgumentError, LibraryError
-from te_core.tensor import CPU, Device, ReadOnly, Tensor, _is_dense, _raw, cuda_device, dense_strides
+from te_core.tensor import CPU, Device, ReadOnly, Tensor, _is_dense, _raw, cuda_device, dense_strides, from_numpy
 
 _CPU, _CUDA, _CUDA_HOST, _CUDA_MANAGED = 1, 2, 3, 13
 _LEGACY_STREAM = 1  # how the protocol spells the default stream: 0 is ambiguous there, and refused
@@ -110,7 +112,13 @@ def from_dlpack(producer: Any, *, stream: int | None = None, dtype: Any = None) 
 
     A capsule that is refused is left as it was: whoever has it frees it.
     """
-    capsule = _ask(producer, stream)
+    try:
+        capsule = _ask(producer, stream)
+    except BufferError as error:  # NumPy exports none of ml_dtypes' types
+        if not isinstance(producer, np.ndarray):
+            _refuse(f"{type(producer).__name__}, which says {str(error)!r}", "memory that is lent", "copy the array")
+        result = from_numpy(producer)
+        return result if dtype is None else result.view_as(dtypes.dtype(dtype))
     with _taking:
         name, managed = _open(capsule)
         result = _read(managed.dl, producer)

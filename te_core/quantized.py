@@ -248,6 +248,14 @@ class QuantizedTensor:
         check_room(block, parts.nbytes, form, shape)
         return cls(form, shape, None, Copy.at(block, 0, parts), block)
 
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        raise ArgumentError(
+            "NumPy",
+            repr(self),
+            "te_core tensors of plain values",
+            "take te_core.ops.dequantize(rt, q, dtype), or a piece such as q.rowwise",
+        )
+
     def __repr__(self) -> str:
         copies = [n for n in ("rowwise", "columnwise") if getattr(self, n) is not None]
         return f"QuantizedTensor({self.format} {tuple(self.shape)}, {' and '.join(copies) or 'empty'})"

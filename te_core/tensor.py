@@ -159,10 +159,18 @@ class Tensor:
     def numpy(self) -> np.ndarray[Any, Any]:
         """A zero-copy NumPy view (CPU only); FP8 and bf16 come as ml_dtypes' types."""
         if self.device.kind != "cpu":
-            raise ArgumentError(
-                "Tensor.numpy", f"a tensor on {self.device}", "CPU tensors", "copy it to the host first"
-            )
+            do = "copy it to the host with Runtime.numpy(tensor)" if self.device.kind == "cuda" else "run the layer"
+            raise ArgumentError("Tensor.numpy", f"{self!r}", "CPU tensors", do)
         return _raw(self).view(self.dtype.numpy)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
+        """What NumPy's functions make of a tensor: `numpy()`, unless they ask for a copy or for another dtype."""
+        found = self.numpy()
+        if dtype is None or np.dtype(dtype) == found.dtype:
+            return found.copy() if copy else found
+        if copy is False:
+            raise ArgumentError("Tensor.__array__", f"{self!r} as {np.dtype(dtype)}", "a copy", "leave copy=False out")
+        return found.astype(dtype)
 
     def __dlpack__(self, **kwargs: Any) -> Any:
         from te_core import dlpack

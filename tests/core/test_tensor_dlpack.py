@@ -183,10 +183,11 @@ def test_numpy_arrays_of_every_type(data):
 
 
 @pytest.mark.parametrize("dtype", ML_DTYPES, ids=str)
-def test_types_numpy_cannot_export_come_as_integers(dtype):
+def test_types_numpy_cannot_export_come_as_themselves_or_integers(dtype):
     array = np.arange(24, dtype=f"u{dtype.itemsize}").reshape(4, 6)
     with pytest.raises(BufferError):
-        from_dlpack(array.view(dtype.numpy))
+        array.view(dtype.numpy).__dlpack__()
+    assert from_dlpack(array.view(dtype.numpy)).dtype is dtype
     ours = from_dlpack(array, dtype=dtype.name)
     assert ours.dtype is dtype and ours.ptr == array.__array_interface__["data"][0]
     assert ours.numpy().dtype == dtype.numpy
