@@ -13,6 +13,7 @@ from te_torch.tensors import run
 from te_torch.tensors.buffers import Buffers, matrix_of, with_whole_scales
 from te_torch.tensors.storage import QuantizedTensorStorage
 from te_torch.tensors.transposing import columnwise_of
+from te_torch.tensors.whole import check_whole
 
 
 def documented_scale_shape(form: Any, shape: Sequence[int], columnwise: bool) -> tuple[int, int]:
@@ -76,6 +77,7 @@ class BlockScaledStorage(QuantizedTensorStorage):
         self._hold(dtype, form, Buffers(), quantizer, options)
         for name, t in zip(Buffers._fields, given, strict=True):
             self._adopt(f"_{name}", t)
+        check_whole(type(self).__name__, form, tuple(self.shape), self._buffers)
 
     def _four(self) -> dict[str, Any]:
         names = ("rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv")

@@ -30,6 +30,7 @@ from te_torch.tensors.tensor import QuantizedTensor
 from te_torch.tensors.tracing import AsConstant
 from te_torch.tensors.transposing import columnwise_of
 from te_torch.tensors.views import WHOLE, Memory, Part, Place
+from te_torch.tensors.whole import check_whole
 
 _catching_up = RLock()  # of transposes that have fallen behind
 
@@ -65,8 +66,9 @@ class Float8TensorStorage(QuantizedTensorStorage):
         self._hold(dtype, Format(fp8(fp8_dtype)), Buffers(), quantizer, ())
         self._adopt("_row_data", data)
         self._adopt("_col_data", turned)
-        scale = scale if scale is None or scale.ndim == 1 else scale.reshape(1)
-        self._set_buffers(Buffers(self._row_data, scale, None, self._col_data, scale))
+        scale = scale if scale is None or scale.ndim == 1 else scale.reshape(-1)
+        given = Buffers(self._row_data, scale, None, self._col_data, scale)
+        self._set_buffers(check_whole(type(self).__name__, self._format, tuple(self.shape), given))
 
     def _set_buffers(self, buffers: Buffers) -> None:
         """One scale serves both copies: that which lies behind the columnwise data, if there is one."""

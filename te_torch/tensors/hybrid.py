@@ -25,6 +25,7 @@ from te_torch.tensors.storage import QuantizedTensorStorage
 from te_torch.tensors.tensor import QuantizedTensor
 from te_torch.tensors.tracing import AsConstant
 from te_torch.tensors.views import Part, Place
+from te_torch.tensors.whole import loading
 
 _SIDES = ("row", "col")
 _SUB_NAMES = (*NAMES, "_hp_data")
@@ -533,11 +534,12 @@ def _make_hybrid_quantized_tensor_in_reduce_ex(
         *contents, own = state
         return put_together(kinds.of_format(form_of(tuple(contents[0]))).storage, dtype, shape, contents, own)
 
-    made = HybridQuantizedTensor._over((part(row), part(column)), tuple(shape), dtype, quantizer)
-    made.requires_grad_(requires_grad)
-    if is_param:
-        made._is_param = True
-    return made
+    with loading():
+        made = HybridQuantizedTensor._over((part(row), part(column)), tuple(shape), dtype, quantizer)
+        made.requires_grad_(requires_grad)
+        if is_param:
+            made._is_param = True
+        return made
 
 
 kinds.enter(

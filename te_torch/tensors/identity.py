@@ -16,6 +16,7 @@ from te_torch.tensors.storage import QuantizedTensorStorage, old_or_new
 from te_torch.tensors.tensor import QuantizedTensor
 from te_torch.tensors.tracing import AsConstant
 from te_torch.tensors.views import Part, Place
+from te_torch.tensors.whole import loading
 
 
 class IdentityTensorStorage(QuantizedTensorStorage):
@@ -284,10 +285,13 @@ def _make_identity_tensor_in_reduce_ex(
     hp_data: torch.Tensor, dtype: torch.dtype, shape: Any, quantizer: Any, requires_grad: bool, is_param: bool
 ) -> Any:
     """Unpickles an `IdentityTensor`."""
-    made = IdentityTensor._over(hp_data, tuple(shape), dtype, quantizer).requires_grad_(requires_grad)
-    if is_param:
-        made._is_param = True
-    return made
+    with loading():
+        if tuple(hp_data.shape) != tuple(shape) or not dtype.is_floating_point:
+            raise TypeError(f"values of shape {tuple(hp_data.shape)} for {tuple(shape)} in {dtype}")
+        made = IdentityTensor._over(hp_data, tuple(shape), dtype, quantizer).requires_grad_(requires_grad)
+        if is_param:
+            made._is_param = True
+        return made
 
 
 kinds.enter(kinds.Kind(IdentityTensorStorage, IdentityTensor, _make_identity_tensor_in_reduce_ex), IdentityQuantizer)

@@ -6,15 +6,18 @@ know plain tensors only, save `get_metadata()`'s tensors by name and build the t
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 import torch
 
 from te_core import naming
 from te_torch.tensors import kinds
-from te_torch.tensors.buffers import Buffers, form_key, form_of, packed
+from te_torch.tensors.base import Quantizer
+from te_torch.tensors.buffers import Buffers, form_key, form_of, matrix_of, packed
 from te_torch.tensors.dtype import DType
 from te_torch.tensors.views import Seen
+from te_torch.tensors.whole import check_loaded, check_whole, loading
 
 
 def reduced(t: Any) -> tuple[Any, tuple[Any, ...]]:
@@ -29,14 +32,15 @@ def reduced(t: Any) -> tuple[Any, tuple[Any, ...]]:
 
 def of_kind(kind: Any, maker: Any, arguments: tuple[Any, ...]) -> Any:
     """A tensor of a subclass, or (without a kind) a storage, over the buffers that its format's maker puts together."""
-    made = maker(*arguments)
-    kind = kind or kinds.of_class(type(made)).storage
-    other = made._like(made.shape, made._buffers, kind=kind)
-    if not isinstance(other, torch.Tensor):
-        return other
-    if getattr(made, "_is_param", False):
-        other._is_param = True
-    return other.requires_grad_(made.requires_grad)
+    with loading():
+        made = maker(*arguments)
+        kind = kind or kinds.of_class(type(made)).storage
+        other = made._like(made.shape, made._buffers, kind=kind)
+        if not isinstance(other, torch.Tensor):
+            return other
+        if getattr(made, "_is_param", False):
+            other._is_param = True
+        return other.requires_grad_(made.requires_grad)
 
 
 def contents(t: Any) -> tuple[Any, ...]:
@@ -51,22 +55,31 @@ def contents(t: Any) -> tuple[Any, ...]:
 
 def put_together(kind: Any, dtype: torch.dtype, shape: Any, state: Any, quantizer: Any, **more: Any) -> Any:
     """A tensor or storage of this class from what `contents` said."""
-    key, buffers, options = state
-    plain, folded = [o for o in options if type(o) is not tuple], [o for o in options if type(o) is tuple]
-    form, own = form_of(tuple(key)), packed(Buffers(*buffers))
-    made = kind._of(tuple(shape), dtype, form, own, quantizer, tuple(plain), **more)
-    if folded:
-        made._seen = Seen(folded[0])
-    return made
+    with loading():
+        key, buffers, options = state
+        check_loaded(key, buffers, shape, dtype)
+        plain, folded = [o for o in options if type(o) is not tuple], [o for o in options if type(o) is tuple]
+        matrix = folded[0] if folded else matrix_of(shape)
+        form, given = form_of(tuple(key)), Buffers(*buffers)
+        if quantizer is not None and not isinstance(quantizer, Quantizer):
+            raise TypeError(f"a quantizer of type {type(quantizer).__name__}")
+        if prod(matrix) != prod(shape) or kind not in kinds.of_format(form)[:2]:
+            raise TypeError(f"{kind.__name__} of {form} in the matrix {matrix}")
+        check_whole("load a quantized tensor", form, matrix, given)
+        made = kind._of(tuple(shape), dtype, form, packed(given), quantizer, tuple(plain), **more)
+        if folded:
+            made._seen = Seen(matrix)
+        return made
 
 
 def rebuilt(kind: Any, dtype: torch.dtype, shape: Any, state: Any, quantizer: Any, marks: Any) -> Any:
     """A tensor of this class from what `reduced` said."""
-    requires_grad, is_param = marks
-    made = put_together(kind, dtype, shape, state, quantizer, requires_grad=requires_grad)
-    if is_param:
-        made._is_param = True
-    return made
+    with loading():
+        requires_grad, is_param = marks
+        made = put_together(kind, dtype, shape, state, quantizer, requires_grad=requires_grad)
+        if is_param:
+            made._is_param = True
+        return made
 
 
 torch.serialization.add_safe_globals([naming.named, of_kind, (DType, f"{naming.home_of(DType)}.{DType.__qualname__}")])

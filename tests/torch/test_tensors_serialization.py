@@ -11,6 +11,8 @@ import pytest
 import torch
 
 import te_torch.tensors as T
+from te_core.errors import ArgumentError, UnsupportedError
+from tests.refusals import not_refused
 from tests.torch.test_tensors import on_devices, values
 from tests.torch.test_tensors_dispatch import ALL, all_makers, parameter, pointers
 
@@ -109,3 +111,82 @@ def test_a_process_group_is_not_saved() -> None:
         T.DType.kFloat8E4M3, "cpu", with_amax_reduction=True, amax_reduction_group=lambda: None
     )
     assert pickle.loads(pickle.dumps(quantizer)).amax_reduction_group is None
+
+
+# ------------------------------------------------------------------------------------------------ malformed ones
+
+#: What a damaged file, or a mistaken program, may have in the place of a buffer.
+DAMAGE: dict[str, Any] = {
+    "half of the rows": lambda b: b[: b.shape[0] // 2] if b.ndim else b.new_zeros(0),
+    "half of the columns": lambda b: b[..., : b.shape[-1] // 2].contiguous() if b.numel() > 1 else b.new_zeros(0),
+    "twice as many": lambda b: torch.cat([b, b, b]),
+    "another type": lambda b: b.to(torch.int32),
+    "flat and short": lambda b: b.reshape(-1)[:-1],
+}
+FORMS = [n for n in ALL if n not in ("hybrid", "identity")]
+
+
+def buffers_of(t: Any) -> dict[str, Any]:
+    """The buffers among the keyword arguments that make a tensor."""
+    return {n: b for n, b in t.get_metadata().items() if isinstance(b, torch.Tensor)}
+
+
+@pytest.mark.parametrize("how", DAMAGE)
+@pytest.mark.parametrize("name", FORMS)
+def test_buffers_that_do_not_fit_are_refused(name: str, how: str) -> None:
+    """By the constructors of tensors, and by those of storages, whose shape their data tells."""
+    t = ALL[name]("cpu")(values((512, 512)))
+    metadata, wrong = t.get_metadata(), []
+    for field, buffer in buffers_of(t).items():
+        if (how == "twice as many" and "data" not in field) or (how == "another type" and "data" in field):
+            continue  # scales may be padded; data may come as a float8 type
+        damaged = {**metadata, field: DAMAGE[how](buffer)}
+        if damaged[field].shape != buffer.shape or damaged[field].dtype != buffer.dtype:
+            wrong.append(not_refused(ArgumentError, "", type(t), shape=t.shape, dtype=t.dtype, **damaged))
+    assert wrong and not any(wrong), wrong
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_a_shape_larger_than_its_bytes_is_refused(name: str) -> None:
+    t = ALL[name]("cpu")(values((128, 256)))
+    for shape in ((256, 256), (128, 512), (2, 128, 256)):
+        with pytest.raises(ArgumentError, match=f"^{type(t).__name__}: .*To do: "):
+            type(t)(shape=shape, dtype=t.dtype, **t.get_metadata())
+
+
+def leaves(tree: Any, path: tuple[int, ...] = ()) -> Any:
+    """Where in nested tuples something is, and what."""
+    yield path, tree
+    if type(tree) is tuple:
+        for i, part in enumerate(tree):
+            yield from leaves(part, (*path, i))
+
+
+def exchanged(tree: Any, path: tuple[int, ...], new: Any) -> Any:
+    if not path:
+        return new
+    return (*tree[: path[0]], exchanged(tree[path[0]], path[1:], new), *tree[path[0] + 1 :])
+
+
+@all_makers
+@pytest.mark.parametrize("storage", [False, True])
+def test_damaged_files_end_in_errors_of_ours(name: str, storage: bool) -> None:
+    """Each part of what is pickled, exchanged for something else: an error of ours, or a tensor that can be read."""
+    quantizer = ALL[name]("cpu")
+    quantizer.internal = storage
+    maker, arguments = quantizer(values((32, 64))).__reduce_ex__(4)
+    refused = 0
+    for path, part in list(leaves(arguments))[1:]:
+        others = [None, -1, 7, "x", (), (3, 5), 1e30, True, b"z", torch.ones(2), torch.float16]
+        if isinstance(part, torch.Tensor) and type(part) is torch.Tensor:
+            others += [damage(part) for damage in DAMAGE.values()]
+        for other in others:
+            damaged = exchanged(arguments, path, other)
+            try:
+                made = maker(*damaged)
+                made.dequantize()
+            except (ArgumentError, UnsupportedError):
+                refused += 1
+            except NotImplementedError as error:  # of one that has no rowwise copy left
+                assert "only the rowwise copy" in str(error)
+    assert refused > 20
