@@ -23,8 +23,8 @@ def living() -> list[Any]:
 
 
 def of_token(token: int) -> Any:
-    """The module of this number."""
-    return _by_token[token]
+    """The module of this number; None where it is gone."""
+    return _by_token.get(token)
 
 
 def alike(kind: int, facts: tuple[Any, ...]) -> list[Any]:

@@ -236,7 +236,7 @@ class DotProductAttention(BaseModule):
             raise wrong("no queries", "query_layer or qkv_layer", "pass one of them")
         mask_type = self.attn_mask_type if attn_mask_type is None else attn_mask_type
         cached = inference_params is not None
-        stepped = step(inference_params, mask_type, self.layer_number, b, c, form) if cached else None
+        stepped = step(inference_params, mask_type, self, b, c, form) if cached else None
         given = Given(
             a,
             b,

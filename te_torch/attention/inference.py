@@ -35,6 +35,8 @@ from te_torch.attention.kv_cache import (
 from te_torch.attention.masks import AttentionArgumentError
 from te_torch.base.module import wants_grad
 from te_torch.base.options import check_values
+from te_torch.likeness import of_token
+from te_torch.module_names import name_of
 from te_torch.runtime import constant_at_trace, runtime_for, to_core, to_torch, untraced
 from te_torch.values import NamedOptions
 
@@ -86,6 +88,7 @@ class InferenceParams(NamedOptions):
         self.batch_size = 0
         self.max_seqlen_q = max_ctx_len or 0  # thd: no sequence of this step has more new tokens
         self._new_tokens: list[int] = []
+        self._owners: dict[int, int] = {}  # by layer_number, the attention that steps, by its token
         self._place()
         self.cache_manager: Any = custom_cache_manager
         if custom_cache_manager is None and not self.is_older_form:
@@ -135,7 +138,7 @@ class InferenceParams(NamedOptions):
         self._pre: tuple[int, torch.Tensor] | None = None
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
+        self.__dict__.update(state, _owners={})
         self._divide()  # pickled views are not views any more
 
     def _manager(self, heads: Any, head_dim_k: Any, head_dim_v: Any, dtype: Any) -> DeviceCacheManager:
@@ -149,6 +152,7 @@ class InferenceParams(NamedOptions):
         """Forget all sequences; the memory stays."""
         self.sequences, self.batch_size, self._new_tokens = OrderedDict(), 0, []
         self.sequence_len_offset = self.batch_size_offset = 0
+        self._owners = {}
         self._lengths.zero_()
         if self.cache_manager is not None:
             self.cache_manager.reset()
@@ -207,7 +211,7 @@ class InferenceParams(NamedOptions):
         """
         form = self.input_qkv_format if qkv_format is None else qkv_format
         if torch.compiler.is_compiling() and _make_eager():
-            stepped: Stepped = _eager_step(self, layer_number, new_k, new_v, form)
+            stepped: Stepped = _eager_step(self, None, layer_number, new_k, new_v, form)
             return stepped
         if form not in FORMATS or (form == "thd" and self.max_ctx_len is None):
             got, allowed = f"qkv_format={form!r}, max_ctx_len={self.max_ctx_len}", " or ".join(FORMATS)
@@ -228,6 +232,25 @@ class InferenceParams(NamedOptions):
                 cu = self._cu[rows] = (self.cu_seqlens_q[: rows + 1], self.cu_seqlens_kv[: rows + 1])
         k, v = self.cache_manager.step(layer_number, new_k, new_v, *cu, form)
         return k, v, *cu, self.max_sequence_length, self.output_qkv_format
+
+    def step_of(self, module: Any, new_k: torch.Tensor, new_v: torch.Tensor, form: str) -> Stepped:
+        """The `step` of an attention, whose number no other one has."""
+        if torch.compiler.is_compiling() and _make_eager():
+            stepped: Stepped = _eager_step(self, module, module.layer_number, new_k, new_v, form)
+            return stepped
+        return _step_of(self, module, module.layer_number, new_k, new_v, form)
+
+    def _claim(self, module: Any, number: int) -> None:
+        """Refuse a second module of a number: each would overwrite what the other one has cached."""
+        owner = self._owners.setdefault(number, module._token)
+        if owner == module._token:
+            return
+        other = of_token(owner)
+        if other is not None:
+            got = f"layer_number={number} from {name_of(module)}, after {name_of(other)} has used it"
+            do = "pass layer_number=1, 2, ... to the layers' constructors; reset() before another model takes the cache"
+            raise _refused("step", got, "one layer for each layer_number: each has its own cache", do)
+        self._owners[number] = module._token
 
     def _rows(self, new_k: torch.Tensor, form: str) -> int:
         """The rows of the batch, once it is clear that the new tokens fit what pre_step announced."""
@@ -280,7 +303,7 @@ class InferenceParams(NamedOptions):
 
 # ------------------------------------------------------------------------------------------------------ helpers
 
-# For traced code, and never traced: InferenceParams.step, as what it looks at changes in each step, and `cut_off`.
+# For traced code, and never traced: `_step_of`, as what it looks at changes in each step, and `cut_off`.
 _eager_step: Any = None
 _eager_cut_off: Any = None
 
@@ -289,9 +312,15 @@ _eager_cut_off: Any = None
 def _make_eager() -> bool:
     """Make `_eager_step`, at trace time."""
     global _eager_step, _eager_cut_off
-    _eager_step = _eager_step or untraced(InferenceParams.step, "a KV cache runs eagerly")
+    _eager_step = _eager_step or untraced(_step_of, "a KV cache runs eagerly")
     _eager_cut_off = _eager_cut_off or untraced(cut_off, "a KV cache runs eagerly")
     return True
+
+
+def _step_of(params: InferenceParams, module: Any, number: int, k: torch.Tensor, v: torch.Tensor, form: str) -> Stepped:
+    if module is not None:
+        params._claim(module, number)
+    return params.step(number, k, v, form)
 
 
 class _CutOff(torch.autograd.Function):

@@ -138,8 +138,8 @@ def check_sums(given: Given) -> None:
             raise wrong(got, "the longest length, or more", "correct it, or leave it out")
 
 
-def step(inference: Any, mask: str, layer_number: int, k: Any, v: Any, form: str) -> tuple[Any, ...]:
-    """What a cache holds after this call's k and v.
+def step(inference: Any, mask: str, module: Any, k: Any, v: Any, form: str) -> tuple[Any, ...]:
+    """What a cache holds after this attention's k and v.
 
     A KV cache goes with mask types that have padding; its older form takes all, and means these.
     """
@@ -148,7 +148,10 @@ def step(inference: Any, mask: str, layer_number: int, k: Any, v: Any, form: str
     if "padding" not in canonical_mask(OPERATION, mask) and not getattr(inference, "is_older_form", False):
         got = f"attn_mask_type={mask!r} with inference_params"
         raise wrong(got, "a mask type with padding", "choose padding_causal, say")
-    stepped: tuple[Any, ...] = inference.step(layer_number, k, v, form)
+    if hasattr(inference, "step_of"):
+        stepped: tuple[Any, ...] = inference.step_of(module, k, v, form)
+    else:  # a class of the user's own
+        stepped = inference.step(module.layer_number, k, v, form)
     return stepped
 
 

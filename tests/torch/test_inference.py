@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from examples.generate import generate, generate_uncached
 from examples.gpt import GPT
 from examples.settings import GPTConfig
+from te_core.errors import ArgumentError
 from te_torch.attention.dot_product import DotProductAttention
 from te_torch.attention.inference import InferenceParams
 from te_torch.attention.kv_cache import KVCacheManager, NonPagedKVCacheManager, PagedKVCacheManager, _moves
@@ -211,6 +212,27 @@ def test_a_paged_cache_can_be_printed(capsys):
     p.reset()
     manager.print_cache()
     assert "0 of 24" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("form", ["bshd", "thd"])
+@torch.no_grad()
+def test_two_layers_of_one_number_are_refused(form):
+    """Each would overwrite what the other has cached; the steps of one layer may be repeated."""
+    model, p = Tiny(form, "cpu").eval(), params("cpu", form=form, dtype=torch.float32, d_v=D_K)
+    token = torch.tensor([1]) if form == "thd" else torch.tensor([[1]])
+    p.pre_step(OrderedDict([(0, 1)]))
+    first = model(token, inference_params=p)
+    assert torch.equal(model(token, inference_params=p), first)
+    attention = model.layers[1].self_attention
+    attention.layer_number = attention.core_attention.layer_number = 1
+    for other in (model, Tiny(form, "cpu").eval()):  # of another model, too
+        with pytest.raises(
+            ArgumentError, match="layer_number=1 from .*core_attention, after .*core_attention has used"
+        ):
+            other(token, inference_params=p)
+    p.reset()
+    p.pre_step(OrderedDict([(0, 1)]))
+    other(token, inference_params=p)
 
 
 def test_continuation_by_several_tokens_is_refused():
