@@ -398,6 +398,8 @@ FUNCTIONS: list[tuple[Any, str, dict[str, tuple[Any, ...]]]] = [
     (lambda **g: make("LayerNormLinear")(x(), **g), "LayerNormLinear.forward", {"is_first_microbatch": YES}),
     (lambda **g: make("LayerNormMLP")(x(), **g), "LayerNormMLP.forward", {"is_first_microbatch": YES}),
     (lambda **g: make("GroupedLinear")(x(), [2, 2], **g), "GroupedLinear.forward", {"is_first_microbatch": YES}),
+    (lambda **g: make("DotProductAttention")(*[torch.randn(4, 1, 2, 16) for _ in range(3)], **g),
+     "DotProductAttention", dict.fromkeys(("checkpoint_core_attention", "bottom_right_diagonal"), YES)),
     (te.get_cpu_offload_context, "get_cpu_offload_context",
      dict.fromkeys(("enabled", "offload_weights", "double_buffering", "manual_synchronization"), YES)),
     (lambda **g: te.convert(torch.nn.Sequential(), **g), "convert", {"dry_run": YES, "filter": ("x", 5)}),
