@@ -18,9 +18,9 @@ from te_core.precision import Precision
 from te_core.tensor import Tensor
 from te_torch import state as scaling
 from te_torch.autocast import active
-from te_torch.base.draws import capturing
-from te_torch.base.forks import keep_in_checkpoints
 from te_torch.calls import Call
+from te_torch.draws import capturing
+from te_torch.forks import keep_in_checkpoints
 from te_torch.precisions import precision_of, recipe_of
 from te_torch.program_names import name_of_program
 from te_torch.program_specs import read, written

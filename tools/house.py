@@ -20,8 +20,8 @@ GROUND = (
     "recipe recipe_fields errors env cache arguments naming spelling hints statistics symbols"
 )
 TORCH_GROUND = (
-    "exchange export runtime quantized precisions program_names program_specs module_names likeness module_paths "
-    "listing offloading recipe utils not_built shape_runs surroundings values"
+    "draws exchange export forks runtime quantized precisions program_names program_specs module_names likeness "
+    "module_paths listing offloading recipe utils not_built shape_runs surroundings values"
 )
 TORCH_STATE = (
     "calls shortcuts carried handovers weight_copies operators compiled_runs reruns amax_disagreement amax_reduction "

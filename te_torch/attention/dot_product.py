@@ -48,14 +48,14 @@ from te_torch.attention.plan import (
 )
 from te_torch.attention.score_mod import functions, run_graph
 from te_torch.autocast import Now, precision_now
-from te_torch.base.draws import Repeated
-from te_torch.base.forks import Fork, fork_of
 from te_torch.base.module import BaseModule
 from te_torch.base.options import check_values
 from te_torch.base.parallel import check_context_groups, check_group, size_of
 from te_torch.carried import Carried
+from te_torch.draws import Repeated
 from te_torch.export.handed import Handed
 from te_torch.export.mode import exporting
+from te_torch.forks import Fork, fork_of
 from te_torch.function import register
 from te_torch.quantized import QuantizedTorch
 from te_torch.runtime import default_device

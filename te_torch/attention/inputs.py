@@ -11,7 +11,7 @@ from te_core.layers.attention import AttentionInputs
 from te_torch.attention import env
 from te_torch.attention.masks import check_beside, check_running_sums, get_cu_seqlens, longest
 from te_torch.attention.plan import OPERATION, Key, Preparation, Static, wrong
-from te_torch.base.draws import random_pair
+from te_torch.draws import random_pair
 from te_torch.export.mode import exporting, not_exported
 from te_torch.module_names import warn_outside
 from te_torch.runtime import amp_cast, constant_at_trace

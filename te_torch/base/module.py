@@ -13,7 +13,6 @@ from te_core.plan_cache import drop_oldest
 from te_core.precision import Precision
 from te_torch.autocast import Now, Region, precision_now, prepare_default
 from te_torch.base.checkpoint_state import adopting
-from te_torch.base.forks import Fork
 from te_torch.base.parallel import TensorParallel
 from te_torch.base.quantized_init import begin, carry_over, initialisation, initialising, link, quantize_parameter
 from te_torch.base.sharding import MarkedModule
@@ -24,6 +23,7 @@ from te_torch.carried import HANDING
 from te_torch.compiled_runs import Traced, in_checkpoint, rule_key
 from te_torch.custom import custom_precisions
 from te_torch.export.mode import custom_recipe, exporting, not_warmed_up
+from te_torch.forks import Fork
 from te_torch.function import Extra
 from te_torch.likeness import alike, enrolled, of_token
 from te_torch.module_names import name_of, next_name, shown, within

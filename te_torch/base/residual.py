@@ -18,8 +18,8 @@ from torch.nn import Parameter
 
 from te_core.layers import residual as core
 from te_core.layers.residual import AddSpec, BranchNeeds, Stream
-from te_torch.base.draws import random_pair
 from te_torch.base.module import wants_grad
+from te_torch.draws import random_pair
 from te_torch.export import layers
 from te_torch.function import Call, Layer, apply, key_of, register
 from te_torch.runtime import LOW, constant_at_trace, freed, was_freed

@@ -17,6 +17,7 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
+from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
@@ -360,6 +361,8 @@ def bisect(
     GEMMs lose is found.
     """
     told = (lambda line: print(f"bisect: {line}", file=sys.stderr, flush=True)) if progress else lambda line: None
+    if not callable(step_fn):
+        raise ArgumentError("bisect", f"step_fn={step_fn!r}", "a function of the model", "pass one that runs a step")
     _check(level, compare, tolerance)
     with _Steps(step_fn, model, compare, restore) as steps:
         names = chosen("bisect", steps.names, layers)
@@ -427,5 +430,5 @@ def _check(level: str, compare: str | None, tolerance: float | None) -> None:
         raise ArgumentError("bisect", f"level={level!r}", "'gemm' or 'layer'", "correct it")
     if compare not in (None, "loss", "gradients"):
         raise ArgumentError("bisect", f"compare={compare!r}", "'loss', 'gradients' or None", "correct it")
-    if tolerance is not None and not tolerance >= 0:
+    if tolerance is not None and (not isinstance(tolerance, Real) or not tolerance >= 0):
         raise ArgumentError("bisect", f"tolerance={tolerance!r}", "a number >= 0, or None", "correct it")

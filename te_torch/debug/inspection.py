@@ -24,11 +24,11 @@ from te_core.errors import ArgumentError, UnsupportedError
 from te_core.layers.inspector import ATTENTION_POINTS, POINTS, finished, quantized_whole
 from te_core.quantized import QuantizedTensor
 from te_torch.autocast import active
-from te_torch.base.draws import capturing
 from te_torch.base.module import BaseModule
 from te_torch.debug.ledger import Ledger
 from te_torch.debug.report import Report, Series
-from te_torch.debug.watched import Guest, Layers, chosen, products_of, refuse_traces
+from te_torch.debug.watched import Guest, Layers, chosen, listed, products_of, refuse_traces
+from te_torch.draws import capturing
 from te_torch.reruns import first_of_a_checkpoint, in_backward
 
 #: The points in the order in which a step meets them.
@@ -49,7 +49,7 @@ _COLUMNS = frozenset((("dgrad", "weight"), ("wgrad", "activation"), ("wgrad", "g
 
 def _some(what: str, given: Iterable[str] | None, allowed: tuple[str, ...]) -> frozenset[str]:
     """A selection of these names."""
-    names = allowed if given is None else (given,) if isinstance(given, str) else tuple(given)
+    names = allowed if given is None else (given,) if isinstance(given, str) else listed("inspect", what, given)
     for name in names:
         if name not in allowed:
             raise ArgumentError("inspect", f"{what}={name!r}", ", ".join(allowed), "correct the name")
@@ -266,8 +266,10 @@ def inspect(
     if not points:
         got = f"gemms={sorted(given)} with tensors={sorted(named)}"
         raise ArgumentError("inspect", got, ", ".join(" ".join(p) for p in ORDER), "choose a tensor of these GEMMs")
-    if not isinstance(freq, int) or freq < 1:
-        raise ArgumentError("inspect", f"freq={freq!r}", "an integer >= 1", "correct it")
+    whole = (("freq", freq, 1), ("start_step", start_step, 0), ("end_step", 0 if end_step is None else end_step, 0))
+    for name, value, least in whole:
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise ArgumentError("inspect", f"{name}={value!r}", f"an integer >= {least}", "correct it")
     if group is not None and not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         raise ArgumentError(
             "inspect", "a group without torch.distributed", "group=None in one process", "call init_process_group first"

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 import torch
 
 from te_core.errors import ArgumentError
-from te_torch.base.draws import Stand
 from te_torch.base.module import BaseModule
+from te_torch.draws import Stand
 from te_torch.state import ScalingState
 
 #: What a ScalingState knows besides its buffers.
@@ -26,7 +26,8 @@ def _copied(t: torch.Tensor | None) -> torch.Tensor | None:
 class Snapshot:
     """Parameters, gradients, buffers, FP8 states, generators and what `others` have in their state_dict."""
 
-    def __init__(self, model: torch.nn.Module, others: Sequence[Any]) -> None:
+    def __init__(self, model: torch.nn.Module, others: Iterable[Any]) -> None:
+        others = list(others) if isinstance(others, Iterable) else [others]
         for other in others:
             if not (hasattr(other, "state_dict") and hasattr(other, "load_state_dict")):
                 allowed = "objects with state_dict and load_state_dict"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from te_core.errors import ArgumentError
+
 
 def _api() -> Any:
     """nvdlfw_inspect.api, if a program uses it."""
@@ -30,4 +32,7 @@ class TEDebugState:
 def set_weight_tensor_tp_group_reduce(enabled: bool) -> None:
     """Whether statistics of weights are those of all ranks of their tensor-parallel group, or those of the rank's own
     part."""
-    TEDebugState.weight_tensor_tp_group_reduce = bool(enabled)
+    if enabled is not True and enabled is not False:
+        operation = "set_weight_tensor_tp_group_reduce"
+        raise ArgumentError(operation, f"enabled={enabled!r}", "True or False", "pass one of these")
+    TEDebugState.weight_tensor_tp_group_reduce = enabled

@@ -45,18 +45,29 @@ def chosen(operation: str, names: list[str], layers: Layers) -> set[str]:
     """The names that a regular expression, or one of several, is found in, or a function says yes to; None: all."""
     if layers is None:
         return set(names)
-    if isinstance(layers, (str, re.Pattern)):
-        found = {name for name in names if re.search(layers, name)}
-    elif callable(layers):
+    if callable(layers):
         found = {name for name in names if layers(name)}
     else:
-        patterns = layers = list(layers)
-        found = {name for name in names if any(re.search(pattern, name) for pattern in patterns)}
+        one: Any = [layers] if isinstance(layers, (str, re.Pattern)) else layers
+        patterns = layers = listed(operation, "layers", one)
+        try:
+            found = {name for name in names if any(re.search(pattern, name) for pattern in patterns)}
+        except (re.error, TypeError) as error:
+            allowed = "a regular expression, several, or a function of the name"
+            raise ArgumentError(operation, f"layers={layers!r} ({error})", allowed, "correct it") from error
     if not found:
         raise ArgumentError(
             operation, f"layers={layers!r}", f"what is in a layer's name: {', '.join(names)}", "correct it"
         )
     return found
+
+
+def listed(operation: str, name: str, given: Any) -> list[Any]:
+    """The elements of an argument that takes several."""
+    try:
+        return list(given)
+    except TypeError:
+        raise ArgumentError(operation, f"{name}={given!r}", "a list", "pass one in a list, too") from None
 
 
 def not_compiled(operation: str) -> UnsupportedError:

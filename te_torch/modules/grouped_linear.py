@@ -21,16 +21,16 @@ from te_core.layers import grouped_linear as core
 from te_core.layers.linear import LinearSpec, Needs
 from te_core.tensor import dense_strides
 from te_torch.base.checkpoint_state import WithExtraState
-from te_torch.base.draws import random_pair
-from te_torch.base.forks import fork_of
 from te_torch.base.module import BaseModule, normal_init
 from te_torch.base.options import check_values, mode_of, refuse_unbuilt
 from te_torch.base.original_input import keeps_original
 from te_torch.base.quantized_init import check_recipe_fits
 from te_torch.base.weights import Gradients
 from te_torch.calls import families
+from te_torch.draws import random_pair
 from te_torch.export import layers
 from te_torch.export.mode import exporting
+from te_torch.forks import fork_of
 from te_torch.function import Call, Extra, Layer, apply, register
 from te_torch.module_names import within
 from te_torch.modules.grouped_traced import apply_traced, checked_sizes, on_host_copy, rows_of

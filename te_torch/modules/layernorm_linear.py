@@ -11,14 +11,14 @@ import torch
 from te_core.errors import UnsupportedError
 from te_core.layers import norm
 from te_core.layers import norm_linear as core
-from te_torch.base.draws import random_pair
-from te_torch.base.forks import fork_of
 from te_torch.base.module import BaseModule, wants_grad
 from te_torch.base.options import check_options
 from te_torch.base.parallel import eagerly
 from te_torch.base.residual import Branch, enter_stream, stream_of
 from te_torch.calls import OF_NORM_LINEAR
+from te_torch.draws import random_pair
 from te_torch.export import layers
+from te_torch.forks import fork_of
 from te_torch.function import Call, Layer, apply, register
 from te_torch.modules.linear import SplitParameters, empty_bias, returned_bias
 from te_torch.modules.norm import init_norm_weight, margin_facts, margin_of, sm_margins

@@ -11,14 +11,14 @@ from te_core.errors import UnsupportedError
 from te_core.layers import mlp as core
 from te_core.layers.linear import LinearSpec, Needs
 from te_core.ops.activation import GATED, KINDS, Clamp
-from te_torch.base.draws import random_pair
-from te_torch.base.forks import fork_of
 from te_torch.base.module import normal_init, wants_grad
 from te_torch.base.options import check_options
 from te_torch.base.parallel import eagerly
 from te_torch.base.quantized_init import check_recipe_fits
 from te_torch.base.residual import Branch, enter_stream, stream_of
+from te_torch.draws import random_pair
 from te_torch.export import layers
+from te_torch.forks import fork_of
 from te_torch.function import Call, Layer, apply, register
 from te_torch.modules.layernorm_linear import NormParameters
 from te_torch.modules.linear import empty_bias, returned_bias

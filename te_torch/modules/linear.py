@@ -11,8 +11,6 @@ from torch.nn import Parameter
 
 from te_core.errors import ArgumentError
 from te_core.layers import linear as core
-from te_torch.base.draws import random_pair
-from te_torch.base.forks import fork_of
 from te_torch.base.module import BaseModule, normal_init
 from te_torch.base.options import check_options, mode_of
 from te_torch.base.original_input import keeps_original
@@ -22,7 +20,9 @@ from te_torch.base.watching import Choice
 from te_torch.base.weights import check_whole
 from te_torch.calls import OF_LINEAR
 from te_torch.carried import HANDING
+from te_torch.draws import random_pair
 from te_torch.export import layers
+from te_torch.forks import fork_of
 from te_torch.function import Call, Layer, apply, register
 from te_torch.precisions import draws, precision_of
 from te_torch.runtime import TO_CORE, check_input, default_device, outside_autocast

@@ -18,9 +18,9 @@ from torch.utils.checkpoint import noop_context_fn
 
 from te_core.errors import ArgumentError, UnsupportedError
 from te_torch.autocast import Ran, Region, active, prepare_default
-from te_torch.base.draws import Repeated, capturing
-from te_torch.base.forks import not_a_tracker
 from te_torch.base.module import CallingModule
+from te_torch.draws import Repeated, capturing
+from te_torch.forks import not_a_tracker
 from te_torch.quantized import QuantizedTorch
 from te_torch.reruns import FirstRun, Rerun, Running, around, in_backward, stops
 from te_torch.runtime import warn

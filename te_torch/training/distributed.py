@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from te_torch.base.forks import fork_of
+from te_torch.forks import fork_of
 
 
 def get_distributed_world_size(group: Any = None) -> int:

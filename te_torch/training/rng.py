@@ -9,12 +9,13 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from operator import index
 from typing import Any
 
 import torch
 
 from te_core.errors import ArgumentError, UnsupportedError
-from te_torch.base.draws import trackers
+from te_torch.draws import trackers
 from te_torch.runtime import default_device
 
 #: A stream: a generator, which a CUDA graph can hold, or the numbers of one.
@@ -71,6 +72,10 @@ class CudaRNGStatesTracker:
 
     def add(self, name: str, seed: int) -> None:
         """A new stream that begins at this seed. torch's generators are left alone."""
+        try:
+            seed = index(seed)
+        except TypeError:
+            raise ArgumentError(f"{type(self).__name__}.add", f"seed={seed!r}", "an integer", "pass one") from None
         for what, value, taken in (("seed", seed, self.seeds_), ("name", name, self.states_)):
             if value in taken:
                 raise NameInUseError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from te_torch.base.forks import Fork, drawn_in, traced_uniform, uniform
+from te_torch.forks import Fork, drawn_in, traced_uniform, uniform
 
 
 class DropPath(torch.nn.Module):

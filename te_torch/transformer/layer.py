@@ -16,12 +16,12 @@ from te_core.attention import canonical_mask
 from te_core.errors import ArgumentError
 from te_torch import offloading
 from te_torch.attention.inference import InferenceParams
-from te_torch.base.draws import random_pair
-from te_torch.base.forks import fork_of
 from te_torch.base.module import BaseModule
 from te_torch.base.options import check_options
 from te_torch.base.parallel import compare_options
 from te_torch.base.residual import Branch, bias_dropout_add
+from te_torch.draws import random_pair
+from te_torch.forks import fork_of
 from te_torch.module_names import next_name, shown
 from te_torch.modules.layernorm_mlp import LayerNormMLP
 from te_torch.modules.norm import LayerNorm, RMSNorm

@@ -17,9 +17,8 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 import te_torch as te
 from te_core.errors import ArgumentError, UnsupportedError
 from te_core.recipe import DelayedScaling
-from te_torch import CudaRNGStatesTracker
+from te_torch import CudaRNGStatesTracker, draws
 from te_torch.autocast import active
-from te_torch.base import draws
 from te_torch.training.checkpoint import (
     activation_recompute_forward,
     get_activation_recompute_contexts,

@@ -125,6 +125,11 @@ def test_a_step_that_differs_from_run_to_run_is_refused() -> None:
         ({"tolerance": float("nan")}, "a number >= 0"),
         ({"layers": "nowhere"}, "0.up, 0.down"),
         ({"restore": [3]}, "state_dict and load_state_dict"),
+        ({"restore": 3}, "state_dict and load_state_dict"),
+        ({"tolerance": "a"}, "a number >= 0"),
+        ({"layers": 5}, "layers=5.*a list"),
+        ({"layers": "("}, r"layers=\['\('\] \(.*a regular expression"),
+        ({"layers": [5]}, r"layers=\[5\] \(.*a regular expression"),
     ],
 )
 def test_wrong_arguments(given: dict[str, Any], said: str) -> None:
@@ -134,6 +139,8 @@ def test_wrong_arguments(given: dict[str, Any], said: str) -> None:
 
 def test_wrong_steps_and_models() -> None:
     net = planted.model()
+    with pytest.raises(ArgumentError, match="step_fn=5.*a function of the model"):
+        bisect(5, net, progress=False)  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match="returned NoneType"):
         bisect(lambda m: None, net, progress=False)
     with pytest.raises(ArgumentError, match="left no gradients"):

@@ -208,6 +208,10 @@ def test_selection() -> None:
         ({"tensors": "input"}, "activation, weight"),
         ({"gemms": "fprop", "tensors": "wgrad"}, "choose a tensor of these"),
         ({"freq": 0}, "an integer >= 1"),
+        ({"start_step": "a"}, "start_step='a'.*an integer >= 0"),
+        ({"end_step": 1.5}, "end_step=1.5.*an integer >= 0"),
+        ({"gemms": 5}, "gemms=5.*a list"),
+        ({"layers": 5}, "layers=5.*a list"),
         ({"group": object()}, "init_process_group"),
     ],
 )

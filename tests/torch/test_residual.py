@@ -14,8 +14,8 @@ import torch
 import te_torch as te
 from te_core.errors import UnsupportedError
 from te_core.layers.residual import AddSpec, BranchNeeds
-from te_torch.base.draws import random_pair
 from te_torch.base.residual import ADD, Branch, bias_dropout_add
+from te_torch.draws import random_pair
 from te_torch.function import _gradients, key_of, register
 from te_torch.runtime import to_core
 from te_torch.tools.memory_report import measure_saved

@@ -18,7 +18,7 @@ import te_torch as te
 from te_core.errors import ArgumentError, UnsupportedError
 from te_core.recipe import NVFP4BlockScaling
 from te_torch import CudaRNGStatesTracker
-from te_torch.base.forks import drawn_in
+from te_torch.forks import drawn_in
 from te_torch.training.distributed import get_distributed_rank, get_distributed_world_size, initialize_affine_weight_gpu
 from te_torch.training.rng import (
     get_all_rng_states,
@@ -204,6 +204,9 @@ def test_mistakes() -> None:
         tracker.add("other", 9)
     with pytest.raises(RuntimeError, match=r"add: got the seed 7, which a stream has.*not one of \[7, 8\]"):
         tracker.add("third", 7)
+    for seed in ("7", 1.5, None):
+        with pytest.raises(ArgumentError, match="add: got seed=.*an integer"):
+            tracker.add("third", seed)  # type: ignore[arg-type]
     assert tracker.seeds_ == {7, 8} and "third" not in tracker.states_
     kept = tracker.get_states()
     for state in (5, "a", None, torch.zeros(3, dtype=torch.uint8), torch.zeros(5056)):

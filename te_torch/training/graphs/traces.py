@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from te_torch.base import draws
+from te_torch import draws
 from te_torch.base.module import BaseModule
 from te_torch.base.weights import Gradients
 from te_torch.runtime import drawn

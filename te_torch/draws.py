@@ -15,7 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from te_torch.base.forks import Fork, drawn_in, new_pair, traced_pair
+from te_torch.forks import Fork, drawn_in, new_pair, traced_pair
 from te_torch.runtime import drawn
 
 #: Trackers of our own that are alive: what is run again draws from them as it did, told of them or not.
