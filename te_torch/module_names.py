@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from te_core import errors
-from te_torch.runtime import constant_at_trace, untraced
+from te_torch.runtime import constant_at_trace, untraced, warn
 
 _numbers = itertools.count(1)
 _AUTOMATIC = re.compile(r"^Layer_\d+\.?")
@@ -83,6 +83,14 @@ def warn_outside(text: str) -> None:
     while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in ("te_torch", "torch"):
         level, frame = level + 1, frame.f_back
     warnings.warn(text, stacklevel=level)
+
+
+def warn_ignored(module: torch.nn.Module, message: str) -> None:
+    """`warn_once` of an argument that changes nothing; of traced code as it is traced."""
+    if torch.compiler.is_compiling():
+        warn(message)
+    else:
+        warn_once(module, message)
 
 
 def shown(**options: Any) -> str:

@@ -22,7 +22,7 @@ from te_torch.base.parallel import compare_options
 from te_torch.base.residual import Branch, bias_dropout_add
 from te_torch.draws import random_pair
 from te_torch.forks import fork_of
-from te_torch.module_names import next_name, shown
+from te_torch.module_names import next_name, shown, warn_ignored
 from te_torch.modules.layernorm_mlp import LayerNormMLP
 from te_torch.modules.norm import LayerNorm, RMSNorm
 from te_torch.runtime import amp_cast
@@ -32,6 +32,10 @@ from te_torch.values import NamedOptions
 
 LAYER_TYPES = ("encoder", "decoder")
 _NORMS = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
+_IGNORED = (
+    "encoder_output is ignored: an encoder layer has no cross attention. To do: leave it out, or pass "
+    "layer_type='decoder' to the constructor"
+)
 _LATE = "apply_residual_connection_post_layernorm"
 _OVERLAPS = ("ub_overlap_ag", "ub_overlap_rs", "ub_overlap_rs_dgrad", "ub_bulk_dgrad", "ub_bulk_wgrad")
 #: Options that go on as they are: to all parts, and to the attentions.
@@ -273,10 +277,8 @@ class TransformerLayer(NamedOptions, torch.nn.Module):
         enc_dec_attn_mask_type = canonical_mask(operation, enc_dec_attn_mask_type or self.enc_dec_attn_mask_type)
         if attention_mask is not None or enc_dec_attn_mask is not None:
             _check_masks(operation, attention_mask=attention_mask, enc_dec_attn_mask=enc_dec_attn_mask)
-        if self.layer_type == "decoder" and encoder_output is None:
-            raise ArgumentError(
-                operation, "a decoder layer without encoder_output", "encoder_output", "pass encoder_output"
-            )
+        if (self.layer_type == "decoder") == (encoder_output is None):
+            self._note_encoder_output(operation, encoder_output)
         x = _begun(hidden_states, self._rows if inference_params is None else None)
         # Module.__getattr__ would cost a microsecond; keyword arguments, which a module's call packs anew twice, five.
         attention: Any = self._modules["self_attention"]
@@ -339,6 +341,14 @@ class TransformerLayer(NamedOptions, torch.nn.Module):
             )
         y = self._added(mlp(read, is_first_microbatch), self.drop_path).added()
         return self.layernorm(y) if self.output_layernorm else y
+
+    def _note_encoder_output(self, operation: str, given: torch.Tensor | None) -> None:
+        """A decoder without encoder_output is an error; in another layer it changes nothing."""
+        if given is None:
+            raise ArgumentError(
+                operation, "a decoder layer without encoder_output", "encoder_output", "pass encoder_output"
+            )
+        warn_ignored(self, _IGNORED)
 
     def _added(self, returned: Any, drop_path: DropPath | None) -> Branch:
         """residual + drop_path(dropout(output + bias)) of what a part returned: output, bias[, norm output], stream.

@@ -29,7 +29,7 @@ from te_torch.base.residual import Branch
 from te_torch.base.sharding import Unit
 from te_torch.carried import carry
 from te_torch.export.mode import exporting, not_exported
-from te_torch.module_names import next_name, shown
+from te_torch.module_names import next_name, shown, warn_ignored
 from te_torch.modules.l2_norm import L2Normalization
 from te_torch.modules.layernorm_linear import LayerNormLinear
 from te_torch.modules.linear import Linear
@@ -51,6 +51,10 @@ QK_NORMS = ("L2Normalization", *_QK_NORMS)
 
 
 _NOTHING = HandOver()
+_IGNORED = (
+    "encoder_output is ignored: self attention looks at hidden_states alone. To do: leave it out, or pass "
+    "attention_type='cross' to the constructor"
+)
 _wrong = partial(ArgumentError, "MultiheadAttention.forward")
 
 
@@ -365,7 +369,11 @@ class MultiheadAttention(Unit):
             raise _wrong(got, "a layer_number of its own for each layer that shares a cache", do)
         if isinstance(hidden_states, Branch) and not self.input_layernorm:
             hidden_states = hidden_states.added()  # there is no norm that would
-        return (hidden_states,) if self.attention_type == "self" else (hidden_states, encoder_output)
+        if self.attention_type == "cross":
+            return hidden_states, encoder_output
+        if encoder_output is not None:
+            warn_ignored(self, _IGNORED)
+        return (hidden_states,)
 
     def _hand_over(self, between: bool, moved: bool) -> HandOver:
         """What this call leaves in FP8, by the precision of the region.
