@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from functools import partial
 from inspect import signature
 from typing import Any
 
@@ -14,7 +13,7 @@ from te_core.attention import canonical_mask
 from te_core.errors import ArgumentError
 from te_core.layers.attention import AttentionInputs
 from te_core.precision import AttentionPrecision
-from te_torch.attention import choose, env, exported, flash, fused, traced, unfused
+from te_torch.attention import choose, env, exported, traced
 from te_torch.attention import fp8 as fp8_attention
 from te_torch.attention.compact import Orders, moved_back, orders_of, to_front
 from te_torch.attention.inference import cut_off
@@ -22,6 +21,7 @@ from te_torch.attention.inputs import (
     Given,
     autocast,
     check_sums,
+    check_types,
     from_cache,
     layer_inputs,
     packed_sequences,
@@ -46,17 +46,16 @@ from te_torch.attention.plan import (
     request_of,
     wrong,
 )
-from te_torch.attention.score_mod import functions, run_graph
+from te_torch.attention.running import ready
+from te_torch.attention.score_mod import functions
 from te_torch.autocast import Now, precision_now
 from te_torch.base.module import BaseModule
 from te_torch.base.options import check_values
 from te_torch.base.parallel import check_context_groups, check_group, size_of
 from te_torch.carried import Carried
-from te_torch.draws import Repeated
 from te_torch.export.handed import Handed
 from te_torch.export.mode import exporting
-from te_torch.forks import Fork, fork_of
-from te_torch.function import register
+from te_torch.forks import fork_of
 from te_torch.quantized import QuantizedTorch
 from te_torch.runtime import default_device
 
@@ -314,7 +313,11 @@ class DotProductAttention(BaseModule):
         if scaling and self.inspector is not None and not tracing:
             forward, backward = fp8_attention.kept_high(self, now[0])
             scaling, given = "" if forward else scaling, given.but(bf16_backward=True) if backward else given
-        key = self._key(given, scaling)
+        try:
+            key = self._key(given, scaling)
+        except AttributeError:
+            check_types(given)
+            raise
         if tracing:
             return self._traced(key, given, now[0])
         return self._run(key, given, now)
@@ -397,27 +400,12 @@ class DotProductAttention(BaseModule):
         world = (key, env.snapshot(), torch.are_deterministic_algorithms_enabled(), choose.generation[0])
         plan = self._plans.get(world)
         if plan is None:
-            plan = self._ready(make_plan(self._static, key, env.now()))
+            plan = ready(make_plan(self._static, key, env.now()), self._fork)
             self._meet(facts_of_plan(plan), key.a.device)
             if len(self._plans) >= _PLANS:
                 self._plans.clear()
             self._plans[world] = plan
         self.__dict__["_last_plan"] = plan  # Module.__setattr__ would cost a microsecond
-        return plan
-
-    def _ready(self, plan: Plan) -> Plan:
-        """The plan with what runs it."""
-        plan.call = register(fused.ATTENTION, plan.layer, any(plan.layer.needs))
-        run: Run = RUN[plan.backend]
-        if plan.key.score_mod == "graph":
-            plan.run = run_graph
-            return plan
-        if plan.backend == choose.FUSED:  # its own layer computes again if asked for
-            plan.run = flash.run_backward_only if flash.takes_backward(plan) else run
-            return plan
-        if plan.key.checkpoint:
-            run = partial(_checkpointed, run)
-        plan.run = partial(_forked, self._fork, run) if plan.draws and self._fork is not None else run
         return plan
 
     def _of_custom(self, number: int) -> int:
@@ -465,10 +453,6 @@ class DotProductAttention(BaseModule):
         return {**super().__getstate__(), "_plans": {}, "_last_plan": None, "_last_rule": None}
 
 
-Run = Callable[..., fused.Results]
-RUN: dict[str, Run] = {choose.FUSED: fused.run, choose.UNFUSED: unfused.run, **dict.fromkeys(choose.FLASH, flash.run)}
-
-
 def explain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> choose.Choice:
     """Print what would compute the attention of these tensors; `options` are those of DotProductAttention.
 
@@ -500,18 +484,3 @@ def _result(out: torch.Tensor, largest: torch.Tensor | None, orders: Orders | No
     if orders is not None:
         out = moved_back(out, orders)
     return out if largest is None else (out, largest)
-
-
-def _checkpointed(run: Run, plan: Plan, inputs: AttentionInputs, **options: Any) -> fused.Results:
-    """Run a backend so that backward computes it again: nothing but its inputs is kept."""
-    from torch.utils.checkpoint import checkpoint
-
-    again = Repeated(run) if plan.draws or options else run  # a user's function may draw
-    found: fused.Results = checkpoint(again, plan, inputs, use_reentrant=False, preserve_rng_state=False, **options)
-    return found
-
-
-def _forked(fork: Fork, run: Run, plan: Plan, inputs: AttentionInputs) -> fused.Results:
-    """Run a backend that draws from torch's generator, with the tracker's state in it."""
-    with fork():
-        return run(plan, inputs)

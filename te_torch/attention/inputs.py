@@ -68,7 +68,12 @@ def packed_sequences(given: Given) -> Given:
     q_padded, kv_padded = given.cu_seqlens_q_padded, given.cu_seqlens_kv_padded
     if cu_q is None or cu_kv is None:
         return given  # the plan complains
+    if not (isinstance(cu_q, torch.Tensor) and isinstance(cu_kv, torch.Tensor)):
+        check_types(given)
     max_q, max_kv = given.max_seqlen_q, given.max_seqlen_kv
+    if isinstance(max_q, torch.Tensor) or isinstance(max_kv, torch.Tensor):  # programs take them from a tensor's max()
+        max_q, max_kv = (int(n) if isinstance(n, torch.Tensor) else n for n in (max_q, max_kv))
+        given = given.but(max_seqlen_q=max_q, max_seqlen_kv=max_kv)
     if q_padded is None and kv_padded is None and max_q is not None and max_kv is not None:
         return given  # nothing is missing
     if (q_padded is None) != (kv_padded is None):
@@ -100,6 +105,28 @@ def without_unread_mask(given: Given, own_type: str) -> Given:
         f"with attn_mask_type={mask_type!r}: 'padding' and 'padding_causal' read a padding mask, 'arbitrary' any other"
     )
     return given.but(attention_mask=None)
+
+
+def check_types(given: Given) -> None:
+    """What has to be a tensor is one."""
+    for name, value in given._asdict().items():
+        if name == "attention_mask" and isinstance(value, (tuple, list)):
+            pair = len(value) == 2 and all([isinstance(m, torch.Tensor) for m in value])
+            got = f"attention_mask of {len(value)} parts ({', '.join([type(m).__name__ for m in value])})"
+        elif name == "attention_mask" or name in _TENSORS:
+            pair, got = value is None or isinstance(value, torch.Tensor), f"{name} of type {type(value).__name__}"
+        else:
+            continue
+        if not pair:
+            raise wrong(
+                got, "a tensor" + (", or a pair for q and for k" if name == "attention_mask" else ""), "pass one"
+            )
+
+
+_TENSORS = (
+    *("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded"),
+    *("core_attention_bias", "alibi_slopes"),
+)
 
 
 def with_equal_lengths(key: Key, given: Given) -> Key:

@@ -36,6 +36,9 @@ def check_set_window_size(attn_mask_type: str, window_size: tuple[int, int] | No
     causal = "causal" in canonical_mask("check_set_window_size", attn_mask_type)
     if window_size is None:
         return (-1, 0) if causal else (-1, -1)
+    if len(window_size) != 2 or any(isinstance(n, (str, float)) for n in window_size):
+        wrong, two = f"window_size={window_size!r}", "two integers (left, right)"
+        raise AttentionArgumentError("window_size", wrong, two, "correct window_size")
     left, right = (int(n) for n in window_size)
     found = (left, right)
     if causal:
@@ -99,7 +102,7 @@ def longest(name: str, cu: torch.Tensor, begin: int | None = 0) -> int:
         raise AttentionArgumentError("DotProductAttention", got, allowed, do)
     sums = cu.tolist()
     check_running_sums(name, sums, begin)
-    most = max([b - a for a, b in zip(sums, sums[1:], strict=False)], default=0)
+    most = max([0, *[b - a for a, b in zip(sums, sums[1:], strict=False)]])
     return max(1, -(-most // 64)) * 64  # 64 where all sequences are empty, too
 
 

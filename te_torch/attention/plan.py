@@ -297,9 +297,14 @@ def _check_names(key: Key) -> None:
     for name, value, allowed in (
         ("qkv_format", key.form, FORMATS),
         ("core_attention_bias_type", key.bias_type, BIASES),
+        ("bottom_right_diagonal", key.bottom_right, (True, False, None)),
+        ("checkpoint_core_attention", key.checkpoint, (True, False)),
     ):
         if value not in allowed:
-            raise wrong(f"{name}={value!r}", ", ".join(allowed), "choose one of these")
+            raise wrong(f"{name}={value!r}", ", ".join(map(str, allowed)), "choose one of these")
+    for name, longest in (("max_seqlen_q", key.max_q), ("max_seqlen_kv", key.max_kv)):
+        if isinstance(longest, (str, float)):
+            raise wrong(f"{name}={longest!r}", "a whole number of tokens", f"correct {name}")
     if "padding" not in key.mask_type:
         got, padding = f"attn_mask_type={key.mask_type!r}", "padding, padding_causal, padding_causal_bottom_right"
         if key.form == "thd":
@@ -373,7 +378,7 @@ def _check_padding(key: Key, lengths: str, sizes: Sizes) -> None:
     shapes = key.mask if lengths == "masks" else (key.mask, key.mask)
     wanted = tuple((sizes.batch, 1, 1, tokens) for tokens in (sizes.sq, sizes.skv))
     if len(shapes) != 2 or any(
-        shape[0] != whole[0] or shape[-1] != whole[-1] or any(n != 1 for n in shape[1:-1])
+        not shape or shape[0] != whole[0] or shape[-1] != whole[-1] or any(n != 1 for n in shape[1:-1])
         for shape, whole in zip(shapes, wanted, strict=True)
     ):
         allowed = f"{wanted[0]} for q and {wanted[1]} for k"

@@ -25,10 +25,11 @@ import torch
 from te_core import cache
 from te_core.errors import ArgumentError
 from te_torch.attention import choose, env
-from te_torch.attention.dot_product import RUN, DotProductAttention
+from te_torch.attention.dot_product import DotProductAttention
 from te_torch.attention.inputs import Given, layer_inputs
 from te_torch.attention.masks import get_full_cu_seqlens
 from te_torch.attention.plan import Key, make_plan
+from te_torch.attention.running import RUN, ready
 from te_torch.runtime import default_device
 
 HEADS, GROUPS = 16, 4
@@ -90,7 +91,7 @@ def runs_of(case: Case) -> dict[str, Callable[[], Any]]:
 
 
 def _run_of(case: Case, backend: str) -> Callable[[], Any]:
-    plan = case.module._ready(make_plan(case.module._static, case.key, env.now(), backend))
+    plan = ready(make_plan(case.module._static, case.key, env.now(), backend), case.module._fork)
     inputs = layer_inputs(case.module, case.given, plan.prepare)
     run = RUN[backend]
     if not case.training:
