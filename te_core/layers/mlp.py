@@ -46,7 +46,7 @@ from te_core.quantize.operands import Uses, Value, is_plain_rule
 from te_core.quantize.state import Scales, backward_cast
 from te_core.quantized import QuantizedTensor
 from te_core.runtime import Runtime
-from te_core.tensor import Tensor
+from te_core.tensor import META, Tensor
 
 FC1, FC2 = 0, 1  # the GEMMs' numbers in the scaling state
 
@@ -292,8 +292,10 @@ def _fc2_weight_gradient(
 def _frees_more(a: Tensor | None, w2: tuple[int, ...], dtype: DType, sink: Sink | None) -> bool:
     """Whether fc2's weight gradient is smaller than what is let go of after it, so that it should come first: memory
     peaks at the activation's gradient."""
+    if a is None or a.device is META:  # of shapes alone: a compiler would have a program for small ones
+        return False
     made = dtype.nbytes(prod(w2)) if sink is None or sink.main is None else 0
-    return a is not None and a.nbytes > made and (sink is None or sink.queue is None)
+    return a.nbytes > made and (sink is None or sink.queue is None)
 
 
 def _made_by_forward(w: Tensor | None) -> Tensor | None:

@@ -154,10 +154,15 @@ def _pieces(
 
 
 def _fit(t: torch.Tensor, shape: tuple[int, ...], fill: int, shapes_only: bool) -> torch.Tensor:
-    """The tensor itself if it is dense, of this shape and where a GEMM can read it, else a copy that is."""
+    """The tensor itself if it is dense, of this shape and where a GEMM can read it, else a copy that is.
+
+    Of shapes alone nothing is compared: a compiler would have a program for sizes that have to be padded.
+    """
+    if shapes_only:
+        return t.new_empty(shape)
     if t.shape == shape:
         t = t.contiguous()
-        return t if shapes_only or not t.data_ptr() % (16 if t.numel() > 1 else 4) else t.clone()
+        return t if not t.data_ptr() % (16 if t.numel() > 1 else 4) else t.clone()
     whole = t.new_full(shape, fill)
     if t.ndim == len(shape):
         part = tuple(slice(0, min(a, b)) for a, b in zip(t.shape, shape, strict=True))
