@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import subprocess
 import sys
@@ -191,6 +192,56 @@ def test_a_module_that_stands_in_two_places() -> None:
         with te.onnx_export(enabled=True):
             program = torch.export.export(model, (x,))
         torch.testing.assert_close(program.module()(x), model(x), rtol=0, atol=2e-6)
+
+
+OF_LENGTHS: dict[str, tuple[Any, Any]] = {
+    "LayerNorm": (lambda: te.LayerNorm(64, device="cpu"), lambda s, b: (torch.randn(s, b, 64),)),
+    "LayerNormMLP": (lambda: te.LayerNormMLP(64, 96, device="cpu"), lambda s, b: (torch.randn(s, b, 64),)),
+    "GroupedLinear": (
+        lambda: te.GroupedLinear(2, 64, 96, device="cpu"),
+        lambda s, b: (torch.randn(s * b, 64), torch.tensor([s, s * (b - 1)])),
+    ),
+    "cross attention": (
+        lambda: te.DotProductAttention(6, 16, attn_mask_type="no_mask"),
+        lambda s, b: (torch.randn(s, b, 6, 16), *torch.randn(2, s + 3, b, 6, 16)),
+    ),
+    "TransformerLayer": (
+        lambda: te.TransformerLayer(64, 96, 2, self_attn_mask_type="padding_causal", device="cpu"),
+        lambda s, b: (torch.randn(s, b, 64), (torch.arange(s) >= s - torch.arange(b)[:, None] % s)[:, None, None, :]),
+    ),
+}
+OFTEN = [("LayerNorm", "high"), ("cross attention", "high"), ("TransformerLayer", "delayed")]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        pytest.param(*case, marks=[] if case in OFTEN else [pytest.mark.more])
+        for case in itertools.product(OF_LENGTHS, RECIPES)
+        if case[1] == "high" or case[0] not in ("LayerNorm", "cross attention")
+    ],
+)
+def test_lengths_and_batches_that_vary(name: str, kind: str) -> None:
+    """The program of one size, saved and loaded, computes for others what the module does."""
+    torch.manual_seed(0)
+    make, given = OF_LENGTHS[name]
+    module, recipe, auto = make().eval(), RECIPES[kind], torch.export.Dim.AUTO
+    with torch.no_grad(), region(recipe):
+        for _ in range(2):
+            module(*given(96, 3))
+        args = given(96, 3)
+        sizes = [{i: auto for i, n in enumerate(t.shape) if n in (96, 3, 99, 288)} or None for t in args]
+        sizes = [None if t.dtype == torch.int64 else own for t, own in zip(args, sizes, strict=True)]
+        file = io.BytesIO()
+        torch.export.save(torch.export.export(module, args, dynamic_shapes=tuple(sizes)), file)
+    file.seek(0)
+    program = torch.export.load(file).module()
+    for tokens, batch in ((96, 3), (32, 5), (128, 2), (64, 40)):
+        args = given(tokens, batch)
+        wanted = eager(module, recipe, args, {})
+        with torch.no_grad():
+            found = program(*args)
+        assert torch.equal(found[0] if isinstance(found, tuple) else found, wanted[0]), (tokens, batch)
 
 
 @requires_cuda
