@@ -24,6 +24,10 @@ PYTHON = VENV / "bin" / "python"
 # PyTorch by CUDA version of the driver: a wheel built for it is what its CUDA extra can share libraries with.
 TORCH = {"cu13": "torch>=2.11", "cu12": "torch>=2.8,<2.11", None: "torch==2.13.0"}
 
+#: Programs for the tests of the extra `clients` of which several releases are tested: each has a folder of its own, as
+#: one environment holds one of them. Without what they depend on, and for whatever Python they ask.
+APART = {"megatron-core": ("0.16.1", "0.19.2")}
+
 
 def cuda_extra() -> str | None:
     """The extra for this machine's NVIDIA driver, None where there is no driver."""
@@ -78,6 +82,24 @@ def install(requirements: list[str]) -> None:
         raise subprocess.CalledProcessError(pip.returncode, command)
 
 
+def folder_of(package: str, release: str) -> Path:
+    """Where a release is installed apart."""
+    return ROOT / "build" / "clients" / f"{package}-{release}"
+
+
+def install_apart() -> None:
+    """Install what of `APART` is not there yet."""
+    for package, release in ((package, release) for package, releases in APART.items() for release in releases):
+        folder = folder_of(package, release)
+        if folder.exists():
+            continue
+        print(f"setup: installing {package} {release} into {folder.relative_to(ROOT)}", flush=True)
+        unfinished = folder.with_name(f"{folder.name}.unfinished")
+        shutil.rmtree(unfinished, ignore_errors=True)
+        install(["--no-deps", "--ignore-requires-python", "--target", str(unfinished), f"{package}=={release}"])
+        unfinished.rename(folder)
+
+
 def main() -> None:
     """Bring `.venv` up to date."""
     if sys.version_info < (3, 10):
@@ -91,6 +113,8 @@ def main() -> None:
     with (ROOT / "pyproject.toml").open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # two makes at once: the second waits, then finds all done
         make_venv()
+        if "clients" in sys.argv[1:]:
+            install_apart()
         if stamp.exists() and stamp.read_text() == want:
             return
         print(f"setup: installing te-runtime[{','.join(extras)}] and {TORCH[cuda]} into {VENV.name}", flush=True)

@@ -45,7 +45,9 @@ _MARKS = {
 }
 #: What stands in our own pickles for a class, while it says that it is of the peer's module.
 _NAMED = ("te_core.naming", "named")
-_REBUILD, _LOAD = ("torch._utils", "_rebuild_tensor_v2"), ("torch.storage", "_load_from_bytes")
+_REBUILD = ("torch._utils", "_rebuild_tensor_v2")
+#: torch's, and what Megatron-core puts in its place.
+_LOADS = {("torch.storage", "_load_from_bytes"), ("megatron.core.safe_globals", "safe_load_from_bytes")}
 _ORDERED_DICT = ("collections", "OrderedDict")
 _STORAGES = {
     ("torch", "FloatStorage"): torch.float32,
@@ -56,7 +58,7 @@ _STORAGES = {
     ("torch", "IntStorage"): torch.int32,
     ("torch", "ByteStorage"): torch.uint8,
 }
-_GLOBALS = {*_MARKS, *_STORAGES, _NAMED, _REBUILD, _LOAD, _ORDERED_DICT}
+_GLOBALS = {*_MARKS, *_STORAGES, *_LOADS, _NAMED, _REBUILD, _ORDERED_DICT}
 
 # torch.save before it wrote zip files: a number, a version, facts about the machine, the object, the storages.
 _LEGACY_START = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # the number, as a pickle of its own
@@ -375,7 +377,7 @@ class _Reader:
             made = _rebuilt(arguments)
         elif function == _ORDERED_DICT and not arguments:
             made = {}
-        elif function == _LOAD and len(arguments) == 1 and type(arguments[0]) is bytes:
+        elif function in _LOADS and len(arguments) == 1 and type(arguments[0]) is bytes:
             self.inside -= len(arguments[0])
             if self.inside < 0:
                 raise _RefusedError("a file inside that is read again and again")

@@ -13,6 +13,7 @@ import pytest
 
 from tests.backends import devices
 from tests.clients.forks import Forks
+from tools.setup_env import APART, folder_of
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = Path(__file__).parent / "programs"
@@ -56,6 +57,17 @@ def test_trains_saves_and_loads(forks: Forks, program: str, device: str, tmp_pat
     name, *options = program.split()
     for what in ("train", "load"):
         run(forks, name, what, device, str(tmp_path), *options)
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("model", ["dense", "moe"])
+@pytest.mark.parametrize("release", APART["megatron-core"])
+def test_megatron_core(forks: Forks, release: str, model: str, device: str, tmp_path: Path) -> None:
+    """On one rank, then on two that begin with the same weights."""
+    installed = str(folder_of("megatron-core", release))
+    for ranks in ("1", "2") if device == "cpu" else ("1",):  # the tests see one GPU
+        for what in ("train", "load"):
+            run(forks, "megatron_gpt", what, device, str(tmp_path), installed, model, ranks)
 
 
 IMPORTS = {

@@ -15,6 +15,10 @@ echo "Collecting numpy"
 echo "  Downloading numpy-2.whl (16 MB)"
 echo "WARNING: a note of pip's own" >&2
 echo "Installing collected packages: numpy, torch"
+while [ $# -gt 1 ]; do
+  [ "$1" = --target ] && mkdir -p "$2" && echo "$*" > "$2/asked"
+  shift
+done
 exit $(cat {code})
 """
 
@@ -52,6 +56,27 @@ def test_it_says_what_it_fetches_and_does_it_once(
     assert said(capfd, monkeypatch) == said(capfd, monkeypatch, "clients") == "", "neither makes the other look again"
     (place / "pyproject.toml").write_text("two")
     assert said(capfd, monkeypatch) and said(capfd, monkeypatch, "clients")
+
+
+def test_releases_of_one_package_stand_apart(
+    place: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(setup_env, "APART", {"megatron-core": ("1.0", "2.0")})
+    said(capfd, monkeypatch)
+    assert not (place / "build").exists(), "for the extra `clients` alone"
+    (place / "code").write_text("1")
+    with pytest.raises(subprocess.CalledProcessError):
+        said(capfd, monkeypatch, "clients")
+    capfd.readouterr()
+    assert not setup_env.folder_of("megatron-core", "1.0").exists(), "half of it is none"
+    (place / "code").write_text("0")
+    assert said(capfd, monkeypatch, "clients").count("setup: installing megatron-core") == 2
+    for release in ("1.0", "2.0"):
+        asked = (setup_env.folder_of("megatron-core", release) / "asked").read_text()
+        assert asked.endswith(f"megatron-core=={release}\n"), asked
+    (setup_env.folder_of("megatron-core", "2.0") / "asked").unlink()
+    setup_env.folder_of("megatron-core", "2.0").rmdir()
+    assert said(capfd, monkeypatch, "clients").count("setup: installing") == 1
 
 
 def test_a_failure_is_shown_whole(

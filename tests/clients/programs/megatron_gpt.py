@@ -5,7 +5,8 @@ few calls of torch.cuda answered, see `on_the_cpu`. Arguments: what, device, fol
 dense or moe, how many ranks.
 """
 
-import os
+import json
+import multiprocessing
 import sys
 
 import te_torch.compat  # noqa: F401
@@ -124,19 +125,24 @@ def difference(one: list[float], other: list[float]) -> float:
 
 
 def train() -> None:
-    own = made("local", torch.float32)
-    ours = made("te", torch.float32)
-    copy(ours, own)
-    half = made("te", torch.bfloat16)
-    copy(half, own)
-    low = made("te", torch.bfloat16, **FP8)
-    copy(low, own)
-    wanted = trained(own, "local")
+    ours, half, low = made("te", torch.float32), made("te", torch.bfloat16), made("te", torch.bfloat16, **FP8)
+    if size == 1:
+        own = made("local", torch.float32)
+        copy(ours, own)
+        save(ours, "begin")
+        wanted = trained(own, "local")
+        (given.folder / "losses").write_text(json.dumps(wanted))
+    else:  # each rank takes its part of the same weights, to come to the same losses
+        restore(ours, "begin")
+        wanted = json.loads((given.folder / "losses").read_text())
+    for model in (half, low):
+        for p, value in zip(model.parameters(), ours.parameters(), strict=True):
+            p.data.copy_(value)
     assert difference(trained(ours, "te"), wanted) < 2e-6
     assert difference(trained(half, "te"), wanted) < 2e-3
     assert difference(trained(low, "te"), wanted) < 5e-3
     check_fp8(low, layers=LINEARS)
-    save(low)
+    save(low, f"fp8-{size}")
     with torch.no_grad():
         keep_on_first(loss=loss_of(low, "te"))
 
@@ -151,7 +157,7 @@ def load() -> None:
             p.zero_()
     # Megatron-core loads what a model asks for, and delayed scaling keeps scales only once it has run.
     te.prepare_state(model, DelayedScaling(amax_history_len=FP8["fp8_amax_history_len"]))
-    restore(model)
+    restore(model, f"fp8-{size}")
     with torch.no_grad():
         assert torch.equal(loss_of(model, "te").cpu(), kept(given.folder)["loss"])
     loss_of(model, "te").backward()
@@ -162,18 +168,18 @@ FP8 = {"fp8": "hybrid", "fp8_recipe": "delayed", "fp8_amax_history_len": 4, "fp8
 LINEARS = 2 * (4 if kind == "dense" else 2 + 2 * EXPERTS)  # the router, embedding and output are Megatron-core's own
 
 
-def save(model: Any) -> None:
+def save(model: Any, name: str) -> None:
     from megatron.core import dist_checkpointing
 
-    (given.folder / "megatron").mkdir(exist_ok=True)
+    (given.folder / name).mkdir(exist_ok=True)
     dist.barrier()
-    dist_checkpointing.save(entries(model), str(given.folder / "megatron"))
+    dist_checkpointing.save(entries(model), str(given.folder / name))
 
 
-def restore(model: Any) -> None:
+def restore(model: Any, name: str) -> None:
     from megatron.core import dist_checkpointing
 
-    found = dist_checkpointing.load(entries(model), str(given.folder / "megatron"))
+    found = dist_checkpointing.load(entries(model), str(given.folder / name))
     missing, unexpected = model.load_state_dict(found)
     assert not missing and not unexpected, (missing, unexpected)
 
@@ -198,33 +204,19 @@ def run(rank: int) -> None:
         on_the_cpu()
     from megatron.core import parallel_state
 
-    store = f"file://{given.folder}/{given.what}"
+    store = f"file://{given.folder}/{given.what}-{size}"
     dist.init_process_group("gloo" if given.device == "cpu" else "nccl", store, rank=rank, world_size=size)
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=size)
     train() if given.what == "train" else load()
     dist.destroy_process_group()
 
 
-def ranks() -> None:
-    children = []
-    for rank in range(size):
-        if child := os.fork():
-            children.append(child)
-            continue
-        code = 1
-        try:
-            run(rank)
-            code = 0
-        except BaseException:
-            import traceback
-
-            traceback.print_exc()
-        finally:
-            sys.stdout.flush(), sys.stderr.flush()
-            os._exit(code)
-    assert all(os.waitpid(child, 0)[1] == 0 for child in children)
-
-
 if __name__ == "__main__":  # Megatron-core starts processes that import this file
-    ranks() if size > 1 else run(0)
+    fork = multiprocessing.get_context("fork")
+    ranks = [fork.Process(target=run, args=(rank,)) for rank in range(size)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join()
+    assert not any(process.exitcode for process in ranks)
     print("ok")
