@@ -101,6 +101,8 @@ class NamedOptions:
 
     def __new__(cls, *args: Any, **given: Any) -> Any:
         """A new object, before it is initialised."""
+        if torch.compiler.is_compiling():  # a compiler that traces this does not know `object.__new__` again, below
+            return super().__new__(cls)
         if given:
             known = _parameters(cls)  # type: ignore[arg-type]
             if known is not None and (unknown := {name: given[name] for name in given if name not in known}):

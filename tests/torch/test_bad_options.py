@@ -376,6 +376,16 @@ def test_classes_of_users_have_what_arguments_they_like() -> None:
         te.autocast(fp8_recipe=None)
 
 
+def test_a_norm_may_be_made_in_compiled_code() -> None:
+    """A compiler follows how the object is made, too."""
+
+    def program(t: torch.Tensor) -> torch.Tensor:
+        return make("LayerNorm")(t)
+
+    t = x()
+    assert torch.equal(torch.compile(program, backend="eager")(t), program(t))
+
+
 # ---------------------------------------------------------------------------------- what functions are given
 
 
