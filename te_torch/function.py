@@ -33,11 +33,11 @@ from te_torch.runtime import (
     LOW,
     TO_CORE,
     freed,
+    in_place,
     nested,
     no_memory,
     refuse_dtensor,
     runtime_for,
-    to_core,
     to_core_shape,
     to_torch,
     was_freed,
@@ -189,7 +189,7 @@ def _to_core_all(rt: Runtime, tensors: Sequence[torch.Tensor | None], strided: b
             None
             if t is None
             else Tensor(t.data_ptr(), t.shape, TO_CORE[t.dtype], device, t)
-            if type(t) in _PLAIN and t.is_contiguous()
+            if type(t) in _PLAIN and t.is_contiguous() and not t.is_neg()
             else _to_core_other(t, device, strided)
             for t in tensors
         ]
@@ -250,6 +250,8 @@ def _to_core_other(t: torch.Tensor, device: Device, strided: bool) -> Any:
     if isinstance(t, QuantizedTorch):
         return core_of(t)
     refuse_dtensor(t)
+    if t.is_neg():  # its memory has the other sign
+        t = t.resolve_neg()
     strides = None
     if not t.is_contiguous():
         if strided and t.stride(-1) == 1:
@@ -384,7 +386,7 @@ def _sink(weight: torch.Tensor, extra: Extra, index: int) -> Sink | None:
     if main is None and extra.queue is None:
         return None
     queue = None if extra.queue is None else extra.queue[index]
-    return Sink(None if main is None else to_core(main), bool(accumulate), queue)
+    return Sink(None if main is None else in_place(main), bool(accumulate), queue)
 
 
 def _takes(main: Any, weight: torch.Tensor) -> bool:
@@ -395,6 +397,7 @@ def _takes(main: Any, weight: torch.Tensor) -> bool:
         and main.dtype in FLOATS
         and main.device == weight.device
         and main.is_contiguous()
+        and not main.is_neg()
     )
 
 
@@ -403,7 +406,8 @@ def _no_main_grad(main: Any, weight: torch.Tensor) -> ArgumentError:
         came = "a weight without main_grad"
     elif isinstance(main, torch.Tensor):
         lies = f"strides {main.stride()}" if main.layout is torch.strided else f"layout {main.layout}"
-        came = f"main_grad of shape {tuple(main.shape)} with {lies} in {main.dtype} on {main.device}"
+        sign = " and torch's negative bit" if main.is_neg() else ""
+        came = f"main_grad of shape {tuple(main.shape)} with {lies}{sign} in {main.dtype} on {main.device}"
     else:
         came = f"main_grad, a {type(main).__name__}"
     shape, device = tuple(weight.shape), weight.device

@@ -22,9 +22,18 @@ from te_core.runtime import Runtime
 from te_core.tape.tape import Take
 from te_core.tensor import CPU, META, Device, Tensor, cuda_device
 
-TO_CORE: dict[torch.dtype, DType] = {
-    getattr(torch, d.torch_name): d for d in dtypes.ALL if hasattr(torch, d.torch_name) and d.bits >= 8
-}
+
+class _CoreTypes(dict[torch.dtype, DType]):
+    def __missing__(self, dtype: torch.dtype) -> DType:
+        """Complex numbers, say, of which nothing here knows the parts."""
+        raise ArgumentError(
+            "te_torch", f"a tensor of {dtype}", "float32, bfloat16 or float16", "convert it, or pass its real parts"
+        )
+
+
+TO_CORE: dict[torch.dtype, DType] = _CoreTypes(
+    {getattr(torch, d.torch_name): d for d in dtypes.ALL if hasattr(torch, d.torch_name) and d.bits >= 8}
+)
 TO_TORCH: dict[DType, torch.dtype] = {core: t for t, core in TO_CORE.items()}
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -334,9 +343,11 @@ def freed(t: torch.Tensor) -> UnsupportedError:
 
 
 def to_core(t: torch.Tensor, strided: bool = False) -> Tensor:
-    """A core view of a torch tensor, which becomes its owner. What is there is taken as it lies, to be read or to be
-    written: the tensor must be contiguous, unless `strided`.
+    """A core view of a torch tensor, which becomes its owner. What is there is taken as it lies: the tensor must be
+    contiguous, unless `strided`. Of one whose sign waits (torch's negative bit) the view is of a copy, only to be read.
     """
+    if t.is_neg():
+        t = t.resolve_neg()
     strides = None if t.is_contiguous() else t.stride()
     if strides is not None and not strided:
         raise ArgumentError(
@@ -345,6 +356,11 @@ def to_core(t: torch.Tensor, strided: bool = False) -> Tensor:
             "a contiguous one here",
             "pass t.contiguous()",
         )
+    return in_place(t, strides)
+
+
+def in_place(t: torch.Tensor, strides: Any = None) -> Tensor:
+    """The same of a tensor that is known to be contiguous, and to have no sign that waits."""
     device = _DEVICES[t.get_device()] if t.is_cuda else CPU
     address = t.data_ptr()
     if not address:  # nothing is in it, or this is no memory for a kernel

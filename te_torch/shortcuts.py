@@ -32,7 +32,7 @@ _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, _NOT_THERE))
 #: one, the last first, which argument it is and how many plain ones come before it. None where something else is.
 _present: dict[tuple[type, ...], tuple[Any, tuple[tuple[int, int], ...]] | None] = {}
 # What a call asks of its tensors, each in one call in C for all of them.
-_address_of, _is_dense = torch.Tensor.data_ptr, torch.Tensor.is_contiguous
+_address_of, _is_dense, _is_negated = torch.Tensor.data_ptr, torch.Tensor.is_contiguous, torch.Tensor.is_neg
 _facts_of = attrgetter("shape", "dtype", "device")
 
 
@@ -69,7 +69,7 @@ def find(
     held = [*choose(tensors)]
     try:
         at = list(map(_address_of, held))
-        if not all(map(_is_dense, held)):
+        if not all(map(_is_dense, held)) or True in map(_is_negated, held):
             return None
         said, bits = [*map(_facts_of, held)], reduce(or_, at)
     except RuntimeError:  # one has no memory, or no shape: the core's way says what it is

@@ -26,6 +26,7 @@ from te_torch.runtime import (
     FLOATS,
     TO_CORE,
     TO_TORCH,
+    check_dtype,
     refuse_dtensor,
     runtime_for,
     shape_runtime,
@@ -150,6 +151,8 @@ def empty(form: Format, shape: tuple[int, int], rowwise: bool, columnwise: bool,
 def plain(t: torch.Tensor) -> torch.Tensor:
     """What a quantizer reads: a contiguous matrix in an activation type."""
     if t.dtype not in FLOATS:
+        if t.dtype.is_complex:
+            check_dtype("quantize", t)
         t = t.float()
     t = t.detach()
     return t.reshape(-1, t.shape[-1]).contiguous() if t.ndim and t.numel() else t.reshape(_rows(t), _columns(t))

@@ -19,6 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import te_torch as te
 from te_core.errors import ArgumentError, UnsupportedError
+from te_torch.attention.rope import apply_rotary_pos_emb
 from te_torch.modules.l2_norm import L2Normalization
 from tests import recipes
 from tests.backends import devices
@@ -134,6 +135,78 @@ def test_a_part_of_a_conjugate(kind: str, device: str) -> None:
     assert turned.is_neg()
     with torch.no_grad():
         assert torch.equal(module(turned), module(-x.imag))
+
+
+def negated(t: torch.Tensor) -> torch.Tensor:
+    """The same values with torch's negative bit, in dense memory: there lie the values with the other sign."""
+    made = torch._neg_view(-t)
+    assert made.is_neg() and made.is_contiguous()
+    return made
+
+
+@on_devices
+@LAYERS
+@pytest.mark.parametrize("recipe", [None, "current"])
+def test_a_sign_that_waits(kind: str, recipe: str | None, device: str) -> None:
+    """Of an input and of a gradient, in calls that are recorded, interpreted and replayed."""
+    module, x = MODULES[kind](device), torch.randn(shape(kind), device=device)
+    for _ in range(3):
+        found = []
+        for given in (x, negated(x)):
+            leaf = given.detach().requires_grad_()
+            with recipes.region(recipe):
+                y = module(leaf)
+            dy = torch.ones_like(y) * 0.5
+            y.backward(dy if given is x else negated(dy))
+            found.append([y.detach(), leaf.grad, *[p.grad for p in module.parameters() if p.grad is not None]])
+            module.zero_grad()
+        assert len(found[0]) == len(found[1])
+        for plain, turned in zip(*found, strict=True):
+            assert torch.equal(plain, turned)
+
+
+def test_a_sign_that_waits_elsewhere() -> None:
+    """In quantizers, functions, a compiled layer, and where a gradient would be written."""
+    x = torch.randn(32, 64)
+    quantizer = te.Float8CurrentScalingQuantizer(te.DType.kFloat8E4M3, "cpu")
+    assert torch.equal(quantizer(negated(x)).dequantize(), quantizer(x).dequantize())
+    t = quantizer(x)
+    t.copy_(negated(2 * x))
+    assert torch.equal(t.dequantize(), quantizer(2 * x).dequantize())
+    rows, scales = te.moe_permute(negated(x), torch.arange(32, dtype=torch.int32).view(32, 1) % 4, map_type="index")
+    wanted, _ = te.moe_permute(x, torch.arange(32, dtype=torch.int32).view(32, 1) % 4, map_type="index")
+    assert torch.equal(rows, wanted) and scales is not None
+    module = te.Linear(64, 16, device="cpu")
+    compiled = torch.compile(module, backend="aot_eager")
+    assert torch.equal(compiled(negated(x)), module(x))
+    torch._dynamo.reset()
+    fused = te.Linear(64, 16, device="cpu", fuse_wgrad_accumulation=True)
+    fused.weight.main_grad = torch._neg_view(torch.zeros(16, 64))
+    with pytest.raises(ArgumentError, match="negative bit"):
+        fused(x).sum().backward()
+
+
+@LAYERS
+def test_complex_numbers(kind: str) -> None:
+    for turn in (lambda t: t, torch.conj):
+        with pytest.raises(ArgumentError, match=r"complex64.*float32"):
+            MODULES[kind]("cpu")(turn(torch.randn(shape(kind), dtype=torch.complex64)))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda z: te.Float8CurrentScalingQuantizer(te.DType.kFloat8E4M3, "cpu")(z),
+        lambda z: te.Float8BlockQuantizer(te.DType.kFloat8E4M3, rowwise=True, columnwise=True)(z),
+        lambda z: te.moe_permute(z, torch.zeros(32, 1, dtype=torch.int32), map_type="index"),
+        lambda z: apply_rotary_pos_emb(z.view(32, 1, 4, 16), torch.zeros(32, 1, 1, 16), fused=True),
+        lambda z: te.Linear(64, 64, device="cpu")(torch.randn(2, 64)).backward(z[:2]),
+    ],
+    ids=["quantizer", "block quantizer", "permute", "rope", "gradient"],
+)
+def test_complex_numbers_in_functions(call: Callable[[torch.Tensor], Any]) -> None:
+    with pytest.raises((ArgumentError, UnsupportedError, RuntimeError), match="complex|Complex|ComplexFloat"):
+        call(torch.randn(32, 64, dtype=torch.complex64))
 
 
 @on_devices
