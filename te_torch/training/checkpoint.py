@@ -112,7 +112,10 @@ class _Run:
         self.function, self.contexts = function, contexts
         self.ran = False
         self.first = FirstRun()
-        self.kept = torch.is_grad_enabled()  # otherwise there is no backward
+        leaving, source = around(active.running)
+        if torch.is_grad_enabled():  # otherwise there is no backward
+            leaving.append(self.first)
+        self.around: tuple[list[FirstRun], Rerun | None] = leaving, source
         region = self.region = active.region
         # In a backward pass it is called by another checkpoint, run again. torch's own does not know the region.
         self.knows = not in_backward() or (region is not None and region.recompute)
@@ -126,8 +129,8 @@ class _Run:
                 # Its Ran counts no open region: one that the function enters itself updates what its first run did not.
                 active.region = _run_again(self.region, region)
         else:
-            leaving, source = around(before)
-            active.running = Running([self.first, *leaving] if self.kept else leaving, source)
+            active.running = Running(*self.around)
+            del self.around
         try:
             with _phase(again or active.recomputing), self.contexts[again]:
                 return self.function(*args)
