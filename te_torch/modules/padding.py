@@ -15,7 +15,7 @@ from te_core.quantized import up
 from te_torch.autocast import active, get_default_recipe
 from te_torch.availability import get_align_size_for_quantization
 from te_torch.base.options import check_values
-from te_torch.runtime import outside_autocast
+from te_torch.runtime import nested, outside_autocast
 from te_torch.values import NamedOptions, splits_of
 
 
@@ -40,6 +40,8 @@ class _Aligned(NamedOptions, torch.nn.Module):
         return sizes, [up(m, self.align_size) for m in sizes]
 
     def _check(self, inp: torch.Tensor, rows: int, meaning: str) -> None:
+        if isinstance(inp, torch.Tensor) and inp.is_nested:
+            raise nested(type(self).__name__)
         if not isinstance(inp, torch.Tensor) or inp.ndim != 2 or inp.shape[0] != rows:
             raise ArgumentError(
                 type(self).__name__,

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import te_torch as te
-from te_core.errors import ArgumentError
+from te_core.errors import ArgumentError, UnsupportedError
 from te_core.recipe import CustomRecipe, Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling
 from te_torch.modules.padding import Fp8Padding, Fp8Unpadding
 from tests.backends import devices
@@ -119,6 +119,7 @@ def test_under_torch_autocast(dtype: torch.dtype) -> None:
     assert list(sizes) == [16, 32] and padded.dtype == dtype and torch.equal(back, x)
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_mistakes() -> None:
     x = values(20, 4)
     for module in (Fp8Padding(3, 16), Fp8Unpadding(3, 16)):
@@ -132,6 +133,8 @@ def test_mistakes() -> None:
         Fp8Padding(2, 16)(x, [-3, 23])
     with pytest.raises(ArgumentError, match="K\\]"):
         Fp8Padding(1, 16)(values(2, 10, 4), [20])
+    with pytest.raises(UnsupportedError, match="a nested tensor"):
+        Fp8Padding(2, 16)(torch.nested.nested_tensor([values(3, 4), values(5, 4)]), [3, 5])
     with pytest.raises(ArgumentError, match="align_size=0"):
         Fp8Padding(1, 0)
 
