@@ -297,8 +297,6 @@ def _check_names(key: Key) -> None:
     for name, value, allowed in (
         ("qkv_format", key.form, FORMATS),
         ("core_attention_bias_type", key.bias_type, BIASES),
-        ("bottom_right_diagonal", key.bottom_right, (True, False, None)),
-        ("checkpoint_core_attention", key.checkpoint, (True, False)),
     ):
         if value not in allowed:
             raise wrong(f"{name}={value!r}", ", ".join(map(str, allowed)), "choose one of these")
