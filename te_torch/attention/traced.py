@@ -109,7 +109,7 @@ def standing_in(key: Key, sizes: Sizes) -> Key:
     whole = (batch, sizes.heads, q, kv)
     mask, bias, cu, slopes = key.mask, key.bias, key.cu, key.slopes
     if mask is not None:
-        if isinstance(mask[0], tuple):
+        if _is_pair(mask):
             mask = tuple([_spread(m, (batch, 1, 1, n)) for m, n in zip(mask, (q, kv), strict=True)])
         else:
             mask = _spread(mask, whole)
@@ -158,7 +158,7 @@ def _is_banded(key: Key) -> bool:
 
 
 def _mask_is_read(key: Key) -> bool:
-    if key.mask is None or isinstance(key.mask[0], tuple):
+    if key.mask is None or _is_pair(key.mask):
         return False
     return key.mask_type == "arbitrary" or ("padding" in key.mask_type and key.cu is None)
 
@@ -175,7 +175,7 @@ def _agree(key: Key, sizes: Sizes) -> bool:
     """Whether all tensors are of these sizes."""
     whole = (sizes.batch, sizes.heads, sizes.sq, sizes.skv)
     place = DIMENSIONS[key.kv_form][0]
-    if key.b is not None and key.c is not None and tuple(key.b.shape[:-1]) != tuple(key.c.shape[:-1]):
+    if key.b is not None and key.c is not None and not _are_equal(key.b.shape[:-1], key.c.shape[:-1]):
         return False
     if key.b is not None and place is not None and key.b.shape[place] != sizes.batch:
         return False
@@ -187,7 +187,7 @@ def _agree(key: Key, sizes: Sizes) -> bool:
         return False
     if key.mask is None:
         return True
-    if isinstance(key.mask[0], tuple):
+    if _is_pair(key.mask):
         q, kv = key.mask
         return _broadcasts(q, (sizes.batch, 1, 1, sizes.sq)) and _broadcasts(kv, (sizes.batch, 1, 1, sizes.skv))
     if "padding" in key.mask_type and key.cu is None and sizes.sq != sizes.skv:
@@ -195,8 +195,17 @@ def _agree(key: Key, sizes: Sizes) -> bool:
     return _broadcasts(key.mask, whole)
 
 
-def _broadcasts(shape: tuple[int, ...], whole: tuple[int, ...]) -> bool:
-    if len(shape) > len(whole):
+def _is_pair(mask: tuple[Any, ...]) -> bool:
+    """Whether it is the shapes of two masks, of queries and of keys."""
+    return len(mask) == 2 and isinstance(mask[0], tuple)
+
+
+def _are_equal(a: tuple[int, ...], b: tuple[int, ...]) -> bool:
+    return len(a) == len(b) and all([m == n for m, n in zip(a, b, strict=True)])
+
+
+def _broadcasts(shape: tuple[Any, ...], whole: tuple[int, ...]) -> bool:
+    if len(shape) > len(whole) or (len(shape) > 0 and isinstance(shape[0], tuple)):
         return False
     return all([n == 1 or n == full for n, full in zip(shape, whole[len(whole) - len(shape) :], strict=True)])
 

@@ -228,9 +228,29 @@ def test_sizes_that_do_not_agree_are_refused() -> None:
         ((q, k, v), padding(9, 3), r"k of shape \(9, 3, 6, 16\), v of \(10, 3, 6, 16\)"),
         ((q, k, k), padding(8, 3), r"a padding mask of shape .*3, 1, 1, 8"),
         ((q, v, v), padding(9, 3), r"\(3, 1, 1, 9\) for q and \(3, 1, 1, 10\) for k"),
+        ((q, k, k), (padding(9, 3),), r"\(3, 1, 1, 9\) for q and \(3, 1, 1, 9\) for k"),
     ):
         with pytest.raises(Exception, match=words):
             torch.compile(module, backend="eager", dynamic=True)(*given, attention_mask=mask)
+
+
+@more
+@pytest.mark.parametrize("kind", ["LayerNorm", "TransformerLayer", "cross"])
+def test_sizes_that_a_user_marks(kind: str) -> None:
+    """A compiler refuses programs that fix such a size, or take it for another one that is equal once."""
+    options, _, _, of_call = CASES["cross"]
+    module = te.DotProductAttention(HEADS, WIDTH, **options) if kind == "cross" else MODULES[kind]()
+    calls: list[Any] = []
+    for tokens, batch in ((8, 8), (20, 5), (32, 40)):
+        x = torch.randn(tokens, batch, 32, requires_grad=True)
+        tensors = [torch.randn(n, batch, HEADS, WIDTH, requires_grad=True) for n in (tokens, 2 * tokens, 2 * tokens)]
+        calls.append((tensors if kind == "cross" else [x], [], of_call(tokens, batch, 2 * tokens)))
+        for t in calls[-1][0]:
+            torch._dynamo.mark_dynamic(t, 0)
+            torch._dynamo.mark_dynamic(t, 1)
+    config: Any = torch.fx.experimental._config
+    with config.patch(use_duck_shape=False):
+        assert check(module, calls, dynamic=None) == 1
 
 
 # --------------------------------------------------------------------------------------------------- whole models
