@@ -57,6 +57,7 @@ from te_torch.training.userbuffers import UserBufferQuantizationMode, destroy_ub
 from te_torch.transformer.layer import TransformerLayer
 from te_torch.transformer.multihead import MultiheadAttention
 from te_torch.utils import deinterleave_glu_tensor, interleave_glu_tensor
+from te_torch.utils import torch_version as torch_version
 
 __all__ = [
     "CudaRNGStatesTracker", "DotProductAttention", "Fp8Padding", "Fp8Unpadding", "GroupedLinear", "InferenceParams",

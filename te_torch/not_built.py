@@ -19,9 +19,7 @@ _OVERLAP = "leave it out, and the ub_* options too: overlap with communication i
 _GROUPED = "a list of tensors, one a group; GroupedLinear takes all rows in one and keeps a weight for each group"
 _STATE = "te.autocast and its recipe: a module keeps its own state, in the child `fp8_state`"
 _MUON = "torch.optim.Muon, or the iteration in torch on a matrix that one process holds"
-_NVTX = "torch.cuda.nvtx.range_push and range_pop"
 _OPS = "the modules of te, which fuse by themselves, in torch.nn.Sequential"
-_CHECK_SIZE = "nothing: storage is padded, every size runs"
 
 _RECIPE_STATES = dict.fromkeys(
     (
@@ -50,10 +48,14 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         "load_framework_extension": "nothing: there is no extension to load",
         "newton_schulz": _MUON,
         "parallel_cross_entropy": "torch.nn.functional.cross_entropy on whole rows, in float32",
-        "torch_version": "torch.__version__",
     },
     "pytorch.quantization": _RECIPE_STATES,
-    "pytorch.fp8": {**_RECIPE_STATES, "split_and_copy": "torch.split, and copy_ of each part"},
+    "pytorch.fp8": _RECIPE_STATES,
+    "pytorch.jit": {
+        "dgelu_fused_": "torch.ops.aten.gelu_backward(grad, x, approximate='tanh')",
+        "l2normalization_backward_fused": "autograd of l2normalization_fused",
+        "l2normalization_fwd_fused": "l2normalization_fused",
+    },
     "pytorch.quantization.FP8GlobalStateManager": {
         "autocast_enter": "te.autocast, as a context",
         "autocast_exit": "te.autocast, as a context",
@@ -79,10 +81,7 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         "fp8_tensors_recompute_buffer": _RUN_AGAIN,
         "skip_fp8_weight_update_tensor": _FIRST_MICROBATCH,
     },
-    "pytorch.module.base": {
-        "fill_userbuffers_buffer_for_all_gather": _OVERLAP,
-        "get_dummy_wgrad": "torch.empty(shape, dtype=dtype)",
-    },
+    "pytorch.module.base": {"fill_userbuffers_buffer_for_all_gather": _OVERLAP},
     "pytorch.tensor": {"GroupedTensor": _GROUPED, "GroupedTensorStorage": _GROUPED},
     "pytorch.attention": {"FusedMLAQUpProjRopeQuant": "te.Linear, then apply_rotary_pos_emb"},
     "pytorch.attention.dot_product_attention.utils": {
@@ -91,25 +90,11 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         "combine_and_quantize": "a quantizer called on torch.cat of the tensors",
     },
     "pytorch.utils": {
-        "SplitAlongDim": "torch.split",
-        "assert_dim_for_fp8_exec": _CHECK_SIZE,
-        "canonicalize_device": "torch.device(device)",
-        "canonicalize_dtype": "torch.get_default_dtype() where dtype is None",
-        "canonicalize_process_group": "torch.distributed.group.WORLD where the group is None",
-        "cast_if_needed": "tensor.to(dtype)",
-        "check_dim_for_fp8_exec": _CHECK_SIZE,
-        "clear_tensor_data": "del, or tensor.untyped_storage().resize_(0)",
         "combine_tensors": "torch.stack",
-        "get_sm_count": "torch.cuda.get_device_properties(device).multi_processor_count",
-        "gpu_autocast_ctx": "torch.autocast('cuda')",
-        "is_bf16_compatible": "te.is_bf16_available()",
         "is_non_tn_fp8_gemm_supported": "nothing: orientations are made as a GEMM reads them",
         "make_weak_ref": "weakref.ref, or tensor.detach()",
         "mark_grouped_tensor": _GROUPED,
-        "nvtx_range_pop": _NVTX,
-        "nvtx_range_push": _NVTX,
         "split_tensor_along_dim": "torch.split",
-        "torch_get_autocast_gpu_dtype": "torch.get_autocast_dtype('cuda')",
     },
 }
 
@@ -184,11 +169,6 @@ MODULES: Mapping[str, tuple[str, str]] = {
         "release_symm_mem_pool, symm_mem_alloc",
         "torch.distributed.all_to_all_single; the last two are in transformer_engine.pytorch.distributed",
     ),
-    "pytorch.jit": (
-        "dgelu_fused_, l2normalization_backward_fused, l2normalization_fused, l2normalization_fwd_fused, "
-        "no_torch_dynamo, set_jit_fusion_options, warmup_jit_*",
-        "torch.compile, torch.compiler.disable",
-    ),
     "pytorch.module._common": ("WeightGradStore", "delay_wgrad_compute=True, and the module's backward_dw()"),
     "pytorch.numerics_debug": ("debug, fp8_tensor_statistics", "te.precision_report(model)"),
     "pytorch.ops.fused": ("the fused operations", _OPS),
@@ -218,6 +198,7 @@ BEHIND_ALIAS = (
     "float8_tensor",
     "fp8",
     "graph",
+    "jit",
     "module",
     "ops",
     "permutation",

@@ -23,6 +23,7 @@ from te_torch.attention import rope as _rope
 from te_torch.attention import softmax as _softmax
 from te_torch.attention import utils as _attention_utils
 from te_torch.base.module import BaseModule
+from te_torch.compat import jit as _jit
 from te_torch.compat import stand_ins as _stand_ins
 from te_torch.compat.global_state import FP8GlobalState, FP8GlobalStateManager
 from te_torch.custom_recipes import quantizer_factories, quantizer_factory_zoo
@@ -207,8 +208,10 @@ DEFINED: dict[str, dict[str, Any]] = {
     | {"checkpoint": te_torch.checkpoint},
     "pytorch.graph": _of(_graphs, _GRAPHS),
     "pytorch.export": _of(_export, _export.__all__),
+    "pytorch.jit": _of(_jit, _jit.__all__),
     "pytorch.module.base": {
         "TransformerEngineBaseModule": BaseModule,
+        "get_dummy_wgrad": _utils.get_dummy_wgrad,
         # Whether a GEMM accumulates in full precision where the recipe does not say.
         "_2X_ACC_FPROP": False,
         "_2X_ACC_DGRAD": True,
@@ -256,7 +259,7 @@ GATHERED: dict[str, dict[str, Any]] = {
     "debug.features.utils": {},
     "debug.features.utils.stats_buffer": {"STATS_BUFFERS": _debug_stats.STATS_BUFFERS},
     "debug.pytorch": {},
-    "pytorch": _of(te_torch, [n for n in te_torch.__all__ if n not in OURS]) | _MAKERS,
+    "pytorch": _of(te_torch, ["torch_version", *[n for n in te_torch.__all__ if n not in OURS]]) | _MAKERS,
     "pytorch.attention": _of(te_torch, _ATTENTION)
     | _of(_rope, _ROPE)
     | {"_get_qkv_layout": _attention_utils.get_qkv_layout},
@@ -268,6 +271,7 @@ GATHERED: dict[str, dict[str, Any]] = {
         **_RECIPES,
         **_of(_availability, _CHECKS),
         **_OLDER_REGIONS,
+        "split_and_copy": _utils.split_and_copy,
     },
     "pytorch.module": _of(te_torch, _MODULES)
     | {"is_module_grouped_tensor_path_supported": _stand_ins.has_no_grouped_path}

@@ -64,3 +64,51 @@ def test_whole_numbers() -> None:
     ):
         with pytest.raises(ArgumentError):
             call()
+
+
+def test_torchs_own_by_documented_names() -> None:
+    x = torch.arange(24.0).view(2, 12)
+    parts = utils.SplitAlongDim.apply(x, 1, [2, 4, 6])
+    assert all(torch.equal(a, b) for a, b in zip(parts, x.split([2, 4, 6], 1), strict=True))
+    outputs = [torch.empty(2), torch.empty(4)]
+    utils.split_and_copy(x[0, :6], outputs, [2, 4])
+    assert torch.equal(torch.cat(outputs), x[0, :6])
+    assert utils.cast_if_needed(x, torch.float32) is x and utils.cast_if_needed(None, torch.float32) is None
+    assert utils.cast_if_needed(x, torch.bfloat16).dtype is torch.bfloat16  # type: ignore[union-attr]
+    assert utils.canonicalize_dtype(None) is torch.get_default_dtype()
+    assert utils.canonicalize_dtype(torch.half) is torch.half
+    assert utils.canonicalize_device(None) == te.Linear(8, 8).weight.device
+    assert utils.canonicalize_device("meta") == torch.device("meta")
+    assert utils.canonicalize_process_group(None) is torch.distributed.group.WORLD
+    assert utils.canonicalize_process_group(x) is x
+    assert utils.torch_get_autocast_gpu_dtype() is torch.get_autocast_dtype("cuda")
+    assert utils.gpu_autocast_ctx(enabled=False).device == "cuda"
+    assert utils.is_bf16_compatible() is bool(te.is_bf16_available())
+    utils.nvtx_range_push("step"), utils.nvtx_range_pop("step"), utils.nvtx_range_pop
+    version = te.torch_version()
+    assert torch.__version__.startswith(".".join(map(str, version))) and version >= (2, 8)
+
+
+def test_sizes_that_the_documented_package_multiplies() -> None:
+    for shape, fits in (((8, 16), True), ((2, 4, 32), True), ((4, 16), False), ((8, 24), False), ((3, 8, 16), True)):
+        assert utils.check_dim_for_fp8_exec(torch.empty(shape)) is fits, shape
+        if not fits:
+            with pytest.raises(ValueError, match="assert_dim_for_fp8_exec.*last dimension that 16 divides"):
+                utils.assert_dim_for_fp8_exec(torch.empty(8, 16), torch.empty(shape))
+    utils.assert_dim_for_fp8_exec(torch.empty(8, 16))
+
+
+def test_memory_that_is_given_back() -> None:
+    kept, gone = torch.ones(4, 4), torch.ones(4, 4)
+    kept._do_not_clear = True  # type: ignore[attr-defined]
+    held = te.Float8CurrentScalingQuantizer(te.DType.kFloat8E4M3, "cpu")(torch.ones(16, 16))
+    utils.clear_tensor_data(kept, None, gone, held)
+    assert kept.shape == (4, 4) and gone.numel() == 0
+    assert all(t is None or not t.numel() for t in held.get_data_tensors())
+
+
+def test_a_gradient_that_is_elsewhere() -> None:
+    first, second = (utils.get_dummy_wgrad([4, 8], torch.bfloat16) for _ in range(2))
+    assert first is not second and first.data_ptr() == second.data_ptr() and first.shape == (4, 8)
+    assert not utils.get_dummy_wgrad((4, 8), torch.bfloat16, zero=True).any()
+    assert utils.get_dummy_wgrad([4, 8], torch.float32).dtype is torch.float32
