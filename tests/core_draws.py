@@ -396,6 +396,10 @@ class Bench:
                 yield from self._bytes(part)
 
 
+class DeviceLostError(Exception):
+    """A kernel read or wrote where it may not: nothing runs on the device any more."""
+
+
 class Tally:
     """What came of many draws."""
 
@@ -408,6 +412,8 @@ class Tally:
         """Note what came of one."""
         try:
             d, outcome = bench.run(seed)
+        except LibraryError as error:  # a kernel's fault: with it the device is lost to this process
+            raise DeviceLostError(f"{draw(seed, bench.calls)}\n    {error}") from error
         except FaultError as fault:
             d, outcome = draw(seed, bench.calls), "fault"
             leaf = bench.calls[d.call].leaves[d.leaf] if d.leaf >= 0 else ""
@@ -441,7 +447,10 @@ def main() -> int:
     parser.add_argument("--verbose", action="store_true", help="also which wrong calls gave a result")
     options = parser.parse_args()
     faulthandler.enable()
-    tally = run(options.count, options.seed, options.device, lambda line: print(line, flush=True))
+    try:
+        tally = run(options.count, options.seed, options.device, lambda line: print(line, flush=True))
+    except DeviceLostError as lost:
+        sys.exit(f"the device is lost: {lost}")
     if options.verbose:
         print(*(f"{n:5} {what}" for what, n in sorted(tally.accepted.items())), sep="\n")
     print(*(f"{name}: {fault}" for name, fault in tally.faults.items()), dict(tally.counts), sep="\n")

@@ -22,7 +22,6 @@ from te_core.layers.meeting import facts_of, words
 from te_torch.attention import choose, env
 from te_torch.attention.masks import AttentionArgumentError, check_set_window_size
 from te_torch.runtime import FLOATS, TO_CORE, nested
-from te_torch.values import check_flags
 
 OPERATION = "DotProductAttention"
 wrong = partial(AttentionArgumentError, OPERATION)
@@ -293,10 +292,11 @@ def divisors(n: int, wanted: int) -> str:
 
 
 def _check_names(key: Key) -> None:
-    check_flags(OPERATION, checkpoint_core_attention=key.checkpoint, bottom_right_diagonal=key.bottom_right)
     for name, value, allowed in (
         ("qkv_format", key.form, FORMATS),
         ("core_attention_bias_type", key.bias_type, BIASES),
+        ("bottom_right_diagonal", key.bottom_right, (True, False, None)),
+        ("checkpoint_core_attention", key.checkpoint, (True, False)),
     ):
         if value not in allowed:
             raise wrong(f"{name}={value!r}", ", ".join(map(str, allowed)), "choose one of these")

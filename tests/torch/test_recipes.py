@@ -463,9 +463,9 @@ def test_a_columnwise_copy_alone_is_refused() -> None:
 
 def test_layers_draw_for_themselves() -> None:
     """Each slot of each GEMM has draws of its own."""
-    grad = resolve(RECIPES["nvfp4"]).grad
+    grad, rng = resolve(RECIPES["nvfp4"]).grad, to_core(torch.zeros(2, dtype=torch.int64))
     casts = [
-        backward_cast(grad, None, gemm, rowwise=True, columnwise=True, slot=slot, rng=object())  # type: ignore[arg-type]
+        backward_cast(grad, None, gemm, rowwise=True, columnwise=True, slot=slot, rng=rng)
         for gemm in range(3)
         for slot in (GRAD_OUTPUT, GRAD_INPUT)
     ]

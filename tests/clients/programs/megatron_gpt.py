@@ -207,6 +207,10 @@ def run(rank: int) -> None:
     store = f"file://{given.folder}/{given.what}-{size}"
     dist.init_process_group("gloo" if given.device == "cpu" else "nccl", store, rank=rank, world_size=size)
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=size)
+    if given.device == "cuda":
+        from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+        model_parallel_cuda_manual_seed(1)
     train() if given.what == "train" else load()
     dist.destroy_process_group()
 
