@@ -313,6 +313,8 @@ def _check_results(
             _check.require(
                 t.shape == shape, op, f"{name} {tuple(t.shape)}", f"({m}, {n})", f"give an {name} of that shape"
             )
+    if aux is not None:
+        _check.one_of(op, "dtype of aux", aux.dtype, ACTIVATION_DTYPES)
     _check.vector(op, "bias", bias, n, ACTIVATION_DTYPES)
     _check.vector(op, "a_sum", a_sum, m, ACTIVATION_DTYPES)
     _check.vector(op, "out_sum", out_sum, n, ACTIVATION_DTYPES)

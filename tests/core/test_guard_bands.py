@@ -157,6 +157,7 @@ def test_outputs_and_casts_are_checked() -> None:
         ("add: .*read-only", ops.add, (RT, x, x), {"out": read_only(10, 24)}),
         ("add: .*one device", ops.add, (RT, elsewhere(x), elsewhere(x)), {}),
         ("bias_dropout_add: .*one device", ops.bias_dropout_add, (RT, x, None, elsewhere(x)), {"p": 0.0}),
+        ("gemm: .*aux", ops.gemm, (RT, x, x), {"trans_b": True, "epilogue": "gelu", "aux": RT.zeros((10, 10), I64)}),
         ("column_sum: .*one device", ops.column_sum, (RT, x, elsewhere(tensor(RT, 24))), {}),
         ("column_sum: .*read-only", ops.column_sum, (RT, x, read_only(24)), {}),
         ("quantize: .*out", ops.quantize, (RT, x, cast()), {"out": other}),
