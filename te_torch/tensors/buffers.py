@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from te_core import dtypes
+from te_core.errors import ArgumentError
 from te_core.quantized import Copy, Format, QuantizedTensor, pieces_of, up
 from te_core.tensor import CPU, META, Tensor
 from te_torch.runtime import piece_to_torch, to_core, to_core_shape
@@ -148,21 +149,47 @@ def _pieces(
     parts = pieces_of(META if shapes_only else CPU, form, shape, columnwise)
     if data.ndim != 2:  # strided data, of which no matrix is a view
         data = data.reshape(shape[::-1] if columnwise and form.transposed else shape)
-    data = _fit(data, parts.data, 0, shapes_only)
-    scale = _fit(scale, parts.scale, 1 if parts.scale_type is dtypes.float32 else 0, shapes_only)
+    least = partial(least_of, form, shape, columnwise)
+    data = _fit(data, parts.data, 0, shapes_only, lambda: least()[0])
+    scale = _fit(scale, parts.scale, 1 if parts.scale_type is dtypes.float32 else 0, shapes_only, lambda: least()[1])
     return data, scale, None if amax is None else _fit(amax, (parts.amax,), 0, shapes_only), parts
 
 
-def _fit(t: torch.Tensor, shape: tuple[int, ...], fill: int, shapes_only: bool) -> torch.Tensor:
+def least_of(form: Format, shape: tuple[int, int], columnwise: bool) -> tuple[tuple[int, int], tuple[int, ...], int]:
+    """The shapes of a copy's data and scales without any padding, and how many amaxes it has."""
+    m, k = shape
+    if form.scaling == "mxfp8":
+        return (m, k), (-(-m // 32), k) if columnwise else (m, -(-k // 32)), 0
+    rows, along = (k, m) if columnwise else (m, k)
+    if form.scaling == "tensor":
+        return (rows, along), (1,), 0
+    if form.scaling == "block":
+        blocks = -(-along // 128)
+        return (rows, along), (-(-rows // 128), blocks) if form.tiled else (blocks, rows), 0
+    return (rows, -(-along // 2)), (rows, -(-along // 16)), rows if form.row_scaled else 1
+
+
+def _fit(
+    t: torch.Tensor, shape: tuple[int, ...], fill: int, shapes_only: bool, least: Callable[[], Any] | None = None
+) -> torch.Tensor:
     """The tensor itself if it is dense, of this shape and where a GEMM can read it, else a copy that is.
 
-    Of shapes alone nothing is compared: a compiler would have a program for sizes that have to be padded.
+    What has to be filled up reaches as far as values do: `least` tells how far. Of shapes alone nothing is compared: a
+    compiler would have a program for sizes that have to be padded.
     """
     if shapes_only:
         return t.new_empty(shape)
     if t.shape == shape:
         t = t.contiguous()
         return t if not t.data_ptr() % (16 if t.numel() > 1 else 4) else t.clone()
+    if least is not None and t.ndim == len(shape):
+        if any(n < needed for n, needed in zip(t.shape, least(), strict=True)):
+            raise ArgumentError(
+                "a quantized tensor",
+                f"a buffer of shape {tuple(t.shape)} ({t.dtype})",
+                f"{least()}, or that padded: {shape}",
+                "set data and scales that belong together, of all values",
+            )
     whole = t.new_full(shape, fill)
     if t.ndim == len(shape):
         part = tuple(slice(0, min(a, b)) for a, b in zip(t.shape, shape, strict=True))

@@ -18,7 +18,7 @@ from te_core import dtypes
 from te_core.errors import ArgumentError, LibraryError, UnsupportedError
 from te_core.quantized import BLOCK, Format, pieces_of
 from te_core.tensor import CPU
-from te_torch.tensors.buffers import Buffers, matrix_of
+from te_torch.tensors.buffers import Buffers, least_of, matrix_of
 
 _LOADING = "load a quantized tensor"
 _AS_WRITTEN = "what pickle wrote of a quantized tensor of this package"
@@ -80,7 +80,7 @@ def _check_copy(
     refused: Any, form: Format, matrix: tuple[int, int], columnwise: bool, copy: tuple[torch.Tensor, Any, Any]
 ) -> None:
     (data, scale, amax), parts = copy, pieces_of(CPU, form, matrix, columnwise)
-    needed, scales, amaxes = _least(form, matrix, columnwise)
+    needed, scales, amaxes = least_of(form, matrix, columnwise)
     scale_type = torch.float32 if parts.scale_type is dtypes.float32 else torch.uint8
     for name, t, least, dtype in (("data", data, needed, torch.uint8), ("scales", scale, scales, scale_type)):
         if t is None or not _reaches(t, least):
@@ -93,20 +93,6 @@ def _check_copy(
         raise refused("scales", scale, "one scale")
     if amaxes and (amax is None or amax.numel() < amaxes or amax.dtype is not torch.float32):
         raise refused("amaxes", amax, f"{amaxes} in torch.float32")
-
-
-def _least(form: Format, shape: tuple[int, int], columnwise: bool) -> tuple[tuple[int, int], tuple[int, ...], int]:
-    """The shapes of a copy's data and scales without any padding, and how many amaxes it has."""
-    m, k = shape
-    if form.scaling == "mxfp8":
-        return (m, k), (-(-m // 32), k) if columnwise else (m, -(-k // 32)), 0
-    rows, along = (k, m) if columnwise else (m, k)
-    if form.scaling == "tensor":
-        return (rows, along), (1,), 0
-    if form.scaling == "block":
-        blocks = -(-along // 128)
-        return (rows, along), (-(-rows // 128), blocks) if form.tiled else (blocks, rows), 0
-    return (rows, -(-along // 2)), (rows, -(-along // 16)), rows if form.row_scaled else 1
 
 
 def _reaches(t: torch.Tensor, least: tuple[int, ...]) -> bool:
