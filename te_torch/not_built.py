@@ -21,21 +21,6 @@ _STATE = "te.autocast and its recipe: a module keeps its own state, in the child
 _MUON = "torch.optim.Muon, or the iteration in torch on a matrix that one process holds"
 _OPS = "the modules of te, which fuse by themselves, in torch.nn.Sequential"
 
-_RECIPE_STATES = dict.fromkeys(
-    (
-        "RecipeState",
-        "DelayedScalingRecipeState",
-        "Float8CurrentScalingRecipeState",
-        "MXFP8BlockScalingRecipeState",
-        "Float8BlockScalingRecipeState",
-        "NVFP4BlockScalingRecipeState",
-        "CustomRecipeState",
-        "_amax_and_scale_update",
-        "_default_sf_compute",
-        "_update_amax_history",
-    ),
-    _STATE,
-)
 _KEPT_BY_MODULES = "nothing: a module keeps its own scales, updated where its region ends and after its backward"
 _RUN_AGAIN = "te.checkpoint, which runs again with the scales of the first time"
 _FIRST_MICROBATCH = "is_first_microbatch=False in forward, also of a callable of te.make_graphed_callables"
@@ -49,8 +34,6 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         "newton_schulz": _MUON,
         "parallel_cross_entropy": "torch.nn.functional.cross_entropy on whole rows, in float32",
     },
-    "pytorch.quantization": _RECIPE_STATES,
-    "pytorch.fp8": _RECIPE_STATES,
     "pytorch.jit": {
         "dgelu_fused_": "torch.ops.aten.gelu_backward(grad, x, approximate='tanh')",
         "l2normalization_backward_fused": "autograd of l2normalization_fused",
@@ -111,6 +94,14 @@ REFUSING: Mapping[str, tuple[tuple[str, ...], str]] = {
             "register_forward_backward_fusion",
         ),
         _OPS,
+    ),
+    "pytorch.quantization": (
+        (
+            *("RecipeState", "DelayedScalingRecipeState", "Float8CurrentScalingRecipeState"),
+            *("MXFP8BlockScalingRecipeState", "Float8BlockScalingRecipeState", "NVFP4BlockScalingRecipeState"),
+            *("CustomRecipeState", "_amax_and_scale_update", "_default_sf_compute", "_update_amax_history"),
+        ),
+        _STATE,
     ),
     "pytorch.router": (
         ("fused_topk_with_score_function", "fused_compute_score_for_moe_aux_loss", "fused_moe_aux_loss"),
@@ -247,9 +238,9 @@ def getter(
     return __getattr__
 
 
-def refusal(place: str, name: str) -> UnsupportedError:
+def refusal(place: str, name: str, kind: type[UnsupportedError] = UnsupportedError) -> UnsupportedError:
     """What the use of a name of `REFUSING` ends in."""
-    return UnsupportedError(f"transformer_engine.{place}.{name}", *_not_built(), REFUSING[place][1])
+    return kind(f"transformer_engine.{place}.{name}", *_not_built(), REFUSING[place][1])
 
 
 def module_error(name: str) -> NotBuiltImportError | None:

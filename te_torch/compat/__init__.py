@@ -41,8 +41,9 @@ def install() -> None:
             f"uninstall {ROOT}, or import te_torch under its own name",
         )
     sys.meta_path.insert(0, _finder)
-    for place in CONTENTS:
-        import_module(f"{ROOT}.{place}".rstrip("."))
+    modules = {place: import_module(f"{ROOT}.{place}".rstrip(".")) for place in CONTENTS}
+    for place, names in CONTENTS.items():  # a function hides the module of its name: torch_version
+        vars(modules[place]).update(names)
     for cls, module in classes():
         naming.rename(cls, module)
     if late := [name for name in _EAGER if name in sys.modules]:

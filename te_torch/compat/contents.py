@@ -174,6 +174,7 @@ _FORMATS = {
 }
 _RECIPES = _of(_recipe, _recipe.__all__)
 _OLDER_REGIONS = {
+    **_stand_ins.refusing("pytorch.quantization"),
     "FP8GlobalState": FP8GlobalState,
     "FP8GlobalStateManager": FP8GlobalStateManager,
     "fp8_autocast": te_torch.fp8_autocast,
@@ -242,6 +243,7 @@ DEFINED: dict[str, dict[str, Any]] = {
     },
     "pytorch.router": _stand_ins.refusing("pytorch.router") | _of(_constants, ("RoutingMapFormat",)),
     "pytorch.tensor.utils": _of(_tensor_utils, _TENSOR_UTILS),
+    "pytorch.torch_version": _of(_utils, ("torch_version",)),
     "pytorch.transformer": _of(te_torch, ("TransformerLayer",)),
     "pytorch.utils": _of(te_torch, _DEVICE) | _of(_utils, _utils.__all__),
 }

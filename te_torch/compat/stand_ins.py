@@ -17,12 +17,25 @@ def refusing(place: str) -> dict[str, Any]:
     return {name: _class(place, name) if name[0].isupper() else _function(place, name) for name in names}
 
 
+class _Named(type):
+    """Of a class that cannot be made: documented class methods are not there, either."""
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        raise not_built.refusal(*cls._place, kind=not_built.NotBuiltError)
+
+
 def _class(place: str, name: str) -> type:
     def __init__(self: Any, *args: Any, **options: Any) -> None:  # noqa: N807
         raise not_built.refusal(place, name)
 
     doc = f"Can be named, not made: {not_built.REFUSING[place][1]}."
-    return type(name, (torch.nn.Module,), {"__init__": __init__, "__doc__": doc, "__module__": __name__})
+    return _Named(
+        name,
+        (torch.nn.Module,),
+        {"__init__": __init__, "__doc__": doc, "__module__": __name__, "_place": (place, name)},
+    )
 
 
 def _function(place: str, name: str) -> Callable[..., NoReturn]:

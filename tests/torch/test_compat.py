@@ -144,6 +144,8 @@ assert transformer_engine.common.recipe.Format is Format is te_core.recipe.Forma
 assert set(te_torch.__all__) - set(OURS) <= set(dir(te))
 te_torch.compat.install()
 assert sys.modules["transformer_engine.pytorch"] is te, "twice is once"
+from transformer_engine.pytorch.torch_version import torch_version
+assert te.torch_version is torch_version and torch_version() >= (2, 8), "the function hides its module"
 import warnings
 with warnings.catch_warnings(record=True) as seen:
     warnings.simplefilter("always")

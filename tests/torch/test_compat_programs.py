@@ -433,6 +433,12 @@ import transformer_engine_torch as tex
 class Fused(torch.nn.Module):
     def make(self) -> te.pytorch.ops.Sequential: ...
 
+from transformer_engine.pytorch.quantization import RecipeState
+try:
+    RecipeState.create(te.common.recipe.DelayedScaling(), mode="forward")
+except AttributeError as error:
+    assert "fp8_state" in error.do
+assert te.pytorch.fp8.RecipeState is RecipeState and not hasattr(RecipeState, "create")
 assert tex.DType is te.pytorch.DType and not hasattr(tex, "rmsnorm_fwd") and find_spec("transformer_engine_torch")
 assert not isinstance(te.pytorch.Linear(8, 8, device="cpu"), FusibleOperation)
 assert RoutingMapFormat(1).name == "BITMAP_U8" and pickle.loads(pickle.dumps(RoutingMapFormat(0))) == 0
