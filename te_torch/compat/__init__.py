@@ -42,8 +42,10 @@ def install() -> None:
         )
     sys.meta_path.insert(0, _finder)
     modules = {place: import_module(f"{ROOT}.{place}".rstrip(".")) for place in CONTENTS}
-    for place, names in CONTENTS.items():  # a function hides the module of its name: torch_version
-        vars(modules[place]).update(names)
+    for place, names in CONTENTS.items():
+        for name in names:
+            if f"{place}.{name}" in CONTENTS:  # a function hides the module of its name: torch_version
+                setattr(modules[place], name, names[name])
     for cls, module in classes():
         naming.rename(cls, module)
     if late := [name for name in _EAGER if name in sys.modules]:

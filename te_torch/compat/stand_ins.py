@@ -20,10 +20,12 @@ def refusing(place: str) -> dict[str, Any]:
 class _Named(type):
     """Of a class that cannot be made: documented class methods are not there, either."""
 
+    _place: tuple[str, str]
+
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
-        raise not_built.refusal(*cls._place, kind=not_built.NotBuiltError)
+        raise not_built.refusal(*cls._place, not_built.NotBuiltError)
 
 
 def _class(place: str, name: str) -> type:
