@@ -11,7 +11,7 @@ from math import isfinite
 from typing import Any, TypeVar
 
 from te_core.errors import ArgumentError
-from te_core.spelling import FieldNameError, meant, name_error
+from te_core.spelling import FieldNameError, meant, name_error, nearest
 
 #: Keywords of older releases of the documented API.
 _OLDER = frozenset({"interval", "override_linear_precision"})
@@ -117,7 +117,8 @@ def check_common(recipe: Any, formats: Sequence[Enum], overrides: Sequence[str |
 
 
 def named_by_its_fields(cls: type[_R]) -> type[_R]:
-    """Keywords of older releases and of other recipes are dropped with a warning; unknown ones are an error."""
+    """Keywords that the recipe does not have are dropped with a warning, as documented: programs hand over options of
+    layers, older releases and other recipes (Megatron-core params_dtype and device). A misspelt field is an error."""
     init: Callable[..., None] = cls.__init__
     known = [one.name for one in fields(cls)]  # type: ignore[arg-type]
     _fields.update(known)
@@ -126,9 +127,10 @@ def named_by_its_fields(cls: type[_R]) -> type[_R]:
     def __init__(self: _R, *args: Any, **given: Any) -> None:  # noqa: N807
         without = [name for name in given if name not in known]
         if without:
-            unknown = {name: given[name] for name in without if name not in _fields | _OLDER}
-            if unknown:
-                raise name_error(cls.__name__, unknown, known)
+            strange = [name for name in without if name not in _fields | _OLDER]
+            misspelt = {name: given[name] for name in strange if nearest(name, known)}
+            if misspelt:
+                raise name_error(cls.__name__, misspelt, known)
             dropped = ", ".join(f"{name}={given.pop(name)!r}" for name in without)
             text = f"{cls.__name__}: got {dropped}, which it does not have: dropped, it computes as without"
             warnings.warn(text, stacklevel=2)

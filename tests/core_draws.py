@@ -41,7 +41,7 @@ from te_core.recipe import (
 from te_core.runtime import Runtime
 from te_core.tape.taped import Taped, set_when
 from te_core.tape.walk import STATE
-from te_core.tensor import CPU, Device, Tensor
+from te_core.tensor import CPU, Device, ReadOnly, Tensor
 from tests.core import face
 from tests.core_calls import more_layers, more_operations
 
@@ -288,6 +288,13 @@ def draw(seed: int, found: Mapping[str, Call]) -> Draw:
     return Draw(seed, call.name, r.choice(KINDS) if call.leaves else "right", leaf, taped, r.randrange(1 << 16))
 
 
+class _Lent(ReadOnly):
+    """Memory of a GPU that nobody may write to."""
+
+    def __init__(self, base: Any) -> None:
+        self.base = base
+
+
 def _wrong(memory: Guarded, leaf: Leaf, d: Draw, what: str) -> Tensor | None:
     """The tensor that the draw has in the place of this leaf."""
     data, shape, dtype, kind = leaf.data, leaf.shape, leaf.dtype, d.kind
@@ -322,9 +329,10 @@ def _wrong(memory: Guarded, leaf: Leaf, d: Draw, what: str) -> Tensor | None:
         writable[:] = False
     base, at = memory.place(what, values, writable, shift)
     owner: Any = base
-    if kind == "read-only" and device is CPU:
-        owner = base.owner.view()
-        owner.flags.writeable = False
+    if kind == "read-only":
+        owner = base.owner.view() if device is CPU else _Lent(base)
+        if device is CPU:
+            owner.flags.writeable = False
     if kind == "elsewhere":
         device = ELSEWHERE if device is CPU else CPU
     return Tensor(at, shape, dtype, device, owner, strides)

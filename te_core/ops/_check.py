@@ -113,9 +113,13 @@ def result(
 
 
 def stored(operation: str, device: Device, name: str, q: QuantizedTensor, *, writes: bool = False) -> None:
-    """The pieces of a quantized tensor are those of its format and shape, on the device; META has no pieces."""
+    """The pieces of a quantized tensor are those of its format and shape, on the device; META has no pieces.
+
+    Kernels read and write data and scales 16 bytes at a time, wherever they come from.
+    """
     if device is META:
         return
+    cuda = device.kind == "cuda"
     for columnwise, pieces in (
         (False, (q.rowwise, q.rowwise_scale, q.rowwise_amax)),
         (True, (q.columnwise, q.columnwise_scale, q.columnwise_amax)),
@@ -128,13 +132,16 @@ def stored(operation: str, device: Device, name: str, q: QuantizedTensor, *, wri
             if number == 2 and not parts.amax:
                 continue  # of a format without one: not read
             right = t is not None and t.shape == size and t.dtype is kind and t.is_contiguous and t.device is device
+            right = right and not (cuda and t.ptr % (16 if t.size > 1 else kind.itemsize))  # type: ignore[union-attr]
             if not right or (writes and t is not None and not t.writable):
                 which = ("columnwise" if columnwise else "rowwise") + ("", "_scale", "_amax")[number]
                 require(
                     False,
                     operation,
                     f"{name}.{which} = {t!r} of {q!r}",
-                    f"a dense {kind.name} tensor of shape {size} on {device}" + " that may be written to" * writes,
+                    f"a dense {kind.name} tensor of shape {size} on {device}"
+                    + " at a multiple of 16 bytes" * cuda
+                    + " that may be written to" * writes,
                     f"quantize {name} anew, or correct its pieces",
                 )
 

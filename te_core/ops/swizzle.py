@@ -31,12 +31,15 @@ def swizzle_scales(rt: Runtime, scale: Tensor, *, transposed: bool = False) -> T
 
     transposed: `scale` is held as [C, R], as an mxfp8 columnwise copy holds it. The result then has that shape too.
     """
-    key = ("swizzle_scales", *_check.facts(scale), transposed)
+    aligned = scale.device.kind != "cuda" or not scale.ptr & 15
+    key = ("swizzle_scales", *_check.facts(scale), transposed, aligned)
     plan = rt.plans.get(key)
     if plan is None:
         op = "swizzle_scales"
         _check.matrix(op, "scale", scale)
         _check.on_device(op, rt.device, scale)
+        allowed = "scales at a multiple of 16 bytes"
+        _check.require(aligned, op, f"scale = {scale!r} at address {scale.ptr:#x}", allowed, "pass a copy")
         _check.one_of(op, "dtype of scale", scale.dtype, (dtypes.uint8,))
         rows, blocks = scale.shape[::-1] if transposed else scale.shape
         _check.require(

@@ -10,11 +10,12 @@ import pytest
 from te_core import dtypes, ops
 from te_core.backends.cuda import backend
 from te_core.backends.meta import backend as meta
-from te_core.errors import LibraryError
+from te_core.errors import ArgumentError, LibraryError
 from te_core.kernels import loader
 from te_core.ops.activation import Clamp
 from te_core.quantized import Cast, Format
 from te_core.runtime import Runtime
+from te_core.tensor import Tensor
 from tests.core.face import Right, operations, tensor
 from tests.core.fake_cuda import Machine
 from tests.host_steps import worded
@@ -163,3 +164,21 @@ def test_every_kernel_that_is_asked_for_compiles(machine: Machine) -> None:
         except LibraryError as error:
             failed[name, constants] = str(error)[:400]
     assert len(jobs()) > 40 and not failed, failed
+
+
+def test_pieces_off_16_bytes_are_refused(machine: Machine) -> None:
+    """Kernels load and store 16 bytes at once: another address is an error that ends the process's device."""
+    rt = Runtime.cuda()
+    x = tensor(rt, 32, 32)
+    cast = Cast(Format(dtypes.float8_e4m3, "mxfp8"), rowwise=True, columnwise=True)
+    for name in ("rowwise", "rowwise_scale", "columnwise", "columnwise_scale"):
+        q = ops.quantize(rt, x, cast)
+        piece = getattr(q, name)
+        setattr(q, name, Tensor(piece.ptr + 4, piece.shape, piece.dtype, piece.device, piece))
+        for call in (lambda q=q: ops.dequantize(rt, q, dtypes.bfloat16), lambda q=q: ops.quantize(rt, x, cast, out=q)):
+            with pytest.raises(ArgumentError, match=f"{name} = .*multiple of 16 bytes"):
+                call()
+    one: Any = ops.quantize(rt, tensor(rt, 128, 128), cast).rowwise_scale
+    assert ops.swizzle_scales(rt, one).size == one.size
+    with pytest.raises(ArgumentError, match="swizzle_scales: got .*multiple of 16 bytes"):
+        ops.swizzle_scales(rt, Tensor(one.ptr + 4, one.shape, one.dtype, one.device, one))

@@ -97,19 +97,19 @@ def copy(model: Any, source: Any) -> None:
             p.copy_(values[name])
 
 
-def loss_of(model: Any, layers: str) -> torch.Tensor:
+def loss_of(model: Any) -> torch.Tensor:
     tokens = torch.randint(0, VOCABULARY, (2, LENGTH), generator=torch.Generator().manual_seed(3)).to(given.device)
     positions = torch.arange(LENGTH, device=given.device).expand(2, LENGTH)
-    hidden = None if layers == "te" else torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool, device=given.device).triu(1)
+    hidden = torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool, device=given.device).triu(1)
     return model(tokens, positions, hidden, labels=tokens.roll(-1, 1)).float().mean()
 
 
-def trained(model: Any, layers: str) -> list[float]:
+def trained(model: Any) -> list[float]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
     losses = []
     for _ in range(5):
         optimizer.zero_grad()
-        loss = loss_of(model, layers)
+        loss = loss_of(model)
         loss.backward()
         for p in model.parameters():  # what norms have seen of the tokens
             if size > 1 and p.grad is not None and (getattr(p, "sequence_parallel", False)):
@@ -130,7 +130,7 @@ def train() -> None:
         own = made("local", torch.float32)
         copy(ours, own)
         save(ours, "begin")
-        wanted = trained(own, "local")
+        wanted = trained(own)
         (given.folder / "losses").write_text(json.dumps(wanted))
     else:  # each rank takes its part of the same weights, to come to the same losses
         restore(ours, "begin")
@@ -138,13 +138,13 @@ def train() -> None:
     for model in (half, low):
         for p, value in zip(model.parameters(), ours.parameters(), strict=True):
             p.data.copy_(value)
-    assert difference(trained(ours, "te"), wanted) < 2e-6
-    assert difference(trained(half, "te"), wanted) < 2e-3
-    assert difference(trained(low, "te"), wanted) < 5e-3
+    assert difference(trained(ours), wanted) < 2e-6
+    assert difference(trained(half), wanted) < 2e-3
+    assert difference(trained(low), wanted) < 5e-3
     check_fp8(low, layers=LINEARS)
     save(low, f"fp8-{size}")
     with torch.no_grad():
-        keep_on_first(loss=loss_of(low, "te"))
+        keep_on_first(loss=loss_of(low))
 
 
 def load() -> None:
@@ -159,8 +159,8 @@ def load() -> None:
     te.prepare_state(model, DelayedScaling(amax_history_len=FP8["fp8_amax_history_len"]))
     restore(model, f"fp8-{size}")
     with torch.no_grad():
-        assert torch.equal(loss_of(model, "te").cpu(), kept(given.folder)["loss"])
-    loss_of(model, "te").backward()
+        assert torch.equal(loss_of(model).cpu(), kept(given.folder)["loss"])
+    loss_of(model).backward()
     check_fp8(model, layers=LINEARS)
 
 
