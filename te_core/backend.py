@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from te_core.ops.kv_cache import KVAppendSpec, KVCache, KVGatherSpec, KVMoveSpec
     from te_core.ops.l2_norm import L2NormOpSpec
     from te_core.ops.norm import NormGradients, NormOperands, NormOpSpec
+    from te_core.ops.padding_order import PaddingOrderSpec
     from te_core.ops.permute import Operands as PermuteOperands
     from te_core.ops.permute import PermuteSpec, RowMapSpec
     from te_core.ops.quantize import QuantizeSpec, ScalingState
@@ -242,6 +243,13 @@ class Backend(Protocol):
     def kv_move(self, rt: Runtime, plan: Any, cache: KVCache, moves: Tensor, /) -> None: ...
     def plan_kv_gather(self, rt: Runtime, spec: KVGatherSpec, /) -> Any: ...
     def kv_gather(self, rt: Runtime, plan: Any, cache: KVCache, cu_cached: Tensor, k: Tensor, v: Tensor, /) -> None: ...
+
+    # ------------------------------------------------------------------------------------- tokens and padding
+
+    def plan_padding_order(self, rt: Runtime, spec: PaddingOrderSpec, /) -> Any: ...
+    def padding_order(
+        self, rt: Runtime, plan: Any, mask: Tensor, there: Tensor, again: Tensor, cu: Tensor, /
+    ) -> None: ...
 
     # ------------------------------------------------------------------------------------- tokens and experts
 

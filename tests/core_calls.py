@@ -240,6 +240,7 @@ def _tokens(rt: Runtime) -> Calls:
         "kv_gather odd": ((paged, ints(rt, 0, 3)), {}),
         "kv_move more": ((cache, ints(rt, [0, 2, 3], [1, 0, 8], [-1, 1, 2])), {"longest": 8}),
         "mask_row_map starts": ((routing,), {"starts": starts}),
+        "padding_order rows": ((rt.tensor(np.eye(3, 70, dtype=np.uint8)),), {"form": "bshd"}),
         "permute starts": ((x, row_map), {"rows": 8, "starts": starts, "pad_offsets": pads}),
         "permute index": ((x, slots), {"rows": 20}),
         "unpermute index": ((permuted, slots), {"tokens": 10, "weights": weights}),

@@ -31,6 +31,7 @@ l2_norm_forward = explained(raw.l2_norm_forward)
 mask_row_map = explained(raw.mask_row_map)
 norm_backward = explained(raw.norm_backward)
 norm_forward = explained(raw.norm_forward)
+padding_order = explained(raw.padding_order)
 permute = explained(raw.permute)
 plan_update = explained(raw.plan_update)
 quantize = explained(raw.quantize)
@@ -57,7 +58,8 @@ __all__ = [
     "bias_dropout_add_backward", "chunk_row_map", "column_sum", "count_nonfinite", "dequantize", "gemm",
     "gemm_grouped", "gemm_quantized", "gemm_route", "index_row_map", "is_gated", "kv_append", "kv_gather",
     "kv_move", "l2_norm_backward", "l2_norm_forward", "mask_row_map", "norm_backward", "norm_forward",
-    "packed_width", "permute", "plan_update", "quantize", "quantize_grouped", "quantize_many", "resize", "rope",
-    "rope_qkv", "rope_qkv_backward", "run_update", "scale_pairs", "softmax_backward", "softmax_forward",
-    "statistics", "swizzle_scales", "transpose", "unpermute", "unpermute_backward", "update_scales",
+    "packed_width", "padding_order", "permute", "plan_update", "quantize", "quantize_grouped", "quantize_many",
+    "resize", "rope", "rope_qkv", "rope_qkv_backward", "run_update", "scale_pairs", "softmax_backward",
+    "softmax_forward", "statistics", "swizzle_scales", "transpose", "unpermute", "unpermute_backward",
+    "update_scales",
 ]  # fmt: skip

@@ -130,6 +130,7 @@ def operations(rt: Runtime) -> dict[str, Right]:
             {"kind": "LayerNorm", "eps": 1e-5, "cast": cast(rt), "branch": Branch(x, tensor(rt, ROWS, WIDTH), vector)},
         ),
         "norm_backward": ((x, x, vector, rows, rows), {"kind": "LayerNorm", "add": x}),
+        "padding_order": ((rt.tensor(np.eye(3, 40, dtype=bool)),), {"form": "sbhd"}),
         "permute": ((x, row_map), {"rows": ROWS, "probs": probs, "pad_offsets": pads}),
         "quantize": ((x, cast(rt)), {"column_sum": vector}),
         "quantize_grouped": ((x, [16, 16], [cast(rt, False)] * 2, [tensor(rt, WIDTH) for _ in range(2)]), {}),

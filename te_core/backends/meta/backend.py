@@ -55,6 +55,8 @@ l2_norm_backward = l2_norm_forward = _run
 column_sum = resize = _run
 plan_norm_backward = plan_norm_forward = _plan
 norm_backward = norm_forward = _run
+plan_padding_order = _plan
+padding_order = _run
 plan_permute = plan_row_map = plan_unpermute = plan_unpermute_backward = _plan
 permute = row_map = unpermute = unpermute_backward = _run
 plan_quantize = plan_update = _plan

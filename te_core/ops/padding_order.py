@@ -1,0 +1,57 @@
+"""The order of tokens in rows with padding: the tokens of each row first, then its padding, each in their own order.
+
+All backends of attention take sequences by their lengths, from the beginning of a row on. A mask's order says where
+tokens have to go for that, and its running sums say how long the rows then are. Nothing here waits for the host.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+from te_core import dtypes
+from te_core.ops import _check
+from te_core.runtime import Runtime
+from te_core.tensor import Tensor
+
+_FORMATS = ("sbhd", "bshd")
+_MASKS = (dtypes.bool_, dtypes.uint8)
+
+
+@dataclass(frozen=True, slots=True)
+class PaddingOrderSpec:
+    """Place p of row r is place p * token_step + r * row_step among all tokens."""
+
+    rows: int
+    length: int  # of a row
+    token_step: int
+    row_step: int
+
+
+def padding_order(rt: Runtime, mask: Tensor, *, form: str) -> tuple[Tensor, Tensor, Tensor]:
+    """(there, again, cu_seqlens) of a padding mask [b, s], or [b, .., s], which is not 0 where padding is.
+
+    `form` says what places are counted in: bshd in [b, s, ..], sbhd in [s, b, ..].
+
+        there       int64 [b * s]: the place of the token that comes to place i
+        again       int64 [b * s]: the place that the token of place i has gone to
+        cu_seqlens  int32 [b + 1]: running sums of the tokens of rows
+    """
+    op = "padding_order"
+    key = (op, form, *_check.facts(mask))
+    plan = rt.plans.get(key)
+    if plan is None:
+        _check.one_of(op, "form", form, _FORMATS)
+        _check.require(mask.ndim > 0, op, f"mask = {mask!r}", "a mask [b, s]", "pass a row for each sequence")
+        _check.dense(op, "mask", mask)
+        _check.one_of(op, "dtype of mask", mask.dtype, _MASKS)
+        _check.on_device(op, rt.device, mask)
+        rows, length = mask.shape[0], prod(mask.shape[1:])
+        for name, count in (("tokens", rows * length), ("rows", rows + 1)):
+            _check.require(count < 1 << 31, op, f"{count} {name}", "less than 2^31", "split the batch")
+        steps = (rows, 1) if form == "sbhd" else (1, length)
+        plan = rt.plans.put(key, rt.backend.plan_padding_order(rt, PaddingOrderSpec(rows, length, *steps)))
+    there, again = (rt.empty((mask.size,), dtypes.int64) for _ in range(2))
+    cu = rt.empty((mask.shape[0] + 1,), dtypes.int32)
+    rt.backend.padding_order(rt, plan, mask, there, again, cu)
+    return there, again, cu
