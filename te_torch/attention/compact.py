@@ -10,19 +10,23 @@ from typing import Any, NamedTuple
 
 import torch
 
+from te_core.ops import raw as ops
 from te_torch.attention.inputs import Given
-from te_torch.attention.masks import check_beside, check_padding_mask
+from te_torch.attention.masks import Sums, check_beside, check_padding_mask, get_cu_seqlens
 from te_torch.attention.plan import OPERATION
 from te_torch.quantized import QuantizedTorch
+from te_torch.runtime import runtime_for, to_core, to_torch
+from te_torch.surroundings import dispatch_modes, functorch_active
 
 
 class Order(NamedTuple):
-    """Where tokens go: in rows [b, s], and by the same places among all tokens of q, k or v [b * s], there and back."""
+    """Where tokens go, by places among all tokens of q, k or v [b * s], and how many there are."""
 
-    front: torch.Tensor  # what comes to place i of a row
-    back: torch.Tensor  # where place j of a row has gone
-    there: torch.Tensor
-    again: torch.Tensor
+    there: torch.Tensor  # what comes to a place
+    again: torch.Tensor  # where what is in a place has gone
+    cu: torch.Tensor  # cu_seqlens
+    length: int  # of a row
+    form: str
 
 
 class Orders(NamedTuple):
@@ -62,14 +66,34 @@ def _is_in_front(mask: torch.Tensor) -> bool:
     return not bool((mask[..., :-1] & ~mask[..., 1:]).any())
 
 
+_Made = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # there, again, cu
+
+
 def _new_order(mask: torch.Tensor, form: str) -> Order:
-    hidden = mask.flatten(1)
-    places = torch.arange(hidden.shape[1], device=mask.device).expand(hidden.shape)
+    made = _order_in_memory(mask, form) if _is_in_memory(mask) else _order_by_torch(mask.flatten(1), form)
+    return Order(*made, mask.shape[-1], form)
+
+
+def _is_in_memory(mask: torch.Tensor) -> bool:
+    """Whether a kernel may read the mask: nothing traces or transforms what is done to it."""
+    if torch.compiler.is_compiling():
+        return False
+    return type(mask) is torch.Tensor and not dispatch_modes() and not functorch_active()
+
+
+def _order_in_memory(mask: torch.Tensor, form: str) -> _Made:
+    """In one launch: each layer reads its mask in each call."""
+    there, again, cu = ops.padding_order(runtime_for(mask), to_core(mask.contiguous()), form=form)
+    return to_torch(there), to_torch(again), to_torch(cu)
+
+
+def _order_by_torch(hidden: torch.Tensor, form: str) -> _Made:
+    places = torch.arange(hidden.shape[1], device=hidden.device).expand(hidden.shape)
     tokens = (~hidden).cumsum(1)  # up to this place
     # A token comes behind the tokens before it, padding behind all tokens and the padding before it.
     back = torch.where(hidden, tokens[:, -1:] + places - tokens, tokens - 1)
     front = torch.empty_like(back).scatter_(1, back, places)
-    return Order(front, back, _among_all(front, form), _among_all(back, form))
+    return _among_all(front, form), _among_all(back, form), get_cu_seqlens(hidden)
 
 
 def _among_all(places: torch.Tensor, form: str) -> torch.Tensor:
@@ -77,6 +101,24 @@ def _among_all(places: torch.Tensor, form: str) -> torch.Tensor:
     batch, length = places.shape
     rows = torch.arange(batch, device=places.device)[:, None]
     return (places * batch + rows).t().reshape(-1) if form == "sbhd" else (rows * length + places).reshape(-1)
+
+
+def _in_rows(places: torch.Tensor, order: Order) -> torch.Tensor:
+    """The inverse of that."""
+    batch, length = order.cu.shape[0] - 1, order.length
+    return places.view(length, batch).t() // batch if order.form == "sbhd" else places.view(batch, length) % length
+
+
+def fronts(orders: Orders) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """What comes to each place of the rows of queries, and of keys, [b, s]; None: what was there."""
+    q, kv = (None if order is None else _in_rows(order.there, order) for order in orders)
+    return q, kv
+
+
+def sums_of(orders: Orders | None) -> Sums:
+    """cu_seqlens of queries and of keys, where their order tells them."""
+    q, kv = orders or (None, None)
+    return q and q.cu, kv and kv.cu
 
 
 # ----------------------------------------------------------------------------------------------- moving tokens
@@ -92,9 +134,9 @@ def to_front(given: Given, orders: Orders) -> Given:
     bias = given.core_attention_bias
     if bias is not None:
         if q is not None and bias.shape[2] > 1:
-            bias = _taken(bias, q.front[:, None, :, None], 2)
+            bias = _taken(bias, _in_rows(q.there, q)[:, None, :, None], 2)
         if kv is not None and bias.shape[3] > 1:
-            bias = _taken(bias, kv.front[:, None, None, :], 3)
+            bias = _taken(bias, _in_rows(kv.there, kv)[:, None, None, :], 3)
     return given.but(a=a, b=b, c=c, core_attention_bias=bias, fp8_output=False)
 
 
@@ -108,9 +150,10 @@ def moved_back(out: torch.Tensor, orders: Orders) -> torch.Tensor:
 
 def back_in_pairs(hidden: torch.Tensor, orders: Orders) -> torch.Tensor:
     """What is said of pairs [b|1, 1, sq, skv] of tokens in front, of the places where they were."""
-    if orders.q is not None:
-        hidden = _taken(hidden, orders.q.back[:, None, :, None], 2)
-    return hidden if orders.kv is None else _taken(hidden, orders.kv.back[:, None, None, :], 3)
+    q, kv = orders
+    if q is not None:
+        hidden = _taken(hidden, _in_rows(q.again, q)[:, None, :, None], 2)
+    return hidden if kv is None else _taken(hidden, _in_rows(kv.again, kv)[:, None, None, :], 3)
 
 
 def _taken(t: torch.Tensor, index: torch.Tensor, dim: int) -> torch.Tensor:

@@ -15,7 +15,7 @@ from te_core.layers.attention import AttentionInputs
 from te_core.precision import AttentionPrecision
 from te_torch.attention import choose, env, exported, traced
 from te_torch.attention import fp8 as fp8_attention
-from te_torch.attention.compact import Orders, moved_back, orders_of, to_front
+from te_torch.attention.compact import Orders, fronts, moved_back, orders_of, sums_of, to_front
 from te_torch.attention.inference import cut_off
 from te_torch.attention.inputs import (
     Given,
@@ -336,11 +336,12 @@ class DotProductAttention(BaseModule):
             given = to_front(given, orders)
             plan = self._plan(_with_bias(key, given))
             if modifier is not None:  # it is told where tokens stood
-                modifier = modifier._replace(q_idx=orders.q and orders.q.front, kv_idx=orders.kv and orders.kv.front)
+                q_idx, kv_idx = fronts(orders)
+                modifier = modifier._replace(q_idx=q_idx, kv_idx=kv_idx)
         if plan.bare:
             inputs = AttentionInputs(given.a, given.b, given.c)
         else:
-            inputs = layer_inputs(self, given, plan.prepare)
+            inputs = layer_inputs(self, given, plan.prepare, sums_of(orders))
         if key.fp8:
             out, largest = fp8_attention.run(self, plan, inputs, (given.fp8_output, given.bf16_backward), now), None
         elif modifier is not None:

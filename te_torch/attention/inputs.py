@@ -9,7 +9,7 @@ import torch
 from te_core.attention import DIMENSIONS, alibi_slopes, canonical_mask
 from te_core.layers.attention import AttentionInputs
 from te_torch.attention import env
-from te_torch.attention.masks import check_beside, check_running_sums, get_cu_seqlens, longest
+from te_torch.attention.masks import Sums, check_beside, check_running_sums, get_cu_seqlens, longest
 from te_torch.attention.plan import OPERATION, Key, Preparation, Static, wrong
 from te_torch.draws import random_pair
 from te_torch.export.mode import exporting, not_exported
@@ -221,17 +221,19 @@ def _say_unread(why: str) -> None:
         warn_outside(f"{OPERATION}: attention_mask is not read {why}")
 
 
-def layer_inputs(module: Any, given: Given, how: Preparation) -> AttentionInputs:
-    """The tensors of a call as the core's layer, and every other backend, takes them."""
+def layer_inputs(module: Any, given: Given, how: Preparation, known: Sums = (None, None)) -> AttentionInputs:
+    """The tensors of a call as the core's layer, and every other backend, takes them; `known`: lengths of its masks."""
     a, bias, slopes, mask, rng = given.a, given.core_attention_bias, given.alibi_slopes, None, None
     cu_q = cu_kv = q_padded = kv_padded = None
     if how.lengths == "given":
         cu_q, cu_kv = given.cu_seqlens_q, given.cu_seqlens_kv
         q_padded, kv_padded = given.cu_seqlens_q_padded, given.cu_seqlens_kv_padded
     elif how.lengths == "mask":
-        cu_q = cu_kv = get_cu_seqlens(given.attention_mask)
+        cu_q = cu_kv = get_cu_seqlens(given.attention_mask) if known[0] is None else known[0]
     elif how.lengths == "masks":
-        cu_q, cu_kv = (get_cu_seqlens(m) for m in given.attention_mask)
+        cu_q, cu_kv = (
+            get_cu_seqlens(m) if cu is None else cu for m, cu in zip(given.attention_mask, known, strict=True)
+        )
     if bias is not None:
         if how.bias == "pre_scale_bias":
             bias = bias * module.softmax_scale

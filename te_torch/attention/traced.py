@@ -15,7 +15,7 @@ import torch
 from te_core.attention import DIMENSIONS, Sizes
 from te_torch.attention import choose, exported, fused, unfused
 from te_torch.attention import fp8 as fp8_attention
-from te_torch.attention.compact import moved_back, orders_of, to_front
+from te_torch.attention.compact import moved_back, orders_of, sums_of, to_front
 from te_torch.attention.inputs import Given, layer_inputs
 from te_torch.attention.plan import Fact, Key, Preparation, sizes_of
 from te_torch.carried import Carried, carry
@@ -53,7 +53,7 @@ def attend(module: Any, key: Key, given: Given, asked: Asked) -> Any:
             grad = torch.is_grad_enabled() and bias.requires_grad
             key = key._replace(bias=Fact(bias.shape, bias.dtype, bias.device, grad))
         backend, name, *how = _trace_plan(*facts, tuple(standing_in(key, sizes)), asked)
-    inputs = layer_inputs(module, given, _of_sizes(how, sizes))
+    inputs = layer_inputs(module, given, _of_sizes(how, sizes), sums_of(orders))
     if key.fp8:
         _, _, state, recompute = module._enter(inputs.a)
         if backend == choose.UNFUSED:

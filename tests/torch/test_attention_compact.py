@@ -30,11 +30,13 @@ from tests.attention_steps import (
     padding,
     same,
     step,
+    sums,
 )
 from tests.backends import devices, requires_cuda
 from tests.covering import covering
 from tests.module_steps import differences, randomise, values
 from tests.module_steps import step as layer_step
+from tests.null_device import null_device
 from tests.reference import attention as reference
 from tests.tolerances import snr_db
 
@@ -207,13 +209,14 @@ def test_a_mask_is_read_in_every_call(device: str, write: Any) -> None:
     mask, tensors = mask_of("right", device), inputs(device)
     view = mask.view(BATCH, SEQ)[:, None, None, :]
     first, second = make(attn_mask_type="padding"), make(attn_mask_type="padding_causal")
-    for layout in ("right", "left", "holes", "right", "both sides"):
+    layouts = ("right", "left", "holes", "right", "both sides")
+    for now in (*(mask_of(layout, device) for layout in layouts), padding([2, 5, 3], device=device)):
         before = mask._version
-        write(mask, mask_of(layout, device))
+        write(mask, now)
         assert mask._version == before
         for module, given in ((first, mask), (second, view)):
             other = make(attn_mask_type=module.attn_mask_type)
-            assert same(step(module, tensors, given), step(other, tensors, mask_of(layout, device)))
+            assert same(step(module, tensors, given), step(other, tensors, now.clone()))
 
 
 @pytest.mark.parametrize(("device", "write"), WRITERS)
@@ -228,6 +231,52 @@ def test_packed_lengths_are_read_in_every_call(device: str, write: Any) -> None:
         own = torch.tensor(lengths, dtype=torch.int32, device=device)
         got = step(module, tensors, cu_seqlens_q=cu, cu_seqlens_kv=cu)
         assert same(got, step(other, tensors, cu_seqlens_q=own, cu_seqlens_kv=own))
+
+
+@pytest.mark.parametrize("form", ["sbhd", "bshd"])
+def test_a_gpu_reads_a_mask_in_one_launch(form: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where tokens go and their lengths, and no operator of torch's beside the moves, be the mask dense or not."""
+    monkeypatch.setattr(compact, "_may_look", lambda mask: False)
+    monkeypatch.setattr(compact, "_select", lambda t, index: t.clone())  # nothing computes an index here
+    with null_device(tmp_path) as null:
+        module, tensors = make(attn_mask_type="padding", qkv_format=form), inputs(form=form, dtype=torch.bfloat16)
+        mask, cu = mask_of("left"), sums([4, 6, 1])
+        every_second = mask.repeat_interleave(2, -1)[..., ::2]
+        by_lengths: dict[str, Any] = {"cu_seqlens_q": cu, "cu_seqlens_kv": cu}
+        launches = {}
+        for name, options in {
+            "lengths": by_lengths,
+            "mask": {"attention_mask": mask},
+            "pair": {"attention_mask": (mask, mask)},
+            "strided": {"attention_mask": every_second},
+        }.items():
+            step(module, tensors, **options)
+            launches[name] = null.counted(partial(module, *tensors, **options), times=3).launches
+        assert [launches[name] - launches["lengths"] for name in ("mask", "pair", "strided")] == [1, 2, 1]
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            module(*tensors, mask)
+    called = {event.name for event in profile.events()}
+    assert "aten::clone" in called
+    assert not called & {"aten::cumsum", "aten::sum", "aten::arange", "aten::where", "aten::scatter_", "aten::zeros"}
+
+
+@pytest.mark.parametrize("form", ["sbhd", "bshd"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_traced_code_has_the_same_order(layout: str, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By torch's operators, in which a compiler sees what it does."""
+    monkeypatch.setattr(compact, "_may_look", lambda mask: False)
+    mask = mask_of(layout)
+    found = []
+    for in_memory in (True, False):
+        monkeypatch.setattr(compact, "_is_in_memory", lambda mask, now=in_memory: now)
+        orders = compact.orders_of(mask, form, mask)
+        assert orders is not None and orders.q is not None
+        fronts = [t for t in compact.fronts(orders) if t is not None]
+        found.append([*orders.q[:3], *fronts])
+        assert [t.dtype for t in found[-1]] == [torch.int64, torch.int64, torch.int32, torch.int64, torch.int64]
+    assert same(*found)
+    tokens = (~mask).view(BATCH, SEQ)
+    assert torch.equal(found[0][3], torch.argsort(~tokens, dim=1, stable=True))
 
 
 @requires_cuda
