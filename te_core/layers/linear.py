@@ -45,7 +45,7 @@ from te_core.quantize.operands import (
 from te_core.quantize.state import GRAD_INPUT, INPUT, OUTPUT, WEIGHT, Scales, backward_cast, forward_cast
 from te_core.quantized import Cast, QuantizedTensor
 from te_core.runtime import Runtime
-from te_core.tensor import CPU, Tensor
+from te_core.tensor import Tensor
 
 
 class Needs(NamedTuple):
@@ -107,7 +107,7 @@ class Sink:
 
     def __init__(self, main: Tensor | None = None, accumulate: bool = False, queue: list[Any] | None = None) -> None:
         self.main, self.accumulate, self.queue = main, accumulate, queue
-        if main is not None and main.device is CPU and not main.writable:  # here, because recordings do not ask again
+        if main is not None and not main.writable:  # here, because recordings do not ask again
             raise ArgumentError("Sink", f"main = {main!r} in read-only memory", "memory to write to", "pass a copy")
 
 
