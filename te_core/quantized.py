@@ -139,12 +139,12 @@ def pieces(form: Format, shape: tuple[int, int], columnwise: bool) -> Pieces:
     return Pieces((rows, along // 2), dtypes.uint8, (up(rows, 128), up(along // 16, 4)), dtypes.uint8, amax)
 
 
-_pieces = lru_cache(4096)(pieces)
+cached_pieces = lru_cache(4096)(pieces)
 
 
 def pieces_of(device: Any, form: Format, shape: tuple[int, int], columnwise: bool) -> Pieces:
     """The same from a cache; not on the meta device, whose sizes may be a compiler's symbols, which make no keys."""
-    return (pieces if device is META else _pieces)(form, shape, columnwise)
+    return (pieces if device is META else cached_pieces)(form, shape, columnwise)
 
 
 def check_room(block: Tensor, nbytes: int, form: Format, shape: tuple[int, int]) -> None:

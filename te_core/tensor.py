@@ -85,8 +85,10 @@ class Tensor:
     @property
     def writable(self) -> bool:
         """Whether its owner lets it be written to: not a read-only NumPy array, or what was lent for reading alone."""
-        memory = self.memory
-        return memory.flags.writeable if isinstance(memory, np.ndarray) else not isinstance(memory, ReadOnly)
+        owner = self.owner
+        while type(owner) is Tensor:
+            owner = owner.owner
+        return owner.flags.writeable if isinstance(owner, np.ndarray) else not isinstance(owner, ReadOnly)
 
     @property
     def ndim(self) -> int:
@@ -193,11 +195,14 @@ class _ArrayBase:
     __slots__ = ("__array_interface__", "tensor")
 
     def __init__(self, tensor: Tensor) -> None:
-        width = tensor.dtype.itemsize
+        width, owner = tensor.dtype.itemsize, tensor.owner
+        while type(owner) is Tensor:  # `writable`, which the CPU backend would pay for each of its arrays
+            owner = owner.owner
+        lent = not owner.flags.writeable if type(owner) is np.ndarray else isinstance(owner, ReadOnly)
         self.tensor = tensor
         self.__array_interface__ = {
             "version": 3,
-            "data": (tensor.ptr, not tensor.writable),
+            "data": (tensor.ptr, lent),
             "shape": tensor.shape,
             "strides": None if tensor.strides is None else tuple(s * width for s in tensor.strides),
             "typestr": dtypes.UNSIGNED[width],  # the protocol cannot name ml_dtypes' types

@@ -9,7 +9,7 @@ from typing import Any
 from te_core import dtypes
 from te_core.dtypes import DType
 from te_core.errors import ArgumentError
-from te_core.quantized import QuantizedTensor, pieces_of
+from te_core.quantized import QuantizedTensor, cached_pieces
 from te_core.tensor import META, Device, Tensor
 
 
@@ -115,7 +115,8 @@ def result(
 def stored(operation: str, device: Device, name: str, q: QuantizedTensor, *, writes: bool = False) -> None:
     """The pieces of a quantized tensor are those of its format and shape, on the device; META has no pieces.
 
-    Kernels read and write data and scales 16 bytes at a time, wherever they come from.
+    Kernels read and write data and scales 16 bytes at a time, wherever they come from. (In every call: so nothing is
+    called for a right tensor but what looks for its memory.)
     """
     if device is META:
         return
@@ -124,16 +125,20 @@ def stored(operation: str, device: Device, name: str, q: QuantizedTensor, *, wri
         (False, (q.rowwise, q.rowwise_scale, q.rowwise_amax)),
         (True, (q.columnwise, q.columnwise_scale, q.columnwise_amax)),
     ):
-        if pieces[0] is None:
+        data = pieces[0]
+        if data is None:
             continue
-        parts = pieces_of(device, q.format, q.shape, columnwise)
+        parts, before = cached_pieces(q.format, q.shape, columnwise), None
         wanted = (parts.data, parts.data_type), (parts.scale, parts.scale_type), ((parts.amax,), dtypes.float32)
-        for number, (t, (size, kind)) in enumerate(zip(pieces, wanted, strict=True)):
-            if number == 2 and not parts.amax:
-                continue  # of a format without one: not read
-            right = t is not None and t.shape == size and t.dtype is kind and t.is_contiguous and t.device is device
-            right = right and not (cuda and t.ptr % (16 if t.size > 1 else kind.itemsize))  # type: ignore[union-attr]
-            if not right or (writes and t is not None and not t.writable):
+        for number in (0, 1, 2) if parts.amax else (0, 1):  # an amax of a format without one is not read
+            t, (size, kind) = pieces[number], wanted[number]
+            right = t is not None and t.shape == size and t.dtype is kind and t.device is device
+            right = right and (t.strides is None or t.is_contiguous)  # type: ignore[union-attr]
+            if cuda and right:
+                right = not t.ptr % (kind.itemsize if size == (1,) else 16)  # type: ignore[union-attr]
+            if writes and right and t.owner is not before:  # type: ignore[union-attr]
+                before, right = t.owner, t.writable  # type: ignore[union-attr]
+            if not right:
                 which = ("columnwise" if columnwise else "rowwise") + ("", "_scale", "_amax")[number]
                 require(
                     False,

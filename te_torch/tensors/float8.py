@@ -74,8 +74,8 @@ class Float8TensorStorage(QuantizedTensorStorage):
         """One scale serves both copies: that which lies behind the columnwise data, if there is one."""
         row, row_scale, _, column, column_scale, _ = buffers
         scale = row_scale if column is None or column_scale is None else column_scale
-        of_row, of_column = (None if data is None else scale for data in (row, column))
-        super()._set_buffers(Buffers(row, of_row, None, column, of_column))
+        of_row = None if row is None else scale
+        super()._set_buffers(Buffers(row, of_row, None, column, None if column is None else scale))
 
     # The transpose may fall behind: a view in another shape has none, and what is written through it reaches the
     # rowwise data alone.

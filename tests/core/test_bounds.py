@@ -44,7 +44,7 @@ BOUNDS = {
     "precision.format_of": "1024, the least recently used goes",
     "quantize.state._casts": "_MOST_CASTS",
     "quantized.Format._known": "dtypes, scalings and their options",
-    "quantized._pieces": "4096, the least recently used goes",
+    "quantized.cached_pieces": "4096, the least recently used goes",
     "recipe._by_token": "living recipes",
     "recipe_fields._fields": "fields of the recipe classes",
     "runtime.Runtime._plans": "devices, each a PlanCache",

@@ -21,9 +21,10 @@ from tests.recordings import tapes
 
 WEIGHTS = 2
 #: Calls of a step with quantized weights beyond those of one that casts bf16 weights: for each weight, in both passes
-#: and both of their all-gathers; and in a fused optimizer. Measured on the CPU, and a tenth more.
+#: and both of their all-gathers; and in a fused optimizer. Measured on the CPU, and a tenth more; in the optimizer 8 to
+#: 18 of them check what is handed to operations of te_core (2026-11-27).
 MORE_IN_PASSES = {"delayed": 45, "current": 49, "block": 58, "mxfp8": 84}
-MORE_IN_OPTIMIZER = {"delayed": 45, "current": 62, "block": 43, "mxfp8": 44}
+MORE_IN_OPTIMIZER = {"delayed": 55, "current": 77, "block": 53, "mxfp8": 62}
 SENDING = (
     "all_reduce",
     "all_gather_single",
