@@ -357,11 +357,15 @@ class Bench:
             if isinstance(first, str):
                 return d, first
             second = self._once(d, 0x3B)
-            if isinstance(second, str) or (first != second and first == self._once(d, 0x5A)):  # no sum in another order
+            if isinstance(second, str) or (first != second and self._repeats(d, first)):
                 raise FaultError("the result depends on memory that was not handed in")
         finally:
             self.memory.blocks.clear()
         return d, "result"
+
+    def _repeats(self, d: Draw, first: Any) -> bool:
+        """Whether the same memory gives the same bytes: cuDNN adds gradients of sinks up in any order."""
+        return all(first == self._once(d, 0x5A) for _ in range(8))
 
     def _once(self, d: Draw, fill: int) -> str | list[bytes]:
         """The bytes of the result, or why there is none; the memory around the arguments holds `fill`."""
