@@ -39,7 +39,10 @@ def is_number(value: Any) -> bool:
 
 
 def is_flag(value: Any) -> bool:
-    """Whether a value says yes or no: nothing whose truth is an accident of its type."""
+    """Whether a value says yes or no: nothing whose truth is an accident of its type. (torch's older exporter makes
+    tensors of flags.)"""
+    if isinstance(value, torch.Tensor):
+        return bool(torch.jit.is_tracing()) and value.dtype is torch.bool  # type: ignore[attr-defined]
     return isinstance(value, bool | np.bool_) or (isinstance(value, int) and value in (0, 1))
 
 

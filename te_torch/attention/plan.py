@@ -22,6 +22,7 @@ from te_core.layers.meeting import facts_of, words
 from te_torch.attention import choose, env
 from te_torch.attention.masks import AttentionArgumentError, check_set_window_size
 from te_torch.runtime import FLOATS, TO_CORE, nested
+from te_torch.values import is_flag
 
 OPERATION = "DotProductAttention"
 wrong = partial(AttentionArgumentError, OPERATION)
@@ -295,11 +296,12 @@ def _check_names(key: Key) -> None:
     for name, value, allowed in (
         ("qkv_format", key.form, FORMATS),
         ("core_attention_bias_type", key.bias_type, BIASES),
-        ("bottom_right_diagonal", key.bottom_right, (True, False, None)),
-        ("checkpoint_core_attention", key.checkpoint, (True, False)),
     ):
         if value not in allowed:
             raise wrong(f"{name}={value!r}", ", ".join(map(str, allowed)), "choose one of these")
+    for name, flag in (("bottom_right_diagonal", key.bottom_right), ("checkpoint_core_attention", key.checkpoint)):
+        if flag is not None and not is_flag(flag):
+            raise wrong(f"{name}={flag!r}", "True or False", f"correct {name}")
     for name, longest in (("max_seqlen_q", key.max_q), ("max_seqlen_kv", key.max_kv)):
         if isinstance(longest, (str, float)):
             raise wrong(f"{name}={longest!r}", "a whole number of tokens", f"correct {name}")
