@@ -111,6 +111,7 @@ REFUSING: Mapping[str, tuple[tuple[str, ...], str]] = {
 
 #: Module of which nothing is built -> (the names it documents, what to use in their place).
 MODULES: Mapping[str, tuple[str, str]] = {
+    "debug.features.utils.stats_computation": ("the formulas of statistics", "the features, which compute by them"),
     "jax": ("the JAX modules", "te_core and the package te_jax, on JAX arrays"),
     "pytorch._extra_state": (
         "CheckpointExtraStatePolicy, UNSAFE_PICKLE_EXTRA_STATE_ENV, should_load_extra_state_pickle",
@@ -161,8 +162,11 @@ MODULES: Mapping[str, tuple[str, str]] = {
         "torch.distributed.all_to_all_single; the last two are in transformer_engine.pytorch.distributed",
     ),
     "pytorch.module._common": ("WeightGradStore", "delay_wgrad_compute=True, and the module's backward_dw()"),
+    "pytorch.newton_schulz": ("CusolverMpCtx, get_coefficient_iterator, get_coefficients, newton_schulz", _MUON),
     "pytorch.numerics_debug": ("debug, fp8_tensor_statistics", "te.precision_report(model)"),
+    "pytorch.ops.basic": ("basic_linear, grouped_linear and the other single operations", _OPS),
     "pytorch.ops.fused": ("the fused operations", _OPS),
+    "pytorch.ops.fuser": ("OperationFuser", _OPS),
     "pytorch.optimizers": (
         "FusedAdam, FusedSGD, MultiTensorApply, multi_tensor_applier, multi_tensor_adam and the other multi_tensor_*",
         "torch.optim.AdamW(fused=True), torch.optim.SGD(fused=True), torch._foreach_*",

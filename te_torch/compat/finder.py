@@ -43,7 +43,8 @@ class Finder(DistributionFinder, Loader):
         return None
 
     def _spec(self, fullname: str, place: str) -> ModuleSpec:
-        package = any(other != place and other.startswith(f"{place}." if place else "") for other in CONTENTS)
+        below_it = f"{place}." if place else ""
+        package = any(other != place and other.startswith(below_it) for other in (*CONTENTS, *not_built.MODULES))
         below = FOLDER.joinpath(*place.split(".")) if place else FOLDER
         file = below / "__init__.py" if package else _source(place)
         spec = _located(ModuleSpec(fullname, self, origin=str(file), is_package=package))

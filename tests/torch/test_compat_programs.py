@@ -26,13 +26,15 @@ from importlib.util import find_spec
 from pathlib import Path
 assert find_spec("transformer_engine") is None
 import te_torch.compat
+from te_torch import not_built
 from te_torch.compat.contents import CONTENTS
 for place in CONTENTS:
     name = f"transformer_engine.{place}".rstrip(".")
     spec, module = find_spec(name), importlib.import_module(name)
     assert spec is module.__spec__ and spec.name == module.__name__ == name and spec.loader is module.__loader__, name
     assert Path(module.__file__).is_file() and module.__file__ == spec.origin, name
-    below = [other for other in CONTENTS if other != place and other.startswith(f"{place}." if place else "")]
+    inside = f"{place}." if place else ""
+    below = [other for other in (*CONTENTS, *not_built.MODULES) if other != place and other.startswith(inside)]
     assert bool(below) == hasattr(module, "__path__") == (spec.submodule_search_locations is not None), name
     assert all(Path(folder).is_dir() for folder in getattr(module, "__path__", [])), name
     assert module.__package__ == (name if below else name.rpartition(".")[0])
