@@ -103,6 +103,7 @@ def _refuse_traced_reduction(number: int) -> None:
 #: Precision by number, whether a checkpoint runs this forward again, the region, whether a compiler traces it, and what
 #: the forward leaves for a checkpoint, or takes from its first run.
 Now = tuple[int, bool, "Region | None", bool, "Read | None"]
+NOWHERE: Now = (0, False, None, False, None)  # of what no region changes
 
 
 def precision_now(module: Any, peek: bool = False) -> Now:
@@ -110,11 +111,17 @@ def precision_now(module: Any, peek: bool = False) -> Now:
 
     With `peek` it only looks, for one who acts on what it will do.
     """
-    region = active.region
     if torch.compiler.is_compiling():
+        region = active.region
         return (
             (0, False, None, True, None) if region is None else (region.precision, region.recompute, region, True, None)
         )
+    return precision_in_eager(module, peek)
+
+
+def precision_in_eager(module: Any, peek: bool = False) -> Now:
+    """The same where no compiler traces."""
+    region = active.region
     number, again = (0, False) if region is None else (region.precision, region.recompute)
     if active.running is None and _graph_task() == -1 and (peek or not may_run_again()):
         return number, again, region, False, None

@@ -13,10 +13,11 @@ import torch
 
 from te_core.layers.linear import LinearSpec
 from te_core.quantize.state import GRAD_INPUT, GRAD_OUTPUT, INPUT, OUTPUT
-from te_core.tape.taped import Taped, Trial
+from te_core.tape.taped import Taped
 from te_torch.export.mode import exporting
 from te_torch.program_names import name_of_program
 from te_torch.program_specs import not_written, read, unknown, written
+from te_torch.replays import Replayed
 
 #: Layers by name, for programs of other processes. Of a family there is one for each number.
 _layers: dict[str, Layer] = {}
@@ -58,7 +59,6 @@ class Layer:
     copies: Callable[[Any], Sequence[Any]] = lambda saved: ()  # what of the saved was made of weights
     linears: Callable[[Any], tuple[LinearSpec, ...]] = lambda spec: ()  # the specs of its linears, one a weight
     plain: Callable[..., Any] | None = None  # its forward in torch's operators, for exporters (te_torch/export)
-    kin: Callable[[Any], Any] | None = None  # the spec without the sizes in it, if there are any
     slots: Slots | None = None  # of what comes and goes quantized
 
     def __post_init__(self) -> None:
@@ -75,23 +75,18 @@ class Call:
     spec: Any
     needs_grad: bool
     options: dict[str, Any]  # further keyword arguments of the layer's functions
-    forward: Taped = field(init=False, repr=False)  # the layer's functions with this spec, as they are called
-    backward: Taped = field(init=False, repr=False)
+    forward: Replayed = field(init=False, repr=False)  # the layer's functions with this spec, as they are called
+    backward: Replayed = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         for name in ("forward", "backward"):
-            what, kin, trial = f"{self.layer.name} {name}", self.layer.kin, None
-            if kin is not None:
-                trial = _trials.setdefault((what, kin(self.spec)), Trial())
-            taped = Taped(what, getattr(self.layer, name), self.spec, trial)
-            object.__setattr__(self, name, taped)
+            taped = Taped(f"{self.layer.name} {name}", getattr(self.layer, name), self.spec)
+            object.__setattr__(self, name, Replayed(taped))
 
 
 # Calls live as long as a module has them, those of compiled programs for good.
 _by_spec: weakref.WeakValueDictionary[Any, Call] = weakref.WeakValueDictionary()
 _of_programs: dict[str, Call] = {}
-#: Of calls that differ in sizes alone: whether it pays to record them.
-_trials: weakref.WeakValueDictionary[Any, Trial] = weakref.WeakValueDictionary()
 
 
 def register(

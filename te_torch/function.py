@@ -5,8 +5,9 @@ Eager calls the layer's forward and backward directly. A compiler sees two opaqu
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd import forward_ad
@@ -16,7 +17,7 @@ from te_core.layers.linear import Sink
 from te_core.quantized import QuantizedTensor
 from te_core.runtime import Runtime
 from te_core.tensor import META, Device, Tensor
-from te_torch import handovers, offloading, shortcuts, updates
+from te_torch import handovers, offloading, updates
 from te_torch import state as scaling
 from te_torch.calls import Call as Call
 from te_torch.calls import Layer as Layer
@@ -73,6 +74,11 @@ class Extra:
         """Further keyword arguments of the layer's forward and backward."""
         return {} if self.splits is None else {"splits": self.splits}
 
+    def with_options(self, given: dict[str, Any]) -> dict[str, Any]:
+        """The keyword arguments of the layer's forward."""
+        found = {**given, **self.options()}
+        return found if self.ready is None else {**found, "ready": self.ready}
+
 
 def apply(
     call: Call | str,
@@ -80,10 +86,12 @@ def apply(
     recompute: bool,
     *inputs: torch.Tensor | None,
     extra: Extra | Copies | None = None,
+    caller: int = 0,
 ) -> tuple[torch.Tensor, ...]:
     """The layer's outputs, differentiable where the call needs gradients.
 
-    Under tracing a call comes as its key, and what it depends on besides its tensors as `Copies`.
+    Under tracing a call comes as its key, and what it depends on besides its tensors as `Copies`. `caller`: a module's
+    number; a call that it makes again is recorded.
     """
     if isinstance(call, str):
         if exporting.on:
@@ -93,14 +101,52 @@ def apply(
     assert not isinstance(state, Traced)
     if dispatch_modes():
         check_surroundings()
+    run = Run(call, state, recompute, extra, caller)  # type: ignore[arg-type]  # `Copies` are traced code's
     if call.needs_grad and torch.is_grad_enabled():
         if functorch_active():
             check_surroundings()
-        # Function.apply looks for functorch wrappers in every argument: 3 us of the 9 that a call costs.
-        return _eager_apply(call, state, recompute, extra, *inputs)
-    if forward_ad._current_level >= 0:
-        _check_tangents(inputs)
-    return _run(call, state, recompute, extra, inputs)[0]  # type: ignore[arg-type]
+        outputs = run_node(run, *inputs)
+    else:
+        if forward_ad._current_level >= 0:
+            _check_tangents(inputs)
+        outputs = _run(run, inputs)[0]
+    if noting.calls is not None:
+        noting.calls.append(Noted(call, inputs, outputs, state=state, plain=extra is None and not recompute))
+    return outputs
+
+
+class Noted(NamedTuple):
+    """A call that ran while somebody noted calls: a layer that looks whether its parts can run as one."""
+
+    call: Call
+    inputs: Sequence[torch.Tensor | None]
+    outputs: Sequence[torch.Tensor]
+    unit: Any = None  # the module that made it
+    sources: Sequence[Any] = ()  # where the module's inputs of the layer came from (te_torch/base/plans.py)
+    state: Any = None
+    plain: bool = True  # it depends on nothing else
+
+
+class _Noting(threading.local):
+    """Where the calling thread's calls are noted; nearly always nowhere."""
+
+    calls: list[Noted] | None = None
+
+
+noting = _Noting()
+
+
+class Run:
+    """One forward of a call, and its backward: what it depends on besides tensors."""
+
+    __slots__ = ("call", "caller", "extra", "found", "recompute", "state")
+
+    def __init__(
+        self, call: Call, state: Any, recompute: bool, extra: Extra | None, caller: int, found: Any = None
+    ) -> None:
+        self.call, self.state, self.recompute, self.extra = call, state, recompute, extra
+        self.caller = caller
+        self.found = found  # the runtime, the replay and what the replay takes, if they are known already
 
 
 def _check_tangents(inputs: Sequence[torch.Tensor | None]) -> None:
@@ -150,28 +196,22 @@ def _leading(like: torch.Tensor, rows: int) -> tuple[int, ...]:
 
 
 def _run(
-    call: Call,
-    state: scaling.ScalingState | None,
-    recompute: bool,
-    extra: Extra | None,
-    inputs: Sequence[torch.Tensor | None],
+    run: Run, inputs: Sequence[torch.Tensor | None]
 ) -> tuple[tuple[torch.Tensor, ...], Sequence[torch.Tensor | None]]:
     """(outputs, what is saved). What is saved of the caller's is his own tensor: so autograd checks its version."""
+    call, state = run.call, run.state
     rt = runtime_for(inputs[0])  # type: ignore[arg-type]  # every layer's first input is there
-    scales = None if state is None else state.scales(recompute)
-    options, key = call.options, None
-    if extra is not None:
-        options = {**options, **extra.options()}
-        if extra.ready is not None:
-            options["ready"] = extra.ready
-    found = shortcuts.find(call.forward, rt, inputs, scales, options)
+    scales = None if state is None else state.scales(run.recompute)
+    options = call.options if run.extra is None else run.extra.with_options(call.options)
+    found = call.forward.find(rt, inputs, scales, options)
     if found is not None:
-        key, shortcut, *given = found
-        if shortcut is not None:
-            return shortcuts.forward(shortcut, rt, *given)
+        replay, given = found
+        return replay.forward(rt, *given)
     _check_devices(rt.device, inputs)
     views = _to_core_all(rt, inputs, call.layer.strided)
-    outputs, saved = call.forward.known_as(key, rt, *views, scales=scales, **options)
+    unknown = call.forward.unknown(rt, inputs, scales, options, False)
+    (outputs, saved), tape = call.forward.taped.ran(rt, (*views,), {"scales": scales, **options}, run.caller)
+    call.forward.note(unknown, tape)
     made = _own(outputs, inputs)
     slots = call.layer.slots
     if state is not None and slots is not None:
@@ -268,31 +308,35 @@ def _to_core_other(t: torch.Tensor, device: Device, strided: bool) -> Any:
 
 class _Eager(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, call: Call, state: Any, recompute: bool, extra: Extra | None, *inputs: torch.Tensor | None
-    ) -> Any:
-        made, saved = _run(call, state, recompute, extra, inputs)
-        ctx.set_materialize_grads(False)
+    def forward(ctx: Any, run: Run, *inputs: torch.Tensor | None) -> Any:
+        if run.found is None:
+            made, saved = _run(run, inputs)
+        else:
+            rt, replay, given = run.found
+            run.found = None  # which would hold what a replay lets go of
+            made, saved = replay.forward(rt, *given)
+        layer = run.call.layer
+        ctx.materialize_grads = False  # as `set_materialize_grads`, a call less
         if offloading.active.noting:
-            offloading.note_copies_of_weights([inputs[i] for i in call.layer.weights])
-            copies = call.layer.copies(call.layer.saved(*saved))
+            offloading.note_copies_of_weights([inputs[i] for i in layer.weights])
+            copies = layer.copies(layer.saved(*saved))
             offloading.note_copies_of_weights([t for t in copies if t is not None])
-        ctx.save_for_backward(*saved)
-        ctx.call, ctx.state, ctx.inputs, ctx.extra = call, state, len(inputs), extra
-        if extra is not None:
-            ctx.weights = extra.parameters or [inputs[i] for i in call.layer.weights]
-        ctx.within = updates.this_pass() if recompute and state is not None else -1
-        if call.layer.differentiable is not None:
-            ctx.mark_non_differentiable(*made[call.layer.differentiable :])
+        ctx.to_save = (*saved,)  # as `save_for_backward`, a call less
+        ctx.run, ctx.inputs = run, len(inputs)
+        if run.extra is not None:
+            ctx.weights = run.extra.parameters or [inputs[i] for i in layer.weights]
+        ctx.within = updates.this_pass() if run.recompute and run.state is not None else -1
+        if layer.differentiable is not None:
+            ctx.mark_non_differentiable(*made[layer.differentiable :])
         return made
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         if torch.is_grad_enabled():  # only create_graph=True runs a backward in grad mode
             _refuse_double_backward()
-        call, state = ctx.call, ctx.state
+        call, state, extra = ctx.run.call, ctx.run.state, ctx.run.extra
         if grads[0] is None and not any(g is not None for g in grads):
-            return (None,) * (4 + ctx.inputs)
+            return (None,) * (1 + ctx.inputs)
         kept = ctx.saved_tensors  # read once: a checkpoint computes them again at each read
         given = complete(call.layer, grads, kept, call)
         rt = runtime_for(given[0] if given[0] is not None else next(g for g in given if g is not None))
@@ -300,19 +344,18 @@ class _Eager(torch.autograd.Function):
         if state is not None:
             scales = state.backward_scales()
             updates.ran_backward(state, ctx.within)
-        options, key = call.options, None
+        options = call.options
         release = call.layer.releases and _frees_saved and not _keep_graph()
-        if ctx.extra is not None:
-            options = _options_with(ctx.extra, call, ctx.weights)
-        found = shortcuts.find(call.backward, rt, (*given, *kept), scales, options, release)
+        if extra is not None:
+            options = _options_with(extra, call, ctx.weights)
+        found = call.backward.find(rt, (*given, *kept), scales, options, release)
         if found is not None:
-            key, shortcut, *rest = found
-            if shortcut is not None:
-                if release:
-                    ctx.maybe_clear_saved_tensors()
-                del kept, found  # memory is held by `held` alone, which lets go of it on the way
-                return _as_returned(ctx, shortcuts.backward(shortcut, rt, *rest), options)
-            del rest, found
+            if release:
+                ctx.maybe_clear_saved_tensors()
+            replay, (at, held, wholes) = found
+            del kept, found  # memory is held by `held` alone, which lets go of it on the way
+            return _as_returned(ctx, replay.backward(rt, at, held, wholes), options)
+        unknown = call.backward.unknown(rt, (*given, *kept), scales, options, release)
         if rt.device.kind == "cuda":
             kept = [_on_boundary(t, call.layer.strided) for t in kept]
         saved = call.layer.saved(*_to_core_all(rt, kept, call.layer.strided))
@@ -321,7 +364,8 @@ class _Eager(torch.autograd.Function):
         if release:  # not before all of this is known to be right: who was told what is wrong may run it again
             ctx.maybe_clear_saved_tensors()
             options = {**options, "release": True}
-        results = call.backward.known_as(key, rt, *views, saved, scales=scales, **options)
+        results, tape = call.backward.taped.ran(rt, (*views, saved), {"scales": scales, **options}, ctx.run.caller)
+        call.backward.note(unknown, tape)
         gradients, slots = _gradients(call.layer, results, given), call.layer.slots
         if state is not None and slots is not None:
             handovers.note(scaling.BACKWARD, state, given, slots.grad_output, gradients[0], slots.grad_input)
@@ -338,13 +382,13 @@ def _on_boundary(t: Any, whole: bool) -> Any:
 
 def _as_returned(ctx: Any, found: Sequence[torch.Tensor | None], options: Mapping[str, Any]) -> tuple[Any, ...]:
     """Gradients as backward returns them: for forward's own arguments first; those at the end were left out perhaps."""
-    if ctx.extra is not None:
+    if ctx.run.extra is not None:
         found = [*found]
-        for position, weight, sink in zip(ctx.call.layer.weights, ctx.weights, options["sinks"], strict=True):
+        for position, weight, sink in zip(ctx.run.call.layer.weights, ctx.weights, options["sinks"], strict=True):
             if sink is not None and sink.main is not None:
                 found[position] = _stand_in_gradient(weight)
     missing = ctx.inputs - len(found)
-    return (None, None, None, None, *found[: ctx.inputs], *[None] * missing)
+    return (None, *found[: ctx.inputs], *[None] * missing)
 
 
 def _gradients(layer: Layer, results: Sequence[Any], given: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
@@ -430,7 +474,8 @@ def _stand_in_gradient(weight: torch.Tensor) -> torch.Tensor | None:
     return fill(weight.shape, dtype=weight.dtype, device=weight.device)
 
 
-_eager_apply: Any = super(torch.autograd.Function, _Eager).apply
+#: (run, *inputs) -> outputs. `Function.apply` looks for functorch wrappers in every argument: 3 us of 9.
+run_node: Any = super(torch.autograd.Function, _Eager).apply
 #: Whether torch lets a backward free what was saved before it has ended (2.11).
 _frees_saved = hasattr(_Eager, "maybe_clear_saved_tensors")
 _keep_graph = torch._C._autograd._get_current_graph_task_keep_graph

@@ -91,7 +91,7 @@ def _forward_op(
     if copies:
         own, ready, kept = ready_for(rt, call, copies, views, scales, check=not fake)
         options = {**options, "ready": ready}
-    outputs, saved = call.forward(rt, *own, scales=scales, **options)
+    outputs, saved = call.forward.taped(rt, *own, scales=scales, **options)
     if type(outputs[0]) is QuantizedTensor:
         given = _closed_output(outputs[0], first, form, fake), *map(to_torch, outputs[1:])
     else:
@@ -173,7 +173,7 @@ def _backward_op(
     options = call.options
     if copies:
         options = {**options, "ready": held_in(call, parsed(copies), [convert(t) for t in blocks], (kept.w1, kept.w2))}
-    results = call.backward(rt, *views, kept, scales=scales, **options)
+    results = call.backward.taped(rt, *views, kept, scales=scales, **options)
     _grads_given[name] = tuple(t is not None for t in results)
     if scale is not None and not fake and (state := scaling.of_tensor(scale)) is not None:
         updates.ran_backward(state)

@@ -320,6 +320,23 @@ class ScalingState(torch.nn.Module):
         return found
 
 
+class States:
+    """Those of the parts of a layer that runs as one; None of a part that has none."""
+
+    __slots__ = ("each",)
+
+    def __init__(self, each: list[ScalingState | None]) -> None:
+        self.each = each
+
+    def scales(self, recompute: bool) -> tuple[Scales | None, ...]:
+        """The core's views for one forward."""
+        return tuple([None if state is None else state.scales(recompute) for state in self.each])
+
+    def backward_scales(self) -> tuple[Scales | None, ...]:
+        """And for one backward."""
+        return tuple([None if state is None else state.backward_scales() for state in self.each])
+
+
 _making = RLock()  # two threads that begin to run a module share its state
 
 

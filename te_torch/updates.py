@@ -19,7 +19,7 @@ from te_core.precision import Operand, Precision
 from te_torch import amax_reduction, handovers
 from te_torch import state as scaling
 from te_torch.runtime import runtime_for, to_core
-from te_torch.state import BACKWARD, FORWARD, ScalingState, by_token, noted, to_resize, watched
+from te_torch.state import BACKWARD, FORWARD, ScalingState, States, by_token, noted, to_resize, watched
 
 #: Whose compiled code was run again as a CUDA graph: no operator says that it ran, nor that its backward did.
 _replayed: dict[int, None] = {}
@@ -262,12 +262,17 @@ def _one_each(name: str, found: Any, scale: torch.Tensor) -> torch.Tensor:
 _pending: dict[int, list[int]] = {}  # backward pass -> states whose backward ran in it
 
 
-def ran_backward(state: ScalingState, within: int = -1) -> None:
+def ran_backward(state: ScalingState | States, within: int = -1) -> None:
     """Called by a module's backward: its gradient state is updated once, when this backward pass ends.
 
     `within` is the pass in which the forward was recomputed, if it was: a reentrant checkpoint then runs the
     backward in an inner pass of its own, but it is the outer one that counts.
     """
+    if isinstance(state, States):
+        for each in state.each:
+            if each is not None:
+                ran_backward(each, within)
+        return
     if noted and (ran := noted.get(state.token)) is not None:
         ran[state.token] = None
         return

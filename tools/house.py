@@ -24,7 +24,7 @@ TORCH_GROUND = (
     "module_paths listing offloading recipe utils not_built shape_runs surroundings values"
 )
 TORCH_STATE = (
-    "calls shortcuts carried handovers weight_copies operators compiled_runs reruns amax_disagreement amax_reduction "
+    "calls replays carried handovers weight_copies operators compiled_runs reruns amax_disagreement amax_reduction "
     "availability state updates autocast function custom nonfinite parallel"
 )
 FLOORS: dict[str, list[str]] = {

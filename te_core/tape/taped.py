@@ -8,12 +8,10 @@ always has, and `COUNTS` says why.
 from __future__ import annotations
 
 import itertools
-import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import partial
-from threading import RLock
 from typing import Any
 
 from te_core import env
@@ -30,10 +28,6 @@ from te_core.tensor import META, Tensor
 #: When a call is recorded: when its key is met first, when it is met again, never.
 WHEN = ("first", "second", "never")
 _MOST_TAPES = 2048
-#: A recording costs about four calls, a replay saves half of one. A recording takes so many replays from a function's
-#: credit, which begins with one recording, and which replays fill up to two: so sizes that come again by chance cost
-#: little, after hours of one size too.
-_PAYS, _MOST_CREDIT = 3, 6
 #: As far as plans look at the alignment of an address.
 ALIGNED = 256
 
@@ -65,11 +59,11 @@ FAILED = "the recording failed"
 SHAPES = "shapes alone"  # of a call without memory
 COUNTS = Counts()
 _tapes = PlanCache(_MOST_TAPES)
-_met = PlanCache(_MOST_TAPES)  # keys of calls that have none: they take no tape's place
-_trials: weakref.WeakSet[Trial] = weakref.WeakSet()
-_enrolling = RLock()
+_met = PlanCache(_MOST_TAPES)  # why calls of a key have no tape; and (caller, key) of those that were met once
 _numbers = itertools.count()
 _when: str | None = None
+#: Another object after each change of the setting, and after `forget`: what an adapter bound before counts no more.
+era = object()
 
 
 def when() -> str:
@@ -82,100 +76,50 @@ def when() -> str:
 
 def set_when(chosen: str | None) -> None:
     """Set it for the process; None asks the environment again."""
-    global _when
+    global _when, era
     if chosen is not None and chosen not in WHEN:
         raise ArgumentError("tapes", repr(chosen), " or ".join(WHEN), "choose one of these")
-    _when = chosen
+    _when, era = chosen, object()
 
 
 def tapes() -> list[Tape]:
     """Those that are kept, the youngest last."""
-    return [found for found in _tapes.values() if found.__class__ is Tape]
+    return list(_tapes.values())
 
 
 def forget() -> None:
-    """Let go of all tapes, and of what was learnt about their use."""
-    global _tapes, _met
-    _tapes, _met = PlanCache(_MOST_TAPES), PlanCache(_MOST_TAPES)
-    with _enrolling:
-        for trial in list(_trials):
-            trial.credit = _PAYS
-
-
-class _Seen:
-    """In the place of a tape: the key was met once, or cannot be recorded, for a reason."""
-
-    __slots__ = ("reason",)
-
-    def __init__(self, reason: str = "") -> None:
-        self.reason = reason
-
-
-_ONCE = _Seen()
-
-
-class Shortcut:
-    """How a call is replayed by an adapter who makes the addresses himself and reads the results where `plain` says."""
-
-    __slots__ = ("made", "plain", "tape", "trial")
-
-    def __init__(self, tape: Tape | None, plain: Any, trial: Trial) -> None:
-        self.tape, self.plain, self.trial = tape, plain, trial  # without a tape: such a call has none
-        self.made: Any = None  # what the adapter makes of `plain` at first use
-
-    def replay(self, rt: Runtime, at: list[Any], held: list[Any], wholes: Sequence[Any] = ()) -> None:
-        """`Tape.replay`, counted."""
-        self.tape.replay(rt, at, held, wholes)  # type: ignore[union-attr]
-        COUNTS.replayed += 1
-        self.trial.credit += 1
-
-
-class Trial:
-    """Whether it pays to record a function, or several whose specs differ in sizes alone."""
-
-    __slots__ = ("__weakref__", "credit")
-
-    def __init__(self) -> None:
-        self.credit = _PAYS  # replays that recordings may cost from now on
-        with _enrolling:
-            _trials.add(self)
-
-    @property
-    def failed(self) -> bool:
-        """Whether no further tape is to be made for now."""
-        return self.credit < _PAYS
-
-    def pay(self) -> None:
-        """For a recording. What many replays of the past have left counts only as far as the credit goes."""
-        self.credit = max(0, min(self.credit, _MOST_CREDIT) - _PAYS)
+    """Let go of all tapes."""
+    global _tapes, _met, era
+    _tapes, _met, era = PlanCache(_MOST_TAPES), PlanCache(_MOST_TAPES), object()
 
 
 class Taped:
     """A function of a layer (its forward, or its backward) with its spec."""
 
-    __slots__ = ("function", "name", "number", "reason", "spec", "trial")
+    __slots__ = ("function", "name", "number", "reason", "spec")
 
-    def __init__(self, name: str, function: Callable[..., Any], spec: Any, trial: Trial | None = None) -> None:
+    def __init__(self, name: str, function: Callable[..., Any], spec: Any) -> None:
         self.name, self.function, self.spec = name, function, spec
         self.number = next(_numbers)
-        self.trial = Trial() if trial is None else trial
         self.reason = never_recorded(spec)  # why no call of it is recorded, if none is
 
     def __call__(self, rt: Runtime, *arguments: Any, **options: Any) -> Any:
         """function(rt, *arguments, spec=spec, **options)."""
-        return self.known_as(None, rt, *arguments, **options)
+        return self.ran(rt, arguments, options)[0]
 
-    def known_as(self, short: tuple[Any, ...] | None, rt: Runtime, *arguments: Any, **options: Any) -> Any:
-        """The same of a call that an adapter will know by this key, made of its own tensors.
+    def ran(
+        self, rt: Runtime, arguments: tuple[Any, ...], options: dict[str, Any], caller: int = 0
+    ) -> tuple[Any, Tape | None]:
+        """The same, and the tape that was replayed for it.
 
-        It is noted how such a call is replayed without views of them, or that it is not.
+        A call is met again where the same `caller` makes it again: of layers that are alike, each meets it once.
         """
         if (_when or when()) == "never":
-            return self.function(rt, *arguments, spec=self.spec, **options)
+            return self.function(rt, *arguments, spec=self.spec, **options), None
         if rt.device is META:
             result = self.function(rt, *arguments, spec=self.spec, **options)
             COUNTS.interpreted[SHAPES] += 1
-            return result
+            return result, None
         reason, tape, key = self.reason, None, ()
         tensors: list[Tensor] = []
         wholes: list[Any] = []
@@ -184,28 +128,22 @@ class Taped:
                 key = self._key(rt, arguments, options, tensors, wholes)
                 tape = _tapes.get(key)
                 if tape is None:
-                    tape, reason = self._first(rt, key, arguments, options)
+                    tape, reason = self._first(rt, key, (arguments, options), caller)
             except NotRecordedError as error:
                 reason = str(error)
         if tape is not None:
             del arguments, options  # a replay frees what its caller has given up
-            if short is not None:
-                plain = tape.result.plain
-                _tapes.put(short, Shortcut(None if plain is None else tape, plain, self.trial))
-            return self._replayed(rt, tape, tensors, wholes)
+            at: list[int] = [t.ptr for t in tensors]
+            held: list[Any] = [*tensors]
+            del tensors
+            tape.replay(rt, at, held, wholes)
+            COUNTS.replayed += 1
+            return tape.result(at, held), tape
         result = self.function(rt, *arguments, spec=self.spec, **options)
         COUNTS.interpreted[reason] += 1  # type: ignore[index]  # not of a call that is refused
         if reason.startswith(FAILED):  # type: ignore[union-attr]
-            _met.put(key, _Seen(reason))  # type: ignore[arg-type]  # it is not the call that is wrong: not tried again
-        return result
-
-    def _replayed(self, rt: Runtime, tape: Tape, tensors: list[Tensor], wholes: list[Any]) -> Any:
-        at: list[int] = [t.ptr for t in tensors]
-        held: list[Any] = [*tensors]
-        tape.replay(rt, at, held, wholes)
-        COUNTS.replayed += 1
-        self.trial.credit += 1
-        return tape.result(at, held)
+            _met.put(key, reason)  # it is not the call that is wrong: not tried again
+        return result, None
 
     def _key(
         self, rt: Runtime, arguments: Any, options: dict[str, Any], tensors: list[Tensor], wholes: list[Any]
@@ -229,27 +167,23 @@ class Taped:
         return tuple(parts)
 
     def _first(
-        self, rt: Runtime, key: tuple[Any, ...], arguments: Any, options: dict[str, Any]
+        self, rt: Runtime, key: tuple[Any, ...], call: tuple[Any, dict[str, Any]], caller: int
     ) -> tuple[Tape | None, str]:
         """(a tape made now, or why there is none)."""
-        found: _Seen | None = _met.get(key)
-        if found is not None and found.reason:
-            return None, found.reason
-        if when() == "second":
-            if found is None:
-                _met.put(key, _ONCE)
-                return None, "met for the first time"
-            if self.trial.failed:
-                return None, "shapes of which few come again"
+        reason = _met.get(key)
+        if reason is not None:
+            return None, reason
+        if when() == "second" and _met.get((caller, key)) is None:
+            _met.put((caller, key), True)
+            return None, "met for the first time"
         try:
-            tape = record(rt, self.name, partial(self.function, spec=self.spec), (arguments, options), key[4])
+            tape = record(rt, self.name, partial(self.function, spec=self.spec), call, key[4])
         except NotRecordedError as error:
-            _met.put(key, _Seen(str(error)))
+            _met.put(key, str(error))
             return None, str(error)
         except Exception as error:  # if it is the call that is wrong, the function itself will say so
             return None, f"{FAILED}: {error!r}"
         COUNTS.recorded += 1
-        self.trial.pay()
         return _tapes.put(key, tape), ""
 
 

@@ -13,7 +13,7 @@ from te_core.attention import canonical_mask
 from te_core.errors import ArgumentError
 from te_core.layers.attention import AttentionInputs
 from te_core.precision import AttentionPrecision
-from te_torch.attention import choose, env, exported, traced
+from te_torch.attention import choose, env, exported, fused, traced
 from te_torch.attention import fp8 as fp8_attention
 from te_torch.attention.compact import Orders, fronts, moved_back, orders_of, sums_of, to_front
 from te_torch.attention.inference import cut_off
@@ -52,10 +52,12 @@ from te_torch.autocast import Now, precision_now
 from te_torch.base.module import BaseModule
 from te_torch.base.options import check_values
 from te_torch.base.parallel import check_context_groups, check_group, size_of
+from te_torch.base.plans import Prepared
 from te_torch.carried import Carried
 from te_torch.export.handed import Handed
 from te_torch.export.mode import exporting
 from te_torch.forks import fork_of
+from te_torch.function import noting
 from te_torch.quantized import QuantizedTorch
 from te_torch.runtime import default_device
 
@@ -136,7 +138,7 @@ class DotProductAttention(BaseModule):
         # With sequence parallelism every rank has all heads of its tokens, and dropout of its own anyway.
         self._fork = None if sequence_parallel else fork_of(get_rng_state_tracker, None)
         self._add_softmax_offset()
-        self._plans: dict[Any, Plan] = {}
+        self._choices: dict[Any, Plan] = {}
         #: Of the last forward, for precision_report(): its plan, and what was quantized how if it was in FP8.
         self._last_plan: Plan | None = None
         self._last_rule: AttentionPrecision | None = None
@@ -307,7 +309,21 @@ class DotProductAttention(BaseModule):
             whole = given.a.dequantize() if isinstance(given.a, (QuantizedTorch, Handed)) else given.a
             q, k, v = heads_of(whole, len(given.qkv_format) - 2, self._static[:4], given.interleaved)
             given = given.but(a=q, b=k, c=v, packing="separate", interleaved=False)
-        now = precision_now(self)
+        if not torch.compiler.is_compiling() and not _asked.choice and _is_plain(given):
+            if _attention_backends["backend_selection_requires_update"]:
+                choose.forget()
+                _attention_backends["backend_selection_requires_update"] = False
+            return self._call((given.a, given.b, given.c), (given[3:], env.world(), choose.generation[0]))
+        return self._decide(given, precision_now(self))
+
+    def _unplanned(self, inputs: tuple[Any, ...], options: tuple[Any, ...], now: Now) -> Any:
+        return self._decide(Given(*inputs, *options[0]), now, (inputs, options))
+
+    def _returned(self, outputs: tuple[Any, ...], inputs: tuple[Any, ...]) -> Any:
+        return outputs if len(outputs) > 1 else outputs[0]
+
+    def _decide(self, given: Given, now: Now, plain: Any = None) -> Any:
+        """What is computed, by whom, and its result. `plain`: what `_call` was given, for whom a plan is kept."""
         scaling = "" if now[2] is None and not now[0] else fp8_attention.scaling_of(now[0])
         tracing = now[3]
         if scaling and self.inspector is not None and not tracing:
@@ -319,22 +335,30 @@ class DotProductAttention(BaseModule):
             check_types(given)
             raise
         if tracing:
-            return self._traced(key, given, now[0])
-        return self._run(key, given, now)
+            return self._attend_traced(key, given, now[0])
+        found = self._run(key, given, now)
+        if plain is not None and (plan := self._last_plan) and plan.run is fused.run and plan.bare and not key.fp8:
+            tensors, (inputs, options) = given[:3], plain
+            sources = tuple(None if t is None else i for i, t in enumerate(tensors))
+            made = Prepared(plan.call, None, now[1], tensors, sources, shaped=True, last=(("_last_plan", plan),))
+            if noting.calls is not None:
+                noting.calls[-1] = noting.calls[-1]._replace(unit=self, sources=sources)
+            self._plan(made, inputs, options, now)
+        return found
 
     def _run(self, key: Key, given: Given, now: Now | None = None) -> Any:
         if key.form == "thd" and key.cu is not None and not key.cu.shared:
             key = with_equal_lengths(key, given)
         if _asked.choice:
             return self.explain_key(key)
-        plan = self._plan(key)
+        plan = self._choice(key)
         if plan.prepare.lengths == "given" and not key.cached:
             check_sums(given)
         orders = _orders(key, given, plan.prepare)
         modifier = given.functions
         if orders is not None:
             given = to_front(given, orders)
-            plan = self._plan(_with_bias(key, given))
+            plan = self._choice(_with_bias(key, given))
             if modifier is not None:  # it is told where tokens stood
                 q_idx, kv_idx = fronts(orders)
                 modifier = modifier._replace(q_idx=q_idx, kv_idx=kv_idx)
@@ -394,18 +418,18 @@ class DotProductAttention(BaseModule):
             fp8,
         )
 
-    def _plan(self, key: Key) -> Plan:
+    def _choice(self, key: Key) -> Plan:
         if _attention_backends["backend_selection_requires_update"]:
             choose.forget()
             _attention_backends["backend_selection_requires_update"] = False
         world = (key, env.snapshot(), torch.are_deterministic_algorithms_enabled(), choose.generation[0])
-        plan = self._plans.get(world)
+        plan = self._choices.get(world)
         if plan is None:
             plan = ready(make_plan(self._static, key, env.now()), self._fork)
             self._meet(facts_of_plan(plan), key.a.device)
-            if len(self._plans) >= _PLANS:
-                self._plans.clear()
-            self._plans[world] = plan
+            if len(self._choices) >= _PLANS:
+                self._choices.clear()
+            self._choices[world] = plan
         self.__dict__["_last_plan"] = plan  # Module.__setattr__ would cost a microsecond
         return plan
 
@@ -416,7 +440,7 @@ class DotProductAttention(BaseModule):
     def _facts(self) -> tuple[Any, ...]:
         return *super()._facts(), *self._static, self._fork is None
 
-    def _traced(self, key: Key, given: Given, number: int) -> Any:
+    def _attend_traced(self, key: Key, given: Given, number: int) -> Any:
         """The call under a tracing compiler: its backend as an operator, or traced. Some run eagerly."""
         if exporting.on:
             return exported.attention(self, key, given)
@@ -451,7 +475,7 @@ class DotProductAttention(BaseModule):
         return f"heads={s.heads}, groups={s.groups}, kv_channels={(s.d_qk, s.d_v)}, mask={self.attn_mask_type}"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_plans": {}, "_last_plan": None, "_last_rule": None}
+        return {**super().__getstate__(), "_choices": {}, "_last_plan": None, "_last_rule": None}
 
 
 def explain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> choose.Choice:
@@ -467,6 +491,19 @@ def explain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -
     of_forward = signature(DotProductAttention.forward).parameters
     constructor = {name: options.pop(name) for name in tuple(options) if name not in of_forward}
     return DotProductAttention(**{"name": "explain", **sizes, **constructor}).explain(q, k, v, **options)
+
+
+def _is_plain(given: Given) -> bool:
+    """Whether a call brings no tensors but queries, keys and values."""
+    return (
+        given.attention_mask is None
+        and given.cu_seqlens_q is None
+        and given.cu_seqlens_kv is None
+        and given.core_attention_bias is None
+        and given.alibi_slopes is None
+        and given.functions is None
+        and not given.cached
+    )
 
 
 def _with_bias(key: Key, given: Given) -> Key:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,7 +20,6 @@ ATTENTION = Layer(
     strided=True,
     partial=True,
     differentiable=1,
-    kin=lambda spec: replace(spec, core=replace(spec.core, max_q=0, max_kv=0)),
 )
 Results = tuple[torch.Tensor, "torch.Tensor | None"]
 

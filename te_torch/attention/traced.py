@@ -228,7 +228,7 @@ def _trace_plan(kind: int, facts: tuple[Any, ...], key: tuple[Any, ...], asked: 
     """(the backend, "" where it runs eagerly; the call's or plan's name; the fields of its Preparation)."""
     global _eager_run
     modules = alike(kind, facts)
-    plan = modules[0]._plan(Key.of(key))
+    plan = modules[0]._choice(Key.of(key))
     for module in modules[1:]:
         module._last_plan = module._last_plan or plan
     eager = (plan.key.checkpoint and plan.backend != choose.FUSED) or plan.key.score_mod

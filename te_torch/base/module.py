@@ -15,7 +15,7 @@ from te_torch.autocast import Now, Region, precision_now, prepare_default
 from te_torch.base.checkpoint_state import adopting
 from te_torch.base.parallel import TensorParallel
 from te_torch.base.quantized_init import begin, carry_over, initialisation, initialising, link, quantize_parameter
-from te_torch.base.sharding import MarkedModule
+from te_torch.base.unit import Unit
 from te_torch.base.watching import Choice, watching
 from te_torch.base.weights import CachedWeight, Gradients, add_gradients, extra_for
 from te_torch.calls import Call, key_of
@@ -25,7 +25,7 @@ from te_torch.custom import custom_precisions
 from te_torch.export.mode import custom_recipe, exporting, not_warmed_up
 from te_torch.forks import Fork
 from te_torch.function import Extra
-from te_torch.likeness import alike, enrolled, of_token
+from te_torch.likeness import alike, of_token
 from te_torch.module_names import name_of, next_name, shown, within
 from te_torch.nonfinite import counted
 from te_torch.precisions import (
@@ -47,7 +47,6 @@ from te_torch.weight_copies import Copies, Held, copies_at_trace
 
 _MOST_CALLS = 256  # that a module keeps
 _KEYED = frozenset(("inspector", "training"))  # attributes that every key of a call has that depends on them
-_NO_OPTIONS = torch.Tensor, torch.nn.Module
 
 
 def materialised(meta: torch.nn.Parameter) -> torch.nn.Parameter:
@@ -60,7 +59,7 @@ def materialised(meta: torch.nn.Parameter) -> torch.nn.Parameter:
 normal_init = get_default_init_method()
 
 
-class CallingModule(MarkedModule):
+class CallingModule(Unit):
     """A module that runs core layers: it keeps its calls by what they depend on.
 
     A tracing compiler cannot look into a dictionary that is filled as it looks. It says what the module is like, in
@@ -74,25 +73,17 @@ class CallingModule(MarkedModule):
         super().__init_subclass__(**options)
         cls._number = next(_kinds)
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._renew()
-
     def _renew(self) -> None:
         self._calls: dict[Any, Call] = {}
         self._last: Call | None = None  # of the last forward: what precision_report() reads
-        self._token = enrolled(self)
         # Kept here, too: a stand-in of torch's tracers has our `__dict__`, and a class of its own.
         self._kind = self._number
+        super()._renew()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without calls, token and compiled code, which belong to this process and this object."""
-        of_this = "_calls _compiled_call_impl _gathered _kind _last _nonfinite _token".split()
-        return {k: v for k, v in self.__dict__.items() if k not in of_this}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._renew()
+        """Without calls, which belong to this process."""
+        of_this = ("_calls", "_kind", "_last", "_nonfinite")
+        return {k: v for k, v in super().__getstate__().items() if k not in of_this}
 
     def _find_call(self, key: tuple[Any, ...]) -> Call | str:
         """The call of this key: one look-up, or made now. Its own key under tracing."""
@@ -106,17 +97,9 @@ class CallingModule(MarkedModule):
         self.__dict__["_last"] = found  # Module.__setattr__ would cost a microsecond
         return found
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        """What a user sets anew counts from the next forward on: calls were made of what was there before.
-
-        Tensors and modules are no part of a call (and FSDP exchanges tensors in every forward); some attributes are
-        part of its key.
-        """
-        changed = self.__dict__.get(name, self) is not value
-        super().__setattr__(name, value)
-        if changed and name[0] != "_" and name not in _KEYED and not isinstance(value, _NO_OPTIONS):
-            if not torch.compiler.is_compiling() and "_calls" in self.__dict__:
-                self._calls.clear()
+    def _changed(self, name: str) -> None:
+        if name[0] != "_" and name not in _KEYED:
+            self._calls.clear()
 
     def _slow_forward(self, *args: Any, **options: Any) -> Any:
         """What torch calls in the place of forward while TorchScript traces."""
@@ -153,6 +136,7 @@ def _trace_call(kind: int, facts: tuple[Any, ...], key: tuple[Any, ...]) -> str:
 class BaseModule(TensorParallel, CallingModule):
     """A module whose GEMMs run in the precision of the active region."""
 
+    in_regions = True
     gemms = 1  # matrix products with scaling state of their own
     module_type = "linear"  # what a custom recipe's factory is told
     own_precision = False  # another one follows from the region's, by `_of_custom`, whatever the recipe is
@@ -187,6 +171,11 @@ class BaseModule(TensorParallel, CallingModule):
             watching.new(self)
 
     # ------------------------------------------------------------------------------------ inspectors
+
+    @property
+    def inspected(self) -> bool:
+        """Whether somebody looks on, or may."""
+        return self.inspector is not None
 
     def _inspectors(self) -> tuple[Any, ...] | None:
         """One for each product; None where nobody looks."""
@@ -468,11 +457,6 @@ class BaseModule(TensorParallel, CallingModule):
         """A GEMM weight in the compute dtype; one that is only read quantized, in the parameter's own."""
         weight = self._tensor(name)
         return weight if weight.dtype == dtype else self._converted(name, weight, dtype, precision, gemm)
-
-    def _tensor(self, name: str) -> torch.Tensor:
-        """A parameter, or what stands in its place (a parametrization). Module.__getattr__ would cost a microsecond."""
-        found = self._parameters.get(name)
-        return getattr(self, name) if found is None else found
 
     def _converted(
         self, name: str, weight: torch.Tensor, dtype: torch.dtype, precision: int, gemm: int

@@ -19,6 +19,7 @@ from torch.nn import Parameter
 from te_core.layers import residual as core
 from te_core.layers.residual import AddSpec, BranchNeeds, Stream
 from te_torch.base.module import wants_grad
+from te_torch.base.plans import Drawn
 from te_torch.draws import random_pair
 from te_torch.export import layers
 from te_torch.function import Call, Layer, apply, key_of, register
@@ -51,24 +52,38 @@ class Branch(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """A branch as a layer takes it: its key, and the tensors that go behind the layer's own."""
+    """A branch as a layer takes it: its key, the tensors that go behind the layer's own, and their sources."""
 
-    key: StreamKey
-    tensors: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]  # residual, bias, rng
+    key: StreamKey | None
+    tensors: tuple[torch.Tensor | None, ...]  # residual, bias, rng
+    sources: tuple[Any, ...]
 
 
-def enter_stream(branch: Branch, x: torch.Tensor, grad: bool) -> Entry:
-    """How a module begins with a branch; `x` is the branch's own x in the compute dtype."""
-    if branch.residual is None:
-        return Entry((False, 0.0, False, False, False), (None, None, None))
-    residual, bias, rng = _like(x, branch.residual), _like(x, branch.bias), branch.rng
+def given_of(inp: torch.Tensor | Branch) -> tuple[tuple[Any, ...], Any]:
+    """A module's inputs, and of a branch the option (adds, p): what a plan compares."""
+    if not isinstance(inp, Branch):
+        return (inp,), None
+    bias = inp.bias
     if bias is not None and bias.__class__ is not Parameter:
         _check_bias(bias)
+    return (inp.x, inp.residual, bias, inp.rng), (inp.residual is not None, inp.p)
+
+
+def enter_stream(inputs: tuple[Any, ...], stream: Any, x: torch.Tensor, grad: bool) -> Entry:
+    """How a module begins with what `given_of` gave; `x` is the branch's own x in the compute dtype."""
+    if stream is None:
+        return Entry(None, (), ())
+    adds, p = stream
+    if not adds:
+        return Entry((False, 0.0, False, False, False), (None, None, None), (None, None, None))
+    residual, bias, rng = _like(x, inputs[1]), _like(x, inputs[2]), inputs[3]
     assert residual is not None
-    if rng is None and branch.p > 0.0:
+    drawn = rng is None and p > 0.0
+    if drawn:
         rng = random_pair(x)
-    key = (True, branch.p, grad and x.requires_grad, grad and wants_grad(bias), grad and residual.requires_grad)
-    return Entry(key, (residual, bias, rng))
+    key = (True, p, grad and x.requires_grad, grad and wants_grad(bias), grad and residual.requires_grad)
+    sources = 1, None if bias is None else 2, Drawn(None, -1) if drawn else None if rng is None else 3
+    return Entry(key, (residual, bias, rng), sources)
 
 
 def stream_of(key: StreamKey | None) -> Stream | None:

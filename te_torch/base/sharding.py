@@ -16,7 +16,7 @@ from te_core.errors import ArgumentError
 from te_torch.values import NamedOptions
 
 
-class Unit(NamedOptions, torch.nn.Module):
+class Shardable(NamedOptions, torch.nn.Module):
     """A module that may be sharded by itself."""
 
     #: Whether its parameters lose their memory as its forward ends. FSDP2 makes a class of its own for such modules:
@@ -28,7 +28,7 @@ class Unit(NamedOptions, torch.nn.Module):
         cls._frees_parameters = any(base.__module__.startswith("torch.distributed.") for base in cls.__mro__)
 
 
-class MarkedModule(Unit):
+class MarkedModule(Shardable):
     """A module whose parameters carry attributes for trainers, and keep them where torch exchanges the parameters.
 
     A new parameter has none: one of `fully_shard`, of `to_empty`, of `load_state_dict(assign=True)`, of `deepcopy`. One

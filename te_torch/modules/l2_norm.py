@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from te_core.layers import l2_norm as core
+from te_torch.autocast import Now
 from te_torch.base.module import CallingModule
 from te_torch.base.options import check_values
+from te_torch.base.plans import Prepared
 from te_torch.export import layers
-from te_torch.function import Call, Layer, apply, register
+from te_torch.function import Call, Layer, register
 from te_torch.runtime import check_dtype
 
 L2_NORM = Layer("l2_norm", core.forward, core.backward, core.L2NormSaved, plain=layers.l2_norm)
@@ -24,10 +28,13 @@ class L2Normalization(CallingModule):
 
     def forward(self, inp: torch.Tensor) -> torch.Tensor:
         """The rows of the input, each of length one (but for eps), in its dtype."""
-        check_dtype("L2Normalization", inp)
-        call = self._find_call((torch.is_grad_enabled() and inp.requires_grad,))
-        (out,) = apply(call, None, False, inp)
+        out: torch.Tensor = self._call((inp,))
         return out
+
+    def _prepare(self, inputs: tuple[Any, ...], options: tuple[Any, ...], now: Now) -> Prepared:
+        check_dtype("L2Normalization", inputs[0])
+        call = self._find_call((torch.is_grad_enabled() and inputs[0].requires_grad,))
+        return Prepared(call, None, False, inputs, (0,))
 
     def _facts(self) -> tuple[float]:
         return (self.eps,)

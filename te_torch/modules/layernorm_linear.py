@@ -11,15 +11,17 @@ import torch
 from te_core.errors import UnsupportedError
 from te_core.layers import norm
 from te_core.layers import norm_linear as core
+from te_torch.autocast import Now
 from te_torch.base.module import BaseModule, wants_grad
 from te_torch.base.options import check_options
 from te_torch.base.parallel import eagerly
-from te_torch.base.residual import Branch, enter_stream, stream_of
+from te_torch.base.plans import Drawn, Prepared
+from te_torch.base.residual import Branch, enter_stream, given_of, stream_of
 from te_torch.calls import OF_NORM_LINEAR
 from te_torch.draws import random_pair
 from te_torch.export import layers
 from te_torch.forks import fork_of
-from te_torch.function import Call, Layer, apply, register
+from te_torch.function import Call, Layer, register
 from te_torch.modules.linear import SplitParameters, empty_bias, returned_bias
 from te_torch.modules.norm import init_norm_weight, margin_facts, margin_of, sm_margins
 from te_torch.precisions import draws
@@ -159,7 +161,6 @@ class LayerNormLinear(NormParameters, SplitParameters):
 
         For a `Branch` the sum that it stands for comes last.
         """
-        branch: Branch | None = None
         if isinstance(inp, Branch):
             if fp8_grad:
                 raise UnsupportedError(
@@ -172,42 +173,52 @@ class LayerNormLinear(NormParameters, SplitParameters):
                 total = inp.added()
                 out = self.forward(total, is_first_microbatch, fp8_output)
                 return (*out, total) if isinstance(out, tuple) else (out, total)
-            branch = inp
-            inp = branch.x
         if self.tp_size > 1 and torch.compiler.is_compiling():
             return eagerly(self, inp, is_first_microbatch, fp8_output, fp8_grad)
-        check_input("LayerNormLinear.forward", inp, self.in_features)
-        if isinstance(inp, QuantizedTorch):
-            inp = inp.dequantize()
+        inputs, stream = given_of(inp)
+        return self._call(inputs, (is_first_microbatch, fp8_output, fp8_grad, stream))
+
+    def _prepare(self, inputs: tuple[Any, ...], options: tuple[Any, ...], now: Now) -> Prepared:
+        is_first_microbatch, fp8_output, fp8_grad, stream = options
+        check_input("LayerNormLinear.forward", inputs[0], self.in_features)
+        x = inputs[0].dequantize() if isinstance(inputs[0], QuantizedTorch) else inputs[0]
         grad = torch.is_grad_enabled()
-        inp, precision, state, recompute = self._enter(inp)
+        inp, precision, state, recompute = self._enter(x, now)
         gamma, beta = self._norm_parameters(inp.dtype)
         weight = self._joined_weight(inp.dtype, precision)
-        bias = self._joined_bias(inp.dtype)
-        added = None if self.return_bias else bias
-        stream, more = (None, ()) if branch is None else enter_stream(branch, inp, grad)
+        bias = None if self.return_bias else self._joined_bias(inp.dtype)
+        entry = enter_stream(inputs, stream, inp, grad)
         key = (
             self.recompute_norm_output,
             self.training,
-            stream,
+            entry.key,
             precision,
             inp.dtype,
-            grad and wants_grad(inp, gamma, beta, *more),
+            grad and wants_grad(inp, gamma, beta, *entry.tensors),
             grad and wants_grad(weight),
-            grad and wants_grad(added),
+            grad and wants_grad(bias),
             None if self.inspector is None else self._watched(precision),
             weight.dtype if self._primary else None,
             fp8_output,
             fp8_grad,
         )
         rng = random_pair(inp, self._fork) if precision and draws(precision) else None
-        extra = None
+        extra: Any = None
+        weights: tuple[str, ...] = ()
         if self._special or is_first_microbatch is not None:
-            extra = self._extra(("weight",), (weight,), precision, state, recompute, is_first_microbatch)
-        call = self._find_call(key)
-        outputs = apply(call, state, recompute, inp, gamma, beta, weight, added, rng, *more, extra=extra)
+            weights = ("weight",)
+            extra = self._extra(weights, (weight,), precision, state, recompute, is_first_microbatch)
+        tensors = inp, gamma, beta, weight, bias, rng, *entry.tensors
+        norm_sources = "layer_norm_weight", None if beta is None else "layer_norm_bias"
+        of_rng = None if rng is None else Drawn(self._fork)
+        sources = 0, *norm_sources, *self._linear_sources(bias), of_rng, *entry.sources
+        return Prepared(self._find_call(key), state, recompute, tensors, sources, extra, weights)
+
+    def _returned(self, outputs: tuple[Any, ...], inputs: tuple[Any, ...]) -> Any:
         if self.return_bias:
-            outputs = (outputs[0], empty_bias(outputs[0]) if bias is None else returned_bias(self, bias), *outputs[1:])
+            out, *rest = outputs
+            bias = self._joined_bias(out.dtype)
+            return out, empty_bias(out) if bias is None else returned_bias(self, bias), *rest
         return outputs if len(outputs) > 1 else outputs[0]
 
     def _new_call(

@@ -11,15 +11,17 @@ from te_core.errors import UnsupportedError
 from te_core.layers import mlp as core
 from te_core.layers.linear import LinearSpec, Needs
 from te_core.ops.activation import GATED, KINDS, Clamp
+from te_torch.autocast import Now
 from te_torch.base.module import normal_init, wants_grad
 from te_torch.base.options import check_options
 from te_torch.base.parallel import eagerly
+from te_torch.base.plans import Drawn, Prepared
 from te_torch.base.quantized_init import check_recipe_fits
-from te_torch.base.residual import Branch, enter_stream, stream_of
+from te_torch.base.residual import Branch, enter_stream, given_of, stream_of
 from te_torch.draws import random_pair
 from te_torch.export import layers
 from te_torch.forks import fork_of
-from te_torch.function import Call, Layer, apply, register
+from te_torch.function import Call, Layer, register
 from te_torch.modules.layernorm_linear import NormParameters
 from te_torch.modules.linear import empty_bias, returned_bias
 from te_torch.precisions import draws
@@ -146,49 +148,58 @@ class LayerNormMLP(NormParameters):
 
         For a `Branch` the sum that it stands for comes last.
         """
-        branch: Branch | None = None
-        if isinstance(inp, Branch):
-            if torch.compiler.is_compiling():  # a compiler sees the two operations, and fuses around them
-                total = inp.added()
-                out = self.forward(total, is_first_microbatch)
-                return (*out, total) if isinstance(out, tuple) else (out, total)
-            branch = inp
-            inp = branch.x
+        if isinstance(inp, Branch) and torch.compiler.is_compiling():
+            total = inp.added()  # a compiler sees the two operations, and fuses around them
+            out = self.forward(total, is_first_microbatch)
+            return (*out, total) if isinstance(out, tuple) else (out, total)
         if self.tp_size > 1 and torch.compiler.is_compiling():
             return eagerly(self, inp, is_first_microbatch)
-        check_input("LayerNormMLP.forward", inp, self.hidden_size)
-        if isinstance(inp, QuantizedTorch):
-            inp = inp.dequantize()
+        inputs, stream = given_of(inp)
+        return self._call(inputs, (is_first_microbatch, stream))
+
+    def _prepare(self, inputs: tuple[Any, ...], options: tuple[Any, ...], now: Now) -> Prepared:
+        is_first_microbatch, stream = options
+        check_input("LayerNormMLP.forward", inputs[0], self.hidden_size)
+        x = inputs[0].dequantize() if isinstance(inputs[0], QuantizedTorch) else inputs[0]
         grad = torch.is_grad_enabled()
-        inp, precision, state, recompute = self._enter(inp)
-        gamma, beta = self._norm_parameters(inp.dtype)
+        inp, precision, state, recompute = self._enter(x, now)
         dtype = inp.dtype
+        gamma, beta = self._norm_parameters(dtype)
         w1, w2 = self._weight("fc1_weight", dtype, precision), self._weight("fc2_weight", dtype, precision, 1)
-        b1, b2 = self._bias("fc1_bias", dtype), self._bias("fc2_bias", dtype)
-        added = None if self.return_bias else b2
-        stream, more = (None, ()) if branch is None else enter_stream(branch, inp, grad)
+        b1, b2 = self._bias("fc1_bias", dtype), None if self.return_bias else self._bias("fc2_bias", dtype)
+        entry = enter_stream(inputs, stream, inp, grad)
         key = (
             self.recompute_norm_output,
-            stream,
+            entry.key,
             precision,
             dtype,
-            grad and wants_grad(inp, gamma, beta, *more),
+            grad and wants_grad(inp, gamma, beta, *entry.tensors),
             grad and wants_grad(w1),
             grad and wants_grad(b1),
             grad and wants_grad(w2),
-            grad and wants_grad(added),
+            grad and wants_grad(b2),
             self.training,
             None if self.inspector is None else self._watched(precision),
             w1.dtype if self._primary else None,
         )
         rng = random_pair(inp, self._fork) if precision and draws(precision) else None
-        extra = None
+        extra: Any = None
+        names: tuple[str, ...] = ()
         if self._special or is_first_microbatch is not None:
-            extra = self._extra(self._weight_names(), (w1, w2), precision, state, recompute, is_first_microbatch)
-        call = self._find_call(key)
-        outputs = apply(call, state, recompute, inp, gamma, beta, w1, b1, w2, added, rng, *more, extra=extra)
+            names = self._weight_names()
+            extra = self._extra(names, (w1, w2), precision, state, recompute, is_first_microbatch)
+        named = {"layer_norm_weight": gamma, "layer_norm_bias": beta, "fc1_weight": w1, "fc1_bias": b1}
+        named |= {"fc2_weight": w2, "fc2_bias": b2}
+        of_named = [None if t is None else name for name, t in named.items()]
+        sources = [0, *of_named, None if rng is None else Drawn(self._fork), *entry.sources]
+        tensors = inp, *named.values(), rng, *entry.tensors
+        return Prepared(self._find_call(key), state, recompute, tensors, sources, extra, names)
+
+    def _returned(self, outputs: tuple[Any, ...], inputs: tuple[Any, ...]) -> Any:
         if self.return_bias:
-            outputs = (outputs[0], empty_bias(outputs[0]) if b2 is None else returned_bias(self, b2), *outputs[1:])
+            out, *rest = outputs
+            bias = self._bias("fc2_bias", out.dtype)
+            return out, empty_bias(out) if bias is None else returned_bias(self, bias), *rest
         return outputs if len(outputs) > 1 else outputs[0]
 
     def _bias(self, name: str, dtype: torch.dtype) -> torch.Tensor | None:

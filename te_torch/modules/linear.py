@@ -11,10 +11,12 @@ from torch.nn import Parameter
 
 from te_core.errors import ArgumentError
 from te_core.layers import linear as core
+from te_torch.autocast import Now
 from te_torch.base.module import BaseModule, normal_init
 from te_torch.base.options import check_options, mode_of
 from te_torch.base.original_input import keeps_original
 from te_torch.base.parallel import eagerly
+from te_torch.base.plans import Drawn, Prepared
 from te_torch.base.quantized_init import check_recipe_fits
 from te_torch.base.watching import Choice
 from te_torch.base.weights import check_whole
@@ -23,7 +25,7 @@ from te_torch.carried import HANDING
 from te_torch.draws import random_pair
 from te_torch.export import layers
 from te_torch.forks import fork_of
-from te_torch.function import Call, Layer, apply, register
+from te_torch.function import Call, Layer, register
 from te_torch.precisions import draws, precision_of
 from te_torch.runtime import TO_CORE, check_input, default_device, outside_autocast
 from te_torch.values import check_flags, is_size
@@ -145,6 +147,10 @@ class SplitParameters(BaseModule):
             fp8_grad,
             parallel=self._split(self.parallel_mode, rule),
         )
+
+    def _linear_sources(self, bias: torch.Tensor | None) -> tuple[Any, Any]:
+        """Where the weight and this bias come from."""
+        return self._part_names["weight"], None if bias is None else self._part_names["bias"]
 
     def _joined_weight(self, dtype: torch.dtype, precision: int) -> torch.Tensor:
         weight = self._parameters.get("weight")
@@ -286,31 +292,42 @@ class Linear(SplitParameters):
         """out [*, out_features], or (out, bias) with `return_bias`, where the bias is not added."""
         if self.tp_size > 1 and torch.compiler.is_compiling():
             return eagerly(self, inp, is_first_microbatch, fp8_output, fp8_grad)
-        check_input("Linear.forward", inp, self.in_features)
+        return self._call((inp,), (is_first_microbatch, fp8_output, fp8_grad))
+
+    def _prepare(self, inputs: tuple[Any, ...], options: tuple[Any, ...], now: Now) -> Prepared:
+        is_first_microbatch, fp8_output, fp8_grad = options
+        check_input("Linear.forward", inputs[0], self.in_features)
         grad = torch.is_grad_enabled()
-        inp, precision, state, recompute = self._enter(inp)
+        inp, precision, state, recompute = self._enter(inputs[0], now)
         weight = self._joined_weight(inp.dtype, precision)
-        bias = self._joined_bias(inp.dtype)
-        added = None if self.return_bias else bias
+        bias = None if self.return_bias else self._joined_bias(inp.dtype)
         key = (
             precision,
             inp.dtype,
             grad and inp.requires_grad,
             grad and weight.requires_grad,
-            grad and added is not None and added.requires_grad,
+            grad and bias is not None and bias.requires_grad,
             None if self.inspector is None else self._watched(precision),
             weight.dtype if self._primary else None,
             fp8_output,
             fp8_grad,
         )
         rng = random_pair(inp, self._fork) if precision and draws(precision) else None
-        extra = None
+        extra: Any = None
+        weights: tuple[str, ...] = ()
         if self._special or is_first_microbatch is not None:
-            extra = self._extra(("weight",), (weight,), precision, state, recompute, is_first_microbatch)
-        (out,) = apply(self._find_call(key), state, recompute, inp, weight, added, rng, extra=extra)
-        if self.return_bias:
-            return out, (empty_bias(out) if bias is None else returned_bias(self, bias))
-        return out
+            weights = ("weight",)
+            extra = self._extra(weights, (weight,), precision, state, recompute, is_first_microbatch)
+        of_weight, of_bias = self._linear_sources(bias)
+        sources = 0, of_weight, of_bias, None if rng is None else Drawn(self._fork)
+        return Prepared(self._find_call(key), state, recompute, (inp, weight, bias, rng), sources, extra, weights)
+
+    def _returned(self, outputs: tuple[Any, ...], inputs: tuple[Any, ...]) -> Any:
+        (out,) = outputs
+        if not self.return_bias:
+            return out
+        bias = self._joined_bias(out.dtype)
+        return out, (empty_bias(out) if bias is None else returned_bias(self, bias))
 
     def _facts(self) -> tuple[Any, ...]:
         return *super()._facts(), self.save_original_input

@@ -12,10 +12,12 @@ import torch
 from te_core import env
 from te_core.errors import ArgumentError
 from te_core.layers import norm as core
+from te_torch.autocast import Now
 from te_torch.base.module import CallingModule, materialised
 from te_torch.base.options import check_values
+from te_torch.base.plans import UNKNOWN, Prepared
 from te_torch.export import layers
-from te_torch.function import Call, Layer, apply, register
+from te_torch.function import Call, Layer, register
 from te_torch.quantized import QuantizedTorch
 from te_torch.runtime import TO_CORE, amp_dtype, check_dtype, default_device, nested
 
@@ -104,8 +106,14 @@ class _Norm(CallingModule):
 
     def forward(self, inp: torch.Tensor) -> torch.Tensor:
         """The normalized input, in the dtype of the weight (or of torch.autocast)."""
-        weight: torch.Tensor = self.weight
-        bias = getattr(self, "bias", None)
+        return self._call((inp,))
+
+    def _prepare(self, inputs: tuple[Any, ...], options: tuple[Any, ...], now: Now) -> Prepared:
+        inp, weight, bias = (
+            inputs[0],
+            self._tensor("weight"),
+            self._tensor("bias") if self.kind == "LayerNorm" else None,
+        )
         _check(type(self).__name__, inp, self.normalized_shape)
         if isinstance(inp, QuantizedTorch):
             inp = inp.dequantize()
@@ -113,13 +121,16 @@ class _Norm(CallingModule):
         needs = grad and (inp.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad))
         dtype = amp_dtype(inp.device.type) if torch._C._is_any_autocast_enabled() else None
         call = self._find_call((weight.dtype if dtype is None else dtype, needs, self.training))
-        shape = inp.shape
+        sources: tuple[Any, ...] = 0, "weight", None if bias is None else "bias"
         if len(self.normalized_shape) > 1:
-            width = self.normalized_shape.numel()
-            inp, weight = inp.reshape(*shape[: -len(self.normalized_shape)], width), weight.reshape(width)
+            width, sources = self.normalized_shape.numel(), (UNKNOWN,)
+            inp, weight = inp.reshape(*inp.shape[: -len(self.normalized_shape)], width), weight.reshape(width)
             bias = None if bias is None else bias.reshape(width)
-        (out,) = apply(call, None, False, inp, weight, bias)
-        return out if out.shape == shape else out.reshape(shape)
+        return Prepared(call, None, False, (inp, weight, bias), sources)
+
+    def _returned(self, outputs: tuple[Any, ...], inputs: tuple[Any, ...]) -> Any:
+        (out,), (inp,) = outputs, inputs
+        return out if out.shape == inp.shape else out.reshape(inp.shape)
 
     def _facts(self) -> tuple[Any, ...]:
         return self.eps, self.zero_centered_gamma, *margin_facts(self._margins)

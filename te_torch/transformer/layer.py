@@ -14,21 +14,27 @@ import torch
 
 from te_core.attention import canonical_mask
 from te_core.errors import ArgumentError
+from te_core.tape import taped
 from te_torch import offloading
+from te_torch.attention import choose, env
 from te_torch.attention.inference import InferenceParams
+from te_torch.autocast import Now
 from te_torch.base.module import BaseModule
 from te_torch.base.options import check_options
 from te_torch.base.parallel import compare_options
 from te_torch.base.residual import Branch, bias_dropout_add
+from te_torch.base.unit import Unit
 from te_torch.draws import random_pair
 from te_torch.forks import fork_of
+from te_torch.function import noting
 from te_torch.module_names import next_name, shown, warn_ignored
 from te_torch.modules.layernorm_mlp import LayerNormMLP
 from te_torch.modules.norm import LayerNorm, RMSNorm
 from te_torch.runtime import amp_cast
+from te_torch.surroundings import dispatch_modes
 from te_torch.transformer.drop_path import DropPath
 from te_torch.transformer.multihead import MultiheadAttention, check_qkv_whole, head_sizes
-from te_torch.values import NamedOptions
+from te_torch.transformer.whole import LayerPlan, composed
 
 LAYER_TYPES = ("encoder", "decoder")
 _NORMS = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
@@ -70,9 +76,20 @@ _ATTENTION = (
 )
 
 
-class TransformerLayer(NamedOptions, torch.nn.Module):
-    """One layer of a Transformer, in the precision of the active `autocast` region."""
+#: Which of forward's arguments behind the first are tensors, or bring some; and where the angles are.
+_TENSORS, _ANGLES = (0, 4, 5, 11, 14, 15, 16, 17, 18, 19), 12
 
+
+class TransformerLayer(Unit):
+    """One layer of a Transformer, in the precision of the active `autocast` region.
+
+    It runs as one call with one node of autograd where nothing stands between its parts
+    (te_torch/transformer/whole.py). With `one_node = False`, an attribute to be set at any time, the parts always run
+    one by one: gradients of a part then arrive before those of the part before it are computed.
+    """
+
+    one_node = True
+    in_regions = of_parts = True
     _rows: int | None = None  # of the sequence that this rank is to be given
 
     def __init__(
@@ -272,6 +289,95 @@ class TransformerLayer(NamedOptions, torch.nn.Module):
         `encoder_output` is what a decoder's cross attention looks at. The other arguments are those of
         MultiheadAttention, `enc_dec_*` for cross attention; self attention takes cu_seqlens_q for its keys too.
         """
+        given: tuple[Any, ...] = (
+            attention_mask,
+            self_attn_mask_type,
+            window_size,
+            bottom_right_diagonal,
+            encoder_output,
+            enc_dec_attn_mask,
+            enc_dec_attn_mask_type,
+            enc_dec_window_size,
+            enc_dec_bottom_right_diagonal,
+            is_first_microbatch,
+            checkpoint_core_attention,
+            inference_params,
+            rotary_pos_emb,
+            core_attention_bias_type,
+            core_attention_bias,
+            alibi_slopes,
+            cu_seqlens_q,
+            cu_seqlens_kv,
+            cu_seqlens_q_padded,
+            cu_seqlens_kv_padded,
+            max_seqlen_q,
+            max_seqlen_kv,
+            fast_zero_fill,
+            pad_between_seqs,
+        )
+        angles: Any = rotary_pos_emb if isinstance(rotary_pos_emb, (tuple, list)) else (rotary_pos_emb,) * 2
+        if rotary_pos_emb is None:
+            angles = ()
+        if (
+            torch.compiler.is_compiling()
+            or not self.one_node
+            or offloading.active.context is not None
+            or not all([given[i] is None for i in _TENSORS])
+            or not (len(angles) in (0, 2) and all([isinstance(t, torch.Tensor) for t in angles]))
+        ):
+            return self._run_parts(hidden_states, *given)
+        if angles:
+            given = (*given[:_ANGLES], None, *given[_ANGLES + 1 :])
+        y: torch.Tensor = self._call((hidden_states, *angles), (given, env.world(), choose.generation[0]))
+        return y
+
+    def _unplanned(self, inputs: tuple[Any, ...], options: tuple[Any, ...], now: Now) -> Any:
+        """Run the parts, and see whether they can run as one from now on."""
+        before, noting.calls = noting.calls, []
+        try:
+            x, *angles = inputs
+            given = options[0]
+            if angles:
+                given = (*given[:_ANGLES], tuple(angles), *given[_ANGLES + 1 :])
+            y = self._run_parts(x, *given)
+            calls = noting.calls
+        finally:
+            noting.calls = before
+        made = composed(self, inputs, y, calls) if taped.when() != "never" and not dispatch_modes() else None
+        if made is not None:
+            plan = LayerPlan.of(self, made, inputs, options, now)
+            if plan is not None:
+                self._plan_first(plan)
+        return y
+
+    def _run_parts(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: Any,
+        self_attn_mask_type: str | None,
+        window_size: tuple[int, int] | None,
+        bottom_right_diagonal: bool | None,
+        encoder_output: torch.Tensor | None,
+        enc_dec_attn_mask: Any,
+        enc_dec_attn_mask_type: str | None,
+        enc_dec_window_size: tuple[int, int] | None,
+        enc_dec_bottom_right_diagonal: bool | None,
+        is_first_microbatch: bool | None,
+        checkpoint_core_attention: bool,
+        inference_params: InferenceParams | None,
+        rotary_pos_emb: Any,
+        core_attention_bias_type: str,
+        core_attention_bias: torch.Tensor | None,
+        alibi_slopes: torch.Tensor | None,
+        cu_seqlens_q: torch.Tensor | None,
+        cu_seqlens_kv: torch.Tensor | None,
+        cu_seqlens_q_padded: torch.Tensor | None,
+        cu_seqlens_kv_padded: torch.Tensor | None,
+        max_seqlen_q: int | None,
+        max_seqlen_kv: int | None,
+        fast_zero_fill: bool,
+        pad_between_seqs: bool | None,
+    ) -> torch.Tensor:
         operation = "TransformerLayer.forward"
         self_attn_mask_type = canonical_mask(operation, self_attn_mask_type or self.self_attn_mask_type)
         enc_dec_attn_mask_type = canonical_mask(operation, enc_dec_attn_mask_type or self.enc_dec_attn_mask_type)

@@ -26,7 +26,7 @@ from te_torch.base.options import check_options
 from te_torch.base.parallel import check_group, compare_options, size_of
 from te_torch.base.quantized_init import initialising
 from te_torch.base.residual import Branch
-from te_torch.base.sharding import Unit
+from te_torch.base.unit import Unit
 from te_torch.carried import carry
 from te_torch.export.mode import exporting, not_exported
 from te_torch.module_names import next_name, shown, warn_ignored

@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 
 #: Tests that replay calls, of which one imports no torch.
 ALONE = ["tests/core/test_tape_keys.py", "-k", "takes_no_tapes_place", "-n", "0"]
-OF_TWO = ["tests/torch/test_shortcuts.py", "-k", "is_no_view or every_layer", "-n", "2"]
+OF_TWO = ["tests/torch/test_replays.py", "-k", "is_no_view or every_layer", "-n", "2"]
 
 
 @pytest.mark.parametrize(

@@ -243,7 +243,7 @@ def test_what_explain_says_of_fp8_is_so(backend: str, name: str, monkeypatch: py
         out = module(q, k, v, **options)
     out.sum().backward()
     assert all(t.grad is not None and torch.isfinite(t.grad).all() for t in (q, k, v))
-    assert [plan.backend for plan in module._plans.values()] == [backend]
+    assert [plan.backend for plan in module._choices.values()] == [backend]
 
 
 def test_rows_of_a_packed_projection_count_as_one() -> None:
@@ -398,7 +398,7 @@ def test_the_environment_is_honoured_at_each_call(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("NVTE_FUSED_ATTN", "0")
     assert chosen(module, *tensors) == UNFUSED
     module(*tensors)
-    assert {plan.backend for plan in module._plans.values()} == {FUSED, UNFUSED}
+    assert {plan.backend for plan in module._choices.values()} == {FUSED, UNFUSED}
     monkeypatch.setenv("NVTE_FUSED_ATTN", "1")
     monkeypatch.setenv("NVTE_FUSED_ATTN_BACKEND", "2")
     assert chosen(module, *tensors) == UNFUSED
@@ -436,7 +436,7 @@ def test_deterministic_requests(monkeypatch: pytest.MonkeyPatch) -> None:
         assert env.now().deterministic
         module = DotProductAttention(4, 16, 2)
         module(*inputs())
-        assert all(plan.spec.deterministic for plan in module._plans.values())
+        assert all(plan.spec.deterministic for plan in module._choices.values())
     finally:
         torch.use_deterministic_algorithms(False)
 
@@ -460,7 +460,7 @@ def test_deterministic_mode_is_honoured_at_each_call(how: str) -> None:
         torch._dynamo.reset()
     assert seen[:2] == [False, True], "the second call found the first one's plan"
     assert how == "compiled" or seen == [False, True, False, True]
-    assert sorted(plan.spec.deterministic for plan in module._plans.values()) == [False, True]
+    assert sorted(plan.spec.deterministic for plan in module._choices.values()) == [False, True]
 
 
 def test_grad_mode_alone_does_not_change_the_request() -> None:
@@ -471,7 +471,7 @@ def test_grad_mode_alone_does_not_change_the_request() -> None:
     with torch.no_grad():
         module(*tensors, **options)
     module(*tensors, **options)
-    first, second = (plan.request for plan in module._plans.values())
+    first, second = (plan.request for plan in module._choices.values())
     assert first == second and first.training and first.bias_grad
     assert not DotProductAttention(4, 16, 2).eval().explain(*inputs()).reasons[UNFUSED]
 
@@ -499,7 +499,7 @@ def test_explain_takes_the_arguments_of_both() -> None:
 def test_explain_computes_nothing_and_checks_arguments() -> None:
     module = DotProductAttention(4, 16, 2)
     module.explain(*inputs())
-    assert not module._plans
+    assert not module._choices
     with pytest.raises(AssertionError):
         module.explain(*inputs(), attn_mask_type="padding")
     with pytest.raises(ArgumentError, match="inference_params"):
@@ -591,4 +591,4 @@ def test_backend_selection_requires_update() -> None:
     module_file._attention_backends["backend_selection_requires_update"] = True
     module(*tensors)
     assert module_file._attention_backends["backend_selection_requires_update"] is False
-    assert len(module._plans) == 2 and choose.installed() is not before
+    assert len(module._choices) == 2 and choose.installed() is not before

@@ -483,7 +483,7 @@ def test_packed_queries_with_a_cache_in_rows() -> None:
             with torch.no_grad(), te.autocast(recipe=delayed()):
                 y = module(x if form == "bshd" else x.flatten(0, 1), inference_params=cache)
             steps.append(y.reshape(x.shape))
-        assert {plan.key.fp8 for plan in module.core_attention._plans.values()} == {"delayed"}
+        assert {plan.key.fp8 for plan in module.core_attention._choices.values()} == {"delayed"}
         found.append(steps)
     for a, b in zip(*found, strict=True):
         assert torch.equal(a, b)

@@ -212,7 +212,7 @@ def test_max_seqlen_of_packed_sequences() -> None:
     module(*tensors, cu_seqlens_q=cu, cu_seqlens_kv=cu, max_seqlen_q=6, max_seqlen_kv=7)
     for _ in range(2):  # programs give the largest of a tensor as it is
         module(*tensors, cu_seqlens_q=cu, cu_seqlens_kv=cu, max_seqlen_q=cu.diff().max(), max_seqlen_kv=7)
-    found = [(plan.spec.max_q, plan.spec.max_kv) for plan in module._plans.values()]
+    found = [(plan.spec.max_q, plan.spec.max_kv) for plan in module._choices.values()]
     assert found == [(64, 64), (6, 7)]
 
 
@@ -547,7 +547,7 @@ def test_pickled_and_copied() -> None:
     module = make(softmax_type="learnable")
     wanted = module(*inputs())
     for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
-        assert torch.equal(other(*inputs()), wanted) and len(other._plans) == 1
+        assert torch.equal(other(*inputs()), wanted) and len(other._choices) == 1
     assert "heads=4, groups=2" in repr(module)
 
 
@@ -556,7 +556,7 @@ def test_plans_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     module = make()
     for skv in range(1, 8):
         module(*inputs(skv=skv))
-    assert len(module._plans) <= 3
+    assert len(module._choices) <= 3
 
 
 @on_backends

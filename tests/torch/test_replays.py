@@ -1,4 +1,4 @@
-"""Replays on torch's tensors as they are (te_torch/shortcuts.py): by what they are known, what goes the long way."""
+"""Replays on torch's tensors as they are (te_torch/replays.py): by what they are known, what goes the long way."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import copy
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +17,8 @@ from te_core.backends.cuda.gemm_run import LtPlan
 from te_core.errors import ArgumentError
 from te_core.tape import taped
 from te_core.tools.explain import explain_tapes
-from te_torch import shortcuts
+from te_torch import replays
+from te_torch.replays import Replay
 from tests.backends import devices
 from tests.covering import covering
 from tests.null_device import null_device
@@ -27,7 +27,7 @@ from tests.tape_steps import HIDDEN, MODULES, ROWS, bits, drawn, made, same, ste
 
 
 class Used:
-    """How often a shortcut was taken."""
+    """How often a replay was found."""
 
     forward = backward = 0
     frees = False  # whether the last one let go of what its caller had given up
@@ -38,7 +38,7 @@ def used(monkeypatch: pytest.MonkeyPatch) -> Iterator[Used]:
     found = Used()
 
     def noting(name: str) -> Any:
-        real = getattr(shortcuts, name)
+        real = getattr(Replay, name)
 
         def noted(*arguments: Any) -> Any:
             setattr(found, name, getattr(found, name) + 1)
@@ -48,7 +48,7 @@ def used(monkeypatch: pytest.MonkeyPatch) -> Iterator[Used]:
         return noted
 
     for name in ("forward", "backward"):
-        monkeypatch.setattr(shortcuts, name, noting(name))
+        monkeypatch.setattr(Replay, name, noting(name))
     before = taped.when()
     taped.forget()
     taped.set_when("first")
@@ -328,16 +328,22 @@ def test_what_is_run_again(used: Used) -> None:
     assert used.forward >= 5
 
 
-def test_more_kinds_of_calls_than_are_remembered(used: Used, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which arguments a call has is looked at anew; what is known of the call itself stays."""
-    monkeypatch.setattr(shortcuts, "_MOST_KINDS", 2)
-    monkeypatch.setattr(shortcuts, "_present", {})
-    modules = [te.Linear(HIDDEN, 48, bias=bias, device="cpu") for bias in (True, False)] + [made("LayerNormMLP")]
-    for _ in range(3):
-        for module in modules:
-            steps(module, 1, None)
-            assert 0 < len(shortcuts._present) <= 2
-    assert used.forward == used.backward == 2 * len(modules)
+def test_more_calls_than_are_remembered(used: Used, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a call as many shapes are known as come again soon; tapes are made once all the same."""
+    monkeypatch.setattr(replays, "_MOST", 2)
+    module = te.Linear(HIDDEN, 48, device="cpu")
+
+    def turn(*rows: int) -> int:
+        before = used.forward
+        for count in rows:
+            step(module, drawn(count, 2, HIDDEN), None)
+        return used.forward - before
+
+    assert (turn(3, 4, 5), turn(3, 4, 5), turn(5, 4, 5, 4), turn(3)) == (0, 0, 4, 0)
+    assert taped.COUNTS.recorded and len(module._calls) == 1
+    assert all(
+        len(direction.known) == 2 for call in module._calls.values() for direction in (call.forward, call.backward)
+    )
 
 
 @pytest.mark.parametrize("name", ["LayerNormLinear", "TransformerLayer"])
@@ -405,29 +411,8 @@ def test_threads(used: Used) -> None:
     assert [got[i] for i in range(8)] == wanted
 
 
-def test_what_is_never_recorded_is_not_looked_for(used: Used, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A call with a user's quantizer goes the core's way at once."""
-    monkeypatch.setattr(shortcuts, "_present", {})
-    function: Any = SimpleNamespace(reason="a user's quantizer")
-    rt: Any = None  # of which nothing is asked
-    assert shortcuts.find(function, rt, [drawn(ROWS, HIDDEN)], None, {}) is None and not shortcuts._present
-
-
-class Cleared(dict[Any, Any]):
-    """Another thread has it cleared as soon as anything is in it."""
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        """Nothing stays."""
-
-
-def test_kinds_are_cleared_meanwhile(used: Used, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shortcuts, "_present", Cleared())
-    steps(made("Linear"))
-    assert used.forward
-
-
 def test_autotuning_is_in_the_key(used: Used, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A replay by a shortcut follows it as any call does: from the next one on, and back."""
+    """A replay follows it as any call does: from the next one on, and back."""
     with null_device(tmp_path):
         module, x = te.Linear(HIDDEN, HIDDEN, device="cpu"), drawn(ROWS, 2, HIDDEN)
 

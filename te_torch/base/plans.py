@@ -1,0 +1,272 @@
+"""`Plan`: what a module decided in one call, for the calls that are like it.
+
+A module's `_prepare` looks at everything: the region, its options, its parameters, who looks on. What it says of itself
+(`Prepared`) depends on little, and `Plan.run` compares that: the precision and the modes that are on, the options of
+the call, and a version that each change of an attribute advances. Tensors are collected anew in each call, by name.
+Whether they are like those of a recorded call is for the call's replays to say (te_torch/replays.py).
+
+A plan holds no module that holds it: a model goes as soon as nobody else has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import itemgetter
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd import forward_ad
+
+from te_torch.autocast import Now
+from te_torch.calls import Call
+from te_torch.draws import random_pair
+from te_torch.forks import Fork
+from te_torch.function import Noted, Run, noting, run_node
+from te_torch.nonfinite import Counted
+from te_torch.replays import Found
+from te_torch.runtime import amp_dtype, outside_autocast, runtime_for
+
+_grad_on, _amp_on = torch.is_grad_enabled, torch._C._is_any_autocast_enabled
+_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
+#: Source of a layer's input that a plan cannot collect.
+UNKNOWN: Any = object()
+
+
+class Of(NamedTuple):
+    """Source of a layer's input: a parameter of a part of the module, or several that are joined."""
+
+    unit: Any
+    names: tuple[str, ...]
+
+
+class Drawn(NamedTuple):
+    """Source of a layer's input that is a random pair, drawn in this fork; those of a low `turn` are drawn first."""
+
+    fork: Fork | None
+    turn: int = 0
+
+
+class Prepared(NamedTuple):
+    """What a module decided for one call."""
+
+    call: Any  # a `Call`; in traced code its key
+    state: Any
+    recompute: bool
+    tensors: Sequence[torch.Tensor | None]  # the layer's inputs
+    #: Of each of them where it comes from: the place of an input of the module, names of its parameters (several are
+    #: joined), `Of`, `Drawn`, or None where there is none. Under torch.autocast what comes from there is converted.
+    sources: Sequence[Any]
+    extra: Any = None
+    weights: Sequence[str] = ()  # whose `_extra` it is
+    shaped: bool = False  # it depends on the shapes of the module's inputs
+    last: Sequence[tuple[str, Any]] = ()  # what reports are told of it: attributes of the module
+
+
+class Plan:
+    """A call that was prepared once."""
+
+    __slots__ = (
+        "_amp",
+        "_amp_on",
+        "_casts",
+        "_drawn",
+        "_elsewhere",
+        "_grad",
+        "_joins",
+        "_names",
+        "_number",
+        "_options",
+        "_order",
+        "_recompute",
+        "_rule",
+        "_samples",
+        "_shapes",
+        "_sources",
+        "_version",
+        "_weights",
+        "call",
+        "last",
+    )
+
+    def __init__(
+        self, unit: Any, prepared: Prepared, inputs: Sequence[Any], options: tuple[Any, ...], now: Now
+    ) -> None:
+        self.call: Call = prepared.call
+        self.last = (("_last", prepared.call), *prepared.last)
+        self._version, self._options, self._weights = unit._version, options, prepared.weights
+        self._number, self._recompute = now[0], now[1]
+        self._grad, self._amp_on = _grad_on(), _amp_on()
+        self._amp = amp_dtype(inputs[0].device.type) if self._amp_on else None
+        self._rule = self._rules(unit, prepared.state)
+        self._shapes, self._sources = shapes_of(inputs) if prepared.shaped else None, prepared.sources
+        self._collect(unit, prepared, inputs)
+
+    def _rules(self, unit: Any, state: Any) -> Any:
+        """The rule that the module's state has to follow; None where there is no state."""
+        return None if state is None else unit.fp8_state.precision
+
+    def _collect(self, unit: Any, prepared: Prepared, inputs: Sequence[Any]) -> None:
+        """How the layer's inputs are chosen from a pool: inputs, parameters, pairs, what was joined, nothing."""
+        sources, tensors = prepared.sources, prepared.tensors
+        groups = [names for s in sources if (names := _names_of(s))]
+        self._names = self._found([name for names in groups for name in names], unit)
+        draws = [i for i, s in enumerate(sources) if isinstance(s, Drawn)]
+        #: Pairs that stand for those to come until a call is known to fit: what does not run draws nothing.
+        self._samples = [tensors[i] for i in draws]
+        self._drawn = tuple((i, sources[i].fork) for i in sorted(draws, key=lambda i: sources[i].turn))
+        place, pairs = len(inputs), len(inputs) + sum(map(len, groups))
+        joined = pairs + len(draws)
+        order: list[int] = []
+        self._joins: list[Any] = []
+        for s in sources:
+            names = _names_of(s)
+            if s is None:
+                order.append(-1)
+            elif isinstance(s, Drawn):
+                order.append(pairs)
+                pairs += 1
+            elif not names:
+                order.append(s)
+            elif len(names) == 1:
+                order.append(place)
+            else:
+                order.append(joined + len(self._joins))
+                self._joins.append(itemgetter(*range(place, place + len(names))))
+            place += len(names)
+        self._order = itemgetter(*order) if len(order) > 1 else lambda pool: (pool[order[0]],)
+        pool = self._pool(unit, inputs)
+        casts: dict[int, torch.dtype] = {}
+        for i, t in zip(order, tensors, strict=True):
+            if t is None or t is pool[i]:
+                continue
+            parts = self._joins[i - joined](range(len(pool))) if joined <= i < joined + len(self._joins) else (i,)
+            casts |= {part: t.dtype for part in parts if pool[part].dtype != t.dtype}
+        self._casts = tuple(casts.items())
+
+    def _found(self, names: list[Any], unit: Any) -> tuple[Any, ...]:
+        """How parameters of these names are found."""
+        #: Not all are parameters: FSDP1 has views in their place, a parametrization computes them.
+        self._elsewhere = any(unit._parameters.get(name) is None for name in names)
+        return tuple(names)
+
+    @classmethod
+    def of(
+        cls, unit: Any, prepared: Prepared, inputs: Sequence[Any], options: tuple[Any, ...], now: Now
+    ) -> Plan | None:
+        """The plan of this call; None where the next one has to look at everything again."""
+        if unit.inspected or isinstance(prepared.state, Counted) or any(s is UNKNOWN for s in prepared.sources):
+            return None
+        found = cls(unit, prepared, inputs, options, now)
+        return found if found._amp is not None or not found._casts else None
+
+    def same(self, other: Plan) -> bool:
+        """Whether another one stands for the same calls: this one was of an older version, say."""
+        names = ("_number", "_recompute", "_grad", "_amp_on", "_amp", "_options", "_shapes")
+        return self.call is other.call and all(getattr(self, n) == getattr(other, n) for n in names)
+
+    def _pool(self, unit: Any, inputs: Sequence[Any]) -> list[Any]:
+        """What the layer's inputs are chosen from."""
+        find = unit._tensor if self._elsewhere else unit._parameters.get
+        return [*inputs, *map(find, self._names), *self._samples, *self._joins, None]
+
+    def run(self, unit: Any, inputs: Sequence[Any], options: tuple[Any, ...], now: Now) -> tuple[Any, ...] | None:
+        """The layer's outputs, if this call is like the prepared one and like one that was recorded."""
+        number, recompute, region, _, read = now
+        if (
+            number != self._number
+            or unit._version != self._version
+            or recompute is not self._recompute
+            or _grad_on() is not self._grad
+            or _amp_on() is not self._amp_on
+            or options != self._options
+            or (self._shapes is not None and shapes_of(inputs) != self._shapes)
+        ):
+            return None
+        pool = self._pool(unit, inputs)
+        if pool[0].__class__ not in _PLAIN or ((self._amp_on or self._joins) and not self._made(pool)):
+            return None
+        state = scales = extra = None
+        if self._rule is not None:
+            state = self._state(unit, region, read, recompute)
+            if state is None:
+                return None
+            scales = state.scales(recompute)
+        call, tensors, rt = self.call, self._order(pool), runtime_for(pool[0])
+        of_call = call.options
+        if self._weights:
+            weights = [tensors[i] for i in call.layer.weights]
+            extra = unit._extra(self._weights, weights, number, state, recompute, options[0])
+            if extra is not None:
+                of_call = extra.with_options(of_call)
+        for replay in call.forward.known:
+            given = replay.fits(rt, tensors, scales, of_call, False)
+            if given is not None:
+                break
+        else:
+            return self._unknown(unit, state, tensors)
+        if replay is not call.forward.known[0]:
+            call.forward.first(replay)
+        if self._drawn:
+            tensors = self._with_draws(tensors, given)
+        if call.needs_grad:
+            outputs: Any = run_node(Run(call, state, recompute, extra, unit._token, (rt, replay, given)), *tensors)
+        elif forward_ad._current_level >= 0:
+            return None
+        else:
+            outputs = replay.forward(rt, *given)[0]
+        if noting.calls is not None:
+            plain = extra is None and not recompute
+            noting.calls.append(Noted(call, tensors, outputs, unit, self._sources, state, plain))
+        return outputs
+
+    def _unknown(self, unit: Any, state: Any, tensors: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        """The outputs of a call that is like the prepared one, but like none that was recorded."""
+        return None
+
+    def _state(self, unit: Any, region: Any, read: Any, recompute: bool) -> Any:
+        """The scaling state, told that it ran; None if it is another one's."""
+        state = unit._modules["fp8_state"]
+        if state is None or state.precision is not self._rule or (unit._primary and unit._linked != state.layout):
+            return None
+        if region is not None and region.ran is not None:
+            region.ran.states[state.token] = None
+            state.__dict__["group"] = region.group
+        return state if read is None else read.of_state(state, recompute)
+
+    def _made(self, pool: list[Any]) -> bool:
+        """Convert what torch.autocast converts, and join what is joined; False if autocast has another dtype now."""
+        if self._amp_on:
+            if amp_dtype(pool[0].device.type) is not self._amp:
+                return False
+            for place, dtype in self._casts:
+                pool[place] = pool[place].to(dtype)
+        for n, parts in enumerate(self._joins):
+            with outside_autocast(pool[0]):
+                pool[n - 1 - len(self._joins)] = torch.cat(parts(pool))
+        return True
+
+    def _with_draws(self, tensors: tuple[Any, ...], found: Found | None) -> tuple[Any, ...]:
+        """The layer's inputs with pairs that are drawn now, in the place of those that stood for them."""
+        given = [*tensors]
+        for i, fork in self._drawn:
+            sample, pair = given[i], random_pair(given[0], fork)
+            given[i] = pair
+            if found is not None:
+                at, held, _ = found
+                place = next(n for n, t in enumerate(held) if t is sample)
+                at[place], held[place] = pair.data_ptr(), pair
+        return tuple(given)
+
+
+def shapes_of(inputs: Sequence[Any]) -> list[Any]:
+    """The shapes of a module's inputs."""
+    return [getattr(t, "shape", None) for t in inputs]
+
+
+def _names_of(source: Any) -> tuple[Any, ...]:
+    """The names of the parameters that a source is made of, with the part that has them."""
+    if isinstance(source, str):
+        return (source,)
+    if isinstance(source, Of):
+        return tuple([(source.unit, name) for name in source.names])
+    return source if source.__class__ is tuple else ()

@@ -1,0 +1,246 @@
+"""A TransformerLayer as one call with one node of autograd (te_torch/transformer/whole.py), and when its parts run."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import te_torch as te
+from te_torch.transformer import whole
+from tests.backends import devices
+from tests.covering import covering
+from tests.module_steps import randomise
+from tests.recipes import region
+from tests.recordings import tapes
+from tests.tape_steps import bits, drawn, step
+
+ROWS, HIDDEN = 16, 32
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {"hidden_dropout": 0.0},
+    "dropout": {"hidden_dropout": 0.3},
+    "one qkv": {"hidden_dropout": 0.0, "fuse_qkv_params": True, "bias": False, "normalization": "RMSNorm"},
+    "gated": {"hidden_dropout": 0.1, "activation": "swiglu", "num_gqa_groups": 1, "qkv_weight_interleaved": False},
+}
+
+
+def layer(device: str = "cpu", name: str = "plain", **more: Any) -> Any:
+    given = {"attention_dropout": 0.0, "self_attn_mask_type": "causal", **OPTIONS[name], **more}
+    made = te.TransformerLayer(HIDDEN, 64, 2, device=device, **given)
+    randomise(made)
+    return made
+
+
+@pytest.fixture(autouse=True)
+def from_the_first_call() -> Iterator[None]:
+    with tapes("first"):
+        yield
+
+
+def stepped(module: Any, x: torch.Tensor, recipe: str | None = None) -> dict[str, Any]:
+    """The bits of a step with equal draws and without gradients before it."""
+    module.zero_grad()
+    torch.manual_seed(1)
+    return bits(step(module, x, recipe))
+
+
+def nodes(module: Any, recipe: str | None = None, angles: torch.Tensor | None = None) -> int:
+    """How many nodes of ours a forward leaves."""
+    with region(recipe):
+        x = drawn(ROWS, 2, HIDDEN, device=str(next(module.parameters()).device)).requires_grad_()
+        y = module(x, rotary_pos_emb=angles)
+    seen, left = set(), [y.grad_fn]
+    while left:
+        node = left.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            left += [n for n, _ in node.next_functions]
+    return sum("_Eager" in node.name() for node in seen)
+
+
+@covering(name=OPTIONS, recipe=[None, "delayed", "current", "block", "mxfp8", "nvfp4"], device=devices())
+@pytest.mark.parametrize("turned", [False, True])
+def test_same_bits_as_its_parts(name: str, recipe: str | None, device: str, turned: bool) -> None:
+    """Outputs, gradients, scales and histories, in training with an optimizer, and in evaluation."""
+    angles = te.RotaryPositionEmbedding(16).to(device)(ROWS) if turned else None
+
+    def program(one: bool) -> Any:
+        torch.manual_seed(0)
+        module, found = layer(device, name), []
+        module.one_node = one
+        for _ in range(3):
+            found.append(step(module, drawn(ROWS, 2, HIDDEN, device=device), recipe, rotary_pos_emb=angles))
+            with torch.no_grad():
+                for p in module.parameters():
+                    p.add_(p.grad, alpha=-0.01)
+                    p.grad = None
+        assert nodes(module, recipe, angles) == (1 if one else 5 + turned)
+        module.eval()
+        with torch.no_grad(), region(recipe):
+            for _ in range(3):
+                found.append(module(drawn(ROWS, 2, HIDDEN, device=device), rotary_pos_emb=angles))
+        return found
+
+    assert bits(program(True)) == bits(program(False))
+
+
+def _hooked(m: Any) -> Any:
+    return m.layernorm_mlp.register_forward_hook(lambda *_: None).remove
+
+
+def _exchanged(m: Any) -> Any:
+    before = m.self_attention.proj
+    m.self_attention.proj = torch.nn.Sequential()  # of another class
+    m.self_attention.proj = Doubled(before)
+    return lambda: setattr(m.self_attention, "proj", before)
+
+
+def _observed(m: Any) -> Any:
+    class Looks:
+        request = frozenset(("fprop", "input"))
+
+        def inspect(self, point: Any, *given: Any) -> None:
+            """It sees nothing."""
+
+    m.layernorm_mlp.inspector = Looks()
+    return lambda: setattr(m.layernorm_mlp, "inspector", None)
+
+
+def _globally(m: Any) -> Any:
+    return torch.nn.modules.module.register_module_forward_hook(lambda *_: None).remove
+
+
+def _of_ones_own(m: Any) -> Any:
+    forward = m.self_attention.forward
+    m.self_attention.forward = lambda *a, **k: forward(*a, **k)
+
+    def undo() -> None:
+        del m.self_attention.forward
+
+    return undo
+
+
+def _apart(m: Any) -> Any:
+    m.one_node = False
+    return lambda: setattr(m, "one_node", True)
+
+
+class Doubled(torch.nn.Module):
+    """A projection with something around it, as an adapter has."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__()
+        self.inner, self.fp8_state = inner, None
+
+    def forward(self, *given: Any) -> Any:
+        out, bias = self.inner(*given)
+        return out * 2, bias
+
+
+@pytest.mark.parametrize("change", [_hooked, _exchanged, _observed, _globally, _of_ones_own, _apart])
+def test_parts_run_where_something_asks_for_them(change: Callable[[Any], Callable[[], None]]) -> None:
+    module = layer()
+    assert [nodes(module) for _ in range(3)][1:] == [1, 1]
+    undo = change(module)
+    assert all(nodes(module) >= 5 for _ in range(3))
+    undo()
+    assert [nodes(module) for _ in range(3)][1:] == [1, 1]
+
+
+def test_hooks_on_what_is_saved_see_parts() -> None:
+    """Memory goes to the host part by part, and a checkpoint runs parts again."""
+    module, x = layer(), drawn(ROWS, 2, HIDDEN)
+    assert [nodes(module) for _ in range(3)][1:] == [1, 1]
+    with torch.autograd.graph.save_on_cpu():
+        assert nodes(module) == 5
+    for checkpoint in (te.checkpoint, torch.utils.checkpoint.checkpoint):
+        found = []
+        for again in (False, True, True):
+            module.zero_grad()
+            y = checkpoint(module, x, use_reentrant=False) if again else module(x)
+            y.sum().backward()
+            found.append(bits([y, [p.grad for p in module.parameters()]]))
+        assert found[0] == found[1] == found[2]
+
+
+def test_attributes_and_shapes_count() -> None:
+    module, other = layer(), layer()
+    other.load_state_dict(module.state_dict())
+    other.one_node = False
+    for rows in (16, 24, 16):
+        for name, eps in (("layernorm_mlp", 1e-5), ("layernorm_mlp", 0.5), ("self_attention", 0.25)):
+            for m in (module, other):
+                part = getattr(m, name)
+                getattr(part, "layernorm_qkv", part).eps = eps
+            x = drawn(rows, 2, HIDDEN)
+            for _ in range(2):
+                assert stepped(module, x) == stepped(other, x)
+
+
+def test_gradients_that_are_wanted() -> None:
+    """Which parameters are trained may change between calls."""
+    module, other, x = layer(), layer(), drawn(ROWS, 2, HIDDEN)
+    other.load_state_dict(module.state_dict())
+    other.one_node = False
+    for frozen in ((), ("proj.weight",), ("layernorm_qkv",), ("self_attention", "layernorm_mlp"), ()):
+        for _ in range(3):
+            found = []
+            for m in (module, other):
+                for name, p in m.named_parameters():
+                    p.requires_grad_(not any(part in name for part in frozen))
+                found.append(stepped(m, x, "delayed"))
+            assert found[0] == found[1], frozen
+
+
+def test_large_gradients_are_not_held_beside_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients of one node arrive together: where some are there already, parts give theirs one after another."""
+    monkeypatch.setattr(whole, "_SMALL", 0)
+    module, x = layer(), drawn(ROWS, 2, HIDDEN)
+    for _ in range(3):
+        step(module, x)
+        module.zero_grad(set_to_none=True)
+    assert nodes(module) == 1
+    step(module, x)
+    assert nodes(module) == 5
+
+
+def test_nothing_holds_the_layer() -> None:
+    """A layer goes as soon as nobody has it, without the garbage collector."""
+    module = layer()
+    for _ in range(3):
+        step(module, drawn(ROWS, 2, HIDDEN), "delayed")
+    gone = weakref.ref(module.layernorm_mlp)
+    gc.collect()
+    gc.disable()
+    try:
+        del module
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+def test_copies_have_plans_of_their_own() -> None:
+    module, x = layer(), drawn(ROWS, 2, HIDDEN)
+    for _ in range(3):
+        step(module, x)
+    other = copy.deepcopy(module)
+    with torch.no_grad():
+        other.layernorm_mlp.fc1_weight.mul_(2)
+    assert not other._plans
+    wanted = bits(step(module, x)["y"])
+    assert all(bits(step(other, x)["y"]) != wanted for _ in range(3)) and bits(step(module, x)["y"]) == wanted
+
+
+def test_two_recipes_in_turns() -> None:
+    module, other, x = layer(), layer(), drawn(ROWS, 2, HIDDEN)
+    other.load_state_dict(module.state_dict())
+    other.one_node = False
+    for turn in range(8):
+        recipe = (None, "delayed", "current", "delayed")[turn % 4]
+        assert stepped(module, x, recipe) == stepped(other, x, recipe), turn
+    assert nodes(module) == nodes(module, "current") == 1
