@@ -6,6 +6,7 @@ import itertools
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from inspect import unwrap
 from typing import Any, NamedTuple
 
@@ -14,10 +15,12 @@ import torch
 from te_core.layers.linear import LinearSpec
 from te_core.quantize.state import GRAD_INPUT, GRAD_OUTPUT, INPUT, OUTPUT
 from te_core.tape.taped import Taped
+from te_torch.doors import door
 from te_torch.export.mode import exporting
 from te_torch.program_names import name_of_program
 from te_torch.program_specs import not_written, read, unknown, written
 from te_torch.replays import Replayed
+from te_torch.runtime import constant_at_trace
 
 #: Layers by name, for programs of other processes. Of a family there is one for each number.
 _layers: dict[str, Layer] = {}
@@ -121,6 +124,12 @@ def key_of(call: Call) -> str:
     while _of_programs.setdefault(key, call) is not call:  # another one that reads the same, such as one inspected
         key = f"{name}-{next(others)}"
     return key
+
+
+def made_of_constants(make: Callable[..., Call]) -> Callable[..., Any]:
+    """`make`, which makes a call of constants: eager code gets what it made for these, traced code the call's key."""
+    kept = lru_cache(maxsize=512)(make)
+    return door(kept, constant_at_trace(lambda *constants: key_of(kept(*constants))))
 
 
 def call_of(key: str) -> Call:

@@ -15,7 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from te_torch.forks import Fork, drawn_in, new_pair, traced_pair
+from te_torch.forks import Fork, new_pair, pair_in
 from te_torch.runtime import drawn
 
 #: Trackers of our own that are alive: what is run again draws from them as it did, told of them or not.
@@ -27,12 +27,8 @@ trackers: weakref.WeakSet[Any] = weakref.WeakSet()
 
 def random_pair(like: torch.Tensor, fork: Fork | None = None) -> torch.Tensor:
     """(seed, offset) for the draws of one forward and its backward, from torch's generator of the device."""
-    if torch.compiler.is_compiling():
-        return new_pair(like.device) if fork is None else traced_pair(fork, like.device)
-    if fork is not None:
-        found: torch.Tensor = drawn_in(fork, new_pair, like.device)
-        return found
-    return drawn(new_pair, like.device)
+    found: torch.Tensor = drawn(new_pair, like.device) if fork is None else pair_in(fork, like.device)
+    return found
 
 
 # --------------------------------------------------------------------------------------------- drawn once more

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from te_core.errors import ArgumentError, UnsupportedError
-from te_torch.runtime import constant_at_trace, drawn
+from te_torch.runtime import drawn
 
 
 class Fork:
@@ -81,16 +81,14 @@ def drawn_in(fork: Callable[[], AbstractContextManager[Any]], draw: Callable[[An
         return drawn(draw, subject)
 
 
-def traced_pair(fork: Fork, device: torch.device) -> torch.Tensor:
-    """`new_pair` inside a tracker's fork, for traced code."""
-    _prepare_trace()
+def pair_in(fork: Fork, device: torch.device) -> torch.Tensor:
+    """`new_pair` inside a tracker's fork, in eager and in traced code."""
     found: torch.Tensor = torch.ops.te_runtime.draw_pair(fork.number, device)
     return found
 
 
-def traced_uniform(fork: Fork, shape: Sequence[int], device: torch.device) -> torch.Tensor:
-    """`uniform` inside a tracker's fork, for traced code."""
-    _prepare_trace()
+def uniform_in(fork: Fork, shape: Sequence[int], device: torch.device) -> torch.Tensor:
+    """`uniform` inside a tracker's fork, in eager and in traced code."""
     found: torch.Tensor = torch.ops.te_runtime.draw_uniform(fork.number, shape, device)
     return found
 
@@ -121,20 +119,21 @@ _library.impl("draw_uniform", _uniform, "CompositeExplicitAutograd")
 
 @torch.library.register_fake("te_runtime::draw_pair", lib=_library)
 def _(fork: torch.Tensor, device: torch.device) -> torch.Tensor:
+    _prepare_trace()
     return torch.empty(2, dtype=torch.int64, device=device)
 
 
 @torch.library.register_fake("te_runtime::draw_uniform", lib=_library)
 def _(fork: torch.Tensor, shape: Sequence[int], device: torch.device) -> torch.Tensor:
+    _prepare_trace()
     return torch.empty(shape, device=device)
 
 
 _ready: list[bool] = []
 
 
-@constant_at_trace
 def _prepare_trace() -> None:
-    """Say, before the first of them is traced, that these operators have an effect (which imports the compiler)."""
+    """Say, as the first of them is traced, that these operators have an effect (which imports the compiler)."""
     if torch.compiler.is_exporting():
         raise UnsupportedError(
             "torch.export",

@@ -59,7 +59,7 @@ def constant_at_trace(function: F) -> F:
 
     @wraps(function)
     def at_trace(*args: Any) -> Any:
-        return function(*(_fixed(args) if torch.compiler.is_compiling() else args))
+        return function(*_fixed(args))
 
     del at_trace._dynamo_marked_constant  # type: ignore[attr-defined]  # wraps copied it
     return cast("F", at_trace)

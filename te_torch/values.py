@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Sequence
-from functools import cache
 from numbers import Real
 from operator import index
 from typing import Any
@@ -90,7 +89,6 @@ def splits_of(operation: str, m_splits: Any) -> list[int]:
     )
 
 
-@cache
 def _parameters(cls: Any) -> tuple[str, ...] | None:
     """The names of a constructor's arguments; None where it takes any."""
     found: Sequence[inspect.Parameter] = list(inspect.signature(cls.__init__).parameters.values())
@@ -102,13 +100,17 @@ def _parameters(cls: Any) -> tuple[str, ...] | None:
 class NamedOptions:
     """A class whose constructor says which option a misspelt one was meant to be."""
 
+    #: A class, the names of its options (None: it takes any), and whether it is made as every object is. Constants of a
+    #: class, which a compiler follows; not those of one below it that does not call `__init_subclass__`.
+    _made: tuple[type | None, tuple[str, ...] | None, bool] = None, None, True
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        cls._made = cls, _parameters(cls), super(NamedOptions, cls).__new__ is object.__new__
+
     def __new__(cls, *args: Any, **given: Any) -> Any:
         """A new object, before it is initialised."""
-        if torch.compiler.is_compiling():  # a compiler that traces this does not know `object.__new__` again, below
-            return super().__new__(cls)
-        if given:
-            known = _parameters(cls)  # type: ignore[arg-type]
-            if known is not None and (unknown := {name: given[name] for name in given if name not in known}):
-                raise name_error(cls.__name__, unknown, known)
-        make = super().__new__
-        return make(cls) if make is object.__new__ else make(cls, *args, **given)
+        of, known, plainly = cls._made
+        if of is cls and known is not None and (unknown := {name: given[name] for name in given if name not in known}):
+            raise name_error(cls.__name__, unknown, known)
+        return super().__new__(cls) if plainly else super().__new__(cls, *args, **given)

@@ -20,7 +20,7 @@ GROUND = (
     "recipe recipe_fields errors env cache arguments naming spelling hints statistics symbols"
 )
 TORCH_GROUND = (
-    "draws exchange export forks runtime quantized precisions program_names program_specs module_names likeness "
+    "doors draws exchange export forks runtime quantized precisions program_names program_specs module_names likeness "
     "module_paths listing offloading recipe utils not_built shape_runs surroundings values"
 )
 TORCH_STATE = (

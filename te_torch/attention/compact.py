@@ -36,29 +36,31 @@ class Orders(NamedTuple):
     kv: Order | None
 
 
-def orders_of(mask: Any, form: str, like: torch.Tensor) -> Orders | None:
+def orders_of(mask: Any, form: str, like: torch.Tensor, traced: bool = False) -> Orders | None:
     """How the tokens of a padding mask, or of a pair of them, have to be moved; None if none has to be.
 
-    `form` is that of q, k and v, `like` one of them.
+    `form` is that of q, k and v, `like` one of them. `traced` code looks at no value, and sorts by torch's operators.
     """
     if isinstance(mask, (tuple, list)):
-        q, kv = (_order_of(m, form, like) for m in mask)
+        q, kv = (_order_of(m, form, like, traced) for m in mask)
     else:
-        q = kv = _order_of(mask, form, like)
+        q = kv = _order_of(mask, form, like, traced)
     return None if q is None and kv is None else Orders(q, kv)
 
 
-def _order_of(mask: torch.Tensor, form: str, like: torch.Tensor) -> Order | None:
+def _order_of(mask: torch.Tensor, form: str, like: torch.Tensor, traced: bool) -> Order | None:
     check_padding_mask(mask)
     check_beside(OPERATION, like, attention_mask=mask)
-    if mask.is_meta or (_may_look(mask) and _is_in_front(mask)):
+    if mask.is_meta or (not traced and _may_look(mask) and _is_in_front(mask)):
         return None
-    return _new_order(mask, form)
+    by_torch = traced or not _is_in_memory(mask)
+    made = _order_by_torch(mask.flatten(1), form) if by_torch else _order_in_memory(mask, form)
+    return Order(*made, mask.shape[-1], form)
 
 
 def _may_look(mask: torch.Tensor) -> bool:
     """Whether to see what a mask says costs nothing. On a GPU each layer would wait for it: tokens are always moved."""
-    return mask.is_cpu and not torch.compiler.is_compiling()
+    return mask.is_cpu
 
 
 def _is_in_front(mask: torch.Tensor) -> bool:
@@ -69,15 +71,8 @@ def _is_in_front(mask: torch.Tensor) -> bool:
 _Made = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # there, again, cu
 
 
-def _new_order(mask: torch.Tensor, form: str) -> Order:
-    made = _order_in_memory(mask, form) if _is_in_memory(mask) else _order_by_torch(mask.flatten(1), form)
-    return Order(*made, mask.shape[-1], form)
-
-
 def _is_in_memory(mask: torch.Tensor) -> bool:
-    """Whether a kernel may read the mask: nothing traces or transforms what is done to it."""
-    if torch.compiler.is_compiling():
-        return False
+    """Whether a kernel may read the mask: nothing transforms what is done to it."""
     return type(mask) is torch.Tensor and not dispatch_modes() and not functorch_active()
 
 

@@ -13,7 +13,7 @@ from te_core.attention import canonical_mask
 from te_core.errors import ArgumentError
 from te_core.layers.attention import AttentionInputs
 from te_core.precision import AttentionPrecision
-from te_torch.attention import choose, env, exported, fused, traced
+from te_torch.attention import choose, env, fused, traced
 from te_torch.attention import fp8 as fp8_attention
 from te_torch.attention.compact import Orders, fronts, moved_back, orders_of, sums_of, to_front
 from te_torch.attention.inference import cut_off
@@ -53,9 +53,8 @@ from te_torch.base.module import BaseModule
 from te_torch.base.options import check_values
 from te_torch.base.parallel import check_context_groups, check_group, size_of
 from te_torch.base.plans import Prepared
-from te_torch.carried import Carried
+from te_torch.doors import either
 from te_torch.export.handed import Handed
-from te_torch.export.mode import exporting
 from te_torch.forks import fork_of
 from te_torch.function import noting
 from te_torch.quantized import QuantizedTorch
@@ -309,7 +308,9 @@ class DotProductAttention(BaseModule):
             whole = given.a.dequantize() if isinstance(given.a, (QuantizedTorch, Handed)) else given.a
             q, k, v = heads_of(whole, len(given.qkv_format) - 2, self._static[:4], given.interleaved)
             given = given.but(a=q, b=k, c=v, packing="separate", interleaved=False)
-        if not torch.compiler.is_compiling() and not _asked.choice and _is_plain(given):
+        if either(False, True):
+            return traced.attention(self, given)
+        if not _asked.choice and _is_plain(given):
             if _attention_backends["backend_selection_requires_update"]:
                 choose.forget()
                 _attention_backends["backend_selection_requires_update"] = False
@@ -325,8 +326,7 @@ class DotProductAttention(BaseModule):
     def _decide(self, given: Given, now: Now, plain: Any = None) -> Any:
         """What is computed, by whom, and its result. `plain`: what `_call` was given, for whom a plan is kept."""
         scaling = "" if now[2] is None and not now[0] else fp8_attention.scaling_of(now[0])
-        tracing = now[3]
-        if scaling and self.inspector is not None and not tracing:
+        if scaling and self.inspector is not None:
             forward, backward = fp8_attention.kept_high(self, now[0])
             scaling, given = "" if forward else scaling, given.but(bf16_backward=True) if backward else given
         try:
@@ -334,8 +334,6 @@ class DotProductAttention(BaseModule):
         except AttributeError:
             check_types(given)
             raise
-        if tracing:
-            return self._attend_traced(key, given, now[0])
         found = self._run(key, given, now)
         if plain is not None and (plan := self._last_plan) and plan.run is fused.run and plan.bare and not key.fp8:
             tensors, (inputs, options) = given[:3], plain
@@ -435,19 +433,10 @@ class DotProductAttention(BaseModule):
 
     def _of_custom(self, number: int) -> int:
         """Attention's own precision in a region of the one of this number."""
-        return fp8_attention.attention_number(number)
+        return fp8_attention.attention_number_at_trace(number)
 
     def _facts(self) -> tuple[Any, ...]:
         return *super()._facts(), *self._static, self._fork is None
-
-    def _attend_traced(self, key: Key, given: Given, number: int) -> Any:
-        """The call under a tracing compiler: its backend as an operator, or traced. Some run eagerly."""
-        if exporting.on:
-            return exported.attention(self, key, given)
-        if key.fp8 and self.inspector is not None:
-            self._watched(number)
-        asked = number, isinstance(given.a, Carried), given.fp8_output or "", given.bf16_backward
-        return traced.attend(self, key, given, asked)
 
     # --------------------------------------------------------------------------------------------- reports
 

@@ -16,7 +16,7 @@ from te_core.errors import UnsupportedError
 from te_core.layers.attention import AttentionInputs
 from te_torch.attention import choose, env
 from te_torch.attention.exported_fp8 import Rounding, rounding
-from te_torch.attention.inputs import Given, layer_inputs
+from te_torch.attention.inputs import Given, layer_inputs, new_slopes
 from te_torch.attention.layouts import apart
 from te_torch.attention.masks import check_padding_mask, diagonal, hidden
 from te_torch.attention.plan import Key, Plan, make_plan, wrong
@@ -41,7 +41,8 @@ def attention(module: Any, key: Key, given: Given) -> Any:
         raise dropout_refused()
     low = rounding(module, plan, given.a) if key.fp8 else None
     masks = _padding(plan, given.attention_mask)
-    inputs = layer_inputs(module, given, plan.prepare if masks is None else plan.prepare._replace(lengths=""))
+    prepare = plan.prepare if masks is None else plan.prepare._replace(lengths="")
+    inputs = layer_inputs(module, given, prepare, slopes_of=new_slopes)
     with outside_autocast(given.a):
         out, largest = _attend(plan, inputs, masks, low)
         if low is not None:

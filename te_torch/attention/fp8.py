@@ -50,7 +50,6 @@ _CALLS = 2048  # of a module, as its plans
 # ----------------------------------------------------------------------------------------- the precision
 
 
-@constant_at_trace
 def attention_number(number: int) -> int:
     """The number of attention's own precision in a region of this one; 0: high precision."""
     return _number_of(number, env.fp8_now())
@@ -63,11 +62,13 @@ def _number_of(number: int, switches: env.Fp8Switches) -> int:
     return 0 if own is None else number_of_precision(the_one(own), recipe)
 
 
-@constant_at_trace
 def scaling_of(number: int) -> str:
     """What attention scales q, k and v by in a region of this precision: "delayed", "current", ...; "": no FP8."""
     precision = precision_of(attention_number(number))
     return "" if precision is None or precision.attention is None else precision.attention.qkv.scaling
+
+
+attention_number_at_trace, scaling_at_trace = constant_at_trace(attention_number), constant_at_trace(scaling_of)
 
 
 def attention_precision(base: Precision, recipe: Recipe | None, switches: env.Fp8Switches) -> Precision | None:

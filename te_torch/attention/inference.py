@@ -35,14 +35,16 @@ from te_torch.attention.kv_cache import (
 from te_torch.attention.masks import AttentionArgumentError
 from te_torch.base.module import wants_grad
 from te_torch.base.options import check_values
+from te_torch.doors import never_traced
 from te_torch.likeness import of_token
 from te_torch.module_names import name_of
-from te_torch.runtime import constant_at_trace, runtime_for, to_core, to_torch, untraced
+from te_torch.runtime import runtime_for, to_core, to_torch
 from te_torch.values import NamedOptions
 
 Stepped = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int, str]
 
 _wrong = partial(AttentionArgumentError, "InferenceParams")
+_eager = never_traced("a KV cache runs eagerly")  # what it looks at changes in each step
 _ALIGNED = 64  # elements: each of the lengths that share a buffer begins at a round address
 
 
@@ -201,6 +203,7 @@ class InferenceParams(NamedOptions):
             self._pre = (offset, starts)
         return self._pre[1]
 
+    @_eager
     def step(
         self, layer_number: int, new_k: torch.Tensor, new_v: torch.Tensor, qkv_format: str | None = None
     ) -> Stepped:
@@ -210,9 +213,6 @@ class InferenceParams(NamedOptions):
         sequences; in thd those of `max_batch_size` rows, so that shapes do not change while sequences come and go.
         """
         form = self.input_qkv_format if qkv_format is None else qkv_format
-        if torch.compiler.is_compiling() and _make_eager():
-            stepped: Stepped = _eager_step(self, None, layer_number, new_k, new_v, form)
-            return stepped
         if form not in FORMATS or (form == "thd" and self.max_ctx_len is None):
             got, allowed = f"qkv_format={form!r}, max_ctx_len={self.max_ctx_len}", " or ".join(FORMATS)
             raise _refused("step", got, f"{allowed}, thd with max_ctx_len", "correct qkv_format, or pass max_ctx_len")
@@ -233,12 +233,11 @@ class InferenceParams(NamedOptions):
         k, v = self.cache_manager.step(layer_number, new_k, new_v, *cu, form)
         return k, v, *cu, self.max_sequence_length, self.output_qkv_format
 
+    @_eager
     def step_of(self, module: Any, new_k: torch.Tensor, new_v: torch.Tensor, form: str) -> Stepped:
         """The `step` of an attention, whose number no other one has."""
-        if torch.compiler.is_compiling() and _make_eager():
-            stepped: Stepped = _eager_step(self, module, module.layer_number, new_k, new_v, form)
-            return stepped
-        return _step_of(self, module, module.layer_number, new_k, new_v, form)
+        self._claim(module, module.layer_number)
+        return self.step(module.layer_number, new_k, new_v, form)
 
     def _claim(self, module: Any, number: int) -> None:
         """Refuse a second module of a number: each would overwrite what the other one has cached."""
@@ -303,25 +302,6 @@ class InferenceParams(NamedOptions):
 
 # ------------------------------------------------------------------------------------------------------ helpers
 
-# For traced code, and never traced: `_step_of`, as what it looks at changes in each step, and `cut_off`.
-_eager_step: Any = None
-_eager_cut_off: Any = None
-
-
-@constant_at_trace
-def _make_eager() -> bool:
-    """Make `_eager_step`, at trace time."""
-    global _eager_step, _eager_cut_off
-    _eager_step = _eager_step or untraced(_step_of, "a KV cache runs eagerly")
-    _eager_cut_off = _eager_cut_off or untraced(cut_off, "a KV cache runs eagerly")
-    return True
-
-
-def _step_of(params: InferenceParams, module: Any, number: int, k: torch.Tensor, v: torch.Tensor, form: str) -> Stepped:
-    if module is not None:
-        params._claim(module, number)
-    return params.step(number, k, v, form)
-
 
 class _CutOff(torch.autograd.Function):
     """A result whose gradient nobody can have: what it was computed of lies in a cache, as numbers."""
@@ -342,10 +322,11 @@ class _CutOff(torch.autograd.Function):
 
 def cut_off(found: Any, *made_of: torch.Tensor | None) -> Any:
     """What attention over a cache gave, so that a backward says that there is none; forward alone goes on as ever."""
-    if not wants_grad(*made_of):
-        return found
-    if torch.compiler.is_compiling() and _make_eager():
-        return _eager_cut_off(found, *made_of)
+    return _cut(found, *made_of) if wants_grad(*made_of) else found
+
+
+@_eager
+def _cut(found: Any, *made_of: torch.Tensor | None) -> Any:
     out, *others = found if isinstance(found, tuple) else (found,)
     cut = _CutOff.apply(out, *made_of)
     return (cut, *others) if others else cut

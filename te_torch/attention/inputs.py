@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -221,7 +222,35 @@ def _say_unread(why: str) -> None:
         warn_outside(f"{OPERATION}: attention_mask is not read {why}")
 
 
-def layer_inputs(module: Any, given: Given, how: Preparation, known: Sums = (None, None)) -> AttentionInputs:
+_slopes: dict[tuple[Any, ...], torch.Tensor] = {}
+
+
+def new_slopes(static: Static, device: torch.device) -> torch.Tensor:
+    """The usual slopes of this rank's heads, as traced code makes them."""
+    first, slopes = static.first_head, alibi_slopes(static.all_heads or static.heads)
+    return torch.tensor(slopes[first : first + static.heads], dtype=torch.float32, device=device)
+
+
+def kept_slopes(static: Static, device: torch.device) -> torch.Tensor:
+    """The same of eager code: one tensor for each device."""
+    key = static.all_heads or static.heads, static.first_head, static.heads, device
+    found = _slopes.get(key)
+    if found is None:
+        with torch.inference_mode(False):  # autograd may save them in later calls
+            found = new_slopes(static, device)
+        # A tensor of a capture's memory may not outlive it.
+        if not (found.is_cuda and torch.cuda.is_current_stream_capturing()):
+            _slopes[key] = found
+    return found
+
+
+def layer_inputs(
+    module: Any,
+    given: Given,
+    how: Preparation,
+    known: Sums = (None, None),
+    slopes_of: Callable[[Static, torch.device], torch.Tensor] = kept_slopes,
+) -> AttentionInputs:
     """The tensors of a call as the core's layer, and every other backend, takes them; `known`: lengths of its masks."""
     a, bias, slopes, mask, rng = given.a, given.core_attention_bias, given.alibi_slopes, None, None
     cu_q = cu_kv = q_padded = kv_padded = None
@@ -241,7 +270,7 @@ def layer_inputs(module: Any, given: Given, how: Preparation, known: Sums = (Non
             bias = bias.expand(-1, -1, how.rows, -1)
         bias = bias.to(a.dtype).contiguous()
     if how.bias == "alibi":
-        slopes = default_slopes(module._static, a.device) if slopes is None else slopes.float().contiguous()
+        slopes = slopes_of(module._static, a.device) if slopes is None else slopes.float().contiguous()
     # A converted module's offset is not in float32.
     sink = module.softmax_offset.float() if module.softmax_type == "learnable" else None
     if how.keys:
@@ -263,25 +292,3 @@ def _whole_mask(mask: torch.Tensor, keys: int) -> torch.Tensor:
         raise wrong(f"an attention_mask of {mask.dtype}", "torch.bool, True where a key is hidden", do)
     mask = mask[(None,) * (4 - mask.ndim)]
     return mask.expand(*mask.shape[:-1], keys).contiguous()
-
-
-_slopes: dict[tuple[int, int, int, torch.device], torch.Tensor] = {}
-
-
-def default_slopes(static: Static, device: torch.device) -> torch.Tensor:
-    """The usual slopes of this rank's heads, one tensor for each device."""
-    part = static.all_heads or static.heads, static.first_head, static.heads
-    found = _slopes.get((*part, device))
-    if found is None:
-        if torch.compiler.is_compiling():
-            return _new_slopes(*part, device)
-        with torch.inference_mode(False):  # autograd may save them in later calls
-            found = _new_slopes(*part, device)
-        # Neither a compiler's stand-in nor a tensor of a capture's memory may outlive its trace.
-        if not (found.is_cuda and torch.cuda.is_current_stream_capturing()):
-            _slopes[(*part, device)] = found
-    return found
-
-
-def _new_slopes(all_heads: int, first: int, heads: int, device: torch.device) -> torch.Tensor:
-    return torch.tensor(alibi_slopes(all_heads)[first : first + heads], dtype=torch.float32, device=device)

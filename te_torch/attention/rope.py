@@ -7,8 +7,7 @@ MultiheadAttention uses: it takes any packed projection apart, and turns q and k
 
 from __future__ import annotations
 
-from functools import lru_cache, partial
-from typing import Any
+from functools import partial
 
 import torch
 
@@ -18,9 +17,10 @@ from te_core.layers import rope as core
 from te_torch.attention import exported_rope as exported
 from te_torch.attention.masks import AttentionArgumentError, check_beside
 from te_torch.base.options import check_values
-from te_torch.function import Call, Layer, apply, key_of, register
+from te_torch.calls import made_of_constants
+from te_torch.function import Call, Layer, apply, register
 from te_torch.quantized import QuantizedTorch
-from te_torch.runtime import check_dtype, constant_at_trace, default_device, nested, outside_autocast
+from te_torch.runtime import check_dtype, default_device, nested, outside_autocast
 from te_torch.values import NamedOptions
 
 ROPE = Layer("rope", core.forward, core.backward, core.RopeSaved, strided=True, plain=exported.rope)
@@ -106,7 +106,7 @@ def apply_rotary_pos_emb(
     check_dtype("apply_rotary_pos_emb", t)
     check_beside("apply_rotary_pos_emb", t, freqs=freqs, cu_seqlens=cu_seqlens, start_positions=start_positions)
     needs = torch.is_grad_enabled() and t.requires_grad
-    call = _call(FORMATS.index(tensor_format), interleaved, cp_size, cp_rank, needs)
+    call = _call(tensor_format, interleaved, cp_size, cp_rank, needs)
     (out,) = apply(call, None, False, t, _table(freqs), cu_seqlens, start_positions)
     return out
 
@@ -189,8 +189,7 @@ def split_heads(
     needs = torch.is_grad_enabled() and packed.requires_grad
     # Of one dimension it follows from the rest, and under tracing a size may be a symbol.
     row = packed.shape[len(fmt) - 2 :] if packed.ndim >= len(fmt) else ()
-    turn = (FORMATS.index(fmt), interleaved, cp_size, cp_rank, needs)
-    call = _call(*turn, heads, groups, *head_dims, interleaved_groups, *row)
+    call = _call(fmt, interleaved, cp_size, cp_rank, needs, heads, groups, *head_dims, interleaved_groups, *row)
     return apply(
         call,
         None,
@@ -203,27 +202,15 @@ def split_heads(
     )
 
 
-def _call(*numbers: int) -> Call | str:
-    """`_new_call` of these numbers; under tracing its key."""
-    find: Any = _key if torch.compiler.is_compiling() else _new_call
-    found: Call | str = find(*[int(n) for n in numbers])
-    return found
-
-
-@lru_cache(maxsize=512)
-def _new_call(fmt: int, interleaved: int, cp_size: int, cp_rank: int, needs: int, *split: int) -> Call:
+@made_of_constants
+def _call(fmt: str, interleaved: bool, cp_size: int, cp_rank: int, needs: bool, *split: int) -> Call:
     """A tensor turned, or, with `split`, a projection of these sizes taken apart."""
-    rotation = core.RopeSpec(FORMATS[fmt], bool(interleaved), cp_size, cp_rank)
+    rotation = core.RopeSpec(fmt, bool(interleaved), int(cp_size), int(cp_rank))
     if not split:
-        return register(ROPE, rotation, bool(needs))
-    heads, groups, dq, dk, dv, interleaved_groups, *row = split
+        return register(ROPE, rotation, needs)
+    heads, groups, dq, dk, dv, interleaved_groups, *row = map(int, split)
     spec = core.SplitSpec(heads, groups, (dq, dk, dv), bool(interleaved_groups), tuple(row), rotation)
-    return register(SPLIT_QKV if heads else SPLIT_KV, spec, bool(needs))
-
-
-@constant_at_trace
-def _key(*numbers: int) -> str:
-    return key_of(_new_call(*numbers))
+    return register(SPLIT_QKV if heads else SPLIT_KV, spec, needs)
 
 
 def _table(freqs: torch.Tensor | None) -> torch.Tensor | None:

@@ -6,7 +6,6 @@ All are one launch of our kernel each way, which computes causal masks, windows 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -17,8 +16,9 @@ from te_core.ops import raw as ops
 from te_core.ops.softmax import Band, band_of
 from te_torch.attention import env
 from te_torch.attention.masks import check_beside
-from te_torch.function import Call, Layer, apply, key_of, register
-from te_torch.runtime import check_dtype, constant_at_trace, runtime_for, to_core, to_torch
+from te_torch.calls import made_of_constants
+from te_torch.function import Call, Layer, apply, register
+from te_torch.runtime import check_dtype, runtime_for, to_core, to_torch
 
 _HALVES = (torch.float16, torch.bfloat16)
 SOFTMAX = Layer("softmax", core.forward, core.backward, core.SoftmaxSaved)
@@ -48,21 +48,15 @@ def fused_softmax(
     learnt = grad and sink is not None and sink.requires_grad
     needs = grad and (scores.requires_grad or learnt)
     band = band_of(causal, left, right, bottom_right)
-    find = _key if torch.compiler.is_compiling() else _call
-    call = find(float(scale), band.left, band.right, int(band.bottom_right), int(learnt), int(needs))
+    call = _call(float(scale), band.left, band.right, band.bottom_right, learnt, needs)
     sink = None if sink is None else sink.reshape(-1).float()
     (y,) = apply(call, None, False, scores, _mask_of(scores, mask), cu_seqlens_q, cu_seqlens_kv, sink)
     return y
 
 
-@lru_cache(maxsize=256)
-def _call(scale: float, left: int, right: int, bottom_right: int, learnt: int, needs: int) -> Call:
-    return register(SOFTMAX, core.SoftmaxSpec(scale, Band(left, right, bool(bottom_right)), bool(learnt)), bool(needs))
-
-
-@constant_at_trace
-def _key(scale: float, left: int, right: int, bottom_right: int, learnt: int, needs: int) -> str:
-    return key_of(_call(scale, left, right, bottom_right, learnt, needs))
+@made_of_constants
+def _call(scale: float, left: int, right: int, bottom_right: bool, learnt: bool, needs: bool) -> Call:
+    return register(SOFTMAX, core.SoftmaxSpec(scale, Band(left, right, bottom_right), learnt), needs)
 
 
 def _mask_of(scores: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor | None:

@@ -16,15 +16,37 @@ from te_core.attention import DIMENSIONS, Sizes
 from te_torch.attention import choose, exported, fused, unfused
 from te_torch.attention import fp8 as fp8_attention
 from te_torch.attention.compact import moved_back, orders_of, sums_of, to_front
-from te_torch.attention.inputs import Given, layer_inputs
+from te_torch.attention.inputs import Given, check_types, layer_inputs, new_slopes
 from te_torch.attention.plan import Fact, Key, Preparation, sizes_of
+from te_torch.autocast import active
 from te_torch.carried import Carried, carry
+from te_torch.export.mode import exporting
 from te_torch.function import key_of
 from te_torch.likeness import alike
 from te_torch.precisions import precision_of
 from te_torch.runtime import constant_at_trace, untraced
 
 Asked = tuple[int, bool, Any, bool]
+
+
+def attention(module: Any, given: Given) -> Any:
+    """What DotProductAttention gives for this call, traced."""
+    region = active.region
+    number, scaling = (
+        (0, "") if region is None else (region.precision, fp8_attention.scaling_at_trace(region.precision))
+    )
+    try:
+        key = module._key(given, scaling)
+    except AttributeError:
+        check_types(given)
+        raise
+    if exporting.on:
+        return exported.attention(module, key, given)
+    if scaling and module.inspector is not None:
+        module._watched(number)
+    return attend(
+        module, key, given, (number, isinstance(given.a, Carried), given.fp8_output or "", given.bf16_backward)
+    )
 
 
 def attend(module: Any, key: Key, given: Given, asked: Asked) -> Any:
@@ -45,7 +67,7 @@ def attend(module: Any, key: Key, given: Given, asked: Asked) -> Any:
         return _eager_run(module, key, given)
     orders = None
     if how[0] in ("mask", "masks"):
-        orders = orders_of(given.attention_mask, key.form, given.a)
+        orders = orders_of(given.attention_mask, key.form, given.a, traced=True)
     if orders is not None:
         given = to_front(given, orders)
         bias = given.core_attention_bias
@@ -53,7 +75,7 @@ def attend(module: Any, key: Key, given: Given, asked: Asked) -> Any:
             grad = torch.is_grad_enabled() and bias.requires_grad
             key = key._replace(bias=Fact(bias.shape, bias.dtype, bias.device, grad))
         backend, name, *how = _trace_plan(*facts, tuple(standing_in(key, sizes)), asked)
-    inputs = layer_inputs(module, given, _of_sizes(how, sizes), sums_of(orders))
+    inputs = layer_inputs(module, given, _of_sizes(how, sizes), sums_of(orders), new_slopes)
     if key.fp8:
         _, _, state, recompute = module._enter(inputs.a)
         if backend == choose.UNFUSED:

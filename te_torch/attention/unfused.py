@@ -14,7 +14,6 @@ import torch
 from te_core.attention import AttentionSpec, Sizes
 from te_core.layers.attention import AttentionInputs
 from te_core.layers.attention_fp8 import DP, P
-from te_core.ops import raw as ops
 from te_torch.attention.fused import Results
 from te_torch.attention.layouts import apart
 from te_torch.attention.masks import alibi_bias, hidden, token_positions
@@ -22,7 +21,7 @@ from te_torch.attention.plan import OPERATION, Plan
 from te_torch.attention.score_mod import Functions, modified
 from te_torch.attention.softmax import fused_softmax
 from te_torch.base.residual import bias_dropout_add
-from te_torch.runtime import amp_dtype, no_memory, runtime_for, to_core, to_torch
+from te_torch.runtime import amp_dtype, no_memory
 
 
 def run(
@@ -64,10 +63,7 @@ def _attend(plan: Plan, size: Sizes, inputs: AttentionInputs, low: Any, function
     if low is not None:
         weights = low(weights, P, None)
     if spec.dropout:
-        if torch.compiler.is_compiling():  # the same numbers, by operators that a compiler knows
-            weights = bias_dropout_add(weights, None, None, spec.dropout, True, inputs.rng)
-        else:
-            weights = _Dropout.apply(weights, inputs.rng, spec.dropout)
+        weights = bias_dropout_add(weights, None, None, spec.dropout, True, inputs.rng)
     out = torch.bmm(weights.reshape(heads, times * size.sq, size.skv), values)
     out = out.view(size.batch, size.heads, size.sq, size.d_v).transpose(1, 2)
     if spec.q_format == "thd":
@@ -180,26 +176,3 @@ def packed_tokens(out: torch.Tensor, tokens: int, inputs: AttentionInputs) -> to
     places = token_positions(inputs.cu_q, inputs.cu_q_padded, out.shape[1], tokens)
     packed = out.new_zeros(tokens + 1, *out.shape[2:])
     return packed.index_copy(0, places.flatten(), out.flatten(0, 1))[:tokens]
-
-
-class _Dropout(torch.autograd.Function):
-    """Dropout whose mask is drawn again in backward from (seed, offset)."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, rng: torch.Tensor, p: float) -> torch.Tensor:
-        x = x.contiguous()
-        rt = runtime_for(x)
-        ctx.save_for_backward(rng)
-        ctx.p = p
-        return to_torch(ops.bias_dropout_add(rt, _matrix(x), None, None, p=p, rng=to_core(rng))).view(x.shape)
-
-    @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor) -> Any:
-        (rng,) = ctx.saved_tensors
-        dy, rng = dy.contiguous(), rng.contiguous()  # a hook may bring it back otherwise
-        dx = ops.bias_dropout_add_backward(runtime_for(dy), _matrix(dy), p=ctx.p, rng=to_core(rng))
-        return to_torch(dx).view(dy.shape), None, None
-
-
-def _matrix(t: torch.Tensor) -> Any:
-    return to_core(t.flatten(0, -2))

@@ -24,6 +24,7 @@ from te_torch.attention.masks import (
     get_full_cu_seqlens,
 )
 from te_torch.attention.plan import Fact, Key, Static, device_info, spec_of
+from te_torch.doors import either
 from te_torch.runtime import TO_CORE, default_device
 
 QKVLayouts = QKV_LAYOUTS
@@ -77,7 +78,7 @@ def get_full_mask(
         given = tuple(m.bool() for m in given)
         cu = cu_q, cu_kv = get_cu_seqlens(given[0]), get_cu_seqlens(given[1])
         batch, device = cu_q.shape[0] - 1, cu_q.device
-        orders = orders_of(given, "bshd", cu_q)
+        orders = orders_of(given, "bshd", cu_q, either(False, True))
     elif attention_mask is not None and not isinstance(attention_mask, (tuple, list)):
         device = attention_mask.device
     size = Sizes(batch, max_seqlen_q, max_seqlen_kv, 1, 1, 1, 1)

@@ -14,7 +14,7 @@ from te_torch.runtime import outside_autocast
 
 
 class _Exporting(threading.local):
-    """What `onnx_export` says in the calling thread. Looked at only where `torch.compiler.is_compiling()` is true."""
+    """What `onnx_export` says in the calling thread. Looked at by traced code alone."""
 
     def __init__(self) -> None:
         self.on = False

@@ -14,6 +14,7 @@ import torch
 
 from te_core.errors import ArgumentError
 from te_torch.base.module import CallingModule
+from te_torch.doors import as_traced, either
 from te_torch.export import torchscript
 from te_torch.export.mode import exporting, is_in_onnx_export_mode, not_warmed_up
 from te_torch.module_names import within
@@ -37,16 +38,12 @@ def onnx_export(enabled: bool = False) -> Iterator[None]:
         raise ArgumentError("onnx_export", f"enabled={enabled!r}", "True or False", "pass onnx_export(enabled=True)")
     if enabled:
         torchscript.register()
-    compiler: Any = torch.compiler
-    before, flag = exporting.on, compiler._is_compiling_flag
-    exporting.on = enabled
-    # As torch.export does while it traces: by it modules know that they are traced, and eager calls, and tracers that
-    # know nothing of it, take the same way.
-    compiler._is_compiling_flag = enabled or (flag and not before)
+    before, exporting.on = exporting.on, enabled
     try:
-        yield
+        with as_traced(enabled or (either(False, True) and not before)):
+            yield
     finally:
-        exporting.on, compiler._is_compiling_flag = before, flag
+        exporting.on = before
 
 
 def assert_warmed_up(module: torch.nn.Module) -> None:

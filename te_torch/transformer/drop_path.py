@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from te_torch.forks import Fork, drawn_in, traced_uniform, uniform
+from te_torch.forks import Fork, uniform, uniform_in
 
 
 class DropPath(torch.nn.Module):
@@ -22,12 +22,7 @@ class DropPath(torch.nn.Module):
         keep = 1.0 - self.drop_prob
         shape = (x.shape[0],) + (1,) * (x.ndim - 1)
         subject = shape, x.device
-        if self._fork is None:
-            numbers = uniform(subject)
-        elif torch.compiler.is_compiling():
-            numbers = traced_uniform(self._fork, *subject)
-        else:
-            numbers = drawn_in(self._fork, uniform, subject)
+        numbers = uniform(subject) if self._fork is None else uniform_in(self._fork, *subject)
         kept = numbers < keep
         scaled = x / keep if keep else x  # a division by zero would leave its NaN in the gradient
         return torch.where(kept, scaled, torch.zeros((), dtype=x.dtype, device=x.device))

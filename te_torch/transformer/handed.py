@@ -29,7 +29,6 @@ class HandOver(NamedTuple):
     grad: bool = False  # and its gradient back
 
 
-@constant_at_trace
 def handed_in(number: int, between: bool) -> tuple[bool, bool, bool]:
     """`HandOver` in the precision of this number; `between`: something is done to queries or keys in between."""
     precision = precision_of(attention_number(number))
