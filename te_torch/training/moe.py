@@ -13,16 +13,14 @@ from typing import Any
 
 import torch
 
-from te_core.errors import ArgumentError, UnsupportedError
+from te_core.errors import ArgumentError
+from te_torch.doors import either
 from te_torch.quantized import QuantizedTorch
-from te_torch.runtime import FLOATS, check_dtype, warn
-from te_torch.training import moe_operators as operators
+from te_torch.runtime import check_dtype, warn
+from te_torch.training.moe_operators import EAGER, TRACED, Moves, in_core
 
 _MASKS = (torch.bool, torch.uint8, torch.int32, torch.int64)
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-
-#: What takes its own time to find the size of its result, and how not to need it.
-_GIVE_SIZE = "pass num_out_tokens, the number of rows of the result"
 
 
 def moe_permute(
@@ -38,22 +36,22 @@ def moe_permute(
     int32 [tokens, top k]. `num_out_tokens` is the number of rows: what lies behind is dropped, rows that are left are
     zeros. -1 or None drops nothing; with a mask the host then waits for the number. `max_token_num` is not needed.
     """
-    op = "moe_permute"
+    op, by = "moe_permute", either(EAGER, TRACED)
     _check_tensors(op, inp=inp, routing_map=routing_map)
     _check_map_type(op, map_type)
-    if _is_empty(inp):
+    if by.is_empty(inp):
         return inp.clone(), _empty_map(inp)
     _check_tokens(op, inp, routing_map=routing_map)
     if map_type == "mask":
         routing = _mask(op, routing_map)
-        rows = _rows_of_mask(op, num_out_tokens, routing)
-        row_map, starts = operators.mask_map(routing)
-        out, _ = _permute(op, inp, row_map, starts, rows=rows)
+        rows = _rows_of_mask(by, op, num_out_tokens, routing)
+        row_map, starts = by.mask_map(routing)
+        out, _ = by.permute(op, inp, row_map, starts, rows=rows)
         return out, row_map
     experts = _expert_ids(op, routing_map)
     rows = _rows_of_index(op, num_out_tokens, experts)
-    row_map = operators.index_map(experts, rows)
-    out, _ = _permute(op, inp, row_map, rows=rows, fill=rows > experts.shape[0] * experts.shape[1])
+    row_map = by.index_map(experts, rows)
+    out, _ = by.permute(op, inp, row_map, rows=rows, fill=rows > experts.shape[0] * experts.shape[1])
     return out, row_map
 
 
@@ -64,16 +62,16 @@ def moe_permute_with_probs(
 
     A copy whose probability is exactly 0 is a row of zeros, and gives no gradient to its token.
     """
-    op = "moe_permute_with_probs"
+    op, by = "moe_permute_with_probs", either(EAGER, TRACED)
     _check_tensors(op, inp=inp, probs=probs, routing_map=routing_map)
-    if _is_empty(inp):
+    if by.is_empty(inp):
         return inp.clone(), _no_probs(probs), _empty_map(inp)
     _check_tokens(op, inp, routing_map=routing_map, probs=probs)
     _check_probs(op, probs, routing_map)
     routing = _mask(op, routing_map)
-    rows = _rows_of_mask(op, num_out_tokens, routing)
-    row_map, starts = operators.mask_map(routing)
-    out, row_probs = _permute(op, inp, row_map, starts, probs, rows=rows)
+    rows = _rows_of_mask(by, op, num_out_tokens, routing)
+    row_map, starts = by.mask_map(routing)
+    out, row_probs = by.permute(op, inp, row_map, starts, probs, rows=rows)
     return out, row_probs, row_map
 
 
@@ -91,22 +89,22 @@ def moe_permute_and_pad_with_probs(
     the map; None if nothing was to be padded. If the counts are on a GPU the host waits for their sum. Counts that are
     not the mask's are an error where both are on one device; for counts of the host a mask on a GPU is not counted.
     """
-    op = "moe_permute_and_pad_with_probs"
+    op, by = "moe_permute_and_pad_with_probs", either(EAGER, TRACED)
     if tokens_per_expert is None:
         allowed = "how many tokens go to each expert, [experts]"
         raise ArgumentError(op, "tokens_per_expert=None", allowed, "pass routing_map.sum(dim=0)")
     if align_size <= 0:
         raise ArgumentError(op, f"align_size={align_size}", "a positive number", "pass what the recipe needs, 16 or 32")
     _check_tensors(op, inp=inp, probs=probs, routing_map=routing_map)
-    targets, offsets, rows = _padding(op, torch.as_tensor(tokens_per_expert), align_size, routing_map)
+    targets, offsets, rows = _padding(by, op, torch.as_tensor(tokens_per_expert), align_size, routing_map)
     if offsets is not None:
         offsets = offsets.to(inp.device)
-    if _is_empty(inp):
+    if by.is_empty(inp):
         return inp.clone(), _no_probs(probs), _empty_map(inp), offsets, targets
     _check_tokens(op, inp, routing_map=routing_map, probs=probs)
     _check_probs(op, probs, routing_map)
-    row_map, starts = operators.mask_map(_mask(op, routing_map))
-    out, row_probs = _permute(op, inp, row_map, starts, probs, offsets, rows=rows)
+    row_map, starts = by.mask_map(_mask(op, routing_map))
+    out, row_probs = by.permute(op, inp, row_map, starts, probs, offsets, rows=rows)
     return out, row_probs, row_map, offsets, targets
 
 
@@ -125,7 +123,7 @@ def moe_unpermute(
     result is copy k of token t, zeros if it was dropped. `restore_shape` (mask) is the shape of the result. `probs` is
     the older name of merging_probs.
     """
-    op = "moe_unpermute"
+    op, by = "moe_unpermute", either(EAGER, TRACED)
     if probs is not None:
         if merging_probs is not None:
             raise ArgumentError(op, "probs and merging_probs", "one of them", "pass merging_probs alone")
@@ -133,7 +131,7 @@ def moe_unpermute(
         merging_probs = probs
     _check_map_type(op, map_type)
     _check_tensors(op, inp=inp, row_id_map=row_id_map)
-    if not row_id_map.numel() and _is_empty(inp):
+    if not row_id_map.numel() and by.is_empty(inp):
         out = inp.clone()
         return out if merging_probs is None else out + _no_probs(merging_probs).sum().to(out.dtype)
     if isinstance(inp, QuantizedTorch):
@@ -142,7 +140,7 @@ def moe_unpermute(
     _check_matrix(op, "inp", inp)
     _check_devices(op, inp, row_id_map=row_id_map, merging_probs=merging_probs, pad_offsets=pad_offsets)
     if map_type == "mask":
-        return _unpermute_by_mask(op, inp, row_id_map, merging_probs, restore_shape, pad_offsets)
+        return _unpermute_by_mask(by, op, inp, row_id_map, merging_probs, restore_shape, pad_offsets)
     if pad_offsets is not None:
         raise ArgumentError(op, "pad_offsets with map_type='index'", "a mask's map", "leave pad_offsets out")
     tokens = row_id_map.numel()
@@ -154,16 +152,16 @@ def moe_unpermute(
         if merging_probs.dtype != torch.float32:
             warn(f"{op}: merging_probs is {merging_probs.dtype}; made float32", UserWarning, 2)
             merging_probs = merging_probs.float()
-    return operators.unpermute(inp, row_id_map, merging_probs, None, tokens)
+    return by.unpermute(inp, row_id_map, merging_probs, None, tokens)
 
 
 def moe_sort_chunks_by_index(inp: torch.Tensor, split_sizes: torch.Tensor, sorted_index: torch.Tensor) -> torch.Tensor:
     """inp's rows in chunks of `split_sizes`, in the order of `sorted_index`; rows behind the chunks stay."""
-    op = "moe_sort_chunks_by_index"
+    op, by = "moe_sort_chunks_by_index", either(EAGER, TRACED)
     _check_tensors(op, inp=inp, split_sizes=split_sizes, sorted_index=sorted_index)
-    if _is_empty(inp):
+    if by.is_empty(inp):
         return inp.clone()
-    out, _ = _permute(op, inp, _chunk_map(op, inp, split_sizes, sorted_index), rows=inp.shape[0], fill=False)
+    out, _ = by.permute(op, inp, _chunk_map(by, op, inp, split_sizes, sorted_index), rows=inp.shape[0], fill=False)
     return out
 
 
@@ -171,54 +169,26 @@ def moe_sort_chunks_by_index_with_probs(
     inp: torch.Tensor, probs: torch.Tensor, split_sizes: torch.Tensor, sorted_index: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The same, and probs [rows] in the same order."""
-    op = "moe_sort_chunks_by_index_with_probs"
+    op, by = "moe_sort_chunks_by_index_with_probs", either(EAGER, TRACED)
     _check_tensors(op, inp=inp, probs=probs, split_sizes=split_sizes, sorted_index=sorted_index)
     if probs.shape[:1] != inp.shape[:1] or probs.numel() != inp.shape[0]:
         got = f"probs {tuple(probs.shape)} for {inp.shape[0]} rows"
         raise ArgumentError(op, got, "a probability for each row", "correct probs")
-    if _is_empty(inp):
+    if by.is_empty(inp):
         return inp.clone(), probs.clone()
     _check_devices(op, inp, probs=probs)
-    row_map = _chunk_map(op, inp, split_sizes, sorted_index)
+    row_map = _chunk_map(by, op, inp, split_sizes, sorted_index)
     rows = inp.shape[0]
-    out, _ = _permute(op, inp, row_map, rows=rows, fill=False)
-    moved, _ = operators.permute(_in_core(probs).reshape(rows, 1), row_map, None, None, None, rows, False)
+    out, _ = by.permute(op, inp, row_map, rows=rows, fill=False)
+    moved, _ = by.permute(op, in_core(probs).reshape(rows, 1), row_map, rows=rows, fill=False)
     return out, moved.reshape(probs.shape).to(probs.dtype)
 
 
 # ------------------------------------------------------------------------------------------------- helpers
 
 
-def _permute(
-    op: str,
-    inp: torch.Tensor,
-    row_map: torch.Tensor,
-    starts: torch.Tensor | None = None,
-    probs: torch.Tensor | None = None,
-    pad_offsets: torch.Tensor | None = None,
-    *,
-    rows: int,
-    fill: bool = True,
-) -> tuple[torch.Tensor, Any]:
-    """Rows and their probabilities, of plain or quantized tokens."""
-    given = None if probs is None else _in_core(probs)
-    if isinstance(inp, QuantizedTorch):
-        if torch.compiler.is_compiling():
-            allowed = "float32, bfloat16 or float16 under torch.compile"
-            raise UnsupportedError(op, f"a {type(inp).__name__}", allowed, "permute outside of the compiled function")
-        out, row_probs = operators.permute_fp8(op, inp, row_map, given, pad_offsets, starts, rows)
-    else:
-        check_dtype(op, inp)
-        out, row_probs = operators.permute(inp, row_map, given, pad_offsets, starts, rows, fill)
-    return out, row_probs if given is probs else row_probs.to(probs.dtype)  # type: ignore[union-attr]
-
-
-def _in_core(probs: torch.Tensor) -> torch.Tensor:
-    """Probabilities in a type that kernels read."""
-    return probs if probs.dtype in FLOATS else probs.float()
-
-
 def _unpermute_by_mask(
+    by: Moves,
     op: str,
     inp: torch.Tensor,
     row_map: torch.Tensor,
@@ -238,12 +208,12 @@ def _unpermute_by_mask(
         raise ArgumentError(op, got, f"({tokens}, {inp.shape[1]}), those of the map", "correct restore_shape")
     if pad_offsets is not None and pad_offsets.dtype != torch.int64:
         pad_offsets = pad_offsets.to(torch.int64)
-    out = operators.unpermute(inp, row_map, None if weights is None else _in_core(weights), pad_offsets, tokens)
+    out = by.unpermute(inp, row_map, None if weights is None else in_core(weights), pad_offsets, tokens)
     return out if shape is None or len(shape) == 2 else out.view(*shape)
 
 
 def _padding(
-    op: str, counts: torch.Tensor, align: int, routing_map: torch.Tensor
+    by: Moves, op: str, counts: torch.Tensor, align: int, routing_map: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor | None, int]:
     """(rows of each expert, what is inserted before each or None, rows in all)."""
     experts = routing_map.shape[-1]
@@ -254,24 +224,13 @@ def _padding(
     targets = torch.div(counts + (align - 1), align, rounding_mode="floor") * align
     both = torch.stack((targets, targets - counts))
     ends = both.cumsum(1)
-    rows, inserted = _asked_of(op, ends[:, -1], counts, routing_map) if experts else (0, 0)
+    rows, inserted = by.sums(op, ends[:, -1], counts, routing_map) if experts else (0, 0)
     return targets, (ends[1] - both[1] if inserted else None), rows
 
 
-def _asked_of(op: str, totals: torch.Tensor, counts: torch.Tensor, routing_map: torch.Tensor) -> list[int]:
-    """These numbers, for which the host waits. The same wait shows whether the counts are the mask's: the rows of an
-    expert that has more would lie in those of the next, or nowhere."""
-    if counts.device != routing_map.device or routing_map.ndim != 2 or torch.compiler.is_compiling():
-        return totals.tolist()
-    sent = (routing_map != 0).sum(0)
-    *found, wrong = torch.cat((totals, (sent != counts).sum().view(1))).tolist()
-    if wrong:
-        got = f"tokens_per_expert={counts.tolist()} for a mask that sends {sent.tolist()}"
-        raise ArgumentError(op, got, "how many tokens the mask sends to each expert", "pass routing_map.sum(dim=0)")
-    return found
-
-
-def _chunk_map(op: str, inp: torch.Tensor, split_sizes: torch.Tensor, sorted_index: torch.Tensor) -> torch.Tensor:
+def _chunk_map(
+    by: Moves, op: str, inp: torch.Tensor, split_sizes: torch.Tensor, sorted_index: torch.Tensor
+) -> torch.Tensor:
     _check_matrix(op, "inp", inp)
     _check_devices(op, inp, split_sizes=split_sizes, sorted_index=sorted_index)
     given = {"split_sizes": split_sizes, "sorted_index": sorted_index}
@@ -280,7 +239,7 @@ def _chunk_map(op: str, inp: torch.Tensor, split_sizes: torch.Tensor, sorted_ind
             got = f"{name} {t.dtype} {tuple(t.shape)}"
             raise ArgumentError(op, got, "whole numbers, one for each chunk", f"correct {name}")
     sizes, order = (t if t.dtype in (torch.int32, torch.int64) else t.int() for t in given.values())
-    return operators.chunk_map(sizes, order, inp.shape[0])
+    return by.chunk_map(sizes, order, inp.shape[0])
 
 
 def _mask(op: str, routing_map: torch.Tensor) -> torch.Tensor:
@@ -302,19 +261,13 @@ def _expert_ids(op: str, routing_map: torch.Tensor) -> torch.Tensor:
     return routing_map.int()
 
 
-def _rows_of_mask(op: str, wanted: int | None, routing: torch.Tensor) -> int:
-    """The rows of the result. To count them is to wait for the device."""
+def _rows_of_mask(by: Moves, op: str, wanted: int | None, routing: torch.Tensor) -> int:
+    """The rows of the result."""
     if wanted is not None and wanted != -1:
         if wanted <= 0:
             raise AssertionError(f"{op}: num_out_tokens={wanted}; pass the rows of the result, or -1 to drop nothing")
         return wanted
-    if routing.is_cuda and not torch.compiler.is_compiling() and torch.cuda.is_current_stream_capturing():
-        got = "num_out_tokens=-1 in the capture of a CUDA graph, which cannot wait for a number"
-        raise UnsupportedError(op, got, "a number", _GIVE_SIZE)
-    rows = int(torch.count_nonzero(routing).item())
-    if torch.compiler.is_compiling():
-        torch._check(rows >= 0)
-    return rows
+    return by.count(op, routing)
 
 
 def _rows_of_index(op: str, wanted: int | None, experts: torch.Tensor) -> int:
@@ -326,15 +279,6 @@ def _rows_of_index(op: str, wanted: int | None, experts: torch.Tensor) -> int:
 
 
 # -------------------------------------------------------------------------------------------------- checks
-
-
-def _is_empty(inp: torch.Tensor) -> bool:
-    """Whether there is nothing to move. Rows that a program only counts as it runs do not tell: operators take none."""
-    if torch.compiler.is_compiling():
-        from torch.fx.experimental.symbolic_shapes import guard_or_false
-
-        return guard_or_false(inp.numel() == 0)
-    return not inp.numel()
 
 
 def _empty_map(inp: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,8 @@
 """What `moe.py` calls: maps and moves of rows, differentiable, in eager code and as operators that compilers see.
 
-Each is one function of this file. Eager code runs it inside an autograd function; traced code calls the operator
-`te_runtime::moe_<name>`, whose derivative is the same rule, in operators. Its shapes are written out, and not a run
-on the meta backend: rows that are counted as a program runs are a size without a number.
+Each is one function of this file. Eager code (`EAGER`) runs it inside an autograd function; traced code (`TRACED`)
+calls the operator `te_runtime::moe_<name>`, whose derivative is the same rule, in operators. Its shapes are written out,
+and not a run on the meta backend: rows that are counted as a program runs are a size without a number.
 """
 
 from __future__ import annotations
@@ -13,67 +13,16 @@ from typing import Any, NamedTuple
 import torch
 
 from te_core import dtypes
-from te_core.errors import UnsupportedError
+from te_core.errors import ArgumentError, UnsupportedError
 from te_core.ops import raw as ops
 from te_core.runtime import Runtime
 from te_core.tensor import Tensor
 from te_torch.quantized import QuantizedTorch
-from te_torch.runtime import runtime_for, shape_runtime, to_core, to_core_shape, to_torch
+from te_torch.runtime import FLOATS, check_dtype, runtime_for, shape_runtime, to_core, to_core_shape, to_torch
 from te_torch.training.moe_quantized import permute_quantized
 
 Maybe = torch.Tensor | None
 Pair = tuple[torch.Tensor, torch.Tensor]
-
-
-def mask_map(routing: torch.Tensor) -> Pair:
-    """(the map of a mask, int32 [tokens, 2 * experts + 1]; where its experts begin, int32 [experts + 1])."""
-    return _call("mask_map", routing)
-
-
-def index_map(experts: torch.Tensor, rows: int) -> torch.Tensor:
-    """The map of expert ids, int32 [slots * tokens]."""
-    return _call("index_map", experts, rows)
-
-
-def chunk_map(sizes: torch.Tensor, order: torch.Tensor, rows: int) -> torch.Tensor:
-    """Where each row goes when chunks are put in order, int32 [rows]."""
-    return _call("chunk_map", sizes, order, rows)
-
-
-def permute(
-    inp: torch.Tensor, row_map: torch.Tensor, probs: Maybe, pad_offsets: Maybe, starts: Maybe, rows: int, fill: bool
-) -> Pair:
-    """(rows, their probabilities; nothing without `probs`); differentiable in both."""
-    args = (inp, row_map, probs, pad_offsets, starts, rows, fill)
-    if torch.compiler.is_compiling():
-        found: Pair = torch.ops.te_runtime.moe_permute(*args)
-        return found
-    if torch.is_grad_enabled() and (inp.requires_grad or (probs is not None and probs.requires_grad)):
-        return _apply(_Permute, *args)
-    return _permute(*args)
-
-
-def unpermute(
-    inp: torch.Tensor, row_map: torch.Tensor, weights: Maybe, pad_offsets: Maybe, tokens: int
-) -> torch.Tensor:
-    """The (weighted) sum of each token's rows; differentiable in rows and weights."""
-    args = (inp, row_map, weights, pad_offsets, tokens)
-    if torch.compiler.is_compiling():
-        found: torch.Tensor = torch.ops.te_runtime.moe_unpermute(*args)
-        return found
-    if torch.is_grad_enabled() and (inp.requires_grad or (weights is not None and weights.requires_grad)):
-        return _apply(_Unpermute, *args)
-    return _unpermute(*args)
-
-
-def permute_fp8(
-    operation: str, tokens: Any, row_map: torch.Tensor, probs: Maybe, pad_offsets: Maybe, starts: Maybe, rows: int
-) -> tuple[Any, Any]:
-    """The same of quantized tokens, in their class."""
-    args = (operation, tokens, row_map, probs, pad_offsets, starts, rows)
-    if torch.is_grad_enabled() and (tokens.requires_grad or (probs is not None and probs.requires_grad)):
-        return _apply(_PermuteQuantized, *args)
-    return permute_quantized(*args)
 
 
 # --------------------------------------------------------------------------------------------- what is run
@@ -90,18 +39,21 @@ def _torch(t: Tensor | None, like: torch.Tensor) -> torch.Tensor:
     return like.new_empty(0) if t is None else to_torch(t)
 
 
-def _mask_map(routing: torch.Tensor) -> Pair:
+def mask_map(routing: torch.Tensor) -> Pair:
+    """(the map of a mask, int32 [tokens, 2 * experts + 1]; where its experts begin, int32 [experts + 1])."""
     rt, (given,) = _core(routing)
     starts = rt.empty((routing.shape[1] + 1,), dtypes.int32)
     return to_torch(ops.mask_row_map(rt, given, starts=starts)), to_torch(starts)
 
 
-def _index_map(experts: torch.Tensor, rows: int) -> torch.Tensor:
+def index_map(experts: torch.Tensor, rows: int) -> torch.Tensor:
+    """The map of expert ids, int32 [slots * tokens]."""
     rt, views = _core(experts)
     return to_torch(ops.index_row_map(rt, *views, rows=rows))
 
 
-def _chunk_map(sizes: torch.Tensor, order: torch.Tensor, rows: int) -> torch.Tensor:
+def chunk_map(sizes: torch.Tensor, order: torch.Tensor, rows: int) -> torch.Tensor:
+    """Where each row goes when chunks are put in order, int32 [rows]."""
     rt, views = _core(sizes, order)
     return to_torch(ops.chunk_row_map(rt, *views, rows=rows))
 
@@ -195,9 +147,9 @@ class _Operator(NamedTuple):
 
 
 _OPERATORS = {
-    "mask_map": _Operator(_mask_map, _mask_map_shapes, "(Tensor routing) -> (Tensor, Tensor)"),
-    "index_map": _Operator(_index_map, _index_map_shapes, "(Tensor experts, SymInt rows) -> Tensor"),
-    "chunk_map": _Operator(_chunk_map, _chunk_map_shapes, "(Tensor sizes, Tensor order, SymInt rows) -> Tensor"),
+    "mask_map": _Operator(mask_map, _mask_map_shapes, "(Tensor routing) -> (Tensor, Tensor)"),
+    "index_map": _Operator(index_map, _index_map_shapes, "(Tensor experts, SymInt rows) -> Tensor"),
+    "chunk_map": _Operator(chunk_map, _chunk_map_shapes, "(Tensor sizes, Tensor order, SymInt rows) -> Tensor"),
     "permute": _Operator(
         _permute,
         _permute_shapes,
@@ -221,13 +173,6 @@ _OPERATORS = {
         "(Tensor grad, Tensor inp, Tensor row_map, Tensor weights, Tensor? pad_offsets) -> (Tensor, Tensor)",
     ),
 }
-
-
-def _call(name: str, *args: Any) -> Any:
-    """The function itself, or under tracing its operator."""
-    if torch.compiler.is_compiling():
-        return getattr(torch.ops.te_runtime, f"moe_{name}")(*args)
-    return _OPERATORS[name].run(*args)
 
 
 def _operator(name: str, *args: Any) -> Any:
@@ -371,3 +316,115 @@ torch.library.register_autograd(
     setup_context=_keep_unpermute,
     lib=_library,
 )
+
+
+# ----------------------------------------------------------------------------------------- what the doors choose from
+
+
+class Moves:
+    """What the functions of `moe.py` are made of, in eager code."""
+
+    mask_map, index_map, chunk_map = staticmethod(mask_map), staticmethod(index_map), staticmethod(chunk_map)
+
+    def permute(
+        self,
+        op: str,
+        inp: torch.Tensor,
+        row_map: torch.Tensor,
+        starts: Maybe = None,
+        probs: Maybe = None,
+        pad_offsets: Maybe = None,
+        *,
+        rows: int,
+        fill: bool = True,
+    ) -> tuple[torch.Tensor, Any]:
+        """(rows, their probabilities; nothing without `probs`) of plain or quantized tokens; differentiable in both."""
+        given = None if probs is None else in_core(probs)
+        if isinstance(inp, QuantizedTorch):
+            out, row_probs = self.permute_quantized(op, inp, row_map, given, pad_offsets, starts, rows)
+        else:
+            check_dtype(op, inp)
+            out, row_probs = self.permute_plain(inp, row_map, given, pad_offsets, starts, rows, fill)
+        return out, row_probs if given is probs else row_probs.to(probs.dtype)  # type: ignore[union-attr]
+
+    def permute_plain(self, *args: Any) -> Pair:
+        """The same of plain tokens, by `_permute`'s arguments."""
+        if torch.is_grad_enabled() and _wants(args[0], args[2]):
+            return _apply(_Permute, *args)
+        return _permute(*args)
+
+    def permute_quantized(self, *args: Any) -> Any:
+        """The same of quantized tokens, in their class."""
+        if torch.is_grad_enabled() and _wants(args[1], args[3]):
+            return _apply(_PermuteQuantized, *args)
+        return permute_quantized(*args)
+
+    def unpermute(self, *args: Any) -> torch.Tensor:
+        """The (weighted) sum of each token's rows, by `_unpermute`'s arguments; differentiable in rows and weights."""
+        if torch.is_grad_enabled() and _wants(args[0], args[2]):
+            return _apply(_Unpermute, *args)
+        return _unpermute(*args)
+
+    def is_empty(self, inp: torch.Tensor) -> bool:
+        """Whether there is nothing to move."""
+        return not inp.numel()
+
+    def count(self, op: str, routing: torch.Tensor) -> int:
+        """The rows that a mask sends. To count them is to wait for the device."""
+        if routing.is_cuda and torch.cuda.is_current_stream_capturing():
+            got = "num_out_tokens=-1 in the capture of a CUDA graph, which cannot wait for a number"
+            raise UnsupportedError(op, got, "a number", "pass num_out_tokens, the number of rows of the result")
+        return int(torch.count_nonzero(routing).item())
+
+    def sums(self, op: str, sums: torch.Tensor, counts: torch.Tensor, routing_map: torch.Tensor) -> list[int]:
+        """These numbers, for which the host waits. The same wait shows whether the counts are the mask's.
+
+        The rows of an expert that has more would lie in those of the next, or nowhere.
+        """
+        if counts.device != routing_map.device or routing_map.ndim != 2:
+            return sums.tolist()
+        sent = (routing_map != 0).sum(0)
+        *found, wrong = torch.cat((sums, (sent != counts).sum().view(1))).tolist()
+        if wrong:
+            got = f"tokens_per_expert={counts.tolist()} for a mask that sends {sent.tolist()}"
+            raise ArgumentError(op, got, "how many tokens the mask sends to each expert", "pass routing_map.sum(dim=0)")
+        return found
+
+
+class _Traced(Moves):
+    """The same in traced code. It checks no number, which a program has only as it runs."""
+
+    mask_map, index_map, chunk_map, permute_plain, unpermute = (
+        staticmethod(getattr(torch.ops.te_runtime, f"moe_{name}"))
+        for name in ("mask_map", "index_map", "chunk_map", "permute", "unpermute")
+    )
+
+    def permute_quantized(self, op: str, inp: torch.Tensor, *others: Any) -> Any:
+        allowed = "float32, bfloat16 or float16 under torch.compile"
+        raise UnsupportedError(op, f"a {type(inp).__name__}", allowed, "permute outside of the compiled function")
+
+    def is_empty(self, inp: torch.Tensor) -> bool:
+        """Rows that a program only counts as it runs do not tell: operators take none."""
+        from torch.fx.experimental.symbolic_shapes import guard_or_false
+
+        return guard_or_false(inp.numel() == 0)
+
+    def count(self, op: str, routing: torch.Tensor) -> int:
+        rows = int(torch.count_nonzero(routing).item())
+        torch._check(rows >= 0)
+        return rows
+
+    def sums(self, op: str, sums: torch.Tensor, counts: torch.Tensor, routing_map: torch.Tensor) -> list[int]:
+        return sums.tolist()
+
+
+EAGER, TRACED = Moves(), _Traced()
+
+
+def in_core(probs: torch.Tensor) -> torch.Tensor:
+    """Probabilities in a type that kernels read."""
+    return probs if probs.dtype in FLOATS else probs.float()
+
+
+def _wants(inp: torch.Tensor, weights: Maybe) -> bool:
+    return inp.requires_grad or (weights is not None and weights.requires_grad)
