@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from te_core import errors
+from te_torch.doors import door
 from te_torch.runtime import constant_at_trace, untraced, warn
 
 _numbers = itertools.count(1)
@@ -85,12 +86,8 @@ def warn_outside(text: str) -> None:
     warnings.warn(text, stacklevel=level)
 
 
-def warn_ignored(module: torch.nn.Module, message: str) -> None:
-    """`warn_once` of an argument that changes nothing; of traced code as it is traced."""
-    if torch.compiler.is_compiling():
-        warn(message)
-    else:
-        warn_once(module, message)
+#: `warn_once` of an argument that changes nothing; of traced code as it is traced.
+warn_ignored = door(warn_once, lambda module, message: warn(message))
 
 
 def shown(**options: Any) -> str:

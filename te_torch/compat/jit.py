@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import wraps
 from inspect import Parameter, signature
 from typing import Any
 
 import torch
 
 from te_core.errors import ArgumentError
+from te_torch.doors import door
 from te_torch.export.mode import exporting
 from te_torch.runtime import warn
 
@@ -36,9 +36,8 @@ def no_torch_dynamo(
             )
         names = tuple(parameters)
 
-        @wraps(function)
-        def chosen(*args: Any, **options: Any) -> Any:
-            if exporting.on or not torch.compiler.is_compiling():
+        def traced(*args: Any, **options: Any) -> Any:
+            if exporting.on:
                 return function(*args, **options)
             if when is not None:
                 reason = when({**dict(zip(names, args)), **options})  # noqa: B905  the rest has defaults
@@ -47,7 +46,7 @@ def no_torch_dynamo(
                 warn(f"Falling back to eager execution under torch.compile: {reason}", UserWarning, 2)
             return eager(*args, **options)
 
-        return chosen
+        return door(function, traced)
 
     return decorate
 

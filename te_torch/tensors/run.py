@@ -75,8 +75,7 @@ def quantize(
     """A contiguous matrix [M, K] by a rule; `amax`, if given, is raised to its maximum."""
     if is_real(x):
         return of_core(_quantize(x, rule, rowwise, columnwise, scale, amax, rng))
-    if not torch.compiler.is_compiling():
-        refuse_dtensor(x)
+    refuse_dtensor(x)
     key = json.dumps([build(), rule.dtype.name, *[getattr(rule, n) for n in _PLAIN]])
     inner = torch.ops.te_runtime.quantize_pieces(x, scale, rng, key, rowwise, columnwise, amax is not None)
     if amax is not None:

@@ -110,8 +110,6 @@ class QuantizedTensorStorage:
         buffer = getattr(self, name)
         if buffer is None:
             return None
-        if torch.compiler.is_compiling():
-            return self._show(name, buffer)
         return self._look(name, buffer).seen(partial(self._show, name))
 
     def _look(self, name: str, buffer: torch.Tensor) -> Look:

@@ -18,6 +18,7 @@ from te_core import dtypes
 from te_core.errors import ArgumentError, LibraryError, UnsupportedError
 from te_core.quantized import BLOCK, Format, pieces_of
 from te_core.tensor import CPU
+from te_torch.doors import door
 from te_torch.tensors.buffers import Buffers, least_of, matrix_of
 
 _LOADING = "load a quantized tensor"
@@ -53,10 +54,9 @@ def check_loaded(key: Sequence[Any], buffers: Sequence[Any], shape: Sequence[Any
         raise _damaged(f"buffers of types {[type(b).__name__ for b in buffers]}"[:200])
 
 
+@partial(door, traced=lambda operation, form, shape, buffers: buffers)  # a trace's: no size is looked at
 def check_whole(operation: str, form: Format, shape: Sequence[int], buffers: Buffers) -> Buffers:
     """The buffers, once it is clear that data, scales and amaxes reach as far as the values of this shape."""
-    if torch.compiler.is_compiling():  # they are a trace's
-        return buffers
     matrix, found = matrix_of(shape), [b for b in buffers if b is not None]
     if len({b.device for b in found}) > 1:
         places = ", ".join(sorted({str(b.device) for b in found}))

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import noop_context_fn
 from te_core.errors import ArgumentError, UnsupportedError
 from te_torch.autocast import Ran, Region, active, prepare_default
 from te_torch.base.module import CallingModule
+from te_torch.doors import either
 from te_torch.draws import Repeated, capturing
 from te_torch.forks import not_a_tracker
 from te_torch.quantized import QuantizedTorch
@@ -63,12 +64,13 @@ def checkpoint(
         raise ArgumentError("checkpoint", f"function={function!r}", "a callable", "pass the module or function first")
     if use_reentrant is not True and use_reentrant is not False and not is_flag(use_reentrant):
         raise ArgumentError("checkpoint", f"use_reentrant={use_reentrant!r}", "True or False", "correct use_reentrant")
-    if distribute_saved_activations and _distributes(tp_group, use_reentrant):
+    spreads = distribute_saved_activations and _distributes(tp_group, use_reentrant)
+    if either(False, True):  # in a program the region is a part of it, in both runs, and each rank keeps its own
+        return torch_checkpoint(function, *args, use_reentrant=False, **kwargs)
+    if spreads:
         with _spread_over(tp_group, args):
             return checkpoint(function, *args, get_rng_state_tracker=get_rng_state_tracker, **kwargs)
     options = {name: kwargs.pop(name) for name in _OF_TORCH if name in kwargs}
-    if torch.compiler.is_compiling():  # there the region is part of the program, in both runs
-        return torch_checkpoint(function, *args, use_reentrant=False, **options, **kwargs)
     global _reentrant
     _reentrant = bool(use_reentrant)
     others = () if get_rng_state_tracker is None else (_tracker_of(get_rng_state_tracker),)
@@ -170,7 +172,7 @@ def _distributes(group: Any, reentrant: bool) -> bool:
             "it where torch.distributed is initialized",
             "call torch.distributed.init_process_group first, or leave it out",
         )
-    return torch.distributed.get_world_size(group) > 1 and not torch.compiler.is_compiling()
+    return torch.distributed.get_world_size(group) > 1
 
 
 def _spread_over(group: Any, args: tuple[Any, ...]) -> AbstractContextManager[Any]:

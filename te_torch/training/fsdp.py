@@ -18,6 +18,7 @@ import torch.distributed as dist
 from te_core.errors import UnsupportedError
 from te_torch import offloading
 from te_torch.base.module import BaseModule
+from te_torch.doors import door
 from te_torch.exchange import all_gather
 from te_torch.module_names import name_of
 from te_torch.reruns import in_backward
@@ -47,7 +48,7 @@ def prepare_te_modules_for_fsdp(fsdp_root: torch.nn.Module) -> None:
             )
     for module, group in found:
         if module.fsdp_group is None:
-            module.register_forward_pre_hook(_begin)
+            module.register_forward_pre_hook(door(_begin, lambda module, args: _enter(None)))
             module.register_forward_hook(_end, always_call=True)
         module.fast_setattr("fsdp_wrapped", True)
         module.fast_setattr("fsdp_group", group)
@@ -132,11 +133,14 @@ def _with_groups(module: torch.nn.Module, group: Any, wrapper: Any) -> Iterator[
 
 
 def _begin(module: Any, args: Any) -> None:
-    spreads = not (torch.compiler.is_compiling() or in_backward()) and dist.get_world_size(module.fsdp_group) > 1
-    entered = None
-    if spreads and torch.is_grad_enabled():
-        entered = torch.autograd.graph.saved_tensors_hooks(_Spread(module.fsdp_group), _whole)
+    spreads = torch.is_grad_enabled() and not in_backward() and dist.get_world_size(module.fsdp_group) > 1
+    entered = torch.autograd.graph.saved_tensors_hooks(_Spread(module.fsdp_group), _whole) if spreads else None
+    if entered is not None:
         entered.__enter__()
+    _enter(entered)
+
+
+def _enter(entered: Any) -> None:
     _open.stack.append((entered, offloading.active.noting))
     offloading.active.noting |= entered is not None
 

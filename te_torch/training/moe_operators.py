@@ -1,8 +1,8 @@
 """What `moe.py` calls: maps and moves of rows, differentiable, in eager code and as operators that compilers see.
 
 Each is one function of this file. Eager code (`EAGER`) runs it inside an autograd function; traced code (`TRACED`)
-calls the operator `te_runtime::moe_<name>`, whose derivative is the same rule, in operators. Its shapes are written out,
-and not a run on the meta backend: rows that are counted as a program runs are a size without a number.
+calls the operator `te_runtime::moe_<name>`, whose derivative is the same rule, in operators. Its shapes are written
+out, and not a run on the meta backend: rows that are counted as a program runs are a size without a number.
 """
 
 from __future__ import annotations

@@ -490,8 +490,8 @@ def _begun(hidden_states: torch.Tensor, rows: int | None) -> torch.Tensor:
             f"at most this rank's {rows} rows of the sequence (seq_length)",
             "scatter the sequence over the ranks, or correct seq_length",
         )
-    if not torch.compiler.is_compiling() and offloading.active.context is not None:
-        offloading.active.context.transformer_layer_begins()
+    if (context := offloading.active.context) is not None:
+        context.transformer_layer_begins()
     return amp_cast(hidden_states) if torch._C._is_any_autocast_enabled() else hidden_states
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import warnings
 import weakref
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from te_core.errors import ArgumentError, UnsupportedError
+from te_torch.doors import door
 from te_torch.offloading import active
 from te_torch.reruns import in_backward
 from te_torch.training.offload.layers import FINISHED, STARTED, OffloadableLayerState, Rules
@@ -153,6 +155,7 @@ class OffloadSynchronizer:
             self.current = state = Pass(self._schedule(state), self.rules)
         self.forward_step(state.enter())
 
+    @partial(door, traced=lambda self: None)
     def transformer_layer_begins(self) -> None:
         """Called by each TransformerLayer inside of the context.
 
