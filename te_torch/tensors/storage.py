@@ -12,6 +12,7 @@ import torch
 
 from te_core.errors import ArgumentError
 from te_core.quantized import Format, QuantizedTensor
+from te_torch.doors import door
 from te_torch.runtime import FLOATS
 from te_torch.tensors import pickling, run
 from te_torch.tensors.buffers import (
@@ -98,8 +99,7 @@ class QuantizedTensorStorage:
             self._core_views = None
 
     def _matrix(self) -> tuple[int, int]:
-        folded = self._folded()
-        return folded or matrix_of(self.shape)
+        return self._folded() or matrix_of(self.shape)
 
     def _folded(self) -> tuple[int, int] | None:
         """The matrix that the buffers are, if it is not that of the shape."""
@@ -108,8 +108,10 @@ class QuantizedTensorStorage:
     def _shown(self, name: str) -> torch.Tensor | None:
         """The documented view of a buffer: the same object each time, and that of all tensors over the buffer."""
         buffer = getattr(self, name)
-        if buffer is None:
-            return None
+        return None if buffer is None else self._view(name, buffer)
+
+    @partial(door, traced=lambda self, name, buffer: self._show(name, buffer))  # which a program keeps for nobody
+    def _view(self, name: str, buffer: torch.Tensor) -> torch.Tensor:
         return self._look(name, buffer).seen(partial(self._show, name))
 
     def _look(self, name: str, buffer: torch.Tensor) -> Look:
