@@ -43,8 +43,7 @@ def never_traced(reason: str) -> Callable[[F], F]:
 
         @constant_at_trace
         def prepare() -> None:
-            if not made:
-                made.append(untraced(function, reason))
+            made[:] = made or [untraced(function, reason)]
 
         def traced(*args: Any, **options: Any) -> Any:
             prepare()

@@ -26,15 +26,16 @@ from te_torch.likeness import alike
 from te_torch.precisions import precision_of
 from te_torch.runtime import constant_at_trace, untraced
 
+#: The region's precision; whether q is quantized; how the output is to be (te_torch.carried; True: by the user);
+#: whether backward is in the activation dtype.
 Asked = tuple[int, bool, Any, bool]
 
 
 def attention(module: Any, given: Given) -> Any:
-    """What DotProductAttention gives for this call, traced."""
+    """What DotProductAttention gives: its backend as an operator, or in torch's operators. Some run eagerly."""
     region = active.region
-    number, scaling = (
-        (0, "") if region is None else (region.precision, fp8_attention.scaling_at_trace(region.precision))
-    )
+    number = 0 if region is None else region.precision
+    scaling = "" if region is None else fp8_attention.scaling_at_trace(number)
     try:
         key = module._key(given, scaling)
     except AttributeError:
@@ -44,17 +45,7 @@ def attention(module: Any, given: Given) -> Any:
         return exported.attention(module, key, given)
     if scaling and module.inspector is not None:
         module._watched(number)
-    return attend(
-        module, key, given, (number, isinstance(given.a, Carried), given.fp8_output or "", given.bf16_backward)
-    )
-
-
-def attend(module: Any, key: Key, given: Given, asked: Asked) -> Any:
-    """The call, traced: its backend as an operator, or in torch's. Some backends run eagerly.
-
-    `asked`: the region's precision; whether q is quantized; how the output is to be (te_torch.carried; True: by the
-    user); whether backward is in the activation dtype.
-    """
+    asked: Asked = number, isinstance(given.a, Carried), given.fp8_output or "", given.bf16_backward
     facts = module._kind, module._facts()
     if not _is_formed(key):
         _trace_plan(*facts, tuple(key), asked)  # it complains

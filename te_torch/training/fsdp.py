@@ -134,13 +134,12 @@ def _with_groups(module: torch.nn.Module, group: Any, wrapper: Any) -> Iterator[
 
 def _begin(module: Any, args: Any) -> None:
     spreads = torch.is_grad_enabled() and not in_backward() and dist.get_world_size(module.fsdp_group) > 1
-    entered = torch.autograd.graph.saved_tensors_hooks(_Spread(module.fsdp_group), _whole) if spreads else None
-    if entered is not None:
-        entered.__enter__()
-    _enter(entered)
+    _enter(torch.autograd.graph.saved_tensors_hooks(_Spread(module.fsdp_group), _whole) if spreads else None)
 
 
 def _enter(entered: Any) -> None:
+    if entered is not None:
+        entered.__enter__()
     _open.stack.append((entered, offloading.active.noting))
     offloading.active.noting |= entered is not None
 

@@ -8,6 +8,7 @@ out, and not a run on the meta backend: rows that are counted as a program runs 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -285,7 +286,11 @@ _quick_apply: dict[Any, Any] = {cls: super(_base, cls).apply for cls in (_Permut
 _functorch_active = torch._C._are_functorch_transforms_active
 
 
-def _apply(cls: Any, *args: Any) -> Any:
+def _apply(cls: Any, run: Callable[..., Any], first: int, *args: Any) -> Any:
+    """`run`, differentiable in rows and probabilities where these need it; the rows are argument `first`."""
+    rows, probs = args[first], args[first + 2]
+    if not (torch.is_grad_enabled() and (rows.requires_grad or (probs is not None and probs.requires_grad))):
+        return run(*args)
     return cls.apply(*args) if _functorch_active() else _quick_apply[cls](*args)
 
 
@@ -325,6 +330,9 @@ class Moves:
     """What the functions of `moe.py` are made of, in eager code."""
 
     mask_map, index_map, chunk_map = staticmethod(mask_map), staticmethod(index_map), staticmethod(chunk_map)
+    permute_plain = staticmethod(partial(_apply, _Permute, _permute, 0))
+    permute_quantized = staticmethod(partial(_apply, _PermuteQuantized, permute_quantized, 1))  # in the class of tokens
+    unpermute = staticmethod(partial(_apply, _Unpermute, _unpermute, 0))
 
     def permute(
         self,
@@ -346,24 +354,6 @@ class Moves:
             check_dtype(op, inp)
             out, row_probs = self.permute_plain(inp, row_map, given, pad_offsets, starts, rows, fill)
         return out, row_probs if given is probs else row_probs.to(probs.dtype)  # type: ignore[union-attr]
-
-    def permute_plain(self, *args: Any) -> Pair:
-        """The same of plain tokens, by `_permute`'s arguments."""
-        if torch.is_grad_enabled() and _wants(args[0], args[2]):
-            return _apply(_Permute, *args)
-        return _permute(*args)
-
-    def permute_quantized(self, *args: Any) -> Any:
-        """The same of quantized tokens, in their class."""
-        if torch.is_grad_enabled() and _wants(args[1], args[3]):
-            return _apply(_PermuteQuantized, *args)
-        return permute_quantized(*args)
-
-    def unpermute(self, *args: Any) -> torch.Tensor:
-        """The (weighted) sum of each token's rows, by `_unpermute`'s arguments; differentiable in rows and weights."""
-        if torch.is_grad_enabled() and _wants(args[0], args[2]):
-            return _apply(_Unpermute, *args)
-        return _unpermute(*args)
 
     def is_empty(self, inp: torch.Tensor) -> bool:
         """Whether there is nothing to move."""
@@ -424,7 +414,3 @@ EAGER, TRACED = Moves(), _Traced()
 def in_core(probs: torch.Tensor) -> torch.Tensor:
     """Probabilities in a type that kernels read."""
     return probs if probs.dtype in FLOATS else probs.float()
-
-
-def _wants(inp: torch.Tensor, weights: Maybe) -> bool:
-    return inp.requires_grad or (weights is not None and weights.requires_grad)

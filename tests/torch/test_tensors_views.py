@@ -320,6 +320,18 @@ def test_parts_and_shapes_are_compiled(compiled: Any) -> None:
     assert torch.equal(t.dequantize()[8:], plain[8:]) and torch.equal(t[:8].dequantize(), plain[:8] * -0.5)
 
 
+def test_tensors_are_made_of_buffers_of_any_size_in_compiled_code(compiled: Any) -> None:
+    def values_of(data: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return T.Float8Tensor(
+            shape=data.shape, dtype=torch.float32, data=data, fp8_scale_inv=scale, fp8_dtype=T.DType.kFloat8E4M3
+        ).dequantize()
+
+    program = compiled(values_of)
+    for rows in (16, 32, 48):
+        t = ALL["current"]("cpu")(values((rows, 64)))
+        assert torch.equal(program(t._data, t._scale_inv), values_of(t._data, t._scale_inv))
+
+
 def test_gradients_flow_through_parts() -> None:
     t = torch.nn.Parameter(ALL["current"]("cpu")(values((32, 64))))
     (t[8:24].dequantize() * 3).sum().backward()

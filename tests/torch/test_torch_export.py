@@ -136,6 +136,15 @@ def test_what_no_other_process_has_is_refused() -> None:
             program_of(module, recipe, (x,))
 
 
+def test_slopes_of_a_trace_stay_in_it() -> None:
+    """Eager code keeps the slopes of ALiBi; those of a trace are no tensors that it could use."""
+    module = te.DotProductAttention(6, 16, attn_mask_type="causal")
+    qkv = tuple(torch.randn(8, 2, 6, 16) for _ in range(3))
+    program = program_of(module, None, qkv, {"core_attention_bias_type": "alibi"})
+    wanted = module(*qkv, core_attention_bias_type="alibi")
+    assert torch.equal(program.module()(*qkv, core_attention_bias_type="alibi"), wanted)
+
+
 def test_attention_that_runs_eagerly_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NVTE_FUSED_ATTN", "0")
     monkeypatch.setenv("NVTE_UnfusedDPA_Emulate_FP8", "1")
