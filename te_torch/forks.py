@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from te_core.errors import ArgumentError, UnsupportedError
+from te_torch.doors import door
 from te_torch.runtime import drawn
 
 
@@ -81,15 +82,17 @@ def drawn_in(fork: Callable[[], AbstractContextManager[Any]], draw: Callable[[An
         return drawn(draw, subject)
 
 
+@partial(door, traced=lambda fork, device: torch.ops.te_runtime.draw_pair(fork.number, device))
 def pair_in(fork: Fork, device: torch.device) -> torch.Tensor:
-    """`new_pair` inside a tracker's fork, in eager and in traced code."""
-    found: torch.Tensor = torch.ops.te_runtime.draw_pair(fork.number, device)
+    """`new_pair` inside a tracker's fork. (By an operator, as traced code has it, eager code would take 7 us more.)"""
+    found: torch.Tensor = drawn_in(fork, new_pair, device)
     return found
 
 
+@partial(door, traced=lambda fork, shape, device: torch.ops.te_runtime.draw_uniform(fork.number, shape, device))
 def uniform_in(fork: Fork, shape: Sequence[int], device: torch.device) -> torch.Tensor:
-    """`uniform` inside a tracker's fork, in eager and in traced code."""
-    found: torch.Tensor = torch.ops.te_runtime.draw_uniform(fork.number, shape, device)
+    """`uniform` inside a tracker's fork."""
+    found: torch.Tensor = drawn_in(fork, uniform, (shape, device))
     return found
 
 
