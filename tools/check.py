@@ -23,6 +23,7 @@ CHECKS = {
     "format": ["-m", "ruff", "format", "--check", "--quiet", "."],
     "lint": ["-m", "ruff", "check", "--quiet", "--output-format=concise", "."],
     "floors": ["-m", "pytest", "-q", "tests/core/test_import_floors.py"],
+    "remembered": ["tools/remembered.py", "--check"],
     "house": ["tools/house.py"],
     "tails": ["tools/tail_guards.py"],
 }
