@@ -11,7 +11,7 @@ import numbers
 import sys
 import types
 from collections.abc import Callable, Sequence
-from functools import cache, wraps
+from functools import wraps
 from inspect import Parameter, signature
 from typing import Any, ForwardRef, NamedTuple, ParamSpec, TypeVar, Union, get_args, get_origin
 
@@ -50,7 +50,7 @@ def explained(function: Callable[P, R]) -> Callable[P, R]:
 def settle(spec: Any, *names: str) -> None:
     """Check these fields of a new spec. A dtype may be named in any way that `dtypes.dtype` understands."""
     for name in names:
-        value, hint = getattr(spec, name), _hint(type(spec), name)  # type: ignore[arg-type]
+        value, hint = getattr(spec, name), _hint(type(spec), name)
         kinds = get_args(hint) or (hint,)
         if DType in kinds and value is not None:
             object.__setattr__(spec, name, dtype(value))
@@ -102,7 +102,6 @@ def _explanation(function: Callable[..., Any], args: Any, kwargs: Any, error: Ex
     return None
 
 
-@cache
 def _hint(owner: Any, name: str) -> Any:
     """An annotation of a function or class, evaluated; Any where it names what only a type checker imports."""
     text: Any = owner.__annotations__.get(name, Any)

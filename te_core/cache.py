@@ -20,7 +20,6 @@ from te_core import env
 
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _MOST_BYTES = 1 << 30  # of a file that is read
-_warned: set[str] = set()
 
 
 def place(*parts: str) -> Path:
@@ -164,8 +163,5 @@ def _remedy(folder: Path) -> str:
 
 
 def _ignore(path: Path, reason: str, do: str) -> None:
-    if str(path) not in _warned:
-        if len(_warned) >= 1000:
-            _warned.clear()
-        _warned.add(str(path))
+    if not env.told(path):
         warnings.warn(f"the cache {env.shown(str(path))} is ignored: {reason}. To do: {env.shown(do)}", stacklevel=5)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from te_core import dtypes, libraries
 from te_core.quantized import Format
+from te_core.tensor import Device, cuda_device
 
 Answer = tuple[bool, str]
 
@@ -35,23 +36,21 @@ class DeviceInfo:
         )
 
 
-_known: dict[int, DeviceInfo] = {}
-
-
 def info(index: int = 0) -> DeviceInfo:
     """A device of this machine. Asks the driver once; makes no context and loads no library but the driver."""
-    found = _known.get(index)
-    if found is None:
-        driver = libraries.driver()
-        found = _known[index] = DeviceInfo(
-            driver.name(index),
-            (driver.attribute(index, "major"), driver.attribute(index, "minor")),
-            driver.attribute(index, "multiprocessors"),
-            driver.attribute(index, "l2_bytes"),
-            driver.memory(index),
-            libraries.driver_version(),
-        )
-    return found
+    return cuda_device(index).of(_asked)
+
+
+def _asked(device: Device) -> DeviceInfo:
+    driver, index = libraries.driver(), device.index
+    return DeviceInfo(
+        driver.name(index),
+        (driver.attribute(index, "major"), driver.attribute(index, "minor")),
+        driver.attribute(index, "multiprocessors"),
+        driver.attribute(index, "l2_bytes"),
+        driver.memory(index),
+        libraries.driver_version(),
+    )
 
 
 def supported(device: DeviceInfo) -> Answer:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -189,10 +189,7 @@ def _understood(name: str, given: str | None) -> str:
     fault = _fault(name, text)
     if not fault:
         return text
-    if (name, text) not in _warned:
-        if len(_warned) >= 1000:
-            _warned.clear()
-        _warned.add((name, text))
+    if not told((name, text)):
         default = VARIABLES[name].default
         warnings.warn(
             f"{name}={shown(text)} is not understood ({fault}): "
@@ -202,7 +199,17 @@ def _understood(name: str, given: str | None) -> str:
     return ""
 
 
-_warned: set[tuple[str, str]] = set()
+_told: set[Hashable] = set()
+
+
+def told(what: Hashable) -> bool:
+    """Whether there was a warning of this before; from now on there was. (Of a thousand things, it is forgotten.)"""
+    if what in _told:
+        return True
+    if len(_told) >= 1000:
+        _told.clear()
+    _told.add(what)
+    return False
 
 
 def _fault(name: str, text: str) -> str:

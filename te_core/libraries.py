@@ -70,8 +70,7 @@ class Loaded:
     version: str
 
 
-_handles: dict[str, ctypes.CDLL] = {}
-_files: dict[str, str] = {}
+_handles: dict[str, tuple[ctypes.CDLL, str]] = {}  # and the file that it is of
 _lock = RLock()
 
 
@@ -92,24 +91,27 @@ def mapped(maps: str = "/proc/self/maps") -> dict[str, list[str]]:
 
 def load(name: str) -> ctypes.CDLL:
     """The library of this name (a key of `KNOWN`), loaded once for the process."""
-    handle = _handles.get(name)
-    if handle is not None:
-        return handle
-    with _lock:
-        if name not in _handles:
-            for needed in KNOWN[name].needs:
-                load(needed)
-            handle, _files[name] = _open(name)
-            for companion in sorted(Path(_files[name]).parent.glob(KNOWN[name].beside)) if KNOWN[name].beside else ():
-                ctypes.CDLL(str(companion))
-            _handles[name] = handle  # not before all of it is there: other threads take it without the lock
-        return _handles[name]
+    return _loaded(name)[0]
 
 
 def file(name: str) -> str:
     """The file that `load` took the library from."""
-    load(name)
-    return _files[name]
+    return _loaded(name)[1]
+
+
+def _loaded(name: str) -> tuple[ctypes.CDLL, str]:
+    found = _handles.get(name)
+    if found is not None:
+        return found
+    with _lock:
+        if name not in _handles:
+            for needed in KNOWN[name].needs:
+                load(needed)
+            handle, path = _open(name)
+            for companion in sorted(Path(path).parent.glob(KNOWN[name].beside)) if KNOWN[name].beside else ():
+                ctypes.CDLL(str(companion))
+            _handles[name] = handle, path  # not before all of it is there: other threads take it without the lock
+        return _handles[name]
 
 
 def _open(name: str) -> tuple[ctypes.CDLL, str]:

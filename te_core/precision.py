@@ -37,18 +37,27 @@ class Operand:
     bound: int = 448  # nvfp4: the largest block scale
     columnwise: Operand | None = None  # another rule for the columnwise copy
     custom: Any = None  # scaling "custom": what quantizes (te_core.quantize.operands)
+    #: What this rule delivers.
+    format: Format = field(init=False, repr=False, compare=False)
+    #: The casts that have no tensors of their own, by whether they make rowwise and columnwise copies.
+    casts: dict[tuple[bool, bool], Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
-    @property
-    def format(self) -> Format:
-        """The format that this rule delivers."""
-        return format_of(self)
+    def __post_init__(self) -> None:
+        scaling = "tensor" if self.scaling in ("delayed", "current") else self.scaling
+        form = Format(self.dtype, scaling, self.tiled, self.row_scaled, self.bound)
+        object.__setattr__(self, "format", form)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), _given(self)
 
 
-@lru_cache(1024)
-def format_of(operand: Operand) -> Format:
-    """The storage format of an operand rule."""
-    scaling = "tensor" if operand.scaling in ("delayed", "current") else operand.scaling
-    return Format(operand.dtype, scaling, operand.tiled, operand.row_scaled, operand.bound)
+def _given(made: Any) -> tuple[Any, ...]:
+    """What a dataclass was made of."""
+    return tuple(getattr(made, f.name) for f in fields(made) if f.init)
+
+
+#: A rule that is asked for again and again, the same object each time.
+rule_of = lru_cache(1024)(Operand)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +136,7 @@ class Precision(_Weak):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A copy is another object, and has a serial of its own.
-        return type(self), tuple(getattr(self, f.name) for f in fields(self) if f.init)
+        return type(self), _given(self)
 
 
 #: What recipes have come down to, as long as somebody holds it: a recipe with a function of its own in it, made anew

@@ -146,6 +146,11 @@ def _settled(shape: Any, dtype: Any) -> tuple[tuple[int, ...], DType]:
     return sizes, dtypes.dtype(dtype)
 
 
+def _plans(device: Device) -> PlanCache:
+    """Those that all runtimes of a device share."""
+    return PlanCache()
+
+
 class Runtime:
     """A device, a stream on it, and where memory comes from."""
 
@@ -166,7 +171,6 @@ class Runtime:
     )
 
     _cpu: Runtime | None = None
-    _plans: dict[Device, PlanCache] = {}
 
     def __init__(self, device: Device, stream: int, allocator: Allocator, backend: Backend) -> None:
         self.device = device
@@ -177,7 +181,7 @@ class Runtime:
         self.backend = backend
         #: While a layer is recorded (te_core/tape): what takes each step in the place of the device.
         self.recorder: Any = None
-        self.plans = Runtime._plans.setdefault(device, PlanCache())
+        self.plans = device.of(_plans)
         self._threads = backend.executors(self)
         self._workspaces: dict[tuple[int, str], Tensor] = {}
         self._outgrown: list[Tensor] = []

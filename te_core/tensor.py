@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import prod
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -11,14 +12,17 @@ from te_core import dtypes
 from te_core.dtypes import DType
 from te_core.errors import ArgumentError
 
+_T = TypeVar("_T")
+
 
 class Device:
     """Where memory lives. A singleton for each (kind, index); compare with `is`."""
 
-    __slots__ = ("index", "kind")
+    __slots__ = ("_kept", "index", "kind")
     _known: dict[tuple[str, int], Device] = {}
     kind: str
     index: int
+    _kept: dict[Callable[[Device], Any], Any]
 
     def __new__(cls, kind: str, index: int = 0) -> Device:
         """The device of this kind and index; always the same object."""
@@ -27,9 +31,14 @@ class Device:
             if kind not in ("cpu", "cuda", "meta"):
                 raise ArgumentError("Device", repr(kind), "'cpu', 'cuda', 'meta'", "name one of these kinds")
             found = super().__new__(cls)
-            found.kind, found.index = kind, index
+            found.kind, found.index, found._kept = kind, index, {}
             found = cls._known.setdefault((kind, index), found)
         return found
+
+    def of(self, kind: Callable[[Device], _T]) -> _T:
+        """What `kind` makes of this device: its plans, its kernels, its executors. Made once, and kept for good."""
+        found: _T | None = self._kept.get(kind)
+        return self._kept.setdefault(kind, kind(self)) if found is None else found
 
     def __reduce__(self) -> tuple[Any, tuple[str, int]]:
         return Device, (self.kind, self.index)

@@ -26,9 +26,9 @@ PACKAGES = ("te_core", "te_torch")
 
 #: How many places of a kind there may be. Who removes some lowers it.
 MOST = {
-    "cached function": 43,
-    "container": 74,
-    "rebound name": 25,
+    "cached function": 39,
+    "container": 59,
+    "rebound name": 24,
     "PlanCache": 6,
     "plans.get": 43,
     "asks is_compiling": 27,

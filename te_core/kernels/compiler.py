@@ -156,7 +156,7 @@ def cuda_headers() -> list[Path]:
     given = env.cuda_include()
     if given is not None:
         return [given]
-    major = _nvrtc_version()[0]
+    major = libraries.version("nvrtc")[0]
     wheels = [f"cu{major}/include", "cuda_runtime/include"]
     places = [folder / "nvidia" / wheel for folder in libraries.package_folders() for wheel in wheels]
     places += [Path(f"/usr/local/cuda-{major}/include"), Path("/usr/local/cuda/include")]
@@ -172,18 +172,8 @@ def cuda_headers() -> list[Path]:
     )
 
 
-_found_version: tuple[int, ...] = ()
-
-
-def _nvrtc_version() -> tuple[int, ...]:
-    global _found_version
-    if not _found_version:
-        _found_version = libraries.version("nvrtc")
-    return _found_version
-
-
 def _version() -> str:
-    return ".".join(map(str, _nvrtc_version()))
+    return ".".join(map(str, libraries.version("nvrtc")))
 
 
 def supported_architectures() -> list[int]:

@@ -20,6 +20,7 @@ from te_core.errors import ArgumentError, LibraryError
 from te_core.kernels.compiler import Constant, architecture, cached, compile_checks, compile_source, source_path
 from te_core.runtime import Runtime
 from te_core.symbols import STREAM, Patch, patches
+from te_core.tensor import Device
 
 __all__ = ["Arguments", "Kernel", "compile_checks", "compile_source", "get", "source_path"]
 
@@ -30,7 +31,6 @@ MAX_ARGUMENTS = 64
 _SHARED_LIMIT = 48 * 1024  # static and dynamic bytes; above this a kernel must be told first
 _STATIC_SHARED, _MAX_DYNAMIC_SHARED = 1, 8  # CUfunction_attribute
 
-_kernels: dict[tuple[Any, ...], Kernel] = {}
 _lock = RLock()
 
 
@@ -213,17 +213,24 @@ def get(rt: Runtime, name: str, *, entry: str | None = None, args: str, **consta
     `args` has one letter for each argument: p address or None, q int64, i int32, f float32; or it is "b": the one
     argument is a struct passed by value (`Kernel.by_value`).
     """
-    key = (rt.device, name, entry, args, *sorted(constants.items()))
-    found = _kernels.get(key)
+    kernels, key = rt.device.of(Loaded).kernels, (name, entry, args, *sorted(constants.items()))
+    found = kernels.get(key)
     if found is None:
         with _lock:
-            found = _kernels.get(key)
+            found = kernels.get(key)
             if found is None:
-                found = _kernels[key] = _load(rt, name, entry or name, args, constants)
+                found = kernels[key] = _load(rt, name, entry or name, args, constants)
     return found
 
 
-_modules: dict[tuple[Any, ...], int] = {}  # one module serves all the functions of a file
+class Loaded:
+    """What is on a device; one module serves all the functions of a file."""
+
+    __slots__ = ("kernels", "modules")
+
+    def __init__(self, device: Device) -> None:
+        self.kernels: dict[tuple[Any, ...], Kernel] = {}
+        self.modules: dict[tuple[Any, ...], int] = {}
 
 
 def _load(rt: Runtime, name: str, entry: str, args: str, constants: dict[str, Constant]) -> Kernel:
@@ -236,12 +243,12 @@ def _load(rt: Runtime, name: str, entry: str, args: str, constants: dict[str, Co
     driver = libraries.driver()
     index = rt.device.index
     arch = architecture((driver.attribute(index, "major"), driver.attribute(index, "minor")))
-    key = (index, name, *sorted(constants.items()))
+    modules, key = rt.device.of(Loaded).modules, (name, *sorted(constants.items()))
     with driver.at_first_use(index):
-        if key not in _modules:
-            _modules[key] = backend.moduleLoadData(cached(name, constants, arch))
+        if key not in modules:
+            modules[key] = backend.moduleLoadData(cached(name, constants, arch))
         try:
-            function = backend.moduleGetFunction(_modules[key], entry)
+            function = backend.moduleGetFunction(modules[key], entry)
         except Exception as error:
             raise LibraryError(
                 f"load {name}",

@@ -10,7 +10,6 @@ The statistics that backward reads are float32 [b, h, sq] (thd: [t, h]): log(sum
 
 from __future__ import annotations
 
-from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple
 
@@ -202,7 +201,6 @@ def _fresh(rt: Runtime, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor
     )
 
 
-@lru_cache(maxsize=1024)
 def _places(dtype: DType, q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...]) -> tuple[int, int, int] | None:
     """Where k's and v's gradients begin behind q's, and the bytes of all three; None where they lie apart."""
     sizes = [-(-dtype.nbytes(prod(shape)) // _ALIGNED) * _ALIGNED for shape in (q, k, v)]

@@ -39,15 +39,18 @@ class Route(NamedTuple):
     b: Format | None = None
 
 
-_routes: dict[tuple[Device, Format, Format], Route] = {}
-
-
 def gemm_route(place: Device, a: Format, b: Format) -> Route:
     """What a product of these formats takes on this device."""
-    found = _routes.get((place, a, b))
+    routes = place.of(_routes)
+    found = routes.get((a, b))
     if found is None:
-        found = _routes[place, a, b] = _find_route(place, a, b)._replace(place=place, a=a, b=b)
+        found = routes[a, b] = _find_route(place, a, b)._replace(place=place, a=a, b=b)
     return found
+
+
+def _routes(place: Device) -> dict[tuple[Format, Format], Route]:
+    """Those that were found."""
+    return {}
 
 
 def _find_route(place: Device, a: Format, b: Format) -> Route:

@@ -205,16 +205,8 @@ def _make(
     )
 
 
-# By the operand's id, which stays its own while it is held here.
-_casts: dict[tuple[int, bool, bool], tuple[Operand, Cast]] = {}
-_MOST_CASTS = 1024
-
-
 def _stateless(operand: Operand, rowwise: bool, columnwise: bool) -> Cast:
-    key = (id(operand), rowwise, columnwise)
-    found = _casts.get(key)
-    if found is None or found[0] is not operand:
-        if len(_casts) >= _MOST_CASTS:  # of recipes long gone, most of them
-            _casts.clear()
-        found = _casts[key] = (operand, _make(operand, rowwise, columnwise))
-    return found[1]
+    found: Cast | None = operand.casts.get((rowwise, columnwise))
+    if found is None:
+        found = operand.casts[rowwise, columnwise] = _make(operand, rowwise, columnwise)
+    return found

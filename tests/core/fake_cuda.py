@@ -17,12 +17,11 @@ from bisect import bisect_right, insort
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib import import_module
 from math import prod
 from typing import Any, NamedTuple
 
 from te_core import device, dtypes, libraries
-from te_core.backends.cuda import attention, executor, gemm_tune, memory, norm, quantize_grouped
+from te_core.backends.cuda import attention, gemm_tune, quantize_grouped
 from te_core.backends.cuda import cublaslt as lt_
 from te_core.device import DeviceInfo
 from te_core.driver import _SIGNATURES, Driver
@@ -321,7 +320,7 @@ class Binding:
         *sizes, shared, stream, pointers, _ = rest
         letters = self.letters.get(function)
         if letters is None:
-            (letters,) = {k._args for k in list(loader._kernels.values()) if k._function == function}
+            (letters,) = {k._args for k in self.machine.kernels() if k._function == function}
             self.letters[function] = letters
         kinds = {"p": ctypes.c_uint64, "q": ctypes.c_int64, "i": ctypes.c_int32, "f": ctypes.c_float}
         values: list[Any] = []
@@ -495,20 +494,15 @@ class Machine:
         patch.setattr(lt_, "_bindings", self.lt)
         patch.setattr(loader, "_cupy_driver", lambda: self.binding)
         patch.setattr(loader, "cached", lambda name, constants, arch: repr((name, sorted(constants.items()))).encode())
-        for module, name in (
-            (loader, "_kernels"),
-            (loader, "_modules"),
-            (gemm_tune, "_neighbours"),
-            (attention, "_constants_held"),
-            (norm, "_limits"),
-            (executor, "_executors"),
-            (memory, "_streams"),
-            (import_module("te_core.ops.gemm_quantized"), "_routes"),
-            (Runtime, "_plans"),
-        ):
-            patch.setattr(module, name, {})
+        self.devices = [cuda_device(index) for index in range(devices)]
+        for known in self.devices:
+            patch.setattr(known, "_kept", {})
         patch.setattr(gemm_tune, "_store", None)
         patch.setattr(Runtime, "workspace", self._noting(Runtime.workspace))
+
+    def kernels(self) -> list[loader.Kernel]:
+        """What was loaded, on all devices."""
+        return [kernel for known in self.devices for kernel in list(known.of(loader.Loaded).kernels.values())]
 
     def _noting(self, workspace: Any) -> Any:
         """Runtime.workspace, and a note of what was asked for."""
@@ -572,7 +566,7 @@ class Machine:
 
     def kept(self) -> set[int]:
         """The blocks that are held: without scratch memory, and numbers that plans keep on the device."""
-        constants = attention._constants_held.values()
+        constants = {at for known in self.devices for at in known.of(attention._constants_held).values()}
         alive = self.arena.alive.values()
         return {block.serial for block in alive if block.start not in self._scratch and block.start not in constants}
 

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from te_core import device, libraries
-from te_core.backends.cuda import attention_graph, backend, cudnn, executor
+from te_core.backends.cuda import attention_graph, backend, cudnn
 from te_core.device import DeviceInfo
 from te_core.dtypes import DType
 from te_core.kernels import loader
@@ -200,7 +200,7 @@ def install(monkeypatch: Any, folder: Any, calls: Calls) -> None:
     """Put the fake in cuDNN's place, on a device of its own, with no graphs and an empty disk cache."""
     monkeypatch.setenv("TE_CORE_CACHE_DIR", str(folder))
     monkeypatch.setattr(cudnn, "_frontend", frontend(calls))
-    monkeypatch.setattr(cudnn, "_graphs", {})
+    monkeypatch.setattr(cuda_device(INDEX), "_kept", {})
     monkeypatch.setattr(cudnn, "COUNTS", cudnn.Counts())
     monkeypatch.setattr(device, "info", lambda index=0: H200)
     monkeypatch.setattr(libraries, "version", lambda name: VERSION)
@@ -226,7 +226,6 @@ def runtime(monkeypatch: Any, folder: Any, stream: int = 5) -> tuple[Runtime, Ca
     rt.plans = PlanCache()
     found = driver(calls)
     monkeypatch.setattr(libraries, "driver", lambda: found)
-    executor._executors.pop(INDEX, None)
     rt._threads = backend.executors(rt)
     return rt, calls
 

@@ -38,9 +38,9 @@ def fresh(monkeypatch, tmp_path):
     from te_core.backends.cuda import cudnn
 
     monkeypatch.setenv("TE_CORE_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(cudnn, "_graphs", {})
     monkeypatch.setattr(cudnn, "COUNTS", cudnn.Counts())
     rt = cuda_runtime()
+    monkeypatch.setitem(rt.device._kept, cudnn.Graphs, cudnn.Graphs(rt.device))
     own = Runtime(rt.device, rt.stream, rt.allocator, rt.backend)
     own.plans = type(rt.plans)()
     return own, cudnn
@@ -90,7 +90,7 @@ def test_two_hundred_packed_batches_build_few_plans(fresh):
             want = rt.numpy(attention_forward(rt, *alone, spec=SPEC).out).astype(np.float32)
             got = rt.numpy(out)[:first].astype(np.float32)
             assert np.abs(got - want[0]).max() <= 2.0**-6 * np.abs(want).max()
-    dense = sum(1 for _, spec in cudnn._graphs if not spec.padded)
+    dense = sum(1 for spec in rt.device.of(cudnn.Graphs).known if not spec.padded)
     assert cudnn.COUNTS.built - dense <= 12 and cudnn.COUNTS.loaded == 0
 
 

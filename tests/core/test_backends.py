@@ -71,7 +71,7 @@ def test_scales_come_in_the_order_that_a_plan_wants(
     monkeypatch.setattr(backend, "plan_gemm", lambda rt, spec: plans.append(Product(spec, swizzled)) or plans[-1])
     swizzle = backend.swizzle_scales
     monkeypatch.setattr(backend, "swizzle_scales", lambda rt, *given: made.append(given) or swizzle(rt, *given))
-    monkeypatch.setattr(module, "_routes", {})
+    monkeypatch.setitem(rt.device._kept, module._routes, {})
     monkeypatch.setattr(module, "_find_route", lambda *pair: module.Route("native", ""))
     dtype = dtypes.float8_e4m3 if scaling == "mxfp8" else dtypes.float4_e2m1
     cast = Cast(Format(dtype, scaling), rowwise=True, columnwise=True)
@@ -113,13 +113,11 @@ def test_the_host_has_one_stream() -> None:
 def test_streams_beside_a_runtime(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     """One for each name, ordered by events; its memory, and that of others, is recorded with the allocator."""
     from te_core import libraries
-    from te_core.backends.cuda import memory
 
     rt, _ = fake_cudnn.runtime(monkeypatch, tmp_path)
     driver, orders, streams = libraries.driver(), [], iter(range(100, 110))
     driver.create_stream = lambda: next(streams)
     driver.order_streams = lambda *given: orders.append(given)
-    monkeypatch.setattr(memory, "_streams", {})
     recorded: list[Any] = []
     rt.allocator.record_stream = lambda t, stream: recorded.append((t, stream))
     rt.allocator.beside = lambda stream: rt.allocator

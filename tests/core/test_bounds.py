@@ -8,46 +8,25 @@ from typing import Any
 
 import pytest
 
-from te_core import arguments
 from te_core.backends.cuda import gemm_tune, norm_tiling
-from te_core.quantize import state
 from tools.house import sources
 
 #: Of a module or a class, and what keeps each finite. A new one has to find its place here.
 BOUNDS = {
-    "arguments._hint": "the annotations of functions and classes",
-    "backends.cuda.attention._constants_held": "the soft-caps of a program; for good, as captured graphs read them",
-    "backends.cuda.cudnn._graphs": "for good, as captured graphs run them (docs/architecture.md, known limits)",
-    "backends.cuda.cudnn._passing": "64 graphs of functions without a name, the oldest goes",
-    "backends.cuda.cudnn._source": "the files that describe graphs",
-    "backends.cuda.executor._executors": "devices",
-    "backends.cuda.gemm_tune._neighbours": "_MOST_NEIGHBOURS",
-    "backends.cuda.memory._streams": "streams of the program that asked for one beside them, and its names",
-    "backends.cuda.norm._limits": "devices",
     "backends.cuda.quantize_grouped._tiling": "4096, the least recently used goes",
-    "cache._warned": "1000",
-    "device._known": "devices",
     "dtypes._BY_NAME": "our dtypes",
-    "env._warned": "1000",
+    "env._told": "1000",
     "kernels.compiler._headers": "header files",
-    "kernels.loader._kernels": "kernels and their compile-time constants, which are no sizes of a batch",
-    "kernels.loader._modules": "the same",
     "layers.attention._parts": "1024, the least recently used goes",
-    "backends.cuda.quantize_grouped._places_of": "256, the least recently used goes",
-    "libraries._files": "libraries",
     "libraries._handles": "libraries",
     "naming._before": "our classes",
     "naming._homes": "our classes",
-    "ops.attention._places": "1024, the least recently used goes",
-    "ops.gemm_quantized._routes": "devices and pairs of formats",
     "precision._resolved": "living precisions",
-    "precision.format_of": "1024, the least recently used goes",
-    "quantize.state._casts": "_MOST_CASTS",
+    "precision.rule_of": "1024, the least recently used goes",
     "quantized.Format._known": "dtypes, scalings and their options",
     "quantized.cached_pieces": "4096, the least recently used goes",
     "recipe._by_token": "living recipes",
     "recipe_fields._fields": "fields of the recipe classes",
-    "runtime.Runtime._plans": "devices, each a PlanCache",
     "tape.recorder._signature": "256",
     "tape.walk._numbers": "_MOST_NUMBERS",
     "tape.walk._unknown": "types of arguments",
@@ -89,8 +68,7 @@ def test_every_container_is_listed_with_its_bound() -> None:
 
 
 def test_numbers_that_are_named() -> None:
-    assert gemm_tune._MOST_NEIGHBOURS == gemm_tune._MOST_STORED == 4096 and state._MOST_CASTS == 1024
-    assert arguments._hint.cache_info().maxsize is None
+    assert gemm_tune._MOST_NEIGHBOURS == gemm_tune._MOST_STORED == 4096
 
 
 def test_stored_choices_of_gemms_have_a_bound(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:

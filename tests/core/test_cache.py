@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The cache folder, not there yet; what was warned of is forgotten, and masks are as loose as they come."""
     monkeypatch.setenv("TE_CORE_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(cache, "_warned", set())
+    monkeypatch.setattr(env, "_told", set())
     before = os.umask(0)
     yield tmp_path / "cache"
     os.umask(before)
@@ -184,7 +184,7 @@ DAMAGED = {
 def test_damaged_choices_of_gemms_cost_one_warning(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for damage, data in DAMAGED.items():
         monkeypatch.setattr(gemm_tune, "_store", None)
-        monkeypatch.setattr(cache, "_warned", set())
+        monkeypatch.setattr(env, "_told", set())
         cache.write(gemm_tune.store_path(), data)
         said = warned(lambda: (gemm_tune._read_store(), gemm_tune._read_store(), gemm_tune._stored()))
         assert len(said) == 1 and "gemm.json" in said[0], damage

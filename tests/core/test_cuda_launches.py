@@ -15,7 +15,7 @@ from te_core.kernels import loader
 from te_core.ops.activation import Clamp
 from te_core.quantized import Cast, Format
 from te_core.runtime import Runtime
-from te_core.tensor import Tensor
+from te_core.tensor import Tensor, cuda_device
 from tests.core.face import Right, operations, tensor
 from tests.core.fake_cuda import Machine
 from tests.host_steps import worded
@@ -55,7 +55,7 @@ def launched(machine: Machine, call: Right) -> list[str]:
 
 def jobs() -> set[Job]:
     """What was compiled: kernels with their constants."""
-    return {(name, tuple(constants)) for _, name, _, _, *constants in loader._kernels}
+    return {(name, tuple(constants)) for name, _, _, *constants in cuda_device(0).of(loader.Loaded).kernels}
 
 
 def every(rt: Runtime) -> dict[str, Right]:

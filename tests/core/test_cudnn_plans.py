@@ -454,7 +454,7 @@ def test_big_workspaces_go_back(fake, monkeypatch):
     q, k, v = qkv(rt)
     for needs, kept in ((cudnn.KEPT_WORKSPACE, True), (cudnn.KEPT_WORKSPACE + 1, False)):
         monkeypatch.setattr(fake_cudnn.Built, "needs", needs)
-        cudnn._graphs.clear()
+        rt.device.of(cudnn.Graphs).known.clear()
         rt.plans._plans.clear()
         attention_forward(rt, q, k, v, spec=SPEC)
         before = len(rt.allocator.asked)
@@ -502,7 +502,7 @@ def test_what_cudnn_refuses_says_so(fake, monkeypatch):
 
 def again(rt):
     """A call as the first of another process."""
-    cudnn._graphs.clear()
+    rt.device.of(cudnn.Graphs).known.clear()
     rt.plans._plans.clear()
     attention_forward(rt, *qkv(rt), spec=SPEC)
     return cudnn.COUNTS.built, cudnn.COUNTS.loaded

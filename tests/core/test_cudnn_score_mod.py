@@ -98,7 +98,7 @@ def test_what_is_kept(fake, key):
 
     for _ in range(3):
         forward(Noted(key).mod)
-    assert len(calls.graphs) == (1 if key else 3) and len(cudnn._graphs) == (1 if key else 0)
+    assert len(calls.graphs) == (1 if key else 3) and len(rt.device.of(cudnn.Graphs).known) == (1 if key else 0)
     made = len(calls.graphs)
     forward(Noted("other").mod)
     forward(Noted("other").mod, 128)
@@ -106,12 +106,13 @@ def test_what_is_kept(fake, key):
     forward(Noted("other").mod, bias=tensor(rt, (1, 8, 256, 256), F32))
     forward(Noted("other").mod, n=tensor(rt, (1, 8, 256, 256), F32))
     assert len(calls.graphs) == made + 5 and cudnn.COUNTS.loaded == 0
-    fresh, again = cudnn._graphs.copy(), len(calls.graphs)
-    cudnn._graphs.clear()
+    graphs = rt.device.of(cudnn.Graphs)
+    fresh, again = graphs.known.copy(), len(calls.graphs)
+    graphs.known.clear()
     rt.plans.__init__()
     forward(Noted("other").mod)  # as in another process
     assert cudnn.COUNTS.loaded == 0 and len(calls.graphs) == again + 1 and fresh
-    assert len(cudnn._passing) <= cudnn._passing.maxlen
+    assert len(graphs.passing) <= graphs.passing.maxlen
 
 
 def test_functions_are_let_go_of(fake):
@@ -122,7 +123,7 @@ def test_functions_are_let_go_of(fake):
     ops.attention_scored_forward(rt, *qkv(rt), spec=SPEC, mod=own.mod, tensors={})
     mod = calls.graphs[0].options.pop("score_mod")
     assert mod.__self__._user is None and mod.__self__.spec.score_mod is None
-    assert rt.plans._plans and cudnn._graphs
+    assert rt.plans._plans and rt.device.of(cudnn.Graphs).known
     del own, mod
     gc.collect()
     assert gone() is None

@@ -14,7 +14,7 @@ from te_core import env, libraries
 from te_core.backends.cuda import cudnn
 from te_core.device import RECIPES
 from te_core.errors import LibraryError
-from te_core.kernels import compiler, loader
+from te_core.kernels import loader
 from te_core.recipe import Float8CurrentScaling, Format, resolve
 from te_core.runtime import Runtime
 from te_core.tools import attention_table, doctor, selftest
@@ -114,7 +114,6 @@ def nothing_here(monkeypatch, driver, *there):
     monkeypatch.setattr(libraries, "package_folders", list)
     monkeypatch.setattr(libraries, "found", lambda name: name in there)
     monkeypatch.setattr(loader, "_cupy_driver", no_cupy)
-    monkeypatch.setattr(compiler, "_nvrtc_version", lambda: missing("nvrtc"))
     monkeypatch.setattr(cudnn, "frontend", lambda: missing("cudnn"))
     monkeypatch.setattr(doctor, "find_spec", lambda name: None)
     monkeypatch.setattr(doctor.metadata, "version", lambda name: no_package(name))

@@ -25,7 +25,7 @@ WRITES = {"te_core.backends.cuda.cudnn"}
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(env, "_warned", set())
+    monkeypatch.setattr(env, "_told", set())
     for name in (*env.VARIABLES, *env.WITHOUT_EFFECT):
         if name.startswith(("NVTE_", "TE_CORE_AUTO")):
             monkeypatch.delenv(name, raising=False)

@@ -150,7 +150,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], **opti
     """A device of another kind in the place of the first."""
     info = DeviceInfo(f"Pretended {capability[0]}.{capability[1]}", capability, 100, 1, 1, (13, 0), **options)
     monkeypatch.setattr(device, "info", lambda index=0: info)
-    monkeypatch.setattr(ROUTES, "_routes", {})
+    monkeypatch.setitem(cuda_device(0)._kept, ROUTES._routes, {})
     return info
 
 

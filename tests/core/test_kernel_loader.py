@@ -13,6 +13,7 @@ from te_core import libraries
 from te_core.errors import ArgumentError, LibraryError
 from te_core.kernels import compiler, loader
 from te_core.runtime import Runtime
+from te_core.tensor import Device
 from tests.backends import requires_cuda, requires_gpus
 
 
@@ -45,8 +46,8 @@ def folder(tmp_path, monkeypatch):
     (tmp_path / "probe.cu").write_text(SOURCE)
     (tmp_path / "helper.cuh").write_text("__device__ float twice(float v) { return 2.f * v; }\n")
     monkeypatch.setattr(compiler, "FOLDER", tmp_path)
-    monkeypatch.setattr(loader, "_kernels", {})
-    monkeypatch.setattr(loader, "_modules", {})
+    for device in Device._known.values():
+        monkeypatch.setitem(device._kept, loader.Loaded, loader.Loaded(device))
     monkeypatch.setenv("TE_CORE_CACHE_DIR", str(tmp_path / "cache"))
     return tmp_path
 
@@ -124,7 +125,7 @@ def test_the_key_holds_everything_that_changes_the_code(folder, monkeypatch):
     keys.append(key())
     (folder / "deeper.cuh").write_text("// and changes")
     keys.append(key())
-    monkeypatch.setattr(compiler, "_found_version", (13, 99))
+    monkeypatch.setattr(libraries, "version", lambda name: (13, 99))
     keys.append(key())
     assert len(set(keys)) == len(keys)
     assert key() == keys[-1]

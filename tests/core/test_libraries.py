@@ -80,7 +80,7 @@ def test_an_old_driver_gets_cuda_12(tmp_path, monkeypatch):
 def test_missing_library_says_what_to_install(tmp_path, monkeypatch):
     nothing_mapped(monkeypatch, tmp_path)
     monkeypatch.setattr(libraries, "candidates", lambda name: [str(tmp_path / "libcudnn.so.9"), "libno-such-cudnn.so"])
-    monkeypatch.setattr(libraries, "_handles", {"cublasLt": None, "nvrtc": None, "cudnn": None})
+    monkeypatch.setattr(libraries, "_handles", dict.fromkeys(("cublasLt", "nvrtc", "cudnn"), (None, "")))
     libraries._handles.pop("cudnn")
     monkeypatch.setattr(libraries, "KNOWN", libraries.KNOWN | {"cudnn": libraries._Known("libcudnn", (9,), ("x",))})
     with pytest.raises(LibraryError, match=r'load cudnn: got libno-such-cudnn.so.*To do: pip install "nvidia-cudnn-'):

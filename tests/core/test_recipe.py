@@ -19,6 +19,7 @@ from te_core import ArgumentError, dtypes
 from te_core import precision as precision_file
 from te_core.precision import Gemm, History
 from te_core.quantize import state as state_file
+from te_core.quantized import Format as Stored
 from te_core.recipe import (
     CustomRecipe,
     DelayedScaling,
@@ -473,11 +474,22 @@ def test_equal_recipes_are_one_precision_while_there_is_one() -> None:
     assert found[0] is found[1]
 
 
-def test_a_recipe_made_anew_for_each_step_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_casts_stay_with_their_rule() -> None:
+    """One for each orientation; what is made of the rule, or equal to it, has its own."""
+    rule = resolve(Float8CurrentScaling()).input
+    ways = [(True, False), (False, True), (True, True)]
+    casts = [state_file._stateless(rule, *way) for way in ways]
+    assert [(cast.rowwise, cast.columnwise) for cast in casts] == ways
+    assert all(state_file._stateless(rule, *way) is cast for way, cast in zip(ways, casts, strict=True))
+    for other in (replace(rule), copy.copy(rule), copy.deepcopy(rule), pickle.loads(pickle.dumps(rule))):
+        assert other == rule and hash(other) == hash(rule) and other.format is rule.format and not other.casts
+    assert replace(rule, scaling="block").format is Stored(rule.dtype, "block")
+
+
+def test_a_recipe_made_anew_for_each_step_leaves_nothing() -> None:
     """A function of its own makes it unlike every other one."""
-    monkeypatch.setattr(state_file, "_MOST_CASTS", 100)  # of which each turn is a multiple
     gc.collect()
-    before, casts = len(precision_file._resolved), len(state_file._casts)
+    before = len(precision_file._resolved)
     held: list[int] = []
     tracemalloc.start()
     try:
@@ -495,7 +507,6 @@ def test_a_recipe_made_anew_for_each_step_leaves_nothing(monkeypatch: pytest.Mon
     finally:
         tracemalloc.stop()
     assert len(precision_file._resolved) <= before + 2
-    assert len(state_file._casts) <= max(casts, 100)
     # What stays would stay of every 200 steps, which make 600 objects; a table that grows does so in one of them.
     assert min(b - a for a, b in pairwise(held)) < 4_000, held
 

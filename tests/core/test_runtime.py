@@ -16,7 +16,7 @@ from te_core.dtypes import DType
 from te_core.plan_cache import PlanCache
 from te_core.quantized import QuantizedTensor
 from te_core.runtime import ByteAllocator, HostAllocator
-from te_core.tensor import CPU, META
+from te_core.tensor import CPU, META, Device
 from tests.core.test_tensor_dlpack import Counted
 
 
@@ -165,6 +165,19 @@ def test_executors_belong_to_a_thread():
     rt = Runtime.cpu(HostAllocator())
     assert rt.executor() is rt.executor()
     assert in_thread(rt.executor) is not rt.executor()
+
+
+def test_what_is_kept_is_a_devices_own():
+    """Made once for each device and kind of things."""
+    devices = [Device("cuda", 11), Device("cuda", 12)]
+    made = []
+
+    def numbered(device):
+        made.append(device)
+        return [device.index]
+
+    assert [device.of(numbered) for device in (*devices, *devices)] == [[11], [12], [11], [12]] and made == devices
+    assert devices[0].of(numbered) is devices[0].of(numbered) and devices[0].of(repr) == "cuda:11"
 
 
 def test_eight_threads_one_plan_each_its_own_tensors():

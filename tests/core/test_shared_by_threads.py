@@ -150,7 +150,6 @@ def test_a_library_is_there_with_what_it_opens(monkeypatch: pytest.MonkeyPatch, 
     seen: list[Any] = []
     (tmp_path / "libnvrtc-builtins.so.13.0").touch()
     monkeypatch.setattr(libraries, "_handles", {})
-    monkeypatch.setattr(libraries, "_files", {})
     monkeypatch.setattr(libraries, "_open", lambda name: (name, str(tmp_path / "libnvrtc.so.13")))
     monkeypatch.setattr(ctypes, "CDLL", lambda path: seen.append((Path(path).name, dict(libraries._handles))))
     assert libraries.load("nvrtc") == "nvrtc"

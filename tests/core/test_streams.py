@@ -88,7 +88,7 @@ def test_threads_have_handles_of_their_own_and_leave_them(fake):
         late.start()
         late.join()
         gc.collect()
-    assert set(seen) == {77, 78} and len(executor._executors[rt.device.index].left) == 2
+    assert set(seen) == {77, 78} and len(rt.device.of(executor._Executors).left) == 2
 
 
 def test_scratch_memory_stays_with_its_stream_and_its_capture(fake):

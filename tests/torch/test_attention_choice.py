@@ -344,7 +344,7 @@ DAMAGED = {
 @pytest.mark.parametrize("damage", DAMAGED)
 def test_a_damaged_table_costs_one_warning(monkeypatch: pytest.MonkeyPatch, cudnn: Any, damage: str) -> None:
     """And the shipped one decides, in every attention of the process."""
-    monkeypatch.setattr(disk, "_warned", set())
+    monkeypatch.setattr(variables, "_told", set())
     expected = choose.decide(PLAIN)
     path = choose.local_table_path()
     path.write_bytes(DAMAGED[damage])
@@ -358,7 +358,7 @@ def test_a_damaged_table_costs_one_warning(monkeypatch: pytest.MonkeyPatch, cudn
 
 
 def test_a_pipe_in_the_place_of_a_table(monkeypatch: pytest.MonkeyPatch, cudnn: Any) -> None:
-    monkeypatch.setattr(disk, "_warned", set())
+    monkeypatch.setattr(variables, "_told", set())
     os.mkfifo(choose.local_table_path(), 0o600)
     choose.forget()
     with pytest.warns(UserWarning, match="it is no file"):
@@ -545,7 +545,7 @@ te.DotProductAttention(2, 8).cpu()(q, q, q)
 @pytest.mark.parametrize("value", ["yes", os.fsdecode(b"\xff"), "-1", "2" * 5000])
 @pytest.mark.parametrize("name", ["NVTE_FUSED_ATTN", "NVTE_DEBUG_LEVEL", "NVTE_DPA_FP8DS_AMAX_HISTLEN"])
 def test_what_cannot_be_made_out_counts_as_the_default(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
-    monkeypatch.setattr(variables, "_warned", set())
+    monkeypatch.setattr(variables, "_told", set())
     before = env.now(), env.fp8_now()
     monkeypatch.setenv("NVTE_DEBUG", "0")
     monkeypatch.setenv(name, value)

@@ -17,7 +17,6 @@ from te_core.dtypes import bfloat16
 from te_core.errors import UnsupportedError
 from te_core.layers.linear import LinearSpec, Needs
 from te_core.layers.parallel import Split
-from te_core.ops import gemm_quantized
 from te_core.recipe import (
     CustomRecipe,
     DelayedScaling,
@@ -430,7 +429,7 @@ class TestOnAPretendedGpu:
     def hopper(self, monkeypatch: pytest.MonkeyPatch) -> None:
         info = DeviceInfo("Pretended", (9, 0), 100, 1, 1, (13, 0))
         monkeypatch.setattr(devices_of_core, "info", lambda index=0: info)
-        monkeypatch.setitem(gemm_quantized.__globals__, "_routes", {})
+        monkeypatch.setattr(cuda_device(0), "_kept", {})
         monkeypatch.setitem(precision_report.__globals__, "_place", lambda weight: cuda_device(0))
 
     @pytest.mark.parametrize("recipe", RECIPES)

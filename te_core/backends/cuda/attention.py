@@ -37,14 +37,11 @@ from te_core.errors import UnsupportedError
 from te_core.kernels import loader
 from te_core.kernels.loader import Kernel
 from te_core.runtime import Runtime
-from te_core.tensor import Tensor
+from te_core.tensor import Device, Tensor
 
 if TYPE_CHECKING:
     from te_core.ops.attention import Asked, BackwardOperands, ForwardOperands
     from te_core.ops.attention_terms import Terms
-
-#: Numbers of soft-caps by device, for good, as graphs are: a captured CUDA graph reads them after its plan has gone.
-_constants_held: dict[tuple[int, tuple[float, ...]], int] = {}
 
 _LOGITS_ARGS = "ppp" + "qqqq" + "pppp" + "iiiiiii"
 _BIAS_ARGS = "pp" + "ii" + "pp" + "iiiiii"
@@ -144,16 +141,21 @@ def plan_attention_forward(rt: Runtime, asked: Asked) -> AttentionPlan:
     return AttentionPlan(spec, size, graph, pick, near, slopes, logits, shape, constants)
 
 
+def _constants_held(device: Device) -> dict[tuple[float, ...], int]:
+    """Numbers of soft-caps, for good, as graphs are: a captured CUDA graph reads them after its plan has gone."""
+    return {}
+
+
 def _constants(rt: Runtime, wants: GraphSpec) -> tuple[int, ...]:
     """The addresses of the numbers of a soft-cap in device memory."""
     values = wants.constants()
     if not values:
         return ()
-    key = (rt.device.index, values)
-    address = _constants_held.get(key)
+    held = rt.device.of(_constants_held)
+    address = held.get(values)
     if address is None:
         content = np.array(values, np.float32).tobytes()
-        address = _constants_held.setdefault(key, rt.executor().driver.constant(rt.device.index, content))
+        address = held.setdefault(values, rt.executor().driver.constant(rt.device.index, content))
     return tuple(address + 4 * i for i in range(len(values)))
 
 

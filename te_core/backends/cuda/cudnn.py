@@ -22,7 +22,6 @@ from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 from importlib import import_module
 from pathlib import Path
 from threading import RLock
@@ -34,6 +33,7 @@ from te_core.errors import LibraryError, UnsupportedError
 from te_core.kernels.compiler import read_cache, write_cache
 from te_core.runtime import Runtime
 from te_core.symbols import STREAM, patches
+from te_core.tensor import Device
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -281,19 +281,26 @@ class Counts:
 
 
 COUNTS = Counts()
-#: By device and spec, for good: a captured CUDA graph may hold a graph's kernels.
-_graphs: dict[tuple[int, Hashable], Graph] = {}
-#: The last graphs that only their callers keep: the GPU may still run one that its caller has dropped.
-_passing: deque[Graph] = deque(maxlen=64)
 
 
-@atexit.register
-def _let_go() -> None:
-    """Free the graphs before the interpreter ends: the frontend's extension prints what is left of its objects."""
-    for known in (*_graphs.values(), *_passing):
-        known.built = known.run = None
-    _graphs.clear()
-    _passing.clear()
+class Graphs:
+    """Those of a device."""
+
+    __slots__ = ("known", "passing")
+
+    def __init__(self, device: Device) -> None:
+        #: By spec, for good: a captured CUDA graph may hold a graph's kernels.
+        self.known: dict[Hashable, Graph] = {}
+        #: The last that only their callers keep: the GPU may still run one that its caller has dropped.
+        self.passing: deque[Graph] = deque(maxlen=64)
+        atexit.register(self._let_go)
+
+    def _let_go(self) -> None:
+        """Free them before the interpreter ends: the frontend's extension prints what is left of its objects."""
+        for known in (*self.known.values(), *self.passing):
+            known.built = known.run = None
+        self.known.clear()
+        self.passing.clear()
 
 
 def graph(rt: Runtime, spec: Hashable, names: tuple[str, ...], describe: Describe, *, keep: str = "disk") -> Graph:
@@ -302,16 +309,16 @@ def graph(rt: Runtime, spec: Hashable, names: tuple[str, ...], describe: Describ
     Building takes a second, reading from disk 2 ms. `keep` says for how long: on "disk", in this "process", or for the
     "caller" alone, where nothing tells two specs apart.
     """
-    key = (rt.device.index, spec)
+    graphs = rt.device.of(Graphs)
     if keep == "caller":
-        _passing.append(made := _new_graph(rt, spec, names, describe, keep))
+        graphs.passing.append(made := _new_graph(rt, spec, names, describe, keep))
         return made
-    found = _graphs.get(key)
+    found = graphs.known.get(spec)
     if found is None:
         with _lock:  # threads that want the same graph shall not build it twice
-            found = _graphs.get(key)
+            found = graphs.known.get(spec)
             if found is None:
-                found = _graphs[key] = _new_graph(rt, spec, names, describe, keep)
+                found = graphs.known[spec] = _new_graph(rt, spec, names, describe, keep)
     return found
 
 
@@ -351,7 +358,6 @@ def disk_key(target: Target, spec: Hashable) -> str:
     return hashlib.sha256(text.encode() + _source(type(spec).__module__) + _source(__name__)).hexdigest()[:32]
 
 
-@cache
 def _source(module: str) -> bytes:
     path = getattr(sys.modules[module], "__file__", None)
     return Path(path).read_bytes() if path and Path(path).exists() else b""

@@ -9,6 +9,7 @@ from typing import Any
 from te_core import libraries
 from te_core.kernels.loader import Arguments
 from te_core.runtime import Runtime
+from te_core.tensor import Device
 
 _numbers = itertools.count(1)
 
@@ -41,7 +42,7 @@ class _Executors:
 
     __slots__ = ("left", "threads")
 
-    def __init__(self) -> None:
+    def __init__(self, device: Device) -> None:
         self.left: list[Executor] = []
         self.threads = local()
 
@@ -58,21 +59,17 @@ class _Lease:
         self._left.append(self._executor)
 
 
-_executors: dict[int, _Executors] = {}
-
-
 def executors(rt: Runtime) -> local:
     """One place for all runtimes of a device."""
-    return _executors.setdefault(rt.device.index, _Executors()).threads
+    return rt.device.of(_Executors).threads
 
 
 def executor(rt: Runtime) -> Executor:
     """One that a thread has left, or a new one."""
-    index = rt.device.index
-    of_device = _executors[index]
+    of_device = rt.device.of(_Executors)
     try:
         found = of_device.left.pop()
     except IndexError:
-        found = Executor(index)
+        found = Executor(rt.device.index)
     of_device.threads.lease = _Lease(found, of_device.left)
     return found.attach()

@@ -26,7 +26,7 @@ from te_core.dtypes import DType
 from te_core.plan_cache import drop_oldest
 from te_core.quantized import pieces
 from te_core.runtime import Runtime
-from te_core.tensor import Tensor
+from te_core.tensor import Device, Tensor
 
 if TYPE_CHECKING:
     from te_core.ops.gemm import GemmSpec
@@ -39,7 +39,6 @@ _REPEATS = 5
 _local = threading.local()
 _lock = threading.RLock()
 _store: dict[str, dict[str, Any]] | None = None
-_neighbours: dict[Hashable, bytes] = {}  # by _ragged_key: the algorithm of the first size of its kind
 _MOST_NEIGHBOURS = _MOST_STORED = 4096
 
 
@@ -62,22 +61,28 @@ def choose(rt: Runtime, spec: GemmSpec, route: LtRoute, prepared: Prepared) -> C
             if choice is not None:
                 return choice
     ragged = None if tuning else _ragged_key(rt, spec, route)
-    neighbour = _neighbours.get(ragged)
+    neighbours = rt.device.of(_neighbours)
+    neighbour = neighbours.get(ragged)
     if neighbour is not None:
         choice = _check(prepared, neighbour, "cuBLASLt's heuristic for a size nearby")
         if choice is not None:
             return choice
     found = _heuristic(spec, route, prepared, CANDIDATES if tuning else 1)
     if ragged is not None and not isinstance(found, str):
-        if len(_neighbours) >= _MOST_NEIGHBOURS:
-            _neighbours.clear()
-        _neighbours[ragged] = bytes(found[0].algorithm)
+        if len(neighbours) >= _MOST_NEIGHBOURS:
+            neighbours.clear()
+        neighbours[ragged] = bytes(found[0].algorithm)
     if isinstance(found, str) or not tuning or libraries.driver().is_capturing(rt.stream):
         return found if isinstance(found, str) else found[0]
     times = _time_all(rt, spec, route, prepared, found)
     best = min(range(len(found)), key=times.__getitem__)
     _remember(_key(rt, spec, route), found[best], times[best], times[0])
     return Choice(found[best].algorithm, found[best].workspace, f"timing {len(found)} algorithms")
+
+
+def _neighbours(device: Device) -> dict[Hashable, bytes]:
+    """By _ragged_key: the algorithm of the first size of its kind."""
+    return {}
 
 
 def _ragged_key(rt: Runtime, spec: GemmSpec, route: LtRoute) -> Hashable:
@@ -88,7 +93,7 @@ def _ragged_key(rt: Runtime, spec: GemmSpec, route: LtRoute) -> Hashable:
     """
     if spec.m % 128 == 0 and spec.k % 128 == 0:
         return None
-    return (rt.device, replace(spec, m=0, k=0), _near(spec.m), _near(spec.k), route)
+    return (replace(spec, m=0, k=0), _near(spec.m), _near(spec.k), route)
 
 
 def _near(size: int) -> tuple[int, int, int]:

@@ -71,18 +71,19 @@ def default_allocator(device: Device) -> PoolAllocator:
     return PoolAllocator(device)
 
 
-#: By device, the stream beside which it is, and name: streams that runtimes asked for. They are kept, as executors are.
-_streams: dict[tuple[int, int, str], int] = {}
+def _streams(device: Device) -> dict[tuple[int, str], int]:
+    """By the stream beside which it is, and name: streams that runtimes asked for. They are kept, as executors are."""
+    return {}
 
 
 def stream(rt: Runtime, name: str) -> int:
     """The stream of this name beside a runtime's own; it waits for no other by itself."""
-    key = (rt.device.index, rt.stream, name)
-    found = _streams.get(key)
+    known, key = rt.device.of(_streams), (rt.stream, name)
+    found = known.get(key)
     if found is None:
         driver = libraries.driver()
         with driver.at_first_use(rt.device.index):
-            found = _streams.setdefault(key, driver.create_stream())
+            found = known.setdefault(key, driver.create_stream())
     return found
 
 

@@ -27,18 +27,16 @@ if TYPE_CHECKING:
     from te_core.ops.norm import NormGradients, NormOperands, NormOpSpec
 
 _KINDS = {"LayerNorm": "LAYER", "RMSNorm": "RMS"}
-_limits: dict[Device, tiling.Limits] = {}
 
 
 def limits(rt: Runtime) -> tiling.Limits:
     """What the runtime's device can hold; asked once."""
-    found = _limits.get(rt.device)
-    if found is None:
-        driver, index = libraries.driver(), rt.device.index
-        found = _limits[rt.device] = tiling.Limits(
-            **{name: driver.attribute(index, name) for name in tiling.Limits.__dataclass_fields__}
-        )
-    return found
+    return rt.device.of(_limits)
+
+
+def _limits(device: Device) -> tiling.Limits:
+    driver = libraries.driver()
+    return tiling.Limits(**{name: driver.attribute(device.index, name) for name in tiling.Limits.__dataclass_fields__})
 
 
 # ---------------------------------------------------------------------------------------------- forward

@@ -248,7 +248,7 @@ class _Chunk:
             blocks += t.blocks
         self._finish(table, _MATRIX.size, tiles[0].grid[0])
         kernel = variant.get(rt, self.aligned, self.capacity)
-        kernel.by_value(rt, blocks, THREADS, table, _STAGES, _places_of(_MATRIX, len(rows)))
+        kernel.by_value(rt, blocks, THREADS, table, _STAGES, _places_of(rt, _MATRIX, len(rows)))
 
     def _finish(self, table: Array[c_char], size: int, across: int) -> None:
         """What follows the entries."""
@@ -287,7 +287,7 @@ class _Chunk:
             itemsize = plan.dtype.itemsize
             threads, shared = _SIDE // 16 * _SIDE * itemsize // 16, _SIDE * _SIDE * itemsize
             kernel = plan.cast.get(rt, self.aligned, self.capacity)
-            kernel.by_value(rt, blocks, threads, table, shared, _places_of(_TILES, len(down)))
+            kernel.by_value(rt, blocks, threads, table, shared, _places_of(rt, _TILES, len(down)))
         self._add(rt, down, sums, column_sums)
 
     # --------------------------------------------------------------------------------------------- column sums
@@ -307,14 +307,13 @@ class _Chunk:
             for i, (source, out, rows) in enumerate(entries):
                 _PART.pack_into(table, i * _PART.size, source, out.ptr, rows, i * blocks)
             _PARTS_TAIL.pack_into(table, _PARTS * _PART.size, width, len(entries))
-            kernel.by_value(rt, blocks * len(entries), 256, table, 0, _places_of(_PART, len(entries)))
+            kernel.by_value(rt, blocks * len(entries), 256, table, 0, _places_of(rt, _PART, len(entries)))
 
 
-@lru_cache(256)
-def _places_of(entry: struct.Struct, count: int) -> tuple[int, ...]:
-    """Where addresses stand in so many entries of a table: at the beginning of each."""
+def _places_of(rt: Runtime, entry: struct.Struct, count: int) -> tuple[int, ...]:
+    """Where addresses stand in so many entries of a table, at the beginning of each, if a recording wants to know."""
     addresses = {_MATRIX: 7, _TILES: 6, _PART: 2}[entry]
-    return tuple(i * entry.size + 8 * k for i in range(count) for k in range(addresses))
+    return tuple(i * entry.size + 8 * k for i in range(count if rt.recorder else 0) for k in range(addresses))
 
 
 def _pointer(t: Tensor | None) -> int:
