@@ -48,10 +48,10 @@ class Operand:
         object.__setattr__(self, "format", form)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), _given(self)
+        return type(self), given_to(self)
 
 
-def _given(made: Any) -> tuple[Any, ...]:
+def given_to(made: Any) -> tuple[Any, ...]:
     """What a dataclass was made of."""
     return tuple(getattr(made, f.name) for f in fields(made) if f.init)
 
@@ -128,6 +128,8 @@ class Precision(_Weak):
     check_finite: bool = False  # casts count what is no number
     #: Names this object in keys that outlive it: unlike an id, it is never given again.
     serial: int = field(default_factory=_serials.__next__, init=False, repr=False, compare=False)
+    #: What an adapter has made of this object, such as its number.
+    kept: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def of_product(self, gemm: str) -> dict[str, bool]:
         """What `ops.gemm_quantized` is told for a GEMM ("fprop", "dgrad", "wgrad"), by name."""
@@ -136,7 +138,7 @@ class Precision(_Weak):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A copy is another object, and has a serial of its own.
-        return type(self), _given(self)
+        return type(self), given_to(self)
 
 
 #: What recipes have come down to, as long as somebody holds it: a recipe with a function of its own in it, made anew

@@ -6,8 +6,6 @@ A recipe (`DelayedScaling`, …) is what a user builds. `resolve()` turns it, by
 
 from __future__ import annotations
 
-import itertools
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -28,6 +26,7 @@ from te_core.recipe_fields import (
     require_parameters,
 )
 from te_core.spelling import getter as _getter
+from te_core.tokens import enrolled, of_token
 
 
 class _FormatMax(NamedTuple):
@@ -87,10 +86,6 @@ _GEMM_FIELDS = ("fp8_gemm_fprop", "fp8_gemm_dgrad", "fp8_gemm_wgrad")
 _QUANTIZERS = ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad")
 
 
-_by_token: weakref.WeakValueDictionary[int, Recipe] = weakref.WeakValueDictionary()
-_tokens = itertools.count(1)
-
-
 class Recipe:
     """Base of all recipes; the questions below work on classes and instances alike.
 
@@ -102,8 +97,7 @@ class Recipe:
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """A recipe with a token of its own (copies and unpickled recipes included)."""
         recipe = super().__new__(cls)
-        recipe.__dict__.update(token=next(_tokens), _precision=[])
-        _by_token[recipe.token] = recipe
+        recipe.__dict__.update(token=enrolled(recipe), _precision=[])
         return recipe
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -166,7 +160,8 @@ def resolve(recipe: Recipe) -> Precision:
 
 def by_token(token: int) -> Recipe:
     """The living recipe of this token."""
-    return _by_token[token]
+    found: Recipe = of_token(token)
+    return found
 
 
 def _gemms(recipe: Any) -> tuple[Gemm, Gemm, Gemm]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from te_core import device, libraries
 from te_core.device import Answer, DeviceInfo
 from te_core.errors import ArgumentError, UnsupportedError
 from te_core.recipe import Format, Recipe, resolve
+from te_core.tensor import Device, cuda_device
 from te_torch.tensors.dtype import DType
 
 NO_GPU = "no GPU; the CPU backend emulates it"
@@ -31,9 +31,8 @@ _BY_SCALING: dict[str, Callable[[DeviceInfo], Answer]] = {
 }
 
 
-@cache
-def _known(index: int) -> DeviceInfo:
-    return replace(device.info(index), cublaslt=libraries.version("cublasLt"))
+def _known(place: Device) -> DeviceInfo:
+    return replace(device.info(place.index), cublaslt=libraries.version("cublasLt"))
 
 
 def current_device() -> DeviceInfo | None:
@@ -41,7 +40,7 @@ def current_device() -> DeviceInfo | None:
     if not torch.cuda.is_available():
         return None
     # Before torch's first CUDA call its current device is the first one, and asking for it would make a context.
-    return _known(torch.cuda.current_device() if torch.cuda.is_initialized() else 0)
+    return cuda_device(torch.cuda.current_device() if torch.cuda.is_initialized() else 0).of(_known)
 
 
 def _answer(predicate: Callable[[DeviceInfo], Answer]) -> Answer:

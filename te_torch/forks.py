@@ -6,8 +6,6 @@ in the order of the program, once each, and a checkpoint that is part of the gra
 
 from __future__ import annotations
 
-import itertools
-import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -16,6 +14,7 @@ from typing import Any
 import torch
 
 from te_core.errors import ArgumentError, UnsupportedError
+from te_core.tokens import enrolled, of_token
 from te_torch.doors import door
 from te_torch.runtime import drawn
 
@@ -25,11 +24,10 @@ class Fork:
 
     def __init__(self, get_rng_state_tracker: Callable[[], Any], name: str | None = None) -> None:
         self.get_rng_state_tracker, self.name = get_rng_state_tracker, name
-        number = next(_numbers)
+        number = enrolled(self)
         #: By which a program finds it. A tensor, and so an input: modules with trackers of their own share a program.
         with torch.inference_mode(False):
             self.number = torch.tensor(number, device="cpu")
-        _forks[number] = self
 
     def __call__(self) -> AbstractContextManager[Any]:
         """The context."""
@@ -41,10 +39,6 @@ class Fork:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Fork, (self.get_rng_state_tracker, self.name)
-
-
-_numbers = itertools.count(1)
-_forks: weakref.WeakValueDictionary[int, Fork] = weakref.WeakValueDictionary()
 
 
 def fork_of(get_rng_state_tracker: Callable[[], Any] | None, name: str | None) -> Fork | None:
@@ -107,12 +101,12 @@ _library.define("draw_uniform(Tensor fork, SymInt[] shape, Device device) -> Ten
 
 
 def _pair(fork: torch.Tensor, device: torch.device) -> torch.Tensor:
-    found: torch.Tensor = drawn_in(_forks[int(fork)], new_pair, device)
+    found: torch.Tensor = drawn_in(of_token(int(fork)), new_pair, device)
     return found
 
 
 def _uniform(fork: torch.Tensor, shape: Sequence[int], device: torch.device) -> torch.Tensor:
-    found: torch.Tensor = drawn_in(_forks[int(fork)], uniform, (shape, device))
+    found: torch.Tensor = drawn_in(of_token(int(fork)), uniform, (shape, device))
     return found
 
 

@@ -2,34 +2,18 @@
 
 from __future__ import annotations
 
-import itertools
-import weakref
 from typing import Any
 
-_tokens = itertools.count(1)
-_by_token: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+import torch
 
+from te_core.tokens import enrolled, living, of_token
 
-def enrolled(module: Any) -> int:
-    """The number of this module, which no other of this process has."""
-    token = next(_tokens)
-    _by_token[token] = module
-    return token
-
-
-def living() -> list[Any]:
-    """All of them, whichever threads make or drop some meanwhile."""
-    return [module for reference in _by_token.valuerefs() if (module := reference()) is not None]
-
-
-def of_token(token: int) -> Any:
-    """The module of this number; None where it is gone."""
-    return _by_token.get(token)
+__all__ = ["alike", "enrolled", "of_token"]
 
 
 def alike(kind: int, facts: tuple[Any, ...]) -> list[Any]:
     """The living modules of this class that are like this: what is compiled for one of them serves all."""
-    return [module for module in living() if _is_like(module, kind, facts)]
+    return [module for module in living(torch.nn.Module) if _is_like(module, kind, facts)]
 
 
 def _is_like(module: Any, kind: int, facts: tuple[Any, ...]) -> bool:

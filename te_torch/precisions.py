@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections import OrderedDict
 from dataclasses import replace
 from threading import RLock
 from typing import NamedTuple
@@ -29,13 +28,12 @@ class _Numbered(NamedTuple):
     precision: Precision | None
     recipe: Recipe | None  # what it was resolved from, as it was then
     parts: tuple[int, ...] = ()  # the numbers of a module's GEMMs, where they differ; the precision is the first one's
+    users: bool = False  # a user's functions are in it
 
 
 _by_number: dict[int, _Numbered] = {0: _Numbered(None, None)}
-_numbers: dict[int, int] = {}  # by the precision's serial
-_users: OrderedDict[int, None] = OrderedDict()  # numbers of precisions with a user's functions, oldest first
-_modes: dict[tuple[int, int], Precision] = {}  # by serial and mode
-_together: dict[tuple[int, ...], int] = {}  # numbers of several precisions as one
+#: In what a precision keeps: its number, what it is in each mode, and the numbers of several of which it is the first.
+_NUMBER = "number"
 _counter = itertools.count(1)
 _numbering = RLock()
 #: Those of custom recipes, which say something else for each module.
@@ -75,25 +73,24 @@ def number_of(recipe: Recipe, mode: int = PLAIN) -> int:
 
 def number_of_precision(precision: Precision, recipe: Recipe | None) -> int:
     """The number of a precision (one that `te_core.precision.the_one` gave)."""
-    number = _numbers.get(precision.serial)
+    number: int | None = precision.kept.get(_NUMBER)
     return _numbered(precision, recipe) if number is None else number
 
 
 def _numbered(precision: Precision, recipe: Recipe | None) -> int:
     kept = copy.copy(recipe)  # by rules of its own, so not inside
     with _numbering:
-        number = _numbers.get(precision.serial)
+        number: int | None = precision.kept.get(_NUMBER)
         if number is not None:  # of another thread's, meanwhile
             return number
-        number = _next(precision)
-        _by_number[number] = _Numbered(precision, kept)
+        number, users = _next(precision), _has_functions(precision)
+        _by_number[number] = _Numbered(precision, kept, users=users)
         if precision.factory is not None:
             custom_numbers.add(number)
-        _numbers[precision.serial] = number  # now all is there that goes with it
-        if _has_functions(precision):
-            _users[number] = None
-            while len(_users) > _KEPT:
-                _forget(_users.popitem(last=False)[0])
+        precision.kept[_NUMBER] = number  # now all is there that goes with it
+        if users:
+            for old in [n for n, known in _by_number.items() if known.users][:-_KEPT]:
+                _forget(old)
     return number
 
 
@@ -102,10 +99,11 @@ def number_of_several(numbers: tuple[int, ...]) -> int:
     if len(set(numbers)) == 1:
         return numbers[0]
     with _numbering:
-        number = _together.get(numbers)
+        first = _known(numbers[0])
+        assert first.precision is not None  # numbers of which some are 0 are no module's
+        number: int | None = first.precision.kept.get(numbers)
         if number is None:
-            first = _known(numbers[0])
-            number = _together[numbers] = _next(first.precision)
+            number = first.precision.kept[numbers] = _next(first.precision)
             _by_number[number] = _Numbered(first.precision, first.recipe, numbers)
     return number
 
@@ -129,16 +127,16 @@ def _has_functions(precision: Precision) -> bool:
 def _forget(number: int) -> None:
     old = _by_number.pop(number).precision
     assert old is not None
-    del _numbers[old.serial]
+    old.kept.clear()
     custom_numbers.discard(number)
-    for numbers in [numbers for numbers in _together if number in numbers]:
-        del _by_number[_together.pop(numbers)]
-    for key in [key for key in _modes if key[0] == old.serial]:
-        del _modes[key]
+    for other, known in list(_by_number.items()):
+        if number in known.parts:
+            del _by_number[other]
+            known.precision.kept.pop(known.parts, None)  # type: ignore[union-attr]
 
 
 def _in_mode(precision: Precision, mode: int) -> Precision:
-    found = _modes.get((precision.serial, mode))
+    found: Precision | None = precision.kept.get(mode)
     if found is None:
         if mode & CALIBRATE:
             x, w = (o and replace(o, scaling="calibrate") for o in (precision.input, precision.weight))
@@ -149,7 +147,7 @@ def _in_mode(precision: Precision, mode: int) -> Precision:
             )
         one = the_one(changed)  # not inside: it may run a user's code, under a lock of its own
         with _numbering:
-            found = _modes.setdefault((precision.serial, mode), one)
+            found = precision.kept.setdefault(mode, one)
     return found
 
 

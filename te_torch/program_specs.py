@@ -14,11 +14,10 @@ from typing import Any
 
 from te_core.dtypes import DType, dtype
 from te_core.errors import ArgumentError, UnsupportedError
-from te_core.precision import Precision
+from te_core.precision import Precision, the_one
 
 _CONSTANTS = (bool, int, float, str, type(None))
 _PACKAGES = ("te_core.", "te_torch.")
-_precisions: dict[Precision, Precision] = {}  # those that are equal are one object to the layers
 
 
 def written(value: Any) -> str:
@@ -74,7 +73,7 @@ def _from_json(found: Any) -> Any:
     if issubclass(kind, tuple):
         return kind(*map(_from_json, parts))
     made = kind(**{name: _from_json(value) for name, value in parts[0].items()})
-    return _precisions.setdefault(made, made) if isinstance(made, Precision) else made
+    return the_one(made) if isinstance(made, Precision) else made
 
 
 def _class(name: str) -> Any:

@@ -17,8 +17,6 @@ from te_torch.tensors import (
 )
 from te_torch.tensors.dtype import of_core
 
-_made: dict[Any, Any] = {}
-
 
 def quantizer_for(cast: Cast | None, q: QuantizedTensor | None, device: torch.device, group: Any = None) -> Any:
     """By the cast; where a weight was quantized before, by its format.
@@ -40,10 +38,7 @@ def quantizer_for(cast: Cast | None, q: QuantizedTensor | None, device: torch.de
         scale = piece_to_torch(cast.scale)
         amax = torch.zeros_like(scale) if cast.amax is None else piece_to_torch(cast.amax)
         return Float8Quantizer(scale, amax, kind)
-    key = (form, device, None if cast is None else (cast.epsilon, cast.power_of_two, cast.key))
-    if key not in _made:
-        _made[key] = _stateless(form, kind, cast, device)
-    return _made[key]
+    return _stateless(form, kind, cast, device)
 
 
 def _stateless(form: Format, kind: Any, cast: Cast | None, device: torch.device) -> Any:

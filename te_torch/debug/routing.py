@@ -16,12 +16,12 @@ import torch
 
 from te_core.errors import UnsupportedError
 from te_core.layers.inspector import ATTENTION_POINTS, PLAIN, PLAIN_ATTENTION, Request
+from te_core.tokens import living
 from te_torch.base.module import BaseModule
 from te_torch.base.watching import Choice, watching
 from te_torch.debug.gemm import GemmInspector
 from te_torch.debug.layers import Team, product_names, team_of
 from te_torch.debug.schedule import EveryOne
-from te_torch.likeness import living
 from te_torch.precisions import precision_of
 
 _NEVER = 1 << 62
@@ -298,7 +298,7 @@ def _attach(module: Any) -> None:
 
 
 def _doors() -> Iterator[tuple[Any, Door]]:
-    for module in living():
+    for module in living(torch.nn.Module):
         door = module.__dict__.get("_door")
         if door is not None:
             yield module, door
@@ -308,7 +308,7 @@ def begin() -> None:
     """All modules, those there are and those to come, ask the features before they run."""
     global _last
     _last = None
-    for module in living():
+    for module in living(torch.nn.Module):
         if isinstance(module, BaseModule):
             _attach(module)
     watching.new = _attach

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import torch
@@ -14,9 +13,8 @@ _OLDEST = 7  # opset that this exporter writes
 _E5M2 = 23  # TorchScript's number of torch.float8_e5m2
 
 
-@cache
 def register() -> None:
-    """Tell the exporter what per-tensor FP8 is in ONNX, and to refuse what it cannot write; once a process."""
+    """Tell the exporter what per-tensor FP8 is in ONNX, and to refuse what it cannot write."""
     from torch.onnx import symbolic_helper, utils
 
     quantize = symbolic_helper.parse_args("v", "v", "i")(_quantize)

@@ -8,7 +8,7 @@ filled up when the core reads them.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
+from functools import partial
 from math import prod
 from operator import attrgetter, is_
 from typing import Any, NamedTuple
@@ -59,14 +59,12 @@ def are_held(buffers: Sequence[Any], t: Any) -> bool:
 _held_by = attrgetter(*NAMES)
 
 
-@lru_cache(256)
 def form_key(form: Format) -> tuple[Any, ...]:
     """A format as plain values."""
     return (form.dtype.name, form.scaling, form.tiled, form.row_scaled, form.bound)
 
 
-@lru_cache(256)
-def form_of(key: tuple[Any, ...]) -> Format:
+def form_of(key: Sequence[Any]) -> Format:
     """The format that `form_key` described."""
     return Format(dtypes.dtype(key[0]), *key[1:])
 

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from functools import cache
 from math import prod
 from threading import RLock
 from typing import Any
 
 import torch
 
-from te_core.dtypes import DType as CoreType
 from te_core.ops import raw as ops
-from te_core.precision import Operand
+from te_core.precision import Operand, rule_of
 from te_core.quantized import Format
 from te_core.recipe import DelayedScaling, Float8CurrentScaling
 from te_torch.exchange import all_reduce
@@ -413,11 +411,6 @@ class Float8Tensor(QuantizedTensor, Float8TensorStorage):  # type: ignore[misc]
         return made
 
 
-@cache
-def _rule(dtype: CoreType, scaling: str, power_of_two: bool, epsilon: float) -> Operand:
-    return Operand(dtype, scaling, power_of_two, epsilon)
-
-
 class _PerTensor(Quantizer):
     """What both per-tensor quantizers share."""
 
@@ -495,7 +488,7 @@ class Float8Quantizer(_PerTensor):
     @property
     def operand(self) -> Operand:
         """The rule as plain data."""
-        return _rule(self.dtype.core, "delayed", False, 0.0)
+        return rule_of(self.dtype.core, "delayed")
 
     def _inputs(self, x: torch.Tensor) -> dict[str, torch.Tensor | None]:
         return {"scale": self.scale, "amax": self.amax.view(1)}
@@ -559,7 +552,7 @@ class Float8CurrentScalingQuantizer(_PerTensor):
     @property
     def operand(self) -> Operand:
         """The rule as plain data."""
-        return _rule(self.dtype.core, "current", self.force_pow_2_scales, self.amax_epsilon)
+        return rule_of(self.dtype.core, "current", self.force_pow_2_scales, self.amax_epsilon)
 
     def _inputs(self, x: torch.Tensor) -> dict[str, torch.Tensor | None]:
         amax = self.agreed

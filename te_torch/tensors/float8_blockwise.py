@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 from typing import Any
 
 import torch
 
-from te_core.dtypes import DType as CoreType
 from te_core.errors import ArgumentError
-from te_core.precision import Operand
+from te_core.precision import Operand, rule_of
 from te_core.quantized import Format
 from te_core.recipe import Float8BlockScaling
 from te_torch.tensors import kinds
@@ -100,11 +98,6 @@ class Float8BlockwiseQTensor(QuantizedTensor, Float8BlockwiseQTensorStorage):  #
         self._adopt_all(dtype, Format(fp8(fp8_dtype), "block", is_2D_scaled), given, quantizer)
 
 
-@cache
-def _rule(dtype: CoreType, power_of_two: bool, epsilon: float, tiled: bool) -> Operand:
-    return Operand(dtype, "block", power_of_two, epsilon, tiled=tiled)
-
-
 class Float8BlockQuantizer(Quantizer):
     """FP8 with a scale for each 1x128 piece (`block_scaling_dim=1`) or 128x128 tile (2)."""
 
@@ -139,7 +132,8 @@ class Float8BlockQuantizer(Quantizer):
     @property
     def operand(self) -> Operand:
         """The rule as plain data."""
-        return _rule(self.dtype.core, self.force_pow_2_scales, self.amax_epsilon, self.block_scaling_dim == 2)
+        tiled = self.block_scaling_dim == 2
+        return rule_of(self.dtype.core, "block", self.force_pow_2_scales, self.amax_epsilon, tiled=tiled)
 
     def is_quantizable(self, inp: torch.Tensor) -> bool:
         """Whether a piece of this shape can be quantized by itself."""

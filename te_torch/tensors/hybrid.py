@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import torch
 
 from te_core import dtypes
 from te_core.errors import ArgumentError, UnsupportedError
-from te_core.precision import Operand
+from te_core.precision import Operand, given_to, rule_of
 from te_core.quantized import Copy
 from te_core.quantized import QuantizedTensor as Core
 from te_core.recipe import CustomRecipe
@@ -387,11 +385,6 @@ class HybridQuantizedTensor(QuantizedTensor, HybridQuantizedTensorStorage):  # t
         self._given(self.dtype, other._parts, other._quantizer)
 
 
-@cache
-def _rule(row: Operand, column: Operand) -> Operand:
-    return replace(row, columnwise=column)
-
-
 #: What a rule says of a side that stays in high precision.
 _NONE = Operand(dtypes.float32, "none")
 
@@ -433,7 +426,8 @@ class HybridQuantizer(Quantizer):
                 "'original' there",
                 "quantize with it outside of modules",
             )
-        return _rule(row or _NONE, column or _NONE)
+        *plain, _, custom = given_to(row or _NONE)
+        return rule_of(*plain, column or _NONE, custom)
 
     def rowwise_values(self, tensor: torch.Tensor) -> torch.Tensor:
         """The values as the rowwise copy holds them."""
@@ -532,7 +526,7 @@ def _make_hybrid_quantized_tensor_in_reduce_ex(
         if state[0] == "identity":
             return IdentityTensorStorage._over(state[1], tuple(shape), dtype, state[2])
         *contents, own = state
-        return put_together(kinds.of_format(form_of(tuple(contents[0]))).storage, dtype, shape, contents, own)
+        return put_together(kinds.of_format(form_of(contents[0])).storage, dtype, shape, contents, own)
 
     with loading():
         made = HybridQuantizedTensor._over((part(row), part(column)), tuple(shape), dtype, quantizer)

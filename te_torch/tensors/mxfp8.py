@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 from typing import Any
 
 import torch
 
-from te_core.dtypes import DType as CoreType
-from te_core.precision import Operand
+from te_core.precision import Operand, rule_of
 from te_core.quantized import Format
 from te_core.recipe import MXFP8BlockScaling
 from te_torch.tensors import kinds
@@ -100,11 +98,6 @@ class MXFP8Tensor(QuantizedTensor, MXFP8TensorStorage):  # type: ignore[misc]
         self._given(dtype, fp8_dtype, given, quantizer, with_gemm_swizzled_scales)
 
 
-@cache
-def _rule(dtype: CoreType, tiled: bool) -> Operand:
-    return Operand(dtype, "mxfp8", tiled=tiled)
-
-
 class MXFP8Quantizer(Quantizer):
     """MXFP8 by 1x32 pieces or, `with_2d_quantization`, 32x32 tiles."""
 
@@ -122,7 +115,7 @@ class MXFP8Quantizer(Quantizer):
     @property
     def operand(self) -> Operand:
         """The rule as plain data."""
-        return _rule(self.dtype.core, self.with_2d_quantization)
+        return rule_of(self.dtype.core, "mxfp8", tiled=self.with_2d_quantization)
 
     def is_quantizable(self, inp: torch.Tensor) -> bool:
         """Whether a piece of this shape can be quantized by itself."""

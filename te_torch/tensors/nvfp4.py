@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 from typing import Any
 
 import torch
 
 from te_core import dtypes
 from te_core.errors import ArgumentError, UnsupportedError
-from te_core.precision import Operand
+from te_core.precision import Operand, rule_of
 from te_core.quantized import Format
 from te_core.recipe import NVFP4BlockScaling
 from te_torch.tensors import kinds
@@ -175,20 +174,6 @@ class NVFP4Tensor(QuantizedTensor, NVFP4TensorStorage):  # type: ignore[misc]
         self._given(dtype, given, quantizer, *rules)
 
 
-@cache
-def _rule(tiled: bool, transform: bool, stochastic: bool, row_scaled: bool, four: str | None, bound: int) -> Operand:
-    return Operand(
-        dtypes.float4_e2m1,
-        "nvfp4",
-        tiled=tiled,
-        transform=transform,
-        stochastic=stochastic,
-        row_scaled=row_scaled,
-        four_over_six=four,
-        bound=bound,
-    )
-
-
 class NVFP4Quantizer(Quantizer):
     """NVFP4 with its options; the transform is that of the recipe, with the documented signs."""
 
@@ -268,14 +253,15 @@ class NVFP4Quantizer(Quantizer):
     @property
     def operand(self) -> Operand:
         """The rule as plain data."""
-        four = self.nvfp4_4over6_err_mode if self.nvfp4_use_4over6 else None
-        return _rule(
-            self.with_2d_quantization,
-            self.with_rht,
-            self.stochastic_rounding,
-            self.row_scaled_nvfp4,
-            four,
-            self.nvfp4_e4m3_max,
+        return rule_of(
+            dtypes.float4_e2m1,
+            "nvfp4",
+            tiled=self.with_2d_quantization,
+            transform=self.with_rht,
+            stochastic=self.stochastic_rounding,
+            row_scaled=self.row_scaled_nvfp4,
+            four_over_six=self.nvfp4_4over6_err_mode if self.nvfp4_use_4over6 else None,
+            bound=self.nvfp4_e4m3_max,
         )
 
     def _options(self) -> tuple[Any, ...]:

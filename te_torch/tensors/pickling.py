@@ -60,7 +60,7 @@ def put_together(kind: Any, dtype: torch.dtype, shape: Any, state: Any, quantize
         check_loaded(key, buffers, shape, dtype)
         plain, folded = [o for o in options if type(o) is not tuple], [o for o in options if type(o) is tuple]
         matrix = folded[0] if folded else matrix_of(shape)
-        form, given = form_of(tuple(key)), Buffers(*buffers)
+        form, given = form_of(key), Buffers(*buffers)
         if quantizer is not None and not isinstance(quantizer, Quantizer):
             raise TypeError(f"a quantizer of type {type(quantizer).__name__}")
         if prod(matrix) != prod(shape) or kind not in kinds.of_format(form)[:2]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import fields
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from torch._decomp import register_decomposition
 from te_core import dtypes
 from te_core.ops import raw as ops
 from te_core.ops.quantize import allocate
-from te_core.precision import Operand
+from te_core.precision import Operand, rule_of
 from te_core.quantized import Cast, Format, QuantizedTensor
 from te_torch.export.mode import exporting, not_exported
 from te_torch.export.operators import held_values
@@ -36,7 +35,7 @@ from te_torch.runtime import (
 )
 from te_torch.tensors.buffers import Buffers, core_of, form_key, form_of, of_core
 
-_PLAIN = [f.name for f in fields(Operand) if f.name not in ("dtype", "columnwise", "custom")]
+_PLAIN = [f.name for f in fields(Operand) if f.init and f.name not in ("dtype", "columnwise", "custom")]
 
 
 def is_real(t: torch.Tensor) -> bool:
@@ -171,16 +170,14 @@ def _columns(t: torch.Tensor) -> int:
 # ------------------------------------------------------------------------------------------- for compilers
 
 
-@lru_cache(1024)
 def _form(text: str) -> tuple[Format, str]:
     *key, there = json.loads(text)
-    return form_of(tuple(key)), there
+    return form_of(key), there
 
 
-@lru_cache(1024)
 def _rule(text: str) -> Operand:
     _, name, *values = json.loads(text)
-    return Operand(dtypes.dtype(name), **dict(zip(_PLAIN, values, strict=True)))
+    return rule_of(dtypes.dtype(name), **dict(zip(_PLAIN, values, strict=True)))
 
 
 def _dequantize_op(inner: list[torch.Tensor], shape: list[int], text: str, dtype: torch.dtype) -> torch.Tensor:
@@ -239,7 +236,7 @@ torch.library.register_fake("te_runtime::quantize_pieces", _quantize_fake, lib=_
 def _dequantize_for_onnx(inner: list[torch.Tensor], shape: list[int], form: str, dtype: torch.dtype) -> torch.Tensor:
     """What torch's exporter to ONNX takes the operator apart to."""
     *key, there = json.loads(form)
-    kind = form_of(tuple(key))
+    kind = form_of(key)
     if kind.scaling not in ("tensor", "mxfp8") or there[0] == "0":
         got, allowed = f"a tensor held in {kind}", "per-tensor FP8 or MXFP8 with its rowwise copy, or plain tensors"
         raise not_exported(got, allowed, "load te.plain_state_dict(model) into a model of plain weights")

@@ -25,7 +25,7 @@ BOUNDS = {
     "precision.rule_of": "1024, the least recently used goes",
     "quantized.Format._known": "dtypes, scalings and their options",
     "quantized.cached_pieces": "4096, the least recently used goes",
-    "recipe._by_token": "living recipes",
+    "tokens._by_token": "living recipes, modules, forks of trackers",
     "recipe_fields._fields": "fields of the recipe classes",
     "tape.recorder._signature": "256",
     "tape.walk._numbers": "_MOST_NUMBERS",

@@ -18,6 +18,7 @@ import pytest
 import torch
 
 import te_torch as te
+from te_core import tokens
 from te_core.recipe import DelayedScaling, Float8CurrentScaling, resolve
 from te_torch import likeness, nonfinite, precisions, updates
 from te_torch import state as scaling
@@ -58,7 +59,7 @@ def test_one_number_of_one_precision(monkeypatch: pytest.MonkeyPatch) -> None:
     assert first == second
     for _ in range(precisions._KEPT + 1):
         precisions.number_of(DelayedScaling(amax_compute_algo=lambda history: history[0]))
-    assert first not in precisions._by_number and resolve(recipe).serial not in precisions._numbers
+    assert first not in precisions._by_number and not resolve(recipe).kept
 
 
 def test_one_state_of_one_module(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,8 +93,8 @@ def test_a_module_that_is_being_made_is_like_none() -> None:
     whole = te.LayerNorm(WIDTH, device="cpu")
     half = te.LayerNorm.__new__(te.LayerNorm)
     torch.nn.Module.__init__(half)
-    likeness.enrolled(half)
-    assert half in likeness.living()
+    tokens.enrolled(half)
+    assert half in tokens.living(torch.nn.Module)
     found = likeness.alike(whole._kind, whole._facts())
     assert whole in found and half not in found
 
@@ -108,7 +109,7 @@ def test_modules_are_made_while_others_are_looked_for() -> None:
 
     def look() -> None:
         while not done.is_set():
-            likeness.living()
+            tokens.living(torch.nn.Module)
 
     with switching():
         together(make, look, look)
