@@ -11,38 +11,43 @@ import copyreg
 from collections.abc import Callable
 from enum import Enum
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
 
 from te_core.errors import ArgumentError
 
-#: The module that defines the class.
-_homes: dict[type, str] = {}
-#: What stood in the classes that got a `__reduce_ex__` here; None: nothing.
-_before: dict[type, Any] = {}
+
+class _Renamed(NamedTuple):
+    """What a class said of itself."""
+
+    home: str  # the module that defines it
+    pickles: bool = False  # it got a `__reduce_ex__` here
+    before: Any = None  # in whose place; None: nothing stood there
+
+
+_renamed: dict[type, _Renamed] = {}
 
 
 def rename(cls: type, module: str) -> None:
     """From now on the class says that it is of this module."""
-    if cls in _homes:
+    if cls in _renamed:
         return
-    _homes[cls] = cls.__module__
-    if not any(base in _before and base.__reduce_ex__ is cls.__reduce_ex__ for base in cls.__mro__):
-        _before[cls] = vars(cls).get("__reduce_ex__")
-        cls.__reduce_ex__ = _reduce_from_home(cls, _before[cls])  # type: ignore[method-assign]
+    of_base = any(base in _renamed and base.__reduce_ex__ is cls.__reduce_ex__ for base in cls.__mro__)
+    before = vars(cls).get("__reduce_ex__")
+    _renamed[cls] = _Renamed(cls.__module__, not of_base, before)
+    if not of_base:
+        cls.__reduce_ex__ = _reduce_from_home(cls, before)  # type: ignore[method-assign]
     _say(cls, module)
 
 
 def restore() -> None:
     """Every class under its own name again."""
-    for cls, before in _before.items():
-        if before is None:
+    for cls, was in _renamed.items():
+        if was.pickles and was.before is None:
             del cls.__reduce_ex__
-        else:
-            cls.__reduce_ex__ = before  # type: ignore[method-assign]
-    for cls, home in _homes.items():
-        _say(cls, home)
-    _before.clear()
-    _homes.clear()
+        elif was.pickles:
+            cls.__reduce_ex__ = was.before  # type: ignore[method-assign]
+        _say(cls, was.home)
+    _renamed.clear()
 
 
 def _say(cls: type, module: str) -> None:
@@ -54,7 +59,7 @@ def _say(cls: type, module: str) -> None:
 
 def home_of(cls: type) -> str:
     """The module that defines the class, whatever the class says."""
-    return _homes.get(cls) or cls.__module__
+    return _renamed[cls].home if cls in _renamed else cls.__module__
 
 
 def _reduce_from_home(cls: type, before: Callable[..., Any] | None) -> Callable[..., Any]:
@@ -64,11 +69,11 @@ def _reduce_from_home(cls: type, before: Callable[..., Any] | None) -> Callable[
         if isinstance(made, str):
             return made
         make, arguments, *rest = made
-        if make is copyreg.__newobj__ and arguments[0] in _homes:  # type: ignore[attr-defined]
+        if make is copyreg.__newobj__ and arguments[0] in _renamed:  # type: ignore[attr-defined]
             make, *arguments = arguments
-        elif make not in _homes:
+        elif make not in _renamed:
             return made  # of a subclass that is not ours, or made by a function
-        return named, (_homes[make], make.__qualname__, *arguments), *rest
+        return named, (_renamed[make].home, make.__qualname__, *arguments), *rest
 
     return __reduce_ex__
 

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from te_core.errors import ArgumentError, UnsupportedError
 from te_core.precision import Precision
 from te_torch.amax_disagreement import Entry, Report, told
-from te_torch.exchange import all_gather_object, all_reduce
+from te_torch.exchange import all_gather_object, all_reduce, keep_for_graphs
 from te_torch.module_paths import places
 
 _REDUCTIONS = ("forward amax reduction", "backward amax reduction")  # in errors
@@ -168,9 +168,6 @@ def _looks_at_once(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
-_in_graphs: dict[int, list[torch.Tensor]] = {}  # what a captured graph reads and writes, by address
-
-
 def _placed(numbers: list[float], device: torch.device) -> torch.Tensor:
     """A tensor there of these numbers, which the host does not wait for."""
     pinned = device.type == "cuda"
@@ -232,8 +229,8 @@ class _ReductionPlan:
         if self.report.abandoned != team.abandoned:
             self._refuse_capture()
             self._prepare()
-        if capturing:  # the buffers have to be there for as long as the graph lives
-            _in_graphs[self.buffer.data_ptr()] = [self.buffer, self.all_rows[0]]
+        if capturing:
+            keep_for_graphs(self.buffer, self.all_rows[0])
         torch._foreach_copy_(self.all_parts, self.all_rows)
         team.reductions += 1
         all_reduce(_REDUCTIONS[self.direction], self.buffer, self.group, "max")

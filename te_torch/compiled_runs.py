@@ -73,13 +73,11 @@ def note_run(call: Call, views: Sequence[Any], scale_bwd: torch.Tensor | None, r
 class _Last(NamedTuple):
     call: Call
     weight: StorageWeakRef  # tells whether the address is still the same tensor's
+    #: That of the last compiled forward that torch's reentrant checkpoint may run again.
+    checkpointed: Any = ()
 
 
-_last_compiled: dict[int, _Last] = {}
-#: By a weight's address: its precision in the last compiled forward that torch's reentrant checkpoint may run again.
-_checkpointed: dict[int, Any] = {}
-
-
+_last_compiled: dict[int, _Last] = {}  # by a weight's address
 _MOST_WEIGHTS = 4096
 
 
@@ -89,7 +87,7 @@ def _note(call: Call, weight: torch.Tensor) -> None:
     if found is None or found.call is not call or found.weight.cdata != storage._cdata:
         if len(_last_compiled) >= _MOST_WEIGHTS:
             _last_compiled.clear()
-        _last_compiled[address] = _Last(call, StorageWeakRef(storage))
+        _last_compiled[address] = _Last(call, StorageWeakRef(storage), () if found is None else found.checkpointed)
 
 
 def last_compiled(weight: torch.Tensor) -> Call | None:
@@ -107,14 +105,12 @@ def _check_recomputation(call: Call, weight: torch.Tensor) -> None:
     """
     if forward_ad() or torch.is_inference_mode_enabled():
         return
-    precision = call.layer.linears(call.spec)[0].precision
+    precision, last = call.layer.linears(call.spec)[0].precision, _last_compiled[weight.data_ptr()]
     if not in_backward():
         if not call.needs_grad:
-            if len(_checkpointed) >= _MOST_WEIGHTS:
-                _checkpointed.clear()
-            _checkpointed[weight.data_ptr()] = precision
-    elif (active.region is None or not active.region.recompute) and weight.data_ptr() in _checkpointed:
-        if _checkpointed[weight.data_ptr()] is not precision:
+            _last_compiled[weight.data_ptr()] = last._replace(checkpointed=precision)
+    elif (active.region is None or not active.region.recompute) and last.checkpointed != ():
+        if last.checkpointed is not precision:
             raise UnsupportedError(
                 "torch.compile",
                 "a compiled module that torch.utils.checkpoint runs again outside of its region",
@@ -165,12 +161,9 @@ def in_checkpoint() -> bool:
 @constant_at_trace
 def _keep_scales() -> None:
     """Have a checkpoint in the graph keep the scales that its first run read."""
-    if not _kept:
-        keep_in_checkpoints(torch.ops.te_runtime.scale_of_first_run.default)
-        _kept.append(True)
-
-
-_kept: list[bool] = []
+    operator = torch.ops.te_runtime.scale_of_first_run.default
+    if not operator.python_key_table:
+        keep_in_checkpoints(operator)
 
 
 def scale_to_read(given: Traced, recompute: bool) -> tuple[torch.Tensor, str]:

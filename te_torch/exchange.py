@@ -117,3 +117,11 @@ def telling(operation: str, group: Any) -> Iterator[None]:
         raise
     except RuntimeError as error:
         raise failed(operation, group, error) from error
+
+
+_in_graphs: dict[int, tuple[torch.Tensor, ...]] = {}
+
+
+def keep_for_graphs(*tensors: torch.Tensor) -> None:
+    """What a graph captured now reads and writes: to be there as long as the graph, whose end nobody tells."""
+    _in_graphs[tensors[0].data_ptr()] = tensors

@@ -126,9 +126,6 @@ def _(fork: torch.Tensor, shape: Sequence[int], device: torch.device) -> torch.T
     return torch.empty(shape, device=device)
 
 
-_ready: list[bool] = []
-
-
 def _prepare_trace() -> None:
     """Say, as the first of them is traced, that these operators have an effect (which imports the compiler)."""
     if torch.compiler.is_exporting():
@@ -138,7 +135,7 @@ def _prepare_trace() -> None:
             "a module that draws from torch's generators, or nothing",
             "call eval() before, or leave get_rng_state_tracker out",
         )
-    if _ready:
+    if torch.ops.te_runtime.draw_pair.default.python_key_table:  # it has been done
         return
     from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 
@@ -146,7 +143,6 @@ def _prepare_trace() -> None:
     for operator in operators:
         _register_effectful_op(operator, _EffectType.ORDERED)
         keep_in_checkpoints(operator)
-    _ready.append(True)
 
 
 def keep_in_checkpoints(operator: Any) -> None:

@@ -26,8 +26,8 @@ PACKAGES = ("te_core", "te_torch")
 
 #: How many places of a kind there may be. Who removes some lowers it.
 MOST = {
-    "cached function": 27,
-    "container": 51,
+    "cached function": 25,
+    "container": 46,
     "rebound name": 24,
     "PlanCache": 6,
     "plans.get": 43,

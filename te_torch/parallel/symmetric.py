@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from te_core.errors import ArgumentError, UnsupportedError
-from te_torch.exchange import telling
+from te_torch.exchange import keep_for_graphs, telling
 
 #: The documented ways, but for the one that needs NVLink's multicast.
 WAYS = ("one_shot", "two_shot")
@@ -17,8 +17,6 @@ MULTICAST = "multimem_all_reduce"
 #: By group: buffers by their size and what they are for.
 _buffers: weakref.WeakKeyDictionary[Any, dict[tuple[Any, ...], torch.Tensor]] = weakref.WeakKeyDictionary()
 _MOST_BUFFERS = 64  # of a group; all ranks make, and forget, the same ones
-#: What captured graphs write, by address: it has to be there for as long as they live.
-_in_graphs: dict[int, torch.Tensor] = {}
 
 
 def check_way(operation: str, how: Any) -> None:
@@ -66,7 +64,7 @@ def symmetric_buffer(numel: int, dtype: torch.dtype, device: torch.device, group
             symmetric.rendezvous(buffer, group=group)
         found[key] = buffer
     if capturing:
-        _in_graphs[buffer.data_ptr()] = buffer
+        keep_for_graphs(buffer)
     return buffer
 
 

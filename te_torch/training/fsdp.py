@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -97,10 +96,12 @@ _preparing = threading.RLock()
 
 def _prepared() -> Any:
     with _preparing:  # one class for all threads
-        return _made()
+        kept = vars(FullyShardedDataParallel)
+        if "made" not in kept:
+            kept["made"] = _made()
+        return kept["made"]
 
 
-@cache
 def _made() -> Any:
     class Prepared(_wrapper()):  # type: ignore[misc]
         """torch's FullyShardedDataParallel, whose modules are prepared."""

@@ -179,7 +179,7 @@ def test_captures_that_overlap() -> None:
 
 
 def test_one_class_of_wrapped_modules(monkeypatch: pytest.MonkeyPatch) -> None:
-    fsdp._made.cache_clear()
+    vars(fsdp.FullyShardedDataParallel).pop("made", None)
     with pausing(monkeypatch, fsdp, "_wrapper"):
         first, second = together(fsdp._prepared, fsdp._prepared)
     assert first is second and first.__name__ == "FullyShardedDataParallel"

@@ -7,10 +7,11 @@ that takes the CPU's tensors for a device's and records what is done in which or
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import cache
 from typing import Any, Protocol
 
 import torch
+
+from te_core.tensor import Device, cuda_device
 
 #: Tensors of fewer elements are not worth a copy: they stay.
 THRESHOLD = 256 * 1024
@@ -84,10 +85,9 @@ class CudaSide:
         return torch.cuda.is_current_stream_capturing()
 
 
-@cache
-def _stream(index: int) -> Any:
+def _stream(device: Device) -> Any:
     """The stream of a device's copies; all contexts share it, as they share the bus."""
-    return torch.cuda.Stream(index)
+    return torch.cuda.Stream(device.index)
 
 
 def side_of(device: torch.device, stream: Any = None) -> Side | None:
@@ -97,4 +97,4 @@ def side_of(device: torch.device, stream: Any = None) -> Side | None:
     index = torch.cuda.current_device() if device.index is None else device.index
     if stream is not None and stream.device.index == index:
         return CudaSide(device, stream)
-    return CudaSide(device, _stream(index))
+    return CudaSide(device, cuda_device(index).of(_stream))
