@@ -166,6 +166,14 @@ def facts(t: Tensor) -> tuple[Any, ...]:
     return t.dtype, t.shape, t.strides, t.device
 
 
+def off(*tensors: Tensor | None) -> int:
+    """How far addresses are off the 16-byte grid, all of them together."""
+    bits = 0
+    for t in tensors:
+        bits |= 0 if t is None else t.ptr
+    return bits & 15
+
+
 def seen(*tensors: Tensor | None) -> tuple[Any, ...]:
     """The facts of several tensors, any of which may be missing."""
-    return tuple([None if t is None else facts(t) for t in tensors])
+    return tuple([None if t is None else (t.dtype, t.shape, t.strides, t.device) for t in tensors])

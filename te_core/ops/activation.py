@@ -89,7 +89,7 @@ def activation_forward(
         y, _ = activation_forward(rt, x, kind, clamp=clamp)
         assert y is not None
         return (y if keep else None), quantize(rt, y, cast)
-    key = ("activation_forward", clamp, x.shape, x.dtype, kind, cast and cast.key, keep, x.ptr & 15, _check.seen(x))
+    key = ("activation_forward", clamp, kind, cast and cast.key, keep, _check.off(x), _check.seen(x))
     plan = rt.plans.get(key)
     if plan is None:
         _check_input("activation_forward", rt.device, x, kind, cast, clamp)
@@ -119,19 +119,8 @@ def activation_backward(
         dx, _ = activation_backward(rt, dy, x, kind, clamp=clamp)
         assert dx is not None
         return (dx if keep else None), quantize(rt, dx, cast, column_sum=column_sum)
-    key = (
-        "activation_backward",
-        clamp,
-        x.shape,
-        x.dtype,
-        dy.dtype,
-        kind,
-        cast and cast.key,
-        keep,
-        column_sum and column_sum.dtype,
-        (x.ptr | dy.ptr) & 15,
-        _check.seen(dy, x, column_sum),
-    )
+    off, seen = _check.off(x, dy), _check.seen(dy, x, column_sum)
+    key = ("activation_backward", clamp, kind, cast and cast.key, keep, off, seen)
     plan = rt.plans.get(key)
     if plan is None:
         op = "activation_backward"
@@ -144,7 +133,7 @@ def activation_backward(
         _check.vector(op, "column_sum", column_sum, x.shape[1], ACTIVATION_DTYPES)
         _check.on_device(op, rt.device, dy, column_sum)
         sums = _check.dtype(column_sum)
-        spec = ActivationSpec(kind, clamp or Clamp(), x.shape, x.dtype, key_of(cast), keep, (x.ptr | dy.ptr) & 15, sums)
+        spec = ActivationSpec(kind, clamp or Clamp(), x.shape, x.dtype, key_of(cast), keep, off, sums)
         plan = rt.plans.put(key, rt.backend.plan_activation_backward(rt, spec))
     _check.written("activation_backward", "column_sum", column_sum)
     wants_dx = cast is None or keep or cast.scale is None

@@ -211,47 +211,11 @@ def backward_key(
     dy: Tensor, out: Tensor, stats: Tensor, grads: tuple[Tensor, Tensor, Tensor] | None
 ) -> tuple[Any, ...]:
     """What a backward's plan depends on besides what forward's does."""
-    read = (  # written out: this is what a call costs
-        (dy.ptr | out.ptr) & 15,
-        dy.dtype,
-        dy.shape,
-        dy.strides,
-        dy.device,
-        out.dtype,
-        out.shape,
-        out.strides,
-        out.device,
-        stats.dtype,
-        stats.shape,
-        stats.strides,
-        stats.device,
-    )
-    if grads is None:
-        return read
-    return (*read, (grads[0].ptr | grads[1].ptr | grads[2].ptr) & 15, *_check.seen(*grads))
+    given = grads or ()
+    return _check.off(dy, out), _check.off(*given), *_check.seen(dy, out, stats, *given)
 
 
 def plan_key(q: Tensor, k: Tensor, v: Tensor, terms: Terms) -> tuple[Any, ...]:
     """What a plan depends on of these tensors."""
-    tensors = (
-        q.dtype,
-        k.dtype,
-        v.dtype,
-        q.device,
-        k.device,
-        v.device,
-        q.shape,
-        k.shape,
-        v.shape,
-        q.strides,
-        k.strides,
-        v.strides,
-        (q.ptr | k.ptr | v.ptr) & 15,
-    )
-    if terms is NOTHING:
-        return tensors
     lengths, *others = terms
-    if not any(others):
-        return (*tensors, lengths and _check.seen(*lengths))
-    at = 0 if terms.bias is None else terms.bias.ptr & 15
-    return (*tensors, lengths and _check.seen(*lengths), at, *_check.seen(*others))
+    return _check.off(q, k, v), _check.off(terms.bias), *_check.seen(q, k, v, *others, *(lengths or ()))

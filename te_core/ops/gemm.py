@@ -19,6 +19,8 @@ side that the copy was quantized along:
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import reduce
+from operator import or_
 from typing import Any, NamedTuple, Protocol
 
 from te_core import dtypes
@@ -128,74 +130,25 @@ def gemm(
     out is of the operands' dtype or float32; of float32, FP8 and FP4 operands it may be any activation dtype.
     """
     dt = out.dtype if out is not None else (out_dtype or (a.dtype if a.dtype in ACTIVATION_DTYPES else dtypes.bfloat16))
-    address = a.ptr | b.ptr if out is None else a.ptr | b.ptr | out.ptr
-    if bias is not None:
-        address |= bias.ptr
-    if aux is not None or a_sum is not None or out_sum is not None:
-        for t in (aux, a_sum, out_sum):
-            address |= 0 if t is None else t.ptr
-    given = a_scale, b_scale, a_amax, b_amax, a_format, b_format
-    scaled = None if given == _UNSCALED else _scaled_key(*given)
+    tensors, scales = (a, b, out, bias, aux, a_sum, out_sum), (_stored(a_scale), _stored(b_scale), a_amax, b_amax)
+    address = reduce(or_, [t.ptr for t in tensors if t])
+    flags = (bool(accumulate), bool(split_accumulator), bool(tf32))
+    asked = _Asked(bool(trans_a), bool(trans_b), dt, epilogue, flags, address & -address & 255, a_format, b_format)
+    off = 0 if a_format is None else 15  # scales of blocks lie at whole 16 bytes, one float anywhere
     # Everything that the checks below look at: what was checked once need not be checked again.
-    key = (
-        "gemm",
-        a.shape,
-        b.shape,
-        a.dtype,
-        b.dtype,
-        dt,
-        trans_a,
-        trans_b,
-        a.strides,
-        b.strides,
-        a.device,
-        out and _check.facts(out),
-        bias and _check.facts(bias),
-        epilogue,
-        aux and _check.facts(aux),
-        a_sum and _check.facts(a_sum),
-        out_sum and _check.facts(out_sum),
-        accumulate,
-        split_accumulator,
-        tf32,
-        (address & -address) & 255,
-        scaled,
-        b.device,
-        autotuning(),
-    )
+    places = tuple([t.ptr & off for t in scales if t])
+    key = ("gemm", asked, _check.seen(*tensors, *scales), places, type(a_scale) is Scales, autotuning())
     plan = rt.plans.get(key)
     if plan is None:
-        scales, vectors = (_stored(a_scale), _stored(b_scale), a_amax, b_amax), (bias, a_sum, out_sum)
-        flags = (bool(accumulate), bool(split_accumulator), bool(tf32))
-        asked = _Asked(bool(trans_a), bool(trans_b), dt, epilogue, flags, address & -address & 255, a_format, b_format)
-        spec = _checked(rt, asked, a, b, scales, vectors, aux, out)
+        spec = _checked(rt, asked, a, b, scales, (bias, a_sum, out_sum), aux, out)
         plan = rt.plans.put(key, rt.backend.plan_gemm(rt, spec))
     _check_written(out, aux if epilogue == "gelu" else None, a_sum, out_sum)
     if out is None:
         out = rt.empty((plan.spec.m, plan.spec.n), dt)
-    if scaled is not None:
-        a_scale, b_scale = _in_order(rt, plan, a_scale, b_scale)
+    a_scale, b_scale = _in_order(rt, plan, a_scale, b_scale)
     operands: Any = a, b, out, a_scale, b_scale, bias, aux, a_sum, out_sum, a_amax, b_amax  # scales are tensors by now
     plan.run(rt, GemmOperands(*operands))
     return out
-
-
-#: Scales, amaxes and formats of plain operands.
-_UNSCALED = (None,) * 6
-
-
-def _scaled_key(
-    a_scale: Tensor | Scales | None,
-    b_scale: Tensor | Scales | None,
-    a_amax: Tensor | None,
-    b_amax: Tensor | None,
-    a_format: Format | None,
-    b_format: Format | None,
-) -> tuple[Any, ...]:
-    """What a plan depends on of scales."""
-    tensors = (_stored(a_scale), _stored(b_scale), a_amax, b_amax)
-    off = 0 if a_format is None else 15  # scales of blocks lie at whole 16 bytes, one float anywhere
-    return type(a_scale) is Scales, a_format, b_format, *[t and (*_check.facts(t), t.ptr & off) for t in tensors]
 
 
 def _check_written(*results: Tensor | None) -> None:

@@ -26,7 +26,7 @@ class L2NormOpSpec:
 
 def l2_norm_forward(rt: Runtime, x: Tensor, *, eps: float) -> Tensor:
     """y for the rows of a dense matrix x [M, d]."""
-    key = ("l2_norm_forward", x.shape, x.dtype, x.ptr & 15, _check.seen(x))
+    key = ("l2_norm_forward", _check.off(x), _check.seen(x))
     plan = rt.plans.get(key)
     if plan is None:
         _check_rows("l2_norm_forward", rt, x)
@@ -38,7 +38,7 @@ def l2_norm_forward(rt: Runtime, x: Tensor, *, eps: float) -> Tensor:
 
 def l2_norm_backward(rt: Runtime, dy: Tensor, x: Tensor, *, eps: float) -> Tensor:
     """dx, in x's dtype."""
-    key = ("l2_norm_backward", x.shape, x.dtype, (x.ptr | dy.ptr) & 15, _check.seen(x, dy))
+    key = ("l2_norm_backward", _check.off(x, dy), _check.seen(x, dy))
     plan = rt.plans.get(key)
     if plan is None:
         op = "l2_norm_backward"
@@ -51,7 +51,7 @@ def l2_norm_backward(rt: Runtime, dy: Tensor, x: Tensor, *, eps: float) -> Tenso
             "correct dy",
         )
         _check.on_device(op, rt.device, dy)
-        spec = L2NormOpSpec(x.shape, x.dtype, (x.ptr | dy.ptr) & 15)
+        spec = L2NormOpSpec(x.shape, x.dtype, _check.off(x, dy))
         plan = rt.plans.put(key, rt.backend.plan_l2_norm_backward(rt, spec))
     dx = rt.empty(x.shape, x.dtype)
     rt.backend.l2_norm_backward(rt, plan, dy, x, dx, eps)

@@ -133,19 +133,9 @@ def norm_forward(
         assert y is not None
         return (y if keep else None), quantize(rt, y, cast), mean, rstd
     out_dtype = out_dtype or x.dtype
-    address = x.ptr | gamma.ptr | (0 if beta is None else beta.ptr) | (0 if branch is None else branch.address)
-    key = (
-        "norm_forward",
-        out_dtype,
-        kind,
-        zero_centered,
-        cast and cast.key,
-        keep,
-        sm_margin,
-        address & 15,
-        branch and branch.key,
-        _check.seen(x, gamma, beta),
-    )
+    off = _check.off(x, gamma, beta) | (0 if branch is None else branch.address & 15)
+    rule = (out_dtype, kind, zero_centered, cast and cast.key, keep, sm_margin, branch and branch.key)
+    key = ("norm_forward", rule, off, _check.seen(x, gamma, beta))
     plan = rt.plans.get(key)
     if plan is None:
         _check_common("norm_forward", kind, x, gamma, out_dtype)
@@ -163,7 +153,7 @@ def norm_forward(
             _check_branch("norm_forward", x, branch)
         if cast is not None:
             check_cast("norm_forward", rt.device, cast)
-        spec = NormOpSpec(kind, x.shape, x.dtype, gamma.dtype, out_dtype, zero_centered, sm_margin, address & 15)
+        spec = NormOpSpec(kind, x.shape, x.dtype, gamma.dtype, out_dtype, zero_centered, sm_margin, off)
         spec = replace(spec, cast=key_of(cast), keep=keep)
         if branch is not None:
             spec = replace(spec, branch=True, bias=branch.bias is not None, p=branch.p)
@@ -198,15 +188,8 @@ def norm_backward(
 
     `add`, of x's shape and dtype, goes into dx before its one rounding: the gradient that reaches x round the norm.
     """
-    address = x.ptr | dy.ptr | gamma.ptr | (0 if add is None else add.ptr) | (0 if out is None else out.ptr)
-    key = (
-        "norm_backward",
-        kind,
-        zero_centered,
-        sm_margin,
-        address & 15,
-        _check.seen(dy, x, gamma, mean, rstd, add, out),
-    )
+    off = _check.off(x, dy, gamma, add, out)
+    key = ("norm_backward", kind, zero_centered, sm_margin, off, _check.seen(dy, x, gamma, mean, rstd, add, out))
     plan = rt.plans.get(key)
     if plan is None:
         op = "norm_backward"
@@ -228,7 +211,7 @@ def norm_backward(
             if other is not None:
                 check_pair(op, x, other)
         spec = NormOpSpec(
-            kind, x.shape, x.dtype, gamma.dtype, dy.dtype, zero_centered, sm_margin, address & 15, add=add is not None
+            kind, x.shape, x.dtype, gamma.dtype, dy.dtype, zero_centered, sm_margin, off, add=add is not None
         )
         plan = rt.plans.put(key, rt.backend.plan_norm_backward(rt, spec))
     _check.written("norm_backward", "out", out)

@@ -90,22 +90,8 @@ def rope(
     out: Tensor | None = None,
 ) -> Tensor:
     """The heads t [s, b, h, d], [b, s, h, d] or [t, h, d] turned, dense; t may be strided, its channels may not."""
-    address = t.ptr if out is None else t.ptr | out.ptr
-    key = (
-        "rope",
-        t.shape,
-        t.strides,
-        t.dtype,
-        freqs.shape,
-        fmt,
-        interleaved,
-        cp_size,
-        cp_rank,
-        backward,
-        address & 15,
-        cu_seqlens and cu_seqlens.shape,
-        _check.seen(t, freqs, cu_seqlens, start_positions, out),
-    )
+    off, seen = _check.off(t, out), _check.seen(t, freqs, cu_seqlens, start_positions, out)
+    key = ("rope", fmt, interleaved, cp_size, cp_rank, backward, off, seen)
     plan = rt.plans.get(key)
     if plan is None:
         op = "rope"
@@ -130,7 +116,7 @@ def rope(
                 "correct out",
             )
         _check.on_device(op, rt.device, t, freqs, cu_seqlens, start_positions, out)
-        spec = RopeOpSpec(turn, t.shape, t.strides, t.dtype, freqs.shape, address & 15)
+        spec = RopeOpSpec(turn, t.shape, t.strides, t.dtype, freqs.shape, off)
         plan = rt.plans.put(key, rt.backend.plan_rope(rt, spec))
     _check.written("rope", "out", out)
     if out is None:
@@ -211,10 +197,10 @@ def rope_qkv_backward(
 ) -> Tensor:
     """The gradient of `rope_qkv`'s packed input, [token dimensions, channels]."""
     lead = dk.shape[: len(fmt) - 2]
-    address = dk.ptr | dv.ptr | (0 if dq is None else dq.ptr)
+    off = _check.off(dq, dk, dv)
     seen = _check.seen(dq, dk, dv, q_freqs, k_freqs, cu_seqlens, start_positions)
     rule = (heads, groups, tuple(head_dims), interleaved_groups, fmt, interleaved, cp_size, cp_rank)
-    key = ("rope_qkv_backward", rule, seen, address & 15)
+    key = ("rope_qkv_backward", rule, seen, off)
     plan = rt.plans.get(key)
     width = packed_width(heads, groups, head_dims)
     if plan is None:
@@ -237,7 +223,7 @@ def rope_qkv_backward(
             )
         _check.on_device(op, rt.device, dq, dk, dv, q_freqs, k_freqs, cu_seqlens, start_positions)
         tables = (_check.shape(q_freqs), _check.shape(k_freqs))
-        spec = RopeQkvOpSpec(turn, split, lead, dk.dtype, *tables, address & 15)
+        spec = RopeQkvOpSpec(turn, split, lead, dk.dtype, *tables, off)
         plan = rt.plans.put(key, rt.backend.plan_rope_qkv(rt, spec))
     dqkv = rt.empty((*lead, width), dk.dtype)
     rt.backend.rope_qkv(rt, plan, dqkv, (dq, dk, dv), (q_freqs, k_freqs), cu_seqlens, start_positions)

@@ -83,19 +83,8 @@ def softmax_forward(
     none. sink: float32 [h], for "off-by-one" zeros. `out` may be x.
     """
     op = "softmax_forward"
-    address = x.ptr | (0 if out is None else out.ptr)
-    key = (
-        op,
-        x.shape,
-        x.dtype,
-        band,
-        mask and mask.shape,
-        cu_seqlens_q is not None,
-        sink is not None,
-        address & 15,
-        0 if mask is None else mask.ptr & 15,
-        _check.seen(x, mask, cu_seqlens_q, cu_seqlens_kv, sink, out),
-    )
+    off = _check.off(x, out)
+    key = (op, band, off, _check.off(mask), _check.seen(x, mask, cu_seqlens_q, cu_seqlens_kv, sink, out))
     plan = rt.plans.get(key)
     if plan is None:
         _check_scores(op, "x", x, band)
@@ -130,7 +119,7 @@ def softmax_forward(
             _check.shape(mask),
             cu_seqlens_q is not None,
             sink is not None,
-            address & 15,
+            off,
             0 if mask is None else mask.ptr & 15,
         )
         plan = rt.plans.put(key, rt.backend.plan_softmax_forward(rt, spec))
@@ -158,16 +147,7 @@ def softmax_backward(
     dy and y are not read where the band and the lengths hide scores; a mask shows in y, whose zeros it made.
     """
     op = "softmax_backward"
-    key = (
-        op,
-        y.shape,
-        y.dtype,
-        band,
-        cu_seqlens_q is not None,
-        share is not None,
-        (dy.ptr | y.ptr) & 15,
-        _check.seen(dy, y, share, cu_seqlens_q, cu_seqlens_kv),
-    )
+    key = (op, band, _check.off(dy, y), _check.seen(dy, y, share, cu_seqlens_q, cu_seqlens_kv))
     plan = rt.plans.get(key)
     if plan is None:
         _check_scores(op, "y", y, band)
