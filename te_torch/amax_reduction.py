@@ -27,7 +27,7 @@ import torch.distributed as dist
 from te_core.errors import ArgumentError, UnsupportedError
 from te_core.precision import Precision
 from te_torch.amax_disagreement import Entry, Report, told
-from te_torch.exchange import all_gather_object, all_reduce, keep_for_graphs
+from te_torch.exchange import all_gather_object, all_reduce, keep_for_graphs, of_group
 from te_torch.module_paths import places
 
 _REDUCTIONS = ("forward amax reduction", "backward amax reduction")  # in errors
@@ -80,7 +80,7 @@ def abandoned(groups: Iterable[Any], precision: Precision) -> None:
     What this rank reduces next is of a later step than what the others then reduce: they see it by the head.
     """
     if precision.history is not None and precision.history.reduce_amax:
-        for team in {_team(dist.group.WORLD if g is None else g) for g in groups if spans_ranks(g)}:
+        for team in {of_group(dist.group.WORLD if g is None else g, _Team) for g in groups if spans_ranks(g)}:
             team.abandoned += 1
 
 
@@ -142,16 +142,6 @@ class _Team:
             _judge(head, mine, None, self.reductions - number)
 
 
-_teams: weakref.WeakKeyDictionary[Any, _Team] = weakref.WeakKeyDictionary()  # by group: ids and names are used again
-
-
-def _team(group: Any) -> _Team:
-    team = _teams.get(group)
-    if team is None:
-        team = _teams[group] = _Team()
-    return team
-
-
 def _plan(states: list[Any], direction: int) -> list[_ReductionPlan]:
     """A plan for each group and device, in an order that is every rank's."""
     members: dict[tuple[Any, torch.device], list[Any]] = {}
@@ -178,7 +168,7 @@ class _ReductionPlan:
     """Rows of histories, the buffer that they are reduced in, and where each lies in it."""
 
     def __init__(self, group: Any, states: list[Any], direction: int) -> None:
-        self.group, self.team = group, _team(group)
+        self.group, self.team = group, of_group(group, _Team)
         self.direction, self.entries = direction, self.team.entries(states, direction)
         self.digest = hashlib.blake2b(repr((direction, self.entries)).encode(), digest_size=6).digest()
         # .data: autograd does not count this as a change of the history, nor does the update that follows.

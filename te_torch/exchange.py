@@ -6,14 +6,17 @@ closed by peer"). What a user reads here is the operation that he called, the ra
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from te_core.errors import LibraryError, UnsupportedError
+
+_T = TypeVar("_T")
 
 #: These two have new names in torch 2.13, where the older ones warn.
 ALL_GATHER, REDUCE_SCATTER = (
@@ -119,7 +122,16 @@ def telling(operation: str, group: Any) -> Iterator[None]:
         raise failed(operation, group, error) from error
 
 
+#: What this process keeps of each group, as long as the group lives: ids and names are used again.
+_of_groups: weakref.WeakKeyDictionary[Any, dict[Callable[[], Any], Any]] = weakref.WeakKeyDictionary()
 _in_graphs: dict[int, tuple[torch.Tensor, ...]] = {}
+
+
+def of_group(group: Any, kind: Callable[[], _T]) -> _T:
+    """The one thing of this kind that belongs to a group."""
+    kept = _of_groups.setdefault(group, {})
+    found: _T | None = kept.get(kind)
+    return kept.setdefault(kind, kind()) if found is None else found
 
 
 def keep_for_graphs(*tensors: torch.Tensor) -> None:

@@ -52,13 +52,6 @@ def check_flags(operation: str, **given: Any) -> None:
             raise ArgumentError(operation, f"{name}={value!r}", "True or False", f"correct {name}")
 
 
-def check_sizes(operation: str, **given: Any) -> None:
-    """Refuse what is no positive integer."""
-    for name, value in given.items():
-        if not is_size(value):
-            raise ArgumentError(operation, f"{name}={value!r}", "an integer >= 1", f"correct {name}")
-
-
 def check_numbers(operation: str, **given: Any) -> None:
     """Refuse what is no number of at least 0."""
     for name, value in given.items():

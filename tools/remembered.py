@@ -27,7 +27,7 @@ PACKAGES = ("te_core", "te_torch")
 #: How many places of a kind there may be. Who removes some lowers it.
 MOST = {
     "cached function": 25,
-    "container": 46,
+    "container": 44,
     "rebound name": 24,
     "PlanCache": 6,
     "plans.get": 43,

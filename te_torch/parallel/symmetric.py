@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import torch
 
 from te_core.errors import ArgumentError, UnsupportedError
-from te_torch.exchange import keep_for_graphs, telling
+from te_torch.exchange import keep_for_graphs, of_group, telling
 
 #: The documented ways, but for the one that needs NVLink's multicast.
 WAYS = ("one_shot", "two_shot")
 MULTICAST = "multimem_all_reduce"
 
-#: By group: buffers by their size and what they are for.
-_buffers: weakref.WeakKeyDictionary[Any, dict[tuple[Any, ...], torch.Tensor]] = weakref.WeakKeyDictionary()
 _MOST_BUFFERS = 64  # of a group; all ranks make, and forget, the same ones
 
 
@@ -34,6 +31,11 @@ def check_way(operation: str, how: Any) -> None:
         )
 
 
+def _buffers() -> dict[tuple[Any, ...], torch.Tensor]:
+    """Those of a group, by their size and what they are for."""
+    return {}
+
+
 def symmetric_buffer(numel: int, dtype: torch.dtype, device: torch.device, group: Any, tag: Any = None) -> torch.Tensor:
     """Memory of this size that all ranks of the group have mapped; made by all of them together at its first use."""
     if device.type != "cuda":
@@ -45,7 +47,7 @@ def symmetric_buffer(numel: int, dtype: torch.dtype, device: torch.device, group
         )
     import torch.distributed._symmetric_memory as symmetric
 
-    found = _buffers.setdefault(group, {})
+    found = of_group(group, _buffers)
     key = (numel, dtype, device, tag)
     buffer, capturing = found.get(key), torch.cuda.is_current_stream_capturing()
     if buffer is None:

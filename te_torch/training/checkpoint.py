@@ -6,8 +6,6 @@ its first run read (te_torch.reruns).
 
 from __future__ import annotations
 
-import itertools
-import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ContextDecorator
 from typing import Any
@@ -17,6 +15,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import noop_context_fn
 
 from te_core.errors import ArgumentError, UnsupportedError
+from te_core.tokens import enrolled, living
 from te_torch.autocast import Ran, Region, active, prepare_default
 from te_torch.base.module import CallingModule
 from te_torch.doors import either
@@ -273,24 +272,17 @@ class activation_recompute_forward(ContextDecorator):  # noqa: N801  the documen
         if again:
             found = None
             if source is None:
-                found = (
-                    self._pair[-1] if self._pair else next((f for f in [*_by_hand.values()] if not f.ran_again), None)
-                )
+                found = self._pair[-1] if self._pair else next((f for f in living(FirstRun) if not f.ran_again), None)
             if found is not None:
                 active.running = Running([], found.rerun(object()))
         elif self._pair is not None:
             self._pair[:] = [FirstRun()]
             active.running = Running([*self._pair, *leaving], source)
         elif leaving and active.running is None:
-            _by_hand[next(_numbers)] = leaving[0]
+            enrolled(leaving[0])  # so that it is found, as long as its graph lives
 
     def __exit__(self, *exc: object) -> None:
         active.checkpointed, active.recomputing, active.region, active.running = self._before.pop()
-
-
-#: The first runs of users' own checkpoints, in their order, as long as their graphs live.
-_by_hand: weakref.WeakValueDictionary[int, FirstRun] = weakref.WeakValueDictionary()
-_numbers = itertools.count()
 
 
 def get_activation_recompute_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:

@@ -19,7 +19,7 @@ from torch.nn import ModuleList
 import te_torch as te
 from te_core.errors import UnsupportedError
 from te_core.recipe import DelayedScaling, Float8CurrentScaling
-from te_torch import amax_reduction, updates
+from te_torch import exchange, updates
 from te_torch import state as scaling
 from te_torch.state import ScalingState
 from tests.backends import requires_gpus
@@ -350,7 +350,7 @@ def new_groups(rank: Rank) -> Any:
         if rank.number == 0:
             module.fp8_state.update_plans.clear()
         dist.destroy_process_group(group)
-    return sizes, len(amax_reduction._teams)
+    return sizes, len(exchange._of_groups)
 
 
 def test_groups_made_again(ranks: Ranks) -> None:

@@ -100,7 +100,7 @@ class CtypesBindings:
         lib.cublasLtMatmulAlgoCheck.argtypes = [c_void_p] * 8
         lib.cublasLtMatmulAlgoConfigGetAttribute.argtypes = [c_void_p, c_int, c_void_p, c_size_t, c_void_p]
         lib.cublasLtGetVersion.restype = c_size_t
-        for name in ("Destroy", "MatmulDescDestroy", "MatrixLayoutDestroy", "MatmulPreferenceDestroy"):
+        for name in ("MatmulDescDestroy", "MatrixLayoutDestroy", "MatmulPreferenceDestroy"):
             getattr(lib, f"cublasLt{name}").argtypes = [c_void_p]
 
     def _call(self, name: str, *args: Any) -> None:
@@ -121,10 +121,6 @@ class CtypesBindings:
     def create(self) -> int:
         """A library handle for the current device."""
         return self._create("Create")
-
-    def destroy(self, handle: int) -> None:
-        """Free a handle."""
-        self._call("Destroy", handle)
 
     def matmul_desc_create(self, compute_type: int, scale_type: int) -> int:
         """An operation descriptor."""
