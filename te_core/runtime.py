@@ -151,6 +151,10 @@ def _plans(device: Device) -> PlanCache:
     return PlanCache()
 
 
+def _of_host(device: Device) -> Runtime:
+    return Runtime(device, 0, HostAllocator(), _load_backend("cpu"))
+
+
 class Runtime:
     """A device, a stream on it, and where memory comes from."""
 
@@ -169,8 +173,6 @@ class Runtime:
         "recorder",
         "stream",
     )
-
-    _cpu: Runtime | None = None
 
     def __init__(self, device: Device, stream: int, allocator: Allocator, backend: Backend) -> None:
         self.device = device
@@ -195,9 +197,7 @@ class Runtime:
         """The NumPy reference backend; one shared runtime unless an allocator is given."""
         if allocator is not None:
             return cls(CPU, 0, allocator, _load_backend("cpu"))
-        if cls._cpu is None:
-            cls._cpu = cls(CPU, 0, HostAllocator(), _load_backend("cpu"))
-        return cls._cpu
+        return CPU.of(_of_host)
 
     @classmethod
     def cuda(cls, device: int = 0, stream: int = 0, allocator: Allocator | None = None) -> Runtime:

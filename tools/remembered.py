@@ -28,7 +28,7 @@ PACKAGES = ("te_core", "te_torch")
 MOST = {
     "cached function": 25,
     "container": 44,
-    "rebound name": 24,
+    "rebound name": 23,
     "PlanCache": 6,
     "plans.get": 43,
     "asks is_compiling": 27,
