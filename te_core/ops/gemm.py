@@ -134,9 +134,9 @@ def gemm(
     address = reduce(or_, [t.ptr for t in tensors if t])
     flags = (bool(accumulate), bool(split_accumulator), bool(tf32))
     asked = _Asked(bool(trans_a), bool(trans_b), dt, epilogue, flags, address & -address & 255, a_format, b_format)
-    off = 0 if a_format is None else 15  # scales of blocks lie at whole 16 bytes, one float anywhere
-    # Everything that the checks below look at: what was checked once need not be checked again.
-    places = tuple([t.ptr & off for t in scales if t])
+    # Everything that the checks below look at: what was checked once need not be checked again. (Scales of blocks lie at
+    # whole 16 bytes, one float anywhere.)
+    places = None if a_format is None else tuple([t.ptr & 15 for t in scales if t])
     key = ("gemm", asked, _check.seen(*tensors, *scales), places, type(a_scale) is Scales, autotuning())
     plan = rt.plans.get(key)
     if plan is None:
@@ -145,7 +145,8 @@ def gemm(
     _check_written(out, aux if epilogue == "gelu" else None, a_sum, out_sum)
     if out is None:
         out = rt.empty((plan.spec.m, plan.spec.n), dt)
-    a_scale, b_scale = _in_order(rt, plan, a_scale, b_scale)
+    if a_scale is not None:
+        a_scale, b_scale = _in_order(rt, plan, a_scale, b_scale)
     operands: Any = a, b, out, a_scale, b_scale, bias, aux, a_sum, out_sum, a_amax, b_amax  # scales are tensors by now
     plan.run(rt, GemmOperands(*operands))
     return out
