@@ -134,8 +134,8 @@ def gemm(
     address = reduce(or_, [t.ptr for t in tensors if t])
     flags = (bool(accumulate), bool(split_accumulator), bool(tf32))
     asked = _Asked(bool(trans_a), bool(trans_b), dt, epilogue, flags, address & -address & 255, a_format, b_format)
-    # Everything that the checks below look at: what was checked once need not be checked again. (Scales of blocks lie at
-    # whole 16 bytes, one float anywhere.)
+    # Everything that the checks below look at: what was checked once need not be checked again. (Scales of blocks lie
+    # at whole 16 bytes, one float anywhere.)
     places = None if a_format is None else tuple([t.ptr & 15 for t in scales if t])
     key = ("gemm", asked, _check.seen(*tensors, *scales), places, type(a_scale) is Scales, autotuning())
     plan = rt.plans.get(key)
