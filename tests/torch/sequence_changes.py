@@ -251,7 +251,7 @@ def needs(world: World, record: Record, which: int, on: bool, all: bool) -> None
         p.requires_grad_(on)
 
 
-@change(2, which=(0, 0, *WHICH), on=(True, False))
+@change(3, which=(0, 0, *WHICH), on=(True, False))
 def train(world: World, record: Record, which: int, on: bool) -> None:
     _part(world, which).train(on)
 
@@ -290,9 +290,19 @@ def scaling(world: World, record: Record, how: str) -> None:
 
 
 @change(
-    5,
+    9,
     which=(0, *WHICH),
-    kind=("forward", "forward_pre", "full_backward", "full_backward_pre", "parameter", "accumulated", "everywhere"),
+    kind=(
+        "forward",
+        "forward_pre",
+        "forward",
+        "forward_pre",
+        "full_backward",
+        "full_backward_pre",
+        "parameter",
+        "accumulated",
+        "everywhere",
+    ),
     how=("look", "change", "look"),
 )
 def hook(world: World, record: Record, which: int, kind: str, how: str) -> None:

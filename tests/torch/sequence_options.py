@@ -26,8 +26,8 @@ KINDS = {
     "RMSNorm": 1,
     "DotProductAttention": 3,
     "Linears": 2,
-    "MultiheadAttention": 3,
-    "TransformerLayer": 6,
+    "MultiheadAttention": 4,
+    "TransformerLayer": 7,
 }
 COMPOSED = ("Linears", "MultiheadAttention", "TransformerLayer")
 #: Of `Linear` and its kin, beside what a layer's options say.
@@ -129,6 +129,12 @@ def _module(r: Chance, kind: str) -> Draw:
     way = {name: d.way[name] for name in ("quantized", "main_grad", "unfused", "frozen", "eval") if name in d.way}
     recipe, recipe_options = _recipe(r)
     sizes = min(d.sizes[0], 8), min(d.sizes[1], 2), d.sizes[2]
+    if d.layer.get("fuse_wgrad_accumulation") or "quantized" in way:
+        d.layer["fuse_qkv_params"] = True
+    if "quantized" in way or d.layer["ffn_hidden_size"] % 2 or d.layer["hidden_size"] % 2:
+        d.call.get("linears", {}).pop("parameters_split", None)
+    if r.some(0.15):
+        d.layer.update(attention_dropout=0.2, hidden_dropout=0.2)
     d = replace(d, recipe=recipe, recipe_options=recipe_options, way=way, sizes=sizes)
     if kind in COMPOSED:
         return d
@@ -137,7 +143,9 @@ def _module(r: Chance, kind: str) -> Draw:
     if kind != "DotProductAttention":
         layer |= {"attn_input_format": r.of("sbhd", "bshd"), "self_attn_mask_type": "causal"}
         call = {"lengths": "mask", "linears": r.options(0.2, OF_LINEARS)}
-        if "parameters_split" in call["linears"]:
+        if "quantized" in way:
+            call["linears"].pop("parameters_split", None)
+        elif "parameters_split" in call["linears"]:
             call["linears"]["parameters_split"] = {"a": 16, "b": layer["ffn_hidden_size"] - 16}
             for name in ("delay_wgrad_compute", "fuse_wgrad_accumulation"):
                 call["linears"].pop(name, None)
@@ -147,7 +155,7 @@ def _module(r: Chance, kind: str) -> Draw:
 
 def _calls(r: Chance, d: Draw) -> list[dict[str, Any]]:
     """The sequence's own call, and two others that differ from it."""
-    plain: dict[str, Any] = {"times": r.of(1, 2, 3)}
+    plain: dict[str, Any] = {"times": r.of(1, 1, 2, 2)}
     if r.some(0.75):
         plain["recipe"] = 0
     plain |= r.options(0.06, SELDOM | RARE)
