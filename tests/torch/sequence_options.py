@@ -56,7 +56,7 @@ SELDOM: dict[str, tuple[Any, ...]] = {
     "first": (True, False),
     "kept": (True,),
     "values": (1, 2),
-    "alias": ("q is k", "one", "again"),
+    "alias": ("q is k", "one"),
     "accumulate": (True,),
 }
 RARE: dict[str, tuple[Any, ...]] = {

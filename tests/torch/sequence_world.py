@@ -263,8 +263,6 @@ class World:
         if a.get("threads"):
             record[f"{name} threads"] = attempt(record, name, lambda: self._threads(a, args, options))
             return
-        if a.get("watch"):
-            leaves["x"] = leaves.get("x")
         with self.surroundings(a):
             y = attempt(record, name, lambda: self._forward(a, leaves, args, options))
             record[f"{name} random"] = bits(torch.get_rng_state())[""]
