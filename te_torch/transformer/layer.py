@@ -8,7 +8,7 @@ y  = x2 + drop_path(dropout(mlp(norm(x2)) + bias))
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -78,6 +78,35 @@ _ATTENTION = (
 
 #: Which of forward's arguments behind the first are tensors, or bring some; and where the angles are.
 _TENSORS, _ANGLES = (0, 4, 5, 11, 14, 15, 16, 17, 18, 19), 12
+
+
+class Arguments(NamedTuple):
+    """Forward's arguments behind the first, in their order."""
+
+    attention_mask: Any
+    self_attn_mask_type: str | None
+    window_size: tuple[int, int] | None
+    bottom_right_diagonal: bool | None
+    encoder_output: torch.Tensor | None
+    enc_dec_attn_mask: Any
+    enc_dec_attn_mask_type: str | None
+    enc_dec_window_size: tuple[int, int] | None
+    enc_dec_bottom_right_diagonal: bool | None
+    is_first_microbatch: bool | None
+    checkpoint_core_attention: bool
+    inference_params: InferenceParams | None
+    rotary_pos_emb: Any
+    core_attention_bias_type: str
+    core_attention_bias: torch.Tensor | None
+    alibi_slopes: torch.Tensor | None
+    cu_seqlens_q: torch.Tensor | None
+    cu_seqlens_kv: torch.Tensor | None
+    cu_seqlens_q_padded: torch.Tensor | None
+    cu_seqlens_kv_padded: torch.Tensor | None
+    max_seqlen_q: int | None
+    max_seqlen_kv: int | None
+    fast_zero_fill: bool
+    pad_between_seqs: bool | None
 
 
 class TransformerLayer(Unit):
@@ -325,7 +354,7 @@ class TransformerLayer(Unit):
             or not all([given[i] is None for i in _TENSORS])
             or not (len(angles) in (0, 2) and all([isinstance(t, torch.Tensor) for t in angles]))
         ):
-            return self._run_parts(hidden_states, *given)
+            return self._run_parts(hidden_states, given)
         if angles:
             given = (*given[:_ANGLES], None, *given[_ANGLES + 1 :])
         y: torch.Tensor = self._call((hidden_states, *angles), (given, env.world(), choose.generation[0]))
@@ -339,7 +368,7 @@ class TransformerLayer(Unit):
             given = options[0]
             if angles:
                 given = (*given[:_ANGLES], tuple(angles), *given[_ANGLES + 1 :])
-            y = self._run_parts(x, *given)
+            y = self._run_parts(x, given)
             calls = noting.calls
         finally:
             noting.calls = before
@@ -350,103 +379,80 @@ class TransformerLayer(Unit):
                 self._plan_first(plan)
         return y
 
-    def _run_parts(
-        self,
-        hidden_states: torch.Tensor,
-        attention_mask: Any,
-        self_attn_mask_type: str | None,
-        window_size: tuple[int, int] | None,
-        bottom_right_diagonal: bool | None,
-        encoder_output: torch.Tensor | None,
-        enc_dec_attn_mask: Any,
-        enc_dec_attn_mask_type: str | None,
-        enc_dec_window_size: tuple[int, int] | None,
-        enc_dec_bottom_right_diagonal: bool | None,
-        is_first_microbatch: bool | None,
-        checkpoint_core_attention: bool,
-        inference_params: InferenceParams | None,
-        rotary_pos_emb: Any,
-        core_attention_bias_type: str,
-        core_attention_bias: torch.Tensor | None,
-        alibi_slopes: torch.Tensor | None,
-        cu_seqlens_q: torch.Tensor | None,
-        cu_seqlens_kv: torch.Tensor | None,
-        cu_seqlens_q_padded: torch.Tensor | None,
-        cu_seqlens_kv_padded: torch.Tensor | None,
-        max_seqlen_q: int | None,
-        max_seqlen_kv: int | None,
-        fast_zero_fill: bool,
-        pad_between_seqs: bool | None,
-    ) -> torch.Tensor:
-        operation = "TransformerLayer.forward"
-        self_attn_mask_type = canonical_mask(operation, self_attn_mask_type or self.self_attn_mask_type)
-        enc_dec_attn_mask_type = canonical_mask(operation, enc_dec_attn_mask_type or self.enc_dec_attn_mask_type)
-        if attention_mask is not None or enc_dec_attn_mask is not None:
-            _check_masks(operation, attention_mask=attention_mask, enc_dec_attn_mask=enc_dec_attn_mask)
-        if (self.layer_type == "decoder") == (encoder_output is None):
-            self._note_encoder_output(operation, encoder_output)
-        x = _begun(hidden_states, self._rows if inference_params is None else None)
+    def _run_parts(self, hidden_states: torch.Tensor, given: tuple[Any, ...]) -> torch.Tensor:
+        """The layer's output, part by part; `given`: forward's other arguments."""
+        g, operation = Arguments(*given), "TransformerLayer.forward"
+        mask_type = canonical_mask(operation, g.self_attn_mask_type or self.self_attn_mask_type)
+        canonical_mask(operation, g.enc_dec_attn_mask_type or self.enc_dec_attn_mask_type)
+        if g.attention_mask is not None or g.enc_dec_attn_mask is not None:
+            _check_masks(operation, attention_mask=g.attention_mask, enc_dec_attn_mask=g.enc_dec_attn_mask)
+        if (self.layer_type == "decoder") == (g.encoder_output is None):
+            self._note_encoder_output(operation, g.encoder_output)
+        x = _begun(hidden_states, self._rows if g.inference_params is None else None)
         # Module.__getattr__ would cost a microsecond; keyword arguments, which a module's call packs anew twice, five.
         attention: Any = self._modules["self_attention"]
         mlp: Any = self._modules["layernorm_mlp"]
         # Each part gets what it reads as a `Branch`: its norm forms the sum.
         attended = attention(
             Branch(x),
-            attention_mask,
+            g.attention_mask,
             None,
-            self_attn_mask_type,
-            window_size,
-            bottom_right_diagonal,
-            is_first_microbatch,
-            checkpoint_core_attention,
-            inference_params,
-            rotary_pos_emb,
-            core_attention_bias_type,
-            core_attention_bias,
-            alibi_slopes,
-            cu_seqlens_q,
-            cu_seqlens_q,
-            cu_seqlens_q_padded,
-            cu_seqlens_q_padded,
-            max_seqlen_q,
-            max_seqlen_q,
-            fast_zero_fill,
-            pad_between_seqs,
+            mask_type,
+            g.window_size,
+            g.bottom_right_diagonal,
+            g.is_first_microbatch,
+            g.checkpoint_core_attention,
+            g.inference_params,
+            g.rotary_pos_emb,
+            g.core_attention_bias_type,
+            g.core_attention_bias,
+            g.alibi_slopes,
+            g.cu_seqlens_q,
+            g.cu_seqlens_q,
+            g.cu_seqlens_q_padded,
+            g.cu_seqlens_q_padded,
+            g.max_seqlen_q,
+            g.max_seqlen_q,
+            g.fast_zero_fill,
+            g.pad_between_seqs,
         )
         if self.parallel_attention_mlp:
             out, x = attended
-            other, x = mlp(Branch(x), is_first_microbatch)
+            other, x = mlp(Branch(x), g.is_first_microbatch)
             return self._added((out + other, None, x), self.drop_path).added()
         read = self._added(attended, self.drop_path)
         if self.layer_type == "decoder":
-            read = self._added(
-                self.inter_attention(
-                    read,
-                    attention_mask=enc_dec_attn_mask,
-                    encoder_output=encoder_output,
-                    attn_mask_type=enc_dec_attn_mask_type,
-                    window_size=enc_dec_window_size,
-                    bottom_right_diagonal=enc_dec_bottom_right_diagonal,
-                    is_first_microbatch=is_first_microbatch,
-                    checkpoint_core_attention=checkpoint_core_attention,
-                    inference_params=inference_params,
-                    rotary_pos_emb=rotary_pos_emb,
-                    core_attention_bias_type=core_attention_bias_type,
-                    core_attention_bias=core_attention_bias,
-                    alibi_slopes=alibi_slopes,
-                    cu_seqlens_q=cu_seqlens_q,
-                    cu_seqlens_kv=cu_seqlens_kv,
-                    cu_seqlens_q_padded=cu_seqlens_q_padded,
-                    cu_seqlens_kv_padded=cu_seqlens_kv_padded,
-                    max_seqlen_q=max_seqlen_q,
-                    max_seqlen_kv=max_seqlen_kv,
-                    fast_zero_fill=fast_zero_fill,
-                    pad_between_seqs=pad_between_seqs,
-                ),
-                None,
-            )
-        y = self._added(mlp(read, is_first_microbatch), self.drop_path).added()
+            read = self._added(self._attend_encoder(read, g), None)
+        y = self._added(mlp(read, g.is_first_microbatch), self.drop_path).added()
         return self.layernorm(y) if self.output_layernorm else y
+
+    def _attend_encoder(self, read: Branch, g: Arguments) -> Any:
+        """What a decoder's cross attention returns."""
+        return self.inter_attention(
+            read,
+            attention_mask=g.enc_dec_attn_mask,
+            encoder_output=g.encoder_output,
+            attn_mask_type=canonical_mask(
+                "TransformerLayer.forward", g.enc_dec_attn_mask_type or self.enc_dec_attn_mask_type
+            ),
+            window_size=g.enc_dec_window_size,
+            bottom_right_diagonal=g.enc_dec_bottom_right_diagonal,
+            is_first_microbatch=g.is_first_microbatch,
+            checkpoint_core_attention=g.checkpoint_core_attention,
+            inference_params=g.inference_params,
+            rotary_pos_emb=g.rotary_pos_emb,
+            core_attention_bias_type=g.core_attention_bias_type,
+            core_attention_bias=g.core_attention_bias,
+            alibi_slopes=g.alibi_slopes,
+            cu_seqlens_q=g.cu_seqlens_q,
+            cu_seqlens_kv=g.cu_seqlens_kv,
+            cu_seqlens_q_padded=g.cu_seqlens_q_padded,
+            cu_seqlens_kv_padded=g.cu_seqlens_kv_padded,
+            max_seqlen_q=g.max_seqlen_q,
+            max_seqlen_kv=g.max_seqlen_kv,
+            fast_zero_fill=g.fast_zero_fill,
+            pad_between_seqs=g.pad_between_seqs,
+        )
 
     def _note_encoder_output(self, operation: str, given: torch.Tensor | None) -> None:
         """A decoder without encoder_output is an error; in another layer it changes nothing."""

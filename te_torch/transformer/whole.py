@@ -70,18 +70,8 @@ def _forward(rt: Runtime, x: Tensor, *given: Any, spec: Any, scales: Sequence[An
     return outputs, tuple(row)
 
 
-def _inputs(
-    gamma: Any,
-    beta: Any,
-    qkv: Any,
-    qkv_bias: Any,
-    qkv_rng: Any,
-    proj: Any,
-    proj_bias: Any,
-    proj_rng: Any,
-    attended_rng: Any,
-    *mlp: Any,
-) -> TransformerInputs:
+def _inputs(*given: Any) -> TransformerInputs:
+    gamma, beta, qkv, qkv_bias, qkv_rng, proj, proj_bias, proj_rng, attended_rng, *mlp = given
     *of_mlp, mlp_rng, closing_rng, q_angles, k_angles = mlp
     weights = MultiheadWeights(qkv, qkv_bias, proj, proj_bias, gamma, beta)
     draws = MultiheadDraws(qkv_rng, proj_rng)
